@@ -1,0 +1,271 @@
+//! The cpu backend: the host's cores as a device.
+//!
+//! Lanes are synchronous: work is done when the call returns, so events have always passed and order
+//! is the order of calls. Kernels read parameters where they lie in host memory. An arena is address
+//! space; pages are committed when first touched, so reserving much costs nothing until it is used.
+//!
+//! # Invariants
+//! - The result of a kernel depends on its operands alone, never on the number of threads.
+//! - No instruction runs that the processor at hand does not have.
+
+pub(crate) mod access;
+mod attention;
+mod elementwise;
+pub(crate) mod gemm;
+mod image;
+mod index;
+mod loss;
+mod moe;
+mod norm;
+mod product;
+mod reduce;
+mod rope;
+pub(crate) mod simd;
+pub mod threads;
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::bytes::Bytes;
+use crate::device::{Arena, Copy, Device, DeviceId, DeviceKind, Event, EventState, Lane, LaneKind, Ops};
+use crate::error::{Error, Result};
+use crate::kernel::{HostView, HostViewMut, Kernel, View};
+use threads::Threads;
+
+/// A worker on the host's cores.
+pub struct Cpu {
+    id: DeviceId,
+    lanes: [CpuLane; 5],
+    ops: CpuOps,
+}
+
+impl Cpu {
+    /// One worker with `threads` threads, or one thread per core.
+    ///
+    /// # Errors
+    /// When the system starts no threads.
+    pub fn new(threads: Option<usize>) -> Result<Arc<Self>> {
+        Ok(Self::workers(1, threads)?.remove(0))
+    }
+
+    /// `count` workers that share one set of threads.
+    ///
+    /// # Errors
+    /// When the system starts no threads.
+    pub fn workers(count: usize, threads: Option<usize>) -> Result<Vec<Arc<Self>>> {
+        let threads = Threads::new(threads)?;
+        let worker = |index| {
+            let id = DeviceId { kind: DeviceKind::Cpu, index: index as u32, worker: 0 };
+            Arc::new(Self { id, lanes: LaneKind::ALL.map(CpuLane), ops: CpuOps { threads: threads.clone() } })
+        };
+        Ok((0..count.max(1)).map(worker).collect())
+    }
+}
+
+impl fmt::Debug for Cpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Cpu({}, {} threads)", self.id, self.ops.threads.count())
+    }
+}
+
+impl Device for Cpu {
+    fn id(&self) -> DeviceId {
+        self.id
+    }
+
+    fn memory(&self) -> Bytes {
+        Bytes(physical_memory())
+    }
+
+    fn reserve(&self, bytes: Bytes) -> Result<Arena> {
+        reserve_host(bytes)
+    }
+
+    fn lane(&self, kind: LaneKind) -> &dyn Lane {
+        &self.lanes[kind as usize]
+    }
+
+    fn ops(&self) -> &dyn Ops {
+        &self.ops
+    }
+
+    fn aliases_host(&self) -> bool {
+        true
+    }
+}
+
+/// Address space for an arena in host memory.
+pub(crate) fn reserve_host(bytes: Bytes) -> Result<Arena> {
+    let fail = |source| Error::HostMemory { what: "an arena", need: bytes, source };
+    let len = usize::try_from(bytes.0).map_err(|e| fail(std::io::Error::other(e)))?.max(1);
+    let mut map = memmap2::MmapOptions::new().len(len).no_reserve_swap().map_anon().map_err(fail)?;
+    #[cfg(target_os = "linux")]
+    if len >= 4 << 20 {
+        // Only a hint: fewer page faults on first touch.
+        let _ = map.advise(memmap2::Advice::HugePage);
+    }
+    let base = map.as_mut_ptr() as u64;
+    Ok(Arena::new(base, bytes, Box::new(map)))
+}
+
+#[cfg(unix)]
+fn physical_memory() -> u64 {
+    // SAFETY: `sysconf` takes a number and gives a number; unknown names give -1.
+    let (pages, size) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
+    u64::try_from(pages).unwrap_or(0) * u64::try_from(size).unwrap_or(0)
+}
+
+#[cfg(not(unix))]
+fn physical_memory() -> u64 {
+    8 << 30
+}
+
+#[derive(Debug)]
+struct CpuLane(LaneKind);
+
+#[derive(Debug)]
+struct Passed;
+
+impl EventState for Passed {
+    fn passed(&self) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn fence(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Lane for CpuLane {
+    fn kind(&self) -> LaneKind {
+        self.0
+    }
+
+    unsafe fn copy(&self, copy: &Copy) -> Result<()> {
+        // SAFETY: the caller vouches for both ranges; a download of a value onto itself cannot happen
+        // because source and destination are owned apart.
+        unsafe {
+            std::ptr::copy_nonoverlapping(copy.src as *const u8, copy.dst as *mut u8, copy.bytes as usize);
+        }
+        Ok(())
+    }
+
+    fn record(&self) -> Result<Event> {
+        Ok(Event::new(Arc::new(Passed)))
+    }
+
+    fn wait(&self, event: &Event) -> Result<()> {
+        event.fence()
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// The cpu's mathematics; `sim` computes with it too.
+#[derive(Debug, Clone)]
+pub(crate) struct CpuOps {
+    pub(crate) threads: Threads,
+}
+
+impl Ops for CpuOps {
+    unsafe fn launch(
+        &self,
+        _lane: &dyn Lane,
+        kernel: &Kernel,
+        src: &[Option<View>],
+        dst: &[Option<View>],
+        scratch: Option<View>,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise is passed on unchanged.
+        unsafe { self.compute(kernel, src, dst, scratch) }
+    }
+
+    fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
+        scratch(kernel, src, dst)
+    }
+}
+
+/// Scratch bytes the cpu's kernels want: a function of the operands alone, so that meta can ask too.
+pub(crate) fn scratch(_kernel: &Kernel, _src: &[Option<View>], _dst: &[Option<View>]) -> usize {
+    0
+}
+
+impl CpuOps {
+    /// Runs a kernel on the calling thread and this device's threads.
+    ///
+    /// # Safety
+    /// As [`Ops::launch`].
+    pub(crate) unsafe fn compute(
+        &self,
+        kernel: &Kernel,
+        src: &[Option<View>],
+        dst: &[Option<View>],
+        scratch: Option<View>,
+    ) -> Result<()> {
+        use Kernel as K;
+        let call = access::Call { threads: &self.threads, kernel, src, dst, scratch };
+        // SAFETY: the caller's promise is passed on unchanged to the family that knows the kernel.
+        unsafe {
+            match kernel {
+                K::Fill { .. }
+                | K::Arange { .. }
+                | K::Random { .. }
+                | K::Copy
+                | K::Accumulate { .. }
+                | K::Unary(_)
+                | K::UnaryGrad(_)
+                | K::Binary(_)
+                | K::Compare(_)
+                | K::Select
+                | K::Dropout { .. } => elementwise::run(&call),
+                K::Reduce { .. }
+                | K::ArgReduce { .. }
+                | K::CumSum { .. }
+                | K::Softmax { .. }
+                | K::SoftmaxGrad { .. }
+                | K::TopK { .. } => reduce::run(&call),
+                K::IndexSelect { .. } | K::IndexAdd { .. } | K::Gather { .. } | K::ScatterAdd { .. } => {
+                    index::run(&call)
+                }
+                K::MatMul { .. } | K::GroupedMatMul | K::GroupedMatMulGrad { .. } => product::run(&call),
+                K::RmsNorm { .. }
+                | K::RmsNormGrad { .. }
+                | K::LayerNorm { .. }
+                | K::LayerNormGrad { .. }
+                | K::GroupNorm { .. }
+                | K::GroupNormGrad { .. }
+                | K::BatchNorm { .. }
+                | K::BatchNormGrad { .. } => norm::run(&call),
+                K::Rope { .. } | K::RopeNorm { .. } | K::RopeNormGrad { .. } | K::Glu(_) | K::GluGrad(_) => {
+                    rope::run(&call)
+                }
+                K::Attention(_) | K::AttentionGrad(_) => attention::run(&call),
+                K::CrossEntropy { .. } | K::CrossEntropyGrad { .. } => loss::run(&call),
+                K::MoeSort { .. } | K::MoeCombine | K::MoeCombineGrad => moe::run(&call),
+                K::Conv2d(_)
+                | K::Conv2dGradInput(_)
+                | K::Conv2dGradFilter { .. }
+                | K::MaxPool2d(_)
+                | K::MaxPool2dGrad(_)
+                | K::AvgPool2d(_)
+                | K::AvgPool2dGrad(_)
+                | K::AdaptiveAvgPool2d
+                | K::AdaptiveAvgPool2dGrad => image::run(&call),
+                K::Host(host) => {
+                    let read: Vec<HostView<'_>> =
+                        call.src.iter().flatten().map(|v| access::host_view(v)).collect();
+                    let mut write: Vec<HostViewMut<'_>> =
+                        call.dst.iter().flatten().map(|v| access::host_view_mut(v)).collect();
+                    host.run(&read, &mut write)
+                }
+            }
+        }
+    }
+}

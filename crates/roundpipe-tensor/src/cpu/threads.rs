@@ -1,0 +1,77 @@
+//! The cores that one cpu device computes with.
+//!
+//! A kernel cuts its work into tasks whose number and extent depend on the sizes alone, never on the
+//! number of threads, and no task reads what another writes. So any number of threads gives the same
+//! bits; this type only decides who runs which task.
+
+use std::sync::Arc;
+
+use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
+
+use crate::bytes::Bytes;
+use crate::error::{Error, Result};
+
+/// A set of worker threads; cloning shares them.
+#[derive(Debug, Clone)]
+pub struct Threads {
+    pool: Option<Arc<rayon::ThreadPool>>,
+    count: usize,
+}
+
+impl Threads {
+    /// `count` threads, or one per core when `None`. One thread means: the calling one.
+    ///
+    /// # Errors
+    /// When the system starts no threads.
+    pub fn new(count: Option<usize>) -> Result<Self> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let count = count.unwrap_or(cores).clamp(1, 1024);
+        if count == 1 {
+            return Ok(Self { pool: None, count });
+        }
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(count)
+            .thread_name(|i| format!("roundpipe-cpu-{i}"))
+            .build()
+            .map_err(|e| Error::HostMemory {
+                what: "worker threads",
+                need: Bytes(0),
+                source: std::io::Error::other(e),
+            })?;
+        Ok(Self { pool: Some(Arc::new(pool)), count })
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Runs `task(0)` … `task(tasks - 1)`, in any order, on these threads; returns when all are done.
+    pub fn run(&self, tasks: usize, task: impl Fn(usize) + Sync + Send) {
+        match &self.pool {
+            Some(pool) if tasks > 1 => {
+                pool.install(|| (0..tasks).into_par_iter().with_max_len(1).for_each(task))
+            }
+            _ => (0..tasks).for_each(task),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::Threads;
+
+    #[test]
+    fn every_task_runs_once() {
+        for count in [1, 2, 5] {
+            let hits: Vec<AtomicUsize> = (0..97).map(|_| AtomicUsize::new(0)).collect();
+            let threads = Threads::new(Some(count)).unwrap();
+            threads.run(hits.len(), |i| {
+                hits[i].fetch_add(1, Ordering::Relaxed);
+            });
+            assert!(hits.iter().all(|h| h.load(Ordering::Relaxed) == 1), "{count} threads");
+        }
+    }
+}

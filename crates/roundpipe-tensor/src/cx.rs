@@ -1,0 +1,449 @@
+//! The context in which layers compute.
+//!
+//! A layer's forward receives a [`Cx`]: it gives parameters as tensors on whichever worker runs the
+//! layer ([`Cx::get`]), computes ([`crate::ops`]), and records what a backward pass will need. Without a
+//! tape it records nothing and holds nothing.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::dtype::{DType, Element};
+use crate::error::{Error, Result};
+use crate::exec::Worker;
+use crate::param::{Param, ParamId};
+use crate::rng::{RngKey, RngSite};
+use crate::shape::Shape;
+use crate::tape::{Back, Leaves, Tape};
+use crate::tensor::Tensor;
+
+/// Where a layer computes: a worker, perhaps a tape, and a place in the random stream.
+#[derive(Debug)]
+pub struct Cx {
+    worker: Worker,
+    tape: Option<Tape>,
+    training: bool,
+    site: RngSite,
+    /// Parameters in the order they were first used, and where each stands in that order.
+    bound: Vec<(Param, Tensor)>,
+    places: HashMap<ParamId, usize>,
+    updates: Vec<(Param, Tensor)>,
+}
+
+impl Cx {
+    /// For training: operations are recorded, dropout drops, batch norm uses the batch.
+    pub fn train(worker: &Worker) -> Self {
+        Self::new(worker, true, true)
+    }
+
+    /// For inference: nothing is recorded, dropout passes, batch norm uses running statistics.
+    pub fn infer(worker: &Worker) -> Self {
+        Self::new(worker, false, false)
+    }
+
+    /// Any combination of recording and training behaviour.
+    pub fn new(worker: &Worker, record: bool, training: bool) -> Self {
+        Self {
+            worker: worker.clone(),
+            tape: record.then(Tape::new),
+            training,
+            site: RngSite::default(),
+            bound: Vec::new(),
+            places: HashMap::new(),
+            updates: Vec::new(),
+        }
+    }
+
+    /// The same context at another place of the random stream.
+    #[must_use]
+    pub fn at(mut self, site: RngSite) -> Self {
+        self.site = site;
+        self
+    }
+
+    /// The worker that computes.
+    pub fn worker(&self) -> &Worker {
+        &self.worker
+    }
+
+    /// Whether layers should behave as in training.
+    pub fn is_training(&self) -> bool {
+        self.training
+    }
+
+    /// Whether operations are recorded.
+    pub fn is_recording(&self) -> bool {
+        self.tape.is_some()
+    }
+
+    /// Number of operations on the tape.
+    pub fn recorded(&self) -> usize {
+        self.tape.as_ref().map_or(0, Tape::len)
+    }
+
+    /// The key of the next random operation: every call gives another one, in a fixed order.
+    pub fn next_key(&mut self) -> RngKey {
+        let key = self.site.key();
+        self.site.site += 1;
+        key
+    }
+
+    /// Runs `body` without recording.
+    pub fn no_grad<R>(&mut self, body: impl FnOnce(&mut Self) -> R) -> R {
+        let tape = self.tape.take();
+        let out = body(self);
+        self.tape = tape;
+        out
+    }
+
+    /// A tensor holding a copy of host values.
+    ///
+    /// # Errors
+    /// When their number is not the shape's, or memory runs out.
+    pub fn tensor<T: Element>(&mut self, values: &[T], dims: &[usize]) -> Result<Tensor> {
+        self.worker.upload(values, Shape::new(dims)?)
+    }
+
+    /// A bool tensor.
+    ///
+    /// # Errors
+    /// As [`Cx::tensor`].
+    pub fn tensor_bool(&mut self, values: &[bool], dims: &[usize]) -> Result<Tensor> {
+        self.worker.upload_bool(values, Shape::new(dims)?)
+    }
+
+    /// A tensor filled with one value.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn full(&mut self, dtype: DType, dims: &[usize], value: f64) -> Result<Tensor> {
+        self.worker.full(dtype, Shape::new(dims)?, value)
+    }
+
+    /// A tensor of zeros.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn zeros(&mut self, dtype: DType, dims: &[usize]) -> Result<Tensor> {
+        self.full(dtype, dims, 0.0)
+    }
+
+    /// Makes `tensor` an input whose gradient [`Gradients::of`] will give. Without a tape it stays a constant.
+    ///
+    /// # Errors
+    /// [`Error::DType`] for types that have no gradient.
+    pub fn input(&mut self, tensor: &Tensor) -> Result<Tensor> {
+        float("input", tensor)?;
+        self.worker.check_home("input", tensor)?;
+        Ok(match &mut self.tape {
+            Some(tape) => tape.input(tensor),
+            None => tensor.detach(),
+        })
+    }
+
+    /// The parameter as a tensor on this worker. The first call brings it here (in place on a cpu, unless
+    /// [`Cx::bind`] did before); later calls give the same tensor.
+    ///
+    /// # Errors
+    /// When it is being written, or memory runs out.
+    pub fn get(&mut self, param: &Param) -> Result<Tensor> {
+        if let Some(place) = self.places.get(&param.id()) {
+            return Ok(self.bound[*place].1.clone());
+        }
+        let host = param.data().read_all()?;
+        let tensor = if self.worker.device().aliases_host() {
+            Tensor::from_host(host, self.worker.pool().clone(), param.dtype(), *param.shape())
+        } else {
+            let block = self.worker.pool().alloc("parameter", param.bytes() as u64)?;
+            let lane = self.worker.device().lane(crate::device::LaneKind::Compute);
+            let (_, block) = lane.upload("parameter", host, block)?.land()?;
+            Tensor::from_block(block, param.dtype(), *param.shape())
+        };
+        self.bind(param, tensor, None)
+    }
+
+    /// Says where a parameter lies on this worker, and the accumulator its gradients are added to (dense, in
+    /// the accumulator type, zeroed or holding earlier microbatches).
+    ///
+    /// # Errors
+    /// When shapes or types disagree or the tensors live on another worker.
+    pub fn bind(&mut self, param: &Param, tensor: Tensor, into: Option<Tensor>) -> Result<Tensor> {
+        const OP: &str = "bind";
+        for t in std::iter::once(&tensor).chain(&into) {
+            self.worker.check_home(OP, t)?;
+            if t.shape() != param.shape() {
+                return Err(Error::Shape { op: OP, left: *t.shape(), right: *param.shape() });
+            }
+        }
+        let dense =
+            into.as_ref().is_none_or(|g| g.is_contiguous() && g.dtype() == param.dtype().accumulator());
+        if tensor.dtype() != param.dtype() || !dense {
+            return Err(Error::invalid(
+                OP,
+                format!("{tensor:?} cannot stand for a {} parameter", param.dtype()),
+            ));
+        }
+        let tensor = match &mut self.tape {
+            Some(tape) if param.is_trainable() => tape.parameter(tensor.detach(), into),
+            _ => tensor.detach(),
+        };
+        let bound = (param.clone(), tensor.clone());
+        match self.places.get(&param.id()) {
+            Some(place) => self.bound[*place] = bound,
+            None => {
+                self.places.insert(param.id(), self.bound.len());
+                self.bound.push(bound);
+            }
+        }
+        Ok(tensor)
+    }
+
+    /// Sets a buffer (running statistics, counters) once this pass is over: the value is written by
+    /// [`Cx::commit_buffers`], so that a repeated forward does not count twice.
+    ///
+    /// # Errors
+    /// When shape or type disagree.
+    pub fn set_buffer(&mut self, buffer: &Param, value: &Tensor) -> Result<()> {
+        if value.shape() != buffer.shape() || value.dtype() != buffer.dtype() {
+            let what = format!("{value:?} into a {} {} buffer", buffer.dtype(), buffer.shape());
+            return Err(Error::invalid("set_buffer", what));
+        }
+        self.updates.retain(|(b, _)| b.id() != buffer.id());
+        self.updates.push((buffer.clone(), value.detach()));
+        Ok(())
+    }
+
+    /// Lets go of all parameters, so that they can be written. A later [`Cx::get`] reads them anew.
+    pub fn release(&mut self) {
+        self.bound.clear();
+        self.places.clear();
+    }
+
+    /// Releases the parameters and writes the buffers set during this pass, in the order they were set.
+    ///
+    /// # Errors
+    /// When a buffer is still read by another pass.
+    pub fn commit_buffers(&mut self) -> Result<()> {
+        self.release();
+        for (buffer, value) in std::mem::take(&mut self.updates) {
+            let bytes = raw_bytes(&value)?;
+            buffer.data().write(0..bytes.len())?.bytes().copy_from_slice(&bytes);
+        }
+        Ok(())
+    }
+
+    /// Records an operation: `backward` will run when a gradient arrives at one of `outputs`. Outputs come
+    /// back with their place on the tape; without a tape, or when no input needs a gradient, they come back as
+    /// they are and what `backward` captured is dropped.
+    pub(crate) fn record(
+        &mut self,
+        op: &'static str,
+        inputs: &[&Tensor],
+        outputs: Vec<Tensor>,
+        backward: impl FnOnce(&mut Back<'_>) -> Result<()> + Send + 'static,
+    ) -> Result<Vec<Tensor>> {
+        let Some(tape) = &mut self.tape else { return Ok(outputs) };
+        let numbers = inputs.iter().map(|t| tape.number(op, t)).collect::<Result<Vec<_>>>()?;
+        if numbers.iter().all(Option::is_none) {
+            return Ok(outputs);
+        }
+        Ok(tape.push(op, numbers, outputs, Box::new(backward)))
+    }
+
+    /// [`Cx::record`] for the usual single output.
+    pub(crate) fn record_one(
+        &mut self,
+        op: &'static str,
+        inputs: &[&Tensor],
+        output: Tensor,
+        backward: impl FnOnce(&mut Back<'_>) -> Result<()> + Send + 'static,
+    ) -> Result<Tensor> {
+        let mut outputs = self.record(op, inputs, vec![output], backward)?;
+        Ok(outputs.pop().expect("one output in, one out"))
+    }
+
+    /// Whether any of these needs a gradient here, so that a forward knows what to keep.
+    pub(crate) fn tracks(&self, inputs: &[&Tensor]) -> bool {
+        self.tape.is_some() && inputs.iter().any(|t| t.requires_grad())
+    }
+
+    /// Gradients of a scalar with respect to every input and parameter it depends on. The tape is used up; the
+    /// context can record anew.
+    ///
+    /// # Errors
+    /// When `loss` has more than one element or does not depend on anything recorded here.
+    pub fn backward(&mut self, loss: &Tensor) -> Result<Gradients> {
+        if loss.numel() != 1 {
+            let what = format!("the loss {} has {} elements; reduce it to one", loss.shape(), loss.numel());
+            return Err(Error::invalid("backward", what));
+        }
+        let one = self.worker.full(loss.dtype(), *loss.shape(), 1.0)?;
+        self.backward_from(&[(loss.clone(), one)])
+    }
+
+    /// Gradients given those of some outputs. Outputs that do not need a gradient are skipped.
+    ///
+    /// # Errors
+    /// When there is no tape, nothing needs a gradient, or a gradient's shape is not its output's.
+    pub fn backward_from(&mut self, outputs: &[(Tensor, Tensor)]) -> Result<Gradients> {
+        const OP: &str = "backward";
+        let tape =
+            self.tape.as_ref().ok_or_else(|| Error::invalid(OP, "nothing was recorded: use Cx::train"))?;
+        let mut seeds = Vec::with_capacity(outputs.len());
+        for (output, grad) in outputs {
+            if output.shape() != grad.shape() {
+                return Err(Error::Shape { op: OP, left: *output.shape(), right: *grad.shape() });
+            }
+            self.worker.check_home(OP, grad)?;
+            seeds.extend(tape.number(OP, output)?.map(|number| (number, grad.detach())));
+        }
+        if seeds.is_empty() {
+            return Err(Error::invalid(OP, "no output depends on an input or a trainable parameter"));
+        }
+        let bound = std::mem::take(&mut self.bound);
+        self.places.clear();
+        let tape = self.tape.replace(Tape::new()).expect("checked above");
+        let mut leaves = tape.backward(&self.worker, seeds)?;
+        // The parameters' tensors are let go here: an optimizer may write them while the gradients live.
+        let params = bound.into_iter().filter_map(|(p, t)| Some((p, leaves.take(&t)?))).collect();
+        Ok(Gradients { leaves, params })
+    }
+}
+
+/// What a backward pass gives.
+pub struct Gradients {
+    leaves: Leaves,
+    params: Vec<(Param, Tensor)>,
+}
+
+impl Gradients {
+    /// The gradient of an input; `None` when the result does not depend on it.
+    pub fn of(&self, input: &Tensor) -> Option<&Tensor> {
+        self.leaves.of(input)
+    }
+
+    /// Takes the gradient of an input out.
+    pub fn take(&mut self, input: &Tensor) -> Option<Tensor> {
+        self.leaves.take(input)
+    }
+
+    /// The gradient of a parameter, in its accumulator type.
+    pub fn param(&self, param: &Param) -> Option<&Tensor> {
+        self.params.iter().find(|(p, _)| p.id() == param.id()).map(|(_, grad)| grad)
+    }
+
+    /// All parameters that received a gradient, in the order of their first use.
+    pub fn params(&self) -> impl Iterator<Item = (&Param, &Tensor)> {
+        self.params.iter().map(|(p, grad)| (p, grad))
+    }
+}
+
+impl std::fmt::Debug for Gradients {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Gradients({} parameters)", self.params.len())
+    }
+}
+
+/// The bytes of a tensor on the host, in row-major order.
+fn raw_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
+    fn cast<T: Element>(tensor: &Tensor, to: impl Fn(T) -> Vec<u8>) -> Result<Vec<u8>> {
+        Ok(tensor.to_vec::<T>()?.into_iter().flat_map(to).collect())
+    }
+    match tensor.dtype() {
+        DType::F64 => cast(tensor, |x: f64| x.to_ne_bytes().to_vec()),
+        DType::F32 => cast(tensor, |x: f32| x.to_ne_bytes().to_vec()),
+        DType::BF16 => cast(tensor, |x: half::bf16| x.to_ne_bytes().to_vec()),
+        DType::F16 => cast(tensor, |x: half::f16| x.to_ne_bytes().to_vec()),
+        DType::I64 => cast(tensor, |x: i64| x.to_ne_bytes().to_vec()),
+        DType::I32 => cast(tensor, |x: i32| x.to_ne_bytes().to_vec()),
+        DType::U32 => cast(tensor, |x: u32| x.to_ne_bytes().to_vec()),
+        DType::U8 | DType::Bool => tensor.to_vec::<u8>(),
+    }
+}
+
+/// Refuses what is not a float.
+pub(crate) fn float(op: &'static str, x: &Tensor) -> Result<()> {
+    if x.dtype().is_float() {
+        return Ok(());
+    }
+    Err(Error::DType { op, dtype: x.dtype(), shape: *x.shape(), expected: "it takes floats" })
+}
+
+/// Refuses operands of different types.
+pub(crate) fn same_dtype(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
+    if a.dtype() == b.dtype() {
+        return Ok(());
+    }
+    Err(Error::DTypes {
+        op,
+        left: a.dtype(),
+        left_shape: *a.shape(),
+        right: b.dtype(),
+        right_shape: *b.shape(),
+    })
+}
+
+/// Refuses a shape that is not the expected one.
+pub(crate) fn same_shape(op: &'static str, have: &Tensor, want: Shape) -> Result<()> {
+    if *have.shape() == want {
+        return Ok(());
+    }
+    Err(Error::Shape { op, left: *have.shape(), right: want })
+}
+
+/// An operation that a user wrote: any forward, and a backward of its own.
+pub trait CustomOp: Send + Sync + 'static {
+    /// Name for errors and traces.
+    fn name(&self) -> &'static str;
+
+    /// The outputs; `cx` does not record here.
+    ///
+    /// # Errors
+    /// Whatever the operation reports.
+    fn forward(&self, cx: &mut Cx, inputs: &[Tensor]) -> Result<Vec<Tensor>>;
+
+    /// The gradients of the inputs (`None` for those without), given the inputs, the outputs and the outputs'
+    /// gradients (`None` for outputs nothing depends on); `cx` does not record here.
+    ///
+    /// # Errors
+    /// Whatever the operation reports.
+    fn backward(
+        &self,
+        cx: &mut Cx,
+        inputs: &[Tensor],
+        outputs: &[Tensor],
+        grads: &[Option<Tensor>],
+    ) -> Result<Vec<Option<Tensor>>>;
+}
+
+impl Cx {
+    /// Runs a user's operation and records it with its own backward.
+    ///
+    /// # Errors
+    /// What the operation reports; in backward, also a wrong number of gradients or a wrong shape.
+    pub fn custom(&mut self, op: Arc<dyn CustomOp>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        let name = op.name();
+        let plain: Vec<Tensor> = inputs.iter().map(|t| t.detach()).collect();
+        let outputs = self.no_grad(|cx| op.forward(cx, &plain))?;
+        let outputs: Vec<Tensor> = outputs.iter().map(Tensor::detach).collect();
+        if !self.tracks(inputs) {
+            return Ok(outputs);
+        }
+        let kept = outputs.clone();
+        let training = self.training;
+        self.record(name, inputs, outputs, move |bx| {
+            let mut cx = Self::new(bx.worker(), false, training);
+            let grads = (0..kept.len()).map(|i| bx.grad(i)).collect::<Result<Vec<_>>>()?;
+            let given = op.backward(&mut cx, &plain, &kept, &grads)?;
+            if given.len() != plain.len() {
+                let what = format!("backward gave {} gradients for {} inputs", given.len(), plain.len());
+                return Err(Error::invalid(name, what));
+            }
+            for (i, grad) in given.into_iter().enumerate() {
+                if let Some(grad) = grad {
+                    bx.give(i, grad.detach())?;
+                }
+            }
+            Ok(())
+        })
+    }
+}

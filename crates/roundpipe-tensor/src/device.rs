@@ -1,0 +1,406 @@
+//! What the engine needs from a backend: memory, lanes, order, and mathematics.
+//!
+//! Two small object-safe traits carry every backend: [`Device`] with its [`Lane`]s (memory and order)
+//! and [`Ops`] (mathematics). A *worker* is one `Device` value: a card that is listed twice is two
+//! values with their own lanes and arenas.
+//!
+//! # Rules of order
+//! 1. A lane runs what it is given in order; two lanes run independently.
+//! 2. Only events order two lanes: `b.wait(&a.record()?)` puts all later work of `b` after all earlier
+//!    work of `a`.
+//! 3. The host learns that work has ended only by a fence ([`Event::fence`], [`Lane::fence`], or landing
+//!    a [`Flight`]).
+//! 4. A copy owns both of its ends until it has landed.
+//! 5. Device memory is reserved once per worker; blocks are carved from it in the host order of the
+//!    compute lane, so a block freed and handed out again is ordered by that lane.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::bytes::Bytes;
+use crate::error::{Error, Result};
+use crate::host::{HostBuf, HostMut, HostRef, Pin};
+use crate::kernel::{Kernel, View};
+use crate::pool::Block;
+
+/// The kinds of backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DeviceKind {
+    /// Computes on the host's cores.
+    Cpu,
+    /// An NVIDIA GPU.
+    Cuda,
+    /// Cpu mathematics on a virtual clock, with checks and faults.
+    Sim,
+    /// Shapes only.
+    Meta,
+}
+
+/// One worker: the backend, which of its devices, and which of the workers on that device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct DeviceId {
+    /// Backend.
+    pub kind: DeviceKind,
+    /// Device of that backend.
+    pub index: u32,
+    /// Worker on that device.
+    pub worker: u32,
+}
+
+impl fmt::Display for DeviceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self.kind {
+            DeviceKind::Cpu => "cpu",
+            DeviceKind::Cuda => "cuda",
+            DeviceKind::Sim => "sim",
+            DeviceKind::Meta => "meta",
+        };
+        match self.worker {
+            0 => write!(f, "{kind}:{}", self.index),
+            worker => write!(f, "{kind}:{}#{worker}", self.index),
+        }
+    }
+}
+
+/// The in-order queues of a worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum LaneKind {
+    /// Kernels.
+    Compute,
+    /// Weights going in.
+    ParamUpload,
+    /// Activations going in.
+    ActivationUpload,
+    /// Activations coming out.
+    ActivationDownload,
+    /// Gradients coming out.
+    GradDownload,
+}
+
+impl LaneKind {
+    /// All lanes of a worker; the discriminant is the index.
+    pub const ALL: [Self; 5] = [
+        Self::Compute,
+        Self::ParamUpload,
+        Self::ActivationUpload,
+        Self::ActivationDownload,
+        Self::GradDownload,
+    ];
+
+    /// Name for errors and traces.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Compute => "compute",
+            Self::ParamUpload => "parameter upload",
+            Self::ActivationUpload => "activation upload",
+            Self::ActivationDownload => "activation download",
+            Self::GradDownload => "gradient download",
+        }
+    }
+}
+
+/// A worker's memory and lanes.
+pub trait Device: Send + Sync + fmt::Debug {
+    /// Which worker this is.
+    fn id(&self) -> DeviceId;
+
+    /// Memory of the device that this worker may reserve from.
+    fn memory(&self) -> Bytes;
+
+    /// Takes device memory; called once per worker, at start. Contents are undefined.
+    ///
+    /// # Errors
+    /// When the device has less.
+    fn reserve(&self, bytes: Bytes) -> Result<Arena>;
+
+    /// One of the five queues.
+    fn lane(&self, kind: LaneKind) -> &dyn Lane;
+
+    /// The mathematics of this device.
+    fn ops(&self) -> &dyn Ops;
+
+    /// Host memory that this device copies from and to as fast as `pin` allows.
+    ///
+    /// # Errors
+    /// When the system has none.
+    fn host_buffer(&self, name: &str, bytes: usize, _pin: Pin) -> Result<HostBuf> {
+        HostBuf::zeroed(name, bytes)
+    }
+
+    /// Whether kernels can read host memory in place, so that an upload may be no copy at all.
+    fn aliases_host(&self) -> bool {
+        false
+    }
+
+    /// Told when a block goes back to the pool. `sim` poisons it.
+    fn freed(&self, _start: u64, _bytes: u64) {}
+}
+
+/// A queue that runs in order. Only events order two lanes.
+pub trait Lane: Send + Sync + fmt::Debug {
+    /// Which of the worker's lanes this is.
+    fn kind(&self) -> LaneKind;
+
+    /// Queues a copy.
+    ///
+    /// # Safety
+    /// Both ranges must stay valid until the lane has passed the copy; nobody may write the source or
+    /// touch the destination meanwhile, except in order by events.
+    ///
+    /// # Errors
+    /// When the device refuses.
+    unsafe fn copy(&self, copy: &Copy) -> Result<()>;
+
+    /// A mark behind all work queued so far.
+    ///
+    /// # Errors
+    /// When the device refuses.
+    fn record(&self) -> Result<Event>;
+
+    /// Later work of this lane runs after `event`.
+    ///
+    /// # Errors
+    /// When the device refuses or the event belongs to another backend.
+    fn wait(&self, event: &Event) -> Result<()>;
+
+    /// The host waits until all work queued so far has ended.
+    ///
+    /// # Errors
+    /// What went wrong in the lane since the last fence.
+    fn fence(&self) -> Result<()> {
+        self.record()?.fence()
+    }
+
+    /// For backends to recognise their own lanes.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// Which way a copy goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// Host to device.
+    Upload,
+    /// Device to host.
+    Download,
+    /// Within a device.
+    Local,
+}
+
+/// One copy as a value.
+#[derive(Debug, Clone)]
+pub struct Copy {
+    /// What is being copied, for traces and race reports.
+    pub what: String,
+    /// Which way.
+    pub direction: Direction,
+    /// First byte read.
+    pub src: u64,
+    /// First byte written.
+    pub dst: u64,
+    /// How many.
+    pub bytes: u64,
+}
+
+/// The mathematics of a backend.
+pub trait Ops: Send + Sync {
+    /// Queues a kernel.
+    ///
+    /// # Safety
+    /// The views must be what the kernel's documentation asks for, lie in live memory of this device (or
+    /// host memory where the device aliases it), and stay valid until the lane has passed the kernel;
+    /// writes must be ordered against other accesses by lanes and events.
+    ///
+    /// # Errors
+    /// What the device or the kernel reports, e.g. an index out of range.
+    unsafe fn launch(
+        &self,
+        lane: &dyn Lane,
+        kernel: &Kernel,
+        src: &[Option<View>],
+        dst: &[Option<View>],
+        scratch: Option<View>,
+    ) -> Result<()>;
+
+    /// Bytes of scratch memory the kernel wants for these operands.
+    fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize;
+}
+
+/// Reserved device memory; given back when dropped.
+pub struct Arena {
+    base: u64,
+    bytes: u64,
+    _owner: Box<dyn Any + Send + Sync>,
+}
+
+impl Arena {
+    /// Memory from `base` on, kept alive by `owner`. Backends call this; `base` is aligned to
+    /// [`ALIGN`](crate::pool::ALIGN).
+    pub fn new(base: u64, bytes: Bytes, owner: Box<dyn Any + Send + Sync>) -> Self {
+        Self { base, bytes: bytes.0, _owner: owner }
+    }
+
+    /// First address.
+    pub fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// Size.
+    pub fn bytes(&self) -> Bytes {
+        Bytes(self.bytes)
+    }
+}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Arena({:#x}, {})", self.base, self.bytes())
+    }
+}
+
+/// A point in a lane.
+#[derive(Debug, Clone)]
+pub struct Event(Arc<dyn EventState>);
+
+/// What a backend knows about a point in one of its lanes.
+pub trait EventState: Send + Sync + fmt::Debug {
+    /// Whether the lane has passed it.
+    ///
+    /// # Errors
+    /// What went wrong in the lane.
+    fn passed(&self) -> Result<bool>;
+
+    /// The host waits until the lane has passed it.
+    ///
+    /// # Errors
+    /// What went wrong in the lane.
+    fn fence(&self) -> Result<()>;
+
+    /// For backends to recognise their own events.
+    fn as_any(&self) -> &dyn Any;
+}
+
+impl Event {
+    /// For backends.
+    pub fn new(state: Arc<dyn EventState>) -> Self {
+        Self(state)
+    }
+
+    /// Whether the lane has passed it.
+    ///
+    /// # Errors
+    /// What went wrong in the lane.
+    pub fn passed(&self) -> Result<bool> {
+        self.0.passed()
+    }
+
+    /// The host waits until the lane has passed it.
+    ///
+    /// # Errors
+    /// What went wrong in the lane.
+    pub fn fence(&self) -> Result<()> {
+        self.0.fence()
+    }
+
+    /// For backends to recognise their own events.
+    pub fn state(&self) -> &dyn EventState {
+        &*self.0
+    }
+}
+
+/// A copy under way. It owns what it touches; dropping it waits for the lane.
+#[derive(Debug)]
+pub struct Flight<T> {
+    event: Event,
+    hold: Option<T>,
+}
+
+impl<T> Flight<T> {
+    /// The point behind the copy.
+    pub fn event(&self) -> &Event {
+        &self.event
+    }
+
+    /// Whether the copy has landed.
+    ///
+    /// # Errors
+    /// What went wrong in the lane.
+    pub fn landed(&self) -> Result<bool> {
+        self.event.passed()
+    }
+
+    /// Waits for the copy and gives both ends back.
+    ///
+    /// # Errors
+    /// What went wrong in the lane; the ends are dropped then.
+    pub fn land(mut self) -> Result<T> {
+        let hold = self.hold.take().expect("a flight holds its ends until it lands");
+        self.event.fence()?;
+        Ok(hold)
+    }
+
+    /// Orders `lane` behind the copy without a host wait and gives both ends to the caller, who now answers
+    /// for keeping them until `lane` has passed their last use.
+    ///
+    /// # Errors
+    /// When the lane refuses.
+    pub fn hand_to(mut self, lane: &dyn Lane) -> Result<T> {
+        lane.wait(&self.event)?;
+        Ok(self.hold.take().expect("a flight holds its ends until it lands"))
+    }
+}
+
+impl<T> Drop for Flight<T> {
+    fn drop(&mut self) {
+        if self.hold.is_some() {
+            // An error was or will be reported by the lane's next fence; here only the wait matters.
+            let _ = self.event.fence();
+        }
+    }
+}
+
+impl dyn Lane + '_ {
+    /// Starts copying host bytes into a block of the same size or larger.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when the block is too small; otherwise what the device reports.
+    pub fn upload(&self, what: &str, src: HostRef, dst: Block) -> Result<Flight<(HostRef, Block)>> {
+        let bytes = src.bytes().len() as u64;
+        if bytes > dst.bytes() {
+            return Err(Error::invalid("upload", format!("{what}: {bytes} bytes into {}", dst.bytes())));
+        }
+        let copy = Copy {
+            what: what.to_owned(),
+            direction: Direction::Upload,
+            src: src.addr(),
+            dst: dst.addr(),
+            bytes,
+        };
+        // SAFETY: the source is claimed for reading and the block is owned, both are moved into the flight,
+        // which waits for the lane before it lets go of them; the sizes were just compared.
+        unsafe { self.copy(&copy)? };
+        Ok(Flight { event: self.record()?, hold: Some((src, dst)) })
+    }
+
+    /// Starts copying the first bytes of a block into host memory of that size.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when the block is smaller than the host range; otherwise what the device reports.
+    pub fn download(&self, what: &str, src: Block, mut dst: HostMut) -> Result<Flight<(Block, HostMut)>> {
+        let bytes = dst.bytes().len() as u64;
+        if bytes > src.bytes() {
+            return Err(Error::invalid("download", format!("{what}: {bytes} bytes from {}", src.bytes())));
+        }
+        let copy = Copy {
+            what: what.to_owned(),
+            direction: Direction::Download,
+            src: src.addr(),
+            dst: dst.addr(),
+            bytes,
+        };
+        // SAFETY: as for `upload`, with the roles exchanged.
+        unsafe { self.copy(&copy)? };
+        Ok(Flight { event: self.record()?, hold: Some((src, dst)) })
+    }
+}

@@ -1,0 +1,219 @@
+//! A worker as operations see it: memory from its pool, kernels on its compute lane.
+//!
+//! What is here never records on a tape; the tape and the operations of [`Cx`](crate::cx::Cx) stand on it.
+
+use std::sync::Arc;
+
+use crate::bytes::Bytes;
+use crate::device::{Copy, Device, Direction, LaneKind};
+use crate::dtype::{DType, Element};
+use crate::error::{Error, Result};
+use crate::kernel::{Kernel, View};
+use crate::pool::{Pool, PoolUse};
+use crate::shape::{Layout, Shape};
+use crate::tensor::Tensor;
+
+/// A device with its reserved memory; cloning shares both.
+#[derive(Debug, Clone)]
+pub struct Worker {
+    pool: Arc<Pool>,
+}
+
+impl Worker {
+    /// Reserves `bytes` on `device`: all the memory that tensors of this worker will ever use.
+    ///
+    /// # Errors
+    /// When the device has less.
+    pub fn new(device: Arc<dyn Device>, bytes: Bytes) -> Result<Self> {
+        let arena = device.reserve(bytes)?;
+        Ok(Self { pool: Pool::new(device, arena) })
+    }
+
+    /// The worker whose memory holds `tensor`.
+    pub fn of(tensor: &Tensor) -> Self {
+        Self { pool: tensor.pool().clone() }
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        self.pool.device()
+    }
+
+    /// The memory.
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+
+    /// What is and was in use of the memory.
+    pub fn usage(&self) -> PoolUse {
+        self.pool.usage()
+    }
+
+    /// The host waits for all kernels queued so far.
+    ///
+    /// # Errors
+    /// What went wrong since the last wait.
+    pub fn fence(&self) -> Result<()> {
+        self.device().lane(LaneKind::Compute).fence()
+    }
+
+    /// A dense tensor with undefined contents.
+    pub(crate) fn alloc(&self, op: &'static str, dtype: DType, shape: Shape) -> Result<Tensor> {
+        let block = self.pool.alloc(op, (shape.numel() * dtype.size()) as u64)?;
+        Ok(Tensor::from_block(block, dtype, shape))
+    }
+
+    /// Queues a kernel on the compute lane. The caller has checked the operands and owns the
+    /// destinations (fresh, or accumulators that nobody else writes).
+    pub(crate) fn launch(
+        &self,
+        kernel: &Kernel,
+        src: &[Option<&Tensor>],
+        dst: &[Option<&Tensor>],
+    ) -> Result<()> {
+        for tensor in src.iter().chain(dst).flatten() {
+            self.check_home(kernel.name(), tensor)?;
+        }
+        let views = |all: &[Option<&Tensor>]| all.iter().map(|t| t.map(Tensor::view)).collect::<Vec<_>>();
+        let (src, dst) = (views(src), views(dst));
+        debug_assert!(disjoint(kernel, &src, &dst), "{kernel:?}: a destination overlaps another operand");
+        let ops = self.device().ops();
+        let scratch = match ops.scratch(kernel, &src, &dst) {
+            0 => None,
+            bytes => Some(self.alloc(kernel.name(), DType::U8, Shape::new(&[bytes])?)?),
+        };
+        let lane = self.device().lane(LaneKind::Compute);
+        // SAFETY: the views come from live tensors of this worker; their blocks go back to the pool in the
+        // host order of this same lane, so the memory stays theirs until the kernel has run; the caller
+        // checked shapes and types and nobody else writes the destinations.
+        unsafe { ops.launch(lane, kernel, &src, &dst, scratch.as_ref().map(Tensor::view)) }
+    }
+
+    pub(crate) fn check_home(&self, op: &'static str, tensor: &Tensor) -> Result<()> {
+        if Arc::ptr_eq(&self.pool, tensor.pool()) {
+            return Ok(());
+        }
+        let (there, here) = (tensor.device().id(), self.device().id());
+        let what =
+            format!("{} {} lives on another worker ({there}), not on {here}", tensor.dtype(), tensor.shape());
+        Err(Error::Foreign { op, what })
+    }
+
+    /// A tensor filled with one value.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn full(&self, dtype: DType, shape: Shape, value: f64) -> Result<Tensor> {
+        let out = self.alloc("full", dtype, shape)?;
+        self.launch(&Kernel::Fill { value }, &[], &[Some(&out)])?;
+        Ok(out)
+    }
+
+    /// A tensor holding a copy of host values.
+    ///
+    /// # Errors
+    /// When their number is not the shape's, or memory runs out.
+    pub fn upload<T: Element>(&self, values: &[T], shape: Shape) -> Result<Tensor> {
+        self.upload_as(T::DTYPE, values, shape)
+    }
+
+    /// As [`Worker::upload`] for bool tensors.
+    ///
+    /// # Errors
+    /// As [`Worker::upload`].
+    pub fn upload_bool(&self, values: &[bool], shape: Shape) -> Result<Tensor> {
+        let bytes: Vec<u8> = values.iter().map(|b| u8::from(*b)).collect();
+        self.upload_as(DType::Bool, &bytes, shape)
+    }
+
+    fn upload_as<T: Element>(&self, dtype: DType, values: &[T], shape: Shape) -> Result<Tensor> {
+        const OP: &str = "tensor";
+        if values.len() != shape.numel() {
+            return Err(Error::invalid(OP, format!("{} values for shape {shape}", values.len())));
+        }
+        let out = self.alloc(OP, dtype, shape)?;
+        if !values.is_empty() {
+            let lane = self.device().lane(LaneKind::Compute);
+            let copy = Copy {
+                what: OP.to_owned(),
+                direction: Direction::Upload,
+                src: values.as_ptr() as u64,
+                dst: out.view().ptr,
+                bytes: size_of_val(values) as u64,
+            };
+            // SAFETY: `values` is borrowed and `out` is owned past the fence below; sizes agree.
+            unsafe { lane.copy(&copy)? };
+            lane.fence()?;
+        }
+        Ok(out)
+    }
+
+    /// The same values, densely laid out; no copy when they are already.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn contiguous(&self, x: &Tensor) -> Result<Tensor> {
+        if x.is_contiguous() {
+            return Ok(x.clone());
+        }
+        self.cast_dense("contiguous", x, x.dtype())
+    }
+
+    /// The values of `x` in another type; no copy when it is the type already.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn cast(&self, x: &Tensor, dtype: DType) -> Result<Tensor> {
+        if x.dtype() == dtype {
+            return Ok(x.detach());
+        }
+        self.cast_dense("cast", x, dtype)
+    }
+
+    fn cast_dense(&self, op: &'static str, x: &Tensor, dtype: DType) -> Result<Tensor> {
+        let out = self.alloc(op, dtype, *x.shape())?;
+        self.launch(&Kernel::Copy, &[Some(x)], &[Some(&out)])?;
+        Ok(out)
+    }
+
+    /// `a + b` of equal shapes as a new dense tensor.
+    pub(crate) fn sum_of(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
+        let out = self.alloc("add", a.dtype(), *a.shape())?;
+        self.launch(&Kernel::Binary(crate::kernel::Binary::Add), &[Some(a), Some(b)], &[Some(&out)])?;
+        Ok(out)
+    }
+
+    /// The sum of `x` over broadcast dimensions, so that the result has `shape`. `x` itself when the shapes
+    /// are equal.
+    pub(crate) fn sum_to(&self, x: &Tensor, shape: Shape) -> Result<Tensor> {
+        if *x.shape() == shape {
+            return Ok(x.detach());
+        }
+        let lead = x.rank() - shape.rank();
+        let mut kept = *x.shape();
+        for axis in 0..x.rank() {
+            let size = if axis < lead { 1 } else { shape[axis - lead] };
+            kept = kept.with(axis, size);
+        }
+        let out = self.alloc("sum", x.dtype(), kept)?;
+        let kernel = Kernel::Reduce { op: crate::kernel::Reduce::Sum, accumulate: false };
+        self.launch(&kernel, &[Some(x)], &[Some(&out)])?;
+        Ok(out.relaid(Layout::contiguous(shape)))
+    }
+}
+
+/// No destination may overlap a source or another destination, unless the kernel works in place there.
+fn disjoint(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> bool {
+    let meets = |a: &View, b: &View| match (a.extent(), b.extent()) {
+        (Some(a), Some(b)) => a.0 < b.1 && b.0 < a.1,
+        _ => false,
+    };
+    let in_place = matches!(kernel, Kernel::CrossEntropyGrad { .. });
+    // Halves of one tensor interleave without sharing elements; extents cannot tell them apart.
+    let strided = |v: &View| !v.layout.is_contiguous();
+    dst.iter().flatten().enumerate().all(|(i, d)| {
+        let others = dst.iter().flatten().skip(i + 1);
+        let clash = |o: &View| meets(d, o) && !strided(d) && !strided(o) && !(in_place && o.ptr == d.ptr);
+        !src.iter().flatten().chain(others).any(clash)
+    })
+}

@@ -1,0 +1,335 @@
+//! Host memory: page-aligned, exactly sized buffers, lent out by range.
+//!
+//! A buffer is anonymous memory (zero-filled, committed by the system when first touched), a mapped
+//! file (read-only), or memory that a device driver gave. Its bytes are reachable only through
+//! [`HostRef`] and [`HostMut`], which hold their range until dropped: a transfer keeps its guard, so
+//! nobody can write what a copy still reads. There is no padding: a buffer of n bytes takes n bytes,
+//! rounded to pages by the system alone.
+//!
+//! # Invariants
+//! - At any time a byte is either unclaimed, claimed by readers, or claimed by one writer.
+//! - A mapped file is never written.
+
+use std::any::Any;
+use std::fmt;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::bytes::Bytes;
+use crate::dtype::Element;
+use crate::error::{Error, Result};
+
+/// How host memory is tied to physical pages, so that a device can copy from it at full speed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Pin {
+    /// Page-locked memory from the device's driver.
+    #[default]
+    Alloc,
+    /// Ordinary pages, registered with the driver afterwards.
+    Register,
+    /// Pageable memory.
+    Off,
+}
+
+/// A piece of host memory; cloning shares it.
+#[derive(Clone)]
+pub struct HostBuf(Arc<Inner>);
+
+struct Inner {
+    name: String,
+    ptr: *mut u8,
+    len: usize,
+    writable: bool,
+    claims: Mutex<Claims>,
+    /// Keeps the memory behind `ptr` alive.
+    _owner: Box<dyn Any + Send + Sync>,
+}
+
+#[derive(Default)]
+struct Claims {
+    next: u64,
+    live: Vec<(u64, Range<usize>, bool)>,
+}
+
+// SAFETY: `ptr` points into memory kept alive by `_owner`, which is itself `Send + Sync`; access goes
+// through guards whose ranges the `claims` mutex keeps disjoint wherever one of them writes.
+unsafe impl Send for Inner {}
+// SAFETY: as above.
+unsafe impl Sync for Inner {}
+
+impl HostBuf {
+    /// Zero-filled, pageable memory.
+    ///
+    /// # Errors
+    /// [`Error::HostMemory`] when the system has none.
+    pub fn zeroed(name: impl Into<String>, bytes: usize) -> Result<Self> {
+        // A mapping cannot be empty; one byte stands in, `len` stays exact.
+        let mut map = memmap2::MmapMut::map_anon(bytes.max(1)).map_err(|source| Error::HostMemory {
+            what: "a buffer",
+            need: Bytes(bytes as u64),
+            source,
+        })?;
+        #[cfg(target_os = "linux")]
+        if bytes >= 4 << 20 {
+            // Only a hint: fewer page faults and TLB misses on large slabs.
+            let _ = map.advise(memmap2::Advice::HugePage);
+        }
+        let ptr = map.as_mut_ptr();
+        Ok(Self::wrap(name.into(), ptr, bytes, true, Box::new(map)))
+    }
+
+    /// Memory that holds a copy of `values`.
+    ///
+    /// # Errors
+    /// [`Error::HostMemory`] when the system has none.
+    pub fn from_slice<T: Element>(name: impl Into<String>, values: &[T]) -> Result<Self> {
+        let buf = Self::zeroed(name, size_of_val(values))?;
+        buf.write(0..buf.len())?.as_mut_slice::<T>().copy_from_slice(values);
+        Ok(buf)
+    }
+
+    /// A read-only view of a file's bytes, loaded as they are touched.
+    ///
+    /// # Errors
+    /// [`Error::Map`] when the file cannot be opened or mapped.
+    pub fn map_file(path: &Path) -> Result<Self> {
+        let fail = |source| Error::Map { path: path.to_owned(), source };
+        let file = std::fs::File::open(path).map_err(fail)?;
+        let len = file.metadata().map_err(fail)?.len();
+        let name = path.display().to_string();
+        if len == 0 {
+            return Self::zeroed(name, 0);
+        }
+        // SAFETY: the mapping is read-only and private to this value. Another process that truncates
+        // the file while it is mapped makes reads fault; that is the documented price of mapping.
+        let map = unsafe { memmap2::Mmap::map(&file) }.map_err(fail)?;
+        let (ptr, len) = (map.as_ptr().cast_mut(), map.len());
+        Ok(Self::wrap(name, ptr, len, false, Box::new(map)))
+    }
+
+    /// Memory that a device's driver allocated.
+    ///
+    /// # Safety
+    /// `ptr` must be valid for reads and writes of `bytes` bytes, initialised, page-aligned, reached by
+    /// nobody else, and must stay so until `owner` is dropped.
+    pub unsafe fn from_owner(
+        name: impl Into<String>,
+        ptr: *mut u8,
+        bytes: usize,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Self {
+        Self::wrap(name.into(), ptr, bytes, true, owner)
+    }
+
+    fn wrap(
+        name: String,
+        ptr: *mut u8,
+        len: usize,
+        writable: bool,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Self {
+        Self(Arc::new(Inner { name, ptr, len, writable, claims: Mutex::default(), _owner: owner }))
+    }
+
+    /// What the buffer is for.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// Size in bytes, exact.
+    pub fn len(&self) -> usize {
+        self.0.len
+    }
+
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.0.len == 0
+    }
+
+    /// Lends `range` for reading.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] while somebody writes there; [`Error::Invalid`] when it is out of bounds.
+    pub fn read(&self, range: Range<usize>) -> Result<HostRef> {
+        Ok(HostRef(self.claim(range, false)?))
+    }
+
+    /// Lends the whole buffer for reading.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] while somebody writes any of it.
+    pub fn read_all(&self) -> Result<HostRef> {
+        self.read(0..self.len())
+    }
+
+    /// Lends `range` for writing.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] while somebody reads or writes there; [`Error::Invalid`] when it is out of
+    /// bounds or the buffer is a mapped file.
+    pub fn write(&self, range: Range<usize>) -> Result<HostMut> {
+        if !self.0.writable {
+            return Err(Error::invalid(
+                "host buffer",
+                format!("{} is a mapped file, read-only", self.0.name),
+            ));
+        }
+        Ok(HostMut(self.claim(range, true)?))
+    }
+
+    fn claim(&self, range: Range<usize>, write: bool) -> Result<Guard> {
+        if range.start > range.end || range.end > self.0.len {
+            let what = format!("bytes {range:?} of {}, which has {}", self.0.name, self.0.len);
+            return Err(Error::invalid("host buffer", what));
+        }
+        let mut claims = self.0.claims.lock().unwrap_or_else(PoisonError::into_inner);
+        let clash = |(_, other, writes): &(u64, Range<usize>, bool)| {
+            (write || *writes) && other.start < range.end && range.start < other.end
+        };
+        if claims.live.iter().any(clash) {
+            return Err(Error::Busy { name: self.0.name.clone(), start: range.start, end: range.end });
+        }
+        let id = claims.next;
+        claims.next += 1;
+        claims.live.push((id, range.clone(), write));
+        Ok(Guard { buf: self.0.clone(), range, id })
+    }
+}
+
+impl fmt::Debug for HostBuf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostBuf({}, {})", self.0.name, Bytes(self.0.len as u64))
+    }
+}
+
+struct Guard {
+    buf: Arc<Inner>,
+    range: Range<usize>,
+    id: u64,
+}
+
+impl Guard {
+    fn ptr(&self) -> *mut u8 {
+        // SAFETY: `range` was checked against the buffer's length when the claim was made.
+        unsafe { self.buf.ptr.add(self.range.start) }
+    }
+
+    fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    /// Elements of type `T` in the range; panics when it does not hold whole, aligned ones.
+    fn elements<T: Element>(&self) -> usize {
+        assert!(self.ptr().cast::<T>().is_aligned(), "host range is not aligned for {}", T::DTYPE);
+        assert_eq!(self.len() % size_of::<T>(), 0, "host range holds no whole number of {}", T::DTYPE);
+        self.len() / size_of::<T>()
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let mut claims = self.buf.claims.lock().unwrap_or_else(PoisonError::into_inner);
+        claims.live.retain(|(id, ..)| *id != self.id);
+    }
+}
+
+impl fmt::Debug for Guard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}[{:?}]", self.buf.name, self.range)
+    }
+}
+
+/// The right to read a range of a [`HostBuf`].
+#[derive(Debug)]
+pub struct HostRef(Guard);
+
+impl HostRef {
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: the claim keeps writers away from the range, and the guard keeps the memory alive.
+        unsafe { std::slice::from_raw_parts(self.0.ptr(), self.0.len()) }
+    }
+
+    /// The bytes as elements. Panics when the range does not hold whole, aligned elements.
+    pub fn as_slice<T: Element>(&self) -> &[T] {
+        let count = self.0.elements::<T>();
+        // SAFETY: alignment and length were just checked, every bit pattern is a valid `T`, and the claim
+        // keeps writers away.
+        unsafe { std::slice::from_raw_parts(self.0.ptr().cast(), count) }
+    }
+
+    /// Address of the first byte.
+    pub(crate) fn addr(&self) -> u64 {
+        self.0.ptr() as u64
+    }
+}
+
+/// The right to write a range of a [`HostBuf`].
+#[derive(Debug)]
+pub struct HostMut(Guard);
+
+impl HostMut {
+    /// The bytes.
+    pub fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: the claim is exclusive, and the guard keeps the memory alive.
+        unsafe { std::slice::from_raw_parts_mut(self.0.ptr(), self.0.len()) }
+    }
+
+    /// The bytes as elements. Panics when the range does not hold whole, aligned elements.
+    pub fn as_mut_slice<T: Element>(&mut self) -> &mut [T] {
+        let count = self.0.elements::<T>();
+        // SAFETY: alignment and length were just checked, every bit pattern is a valid `T`, and the claim
+        // is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.0.ptr().cast(), count) }
+    }
+
+    /// Address of the first byte.
+    pub(crate) fn addr(&self) -> u64 {
+        self.0.ptr() as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::HostBuf;
+
+    #[test]
+    fn buffers_are_exact_zeroed_and_page_aligned() {
+        for bytes in [0, 1, 4095, 4097, 5 << 20] {
+            let buf = HostBuf::zeroed("t", bytes).unwrap();
+            let all = buf.read_all().unwrap();
+            assert_eq!((buf.len(), all.bytes().len()), (bytes, bytes));
+            assert!(all.bytes().iter().all(|b| *b == 0));
+            assert_eq!(all.addr() % 4096, 0);
+        }
+    }
+
+    /// A copy that is under way must never see its source change.
+    #[test]
+    fn overlapping_writes_are_refused_while_a_guard_lives() {
+        let buf = HostBuf::from_slice("weights", &[1.0f32, 2.0, 3.0, 4.0]).unwrap();
+        let reading = buf.read(0..8).unwrap();
+        assert!(buf.read(4..12).is_ok(), "readers share");
+        assert!(buf.write(8..16).is_ok(), "disjoint ranges do not meet");
+        let text = buf.write(4..12).unwrap_err().to_string();
+        assert!(text.contains("weights") && text.contains("4..12"), "{text}");
+        drop(reading);
+        let writing = buf.write(4..12).unwrap();
+        assert!(buf.read(0..8).is_err());
+        drop(writing);
+        assert!(buf.read_all().is_ok());
+        assert!(buf.read(8..20).is_err(), "past the end");
+    }
+
+    #[test]
+    fn a_mapped_file_reads_and_refuses_writes() {
+        let path = std::env::temp_dir().join(format!("roundpipe-map-{}", std::process::id()));
+        std::fs::write(&path, b"hello").unwrap();
+        let buf = HostBuf::map_file(&path).unwrap();
+        assert_eq!(buf.read_all().unwrap().bytes(), b"hello");
+        assert!(buf.write(0..1).is_err());
+        std::fs::remove_file(&path).unwrap();
+        assert!(HostBuf::map_file(&path).unwrap_err().to_string().contains("roundpipe-map"));
+    }
+}

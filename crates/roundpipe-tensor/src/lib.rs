@@ -1,0 +1,59 @@
+//! Memory, lanes, tensors, tape and operations of roundpipe.
+//!
+//! The modules stand in data order: bytes and shapes, memory, devices and their order, tensors, the
+//! tape, operations, then the backends that run them. Each uses only those above it (the backends
+//! implement the traits of [`device`]). This is the only crate of the project with `unsafe` code.
+//!
+//! ```
+//! use roundpipe_tensor::{Bytes, Cpu, Cx, Worker};
+//!
+//! # fn main() -> roundpipe_tensor::Result<()> {
+//! let worker = Worker::new(Cpu::new(None)?, Bytes::mib(64))?;
+//! let mut cx = Cx::train(&worker);
+//! let x = cx.tensor(&[1.0f32, 2.0, 3.0], &[3])?;
+//! let x = cx.input(&x)?;
+//! let y = cx.mul(&x, &x)?;
+//! let loss = cx.sum_all(&y)?;
+//! let grads = cx.backward(&loss)?;
+//! assert_eq!(grads.of(&x).unwrap().to_vec::<f32>()?, [2.0, 4.0, 6.0]);
+//! # Ok(())
+//! # }
+//! ```
+
+pub mod bytes;
+pub mod dtype;
+pub mod error;
+pub mod shape;
+
+pub mod host;
+pub mod rng;
+
+pub mod kernel;
+
+pub mod device;
+pub mod pool;
+
+pub mod exec;
+pub mod tensor;
+
+pub mod param;
+pub mod tape;
+
+pub mod cx;
+pub mod ops;
+
+pub mod cpu;
+
+pub use bytes::Bytes;
+pub use cpu::Cpu;
+pub use cx::{CustomOp, Cx, Gradients};
+pub use device::{Device, DeviceId, DeviceKind, LaneKind};
+pub use dtype::{DType, Element};
+pub use error::{Error, Result};
+pub use exec::Worker;
+pub use half::{bf16, f16};
+pub use host::{HostBuf, Pin};
+pub use param::{Param, ParamId};
+pub use rng::{RngKey, RngSite};
+pub use shape::Shape;
+pub use tensor::Tensor;

@@ -1,0 +1,179 @@
+//! Parameters: named host memory that operations read through [`Cx::get`](crate::cx::Cx::get).
+//!
+//! A parameter's home is host memory. A pass over a model borrows it for reading; an optimizer writes it
+//! between passes. The guards of [`HostBuf`] keep the two apart: writing while a pass still reads is an
+//! error, not a race.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use half::{bf16, f16};
+
+use crate::dtype::{DType, Element};
+use crate::error::{Error, Result};
+use crate::host::HostBuf;
+use crate::rng::{RngKey, normal_pair, unit};
+use crate::shape::Shape;
+
+/// Weights, or a buffer that no gradient reaches. Cloning shares it: a tied weight is a clone.
+#[derive(Debug, Clone)]
+pub struct Param(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    shape: Shape,
+    dtype: DType,
+    data: HostBuf,
+    trainable: AtomicBool,
+}
+
+/// Tells parameters apart; clones share it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ParamId(usize);
+
+impl Param {
+    /// A trainable parameter over existing memory.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when the memory is not exactly as large as the shape and type ask.
+    pub fn new(data: HostBuf, dtype: DType, dims: &[usize]) -> Result<Self> {
+        let shape = Shape::new(dims)?;
+        if shape.numel() * dtype.size() != data.len() {
+            let what =
+                format!("{dtype} {shape} needs {} bytes, not {}", shape.numel() * dtype.size(), data.len());
+            return Err(Error::invalid("parameter", what));
+        }
+        Ok(Self(Arc::new(Inner { shape, dtype, data, trainable: AtomicBool::new(true) })))
+    }
+
+    /// All zeros.
+    ///
+    /// # Errors
+    /// When the shape is absurd or the system has no memory.
+    pub fn zeros(dtype: DType, dims: &[usize]) -> Result<Self> {
+        let shape = Shape::new(dims)?;
+        Self::new(HostBuf::zeroed("parameter", shape.numel() * dtype.size())?, dtype, dims)
+    }
+
+    /// All one value.
+    ///
+    /// # Errors
+    /// As [`Param::zeros`].
+    pub fn full(dtype: DType, dims: &[usize], value: f64) -> Result<Self> {
+        let param = Self::zeros(dtype, dims)?;
+        param.fill(|_| value)?;
+        Ok(param)
+    }
+
+    /// Given values.
+    ///
+    /// # Errors
+    /// When their number is not the shape's.
+    pub fn from_slice<T: Element>(values: &[T], dims: &[usize]) -> Result<Self> {
+        let shape = Shape::new(dims)?;
+        if shape.numel() != values.len() {
+            return Err(Error::invalid("parameter", format!("{} values for shape {shape}", values.len())));
+        }
+        Self::new(HostBuf::from_slice("parameter", values)?, T::DTYPE, dims)
+    }
+
+    /// Normal values around 0.
+    ///
+    /// # Errors
+    /// As [`Param::zeros`].
+    pub fn normal(dtype: DType, dims: &[usize], std: f64, key: RngKey) -> Result<Self> {
+        let param = Self::zeros(dtype, dims)?;
+        param.fill(|i| {
+            let words = key.block(i / 4);
+            let half = (i % 4) as usize / 2 * 2;
+            f64::from(normal_pair(words[half], words[half + 1])[(i % 2) as usize]) * std
+        })?;
+        Ok(param)
+    }
+
+    /// Uniform values in [-bound, bound).
+    ///
+    /// # Errors
+    /// As [`Param::zeros`].
+    pub fn uniform(dtype: DType, dims: &[usize], bound: f64, key: RngKey) -> Result<Self> {
+        let param = Self::zeros(dtype, dims)?;
+        param.fill(|i| (f64::from(unit(key.word(i))) * 2.0 - 1.0) * bound)?;
+        Ok(param)
+    }
+
+    fn fill(&self, value: impl Fn(u64) -> f64) -> Result<()> {
+        fn each<T: Element>(out: &mut [T], value: impl Fn(u64) -> f64) {
+            for (i, x) in out.iter_mut().enumerate() {
+                *x = T::from_f64(value(i as u64));
+            }
+        }
+        let mut data = self.0.data.write(0..self.0.data.len())?;
+        match self.0.dtype {
+            DType::F64 => each::<f64>(data.as_mut_slice(), value),
+            DType::F32 => each::<f32>(data.as_mut_slice(), value),
+            DType::BF16 => each::<bf16>(data.as_mut_slice(), value),
+            DType::F16 => each::<f16>(data.as_mut_slice(), value),
+            DType::I64 => each::<i64>(data.as_mut_slice(), value),
+            DType::I32 => each::<i32>(data.as_mut_slice(), value),
+            DType::U32 => each::<u32>(data.as_mut_slice(), value),
+            DType::U8 | DType::Bool => each::<u8>(data.as_mut_slice(), value),
+        }
+        Ok(())
+    }
+
+    /// Who this is; clones agree.
+    pub fn id(&self) -> ParamId {
+        ParamId(Arc::as_ptr(&self.0) as usize)
+    }
+
+    /// Sizes.
+    pub fn shape(&self) -> &Shape {
+        &self.0.shape
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.0.dtype
+    }
+
+    /// Its memory.
+    pub fn data(&self) -> &HostBuf {
+        &self.0.data
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.0.data.len()
+    }
+
+    /// Whether gradients are computed for it.
+    pub fn is_trainable(&self) -> bool {
+        self.0.dtype.is_float() && self.0.trainable.load(Ordering::Relaxed)
+    }
+
+    /// Freezes or thaws it (for all clones).
+    pub fn set_trainable(&self, trainable: bool) {
+        self.0.trainable.store(trainable, Ordering::Relaxed);
+    }
+
+    /// The same parameter, frozen: for buffers and constants.
+    #[must_use]
+    pub fn frozen(self) -> Self {
+        self.set_trainable(false);
+        self
+    }
+
+    /// A copy of the values.
+    ///
+    /// # Errors
+    /// When `T` is not the parameter's type, or somebody is writing it.
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        if T::DTYPE != self.0.dtype {
+            return Err(Error::invalid(
+                "to_vec",
+                format!("asked for {} of a {} parameter", T::DTYPE, self.0.dtype),
+            ));
+        }
+        Ok(self.0.data.read_all()?.as_slice::<T>().to_vec())
+    }
+}

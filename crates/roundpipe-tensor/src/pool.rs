@@ -1,0 +1,205 @@
+//! The sub-allocator: carves a worker's reserved arena into blocks.
+//!
+//! Blocks are taken and given back in the host order of the worker's compute lane, so reuse is ordered
+//! by that lane without any wait. Requests are rounded up to [`ALIGN`]; the smallest free hole that
+//! fits is used, the lowest of equals. The same sequence of requests always gives the same addresses,
+//! on any device: that is how the meta device knows the peak of a real one exactly.
+//!
+//! # Invariants
+//! - Live blocks never overlap; neighbouring holes are always merged.
+//! - `high_water` is one past the highest byte ever in use, relative to the arena's base.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::bytes::Bytes;
+use crate::device::{Arena, Device};
+use crate::error::{Error, Result};
+
+/// Blocks start at multiples of this many bytes.
+pub const ALIGN: u64 = 256;
+
+/// The arena of one worker and what is in use of it.
+pub struct Pool {
+    device: Arc<dyn Device>,
+    arena: Arena,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Free holes by offset, and the same by (size, offset) for best fit.
+    holes: BTreeMap<u64, u64>,
+    by_size: BTreeSet<(u64, u64)>,
+    used: u64,
+    peak_used: u64,
+    high_water: u64,
+    allocations: u64,
+}
+
+/// What a pool has given out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PoolUse {
+    /// In use now.
+    pub used: Bytes,
+    /// Most ever in use at once.
+    pub peak_used: Bytes,
+    /// One past the highest byte ever in use: what an arena must have to repeat the same requests.
+    pub high_water: Bytes,
+    /// Blocks ever handed out.
+    pub allocations: u64,
+}
+
+impl Pool {
+    /// A pool over all of `arena`.
+    pub fn new(device: Arc<dyn Device>, arena: Arena) -> Arc<Self> {
+        let mut state = State::default();
+        state.add_hole(0, arena.bytes().0 / ALIGN * ALIGN);
+        Arc::new(Self { device, arena, state: Mutex::new(state) })
+    }
+
+    /// The worker whose memory this is.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// A block of at least `bytes`; `op` is named if there is none.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`] when no hole is large enough.
+    pub fn alloc(self: &Arc<Self>, op: &'static str, bytes: u64) -> Result<Block> {
+        let (start, bytes) = self.place(op, bytes)?;
+        Ok(Block { pool: self.clone(), start, bytes })
+    }
+
+    fn place(&self, op: &'static str, bytes: u64) -> Result<(u64, u64)> {
+        if bytes == 0 {
+            return Ok((0, 0));
+        }
+        let mut state = self.lock();
+        let size = bytes.checked_next_multiple_of(ALIGN);
+        let hole = size.and_then(|size| state.by_size.range((size, 0)..).next().copied());
+        let (Some(size), Some((room, start))) = (size, hole) else {
+            return Err(Error::DeviceMemory {
+                device: self.device.id(),
+                op,
+                need: Bytes(bytes),
+                used: Bytes(state.used),
+                cap: self.arena.bytes(),
+            });
+        };
+        state.remove_hole(start, room);
+        if room > size {
+            state.add_hole(start + size, room - size);
+        }
+        state.used += size;
+        state.allocations += 1;
+        state.peak_used = state.peak_used.max(state.used);
+        state.high_water = state.high_water.max(start + size);
+        Ok((start, size))
+    }
+
+    fn release(&self, start: u64, bytes: u64) {
+        if bytes == 0 {
+            return;
+        }
+        self.device.freed(self.arena.base() + start, bytes);
+        let mut state = self.lock();
+        state.used -= bytes;
+        let (mut start, mut bytes) = (start, bytes);
+        if let Some((&before, &size)) = state.holes.range(..start).next_back()
+            && before + size == start
+        {
+            state.remove_hole(before, size);
+            (start, bytes) = (before, bytes + size);
+        }
+        if let Some(&size) = state.holes.get(&(start + bytes)) {
+            state.remove_hole(start + bytes, size);
+            bytes += size;
+        }
+        state.add_hole(start, bytes);
+    }
+
+    /// What is and was in use.
+    pub fn usage(&self) -> PoolUse {
+        let state = self.lock();
+        PoolUse {
+            used: Bytes(state.used),
+            peak_used: Bytes(state.peak_used),
+            high_water: Bytes(state.high_water),
+            allocations: state.allocations,
+        }
+    }
+
+    /// Starts the peaks anew from what is in use now.
+    pub fn reset_peaks(&self) {
+        let mut state = self.lock();
+        state.peak_used = state.used;
+        let end = self.arena.bytes().0 / ALIGN * ALIGN;
+        state.high_water = match state.holes.last_key_value() {
+            Some((&start, &size)) if start + size == end => start,
+            _ => end,
+        };
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pool({}, {:?})", self.device.id(), self.usage())
+    }
+}
+
+impl State {
+    fn add_hole(&mut self, start: u64, bytes: u64) {
+        if bytes > 0 {
+            self.holes.insert(start, bytes);
+            self.by_size.insert((bytes, start));
+        }
+    }
+
+    fn remove_hole(&mut self, start: u64, bytes: u64) {
+        self.holes.remove(&start);
+        self.by_size.remove(&(bytes, start));
+    }
+}
+
+/// A piece of a worker's arena; goes back to the pool when dropped.
+pub struct Block {
+    pool: Arc<Pool>,
+    start: u64,
+    bytes: u64,
+}
+
+impl Block {
+    /// First device address.
+    pub fn addr(&self) -> u64 {
+        self.pool.arena.base() + self.start
+    }
+
+    /// Size, rounded up to [`ALIGN`].
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Where it came from.
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        self.pool.release(self.start, self.bytes);
+    }
+}
+
+impl fmt::Debug for Block {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Block({}, {:#x}, {})", self.pool.device.id(), self.addr(), Bytes(self.bytes))
+    }
+}

@@ -1,0 +1,290 @@
+//! The tape: what happened in a forward pass, and how to walk it back.
+//!
+//! An operation whose result a gradient may have to pass leaves a node: its inputs, its outputs, and a
+//! function that turns output gradients into input gradients. Walking back takes the nodes off the end
+//! one by one, so that what a node saved is freed as soon as it was used.
+//!
+//! # Rules
+//! 1. Values are numbered; a node only mentions values that need a gradient.
+//! 2. The first gradient of a value is moved in; later ones are added, in the order of the walk.
+//! 3. Memory that somebody else holds is never added to in place; accumulators of parameters always are.
+//! 4. Gradients of parameters are kept in the accumulator type (f32 for bf16), all others in the value's.
+//! 5. A node none of whose outputs has a gradient is dropped without running.
+//! 6. Inputs without a value number (constants, frozen parameters) get no gradient computed.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::exec::Worker;
+use crate::kernel::Kernel;
+use crate::shape::Shape;
+use crate::tensor::Tensor;
+
+/// A tensor's place on a tape.
+#[derive(Clone)]
+pub(crate) struct NodeRef {
+    tape: Arc<()>,
+    value: u32,
+}
+
+/// The function that carries gradients through one operation.
+pub(crate) type Backward = Box<dyn FnOnce(&mut Back<'_>) -> Result<()> + Send>;
+
+struct Node {
+    op: &'static str,
+    inputs: Vec<Option<u32>>,
+    outputs: Vec<u32>,
+    backward: Backward,
+}
+
+struct Value {
+    dtype: DType,
+    shape: Shape,
+    leaf: bool,
+    /// A parameter's gradient: accumulator type, added to in place.
+    accumulator: bool,
+    grad: Option<Tensor>,
+}
+
+/// A recording.
+pub(crate) struct Tape {
+    stamp: Arc<()>,
+    values: Vec<Value>,
+    nodes: Vec<Node>,
+}
+
+impl Tape {
+    pub(crate) fn new() -> Self {
+        Self { stamp: Arc::new(()), values: Vec::new(), nodes: Vec::new() }
+    }
+
+    /// Number of operations recorded.
+    pub(crate) fn len(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Makes `tensor` a value whose gradient is wanted at the end.
+    pub(crate) fn input(&mut self, tensor: &Tensor) -> Tensor {
+        self.value(tensor.detach(), true, false, None)
+    }
+
+    /// Makes `tensor` a parameter; gradients are added to `into` where given.
+    pub(crate) fn parameter(&mut self, tensor: Tensor, into: Option<Tensor>) -> Tensor {
+        self.value(tensor, true, true, into)
+    }
+
+    fn value(&mut self, mut tensor: Tensor, leaf: bool, accumulator: bool, grad: Option<Tensor>) -> Tensor {
+        let value = u32::try_from(self.values.len()).expect("fewer than 2^32 values on a tape");
+        self.values.push(Value { dtype: tensor.dtype(), shape: *tensor.shape(), leaf, accumulator, grad });
+        tensor.node = Some(NodeRef { tape: self.stamp.clone(), value });
+        tensor
+    }
+
+    /// The value number of `tensor` on this tape, if it needs a gradient.
+    pub(crate) fn number(&self, op: &'static str, tensor: &Tensor) -> Result<Option<u32>> {
+        match &tensor.node {
+            None => Ok(None),
+            Some(node) if Arc::ptr_eq(&node.tape, &self.stamp) => Ok(Some(node.value)),
+            Some(_) => Err(Error::Foreign {
+                op,
+                what: format!(
+                    "{} {} was recorded by another tape; use `detach` to take it as a constant",
+                    tensor.dtype(),
+                    tensor.shape()
+                ),
+            }),
+        }
+    }
+
+    /// Adds a node; float outputs become values.
+    pub(crate) fn push(
+        &mut self,
+        op: &'static str,
+        inputs: Vec<Option<u32>>,
+        outputs: Vec<Tensor>,
+        backward: Backward,
+    ) -> Vec<Tensor> {
+        let first = self.values.len() as u32;
+        let count = outputs.len() as u32;
+        let outputs = outputs.into_iter().map(|t| self.value(t, false, false, None)).collect();
+        self.nodes.push(Node { op, inputs, outputs: (first..first + count).collect(), backward });
+        outputs
+    }
+
+    /// Walks back from the seeds (value, gradient) and returns the gradients of the leaves.
+    pub(crate) fn backward(mut self, worker: &Worker, seeds: Vec<(u32, Tensor)>) -> Result<Leaves> {
+        for (value, grad) in seeds {
+            add(worker, &mut self.values[value as usize], grad)?;
+        }
+        while let Some(node) = self.nodes.pop() {
+            let reached = node.outputs.iter().any(|v| self.values[*v as usize].grad.is_some());
+            if reached {
+                let (inputs, outputs) = (&node.inputs, &node.outputs);
+                let mut back = Back { worker, values: &mut self.values, op: node.op, inputs, outputs };
+                (node.backward)(&mut back)?;
+            }
+            // Gradients of outputs that the node did not take are dead now.
+            for value in &node.outputs {
+                self.values[*value as usize].grad = None;
+            }
+        }
+        let grads = self.values.into_iter().map(|v| if v.leaf { v.grad } else { None }).collect();
+        Ok(Leaves { stamp: self.stamp, grads })
+    }
+}
+
+impl fmt::Debug for Tape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tape({} operations, {} values)", self.nodes.len(), self.values.len())
+    }
+}
+
+/// The gradients of a tape's leaves.
+pub(crate) struct Leaves {
+    stamp: Arc<()>,
+    grads: Vec<Option<Tensor>>,
+}
+
+impl Leaves {
+    /// Takes the gradient of a leaf out.
+    pub(crate) fn take(&mut self, leaf: &Tensor) -> Option<Tensor> {
+        let node = leaf.node.as_ref().filter(|n| Arc::ptr_eq(&n.tape, &self.stamp))?;
+        self.grads[node.value as usize].take()
+    }
+
+    /// The gradient of a leaf.
+    pub(crate) fn of(&self, leaf: &Tensor) -> Option<&Tensor> {
+        let node = leaf.node.as_ref().filter(|n| Arc::ptr_eq(&n.tape, &self.stamp))?;
+        self.grads[node.value as usize].as_ref()
+    }
+}
+
+/// What a backward function works with: gradients of its outputs in, gradients of its inputs out.
+pub struct Back<'a> {
+    worker: &'a Worker,
+    values: &'a mut [Value],
+    op: &'static str,
+    inputs: &'a [Option<u32>],
+    outputs: &'a [u32],
+}
+
+/// Where a parameter-like gradient is written: in the accumulator type, added to what is there or not.
+pub struct Sink {
+    /// Destination, dense, in the accumulator type of the input.
+    pub tensor: Tensor,
+    /// Whether to add to what is there.
+    pub accumulate: bool,
+}
+
+impl Back<'_> {
+    /// Kernels and memory.
+    pub fn worker(&self) -> &Worker {
+        self.worker
+    }
+
+    /// Whether anybody wants the gradient of input `i`.
+    pub fn needs(&self, i: usize) -> bool {
+        self.inputs[i].is_some()
+    }
+
+    /// Takes the gradient of output `i`, dense; `None` when nothing depends on that output.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn grad(&mut self, i: usize) -> Result<Option<Tensor>> {
+        let grad = self.values[self.outputs[i] as usize].grad.take();
+        grad.map(|g| self.worker.contiguous(&g)).transpose()
+    }
+
+    /// Takes the gradient of output `i` as it lies, which may be strided or broadcast.
+    pub fn grad_strided(&mut self, i: usize) -> Option<Tensor> {
+        self.values[self.outputs[i] as usize].grad.take()
+    }
+
+    /// Takes the gradient of the only output; a node runs only when there is one.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn dy(&mut self) -> Result<Tensor> {
+        let missing = Error::Invalid { op: self.op, what: "its output has no gradient".into() };
+        self.grad(0)?.ok_or(missing)
+    }
+
+    /// Contributes to the gradient of input `i`; nothing happens when nobody wants it. The type may be the
+    /// input's or its accumulator's.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn give(&mut self, i: usize, grad: Tensor) -> Result<()> {
+        let Some(value) = self.inputs[i] else { return Ok(()) };
+        let value = &mut self.values[value as usize];
+        if *grad.shape() != value.shape {
+            return Err(Error::Shape { op: self.op, left: *grad.shape(), right: value.shape });
+        }
+        add(self.worker, value, grad)
+    }
+
+    /// Where to write the gradient of input `i` in the accumulator type: the parameter's own accumulator if
+    /// it is one. Hand it back with [`Back::settle`].
+    ///
+    /// # Errors
+    /// When memory runs out or nobody wants the gradient.
+    pub fn sink(&mut self, i: usize) -> Result<Sink> {
+        let unwanted = || Error::invalid(self.op, format!("no gradient of input {i} is wanted"));
+        let value = &self.values[self.inputs[i].ok_or_else(unwanted)? as usize];
+        if value.accumulator
+            && let Some(tensor) = &value.grad
+        {
+            return Ok(Sink { tensor: tensor.clone(), accumulate: true });
+        }
+        let tensor = self.worker.alloc(self.op, value.dtype.accumulator(), value.shape)?;
+        Ok(Sink { tensor, accumulate: false })
+    }
+
+    /// Takes a written [`Sink`] of input `i` back.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn settle(&mut self, i: usize, sink: Sink) -> Result<()> {
+        let Some(number) = self.inputs[i] else { return Ok(()) };
+        let value = &mut self.values[number as usize];
+        if value.accumulator {
+            value.grad = Some(sink.tensor);
+            return Ok(());
+        }
+        let dtype = value.dtype;
+        let grad = self.worker.cast(&sink.tensor, dtype)?;
+        drop(sink);
+        self.give(i, grad)
+    }
+}
+
+/// Rules 2 to 4.
+fn add(worker: &Worker, value: &mut Value, grad: Tensor) -> Result<()> {
+    let dtype = if value.accumulator { value.dtype.accumulator() } else { value.dtype };
+    let Some(have) = value.grad.take() else {
+        let grad = worker.cast(&grad, dtype)?;
+        value.grad = Some(if value.accumulator { owned(worker, grad)? } else { grad });
+        return Ok(());
+    };
+    if value.accumulator || (have.is_unique() && have.is_contiguous()) {
+        worker.launch(&Kernel::Accumulate { alpha: 1.0 }, &[Some(&grad)], &[Some(&have)])?;
+        value.grad = Some(have);
+    } else {
+        let grad = worker.cast(&grad, dtype)?;
+        value.grad = Some(worker.sum_of(&have, &grad)?);
+    }
+    Ok(())
+}
+
+/// A dense tensor that nobody else holds, so that it may serve as an accumulator.
+fn owned(worker: &Worker, grad: Tensor) -> Result<Tensor> {
+    if grad.is_unique() && grad.is_contiguous() {
+        return Ok(grad);
+    }
+    let out = worker.alloc("gradient", grad.dtype(), *grad.shape())?;
+    worker.launch(&Kernel::Copy, &[Some(&grad)], &[Some(&out)])?;
+    Ok(out)
+}

@@ -1,0 +1,220 @@
+//! Tensors: a piece of a worker's memory with a type and a layout, and perhaps a place on a tape.
+//!
+//! A tensor never changes after the operation that made it, with one exception: gradient
+//! accumulators, which only the tape that owns them writes. Cloning shares the memory; the memory goes
+//! back to the pool with the last clone.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::device::{Copy, Device, Direction, LaneKind};
+use crate::dtype::{DType, Element};
+use crate::error::{Error, Result};
+use crate::exec::Worker;
+use crate::host::{HostBuf, HostRef};
+use crate::kernel::View;
+use crate::pool::{Block, Pool};
+use crate::shape::{Layout, Shape};
+use crate::tape::NodeRef;
+
+/// A typed, shaped piece of device memory.
+#[derive(Clone)]
+pub struct Tensor {
+    storage: Arc<Storage>,
+    dtype: DType,
+    layout: Layout,
+    /// First element, counted from the start of the storage.
+    offset: usize,
+    pub(crate) node: Option<NodeRef>,
+}
+
+/// The memory behind a tensor.
+enum Storage {
+    Block(Block),
+    /// Host memory read in place (cpu only), and the pool of the worker that reads it.
+    Host(HostRef, Arc<Pool>),
+}
+
+impl Storage {
+    fn addr(&self) -> u64 {
+        match self {
+            Self::Block(block) => block.addr(),
+            Self::Host(host, _) => host.addr(),
+        }
+    }
+
+    fn pool(&self) -> &Arc<Pool> {
+        match self {
+            Self::Block(block) => block.pool(),
+            Self::Host(_, pool) => pool,
+        }
+    }
+}
+
+impl Tensor {
+    /// A dense tensor over a whole block.
+    pub(crate) fn from_block(block: Block, dtype: DType, shape: Shape) -> Self {
+        debug_assert!(shape.numel() * dtype.size() <= block.bytes() as usize);
+        let layout = Layout::contiguous(shape);
+        Self { storage: Arc::new(Storage::Block(block)), dtype, layout, offset: 0, node: None }
+    }
+
+    /// A dense tensor over host memory that the worker reads in place.
+    pub(crate) fn from_host(host: HostRef, pool: Arc<Pool>, dtype: DType, shape: Shape) -> Self {
+        debug_assert!(shape.numel() * dtype.size() <= host.bytes().len());
+        let layout = Layout::contiguous(shape);
+        Self { storage: Arc::new(Storage::Host(host, pool)), dtype, layout, offset: 0, node: None }
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Sizes.
+    pub fn shape(&self) -> &Shape {
+        self.layout.shape()
+    }
+
+    /// Sizes as a slice.
+    pub fn dims(&self) -> &[usize] {
+        self.layout.shape().dims()
+    }
+
+    /// Number of dimensions.
+    pub fn rank(&self) -> usize {
+        self.shape().rank()
+    }
+
+    /// Number of elements.
+    pub fn numel(&self) -> usize {
+        self.shape().numel()
+    }
+
+    /// Shape and strides.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Whether elements lie densely in row-major order.
+    pub fn is_contiguous(&self) -> bool {
+        self.layout.is_contiguous()
+    }
+
+    /// The worker whose memory holds this.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        self.storage.pool().device()
+    }
+
+    /// Whether a backward pass would reach this value.
+    pub fn requires_grad(&self) -> bool {
+        self.node.is_some()
+    }
+
+    /// The same value cut off from the tape.
+    #[must_use]
+    pub fn detach(&self) -> Self {
+        Self { node: None, ..self.clone() }
+    }
+
+    /// The memory as kernels see it.
+    pub fn view(&self) -> View {
+        let ptr = self.storage.addr() + (self.offset * self.dtype.size()) as u64;
+        View { ptr, dtype: self.dtype, layout: self.layout }
+    }
+
+    pub(crate) fn pool(&self) -> &Arc<Pool> {
+        self.storage.pool()
+    }
+
+    /// Whether nobody else holds this memory, so that it may be written again.
+    pub(crate) fn is_unique(&self) -> bool {
+        Arc::strong_count(&self.storage) == 1 && matches!(*self.storage, Storage::Block(_))
+    }
+
+    /// The same memory under another layout, without a place on the tape.
+    pub(crate) fn with_layout(&self, layout: Layout, offset: usize) -> Self {
+        Self { storage: self.storage.clone(), dtype: self.dtype, layout, offset, node: None }
+    }
+
+    /// The same memory under another layout from the same first element, without a place on the tape.
+    pub(crate) fn relaid(&self, layout: Layout) -> Self {
+        self.with_layout(layout, self.offset)
+    }
+
+    /// `len` elements from `start` on along `axis`; bounds are the caller's business.
+    pub(crate) fn narrowed(&self, axis: usize, start: usize, len: usize) -> Self {
+        let shape = self.shape().with(axis, len);
+        let shift = if self.numel() == 0 { 0 } else { start as isize * self.layout.strides()[axis] };
+        let layout = Layout::strided(shape, self.layout.strides());
+        self.with_layout(layout, self.offset.wrapping_add_signed(shift))
+    }
+
+    /// Copies the elements to the host, in row-major order, after waiting for the compute lane.
+    ///
+    /// # Errors
+    /// When `T` is not this tensor's type (bool reads as u8), on the meta device, or when the device failed.
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        const OP: &str = "to_vec";
+        if T::DTYPE != self.dtype && !(self.dtype == DType::Bool && T::DTYPE == DType::U8) {
+            let what = format!("asked for {} of a {} tensor {}", T::DTYPE, self.dtype, self.shape());
+            return Err(Error::invalid(OP, what));
+        }
+        let dense = Worker::of(self).contiguous(self)?;
+        let bytes = dense.numel() * self.dtype.size();
+        let host = HostBuf::zeroed(OP, bytes)?;
+        if bytes > 0 {
+            let compute = self.device().lane(LaneKind::Compute);
+            let mut into = host.write(0..bytes)?;
+            let copy = Copy {
+                what: OP.to_owned(),
+                direction: Direction::Download,
+                src: dense.view().ptr,
+                dst: into.bytes().as_ptr() as u64,
+                bytes: bytes as u64,
+            };
+            // SAFETY: `dense` holds the source and `into` the destination past the fence below; the lane
+            // orders the copy behind the kernels that wrote the source.
+            unsafe { compute.copy(&copy)? };
+            compute.fence()?;
+        }
+        Ok(host.read_all()?.as_slice::<T>().to_vec())
+    }
+
+    /// Copies the elements to the host as f64, whatever their type.
+    ///
+    /// # Errors
+    /// On the meta device, or when the device failed.
+    pub fn to_f64_vec(&self) -> Result<Vec<f64>> {
+        fn read<T: Element>(t: &Tensor) -> Result<Vec<f64>> {
+            Ok(t.to_vec::<T>()?.into_iter().map(Element::to_f64).collect())
+        }
+        match self.dtype {
+            DType::F64 => self.to_vec(),
+            DType::F32 => read::<f32>(self),
+            DType::BF16 => read::<half::bf16>(self),
+            DType::F16 => read::<half::f16>(self),
+            DType::I64 => read::<i64>(self),
+            DType::I32 => read::<i32>(self),
+            DType::U32 => read::<u32>(self),
+            DType::U8 | DType::Bool => read::<u8>(self),
+        }
+    }
+
+    /// The one element of a tensor that has one.
+    ///
+    /// # Errors
+    /// When there is not exactly one element, and as [`Tensor::to_f64_vec`].
+    pub fn item(&self) -> Result<f64> {
+        if self.numel() != 1 {
+            return Err(Error::invalid("item", format!("{} has {} elements", self.shape(), self.numel())));
+        }
+        Ok(self.to_f64_vec()?[0])
+    }
+}
+
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tensor({} {} on {})", self.dtype, self.shape(), self.device().id())
+    }
+}

@@ -1,0 +1,313 @@
+//! What every operation has to show, for any case a family brings:
+//!
+//! 1. gradients agree with central differences in f64;
+//! 2. f32, bf16 and f16 agree with f64 within the type's tolerance, values and gradients;
+//! 3. 1 and 2 threads, and a second run, give the same bits;
+//! 4. a run without a tape gives the same bits as one with.
+//!
+//! A case is a function of its inputs; it must not keep state.
+
+use roundpipe_tensor::{Bytes, Cpu, Cx, DType, Result, RngSite, Tensor, Worker, bf16, f16};
+
+/// How an input lies in memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Lie {
+    /// Row-major.
+    Dense,
+    /// The transpose of a dense tensor (last two dimensions exchanged); needs two dimensions.
+    Transposed,
+    /// Every dimension is a cut-out of a larger one.
+    CutOut,
+}
+
+/// One input of a case.
+#[derive(Clone, Debug)]
+pub struct Input {
+    values: Vec<f64>,
+    dims: Vec<usize>,
+    /// `None`: takes the float type under test, and a gradient.
+    dtype: Option<DType>,
+    grad: bool,
+    lie: Lie,
+}
+
+/// A differentiable float input, values spread over about [-2, 2], fixed by `seed`.
+pub fn randn(seed: u64, dims: &[usize]) -> Input {
+    let count = dims.iter().product();
+    Input { values: noise(seed, count), dims: dims.to_vec(), dtype: None, grad: true, lie: Lie::Dense }
+}
+
+/// A differentiable float input with given values.
+pub fn values(values: &[f64], dims: &[usize]) -> Input {
+    Input { values: values.to_vec(), dims: dims.to_vec(), dtype: None, grad: true, lie: Lie::Dense }
+}
+
+/// Integer (or other fixed-type) input without gradient.
+pub fn fixed(dtype: DType, values: &[i64], dims: &[usize]) -> Input {
+    let values = values.iter().map(|v| *v as f64).collect();
+    Input { values, dims: dims.to_vec(), dtype: Some(dtype), grad: false, lie: Lie::Dense }
+}
+
+impl Input {
+    /// The same input without a gradient.
+    pub fn constant(mut self) -> Self {
+        self.grad = false;
+        self
+    }
+
+    /// The same values mapped, e.g. to make them positive.
+    pub fn map(mut self, f: impl Fn(f64) -> f64) -> Self {
+        self.values.iter_mut().for_each(|v| *v = f(*v));
+        self
+    }
+
+    /// The same values lying differently in memory.
+    pub fn lying(mut self, lie: Lie) -> Self {
+        self.lie = lie;
+        self
+    }
+
+    /// The accumulator type instead of the type under test (tables of cosines and the like), no gradient.
+    /// Under bf16 and f16 it is f32, under f64 it is f64.
+    pub fn accumulator(mut self) -> Self {
+        self.dtype = Some(DType::F64);
+        self.grad = false;
+        self
+    }
+}
+
+/// How strictly to check.
+#[derive(Clone, Copy, Debug)]
+pub struct Strict {
+    /// Factor on the tolerance table, for operations that amplify rounding.
+    pub slack: f64,
+    /// Whether central differences make sense (no kinks, no integers).
+    pub differences: bool,
+    /// Types beside f64 to check.
+    pub dtypes: &'static [DType],
+}
+
+impl Default for Strict {
+    fn default() -> Self {
+        Self { slack: 1.0, differences: true, dtypes: &[DType::F32, DType::BF16, DType::F16] }
+    }
+}
+
+/// Relative tolerance of values and gradients against f64, by type.
+fn tolerance(dtype: DType) -> f64 {
+    match dtype {
+        DType::F32 => 2e-5,
+        DType::F16 => 6e-3,
+        DType::BF16 => 4e-2,
+        _ => 1e-12,
+    }
+}
+
+/// Runs a case with default strictness.
+pub fn check(name: &str, inputs: &[Input], f: impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<Tensor>>) {
+    check_with(name, inputs, Strict::default(), f);
+}
+
+/// Runs a case.
+pub fn check_with(
+    name: &str,
+    inputs: &[Input],
+    strict: Strict,
+    f: impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<Tensor>>,
+) {
+    let oracle = run(&worker(1), inputs, DType::F64, &f, true).unwrap_or_else(|e| panic!("{name} f64: {e}"));
+    if strict.differences {
+        differences(name, inputs, &oracle, &f);
+    }
+    for &dtype in std::iter::once(&DType::F64).chain(strict.dtypes) {
+        let one = run(&worker(1), inputs, dtype, &f, true).unwrap_or_else(|e| panic!("{name} {dtype}: {e}"));
+        let two = run(&worker(2), inputs, dtype, &f, true).unwrap_or_else(|e| panic!("{name} {dtype}: {e}"));
+        assert_eq!(one.bits(), two.bits(), "{name} {dtype}: 1 and 2 threads differ");
+        let plain =
+            run(&worker(2), inputs, dtype, &f, false).unwrap_or_else(|e| panic!("{name} {dtype}: {e}"));
+        assert_eq!(one.outputs, plain.outputs, "{name} {dtype}: with and without a tape differ");
+        if dtype != DType::F64 {
+            let limit = tolerance(dtype) * strict.slack;
+            close(&format!("{name} {dtype} output"), &one.outputs, &oracle.outputs, limit);
+            close(&format!("{name} {dtype} gradient"), &one.grads, &oracle.grads, limit);
+        }
+    }
+}
+
+/// A cpu worker with room for test tensors.
+pub fn worker(threads: usize) -> Worker {
+    Worker::new(Cpu::new(Some(threads)).unwrap(), Bytes::gib(1)).unwrap()
+}
+
+/// What came out: values of every output and of every differentiable input's gradient.
+#[derive(Debug, PartialEq)]
+pub struct Outcome {
+    pub outputs: Vec<Vec<f64>>,
+    pub grads: Vec<Vec<f64>>,
+}
+
+impl Outcome {
+    fn bits(&self) -> Vec<u64> {
+        self.outputs.iter().chain(&self.grads).flatten().map(|x| x.to_bits()).collect()
+    }
+}
+
+/// Runs forward and, with `record`, backward from fixed random output gradients.
+pub fn run(
+    worker: &Worker,
+    inputs: &[Input],
+    dtype: DType,
+    f: &impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<Tensor>>,
+    record: bool,
+) -> Result<Outcome> {
+    let site = RngSite { seed: 11, ..RngSite::default() };
+    let mut cx = Cx::new(worker, record, true).at(site);
+    let tensors = inputs.iter().map(|i| place(&mut cx, i, dtype)).collect::<Result<Vec<_>>>()?;
+    let outputs = f(&mut cx, &tensors.iter().map(|(_, t)| t.clone()).collect::<Vec<_>>())?;
+    let outcome = outputs.iter().map(Tensor::to_f64_vec).collect::<Result<Vec<_>>>()?;
+    let mut grads = Vec::new();
+    let seeds: Vec<(Tensor, Tensor)> = outputs
+        .iter()
+        .enumerate()
+        .filter(|(_, y)| y.requires_grad())
+        .map(|(i, y)| {
+            Ok((y.clone(), upload(&mut cx, &noise(900 + i as u64, y.numel()), y.dims(), y.dtype())?))
+        })
+        .collect::<Result<_>>()?;
+    if record && !seeds.is_empty() {
+        let all = cx.backward_from(&seeds)?;
+        for (leaf, _) in tensors.iter().filter(|(leaf, _)| leaf.requires_grad()) {
+            let zero = vec![0.0; leaf.numel()];
+            grads.push(all.of(leaf).map_or(Ok(zero), Tensor::to_f64_vec)?);
+        }
+    }
+    Ok(Outcome { outputs: outcome, grads })
+}
+
+/// Puts an input on the worker: the leaf (dense) and the tensor the case sees (lying as asked).
+fn place(cx: &mut Cx, input: &Input, dtype: DType) -> Result<(Tensor, Tensor)> {
+    let dtype = match input.dtype {
+        Some(DType::F64) => dtype.accumulator(),
+        Some(fixed) => fixed,
+        None => dtype,
+    };
+    let rank = input.dims.len();
+    let leaf = upload(cx, &input.values, &input.dims, dtype)?;
+    let leaf = if input.grad { cx.input(&leaf)? } else { leaf };
+    let seen = match input.lie {
+        Lie::Dense => leaf.clone(),
+        Lie::Transposed => {
+            assert!(rank >= 2, "a transposed input needs two dimensions");
+            let flipped = cx.transpose(&leaf, -1, -2)?;
+            let dense = cx.contiguous(&flipped)?;
+            cx.transpose(&dense, -1, -2)?
+        }
+        Lie::CutOut => {
+            // Spread into a tensor with a border of one in every dimension, then cut the border off again.
+            let mut wide = leaf.clone();
+            for dim in 0..rank as isize {
+                let mut border = wide.dims().to_vec();
+                border[dim as usize] = 1;
+                let pad = cx.zeros(dtype, &border)?;
+                wide = cx.cat(&[&pad, &wide, &pad], dim)?;
+            }
+            for (dim, size) in input.dims.iter().enumerate() {
+                wide = cx.narrow(&wide, dim as isize, 1, *size)?;
+            }
+            wide
+        }
+    };
+    Ok((leaf, seen))
+}
+
+/// Host values as a tensor of any type.
+pub fn upload(cx: &mut Cx, values: &[f64], dims: &[usize], dtype: DType) -> Result<Tensor> {
+    match dtype {
+        DType::F64 => cx.tensor(values, dims),
+        DType::F32 => cx.tensor(&values.iter().map(|v| *v as f32).collect::<Vec<_>>(), dims),
+        DType::BF16 => cx.tensor(&values.iter().map(|v| bf16::from_f64(*v)).collect::<Vec<_>>(), dims),
+        DType::F16 => cx.tensor(&values.iter().map(|v| f16::from_f64(*v)).collect::<Vec<_>>(), dims),
+        DType::I64 => cx.tensor(&values.iter().map(|v| *v as i64).collect::<Vec<_>>(), dims),
+        DType::I32 => cx.tensor(&values.iter().map(|v| *v as i32).collect::<Vec<_>>(), dims),
+        DType::U32 => cx.tensor(&values.iter().map(|v| *v as u32).collect::<Vec<_>>(), dims),
+        DType::U8 => cx.tensor(&values.iter().map(|v| *v as u8).collect::<Vec<_>>(), dims),
+        DType::Bool => cx.tensor_bool(&values.iter().map(|v| *v != 0.0).collect::<Vec<_>>(), dims),
+        other => panic!("no values of type {other}"),
+    }
+}
+
+/// Pseudo-random values in about [-2, 2], representable in every float type so that rounding the inputs
+/// plays no part.
+pub fn noise(seed: u64, count: usize) -> Vec<f64> {
+    let key = RngSite { seed, ..RngSite::default() }.key();
+    (0..count as u64)
+        .map(|i| {
+            let word = key.word(i);
+            // Sixteenths from -2 to 2, never 0, so that kinks at 0 are not hit.
+            let step = f64::from(word % 32) + 1.0;
+            if word & 0x100 == 0 { step / 16.0 } else { -step / 16.0 }
+        })
+        .collect()
+}
+
+/// Check 1: analytic gradients against central differences of the same function in f64.
+fn differences(
+    name: &str,
+    inputs: &[Input],
+    oracle: &Outcome,
+    f: &impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<Tensor>>,
+) {
+    let worker = worker(1);
+    let score = |inputs: &[Input]| -> f64 {
+        let outcome = run(&worker, inputs, DType::F64, f, false).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let weigh = |(i, y): (usize, &Vec<f64>)| -> f64 {
+            noise(900 + i as u64, y.len()).iter().zip(y).map(|(w, y)| w * y).sum()
+        };
+        outcome.outputs.iter().enumerate().map(weigh).sum()
+    };
+    let mut leaf = 0;
+    for at in 0..inputs.len() {
+        if !inputs[at].grad {
+            continue;
+        }
+        let grad = &oracle.grads[leaf];
+        leaf += 1;
+        // At most 40 elements per input: enough to catch an indexing error, few enough to stay quick.
+        let stride = inputs[at].values.len().div_ceil(40).max(1);
+        for i in (0..inputs[at].values.len()).step_by(stride) {
+            let mut moved = inputs.to_vec();
+            let h = 1e-5;
+            moved[at].values[i] = inputs[at].values[i] + h;
+            let up = score(&moved);
+            moved[at].values[i] = inputs[at].values[i] - h;
+            let down = score(&moved);
+            let slope = (up - down) / (2.0 * h);
+            let error = (slope - grad[i]).abs() / (1.0 + slope.abs().max(grad[i].abs()));
+            assert!(error < 1e-6, "{name}: input {at} element {i}: difference {slope}, gradient {}", grad[i]);
+        }
+    }
+}
+
+/// Norm-wise comparison, tensor by tensor; NaN never passes unless the oracle has it in the same place.
+pub fn close(what: &str, have: &[Vec<f64>], want: &[Vec<f64>], limit: f64) {
+    assert_eq!(have.len(), want.len(), "{what}: number of tensors");
+    for (t, (have, want)) in have.iter().zip(want).enumerate() {
+        assert_eq!(have.len(), want.len(), "{what} {t}: number of elements");
+        let mut error = 0.0f64;
+        let mut norm = 0.0f64;
+        for (i, (h, w)) in have.iter().zip(want).enumerate() {
+            if w.is_finite() {
+                assert!(h.is_finite(), "{what} {t}: element {i} is {h}, not {w}");
+                error += (h - w).powi(2);
+                norm += w * w;
+            } else {
+                assert!(
+                    h.to_bits() == w.to_bits() || (h.is_nan() && w.is_nan()),
+                    "{what} {t}: {i} is {h}, not {w}"
+                );
+            }
+        }
+        let relative = error.sqrt() / norm.sqrt().max(1e-3 * (have.len() as f64).sqrt());
+        assert!(relative <= limit, "{what} {t}: relative error {relative:e} above {limit:e}");
+    }
+}

@@ -1,0 +1,7 @@
+//! Conformance: one body per case, run on every backend, in every float type.
+//!
+//! `bed` holds the checks that every case passes; the other files hold the cases, one per family of
+//! operations.
+
+mod bed;
+mod views;
