@@ -5,4 +5,8 @@
 
 mod arith;
 mod bed;
+mod golden;
+mod index;
+mod loss;
+mod reduce;
 mod views;
