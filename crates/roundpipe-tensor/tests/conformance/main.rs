@@ -8,5 +8,6 @@ mod bed;
 mod golden;
 mod index;
 mod loss;
+mod random;
 mod reduce;
 mod views;
