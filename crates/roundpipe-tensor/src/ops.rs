@@ -18,4 +18,6 @@ mod reduce;
 mod rope;
 mod shape;
 
+pub use norm::BatchNorm;
 pub use product::Lora;
+pub use rope::{Rotary, rope_frequencies, rope_tables};

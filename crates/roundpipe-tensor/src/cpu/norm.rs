@@ -25,7 +25,9 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
             Kernel::RmsNormGrad { accumulate } => {
                 for_float!(call, call.src(0).dtype, T => rows::rms_grad::<T>(call, accumulate));
             }
-            Kernel::LayerNorm { eps } => for_float!(call, call.src(0).dtype, T => rows::layer::<T>(call, eps)),
+            Kernel::LayerNorm { eps } => {
+                for_float!(call, call.src(0).dtype, T => rows::layer::<T>(call, eps))
+            }
             Kernel::LayerNormGrad { accumulate } => {
                 for_float!(call, call.src(0).dtype, T => rows::layer_grad::<T>(call, accumulate));
             }
@@ -35,7 +37,9 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
             Kernel::GroupNormGrad { groups, accumulate } => {
                 for_float!(call, call.src(0).dtype, T => planes::group_grad::<T>(call, groups, accumulate));
             }
-            Kernel::BatchNorm { eps } => for_float!(call, call.src(0).dtype, T => planes::batch::<T>(call, eps)),
+            Kernel::BatchNorm { eps } => {
+                for_float!(call, call.src(0).dtype, T => planes::batch::<T>(call, eps))
+            }
             Kernel::BatchNormGrad { batch_stats, accumulate } => {
                 for_float!(call, call.src(0).dtype, T => planes::batch_grad::<T>(call, batch_stats, accumulate));
             }

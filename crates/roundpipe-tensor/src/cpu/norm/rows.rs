@@ -174,8 +174,7 @@ pub(super) unsafe fn layer<T: Float>(call: &Call<'_>, eps: f64) {
     call.pieces(call.dst(1).numel(), grain(cols), |first, last| {
         let (from, to) = (first * cols, last * cols);
         // SAFETY: pieces of rows are disjoint.
-        let (y, mean, rstd) =
-            unsafe { (y.part(from, to), mean.part(first, last), rstd.part(first, last)) };
+        let (y, mean, rstd) = unsafe { (y.part(from, to), mean.part(first, last), rstd.part(first, last)) };
         layer_rows::<T>(&x[from..to], w, b, y, mean, rstd, eps);
     });
 }

@@ -15,8 +15,7 @@ pub(super) unsafe fn forward<T: Float>(call: &Call<'_>, kind: Glu) -> Result<()>
     let (gate, up, y) = (call.src(0), call.src(1), call.dst(0));
     if [gate, up].iter().all(|v| v.layout.is_contiguous()) {
         // SAFETY: dense by the test above and the kernel's description; y overlaps nothing.
-        let (gate, up, y) =
-            unsafe { (slice::<T>(gate), slice::<T>(up), Shared::new(slice_mut::<T>(y))) };
+        let (gate, up, y) = unsafe { (slice::<T>(gate), slice::<T>(up), Shared::new(slice_mut::<T>(y))) };
         call.pieces(gate.len(), grain(1), |a, b| {
             // SAFETY: pieces are disjoint.
             gate_row::<T>(&gate[a..b], &up[a..b], unsafe { y.part(a, b) }, kind);
