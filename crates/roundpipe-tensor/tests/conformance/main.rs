@@ -5,4 +5,7 @@
 
 mod arith;
 mod bed;
+mod golden;
+mod norm;
+mod rope;
 mod views;
