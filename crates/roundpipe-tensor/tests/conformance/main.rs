@@ -7,5 +7,6 @@ mod arith;
 mod bed;
 mod golden;
 mod norm;
+mod random;
 mod rope;
 mod views;
