@@ -8,6 +8,8 @@ mod bed;
 mod golden;
 mod index;
 mod loss;
+mod norm;
 mod random;
 mod reduce;
+mod rope;
 mod views;
