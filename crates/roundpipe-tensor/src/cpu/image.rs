@@ -14,7 +14,6 @@ mod conv;
 mod depthwise;
 mod lattice;
 mod pool;
-mod product;
 
 use super::access::{Call, for_float};
 use crate::error::Result;

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::depthwise;
 use super::lattice::{Axis, Block, Cut, Tap, Window};
-use super::product::{Element as Factor, Mat, MatMut, Product, gemm_batch};
 use crate::cpu::access::{Call, Float, Real, Shared, slice, slice_mut};
+use crate::cpu::gemm::{Element as Factor, Mat, MatMut, Product, gemm_batch};
 use crate::cpu::simd::vectorize;
 use crate::dtype::{DType, Element};
 use crate::kernel::{ConvSpec, View};
