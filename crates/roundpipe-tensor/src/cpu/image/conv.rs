@@ -12,8 +12,11 @@ use crate::kernel::{ConvSpec, View};
 use crate::shape::Shape;
 
 /// A float type that products are made of.
-pub(super) trait Value: Float + Factor<Sum = <Self as Float>::Acc> {}
-impl<T: Float + Factor<Sum = <T as Float>::Acc>> Value for T {}
+pub(super) trait Value:
+    Float<Acc: Factor<Sum = <Self as Float>::Acc>> + Factor<Sum = <Self as Float>::Acc>
+{
+}
+impl<T> Value for T where T: Float<Acc: Factor<Sum = <T as Float>::Acc>> + Factor<Sum = <T as Float>::Acc> {}
 
 /// A filter moved over a batch of images: what meets what, in which direction does not matter.
 pub(super) struct Job {
