@@ -207,7 +207,7 @@ fn conv_shape(op: &'static str, x: &Shape, f: &Shape, spec: &ConvSpec) -> Result
         return Err(Error::Shape { op, left: *x, right: *f });
     }
     let groups = spec.groups;
-    if groups == 0 || x[1] % groups != 0 || f[0] % groups != 0 {
+    if groups == 0 || !x[1].is_multiple_of(groups) || !f[0].is_multiple_of(groups) {
         let what = format!("{groups} groups do not divide the channels of input {x} and filter {f}");
         return Err(Error::invalid(op, what));
     }

@@ -168,7 +168,7 @@ fn dot<T: Float>(a: &[T], b: &[T], step: usize) -> T::Acc {
     }
     let mut width = LANES / 2;
     while width > 0 {
-        (0..width).for_each(|l| lanes[l] = lanes[l] + lanes[l + width]);
+        (0..width).for_each(|l| lanes[l] += lanes[l + width]);
         width /= 2;
     }
     lanes[0]
