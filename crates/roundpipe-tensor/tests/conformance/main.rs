@@ -6,4 +6,5 @@
 mod arith;
 mod bed;
 mod image;
+mod random;
 mod views;
