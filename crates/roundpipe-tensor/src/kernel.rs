@@ -389,6 +389,7 @@ pub enum Kernel {
         dim: usize,
     },
     /// `[src any strides, index: src's shape] -> [y]`: y += at the indexed places, in order; y is read.
+    /// src is T, y is T or Acc.
     ScatterAdd {
         /// Along which dimension.
         dim: usize,

@@ -18,4 +18,5 @@ mod reduce;
 mod rope;
 mod shape;
 
+pub use loss::{CrossEntropy, Reduction};
 pub use product::Lora;

@@ -7,4 +7,8 @@ mod arith;
 mod bed;
 mod image;
 mod random;
+mod golden;
+mod index;
+mod loss;
+mod reduce;
 mod views;
