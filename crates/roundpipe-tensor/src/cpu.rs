@@ -199,6 +199,12 @@ pub(crate) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>
             image::scratch(kernel, src, dst)
         }
         Kernel::Reduce { .. } => reduce::scratch(kernel, src, dst),
+        Kernel::RmsNorm { .. }
+        | Kernel::RmsNormGrad { .. }
+        | Kernel::LayerNorm { .. }
+        | Kernel::LayerNormGrad { .. }
+        | Kernel::GroupNormGrad { .. } => norm::scratch(kernel, src, dst),
+        Kernel::RopeNorm { .. } | Kernel::RopeNormGrad { .. } => rope::scratch(kernel, src, dst),
         _ => 0,
     }
 }

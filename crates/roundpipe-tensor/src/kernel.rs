@@ -422,7 +422,7 @@ pub enum Kernel {
         /// Added to the mean square.
         eps: f64,
     },
-    /// `[x (or sum), w?, rstd, dy, dsum?] -> [dx, dw?: Acc [c]]`: dsum, if there, is added to dx.
+    /// `[x (or sum), w?, rstd, dy, dsum?] -> [dx?, dw?: Acc [c]]`: dsum, if there, is added to dx.
     RmsNormGrad {
         /// Add to dw.
         accumulate: bool,
@@ -483,7 +483,8 @@ pub enum Kernel {
         /// Added to the mean square.
         eps: f64,
     },
-    /// `[x, w, rstd, cos, sin, dy, positions?] -> [dx, dw?: Acc [d]]`.
+    /// `[x, w, rstd, cos, sin, dy, positions?] -> [dx?, dw?: Acc [d]]`; dy has a contiguous last dimension, dx is
+    /// contiguous.
     RopeNormGrad {
         /// Pairing.
         style: RopeStyle,

@@ -19,4 +19,6 @@ mod rope;
 mod shape;
 
 pub use loss::{CrossEntropy, Reduction};
+pub use norm::BatchNorm;
 pub use product::Lora;
+pub use rope::{Rotary, rope_frequencies, rope_tables};
