@@ -531,7 +531,7 @@ pub enum Kernel {
     /// `[y: [t·k, c] sorted, inverse: i32 [t·k], weight?: [t, k]] -> [out: [t, c]]`: sum over a token's choices,
     /// weighted, in order of the choice.
     MoeCombine,
-    /// `[y, inverse, weight, dout] -> [dy?, dweight?: [t, k]]`.
+    /// `[y?, inverse, weight, dout] -> [dy?, dweight?: [t, k]]`: y is needed for dweight only.
     MoeCombineGrad,
 
     // ---- images; contiguous ----

@@ -21,7 +21,7 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
         match call.kernel {
             Kernel::MoeSort { experts } => sort(call, *experts),
             Kernel::MoeCombine => for_float!(call, call.src(0).dtype, T => combine::<T>(call)),
-            Kernel::MoeCombineGrad => for_float!(call, call.src(0).dtype, T => combine_grad::<T>(call)),
+            Kernel::MoeCombineGrad => for_float!(call, call.src(3).dtype, T => combine_grad::<T>(call)),
             _ => Err(call.unsupported()),
         }
     }
@@ -112,16 +112,15 @@ vectorize! {
     }
 }
 
-/// `[y, inverse, weight, dout] -> [dy?, dweight?]`.
+/// `[y?, inverse, weight, dout] -> [dy?, dweight?]`.
 unsafe fn combine_grad<T: Float>(call: &Call<'_>) -> Result<()> {
     let dout = call.src(3);
     let (tokens, width) = (dout.shape()[0], dout.shape()[1]);
     // SAFETY: contiguous operands of these types by the kernel's description; destinations overlap nothing.
-    let (y, places, weights, dout, dy, dweights) = unsafe {
+    let (places, weights, dout, dy, dweights) = unsafe {
         let dy = call.dst_opt(0).map(|v| Shared::new(slice_mut::<T>(v)));
-        let dweights = call.dst_opt(1).map(|v| Shared::new(slice_mut::<T>(v)));
-        let (y, weights) = (slice::<T>(call.src(0)), slice::<T>(call.src(2)));
-        (y, places(call, call.src(1))?, weights, slice::<T>(dout), dy, dweights)
+        let dweights = call.dst_opt(1).map(|v| (slice::<T>(call.src(0)), Shared::new(slice_mut::<T>(v))));
+        (places(call, call.src(1))?, slice::<T>(call.src(2)), slice::<T>(dout), dy, dweights)
     };
     let choices = places.len() / tokens.max(1);
     call.pieces(tokens, TASK / (2 * width * choices).max(1), |start, end| {
@@ -134,7 +133,7 @@ unsafe fn combine_grad<T: Float>(call: &Call<'_>) -> Result<()> {
                 let dy = unsafe { dy.part(row.start, row.end) };
                 scale(weights[at].up(), dout, dy);
             }
-            if let Some(dweights) = &dweights {
+            if let Some((y, dweights)) = &dweights {
                 // SAFETY: each choice's weight belongs to one task.
                 let dweight = unsafe { dweights.part(at, at + 1) };
                 dweight[0] = T::down(dot(&y[row], dout));

@@ -5,10 +5,10 @@
 
 mod arith;
 mod bed;
-mod image;
-mod random;
 mod golden;
+mod image;
 mod index;
 mod loss;
+mod random;
 mod reduce;
 mod views;
