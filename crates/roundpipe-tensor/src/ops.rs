@@ -19,6 +19,7 @@ mod rope;
 mod shape;
 
 pub use loss::{CrossEntropy, Reduction};
+pub use moe::{Experts, MoeOptions, RouteWeights, Routing};
 pub use norm::BatchNorm;
 pub use product::Lora;
 pub use rope::{Rotary, rope_frequencies, rope_tables};

@@ -6,6 +6,7 @@
 mod arith;
 mod bed;
 mod golden;
+mod image;
 mod index;
 mod loss;
 mod norm;
