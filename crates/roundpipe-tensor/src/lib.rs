@@ -43,6 +43,7 @@ pub mod cx;
 pub mod ops;
 
 pub mod cpu;
+pub mod sim;
 
 pub use bytes::Bytes;
 pub use cpu::Cpu;
@@ -56,4 +57,5 @@ pub use host::{HostBuf, Pin};
 pub use param::{Param, ParamId};
 pub use rng::{RngKey, RngSite};
 pub use shape::Shape;
+pub use sim::SimWorld;
 pub use tensor::Tensor;
