@@ -17,3 +17,5 @@ mod random;
 mod reduce;
 mod rope;
 mod shape;
+
+pub use product::Lora;
