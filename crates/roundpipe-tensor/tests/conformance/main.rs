@@ -5,4 +5,5 @@
 
 mod arith;
 mod bed;
+mod random;
 mod views;
