@@ -43,6 +43,7 @@ pub mod cx;
 pub mod ops;
 
 pub mod cpu;
+pub mod optim;
 pub mod meta;
 pub mod sim;
 
