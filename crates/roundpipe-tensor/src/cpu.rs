@@ -193,8 +193,11 @@ impl Ops for CpuOps {
 }
 
 /// Scratch bytes the cpu's kernels want: a function of the operands alone, so that meta can ask too.
-pub(crate) fn scratch(_kernel: &Kernel, _src: &[Option<View>], _dst: &[Option<View>]) -> usize {
-    0
+pub(crate) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
+    match kernel {
+        Kernel::AttentionGrad(_) => attention::scratch(kernel, src, dst),
+        _ => 0,
+    }
 }
 
 impl CpuOps {
