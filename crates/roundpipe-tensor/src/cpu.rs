@@ -196,6 +196,7 @@ impl Ops for CpuOps {
 pub(crate) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
     match kernel {
         Kernel::AttentionGrad(_) => attention::scratch(kernel, src, dst),
+        Kernel::Reduce { .. } => reduce::scratch(kernel, src, dst),
         _ => 0,
     }
 }

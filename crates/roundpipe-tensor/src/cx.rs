@@ -225,8 +225,7 @@ impl Cx {
     pub fn commit_buffers(&mut self) -> Result<()> {
         self.release();
         for (buffer, value) in std::mem::take(&mut self.updates) {
-            let bytes = raw_bytes(&value)?;
-            buffer.data().write(0..bytes.len())?.bytes().copy_from_slice(&bytes);
+            value.read_into(&mut buffer.data().write(0..buffer.bytes())?)?;
         }
         Ok(())
     }
@@ -340,23 +339,6 @@ impl Gradients {
 impl std::fmt::Debug for Gradients {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Gradients({} parameters)", self.params.len())
-    }
-}
-
-/// The bytes of a tensor on the host, in row-major order.
-fn raw_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
-    fn cast<T: Element>(tensor: &Tensor, to: impl Fn(T) -> Vec<u8>) -> Result<Vec<u8>> {
-        Ok(tensor.to_vec::<T>()?.into_iter().flat_map(to).collect())
-    }
-    match tensor.dtype() {
-        DType::F64 => cast(tensor, |x: f64| x.to_ne_bytes().to_vec()),
-        DType::F32 => cast(tensor, |x: f32| x.to_ne_bytes().to_vec()),
-        DType::BF16 => cast(tensor, |x: half::bf16| x.to_ne_bytes().to_vec()),
-        DType::F16 => cast(tensor, |x: half::f16| x.to_ne_bytes().to_vec()),
-        DType::I64 => cast(tensor, |x: i64| x.to_ne_bytes().to_vec()),
-        DType::I32 => cast(tensor, |x: i32| x.to_ne_bytes().to_vec()),
-        DType::U32 => cast(tensor, |x: u32| x.to_ne_bytes().to_vec()),
-        DType::U8 | DType::Bool => tensor.to_vec::<u8>(),
     }
 }
 

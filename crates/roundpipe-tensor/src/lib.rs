@@ -43,6 +43,7 @@ pub mod cx;
 pub mod ops;
 
 pub mod cpu;
+pub mod meta;
 
 pub use bytes::Bytes;
 pub use cpu::Cpu;
@@ -53,6 +54,7 @@ pub use error::{Error, Result};
 pub use exec::Worker;
 pub use half::{bf16, f16};
 pub use host::{HostBuf, Pin};
+pub use meta::Meta;
 pub use param::{Param, ParamId};
 pub use rng::{RngKey, RngSite};
 pub use shape::Shape;

@@ -17,3 +17,6 @@ mod random;
 mod reduce;
 mod rope;
 mod shape;
+
+pub use attention::Attention;
+pub use product::Lora;

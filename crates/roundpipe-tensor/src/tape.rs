@@ -184,6 +184,11 @@ impl Back<'_> {
         self.worker
     }
 
+    /// Number of inputs.
+    pub fn inputs(&self) -> usize {
+        self.inputs.len()
+    }
+
     /// Whether anybody wants the gradient of input `i`.
     pub fn needs(&self, i: usize) -> bool {
         self.inputs[i].is_some()

@@ -11,7 +11,7 @@ use crate::device::{Copy, Device, Direction, LaneKind};
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::exec::Worker;
-use crate::host::{HostBuf, HostRef};
+use crate::host::{HostBuf, HostMut, HostRef};
 use crate::kernel::View;
 use crate::pool::{Block, Pool};
 use crate::shape::{Layout, Shape};
@@ -160,25 +160,39 @@ impl Tensor {
             let what = format!("asked for {} of a {} tensor {}", T::DTYPE, self.dtype, self.shape());
             return Err(Error::invalid(OP, what));
         }
-        let dense = Worker::of(self).contiguous(self)?;
-        let bytes = dense.numel() * self.dtype.size();
-        let host = HostBuf::zeroed(OP, bytes)?;
-        if bytes > 0 {
-            let compute = self.device().lane(LaneKind::Compute);
-            let mut into = host.write(0..bytes)?;
-            let copy = Copy {
-                what: OP.to_owned(),
-                direction: Direction::Download,
-                src: dense.view().ptr,
-                dst: into.bytes().as_ptr() as u64,
-                bytes: bytes as u64,
-            };
-            // SAFETY: `dense` holds the source and `into` the destination past the fence below; the lane
-            // orders the copy behind the kernels that wrote the source.
-            unsafe { compute.copy(&copy)? };
-            compute.fence()?;
-        }
+        let host = HostBuf::zeroed(OP, self.numel() * self.dtype.size())?;
+        self.read_into(&mut host.write(0..host.len())?)?;
         Ok(host.read_all()?.as_slice::<T>().to_vec())
+    }
+
+    /// Copies the elements into host memory, in row-major order, after waiting for the compute lane.
+    ///
+    /// # Errors
+    /// When the memory is not exactly as large as the tensor, on the meta device, or when the device failed.
+    pub fn read_into(&self, host: &mut HostMut) -> Result<()> {
+        const OP: &str = "read";
+        let bytes = self.numel() * self.dtype.size();
+        if host.bytes().len() != bytes {
+            let what =
+                format!("{} {} into {} bytes of host memory", self.dtype, self.shape(), host.bytes().len());
+            return Err(Error::invalid(OP, what));
+        }
+        if bytes == 0 {
+            return Ok(());
+        }
+        let dense = Worker::of(self).contiguous(self)?;
+        let copy = Copy {
+            what: OP.to_owned(),
+            direction: Direction::Download,
+            src: dense.view().ptr,
+            dst: host.addr(),
+            bytes: bytes as u64,
+        };
+        let compute = self.device().lane(LaneKind::Compute);
+        // SAFETY: `dense` holds the source and `host` the destination, both of `bytes` bytes, past the fence;
+        // the lane orders the copy behind the kernels that wrote the source.
+        unsafe { compute.copy(&copy)? };
+        compute.fence()
     }
 
     /// Copies the elements to the host as f64, whatever their type.

@@ -1,1 +1,29 @@
-//! (to be written)
+//! roundpipe: train models far larger than a GPU's memory on one machine.
+//!
+//! A model is a [`Sequential`] of [`Layer`]s. A layer is parameters plus a forward; gradients come from
+//! the tape. Weights live in host memory, a [`Worker`] computes, an [`Optimizer`] updates on the host.
+//!
+//! The modules stand in data order: values between layers, layers, ready-made layers, costs, learning
+//! rates, optimizers. This crate has no `unsafe` code.
+#![forbid(unsafe_code)]
+
+pub mod error;
+pub mod tree;
+
+pub mod layer;
+pub mod nn;
+
+pub mod cost;
+
+pub mod lr;
+pub mod optim;
+
+pub use error::{Error, Result};
+pub use layer::{Layer, Module, Params, Sequential, Visit};
+pub use lr::LrSchedule;
+pub use optim::Optimizer;
+pub use roundpipe_tensor::{
+    Bytes, Cpu, CustomOp, Cx, DType, Device, Element, Gradients, HostBuf, Meta, Param, RngKey, RngSite, Shape, Tensor,
+    Worker, bf16, f16, kernel, ops,
+};
+pub use tree::Tree;

@@ -1,1 +1,416 @@
-//! (to be written)
+//! Matrix products on the cpu: `c = alpha a b + bias + beta c`.
+//!
+//! The path of an operand: strided memory -> panels (`pack`, converted if need be) -> kernel. The path of
+//! a result: the kernel's registers -> sums in f32 (f64 for f64) -> rounded once to the output's type.
+//! Where the output has the type of the sums they are kept in place.
+//!
+//! A product is cut into blocks whose panels fit the shared cache, a block into tiles that fit a core's
+//! own cache. Threads first pack a block together, then multiply its tiles.
+//!
+//! This module checks nothing: shapes, bounds and overlaps are the caller's.
+//!
+//! # Invariants
+//!
+//! - An element is the sum, in rising order, of the sums of pieces of k. The pieces depend on k and the
+//!   instruction set alone; so neither the number of threads nor m and n nor the element's place change
+//!   its bits.
+//! - Elements outside the described operands are neither read nor written.
+//! - Buffers are bounded (see [`Plan`]) and kept by their threads.
+
+mod cast;
+mod element;
+mod isa;
+mod pack;
+mod plan;
+mod portable;
+mod scratch;
+
+#[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+#[cfg(feature = "probe")]
+pub mod probe;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Range;
+
+use self::element::{Dest, Kernel, Sum};
+use self::pack::Lines;
+use self::plan::{MAX_TILE_COLS, Plan};
+use self::scratch::{Scratch, Use};
+use super::threads::Threads;
+
+pub(crate) use self::element::{Element, Store};
+pub(crate) use self::isa::Isa;
+
+/// An operand: element `(i, j)` lies at `ptr + i * row + j * col`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Mat<T> {
+    /// Element (0, 0).
+    pub ptr: *const T,
+    /// Elements from a row to the next; any sign, or 0.
+    pub row: isize,
+    /// Elements from a column to the next; any sign, or 0.
+    pub col: isize,
+}
+
+/// The output: element `(i, j)` lies at `ptr + i * row + j`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct MatMut<O> {
+    /// Element (0, 0).
+    pub ptr: *mut O,
+    /// Elements from a row to the next.
+    pub row: isize,
+}
+
+/// `c = alpha a b + bias + beta c`, with a `[m, k]`, b `[k, n]`, c `[m, n]`, bias `[n]`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Product<T, O> {
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub a: Mat<T>,
+    pub b: Mat<T>,
+    pub c: MatMut<O>,
+    /// Added to every row; contiguous.
+    pub bias: Option<*const T>,
+    pub alpha: f64,
+    /// With 0, c is not read.
+    pub beta: f64,
+}
+
+// SAFETY: a description of memory; who runs it vouches for the memory.
+unsafe impl<T: Send, O: Send> Send for Product<T, O> {}
+// SAFETY: as above.
+unsafe impl<T: Sync, O: Sync> Sync for Product<T, O> {}
+
+/// Products with fewer multiplications than this run on the calling thread: sharing costs more.
+const WORTH_SHARING: usize = 1 << 18;
+
+/// Multiplies on `threads`.
+///
+/// # Safety
+/// Every element that `product` describes exists; c does not overlap a, b, bias or itself, and nobody
+/// else touches it meanwhile.
+pub(crate) unsafe fn gemm<T: Element, O: Store<T::Sum>>(threads: &Threads, product: &Product<T, O>) {
+    // SAFETY: the caller's promises; the machine runs its best instruction set.
+    unsafe { gemm_with(Isa::best(), Some(threads), product) }
+}
+
+/// Multiplies on the calling thread; made for small blocks inside a task.
+///
+/// # Safety
+/// As for [`gemm`].
+pub(crate) unsafe fn gemm_serial<T: Element, O: Store<T::Sum>>(product: &Product<T, O>) {
+    // SAFETY: the caller's promises; the machine runs its best instruction set.
+    unsafe { gemm_with(Isa::best(), None, product) }
+}
+
+/// Does `count` products that do not touch each other's outputs: strided batches and groups of any sizes.
+///
+/// # Safety
+/// As for [`gemm`], for each of `product(0)` … `product(count - 1)`; no output overlaps another one.
+pub(crate) unsafe fn gemm_batch<T: Element, O: Store<T::Sum>>(
+    threads: &Threads,
+    count: usize,
+    product: impl Fn(usize) -> Product<T, O> + Sync + Send,
+) {
+    // Large ones are cut into tiles of their own; small ones are shared out whole.
+    const LARGE: usize = 1 << 23;
+    let work = |p: &Product<T, O>| p.m * p.n * p.k.max(1);
+    let small = |i: &usize| work(&product(*i)) < LARGE;
+    if count > 1 && (0..count).all(|i| small(&i)) {
+        // SAFETY: the caller's promises.
+        threads.run(count, |i| unsafe { gemm_serial(&product(i)) });
+        return;
+    }
+    for i in 0..count {
+        // SAFETY: the caller's promises.
+        unsafe { gemm(threads, &product(i)) }
+    }
+}
+
+/// As [`gemm`] with a chosen instruction set; without threads, on the calling one.
+///
+/// # Safety
+/// As for [`gemm`]; the machine runs `isa`.
+unsafe fn gemm_with<T: Element, O: Store<T::Sum>>(
+    isa: Isa,
+    threads: Option<&Threads>,
+    product: &Product<T, O>,
+) {
+    let Product { m, n, k, .. } = *product;
+    if m == 0 || n == 0 {
+        return;
+    }
+    if k == 0 {
+        // SAFETY: the caller's promises.
+        return unsafe { without_sums(isa, product) };
+    }
+    let threads = threads.filter(|_| m * n * k >= WORTH_SHARING);
+    let kernel = T::kernel(isa);
+    let plan = Plan::new(kernel, m, n, k);
+    let mut a = Scratch::take(Use::A, plan.a_bytes(kernel));
+    let mut b = Scratch::take(Use::B, plan.b_bytes(kernel));
+    let keeps_sums = !O::IS_SUM && plan.block_k < k;
+    let sums_bytes = if keeps_sums { plan.block_m * plan.block_n * size_of::<T::Sum>() } else { 0 };
+    let mut sums = Scratch::take(Use::Sums, sums_bytes);
+    let (a, b) = (a.ptr(), b.ptr());
+    let sums = keeps_sums.then(|| sums.ptr().cast());
+    for cols in cut(n, plan.block_n) {
+        for rows in cut(m, plan.block_m) {
+            for steps in cut(k, plan.block_k) {
+                let pack_b = plan.block_k < k || rows.start == 0;
+                let (rows, cols) = (rows.clone(), cols.clone());
+                let block =
+                    Block { isa, product, kernel, plan: &plan, rows, cols, steps, a, b, sums, pack_b };
+                block.run(threads);
+            }
+        }
+    }
+}
+
+/// `0..n` in pieces of `size`.
+fn cut(n: usize, size: usize) -> impl Iterator<Item = Range<usize>> + Clone {
+    (0..n).step_by(size).map(move |start| start..n.min(start + size))
+}
+
+/// `c = bias + beta c`.
+///
+/// # Safety
+/// As for [`gemm`].
+unsafe fn without_sums<T: Element, O: Store<T::Sum>>(isa: Isa, product: &Product<T, O>) {
+    let mut zeros = [T::Sum::default(); MAX_TILE_COLS];
+    for cols in cut(product.n, MAX_TILE_COLS) {
+        for i in 0..product.m {
+            // SAFETY: the caller's promises; the row holds as many columns as the cut.
+            unsafe {
+                zeros.fill(T::Sum::default());
+                settle(isa, product, i, cols.clone(), zeros.as_mut_ptr());
+            }
+        }
+    }
+}
+
+/// Writes one row of the output: `c = alpha sums + bias + beta c`. Spoils the sums.
+///
+/// # Safety
+/// Row `i` has the columns `cols`, at most [`MAX_TILE_COLS`], `sums` holds as many; as for [`gemm`] else.
+unsafe fn settle<T: Element, O: Store<T::Sum>>(
+    isa: Isa,
+    product: &Product<T, O>,
+    i: usize,
+    cols: Range<usize>,
+    sums: *mut T::Sum,
+) {
+    let n = cols.len();
+    let (alpha, beta) = (T::Sum::of(product.alpha), T::Sum::of(product.beta));
+    let mut wide = [T::Sum::default(); MAX_TILE_COLS];
+    // SAFETY: the caller's promises; `sums` is not part of any operand.
+    unsafe {
+        let c = product.c.ptr.offset(i as isize * product.c.row).add(cols.start);
+        let row = std::slice::from_raw_parts_mut(sums, n);
+        if product.alpha != 1.0 {
+            row.iter_mut().for_each(|s| *s = alpha * *s);
+        }
+        if let Some(bias) = product.bias {
+            T::widen(isa, bias.add(cols.start), wide.as_mut_ptr(), n);
+            row.iter_mut().zip(&wide).for_each(|(s, &x)| *s = *s + x);
+        }
+        if product.beta != 0.0 {
+            O::widen(isa, c, wide.as_mut_ptr(), n);
+            row.iter_mut().zip(&wide).for_each(|(s, &x)| *s = *s + beta * x);
+        }
+        O::narrow(isa, sums, c, n);
+    }
+}
+
+/// A part of a product whose panels are packed at one time.
+struct Block<'a, T: Element, O> {
+    isa: Isa,
+    product: &'a Product<T, O>,
+    kernel: &'static Kernel<T>,
+    plan: &'a Plan,
+    rows: Range<usize>,
+    cols: Range<usize>,
+    steps: Range<usize>,
+    /// Panels of the block: `[piece of k][panel][step][lane]`.
+    a: *mut u8,
+    b: *mut u8,
+    /// `[block_m, block_n]`, where sums outlive a block and the output cannot hold them.
+    sums: Option<*mut T::Sum>,
+    /// Whether the right operand's panels are not there yet.
+    pack_b: bool,
+}
+
+// SAFETY: the threads that share a block write disjoint panels, then disjoint tiles.
+unsafe impl<T: Element, O: Sync> Sync for Block<'_, T, O> {}
+
+impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
+    /// Packs, then multiplies.
+    fn run(&self, threads: Option<&Threads>) {
+        let a_tasks = self.a_panels().div_ceil(self.plan.pack_a);
+        let b_tasks = if self.pack_b { self.b_panels().div_ceil(self.plan.pack_b) } else { 0 };
+        let tiles = self.tile_rows() * self.cols.len().div_ceil(self.plan.tile_n);
+        let pack = |task: usize| match task.checked_sub(b_tasks) {
+            None => self.pack_b(task),
+            Some(task) => self.pack_a(task),
+        };
+        match threads {
+            Some(threads) => {
+                threads.run(a_tasks + b_tasks, pack);
+                threads.run(tiles, |tile| self.multiply(tile));
+            }
+            None => {
+                (0..a_tasks + b_tasks).for_each(pack);
+                (0..tiles).for_each(|tile| self.multiply(tile));
+            }
+        }
+    }
+
+    fn a_panels(&self) -> usize {
+        self.rows.len().div_ceil(self.kernel.mr)
+    }
+
+    fn b_panels(&self) -> usize {
+        self.cols.len().div_ceil(self.kernel.nr)
+    }
+
+    fn tile_rows(&self) -> usize {
+        self.rows.len().div_ceil(self.plan.tile_m)
+    }
+
+    /// Where the panel `index` of `width` lanes begins, for the piece of k at `p` of length `len`.
+    fn panel_bytes(&self, panels: usize, width: usize, p: usize, len: usize, index: usize) -> usize {
+        // Every piece but the last is a multiple of `round`, so `p` needs no rounding.
+        (p * panels + len.next_multiple_of(self.kernel.round) * index) * width * self.kernel.unit
+    }
+
+    fn pack_a(&self, task: usize) {
+        let Product { a, .. } = self.product;
+        for panel in cut(self.a_panels(), self.plan.pack_a).nth(task).unwrap_or_default() {
+            let row = self.rows.start + panel * self.kernel.mr;
+            let lanes = self.kernel.mr.min(self.rows.end - row);
+            for piece in cut(self.steps.len(), self.plan.piece) {
+                let offset = row as isize * a.row + (self.steps.start + piece.start) as isize * a.col;
+                let ptr = a.ptr.wrapping_offset(offset);
+                let lines = Lines { ptr, lane: a.row, step: a.col, lanes, k: piece.len() };
+                let at = self.panel_bytes(self.a_panels(), self.kernel.mr, piece.start, piece.len(), panel);
+                // SAFETY: the lines lie inside the operand; the panel inside the buffer, and this
+                // task alone writes it.
+                unsafe { (self.kernel.pack_a)(&lines, self.a.add(at)) }
+            }
+        }
+    }
+
+    fn pack_b(&self, task: usize) {
+        let Product { b, .. } = self.product;
+        for panel in cut(self.b_panels(), self.plan.pack_b).nth(task).unwrap_or_default() {
+            let col = self.cols.start + panel * self.kernel.nr;
+            let lanes = self.kernel.nr.min(self.cols.end - col);
+            for piece in cut(self.steps.len(), self.plan.piece) {
+                let offset = (self.steps.start + piece.start) as isize * b.row + col as isize * b.col;
+                let ptr = b.ptr.wrapping_offset(offset);
+                let lines = Lines { ptr, lane: b.col, step: b.row, lanes, k: piece.len() };
+                let at = self.panel_bytes(self.b_panels(), self.kernel.nr, piece.start, piece.len(), panel);
+                // SAFETY: the lines lie inside the operand; the panel inside the buffer, and this
+                // task alone writes it.
+                unsafe { (self.kernel.pack_b)(&lines, self.b.add(at)) }
+            }
+        }
+    }
+
+    /// One tile of the block, over all of its steps.
+    fn multiply(&self, tile: usize) {
+        let (across, down) = (tile / self.tile_rows(), tile % self.tile_rows());
+        let rows = cut(self.rows.len(), self.plan.tile_m).nth(down).unwrap_or_default();
+        let cols = cut(self.cols.len(), self.plan.tile_n).nth(across).unwrap_or_default();
+        let (first, last) = (self.steps.start == 0, self.steps.end == self.product.k);
+        let local_bytes = rows.len() * cols.len() * size_of::<T::Sum>();
+        let mut local =
+            Scratch::take(Use::Tile, if O::IS_SUM || self.sums.is_some() { 0 } else { local_bytes });
+        let (ptr, row) = self.place(&rows, &cols, &mut local);
+        let alpha = T::Sum::of(if O::IS_SUM { self.product.alpha } else { 1.0 });
+        let add = !first || O::IS_SUM && self.start(&rows, &cols);
+        let dest = Dest { ptr, row, rows: 0, cols: 0, alpha, add };
+        // SAFETY: the machine runs the kernel; the destination was made for this tile.
+        unsafe {
+            (self.kernel.enter)();
+            self.sum_tile(&rows, &cols, dest);
+            (self.kernel.leave)();
+        }
+        if last && !O::IS_SUM {
+            for i in rows.clone() {
+                let cols = self.cols.start + cols.start..self.cols.start + cols.end;
+                // SAFETY: this task alone writes this part of the output; the sums are complete.
+                unsafe {
+                    let sums = ptr.offset((i - rows.start) as isize * row);
+                    settle(self.isa, self.product, self.rows.start + i, cols, sums);
+                }
+            }
+        }
+    }
+
+    /// Where the sums of a tile go: first element, and elements from a row to the next.
+    fn place(&self, rows: &Range<usize>, cols: &Range<usize>, local: &mut Scratch) -> (*mut T::Sum, isize) {
+        let c = self.product.c;
+        if O::IS_SUM {
+            let offset = (self.rows.start + rows.start) as isize * c.row;
+            (c.ptr.wrapping_offset(offset).wrapping_add(self.cols.start + cols.start).cast(), c.row)
+        } else if let Some(sums) = self.sums {
+            let width = self.plan.block_n;
+            (sums.wrapping_add(rows.start * width + cols.start), width as isize)
+        } else {
+            (local.ptr().cast(), cols.len() as isize)
+        }
+    }
+
+    /// Prepares an output that holds its own sums; says whether to add to it.
+    fn start(&self, rows: &Range<usize>, cols: &Range<usize>) -> bool {
+        let Product { beta, bias, .. } = *self.product;
+        if bias.is_none() && (beta == 0.0 || beta == 1.0) {
+            return beta == 1.0;
+        }
+        let mut zeros = [T::Sum::default(); MAX_TILE_COLS];
+        for i in rows.clone() {
+            zeros.fill(T::Sum::default());
+            let cols = self.cols.start + cols.start..self.cols.start + cols.end;
+            // SAFETY: this task alone writes this part of the output.
+            unsafe { settle(self.isa, self.product, self.rows.start + i, cols, zeros.as_mut_ptr()) };
+        }
+        true
+    }
+
+    /// Multiplies all panels of a tile.
+    ///
+    /// # Safety
+    /// `dest` begins at the tile's sums; the kernel has been entered.
+    unsafe fn sum_tile(&self, rows: &Range<usize>, cols: &Range<usize>, mut dest: Dest<T::Sum>) {
+        let Kernel { mr, nr, .. } = *self.kernel;
+        let origin = dest.ptr;
+        for piece in cut(self.steps.len(), self.plan.piece) {
+            let (p, len) = (piece.start, piece.len());
+            for i in rows.clone().step_by(mr) {
+                dest.rows = mr.min(rows.end - i);
+                let at_a = self.panel_bytes(self.a_panels(), mr, p, len, i / mr);
+                for j in cols.clone().step_by(nr) {
+                    dest.cols = nr.min(cols.end - j);
+                    let at_b = self.panel_bytes(self.b_panels(), nr, p, len, j / nr);
+                    // SAFETY: tiles begin at whole panels, both are packed, and rows and columns of
+                    // the destination lie inside the tile.
+                    unsafe {
+                        dest.ptr = origin.offset((i - rows.start) as isize * dest.row).add(j - cols.start);
+                        (self.kernel.multiply)(len, self.a.add(at_a), self.b.add(at_b), &dest);
+                    }
+                }
+            }
+            dest.add = true;
+        }
+    }
+}

@@ -1,6 +1,6 @@
 //! Shape changes: views wherever the strides allow, copies only where they do not.
 
-use crate::cx::Cx;
+use crate::cx::{Cx, same_dtype, same_shape};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
@@ -115,6 +115,43 @@ impl Cx {
             bx.worker().launch(&Kernel::Copy, &[Some(&dy)], &[Some(&part)])?;
             drop((dy, part));
             bx.give(0, dx)
+        })
+    }
+
+    /// Tensors one after the other along `dim`; all other sizes agree.
+    ///
+    /// # Errors
+    /// When there is none, or types or the other sizes differ.
+    pub fn cat(&mut self, parts: &[&Tensor], dim: isize) -> Result<Tensor> {
+        const OP: &str = "cat";
+        let first = parts.first().ok_or_else(|| Error::invalid(OP, "no tensors given"))?;
+        let axis = first.shape().axis(OP, dim)?;
+        let mut total = 0usize;
+        for part in parts {
+            same_dtype(OP, first, part)?;
+            if part.rank() != first.rank() {
+                return Err(Error::Shape { op: OP, left: *first.shape(), right: *part.shape() });
+            }
+            same_shape(OP, part, first.shape().with(axis, part.dims()[axis]))?;
+            total = total.saturating_add(part.dims()[axis]);
+        }
+        let shape = Shape::new(first.shape().with(axis, total).dims())?;
+        let y = self.worker().alloc(OP, first.dtype(), shape)?;
+        let sizes: Vec<usize> = parts.iter().map(|p| p.dims()[axis]).collect();
+        let mut start = 0;
+        for part in parts {
+            let place = y.narrowed(axis, start, part.dims()[axis]);
+            self.worker().launch(&Kernel::Copy, &[Some(part)], &[Some(&place)])?;
+            start += part.dims()[axis];
+        }
+        self.record_one(OP, parts, y, move |bx| {
+            let dy = bx.grad_strided(0).expect("a node runs only with a gradient");
+            let mut start = 0;
+            for (i, len) in sizes.into_iter().enumerate() {
+                bx.give(i, dy.narrowed(axis, start, len))?;
+                start += len;
+            }
+            Ok(())
         })
     }
 

@@ -3,5 +3,7 @@
 //! `bed` holds the checks that every case passes; the other files hold the cases, one per family of
 //! operations.
 
+mod arith;
+mod attention;
 mod bed;
 mod views;

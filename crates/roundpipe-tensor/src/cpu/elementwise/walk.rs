@@ -1,0 +1,203 @@
+//! Operands as sequences: elements in row-major order, whatever their strides.
+
+use super::super::access::Call;
+use crate::dtype::DType;
+use crate::kernel::View;
+use crate::shape::MAX_RANK;
+
+/// A layout with dimensions of size 1 dropped and neighbours merged where one stride covers the next
+/// dimension; at least one dimension is left.
+#[derive(Clone, Copy)]
+struct Walk {
+    base: u64,
+    dtype: DType,
+    numel: usize,
+    rank: usize,
+    sizes: [usize; MAX_RANK],
+    strides: [isize; MAX_RANK],
+}
+
+impl Walk {
+    fn new(view: &View) -> Self {
+        let mut walk = Self {
+            base: view.ptr,
+            dtype: view.dtype,
+            numel: view.numel(),
+            rank: 0,
+            sizes: [1; MAX_RANK],
+            strides: [1; MAX_RANK],
+        };
+        for (&size, &stride) in view.shape().dims().iter().zip(view.layout.strides()) {
+            if size == 1 {
+                continue;
+            }
+            let last = walk.rank.wrapping_sub(1);
+            if walk.rank > 0 && walk.strides[last] == stride * size as isize {
+                walk.sizes[last] *= size;
+                walk.strides[last] = stride;
+            } else {
+                walk.sizes[walk.rank] = size;
+                walk.strides[walk.rank] = stride;
+                walk.rank += 1;
+            }
+        }
+        walk.rank = walk.rank.max(1);
+        walk
+    }
+
+    fn inner(&self) -> (usize, isize) {
+        (self.sizes[self.rank - 1], self.strides[self.rank - 1])
+    }
+
+    /// Offset of element `at`, in elements, and its index along the innermost dimension.
+    fn locate(&self, at: usize) -> (isize, [usize; MAX_RANK]) {
+        let mut index = [0; MAX_RANK];
+        let (mut rest, mut offset) = (at, 0);
+        for axis in (0..self.rank).rev() {
+            index[axis] = rest % self.sizes[axis];
+            rest /= self.sizes[axis];
+            offset += index[axis] as isize * self.strides[axis];
+        }
+        (offset, index)
+    }
+
+    /// Calls `line(offset, done, count)` for each run of elements along the innermost dimension within
+    /// `start..start + len`: `count` elements from `offset` on are elements `done..` of the range.
+    #[inline(always)]
+    fn lines(&self, start: usize, len: usize, mut line: impl FnMut(isize, usize, usize)) {
+        let (size, stride) = self.inner();
+        let inner = self.rank - 1;
+        let (mut offset, mut index) = self.locate(start);
+        let mut done = 0;
+        while done < len {
+            let count = (size - index[inner]).min(len - done);
+            line(offset, done, count);
+            done += count;
+            if done == len {
+                return;
+            }
+            // On to the next line: back to its start, then carry.
+            offset -= index[inner] as isize * stride;
+            index[inner] = 0;
+            for axis in (0..inner).rev() {
+                index[axis] += 1;
+                offset += self.strides[axis];
+                if index[axis] < self.sizes[axis] {
+                    break;
+                }
+                offset -= self.strides[axis] * self.sizes[axis] as isize;
+                index[axis] = 0;
+            }
+        }
+    }
+
+    /// Offset of `start` if `len` elements from there on lie side by side.
+    fn together(&self, start: usize, len: usize) -> Option<isize> {
+        let (size, stride) = self.inner();
+        (stride == 1 && start % size.max(1) + len <= size).then(|| self.locate(start).0)
+    }
+
+    fn check<T>(&self, start: usize, len: usize) {
+        assert!(start + len <= self.numel && self.dtype.size() == size_of::<T>(), "a block outside its view");
+    }
+
+    fn at<T>(&self, offset: isize) -> *mut T {
+        (self.base as *mut T).wrapping_offset(offset)
+    }
+}
+
+/// An operand that is read.
+#[derive(Clone, Copy)]
+pub(super) struct Source(Walk);
+
+impl Source {
+    /// Source `i` of a call.
+    ///
+    /// # Safety
+    /// The view lies in live memory, and nobody writes it while this and what it lends live.
+    pub unsafe fn new(call: &Call<'_>, i: usize) -> Self {
+        Self(Walk::new(call.src(i)))
+    }
+
+    pub fn dtype(&self) -> DType {
+        self.0.dtype
+    }
+
+    /// Elements `start..start + len` where they lie, if side by side.
+    pub fn lend<T: Copy>(&self, start: usize, len: usize) -> Option<&[T]> {
+        self.0.check::<T>(start, len);
+        let offset = self.0.together(start, len)?;
+        // SAFETY: the elements are inside the view by `check` and `together`, live and unwritten by the
+        // promise of `new`; blocks are aligned to 256 bytes and views start at whole elements.
+        Some(unsafe { std::slice::from_raw_parts(self.0.at::<T>(offset), len) })
+    }
+
+    /// Copies the elements from `start` on into `out`.
+    pub fn gather<T: Copy>(&self, start: usize, out: &mut [T]) {
+        self.0.check::<T>(start, out.len());
+        let stride = self.0.inner().1;
+        self.0.lines(start, out.len(), |offset, done, count| {
+            let out = &mut out[done..done + count];
+            let from = self.0.at::<T>(offset);
+            // SAFETY: as in `lend`; `lines` stays inside the view.
+            unsafe {
+                match stride {
+                    1 => out.copy_from_slice(std::slice::from_raw_parts(from, count)),
+                    0 => out.fill(*from),
+                    _ => out.iter_mut().enumerate().for_each(|(i, x)| *x = *from.offset(i as isize * stride)),
+                }
+            }
+        });
+    }
+}
+
+/// An operand that is written, and perhaps read before.
+#[derive(Clone, Copy)]
+pub(super) struct Target(Walk);
+
+impl Target {
+    /// Destination `i` of a call.
+    ///
+    /// # Safety
+    /// The view lies in live memory, no two of its elements share an address, and nobody else reads or
+    /// writes it while this and what it lends live. Calls of one task at a time touch disjoint ranges.
+    pub unsafe fn new(call: &Call<'_>, i: usize) -> Self {
+        Self(Walk::new(call.dst(i)))
+    }
+
+    pub fn dtype(&self) -> DType {
+        self.0.dtype
+    }
+
+    pub fn numel(&self) -> usize {
+        self.0.numel
+    }
+
+    /// The view for reading, by the task that will write the same elements.
+    pub fn source(&self) -> Source {
+        Source(self.0)
+    }
+
+    /// Elements `start..start + len` where they lie, if side by side.
+    #[allow(clippy::mut_from_ref, reason = "tasks touch disjoint ranges, as `new` was promised")]
+    pub fn lend<T: Copy>(&self, start: usize, len: usize) -> Option<&mut [T]> {
+        self.0.check::<T>(start, len);
+        let offset = self.0.together(start, len)?;
+        // SAFETY: inside the view by `check` and `together`; live, and touched by this task alone, by the
+        // promise of `new`; aligned as for sources.
+        Some(unsafe { std::slice::from_raw_parts_mut(self.0.at::<T>(offset), len) })
+    }
+
+    /// Copies `values` to the elements from `start` on.
+    pub fn scatter<T: Copy>(&self, start: usize, values: &[T]) {
+        self.0.check::<T>(start, values.len());
+        let stride = self.0.inner().1;
+        self.0.lines(start, values.len(), |offset, done, count| {
+            let to = self.0.at::<T>(offset);
+            for (i, x) in values[done..done + count].iter().enumerate() {
+                // SAFETY: as in `lend`; `lines` stays inside the view.
+                unsafe { *to.offset(i as isize * stride) = *x };
+            }
+        });
+    }
+}

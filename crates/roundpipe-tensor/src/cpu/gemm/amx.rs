@@ -1,0 +1,196 @@
+//! The bf16 kernel for AMX: four tiles of 16 by 16 sums, multiplied 32 steps at a time.
+//!
+//! A left panel is `[k / 32][32 rows][32 steps]`, a right panel `[k / 2][32 columns][2 steps]`, both with
+//! zeros up to the next multiple of 32 steps. Tiles are configured on entry to a series of products and
+//! released after it; between the two nothing else on the thread may use tiles.
+
+use std::arch::asm;
+use std::arch::x86_64::*;
+
+use half::bf16;
+
+use super::avx512;
+use super::element::{Dest, Kernel};
+use super::pack::Lines;
+
+/// Rows and columns of a panel, and steps of a tile.
+const SIDE: usize = 32;
+
+pub(super) static BF16: Kernel<bf16> =
+    Kernel { mr: SIDE, nr: SIDE, round: SIDE, kc: 512, unit: 2, pack_a, pack_b, multiply, enter, leave };
+
+/// Whether the machine has AMX for bf16, the system lets this process use it, and it multiplies right.
+///
+/// The leaves that describe the tiles are not asked: some virtual machines hide them. A product is
+/// tried instead.
+pub(super) fn works() -> bool {
+    present() && permitted() && multiplies()
+}
+
+/// Whether the processor has the instructions and the system saves the tiles.
+fn present() -> bool {
+    let leaf7 = __cpuid_count(7, 0).edx;
+    let (bf16, tile) = (leaf7 >> 22 & 1, leaf7 >> 24 & 1);
+    let osxsave = __cpuid(1).ecx >> 27 & 1;
+    if bf16 & tile & osxsave == 0 {
+        return false;
+    }
+    let enabled: u32;
+    // SAFETY: `osxsave` says that xgetbv exists; it only writes eax and edx.
+    unsafe { asm!("xgetbv", in("ecx") 0, out("eax") enabled, out("edx") _, options(nomem, nostack)) };
+    // Bits 17 and 18: the tile configuration and the tile data.
+    enabled >> 17 & 3 == 3
+}
+
+/// Asks the system, which gives each process the large register state only on request.
+#[cfg(target_os = "linux")]
+fn permitted() -> bool {
+    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+    const XFEATURE_XTILEDATA: libc::c_long = 18;
+    // SAFETY: this call takes two numbers and touches no memory of ours.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
+}
+
+/// Not known how to ask here.
+#[cfg(not(target_os = "linux"))]
+fn permitted() -> bool {
+    false
+}
+
+/// Tries one product of small whole numbers, which is exact.
+fn multiplies() -> bool {
+    const K: usize = 2 * SIDE;
+    let value = |i: usize, p: usize| ((i * 7 + p * 3) % 11) as f32 - 5.0;
+    let numbers: Vec<bf16> = (0..SIDE * K).map(|x| bf16::from_f32(value(x / K, x % K))).collect();
+    let lines = Lines { ptr: numbers.as_ptr(), lane: K as isize, step: 1, lanes: SIDE, k: K };
+    let (mut a, mut b) = (vec![bf16::ZERO; SIDE * K], vec![bf16::ZERO; SIDE * K]);
+    let mut got = vec![0.0_f32; SIDE * SIDE];
+    let row = SIDE as isize;
+    let dest = Dest { ptr: got.as_mut_ptr(), row, rows: SIDE, cols: SIDE, alpha: 1.0, add: false };
+    // SAFETY: `present` and `permitted` came before; all buffers have the sizes that the kernel states.
+    unsafe {
+        pack_a(&lines, a.as_mut_ptr().cast());
+        pack_b(&lines, b.as_mut_ptr().cast());
+        enter();
+        multiply(K, a.as_ptr().cast(), b.as_ptr().cast(), &dest);
+        leave();
+    }
+    let want = |i: usize, j: usize| (0..K).map(|p| value(i, p) * value(j, p)).sum::<f32>();
+    (0..SIDE * SIDE).all(|x| got[x] == want(x / SIDE, x % SIDE))
+}
+
+/// Configures all eight tiles as 16 rows of 64 bytes.
+///
+/// # Safety
+/// The machine has AMX and this process may use it.
+unsafe fn enter() {
+    #[repr(C, align(64))]
+    struct Config {
+        palette: u8,
+        start_row: u8,
+        reserved: [u8; 14],
+        row_bytes: [u16; 16],
+        rows: [u8; 16],
+    }
+    let mut config =
+        Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+    config.row_bytes[..8].fill(64);
+    config.rows[..8].fill(16);
+    // SAFETY: the caller vouches for AMX; the instruction reads these 64 bytes.
+    unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly)) }
+}
+
+/// Gives the tiles back.
+///
+/// # Safety
+/// As for [`enter`].
+unsafe fn leave() {
+    // SAFETY: the caller vouches for AMX.
+    unsafe { asm!("tilerelease", options(nostack, nomem)) }
+}
+
+/// # Safety
+/// Panels of `k` steps, rounded up, and the destination exist; this thread is between [`enter`] and
+/// [`leave`].
+#[target_feature(enable = "avx512f")]
+unsafe fn multiply(k: usize, a: *const u8, b: *const u8, dest: &Dest<f32>) {
+    let mut tile = std::mem::MaybeUninit::<[[f32; SIDE]; SIDE]>::uninit();
+    let whole = dest.rows == SIDE && dest.cols == SIDE && !dest.add && dest.alpha == 1.0;
+    let (c, c_row) =
+        if whole { (dest.ptr, dest.row * 4) } else { (tile.as_mut_ptr().cast(), 4 * SIDE as isize) };
+    let steps = k.div_ceil(SIDE);
+    // SAFETY: each pass reads 2048 bytes of either panel, which hold `steps` times as many; the four
+    // stores write 32 rows of 128 bytes, which `tile` holds, and so does a whole destination.
+    unsafe {
+        asm!(
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            "test {steps}, {steps}",
+            "jz 3f",
+            "2:",
+            "tileloadd tmm6, [{b} + {b_row}]",
+            "tileloadd tmm4, [{a} + {a_row}]",
+            "tileloadd tmm7, [{b} + {b_row} + 64]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm5, [{a} + {a_row} + 1024]",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "add {a}, 2048",
+            "add {b}, 2048",
+            "dec {steps}",
+            "jnz 2b",
+            "3:",
+            "tilestored [{c} + {c_row}], tmm0",
+            "tilestored [{c} + {c_row} + 64], tmm1",
+            "tilestored [{low} + {c_row}], tmm2",
+            "tilestored [{low} + {c_row} + 64], tmm3",
+            a = inout(reg) a => _,
+            b = inout(reg) b => _,
+            steps = inout(reg) steps => _,
+            a_row = in(reg) 64_usize,
+            b_row = in(reg) 128_usize,
+            c = in(reg) c,
+            low = in(reg) c.wrapping_byte_offset(16 * c_row),
+            c_row = in(reg) c_row,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+        if !whole {
+            avx512::store(dest, tile.as_ptr().cast(), SIDE);
+        }
+    }
+}
+
+/// # Safety
+/// The elements of `lines` exist, at most 32 lanes; `dst` holds 64 bytes for each of 32 rows and each
+/// 32 steps begun; the machine has AVX-512.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
+unsafe fn pack_a(lines: &Lines<bf16>, dst: *mut u8) {
+    for p in (0..lines.k).step_by(SIDE) {
+        for lane in (0..SIDE).step_by(16) {
+            // SAFETY: the block lies inside the panel, and the callee reads only what exists.
+            unsafe {
+                let rows = avx512::bf16_rows(lines, lane, p);
+                for (i, &row) in rows.iter().enumerate() {
+                    _mm512_storeu_si512(dst.add(p * 2 * SIDE + (lane + i) * 2 * SIDE).cast(), row);
+                }
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As for [`pack_a`], with columns for rows.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
+unsafe fn pack_b(lines: &Lines<bf16>, dst: *mut u8) {
+    let (pairs, all) = (lines.k.div_ceil(2), lines.k.next_multiple_of(SIDE) / 2);
+    // SAFETY: the caller's promises; both parts lie inside the panel.
+    unsafe {
+        avx512::pack_pairs::<SIDE>(lines, dst);
+        dst.add(pairs * 4 * SIDE).write_bytes(0, (all - pairs) * 4 * SIDE);
+    }
+}

@@ -1,0 +1,66 @@
+//! Buffers that a thread keeps between products.
+//!
+//! A buffer is taken out of its thread's shelf and put back when dropped. It is never borrowed in
+//! place: a worker that waits inside one product may start another one, which then simply finds the
+//! shelf empty and allocates.
+
+use std::cell::Cell;
+
+/// What a buffer is for; each use has its own place on the shelf.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Use {
+    /// Panels of the left operand.
+    A,
+    /// Panels of the right operand.
+    B,
+    /// Sums of one tile.
+    Tile,
+    /// Sums of a whole block.
+    Sums,
+}
+
+/// One cache line, for the alignment.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+thread_local! {
+    static SHELF: [Cell<Vec<Line>>; 4] = const { [const { Cell::new(Vec::new()) }; 4] };
+}
+
+/// Uninitialised memory, aligned to a cache line.
+pub(super) struct Scratch {
+    usage: Use,
+    lines: Vec<Line>,
+}
+
+impl Scratch {
+    /// At least `bytes` bytes.
+    pub(super) fn take(usage: Use, bytes: usize) -> Self {
+        let mut lines = SHELF.with(|shelf| shelf[usage as usize].take());
+        let need = bytes.div_ceil(size_of::<Line>());
+        if lines.capacity() < need {
+            // Dropped first, so that old and new never exist together.
+            lines = Vec::new();
+            lines.reserve_exact(need);
+        }
+        Self { usage, lines }
+    }
+
+    /// The first byte.
+    pub(super) fn ptr(&mut self) -> *mut u8 {
+        self.lines.as_mut_ptr().cast()
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let lines = std::mem::take(&mut self.lines);
+        // A thread that is ending has no shelf any more; the buffer is then freed.
+        let _ = SHELF.try_with(|shelf| {
+            let place = &shelf[self.usage as usize];
+            let other = place.take();
+            place.set(if other.capacity() > lines.capacity() { other } else { lines });
+        });
+    }
+}

@@ -1,0 +1,312 @@
+//! The meta backend: shapes only.
+//!
+//! It runs the same operations through the same pool as a real device, without memory or arithmetic,
+//! and counts. Addresses, scratch and the order of allocations are those of the device it stands for, so
+//! its peak is that device's peak to the byte, known before anything is loaded.
+//!
+//! It refuses to give data: reading a value on the host is an error.
+//!
+//! # What is counted
+//! - `flops`: a product of m·k by k·n is 2·m·n·k; attention counts the pairs that the mask leaves visible;
+//!   elementwise work counts one per element written. Packed sequences count as one long one, and groups
+//!   of experts as all rows: upper bounds where the answer depends on data.
+//! - `traffic`: bytes of every operand, read or written once.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::bytes::Bytes;
+use crate::cpu;
+use crate::cx::Cx;
+use crate::device::{
+    Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, EventState, Lane, LaneKind, Ops,
+};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::exec::Worker;
+use crate::kernel::{AttentionSpec, Kernel, View};
+use crate::shape::Shape;
+use crate::tensor::Tensor;
+
+/// What a piece of work costs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Cost {
+    /// Floating-point operations.
+    pub flops: u64,
+    /// Bytes of operands read and written.
+    pub traffic: u64,
+    /// Kernels launched.
+    pub kernels: u64,
+    /// Bytes the arena must have: everything alive at the worst moment, and the holes between.
+    pub peak: u64,
+    /// Bytes still alive at the end.
+    pub kept: u64,
+}
+
+/// What a layer costs in the three ways the engine runs it. Peaks include the inputs, and in backward the
+/// gradients of outputs, inputs and parameters.
+#[derive(Debug, Clone)]
+pub struct Profile {
+    /// Without a tape.
+    pub forward: Cost,
+    /// With a tape.
+    pub recompute: Cost,
+    /// From output gradients back, after `recompute` in the same memory.
+    pub backward: Cost,
+    /// Type and shape of each output.
+    pub outputs: Vec<(DType, Shape)>,
+}
+
+/// An input of a profiled function.
+#[derive(Debug, Clone, Copy)]
+pub struct Given {
+    /// Element type.
+    pub dtype: DType,
+    /// Sizes.
+    pub shape: Shape,
+    /// Whether its gradient is wanted.
+    pub grad: bool,
+}
+
+/// A device that counts instead of computing.
+pub struct Meta {
+    like: DeviceKind,
+    lanes: [MetaLane; 5],
+    ops: MetaOps,
+}
+
+impl Meta {
+    /// Stands for a device of another kind; `sim` counts like `cpu`.
+    pub fn like(kind: DeviceKind) -> Arc<Self> {
+        Arc::new(Self { like: kind, lanes: LaneKind::ALL.map(MetaLane), ops: MetaOps::default() })
+    }
+
+    /// What was counted so far; `peak` and `kept` are a worker's and stay 0 here.
+    pub fn cost(&self) -> Cost {
+        *self.ops.cost.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Runs `body` on a fresh worker that stands for `kind` and says what it cost.
+///
+/// # Errors
+/// What `body` reports.
+pub fn measure<R>(kind: DeviceKind, body: impl FnOnce(&Worker) -> Result<R>) -> Result<(R, Cost)> {
+    let meta = Meta::like(kind);
+    let worker = Worker::new(meta.clone(), Bytes(1 << 60))?;
+    let out = body(&worker)?;
+    let usage = worker.usage();
+    Ok((out, Cost { peak: usage.high_water.0, kept: usage.used.0, ..meta.cost() }))
+}
+
+/// Costs of a function of tensors (a layer), each way it is run.
+///
+/// # Errors
+/// What the function reports.
+pub fn profile(
+    kind: DeviceKind,
+    given: &[Given],
+    f: impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<Tensor>>,
+) -> Result<Profile> {
+    let inputs = |cx: &mut Cx| -> Result<Vec<Tensor>> {
+        let place = |g: &Given| {
+            let tensor = cx.worker().alloc("input", g.dtype, g.shape)?;
+            if g.grad { cx.input(&tensor) } else { Ok(tensor) }
+        };
+        given.iter().map(place).collect()
+    };
+    let (outputs, forward) = measure(kind, |worker| {
+        let mut cx = Cx::new(worker, false, true);
+        let x = inputs(&mut cx)?;
+        f(&mut cx, &x)
+    })?;
+    let ((), recompute) = measure(kind, |worker| {
+        let mut cx = Cx::new(worker, true, true);
+        let x = inputs(&mut cx)?;
+        f(&mut cx, &x).map(drop)
+    })?;
+    let ((), both) = measure(kind, |worker| {
+        let mut cx = Cx::new(worker, true, true);
+        let x = inputs(&mut cx)?;
+        let y = f(&mut cx, &x)?;
+        drop(x);
+        let seeds: Vec<(Tensor, Tensor)> = y
+            .iter()
+            .filter(|t| t.requires_grad())
+            .map(|t| Ok((t.clone(), worker.alloc("gradient", t.dtype(), *t.shape())?)))
+            .collect::<Result<_>>()?;
+        if seeds.is_empty() { Ok(()) } else { cx.backward_from(&seeds).map(drop) }
+    })?;
+    let backward = Cost {
+        flops: both.flops - recompute.flops,
+        traffic: both.traffic - recompute.traffic,
+        kernels: both.kernels - recompute.kernels,
+        ..both
+    };
+    let outputs = outputs.iter().map(|t| (t.dtype(), *t.shape())).collect();
+    Ok(Profile { forward, recompute, backward, outputs })
+}
+
+impl fmt::Debug for Meta {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Meta(like {:?}, {:?})", self.like, self.cost())
+    }
+}
+
+impl Device for Meta {
+    fn id(&self) -> DeviceId {
+        DeviceId { kind: DeviceKind::Meta, index: 0, worker: 0 }
+    }
+
+    fn memory(&self) -> Bytes {
+        Bytes(1 << 60)
+    }
+
+    fn reserve(&self, bytes: Bytes) -> Result<Arena> {
+        Ok(Arena::new(1 << 40, bytes, Box::new(())))
+    }
+
+    fn lane(&self, kind: LaneKind) -> &dyn Lane {
+        &self.lanes[kind as usize]
+    }
+
+    fn ops(&self) -> &dyn Ops {
+        &self.ops
+    }
+
+    fn aliases_host(&self) -> bool {
+        self.like == DeviceKind::Cpu
+    }
+}
+
+#[derive(Debug)]
+struct MetaLane(LaneKind);
+
+#[derive(Debug)]
+struct Passed;
+
+impl EventState for Passed {
+    fn passed(&self) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn fence(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Lane for MetaLane {
+    fn kind(&self) -> LaneKind {
+        self.0
+    }
+
+    unsafe fn copy(&self, copy: &Copy) -> Result<()> {
+        match copy.direction {
+            Direction::Download => Err(Error::Meta { op: "read" }),
+            Direction::Upload | Direction::Local => Ok(()),
+        }
+    }
+
+    fn record(&self) -> Result<Event> {
+        Ok(Event::new(Arc::new(Passed)))
+    }
+
+    fn wait(&self, event: &Event) -> Result<()> {
+        event.fence()
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+#[derive(Default)]
+struct MetaOps {
+    cost: Mutex<Cost>,
+}
+
+impl Ops for MetaOps {
+    unsafe fn launch(
+        &self,
+        _lane: &dyn Lane,
+        kernel: &Kernel,
+        src: &[Option<View>],
+        dst: &[Option<View>],
+        _scratch: Option<View>,
+    ) -> Result<()> {
+        let mut cost = self.cost.lock().unwrap_or_else(PoisonError::into_inner);
+        cost.flops += flops(kernel, src, dst);
+        cost.traffic += src.iter().chain(dst).flatten().map(bytes).sum::<u64>();
+        cost.kernels += 1;
+        Ok(())
+    }
+
+    fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
+        cpu::scratch(kernel, src, dst)
+    }
+}
+
+/// Bytes of memory behind a view: a broadcast dimension counts once.
+fn bytes(view: &View) -> u64 {
+    let distinct =
+        view.shape().iter().zip(view.layout.strides()).map(|(n, s)| if *s == 0 { (*n).min(1) } else { *n });
+    (distinct.product::<usize>() * view.dtype.size()) as u64
+}
+
+/// Floating-point operations of a kernel; see the module header.
+fn flops(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> u64 {
+    let size = |v: &Option<View>| v.as_ref().map_or(0, |v| v.numel() as u64);
+    let read: u64 = src.iter().map(size).sum();
+    let written: u64 = dst.iter().map(size).sum();
+    let dim = |views: &[Option<View>], i: usize, axis: usize| {
+        views[i].as_ref().map_or(0, |v| v.shape()[axis] as u64)
+    };
+    match kernel {
+        Kernel::Fill { .. } | Kernel::Copy | Kernel::IndexSelect { .. } | Kernel::Gather { .. } => 0,
+        Kernel::MatMul { .. } => {
+            let rank = src[0].as_ref().map_or(2, |v| v.shape().rank());
+            2 * written * dim(src, 0, rank - 1)
+        }
+        Kernel::GroupedMatMul => 2 * written * dim(src, 0, 1),
+        Kernel::GroupedMatMulGrad { .. } => 2 * size(&src[0]) * dim(src, 1, 1),
+        Kernel::Attention(spec) => 2 * pairs(spec, src) * (dim(src, 0, 3) + dim(src, 2, 3)),
+        Kernel::AttentionGrad(spec) => 2 * pairs(spec, src) * (3 * dim(src, 0, 3) + 2 * dim(src, 2, 3)),
+        Kernel::Conv2d(_) => 2 * written * (size(&src[1]) / dim(src, 1, 0).max(1)),
+        Kernel::Conv2dGradInput(_) => 2 * size(&src[0]) * (size(&src[1]) / dim(src, 1, 0).max(1)),
+        Kernel::Conv2dGradFilter { .. } => 2 * size(&src[1]) * (size(&dst[0]) / dim(dst, 0, 0).max(1)),
+        Kernel::Reduce { .. }
+        | Kernel::ArgReduce { .. }
+        | Kernel::IndexAdd { .. }
+        | Kernel::ScatterAdd { .. } => read,
+        Kernel::Softmax { .. } | Kernel::SoftmaxGrad { .. } => 4 * written,
+        Kernel::RmsNorm { .. } | Kernel::RmsNormGrad { .. } => 4 * written,
+        Kernel::LayerNorm { .. } | Kernel::LayerNormGrad { .. } => 5 * written,
+        Kernel::GroupNorm { .. } | Kernel::GroupNormGrad { .. } => 5 * written,
+        Kernel::BatchNorm { .. } | Kernel::BatchNormGrad { .. } => 5 * written,
+        Kernel::CrossEntropy { .. } | Kernel::CrossEntropyGrad { .. } => 4 * size(&src[0]),
+        Kernel::Host(host) => {
+            let shapes = |all: &[Option<View>]| all.iter().flatten().map(|v| *v.shape()).collect::<Vec<_>>();
+            host.flops(&shapes(src), &shapes(dst))
+        }
+        _ => written,
+    }
+}
+
+/// Query-key pairs that the mask leaves visible, over all batches and query heads.
+fn pairs(spec: &AttentionSpec, src: &[Option<View>]) -> u64 {
+    let (Some(q), Some(k)) = (&src[0], &src[1]) else { return 0 };
+    let (queries, keys) = (q.shape()[1] as u64, k.shape()[1] as u64);
+    let window = spec.window.map_or(u64::MAX, |w| w as u64);
+    let visible = |row: u64| {
+        // Position of the query among the keys, the last query at the last key.
+        let seen = if spec.causal { (row + 1 + keys).saturating_sub(queries) } else { keys };
+        let hidden = (row + 1 + keys).saturating_sub(queries).saturating_sub(window);
+        seen.min(keys).saturating_sub(hidden.min(keys))
+    };
+    (q.shape()[0] * q.shape()[2]) as u64 * (0..queries).map(visible).sum::<u64>()
+}

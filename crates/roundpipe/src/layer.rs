@@ -1,0 +1,195 @@
+//! Layers: what a user writes, and what the planner places.
+//!
+//! A layer names its parameters ([`Params`]) and has a forward; nothing else. Any composition of
+//! operations works. Most layers turn one tensor into one: they implement [`Module`] and are a
+//! [`Layer`] by that. A layer with several inputs or outputs implements [`Layer`] itself and takes a
+//! [`Tree`].
+//!
+//! ```
+//! use roundpipe::{Cx, DType, Module, Param, Params, Tensor, Visit};
+//!
+//! /// y = x · scale, with one number to learn.
+//! struct Scale {
+//!     scale: Param,
+//! }
+//!
+//! impl Params for Scale {
+//!     fn visit(&self, visit: &mut Visit<'_>) {
+//!         visit.param("scale", &self.scale);
+//!     }
+//! }
+//!
+//! impl Module for Scale {
+//!     fn forward(&self, cx: &mut Cx, x: &Tensor) -> roundpipe_tensor::Result<Tensor> {
+//!         let scale = cx.get(&self.scale)?;
+//!         cx.mul(x, &scale)
+//!     }
+//! }
+//!
+//! let layer = Scale { scale: Param::full(DType::F32, &[1], 2.0).unwrap() };
+//! assert_eq!(layer.named_params()[0].0, "scale");
+//! ```
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use roundpipe_tensor::{Cx, Param, Result, Tensor};
+
+use crate::error::Error;
+use crate::tree::Tree;
+
+/// Something with named parameters.
+pub trait Params {
+    /// Shows every parameter, buffer and child to `visit`, always in the same order.
+    fn visit(&self, visit: &mut Visit<'_>);
+
+    /// All parameters and buffers with their dotted names, first mention only.
+    fn named_params(&self) -> Vec<(String, Param)> {
+        let mut all = Vec::new();
+        let mut seen = HashSet::new();
+        let mut sink = |name: String, param: &Param| {
+            if seen.insert(param.id()) {
+                all.push((name, param.clone()));
+            }
+        };
+        self.visit(&mut Visit { prefix: String::new(), sink: &mut sink });
+        all
+    }
+
+    /// The parameters that gradients are computed for.
+    fn trainable_params(&self) -> Vec<(String, Param)> {
+        self.named_params().into_iter().filter(|(_, p)| p.is_trainable()).collect()
+    }
+
+    /// Freezes or thaws all parameters (not buffers of other types).
+    fn set_trainable(&self, trainable: bool) {
+        for (_, param) in self.named_params() {
+            param.set_trainable(trainable);
+        }
+    }
+
+    /// Number of elements of all parameters and buffers.
+    fn num_params(&self) -> usize {
+        self.named_params().iter().map(|(_, p)| p.shape().numel()).sum()
+    }
+}
+
+/// Collects names while walking a model.
+pub struct Visit<'a> {
+    prefix: String,
+    sink: &'a mut dyn FnMut(String, &Param),
+}
+
+impl Visit<'_> {
+    /// Shows a parameter or buffer.
+    pub fn param(&mut self, name: &str, param: &Param) {
+        (self.sink)(format!("{}{name}", self.prefix), param);
+    }
+
+    /// Shows a parameter that may be absent.
+    pub fn maybe(&mut self, name: &str, param: Option<&Param>) {
+        if let Some(param) = param {
+            self.param(name, param);
+        }
+    }
+
+    /// Shows a child; its names get `name` and a dot in front.
+    pub fn child(&mut self, name: &str, child: &dyn Params) {
+        let prefix = format!("{}{name}.", self.prefix);
+        child.visit(&mut Visit { prefix, sink: self.sink });
+    }
+}
+
+/// A layer that turns one tensor into one.
+pub trait Module: Params + Send + Sync {
+    /// Computes the output.
+    ///
+    /// # Errors
+    /// What an operation reports.
+    fn forward(&self, cx: &mut Cx, x: &Tensor) -> Result<Tensor>;
+}
+
+/// The smallest thing that is placed on a device: any inputs, any outputs.
+pub trait Layer: Params + Send + Sync {
+    /// Computes the outputs.
+    ///
+    /// # Errors
+    /// What an operation reports.
+    fn run(&self, cx: &mut Cx, input: Tree) -> Result<Tree>;
+}
+
+impl<M: Module> Layer for M {
+    fn run(&self, cx: &mut Cx, input: Tree) -> Result<Tree> {
+        Ok(self.forward(cx, &input.tensor()?)?.into())
+    }
+}
+
+/// Layers one after another.
+#[derive(Clone, Default)]
+pub struct Sequential {
+    layers: Vec<(String, Arc<dyn Layer>)>,
+}
+
+impl Sequential {
+    /// No layers yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Appends a layer under its index as name.
+    #[must_use]
+    pub fn with(self, layer: impl Layer + 'static) -> Self {
+        let name = self.layers.len().to_string();
+        self.named(name, layer)
+    }
+
+    /// Appends a layer under a name.
+    #[must_use]
+    pub fn named(mut self, name: impl Into<String>, layer: impl Layer + 'static) -> Self {
+        self.layers.push((name.into(), Arc::new(layer)));
+        self
+    }
+
+    /// Number of layers.
+    pub fn len(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.layers.is_empty()
+    }
+
+    /// Names and layers in order.
+    pub fn layers(&self) -> impl Iterator<Item = (&str, &Arc<dyn Layer>)> {
+        self.layers.iter().map(|(name, layer)| (name.as_str(), layer))
+    }
+
+    /// Runs all layers; an error says which failed.
+    ///
+    /// # Errors
+    /// [`Error::Layer`] with the operation's error as its source.
+    pub fn forward(&self, cx: &mut Cx, input: impl Into<Tree>) -> Result<Tree, Error> {
+        let mut value = input.into();
+        for (index, (name, layer)) in self.layers.iter().enumerate() {
+            let fail = |source| Error::Layer { index, layer: name.clone(), source };
+            value = layer.run(cx, value).map_err(fail)?;
+        }
+        Ok(value)
+    }
+}
+
+impl Params for Sequential {
+    fn visit(&self, visit: &mut Visit<'_>) {
+        for (name, layer) in &self.layers {
+            let prefix = format!("{}{name}.", visit.prefix);
+            layer.visit(&mut Visit { prefix, sink: visit.sink });
+        }
+    }
+}
+
+impl Layer for Sequential {
+    fn run(&self, cx: &mut Cx, input: Tree) -> Result<Tree> {
+        self.layers.iter().try_fold(input, |value, (_, layer)| layer.run(cx, value))
+    }
+}
