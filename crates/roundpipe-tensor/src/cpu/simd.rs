@@ -200,7 +200,7 @@ mod tests {
     fn sixteen_bit_conversions_agree_with_half() {
         for bits in 0..=u16::MAX {
             let (b, h) = (bf16::from_bits(bits), f16::from_bits(bits));
-            assert_eq!(b.widen().to_bits(), b.to_f32().to_bits(), "bf16 {bits:#x}");
+            assert!(b.widen().to_bits() == b.to_f32().to_bits() || b.is_nan(), "bf16 {bits:#x}");
             assert!(h.widen().to_bits() == h.to_f32().to_bits() || h.is_nan(), "f16 {bits:#x}");
             for low in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff, 0x0fff, 0x1000, 0x1001, 0x3000] {
                 let x = f32::from_bits(u32::from(bits) << 16 | low);

@@ -108,7 +108,7 @@ impl Cx {
     /// # Errors
     /// When memory runs out.
     pub fn neg(&mut self, x: &Tensor) -> Result<Tensor> {
-        self.linear("neg", Unary::Neg, -1.0, x)
+        self.sloped("neg", Unary::Neg, -1.0, x)
     }
 
     /// x · mul + add. Integer tensors take whole numbers.
@@ -119,11 +119,11 @@ impl Cx {
         for number in [mul, add] {
             whole("affine", x, number)?;
         }
-        self.linear("affine", Unary::Affine { mul, add }, mul, x)
+        self.sloped("affine", Unary::Affine { mul, add }, mul, x)
     }
 
     /// A function whose derivative is the constant `slope`.
-    fn linear(&mut self, op: &'static str, kind: Unary, slope: f64, x: &Tensor) -> Result<Tensor> {
+    fn sloped(&mut self, op: &'static str, kind: Unary, slope: f64, x: &Tensor) -> Result<Tensor> {
         let y = raw_unary(self.worker(), op, kind, x)?;
         self.record_one(op, &[x], y, move |bx| {
             let dy = bx.dy()?;
