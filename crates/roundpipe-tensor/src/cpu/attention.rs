@@ -22,6 +22,7 @@ mod level;
 mod load;
 mod softmax;
 mod tile;
+mod vector;
 
 use std::any::TypeId;
 use std::cell::Cell;

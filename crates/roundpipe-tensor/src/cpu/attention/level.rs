@@ -4,6 +4,9 @@
 //! multiply-add is one instruction (without it, asking for one would be a library call per element) and
 //! how wide vectors are. So bits may differ between kinds of processors, as those of products do.
 
+#[cfg(not(target_arch = "x86_64"))]
+use super::vector::Quad;
+use super::vector::Vector;
 use crate::cpu::access::Real;
 use crate::cpu::simd;
 
@@ -41,6 +44,11 @@ fn avx2(job: impl Job) {
 
 /// What attention computes in: f32, or f64 for f64.
 pub(super) trait Lane: Real {
+    /// The registers of 32 and of 64 bytes, where they exist.
+    type Wide: Vector<Self>;
+    /// As above.
+    type Widest: Vector<Self>;
+
     /// a · b + c, rounded once if `FMA`.
     fn mul_add<const FMA: bool>(a: Self, b: Self, c: Self) -> Self;
 
@@ -49,6 +57,15 @@ pub(super) trait Lane: Real {
 }
 
 impl Lane for f32 {
+    #[cfg(target_arch = "x86_64")]
+    type Wide = std::arch::x86_64::__m256;
+    #[cfg(target_arch = "x86_64")]
+    type Widest = std::arch::x86_64::__m512;
+    #[cfg(not(target_arch = "x86_64"))]
+    type Wide = Quad<f32>;
+    #[cfg(not(target_arch = "x86_64"))]
+    type Widest = Quad<f32>;
+
     #[inline(always)]
     fn mul_add<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
         if FMA { f32::mul_add(a, b, c) } else { a * b + c }
@@ -74,6 +91,15 @@ impl Lane for f32 {
 }
 
 impl Lane for f64 {
+    #[cfg(target_arch = "x86_64")]
+    type Wide = std::arch::x86_64::__m256d;
+    #[cfg(target_arch = "x86_64")]
+    type Widest = std::arch::x86_64::__m512d;
+    #[cfg(not(target_arch = "x86_64"))]
+    type Wide = Quad<f64>;
+    #[cfg(not(target_arch = "x86_64"))]
+    type Widest = Quad<f64>;
+
     #[inline(always)]
     fn mul_add<const FMA: bool>(a: f64, b: f64, c: f64) -> f64 {
         if FMA { f64::mul_add(a, b, c) } else { a * b + c }

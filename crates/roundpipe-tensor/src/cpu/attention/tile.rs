@@ -9,6 +9,7 @@
 //! - No element of `c` outside `[m, n]` is written. Of `b`, rows are read up to a multiple of [`LANES`].
 
 use super::level::{self, Job, Lane};
+use super::vector::{Quad, Vector};
 
 /// Rows of a right operand are readable up to a multiple of this many elements.
 pub(super) const LANES: usize = 16;
@@ -52,94 +53,92 @@ impl<T: Lane> Job for Checked<T> {
     #[inline(always)]
     fn run<const FMA: bool, const BYTES: usize>(self) {
         let p = self.0;
-        // Registers: 16 accumulators of 32 with AVX-512, 12 of 16 with AVX2, 8 of 16 otherwise.
-        // SAFETY: promised to `multiply`.
+        // SAFETY: promised to `multiply`; registers of BYTES exist.
         unsafe {
-            match (BYTES, size_of::<T>()) {
-                (64, 4) => strips::<T, FMA, 8, 32>(&p),
-                (64, _) => strips::<T, FMA, 8, 16>(&p),
-                (32, 4) => strips::<T, FMA, 6, 16>(&p),
-                (32, _) => strips::<T, FMA, 6, 8>(&p),
-                (_, 4) => strips::<T, FMA, 4, 8>(&p),
-                (_, _) => strips::<T, FMA, 4, 4>(&p),
+            match BYTES {
+                64 => strips::<T, T::Widest, 8>(&p),
+                32 => strips::<T, T::Wide, 6>(&p),
+                _ => strips::<T, Quad<T>, 4>(&p),
             }
         }
     }
 }
 
-/// Strips of `NR` columns, the last one of 16 where that is enough.
+/// Strips of two registers' columns, each over all rows in steps of `MR`: as many sums as leave registers
+/// for the operands.
 ///
 /// # Safety
-/// As [`multiply`].
+/// As [`multiply`]; the processor has the register.
 #[inline(always)]
-unsafe fn strips<T: Lane, const FMA: bool, const MR: usize, const NR: usize>(p: &Product<T>) {
+unsafe fn strips<T: Lane, V: Vector<T>, const MR: usize>(p: &Product<T>) {
     let mut j = 0;
     while j < p.n {
-        // SAFETY: j < n; reading stays below n rounded up to LANES, of which every width is a divisor
-        // or, for 32, taken only where 16 would not do.
+        // SAFETY: j < n, and reading stays below n rounded up to LANES: of that, one or two registers are
+        // a divisor, or two are taken only where one would not do.
         unsafe {
-            if NR > LANES && p.n - j <= LANES {
-                strip::<T, FMA, MR, LANES>(p, j);
+            if p.n - j <= V::LANES {
+                strip::<T, V, MR, 1>(p, j);
             } else {
-                strip::<T, FMA, MR, NR>(p, j);
+                strip::<T, V, MR, 2>(p, j);
             }
         }
-        j += NR;
+        j += 2 * V::LANES;
     }
 }
 
-/// Columns `j..j + NR` of all rows.
+/// `N` registers' columns from `j` on, of all rows.
 ///
 /// # Safety
-/// As [`multiply`].
+/// As [`strips`].
 #[inline(always)]
-unsafe fn strip<T: Lane, const FMA: bool, const MR: usize, const NR: usize>(p: &Product<T>, j: usize) {
+unsafe fn strip<T: Lane, V: Vector<T>, const MR: usize, const N: usize>(p: &Product<T>, j: usize) {
     let mut i = 0;
     // SAFETY: i + the rows of each call <= m.
     unsafe {
         while i + MR <= p.m {
-            spot::<T, FMA, MR, NR>(p, i, j);
+            spot::<T, V, MR, N>(p, i, j);
             i += MR;
         }
-        match p.m - i {
-            1 => spot::<T, FMA, 1, NR>(p, i, j),
-            2 => spot::<T, FMA, 2, NR>(p, i, j),
-            3 => spot::<T, FMA, 3, NR>(p, i, j),
-            4 => spot::<T, FMA, 4, NR>(p, i, j),
-            5 => spot::<T, FMA, 5, NR>(p, i, j),
-            6 => spot::<T, FMA, 6, NR>(p, i, j),
-            7 => spot::<T, FMA, 7, NR>(p, i, j),
-            _ => {}
+        // What is left, in as few pieces as bits.
+        if p.m - i >= 4 {
+            spot::<T, V, 4, N>(p, i, j);
+            i += 4;
+        }
+        if p.m - i >= 2 {
+            spot::<T, V, 2, N>(p, i, j);
+            i += 2;
+        }
+        if p.m > i {
+            spot::<T, V, 1, N>(p, i, j);
         }
     }
 }
 
-/// Rows `i..i + R`, columns `j..j + NR`.
+/// Rows `i..i + R`, `N` registers' columns from `j` on.
 ///
 /// # Safety
-/// As [`multiply`].
+/// As [`strips`].
 #[inline(always)]
-unsafe fn spot<T: Lane, const FMA: bool, const R: usize, const NR: usize>(p: &Product<T>, i: usize, j: usize) {
+unsafe fn spot<T: Lane, V: Vector<T>, const R: usize, const N: usize>(p: &Product<T>, i: usize, j: usize) {
     // SAFETY: rows and columns lie in the operands; see `multiply`.
     unsafe {
         let b = p.b.0.add(j);
-        let sums = match p.a {
+        let sums: [[V; N]; R] = match p.a {
             Left::Rows(a, stride) => {
                 let a = a.offset(i as isize * stride);
-                sum::<T, FMA, R, NR>(p.k, b, p.b.1, |row, step| a.offset(row as isize * stride).add(step))
+                sum(p.k, b, p.b.1, |row, step| a.offset(row as isize * stride).add(step))
             }
             Left::Cols(a, stride) => {
                 let a = a.add(i);
-                sum::<T, FMA, R, NR>(p.k, b, p.b.1, |row, step| a.offset(step as isize * stride).add(row))
+                sum(p.k, b, p.b.1, |row, step| a.offset(step as isize * stride).add(row))
             }
         };
         for (row, sums) in sums.iter().enumerate() {
             let c = p.c.0.add((i + row) * p.c.1 + j);
-            if j + NR <= p.n {
+            if j + N * V::LANES <= p.n {
                 put(c, sums, p.add);
             } else {
-                let tail: [T; NR] = *sums;
-                put(c, &tail[..p.n - j], p.add);
+                put_some(c, p.n - j, sums, p.add);
             }
         }
     }
@@ -148,40 +147,61 @@ unsafe fn spot<T: Lane, const FMA: bool, const R: usize, const NR: usize>(p: &Pr
 /// Writes or adds one row.
 ///
 /// # Safety
-/// `c` has as many elements as `sums`, and they do not overlap.
+/// `c` has as many elements as the registers.
 #[inline(always)]
-unsafe fn put<T: Lane>(c: *mut T, sums: &[T], add: bool) {
-    // SAFETY: the caller's promise.
-    let c = unsafe { std::slice::from_raw_parts_mut(c, sums.len()) };
-    if add {
-        c.iter_mut().zip(sums).for_each(|(c, s)| *c += *s);
-    } else {
-        c.copy_from_slice(sums);
+unsafe fn put<T: Lane, V: Vector<T>, const N: usize>(c: *mut T, sums: &[V; N], add: bool) {
+    for (v, &sum) in sums.iter().enumerate() {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let c = c.add(v * V::LANES);
+            let sum = if add { sum.add(V::load(c)) } else { sum };
+            sum.store(c);
+        }
     }
 }
 
-/// The sums over k of `R` rows and `NR` columns.
+/// As [`put`] for the first `n` elements.
 ///
 /// # Safety
-/// `b` has `k` rows of `NR` elements, `row` apart; `a(r, p)` is readable for all r < R, p < k.
+/// `c` has `n` elements, fewer than the registers.
 #[inline(always)]
-unsafe fn sum<T: Lane, const FMA: bool, const R: usize, const NR: usize>(
+unsafe fn put_some<T: Lane, V: Vector<T>, const N: usize>(c: *mut T, n: usize, sums: &[V; N], add: bool) {
+    let mut all = [T::ZERO; 2 * LANES];
+    // SAFETY: two registers hold at most twice LANES elements; `c` has n.
+    unsafe {
+        put(all.as_mut_ptr(), sums, false);
+        for (i, sum) in all.iter().enumerate().take(n) {
+            *c.add(i) = if add { *c.add(i) + *sum } else { *sum };
+        }
+    }
+}
+
+/// The sums over k of `R` rows and `N` registers' columns.
+///
+/// # Safety
+/// `b` has `k` rows of as many elements, `row` apart; `a(r, p)` is readable for all r < R, p < k.
+#[inline(always)]
+unsafe fn sum<T: Lane, V: Vector<T>, const R: usize, const N: usize>(
     k: usize,
     b: *const T,
     row: usize,
     a: impl Fn(usize, usize) -> *const T,
-) -> [[T; NR]; R] {
-    let mut sums = [[T::ZERO; NR]; R];
-    for step in 0..k {
-        // SAFETY: the caller's promise.
-        let b: [T; NR] = unsafe { *b.add(step * row).cast() };
-        for (r, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: the caller's promise.
-            let x = unsafe { *a(r, step) };
-            for (s, y) in sums.iter_mut().zip(&b) {
-                *s = T::mul_add::<FMA>(x, *y, *s);
+) -> [[V; N]; R] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut sums = [[V::zero(); N]; R];
+        for step in 0..k {
+            let mut right = [V::zero(); N];
+            for (v, right) in right.iter_mut().enumerate() {
+                *right = V::load(b.add(step * row + v * V::LANES));
+            }
+            for (r, sums) in sums.iter_mut().enumerate() {
+                let x = *a(r, step);
+                for (sum, right) in sums.iter_mut().zip(right) {
+                    *sum = sum.add_product(x, right);
+                }
             }
         }
+        sums
     }
-    sums
 }
