@@ -10,7 +10,9 @@
 //! device has nobody to report to).
 
 mod binary;
+mod choose;
 mod copy;
+mod random;
 mod stage;
 mod unary;
 mod walk;
@@ -34,10 +36,16 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     unsafe {
         match call.kernel {
             Kernel::Fill { value } => copy::fill(call, *value),
+            Kernel::Arange { start, step } => random::arange(call, *start, *step),
+            Kernel::Random { dist, key } => random::random(call, *dist, *key),
             Kernel::Copy => copy::copy(call),
             Kernel::Accumulate { alpha } => copy::accumulate(call, *alpha),
             Kernel::Unary(op) => unary::unary(call, *op),
+            Kernel::UnaryGrad(op) => unary::unary_grad(call, *op),
             Kernel::Binary(op) => binary::binary(call, *op),
+            Kernel::Compare(op) => choose::compare(call, *op),
+            Kernel::Select => choose::select(call),
+            Kernel::Dropout { p, key } => random::dropout(call, *p, *key),
             _ => Err(call.unsupported()),
         }
     }

@@ -307,7 +307,7 @@ pub fn close(what: &str, have: &[Vec<f64>], want: &[Vec<f64>], limit: f64) {
                 );
             }
         }
-        let relative = error.sqrt() / norm.sqrt().max(1e-3 * (have.len() as f64).sqrt());
+        let relative = error.sqrt() / norm.sqrt().max(1e-3 * (have.len().max(1) as f64).sqrt());
         assert!(relative <= limit, "{what} {t}: relative error {relative:e} above {limit:e}");
     }
 }

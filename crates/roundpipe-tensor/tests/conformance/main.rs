@@ -6,4 +6,5 @@
 mod arith;
 mod attention;
 mod bed;
+mod random;
 mod views;

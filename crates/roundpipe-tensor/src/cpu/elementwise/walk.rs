@@ -149,6 +149,17 @@ impl Source {
             }
         });
     }
+
+    /// Elements from `start` on: lent, or gathered into `buf`.
+    pub fn read<'b, T: Copy>(&'b self, start: usize, buf: &'b mut [T]) -> &'b [T] {
+        match self.lend(start, buf.len()) {
+            Some(lent) => lent,
+            None => {
+                self.gather(start, buf);
+                buf
+            }
+        }
+    }
 }
 
 /// An operand that is written, and perhaps read before.
@@ -199,5 +210,17 @@ impl Target {
                 unsafe { *to.offset(i as isize * stride) = *x };
             }
         });
+    }
+
+    /// Lets `fill` write the elements from `start` on, in place where they lie side by side, else by way of
+    /// `buf`.
+    pub fn write<T: Copy>(&self, start: usize, buf: &mut [T], fill: impl FnOnce(&mut [T])) {
+        match self.lend(start, buf.len()) {
+            Some(place) => fill(place),
+            None => {
+                fill(buf);
+                self.scatter(start, buf);
+            }
+        }
     }
 }
