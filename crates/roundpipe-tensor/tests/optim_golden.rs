@@ -1,4 +1,4 @@
-//! Ten steps of each optimizer against PyTorch; `fixtures/optim.py` makes the file.
+//! Ten steps of each optimizer against PyTorch; `fixtures/make_optim.py` makes the file.
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::optim::{AdamSlabs, AdamW, Sgd, SgdSlabs, WeightDecay};
@@ -18,7 +18,7 @@ struct Golden {
 
 impl Golden {
     fn open() -> Self {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures/optim.safetensors");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/optim.safetensors");
         Self { bytes: std::fs::read(path).unwrap() }
     }
 

@@ -9,6 +9,8 @@
 
 use std::f64::consts::PI;
 
+use crate::error::{Error, Result};
+
 /// A learning rate for every step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LrSchedule {
@@ -87,12 +89,13 @@ impl LrSchedule {
     /// Warm-up over `warmup_steps` to `base`, then `decay`.
     ///
     /// # Errors
-    /// Says which argument can never work and what would.
-    pub fn new(base: f64, warmup_steps: u64, decay: LrDecay) -> Result<Self, String> {
+    /// [`Error::Config`] that says which argument can never work and what would.
+    pub fn new(base: f64, warmup_steps: u64, decay: LrDecay) -> Result<Self> {
+        let refuse = |what: String| Error::config("learning rate", what);
         if !(base.is_finite() && base >= 0.0) {
-            return Err(format!("the base learning rate is {base}, it must be finite and at least 0"));
+            return Err(refuse(format!("the base is {base}, it must be finite and at least 0")));
         }
-        decay.check(warmup_steps)?;
+        decay.check(warmup_steps).map_err(refuse)?;
         Ok(Self { base, warmup_steps, decay })
     }
 
@@ -100,7 +103,7 @@ impl LrSchedule {
     ///
     /// # Errors
     /// When `base` is negative or not finite.
-    pub fn constant(base: f64) -> Result<Self, String> {
+    pub fn constant(base: f64) -> Result<Self> {
         Self::new(base, 0, LrDecay::Constant)
     }
 

@@ -4,6 +4,7 @@
 //! operations.
 
 mod arith;
+mod attention;
 mod bed;
 mod golden;
 mod image;

@@ -209,12 +209,7 @@ fn what_does_not_fit_is_refused_in_words() {
 }
 
 /// Output and gradients of one golden case, in f32.
-fn agree(
-    case: &golden::Case,
-    name: &str,
-    inputs: &[&str],
-    f: impl Fn(&mut Cx, &[Tensor]) -> Result<Tensor>,
-) {
+fn agree(case: &golden::Case, name: &str, inputs: &[&str], f: impl Fn(&mut Cx, &[Tensor]) -> Result<Tensor>) {
     let worker = worker(2);
     let mut cx = Cx::train(&worker);
     let mut place = |n: &&str| {
