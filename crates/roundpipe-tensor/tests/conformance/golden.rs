@@ -75,6 +75,17 @@ impl Case {
         self.tensors.contains_key(name)
     }
 
+    /// The case with its answers replaced by those computed in f64, where the file has both.
+    pub fn with_exact_answers(mut self) -> Self {
+        let exact: Vec<_> = self
+            .tensors
+            .iter()
+            .filter_map(|(name, t)| Some((name.strip_prefix("exact.")?.to_owned(), t.clone())))
+            .collect();
+        self.tensors.extend(exact);
+        self
+    }
+
     /// Runs `f` in f64 and f32 and compares its output and all gradients with the case's `out` and `g.*`.
     pub fn check(&self, f: impl Fn(&mut Cx, &Inputs) -> Result<Tensor>) {
         // The answers are f32, so f64 cannot agree better than their rounding.

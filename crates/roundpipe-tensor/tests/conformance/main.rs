@@ -6,6 +6,7 @@
 mod arith;
 mod attention;
 mod bed;
+mod blocks;
 mod golden;
 mod image;
 mod index;
