@@ -31,7 +31,10 @@ fn main() {
             let mut slabs = work::Adam::new(64 << 20, threads);
             let copy = slabs.copy_bytes() as f64 / best(&mut || slabs.copy()) / 1e9;
             let step = slabs.bytes() as f64 / best(&mut || slabs.step()) / 1e9;
-            line(format!(r#"{{"bench":"adamw","step_gbs":{step:.2},"copy_gbs":{copy:.2},"params":{}}}"#, 64 << 20));
+            line(format!(
+                r#"{{"bench":"adamw","step_gbs":{step:.2},"copy_gbs":{copy:.2},"params":{}}}"#,
+                64 << 20
+            ));
         }
         // `cargo bench` without a name has nothing to compare with.
         _ => {}

@@ -49,7 +49,9 @@ fn gemm_crate(n: usize, threads: usize) -> Box<dyn FnMut()> {
         let (pc, pa, pb) = (c.as_mut_ptr(), a.as_ptr(), b.as_ptr());
         // SAFETY: the three matrices have n·n elements each with row stride n and column stride 1.
         unsafe {
-            gemm::gemm(n, n, n, pc, 1, step, false, pa, 1, step, pb, 1, step, 0.0, 1.0, false, false, false, mode);
+            gemm::gemm(
+                n, n, n, pc, 1, step, false, pa, 1, step, pb, 1, step, 0.0, 1.0, false, false, false, mode,
+            );
         }
     })
 }
@@ -61,7 +63,22 @@ fn matrixmultiply_crate(n: usize) -> Box<dyn FnMut()> {
     Box::new(move || {
         // SAFETY: as above.
         unsafe {
-            matrixmultiply::sgemm(n, n, n, 1.0, a.as_ptr(), step, 1, b.as_ptr(), step, 1, 0.0, c.as_mut_ptr(), step, 1);
+            matrixmultiply::sgemm(
+                n,
+                n,
+                n,
+                1.0,
+                a.as_ptr(),
+                step,
+                1,
+                b.as_ptr(),
+                step,
+                1,
+                0.0,
+                c.as_mut_ptr(),
+                step,
+                1,
+            );
         }
     })
 }
@@ -220,7 +237,8 @@ impl Adam {
         let pieces = 64;
         let from = src.bytes();
         let part = from.len().div_ceil(pieces);
-        let to: Vec<std::sync::Mutex<&mut [u8]>> = dst.bytes().chunks_mut(part).map(std::sync::Mutex::new).collect();
+        let to: Vec<std::sync::Mutex<&mut [u8]>> =
+            dst.bytes().chunks_mut(part).map(std::sync::Mutex::new).collect();
         self.threads.run(to.len(), |i| {
             let mut to = to[i].lock().expect("one task per piece");
             let len = to.len();
