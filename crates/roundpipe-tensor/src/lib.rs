@@ -43,8 +43,8 @@ pub mod cx;
 pub mod ops;
 
 pub mod cpu;
-pub mod optim;
 pub mod meta;
+pub mod optim;
 pub mod sim;
 
 pub use bytes::Bytes;
