@@ -18,4 +18,9 @@ mod reduce;
 mod rope;
 mod shape;
 
+pub use attention::Attention;
+pub use loss::{CrossEntropy, Reduction};
+pub use moe::{Experts, MoeOptions, RouteWeights, Routing};
+pub use norm::BatchNorm;
 pub use product::Lora;
+pub use rope::{Rotary, rope_frequencies, rope_tables};

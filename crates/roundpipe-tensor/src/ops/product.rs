@@ -137,6 +137,31 @@ impl Cx {
             Ok(())
         })
     }
+
+    /// [`Cx::linear`] with a LoRA branch beside it; the weight is usually frozen, and then keeps no activations.
+    ///
+    /// # Errors
+    /// When sizes or types do not fit.
+    pub fn linear_lora(
+        &mut self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        lora: Lora<'_>,
+    ) -> Result<Tensor> {
+        const OP: &str = "linear_lora";
+        check_linear(OP, x, weight, bias)?;
+        let (out, inner) = (weight.dims()[0], weight.dims()[1]);
+        let rank = lora.a.dims().first().copied().unwrap_or(0);
+        same_shape(OP, lora.a, Shape::new(&[rank, inner])?)?;
+        same_shape(OP, lora.b, Shape::new(&[out, rank])?)?;
+        let base = self.linear(x, weight, bias)?;
+        let input = if lora.dropout > 0.0 { self.dropout(x, lora.dropout)? } else { x.clone() };
+        let low = self.linear(&input, lora.a, None)?;
+        let branch = self.linear(&low, lora.b, None)?;
+        let branch = self.affine(&branch, lora.scale, 0.0)?;
+        self.add(&base, &branch)
+    }
 }
 
 /// Sizes without `axis`, as reshape takes them.
@@ -163,7 +188,7 @@ fn spread(x: &Tensor, batch: &Shape) -> Result<Tensor> {
 }
 
 /// The transpose of every matrix.
-fn turned(x: &Tensor) -> Tensor {
+pub(crate) fn turned(x: &Tensor) -> Tensor {
     let mut order: Vec<usize> = (0..x.rank()).collect();
     let rank = order.len();
     order.swap(rank - 1, rank - 2);

@@ -4,6 +4,14 @@
 //! operations.
 
 mod arith;
+mod attention;
 mod bed;
+mod golden;
+mod image;
+mod index;
+mod loss;
+mod norm;
 mod random;
+mod reduce;
+mod rope;
 mod views;

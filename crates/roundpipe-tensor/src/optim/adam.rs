@@ -1,0 +1,343 @@
+//! Adam and AdamW in one pass over memory, with the formulas of `torch.optim.Adam` and `AdamW`.
+//!
+//! Per parameter, in f32, each operation rounded on its own, `t` counting from 1:
+//!
+//! ```text
+//! g = grad_scale * grad                       (negated when maximizing)
+//! p = p * (1 - lr * weight_decay)             (decoupled) or
+//! g = g + weight_decay * p                    (into the gradient)
+//! m = beta1 * m + (1 - beta1) * g
+//! v = beta2 * v + ((1 - beta2) * g) * g
+//! x = max(x, v), or v without amsgrad
+//! p = p - (lr / (1 - beta1^t) * m) / (sqrt(x) / sqrt(1 - beta2^t) + eps)
+//! ```
+//!
+//! What depends on the hyperparameters alone is computed once, in f64, and rounded to f32; the division
+//! by `sqrt(1 - beta2^t)` is a multiplication by its inverse.
+
+use half::{bf16, f16};
+
+use super::simd::{Element, Isa, LANES, Pass, Simd, padded};
+use super::{CHUNK, Floats, FloatsMut, check_len, check_range, for_each, optional_chunks, with_slice};
+use crate::cpu::threads::Threads;
+use crate::error::{Error, Result};
+
+const OP: &str = "adam";
+
+/// Where weight decay enters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WeightDecay {
+    /// Straight into the parameter: AdamW.
+    Decoupled,
+    /// Into the gradient, as an L2 penalty: Adam.
+    Gradient,
+}
+
+/// Hyperparameters of Adam and AdamW; the default is PyTorch's AdamW.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamW {
+    /// Learning rate, at least 0.
+    pub lr: f64,
+    /// Decay of the first moment, from 0 to below 1.
+    pub beta1: f64,
+    /// Decay of the second moment, from 0 to below 1.
+    pub beta2: f64,
+    /// Added to the denominator, at least 0.
+    pub eps: f64,
+    /// At least 0.
+    pub weight_decay: f64,
+    /// Where `weight_decay` enters.
+    pub decay: WeightDecay,
+    /// Ascend instead of descend.
+    pub maximize: bool,
+    /// Divide by the largest second moment seen; needs one more slab.
+    pub amsgrad: bool,
+}
+
+impl Default for AdamW {
+    fn default() -> Self {
+        Self {
+            lr: 1e-3,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 1e-2,
+            decay: WeightDecay::Decoupled,
+            maximize: false,
+            amsgrad: false,
+        }
+    }
+}
+
+/// What one step of [`AdamW`] reads and writes; all of one length.
+#[derive(Debug)]
+pub struct AdamSlabs<'a> {
+    /// Gradients; only read.
+    pub grad: Floats<'a>,
+    /// Parameters in full precision.
+    pub master: &'a mut [f32],
+    /// First moment.
+    pub exp_avg: &'a mut [f32],
+    /// Second moment.
+    pub exp_avg_sq: &'a mut [f32],
+    /// Largest second moment seen, with `amsgrad` and only then.
+    pub max_exp_avg_sq: Option<&'a mut [f32]>,
+    /// Where the new parameters go as well, rounded; `None` when `master` is the working slab.
+    pub working: Option<FloatsMut<'a>>,
+}
+
+impl AdamW {
+    /// Step number `t`, the first being 1. Gradients are multiplied by `grad_scale` first: 1, or what
+    /// clipping and loss scaling ask for.
+    ///
+    /// # Errors
+    /// For a hyperparameter outside its range and for slabs that do not fit together; nothing is written
+    /// then.
+    pub fn step(&self, threads: &Threads, t: u64, grad_scale: f32, slabs: AdamSlabs<'_>) -> Result<()> {
+        self.step_with(Isa::best(), threads, t, grad_scale, slabs)
+    }
+
+    pub(super) fn step_with(
+        &self,
+        isa: Isa,
+        threads: &Threads,
+        t: u64,
+        grad_scale: f32,
+        slabs: AdamSlabs<'_>,
+    ) -> Result<()> {
+        self.check(t)?;
+        self.check_slabs(&slabs)?;
+        let factors = self.factors(t, grad_scale);
+        let AdamSlabs { grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq, working } = slabs;
+        with_slice!(Floats, grad, grad => {
+            let state = State { grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq };
+            match working {
+                None => state.run::<f32>(isa, threads, factors, None),
+                Some(FloatsMut::F32(working)) => state.run(isa, threads, factors, Some(working)),
+                Some(FloatsMut::BF16(working)) => state.run::<bf16>(isa, threads, factors, Some(working)),
+                Some(FloatsMut::F16(working)) => state.run::<f16>(isa, threads, factors, Some(working)),
+            }
+        });
+        Ok(())
+    }
+
+    fn check(&self, t: u64) -> Result<()> {
+        const BELOW_ONE: f64 = 1.0 - f64::EPSILON / 2.0;
+        check_range(OP, "lr", self.lr, 0.0, f64::INFINITY)?;
+        check_range(OP, "beta1", self.beta1, 0.0, BELOW_ONE)?;
+        check_range(OP, "beta2", self.beta2, 0.0, BELOW_ONE)?;
+        check_range(OP, "eps", self.eps, 0.0, f64::INFINITY)?;
+        check_range(OP, "weight_decay", self.weight_decay, 0.0, f64::INFINITY)?;
+        if t == 0 {
+            return Err(Error::invalid(OP, "steps count from 1, this is step 0"));
+        }
+        Ok(())
+    }
+
+    fn check_slabs(&self, slabs: &AdamSlabs<'_>) -> Result<()> {
+        let len = slabs.master.len();
+        check_len(OP, "gradient", slabs.grad.len(), len)?;
+        check_len(OP, "first moment", slabs.exp_avg.len(), len)?;
+        check_len(OP, "second moment", slabs.exp_avg_sq.len(), len)?;
+        if let Some(working) = &slabs.working {
+            check_len(OP, "working", working.len(), len)?;
+        }
+        match (&slabs.max_exp_avg_sq, self.amsgrad) {
+            (Some(max), true) => check_len(OP, "largest second moment", max.len(), len),
+            (None, false) => Ok(()),
+            (None, true) => Err(Error::invalid(OP, "amsgrad needs a slab for the largest second moment")),
+            (Some(_), false) => {
+                Err(Error::invalid(OP, "a slab for the largest second moment is of use with amsgrad only"))
+            }
+        }
+    }
+
+    fn factors(&self, t: u64, grad_scale: f32) -> Factors {
+        let decoupled = self.decay == WeightDecay::Decoupled;
+        Factors {
+            grad: if self.maximize { -grad_scale } else { grad_scale },
+            keep: if decoupled { (1.0 - self.lr * self.weight_decay) as f32 } else { 1.0 },
+            penalty: if decoupled { 0.0 } else { self.weight_decay as f32 },
+            beta1: self.beta1 as f32,
+            rest1: (1.0 - self.beta1) as f32,
+            beta2: self.beta2 as f32,
+            rest2: (1.0 - self.beta2) as f32,
+            step: (self.lr / (1.0 - power(self.beta1, t))) as f32,
+            root: (1.0 / (1.0 - power(self.beta2, t)).sqrt()) as f32,
+            eps: self.eps as f32,
+        }
+    }
+}
+
+/// `base` to the `exponent`, by multiplications alone: the same bits on every platform.
+fn power(mut base: f64, mut exponent: u64) -> f64 {
+    let mut product = 1.0;
+    while exponent > 0 {
+        if exponent % 2 == 1 {
+            product *= base;
+        }
+        base *= base;
+        exponent /= 2;
+    }
+    product
+}
+
+/// What all parameters share in one step.
+#[derive(Debug, Clone, Copy)]
+struct Factors {
+    grad: f32,
+    keep: f32,
+    /// 0 when weight decay does not go through the gradient.
+    penalty: f32,
+    beta1: f32,
+    rest1: f32,
+    beta2: f32,
+    rest2: f32,
+    step: f32,
+    root: f32,
+    eps: f32,
+}
+
+/// The slabs with the gradient's type known.
+struct State<'a, G> {
+    grad: &'a [G],
+    master: &'a mut [f32],
+    exp_avg: &'a mut [f32],
+    exp_avg_sq: &'a mut [f32],
+    max_exp_avg_sq: Option<&'a mut [f32]>,
+}
+
+impl<G: Element> State<'_, G> {
+    fn run<W: Element>(self, isa: Isa, threads: &Threads, factors: Factors, working: Option<&mut [W]>) {
+        let chunks = self
+            .grad
+            .chunks(CHUNK)
+            .zip(self.master.chunks_mut(CHUNK))
+            .zip(self.exp_avg.chunks_mut(CHUNK))
+            .zip(self.exp_avg_sq.chunks_mut(CHUNK))
+            .zip(optional_chunks(self.max_exp_avg_sq))
+            .zip(optional_chunks(working))
+            .map(|(((((grad, master), exp_avg), exp_avg_sq), max_exp_avg_sq), working)| AdamPass {
+                state: State { grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq },
+                working,
+                factors,
+            });
+        for_each(threads, chunks, |pass| isa.run(pass));
+    }
+}
+
+/// One chunk.
+struct AdamPass<'a, G, W> {
+    state: State<'a, G>,
+    working: Option<&'a mut [W]>,
+    factors: Factors,
+}
+
+impl<G: Element, W: Element> Pass for AdamPass<'_, G, W> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let update = Update::new(s, self.factors);
+        let state = self.state;
+        let (grad, grad_rest) = state.grad.as_chunks();
+        let (p, p_rest) = state.master.as_chunks_mut();
+        let (m, m_rest) = state.exp_avg.as_chunks_mut();
+        let (v, v_rest) = state.exp_avg_sq.as_chunks_mut();
+        let (mut x, x_rest) = state.max_exp_avg_sq.map(|x| x.as_chunks_mut()).unzip();
+        let (mut w, w_rest) = self.working.map(|w| w.as_chunks_mut()).unzip();
+        for (i, (((grad, p), m), v)) in grad.iter().zip(p).zip(m).zip(v).enumerate() {
+            let new = update.block(grad, p, m, v, x.as_mut().map(|x| &mut x[i]));
+            if let Some(w) = &mut w {
+                W::store(s, new, &mut w[i]);
+            }
+        }
+        if p_rest.is_empty() {
+            return;
+        }
+        // The last elements as a block of their own; what lies beyond them is thrown away.
+        let len = p_rest.len();
+        let (mut p, mut m, mut v) = (padded(p_rest), padded(m_rest), padded(v_rest));
+        let mut x = x_rest.as_deref().map(padded);
+        let new = update.block(&padded(grad_rest), &mut p, &mut m, &mut v, x.as_mut());
+        p_rest.copy_from_slice(&p[..len]);
+        m_rest.copy_from_slice(&m[..len]);
+        v_rest.copy_from_slice(&v[..len]);
+        if let (Some(rest), Some(x)) = (x_rest, x) {
+            rest.copy_from_slice(&x[..len]);
+        }
+        if let Some(rest) = w_rest {
+            let mut w = [W::default(); LANES];
+            W::store(s, new, &mut w);
+            rest.copy_from_slice(&w[..len]);
+        }
+    }
+}
+
+/// [`Factors`] in every lane.
+#[derive(Clone, Copy)]
+struct Update<S: Simd> {
+    s: S,
+    with_penalty: bool,
+    grad: S::V,
+    keep: S::V,
+    penalty: S::V,
+    beta1: S::V,
+    rest1: S::V,
+    beta2: S::V,
+    rest2: S::V,
+    step: S::V,
+    root: S::V,
+    eps: S::V,
+}
+
+impl<S: Simd> Update<S> {
+    #[inline(always)]
+    fn new(s: S, f: Factors) -> Self {
+        Self {
+            s,
+            with_penalty: f.penalty != 0.0,
+            grad: s.splat(f.grad),
+            keep: s.splat(f.keep),
+            penalty: s.splat(f.penalty),
+            beta1: s.splat(f.beta1),
+            rest1: s.splat(f.rest1),
+            beta2: s.splat(f.beta2),
+            rest2: s.splat(f.rest2),
+            step: s.splat(f.step),
+            root: s.splat(f.root),
+            eps: s.splat(f.eps),
+        }
+    }
+
+    /// Updates one block and returns the new parameters.
+    #[inline(always)]
+    fn block<G: Element>(
+        &self,
+        grad: &[G; LANES],
+        p: &mut [f32; LANES],
+        m: &mut [f32; LANES],
+        v: &mut [f32; LANES],
+        x: Option<&mut [f32; LANES]>,
+    ) -> S::V {
+        let s = self.s;
+        let mut g = s.mul(G::load(s, grad), self.grad);
+        let old = s.load(p);
+        if self.with_penalty {
+            g = s.add(g, s.mul(old, self.penalty));
+        }
+        let first = s.add(s.mul(s.load(m), self.beta1), s.mul(g, self.rest1));
+        s.store(first, m);
+        let mut second = s.add(s.mul(s.load(v), self.beta2), s.mul(s.mul(g, self.rest2), g));
+        s.store(second, v);
+        if let Some(x) = x {
+            second = s.max(s.load(x), second);
+            s.store(second, x);
+        }
+        let denominator = s.add(s.mul(s.sqrt(second), self.root), self.eps);
+        let change = s.div(s.mul(first, self.step), denominator);
+        let new = s.sub(s.mul(old, self.keep), change);
+        s.store(new, p);
+        new
+    }
+}

@@ -1,0 +1,191 @@
+//! Passes over gradient slabs: norm, scaling, finiteness, accumulation, casts.
+//!
+//! The squared norm is a sum of f64 in a fixed order: within a chunk, sixteen running sums (element `i`
+//! goes to sum `i % 16`) that are then added in order; the chunks' sums are added in order as well.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::simd::{Element, Isa, LANES, Pass, Simd, padded};
+use super::{CHUNK, Floats, FloatsMut, check_len, for_each, with_slice};
+use crate::cpu::threads::Threads;
+use crate::error::Result;
+
+/// The sum of the squares of all elements. Not finite when an element is not.
+pub fn squared_norm(threads: &Threads, slab: Floats<'_>) -> f64 {
+    squared_norm_with(Isa::best(), threads, slab)
+}
+
+/// What to multiply gradients with so that their norm is at most `max_norm`, as `clip_grad_norm_` does:
+/// `max_norm / (norm + 1e-6)`, at most 1. NaN when the norm is NaN.
+pub fn clip_factor(squared_norm: f64, max_norm: f64) -> f32 {
+    let factor = max_norm / (squared_norm.sqrt() + 1e-6);
+    // Not `min`, which would turn a NaN into 1 and hide it.
+    (if factor > 1.0 { 1.0 } else { factor }) as f32
+}
+
+/// Multiplies every element by `factor`, in f32.
+pub fn scale(threads: &Threads, slab: FloatsMut<'_>, factor: f32) {
+    scale_with(Isa::best(), threads, slab, factor);
+}
+
+/// Whether no element is infinite or NaN.
+pub fn all_finite(threads: &Threads, slab: Floats<'_>) -> bool {
+    all_finite_with(Isa::best(), threads, slab)
+}
+
+/// Adds `src` to `acc`, in f32.
+///
+/// # Errors
+/// When the slabs differ in length.
+pub fn accumulate(threads: &Threads, src: Floats<'_>, acc: &mut [f32]) -> Result<()> {
+    accumulate_with(Isa::best(), threads, src, acc)
+}
+
+/// Writes `src` to `dst` in the type of `dst`, rounded to nearest even.
+///
+/// # Errors
+/// When the slabs differ in length.
+pub fn cast(threads: &Threads, src: Floats<'_>, dst: FloatsMut<'_>) -> Result<()> {
+    cast_with(Isa::best(), threads, src, dst)
+}
+
+pub(super) fn squared_norm_with(isa: Isa, threads: &Threads, slab: Floats<'_>) -> f64 {
+    let mut sums = vec![0.0; slab.len().div_ceil(CHUNK)];
+    with_slice!(Floats, slab, slab => {
+        for_each(threads, slab.chunks(CHUNK).zip(&mut sums), |(chunk, sum)| {
+            *sum = isa.run(SquaresPass(chunk));
+        });
+    });
+    sums.iter().sum()
+}
+
+pub(super) fn scale_with(isa: Isa, threads: &Threads, slab: FloatsMut<'_>, factor: f32) {
+    with_slice!(FloatsMut, slab, slab => {
+        for_each(threads, slab.chunks_mut(CHUNK), |chunk| isa.run(ScalePass(chunk, factor)));
+    });
+}
+
+pub(super) fn all_finite_with(isa: Isa, threads: &Threads, slab: Floats<'_>) -> bool {
+    let finite = AtomicBool::new(true);
+    with_slice!(Floats, slab, slab => {
+        for_each(threads, slab.chunks(CHUNK), |chunk| {
+            // The rest need not be read once the answer is known.
+            if finite.load(Ordering::Relaxed) && !isa.run(FinitePass(chunk)) {
+                finite.store(false, Ordering::Relaxed);
+            }
+        });
+    });
+    finite.into_inner()
+}
+
+pub(super) fn accumulate_with(isa: Isa, threads: &Threads, src: Floats<'_>, acc: &mut [f32]) -> Result<()> {
+    check_len("accumulate", "source", src.len(), acc.len())?;
+    with_slice!(Floats, src, src => {
+        for_each(threads, src.chunks(CHUNK).zip(acc.chunks_mut(CHUNK)), |(src, acc)| {
+            isa.run(AccumulatePass(src, acc));
+        });
+    });
+    Ok(())
+}
+
+pub(super) fn cast_with(isa: Isa, threads: &Threads, src: Floats<'_>, dst: FloatsMut<'_>) -> Result<()> {
+    check_len("cast", "source", src.len(), dst.len())?;
+    with_slice!(Floats, src, src => with_slice!(FloatsMut, dst, dst => {
+        for_each(threads, src.chunks(CHUNK).zip(dst.chunks_mut(CHUNK)), |(src, dst)| {
+            isa.run(CastPass(src, dst));
+        });
+    }));
+    Ok(())
+}
+
+struct SquaresPass<'a, T>(&'a [T]);
+
+impl<T: Element> Pass for SquaresPass<'_, T> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> f64 {
+        let (blocks, rest) = self.0.as_chunks();
+        let mut sums = s.no_sums();
+        for block in blocks {
+            sums = s.add_squares(sums, T::load(s, block));
+        }
+        // Zeros change no sum of squares.
+        sums = s.add_squares(sums, T::load(s, &padded(rest)));
+        s.read_sums(sums).iter().sum()
+    }
+}
+
+struct ScalePass<'a, T>(&'a mut [T], f32);
+
+impl<T: Element> Pass for ScalePass<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let factor = s.splat(self.1);
+        let (blocks, rest) = self.0.as_chunks_mut();
+        for block in blocks {
+            T::store(s, s.mul(T::load(s, block), factor), block);
+        }
+        let mut block = padded(rest);
+        T::store(s, s.mul(T::load(s, &block), factor), &mut block);
+        rest.copy_from_slice(&block[..rest.len()]);
+    }
+}
+
+struct FinitePass<'a, T>(&'a [T]);
+
+impl<T: Element> Pass for FinitePass<'_, T> {
+    type Output = bool;
+
+    /// Zero times a finite number is a zero; times an infinity or a NaN it is a NaN, and that stays.
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> bool {
+        let zero = s.splat(0.0);
+        let (blocks, rest) = self.0.as_chunks();
+        let mut products = s.mul(T::load(s, &padded(rest)), zero);
+        for block in blocks {
+            products = s.add(products, s.mul(T::load(s, block), zero));
+        }
+        let mut lanes = [0.0; LANES];
+        s.store(products, &mut lanes);
+        lanes == [0.0; LANES]
+    }
+}
+
+struct AccumulatePass<'a, T>(&'a [T], &'a mut [f32]);
+
+impl<T: Element> Pass for AccumulatePass<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (src, src_rest) = self.0.as_chunks();
+        let (acc, acc_rest) = self.1.as_chunks_mut();
+        for (src, acc) in src.iter().zip(acc) {
+            s.store(s.add(s.load(acc), T::load(s, src)), acc);
+        }
+        let mut acc = padded(acc_rest);
+        s.store(s.add(s.load(&acc), T::load(s, &padded(src_rest))), &mut acc);
+        acc_rest.copy_from_slice(&acc[..acc_rest.len()]);
+    }
+}
+
+struct CastPass<'a, A, B>(&'a [A], &'a mut [B]);
+
+impl<A: Element, B: Element> Pass for CastPass<'_, A, B> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (src, src_rest) = self.0.as_chunks();
+        let (dst, dst_rest) = self.1.as_chunks_mut();
+        for (src, dst) in src.iter().zip(dst) {
+            B::store(s, A::load(s, src), dst);
+        }
+        let mut block = [B::default(); LANES];
+        B::store(s, A::load(s, &padded(src_rest)), &mut block);
+        dst_rest.copy_from_slice(&block[..dst_rest.len()]);
+    }
+}

@@ -1,0 +1,267 @@
+//! Gradient descent in one pass over memory, with the formulas of `torch.optim.SGD`.
+//!
+//! Per parameter, in f32, each operation rounded on its own:
+//!
+//! ```text
+//! g = grad_scale * grad                       (negated when maximizing)
+//! g = g + weight_decay * p
+//! b = momentum * b + (1 - dampening) * g      (in the first step: b = g)
+//! g = g + momentum * b                        (nesterov) or g = b
+//! p = p - lr * g
+//! ```
+
+use half::{bf16, f16};
+
+use super::simd::{Element, Isa, LANES, Pass, Simd, padded};
+use super::{CHUNK, Floats, FloatsMut, check_len, check_range, for_each, optional_chunks, with_slice};
+use crate::cpu::threads::Threads;
+use crate::error::{Error, Result};
+
+const OP: &str = "sgd";
+
+/// Hyperparameters of gradient descent; the default is PyTorch's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sgd {
+    /// Learning rate, at least 0.
+    pub lr: f64,
+    /// At least 0; needs one more slab unless it is 0.
+    pub momentum: f64,
+    /// Share of the gradient kept out of the momentum.
+    pub dampening: f64,
+    /// An L2 penalty, at least 0.
+    pub weight_decay: f64,
+    /// Look ahead along the momentum; needs momentum, and no dampening.
+    pub nesterov: bool,
+    /// Ascend instead of descend.
+    pub maximize: bool,
+}
+
+impl Default for Sgd {
+    fn default() -> Self {
+        Self { lr: 1e-3, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false }
+    }
+}
+
+/// What one step of [`Sgd`] reads and writes; all of one length.
+#[derive(Debug)]
+pub struct SgdSlabs<'a> {
+    /// Gradients; only read.
+    pub grad: Floats<'a>,
+    /// Parameters in full precision.
+    pub master: &'a mut [f32],
+    /// The running direction, with momentum and only then; what it holds before step 1 is not read.
+    pub momentum: Option<&'a mut [f32]>,
+    /// Where the new parameters go as well, rounded; `None` when `master` is the working slab.
+    pub working: Option<FloatsMut<'a>>,
+}
+
+impl Sgd {
+    /// Step number `t`, the first being 1. Gradients are multiplied by `grad_scale` first: 1, or what
+    /// clipping and loss scaling ask for.
+    ///
+    /// # Errors
+    /// For a hyperparameter outside its range and for slabs that do not fit together; nothing is written
+    /// then.
+    pub fn step(&self, threads: &Threads, t: u64, grad_scale: f32, slabs: SgdSlabs<'_>) -> Result<()> {
+        self.step_with(Isa::best(), threads, t, grad_scale, slabs)
+    }
+
+    pub(super) fn step_with(
+        &self,
+        isa: Isa,
+        threads: &Threads,
+        t: u64,
+        grad_scale: f32,
+        slabs: SgdSlabs<'_>,
+    ) -> Result<()> {
+        self.check(t)?;
+        self.check_slabs(&slabs)?;
+        let factors = self.factors(t, grad_scale);
+        let SgdSlabs { grad, master, momentum, working } = slabs;
+        with_slice!(Floats, grad, grad => {
+            let state = State { grad, master, momentum };
+            match working {
+                None => state.run::<f32>(isa, threads, factors, None),
+                Some(FloatsMut::F32(working)) => state.run(isa, threads, factors, Some(working)),
+                Some(FloatsMut::BF16(working)) => state.run::<bf16>(isa, threads, factors, Some(working)),
+                Some(FloatsMut::F16(working)) => state.run::<f16>(isa, threads, factors, Some(working)),
+            }
+        });
+        Ok(())
+    }
+
+    fn check(&self, t: u64) -> Result<()> {
+        check_range(OP, "lr", self.lr, 0.0, f64::INFINITY)?;
+        check_range(OP, "momentum", self.momentum, 0.0, f64::INFINITY)?;
+        check_range(OP, "dampening", self.dampening, f64::MIN, f64::INFINITY)?;
+        check_range(OP, "weight_decay", self.weight_decay, 0.0, f64::INFINITY)?;
+        if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
+            return Err(Error::invalid(OP, "nesterov needs momentum above 0 and dampening 0"));
+        }
+        if t == 0 {
+            return Err(Error::invalid(OP, "steps count from 1, this is step 0"));
+        }
+        Ok(())
+    }
+
+    fn check_slabs(&self, slabs: &SgdSlabs<'_>) -> Result<()> {
+        let len = slabs.master.len();
+        check_len(OP, "gradient", slabs.grad.len(), len)?;
+        if let Some(working) = &slabs.working {
+            check_len(OP, "working", working.len(), len)?;
+        }
+        match (&slabs.momentum, self.momentum != 0.0) {
+            (Some(momentum), true) => check_len(OP, "momentum", momentum.len(), len),
+            (None, false) => Ok(()),
+            (None, true) => Err(Error::invalid(OP, "momentum needs a slab of its own")),
+            (Some(_), false) => Err(Error::invalid(OP, "a momentum slab is of no use with momentum 0")),
+        }
+    }
+
+    fn factors(&self, t: u64, grad_scale: f32) -> Factors {
+        Factors {
+            first: t == 1,
+            nesterov: self.nesterov,
+            grad: if self.maximize { -grad_scale } else { grad_scale },
+            penalty: self.weight_decay as f32,
+            momentum: self.momentum as f32,
+            rest: (1.0 - self.dampening) as f32,
+            lr: self.lr as f32,
+        }
+    }
+}
+
+/// What all parameters share in one step.
+#[derive(Debug, Clone, Copy)]
+struct Factors {
+    first: bool,
+    nesterov: bool,
+    grad: f32,
+    penalty: f32,
+    momentum: f32,
+    rest: f32,
+    lr: f32,
+}
+
+/// The slabs with the gradient's type known.
+struct State<'a, G> {
+    grad: &'a [G],
+    master: &'a mut [f32],
+    momentum: Option<&'a mut [f32]>,
+}
+
+impl<G: Element> State<'_, G> {
+    fn run<W: Element>(self, isa: Isa, threads: &Threads, factors: Factors, working: Option<&mut [W]>) {
+        let chunks = self
+            .grad
+            .chunks(CHUNK)
+            .zip(self.master.chunks_mut(CHUNK))
+            .zip(optional_chunks(self.momentum))
+            .zip(optional_chunks(working))
+            .map(|(((grad, master), momentum), working)| SgdPass {
+                state: State { grad, master, momentum },
+                working,
+                factors,
+            });
+        for_each(threads, chunks, |pass| isa.run(pass));
+    }
+}
+
+/// One chunk.
+struct SgdPass<'a, G, W> {
+    state: State<'a, G>,
+    working: Option<&'a mut [W]>,
+    factors: Factors,
+}
+
+impl<G: Element, W: Element> Pass for SgdPass<'_, G, W> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let update = Update::new(s, self.factors);
+        let state = self.state;
+        let (grad, grad_rest) = state.grad.as_chunks();
+        let (p, p_rest) = state.master.as_chunks_mut();
+        let (mut b, b_rest) = state.momentum.map(|b| b.as_chunks_mut()).unzip();
+        let (mut w, w_rest) = self.working.map(|w| w.as_chunks_mut()).unzip();
+        for (i, (grad, p)) in grad.iter().zip(p).enumerate() {
+            let new = update.block(grad, p, b.as_mut().map(|b| &mut b[i]));
+            if let Some(w) = &mut w {
+                W::store(s, new, &mut w[i]);
+            }
+        }
+        if p_rest.is_empty() {
+            return;
+        }
+        // The last elements as a block of their own; what lies beyond them is thrown away.
+        let len = p_rest.len();
+        let (mut p, mut b) = (padded(p_rest), b_rest.as_deref().map(padded));
+        let new = update.block(&padded(grad_rest), &mut p, b.as_mut());
+        p_rest.copy_from_slice(&p[..len]);
+        if let (Some(rest), Some(b)) = (b_rest, b) {
+            rest.copy_from_slice(&b[..len]);
+        }
+        if let Some(rest) = w_rest {
+            let mut w = [W::default(); LANES];
+            W::store(s, new, &mut w);
+            rest.copy_from_slice(&w[..len]);
+        }
+    }
+}
+
+/// [`Factors`] in every lane.
+#[derive(Clone, Copy)]
+struct Update<S: Simd> {
+    s: S,
+    first: bool,
+    nesterov: bool,
+    with_penalty: bool,
+    grad: S::V,
+    penalty: S::V,
+    momentum: S::V,
+    rest: S::V,
+    lr: S::V,
+}
+
+impl<S: Simd> Update<S> {
+    #[inline(always)]
+    fn new(s: S, f: Factors) -> Self {
+        Self {
+            s,
+            first: f.first,
+            nesterov: f.nesterov,
+            with_penalty: f.penalty != 0.0,
+            grad: s.splat(f.grad),
+            penalty: s.splat(f.penalty),
+            momentum: s.splat(f.momentum),
+            rest: s.splat(f.rest),
+            lr: s.splat(f.lr),
+        }
+    }
+
+    /// Updates one block and returns the new parameters.
+    #[inline(always)]
+    fn block<G: Element>(
+        &self,
+        grad: &[G; LANES],
+        p: &mut [f32; LANES],
+        b: Option<&mut [f32; LANES]>,
+    ) -> S::V {
+        let s = self.s;
+        let old = s.load(p);
+        let mut g = s.mul(G::load(s, grad), self.grad);
+        if self.with_penalty {
+            g = s.add(g, s.mul(old, self.penalty));
+        }
+        if let Some(b) = b {
+            let direction =
+                if self.first { g } else { s.add(s.mul(s.load(b), self.momentum), s.mul(g, self.rest)) };
+            s.store(direction, b);
+            g = if self.nesterov { s.add(g, s.mul(direction, self.momentum)) } else { direction };
+        }
+        let new = s.sub(old, s.mul(g, self.lr));
+        s.store(new, p);
+        new
+    }
+}

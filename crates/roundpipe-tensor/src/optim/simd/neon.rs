@@ -1,0 +1,181 @@
+//! The operations with NEON: four registers are one vector.
+
+// The base of most aarch64 targets has NEON, and then only the loads and stores are unsafe.
+#![allow(unused_unsafe)]
+
+use std::arch::aarch64::*;
+use std::arch::asm;
+use std::array::from_fn;
+
+use half::{bf16, f16};
+
+use super::{LANES, Pass, Simd};
+
+/// Proof that the processor has NEON.
+#[derive(Debug, Clone, Copy)]
+pub(in super::super) struct Neon(());
+
+impl Neon {
+    /// The proof, where it holds.
+    pub(in super::super) fn detect() -> Option<Self> {
+        std::arch::is_aarch64_feature_detected!("neon").then_some(Self(()))
+    }
+
+    pub(super) fn run<P: Pass>(self, pass: P) -> P::Output {
+        #[target_feature(enable = "neon")]
+        fn compiled<P: Pass>(s: Neon, pass: P) -> P::Output {
+            pass.run(s)
+        }
+        // SAFETY: the feature of `compiled` is the one that `detect` found when it made `self`.
+        unsafe { compiled(self, pass) }
+    }
+}
+
+/// Runs intrinsics of the feature that `Neon` proves.
+macro_rules! proven {
+    ($($body:tt)*) => {
+        // SAFETY: the caller has a `Neon`, which exists only where `detect` found the feature; the
+        // pointers, where there are any, come from references to as many elements as are read or
+        // written, and these loads and stores need no more alignment than the element's.
+        unsafe { $($body)* }
+    };
+}
+
+type V = [float32x4_t; 4];
+
+#[inline(always)]
+fn quarters<T>(block: &[T; LANES]) -> [&[T; 4]; 4] {
+    let (quarters, _) = block.as_chunks();
+    from_fn(|i| &quarters[i])
+}
+
+#[inline(always)]
+fn quarters_mut<T>(block: &mut [T; LANES]) -> impl Iterator<Item = &mut [T; 4]> {
+    block.as_chunks_mut().0.iter_mut()
+}
+
+#[inline(always)]
+fn round_bf16(_: Neon, v: float32x4_t) -> uint16x4_t {
+    proven!({
+        let bits = vreinterpretq_u32_f32(v);
+        let kept = vshrq_n_u32::<16>(bits);
+        let odd = vandq_u32(kept, vdupq_n_u32(1));
+        let up = vaddq_u32(odd, vdupq_n_u32(0x7fff));
+        let rounded = vshrq_n_u32::<16>(vaddq_u32(bits, up));
+        let quiet = vorrq_u32(kept, vdupq_n_u32(0x40));
+        vmovn_u32(vbslq_u32(vceqq_f32(v, v), rounded, quiet))
+    })
+}
+
+/// The conversions of the base instruction set, whose intrinsics need Rust's unstable `f16`.
+#[inline(always)]
+fn widen_f16(_: Neon, half: uint16x4_t) -> float32x4_t {
+    let wide: float32x4_t;
+    // SAFETY: the instruction is part of NEON (proven by the argument) and touches registers only.
+    unsafe {
+        asm!("fcvtl {wide:v}.4s, {half:v}.4h", wide = lateout(vreg) wide, half = in(vreg) half,
+             options(pure, nomem, nostack, preserves_flags));
+    }
+    wide
+}
+
+#[inline(always)]
+fn narrow_f16(_: Neon, wide: float32x4_t) -> uint16x4_t {
+    let half: uint16x4_t;
+    // SAFETY: the instruction is part of NEON (proven by the argument) and touches registers only.
+    unsafe {
+        asm!("fcvtn {half:v}.4h, {wide:v}.4s", half = lateout(vreg) half, wide = in(vreg) wide,
+             options(pure, nomem, nostack, preserves_flags));
+    }
+    half
+}
+
+impl Simd for Neon {
+    type V = V;
+    type Sums = [float64x2_t; 8];
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> V {
+        proven!([vdupq_n_f32(x); 4])
+    }
+    #[inline(always)]
+    fn load(self, src: &[f32; LANES]) -> V {
+        quarters(src).map(|part| proven!(vld1q_f32(part.as_ptr())))
+    }
+    #[inline(always)]
+    fn load_bf16(self, src: &[bf16; LANES]) -> V {
+        quarters(src)
+            .map(|part| proven!(vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(part.as_ptr().cast())))))
+    }
+    #[inline(always)]
+    fn load_f16(self, src: &[f16; LANES]) -> V {
+        quarters(src).map(|part| widen_f16(self, proven!(vld1_u16(part.as_ptr().cast()))))
+    }
+    #[inline(always)]
+    fn store(self, v: V, dst: &mut [f32; LANES]) {
+        for (dst, v) in quarters_mut(dst).zip(v) {
+            proven!(vst1q_f32(dst.as_mut_ptr(), v));
+        }
+    }
+    #[inline(always)]
+    fn store_bf16(self, v: V, dst: &mut [bf16; LANES]) {
+        for (dst, v) in quarters_mut(dst).zip(v) {
+            proven!(vst1_u16(dst.as_mut_ptr().cast(), round_bf16(self, v)));
+        }
+    }
+    #[inline(always)]
+    fn store_f16(self, v: V, dst: &mut [f16; LANES]) {
+        for (dst, v) in quarters_mut(dst).zip(v) {
+            proven!(vst1_u16(dst.as_mut_ptr().cast(), narrow_f16(self, v)));
+        }
+    }
+    #[inline(always)]
+    fn add(self, a: V, b: V) -> V {
+        from_fn(|i| proven!(vaddq_f32(a[i], b[i])))
+    }
+    #[inline(always)]
+    fn sub(self, a: V, b: V) -> V {
+        from_fn(|i| proven!(vsubq_f32(a[i], b[i])))
+    }
+    #[inline(always)]
+    fn mul(self, a: V, b: V) -> V {
+        from_fn(|i| proven!(vmulq_f32(a[i], b[i])))
+    }
+    #[inline(always)]
+    fn div(self, a: V, b: V) -> V {
+        from_fn(|i| proven!(vdivq_f32(a[i], b[i])))
+    }
+    #[inline(always)]
+    fn sqrt(self, a: V) -> V {
+        a.map(|a| proven!(vsqrtq_f32(a)))
+    }
+    #[inline(always)]
+    fn max(self, a: V, b: V) -> V {
+        from_fn(|i| proven!(vbslq_f32(vcgtq_f32(a[i], b[i]), a[i], b[i])))
+    }
+
+    #[inline(always)]
+    fn no_sums(self) -> Self::Sums {
+        proven!([vdupq_n_f64(0.0); 8])
+    }
+    #[inline(always)]
+    fn add_squares(self, sums: Self::Sums, v: V) -> Self::Sums {
+        from_fn(|i| {
+            proven!({
+                let x = match i % 2 {
+                    0 => vcvt_f64_f32(vget_low_f32(v[i / 2])),
+                    _ => vcvt_high_f64_f32(v[i / 2]),
+                };
+                vaddq_f64(sums[i], vmulq_f64(x, x))
+            })
+        })
+    }
+    #[inline(always)]
+    fn read_sums(self, sums: Self::Sums) -> [f64; LANES] {
+        let mut lanes = [0.0; LANES];
+        for (dst, sum) in lanes.as_chunks_mut::<2>().0.iter_mut().zip(sums) {
+            proven!(vst1q_f64(dst.as_mut_ptr(), sum));
+        }
+        lanes
+    }
+}

@@ -1,0 +1,104 @@
+//! The operations in plain Rust: for other processors, and the reference for the rest.
+//!
+//! Arrays rather than one element at a time, so that the compiler uses the vectors of its target.
+
+use std::array::from_fn;
+
+use half::{bf16, f16};
+
+use super::{LANES, Simd};
+
+/// Needs nothing, so anyone may make one.
+#[derive(Debug, Clone, Copy)]
+pub(in super::super) struct Portable;
+
+type V = [f32; LANES];
+
+#[inline(always)]
+fn both(a: V, b: V, op: impl Fn(f32, f32) -> f32) -> V {
+    from_fn(|i| op(a[i], b[i]))
+}
+
+impl Simd for Portable {
+    type V = V;
+    type Sums = [f64; LANES];
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> V {
+        [x; LANES]
+    }
+    #[inline(always)]
+    fn load(self, src: &[f32; LANES]) -> V {
+        *src
+    }
+    #[inline(always)]
+    fn load_bf16(self, src: &[bf16; LANES]) -> V {
+        src.map(|x| f32::from_bits(u32::from(x.to_bits()) << 16))
+    }
+    #[inline(always)]
+    fn load_f16(self, src: &[f16; LANES]) -> V {
+        src.map(f16::to_f32_const)
+    }
+    #[inline(always)]
+    fn store(self, v: V, dst: &mut [f32; LANES]) {
+        *dst = v;
+    }
+    #[inline(always)]
+    fn store_bf16(self, v: V, dst: &mut [bf16; LANES]) {
+        *dst = v.map(|x| bf16::from_bits(round_bf16(x)));
+    }
+    #[inline(always)]
+    fn store_f16(self, v: V, dst: &mut [f16; LANES]) {
+        *dst = v.map(f16::from_f32_const);
+    }
+    #[inline(always)]
+    fn add(self, a: V, b: V) -> V {
+        both(a, b, |a, b| a + b)
+    }
+    #[inline(always)]
+    fn sub(self, a: V, b: V) -> V {
+        both(a, b, |a, b| a - b)
+    }
+    #[inline(always)]
+    fn mul(self, a: V, b: V) -> V {
+        both(a, b, |a, b| a * b)
+    }
+    #[inline(always)]
+    fn div(self, a: V, b: V) -> V {
+        both(a, b, |a, b| a / b)
+    }
+    #[inline(always)]
+    fn sqrt(self, a: V) -> V {
+        a.map(f32::sqrt)
+    }
+    #[inline(always)]
+    fn max(self, a: V, b: V) -> V {
+        both(a, b, |a, b| if a > b { a } else { b })
+    }
+
+    #[inline(always)]
+    fn no_sums(self) -> Self::Sums {
+        [0.0; LANES]
+    }
+    #[inline(always)]
+    fn add_squares(self, sums: Self::Sums, v: V) -> Self::Sums {
+        from_fn(|i| {
+            let x = f64::from(v[i]);
+            sums[i] + x * x
+        })
+    }
+    #[inline(always)]
+    fn read_sums(self, sums: Self::Sums) -> [f64; LANES] {
+        sums
+    }
+}
+
+/// Adding half of the last kept bit, less one when that bit is even, rounds to nearest even.
+#[inline(always)]
+fn round_bf16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    // The quiet bit keeps a NaN whose payload is in the lost half from becoming an infinity.
+    let quiet = (bits >> 16) | 0x40;
+    (if x.is_nan() { quiet } else { rounded }) as u16
+}

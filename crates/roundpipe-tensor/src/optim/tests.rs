@@ -1,0 +1,387 @@
+//! Every instruction set against the portable one, bit for bit; both against f64; refusals.
+
+use half::{bf16, f16};
+
+use super::grads::{accumulate_with, all_finite_with, cast_with, scale_with, squared_norm_with};
+use super::simd::Isa;
+use super::*;
+
+/// Around the block's and the chunk's borders.
+const LENGTHS: [usize; 10] = [0, 1, 15, 16, 17, 31, 100, CHUNK - 1, CHUNK + 17, 2 * CHUNK + 16];
+
+fn one_thread() -> Threads {
+    Threads::new(Some(1)).unwrap()
+}
+
+/// Numbers of all magnitudes, the same for the same seed.
+fn noise(len: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    (0..len)
+        .map(|_| {
+            let unit = (next() >> 40) as f32 / (1 << 24) as f32 - 0.5;
+            unit * [1.0, 1e-3, 1e-6, 30.0][(next() >> 60) as usize % 4]
+        })
+        .collect()
+}
+
+/// `noise` with every kind of special number in it.
+fn wild(len: usize, seed: u64) -> Vec<f32> {
+    let special = [0.0, -0.0, 1e-40, -1e-45, 6e-8, 1e38, -3e38, 65504.0, 65520.0, f32::INFINITY, f32::NAN];
+    let mut values = noise(len, seed);
+    for (i, value) in values.iter_mut().enumerate().skip(seed as usize % 5).step_by(7) {
+        *value = special[i / 7 % special.len()];
+    }
+    values
+}
+
+fn to_bf16(values: &[f32]) -> Vec<bf16> {
+    values.iter().map(|&x| bf16::from_f32(x)).collect()
+}
+
+fn to_f16(values: &[f32]) -> Vec<f16> {
+    values.iter().map(|&x| f16::from_f32(x)).collect()
+}
+
+/// The bits, with one NaN for all: payloads are not promised.
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|x| if x.is_nan() { u32::MAX } else { x.to_bits() }).collect()
+}
+
+/// Slabs of all types with the same numbers, each starting `offset` elements into its memory.
+struct Case {
+    offset: usize,
+    grad: (Vec<f32>, Vec<bf16>, Vec<f16>),
+    state: Vec<Vec<f32>>,
+    working: (Vec<f32>, Vec<bf16>, Vec<f16>),
+}
+
+impl Case {
+    fn new(len: usize, offset: usize) -> Self {
+        let all = len + offset;
+        let grad = wild(all, 1);
+        let positive = |seed| wild(all, seed).iter().map(|x| x.abs()).collect();
+        Self {
+            offset,
+            grad: (grad.clone(), to_bf16(&grad), to_f16(&grad)),
+            state: vec![wild(all, 2), wild(all, 3), positive(4), positive(5)],
+            working: (vec![0.0; all], vec![bf16::ZERO; all], vec![f16::ZERO; all]),
+        }
+    }
+
+    fn grad(&self, kind: usize) -> Floats<'_> {
+        grad_of(&self.grad, kind, self.offset)
+    }
+
+    /// All that a pass may have written.
+    fn written(&self) -> Vec<Vec<u32>> {
+        let wide = |x: &[u16]| x.iter().map(|&x| u32::from(x)).collect();
+        let b: Vec<u16> =
+            self.working.1.iter().map(|x| if x.is_nan() { 0x7fff } else { x.to_bits() }).collect();
+        let h: Vec<u16> =
+            self.working.2.iter().map(|x| if x.is_nan() { 0x7fff } else { x.to_bits() }).collect();
+        let state = self.state.iter().map(|s| bits(s));
+        state.chain([bits(&self.working.0), wide(&b), wide(&h)]).collect()
+    }
+}
+
+fn grad_of(grad: &(Vec<f32>, Vec<bf16>, Vec<f16>), kind: usize, offset: usize) -> Floats<'_> {
+    match kind {
+        0 => grad.0[offset..].into(),
+        1 => grad.1[offset..].into(),
+        _ => grad.2[offset..].into(),
+    }
+}
+
+fn working_of(
+    working: &mut (Vec<f32>, Vec<bf16>, Vec<f16>),
+    kind: usize,
+    offset: usize,
+) -> Option<FloatsMut<'_>> {
+    match kind {
+        0 => Some((&mut working.0[offset..]).into()),
+        1 => Some((&mut working.1[offset..]).into()),
+        2 => Some((&mut working.2[offset..]).into()),
+        _ => None,
+    }
+}
+
+fn adam_run(
+    isa: Isa,
+    threads: &Threads,
+    adam: AdamW,
+    mut case: Case,
+    kinds: (usize, usize),
+) -> Vec<Vec<u32>> {
+    for t in 1..=2 {
+        let offset = case.offset;
+        let [master, first, second, largest] = &mut case.state[..] else { unreachable!() };
+        let slabs = AdamSlabs {
+            grad: grad_of(&case.grad, kinds.0, offset),
+            master: &mut master[offset..],
+            exp_avg: &mut first[offset..],
+            exp_avg_sq: &mut second[offset..],
+            max_exp_avg_sq: adam.amsgrad.then(|| &mut largest[offset..]),
+            working: working_of(&mut case.working, kinds.1, offset),
+        };
+        adam.step_with(isa, threads, t, 0.7, slabs).unwrap();
+    }
+    case.written()
+}
+
+fn sgd_run(isa: Isa, threads: &Threads, sgd: Sgd, mut case: Case, kinds: (usize, usize)) -> Vec<Vec<u32>> {
+    for t in 1..=2 {
+        let offset = case.offset;
+        let [master, momentum, ..] = &mut case.state[..] else { unreachable!() };
+        let slabs = SgdSlabs {
+            grad: grad_of(&case.grad, kinds.0, offset),
+            master: &mut master[offset..],
+            momentum: (sgd.momentum != 0.0).then(|| &mut momentum[offset..]),
+            working: working_of(&mut case.working, kinds.1, offset),
+        };
+        sgd.step_with(isa, threads, t, 0.7, slabs).unwrap();
+    }
+    case.written()
+}
+
+fn adams() -> [AdamW; 3] {
+    let base = AdamW { lr: 1e-2, ..AdamW::default() };
+    [
+        base,
+        AdamW { amsgrad: true, maximize: true, ..base },
+        AdamW { amsgrad: true, weight_decay: 0.1, decay: WeightDecay::Gradient, ..base },
+    ]
+}
+
+fn sgds() -> [Sgd; 3] {
+    let base = Sgd { lr: 0.1, weight_decay: 0.01, maximize: true, ..Sgd::default() };
+    let momentum = Sgd { momentum: 0.9, ..base };
+    [base, Sgd { dampening: 0.2, ..momentum }, Sgd { nesterov: true, ..momentum }]
+}
+
+/// Which instructions a processor has must not show in the weights.
+#[test]
+fn every_isa_gives_the_bits_of_the_portable_one() {
+    let threads = one_thread();
+    for isa in Isa::available() {
+        for len in LENGTHS {
+            // The large lengths differ in their borders only; the types are covered by the small ones.
+            let kinds = if len < CHUNK / 2 { 0..12 } else { 5..6 };
+            for kinds in kinds.map(|k| (k / 4, k % 4)) {
+                let offset = (len + kinds.1) % 4;
+                for adam in adams() {
+                    let run = |isa| adam_run(isa, &threads, adam, Case::new(len, offset), kinds);
+                    assert!(run(isa) == run(Isa::Portable), "{isa:?}, {len} elements, {kinds:?}, {adam:?}");
+                }
+                for sgd in sgds() {
+                    let run = |isa| sgd_run(isa, &threads, sgd, Case::new(len, offset), kinds);
+                    assert!(run(isa) == run(Isa::Portable), "{isa:?}, {len} elements, {kinds:?}, {sgd:?}");
+                }
+            }
+        }
+    }
+}
+
+/// The cut into chunks depends on sizes alone, so the number of threads must not show either.
+#[test]
+fn any_number_of_threads_gives_the_same_bits() {
+    let len = 5 * CHUNK + 123;
+    let runs: Vec<_> = [1, 2, 5]
+        .map(|count| {
+            let threads = Threads::new(Some(count)).unwrap();
+            let adam = adam_run(Isa::best(), &threads, adams()[1], Case::new(len, 1), (1, 1));
+            let sgd = sgd_run(Isa::best(), &threads, sgds()[1], Case::new(len, 1), (1, 1));
+            (adam, sgd, squared_norm(&threads, noise(len, 6).as_slice().into()).to_bits())
+        })
+        .into();
+    assert!(runs[0] == runs[1] && runs[1] == runs[2]);
+}
+
+/// The formulas, against the same ones in f64 over twenty steps.
+#[test]
+fn adam_agrees_with_f64() {
+    let len = 77;
+    for adam in adams() {
+        let start = noise(len, 2);
+        let (mut p, mut m, mut v, mut x) = (start.clone(), vec![0.0; len], vec![0.0; len], vec![0.0; len]);
+        let mut reference: Vec<[f64; 4]> = start.iter().map(|&p| [f64::from(p), 0.0, 0.0, 0.0]).collect();
+        for t in 1..=20 {
+            let grad = noise(len, 100 + t);
+            let slabs = AdamSlabs {
+                grad: grad.as_slice().into(),
+                master: &mut p,
+                exp_avg: &mut m,
+                exp_avg_sq: &mut v,
+                max_exp_avg_sq: adam.amsgrad.then_some(x.as_mut_slice()),
+                working: None,
+            };
+            adam.step(&one_thread(), t, 0.5, slabs).unwrap();
+            for (state, &g) in reference.iter_mut().zip(&grad) {
+                adam_f64(&adam, t as i32, state, f64::from(g) * 0.5);
+            }
+        }
+        for (i, [want, ..]) in reference.iter().enumerate() {
+            let diff = (f64::from(p[i]) - want).abs();
+            assert!(diff <= 3e-6 * want.abs().max(0.1), "element {i}: {} and {want}, {adam:?}", p[i]);
+        }
+    }
+}
+
+fn adam_f64(adam: &AdamW, t: i32, [p, m, v, x]: &mut [f64; 4], grad: f64) {
+    let mut g = if adam.maximize { -grad } else { grad };
+    match adam.decay {
+        WeightDecay::Decoupled => *p *= 1.0 - adam.lr * adam.weight_decay,
+        WeightDecay::Gradient => g += adam.weight_decay * *p,
+    }
+    *m = adam.beta1 * *m + (1.0 - adam.beta1) * g;
+    *v = adam.beta2 * *v + (1.0 - adam.beta2) * g * g;
+    *x = x.max(*v);
+    let second = if adam.amsgrad { *x } else { *v };
+    let denominator = second.sqrt() / (1.0 - adam.beta2.powi(t)).sqrt() + adam.eps;
+    *p -= adam.lr / (1.0 - adam.beta1.powi(t)) * *m / denominator;
+}
+
+/// All f32 around every bf16 and every f16, rounded as the `half` crate rounds.
+#[test]
+fn rounding_is_to_nearest_even() {
+    let threads = one_thread();
+    let halves = (0..=u16::MAX).flat_map(|high| {
+        let around_bf16 = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| u32::from(high) << 16 | low);
+        let exact = f16::from_bits(high).to_f32_const().to_bits();
+        let around_f16 = [0, 0xfff, 0x1000, 0x1001].map(|low| exact.wrapping_add(low));
+        around_bf16.into_iter().chain(around_f16)
+    });
+    let values: Vec<f32> = halves.map(f32::from_bits).collect();
+    let (want_b, want_h) = (to_bf16(&values), to_f16(&values));
+    let (mut b, mut h) = (vec![bf16::ZERO; values.len()], vec![f16::ZERO; values.len()]);
+    let mut wide = vec![0.0; values.len()];
+    for isa in Isa::available() {
+        cast_with(isa, &threads, values.as_slice().into(), b.as_mut_slice().into()).unwrap();
+        cast_with(isa, &threads, values.as_slice().into(), h.as_mut_slice().into()).unwrap();
+        let differ = (0..values.len())
+            .find(|&i| b[i].to_bits() != want_b[i].to_bits() || h[i].to_bits() != want_h[i].to_bits());
+        assert!(differ.is_none(), "{isa:?}: {:08x}", values[differ.unwrap_or(0)].to_bits());
+        cast_with(isa, &threads, h.as_slice().into(), wide.as_mut_slice().into()).unwrap();
+        let want: Vec<f32> = h.iter().map(|x| x.to_f32_const()).collect();
+        assert!(bits(&wide) == bits(&want), "{isa:?}: f16 to f32");
+        cast_with(isa, &threads, b.as_slice().into(), wide.as_mut_slice().into()).unwrap();
+        let want: Vec<f32> = b.iter().map(|x| x.to_f32()).collect();
+        assert!(bits(&wide) == bits(&want), "{isa:?}: bf16 to f32");
+    }
+}
+
+/// The passes over gradients: same bits on every instruction set, and the right numbers.
+#[test]
+fn gradient_passes_agree_on_every_isa() {
+    let threads = one_thread();
+    for (isa, len, kind) in Isa::available()
+        .flat_map(|isa| LENGTHS.into_iter().flat_map(move |len| (0..3).map(move |kind| (isa, len, kind))))
+    {
+        let run = |isa| {
+            let mut case = Case::new(len, len % 3);
+            let start = case.offset;
+            case.grad = {
+                let grad = noise(len + start, 8);
+                (grad.clone(), to_bf16(&grad), to_f16(&grad))
+            };
+            let norm = squared_norm_with(isa, &threads, case.grad(kind));
+            let mut acc = case.state[0][start..].to_vec();
+            accumulate_with(isa, &threads, case.grad(kind), &mut acc).unwrap();
+            let src = case.grad.0.clone();
+            let dst = working_of(&mut case.working, kind, start).unwrap();
+            cast_with(isa, &threads, src[start..].into(), dst).unwrap();
+            scale_with(isa, &threads, working_of(&mut case.working, kind, start).unwrap(), 0.3);
+            assert!(all_finite_with(isa, &threads, case.grad(kind)));
+            (norm.to_bits(), bits(&acc), case.written())
+        };
+        assert!(run(isa) == run(Isa::Portable), "{isa:?}, {len} elements, type {kind}");
+    }
+}
+
+/// A sum in f64 is exact to the eye, and cannot overflow where f32 would.
+#[test]
+fn squared_norm_is_accurate() {
+    let threads = one_thread();
+    let values = noise(CHUNK + 321, 9);
+    let want: f64 = values.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+    let norm = squared_norm(&threads, values.as_slice().into());
+    assert!((norm - want).abs() <= 1e-13 * want, "{norm} and {want}");
+    assert_eq!(squared_norm(&threads, [1e30f32, 1e30].as_slice().into()), 2.0 * f64::from(1e30f32).powi(2));
+    assert_eq!(squared_norm(&threads, Floats::F32(&[])), 0.0);
+}
+
+/// One bad element anywhere is found.
+#[test]
+fn all_finite_finds_each_bad_element() {
+    let threads = one_thread();
+    for isa in Isa::available() {
+        for at in [0, 15, 16, 99, 100] {
+            for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+                let mut values = vec![3e38; 101];
+                assert!(all_finite_with(isa, &threads, values.as_slice().into()));
+                values[at] = bad;
+                assert!(!all_finite_with(isa, &threads, values.as_slice().into()), "{isa:?}: {bad} at {at}");
+                assert!(!all_finite_with(isa, &threads, to_f16(&values).as_slice().into()));
+                assert!(!all_finite_with(isa, &threads, to_bf16(&values).as_slice().into()));
+            }
+        }
+    }
+}
+
+/// Long gradients are shortened, short ones left alone, and a NaN is not hidden.
+#[test]
+fn clip_factor_bounds_the_norm() {
+    assert_eq!(clip_factor(0.25, 1.0), 1.0);
+    assert!((clip_factor(16.0, 1.0) - 0.25).abs() < 1e-6);
+    assert_eq!(clip_factor(f64::INFINITY, 1.0), 0.0);
+    assert!(clip_factor(f64::NAN, 1.0).is_nan());
+}
+
+/// Refusals say what is wrong and leave the slabs alone.
+#[test]
+fn wrong_arguments_are_refused() {
+    let refuse = |adam: AdamW, t, lens: [usize; 3], largest: bool, words: &str| {
+        let [mut p, mut m, mut x] = lens.map(|len| vec![0.5; len]);
+        let mut v = vec![0.5; 4];
+        let slabs = AdamSlabs {
+            grad: [1.0; 4].as_slice().into(),
+            master: &mut p,
+            exp_avg: &mut m,
+            exp_avg_sq: &mut v,
+            max_exp_avg_sq: largest.then_some(x.as_mut_slice()),
+            working: None,
+        };
+        let error = adam.step(&one_thread(), t, 1.0, slabs).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+        assert!(p.iter().chain(&m).chain(&v).all(|&x| x == 0.5));
+    };
+    let adam = AdamW::default();
+    let ams = AdamW { amsgrad: true, ..adam };
+    refuse(adam, 0, [4, 4, 4], false, "step 0");
+    refuse(adam, 1, [5, 4, 4], false, "gradient slab has 4 elements");
+    refuse(adam, 1, [4, 3, 4], false, "first moment slab has 3 elements");
+    refuse(adam, 1, [4, 4, 4], true, "amsgrad only");
+    refuse(ams, 1, [4, 4, 4], false, "amsgrad needs");
+    refuse(ams, 1, [4, 4, 5], true, "largest second moment slab has 5");
+    refuse(AdamW { lr: f64::NAN, ..adam }, 1, [4, 4, 4], false, "lr is NaN");
+    refuse(AdamW { beta2: 1.0, ..adam }, 1, [4, 4, 4], false, "beta2 is 1");
+    refuse(AdamW { eps: -1.0, ..adam }, 1, [4, 4, 4], false, "eps is -1");
+
+    let refuse = |sgd: Sgd, momentum: Option<&mut [f32]>, words: &str| {
+        let slabs =
+            SgdSlabs { grad: [1.0; 4].as_slice().into(), master: &mut [0.5; 4], momentum, working: None };
+        let error = sgd.step(&one_thread(), 1, 1.0, slabs).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    };
+    let sgd = Sgd { momentum: 0.9, ..Sgd::default() };
+    refuse(sgd, None, "momentum needs a slab");
+    refuse(sgd, Some(&mut [0.0; 3]), "momentum slab has 3 elements");
+    refuse(Sgd::default(), Some(&mut [0.0; 4]), "no use");
+    refuse(Sgd { nesterov: true, ..Sgd::default() }, None, "nesterov needs momentum");
+    assert!(accumulate(&one_thread(), [1.0f32; 2].as_slice().into(), &mut [0.0; 3]).is_err());
+}

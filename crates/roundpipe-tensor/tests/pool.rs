@@ -1,0 +1,64 @@
+//! The sub-allocator: blocks never overlap, holes merge, the same requests give the same addresses.
+
+use proptest::prelude::*;
+use roundpipe_tensor::device::Device;
+use roundpipe_tensor::pool::{ALIGN, Block, Pool};
+use roundpipe_tensor::{Bytes, DeviceKind, Meta};
+
+const CAP: u64 = 64 * ALIGN;
+
+/// Takes (size > 0) or gives back (index) at random; returns the addresses of all blocks taken.
+fn play(moves: &[(u16, u16)]) -> (Vec<Option<u64>>, u64, u64) {
+    let device = Meta::like(DeviceKind::Cpu);
+    let arena = device.reserve(Bytes(CAP)).unwrap();
+    let base = arena.base();
+    let pool = Pool::new(device, arena);
+    let mut live: Vec<(Block, u64)> = Vec::new();
+    let mut addresses = Vec::new();
+    for &(kind, amount) in moves {
+        if kind % 3 == 0 && !live.is_empty() {
+            live.swap_remove(amount as usize % live.len());
+            continue;
+        }
+        let bytes = u64::from(amount) % (12 * ALIGN);
+        let block = pool.alloc("test", bytes).ok();
+        addresses.push(block.as_ref().map(|b| b.addr() - base));
+        live.extend(block.map(|b| (b, bytes)));
+        check(&live, base, pool.usage().used.0);
+    }
+    drop(live);
+    assert_eq!(pool.usage().used, Bytes(0));
+    // Everything was given back and merged: one block of the whole arena fits again.
+    drop(pool.alloc("test", CAP).unwrap());
+    (addresses, pool.usage().high_water.0, pool.usage().peak_used.0)
+}
+
+fn check(live: &[(Block, u64)], base: u64, used: u64) {
+    let mut spans: Vec<(u64, u64)> =
+        live.iter().filter(|(b, _)| b.bytes() > 0).map(|(b, _)| (b.addr(), b.addr() + b.bytes())).collect();
+    spans.sort_unstable();
+    assert!(spans.windows(2).all(|w| w[0].1 <= w[1].0), "blocks overlap: {spans:?}");
+    assert!(spans.iter().all(|s| s.0 >= base && s.1 <= base + CAP && s.0 % ALIGN == 0));
+    assert!(live.iter().all(|(b, asked)| b.bytes() >= *asked));
+    assert_eq!(spans.iter().map(|s| s.1 - s.0).sum::<u64>(), used);
+}
+
+proptest! {
+    #[test]
+    fn any_sequence_keeps_the_invariants_and_repeats(moves in prop::collection::vec(any::<(u16, u16)>(), 0..200)) {
+        prop_assert_eq!(play(&moves), play(&moves));
+    }
+}
+
+/// An impossible request says who asked, for how much, and what there is; the pool goes on working.
+#[test]
+fn running_out_is_an_error_value() {
+    let device = Meta::like(DeviceKind::Cpu);
+    let pool = Pool::new(device.clone(), device.reserve(Bytes(CAP)).unwrap());
+    let half = pool.alloc("first", CAP / 2).unwrap();
+    let text = pool.alloc("attention", CAP).unwrap_err().to_string();
+    assert!(text.contains("attention") && text.contains("16.0 KiB") && text.contains("8.0 KiB"), "{text}");
+    assert!(pool.alloc("huge", u64::MAX).is_err(), "no overflow");
+    drop(half);
+    assert!(pool.alloc("again", CAP).is_ok());
+}

@@ -1,0 +1,184 @@
+//! The tape: what it adds up, what it skips, what it frees, and what it refuses.
+
+use std::sync::Arc;
+
+use roundpipe_tensor::{Bytes, Cpu, CustomOp, Cx, DType, Error, Param, Result, Tensor, Worker, bf16};
+
+fn worker() -> Worker {
+    Worker::new(Cpu::new(Some(1)).unwrap(), Bytes::mib(256)).unwrap()
+}
+
+#[test]
+fn a_value_used_many_times_gets_the_sum_of_its_gradients() {
+    let worker = worker();
+    let mut cx = Cx::train(&worker);
+    let x = cx.tensor(&[3.0f32], &[1]).unwrap();
+    let x = cx.input(&x).unwrap();
+    // y = x + x + x·x, and dy reaches both operands of the first sum through one tensor.
+    let twice = cx.add(&x, &x).unwrap();
+    let square = cx.mul(&x, &x).unwrap();
+    let y = cx.add(&twice, &square).unwrap();
+    let grads = cx.backward(&y).unwrap();
+    assert_eq!(grads.of(&x).unwrap().to_vec::<f32>().unwrap(), [8.0]);
+}
+
+/// A chain this long must neither overflow the stack nor grow memory with its length in backward.
+#[test]
+fn twenty_thousand_operations_walk_back_iteratively() {
+    let worker = worker();
+    let mut cx = Cx::train(&worker);
+    let x = cx.tensor(&[1.0f32], &[1]).unwrap();
+    let leaf = cx.input(&x).unwrap();
+    let mut y = leaf.clone();
+    for _ in 0..20_000 {
+        y = cx.add(&y, &leaf).unwrap();
+    }
+    assert_eq!(cx.recorded(), 20_000);
+    let grads = cx.backward(&y).unwrap();
+    assert_eq!(grads.of(&leaf).unwrap().to_vec::<f32>().unwrap(), [20_001.0]);
+}
+
+/// Gradients of bf16 parameters add up in f32 over microbatches, in the accumulator that was bound.
+#[test]
+fn bound_accumulators_collect_microbatches_in_f32() {
+    let worker = worker();
+    let weight = Param::from_slice(&[bf16::from_f32(1.0); 4], &[2, 2]).unwrap();
+    let into = worker.full(DType::F32, *weight.shape(), 0.0).unwrap();
+    for _ in 0..300 {
+        let mut cx = Cx::train(&worker);
+        let tensor = cx.get(&weight).unwrap().detach();
+        cx.bind(&weight, tensor, Some(into.clone())).unwrap();
+        let x = cx.full(DType::BF16, &[1, 2], 1.0).unwrap();
+        let w = cx.get(&weight).unwrap();
+        let y = cx.linear(&x, &w, None).unwrap();
+        let loss = cx.sum_all(&y).unwrap();
+        cx.backward(&loss).unwrap();
+    }
+    // In bf16 the sum would stop growing at 256.
+    assert_eq!(into.to_vec::<f32>().unwrap(), [300.0; 4]);
+}
+
+#[test]
+fn frozen_parameters_get_no_gradient_and_keep_no_activations() {
+    let worker = worker();
+    let weight = Param::full(DType::F32, &[64, 64], 0.5).unwrap();
+    let kept = |trainable: bool| {
+        weight.set_trainable(trainable);
+        let mut cx = Cx::train(&worker);
+        let constant = cx.full(DType::F32, &[512, 64], 1.0).unwrap();
+        let x = cx.input(&constant).unwrap();
+        let w = cx.get(&weight).unwrap();
+        let y = cx.linear(&x, &w, None).unwrap();
+        drop((constant, x));
+        let used = worker.usage().used;
+        let loss = cx.sum_all(&y).unwrap();
+        let grads = cx.backward(&loss).unwrap();
+        assert_eq!(grads.param(&weight).is_some(), trainable);
+        used
+    };
+    let (trained, frozen) = (kept(true), kept(false));
+    assert_eq!(trained.0 - frozen.0, 512 * 64 * 4, "the input is kept only for the weight's gradient");
+}
+
+/// All memory comes back once results are dropped, whether or not backward ran.
+#[test]
+fn nothing_leaks() {
+    let worker = worker();
+    for walk in [true, false] {
+        let mut cx = Cx::train(&worker);
+        let x = cx.full(DType::F32, &[100, 100], 1.0).unwrap();
+        let x = cx.input(&x).unwrap();
+        let y = cx.mul(&x, &x).unwrap();
+        let loss = cx.sum_all(&y).unwrap();
+        if walk {
+            drop(cx.backward(&loss).unwrap());
+        }
+        drop((cx, x, y, loss));
+        assert_eq!(worker.usage().used, Bytes(0), "walked back: {walk}");
+    }
+}
+
+/// x³ with a backward of its own.
+struct Cube;
+
+impl CustomOp for Cube {
+    fn name(&self) -> &'static str {
+        "cube"
+    }
+
+    fn forward(&self, cx: &mut Cx, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+        let square = cx.mul(&inputs[0], &inputs[0])?;
+        Ok(vec![cx.mul(&square, &inputs[0])?])
+    }
+
+    fn backward(
+        &self,
+        cx: &mut Cx,
+        inputs: &[Tensor],
+        _: &[Tensor],
+        grads: &[Option<Tensor>],
+    ) -> Result<Vec<Option<Tensor>>> {
+        let Some(dy) = &grads[0] else { return Ok(vec![None]) };
+        let three = cx.full(inputs[0].dtype(), &[1], 3.0)?;
+        let square = cx.mul(&inputs[0], &inputs[0])?;
+        let slope = cx.mul(&square, &three)?;
+        Ok(vec![Some(cx.mul(&slope, dy)?)])
+    }
+}
+
+#[test]
+fn a_users_operation_runs_with_its_own_backward() {
+    let worker = worker();
+    let mut cx = Cx::train(&worker);
+    let x = cx.tensor(&[2.0f32, -1.0], &[2]).unwrap();
+    let x = cx.input(&x).unwrap();
+    let y = cx.custom(Arc::new(Cube), &[&x]).unwrap().remove(0);
+    let loss = cx.sum_all(&y).unwrap();
+    let grads = cx.backward(&loss).unwrap();
+    assert_eq!(y.to_vec::<f32>().unwrap(), [8.0, -1.0]);
+    assert_eq!(grads.of(&x).unwrap().to_vec::<f32>().unwrap(), [12.0, 3.0]);
+}
+
+/// Mistakes that a program can make come back as errors that name the operation, never as panics.
+#[test]
+fn misuse_is_an_error_that_names_the_place() {
+    let (here, there) = (worker(), worker());
+    let mut cx = Cx::train(&here);
+    let a = cx.zeros(DType::F32, &[2, 3]).unwrap();
+    let b = cx.zeros(DType::F32, &[4]).unwrap();
+    let text = |e: Error| e.to_string();
+    assert!(text(cx.backward(&a).unwrap_err()).contains("6 elements"));
+    let scalar = cx.zeros(DType::F32, &[]).unwrap();
+    assert!(text(cx.backward(&scalar).unwrap_err()).contains("no output depends"));
+    assert!(text(Cx::infer(&here).backward(&scalar).unwrap_err()).contains("Cx::train"));
+    let shapes = text(cx.add(&a, &b).unwrap_err());
+    assert!(shapes.contains("add") && shapes.contains("[2, 3]") && shapes.contains("[4]"), "{shapes}");
+    let ints = cx.zeros(DType::I64, &[3]).unwrap();
+    let types = text(cx.mul(&a, &ints).unwrap_err());
+    assert!(types.contains("mul") && types.contains("f32") && types.contains("i64"), "{types}");
+    assert!(matches!(cx.input(&ints), Err(Error::DType { .. })));
+    // A tensor of another worker, and one of another tape.
+    let far = Cx::infer(&there).zeros(DType::F32, &[2, 3]).unwrap();
+    assert!(text(cx.add(&a, &far).unwrap_err()).contains("another worker"));
+    let recorded = cx.input(&a).unwrap();
+    let mut other = Cx::train(&here);
+    let ours = other.input(&a).unwrap();
+    assert!(text(other.add(&ours, &recorded).unwrap_err()).contains("another tape"));
+    assert!(cx.zeros(DType::F32, &[usize::MAX, 4]).is_err(), "refused before anything is allocated");
+    assert!(cx.tensor(&[1.0f32; 3], &[2]).is_err());
+}
+
+/// A parameter that a pass still reads cannot be written; afterwards it can.
+#[test]
+fn parameters_in_use_cannot_be_written() {
+    let worker = worker();
+    let weight = Param::full(DType::F32, &[2], 1.0).unwrap();
+    let mut cx = Cx::train(&worker);
+    let w = cx.get(&weight).unwrap();
+    let loss = cx.sum_all(&w).unwrap();
+    assert!(matches!(weight.data().write(0..8), Err(Error::Busy { .. })));
+    drop(w);
+    let grads = cx.backward(&loss).unwrap();
+    assert!(weight.data().write(0..8).is_ok(), "gradients alone do not hold the weights");
+    assert_eq!(grads.param(&weight).unwrap().to_vec::<f32>().unwrap(), [1.0, 1.0]);
+}
