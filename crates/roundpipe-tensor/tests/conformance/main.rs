@@ -9,6 +9,7 @@ mod golden;
 mod image;
 mod index;
 mod loss;
+mod moe;
 mod random;
 mod reduce;
 mod views;
