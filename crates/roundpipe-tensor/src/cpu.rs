@@ -198,6 +198,7 @@ pub(crate) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>
         Kernel::Conv2d(_) | Kernel::Conv2dGradInput(_) | Kernel::Conv2dGradFilter { .. } => {
             image::scratch(kernel, src, dst)
         }
+        Kernel::AttentionGrad(_) => attention::scratch(kernel, src, dst),
         Kernel::Reduce { .. } => reduce::scratch(kernel, src, dst),
         Kernel::RmsNorm { .. }
         | Kernel::RmsNormGrad { .. }

@@ -18,6 +18,7 @@ mod reduce;
 mod rope;
 mod shape;
 
+pub use attention::Attention;
 pub use loss::{CrossEntropy, Reduction};
 pub use moe::{Experts, MoeOptions, RouteWeights, Routing};
 pub use norm::BatchNorm;

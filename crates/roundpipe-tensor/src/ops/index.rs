@@ -3,8 +3,7 @@
 //! Indices are i64, i32 or u32 and count from 0; one outside its dimension is refused before anything is
 //! written. Gradients that add up at one place do so in the accumulator type, in the order of the indices.
 
-use super::arith::raw_binary;
-use super::reduce::compare;
+use super::arith::{raw_binary, raw_compare};
 use crate::cx::{Cx, same_dtype};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -196,7 +195,7 @@ fn add_into(bx: &mut Back<'_>, i: usize, kernel: &Kernel, dy: &Tensor, index: &T
 /// The rows of `dy` [n, c], 0 where the index is `padding`.
 fn without(worker: &Worker, op: &'static str, dy: &Tensor, index: &Tensor, padding: usize) -> Result<Tensor> {
     let padding = worker.full(index.dtype(), Shape::default(), padding as f64)?;
-    let real = compare(worker, op, Compare::Ne, index, &padding)?;
+    let real = raw_compare(worker, op, Compare::Ne, index, &padding)?;
     let real = worker.cast(&real, dy.dtype())?;
     let column = real.relaid(Layout::contiguous(Shape::new(&[index.numel(), 1])?));
     raw_binary(worker, op, Binary::Mul, dy, &column)

@@ -5,12 +5,11 @@
 //! holds the logits of all tokens: forward and backward work through chunks of tokens, and between them only
 //! one number per token is kept.
 
-//mod simple;
+mod simple;
 
-use super::arith::raw_binary;
+use super::arith::{raw_binary, raw_compare};
 use super::index::check_index;
 use super::product::{multiply_into, turned};
-use super::reduce::compare;
 use crate::cx::{Cx, float, same_dtype};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -183,7 +182,7 @@ impl Target {
     /// 1 for each label that counts, else 0, and how many count, at least 1; on the device.
     fn used(&self, worker: &Worker, op: &'static str, dtype: DType) -> Result<(Tensor, Tensor)> {
         let ignore = worker.full(DType::I64, Shape::default(), self.options.ignore_index as f64)?;
-        let used = compare(worker, op, Compare::Ne, &self.labels, &ignore)?;
+        let used = raw_compare(worker, op, Compare::Ne, &self.labels, &ignore)?;
         let used = worker.cast(&used, dtype)?;
         let count = worker.sum_to(&used, Shape::default())?;
         let one = worker.full(dtype, Shape::default(), 1.0)?;

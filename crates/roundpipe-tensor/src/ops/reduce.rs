@@ -3,7 +3,7 @@
 //! Where an operation takes several dimensions, none given means all. Statistics of 16-bit floats are
 //! computed in f32 and rounded once.
 
-use super::arith::{raw_binary, raw_unary};
+use super::arith::{raw_binary, raw_compare, raw_select, raw_unary};
 use crate::cx::{Cx, float};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -158,14 +158,14 @@ impl Cx {
         self.record_one(op, &[x], fold.shown(&y), move |bx| {
             let dy = fold.held(&bx.dy()?);
             let worker = bx.worker();
-            let equal = compare(worker, op, Compare::Eq, &source, &best)?;
+            let equal = raw_compare(worker, op, Compare::Eq, &source, &best)?;
             let hits = worker.cast(&equal, dy.dtype().accumulator())?;
             let ties = fold.run(worker, op, Reduce::Sum, &hits, hits.dtype())?;
             drop(hits);
             let share = raw_binary(worker, op, Binary::Div, &worker.cast(&dy, ties.dtype())?, &ties)?;
             let share = worker.cast(&share, dy.dtype())?;
             let zero = worker.full(dy.dtype(), Shape::default(), 0.0)?;
-            let dx = select(worker, op, &equal, &share, &zero)?;
+            let dx = raw_select(worker, op, &equal, &share, &zero)?;
             bx.give(0, dx)
         })
     }
@@ -451,38 +451,6 @@ fn running(worker: &Worker, x: &Tensor, dim: usize, reverse: bool) -> Result<Ten
     Ok(y)
 }
 
-/// A comparison with broadcasting, unrecorded.
-pub(super) fn compare(
-    worker: &Worker,
-    op: &'static str,
-    kind: Compare,
-    a: &Tensor,
-    b: &Tensor,
-) -> Result<Tensor> {
-    let shape = a.shape().broadcast(b.shape(), op)?;
-    let left = a.relaid(a.layout().broadcast_to(shape, op)?);
-    let right = b.relaid(b.layout().broadcast_to(shape, op)?);
-    let out = worker.alloc(op, DType::Bool, shape)?;
-    worker.launch(&Kernel::Compare(kind), &[Some(&left), Some(&right)], &[Some(&out)])?;
-    Ok(out)
-}
-
-/// `a` where `cond` holds, else `b`, both stretched to `cond`'s shape; unrecorded.
-pub(super) fn select(
-    worker: &Worker,
-    op: &'static str,
-    cond: &Tensor,
-    a: &Tensor,
-    b: &Tensor,
-) -> Result<Tensor> {
-    let shape = *cond.shape();
-    let left = a.relaid(a.layout().broadcast_to(shape, op)?);
-    let right = b.relaid(b.layout().broadcast_to(shape, op)?);
-    let out = worker.alloc(op, a.dtype(), shape)?;
-    worker.launch(&Kernel::Select, &[Some(cond), Some(&left), Some(&right)], &[Some(&out)])?;
-    Ok(out)
-}
-
 /// x / by, where `by` may be 0.
 fn divide(worker: &Worker, op: &'static str, x: &Tensor, by: f64) -> Result<Tensor> {
     let by = worker.full(x.dtype(), Shape::default(), by)?;
@@ -527,19 +495,19 @@ fn prod_grad(worker: &Worker, fold: &Fold, x: &Tensor, dy: &Tensor) -> Result<Te
     let constant = |value: f64| worker.full(acc, Shape::default(), value);
     let (zero, one) = (constant(0.0)?, constant(1.0)?);
     let (wide, dy) = (worker.cast(x, acc)?, worker.cast(dy, acc)?);
-    let is_zero = compare(worker, OP, Compare::Eq, &wide, &zero)?;
+    let is_zero = raw_compare(worker, OP, Compare::Eq, &wide, &zero)?;
     let zeros = fold.run(worker, OP, Reduce::Sum, &worker.cast(&is_zero, acc)?, acc)?;
-    let safe = select(worker, OP, &is_zero, &one, &wide)?;
+    let safe = raw_select(worker, OP, &is_zero, &one, &wide)?;
     let rest = fold.run(worker, OP, Reduce::Prod, &safe, acc)?;
     let slope = raw_binary(worker, OP, Binary::Mul, &dy, &rest)?;
     let when = |count: &Tensor| {
-        let hit = compare(worker, OP, Compare::Eq, &zeros, count)?;
-        select(worker, OP, &hit, &slope, &zero)
+        let hit = raw_compare(worker, OP, Compare::Eq, &zeros, count)?;
+        raw_select(worker, OP, &hit, &slope, &zero)
     };
     let (alone, whole) = (when(&one)?, when(&zero)?);
     let others = raw_binary(worker, OP, Binary::Div, &whole, &safe)?;
     drop(safe);
-    let dx = select(worker, OP, &is_zero, &alone, &others)?;
+    let dx = raw_select(worker, OP, &is_zero, &alone, &others)?;
     drop(others);
     worker.cast(&dx, x.dtype())
 }

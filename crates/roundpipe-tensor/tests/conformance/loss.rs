@@ -179,3 +179,58 @@ fn golden_linear_cross_entropy() {
         }
     }
 }
+
+#[test]
+fn losses_of_two_tensors() {
+    for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
+        for lie in [Lie::Dense, Lie::Transposed, Lie::CutOut] {
+            // Differences of odd sixty-fourths meet no kink of the absolute value or of the bend at 1.
+            let target = randn(12, &[4, 5]).map(|v| v + 1.0 / 64.0).lying(lie);
+            let pair = [randn(13, &[4, 5]).lying(lie), target];
+            check(&format!("{reduction:?} {lie:?}"), &pair, |cx, x| {
+                Ok(vec![
+                    cx.mse_loss(&x[0], &x[1], reduction)?,
+                    cx.l1_loss(&x[0], &x[1], reduction)?,
+                    cx.huber_loss(&x[0], &x[1], 1.0, reduction)?,
+                    cx.smooth_l1_loss(&x[0], &x[1], 0.5, reduction)?,
+                ])
+            });
+        }
+        let share = randn(14, &[3, 4]).map(|v| (v + 2.0) / 4.0);
+        check(&format!("bce {reduction:?}"), &[randn(15, &[3, 4]), share.clone()], |cx, x| {
+            Ok(vec![cx.binary_cross_entropy_with_logits(&x[0], &x[1], reduction)?])
+        });
+        check(&format!("kl {reduction:?}"), &[randn(16, &[3, 4]), share.map(|v| v + 0.1)], |cx, x| {
+            let log = cx.log_softmax(&x[0], -1)?;
+            Ok(vec![cx.kl_div(&log, &x[1], reduction)?])
+        });
+    }
+}
+
+/// A target of 0 adds nothing to the divergence, although its logarithm is infinite.
+#[test]
+fn divergence_from_certainty() {
+    let mut cx = Cx::infer(&worker(1));
+    let target = cx.tensor(&[0.0f32, 1.0], &[2]).unwrap();
+    let log = cx.tensor(&[-3.0f32, -0.5], &[2]).unwrap();
+    assert_eq!(cx.kl_div(&log, &target, Reduction::Sum).unwrap().item().unwrap(), 0.5);
+}
+
+/// The logarithm of a softmax followed by `nll_loss` is the cross entropy.
+#[test]
+fn nll_loss_is_cross_entropy_in_two_steps() {
+    for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
+        let options = CrossEntropy { reduction, ..CrossEntropy::default() };
+        check(&format!("nll {reduction:?}"), &[randn(17, &[2, 3, 7]), labels(&[2, 3])], |cx, x| {
+            let log = cx.log_softmax(&x[0], -1)?;
+            let two = cx.nll_loss(&log, &x[1], options)?;
+            let one = cx.cross_entropy(&x[0], &x[1], options)?;
+            let one = cx.cast(&one, two.dtype())?;
+            Ok(vec![two.clone(), cx.sub(&one, &two)?])
+        });
+    }
+    let mut cx = Cx::infer(&worker(1));
+    let log = cx.full(DType::F32, &[2, 3], f64::NEG_INFINITY).unwrap();
+    let none = cx.full(DType::I64, &[2], -100.0).unwrap();
+    assert_eq!(cx.nll_loss(&log, &none, CrossEntropy::default()).unwrap().item().unwrap(), 0.0);
+}

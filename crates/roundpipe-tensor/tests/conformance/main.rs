@@ -4,12 +4,15 @@
 //! operations.
 
 mod arith;
+mod attention;
 mod bed;
 mod golden;
 mod image;
 mod index;
 mod loss;
 mod moe;
+mod norm;
 mod random;
 mod reduce;
+mod rope;
 mod views;

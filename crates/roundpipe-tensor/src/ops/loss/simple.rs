@@ -35,7 +35,7 @@ impl Cx {
         // A probability of 0 at an unused class must not turn into NaN, so it is cut off, not multiplied.
         let zero = self.zeros(log_probs.dtype(), &[])?;
         let truth = self.worker().cast(&used, DType::Bool)?;
-        let picked = self.where_(&truth, &picked, &zero)?;
+        let picked = self.where_cond(&truth, &picked, &zero)?;
         let losses = self.neg(&picked)?;
         match options.reduction {
             Reduction::None => {
