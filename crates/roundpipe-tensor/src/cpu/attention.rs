@@ -48,7 +48,9 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     // SAFETY: the caller's promise is passed on unchanged.
     unsafe {
         match call.kernel {
-            Kernel::Attention(spec) => for_float!(call, call.src(0).dtype, T => forward::run::<T>(call, *spec)),
+            Kernel::Attention(spec) => {
+                for_float!(call, call.src(0).dtype, T => forward::run::<T>(call, *spec))
+            }
             Kernel::AttentionGrad(spec) => {
                 for_float!(call, call.src(0).dtype, T => backward::run::<T>(call, *spec))
             }
@@ -238,11 +240,18 @@ impl Sight {
         start..end
     }
 
+    /// From the first to the last of the keys that some of `queries` see, those that lie in `keys`.
+    fn seen(&self, queries: &Range<usize>, keys: Range<usize>) -> Option<Range<usize>> {
+        let (first, last) = (self.keys_of(queries.start), self.keys_of(queries.end - 1));
+        let seen = first.start.max(keys.start)..last.end.min(keys.end);
+        (!seen.is_empty()).then_some(seen)
+    }
+
     /// The blocks of keys that some of `queries` see.
-    fn blocks(&self, queries: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+    fn blocks<'a>(&'a self, queries: &'a Range<usize>) -> impl Iterator<Item = Range<usize>> + 'a {
         let (start, end) = (self.keys_of(queries.start).start, self.keys_of(queries.end - 1).end);
         let first = start / KEYS * KEYS;
-        (first..end).step_by(KEYS).map(move |at| at.max(start)..end.min(at + KEYS))
+        (first..end).step_by(KEYS).filter_map(|at| self.seen(queries, at..at + KEYS))
     }
 
     /// Sets the scores `[keys, QUERIES]` of pairs that do not see each other to -inf.
@@ -251,7 +260,8 @@ impl Sight {
         if last.start <= keys.start && keys.end <= first.end {
             return;
         }
-        let place = |i: isize| i.saturating_sub(queries.start as isize).clamp(0, queries.len() as isize) as usize;
+        let place =
+            |i: isize| i.saturating_sub(queries.start as isize).clamp(0, queries.len() as isize) as usize;
         for (j, row) in keys.zip(scores.chunks_exact_mut(QUERIES)) {
             let seen = self.queries_of(j);
             row[..place(seen.start)].fill(T::NEG_INF);

@@ -4,18 +4,23 @@ use roundpipe_tensor::ops::Attention;
 use roundpipe_tensor::{Bytes, Cpu, Cx, DType, Result, Tensor, Worker, bf16};
 use safetensors::SafeTensors;
 
-use crate::bed::{self, Input, Lie, Strict, check, check_with, close, fixed, noise, randn, run, worker};
+use crate::bed::{self, Input, Lie, Strict, check, check_with, close, fixed, noise, run, values, worker};
 
 const FULL: Attention<'_> = Attention { scale: None, causal: false, window: None, sinks: None, lens: None };
 const CAUSAL: Attention<'_> = Attention { causal: true, ..FULL };
 
 /// Inputs q, k, v of these sizes, quiet enough that softmax does not saturate.
 fn qkv(batch: usize, sq: usize, sk: usize, heads: (usize, usize), d: usize, dv: usize) -> Vec<Input> {
+    let input = |seed, dims: [usize; 4]| values(&quiet(seed, dims.iter().product()), &dims);
     vec![
-        randn(1, &[batch, sq, heads.0, d]).map(|x| x / 2.0),
-        randn(2, &[batch, sk, heads.1, d]).map(|x| x / 2.0),
-        randn(3, &[batch, sk, heads.1, dv]),
+        input(1, [batch, sq, heads.0, d]),
+        input(2, [batch, sk, heads.1, d]),
+        input(3, [batch, sk, heads.1, dv]),
     ]
+}
+
+fn quiet(seed: u64, count: usize) -> Vec<f64> {
+    noise(seed, count).into_iter().map(|x| x / 2.0).collect()
 }
 
 /// Attention over the inputs q, k, v and, if there, sinks, then cumulative lengths.
@@ -36,7 +41,11 @@ fn variants() {
     check("scale", &qkv(1, 6, 6, (3, 1), 4, 4), attend(Attention { scale: Some(0.3), ..CAUSAL }));
     check("window", &qkv(1, 9, 9, (2, 1), 4, 5), attend(Attention { window: Some(3), ..CAUSAL }));
     check("window alone", &qkv(1, 9, 9, (2, 1), 4, 5), attend(Attention { window: Some(3), ..FULL }));
-    check("wide window", &qkv(1, 4, 4, (2, 1), 4, 5), attend(Attention { window: Some(usize::MAX), ..CAUSAL }));
+    check(
+        "wide window",
+        &qkv(1, 4, 4, (2, 1), 4, 5),
+        attend(Attention { window: Some(usize::MAX), ..CAUSAL }),
+    );
     check("causal end", &qkv(2, 3, 8, (2, 2), 5, 3), attend(CAUSAL));
 }
 
@@ -63,22 +72,21 @@ fn block_borders() {
                 let how = Attention { causal, window, ..FULL };
                 let name = format!("{sq} by {sk}, causal {causal}, window {window:?}");
                 let mut inputs = qkv(1, sq, sk, (2, 1), 5, 3);
-                inputs.push(randn(4, &[2]));
-                let naive = naive(&inputs, &how);
+                inputs.push(values(&quiet(4, 2), &[2]));
                 let strict = Strict { differences: causal && window == Some(40), ..Strict::default() };
                 check_with(&name, &inputs, strict, attend(how));
                 let have = run(&worker(2), &inputs, DType::F64, &attend(how), true).unwrap();
-                close(&name, &have.outputs, &[naive], 1e-13);
+                close(&name, &have.outputs, &[naive(sq, sk, &how)], 1e-13);
             }
         }
     }
 }
 
-/// softmax(q kᵀ) v with a sink, written as its definition; batch of 1, one key head.
-fn naive(inputs: &[Input], how: &Attention<'_>) -> Vec<f64> {
-    let [q, k, v, sinks] = [0, 1, 2, 3].map(|i| inputs[i].values());
-    let (sq, heads, d) = (inputs[0].dims()[1], inputs[0].dims()[2], inputs[0].dims()[3]);
-    let (sk, dv) = (inputs[2].dims()[1], inputs[2].dims()[3]);
+/// softmax(q kᵀ) v with a sink, written as its definition, for the inputs of [`block_borders`].
+fn naive(sq: usize, sk: usize, how: &Attention<'_>) -> Vec<f64> {
+    let (heads, d, dv) = (2, 5, 3);
+    let (q, k, v) = (quiet(1, sq * heads * d), quiet(2, sk * d), quiet(3, sk * dv));
+    let sinks = quiet(4, heads);
     let mut out = Vec::new();
     for (i, h) in (0..sq).flat_map(|i| (0..heads).map(move |h| (i, h))) {
         let at = i as isize + sk as isize - sq as isize;
@@ -111,7 +119,7 @@ fn strided_operands() {
 #[test]
 fn sinks() {
     let mut inputs = qkv(2, 7, 9, (4, 2), 4, 4);
-    inputs.push(randn(4, &[4]));
+    inputs.push(values(&quiet(4, 4), &[4]));
     check("sinks", &inputs, attend(CAUSAL));
     check("sinks, window", &inputs, attend(Attention { window: Some(2), ..CAUSAL }));
     inputs[0] = inputs[0].clone().constant();
@@ -148,7 +156,7 @@ fn lens(values: &[i64]) -> Input {
 #[test]
 fn packed_sequences() {
     let mut inputs = qkv(1, 10, 13, (4, 2), 4, 3);
-    inputs.push(randn(4, &[4]));
+    inputs.push(values(&quiet(4, 4), &[4]));
     inputs.extend([lens(&[0, 3, 3, 4, 10]), lens(&[0, 2, 5, 6, 13])]);
     check("packed", &inputs, attend(CAUSAL));
     check("packed, window", &inputs, attend(Attention { window: Some(2), ..CAUSAL }));
@@ -168,7 +176,12 @@ fn packing_and_batching_change_no_bits() {
     let (heads, d) = (2, 9);
     let sizes = [(1, 1), (70, 70), (64, 200), (130, 129)];
     let ends = |f: fn(&(usize, usize)) -> usize| -> Vec<i64> {
-        std::iter::once(0).chain(sizes.iter().scan(0, |at, s| { *at += f(s) as i64; Some(*at) })).collect()
+        std::iter::once(0)
+            .chain(sizes.iter().scan(0, |at, s| {
+                *at += f(s) as i64;
+                Some(*at)
+            }))
+            .collect()
     };
     let (lens_q, lens_k) = (ends(|s| s.0), ends(|s| s.1));
     let total = |lens: &[i64]| *lens.last().unwrap() as usize;
@@ -177,16 +190,17 @@ fn packing_and_batching_change_no_bits() {
         all.extend([lens(&lens_q), lens(&lens_k)]);
         let packed = run(&worker(2), &all, dtype, &forward_only, true).unwrap();
         for (i, (sq, sk)) in sizes.into_iter().enumerate() {
-            let part = |input: &Input, at: i64, rows: usize, copies: usize| {
+            let part = |seed: u64, lens: &[i64], rows: usize, copies: usize| {
                 let width = heads * d;
-                let one = &input.values()[at as usize * width..][..rows * width];
-                bed::values(&one.repeat(copies), &[copies, rows, heads, d])
+                let all = quiet(seed, total(lens) * width);
+                let one = &all[lens[i] as usize * width..][..rows * width];
+                values(&one.repeat(copies), &[copies, rows, heads, d])
             };
             for copies in [1, 3] {
                 let alone = [
-                    part(&all[0], lens_q[i], sq, copies),
-                    part(&all[1], lens_k[i], sk, copies),
-                    part(&all[2], lens_k[i], sk, copies),
+                    part(1, &lens_q, sq, copies),
+                    part(2, &lens_k, sk, copies),
+                    part(3, &lens_k, sk, copies),
                 ];
                 let out = run(&worker(1), &alone, dtype, &forward_only, true).unwrap();
                 let pairs = [(0, &lens_q, sq), (1, &lens_k, sk), (2, &lens_k, sk)];
@@ -301,11 +315,7 @@ fn golden() {
     }
 }
 
-fn golden_case(
-    case: &str,
-    how: Attention<'_>,
-    read: impl Fn(&str) -> Option<(Vec<f64>, Vec<usize>)>,
-) {
+fn golden_case(case: &str, how: Attention<'_>, read: impl Fn(&str) -> Option<(Vec<f64>, Vec<usize>)>) {
     let worker = worker(2);
     let mut cx = Cx::train(&worker);
     let mut place = |name: &str| {

@@ -59,7 +59,8 @@ pub(super) unsafe fn run<T: Value>(call: &Call<'_>, spec: AttentionSpec) -> Resu
 /// Operands and outputs exist; nobody else writes this unit's rows.
 unsafe fn attend<T: Value>(problem: &Problem<'_, T>, unit: &Unit, output: &Output) {
     let (d, dv) = (problem.q.width, problem.v.width);
-    let lens = [d * QUERIES, dv * QUERIES, KEYS * QUERIES, converted::<T>(KEYS * d), converted::<T>(KEYS * dv)];
+    let lens =
+        [d * QUERIES, dv * QUERIES, KEYS * QUERIES, converted::<T>(KEYS * d), converted::<T>(KEYS * dv)];
     with_buffers(lens, |[q, o, scores, k, v]| {
         // SAFETY: the caller's promise.
         let running = unsafe { blocks(problem, unit, q, o, scores, (k, v)) };

@@ -100,12 +100,7 @@ impl<T: Lane> Job for Scale<'_, T> {
 
 /// The backward step of a block: scores become weights 2^(score - lse), and the weights' gradients `grads`
 /// become those of the scores, weight · (gradient - delta).
-pub(super) fn weigh_back<T: Lane>(
-    scores: &mut [T],
-    grads: &mut [T],
-    lse: &PerQuery<T>,
-    delta: &PerQuery<T>,
-) {
+pub(super) fn weigh_back<T: Lane>(scores: &mut [T], grads: &mut [T], lse: &PerQuery<T>, delta: &PerQuery<T>) {
     level::run(WeighBack { scores, grads, lse, delta });
 }
 
