@@ -38,8 +38,10 @@ def verdict(label, ratio, goal):
 
 def matmul(ours, threads, rounds):
     best = {}
+    rivals = HERE / "rivals"
+    subprocess.run(["cargo", "build", "-q", "--release"], cwd=rivals, check=True)
     for _ in range(rounds):
-        for line in lines([ours, "matmul", threads]):
+        for line in lines([ours, "matmul", threads]) + lines([rivals / "target/release/rivals", threads]):
             key = (line["what"], line["size"])
             best[key] = max(best.get(key, 0), line["gflops"])
         for line in lines([sys.executable, HERE / "matmul_torch.py", "--threads", threads]):

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
+use roundpipe::lr::LrDecay;
 use roundpipe::optim::AdamW;
 use roundpipe::{Bytes, Cpu, Cx, DType, LrSchedule, Meta, Optimizer, Params, RngSite, Worker};
 use roundpipe_models::{Decoder, DecoderConfig, HARBOR, Sampler, Windows, continue_text};
@@ -59,7 +60,9 @@ impl DemoCmd {
         ensure!(self.steps > 0 && self.batch > 0, "--steps and --batch must be at least 1");
         ensure!(self.threads != Some(0), "--threads must be at least 1");
         let text = match &self.text {
-            Some(path) => std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?,
+            Some(path) => {
+                std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?
+            }
             None => HARBOR.to_owned(),
         };
         let config = DecoderConfig::tiny();
@@ -95,12 +98,19 @@ impl DemoCmd {
         Ok(worker.usage().high_water)
     }
 
-    fn train(&self, model: &Decoder, worker: &Worker, windows: &Windows, out: &mut impl Write) -> anyhow::Result<()> {
+    fn train(
+        &self,
+        model: &Decoder,
+        worker: &Worker,
+        windows: &Windows,
+        out: &mut impl Write,
+    ) -> anyhow::Result<()> {
         let rule = AdamW { weight_decay: 0.1, ..AdamW::default() };
         // Decay matrices only, as is usual.
         let decays = |_: &str, p: &roundpipe::Param| p.shape().rank() > 1;
         let mut optimizer = Optimizer::adamw(model.trainable_params(), rule)?.clip(1.0).decay_where(decays);
-        let schedule = LrSchedule::cosine(self.lr, (self.steps / 10).max(1), self.steps, 0.1)?;
+        let decay = LrDecay::Cosine { total_steps: self.steps, min_ratio: 0.1 };
+        let schedule = LrSchedule::new(self.lr, self.steps / 10, decay)?;
         let bar = bar(self.steps);
         let start = Instant::now();
         let tokens = self.batch * model.config.max_seq;
@@ -114,7 +124,7 @@ impl DemoCmd {
                 optimizer.add(grads)?;
                 Ok(())
             })?;
-            optimizer.step(schedule.at(index))?;
+            optimizer.step(schedule.at(index + 1))?;
             let rate = (index + 1) as f64 * tokens as f64 / start.elapsed().as_secs_f64();
             bar.set_message(format!("loss {loss:.3}  {rate:.0} tokens/s"));
             bar.inc(1);

@@ -9,9 +9,10 @@ use std::collections::BTreeMap;
 
 use roundpipe::kernel::RopeStyle;
 use roundpipe::nn::{Embedding, Init, Linear, RmsNorm};
-use roundpipe::ops::{Attention, CrossEntropy, rope_tables};
+use roundpipe::ops::{Attention, CrossEntropy, Rotary, rope_frequencies, rope_tables};
 use roundpipe::{
-    Cx, DType, Error, Layer, Module, Param, Params, Result, Sequential, Tensor, TensorError, TensorResult, Tree, Visit,
+    Cx, DType, Error, Layer, Module, Param, Params, Result, Sequential, Tensor, TensorError, TensorResult,
+    Tree, Visit,
 };
 
 /// Sizes and options of a decoder.
@@ -85,7 +86,10 @@ impl DecoderConfig {
             return Err(Error::config("kv_heads", what));
         }
         if !self.head_dim.is_multiple_of(2) {
-            return Err(Error::config("head_dim", format!("{} is odd; rotary pairs need an even one", self.head_dim)));
+            return Err(Error::config(
+                "head_dim",
+                format!("{} is odd; rotary pairs need an even one", self.head_dim),
+            ));
         }
         Ok(())
     }
@@ -109,13 +113,11 @@ impl Decoder {
     pub fn random(config: DecoderConfig, dtype: DType, seed: u64) -> Result<Self> {
         config.check()?;
         let mut init = Init::new(seed, dtype);
-        let (cos, sin) = rope_tables(config.max_seq, config.head_dim, config.rope_theta);
-        let table = |values: Vec<f64>| -> Result<Param> {
-            let dims = [config.max_seq, config.head_dim / 2];
-            let values: Vec<f32> = values.into_iter().map(|v| v as f32).collect();
-            Ok(Param::from_slice(&values, &dims)?.frozen())
-        };
-        let rope = Rope { cos: table(cos)?, sin: table(sin)? };
+        let frequencies = rope_frequencies(config.head_dim, config.rope_theta)?;
+        let (cos, sin) = rope_tables::<f32>(config.max_seq, &frequencies);
+        let dims = [config.max_seq, config.head_dim / 2];
+        let table = |values: &[f32]| Param::from_slice(values, &dims).map(Param::frozen);
+        let rope = Rope { cos: table(&cos)?, sin: table(&sin)? };
         let embed = Embed { tokens: Embedding::new(&mut init, config.vocab, config.hidden, 0.02)? };
         let tied = config.tied.then(|| embed.tokens.weight.clone());
         let mut layers = Sequential::new().named("embed", embed);
@@ -145,6 +147,12 @@ impl Decoder {
     /// What a layer reports.
     pub fn logits(&self, cx: &mut Cx, ids: &Tensor) -> Result<Tensor> {
         Ok(self.layers.forward(cx, flow([("ids", ids.clone())]))?.tensor()?)
+    }
+}
+
+impl Params for Decoder {
+    fn visit(&self, visit: &mut Visit<'_>) {
+        self.layers.visit(visit);
     }
 }
 
@@ -259,12 +267,13 @@ impl Block {
         let dims = [x.dims()[0], x.dims()[1], count, self.head_dim].map(|d| d as isize);
         let split = cx.reshape(&flat, &dims)?;
         let (cos, sin) = (cx.get(&self.rope.cos)?, cx.get(&self.rope.sin)?);
+        let rotary = Rotary { cos: &cos, sin: &sin, positions: None, style: RopeStyle::Half };
         match norm {
             Some(norm) => {
                 let weight = cx.get(&norm.weight)?;
-                cx.rope_norm(&split, &weight, &cos, &sin, None, RopeStyle::Half, norm.eps)
+                cx.rope_norm(&split, &weight, rotary, norm.eps)
             }
-            None => cx.rope(&split, &cos, &sin, None, RopeStyle::Half),
+            None => cx.rope(&split, rotary),
         }
     }
 
@@ -273,7 +282,8 @@ impl Block {
         let q = self.heads(cx, x, &self.q, self.heads, q_norm)?;
         let k = self.heads(cx, x, &self.k, self.kv_heads, k_norm)?;
         let v = self.v.forward(cx, x)?;
-        let v = cx.reshape(&v, &[x.dims()[0], x.dims()[1], self.kv_heads, self.head_dim].map(|d| d as isize))?;
+        let v =
+            cx.reshape(&v, &[x.dims()[0], x.dims()[1], self.kv_heads, self.head_dim].map(|d| d as isize))?;
         let mixed = cx.attention(&q, &k, &v, &Attention { causal: true, ..Attention::default() })?;
         let width = (self.heads * self.head_dim) as isize;
         let flat = cx.reshape(&mixed, &[x.dims()[0] as isize, x.dims()[1] as isize, width])?;

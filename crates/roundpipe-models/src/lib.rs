@@ -1,1 +1,12 @@
-//! (to be written)
+//! Language models for roundpipe: decoders as sequences of layers, a byte tokenizer and sampling.
+//!
+//! Nothing here names a device: a model runs wherever its context does.
+#![forbid(unsafe_code)]
+
+pub mod decoder;
+pub mod sample;
+pub mod text;
+
+pub use decoder::{Decoder, DecoderConfig};
+pub use sample::{Sampler, continue_text};
+pub use text::{HARBOR, Windows};

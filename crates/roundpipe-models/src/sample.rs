@@ -16,7 +16,10 @@ pub struct Sampler {
 impl Sampler {
     /// The index chosen for position `at`, given the logits.
     pub fn choose(&self, logits: &[f64], at: u64) -> usize {
-        let best = logits.iter().enumerate().fold((0, f64::NEG_INFINITY), |a, (i, x)| if *x > a.1 { (i, *x) } else { a });
+        let best = logits
+            .iter()
+            .enumerate()
+            .fold((0, f64::NEG_INFINITY), |a, (i, x)| if *x > a.1 { (i, *x) } else { a });
         if self.temperature <= 0.0 {
             return best.0;
         }
@@ -37,7 +40,13 @@ impl Sampler {
 ///
 /// # Errors
 /// What the model reports.
-pub fn continue_text(model: &Decoder, worker: &Worker, prompt: &str, count: usize, sampler: Sampler) -> Result<String> {
+pub fn continue_text(
+    model: &Decoder,
+    worker: &Worker,
+    prompt: &str,
+    count: usize,
+    sampler: Sampler,
+) -> Result<String> {
     let mut bytes = prompt.as_bytes().to_vec();
     if bytes.is_empty() {
         bytes.push(b'\n');

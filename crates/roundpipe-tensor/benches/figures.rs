@@ -3,6 +3,8 @@
 use std::io::Write;
 use std::time::Instant;
 
+use roundpipe_tensor::DType;
+
 mod work;
 
 fn main() {
@@ -13,10 +15,12 @@ fn main() {
     match args.first().map(String::as_str) {
         Some("matmul") => {
             for size in [1024, 2048] {
-                for (name, mut run) in work::products(size, threads) {
-                    let seconds = best(&mut run);
+                for dtype in [DType::F32, DType::BF16] {
+                    let seconds = best(&mut work::product(dtype, size, threads));
                     let rate = 2.0 * (size as f64).powi(3) / seconds / 1e9;
-                    line(format!(r#"{{"bench":"matmul","what":"{name}","size":{size},"gflops":{rate:.1}}}"#));
+                    line(format!(
+                        r#"{{"bench":"matmul","what":"{dtype}","size":{size},"gflops":{rate:.1}}}"#
+                    ));
                 }
             }
         }
@@ -31,7 +35,10 @@ fn main() {
             let mut slabs = work::Adam::new(64 << 20, threads);
             let copy = slabs.copy_bytes() as f64 / best(&mut || slabs.copy()) / 1e9;
             let step = slabs.bytes() as f64 / best(&mut || slabs.step()) / 1e9;
-            line(format!(r#"{{"bench":"adamw","step_gbs":{step:.2},"copy_gbs":{copy:.2},"params":{}}}"#, 64 << 20));
+            line(format!(
+                r#"{{"bench":"adamw","step_gbs":{step:.2},"copy_gbs":{copy:.2},"params":{}}}"#,
+                64 << 20
+            ));
         }
         // `cargo bench` without a name has nothing to compare with.
         _ => {}

@@ -1,39 +1,46 @@
-//! Regression benches of the cpu backend. `benches/compare.py` sets the same work beside PyTorch.
+//! Regression benches of the cpu backend. `benches/compare.py` sets the same work beside PyTorch and other
+//! crates, and prints the ratios the project aims for.
 
-use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use divan::Bencher;
+use divan::counter::{BytesCount, ItemsCount};
 
 mod work;
 
-/// Products at sizes that fill the caches, beside the crates one would otherwise use.
-fn matmul(c: &mut Criterion) {
-    for size in [1024, 2048] {
-        let mut group = c.benchmark_group(format!("matmul_{size}"));
-        group.sample_size(10).throughput(Throughput::Elements(2 * (size as u64).pow(3)));
-        for (name, mut run) in work::products(size, work::cores()) {
-            group.bench_function(BenchmarkId::from_parameter(name), |b| b.iter(&mut run));
-        }
-        group.finish();
-    }
+fn main() {
+    divan::main();
+}
+
+/// Square products; items are floating-point operations.
+#[divan::bench(args = [1024, 2048], sample_count = 10)]
+fn matmul_f32(bencher: Bencher<'_, '_>, size: usize) {
+    let mut run = work::product(roundpipe_tensor::DType::F32, size, work::cores());
+    bencher.counter(ItemsCount::new(2 * size.pow(3))).bench_local(|| run());
+}
+
+/// As above, in bf16.
+#[divan::bench(args = [1024, 2048], sample_count = 10)]
+fn matmul_bf16(bencher: Bencher<'_, '_>, size: usize) {
+    let mut run = work::product(roundpipe_tensor::DType::BF16, size, work::cores());
+    bencher.counter(ItemsCount::new(2 * size.pow(3))).bench_local(|| run());
 }
 
 /// A transformer block through the tape; must not be slower than PyTorch's eager one.
-fn block(c: &mut Criterion) {
+#[divan::bench(sample_count = 10)]
+fn block_forward_backward(bencher: Bencher<'_, '_>) {
     let mut block = work::Block::new(work::cores());
-    c.benchmark_group("block")
-        .sample_size(10)
-        .bench_function("forward_backward", |b| b.iter(|| block.step()));
+    bencher.bench_local(|| block.step());
 }
 
-/// The optimizer's pass against a plain copy; must reach 80% of its bandwidth.
-fn adamw(c: &mut Criterion) {
+/// The optimizer's pass; must reach 80% of the copy below.
+#[divan::bench(sample_count = 10)]
+fn adamw_step(bencher: Bencher<'_, '_>) {
     let mut slabs = work::Adam::new(16 << 20, work::cores());
-    let mut group = c.benchmark_group("adamw_16Mi");
-    group.sample_size(10).throughput(Throughput::Bytes(slabs.bytes()));
-    group.bench_function("step", |b| b.iter(|| slabs.step()));
-    group.throughput(Throughput::Bytes(slabs.copy_bytes()));
-    group.bench_function("copy", |b| b.iter(|| slabs.copy()));
-    group.finish();
+    bencher.counter(BytesCount::new(slabs.bytes())).bench_local(|| slabs.step());
 }
 
-criterion_group!(benches, matmul, block, adamw);
-criterion_main!(benches);
+/// A plain copy by as many threads.
+#[divan::bench(sample_count = 10)]
+fn adamw_copy(bencher: Bencher<'_, '_>) {
+    let mut slabs = work::Adam::new(16 << 20, work::cores());
+    bencher.counter(BytesCount::new(slabs.copy_bytes())).bench_local(|| slabs.copy());
+}

@@ -195,8 +195,17 @@ impl Ops for CpuOps {
 /// Scratch bytes the cpu's kernels want: a function of the operands alone, so that meta can ask too.
 pub(crate) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
     match kernel {
+        Kernel::Conv2d(_) | Kernel::Conv2dGradInput(_) | Kernel::Conv2dGradFilter { .. } => {
+            image::scratch(kernel, src, dst)
+        }
         Kernel::AttentionGrad(_) => attention::scratch(kernel, src, dst),
         Kernel::Reduce { .. } => reduce::scratch(kernel, src, dst),
+        Kernel::RmsNorm { .. }
+        | Kernel::RmsNormGrad { .. }
+        | Kernel::LayerNorm { .. }
+        | Kernel::LayerNormGrad { .. }
+        | Kernel::GroupNormGrad { .. } => norm::scratch(kernel, src, dst),
+        Kernel::RopeNorm { .. } | Kernel::RopeNormGrad { .. } => rope::scratch(kernel, src, dst),
         _ => 0,
     }
 }

@@ -135,6 +135,14 @@ pub trait Device: Send + Sync + fmt::Debug {
         false
     }
 
+    /// Told when a block is about to leave the pool for `op`, and may refuse. `sim` injects faults here.
+    ///
+    /// # Errors
+    /// When the device refuses; the block goes back to the pool.
+    fn handing_out(&self, _op: &'static str, _start: u64, _bytes: u64) -> Result<()> {
+        Ok(())
+    }
+
     /// Told when a block goes back to the pool. `sim` poisons it.
     fn freed(&self, _start: u64, _bytes: u64) {}
 }
@@ -277,6 +285,12 @@ pub trait EventState: Send + Sync + fmt::Debug {
     /// What went wrong in the lane.
     fn fence(&self) -> Result<()>;
 
+    /// The host waits as in [`EventState::fence`]; what went wrong stays for the next fence of the lane.
+    /// Backends that tell an error once override this.
+    fn settle(&self) {
+        let _ = self.fence();
+    }
+
     /// For backends to recognise their own events.
     fn as_any(&self) -> &dyn Any;
 }
@@ -355,7 +369,7 @@ impl<T> Drop for Flight<T> {
     fn drop(&mut self) {
         if self.hold.is_some() {
             // An error was or will be reported by the lane's next fence; here only the wait matters.
-            let _ = self.event.fence();
+            self.event.0.settle();
         }
     }
 }

@@ -20,6 +20,13 @@ use crate::bytes::Bytes;
 use crate::dtype::Element;
 use crate::error::{Error, Result};
 
+/// Large buffers start a few pages apart from where the system puts them: slabs of one size mapped back to
+/// back would otherwise fall on the same cache sets, and a pass over several of them takes twice as long.
+/// The unused pages are address space, never memory.
+const COLORED: usize = 1 << 20;
+const COLORS: usize = 16;
+const PAGE: usize = 4096;
+
 /// How host memory is tied to physical pages, so that a device can copy from it at full speed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Pin {
@@ -64,18 +71,18 @@ impl HostBuf {
     /// # Errors
     /// [`Error::HostMemory`] when the system has none.
     pub fn zeroed(name: impl Into<String>, bytes: usize) -> Result<Self> {
-        // A mapping cannot be empty; one byte stands in, `len` stays exact.
-        let mut map = memmap2::MmapMut::map_anon(bytes.max(1)).map_err(|source| Error::HostMemory {
-            what: "a buffer",
-            need: Bytes(bytes as u64),
-            source,
-        })?;
+        let slack = if bytes >= COLORED { COLORS * PAGE } else { 1 };
+        let fail = |source| Error::HostMemory { what: "a buffer", need: Bytes(bytes as u64), source };
+        let len = bytes.checked_add(slack).ok_or_else(|| fail(std::io::ErrorKind::OutOfMemory.into()))?;
+        let mut map = memmap2::MmapMut::map_anon(len).map_err(fail)?;
         #[cfg(target_os = "linux")]
         if bytes >= 4 << 20 {
             // Only a hint: fewer page faults and TLB misses on large slabs.
             let _ = map.advise(memmap2::Advice::HugePage);
         }
-        let ptr = map.as_mut_ptr();
+        let base = map.as_mut_ptr();
+        let color = if bytes >= COLORED { base as usize / len % COLORS } else { 0 };
+        let ptr = base.wrapping_add(color * PAGE);
         Ok(Self::wrap(name.into(), ptr, bytes, true, Box::new(map)))
     }
 

@@ -209,6 +209,13 @@ pub struct ConvSpec {
     pub groups: usize,
 }
 
+impl Default for ConvSpec {
+    /// Every position, no border, adjacent taps, one group.
+    fn default() -> Self {
+        Self { stride: [1, 1], padding: [0, 0], dilation: [1, 1], groups: 1 }
+    }
+}
+
 /// Geometry of a 2-d pooling; [height, width].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolSpec {
@@ -218,8 +225,20 @@ pub struct PoolSpec {
     pub stride: [usize; 2],
     /// Border added on each side.
     pub padding: [usize; 2],
+    /// Maximum pooling only: step between the elements of a window.
+    pub dilation: [usize; 2],
+    /// Whether a last window that reaches over the border's end counts (kernels read it from the sizes).
+    pub ceil_mode: bool,
     /// Average pooling only: whether the border counts in the divisor.
     pub count_include_pad: bool,
+}
+
+impl PoolSpec {
+    /// Windows side by side, no border.
+    pub fn window(kernel: [usize; 2]) -> Self {
+        let (padding, dilation) = ([0, 0], [1, 1]);
+        Self { kernel, stride: kernel, padding, dilation, ceil_mode: false, count_include_pad: true }
+    }
 }
 
 /// A kernel that a user wrote for host memory. It runs on cpu and sim; meta only counts it.
@@ -370,6 +389,7 @@ pub enum Kernel {
         dim: usize,
     },
     /// `[src any strides, index: src's shape] -> [y]`: y += at the indexed places, in order; y is read.
+    /// src is T, y is T or Acc.
     ScatterAdd {
         /// Along which dimension.
         dim: usize,
@@ -402,7 +422,7 @@ pub enum Kernel {
         /// Added to the mean square.
         eps: f64,
     },
-    /// `[x (or sum), w?, rstd, dy, dsum?] -> [dx, dw?: Acc [c]]`: dsum, if there, is added to dx.
+    /// `[x (or sum), w?, rstd, dy, dsum?] -> [dx?, dw?: Acc [c]]`: dsum, if there, is added to dx.
     RmsNormGrad {
         /// Add to dw.
         accumulate: bool,
@@ -463,7 +483,8 @@ pub enum Kernel {
         /// Added to the mean square.
         eps: f64,
     },
-    /// `[x, w, rstd, cos, sin, dy, positions?] -> [dx, dw?: Acc [d]]`.
+    /// `[x, w, rstd, cos, sin, dy, positions?] -> [dx?, dw?: Acc [d]]`; dy has a contiguous last dimension, dx is
+    /// contiguous.
     RopeNormGrad {
         /// Pairing.
         style: RopeStyle,
@@ -510,7 +531,7 @@ pub enum Kernel {
     /// `[y: [t·k, c] sorted, inverse: i32 [t·k], weight?: [t, k]] -> [out: [t, c]]`: sum over a token's choices,
     /// weighted, in order of the choice.
     MoeCombine,
-    /// `[y, inverse, weight, dout] -> [dy?, dweight?: [t, k]]`.
+    /// `[y?, inverse, weight, dout] -> [dy?, dweight?: [t, k]]`: y is needed for dweight only.
     MoeCombineGrad,
 
     // ---- images; contiguous ----
@@ -525,7 +546,8 @@ pub enum Kernel {
         /// Add to df.
         accumulate: bool,
     },
-    /// `[x: [n, c, h, w]] -> [y, at: i32]`: at = position in the plane of the first maximum.
+    /// `[x: [n, c, h, w]] -> [y, at: i32]`: at = position in the plane of the first maximum (or first NaN);
+    /// -1, and y -inf, for a window without elements.
     MaxPool2d(PoolSpec),
     /// `[dy, at] -> [dx: [n, c, h, w]]`.
     MaxPool2dGrad(PoolSpec),

@@ -44,6 +44,8 @@ pub mod ops;
 
 pub mod cpu;
 pub mod meta;
+pub mod optim;
+pub mod sim;
 
 pub use bytes::Bytes;
 pub use cpu::Cpu;
@@ -58,4 +60,5 @@ pub use meta::Meta;
 pub use param::{Param, ParamId};
 pub use rng::{RngKey, RngSite};
 pub use shape::Shape;
+pub use sim::SimWorld;
 pub use tensor::Tensor;

@@ -7,6 +7,7 @@
 
 mod arith;
 mod attention;
+mod custom;
 mod image;
 mod index;
 mod loss;
@@ -19,4 +20,8 @@ mod rope;
 mod shape;
 
 pub use attention::Attention;
+pub use loss::{CrossEntropy, Reduction};
+pub use moe::{Experts, MoeOptions, RouteWeights, Routing};
+pub use norm::BatchNorm;
 pub use product::Lora;
+pub use rope::{Rotary, rope_frequencies, rope_tables};

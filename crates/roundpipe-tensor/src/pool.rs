@@ -67,10 +67,14 @@ impl Pool {
     /// A block of at least `bytes`; `op` is named if there is none.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`] when no hole is large enough.
+    /// [`Error::DeviceMemory`] when no hole is large enough; otherwise what the device reports.
     pub fn alloc(self: &Arc<Self>, op: &'static str, bytes: u64) -> Result<Block> {
         let (start, bytes) = self.place(op, bytes)?;
-        Ok(Block { pool: self.clone(), start, bytes })
+        let block = Block { pool: self.clone(), start, bytes };
+        if bytes > 0 {
+            self.device.handing_out(op, block.addr(), bytes)?;
+        }
+        Ok(block)
     }
 
     fn place(&self, op: &'static str, bytes: u64) -> Result<(u64, u64)> {

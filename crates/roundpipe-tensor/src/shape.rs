@@ -12,10 +12,18 @@ use crate::error::{Error, Result};
 pub const MAX_RANK: usize = 8;
 
 /// The sizes of a tensor's dimensions, outermost first. No dimensions means a scalar.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Shape {
+    /// Sizes, then ones: two equal shapes are equal in every entry.
     dims: [usize; MAX_RANK],
     rank: u8,
+}
+
+impl Default for Shape {
+    /// A scalar's.
+    fn default() -> Self {
+        Self { dims: [1; MAX_RANK], rank: 0 }
+    }
 }
 
 impl Shape {
@@ -292,6 +300,11 @@ mod tests {
         assert!(Shape::new(&[usize::MAX, 2]).is_err());
         assert!(Shape::new(&[0, usize::MAX, usize::MAX]).is_err(), "an empty dimension hides nothing");
         assert!(Shape::new(&[1; 9]).is_err());
+    }
+
+    #[test]
+    fn a_default_shape_is_a_scalars() {
+        assert_eq!(Shape::default(), shape(&[]));
     }
 
     #[test]

@@ -2,7 +2,9 @@
 
 use roundpipe_tensor::meta::{Given, measure, profile};
 use roundpipe_tensor::ops::{Attention, CrossEntropy};
-use roundpipe_tensor::{Bytes, Cpu, Cx, DType, DeviceKind, Meta, Param, Result, RngSite, Shape, Tensor, Worker};
+use roundpipe_tensor::{
+    Bytes, Cpu, Cx, DType, DeviceKind, Meta, Param, Result, RngSite, Shape, Tensor, Worker,
+};
 
 /// A pre-norm transformer block with a loss behind it: every kind of allocation a training step makes.
 struct Block {

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use roundpipe_tensor::kernel::{HostKernel, HostView, HostViewMut};
 use roundpipe_tensor::{Bytes, Cpu, CustomOp, Cx, DType, Error, Param, Result, Tensor, Worker, bf16};
 
 fn worker() -> Worker {
@@ -137,6 +138,41 @@ fn a_users_operation_runs_with_its_own_backward() {
     let grads = cx.backward(&loss).unwrap();
     assert_eq!(y.to_vec::<f32>().unwrap(), [8.0, -1.0]);
     assert_eq!(grads.of(&x).unwrap().to_vec::<f32>().unwrap(), [12.0, 3.0]);
+}
+
+/// -x, as a user might write it.
+struct Negate;
+
+impl HostKernel for Negate {
+    fn name(&self) -> &'static str {
+        "negate"
+    }
+
+    fn run(&self, src: &[HostView<'_>], dst: &mut [HostViewMut<'_>]) -> Result<()> {
+        for (from, to) in src[0].bytes.chunks_exact(4).zip(dst[0].bytes.chunks_exact_mut(4)) {
+            let value = f32::from_ne_bytes([from[0], from[1], from[2], from[3]]);
+            if value.is_nan() {
+                return Err(Error::invalid("negate", "a NaN"));
+            }
+            to.copy_from_slice(&(-value).to_ne_bytes());
+        }
+        Ok(())
+    }
+}
+
+/// Strided inputs reach the kernel densely, and its error comes back as a value.
+#[test]
+fn a_users_kernel_computes_on_host_memory() {
+    let worker = worker();
+    let mut cx = Cx::infer(&worker);
+    let x = cx.tensor(&[1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3]).unwrap();
+    let turned = cx.transpose(&x, 0, 1).unwrap();
+    let kernel = Arc::new(Negate);
+    let out = [(DType::F32, *turned.shape())];
+    let y = cx.host_kernel(kernel.clone(), &[&turned], &out).unwrap().remove(0);
+    assert_eq!(y.to_vec::<f32>().unwrap(), [-1.0, -4.0, -2.0, -5.0, -3.0, -6.0]);
+    let bad = cx.full(DType::F32, &[3, 2], f64::NAN).unwrap();
+    assert!(cx.host_kernel(kernel, &[&bad], &out).unwrap_err().to_string().contains("negate: a NaN"));
 }
 
 /// Mistakes that a program can make come back as errors that name the operation, never as panics.

@@ -22,9 +22,9 @@ pub use error::{Error, Result};
 pub use layer::{Layer, Module, Params, Sequential, Visit};
 pub use lr::LrSchedule;
 pub use optim::Optimizer;
-pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
 pub use roundpipe_tensor::{
-    Bytes, Cpu, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients, HostBuf, Meta, Param, RngKey, RngSite, Shape, Tensor,
-    Worker, bf16, f16, kernel, ops,
+    Bytes, Cpu, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients, HostBuf, Meta, Param, RngKey,
+    RngSite, Shape, Tensor, Worker, bf16, f16, kernel, ops,
 };
+pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
 pub use tree::Tree;

@@ -1,6 +1,7 @@
 //! Ready-made layers, named and shaped as in PyTorch.
 
-use roundpipe_tensor::ops::{BatchNorm, Conv2d as ConvOptions};
+use roundpipe_tensor::kernel::ConvSpec;
+use roundpipe_tensor::ops::BatchNorm;
 use roundpipe_tensor::{Cx, DType, Param, Result, RngSite, Tensor};
 
 use crate::layer::{Module, Params, Visit};
@@ -194,7 +195,7 @@ pub struct Conv2d {
     /// [out].
     pub bias: Option<Param>,
     /// Stride, padding, dilation, groups.
-    pub options: ConvOptions,
+    pub options: ConvSpec,
 }
 
 impl Conv2d {
@@ -208,7 +209,7 @@ impl Conv2d {
         outputs: usize,
         kernel: usize,
         bias: bool,
-        options: ConvOptions,
+        options: ConvSpec,
     ) -> Result<Self> {
         let fan = inputs / options.groups.max(1);
         let bound = 1.0 / ((fan * kernel * kernel).max(1) as f64).sqrt();

@@ -115,7 +115,8 @@ impl Optimizer {
 
     /// Bytes of host memory beside the working weights.
     pub fn state_bytes(&self) -> usize {
-        let of = |e: &Entry| e.grad.len() + e.master.iter().chain(&e.moments).map(HostBuf::len).sum::<usize>();
+        let of =
+            |e: &Entry| e.grad.len() + e.master.iter().chain(&e.moments).map(HostBuf::len).sum::<usize>();
         self.entries.iter().map(of).sum()
     }
 
@@ -191,7 +192,12 @@ impl Entry {
                 drop(into);
                 Some(master)
             }
-            other => return Err(Error::config("optimizer", format!("{name} is {other}; it takes f32, bf16 and f16"))),
+            other => {
+                return Err(Error::config(
+                    "optimizer",
+                    format!("{name} is {other}; it takes f32, bf16 and f16"),
+                ));
+            }
         };
         let grad = slab("gradient")?;
         let moments = (0..moments).map(|_| slab("moment")).collect::<Result<_, _>>()?;
@@ -220,7 +226,15 @@ impl Open {
         })
     }
 
-    fn update(mut self, threads: &Threads, rule: Rule, lr: f64, decays: bool, step: u64, factor: f32) -> Result<()> {
+    fn update(
+        mut self,
+        threads: &Threads,
+        rule: Rule,
+        lr: f64,
+        decays: bool,
+        step: u64,
+        factor: f32,
+    ) -> Result<()> {
         let grad = Floats::F32(self.grad.as_slice());
         let (master, working) = match &mut self.master {
             None => (self.working.as_mut_slice::<f32>(), None),

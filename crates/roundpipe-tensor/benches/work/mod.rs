@@ -3,7 +3,7 @@
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::kernel::RopeStyle;
-use roundpipe_tensor::ops::{Attention, rope_tables};
+use roundpipe_tensor::ops::{Attention, Rotary, rope_frequencies, rope_tables};
 use roundpipe_tensor::optim::{AdamSlabs, AdamW, Floats, FloatsMut};
 use roundpipe_tensor::{Bytes, Cpu, Cx, DType, HostBuf, Param, RngSite, Tensor, Worker, bf16};
 
@@ -23,51 +23,13 @@ fn random(dtype: DType, dims: &[usize], std: f64, site: u32) -> Param {
     Param::normal(dtype, dims, std, RngSite { seed: 3, site, ..RngSite::default() }.key()).expect("memory")
 }
 
-/// Square products: ours in f32 and bf16, and the crates one would otherwise use.
-pub fn products(size: usize, threads: usize) -> Vec<(&'static str, Box<dyn FnMut()>)> {
-    let worker = Worker::new(Cpu::new(Some(threads)).expect("threads"), Bytes::gib(1)).expect("memory");
-    let ours = |dtype| -> Box<dyn FnMut()> {
-        let mut cx = Cx::infer(&worker);
-        let (a, b) = (random(dtype, &[size, size], 1.0, 1), random(dtype, &[size, size], 1.0, 2));
-        let (a, b) = (cx.get(&a).expect("memory"), cx.get(&b).expect("memory"));
-        Box::new(move || drop(cx.matmul(&a, &b).expect("product")))
-    };
-    vec![
-        ("f32", ours(DType::F32)),
-        ("bf16", ours(DType::BF16)),
-        ("gemm crate f32", gemm_crate(size, threads)),
-        ("matrixmultiply crate f32", matrixmultiply_crate(size)),
-    ]
-}
-
-fn gemm_crate(n: usize, threads: usize) -> Box<dyn FnMut()> {
-    let (a, b) = (values(n), values(n));
-    let mut c = vec![0.0f32; n * n];
-    let mode = if threads > 1 { gemm::Parallelism::Rayon(threads) } else { gemm::Parallelism::None };
-    let step = n as isize;
-    Box::new(move || {
-        let (pc, pa, pb) = (c.as_mut_ptr(), a.as_ptr(), b.as_ptr());
-        // SAFETY: the three matrices have n·n elements each with row stride n and column stride 1.
-        unsafe {
-            gemm::gemm(n, n, n, pc, 1, step, false, pa, 1, step, pb, 1, step, 0.0, 1.0, false, false, false, mode);
-        }
-    })
-}
-
-fn matrixmultiply_crate(n: usize) -> Box<dyn FnMut()> {
-    let (a, b) = (values(n), values(n));
-    let mut c = vec![0.0f32; n * n];
-    let step = n as isize;
-    Box::new(move || {
-        // SAFETY: as above.
-        unsafe {
-            matrixmultiply::sgemm(n, n, n, 1.0, a.as_ptr(), step, 1, b.as_ptr(), step, 1, 0.0, c.as_mut_ptr(), step, 1);
-        }
-    })
-}
-
-fn values(n: usize) -> Vec<f32> {
-    random(DType::F32, &[n, n], 1.0, 9).to_vec().expect("f32")
+/// A square product of random matrices.
+pub fn product(dtype: DType, size: usize, threads: usize) -> impl FnMut() {
+    let worker = Worker::new(Cpu::new(Some(threads)).expect("threads"), Bytes::mib(256)).expect("memory");
+    let mut cx = Cx::infer(&worker);
+    let (a, b) = (random(dtype, &[size, size], 1.0, 1), random(dtype, &[size, size], 1.0, 2));
+    let (a, b) = (cx.get(&a).expect("memory"), cx.get(&b).expect("memory"));
+    move || drop(cx.matmul(&a, &b).expect("shapes fit"))
 }
 
 /// Hidden 512, 8 heads, sequence 512, batch 4, f32: norm, rotary causal attention, norm, SwiGLU of 1536.
@@ -95,11 +57,8 @@ impl Block {
             site += 1;
             random(DType::F32, &dims, 0.02, site)
         });
-        let (cos, sin) = rope_tables(SEQ, h / HEADS, 10_000.0);
-        let table = |t: Vec<f64>| {
-            let t: Vec<f32> = t.into_iter().map(|x| x as f32).collect();
-            Param::from_slice(&t, &[SEQ, h / HEADS / 2]).expect("memory").frozen()
-        };
+        let (cos, sin) = rope_tables::<f32>(SEQ, &rope_frequencies(h / HEADS, 10_000.0).expect("even"));
+        let table = |t: Vec<f32>| Param::from_slice(&t, &[SEQ, h / HEADS / 2]).expect("memory").frozen();
         Self {
             worker: Worker::new(Cpu::new(Some(threads)).expect("threads"), Bytes::gib(2)).expect("memory"),
             norms: [(); 2].map(|()| Param::full(DType::F32, &[h], 1.0).expect("memory")),
@@ -157,7 +116,7 @@ impl Block {
             return Ok(split);
         }
         let (cos, sin) = (cx.get(&self.tables[0])?, cx.get(&self.tables[1])?);
-        cx.rope(&split, &cos, &sin, None, RopeStyle::Half)
+        cx.rope(&split, Rotary { cos: &cos, sin: &sin, positions: None, style: RopeStyle::Half })
     }
 }
 
@@ -220,7 +179,8 @@ impl Adam {
         let pieces = 64;
         let from = src.bytes();
         let part = from.len().div_ceil(pieces);
-        let to: Vec<std::sync::Mutex<&mut [u8]>> = dst.bytes().chunks_mut(part).map(std::sync::Mutex::new).collect();
+        let to: Vec<std::sync::Mutex<&mut [u8]>> =
+            dst.bytes().chunks_mut(part).map(std::sync::Mutex::new).collect();
         self.threads.run(to.len(), |i| {
             let mut to = to[i].lock().expect("one task per piece");
             let len = to.len();

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use super::threads::Threads;
 use crate::device::{DeviceId, DeviceKind};
 use crate::dtype::{DType, Element};
-use crate::error::{Error, Result};
+use crate::error::Error;
 use crate::kernel::{HostView, HostViewMut, Kernel, View};
 
 /// One launch: the kernel with its operands and the threads to run it on.
@@ -272,30 +272,4 @@ pub(crate) unsafe fn host_view_mut<'a>(view: &View) -> HostViewMut<'a> {
     // SAFETY: as above.
     let bytes = unsafe { std::slice::from_raw_parts_mut(view.ptr.max(1) as *mut u8, bytes) };
     HostViewMut { bytes, dtype: view.dtype, shape: *view.shape() }
-}
-
-/// The indices of a 1-d or dense integer view as i64, checked against `size`.
-///
-/// # Safety
-/// As [`slice`].
-pub(crate) unsafe fn indices(op: &'static str, view: &View, size: usize) -> Result<Vec<usize>> {
-    // SAFETY: promised by the caller.
-    let wide: Vec<i64> = unsafe {
-        match view.dtype {
-            DType::I64 => slice::<i64>(view).to_vec(),
-            DType::I32 => slice::<i32>(view).iter().map(|i| i64::from(*i)).collect(),
-            DType::U32 => slice::<u32>(view).iter().map(|i| i64::from(*i)).collect(),
-            dtype => {
-                let expected = "indices are i64, i32 or u32";
-                return Err(Error::DType { op, dtype, shape: *view.shape(), expected });
-            }
-        }
-    };
-    wide.into_iter()
-        .enumerate()
-        .map(|(at, index)| match usize::try_from(index) {
-            Ok(i) if i < size => Ok(i),
-            _ => Err(Error::Index { op, index, at, size }),
-        })
-        .collect()
 }

@@ -33,8 +33,6 @@ mod avx2;
 mod avx512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
-#[cfg(feature = "probe")]
-pub mod probe;
 #[cfg(test)]
 mod tests;
 
@@ -91,7 +89,7 @@ unsafe impl<T: Send, O: Send> Send for Product<T, O> {}
 unsafe impl<T: Sync, O: Sync> Sync for Product<T, O> {}
 
 /// Products with fewer multiplications than this run on the calling thread: sharing costs more.
-const WORTH_SHARING: usize = 1 << 18;
+const WORTH_SHARING: usize = 1 << 20;
 
 /// Multiplies on `threads`.
 ///
@@ -121,13 +119,23 @@ pub(crate) unsafe fn gemm_batch<T: Element, O: Store<T::Sum>>(
     count: usize,
     product: impl Fn(usize) -> Product<T, O> + Sync + Send,
 ) {
-    // Large ones are cut into tiles of their own; small ones are shared out whole.
+    // Large ones are cut into tiles of their own; small ones are shared out whole, several to a task.
     const LARGE: usize = 1 << 23;
-    let work = |p: &Product<T, O>| p.m * p.n * p.k.max(1);
-    let small = |i: &usize| work(&product(*i)) < LARGE;
-    if count > 1 && (0..count).all(|i| small(&i)) {
-        // SAFETY: the caller's promises.
-        threads.run(count, |i| unsafe { gemm_serial(&product(i)) });
+    const TASK: usize = 1 << 18;
+    let work = |i: usize| {
+        let Product { m, n, k, .. } = product(i);
+        m * n * k.max(1)
+    };
+    let most = (0..count).map(work).max().unwrap_or(0);
+    if count > 1 && most < LARGE {
+        let group = (TASK / most.max(1)).max(1);
+        let run = |task: usize| {
+            for i in cut(count, group).nth(task).unwrap_or_default() {
+                // SAFETY: the caller's promises.
+                unsafe { gemm_serial(&product(i)) }
+            }
+        };
+        threads.run(count.div_ceil(group), run);
         return;
     }
     for i in 0..count {
@@ -145,6 +153,20 @@ unsafe fn gemm_with<T: Element, O: Store<T::Sum>>(
     threads: Option<&Threads>,
     product: &Product<T, O>,
 ) {
+    // SAFETY: the caller's promises; the kernel belongs to the set.
+    unsafe { gemm_by(isa, T::kernel(isa), threads, product) }
+}
+
+/// As [`gemm_with`] with a chosen kernel.
+///
+/// # Safety
+/// As for [`gemm`]; the machine runs `isa` and the kernel.
+unsafe fn gemm_by<T: Element, O: Store<T::Sum>>(
+    isa: Isa,
+    kernel: &Kernel<T>,
+    threads: Option<&Threads>,
+    product: &Product<T, O>,
+) {
     let Product { m, n, k, .. } = *product;
     if m == 0 || n == 0 {
         return;
@@ -154,8 +176,7 @@ unsafe fn gemm_with<T: Element, O: Store<T::Sum>>(
         return unsafe { without_sums(isa, product) };
     }
     let threads = threads.filter(|_| m * n * k >= WORTH_SHARING);
-    let kernel = T::kernel(isa);
-    let plan = Plan::new(kernel, m, n, k);
+    let plan = Plan::new(kernel, threads.map_or(1, Threads::count), [m, n, k]);
     let mut a = Scratch::take(Use::A, plan.a_bytes(kernel));
     let mut b = Scratch::take(Use::B, plan.b_bytes(kernel));
     let keeps_sums = !O::IS_SUM && plan.block_k < k;
@@ -163,15 +184,18 @@ unsafe fn gemm_with<T: Element, O: Store<T::Sum>>(
     let mut sums = Scratch::take(Use::Sums, sums_bytes);
     let (a, b) = (a.ptr(), b.ptr());
     let sums = keeps_sums.then(|| sums.ptr().cast());
+    let (down, deep) = (m.div_ceil(plan.block_m), k.div_ceil(plan.block_k));
     for cols in cut(n, plan.block_n) {
-        for rows in cut(m, plan.block_m) {
-            for steps in cut(k, plan.block_k) {
-                let pack_b = plan.block_k < k || rows.start == 0;
-                let (rows, cols) = (rows.clone(), cols.clone());
-                let block =
-                    Block { isa, product, kernel, plan: &plan, rows, cols, steps, a, b, sums, pack_b };
-                block.run(threads);
-            }
+        for turn in 0..down * deep {
+            // Right panels serve all rows before the next steps, unless there is room for the sums of one
+            // block of rows only.
+            let (row, step) =
+                if keeps_sums { (turn / deep, turn % deep) } else { (turn % down, turn / down) };
+            let rows = row * plan.block_m..m.min((row + 1) * plan.block_m);
+            let steps = step * plan.block_k..k.min((step + 1) * plan.block_k);
+            let pack_b = !plan.lean && (keeps_sums || row == 0);
+            let cols = cols.clone();
+            Block { isa, product, kernel, plan: &plan, rows, cols, steps, a, b, sums, pack_b }.run(threads);
         }
     }
 }
@@ -210,32 +234,43 @@ unsafe fn settle<T: Element, O: Store<T::Sum>>(
     sums: *mut T::Sum,
 ) {
     let n = cols.len();
-    let (alpha, beta) = (T::Sum::of(product.alpha), T::Sum::of(product.beta));
-    let mut wide = [T::Sum::default(); MAX_TILE_COLS];
     // SAFETY: the caller's promises; `sums` is not part of any operand.
     unsafe {
         let c = product.c.ptr.offset(i as isize * product.c.row).add(cols.start);
-        let row = std::slice::from_raw_parts_mut(sums, n);
         if product.alpha != 1.0 {
-            row.iter_mut().for_each(|s| *s = alpha * *s);
+            let alpha = T::Sum::of(product.alpha);
+            std::slice::from_raw_parts_mut(sums, n).iter_mut().for_each(|s| *s = alpha * *s);
         }
         if let Some(bias) = product.bias {
-            T::widen(isa, bias.add(cols.start), wide.as_mut_ptr(), n);
-            row.iter_mut().zip(&wide).for_each(|(s, &x)| *s = *s + x);
+            add(isa, sums, bias.add(cols.start), n, 1.0);
         }
         if product.beta != 0.0 {
-            O::widen(isa, c, wide.as_mut_ptr(), n);
-            row.iter_mut().zip(&wide).for_each(|(s, &x)| *s = *s + beta * x);
+            add(isa, sums, c.cast_const(), n, product.beta);
         }
         O::narrow(isa, sums, c, n);
     }
+}
+
+/// `sums += factor row`.
+///
+/// # Safety
+/// Both hold `n` elements, at most [`MAX_TILE_COLS`]; the machine runs `isa`.
+unsafe fn add<S: Sum, T: Store<S>>(isa: Isa, sums: *mut S, row: *const T, n: usize, factor: f64) {
+    let mut wide = [S::default(); MAX_TILE_COLS];
+    // SAFETY: the caller's promises.
+    let sums = unsafe {
+        T::widen(isa, row, wide.as_mut_ptr(), n);
+        std::slice::from_raw_parts_mut(sums, n)
+    };
+    let factor = S::of(factor);
+    sums.iter_mut().zip(&wide).for_each(|(s, &x)| *s = *s + factor * x);
 }
 
 /// A part of a product whose panels are packed at one time.
 struct Block<'a, T: Element, O> {
     isa: Isa,
     product: &'a Product<T, O>,
-    kernel: &'static Kernel<T>,
+    kernel: &'a Kernel<T>,
     plan: &'a Plan,
     rows: Range<usize>,
     cols: Range<usize>,
@@ -245,7 +280,7 @@ struct Block<'a, T: Element, O> {
     b: *mut u8,
     /// `[block_m, block_n]`, where sums outlive a block and the output cannot hold them.
     sums: Option<*mut T::Sum>,
-    /// Whether the right operand's panels are not there yet.
+    /// Whether the right operand's panels are to be packed together.
     pack_b: bool,
 }
 
@@ -286,10 +321,11 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
         self.rows.len().div_ceil(self.plan.tile_m)
     }
 
-    /// Where the panel `index` of `width` lanes begins, for the piece of k at `p` of length `len`.
-    fn panel_bytes(&self, panels: usize, width: usize, p: usize, len: usize, index: usize) -> usize {
-        // Every piece but the last is a multiple of `round`, so `p` needs no rounding.
-        (p * panels + len.next_multiple_of(self.kernel.round) * index) * width * self.kernel.unit
+    /// Where a panel begins among `panels` panels of `width` lanes.
+    fn panel_bytes(&self, panels: usize, width: usize, piece: &Range<usize>, panel: usize) -> usize {
+        // Every piece but the last is a multiple of `round`, so its start needs no rounding.
+        let len = piece.len().next_multiple_of(self.kernel.round);
+        (piece.start * panels + len * panel) * width * self.kernel.unit
     }
 
     fn pack_a(&self, task: usize) {
@@ -301,7 +337,7 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
                 let offset = row as isize * a.row + (self.steps.start + piece.start) as isize * a.col;
                 let ptr = a.ptr.wrapping_offset(offset);
                 let lines = Lines { ptr, lane: a.row, step: a.col, lanes, k: piece.len() };
-                let at = self.panel_bytes(self.a_panels(), self.kernel.mr, piece.start, piece.len(), panel);
+                let at = self.panel_bytes(self.a_panels(), self.kernel.mr, &piece, panel);
                 // SAFETY: the lines lie inside the operand; the panel inside the buffer, and this
                 // task alone writes it.
                 unsafe { (self.kernel.pack_a)(&lines, self.a.add(at)) }
@@ -310,20 +346,26 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
     }
 
     fn pack_b(&self, task: usize) {
-        let Product { b, .. } = self.product;
         for panel in cut(self.b_panels(), self.plan.pack_b).nth(task).unwrap_or_default() {
-            let col = self.cols.start + panel * self.kernel.nr;
-            let lanes = self.kernel.nr.min(self.cols.end - col);
             for piece in cut(self.steps.len(), self.plan.piece) {
-                let offset = (self.steps.start + piece.start) as isize * b.row + col as isize * b.col;
-                let ptr = b.ptr.wrapping_offset(offset);
-                let lines = Lines { ptr, lane: b.col, step: b.row, lanes, k: piece.len() };
-                let at = self.panel_bytes(self.b_panels(), self.kernel.nr, piece.start, piece.len(), panel);
-                // SAFETY: the lines lie inside the operand; the panel inside the buffer, and this
-                // task alone writes it.
-                unsafe { (self.kernel.pack_b)(&lines, self.b.add(at)) }
+                let at = self.panel_bytes(self.b_panels(), self.kernel.nr, &piece, panel);
+                // SAFETY: the panel lies inside the buffer, and this task alone writes it.
+                unsafe { self.pack_b_panel(panel, &piece, self.b.add(at)) }
             }
         }
+    }
+
+    /// # Safety
+    /// `dst` holds a panel of the piece's length.
+    unsafe fn pack_b_panel(&self, panel: usize, piece: &Range<usize>, dst: *mut u8) {
+        let Product { b, .. } = self.product;
+        let col = self.cols.start + panel * self.kernel.nr;
+        let lanes = self.kernel.nr.min(self.cols.end - col);
+        let offset = (self.steps.start + piece.start) as isize * b.row + col as isize * b.col;
+        let ptr = b.ptr.wrapping_offset(offset);
+        let lines = Lines { ptr, lane: b.col, step: b.row, lanes, k: piece.len() };
+        // SAFETY: the lines lie inside the operand; the caller vouches for `dst`.
+        unsafe { (self.kernel.pack_b)(&lines, dst) }
     }
 
     /// One tile of the block, over all of its steps.
@@ -393,24 +435,69 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
     /// `dest` begins at the tile's sums; the kernel has been entered.
     unsafe fn sum_tile(&self, rows: &Range<usize>, cols: &Range<usize>, mut dest: Dest<T::Sum>) {
         let Kernel { mr, nr, .. } = *self.kernel;
-        let origin = dest.ptr;
         for piece in cut(self.steps.len(), self.plan.piece) {
-            let (p, len) = (piece.start, piece.len());
-            for i in rows.clone().step_by(mr) {
-                dest.rows = mr.min(rows.end - i);
-                let at_a = self.panel_bytes(self.a_panels(), mr, p, len, i / mr);
-                for j in cols.clone().step_by(nr) {
-                    dest.cols = nr.min(cols.end - j);
-                    let at_b = self.panel_bytes(self.b_panels(), nr, p, len, j / nr);
-                    // SAFETY: tiles begin at whole panels, both are packed, and rows and columns of
-                    // the destination lie inside the tile.
-                    unsafe {
-                        dest.ptr = origin.offset((i - rows.start) as isize * dest.row).add(j - cols.start);
-                        (self.kernel.multiply)(len, self.a.add(at_a), self.b.add(at_b), &dest);
+            if self.plan.lean {
+                // SAFETY: the caller's promises.
+                unsafe { self.sum_lean(rows, cols, &piece, &dest) };
+            } else {
+                for i in rows.clone().step_by(mr) {
+                    for j in cols.clone().step_by(nr) {
+                        let at = self.panel_bytes(self.b_panels(), nr, &piece, j / nr);
+                        // SAFETY: tiles begin at whole panels, and both are packed.
+                        unsafe { self.sum_panels(rows, cols, &piece, (i, j), self.b.add(at), &dest) };
                     }
                 }
             }
             dest.add = true;
+        }
+    }
+
+    /// The only tile that needs these columns packs them itself, panel by panel.
+    ///
+    /// # Safety
+    /// As for [`Self::sum_tile`].
+    unsafe fn sum_lean(
+        &self,
+        rows: &Range<usize>,
+        cols: &Range<usize>,
+        piece: &Range<usize>,
+        dest: &Dest<T::Sum>,
+    ) {
+        let Kernel { mr, nr, round, unit, .. } = *self.kernel;
+        let mut panel = Scratch::take(Use::Panel, piece.len().next_multiple_of(round) * nr * unit);
+        let panel = panel.ptr();
+        for j in cols.clone().step_by(nr) {
+            // SAFETY: the buffer was made for one panel, and the caller's promises.
+            unsafe {
+                self.pack_b_panel(j / nr, piece, panel);
+                for i in rows.clone().step_by(mr) {
+                    self.sum_panels(rows, cols, piece, (i, j), panel, dest);
+                }
+            }
+        }
+    }
+
+    /// Multiplies the left panel of row `i` and the right panel `b` of column `j`.
+    ///
+    /// # Safety
+    /// Both panels are packed; `dest` begins at the tile's sums; the kernel has been entered.
+    #[inline]
+    unsafe fn sum_panels(
+        &self,
+        rows: &Range<usize>,
+        cols: &Range<usize>,
+        piece: &Range<usize>,
+        (i, j): (usize, usize),
+        b: *const u8,
+        dest: &Dest<T::Sum>,
+    ) {
+        let Kernel { mr, nr, .. } = *self.kernel;
+        let at = self.panel_bytes(self.a_panels(), mr, piece, i / mr);
+        // SAFETY: rows and columns of the destination lie inside the tile.
+        unsafe {
+            let ptr = dest.ptr.offset((i - rows.start) as isize * dest.row).add(j - cols.start);
+            let dest = Dest { ptr, rows: mr.min(rows.end - i), cols: nr.min(cols.end - j), ..*dest };
+            (self.kernel.multiply)(piece.len(), self.a.add(at), b, &dest);
         }
     }
 }

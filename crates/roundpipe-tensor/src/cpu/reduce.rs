@@ -1,4 +1,4 @@
-//! Kernels along dimensions: reductions.
+//! Kernels along dimensions: reductions here, scans, softmax and selection in [`lines`].
 //!
 //! A reduction first sorts the dimensions of its source into kept and folded ones and merges neighbours.
 //! Where the folded elements of one result lie densely they are folded as rows; where neighbouring
@@ -7,6 +7,8 @@
 //! # Invariants
 //! - How the work is cut, and the order in which parts are joined, depends on the operands' layouts alone.
 //! - Floats are folded in the accumulator type and rounded once.
+
+pub(super) mod lines;
 
 use super::access::Call;
 use super::simd::vectorize;
@@ -25,7 +27,7 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     unsafe {
         match call.kernel {
             Kernel::Reduce { op, accumulate } => reduce(call, *op, *accumulate),
-            _ => Err(call.unsupported()),
+            _ => lines::run(call),
         }
     }
 }
@@ -43,7 +45,7 @@ pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>
 }
 
 /// A type that values are folded in.
-trait Cell: Element {
+pub(super) trait Cell: Element + PartialOrd {
     const ZERO: Self;
     const ONE: Self;
     const LOWEST: Self;
@@ -118,7 +120,7 @@ impl Cell for i64 {
 }
 
 /// A type that tensors hold, with the type it is folded in.
-trait Item: Element {
+pub(super) trait Item: Element {
     type Cell: Cell;
     fn up(self) -> Self::Cell;
     fn down(cell: Self::Cell) -> Self;
@@ -149,6 +151,24 @@ item! {
     u32 => i64, i64::from, |x| x as u32;
     u8 => i64, i64::from, |x| x as u8;
 }
+
+/// Runs `$body` with `$t` standing for the element type of `$dtype`; bool reads as u8.
+macro_rules! for_item {
+    ($dtype:expr, $t:ident => $body:expr) => {
+        $crate::cpu::reduce::for_item!(@ $dtype, $t, $body;
+            F64 => f64, F32 => f32, BF16 => half::bf16, F16 => half::f16,
+            I64 => i64, I32 => i32, U32 => u32, U8 => u8, Bool => u8)
+    };
+    (@ $dtype:expr, $t:ident, $body:expr; $($d:ident => $e:ty),*) => {
+        match $dtype {
+            $($crate::dtype::DType::$d => {
+                type $t = $e;
+                $body
+            })*
+        }
+    };
+}
+pub(super) use for_item;
 
 /// How two values become one.
 trait Fold: Send + Sync + 'static {
@@ -251,7 +271,7 @@ fn merged(dims: Vec<(usize, isize)>) -> Vec<(usize, isize)> {
 
 /// Offset of element `index`, counted row-major through `dims`.
 #[inline(always)]
-fn offset(dims: &[(usize, isize)], mut index: usize) -> isize {
+pub(super) fn offset(dims: &[(usize, isize)], mut index: usize) -> isize {
     let mut at = 0;
     for &(size, stride) in dims.iter().rev() {
         at += (index % size) as isize * stride;
@@ -264,18 +284,7 @@ fn offset(dims: &[(usize, isize)], mut index: usize) -> isize {
 /// As [`run`].
 unsafe fn reduce(call: &Call<'_>, op: Reduce, accumulate: bool) -> Result<()> {
     // SAFETY: the caller's promise is passed on; the element type is the view's.
-    unsafe {
-        match call.src(0).dtype {
-            DType::F64 => reduce_as::<f64>(call, op, accumulate),
-            DType::F32 => reduce_as::<f32>(call, op, accumulate),
-            DType::BF16 => reduce_as::<bf16>(call, op, accumulate),
-            DType::F16 => reduce_as::<f16>(call, op, accumulate),
-            DType::I64 => reduce_as::<i64>(call, op, accumulate),
-            DType::I32 => reduce_as::<i32>(call, op, accumulate),
-            DType::U32 => reduce_as::<u32>(call, op, accumulate),
-            DType::U8 | DType::Bool => reduce_as::<u8>(call, op, accumulate),
-        }
-    }
+    for_item!(call.src(0).dtype, T => unsafe { reduce_as::<T>(call, op, accumulate) });
     Ok(())
 }
 

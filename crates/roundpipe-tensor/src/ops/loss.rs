@@ -1,1 +1,315 @@
-//! (to be written)
+//! Losses: cross entropy here, those made of other operations in [`simple`].
+//!
+//! Cross entropy gives its loss in the accumulator type (f32 for bf16), so that a reported loss is not
+//! rounded to three digits. Fused with the projection before it ([`Cx::linear_cross_entropy`]) it never
+//! holds the logits of all tokens: forward and backward work through chunks of tokens, and between them only
+//! one number per token is kept.
+
+mod simple;
+
+use super::arith::{raw_binary, raw_compare};
+use super::index::check_index;
+use super::product::{multiply_into, turned};
+use crate::cx::{Cx, float, same_dtype};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::exec::Worker;
+use crate::kernel::{Binary, Compare, Kernel};
+use crate::shape::{Layout, Shape};
+use crate::tape::Back;
+use crate::tensor::Tensor;
+
+/// How the losses of single elements become one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Reduction {
+    /// They stay as they are.
+    None,
+    /// Their mean, over those that are not left out.
+    #[default]
+    Mean,
+    /// Their sum.
+    Sum,
+}
+
+/// What a cross entropy computes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CrossEntropy {
+    /// How the losses of tokens become one. The mean is over the tokens that are not ignored; where all are
+    /// ignored it is 0 with zero gradients (PyTorch: NaN), so that an empty batch does not poison a run.
+    pub reduction: Reduction,
+    /// Tokens with this label give no loss and no gradient.
+    pub ignore_index: i64,
+    /// Share of the target spread evenly over all classes, 0 to 1.
+    pub label_smoothing: f64,
+    /// [`Cx::linear_cross_entropy`] only: tokens per chunk; `None` chooses by the number of classes.
+    pub chunk_tokens: Option<usize>,
+}
+
+impl Default for CrossEntropy {
+    fn default() -> Self {
+        Self { reduction: Reduction::Mean, ignore_index: -100, label_smoothing: 0.0, chunk_tokens: None }
+    }
+}
+
+impl CrossEntropy {
+    fn kernel(&self) -> Kernel {
+        Kernel::CrossEntropy { ignore: self.ignore_index, smoothing: self.label_smoothing }
+    }
+
+    fn grad_kernel(&self) -> Kernel {
+        Kernel::CrossEntropyGrad { ignore: self.ignore_index, smoothing: self.label_smoothing }
+    }
+
+    fn check(&self, op: &'static str) -> Result<()> {
+        if !(0.0..=1.0).contains(&self.label_smoothing) {
+            let what = format!("label_smoothing {} is not between 0 and 1", self.label_smoothing);
+            return Err(Error::invalid(op, what));
+        }
+        if self.chunk_tokens == Some(0) {
+            return Err(Error::invalid(op, "chunk_tokens is 0; at least one token goes at a time"));
+        }
+        Ok(())
+    }
+}
+
+impl Cx {
+    /// Cross entropy of `logits` [.., v] against integer `labels` [..]. The loss has the accumulator type; with
+    /// [`Reduction::None`] it has the labels' shape.
+    ///
+    /// # Errors
+    /// When shapes or types do not fit, or a label is neither a class nor ignored.
+    pub fn cross_entropy(
+        &mut self,
+        logits: &Tensor,
+        labels: &Tensor,
+        options: CrossEntropy,
+    ) -> Result<Tensor> {
+        const OP: &str = "cross_entropy";
+        float(OP, logits)?;
+        options.check(OP)?;
+        let target = Target::new(self.worker(), OP, logits, labels, options)?;
+        let dense = self.contiguous(logits)?;
+        let classes = logits.dims()[logits.rank() - 1];
+        let flat = Shape::new(&[target.tokens, classes])?;
+        let rows = dense.relaid(Layout::contiguous(flat));
+        let (losses, lse) = target.alloc(self.worker(), OP, logits.dtype().accumulator())?;
+        let outputs = [Some(&losses), Some(&lse)];
+        self.worker().launch(&options.kernel(), &[Some(&rows), Some(&target.labels)], &outputs)?;
+        let (y, count) = target.reduce(self.worker(), OP, losses)?;
+        let from = *logits.shape();
+        self.record_one(OP, &[&dense], y, move |bx| {
+            let dloss = target.dloss(bx, OP, count.as_ref())?;
+            let dx = bx.worker().alloc(OP, rows.dtype(), flat)?;
+            let sources = [Some(&rows), Some(&target.labels), Some(&lse), Some(&dloss)];
+            bx.worker().launch(&options.grad_kernel(), &sources, &[Some(&dx)])?;
+            bx.give(0, dx.relaid(Layout::contiguous(from)))
+        })
+    }
+
+    /// [`Cx::cross_entropy`] of the logits `x` [.., h] times `weight` [v, h] transposed, without ever holding
+    /// all of them: they are computed chunk by chunk, and again in the backward pass.
+    ///
+    /// # Errors
+    /// As [`Cx::cross_entropy`].
+    pub fn linear_cross_entropy(
+        &mut self,
+        x: &Tensor,
+        weight: &Tensor,
+        labels: &Tensor,
+        options: CrossEntropy,
+    ) -> Result<Tensor> {
+        const OP: &str = "linear_cross_entropy";
+        float(OP, x)?;
+        same_dtype(OP, x, weight)?;
+        options.check(OP)?;
+        if weight.rank() != 2 || x.rank() == 0 || x.dims()[x.rank() - 1] != weight.dims()[1] {
+            return Err(Error::Shape { op: OP, left: *x.shape(), right: *weight.shape() });
+        }
+        let target = Target::new(self.worker(), OP, x, labels, options)?;
+        let dense = self.contiguous(x)?;
+        let rows = Shape::new(&[target.tokens, weight.dims()[1]])?;
+        let fused =
+            Fused { x: dense.detach().relaid(Layout::contiguous(rows)), weight: weight.detach(), target };
+        let (losses, lse) = fused.forward(self.worker())?;
+        let (y, count) = fused.target.reduce(self.worker(), OP, losses)?;
+        let from = *x.shape();
+        self.record_one(OP, &[&dense, weight], y, move |bx| {
+            let dloss = fused.target.dloss(bx, OP, count.as_ref())?;
+            let dx = fused.backward(bx, &lse, &dloss)?;
+            match dx {
+                Some(dx) => bx.give(0, dx.relaid(Layout::contiguous(from))),
+                None => Ok(()),
+            }
+        })
+    }
+}
+
+/// What tokens are measured against.
+struct Target {
+    /// i64 [tokens], dense.
+    labels: Tensor,
+    tokens: usize,
+    /// Shape of the labels as given.
+    shape: Shape,
+    options: CrossEntropy,
+}
+
+impl Target {
+    /// Labels for `x` [.., c].
+    fn new(
+        worker: &Worker,
+        op: &'static str,
+        x: &Tensor,
+        labels: &Tensor,
+        options: CrossEntropy,
+    ) -> Result<Self> {
+        check_index(op, labels, None)?;
+        if x.rank() == 0 || x.dims()[..x.rank() - 1] != *labels.dims() {
+            return Err(Error::Shape { op, left: *x.shape(), right: *labels.shape() });
+        }
+        let (tokens, shape) = (labels.numel(), *labels.shape());
+        let labels = worker.contiguous(&worker.cast(labels, DType::I64)?)?;
+        let labels = labels.relaid(Layout::contiguous(Shape::new(&[tokens])?));
+        Ok(Self { labels, tokens, shape, options })
+    }
+
+    /// Room for losses and log-sum-exps.
+    fn alloc(&self, worker: &Worker, op: &'static str, acc: DType) -> Result<(Tensor, Tensor)> {
+        let shape = Shape::new(&[self.tokens])?;
+        Ok((worker.alloc(op, acc, shape)?, worker.alloc(op, acc, shape)?))
+    }
+
+    /// 1 for each label that counts, else 0, and how many count, at least 1; on the device.
+    fn used(&self, worker: &Worker, op: &'static str, dtype: DType) -> Result<(Tensor, Tensor)> {
+        let ignore = worker.full(DType::I64, Shape::default(), self.options.ignore_index as f64)?;
+        let used = raw_compare(worker, op, Compare::Ne, &self.labels, &ignore)?;
+        let used = worker.cast(&used, dtype)?;
+        let count = worker.sum_to(&used, Shape::default())?;
+        let one = worker.full(dtype, Shape::default(), 1.0)?;
+        Ok((used, raw_binary(worker, op, Binary::Max, &count, &one)?))
+    }
+
+    /// The loss, and the divisor if it is a mean.
+    fn reduce(&self, worker: &Worker, op: &'static str, losses: Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        match self.options.reduction {
+            Reduction::None => Ok((losses.relaid(Layout::contiguous(self.shape)), None)),
+            Reduction::Sum => Ok((worker.sum_to(&losses, Shape::default())?, None)),
+            Reduction::Mean => {
+                let sum = worker.sum_to(&losses, Shape::default())?;
+                let (_, count) = self.used(worker, op, losses.dtype())?;
+                Ok((raw_binary(worker, op, Binary::Div, &sum, &count)?, Some(count)))
+            }
+        }
+    }
+
+    /// The gradient of every token's loss, dense.
+    fn dloss(&self, bx: &mut Back<'_>, op: &'static str, count: Option<&Tensor>) -> Result<Tensor> {
+        let dy = bx.dy()?;
+        let shape = Shape::new(&[self.tokens])?;
+        if self.options.reduction == Reduction::None {
+            return Ok(dy.relaid(Layout::contiguous(shape)));
+        }
+        let each = match count {
+            Some(count) => raw_binary(bx.worker(), op, Binary::Div, &dy, count)?,
+            None => dy,
+        };
+        let spread = each.relaid(Layout::contiguous(Shape::default()).broadcast_to(shape, op)?);
+        bx.worker().contiguous(&spread)
+    }
+}
+
+/// Bytes that the logits of one chunk may take, unless that would be fewer than `LEAST_TOKENS`.
+const CHUNK_BYTES: usize = 32 << 20;
+/// Fewer tokens would leave the matrix products too thin.
+const LEAST_TOKENS: usize = 256;
+const MOST_TOKENS: usize = 4096;
+
+/// A projection and the cross entropy of its result.
+struct Fused {
+    /// [tokens, h], dense.
+    x: Tensor,
+    /// [v, h].
+    weight: Tensor,
+    target: Target,
+}
+
+impl Fused {
+    const OP: &'static str = "linear_cross_entropy";
+
+    /// Tokens per chunk: a function of sizes alone.
+    fn chunk(&self) -> usize {
+        let row = self.weight.dims()[0] * self.acc().size();
+        let chosen = (CHUNK_BYTES / row.max(1)).clamp(LEAST_TOKENS, MOST_TOKENS);
+        self.target.options.chunk_tokens.unwrap_or(chosen).min(self.target.tokens.max(1))
+    }
+
+    fn acc(&self) -> DType {
+        self.x.dtype().accumulator()
+    }
+
+    /// First token and number of tokens of each chunk.
+    fn chunks(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let (tokens, chunk) = (self.target.tokens, self.chunk());
+        (0..tokens).step_by(chunk).map(move |at| (at, chunk.min(tokens - at)))
+    }
+
+    fn buffer(&self, worker: &Worker, dtype: DType) -> Result<Tensor> {
+        worker.alloc(Self::OP, dtype, Shape::new(&[self.chunk(), self.weight.dims()[0]])?)
+    }
+
+    /// The logits of a chunk, in the accumulator type, into the buffer.
+    fn logits(&self, worker: &Worker, buffer: &Tensor, at: usize, many: usize) -> Result<Tensor> {
+        let logits = buffer.narrowed(0, 0, many);
+        let x = self.x.narrowed(0, at, many);
+        multiply_into(worker, &x, &turned(&self.weight), &logits, 1.0, 0.0)?;
+        Ok(logits)
+    }
+
+    /// Loss and log-sum-exp of every token.
+    fn forward(&self, worker: &Worker) -> Result<(Tensor, Tensor)> {
+        let buffer = self.buffer(worker, self.acc())?;
+        let (losses, lse) = self.target.alloc(worker, Self::OP, self.acc())?;
+        for (at, many) in self.chunks() {
+            let logits = self.logits(worker, &buffer, at, many)?;
+            let [labels, losses, lse] = [&self.target.labels, &losses, &lse].map(|t| t.narrowed(0, at, many));
+            let kernel = self.target.options.kernel();
+            worker.launch(&kernel, &[Some(&logits), Some(&labels)], &[Some(&losses), Some(&lse)])?;
+        }
+        Ok((losses, lse))
+    }
+
+    /// Gives the weight's gradient and returns that of the rows, where wanted.
+    fn backward(&self, bx: &mut Back<'_>, lse: &Tensor, dloss: &Tensor) -> Result<Option<Tensor>> {
+        let worker = bx.worker().clone();
+        let dtype = self.x.dtype();
+        let dx = bx.needs(0).then(|| worker.alloc(Self::OP, dtype, *self.x.shape())).transpose()?;
+        let sink = bx.needs(1).then(|| bx.sink(1)).transpose()?;
+        let mut beta = sink.as_ref().map_or(0.0, |s| f64::from(u8::from(s.accumulate)));
+        let buffer = self.buffer(&worker, self.acc())?;
+        // Where the accumulator is wider the products take gradients rounded to the type itself.
+        let narrow = if self.acc() == dtype { None } else { Some(self.buffer(&worker, dtype)?) };
+        for (at, many) in self.chunks() {
+            let logits = self.logits(&worker, &buffer, at, many)?;
+            let [labels, lse, dloss] = [&self.target.labels, lse, dloss].map(|t| t.narrowed(0, at, many));
+            let dlogits = narrow.as_ref().map_or_else(|| logits.clone(), |b| b.narrowed(0, 0, many));
+            let sources = [Some(&logits), Some(&labels), Some(&lse), Some(&dloss)];
+            worker.launch(&self.target.options.grad_kernel(), &sources, &[Some(&dlogits)])?;
+            if let Some(dx) = &dx {
+                multiply_into(&worker, &dlogits, &self.weight, &dx.narrowed(0, at, many), 1.0, 0.0)?;
+            }
+            if let Some(sink) = &sink {
+                let x = self.x.narrowed(0, at, many);
+                multiply_into(&worker, &turned(&dlogits), &x, &sink.tensor, 1.0, beta)?;
+                beta = 1.0;
+            }
+        }
+        if let Some(sink) = sink {
+            if beta == 0.0 {
+                worker.launch(&Kernel::Fill { value: 0.0 }, &[], &[Some(&sink.tensor)])?;
+            }
+            drop((buffer, narrow));
+            bx.settle(1, sink)?;
+        }
+        Ok(dx)
+    }
+}

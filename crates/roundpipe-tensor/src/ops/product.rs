@@ -188,7 +188,7 @@ fn spread(x: &Tensor, batch: &Shape) -> Result<Tensor> {
 }
 
 /// The transpose of every matrix.
-fn turned(x: &Tensor) -> Tensor {
+pub(crate) fn turned(x: &Tensor) -> Tensor {
     let mut order: Vec<usize> = (0..x.rank()).collect();
     let rank = order.len();
     order.swap(rank - 1, rank - 2);

@@ -1,1 +1,303 @@
-//! (to be written)
+//! Rotary embedding, alone and behind the RMS norm of queries and keys, and gated linear units.
+//!
+//! Tables of cosines and sines are plain tensors, so any scaling of the angles is done by whoever makes
+//! them; they get no gradient.
+
+use crate::cx::{Cx, float, same_dtype, same_shape};
+use crate::dtype::{DType, Element};
+use crate::error::{Error, Result};
+use crate::exec::Worker;
+use crate::kernel::{Glu, Kernel, RopeStyle};
+use crate::ops::norm::{settle, wanted};
+use crate::shape::{Layout, Shape};
+use crate::tensor::Tensor;
+
+/// How heads are turned.
+#[derive(Debug, Clone, Copy)]
+pub struct Rotary<'a> {
+    /// `[positions, r / 2]` in the accumulator type, r the elements of a head that turn.
+    pub cos: &'a Tensor,
+    /// As `cos`.
+    pub sin: &'a Tensor,
+    /// i32, i64 or u32 `[b, s]` or `[s]`: row of the table for each step; the step itself when `None`.
+    pub positions: Option<&'a Tensor>,
+    /// Which elements form pairs.
+    pub style: RopeStyle,
+}
+
+/// The angle per position of each pair: theta^(-2i / rotary_dim).
+///
+/// # Errors
+/// When `rotary_dim` is odd.
+pub fn rope_frequencies(rotary_dim: usize, theta: f64) -> Result<Vec<f64>> {
+    if rotary_dim % 2 != 0 {
+        return Err(Error::invalid("rope", format!("{rotary_dim} elements do not form pairs")));
+    }
+    Ok((0..rotary_dim / 2).map(|i| theta.powf(-2.0 * i as f64 / rotary_dim as f64)).collect())
+}
+
+/// Cosines and sines, `[positions, frequencies]` each; computed in f64, rounded once.
+pub fn rope_tables<T: Element>(positions: usize, frequencies: &[f64]) -> (Vec<T>, Vec<T>) {
+    let angles = (0..positions).flat_map(|p| frequencies.iter().map(move |f| p as f64 * f));
+    angles.map(|a| (T::from_f64(a.cos()), T::from_f64(a.sin()))).unzip()
+}
+
+/// A checked [`Rotary`] that a backward pass can keep.
+struct Turn {
+    cos: Tensor,
+    sin: Tensor,
+    positions: Option<Tensor>,
+    style: RopeStyle,
+}
+
+impl Cx {
+    /// Rotary embedding of x `[b, s, h, d]`.
+    ///
+    /// # Errors
+    /// When sizes or types do not fit, or a position is not in the table.
+    pub fn rope(&mut self, x: &Tensor, rotary: Rotary<'_>) -> Result<Tensor> {
+        const OP: &str = "rope";
+        let turn = check_rotary(self.worker(), OP, x, rotary)?;
+        let x = self.dense_last(x)?;
+        let y = turned(self.worker(), &x, &turn, false)?;
+        self.record_one(OP, &[&x], y, move |bx| {
+            let dy = bx.grad_strided(0).expect("a node runs only with a gradient");
+            let dy = dense_last(bx.worker(), &dy)?;
+            let dx = turned(bx.worker(), &dy, &turn, true)?;
+            drop(dy);
+            bx.give(0, dx)
+        })
+    }
+
+    /// RMS norm of every head of x `[b, s, h, d]` with one weight `[d]`, then rotary embedding.
+    ///
+    /// # Errors
+    /// As [`Cx::rope`], and when the weight is not `[d]` of x's type.
+    pub fn rope_norm(&mut self, x: &Tensor, weight: &Tensor, rotary: Rotary<'_>, eps: f64) -> Result<Tensor> {
+        const OP: &str = "rope_norm";
+        let Turn { cos, sin, positions, style } = check_rotary(self.worker(), OP, x, rotary)?;
+        same_dtype(OP, x, weight)?;
+        if weight.dims() != [x.dims()[3]] {
+            return Err(Error::Shape { op: OP, left: *x.shape(), right: *weight.shape() });
+        }
+        let (x, weight) = (self.dense_last(x)?, self.contiguous(weight)?);
+        let y = self.worker().alloc(OP, x.dtype(), *x.shape())?;
+        let rstd = self.worker().alloc(OP, x.dtype().accumulator(), Shape::new(&x.dims()[..3])?)?;
+        let src = [Some(&x), Some(&weight), Some(&cos), Some(&sin), positions.as_ref()];
+        self.worker().launch(&Kernel::RopeNorm { style, eps }, &src, &[Some(&y), Some(&rstd)])?;
+        let (kept, w) = (x.detach(), weight.detach());
+        self.record_one(OP, &[&x, &weight], y, move |bx| {
+            let dy = bx.grad_strided(0).expect("a node runs only with a gradient");
+            let dy = dense_last(bx.worker(), &dy)?;
+            let sink = wanted(bx, Some(1))?;
+            let dx = bx.needs(0).then(|| bx.worker().alloc(OP, kept.dtype(), *kept.shape())).transpose()?;
+            let accumulate = sink.as_ref().is_some_and(|s| s.accumulate);
+            bx.worker().launch(
+                &Kernel::RopeNormGrad { style, accumulate },
+                &[Some(&kept), Some(&w), Some(&rstd), Some(&cos), Some(&sin), Some(&dy), positions.as_ref()],
+                &[dx.as_ref(), sink.as_ref().map(|s| &s.tensor)],
+            )?;
+            drop((kept, dy));
+            settle(bx, Some(1), sink)?;
+            dx.map_or(Ok(()), |dx| bx.give(0, dx))
+        })
+    }
+
+    /// silu(gate) · up.
+    ///
+    /// # Errors
+    /// When shapes or types differ.
+    pub fn swiglu(&mut self, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+        self.glu("swiglu", Glu::Silu, gate, up)
+    }
+
+    /// [`Cx::swiglu`] of x `[.., 2c]`: the gate is the first half.
+    ///
+    /// # Errors
+    /// When the last dimension is odd.
+    pub fn swiglu_packed(&mut self, x: &Tensor) -> Result<Tensor> {
+        self.glu_packed("swiglu", Glu::Silu, x)
+    }
+
+    /// gelu(gate) · up, by tanh.
+    ///
+    /// # Errors
+    /// When shapes or types differ.
+    pub fn geglu(&mut self, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+        self.glu("geglu", Glu::GeluTanh, gate, up)
+    }
+
+    /// [`Cx::geglu`] of x `[.., 2c]`: the gate is the first half.
+    ///
+    /// # Errors
+    /// When the last dimension is odd.
+    pub fn geglu_packed(&mut self, x: &Tensor) -> Result<Tensor> {
+        self.glu_packed("geglu", Glu::GeluTanh, x)
+    }
+
+    /// GPT-OSS's unit: g · sigmoid(alpha · g) · (u + 1), where g is the gate bounded by `limit` from above and
+    /// u is up bounded on both sides.
+    ///
+    /// # Errors
+    /// When shapes or types differ.
+    pub fn swiglu_clamped(&mut self, gate: &Tensor, up: &Tensor, alpha: f64, limit: f64) -> Result<Tensor> {
+        self.glu("swiglu_clamped", Glu::Clamped { alpha, limit }, gate, up)
+    }
+
+    /// [`Cx::swiglu_clamped`] of x `[.., 2c]` where gate and up alternate, gate first.
+    ///
+    /// # Errors
+    /// When the last dimension is odd.
+    pub fn swiglu_clamped_interleaved(&mut self, x: &Tensor, alpha: f64, limit: f64) -> Result<Tensor> {
+        const OP: &str = "swiglu_clamped";
+        let kind = Glu::Clamped { alpha, limit };
+        let shape = half_shape(OP, x)?;
+        let y = self.worker().alloc(OP, x.dtype(), shape)?;
+        let kept = x.detach();
+        let dense = |worker: &Worker, i| worker.contiguous(&every_second(&kept, i, shape));
+        let (gate, up) = (dense(self.worker(), 0)?, dense(self.worker(), 1)?);
+        self.worker().launch(&Kernel::Glu(kind), &[Some(&gate), Some(&up)], &[Some(&y)])?;
+        drop((gate, up));
+        let kept = x.detach();
+        self.record_one(OP, &[x], y, move |bx| {
+            let dy = bx.dy()?;
+            let dense = |i| bx.worker().contiguous(&every_second(&kept, i, shape));
+            let (gate, up) = (dense(0)?, dense(1)?);
+            let apart = || bx.worker().alloc(OP, kept.dtype(), shape);
+            let (dgate, dup) = (apart()?, apart()?);
+            let src = [Some(&gate), Some(&up), Some(&dy)];
+            bx.worker().launch(&Kernel::GluGrad(kind), &src, &[Some(&dgate), Some(&dup)])?;
+            drop((gate, up, dy));
+            let dx = bx.worker().alloc(OP, kept.dtype(), *kept.shape())?;
+            for (i, grad) in [dgate, dup].into_iter().enumerate() {
+                let into = every_second(&dx, i, shape);
+                bx.worker().launch(&Kernel::Copy, &[Some(&grad)], &[Some(&into)])?;
+            }
+            bx.give(0, dx)
+        })
+    }
+
+    fn glu(&mut self, op: &'static str, kind: Glu, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+        float(op, gate)?;
+        same_dtype(op, gate, up)?;
+        same_shape(op, up, *gate.shape())?;
+        let (gate, up) = (self.dense_last(gate)?, self.dense_last(up)?);
+        let y = self.worker().alloc(op, gate.dtype(), *gate.shape())?;
+        self.worker().launch(&Kernel::Glu(kind), &[Some(&gate), Some(&up)], &[Some(&y)])?;
+        let (g, u) = (gate.detach(), up.detach());
+        self.record_one(op, &[&gate, &up], y, move |bx| {
+            let dy = bx.dy()?;
+            let dgate = bx.worker().alloc(op, g.dtype(), *g.shape())?;
+            let dup = bx.worker().alloc(op, g.dtype(), *g.shape())?;
+            let src = [Some(&g), Some(&u), Some(&dy)];
+            bx.worker().launch(&Kernel::GluGrad(kind), &src, &[Some(&dgate), Some(&dup)])?;
+            drop((g, u, dy));
+            bx.give(0, dgate)?;
+            bx.give(1, dup)
+        })
+    }
+
+    fn glu_packed(&mut self, op: &'static str, kind: Glu, x: &Tensor) -> Result<Tensor> {
+        let shape = half_shape(op, x)?;
+        let (axis, half) = (x.rank() - 1, shape[x.rank() - 1]);
+        let x = self.dense_last(x)?;
+        let halves = move |t: &Tensor| [t.narrowed(axis, 0, half), t.narrowed(axis, half, half)];
+        let y = self.worker().alloc(op, x.dtype(), shape)?;
+        let [gate, up] = halves(&x);
+        self.worker().launch(&Kernel::Glu(kind), &[Some(&gate), Some(&up)], &[Some(&y)])?;
+        self.record_one(op, &[&x], y, move |bx| {
+            let dy = bx.dy()?;
+            let dx = bx.worker().alloc(op, dy.dtype(), shape.with(axis, 2 * half))?;
+            let [dgate, dup] = halves(&dx);
+            let src = [Some(&gate), Some(&up), Some(&dy)];
+            bx.worker().launch(&Kernel::GluGrad(kind), &src, &[Some(&dgate), Some(&dup)])?;
+            drop((gate, up, dy, dgate, dup));
+            bx.give(0, dx)
+        })
+    }
+
+    /// `x` with neighbours along the last dimension side by side; other strides stay.
+    fn dense_last(&mut self, x: &Tensor) -> Result<Tensor> {
+        if is_dense_last(x) { Ok(x.clone()) } else { self.contiguous(x) }
+    }
+}
+
+fn is_dense_last(x: &Tensor) -> bool {
+    x.numel() == 0 || x.dims().last().is_none_or(|d| *d == 1) || x.layout().strides()[x.rank() - 1] == 1
+}
+
+fn dense_last(worker: &Worker, x: &Tensor) -> Result<Tensor> {
+    if is_dense_last(x) { Ok(x.clone()) } else { worker.contiguous(x) }
+}
+
+/// The rotary kernel alone.
+fn turned(worker: &Worker, x: &Tensor, turn: &Turn, inverse: bool) -> Result<Tensor> {
+    let y = worker.alloc("rope", x.dtype(), *x.shape())?;
+    let src = [Some(x), Some(&turn.cos), Some(&turn.sin), turn.positions.as_ref()];
+    worker.launch(&Kernel::Rope { style: turn.style, inverse }, &src, &[Some(&y)])?;
+    Ok(y)
+}
+
+fn check_rotary(worker: &Worker, op: &'static str, x: &Tensor, rotary: Rotary<'_>) -> Result<Turn> {
+    let Rotary { cos, sin, positions, style } = rotary;
+    float(op, x)?;
+    let &[batch, steps, _, width] = x.dims() else {
+        return Err(Error::invalid(op, format!("{} is not [batch, steps, heads, width]", x.shape())));
+    };
+    same_dtype(op, cos, sin)?;
+    same_shape(op, sin, *cos.shape())?;
+    let acc = x.dtype().accumulator();
+    if cos.dtype() != acc {
+        let expected = "tables are f64 for f64 and f32 for other floats";
+        return Err(Error::DType { op, dtype: cos.dtype(), shape: *cos.shape(), expected });
+    }
+    if cos.rank() != 2 || cos.dims()[1] > width / 2 {
+        return Err(Error::Shape { op, left: *x.shape(), right: *cos.shape() });
+    }
+    let positions = match positions {
+        Some(positions) => Some(check_positions(worker, op, positions, x, [batch, steps])?),
+        None if steps > cos.dims()[0] => {
+            let what = format!("{} has {steps} steps, the table {} positions", x.shape(), cos.dims()[0]);
+            return Err(Error::invalid(op, what));
+        }
+        None => None,
+    };
+    let dense = |t: &Tensor| worker.contiguous(&t.detach());
+    Ok(Turn { cos: dense(cos)?, sin: dense(sin)?, positions, style })
+}
+
+/// Positions as dense i32 `[b, s]`.
+fn check_positions(
+    worker: &Worker,
+    op: &'static str,
+    positions: &Tensor,
+    x: &Tensor,
+    dims: [usize; 2],
+) -> Result<Tensor> {
+    if !matches!(positions.dtype(), DType::I32 | DType::I64 | DType::U32) {
+        let expected = "positions are i64, i32 or u32";
+        return Err(Error::DType { op, dtype: positions.dtype(), shape: *positions.shape(), expected });
+    }
+    if *positions.dims() != dims && *positions.dims() != dims[1..] {
+        return Err(Error::Shape { op, left: *x.shape(), right: *positions.shape() });
+    }
+    let each = positions.relaid(positions.layout().broadcast_to(Shape::new(&dims)?, op)?);
+    worker.contiguous(&worker.cast(&each, DType::I32)?)
+}
+
+/// The shape of one half of a packed gate and up.
+fn half_shape(op: &'static str, x: &Tensor) -> Result<Shape> {
+    float(op, x)?;
+    match x.dims().last() {
+        Some(last) if last % 2 == 0 => Ok(x.shape().with(x.rank() - 1, last / 2)),
+        _ => Err(Error::invalid(op, format!("the last dimension of {} has no two halves", x.shape()))),
+    }
+}
+
+/// Elements `first`, `first + 2`, … of the last dimension, which has an even size.
+fn every_second(x: &Tensor, first: usize, shape: Shape) -> Tensor {
+    let axis = x.rank() - 1;
+    let mut strides = x.layout().strides().to_vec();
+    strides[axis] *= 2;
+    x.narrowed(axis, first, shape[axis]).relaid(Layout::strided(shape, &strides))
+}

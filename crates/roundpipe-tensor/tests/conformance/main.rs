@@ -6,5 +6,13 @@
 mod arith;
 mod attention;
 mod bed;
+mod blocks;
+mod golden;
+mod image;
+mod index;
+mod loss;
+mod norm;
 mod random;
+mod reduce;
+mod rope;
 mod views;

@@ -6,6 +6,7 @@
 
 use std::arch::asm;
 use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
 
 use half::bf16;
 
@@ -114,22 +115,65 @@ unsafe fn leave() {
 /// [`leave`].
 #[target_feature(enable = "avx512f")]
 unsafe fn multiply(k: usize, a: *const u8, b: *const u8, dest: &Dest<f32>) {
-    let mut tile = std::mem::MaybeUninit::<[[f32; SIDE]; SIDE]>::uninit();
-    let whole = dest.rows == SIDE && dest.cols == SIDE && !dest.add && dest.alpha == 1.0;
-    let (c, c_row) =
-        if whole { (dest.ptr, dest.row * 4) } else { (tile.as_mut_ptr().cast(), 4 * SIDE as isize) };
+    // SAFETY: the caller's promises.
+    unsafe { multiply_with(tiles, k, a, b, dest) }
+}
+
+/// Sums go on from what is in the destination: loading tiles is cheaper than adding to memory. With a
+/// factor they cannot, and are added afterwards. `tiles` is [`tiles`], or stands for it in tests.
+///
+/// # Safety
+/// As for [`multiply`].
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn multiply_with(tiles: Tiles, k: usize, a: *const u8, b: *const u8, dest: &Dest<f32>) {
+    let mut square = MaybeUninit::<[[f32; SIDE]; SIDE]>::uninit();
+    let square = square.as_mut_ptr().cast::<f32>();
     let steps = k.div_ceil(SIDE);
-    // SAFETY: each pass reads 2048 bytes of either panel, which hold `steps` times as many; the four
-    // stores write 32 rows of 128 bytes, which `tile` holds, and so does a whole destination.
+    let plain = dest.alpha == 1.0;
+    // SAFETY: the panels hold `steps` blocks; the square and a whole destination hold 32 rows of 32.
+    unsafe {
+        if plain && dest.rows == SIDE && dest.cols == SIDE {
+            return tiles(steps, a, b, dest.ptr, dest.row * 4, dest.add);
+        }
+        let row = SIDE as isize;
+        if plain && dest.add {
+            let held = Dest { ptr: square, row, alpha: 1.0, add: false, ..*dest };
+            avx512::store(&held, dest.ptr, dest.row);
+        }
+        tiles(steps, a, b, square, row * 4, plain && dest.add);
+        avx512::store(&Dest { add: dest.add && !plain, ..*dest }, square, row);
+    }
+}
+
+/// [`tiles`], or what stands for it.
+type Tiles = unsafe fn(usize, *const u8, *const u8, *mut f32, isize, bool);
+
+/// `c = a b`, or `c += a b` if `add`: 32 rows by 32 columns, rows of c `c_row` bytes apart.
+///
+/// # Safety
+/// Both panels hold `steps` blocks of 2048 bytes, c its 32 rows; this thread is between [`enter`] and
+/// [`leave`].
+unsafe fn tiles(steps: usize, a: *const u8, b: *const u8, c: *mut f32, c_row: isize, add: bool) {
+    // SAFETY: each pass reads 2048 bytes of either panel; c is read and written as the caller allows.
     unsafe {
         asm!(
+            "test {add:e}, {add:e}",
+            "jnz 2f",
             "tilezero tmm0",
             "tilezero tmm1",
             "tilezero tmm2",
             "tilezero tmm3",
-            "test {steps}, {steps}",
-            "jz 3f",
+            "jmp 3f",
             "2:",
+            "tileloadd tmm0, [{c} + {c_row}]",
+            "tileloadd tmm1, [{c} + {c_row} + 64]",
+            "tileloadd tmm2, [{low} + {c_row}]",
+            "tileloadd tmm3, [{low} + {c_row} + 64]",
+            "3:",
+            "test {steps}, {steps}",
+            "jz 5f",
+            "4:",
             "tileloadd tmm6, [{b} + {b_row}]",
             "tileloadd tmm4, [{a} + {a_row}]",
             "tileloadd tmm7, [{b} + {b_row} + 64]",
@@ -141,12 +185,13 @@ unsafe fn multiply(k: usize, a: *const u8, b: *const u8, dest: &Dest<f32>) {
             "add {a}, 2048",
             "add {b}, 2048",
             "dec {steps}",
-            "jnz 2b",
-            "3:",
+            "jnz 4b",
+            "5:",
             "tilestored [{c} + {c_row}], tmm0",
             "tilestored [{c} + {c_row} + 64], tmm1",
             "tilestored [{low} + {c_row}], tmm2",
             "tilestored [{low} + {c_row} + 64], tmm3",
+            add = in(reg) u32::from(add),
             a = inout(reg) a => _,
             b = inout(reg) b => _,
             steps = inout(reg) steps => _,
@@ -159,9 +204,6 @@ unsafe fn multiply(k: usize, a: *const u8, b: *const u8, dest: &Dest<f32>) {
             out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
             options(nostack),
         );
-        if !whole {
-            avx512::store(dest, tile.as_ptr().cast(), SIDE);
-        }
     }
 }
 
@@ -192,5 +234,38 @@ unsafe fn pack_b(lines: &Lines<bf16>, dst: *mut u8) {
     unsafe {
         avx512::pack_pairs::<SIDE>(lines, dst);
         dst.add(pairs * 4 * SIDE).write_bytes(0, (all - pairs) * 4 * SIDE);
+    }
+}
+
+/// The same kernel with tiles in plain Rust, to test everything around the instructions on any machine
+/// with AVX-512.
+#[cfg(test)]
+pub(super) static IMITATED: Kernel<bf16> = {
+    #[target_feature(enable = "avx512f")]
+    unsafe fn multiply(k: usize, a: *const u8, b: *const u8, dest: &Dest<f32>) {
+        // SAFETY: the caller's promises.
+        unsafe { multiply_with(imitated_tiles, k, a, b, dest) }
+    }
+    Kernel { multiply, enter: super::element::nothing, leave: super::element::nothing, ..BF16 }
+};
+
+/// What the instructions of [`tiles`] do, by the book.
+#[cfg(test)]
+unsafe fn imitated_tiles(steps: usize, a: *const u8, b: *const u8, c: *mut f32, c_row: isize, add: bool) {
+    let (a, b) = (a.cast::<bf16>(), b.cast::<bf16>());
+    for i in 0..SIDE {
+        for j in 0..SIDE {
+            // SAFETY: the same elements as the instructions touch.
+            unsafe {
+                let place = c.wrapping_byte_offset(i as isize * c_row).add(j);
+                let mut sum = if add { *place } else { 0.0 };
+                for p in 0..steps * SIDE {
+                    let x = *a.add(p / SIDE * SIDE * SIDE + i * SIDE + p % SIDE);
+                    let y = *b.add((p / 2 * SIDE + j) * 2 + p % 2);
+                    sum += x.to_f32() * y.to_f32();
+                }
+                *place = sum;
+            }
+        }
     }
 }

@@ -368,13 +368,13 @@ unsafe fn woven(lines: &Lines<bf16>, lane: usize, p: usize) -> __m512i {
     }
 }
 
-/// Adds sums in rows of `width` to the destination, or replaces it by them.
+/// Adds sums, whose rows are `sums_row` elements apart, to the destination, or replaces it by them.
 ///
 /// # Safety
 /// The sums and the destination exist; the machine has AVX-512.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) unsafe fn store(dest: &Dest<f32>, sums: *const f32, width: usize) {
+pub(super) unsafe fn store(dest: &Dest<f32>, sums: *const f32, sums_row: isize) {
     let alpha = _mm512_set1_ps(dest.alpha);
     for i in 0..dest.rows {
         for j in (0..dest.cols).step_by(16) {
@@ -382,7 +382,7 @@ pub(super) unsafe fn store(dest: &Dest<f32>, sums: *const f32, width: usize) {
             // SAFETY: i < rows, and the mask keeps to `cols`.
             unsafe {
                 let place = dest.ptr.offset(i as isize * dest.row).add(j);
-                let sum = _mm512_maskz_loadu_ps(mask, sums.add(i * width + j));
+                let sum = _mm512_maskz_loadu_ps(mask, sums.offset(i as isize * sums_row).add(j));
                 let sum = if dest.add {
                     _mm512_fmadd_ps(alpha, sum, _mm512_maskz_loadu_ps(mask, place))
                 } else {

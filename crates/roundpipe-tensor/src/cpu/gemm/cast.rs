@@ -1,7 +1,7 @@
 //! Conversions of rows between 16-bit floats and f32, by instruction set.
 //!
 //! Rounding is to nearest, ties to even; NaN stays NaN. All sets give the same bits, except for the
-//! payload of a NaN.
+//! payload of a NaN and for numbers below bf16's normal range, which `vcvtneps2bf16` flushes to zero.
 
 use half::{bf16, f16};
 
@@ -9,7 +9,7 @@ use super::isa::Isa;
 
 /// One function per set around one body; the compiler vectorises the body for each.
 macro_rules! by_isa {
-    ($(#[$doc:meta])* $name:ident, $src:ty, $dst:ty, $body:path, $avx2:path, $avx512:path) => {
+    ($(#[$doc:meta])* $name:ident, $src:ty, $dst:ty, $body:path, $avx2:path, $avx512:path, $bf16_set:path) => {
         $(#[$doc])*
         ///
         /// # Safety
@@ -34,7 +34,9 @@ macro_rules! by_isa {
                     #[cfg(target_arch = "x86_64")]
                     Isa::Avx2 => avx2(src, dst, n),
                     #[cfg(target_arch = "x86_64")]
-                    Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => avx512(src, dst, n),
+                    Isa::Avx512 => avx512(src, dst, n),
+                    #[cfg(target_arch = "x86_64")]
+                    Isa::Avx512Bf16 | Isa::Amx => $bf16_set(src, dst, n),
                     _ => $body(src, dst, n),
                 }
             }
@@ -44,19 +46,19 @@ macro_rules! by_isa {
 
 by_isa!(
     /// Widens bf16.
-    bf16_to_f32, bf16, f32, widen_bf16, widen_bf16, widen_bf16
+    bf16_to_f32, bf16, f32, widen_bf16, widen_bf16, widen_bf16, x86::widen_bf16
 );
 by_isa!(
     /// Rounds to bf16.
-    f32_to_bf16, f32, bf16, narrow_bf16, narrow_bf16, narrow_bf16
+    f32_to_bf16, f32, bf16, narrow_bf16, narrow_bf16, narrow_bf16, x86::narrow_bf16
 );
 by_isa!(
     /// Widens f16.
-    f16_to_f32, f16, f32, widen_f16, x86::widen_f16_avx2, x86::widen_f16_avx512
+    f16_to_f32, f16, f32, widen_f16, x86::widen_f16_avx2, x86::widen_f16_avx512, x86::widen_f16_avx512
 );
 by_isa!(
     /// Rounds to f16.
-    f32_to_f16, f32, f16, narrow_f16, x86::narrow_f16_avx2, x86::narrow_f16_avx512
+    f32_to_f16, f32, f16, narrow_f16, x86::narrow_f16_avx2, x86::narrow_f16_avx512, x86::narrow_f16_avx512
 );
 
 /// # Safety
@@ -112,7 +114,7 @@ pub(super) mod x86 {
 
     use std::arch::x86_64::*;
 
-    use half::f16;
+    use half::{bf16, f16};
 
     const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT;
 
@@ -182,6 +184,46 @@ pub(super) mod x86 {
             unsafe {
                 let x = _mm512_maskz_loadu_ps(mask, src.add(i));
                 _mm256_mask_storeu_epi16(dst.add(i).cast(), mask, _mm512_cvtps_ph::<NEAREST>(x));
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for [`widen_f16_avx512`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    pub(super) unsafe fn widen_bf16(src: *const bf16, dst: *mut f32, n: usize) {
+        for i in (0..n).step_by(16) {
+            let mask = tail(n - i);
+            // SAFETY: the mask keeps the access below n.
+            unsafe {
+                let x = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, src.add(i).cast()));
+                _mm512_mask_storeu_epi32(dst.add(i).cast(), mask, _mm512_slli_epi32::<16>(x));
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for [`widen_f16_avx512`]; the machine also has AVX512_BF16.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    pub(super) unsafe fn narrow_bf16(src: *const f32, dst: *mut bf16, n: usize) {
+        let whole = n - n % 32;
+        for i in (0..whole).step_by(32) {
+            // SAFETY: i + 32 <= n; both vector types are 64 bytes of plain data.
+            unsafe {
+                let pair = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(src.add(i + 16)), _mm512_loadu_ps(src.add(i)));
+                _mm512_storeu_si512(dst.add(i).cast(), std::mem::transmute::<__m512bh, __m512i>(pair));
+            }
+        }
+        for i in (whole..n).step_by(16) {
+            let mask = tail(n - i);
+            // SAFETY: the mask keeps the access below n; both vector types are 32 bytes of plain data.
+            unsafe {
+                let x = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, src.add(i)));
+                _mm256_mask_storeu_epi16(
+                    dst.add(i).cast(),
+                    mask,
+                    std::mem::transmute::<__m256bh, __m256i>(x),
+                );
             }
         }
     }

@@ -21,7 +21,7 @@ pub(crate) enum Isa {
     /// `vdpbf16ps` besides `Avx512`.
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
-    /// `tdpbf16ps` on tiles besides `Avx512`.
+    /// `tdpbf16ps` on tiles besides `Avx512Bf16`.
     #[cfg(target_arch = "x86_64")]
     Amx,
 }
@@ -52,9 +52,10 @@ impl Isa {
             return found;
         }
         found.push(Self::Avx512);
-        if is_x86_feature_detected!("avx512bf16") {
-            found.push(Self::Avx512Bf16);
+        if !is_x86_feature_detected!("avx512bf16") {
+            return found;
         }
+        found.push(Self::Avx512Bf16);
         if super::amx::works() {
             found.push(Self::Amx);
         }

@@ -1,12 +1,18 @@
-//! How a product is cut, decided from its sizes and the kernel alone.
+//! How a product is cut.
+//!
+//! Pieces of k follow from k and the kernel alone, since the order of a sum decides its bits. All other
+//! cuts may follow from anything, even the number of threads: they only decide who does what when.
 
 use super::element::{Element, Kernel};
 
 /// Most columns of a tile, for buffers of one row.
 pub(super) const MAX_TILE_COLS: usize = 512;
 
+/// Rows of a block. Few enough that its panels are still in the shared cache when they are multiplied,
+/// more with more threads, which would else wait for each other too often.
+const BLOCK_M_PER_THREAD: usize = 576;
+const MAX_BLOCK_THREADS: usize = 4;
 /// Bounds of a block: its panels take at most about 10 MB per operand, its sums 20 MB.
-const MAX_BLOCK_M: usize = 2304;
 const MAX_BLOCK_N: usize = 2048;
 const MAX_BLOCK_BYTES_K: usize = 4096;
 
@@ -30,6 +36,8 @@ pub(super) struct Plan {
     /// Rows and columns of a task.
     pub tile_m: usize,
     pub tile_n: usize,
+    /// Whether each tile packs its columns itself, since there is one row of tiles only.
+    pub lean: bool,
     /// Panels that a task packs.
     pub pack_a: usize,
     pub pack_b: usize,
@@ -37,12 +45,11 @@ pub(super) struct Plan {
 
 impl Plan {
     /// For a product of `[m, k]` and `[k, n]`, none of them 0.
-    pub(super) fn new<T: Element>(kernel: &Kernel<T>, m: usize, n: usize, k: usize) -> Self {
+    pub(super) fn new<T: Element>(kernel: &Kernel<T>, threads: usize, [m, n, k]: [usize; 3]) -> Self {
         let Kernel { mr, nr, round, kc, unit, .. } = *kernel;
-        // Pieces depend on k alone, or a row's bits would depend on m.
         let piece = even(k, kc, round);
         let block_k = ((MAX_BLOCK_BYTES_K / unit / piece).max(1) * piece).min(k.next_multiple_of(piece));
-        let block_m = even(m, MAX_BLOCK_M, mr);
+        let block_m = even(m, BLOCK_M_PER_THREAD * threads.clamp(1, MAX_BLOCK_THREADS), mr);
         let block_n = even(n, MAX_BLOCK_N, nr);
         let (mut across, mut down) = (TILE_PANELS, TILE_PANELS);
         loop {
@@ -62,6 +69,7 @@ impl Plan {
             piece,
             tile_m: down * mr,
             tile_n: across * nr,
+            lean: m <= down * mr,
             pack_a: per_task(mr),
             pack_b: per_task(nr),
         }
@@ -72,9 +80,9 @@ impl Plan {
         self.block_m * self.block_k * kernel.unit
     }
 
-    /// Bytes of a block's right panels.
+    /// Bytes of a block's right panels, if they are packed together.
     pub(super) fn b_bytes<T: Element>(&self, kernel: &Kernel<T>) -> usize {
-        self.block_n * self.block_k * kernel.unit
+        if self.lean { 0 } else { self.block_n * self.block_k * kernel.unit }
     }
 }
 

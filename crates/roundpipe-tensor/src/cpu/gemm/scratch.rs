@@ -13,6 +13,8 @@ pub(super) enum Use {
     A,
     /// Panels of the right operand.
     B,
+    /// One panel of the right operand.
+    Panel,
     /// Sums of one tile.
     Tile,
     /// Sums of a whole block.
@@ -25,7 +27,7 @@ pub(super) enum Use {
 struct Line([u8; 64]);
 
 thread_local! {
-    static SHELF: [Cell<Vec<Line>>; 4] = const { [const { Cell::new(Vec::new()) }; 4] };
+    static SHELF: [Cell<Vec<Line>>; 5] = const { [const { Cell::new(Vec::new()) }; 5] };
 }
 
 /// Uninitialised memory, aligned to a cache line.

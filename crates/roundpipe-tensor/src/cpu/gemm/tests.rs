@@ -2,10 +2,10 @@
 
 use half::{bf16, f16};
 
-use super::element::{Element, Store};
+use super::element::{Element, Kernel, Store};
 use super::isa::Isa;
 use super::plan::Plan;
-use super::{Mat, MatMut, Product, gemm_batch, gemm_serial, gemm_with};
+use super::{Mat, MatMut, Product, gemm_batch, gemm_by, gemm_serial, gemm_with};
 use crate::cpu::threads::Threads;
 
 /// A type whose numbers can be made from and turned into f64.
@@ -116,6 +116,16 @@ fn check<T: Number + Element, O: Number + Store<T::Sum>>(
     seed: u64,
     sizes: [usize; 3],
 ) {
+    check_kernel::<T, O>(isa, T::kernel(isa), threads, seed, sizes);
+}
+
+fn check_kernel<T: Number + Element, O: Number + Store<T::Sum>>(
+    isa: Isa,
+    kernel: &Kernel<T>,
+    threads: &Threads,
+    seed: u64,
+    sizes: [usize; 3],
+) {
     let random = &mut Random(seed);
     let [m, n, k] = sizes;
     let (sa, sb) = (strides(random, m, k), strides(random, k, n));
@@ -143,7 +153,7 @@ fn check<T: Number + Element, O: Number + Store<T::Sum>>(
         beta,
     };
     // SAFETY: the operands are the vectors above, with all strides inside them.
-    unsafe { gemm_with(isa, Some(threads), &product) };
+    unsafe { gemm_by(isa, kernel, Some(threads), &product) };
     let what = format!("{isa:?} {sizes:?} strides {sa:?} {sb:?} alpha {alpha} beta {beta} seed {seed}");
     for i in 0..m {
         for j in 0..n {
@@ -205,6 +215,34 @@ fn large_products_agree_with_f64() {
             check_all_types(isa, &threads, seed as u64, sizes);
         }
     }
+}
+
+/// Several blocks along m and k at once: right panels are shared by rows, or sums kept per block of rows.
+#[test]
+fn blocks_of_rows_and_steps_agree_with_f64() {
+    let threads = Threads::new(Some(1)).unwrap();
+    for isa in Isa::available() {
+        check_all_types(isa, &threads, 6, [600, 5, 2100]);
+    }
+}
+
+/// Packing, edges and carried sums of the AMX kernel, on machines without AMX.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn amx_kernel_agrees_with_f64_without_its_instructions() {
+    if !Isa::available().contains(&Isa::Avx512) {
+        return;
+    }
+    let threads = Threads::new(Some(2)).unwrap();
+    let kernel = &super::amx::IMITATED;
+    let random = &mut Random(77);
+    for seed in 0..40 {
+        let sizes = [1 + random.below(90), 1 + random.below(90), random.below(150)];
+        check_kernel::<bf16, bf16>(Isa::Avx512, kernel, &threads, seed, sizes);
+        check_kernel::<bf16, f32>(Isa::Avx512, kernel, &threads, seed, sizes);
+    }
+    check_kernel::<bf16, bf16>(Isa::Avx512, kernel, &threads, 3, [40, 70, 2500]);
+    check_kernel::<bf16, f32>(Isa::Avx512, kernel, &threads, 4, [40, 70, 2500]);
 }
 
 /// A contiguous product with `T` as output; gives the bits.
@@ -317,11 +355,12 @@ fn batch_equals_single_products() {
 fn plans_are_bounded() {
     for isa in Isa::available() {
         let kernel = <bf16 as Element>::kernel(isa);
-        let piece = |m, n, k| Plan::new(kernel, m, n, k).piece;
         for k in [1, 31, 513, 1025, 100_000] {
-            assert_eq!(piece(1, 1, k), piece(70_000, 9_000, k), "{isa:?} k {k}");
+            let small = Plan::new(kernel, 1, [1, 1, k]);
+            let large = Plan::new(kernel, 64, [70_000, 9_000, k]);
+            assert_eq!(small.piece, large.piece, "{isa:?} k {k}");
         }
-        let plan = Plan::new(kernel, 1 << 20, 1 << 20, 1 << 20);
+        let plan = Plan::new(kernel, 1 << 10, [1 << 20; 3]);
         assert!(plan.a_bytes(kernel) <= 11 << 20, "{isa:?} {plan:?}");
         assert!(plan.b_bytes(kernel) <= 11 << 20, "{isa:?} {plan:?}");
     }

@@ -1,0 +1,286 @@
+//! Rotary embedding: pairs of a head's elements turned by an angle of the head's position.
+
+use super::heads::Rows;
+use crate::cpu::access::{Call, Float, Real, Shared, slice, slice_mut};
+use crate::cpu::norm::lanes::{blocks, carve, combine, grain, sum1, sum3, widen};
+use crate::cpu::simd::vectorize;
+use crate::error::{Error, Result};
+use crate::kernel::RopeStyle;
+
+/// Cosines and sines by position, and the position of every (batch, step).
+#[derive(Clone, Copy)]
+struct Table<'a, A> {
+    cos: &'a [A],
+    sin: &'a [A],
+    /// Angles per position: half the elements turned.
+    angles: usize,
+    positions: Option<&'a [i32]>,
+    steps: usize,
+    heads: usize,
+}
+
+impl<'a, A: Real> Table<'a, A> {
+    /// From sources `cos`, `cos + 1` and `positions` of the call; x is `[b, s, h, d]`.
+    ///
+    /// # Safety
+    /// As [`Ops::launch`](crate::device::Ops::launch).
+    unsafe fn of(call: &Call<'_>, cos: usize, positions: usize) -> Result<Self> {
+        let table = call.src(cos).shape().dims();
+        let (size, angles) = (table[0], table[1]);
+        let dims = call.src(0).shape().dims();
+        // SAFETY: the kernel's description gives types, sizes and density.
+        let (cos, sin, positions) = unsafe {
+            let positions = call.src_opt(positions).map(|v| slice::<i32>(v));
+            (slice::<A>(call.src(cos)), slice::<A>(call.src(cos + 1)), positions)
+        };
+        for (at, &index) in positions.unwrap_or_default().iter().enumerate() {
+            if !usize::try_from(index).is_ok_and(|i| i < size) {
+                return Err(Error::Index { op: call.kernel.name(), index: i64::from(index), at, size });
+            }
+        }
+        Ok(Self { cos, sin, angles, positions, steps: dims[1], heads: dims[2] })
+    }
+
+    /// The angles of row `i` of `[b, s, h]`.
+    #[inline(always)]
+    fn angle(&self, i: usize) -> Angle<'a, A> {
+        let place = i / self.heads;
+        let position = self.positions.map_or(place % self.steps, |p| p[place] as usize);
+        let at = position * self.angles..(position + 1) * self.angles;
+        Angle { cos: &self.cos[at.clone()], sin: &self.sin[at] }
+    }
+}
+
+/// Cosines and sines of one position.
+#[derive(Clone, Copy)]
+struct Angle<'a, A> {
+    cos: &'a [A],
+    sin: &'a [A],
+}
+
+/// y = turn(pre(i, x)) for one head: by the angle, or by minus the angle with `sign` -1; elements past the
+/// turned ones only go through `pre`.
+#[inline(always)]
+fn turn<T: Float, U: Float<Acc = T::Acc>>(
+    x: &[T],
+    y: &mut [U],
+    angle: Angle<'_, T::Acc>,
+    sign: T::Acc,
+    style: RopeStyle,
+    w: Option<(&[T::Acc], T::Acc)>,
+) {
+    match w {
+        None => turn_each(x, y, angle, sign, style, |x, _| x.up()),
+        Some((w, scale)) => {
+            let w = &w[..x.len()];
+            turn_each(x, y, angle, sign, style, |x, i| x.up() * scale * w[i]);
+        }
+    }
+}
+
+#[inline(always)]
+fn turn_each<T: Float, U: Float<Acc = T::Acc>>(
+    x: &[T],
+    y: &mut [U],
+    angle: Angle<'_, T::Acc>,
+    sign: T::Acc,
+    style: RopeStyle,
+    pre: impl Fn(T, usize) -> T::Acc,
+) {
+    let Angle { cos, sin } = angle;
+    let half = cos.len();
+    let (x_turned, x_rest) = x.split_at(2 * half);
+    let (y_turned, y_rest) = y.split_at_mut(2 * half);
+    match style {
+        RopeStyle::Half => {
+            let ((xa, xb), (ya, yb)) = (x_turned.split_at(half), y_turned.split_at_mut(half));
+            for i in 0..half {
+                let (a, b, s) = (pre(xa[i], i), pre(xb[i], half + i), sin[i] * sign);
+                ya[i] = U::down(a * cos[i] - b * s);
+                yb[i] = U::down(b * cos[i] + a * s);
+            }
+        }
+        RopeStyle::Interleaved => {
+            let (xs, ys) = (x_turned.as_chunks::<2>().0, y_turned.as_chunks_mut::<2>().0);
+            for i in 0..half {
+                let (a, b, s) = (pre(xs[i][0], 2 * i), pre(xs[i][1], 2 * i + 1), sin[i] * sign);
+                ys[i] = [U::down(a * cos[i] - b * s), U::down(b * cos[i] + a * s)];
+            }
+        }
+    }
+    for (i, (y, x)) in y_rest.iter_mut().zip(x_rest).enumerate() {
+        *y = U::down(pre(*x, 2 * half + i));
+    }
+}
+
+/// [`Kernel::Rope`](crate::kernel::Kernel::Rope).
+///
+/// # Safety
+/// As [`Ops::launch`](crate::device::Ops::launch), `T` is the type of x.
+pub(super) unsafe fn rope<T: Float>(call: &Call<'_>, style: RopeStyle, inverse: bool) -> Result<()> {
+    let width = call.src(0).shape()[3];
+    // SAFETY: the kernel's description gives types, sizes and density; y overlaps nothing.
+    let (x, table, y) = unsafe {
+        let y = Shared::new(slice_mut::<T>(call.dst(0)));
+        (Rows::<T>::new(call.src(0)), Table::<T::Acc>::of(call, 1, 3)?, y)
+    };
+    let sign = T::Acc::of(if inverse { -1.0 } else { 1.0 });
+    let rows = if width == 0 { 0 } else { call.dst(0).numel() / width };
+    call.pieces(rows, grain(width), |first, last| {
+        // SAFETY: pieces of rows are disjoint.
+        let y = unsafe { y.part(first * width, last * width) };
+        rope_rows::<T>(x, table, first, y, sign, style);
+    });
+    Ok(())
+}
+
+vectorize! {
+    fn rope_rows<T: Float>(
+        x: Rows<'_, T>,
+        table: Table<'_, T::Acc>,
+        first: usize,
+        y: &mut [T],
+        sign: T::Acc,
+        style: RopeStyle,
+    ) {
+        let width = x.row(first).len();
+        for (i, y) in y.chunks_exact_mut(width).enumerate() {
+            turn(x.row(first + i), y, table.angle(first + i), sign, style, None);
+        }
+    }
+}
+
+/// [`Kernel::RopeNorm`](crate::kernel::Kernel::RopeNorm).
+///
+/// # Safety
+/// As [`rope`].
+pub(super) unsafe fn rope_norm<T: Float>(call: &Call<'_>, style: RopeStyle, eps: f64) -> Result<()> {
+    let width = call.src(0).shape()[3];
+    // SAFETY: as in `rope`; the scratch is used here alone.
+    let (x, table, w, y, rstd) = unsafe {
+        let w = carve::<T::Acc>(call, width);
+        widen::<T>(call.src_opt(1), w, T::Acc::ONE);
+        (
+            Rows::<T>::new(call.src(0)),
+            Table::<T::Acc>::of(call, 2, 4)?,
+            &*w,
+            Shared::new(slice_mut::<T>(call.dst(0))),
+            Shared::new(slice_mut::<T::Acc>(call.dst(1))),
+        )
+    };
+    call.pieces(call.dst(1).numel(), grain(width), |first, last| {
+        // SAFETY: pieces of rows are disjoint.
+        let (y, rstd) = unsafe { (y.part(first * width, last * width), rstd.part(first, last)) };
+        norm_rows::<T>(NormRows { x, table, w, first, y, rstd }, style, eps);
+    });
+    Ok(())
+}
+
+/// A piece of [`rope_norm`].
+struct NormRows<'a, T: Float> {
+    x: Rows<'a, T>,
+    table: Table<'a, T::Acc>,
+    w: &'a [T::Acc],
+    first: usize,
+    y: &'a mut [T],
+    rstd: &'a mut [T::Acc],
+}
+
+vectorize! {
+    fn norm_rows<T: Float>(rows: NormRows<'_, T>, style: RopeStyle, eps: f64) {
+        let NormRows { x, table, w, first, y, rstd } = rows;
+        let width = w.len();
+        let (count, eps) = (T::Acc::of(width as f64), T::Acc::of(eps));
+        for (i, rstd) in rstd.iter_mut().enumerate() {
+            let head = x.row(first + i);
+            *rstd = T::Acc::ONE / (sum1(head, |x| x * x) / count + eps).sqrt();
+            let y = &mut y[i * width..(i + 1) * width];
+            turn(head, y, table.angle(first + i), T::Acc::ONE, style, Some((w, *rstd)));
+        }
+    }
+}
+
+/// [`Kernel::RopeNormGrad`](crate::kernel::Kernel::RopeNormGrad).
+///
+/// # Safety
+/// As [`rope`].
+pub(super) unsafe fn rope_norm_grad<T: Float>(
+    call: &Call<'_>,
+    style: RopeStyle,
+    accumulate: bool,
+) -> Result<()> {
+    let width = call.src(0).shape()[3];
+    let rows = call.src(2).numel();
+    let cut = blocks(rows, width);
+    let want = call.dst_opt(1).is_some();
+    // SAFETY: as in `rope_norm`.
+    let (x, rstd, table, dy, dx, (w, rest)) = unsafe {
+        let scratch = carve::<T::Acc>(call, width * (1 + cut.count * (1 + usize::from(want))));
+        widen::<T>(call.src_opt(1), &mut scratch[..width], T::Acc::ONE);
+        (
+            Rows::<T>::new(call.src(0)),
+            slice::<T::Acc>(call.src(2)),
+            Table::<T::Acc>::of(call, 3, 6)?,
+            Rows::<T>::new(call.src(5)),
+            call.dst_opt(0).map(|v| Shared::new(slice_mut::<T>(v))),
+            scratch.split_at_mut(width),
+        )
+    };
+    let (turned, partial) = rest.split_at_mut(width * cut.count);
+    let (w, turned, sums) = (&*w, Shared::new(turned), Shared::new(partial));
+    call.pieces(rows, cut.rows, |first, last| {
+        let block = first / cut.rows * width;
+        // SAFETY: pieces of rows, and so blocks, are disjoint.
+        let (dx, turned, dw) = unsafe {
+            let dx = dx.as_ref().map(|d| d.part(first * width, last * width));
+            (dx, turned.part(block, block + width), want.then(|| sums.part(block, block + width)))
+        };
+        let rstd = &rstd[first..last];
+        norm_rows_grad::<T>(NormBlock { x, dy, table, w, first, rstd, turned, dx, dw }, style);
+    });
+    if let Some(dw) = call.dst_opt(1) {
+        // SAFETY: dw is dense, in the accumulator type; the tasks that wrote the partial sums are done.
+        combine(call, partial, unsafe { slice_mut::<T::Acc>(dw) }, accumulate);
+    }
+    Ok(())
+}
+
+/// A block of [`rope_norm_grad`].
+struct NormBlock<'a, T: Float> {
+    x: Rows<'a, T>,
+    dy: Rows<'a, T>,
+    table: Table<'a, T::Acc>,
+    w: &'a [T::Acc],
+    first: usize,
+    rstd: &'a [T::Acc],
+    /// Room for the gradient of one normalised head.
+    turned: &'a mut [T::Acc],
+    dx: Option<&'a mut [T]>,
+    dw: Option<&'a mut [T::Acc]>,
+}
+
+vectorize! {
+    fn norm_rows_grad<T: Float>(block: NormBlock<'_, T>, style: RopeStyle) {
+        let NormBlock { x, dy, table, w, first, rstd, turned, mut dx, mut dw } = block;
+        let width = w.len();
+        if let Some(dw) = &mut dw {
+            dw.fill(T::Acc::ZERO);
+        }
+        for (i, &rstd) in rstd.iter().enumerate() {
+            let x = x.row(first + i);
+            turn(dy.row(first + i), turned, table.angle(first + i), -T::Acc::ONE, style, None);
+            if let Some(dx) = &mut dx {
+                let mean = sum3(x, turned, w, |x, g, w| g * w * x) * rstd / T::Acc::of(width as f64);
+                let dx = &mut dx[i * width..(i + 1) * width];
+                for (((d, x), g), w) in dx.iter_mut().zip(x).zip(&*turned).zip(w) {
+                    *d = T::down(rstd * (*g * *w - x.up() * rstd * mean));
+                }
+            }
+            if let Some(dw) = &mut dw {
+                for ((dw, x), g) in dw.iter_mut().zip(x).zip(&*turned) {
+                    *dw += *g * (x.up() * rstd);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,515 @@
+//! The sim backend: workers on a virtual clock, computing with the cpu's kernels, that check order.
+//!
+//! A [`SimWorld`] holds any number of workers ([`SimWorld::workers`]); events of one may be waited for by
+//! another. Lanes are asynchronous: a call only queues. Work runs when a host thread fences, in the
+//! order of its virtual end, which the seed varies, so that a missing event gives wrong data as it would
+//! on a device. Besides, a missing event is reported: see below. Bits are those of the cpu backend.
+//!
+//! # What is checked
+//! - Every access to every byte (kernels, copies, both ends) is ordered after the last write of that byte,
+//!   and every write after the reads since: by the lane, by events, or by a host fence before it was queued.
+//!   The host counts as one: a fence of any thread orders what any thread queues later.
+//! - A freed block is poisoned in the order of the compute lane, and that is a write: another lane that
+//!   still uses the block, or that fills it for its next owner, needs an event.
+//! - Nothing touches a block between its return to the pool and its next owner.
+//! - Kernels touch memory of their own worker only; copies end where their direction says.
+//!
+//! A violation is a [`Race`] in [`SimWorld::races`] and the error of the next fence. A fence returns only
+//! after the lane has passed, even when it returns an error, and tells each error once: fences of events
+//! behind a failed item tell it, in whichever lane they are. When several are due, the first is told.
+//!
+//! Fresh memory, freed memory and the destinations of what failed hold NaN (-1 as integers).
+//!
+//! # What it refuses
+//! It never reads the wall clock, and it is no model of a processor: kernels of one worker never overlap.
+//! A user's kernel must not call back into the world it runs in (that panics).
+
+mod fault;
+mod order;
+mod state;
+mod timing;
+
+use std::any::Any;
+use std::cell::Cell;
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+pub use fault::{Fault, FaultKind, When};
+pub use timing::{KernelTime, Launch, Timing};
+
+use crate::bytes::Bytes;
+use crate::cpu::threads::Threads;
+use crate::cpu::{self, CpuOps};
+use crate::device::{Arena, Copy, Device, DeviceId, Direction, Event, EventState, Lane, LaneKind, Ops};
+use crate::error::{Error, Result};
+use crate::kernel::{Kernel, View};
+use order::{MOST_RANGES, ranges};
+use state::{Mark, State, Work};
+
+/// What a world is made from.
+#[derive(Debug, Clone)]
+pub struct SimConfig {
+    /// Decides durations, stalls, ties, and faults by chance.
+    pub seed: u64,
+    /// Memory of each worker.
+    pub memory: Bytes,
+    /// Virtual durations.
+    pub timing: Timing,
+    /// Planned faults.
+    pub faults: Vec<Fault>,
+    /// Threads that kernels compute with.
+    pub threads: usize,
+    /// Items that may be queued in the world before queuing runs some.
+    pub queue: usize,
+}
+
+impl Default for SimConfig {
+    fn default() -> Self {
+        let timing = Timing::default();
+        Self { seed: 0, memory: Bytes::gib(4), timing, faults: Vec::new(), threads: 1, queue: 1 << 14 }
+    }
+}
+
+/// Several sim workers with one virtual clock; cloning shares it.
+#[derive(Clone)]
+pub struct SimWorld(Arc<Shared>);
+
+/// An order violation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Race {
+    /// Whose memory it is; for host memory, who touched it first.
+    pub device: DeviceId,
+    /// The bytes concerned.
+    pub region: String,
+    /// The access that ran first.
+    pub first: String,
+    /// The access that is not ordered after it.
+    pub second: String,
+}
+
+impl Race {
+    fn error(&self) -> Error {
+        let Self { device, region, first, second } = self.clone();
+        Error::Race { device, region, first, second }
+    }
+}
+
+/// One executed kernel or copy.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Span {
+    /// Which worker.
+    pub worker: u32,
+    /// In which lane.
+    pub lane: LaneKind,
+    /// What, with its number in the lane.
+    pub name: String,
+    /// Virtual start.
+    pub start_ns: u64,
+    /// Virtual end.
+    pub end_ns: u64,
+}
+
+impl SimWorld {
+    /// A world without workers.
+    ///
+    /// # Errors
+    /// When the system starts no threads.
+    pub fn new(config: SimConfig) -> Result<Self> {
+        let ops = CpuOps { threads: Threads::new(Some(config.threads.max(1)))? };
+        let mut state = State::new(config.seed, config.queue, config.timing, ops);
+        config.faults.into_iter().for_each(|fault| state.plan.add(fault));
+        Ok(Self(Arc::new(Shared { memory: config.memory, state: Mutex::new(state) })))
+    }
+
+    /// A world with default timing and no faults.
+    ///
+    /// # Errors
+    /// As [`SimWorld::new`].
+    pub fn seeded(seed: u64) -> Result<Self> {
+        Self::new(SimConfig { seed, ..SimConfig::default() })
+    }
+
+    /// Adds `count` workers.
+    pub fn workers(&self, count: usize) -> Vec<Arc<Sim>> {
+        (0..count).map(|_| self.worker()).collect()
+    }
+
+    /// Adds one worker.
+    pub fn worker(&self) -> Arc<Sim> {
+        let (first, id) = self.0.with(State::add_worker);
+        let lane = |kind| SimLane { world: self.0.clone(), number: first + kind as usize, kind };
+        Arc::new(Sim { id, lanes: LaneKind::ALL.map(lane), ops: SimOps, world: self.0.clone() })
+    }
+
+    /// Every order violation found so far.
+    pub fn races(&self) -> Vec<Race> {
+        self.0.with(|state| state.races.clone())
+    }
+
+    /// Every fault injected so far, in words.
+    pub fn faults(&self) -> Vec<String> {
+        self.0.with(|state| state.faults.clone())
+    }
+
+    /// Plans one more fault; it counts calls from now on.
+    pub fn inject(&self, fault: Fault) {
+        self.0.with(|state| state.plan.add(fault));
+    }
+
+    /// Drops all planned faults.
+    pub fn heal(&self) {
+        self.0.with(|state| state.plan.clear());
+    }
+
+    /// Every kernel and copy executed since the start or the last [`SimWorld::clear_timeline`], in the order
+    /// of execution.
+    pub fn timeline(&self) -> Vec<Span> {
+        self.0.with(|state| state.timeline.clone())
+    }
+
+    /// Forgets the timeline; the clock goes on.
+    pub fn clear_timeline(&self) {
+        self.0.with(|state| state.timeline.clear());
+    }
+
+    /// The latest virtual end of anything executed, in nanoseconds.
+    pub fn now_ns(&self) -> u64 {
+        self.0.with(|state| state.now)
+    }
+
+    /// The virtual clock of the calling thread: the latest event it saw pass, and the time it spent queuing.
+    pub fn host_ns(&self) -> u64 {
+        self.0.with(|state| *state.host_time())
+    }
+
+    /// Advances the calling thread's clock, e.g. for work on the host or a message from another thread.
+    pub fn host_reach_ns(&self, time: u64) {
+        self.0.with(|state| {
+            let host = state.host_time();
+            *host = time.max(*host);
+        });
+    }
+
+    /// Says how long kernels take from now on, before dice.
+    pub fn set_kernel_time(&self, time: Arc<KernelTime>) {
+        self.0.with(|state| state.kernel_time = Some(time));
+    }
+
+    /// Runs all that is queued.
+    ///
+    /// # Errors
+    /// What went wrong in any lane and was not told yet.
+    pub fn fence_all(&self) -> Result<()> {
+        let told = self.0.with(|state| {
+            let marks: Vec<Arc<Mark>> = (0..state.lanes.len()).map(|lane| state.push_record(lane)).collect();
+            marks.iter().for_each(|mark| state.pass(mark));
+            marks.iter().map(|mark| state.told_at(mark)).collect::<Vec<_>>()
+        });
+        told.into_iter().collect()
+    }
+}
+
+impl fmt::Debug for SimWorld {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (seed, lanes, now) = self.0.with(|state| (state.seed, state.lanes.len(), state.now));
+        write!(f, "SimWorld(seed {seed}, {} workers, {now} ns)", lanes / LaneKind::ALL.len())
+    }
+}
+
+/// What the workers of a world share.
+struct Shared {
+    memory: Bytes,
+    state: Mutex<State>,
+}
+
+thread_local! {
+    /// The world whose lock this thread holds, by address.
+    static HELD: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Resets [`HELD`], also when a kernel panics.
+struct Holding(usize);
+
+impl Drop for Holding {
+    fn drop(&mut self) {
+        HELD.set(self.0);
+    }
+}
+
+impl Shared {
+    fn with<R>(&self, body: impl FnOnce(&mut State) -> R) -> R {
+        let me = std::ptr::from_ref(self) as usize;
+        assert_ne!(HELD.get(), me, "a kernel must not call into the sim world that runs it");
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let holding = Holding(HELD.replace(me));
+        let out = body(&mut state);
+        let spent = state.take_spent();
+        drop(state);
+        drop(holding);
+        // A user's kernel may own tensors, whose blocks go back through this very lock.
+        drop(spent);
+        out
+    }
+}
+
+/// A worker of a [`SimWorld`].
+pub struct Sim {
+    id: DeviceId,
+    lanes: [SimLane; 5],
+    ops: SimOps,
+    world: Arc<Shared>,
+}
+
+impl Sim {
+    /// The world this worker is in.
+    pub fn world(&self) -> SimWorld {
+        SimWorld(self.world.clone())
+    }
+
+    fn compute(&self) -> usize {
+        self.lanes[LaneKind::Compute as usize].number
+    }
+
+    fn reserved(&self, state: &State) -> u64 {
+        let mine = state.arenas.iter().filter(|(_, a)| a.worker == self.id.index);
+        mine.map(|(base, a)| a.end - base).sum()
+    }
+}
+
+impl fmt::Debug for Sim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Sim({})", self.id)
+    }
+}
+
+impl Device for Sim {
+    fn id(&self) -> DeviceId {
+        self.id
+    }
+
+    fn memory(&self) -> Bytes {
+        Bytes(self.world.with(|state| self.world.memory.0 - self.reserved(state)))
+    }
+
+    fn reserve(&self, bytes: Bytes) -> Result<Arena> {
+        self.world.with(|state| {
+            let what = format!("reserve {bytes}");
+            if let Some(error) = state.strike(FaultKind::Reserve, None, self.id.index, &what) {
+                return Err(error);
+            }
+            let free = Bytes(self.world.memory.0 - self.reserved(state));
+            if bytes > free {
+                let what = format!("cannot reserve {bytes}, {free} of {} are free", self.world.memory);
+                return Err(Error::Device { device: self.id, what });
+            }
+            let arena = cpu::reserve_host(bytes)?;
+            let base = arena.base();
+            state.adopt(self.id.index, base..base + bytes.0);
+            Ok(Arena::new(base, bytes, Box::new(Lease { world: self.world.clone(), arena: Some(arena) })))
+        })
+    }
+
+    fn lane(&self, kind: LaneKind) -> &dyn Lane {
+        &self.lanes[kind as usize]
+    }
+
+    fn ops(&self) -> &dyn Ops {
+        &self.ops
+    }
+
+    fn handing_out(&self, op: &'static str, start: u64, bytes: u64) -> Result<()> {
+        self.world.with(|state| {
+            state.hand_out(&(start..start + bytes));
+            let what = format!("alloc of {} for {op}", Bytes(bytes));
+            let lane = Some(self.compute());
+            state.strike(FaultKind::Alloc, lane, self.id.index, &what).map_or(Ok(()), Err)
+        })
+    }
+
+    fn freed(&self, start: u64, bytes: u64) {
+        self.world.with(|state| state.push_free(self.compute(), start..start + bytes));
+    }
+}
+
+/// Keeps an arena until the lanes have passed what was queued while it lived.
+struct Lease {
+    world: Arc<Shared>,
+    arena: Option<Arena>,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let arena = self.arena.take().expect("taken here only");
+        self.world.with(|state| state.retire(arena));
+    }
+}
+
+struct SimLane {
+    world: Arc<Shared>,
+    /// Place among all lanes of the world.
+    number: usize,
+    kind: LaneKind,
+}
+
+impl SimLane {
+    fn worker(&self) -> u32 {
+        (self.number / LaneKind::ALL.len()) as u32
+    }
+
+    fn refuse(&self, state: &State, what: impl fmt::Display) -> Error {
+        let device = state.lanes[self.number].device;
+        Error::Device { device, what: format!("{}: {what}", self.kind.name()) }
+    }
+}
+
+impl fmt::Debug for SimLane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SimLane({}, {})", self.worker(), self.kind.name())
+    }
+}
+
+impl Lane for SimLane {
+    fn kind(&self) -> LaneKind {
+        self.kind
+    }
+
+    unsafe fn copy(&self, copy: &Copy) -> Result<()> {
+        let (src, dst) = state::copy_ranges(copy);
+        self.world.with(|state| {
+            let own = Some(self.worker());
+            let fits = copy.bytes == 0
+                || match copy.direction {
+                    Direction::Upload => !state.meets_device(&src) && state.on_device(own, &dst),
+                    Direction::Download => state.on_device(own, &src) && !state.meets_device(&dst),
+                    Direction::Local => state.on_device(None, &src) && state.on_device(None, &dst),
+                };
+            let name = state::copy_name(copy);
+            if !fits {
+                return Err(self.refuse(state, format_args!("{name} leaves the worker's memory: {copy:?}")));
+            }
+            let nanos = state.timing.copy(copy);
+            let touched = match copy.bytes {
+                0 => Default::default(),
+                _ => (vec![src], vec![dst]),
+            };
+            state.push_work(self.number, &name, nanos, Work::Copy(copy.clone()), touched);
+            Ok(())
+        })
+    }
+
+    fn record(&self) -> Result<Event> {
+        let mark = self.world.with(|state| {
+            let error = state.strike(FaultKind::Record, Some(self.number), self.worker(), "event");
+            let mark = state.push_record(self.number);
+            match error {
+                // Callers let go of what their copies touch when this fails.
+                Some(error) => {
+                    state.pass(&mark);
+                    Err(error)
+                }
+                None => Ok(mark),
+            }
+        })?;
+        Ok(Event::new(Arc::new(SimEvent { world: self.world.clone(), mark })))
+    }
+
+    fn wait(&self, event: &Event) -> Result<()> {
+        let known = event.state().as_any().downcast_ref::<SimEvent>();
+        let Some(event) = known.filter(|e| Arc::ptr_eq(&e.world, &self.world)) else {
+            let what = format!("{self:?} cannot wait for {event:?}, which is of another world");
+            return Err(Error::Foreign { op: "wait", what });
+        };
+        self.world.with(|state| {
+            let what = format!("wait for event {} of {}", event.mark.seq, state.place(event.mark.lane));
+            if let Some(error) = state.strike(FaultKind::Wait, Some(self.number), self.worker(), &what) {
+                return Err(error);
+            }
+            state.push_wait(self.number, event.mark.clone());
+            Ok(())
+        })
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+struct SimEvent {
+    world: Arc<Shared>,
+    mark: Arc<Mark>,
+}
+
+impl fmt::Debug for SimEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SimEvent(lane {}, item {})", self.mark.lane, self.mark.seq)
+    }
+}
+
+impl EventState for SimEvent {
+    fn passed(&self) -> Result<bool> {
+        self.world.with(|state| match state.poll(&self.mark) {
+            true => state.told_at(&self.mark).map(|()| true),
+            false => Ok(false),
+        })
+    }
+
+    fn fence(&self) -> Result<()> {
+        self.world.with(|state| {
+            state.pass(&self.mark);
+            state.told_at(&self.mark)
+        })
+    }
+
+    fn settle(&self) {
+        self.world.with(|state| state.pass(&self.mark));
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// Queues kernels; the world's cpu threads run them.
+struct SimOps;
+
+impl Ops for SimOps {
+    unsafe fn launch(
+        &self,
+        lane: &dyn Lane,
+        kernel: &Kernel,
+        src: &[Option<View>],
+        dst: &[Option<View>],
+        scratch: Option<View>,
+    ) -> Result<()> {
+        let Some(lane) = lane.as_any().downcast_ref::<SimLane>() else {
+            let what = format!("{kernel:?} on {lane:?}, which is no sim lane");
+            return Err(Error::Foreign { op: "launch", what });
+        };
+        let touched = |all: &mut dyn Iterator<Item = &View>| -> Vec<Range<u64>> {
+            all.flat_map(|v| ranges(v, MOST_RANGES)).collect()
+        };
+        let reads = touched(&mut src.iter().flatten());
+        let writes = touched(&mut dst.iter().flatten().chain(&scratch));
+        let name = format!("kernel {}", kernel.name());
+        lane.world.with(|state| {
+            let worker = lane.worker();
+            if let Some(error) = state.strike(FaultKind::Launch, Some(lane.number), worker, &name) {
+                return Err(error);
+            }
+            if let Some(r) = reads.iter().chain(&writes).find(|r| !state.on_device(Some(worker), r)) {
+                return Err(lane.refuse(state, format_args!("{name}: {r:#x?} is not the worker's memory")));
+            }
+            let launch = Launch { worker: state.lanes[lane.number].device, kernel, src, dst };
+            let told = state.kernel_time.as_ref().and_then(|time| time(&launch));
+            let nanos = told.unwrap_or_else(|| state.timing.kernel(&launch));
+            let work = Work::Kernel { kernel: kernel.clone(), src: src.to_vec(), dst: dst.to_vec(), scratch };
+            state.push_work(lane.number, &name, nanos, work, (reads, writes));
+            Ok(())
+        })
+    }
+
+    fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
+        cpu::scratch(kernel, src, dst)
+    }
+}

@@ -1,0 +1,636 @@
+//! The queues of all lanes of a world, and what runs next.
+//!
+//! # Rules
+//! 1. Queuing an item runs nothing. Items run, one at a time, when a host thread fences or polls an event,
+//!    or when too many are queued.
+//! 2. Of all lanes whose head is not waiting, the head that ends first on the virtual clock runs; equal
+//!    ends are decided by the seed. Its effect falls on its end.
+//! 3. A virtual start is the latest of: the end of the item before it in its lane, the passing of the events
+//!    waited for, and the clock of the host thread that queued it. So one seed gives one timing, whatever
+//!    the host threads do, as long as each lane is fed by one thread.
+//! 4. When a fence returns, with an error or without, the lane has passed the event.
+//! 5. What an executed item held is dropped after the lock is released.
+
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+use std::thread::ThreadId;
+
+use super::fault::{FaultKind, Plan};
+use super::order::{Access, Clash, Clock, Ledger, ranges};
+use super::timing::{KernelTime, Timing, throw};
+use super::{Race, Span};
+use crate::cpu::CpuOps;
+use crate::device::{Arena, Copy, DeviceId, Direction, LaneKind};
+use crate::error::{Error, Result};
+use crate::kernel::{Kernel, View};
+
+/// Freed and failed memory is filled with this: NaN in every float type, -1 in every integer.
+const POISON: u8 = 0xff;
+
+/// Reports kept; a program with more races than this has one bug many times.
+const MOST_RACES: usize = 1000;
+
+/// A point in a lane, passed or not.
+#[derive(Debug)]
+pub(super) struct Mark {
+    pub lane: usize,
+    pub seq: u64,
+    passed: OnceLock<Passed>,
+}
+
+/// When a mark was passed and what had happened before it.
+#[derive(Debug)]
+struct Passed {
+    time: u64,
+    clock: Arc<Clock>,
+}
+
+/// What an item does.
+pub(super) enum Work {
+    Kernel { kernel: Kernel, src: Vec<Option<View>>, dst: Vec<Option<View>>, scratch: Option<View> },
+    Copy(Copy),
+    Free(Range<u64>),
+    Record { mark: Arc<Mark>, lost: bool },
+    Wait(Arc<Mark>),
+}
+
+/// One queued piece of work.
+struct Item {
+    seq: u64,
+    name: Arc<str>,
+    work: Work,
+    /// The clock of the host thread that queued it.
+    ready: u64,
+    nanos: u64,
+    /// What had happened before it by the host's fences.
+    host: Arc<Clock>,
+    reads: Vec<Range<u64>>,
+    writes: Vec<Range<u64>>,
+    /// Fails when it runs.
+    fails: bool,
+}
+
+/// One lane of one worker.
+pub(super) struct Queue {
+    pub device: DeviceId,
+    pub kind: LaneKind,
+    items: VecDeque<Item>,
+    time: u64,
+    clock: Clock,
+    next: u64,
+    done: u64,
+    /// Kernels and copies ever queued: what dice are thrown by, so that frees do not shift them.
+    works: u64,
+}
+
+/// A reserved arena.
+pub(super) struct Reserved {
+    pub worker: u32,
+    pub end: u64,
+    /// First address never handed out.
+    fresh: u64,
+}
+
+/// An arena that was given back while items may still touch it.
+struct Retired {
+    arena: Arena,
+    until: Vec<u64>,
+}
+
+/// Something that went wrong and that no fence has told yet.
+struct Pending {
+    /// Told by fences behind this item; `None`: by any.
+    at: Option<(usize, u64)>,
+    error: Error,
+}
+
+/// Everything of a world that changes.
+pub(super) struct State {
+    pub seed: u64,
+    pub bound: usize,
+    pub timing: Timing,
+    pub kernel_time: Option<Arc<KernelTime>>,
+    pub plan: Plan,
+    pub lanes: Vec<Queue>,
+    pub arenas: BTreeMap<u64, Reserved>,
+    pub races: Vec<Race>,
+    pub faults: Vec<String>,
+    pub timeline: Vec<Span>,
+    pub now: u64,
+    ops: CpuOps,
+    queued: usize,
+    host: Arc<Clock>,
+    threads: HashMap<ThreadId, u64>,
+    ledger: Ledger,
+    /// Blocks given back and not handed out again, in host order, with who freed them.
+    freed: BTreeMap<u64, (u64, Arc<str>)>,
+    told: HashSet<(usize, u64, usize, u64)>,
+    pending: Vec<Pending>,
+    lost: Vec<(Arc<Mark>, Passed)>,
+    retired: Vec<Retired>,
+    spent: Vec<Item>,
+}
+
+impl State {
+    pub fn new(seed: u64, bound: usize, timing: Timing, ops: CpuOps) -> Self {
+        Self {
+            seed,
+            bound,
+            timing,
+            kernel_time: None,
+            plan: Plan::default(),
+            lanes: Vec::new(),
+            arenas: BTreeMap::new(),
+            races: Vec::new(),
+            faults: Vec::new(),
+            timeline: Vec::new(),
+            now: 0,
+            ops,
+            queued: 0,
+            host: Arc::default(),
+            threads: HashMap::new(),
+            ledger: Ledger::default(),
+            freed: BTreeMap::new(),
+            told: HashSet::new(),
+            pending: Vec::new(),
+            lost: Vec::new(),
+            retired: Vec::new(),
+            spent: Vec::new(),
+        }
+    }
+
+    /// Adds the lanes of one more worker; gives the number of the first.
+    pub fn add_worker(&mut self) -> (usize, DeviceId) {
+        let first = self.lanes.len();
+        let index = (first / LaneKind::ALL.len()) as u32;
+        let device = DeviceId { kind: crate::device::DeviceKind::Sim, index, worker: 0 };
+        self.lanes.extend(LaneKind::ALL.map(|kind| Queue {
+            device,
+            kind,
+            items: VecDeque::new(),
+            time: 0,
+            clock: Clock::default(),
+            next: 1,
+            done: 0,
+            works: 0,
+        }));
+        (first, device)
+    }
+
+    /// What executed items held; to be dropped without the lock.
+    pub fn take_spent(&mut self) -> impl Sized + use<> {
+        std::mem::take(&mut self.spent)
+    }
+
+    /// A lane for people.
+    pub fn place(&self, lane: usize) -> String {
+        format!("{} {}", self.lanes[lane].device, self.lanes[lane].kind.name())
+    }
+
+    /// The virtual time of the calling thread.
+    pub fn host_time(&mut self) -> &mut u64 {
+        self.threads.entry(std::thread::current().id()).or_default()
+    }
+
+    /// Whether a planned fault strikes this call; if so, the error for it.
+    pub fn strike(&mut self, kind: FaultKind, lane: Option<usize>, worker: u32, what: &str) -> Option<Error> {
+        let lane_kind = lane.map(|l| self.lanes[l].kind);
+        if !self.plan.strikes(self.seed, kind, worker, lane_kind) {
+            return None;
+        }
+        let place = match lane {
+            Some(lane) => format!("{what} (item {} of {})", self.lanes[lane].next, self.place(lane)),
+            None => what.to_owned(),
+        };
+        let what = format!("injected {} fault: {place}", kind.name());
+        self.faults.push(what.clone());
+        let device = self.lanes[worker as usize * LaneKind::ALL.len()].device;
+        Some(Error::Device { device, what })
+    }
+
+    // ---- queuing ----
+
+    /// Queues a kernel or a copy; `nanos` is its duration before dice.
+    pub fn push_work(
+        &mut self,
+        lane: usize,
+        what: &str,
+        nanos: u64,
+        work: Work,
+        (reads, writes): (Vec<Range<u64>>, Vec<Range<u64>>),
+    ) {
+        let queue = &mut self.lanes[lane];
+        queue.works += 1;
+        let nanos = self.timing.thrown(nanos, self.seed, lane, queue.works);
+        let kind = match &work {
+            Work::Copy(_) => FaultKind::Copy,
+            _ => FaultKind::Kernel,
+        };
+        let worker = queue.device.index;
+        let error = self.strike(kind, Some(lane), worker, what);
+        let seq = self.lanes[lane].next;
+        let fails = error.is_some();
+        self.pending.extend(error.map(|error| Pending { at: Some((lane, seq)), error }));
+        let cost = self.timing.queue_ns;
+        *self.host_time() += cost;
+        self.use_after_free(lane, what, &reads, false);
+        self.use_after_free(lane, what, &writes, true);
+        self.push(lane, what, Item { nanos, reads, writes, fails, ..Item::of(work) });
+    }
+
+    /// Queues the return of a block: it is poisoned in the order of the lane.
+    pub fn push_free(&mut self, lane: usize, range: Range<u64>) {
+        let name = self.label(lane, "free");
+        self.freed.insert(range.start, (range.end, name));
+        let writes = vec![range.clone()];
+        self.push(lane, "free", Item { writes, ..Item::of(Work::Free(range)) });
+    }
+
+    /// Queues a mark behind all work so far.
+    pub fn push_record(&mut self, lane: usize) -> Arc<Mark> {
+        let worker = self.lanes[lane].device.index;
+        let lost = self.strike(FaultKind::Lost, Some(lane), worker, "event").is_some();
+        let mark = Arc::new(Mark { lane, seq: self.lanes[lane].next, passed: OnceLock::new() });
+        self.push(lane, "event", Item::of(Work::Record { mark: mark.clone(), lost }));
+        mark
+    }
+
+    /// Puts later work of the lane behind a mark.
+    pub fn push_wait(&mut self, lane: usize, mark: Arc<Mark>) {
+        self.push(lane, "wait", Item::of(Work::Wait(mark)));
+    }
+
+    fn push(&mut self, lane: usize, what: &str, mut item: Item) {
+        item.name = self.label(lane, what);
+        item.ready = *self.host_time();
+        item.host = self.host.clone();
+        let queue = &mut self.lanes[lane];
+        item.seq = queue.next;
+        queue.next += 1;
+        queue.items.push_back(item);
+        self.queued += 1;
+        while self.queued > self.bound && self.step() {}
+    }
+
+    /// How reports name the item that the lane gets next.
+    fn label(&self, lane: usize, what: &str) -> Arc<str> {
+        format!("{what} (item {} of {})", self.lanes[lane].next, self.place(lane)).into()
+    }
+
+    // ---- running ----
+
+    /// Start and end of a lane's head, unless it waits for an event.
+    fn due(&self, queue: &Queue) -> Option<(u64, u64)> {
+        let item = queue.items.front()?;
+        let start = match &item.work {
+            Work::Wait(mark) => queue.time.max(mark.passed.get()?.time),
+            // A device knows nothing of these; they take the lane as it is.
+            Work::Record { .. } | Work::Free(_) => queue.time,
+            Work::Kernel { .. } | Work::Copy(_) => queue.time.max(item.ready),
+        };
+        Some((start, start + item.nanos))
+    }
+
+    /// Runs the next item; false when every lane is empty or waits.
+    fn step(&mut self) -> bool {
+        let heads = self.lanes.iter().enumerate().filter_map(|(lane, queue)| {
+            let (start, end) = self.due(queue)?;
+            let lot = throw(self.seed, lane, queue.done, 4);
+            Some((end, lot, lane, start))
+        });
+        let first = heads.min_by(|a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)).then(a.2.cmp(&b.2)));
+        let Some((end, _, lane, start)) = first else { return false };
+        let queue = &mut self.lanes[lane];
+        let item = queue.items.pop_front().expect("the head was looked at");
+        self.queued -= 1;
+        if !queue.clock.covers(&item.host) {
+            queue.clock.join(&item.host);
+        }
+        queue.clock.reach(lane, item.seq);
+        queue.time = end;
+        queue.done = item.seq;
+        self.now = self.now.max(end);
+        self.perform(lane, &item, start, end);
+        self.spent.push(item);
+        true
+    }
+
+    fn perform(&mut self, lane: usize, item: &Item, start: u64, end: u64) {
+        match &item.work {
+            Work::Wait(mark) => {
+                let passed = mark.passed.get().expect("a lane goes past a wait after its event only");
+                self.lanes[lane].clock.join(&passed.clock);
+            }
+            Work::Record { mark, lost } => {
+                let passed = Passed { time: end, clock: Arc::new(self.lanes[lane].clock.clone()) };
+                if *lost {
+                    self.lost.push((mark.clone(), passed));
+                } else {
+                    let first = mark.passed.set(passed).is_ok();
+                    debug_assert!(first, "a record runs once");
+                }
+            }
+            Work::Free(range) => {
+                self.note(lane, item);
+                // SAFETY: the block lies in an arena, which is kept until every lane has passed what was
+                // queued while it lived; its owner gave it back and runs are serialised by the lock.
+                unsafe { poison(range) };
+            }
+            Work::Copy(_) | Work::Kernel { .. } => {
+                self.note(lane, item);
+                self.execute(lane, item);
+                let queue = &self.lanes[lane];
+                let (worker, kind) = (queue.device.index, queue.kind);
+                let name = item.name.to_string();
+                self.timeline.push(Span { worker, lane: kind, name, start_ns: start, end_ns: end });
+            }
+        }
+    }
+
+    /// Moves or computes the data of an item.
+    fn execute(&mut self, lane: usize, item: &Item) {
+        let outcome = match &item.work {
+            _ if item.fails => Err(None),
+            Work::Copy(copy) => {
+                let (src, dst) = (copy.src as *const u8, copy.dst as *mut u8);
+                // SAFETY: whoever queued the copy promised that both ranges stay valid until the lane has
+                // passed it, which is now; runs are serialised by the lock, so nothing else moves them.
+                unsafe { std::ptr::copy(src, dst, copy.bytes as usize) };
+                Ok(())
+            }
+            Work::Kernel { kernel, src, dst, scratch } => {
+                // SAFETY: whoever queued the kernel promised operands as its documentation asks and memory
+                // that stays until the lane has passed it, which is now; runs are serialised by the lock.
+                unsafe { self.ops.compute(kernel, src, dst, *scratch) }.map_err(Some)
+            }
+            Work::Free(_) | Work::Record { .. } | Work::Wait(_) => Ok(()),
+        };
+        if let Err(error) = outcome {
+            for range in exact_writes(item) {
+                // SAFETY: these are bytes of the destinations, valid as above.
+                unsafe { poison(&range) };
+            }
+            self.pending.extend(error.map(|error| Pending { at: Some((lane, item.seq)), error }));
+        }
+    }
+
+    // ---- order ----
+
+    /// Notes what an item touches and reports what it is not ordered after.
+    fn note(&mut self, lane: usize, item: &Item) {
+        let free = matches!(item.work, Work::Free(_));
+        let access = Access { lane, seq: item.seq, name: item.name.clone(), free };
+        let clock = &self.lanes[lane].clock;
+        let (mut read, mut wrote) = (Vec::new(), Vec::new());
+        for range in &item.reads {
+            self.ledger.read(range.clone(), &access, clock, &mut read);
+        }
+        for range in &item.writes {
+            self.ledger.write(range.clone(), &access, clock, &mut wrote);
+        }
+        for (clashes, writes) in [(read, false), (wrote, true)] {
+            for clash in clashes {
+                self.clash(&clash, &access, writes);
+            }
+        }
+    }
+
+    fn clash(&mut self, clash: &Clash, second: &Access, writes: bool) {
+        let Clash { range, first, first_wrote } = clash;
+        if !self.told.insert((first.lane, first.seq, second.lane, second.seq)) {
+            return;
+        }
+        let verb = if writes { "write" } else { "read" };
+        let second = match (second.free, first.free) {
+            (true, _) => second.name.to_string(),
+            (_, true) => format!("{verb} of freed memory by {}", second.name),
+            _ => format!("{verb} by {}", second.name),
+        };
+        let first = match (first.free, first_wrote) {
+            (true, _) => first.name.to_string(),
+            (_, true) => format!("write by {}", first.name),
+            _ => format!("read by {}", first.name),
+        };
+        self.report(clash.first.lane, range, first, second);
+    }
+
+    /// Reports ranges that were given back before, in host order, and not handed out again.
+    fn use_after_free(&mut self, lane: usize, what: &str, ranges: &[Range<u64>], writes: bool) {
+        let hit = ranges.iter().find_map(|r| {
+            let (start, (end, by)) = self.freed.range(..r.end).next_back()?;
+            (*end > r.start).then(|| ((*start).max(r.start)..(*end).min(r.end), by.clone()))
+        });
+        if let Some((range, by)) = hit {
+            let verb = if writes { "write" } else { "read" };
+            let second = format!("{verb} of freed memory by {}", self.label(lane, what));
+            self.report(lane, &range, by.to_string(), second);
+        }
+    }
+
+    fn report(&mut self, lane: usize, range: &Range<u64>, first: String, second: String) {
+        let home = self.arenas.range(..=range.start).next_back().filter(|(_, a)| a.end >= range.end);
+        let at = format!("{:#x}..{:#x}", range.start, range.end);
+        let (device, region) = match home {
+            Some((base, arena)) => (
+                self.lanes[arena.worker as usize * LaneKind::ALL.len()].device,
+                format!("arena bytes {:#x}..{:#x} (address {at})", range.start - base, range.end - base),
+            ),
+            None => (self.lanes[lane].device, format!("host memory {at}")),
+        };
+        let race = Race { device, region, first, second };
+        if self.races.len() < MOST_RACES {
+            self.pending.push(Pending { at: None, error: race.error() });
+            self.races.push(race);
+        }
+    }
+
+    // ---- waiting ----
+
+    /// The host waits for a mark; errors stay for the next fence that asks.
+    pub fn pass(&mut self, mark: &Mark) {
+        while mark.passed.get().is_none() {
+            if !self.step() {
+                self.unblock(mark);
+            }
+        }
+        self.arrive(mark);
+    }
+
+    /// One step towards a mark; whether it has passed.
+    pub fn poll(&mut self, mark: &Mark) -> bool {
+        if mark.passed.get().is_none() && !self.step() {
+            self.unblock(mark);
+        }
+        let passed = mark.passed.get().is_some();
+        if passed {
+            self.arrive(mark);
+        } else {
+            // Looking takes time; without this a thread that only looks would stand still.
+            let now = self.now;
+            let host = self.host_time();
+            *host = now.max(*host);
+        }
+        passed
+    }
+
+    /// The first error that happened before a passed mark, once; those behind it go with it.
+    pub fn told_at(&mut self, mark: &Mark) -> Result<()> {
+        let Some(passed) = mark.passed.get() else { return Ok(()) };
+        let clock = passed.clock.clone();
+        let covers = |p: &Pending| p.at.is_none_or(|(lane, seq)| clock.has(lane, seq));
+        let (told, kept) = std::mem::take(&mut self.pending).into_iter().partition(covers);
+        self.pending = kept;
+        let told: Vec<Pending> = told;
+        told.into_iter().next().map_or(Ok(()), |p| Err(p.error))
+    }
+
+    /// The calling thread knows that the mark has passed.
+    fn arrive(&mut self, mark: &Mark) {
+        let passed = mark.passed.get().expect("the caller saw it pass");
+        if !self.host.covers(&passed.clock) {
+            let mut host = (*self.host).clone();
+            host.join(&passed.clock);
+            self.host = Arc::new(host);
+        }
+        let host = self.host_time();
+        *host = passed.time.max(*host);
+        self.bury();
+    }
+
+    /// No lane can go on: says who waits for what, then lets the lost events pass.
+    fn unblock(&mut self, wanted: &Mark) {
+        let waits = self.lanes.iter().enumerate().filter_map(|(lane, queue)| {
+            let item = queue.items.front()?;
+            let Work::Wait(mark) = &item.work else { return None };
+            let (who, whom) = (self.place(lane), self.place(mark.lane));
+            Some(format!("{who} waits at item {} for event {} of {whom}", item.seq, mark.seq))
+        });
+        let host = format!("the host waits for event {} of {}", wanted.seq, self.place(wanted.lane));
+        let lost =
+            self.lost.iter().map(|(m, _)| format!("event {} of {} was lost", m.seq, self.place(m.lane)));
+        let what: Vec<String> = std::iter::once(host).chain(waits).chain(lost).collect();
+        let what = format!("dead-lock: {}", what.join("; "));
+        // Waits refer to records queued before them, so only a lost event can hold everybody up.
+        assert!(!self.lost.is_empty(), "{what}");
+        self.pending.push(Pending {
+            at: None,
+            error: Error::Device { device: self.lanes[wanted.lane].device, what },
+        });
+        for (mark, passed) in self.lost.drain(..) {
+            let first = mark.passed.set(passed).is_ok();
+            debug_assert!(first, "a lost event has not passed");
+        }
+    }
+
+    // ---- memory ----
+
+    /// Notes a new arena.
+    pub fn adopt(&mut self, worker: u32, range: Range<u64>) {
+        self.ledger.clear(range.clone());
+        self.arenas.insert(range.start, Reserved { worker, end: range.end, fresh: range.start });
+    }
+
+    /// Takes an arena back; its memory goes when every lane has passed what is queued now.
+    pub fn retire(&mut self, arena: Arena) {
+        self.arenas.remove(&arena.base());
+        let range = arena.base()..arena.base() + arena.bytes().0;
+        self.unfree(&range);
+        let until = self.lanes.iter().map(|queue| queue.next - 1).collect();
+        self.retired.push(Retired { arena, until });
+        self.bury();
+    }
+
+    fn bury(&mut self) {
+        let gone = |r: &Retired| self.lanes.iter().zip(&r.until).all(|(queue, until)| queue.done >= *until);
+        let (gone, kept) = std::mem::take(&mut self.retired).into_iter().partition(gone);
+        self.retired = kept;
+        let gone: Vec<Retired> = gone;
+        for Retired { arena, .. } in gone {
+            self.ledger.clear(arena.base()..arena.base() + arena.bytes().0);
+        }
+    }
+
+    /// A block is handed out: what was never handed out before is poisoned, contents are undefined.
+    pub fn hand_out(&mut self, range: &Range<u64>) {
+        self.unfree(range);
+        let arena = self.arenas.range_mut(..=range.start).next_back().map(|(_, arena)| arena);
+        if let Some(arena) = arena.filter(|a| range.end <= a.end && a.fresh < range.end) {
+            // SAFETY: inside a live arena, at addresses that no block has had: nobody reads or writes there.
+            unsafe { poison(&(arena.fresh..range.end)) };
+            arena.fresh = range.end;
+        }
+    }
+
+    fn unfree(&mut self, range: &Range<u64>) {
+        while let Some((&start, &(end, _))) = self.freed.range(..range.end).next_back()
+            && end > range.start
+        {
+            let (_, by) = self.freed.remove(&start).expect("just seen");
+            if end > range.end {
+                self.freed.insert(range.end, (end, by.clone()));
+            }
+            if start < range.start {
+                self.freed.insert(start, (range.start, by));
+            }
+        }
+    }
+
+    /// Whether all of a range lies in an arena of the worker (of any worker: `None`).
+    pub fn on_device(&self, worker: Option<u32>, range: &Range<u64>) -> bool {
+        let home = self.arenas.range(..=range.start).next_back();
+        home.is_some_and(|(_, a)| range.end <= a.end && worker.is_none_or(|w| w == a.worker))
+    }
+
+    /// Whether any of a range lies in an arena.
+    pub fn meets_device(&self, range: &Range<u64>) -> bool {
+        self.arenas.range(..range.end).next_back().is_some_and(|(_, a)| a.end > range.start)
+    }
+}
+
+impl Item {
+    /// An item that takes no time and touches nothing; queuing gives it its place.
+    fn of(work: Work) -> Self {
+        Self {
+            seq: 0,
+            name: Arc::from(""),
+            work,
+            ready: 0,
+            nanos: 0,
+            host: Arc::default(),
+            reads: Vec::new(),
+            writes: Vec::new(),
+            fails: false,
+        }
+    }
+}
+
+/// The bytes an item writes, row by row, however many rows there are.
+fn exact_writes(item: &Item) -> Vec<Range<u64>> {
+    match &item.work {
+        Work::Kernel { dst, .. } => dst.iter().flatten().flat_map(|v| ranges(v, usize::MAX)).collect(),
+        _ => item.writes.clone(),
+    }
+}
+
+/// # Safety
+/// The range must be valid for writes and nobody may read or write it meanwhile.
+unsafe fn poison(range: &Range<u64>) {
+    // SAFETY: promised by the caller.
+    unsafe { std::ptr::write_bytes(range.start as *mut u8, POISON, (range.end - range.start) as usize) };
+}
+
+/// The bytes a copy reads and writes.
+pub(super) fn copy_ranges(copy: &Copy) -> (Range<u64>, Range<u64>) {
+    (copy.src..copy.src + copy.bytes, copy.dst..copy.dst + copy.bytes)
+}
+
+/// What a copy is called in reports.
+pub(super) fn copy_name(copy: &Copy) -> String {
+    let way = match copy.direction {
+        Direction::Upload => "upload",
+        Direction::Download => "download",
+        Direction::Local => "copy",
+    };
+    format!("{way} of {}", copy.what)
+}

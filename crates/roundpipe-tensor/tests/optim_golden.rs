@@ -1,0 +1,137 @@
+//! Ten steps of each optimizer against PyTorch; `fixtures/make_optim.py` makes the file.
+
+use roundpipe_tensor::cpu::threads::Threads;
+use roundpipe_tensor::optim::{AdamSlabs, AdamW, Sgd, SgdSlabs, WeightDecay};
+use safetensors::SafeTensors;
+
+const STEPS: u64 = 10;
+
+/// The steps after which the file has PyTorch's state.
+const KEPT: [u64; 3] = [1, 2, 10];
+
+/// Where the two may differ: PyTorch fuses some operations and we fuse none.
+const TOLERANCE: f32 = 1e-6;
+
+struct Golden {
+    bytes: Vec<u8>,
+}
+
+impl Golden {
+    fn open() -> Self {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/optim.safetensors");
+        Self { bytes: std::fs::read(path).unwrap() }
+    }
+
+    fn tensor(&self, name: &str) -> Vec<f32> {
+        let file = SafeTensors::deserialize(&self.bytes).unwrap();
+        let data = file.tensor(name).unwrap();
+        data.data().as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect()
+    }
+
+    /// Row `row` of a tensor of `rows`.
+    fn row(&self, name: &str, row: usize, rows: usize) -> Vec<f32> {
+        let values = self.tensor(name);
+        values.chunks(values.len() / rows).nth(row).unwrap().to_vec()
+    }
+
+    fn grad(&self, step: u64) -> Vec<f32> {
+        self.row("grads", step as usize - 1, STEPS as usize)
+    }
+
+    /// Compares with `name` after `step`: relative to the value, or to the tensor's size near zero.
+    fn check(&self, name: &str, step: u64, ours: &[f32]) {
+        let Some(row) = KEPT.iter().position(|&kept| kept == step) else { return };
+        let theirs = self.row(name, row, KEPT.len());
+        assert_eq!(ours.len(), theirs.len());
+        let size = (theirs.iter().map(|x| x * x).sum::<f32>() / theirs.len() as f32).sqrt();
+        for (i, (a, b)) in ours.iter().zip(&theirs).enumerate() {
+            let allowed = TOLERANCE * b.abs().max(size);
+            assert!((a - b).abs() <= allowed, "{name}, step {step}, element {i}: {a}, PyTorch has {b}");
+        }
+    }
+}
+
+fn check_adam(golden: &Golden, name: &str, adam: AdamW) {
+    let threads = Threads::new(Some(1)).unwrap();
+    let mut param = golden.tensor("param");
+    let (mut first, mut second) = (vec![0.0; param.len()], vec![0.0; param.len()]);
+    let mut largest = adam.amsgrad.then(|| vec![0.0; param.len()]);
+    for step in 1..=STEPS {
+        let grad = golden.grad(step);
+        let slabs = AdamSlabs {
+            grad: grad.as_slice().into(),
+            master: &mut param,
+            exp_avg: &mut first,
+            exp_avg_sq: &mut second,
+            max_exp_avg_sq: largest.as_deref_mut(),
+            working: None,
+        };
+        adam.step(&threads, step, 1.0, slabs).unwrap();
+        golden.check(&format!("{name}.param"), step, &param);
+        golden.check(&format!("{name}.exp_avg"), step, &first);
+        golden.check(&format!("{name}.exp_avg_sq"), step, &second);
+        if let Some(largest) = &largest {
+            golden.check(&format!("{name}.max_exp_avg_sq"), step, largest);
+        }
+    }
+}
+
+fn check_sgd(golden: &Golden, name: &str, sgd: Sgd) {
+    let threads = Threads::new(Some(1)).unwrap();
+    let mut param = golden.tensor("param");
+    // Not zeros: the first step must not read it.
+    let mut momentum = (sgd.momentum != 0.0).then(|| vec![f32::NAN; param.len()]);
+    for step in 1..=STEPS {
+        let grad = golden.grad(step);
+        let slabs = SgdSlabs {
+            grad: grad.as_slice().into(),
+            master: &mut param,
+            momentum: momentum.as_deref_mut(),
+            working: None,
+        };
+        sgd.step(&threads, step, 1.0, slabs).unwrap();
+        golden.check(&format!("{name}.param"), step, &param);
+        if let Some(momentum) = &momentum {
+            golden.check(&format!("{name}.momentum_buffer"), step, momentum);
+        }
+    }
+}
+
+/// Parameters and moments follow `torch.optim.AdamW` and `Adam` through every option.
+#[test]
+fn adam_follows_pytorch() {
+    let golden = Golden::open();
+    let base = AdamW { lr: 1e-2, ..AdamW::default() };
+    let adam = AdamW { weight_decay: 0.0, decay: WeightDecay::Gradient, ..base };
+    let cases = [
+        ("adamw", AdamW::default()),
+        (
+            "adamw_betas",
+            AdamW { lr: 3e-2, beta1: 0.8, beta2: 0.95, eps: 1e-6, weight_decay: 0.1, ..AdamW::default() },
+        ),
+        ("adamw_amsgrad", AdamW { amsgrad: true, ..base }),
+        ("adamw_maximize", AdamW { maximize: true, ..base }),
+        ("adam", adam),
+        ("adam_l2", AdamW { weight_decay: 0.1, amsgrad: true, ..adam }),
+    ];
+    for (name, adam) in cases {
+        check_adam(&golden, name, adam);
+    }
+}
+
+/// Parameters and momentum follow `torch.optim.SGD` through every option.
+#[test]
+fn sgd_follows_pytorch() {
+    let golden = Golden::open();
+    let base = Sgd { lr: 0.1, ..Sgd::default() };
+    let momentum = Sgd { momentum: 0.9, weight_decay: 0.01, ..base };
+    let cases = [
+        ("sgd", base),
+        ("sgd_decay", Sgd { weight_decay: 0.05, maximize: true, ..base }),
+        ("sgd_momentum", Sgd { dampening: 0.3, ..momentum }),
+        ("sgd_nesterov", Sgd { nesterov: true, ..momentum }),
+    ];
+    for (name, sgd) in cases {
+        check_sgd(&golden, name, sgd);
+    }
+}
