@@ -240,11 +240,18 @@ impl Sight {
         start..end
     }
 
+    /// From the first to the last of the keys that some of `queries` see, those that lie in `keys`.
+    fn seen(&self, queries: &Range<usize>, keys: Range<usize>) -> Option<Range<usize>> {
+        let (first, last) = (self.keys_of(queries.start), self.keys_of(queries.end - 1));
+        let seen = first.start.max(keys.start)..last.end.min(keys.end);
+        (!seen.is_empty()).then_some(seen)
+    }
+
     /// The blocks of keys that some of `queries` see.
-    fn blocks(&self, queries: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+    fn blocks<'a>(&'a self, queries: &'a Range<usize>) -> impl Iterator<Item = Range<usize>> + 'a {
         let (start, end) = (self.keys_of(queries.start).start, self.keys_of(queries.end - 1).end);
         let first = start / KEYS * KEYS;
-        (first..end).step_by(KEYS).map(move |at| at.max(start)..end.min(at + KEYS))
+        (first..end).step_by(KEYS).filter_map(|at| self.seen(queries, at..at + KEYS))
     }
 
     /// Sets the scores `[keys, QUERIES]` of pairs that do not see each other to -inf.

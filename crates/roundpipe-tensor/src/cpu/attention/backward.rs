@@ -1,19 +1,25 @@
-//! The backward pass: one task per key head of one sequence.
+//! The backward pass, in one of two ways that give the same bits.
 //!
-//! A task walks over the blocks of queries of all its query heads, and for each over the blocks of keys it
-//! sees. The gradient of the queries is summed in a buffer of the task; those of keys and values are
-//! summed where they end up, or in scratch where the tensor's type is narrower than its sums.
+//! Together: one task per key head of a sequence. It walks over the blocks of queries of all its query
+//! heads, and for each over the blocks of keys it sees: five products per pair of blocks.
+//!
+//! Apart: first one task per block of queries for dq, then one per block of keys for dk and dv. Seven
+//! products per pair, but as many tasks as there are blocks: for few heads and many threads.
+//!
+//! The gradient of a block of queries is summed in a buffer of the task over rising keys. Those of keys and
+//! values are summed over rising heads and queries where they end up, or in scratch where the tensor's
+//! type is narrower than its sums.
 
 use std::ops::Range;
 
-use super::load::store_transposed;
+use super::load::{Rows, store_transposed};
 use super::softmax::weigh_back;
 use super::tile::{LANES, Left, Product, multiply};
 use super::{
     KEYS, Operand, PerQuery, Problem, QUERIES, Sequence, Sight, Value, converted, grain, lanes, query_blocks,
     readable, with_buffers,
 };
-use crate::cpu::access::{Call, Real, slice_mut};
+use crate::cpu::access::{Call, Real, Shared, slice_mut};
 use crate::error::Result;
 use crate::kernel::{AttentionSpec, View};
 
@@ -59,8 +65,9 @@ struct Pass<'a, T: Value> {
     /// Where they are summed: themselves or scratch.
     dk_sums: Operand,
     dv_sums: Operand,
-    /// Address of the sinks' partial sums, if wanted.
-    d_sinks: Option<u64>,
+    /// Address of the sinks' partial sums, where they are wanted.
+    sink_parts: u64,
+    key_heads: usize,
     /// Sequences that are real; rows without a sequence come after them.
     real: usize,
 }
@@ -88,25 +95,39 @@ pub(super) unsafe fn run<T: Value>(call: &Call<'_>, spec: AttentionSpec) -> Resu
         dv,
         dk_sums: sums(dk, sizes.sinks_bytes),
         dv_sums: sums(dv, sizes.sinks_bytes + sizes.dk_bytes),
-        d_sinks: call.dst_opt(3).map(|_| scratch),
+        sink_parts: scratch,
+        key_heads: call.src(1).shape()[2],
         real,
         problem,
     };
-    let heads = call.src(1).shape()[2];
-    let units = pass.problem.sequences.len() * heads;
-    let longest = pass.problem.sequences.iter().map(|s| s.keys * s.queries).max().unwrap_or(0);
-    let work = longest * pass.problem.group * (pass.problem.q.width + pass.problem.v.width);
-    call.pieces(units, grain(units, work), |start, end| {
-        for unit in start..end {
-            // SAFETY: operands live during the launch; every unit has rows of its own.
-            unsafe { pass.head(unit / heads, unit % heads) }
+    // SAFETY: the operands live during the launch.
+    unsafe {
+        if pass.together(call) {
+            pass.run_together(call);
+        } else {
+            pass.run_apart(call);
         }
-    });
-    if let Some(view) = call.dst_opt(3) {
-        // SAFETY: the caller's promise; the tasks are done.
-        unsafe { pass.sum_sinks(view) }
+        if let Some(view) = call.dst_opt(3) {
+            pass.run_sinks(call, view);
+        }
     }
     Ok(())
+}
+
+/// Which gradients a meeting of two blocks adds to.
+#[derive(Clone, Copy, PartialEq)]
+enum Want {
+    All,
+    Queries,
+    Keys,
+}
+
+/// What is known of each query of a block.
+struct Stats<A> {
+    /// In units of ln 2.
+    lse: PerQuery<A>,
+    /// The sum of do · o.
+    delta: PerQuery<A>,
 }
 
 /// The buffers of a task. `t` at the end: transposed, `[width, QUERIES]`.
@@ -128,67 +149,121 @@ struct Buffers<'a, A> {
 }
 
 impl<T: Value> Pass<'_, T> {
-    /// Everything of one key head of one sequence.
+    /// Key heads of all sequences.
+    fn key_heads(&self) -> usize {
+        self.problem.sequences.len() * self.key_heads
+    }
+
+    /// Multiplications of one query head of the longest sequence.
+    fn work(&self) -> usize {
+        let longest = self.problem.sequences.iter().map(|s| s.keys * s.queries).max().unwrap_or(0);
+        longest * (self.problem.q.width + self.problem.v.width)
+    }
+
+    /// Whether whole key heads keep the threads busy enough. The bits are the same either way.
+    fn together(&self, call: &Call<'_>) -> bool {
+        let (units, threads) = (self.key_heads(), call.threads.count());
+        5 * units.next_multiple_of(threads) <= 7 * units || self.work() < 1 << 20
+    }
+
+    /// One task per key head of a sequence.
     ///
     /// # Safety
-    /// Operands and results exist; nobody else writes this head's rows or its query heads' rows.
-    unsafe fn head(&self, index: usize, key_head: usize) {
-        let p = &self.problem;
-        let (d, dv) = (p.q.width, p.v.width);
-        let (wide, wide_v) = (d.next_multiple_of(LANES), dv.next_multiple_of(LANES));
+    /// Operands and results exist and nobody else writes the results; this holds for all functions here.
+    unsafe fn run_together(&self, call: &Call<'_>) {
+        let units = self.key_heads();
+        call.pieces(units, grain(units, self.work() * self.problem.group), |start, end| {
+            for unit in start..end {
+                let (sequence, head) =
+                    (&self.problem.sequences[unit / self.key_heads], unit % self.key_heads);
+                // SAFETY: the caller's promise; every unit has rows of its own.
+                self.with_buffers(|buffers| unsafe {
+                    self.clear(sequence, head, 0..sequence.keys);
+                    for head in self.query_heads(head) {
+                        for queries in query_blocks(sequence.queries) {
+                            self.queries_block(sequence, head, queries, Want::All, buffers);
+                        }
+                    }
+                    self.settle(sequence, head, 0..sequence.keys);
+                });
+            }
+        });
+    }
+
+    /// One task per block of queries, then one per block of keys.
+    ///
+    /// # Safety
+    /// As [`Pass::run_together`].
+    unsafe fn run_apart(&self, call: &Call<'_>) {
+        let mut units = Vec::new();
+        for sequence in &self.problem.sequences {
+            for head in 0..self.problem.heads {
+                units.extend(query_blocks(sequence.queries).map(|queries| (sequence, head, queries)));
+            }
+        }
+        call.pieces(units.len(), 1, |unit, _| {
+            let (sequence, head, queries) = units[unit].clone();
+            // SAFETY: the caller's promise; every unit has rows of its own.
+            self.with_buffers(|buffers| unsafe {
+                self.queries_block(sequence, head, queries, Want::Queries, buffers);
+            });
+        });
+        let mut units = Vec::new();
+        for sequence in &self.problem.sequences {
+            for head in 0..self.key_heads {
+                units.extend((0..sequence.keys).step_by(KEYS).map(|first| (sequence, head, first)));
+            }
+        }
+        call.pieces(units.len(), 1, |unit, _| {
+            let (sequence, head, first) = units[unit];
+            let keys = first..sequence.keys.min(first + KEYS);
+            // SAFETY: as above.
+            self.with_buffers(|buffers| unsafe { self.keys_block(sequence, head, keys, buffers) });
+        });
+    }
+
+    fn query_heads(&self, key_head: usize) -> Range<usize> {
+        key_head * self.problem.group..(key_head + 1) * self.problem.group
+    }
+
+    fn with_buffers(&self, body: impl FnOnce(&mut Buffers<'_, T::Acc>)) {
+        let (d, dv) = (self.problem.q.width, self.problem.v.width);
         let lens = [
             d * QUERIES,
             d * QUERIES,
-            wide * QUERIES,
+            d.next_multiple_of(LANES) * QUERIES,
             dv * QUERIES,
-            wide_v * QUERIES,
+            dv.next_multiple_of(LANES) * QUERIES,
             KEYS * QUERIES,
             KEYS * QUERIES,
             converted::<T>(KEYS * d),
             converted::<T>(KEYS * dv),
         ];
         with_buffers(lens, |[q_t, dq_t, q, do_t, d_o, weights, grads, k, v]| {
-            let mut buffers = Buffers { q_t, dq_t, q, do_t, d_o, weights, grads, k, v };
-            let sequence = &p.sequences[index];
-            // SAFETY: the caller's promise.
-            unsafe {
-                self.clear(sequence, key_head);
-                for head in key_head * p.group..(key_head + 1) * p.group {
-                    let mut d_sink = 0.0;
-                    for queries in query_blocks(sequence.queries) {
-                        d_sink += self.block(sequence, head, queries, &mut buffers);
-                    }
-                    if let Some(sums) = self.d_sinks.filter(|_| index < self.real) {
-                        *(sums as *mut f64).add(index * p.heads + head) = d_sink;
-                    }
-                }
-                self.settle(sequence, key_head);
-            }
+            body(&mut Buffers { q_t, dq_t, q, do_t, d_o, weights, grads, k, v });
         });
     }
 
-    /// One block of queries: its dq, and its part of dk and dv. Gives its part of the sink's gradient.
+    /// One block of queries with all blocks of keys it sees: its dq and, with [`Want::All`], its part of dk
+    /// and dv.
     ///
     /// # Safety
-    /// As [`Pass::head`].
-    unsafe fn block(
+    /// As [`Pass::run_together`]; the rows written are this task's.
+    unsafe fn queries_block(
         &self,
         sequence: &Sequence,
         head: usize,
         queries: Range<usize>,
+        want: Want,
         buffers: &mut Buffers<'_, T::Acc>,
-    ) -> f64 {
+    ) {
         // SAFETY: the caller's promise.
-        let (lse, delta) = unsafe { self.load(sequence, head, &queries, buffers) };
+        let stats = unsafe { self.load(sequence, head, &queries, buffers) };
         let sight = Sight::new(&self.problem.spec, sequence);
-        let mut add = false;
+        buffers.dq_t.fill(T::Acc::ZERO);
         for keys in sight.blocks(&queries) {
             // SAFETY: as above.
-            unsafe { self.meet(sequence, head, &queries, keys, &sight, (&lse, &delta), add, buffers) };
-            add = true;
-        }
-        if !add {
-            buffers.dq_t.fill(T::Acc::ZERO);
+            unsafe { self.meet(sequence, head, &queries, keys, want, &stats, buffers) };
         }
         let row = sequence.first_query + queries.start;
         let scale = [T::Acc::of(self.problem.spec.scale); QUERIES];
@@ -197,31 +272,50 @@ impl<T: Value> Pass<'_, T> {
             let to = self.dq.at::<T>(sequence.batch, row, head);
             store_transposed(buffers.dq_t, &scale, to, self.dq.strides[1] as usize, queries.len());
         }
-        let Some(sink) = self.problem.sink(head) else { return 0.0 };
-        let part = |i: usize| -((sink - lse[i]).f64().exp2() * delta[i].f64());
-        (0..queries.len()).map(part).sum()
     }
 
-    /// Brings a block of queries with its gradient; gives lse in units of ln 2 and the sums of do · o.
+    /// One block of keys with all blocks of queries that see it: its dk and dv.
     ///
     /// # Safety
-    /// As [`Pass::head`].
+    /// As [`Pass::queries_block`].
+    unsafe fn keys_block(
+        &self,
+        sequence: &Sequence,
+        key_head: usize,
+        keys: Range<usize>,
+        buffers: &mut Buffers<'_, T::Acc>,
+    ) {
+        let sight = Sight::new(&self.problem.spec, sequence);
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.clear(sequence, key_head, keys.clone());
+            for head in self.query_heads(key_head) {
+                for queries in query_blocks(sequence.queries) {
+                    let Some(keys) = sight.seen(&queries, keys.clone()) else {
+                        continue;
+                    };
+                    let stats = self.load(sequence, head, &queries, buffers);
+                    self.meet(sequence, head, &queries, keys, Want::Keys, &stats, buffers);
+                }
+            }
+            self.settle(sequence, key_head, keys);
+        }
+    }
+
+    /// Brings a block of queries with its gradient.
+    ///
+    /// # Safety
+    /// As [`Pass::run_together`].
     unsafe fn load(
         &self,
         sequence: &Sequence,
         head: usize,
         queries: &Range<usize>,
         buffers: &mut Buffers<'_, T::Acc>,
-    ) -> (PerQuery<T::Acc>, PerQuery<T::Acc>) {
+    ) -> Stats<T::Acc> {
         let p = &self.problem;
-        let first = sequence.first_query + queries.start;
-        let rows = first..first + queries.len();
-        let of = |operand: &Operand| operand.rows::<T>(sequence.batch, rows.clone(), head);
-        let (q, o, d_o) = (of(&p.q), of(&self.o), of(&self.d_o));
-        // A query that saw nothing has weights 0, as have the lanes past the last query.
-        let mut lse = [-T::Acc::NEG_INF; QUERIES];
-        let mut delta = [T::Acc::ZERO; QUERIES];
-        let at = (sequence.batch * p.heads + head) * self.queries + first;
+        let of = |operand: &Operand| self.rows_of(operand, sequence, head, queries);
+        let (q, d_o) = (of(&p.q), of(&self.d_o));
         // SAFETY: the caller's promise; at most QUERIES rows.
         unsafe {
             q.transposed(buffers.q_t, p.binary_scale());
@@ -232,31 +326,61 @@ impl<T: Value> Pass<'_, T> {
             if d_o.width > 0 {
                 d_o.dense(buffers.d_o, d_o.width.next_multiple_of(LANES), T::Acc::ONE);
             }
-            o.dots(d_o, &mut delta);
-            let saved = std::slice::from_raw_parts((self.lse as *const T::Acc).add(at), queries.len());
-            for (lse, &saved) in lse.iter_mut().zip(saved) {
-                if saved != T::Acc::NEG_INF {
-                    *lse = saved * T::Acc::of(std::f64::consts::LOG2_E);
-                }
+            self.stats(sequence, head, queries)
+        }
+    }
+
+    fn rows_of(
+        &self,
+        operand: &Operand,
+        sequence: &Sequence,
+        head: usize,
+        queries: &Range<usize>,
+    ) -> Rows<T> {
+        let first = sequence.first_query + queries.start;
+        operand.rows(sequence.batch, first..first + queries.len(), head)
+    }
+
+    /// What is known of each query of a block.
+    ///
+    /// # Safety
+    /// As [`Pass::run_together`].
+    unsafe fn stats(&self, sequence: &Sequence, head: usize, queries: &Range<usize>) -> Stats<T::Acc> {
+        let of = |operand: &Operand| self.rows_of(operand, sequence, head, queries);
+        // A query that saw nothing has weights 0, as have the lanes past the last query.
+        let mut lse = [-T::Acc::NEG_INF; QUERIES];
+        let mut delta = [T::Acc::ZERO; QUERIES];
+        let first = sequence.first_query + queries.start;
+        let at = (sequence.batch * self.problem.heads + head) * self.queries + first;
+        // SAFETY: the caller's promise; at most QUERIES rows.
+        let saved = unsafe {
+            of(&self.o).dots(of(&self.d_o), &mut delta);
+            std::slice::from_raw_parts((self.lse as *const T::Acc).add(at), queries.len())
+        };
+        for (lse, &saved) in lse.iter_mut().zip(saved) {
+            if saved != T::Acc::NEG_INF {
+                *lse = saved * T::Acc::of(std::f64::consts::LOG2_E);
             }
         }
-        (lse, delta)
+        Stats { lse, delta }
     }
 
     /// A block of queries meets a block of keys.
     ///
     /// # Safety
-    /// As [`Pass::head`].
-    #[allow(clippy::too_many_arguments, reason = "the coordinates of a block and what is known about it")]
+    /// As [`Pass::queries_block`].
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "the coordinates of a pair of blocks and what is known of it"
+    )]
     unsafe fn meet(
         &self,
         sequence: &Sequence,
         head: usize,
         queries: &Range<usize>,
         keys: Range<usize>,
-        sight: &Sight,
-        (lse, delta): (&PerQuery<T::Acc>, &PerQuery<T::Acc>),
-        add: bool,
+        want: Want,
+        stats: &Stats<T::Acc>,
         buffers: &mut Buffers<'_, T::Acc>,
     ) {
         let p = &self.problem;
@@ -264,74 +388,61 @@ impl<T: Value> Pass<'_, T> {
         let (batch, head) = (sequence.batch, head / p.group);
         let first = sequence.first_key + keys.start;
         let rows = first..first + count;
-        // SAFETY: the rows exist and are only read; buffers hold KEYS rows.
-        let (k, v) = unsafe {
-            (
-                readable(p.k.rows::<T>(batch, rows.clone(), head), buffers.k),
-                readable(p.v.rows::<T>(batch, rows, head), buffers.v),
-            )
-        };
         let (weights, grads) =
             (&mut buffers.weights[..count * QUERIES], &mut buffers.grads[..count * QUERIES]);
-        let rows_by_columns = |m, n, k, a, b, c, add| Product { m, n, k, a, b, c, add };
-        let block = |m, k, a, b, c, add| rows_by_columns(m, n, k, a, (b, QUERIES), (c, QUERIES), add);
-        let into = |n, a, b, c: &Operand| {
-            let to = (c.at::<T::Acc>(batch, first, head), c.strides[1] as usize);
-            rows_by_columns(count, n, queries.len(), Left::Rows(a, QUERIES as isize), b, to, true)
+        // Products into buffers, and sums of keys' rows.
+        let inner = |m, k, a, b, c, add| Product { m, n, k, a, b: (b, QUERIES), c: (c, QUERIES), add };
+        let outer = |n: usize, a, b, c: &Operand| {
+            let c = (c.at::<T::Acc>(batch, first, head), c.strides[1] as usize);
+            let a = Left::Rows(a, QUERIES as isize);
+            Product { m: count, n, k: queries.len(), a, b: (b, n.next_multiple_of(LANES)), c, add: true }
         };
-        // SAFETY: buffers hold these blocks; the rows of dk and dv are this task's; dense operands are
-        // padded to whole lanes.
+        // SAFETY: the rows exist; buffers hold these blocks, dense ones padded to whole lanes; the rows of
+        // dk and dv are this task's.
         unsafe {
-            multiply(block(
-                count,
-                d,
-                Left::Rows(k.0, k.1),
-                buffers.q_t.as_ptr(),
-                weights.as_mut_ptr(),
-                false,
-            ));
-            multiply(block(
-                count,
-                dv,
-                Left::Rows(v.0, v.1),
-                buffers.do_t.as_ptr(),
-                grads.as_mut_ptr(),
-                false,
-            ));
-            sight.hide(weights, keys, queries);
-            weigh_back(weights, grads, lse, delta);
-            let wide = (buffers.d_o.as_ptr(), dv.next_multiple_of(LANES));
-            multiply(into(dv, weights.as_ptr(), wide, &self.dv_sums));
-            let wide = (buffers.q.as_ptr(), d.next_multiple_of(LANES));
-            multiply(into(d, grads.as_ptr(), wide, &self.dk_sums));
-            multiply(block(d, count, Left::Cols(k.0, k.1), grads.as_ptr(), buffers.dq_t.as_mut_ptr(), add));
+            let k = readable(p.k.rows::<T>(batch, rows.clone(), head), buffers.k);
+            let v = readable(p.v.rows::<T>(batch, rows, head), buffers.v);
+            let (q_t, do_t) = (buffers.q_t.as_ptr(), buffers.do_t.as_ptr());
+            multiply(inner(count, d, Left::Rows(k.0, k.1), q_t, weights.as_mut_ptr(), false));
+            multiply(inner(count, dv, Left::Rows(v.0, v.1), do_t, grads.as_mut_ptr(), false));
+            Sight::new(&p.spec, sequence).hide(weights, keys, queries);
+            weigh_back(weights, grads, &stats.lse, &stats.delta);
+            if want != Want::Queries {
+                multiply(outer(dv, weights.as_ptr(), buffers.d_o.as_ptr(), &self.dv_sums));
+                multiply(outer(d, grads.as_ptr(), buffers.q.as_ptr(), &self.dk_sums));
+            }
+            if want != Want::Keys {
+                let dq_t = buffers.dq_t.as_mut_ptr();
+                multiply(inner(d, count, Left::Cols(k.0, k.1), grads.as_ptr(), dq_t, true));
+            }
         }
     }
 
-    /// Sets the sums of a key head to zero.
+    /// Sets the sums of keys to zero.
     ///
     /// # Safety
-    /// As [`Pass::head`].
-    unsafe fn clear(&self, sequence: &Sequence, head: usize) {
+    /// As [`Pass::queries_block`].
+    unsafe fn clear(&self, sequence: &Sequence, head: usize, keys: Range<usize>) {
         for operand in [&self.dk_sums, &self.dv_sums] {
-            for row in sequence.first_key..sequence.first_key + sequence.keys {
-                let at = operand.at::<T::Acc>(sequence.batch, row, head);
+            for key in keys.clone() {
+                let at = operand.at::<T::Acc>(sequence.batch, sequence.first_key + key, head);
                 // SAFETY: the caller's promise; all bits zero is 0.
                 unsafe { at.write_bytes(0, operand.width) };
             }
         }
     }
 
-    /// Rounds the sums of a key head to the tensor's type, where they are apart.
+    /// Rounds the sums of keys to the tensor's type, where they are apart.
     ///
     /// # Safety
-    /// As [`Pass::head`].
-    unsafe fn settle(&self, sequence: &Sequence, head: usize) {
+    /// As [`Pass::queries_block`].
+    unsafe fn settle(&self, sequence: &Sequence, head: usize, keys: Range<usize>) {
         if T::is_acc() {
             return;
         }
         for (sums, tensor) in [(&self.dk_sums, &self.dk), (&self.dv_sums, &self.dv)] {
-            for row in sequence.first_key..sequence.first_key + sequence.keys {
+            for key in keys.clone() {
+                let row = sequence.first_key + key;
                 let from = sums.at::<T::Acc>(sequence.batch, row, head);
                 let to = tensor.at::<T>(sequence.batch, row, head);
                 // SAFETY: the caller's promise; both rows have the tensor's width.
@@ -346,23 +457,52 @@ impl<T: Value> Pass<'_, T> {
         }
     }
 
-    /// Adds the sinks' partial sums, sequence by sequence.
+    /// The gradients of the sinks, -weight · delta summed over a head's queries: first per sequence, then over
+    /// sequences.
     ///
     /// # Safety
-    /// The tasks are done; `view` is the sinks' gradient.
-    unsafe fn sum_sinks(&self, view: &View) {
-        let heads = self.problem.heads;
-        let Some(sums) = self.d_sinks.filter(|_| heads > 0) else { return };
-        // SAFETY: the caller's promise; scratch holds `[sequences, heads]`, all written by the tasks.
-        let (sums, to) = unsafe {
-            let sums: &[f64] = match self.real {
-                0 => &[],
-                real => std::slice::from_raw_parts(sums as *const f64, real * heads),
+    /// As [`Pass::run_together`]; `view` is the sinks' gradient.
+    unsafe fn run_sinks(&self, call: &Call<'_>, view: &View) {
+        let (sequences, heads) = (&self.problem.sequences[..self.real], self.problem.heads);
+        // SAFETY: the caller's promise; scratch holds `[sequences, heads]` first.
+        let (parts, total) = unsafe {
+            let parts: &mut [f64] = match self.real * heads {
+                0 => &mut [],
+                len => std::slice::from_raw_parts_mut(self.sink_parts as *mut f64, len),
             };
-            (sums, slice_mut::<T::Acc>(view))
+            (parts, slice_mut::<T::Acc>(view))
         };
-        for (head, to) in to.iter_mut().enumerate() {
-            *to = T::Acc::of(sums.iter().skip(head).step_by(heads).sum());
+        let shared = Shared::new(parts);
+        let work = self.queries * self.problem.v.width;
+        let units = sequences.len() * heads;
+        call.pieces(units, grain(units, work), |start, end| {
+            // SAFETY: pieces do not overlap.
+            let parts = unsafe { shared.part(start, end) };
+            for (unit, part) in (start..end).zip(parts) {
+                // SAFETY: the caller's promise.
+                *part = unsafe { self.sink_part(&sequences[unit / heads], unit % heads) };
+            }
+        });
+        // SAFETY: the tasks are done.
+        let parts = unsafe { shared.part(0, units) };
+        for (head, total) in total.iter_mut().enumerate() {
+            *total = T::Acc::of(parts.iter().skip(head).step_by(heads).sum());
         }
+    }
+
+    /// One head's queries of one sequence.
+    ///
+    /// # Safety
+    /// As [`Pass::run_together`].
+    unsafe fn sink_part(&self, sequence: &Sequence, head: usize) -> f64 {
+        let Some(sink) = self.problem.sink(head) else { return 0.0 };
+        let mut sum = 0.0;
+        for queries in query_blocks(sequence.queries) {
+            // SAFETY: the caller's promise.
+            let Stats { lse, delta } = unsafe { self.stats(sequence, head, &queries) };
+            let weight = |i: usize| (sink - lse[i]).f64().exp2();
+            sum -= (0..queries.len()).map(|i| weight(i) * delta[i].f64()).sum::<f64>();
+        }
+        sum
     }
 }
