@@ -90,8 +90,8 @@ impl<T: Value> Job for Transposed<'_, T> {
                 for i in i..rows.min(i + SIDE) {
                     // SAFETY: promised to `transposed`; i < rows.
                     let row = unsafe { self.from.row(i) };
-                    for j in j..width.min(j + SIDE) {
-                        self.to[j * QUERIES + i] = row[j].up() * self.factor;
+                    for (j, x) in row[..width].iter().enumerate().skip(j).take(SIDE) {
+                        self.to[j * QUERIES + i] = x.up() * self.factor;
                     }
                 }
             }
