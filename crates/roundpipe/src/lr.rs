@@ -298,7 +298,7 @@ mod tests {
     fn wrong_schedules_are_refused() {
         let refuse = |base, decay, words: &str| {
             let error = LrSchedule::new(base, 10, decay).unwrap_err();
-            assert!(error.contains(words), "{error}");
+            assert!(error.to_string().contains(words), "{error}");
         };
         let wsd = |stable_steps, min_ratio| LrDecay::StableThenDecay {
             stable_steps,

@@ -48,9 +48,14 @@ impl Threads {
 
     /// Runs `task(0)` … `task(tasks - 1)`, in any order, on these threads; returns when all are done.
     pub fn run(&self, tasks: usize, task: impl Fn(usize) + Sync + Send) {
+        self.share(tasks, &task);
+    }
+
+    /// Not generic on purpose: rayon's machinery is compiled once instead of once per kernel.
+    fn share(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
         match &self.pool {
             Some(pool) if tasks > 1 => {
-                pool.install(|| (0..tasks).into_par_iter().with_max_len(1).for_each(task))
+                pool.install(|| (0..tasks).into_par_iter().with_max_len(1).for_each(task));
             }
             _ => (0..tasks).for_each(task),
         }
