@@ -1,12 +1,13 @@
 //! The sub-allocator: carves a worker's reserved arena into blocks.
 //!
 //! Blocks are taken and given back in the host order of the worker's compute lane, so reuse is ordered
-//! by that lane without any wait. Requests are rounded up to [`ALIGN`]; the smallest free hole that
-//! fits is used, the lowest of equals. The same sequence of requests always gives the same addresses,
-//! on any device: that is how the meta device knows the peak of a real one exactly.
+//! by that lane without any wait. Requests are rounded up to [`ALIGN`]; the smallest hole below the top
+//! that fits is used, the lowest of equals; only when there is none the top rises. So the same sequence of
+//! requests always gives the same addresses, on any device and in an arena of any size that is enough:
+//! that is how the meta device knows the peak of a real one exactly.
 //!
 //! # Invariants
-//! - Live blocks never overlap; neighbouring holes are always merged.
+//! - Live blocks never overlap; neighbouring holes are always merged; no hole ends at the top.
 //! - `high_water` is one past the highest byte ever in use, relative to the arena's base.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -29,7 +30,9 @@ pub struct Pool {
 
 #[derive(Default)]
 struct State {
-    /// Free holes by offset, and the same by (size, offset) for best fit.
+    /// Everything from here on is free.
+    top: u64,
+    /// Free holes below the top by offset, and the same by (size, offset) for best fit.
     holes: BTreeMap<u64, u64>,
     by_size: BTreeSet<(u64, u64)>,
     used: u64,
@@ -54,9 +57,7 @@ pub struct PoolUse {
 impl Pool {
     /// A pool over all of `arena`.
     pub fn new(device: Arc<dyn Device>, arena: Arena) -> Arc<Self> {
-        let mut state = State::default();
-        state.add_hole(0, arena.bytes().0 / ALIGN * ALIGN);
-        Arc::new(Self { device, arena, state: Mutex::new(state) })
+        Arc::new(Self { device, arena, state: Mutex::default() })
     }
 
     /// The worker whose memory this is.
@@ -83,8 +84,8 @@ impl Pool {
         }
         let mut state = self.lock();
         let size = bytes.checked_next_multiple_of(ALIGN);
-        let hole = size.and_then(|size| state.by_size.range((size, 0)..).next().copied());
-        let (Some(size), Some((room, start))) = (size, hole) else {
+        let Some((start, size)) = size.and_then(|size| Some((state.take(size, self.arena.bytes().0)?, size)))
+        else {
             return Err(Error::DeviceMemory {
                 device: self.device.id(),
                 op,
@@ -93,10 +94,6 @@ impl Pool {
                 cap: self.arena.bytes(),
             });
         };
-        state.remove_hole(start, room);
-        if room > size {
-            state.add_hole(start + size, room - size);
-        }
         state.used += size;
         state.allocations += 1;
         state.peak_used = state.peak_used.max(state.used);
@@ -122,7 +119,11 @@ impl Pool {
             state.remove_hole(start + bytes, size);
             bytes += size;
         }
-        state.add_hole(start, bytes);
+        if start + bytes == state.top {
+            state.top = start;
+        } else {
+            state.add_hole(start, bytes);
+        }
     }
 
     /// What is and was in use.
@@ -140,11 +141,7 @@ impl Pool {
     pub fn reset_peaks(&self) {
         let mut state = self.lock();
         state.peak_used = state.used;
-        let end = self.arena.bytes().0 / ALIGN * ALIGN;
-        state.high_water = match state.holes.last_key_value() {
-            Some((&start, &size)) if start + size == end => start,
-            _ => end,
-        };
+        state.high_water = state.top;
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -159,6 +156,18 @@ impl fmt::Debug for Pool {
 }
 
 impl State {
+    /// Where `size` bytes go in an arena of `cap`.
+    fn take(&mut self, size: u64, cap: u64) -> Option<u64> {
+        let Some((room, start)) = self.by_size.range((size, 0)..).next().copied() else {
+            let start = self.top;
+            self.top = start.checked_add(size).filter(|end| *end <= cap)?;
+            return Some(start);
+        };
+        self.remove_hole(start, room);
+        self.add_hole(start + size, room - size);
+        Some(start)
+    }
+
     fn add_hole(&mut self, start: u64, bytes: u64) {
         if bytes > 0 {
             self.holes.insert(start, bytes);

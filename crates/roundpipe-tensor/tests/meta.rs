@@ -132,10 +132,10 @@ fn flops_of_attention_follow_the_mask() {
 
 #[test]
 fn meta_gives_no_data_and_says_so() {
-    let worker = Worker::new(Meta::like(DeviceKind::Cpu), Bytes::gib(1)).unwrap();
+    let worker = Worker::new(Meta::like(DeviceKind::Cpu), Bytes(1 << 60)).unwrap();
     let mut cx = Cx::infer(&worker);
     let x = cx.zeros(DType::F32, &[3]).unwrap();
     assert!(x.to_vec::<f32>().unwrap_err().to_string().contains("meta"));
     // Sizes that no machine has are no problem where nothing is stored.
-    assert!(cx.zeros(DType::BF16, &[1 << 20, 1 << 20]).is_ok() || worker.usage().used == Bytes(0));
+    assert!(cx.zeros(DType::BF16, &[1 << 20, 1 << 20]).is_ok());
 }

@@ -87,14 +87,14 @@ fn nothing_leaks() {
     let worker = worker();
     for walk in [true, false] {
         let mut cx = Cx::train(&worker);
-        let x = cx.full(DType::F32, &[100, 100], 1.0).unwrap();
-        let x = cx.input(&x).unwrap();
+        let constant = cx.full(DType::F32, &[100, 100], 1.0).unwrap();
+        let x = cx.input(&constant).unwrap();
         let y = cx.mul(&x, &x).unwrap();
         let loss = cx.sum_all(&y).unwrap();
         if walk {
             drop(cx.backward(&loss).unwrap());
         }
-        drop((cx, x, y, loss));
+        drop((cx, constant, x, y, loss));
         assert_eq!(worker.usage().used, Bytes(0), "walked back: {walk}");
     }
 }
