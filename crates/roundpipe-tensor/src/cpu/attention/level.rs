@@ -75,7 +75,7 @@ impl Lane for f32 {
     fn exp2<const FMA: bool>(x: f32) -> f32 {
         // 2^x = 2^n · 2^r with |r| <= 1/2 and a polynomial for 2^r, whose own error is 2e-9 (minimax).
         const TERMS: [f32; 6] =
-            [1.339_993_1e-3, 9.618_489e-3, 5.550_328_6e-2, 0.240_226_46, 0.693_147_2, 1.0];
+            [1.339_993_1e-3, 9.618_489e-3, 5.550_328_6e-2, 0.240_226_46, std::f32::consts::LN_2, 1.0];
         // Adding and subtracting 1.5 · 2^23 rounds to the nearest integer.
         const ROUND: f32 = 12_582_912.0;
         // Written so that NaN passes.
@@ -109,5 +109,26 @@ impl Lane for f64 {
     #[inline(always)]
     fn exp2<const FMA: bool>(x: f64) -> f64 {
         f64::exp2(x)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Lane;
+
+    #[test]
+    fn exp2_is_close_below_zero_and_right_at_the_ends() {
+        for i in 0..=126_000 {
+            let x = -(i as f32) * 1e-3;
+            let exact = f64::from(x).exp2();
+            for have in [<f32 as Lane>::exp2::<false>(x), <f32 as Lane>::exp2::<true>(x)] {
+                let error = (f64::from(have) - exact).abs() / exact;
+                assert!(error < 2e-7, "2^{x}: {error:e}");
+            }
+        }
+        assert_eq!(<f32 as Lane>::exp2::<false>(0.0), 1.0);
+        assert_eq!(<f32 as Lane>::exp2::<false>(-127.0), 0.0);
+        assert_eq!(<f32 as Lane>::exp2::<false>(f32::NEG_INFINITY), 0.0);
+        assert!(<f32 as Lane>::exp2::<false>(f32::NAN).is_nan());
     }
 }
