@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use roundpipe::kernel::RopeStyle;
 use roundpipe::nn::{Embedding, Init, Linear, RmsNorm};
-use roundpipe::ops::{Attention, CrossEntropy, Rotary, rope_frequencies, rope_tables};
+use roundpipe::ops::{Attention, CrossEntropy, rope_tables};
 use roundpipe::{
     Cx, DType, Error, Layer, Module, Param, Params, Result, Sequential, Tensor, TensorError, TensorResult,
     Tree, Visit,
@@ -113,11 +113,12 @@ impl Decoder {
     pub fn random(config: DecoderConfig, dtype: DType, seed: u64) -> Result<Self> {
         config.check()?;
         let mut init = Init::new(seed, dtype);
-        let frequencies = rope_frequencies(config.head_dim, config.rope_theta)?;
-        let (cos, sin) = rope_tables::<f32>(config.max_seq, &frequencies);
-        let dims = [config.max_seq, config.head_dim / 2];
-        let table = |values: &[f32]| Param::from_slice(values, &dims).map(Param::frozen);
-        let rope = Rope { cos: table(&cos)?, sin: table(&sin)? };
+        let (cos, sin) = rope_tables(config.max_seq, config.head_dim, config.rope_theta);
+        let table = |values: Vec<f64>| {
+            let values: Vec<f32> = values.into_iter().map(|v| v as f32).collect();
+            Param::from_slice(&values, &[config.max_seq, config.head_dim / 2]).map(Param::frozen)
+        };
+        let rope = Rope { cos: table(cos)?, sin: table(sin)? };
         let embed = Embed { tokens: Embedding::new(&mut init, config.vocab, config.hidden, 0.02)? };
         let tied = config.tied.then(|| embed.tokens.weight.clone());
         let mut layers = Sequential::new().named("embed", embed);
@@ -267,13 +268,12 @@ impl Block {
         let dims = [x.dims()[0], x.dims()[1], count, self.head_dim].map(|d| d as isize);
         let split = cx.reshape(&flat, &dims)?;
         let (cos, sin) = (cx.get(&self.rope.cos)?, cx.get(&self.rope.sin)?);
-        let rotary = Rotary { cos: &cos, sin: &sin, positions: None, style: RopeStyle::Half };
         match norm {
             Some(norm) => {
                 let weight = cx.get(&norm.weight)?;
-                cx.rope_norm(&split, &weight, rotary, norm.eps)
+                cx.rope_norm(&split, &weight, &cos, &sin, None, RopeStyle::Half, norm.eps)
             }
-            None => cx.rope(&split, rotary),
+            None => cx.rope(&split, &cos, &sin, None, RopeStyle::Half),
         }
     }
 

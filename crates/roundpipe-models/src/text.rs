@@ -34,7 +34,7 @@ impl Windows {
         let starts = (self.bytes.len() - self.seq) as u64;
         let (mut ids, mut labels) = (Vec::new(), Vec::new());
         for i in 0..count as u64 {
-            let start = (u64::from(key.word(i)) * starts >> 32) as usize;
+            let start = ((u64::from(key.word(i)) * starts) >> 32) as usize;
             let window = &self.bytes[start..=start + self.seq];
             ids.extend(window[..self.seq].iter().map(|b| i64::from(*b)));
             labels.extend(window[1..].iter().map(|b| i64::from(*b)));

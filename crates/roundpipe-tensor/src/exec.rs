@@ -213,7 +213,8 @@ fn disjoint(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> bool
     let strided = |v: &View| !v.layout.is_contiguous();
     dst.iter().flatten().enumerate().all(|(i, d)| {
         let others = dst.iter().flatten().skip(i + 1);
-        let clash = |o: &View| meets(d, o) && !strided(d) && !strided(o) && !(in_place && o.ptr == d.ptr);
+        let allowed = |o: &View| strided(d) || strided(o) || (in_place && o.ptr == d.ptr);
+        let clash = |o: &View| meets(d, o) && !allowed(o);
         !src.iter().flatten().chain(others).any(clash)
     })
 }

@@ -24,4 +24,4 @@ pub use loss::{CrossEntropy, Reduction};
 pub use moe::{Experts, MoeOptions, RouteWeights, Routing};
 pub use norm::BatchNorm;
 pub use product::Lora;
-pub use rope::{Rotary, rope_frequencies, rope_tables};
+pub use rope::rope_tables;

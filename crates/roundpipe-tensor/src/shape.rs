@@ -38,7 +38,7 @@ impl Shape {
             return Err(Error::Invalid { op: "shape", what });
         }
         let count = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d.max(1)));
-        if !count.is_some_and(|n| n <= (isize::MAX as usize) / 8) {
+        if count.is_none_or(|n| n > (isize::MAX as usize) / 8) {
             return Err(Error::Invalid { op: "shape", what: format!("{dims:?} has too many elements") });
         }
         let mut shape = Self { dims: [1; MAX_RANK], rank: dims.len() as u8 };

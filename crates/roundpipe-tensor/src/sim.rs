@@ -45,7 +45,7 @@ use crate::device::{Arena, Copy, Device, DeviceId, Direction, Event, EventState,
 use crate::error::{Error, Result};
 use crate::kernel::{Kernel, View};
 use order::{MOST_RANGES, ranges};
-use state::{Mark, State, Work};
+use state::{Called, Mark, State, Work};
 
 /// What a world is made from.
 #[derive(Debug, Clone)]
@@ -102,7 +102,9 @@ pub struct Span {
     pub worker: u32,
     /// In which lane.
     pub lane: LaneKind,
-    /// What, with its number in the lane.
+    /// Its number in the lane.
+    pub item: u64,
+    /// What it was.
     pub name: String,
     /// Virtual start.
     pub start_ns: u64,
@@ -320,7 +322,7 @@ impl Device for Sim {
 
     fn handing_out(&self, op: &'static str, start: u64, bytes: u64) -> Result<()> {
         self.world.with(|state| {
-            state.hand_out(&(start..start + bytes));
+            state.hand_out(&(start..start.saturating_add(bytes)));
             let what = format!("alloc of {} for {op}", Bytes(bytes));
             let lane = Some(self.compute());
             state.strike(FaultKind::Alloc, lane, self.id.index, &what).map_or(Ok(()), Err)
@@ -328,7 +330,13 @@ impl Device for Sim {
     }
 
     fn freed(&self, start: u64, bytes: u64) {
-        self.world.with(|state| state.push_free(self.compute(), start..start + bytes));
+        let range = start..start.saturating_add(bytes);
+        self.world.with(|state| {
+            // Poison is written: an address that is not this worker's must not reach the queue.
+            if state.on_device(Some(self.id.index), &range) {
+                state.push_free(self.compute(), range);
+            }
+        });
     }
 }
 
@@ -503,8 +511,8 @@ impl Ops for SimOps {
             let launch = Launch { worker: state.lanes[lane.number].device, kernel, src, dst };
             let told = state.kernel_time.as_ref().and_then(|time| time(&launch));
             let nanos = told.unwrap_or_else(|| state.timing.kernel(&launch));
-            let work = Work::Kernel { kernel: kernel.clone(), src: src.to_vec(), dst: dst.to_vec(), scratch };
-            state.push_work(lane.number, &name, nanos, work, (reads, writes));
+            let call = Called { kernel: kernel.clone(), src: src.to_vec(), dst: dst.to_vec(), scratch };
+            state.push_work(lane.number, &name, nanos, Work::Kernel(Box::new(call)), (reads, writes));
             Ok(())
         })
     }

@@ -3,7 +3,7 @@
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::kernel::RopeStyle;
-use roundpipe_tensor::ops::{Attention, Rotary, rope_frequencies, rope_tables};
+use roundpipe_tensor::ops::{Attention, rope_tables};
 use roundpipe_tensor::optim::{AdamSlabs, AdamW, Floats, FloatsMut};
 use roundpipe_tensor::{Bytes, Cpu, Cx, DType, HostBuf, Param, RngSite, Tensor, Worker, bf16};
 
@@ -57,8 +57,11 @@ impl Block {
             site += 1;
             random(DType::F32, &dims, 0.02, site)
         });
-        let (cos, sin) = rope_tables::<f32>(SEQ, &rope_frequencies(h / HEADS, 10_000.0).expect("even"));
-        let table = |t: Vec<f32>| Param::from_slice(&t, &[SEQ, h / HEADS / 2]).expect("memory").frozen();
+        let (cos, sin) = rope_tables(SEQ, h / HEADS, 10_000.0);
+        let table = |t: Vec<f64>| {
+            let t: Vec<f32> = t.into_iter().map(|x| x as f32).collect();
+            Param::from_slice(&t, &[SEQ, h / HEADS / 2]).expect("memory").frozen()
+        };
         Self {
             worker: Worker::new(Cpu::new(Some(threads)).expect("threads"), Bytes::gib(2)).expect("memory"),
             norms: [(); 2].map(|()| Param::full(DType::F32, &[h], 1.0).expect("memory")),
@@ -116,7 +119,7 @@ impl Block {
             return Ok(split);
         }
         let (cos, sin) = (cx.get(&self.tables[0])?, cx.get(&self.tables[1])?);
-        cx.rope(&split, Rotary { cos: &cos, sin: &sin, positions: None, style: RopeStyle::Half })
+        cx.rope(&split, &cos, &sin, None, RopeStyle::Half)
     }
 }
 

@@ -17,6 +17,8 @@ mod stage;
 mod unary;
 mod walk;
 
+use std::cell::RefCell;
+
 use super::access::Call;
 use crate::error::Result;
 use crate::kernel::Kernel;
@@ -51,11 +53,47 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     }
 }
 
-/// Runs `body(start, len)` over `0..count` in blocks, tasks of [`GRAIN`] elements side by side.
-fn blocks(call: &Call<'_>, count: usize, body: impl Fn(usize, usize) + Sync + Send) {
+/// A type of at most 8 bytes and alignment for which any bits are a value.
+///
+/// # Safety
+/// Exactly that.
+unsafe trait Plain: Copy + Default {}
+
+macro_rules! plain {
+    ($($t:ty),*) => {$(
+        // SAFETY: a primitive number of at most 8 bytes.
+        unsafe impl Plain for $t {}
+    )*};
+}
+
+plain!(f64, f32, i64, u64, u32, u16, u8);
+
+/// Room for three blocks.
+type Room = [[u64; BLOCK]; 3];
+
+thread_local! {
+    /// Kept between calls, because clearing it would cost as much as the work.
+    static ROOM: RefCell<Room> = const { RefCell::new([[0; BLOCK]; 3]) };
+}
+
+/// Runs `body(buffers, start, len)` over `0..count` in blocks, tasks of [`GRAIN`] elements side by side. The
+/// buffers hold whatever was there before.
+fn blocks<T: Plain>(
+    call: &Call<'_>,
+    count: usize,
+    body: impl Fn([&mut [T; BLOCK]; 3], usize, usize) + Sync + Send,
+) {
     call.pieces(count, GRAIN, |start, end| {
-        for at in (start..end).step_by(BLOCK) {
-            body(at, BLOCK.min(end - at));
-        }
+        ROOM.with_borrow_mut(|room| {
+            for at in (start..end).step_by(BLOCK) {
+                // SAFETY: a block of u64 holds as many `T`, which are no larger nor more aligned and may have any
+                // bits (`Plain`); the cast keeps the borrow of the room, and each buffer comes from a block of its
+                // own.
+                let buffers = room
+                    .each_mut()
+                    .map(|block| unsafe { &mut *std::ptr::from_mut(block).cast::<[T; BLOCK]>() });
+                body(buffers, at, BLOCK.min(end - at));
+            }
+        });
     });
 }

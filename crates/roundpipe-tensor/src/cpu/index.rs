@@ -274,7 +274,7 @@ unsafe fn scatter_add<T: Item>(call: &Call<'_>, dim: usize) -> Result<()> {
     let (to_y, to_index) = (y.shape().contiguous_strides(), src.shape().contiguous_strides());
     let walks = [src.layout.strides(), &to_y[..], &to_index[..]].map(lines_of);
     let (size, stride) = (src.shape()[dim], src.layout.strides()[dim]);
-    let lines = if size == 0 { 0 } else { src.numel() / size };
+    let lines = src.numel().checked_div(size).unwrap_or(0);
     // No two lines share a destination element, and each is one task's.
     call.pieces(lines, 8192 / size.max(1), |from, to| {
         for line in from..to {

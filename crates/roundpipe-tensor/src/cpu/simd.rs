@@ -250,7 +250,9 @@ impl Math for f32 {
         let x = self.abs();
         let z = x * x;
         let mut p = -8.548_327e-4;
-        for c in [5.223_977_6e-3, -2.686_617e-2, 1.128_379_2e-1, -3.761_264e-1, 1.128_379_2] {
+        for c in
+            [5.223_977_6e-3, -2.686_617e-2, 1.128_379_2e-1, -3.761_264e-1, std::f32::consts::FRAC_2_SQRT_PI]
+        {
             p = p * z + c;
         }
         let y = if x < 0.5 { x * p } else { 1.0 - tail(x) };

@@ -99,7 +99,7 @@ impl Cx {
     pub fn scatter_add(&mut self, x: &Tensor, dim: isize, index: &Tensor, src: &Tensor) -> Result<Tensor> {
         const OP: &str = "scatter_add";
         let dim = x.shape().axis(OP, dim)?;
-        same_dtype(OP, x, src)?;
+        addable(OP, x, src)?;
         fits(OP, x, dim, index)?;
         if src.shape() != index.shape() {
             return Err(Error::Shape { op: OP, left: *index.shape(), right: *src.shape() });
@@ -124,7 +124,7 @@ impl Cx {
     pub fn index_add(&mut self, x: &Tensor, dim: isize, index: &Tensor, src: &Tensor) -> Result<Tensor> {
         const OP: &str = "index_add";
         let dim = x.shape().axis(OP, dim)?;
-        same_dtype(OP, x, src)?;
+        addable(OP, x, src)?;
         check_index(OP, index, Some(1))?;
         if *src.shape() != x.shape().with(dim, index.numel()) {
             return Err(Error::Shape { op: OP, left: *x.shape(), right: *src.shape() });
@@ -157,6 +157,15 @@ pub(super) fn check_index(op: &'static str, index: &Tensor, rank: Option<usize>)
         }
         _ => Ok(()),
     }
+}
+
+/// Refuses operands that cannot be added.
+fn addable(op: &'static str, x: &Tensor, src: &Tensor) -> Result<()> {
+    if x.dtype() == DType::Bool {
+        let expected = "convert it with `cast`";
+        return Err(Error::DType { op, dtype: x.dtype(), shape: *x.shape(), expected });
+    }
+    same_dtype(op, x, src)
 }
 
 /// Refuses an index tensor that reaches beyond `x` in a dimension other than `dim`.

@@ -4,7 +4,7 @@
 //! them; they get no gradient.
 
 use crate::cx::{Cx, float, same_dtype, same_shape};
-use crate::dtype::{DType, Element};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::exec::Worker;
 use crate::kernel::{Glu, Kernel, RopeStyle};
@@ -12,37 +12,16 @@ use crate::ops::norm::{settle, wanted};
 use crate::shape::{Layout, Shape};
 use crate::tensor::Tensor;
 
-/// How heads are turned.
-#[derive(Debug, Clone, Copy)]
-pub struct Rotary<'a> {
-    /// `[positions, r / 2]` in the accumulator type, r the elements of a head that turn.
-    pub cos: &'a Tensor,
-    /// As `cos`.
-    pub sin: &'a Tensor,
-    /// i32, i64 or u32 `[b, s]` or `[s]`: row of the table for each step; the step itself when `None`.
-    pub positions: Option<&'a Tensor>,
-    /// Which elements form pairs.
-    pub style: RopeStyle,
+/// Cosines and sines of a rotary embedding, `[positions, rotary_dim / 2]` each: pair i turns by
+/// theta^(-2i / rotary_dim) per position. In f64, to be scaled or rounded by the caller.
+pub fn rope_tables(positions: usize, rotary_dim: usize, theta: f64) -> (Vec<f64>, Vec<f64>) {
+    let step = |i: usize| theta.powf(-2.0 * i as f64 / rotary_dim as f64);
+    let steps: Vec<f64> = (0..rotary_dim / 2).map(step).collect();
+    let angles = (0..positions).flat_map(|p| steps.iter().map(move |s| p as f64 * s));
+    angles.map(|angle| (angle.cos(), angle.sin())).unzip()
 }
 
-/// The angle per position of each pair: theta^(-2i / rotary_dim).
-///
-/// # Errors
-/// When `rotary_dim` is odd.
-pub fn rope_frequencies(rotary_dim: usize, theta: f64) -> Result<Vec<f64>> {
-    if rotary_dim % 2 != 0 {
-        return Err(Error::invalid("rope", format!("{rotary_dim} elements do not form pairs")));
-    }
-    Ok((0..rotary_dim / 2).map(|i| theta.powf(-2.0 * i as f64 / rotary_dim as f64)).collect())
-}
-
-/// Cosines and sines, `[positions, frequencies]` each; computed in f64, rounded once.
-pub fn rope_tables<T: Element>(positions: usize, frequencies: &[f64]) -> (Vec<T>, Vec<T>) {
-    let angles = (0..positions).flat_map(|p| frequencies.iter().map(move |f| p as f64 * f));
-    angles.map(|a| (T::from_f64(a.cos()), T::from_f64(a.sin()))).unzip()
-}
-
-/// A checked [`Rotary`] that a backward pass can keep.
+/// How heads are turned: checked, and dense as kernels want it.
 struct Turn {
     cos: Tensor,
     sin: Tensor,
@@ -51,13 +30,22 @@ struct Turn {
 }
 
 impl Cx {
-    /// Rotary embedding of x `[b, s, h, d]`.
+    /// Rotary embedding of x `[b, s, h, d]`. Tables are `[p, r / 2]` in the accumulator type; the first r
+    /// elements of a head turn, the rest passes. Positions (i32, i64 or u32, `[b, s]` or `[s]`) are rows of the
+    /// tables; without them a step is its own position.
     ///
     /// # Errors
     /// When sizes or types do not fit, or a position is not in the table.
-    pub fn rope(&mut self, x: &Tensor, rotary: Rotary<'_>) -> Result<Tensor> {
+    pub fn rope(
+        &mut self,
+        x: &Tensor,
+        cos: &Tensor,
+        sin: &Tensor,
+        positions: Option<&Tensor>,
+        style: RopeStyle,
+    ) -> Result<Tensor> {
         const OP: &str = "rope";
-        let turn = check_rotary(self.worker(), OP, x, rotary)?;
+        let turn = check_rotary(self.worker(), OP, x, [cos, sin], positions, style)?;
         let x = self.dense_last(x)?;
         let y = turned(self.worker(), &x, &turn, false)?;
         self.record_one(OP, &[&x], y, move |bx| {
@@ -73,9 +61,20 @@ impl Cx {
     ///
     /// # Errors
     /// As [`Cx::rope`], and when the weight is not `[d]` of x's type.
-    pub fn rope_norm(&mut self, x: &Tensor, weight: &Tensor, rotary: Rotary<'_>, eps: f64) -> Result<Tensor> {
+    #[allow(clippy::too_many_arguments, reason = "the arguments of `rope` and of `rms_norm`")]
+    pub fn rope_norm(
+        &mut self,
+        x: &Tensor,
+        weight: &Tensor,
+        cos: &Tensor,
+        sin: &Tensor,
+        positions: Option<&Tensor>,
+        style: RopeStyle,
+        eps: f64,
+    ) -> Result<Tensor> {
         const OP: &str = "rope_norm";
-        let Turn { cos, sin, positions, style } = check_rotary(self.worker(), OP, x, rotary)?;
+        let Turn { cos, sin, positions, .. } =
+            check_rotary(self.worker(), OP, x, [cos, sin], positions, style)?;
         same_dtype(OP, x, weight)?;
         if weight.dims() != [x.dims()[3]] {
             return Err(Error::Shape { op: OP, left: *x.shape(), right: *weight.shape() });
@@ -238,8 +237,14 @@ fn turned(worker: &Worker, x: &Tensor, turn: &Turn, inverse: bool) -> Result<Ten
     Ok(y)
 }
 
-fn check_rotary(worker: &Worker, op: &'static str, x: &Tensor, rotary: Rotary<'_>) -> Result<Turn> {
-    let Rotary { cos, sin, positions, style } = rotary;
+fn check_rotary(
+    worker: &Worker,
+    op: &'static str,
+    x: &Tensor,
+    [cos, sin]: [&Tensor; 2],
+    positions: Option<&Tensor>,
+    style: RopeStyle,
+) -> Result<Turn> {
     float(op, x)?;
     let &[batch, steps, _, width] = x.dims() else {
         return Err(Error::invalid(op, format!("{} is not [batch, steps, heads, width]", x.shape())));

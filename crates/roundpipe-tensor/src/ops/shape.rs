@@ -462,7 +462,7 @@ fn resolve(x: &Tensor, dims: &[isize]) -> Result<Shape> {
     let product = Shape::new(&known)?.numel();
     let rest = match open {
         0 => 1,
-        1 if product > 0 && x.numel() % product == 0 => x.numel() / product,
+        1 if product > 0 && x.numel().is_multiple_of(product) => x.numel() / product,
         _ => return Err(fail()),
     };
     let full: Vec<usize> = dims.iter().map(|d| usize::try_from(*d).unwrap_or(rest)).collect();

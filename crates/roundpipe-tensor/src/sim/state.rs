@@ -48,16 +48,26 @@ struct Passed {
 
 /// What an item does.
 pub(super) enum Work {
-    Kernel { kernel: Kernel, src: Vec<Option<View>>, dst: Vec<Option<View>>, scratch: Option<View> },
+    Kernel(Box<Called>),
     Copy(Copy),
     Free(Range<u64>),
     Record { mark: Arc<Mark>, lost: bool },
     Wait(Arc<Mark>),
 }
 
+/// A kernel with its operands.
+pub(super) struct Called {
+    pub kernel: Kernel,
+    pub src: Vec<Option<View>>,
+    pub dst: Vec<Option<View>>,
+    pub scratch: Option<View>,
+}
+
 /// One queued piece of work.
 struct Item {
     seq: u64,
+    what: String,
+    /// `what` with its place, for reports.
     name: Arc<str>,
     work: Work,
     /// The clock of the host thread that queued it.
@@ -262,6 +272,7 @@ impl State {
     }
 
     fn push(&mut self, lane: usize, what: &str, mut item: Item) {
+        item.what = what.to_owned();
         item.name = self.label(lane, what);
         item.ready = *self.host_time();
         item.host = self.host.clone();
@@ -287,7 +298,7 @@ impl State {
             Work::Wait(mark) => queue.time.max(mark.passed.get()?.time),
             // A device knows nothing of these; they take the lane as it is.
             Work::Record { .. } | Work::Free(_) => queue.time,
-            Work::Kernel { .. } | Work::Copy(_) => queue.time.max(item.ready),
+            Work::Kernel(_) | Work::Copy(_) => queue.time.max(item.ready),
         };
         Some((start, start + item.nanos))
     }
@@ -337,13 +348,18 @@ impl State {
                 // queued while it lived; its owner gave it back and runs are serialised by the lock.
                 unsafe { poison(range) };
             }
-            Work::Copy(_) | Work::Kernel { .. } => {
+            Work::Copy(_) | Work::Kernel(_) => {
                 self.note(lane, item);
                 self.execute(lane, item);
                 let queue = &self.lanes[lane];
-                let (worker, kind) = (queue.device.index, queue.kind);
-                let name = item.name.to_string();
-                self.timeline.push(Span { worker, lane: kind, name, start_ns: start, end_ns: end });
+                self.timeline.push(Span {
+                    worker: queue.device.index,
+                    lane: queue.kind,
+                    item: item.seq,
+                    name: item.what.clone(),
+                    start_ns: start,
+                    end_ns: end,
+                });
             }
         }
     }
@@ -359,7 +375,8 @@ impl State {
                 unsafe { std::ptr::copy(src, dst, copy.bytes as usize) };
                 Ok(())
             }
-            Work::Kernel { kernel, src, dst, scratch } => {
+            Work::Kernel(call) => {
+                let Called { kernel, src, dst, scratch } = &**call;
                 // SAFETY: whoever queued the kernel promised operands as its documentation asks and memory
                 // that stays until the lane has passed it, which is now; runs are serialised by the lock.
                 unsafe { self.ops.compute(kernel, src, dst, *scratch) }.map_err(Some)
@@ -593,6 +610,7 @@ impl Item {
     fn of(work: Work) -> Self {
         Self {
             seq: 0,
+            what: String::new(),
             name: Arc::from(""),
             work,
             ready: 0,
@@ -608,7 +626,7 @@ impl Item {
 /// The bytes an item writes, row by row, however many rows there are.
 fn exact_writes(item: &Item) -> Vec<Range<u64>> {
     match &item.work {
-        Work::Kernel { dst, .. } => dst.iter().flatten().flat_map(|v| ranges(v, usize::MAX)).collect(),
+        Work::Kernel(call) => call.dst.iter().flatten().flat_map(|v| ranges(v, usize::MAX)).collect(),
         _ => item.writes.clone(),
     }
 }

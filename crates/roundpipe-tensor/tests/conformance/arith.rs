@@ -3,6 +3,7 @@
 use roundpipe_tensor::{Cx, DType, Result, Tensor, bf16, f16};
 
 use crate::bed::{Input, Lie, Strict, check, check_with, fixed, noise, randn, upload, values, worker};
+use crate::golden;
 
 type Two = fn(&mut Cx, &Tensor, &Tensor) -> Result<Tensor>;
 type One = fn(&mut Cx, &Tensor) -> Result<Tensor>;
@@ -335,4 +336,55 @@ fn refusals_name_the_operation_and_what_it_got() -> Result<()> {
         assert_eq!(have.unwrap_err().to_string(), want);
     }
     Ok(())
+}
+
+/// Values and gradients of PyTorch, broadcasting included.
+#[test]
+fn golden_arithmetic() {
+    let file = golden::open("general_ops");
+    let one: [(&str, One); 22] = [
+        ("abs", Cx::abs),
+        ("clamp", |cx, x| cx.clamp(x, -0.6, 0.9)),
+        ("cos", Cx::cos),
+        ("elu", |cx, x| cx.elu(x, 1.0)),
+        ("elu_alpha", |cx, x| cx.elu(x, 0.7)),
+        ("erf", Cx::erf),
+        ("exp", Cx::exp),
+        ("gelu", Cx::gelu),
+        ("gelu_tanh", Cx::gelu_tanh),
+        ("leaky_relu", |cx, x| cx.leaky_relu(x, 0.01)),
+        ("log", Cx::log),
+        ("pow_2_5", |cx, x| cx.powf(x, 2.5)),
+        ("pow_3", |cx, x| cx.powf(x, 3.0)),
+        ("pow_neg_1_5", |cx, x| cx.powf(x, -1.5)),
+        ("reciprocal", Cx::recip),
+        ("relu", Cx::relu),
+        ("rsqrt", Cx::rsqrt),
+        ("sigmoid", Cx::sigmoid),
+        ("silu", Cx::silu),
+        ("sin", Cx::sin),
+        ("softplus", Cx::softplus),
+        ("sqrt", Cx::sqrt),
+    ];
+    for (case, f) in one {
+        file.case(case).check(|cx, x| f(cx, x.of("in.x")));
+    }
+    let two: [(&str, Two); 8] = [
+        ("add_row", Cx::add),
+        ("sub_col", Cx::sub),
+        ("mul_col", Cx::mul),
+        ("mul_outer", Cx::mul),
+        ("div_row", Cx::div),
+        ("pow_tensor", Cx::pow),
+        ("maximum", Cx::maximum),
+        ("minimum_row", Cx::minimum),
+    ];
+    for (case, f) in two {
+        file.case(case).check(|cx, x| f(cx, x.of("in.x"), x.of("in.y")));
+    }
+    file.case("tanh").check(|cx, x| cx.tanh(x.of("in.x")));
+    file.case("where").check(|cx, x| {
+        let cond = cx.cast(x.of("in.mask"), DType::Bool)?;
+        cx.where_cond(&cond, x.of("in.x"), x.of("in.y"))
+    });
 }

@@ -1,7 +1,7 @@
 //! Whole transformer blocks against PyTorch: output and every gradient.
 
 use roundpipe_tensor::kernel::RopeStyle;
-use roundpipe_tensor::ops::{Attention, Rotary, rope_frequencies, rope_tables};
+use roundpipe_tensor::ops::{Attention, rope_tables};
 use roundpipe_tensor::{Cx, DType, Result, Tensor};
 
 use crate::bed::upload;
@@ -20,11 +20,10 @@ struct Sizes {
 fn decoder(cx: &mut Cx, t: &Inputs, sizes: &Sizes) -> Result<Tensor> {
     let x = t.of("in.x");
     let (batch, seq) = (x.dims()[0], x.dims()[1]);
-    let (cos, sin) = rope_tables::<f64>(seq, &rope_frequencies(sizes.head_dim, sizes.theta)?);
+    let (cos, sin) = rope_tables(seq, sizes.head_dim, sizes.theta);
     let acc = x.dtype().accumulator();
     let table = [seq, sizes.head_dim / 2];
     let (cos, sin) = (upload(cx, &cos, &table, acc)?, upload(cx, &sin, &table, acc)?);
-    let rotary = Rotary { cos: &cos, sin: &sin, positions: None, style: RopeStyle::Half };
     let normed = cx.rms_norm(x, Some(t.of("p.input_layernorm.weight")), sizes.eps)?;
     let split = |cx: &mut Cx, name: &str, heads: usize| {
         let flat = cx.linear(&normed, t.of(&format!("p.self_attn.{name}_proj.weight")), None)?;
@@ -32,8 +31,8 @@ fn decoder(cx: &mut Cx, t: &Inputs, sizes: &Sizes) -> Result<Tensor> {
     };
     let turned = |cx: &mut Cx, x: &Tensor, name: &str| match t.get(&format!("p.self_attn.{name}_norm.weight"))
     {
-        Some(weight) => cx.rope_norm(x, weight, rotary, sizes.eps),
-        None => cx.rope(x, rotary),
+        Some(weight) => cx.rope_norm(x, weight, &cos, &sin, None, RopeStyle::Half, sizes.eps),
+        None => cx.rope(x, &cos, &sin, None, RopeStyle::Half),
     };
     let (q, k) = (split(cx, "q", sizes.heads)?, split(cx, "k", sizes.kv_heads)?);
     let (q, k) = (turned(cx, &q, "q")?, turned(cx, &k, "k")?);

@@ -117,7 +117,7 @@ impl Case {
     }
 
     /// Everything an operation reads; what has a gradient in the file becomes an input.
-    fn inputs(&self, cx: &mut Cx, dtype: DType) -> Inputs {
+    pub fn inputs(&self, cx: &mut Cx, dtype: DType) -> Inputs {
         let given = |name: &&String| ["in.", "p.", "buf."].iter().any(|kind| name.starts_with(kind));
         let load = |name: &String| {
             let (own, values, dims) = &self.tensors[name];

@@ -1,9 +1,11 @@
 //! Convolution and pooling.
 
 use roundpipe_tensor::kernel::{ConvSpec, PoolSpec};
-use roundpipe_tensor::{Cx, DType, Result, Tensor};
+use roundpipe_tensor::ops::BatchNorm;
+use roundpipe_tensor::{Cx, DType, Param, Result, Tensor};
 
 use crate::bed::{Lie, Strict, check, check_with, close, noise, randn, run, upload, values, worker};
+use crate::golden;
 
 const PLAIN: ConvSpec = ConvSpec { stride: [1, 1], padding: [0, 0], dilation: [1, 1], groups: 1 };
 
@@ -244,4 +246,112 @@ fn geometry_that_cannot_work_is_named() {
     assert!(cx.max_pool2d(&whole, PoolSpec::window([2, 2])).unwrap_err().to_string().contains("i64"));
     let empty = cx.zeros(DType::F32, &[1, 1, 0, 2]).unwrap();
     assert!(cx.global_avg_pool2d(&empty).unwrap_err().to_string().contains("empty"));
+}
+
+/// A pair or a single number of a case's geometry.
+const fn both(n: usize) -> [usize; 2] {
+    [n, n]
+}
+
+#[test]
+fn operations_agree_with_pytorch() {
+    let file = golden::open("general_ops");
+    let strided = ConvSpec { stride: both(2), padding: both(1), ..PLAIN };
+    let oblong = ConvSpec { stride: [2, 1], padding: [1, 2], dilation: [1, 2], groups: 1 };
+    for (name, spec) in [
+        ("plain", PLAIN),
+        ("1x1", PLAIN),
+        ("stride", strided),
+        ("stride_lost_edge", ConvSpec { stride: both(3), ..PLAIN }),
+        ("dilation", ConvSpec { padding: both(2), dilation: both(2), ..PLAIN }),
+        ("groups", ConvSpec { padding: both(1), groups: 2, ..PLAIN }),
+        ("depthwise", ConvSpec { padding: both(1), groups: 5, ..PLAIN }),
+        ("depthwise_twice", ConvSpec { groups: 3, ..strided }),
+        ("oblong", oblong),
+    ] {
+        file.case(&format!("conv2d_{name}"))
+            .check(|cx, t| cx.conv2d(t.of("in.x"), t.of("in.weight"), t.get("in.bias"), spec));
+    }
+    let three = PoolSpec { stride: both(2), ..PoolSpec::window(both(3)) };
+    let padded = PoolSpec { padding: both(1), ..three };
+    let ceil = PoolSpec { ceil_mode: true, ..three };
+    let flat = PoolSpec { stride: [1, 2], ..PoolSpec::window([2, 3]) };
+    let dilated = PoolSpec { stride: both(1), dilation: both(2), ..PoolSpec::window(both(2)) };
+    for (name, spec) in [
+        ("max_pool", PoolSpec::window(both(2))),
+        ("max_pool_padding", padded),
+        ("max_pool_overlap", PoolSpec { stride: both(1), ..three }),
+        ("max_pool_oblong", PoolSpec { padding: [0, 1], ..flat }),
+        ("max_pool_dilation", dilated),
+        ("max_pool_ceil", ceil),
+    ] {
+        file.case(name).check(|cx, t| cx.max_pool2d(t.of("in.x"), spec));
+    }
+    for (name, spec) in [
+        ("avg_pool", PoolSpec::window(both(2))),
+        ("avg_pool_padding", padded),
+        ("avg_pool_no_pad_count", PoolSpec { count_include_pad: false, ..padded }),
+        ("avg_pool_oblong", PoolSpec { padding: [1, 0], ..flat }),
+        ("avg_pool_ceil", ceil),
+    ] {
+        file.case(name).check(|cx, t| cx.avg_pool2d(t.of("in.x"), spec));
+    }
+    for (name, size) in [("7_to_3", both(3)), ("oblong", [3, 5]), ("to_1", both(1))] {
+        file.case(&format!("adaptive_avg_{name}")).check(|cx, t| cx.adaptive_avg_pool2d(t.of("in.x"), size));
+    }
+}
+
+/// Running statistics as buffers of a type.
+fn running(case: &golden::Case, dtype: DType) -> [Param; 2] {
+    ["buf.bn1.running_mean", "buf.bn1.running_var"].map(|name| {
+        let (values, dims) = case.f64(name);
+        match dtype {
+            DType::F64 => Param::from_slice(&values, &dims),
+            _ => Param::from_slice(&values.iter().map(|v| *v as f32).collect::<Vec<_>>(), &dims),
+        }
+        .unwrap()
+        .frozen()
+    })
+}
+
+fn conv_block(cx: &mut Cx, t: &golden::Inputs, [mean, var]: &[Param; 2]) -> Result<Tensor> {
+    let x = t.of("in.x");
+    let y =
+        cx.conv2d(x, t.of("p.conv1.weight"), None, ConvSpec { stride: both(2), padding: both(1), ..PLAIN })?;
+    let options = BatchNorm { eps: 1e-5, momentum: 0.1 };
+    let (weight, bias) = (t.of("p.bn1.weight"), t.of("p.bn1.bias"));
+    let y = cx.batch_norm(&y, Some(weight), Some(bias), Some((mean, var)), options)?;
+    let y = cx.relu(&y)?;
+    let short = cx.conv2d(x, t.of("p.shortcut.weight"), None, ConvSpec { stride: both(2), ..PLAIN })?;
+    let y = cx.add(&y, &short)?;
+    let dilated = ConvSpec { padding: both(2), dilation: both(2), groups: 4, ..PLAIN };
+    let y = cx.conv2d(&y, t.of("p.dilated.weight"), Some(t.of("p.dilated.bias")), dilated)?;
+    let depthwise = ConvSpec { padding: both(1), groups: 12, ..PLAIN };
+    let y = cx.conv2d(&y, t.of("p.depthwise.weight"), None, depthwise)?;
+    let y = cx.max_pool2d(&y, PoolSpec { stride: both(2), padding: both(1), ..PoolSpec::window(both(3)) })?;
+    let y = cx.avg_pool2d(&y, PoolSpec { stride: both(1), ..PoolSpec::window(both(2)) })?;
+    let y = cx.global_avg_pool2d(&y)?;
+    let y = cx.flatten(&y, 1, -1)?;
+    cx.linear(&y, t.of("p.fc.weight"), Some(t.of("p.fc.bias")))
+}
+
+/// Forward, all gradients, the running statistics after the step, and the output with them.
+#[test]
+fn a_block_agrees_with_pytorch() {
+    let case = golden::open("conv_block").case("");
+    for (dtype, limit) in [(DType::F64, 1e-7), (DType::F32, 4e-6)] {
+        case.check_in(dtype, limit, &|cx, t| conv_block(cx, t, &running(&case, dtype)));
+    }
+    // A forward for its statistics alone, then one in evaluation.
+    let buffers = running(&case, DType::F64);
+    for (training, want) in [(true, "out"), (false, "eval.out")] {
+        let mut cx = Cx::new(&worker(1), false, training);
+        let inputs = case.inputs(&mut cx, DType::F64);
+        let y = conv_block(&mut cx, &inputs, &buffers).unwrap();
+        close(want, &[y.to_f64_vec().unwrap()], &[case.f64(want).0], 1e-7);
+        cx.commit_buffers().unwrap();
+    }
+    for (buffer, name) in buffers.iter().zip(["after.bn1.running_mean", "after.bn1.running_var"]) {
+        close(name, &[buffer.to_vec().unwrap()], &[case.f64(name).0], 1e-7);
+    }
 }

@@ -11,6 +11,7 @@ mod golden;
 mod image;
 mod index;
 mod loss;
+mod moe;
 mod norm;
 mod random;
 mod reduce;

@@ -1,7 +1,7 @@
 //! Rotary embedding and gated linear units.
 
 use roundpipe_tensor::kernel::RopeStyle;
-use roundpipe_tensor::ops::{Rotary, rope_frequencies, rope_tables};
+use roundpipe_tensor::ops::rope_tables;
 use roundpipe_tensor::{Cx, DType, Result, Tensor};
 
 use crate::bed::{Input, Lie, check, close, fixed, noise, randn, upload, values, worker};
@@ -11,14 +11,10 @@ const STYLES: [RopeStyle; 2] = [RopeStyle::Half, RopeStyle::Interleaved];
 
 /// Inputs cos and sin for `positions` and `turned` elements.
 fn tables(positions: usize, turned: usize) -> [Input; 2] {
-    let (cos, sin) = rope_tables::<f64>(positions, &rope_frequencies(turned, 100.0).unwrap());
+    let (cos, sin) = rope_tables(positions, turned, 100.0);
     let dims = [positions, turned / 2];
     // Rounded to f32 first, so that every type sees the same angles.
     [cos, sin].map(|t| values(&t, &dims).map(|v| f64::from(v as f32)).accumulator())
-}
-
-fn rotary<'a>(t: &'a [Tensor], positions: Option<&'a Tensor>, style: RopeStyle) -> Rotary<'a> {
-    Rotary { cos: &t[0], sin: &t[1], positions, style }
 }
 
 #[test]
@@ -36,14 +32,14 @@ fn rope_turns_heads_of_every_lie() {
             let [cos, sin] = tables(dims[1].max(1) + 2, turned);
             let name = format!("rope {style:?} {dims:?}");
             check(&name, &[randn(1, dims), cos, sin], |cx, t| {
-                Ok(vec![cx.rope(&t[0], rotary(&t[1..], None, style))?])
+                Ok(vec![cx.rope(&t[0], &t[1], &t[2], None, style)?])
             });
         }
         for lie in [Lie::Transposed, Lie::CutOut] {
             let [cos, sin] = tables(5, 6);
             let inputs = [randn(1, &[2, 4, 3, 7]).lying(lie), cos, sin];
             check("rope strided", &inputs, |cx, t| {
-                let y = cx.rope(&t[0], rotary(&t[1..], None, style))?;
+                let y = cx.rope(&t[0], &t[1], &t[2], None, style)?;
                 // The gradient arrives transposed.
                 Ok(vec![cx.transpose(&y, 1, 2)?, cx.transpose(&y, 2, 3)?])
             });
@@ -59,12 +55,12 @@ fn rope_at_given_positions() {
             let at = fixed(dtype, &[8, 0, 3, 3, 1, 7], &[2, 3]);
             let inputs = [randn(1, &[2, 3, 2, 5]), cos, sin, at];
             check("rope at [b, s]", &inputs, |cx, t| {
-                Ok(vec![cx.rope(&t[0], rotary(&t[1..], Some(&t[3]), style))?])
+                Ok(vec![cx.rope(&t[0], &t[1], &t[2], Some(&t[3]), style)?])
             });
             let mut inputs = inputs;
             inputs[3] = fixed(dtype, &[8, 0, 3], &[3]);
             check("rope at [s]", &inputs, |cx, t| {
-                Ok(vec![cx.rope(&t[0], rotary(&t[1..], Some(&t[3]), style))?])
+                Ok(vec![cx.rope(&t[0], &t[1], &t[2], Some(&t[3]), style)?])
             });
         }
     }
@@ -86,25 +82,25 @@ fn rope_norm_is_a_norm_and_a_rope() {
             let inputs = [randn(1, dims), randn(2, &[dims[3]]), cos, sin];
             let name = format!("rope_norm {style:?} {dims:?}");
             check(&name, &inputs, |cx, t| {
-                Ok(vec![cx.rope_norm(&t[0], &t[1], rotary(&t[2..], None, style), 1e-5)?])
+                Ok(vec![cx.rope_norm(&t[0], &t[1], &t[2], &t[3], None, style, 1e-5)?])
             });
             let worker = worker(2);
             let mut cx = Cx::infer(&worker);
             let count = dims.iter().product();
             let x = upload(&mut cx, &noise(1, count), dims, DType::F64).unwrap();
             let w = upload(&mut cx, &noise(2, dims[3]), &dims[3..], DType::F64).unwrap();
-            let (cos, sin) = rope_tables::<f64>(dims[1], &rope_frequencies(turned, 10.0).unwrap());
+            let (cos, sin) = rope_tables(dims[1], turned, 10.0);
             let table = [cos, sin].map(|v| cx.tensor(&v, &[dims[1], turned / 2]).unwrap());
-            let fused = cx.rope_norm(&x, &w, rotary(&table, None, style), 1e-5).unwrap();
+            let fused = cx.rope_norm(&x, &w, &table[0], &table[1], None, style, 1e-5).unwrap();
             let normed = cx.rms_norm(&x, Some(&w), 1e-5).unwrap();
-            let apart = cx.rope(&normed, rotary(&table, None, style)).unwrap();
+            let apart = cx.rope(&normed, &table[0], &table[1], None, style).unwrap();
             close(&name, &[fused.to_f64_vec().unwrap()], &[apart.to_f64_vec().unwrap()], 1e-14);
         }
         let [cos, sin] = tables(9, 4);
         let at = fixed(DType::I64, &[8, 0, 3, 3, 1, 7], &[2, 3]);
         let inputs = [randn(1, &[2, 3, 2, 5]).lying(Lie::CutOut), randn(2, &[5]), cos, sin, at];
         check("rope_norm at positions", &inputs, |cx, t| {
-            let y = cx.rope_norm(&t[0], &t[1], rotary(&t[2..], Some(&t[4]), style), 1e-5)?;
+            let y = cx.rope_norm(&t[0], &t[1], &t[2], &t[3], Some(&t[4]), style, 1e-5)?;
             Ok(vec![cx.transpose(&y, 1, 2)?])
         });
     }
@@ -186,17 +182,17 @@ fn what_does_not_fit_is_refused_in_words() {
     let out = cx.tensor(&[0i32, 1, 2, 3, 5], &[5]).unwrap();
     let negative = cx.tensor(&[0i64, 1, 2, 3, -1], &[5]).unwrap();
     let few = cx.tensor(&[0i32, 1], &[2]).unwrap();
-    let turn = |t, positions| Rotary { cos: t, sin: t, positions, style: RopeStyle::Half };
+    let style = RopeStyle::Half;
     let refused: [(Result<Tensor>, &[&str]); 12] = [
-        (cx.rope(&flat, turn(&table, None)), &["rope", "[5, 4]"]),
-        (cx.rope(&x, turn(&wide, None)), &["rope", "[2, 5, 3, 4]", "[5, 3]"]),
-        (cx.rope(&x, turn(&half, None)), &["rope", "bf16", "f32"]),
-        (cx.rope(&x, turn(&short, None)), &["rope", "5 steps", "4 positions"]),
-        (cx.rope(&x, turn(&table, Some(&out))), &["rope", "index 5", "0..5"]),
-        (cx.rope(&x, turn(&table, Some(&negative))), &["rope", "index -1"]),
-        (cx.rope(&x, turn(&table, Some(&few))), &["rope", "[2, 5, 3, 4]", "[2]"]),
-        (cx.rope(&x, turn(&table, Some(&table))), &["rope", "positions are"]),
-        (cx.rope_norm(&x, &flat, turn(&table, None), 0.0), &["rope_norm", "[5, 4]"]),
+        (cx.rope(&flat, &table, &table, None, style), &["rope", "[5, 4]"]),
+        (cx.rope(&x, &wide, &wide, None, style), &["rope", "[2, 5, 3, 4]", "[5, 3]"]),
+        (cx.rope(&x, &half, &half, None, style), &["rope", "bf16", "f32"]),
+        (cx.rope(&x, &short, &short, None, style), &["rope", "5 steps", "4 positions"]),
+        (cx.rope(&x, &table, &table, Some(&out), style), &["rope", "index 5", "0..5"]),
+        (cx.rope(&x, &table, &table, Some(&negative), style), &["rope", "index -1"]),
+        (cx.rope(&x, &table, &table, Some(&few), style), &["rope", "[2, 5, 3, 4]", "[2]"]),
+        (cx.rope(&x, &table, &table, Some(&table), style), &["rope", "positions are"]),
+        (cx.rope_norm(&x, &flat, &table, &table, None, style, 0.0), &["rope_norm", "[5, 4]"]),
         (cx.swiglu(&flat, &odd), &["swiglu", "[5, 4]", "[5, 3]"]),
         (cx.swiglu_packed(&odd), &["swiglu", "[5, 3]"]),
         (cx.geglu(&flat, &table), &["geglu", "bf16", "f32"]),
@@ -204,28 +200,6 @@ fn what_does_not_fit_is_refused_in_words() {
     for (result, words) in refused {
         let text = result.unwrap_err().to_string();
         assert!(words.iter().all(|w| text.contains(w)), "{text} should name {words:?}");
-    }
-    assert!(rope_frequencies(3, 10.0).is_err());
-}
-
-/// Output and gradients of one golden case, in f32.
-fn agree(case: &golden::Case, name: &str, inputs: &[&str], f: impl Fn(&mut Cx, &[Tensor]) -> Result<Tensor>) {
-    let worker = worker(2);
-    let mut cx = Cx::train(&worker);
-    let mut place = |n: &&str| {
-        let (values, dims) = case.f64(n);
-        let tensor = upload(&mut cx, &values, &dims, DType::F32).unwrap();
-        cx.input(&tensor).unwrap()
-    };
-    let tensors: Vec<Tensor> = inputs.iter().map(&mut place).collect();
-    let y = f(&mut cx, &tensors).unwrap_or_else(|e| panic!("{name}: {e}"));
-    close(&format!("{name} out"), &[y.to_f64_vec().unwrap()], &[case.f64("out").0], 1e-6);
-    let (dout, dims) = case.f64("dout");
-    let dout = upload(&mut cx, &dout, &dims, DType::F32).unwrap();
-    let grads = cx.backward_from(&[(y, dout)]).unwrap();
-    for (n, tensor) in inputs.iter().zip(&tensors) {
-        let have = grads.of(tensor).unwrap().to_f64_vec().unwrap();
-        close(&format!("{name} gradient of {n}"), &[have], &[case.f64(&format!("g.{n}")).0], 1e-6);
     }
 }
 
@@ -242,14 +216,14 @@ fn ropes_agree_with_pytorch() {
     ];
     for (name, turned, theta) in cases {
         let case = file.case(name);
-        let (at, dims) = case.f64("in.positions");
-        let size = at.iter().fold(0.0f64, |a, b| a.max(*b)) as usize + 1;
-        let (cos, sin) = rope_tables::<f32>(size, &rope_frequencies(turned, theta).unwrap());
+        let size = case.f64("in.positions").0.iter().fold(0.0f64, |a, b| a.max(*b)) as usize + 1;
+        let (cos, sin) = rope_tables(size, turned, theta);
         let style = STYLES[usize::from(name.contains("interleaved"))];
-        agree(&case, name, &["in.x"], |cx, t| {
-            let table = [cx.tensor(&cos, &[size, turned / 2])?, cx.tensor(&sin, &[size, turned / 2])?];
-            let at = upload(cx, &at, &dims, DType::I64)?;
-            cx.rope(&t[0], rotary(&table, Some(&at), style))
+        case.check(|cx, t| {
+            let x = t.of("in.x");
+            let mut table = |v| upload(cx, v, &[size, turned / 2], x.dtype());
+            let (cos, sin) = (table(&cos)?, table(&sin)?);
+            cx.rope(x, &cos, &sin, t.get("in.positions"), style)
         });
     }
 }
@@ -257,10 +231,7 @@ fn ropes_agree_with_pytorch() {
 #[test]
 fn clamped_units_agree_with_pytorch() {
     let file = golden::open("fused_ops");
-    agree(&file.case("clamped_swiglu"), "interleaved", &["in.gate_up"], |cx, t| {
-        cx.swiglu_clamped_interleaved(&t[0], 1.702, 7.0)
-    });
-    agree(&file.case("clamped_swiglu_apart"), "apart", &["in.gate", "in.up"], |cx, t| {
-        cx.swiglu_clamped(&t[0], &t[1], 1.702, 7.0)
-    });
+    file.case("clamped_swiglu").check(|cx, t| cx.swiglu_clamped_interleaved(t.of("in.gate_up"), 1.702, 7.0));
+    file.case("clamped_swiglu_apart")
+        .check(|cx, t| cx.swiglu_clamped(t.of("in.gate"), t.of("in.up"), 1.702, 7.0));
 }

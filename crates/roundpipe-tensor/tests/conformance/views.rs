@@ -3,6 +3,7 @@
 use roundpipe_tensor::{Cx, DType, Result};
 
 use crate::bed::{Lie, check, randn, worker};
+use crate::golden;
 
 #[test]
 fn views_and_their_gradients() {
@@ -160,4 +161,14 @@ fn refusals_name_the_operation_and_what_it_got() -> Result<()> {
     let text = cx.split_sizes(&x, &[1, 2], 0).unwrap_err().to_string();
     assert_eq!(text, "split: [1, 2] do not add up to dimension 0 of [2, 3]");
     Ok(())
+}
+
+/// Values and gradients of PyTorch.
+#[test]
+fn golden_shapes() {
+    let file = golden::open("general_ops");
+    file.case("cat").check(|cx, x| cx.cat(&[x.of("in.x"), x.of("in.y")], 1));
+    file.case("flip").check(|cx, x| cx.flip(x.of("in.x"), &[1]));
+    file.case("pad").check(|cx, x| cx.pad(x.of("in.x"), &[(0, 0), (0, 3), (2, 1)], 0.0));
+    file.case("permute").check(|cx, x| cx.permute(x.of("in.x"), &[2, 0, 1]));
 }

@@ -2,9 +2,9 @@
 
 use super::super::access::Call;
 use super::super::simd::vectorize;
+use super::blocks;
 use super::stage::{Stage, for_stage};
 use super::walk::{Source, Target};
-use super::{BLOCK, blocks};
 use crate::error::Result;
 use crate::kernel::Binary;
 
@@ -20,8 +20,7 @@ pub(super) unsafe fn binary(call: &Call<'_>, op: Binary) -> Result<()> {
     }
     for_stage!(y.dtype(), S => {
         let f = S::zip(op).ok_or_else(|| call.unsupported())?;
-        blocks(call, y.numel(), |start, len| {
-            let (mut left, mut right, mut out) = ([S::default(); BLOCK], [S::default(); BLOCK], [S::default(); BLOCK]);
+        blocks(call, y.numel(), |[left, right, out], start, len| {
             let left = S::read(&a, start, &mut left[..len]);
             let right = S::read(&b, start, &mut right[..len]);
             S::write(&y, start, &mut out[..len], |out| f(left, right, out));

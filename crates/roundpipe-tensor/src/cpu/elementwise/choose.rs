@@ -4,7 +4,7 @@ use super::super::access::Call;
 use super::super::simd::vectorize;
 use super::stage::{Stage, for_stage};
 use super::walk::{Source, Target};
-use super::{BLOCK, blocks};
+use super::{BLOCK, Plain, blocks};
 use crate::error::Result;
 use crate::kernel::Compare;
 
@@ -20,8 +20,7 @@ pub(super) unsafe fn compare(call: &Call<'_>, op: Compare) -> Result<()> {
     }
     for_stage!(a.dtype(), S => {
         let f = S::test(op);
-        blocks(call, y.numel(), |start, len| {
-            let (mut left, mut right) = ([S::default(); BLOCK], [S::default(); BLOCK]);
+        blocks(call, y.numel(), |[left, right, _], start, len| {
             let left = S::read(&a, start, &mut left[..len]);
             let right = S::read(&b, start, &mut right[..len]);
             y.write(start, &mut [0; BLOCK][..len], |out| f(left, right, out));
@@ -85,13 +84,13 @@ pub(super) unsafe fn select(call: &Call<'_>) -> Result<()> {
     Ok(())
 }
 
-fn pick<T: Copy + Default>(call: &Call<'_>, [cond, a, b]: [Source; 3], y: Target) {
-    blocks(call, y.numel(), |start, len| {
-        let (mut mask, mut left, mut right) = ([0u8; BLOCK], [T::default(); BLOCK], [T::default(); BLOCK]);
+fn pick<T: Plain>(call: &Call<'_>, [cond, a, b]: [Source; 3], y: Target) {
+    blocks::<T>(call, y.numel(), |[left, right, out], start, len| {
+        let mut mask = [0u8; BLOCK];
         let mask = cond.read(start, &mut mask[..len]);
         let left = a.read(start, &mut left[..len]);
         let right = b.read(start, &mut right[..len]);
-        y.write(start, &mut [T::default(); BLOCK][..len], |out| pick_block(mask, left, right, out));
+        y.write(start, &mut out[..len], |out| pick_block(mask, left, right, out));
     });
 }
 

@@ -6,7 +6,7 @@ use super::super::access::Call;
 use super::super::simd::vectorize;
 use super::stage::{Stage, fetch, for_stage, load};
 use super::walk::{Source, Target};
-use super::{BLOCK, blocks};
+use super::{BLOCK, GRAIN, Plain, blocks};
 use crate::dtype::{DType, Element};
 use crate::error::Result;
 
@@ -32,9 +32,14 @@ pub(super) unsafe fn fill(call: &Call<'_>, value: f64) -> Result<()> {
 }
 
 fn spread<T: Element>(call: &Call<'_>, y: Target, value: T) {
-    blocks(call, y.numel(), |start, len| match y.lend::<T>(start, len) {
+    call.pieces(y.numel(), GRAIN, |start, end| match y.lend::<T>(start, end - start) {
         Some(place) => place.fill(value),
-        None => y.scatter(start, &[value; BLOCK][..len]),
+        None => {
+            let block = [value; BLOCK];
+            for at in (start..end).step_by(BLOCK) {
+                y.scatter(at, &block[..BLOCK.min(end - at)]);
+            }
+        }
     });
 }
 
@@ -63,22 +68,57 @@ pub(super) unsafe fn copy(call: &Call<'_>) -> Result<()> {
 }
 
 /// Moves bits of one size.
-fn same<T: Copy + Default>(call: &Call<'_>, x: Source, y: Target) {
-    blocks(call, y.numel(), |start, len| match (y.lend::<T>(start, len), x.lend::<T>(start, len)) {
-        (Some(place), _) => x.gather(start, place),
-        (None, Some(from)) => y.scatter(start, from),
-        (None, None) => {
-            let mut buf = [T::default(); BLOCK];
-            x.gather(start, &mut buf[..len]);
-            y.scatter(start, &buf[..len]);
+fn same<T: Plain>(call: &Call<'_>, x: Source, y: Target) {
+    if turn::<T>(call, &x, &y) {
+        return;
+    }
+    blocks::<T>(call, y.numel(), |[buf, ..], start, len| {
+        match (y.lend::<T>(start, len), x.lend::<T>(start, len)) {
+            (Some(place), _) => x.gather(start, place),
+            (None, Some(from)) => y.scatter(start, from),
+            (None, None) => {
+                x.gather(start, &mut buf[..len]);
+                y.scatter(start, &buf[..len]);
+            }
         }
     });
 }
 
+/// Sides of the squares that a transposed source is copied by.
+const TILE: usize = 32;
+
+/// Copies a source whose neighbours in memory are not neighbours in order, if this is one: by squares, so that
+/// both sides move whole cache lines. Returns whether it did.
+fn turn<T: Plain>(call: &Call<'_>, x: &Source, y: &Target) -> bool {
+    let Some(turned) = x.turned() else { return false };
+    if y.lend::<T>(0, y.numel()).is_none() {
+        return false;
+    }
+    let [rows, columns] = turned.sizes;
+    let strips = rows.div_ceil(TILE);
+    call.pieces(turned.planes * strips, GRAIN / (TILE * columns), |start, end| {
+        let mut tile = [[T::default(); TILE]; TILE];
+        for strip in start..end {
+            let (plane, row) = (strip / strips, strip % strips * TILE);
+            let height = TILE.min(rows - row);
+            for column in (0..columns).step_by(TILE) {
+                let width = TILE.min(columns - column);
+                for i in 0..width {
+                    let from = x.run::<T>(&turned, plane, row, column + i, height);
+                    from.iter().zip(&mut tile).for_each(|(value, line)| line[i] = *value);
+                }
+                for (r, line) in tile[..height].iter().enumerate() {
+                    y.scatter(turned.index(plane, row + r, column), &line[..width]);
+                }
+            }
+        }
+    });
+    true
+}
+
 /// By way of the destination's stage.
 fn convert<S: Stage>(call: &Call<'_>, x: Source, y: Target) {
-    blocks(call, y.numel(), |start, len| {
-        let mut buf = [S::default(); BLOCK];
+    blocks(call, y.numel(), |[buf, ..], start, len| {
         if y.dtype() == S::DTYPE {
             S::write(&y, start, &mut buf[..len], |place| fetch(&x, start, place));
         } else {
@@ -89,8 +129,7 @@ fn convert<S: Stage>(call: &Call<'_>, x: Source, y: Target) {
 
 /// Anything to bool: whether it is not 0.
 fn truth<S: Stage>(call: &Call<'_>, x: Source, y: Target) {
-    blocks(call, y.numel(), |start, len| {
-        let mut buf = [S::default(); BLOCK];
+    blocks(call, y.numel(), |[buf, ..], start, len| {
         let values = S::read(&x, start, &mut buf[..len]);
         i64::write(&y, start, &mut [0; BLOCK][..len], |place| {
             place.iter_mut().zip(values).for_each(|(y, x)| *y = i64::from(!x.is_zero()));
@@ -106,8 +145,8 @@ fn saturate(call: &Call<'_>, x: Source, y: Target) {
         DType::U8 => (0, i64::from(u8::MAX)),
         _ => (i64::MIN, i64::MAX),
     };
-    blocks(call, y.numel(), |start, len| {
-        i64::write(&y, start, &mut [0; BLOCK][..len], |place| {
+    blocks(call, y.numel(), |[buf, ..], start, len| {
+        i64::write(&y, start, &mut buf[..len], |place| {
             fetch(&x, start, place);
             place.iter_mut().for_each(|y| *y = (*y).clamp(low, high));
         });
@@ -130,15 +169,13 @@ pub(super) unsafe fn accumulate(call: &Call<'_>, alpha: f64) -> Result<()> {
 }
 
 fn add_to<S: Sum>(call: &Call<'_>, x: Source, y: Target, alpha: S) {
-    blocks(call, y.numel(), |start, len| {
-        let mut buf = [S::default(); BLOCK];
+    blocks(call, y.numel(), |[buf, sum, _], start, len| {
         let values = load(&x, start, &mut buf[..len]);
         if y.dtype() == S::DTYPE
             && let Some(place) = y.lend::<S>(start, len)
         {
             return S::axpy(alpha, values, place);
         }
-        let mut sum = [S::default(); BLOCK];
         let sum = &mut sum[..len];
         fetch(&y.source(), start, sum);
         S::axpy(alpha, values, sum);

@@ -19,8 +19,8 @@ use crate::rng::{RngKey, normal_pair, unit};
 pub(super) unsafe fn arange(call: &Call<'_>, start: f64, step: f64) -> Result<()> {
     // SAFETY: promised by the caller.
     let y = unsafe { Target::new(call, 0) };
-    for_stage!(y.dtype(), S => blocks(call, y.numel(), |first, len| {
-        S::write(&y, first, &mut [S::default(); BLOCK][..len], |out| {
+    for_stage!(y.dtype(), S => blocks(call, y.numel(), |[out, ..], first, len| {
+        S::write(&y, first, &mut out[..len], |out| {
             for (i, y) in out.iter_mut().enumerate() {
                 *y = S::from_f64(start + (first + i) as f64 * step);
             }
@@ -43,10 +43,10 @@ pub(super) unsafe fn random(call: &Call<'_>, dist: Dist, key: RngKey) -> Result<
     if !y.dtype().is_float() && !matches!(dist, Dist::Bernoulli { .. }) {
         return Err(call.unsupported());
     }
-    for_stage!(y.dtype(), S => blocks(call, y.numel(), |start, len| {
+    for_stage!(y.dtype(), S => blocks(call, y.numel(), |[out, ..], start, len| {
         let mut bits = [0; BLOCK];
         words(key, start, &mut bits);
-        S::write(&y, start, &mut [S::default(); BLOCK][..len], |out| draw(dist, top, &bits, out));
+        S::write(&y, start, &mut out[..len], |out| draw(dist, top, &bits, out));
     }));
     Ok(())
 }
@@ -138,14 +138,11 @@ pub(super) unsafe fn dropout(call: &Call<'_>, p: f64, key: RngKey) -> Result<()>
 fn drop_out<S: Keep>(call: &Call<'_>, x: Source, y: Target, p: f64, key: RngKey) {
     let scale = S::from_f64(if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 });
     let limit = threshold(p);
-    blocks(call, y.numel(), |start, len| {
+    blocks(call, y.numel(), |[buf, out, _], start, len| {
         let mut bits = [0; BLOCK];
         words(key, start, &mut bits);
-        let mut buf = [S::default(); BLOCK];
         let values = S::read(&x, start, &mut buf[..len]);
-        S::write(&y, start, &mut [S::default(); BLOCK][..len], |out| {
-            S::keep(limit, scale, &bits, values, out)
-        });
+        S::write(&y, start, &mut out[..len], |out| S::keep(limit, scale, &bits, values, out));
     });
 }
 

@@ -3,8 +3,8 @@
 use half::{bf16, f16};
 
 use super::super::simd::{Widen, vectorize};
-use super::BLOCK;
 use super::walk::{Source, Target};
+use super::{BLOCK, Plain};
 use crate::dtype::{DType, Element};
 
 /// A truth value in memory: any byte reads as 0 or 1, anything but 0 is written as 1.
@@ -59,7 +59,7 @@ vectorize! {
 }
 
 /// A type that arithmetic is done in.
-pub(super) trait Stage: Element {
+pub(super) trait Stage: Element + Plain {
     /// Whether this is the stage of `dtype`.
     fn stands_for(dtype: DType) -> bool;
 

@@ -2,9 +2,9 @@
 
 use super::super::access::Call;
 use super::super::simd::{Math, vectorize};
+use super::blocks;
 use super::stage::{Stage, for_stage};
 use super::walk::{Source, Target};
-use super::{BLOCK, blocks};
 use crate::dtype::Element;
 use crate::error::Result;
 use crate::kernel::Unary;
@@ -22,8 +22,7 @@ pub(super) unsafe fn unary(call: &Call<'_>, op: Unary) -> Result<()> {
     for_stage!(y.dtype(), S => {
         let [p, q] = constants(op).map(S::from_f64);
         let f = S::function(op).ok_or_else(|| call.unsupported())?;
-        blocks(call, y.numel(), |start, len| {
-            let (mut buf, mut out) = ([S::default(); BLOCK], [S::default(); BLOCK]);
+        blocks(call, y.numel(), |[buf, out, _], start, len| {
             let values = S::read(&x, start, &mut buf[..len]);
             S::write(&y, start, &mut out[..len], |out| f(p, q, values, out));
         });
@@ -44,9 +43,7 @@ pub(super) unsafe fn unary_grad(call: &Call<'_>, op: Unary) -> Result<()> {
     for_stage!(dx.dtype(), S => {
         let [p, q] = constants(op).map(S::from_f64);
         let f = S::derivative(op).ok_or_else(|| call.unsupported())?;
-        blocks(call, dx.numel(), |start, len| {
-            let (mut buf, mut grad) = ([S::default(); BLOCK], [S::default(); BLOCK]);
-            let mut out = [S::default(); BLOCK];
+        blocks(call, dx.numel(), |[buf, grad, out], start, len| {
             let values = S::read(&x, start, &mut buf[..len]);
             let grad = S::read(&dy, start, &mut grad[..len]);
             S::write(&dx, start, &mut out[..len], |out| f(p, q, values, grad, out));
@@ -65,6 +62,7 @@ type Chain<S> = fn(S, S, &[S], &[S], &mut [S]);
 fn constants(op: Unary) -> [f64; 2] {
     match op {
         Unary::LeakyRelu(p) | Unary::Elu(p) | Unary::Powf(p) => [p, 0.0],
+        Unary::Neg => [-1.0, 0.0],
         Unary::Affine { mul: p, add: q } | Unary::Clamp { min: p, max: q } => [p, q],
         _ => [0.0; 2],
     }
@@ -170,7 +168,6 @@ macro_rules! float {
             fn derivative(op: Unary) -> Option<Chain<$t>> {
                 use std::$t::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
                 chains!($t, op, x, p, q, {
-                    Unary::Neg => -1.0,
                     Unary::Abs => if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { 0.0 },
                     Unary::Sign | Unary::Floor | Unary::Ceil | Unary::Round => 0.0,
                     Unary::Exp => Math::exp(x),
@@ -210,7 +207,7 @@ macro_rules! float {
                     Unary::Softplus => 1.0 / (1.0 + Math::exp(-x)),
                     Unary::LeakyRelu(_) => if x > 0.0 { 1.0 } else { p },
                     Unary::Elu(_) => if x > 0.0 { 1.0 } else { p * Math::exp(x) },
-                    Unary::Affine { .. } => p,
+                    Unary::Neg | Unary::Affine { .. } => p,
                     Unary::Powf(_) => if p == 0.0 { 0.0 } else { p * x.powf(p - 1.0) },
                     Unary::Clamp { .. } => if x >= p && x <= q { 1.0 } else { 0.0 },
                 })

@@ -106,6 +106,27 @@ impl Walk {
     }
 }
 
+/// How a transposed source lies: planes of rows and columns in order, where a *column* is a run in memory.
+pub(super) struct Turned {
+    /// Rows and columns of a plane.
+    pub sizes: [usize; 2],
+    /// How many planes there are.
+    pub planes: usize,
+    /// Which dimension the rows are; the columns are the last.
+    axis: usize,
+    /// Sizes between the two.
+    between: usize,
+}
+
+impl Turned {
+    /// Row-major index of an element; planes count in row-major order of the other dimensions.
+    pub fn index(&self, plane: usize, row: usize, column: usize) -> usize {
+        let (before, between) = (plane / self.between, plane % self.between);
+        let [rows, columns] = self.sizes;
+        ((before * rows + row) * self.between + between) * columns + column
+    }
+}
+
 /// An operand that is read.
 #[derive(Clone, Copy)]
 pub(super) struct Source(Walk);
@@ -148,6 +169,39 @@ impl Source {
                 }
             }
         });
+    }
+
+    /// How the source is transposed: another dimension than the last lies side by side in memory. `None` for
+    /// others, and for those too small to matter.
+    pub fn turned(&self) -> Option<Turned> {
+        let walk = &self.0;
+        let last = walk.rank - 1;
+        let (columns, stride) = walk.inner();
+        if walk.numel < 4096 || matches!(stride, 0 | 1) {
+            return None;
+        }
+        let axis = (0..last).rfind(|axis| walk.strides[*axis] == 1)?;
+        let rows = walk.sizes[axis];
+        let between = walk.sizes[axis + 1..last].iter().product();
+        Some(Turned { sizes: [rows, columns], planes: walk.numel / (rows * columns), axis, between })
+    }
+
+    /// `count` rows of one column of a transposed source, which lie side by side.
+    pub fn run<T: Copy>(
+        &self,
+        turned: &Turned,
+        plane: usize,
+        row: usize,
+        column: usize,
+        count: usize,
+    ) -> &[T] {
+        let start = turned.index(plane, row, column);
+        self.0.check::<T>(start, 1);
+        let (offset, index) = self.0.locate(start);
+        assert!(index[turned.axis] + count <= self.0.sizes[turned.axis], "rows outside their plane");
+        // SAFETY: the first element is inside the view by `check`, the others along a dimension of stride 1 by
+        // the assertion and `turned`; live and unwritten by the promise of `new`.
+        unsafe { std::slice::from_raw_parts(self.0.at::<T>(offset), count) }
     }
 
     /// Elements from `start` on: lent, or gathered into `buf`.
@@ -205,9 +259,13 @@ impl Target {
         let stride = self.0.inner().1;
         self.0.lines(start, values.len(), |offset, done, count| {
             let to = self.0.at::<T>(offset);
-            for (i, x) in values[done..done + count].iter().enumerate() {
-                // SAFETY: as in `lend`; `lines` stays inside the view.
-                unsafe { *to.offset(i as isize * stride) = *x };
+            let values = &values[done..done + count];
+            // SAFETY: as in `lend`; `lines` stays inside the view, and a borrowed slice is no part of it.
+            unsafe {
+                match stride {
+                    1 => std::ptr::copy_nonoverlapping(values.as_ptr(), to, count),
+                    _ => values.iter().enumerate().for_each(|(i, x)| *to.offset(i as isize * stride) = *x),
+                }
             }
         });
     }

@@ -61,8 +61,6 @@ struct Held<T> {
     origin: usize,
     row: isize,
     col: isize,
-    rows: usize,
-    cols: usize,
 }
 
 impl<T: Number> Held<T> {
@@ -73,7 +71,7 @@ impl<T: Number> Held<T> {
         let guard = 70;
         let origin = guard + low.unsigned_abs();
         let data = vec![T::of(f64::NAN); origin + high.unsigned_abs() + 1 + guard];
-        let mut held = Self { data, origin, row, col, rows, cols };
+        let mut held = Self { data, origin, row, col };
         for i in 0..rows {
             for j in 0..cols {
                 let at = held.index(i, j);

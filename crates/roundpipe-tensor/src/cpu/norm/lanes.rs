@@ -139,7 +139,7 @@ pub(in crate::cpu) fn sum3<T: Float, U: Float<Acc = T::Acc>>(
 /// Adds partial sums `[count, cols]` in order into `out`, which is overwritten unless `accumulate`.
 pub(in crate::cpu) fn combine<A: Real>(call: &Call<'_>, partial: &[A], out: &mut [A], accumulate: bool) {
     let cols = out.len();
-    let count = if cols == 0 { 0 } else { partial.len() / cols };
+    let count = partial.len().checked_div(cols).unwrap_or(0);
     let out = Shared::new(out);
     call.pieces(cols, (TASK / count.max(1)).max(LANES), |start, end| {
         // SAFETY: pieces of columns are disjoint.

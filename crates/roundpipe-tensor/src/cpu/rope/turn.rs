@@ -125,7 +125,7 @@ pub(super) unsafe fn rope<T: Float>(call: &Call<'_>, style: RopeStyle, inverse: 
         (Rows::<T>::new(call.src(0)), Table::<T::Acc>::of(call, 1, 3)?, y)
     };
     let sign = T::Acc::of(if inverse { -1.0 } else { 1.0 });
-    let rows = if width == 0 { 0 } else { call.dst(0).numel() / width };
+    let rows = call.dst(0).numel().checked_div(width).unwrap_or(0);
     call.pieces(rows, grain(width), |first, last| {
         // SAFETY: pieces of rows are disjoint.
         let y = unsafe { y.part(first * width, last * width) };

@@ -11,7 +11,7 @@ use crate::tensor::Tensor;
 
 impl Cx {
     /// -x\[label\] of `log_probs` [.., v] against integer `labels` [..], as [`Cx::log_softmax`] gives them.
-    /// `options.label_smoothing` has no meaning here and must be 0.
+    /// The loss has the accumulator type. `options.label_smoothing` has no meaning here and must be 0.
     ///
     /// # Errors
     /// As [`Cx::cross_entropy`].
@@ -23,7 +23,8 @@ impl Cx {
             return Err(Error::invalid(OP, "label smoothing needs logits: use cross_entropy"));
         }
         let target = Target::new(self.worker(), OP, log_probs, labels, options)?;
-        let (used, count) = target.used(self.worker(), OP, log_probs.dtype())?;
+        let acc = log_probs.dtype().accumulator();
+        let (used, count) = target.used(self.worker(), OP, acc)?;
         // Ignored labels may lie outside the classes; any class will do, since what it gives is not used.
         let class = self.worker().cast(&used, DType::I64)?;
         let class = raw_binary(self.worker(), OP, Binary::Mul, &target.labels, &class)?;
@@ -32,8 +33,9 @@ impl Cx {
         let column = class.relaid(Layout::contiguous(Shape::new(&[target.tokens, 1])?));
         let picked = self.gather(&flat, 1, &column)?;
         let picked = self.reshape(&picked, &[target.tokens as isize])?;
+        let picked = self.cast(&picked, acc)?;
         // A probability of 0 at an unused class must not turn into NaN, so it is cut off, not multiplied.
-        let zero = self.zeros(log_probs.dtype(), &[])?;
+        let zero = self.zeros(acc, &[])?;
         let truth = self.worker().cast(&used, DType::Bool)?;
         let picked = self.where_cond(&truth, &picked, &zero)?;
         let losses = self.neg(&picked)?;
