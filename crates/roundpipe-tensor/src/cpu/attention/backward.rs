@@ -163,7 +163,8 @@ impl<T: Value> Pass<'_, T> {
     /// Whether whole key heads keep the threads busy enough. The bits are the same either way.
     fn together(&self, call: &Call<'_>) -> bool {
         let (units, threads) = (self.key_heads(), call.threads.count());
-        5 * units.next_multiple_of(threads) <= 7 * units || self.work() < 1 << 20
+        let small = units * self.problem.group * self.work() < 1 << 18;
+        small || 5 * units.next_multiple_of(threads) <= 7 * units
     }
 
     /// One task per key head of a sequence.

@@ -111,3 +111,24 @@ impl Lane for f64 {
         f64::exp2(x)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Lane;
+
+    #[test]
+    fn exp2_is_close_below_zero_and_right_at_the_ends() {
+        for i in 0..=126_000 {
+            let x = -(i as f32) * 1e-3;
+            let exact = f64::from(x).exp2();
+            for have in [<f32 as Lane>::exp2::<false>(x), <f32 as Lane>::exp2::<true>(x)] {
+                let error = (f64::from(have) - exact).abs() / exact;
+                assert!(error < 2e-7, "2^{x}: {error:e}");
+            }
+        }
+        assert_eq!(<f32 as Lane>::exp2::<false>(0.0), 1.0);
+        assert_eq!(<f32 as Lane>::exp2::<false>(-127.0), 0.0);
+        assert_eq!(<f32 as Lane>::exp2::<false>(f32::NEG_INFINITY), 0.0);
+        assert!(<f32 as Lane>::exp2::<false>(f32::NAN).is_nan());
+    }
+}

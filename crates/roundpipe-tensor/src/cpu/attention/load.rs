@@ -90,8 +90,9 @@ impl<T: Value> Job for Transposed<'_, T> {
                 for i in i..rows.min(i + SIDE) {
                     // SAFETY: promised to `transposed`; i < rows.
                     let row = unsafe { self.from.row(i) };
-                    for (j, x) in row[..width].iter().enumerate().skip(j).take(SIDE) {
-                        self.to[j * QUERIES + i] = x.up() * self.factor;
+                    let columns = self.to[j * QUERIES..].chunks_exact_mut(QUERIES);
+                    for (column, x) in columns.zip(&row[j..width.min(j + SIDE)]) {
+                        column[i] = x.up() * self.factor;
                     }
                 }
             }
