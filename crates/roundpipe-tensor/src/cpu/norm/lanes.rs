@@ -82,18 +82,33 @@ fn fold<A: Real>(mut lanes: [A; LANES]) -> A {
     lanes[0]
 }
 
+/// Elements whose terms are worked out at a time, a multiple of [`LANES`]. Working them out and adding them
+/// up are loops that vectorise; in one loop, unrolled over the lanes, they do not.
+const STAGE: usize = 128;
+
+#[inline(always)]
+fn add<A: Real>(lanes: &mut [A; LANES], terms: &[A]) {
+    let (whole, rest) = terms.as_chunks::<LANES>();
+    for terms in whole {
+        for i in 0..LANES {
+            lanes[i] += terms[i];
+        }
+    }
+    for (lane, term) in lanes.iter_mut().zip(rest) {
+        *lane += *term;
+    }
+}
+
 /// Sum of f over a row.
 #[inline(always)]
 pub(in crate::cpu) fn sum1<T: Float>(x: &[T], f: impl Fn(T::Acc) -> T::Acc) -> T::Acc {
     let mut lanes = [T::Acc::ZERO; LANES];
-    let (whole, rest) = x.as_chunks::<LANES>();
-    for x in whole {
-        for i in 0..LANES {
-            lanes[i] += f(x[i].up());
+    let mut stage = [T::Acc::ZERO; STAGE];
+    for x in x.chunks(STAGE) {
+        for (s, x) in stage.iter_mut().zip(x) {
+            *s = f(x.up());
         }
-    }
-    for (lane, x) in lanes.iter_mut().zip(rest) {
-        *lane += f(x.up());
+        add(&mut lanes, &stage[..x.len()]);
     }
     fold(lanes)
 }
@@ -102,14 +117,12 @@ pub(in crate::cpu) fn sum1<T: Float>(x: &[T], f: impl Fn(T::Acc) -> T::Acc) -> T
 #[inline(always)]
 pub(in crate::cpu) fn sum2<T: Float>(x: &[T], y: &[T], f: impl Fn(T::Acc, T::Acc) -> T::Acc) -> T::Acc {
     let mut lanes = [T::Acc::ZERO; LANES];
-    let ((xs, x_rest), (ys, y_rest)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
-    for (x, y) in xs.iter().zip(ys) {
-        for i in 0..LANES {
-            lanes[i] += f(x[i].up(), y[i].up());
+    let mut stage = [T::Acc::ZERO; STAGE];
+    for (x, y) in x.chunks(STAGE).zip(y.chunks(STAGE)) {
+        for ((s, x), y) in stage.iter_mut().zip(x).zip(y) {
+            *s = f(x.up(), y.up());
         }
-    }
-    for ((lane, x), y) in lanes.iter_mut().zip(x_rest).zip(y_rest) {
-        *lane += f(x.up(), y.up());
+        add(&mut lanes, &stage[..x.len()]);
     }
     fold(lanes)
 }
@@ -123,15 +136,12 @@ pub(in crate::cpu) fn sum3<T: Float, U: Float<Acc = T::Acc>>(
     f: impl Fn(T::Acc, T::Acc, T::Acc) -> T::Acc,
 ) -> T::Acc {
     let mut lanes = [T::Acc::ZERO; LANES];
-    let ((xs, x_rest), (ys, y_rest)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
-    let (ws, w_rest) = w.as_chunks::<LANES>();
-    for ((x, y), w) in xs.iter().zip(ys).zip(ws) {
-        for i in 0..LANES {
-            lanes[i] += f(x[i].up(), y[i].up(), w[i]);
+    let mut stage = [T::Acc::ZERO; STAGE];
+    for ((x, y), w) in x.chunks(STAGE).zip(y.chunks(STAGE)).zip(w.chunks(STAGE)) {
+        for (((s, x), y), w) in stage.iter_mut().zip(x).zip(y).zip(w) {
+            *s = f(x.up(), y.up(), *w);
         }
-    }
-    for (((lane, x), y), w) in lanes.iter_mut().zip(x_rest).zip(y_rest).zip(w_rest) {
-        *lane += f(x.up(), y.up(), *w);
+        add(&mut lanes, &stage[..x.len()]);
     }
     fold(lanes)
 }

@@ -58,58 +58,118 @@ struct Angle<'a, A> {
     sin: &'a [A],
 }
 
-/// y = turn(pre(i, x)) for one head: by the angle, or by minus the angle with `sign` -1; elements past the
-/// turned ones only go through `pre`.
+/// Pairs of a head that are turned at a time.
+const STAGE: usize = 64;
+
+/// First and second elements of the pairs at hand.
+type Stage<A> = [[A; STAGE]; 2];
+
+/// A weight of every element of a head, in the order of [`paired`], and a common factor.
+type Scale<'a, A> = Option<(&'a [A], A)>;
+
+/// Turns one head by the angle, or by minus the angle with `sign` -1, after scaling it; elements past the
+/// turned ones are only scaled. Loading, turning and storing are separate loops over a small stage, so that
+/// each vectorises for every type and style.
 #[inline(always)]
 fn turn<T: Float, U: Float<Acc = T::Acc>>(
-    x: &[T],
-    y: &mut [U],
+    (x, y): (&[T], &mut [U]),
     angle: Angle<'_, T::Acc>,
     sign: T::Acc,
     style: RopeStyle,
-    w: Option<(&[T::Acc], T::Acc)>,
+    scale: Scale<'_, T::Acc>,
+    stage: &mut Stage<T::Acc>,
 ) {
-    match w {
-        None => turn_each(x, y, angle, sign, style, |x, _| x.up()),
-        Some((w, scale)) => {
-            let w = &w[..x.len()];
-            turn_each(x, y, angle, sign, style, |x, i| x.up() * scale * w[i]);
+    let half = angle.cos.len();
+    for from in (0..half).step_by(STAGE) {
+        let to = (from + STAGE).min(half);
+        let [a, b] = &mut *stage;
+        let (a, b) = (&mut a[..to - from], &mut b[..to - from]);
+        load(x, half, from, style, a, b);
+        if let Some((w, factor)) = scale {
+            for (part, w) in [(&mut *a, &w[from..]), (&mut *b, &w[half + from..])] {
+                for (p, w) in part.iter_mut().zip(w) {
+                    *p = *p * factor * *w;
+                }
+            }
+        }
+        let angles = angle.cos[from..to].iter().zip(&angle.sin[from..to]);
+        for ((a, b), (cos, sin)) in a.iter_mut().zip(&mut *b).zip(angles) {
+            let sin = *sin * sign;
+            (*a, *b) = (*a * *cos - *b * sin, *b * *cos + *a * sin);
+        }
+        store(y, half, from, style, a, b);
+    }
+    let (x, y) = (&x[2 * half..], &mut y[2 * half..]);
+    match scale {
+        None => {
+            for (y, x) in y.iter_mut().zip(x) {
+                *y = U::down(x.up());
+            }
+        }
+        Some((w, factor)) => {
+            for ((y, x), w) in y.iter_mut().zip(x).zip(&w[2 * half..]) {
+                *y = U::down(x.up() * factor * *w);
+            }
         }
     }
 }
 
+/// Widens a weight in the order in which [`turn`] holds a head: first elements of the pairs, second ones,
+/// the rest.
+///
+/// # Safety
+/// As [`widen`].
+unsafe fn paired<T: Float>(call: &Call<'_>, half: usize, style: RopeStyle, out: &mut [T::Acc]) {
+    // SAFETY: passed on.
+    unsafe { widen::<T>(call.src_opt(1), out, T::Acc::ONE) };
+    let Some(weight) = call.src_opt(1).filter(|_| style == RopeStyle::Interleaved) else { return };
+    // SAFETY: as above.
+    let weight = unsafe { slice::<T>(weight) };
+    let (a, b) = out[..2 * half].split_at_mut(half);
+    load(weight, half, 0, style, a, b);
+}
+
+/// Reads the pairs from `from` on.
 #[inline(always)]
-fn turn_each<T: Float, U: Float<Acc = T::Acc>>(
-    x: &[T],
-    y: &mut [U],
-    angle: Angle<'_, T::Acc>,
-    sign: T::Acc,
-    style: RopeStyle,
-    pre: impl Fn(T, usize) -> T::Acc,
-) {
-    let Angle { cos, sin } = angle;
-    let half = cos.len();
-    let (x_turned, x_rest) = x.split_at(2 * half);
-    let (y_turned, y_rest) = y.split_at_mut(2 * half);
+fn load<T: Float>(x: &[T], half: usize, from: usize, style: RopeStyle, a: &mut [T::Acc], b: &mut [T::Acc]) {
     match style {
         RopeStyle::Half => {
-            let ((xa, xb), (ya, yb)) = (x_turned.split_at(half), y_turned.split_at_mut(half));
-            for i in 0..half {
-                let (a, b, s) = (pre(xa[i], i), pre(xb[i], half + i), sin[i] * sign);
-                ya[i] = U::down(a * cos[i] - b * s);
-                yb[i] = U::down(b * cos[i] + a * s);
+            let (first, second) = (&x[from..half], &x[half + from..2 * half]);
+            for (a, x) in a.iter_mut().zip(first) {
+                *a = x.up();
+            }
+            for (b, x) in b.iter_mut().zip(second) {
+                *b = x.up();
             }
         }
         RopeStyle::Interleaved => {
-            let (xs, ys) = (x_turned.as_chunks::<2>().0, y_turned.as_chunks_mut::<2>().0);
-            for i in 0..half {
-                let (a, b, s) = (pre(xs[i][0], 2 * i), pre(xs[i][1], 2 * i + 1), sin[i] * sign);
-                ys[i] = [U::down(a * cos[i] - b * s), U::down(b * cos[i] + a * s)];
+            let pairs = x[2 * from..2 * half].as_chunks::<2>().0;
+            for ((a, b), pair) in a.iter_mut().zip(b).zip(pairs) {
+                (*a, *b) = (pair[0].up(), pair[1].up());
             }
         }
     }
-    for (i, (y, x)) in y_rest.iter_mut().zip(x_rest).enumerate() {
-        *y = U::down(pre(*x, 2 * half + i));
+}
+
+/// Writes the pairs from `from` on.
+#[inline(always)]
+fn store<U: Float>(y: &mut [U], half: usize, from: usize, style: RopeStyle, a: &[U::Acc], b: &[U::Acc]) {
+    match style {
+        RopeStyle::Half => {
+            let (first, second) = y[..2 * half].split_at_mut(half);
+            for (y, a) in first[from..].iter_mut().zip(a) {
+                *y = U::down(*a);
+            }
+            for (y, b) in second[from..].iter_mut().zip(b) {
+                *y = U::down(*b);
+            }
+        }
+        RopeStyle::Interleaved => {
+            let pairs = y[2 * from..2 * half].as_chunks_mut::<2>().0;
+            for ((y, a), b) in pairs.iter_mut().zip(a).zip(b) {
+                *y = [U::down(*a), U::down(*b)];
+            }
+        }
     }
 }
 
@@ -144,8 +204,9 @@ vectorize! {
         style: RopeStyle,
     ) {
         let width = x.row(first).len();
+        let mut stage = [[T::Acc::ZERO; STAGE]; 2];
         for (i, y) in y.chunks_exact_mut(width).enumerate() {
-            turn(x.row(first + i), y, table.angle(first + i), sign, style, None);
+            turn((x.row(first + i), y), table.angle(first + i), sign, style, None, &mut stage);
         }
     }
 }
@@ -159,7 +220,7 @@ pub(super) unsafe fn rope_norm<T: Float>(call: &Call<'_>, style: RopeStyle, eps:
     // SAFETY: as in `rope`; the scratch is used here alone.
     let (x, table, w, y, rstd) = unsafe {
         let w = carve::<T::Acc>(call, width);
-        widen::<T>(call.src_opt(1), w, T::Acc::ONE);
+        paired::<T>(call, call.src(2).shape()[1], style, w);
         (
             Rows::<T>::new(call.src(0)),
             Table::<T::Acc>::of(call, 2, 4)?,
@@ -191,11 +252,13 @@ vectorize! {
         let NormRows { x, table, w, first, y, rstd } = rows;
         let width = w.len();
         let (count, eps) = (T::Acc::of(width as f64), T::Acc::of(eps));
+        let mut stage = [[T::Acc::ZERO; STAGE]; 2];
         for (i, rstd) in rstd.iter_mut().enumerate() {
             let head = x.row(first + i);
             *rstd = T::Acc::ONE / (sum1(head, |x| x * x) / count + eps).sqrt();
             let y = &mut y[i * width..(i + 1) * width];
-            turn(head, y, table.angle(first + i), T::Acc::ONE, style, Some((w, *rstd)));
+            let scale = Some((w, *rstd));
+            turn((head, y), table.angle(first + i), T::Acc::ONE, style, scale, &mut stage);
         }
     }
 }
@@ -266,9 +329,11 @@ vectorize! {
         if let Some(dw) = &mut dw {
             dw.fill(T::Acc::ZERO);
         }
+        let mut stage = [[T::Acc::ZERO; STAGE]; 2];
         for (i, &rstd) in rstd.iter().enumerate() {
             let x = x.row(first + i);
-            turn(dy.row(first + i), turned, table.angle(first + i), -T::Acc::ONE, style, None);
+            let (head, angle) = (dy.row(first + i), table.angle(first + i));
+            turn((head, &mut *turned), angle, -T::Acc::ONE, style, None, &mut stage);
             if let Some(dx) = &mut dx {
                 let mean = sum3(x, turned, w, |x, g, w| g * w * x) * rstd / T::Acc::of(width as f64);
                 let dx = &mut dx[i * width..(i + 1) * width];
