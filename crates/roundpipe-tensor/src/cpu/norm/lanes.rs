@@ -89,11 +89,14 @@ const STAGE: usize = 128;
 #[inline(always)]
 fn add<A: Real>(lanes: &mut [A; LANES], terms: &[A]) {
     let (whole, rest) = terms.as_chunks::<LANES>();
+    // A copy that is only indexed by constants stays in registers.
+    let mut sums = *lanes;
     for terms in whole {
         for i in 0..LANES {
-            lanes[i] += terms[i];
+            sums[i] += terms[i];
         }
     }
+    *lanes = sums;
     for (lane, term) in lanes.iter_mut().zip(rest) {
         *lane += *term;
     }
@@ -104,12 +107,18 @@ fn add<A: Real>(lanes: &mut [A; LANES], terms: &[A]) {
 pub(in crate::cpu) fn sum1<T: Float>(x: &[T], f: impl Fn(T::Acc) -> T::Acc) -> T::Acc {
     let mut lanes = [T::Acc::ZERO; LANES];
     let mut stage = [T::Acc::ZERO; STAGE];
-    for x in x.chunks(STAGE) {
+    let mut each = |x: &[T]| {
         for (s, x) in stage.iter_mut().zip(x) {
             *s = f(x.up());
         }
         add(&mut lanes, &stage[..x.len()]);
+    };
+    // Whole stages have a length that the compiler knows.
+    let (whole, rest) = x.as_chunks::<STAGE>();
+    for x in whole {
+        each(x);
     }
+    each(rest);
     fold(lanes)
 }
 
@@ -118,12 +127,17 @@ pub(in crate::cpu) fn sum1<T: Float>(x: &[T], f: impl Fn(T::Acc) -> T::Acc) -> T
 pub(in crate::cpu) fn sum2<T: Float>(x: &[T], y: &[T], f: impl Fn(T::Acc, T::Acc) -> T::Acc) -> T::Acc {
     let mut lanes = [T::Acc::ZERO; LANES];
     let mut stage = [T::Acc::ZERO; STAGE];
-    for (x, y) in x.chunks(STAGE).zip(y.chunks(STAGE)) {
+    let mut each = |x: &[T], y: &[T]| {
         for ((s, x), y) in stage.iter_mut().zip(x).zip(y) {
             *s = f(x.up(), y.up());
         }
         add(&mut lanes, &stage[..x.len()]);
+    };
+    let ((xs, x_rest), (ys, y_rest)) = (x.as_chunks::<STAGE>(), y.as_chunks::<STAGE>());
+    for (x, y) in xs.iter().zip(ys) {
+        each(x, y);
     }
+    each(x_rest, y_rest);
     fold(lanes)
 }
 
@@ -137,12 +151,18 @@ pub(in crate::cpu) fn sum3<T: Float, U: Float<Acc = T::Acc>>(
 ) -> T::Acc {
     let mut lanes = [T::Acc::ZERO; LANES];
     let mut stage = [T::Acc::ZERO; STAGE];
-    for ((x, y), w) in x.chunks(STAGE).zip(y.chunks(STAGE)).zip(w.chunks(STAGE)) {
+    let mut each = |x: &[T], y: &[U], w: &[T::Acc]| {
         for (((s, x), y), w) in stage.iter_mut().zip(x).zip(y).zip(w) {
             *s = f(x.up(), y.up(), *w);
         }
         add(&mut lanes, &stage[..x.len()]);
+    };
+    let ((xs, x_rest), (ys, y_rest)) = (x.as_chunks::<STAGE>(), y.as_chunks::<STAGE>());
+    let (ws, w_rest) = w.as_chunks::<STAGE>();
+    for ((x, y), w) in xs.iter().zip(ys).zip(ws) {
+        each(x, y, w);
     }
+    each(x_rest, y_rest, w_rest);
     fold(lanes)
 }
 
