@@ -70,61 +70,106 @@ pub(in crate::cpu) unsafe fn widen<T: Float>(weight: Option<&View>, out: &mut [T
     }
 }
 
-#[inline(always)]
-fn fold<A: Real>(mut lanes: [A; LANES]) -> A {
-    let mut half = LANES / 2;
-    while half > 0 {
-        for i in 0..half {
-            lanes[i] += lanes[i + half];
-        }
-        half /= 2;
-    }
-    lanes[0]
-}
-
 /// Elements whose terms are worked out at a time, a multiple of [`LANES`]. Working them out and adding them
 /// up are loops that vectorise; in one loop, unrolled over the lanes, they do not.
 const STAGE: usize = 128;
 
-#[inline(always)]
-fn add<A: Real>(lanes: &mut [A; LANES], terms: &[A]) {
-    let (whole, rest) = terms.as_chunks::<LANES>();
-    for terms in whole {
-        for i in 0..LANES {
-            lanes[i] += terms[i];
+/// A sum under way. Its methods are always inlined, as closures are not: a loop that is not inlined into its
+/// vectorised caller is compiled for the plainest processor.
+struct Sum<A> {
+    lanes: [A; LANES],
+    stage: [A; STAGE],
+}
+
+impl<A: Real> Sum<A> {
+    #[inline(always)]
+    fn new() -> Self {
+        Self { lanes: [A::ZERO; LANES], stage: [A::ZERO; STAGE] }
+    }
+
+    #[inline(always)]
+    fn one<T: Float<Acc = A>>(&mut self, x: &[T], f: &impl Fn(A) -> A) {
+        for (s, x) in self.stage.iter_mut().zip(x) {
+            *s = f(x.up());
+        }
+        self.add(x.len());
+    }
+
+    #[inline(always)]
+    fn two<T: Float<Acc = A>>(&mut self, x: &[T], y: &[T], f: &impl Fn(A, A) -> A) {
+        for ((s, x), y) in self.stage.iter_mut().zip(x).zip(y) {
+            *s = f(x.up(), y.up());
+        }
+        self.add(x.len());
+    }
+
+    #[inline(always)]
+    fn three<T: Float<Acc = A>, U: Float<Acc = A>>(
+        &mut self,
+        x: &[T],
+        y: &[U],
+        w: &[A],
+        f: &impl Fn(A, A, A) -> A,
+    ) {
+        for (((s, x), y), w) in self.stage.iter_mut().zip(x).zip(y).zip(w) {
+            *s = f(x.up(), y.up(), *w);
+        }
+        self.add(x.len());
+    }
+
+    /// Adds the first `len` terms of the stage.
+    #[inline(always)]
+    fn add(&mut self, len: usize) {
+        let (whole, rest) = self.stage[..len].as_chunks::<LANES>();
+        // A copy that is only indexed by constants stays in registers.
+        let mut sums = self.lanes;
+        for terms in whole {
+            for i in 0..LANES {
+                sums[i] += terms[i];
+            }
+        }
+        self.lanes = sums;
+        for (lane, term) in self.lanes.iter_mut().zip(rest) {
+            *lane += *term;
         }
     }
-    for (lane, term) in lanes.iter_mut().zip(rest) {
-        *lane += *term;
+
+    #[inline(always)]
+    fn total(mut self) -> A {
+        let mut half = LANES / 2;
+        while half > 0 {
+            for i in 0..half {
+                self.lanes[i] += self.lanes[i + half];
+            }
+            half /= 2;
+        }
+        self.lanes[0]
     }
 }
 
 /// Sum of f over a row.
 #[inline(always)]
 pub(in crate::cpu) fn sum1<T: Float>(x: &[T], f: impl Fn(T::Acc) -> T::Acc) -> T::Acc {
-    let mut lanes = [T::Acc::ZERO; LANES];
-    let mut stage = [T::Acc::ZERO; STAGE];
-    for x in x.chunks(STAGE) {
-        for (s, x) in stage.iter_mut().zip(x) {
-            *s = f(x.up());
-        }
-        add(&mut lanes, &stage[..x.len()]);
+    let mut sum = Sum::new();
+    // Whole stages have a length that the compiler knows.
+    let (xs, x_rest) = x.as_chunks::<STAGE>();
+    for x in xs {
+        sum.one(x, &f);
     }
-    fold(lanes)
+    sum.one(x_rest, &f);
+    sum.total()
 }
 
 /// Sum of f over two rows of one length.
 #[inline(always)]
 pub(in crate::cpu) fn sum2<T: Float>(x: &[T], y: &[T], f: impl Fn(T::Acc, T::Acc) -> T::Acc) -> T::Acc {
-    let mut lanes = [T::Acc::ZERO; LANES];
-    let mut stage = [T::Acc::ZERO; STAGE];
-    for (x, y) in x.chunks(STAGE).zip(y.chunks(STAGE)) {
-        for ((s, x), y) in stage.iter_mut().zip(x).zip(y) {
-            *s = f(x.up(), y.up());
-        }
-        add(&mut lanes, &stage[..x.len()]);
+    let mut sum = Sum::new();
+    let ((xs, x_rest), (ys, y_rest)) = (x.as_chunks::<STAGE>(), y.as_chunks::<STAGE>());
+    for (x, y) in xs.iter().zip(ys) {
+        sum.two(x, y, &f);
     }
-    fold(lanes)
+    sum.two(x_rest, y_rest, &f);
+    sum.total()
 }
 
 /// Sum of f over two rows and a weight of one length.
@@ -135,15 +180,14 @@ pub(in crate::cpu) fn sum3<T: Float, U: Float<Acc = T::Acc>>(
     w: &[T::Acc],
     f: impl Fn(T::Acc, T::Acc, T::Acc) -> T::Acc,
 ) -> T::Acc {
-    let mut lanes = [T::Acc::ZERO; LANES];
-    let mut stage = [T::Acc::ZERO; STAGE];
-    for ((x, y), w) in x.chunks(STAGE).zip(y.chunks(STAGE)).zip(w.chunks(STAGE)) {
-        for (((s, x), y), w) in stage.iter_mut().zip(x).zip(y).zip(w) {
-            *s = f(x.up(), y.up(), *w);
-        }
-        add(&mut lanes, &stage[..x.len()]);
+    let mut sum = Sum::new();
+    let ((xs, x_rest), (ys, y_rest)) = (x.as_chunks::<STAGE>(), y.as_chunks::<STAGE>());
+    let (ws, w_rest) = w.as_chunks::<STAGE>();
+    for ((x, y), w) in xs.iter().zip(ys).zip(ws) {
+        sum.three(x, y, w, &f);
     }
-    fold(lanes)
+    sum.three(x_rest, y_rest, w_rest, &f);
+    sum.total()
 }
 
 /// Adds partial sums `[count, cols]` in order into `out`, which is overwritten unless `accumulate`.
