@@ -81,6 +81,31 @@ fn frozen_parameters_get_no_gradient_and_keep_no_activations() {
     assert_eq!(trained.0 - frozen.0, 512 * 64 * 4, "the input is kept only for the weight's gradient");
 }
 
+/// One parameter as weight and bias of one operation gets both gradients, also into a bound accumulator.
+#[test]
+fn a_parameter_in_two_places_of_one_operation_gets_both_gradients() {
+    let worker = worker();
+    let weight = Param::full(DType::F32, &[3], 0.5).unwrap();
+    let into = worker.full(DType::F32, *weight.shape(), 0.0).unwrap();
+    for bound in [None, Some(into)] {
+        let mut cx = Cx::train(&worker);
+        let x = cx.tensor(&[1.0f32, 2.0, 4.0, -1.0, 0.0, 3.0], &[2, 3]).unwrap();
+        let tensor = cx.get(&weight).unwrap().detach();
+        let w = cx.bind(&weight, tensor, bound).unwrap();
+        let apart = Param::full(DType::F32, &[3], 0.5).unwrap();
+        let b = cx.get(&apart).unwrap();
+        let twice = cx.layer_norm(&x, Some(&w), Some(&w), 1e-5).unwrap();
+        let once = cx.layer_norm(&x, Some(&b), None, 1e-5).unwrap();
+        let both = cx.add(&twice, &once).unwrap();
+        let loss = cx.sum_all(&both).unwrap();
+        let grads = cx.backward(&loss).unwrap();
+        let slope = grads.param(&apart).unwrap().to_vec::<f32>().unwrap();
+        let shared = grads.param(&weight).unwrap().to_vec::<f32>().unwrap();
+        // The bias adds the number of rows to what the weight alone gets.
+        assert!(shared.iter().zip(&slope).all(|(s, w)| (s - (w + 2.0)).abs() < 1e-6), "{shared:?} {slope:?}");
+    }
+}
+
 /// All memory comes back once results are dropped, whether or not backward ran.
 #[test]
 fn nothing_leaks() {

@@ -2,7 +2,7 @@
 
 use roundpipe_tensor::{Cx, DType, Result, Tensor, bf16, f16};
 
-use crate::bed::{Input, Lie, Strict, check, check_with, fixed, noise, randn, upload, values, worker};
+use crate::bed::{Input, Lie, Strict, check, check_with, fixed, noise, randn, run, upload, values, worker};
 use crate::golden;
 
 type Two = fn(&mut Cx, &Tensor, &Tensor) -> Result<Tensor>;
@@ -121,14 +121,12 @@ fn functions_of_positive_numbers() {
 fn rounding() {
     let strict = Strict { differences: false, ..Strict::default() };
     let x = values(&[-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 0.25, -0.75], &[8]);
-    check_with("round", &[x], strict, |cx, x| {
-        let y = cx.round(&x[0])?;
-        assert_eq!(y.to_f64_vec()?, [-2.0, -2.0, 0.0, 0.0, 2.0, 2.0, 0.0, -1.0]);
-        let (down, up) = (cx.floor(&x[0])?, cx.ceil(&x[0])?);
-        assert_eq!(down.to_f64_vec()?, [-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 0.0, -1.0]);
-        assert_eq!(up.to_f64_vec()?, [-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 1.0, 0.0]);
-        Ok(vec![y, down, up])
-    });
+    let all = |cx: &mut Cx, x: &[Tensor]| Ok(vec![cx.round(&x[0])?, cx.floor(&x[0])?, cx.ceil(&x[0])?]);
+    let outputs = run(&worker(1), &[x.clone()], DType::F32, &all, false).unwrap().outputs;
+    assert_eq!(outputs[0], [-2.0, -2.0, 0.0, 0.0, 2.0, 2.0, 0.0, -1.0]);
+    assert_eq!(outputs[1], [-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 0.0, -1.0]);
+    assert_eq!(outputs[2], [-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 1.0, 0.0]);
+    check_with("round", &[x], strict, all);
 }
 
 /// More than one task of more than one block, with a ragged end.

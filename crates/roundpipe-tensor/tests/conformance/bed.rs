@@ -4,11 +4,14 @@
 //! 2. f32, bf16 and f16 agree with f64 within the type's tolerance, values and gradients;
 //! 3. 1 and 2 threads, and a second run, give the same bits;
 //! 4. a run without a tape gives the same bits as one with;
-//! 5. a sim worker gives the same bits (where undefined memory holds NaN), and finds no race.
+//! 5. a sim worker gives the same bits (where undefined memory holds NaN), and finds no race;
+//! 6. a meta worker makes the same allocations: shapes, number and peak are known without data.
 //!
 //! A case is a function of its inputs; it must not keep state.
 
-use roundpipe_tensor::{Bytes, Cpu, Cx, DType, Result, RngSite, SimWorld, Tensor, Worker, bf16, f16};
+use roundpipe_tensor::{
+    Bytes, Cpu, Cx, DType, DeviceKind, Meta, Result, RngSite, SimWorld, Tensor, Worker, bf16, f16,
+};
 
 /// How an input lies in memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -129,6 +132,7 @@ pub fn check_with(
         assert_eq!(one.outputs, plain.outputs, "{name} {dtype}: with and without a tape differ");
         if dtype == DType::F32 {
             simulated(name, inputs, &one, &f);
+            predicted(name, inputs, &f);
         }
         if dtype != DType::F64 {
             let limit = tolerance(dtype) * strict.slack;
@@ -267,6 +271,29 @@ fn simulated(
     assert_eq!(sim.bits(), cpu.bits(), "{name}: sim and cpu differ");
     drop(worker);
     world.fence_all().unwrap_or_else(|e| panic!("{name} on sim: {e}"));
+}
+
+/// Check 6: forward and backward without reading a value, on cpu and on meta.
+fn predicted(name: &str, inputs: &[Input], f: &impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<Tensor>>) {
+    let walk = |worker: &Worker| -> Result<Vec<(DType, Vec<usize>)>> {
+        let mut cx = Cx::new(worker, true, true);
+        let tensors =
+            inputs.iter().map(|i| Ok(place(&mut cx, i, DType::F32)?.1)).collect::<Result<Vec<_>>>()?;
+        let outputs = f(&mut cx, &tensors)?;
+        let tracked = outputs.iter().filter(|y| y.requires_grad());
+        let seeds = tracked.map(|y| Ok((y.clone(), cx.worker().full(y.dtype(), *y.shape(), 1.0)?)));
+        let seeds = seeds.collect::<Result<Vec<_>>>()?;
+        if !seeds.is_empty() {
+            drop(cx.backward_from(&seeds)?);
+        }
+        Ok(outputs.iter().map(|y| (y.dtype(), y.dims().to_vec())).collect())
+    };
+    let cpu = worker(2);
+    let meta = Worker::new(Meta::like(DeviceKind::Cpu), Bytes(1 << 60)).unwrap();
+    let real = walk(&cpu).unwrap_or_else(|e| panic!("{name}: {e}"));
+    let stated = walk(&meta).unwrap_or_else(|e| panic!("{name} on meta: {e}"));
+    assert_eq!(stated, real, "{name}: meta and cpu disagree on shapes");
+    assert_eq!(meta.usage(), cpu.usage(), "{name}: meta and cpu disagree on memory");
 }
 
 /// Check 1: analytic gradients against central differences of the same function in f64.
