@@ -10,11 +10,20 @@ use std::sync::Arc;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::exec::Worker;
+use crate::kernel::Kernel;
 use crate::param::{Param, ParamId};
 use crate::rng::{RngKey, RngSite};
 use crate::shape::Shape;
-use crate::tape::{Back, Leaves, Tape};
+use crate::tape::{Back, Leaves, NodeRef, Tape};
 use crate::tensor::Tensor;
+
+/// A parameter's place on the tape.
+#[derive(Debug)]
+struct Owner {
+    param: Param,
+    place: NodeRef,
+    into: Option<Tensor>,
+}
 
 /// Where a layer computes: a worker, perhaps a tape, and a place in the random stream.
 #[derive(Debug)]
@@ -26,6 +35,8 @@ pub struct Cx {
     /// Parameters in the order they were first used, and where each stands in that order.
     bound: Vec<(Param, Tensor)>,
     places: HashMap<ParamId, usize>,
+    /// Every place of a parameter on the tape, with the accumulator bound there; outlives [`Cx::release`].
+    owners: Vec<Owner>,
     updates: Vec<(Param, Tensor)>,
 }
 
@@ -49,6 +60,7 @@ impl Cx {
             site: RngSite::default(),
             bound: Vec::new(),
             places: HashMap::new(),
+            owners: Vec::new(),
             updates: Vec::new(),
         }
     }
@@ -147,7 +159,12 @@ impl Cx {
     /// When it is being written, or memory runs out.
     pub fn get(&mut self, param: &Param) -> Result<Tensor> {
         if let Some(place) = self.places.get(&param.id()) {
-            return Ok(self.bound[*place].1.clone());
+            let tensor = self.bound[*place].1.clone();
+            if tensor.requires_grad() || self.tape.is_none() || !param.is_trainable() {
+                return Ok(tensor);
+            }
+            // It was first used under `no_grad`, and joins the tape now.
+            return self.bind(param, tensor, None);
         }
         let host = param.data().read_all()?;
         let tensor = if self.worker.device().aliases_host() {
@@ -182,10 +199,16 @@ impl Cx {
                 format!("{tensor:?} cannot stand for a {} parameter", param.dtype()),
             ));
         }
+        if let Some(into) = &into {
+            self.check_accumulator(param, &tensor, into)?;
+        }
         let tensor = match &mut self.tape {
-            Some(tape) if param.is_trainable() => tape.parameter(tensor.detach(), into),
+            Some(tape) if param.is_trainable() => tape.parameter(tensor.detach(), into.clone()),
             _ => tensor.detach(),
         };
+        if let Some(place) = tensor.node.clone() {
+            self.owners.push(Owner { param: param.clone(), place, into });
+        }
         let bound = (param.clone(), tensor.clone());
         match self.places.get(&param.id()) {
             Some(place) => self.bound[*place] = bound,
@@ -195,6 +218,22 @@ impl Cx {
             }
         }
         Ok(tensor)
+    }
+
+    /// Refuses an accumulator that kernels would read, or write twice, while they add to it.
+    fn check_accumulator(&self, param: &Param, tensor: &Tensor, into: &Tensor) -> Result<()> {
+        let theirs =
+            |o: &Owner| o.param.id() != param.id() && o.into.as_ref().is_some_and(|i| i.overlaps(into));
+        let what = if !into.is_writable() {
+            "lies in a host buffer that is only read"
+        } else if into.overlaps(tensor) || self.bound.iter().any(|(_, t)| t.overlaps(into)) {
+            "overlaps a parameter"
+        } else if self.owners.iter().any(theirs) {
+            "overlaps that of another parameter"
+        } else {
+            return Ok(());
+        };
+        Err(Error::invalid("bind", format!("the accumulator {into:?} {what}")))
     }
 
     /// Sets a buffer (running statistics, counters) once this pass is over: the value is written by
@@ -224,8 +263,14 @@ impl Cx {
     /// When a buffer is still read by another pass.
     pub fn commit_buffers(&mut self) -> Result<()> {
         self.release();
-        for (buffer, value) in std::mem::take(&mut self.updates) {
-            value.read_into(&mut buffer.data().write(0..buffer.bytes())?)?;
+        let mut updates = std::mem::take(&mut self.updates).into_iter();
+        while let Some((buffer, value)) = updates.next() {
+            let write = |b: &Param| value.read_into(&mut b.data().write(0..b.bytes())?);
+            if let Err(error) = write(&buffer) {
+                // What is not written yet waits for another try.
+                self.updates = std::iter::once((buffer, value)).chain(updates).collect();
+                return Err(error);
+            }
         }
         Ok(())
     }
@@ -298,13 +343,33 @@ impl Cx {
         if seeds.is_empty() {
             return Err(Error::invalid(OP, "no output depends on an input or a trainable parameter"));
         }
-        let bound = std::mem::take(&mut self.bound);
-        self.places.clear();
+        // The parameters' tensors are let go here: an optimizer may write them while the gradients live.
+        self.release();
+        let owners = std::mem::take(&mut self.owners);
         let tape = self.tape.replace(Tape::new()).expect("checked above");
         let mut leaves = tape.backward(&self.worker, seeds)?;
-        // The parameters' tensors are let go here: an optimizer may write them while the gradients live.
-        let params = bound.into_iter().filter_map(|(p, t)| Some((p, leaves.take(&t)?))).collect();
+        let params = self.collect(owners, &mut leaves)?;
         Ok(Gradients { leaves, params })
+    }
+
+    /// The gradients of parameters in the order of their first use; one that stood at several places of the
+    /// tape has one gradient.
+    fn collect(&self, owners: Vec<Owner>, leaves: &mut Leaves) -> Result<Vec<(Param, Tensor)>> {
+        let mut params: Vec<(Param, Tensor)> = Vec::with_capacity(owners.len());
+        let mut at = HashMap::new();
+        for Owner { param, place, .. } in owners {
+            let Some(grad) = leaves.take_at(&place) else { continue };
+            let known = *at.entry(param.id()).or_insert(params.len());
+            match params.get(known).map(|(_, have)| have) {
+                None => params.push((param, grad)),
+                // The places share their accumulator.
+                Some(have) if have.overlaps(&grad) => {}
+                Some(have) => {
+                    self.worker.launch(&Kernel::Accumulate { alpha: 1.0 }, &[Some(&grad)], &[Some(have)])?;
+                }
+            }
+        }
+        Ok(params)
     }
 }
 

@@ -375,11 +375,25 @@ impl<T> Drop for Flight<T> {
 }
 
 impl dyn Lane + '_ {
+    /// Refuses a block of another device, whose addresses mean nothing here.
+    fn check_home(&self, op: &str, what: &str, block: &Block) -> Result<()> {
+        let device = block.pool().device();
+        if std::ptr::addr_eq(self, device.lane(self.kind())) {
+            return Ok(());
+        }
+        let home = device.id();
+        let what =
+            format!("{op} of {what}: the block is memory of {home}, the lane belongs to another device");
+        Err(Error::Foreign { op: "copy", what })
+    }
+
     /// Starts copying host bytes into a block of the same size or larger.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the block is too small; otherwise what the device reports.
+    /// [`Error::Foreign`] for a block of another device, [`Error::Invalid`] when it is too small; otherwise what
+    /// the device reports.
     pub fn upload(&self, what: &str, src: HostRef, dst: Block) -> Result<Flight<(HostRef, Block)>> {
+        self.check_home("upload", what, &dst)?;
         let bytes = src.bytes().len() as u64;
         if bytes > dst.bytes() {
             return Err(Error::invalid("upload", format!("{what}: {bytes} bytes into {}", dst.bytes())));
@@ -400,8 +414,10 @@ impl dyn Lane + '_ {
     /// Starts copying the first bytes of a block into host memory of that size.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the block is smaller than the host range; otherwise what the device reports.
+    /// [`Error::Foreign`] for a block of another device, [`Error::Invalid`] when it is smaller than the host
+    /// range; otherwise what the device reports.
     pub fn download(&self, what: &str, src: Block, mut dst: HostMut) -> Result<Flight<(Block, HostMut)>> {
+        self.check_home("download", what, &src)?;
         let bytes = dst.bytes().len() as u64;
         if bytes > src.bytes() {
             return Err(Error::invalid("download", format!("{what}: {bytes} bytes from {}", src.bytes())));

@@ -59,6 +59,10 @@ impl Worker {
 
     /// A dense tensor with undefined contents.
     pub(crate) fn alloc(&self, op: &'static str, dtype: DType, shape: Shape) -> Result<Tensor> {
+        // Shapes made by changing one size of another were not checked as a whole.
+        if Shape::new(&shape).is_err() {
+            return Err(Error::invalid(op, format!("{shape} has too many elements")));
+        }
         let block = self.pool.alloc(op, (shape.numel() * dtype.size()) as u64)?;
         Ok(Tensor::from_block(block, dtype, shape))
     }

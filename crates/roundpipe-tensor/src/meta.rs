@@ -240,7 +240,7 @@ impl Ops for MetaOps {
         _scratch: Option<View>,
     ) -> Result<()> {
         let mut cost = self.cost.lock().unwrap_or_else(PoisonError::into_inner);
-        cost.flops += flops(kernel, src, dst);
+        cost.flops = cost.flops.saturating_add(flops(kernel, src, dst));
         cost.traffic += src.iter().chain(dst).flatten().map(bytes).sum::<u64>();
         cost.kernels += 1;
         Ok(())
@@ -258,6 +258,11 @@ fn bytes(view: &View) -> u64 {
     (distinct.product::<usize>() * view.dtype.size()) as u64
 }
 
+/// A multiplication and an addition for each pair; absurd sizes stop at the largest number.
+fn twice(a: u64, b: u64) -> u64 {
+    2u64.saturating_mul(a).saturating_mul(b)
+}
+
 /// Floating-point operations of a kernel; see the module header.
 fn flops(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> u64 {
     let size = |v: &Option<View>| v.as_ref().map_or(0, |v| v.numel() as u64);
@@ -270,15 +275,15 @@ fn flops(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> u64 {
         Kernel::Fill { .. } | Kernel::Copy | Kernel::IndexSelect { .. } | Kernel::Gather { .. } => 0,
         Kernel::MatMul { .. } => {
             let rank = src[0].as_ref().map_or(2, |v| v.shape().rank());
-            2 * written * dim(src, 0, rank - 1)
+            twice(written, dim(src, 0, rank - 1))
         }
-        Kernel::GroupedMatMul => 2 * written * dim(src, 0, 1),
-        Kernel::GroupedMatMulGrad { .. } => 2 * size(&src[0]) * dim(src, 1, 1),
-        Kernel::Attention(spec) => 2 * pairs(spec, src) * (dim(src, 0, 3) + dim(src, 2, 3)),
-        Kernel::AttentionGrad(spec) => 2 * pairs(spec, src) * (3 * dim(src, 0, 3) + 2 * dim(src, 2, 3)),
-        Kernel::Conv2d(_) => 2 * written * (size(&src[1]) / dim(src, 1, 0).max(1)),
-        Kernel::Conv2dGradInput(_) => 2 * size(&src[0]) * (size(&src[1]) / dim(src, 1, 0).max(1)),
-        Kernel::Conv2dGradFilter { .. } => 2 * size(&src[1]) * (size(&dst[0]) / dim(dst, 0, 0).max(1)),
+        Kernel::GroupedMatMul => twice(written, dim(src, 0, 1)),
+        Kernel::GroupedMatMulGrad { .. } => twice(size(&src[0]), dim(src, 1, 1)),
+        Kernel::Attention(spec) => twice(pairs(spec, src), dim(src, 0, 3) + dim(src, 2, 3)),
+        Kernel::AttentionGrad(spec) => twice(pairs(spec, src), 3 * dim(src, 0, 3) + 2 * dim(src, 2, 3)),
+        Kernel::Conv2d(_) => twice(written, size(&src[1]) / dim(src, 1, 0).max(1)),
+        Kernel::Conv2dGradInput(_) => twice(size(&src[0]), size(&src[1]) / dim(src, 1, 0).max(1)),
+        Kernel::Conv2dGradFilter { .. } => twice(size(&src[1]), size(&dst[0]) / dim(dst, 0, 0).max(1)),
         Kernel::Reduce { .. }
         | Kernel::ArgReduce { .. }
         | Kernel::IndexAdd { .. }

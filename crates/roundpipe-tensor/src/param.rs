@@ -116,7 +116,8 @@ impl Param {
             DType::I64 => each::<i64>(data.as_mut_slice(), value),
             DType::I32 => each::<i32>(data.as_mut_slice(), value),
             DType::U32 => each::<u32>(data.as_mut_slice(), value),
-            DType::U8 | DType::Bool => each::<u8>(data.as_mut_slice(), value),
+            DType::U8 => each::<u8>(data.as_mut_slice(), value),
+            DType::Bool => each::<u8>(data.as_mut_slice(), |i| f64::from(u8::from(value(i) != 0.0))),
         }
         Ok(())
     }

@@ -23,7 +23,7 @@ use crate::shape::Shape;
 use crate::tensor::Tensor;
 
 /// A tensor's place on a tape.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub(crate) struct NodeRef {
     tape: Arc<()>,
     value: u32,
@@ -45,6 +45,8 @@ struct Value {
     leaf: bool,
     /// A parameter's gradient: accumulator type, added to in place.
     accumulator: bool,
+    /// Whether the accumulator is out as a [`Sink`].
+    lent: bool,
     grad: Option<Tensor>,
 }
 
@@ -77,8 +79,10 @@ impl Tape {
 
     fn value(&mut self, mut tensor: Tensor, leaf: bool, accumulator: bool, grad: Option<Tensor>) -> Tensor {
         let value = u32::try_from(self.values.len()).expect("fewer than 2^32 values on a tape");
-        self.values.push(Value { dtype: tensor.dtype(), shape: *tensor.shape(), leaf, accumulator, grad });
-        tensor.node = Some(NodeRef { tape: self.stamp.clone(), value });
+        let (dtype, shape) = (tensor.dtype(), *tensor.shape());
+        self.values.push(Value { dtype, shape, leaf, accumulator, lent: false, grad });
+        // Integers have a number, so that outputs are counted alike, but no gradient comes back for them.
+        tensor.node = dtype.is_float().then(|| NodeRef { tape: self.stamp.clone(), value });
         tensor
     }
 
@@ -150,8 +154,12 @@ pub(crate) struct Leaves {
 impl Leaves {
     /// Takes the gradient of a leaf out.
     pub(crate) fn take(&mut self, leaf: &Tensor) -> Option<Tensor> {
-        let node = leaf.node.as_ref().filter(|n| Arc::ptr_eq(&n.tape, &self.stamp))?;
-        self.grads[node.value as usize].take()
+        self.take_at(leaf.node.as_ref()?)
+    }
+
+    /// Takes the gradient of the leaf at a place of the tape out.
+    pub(crate) fn take_at(&mut self, node: &NodeRef) -> Option<Tensor> {
+        if Arc::ptr_eq(&node.tape, &self.stamp) { self.grads[node.value as usize].take() } else { None }
     }
 
     /// The gradient of a leaf.
@@ -238,10 +246,13 @@ impl Back<'_> {
     /// When memory runs out or nobody wants the gradient.
     pub fn sink(&mut self, i: usize) -> Result<Sink> {
         let unwanted = || Error::invalid(self.op, format!("no gradient of input {i} is wanted"));
-        let value = &self.values[self.inputs[i].ok_or_else(unwanted)? as usize];
+        let value = &mut self.values[self.inputs[i].ok_or_else(unwanted)? as usize];
+        // One parameter may stand at two inputs: the second gets memory of its own.
         if value.accumulator
+            && !value.lent
             && let Some(tensor) = &value.grad
         {
+            value.lent = true;
             return Ok(Sink { tensor: tensor.clone(), accumulate: true });
         }
         let tensor = self.worker.alloc(self.op, value.dtype.accumulator(), value.shape)?;
@@ -255,9 +266,16 @@ impl Back<'_> {
     pub fn settle(&mut self, i: usize, sink: Sink) -> Result<()> {
         let Some(number) = self.inputs[i] else { return Ok(()) };
         let value = &mut self.values[number as usize];
-        if value.accumulator {
+        if sink.accumulate {
+            value.lent = false;
+            return Ok(());
+        }
+        if value.accumulator && value.grad.is_none() {
             value.grad = Some(sink.tensor);
             return Ok(());
+        }
+        if value.accumulator {
+            return add(self.worker, value, sink.tensor);
         }
         let dtype = value.dtype;
         let grad = self.worker.cast(&sink.tensor, dtype)?;
@@ -270,7 +288,8 @@ impl Back<'_> {
 fn add(worker: &Worker, value: &mut Value, grad: Tensor) -> Result<()> {
     let dtype = if value.accumulator { value.dtype.accumulator() } else { value.dtype };
     let Some(have) = value.grad.take() else {
-        let grad = worker.cast(&grad, dtype)?;
+        // Moved, not cloned, where the type is right: a second handle would force `owned` to copy.
+        let grad = if grad.dtype() == dtype { grad.off_tape() } else { worker.cast(&grad, dtype)? };
         value.grad = Some(if value.accumulator { owned(worker, grad)? } else { grad });
         return Ok(());
     };

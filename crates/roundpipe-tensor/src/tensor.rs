@@ -117,6 +117,12 @@ impl Tensor {
         Self { node: None, ..self.clone() }
     }
 
+    /// As [`Tensor::detach`], giving up this handle.
+    pub(crate) fn off_tape(mut self) -> Self {
+        self.node = None;
+        self
+    }
+
     /// The memory as kernels see it.
     pub fn view(&self) -> View {
         let ptr = self.storage.addr() + (self.offset * self.dtype.size()) as u64;
@@ -129,7 +135,26 @@ impl Tensor {
 
     /// Whether nobody else holds this memory, so that it may be written again.
     pub(crate) fn is_unique(&self) -> bool {
-        Arc::strong_count(&self.storage) == 1 && matches!(*self.storage, Storage::Block(_))
+        if Arc::strong_count(&self.storage) != 1 {
+            return false;
+        }
+        // Whoever held it last on another thread has read it by now: pairs with the release of its drop.
+        std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
+        matches!(*self.storage, Storage::Block(_))
+    }
+
+    /// Whether two tensors may have an element in common.
+    pub(crate) fn overlaps(&self, other: &Self) -> bool {
+        // Different storages never overlap; on meta their addresses may even coincide by chance.
+        match (self.view().extent(), other.view().extent()) {
+            (Some(a), Some(b)) => Arc::ptr_eq(&self.storage, &other.storage) && a.0 < b.1 && b.0 < a.1,
+            _ => false,
+        }
+    }
+
+    /// Whether the memory is the worker's own, not a host buffer that it only reads.
+    pub(crate) fn is_writable(&self) -> bool {
+        matches!(*self.storage, Storage::Block(_))
     }
 
     /// The same memory under another layout, without a place on the tape.

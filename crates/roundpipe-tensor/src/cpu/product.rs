@@ -89,15 +89,15 @@ unsafe fn matmul(call: &Call<'_>, alpha: f64, beta: f64) -> Result<()> {
     Ok(())
 }
 
-/// The group bounds, checked: ascending and within `rows`.
+/// The group bounds, checked: ascending from 0 and within `rows`, so that every row is in a group or past them.
 unsafe fn bounds(call: &Call<'_>, view: &View, rows: usize) -> Result<Vec<usize>> {
     debug_assert_eq!(view.dtype, DType::I32);
     // SAFETY: offsets are a dense i32 view by the kernel's contract.
     let raw = unsafe { slice::<i32>(view) };
     let wide: Vec<usize> = raw.iter().map(|o| usize::try_from(*o).unwrap_or(usize::MAX)).collect();
     let ascending = wide.windows(2).all(|w| w[0] <= w[1]);
-    if !ascending || wide.last().is_none_or(|last| *last > rows) {
-        let what = format!("offsets must ascend within {rows} rows, not {raw:?}");
+    if !ascending || wide.first() != Some(&0) || wide.last().is_none_or(|last| *last > rows) {
+        let what = format!("offsets must ascend from 0 within {rows} rows, not {raw:?}");
         return Err(Error::Invalid { op: call.kernel.name(), what });
     }
     Ok(wide)

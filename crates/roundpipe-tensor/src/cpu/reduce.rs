@@ -390,7 +390,7 @@ fn fold_part<T: Item, F: Fold>(
         let width = plan.keep.last().expect("columns are a kept dimension").0;
         let tiles = width.div_ceil(TILE);
         let units = plan.kept / width.max(1) * tiles;
-        let grain = (32768 / (each * width.min(TILE))).max(1);
+        let grain = (32768 / (each * width.clamp(1, TILE))).max(1);
         return call.pieces(units * parts, grain, |from, to| {
             for task in from..to {
                 let (p, unit) = (task / units, task % units);

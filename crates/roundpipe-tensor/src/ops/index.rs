@@ -3,12 +3,12 @@
 //! Indices are i64, i32 or u32 and count from 0; one outside its dimension is refused before anything is
 //! written. Gradients that add up at one place do so in the accumulator type, in the order of the indices.
 
-use super::arith::{raw_binary, raw_compare};
+use super::arith::{raw_compare, raw_select};
 use crate::cx::{Cx, same_dtype};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::exec::Worker;
-use crate::kernel::{Binary, Compare, Kernel};
+use crate::kernel::{Compare, Kernel};
 use crate::shape::{Layout, Shape};
 use crate::tape::Back;
 use crate::tensor::Tensor;
@@ -205,7 +205,8 @@ fn add_into(bx: &mut Back<'_>, i: usize, kernel: &Kernel, dy: &Tensor, index: &T
 fn without(worker: &Worker, op: &'static str, dy: &Tensor, index: &Tensor, padding: usize) -> Result<Tensor> {
     let padding = worker.full(index.dtype(), Shape::default(), padding as f64)?;
     let real = raw_compare(worker, op, Compare::Ne, index, &padding)?;
-    let real = worker.cast(&real, dy.dtype())?;
     let column = real.relaid(Layout::contiguous(Shape::new(&[index.numel(), 1])?));
-    raw_binary(worker, op, Binary::Mul, dy, &column)
+    // Chosen, not multiplied: what is not a number must not pass either.
+    let zero = worker.full(dy.dtype(), Shape::default(), 0.0)?;
+    raw_select(worker, op, &column, dy, &zero)
 }

@@ -173,7 +173,11 @@ impl Cx {
         check_running(x, channels, running, batch_stats)?;
         let (x, weight, bias) = (self.contiguous(x)?, self.dense(weight)?, self.dense(bias)?);
         let given = match running {
-            Some((mean, var)) if !batch_stats => Some((self.get(mean)?, self.get(var)?)),
+            // `bind` takes any strides.
+            Some((mean, var)) if !batch_stats => {
+                let [mean, var] = [self.get(mean)?, self.get(var)?];
+                Some((self.worker().contiguous(&mean)?, self.worker().contiguous(&var)?))
+            }
             _ => None,
         };
         let y = self.worker().alloc(OP, x.dtype(), *x.shape())?;

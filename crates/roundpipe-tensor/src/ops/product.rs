@@ -51,14 +51,12 @@ impl Cx {
             return Err(mismatch);
         }
         // Many rows against one matrix are one product.
-        if b.rank() == 2 && a.rank() > 2 && a.layout().reshaped(rows_of(a)?).is_some() {
+        if b.rank() == 2 && a.rank() > 2 && a.numel() > 0 && a.layout().reshaped(rows_of(a)?).is_some() {
             let flat = self.reshape(a, &[-1, a.dims()[a.rank() - 1] as isize])?;
-            if a.numel() > 0 {
-                let y = self.matmul(&flat, b)?;
-                let mut dims: Vec<isize> = a.dims().iter().map(|d| *d as isize).collect();
-                dims[a.rank() - 1] = b.dims()[1] as isize;
-                return self.reshape(&y, &dims);
-            }
+            let y = self.matmul(&flat, b)?;
+            let mut dims: Vec<isize> = a.dims().iter().map(|d| *d as isize).collect();
+            dims[a.rank() - 1] = b.dims()[1] as isize;
+            return self.reshape(&y, &dims);
         }
         self.batched(a, b)
     }
@@ -156,7 +154,7 @@ impl Cx {
         same_shape(OP, lora.a, Shape::new(&[rank, inner])?)?;
         same_shape(OP, lora.b, Shape::new(&[out, rank])?)?;
         let base = self.linear(x, weight, bias)?;
-        let input = if lora.dropout > 0.0 { self.dropout(x, lora.dropout)? } else { x.clone() };
+        let input = self.dropout(x, lora.dropout)?;
         let low = self.linear(&input, lora.a, None)?;
         let branch = self.linear(&low, lora.b, None)?;
         let branch = self.affine(&branch, lora.scale, 0.0)?;

@@ -97,9 +97,10 @@ impl Cx {
     /// When step is 0, a number is not finite, an integer type is given fractions, or memory runs out.
     pub fn arange(&mut self, dtype: DType, start: f64, end: f64, step: f64) -> Result<Tensor> {
         const OP: &str = "arange";
+        let finite = [start, end, step].iter().all(|number| number.is_finite());
         let count = ((end - start) / step).ceil().max(0.0);
         let fractions = start.fract() != 0.0 || step.fract() != 0.0;
-        if step == 0.0 || !count.is_finite() || count > 9e15 || (fractions && !dtype.is_float()) {
+        if !finite || step == 0.0 || !count.is_finite() || count > 9e15 || (fractions && !dtype.is_float()) {
             return Err(Error::invalid(OP, format!("from {start} to {end} by {step} in {dtype}")));
         }
         let y = self.worker().alloc(OP, dtype, Shape::new(&[count as usize])?)?;
@@ -150,8 +151,10 @@ impl Cx {
             let (dtype, shape) = (index.dtype(), *index.shape());
             return Err(Error::DType { op: OP, dtype, shape, expected: "it takes integers" });
         }
-        let classes = self.arange(index.dtype(), 0.0, classes as f64, 1.0)?;
-        let index = self.unsqueeze(&index.detach(), -1)?;
+        // Counted in a type that holds every class, whatever the indices' own does.
+        let index = self.worker().cast(index, DType::I64)?;
+        let classes = self.arange(DType::I64, 0.0, classes as f64, 1.0)?;
+        let index = self.unsqueeze(&index, -1)?;
         let hit = raw_compare(self.worker(), OP, Compare::Eq, &index, &classes)?;
         self.worker().cast(&hit, dtype)
     }

@@ -7,7 +7,8 @@ use crate::cx::{Cx, float, same_dtype, same_shape};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::exec::Worker;
-use crate::kernel::{Glu, Kernel, RopeStyle};
+use crate::kernel::{Glu, Kernel, RopeStyle, Unary};
+use crate::ops::arith::raw_unary;
 use crate::ops::norm::{settle, wanted};
 use crate::shape::{Layout, Shape};
 use crate::tensor::Tensor;
@@ -287,7 +288,13 @@ fn check_positions(
         return Err(Error::Shape { op, left: *x.shape(), right: *positions.shape() });
     }
     let each = positions.relaid(positions.layout().broadcast_to(Shape::new(&dims)?, op)?);
-    worker.contiguous(&worker.cast(&each, DType::I32)?)
+    if each.dtype() == DType::I32 {
+        return worker.contiguous(&each);
+    }
+    // Held inside what i32 has, or a huge position would come round to a valid one.
+    let wide = worker.cast(&each, DType::I64)?;
+    let held = Unary::Clamp { min: -1.0, max: f64::from(i32::MAX) };
+    worker.cast(&raw_unary(worker, op, held, &wide)?, DType::I32)
 }
 
 /// The shape of one half of a packed gate and up.

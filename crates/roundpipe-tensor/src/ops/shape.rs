@@ -424,7 +424,9 @@ impl Cx {
             return Err(Error::invalid(op, format!("{} has fewer than two dimensions", x.shape())));
         };
         let column = self.arange(DType::I64, 0.0, columns as f64, 1.0)?;
-        let start = diagonal as f64;
+        // Diagonals further out than the corners all mean the same.
+        let side = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
+        let start = diagonal.clamp(-side(rows), side(columns)) as f64;
         let row = self.arange(DType::I64, start, start + rows as f64, 1.0)?;
         let row = self.unsqueeze(&row, 1)?;
         raw_compare(self.worker(), op, how, &column, &row)

@@ -1,6 +1,6 @@
 //! Comparisons, logic, and choosing between tensors.
 
-use super::unary::whole;
+use super::unary::held;
 use super::{give_sum, incoming, raw_binary, raw_unary, scalar};
 use crate::cx::{Cx, same_dtype};
 use crate::dtype::DType;
@@ -24,10 +24,10 @@ macro_rules! comparisons {
             #[doc = concat!("Whether x ", $sign, " number, as bool.")]
             ///
             /// # Errors
-            /// When `x` holds integers and the number is not whole.
+            /// When `x` holds integers and the number is not one of its type.
             pub fn $with_scalar(&mut self, x: &Tensor, number: f64) -> Result<Tensor> {
                 const OP: &str = stringify!($with_scalar);
-                whole(OP, x, number)?;
+                held(OP, x, number)?;
                 let number = scalar(self.worker(), x.dtype(), number)?;
                 raw_compare(self.worker(), OP, Compare::$kind, x, &number)
             }
@@ -105,11 +105,11 @@ impl Cx {
     ///
     /// # Errors
     /// When `mask` is not bool or does not broadcast to x's shape, or `x` holds integers and the value is
-    /// not whole.
+    /// not one of its type.
     pub fn masked_fill(&mut self, x: &Tensor, mask: &Tensor, value: f64) -> Result<Tensor> {
         const OP: &str = "masked_fill";
         truth(OP, mask)?;
-        whole(OP, x, value)?;
+        held(OP, x, value)?;
         if x.shape().broadcast(mask.shape(), OP)? != *x.shape() {
             return Err(Error::Shape { op: OP, left: *x.shape(), right: *mask.shape() });
         }

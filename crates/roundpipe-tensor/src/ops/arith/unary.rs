@@ -158,6 +158,22 @@ fn number(op: &'static str, x: &Tensor) -> Result<()> {
     if x.dtype() == DType::Bool { Err(no_bool(op, x)) } else { Ok(()) }
 }
 
+/// Refuses a number that an integer tensor cannot hold.
+pub(super) fn held(op: &'static str, x: &Tensor, number: f64) -> Result<()> {
+    whole(op, x, number)?;
+    let inside = match x.dtype() {
+        DType::I32 => (f64::from(i32::MIN)..=f64::from(i32::MAX)).contains(&number),
+        DType::U32 => (0.0..=f64::from(u32::MAX)).contains(&number),
+        DType::U8 => (0.0..=255.0).contains(&number),
+        DType::Bool => (0.0..=1.0).contains(&number),
+        _ => true,
+    };
+    if inside {
+        return Ok(());
+    }
+    Err(Error::invalid(op, format!("{number} is outside the range of {} {}", x.dtype(), x.shape())))
+}
+
 /// Refuses a number that an integer tensor cannot be combined with.
 pub(super) fn whole(op: &'static str, x: &Tensor, number: f64) -> Result<()> {
     if x.dtype().is_float() || (number.fract() == 0.0 && number.abs() < 9.3e18) {

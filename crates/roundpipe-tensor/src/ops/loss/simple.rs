@@ -136,8 +136,12 @@ impl Cx {
     /// When shapes or types differ.
     pub fn kl_div(&mut self, log_probs: &Tensor, target: &Tensor, reduction: Reduction) -> Result<Tensor> {
         self.pair("kl_div", log_probs, target)?;
-        // ln of the smallest normal f32 stands for ln 0: times a target of 0 it is 0.
-        let positive = self.clamp(target, f64::from(f32::MIN_POSITIVE), f64::INFINITY)?;
+        // ln of the smallest normal number stands for ln 0: times a target of 0 it is 0.
+        let least = match target.dtype() {
+            DType::F16 => half::f16::MIN_POSITIVE.to_f64(),
+            _ => f64::from(f32::MIN_POSITIVE),
+        };
+        let positive = self.clamp(target, least, f64::INFINITY)?;
         let log_target = self.log(&positive)?;
         let gap = self.sub(&log_target, log_probs)?;
         let losses = self.mul(target, &gap)?;
