@@ -106,7 +106,8 @@ pub(crate) fn reserve_host(bytes: Bytes) -> Result<Arena> {
         let _ = map.advise(memmap2::Advice::HugePage);
     }
     let base = map.as_mut_ptr() as u64;
-    Ok(Arena::new(base, bytes, Box::new(map)))
+    // SAFETY: the mapping is page-aligned, writable, as long as asked, and lives in the owner.
+    Ok(unsafe { Arena::new(base, bytes, Box::new(map)) })
 }
 
 #[cfg(unix)]

@@ -165,7 +165,7 @@ pub trait Lane: Send + Sync + fmt::Debug {
     /// A mark behind all work queued so far.
     ///
     /// # Errors
-    /// When the device refuses.
+    /// When the device refuses; the lane has run dry then, so that memory in use by copies can be let go.
     fn record(&self) -> Result<Event>;
 
     /// Later work of this lane runs after `event`.
@@ -244,9 +244,12 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Memory from `base` on, kept alive by `owner`. Backends call this; `base` is aligned to
-    /// [`ALIGN`](crate::pool::ALIGN).
-    pub fn new(base: u64, bytes: Bytes, owner: Box<dyn Any + Send + Sync>) -> Self {
+    /// Memory from `base` on, kept alive by `owner`. Backends call this.
+    ///
+    /// # Safety
+    /// `base` is aligned to [`ALIGN`](crate::pool::ALIGN); the device that gives the arena away may read and
+    /// write `bytes` bytes from there until `owner` is dropped, and nobody else does. (Meta touches nothing.)
+    pub unsafe fn new(base: u64, bytes: Bytes, owner: Box<dyn Any + Send + Sync>) -> Self {
         Self { base, bytes: bytes.0, _owner: owner }
     }
 
@@ -354,12 +357,15 @@ impl<T> Flight<T> {
         Ok(hold)
     }
 
-    /// Orders `lane` behind the copy without a host wait and gives both ends to the caller, who now answers
-    /// for keeping them until `lane` has passed their last use.
+    /// Orders `lane` behind the copy without a host wait and gives both ends to the caller.
+    ///
+    /// # Safety
+    /// The copy may still be under way: the caller keeps both ends, and does not touch the host's, until `lane`
+    /// has passed this point or the copy's event has.
     ///
     /// # Errors
     /// When the lane refuses.
-    pub fn hand_to(mut self, lane: &dyn Lane) -> Result<T> {
+    pub unsafe fn hand_to(mut self, lane: &dyn Lane) -> Result<T> {
         lane.wait(&self.event)?;
         Ok(self.hold.take().expect("a flight holds its ends until it lands"))
     }

@@ -25,8 +25,7 @@ impl Worker {
     /// # Errors
     /// When the device has less.
     pub fn new(device: Arc<dyn Device>, bytes: Bytes) -> Result<Self> {
-        let arena = device.reserve(bytes)?;
-        Ok(Self { pool: Pool::new(device, arena) })
+        Ok(Self { pool: Pool::reserve(device, bytes)? })
     }
 
     /// The worker whose memory holds `tensor`.

@@ -55,9 +55,13 @@ pub struct PoolUse {
 }
 
 impl Pool {
-    /// A pool over all of `arena`.
-    pub fn new(device: Arc<dyn Device>, arena: Arena) -> Arc<Self> {
-        Arc::new(Self { device, arena, state: Mutex::default() })
+    /// Reserves `bytes` on `device` and makes a pool of them.
+    ///
+    /// # Errors
+    /// When the device has less.
+    pub fn reserve(device: Arc<dyn Device>, bytes: Bytes) -> Result<Arc<Self>> {
+        let arena = device.reserve(bytes)?;
+        Ok(Arc::new(Self { device, arena, state: Mutex::default() }))
     }
 
     /// The worker whose memory this is.

@@ -308,7 +308,9 @@ impl Device for Sim {
             let arena = cpu::reserve_host(bytes)?;
             let base = arena.base();
             state.adopt(self.id.index, base..base + bytes.0);
-            Ok(Arena::new(base, bytes, Box::new(Lease { world: self.world.clone(), arena: Some(arena) })))
+            let lease = Lease { world: self.world.clone(), arena: Some(arena) };
+            // SAFETY: the host arena inside the lease has this base and size and is used by nobody else.
+            Ok(unsafe { Arena::new(base, bytes, Box::new(lease)) })
         })
     }
 

@@ -1,7 +1,6 @@
 //! The sub-allocator: blocks never overlap, holes merge, the same requests give the same addresses.
 
 use proptest::prelude::*;
-use roundpipe_tensor::device::Device;
 use roundpipe_tensor::pool::{ALIGN, Block, Pool};
 use roundpipe_tensor::{Bytes, DeviceKind, Meta};
 
@@ -10,9 +9,8 @@ const CAP: u64 = 64 * ALIGN;
 /// Takes (size > 0) or gives back (index) at random; returns the addresses of all blocks taken.
 fn play(moves: &[(u16, u16)]) -> (Vec<Option<u64>>, u64, u64) {
     let device = Meta::like(DeviceKind::Cpu);
-    let arena = device.reserve(Bytes(CAP)).unwrap();
-    let base = arena.base();
-    let pool = Pool::new(device, arena);
+    let pool = Pool::reserve(device, Bytes(CAP)).unwrap();
+    let base = pool.alloc("base", 1).unwrap().addr();
     let mut live: Vec<(Block, u64)> = Vec::new();
     let mut addresses = Vec::new();
     for &(kind, amount) in moves {
@@ -54,7 +52,7 @@ proptest! {
 #[test]
 fn running_out_is_an_error_value() {
     let device = Meta::like(DeviceKind::Cpu);
-    let pool = Pool::new(device.clone(), device.reserve(Bytes(CAP)).unwrap());
+    let pool = Pool::reserve(device, Bytes(CAP)).unwrap();
     let half = pool.alloc("first", CAP / 2).unwrap();
     let text = pool.alloc("attention", CAP).unwrap_err().to_string();
     assert!(text.contains("attention") && text.contains("16.0 KiB") && text.contains("8.0 KiB"), "{text}");

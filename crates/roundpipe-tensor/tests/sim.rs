@@ -76,7 +76,8 @@ fn three_lanes(worker: &Worker, skip: Option<usize>) -> (Result<()>, Vec<f32>) {
         order(2, ActivationDownload, Compute)?;
         let result = lane(worker, ActivationDownload).download("result", y, out.write(0..out.len())?)?;
         order(3, ParamUpload, Compute)?;
-        let (_, x) = weights.hand_to(lane(worker, Compute))?;
+        // SAFETY: the world runs dry before the arena and the host values are let go.
+        let (_, x) = unsafe { weights.hand_to(lane(worker, Compute))? };
         let again = lane(worker, ParamUpload).upload("next weights", values.read_all()?, x)?;
         order(4, Compute, ParamUpload)?;
         let (y, host) = result.land()?;
@@ -329,7 +330,8 @@ fn a_failed_copy_poisons_its_destination() {
     let at = x.addr();
     let flight = lane(&workers[1], LaneKind::ParamUpload).upload("w", ones().read_all().unwrap(), x).unwrap();
     let y = block(&workers[1]);
-    let x = flight.hand_to(lane(&workers[1], LaneKind::Compute)).unwrap();
+    // SAFETY: both ends are held past the fence below.
+    let x = unsafe { flight.hand_to(lane(&workers[1], LaneKind::Compute)).unwrap() };
     negate(&workers[1], LaneKind::Compute, at, y.addr()).unwrap();
     let host = HostBuf::zeroed("seen", SIZE as usize).unwrap();
     let down = lane(&workers[1], LaneKind::Compute);
@@ -418,7 +420,8 @@ fn the_clock_adds_up() {
     negate(&worker, LaneKind::Compute, z.addr(), y.addr()).unwrap();
     let flight = lane(&worker, LaneKind::ParamUpload).upload("w", ones().read_all().unwrap(), x).unwrap();
     assert_eq!(world.timeline(), [], "queuing runs nothing");
-    let held = flight.hand_to(lane(&worker, LaneKind::Compute)).unwrap();
+    // SAFETY: both ends are held past the fence below.
+    let held = unsafe { flight.hand_to(lane(&worker, LaneKind::Compute)).unwrap() };
     negate(&worker, LaneKind::Compute, at, y.addr()).unwrap();
     worker.fence().unwrap();
     drop(held);

@@ -234,6 +234,12 @@ fn pool_shape(op: &'static str, x: &Tensor, spec: &PoolSpec) -> Result<Shape> {
         let what = format!("padding {:?} is more than half the window {:?}", spec.padding, spec.kernel);
         return Err(Error::invalid(op, what));
     }
+    if spec.kernel[0].saturating_mul(spec.kernel[1]) > 1 << 20 {
+        return Err(Error::invalid(
+            op,
+            format!("a window of {:?} is larger than any image needs", spec.kernel),
+        ));
+    }
     let size = |a: usize| {
         let (stride, padding, dilation) = (spec.stride[a], spec.padding[a], spec.dilation[a]);
         let window = Window { kernel: spec.kernel[a], stride, padding, dilation };
