@@ -122,7 +122,7 @@ fn rounding() {
     let strict = Strict { differences: false, ..Strict::default() };
     let x = values(&[-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 0.25, -0.75], &[8]);
     let all = |cx: &mut Cx, x: &[Tensor]| Ok(vec![cx.round(&x[0])?, cx.floor(&x[0])?, cx.ceil(&x[0])?]);
-    let outputs = run(&worker(1), &[x.clone()], DType::F32, &all, false).unwrap().outputs;
+    let outputs = run(&worker(1), std::slice::from_ref(&x), DType::F32, &all, false).unwrap().outputs;
     assert_eq!(outputs[0], [-2.0, -2.0, 0.0, 0.0, 2.0, 2.0, 0.0, -1.0]);
     assert_eq!(outputs[1], [-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 0.0, -1.0]);
     assert_eq!(outputs[2], [-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 1.0, 0.0]);
