@@ -166,5 +166,5 @@ fn bar(steps: u64) -> ProgressBar {
 
 /// Control characters of an untrained model would upset a terminal.
 fn printable(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() && c != '\n' { '·' } else { c }).collect()
+    text.chars().map(|c| if (c.is_control() && c != '\n') || c == '\u{fffd}' { '.' } else { c }).collect()
 }
