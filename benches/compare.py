@@ -39,7 +39,7 @@ def verdict(label, ratio, goal):
 def matmul(ours, threads, rounds):
     best = {}
     rivals = HERE / "rivals"
-    subprocess.run(["cargo", "build", "-q", "--release"], cwd=rivals, check=True)
+    subprocess.run(["cargo", "build", "-q", "--release", "--target-dir", "target"], cwd=rivals, check=True)
     for _ in range(rounds):
         for line in lines([ours, "matmul", threads]) + lines([rivals / "target/release/rivals", threads]):
             key = (line["what"], line["size"])
