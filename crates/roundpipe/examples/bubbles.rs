@@ -2,7 +2,9 @@
 //!
 //! `published` is the authors' figure, `repeated` ours by their rules for their plan. `own rules` and
 //! `own plan` follow the engine's rules (a visit takes all microbatches, nothing runs before its input
-//! arrived): for the published plan, and for the plan that the search finds. All in percent.
+//! arrived): for the published plan, and for the plan that the search finds. `early` is the search's plan if
+//! recompute may start before the gradient arrives, `rounds` if moreover a visit takes only as many
+//! microbatches as there are devices, which uploads parameters more often. All in percent.
 
 use std::io::Write;
 
@@ -14,7 +16,7 @@ use published::{DEVICES, MICROBATCHES, MODELS, Model};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut out = std::io::stdout().lock();
-    let head = ["model", "schedule", "published", "repeated", "own rules", "own plan"];
+    let head = ["model", "schedule", "published", "repeated", "own rules", "own plan", "early", "rounds"];
     let [model, schedule, rest @ ..] = head;
     write!(out, "{model:<12} {schedule:<18}")?;
     for word in rest {
@@ -31,7 +33,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
         for asynchronous in [false, true] {
             let when = if asynchronous { "asynchronous" } else { "synchronous" };
-            writeln!(out, "{:<12} {when} plan: {}", model.name, auto(model, asynchronous)?)?;
+            let plan = auto(model, asynchronous, Setting::new(DEVICES, MICROBATCHES))?;
+            writeln!(out, "{:<12} {when} plan: {plan}", model.name)?;
         }
     }
     Ok(())
@@ -48,32 +51,36 @@ fn schedules(model: &Model) -> [(&'static str, Schedule, f64); 6] {
     ]
 }
 
-/// Repeated by the published rules and, for RoundPipe, by our own with the published and our own plan.
+/// The columns after `published`; other schedules than RoundPipe have only the first of them.
 fn bubbles(model: &Model, schedule: Schedule) -> roundpipe::Result<Vec<f64>> {
     let costs = model.costs();
     let ours = Setting::new(DEVICES, MICROBATCHES);
     let theirs = Setting::published(DEVICES, MICROBATCHES);
-    let fused =
-        |schedule, plan: &ExecutePlan, setting| simulate(schedule, PlanKind::Fused, plan, &costs, setting);
+    let fused = |schedule, plan: &ExecutePlan, setting: &Setting| {
+        simulate(schedule, PlanKind::Fused, plan, &costs, setting)
+    };
     Ok(match schedule {
         Schedule::RoundPipe | Schedule::RoundPipeAsync => {
             let asynchronous = schedule == Schedule::RoundPipeAsync;
             let repeated = fused(Schedule::RoundPipe, &model.plan(), &theirs)?;
             let repeated = if asynchronous { repeated.inner_bubble() } else { repeated.bubble };
-            let own_rules = fused(schedule, &model.plan(), &ours)?.bubble;
-            vec![repeated, own_rules, fused(schedule, &auto(model, asynchronous)?, &ours)?.bubble]
+            let mut bubbles = vec![repeated, fused(schedule, &model.plan(), &ours)?.bubble];
+            let early = Setting { ahead: Ahead::Recompute, ..ours };
+            for setting in [ours, early, Setting { visit: DEVICES, ..early }] {
+                bubbles.push(fused(schedule, &auto(model, asynchronous, setting)?, &setting)?.bubble);
+            }
+            bubbles
         }
         _ => {
             let looped = matches!(schedule, Schedule::Interleaved | Schedule::LoopedBfs);
             let plan = if looped { model.looped() } else { model.single() };
-            let early = Setting { ahead: Ahead::Nothing, ..ours };
-            vec![simulate(schedule, PlanKind::Train, &plan, &costs, &early)?.bubble]
+            vec![simulate(schedule, PlanKind::Train, &plan, &costs, &ours)?.bubble]
         }
     })
 }
 
-fn auto(model: &Model, asynchronous: bool) -> roundpipe::Result<ExecutePlan> {
-    let options = AutoOptions { asynchronous, ..AutoOptions::new(DEVICES, MICROBATCHES) };
+fn auto(model: &Model, asynchronous: bool, setting: Setting) -> roundpipe::Result<ExecutePlan> {
+    let options = AutoOptions { setting, asynchronous, ..AutoOptions::new(DEVICES, MICROBATCHES) };
     let mut plans = ExecutePlan::auto(PlanKind::Fused, &[&model.costs()], &options)?;
     Ok(plans.swap_remove(0))
 }

@@ -186,6 +186,7 @@ fn refused(what: impl Into<String>) -> Error {
 }
 
 #[cfg(test)]
+#[expect(clippy::single_range_in_vec_init, reason = "a plan of one stage is a list of one range")]
 mod tests {
     use super::*;
 

@@ -3,7 +3,8 @@
 //! The path: for every number of stages, the smallest slowest stage (exact, by dynamic programming) -> for
 //! every common stage time, the fewest stages that keep it -> the most promising by the paper's formula
 //! `(M·S + N(N-1))·t`, with a few more stages tried around each -> those replayed by the simulator, then
-//! the best of them in all orders of big and small stages -> the shortest step; of equals, the fewest stages.
+//! the best of them in all orders of big and small stages, then with single cuts moved -> the shortest step;
+//! of equals, the fewest stages.
 //!
 //! A stage never exceeds half the memory limit (the other half is the stage being prefetched), nor
 //! `upper_threshold` times the slowest single layer: stages of equal length are what keeps a ring busy, and
@@ -19,12 +20,20 @@ use crate::error::{Error, Result};
 use crate::plan::{ExecutePlan, PlanKind};
 use crate::simulate::{Setting, ring, slots};
 
-/// Base candidates that survive the formula.
-const KEPT: usize = 24;
-/// More stages per direction than needed that are tried around each of them.
-const EXTRA: usize = 3;
-/// Candidates that are tried in all orders.
-const FINALISTS: usize = 4;
+/// Stage counts that survive the formula.
+const KEPT: usize = 48;
+/// How many stages more or less are tried around each of them.
+const REACH: isize = 6;
+/// Tasks that may be replayed to compare them all.
+const COMPARE_TASKS: usize = 1_000_000;
+/// Tasks that may be replayed to try the best of them in all orders.
+const ORDER_TASKS: usize = 800_000;
+/// Tasks that may be replayed to move single cuts of the best of those, at most half of it for one plan.
+const POLISH_TASKS: usize = 600_000;
+/// Neighbouring cuts that are moved together at most.
+const LONGEST_RUN: usize = 8;
+/// Overlapping steps that are averaged to compare shapes.
+const QUICK: usize = 2;
 /// Sums of the same times in another order are still equal.
 const SLACK: f64 = 1.0 + 1e-9;
 
@@ -123,6 +132,28 @@ enum Order {
     LongFirst,
 }
 
+/// Plans for all models and what they take.
+struct Candidate {
+    step_ms: f64,
+    stages: usize,
+    plans: Vec<ExecutePlan>,
+}
+
+impl Candidate {
+    /// A shorter step or, if none is shorter, fewer stages.
+    fn beats(&self, other: &Self) -> bool {
+        let close = self.step_ms <= other.step_ms * SLACK;
+        self.step_ms * SLACK < other.step_ms || (close && self.stages < other.stages)
+    }
+}
+
+/// Neighbouring cuts of one model and direction.
+struct Run {
+    model: usize,
+    backward: bool,
+    cuts: Range<usize>,
+}
+
 struct Search<'a> {
     kind: PlanKind,
     models: &'a [&'a LayerCosts],
@@ -166,17 +197,18 @@ impl<'a> Search<'a> {
                 );
             }
         }
-        let wanted = self.options.min_stages.unwrap_or(self.options.setting.devices);
         let most = scored.iter().map(|(_, shape)| self.stages(shape)).max().unwrap_or(0);
-        scored.retain(|(_, shape)| self.stages(shape) >= wanted.min(most));
+        scored.retain(|(_, shape)| self.stages(shape) >= self.wanted().min(most));
         scored.sort_by(|a, b| a.0.total_cmp(&b.0));
         let mut seen = HashSet::new();
         scored.retain(|(_, shape)| seen.insert(shape.clone()));
         scored.truncate(KEPT);
         let kept: Vec<Shape> = scored.into_iter().map(|(_, shape)| shape).collect();
         let mut all = kept.clone();
-        for shape in &kept {
-            all.extend(self.around(shape).into_iter().filter(|shape| seen.insert(shape.clone())));
+        for distance in 1..=REACH {
+            for shape in &kept {
+                all.extend(self.around(shape, distance).into_iter().filter(|near| seen.insert(near.clone())));
+            }
         }
         all
     }
@@ -248,52 +280,170 @@ impl<'a> Search<'a> {
         microbatches as f64 * (cut as f64 * stage_ms + fused) + fill as f64 * stage_ms.max(fused)
     }
 
-    /// The same with a few more stages of the last model: shorter ones can fit the ring better.
-    fn around(&self, shape: &Shape) -> Vec<Shape> {
+    /// The same with `distance` stages of the last model more or less, in any mix of forward and backward:
+    /// one common stage time is a rule of thumb, and shorter stages can fit the ring better.
+    fn around(&self, shape: &Shape, distance: isize) -> Vec<Shape> {
         let last = self.models.len() - 1;
+        let counts = |cuts: &[Cuts], count: usize, by: isize| {
+            let count = count.checked_add_signed(by)?;
+            let row = cuts[last].slowest_ms.get(count).filter(|_| count <= shape.fused_at)?;
+            row[shape.fused_at].is_finite().then_some(count)
+        };
         let mut shapes = Vec::new();
-        for more_forward in 0..EXTRA {
-            for more_backward in 0..EXTRA {
-                let mut more = shape.clone();
-                more.forward[last] += more_forward;
-                more.backward[last] += more_backward;
-                let backward_fits = more.backward[last] <= shape.fused_at || more_backward == 0;
-                if more.forward[last] <= shape.fused_at && backward_fits {
-                    shapes.push(more);
+        for forward_by in -distance..=distance {
+            for backward_by in [distance - forward_by.abs(), forward_by.abs() - distance] {
+                if self.kind == PlanKind::Infer && backward_by != 0 {
+                    continue;
+                }
+                let forward = counts(&self.forward, shape.forward[last], forward_by);
+                let backward = match self.kind {
+                    PlanKind::Infer => Some(0),
+                    _ => counts(&self.backward, shape.backward[last], backward_by),
+                };
+                if let (Some(forward), Some(backward)) = (forward, backward) {
+                    let mut near = shape.clone();
+                    (near.forward[last], near.backward[last]) = (forward, backward);
+                    shapes.push(near);
                 }
             }
         }
-        if self.kind == PlanKind::Infer {
-            shapes.retain(|more| more.backward == shape.backward);
-        }
+        shapes.retain(|near| self.stages(near) >= self.wanted().min(self.stages(shape)));
         shapes
     }
 
-    /// The plans of the shape whose replayed step is shortest.
+    /// Stages that a plan should have at least.
+    fn wanted(&self) -> usize {
+        self.options.min_stages.unwrap_or(self.options.setting.devices)
+    }
+
+    /// The plans whose replayed step is shortest.
     fn best(&mut self, shapes: Vec<Shape>) -> Vec<ExecutePlan> {
-        let mut tried: Vec<(f64, usize, Shape)> = Vec::with_capacity(shapes.len());
-        for shape in shapes {
-            let plans = self.plans(&shape, Order::ShortFirst, Order::ShortFirst);
-            tried.push((self.step_ms(&plans, 2), self.stages(&shape), shape));
-        }
-        tried.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
-        tried.truncate(FINALISTS);
-        let orders = [Order::ShortFirst, Order::LongFirst];
-        let mut best: Option<(f64, usize, Vec<ExecutePlan>)> = None;
-        for (_, stages, shape) in tried {
-            for (forward, backward) in orders.iter().flat_map(|f| orders.iter().map(move |b| (*f, *b))) {
-                let plans = self.plans(&shape, forward, backward);
-                let step_ms = self.step_ms(&plans, 2 * self.options.setting.devices);
-                let better = best.as_ref().is_none_or(|(best_ms, fewest, _)| {
-                    step_ms * SLACK < *best_ms || (step_ms <= best_ms * SLACK && stages < *fewest)
-                });
-                if better {
-                    best = Some((step_ms, stages, plans));
-                }
+        let shapes = self.compared(shapes);
+        let mut budget = POLISH_TASKS;
+        let mut best: Option<Candidate> = None;
+        for candidate in self.ordered(shapes) {
+            let polished = self.polish(candidate, &mut budget);
+            if best.as_ref().is_none_or(|best| polished.beats(best)) {
+                best = Some(polished);
             }
         }
         // One layer per stage keeps every bound, so some shape was tried.
-        best.map(|(_, _, plans)| plans).expect("a plan of single layers always fits")
+        best.map(|best| best.plans).expect("a plan of single layers always fits")
+    }
+
+    /// Shapes by their replayed step, shortest first.
+    fn compared(&mut self, shapes: Vec<Shape>) -> Vec<Shape> {
+        let mut budget = COMPARE_TASKS;
+        let mut compared: Vec<(f64, usize, Shape)> = Vec::with_capacity(shapes.len());
+        for shape in shapes {
+            let stages = self.stages(&shape);
+            let plans = self.plans(&shape, Order::ShortFirst, Order::ShortFirst);
+            compared.push((self.step_ms(&plans, QUICK), stages, shape));
+            budget = budget.saturating_sub(self.tasks(stages, QUICK));
+            if budget == 0 {
+                break;
+            }
+        }
+        compared.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+        compared.into_iter().map(|(_, _, shape)| shape).collect()
+    }
+
+    /// The first shapes in all orders of short and long stages, the shortest step first.
+    fn ordered(&mut self, shapes: Vec<Shape>) -> Vec<Candidate> {
+        let steady = self.steady();
+        let orders = [Order::ShortFirst, Order::LongFirst];
+        let mut budget = ORDER_TASKS;
+        let mut ordered: Vec<Candidate> = Vec::new();
+        for shape in shapes {
+            let stages = self.stages(&shape);
+            for (forward, backward) in orders.iter().flat_map(|f| orders.iter().map(move |b| (*f, *b))) {
+                let plans = self.plans(&shape, forward, backward);
+                ordered.push(Candidate { step_ms: self.step_ms(&plans, steady), stages, plans });
+                budget = budget.saturating_sub(self.tasks(stages, steady));
+            }
+            if budget == 0 {
+                break;
+            }
+        }
+        ordered.sort_by(|a, b| a.step_ms.total_cmp(&b.step_ms).then(a.stages.cmp(&b.stages)));
+        ordered.dedup_by(|a, b| a.plans == b.plans);
+        ordered
+    }
+
+    /// Moves cuts by a layer as long as that shortens the step and the budget lasts.
+    fn polish(&self, mut best: Candidate, budget: &mut usize) -> Candidate {
+        let steady = self.steady();
+        let tasks = self.tasks(best.stages, steady);
+        let mut own_budget = (POLISH_TASKS / 2).min(*budget);
+        loop {
+            let mut improved = false;
+            for run in self.movable(&best.plans) {
+                for up in [false, true] {
+                    if own_budget < tasks {
+                        return best;
+                    }
+                    let Some(plans) = self.moved(&best.plans, &run, up) else { continue };
+                    own_budget -= tasks;
+                    *budget -= tasks;
+                    let moved = Candidate { step_ms: self.step_ms(&plans, steady), plans, ..best };
+                    if moved.beats(&best) {
+                        (best, improved) = (moved, true);
+                    }
+                }
+            }
+            if !improved {
+                return best;
+            }
+        }
+    }
+
+    /// Overlapping steps that are averaged where it counts: every device sees every first slot.
+    fn steady(&self) -> usize {
+        2 * self.options.setting.devices
+    }
+
+    /// Runs of neighbouring cuts that polishing may move together, short runs first. Cut `i` lies between the
+    /// stages `i` and `i + 1` in layer order; the fused stage stays as it is.
+    fn movable(&self, plans: &[ExecutePlan]) -> Vec<Run> {
+        let mut runs = Vec::new();
+        for (model, plan) in plans.iter().enumerate() {
+            let fused = usize::from(self.kind == PlanKind::Fused && model + 1 == plans.len());
+            for (backward, stages) in
+                [(false, plan.forward.len()), (true, plan.backward.len().saturating_sub(fused))]
+            {
+                for first in 1..stages {
+                    let ends = first..stages.min(first + LONGEST_RUN);
+                    runs.extend(ends.map(|last| Run { model, backward, cuts: first - 1..last }));
+                }
+            }
+        }
+        runs.sort_by_key(|run| run.cuts.len());
+        runs
+    }
+
+    /// The plans with a run of cuts one layer up or down, if all stages still keep their bounds.
+    fn moved(&self, plans: &[ExecutePlan], run: &Run, up: bool) -> Option<Vec<ExecutePlan>> {
+        let mut moved = plans.to_vec();
+        let plan = &mut moved[run.model];
+        let (stages, cuts) = match run.backward {
+            true => (&mut plan.backward, &self.backward[run.model]),
+            false => (&mut plan.forward, &self.forward[run.model]),
+        };
+        // Backward stages run from the last layer down.
+        let count = stages.len();
+        let place = |stage: usize| if run.backward { count - 1 - stage } else { stage };
+        for cut in run.cuts.clone() {
+            let end = stages[place(cut)].end;
+            let end = if up { end + 1 } else { end - 1 };
+            stages[place(cut)].end = end;
+            stages[place(cut + 1)].start = end;
+        }
+        let touched = run.cuts.start..=run.cuts.end;
+        let fits = |stage: usize| {
+            let range = &stages[place(stage)];
+            !range.is_empty() && range.start >= cuts.first[range.end]
+        };
+        touched.into_iter().all(fits).then_some(moved)
     }
 
     /// A step's time: one replayed, or the mean of `steady` steps after as many to get going.
@@ -306,6 +456,12 @@ impl<'a> Search<'a> {
         }
         let ends = ring(&slots, setting, 1, 2 * steady, |_| {});
         (ends[2 * steady - 1] - ends[steady - 1]) / steady as f64
+    }
+
+    /// What [`Search::step_ms`] replays.
+    fn tasks(&self, stages: usize, steady: usize) -> usize {
+        let steps = if self.options.asynchronous { 2 * steady } else { 1 };
+        stages * self.options.setting.microbatches * steps
     }
 
     /// Even cuts for a shape. Backward runs from the last layer, so its order is that of the layers reversed.
@@ -404,8 +560,7 @@ impl Cuts {
         self.until_ms[end] - self.until_ms[start]
     }
 
-    /// The table, row by row. Of the last stage's possible starts, the slowest stage before it grows and the
-    /// last stage shrinks, so the best start is where the two cross.
+    /// The table, row by row.
     fn fill(&mut self) {
         let layers = self.first.len() - 1;
         let mut row = vec![f64::INFINITY; layers + 1];
@@ -413,24 +568,27 @@ impl Cuts {
         self.slowest_ms.push(row);
         for count in 1..=layers {
             let before = &self.slowest_ms[count - 1];
-            let mut row = vec![f64::INFINITY; layers + 1];
-            for end in count..=layers {
-                let (mut low, mut high) = (self.first[end].max(count - 1), end - 1);
-                while low < high {
-                    let middle = usize::midpoint(low, high);
-                    // Before enough layers for `count - 1` stages there is no plan, hence not "slower".
-                    if before[middle] >= self.stage_ms(middle, end) {
-                        high = middle
-                    } else {
-                        low = middle + 1
-                    }
-                }
-                let at = |start: usize| before[start].max(self.stage_ms(start, end));
-                let least = self.first[end].max(count - 1);
-                row[end] = if low > least { at(low).min(at(low - 1)) } else { at(low) };
-            }
+            let slowest = |end| if end < count { f64::INFINITY } else { self.slowest_of(before, count, end) };
+            let row = (0..=layers).map(slowest).collect();
             self.slowest_ms.push(row);
         }
+    }
+
+    /// One entry, from the row of one stage less. Of the last stage's possible starts, the slowest stage
+    /// before it grows and the last stage shrinks, so the best start is where the two cross.
+    fn slowest_of(&self, before: &[f64], count: usize, end: usize) -> f64 {
+        let least = self.first[end].max(count - 1);
+        let (mut low, mut high) = (least, end - 1);
+        while low < high {
+            let middle = usize::midpoint(low, high);
+            if before[middle] >= self.stage_ms(middle, end) {
+                high = middle;
+            } else {
+                low = middle + 1;
+            }
+        }
+        let at = |start: usize| before[start].max(self.stage_ms(start, end));
+        if low > least { at(low).min(at(low - 1)) } else { at(low) }
     }
 
     /// The slowest stage for each possible number of stages.
@@ -479,5 +637,37 @@ impl Cuts {
         }
         ends.reverse();
         ends
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The table holds the true smallest slowest stage, compared with every way to cut.
+    #[test]
+    fn slowest_stages_are_the_smallest_possible() {
+        for seed in 0..200_usize {
+            let times: Vec<f64> = (0..7).map(|layer| ((layer * 31 + seed * 13) % 17) as f64).collect();
+            let bytes: Vec<u64> = (0..7).map(|layer| ((layer * 7 + seed * 5) % 11) as u64).collect();
+            let (cap_ms, cap_bytes) = (16.0 + (seed % 20) as f64, 10 + (seed % 15) as u64);
+            let cuts = Cuts::new(&times, &bytes, cap_ms, cap_bytes);
+            let mut best = [f64::INFINITY; 8];
+            for mask in 0..1 << 6 {
+                let ends: Vec<usize> =
+                    (1..=7).filter(|end| *end == 7 || mask >> (end - 1) & 1 == 1).collect();
+                let starts = std::iter::once(0).chain(ends.iter().copied());
+                let stages: Vec<_> = starts.zip(ends.iter().copied()).map(|(from, to)| from..to).collect();
+                let sums = stages.iter().map(|stage| times[stage.clone()].iter().sum::<f64>());
+                let slowest = sums.fold(0.0, f64::max);
+                let held = stages.iter().map(|stage| bytes[stage.clone()].iter().sum::<u64>()).max();
+                if slowest <= cap_ms && held <= Some(cap_bytes) {
+                    best[ends.len()] = best[ends.len()].min(slowest);
+                }
+            }
+            for (count, slowest) in best.iter().enumerate() {
+                assert_eq!(cuts.slowest_ms[count][7], *slowest, "{count} stages, seed {seed}");
+            }
+        }
     }
 }

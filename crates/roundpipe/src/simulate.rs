@@ -367,14 +367,15 @@ fn check_bound(schedule: Schedule, stages: &[Range<usize>], layers: usize, setti
         return Err(Error::config("execute_plan", format!("the stages end at {at} of {layers} layers")));
     }
     let looped = matches!(schedule, Schedule::Interleaved | Schedule::LoopedBfs);
-    let fits = if looped { stages.len() % setting.devices == 0 } else { stages.len() == setting.devices };
+    let fits =
+        if looped { stages.len().is_multiple_of(setting.devices) } else { stages.len() == setting.devices };
     if !fits {
         let what =
             format!("{schedule:?} cannot place {} stages on {} devices", stages.len(), setting.devices);
         return Err(Error::config("execute_plan", what));
     }
     let rounds = (setting.microbatches / setting.devices).max(1);
-    if schedule == Schedule::Interleaved && setting.microbatches % rounds != 0 {
+    if schedule == Schedule::Interleaved && !setting.microbatches.is_multiple_of(rounds) {
         let what = format!("{} microbatches do not divide into {rounds} rounds", setting.microbatches);
         return Err(Error::config("simulation", what));
     }
@@ -412,19 +413,8 @@ fn list(schedule: Schedule, stages: usize, device: usize, setting: &Setting) -> 
         }
         _ => {
             let own = (0..local).map(|turn| turn * devices + device);
-            let all = |entry: fn(usize, usize) -> Entry| {
-                move |stage| (0..microbatches).map(move |m| entry(stage, m))
-            };
-            let there = own.clone().flat_map(all(|stage, microbatch| Entry {
-                pass: Pass::Forward,
-                stage,
-                microbatch,
-            }));
-            let back = own.rev().flat_map(all(|stage, microbatch| Entry {
-                pass: Pass::Backward,
-                stage,
-                microbatch,
-            }));
+            let there = own.clone().flat_map(|stage| (0..microbatches).map(move |m| forward(stage, m)));
+            let back = own.rev().flat_map(|stage| (0..microbatches).map(move |m| backward(stage, m)));
             there.chain(back).collect()
         }
     }

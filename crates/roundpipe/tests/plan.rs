@@ -130,9 +130,9 @@ fn settings() -> impl Strategy<Value = Setting> {
 fn sizes(layers: usize, cuts: &[bool]) -> Vec<usize> {
     let mut sizes = Vec::new();
     let mut size = 0;
-    for layer in 0..layers {
+    for (layer, cut) in cuts.iter().enumerate().take(layers) {
         size += 1;
-        if cuts[layer] || layer + 1 == layers {
+        if *cut || layer + 1 == layers {
             sizes.push(size);
             size = 0;
         }
@@ -264,6 +264,54 @@ proptest! {
             }
         }
         prop_assert_eq!(plans, ExecutePlan::auto(kind, &refs, &options).unwrap(), "equal inputs, equal plans");
+    }
+}
+
+/// The shortest step of all fused plans whose stages keep the time limit.
+fn exhaustive_ms(costs: &LayerCosts, options: &AutoOptions, schedule: Schedule) -> f64 {
+    let layers = costs.len();
+    let head = &costs.layers[layers - 1];
+    let single = |layer: &LayerCost| layer.forward_ms.max(layer.recompute_ms + layer.backward_ms);
+    let blocks = costs.layers[..layers - 1].iter().map(single).fold(0.0, f64::max);
+    let cap_ms = options.upper_threshold * blocks.max(head.forward_ms + head.backward_ms) + 1e-9;
+    let bits = |mask: usize| (0..layers).map(|bit| mask >> bit & 1 == 1).collect::<Vec<_>>();
+    let mut best_ms = f64::INFINITY;
+    for fused in 0..layers {
+        let free = layers.saturating_sub(fused + 2);
+        for (there, back) in (0..1 << free).flat_map(|there| (0..1 << free).map(move |back| (there, back))) {
+            let plan = any_plan(PlanKind::Fused, layers, fused, &bits(there), &bits(back));
+            let fits = stage_times(PlanKind::Fused, &plan, costs).iter().all(|ms| *ms <= cap_ms);
+            if fits && plan.stages(PlanKind::Fused).len() >= options.setting.devices {
+                let found = simulate(schedule, PlanKind::Fused, &plan, costs, &options.setting).unwrap();
+                best_ms = best_ms.min(found.step_ms);
+            }
+        }
+    }
+    best_ms
+}
+
+/// The search is no proof, but stays close to the best of all plans where all can be tried.
+#[test]
+fn found_plans_are_close_to_the_best() {
+    for seed in 0..40_usize {
+        let ms = |index: usize, salt: usize| 1.0 + ((index * 31 + seed * 17 + salt * 7) % 23) as f64 / 10.0;
+        let layer = |index| LayerCost {
+            name: String::new(),
+            forward_ms: ms(index, 0),
+            recompute_ms: ms(index, 0),
+            backward_ms: 2.0 * ms(index, 1) + if index == 5 { (seed % 9) as f64 } else { 0.0 },
+            bytes: 1,
+            hop_ms: 0.1,
+        };
+        let costs = LayerCosts { layers: (0..6).map(layer).collect() };
+        let asynchronous = seed % 2 == 0;
+        let schedule = if asynchronous { Schedule::RoundPipeAsync } else { Schedule::RoundPipe };
+        let devices = 2 + seed % 3;
+        let options = AutoOptions { asynchronous, ..AutoOptions::new(devices, devices + 1) };
+        let plans = ExecutePlan::auto(PlanKind::Fused, &[&costs], &options).unwrap();
+        let found = simulate(schedule, PlanKind::Fused, &plans[0], &costs, &options.setting).unwrap();
+        let ratio = found.step_ms / exhaustive_ms(&costs, &options, schedule);
+        assert!(ratio <= 1.01, "seed {seed}: {ratio} times the best, {}", plans[0]);
     }
 }
 
