@@ -203,7 +203,7 @@ proptest! {
         prop_assert!((busy_ms - work_ms).abs() < 1e-6);
         prop_assert!(one.step_ms >= work_ms / setting.devices as f64 - 1e-6);
         if setting.ahead == Ahead::Nothing {
-            prop_assert!(one.step_ms >= times.iter().sum::<f64>() - 1e-6, "a microbatch goes through all stages");
+            prop_assert!(one.step_ms >= times.iter().sum::<f64>() - 1e-6, "all stages in turn");
             for (earlier, later) in chains(&one) {
                 prop_assert!(later.start_ms >= earlier.end_ms - 1e-6, "{:?} before {:?}", later, earlier);
             }
