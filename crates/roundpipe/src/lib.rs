@@ -14,17 +14,25 @@ pub mod layer;
 pub mod nn;
 
 pub mod cost;
+pub mod costs;
+pub mod plan;
+pub mod search;
+pub mod simulate;
 
 pub mod lr;
 pub mod optim;
 
+pub use costs::{LayerCost, LayerCosts};
 pub use error::{Error, Result};
 pub use layer::{Layer, Module, Params, Sequential, Visit};
 pub use lr::LrSchedule;
 pub use optim::Optimizer;
+pub use plan::{ExecutePlan, Pass, PlanKind, Stage};
 pub use roundpipe_tensor::{
     Bytes, Cpu, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients, HostBuf, Meta, Param, RngKey,
     RngSite, Shape, Tensor, Worker, bf16, f16, kernel, ops,
 };
 pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
+pub use search::AutoOptions;
+pub use simulate::{Schedule, Setting, Timeline, simulate};
 pub use tree::Tree;

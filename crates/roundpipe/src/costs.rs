@@ -1,0 +1,95 @@
+//! What planning and simulation know about a model: times and bytes of each layer, as plain data.
+//!
+//! Times are milliseconds for one microbatch on one device. They come from timers, from the meta device or,
+//! before anything was measured, from sizes alone ([`LayerCosts::from_bytes`]). Nothing here measures.
+
+use std::ops::Range;
+
+use crate::error::{Error, Result};
+
+/// One layer, for one microbatch.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LayerCost {
+    /// What errors call it.
+    pub name: String,
+    /// Its forward.
+    pub forward_ms: f64,
+    /// Its forward again, before its backward; 0 for a layer that keeps what its backward needs.
+    pub recompute_ms: f64,
+    /// Its backward alone.
+    pub backward_ms: f64,
+    /// Its parameters.
+    pub bytes: u64,
+    /// Its output, or that output's gradient, on the way from one device to the next.
+    pub hop_ms: f64,
+}
+
+/// The layers of one model, in order.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct LayerCosts {
+    /// From the input to the loss.
+    pub layers: Vec<LayerCost>,
+}
+
+impl LayerCosts {
+    /// Guesses for a model that was never timed: a forward costs a layer's bytes, a backward twice that.
+    pub fn from_bytes<S: Into<String>>(layers: impl IntoIterator<Item = (S, u64)>) -> Self {
+        let guess = |(name, bytes): (S, u64)| LayerCost {
+            name: name.into(),
+            forward_ms: bytes as f64,
+            recompute_ms: bytes as f64,
+            backward_ms: 2.0 * bytes as f64,
+            bytes,
+            hop_ms: 0.0,
+        };
+        Self { layers: layers.into_iter().map(guess).collect() }
+    }
+
+    /// How many layers.
+    pub fn len(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Whether there is no layer at all.
+    pub fn is_empty(&self) -> bool {
+        self.layers.is_empty()
+    }
+
+    /// Forward of consecutive layers.
+    pub fn forward_ms(&self, range: Range<usize>) -> f64 {
+        self.layers[range].iter().map(|layer| layer.forward_ms).sum()
+    }
+
+    /// Recompute of consecutive layers.
+    pub fn recompute_ms(&self, range: Range<usize>) -> f64 {
+        self.layers[range].iter().map(|layer| layer.recompute_ms).sum()
+    }
+
+    /// Backward of consecutive layers, without recompute.
+    pub fn backward_ms(&self, range: Range<usize>) -> f64 {
+        self.layers[range].iter().map(|layer| layer.backward_ms).sum()
+    }
+
+    /// Parameters of consecutive layers.
+    pub fn bytes(&self, range: Range<usize>) -> u64 {
+        self.layers[range].iter().map(|layer| layer.bytes).sum()
+    }
+
+    /// Refuses no layers at all, and times that are negative or not finite.
+    ///
+    /// # Errors
+    /// [`Error::Config`], with the layer's name.
+    pub fn check(&self) -> Result<()> {
+        if self.is_empty() {
+            return Err(Error::config("layer costs", "a model without layers cannot be planned"));
+        }
+        for (index, layer) in self.layers.iter().enumerate() {
+            let times = [layer.forward_ms, layer.recompute_ms, layer.backward_ms, layer.hop_ms];
+            if let Some(wrong) = times.iter().find(|ms| !(ms.is_finite() && **ms >= 0.0)) {
+                let what = format!("layer {index} ({}) has a time of {wrong} ms", layer.name);
+                return Err(Error::config("layer costs", what));
+            }
+        }
+        Ok(())
+    }
+}

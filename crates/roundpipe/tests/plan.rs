@@ -1,0 +1,373 @@
+//! Plans and simulations against the published figures, and their rules over random models.
+
+use std::collections::{HashMap, HashSet};
+use std::time::Instant;
+
+use proptest::prelude::*;
+use roundpipe::simulate::{Ahead, Task};
+use roundpipe::{
+    AutoOptions, ExecutePlan, LayerCost, LayerCosts, Pass, PlanKind, Schedule, Setting, Stage, Timeline,
+    simulate,
+};
+
+#[path = "../examples/published/mod.rs"]
+mod published;
+use published::{DEVICES, MICROBATCHES, MODELS};
+
+/// Every published bubble comes out of our simulator when it follows the published rules.
+#[test]
+fn published_bubbles_are_repeated() {
+    for model in &MODELS {
+        let costs = model.costs();
+        let setting = Setting::published(DEVICES, MICROBATCHES);
+        let round = simulate(Schedule::RoundPipe, PlanKind::Fused, &model.plan(), &costs, &setting).unwrap();
+        let bound = |schedule, plan| {
+            let setting = Setting::new(DEVICES, MICROBATCHES);
+            simulate(schedule, PlanKind::Train, &plan, &costs, &setting).unwrap().bubble
+        };
+        // RoundPipe's figures were published with two decimals, the others with one.
+        let figures = [
+            ("synchronous", round.bubble, model.sync, 0.02),
+            ("asynchronous", round.inner_bubble(), model.overlapped, 0.02),
+            ("GPipe", bound(Schedule::GPipe, model.single()), model.gpipe, 0.06),
+            ("1F1B", bound(Schedule::OneForwardOneBackward, model.single()), model.one_f_one_b, 0.06),
+            ("interleaved", bound(Schedule::Interleaved, model.looped()), model.interleaved, 0.06),
+            ("looped BFS", bound(Schedule::LoopedBfs, model.looped()), model.looped_bfs, 0.06),
+        ];
+        for (name, bubble, published, tolerance) in figures {
+            let off = (100.0 * bubble - published).abs();
+            assert!(off <= tolerance, "{} {name}: {:.3}% for {published}%", model.name, 100.0 * bubble);
+        }
+    }
+}
+
+/// The search beats the published plans under every reading of the rules.
+#[test]
+fn found_plans_are_at_least_as_good_as_the_published() {
+    for model in &MODELS {
+        let costs = model.costs();
+        let ours = Setting::new(DEVICES, MICROBATCHES);
+        let early = Setting { ahead: Ahead::Recompute, ..ours };
+        for setting in [ours, early, Setting::published(DEVICES, MICROBATCHES)] {
+            for asynchronous in [false, true] {
+                let options =
+                    AutoOptions { setting, asynchronous, ..AutoOptions::new(DEVICES, MICROBATCHES) };
+                let found = ExecutePlan::auto(PlanKind::Fused, &[&costs], &options).unwrap();
+                let schedule = if asynchronous { Schedule::RoundPipeAsync } else { Schedule::RoundPipe };
+                let run = |plan| simulate(schedule, PlanKind::Fused, plan, &costs, &setting).unwrap();
+                let (mine, theirs) = (run(&found[0]), run(&model.plan()));
+                let what = format!("{} {schedule:?} {setting:?}: {}", model.name, found[0]);
+                assert!(mine.step_ms <= theirs.step_ms, "{} > {} {what}", mine.step_ms, theirs.step_ms);
+                assert!(mine.bubble <= theirs.bubble + 1e-9, "{} > {} {what}", mine.bubble, theirs.bubble);
+            }
+        }
+    }
+}
+
+/// Planning is invisible next to a step: 96 layers take under 10 ms. Debug builds get more time.
+#[test]
+fn planning_is_quick() {
+    let costs = uneven(96);
+    for asynchronous in [false, true] {
+        let options = AutoOptions { asynchronous, ..AutoOptions::new(DEVICES, MICROBATCHES) };
+        let once = || {
+            let start = Instant::now();
+            ExecutePlan::auto(PlanKind::Fused, &[&costs], &options).unwrap();
+            start.elapsed()
+        };
+        // The fastest of a few: a busy machine is not the planner's fault.
+        let fastest = (0..5).map(|_| once()).min().unwrap();
+        let limit_ms = if cfg!(debug_assertions) { 200 } else { 10 };
+        assert!(fastest.as_millis() < limit_ms, "{fastest:?}, asynchronous: {asynchronous}");
+    }
+}
+
+/// Layers of which no two are equal, and a heavy head.
+fn uneven(layers: usize) -> LayerCosts {
+    let layer = |index: usize| LayerCost {
+        name: format!("layer {index}"),
+        forward_ms: 40.0 + (index * 37 % 101) as f64 * 0.1,
+        recompute_ms: 40.0 + (index * 37 % 101) as f64 * 0.1,
+        backward_ms: if index + 1 == layers { 200.0 } else { 80.0 + (index * 53 % 97) as f64 * 0.2 },
+        bytes: 1 << 20,
+        hop_ms: 3.0,
+    };
+    LayerCosts { layers: (0..layers).map(layer).collect() }
+}
+
+fn costs_of(layers: std::ops::Range<usize>) -> impl Strategy<Value = LayerCosts> {
+    // Whole and zero times provoke ties; the rest are odd.
+    let ms = || prop_oneof![Just(0.0), (1..5_u32).prop_map(f64::from), 0.1..20.0];
+    let layer =
+        (ms(), ms(), ms(), 0..1000_u64, 0.0..2.0).prop_map(|(forward, recompute, backward, bytes, hop)| {
+            LayerCost {
+                name: "layer".to_string(),
+                forward_ms: forward,
+                recompute_ms: recompute,
+                backward_ms: backward,
+                bytes,
+                hop_ms: hop,
+            }
+        });
+    prop::collection::vec(layer, layers).prop_map(|layers| LayerCosts { layers })
+}
+
+fn kinds() -> impl Strategy<Value = PlanKind> {
+    prop_oneof![Just(PlanKind::Infer), Just(PlanKind::Train), Just(PlanKind::Fused)]
+}
+
+fn settings() -> impl Strategy<Value = Setting> {
+    let ahead = prop_oneof![Just(Ahead::Nothing), Just(Ahead::Recompute), Just(Ahead::RecomputeAndFused)];
+    (1..6_usize, 1..8_usize, 1..9_usize, ahead).prop_map(|(devices, microbatches, visit, ahead)| Setting {
+        devices,
+        microbatches,
+        visit,
+        ahead,
+    })
+}
+
+/// Stage sizes over `layers` layers, a cut before layer `i + 1` where `cuts[i]`.
+fn sizes(layers: usize, cuts: &[bool]) -> Vec<usize> {
+    let mut sizes = Vec::new();
+    let mut size = 0;
+    for (layer, cut) in cuts.iter().enumerate().take(layers) {
+        size += 1;
+        if *cut || layer + 1 == layers {
+            sizes.push(size);
+            size = 0;
+        }
+    }
+    sizes
+}
+
+/// A valid plan of any shape.
+fn any_plan(kind: PlanKind, layers: usize, fused: usize, there: &[bool], back: &[bool]) -> ExecutePlan {
+    let fused = 1 + fused % layers;
+    match kind {
+        PlanKind::Fused => {
+            let cut = layers - fused;
+            let backward: Vec<usize> = std::iter::once(fused).chain(sizes(cut, back)).collect();
+            ExecutePlan::from_sizes(kind, &sizes(cut, there), &backward)
+        }
+        _ => ExecutePlan::from_sizes(kind, &sizes(layers, there), &sizes(layers, back)),
+    }
+}
+
+/// Time of one microbatch in each stage of a call.
+fn stage_times(kind: PlanKind, plan: &ExecutePlan, costs: &LayerCosts) -> Vec<f64> {
+    let time = |stage: &Stage| {
+        let layers = || stage.layers.clone();
+        match stage.pass {
+            Pass::Forward => costs.forward_ms(layers()),
+            Pass::Backward => costs.recompute_ms(layers()) + costs.backward_ms(layers()),
+            Pass::Fused => costs.forward_ms(layers()) + costs.backward_ms(layers()),
+        }
+    };
+    plan.stages(kind).iter().map(time).collect()
+}
+
+/// No task twice, none at the same time as another on its device, none before what it needs.
+fn assert_sound(timeline: &Timeline, setting: &Setting) {
+    let mut seen = HashSet::new();
+    let mut free_ms = vec![0.0; setting.devices];
+    for task in &timeline.tasks {
+        assert!(seen.insert((task.step, task.stage, task.microbatch, task.pass)), "twice: {task:?}");
+        assert!(task.start_ms >= free_ms[task.device] - 1e-6, "busy: {task:?}");
+        assert!(task.end_ms >= task.start_ms);
+        free_ms[task.device] = task.end_ms;
+    }
+    assert!((0.0..=1.0).contains(&timeline.bubble), "bubble {}", timeline.bubble);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Every valid plan runs to its end: each task once, in order, and no faster than physics allows.
+    #[test]
+    fn any_valid_plan_runs(
+        costs in costs_of(1..14),
+        kind in kinds(),
+        setting in settings(),
+        fused in 0..14_usize,
+        there in prop::collection::vec(any::<bool>(), 14),
+        back in prop::collection::vec(any::<bool>(), 14),
+    ) {
+        let plan = any_plan(kind, costs.len(), fused, &there, &back);
+        plan.check(kind, costs.len()).unwrap();
+        let times = stage_times(kind, &plan, &costs);
+        let one = simulate(Schedule::RoundPipe, kind, &plan, &costs, &setting).unwrap();
+        assert_sound(&one, &setting);
+        prop_assert_eq!(one.tasks.len(), times.len() * setting.microbatches);
+        let work_ms = times.iter().sum::<f64>() * setting.microbatches as f64;
+        let busy_ms: f64 = one.tasks.iter().map(|task| task.end_ms - task.start_ms).sum();
+        prop_assert!((busy_ms - work_ms).abs() < 1e-6);
+        prop_assert!(one.step_ms >= work_ms / setting.devices as f64 - 1e-6);
+        if setting.ahead == Ahead::Nothing {
+            prop_assert!(one.step_ms >= times.iter().sum::<f64>() - 1e-6, "all stages in turn");
+            for (earlier, later) in chains(&one) {
+                prop_assert!(later.start_ms >= earlier.end_ms - 1e-6, "{:?} before {:?}", later, earlier);
+            }
+        }
+        let many = simulate(Schedule::RoundPipeAsync, kind, &plan, &costs, &setting).unwrap();
+        assert_sound(&many, &setting);
+        prop_assert!(many.step_ms <= one.step_ms + 1e-6, "overlap never costs");
+        prop_assert!(many.step_ms >= work_ms / setting.devices as f64 - 1e-6);
+    }
+
+    /// Bound schedules end too, whatever the stages.
+    #[test]
+    fn bound_schedules_run(
+        costs in costs_of(12..13),
+        devices in 1..5_usize,
+        rounds in 1..4_usize,
+        ahead in prop_oneof![Just(Ahead::Nothing), Just(Ahead::Recompute)],
+    ) {
+        let setting = Setting { ahead, ..Setting::new(devices, rounds * devices) };
+        let stages = |count: usize| ExecutePlan::from_sizes(PlanKind::Infer, &vec![12 / count; count], &[]);
+        let looped = stages(12);
+        for (schedule, plan) in [
+            (Schedule::GPipe, stages(devices)),
+            (Schedule::OneForwardOneBackward, stages(devices)),
+            (Schedule::Interleaved, looped.clone()),
+            (Schedule::LoopedBfs, looped),
+        ] {
+            let timeline = simulate(schedule, PlanKind::Train, &plan, &costs, &setting).unwrap();
+            assert_sound(&timeline, &setting);
+            prop_assert_eq!(timeline.tasks.len(), 2 * plan.forward.len() * setting.microbatches);
+        }
+    }
+
+    /// The search keeps every promise: plans pass their check, the memory limit and the time limit.
+    #[test]
+    fn found_plans_keep_their_limits(
+        models in prop::collection::vec(costs_of(1..14), 1..4),
+        kind in kinds(),
+        setting in settings(),
+        asynchronous in any::<bool>(),
+        limit in prop::option::of(2000..6000_u64),
+    ) {
+        let options = AutoOptions {
+            setting,
+            asynchronous,
+            model_memory_limit: limit,
+            ..AutoOptions::new(setting.devices, setting.microbatches)
+        };
+        let refs: Vec<&LayerCosts> = models.iter().collect();
+        let plans = ExecutePlan::auto(kind, &refs, &options).unwrap();
+        prop_assert_eq!(plans.len(), models.len());
+        for (index, (plan, costs)) in plans.iter().zip(&models).enumerate() {
+            let last = index + 1 == models.len();
+            let kind = if kind == PlanKind::Fused && !last { PlanKind::Train } else { kind };
+            plan.check(kind, costs.len()).unwrap();
+            for stage in plan.stages(kind) {
+                prop_assert!(costs.bytes(stage.layers) <= limit.map_or(u64::MAX, |limit| limit / 2));
+            }
+        }
+        prop_assert_eq!(plans, ExecutePlan::auto(kind, &refs, &options).unwrap(), "equal inputs, equal plans");
+    }
+}
+
+/// The shortest step of all fused plans whose stages keep the time limit.
+fn exhaustive_ms(costs: &LayerCosts, options: &AutoOptions, schedule: Schedule) -> f64 {
+    let layers = costs.len();
+    let head = &costs.layers[layers - 1];
+    let single = |layer: &LayerCost| layer.forward_ms.max(layer.recompute_ms + layer.backward_ms);
+    let blocks = costs.layers[..layers - 1].iter().map(single).fold(0.0, f64::max);
+    let cap_ms = options.upper_threshold * blocks.max(head.forward_ms + head.backward_ms) + 1e-9;
+    let bits = |mask: usize| (0..layers).map(|bit| mask >> bit & 1 == 1).collect::<Vec<_>>();
+    let mut best_ms = f64::INFINITY;
+    for fused in 0..layers {
+        let free = layers.saturating_sub(fused + 2);
+        for (there, back) in (0..1 << free).flat_map(|there| (0..1 << free).map(move |back| (there, back))) {
+            let plan = any_plan(PlanKind::Fused, layers, fused, &bits(there), &bits(back));
+            let fits = stage_times(PlanKind::Fused, &plan, costs).iter().all(|ms| *ms <= cap_ms);
+            if fits && plan.stages(PlanKind::Fused).len() >= options.setting.devices {
+                let found = simulate(schedule, PlanKind::Fused, &plan, costs, &options.setting).unwrap();
+                best_ms = best_ms.min(found.step_ms);
+            }
+        }
+    }
+    best_ms
+}
+
+/// The search is no proof, but stays close to the best of all plans where all can be tried.
+#[test]
+fn found_plans_are_close_to_the_best() {
+    for seed in 0..40_usize {
+        let ms = |index: usize, salt: usize| 1.0 + ((index * 31 + seed * 17 + salt * 7) % 23) as f64 / 10.0;
+        let layer = |index| LayerCost {
+            name: String::new(),
+            forward_ms: ms(index, 0),
+            recompute_ms: ms(index, 0),
+            backward_ms: 2.0 * ms(index, 1) + if index == 5 { (seed % 9) as f64 } else { 0.0 },
+            bytes: 1,
+            hop_ms: 0.1,
+        };
+        let costs = LayerCosts { layers: (0..6).map(layer).collect() };
+        let asynchronous = seed % 2 == 0;
+        let schedule = if asynchronous { Schedule::RoundPipeAsync } else { Schedule::RoundPipe };
+        let devices = 2 + seed % 3;
+        let options = AutoOptions { asynchronous, ..AutoOptions::new(devices, devices + 1) };
+        let plans = ExecutePlan::auto(PlanKind::Fused, &[&costs], &options).unwrap();
+        let found = simulate(schedule, PlanKind::Fused, &plans[0], &costs, &options.setting).unwrap();
+        let ratio = found.step_ms / exhaustive_ms(&costs, &options, schedule);
+        assert!(ratio <= 1.01, "seed {seed}: {ratio} times the best, {}", plans[0]);
+    }
+}
+
+/// Tasks of one microbatch in neighbouring stages.
+fn chains(timeline: &Timeline) -> Vec<(Task, Task)> {
+    let tasks: HashMap<_, _> =
+        timeline.tasks.iter().map(|task| ((task.stage, task.microbatch), *task)).collect();
+    let next = |(&(stage, microbatch), task): (&(usize, usize), &Task)| {
+        tasks.get(&(stage + 1, microbatch)).map(|later| (*task, *later))
+    };
+    tasks.iter().filter_map(next).collect()
+}
+
+/// What cannot be planned is refused with the reason.
+#[test]
+fn impossible_wishes_are_refused() {
+    let costs = uneven(4);
+    let options = AutoOptions::new(2, 4);
+    let refusal = |costs: &LayerCosts, options: &AutoOptions| {
+        ExecutePlan::auto(PlanKind::Train, &[costs], options).expect_err("refused").to_string()
+    };
+    let small = AutoOptions { model_memory_limit: Some(1 << 20), ..options };
+    assert_eq!(
+        refusal(&costs, &small),
+        "model_memory_limit: layer 0 (layer 0) has 1048576 bytes of parameters, a stage may have 524288 (half \
+         the limit)"
+    );
+    let tight = AutoOptions { upper_threshold: 0.9, ..options };
+    assert!(refusal(&costs, &tight).starts_with("upper_threshold: 0.9"));
+    assert!(refusal(&LayerCosts::default(), &options).contains("without layers"));
+    let mut odd = costs.clone();
+    odd.layers[2].backward_ms = f64::NAN;
+    assert_eq!(refusal(&odd, &options), "layer costs: layer 2 (layer 2) has a time of NaN ms");
+    assert!(ExecutePlan::auto(PlanKind::Train, &[], &options).is_err());
+    assert!(ExecutePlan::auto(PlanKind::Train, &[&costs], &AutoOptions::new(0, 4)).is_err());
+}
+
+/// Models planned together share one stage time, and only the last is fused.
+#[test]
+fn several_models_share_a_stage_time() {
+    let (short, long) = (uneven(6), uneven(30));
+    let plans = ExecutePlan::auto(PlanKind::Fused, &[&short, &long], &AutoOptions::new(4, 5)).unwrap();
+    plans[0].check(PlanKind::Train, 6).unwrap();
+    plans[1].check(PlanKind::Fused, 30).unwrap();
+    let longest = |kind, plan: &ExecutePlan, costs: &LayerCosts| {
+        stage_times(kind, plan, costs).into_iter().fold(0.0, f64::max)
+    };
+    let cap_ms = 1.1 * 250.0;
+    assert!(longest(PlanKind::Train, &plans[0], &short) <= cap_ms);
+    assert!(longest(PlanKind::Fused, &plans[1], &long) <= cap_ms);
+}
+
+/// Untimed models are planned by size: equal layers give equal stages.
+#[test]
+fn sizes_are_enough_to_plan() {
+    let costs = LayerCosts::from_bytes((0..12).map(|index| (format!("block {index}"), 1000)));
+    let plans = ExecutePlan::auto(PlanKind::Infer, &[&costs], &AutoOptions::new(4, 5)).unwrap();
+    assert_eq!(plans[0].to_string(), "0..1 1..2 2..3 3..4 4..5 5..6 6..7 7..8 8..9 9..10 10..11 11..12");
+}
