@@ -179,7 +179,8 @@ impl Cx {
     }
 
     /// Says where a parameter lies on this worker, and the accumulator its gradients are added to (dense, in
-    /// the accumulator type, zeroed or holding earlier microbatches).
+    /// the accumulator type, zeroed or holding earlier microbatches). Clones of the accumulator see it change:
+    /// nobody else may use one before the backward pass has ended.
     ///
     /// # Errors
     /// When shapes or types disagree or the tensors live on another worker.

@@ -3,8 +3,8 @@
 //! A model is a [`Sequential`] of [`Layer`]s. A layer is parameters plus a forward; gradients come from
 //! the tape. Weights live in host memory, a [`Worker`] computes, an [`Optimizer`] updates on the host.
 //!
-//! The modules stand in data order: values between layers, layers, ready-made layers, costs, learning
-//! rates, optimizers. This crate has no `unsafe` code.
+//! The modules stand in data order: values between layers, layers, ready-made layers, costs, plans and
+//! their simulation, learning rates, optimizers. This crate has no `unsafe` code.
 #![forbid(unsafe_code)]
 
 pub mod error;
