@@ -19,9 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::bytes::Bytes;
 use crate::cpu;
 use crate::cx::Cx;
-use crate::device::{
-    Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, EventState, Lane, LaneKind, Ops,
-};
+use crate::device::{Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, Lane, LaneKind, Ops};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::exec::Worker;
@@ -184,23 +182,6 @@ impl Device for Meta {
 #[derive(Debug)]
 struct MetaLane(LaneKind);
 
-#[derive(Debug)]
-struct Passed;
-
-impl EventState for Passed {
-    fn passed(&self) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn fence(&self) -> Result<()> {
-        Ok(())
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
-
 impl Lane for MetaLane {
     fn kind(&self) -> LaneKind {
         self.0
@@ -214,7 +195,7 @@ impl Lane for MetaLane {
     }
 
     fn record(&self) -> Result<Event> {
-        Ok(Event::new(Arc::new(Passed)))
+        Ok(Event::past())
     }
 
     fn wait(&self, event: &Event) -> Result<()> {

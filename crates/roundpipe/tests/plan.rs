@@ -77,7 +77,7 @@ fn planning_is_quick() {
         };
         // The fastest of a few: a busy machine is not the planner's fault.
         let fastest = (0..5).map(|_| once()).min().unwrap();
-        let limit_ms = if cfg!(debug_assertions) { 200 } else { 10 };
+        let limit_ms = if cfg!(debug_assertions) { 1000 } else { 10 };
         assert!(fastest.as_millis() < limit_ms, "{fastest:?}, asynchronous: {asynchronous}");
     }
 }
