@@ -22,7 +22,6 @@ use crate::tensor::Tensor;
 struct Owner {
     param: Param,
     place: NodeRef,
-    into: Option<Tensor>,
 }
 
 /// Where a layer computes: a worker, perhaps a tape, and a place in the random stream.
@@ -179,11 +178,12 @@ impl Cx {
     }
 
     /// Says where a parameter lies on this worker, and the accumulator its gradients are added to (dense, in
-    /// the accumulator type, zeroed or holding earlier microbatches). Clones of the accumulator see it change:
-    /// nobody else may use one before the backward pass has ended.
+    /// the accumulator type, zeroed or holding earlier microbatches). The accumulator is given away, so that
+    /// nobody can look while it is being written; [`Gradients::take_param`] gives it back.
     ///
     /// # Errors
-    /// When shapes or types disagree or the tensors live on another worker.
+    /// When shapes or types disagree, the tensors live on another worker, or somebody else holds the
+    /// accumulator.
     pub fn bind(&mut self, param: &Param, tensor: Tensor, into: Option<Tensor>) -> Result<Tensor> {
         const OP: &str = "bind";
         for t in std::iter::once(&tensor).chain(&into) {
@@ -201,14 +201,14 @@ impl Cx {
             ));
         }
         if let Some(into) = &into {
-            self.check_accumulator(param, &tensor, into)?;
+            check_accumulator(into)?;
         }
         let tensor = match &mut self.tape {
-            Some(tape) if param.is_trainable() => tape.parameter(tensor.detach(), into.clone()),
+            Some(tape) if param.is_trainable() => tape.parameter(tensor.detach(), into),
             _ => tensor.detach(),
         };
         if let Some(place) = tensor.node.clone() {
-            self.owners.push(Owner { param: param.clone(), place, into });
+            self.owners.push(Owner { param: param.clone(), place });
         }
         let bound = (param.clone(), tensor.clone());
         match self.places.get(&param.id()) {
@@ -219,22 +219,6 @@ impl Cx {
             }
         }
         Ok(tensor)
-    }
-
-    /// Refuses an accumulator that kernels would read, or write twice, while they add to it.
-    fn check_accumulator(&self, param: &Param, tensor: &Tensor, into: &Tensor) -> Result<()> {
-        let theirs =
-            |o: &Owner| o.param.id() != param.id() && o.into.as_ref().is_some_and(|i| i.overlaps(into));
-        let what = if !into.is_writable() {
-            "lies in a host buffer that is only read"
-        } else if into.overlaps(tensor) || self.bound.iter().any(|(_, t)| t.overlaps(into)) {
-            "overlaps a parameter"
-        } else if self.owners.iter().any(theirs) {
-            "overlaps that of another parameter"
-        } else {
-            return Ok(());
-        };
-        Err(Error::invalid("bind", format!("the accumulator {into:?} {what}")))
     }
 
     /// Sets a buffer (running statistics, counters) once this pass is over: the value is written by
@@ -358,13 +342,11 @@ impl Cx {
     fn collect(&self, owners: Vec<Owner>, leaves: &mut Leaves) -> Result<Vec<(Param, Tensor)>> {
         let mut params: Vec<(Param, Tensor)> = Vec::with_capacity(owners.len());
         let mut at = HashMap::new();
-        for Owner { param, place, .. } in owners {
+        for Owner { param, place } in owners {
             let Some(grad) = leaves.take_at(&place) else { continue };
             let known = *at.entry(param.id()).or_insert(params.len());
             match params.get(known).map(|(_, have)| have) {
                 None => params.push((param, grad)),
-                // The places share their accumulator.
-                Some(have) if have.overlaps(&grad) => {}
                 Some(have) => {
                     self.worker.launch(&Kernel::Accumulate { alpha: 1.0 }, &[Some(&grad)], &[Some(have)])?;
                 }
@@ -396,6 +378,12 @@ impl Gradients {
         self.params.iter().find(|(p, _)| p.id() == param.id()).map(|(_, grad)| grad)
     }
 
+    /// Takes the gradient of a parameter out: where an accumulator was bound, that accumulator.
+    pub fn take_param(&mut self, param: &Param) -> Option<Tensor> {
+        let place = self.params.iter().position(|(p, _)| p.id() == param.id())?;
+        Some(self.params.remove(place).1)
+    }
+
     /// All parameters that received a gradient, in the order of their first use.
     pub fn params(&self) -> impl Iterator<Item = (&Param, &Tensor)> {
         self.params.iter().map(|(p, grad)| (p, grad))
@@ -406,6 +394,16 @@ impl std::fmt::Debug for Gradients {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Gradients({} parameters)", self.params.len())
     }
+}
+
+/// Refuses an accumulator that anybody else could read or write while a backward pass adds to it.
+fn check_accumulator(into: &Tensor) -> Result<()> {
+    let what = match (into.is_writable(), into.is_unique()) {
+        (true, true) => return Ok(()),
+        (true, false) => "is held elsewhere; give it away, and take it back from the gradients",
+        (false, _) => "lies in a host buffer that is only read",
+    };
+    Err(Error::invalid("bind", format!("the accumulator {into:?} {what}")))
 }
 
 /// Refuses what is not a float.

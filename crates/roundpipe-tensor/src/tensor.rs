@@ -143,15 +143,6 @@ impl Tensor {
         matches!(*self.storage, Storage::Block(_))
     }
 
-    /// Whether two tensors may have an element in common.
-    pub(crate) fn overlaps(&self, other: &Self) -> bool {
-        // Different storages never overlap; on meta their addresses may even coincide by chance.
-        match (self.view().extent(), other.view().extent()) {
-            (Some(a), Some(b)) => Arc::ptr_eq(&self.storage, &other.storage) && a.0 < b.1 && b.0 < a.1,
-            _ => false,
-        }
-    }
-
     /// Whether the memory is the worker's own, not a host buffer that it only reads.
     pub(crate) fn is_writable(&self) -> bool {
         matches!(*self.storage, Storage::Block(_))
