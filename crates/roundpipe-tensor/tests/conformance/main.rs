@@ -13,6 +13,7 @@ mod index;
 mod loss;
 mod moe;
 mod norm;
+mod product;
 mod random;
 mod reduce;
 mod rope;
