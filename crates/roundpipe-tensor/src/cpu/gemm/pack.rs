@@ -4,6 +4,7 @@
 //! Lanes beyond the operand and steps beyond k are written as zeros. A type that the kernel does not
 //! multiply directly is converted on the way.
 
+#[cfg(target_arch = "x86_64")]
 use half::bf16;
 
 /// Up to `W` lanes of an operand, `k` steps long.
@@ -86,6 +87,7 @@ pub(super) unsafe fn panel<T: Copy, P: Copy + Default, const W: usize>(
 ///
 /// # Safety
 /// As for [`panel`], with `dst` holding `2 * W` elements for every two steps begun.
+#[cfg(target_arch = "x86_64")]
 #[inline(always)]
 pub(super) unsafe fn pairs<const W: usize>(lines: &Lines<bf16>, dst: *mut bf16) {
     let Lines { lanes, k, .. } = *lines;
