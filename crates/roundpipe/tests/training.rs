@@ -269,3 +269,36 @@ fn a_layers_cost_is_known_beforehand() {
     assert_eq!(costs.forward.peak, (32 * 64 + 32 * 128) * 2);
     assert!(costs.backward.peak > costs.recompute.peak);
 }
+
+/// Clipping scales all gradients by their common norm, and decay stays where it was allowed.
+#[test]
+fn clipping_and_decay_do_what_they_say() {
+    let worker = worker(1);
+    let [wide, flat] = [&[2, 1][..], &[1]].map(|dims| Param::full(DType::F32, dims, 1.0).unwrap());
+    let params = || [("wide".to_owned(), wide.clone()), ("flat".to_owned(), flat.clone())];
+    let gradients = |factor: f64| {
+        let mut cx = Cx::train(&worker);
+        let (a, b) = (cx.get(&wide).unwrap(), cx.get(&flat).unwrap());
+        let sum = cx.add(&a, &b).unwrap();
+        let sum = cx.sum_all(&sum).unwrap();
+        let loss = cx.affine(&sum, factor, 0.0).unwrap();
+        cx.backward(&loss).unwrap()
+    };
+    // Gradients are (3, 3) and 6: a norm of √54, scaled down to 1.
+    let mut clipped = Optimizer::sgd(params(), Sgd::default()).unwrap().clip(1.0);
+    clipped.add(&gradients(3.0)).unwrap();
+    let report = clipped.step(1.0).unwrap();
+    let norm = 54.0f64.sqrt();
+    assert!((report.grad_norm - norm).abs() < 1e-5, "the norm before clipping, not {}", report.grad_norm);
+    let after = [wide.to_vec::<f32>().unwrap()[0], flat.to_vec::<f32>().unwrap()[0]];
+    for (have, grad) in after.iter().zip([3.0, 6.0]) {
+        assert!((f64::from(*have) - (1.0 - grad / norm)).abs() < 1e-5, "{after:?}");
+    }
+    // With no gradient to speak of only decay moves a weight, and only the wide one may decay.
+    let rule = Sgd { weight_decay: 0.5, ..Sgd::default() };
+    let mut decayed = Optimizer::sgd(params(), rule).unwrap().decay_where(|_, p| p.shape().rank() > 1);
+    decayed.add(&gradients(0.0)).unwrap();
+    decayed.step(0.1).unwrap();
+    assert!((wide.to_vec::<f32>().unwrap()[0] - after[0] * 0.95).abs() < 1e-6);
+    assert_eq!(flat.to_vec::<f32>().unwrap()[0], after[1]);
+}
