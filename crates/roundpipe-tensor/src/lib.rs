@@ -26,6 +26,7 @@ pub mod error;
 pub mod shape;
 
 pub mod host;
+pub mod host_tensor;
 pub mod rng;
 
 pub mod kernel;
@@ -56,6 +57,7 @@ pub use error::{Error, Result};
 pub use exec::Worker;
 pub use half::{bf16, f16};
 pub use host::{HostBuf, Pin};
+pub use host_tensor::HostTensor;
 pub use meta::Meta;
 pub use param::{Param, ParamId};
 pub use rng::{RngKey, RngSite};
