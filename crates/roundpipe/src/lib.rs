@@ -29,8 +29,8 @@ pub use lr::LrSchedule;
 pub use optim::Optimizer;
 pub use plan::{ExecutePlan, Pass, PlanKind, Stage};
 pub use roundpipe_tensor::{
-    Bytes, Cpu, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients, HostBuf, Meta, Param, RngKey,
-    RngSite, Shape, Tensor, Worker, bf16, f16, kernel, ops,
+    Bytes, Cpu, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients, HostBuf, HostTensor, Meta,
+    Param, RngKey, RngSite, Shape, Tensor, Worker, bf16, f16, kernel, ops,
 };
 pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
 pub use search::AutoOptions;
