@@ -17,6 +17,8 @@ use crate::shape::Shape;
 use crate::tape::{Back, Leaves, NodeRef, Tape};
 use crate::tensor::Tensor;
 
+const BACKWARD: &str = "backward";
+
 /// A parameter's place on the tape.
 #[derive(Debug)]
 struct Owner {
@@ -37,6 +39,19 @@ pub struct Cx {
     /// Every place of a parameter on the tape, with the accumulator bound there; outlives [`Cx::release`].
     owners: Vec<Owner>,
     updates: Vec<(Param, Tensor)>,
+    recompute: Recompute,
+}
+
+/// What this pass has to do with a recompute of the same layer.
+#[derive(Debug, Default)]
+pub enum Recompute {
+    /// None will follow.
+    #[default]
+    Never,
+    /// One will follow and be given these values.
+    Later(Option<Vec<Tensor>>),
+    /// This is one; these values were saved for it.
+    Now(Vec<Tensor>),
 }
 
 impl Cx {
@@ -61,7 +76,68 @@ impl Cx {
             places: HashMap::new(),
             owners: Vec::new(),
             updates: Vec::new(),
+            recompute: Recompute::Never,
         }
+    }
+
+    /// For a forward whose backward will be a recompute: nothing is recorded, but outputs know whether they
+    /// need a gradient ([`Tensor::requires_grad`]).
+    pub fn ahead(worker: &Worker, training: bool) -> Self {
+        Self { tape: Some(Tape::dry()), ..Self::new(worker, false, training) }
+    }
+
+    /// The same context before or in a recompute.
+    #[must_use]
+    pub fn with_recompute(mut self, recompute: Recompute) -> Self {
+        self.recompute = recompute;
+        self
+    }
+
+    /// Keeps values for the recompute of this layer, so that it need not compute them again: at most once per
+    /// layer and forward. They carry no gradient. When no recompute will follow, nothing is kept.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] on the second call.
+    pub fn save_for_recompute(&mut self, values: &[&Tensor]) -> Result<()> {
+        match &mut self.recompute {
+            Recompute::Later(Some(_)) => {
+                Err(Error::invalid("save_for_recompute", "a layer may call it once per forward; save all at once"))
+            }
+            Recompute::Later(saved) => {
+                *saved = Some(values.iter().map(|t| t.detach()).collect());
+                Ok(())
+            }
+            Recompute::Never | Recompute::Now(_) => Ok(()),
+        }
+    }
+
+    /// Whether this is the repetition of a forward that was run before.
+    pub fn doing_recompute(&self) -> bool {
+        matches!(self.recompute, Recompute::Now(_))
+    }
+
+    /// What the forward gave to [`Cx::save_for_recompute`]; empty when it saved nothing.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] outside a recompute.
+    pub fn recompute_data(&self) -> Result<Vec<Tensor>> {
+        match &self.recompute {
+            Recompute::Now(saved) => Ok(saved.clone()),
+            _ => Err(Error::invalid("recompute_data", "this is no recompute; ask doing_recompute first")),
+        }
+    }
+
+    /// What was saved for a recompute, taken out.
+    pub fn take_saved(&mut self) -> Option<Vec<Tensor>> {
+        match &mut self.recompute {
+            Recompute::Later(saved) => saved.take(),
+            _ => None,
+        }
+    }
+
+    /// The buffers set in this pass and not written yet, taken out.
+    pub fn take_buffers(&mut self) -> Vec<(Param, Tensor)> {
+        std::mem::take(&mut self.updates)
     }
 
     /// The same context at another place of the random stream.
@@ -83,7 +159,7 @@ impl Cx {
 
     /// Whether operations are recorded.
     pub fn is_recording(&self) -> bool {
-        self.tape.is_some()
+        self.tape.as_ref().is_some_and(|tape| !tape.is_dry())
     }
 
     /// Number of operations on the tape.
@@ -314,9 +390,27 @@ impl Cx {
     /// # Errors
     /// When there is no tape, nothing needs a gradient, or a gradient's shape is not its output's.
     pub fn backward_from(&mut self, outputs: &[(Tensor, Tensor)]) -> Result<Gradients> {
-        const OP: &str = "backward";
-        let tape =
-            self.tape.as_ref().ok_or_else(|| Error::invalid(OP, "nothing was recorded: use Cx::train"))?;
+        let seeds = self.seeds(outputs)?;
+        if seeds.is_empty() {
+            return Err(Error::invalid(BACKWARD, "no output depends on an input or a trainable parameter"));
+        }
+        self.walk_back(seeds)
+    }
+
+    /// As [`Cx::backward_from`], where it is no mistake that nothing depends on the outputs: accumulators come
+    /// back as they were bound.
+    ///
+    /// # Errors
+    /// When there is no tape or a gradient's shape is not its output's.
+    pub fn backward_if_any(&mut self, outputs: &[(Tensor, Tensor)]) -> Result<Gradients> {
+        let seeds = self.seeds(outputs)?;
+        self.walk_back(seeds)
+    }
+
+    fn seeds(&self, outputs: &[(Tensor, Tensor)]) -> Result<Vec<(u32, Tensor)>> {
+        const OP: &str = BACKWARD;
+        let tape = self.tape.as_ref().filter(|tape| !tape.is_dry());
+        let tape = tape.ok_or_else(|| Error::invalid(OP, "nothing was recorded: use Cx::train"))?;
         let mut seeds = Vec::with_capacity(outputs.len());
         for (output, grad) in outputs {
             if output.shape() != grad.shape() {
@@ -325,9 +419,10 @@ impl Cx {
             self.worker.check_home(OP, grad)?;
             seeds.extend(tape.number(OP, output)?.map(|number| (number, grad.detach())));
         }
-        if seeds.is_empty() {
-            return Err(Error::invalid(OP, "no output depends on an input or a trainable parameter"));
-        }
+        Ok(seeds)
+    }
+
+    fn walk_back(&mut self, seeds: Vec<(u32, Tensor)>) -> Result<Gradients> {
         // The parameters' tensors are let go here: an optimizer may write them while the gradients live.
         self.release();
         let owners = std::mem::take(&mut self.owners);

@@ -17,6 +17,7 @@
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Instant;
 
 use crate::bytes::Bytes;
 use crate::error::{Error, Result};
@@ -182,8 +183,35 @@ pub trait Lane: Send + Sync + fmt::Debug {
         self.record()?.fence()
     }
 
+    /// The time when the lane gets here. Backends whose lanes run behind the host override this.
+    ///
+    /// # Errors
+    /// When the device refuses.
+    fn stamp(&self) -> Result<Stamp> {
+        Ok(Stamp::Host(Instant::now()))
+    }
+
     /// For backends to recognise their own lanes.
     fn as_any(&self) -> &dyn Any;
+}
+
+/// A moment in a lane.
+#[derive(Debug, Clone)]
+pub enum Stamp {
+    /// The host's clock, for lanes that run while the host waits.
+    Host(Instant),
+    /// The lane's clock; known once the lane has passed.
+    Lane(Event),
+}
+
+impl Stamp {
+    /// Nanoseconds since `origin`, or on the lane's own clock; `None` while the lane has not passed.
+    pub fn ns(&self, origin: Instant) -> Option<u64> {
+        match self {
+            Self::Host(at) => u64::try_from(at.saturating_duration_since(origin).as_nanos()).ok(),
+            Self::Lane(event) => event.state().time_ns(),
+        }
+    }
 }
 
 /// Which way a copy goes.
@@ -294,6 +322,12 @@ pub trait EventState: Send + Sync + fmt::Debug {
         let _ = self.fence();
     }
 
+    /// When the lane passed it, on a clock that all lanes of the machine share; `None` before that, or when
+    /// the backend keeps no time.
+    fn time_ns(&self) -> Option<u64> {
+        None
+    }
+
     /// For backends to recognise their own events.
     fn as_any(&self) -> &dyn Any;
 }
@@ -343,6 +377,11 @@ impl Event {
         self.0.fence()
     }
 
+    /// Whether this is the past of a synchronous lane, which nobody has to wait for.
+    pub fn is_past(&self) -> bool {
+        self.0.as_any().is::<Past>()
+    }
+
     /// For backends to recognise their own events.
     pub fn state(&self) -> &dyn EventState {
         &*self.0
@@ -357,6 +396,10 @@ pub struct Flight<T> {
 }
 
 impl<T> Flight<T> {
+    pub(crate) fn new(event: Event, hold: T) -> Self {
+        Self { event, hold: Some(hold) }
+    }
+
     /// The point behind the copy.
     pub fn event(&self) -> &Event {
         &self.event

@@ -173,6 +173,14 @@ impl Worker {
         self.cast_dense("cast", x, dtype)
     }
 
+    /// The values of `x` in another type, in memory of their own.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn copied(&self, x: &Tensor, dtype: DType) -> Result<Tensor> {
+        self.cast_dense("copy", x, dtype)
+    }
+
     fn cast_dense(&self, op: &'static str, x: &Tensor, dtype: DType) -> Result<Tensor> {
         let out = self.alloc(op, dtype, *x.shape())?;
         self.launch(&Kernel::Copy, &[Some(x)], &[Some(&out)])?;

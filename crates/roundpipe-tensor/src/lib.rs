@@ -37,6 +37,8 @@ pub mod pool;
 pub mod exec;
 pub mod tensor;
 
+pub mod transfer;
+
 pub mod param;
 pub mod tape;
 
@@ -50,7 +52,7 @@ pub mod sim;
 
 pub use bytes::Bytes;
 pub use cpu::Cpu;
-pub use cx::{CustomOp, Cx, Gradients};
+pub use cx::{CustomOp, Cx, Gradients, Recompute};
 pub use device::{Device, DeviceId, DeviceKind, LaneKind};
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};

@@ -6,6 +6,10 @@
 //! requests always gives the same addresses, on any device and in an arena of any size that is enough:
 //! that is how the meta device knows the peak of a real one exactly.
 //!
+//! Blocks that another lane fills (uploads) come from [`Pool::lend`]. When such a block is dropped it is set
+//! aside with an event of the compute lane, so that the next upload into it starts as soon as its last reader
+//! has ended, not when everything queued so far has. Blocks set aside go back to the arena when it runs short.
+//!
 //! # Invariants
 //! - Live blocks never overlap; neighbouring holes are always merged; no hole ends at the top.
 //! - `high_water` is one past the highest byte ever in use, relative to the arena's base.
@@ -15,7 +19,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::bytes::Bytes;
-use crate::device::{Arena, Device};
+use crate::device::{Arena, Device, Event, LaneKind};
 use crate::error::{Error, Result};
 
 /// Blocks start at multiples of this many bytes.
@@ -39,6 +43,16 @@ struct State {
     peak_used: u64,
     high_water: u64,
     allocations: u64,
+    /// Blocks set aside for uploads, oldest first.
+    aside: Vec<Aside>,
+}
+
+/// A block that is kept for the next upload.
+struct Aside {
+    start: u64,
+    bytes: u64,
+    /// Behind the last use; `None` when the lane had run dry.
+    free: Option<Event>,
 }
 
 /// What a pool has given out.
@@ -75,21 +89,65 @@ impl Pool {
     /// [`Error::DeviceMemory`] when no hole is large enough; otherwise what the device reports.
     pub fn alloc(self: &Arc<Self>, op: &'static str, bytes: u64) -> Result<Block> {
         let (start, bytes) = self.place(op, bytes)?;
-        let block = Block { pool: self.clone(), start, bytes };
+        let block = Block { pool: self.clone(), start, bytes, lent: false };
         if bytes > 0 {
             self.device.handing_out(op, block.addr(), bytes)?;
         }
         Ok(block)
     }
 
+    /// A block of at least `bytes` for another lane to fill, and the event which that lane must wait for first.
+    ///
+    /// # Errors
+    /// As [`Pool::alloc`].
+    pub fn lend(self: &Arc<Self>, op: &'static str, bytes: u64) -> Result<(Block, Option<Event>)> {
+        let fits = |a: &Aside| a.bytes >= bytes && a.bytes <= bytes.saturating_add(bytes / 4).saturating_add(ALIGN);
+        let known = {
+            let mut state = self.lock();
+            let best = state.aside.iter().enumerate().filter(|(_, a)| fits(a)).min_by_key(|(_, a)| a.bytes);
+            best.map(|(at, _)| at).map(|at| state.aside.remove(at))
+        };
+        if let Some(Aside { start, bytes, free }) = known {
+            return Ok((Block { pool: self.clone(), start, bytes, lent: true }, free));
+        }
+        let mut block = self.alloc(op, bytes)?;
+        block.lent = true;
+        // Whoever had this memory before may still be queued in the compute lane.
+        let free = self.device.lane(LaneKind::Compute).record()?;
+        Ok((block, Some(free)))
+    }
+
+    /// Gives blocks that were set aside back to the arena.
+    pub fn trim(&self) {
+        let aside = std::mem::take(&mut self.lock().aside);
+        for Aside { start, bytes, .. } in aside {
+            self.release(start, bytes);
+        }
+    }
+
+    fn set_aside(&self, start: u64, bytes: u64) {
+        if bytes == 0 {
+            return;
+        }
+        let free = self.device.lane(LaneKind::Compute).record().ok();
+        self.lock().aside.push(Aside { start, bytes, free });
+    }
+
     fn place(&self, op: &'static str, bytes: u64) -> Result<(u64, u64)> {
         if bytes == 0 {
             return Ok((0, 0));
         }
-        let mut state = self.lock();
         let size = bytes.checked_next_multiple_of(ALIGN);
-        let Some((start, size)) = size.and_then(|size| Some((state.take(size, self.arena.bytes().0)?, size)))
-        else {
+        let take = |state: &mut State| size.and_then(|size| Some((state.take(size, self.arena.bytes().0)?, size)));
+        let mut state = self.lock();
+        let mut found = take(&mut state);
+        if found.is_none() && !state.aside.is_empty() {
+            drop(state);
+            self.trim();
+            state = self.lock();
+            found = take(&mut state);
+        }
+        let Some((start, size)) = found else {
             return Err(Error::DeviceMemory {
                 device: self.device.id(),
                 op,
@@ -128,6 +186,11 @@ impl Pool {
         } else {
             state.add_hole(start, bytes);
         }
+    }
+
+    /// All that may ever be in use.
+    pub fn capacity(&self) -> Bytes {
+        self.arena.bytes()
     }
 
     /// What is and was in use.
@@ -190,6 +253,8 @@ pub struct Block {
     pool: Arc<Pool>,
     start: u64,
     bytes: u64,
+    /// Filled by another lane: set aside when dropped.
+    lent: bool,
 }
 
 impl Block {
@@ -211,7 +276,10 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        self.pool.release(self.start, self.bytes);
+        match self.lent {
+            true => self.pool.set_aside(self.start, self.bytes),
+            false => self.pool.release(self.start, self.bytes),
+        }
     }
 }
 

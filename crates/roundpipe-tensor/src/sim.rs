@@ -41,7 +41,7 @@ pub use timing::{KernelTime, Launch, Timing};
 use crate::bytes::Bytes;
 use crate::cpu::threads::Threads;
 use crate::cpu::{self, CpuOps};
-use crate::device::{Arena, Copy, Device, DeviceId, Direction, Event, EventState, Lane, LaneKind, Ops};
+use crate::device::{Arena, Copy, Device, DeviceId, Direction, Event, EventState, Lane, LaneKind, Ops, Stamp};
 use crate::error::{Error, Result};
 use crate::kernel::{Kernel, View};
 use order::{MOST_RANGES, ranges};
@@ -424,6 +424,11 @@ impl Lane for SimLane {
         Ok(Event::new(Arc::new(SimEvent { world: self.world.clone(), mark })))
     }
 
+    fn stamp(&self) -> Result<Stamp> {
+        let mark = self.world.with(|state| state.push_record(self.number));
+        Ok(Stamp::Lane(Event::new(Arc::new(SimEvent { world: self.world.clone(), mark }))))
+    }
+
     fn wait(&self, event: &Event) -> Result<()> {
         let known = event.state().as_any().downcast_ref::<SimEvent>();
         let Some(event) = known.filter(|e| Arc::ptr_eq(&e.world, &self.world)) else {
@@ -473,6 +478,10 @@ impl EventState for SimEvent {
 
     fn settle(&self) {
         self.world.with(|state| state.pass(&self.mark));
+    }
+
+    fn time_ns(&self) -> Option<u64> {
+        self.mark.time_ns()
     }
 
     fn as_any(&self) -> &dyn Any {

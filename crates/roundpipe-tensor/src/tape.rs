@@ -55,11 +55,21 @@ pub(crate) struct Tape {
     stamp: Arc<()>,
     values: Vec<Value>,
     nodes: Vec<Node>,
+    /// Only notes which values need a gradient; keeps nothing for a walk back.
+    dry: bool,
 }
 
 impl Tape {
     pub(crate) fn new() -> Self {
-        Self { stamp: Arc::new(()), values: Vec::new(), nodes: Vec::new() }
+        Self { stamp: Arc::new(()), values: Vec::new(), nodes: Vec::new(), dry: false }
+    }
+
+    pub(crate) fn dry() -> Self {
+        Self { dry: true, ..Self::new() }
+    }
+
+    pub(crate) fn is_dry(&self) -> bool {
+        self.dry
     }
 
     /// Number of operations recorded.
@@ -113,6 +123,9 @@ impl Tape {
         let first = self.values.len() as u32;
         let count = outputs.len() as u32;
         let outputs = outputs.into_iter().map(|t| self.value(t, false, false, None)).collect();
+        if self.dry {
+            return outputs;
+        }
         self.nodes.push(Node { op, inputs, outputs: (first..first + count).collect(), backward });
         outputs
     }

@@ -29,7 +29,8 @@ pub struct Tensor {
 }
 
 /// The memory behind a tensor.
-enum Storage {
+#[derive(Debug)]
+pub(crate) enum Storage {
     Block(Block),
     /// Host memory read in place (cpu only), and the pool of the worker that reads it.
     Host(HostRef, Arc<Pool>),
@@ -64,6 +65,30 @@ impl Tensor {
         debug_assert!(shape.numel() * dtype.size() <= host.bytes().len());
         let layout = Layout::contiguous(shape);
         Self { storage: Arc::new(Storage::Host(host, pool)), dtype, layout, offset: 0, node: None }
+    }
+
+    /// A dense tensor `offset` bytes into a storage that others may share.
+    pub(crate) fn within(storage: Arc<Storage>, offset: u64, dtype: DType, shape: Shape) -> Result<Self> {
+        let size = dtype.size() as u64;
+        let have = match &*storage {
+            Storage::Block(block) => block.bytes(),
+            Storage::Host(host, _) => host.bytes().len() as u64,
+        };
+        let end = (shape.numel() as u64).checked_mul(size).and_then(|bytes| bytes.checked_add(offset));
+        if offset % size != 0 || end.is_none_or(|end| end > have) {
+            let what = format!("{dtype} {shape} at byte {offset} of {have}");
+            return Err(Error::invalid("tensor", what));
+        }
+        let layout = Layout::contiguous(shape);
+        Ok(Self { storage, dtype, layout, offset: (offset / size) as usize, node: None })
+    }
+
+    /// Whether both are the same memory under the same layout: a value that was passed on unchanged.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.storage, &other.storage)
+            && self.offset == other.offset
+            && self.layout == other.layout
+            && self.dtype == other.dtype
     }
 
     /// Element type.

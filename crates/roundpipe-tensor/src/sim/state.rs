@@ -39,6 +39,13 @@ pub(super) struct Mark {
     passed: OnceLock<Passed>,
 }
 
+impl Mark {
+    /// When the lane passed it.
+    pub fn time_ns(&self) -> Option<u64> {
+        self.passed.get().map(|passed| passed.time)
+    }
+}
+
 /// When a mark was passed and what had happened before it.
 #[derive(Debug)]
 struct Passed {

@@ -1,0 +1,370 @@
+//! One call of an engine: what its tasks pass to each other, and how it ends.
+//!
+//! The threads of all workers meet here. A value is put once by the task that made it and taken once by the
+//! task that needs it, so that host memory is let go as early as it can be.
+//!
+//! # Invariants
+//! - A call ends exactly once, after each of its parts (jobs, gradient downloads) has ended, whether it failed
+//!   or not.
+//! - The first failure is kept; every wait of the call returns after it.
+//! - A failing call fails all calls of its engine that were submitted after it.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use roundpipe_tensor::device::Stamp;
+use roundpipe_tensor::transfer::{Loaded, Parcel};
+use roundpipe_tensor::{Cx, Param, Result as TensorResult, Tensor};
+
+use crate::config::Grain;
+use crate::error::{Error, Result};
+use crate::layer::Layer;
+use crate::plan::Stage;
+use crate::status::Board;
+use crate::store::Store;
+use crate::trace::Category;
+use crate::tree::Tree;
+use crate::version::Abort;
+
+/// Turns a microbatch's outputs and labels into losses.
+pub(crate) type LossFn = Arc<dyn Fn(&mut Cx, Tree, Tree) -> TensorResult<Vec<Tensor>> + Send + Sync>;
+
+/// A model as executors see it.
+pub(crate) struct Model {
+    pub name: String,
+    pub layers: Vec<(String, Arc<dyn Layer>)>,
+    pub store: Store,
+    pub seed: u64,
+    /// Whether a layer was seen to set a buffer: calls then run one after another.
+    pub sets_buffers: AtomicBool,
+}
+
+/// A leaf of a value between stages.
+#[derive(Debug, Clone)]
+pub(crate) struct Leaf {
+    pub parcel: Parcel,
+    pub grad: bool,
+}
+
+/// A value between stages.
+pub(crate) type Flow = Tree<Leaf>;
+
+/// A leaf of a call's input: a value, or the whole output of another call's microbatch.
+#[derive(Clone)]
+pub(crate) enum Source {
+    Value(Leaf),
+    Output(Arc<Call>, usize),
+}
+
+/// What one slot passes to the next for a microbatch.
+pub(crate) enum Passed {
+    Flow(Flow),
+    Grads(Vec<Option<Parcel>>),
+}
+
+/// What a recompute starts from.
+pub(crate) struct Saved {
+    pub flow: Flow,
+    /// What each layer saved for its recompute, and its buffers as they were: by layer.
+    pub extras: Vec<Extra>,
+}
+
+/// What a layer's recompute needs beside its input.
+#[derive(Default)]
+pub(crate) struct Extra {
+    pub layer: usize,
+    pub data: Vec<Parcel>,
+    pub buffers: Vec<(usize, Parcel)>,
+}
+
+/// One timed piece of work.
+pub(crate) struct Timed {
+    pub worker: usize,
+    pub slot: usize,
+    pub layer: Option<usize>,
+    pub microbatch: usize,
+    pub category: Category,
+    pub from: Stamp,
+    pub to: Stamp,
+}
+
+/// What is fixed about a call.
+pub(crate) struct Terms {
+    pub id: u64,
+    pub model: Arc<Model>,
+    /// Forward slots, then backward ones.
+    pub stages: Vec<Stage>,
+    /// The worker of each slot.
+    pub workers: Vec<usize>,
+    pub microbatches: usize,
+    pub grain: Grain,
+    pub training: bool,
+    /// Whether a backward follows.
+    pub trains: bool,
+    /// The version of the weights that all its tasks read.
+    pub version: u64,
+    /// The optimizer step that its gradients are for.
+    pub step: u64,
+    /// Its number among the calls of the model: the random stream.
+    pub number: u64,
+    pub loss: Option<LossFn>,
+    pub wants_outputs: bool,
+    pub wants_input_grads: bool,
+    /// An earlier call whose gradients this one adds to.
+    pub adds_to: Option<Arc<Call>>,
+    pub board: Arc<Board>,
+    pub timing: bool,
+}
+
+/// A call under way.
+pub(crate) struct Call {
+    pub terms: Terms,
+    pub abort: Abort,
+    peers: Arc<Peers>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+pub(crate) struct State {
+    pub inputs: Vec<Option<Tree<Source>>>,
+    pub labels: Vec<Option<Tree<Parcel>>>,
+    pub passed: Vec<Vec<Option<Passed>>>,
+    pub saved: HashMap<(usize, usize), Saved>,
+    pub extras: HashMap<(usize, usize), Extra>,
+    pub loaded: HashMap<(usize, usize), Loaded>,
+    pub losses: Vec<Option<Vec<Parcel>>>,
+    pub outputs: Vec<Option<Flow>>,
+    pub input_grads: Vec<Option<Vec<Option<Parcel>>>>,
+    buffers: Vec<(Param, Parcel)>,
+    pub timed: Vec<Timed>,
+    open: usize,
+    failed: bool,
+    error: Option<Error>,
+    ended: bool,
+}
+
+/// The calls of an engine in the order of their submission.
+#[derive(Default)]
+pub(crate) struct Peers(Mutex<Vec<Weak<Call>>>);
+
+impl Peers {
+    fn list(&self) -> MutexGuard<'_, Vec<Weak<Call>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// All calls that have not ended.
+    pub fn active(&self) -> Vec<Arc<Call>> {
+        let mut list = self.list();
+        list.retain(|call| call.upgrade().is_some_and(|call| !call.has_ended()));
+        list.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Fails all calls whose number is at least `id`.
+    pub fn fail_from(&self, id: u64, why: &str) {
+        for call in self.active() {
+            if call.terms.id >= id {
+                call.fail_alone(Error::Aborted { why: why.to_owned() });
+            }
+        }
+    }
+}
+
+impl Call {
+    pub fn new(
+        terms: Terms,
+        peers: &Arc<Peers>,
+        inputs: Vec<Tree<Source>>,
+        labels: Vec<Tree<Parcel>>,
+    ) -> Arc<Self> {
+        let m = terms.microbatches;
+        fn none<T>(m: usize) -> Vec<Option<T>> {
+            (0..m).map(|_| None).collect()
+        }
+        let state = State {
+            inputs: inputs.into_iter().map(Some).collect(),
+            labels: labels.into_iter().map(Some).collect(),
+            passed: terms.stages.iter().map(|_| none(m)).collect(),
+            saved: HashMap::new(),
+            extras: HashMap::new(),
+            loaded: HashMap::new(),
+            losses: none(m),
+            outputs: none(m),
+            input_grads: none(m),
+            buffers: Vec::new(),
+            timed: Vec::new(),
+            open: 0,
+            failed: false,
+            error: None,
+            ended: false,
+        };
+        let call = Arc::new(Self {
+            terms,
+            abort: Abort::default(),
+            peers: peers.clone(),
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        });
+        peers.list().push(Arc::downgrade(&call));
+        call
+    }
+
+    pub fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the state and wakes whoever waits.
+    pub fn put<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
+        let out = change(&mut self.lock());
+        self.changed.notify_all();
+        self.terms.board.tick();
+        out
+    }
+
+    /// Waits until `take` finds what it looks for.
+    ///
+    /// # Errors
+    /// [`Error::Aborted`] when the call fails.
+    pub fn wait<R>(&self, who: &str, what: &str, mut take: impl FnMut(&mut State) -> Option<R>) -> Result<R> {
+        let mut state = self.lock();
+        let mut watched = None;
+        loop {
+            if state.failed {
+                return Err(Error::Aborted { why: "the call failed".to_owned() });
+            }
+            if let Some(found) = take(&mut state) {
+                return Ok(found);
+            }
+            watched.get_or_insert_with(|| self.terms.board.enter(who, what));
+            let woken = self.changed.wait_timeout(state, Duration::from_millis(200));
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// One more part must end before the call does.
+    pub fn open_part(&self) {
+        self.lock().open += 1;
+    }
+
+    /// A part has ended. The last one writes the buffers that layers set.
+    pub fn end_part(&self) {
+        let last = {
+            let mut state = self.lock();
+            state.open -= 1;
+            state.open == 0
+        };
+        if last {
+            self.end();
+        }
+    }
+
+    fn end(&self) {
+        let buffers = std::mem::take(&mut self.lock().buffers);
+        if !self.has_failed()
+            && let Err(error) = write_buffers(buffers)
+        {
+            self.fail(error);
+        }
+        let mut state = self.lock();
+        if state.failed {
+            // Values that nobody will take hold memory of workers and of the host.
+            state.passed.clear();
+            state.saved.clear();
+            state.extras.clear();
+            state.loaded.clear();
+        }
+        state.ended = true;
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Notes values of buffers at the end of a forward.
+    pub fn set_buffers(&self, buffers: Vec<(Param, Parcel)>) {
+        if !buffers.is_empty() {
+            self.terms.model.sets_buffers.store(true, Ordering::Relaxed);
+            self.lock().buffers.extend(buffers);
+        }
+    }
+
+    /// Ends all waits of this call and of those submitted after it.
+    pub fn fail(&self, error: Error) {
+        let why = format!("an earlier call failed: {error}");
+        self.fail_alone(error);
+        self.peers.fail_from(self.terms.id + 1, &why);
+    }
+
+    fn fail_alone(&self, error: Error) {
+        {
+            let mut state = self.lock();
+            if state.failed || state.ended {
+                return;
+            }
+            state.failed = true;
+            state.error = Some(error);
+        }
+        self.abort.set();
+        self.changed.notify_all();
+    }
+
+    pub fn has_failed(&self) -> bool {
+        self.lock().failed
+    }
+
+    pub fn has_ended(&self) -> bool {
+        self.lock().ended
+    }
+
+    /// The error that ended it, once.
+    pub fn take_error(&self) -> Option<Error> {
+        let mut state = self.lock();
+        match state.failed {
+            true => {
+                Some(state.error.take().unwrap_or(Error::Aborted { why: "the call failed before".to_owned() }))
+            }
+            false => None,
+        }
+    }
+
+    /// Waits until every part has ended; whether it succeeded.
+    pub fn wait_end(&self, who: &str) -> bool {
+        let mut state = self.lock();
+        let mut watched = None;
+        while !state.ended {
+            watched.get_or_insert_with(|| self.terms.board.enter(who, "waiting for a call to end"));
+            let woken = self.changed.wait_timeout(state, Duration::from_millis(200));
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        !state.failed
+    }
+
+    /// Whether a layer's input is kept for a recompute.
+    pub fn saves(&self, layer: usize) -> bool {
+        self.backward_slot(layer).is_some_and(|slot| {
+            let stage = &self.terms.stages[slot];
+            stage.pass == crate::plan::Pass::Backward
+                && (self.terms.grain == Grain::Layer || stage.layers.start == layer)
+        })
+    }
+
+    /// The backward or fused slot of a layer.
+    pub fn backward_slot(&self, layer: usize) -> Option<usize> {
+        let terms = &self.terms;
+        if !terms.trains {
+            return None;
+        }
+        let back = |stage: &Stage| stage.pass != crate::plan::Pass::Forward && stage.layers.contains(&layer);
+        terms.stages.iter().position(back)
+    }
+}
+
+fn write_buffers(buffers: Vec<(Param, Parcel)>) -> Result<()> {
+    // All have landed before the first is written.
+    let landed: Vec<_> = buffers.iter().map(|(_, parcel)| parcel.fence()).collect::<TensorResult<_>>()?;
+    for ((param, _), value) in buffers.iter().zip(landed) {
+        let data = param.data();
+        let mut into = data.write(0..data.len())?;
+        into.bytes().copy_from_slice(value.read_all()?.bytes());
+    }
+    Ok(())
+}

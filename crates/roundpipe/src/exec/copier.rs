@@ -1,0 +1,202 @@
+//! Weights on their way in and gradients on their way out, beside the launcher.
+//!
+//! Each worker has two threads here, so that a prefetch never waits behind launches, and a gradient never
+//! behind a prefetch that waits for a new version of the weights. The serial executor does both on the spot.
+//!
+//! # Order
+//! 1. Weights are read once the version that the call asks for has been published, under a ticket that keeps
+//!    the optimizer from writing there until the last chunk has landed.
+//! 2. A gradient is written once the update before has read the one that lies there.
+//! 3. At most [`MOST_UNLOADS`] jobs' gradients of a worker are on their way; the launcher waits for room.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use roundpipe_tensor::Tensor;
+use roundpipe_tensor::device::Event;
+use roundpipe_tensor::transfer::{Part, Port, Slot};
+
+use super::call::Call;
+use crate::error::{Error, Result, TaskPlace};
+use crate::version::ReadTicket;
+
+/// Weights and gradients travel in pieces of this size, so that activations can pass between them.
+const CHUNK: u64 = 16 << 20;
+const MOST_UNLOADS: usize = 2;
+
+/// A layer's weights to bring.
+pub(crate) struct Load {
+    pub call: Arc<Call>,
+    pub slot: usize,
+    pub layer: usize,
+    pub memory: Slot,
+    pub tickets: Vec<ReadTicket>,
+}
+
+/// The gradients of a job to take away.
+pub(crate) struct Unload {
+    pub call: Arc<Call>,
+    pub slot: usize,
+    pub gradients: Vec<Gradient>,
+    /// Behind the kernels that made them.
+    pub after: Event,
+}
+
+/// One parameter's gradient, in its final type.
+pub(crate) struct Gradient {
+    pub layer: usize,
+    pub param: usize,
+    pub tensor: Tensor,
+}
+
+/// Jobs whose gradients are on their way.
+type Room = Arc<(Mutex<usize>, Condvar)>;
+
+/// Who moves weights and gradients of a worker.
+pub(crate) enum Mover {
+    /// Whoever asks.
+    Inline(Arc<Port>),
+    /// Two threads.
+    Threads { loads: Sender<Load>, unloads: Sender<Unload>, room: Room },
+}
+
+impl Mover {
+    /// Starts the threads of a worker.
+    pub fn start(port: &Arc<Port>, threads: &mut Vec<JoinHandle<()>>) -> Result<Self> {
+        let (loads, to_load) = channel::<Load>();
+        let (unloads, to_unload) = channel::<Unload>();
+        let room: Room = Arc::default();
+        let id = port.worker().device().id();
+        let (up, down, freed) = (port.clone(), port.clone(), room.clone());
+        let spawn = |name: String, body: Box<dyn FnOnce() + Send>| {
+            let fail = |e| Error::config("threads", format!("cannot start the thread {name}: {e}"));
+            std::thread::Builder::new().name(name.clone()).spawn(body).map_err(fail)
+        };
+        threads.push(spawn(format!("{id} up"), Box::new(move || load_all(&up, &to_load)))?);
+        threads.push(spawn(format!("{id} down"), Box::new(move || unload_all(&down, &to_unload, &freed)))?);
+        Ok(Self::Threads { loads, unloads, room })
+    }
+
+    /// Brings a layer's weights; they appear in the call.
+    pub fn load(&self, load: Load) {
+        match self {
+            Self::Inline(port) => bring(port, load),
+            // The thread ends only after this sender is gone.
+            Self::Threads { loads, .. } => drop(loads.send(load)),
+        }
+    }
+
+    /// Takes a job's gradients away; ends one part of the call.
+    pub fn unload(&self, unload: Unload) {
+        match self {
+            Self::Inline(port) => take_away(port, unload),
+            Self::Threads { unloads, room, .. } => {
+                let (count, freed) = &**room;
+                let mut count = count.lock().unwrap_or_else(PoisonError::into_inner);
+                while *count >= MOST_UNLOADS {
+                    count = freed.wait(count).unwrap_or_else(PoisonError::into_inner);
+                }
+                *count += 1;
+                drop(count);
+                drop(unloads.send(unload));
+            }
+        }
+    }
+}
+
+fn load_all(port: &Port, loads: &Receiver<Load>) {
+    for load in loads {
+        bring(port, load);
+    }
+}
+
+fn unload_all(port: &Port, unloads: &Receiver<Unload>, room: &Room) {
+    for unload in unloads {
+        take_away(port, unload);
+        *room.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        room.1.notify_all();
+    }
+}
+
+fn fail(port: &Port, call: &Call, slot: usize, layer: usize, error: Error) {
+    if matches!(error, Error::Aborted { .. }) {
+        return call.fail(error);
+    }
+    let stage = &call.terms.stages[slot];
+    let place = TaskPlace {
+        model: call.terms.model.name.clone(),
+        pass: stage.pass,
+        stage: slot,
+        layers: stage.layers.clone(),
+        layer: Some((layer, call.terms.model.layers[layer].0.clone())),
+        microbatch: None,
+        device: port.worker().device().id(),
+    };
+    call.fail(Error::Task { place: Box::new(place), source: Box::new(error) });
+}
+
+fn bring(port: &Port, load: Load) {
+    let (call, slot, layer) = (load.call.clone(), load.slot, load.layer);
+    if call.has_failed() {
+        return;
+    }
+    if let Err(error) = try_bring(port, load) {
+        fail(port, &call, slot, layer, error);
+    }
+}
+
+fn try_bring(port: &Port, load: Load) -> Result<()> {
+    let Load { call, slot, layer, memory, tickets } = load;
+    let terms = &call.terms;
+    let who = || format!("{} up", port.worker().device().id());
+    {
+        let _watched = terms.board.enter(&who(), "waiting for a new version of the weights");
+        for ticket in &tickets {
+            ticket.wait_readable(&call.abort)?;
+        }
+    }
+    let segments = terms.model.store.layer(layer).segments(terms.version)?;
+    let part = |s: crate::store::Segment| Ok(Part { host: s.data.read_all()?, offset: s.block_offset as u64 });
+    let parts = segments.into_iter().map(part).collect::<Result<Vec<_>>>()?;
+    let (loaded, flight) = memory.fill("weights", parts, CHUNK)?;
+    call.put(|state| state.loaded.insert((slot, layer), loaded));
+    flight.land()?;
+    drop(tickets);
+    Ok(())
+}
+
+fn take_away(port: &Port, unload: Unload) {
+    let (call, slot) = (unload.call.clone(), unload.slot);
+    let layer = call.terms.stages[slot].layers.start;
+    if let Err(error) = try_take_away(port, unload) {
+        fail(port, &call, slot, layer, error);
+    }
+    call.end_part();
+}
+
+fn try_take_away(port: &Port, unload: Unload) -> Result<()> {
+    let Unload { call, gradients, after, .. } = unload;
+    if call.has_failed() {
+        // The gradients' memory goes back once the kernels that write it have run.
+        let _ = after.fence();
+        return Ok(());
+    }
+    let terms = &call.terms;
+    let mut flights = Vec::with_capacity(gradients.len());
+    for Gradient { layer, param, tensor } in gradients {
+        let stored = terms.model.store.layer(layer);
+        {
+            let _watched = terms.board.enter("gradients", "waiting for the optimizer to read the last ones");
+            stored.versions().wait_grad_free(terms.step, &call.abort)?;
+        }
+        let Some(range) = stored.grad_range(param) else { continue };
+        let host = range.write(0..range.len())?;
+        flights.push((layer, param, port.unload("gradient", tensor, &after, host, CHUNK)?));
+    }
+    for (layer, param, flight) in flights {
+        flight.land()?;
+        terms.model.store.layer(layer).set_filled(param, true);
+    }
+    Ok(())
+}

@@ -1,0 +1,779 @@
+//! One worker's tasks, in the order of its jobs.
+//!
+//! A job is one slot of a call: a stage, all microbatches in order. The launcher seats each layer's weights
+//! when its first microbatch gets there, so that compute starts with the first layer that has landed, and asks
+//! for the next job's weights before it starts this one's tasks. The input of the next microbatch is sent for
+//! before the current one is computed.
+//!
+//! # What stays on the worker
+//! - A value whose every reader is on this worker, while the budget lasts: it is never downloaded.
+//! - A value that a stage passed on unchanged (positions, masks): uploaded once per call.
+//!
+//! Both are let go when their last reader has them, or with the call.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use roundpipe_tensor::device::Stamp;
+use roundpipe_tensor::transfer::{Arrival, Parcel, Port, Slot};
+use roundpipe_tensor::{DType, LaneKind, RngSite, Shape, Tensor, Worker};
+
+use super::call::{Call, Extra, Flow, Leaf, Passed, Saved, Source, State, Timed};
+use super::copier::{Gradient, Load, Mover, Unload};
+use super::ring::Line;
+use super::visit::{self, Held, Mode, Ran, Seated, Taped};
+use crate::config::Grain;
+use crate::error::{Error, Result, TaskPlace};
+use crate::plan::Pass;
+use crate::trace::Category;
+use crate::tree::Tree;
+use crate::version::ReadTicket;
+
+/// One slot of a call, and the right to read the weights of its layers.
+pub(crate) struct Job {
+    pub call: Arc<Call>,
+    pub slot: usize,
+    /// By layer of the stage, in the order of upload.
+    pub tickets: HashMap<usize, Vec<ReadTicket>>,
+    /// Whether its weights were asked for already.
+    pub ordered: bool,
+}
+
+/// A value that stays on the worker.
+struct Kept {
+    tensor: Tensor,
+    /// Keeps the address, by which it is found, from being used again.
+    _parcel: Parcel,
+    /// Readers to come; `None` until the call ends.
+    uses: Option<usize>,
+}
+
+/// One worker's hands.
+pub(crate) struct Launcher {
+    pub index: usize,
+    pub who: String,
+    pub port: Arc<Port>,
+    pub mover: Mover,
+    /// Bytes of values that may stay on the worker.
+    pub keep_limit: u64,
+    kept: HashMap<usize, Kept>,
+    kept_bytes: u64,
+    /// The call that `kept` belongs to.
+    call: Option<u64>,
+    /// Where jobs come from, and the one that follows the current one.
+    line: Option<Arc<Line>>,
+    pub next: Option<Job>,
+}
+
+/// What a microbatch's visit is called in errors.
+struct Visit<'a> {
+    call: &'a Arc<Call>,
+    slot: usize,
+    microbatch: usize,
+}
+
+/// A microbatch's values on their way to the worker.
+type Coming = Tree<Awaited>;
+
+enum Awaited {
+    Here(Held),
+    Coming(Arrival, Leaf),
+}
+
+/// The layers of a job that are on the worker.
+#[derive(Default)]
+struct Seats(HashMap<usize, Seated>);
+
+impl Launcher {
+    pub fn new(index: usize, port: Arc<Port>, mover: Mover, keep_limit: u64, line: Option<Arc<Line>>) -> Self {
+        let who = format!("{} launcher", port.worker().device().id());
+        let kept = HashMap::new();
+        Self { index, who, port, mover, keep_limit, kept, kept_bytes: 0, call: None, line, next: None }
+    }
+
+    fn worker(&self) -> &Worker {
+        self.port.worker()
+    }
+
+    /// Runs a job to its end. A failure goes to the call.
+    pub fn run(&mut self, mut job: Job) {
+        let call = job.call.clone();
+        self.enter(&call);
+        if call.has_failed() {
+            self.forget();
+        } else if let Err(error) = self.run_job(&mut job) {
+            call.fail(error);
+            self.forget();
+            self.port.drain();
+        }
+        drop(job);
+        call.end_part();
+    }
+
+    /// Values of an earlier call are let go.
+    fn enter(&mut self, call: &Call) {
+        if self.call != Some(call.terms.id) {
+            self.forget();
+            self.call = Some(call.terms.id);
+        }
+    }
+
+    fn forget(&mut self) {
+        self.kept.clear();
+        self.kept_bytes = 0;
+    }
+
+    /// Asks for the weights of the job that follows, as soon as there is one.
+    fn look_ahead(&mut self) {
+        if self.next.is_some() {
+            return;
+        }
+        let Some(mut next) = self.line.as_ref().and_then(|line| line.peek()) else { return };
+        if !next.call.has_failed() {
+            // Without room for two stages the next one waits for this one to end.
+            let _ = self.order(&mut next);
+        }
+        self.next = Some(next);
+    }
+
+    fn run_job(&mut self, job: &mut Job) -> Result<()> {
+        self.order(job)?;
+        let call = job.call.clone();
+        let pass = call.terms.stages[job.slot].pass;
+        let mut seats = Seats::default();
+        if pass != Pass::Forward
+            && let Some(earlier) = &call.terms.adds_to
+        {
+            earlier.wait_end(&self.who);
+        }
+        let mut ahead = None;
+        for microbatch in 0..call.terms.microbatches {
+            self.look_ahead();
+            let visit = Visit { call: &call, slot: job.slot, microbatch };
+            self.port.turn().map_err(|e| self.place(&visit, None, e))?;
+            match pass {
+                Pass::Forward => self.forward(job, &mut seats, &visit, &mut ahead)?,
+                Pass::Fused => self.fused(job, &mut seats, &visit, &mut ahead)?,
+                Pass::Backward => self.backward(job, &mut seats, &visit)?,
+            }
+        }
+        self.finish(job, seats)
+    }
+
+    /// Adds the place to an error.
+    fn place(&self, visit: &Visit<'_>, layer: Option<usize>, source: roundpipe_tensor::Error) -> Error {
+        let terms = &visit.call.terms;
+        let stage = &terms.stages[visit.slot];
+        Error::Task {
+            place: Box::new(TaskPlace {
+                model: terms.model.name.clone(),
+                pass: stage.pass,
+                stage: visit.slot,
+                layers: stage.layers.clone(),
+                layer: layer.map(|l| (l, terms.model.layers[l].0.clone())),
+                microbatch: Some(visit.microbatch),
+                device: self.worker().device().id(),
+            }),
+            source: Box::new(source.into()),
+        }
+    }
+
+    // ---- weights ----
+
+    /// Asks for the weights of a job's layers, in the order they are needed. A worker that reads host memory
+    /// in place needs no copies.
+    fn order(&mut self, job: &mut Job) -> Result<()> {
+        if job.ordered || self.worker().device().aliases_host() {
+            return Ok(());
+        }
+        let call = job.call.clone();
+        let stage = &call.terms.stages[job.slot];
+        let mut layers: Vec<usize> = stage.layers.clone().collect();
+        if stage.pass == Pass::Backward && call.terms.grain == Grain::Layer {
+            layers.reverse();
+        }
+        let visit = Visit { call: &call, slot: job.slot, microbatch: 0 };
+        let mut slots = Vec::new();
+        for layer in layers {
+            let bytes = call.terms.model.store.layer(layer).block_bytes() as u64;
+            let slot = Slot::reserve(self.worker(), bytes).map_err(|e| self.place(&visit, Some(layer), e))?;
+            slots.push((layer, slot));
+        }
+        job.ordered = true;
+        for (layer, memory) in slots {
+            let tickets = job.tickets.remove(&layer).unwrap_or_default();
+            self.mover.load(Load { call: call.clone(), slot: job.slot, layer, memory, tickets });
+        }
+        Ok(())
+    }
+
+    /// Waits for a layer's weights and makes tensors of them.
+    fn seat<'s>(
+        &mut self,
+        job: &mut Job,
+        seats: &'s mut Seats,
+        layer: usize,
+        visit: &Visit<'_>,
+    ) -> Result<&'s mut Seated> {
+        if !seats.0.contains_key(&layer) {
+            let seated = self.seat_now(job, layer, visit)?;
+            seats.0.insert(layer, seated);
+        }
+        Ok(seats.0.get_mut(&layer).expect("just put there"))
+    }
+
+    fn seat_now(&mut self, job: &mut Job, layer: usize, visit: &Visit<'_>) -> Result<Seated> {
+        let call = visit.call;
+        let stored = call.terms.model.store.layer(layer);
+        let fail = |e| self.place(visit, Some(layer), e);
+        let tensors = if self.worker().device().aliases_host() {
+            for ticket in job.tickets.get(&layer).into_iter().flatten() {
+                let _watched = call.terms.board.enter(&self.who, "waiting for a layer's weights");
+                ticket.wait_readable(&call.abort)?;
+            }
+            let worker = self.worker();
+            let alias = |i: usize| {
+                let (data, p) = (stored.data(i, call.terms.version)?, &stored.params()[i]);
+                worker.alias(&data, p.dtype, p.shape)
+            };
+            (0..stored.params().len()).map(alias).collect::<Result<Vec<_>, _>>().map_err(fail)?
+        } else {
+            let what = "waiting for a layer's weights to be sent";
+            let loaded = call.wait(&self.who, what, |state| state.loaded.remove(&(visit.slot, layer)))?;
+            let places: Vec<(u64, DType, Shape)> =
+                stored.params().iter().map(|p| (p.block_offset as u64, p.dtype, p.shape)).collect();
+            loaded.tensors(&places).map_err(fail)?
+        };
+        let sums = self.sums(visit, layer, tensors.len())?;
+        let params = stored.params().iter().map(|p| p.param.clone()).zip(tensors).collect();
+        Ok(Seated { index: layer, params, set: vec![false; sums.len()], sums })
+    }
+
+    /// Gradients of earlier calls since the last step, as the start of the sums.
+    fn sums(&mut self, visit: &Visit<'_>, layer: usize, count: usize) -> Result<Vec<Option<Tensor>>> {
+        let terms = &visit.call.terms;
+        let mut sums: Vec<Option<Tensor>> = (0..count).map(|_| None).collect();
+        if terms.adds_to.is_none() || terms.stages[visit.slot].pass == Pass::Forward {
+            return Ok(sums);
+        }
+        let stored = terms.model.store.layer(layer);
+        for (i, sum) in sums.iter_mut().enumerate() {
+            let Some(grad) = stored.grad_range(i).filter(|_| stored.filled(i)) else { continue };
+            let start = || {
+                let p = &stored.params()[i];
+                let parcel = Parcel::given(grad, stored.grad_dtype(i), p.shape)?;
+                let here = self.port.receive("gradient so far", &parcel)?.land()?;
+                // A sum is written to, so it must be the worker's own memory.
+                let own = self.worker().copied(&here, p.dtype.accumulator())?;
+                drop(here);
+                Ok(own)
+            };
+            *sum = Some(start().map_err(|e| self.place(visit, Some(layer), e))?);
+        }
+        Ok(sums)
+    }
+
+    // ---- values ----
+
+    /// Keeps a value on the worker if every reader is here and the budget allows.
+    fn keep(&mut self, tensor: &Tensor, readers: &[usize]) -> Option<Parcel> {
+        let bytes = (tensor.numel() * tensor.dtype().size()) as u64;
+        let local = !readers.is_empty() && readers.iter().all(|w| *w == self.index);
+        if !local || self.kept_bytes + bytes > self.keep_limit {
+            return None;
+        }
+        let parcel = Parcel::hollow(tensor);
+        self.hold(&parcel, tensor, Some(readers.len()));
+        Some(parcel)
+    }
+
+    fn hold(&mut self, parcel: &Parcel, tensor: &Tensor, uses: Option<usize>) {
+        self.kept_bytes += (tensor.numel() * tensor.dtype().size()) as u64;
+        let kept = Kept { tensor: tensor.clone(), _parcel: parcel.clone(), uses };
+        self.kept.insert(parcel.id(), kept);
+    }
+
+    /// A value that is on the worker already.
+    fn find(&mut self, parcel: &Parcel) -> Option<Tensor> {
+        let kept = self.kept.get_mut(&parcel.id())?;
+        let tensor = kept.tensor.clone();
+        if let Some(uses) = &mut kept.uses {
+            *uses -= 1;
+            if *uses == 0 {
+                self.kept.remove(&parcel.id());
+                self.kept_bytes -= (tensor.numel() * tensor.dtype().size()) as u64;
+            }
+        }
+        Some(tensor)
+    }
+
+    /// Starts bringing a value here.
+    fn receive(&mut self, visit: &Visit<'_>, flow: Flow) -> Result<Coming> {
+        let mut bring = |leaf: Leaf| -> Result<Awaited> {
+            if let Some(tensor) = self.find(&leaf.parcel) {
+                return Ok(Awaited::Here(Held { tensor, grad: leaf.grad, parcel: Some(leaf.parcel) }));
+            }
+            let arrival = self.port.receive("activation", &leaf.parcel);
+            Ok(Awaited::Coming(arrival.map_err(|e| self.place(visit, None, e))?, leaf))
+        };
+        flow.try_map(&mut bring)
+    }
+
+    fn land(&self, visit: &Visit<'_>, coming: Coming) -> Result<Tree<Held>> {
+        coming.try_map(|awaited| match awaited {
+            Awaited::Here(held) => Ok(held),
+            Awaited::Coming(arrival, leaf) => {
+                let tensor = arrival.land().map_err(|e| self.place(visit, None, e))?;
+                Ok(Held { tensor, grad: leaf.grad, parcel: Some(leaf.parcel) })
+            }
+        })
+    }
+
+    /// Makes a value available to its readers (the host, when there are none): kept here, already elsewhere, or
+    /// downloaded.
+    fn send(&mut self, visit: &Visit<'_>, here: &mut Tree<Held>, readers: &[usize]) -> Result<Flow> {
+        let mut leaves = Vec::new();
+        for held in here.leaves_mut() {
+            // What stayed here alone is nothing to others, nor to the host (no readers).
+            let local = !readers.is_empty() && readers.iter().all(|w| *w == self.index);
+            let parcel = match &held.parcel {
+                Some(parcel) if local || !parcel.is_hollow() => self.pass_on(parcel, &held.tensor, readers),
+                _ => match self.keep(&held.tensor, readers) {
+                    Some(parcel) => parcel,
+                    None => {
+                        let sent = self.port.send("activation", &held.tensor);
+                        sent.map_err(|e| self.place(visit, None, e))?
+                    }
+                },
+            };
+            held.parcel = Some(parcel.clone());
+            leaves.push(Leaf { parcel, grad: held.grad });
+        }
+        Ok(here.with_leaves(leaves)?)
+    }
+
+    /// A value that came here and goes on unchanged is not sent again, and stays for the next stage here.
+    fn pass_on(&mut self, parcel: &Parcel, tensor: &Tensor, readers: &[usize]) -> Parcel {
+        let here = readers.contains(&self.index);
+        let bytes = (tensor.numel() * tensor.dtype().size()) as u64;
+        match self.kept.get_mut(&parcel.id()) {
+            Some(Kept { uses: Some(uses), .. }) => *uses += readers.len(),
+            Some(_) => {}
+            // A hollow one must stay, whatever it takes: it is nowhere else.
+            None if parcel.is_hollow() => self.hold(parcel, tensor, Some(readers.len())),
+            None if here && self.kept_bytes + bytes <= self.keep_limit => self.hold(parcel, tensor, None),
+            None => {}
+        }
+        parcel.clone()
+    }
+
+    /// The workers that will read the value in front of `layer` after slot `slot` ran.
+    fn readers(&self, call: &Call, slot: usize, layer: usize) -> Vec<usize> {
+        let terms = &call.terms;
+        let next = terms.stages.get(slot + 1).filter(|next| next.layers.start == layer);
+        let mut readers: Vec<usize> = next
+            .filter(|next| next.pass != Pass::Backward && terms.stages[slot].layers.end == layer)
+            .map(|_| terms.workers[slot + 1])
+            .into_iter()
+            .collect();
+        if call.saves(layer) {
+            readers.extend(call.backward_slot(layer).map(|back| terms.workers[back]));
+        }
+        readers
+    }
+
+    // ---- forward ----
+
+    /// The input of a microbatch, from the call or from the slot before; `None` when it is not there yet.
+    fn input(&self, visit: &Visit<'_>, wait: bool) -> Result<Option<Flow>> {
+        let call = visit.call;
+        let microbatch = visit.microbatch;
+        if visit.slot == 0 {
+            let source = call.lock().inputs[microbatch].take();
+            let Some(source) = source else { return Ok(None) };
+            return self.resolve(visit, source).map(Some);
+        }
+        let take = |state: &mut State| match state.passed[visit.slot - 1][microbatch].take() {
+            Some(Passed::Flow(flow)) => Some(flow),
+            other => {
+                state.passed[visit.slot - 1][microbatch] = other;
+                None
+            }
+        };
+        if !wait {
+            return Ok(take(&mut call.lock()));
+        }
+        let what = format!("waiting for microbatch {microbatch} of stage {}", visit.slot - 1);
+        call.wait(&self.who, &what, take).map(Some)
+    }
+
+    /// Outputs of other calls, microbatch by microbatch, as they come.
+    fn resolve(&self, visit: &Visit<'_>, source: Tree<Source>) -> Result<Flow> {
+        source.try_flat_map(&mut |source| match source {
+            Source::Value(leaf) => Ok(Tree::Tensor(leaf)),
+            Source::Output(other, microbatch) => {
+                let what = format!("waiting for microbatch {microbatch} of {}", other.terms.model.name);
+                let found =
+                    other.wait(&self.who, &what, |state| state.outputs[microbatch].clone()).map_err(|_| {
+                        Error::Aborted { why: format!("the call of {} failed", other.terms.model.name) }
+                    })?;
+                let grads = visit.call.terms.wants_input_grads;
+                Ok(found.map_ref(|leaf| Leaf { grad: leaf.grad && grads, ..leaf.clone() }))
+            }
+        })
+    }
+
+    /// The input of this visit on the worker, and the next one's on its way.
+    fn take_input(&mut self, visit: &Visit<'_>, ahead: &mut Option<Coming>) -> Result<Tree<Held>> {
+        let coming = match ahead.take() {
+            Some(coming) => coming,
+            None => {
+                let flow = self.input(visit, true)?;
+                let flow = flow.ok_or_else(|| Error::Aborted { why: "an input was taken twice".to_owned() })?;
+                self.receive(visit, flow)?
+            }
+        };
+        let here = self.land(visit, coming)?;
+        let next = Visit { microbatch: visit.microbatch + 1, ..*visit };
+        if next.microbatch < visit.call.terms.microbatches
+            && let Some(flow) = self.input(&next, false)?
+        {
+            *ahead = Some(self.receive(&next, flow)?);
+        }
+        Ok(here)
+    }
+
+    fn forward(
+        &mut self,
+        job: &mut Job,
+        seats: &mut Seats,
+        visit: &Visit<'_>,
+        ahead: &mut Option<Coming>,
+    ) -> Result<()> {
+        let (call, m) = (visit.call, visit.microbatch);
+        let terms = &call.terms;
+        let stage = &terms.stages[visit.slot];
+        let mut here = self.take_input(visit, ahead)?;
+        for layer in stage.layers.clone() {
+            if call.saves(layer) {
+                let readers = self.readers(call, visit.slot, layer);
+                let flow = self.send(visit, &mut here, &readers)?;
+                call.put(|state| state.saved.insert((layer, m), Saved { flow, extras: Vec::new() }));
+            }
+            let seated = self.seat(job, seats, layer, visit)?;
+            let mode = if terms.trains { Mode::Ahead } else { Mode::Plain };
+            let ran = self.run_layer(visit, seated, Category::Forward, mode, &here)?;
+            if terms.trains {
+                self.save_extras(visit, layer, &ran)?;
+            }
+            here = ran.output;
+        }
+        let end = stage.layers.end;
+        let last = terms.stages.get(visit.slot + 1).is_none_or(|next| next.pass == Pass::Backward);
+        if last {
+            let flow = self.send(visit, &mut here, &[])?;
+            call.put(|state| state.outputs[m] = Some(flow));
+            return Ok(());
+        }
+        let readers = self.readers(call, visit.slot, end);
+        let flow = self.send(visit, &mut here, &readers)?;
+        call.put(|state| {
+            if call.saves(end) {
+                state.saved.insert((end, m), Saved { flow: flow.clone(), extras: Vec::new() });
+            }
+            state.passed[visit.slot][m] = Some(Passed::Flow(flow));
+        });
+        Ok(())
+    }
+
+    /// What a layer saved for its recompute goes to the host.
+    fn save_extras(&mut self, visit: &Visit<'_>, layer: usize, ran: &Ran) -> Result<()> {
+        if ran.saved.is_none() && ran.buffers.is_empty() {
+            return Ok(());
+        }
+        let mut extra = Extra { layer, ..Extra::default() };
+        let send = |tensor: &Tensor| {
+            self.port.send("saved for recompute", tensor).map_err(|e| self.place(visit, Some(layer), e))
+        };
+        for tensor in ran.saved.iter().flatten() {
+            extra.data.push(send(tensor)?);
+        }
+        for (place, before) in &ran.buffers {
+            extra.buffers.push((*place, send(before)?));
+        }
+        visit.call.put(|state| state.extras.insert((layer, visit.microbatch), extra));
+        Ok(())
+    }
+
+    fn run_layer(
+        &self,
+        visit: &Visit<'_>,
+        seated: &mut Seated,
+        category: Category,
+        mode: Mode,
+        input: &Tree<Held>,
+    ) -> Result<Ran> {
+        let terms = &visit.call.terms;
+        let layer = seated.index;
+        let site = RngSite {
+            seed: terms.model.seed,
+            step: terms.number,
+            microbatch: visit.microbatch as u32,
+            layer: layer as u32,
+            site: 0,
+        };
+        let module = &*terms.model.layers[layer].1;
+        self.timed(visit, Some(layer), category, || {
+            seated.run(module, self.worker(), terms.training, site, mode, input)
+        })
+    }
+
+    /// Runs a piece of work between two stamps.
+    fn timed<R>(
+        &self,
+        visit: &Visit<'_>,
+        layer: Option<usize>,
+        category: Category,
+        work: impl FnOnce() -> roundpipe_tensor::Result<R>,
+    ) -> Result<R> {
+        let fail = |e| self.place(visit, layer, e);
+        if !visit.call.terms.timing {
+            return work().map_err(fail);
+        }
+        let lane = self.worker().device().lane(LaneKind::Compute);
+        let from: Stamp = lane.stamp().map_err(fail)?;
+        let out = work().map_err(fail)?;
+        let to = lane.stamp().map_err(fail)?;
+        let (worker, slot, microbatch) = (self.index, visit.slot, visit.microbatch);
+        visit.call.lock().timed.push(Timed { worker, slot, layer, microbatch, category, from, to });
+        Ok(out)
+    }
+
+    // ---- backward ----
+
+    fn fused(
+        &mut self,
+        job: &mut Job,
+        seats: &mut Seats,
+        visit: &Visit<'_>,
+        ahead: &mut Option<Coming>,
+    ) -> Result<()> {
+        let (call, m) = (visit.call, visit.microbatch);
+        let terms = &call.terms;
+        let mut here = self.take_input(visit, ahead)?;
+        let mut tapes: Vec<Taped> = Vec::new();
+        for layer in terms.stages[visit.slot].layers.clone() {
+            let seated = self.seat(job, seats, layer, visit)?;
+            let ran = self.run_layer(visit, seated, Category::Fused, Mode::Record, &here)?;
+            tapes.extend(ran.tape);
+            here = ran.output;
+        }
+        let label = call.lock().labels[m].take().unwrap_or(Tree::None);
+        let label = label.map_ref(|parcel| Leaf { parcel: parcel.clone(), grad: false });
+        let coming = self.receive(visit, label)?;
+        let label = self.land(visit, coming)?.map_ref(|held| held.tensor.clone());
+        let loss = terms.loss.clone().ok_or_else(|| Error::config("loss_fn", "a fused stage needs one"))?;
+        let site = RngSite {
+            seed: terms.model.seed,
+            step: terms.number,
+            microbatch: m as u32,
+            layer: terms.model.layers.len() as u32,
+            site: 0,
+        };
+        let (losses, grads) = self.timed(visit, None, Category::Loss, || {
+            visit::losses(&loss, self.worker(), site, &here, label)
+        })?;
+        let outputs = if terms.wants_outputs {
+            Some(self.send(visit, &mut here, &[])?)
+        } else {
+            None
+        };
+        drop(here);
+        let send = |loss: &Tensor| self.port.send("loss", loss).map_err(|e| self.place(visit, None, e));
+        let losses = losses.iter().map(send).collect::<Result<Vec<_>>>()?;
+        call.put(|state| {
+            state.losses[m] = Some(losses);
+            state.outputs[m] = outputs;
+        });
+        let grads = self.walk_back(visit, seats, tapes, grads)?;
+        self.pass_grads(visit, grads)
+    }
+
+    /// Layers of a visit from the last to the first.
+    fn walk_back(
+        &self,
+        visit: &Visit<'_>,
+        seats: &mut Seats,
+        tapes: Vec<Taped>,
+        mut grads: Vec<Option<Tensor>>,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let layers = visit.call.terms.stages[visit.slot].layers.clone();
+        for (layer, tape) in layers.zip(tapes).rev() {
+            let seated = seats.0.get_mut(&layer).expect("it was run in this visit");
+            grads = self.timed(visit, Some(layer), Category::Backward, || seated.back(tape, grads))?;
+        }
+        Ok(grads)
+    }
+
+    fn backward(&mut self, job: &mut Job, seats: &mut Seats, visit: &Visit<'_>) -> Result<()> {
+        let terms = &visit.call.terms;
+        let layers = terms.stages[visit.slot].layers.clone();
+        if terms.grain == Grain::Stage {
+            let mut here = self.saved(visit, layers.start)?;
+            let mut tapes = Vec::new();
+            for layer in layers {
+                let ran = self.recompute(job, seats, visit, layer, &here)?;
+                tapes.extend(ran.tape);
+                here = ran.output;
+            }
+            drop(here);
+            let grads = self.take_grads(visit)?;
+            let grads = self.walk_back(visit, seats, tapes, grads)?;
+            return self.pass_grads(visit, grads);
+        }
+        let mut grads = None;
+        for layer in layers.rev() {
+            let here = self.saved(visit, layer)?;
+            let ran = self.recompute(job, seats, visit, layer, &here)?;
+            drop(here);
+            let given = match grads.take() {
+                Some(grads) => grads,
+                None => self.take_grads(visit)?,
+            };
+            drop(ran.output);
+            let tape = ran.tape.expect("a recompute is recorded");
+            let seated = seats.0.get_mut(&layer).expect("just run");
+            grads = Some(self.timed(visit, Some(layer), Category::Backward, || seated.back(tape, given))?);
+        }
+        self.pass_grads(visit, grads.unwrap_or_default())
+    }
+
+    /// The saved input of a layer, on the worker.
+    fn saved(&mut self, visit: &Visit<'_>, layer: usize) -> Result<Tree<Held>> {
+        let m = visit.microbatch;
+        let what = format!("waiting for the saved input of layer {layer}, microbatch {m}");
+        let saved = visit.call.wait(&self.who, &what, |state| state.saved.remove(&(layer, m)))?;
+        let coming = self.receive(visit, saved.flow)?;
+        self.land(visit, coming)
+    }
+
+    fn recompute(
+        &mut self,
+        job: &mut Job,
+        seats: &mut Seats,
+        visit: &Visit<'_>,
+        layer: usize,
+        input: &Tree<Held>,
+    ) -> Result<Ran> {
+        let extra = visit.call.lock().extras.remove(&(layer, visit.microbatch)).unwrap_or_default();
+        let bring = |parcel: &Parcel| {
+            let here = self.port.receive("saved for recompute", parcel).and_then(Arrival::land);
+            here.map_err(|e| self.place(visit, Some(layer), e))
+        };
+        let data = extra.data.iter().map(bring).collect::<Result<Vec<_>>>()?;
+        let buffers = extra.buffers.iter().map(|(place, parcel)| Ok((*place, bring(parcel)?)));
+        let buffers = buffers.collect::<Result<Vec<_>>>()?;
+        let seated = self.seat(job, seats, layer, visit)?;
+        // The forward saw these buffers; the next microbatch brings its own.
+        for (place, before) in buffers {
+            seated.params[place].1 = before;
+        }
+        self.run_layer(visit, seated, Category::Recompute, Mode::Again(data), input)
+    }
+
+    /// The gradients of this stage's outputs, on the worker.
+    fn take_grads(&mut self, visit: &Visit<'_>) -> Result<Vec<Option<Tensor>>> {
+        let (slot, m) = (visit.slot - 1, visit.microbatch);
+        let what = format!("waiting for the gradients of microbatch {m} from stage {slot}");
+        let parcels = visit.call.wait(&self.who, &what, |state| match state.passed[slot][m].take() {
+            Some(Passed::Grads(grads)) => Some(grads),
+            other => {
+                state.passed[slot][m] = other;
+                None
+            }
+        })?;
+        let mut bring = |parcel: Parcel| -> Result<Tensor> {
+            if let Some(tensor) = self.find(&parcel) {
+                return Ok(tensor);
+            }
+            let here = self.port.receive("gradient", &parcel).and_then(Arrival::land);
+            here.map_err(|e| self.place(visit, None, e))
+        };
+        parcels.into_iter().map(|parcel| parcel.map(&mut bring).transpose()).collect()
+    }
+
+    /// The gradients of this stage's inputs go to the slot that runs the layers before.
+    fn pass_grads(&mut self, visit: &Visit<'_>, grads: Vec<Option<Tensor>>) -> Result<()> {
+        let terms = &visit.call.terms;
+        let next = terms.workers.get(visit.slot + 1).copied();
+        if next.is_none() && !terms.wants_input_grads {
+            return Ok(());
+        }
+        let mut parcels = Vec::with_capacity(grads.len());
+        for grad in grads {
+            let Some(grad) = grad else {
+                parcels.push(None);
+                continue;
+            };
+            let readers: Vec<usize> = next.into_iter().collect();
+            let parcel = match self.keep(&grad, &readers) {
+                Some(parcel) => parcel,
+                None => self.port.send("gradient", &grad).map_err(|e| self.place(visit, None, e))?,
+            };
+            parcels.push(Some(parcel));
+        }
+        visit.call.put(|state| match next {
+            Some(_) => state.passed[visit.slot][visit.microbatch] = Some(Passed::Grads(parcels)),
+            None => state.input_grads[visit.microbatch] = Some(parcels),
+        });
+        Ok(())
+    }
+
+    // ---- the end of a job ----
+
+    /// Sums of gradients, rounded once, and buffers leave the worker.
+    fn finish(&mut self, job: &mut Job, seats: Seats) -> Result<()> {
+        let call = job.call.clone();
+        let terms = &call.terms;
+        let stage = &terms.stages[job.slot];
+        let visit = Visit { call: &call, slot: job.slot, microbatch: terms.microbatches - 1 };
+        if stage.pass != Pass::Backward && terms.training {
+            self.send_buffers(&visit, &seats)?;
+        }
+        if stage.pass == Pass::Forward {
+            return Ok(());
+        }
+        let mut gradients = Vec::new();
+        let mut seated: Vec<Seated> = seats.0.into_values().collect();
+        seated.sort_by_key(|seated| std::cmp::Reverse(seated.index));
+        for Seated { index, params, sums, .. } in seated {
+            let stored = terms.model.store.layer(index);
+            for (i, sum) in sums.into_iter().enumerate() {
+                let Some(sum) = sum else { continue };
+                let rounded = self.worker().cast(&sum, stored.grad_dtype(i));
+                let tensor = rounded.map_err(|e| self.place(&visit, Some(index), e))?;
+                gradients.push(Gradient { layer: index, param: i, tensor });
+            }
+            drop(params);
+        }
+        let lane = self.worker().device().lane(LaneKind::Compute);
+        let after = lane.record().map_err(|e| self.place(&visit, None, e))?;
+        call.open_part();
+        self.mover.unload(Unload { call: call.clone(), slot: job.slot, gradients, after });
+        Ok(())
+    }
+
+    fn send_buffers(&mut self, visit: &Visit<'_>, seats: &Seats) -> Result<()> {
+        let mut buffers = Vec::new();
+        for seated in seats.0.values() {
+            for ((param, tensor), set) in seated.params.iter().zip(&seated.set) {
+                if *set {
+                    let sent = self.port.send("buffer", tensor);
+                    buffers.push((param.clone(), sent.map_err(|e| self.place(visit, Some(seated.index), e))?));
+                }
+            }
+        }
+        visit.call.set_buffers(buffers);
+        Ok(())
+    }
+}

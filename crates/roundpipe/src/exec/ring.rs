@@ -1,0 +1,234 @@
+//! The workers in round-robin order, and the threads that serve them.
+//!
+//! A ring may serve several engines: stage slots of all their calls go to its workers one after another, in
+//! the order of submission, starting where the last call left off.
+//!
+//! # Invariants
+//! - Every worker's queue has the calls in the same order, so that a job only ever waits for jobs that stand
+//!   earlier in some queue: no two workers can wait for each other.
+//! - All device memory is reserved when the ring is made.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use roundpipe_tensor::host::Pin;
+use roundpipe_tensor::transfer::{HostPool, HostUse, Port};
+use roundpipe_tensor::{Bytes, Device, Worker};
+
+use super::copier::Mover;
+use super::launcher::{Job, Launcher};
+use crate::error::{Error, Result};
+use crate::status::Board;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Workers that stages are dispatched to; cloning shares them.
+#[derive(Clone)]
+pub struct Ring(Arc<Inner>);
+
+struct Inner {
+    workers: Vec<Worker>,
+    ports: Vec<Arc<Port>>,
+    host: Arc<HostPool>,
+    /// The worker of the next slot, and the order of submission.
+    next: Mutex<usize>,
+    hands: Hands,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    board: Arc<Board>,
+}
+
+/// Who runs jobs.
+enum Hands {
+    /// The caller, one job after another: the oracle.
+    Serial(Mutex<Vec<Launcher>>),
+    /// A launcher thread per worker.
+    Threaded(Vec<Arc<Line>>),
+}
+
+/// A worker's jobs in order.
+#[derive(Default)]
+pub(crate) struct Line {
+    queue: Mutex<Queue>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    jobs: VecDeque<Job>,
+    closed: bool,
+}
+
+impl Line {
+    fn push(&self, job: Job) {
+        lock(&self.queue).jobs.push_back(job);
+        self.changed.notify_all();
+    }
+
+    fn close(&self) {
+        lock(&self.queue).closed = true;
+        self.changed.notify_all();
+    }
+
+    /// The next job if there is one.
+    pub fn peek(&self) -> Option<Job> {
+        lock(&self.queue).jobs.pop_front()
+    }
+
+    /// Waits for the next job; `None` when there will be none.
+    fn pop(&self) -> Option<Job> {
+        let mut queue = lock(&self.queue);
+        loop {
+            if let Some(job) = queue.jobs.pop_front() {
+                return Some(job);
+            }
+            if queue.closed {
+                return None;
+            }
+            queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// What a ring is made from.
+#[derive(Debug, Clone)]
+pub struct RingOptions {
+    /// Memory to reserve on each worker; by default what the device offers, shared among its workers.
+    pub memory: Option<Bytes>,
+    /// Bytes of activations that may stay on a worker; by default a quarter of its memory.
+    pub keep: Option<Bytes>,
+    /// How host memory for activations is pinned.
+    pub pin: Pin,
+    /// One job after another on the caller's thread: slow, and the oracle of the threaded executor.
+    pub serial: bool,
+}
+
+impl Default for RingOptions {
+    fn default() -> Self {
+        Self { memory: None, keep: None, pin: Pin::Alloc, serial: false }
+    }
+}
+
+impl Ring {
+    /// Reserves memory on each device and starts its threads.
+    ///
+    /// # Errors
+    /// [`Error::Config`] without devices; when a device has less memory than asked for or no thread starts.
+    pub fn new(devices: &[Arc<dyn Device>], options: &RingOptions) -> Result<Self> {
+        let Some(first) = devices.first() else {
+            return Err(Error::config("devices", "there is none; a ring needs at least one worker"));
+        };
+        let board = Arc::new(Board::default());
+        let host = HostPool::new(first.clone(), options.pin);
+        let mut workers = Vec::new();
+        for device in devices {
+            let sharing = devices.iter().filter(|d| same_memory(&***d, &**device)).count() as u64;
+            let bytes = options.memory.unwrap_or(Bytes(device.memory().0 / (2 * sharing)));
+            workers.push(Worker::new(device.clone(), bytes)?);
+        }
+        let port = |worker: &Worker| Arc::new(Port::new(worker.clone(), host.clone()));
+        let ports: Vec<Arc<Port>> = workers.iter().map(port).collect();
+        let mut threads = Vec::new();
+        let limit = |worker: &Worker| options.keep.unwrap_or(Bytes(worker.pool().capacity().0 / 4)).0;
+        let hands = if options.serial {
+            let inline = |(i, port): (usize, &Arc<Port>)| {
+                Launcher::new(i, port.clone(), Mover::Inline(port.clone()), limit(port.worker()), None)
+            };
+            Hands::Serial(Mutex::new(ports.iter().enumerate().map(inline).collect()))
+        } else {
+            let mut lines = Vec::new();
+            for (i, port) in ports.iter().enumerate() {
+                let line = Arc::new(Line::default());
+                let mover = Mover::start(port, &mut threads)?;
+                let launcher = Launcher::new(i, port.clone(), mover, limit(port.worker()), Some(line.clone()));
+                threads.push(start(launcher, line.clone())?);
+                lines.push(line);
+            }
+            Hands::Threaded(lines)
+        };
+        let (next, threads) = (Mutex::new(0), Mutex::new(threads));
+        Ok(Self(Arc::new(Inner { workers, ports, host, next, hands, threads, board })))
+    }
+
+    /// The workers in order.
+    pub fn workers(&self) -> &[Worker] {
+        &self.0.workers
+    }
+
+    /// How many workers there are.
+    pub fn len(&self) -> usize {
+        self.0.workers.len()
+    }
+
+    /// Never: a ring has at least one worker.
+    pub fn is_empty(&self) -> bool {
+        self.0.workers.is_empty()
+    }
+
+    /// Host memory of activations.
+    pub fn host_use(&self) -> HostUse {
+        self.0.host.usage()
+    }
+
+    pub(crate) fn board(&self) -> &Arc<Board> {
+        &self.0.board
+    }
+
+    /// The workers of the next `slots` slots; the ring moves on by as many.
+    pub(crate) fn assign(&self, slots: usize) -> Vec<usize> {
+        let mut next = lock(&self.0.next);
+        let first = *next;
+        *next = (first + slots) % self.len();
+        (0..slots).map(|i| (first + i) % self.len()).collect()
+    }
+
+    /// Queues the jobs of one call (or of its backward), each on its worker.
+    pub(crate) fn submit(&self, jobs: Vec<(usize, Job)>) {
+        match &self.0.hands {
+            Hands::Serial(launchers) => {
+                let mut launchers = lock(launchers);
+                for (worker, job) in jobs {
+                    launchers[worker].run(job);
+                }
+            }
+            Hands::Threaded(lines) => {
+                // One call at a time, so that every queue has the calls in the same order.
+                let _order = lock(&self.0.next);
+                for (worker, job) in jobs {
+                    lines[worker].push(job);
+                }
+            }
+        }
+    }
+}
+
+/// Whether two workers take their memory from the same device.
+fn same_memory(a: &dyn Device, b: &dyn Device) -> bool {
+    (a.id().kind, a.id().index) == (b.id().kind, b.id().index)
+}
+
+fn start(mut launcher: Launcher, line: Arc<Line>) -> Result<JoinHandle<()>> {
+    let name = launcher.who.clone();
+    let fail = |e| Error::config("threads", format!("cannot start a launcher thread: {e}"));
+    let body = move || {
+        while let Some(job) = launcher.next.take().or_else(|| line.pop()) {
+            launcher.run(job);
+        }
+    };
+    std::thread::Builder::new().name(name).spawn(body).map_err(fail)
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if let Hands::Threaded(lines) = &self.hands {
+            lines.iter().for_each(|line| line.close());
+        }
+        for thread in std::mem::take(&mut *lock(&self.threads)) {
+            // A thread that panicked has told so; here only its end matters.
+            let _ = thread.join();
+        }
+        self.ports.iter().for_each(|port| port.drain());
+    }
+}

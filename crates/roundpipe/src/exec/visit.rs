@@ -1,0 +1,179 @@
+//! One layer of one microbatch on one worker: forward, recompute and backward.
+//!
+//! Every layer has a tape of its own, so that its gradients never mix with those of a layer that shares a
+//! parameter, and stage cuts cannot change the order of any sum. Values between layers are trees whose
+//! leaves know whether a gradient will come back for them.
+//!
+//! Nothing here waits, sends or receives; [`super::launcher`] does.
+
+use roundpipe_tensor::{Cx, Param, Recompute, Result, RngSite, Tensor, Worker};
+
+use super::call::LossFn;
+use crate::layer::Layer;
+use crate::tree::Tree;
+
+use roundpipe_tensor::transfer::Parcel;
+
+/// A leaf of a value on a worker.
+#[derive(Debug, Clone)]
+pub(crate) struct Held {
+    pub tensor: Tensor,
+    /// Whether a gradient will come back for it.
+    pub grad: bool,
+    /// Where it also is, when it was received or sent.
+    pub parcel: Option<Parcel>,
+}
+
+/// A layer whose weights are on the worker.
+pub(crate) struct Seated {
+    pub index: usize,
+    pub params: Vec<(Param, Tensor)>,
+    /// Sums of gradients over microbatches, in the accumulator type; `None` before the first.
+    pub sums: Vec<Option<Tensor>>,
+    /// Which of them are buffers that the layer has set.
+    pub set: Vec<bool>,
+}
+
+/// How a layer is run.
+pub(crate) enum Mode {
+    /// Nothing is kept, no backward follows.
+    Plain,
+    /// Nothing is kept; a recompute follows.
+    Ahead,
+    /// Recorded for the backward that follows in the same visit.
+    Record,
+    /// As `Record`, repeating an earlier forward that saved these.
+    Again(Vec<Tensor>),
+}
+
+/// What a layer left behind for its backward.
+pub(crate) struct Taped {
+    cx: Cx,
+    inputs: Vec<Option<Tensor>>,
+    outputs: Vec<Tensor>,
+}
+
+/// What running a layer gives.
+pub(crate) struct Ran {
+    pub output: Tree<Held>,
+    pub tape: Option<Taped>,
+    /// Saved for its recompute.
+    pub saved: Option<Vec<Tensor>>,
+    /// Buffers it set, by place among the layer's parameters, with the value each had before.
+    pub buffers: Vec<(usize, Tensor)>,
+}
+
+impl Seated {
+    fn context(&mut self, worker: &Worker, training: bool, site: RngSite, mode: Mode) -> Result<Cx> {
+        let (cx, records) = match mode {
+            Mode::Plain => (Cx::new(worker, false, training), false),
+            Mode::Ahead => (Cx::ahead(worker, training).with_recompute(Recompute::Later(None)), false),
+            Mode::Record => (Cx::new(worker, true, training), true),
+            Mode::Again(saved) => {
+                (Cx::new(worker, true, training).with_recompute(Recompute::Now(saved)), true)
+            }
+        };
+        let mut cx = cx.at(site);
+        for ((param, tensor), sum) in self.params.iter().zip(&mut self.sums) {
+            let into = if records && param.is_trainable() { sum.take() } else { None };
+            cx.bind(param, tensor.clone(), into)?;
+        }
+        Ok(cx)
+    }
+
+    /// Runs the layer on a value. Buffers that it sets hold for later microbatches, except in a recompute.
+    pub fn run(
+        &mut self,
+        layer: &dyn Layer,
+        worker: &Worker,
+        training: bool,
+        site: RngSite,
+        mode: Mode,
+        input: &Tree<Held>,
+    ) -> Result<Ran> {
+        let repeats = matches!(mode, Mode::Again(_));
+        let mut cx = self.context(worker, training, site, mode)?;
+        let given = input.clone().try_map(|held| {
+            if held.grad { cx.input(&held.tensor) } else { Ok(held.tensor.detach()) }
+        })?;
+        let kept: Vec<Tensor> = given.leaves().into_iter().cloned().collect();
+        let output = layer.run(&mut cx, given)?;
+        let saved = cx.take_saved();
+        let mut buffers = Vec::new();
+        let updates = cx.take_buffers();
+        if !repeats {
+            for (param, value) in updates {
+                let Some(place) = self.params.iter().position(|(p, _)| p.id() == param.id()) else { continue };
+                let before = std::mem::replace(&mut self.params[place].1, value);
+                self.set[place] = true;
+                buffers.push((place, before));
+            }
+        }
+        let sources = input.leaves();
+        let outputs: Vec<Tensor> = output.leaves().into_iter().cloned().collect();
+        let held = output.map_ref(|tensor| {
+            let passed_on = kept.iter().position(|k| k.is_same(tensor));
+            Held {
+                tensor: tensor.detach(),
+                grad: tensor.requires_grad(),
+                parcel: passed_on.and_then(|i| sources[i].parcel.clone()),
+            }
+        });
+        let tape = cx.is_recording().then(|| {
+            let grads = sources.iter().map(|held| held.grad);
+            let inputs = kept.into_iter().zip(grads).map(|(t, grad)| grad.then_some(t)).collect();
+            Taped { cx, inputs, outputs }
+        });
+        Ok(Ran { output: held, tape, saved, buffers })
+    }
+
+    /// Walks a recorded layer back: gradients of its outputs in, of its inputs out; those of its parameters
+    /// are added to the sums.
+    pub fn back(&mut self, tape: Taped, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        let Taped { mut cx, inputs, outputs } = tape;
+        let seeds: Vec<(Tensor, Tensor)> = outputs
+            .into_iter()
+            .zip(grads)
+            .filter(|(output, _)| output.requires_grad())
+            .filter_map(|(output, grad)| Some((output, grad?)))
+            .collect();
+        let mut gradients = cx.backward_if_any(&seeds)?;
+        drop(seeds);
+        for ((param, _), sum) in self.params.iter().zip(&mut self.sums) {
+            if let Some(grad) = gradients.take_param(param) {
+                *sum = Some(grad);
+            }
+        }
+        Ok(inputs.into_iter().map(|input| input.and_then(|input| gradients.take(&input))).collect())
+    }
+}
+
+/// Computes the losses of a microbatch and the gradients of the model's outputs.
+pub(crate) fn losses(
+    loss: &LossFn,
+    worker: &Worker,
+    site: RngSite,
+    output: &Tree<Held>,
+    label: Tree<Tensor>,
+) -> Result<(Vec<Tensor>, Vec<Option<Tensor>>)> {
+    let mut cx = Cx::new(worker, true, true).at(site);
+    let given = output.clone().try_map(|held| {
+        if held.grad { cx.input(&held.tensor) } else { Ok(held.tensor.detach()) }
+    })?;
+    let kept: Vec<Tensor> = given.leaves().into_iter().cloned().collect();
+    let losses = loss(&mut cx, given, label)?;
+    let mut seeds = Vec::new();
+    for loss in &losses {
+        if loss.numel() != 1 {
+            let what = format!("a loss has the shape {}; reduce it to one number", loss.shape());
+            return Err(roundpipe_tensor::Error::invalid("loss_fn", what));
+        }
+        if loss.requires_grad() {
+            seeds.push((loss.clone(), worker.full(loss.dtype(), *loss.shape(), 1.0)?));
+        }
+    }
+    let values = losses.iter().map(Tensor::detach).collect();
+    drop(losses);
+    let mut gradients = cx.backward_if_any(&seeds)?;
+    Ok((values, kept.iter().map(|input| gradients.take(input)).collect()))
+}
