@@ -4,7 +4,8 @@
 //! file (read-only), or memory that a device driver gave. Its bytes are reachable only through
 //! [`HostRef`] and [`HostMut`], which hold their range until dropped: a transfer keeps its guard, so
 //! nobody can write what a copy still reads. There is no padding: a buffer of n bytes takes n bytes,
-//! rounded to pages by the system alone.
+//! rounded to pages by the system alone. A [`HostBuf::slice`] is a view of part of a buffer: it shares the
+//! memory and the claims on it, so a flat slab can be the home of many parameters.
 //!
 //! # Invariants
 //! - At any time a byte is either unclaimed, claimed by readers, or claimed by one writer.
@@ -41,12 +42,15 @@ pub enum Pin {
 
 /// A piece of host memory; cloning shares it.
 #[derive(Clone)]
-pub struct HostBuf(Arc<Inner>);
+pub struct HostBuf {
+    memory: Arc<Inner>,
+    /// The part of the memory that this value shows.
+    view: Range<usize>,
+}
 
 struct Inner {
     name: String,
     ptr: *mut u8,
-    len: usize,
     writable: bool,
     claims: Mutex<Claims>,
     /// Keeps the memory behind `ptr` alive.
@@ -136,22 +140,38 @@ impl HostBuf {
         writable: bool,
         owner: Box<dyn Any + Send + Sync>,
     ) -> Self {
-        Self(Arc::new(Inner { name, ptr, len, writable, claims: Mutex::default(), _owner: owner }))
+        let memory = Inner { name, ptr, writable, claims: Mutex::default(), _owner: owner };
+        Self { memory: Arc::new(memory), view: 0..len }
+    }
+
+    /// A view of part of this one; offsets count from its start. Memory and claims are shared.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when it is out of bounds.
+    pub fn slice(&self, range: Range<usize>) -> Result<Self> {
+        self.check(&range)?;
+        let start = self.view.start;
+        Ok(Self { memory: self.memory.clone(), view: start + range.start..start + range.end })
+    }
+
+    /// Whether nobody else holds the memory: no clone, no other view, no guard.
+    pub fn is_sole(&self) -> bool {
+        Arc::strong_count(&self.memory) == 1
     }
 
     /// What the buffer is for.
     pub fn name(&self) -> &str {
-        &self.0.name
+        &self.memory.name
     }
 
     /// Size in bytes, exact.
     pub fn len(&self) -> usize {
-        self.0.len
+        self.view.len()
     }
 
     /// Whether there are no bytes.
     pub fn is_empty(&self) -> bool {
-        self.0.len == 0
+        self.view.is_empty()
     }
 
     /// Lends `range` for reading.
@@ -176,37 +196,41 @@ impl HostBuf {
     /// [`Error::Busy`] while somebody reads or writes there; [`Error::Invalid`] when it is out of
     /// bounds or the buffer is a mapped file.
     pub fn write(&self, range: Range<usize>) -> Result<HostMut> {
-        if !self.0.writable {
-            return Err(Error::invalid(
-                "host buffer",
-                format!("{} is a mapped file, read-only", self.0.name),
-            ));
+        if !self.memory.writable {
+            let what = format!("{} is a mapped file, read-only", self.name());
+            return Err(Error::invalid("host buffer", what));
         }
         Ok(HostMut(self.claim(range, true)?))
     }
 
-    fn claim(&self, range: Range<usize>, write: bool) -> Result<Guard> {
-        if range.start > range.end || range.end > self.0.len {
-            let what = format!("bytes {range:?} of {}, which has {}", self.0.name, self.0.len);
-            return Err(Error::invalid("host buffer", what));
+    fn check(&self, range: &Range<usize>) -> Result<()> {
+        if range.start <= range.end && range.end <= self.len() {
+            return Ok(());
         }
-        let mut claims = self.0.claims.lock().unwrap_or_else(PoisonError::into_inner);
+        let what = format!("bytes {range:?} of {}, which has {}", self.name(), self.len());
+        Err(Error::invalid("host buffer", what))
+    }
+
+    fn claim(&self, range: Range<usize>, write: bool) -> Result<Guard> {
+        self.check(&range)?;
+        let at = self.view.start + range.start..self.view.start + range.end;
+        let mut claims = self.memory.claims.lock().unwrap_or_else(PoisonError::into_inner);
         let clash = |(_, other, writes): &(u64, Range<usize>, bool)| {
-            (write || *writes) && other.start < range.end && range.start < other.end
+            (write || *writes) && other.start < at.end && at.start < other.end
         };
         if claims.live.iter().any(clash) {
-            return Err(Error::Busy { name: self.0.name.clone(), start: range.start, end: range.end });
+            return Err(Error::Busy { name: self.name().to_owned(), start: range.start, end: range.end });
         }
         let id = claims.next;
         claims.next += 1;
-        claims.live.push((id, range.clone(), write));
-        Ok(Guard { buf: self.0.clone(), range, id })
+        claims.live.push((id, at.clone(), write));
+        Ok(Guard { buf: self.memory.clone(), range: at, id })
     }
 }
 
 impl fmt::Debug for HostBuf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "HostBuf({}, {})", self.0.name, Bytes(self.0.len as u64))
+        write!(f, "HostBuf({}, {})", self.name(), Bytes(self.len() as u64))
     }
 }
 
@@ -218,7 +242,8 @@ struct Guard {
 
 impl Guard {
     fn ptr(&self) -> *mut u8 {
-        // SAFETY: `range` was checked against the buffer's length when the claim was made.
+        // SAFETY: `range` was checked against the view when the claim was made, and every view against the one
+        // it was cut from, the first of which is the whole memory.
         unsafe { self.buf.ptr.add(self.range.start) }
     }
 
@@ -327,6 +352,23 @@ mod tests {
         drop(writing);
         assert!(buf.read_all().is_ok());
         assert!(buf.read(8..20).is_err(), "past the end");
+    }
+
+    /// A slab's parameters are claimed one by one, and a view reaches nothing beyond its end.
+    #[test]
+    fn a_slice_shares_memory_and_claims() {
+        let slab = HostBuf::from_slice("slab", &[1u8, 2, 3, 4, 5, 6]).unwrap();
+        let part = slab.slice(1..5).unwrap().slice(1..4).unwrap();
+        assert_eq!((part.len(), part.read_all().unwrap().bytes()), (3, &[3u8, 4, 5][..]));
+        let mut writing = part.write(1..2).unwrap();
+        writing.bytes()[0] = 40;
+        assert!(slab.read(3..4).is_err() && slab.read(2..3).is_ok() && slab.write(4..6).is_ok());
+        drop(writing);
+        assert_eq!(slab.read_all().unwrap().bytes(), [1, 2, 3, 40, 5, 6]);
+        assert!(part.read(0..4).is_err() && part.slice(2..4).is_err());
+        assert!(!slab.is_sole());
+        drop(part);
+        assert!(slab.is_sole());
     }
 
     #[test]

@@ -2,10 +2,11 @@
 //!
 //! A parameter's home is host memory. A pass over a model borrows it for reading; an optimizer writes it
 //! between passes. The guards of [`HostBuf`] keep the two apart: writing while a pass still reads is an
-//! error, not a race.
+//! error, not a race. A store may move a parameter to another home ([`Param::rehome`]); whoever holds the
+//! old memory keeps it alive.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use half::{bf16, f16};
 
@@ -23,7 +24,7 @@ pub struct Param(Arc<Inner>);
 struct Inner {
     shape: Shape,
     dtype: DType,
-    data: HostBuf,
+    data: RwLock<HostBuf>,
     trainable: AtomicBool,
 }
 
@@ -38,11 +39,8 @@ impl Param {
     /// [`Error::Invalid`] when the memory is not exactly as large as the shape and type ask.
     pub fn new(data: HostBuf, dtype: DType, dims: &[usize]) -> Result<Self> {
         let shape = Shape::new(dims)?;
-        if shape.numel() * dtype.size() != data.len() {
-            let what =
-                format!("{dtype} {shape} needs {} bytes, not {}", shape.numel() * dtype.size(), data.len());
-            return Err(Error::invalid("parameter", what));
-        }
+        check_size(&shape, dtype, &data)?;
+        let data = RwLock::new(data);
         Ok(Self(Arc::new(Inner { shape, dtype, data, trainable: AtomicBool::new(true) })))
     }
 
@@ -107,7 +105,7 @@ impl Param {
                 *x = T::from_f64(value(i as u64));
             }
         }
-        let mut data = self.0.data.write(0..self.0.data.len())?;
+        let mut data = self.data().write(0..self.bytes())?;
         match self.0.dtype {
             DType::F64 => each::<f64>(data.as_mut_slice(), value),
             DType::F32 => each::<f32>(data.as_mut_slice(), value),
@@ -138,13 +136,23 @@ impl Param {
     }
 
     /// Its memory.
-    pub fn data(&self) -> &HostBuf {
-        &self.0.data
+    pub fn data(&self) -> HostBuf {
+        self.0.data.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Makes `home` its memory, for all clones. What `home` holds is the value from now on; nothing is copied.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when `home` is not exactly as large as the parameter.
+    pub fn rehome(&self, home: HostBuf) -> Result<()> {
+        check_size(&self.0.shape, self.0.dtype, &home)?;
+        *self.0.data.write().unwrap_or_else(PoisonError::into_inner) = home;
+        Ok(())
     }
 
     /// Size in bytes.
     pub fn bytes(&self) -> usize {
-        self.0.data.len()
+        self.0.shape.numel() * self.0.dtype.size()
     }
 
     /// Whether gradients are computed for it.
@@ -175,6 +183,33 @@ impl Param {
                 format!("asked for {} of a {} parameter", T::DTYPE, self.0.dtype),
             ));
         }
-        Ok(self.0.data.read_all()?.as_slice::<T>().to_vec())
+        Ok(self.data().read_all()?.as_slice::<T>().to_vec())
+    }
+}
+
+fn check_size(shape: &Shape, dtype: DType, data: &HostBuf) -> Result<()> {
+    let need = shape.numel() * dtype.size();
+    if need == data.len() {
+        return Ok(());
+    }
+    Err(Error::invalid("parameter", format!("{dtype} {shape} needs {need} bytes, not {}", data.len())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Param;
+    use crate::host::HostBuf;
+
+    /// A tied weight is a clone: it must move with its twin, and a home of another size is no home.
+    #[test]
+    fn clones_move_together() {
+        let param = Param::from_slice(&[1.0f32, 2.0], &[2]).unwrap();
+        let twin = param.clone();
+        let slab = HostBuf::from_slice("slab", &[7.0f32, 8.0, 9.0]).unwrap();
+        assert!(param.rehome(slab.clone()).is_err());
+        assert_eq!(twin.to_vec::<f32>().unwrap(), [1.0, 2.0]);
+        param.rehome(slab.slice(4..12).unwrap()).unwrap();
+        assert_eq!(twin.to_vec::<f32>().unwrap(), [8.0, 9.0]);
+        assert_eq!(twin.id(), param.id());
     }
 }
