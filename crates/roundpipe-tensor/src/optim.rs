@@ -18,19 +18,20 @@ mod grads;
 mod sgd;
 mod simd;
 
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use half::{bf16, f16};
 
 pub use adam::{AdamSlabs, AdamW, WeightDecay};
-pub use grads::{accumulate, all_finite, cast, clip_factor, scale, squared_norm};
+pub use grads::{accumulate, all_finite, cast, chunk_squares, clip_factor, scale, squared_norm};
 pub use sgd::{Sgd, SgdSlabs};
 
 use crate::cpu::threads::Threads;
 use crate::error::{Error, Result};
 
 /// Elements of a task: large enough for the hardware's prefetchers, small enough to share out evenly.
-const CHUNK: usize = 1 << 16;
+pub const CHUNK: usize = 1 << 16;
 
 /// A slab of floats to read.
 #[derive(Debug, Clone, Copy)]
@@ -76,6 +77,16 @@ impl Floats<'_> {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
+    /// Part of the slab. Panics when it is out of bounds.
+    #[must_use]
+    pub fn range(&self, range: Range<usize>) -> Self {
+        match *self {
+            Self::F32(slab) => Self::F32(&slab[range]),
+            Self::BF16(slab) => Self::BF16(&slab[range]),
+            Self::F16(slab) => Self::F16(&slab[range]),
+        }
+    }
 }
 
 impl FloatsMut<'_> {
@@ -87,6 +98,15 @@ impl FloatsMut<'_> {
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Part of the slab, borrowed. Panics when it is out of bounds.
+    pub fn range(&mut self, range: Range<usize>) -> FloatsMut<'_> {
+        match self {
+            Self::F32(slab) => FloatsMut::F32(&mut slab[range]),
+            Self::BF16(slab) => FloatsMut::BF16(&mut slab[range]),
+            Self::F16(slab) => FloatsMut::F16(&mut slab[range]),
+        }
     }
 }
 

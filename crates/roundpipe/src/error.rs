@@ -20,6 +20,9 @@ pub enum Error {
         /// Why.
         source: roundpipe_tensor::Error,
     },
+    /// Another part of the step failed first; that error says why.
+    #[error(transparent)]
+    Aborted(#[from] crate::version::Aborted),
     /// A setting that can never work.
     #[error("{name}: {what}")]
     Config {

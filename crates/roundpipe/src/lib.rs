@@ -4,7 +4,7 @@
 //! the tape. Weights live in host memory, a [`Worker`] computes, an [`Optimizer`] updates on the host.
 //!
 //! The modules stand in data order: values between layers, layers, ready-made layers, costs, plans and
-//! their simulation, learning rates, optimizers. This crate has no `unsafe` code.
+//! their simulation, learning rates, optimizers, versions of weights, the store and its updates. This crate has no `unsafe` code.
 #![forbid(unsafe_code)]
 
 pub mod error;
@@ -21,18 +21,28 @@ pub mod simulate;
 
 pub mod lr;
 pub mod optim;
+pub mod scaler;
+
+mod sync;
+pub mod version;
+
+pub mod store;
+pub mod update;
 
 pub use costs::{LayerCost, LayerCosts};
 pub use error::{Error, Result};
 pub use layer::{Layer, Module, Params, Sequential, Visit};
 pub use lr::LrSchedule;
-pub use optim::Optimizer;
+pub use optim::{Optimizer, Rule};
 pub use plan::{ExecutePlan, Pass, PlanKind, Stage};
 pub use roundpipe_tensor::{
-    Bytes, Cpu, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients, HostBuf, HostTensor, Meta,
-    Param, RngKey, RngSite, Shape, Tensor, Worker, bf16, f16, kernel, ops,
+    Bytes, Cpu, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients, HostBuf, Meta, Param, Pin,
+    RngKey, RngSite, Shape, Tensor, Worker, bf16, f16, kernel, ops,
 };
 pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
+pub use scaler::GradScaler;
 pub use search::AutoOptions;
 pub use simulate::{Schedule, Setting, Timeline, simulate};
+pub use store::{Store, StoreConfig};
 pub use tree::Tree;
+pub use update::Update;

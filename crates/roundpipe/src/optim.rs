@@ -21,10 +21,73 @@ pub use roundpipe_tensor::optim::{AdamW, Sgd, WeightDecay};
 use crate::error::{Error, Result};
 
 /// What to do with a gradient.
-#[derive(Debug, Clone, Copy)]
-enum Rule {
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Rule {
+    /// Adam or AdamW.
     Adam(AdamW),
+    /// Gradient descent.
     Sgd(Sgd),
+}
+
+/// What all parameters share in one update, beside the rule.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Shared {
+    /// Learning rate; stands in for the rule's own.
+    pub lr: f64,
+    /// From 1 on.
+    pub step: u64,
+    /// What gradients are multiplied with first.
+    pub factor: f32,
+}
+
+/// What an update of one parameter, or of part of one, reads and writes; all of one length.
+pub(crate) struct Slabs<'a> {
+    pub grad: Floats<'a>,
+    pub master: &'a mut [f32],
+    /// As many as [`Rule::moments`] says.
+    pub moments: Vec<&'a mut [f32]>,
+    /// Where the new weights go as well; `None` when `master` is the working slab.
+    pub working: Option<FloatsMut<'a>>,
+}
+
+impl Rule {
+    /// How many f32 slabs of state it keeps beside the weights.
+    pub fn moments(&self) -> usize {
+        match self {
+            Self::Adam(rule) => 2 + usize::from(rule.amsgrad),
+            Self::Sgd(rule) => usize::from(rule.momentum != 0.0),
+        }
+    }
+
+    /// One fused pass. `decays` says whether weight decay applies to this parameter.
+    pub(crate) fn update(
+        self,
+        threads: &Threads,
+        shared: Shared,
+        decays: bool,
+        slabs: Slabs<'_>,
+    ) -> Result<()> {
+        let Shared { lr, step, factor } = shared;
+        let Slabs { grad, master, moments, working } = slabs;
+        let mut moments = moments.into_iter();
+        match self {
+            Self::Adam(rule) => {
+                let weight_decay = if decays { rule.weight_decay } else { 0.0 };
+                let (Some(exp_avg), Some(exp_avg_sq)) = (moments.next(), moments.next()) else {
+                    unreachable!("Adam has two moments")
+                };
+                let max_exp_avg_sq = moments.next();
+                let slabs = AdamSlabs { grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq, working };
+                AdamW { lr, weight_decay, ..rule }.step(threads, step, factor, slabs)?;
+            }
+            Self::Sgd(rule) => {
+                let weight_decay = if decays { rule.weight_decay } else { 0.0 };
+                let slabs = SgdSlabs { grad, master, momentum: moments.next(), working };
+                Sgd { lr, weight_decay, ..rule }.step(threads, step, factor, slabs)?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The state of one parameter.
@@ -50,6 +113,8 @@ pub struct Optimizer {
     places: HashMap<ParamId, usize>,
     steps: u64,
     max_norm: Option<f64>,
+    /// Where a gradient lands that is added to another; grows to the largest.
+    landing: Option<HostBuf>,
 }
 
 /// What a step saw.
@@ -59,6 +124,8 @@ pub struct StepReport {
     pub step: u64,
     /// L2 norm of all gradients, before clipping.
     pub grad_norm: f64,
+    /// Whether nothing was updated because a gradient was not finite; `step` is the last that was.
+    pub skipped: bool,
 }
 
 impl Optimizer {
@@ -67,7 +134,7 @@ impl Optimizer {
     /// # Errors
     /// When a parameter's type cannot be optimised or the system has no memory.
     pub fn adamw(params: impl IntoIterator<Item = (String, Param)>, rule: AdamW) -> Result<Self> {
-        Self::new(params, Rule::Adam(rule), 2 + usize::from(rule.amsgrad))
+        Self::new(params, Rule::Adam(rule))
     }
 
     /// Stochastic gradient descent.
@@ -75,10 +142,14 @@ impl Optimizer {
     /// # Errors
     /// As [`Optimizer::adamw`].
     pub fn sgd(params: impl IntoIterator<Item = (String, Param)>, rule: Sgd) -> Result<Self> {
-        Self::new(params, Rule::Sgd(rule), usize::from(rule.momentum != 0.0))
+        Self::new(params, Rule::Sgd(rule))
     }
 
-    fn new(params: impl IntoIterator<Item = (String, Param)>, rule: Rule, moments: usize) -> Result<Self> {
+    /// Any rule.
+    ///
+    /// # Errors
+    /// As [`Optimizer::adamw`].
+    pub fn new(params: impl IntoIterator<Item = (String, Param)>, rule: Rule) -> Result<Self> {
         let threads = Threads::new(None)?;
         let mut entries: Vec<Entry> = Vec::new();
         let mut places = HashMap::new();
@@ -87,9 +158,9 @@ impl Optimizer {
                 continue;
             }
             places.insert(param.id(), entries.len());
-            entries.push(Entry::new(&threads, name, param, moments)?);
+            entries.push(Entry::new(&threads, name, param, rule.moments())?);
         }
-        Ok(Self { rule, threads, entries, places, steps: 0, max_norm: None })
+        Ok(Self { rule, threads, entries, places, steps: 0, max_norm: None, landing: None })
     }
 
     /// Scales gradients down when their common norm exceeds `norm`.
@@ -130,17 +201,27 @@ impl Optimizer {
             let Some(&place) = self.places.get(&param.id()) else { continue };
             let entry = &mut self.entries[place];
             if entry.filled {
-                let fresh = HostBuf::zeroed("gradient", entry.grad.len())?;
-                grad.read_into(&mut fresh.write(0..fresh.len())?)?;
-                let mut sum = entry.grad.write(0..entry.grad.len())?;
-                let fresh = fresh.read_all()?;
-                optim::accumulate(&self.threads, Floats::F32(fresh.as_slice()), sum.as_mut_slice())?;
+                let landing = landing(&mut self.landing, entry.grad.len())?;
+                grad.read_into(&mut landing.write(0..landing.len())?)?;
+                entry.add(&self.threads, Floats::F32(landing.read_all()?.as_slice()))?;
             } else {
                 grad.read_into(&mut entry.grad.write(0..entry.grad.len())?)?;
                 entry.filled = true;
             }
         }
         Ok(())
+    }
+
+    /// Adds a gradient in host memory to those of `param` since the last step; it is left out when this
+    /// optimizer does not have the parameter. Lets a plain loop round gradients as the engine does.
+    ///
+    /// # Errors
+    /// When it has not as many elements as the parameter, or a slab is in use elsewhere.
+    pub fn add_grad(&mut self, param: &Param, values: Floats<'_>) -> Result<()> {
+        match self.places.get(&param.id()) {
+            Some(&place) => self.entries[place].add(&self.threads, values),
+            None => Ok(()),
+        }
     }
 
     /// Updates every parameter that has a gradient, with the learning rate `lr`, and starts the sums anew.
@@ -163,11 +244,12 @@ impl Optimizer {
             open.push((entry.decays, Open::new(entry)?));
         }
         self.steps += 1;
-        for (decays, open) in open {
-            open.update(&self.threads, self.rule, lr, decays, self.steps, factor)?;
+        let shared = Shared { lr, step: self.steps, factor };
+        for (decays, mut open) in open {
+            self.rule.update(&self.threads, shared, decays, open.slabs())?;
         }
         self.zero_grad();
-        Ok(StepReport { step: self.steps, grad_norm: squared.sqrt() })
+        Ok(StepReport { step: self.steps, grad_norm: squared.sqrt(), skipped: false })
     }
 
     /// Forgets the gradients added since the last step.
@@ -182,27 +264,59 @@ impl Entry {
     fn new(threads: &Threads, name: String, param: Param, moments: usize) -> Result<Self> {
         let bytes = param.shape().numel() * size_of::<f32>();
         let slab = |what: &str| HostBuf::zeroed(format!("{name} {what}"), bytes);
-        let master = match param.dtype() {
-            DType::F32 => None,
-            DType::BF16 | DType::F16 => {
-                let master = slab("master")?;
-                let working = param.data().read_all()?;
-                let mut into = master.write(0..bytes)?;
-                optim::cast(threads, floats(param.dtype(), &working), FloatsMut::F32(into.as_mut_slice()))?;
-                drop(into);
-                Some(master)
-            }
-            other => {
-                return Err(Error::config(
-                    "optimizer",
-                    format!("{name} is {other}; it takes f32, bf16 and f16"),
-                ));
-            }
+        let master = if needs_master(&name, param.dtype())? {
+            let master = slab("master")?;
+            fill_master(threads, &param, &master)?;
+            Some(master)
+        } else {
+            None
         };
         let grad = slab("gradient")?;
         let moments = (0..moments).map(|_| slab("moment")).collect::<Result<_, _>>()?;
         Ok(Self { name, param, decays: true, grad, filled: false, master, moments })
     }
+
+    fn add(&mut self, threads: &Threads, values: Floats<'_>) -> Result<()> {
+        let mut sum = self.grad.write(0..self.grad.len())?;
+        if self.filled {
+            optim::accumulate(threads, values, sum.as_mut_slice())?;
+        } else {
+            optim::cast(threads, values, FloatsMut::F32(sum.as_mut_slice()))?;
+            self.filled = true;
+        }
+        Ok(())
+    }
+}
+
+/// The first `bytes` bytes of `buf`, which is made or grown as needed.
+fn landing(buf: &mut Option<HostBuf>, bytes: usize) -> Result<HostBuf> {
+    match buf {
+        Some(buf) if buf.len() >= bytes => Ok(buf.slice(0..bytes)?),
+        _ => Ok(buf.insert(HostBuf::zeroed("gradient landing", bytes)?).clone()),
+    }
+}
+
+/// Whether a parameter of this type has an f32 copy beside its working weights.
+///
+/// # Errors
+/// For types that cannot be optimised.
+pub(crate) fn needs_master(name: &str, dtype: DType) -> Result<bool> {
+    match dtype {
+        DType::F32 => Ok(false),
+        DType::BF16 | DType::F16 => Ok(true),
+        other => Err(Error::config(
+            "optimizer",
+            format!("{name} is {other}; freeze it, or make it f32, bf16 or f16"),
+        )),
+    }
+}
+
+/// Writes the parameter's values to `master`.
+pub(crate) fn fill_master(threads: &Threads, param: &Param, master: &HostBuf) -> Result<()> {
+    let working = param.data().read_all()?;
+    let mut into = master.write(0..master.len())?;
+    optim::cast(threads, floats(param.dtype(), &working), FloatsMut::F32(into.as_mut_slice()))?;
+    Ok(())
 }
 
 /// The slabs of one parameter, opened for an update.
@@ -220,55 +334,37 @@ impl Open {
         Ok(Self {
             dtype: entry.param.dtype(),
             grad: entry.grad.read_all()?,
-            working: all(entry.param.data())?,
+            working: all(&entry.param.data())?,
             master: entry.master.as_ref().map(all).transpose()?,
             moments: entry.moments.iter().map(all).collect::<Result<_, _>>()?,
         })
     }
 
-    fn update(
-        mut self,
-        threads: &Threads,
-        rule: Rule,
-        lr: f64,
-        decays: bool,
-        step: u64,
-        factor: f32,
-    ) -> Result<()> {
+    fn slabs(&mut self) -> Slabs<'_> {
         let grad = Floats::F32(self.grad.as_slice());
         let (master, working) = match &mut self.master {
             None => (self.working.as_mut_slice::<f32>(), None),
-            Some(master) if self.dtype == DType::BF16 => {
-                (master.as_mut_slice(), Some(FloatsMut::BF16(self.working.as_mut_slice())))
-            }
-            Some(master) => (master.as_mut_slice(), Some(FloatsMut::F16(self.working.as_mut_slice()))),
+            Some(master) => (master.as_mut_slice(), Some(floats_mut(self.dtype, &mut self.working))),
         };
-        let mut moments = self.moments.iter_mut().map(HostMut::as_mut_slice::<f32>);
-        match rule {
-            Rule::Adam(rule) => {
-                let weight_decay = if decays { rule.weight_decay } else { 0.0 };
-                let (Some(exp_avg), Some(exp_avg_sq)) = (moments.next(), moments.next()) else {
-                    unreachable!("Adam has two moments")
-                };
-                let max_exp_avg_sq = moments.next();
-                let slabs = AdamSlabs { grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq, working };
-                AdamW { lr, weight_decay, ..rule }.step(threads, step, factor, slabs)?;
-            }
-            Rule::Sgd(rule) => {
-                let weight_decay = if decays { rule.weight_decay } else { 0.0 };
-                let slabs = SgdSlabs { grad, master, momentum: moments.next(), working };
-                Sgd { lr, weight_decay, ..rule }.step(threads, step, factor, slabs)?;
-            }
-        }
-        Ok(())
+        let moments = self.moments.iter_mut().map(HostMut::as_mut_slice).collect();
+        Slabs { grad, master, moments, working }
     }
 }
 
-/// Working weights as the optimizer's kernels see them.
-fn floats(dtype: DType, data: &HostRef) -> Floats<'_> {
+/// A host range as the optimizer's kernels read it.
+pub(crate) fn floats(dtype: DType, data: &HostRef) -> Floats<'_> {
     match dtype {
         DType::BF16 => Floats::BF16(data.as_slice()),
         DType::F16 => Floats::F16(data.as_slice()),
         _ => Floats::F32(data.as_slice()),
+    }
+}
+
+/// A host range as the optimizer's kernels write it.
+pub(crate) fn floats_mut(dtype: DType, data: &mut HostMut) -> FloatsMut<'_> {
+    match dtype {
+        DType::BF16 => FloatsMut::BF16(data.as_mut_slice()),
+        DType::F16 => FloatsMut::F16(data.as_mut_slice()),
+        _ => FloatsMut::F32(data.as_mut_slice()),
     }
 }

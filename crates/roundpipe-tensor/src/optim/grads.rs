@@ -15,6 +15,12 @@ pub fn squared_norm(threads: &Threads, slab: Floats<'_>) -> f64 {
     squared_norm_with(Isa::best(), threads, slab)
 }
 
+/// The sums that [`squared_norm`] adds up in order, one per chunk of 65,536 elements. For slabs that are
+/// computed piece by piece: pieces of whole chunks, added in order, give the bits of the whole.
+pub fn chunk_squares(threads: &Threads, slab: Floats<'_>) -> Vec<f64> {
+    chunk_squares_with(Isa::best(), threads, slab)
+}
+
 /// What to multiply gradients with so that their norm is at most `max_norm`, as `clip_grad_norm_` does:
 /// `max_norm / (norm + 1e-6)`, at most 1. NaN when the norm is NaN.
 pub fn clip_factor(squared_norm: f64, max_norm: f64) -> f32 {
@@ -50,13 +56,17 @@ pub fn cast(threads: &Threads, src: Floats<'_>, dst: FloatsMut<'_>) -> Result<()
 }
 
 pub(super) fn squared_norm_with(isa: Isa, threads: &Threads, slab: Floats<'_>) -> f64 {
+    chunk_squares_with(isa, threads, slab).iter().sum()
+}
+
+fn chunk_squares_with(isa: Isa, threads: &Threads, slab: Floats<'_>) -> Vec<f64> {
     let mut sums = vec![0.0; slab.len().div_ceil(CHUNK)];
     with_slice!(Floats, slab, slab => {
         for_each(threads, slab.chunks(CHUNK).zip(&mut sums), |(chunk, sum)| {
             *sum = isa.run(SquaresPass(chunk));
         });
     });
-    sums.iter().sum()
+    sums
 }
 
 pub(super) fn scale_with(isa: Isa, threads: &Threads, slab: FloatsMut<'_>, factor: f32) {

@@ -1,0 +1,607 @@
+//! The host home of a model's state: weights, gradients, masters and moments, a slab per layer and kind.
+//!
+//! A slab is flat, page-aligned and exactly as large as what lies in it: 2 bytes per bf16 weight, as many per
+//! gradient, 4 for the master and 4 for each moment. Parameters move into the slabs when the store is made,
+//! one by one, so that the peak is the model plus one layer. What only training needs (gradients, masters,
+//! moments, the second version of weights) is made when first asked for, or by [`Store::prepare`].
+//!
+//! The device block of a layer mirrors the host: `[trainable slab][frozen slab][parameters that live
+//! elsewhere]`, so that a whole layer is uploaded in one or two copies.
+//!
+//! Refused: trainable parameters that are not f32, bf16 or f16, and gradients in a type other than f32 or the
+//! parameter's own.
+//!
+//! # Invariants
+//! - A parameter has one home: the first layer that names it. Other layers refer to it.
+//! - Every (layer, trainable parameter) pair has its own gradient range: what one layer writes depends on no
+//!   other layer.
+//! - A parameter's [`Param::data`] is the newest published version.
+//! - Slabs are written under [`Versions`] and the guards of [`HostBuf`], nowhere else.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use roundpipe_tensor::cpu::threads::Threads;
+use roundpipe_tensor::{DType, Device, HostBuf, Param, ParamId, Pin, Shape};
+
+use crate::error::{Error, Result};
+use crate::layer::Layer;
+use crate::optim::{Rule, fill_master, needs_master};
+use crate::version::{Abort, Aborted, Gate, Versions};
+
+/// Where a parameter may start in a slab that devices copy from or to, in bytes.
+const ALIGN: usize = 64;
+
+/// What a user may choose about a store.
+#[derive(Debug, Clone)]
+pub struct StoreConfig {
+    /// Whose host memory weights and gradients lie in.
+    pub device: Arc<dyn Device>,
+    /// How that memory is pinned. With [`Pin::Off`] frozen parameters stay where they are, e.g. in a mapped file.
+    pub pin: Pin,
+    /// Whether updates run beside the next step: weights have two versions then.
+    pub asynchronous: bool,
+    /// The optimizer; without one there are no moments, and updates are closures.
+    pub rule: Option<Rule>,
+    /// The type of gradients in host memory; by default each parameter's own.
+    pub grad_dtype: Option<DType>,
+    /// Threads of updates; by default one per core.
+    pub threads: Option<usize>,
+}
+
+impl StoreConfig {
+    /// Pinned memory of `device`, updates between steps, no rule.
+    pub fn new(device: Arc<dyn Device>) -> Self {
+        Self { device, pin: Pin::default(), asynchronous: false, rule: None, grad_dtype: None, threads: None }
+    }
+}
+
+/// The state of a model.
+pub struct Store {
+    layers: Vec<StoreLayer>,
+    gate: Arc<Gate>,
+    pub(crate) shared: Arc<Shared>,
+    steps: AtomicU64,
+}
+
+/// What all layers of a store use.
+pub(crate) struct Shared {
+    config: StoreConfig,
+    pub(crate) threads: Threads,
+}
+
+/// The state of one layer.
+pub struct StoreLayer {
+    name: String,
+    params: Vec<StoredParam>,
+    sizes: Sizes,
+    homes: Vec<usize>,
+    versions: Versions,
+    shared: Arc<Shared>,
+    /// The slab of even versions, or the only one.
+    weights: HostBuf,
+    /// `None` where frozen parameters stay in their own buffers.
+    frozen: Option<HostBuf>,
+    training: OnceLock<Training>,
+}
+
+/// One parameter as one layer sees it.
+#[derive(Debug)]
+pub struct StoredParam {
+    /// Full dotted name, by this layer.
+    pub name: String,
+    /// The parameter.
+    pub param: Param,
+    /// Element type of the working weights.
+    pub dtype: DType,
+    /// Sizes.
+    pub shape: Shape,
+    /// Whether it is updated.
+    pub trainable: bool,
+    /// The layer and the index in it where its state lives.
+    pub home: (usize, usize),
+    /// Where it starts in the layer's device block, in bytes.
+    pub block_offset: usize,
+    /// Element type of its gradient in host memory.
+    pub grad_dtype: DType,
+    /// Where its gradient lies in the layer's gradient slab; empty for frozen parameters.
+    pub grad_bytes: Range<usize>,
+    /// In the trainable or the frozen slab of its home.
+    offset: usize,
+    /// In the slab of masters of its home, where it has one.
+    master: Option<usize>,
+    /// In each slab of moments of its home.
+    moment: usize,
+    /// Every (layer, index) that names it, the last layer first. Only at home.
+    pub(crate) users: Vec<(usize, usize)>,
+    pub(crate) decays: bool,
+    /// Whether a gradient is there.
+    filled: AtomicBool,
+}
+
+/// Bytes to copy into a layer's device block.
+#[derive(Debug, Clone)]
+pub struct Segment {
+    /// The bytes.
+    pub data: HostBuf,
+    /// Where they go.
+    pub block_offset: usize,
+}
+
+/// Bytes of host memory by kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct StoreBytes {
+    /// Trainable working weights, all versions.
+    pub weights: usize,
+    /// Frozen parameters and buffers.
+    pub frozen: usize,
+    /// Gradients.
+    pub gradients: usize,
+    /// f32 copies of narrower weights.
+    pub masters: usize,
+    /// State of the rule.
+    pub moments: usize,
+}
+
+impl StoreBytes {
+    /// All of it.
+    pub fn total(&self) -> usize {
+        self.weights + self.frozen + self.gradients + self.masters + self.moments
+    }
+}
+
+/// Sizes of a layer's slabs and block, in bytes.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sizes {
+    weights: usize,
+    frozen: usize,
+    gradients: usize,
+    masters: usize,
+    moments: usize,
+    block: usize,
+}
+
+/// What only training needs.
+struct Training {
+    gradients: HostBuf,
+    /// The slab of odd versions.
+    second: Option<HostBuf>,
+    masters: HostBuf,
+    moments: Vec<HostBuf>,
+}
+
+impl Store {
+    /// Moves the parameters of `layers` into slabs.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a type that cannot be trained; otherwise when the system has no memory or somebody
+    /// is writing a parameter. Parameters keep their values in any case.
+    pub fn new(layers: &[(String, Arc<dyn Layer>)], config: StoreConfig) -> Result<Self> {
+        let threads = Threads::new(config.threads)?;
+        let gate = Gate::new(layers.len());
+        let shared = Arc::new(Shared { config, threads });
+        let mut homes = HashMap::new();
+        let mut users: HashMap<(usize, usize), Vec<(usize, usize)>> = HashMap::new();
+        let mut stored = Vec::new();
+        for (index, (name, layer)) in layers.iter().enumerate() {
+            let layer = StoreLayer::new(index, name, layer.as_ref(), &mut homes, &gate, &shared)?;
+            for (at, param) in layer.params.iter().enumerate() {
+                users.entry(param.home).or_default().insert(0, (index, at));
+            }
+            stored.push(layer);
+        }
+        for ((layer, index), users) in users {
+            stored[layer].params[index].users = users;
+        }
+        Ok(Self { layers: stored, gate, shared, steps: AtomicU64::new(0) })
+    }
+
+    /// Applies weight decay only where `decays` says so; by default everywhere.
+    #[must_use]
+    pub fn decay_where(mut self, decays: impl Fn(&str, &Param) -> bool) -> Self {
+        for param in self.layers.iter_mut().flat_map(|layer| &mut layer.params) {
+            param.decays = decays(&param.name, &param.param);
+        }
+        self
+    }
+
+    /// The layers in order.
+    pub fn layers(&self) -> &[StoreLayer] {
+        &self.layers
+    }
+
+    /// What all versions of this store wait at.
+    pub fn gate(&self) -> &Arc<Gate> {
+        &self.gate
+    }
+
+    /// A new abort for waits on this store.
+    pub fn abort(&self) -> Abort {
+        Abort::new(&self.gate)
+    }
+
+    /// The optimizer's rule, if there is one.
+    pub fn rule(&self) -> Option<Rule> {
+        self.shared.config.rule
+    }
+
+    /// Updates done so far, skipped ones left out.
+    pub fn steps(&self) -> u64 {
+        self.steps.load(Ordering::Acquire)
+    }
+
+    /// Says how many updates were done, after a resume or when layers are updated one by one.
+    pub fn set_steps(&self, steps: u64) {
+        self.steps.store(steps, Ordering::Release);
+    }
+
+    /// Makes what training needs now instead of at its first use, so that memory runs out early or never.
+    ///
+    /// # Errors
+    /// When the system has no memory.
+    pub fn prepare(&self) -> Result<()> {
+        self.layers.iter().try_for_each(|layer| layer.training().map(drop))
+    }
+
+    /// What to upload for one layer at one version, in as few pieces as the slabs allow. The caller holds a
+    /// readable ticket for `version` of every layer in [`StoreLayer::homes`].
+    ///
+    /// # Errors
+    /// When the system has no memory for the second version.
+    pub fn segments(&self, layer: usize, version: u64) -> Result<Vec<Segment>> {
+        let here = &self.layers[layer];
+        let mut segments = Vec::new();
+        segments.push(Segment { data: here.weights(version)?, block_offset: 0 });
+        if let Some(frozen) = &here.frozen {
+            segments.push(Segment {
+                data: frozen.clone(),
+                block_offset: here.sizes.weights.next_multiple_of(ALIGN),
+            });
+        }
+        for param in &here.params {
+            let own = param.home.0 == layer;
+            if own && (param.trainable || here.frozen.is_some()) {
+                continue;
+            }
+            let data = match param.trainable {
+                true => self.layers[param.home.0].working(param.home.1, version)?,
+                false => param.param.data(),
+            };
+            segments.push(Segment { data, block_offset: param.block_offset });
+        }
+        segments.retain(|segment| !segment.data.is_empty());
+        Ok(segments)
+    }
+
+    /// Waits until all of a layer's gradients may be written for step `s`, from 1 on: the update before has read
+    /// them, also where it is another layer's.
+    ///
+    /// # Errors
+    /// [`Aborted`].
+    pub fn wait_grad_free(&self, layer: usize, s: u64, abort: &Abort) -> Result<(), Aborted> {
+        let homes = &self.layers[layer].homes;
+        homes.iter().try_for_each(|home| self.layers[*home].versions.wait_grad_free(s, abort))
+    }
+
+    /// The layers whose gradients an update of `layer` reads, in ascending order: itself and those that share
+    /// its parameters. All must have landed before.
+    pub fn grad_layers(&self, layer: usize) -> Vec<usize> {
+        let own = self.layers[layer].own_trainable();
+        let mut all: Vec<usize> = own.flat_map(|(_, p)| p.users.iter().map(|(layer, _)| *layer)).collect();
+        all.sort_unstable();
+        all.dedup();
+        all
+    }
+
+    /// Host memory in use, by kind.
+    pub fn host_bytes(&self) -> StoreBytes {
+        let mut sum = StoreBytes::default();
+        for layer in &self.layers {
+            sum.weights += layer.weights.len();
+            sum.frozen += match &layer.frozen {
+                Some(frozen) => frozen.len(),
+                None => layer.own().filter(|(_, p)| !p.trainable).map(|(_, p)| p.param.bytes()).sum(),
+            };
+            if let Some(training) = layer.training.get() {
+                sum.weights += training.second.as_ref().map_or(0, HostBuf::len);
+                sum.gradients += training.gradients.len();
+                sum.masters += training.masters.len();
+                sum.moments += training.moments.iter().map(HostBuf::len).sum::<usize>();
+            }
+        }
+        sum
+    }
+}
+
+impl StoreLayer {
+    fn new(
+        index: usize,
+        name: &str,
+        layer: &dyn Layer,
+        homes: &mut HashMap<ParamId, (usize, usize)>,
+        gate: &Arc<Gate>,
+        shared: &Arc<Shared>,
+    ) -> Result<Self> {
+        let config = &shared.config;
+        let mut params = Vec::new();
+        for (at, (param_name, param)) in layer.named_params().into_iter().enumerate() {
+            let home = *homes.entry(param.id()).or_insert((index, at));
+            params.push(StoredParam::new(format!("{name}.{param_name}"), param, home, config.grad_dtype)?);
+        }
+        let sizes = lay_out(index, &mut params);
+        let weights = config.buffer(&format!("{name} weights"), sizes.weights)?;
+        let frozen = match config.pin {
+            Pin::Off => None,
+            _ => Some(config.buffer(&format!("{name} frozen weights"), sizes.frozen)?),
+        };
+        let mut seen: Vec<usize> = params.iter().filter(|p| p.trainable).map(|p| p.home.0).collect();
+        seen.sort_unstable();
+        seen.dedup();
+        let slabs = if config.asynchronous { 2 } else { 1 };
+        let layer = Self {
+            name: name.to_owned(),
+            params,
+            sizes,
+            homes: seen,
+            versions: Versions::new(gate, index, slabs),
+            shared: shared.clone(),
+            weights,
+            frozen,
+            training: OnceLock::new(),
+        };
+        layer.move_in(index)?;
+        Ok(layer)
+    }
+
+    /// Copies the layer's own parameters into its slabs, one by one; each gives its old memory back at once.
+    fn move_in(&self, index: usize) -> Result<()> {
+        for param in self.params.iter().filter(|p| p.home.0 == index) {
+            let slab = if param.trainable { Some(&self.weights) } else { self.frozen.as_ref() };
+            let Some(slab) = slab else { continue };
+            let home = slab.slice(param.offset..param.offset + param.param.bytes())?;
+            let old = param.param.data().read_all()?;
+            home.write(0..home.len())?.bytes().copy_from_slice(old.bytes());
+            param.param.rehome(home)?;
+        }
+        Ok(())
+    }
+
+    /// The layer's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// All parameters and buffers that the layer names, in its order.
+    pub fn params(&self) -> &[StoredParam] {
+        &self.params
+    }
+
+    /// Size of the layer's device block.
+    pub fn block_bytes(&self) -> usize {
+        self.sizes.block
+    }
+
+    /// Size of the layer's gradient slab.
+    pub fn grad_bytes(&self) -> usize {
+        self.sizes.gradients
+    }
+
+    /// The layers whose versions must be readable before this one is uploaded, in ascending order; those that
+    /// wait for its gradients as well.
+    pub fn homes(&self) -> &[usize] {
+        &self.homes
+    }
+
+    /// The versions of the layer's own weights.
+    pub fn versions(&self) -> &Versions {
+        &self.versions
+    }
+
+    /// Where the gradient of a parameter is written; `None` for a frozen one.
+    ///
+    /// # Errors
+    /// When the system has no memory.
+    pub fn grad_range(&self, index: usize) -> Result<Option<HostBuf>> {
+        let param = &self.params[index];
+        match param.trainable {
+            true => Ok(Some(self.training()?.gradients.slice(param.grad_bytes.clone())?)),
+            false => Ok(None),
+        }
+    }
+
+    /// The whole gradient slab, for one download per layer; parameters lie at their
+    /// [`StoredParam::grad_bytes`].
+    ///
+    /// # Errors
+    /// When the system has no memory.
+    pub fn grad_slab(&self) -> Result<HostBuf> {
+        Ok(self.training()?.gradients.clone())
+    }
+
+    /// Whether a gradient of this parameter has been written since the last update.
+    pub fn filled(&self, index: usize) -> bool {
+        self.params[index].filled.load(Ordering::Acquire)
+    }
+
+    /// Says that a gradient is there, or that it is not: a parameter without is left out of the update.
+    pub fn set_filled(&self, index: usize, filled: bool) {
+        self.params[index].filled.store(filled, Ordering::Release);
+    }
+
+    /// The layer's own parameters with their indices.
+    pub(crate) fn own(&self) -> impl Iterator<Item = (usize, &StoredParam)> {
+        // A parameter that lives elsewhere has no users of its own.
+        self.params.iter().enumerate().filter(|(_, param)| !param.users.is_empty())
+    }
+
+    pub(crate) fn own_trainable(&self) -> impl Iterator<Item = (usize, &StoredParam)> {
+        self.own().filter(|(_, param)| param.trainable)
+    }
+
+    /// The slab of a version.
+    fn weights(&self, version: u64) -> Result<HostBuf> {
+        match self.versions.slab(version) {
+            0 => Ok(self.weights.clone()),
+            _ => Ok(self.training()?.second.clone().expect("two versions have two slabs")),
+        }
+    }
+
+    /// One of the layer's own trainable parameters at a version.
+    pub(crate) fn working(&self, index: usize, version: u64) -> Result<HostBuf> {
+        let param = &self.params[index];
+        Ok(self.weights(version)?.slice(param.offset..param.offset + param.param.bytes())?)
+    }
+
+    /// The f32 copy of one of the layer's own parameters, where its working weights are narrower.
+    pub(crate) fn master(&self, index: usize) -> Result<Option<HostBuf>> {
+        let param = &self.params[index];
+        let slice = |at| Ok(self.training()?.masters.slice(at..at + param.copy_bytes())?);
+        param.master.map(slice).transpose()
+    }
+
+    /// The moments of one of the layer's own parameters.
+    pub(crate) fn moments(&self, index: usize) -> Result<Vec<HostBuf>> {
+        let param = &self.params[index];
+        let range = param.moment..param.moment + param.copy_bytes();
+        self.training()?.moments.iter().map(|slab| Ok(slab.slice(range.clone())?)).collect()
+    }
+
+    fn training(&self) -> Result<&Training> {
+        match self.training.get() {
+            Some(training) => Ok(training),
+            // Two threads may both make one; the first wins, and nothing is written before.
+            None => Training::new(self).map(|made| self.training.get_or_init(|| made)),
+        }
+    }
+}
+
+impl StoredParam {
+    fn new(name: String, param: Param, home: (usize, usize), grad_dtype: Option<DType>) -> Result<Self> {
+        let (dtype, trainable) = (param.dtype(), param.is_trainable());
+        // The offset comes with the layout.
+        let master = (trainable && needs_master(&name, dtype)?).then_some(0);
+        let grad_dtype = grad_dtype.unwrap_or(dtype);
+        if trainable && grad_dtype != dtype && grad_dtype != DType::F32 {
+            let what = format!("{name} is {dtype}; its gradients are {dtype} or f32, not {grad_dtype}");
+            return Err(Error::config("grad_dtype", what));
+        }
+        Ok(Self {
+            dtype,
+            shape: *param.shape(),
+            trainable,
+            home,
+            block_offset: 0,
+            grad_dtype,
+            grad_bytes: 0..0,
+            offset: 0,
+            master,
+            moment: 0,
+            users: Vec::new(),
+            decays: true,
+            filled: AtomicBool::new(false),
+            name,
+            param,
+        })
+    }
+
+    /// Size of an f32 copy.
+    pub(crate) fn copy_bytes(&self) -> usize {
+        self.shape.numel() * size_of::<f32>()
+    }
+}
+
+impl Training {
+    fn new(layer: &StoreLayer) -> Result<Self> {
+        let (name, sizes, config) = (&layer.name, layer.sizes, &layer.shared.config);
+        let gradients = config.buffer(&format!("{name} gradients"), sizes.gradients)?;
+        let second = match config.asynchronous {
+            true => Some(config.buffer(&format!("{name} weights, odd versions"), sizes.weights)?),
+            false => None,
+        };
+        let masters = HostBuf::zeroed(format!("{name} masters"), sizes.masters)?;
+        for (_, param) in layer.own_trainable() {
+            if let Some(at) = param.master {
+                let master = masters.slice(at..at + param.copy_bytes())?;
+                fill_master(&layer.shared.threads, &param.param, &master)?;
+            }
+        }
+        let count = config.rule.map_or(0, |rule| rule.moments());
+        let moment = |_| HostBuf::zeroed(format!("{name} moments"), sizes.moments);
+        let moments = (0..count).map(moment).collect::<Result<_, _>>()?;
+        Ok(Self { gradients, second, masters, moments })
+    }
+}
+
+impl StoreConfig {
+    fn buffer(&self, name: &str, bytes: usize) -> Result<HostBuf> {
+        match bytes {
+            // Drivers refuse to allocate nothing.
+            0 => Ok(HostBuf::zeroed(name, 0)?),
+            _ => Ok(self.device.host_buffer(name, bytes, self.pin)?),
+        }
+    }
+}
+
+/// Places the parameters of layer `index` in its slabs and its device block.
+fn lay_out(index: usize, params: &mut [StoredParam]) -> Sizes {
+    let mut sizes = Sizes::default();
+    let own = |p: &StoredParam| p.home.0 == index;
+    for param in params.iter_mut() {
+        if param.trainable {
+            let bytes = param.shape.numel() * param.grad_dtype.size();
+            let at = place(&mut sizes.gradients, bytes, ALIGN);
+            param.grad_bytes = at..at + bytes;
+        }
+        if !own(param) {
+            continue;
+        }
+        if !param.trainable {
+            param.offset = place(&mut sizes.frozen, param.param.bytes(), ALIGN);
+            continue;
+        }
+        param.offset = place(&mut sizes.weights, param.param.bytes(), ALIGN);
+        // Only the processor touches copies, whole slabs at a time: no padding.
+        param.moment = place(&mut sizes.moments, param.copy_bytes(), size_of::<f32>());
+        param.master = param.master.map(|_| place(&mut sizes.masters, param.copy_bytes(), size_of::<f32>()));
+    }
+    let frozen_at = sizes.weights.next_multiple_of(ALIGN);
+    sizes.block = frozen_at + sizes.frozen;
+    for param in params.iter_mut() {
+        param.block_offset = match (own(param), param.trainable) {
+            (true, true) => param.offset,
+            (true, false) => frozen_at + param.offset,
+            (false, _) => place(&mut sizes.block, param.param.bytes(), ALIGN),
+        };
+    }
+    sizes
+}
+
+/// Puts `bytes` behind what ends at `end`, and says where.
+fn place(end: &mut usize, bytes: usize, align: usize) -> usize {
+    let start = end.next_multiple_of(align);
+    *end = start + bytes;
+    start
+}
+
+impl fmt::Debug for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Store")
+            .field("layers", &self.layers.len())
+            .field("bytes", &self.host_bytes())
+            .finish()
+    }
+}
+
+impl fmt::Debug for StoreLayer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, params, versions, .. } = self;
+        f.debug_struct("StoreLayer")
+            .field("name", name)
+            .field("params", &params.len())
+            .field("version", &versions.current())
+            .finish_non_exhaustive()
+    }
+}

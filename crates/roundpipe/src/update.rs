@@ -1,0 +1,517 @@
+//! Updates of a [`Store`]: gradients in, the next version of the weights out.
+//!
+//! The path of an update: gradient ranges (summed in f32 where several layers share a parameter, the last layer
+//! first) -> one fused pass over master and moments -> working weights in the slab of the next version -> the
+//! parameters move there -> the version is published. A parameter without a gradient keeps its value and its
+//! state.
+//!
+//! Layer by layer as gradients land: [`Store::squares`] and [`Store::apply`]. The whole model at once:
+//! [`Store::step`]. Any function of the user: [`Store::apply_fn`].
+//!
+//! # Invariants
+//! - The same gradients give the same bits for any number of threads, any order of layers and one or two
+//!   slabs, and those of [`Optimizer`](crate::Optimizer).
+//! - A slab that is in use elsewhere stops an update before anything is written.
+//! - [`Store::step`] and [`Store::apply_fn`] update every layer or none; [`Store::apply`] promises that for its
+//!   layer alone.
+
+use std::ops::Range;
+
+use roundpipe_tensor::cpu::threads::Threads;
+use roundpipe_tensor::host::{HostMut, HostRef};
+use roundpipe_tensor::optim::{self, CHUNK, Floats, FloatsMut};
+use roundpipe_tensor::{DType, HostBuf, Param, Shape};
+
+use crate::error::{Error, Result};
+use crate::optim::{Rule, Shared, Slabs, StepReport, floats, floats_mut};
+use crate::store::{Store, StoredParam};
+use crate::version::{Abort, WriteTicket};
+
+/// Elements of a shared parameter that are summed at a time: whole chunks, so that norms keep their order.
+const PIECE: usize = 64 * CHUNK;
+
+/// What a step asks for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Update {
+    /// Learning rate.
+    pub lr: f64,
+    /// Scales gradients down when their common norm exceeds this.
+    pub clip: Option<f64>,
+    /// What gradients are multiplied with first: one over the loss scale they were computed with.
+    pub grad_scale: f64,
+    /// Whether a step whose gradients are not all finite is skipped.
+    pub skip_nonfinite: bool,
+}
+
+impl Update {
+    /// Nothing but a learning rate.
+    pub fn new(lr: f64) -> Self {
+        Self { lr, clip: None, grad_scale: 1.0, skip_nonfinite: false }
+    }
+
+    /// What to do with gradients whose squares, as they are stored, add up to `squared`.
+    pub fn decide(&self, squared: f64) -> Decision {
+        // Unscaled before they are measured, so that the threshold means the same at every scale.
+        let squared = squared * self.grad_scale * self.grad_scale;
+        let clip = self.clip.map_or(1.0, |max| optim::clip_factor(squared, max));
+        Decision {
+            factor: (f64::from(clip) * self.grad_scale) as f32,
+            grad_norm: squared.sqrt(),
+            skip: self.skip_nonfinite && !squared.is_finite(),
+        }
+    }
+}
+
+/// What [`Update::decide`] says.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Decision {
+    /// What stored gradients are multiplied with.
+    pub factor: f32,
+    /// L2 norm of all gradients, unscaled, before clipping.
+    pub grad_norm: f64,
+    /// Whether the step is skipped: [`Store::skip`] instead of [`Store::apply`] for every layer.
+    pub skip: bool,
+}
+
+/// One layer's part of a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Apply {
+    /// Which update this is for the rule, from 1 on; skipped ones do not count.
+    pub step: u64,
+    /// Learning rate.
+    pub lr: f64,
+    /// What stored gradients are multiplied with.
+    pub factor: f32,
+    /// The version to write, which is the newest plus one.
+    pub next_version: u64,
+}
+
+impl Store {
+    /// The squares of a layer's summed gradients, a number per own parameter that has one. The global squared
+    /// norm is the sum of all, layers in ascending order: [`Store::total`].
+    ///
+    /// # Errors
+    /// When a gradient is being written.
+    pub fn squares(&self, layer: usize) -> Result<Vec<f64>> {
+        let mut squares = Vec::new();
+        for (_, param) in self.layers()[layer].own_trainable() {
+            let grads = self.grads_of(param)?;
+            if grads.is_empty() {
+                continue;
+            }
+            let mut chunks = Vec::new();
+            each_piece(&self.shared.threads, &grads, param.shape.numel(), |_, grad| {
+                chunks.extend(optim::chunk_squares(&self.shared.threads, grad));
+                Ok(())
+            })?;
+            squares.push(chunks.iter().sum());
+        }
+        Ok(squares)
+    }
+
+    /// The global squared norm from [`Store::squares`] of every layer, in ascending order.
+    pub fn total<'a>(squares: impl IntoIterator<Item = &'a Vec<f64>>) -> f64 {
+        // Added one by one, not layer sums: the order of a plain loop over parameters.
+        squares.into_iter().flatten().fold(0.0, |sum, square| sum + square)
+    }
+
+    /// Updates one layer's own parameters with the rule, publishes the version and takes the gradients as read. All
+    /// gradients of [`Store::grad_layers`] must have landed.
+    ///
+    /// # Errors
+    /// [`Error::Config`] without a rule; [`Error::Aborted`]; a slab in use elsewhere. The layer is as before then.
+    pub fn apply(&self, layer: usize, apply: &Apply, abort: &Abort) -> Result<()> {
+        let rule = self.rule_or_refuse()?;
+        let mut open = self.open(layer, apply.next_version, abort)?;
+        open.update(&self.shared.threads, rule, apply)?;
+        self.finish(open)
+    }
+
+    /// Makes the next version of a layer equal to the newest and forgets its gradients: the part of a skipped step.
+    ///
+    /// # Errors
+    /// As [`Store::apply`].
+    pub fn skip(&self, layer: usize, next_version: u64, abort: &Abort) -> Result<()> {
+        let mut open = self.open(layer, next_version, abort)?;
+        open.params.iter_mut().for_each(OpenParam::keep);
+        self.finish(open)
+    }
+
+    /// Updates every parameter that has a gradient, or none. Waits for the readers of what it overwrites; all
+    /// gradients must have landed.
+    ///
+    /// # Errors
+    /// [`Error::Config`] without a rule or without any gradient; otherwise as [`Store::apply`]. Everything is as
+    /// before then.
+    pub fn step(&self, update: &Update, next_version: u64, abort: &Abort) -> Result<StepReport> {
+        let rule = self.rule_or_refuse()?;
+        let layers = 0..self.layers().len();
+        let squares = layers.clone().map(|layer| self.squares(layer)).collect::<Result<Vec<_>>>()?;
+        if squares.iter().all(Vec::is_empty) {
+            return Err(Error::config("step", "no gradients were added since the last step"));
+        }
+        let decision = update.decide(Self::total(&squares));
+        let mut open = layers.map(|l| self.open(l, next_version, abort)).collect::<Result<Vec<_>>>()?;
+        let step = self.steps() + u64::from(!decision.skip);
+        let apply = Apply { step, lr: update.lr, factor: decision.factor, next_version };
+        for open in &mut open {
+            if decision.skip {
+                open.params.iter_mut().for_each(OpenParam::keep);
+            } else {
+                open.update(&self.shared.threads, rule, &apply)?;
+            }
+        }
+        open.into_iter().try_for_each(|open| self.finish(open))?;
+        self.set_steps(step);
+        Ok(StepReport { step, grad_norm: decision.grad_norm, skipped: decision.skip })
+    }
+
+    /// Updates with a function over all optimizer copies: f32 values that it may change, and gradients as they are
+    /// stored. Then the working weights of the next version are rounded from the values.
+    ///
+    /// While it runs, a backup of the copies takes 4 bytes per trainable parameter (none for f32 weights with
+    /// two versions, where the old version is the backup), and a shared parameter's summed gradient takes 4
+    /// more.
+    ///
+    /// # Errors
+    /// What the function returns; [`Error::Aborted`]; a slab in use elsewhere. Values, weights and gradients are
+    /// as before then, also when the function panics.
+    pub fn apply_fn(
+        &self,
+        next_version: u64,
+        abort: &Abort,
+        function: &mut dyn FnMut(&mut OptimParams<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let layers = 0..self.layers().len();
+        let layers = layers.map(|l| self.open(l, next_version, abort)).collect::<Result<_>>()?;
+        let mut all = OptimParams { layers };
+        let threads = &self.shared.threads;
+        all.each().try_for_each(|param| param.prepare(threads))?;
+        function(&mut all)?;
+        all.each().try_for_each(|param| param.round(threads))?;
+        all.each().for_each(|param| param.backup = None);
+        all.layers.into_iter().try_for_each(|open| self.finish(open))?;
+        self.set_steps(self.steps() + 1);
+        Ok(())
+    }
+
+    /// The optimizer's copies of all trainable parameters, each once, in model order.
+    ///
+    /// # Errors
+    /// When the system has no memory for them.
+    pub fn optim_params(&self) -> Result<Vec<OptimHandle>> {
+        let mut all = Vec::new();
+        for (at, layer) in self.layers().iter().enumerate() {
+            for (index, param) in layer.own_trainable() {
+                all.push(OptimHandle {
+                    name: param.name.clone(),
+                    layer: at,
+                    shape: param.shape,
+                    param: param.param.clone(),
+                    master: layer.master(index)?,
+                    moments: layer.moments(index)?,
+                });
+            }
+        }
+        Ok(all)
+    }
+
+    fn rule_or_refuse(&self) -> Result<Rule> {
+        self.rule().ok_or_else(|| Error::config("step", "the store has no rule; give it one, or a function"))
+    }
+
+    /// The gradients of an own parameter that are there, the last layer's first.
+    fn grads_of(&self, param: &StoredParam) -> Result<Vec<(DType, HostRef)>> {
+        let mut grads = Vec::new();
+        for &(layer, index) in &param.users {
+            let layer = &self.layers()[layer];
+            if let (true, Some(range)) = (layer.filled(index), layer.grad_range(index)?) {
+                grads.push((layer.params()[index].grad_dtype, range.read_all()?));
+            }
+        }
+        Ok(grads)
+    }
+
+    /// Waits for the right to write a layer's next version and takes every guard an update needs.
+    fn open(&self, layer: usize, next_version: u64, abort: &Abort) -> Result<OpenLayer<'_>> {
+        let here = &self.layers()[layer];
+        let ticket = here.versions().wait_writable(next_version, abort)?;
+        let two = here.versions().slabs() == 2;
+        let all = |buf: HostBuf| buf.write(0..buf.len());
+        let mut params = Vec::new();
+        for (index, stored) in here.own_trainable() {
+            params.push(OpenParam {
+                layer,
+                stored,
+                grads: self.grads_of(stored)?,
+                sum: None,
+                old: if two { Some(here.working(index, next_version - 1)?.read_all()?) } else { None },
+                working: all(here.working(index, next_version)?)?,
+                master: here.master(index)?.map(all).transpose()?,
+                moments: here.moments(index)?.into_iter().map(all).collect::<Result<_, _>>()?,
+                backup: None,
+            });
+        }
+        Ok(OpenLayer { layer, ticket, params })
+    }
+
+    /// Moves the parameters to the version just written, takes the gradients as read and publishes.
+    fn finish(&self, open: OpenLayer<'_>) -> Result<()> {
+        let OpenLayer { layer, ticket, params } = open;
+        drop(params);
+        let here = &self.layers()[layer];
+        for (index, param) in here.own_trainable() {
+            param.param.rehome(here.working(index, ticket.version())?)?;
+            for &(layer, index) in &param.users {
+                self.layers()[layer].set_filled(index, false);
+            }
+        }
+        ticket.publish();
+        Ok(())
+    }
+}
+
+/// A layer whose next version may be written.
+struct OpenLayer<'a> {
+    layer: usize,
+    params: Vec<OpenParam<'a>>,
+    ticket: WriteTicket,
+}
+
+impl OpenLayer<'_> {
+    fn update(&mut self, threads: &Threads, rule: Rule, apply: &Apply) -> Result<()> {
+        let shared = Shared { lr: apply.lr, step: apply.step, factor: apply.factor };
+        self.params.iter_mut().try_for_each(|param| param.update(threads, rule, shared))
+    }
+}
+
+/// The slabs of one parameter, opened for an update.
+struct OpenParam<'a> {
+    layer: usize,
+    stored: &'a StoredParam,
+    /// Those that are there, in the order in which they are summed.
+    grads: Vec<(DType, HostRef)>,
+    /// Their sum, for functions of the user.
+    sum: Option<HostRef>,
+    /// The newest version, where the next lies in another slab.
+    old: Option<HostRef>,
+    working: HostMut,
+    master: Option<HostMut>,
+    moments: Vec<HostMut>,
+    /// The copy as it was; written back on drop, unless taken away.
+    backup: Option<HostBuf>,
+}
+
+impl OpenParam<'_> {
+    /// The rule's pass, or none without a gradient.
+    fn update(&mut self, threads: &Threads, rule: Rule, shared: Shared) -> Result<()> {
+        if self.grads.is_empty() {
+            self.keep();
+            return Ok(());
+        }
+        self.start_copy(threads)?;
+        let (dtype, decays) = (self.stored.dtype, self.stored.decays);
+        let (master, mut working) = match &mut self.master {
+            None => (self.working.as_mut_slice::<f32>(), None),
+            Some(master) => (master.as_mut_slice(), Some(floats_mut(dtype, &mut self.working))),
+        };
+        let mut moments: Vec<&mut [f32]> = self.moments.iter_mut().map(HostMut::as_mut_slice).collect();
+        each_piece(threads, &self.grads, master.len(), |range, grad| {
+            let slabs = Slabs {
+                grad,
+                master: &mut master[range.clone()],
+                moments: moments.iter_mut().map(|moment| &mut moment[range.clone()]).collect(),
+                working: working.as_mut().map(|working| working.range(range.clone())),
+            };
+            rule.update(threads, shared, decays, slabs)
+        })
+    }
+
+    /// Where f32 weights are updated in the next slab, brings the newest version there.
+    fn start_copy(&mut self, threads: &Threads) -> Result<()> {
+        if let (Some(old), None) = (&self.old, &self.master) {
+            let new = FloatsMut::F32(self.working.as_mut_slice());
+            optim::cast(threads, Floats::F32(old.as_slice()), new)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the next version equal to the newest.
+    fn keep(&mut self) {
+        if let Some(old) = &self.old {
+            self.working.bytes().copy_from_slice(old.bytes());
+        }
+    }
+
+    /// Gets ready for a function of the user: the values to change, a backup of them, one gradient.
+    fn prepare(&mut self, threads: &Threads) -> Result<()> {
+        self.start_copy(threads)?;
+        if self.master.is_some() || self.old.is_none() {
+            let backup = HostBuf::from_slice(format!("{} backup", self.stored.name), &*self.values())?;
+            self.backup = Some(backup);
+        }
+        if self.grads.len() > 1 {
+            let sum = HostBuf::zeroed("summed gradient", self.stored.copy_bytes())?;
+            let mut all = sum.write(0..sum.len())?;
+            sum_into(threads, &self.grads, 0..self.stored.shape.numel(), all.as_mut_slice())?;
+            drop(all);
+            self.sum = Some(sum.read_all()?);
+        }
+        Ok(())
+    }
+
+    /// Writes the working weights from the values.
+    fn round(&mut self, threads: &Threads) -> Result<()> {
+        if let Some(master) = &mut self.master {
+            let working = floats_mut(self.stored.dtype, &mut self.working);
+            optim::cast(threads, Floats::F32(master.as_mut_slice()), working)?;
+        }
+        Ok(())
+    }
+
+    fn values(&mut self) -> &mut [f32] {
+        self.master.as_mut().unwrap_or(&mut self.working).as_mut_slice()
+    }
+
+    fn view(&mut self) -> OptimParam<'_> {
+        let grad = match (&self.sum, self.grads.first()) {
+            (Some(sum), _) => Some(Floats::F32(sum.as_slice())),
+            (None, Some((dtype, grad))) => Some(floats(*dtype, grad)),
+            (None, None) => None,
+        };
+        let value = self.master.as_mut().unwrap_or(&mut self.working).as_mut_slice();
+        OptimParam { name: &self.stored.name, layer: self.layer, shape: self.stored.shape, value, grad }
+    }
+}
+
+impl Drop for OpenParam<'_> {
+    fn drop(&mut self) {
+        // A function failed. Nobody else knows the backup, so reading it cannot fail.
+        if let Some(backup) = self.backup.take().and_then(|backup| backup.read_all().ok()) {
+            self.values().copy_from_slice(backup.as_slice());
+        }
+    }
+}
+
+/// Gives `task` the sum of `grads` over `len` elements: whole where there is one, in pieces otherwise.
+fn each_piece(
+    threads: &Threads,
+    grads: &[(DType, HostRef)],
+    len: usize,
+    mut task: impl FnMut(Range<usize>, Floats<'_>) -> Result<()>,
+) -> Result<()> {
+    if let [(dtype, grad)] = grads {
+        return task(0..len, floats(*dtype, grad));
+    }
+    let mut sum = vec![0.0f32; len.min(PIECE)];
+    for start in (0..len).step_by(PIECE) {
+        let range = start..len.min(start + PIECE);
+        let sum = &mut sum[..range.len()];
+        sum_into(threads, grads, range.clone(), sum)?;
+        task(range, Floats::F32(sum))?;
+    }
+    Ok(())
+}
+
+/// Sums part of `grads` in f32, in their order.
+fn sum_into(
+    threads: &Threads,
+    grads: &[(DType, HostRef)],
+    range: Range<usize>,
+    sum: &mut [f32],
+) -> Result<()> {
+    for (i, (dtype, grad)) in grads.iter().enumerate() {
+        let part = floats(*dtype, grad).range(range.clone());
+        match i {
+            0 => optim::cast(threads, part, FloatsMut::F32(sum))?,
+            _ => optim::accumulate(threads, part, sum)?,
+        }
+    }
+    Ok(())
+}
+
+/// All optimizer copies, for a function of the user.
+pub struct OptimParams<'a> {
+    layers: Vec<OpenLayer<'a>>,
+}
+
+/// One optimizer copy.
+#[derive(Debug)]
+pub struct OptimParam<'a> {
+    /// Full dotted name.
+    pub name: &'a str,
+    /// Index of the layer it lives in.
+    pub layer: usize,
+    /// Sizes.
+    pub shape: Shape,
+    /// The values, to be changed.
+    pub value: &'a mut [f32],
+    /// The gradient as stored; `None` when there is none.
+    pub grad: Option<Floats<'a>>,
+}
+
+impl<'a> OptimParams<'a> {
+    /// All of them, in model order.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = OptimParam<'_>> {
+        self.each().map(OpenParam::view)
+    }
+
+    fn each(&mut self) -> impl Iterator<Item = &mut OpenParam<'a>> {
+        self.layers.iter_mut().flat_map(|layer| &mut layer.params)
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.layers.iter().map(|layer| layer.params.len()).sum()
+    }
+
+    /// Whether nothing is trainable.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl OptimParam<'_> {
+    /// The gradient as f32, where there is one.
+    pub fn grad_f32(&self) -> Option<Vec<f32>> {
+        Some(match self.grad? {
+            Floats::F32(grad) => grad.to_vec(),
+            Floats::BF16(grad) => grad.iter().map(|x| x.to_f32()).collect(),
+            Floats::F16(grad) => grad.iter().map(|x| x.to_f32()).collect(),
+        })
+    }
+}
+
+/// An optimizer copy to read, and the rule's state with it.
+#[derive(Debug, Clone)]
+pub struct OptimHandle {
+    /// Full dotted name.
+    pub name: String,
+    /// Index of the layer it lives in.
+    pub layer: usize,
+    /// Sizes.
+    pub shape: Shape,
+    param: Param,
+    master: Option<HostBuf>,
+    moments: Vec<HostBuf>,
+}
+
+impl OptimHandle {
+    /// Where the newest values lie, as f32. For f32 weights this is the weights, which move with every version.
+    pub fn value(&self) -> HostBuf {
+        self.master.clone().unwrap_or_else(|| self.param.data())
+    }
+
+    /// Where the rule's state lies, as f32, in the rule's order.
+    pub fn moments(&self) -> &[HostBuf] {
+        &self.moments
+    }
+
+    /// A copy of the newest values.
+    ///
+    /// # Errors
+    /// While an update writes them.
+    pub fn to_vec(&self) -> Result<Vec<f32>> {
+        Ok(self.value().read_all()?.as_slice().to_vec())
+    }
+}

@@ -1,0 +1,144 @@
+//! The version protocol in every order that threads can run: no reader sees a torn or overwritten version, and
+//! no writer waits for ever (loom reports a deadlock; its waits have no timeout).
+//!
+//! Run with `RUSTFLAGS="--cfg loom" cargo test --release -p roundpipe --test loom`.
+#![cfg(loom)]
+
+use std::sync::Arc;
+
+use loom::cell::UnsafeCell;
+use loom::sync::atomic::{AtomicU64, Ordering};
+use loom::thread;
+use roundpipe::version::{Abort, Aborted, Gate, Versions};
+
+/// A slab of weights: loom's cell reports a read beside a write, the number says which version is in it.
+struct Slab {
+    access: UnsafeCell<()>,
+    version: AtomicU64,
+}
+
+struct Layer {
+    versions: Versions,
+    abort: Abort,
+    slabs: Vec<Slab>,
+}
+
+impl Layer {
+    fn new(slabs: u64) -> Arc<Self> {
+        let gate = Gate::new(1);
+        let slab = |v| Slab { access: UnsafeCell::new(()), version: AtomicU64::new(v) };
+        Arc::new(Self {
+            versions: Versions::new(&gate, 0, slabs),
+            abort: Abort::new(&gate),
+            slabs: (0..slabs).map(slab).collect(),
+        })
+    }
+
+    fn write(&self, v: u64) {
+        let ticket = self.versions.wait_writable(v, &self.abort).unwrap();
+        let slab = &self.slabs[self.versions.slab(v)];
+        slab.access.with_mut(|_| slab.version.store(v, Ordering::Relaxed));
+        ticket.publish();
+    }
+
+    fn read(&self, ticket: roundpipe::version::ReadTicket) {
+        ticket.wait_readable(&self.abort).unwrap();
+        let v = ticket.version();
+        let slab = &self.slabs[self.versions.slab(v)];
+        slab.access
+            .with(|_| assert_eq!(slab.version.load(Ordering::Relaxed), v, "version {v} was overwritten"));
+    }
+}
+
+/// As the engine does it: tickets are taken in order by the thread that submits, read by another, while the
+/// optimizer writes ahead.
+fn train(slabs: u64) {
+    let layer = Layer::new(slabs);
+    let steps = 3;
+    // Step s reads the version that lag allows: s - 1 with one slab, s - 2 with two.
+    let first: Vec<_> = (1..=steps).map(|s: u64| layer.versions.reserve(s.saturating_sub(slabs))).collect();
+    let reader = {
+        let layer = layer.clone();
+        thread::spawn(move || first.into_iter().for_each(|ticket| layer.read(ticket)))
+    };
+    for v in 1..=steps {
+        layer.write(v);
+    }
+    reader.join().unwrap();
+    assert_eq!(layer.versions.current(), steps);
+}
+
+#[test]
+fn readers_see_their_version_whole_at_lag_0() {
+    loom::model(|| train(1));
+}
+
+#[test]
+fn readers_see_their_version_whole_at_lag_1() {
+    loom::model(|| train(2));
+}
+
+/// Two readers of one version and one of the next; the writer gets through whoever ends last.
+#[test]
+fn several_readers_of_one_version_never_starve_the_writer() {
+    for slabs in [1, 2] {
+        loom::model(move || {
+            let layer = Layer::new(slabs);
+            let tickets = [layer.versions.reserve(0), layer.versions.reserve(0)];
+            let readers = tickets.map(|ticket| {
+                let layer = layer.clone();
+                thread::spawn(move || layer.read(ticket))
+            });
+            for v in 1..=slabs {
+                layer.write(v);
+            }
+            layer.read(layer.versions.reserve(slabs));
+            readers.into_iter().for_each(|reader| reader.join().unwrap());
+        });
+    }
+}
+
+/// The gradients of step 2 are written only after the update of step 1 has read those of step 1.
+#[test]
+fn gradients_are_not_overwritten_before_they_are_read() {
+    loom::model(|| {
+        let layer = Layer::new(2);
+        let grads = Arc::new(UnsafeCell::new(()));
+        let download = {
+            let (layer, grads) = (layer.clone(), grads.clone());
+            thread::spawn(move || {
+                layer.versions.wait_grad_free(2, &layer.abort).unwrap();
+                grads.with_mut(|_| ());
+            })
+        };
+        let ticket = layer.versions.wait_writable(1, &layer.abort).unwrap();
+        grads.with(|_| ());
+        ticket.publish();
+        download.join().unwrap();
+    });
+}
+
+/// An abort reaches a writer and a reader in whatever state they are.
+#[test]
+fn an_abort_is_never_missed() {
+    loom::model(|| {
+        let layer = Layer::new(1);
+        let held = layer.versions.reserve(0);
+        let future = layer.versions.reserve(1);
+        let reader = {
+            let layer = layer.clone();
+            thread::spawn(move || assert_eq!(future.wait_readable(&layer.abort), Err(Aborted)))
+        };
+        let writer = {
+            let layer = layer.clone();
+            thread::spawn(move || {
+                assert_eq!(layer.versions.wait_writable(1, &layer.abort).err(), Some(Aborted))
+            })
+        };
+        layer.abort.set();
+        reader.join().unwrap();
+        writer.join().unwrap();
+        drop(held);
+        assert_eq!(layer.versions.current(), 0);
+    });
+}
