@@ -34,5 +34,5 @@ pub use roundpipe_tensor::{
 };
 pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
 pub use search::AutoOptions;
-pub use simulate::{Schedule, Setting, Timeline, simulate};
+pub use simulate::{Schedule, Setting, Timeline, simulate, simulate_models};
 pub use tree::Tree;
