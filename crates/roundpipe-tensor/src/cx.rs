@@ -100,9 +100,10 @@ impl Cx {
     /// [`Error::Invalid`] on the second call.
     pub fn save_for_recompute(&mut self, values: &[&Tensor]) -> Result<()> {
         match &mut self.recompute {
-            Recompute::Later(Some(_)) => {
-                Err(Error::invalid("save_for_recompute", "a layer may call it once per forward; save all at once"))
-            }
+            Recompute::Later(Some(_)) => Err(Error::invalid(
+                "save_for_recompute",
+                "a layer may call it once per forward; save all at once",
+            )),
             Recompute::Later(saved) => {
                 *saved = Some(values.iter().map(|t| t.detach()).collect());
                 Ok(())

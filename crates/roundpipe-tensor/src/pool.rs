@@ -101,7 +101,8 @@ impl Pool {
     /// # Errors
     /// As [`Pool::alloc`].
     pub fn lend(self: &Arc<Self>, op: &'static str, bytes: u64) -> Result<(Block, Option<Event>)> {
-        let fits = |a: &Aside| a.bytes >= bytes && a.bytes <= bytes.saturating_add(bytes / 4).saturating_add(ALIGN);
+        let fits =
+            |a: &Aside| a.bytes >= bytes && a.bytes <= bytes.saturating_add(bytes / 4).saturating_add(ALIGN);
         let known = {
             let mut state = self.lock();
             let best = state.aside.iter().enumerate().filter(|(_, a)| fits(a)).min_by_key(|(_, a)| a.bytes);
@@ -138,7 +139,8 @@ impl Pool {
             return Ok((0, 0));
         }
         let size = bytes.checked_next_multiple_of(ALIGN);
-        let take = |state: &mut State| size.and_then(|size| Some((state.take(size, self.arena.bytes().0)?, size)));
+        let take =
+            |state: &mut State| size.and_then(|size| Some((state.take(size, self.arena.bytes().0)?, size)));
         let mut state = self.lock();
         let mut found = take(&mut state);
         if found.is_none() && !state.aside.is_empty() {

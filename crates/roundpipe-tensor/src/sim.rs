@@ -41,7 +41,9 @@ pub use timing::{KernelTime, Launch, Timing};
 use crate::bytes::Bytes;
 use crate::cpu::threads::Threads;
 use crate::cpu::{self, CpuOps};
-use crate::device::{Arena, Copy, Device, DeviceId, Direction, Event, EventState, Lane, LaneKind, Ops, Stamp};
+use crate::device::{
+    Arena, Copy, Device, DeviceId, Direction, Event, EventState, Lane, LaneKind, Ops, Stamp,
+};
 use crate::error::{Error, Result};
 use crate::kernel::{Kernel, View};
 use order::{MOST_RANGES, ranges};

@@ -421,7 +421,9 @@ impl Port {
             return Ok(Arrival { worker: self.worker.clone(), tensor, event: None });
         }
         let (buf, written) = match &contents.place {
-            Place::Hollow => return Err(Error::invalid("receive", format!("{what}: {parcel:?} was kept elsewhere"))),
+            Place::Hollow => {
+                return Err(Error::invalid("receive", format!("{what}: {parcel:?} was kept elsewhere")));
+            }
             Place::Pooled { buf, written, .. } => (buf, Some(written)),
             Place::Given { buf, .. } => (buf, None),
         };

@@ -4,7 +4,8 @@
 //! `own plan` follow the engine's rules (a visit takes all microbatches, nothing runs before its input
 //! arrived): for the published plan, and for the plan that the search finds. `early` is the search's plan if
 //! recompute may start before the gradient arrives, `rounds` if moreover a visit takes only as many
-//! microbatches as there are devices, which uploads parameters more often. All in percent.
+//! microbatches as there are devices, which uploads parameters more often. All in percent. The argument
+//! `plans` prints the plans that were found, too.
 
 use std::io::Write;
 
@@ -31,9 +32,18 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             }
             writeln!(out)?;
         }
+    }
+    if std::env::args().any(|word| word == "plans") {
+        print_plans(&mut out)?;
+    }
+    Ok(())
+}
+
+fn print_plans(out: &mut impl Write) -> Result<(), Box<dyn std::error::Error>> {
+    for model in &MODELS {
         for asynchronous in [false, true] {
             let when = if asynchronous { "asynchronous" } else { "synchronous" };
-            let plan = auto(model, asynchronous, Setting::new(DEVICES, MICROBATCHES))?;
+            let plan = auto(model, asynchronous, &Setting::new(DEVICES, MICROBATCHES))?;
             writeln!(out, "{:<12} {when} plan: {plan}", model.name)?;
         }
     }
@@ -65,9 +75,10 @@ fn bubbles(model: &Model, schedule: Schedule) -> roundpipe::Result<Vec<f64>> {
             let repeated = fused(Schedule::RoundPipe, &model.plan(), &theirs)?;
             let repeated = if asynchronous { repeated.inner_bubble() } else { repeated.bubble };
             let mut bubbles = vec![repeated, fused(schedule, &model.plan(), &ours)?.bubble];
-            let early = Setting { ahead: Ahead::Recompute, ..ours };
-            for setting in [ours, early, Setting { visit: DEVICES, ..early }] {
-                bubbles.push(fused(schedule, &auto(model, asynchronous, setting)?, &setting)?.bubble);
+            let early = Setting { ahead: Ahead::Recompute, ..ours.clone() };
+            let rounds = Setting { visit: DEVICES, ..early.clone() };
+            for setting in [ours, early, rounds] {
+                bubbles.push(fused(schedule, &auto(model, asynchronous, &setting)?, &setting)?.bubble);
             }
             bubbles
         }
@@ -79,7 +90,8 @@ fn bubbles(model: &Model, schedule: Schedule) -> roundpipe::Result<Vec<f64>> {
     })
 }
 
-fn auto(model: &Model, asynchronous: bool, setting: Setting) -> roundpipe::Result<ExecutePlan> {
+fn auto(model: &Model, asynchronous: bool, setting: &Setting) -> roundpipe::Result<ExecutePlan> {
+    let setting = setting.clone();
     let options = AutoOptions { setting, asynchronous, ..AutoOptions::new(DEVICES, MICROBATCHES) };
     let mut plans = ExecutePlan::auto(PlanKind::Fused, &[&model.costs()], &options)?;
     Ok(plans.swap_remove(0))

@@ -1,14 +1,15 @@
 //! What planning and simulation know about a model: times and bytes of each layer, as plain data.
 //!
 //! Times are milliseconds for one microbatch on one device. They come from timers, from the meta device or,
-//! before anything was measured, from sizes alone ([`LayerCosts::from_bytes`]). Nothing here measures.
+//! before anything was measured, from sizes alone ([`LayerCosts::from_bytes`]). Nothing here measures. Sizes
+//! that nobody knows stay 0 and count for nothing.
 
 use std::ops::Range;
 
 use crate::error::{Error, Result};
 
 /// One layer, for one microbatch.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Default)]
 pub struct LayerCost {
     /// What errors call it.
     pub name: String,
@@ -22,6 +23,14 @@ pub struct LayerCost {
     pub bytes: u64,
     /// Its output, or that output's gradient, on the way from one device to the next.
     pub hop_ms: f64,
+    /// Its output's size, from which a known transfer rate derives the hop.
+    pub activation_bytes: u64,
+    /// What its tape keeps between forward and backward.
+    pub keep_bytes: u64,
+    /// Working memory while it alone runs, without what it keeps.
+    pub peak_bytes: u64,
+    /// Its gradients on the device: 4 bytes per trainable element.
+    pub grad_bytes: u64,
 }
 
 /// The layers of one model, in order.
@@ -40,7 +49,7 @@ impl LayerCosts {
             recompute_ms: bytes as f64,
             backward_ms: 2.0 * bytes as f64,
             bytes,
-            hop_ms: 0.0,
+            ..LayerCost::default()
         };
         Self { layers: layers.into_iter().map(guess).collect() }
     }
@@ -72,7 +81,28 @@ impl LayerCosts {
 
     /// Parameters of consecutive layers.
     pub fn bytes(&self, range: Range<usize>) -> u64 {
-        self.layers[range].iter().map(|layer| layer.bytes).sum()
+        self.layers[range].iter().fold(0, |sum, layer| layer.bytes.saturating_add(sum))
+    }
+
+    /// Gradients of consecutive layers.
+    pub fn grad_bytes(&self, range: Range<usize>) -> u64 {
+        self.layers[range].iter().fold(0, |sum, layer| layer.grad_bytes.saturating_add(sum))
+    }
+
+    /// Memory that a backward or fused visit of these layers works in, beside their parameters: every tape,
+    /// the hungriest layer at work, all gradients.
+    pub fn visit_bytes(&self, range: Range<usize>) -> u64 {
+        let layers = &self.layers[range.clone()];
+        let kept = layers.iter().fold(0_u64, |sum, layer| sum.saturating_add(layer.keep_bytes));
+        let peak = layers.iter().map(|layer| layer.peak_bytes).max().unwrap_or(0);
+        kept.saturating_add(peak).saturating_add(self.grad_bytes(range))
+    }
+
+    /// The same for a backward visit that recomputes layer by layer: one tape at a time.
+    pub fn layerwise_visit_bytes(&self, range: Range<usize>) -> u64 {
+        let alone = |layer: &LayerCost| layer.keep_bytes.saturating_add(layer.peak_bytes);
+        let most = self.layers[range.clone()].iter().map(alone).max().unwrap_or(0);
+        most.saturating_add(self.grad_bytes(range))
     }
 
     /// Refuses no layers at all, and times that are negative or not finite.

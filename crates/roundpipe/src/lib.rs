@@ -42,7 +42,7 @@ pub use roundpipe_tensor::{
 pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
 pub use scaler::GradScaler;
 pub use search::AutoOptions;
-pub use simulate::{Schedule, Setting, Timeline, simulate};
+pub use simulate::{Schedule, Setting, Timeline, simulate, simulate_models};
 pub use store::{Store, StoreConfig};
 pub use tree::Tree;
 pub use update::Update;

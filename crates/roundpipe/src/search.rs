@@ -14,15 +14,19 @@
 //!
 //! A stage never exceeds half the memory limit (the other half is the stage being prefetched), nor
 //! `upper_threshold` times the slowest single layer: stages of equal length are what keeps a ring busy, and
-//! the bound keeps a visit's activations near those of one layer.
+//! the bound keeps a visit's activations near those of one layer. Where the costs know what a visit works in
+//! (`keep_bytes`, `peak_bytes`, `grad_bytes`), backward and fused stages keep a limit on that too.
+//!
+//! Workers that share one processor have no ring to fill: for them the least work is best, which is the
+//! longest fused stage that fits (it recomputes nothing) and as few other stages as fit. Nothing is replayed.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
-use crate::costs::LayerCosts;
+use crate::costs::{LayerCost, LayerCosts};
 use crate::error::{Error, Result};
-use crate::plan::{ExecutePlan, PlanKind};
-use crate::simulate::{Setting, ring, slots};
+use crate::plan::{ExecutePlan, Pass, PlanKind};
+use crate::simulate::{Setting, mean_step_ms, ring, slots};
 
 /// Stage counts that survive the formula.
 const KEPT: usize = 48;
@@ -44,7 +48,7 @@ const QUICK: usize = 2;
 const SLACK: f64 = 1.0 + 1e-9;
 
 /// What a search may assume and must respect.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct AutoOptions {
     /// The machine and the batch.
     pub setting: Setting,
@@ -52,26 +56,54 @@ pub struct AutoOptions {
     pub asynchronous: bool,
     /// Stages wanted at least, where the layers allow it; the number of devices if not said.
     pub min_stages: Option<usize>,
+    /// Whether the workers share one processor, as several workers of one card do. Then stages need not be
+    /// equal, `upper_threshold` says nothing, and one stage is enough unless `min_stages` says otherwise.
+    pub shared_compute: bool,
     /// How much longer than the slowest layer a stage may be.
     pub upper_threshold: f64,
     /// Parameter bytes on a device: half for the running stage, half for the next.
     pub model_memory_limit: Option<u64>,
+    /// What a backward or fused visit may work in beside parameters, in bytes: tapes, working memory and
+    /// gradients of one microbatch.
+    pub stage_memory_limit: Option<u64>,
+    /// Whether backward stages recompute layer by layer, so that one layer's tape exists at a time. The fused
+    /// stage recomputes nothing and keeps the tapes of all its layers.
+    pub layer_grain: bool,
 }
 
 impl AutoOptions {
-    /// The defaults: asynchronous, as many stages as devices, 1.1, no memory limit.
+    /// The defaults: asynchronous, as many stages as devices, 1.1, grain stage, no memory limit.
     pub fn new(devices: usize, microbatches: usize) -> Self {
         Self {
             setting: Setting::new(devices, microbatches),
             asynchronous: true,
             min_stages: None,
+            shared_compute: false,
             upper_threshold: 1.1,
             model_memory_limit: None,
+            stage_memory_limit: None,
+            layer_grain: false,
         }
+    }
+
+    /// The defaults for devices of which the smallest has so much memory: 60% of it for parameters.
+    pub fn for_memory(devices: usize, microbatches: usize, smallest_device_bytes: u64) -> Self {
+        let limit = smallest_device_bytes / 5 * 3 + smallest_device_bytes % 5 * 3 / 5;
+        Self { model_memory_limit: Some(limit), ..Self::new(devices, microbatches) }
     }
 
     fn stage_bytes(&self) -> u64 {
         self.model_memory_limit.map_or(u64::MAX, |limit| limit / 2)
+    }
+
+    /// Whether a stage keeps the memory limits, whatever its time.
+    fn fits(&self, pass: Pass, costs: &LayerCosts, layers: Range<usize>) -> bool {
+        let works_in = |limit: u64| match pass {
+            Pass::Forward => true,
+            Pass::Backward if self.layer_grain => costs.layerwise_visit_bytes(layers.clone()) <= limit,
+            Pass::Backward | Pass::Fused => costs.visit_bytes(layers.clone()) <= limit,
+        };
+        costs.bytes(layers.clone()) <= self.stage_bytes() && self.stage_memory_limit.is_none_or(works_in)
     }
 
     fn check(&self) -> Result<()> {
@@ -89,7 +121,7 @@ impl ExecutePlan {
     /// last are plans of kind [`PlanKind::Train`].
     ///
     /// # Errors
-    /// [`Error::Config`] for impossible costs or options, and for a layer larger than half the memory limit.
+    /// [`Error::Config`] for impossible costs or options, and for a layer that alone exceeds a memory limit.
     pub fn auto(kind: PlanKind, models: &[&LayerCosts], options: &AutoOptions) -> Result<Vec<ExecutePlan>> {
         options.check()?;
         if models.is_empty() {
@@ -97,27 +129,40 @@ impl ExecutePlan {
         }
         for model in models {
             model.check()?;
-            check_memory(model, options)?;
+            check_memory(kind, model, options)?;
         }
         let mut search = Search::new(kind, models, options);
+        if options.shared_compute {
+            let shape = search.least_work();
+            return Ok(search.plans(&shape, Order::ShortFirst, Order::ShortFirst));
+        }
         let shapes = search.shapes();
         Ok(search.best(shapes))
     }
 }
 
-fn check_memory(model: &LayerCosts, options: &AutoOptions) -> Result<()> {
-    let Some((index, layer)) =
-        model.layers.iter().enumerate().find(|(_, layer)| layer.bytes > options.stage_bytes())
-    else {
-        return Ok(());
-    };
-    let what = format!(
-        "layer {index} ({}) has {} bytes of parameters, a stage may have {} (half the limit)",
-        layer.name,
-        layer.bytes,
-        options.stage_bytes()
-    );
-    Err(Error::config("model_memory_limit", what))
+/// Refuses a layer that no cut can make fit. Alone in its stage, a layer needs the same with either grain.
+fn check_memory(kind: PlanKind, model: &LayerCosts, options: &AutoOptions) -> Result<()> {
+    let most = options.stage_memory_limit.filter(|_| kind != PlanKind::Infer);
+    for (index, layer) in model.layers.iter().enumerate() {
+        let LayerCost { name, bytes, keep_bytes, peak_bytes, grad_bytes, .. } = layer;
+        if *bytes > options.stage_bytes() {
+            let what = format!(
+                "layer {index} ({name}) has {bytes} bytes of parameters, a stage may have {} (half the limit)",
+                options.stage_bytes()
+            );
+            return Err(Error::config("model_memory_limit", what));
+        }
+        let need = model.visit_bytes(index..index + 1);
+        if let Some(limit) = most.filter(|limit| need > *limit) {
+            let what = format!(
+                "layer {index} ({name}) needs {need} bytes for the backward of a microbatch ({keep_bytes} kept, \
+                 {peak_bytes} working, {grad_bytes} gradients), a stage may use {limit}; use more microbatches",
+            );
+            return Err(Error::config("stage_memory_limit", what));
+        }
+    }
+    Ok(())
 }
 
 /// How many stages everything has; the cuts follow from it.
@@ -173,12 +218,14 @@ struct Search<'a> {
 
 impl<'a> Search<'a> {
     fn new(kind: PlanKind, models: &'a [&'a LayerCosts], options: &'a AutoOptions) -> Self {
-        let cap_ms = slowest_ms(kind, models) * options.upper_threshold * SLACK;
-        let cuts = |stage: fn(&crate::costs::LayerCost) -> f64| {
+        let cap_ms = match options.shared_compute {
+            true => f64::INFINITY,
+            false => slowest_ms(kind, models) * options.upper_threshold * SLACK,
+        };
+        let cuts = |pass: Pass, stage: fn(&LayerCost) -> f64| {
             let one = |model: &&LayerCosts| {
                 let times: Vec<f64> = model.layers.iter().map(stage).collect();
-                let bytes: Vec<u64> = model.layers.iter().map(|layer| layer.bytes).collect();
-                Cuts::new(&times, &bytes, cap_ms, options.stage_bytes())
+                Cuts::new(&times, cap_ms, |layers| options.fits(pass, model, layers))
             };
             models.iter().map(one).collect::<Vec<_>>()
         };
@@ -187,8 +234,8 @@ impl<'a> Search<'a> {
             models,
             options,
             cap_ms,
-            forward: cuts(|layer| layer.forward_ms),
-            backward: cuts(|layer| layer.recompute_ms + layer.backward_ms),
+            forward: cuts(Pass::Forward, |layer| layer.forward_ms),
+            backward: cuts(Pass::Backward, |layer| layer.recompute_ms + layer.backward_ms),
             memo: HashMap::new(),
         }
     }
@@ -226,8 +273,7 @@ impl<'a> Search<'a> {
             return vec![last.len()];
         }
         let fits = |start: &usize| {
-            fused_ms(last, *start) <= self.cap_ms
-                && last.bytes(*start..last.len()) <= self.options.stage_bytes()
+            fused_ms(last, *start) <= self.cap_ms && self.options.fits(Pass::Fused, last, *start..last.len())
         };
         (0..last.len()).rev().take_while(fits).collect()
     }
@@ -276,7 +322,8 @@ impl<'a> Search<'a> {
     /// The paper's estimate of a step, with the fused stage's own time: it may be far longer than the others.
     /// Overlapping steps have no fill and drain.
     fn score(&self, shape: &Shape, stage_ms: f64) -> f64 {
-        let Setting { devices, microbatches, .. } = self.options.setting;
+        let Setting { devices, microbatches, .. } = &self.options.setting;
+        let (devices, microbatches) = (*devices, *microbatches);
         let fill = if self.options.asynchronous { 0 } else { devices * (devices - 1) };
         let (mut cut, mut fused) = (self.stages(shape), 0.0);
         if self.kind == PlanKind::Fused {
@@ -319,7 +366,49 @@ impl<'a> Search<'a> {
 
     /// Stages that a plan should have at least.
     fn wanted(&self) -> usize {
-        self.options.min_stages.unwrap_or(self.options.setting.devices)
+        let enough = if self.options.shared_compute { 1 } else { self.options.setting.devices };
+        self.options.min_stages.unwrap_or(enough)
+    }
+
+    /// The shape that computes least, then with the fewest stages: the longest fused stage with which the
+    /// wanted number of stages can be reached, and what fits for the rest.
+    fn least_work(&self) -> Shape {
+        let mut starts = self.fused_starts();
+        starts.sort_unstable();
+        let shape = |fused_at: &usize| self.shape(*fused_at, f64::INFINITY);
+        let mut shapes = starts.iter().filter_map(shape).map(|shape| self.widened(shape));
+        let first = shapes.next().expect("a fused stage of one layer always fits");
+        let enough = |shape: &Shape| self.stages(shape) >= self.wanted();
+        if enough(&first) {
+            return first;
+        }
+        let more = |best: Shape, next: Shape| {
+            if enough(&best) || self.stages(&next) <= self.stages(&best) { best } else { next }
+        };
+        shapes.fold(first, more)
+    }
+
+    /// More stages where they have the most layers, until there are as many as wanted or one per layer.
+    fn widened(&self, mut shape: Shape) -> Shape {
+        while self.stages(&shape) < self.wanted() {
+            let last = self.models.len() - 1;
+            let layers = |model: usize| if model == last { shape.fused_at } else { self.models[model].len() };
+            let counts = |counts: &[usize], backward: bool| {
+                let density = |(model, &count): (usize, &usize)| {
+                    let room = count > 0 && count < layers(model);
+                    room.then(|| (layers(model) as f64 / count as f64, backward, model))
+                };
+                counts.iter().enumerate().filter_map(density).collect::<Vec<_>>()
+            };
+            let mut places = counts(&shape.forward, false);
+            places.extend(counts(&shape.backward, true));
+            let Some((_, backward, model)) = places.into_iter().max_by(|a, b| a.0.total_cmp(&b.0)) else {
+                break;
+            };
+            let counts = if backward { &mut shape.backward } else { &mut shape.forward };
+            counts[model] += 1;
+        }
+        shape
     }
 
     /// The plans whose replayed step is shortest.
@@ -452,21 +541,23 @@ impl<'a> Search<'a> {
         touched.into_iter().all(fits).then_some(moved)
     }
 
-    /// A step's time: one replayed, or the mean of `steady` steps after as many to get going.
+    /// A step's time: the mean of `steady` steps after as many to get going, or of one that never overlaps.
     fn step_ms(&self, plans: &[ExecutePlan], steady: usize) -> f64 {
         let pairs: Vec<_> = plans.iter().zip(self.models.iter().copied()).collect();
         let setting = &self.options.setting;
-        let slots = slots(self.kind, &pairs, setting.ahead);
-        if !self.options.asynchronous {
-            return ring(&slots, setting, 0, 1, |_| {})[0];
-        }
-        let ends = ring(&slots, setting, 1, 2 * steady, |_| {});
-        (ends[2 * steady - 1] - ends[steady - 1]) / steady as f64
+        let slots = slots(self.kind, &pairs, setting);
+        let (warm_up, measured) = setting.sample(self.lag(), steady);
+        mean_step_ms(&ring(&slots, setting, self.lag(), warm_up + measured, |_| {}), warm_up)
+    }
+
+    fn lag(&self) -> usize {
+        usize::from(self.options.asynchronous)
     }
 
     /// What [`Search::step_ms`] replays, and what it takes to prepare that, in tasks.
     fn tasks(&self, stages: usize, steady: usize) -> usize {
-        let steps = if self.options.asynchronous { 2 * steady } else { 1 };
+        let (warm_up, measured) = self.options.setting.sample(self.lag(), steady);
+        let steps = warm_up + measured;
         let layers: usize = self.models.iter().map(|model| model.len()).sum();
         stages * self.options.setting.microbatches * steps + PREPARE_TASKS * layers
     }
@@ -542,18 +633,17 @@ struct Cuts {
 }
 
 impl Cuts {
-    fn new(times: &[f64], bytes: &[u64], cap_ms: f64, cap_bytes: u64) -> Self {
+    /// `fits` must hold for every part of a range that it holds for. A single layer is always allowed: the
+    /// caller has refused one that is too large.
+    fn new(times: &[f64], cap_ms: f64, fits: impl Fn(Range<usize>) -> bool) -> Self {
         let mut until_ms = vec![0.0];
         for time in times {
             until_ms.push(until_ms[until_ms.len() - 1] + time);
         }
         let mut first = vec![0; times.len() + 1];
-        let (mut start, mut held) = (0, 0_u64);
+        let mut start = 0;
         for end in 1..=times.len() {
-            held = held.saturating_add(bytes[end - 1]);
-            // A single layer is always allowed: the caller has refused one that is too large.
-            while start + 1 < end && (held > cap_bytes || until_ms[end] - until_ms[start] > cap_ms) {
-                held -= bytes[start];
+            while start + 1 < end && (until_ms[end] - until_ms[start] > cap_ms || !fits(start..end)) {
                 start += 1;
             }
             first[end] = start;
@@ -605,7 +695,8 @@ impl Cuts {
 
     /// The fewest stages over `0..end` of which none is slower than `stage_ms`.
     fn fewest(&self, end: usize, stage_ms: f64) -> Option<usize> {
-        (0..=end).find(|&count| self.slowest_ms[count][end] <= stage_ms * SLACK)
+        let keeps = |slowest_ms: f64| slowest_ms.is_finite() && slowest_ms <= stage_ms * SLACK;
+        (0..=end).find(|&count| keeps(self.slowest_ms[count][end]))
     }
 
     /// Ends of `count` stages: none slower than needed, and then as even as can be (least squares).
@@ -658,7 +749,7 @@ mod tests {
             let times: Vec<f64> = (0..7).map(|layer| ((layer * 31 + seed * 13) % 17) as f64).collect();
             let bytes: Vec<u64> = (0..7).map(|layer| ((layer * 7 + seed * 5) % 11) as u64).collect();
             let (cap_ms, cap_bytes) = (16.0 + (seed % 20) as f64, 10 + (seed % 15) as u64);
-            let cuts = Cuts::new(&times, &bytes, cap_ms, cap_bytes);
+            let cuts = Cuts::new(&times, cap_ms, |layers| bytes[layers].iter().sum::<u64>() <= cap_bytes);
             let mut best = [f64::INFINITY; 8];
             for mask in 0..1 << 6 {
                 let ends: Vec<usize> =

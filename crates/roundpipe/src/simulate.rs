@@ -7,8 +7,15 @@
 //! 3. Microbatch `m` of a slot needs microbatch `m` of the slot before it, plus a hop between devices.
 //! 4. With the synchronous optimizer a step starts when the step before it ended. With the asynchronous one
 //!    (lag 1) it starts when the step before *that* ended, so neighbouring steps overlap.
+//! 5. Where a rate says how fast parameters travel, a visit needs its first layer's parameters to start, and
+//!    its last layer's when it gets there. A device uploads one stage at a time, and that of its visit `j + 1`
+//!    once its visit `j - 1` ended: two sets of parameters are on the device. No upload starts before rule 4
+//!    lets its step start, because it would bring old weights.
+//! 6. Where a rate says how fast gradients travel, a device downloads those of a stage after its visit, one
+//!    stage at a time. Only the end of the step waits for them.
 //!
-//! The other schedules bind stage `s` to device `s mod N` for good; they are here to be compared with.
+//! The other schedules bind stage `s` to device `s mod N` for good, parameters included; they are here to be
+//! compared with.
 //!
 //! The RoundPipe authors' own simulation bends these rules in three ways, which [`Setting::published`]
 //! repeats so that their figures can be compared with: a visit takes only `N` microbatches, the rest follow in
@@ -19,7 +26,7 @@
 
 use std::ops::Range;
 
-use crate::costs::LayerCosts;
+use crate::costs::{LayerCost, LayerCosts};
 use crate::error::{Error, Result};
 use crate::plan::{ExecutePlan, Pass, PlanKind};
 
@@ -53,8 +60,8 @@ pub enum Ahead {
     RecomputeAndFused,
 }
 
-/// The machine and the batch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The machine and the batch. What is not said costs no time.
+#[derive(Debug, Clone, PartialEq)]
 pub struct Setting {
     /// Devices in the ring.
     pub devices: usize,
@@ -64,17 +71,35 @@ pub struct Setting {
     pub visit: usize,
     /// What may run early.
     pub ahead: Ahead,
+    /// Speed of each device, relative to the one that the costs were taken on; nothing means 1.0 for all.
+    pub speeds: Vec<f64>,
+    /// Parameters on their way to a device.
+    pub upload_bytes_per_ms: Option<f64>,
+    /// Gradients on their way to the host.
+    pub grad_bytes_per_ms: Option<f64>,
+    /// Activations all the way from one device to the next; without it, or for a layer whose
+    /// `activation_bytes` nobody knows, `hop_ms` counts.
+    pub hop_bytes_per_ms: Option<f64>,
 }
 
 impl Setting {
-    /// The engine's rules.
+    /// The engine's rules, equal devices, transfers for free.
     pub fn new(devices: usize, microbatches: usize) -> Self {
-        Self { devices, microbatches, visit: microbatches, ahead: Ahead::Nothing }
+        Self {
+            devices,
+            microbatches,
+            visit: microbatches,
+            ahead: Ahead::Nothing,
+            speeds: Vec::new(),
+            upload_bytes_per_ms: None,
+            grad_bytes_per_ms: None,
+            hop_bytes_per_ms: None,
+        }
     }
 
     /// The rules under which RoundPipe's simulated bubbles were published.
     pub fn published(devices: usize, microbatches: usize) -> Self {
-        Self { devices, microbatches, visit: devices, ahead: Ahead::RecomputeAndFused }
+        Self { visit: devices, ahead: Ahead::RecomputeAndFused, ..Self::new(devices, microbatches) }
     }
 
     pub(crate) fn check(&self) -> Result<()> {
@@ -82,7 +107,45 @@ impl Setting {
             let what = "devices, microbatches and microbatches per visit must be at least 1";
             return Err(Error::config("simulation", what));
         }
+        if !self.speeds.is_empty() && self.speeds.len() != self.devices {
+            let what =
+                format!("{} speeds for {} devices; one each, or none", self.speeds.len(), self.devices);
+            return Err(Error::config("speeds", what));
+        }
+        let rates = [
+            ("upload_bytes_per_ms", self.upload_bytes_per_ms),
+            ("grad_bytes_per_ms", self.grad_bytes_per_ms),
+            ("hop_bytes_per_ms", self.hop_bytes_per_ms),
+        ];
+        let speeds = self.speeds.iter().map(|speed| ("speeds", Some(*speed)));
+        for (name, rate) in speeds.chain(rates) {
+            if let Some(wrong) = rate.filter(|rate| !(rate.is_finite() && *rate > 0.0)) {
+                return Err(Error::config(name, format!("{wrong} is no rate; it must be above 0")));
+            }
+        }
         Ok(())
+    }
+
+    fn speed(&self, device: usize) -> f64 {
+        self.speeds.get(device).copied().unwrap_or(1.0)
+    }
+
+    fn hop_ms(&self, layer: &LayerCost) -> f64 {
+        match self.hop_bytes_per_ms {
+            Some(rate) if layer.activation_bytes > 0 => layer.activation_bytes as f64 / rate,
+            _ => layer.hop_ms,
+        }
+    }
+
+    /// Steps to replay before the clock is read, and steps to average. Where a step's first device matters,
+    /// every device is the first equally often.
+    pub(crate) fn sample(&self, lag: usize, steady: usize) -> (usize, usize) {
+        let alike = self.speeds.windows(2).all(|pair| pair[0] == pair[1]);
+        match lag {
+            0 if alike => (0, 1),
+            0 => (0, self.devices),
+            _ => (steady, steady),
+        }
     }
 }
 
@@ -95,7 +158,7 @@ pub struct Task {
     pub start_ms: f64,
     /// When it ended.
     pub end_ms: f64,
-    /// Which step it belongs to; 0 but for [`Schedule::RoundPipeAsync`].
+    /// Which step it belongs to; several are replayed if they overlap or differ.
     pub step: usize,
     /// Its stage: the slot of the call in RoundPipe, the bound stage in other schedules.
     pub stage: usize,
@@ -152,15 +215,52 @@ pub fn simulate(
     costs: &LayerCosts,
     setting: &Setting,
 ) -> Result<Timeline> {
+    simulate_models(schedule, kind, &[(plan, costs)], setting)
+}
+
+/// [`simulate`] for models that run as one call, in this order. Under [`PlanKind::Fused`] the plans before the
+/// last are of kind [`PlanKind::Train`]. To the schedules that bind stages, the models are one long model.
+///
+/// # Errors
+/// [`Error::Config`] as for [`simulate`], and for no model at all.
+pub fn simulate_models(
+    schedule: Schedule,
+    kind: PlanKind,
+    models: &[(&ExecutePlan, &LayerCosts)],
+    setting: &Setting,
+) -> Result<Timeline> {
     setting.check()?;
-    costs.check()?;
+    if models.is_empty() {
+        return Err(Error::config("simulation", "there is no model to simulate"));
+    }
+    for (_, costs) in models {
+        costs.check()?;
+    }
     let lag = match schedule {
         Schedule::RoundPipe => 0,
         Schedule::RoundPipeAsync => 1,
-        _ => return bound(schedule, &plan.forward, costs, setting),
+        _ => {
+            let (stages, costs) = joined(models);
+            return bound(schedule, &stages, &costs, setting);
+        }
     };
-    plan.check(kind, costs.len())?;
-    Ok(replay(&slots(kind, &[(plan, costs)], setting.ahead), setting, lag))
+    for (index, (plan, costs)) in models.iter().enumerate() {
+        let fused = kind == PlanKind::Fused && index + 1 < models.len();
+        plan.check(if fused { PlanKind::Train } else { kind }, costs.len())?;
+    }
+    Ok(replay(&slots(kind, models, setting), setting, lag))
+}
+
+/// Forward stages and layers of several models as those of one.
+fn joined(models: &[(&ExecutePlan, &LayerCosts)]) -> (Vec<Range<usize>>, LayerCosts) {
+    let mut stages = Vec::new();
+    let mut all = LayerCosts::default();
+    for (plan, costs) in models {
+        let before = all.len();
+        stages.extend(plan.forward.iter().map(|range| before + range.start..before + range.end));
+        all.layers.extend_from_slice(&costs.layers);
+    }
+    (stages, all)
 }
 
 /// One stage slot of a call: what the ring needs to know about it.
@@ -175,27 +275,56 @@ pub(crate) struct Slot {
     body_ms: f64,
     /// The input's way from the slot before.
     hop_ms: f64,
+    moved: Moved,
+}
+
+/// What a visit moves between host and device beside activations.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+struct Moved {
+    /// Upload of the first layer's parameters.
+    first_ms: f64,
+    /// Upload of the whole stage's.
+    upload_ms: f64,
+    /// From a microbatch's start until it needs the last layer's parameters, at speed 1.
+    until_last_ms: f64,
+    /// Download of the gradients.
+    download_ms: f64,
+}
+
+impl Moved {
+    fn new(pass: Pass, layers: &Range<usize>, costs: &LayerCosts, setting: &Setting) -> Self {
+        let mut moved = Self::default();
+        if let Some(rate) = setting.upload_bytes_per_ms {
+            let before_last = layers.start..layers.end - 1;
+            moved.first_ms = costs.layers[layers.start].bytes as f64 / rate;
+            moved.upload_ms = costs.bytes(layers.clone()) as f64 / rate;
+            moved.until_last_ms = match pass {
+                Pass::Backward => costs.recompute_ms(before_last),
+                Pass::Forward | Pass::Fused => costs.forward_ms(before_last),
+            };
+        }
+        if let Some(rate) = setting.grad_bytes_per_ms.filter(|_| pass != Pass::Forward) {
+            moved.download_ms = costs.grad_bytes(layers.clone()) as f64 / rate;
+        }
+        moved
+    }
 }
 
 /// The slots of one call over several models: forward from the first to the last, backward in reverse.
 /// Only the last model is fused when `kind` says so.
-pub(crate) fn slots(kind: PlanKind, models: &[(&ExecutePlan, &LayerCosts)], ahead: Ahead) -> Vec<Slot> {
+pub(crate) fn slots(kind: PlanKind, models: &[(&ExecutePlan, &LayerCosts)], setting: &Setting) -> Vec<Slot> {
     let mut slots = Vec::new();
     let mut saved_at = Vec::new();
     for (model, (plan, costs)) in models.iter().enumerate() {
-        // The input of a model's first layer is the output of the model before it.
-        let before = model.checked_sub(1).and_then(|before| models[before].1.layers.last());
         saved_at.push(slots.len());
-        for layers in &plan.forward {
-            let source = layers.start.checked_sub(1).map_or(before, |layer| costs.layers.get(layer));
-            slots.push(Slot {
-                pass: Pass::Forward,
-                ahead_ms: 0.0,
-                saved_by: None,
-                body_ms: costs.forward_ms(layers.clone()),
-                hop_ms: source.map_or(0.0, |layer| layer.hop_ms),
-            });
-        }
+        slots.extend(plan.forward.iter().map(|layers| Slot {
+            pass: Pass::Forward,
+            ahead_ms: 0.0,
+            saved_by: None,
+            body_ms: costs.forward_ms(layers.clone()),
+            hop_ms: hop_up(models, model, layers.start, setting),
+            moved: Moved::new(Pass::Forward, layers, costs, setting),
+        }));
     }
     if kind == PlanKind::Infer {
         return slots;
@@ -204,41 +333,58 @@ pub(crate) fn slots(kind: PlanKind, models: &[(&ExecutePlan, &LayerCosts)], ahea
         for (index, layers) in plan.backward.iter().enumerate() {
             let fused = kind == PlanKind::Fused && model + 1 == models.len() && index == 0;
             slots.push(if fused {
-                fused_slot(layers, costs, ahead)
+                let hop_ms = hop_up(models, model, layers.start, setting);
+                fused_slot(layers, costs, hop_ms, setting)
             } else {
                 // A stage's input was saved by the forward stage that ran its first layer.
                 let run_by = plan.forward.iter().position(|forward| forward.contains(&layers.start));
                 let saved_by = run_by.map(|slot| saved_at[model] + slot);
-                backward_slot(layers, costs, ahead, saved_by)
+                backward_slot(layers, costs, saved_by, setting)
             });
         }
     }
     slots
 }
 
-fn fused_slot(layers: &Range<usize>, costs: &LayerCosts, ahead: Ahead) -> Slot {
+/// The way of a layer's input: the first layer of a model gets it from the model before.
+fn hop_up(models: &[(&ExecutePlan, &LayerCosts)], model: usize, layer: usize, setting: &Setting) -> f64 {
+    let source = match layer.checked_sub(1) {
+        Some(before) => models[model].1.layers.get(before),
+        None => model.checked_sub(1).and_then(|before| models[before].1.layers.last()),
+    };
+    source.map_or(0.0, |layer| setting.hop_ms(layer))
+}
+
+fn fused_slot(layers: &Range<usize>, costs: &LayerCosts, hop_ms: f64, setting: &Setting) -> Slot {
     let forward_ms = costs.forward_ms(layers.clone());
     let backward_ms = costs.backward_ms(layers.clone());
-    let early = ahead == Ahead::RecomputeAndFused;
+    let early = setting.ahead == Ahead::RecomputeAndFused;
     Slot {
         pass: Pass::Fused,
         ahead_ms: if early { forward_ms } else { 0.0 },
         saved_by: None,
         body_ms: if early { backward_ms } else { forward_ms + backward_ms },
-        hop_ms: layers.start.checked_sub(1).map_or(0.0, |layer| costs.layers[layer].hop_ms),
+        hop_ms,
+        moved: Moved::new(Pass::Fused, layers, costs, setting),
     }
 }
 
-fn backward_slot(layers: &Range<usize>, costs: &LayerCosts, ahead: Ahead, saved_by: Option<usize>) -> Slot {
+fn backward_slot(
+    layers: &Range<usize>,
+    costs: &LayerCosts,
+    saved_by: Option<usize>,
+    setting: &Setting,
+) -> Slot {
     let recompute_ms = costs.recompute_ms(layers.clone());
     let backward_ms = costs.backward_ms(layers.clone());
-    let early = ahead != Ahead::Nothing;
+    let early = setting.ahead != Ahead::Nothing;
     Slot {
         pass: Pass::Backward,
         ahead_ms: if early { recompute_ms } else { 0.0 },
         saved_by: if early { saved_by } else { None },
         body_ms: if early { backward_ms } else { recompute_ms + backward_ms },
-        hop_ms: costs.layers[layers.end - 1].hop_ms,
+        hop_ms: setting.hop_ms(&costs.layers[layers.end - 1]),
+        moved: Moved::new(Pass::Backward, layers, costs, setting),
     }
 }
 
@@ -246,19 +392,55 @@ fn backward_slot(layers: &Range<usize>, costs: &LayerCosts, ahead: Ahead, saved_
 fn replay(slots: &[Slot], setting: &Setting, lag: usize) -> Timeline {
     let mut tasks = Vec::new();
     // Every device has seen every `g0` several times before the clock is read, and again while it is.
-    let (warm_up, measured) = if lag == 0 { (0, 1) } else { (2 * setting.devices, 2 * setting.devices) };
+    let (warm_up, measured) = setting.sample(lag, 2 * setting.devices);
     let ends = ring(slots, setting, lag, warm_up + measured, |task| tasks.push(task));
-    let from = warm_up.checked_sub(1).map_or(0.0, |step| ends[step]);
-    let step_ms = (ends[ends.len() - 1] - from) / measured as f64;
-    let bubble = bubble(slots, setting, step_ms);
-    Timeline { tasks, devices: setting.devices, step_ms, bubble }
+    let step_ms = mean_step_ms(&ends, warm_up);
+    let busy = tasks.iter().filter(|task| task.step >= warm_up);
+    let busy_ms: f64 = busy.map(|task| task.end_ms - task.start_ms).sum();
+    let all_ms = setting.devices as f64 * step_ms * measured as f64;
+    Timeline { tasks, devices: setting.devices, step_ms, bubble: ratio(all_ms - busy_ms, all_ms) }
 }
 
-/// Share of a step's device time in which none of its work ran.
-fn bubble(slots: &[Slot], setting: &Setting, step_ms: f64) -> f64 {
-    let busy_ms: f64 = slots.iter().map(|slot| slot.ahead_ms + slot.body_ms).sum();
-    let all_ms = setting.devices as f64 * step_ms;
-    ratio(all_ms - busy_ms * setting.microbatches as f64, all_ms)
+/// From one step's end to the next, after the warm-up.
+pub(crate) fn mean_step_ms(ends_ms: &[f64], warm_up: usize) -> f64 {
+    let from_ms = warm_up.checked_sub(1).map_or(0.0, |step| ends_ms[step]);
+    (ends_ms[ends_ms.len() - 1] - from_ms) / (ends_ms.len() - warm_up) as f64
+}
+
+/// When a device of the ring is free for what.
+#[derive(Debug, Clone, Copy, Default)]
+struct Lanes {
+    /// End of the last visit.
+    free_ms: f64,
+    /// End of the visit before that: its parameters' place may be overwritten.
+    room_ms: f64,
+    /// End of the last upload.
+    uploaded_ms: f64,
+    /// End of the last download.
+    downloaded_ms: f64,
+}
+
+impl Lanes {
+    /// When the next visit may start, as far as the device and its parameters are concerned (rules 2 and 5).
+    fn start_ms(&mut self, moved: &Moved, gate_ms: f64, speed: f64) -> f64 {
+        let from_ms = gate_ms.max(self.uploaded_ms).max(self.room_ms);
+        self.uploaded_ms = from_ms + moved.upload_ms;
+        // Waiting for the last layer inside the visit is the same as starting later.
+        let last_ms = self.uploaded_ms - moved.until_last_ms / speed;
+        let arrived_ms = (from_ms + moved.first_ms).max(last_ms);
+        // Without anything to upload there is nothing to wait for but the visit before.
+        if moved.upload_ms > 0.0 { self.free_ms.max(arrived_ms) } else { self.free_ms }
+    }
+
+    /// The visit's end; returns when its gradients are on the host (rule 6).
+    fn end(&mut self, moved: &Moved, end_ms: f64) -> f64 {
+        (self.room_ms, self.free_ms) = (self.free_ms, end_ms);
+        if moved.download_ms > 0.0 {
+            self.downloaded_ms = self.downloaded_ms.max(end_ms) + moved.download_ms;
+            return self.downloaded_ms;
+        }
+        end_ms
+    }
 }
 
 /// Runs `steps` steps by the rules of the module header; returns when each ended.
@@ -269,13 +451,13 @@ pub(crate) fn ring(
     steps: usize,
     mut seen: impl FnMut(Task),
 ) -> Vec<f64> {
-    let mut free_ms = vec![0.0_f64; setting.devices];
+    let mut lanes = vec![Lanes::default(); setting.devices];
     let mut device = 0;
     let mut ends: Vec<f64> = Vec::with_capacity(steps);
     let mut done_ms = vec![0.0_f64; slots.len() * setting.visit.min(setting.microbatches)];
     for step in 0..steps {
         let gate_ms = (step + 1).checked_sub(lag + 2).map_or(0.0, |earlier| ends[earlier]);
-        let mut end_ms = gate_ms;
+        let mut step_end_ms = gate_ms;
         for first in (0..setting.microbatches).step_by(setting.visit) {
             let count = setting.visit.min(setting.microbatches - first);
             for (stage, slot) in slots.iter().enumerate() {
@@ -283,23 +465,24 @@ pub(crate) fn ring(
                 let input = stage.checked_sub(1).map(|slot| &before[slot * count..][..count]);
                 let saved = slot.saved_by.map(|slot| &before[slot * count..][..count]);
                 let hop_ms = if setting.devices > 1 { slot.hop_ms } else { 0.0 };
-                let mut at_ms = free_ms[device];
+                let speed = setting.speed(device);
+                let (ahead_ms, body_ms) = (slot.ahead_ms / speed, slot.body_ms / speed);
+                let mut at_ms = lanes[device].start_ms(&slot.moved, gate_ms, speed);
                 for microbatch in 0..count {
                     let ready_ms = input.map_or(gate_ms, |done| done[microbatch] + hop_ms);
                     let early_ms = saved.map_or(at_ms, |done| at_ms.max(done[microbatch]));
-                    let body_start_ms = ready_ms.max(early_ms + slot.ahead_ms);
-                    let start_ms = body_start_ms - slot.ahead_ms;
-                    at_ms = body_start_ms + slot.body_ms;
+                    let body_start_ms = ready_ms.max(early_ms + ahead_ms);
+                    let start_ms = body_start_ms - ahead_ms;
+                    at_ms = body_start_ms + body_ms;
                     now[microbatch] = at_ms;
                     let microbatch = first + microbatch;
                     seen(Task { device, start_ms, end_ms: at_ms, step, stage, microbatch, pass: slot.pass });
                 }
-                free_ms[device] = at_ms;
-                end_ms = end_ms.max(at_ms);
+                step_end_ms = step_end_ms.max(lanes[device].end(&slot.moved, at_ms));
                 device = (device + 1) % setting.devices;
             }
         }
-        ends.push(end_ms);
+        ends.push(step_end_ms);
     }
     ends
 }
@@ -332,10 +515,11 @@ fn bound(
             while let Some(&entry) = lists[device].get(next[device]) {
                 let Some((ready_ms, from)) = done.input(entry) else { break };
                 let away = from.is_some_and(|stage| stage % setting.devices != device);
-                let hop_ms = if away { hop_into(entry, stages, costs) } else { 0.0 };
-                let slot = bound_slot(entry.pass, &stages[entry.stage], costs, setting.ahead);
-                let body_ms = (ready_ms + hop_ms).max(free_ms[device] + slot.0);
-                let (start_ms, end_ms) = (body_ms - slot.0, body_ms + slot.1);
+                let hop_ms = if away { setting.hop_ms(border_into(entry, stages, costs)) } else { 0.0 };
+                let (ahead_ms, rest_ms) = bound_slot(entry.pass, &stages[entry.stage], costs, setting.ahead);
+                let (ahead_ms, rest_ms) = (ahead_ms / setting.speed(device), rest_ms / setting.speed(device));
+                let body_ms = (ready_ms + hop_ms).max(free_ms[device] + ahead_ms);
+                let (start_ms, end_ms) = (body_ms - ahead_ms, body_ms + rest_ms);
                 free_ms[device] = end_ms;
                 done.set(entry, end_ms);
                 let Entry { pass, stage, microbatch } = entry;
@@ -463,12 +647,12 @@ fn bound_slot(pass: Pass, layers: &Range<usize>, costs: &LayerCosts, ahead: Ahea
     if ahead == Ahead::Nothing { (0.0, recompute_ms + backward_ms) } else { (recompute_ms, backward_ms) }
 }
 
-/// The way of a bound task's input between devices.
-fn hop_into(entry: Entry, stages: &[Range<usize>], costs: &LayerCosts) -> f64 {
+/// The layer over whose output a bound task's input comes.
+fn border_into<'a>(entry: Entry, stages: &[Range<usize>], costs: &'a LayerCosts) -> &'a LayerCost {
     let range = &stages[entry.stage];
     let border = if entry.pass == Pass::Forward { range.start } else { range.end };
     // A border at the model's start belongs to an empty first stage, which hands the input on.
-    costs.layers[border.saturating_sub(1)].hop_ms
+    &costs.layers[border.saturating_sub(1)]
 }
 
 /// A share that rounding cannot push below 0, and 0 of nothing.

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use roundpipe::simulate::{Ahead, Task};
 use roundpipe::{
     AutoOptions, ExecutePlan, LayerCost, LayerCosts, Pass, PlanKind, Schedule, Setting, Stage, Timeline,
-    simulate,
+    simulate, simulate_models,
 };
 
 #[path = "../examples/published/mod.rs"]
@@ -47,14 +47,16 @@ fn found_plans_are_at_least_as_good_as_the_published() {
     for model in &MODELS {
         let costs = model.costs();
         let ours = Setting::new(DEVICES, MICROBATCHES);
-        let early = Setting { ahead: Ahead::Recompute, ..ours };
+        let early = Setting { ahead: Ahead::Recompute, ..ours.clone() };
         for setting in [ours, early, Setting::published(DEVICES, MICROBATCHES)] {
             for asynchronous in [false, true] {
+                let setting = setting.clone();
                 let options =
                     AutoOptions { setting, asynchronous, ..AutoOptions::new(DEVICES, MICROBATCHES) };
+                let setting = &options.setting;
                 let found = ExecutePlan::auto(PlanKind::Fused, &[&costs], &options).unwrap();
                 let schedule = if asynchronous { Schedule::RoundPipeAsync } else { Schedule::RoundPipe };
-                let run = |plan| simulate(schedule, PlanKind::Fused, plan, &costs, &setting).unwrap();
+                let run = |plan| simulate(schedule, PlanKind::Fused, plan, &costs, setting).unwrap();
                 let (mine, theirs) = (run(&found[0]), run(&model.plan()));
                 let what = format!("{} {schedule:?} {setting:?}: {}", model.name, found[0]);
                 assert!(mine.step_ms <= theirs.step_ms, "{} > {} {what}", mine.step_ms, theirs.step_ms);
@@ -91,6 +93,7 @@ fn uneven(layers: usize) -> LayerCosts {
         backward_ms: if index + 1 == layers { 200.0 } else { 80.0 + (index * 53 % 97) as f64 * 0.2 },
         bytes: 1 << 20,
         hop_ms: 3.0,
+        ..LayerCost::default()
     };
     LayerCosts { layers: (0..layers).map(layer).collect() }
 }
@@ -98,17 +101,23 @@ fn uneven(layers: usize) -> LayerCosts {
 fn costs_of(layers: std::ops::Range<usize>) -> impl Strategy<Value = LayerCosts> {
     // Whole and zero times provoke ties; the rest are odd.
     let ms = || prop_oneof![Just(0.0), (1..5_u32).prop_map(f64::from), 0.1..20.0];
-    let layer =
-        (ms(), ms(), ms(), 0..1000_u64, 0.0..2.0).prop_map(|(forward, recompute, backward, bytes, hop)| {
+    let sizes = (0..1000_u64, 0..500_u64, 0..500_u64, 0..200_u64);
+    let layer = (ms(), ms(), ms(), sizes, 0.0..2.0).prop_map(
+        |(forward_ms, recompute_ms, backward_ms, (bytes, keep_bytes, peak_bytes, grad_bytes), hop_ms)| {
             LayerCost {
                 name: "layer".to_string(),
-                forward_ms: forward,
-                recompute_ms: recompute,
-                backward_ms: backward,
+                forward_ms,
+                recompute_ms,
+                backward_ms,
                 bytes,
-                hop_ms: hop,
+                hop_ms,
+                keep_bytes,
+                peak_bytes,
+                grad_bytes,
+                ..LayerCost::default()
             }
-        });
+        },
+    );
     prop::collection::vec(layer, layers).prop_map(|layers| LayerCosts { layers })
 }
 
@@ -119,10 +128,9 @@ fn kinds() -> impl Strategy<Value = PlanKind> {
 fn settings() -> impl Strategy<Value = Setting> {
     let ahead = prop_oneof![Just(Ahead::Nothing), Just(Ahead::Recompute), Just(Ahead::RecomputeAndFused)];
     (1..6_usize, 1..8_usize, 1..9_usize, ahead).prop_map(|(devices, microbatches, visit, ahead)| Setting {
-        devices,
-        microbatches,
         visit,
         ahead,
+        ..Setting::new(devices, microbatches)
     })
 }
 
@@ -237,20 +245,61 @@ proptest! {
         }
     }
 
-    /// The search keeps every promise: plans pass their check, the memory limit and the time limit.
+    /// Transfers cost time and never save any, and nothing moves faster than its lane.
+    #[test]
+    fn transfers_only_cost(
+        costs in costs_of(1..14),
+        kind in kinds(),
+        setting in settings(),
+        rates in (1.0..1e4_f64, 1.0..1e4_f64),
+        fused in 0..14_usize,
+        there in prop::collection::vec(any::<bool>(), 14),
+        back in prop::collection::vec(any::<bool>(), 14),
+    ) {
+        let plan = any_plan(kind, costs.len(), fused, &there, &back);
+        let run = |setting: &Setting| simulate(Schedule::RoundPipe, kind, &plan, &costs, setting).unwrap();
+        let free = run(&setting);
+        let moving = Setting {
+            upload_bytes_per_ms: Some(rates.0),
+            grad_bytes_per_ms: Some(rates.1),
+            ..setting.clone()
+        };
+        let moved = run(&moving);
+        assert_sound(&moved, &setting);
+        prop_assert!(moved.step_ms >= free.step_ms - 1e-6);
+        let rounds = setting.microbatches.div_ceil(setting.visit) as f64;
+        let bytes: u64 = plan.stages(kind).iter().map(|stage| costs.bytes(stage.layers.clone())).sum();
+        let lanes_ms = rounds * bytes as f64 / rates.0 / setting.devices as f64;
+        prop_assert!(moved.step_ms >= lanes_ms - 1e-6);
+        for (one, with) in free.tasks.iter().zip(&moved.tasks) {
+            prop_assert!(with.start_ms >= one.start_ms - 1e-6, "{:?} before {:?}", with, one);
+        }
+        let many = simulate(Schedule::RoundPipeAsync, kind, &plan, &costs, &moving).unwrap();
+        assert_sound(&many, &setting);
+        prop_assert!(many.step_ms >= lanes_ms - 1e-6);
+    }
+
+    /// The search keeps every promise: plans pass their check, the memory limits and the time limit.
     #[test]
     fn found_plans_keep_their_limits(
         models in prop::collection::vec(costs_of(1..14), 1..4),
         kind in kinds(),
         setting in settings(),
-        asynchronous in any::<bool>(),
+        (asynchronous, shared_compute, layer_grain) in any::<(bool, bool, bool)>(),
         limit in prop::option::of(2000..6000_u64),
+        works_in in prop::option::of(1200..3000_u64),
     ) {
         let options = AutoOptions {
-            setting,
             asynchronous,
+            shared_compute,
+            layer_grain,
             model_memory_limit: limit,
+            stage_memory_limit: works_in,
             ..AutoOptions::new(setting.devices, setting.microbatches)
+        };
+        let options = AutoOptions {
+            setting,
+            ..options
         };
         let refs: Vec<&LayerCosts> = models.iter().collect();
         let plans = ExecutePlan::auto(kind, &refs, &options).unwrap();
@@ -260,11 +309,244 @@ proptest! {
             let kind = if kind == PlanKind::Fused && !last { PlanKind::Train } else { kind };
             plan.check(kind, costs.len()).unwrap();
             for stage in plan.stages(kind) {
-                prop_assert!(costs.bytes(stage.layers) <= limit.map_or(u64::MAX, |limit| limit / 2));
+                let layers = || stage.layers.clone();
+                prop_assert!(costs.bytes(layers()) <= limit.map_or(u64::MAX, |limit| limit / 2));
+                let need = match stage.pass {
+                    Pass::Forward => 0,
+                    Pass::Backward if layer_grain => costs.layerwise_visit_bytes(layers()),
+                    Pass::Backward | Pass::Fused => costs.visit_bytes(layers()),
+                };
+                prop_assert!(need <= works_in.unwrap_or(u64::MAX), "{need} in {:?}", stage);
             }
         }
         prop_assert_eq!(plans, ExecutePlan::auto(kind, &refs, &options).unwrap(), "equal inputs, equal plans");
     }
+}
+
+/// Equal layers whose backward takes two forwards, with twice as many bytes of gradients as of parameters.
+fn equal(layers: usize, forward_ms: f64, bytes: u64) -> LayerCosts {
+    let layer = |index| LayerCost {
+        name: format!("layer {index}"),
+        forward_ms,
+        recompute_ms: forward_ms,
+        backward_ms: 2.0 * forward_ms,
+        bytes,
+        grad_bytes: 2 * bytes,
+        ..LayerCost::default()
+    };
+    LayerCosts { layers: (0..layers).map(layer).collect() }
+}
+
+/// One device, one microbatch, a byte per millisecond: what a forward over stages of these sizes takes.
+fn uploaded_ms(costs: &LayerCosts, sizes: &[usize]) -> f64 {
+    let setting = Setting { upload_bytes_per_ms: Some(1.0), ..Setting::new(1, 1) };
+    let plan = ExecutePlan::from_sizes(PlanKind::Infer, sizes, &[]);
+    simulate(Schedule::RoundPipe, PlanKind::Infer, &plan, costs, &setting).unwrap().step_ms
+}
+
+/// Uploads follow one another, overlap compute, and hold two stages on the device, not three.
+#[test]
+fn parameters_arrive_before_compute() {
+    // Slow uploads: 0-20, 20-40, 40-60, and each stage computes 10 ms after its own.
+    assert_eq!(uploaded_ms(&equal(3, 10.0, 20), &[1, 1, 1]), 70.0);
+    // Slow compute: 20-50, 50-80, 80-110. The third upload waits for the first stage to end and is hidden.
+    assert_eq!(uploaded_ms(&equal(3, 30.0, 20), &[1, 1, 1]), 110.0);
+    // The first stage is small and its compute long: the third upload (100 ms) cannot start before it ended.
+    let mut costs = equal(3, 0.0, 0);
+    (costs.layers[0].forward_ms, costs.layers[2].bytes) = (50.0, 100);
+    assert_eq!(uploaded_ms(&costs, &[1, 1, 1]), 150.0);
+    // A stage starts with its first layer (5 ms); its second is needed 10 ms later and arrives at 25 ms.
+    let mut costs = equal(2, 10.0, 5);
+    costs.layers[1].bytes = 20;
+    assert_eq!(uploaded_ms(&costs, &[2]), 35.0);
+}
+
+/// Gradients travel beside compute; the step ends when the last have arrived.
+#[test]
+fn gradients_delay_only_the_end() {
+    let costs = equal(2, 1.0, 50);
+    let plan = ExecutePlan::from_sizes(PlanKind::Train, &[2], &[1, 1]);
+    let setting = Setting { grad_bytes_per_ms: Some(10.0), ..Setting::new(1, 1) };
+    let run =
+        |setting: &Setting| simulate(Schedule::RoundPipe, PlanKind::Train, &plan, &costs, setting).unwrap();
+    let (with, without) = (run(&setting), run(&Setting::new(1, 1)));
+    assert_eq!(with.tasks, without.tasks, "no task waits for a gradient");
+    assert_eq!(without.step_ms, 8.0);
+    assert_eq!(with.step_ms, 25.0, "downloads at 5-15 and 15-25");
+}
+
+/// A device twice as fast takes half the time, and a step's time does not depend on who is first.
+#[test]
+fn speeds_scale_compute() {
+    let costs = uneven(9);
+    let plan = ExecutePlan::from_sizes(PlanKind::Train, &[5, 4], &[2, 3, 4]);
+    let run = |schedule, speeds: &[f64]| {
+        let setting = Setting { speeds: speeds.to_vec(), ..Setting::new(2, 3) };
+        let no_hops = LayerCosts {
+            layers: costs.layers.iter().map(|layer| LayerCost { hop_ms: 0.0, ..layer.clone() }).collect(),
+        };
+        simulate(schedule, PlanKind::Train, &plan, &no_hops, &setting).unwrap()
+    };
+    for schedule in [Schedule::RoundPipe, Schedule::RoundPipeAsync, Schedule::GPipe] {
+        let (one, two) = (run(schedule, &[1.0, 1.0]), run(schedule, &[2.0, 2.0]));
+        assert_eq!(one, run(schedule, &[]), "{schedule:?}");
+        assert_eq!(one.step_ms, 2.0 * two.step_ms, "{schedule:?}");
+    }
+    let swapped = [run(Schedule::RoundPipe, &[1.0, 2.0]), run(Schedule::RoundPipe, &[2.0, 1.0])];
+    assert!((swapped[0].step_ms - swapped[1].step_ms).abs() < 1e-9, "five slots: both devices are first");
+    let equal = [run(Schedule::RoundPipe, &[1.0, 1.0]), run(Schedule::RoundPipe, &[2.0, 2.0])];
+    assert!(equal[1].step_ms < swapped[0].step_ms && swapped[0].step_ms < equal[0].step_ms);
+    assert!(swapped[0].bubble > equal[0].bubble, "an unequal ring waits for its slower device");
+}
+
+/// A known rate derives hops from sizes, and leaves a layer of unknown size its own.
+#[test]
+fn hops_follow_from_sizes() {
+    let plan = ExecutePlan::from_sizes(PlanKind::Infer, &[1, 1, 1], &[]);
+    let mut costs = equal(3, 1.0, 0);
+    (costs.layers[0].hop_ms, costs.layers[1].hop_ms) = (7.0, 7.0);
+    costs.layers[1].activation_bytes = 40;
+    let run = |hop_bytes_per_ms| {
+        let setting = Setting { hop_bytes_per_ms, ..Setting::new(3, 1) };
+        simulate(Schedule::RoundPipe, PlanKind::Infer, &plan, &costs, &setting).unwrap().step_ms
+    };
+    assert_eq!(run(None), 3.0 + 14.0);
+    assert_eq!(run(Some(20.0)), 3.0 + 7.0 + 2.0);
+}
+
+/// Two models in one call are the model that both make, cut between them.
+#[test]
+fn models_of_one_call_are_one_ring() {
+    let (front, back) = (uneven(5), uneven(7));
+    let whole = LayerCosts { layers: front.layers.iter().chain(&back.layers).cloned().collect() };
+    let setting =
+        Setting { upload_bytes_per_ms: Some(1e5), grad_bytes_per_ms: Some(1e5), ..Setting::new(3, 4) };
+    let sizes = ExecutePlan::from_sizes;
+    for (kind, last, joined) in [
+        (PlanKind::Infer, sizes(PlanKind::Infer, &[4, 3], &[]), sizes(PlanKind::Infer, &[2, 3, 4, 3], &[])),
+        (
+            PlanKind::Train,
+            sizes(PlanKind::Train, &[4, 3], &[2, 5]),
+            sizes(PlanKind::Train, &[2, 3, 4, 3], &[2, 5, 1, 4]),
+        ),
+        (
+            PlanKind::Fused,
+            sizes(PlanKind::Fused, &[4], &[3, 4]),
+            sizes(PlanKind::Fused, &[2, 3, 4], &[3, 4, 1, 4]),
+        ),
+        (PlanKind::Fused, sizes(PlanKind::Fused, &[], &[7]), sizes(PlanKind::Fused, &[2, 3], &[7, 1, 4])),
+    ] {
+        let first = ExecutePlan::from_sizes(PlanKind::Train, &[2, 3], &[1, 4]);
+        for schedule in [Schedule::RoundPipe, Schedule::RoundPipeAsync] {
+            let two = simulate_models(schedule, kind, &[(&first, &front), (&last, &back)], &setting).unwrap();
+            let one = simulate(schedule, kind, &joined, &whole, &setting).unwrap();
+            assert_eq!(two, one, "{kind:?} {schedule:?}");
+        }
+    }
+    let stages = |count| sizes(PlanKind::Infer, &[count], &[]);
+    let pair = [(&stages(5), &front), (&stages(7), &back)];
+    let setting = Setting::new(2, 4);
+    let two = simulate_models(Schedule::GPipe, PlanKind::Train, &pair, &setting).unwrap();
+    let joined = sizes(PlanKind::Infer, &[5, 7], &[]);
+    assert_eq!(two, simulate(Schedule::GPipe, PlanKind::Train, &joined, &whole, &setting).unwrap());
+    assert!(simulate_models(Schedule::RoundPipe, PlanKind::Train, &[], &setting).is_err());
+}
+
+/// What is no machine is refused, with the field's name.
+#[test]
+fn impossible_machines_are_refused() {
+    let plan = ExecutePlan::from_sizes(PlanKind::Infer, &[2], &[]);
+    let refusal = |setting: Setting| {
+        let run = simulate(Schedule::RoundPipe, PlanKind::Infer, &plan, &equal(2, 1.0, 1), &setting);
+        run.expect_err("refused").to_string()
+    };
+    let two = || Setting::new(2, 2);
+    assert_eq!(
+        refusal(Setting { speeds: vec![1.0], ..two() }),
+        "speeds: 1 speeds for 2 devices; one each, or none"
+    );
+    assert_eq!(
+        refusal(Setting { speeds: vec![1.0, 0.0], ..two() }),
+        "speeds: 0 is no rate; it must be above 0"
+    );
+    assert!(refusal(Setting { upload_bytes_per_ms: Some(-1.0), ..two() }).starts_with("upload_bytes_per_ms"));
+    assert!(refusal(Setting { grad_bytes_per_ms: Some(f64::NAN), ..two() }).starts_with("grad_bytes"));
+    assert!(refusal(Setting { hop_bytes_per_ms: Some(0.0), ..two() }).starts_with("hop_bytes_per_ms"));
+}
+
+/// Parameters get 60% of the smallest device, half of it a stage.
+#[test]
+fn memory_limit_follows_from_the_device() {
+    let options = AutoOptions::for_memory(4, 5, 24 << 30);
+    assert_eq!(options.model_memory_limit, Some((24 << 30) * 3 / 5));
+    assert_eq!(AutoOptions::for_memory(4, 5, u64::MAX).model_memory_limit, Some(u64::MAX / 5 * 3));
+    assert_eq!(
+        options,
+        AutoOptions { model_memory_limit: Some((24 << 30) * 3 / 5), ..AutoOptions::new(4, 5) }
+    );
+}
+
+/// Workers of one processor gain nothing from more stages: the plan recomputes as little as memory allows.
+#[test]
+fn shared_compute_wants_the_least_work() {
+    let costs = equal(6, 1.0, 100);
+    let plan = |kind, limit: Option<u64>, min_stages| {
+        let options = AutoOptions {
+            shared_compute: true,
+            model_memory_limit: limit,
+            min_stages,
+            ..AutoOptions::new(4, 5)
+        };
+        let plans = ExecutePlan::auto(kind, &[&costs], &options).unwrap();
+        plans[0].check(kind, 6).unwrap();
+        plans[0].to_string()
+    };
+    assert_eq!(plan(PlanKind::Fused, None, None), "| 0..6");
+    assert_eq!(plan(PlanKind::Train, None, None), "0..6 | 0..6");
+    assert_eq!(plan(PlanKind::Infer, None, None), "0..6");
+    // A stage may hold 400 bytes: the fused stage takes all it can.
+    assert_eq!(plan(PlanKind::Fused, Some(800), None), "0..2 | 2..6 0..2");
+    assert_eq!(plan(PlanKind::Fused, Some(400), None), "0..2 2..4 | 4..6 2..4 0..2");
+    // An explicit wish wins, at the price of the least recompute that grants it.
+    assert_eq!(plan(PlanKind::Fused, None, Some(3)), "0..1 | 1..6 0..1");
+    assert_eq!(plan(PlanKind::Infer, None, Some(3)), "0..2 2..4 4..6");
+    assert_eq!(plan(PlanKind::Fused, None, Some(99)).split_whitespace().count(), 5 + 1 + 1 + 5);
+    let both = AutoOptions { shared_compute: true, ..AutoOptions::new(4, 5) };
+    let plans = ExecutePlan::auto(PlanKind::Fused, &[&costs, &costs], &both).unwrap();
+    assert_eq!((plans[0].to_string(), plans[1].to_string()), ("0..6 | 0..6".into(), "| 0..6".into()));
+}
+
+/// Tapes, working memory and gradients bound backward and fused stages; grain layer holds one tape at a time.
+#[test]
+fn stages_fit_their_working_memory() {
+    let mut costs = equal(6, 1.0, 1);
+    for layer in &mut costs.layers {
+        (layer.keep_bytes, layer.peak_bytes, layer.grad_bytes) = (100, 50, 10);
+    }
+    assert_eq!((costs.visit_bytes(0..3), costs.layerwise_visit_bytes(0..3)), (380, 180));
+    let plan = |limit, layer_grain| {
+        let options = AutoOptions {
+            shared_compute: true,
+            stage_memory_limit: Some(limit),
+            layer_grain,
+            ..AutoOptions::new(2, 2)
+        };
+        ExecutePlan::auto(PlanKind::Fused, &[&costs], &options).map(|plans| plans[0].to_string())
+    };
+    assert_eq!(plan(710, false).unwrap(), "| 0..6");
+    assert_eq!(plan(270, false).unwrap(), "0..4 | 4..6 2..4 0..2");
+    assert_eq!(plan(270, true).unwrap(), "0..4 | 4..6 0..4", "the fused stage still keeps every tape");
+    assert_eq!(plan(160, false).unwrap(), "0..5 | 5..6 4..5 3..4 2..3 1..2 0..1");
+    assert_eq!(
+        plan(159, true).unwrap_err().to_string(),
+        "stage_memory_limit: layer 0 (layer 0) needs 160 bytes for the backward of a microbatch (100 kept, 50 \
+         working, 10 gradients), a stage may use 159; use more microbatches"
+    );
+    let infer = AutoOptions { stage_memory_limit: Some(1), ..AutoOptions::new(2, 2) };
+    assert!(
+        ExecutePlan::auto(PlanKind::Infer, &[&costs], &infer).is_ok(),
+        "nothing is kept without backward"
+    );
 }
 
 /// The shortest step of all fused plans whose stages keep the time limit.
@@ -302,6 +584,7 @@ fn found_plans_are_close_to_the_best() {
             backward_ms: 2.0 * ms(index, 1) + if index == 5 { (seed % 9) as f64 } else { 0.0 },
             bytes: 1,
             hop_ms: 0.1,
+            ..LayerCost::default()
         };
         let costs = LayerCosts { layers: (0..6).map(layer).collect() };
         let asynchronous = seed % 2 == 0;
@@ -333,13 +616,13 @@ fn impossible_wishes_are_refused() {
     let refusal = |costs: &LayerCosts, options: &AutoOptions| {
         ExecutePlan::auto(PlanKind::Train, &[costs], options).expect_err("refused").to_string()
     };
-    let small = AutoOptions { model_memory_limit: Some(1 << 20), ..options };
+    let small = AutoOptions { model_memory_limit: Some(1 << 20), ..options.clone() };
     assert_eq!(
         refusal(&costs, &small),
         "model_memory_limit: layer 0 (layer 0) has 1048576 bytes of parameters, a stage may have 524288 (half \
          the limit)"
     );
-    let tight = AutoOptions { upper_threshold: 0.9, ..options };
+    let tight = AutoOptions { upper_threshold: 0.9, ..options.clone() };
     assert!(refusal(&costs, &tight).starts_with("upper_threshold: 0.9"));
     assert!(refusal(&LayerCosts::default(), &options).contains("without layers"));
     let mut odd = costs.clone();

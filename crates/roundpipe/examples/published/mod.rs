@@ -47,6 +47,7 @@ impl Model {
             backward_ms: self.backward_ms,
             bytes: 1,
             hop_ms: self.hop_ms,
+            ..LayerCost::default()
         };
         let head = LayerCost {
             name: "head".to_string(),
@@ -55,6 +56,7 @@ impl Model {
             backward_ms: self.head_backward_ms,
             bytes: 1,
             hop_ms: self.hop_ms,
+            ..LayerCost::default()
         };
         LayerCosts { layers: (0..self.layers).map(layer).chain([head]).collect() }
     }
