@@ -3,12 +3,14 @@
 //! A model is a [`Sequential`] of [`Layer`]s. A layer is parameters plus a forward; gradients come from
 //! the tape. Weights live in host memory, a [`Worker`] computes, an [`Optimizer`] updates on the host.
 //!
-//! The modules stand in data order: values between layers, layers, ready-made layers, costs, plans and
-//! their simulation, learning rates, optimizers. This crate has no `unsafe` code.
+//! The modules stand in data order: values between layers, batches and microbatches, layers, ready-made
+//! layers, costs, plans and their simulation, run configurations, learning rates, optimizers. This crate has no `unsafe` code.
 #![forbid(unsafe_code)]
 
 pub mod error;
 pub mod tree;
+
+pub mod batch;
 
 pub mod layer;
 pub mod nn;
@@ -19,9 +21,13 @@ pub mod plan;
 pub mod search;
 pub mod simulate;
 
+pub mod config;
+
 pub mod lr;
 pub mod optim;
 
+pub use batch::{Cut, Inputs, Merge, MergeOutput, SplitInput, SplitLabel};
+pub use config::{Grain, OutputDevice, RunConfig};
 pub use costs::{LayerCost, LayerCosts};
 pub use error::{Error, Result};
 pub use layer::{Layer, Module, Params, Sequential, Visit};
