@@ -3,12 +3,15 @@
 //! A model is a [`Sequential`] of [`Layer`]s. A layer is parameters plus a forward; gradients come from
 //! the tape. Weights live in host memory, a [`Worker`] computes, an [`Optimizer`] updates on the host.
 //!
-//! The modules stand in data order: values between layers, layers, ready-made layers, costs, plans and
-//! their simulation, learning rates, optimizers, versions of weights, the store and its updates. This crate has no `unsafe` code.
+//! The modules stand in data order: values between layers, batches and microbatches, layers, ready-made
+//! layers, costs, plans and their simulation, run configurations, learning rates, optimizers, versions of
+//! weights, the store and its updates, executors, and the engine on top. This crate has no `unsafe` code.
 #![forbid(unsafe_code)]
 
 pub mod error;
 pub mod tree;
+
+pub mod batch;
 
 pub mod layer;
 pub mod nn;
@@ -18,6 +21,8 @@ pub mod costs;
 pub mod plan;
 pub mod search;
 pub mod simulate;
+
+pub mod config;
 
 pub mod lr;
 pub mod optim;
@@ -29,6 +34,8 @@ pub mod version;
 pub mod store;
 pub mod update;
 
+pub use batch::{Cut, Inputs, Merge, MergeOutput, SplitInput, SplitLabel};
+pub use config::{Grain, OutputDevice, RunConfig};
 pub use costs::{LayerCost, LayerCosts};
 pub use error::{Error, Result};
 pub use layer::{Layer, Module, Params, Sequential, Visit};

@@ -155,6 +155,20 @@ impl<T> Tree<T> {
         }
     }
 
+    /// Where each leaf is, written as one would reach it from `root`: `root.loss[1]`.
+    pub(crate) fn paths(&self, root: &str) -> Vec<String> {
+        match self {
+            Self::Tensor(_) => vec![root.to_owned()],
+            Self::List(items) => {
+                items.iter().enumerate().flat_map(|(i, item)| item.paths(&format!("{root}[{i}]"))).collect()
+            }
+            Self::Map(items) => {
+                items.iter().flat_map(|(name, item)| item.paths(&format!("{root}.{name}"))).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+
     /// What this is, in words for an error.
     pub(crate) fn kind(&self) -> String {
         match self {
@@ -253,6 +267,8 @@ macro_rules! leaf {
     )*};
 }
 
+pub(crate) use leaf;
+
 leaf!(Tensor, HostTensor);
 
 impl<T> From<BTreeMap<String, Tree<T>>> for Tree<T> {
@@ -284,6 +300,7 @@ mod tests {
             Ok::<_, ()>(x.to_string())
         });
         assert_eq!((seen, text.unwrap().into_leaves().concat()), (vec![1, 2, 3, 4], "1234".to_owned()));
+        assert_eq!(tree.paths("t"), ["t.a", "t.m[0]", "t.m[2]", "t.z"]);
         assert_eq!(tree.map_ref(|x| x * 10).into_leaves(), [10, 20, 30, 40]);
         assert_eq!(tree.try_map(|x| if x == 3 { Err(x) } else { Ok(()) }).unwrap_err(), 3);
     }

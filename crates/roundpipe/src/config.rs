@@ -1,0 +1,210 @@
+//! What a user may choose about a run, on two levels: a model has a configuration, and so has each call.
+//!
+//! Every field may stay unset. A field set at the call wins over the model's; one set at neither takes its
+//! default. [`RunConfig::resolve`] is the only way to the checked form that the engine works from.
+
+use crate::batch::{MergeOutput, SplitInput, SplitLabel};
+use crate::error::{Error, Result};
+use crate::plan::ExecutePlan;
+
+/// Where outputs land.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum OutputDevice {
+    /// Host memory.
+    #[default]
+    Host,
+    /// The memory of the worker with this number.
+    Worker(usize),
+}
+
+/// What is recomputed together before its backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Grain {
+    /// All layers of a stage; only the stage's input is kept.
+    #[default]
+    Stage,
+    /// Each layer by itself; every layer's input is kept, and the peak is lower.
+    Layer,
+}
+
+/// The choices of one level; what is `None` is left to the level below.
+#[derive(Debug, Clone, Default)]
+pub struct RunConfig {
+    /// Whether a backward may follow; on by default.
+    pub requires_grad: Option<bool>,
+    /// Whether gradients of the model's inputs are wanted; off by default.
+    pub input_grads: Option<bool>,
+    /// Where outputs land; the host by default.
+    pub output_device: Option<OutputDevice>,
+    /// Whether recompute repeats random operations exactly; on by default.
+    pub preserve_rng_state: Option<bool>,
+    /// What is recomputed together; a stage by default.
+    pub recompute_grain: Option<Grain>,
+    /// Into how many microbatches a batch is split; one more than there are devices by default.
+    pub num_microbatch: Option<usize>,
+    /// How inputs are split; automatic by default.
+    pub split_input: Option<SplitInput>,
+    /// How labels are split; automatic by default.
+    pub split_label: Option<SplitLabel>,
+    /// How outputs are merged; automatic by default.
+    pub merge_output: Option<MergeOutput>,
+    /// Where the model is cut into stages; planned by default.
+    pub execute_plan: Option<ExecutePlan>,
+}
+
+/// One setter and one line of [`RunConfig::over`] for each field, so that none can be forgotten.
+macro_rules! fields {
+    ($($(#[$doc:meta])* $field:ident: $kind:ty,)*) => {
+        impl RunConfig {
+            $(
+                $(#[$doc])*
+                #[must_use]
+                pub fn $field(mut self, value: $kind) -> Self {
+                    self.$field = Some(value);
+                    self
+                }
+            )*
+
+            /// This level over `base`: what is set here wins.
+            #[must_use]
+            pub fn over(&self, base: &Self) -> Self {
+                Self { $($field: self.$field.clone().or_else(|| base.$field.clone()),)* }
+            }
+        }
+    };
+}
+
+fields! {
+    /// Says whether a backward may follow.
+    requires_grad: bool,
+    /// Says whether gradients of the model's inputs are wanted.
+    input_grads: bool,
+    /// Says where outputs land.
+    output_device: OutputDevice,
+    /// Says whether recompute repeats random operations exactly.
+    preserve_rng_state: bool,
+    /// Says what is recomputed together.
+    recompute_grain: Grain,
+    /// Says into how many microbatches a batch is split.
+    num_microbatch: usize,
+    /// Says how inputs are split.
+    split_input: SplitInput,
+    /// Says how labels are split.
+    split_label: SplitLabel,
+    /// Says how outputs are merged.
+    merge_output: MergeOutput,
+    /// Says where the model is cut into stages.
+    execute_plan: ExecutePlan,
+}
+
+impl RunConfig {
+    /// Nothing chosen.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The checked form, with defaults for what is unset, on `devices` devices.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for 0 microbatches or a worker that is not there.
+    pub fn resolve(&self, devices: usize) -> Result<Resolved> {
+        if self.num_microbatch == Some(0) {
+            return Err(Error::config("num_microbatch", "0 microbatches; the least is 1"));
+        }
+        let output_device = self.output_device.unwrap_or_default();
+        if let OutputDevice::Worker(worker) = output_device
+            && worker >= devices
+        {
+            let what = format!("no worker {worker}; there are {devices}, counted from 0");
+            return Err(Error::config("output_device", what));
+        }
+        Ok(Resolved {
+            requires_grad: self.requires_grad.unwrap_or(true),
+            input_grads: self.input_grads.unwrap_or(false),
+            output_device,
+            preserve_rng_state: self.preserve_rng_state.unwrap_or(true),
+            recompute_grain: self.recompute_grain.unwrap_or_default(),
+            num_microbatch: self.num_microbatch.unwrap_or(devices + 1),
+            split_input: self.split_input.clone().unwrap_or_default(),
+            split_label: self.split_label.clone().unwrap_or_default(),
+            merge_output: self.merge_output.clone().unwrap_or_default(),
+            execute_plan: self.execute_plan.clone(),
+        })
+    }
+}
+
+/// What one call runs with.
+#[derive(Debug, Clone)]
+pub struct Resolved {
+    /// Whether a backward may follow.
+    pub requires_grad: bool,
+    /// Whether gradients of the model's inputs are wanted.
+    pub input_grads: bool,
+    /// Where outputs land.
+    pub output_device: OutputDevice,
+    /// Whether recompute repeats random operations exactly.
+    pub preserve_rng_state: bool,
+    /// What is recomputed together.
+    pub recompute_grain: Grain,
+    /// Into how many microbatches a batch is split; at least 1.
+    pub num_microbatch: usize,
+    /// How inputs are split.
+    pub split_input: SplitInput,
+    /// How labels are split.
+    pub split_label: SplitLabel,
+    /// How outputs are merged.
+    pub merge_output: MergeOutput,
+    /// Where the model is cut into stages; `None` leaves it to the planner.
+    pub execute_plan: Option<ExecutePlan>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Grain, OutputDevice, RunConfig};
+    use crate::batch::{MergeOutput, SplitInput};
+    use crate::plan::{ExecutePlan, PlanKind};
+
+    #[test]
+    fn nothing_chosen_gives_the_defaults() {
+        let run = RunConfig::default().resolve(3).unwrap();
+        assert!(run.requires_grad && run.preserve_rng_state && !run.input_grads);
+        assert_eq!((run.output_device, run.recompute_grain), (OutputDevice::Host, Grain::Stage));
+        assert_eq!((run.num_microbatch, run.execute_plan.is_none()), (4, true));
+        assert!(matches!(run.split_input, SplitInput::Auto) && matches!(run.merge_output, MergeOutput::Auto));
+    }
+
+    /// A field at the call wins, also when it is the default's value; an unset one falls through.
+    #[test]
+    fn the_call_wins_over_the_model() {
+        let plan = ExecutePlan::from_sizes(PlanKind::Train, &[2], &[1, 1]);
+        let model = RunConfig::new()
+            .requires_grad(false)
+            .recompute_grain(Grain::Layer)
+            .num_microbatch(7)
+            .merge_output(MergeOutput::Off)
+            .execute_plan(plan.clone());
+        let call = RunConfig::new().requires_grad(true).num_microbatch(2).input_grads(true);
+        let run = call.over(&model).resolve(1).unwrap();
+        assert!(run.requires_grad && run.input_grads && run.preserve_rng_state);
+        assert_eq!((run.num_microbatch, run.recompute_grain), (2, Grain::Layer));
+        assert!(matches!(run.merge_output, MergeOutput::Off));
+        assert_eq!(run.execute_plan, Some(plan));
+    }
+
+    #[test]
+    fn what_cannot_work_is_refused_by_name() {
+        let text = RunConfig::new().num_microbatch(0).resolve(1).unwrap_err().to_string();
+        assert_eq!(text, "num_microbatch: 0 microbatches; the least is 1");
+        let away = RunConfig::new().output_device(OutputDevice::Worker(2));
+        assert!(away.resolve(3).is_ok());
+        let text = away.resolve(2).unwrap_err().to_string();
+        assert_eq!(text, "output_device: no worker 2; there are 2, counted from 0");
+    }
+
+    /// A configuration with functions in it can still be logged.
+    #[test]
+    fn it_prints() {
+        let config = RunConfig::new().split_input(SplitInput::function(|inputs, _| Ok(vec![inputs.clone()])));
+        assert!(format!("{config:?}").contains("split_input: Some(Function)"));
+    }
+}
