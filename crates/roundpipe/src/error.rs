@@ -1,7 +1,52 @@
 //! Everything that can go wrong in a training run. Bugs panic; these do not.
 
+use std::fmt;
+use std::ops::Range;
+
+use roundpipe_tensor::DeviceId;
+
+use crate::plan::Pass;
+
 /// What this crate's fallible calls return.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Where in a call something happened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TaskPlace {
+    /// The engine's name.
+    pub model: String,
+    /// What the stage was doing.
+    pub pass: Pass,
+    /// Its number in the call.
+    pub stage: usize,
+    /// Its layers.
+    pub layers: Range<usize>,
+    /// The layer, where it is known: its number and name.
+    pub layer: Option<(usize, String)>,
+    /// The microbatch, where it is known.
+    pub microbatch: Option<usize>,
+    /// The worker.
+    pub device: DeviceId,
+}
+
+impl fmt::Display for TaskPlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let pass = match self.pass {
+            Pass::Forward => "forward",
+            Pass::Backward => "backward",
+            Pass::Fused => "fused",
+        };
+        let Range { start, end } = self.layers;
+        write!(f, "{}: {pass} stage {} (layers {start}..{end})", self.model, self.stage)?;
+        if let Some((index, name)) = &self.layer {
+            write!(f, ", layer {index} ({name})")?;
+        }
+        if let Some(microbatch) = self.microbatch {
+            write!(f, ", microbatch {microbatch}")?;
+        }
+        write!(f, " on {}", self.device)
+    }
+}
 
 /// By what the reader can do about it.
 #[derive(Debug, thiserror::Error)]
@@ -19,6 +64,20 @@ pub enum Error {
         layer: String,
         /// Why.
         source: roundpipe_tensor::Error,
+    },
+    /// A task of a call failed; says which.
+    #[error("{place}")]
+    Task {
+        /// Which.
+        place: Box<TaskPlace>,
+        /// Why.
+        source: Box<Error>,
+    },
+    /// The call was called off because of something else; `why` says what.
+    #[error("called off: {why}")]
+    CalledOff {
+        /// What happened.
+        why: String,
     },
     /// Another part of the step failed first; that error says why.
     #[error(transparent)]

@@ -116,6 +116,11 @@ pub trait Layer: Params + Send + Sync {
     /// # Errors
     /// What an operation reports.
     fn run(&self, cx: &mut Cx, input: Tree) -> Result<Tree>;
+
+    /// The layers that this one is a sequence of, which an engine may place one by one.
+    fn sequence(&self) -> Option<&Sequential> {
+        None
+    }
 }
 
 impl<M: Module> Layer for M {
@@ -191,5 +196,9 @@ impl Params for Sequential {
 impl Layer for Sequential {
     fn run(&self, cx: &mut Cx, input: Tree) -> Result<Tree> {
         self.layers.iter().try_fold(input, |value, (_, layer)| layer.run(cx, value))
+    }
+
+    fn sequence(&self) -> Option<&Sequential> {
+        Some(self)
     }
 }

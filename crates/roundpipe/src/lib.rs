@@ -34,16 +34,25 @@ pub mod version;
 pub mod store;
 pub mod update;
 
+pub mod status;
+pub mod trace;
+
+mod exec;
+
+pub mod engine;
+
 pub use batch::{Cut, Inputs, Merge, MergeOutput, SplitInput, SplitLabel};
 pub use config::{Grain, OutputDevice, RunConfig};
 pub use costs::{LayerCost, LayerCosts};
-pub use error::{Error, Result};
+pub use engine::{Forward, Lag, Losses, RoundPipe, Trained};
+pub use error::{Error, Result, TaskPlace};
+pub use exec::ring::{Ring, RingOptions};
 pub use layer::{Layer, Module, Params, Sequential, Visit};
 pub use lr::LrSchedule;
 pub use optim::{Optimizer, Rule};
 pub use plan::{ExecutePlan, Pass, PlanKind, Stage};
 pub use roundpipe_tensor::{
-    Bytes, Cpu, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients, HostBuf, Meta, Param, Pin,
+    Bytes, Cpu, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients, HostBuf, HostTensor, Meta, Param, Pin,
     RngKey, RngSite, Shape, Tensor, Worker, bf16, f16, kernel, ops,
 };
 pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};

@@ -213,6 +213,31 @@ impl Store {
         &self.layers
     }
 
+    /// One layer.
+    pub fn layer(&self, index: usize) -> &StoreLayer {
+        &self.layers[index]
+    }
+
+    /// One parameter of one layer at one version, to be read in place. The caller holds a readable ticket, as
+    /// for [`Store::segments`].
+    ///
+    /// # Errors
+    /// When the system has no memory for the second version.
+    pub fn data(&self, layer: usize, index: usize, version: u64) -> Result<HostBuf> {
+        let param = &self.layers[layer].params[index];
+        match param.trainable {
+            true => self.layers[param.home.0].working(param.home.1, version),
+            false => Ok(param.param.data()),
+        }
+    }
+
+    /// Forgets all gradients.
+    pub fn clear_gradients(&self) {
+        for layer in &self.layers {
+            (0..layer.params.len()).for_each(|index| layer.set_filled(index, false));
+        }
+    }
+
     /// What all versions of this store wait at.
     pub fn gate(&self) -> &Arc<Gate> {
         &self.gate

@@ -106,6 +106,38 @@ impl<T> Tree<T> {
         }
     }
 
+    /// All tensors in the order of [`Tree::leaves`], to be changed.
+    pub fn leaves_mut(&mut self) -> Vec<&mut T> {
+        match self {
+            Self::Tensor(tensor) => vec![tensor],
+            Self::List(items) => items.iter_mut().flat_map(Self::leaves_mut).collect(),
+            Self::Map(items) => items.values_mut().flat_map(Self::leaves_mut).collect(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// The same structure and plain values, with a tree for each tensor.
+    ///
+    /// # Errors
+    /// The first that `f` gives.
+    pub fn try_flat_map<U, E>(self, f: &mut impl FnMut(T) -> Result<Tree<U>, E>) -> Result<Tree<U>, E> {
+        Ok(match self {
+            Self::None => Tree::None,
+            Self::Tensor(tensor) => f(tensor)?,
+            Self::Bool(value) => Tree::Bool(value),
+            Self::Int(value) => Tree::Int(value),
+            Self::Float(value) => Tree::Float(value),
+            Self::Text(text) => Tree::Text(text),
+            Self::List(items) => {
+                Tree::List(items.into_iter().map(|item| item.try_flat_map(f)).collect::<Result<_, E>>()?)
+            }
+            Self::Map(items) => {
+                let each = items.into_iter().map(|(name, item)| Ok((name, item.try_flat_map(f)?)));
+                Tree::Map(each.collect::<Result<_, E>>()?)
+            }
+        })
+    }
+
     /// The same structure and plain values, with `f` of each tensor.
     pub fn map_ref<U>(&self, mut f: impl FnMut(&T) -> U) -> Tree<U> {
         self.rebuild(&mut f)

@@ -24,7 +24,7 @@ use crate::layer::Layer;
 use crate::plan::Stage;
 use crate::status::Board;
 use crate::store::Store;
-use crate::trace::Category;
+use crate::trace::{Category, Lane};
 use crate::tree::Tree;
 use crate::version::Abort;
 
@@ -46,6 +46,8 @@ pub(crate) struct Model {
 pub(crate) struct Leaf {
     pub parcel: Parcel,
     pub grad: bool,
+    /// Whether every microbatch has the same: it is sent to a worker once.
+    pub constant: bool,
 }
 
 /// A value between stages.
@@ -64,19 +66,19 @@ pub(crate) enum Passed {
     Grads(Vec<Option<Parcel>>),
 }
 
-/// What a recompute starts from.
-pub(crate) struct Saved {
-    pub flow: Flow,
-    /// What each layer saved for its recompute, and its buffers as they were: by layer.
-    pub extras: Vec<Extra>,
-}
 
 /// What a layer's recompute needs beside its input.
 #[derive(Default)]
 pub(crate) struct Extra {
-    pub layer: usize,
     pub data: Vec<Parcel>,
     pub buffers: Vec<(usize, Parcel)>,
+}
+
+/// Gradients of a microbatch's outputs.
+pub(crate) enum Seed {
+    Given(Vec<Option<Parcel>>),
+    /// Those of some leaves of another call's input.
+    Of(Arc<Call>, std::ops::Range<usize>),
 }
 
 /// One timed piece of work.
@@ -85,7 +87,9 @@ pub(crate) struct Timed {
     pub slot: usize,
     pub layer: Option<usize>,
     pub microbatch: usize,
+    pub lane: Lane,
     pub category: Category,
+    pub bytes: Option<u64>,
     pub from: Stamp,
     pub to: Stamp,
 }
@@ -96,6 +100,8 @@ pub(crate) struct Terms {
     pub model: Arc<Model>,
     /// Forward slots, then backward ones.
     pub stages: Vec<Stage>,
+    /// How many slots the forward has; a fused one counts as backward.
+    pub forward_slots: usize,
     /// The worker of each slot.
     pub workers: Vec<usize>,
     pub microbatches: usize,
@@ -112,8 +118,6 @@ pub(crate) struct Terms {
     pub loss: Option<LossFn>,
     pub wants_outputs: bool,
     pub wants_input_grads: bool,
-    /// An earlier call whose gradients this one adds to.
-    pub adds_to: Option<Arc<Call>>,
     pub board: Arc<Board>,
     pub timing: bool,
 }
@@ -131,18 +135,44 @@ pub(crate) struct State {
     pub inputs: Vec<Option<Tree<Source>>>,
     pub labels: Vec<Option<Tree<Parcel>>>,
     pub passed: Vec<Vec<Option<Passed>>>,
-    pub saved: HashMap<(usize, usize), Saved>,
+    /// Inputs of layers, by layer and microbatch.
+    pub saved: HashMap<(usize, usize), Flow>,
     pub extras: HashMap<(usize, usize), Extra>,
     pub loaded: HashMap<(usize, usize), Loaded>,
     pub losses: Vec<Option<Vec<Parcel>>>,
     pub outputs: Vec<Option<Flow>>,
     pub input_grads: Vec<Option<Vec<Option<Parcel>>>>,
+    /// Gradients of the outputs, for a backward of its own.
+    pub seeds: Vec<Option<Seed>>,
+    /// An earlier call whose gradients this one adds to.
+    pub adds_to: Option<Arc<Call>>,
     buffers: Vec<(Param, Parcel)>,
     pub timed: Vec<Timed>,
+    /// Parts that have not ended.
     open: usize,
+    /// Whether a backward may still be asked for.
+    held: bool,
     failed: bool,
     error: Option<Error>,
     ended: bool,
+}
+
+impl State {
+    /// Ends the call when nothing is left to do.
+    fn settle(&mut self) {
+        // A failed call is never continued.
+        if self.open > 0 || (self.held && !self.failed) {
+            return;
+        }
+        self.ended = true;
+        if self.failed {
+            // Values that nobody will take hold memory of workers and of the host.
+            self.passed.clear();
+            self.saved.clear();
+            self.extras.clear();
+            self.loaded.clear();
+        }
+    }
 }
 
 /// The calls of an engine in the order of their submission.
@@ -165,7 +195,7 @@ impl Peers {
     pub fn fail_from(&self, id: u64, why: &str) {
         for call in self.active() {
             if call.terms.id >= id {
-                call.fail_alone(Error::Aborted { why: why.to_owned() });
+                call.fail_alone(Error::CalledOff { why: why.to_owned() });
             }
         }
     }
@@ -179,6 +209,7 @@ impl Call {
         labels: Vec<Tree<Parcel>>,
     ) -> Arc<Self> {
         let m = terms.microbatches;
+        let abort = terms.model.store.abort();
         fn none<T>(m: usize) -> Vec<Option<T>> {
             (0..m).map(|_| None).collect()
         }
@@ -192,16 +223,19 @@ impl Call {
             losses: none(m),
             outputs: none(m),
             input_grads: none(m),
+            seeds: none(m),
+            adds_to: None,
             buffers: Vec::new(),
             timed: Vec::new(),
             open: 0,
+            held: false,
             failed: false,
             error: None,
             ended: false,
         };
         let call = Arc::new(Self {
             terms,
-            abort: Abort::default(),
+            abort,
             peers: peers.clone(),
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -225,13 +259,13 @@ impl Call {
     /// Waits until `take` finds what it looks for.
     ///
     /// # Errors
-    /// [`Error::Aborted`] when the call fails.
+    /// [`Error::CalledOff`] when the call fails.
     pub fn wait<R>(&self, who: &str, what: &str, mut take: impl FnMut(&mut State) -> Option<R>) -> Result<R> {
         let mut state = self.lock();
         let mut watched = None;
         loop {
             if state.failed {
-                return Err(Error::Aborted { why: "the call failed".to_owned() });
+                return Err(Error::CalledOff { why: "the call failed".to_owned() });
             }
             if let Some(found) = take(&mut state) {
                 return Ok(found);
@@ -249,32 +283,39 @@ impl Call {
 
     /// A part has ended. The last one writes the buffers that layers set.
     pub fn end_part(&self) {
-        let last = {
+        let (last, buffers, failed) = {
             let mut state = self.lock();
-            state.open -= 1;
-            state.open == 0
+            let last = state.open == 1;
+            // Still counted, so that nobody takes the call for ended before its buffers are written.
+            if !last {
+                state.open -= 1;
+            }
+            let buffers = if last { std::mem::take(&mut state.buffers) } else { Vec::new() };
+            (last, buffers, state.failed)
         };
-        if last {
-            self.end();
+        if !last {
+            return;
         }
-    }
-
-    fn end(&self) {
-        let buffers = std::mem::take(&mut self.lock().buffers);
-        if !self.has_failed()
-            && let Err(error) = write_buffers(buffers)
-        {
+        if !failed && let Err(error) = write_buffers(buffers) {
             self.fail(error);
         }
         let mut state = self.lock();
-        if state.failed {
-            // Values that nobody will take hold memory of workers and of the host.
-            state.passed.clear();
-            state.saved.clear();
-            state.extras.clear();
-            state.loaded.clear();
-        }
-        state.ended = true;
+        state.open -= 1;
+        state.settle();
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// The call does not end before [`Call::let_go`]: a backward may follow.
+    pub fn hold(&self) {
+        self.lock().held = true;
+    }
+
+    /// No backward will be asked for any more.
+    pub fn let_go(&self) {
+        let mut state = self.lock();
+        state.held = false;
+        state.settle();
         drop(state);
         self.changed.notify_all();
     }
@@ -302,6 +343,9 @@ impl Call {
             }
             state.failed = true;
             state.error = Some(error);
+            if state.open == 0 {
+                state.settle();
+            }
         }
         self.abort.set();
         self.changed.notify_all();
@@ -320,17 +364,26 @@ impl Call {
         let mut state = self.lock();
         match state.failed {
             true => {
-                Some(state.error.take().unwrap_or(Error::Aborted { why: "the call failed before".to_owned() }))
+                Some(state.error.take().unwrap_or(Error::CalledOff { why: "the call failed before".to_owned() }))
             }
             false => None,
         }
     }
 
+    /// Waits until nothing of it is under way, though a backward may still follow.
+    pub fn wait_quiet(&self, who: &str) -> bool {
+        self.wait_until(who, |state| state.open == 0)
+    }
+
     /// Waits until every part has ended; whether it succeeded.
     pub fn wait_end(&self, who: &str) -> bool {
+        self.wait_until(who, |state| state.ended)
+    }
+
+    fn wait_until(&self, who: &str, done: impl Fn(&State) -> bool) -> bool {
         let mut state = self.lock();
         let mut watched = None;
-        while !state.ended {
+        while !done(&state) {
             watched.get_or_insert_with(|| self.terms.board.enter(who, "waiting for a call to end"));
             let woken = self.changed.wait_timeout(state, Duration::from_millis(200));
             state = woken.unwrap_or_else(PoisonError::into_inner).0;

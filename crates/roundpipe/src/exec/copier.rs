@@ -120,7 +120,7 @@ fn unload_all(port: &Port, unloads: &Receiver<Unload>, room: &Room) {
 }
 
 fn fail(port: &Port, call: &Call, slot: usize, layer: usize, error: Error) {
-    if matches!(error, Error::Aborted { .. }) {
+    if matches!(error, Error::CalledOff { .. } | Error::Aborted(_)) {
         return call.fail(error);
     }
     let stage = &call.terms.stages[slot];
@@ -156,7 +156,7 @@ fn try_bring(port: &Port, load: Load) -> Result<()> {
             ticket.wait_readable(&call.abort)?;
         }
     }
-    let segments = terms.model.store.layer(layer).segments(terms.version)?;
+    let segments = terms.model.store.segments(layer, terms.version)?;
     let part = |s: crate::store::Segment| Ok(Part { host: s.data.read_all()?, offset: s.block_offset as u64 });
     let parts = segments.into_iter().map(part).collect::<Result<Vec<_>>>()?;
     let (loaded, flight) = memory.fill("weights", parts, CHUNK)?;
@@ -188,9 +188,9 @@ fn try_take_away(port: &Port, unload: Unload) -> Result<()> {
         let stored = terms.model.store.layer(layer);
         {
             let _watched = terms.board.enter("gradients", "waiting for the optimizer to read the last ones");
-            stored.versions().wait_grad_free(terms.step, &call.abort)?;
+            terms.model.store.wait_grad_free(layer, terms.step, &call.abort)?;
         }
-        let Some(range) = stored.grad_range(param) else { continue };
+        let Some(range) = stored.grad_range(param)? else { continue };
         let host = range.write(0..range.len())?;
         flights.push((layer, param, port.unload("gradient", tensor, &after, host, CHUNK)?));
     }

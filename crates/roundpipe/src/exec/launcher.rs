@@ -18,14 +18,14 @@ use roundpipe_tensor::device::Stamp;
 use roundpipe_tensor::transfer::{Arrival, Parcel, Port, Slot};
 use roundpipe_tensor::{DType, LaneKind, RngSite, Shape, Tensor, Worker};
 
-use super::call::{Call, Extra, Flow, Leaf, Passed, Saved, Source, State, Timed};
+use super::call::{Call, Extra, Flow, Leaf, Passed, Seed, Source, State, Timed};
 use super::copier::{Gradient, Load, Mover, Unload};
 use super::ring::Line;
 use super::visit::{self, Held, Mode, Ran, Seated, Taped};
 use crate::config::Grain;
 use crate::error::{Error, Result, TaskPlace};
 use crate::plan::Pass;
-use crate::trace::Category;
+use crate::trace::{Category, Lane};
 use crate::tree::Tree;
 use crate::version::ReadTicket;
 
@@ -141,8 +141,9 @@ impl Launcher {
         let call = job.call.clone();
         let pass = call.terms.stages[job.slot].pass;
         let mut seats = Seats::default();
+        let earlier = call.lock().adds_to.clone();
         if pass != Pass::Forward
-            && let Some(earlier) = &call.terms.adds_to
+            && let Some(earlier) = earlier
         {
             earlier.wait_end(&self.who);
         }
@@ -232,11 +233,12 @@ impl Launcher {
                 ticket.wait_readable(&call.abort)?;
             }
             let worker = self.worker();
-            let alias = |i: usize| {
-                let (data, p) = (stored.data(i, call.terms.version)?, &stored.params()[i]);
-                worker.alias(&data, p.dtype, p.shape)
-            };
-            (0..stored.params().len()).map(alias).collect::<Result<Vec<_>, _>>().map_err(fail)?
+            let mut tensors = Vec::new();
+            for (i, p) in stored.params().iter().enumerate() {
+                let data = call.terms.model.store.data(layer, i, call.terms.version)?;
+                tensors.push(worker.alias(&data, p.dtype, p.shape).map_err(fail)?);
+            }
+            tensors
         } else {
             let what = "waiting for a layer's weights to be sent";
             let loaded = call.wait(&self.who, what, |state| state.loaded.remove(&(visit.slot, layer)))?;
@@ -253,15 +255,15 @@ impl Launcher {
     fn sums(&mut self, visit: &Visit<'_>, layer: usize, count: usize) -> Result<Vec<Option<Tensor>>> {
         let terms = &visit.call.terms;
         let mut sums: Vec<Option<Tensor>> = (0..count).map(|_| None).collect();
-        if terms.adds_to.is_none() || terms.stages[visit.slot].pass == Pass::Forward {
+        if visit.call.lock().adds_to.is_none() || terms.stages[visit.slot].pass == Pass::Forward {
             return Ok(sums);
         }
         let stored = terms.model.store.layer(layer);
         for (i, sum) in sums.iter_mut().enumerate() {
-            let Some(grad) = stored.grad_range(i).filter(|_| stored.filled(i)) else { continue };
+            let Some(grad) = stored.grad_range(i)?.filter(|_| stored.filled(i)) else { continue };
             let start = || {
                 let p = &stored.params()[i];
-                let parcel = Parcel::given(grad, stored.grad_dtype(i), p.shape)?;
+                let parcel = Parcel::given(grad, stored.params()[i].grad_dtype, p.shape)?;
                 let here = self.port.receive("gradient so far", &parcel)?.land()?;
                 // A sum is written to, so it must be the worker's own memory.
                 let own = self.worker().copied(&here, p.dtype.accumulator())?;
@@ -319,11 +321,15 @@ impl Launcher {
         flow.try_map(&mut bring)
     }
 
-    fn land(&self, visit: &Visit<'_>, coming: Coming) -> Result<Tree<Held>> {
+    fn land(&mut self, visit: &Visit<'_>, coming: Coming) -> Result<Tree<Held>> {
         coming.try_map(|awaited| match awaited {
             Awaited::Here(held) => Ok(held),
             Awaited::Coming(arrival, leaf) => {
                 let tensor = arrival.land().map_err(|e| self.place(visit, None, e))?;
+                let room = self.kept_bytes + leaf.parcel.size_bytes() as u64 <= self.keep_limit;
+                if leaf.constant && room {
+                    self.hold(&leaf.parcel, &tensor, None);
+                }
                 Ok(Held { tensor, grad: leaf.grad, parcel: Some(leaf.parcel) })
             }
         })
@@ -347,7 +353,7 @@ impl Launcher {
                 },
             };
             held.parcel = Some(parcel.clone());
-            leaves.push(Leaf { parcel, grad: held.grad });
+            leaves.push(Leaf { parcel, grad: held.grad, constant: false });
         }
         Ok(here.with_leaves(leaves)?)
     }
@@ -415,7 +421,7 @@ impl Launcher {
                 let what = format!("waiting for microbatch {microbatch} of {}", other.terms.model.name);
                 let found =
                     other.wait(&self.who, &what, |state| state.outputs[microbatch].clone()).map_err(|_| {
-                        Error::Aborted { why: format!("the call of {} failed", other.terms.model.name) }
+                        Error::CalledOff { why: format!("the call of {} failed", other.terms.model.name) }
                     })?;
                 let grads = visit.call.terms.wants_input_grads;
                 Ok(found.map_ref(|leaf| Leaf { grad: leaf.grad && grads, ..leaf.clone() }))
@@ -429,7 +435,7 @@ impl Launcher {
             Some(coming) => coming,
             None => {
                 let flow = self.input(visit, true)?;
-                let flow = flow.ok_or_else(|| Error::Aborted { why: "an input was taken twice".to_owned() })?;
+                let flow = flow.ok_or_else(|| Error::CalledOff { why: "an input was taken twice".to_owned() })?;
                 self.receive(visit, flow)?
             }
         };
@@ -458,7 +464,7 @@ impl Launcher {
             if call.saves(layer) {
                 let readers = self.readers(call, visit.slot, layer);
                 let flow = self.send(visit, &mut here, &readers)?;
-                call.put(|state| state.saved.insert((layer, m), Saved { flow, extras: Vec::new() }));
+                call.put(|state| state.saved.insert((layer, m), flow));
             }
             let seated = self.seat(job, seats, layer, visit)?;
             let mode = if terms.trains { Mode::Ahead } else { Mode::Plain };
@@ -479,7 +485,7 @@ impl Launcher {
         let flow = self.send(visit, &mut here, &readers)?;
         call.put(|state| {
             if call.saves(end) {
-                state.saved.insert((end, m), Saved { flow: flow.clone(), extras: Vec::new() });
+                state.saved.insert((end, m), flow.clone());
             }
             state.passed[visit.slot][m] = Some(Passed::Flow(flow));
         });
@@ -491,7 +497,7 @@ impl Launcher {
         if ran.saved.is_none() && ran.buffers.is_empty() {
             return Ok(());
         }
-        let mut extra = Extra { layer, ..Extra::default() };
+        let mut extra = Extra::default();
         let send = |tensor: &Tensor| {
             self.port.send("saved for recompute", tensor).map_err(|e| self.place(visit, Some(layer), e))
         };
@@ -545,7 +551,17 @@ impl Launcher {
         let out = work().map_err(fail)?;
         let to = lane.stamp().map_err(fail)?;
         let (worker, slot, microbatch) = (self.index, visit.slot, visit.microbatch);
-        visit.call.lock().timed.push(Timed { worker, slot, layer, microbatch, category, from, to });
+        visit.call.lock().timed.push(Timed {
+            worker,
+            slot,
+            layer,
+            microbatch,
+            lane: Lane::Compute,
+            category,
+            bytes: None,
+            from,
+            to,
+        });
         Ok(out)
     }
 
@@ -569,7 +585,7 @@ impl Launcher {
             here = ran.output;
         }
         let label = call.lock().labels[m].take().unwrap_or(Tree::None);
-        let label = label.map_ref(|parcel| Leaf { parcel: parcel.clone(), grad: false });
+        let label = label.map_ref(|parcel| Leaf { parcel: parcel.clone(), grad: false, constant: false });
         let coming = self.receive(visit, label)?;
         let label = self.land(visit, coming)?.map_ref(|held| held.tensor.clone());
         let loss = terms.loss.clone().ok_or_else(|| Error::config("loss_fn", "a fused stage needs one"))?;
@@ -653,7 +669,7 @@ impl Launcher {
         let m = visit.microbatch;
         let what = format!("waiting for the saved input of layer {layer}, microbatch {m}");
         let saved = visit.call.wait(&self.who, &what, |state| state.saved.remove(&(layer, m)))?;
-        let coming = self.receive(visit, saved.flow)?;
+        let coming = self.receive(visit, saved)?;
         self.land(visit, coming)
     }
 
@@ -683,15 +699,7 @@ impl Launcher {
 
     /// The gradients of this stage's outputs, on the worker.
     fn take_grads(&mut self, visit: &Visit<'_>) -> Result<Vec<Option<Tensor>>> {
-        let (slot, m) = (visit.slot - 1, visit.microbatch);
-        let what = format!("waiting for the gradients of microbatch {m} from stage {slot}");
-        let parcels = visit.call.wait(&self.who, &what, |state| match state.passed[slot][m].take() {
-            Some(Passed::Grads(grads)) => Some(grads),
-            other => {
-                state.passed[slot][m] = other;
-                None
-            }
-        })?;
+        let parcels = self.grads(visit)?;
         let mut bring = |parcel: Parcel| -> Result<Tensor> {
             if let Some(tensor) = self.find(&parcel) {
                 return Ok(tensor);
@@ -700,6 +708,33 @@ impl Launcher {
             here.map_err(|e| self.place(visit, None, e))
         };
         parcels.into_iter().map(|parcel| parcel.map(&mut bring).transpose()).collect()
+    }
+
+    /// The same where they are: from the slot before, from the user, or from another call.
+    fn grads(&self, visit: &Visit<'_>) -> Result<Vec<Option<Parcel>>> {
+        let (terms, m) = (&visit.call.terms, visit.microbatch);
+        if terms.loss.is_none() && visit.slot == terms.forward_slots {
+            let seed = visit.call.lock().seeds[m].take();
+            return match seed {
+                Some(Seed::Given(grads)) => Ok(grads),
+                Some(Seed::Of(other, leaves)) => {
+                    let what = format!("waiting for the input gradients of {}", other.terms.model.name);
+                    let found = other.wait(&self.who, &what, |state| state.input_grads[m].clone());
+                    let failed = |_| Error::CalledOff { why: format!("the call of {} failed", other.terms.model.name) };
+                    Ok(found.map_err(failed)?[leaves].to_vec())
+                }
+                None => Err(Error::CalledOff { why: "the gradients were taken twice".to_owned() }),
+            };
+        }
+        let slot = visit.slot - 1;
+        let what = format!("waiting for the gradients of microbatch {m} from stage {slot}");
+        visit.call.wait(&self.who, &what, |state| match state.passed[slot][m].take() {
+            Some(Passed::Grads(grads)) => Some(grads),
+            other => {
+                state.passed[slot][m] = other;
+                None
+            }
+        })
     }
 
     /// The gradients of this stage's inputs go to the slot that runs the layers before.
@@ -750,7 +785,7 @@ impl Launcher {
             let stored = terms.model.store.layer(index);
             for (i, sum) in sums.into_iter().enumerate() {
                 let Some(sum) = sum else { continue };
-                let rounded = self.worker().cast(&sum, stored.grad_dtype(i));
+                let rounded = self.worker().cast(&sum, stored.params()[i].grad_dtype);
                 let tensor = rounded.map_err(|e| self.place(&visit, Some(index), e))?;
                 gradients.push(Gradient { layer: index, param: i, tensor });
             }
