@@ -4,7 +4,8 @@
 //! the tape. Weights live in host memory, a [`Worker`] computes, an [`Optimizer`] updates on the host.
 //!
 //! The modules stand in data order: values between layers, layers, ready-made layers, costs, plans and
-//! their simulation, learning rates, optimizers. This crate has no `unsafe` code.
+//! their simulation, what threads are doing and did, learning rates, optimizers. This crate has no `unsafe`
+//! code.
 #![forbid(unsafe_code)]
 
 pub mod error;
@@ -18,6 +19,8 @@ pub mod costs;
 pub mod plan;
 pub mod search;
 pub mod simulate;
+
+pub mod trace;
 
 pub mod lr;
 pub mod optim;
@@ -35,4 +38,5 @@ pub use roundpipe_tensor::{
 pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
 pub use search::AutoOptions;
 pub use simulate::{Schedule, Setting, Timeline, simulate, simulate_models};
+pub use trace::{LayerTimes, Span, Trace};
 pub use tree::Tree;
