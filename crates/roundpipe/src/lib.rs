@@ -20,6 +20,7 @@ pub mod plan;
 pub mod search;
 pub mod simulate;
 
+pub mod status;
 pub mod trace;
 
 pub mod lr;
@@ -38,5 +39,6 @@ pub use roundpipe_tensor::{
 pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
 pub use search::AutoOptions;
 pub use simulate::{Schedule, Setting, Timeline, simulate, simulate_models};
+pub use status::{Board, Watchdog};
 pub use trace::{LayerTimes, Span, Trace};
 pub use tree::Tree;
