@@ -154,6 +154,11 @@ impl HostBuf {
         Ok(Self { memory: self.memory.clone(), view: start + range.start..start + range.end })
     }
 
+    /// Whether both show the same bytes of the same memory.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.memory, &other.memory) && self.view == other.view
+    }
+
     /// Whether nobody else holds the memory: no clone, no other view, no guard.
     pub fn is_sole(&self) -> bool {
         Arc::strong_count(&self.memory) == 1

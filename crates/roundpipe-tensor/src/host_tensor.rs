@@ -124,6 +124,14 @@ impl HostTensor {
         Self::from_slice(&[value], &[])
     }
 
+    /// Whether both are the same memory under the same type and shape.
+    pub fn is_same(&self, other: &Self) -> bool {
+        self.dtype == other.dtype && self.shape == other.shape && {
+            let (a, b) = (self.buf.slice(self.byte_range()), other.buf.slice(other.byte_range()));
+            matches!((a, b), (Ok(a), Ok(b)) if a.is_same(&b))
+        }
+    }
+
     /// Element type.
     pub fn dtype(&self) -> DType {
         self.dtype

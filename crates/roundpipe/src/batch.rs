@@ -70,16 +70,20 @@ impl Inputs {
     /// What the model's first layer receives: a single positional input as it is, several as a list, named
     /// ones as a map, and both as the list of the positional ones with the map at its end.
     pub fn into_tree(self) -> Tree<HostTensor> {
-        let Self { mut args, named } = self;
-        match (args.len(), named.is_empty()) {
-            (0, true) => Tree::None,
-            (0, false) => Tree::Map(named),
-            (1, true) => args.remove(0),
-            (_, true) => Tree::List(args),
-            (_, false) => {
-                args.push(Tree::Map(named));
-                Tree::List(args)
-            }
+        assemble(self.args, self.named)
+    }
+}
+
+/// The rule of [`Inputs::into_tree`] for leaves of any type.
+pub(crate) fn assemble<T>(mut args: Vec<Tree<T>>, named: BTreeMap<String, Tree<T>>) -> Tree<T> {
+    match (args.len(), named.is_empty()) {
+        (0, true) => Tree::None,
+        (0, false) => Tree::Map(named),
+        (1, true) => args.remove(0),
+        (_, true) => Tree::List(args),
+        (_, false) => {
+            args.push(Tree::Map(named));
+            Tree::List(args)
         }
     }
 }

@@ -4,8 +4,9 @@
 //! the tape. Weights live in host memory, a [`Worker`] computes, an [`Optimizer`] updates on the host.
 //!
 //! The modules stand in data order: values between layers, batches and microbatches, layers, ready-made
-//! layers, costs, plans and their simulation, run configurations, learning rates, optimizers, versions of
-//! weights, the store and its updates, executors, and the engine on top. This crate has no `unsafe` code.
+//! layers, costs, plans and their simulation, run configurations, what threads are doing and did, learning
+//! rates, optimizers, versions of weights, the store and its updates, executors, and the engine on top. This
+//! crate has no `unsafe` code.
 #![forbid(unsafe_code)]
 
 pub mod error;
@@ -24,6 +25,9 @@ pub mod simulate;
 
 pub mod config;
 
+pub mod status;
+pub mod trace;
+
 pub mod lr;
 pub mod optim;
 pub mod scaler;
@@ -33,9 +37,6 @@ pub mod version;
 
 pub mod store;
 pub mod update;
-
-pub mod status;
-pub mod trace;
 
 mod exec;
 
@@ -59,6 +60,8 @@ pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
 pub use scaler::GradScaler;
 pub use search::AutoOptions;
 pub use simulate::{Schedule, Setting, Timeline, simulate, simulate_models};
+pub use status::{Board, Watchdog};
 pub use store::{Store, StoreConfig};
+pub use trace::{LayerTimes, Span, Trace};
 pub use tree::Tree;
 pub use update::Update;

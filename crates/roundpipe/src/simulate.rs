@@ -138,7 +138,7 @@ impl Setting {
     }
 
     /// Steps to replay before the clock is read, and steps to average. Where a step's first device matters,
-    /// every device is the first equally often.
+    /// each is the first as often as in a long run.
     pub(crate) fn sample(&self, lag: usize, steady: usize) -> (usize, usize) {
         let alike = self.speeds.windows(2).all(|pair| pair[0] == pair[1]);
         match lag {

@@ -361,6 +361,18 @@ fn parameters_arrive_before_compute() {
     assert_eq!(uploaded_ms(&costs, &[2]), 35.0);
 }
 
+/// A step's parameters are uploaded when its weights exist: lag 1 after the step before the last one ended.
+#[test]
+fn uploads_wait_for_their_weights() {
+    // Each device gets every second step: 20 ms upload, 10 ms compute, and no prefetch across the gap.
+    let setting = Setting { upload_bytes_per_ms: Some(1.0), ..Setting::new(2, 1) };
+    let plan = ExecutePlan::from_sizes(PlanKind::Infer, &[1], &[]);
+    let run =
+        |schedule| simulate(schedule, PlanKind::Infer, &plan, &equal(1, 10.0, 20), &setting).unwrap().step_ms;
+    assert_eq!(run(Schedule::RoundPipe), 30.0);
+    assert_eq!(run(Schedule::RoundPipeAsync), 15.0);
+}
+
 /// Gradients travel beside compute; the step ends when the last have arrived.
 #[test]
 fn gradients_delay_only_the_end() {

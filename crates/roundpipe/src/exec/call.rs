@@ -16,10 +16,10 @@ use std::time::Duration;
 
 use roundpipe_tensor::device::Stamp;
 use roundpipe_tensor::transfer::{Loaded, Parcel};
-use roundpipe_tensor::{Cx, Param, Result as TensorResult, Tensor};
+use roundpipe_tensor::{Cx, DeviceId, Param, Result as TensorResult, Tensor};
 
 use crate::config::Grain;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, TaskPlace};
 use crate::layer::Layer;
 use crate::plan::Stage;
 use crate::status::Board;
@@ -78,7 +78,7 @@ pub(crate) struct Extra {
 pub(crate) enum Seed {
     Given(Vec<Option<Parcel>>),
     /// Those of some leaves of another call's input.
-    Of(Arc<Call>, std::ops::Range<usize>),
+    Of(Arc<Call>, Option<std::ops::Range<usize>>),
 }
 
 /// One timed piece of work.
@@ -104,6 +104,8 @@ pub(crate) struct Terms {
     pub forward_slots: usize,
     /// The worker of each slot.
     pub workers: Vec<usize>,
+    /// All workers.
+    pub devices: Vec<DeviceId>,
     pub microbatches: usize,
     pub grain: Grain,
     pub training: bool,
@@ -118,7 +120,7 @@ pub(crate) struct Terms {
     pub loss: Option<LossFn>,
     pub wants_outputs: bool,
     pub wants_input_grads: bool,
-    pub board: Arc<Board>,
+    pub board: Board,
     pub timing: bool,
 }
 
@@ -270,7 +272,7 @@ impl Call {
             if let Some(found) = take(&mut state) {
                 return Ok(found);
             }
-            watched.get_or_insert_with(|| self.terms.board.enter(who, what));
+            watched.get_or_insert_with(|| self.terms.board.wait(who, what));
             let woken = self.changed.wait_timeout(state, Duration::from_millis(200));
             state = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -384,7 +386,7 @@ impl Call {
         let mut state = self.lock();
         let mut watched = None;
         while !done(&state) {
-            watched.get_or_insert_with(|| self.terms.board.enter(who, "waiting for a call to end"));
+            watched.get_or_insert_with(|| self.terms.board.wait(who, "waiting for a call to end"));
             let woken = self.changed.wait_timeout(state, Duration::from_millis(200));
             state = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -398,6 +400,23 @@ impl Call {
             stage.pass == crate::plan::Pass::Backward
                 && (self.terms.grain == Grain::Layer || stage.layers.start == layer)
         })
+    }
+
+    /// An error that was seen when a loss was read.
+    pub fn place_of_loss(&self, microbatch: usize, source: Error) -> Error {
+        let terms = &self.terms;
+        let slot = terms.forward_slots.min(terms.stages.len() - 1);
+        let stage = &terms.stages[slot];
+        let place = TaskPlace {
+            model: terms.model.name.clone(),
+            pass: stage.pass,
+            stage: slot,
+            layers: stage.layers.clone(),
+            layer: None,
+            microbatch: Some(microbatch),
+            device: terms.devices[terms.workers[slot]],
+        };
+        Error::Task { place: Box::new(place), source: Box::new(source) }
     }
 
     /// The backward or fused slot of a layer.

@@ -151,7 +151,7 @@ fn try_bring(port: &Port, load: Load) -> Result<()> {
     let terms = &call.terms;
     let who = || format!("{} up", port.worker().device().id());
     {
-        let _watched = terms.board.enter(&who(), "waiting for a new version of the weights");
+        let _watched = terms.board.wait(&who(), "waiting for a new version of the weights");
         for ticket in &tickets {
             ticket.wait_readable(&call.abort)?;
         }
@@ -187,7 +187,7 @@ fn try_take_away(port: &Port, unload: Unload) -> Result<()> {
     for Gradient { layer, param, tensor } in gradients {
         let stored = terms.model.store.layer(layer);
         {
-            let _watched = terms.board.enter("gradients", "waiting for the optimizer to read the last ones");
+            let _watched = terms.board.wait("gradients", "waiting for the optimizer to read the last ones");
             terms.model.store.wait_grad_free(layer, terms.step, &call.abort)?;
         }
         let Some(range) = stored.grad_range(param)? else { continue };

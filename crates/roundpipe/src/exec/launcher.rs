@@ -229,7 +229,7 @@ impl Launcher {
         let fail = |e| self.place(visit, Some(layer), e);
         let tensors = if self.worker().device().aliases_host() {
             for ticket in job.tickets.get(&layer).into_iter().flatten() {
-                let _watched = call.terms.board.enter(&self.who, "waiting for a layer's weights");
+                let _watched = call.terms.board.wait(&self.who, "waiting for a layer's weights");
                 ticket.wait_readable(&call.abort)?;
             }
             let worker = self.worker();
@@ -721,7 +721,9 @@ impl Launcher {
                     let what = format!("waiting for the input gradients of {}", other.terms.model.name);
                     let found = other.wait(&self.who, &what, |state| state.input_grads[m].clone());
                     let failed = |_| Error::CalledOff { why: format!("the call of {} failed", other.terms.model.name) };
-                    Ok(found.map_err(failed)?[leaves].to_vec())
+                    let found = found.map_err(failed)?;
+                    let leaves = leaves.unwrap_or(0..found.len());
+                    Ok(found[leaves].to_vec())
                 }
                 None => Err(Error::CalledOff { why: "the gradients were taken twice".to_owned() }),
             };

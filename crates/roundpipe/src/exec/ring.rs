@@ -37,7 +37,7 @@ struct Inner {
     next: Mutex<usize>,
     hands: Hands,
     threads: Mutex<Vec<JoinHandle<()>>>,
-    board: Arc<Board>,
+    board: Board,
 }
 
 /// Who runs jobs.
@@ -120,7 +120,7 @@ impl Ring {
         let Some(first) = devices.first() else {
             return Err(Error::config("devices", "there is none; a ring needs at least one worker"));
         };
-        let board = Arc::new(Board::default());
+        let board = Board::new();
         let host = HostPool::new(first.clone(), options.pin);
         let mut workers = Vec::new();
         for device in devices {
@@ -172,7 +172,7 @@ impl Ring {
         self.0.host.usage()
     }
 
-    pub(crate) fn board(&self) -> &Arc<Board> {
+    pub(crate) fn board(&self) -> &Board {
         &self.0.board
     }
 

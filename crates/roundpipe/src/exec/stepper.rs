@@ -145,13 +145,13 @@ pub(crate) struct Stepper {
 struct Bench {
     model: Arc<Model>,
     peers: Arc<Peers>,
-    board: Arc<Board>,
+    board: Board,
     trace: Arc<Trace>,
     abort: Abort,
 }
 
 impl Stepper {
-    pub fn start(model: &Arc<Model>, peers: &Arc<Peers>, board: &Arc<Board>, trace: &Arc<Trace>) -> Result<Self> {
+    pub fn start(model: &Arc<Model>, peers: &Arc<Peers>, board: &Board, trace: &Arc<Trace>) -> Result<Self> {
         let (orders, to_do) = channel();
         let abort = model.store.abort();
         let bench = Bench {
@@ -264,7 +264,7 @@ impl Bench {
             match update() {
                 Err(Error::Tensor(roundpipe_tensor::Error::Busy { .. })) if start.elapsed() < PATIENCE => {
                     let what = format!("waiting for whoever reads the weights of layer {layer}");
-                    let _watched = self.board.enter("optimizer", &what);
+                    let _watched = self.board.wait("optimizer", &what);
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 other => return other,

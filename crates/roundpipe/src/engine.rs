@@ -1,0 +1,778 @@
+//! The engine: a model whose layers run on whichever worker is next.
+//!
+//! ```
+//! use roundpipe::nn::{Func, Init, Linear};
+//! use roundpipe::{DType, HostTensor, Lag, RoundPipe, Rule, Sequential, Update};
+//! # use roundpipe::optim::AdamW;
+//!
+//! # fn main() -> roundpipe::Result<()> {
+//! let mut init = Init::new(DType::F32, 7);
+//! let model = Sequential::new()
+//!     .with(Linear::new(&mut init, 4, 16, true)?)
+//!     .with(Func(|cx: &mut roundpipe::Cx, x: &roundpipe::Tensor| cx.relu(x)))
+//!     .with(Linear::new(&mut init, 16, 3, true)?);
+//! let engine = RoundPipe::builder(model).optimizer(Rule::Adam(AdamW::default())).build()?;
+//! let data = HostTensor::from_slice(&[0.5f32; 24], &[6, 4])?;
+//! let labels = HostTensor::from_slice(&[0i64, 1, 2, 0, 1, 2], &[6])?;
+//! for _ in 0..3 {
+//!     let loss = engine.forward_backward(data.clone(), labels.clone(), |cx, output, label| {
+//!         cx.cross_entropy(&output.tensor()?, &label.tensor()?)
+//!     })?;
+//!     assert!(loss.sum().is_finite());
+//!     engine.update(&Update::new(1e-3), Lag::One)?;
+//! }
+//! engine.synchronize()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # What it promises
+//! - Losses, gradients and weights are the same bits for any number of workers, any plan, any grain, threaded or
+//!   serial, as long as the number of microbatches is the same.
+//! - A failure is returned as an error that names the task; the model and its optimizer are then as before the
+//!   step, and the engine works on.
+//! - It never prints and never ends the process.
+
+pub mod args;
+pub(crate) mod core;
+
+use std::ops::Deref;
+use std::panic::Location;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use roundpipe_tensor::{Bytes, Cpu, Cx, DType, Device, HostTensor, Param, Pin, Result as TensorResult, Tensor};
+
+pub use self::args::{Arg, Args, InputGrads, Unmerged};
+use self::args::{host_tensor, to_host};
+use self::core::{Ask, Core, Submitted};
+use crate::batch::{MergeOutput, merge, split_grads};
+use crate::config::RunConfig;
+use crate::error::{Error, Result};
+use crate::exec::call::{Call, LossFn, Model, Seed};
+use crate::exec::ring::{Ring, RingOptions};
+use crate::exec::stepper::{Outcome, Work};
+use crate::layer::{Layer, Sequential};
+use crate::optim::{Rule, StepReport};
+use crate::plan::PlanKind;
+use crate::scaler::GradScaler;
+use crate::status::{Report, StatusLine, Watchdog};
+use crate::store::{Store, StoreBytes, StoreConfig};
+use crate::trace::{LayerTimes, Trace};
+use crate::tree::Tree;
+use crate::update::{OptimHandle, OptimParams, Update};
+
+/// How many steps weights may be behind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Lag {
+    /// Every call reads the newest weights.
+    Zero,
+    /// The update runs beside the next call, which reads the weights from before it.
+    One,
+}
+
+/// A model under an engine. It gives the original model when dereferenced.
+pub struct RoundPipe<M = Sequential> {
+    original: Arc<M>,
+    core: Arc<Core>,
+    _watchdog: Option<Arc<Watchdog>>,
+}
+
+/// What a stalled engine is told to do.
+type OnStall = Arc<dyn Fn(&Report) + Send + Sync>;
+
+/// Options of an engine.
+pub struct Builder<M> {
+    model: M,
+    name: String,
+    config: RunConfig,
+    optim_dtype: Option<DType>,
+    grad_dtype: Option<DType>,
+    pin: Pin,
+    rule: Option<Rule>,
+    decays: Option<Arc<dyn Fn(&str, &Param) -> bool>>,
+    asynchronous: bool,
+    seed: u64,
+    devices: Vec<Arc<dyn Device>>,
+    ring: Option<Ring>,
+    options: RingOptions,
+    threads: Option<usize>,
+    stall: Option<(Duration, OnStall)>,
+}
+
+impl<M: Layer + 'static> RoundPipe<M> {
+    /// An engine for a [`Sequential`], whose layers are placed one by one, or for any other layer as a whole. Its
+    /// name is the place of this call, unless another is given.
+    #[track_caller]
+    pub fn builder(model: M) -> Builder<M> {
+        let at = Location::caller();
+        let file = at.file().rsplit(['/', '\\']).next().unwrap_or(at.file());
+        Builder {
+            model,
+            name: format!("{file}:{}", at.line()),
+            config: RunConfig::default(),
+            optim_dtype: None,
+            grad_dtype: None,
+            pin: Pin::default(),
+            rule: None,
+            decays: None,
+            asynchronous: true,
+            seed: 0,
+            devices: Vec::new(),
+            ring: None,
+            options: RingOptions::default(),
+            threads: None,
+            stall: None,
+        }
+    }
+}
+
+impl<M: Layer + 'static> Builder<M> {
+    /// What logs, traces and errors call the engine.
+    #[must_use]
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
+    }
+
+    /// The base of every call's run configuration.
+    #[must_use]
+    pub fn run_config(mut self, config: RunConfig) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// The type of the optimizer's copies. They are f32, so that small updates of narrow weights are not lost; any
+    /// other type is refused.
+    #[must_use]
+    pub fn optim_dtype(mut self, dtype: DType) -> Self {
+        self.optim_dtype = Some(dtype);
+        self
+    }
+
+    /// The type of gradients in host memory: each parameter's own by default, or f32.
+    #[must_use]
+    pub fn grad_dtype(mut self, dtype: DType) -> Self {
+        self.grad_dtype = Some(dtype);
+        self
+    }
+
+    /// How host memory is pinned.
+    #[must_use]
+    pub fn pin(mut self, pin: Pin) -> Self {
+        self.pin = pin;
+        self.options.pin = pin;
+        self
+    }
+
+    /// The rule of [`RoundPipe::update`]; its state lives in the engine.
+    #[must_use]
+    pub fn optimizer(mut self, rule: Rule) -> Self {
+        self.rule = Some(rule);
+        self
+    }
+
+    /// Applies weight decay only where `decays` says so; by default everywhere.
+    #[must_use]
+    pub fn decay_where(mut self, decays: impl Fn(&str, &Param) -> bool + 'static) -> Self {
+        self.decays = Some(Arc::new(decays));
+        self
+    }
+
+    /// Whether steps at lag 1 are possible, which takes a second version of the weights; on by default.
+    #[must_use]
+    pub fn asynchronous(mut self, asynchronous: bool) -> Self {
+        self.asynchronous = asynchronous;
+        self
+    }
+
+    /// The start of the random stream.
+    #[must_use]
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// The devices to run on; one listed twice gives two workers. By default the processor.
+    #[must_use]
+    pub fn devices(mut self, devices: impl IntoIterator<Item = Arc<dyn Device>>) -> Self {
+        self.devices = devices.into_iter().collect();
+        self
+    }
+
+    /// Memory that each worker reserves at start and never exceeds.
+    #[must_use]
+    pub fn memory(mut self, bytes: Bytes) -> Self {
+        self.options.memory = Some(bytes);
+        self
+    }
+
+    /// All options of the ring that is made from the devices.
+    #[must_use]
+    pub fn ring_options(mut self, options: RingOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// A ring that other engines use too, instead of devices of its own.
+    #[must_use]
+    pub fn ring(mut self, ring: &Ring) -> Self {
+        self.ring = Some(ring.clone());
+        self
+    }
+
+    /// Threads of the optimizer; by default one per core.
+    #[must_use]
+    pub fn optimizer_threads(mut self, threads: usize) -> Self {
+        self.threads = Some(threads);
+        self
+    }
+
+    /// Calls `report` when nothing has moved for `after` although somebody waits, with what everybody waits for.
+    #[must_use]
+    pub fn on_stall(mut self, after: Duration, report: impl Fn(&Report) + Send + Sync + 'static) -> Self {
+        self.stall = Some((after, Arc::new(report)));
+        self
+    }
+
+    /// Reserves memory, moves the weights and starts the threads.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for options that cannot work; when memory runs out.
+    pub fn build(self) -> Result<RoundPipe<M>> {
+        if let Some(other) = self.optim_dtype.filter(|dtype| *dtype != DType::F32) {
+            return Err(Error::config("optim_dtype", format!("{other}; the optimizer's copies are f32")));
+        }
+        let ring = match self.ring {
+            Some(ring) => ring,
+            None => {
+                let devices = match self.devices.is_empty() {
+                    true => vec![Cpu::new(None)? as Arc<dyn Device>],
+                    false => self.devices,
+                };
+                Ring::new(&devices, &self.options)?
+            }
+        };
+        let original = Arc::new(self.model);
+        let layers: Vec<(String, Arc<dyn Layer>)> = match original.sequence() {
+            Some(sequence) => sequence.layers().map(|(name, layer)| (name.to_owned(), layer.clone())).collect(),
+            None => vec![("model".to_owned(), original.clone() as Arc<dyn Layer>)],
+        };
+        if layers.is_empty() {
+            return Err(Error::config("model", "it has no layers"));
+        }
+        let store = Store::new(
+            &layers,
+            StoreConfig {
+                device: ring.workers()[0].device().clone(),
+                pin: self.pin,
+                asynchronous: self.asynchronous,
+                rule: self.rule,
+                grad_dtype: self.grad_dtype,
+                threads: self.threads,
+            },
+        )?;
+        let store = match self.decays {
+            Some(decays) => store.decay_where(|name, param| decays(name, param)),
+            None => store,
+        };
+        let model = Model { name: self.name, layers, store, seed: self.seed, sets_buffers: AtomicBool::new(false) };
+        let watchdog = self.stall.map(|(after, report)| {
+            Arc::new(Watchdog::start(ring.board().clone(), after, report))
+        });
+        let core = Core::new(model, ring, self.config, self.asynchronous, Arc::new(Trace::new()))?;
+        Ok(RoundPipe { original, core: Arc::new(core), _watchdog: watchdog })
+    }
+}
+
+/// What a loss function may return: one loss, or several.
+pub trait IntoLosses {
+    /// As a list.
+    fn into_losses(self) -> Vec<Tensor>;
+}
+
+impl IntoLosses for Tensor {
+    fn into_losses(self) -> Vec<Tensor> {
+        vec![self]
+    }
+}
+
+impl IntoLosses for Vec<Tensor> {
+    fn into_losses(self) -> Vec<Tensor> {
+        self
+    }
+}
+
+/// The losses of a call: the plain sum over microbatches of each that the loss function gave.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Losses {
+    sums: Vec<f64>,
+    microbatches: Vec<Vec<f64>>,
+}
+
+impl Losses {
+    /// The sum of all.
+    pub fn sum(&self) -> f64 {
+        self.sums.iter().sum()
+    }
+
+    /// The sum over microbatches of each loss.
+    pub fn each(&self) -> &[f64] {
+        &self.sums
+    }
+
+    /// The losses of each microbatch.
+    pub fn microbatches(&self) -> &[Vec<f64>] {
+        &self.microbatches
+    }
+}
+
+/// What a forward and backward in one call gives.
+#[derive(Debug)]
+pub struct Trained {
+    /// The losses.
+    pub losses: Losses,
+    /// The merged outputs, if they were asked for.
+    pub outputs: Option<Tree<HostTensor>>,
+    /// The gradients of the inputs, if `input_grads` asked for them.
+    pub input_grads: Option<InputGrads>,
+}
+
+/// A forward and backward to be run, with all options.
+pub struct TrainCall<'a, M> {
+    engine: &'a RoundPipe<M>,
+    args: Args,
+    labels: Tree<HostTensor>,
+    loss: LossFn,
+    outputs: bool,
+    config: RunConfig,
+}
+
+impl<M> TrainCall<'_, M> {
+    /// Labels, given to the loss function microbatch by microbatch.
+    #[must_use]
+    pub fn labels(mut self, labels: impl Into<Tree<HostTensor>>) -> Self {
+        self.labels = labels.into();
+        self
+    }
+
+    /// Turns outputs and labels of a microbatch into one loss or several. Without one, the model's output is the
+    /// loss.
+    #[must_use]
+    pub fn loss<L: IntoLosses>(
+        mut self,
+        loss: impl Fn(&mut Cx, Tree, Tree) -> TensorResult<L> + Send + Sync + 'static,
+    ) -> Self {
+        self.loss = Arc::new(move |cx, outputs, labels| Ok(loss(cx, outputs, labels)?.into_losses()));
+        self
+    }
+
+    /// Asks for the merged outputs as well.
+    #[must_use]
+    pub fn return_outputs(mut self) -> Self {
+        self.outputs = true;
+        self
+    }
+
+    /// The run configuration of this call, over the model's.
+    #[must_use]
+    pub fn config(mut self, config: RunConfig) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// Runs it. Returns when the losses are known; the backward may still be under way, and what goes wrong there
+    /// is returned by the engine's next call.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for inputs and options that cannot work; [`Error::Task`] with the place of what failed.
+    pub fn run(self) -> Result<Trained> {
+        let Self { engine, args, labels, loss, outputs, config } = self;
+        let core = &engine.core;
+        let ask = Ask { kind: PlanKind::Fused, args, labels, loss: Some(loss), wants_outputs: outputs, config };
+        let Submitted { call, config, args } = core.submit(ask)?;
+        let losses = wait_losses(&call).map_err(|error| core.failed(&call, error))?;
+        let outputs = match outputs {
+            true => {
+                let parts = wait_outputs(&call).map_err(|error| core.failed(&call, error))?;
+                Some(merge(parts, &merged(&config.merge_output))?)
+            }
+            false => None,
+        };
+        let input_grads = config.input_grads.then(|| InputGrads { call, args, leaves: None });
+        Ok(Trained { losses, outputs, input_grads })
+    }
+}
+
+/// Unmerged outputs make no sense where outputs are returned at once.
+fn merged(how: &MergeOutput) -> MergeOutput {
+    match how {
+        MergeOutput::Off => MergeOutput::Auto,
+        other => other.clone(),
+    }
+}
+
+fn wait_losses(call: &Call) -> Result<Losses> {
+    let mut losses = Losses { sums: Vec::new(), microbatches: Vec::new() };
+    for m in 0..call.terms.microbatches {
+        let what = format!("waiting for the loss of microbatch {m}");
+        let parcels = call.wait("caller", &what, |state| state.losses[m].take())?;
+        let values = parcels.iter().map(|p| Ok(host_tensor(p)?.item()?)).collect::<Result<Vec<f64>>>();
+        let values = values.map_err(|error| call.place_of_loss(m, error))?;
+        losses.sums.resize(losses.sums.len().max(values.len()), 0.0);
+        for (sum, value) in losses.sums.iter_mut().zip(&values) {
+            *sum += value;
+        }
+        losses.microbatches.push(values);
+    }
+    Ok(losses)
+}
+
+fn wait_outputs(call: &Call) -> Result<Vec<Tree<HostTensor>>> {
+    let wait = |m: usize| {
+        let what = format!("waiting for the outputs of microbatch {m}");
+        let flow = call.wait("caller", &what, |state| state.outputs[m].clone())?;
+        to_host(&flow)
+    };
+    (0..call.terms.microbatches).map(wait).collect()
+}
+
+/// What a forward gave, and the way back.
+pub struct Forward {
+    core: Arc<Core>,
+    call: Arc<Call>,
+    merge: MergeOutput,
+    output: Option<Tree<HostTensor>>,
+    args: Vec<args::Leaves>,
+    differentiable: bool,
+}
+
+impl std::fmt::Debug for Forward {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Forward({:?})", self.output)
+    }
+}
+
+impl Drop for Forward {
+    fn drop(&mut self) {
+        if self.differentiable {
+            self.call.let_go();
+        }
+    }
+}
+
+impl Forward {
+    /// The merged output.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when `merge_output` is off.
+    pub fn output(&self) -> Result<&Tree<HostTensor>> {
+        let unmerged = || Error::config("merge_output", "it is off; take the outputs by `unmerged`");
+        self.output.as_ref().ok_or_else(unmerged)
+    }
+
+    /// The output of each microbatch, whether merged or not.
+    pub fn unmerged(&self) -> Unmerged {
+        Unmerged(self.call.clone())
+    }
+
+    /// Runs the backward from gradients of the merged output. Gradients of parameters are added to those since the
+    /// last step; those of inputs are returned if `input_grads` asked for them.
+    ///
+    /// # Errors
+    /// [`Error::Config`] without `requires_grad`, or when a step was made since; otherwise what goes wrong.
+    pub fn backward(self, grads: impl Into<Tree<HostTensor>>) -> Result<InputGrads> {
+        let grads = grads.into().map_ref(|t| Some(t.clone()));
+        let shapes = (0..self.call.terms.microbatches).map(|m| {
+            let flow = self.call.wait("caller", "waiting for outputs", |state| state.outputs[m].clone())?;
+            Ok(flow.leaves().iter().map(|leaf| *leaf.parcel.shape()).collect())
+        });
+        let shapes: Vec<Vec<roundpipe_tensor::Shape>> = shapes.collect::<Result<_>>()?;
+        let parts = split_grads(&grads, &shapes, &merged(&self.merge))?;
+        let parcel = |t: HostTensor| -> Result<_> {
+            let buf = t.buf().slice(t.byte_range())?;
+            Ok(roundpipe_tensor::transfer::Parcel::given(buf, t.dtype(), *t.shape())?)
+        };
+        let seeds = parts.into_iter().map(|leaves| {
+            let given = leaves.into_iter().map(|leaf| leaf.map(parcel).transpose());
+            Ok(Seed::Given(given.collect::<Result<_>>()?))
+        });
+        let seeds = seeds.collect::<Result<Vec<_>>>()?;
+        self.run_back(seeds)
+    }
+
+    /// Runs the backward from gradients that another engine computes for its inputs, microbatch by microbatch as
+    /// they come, without a host wait.
+    ///
+    /// # Errors
+    /// As [`Forward::backward`].
+    pub fn backward_from(self, grads: &InputGrads) -> Result<InputGrads> {
+        if grads.len() != self.call.terms.microbatches {
+            let (there, here) = (grads.len(), self.call.terms.microbatches);
+            return Err(Error::config("backward", format!("gradients of {there} microbatches for {here}")));
+        }
+        let of = |_| Seed::Of(grads.call.clone(), grads.leaves.clone());
+        let seeds = (0..grads.len()).map(of).collect();
+        self.run_back(seeds)
+    }
+
+    fn run_back(self, seeds: Vec<Seed>) -> Result<InputGrads> {
+        if !self.differentiable {
+            return Err(Error::config("backward", "the forward was run with requires_grad off"));
+        }
+        self.core.submit_backward(&self.call, seeds)?;
+        Ok(InputGrads { call: self.call.clone(), args: self.args.clone(), leaves: None })
+    }
+}
+
+/// A step that was ordered.
+#[derive(Debug)]
+pub struct Stepping(Arc<Outcome>);
+
+impl Stepping {
+    /// Waits until it is done.
+    ///
+    /// # Errors
+    /// What went wrong in it or in the calls before it; the engine's next call returns it otherwise.
+    pub fn wait(&self) -> Result<StepReport> {
+        self.0.wait()
+    }
+}
+
+impl<M> RoundPipe<M> {
+    /// Runs the model on a batch. Calls may follow at once; `merge_output` off does not even wait for the outputs.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for inputs and options that cannot work; [`Error::Task`] with the place of what failed.
+    pub fn forward(&self, inputs: impl Into<Args>, config: &RunConfig) -> Result<Forward> {
+        let core = &self.core;
+        let resolved = config.over(&core.config).resolve(core.ring.len())?;
+        let differentiable = resolved.requires_grad;
+        let kind = if differentiable { PlanKind::Train } else { PlanKind::Infer };
+        let (args, config) = (inputs.into(), config.clone());
+        let ask = Ask { kind, args, labels: Tree::None, loss: None, wants_outputs: true, config };
+        let Submitted { call, config, args } = core.submit(ask)?;
+        let merge_output = config.merge_output;
+        let mut forward =
+            Forward { core: core.clone(), call, merge: merge_output, output: None, args, differentiable };
+        if !matches!(forward.merge, MergeOutput::Off) {
+            let parts = wait_outputs(&forward.call).map_err(|error| core.failed(&forward.call, error))?;
+            forward.output = Some(merge(parts, &forward.merge)?);
+        }
+        Ok(forward)
+    }
+
+    /// Forward, loss and backward in one call: the sum of the microbatches' losses. See [`RoundPipe::train`] for
+    /// all options.
+    ///
+    /// # Errors
+    /// As [`TrainCall::run`].
+    pub fn forward_backward<L: IntoLosses>(
+        &self,
+        inputs: impl Into<Args>,
+        labels: impl Into<Tree<HostTensor>>,
+        loss: impl Fn(&mut Cx, Tree, Tree) -> TensorResult<L> + Send + Sync + 'static,
+    ) -> Result<Losses> {
+        Ok(self.train(inputs).labels(labels).loss(loss).run()?.losses)
+    }
+
+    /// A forward and backward with all options.
+    pub fn train(&self, inputs: impl Into<Args>) -> TrainCall<'_, M> {
+        let loss: LossFn = Arc::new(|_, outputs, _| Ok(outputs.into_leaves()));
+        let args = inputs.into();
+        TrainCall { engine: self, args, labels: Tree::None, loss, outputs: false, config: RunConfig::default() }
+    }
+
+    /// Updates all weights by the engine's rule, from the gradients since the last step. At lag 0 this returns
+    /// when all gradients have landed; the next call then follows the update layer by layer.
+    ///
+    /// # Errors
+    /// [`Error::Config`] without a rule or without gradients; what went wrong in the calls before. Nothing is
+    /// updated then.
+    pub fn update(&self, update: &Update, lag: Lag) -> Result<Stepping> {
+        self.check_rule()?;
+        Ok(Stepping(self.core.step(Work::Rule(*update, None), lag == Lag::One)?))
+    }
+
+    /// As [`RoundPipe::update`] for losses that were multiplied with [`RoundPipe::loss_scale`]: gradients are
+    /// unscaled, and a step with gradients that are not finite is skipped.
+    ///
+    /// # Errors
+    /// As [`RoundPipe::update`].
+    pub fn update_scaled(&self, update: &Update, scaler: &GradScaler, lag: Lag) -> Result<Stepping> {
+        self.check_rule()?;
+        let used = self.loss_scale(scaler)?;
+        let update = Update { grad_scale: update.grad_scale / used, skip_nonfinite: scaler.is_enabled(), ..*update };
+        Ok(Stepping(self.core.step(Work::Rule(update, Some((scaler.clone(), used))), lag == Lag::One)?))
+    }
+
+    /// What losses of the next call are to be multiplied with.
+    ///
+    /// # Errors
+    /// When the update it depends on failed.
+    pub fn loss_scale(&self, scaler: &GradScaler) -> Result<f64> {
+        let version = self.core.wait_visible()?;
+        // Published layer by layer; the scaler hears of it right after the last.
+        for _ in 0..1000 {
+            if let Some(scale) = scaler.scale_at(version) {
+                return Ok(scale);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Err(Error::config("scaler", format!("it knows no scale for version {version}; use one scaler per engine")))
+    }
+
+    fn check_rule(&self) -> Result<()> {
+        if self.core.model.store.rule().is_some() {
+            return Ok(());
+        }
+        Err(Error::config("update", "the engine has no rule; give the builder an optimizer, or use `step`"))
+    }
+
+    /// Updates with a function over all optimizer copies. At lag 0 this waits for it; otherwise it runs beside the
+    /// next call.
+    ///
+    /// # Errors
+    /// At lag 0 what the function returns, and what went wrong in the calls before; at lag 1 the engine's next call
+    /// returns these. Weights and copies are as before then.
+    pub fn step(
+        &self,
+        step_fn: impl FnOnce(&mut OptimParams<'_>) -> Result<()> + Send + 'static,
+        lag: Lag,
+    ) -> Result<Stepping> {
+        Ok(Stepping(self.core.step(Work::Function(Box::new(step_fn)), lag == Lag::One)?))
+    }
+
+    /// Waits until nothing moves: the model's parameters are then the newest weights, and
+    /// [`RoundPipe::gradients`] are all there.
+    ///
+    /// # Errors
+    /// What went wrong since the last call of the engine.
+    pub fn synchronize(&self) -> Result<()> {
+        self.core.synchronize()
+    }
+
+    /// The optimizer's copies of all trainable parameters, each once.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn optim_parameters(&self) -> Result<impl Iterator<Item = OptimHandle>> {
+        Ok(self.core.model.store.optim_params()?.into_iter())
+    }
+
+    /// The same with names, `prefix` in front. Shared parameters are listed once, or under each of their names.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn optim_named_parameters(
+        &self,
+        prefix: &str,
+        remove_duplicate: bool,
+    ) -> Result<impl Iterator<Item = (String, OptimHandle)>> {
+        let dot = if prefix.is_empty() { "" } else { "." };
+        let store = &self.core.model.store;
+        let copies = store.optim_params()?;
+        let mut all = Vec::new();
+        for layer in store.layers() {
+            for param in layer.params().iter().filter(|p| p.trainable) {
+                let home = &store.layer(param.home.0).params()[param.home.1].name;
+                let first = *home == param.name;
+                let copy = copies.iter().find(|copy| copy.name == *home);
+                if let Some(copy) = copy.filter(|_| first || !remove_duplicate) {
+                    all.push((format!("{prefix}{dot}{}", param.name), copy.clone()));
+                }
+            }
+        }
+        Ok(all.into_iter())
+    }
+
+    /// The gradients since the last step, by name; `None` where there is none. Call
+    /// [`RoundPipe::synchronize`] first.
+    ///
+    /// # Errors
+    /// While a gradient is being written.
+    pub fn gradients(&self) -> Result<Vec<(String, Option<HostTensor>)>> {
+        let mut all = Vec::new();
+        for layer in self.core.model.store.layers() {
+            for (i, param) in layer.params().iter().enumerate().filter(|(_, p)| p.trainable) {
+                let grad = match (layer.filled(i), layer.grad_range(i)?) {
+                    (true, Some(range)) => {
+                        let copy = HostTensor::zeros(param.grad_dtype, &param.shape)?;
+                        copy.write()?.bytes().copy_from_slice(range.read_all()?.bytes());
+                        Some(copy)
+                    }
+                    _ => None,
+                };
+                all.push((param.name.clone(), grad));
+            }
+        }
+        Ok(all)
+    }
+
+    /// Whether layers behave as in training (dropout drops, batch norm uses the batch); on by default.
+    pub fn set_training(&self, training: bool) {
+        self.core.set_training(training);
+    }
+
+    /// Steps asked for so far.
+    pub fn steps(&self) -> u64 {
+        self.core.steps()
+    }
+
+    /// The engine's name.
+    pub fn name(&self) -> &str {
+        &self.core.model.name
+    }
+
+    /// The workers.
+    pub fn ring(&self) -> &Ring {
+        &self.core.ring
+    }
+
+    /// Host memory of weights, gradients and optimizer state.
+    pub fn host_bytes(&self) -> StoreBytes {
+        self.core.model.store.host_bytes()
+    }
+
+    /// What everybody is doing or waiting for.
+    pub fn status(&self) -> Vec<StatusLine> {
+        self.core.ring.board().report()
+    }
+
+    /// What happened, once it is on: every task, transfer and update.
+    pub fn trace(&self) -> &Trace {
+        &self.core.trace
+    }
+
+    /// Measured times of each layer.
+    pub fn layer_times(&self) -> LayerTimes {
+        self.core.layer_times()
+    }
+
+    /// What the user should know and has not asked for, e.g. a batch that gave fewer microbatches; each is told
+    /// once.
+    pub fn take_warnings(&self) -> Vec<String> {
+        self.core.take_warnings()
+    }
+
+    /// The same engine, dereferencing to another model: the one that this was made from.
+    pub fn set_original_model<O>(self, original: O) -> RoundPipe<O> {
+        RoundPipe { original: Arc::new(original), core: self.core, _watchdog: self._watchdog }
+    }
+}
+
+impl<M> Deref for RoundPipe<M> {
+    type Target = M;
+
+    fn deref(&self) -> &M {
+        &self.original
+    }
+}
+
+impl<M> std::fmt::Debug for RoundPipe<M> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (layers, workers) = (self.core.model.layers.len(), self.core.ring.len());
+        write!(f, "RoundPipe({}, {layers} layers on {workers} workers)", self.core.model.name)
+    }
+}

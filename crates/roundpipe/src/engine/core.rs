@@ -1,0 +1,504 @@
+//! How calls and steps of one engine follow each other.
+//!
+//! The caller's thread does little: it splits a batch, looks up the plan, queues the jobs and waits for what it
+//! was asked for. Whatever fails after that is found by the next call of the engine: it waits until nothing
+//! moves, puts the engine back to where it was before the call that failed, and returns the error.
+//!
+//! # Invariants
+//! - `steps` counts the steps that were asked for and not called off; calls read version `visible`.
+//! - After a failure the weights, the optimizer's state and the random stream are as before the call that failed;
+//!   gradients since the last step are gone.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use roundpipe_tensor::transfer::Parcel;
+use roundpipe_tensor::{DType, DeviceKind, HostTensor, Shape};
+
+use super::args::{Args, Parts, parcels, split};
+use crate::batch::split_label_of;
+use crate::config::{Grain, Resolved, RunConfig};
+use crate::cost::{Spec, model_costs};
+use crate::costs::LayerCosts;
+use crate::error::{Error, Result};
+use crate::exec::call::{Call, LossFn, Model, Peers, Seed, Terms, Timed};
+use crate::exec::launcher::Job;
+use crate::exec::ring::Ring;
+use crate::exec::stepper::{Order, Outcome, Stepper, Work};
+use crate::plan::{ExecutePlan, PlanKind};
+use crate::search::AutoOptions;
+use crate::trace::{Category, LayerTimes, Part, Span, Trace, Track};
+use crate::tree::Tree;
+
+/// Measured shares may move by this much before a plan is made anew.
+const DRIFT: f64 = 0.3;
+/// Calls between two looks at the drift.
+const LOOK_EVERY: u64 = 16;
+
+/// The parts of an engine that outlive a borrowed handle.
+pub(crate) struct Core {
+    pub model: Arc<Model>,
+    pub ring: Ring,
+    pub config: RunConfig,
+    pub asynchronous: bool,
+    pub trace: Arc<Trace>,
+    peers: Arc<Peers>,
+    stepper: Stepper,
+    origin: Instant,
+    state: Mutex<State>,
+}
+
+struct State {
+    next_call: u64,
+    /// Training calls so far: the place in the random stream.
+    number: u64,
+    training: bool,
+    steps: u64,
+    /// The last steps that were asked for: version, and whether at lag 1.
+    history: VecDeque<(u64, bool)>,
+    /// Calls with gradients since the last step.
+    since_step: Vec<Arc<Call>>,
+    /// Calls that have not been seen to end well.
+    watched: Vec<Arc<Call>>,
+    outcomes: Vec<Arc<Outcome>>,
+    plans: HashMap<Key, Planned>,
+    times: LayerTimes,
+    warnings: Vec<String>,
+}
+
+/// What a plan was made for.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Key {
+    kind: PlanKind,
+    grain: Grain,
+    microbatches: usize,
+    input: Vec<(DType, Shape)>,
+}
+
+struct Planned {
+    plan: ExecutePlan,
+    costs: LayerCosts,
+    calls: u64,
+}
+
+/// What a call is to do.
+pub(crate) struct Ask {
+    pub kind: PlanKind,
+    pub args: Args,
+    pub labels: Tree<HostTensor>,
+    pub loss: Option<LossFn>,
+    pub wants_outputs: bool,
+    pub config: RunConfig,
+}
+
+/// A call that was submitted.
+pub(crate) struct Submitted {
+    pub call: Arc<Call>,
+    pub config: Resolved,
+    pub args: Vec<super::args::Leaves>,
+}
+
+impl Core {
+    pub fn new(model: Model, ring: Ring, config: RunConfig, asynchronous: bool, trace: Arc<Trace>) -> Result<Self> {
+        let model = Arc::new(model);
+        let peers = Arc::<Peers>::default();
+        let stepper = Stepper::start(&model, &peers, ring.board(), &trace)?;
+        let state = State {
+            next_call: 0,
+            number: 0,
+            training: true,
+            steps: 0,
+            history: VecDeque::new(),
+            since_step: Vec::new(),
+            watched: Vec::new(),
+            outcomes: Vec::new(),
+            plans: HashMap::new(),
+            times: LayerTimes::default(),
+            warnings: Vec::new(),
+        };
+        let (origin, state) = (Instant::now(), Mutex::new(state));
+        Ok(Self { model, ring, config, asynchronous, trace, peers, stepper, origin, state })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn set_training(&self, training: bool) {
+        self.lock().training = training;
+    }
+
+    pub fn take_warnings(&self) -> Vec<String> {
+        std::mem::take(&mut self.lock().warnings)
+    }
+
+    pub fn layer_times(&self) -> LayerTimes {
+        self.lock().times.clone()
+    }
+
+    /// Steps that were asked for and not called off.
+    pub fn steps(&self) -> u64 {
+        self.lock().steps
+    }
+
+    /// The version that the next call reads.
+    pub fn visible(&self) -> u64 {
+        self.lock().visible()
+    }
+
+    /// Waits until the weights that the next call reads are there.
+    pub fn wait_visible(&self) -> Result<u64> {
+        let version = self.visible();
+        let abort = self.model.store.abort();
+        for layer in self.model.store.layers() {
+            layer.versions().wait_published(version, &abort)?;
+        }
+        Ok(version)
+    }
+
+    // ---- calls ----
+
+    /// Splits, plans and queues a call.
+    pub fn submit(&self, ask: Ask) -> Result<Submitted> {
+        let mut state = self.lock();
+        self.check(&mut state)?;
+        let config = ask.config.over(&self.config).resolve(self.ring.len())?;
+        let wants_input_grads = config.input_grads && ask.kind != PlanKind::Infer;
+        let parts = split(&ask.args, &config.split_input, config.num_microbatch, wants_input_grads)?;
+        let labels = self.split_labels(&ask, &config, &parts)?;
+        state.warnings.extend(parts.warnings.iter().cloned());
+        let plan = self.plan(&mut state, ask.kind, &config, &parts)?;
+        if self.model.sets_buffers.load(Ordering::Relaxed) {
+            for call in &self.peers.active() {
+                call.wait_quiet("caller");
+            }
+            self.check(&mut state)?;
+        }
+        let stages = plan.stages(ask.kind);
+        let forward_slots = plan.forward.len();
+        let terms = Terms {
+            id: state.next_call,
+            model: self.model.clone(),
+            workers: self.ring.assign(stages.len()),
+            devices: self.ring.workers().iter().map(|w| w.device().id()).collect(),
+            stages,
+            forward_slots,
+            microbatches: parts.sources.len(),
+            grain: config.recompute_grain,
+            training: state.training,
+            trains: ask.kind != PlanKind::Infer,
+            version: state.visible(),
+            step: state.steps + 1,
+            number: state.number,
+            loss: ask.loss,
+            wants_outputs: ask.wants_outputs,
+            wants_input_grads,
+            board: self.ring.board().clone(),
+            timing: true,
+        };
+        state.next_call += 1;
+        state.number += u64::from(state.training);
+        let call = Call::new(terms, &self.peers, parts.sources, labels);
+        state.watched.push(call.clone());
+        let slots = match ask.kind {
+            PlanKind::Train => 0..forward_slots,
+            _ => 0..call.terms.stages.len(),
+        };
+        if ask.kind == PlanKind::Train {
+            call.hold();
+        }
+        if ask.kind == PlanKind::Fused {
+            call.lock().adds_to = state.since_step.last().cloned();
+            state.since_step.push(call.clone());
+        }
+        self.queue(&call, slots);
+        Ok(Submitted { call, config, args: parts.args })
+    }
+
+    fn split_labels(&self, ask: &Ask, config: &Resolved, parts: &Parts) -> Result<Vec<Tree<Parcel>>> {
+        let count = parts.sources.len();
+        if ask.kind != PlanKind::Fused || matches!(ask.labels, Tree::None) {
+            return Ok((0..count).map(|_| Tree::None).collect());
+        }
+        let labels = split_label_of(&ask.labels, &config.split_label, count, parts.batch)?;
+        if labels.parts.len() != count {
+            let what = format!("{} parts of labels for {count} microbatches", labels.parts.len());
+            return Err(Error::config("split_label", what));
+        }
+        Ok(parcels(&labels.parts)?.iter().map(|tree| tree.map_ref(|(parcel, _)| parcel.clone())).collect())
+    }
+
+    /// Queues a call's jobs, each with the right to read its weights.
+    fn queue(&self, call: &Arc<Call>, slots: std::ops::Range<usize>) {
+        let store = &self.model.store;
+        let mut jobs = Vec::with_capacity(slots.len());
+        for slot in slots {
+            let ticket = |home: &usize| store.layer(*home).versions().reserve(call.terms.version);
+            let tickets = call.terms.stages[slot].layers.clone();
+            let tickets = tickets.map(|l| (l, store.layer(l).homes().iter().map(ticket).collect())).collect();
+            call.open_part();
+            jobs.push((call.terms.workers[slot], Job { call: call.clone(), slot, tickets, ordered: false }));
+        }
+        self.ring.submit(jobs);
+    }
+
+    /// Queues the backward of a call whose forward was queued before.
+    pub fn submit_backward(&self, call: &Arc<Call>, seeds: Vec<Seed>) -> Result<()> {
+        let mut state = self.lock();
+        self.check(&mut state)?;
+        if call.terms.step != state.steps + 1 {
+            let what = "a step was made since this forward; run the forward again with the new weights";
+            return Err(Error::config("backward", what));
+        }
+        {
+            let mut inner = call.lock();
+            inner.seeds = seeds.into_iter().map(Some).collect();
+            inner.adds_to = state.since_step.last().cloned();
+        }
+        state.since_step.push(call.clone());
+        self.queue(call, call.terms.forward_slots..call.terms.stages.len());
+        Ok(())
+    }
+
+    // ---- steps ----
+
+    /// Orders a step. At lag 0 this waits until all gradients have landed.
+    pub fn step(&self, work: Work, lag_one: bool) -> Result<Arc<Outcome>> {
+        let mut state = self.lock();
+        self.check(&mut state)?;
+        if lag_one && !self.asynchronous {
+            let what = "lag 1 needs a second version of the weights; build the engine with asynchronous(true)";
+            return Err(Error::config("step", what));
+        }
+        if state.since_step.is_empty() {
+            return Err(Error::config("step", "no gradients were computed since the last step"));
+        }
+        let calls = std::mem::take(&mut state.since_step);
+        let version = state.steps + 1;
+        let outcome = Outcome::new(version);
+        let whole = matches!(work, Work::Function(_));
+        let (next_call, kept) = (state.next_call, outcome.clone());
+        state.steps = version;
+        state.history.push_back((version, lag_one));
+        if state.history.len() > 8 {
+            state.history.pop_front();
+        }
+        state.outcomes.push(outcome.clone());
+        self.stepper.order(Order { version, calls, next_call, work, outcome });
+        if !lag_one {
+            let ready = if whole { kept.wait().map(drop) } else { kept.wait_begun() };
+            if let Err(error) = ready {
+                self.recover(&mut state);
+                return Err(error);
+            }
+        }
+        Ok(kept)
+    }
+
+    /// Waits until nothing moves.
+    pub fn synchronize(&self) -> Result<()> {
+        let mut state = self.lock();
+        for call in &self.peers.active() {
+            call.wait_quiet("caller");
+        }
+        state.outcomes.iter().for_each(|outcome| _ = outcome.settle());
+        self.check(&mut state)
+    }
+
+    // ---- failures ----
+
+    /// Reports what failed since the last call, once, and puts the engine in order.
+    fn check(&self, state: &mut State) -> Result<()> {
+        let failed_step = state.outcomes.iter().find(|outcome| outcome.has_failed()).cloned();
+        let failed_call = state.watched.iter().find(|call| call.has_failed()).cloned();
+        if failed_call.is_none() && failed_step.is_none() {
+            let (ended, open) = std::mem::take(&mut state.watched).into_iter().partition(|call| call.has_ended());
+            state.watched = open;
+            let ended: Vec<Arc<Call>> = ended;
+            ended.iter().for_each(|call| self.learn(state, call));
+            state.outcomes.retain(|outcome| !outcome.is_over());
+            return Ok(());
+        }
+        let error = failed_step.and_then(|step| step.take_error());
+        let error = error.or_else(|| failed_call.and_then(|call| call.take_error()));
+        self.recover(state);
+        Err(error.unwrap_or(Error::CalledOff { why: "an earlier call failed".to_owned() }))
+    }
+
+    /// A call failed: reports it and puts the engine in order.
+    pub fn failed(&self, call: &Call, seen: Error) -> Error {
+        let mut state = self.lock();
+        let error = match seen {
+            Error::CalledOff { .. } | Error::Aborted(_) => call.take_error().unwrap_or(seen),
+            // The caller saw it first, e.g. at the fence of a loss.
+            other => {
+                let told = Error::CalledOff { why: other.to_string() };
+                call.fail(told);
+                other
+            }
+        };
+        self.recover(&mut state);
+        error
+    }
+
+    /// Waits until nothing moves, then forgets what failed.
+    fn recover(&self, state: &mut State) {
+        for call in &self.peers.active() {
+            if call.has_failed() {
+                call.wait_end("caller");
+            }
+        }
+        // Steps behind a failed one have failed calls themselves.
+        state.outcomes.iter().for_each(|outcome| _ = outcome.settle());
+        let failed = state.watched.iter().filter(|call| call.has_failed());
+        if let Some(number) = failed.map(|call| call.terms.number).min() {
+            state.number = state.number.min(number);
+        }
+        state.watched.retain(|call| !call.has_failed() && !call.has_ended());
+        let done = state.outcomes.iter().filter(|outcome| outcome.has_failed()).map(|o| o.version).min();
+        if let Some(failed) = done {
+            state.steps = failed - 1;
+            state.history.retain(|(version, _)| *version < failed);
+        }
+        state.outcomes.clear();
+        if state.since_step.iter().any(|call| call.has_failed()) {
+            for call in std::mem::take(&mut state.since_step) {
+                call.wait_end("caller");
+            }
+            self.model.store.clear_gradients();
+        } else if done.is_some() {
+            self.model.store.clear_gradients();
+        }
+    }
+
+    // ---- plans ----
+
+    fn plan(&self, state: &mut State, kind: PlanKind, config: &Resolved, parts: &Parts) -> Result<ExecutePlan> {
+        let layers = self.model.layers.len();
+        if let Some(plan) = &config.execute_plan {
+            plan.check(kind, layers)?;
+            return Ok(plan.clone());
+        }
+        let leaves = parts.example.as_ref().map(Tree::leaves).unwrap_or_default();
+        let key = Key {
+            kind,
+            grain: config.recompute_grain,
+            microbatches: parts.sources.len(),
+            input: leaves.iter().map(|t| (t.dtype(), *t.shape())).collect(),
+        };
+        if let Some(planned) = state.plans.get_mut(&key) {
+            planned.calls += 1;
+            let stale = planned.calls % LOOK_EVERY == 1 && state.times.drift(&planned.costs) > DRIFT;
+            if !stale {
+                return Ok(planned.plan.clone());
+            }
+        }
+        let guess = self.guess(state.training, parts.example.as_ref());
+        let costs = state.times.to_costs(&guess);
+        let options = self.options(&key, config);
+        let plan = ExecutePlan::auto(kind, &[&costs], &options)?.remove(0);
+        state.plans.insert(key, Planned { plan: plan.clone(), costs, calls: 1 });
+        Ok(plan)
+    }
+
+    fn options(&self, key: &Key, config: &Resolved) -> AutoOptions {
+        let workers = self.ring.workers();
+        let smallest = workers.iter().map(|w| w.pool().capacity().0).min().unwrap_or(0);
+        let mut options = AutoOptions::for_memory(workers.len(), key.microbatches, smallest);
+        let id = |i: usize| (workers[i].device().id().kind, workers[i].device().id().index);
+        let host = workers.iter().all(|w| w.device().aliases_host());
+        options.asynchronous = self.asynchronous;
+        options.layer_grain = config.recompute_grain == Grain::Layer;
+        options.shared_compute = host || (0..workers.len()).all(|i| id(i) == id(0));
+        options.stage_memory_limit = Some(smallest / 10 * 3);
+        if host {
+            // Weights are read in place.
+            options.model_memory_limit = None;
+            options.stage_memory_limit = Some(smallest / 2);
+        }
+        options
+    }
+
+    /// Costs before anything was measured: by the meta device, or by sizes where layers look at values.
+    fn guess(&self, training: bool, example: Option<&Tree<HostTensor>>) -> LayerCosts {
+        let kind = match self.ring.workers()[0].device().id().kind {
+            DeviceKind::Cuda => DeviceKind::Cuda,
+            _ => DeviceKind::Cpu,
+        };
+        let by_meta = example.and_then(|example| {
+            let spec = |t: &HostTensor| -> Spec { (t.dtype(), *t.shape(), false) };
+            model_costs(&self.model.layers, kind, &example.map_ref(spec), training).ok()
+        });
+        by_meta.unwrap_or_else(|| {
+            let bytes = |(name, layer): &(String, Arc<dyn crate::layer::Layer>)| {
+                let params = layer.named_params();
+                (name.clone(), params.iter().map(|(_, p)| p.bytes() as u64).sum::<u64>().max(1))
+            };
+            LayerCosts::from_bytes(self.model.layers.iter().map(bytes))
+        })
+    }
+
+    /// Takes the times of a call that ended.
+    fn learn(&self, state: &mut State, call: &Call) {
+        let timed = std::mem::take(&mut call.lock().timed);
+        for piece in timed {
+            let (Some(start), Some(end)) = (piece.from.ns(self.origin), piece.to.ns(self.origin)) else { continue };
+            let part = match piece.category {
+                Category::Forward | Category::Fused => Some(Part::Forward),
+                Category::Recompute => Some(Part::Recompute),
+                Category::Backward => Some(Part::Backward),
+                _ => None,
+            };
+            if let (Some(layer), Some(part)) = (piece.layer, part) {
+                state.times.record(layer, part, end.saturating_sub(start) as f64 / 1e6);
+            }
+            self.trace.record(|| self.span(call, &piece, start, end));
+        }
+    }
+
+    fn span(&self, call: &Call, piece: &Timed, start_ns: u64, end_ns: u64) -> Span {
+        let layer = piece.layer.map_or("loss", |l| self.model.layers[l].0.as_str());
+        Span {
+            track: Track {
+                worker: piece.worker,
+                worker_name: self.ring.workers()[piece.worker].device().id().to_string(),
+                lane: piece.lane,
+            },
+            name: layer.to_owned(),
+            category: piece.category,
+            start_ns,
+            end_ns,
+            call: call.terms.id,
+            slot: Some(piece.slot),
+            layer: piece.layer,
+            microbatch: Some(piece.microbatch),
+            bytes: piece.bytes,
+        }
+    }
+}
+
+impl State {
+    /// After a step at lag 1, calls read the version before the one it makes.
+    fn visible(&self) -> u64 {
+        match self.history.back() {
+            Some((version, true)) => version - 1,
+            Some((version, false)) => *version,
+            None => self.steps,
+        }
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        self.peers.fail_from(0, "the engine was dropped");
+        for call in &self.peers.active() {
+            // A forward whose handle is alive ends with the handle.
+            if call.has_failed() {
+                call.wait_end("caller");
+            }
+        }
+    }
+}
+
