@@ -4,7 +4,8 @@
 //! the tape. Weights live in host memory, a [`Worker`] computes, an [`Optimizer`] updates on the host.
 //!
 //! The modules stand in data order: values between layers, layers, ready-made layers, costs, plans and
-//! their simulation, learning rates, optimizers, versions of weights, the store and its updates. This crate has no `unsafe` code.
+//! their simulation, learning rates, optimizers, versions of weights, the store and its updates. This crate
+//! has no `unsafe` code.
 #![forbid(unsafe_code)]
 
 pub mod error;
