@@ -127,10 +127,16 @@ impl Rounded {
     }
 }
 
-/// Writes the gradients of a step, times `scale`, where downloads would.
+/// Writes the gradients of a step, times `scale`, where and when downloads would.
 fn land(store: &Store, step: u64, scale: f32) {
-    for (l, layer) in store.layers().iter().enumerate() {
+    for l in 0..store.layers().len() {
         store.wait_grad_free(l, step, &store.abort()).unwrap();
+    }
+    write_gradients(store, step, scale);
+}
+
+fn write_gradients(store: &Store, step: u64, scale: f32) {
+    for (l, layer) in store.layers().iter().enumerate() {
         for (i, param) in layer.params().iter().enumerate() {
             let Some(range) = layer.grad_range(i).unwrap() else { continue };
             if let Some(mut values) = gradient(l, i, step, param.shape.numel()) {
@@ -470,7 +476,6 @@ fn readers_keep_their_version_while_updates_run() {
         let steps = 20;
         let lag = u64::from(asynchronous);
         let ticket = |step: u64| store.layers()[1].versions().reserve((step - 1).saturating_sub(lag));
-        let first = ticket(1);
         std::thread::scope(|scope| {
             let (send, receive) = std::sync::mpsc::sync_channel::<roundpipe::version::ReadTicket>(1);
             let reader = scope.spawn(|| {
@@ -482,9 +487,9 @@ fn readers_keep_their_version_while_updates_run() {
                     assert!(read() == seen, "version {} changed", ticket.version());
                 }
             });
-            let mut next = first;
+            let mut next = ticket(1);
             for step in 1..=steps {
-                let held = std::mem::replace(&mut next, ticket_later(&store, step + 1, lag));
+                let held = std::mem::replace(&mut next, ticket(step + 1));
                 send.send(held).unwrap();
                 land(&store, step, 1.0);
                 store.step(&Update::new(0.01), step, &abort).unwrap();
@@ -497,8 +502,48 @@ fn readers_keep_their_version_while_updates_run() {
     }
 }
 
-fn ticket_later(store: &Store, step: u64, lag: u64) -> roundpipe::version::ReadTicket {
-    store.layers()[1].versions().reserve((step - 1).saturating_sub(lag))
+/// A checkpoint holds copies and moments; a run that goes on from them has the bits of one that never stopped.
+#[test]
+fn state_moves_to_another_store() {
+    for dtype in [DType::BF16, DType::F32] {
+        let (first, second) = (model(dtype), model(dtype));
+        let a = Store::new(&first, config(true, Some(rules()[1]))).unwrap();
+        for step in 1..=3 {
+            land(&a, step, 1.0);
+            a.step(&Update::new(0.1), step, &a.abort()).unwrap();
+        }
+        let b = Store::new(&second, config(false, Some(rules()[1]))).unwrap();
+        for (from, to) in a.optim_params().unwrap().iter().zip(b.optim_params().unwrap()) {
+            let copy = |src: &HostBuf, dst: &HostBuf| {
+                dst.write(0..dst.len()).unwrap().bytes().copy_from_slice(&bytes(src));
+            };
+            copy(&from.value(), &to.value());
+            from.moments().iter().zip(to.moments()).for_each(|(src, dst)| copy(src, dst));
+        }
+        b.weights_from_copies().unwrap();
+        b.set_steps(a.steps());
+        assert!(bits(&first) == bits(&second) && state(&a) == state(&b), "{dtype}");
+        // Versions of the new store start at 0: its next is 1.
+        land(&a, 4, 1.0);
+        a.step(&Update::new(0.1), 4, &a.abort()).unwrap();
+        write_gradients(&b, 4, 1.0);
+        b.step(&Update::new(0.1), 1, &b.abort()).unwrap();
+        assert!(bits(&first) == bits(&second) && state(&a) == state(&b), "{dtype}, one step on");
+    }
+}
+
+/// Weights loaded into the parameters after the store was made are what the next update starts from.
+#[test]
+fn copies_follow_loaded_weights() {
+    let model = model(DType::BF16);
+    let store = Store::new(&model, config(false, Some(rules()[0]))).unwrap();
+    store.prepare().unwrap();
+    let weight = &store.layers()[1].params()[2].param;
+    let values: Vec<bf16> = (0..70_003).map(|i| bf16::from_f32(i as f32)).collect();
+    weight.data().write(0..weight.bytes()).unwrap().as_mut_slice().copy_from_slice(&values);
+    store.copies_from_weights().unwrap();
+    let copy = store.optim_params().unwrap().into_iter().find(|p| p.name == "l1.weight").unwrap();
+    assert!(copy.to_vec().unwrap().iter().zip(&values).all(|(copy, x)| *copy == x.to_f32()));
 }
 
 #[test]
