@@ -243,13 +243,15 @@ impl Optimizer {
         for entry in self.entries.iter().filter(|e| e.filled) {
             open.push((entry.decays, Open::new(entry)?));
         }
-        self.steps += 1;
-        let shared = Shared { lr, step: self.steps, factor };
+        let step = self.steps + 1;
+        let shared = Shared { lr, step, factor };
         for (decays, mut open) in open {
             self.rule.update(&self.threads, shared, decays, open.slabs())?;
         }
+        // Only now: a refused learning rate is no step.
+        self.steps = step;
         self.zero_grad();
-        Ok(StepReport { step: self.steps, grad_norm: squared.sqrt(), skipped: false })
+        Ok(StepReport { step, grad_norm: squared.sqrt(), skipped: false })
     }
 
     /// Forgets the gradients added since the last step.

@@ -23,7 +23,7 @@ use roundpipe_tensor::optim::{self, CHUNK, Floats, FloatsMut};
 use roundpipe_tensor::{DType, HostBuf, Param, Shape};
 
 use crate::error::{Error, Result};
-use crate::optim::{Rule, Shared, Slabs, StepReport, floats, floats_mut};
+use crate::optim::{Rule, Shared, Slabs, StepReport, fill_master, floats, floats_mut};
 use crate::store::{Store, StoredParam};
 use crate::version::{Abort, WriteTicket};
 
@@ -214,6 +214,37 @@ impl Store {
             }
         }
         Ok(all)
+    }
+
+    /// Takes the newest weights as the truth: after they were loaded into the parameters, the optimizer's copies
+    /// follow. Between steps only.
+    ///
+    /// # Errors
+    /// When the system has no memory or a slab is in use elsewhere.
+    pub fn copies_from_weights(&self) -> Result<()> {
+        for param in self.optim_params()? {
+            if let Some(master) = &param.master {
+                fill_master(&self.shared.threads, &param.param, master)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the optimizer's copies as the truth: after a checkpoint was read into them, the newest weights are
+    /// rounded from them. Between steps only.
+    ///
+    /// # Errors
+    /// As [`Store::copies_from_weights`].
+    pub fn weights_from_copies(&self) -> Result<()> {
+        for param in self.optim_params()? {
+            if let Some(master) = &param.master {
+                let (master, home) = (master.read_all()?, param.param.data());
+                let mut working = home.write(0..home.len())?;
+                let working = floats_mut(param.param.dtype(), &mut working);
+                optim::cast(&self.shared.threads, Floats::F32(master.as_slice()), working)?;
+            }
+        }
+        Ok(())
     }
 
     fn rule_or_refuse(&self) -> Result<Rule> {

@@ -1,0 +1,564 @@
+//! The store keeps bits, takes exactly the memory it should, and updates as the plain optimizer does.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use roundpipe::optim::{AdamW, Sgd, WeightDecay};
+use roundpipe::store::{Store, StoreConfig};
+use roundpipe::update::{Apply, Update};
+use roundpipe::{
+    Cpu, Cx, DType, Error, HostBuf, Layer, Optimizer, Param, Params, Pin, RngKey, RngSite, Rule,
+    TensorResult, Tree, Visit, bf16, f16,
+};
+use roundpipe_tensor::optim::{CHUNK, Floats};
+
+/// Parameters with names, and nothing to compute.
+struct Plain(Vec<(&'static str, Param)>);
+
+impl Params for Plain {
+    fn visit(&self, visit: &mut Visit<'_>) {
+        for (name, param) in &self.0 {
+            visit.param(name, param);
+        }
+    }
+}
+
+impl Layer for Plain {
+    fn run(&self, _: &mut Cx, input: Tree) -> TensorResult<Tree> {
+        Ok(input)
+    }
+}
+
+type Layers = Vec<(String, Arc<dyn Layer>)>;
+
+fn layers(all: Vec<Vec<(&'static str, Param)>>) -> Layers {
+    let layer = |(i, params)| (format!("l{i}"), Arc::new(Plain(params)) as Arc<dyn Layer>);
+    all.into_iter().enumerate().map(layer).collect()
+}
+
+fn key(site: u32, step: u64) -> RngKey {
+    RngSite { seed: 5, step, site, ..RngSite::default() }.key()
+}
+
+fn param(dtype: DType, numel: usize, site: u32) -> Param {
+    Param::normal(dtype, &[numel], 0.5, key(site, 0)).unwrap()
+}
+
+/// Three layers: an f32 norm beside weights of `dtype`, a weight that all share (three terms, so that the order
+/// of the sum shows), a frozen one, a buffer, odd sizes.
+fn model(dtype: DType) -> Layers {
+    let tied = param(dtype, 1001, 1);
+    layers(vec![
+        vec![("embed", tied.clone()), ("steps", Param::from_slice(&[3i64], &[1]).unwrap())],
+        vec![
+            ("base", param(dtype, 77, 2).frozen()),
+            ("norm", param(DType::F32, 33, 3)),
+            ("weight", param(dtype, 70_003, 4)),
+            ("bias", param(dtype, 1, 5)),
+            ("shared", tied.clone()),
+        ],
+        vec![("norm", param(dtype, 65, 6)), ("head", tied.clone()), ("again", tied)],
+    ])
+}
+
+fn config(asynchronous: bool, rule: Option<Rule>) -> StoreConfig {
+    StoreConfig { asynchronous, rule, threads: Some(2), ..StoreConfig::new(Cpu::new(Some(1)).unwrap()) }
+}
+
+fn named(layers: &Layers) -> Vec<(String, Param)> {
+    let mut all: Vec<(String, Param)> = Vec::new();
+    for (layer, params) in layers {
+        for (name, param) in params.named_params() {
+            if all.iter().all(|(_, p)| p.id() != param.id()) {
+                all.push((format!("{layer}.{name}"), param));
+            }
+        }
+    }
+    all
+}
+
+fn bytes(buf: &HostBuf) -> Vec<u8> {
+    buf.read_all().unwrap().bytes().to_vec()
+}
+
+fn bits(layers: &Layers) -> Vec<(String, Vec<u8>)> {
+    named(layers).into_iter().map(|(name, param)| (name, bytes(&param.data()))).collect()
+}
+
+/// The gradient that layer `layer` has for its parameter `index` in a step; some have none.
+fn gradient(layer: usize, index: usize, step: u64, numel: usize) -> Option<Vec<f32>> {
+    if (layer, index) == (1, 3) && step == 2 || (layer, index) == (2, 1) && step == 4 {
+        return None;
+    }
+    let values = Param::normal(DType::F32, &[numel], 0.1, key((layer * 10 + index) as u32, step)).unwrap();
+    Some(values.to_vec().unwrap())
+}
+
+enum Rounded {
+    F32(Vec<f32>),
+    BF16(Vec<bf16>),
+    F16(Vec<f16>),
+}
+
+impl Rounded {
+    fn new(values: &[f32], dtype: DType) -> Self {
+        match dtype {
+            DType::BF16 => Self::BF16(values.iter().map(|x| bf16::from_f32(*x)).collect()),
+            DType::F16 => Self::F16(values.iter().map(|x| f16::from_f32(*x)).collect()),
+            _ => Self::F32(values.to_vec()),
+        }
+    }
+
+    fn floats(&self) -> Floats<'_> {
+        match self {
+            Self::F32(values) => Floats::F32(values),
+            Self::BF16(values) => Floats::BF16(values),
+            Self::F16(values) => Floats::F16(values),
+        }
+    }
+
+    fn write(&self, range: &HostBuf) {
+        let mut range = range.write(0..range.len()).unwrap();
+        match self {
+            Self::F32(values) => range.as_mut_slice().copy_from_slice(values),
+            Self::BF16(values) => range.as_mut_slice().copy_from_slice(values),
+            Self::F16(values) => range.as_mut_slice().copy_from_slice(values),
+        }
+    }
+}
+
+/// Writes the gradients of a step, times `scale`, where and when downloads would.
+fn land(store: &Store, step: u64, scale: f32) {
+    for l in 0..store.layers().len() {
+        store.wait_grad_free(l, step, &store.abort()).unwrap();
+    }
+    write_gradients(store, step, scale);
+}
+
+fn write_gradients(store: &Store, step: u64, scale: f32) {
+    for (l, layer) in store.layers().iter().enumerate() {
+        for (i, param) in layer.params().iter().enumerate() {
+            let Some(range) = layer.grad_range(i).unwrap() else { continue };
+            if let Some(mut values) = gradient(l, i, step, param.shape.numel()) {
+                values.iter_mut().for_each(|x| *x *= scale);
+                Rounded::new(&values, param.grad_dtype).write(&range);
+                layer.set_filled(i, true);
+            }
+        }
+    }
+}
+
+/// Adds the same gradients to a plain optimizer, the last layer's first.
+fn add(optimizer: &mut Optimizer, store: &Store, layers: &Layers, step: u64) {
+    for (l, (_, layer)) in layers.iter().enumerate().rev() {
+        for (i, (_, param)) in layer.named_params().into_iter().enumerate() {
+            if !param.is_trainable() {
+                continue;
+            }
+            if let Some(values) = gradient(l, i, step, param.shape().numel()) {
+                let dtype = store.layers()[l].params()[i].grad_dtype;
+                optimizer.add_grad(&param, Rounded::new(&values, dtype).floats()).unwrap();
+            }
+        }
+    }
+}
+
+fn rules() -> [Rule; 4] {
+    let adam = AdamW { weight_decay: 0.1, ..AdamW::default() };
+    [
+        Rule::Adam(adam),
+        Rule::Adam(AdamW { decay: WeightDecay::Gradient, amsgrad: true, ..adam }),
+        Rule::Sgd(Sgd { momentum: 0.9, weight_decay: 0.01, ..Sgd::default() }),
+        Rule::Sgd(Sgd::default()),
+    ]
+}
+
+/// 16 bytes per trainable bf16 parameter, 18 with two versions, 2 per frozen one; padding only in front of
+/// parameters that devices copy, under 64 bytes each time.
+#[test]
+fn slabs_take_exactly_the_memory_they_should() {
+    let sizes = [1, 2, 31, 32, 33, 63, 65, 127, 1000, 4095, 4097, 70_001];
+    let all = |frozen: bool| {
+        let make = |(i, n): (usize, &usize)| {
+            let param = param(DType::BF16, *n, i as u32);
+            ("p", if frozen { param.frozen() } else { param })
+        };
+        sizes.iter().enumerate().map(make).collect::<Vec<_>>()
+    };
+    let numel: usize = sizes.iter().sum();
+    let rule = Some(Rule::Adam(AdamW::default()));
+    for asynchronous in [false, true] {
+        let store =
+            Store::new(&layers(vec![all(false), all(true), all(false)]), config(asynchronous, rule)).unwrap();
+        let inference = store.host_bytes();
+        assert_eq!((inference.gradients, inference.masters, inference.moments), (0, 0, 0));
+        store.prepare().unwrap();
+        let used = store.host_bytes();
+        let slabs = if asynchronous { 2 } else { 1 };
+        let slack = 64 * sizes.len();
+        let within = |what: &str, bytes: usize, least: usize, padding: usize| {
+            assert!((least..least + padding.max(1)).contains(&bytes), "{what}: {bytes}, at least {least}");
+        };
+        within("weights", used.weights, 2 * numel * 2 * slabs, slack * 2 * slabs);
+        within("gradients", used.gradients, 2 * numel * 2, slack * 2);
+        within("frozen", used.frozen, numel * 2, slack);
+        within("masters", used.masters, 2 * numel * 4, 0);
+        within("moments", used.moments, 2 * numel * 8, 0);
+        let per_trainable = 14 + 2 * slabs;
+        within("all", used.total(), numel * (2 * per_trainable + 2), slack * (3 + 2 * slabs));
+    }
+}
+
+/// Moving in changes no bit, gives the old memory back, and clones move along.
+#[test]
+fn rehoming_keeps_bits() {
+    for (pin, dtype) in [(Pin::Alloc, DType::BF16), (Pin::Off, DType::F32)] {
+        let model = model(dtype);
+        let before = bits(&model);
+        let old: Vec<HostBuf> = named(&model).into_iter().map(|(_, param)| param.data()).collect();
+        let store = Store::new(&model, StoreConfig { pin, ..config(true, None) }).unwrap();
+        assert_eq!(bits(&model), before);
+        for (old, (name, param)) in old.iter().zip(named(&model)) {
+            let stays = pin == Pin::Off && !param.is_trainable();
+            assert_eq!(!old.is_sole(), stays, "{name} with {pin:?}");
+        }
+        let head = &store.layers()[2].params()[1];
+        assert_eq!((head.home, head.name.as_str()), ((0, 0), "l2.head"));
+        assert_eq!(store.layers()[2].params().len(), 2, "a parameter named twice in a layer is one");
+        assert_eq!((store.layers()[1].homes(), store.layers()[2].homes()), (&[0, 1][..], &[0, 2][..]));
+        assert_eq!((store.grad_layers(0), store.grad_layers(2)), (vec![0, 1, 2], vec![2]));
+    }
+}
+
+/// What an upload brings is each parameter at its place, at every version, in as few copies as there are slabs.
+#[test]
+fn segments_fill_the_block() {
+    for (pin, counts) in [(Pin::Alloc, [2, 3, 2]), (Pin::Off, [2, 3, 2])] {
+        let model = model(DType::BF16);
+        let rule = Some(Rule::Sgd(Sgd::default()));
+        let store = Store::new(&model, StoreConfig { pin, ..config(true, rule) }).unwrap();
+        for version in 0..3 {
+            for (l, layer) in store.layers().iter().enumerate() {
+                let segments = store.segments(l, version).unwrap();
+                assert_eq!(segments.len(), counts[l], "layer {l} with {pin:?}");
+                let mut block = vec![0xAAu8; layer.block_bytes()];
+                for segment in segments {
+                    let at = segment.block_offset;
+                    assert_eq!(at % 64, 0);
+                    block[at..at + segment.data.len()].copy_from_slice(&bytes(&segment.data));
+                }
+                for param in layer.params() {
+                    let at = param.block_offset;
+                    assert_eq!(at % 64, 0, "{}", param.name);
+                    assert_eq!(
+                        block[at..at + param.param.bytes()],
+                        bytes(&param.param.data()),
+                        "{}",
+                        param.name
+                    );
+                }
+            }
+            land(&store, version + 1, 1.0);
+            store.step(&Update::new(0.1), version + 1, &store.abort()).unwrap();
+        }
+    }
+}
+
+/// The store is the plain optimizer, moved: same gradients, same bits, with one slab and with two.
+#[test]
+fn updates_equal_the_plain_optimizer() {
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        for rule in rules() {
+            for asynchronous in [false, true] {
+                let clip = asynchronous.then_some(0.5).or(Some(1e6));
+                compare(dtype, config(asynchronous, Some(rule)), clip);
+            }
+        }
+    }
+    let rule = Some(rules()[0]);
+    compare(DType::BF16, StoreConfig { grad_dtype: Some(DType::F32), ..config(true, rule) }, None);
+    compare(DType::BF16, StoreConfig { threads: Some(3), ..config(false, rule) }, Some(0.1));
+}
+
+fn compare(dtype: DType, config: StoreConfig, clip: Option<f64>) {
+    let what = format!("{dtype}, {:?}, asynchronous {}", config.rule, config.asynchronous);
+    let decays = |name: &str, _: &Param| !name.contains("norm");
+    let (plain, stored) = (model(dtype), model(dtype));
+    let mut optimizer = Optimizer::new(named(&plain), config.rule.unwrap()).unwrap().decay_where(decays);
+    if let Some(clip) = clip {
+        optimizer = optimizer.clip(clip);
+    }
+    let store = Store::new(&stored, config).unwrap().decay_where(decays);
+    for step in 1..=5 {
+        let lr = 0.01 / step as f64;
+        add(&mut optimizer, &store, &plain, step);
+        land(&store, step, 1.0);
+        let expected = optimizer.step(lr).unwrap();
+        let report = store.step(&Update { clip, ..Update::new(lr) }, step, &store.abort()).unwrap();
+        assert_eq!(report, expected, "{what}");
+        assert!(bits(&stored) == bits(&plain), "{what}, step {step}");
+        assert!(store.layers().iter().all(|l| (0..l.params().len()).all(|i| !l.filled(i))));
+    }
+    assert_eq!(store.steps(), 5);
+}
+
+/// The engine updates layers as their gradients land, last first: the order must not matter.
+#[test]
+fn layer_by_layer_equals_the_whole() {
+    let rule = Some(rules()[0]);
+    let (whole, single) = (model(DType::BF16), model(DType::BF16));
+    let a = Store::new(&whole, config(false, rule)).unwrap();
+    let b = Store::new(&single, config(true, rule)).unwrap();
+    let update = Update { clip: Some(0.3), ..Update::new(0.01) };
+    for step in 1..=3 {
+        land(&a, step, 1.0);
+        land(&b, step, 1.0);
+        a.step(&update, step, &a.abort()).unwrap();
+        let mut squares: Vec<_> = (0..3).rev().map(|l| b.squares(l).unwrap()).collect();
+        squares.reverse();
+        let decision = update.decide(Store::total(&squares));
+        for layer in (0..3).rev() {
+            let apply = Apply { step, lr: update.lr, factor: decision.factor, next_version: step };
+            b.apply(layer, &apply, &b.abort()).unwrap();
+        }
+        assert!(bits(&whole) == bits(&single), "step {step}");
+    }
+}
+
+/// A shared parameter is summed in pieces; nobody may see where they end.
+#[test]
+fn a_large_shared_parameter_is_summed_as_a_whole() {
+    let numel = 64 * CHUNK + 5;
+    let make = || {
+        let tied = param(DType::BF16, numel, 1);
+        layers(vec![vec![("embed", tied.clone())], vec![("head", tied)]])
+    };
+    let (plain, stored) = (make(), make());
+    let mut optimizer = Optimizer::adamw(named(&plain), AdamW::default()).unwrap().clip(1.0);
+    let store = Store::new(&stored, config(false, Some(Rule::Adam(AdamW::default())))).unwrap();
+    add(&mut optimizer, &store, &plain, 1);
+    land(&store, 1, 1.0);
+    let expected = optimizer.step(0.1).unwrap();
+    let report = store.step(&Update { clip: Some(1.0), ..Update::new(0.1) }, 1, &store.abort()).unwrap();
+    assert_eq!(report, expected);
+    assert!(bits(&stored) == bits(&plain));
+}
+
+/// A power of two as loss scale changes no bit, and clipping measures what is unscaled.
+#[test]
+fn a_loss_scale_leaves_no_trace() {
+    let (scaled, plain) = (model(DType::BF16), model(DType::BF16));
+    let a = Store::new(&scaled, config(false, Some(rules()[0]))).unwrap();
+    let b = Store::new(&plain, config(false, Some(rules()[0]))).unwrap();
+    let update = Update { clip: Some(1.0), ..Update::new(0.01) };
+    land(&a, 1, 1024.0);
+    land(&b, 1, 1.0);
+    let unscale = Update { grad_scale: 1.0 / 1024.0, ..update };
+    let norms = [a.step(&unscale, 1, &a.abort()).unwrap(), b.step(&update, 1, &b.abort()).unwrap()];
+    assert_eq!(norms[0], norms[1]);
+    assert!(bits(&scaled) == bits(&plain));
+}
+
+/// A skipped step moves the version on, so that readers go on, and changes nothing else.
+#[test]
+fn a_step_with_infinite_gradients_is_skipped() {
+    for asynchronous in [false, true] {
+        let model = model(DType::F16);
+        let store = Store::new(&model, config(asynchronous, Some(rules()[0]))).unwrap();
+        let update = Update { skip_nonfinite: true, ..Update::new(0.01) };
+        land(&store, 1, 1.0);
+        assert!(!store.step(&update, 1, &store.abort()).unwrap().skipped);
+        let before = (bits(&model), state(&store));
+        land(&store, 2, f32::INFINITY);
+        let report = store.step(&update, 2, &store.abort()).unwrap();
+        assert!(report.skipped && report.step == 1);
+        assert!((bits(&model), state(&store)) == before);
+        assert_eq!(store.layers()[1].versions().current(), 2);
+        assert!(!store.layers()[1].filled(2));
+        land(&store, 3, 1.0);
+        assert_eq!(store.step(&update, 3, &store.abort()).unwrap().step, 2);
+    }
+}
+
+fn state(store: &Store) -> Vec<Vec<u8>> {
+    let all = store.optim_params().unwrap();
+    all.iter().flat_map(|p| [p.value()].into_iter().chain(p.moments().to_vec())).map(|b| bytes(&b)).collect()
+}
+
+/// Gradient descent as a user would write it has the bits of the built-in one.
+#[test]
+fn a_function_can_be_the_optimizer() {
+    for dtype in [DType::BF16, DType::F32] {
+        for asynchronous in [false, true] {
+            let (by_rule, by_function) = (model(dtype), model(dtype));
+            let a = Store::new(&by_rule, config(asynchronous, Some(Rule::Sgd(Sgd::default())))).unwrap();
+            let b = Store::new(&by_function, config(asynchronous, None)).unwrap();
+            for step in 1..=4 {
+                land(&a, step, 1.0);
+                land(&b, step, 1.0);
+                a.step(&Update::new(0.25), step, &a.abort()).unwrap();
+                b.apply_fn(step, &b.abort(), &mut |params| {
+                    assert_eq!(params.len(), 5);
+                    for param in params.iter_mut() {
+                        let Some(grad) = param.grad_f32() else { continue };
+                        param.value.iter_mut().zip(grad).for_each(|(x, g)| *x -= 0.25 * g);
+                    }
+                    Ok(())
+                })
+                .unwrap();
+                assert!(
+                    bits(&by_rule) == bits(&by_function),
+                    "{dtype}, asynchronous {asynchronous}, step {step}"
+                );
+            }
+            let values = b.optim_params().unwrap();
+            assert_eq!(values[0].name, "l0.embed");
+            assert_eq!(values[0].to_vec().unwrap(), a.optim_params().unwrap()[0].to_vec().unwrap());
+        }
+    }
+}
+
+/// A function that fails or panics half-way has changed nothing, and the step can be done again.
+#[test]
+fn a_failing_function_leaves_everything_as_before() {
+    for (dtype, asynchronous) in
+        [(DType::BF16, false), (DType::BF16, true), (DType::F32, false), (DType::F32, true)]
+    {
+        let model = model(dtype);
+        let store = Store::new(&model, config(asynchronous, Some(rules()[0]))).unwrap();
+        land(&store, 1, 1.0);
+        store.step(&Update::new(0.01), 1, &store.abort()).unwrap();
+        land(&store, 2, 1.0);
+        let before = (bits(&model), state(&store));
+        let spoil = |panics: bool| {
+            store.apply_fn(2, &store.abort(), &mut |params| {
+                for (i, param) in params.iter_mut().enumerate() {
+                    param.value.fill(7.0);
+                    assert!(!(panics && i == 2), "on purpose");
+                }
+                Err(Error::config("test", "on purpose"))
+            })
+        };
+        assert!(spoil(false).unwrap_err().to_string().contains("on purpose"));
+        assert!((bits(&model), state(&store)) == before, "{dtype}, asynchronous {asynchronous}");
+        assert!(catch_unwind(AssertUnwindSafe(|| spoil(true))).is_err());
+        assert!(
+            (bits(&model), state(&store)) == before,
+            "{dtype}, asynchronous {asynchronous}, after a panic"
+        );
+        assert_eq!((store.layers()[0].versions().current(), store.layers()[1].filled(2)), (1, true));
+        store.step(&Update::new(0.01), 2, &store.abort()).unwrap();
+    }
+}
+
+/// A parameter that somebody reads stops the step before anything is written; afterwards it goes through.
+#[test]
+fn a_busy_parameter_stops_the_whole_step() {
+    let model = model(DType::BF16);
+    let store = Store::new(&model, config(false, Some(rules()[0]))).unwrap();
+    land(&store, 1, 1.0);
+    let before = (bits(&model), state(&store));
+    let reading = store.layers()[2].params()[0].param.data().read_all().unwrap();
+    assert!(store.step(&Update::new(0.01), 1, &store.abort()).is_err());
+    assert!((bits(&model), state(&store)) == before);
+    drop(reading);
+    assert_eq!(store.step(&Update::new(0.01), 1, &store.abort()).unwrap().step, 1);
+}
+
+/// While updates run beside readers, a ticket's version stays the same bits to the end.
+#[test]
+fn readers_keep_their_version_while_updates_run() {
+    for asynchronous in [false, true] {
+        let model = model(DType::BF16);
+        let store = Store::new(&model, config(asynchronous, Some(rules()[0]))).unwrap();
+        store.prepare().unwrap();
+        let abort = store.abort();
+        let steps = 20;
+        let lag = u64::from(asynchronous);
+        let ticket = |step: u64| store.layers()[1].versions().reserve((step - 1).saturating_sub(lag));
+        std::thread::scope(|scope| {
+            let (send, receive) = std::sync::mpsc::sync_channel::<roundpipe::version::ReadTicket>(1);
+            let reader = scope.spawn(|| {
+                for ticket in receive {
+                    ticket.wait_readable(&abort).unwrap();
+                    let read = || bytes(&store.segments(1, ticket.version()).unwrap()[0].data);
+                    let seen = read();
+                    std::thread::yield_now();
+                    assert!(read() == seen, "version {} changed", ticket.version());
+                }
+            });
+            let mut next = ticket(1);
+            for step in 1..=steps {
+                let held = std::mem::replace(&mut next, ticket(step + 1));
+                send.send(held).unwrap();
+                land(&store, step, 1.0);
+                store.step(&Update::new(0.01), step, &abort).unwrap();
+            }
+            drop(send);
+            drop(next);
+            reader.join().unwrap();
+        });
+        assert_eq!(store.layers()[1].versions().current(), steps);
+    }
+}
+
+/// A checkpoint holds copies and moments; a run that goes on from them has the bits of one that never stopped.
+#[test]
+fn state_moves_to_another_store() {
+    for dtype in [DType::BF16, DType::F32] {
+        let (first, second) = (model(dtype), model(dtype));
+        let a = Store::new(&first, config(true, Some(rules()[1]))).unwrap();
+        for step in 1..=3 {
+            land(&a, step, 1.0);
+            a.step(&Update::new(0.1), step, &a.abort()).unwrap();
+        }
+        let b = Store::new(&second, config(false, Some(rules()[1]))).unwrap();
+        for (from, to) in a.optim_params().unwrap().iter().zip(b.optim_params().unwrap()) {
+            let copy = |src: &HostBuf, dst: &HostBuf| {
+                dst.write(0..dst.len()).unwrap().bytes().copy_from_slice(&bytes(src));
+            };
+            copy(&from.value(), &to.value());
+            from.moments().iter().zip(to.moments()).for_each(|(src, dst)| copy(src, dst));
+        }
+        b.weights_from_copies().unwrap();
+        b.set_steps(a.steps());
+        assert!(bits(&first) == bits(&second) && state(&a) == state(&b), "{dtype}");
+        // Versions of the new store start at 0: its next is 1.
+        land(&a, 4, 1.0);
+        a.step(&Update::new(0.1), 4, &a.abort()).unwrap();
+        write_gradients(&b, 4, 1.0);
+        b.step(&Update::new(0.1), 1, &b.abort()).unwrap();
+        assert!(bits(&first) == bits(&second) && state(&a) == state(&b), "{dtype}, one step on");
+    }
+}
+
+/// Weights loaded into the parameters after the store was made are what the next update starts from.
+#[test]
+fn copies_follow_loaded_weights() {
+    let model = model(DType::BF16);
+    let store = Store::new(&model, config(false, Some(rules()[0]))).unwrap();
+    store.prepare().unwrap();
+    let weight = &store.layers()[1].params()[2].param;
+    let values: Vec<bf16> = (0..70_003).map(|i| bf16::from_f32(i as f32)).collect();
+    weight.data().write(0..weight.bytes()).unwrap().as_mut_slice().copy_from_slice(&values);
+    store.copies_from_weights().unwrap();
+    let copy = store.optim_params().unwrap().into_iter().find(|p| p.name == "l1.weight").unwrap();
+    assert!(copy.to_vec().unwrap().iter().zip(&values).all(|(copy, x)| *copy == x.to_f32()));
+}
+
+#[test]
+fn what_cannot_be_trained_is_refused() {
+    let refuse = |layers: Layers, config: StoreConfig| Store::new(&layers, config).unwrap_err().to_string();
+    let text = refuse(layers(vec![vec![("w", param(DType::F64, 3, 1))]]), config(false, None));
+    assert!(text.contains("l0.w is f64") && text.contains("freeze"), "{text}");
+    let wrong = StoreConfig { grad_dtype: Some(DType::F16), ..config(false, None) };
+    let text = refuse(model(DType::BF16), wrong);
+    assert!(text.contains("grad_dtype") && text.contains("l0.embed"), "{text}");
+    let store = Store::new(&model(DType::F32), config(false, None)).unwrap();
+    assert!(store.step(&Update::new(0.1), 1, &store.abort()).unwrap_err().to_string().contains("no rule"));
+    let store = Store::new(&model(DType::F32), config(false, Some(rules()[0]))).unwrap();
+    assert!(
+        store.step(&Update::new(0.1), 1, &store.abort()).unwrap_err().to_string().contains("no gradients")
+    );
+    assert_eq!(store.layers()[0].versions().current(), 0);
+}
