@@ -75,7 +75,7 @@ impl Tensor {
             Storage::Host(host, _) => host.bytes().len() as u64,
         };
         let end = (shape.numel() as u64).checked_mul(size).and_then(|bytes| bytes.checked_add(offset));
-        if offset % size != 0 || end.is_none_or(|end| end > have) {
+        if !offset.is_multiple_of(size) || end.is_none_or(|end| end > have) {
             let what = format!("{dtype} {shape} at byte {offset} of {have}");
             return Err(Error::invalid("tensor", what));
         }

@@ -6,7 +6,7 @@
 //! # use roundpipe::optim::AdamW;
 //!
 //! # fn main() -> roundpipe::Result<()> {
-//! let mut init = Init::new(DType::F32, 7);
+//! let mut init = Init::new(7, DType::F32);
 //! let model = Sequential::new()
 //!     .with(Linear::new(&mut init, 4, 16, true)?)
 //!     .with(Func(|cx: &mut roundpipe::Cx, x: &roundpipe::Tensor| cx.relu(x)))
@@ -16,7 +16,7 @@
 //! let labels = HostTensor::from_slice(&[0i64, 1, 2, 0, 1, 2], &[6])?;
 //! for _ in 0..3 {
 //!     let loss = engine.forward_backward(data.clone(), labels.clone(), |cx, output, label| {
-//!         cx.cross_entropy(&output.tensor()?, &label.tensor()?)
+//!         cx.cross_entropy(&output.tensor()?, &label.tensor()?, Default::default())
 //!     })?;
 //!     assert!(loss.sum().is_finite());
 //!     engine.update(&Update::new(1e-3), Lag::One)?;
@@ -42,7 +42,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use roundpipe_tensor::{Bytes, Cpu, Cx, DType, Device, HostTensor, Param, Pin, Result as TensorResult, Tensor};
+use roundpipe_tensor::{
+    Bytes, Cpu, Cx, DType, Device, HostTensor, Param, Pin, Result as TensorResult, Tensor,
+};
 
 pub use self::args::{Arg, Args, InputGrads, Unmerged};
 use self::args::{host_tensor, to_host};
@@ -82,6 +84,9 @@ pub struct RoundPipe<M = Sequential> {
 /// What a stalled engine is told to do.
 type OnStall = Arc<dyn Fn(&Report) + Send + Sync>;
 
+/// Which parameters decay.
+type Decays = dyn Fn(&str, &Param) -> bool;
+
 /// Options of an engine.
 pub struct Builder<M> {
     model: M,
@@ -91,7 +96,7 @@ pub struct Builder<M> {
     grad_dtype: Option<DType>,
     pin: Pin,
     rule: Option<Rule>,
-    decays: Option<Arc<dyn Fn(&str, &Param) -> bool>>,
+    decays: Option<Arc<Decays>>,
     asynchronous: bool,
     seed: u64,
     devices: Vec<Arc<dyn Device>>,
@@ -256,7 +261,9 @@ impl<M: Layer + 'static> Builder<M> {
         };
         let original = Arc::new(self.model);
         let layers: Vec<(String, Arc<dyn Layer>)> = match original.sequence() {
-            Some(sequence) => sequence.layers().map(|(name, layer)| (name.to_owned(), layer.clone())).collect(),
+            Some(sequence) => {
+                sequence.layers().map(|(name, layer)| (name.to_owned(), layer.clone())).collect()
+            }
             None => vec![("model".to_owned(), original.clone() as Arc<dyn Layer>)],
         };
         if layers.is_empty() {
@@ -277,10 +284,10 @@ impl<M: Layer + 'static> Builder<M> {
             Some(decays) => store.decay_where(|name, param| decays(name, param)),
             None => store,
         };
-        let model = Model { name: self.name, layers, store, seed: self.seed, sets_buffers: AtomicBool::new(false) };
-        let watchdog = self.stall.map(|(after, report)| {
-            Arc::new(Watchdog::start(ring.board().clone(), after, report))
-        });
+        let model =
+            Model { name: self.name, layers, store, seed: self.seed, sets_buffers: AtomicBool::new(false) };
+        let watchdog =
+            self.stall.map(|(after, report)| Arc::new(Watchdog::start(ring.board().clone(), after, report)));
         let core = Core::new(model, ring, self.config, self.asynchronous, Arc::new(Trace::new()))?;
         Ok(RoundPipe { original, core: Arc::new(core), _watchdog: watchdog })
     }
@@ -390,7 +397,8 @@ impl<M> TrainCall<'_, M> {
     pub fn run(self) -> Result<Trained> {
         let Self { engine, args, labels, loss, outputs, config } = self;
         let core = &engine.core;
-        let ask = Ask { kind: PlanKind::Fused, args, labels, loss: Some(loss), wants_outputs: outputs, config };
+        let ask =
+            Ask { kind: PlanKind::Fused, args, labels, loss: Some(loss), wants_outputs: outputs, config };
         let Submitted { call, config, args } = core.submit(ask)?;
         let losses = wait_losses(&call).map_err(|error| core.failed(&call, error))?;
         let outputs = match outputs {
@@ -581,7 +589,14 @@ impl<M> RoundPipe<M> {
     pub fn train(&self, inputs: impl Into<Args>) -> TrainCall<'_, M> {
         let loss: LossFn = Arc::new(|_, outputs, _| Ok(outputs.into_leaves()));
         let args = inputs.into();
-        TrainCall { engine: self, args, labels: Tree::None, loss, outputs: false, config: RunConfig::default() }
+        TrainCall {
+            engine: self,
+            args,
+            labels: Tree::None,
+            loss,
+            outputs: false,
+            config: RunConfig::default(),
+        }
     }
 
     /// Updates all weights by the engine's rule, from the gradients since the last step. At lag 0 this returns
@@ -603,7 +618,8 @@ impl<M> RoundPipe<M> {
     pub fn update_scaled(&self, update: &Update, scaler: &GradScaler, lag: Lag) -> Result<Stepping> {
         self.check_rule()?;
         let used = self.loss_scale(scaler)?;
-        let update = Update { grad_scale: update.grad_scale / used, skip_nonfinite: scaler.is_enabled(), ..*update };
+        let update =
+            Update { grad_scale: update.grad_scale / used, skip_nonfinite: scaler.is_enabled(), ..*update };
         Ok(Stepping(self.core.step(Work::Rule(update, Some((scaler.clone(), used))), lag == Lag::One)?))
     }
 
@@ -620,7 +636,10 @@ impl<M> RoundPipe<M> {
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-        Err(Error::config("scaler", format!("it knows no scale for version {version}; use one scaler per engine")))
+        Err(Error::config(
+            "scaler",
+            format!("it knows no scale for version {version}; use one scaler per engine"),
+        ))
     }
 
     fn check_rule(&self) -> Result<()> {

@@ -101,7 +101,13 @@ pub(crate) struct Submitted {
 }
 
 impl Core {
-    pub fn new(model: Model, ring: Ring, config: RunConfig, asynchronous: bool, trace: Arc<Trace>) -> Result<Self> {
+    pub fn new(
+        model: Model,
+        ring: Ring,
+        config: RunConfig,
+        asynchronous: bool,
+        trace: Arc<Trace>,
+    ) -> Result<Self> {
         let model = Arc::new(model);
         let peers = Arc::<Peers>::default();
         let stepper = Stepper::start(&model, &peers, ring.board(), &trace)?;
@@ -269,7 +275,8 @@ impl Core {
         let mut state = self.lock();
         self.check(&mut state)?;
         if lag_one && !self.asynchronous {
-            let what = "lag 1 needs a second version of the weights; build the engine with asynchronous(true)";
+            let what =
+                "lag 1 needs a second version of the weights; build the engine with asynchronous(true)";
             return Err(Error::config("step", what));
         }
         if state.since_step.is_empty() {
@@ -314,7 +321,8 @@ impl Core {
         let failed_step = state.outcomes.iter().find(|outcome| outcome.has_failed()).cloned();
         let failed_call = state.watched.iter().find(|call| call.has_failed()).cloned();
         if failed_call.is_none() && failed_step.is_none() {
-            let (ended, open) = std::mem::take(&mut state.watched).into_iter().partition(|call| call.has_ended());
+            let (ended, open) =
+                std::mem::take(&mut state.watched).into_iter().partition(|call| call.has_ended());
             state.watched = open;
             let ended: Vec<Arc<Call>> = ended;
             ended.iter().for_each(|call| self.learn(state, call));
@@ -346,12 +354,11 @@ impl Core {
     /// Waits until nothing moves, then forgets what failed.
     fn recover(&self, state: &mut State) {
         for call in &self.peers.active() {
-            if call.has_failed() {
-                call.wait_end("caller");
-            }
+            call.wait_quiet("caller");
         }
         // Steps behind a failed one have failed calls themselves.
         state.outcomes.iter().for_each(|outcome| _ = outcome.settle());
+        self.ring.drain();
         let failed = state.watched.iter().filter(|call| call.has_failed());
         if let Some(number) = failed.map(|call| call.terms.number).min() {
             state.number = state.number.min(number);
@@ -375,7 +382,13 @@ impl Core {
 
     // ---- plans ----
 
-    fn plan(&self, state: &mut State, kind: PlanKind, config: &Resolved, parts: &Parts) -> Result<ExecutePlan> {
+    fn plan(
+        &self,
+        state: &mut State,
+        kind: PlanKind,
+        config: &Resolved,
+        parts: &Parts,
+    ) -> Result<ExecutePlan> {
         let layers = self.model.layers.len();
         if let Some(plan) = &config.execute_plan {
             plan.check(kind, layers)?;
@@ -444,7 +457,9 @@ impl Core {
     fn learn(&self, state: &mut State, call: &Call) {
         let timed = std::mem::take(&mut call.lock().timed);
         for piece in timed {
-            let (Some(start), Some(end)) = (piece.from.ns(self.origin), piece.to.ns(self.origin)) else { continue };
+            let (Some(start), Some(end)) = (piece.from.ns(self.origin), piece.to.ns(self.origin)) else {
+                continue;
+            };
             let part = match piece.category {
                 Category::Forward | Category::Fused => Some(Part::Forward),
                 Category::Recompute => Some(Part::Recompute),
@@ -501,4 +516,3 @@ impl Drop for Core {
         }
     }
 }
-

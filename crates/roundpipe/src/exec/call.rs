@@ -66,7 +66,6 @@ pub(crate) enum Passed {
     Grads(Vec<Option<Parcel>>),
 }
 
-
 /// What a layer's recompute needs beside its input.
 #[derive(Default)]
 pub(crate) struct Extra {
@@ -333,15 +332,17 @@ impl Call {
     /// Ends all waits of this call and of those submitted after it.
     pub fn fail(&self, error: Error) {
         let why = format!("an earlier call failed: {error}");
-        self.fail_alone(error);
-        self.peers.fail_from(self.terms.id + 1, &why);
+        // Only the first failure reaches others: by the second, the engine may be at work again.
+        if self.fail_alone(error) {
+            self.peers.fail_from(self.terms.id + 1, &why);
+        }
     }
 
-    fn fail_alone(&self, error: Error) {
+    fn fail_alone(&self, error: Error) -> bool {
         {
             let mut state = self.lock();
             if state.failed || state.ended {
-                return;
+                return false;
             }
             state.failed = true;
             state.error = Some(error);
@@ -351,6 +352,7 @@ impl Call {
         }
         self.abort.set();
         self.changed.notify_all();
+        true
     }
 
     pub fn has_failed(&self) -> bool {
@@ -365,9 +367,9 @@ impl Call {
     pub fn take_error(&self) -> Option<Error> {
         let mut state = self.lock();
         match state.failed {
-            true => {
-                Some(state.error.take().unwrap_or(Error::CalledOff { why: "the call failed before".to_owned() }))
-            }
+            true => Some(
+                state.error.take().unwrap_or(Error::CalledOff { why: "the call failed before".to_owned() }),
+            ),
             false => None,
         }
     }

@@ -78,8 +78,9 @@ impl Mover {
         Ok(Self::Threads { loads, unloads, room })
     }
 
-    /// Brings a layer's weights; they appear in the call.
+    /// Brings a layer's weights; they appear in the call, and a part of it ends.
     pub fn load(&self, load: Load) {
+        load.call.open_part();
         match self {
             Self::Inline(port) => bring(port, load),
             // The thread ends only after this sender is gone.
@@ -87,8 +88,9 @@ impl Mover {
         }
     }
 
-    /// Takes a job's gradients away; ends one part of the call.
+    /// Takes a job's gradients away; then a part of the call ends.
     pub fn unload(&self, unload: Unload) {
+        unload.call.open_part();
         match self {
             Self::Inline(port) => take_away(port, unload),
             Self::Threads { unloads, room, .. } => {
@@ -138,12 +140,12 @@ fn fail(port: &Port, call: &Call, slot: usize, layer: usize, error: Error) {
 
 fn bring(port: &Port, load: Load) {
     let (call, slot, layer) = (load.call.clone(), load.slot, load.layer);
-    if call.has_failed() {
-        return;
-    }
-    if let Err(error) = try_bring(port, load) {
+    if !call.has_failed()
+        && let Err(error) = try_bring(port, load)
+    {
         fail(port, &call, slot, layer, error);
     }
+    call.end_part();
 }
 
 fn try_bring(port: &Port, load: Load) -> Result<()> {
@@ -157,7 +159,8 @@ fn try_bring(port: &Port, load: Load) -> Result<()> {
         }
     }
     let segments = terms.model.store.segments(layer, terms.version)?;
-    let part = |s: crate::store::Segment| Ok(Part { host: s.data.read_all()?, offset: s.block_offset as u64 });
+    let part =
+        |s: crate::store::Segment| Ok(Part { host: s.data.read_all()?, offset: s.block_offset as u64 });
     let parts = segments.into_iter().map(part).collect::<Result<Vec<_>>>()?;
     let (loaded, flight) = memory.fill("weights", parts, CHUNK)?;
     call.put(|state| state.loaded.insert((slot, layer), loaded));

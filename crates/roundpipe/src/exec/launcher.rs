@@ -11,7 +11,10 @@
 //!
 //! Both are let go when their last reader has them, or with the call.
 
+use std::any::Any;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use roundpipe_tensor::device::Stamp;
@@ -46,6 +49,13 @@ struct Kept {
     _parcel: Parcel,
     /// Readers to come; `None` until the call ends.
     uses: Option<usize>,
+}
+
+/// What a panic said.
+pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+    format!("it panicked: {}", text.unwrap_or_else(|| "without a message".to_owned()))
 }
 
 /// One worker's hands.
@@ -85,7 +95,13 @@ enum Awaited {
 struct Seats(HashMap<usize, Seated>);
 
 impl Launcher {
-    pub fn new(index: usize, port: Arc<Port>, mover: Mover, keep_limit: u64, line: Option<Arc<Line>>) -> Self {
+    pub fn new(
+        index: usize,
+        port: Arc<Port>,
+        mover: Mover,
+        keep_limit: u64,
+        line: Option<Arc<Line>>,
+    ) -> Self {
         let who = format!("{} launcher", port.worker().device().id());
         let kept = HashMap::new();
         Self { index, who, port, mover, keep_limit, kept, kept_bytes: 0, call: None, line, next: None }
@@ -101,13 +117,23 @@ impl Launcher {
         self.enter(&call);
         if call.has_failed() {
             self.forget();
-        } else if let Err(error) = self.run_job(&mut job) {
+        } else if let Err(error) = self.survive(&mut job) {
             call.fail(error);
             self.forget();
             self.port.drain();
         }
         drop(job);
         call.end_part();
+    }
+
+    /// A layer that panics fails its call, not the worker.
+    fn survive(&mut self, job: &mut Job) -> Result<()> {
+        let (call, slot) = (job.call.clone(), job.slot);
+        let ran = catch_unwind(AssertUnwindSafe(|| self.run_job(job)));
+        ran.unwrap_or_else(|panic| {
+            let what = roundpipe_tensor::Error::invalid("layer", panic_text(&*panic));
+            Err(self.place(&Visit { call: &call, slot, microbatch: 0 }, None, what))
+        })
     }
 
     /// Values of an earlier call are let go.
@@ -216,11 +242,10 @@ impl Launcher {
         layer: usize,
         visit: &Visit<'_>,
     ) -> Result<&'s mut Seated> {
-        if !seats.0.contains_key(&layer) {
-            let seated = self.seat_now(job, layer, visit)?;
-            seats.0.insert(layer, seated);
+        match seats.0.entry(layer) {
+            Entry::Occupied(seated) => Ok(seated.into_mut()),
+            Entry::Vacant(free) => Ok(free.insert(self.seat_now(job, layer, visit)?)),
         }
-        Ok(seats.0.get_mut(&layer).expect("just put there"))
     }
 
     fn seat_now(&mut self, job: &mut Job, layer: usize, visit: &Visit<'_>) -> Result<Seated> {
@@ -419,10 +444,9 @@ impl Launcher {
             Source::Value(leaf) => Ok(Tree::Tensor(leaf)),
             Source::Output(other, microbatch) => {
                 let what = format!("waiting for microbatch {microbatch} of {}", other.terms.model.name);
-                let found =
-                    other.wait(&self.who, &what, |state| state.outputs[microbatch].clone()).map_err(|_| {
-                        Error::CalledOff { why: format!("the call of {} failed", other.terms.model.name) }
-                    })?;
+                let found = other.wait(&self.who, &what, |state| state.outputs[microbatch].clone()).map_err(
+                    |_| Error::CalledOff { why: format!("the call of {} failed", other.terms.model.name) },
+                )?;
                 let grads = visit.call.terms.wants_input_grads;
                 Ok(found.map_ref(|leaf| Leaf { grad: leaf.grad && grads, ..leaf.clone() }))
             }
@@ -435,7 +459,8 @@ impl Launcher {
             Some(coming) => coming,
             None => {
                 let flow = self.input(visit, true)?;
-                let flow = flow.ok_or_else(|| Error::CalledOff { why: "an input was taken twice".to_owned() })?;
+                let flow =
+                    flow.ok_or_else(|| Error::CalledOff { why: "an input was taken twice".to_owned() })?;
                 self.receive(visit, flow)?
             }
         };
@@ -492,11 +517,9 @@ impl Launcher {
         Ok(())
     }
 
-    /// What a layer saved for its recompute goes to the host.
+    /// What a layer saved for its recompute goes to the host. There is an entry even for nothing: the recompute
+    /// may come here first, and waits for it.
     fn save_extras(&mut self, visit: &Visit<'_>, layer: usize, ran: &Ran) -> Result<()> {
-        if ran.saved.is_none() && ran.buffers.is_empty() {
-            return Ok(());
-        }
         let mut extra = Extra::default();
         let send = |tensor: &Tensor| {
             self.port.send("saved for recompute", tensor).map_err(|e| self.place(visit, Some(layer), e))
@@ -596,14 +619,9 @@ impl Launcher {
             layer: terms.model.layers.len() as u32,
             site: 0,
         };
-        let (losses, grads) = self.timed(visit, None, Category::Loss, || {
-            visit::losses(&loss, self.worker(), site, &here, label)
-        })?;
-        let outputs = if terms.wants_outputs {
-            Some(self.send(visit, &mut here, &[])?)
-        } else {
-            None
-        };
+        let (losses, grads) = self
+            .timed(visit, None, Category::Loss, || visit::losses(&loss, self.worker(), site, &here, label))?;
+        let outputs = if terms.wants_outputs { Some(self.send(visit, &mut here, &[])?) } else { None };
         drop(here);
         let send = |loss: &Tensor| self.port.send("loss", loss).map_err(|e| self.place(visit, None, e));
         let losses = losses.iter().map(send).collect::<Result<Vec<_>>>()?;
@@ -681,7 +699,9 @@ impl Launcher {
         layer: usize,
         input: &Tree<Held>,
     ) -> Result<Ran> {
-        let extra = visit.call.lock().extras.remove(&(layer, visit.microbatch)).unwrap_or_default();
+        let key = (layer, visit.microbatch);
+        let what = format!("waiting for the forward of layer {layer}, microbatch {}", visit.microbatch);
+        let extra = visit.call.wait(&self.who, &what, |state| state.extras.remove(&key))?;
         let bring = |parcel: &Parcel| {
             let here = self.port.receive("saved for recompute", parcel).and_then(Arrival::land);
             here.map_err(|e| self.place(visit, Some(layer), e))
@@ -720,7 +740,9 @@ impl Launcher {
                 Some(Seed::Of(other, leaves)) => {
                     let what = format!("waiting for the input gradients of {}", other.terms.model.name);
                     let found = other.wait(&self.who, &what, |state| state.input_grads[m].clone());
-                    let failed = |_| Error::CalledOff { why: format!("the call of {} failed", other.terms.model.name) };
+                    let failed = |_| Error::CalledOff {
+                        why: format!("the call of {} failed", other.terms.model.name),
+                    };
                     let found = found.map_err(failed)?;
                     let leaves = leaves.unwrap_or(0..found.len());
                     Ok(found[leaves].to_vec())
@@ -795,7 +817,6 @@ impl Launcher {
         }
         let lane = self.worker().device().lane(LaneKind::Compute);
         let after = lane.record().map_err(|e| self.place(&visit, None, e))?;
-        call.open_part();
         self.mover.unload(Unload { call: call.clone(), slot: job.slot, gradients, after });
         Ok(())
     }
@@ -806,7 +827,8 @@ impl Launcher {
             for ((param, tensor), set) in seated.params.iter().zip(&seated.set) {
                 if *set {
                     let sent = self.port.send("buffer", tensor);
-                    buffers.push((param.clone(), sent.map_err(|e| self.place(visit, Some(seated.index), e))?));
+                    buffers
+                        .push((param.clone(), sent.map_err(|e| self.place(visit, Some(seated.index), e))?));
                 }
             }
         }

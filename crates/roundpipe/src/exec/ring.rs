@@ -142,7 +142,8 @@ impl Ring {
             for (i, port) in ports.iter().enumerate() {
                 let line = Arc::new(Line::default());
                 let mover = Mover::start(port, &mut threads)?;
-                let launcher = Launcher::new(i, port.clone(), mover, limit(port.worker()), Some(line.clone()));
+                let launcher =
+                    Launcher::new(i, port.clone(), mover, limit(port.worker()), Some(line.clone()));
                 threads.push(start(launcher, line.clone())?);
                 lines.push(line);
             }
@@ -182,6 +183,11 @@ impl Ring {
         let first = *next;
         *next = (first + slots) % self.len();
         (0..slots).map(|i| (first + i) % self.len()).collect()
+    }
+
+    /// Waits for all lanes and drops what went wrong in them: it belongs to calls that have failed.
+    pub(crate) fn drain(&self) {
+        self.0.ports.iter().for_each(|port| port.drain());
     }
 
     /// Queues the jobs of one call (or of its backward), each on its worker.

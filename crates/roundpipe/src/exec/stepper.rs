@@ -9,12 +9,14 @@
 //! - Steps are done one after another, in the order they were asked for.
 //! - A step whose calls failed publishes nothing, and fails the calls that were submitted after it.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::call::{Call, Model, Peers};
+use super::launcher::panic_text;
 use crate::error::{Error, Result};
 use crate::optim::StepReport;
 use crate::scaler::GradScaler;
@@ -189,12 +191,16 @@ impl Bench {
     fn run(&self, orders: &Receiver<Order>) {
         for order in orders {
             let Order { version, calls, next_call, work, outcome } = order;
-            match self.step(version, &calls, work, &outcome) {
+            // A function of the user may panic; the store is then as before.
+            let step = catch_unwind(AssertUnwindSafe(|| self.step(version, &calls, work, &outcome)));
+            let step = step.unwrap_or_else(|panic| Err(Error::config("step", panic_text(&*panic))));
+            match step {
                 Ok(report) => outcome.set(Phase::Done(report)),
                 Err(error) => {
                     let why = format!("the optimizer step before it failed: {error}");
-                    outcome.set(Phase::Failed(Some(error)));
+                    // First the calls that wait for this version: once the failure is known, new ones may come.
                     self.peers.fail_from(next_call, &why);
+                    outcome.set(Phase::Failed(Some(error)));
                 }
             }
             self.board.tick();
@@ -244,7 +250,8 @@ impl Bench {
 
     fn call(&self, version: u64, function: StepFn, outcome: &Outcome) -> Result<StepReport> {
         let store = &self.model.store;
-        let squares = (0..store.layers().len()).map(|layer| store.squares(layer)).collect::<Result<Vec<_>>>()?;
+        let squares =
+            (0..store.layers().len()).map(|layer| store.squares(layer)).collect::<Result<Vec<_>>>()?;
         let grad_norm = crate::store::Store::total(&squares).sqrt();
         let mut function = Some(function);
         let start = self.trace.now_ns();

@@ -93,9 +93,9 @@ impl Seated {
     ) -> Result<Ran> {
         let repeats = matches!(mode, Mode::Again(_));
         let mut cx = self.context(worker, training, site, mode)?;
-        let given = input.clone().try_map(|held| {
-            if held.grad { cx.input(&held.tensor) } else { Ok(held.tensor.detach()) }
-        })?;
+        let given = input
+            .clone()
+            .try_map(|held| if held.grad { cx.input(&held.tensor) } else { Ok(held.tensor.detach()) })?;
         let kept: Vec<Tensor> = given.leaves().into_iter().cloned().collect();
         let output = layer.run(&mut cx, given)?;
         let saved = cx.take_saved();
@@ -103,7 +103,9 @@ impl Seated {
         let updates = cx.take_buffers();
         if !repeats {
             for (param, value) in updates {
-                let Some(place) = self.params.iter().position(|(p, _)| p.id() == param.id()) else { continue };
+                let Some(place) = self.params.iter().position(|(p, _)| p.id() == param.id()) else {
+                    continue;
+                };
                 let before = std::mem::replace(&mut self.params[place].1, value);
                 self.set[place] = true;
                 buffers.push((place, before));
@@ -157,9 +159,9 @@ pub(crate) fn losses(
     label: Tree<Tensor>,
 ) -> Result<(Vec<Tensor>, Vec<Option<Tensor>>)> {
     let mut cx = Cx::new(worker, true, true).at(site);
-    let given = output.clone().try_map(|held| {
-        if held.grad { cx.input(&held.tensor) } else { Ok(held.tensor.detach()) }
-    })?;
+    let given = output
+        .clone()
+        .try_map(|held| if held.grad { cx.input(&held.tensor) } else { Ok(held.tensor.detach()) })?;
     let kept: Vec<Tensor> = given.leaves().into_iter().cloned().collect();
     let losses = loss(&mut cx, given, label)?;
     let mut seeds = Vec::new();

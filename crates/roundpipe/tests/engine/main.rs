@@ -1,0 +1,8 @@
+//! The engine: the same bits as a plain loop, whatever runs where; failures that leave no trace.
+
+mod api;
+mod faults;
+mod invisible;
+mod memory;
+mod models;
+mod simulation;

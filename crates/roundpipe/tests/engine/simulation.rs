@@ -1,0 +1,213 @@
+//! Workers on a virtual clock: delays by the seed, every access checked for order, faults planned.
+//!
+//! A share of the seeds runs by default; `ROUNDPIPE_SEEDS=0..1000` runs as many as one likes.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use roundpipe::optim::AdamW;
+use roundpipe::{
+    Bytes, DType, Device, ExecutePlan, Grain, Lag, PlanKind, RingOptions, RoundPipe, Rule, RunConfig,
+    Sequential, Update,
+};
+use roundpipe_tensor::sim::{Fault, FaultKind, SimConfig, Timing};
+use roundpipe_tensor::{RngSite, SimWorld};
+
+use crate::models::{self, Trail};
+
+const STEPS: u64 = 3;
+
+/// The seeds to run: a share, or what the environment asks for.
+fn seeds(share: Range<u64>) -> Range<u64> {
+    let asked = std::env::var("ROUNDPIPE_SEEDS").ok();
+    let range = asked
+        .as_deref()
+        .and_then(|text| text.split_once(".."))
+        .and_then(|(from, to)| Some(from.parse().ok()?..to.parse().ok()?));
+    range.unwrap_or(share)
+}
+
+/// Dice of one case.
+struct Dice(roundpipe::RngKey, u64);
+
+impl Dice {
+    fn new(seed: u64) -> Self {
+        Self(RngSite { seed, step: 99, ..RngSite::default() }.key(), 0)
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        self.1 += 1;
+        self.0.word(self.1) as usize % n
+    }
+}
+
+/// Random cuts of six layers.
+fn plan(dice: &mut Dice) -> ExecutePlan {
+    let mut cut = |mut total: usize| {
+        let mut sizes = Vec::new();
+        while total > 0 {
+            let size = 1 + dice.below(total);
+            sizes.push(size);
+            total -= size;
+        }
+        sizes
+    };
+    let backward = cut(6);
+    let forward = cut(6 - backward[0]);
+    ExecutePlan::from_sizes(PlanKind::Fused, &forward, &backward)
+}
+
+#[derive(Clone)]
+struct Case {
+    workers: usize,
+    plan: ExecutePlan,
+    grain: Grain,
+    lag: Lag,
+    microbatches: usize,
+    batch: usize,
+    keep: Bytes,
+    tied: bool,
+    dtype: DType,
+}
+
+fn case(seed: u64) -> Case {
+    let mut dice = Dice::new(seed);
+    let microbatches = 1 + dice.below(5);
+    Case {
+        workers: [1, 2, 3, 4, 8][dice.below(5)],
+        plan: plan(&mut dice),
+        grain: [Grain::Stage, Grain::Layer][dice.below(2)],
+        lag: [Lag::Zero, Lag::One][dice.below(2)],
+        microbatches,
+        batch: microbatches + dice.below(5),
+        keep: [Bytes(0), Bytes(8192), Bytes::mib(4)][dice.below(3)],
+        tied: dice.below(2) == 0,
+        dtype: [DType::F32, DType::BF16][dice.below(2)],
+    }
+}
+
+fn engine(model: &Sequential, case: &Case, devices: Vec<Arc<dyn Device>>, serial: bool) -> RoundPipe {
+    let config = RunConfig::default()
+        .num_microbatch(case.microbatches)
+        .recompute_grain(case.grain)
+        .execute_plan(case.plan.clone());
+    let options =
+        RingOptions { memory: Some(Bytes::mib(16)), keep: Some(case.keep), serial, ..RingOptions::default() };
+    RoundPipe::builder(model.clone())
+        .optimizer(Rule::Adam(AdamW::default()))
+        .optimizer_threads(1)
+        .asynchronous(case.lag == Lag::One)
+        .seed(models::SEED)
+        .on_stall(std::time::Duration::from_secs(30), models::show_stall)
+        .run_config(config)
+        .devices(devices)
+        .ring_options(options)
+        .build()
+        .unwrap()
+}
+
+fn run(engine: &RoundPipe, model: &Sequential, case: &Case, from: u64, to: u64) -> Trail {
+    let mut trail = Trail { losses: Vec::new(), grads: Vec::new(), params: Vec::new() };
+    for step in from..to {
+        let (inputs, labels) = models::tokens(step, case.batch, case.dtype);
+        let losses = engine.forward_backward(inputs, labels, models::token_loss).unwrap();
+        trail.losses.push(models::bits(&losses));
+        engine.update(&Update::new(0.01), case.lag).unwrap();
+    }
+    engine.synchronize().unwrap();
+    trail.params = models::params(model);
+    trail
+}
+
+/// What a serial run on one cpu worker gives, with one stage for everything.
+fn oracle(case: &Case) -> Trail {
+    let model = models::transformer(case.dtype, case.tied);
+    let plan = ExecutePlan::from_sizes(PlanKind::Fused, &[], &[6]);
+    let plain = Case { plan, grain: Grain::Stage, workers: 1, ..case.clone() };
+    let engine = engine(&model, &plain, models::cpus(1), true);
+    run(&engine, &model, case, 0, STEPS)
+}
+
+fn world(seed: u64, workers: usize) -> (SimWorld, Vec<Arc<dyn Device>>) {
+    let config =
+        SimConfig { seed, memory: Bytes::mib(64), timing: Timing::default(), ..SimConfig::default() };
+    let world = SimWorld::new(config).unwrap();
+    let devices = world.workers(workers).into_iter().map(|worker| worker as Arc<dyn Device>).collect();
+    (world, devices)
+}
+
+/// No dead-lock, no race, and the oracle's bits, whatever the delays, sizes, cuts, grains and lags.
+#[test]
+fn delays_change_no_bit_and_order_is_never_broken() {
+    for seed in seeds(0..60) {
+        let case = case(seed);
+        let model = models::transformer(case.dtype, case.tied);
+        let (world, devices) = world(seed, case.workers);
+        let engine = engine(&model, &case, devices, false);
+        let got = run(&engine, &model, &case, 0, STEPS);
+        drop(engine);
+        assert_eq!(world.races(), [], "seed {seed}: {}", case.plan);
+        crate::invisible::same(&format!("seed {seed}"), &oracle(&case), &got);
+    }
+}
+
+/// A fault anywhere is an error value; afterwards the same step succeeds, with the oracle's bits.
+#[test]
+fn faults_are_errors_and_leave_no_trace() {
+    let kinds = [
+        FaultKind::Alloc,
+        FaultKind::Launch,
+        FaultKind::Kernel,
+        FaultKind::Copy,
+        FaultKind::Record,
+        FaultKind::Wait,
+    ];
+    let mut struck = 0;
+    for seed in seeds(1000..1060) {
+        let case = case(seed);
+        let mut dice = Dice::new(seed ^ 0xfa);
+        let model = models::transformer(case.dtype, case.tied);
+        let (world, devices) = world(seed, case.workers);
+        let engine = engine(&model, &case, devices, false);
+        let mut want = oracle(&case);
+        let first = run(&engine, &model, &case, 0, 1);
+        assert_eq!(first.losses[0], want.losses[0], "seed {seed}");
+        let kind = kinds[dice.below(kinds.len())];
+        world.inject(Fault::nth(kind, 1 + dice.below(200) as u64));
+        let (inputs, labels) = models::tokens(1, case.batch, case.dtype);
+        let trained = engine.forward_backward(inputs, labels, models::token_loss);
+        let stepped = trained.and_then(|_| engine.update(&Update::new(0.01), case.lag));
+        let ended = stepped.and_then(|_| engine.synchronize());
+        world.heal();
+        let from = match ended {
+            Ok(()) => {
+                want.losses.remove(1);
+                2
+            }
+            Err(error) => {
+                struck += 1;
+                // The fault itself, or what poisoned values led to, and where.
+                let text = chain(&error);
+                assert!(text.contains("sim:") && text.contains("stage"), "seed {seed}: {text}");
+                1
+            }
+        };
+        want.losses.remove(0);
+        let rest = run(&engine, &model, &case, from, STEPS);
+        crate::invisible::same(&format!("seed {seed} after {kind:?}"), &want, &rest);
+        assert_eq!(world.races(), [], "seed {seed}");
+    }
+    assert!(struck > 0, "no fault ever struck: the test tests nothing");
+}
+
+/// An error and its causes in one line.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}
