@@ -111,7 +111,8 @@ impl Gpu {
         unsafe { result::ctx::set_current(context) }.map_err(fail("use the context"))?;
         use sys::CUdevice_attribute as A;
         // SAFETY: the device handle is valid.
-        let ask = |what| unsafe { result::device::get_attribute(device, what) }.map_err(fail("ask the device"));
+        let ask =
+            |what| unsafe { result::device::get_attribute(device, what) }.map_err(fail("ask the device"));
         let major = ask(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = ask(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let multiprocessors = ask(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
@@ -119,7 +120,8 @@ impl Gpu {
             let what = format!("compute capability {major}.{minor}; 8.0 (Ampere) or newer is needed");
             return Err(Error::Device { device: card(index), what });
         }
-        let event = result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).map_err(fail("make an event"))?;
+        let event =
+            result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).map_err(fail("make an event"))?;
         // SAFETY: the event was just made; the null stream belongs to the current context.
         unsafe { result::event::record(event, std::ptr::null_mut()) }.map_err(fail("record an event"))?;
         // SAFETY: as above.
@@ -332,14 +334,16 @@ impl Cuda {
                 LaneKind::ActivationUpload | LaneKind::ActivationDownload => range.1,
                 LaneKind::ParamUpload | LaneKind::GradDownload => range.0,
             };
-            let made = result::stream::create_with_priority(result::stream::StreamKind::NonBlocking, priority);
+            let made =
+                result::stream::create_with_priority(result::stream::StreamKind::NonBlocking, priority);
             let stream = made.map_err(|e| gpu.failed("make a stream", e))?;
             Ok(CudaLane { kind, stream, gpu: gpu.clone(), id, alarm: alarm.clone() })
         };
         let lanes = LaneKind::ALL.iter().map(|kind| lane(*kind)).collect::<Result<Vec<_>>>()?;
         let lanes = lanes.try_into().expect("five kinds give five lanes");
         // SAFETY: the device handle is valid.
-        let total = unsafe { result::device::total_mem(gpu.device) }.map_err(|e| gpu.failed("ask for memory", e))?;
+        let total =
+            unsafe { result::device::total_mem(gpu.device) }.map_err(|e| gpu.failed("ask for memory", e))?;
         let ops = CudaOps { gpu: gpu.clone(), alarm };
         Ok(Arc::new(Self { id, gpu: gpu.clone(), lanes, ops, total: total as u64 }))
     }
@@ -405,7 +409,8 @@ impl Device for Cuda {
     }
 
     fn memory(&self) -> Bytes {
-        let free = self.gpu.enter().ok().and_then(|()| result::mem_get_info().ok()).map(|(free, _)| free as u64);
+        let free =
+            self.gpu.enter().ok().and_then(|()| result::mem_get_info().ok()).map(|(free, _)| free as u64);
         Bytes(free.unwrap_or(self.total))
     }
 
@@ -731,7 +736,9 @@ pub(crate) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>
             reduce::scratch(kernel, src, dst)
         }
         K::IndexAdd { .. } | K::ScatterAdd { .. } => index::scratch(kernel, src, dst),
-        K::MatMul { .. } | K::GroupedMatMul | K::GroupedMatMulGrad { .. } => product::scratch(kernel, src, dst),
+        K::MatMul { .. } | K::GroupedMatMul | K::GroupedMatMulGrad { .. } => {
+            product::scratch(kernel, src, dst)
+        }
         K::RmsNormGrad { .. }
         | K::LayerNormGrad { .. }
         | K::GroupNormGrad { .. }

@@ -68,7 +68,8 @@ impl Call<'_> {
             use sys::CUfunction_attribute_enum as A;
             let what = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function is loaded and never unloaded.
-            unsafe { result::function::set_function_attribute(function.0, what, shared as i32) }.map_err(fail)?;
+            unsafe { result::function::set_function_attribute(function.0, what, shared as i32) }
+                .map_err(fail)?;
         }
         let mut pointers = args.pointers();
         let (grid, block) = ((grid[0], grid[1], grid[2]), (block[0], block[1], block[2]));

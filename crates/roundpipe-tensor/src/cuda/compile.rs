@@ -45,7 +45,8 @@ impl Unit {
 
     /// For errors: file, kernel and macros.
     pub fn name(&self) -> String {
-        let defines: Vec<String> = self.defines.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        let defines: Vec<String> =
+            self.defines.iter().map(|(name, value)| format!("{name}={value}")).collect();
         format!("{}:{} [{}]", self.name, self.entry, defines.join(" "))
     }
 
@@ -82,7 +83,9 @@ pub(crate) fn image(unit: &Unit, capability: (i32, i32)) -> Result<Vec<u8>> {
     let arch = format!("sm_{}{}", capability.0, capability.1);
     let name = format!("{}-{arch}-{:032x}.cubin", unit.entry, hash(&[&source, &arch, &version]));
     let path = folder().map(|folder| folder.join(name));
-    if let Some(image) = path.as_ref().and_then(|path| std::fs::read(path).ok()).filter(|image| image.len() > 4) {
+    if let Some(image) =
+        path.as_ref().and_then(|path| std::fs::read(path).ok()).filter(|image| image.len() > 4)
+    {
         return Ok(image);
     }
     let image = compile(unit, &source, &arch)?;

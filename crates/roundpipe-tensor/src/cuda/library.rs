@@ -36,7 +36,9 @@ pub(crate) fn nvrtc() -> Result<String> {
         let asked = unsafe { cudarc::nvrtc::sys::nvrtcVersion(&mut major, &mut minor) };
         asked.result().ok().map(|()| format!("{major}.{minor}"))
     });
-    found.clone().ok_or_else(|| missing("libnvrtc", "install the CUDA toolkit, or `pip install nvidia-cuda-nvrtc`"))
+    found
+        .clone()
+        .ok_or_else(|| missing("libnvrtc", "install the CUDA toolkit, or `pip install nvidia-cuda-nvrtc`"))
 }
 
 /// The library of products.
@@ -127,12 +129,20 @@ fn folders() -> Vec<PathBuf> {
 /// `lib/python*/site-packages/nvidia/*/lib` and `nvidia/*/*/lib` of an environment.
 fn python_folders(home: &Path) -> Vec<PathBuf> {
     let list = |folder: PathBuf| -> Vec<PathBuf> {
-        std::fs::read_dir(folder).into_iter().flatten().filter_map(|entry| entry.ok()).map(|e| e.path()).collect()
+        std::fs::read_dir(folder)
+            .into_iter()
+            .flatten()
+            .filter_map(|entry| entry.ok())
+            .map(|e| e.path())
+            .collect()
     };
     let pythons = list(home.join("lib"));
-    let sites = pythons.iter().flat_map(|python| {
-        ["site-packages", "dist-packages"].map(|site| python.join(site).join("nvidia"))
-    });
+    let sites = pythons
+        .iter()
+        .flat_map(|python| ["site-packages", "dist-packages"].map(|site| python.join(site).join("nvidia")));
     let packages = sites.flat_map(list);
-    packages.flat_map(|package| [package.join("lib"), package.join("lib64")]).filter(|lib| lib.is_dir()).collect()
+    packages
+        .flat_map(|package| [package.join("lib"), package.join("lib64")])
+        .filter(|lib| lib.is_dir())
+        .collect()
 }
