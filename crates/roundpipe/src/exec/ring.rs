@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use roundpipe_tensor::host::Pin;
-use roundpipe_tensor::transfer::{HostPool, HostUse, Port};
+use roundpipe_tensor::transfer::{HostPool, HostUse, Moved, Port};
 use roundpipe_tensor::{Bytes, Device, Worker};
 
 use super::copier::Mover;
@@ -183,6 +183,19 @@ impl Ring {
         let first = *next;
         *next = (first + slots) % self.len();
         (0..slots).map(|i| (first + i) % self.len()).collect()
+    }
+
+    /// Whether copies are noted.
+    pub(crate) fn log_moves(&self, on: bool) {
+        self.0.ports.iter().for_each(|port| port.log().set(on));
+    }
+
+    /// The copies noted since the last call, with their workers.
+    pub(crate) fn take_moves(&self) -> Vec<(usize, Moved)> {
+        let of = |(worker, port): (usize, &Arc<Port>)| {
+            port.log().take().into_iter().map(move |moved| (worker, moved)).collect::<Vec<_>>()
+        };
+        self.0.ports.iter().enumerate().flat_map(of).collect()
     }
 
     /// Waits for all lanes and drops what went wrong in them: it belongs to calls that have failed.
