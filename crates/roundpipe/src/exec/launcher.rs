@@ -68,7 +68,9 @@ pub(crate) struct Launcher {
     pub keep_limit: u64,
     kept: HashMap<usize, Kept>,
     kept_bytes: u64,
-    /// The call that `kept` belongs to.
+    /// Saved inputs on their way, by layer and microbatch.
+    coming: HashMap<(usize, usize), Coming>,
+    /// The call that these belong to.
     call: Option<u64>,
     /// Where jobs come from, and the one that follows the current one.
     line: Option<Arc<Line>>,
@@ -104,7 +106,20 @@ impl Launcher {
     ) -> Self {
         let who = format!("{} launcher", port.worker().device().id());
         let kept = HashMap::new();
-        Self { index, who, port, mover, keep_limit, kept, kept_bytes: 0, call: None, line, next: None }
+        let coming = HashMap::new();
+        Self {
+            index,
+            who,
+            port,
+            mover,
+            keep_limit,
+            kept,
+            kept_bytes: 0,
+            coming,
+            call: None,
+            line,
+            next: None,
+        }
     }
 
     fn worker(&self) -> &Worker {
@@ -145,6 +160,7 @@ impl Launcher {
     }
 
     fn forget(&mut self) {
+        self.coming.clear();
         self.kept.clear();
         self.kept_bytes = 0;
     }
@@ -654,6 +670,7 @@ impl Launcher {
         let layers = terms.stages[visit.slot].layers.clone();
         if terms.grain == Grain::Stage {
             let mut here = self.saved(visit, layers.start)?;
+            self.send_for(visit, layers.start, visit.microbatch + 1)?;
             let mut tapes = Vec::new();
             for layer in layers {
                 let ran = self.recompute(job, seats, visit, layer, &here)?;
@@ -666,8 +683,12 @@ impl Launcher {
             return self.pass_grads(visit, grads);
         }
         let mut grads = None;
-        for layer in layers.rev() {
+        for layer in layers.clone().rev() {
             let here = self.saved(visit, layer)?;
+            match layer > layers.start {
+                true => self.send_for(visit, layer - 1, visit.microbatch)?,
+                false => self.send_for(visit, layers.end - 1, visit.microbatch + 1)?,
+            }
             let ran = self.recompute(job, seats, visit, layer, &here)?;
             drop(here);
             let given = match grads.take() {
@@ -682,9 +703,23 @@ impl Launcher {
         self.pass_grads(visit, grads.unwrap_or_default())
     }
 
+    /// Starts bringing a saved input that is needed next, if it is there.
+    fn send_for(&mut self, visit: &Visit<'_>, layer: usize, microbatch: usize) -> Result<()> {
+        let key = (layer, microbatch);
+        let saved = visit.call.lock().saved.remove(&key);
+        if let Some(flow) = saved {
+            let coming = self.receive(visit, flow)?;
+            self.coming.insert(key, coming);
+        }
+        Ok(())
+    }
+
     /// The saved input of a layer, on the worker.
     fn saved(&mut self, visit: &Visit<'_>, layer: usize) -> Result<Tree<Held>> {
         let m = visit.microbatch;
+        if let Some(coming) = self.coming.remove(&(layer, m)) {
+            return self.land(visit, coming);
+        }
         let what = format!("waiting for the saved input of layer {layer}, microbatch {m}");
         let saved = visit.call.wait(&self.who, &what, |state| state.saved.remove(&(layer, m)))?;
         let coming = self.receive(visit, saved)?;

@@ -97,7 +97,8 @@ impl Line {
 pub struct RingOptions {
     /// Memory to reserve on each worker; by default what the device offers, shared among its workers.
     pub memory: Option<Bytes>,
-    /// Bytes of activations that may stay on a worker; by default a quarter of its memory.
+    /// Bytes of activations that may stay on a worker; by default a tenth of its memory, or a
+    /// quarter where weights are read in place.
     pub keep: Option<Bytes>,
     /// How host memory for activations is pinned.
     pub pin: Pin,
@@ -131,7 +132,11 @@ impl Ring {
         let port = |worker: &Worker| Arc::new(Port::new(worker.clone(), host.clone()));
         let ports: Vec<Arc<Port>> = workers.iter().map(port).collect();
         let mut threads = Vec::new();
-        let limit = |worker: &Worker| options.keep.unwrap_or(Bytes(worker.pool().capacity().0 / 4)).0;
+        let limit = |worker: &Worker| {
+            // Beside weights and the working memory of a stage; where weights are read in place there is more.
+            let share = if worker.device().aliases_host() { 4 } else { 10 };
+            options.keep.unwrap_or(Bytes(worker.pool().capacity().0 / share)).0
+        };
         let hands = if options.serial {
             let inline = |(i, port): (usize, &Arc<Port>)| {
                 Launcher::new(i, port.clone(), Mover::Inline(port.clone()), limit(port.worker()), None)
