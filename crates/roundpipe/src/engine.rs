@@ -99,6 +99,7 @@ pub struct Builder<M> {
     decays: Option<Arc<Decays>>,
     asynchronous: bool,
     seed: u64,
+    first_layer: usize,
     devices: Vec<Arc<dyn Device>>,
     ring: Option<Ring>,
     options: RingOptions,
@@ -124,6 +125,7 @@ impl<M: Layer + 'static> RoundPipe<M> {
             decays: None,
             asynchronous: true,
             seed: 0,
+            first_layer: 0,
             devices: Vec::new(),
             ring: None,
             options: RingOptions::default(),
@@ -196,6 +198,14 @@ impl<M: Layer + 'static> Builder<M> {
     #[must_use]
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
+        self
+    }
+
+    /// Layers draw random numbers as if `layers` others stood before them: engines in a row then draw those of one
+    /// engine over all layers.
+    #[must_use]
+    pub(crate) fn behind(mut self, layers: usize) -> Self {
+        self.first_layer = layers;
         self
     }
 
@@ -284,8 +294,9 @@ impl<M: Layer + 'static> Builder<M> {
             Some(decays) => store.decay_where(|name, param| decays(name, param)),
             None => store,
         };
-        let model =
-            Model { name: self.name, layers, store, seed: self.seed, sets_buffers: AtomicBool::new(false) };
+        let (seed, first_layer) = (self.seed, self.first_layer);
+        let sets_buffers = AtomicBool::new(false);
+        let model = Model { name: self.name, layers, store, seed, first_layer, sets_buffers };
         let watchdog =
             self.stall.map(|(after, report)| Arc::new(Watchdog::start(ring.board().clone(), after, report)));
         let core = Core::new(model, ring, self.config, self.asynchronous, Arc::new(Trace::new()))?;
@@ -491,13 +502,17 @@ impl Forward {
     /// # Errors
     /// [`Error::Config`] without `requires_grad`, or when a step was made since; otherwise what goes wrong.
     pub fn backward(self, grads: impl Into<Tree<HostTensor>>) -> Result<InputGrads> {
-        let grads = grads.into().map_ref(|t| Some(t.clone()));
+        self.backward_some(&grads.into().map_ref(|t| Some(t.clone())))
+    }
+
+    /// As [`Forward::backward`], where some outputs have no gradient.
+    pub(crate) fn backward_some(self, grads: &Tree<Option<HostTensor>>) -> Result<InputGrads> {
         let shapes = (0..self.call.terms.microbatches).map(|m| {
             let flow = self.call.wait("caller", "waiting for outputs", |state| state.outputs[m].clone())?;
             Ok(flow.leaves().iter().map(|leaf| *leaf.parcel.shape()).collect())
         });
         let shapes: Vec<Vec<roundpipe_tensor::Shape>> = shapes.collect::<Result<_>>()?;
-        let parts = split_grads(&grads, &shapes, &merged(&self.merge))?;
+        let parts = split_grads(grads, &shapes, &merged(&self.merge))?;
         let parcel = |t: HostTensor| -> Result<_> {
             let buf = t.buf().slice(t.byte_range())?;
             Ok(roundpipe_tensor::transfer::Parcel::given(buf, t.dtype(), *t.shape())?)
@@ -727,6 +742,17 @@ impl<M> RoundPipe<M> {
             }
         }
         Ok(all)
+    }
+
+    /// Whether a backward was asked for since the last step.
+    pub(crate) fn has_gradients(&self) -> bool {
+        self.core.has_gradients()
+    }
+
+    /// The squares of all gradients, by layer and parameter; for a norm over several engines.
+    pub(crate) fn squares(&self) -> Result<Vec<Vec<f64>>> {
+        let store = &self.core.model.store;
+        (0..store.layers().len()).map(|layer| store.squares(layer)).collect()
     }
 
     /// Whether layers behave as in training (dropout drops, batch norm uses the batch); on by default.

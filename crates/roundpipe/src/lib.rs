@@ -5,8 +5,8 @@
 //!
 //! The modules stand in data order: values between layers, batches and microbatches, layers, ready-made
 //! layers, costs, plans and their simulation, run configurations, what threads are doing and did, learning
-//! rates, optimizers, versions of weights, the store and its updates, executors, and the engine on top. This
-//! crate has no `unsafe` code.
+//! rates, optimizers, versions of weights, the store and its updates, executors, the engine on top, and the rules that
+//! make engines of a tree of modules. This crate has no `unsafe` code.
 #![forbid(unsafe_code)]
 
 pub mod error;
@@ -41,6 +41,7 @@ pub mod update;
 mod exec;
 
 pub mod engine;
+pub mod wrap;
 
 pub use batch::{Cut, Inputs, Merge, MergeOutput, SplitInput, SplitLabel};
 pub use config::{Grain, OutputDevice, RunConfig};
@@ -65,3 +66,4 @@ pub use store::{Store, StoreConfig};
 pub use trace::{LayerTimes, Span, Trace};
 pub use tree::Tree;
 pub use update::Update;
+pub use wrap::{AutoWrapped, Composite, Node, WrapConfig, Wrapped, wrap};

@@ -149,6 +149,11 @@ impl Core {
         self.lock().steps
     }
 
+    /// Whether a backward was asked for since the last step.
+    pub fn has_gradients(&self) -> bool {
+        !self.lock().since_step.is_empty()
+    }
+
     /// The version that the next call reads.
     pub fn visible(&self) -> u64 {
         self.lock().visible()

@@ -37,6 +37,8 @@ pub(crate) struct Model {
     pub layers: Vec<(String, Arc<dyn Layer>)>,
     pub store: Store,
     pub seed: u64,
+    /// The number of its first layer in the random stream.
+    pub first_layer: usize,
     /// Whether a layer was seen to set a buffer: calls then run one after another.
     pub sets_buffers: AtomicBool,
 }
@@ -159,6 +161,10 @@ pub(crate) struct State {
 }
 
 impl State {
+    pub fn has_failed(&self) -> bool {
+        self.failed
+    }
+
     /// Ends the call when nothing is left to do.
     fn settle(&mut self) {
         // A failed call is never continued.

@@ -51,6 +51,19 @@ struct Kept {
     uses: Option<usize>,
 }
 
+/// Whether the outputs of other calls that a microbatch starts from are there, or will never be.
+fn has_come(call: &Call, microbatch: usize) -> bool {
+    let source = call.lock().inputs[microbatch].clone();
+    let come = |source: &&Source| match source {
+        Source::Value(_) => true,
+        Source::Output(other, m) => {
+            let state = other.lock();
+            state.outputs[*m].is_some() || state.has_failed()
+        }
+    };
+    source.is_some_and(|source| source.leaves().iter().all(come))
+}
+
 /// What a panic said.
 pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
@@ -420,6 +433,9 @@ impl Launcher {
         let call = visit.call;
         let microbatch = visit.microbatch;
         if visit.slot == 0 {
+            if !wait && !has_come(call, microbatch) {
+                return Ok(None);
+            }
             let source = call.lock().inputs[microbatch].take();
             let Some(source) = source else { return Ok(None) };
             return self.resolve(visit, source).map(Some);
@@ -548,7 +564,7 @@ impl Launcher {
             seed: terms.model.seed,
             step: terms.number,
             microbatch: visit.microbatch as u32,
-            layer: layer as u32,
+            layer: (terms.model.first_layer + layer) as u32,
             site: 0,
         };
         let module = &*terms.model.layers[layer].1;
@@ -616,7 +632,7 @@ impl Launcher {
             seed: terms.model.seed,
             step: terms.number,
             microbatch: m as u32,
-            layer: terms.model.layers.len() as u32,
+            layer: (terms.model.first_layer + terms.model.layers.len()) as u32,
             site: 0,
         };
         let (losses, grads) = self
