@@ -5,7 +5,7 @@
 //!
 //! The modules stand in data order: values between layers, batches and microbatches, layers, ready-made
 //! layers, costs, plans and their simulation, run configurations, what threads are doing and did, learning
-//! rates, optimizers, versions of weights, the store and its updates, executors, the engine on top, and the rules that
+//! rates, optimizers, versions of weights, the store and its updates, executors, the engine, and the rules that
 //! make engines of a tree of modules. This crate has no `unsafe` code.
 #![forbid(unsafe_code)]
 

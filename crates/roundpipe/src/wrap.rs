@@ -416,7 +416,7 @@ fn check_names(path: &str, children: &[(String, Node)]) -> Result<()> {
     let mut seen = HashSet::new();
     for (name, _) in children {
         if name.is_empty() || name.contains('.') || !seen.insert(name) {
-            let what = format!("child `{name}` of `{path}`: names must differ, and have no dots");
+            let what = format!("child `{name}` of {}: names must differ, and have no dots", shown(path));
             return Err(Error::config("wrap", what));
         }
     }
@@ -425,6 +425,11 @@ fn check_names(path: &str, children: &[(String, Node)]) -> Result<()> {
 
 fn join(path: &str, name: &str) -> String {
     if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") }
+}
+
+/// A path as an error tells it.
+fn shown(path: &str) -> String {
+    if path.is_empty() { "the model".to_owned() } else { format!("`{path}`") }
 }
 
 /// A wrapped model. An engine gives the tree that it was made from when dereferenced.

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use roundpipe::engine::Args;
 use roundpipe::nn::{Dropout, Func, Init, Linear};
 use roundpipe::optim::AdamW;
 use roundpipe::wrap::{Action, Run, Value, Values, decide};
@@ -225,7 +226,7 @@ fn skipping_comes_first_and_names_must_be_right() {
     let twice = tower(0, vec![("a", blob(200)), ("a", blob(200))]);
     config.override_config.clear();
     let text = decide(&twice, &config, 1).unwrap_err().to_string();
-    assert_eq!(text, "wrap: child `a` of ``: names must differ, and have no dots");
+    assert_eq!(text, "wrap: child `a` of the model: names must differ, and have no dots");
 }
 
 // ---- chains ----
@@ -570,7 +571,7 @@ fn the_way_back_is_a_chain_or_refused() {
     let forward = model.forward(data(0), &RunConfig::new()).unwrap();
     let text = forward.backward(data(1)).unwrap_err().to_string();
     assert!(
-        text.starts_with("backward: `` takes outputs of several calls, so the calls are no chain;"),
+        text.starts_with("backward: the model takes outputs of several calls, so the calls are no chain;"),
         "{text}"
     );
     let model = auto(Node::composite(Fork { detached: true, blocks: blocks(2) }), &parts);
@@ -581,6 +582,81 @@ fn the_way_back_is_a_chain_or_refused() {
     // An engine without gradients takes no part in the step.
     model.update(&Update::new(0.1), Lag::Zero).unwrap().wait().unwrap();
     assert_eq!(model.engines().map(|(_, engine)| engine.steps()).collect::<Vec<_>>(), [1, 0]);
+}
+
+/// Inputs by name, of which one is only for the module's own part.
+struct Masked(Arc<Block>);
+
+impl Params for Masked {
+    fn visit(&self, visit: &mut Visit<'_>) {
+        visit.child("block", &*self.0);
+    }
+}
+
+impl Composite for Masked {
+    fn children(&self) -> Vec<(String, Node)> {
+        vec![("block".into(), Node::Layer(self.0.clone()))]
+    }
+
+    fn forward(&self, run: &mut Run<'_>, input: Values) -> roundpipe::Result<Value> {
+        let y = run.child("block", input.get("x")?)?;
+        run.apply(Values::new().named("y", y).named("mask", input.get("mask")?), |cx, mut both| {
+            let mask = both.take("mask")?.tensor()?;
+            Ok(cx.mul(&both.take("y")?.tensor()?, &mask)?.into())
+        })
+    }
+}
+
+/// Named inputs have the same names on a worker and on the host, and gradients find the one they belong to.
+#[test]
+fn inputs_keep_their_names() {
+    let mut trails = Vec::new();
+    for upper in [u64::MAX, 0] {
+        let block = Arc::into_inner(blocks(1).remove(0)).unwrap();
+        let block = Arc::new(Block { dropout: Dropout { p: 0.0 }, ..block });
+        let config = WrapConfig { lower_threshold: 1, upper_threshold: Some(upper), ..one_microbatch() };
+        let inputs = Args::new().named("x", data(0)).named("mask", data(3));
+        let node = Node::composite(Masked(block));
+        trails.push(match wrap(node, &config).unwrap() {
+            Wrapped::Engine(engine) => {
+                let forward = engine.forward(inputs, &RunConfig::new()).unwrap();
+                let output = output_bits(forward.output().unwrap());
+                forward.backward(data(1)).unwrap();
+                engine.synchronize().unwrap();
+                (
+                    output,
+                    grads_of(engine.gradients().unwrap()).into_iter().map(|(_, g)| g).collect::<Vec<_>>(),
+                )
+            }
+            Wrapped::Auto(model) => {
+                let forward = model.forward(inputs, &RunConfig::new()).unwrap();
+                let output = output_bits(forward.output());
+                forward.backward(data(1)).unwrap();
+                model.synchronize().unwrap();
+                (output, grads_of(model.gradients().unwrap()).into_iter().map(|(_, g)| g).collect::<Vec<_>>())
+            }
+        });
+    }
+    assert_eq!(trails[0], trails[1]);
+}
+
+/// A gradient that is not finite in one engine skips the step of all.
+#[test]
+fn a_skipped_step_is_skipped_by_all() {
+    let blocks = blocks(2);
+    let model = auto(one_list(&blocks), &config(1));
+    let before = values(&blocks);
+    let mut grad = data(1).to_vec::<f32>().unwrap();
+    grad[5] = f32::INFINITY;
+    let grad = HostTensor::from_slice(&grad, &[BATCH, WIDTH]).unwrap();
+    model.forward(data(0), &RunConfig::new()).unwrap().backward(grad).unwrap();
+    let report = model.update(&update(), Lag::Zero).unwrap().wait().unwrap();
+    assert!(report.skipped && report.step == 0, "{report:?}");
+    model.synchronize().unwrap();
+    assert_eq!(values(&blocks), before);
+    model.forward(data(0), &RunConfig::new()).unwrap().backward(data(1)).unwrap();
+    let report = model.update(&update(), Lag::Zero).unwrap().wait().unwrap();
+    assert!(!report.skipped && report.step == 1, "{report:?}");
 }
 
 // ---- refusals ----

@@ -16,7 +16,7 @@ use roundpipe_tensor::{
 };
 
 use super::run::{Kind, Origin, Run, Value, Values, run_inside};
-use super::{Decision, Node, Place, full_name, join};
+use super::{Decision, Node, Place, full_name, join, shown};
 use crate::batch::assemble;
 use crate::config::RunConfig;
 use crate::engine::args::{Args, InputGrads};
@@ -398,7 +398,7 @@ struct Called {
 }
 
 enum Body {
-    Engine(Forward),
+    Engine(Box<Forward>),
     Host(Box<HostCall>),
 }
 
@@ -445,7 +445,7 @@ impl Recorder {
             Ok(output) => Kind::Host(output.clone()),
             Err(_) => Kind::Unmerged(forward.unmerged()),
         };
-        Ok(self.note(path, origins, Body::Engine(forward), kind))
+        Ok(self.note(path, origins, Body::Engine(Box::new(forward)), kind))
     }
 
     fn note(&mut self, path: &str, origins: Vec<Origin>, body: Body, kind: Kind) -> Value {
@@ -543,7 +543,7 @@ impl AutoForward {
         for (at, arg) in chain {
             let Some(called) = calls[at].take() else { continue };
             let back = match called.body {
-                Body::Engine(forward) => back_engine(forward, flow, arg),
+                Body::Engine(forward) => back_engine(*forward, flow, arg),
                 Body::Host(call) => back_host(&shared, *call, flow, arg).map(Flow::Merged),
             };
             flow = back.map_err(|error| shared.failed(error))?;
@@ -558,9 +558,9 @@ impl AutoForward {
     fn chain(&self) -> Result<Vec<(usize, Option<usize>)>> {
         let part = |call: usize, by: &str| {
             let what = format!(
-                "{by} takes a part of what `{}` gave; only whole outputs have a way back, so let it give just \
+                "{by} takes a part of what {} gave; only whole outputs have a way back, so let it give just \
                  that part",
-                self.calls[call].path
+                shown(&self.calls[call].path)
             );
             Err(Error::config("backward", what))
         };
@@ -578,15 +578,15 @@ impl AutoForward {
             let (first, second) = (from.next(), from.next());
             if second.is_some() {
                 let what = format!(
-                    "`{}` takes outputs of several calls, so the calls are no chain; wrap the module around them \
+                    "{} takes outputs of several calls, so the calls are no chain; wrap the module around them \
                      as a whole (raise `upper_threshold`), or detach what needs no gradient",
-                    called.path
+                    shown(&called.path)
                 );
                 return Err(Error::config("backward", what));
             }
             chain.push((at, first.map(|(arg, _)| arg)));
             next = match first {
-                Some((_, Origin::Part(call))) => return part(*call, &format!("`{}`", called.path)),
+                Some((_, Origin::Part(call))) => return part(*call, &shown(&called.path)),
                 Some((_, Origin::Call(call))) => Some(*call),
                 _ => None,
             };
