@@ -201,8 +201,8 @@ impl<M: Layer + 'static> Builder<M> {
         self
     }
 
-    /// Layers draw random numbers as if `layers` others stood before them: engines in a row then draw those of one
-    /// engine over all layers.
+    /// Layers draw random numbers as if `layers` others stood before them: engines in a row then draw those
+    /// of one engine over all layers.
     #[must_use]
     pub(crate) fn behind(mut self, layers: usize) -> Self {
         self.first_layer = layers;

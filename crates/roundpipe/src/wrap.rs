@@ -1,16 +1,16 @@
 //! From a tree of modules to engines: which module becomes an engine of its own, and how they work together.
 //!
-//! The path of a model: [`Node`] -> a preset, if one knows it -> [`decide`] (pure, printable) -> [`wrap`] follows
-//! the decisions -> one engine, or an [`AutoWrapped`] of several on one ring.
+//! The path of a model: [`Node`] -> a preset, if one knows it -> [`decide`] (pure, printable) -> [`wrap`]
+//! follows the decisions -> one engine, or an [`AutoWrapped`] of several on one ring.
 //!
 //! # Rules, the first that fits decides
 //! 1. A module in `skip` stays as it is and runs on the host.
 //! 2. A sequence becomes an engine with a layer for each of its layers.
 //! 3. A module with a forward becomes an engine with one layer, when its own parameters take at least
-//!    `lower_threshold` or all of them at most `upper_threshold`. So does one with nothing below it, which no other
-//!    rule could place. Below `lower_threshold` in total it runs a batch as one microbatch.
-//! 4. Each element of a list becomes an engine, whatever its size. All but the last leave their outputs unmerged,
-//!    so that the next starts with the first microbatch.
+//!    `lower_threshold` or all of them at most `upper_threshold`. So does one with nothing below it, which no
+//!    other rule could place. Below `lower_threshold` in total it runs a batch as one microbatch.
+//! 4. Each element of a list becomes an engine, whatever its size. All but the last leave their outputs
+//!    unmerged, so that the next starts with the first microbatch.
 //! 5. For any other module each child is decided by itself, and the module's own forward runs on the host.
 //! 6. A loss function needs no wrapping: it is an argument of `forward_backward`.
 //!
@@ -60,7 +60,8 @@
 //! # Invariants
 //! - [`wrap`] does what [`decide`] says and decides nothing itself.
 //! - A trainable parameter is in one engine, or in none: no two can update it.
-//! - Engines draw the random numbers that one engine over all their layers, in the order of the tree, would draw.
+//! - Engines draw the random numbers that one engine over all their layers, in the order of the tree, would
+//!   draw.
 
 mod auto;
 mod run;
@@ -87,14 +88,15 @@ use crate::tree::Tree;
 
 /// A module with children, which its forward calls by their names.
 ///
-/// The forward is written once. Where the module is wrapped as a whole it runs on a worker, children included;
-/// where its children are engines it runs on the host and passes values from one to the next.
+/// The forward is written once. Where the module is wrapped as a whole it runs on a worker, children
+/// included; where its children are engines it runs on the host and passes values from one to the next.
 pub trait Composite: Params + Any + Send + Sync {
-    /// The children that may be wrapped by themselves, by name. [`Params::visit`] shows their parameters too; what
-    /// no child has is the module's own.
+    /// The children that may be wrapped by themselves, by name. [`Params::visit`] shows their parameters too;
+    /// what no child has is the module's own.
     fn children(&self) -> Vec<(String, Node)>;
 
-    /// Computes the output, by calls of children ([`Run::child`]) and computations of its own ([`Run::apply`]).
+    /// Computes the output, by calls of children ([`Run::child`]) and computations of its own
+    /// ([`Run::apply`]).
     ///
     /// # Errors
     /// What these report.
@@ -229,11 +231,11 @@ pub struct WrapConfig {
     pub use_sequential_preset: Option<bool>,
     /// Makes a sequence of models that it knows. There is none by default.
     pub preset: Option<Arc<Preset>>,
-    /// Bytes of own parameters from which a module becomes an engine, and of all parameters below which an engine
-    /// runs one microbatch; 16 KiB by default.
+    /// Bytes of own parameters from which a module becomes an engine, and of all parameters below which an
+    /// engine runs one microbatch; 16 KiB by default.
     pub lower_threshold: u64,
-    /// Bytes of all parameters up to which a module becomes an engine as a whole. By default those of the model
-    /// divided by one more than there are workers.
+    /// Bytes of all parameters up to which a module becomes an engine as a whole. By default those of the
+    /// model divided by one more than there are workers.
     pub upper_threshold: Option<u64>,
     /// Modules that stay as they are and run on the host.
     pub skip: Vec<String>,
@@ -322,12 +324,12 @@ pub struct Decision {
     pub unmerged: bool,
 }
 
-/// Decides on a model and everything below it, each module before its children. The wrapping follows this to the
-/// letter.
+/// Decides on a model and everything below it, each module before its children. The wrapping follows this to
+/// the letter.
 ///
 /// # Errors
-/// [`Error::Config`] for names that cannot be told apart, elements of lists that nobody can call, and names in `skip`
-/// or `override_config` that are not in the tree.
+/// [`Error::Config`] for names that cannot be told apart, elements of lists that nobody can call, and names
+/// in `skip` or `override_config` that are not in the tree.
 pub fn decide(model: &Node, config: &WrapConfig, workers: usize) -> Result<Vec<Decision>> {
     let upper = config.upper_threshold.unwrap_or_else(|| model.bytes().0 / (workers as u64 + 1));
     let mut rules = Rules { config, upper, decisions: Vec::new() };
@@ -444,8 +446,8 @@ pub enum Wrapped {
 /// Wraps a model: by the preset if it knows the model, by the rules of this module otherwise.
 ///
 /// # Errors
-/// [`Error::Config`] for `use_sequential_preset` without a preset that knows the model, for a trainable parameter that
-/// two engines would update, and as [`decide`]; otherwise as building an engine.
+/// [`Error::Config`] for `use_sequential_preset` without a preset that knows the model, for a trainable
+/// parameter that two engines would update, and as [`decide`]; otherwise as building an engine.
 #[track_caller]
 pub fn wrap(model: impl Into<Node>, config: &WrapConfig) -> Result<Wrapped> {
     let at = Location::caller();
@@ -493,7 +495,8 @@ fn preset(model: &Node, config: &WrapConfig) -> Result<Option<Sequential>> {
     Ok(found)
 }
 
-/// Refuses a trainable parameter of two modules of which one is an engine: each would go on with its own copy.
+/// Refuses a trainable parameter of two modules of which one is an engine: each would go on with its own
+/// copy.
 fn check_shared(model: &Node, decisions: &[Decision]) -> Result<()> {
     let mut homes: HashMap<_, (&Decision, String)> = HashMap::new();
     for decision in decisions.iter().filter(|d| !matches!(d.action, Action::List | Action::Recurse)) {
@@ -614,7 +617,8 @@ impl Maker<'_> {
     }
 }
 
-/// The name in the tree of a parameter that an engine calls `name`: an engine over one layer calls it `model`.
+/// The name in the tree of a parameter that an engine calls `name`: an engine over one layer calls it
+/// `model`.
 fn full_name(path: &str, name: &str, single: bool) -> String {
     let name = if single { name.strip_prefix("model.").unwrap_or(name) } else { name };
     join(path, name)

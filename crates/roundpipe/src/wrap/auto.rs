@@ -1,11 +1,12 @@
 //! A model of which parts are engines: its forward runs on the host and passes values from engine to engine.
 //!
-//! A forward keeps a record of its calls, each with the calls that its inputs come from. The way back follows the
-//! record from the output: as long as each call took gradients' worth of input from one other call, that is a chain.
-//! Unmerged outputs and their gradients pass from engine to engine microbatch by microbatch, without a host wait.
+//! A forward keeps a record of its calls, each with the calls that its inputs come from. The way back follows
+//! the record from the output, and is there as long as each call takes the outputs of at most one other: a
+//! chain. Unmerged outputs and their gradients pass from engine to engine microbatch by microbatch, without a
+//! host wait.
 //!
-//! It refuses `forward_backward` (a loss needs to run behind the last layer, and there is no last layer) and the way
-//! back through anything that is not a chain.
+//! It refuses `forward_backward` (a loss needs to run behind the last layer, and there is no last layer) and
+//! the way back through anything that is not a chain.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -127,8 +128,8 @@ impl AutoWrapped {
     }
 
     /// Updates the weights of all engines that computed gradients since their last step. With `clip` or
-    /// `skip_nonfinite` it first waits for all gradients, since their norm is taken over all engines. Parameters
-    /// that are in no engine are left alone: see [`AutoWrapped::take_unwrapped_gradients`].
+    /// `skip_nonfinite` it first waits for all gradients, since their norm is taken over all engines.
+    /// Parameters that are in no engine are left alone: see [`AutoWrapped::take_unwrapped_gradients`].
     ///
     /// # Errors
     /// As [`RoundPipe::update`]. Engines before the one that failed, in their order, are updated then.
@@ -138,8 +139,8 @@ impl AutoWrapped {
         Ok(AutoStepping { steps, grad_norm })
     }
 
-    /// Calls a function over the optimizer copies of each engine that computed gradients since its last step, with
-    /// the engine's path.
+    /// Calls a function over the optimizer copies of each engine that computed gradients since its last step,
+    /// with the engine's path.
     ///
     /// # Errors
     /// As [`RoundPipe::step`]. Engines before the one that failed, in their order, are updated then.
@@ -206,8 +207,8 @@ impl AutoWrapped {
         Ok(self.optim_named_parameters("", true)?.map(|(_, copy)| copy))
     }
 
-    /// The same with their names in the tree, `prefix` in front. Shared parameters are listed once, or under each of
-    /// their names.
+    /// The same with their names in the tree, `prefix` in front. Shared parameters are listed once, or under
+    /// each of their names.
     ///
     /// # Errors
     /// When memory runs out.
@@ -529,9 +530,9 @@ impl AutoForward {
         &self.output
     }
 
-    /// Walks the calls of the forward back from gradients of its output. Gradients of parameters are added to those
-    /// since the last step; those of the model's inputs are returned if `input_grads` asked for them, and if the
-    /// first call was one of an engine.
+    /// Walks the calls of the forward back from gradients of its output. Gradients of parameters are added to
+    /// those since the last step; those of the model's inputs are returned if `input_grads` asked for them,
+    /// and if the first call was one of an engine.
     ///
     /// # Errors
     /// [`Error::Config`], and nothing is computed, when the calls are no chain; as [`Forward::backward`].

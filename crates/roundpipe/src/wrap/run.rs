@@ -1,7 +1,8 @@
 //! How a module's forward calls its children, on a worker or on the host.
 //!
-//! On a worker (the module is one layer of an engine) values are tensors and children run in place. On the host,
-//! children are engines or stay unwrapped; values are host tensors, or outputs that are still being computed.
+//! On a worker (the module is one layer of an engine) values are tensors and children run in place. On the
+//! host, children are engines or stay unwrapped; values are host tensors, or outputs that are still being
+//! computed.
 
 use std::collections::BTreeMap;
 
@@ -252,7 +253,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// A computation of the module's own, on its inputs as a layer sees them: on the worker, or else on the host.
+    /// A computation of the module's own, on its inputs as a layer sees them: on the worker, or else on the
+    /// host.
     ///
     /// # Errors
     /// What `compute` reports.
