@@ -4,10 +4,11 @@
 //! task that needs it, so that host memory is let go as early as it can be.
 //!
 //! # Invariants
-//! - A call ends exactly once, after each of its parts (jobs, gradient downloads) has ended, whether it failed
-//!   or not.
+//! - A call ends exactly once, after each of its parts (jobs, transfers, a caller that reads results) has ended,
+//!   whether it failed or not.
 //! - The first failure is kept; every wait of the call returns after it.
-//! - A failing call fails all calls of its engine that were submitted after it.
+//! - A failing call fails all calls of its engine that were submitted after it. What went wrong in a lane may
+//!   belong to any call that has not ended: whoever sees it first fails them all.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -329,12 +330,13 @@ impl Call {
         }
     }
 
-    /// Ends all waits of this call and of those submitted after it.
+    /// Ends all waits of this call and of those that fail with it.
     pub fn fail(&self, error: Error) {
-        let why = format!("an earlier call failed: {error}");
+        let why = format!("another call failed: {error}");
+        let from = if error.is_of_device() { 0 } else { self.terms.id + 1 };
         // Only the first failure reaches others: by the second, the engine may be at work again.
         if self.fail_alone(error) {
-            self.peers.fail_from(self.terms.id + 1, &why);
+            self.peers.fail_from(from, &why);
         }
     }
 
@@ -363,15 +365,15 @@ impl Call {
         self.lock().ended
     }
 
-    /// The error that ended it, once.
+    /// Whether it ended as it should.
+    pub fn has_succeeded(&self) -> bool {
+        let state = self.lock();
+        state.ended && !state.failed
+    }
+
+    /// The error that ended it; `None` when there is none, or it was told already.
     pub fn take_error(&self) -> Option<Error> {
-        let mut state = self.lock();
-        match state.failed {
-            true => Some(
-                state.error.take().unwrap_or(Error::CalledOff { why: "the call failed before".to_owned() }),
-            ),
-            false => None,
-        }
+        self.lock().error.take()
     }
 
     /// Waits until nothing of it is under way, though a backward may still follow.

@@ -9,13 +9,14 @@
 //! - A value whose every reader is on this worker, while the budget lasts: it is never downloaded.
 //! - A value that a stage passed on unchanged (positions, masks): uploaded once per call.
 //!
-//! Both are let go when their last reader has them, or with the call.
+//! Both are let go when their last reader has them, or after their call has ended: another call's jobs may run
+//! between a forward and its backward.
 
 use std::any::Any;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use roundpipe_tensor::device::Stamp;
 use roundpipe_tensor::transfer::{Arrival, Parcel, Port, Slot};
@@ -47,6 +48,8 @@ struct Kept {
     tensor: Tensor,
     /// Keeps the address, by which it is found, from being used again.
     _parcel: Parcel,
+    /// Whose value it is.
+    call: Weak<Call>,
     /// Readers to come; `None` until the call ends.
     uses: Option<usize>,
 }
@@ -68,8 +71,8 @@ pub(crate) struct Launcher {
     pub keep_limit: u64,
     kept: HashMap<usize, Kept>,
     kept_bytes: u64,
-    /// The call that `kept` belongs to.
-    call: Option<u64>,
+    /// The call of the current job.
+    call: Weak<Call>,
     /// Where jobs come from, and the one that follows the current one.
     line: Option<Arc<Line>>,
     pub next: Option<Job>,
@@ -104,7 +107,7 @@ impl Launcher {
     ) -> Self {
         let who = format!("{} launcher", port.worker().device().id());
         let kept = HashMap::new();
-        Self { index, who, port, mover, keep_limit, kept, kept_bytes: 0, call: None, line, next: None }
+        Self { index, who, port, mover, keep_limit, kept, kept_bytes: 0, call: Weak::new(), line, next: None }
     }
 
     fn worker(&self) -> &Worker {
@@ -115,11 +118,11 @@ impl Launcher {
     pub fn run(&mut self, mut job: Job) {
         let call = job.call.clone();
         self.enter(&call);
-        if call.has_failed() {
-            self.forget();
-        } else if let Err(error) = self.survive(&mut job) {
+        if !call.has_failed()
+            && let Err(error) = self.survive(&mut job)
+        {
             call.fail(error);
-            self.forget();
+            self.forget(|kept| !std::ptr::addr_eq(kept.as_ptr(), Arc::as_ptr(&call)));
             self.port.drain();
         }
         drop(job);
@@ -136,17 +139,19 @@ impl Launcher {
         })
     }
 
-    /// Values of an earlier call are let go.
-    fn enter(&mut self, call: &Call) {
-        if self.call != Some(call.terms.id) {
-            self.forget();
-            self.call = Some(call.terms.id);
+    /// Values of calls that have ended are let go.
+    fn enter(&mut self, call: &Arc<Call>) {
+        if !std::ptr::addr_eq(self.call.as_ptr(), Arc::as_ptr(call)) {
+            self.forget(|call| call.upgrade().is_some_and(|call| !call.has_ended() && !call.has_failed()));
+            self.call = Arc::downgrade(call);
         }
     }
 
-    fn forget(&mut self) {
-        self.kept.clear();
-        self.kept_bytes = 0;
+    /// Lets go of all values but those of some calls.
+    fn forget(&mut self, but: impl Fn(&Weak<Call>) -> bool) {
+        self.kept.retain(|_, kept| but(&kept.call));
+        let bytes = |kept: &Kept| (kept.tensor.numel() * kept.tensor.dtype().size()) as u64;
+        self.kept_bytes = self.kept.values().map(bytes).sum();
     }
 
     /// Asks for the weights of the job that follows, as soon as there is one.
@@ -316,7 +321,7 @@ impl Launcher {
 
     fn hold(&mut self, parcel: &Parcel, tensor: &Tensor, uses: Option<usize>) {
         self.kept_bytes += (tensor.numel() * tensor.dtype().size()) as u64;
-        let kept = Kept { tensor: tensor.clone(), _parcel: parcel.clone(), uses };
+        let kept = Kept { tensor: tensor.clone(), _parcel: parcel.clone(), call: self.call.clone(), uses };
         self.kept.insert(parcel.id(), kept);
     }
 
