@@ -12,6 +12,7 @@
 //! - Every failure is told once: by whoever waits for what failed, or by the next call.
 
 use std::collections::{HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -57,6 +58,8 @@ struct State {
     /// Training calls so far: the place in the random stream.
     number: u64,
     training: bool,
+    /// Whether a call in training has ended well: it is known then whether layers set buffers.
+    trained: bool,
     steps: u64,
     /// The last steps that were asked for: version, and whether at lag 1.
     history: VecDeque<(u64, bool)>,
@@ -119,6 +122,7 @@ impl Core {
             next_call: 0,
             number: 0,
             training: true,
+            trained: false,
             steps: 0,
             history: VecDeque::new(),
             since_step: Vec::new(),
@@ -176,7 +180,7 @@ impl Core {
         let labels = self.split_labels(&ask, &config, &parts)?;
         state.warnings.extend(parts.warnings.iter().cloned());
         let plan = self.plan(&mut state, ask.kind, &config, &parts)?;
-        if self.model.sets_buffers.load(Ordering::Relaxed) {
+        if self.may_set_buffers(&state) {
             for call in &self.peers.active() {
                 call.wait_quiet("caller");
             }
@@ -224,6 +228,13 @@ impl Core {
         }
         self.queue(&call, slots);
         Ok(Submitted { call, config, args: parts.args })
+    }
+
+    /// Whether the calls under way may set buffers, which the next one is to read. Before the first has ended, every
+    /// model with something frozen is taken for one that does.
+    fn may_set_buffers(&self, state: &State) -> bool {
+        let mut params = self.model.store.layers().iter().flat_map(|layer| layer.params());
+        self.model.sets_buffers.load(Ordering::SeqCst) || (!state.trained && params.any(|p| !p.trainable))
     }
 
     fn split_labels(&self, ask: &Ask, config: &Resolved, parts: &Parts) -> Result<Vec<Tree<Parcel>>> {
@@ -331,6 +342,7 @@ impl Core {
             std::mem::take(&mut state.watched).into_iter().partition(|call| call.has_succeeded());
         state.watched = open;
         let ended: Vec<Arc<Call>> = ended;
+        state.trained |= ended.iter().any(|call| call.terms.training);
         ended.iter().for_each(|call| self.learn(state, call));
         state.outcomes.retain(|outcome| !outcome.is_done());
         Ok(())
@@ -435,7 +447,9 @@ impl Core {
         };
         let by_meta = example.and_then(|example| {
             let spec = |t: &HostTensor| -> Spec { (t.dtype(), *t.shape(), false) };
-            model_costs(&self.model.layers, kind, &example.map_ref(spec), training).ok()
+            let costs = || model_costs(&self.model.layers, kind, &example.map_ref(spec), training).ok();
+            // A layer that panics here will do so again in its task, and be reported there.
+            catch_unwind(AssertUnwindSafe(costs)).ok().flatten()
         });
         by_meta.unwrap_or_else(|| {
             let bytes = |(name, layer): &(String, Arc<dyn crate::layer::Layer>)| {

@@ -11,7 +11,7 @@
 //!   belong to any call that has not ended: whoever sees it first fails them all.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
@@ -325,7 +325,6 @@ impl Call {
     /// Notes values of buffers at the end of a forward.
     pub fn set_buffers(&self, buffers: Vec<(Param, Parcel)>) {
         if !buffers.is_empty() {
-            self.terms.model.sets_buffers.store(true, Ordering::Relaxed);
             self.lock().buffers.extend(buffers);
         }
     }

@@ -16,6 +16,7 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use roundpipe_tensor::device::Stamp;
@@ -129,12 +130,12 @@ impl Launcher {
         call.end_part();
     }
 
-    /// A layer that panics fails its call, not the worker.
+    /// Whatever panics fails its call, not the worker.
     fn survive(&mut self, job: &mut Job) -> Result<()> {
         let (call, slot) = (job.call.clone(), job.slot);
         let ran = catch_unwind(AssertUnwindSafe(|| self.run_job(job)));
         ran.unwrap_or_else(|panic| {
-            let what = roundpipe_tensor::Error::invalid("layer", panic_text(&*panic));
+            let what = roundpipe_tensor::Error::invalid("task", panic_text(&*panic));
             Err(self.place(&Visit { call: &call, slot, microbatch: 0 }, None, what))
         })
     }
@@ -557,9 +558,14 @@ impl Launcher {
             site: 0,
         };
         let module = &*terms.model.layers[layer].1;
-        self.timed(visit, Some(layer), category, || {
+        let ran = self.timed(visit, Some(layer), category, || {
             seated.run(module, self.worker(), terms.training, site, mode, input)
-        })
+        })?;
+        if !ran.buffers.is_empty() {
+            // Known before the caller sees a result of this call, so before it can submit the next.
+            terms.model.sets_buffers.store(true, Ordering::SeqCst);
+        }
+        Ok(ran)
     }
 
     /// Runs a piece of work between two stamps.
@@ -571,6 +577,13 @@ impl Launcher {
         work: impl FnOnce() -> roundpipe_tensor::Result<R>,
     ) -> Result<R> {
         let fail = |e| self.place(visit, layer, e);
+        // A user's layer or loss function may panic: it fails its call, not the worker.
+        let work = || {
+            let what = if layer.is_some() { "layer" } else { "loss_fn" };
+            let failed =
+                |panic: Box<dyn Any + Send>| roundpipe_tensor::Error::invalid(what, panic_text(&*panic));
+            catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(failed(panic)))
+        };
         if !visit.call.terms.timing {
             return work().map_err(fail);
         }

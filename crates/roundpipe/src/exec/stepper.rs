@@ -235,8 +235,9 @@ impl Bench {
         let squares = layers.clone().map(|layer| store.squares(layer)).collect::<Result<Vec<_>>>()?;
         let decision = update.decide(crate::store::Store::total(&squares));
         let step = store.steps() + u64::from(!decision.skip);
-        outcome.set(Phase::Begun);
         let apply = Apply { step, lr: update.lr, factor: decision.factor, next_version: version };
+        store.check(&apply)?;
+        outcome.set(Phase::Begun);
         // Never set: all calls before have ended, and those behind it read what it writes.
         let never = store.abort();
         for layer in layers {
