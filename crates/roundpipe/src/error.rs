@@ -110,6 +110,17 @@ impl Error {
         }
     }
 
+    /// Itself and its causes in one line.
+    pub(crate) fn in_full(&self) -> String {
+        let mut text = self.to_string();
+        let mut source = std::error::Error::source(self);
+        while let Some(cause) = source {
+            text = format!("{text}: {cause}");
+            source = cause.source();
+        }
+        text
+    }
+
     /// Shorthand for [`Error::Config`].
     pub fn config(name: &'static str, what: impl Into<String>) -> Self {
         Self::Config { name, what: what.into() }

@@ -206,6 +206,7 @@ impl Core {
             wants_outputs: ask.wants_outputs,
             wants_input_grads,
             board: self.ring.board().clone(),
+            neighbours: self.ring.calls().clone(),
             timing: true,
         };
         state.next_call += 1;

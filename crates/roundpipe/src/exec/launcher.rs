@@ -15,6 +15,7 @@
 use std::any::Any;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -86,6 +87,22 @@ struct Visit<'a> {
     microbatch: usize,
 }
 
+/// What a launcher is busy with, for people.
+struct Doing<'a>(&'a Visit<'a>, Option<usize>);
+
+impl fmt::Display for Doing<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(visit, layer) = self;
+        let model = &visit.call.terms.model;
+        write!(f, "{}: stage {}, ", model.name, visit.slot)?;
+        match layer {
+            Some(layer) => write!(f, "layer {layer} ({})", model.layers[*layer].0)?,
+            None => write!(f, "loss")?,
+        }
+        write!(f, ", microbatch {}", visit.microbatch)
+    }
+}
+
 /// A microbatch's values on their way to the worker.
 type Coming = Tree<Awaited>;
 
@@ -124,7 +141,7 @@ impl Launcher {
         {
             call.fail(error);
             self.forget(|kept| !std::ptr::addr_eq(kept.as_ptr(), Arc::as_ptr(&call)));
-            self.port.drain();
+            call.terms.neighbours.drain(&self.port);
         }
         drop(job);
         call.end_part();
@@ -450,9 +467,8 @@ impl Launcher {
             Source::Value(leaf) => Ok(Tree::Tensor(leaf)),
             Source::Output(other, microbatch) => {
                 let what = format!("waiting for microbatch {microbatch} of {}", other.terms.model.name);
-                let found = other.wait(&self.who, &what, |state| state.outputs[microbatch].clone()).map_err(
-                    |_| Error::CalledOff { why: format!("the call of {} failed", other.terms.model.name) },
-                )?;
+                let found = other.wait(&self.who, &what, |state| state.outputs[microbatch].clone());
+                let found = found.map_err(|_| other.called_off())?;
                 let grads = visit.call.terms.wants_input_grads;
                 Ok(found.map_ref(|leaf| Leaf { grad: leaf.grad && grads, ..leaf.clone() }))
             }
@@ -549,6 +565,10 @@ impl Launcher {
         input: &Tree<Held>,
     ) -> Result<Ran> {
         let terms = &visit.call.terms;
+        if visit.call.has_failed() {
+            // Nobody waits for the rest, which may take long.
+            return Err(visit.call.called_off());
+        }
         let layer = seated.index;
         let site = RngSite {
             seed: terms.model.seed,
@@ -584,6 +604,7 @@ impl Launcher {
                 |panic: Box<dyn Any + Send>| roundpipe_tensor::Error::invalid(what, panic_text(&*panic));
             catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(failed(panic)))
         };
+        let _doing = visit.call.terms.board.enter(&self.who, Doing(visit, layer));
         if !visit.call.terms.timing {
             return work().map_err(fail);
         }
@@ -758,10 +779,7 @@ impl Launcher {
                 Some(Seed::Of(other, leaves)) => {
                     let what = format!("waiting for the input gradients of {}", other.terms.model.name);
                     let found = other.wait(&self.who, &what, |state| state.input_grads[m].clone());
-                    let failed = |_| Error::CalledOff {
-                        why: format!("the call of {} failed", other.terms.model.name),
-                    };
-                    let found = found.map_err(failed)?;
+                    let found = found.map_err(|_| other.called_off())?;
                     let leaves = leaves.unwrap_or(0..found.len());
                     Ok(found[leaves].to_vec())
                 }

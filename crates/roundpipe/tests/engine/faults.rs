@@ -308,7 +308,6 @@ fn train_through(engine: &RoundPipe, to: u64, lag: Lag, failures: &mut Vec<Strin
 fn a_fault_at_every_place_is_an_error_and_leaves_no_trace() {
     let (losses, end) = untroubled(Lag::One);
     for kind in KINDS {
-        let mut quiet = Vec::new();
         // Faults at places farther apart as they go: all of the first, and a share of the rest.
         let places = (1..12).chain((12..).step_by(17));
         for n in places {
@@ -326,15 +325,22 @@ fn a_fault_at_every_place_is_an_error_and_leaves_no_trace() {
             if world.faults().is_empty() {
                 break;
             }
+            let fault = &world.faults()[0];
             if failures.is_empty() {
-                quiet.push(world.faults()[0].clone());
+                assert!(harmless(fault), "nobody was told: {what}");
             } else {
                 let place = failures.iter().any(|text| text.contains("stage") && text.contains("injected"));
                 assert!(place, "{what}");
             }
         }
-        assert!(quiet.len() < 4, "{kind:?}: faults that nobody was told of: {quiet:#?}");
     }
+}
+
+/// Whether nobody need be told of a fault: weights that are fetched ahead are asked for again, and memory whose last
+/// use could not be marked was waited for.
+pub fn harmless(fault: &str) -> bool {
+    let ahead = fault.contains("alloc") && fault.contains("for weights");
+    ahead || (fault.contains("record fault") && fault.contains("compute"))
 }
 
 /// An engine that is dropped in the middle of anything ends its threads and hangs nowhere.
@@ -404,19 +410,26 @@ fn a_dropped_engine_leaves_a_whole_step() {
 #[test]
 fn a_busy_layer_is_all_that_a_drop_waits_for() {
     let (open, gate) = channel();
-    let model = models::perceptron(DType::F32).named("gate", gated(gate));
+    let (enter, entered) = channel();
+    let enter = Func(move |_: &mut Cx, x: &Tensor| {
+        enter.send(()).unwrap();
+        Ok(x.clone())
+    });
+    let model = models::perceptron(DType::F32).named("enter", enter).named("gate", gated(gate));
     let engine = RoundPipe::builder(model).devices(models::cpus(2)).build().unwrap();
     let (x, _) = models::numbers(0, 6, DType::F32);
-    let plan = ExecutePlan::from_sizes(PlanKind::Infer, &[2, 3], &[]);
+    let plan = ExecutePlan::from_sizes(PlanKind::Infer, &[2, 4], &[]);
     let config = RunConfig::default().requires_grad(false).merge_output(MergeOutput::Off).execute_plan(plan);
     let forward = engine.forward(x, &config).unwrap();
+    entered.recv().unwrap();
+    std::thread::sleep(Duration::from_millis(20));
     std::thread::scope(|scope| {
         let ended = scope.spawn(move || {
             drop(engine);
             drop(forward);
             Instant::now()
         });
-        std::thread::sleep(Duration::from_millis(100));
+        std::thread::sleep(Duration::from_millis(20));
         let opened = Instant::now();
         open.send(()).unwrap();
         assert!(ended.join().unwrap().saturating_duration_since(opened) < Duration::from_secs(2));
