@@ -408,20 +408,29 @@ impl<M> TrainCall<'_, M> {
     pub fn run(self) -> Result<Trained> {
         let Self { engine, args, labels, loss, outputs, config } = self;
         let core = &engine.core;
-        let ask =
-            Ask { kind: PlanKind::Fused, args, labels, loss: Some(loss), wants_outputs: outputs, config };
+        let (kind, loss) = (PlanKind::Fused, Some(loss));
+        let ask = Ask { kind, args, labels, loss, wants_outputs: outputs, reads: true, config };
         let Submitted { call, config, args } = core.submit(ask)?;
-        let losses = wait_losses(&call).map_err(|error| core.failed(&call, error))?;
-        let outputs = match outputs {
-            true => {
-                let parts = wait_outputs(&call).map_err(|error| core.failed(&call, error))?;
-                Some(merge(parts, &merged(&config.merge_output))?)
-            }
-            false => None,
-        };
+        let (losses, outputs) = read(core, &call, |call| {
+            let losses = wait_losses(call)?;
+            let outputs = outputs.then(|| merge(wait_outputs(call)?, &merged(&config.merge_output)));
+            Ok((losses, outputs.transpose()?))
+        })?;
         let input_grads = config.input_grads.then(|| InputGrads { call, args, leaves: None });
         Ok(Trained { losses, outputs, input_grads })
     }
+}
+
+/// Reads what a call gives, as a part of it: what goes wrong here fails the call.
+fn read<R>(core: &Core, call: &Call, results: impl FnOnce(&Call) -> Result<R>) -> Result<R> {
+    let results = results(call);
+    if let Err(error) = &results
+        && !error.is_echo()
+    {
+        call.fail(Error::CalledOff { why: error.to_string() });
+    }
+    call.end_part();
+    results.map_err(|error| core.failed(error))
 }
 
 /// Unmerged outputs make no sense where outputs are returned at once.
@@ -511,7 +520,8 @@ impl Forward {
             let flow = self.call.wait("caller", "waiting for outputs", |state| state.outputs[m].clone())?;
             Ok(flow.leaves().iter().map(|leaf| *leaf.parcel.shape()).collect())
         });
-        let shapes: Vec<Vec<roundpipe_tensor::Shape>> = shapes.collect::<Result<_>>()?;
+        let shapes = shapes.collect::<Result<Vec<Vec<roundpipe_tensor::Shape>>>>();
+        let shapes = shapes.map_err(|error| self.core.failed(error))?;
         let parts = split_grads(grads, &shapes, &merged(&self.merge))?;
         let parcel = |t: HostTensor| -> Result<_> {
             let buf = t.buf().slice(t.byte_range())?;
@@ -574,14 +584,15 @@ impl<M> RoundPipe<M> {
         let differentiable = resolved.requires_grad;
         let kind = if differentiable { PlanKind::Train } else { PlanKind::Infer };
         let (args, config) = (inputs.into(), config.clone());
-        let ask = Ask { kind, args, labels: Tree::None, loss: None, wants_outputs: true, config };
+        let reads = !matches!(resolved.merge_output, MergeOutput::Off);
+        let ask = Ask { kind, args, labels: Tree::None, loss: None, wants_outputs: true, reads, config };
         let Submitted { call, config, args } = core.submit(ask)?;
         let merge_output = config.merge_output;
         let mut forward =
             Forward { core: core.clone(), call, merge: merge_output, output: None, args, differentiable };
-        if !matches!(forward.merge, MergeOutput::Off) {
-            let parts = wait_outputs(&forward.call).map_err(|error| core.failed(&forward.call, error))?;
-            forward.output = Some(merge(parts, &forward.merge)?);
+        if reads {
+            let (call, how) = (&forward.call, &forward.merge);
+            forward.output = Some(read(core, call, |call| merge(wait_outputs(call)?, how))?);
         }
         Ok(forward)
     }
@@ -644,17 +655,8 @@ impl<M> RoundPipe<M> {
     /// When the update it depends on failed.
     pub fn loss_scale(&self, scaler: &GradScaler) -> Result<f64> {
         let version = self.core.wait_visible()?;
-        // Published layer by layer; the scaler hears of it right after the last.
-        for _ in 0..1000 {
-            if let Some(scale) = scaler.scale_at(version) {
-                return Ok(scale);
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        Err(Error::config(
-            "scaler",
-            format!("it knows no scale for version {version}; use one scaler per engine"),
-        ))
+        let unknown = || format!("it knows no scale for version {version}; use one scaler per engine");
+        scaler.scale_at(version).ok_or_else(|| Error::config("scaler", unknown()))
     }
 
     fn check_rule(&self) -> Result<()> {
