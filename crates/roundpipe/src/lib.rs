@@ -65,3 +65,8 @@ pub use store::{Store, StoreConfig};
 pub use trace::{LayerTimes, Span, Trace};
 pub use tree::Tree;
 pub use update::Update;
+
+/// The programs of the README, run as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+pub struct Readme;
