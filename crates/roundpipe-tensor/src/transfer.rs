@@ -395,14 +395,16 @@ impl Port {
         Ok(())
     }
 
-    /// The host waits for all lanes; what was sent is let go. Errors of the lanes are dropped: this is for
-    /// picking up after a failure.
-    pub fn drain(&self) {
-        for kind in LaneKind::ALL {
-            let _ = self.lane(kind).fence();
-        }
+    /// The host waits for all lanes, whatever they tell; what was sent is let go. This is for picking up after a
+    /// failure.
+    ///
+    /// # Errors
+    /// The first thing that went wrong in a lane and was not told yet.
+    pub fn drain(&self) -> Result<()> {
+        let told = LaneKind::ALL.map(|kind| self.lane(kind).fence());
         let sent = std::mem::take(&mut lock(&self.outbox).sent);
         sent.iter().for_each(|(_, _, event)| event.state().settle());
+        told.into_iter().collect()
     }
 
     /// Starts a download in the activation lane.

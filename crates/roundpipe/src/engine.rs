@@ -98,6 +98,7 @@ pub struct Builder<M> {
     decays: Option<Arc<Decays>>,
     asynchronous: bool,
     seed: u64,
+    first_layer: usize,
     devices: Vec<Arc<dyn Device>>,
     ring: Option<Ring>,
     options: RingOptions,
@@ -123,6 +124,7 @@ impl<M: Layer + 'static> RoundPipe<M> {
             decays: None,
             asynchronous: true,
             seed: 0,
+            first_layer: 0,
             devices: Vec::new(),
             ring: None,
             options: RingOptions::default(),
@@ -195,6 +197,14 @@ impl<M: Layer + 'static> Builder<M> {
     #[must_use]
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
+        self
+    }
+
+    /// Layers draw random numbers as if `layers` others stood before them: engines in a row then draw those
+    /// of one engine over all layers.
+    #[must_use]
+    pub(crate) fn behind(mut self, layers: usize) -> Self {
+        self.first_layer = layers;
         self
     }
 
@@ -284,8 +294,9 @@ impl<M: Layer + 'static> Builder<M> {
             Some(decays) => store.decay_where(|name, param| decays(name, param)),
             None => store,
         };
-        let model =
-            Model { name: self.name, layers, store, seed: self.seed, sets_buffers: AtomicBool::new(false) };
+        let (seed, first_layer) = (self.seed, self.first_layer);
+        let sets_buffers = AtomicBool::new(false);
+        let model = Model { name: self.name, layers, store, seed, first_layer, sets_buffers };
         let watchdog =
             self.stall.map(|(after, report)| Arc::new(Watchdog::start(ring.board().clone(), after, report)));
         let core = Core::new(model, ring, self.config, self.asynchronous, Arc::new(Trace::new()))?;
@@ -397,20 +408,29 @@ impl<M> TrainCall<'_, M> {
     pub fn run(self) -> Result<Trained> {
         let Self { engine, args, labels, loss, outputs, config } = self;
         let core = &engine.core;
-        let ask =
-            Ask { kind: PlanKind::Fused, args, labels, loss: Some(loss), wants_outputs: outputs, config };
+        let (kind, loss) = (PlanKind::Fused, Some(loss));
+        let ask = Ask { kind, args, labels, loss, wants_outputs: outputs, reads: true, config };
         let Submitted { call, config, args } = core.submit(ask)?;
-        let losses = wait_losses(&call).map_err(|error| core.failed(&call, error))?;
-        let outputs = match outputs {
-            true => {
-                let parts = wait_outputs(&call).map_err(|error| core.failed(&call, error))?;
-                Some(merge(parts, &merged(&config.merge_output))?)
-            }
-            false => None,
-        };
+        let (losses, outputs) = read(core, &call, |call| {
+            let losses = wait_losses(call)?;
+            let outputs = outputs.then(|| merge(wait_outputs(call)?, &merged(&config.merge_output)));
+            Ok((losses, outputs.transpose()?))
+        })?;
         let input_grads = config.input_grads.then(|| InputGrads { call, args, leaves: None });
         Ok(Trained { losses, outputs, input_grads })
     }
+}
+
+/// Reads what a call gives, as a part of it: what goes wrong here fails the call.
+fn read<R>(core: &Core, call: &Call, results: impl FnOnce(&Call) -> Result<R>) -> Result<R> {
+    let results = results(call);
+    if let Err(error) = &results
+        && !error.is_echo()
+    {
+        call.fail(Error::CalledOff { why: error.to_string() });
+    }
+    call.end_part();
+    results.map_err(|error| core.failed(error))
 }
 
 /// Unmerged outputs make no sense where outputs are returned at once.
@@ -491,13 +511,18 @@ impl Forward {
     /// # Errors
     /// [`Error::Config`] without `requires_grad`, or when a step was made since; otherwise what goes wrong.
     pub fn backward(self, grads: impl Into<Tree<HostTensor>>) -> Result<InputGrads> {
-        let grads = grads.into().map_ref(|t| Some(t.clone()));
+        self.backward_some(&grads.into().map_ref(|t| Some(t.clone())))
+    }
+
+    /// As [`Forward::backward`], where some outputs have no gradient.
+    pub(crate) fn backward_some(self, grads: &Tree<Option<HostTensor>>) -> Result<InputGrads> {
         let shapes = (0..self.call.terms.microbatches).map(|m| {
             let flow = self.call.wait("caller", "waiting for outputs", |state| state.outputs[m].clone())?;
             Ok(flow.leaves().iter().map(|leaf| *leaf.parcel.shape()).collect())
         });
-        let shapes: Vec<Vec<roundpipe_tensor::Shape>> = shapes.collect::<Result<_>>()?;
-        let parts = split_grads(&grads, &shapes, &merged(&self.merge))?;
+        let shapes = shapes.collect::<Result<Vec<Vec<roundpipe_tensor::Shape>>>>();
+        let shapes = shapes.map_err(|error| self.core.failed(error))?;
+        let parts = split_grads(grads, &shapes, &merged(&self.merge))?;
         let parcel = |t: HostTensor| -> Result<_> {
             let buf = t.buf().slice(t.byte_range())?;
             Ok(roundpipe_tensor::transfer::Parcel::given(buf, t.dtype(), *t.shape())?)
@@ -559,14 +584,15 @@ impl<M> RoundPipe<M> {
         let differentiable = resolved.requires_grad;
         let kind = if differentiable { PlanKind::Train } else { PlanKind::Infer };
         let (args, config) = (inputs.into(), config.clone());
-        let ask = Ask { kind, args, labels: Tree::None, loss: None, wants_outputs: true, config };
+        let reads = !matches!(resolved.merge_output, MergeOutput::Off);
+        let ask = Ask { kind, args, labels: Tree::None, loss: None, wants_outputs: true, reads, config };
         let Submitted { call, config, args } = core.submit(ask)?;
         let merge_output = config.merge_output;
         let mut forward =
             Forward { core: core.clone(), call, merge: merge_output, output: None, args, differentiable };
-        if !matches!(forward.merge, MergeOutput::Off) {
-            let parts = wait_outputs(&forward.call).map_err(|error| core.failed(&forward.call, error))?;
-            forward.output = Some(merge(parts, &forward.merge)?);
+        if reads {
+            let (call, how) = (&forward.call, &forward.merge);
+            forward.output = Some(read(core, call, |call| merge(wait_outputs(call)?, how))?);
         }
         Ok(forward)
     }
@@ -629,17 +655,8 @@ impl<M> RoundPipe<M> {
     /// When the update it depends on failed.
     pub fn loss_scale(&self, scaler: &GradScaler) -> Result<f64> {
         let version = self.core.wait_visible()?;
-        // Published layer by layer; the scaler hears of it right after the last.
-        for _ in 0..1000 {
-            if let Some(scale) = scaler.scale_at(version) {
-                return Ok(scale);
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        Err(Error::config(
-            "scaler",
-            format!("it knows no scale for version {version}; use one scaler per engine"),
-        ))
+        let unknown = || format!("it knows no scale for version {version}; use one scaler per engine");
+        scaler.scale_at(version).ok_or_else(|| Error::config("scaler", unknown()))
     }
 
     fn check_rule(&self) -> Result<()> {
@@ -727,6 +744,17 @@ impl<M> RoundPipe<M> {
             }
         }
         Ok(all)
+    }
+
+    /// Whether a backward was asked for since the last step.
+    pub(crate) fn has_gradients(&self) -> bool {
+        self.core.has_gradients()
+    }
+
+    /// The squares of all gradients, by layer and parameter; for a norm over several engines.
+    pub(crate) fn squares(&self) -> Result<Vec<Vec<f64>>> {
+        let store = &self.core.model.store;
+        (0..store.layers().len()).map(|layer| store.squares(layer)).collect()
     }
 
     /// Whether layers behave as in training (dropout drops, batch norm uses the batch); on by default.

@@ -93,6 +93,34 @@ pub enum Error {
 }
 
 impl Error {
+    /// Whether it only says that something else failed.
+    pub(crate) fn is_echo(&self) -> bool {
+        matches!(self, Self::CalledOff { .. } | Self::Aborted(_))
+    }
+
+    /// Whether a device reported it, perhaps later than it happened.
+    pub(crate) fn is_of_device(&self) -> bool {
+        use roundpipe_tensor::Error::{Device, Race};
+        match self {
+            Self::Task { source, .. } => source.is_of_device(),
+            Self::Tensor(source) | Self::Layer { source, .. } => {
+                matches!(source, Device { .. } | Race { .. })
+            }
+            _ => false,
+        }
+    }
+
+    /// Itself and its causes in one line.
+    pub(crate) fn in_full(&self) -> String {
+        let mut text = self.to_string();
+        let mut source = std::error::Error::source(self);
+        while let Some(cause) = source {
+            text = format!("{text}: {cause}");
+            source = cause.source();
+        }
+        text
+    }
+
     /// Shorthand for [`Error::Config`].
     pub fn config(name: &'static str, what: impl Into<String>) -> Self {
         Self::Config { name, what: what.into() }

@@ -5,8 +5,8 @@
 //!
 //! The modules stand in data order: values between layers, batches and microbatches, layers, ready-made
 //! layers, costs, plans and their simulation, run configurations, what threads are doing and did, learning
-//! rates, optimizers, versions of weights, the store and its updates, executors, and the engine on top. This
-//! crate has no `unsafe` code.
+//! rates, optimizers, versions of weights, the store and its updates, executors, the engine, and the rules that
+//! make engines of a tree of modules. This crate has no `unsafe` code.
 #![forbid(unsafe_code)]
 
 pub mod error;
@@ -42,6 +42,7 @@ mod exec;
 
 pub mod devices;
 pub mod engine;
+pub mod wrap;
 
 pub use batch::{Cut, Inputs, Merge, MergeOutput, SplitInput, SplitLabel};
 pub use config::{Grain, OutputDevice, RunConfig};
@@ -67,3 +68,9 @@ pub use store::{Store, StoreConfig};
 pub use trace::{LayerTimes, Span, Trace};
 pub use tree::Tree;
 pub use update::Update;
+pub use wrap::{AutoWrapped, Composite, Node, WrapConfig, Wrapped, wrap};
+
+/// The programs of the README, run as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+pub struct Readme;

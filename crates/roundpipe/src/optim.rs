@@ -59,6 +59,14 @@ impl Rule {
         }
     }
 
+    /// Refuses settings that no pass would accept.
+    pub(crate) fn check(self, threads: &Threads, shared: Shared) -> Result<()> {
+        let mut moments = vec![[0.0f32; 0]; self.moments()];
+        let moments = moments.iter_mut().map(|moment| &mut moment[..]).collect();
+        let slabs = Slabs { grad: Floats::F32(&[]), master: &mut [], moments, working: None };
+        self.update(threads, shared, true, slabs)
+    }
+
     /// One fused pass. `decays` says whether weight decay applies to this parameter.
     pub(crate) fn update(
         self,

@@ -115,6 +115,15 @@ impl Store {
         squares.into_iter().flatten().fold(0.0, |sum, square| sum + square)
     }
 
+    /// Refuses, before the first layer is touched, what [`Store::apply`] would refuse at some layer.
+    ///
+    /// # Errors
+    /// [`Error::Config`] without a rule; settings that it does not accept.
+    pub fn check(&self, apply: &Apply) -> Result<()> {
+        let shared = Shared { lr: apply.lr, step: apply.step, factor: apply.factor };
+        self.rule_or_refuse()?.check(&self.shared.threads, shared)
+    }
+
     /// Updates one layer's own parameters with the rule, publishes the version and takes the gradients as read. All
     /// gradients of [`Store::grad_layers`] must have landed.
     ///

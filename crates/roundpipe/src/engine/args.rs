@@ -48,6 +48,11 @@ impl Args {
         self
     }
 
+    /// By position, and by name.
+    pub(crate) fn into_parts(self) -> (Vec<Arg>, BTreeMap<String, Arg>) {
+        (self.args, self.named)
+    }
+
     fn all(&self) -> impl Iterator<Item = &Arg> {
         self.args.iter().chain(self.named.values())
     }

@@ -6,10 +6,13 @@
 //!
 //! # Invariants
 //! - `steps` counts the steps that were asked for and not called off; calls read version `visible`.
-//! - After a failure the weights, the optimizer's state and the random stream are as before the call that failed;
-//!   gradients since the last step are gone.
+//! - After a failure the weights and the optimizer's state are as before the step that failed, or that the call
+//!   which failed belongs to; its gradients are gone, and the random stream is where it was when its first call
+//!   was submitted.
+//! - Every failure is told once: by whoever waits for what failed, or by the next call.
 
 use std::collections::{HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -55,6 +58,8 @@ struct State {
     /// Training calls so far: the place in the random stream.
     number: u64,
     training: bool,
+    /// Whether a call in training has ended well: it is known then whether layers set buffers.
+    trained: bool,
     steps: u64,
     /// The last steps that were asked for: version, and whether at lag 1.
     history: VecDeque<(u64, bool)>,
@@ -90,6 +95,8 @@ pub(crate) struct Ask {
     pub labels: Tree<HostTensor>,
     pub loss: Option<LossFn>,
     pub wants_outputs: bool,
+    /// Whether the caller reads results before anything else: it is a part of the call then, and ends it.
+    pub reads: bool,
     pub config: RunConfig,
 }
 
@@ -115,6 +122,7 @@ impl Core {
             next_call: 0,
             number: 0,
             training: true,
+            trained: false,
             steps: 0,
             history: VecDeque::new(),
             since_step: Vec::new(),
@@ -149,19 +157,20 @@ impl Core {
         self.lock().steps
     }
 
-    /// The version that the next call reads.
-    pub fn visible(&self) -> u64 {
-        self.lock().visible()
+    /// Whether a backward was asked for since the last step.
+    pub fn has_gradients(&self) -> bool {
+        !self.lock().since_step.is_empty()
     }
 
-    /// Waits until the weights that the next call reads are there.
+    /// Waits until the weights that the next call reads are there; says which version that is.
     pub fn wait_visible(&self) -> Result<u64> {
-        let version = self.visible();
-        let abort = self.model.store.abort();
-        for layer in self.model.store.layers() {
-            layer.versions().wait_published(version, &abort)?;
+        let mut state = self.lock();
+        let version = state.visible();
+        let mut pending = state.outcomes.iter().filter(|outcome| outcome.version <= version);
+        if pending.any(|outcome| !outcome.settle()) {
+            self.check(&mut state)?;
         }
-        Ok(version)
+        Ok(state.visible())
     }
 
     // ---- calls ----
@@ -176,7 +185,7 @@ impl Core {
         let labels = self.split_labels(&ask, &config, &parts)?;
         state.warnings.extend(parts.warnings.iter().cloned());
         let plan = self.plan(&mut state, ask.kind, &config, &parts)?;
-        if self.model.sets_buffers.load(Ordering::Relaxed) {
+        if self.may_set_buffers(&state) {
             for call in &self.peers.active() {
                 call.wait_quiet("caller");
             }
@@ -203,6 +212,7 @@ impl Core {
             wants_outputs: ask.wants_outputs,
             wants_input_grads,
             board: self.ring.board().clone(),
+            neighbours: self.ring.calls().clone(),
             timing: true,
         };
         state.next_call += 1;
@@ -216,12 +226,22 @@ impl Core {
         if ask.kind == PlanKind::Train {
             call.hold();
         }
+        if ask.reads {
+            call.open_part();
+        }
         if ask.kind == PlanKind::Fused {
             call.lock().adds_to = state.since_step.last().cloned();
             state.since_step.push(call.clone());
         }
         self.queue(&call, slots);
         Ok(Submitted { call, config, args: parts.args })
+    }
+
+    /// Whether the calls under way may set buffers, which the next one is to read. Before the first has ended, every
+    /// model with something frozen is taken for one that does.
+    fn may_set_buffers(&self, state: &State) -> bool {
+        let mut params = self.model.store.layers().iter().flat_map(|layer| layer.params());
+        self.model.sets_buffers.load(Ordering::SeqCst) || (!state.trained && params.any(|p| !p.trainable))
     }
 
     fn split_labels(&self, ask: &Ask, config: &Resolved, parts: &Parts) -> Result<Vec<Tree<Parcel>>> {
@@ -285,7 +305,7 @@ impl Core {
         }
         let calls = std::mem::take(&mut state.since_step);
         let version = state.steps + 1;
-        let outcome = Outcome::new(version);
+        let outcome = Outcome::new(version, calls[0].terms.number);
         let whole = matches!(work, Work::Function(_));
         let (next_call, kept) = (state.next_call, outcome.clone());
         state.steps = version;
@@ -298,8 +318,8 @@ impl Core {
         if !lag_one {
             let ready = if whole { kept.wait().map(drop) } else { kept.wait_begun() };
             if let Err(error) = ready {
-                self.recover(&mut state);
-                return Err(error);
+                let first = self.recover(&mut state);
+                return Err(if error.is_echo() { first.unwrap_or(error) } else { error });
             }
         }
         Ok(kept)
@@ -319,66 +339,57 @@ impl Core {
 
     /// Reports what failed since the last call, once, and puts the engine in order.
     fn check(&self, state: &mut State) -> Result<()> {
-        let failed_step = state.outcomes.iter().find(|outcome| outcome.has_failed()).cloned();
-        let failed_call = state.watched.iter().find(|call| call.has_failed()).cloned();
-        if failed_call.is_none() && failed_step.is_none() {
-            let (ended, open) =
-                std::mem::take(&mut state.watched).into_iter().partition(|call| call.has_ended());
-            state.watched = open;
-            let ended: Vec<Arc<Call>> = ended;
-            ended.iter().for_each(|call| self.learn(state, call));
-            state.outcomes.retain(|outcome| !outcome.is_over());
-            return Ok(());
+        let failed = state.outcomes.iter().any(|outcome| outcome.has_failed())
+            || state.watched.iter().any(|call| call.has_failed());
+        if failed {
+            return self.recover(state).map_or(Ok(()), Err);
         }
-        let error = failed_step.and_then(|step| step.take_error());
-        let error = error.or_else(|| failed_call.and_then(|call| call.take_error()));
-        self.recover(state);
-        Err(error.unwrap_or(Error::CalledOff { why: "an earlier call failed".to_owned() }))
+        // Each is asked once: what fails just now stays for the next look.
+        let (ended, open) =
+            std::mem::take(&mut state.watched).into_iter().partition(|call| call.has_succeeded());
+        state.watched = open;
+        let ended: Vec<Arc<Call>> = ended;
+        state.trained |= ended.iter().any(|call| call.terms.training);
+        ended.iter().for_each(|call| self.learn(state, call));
+        state.outcomes.retain(|outcome| !outcome.is_done());
+        Ok(())
     }
 
-    /// A call failed: reports it and puts the engine in order.
-    pub fn failed(&self, call: &Call, seen: Error) -> Error {
-        let mut state = self.lock();
-        let error = match seen {
-            Error::CalledOff { .. } | Error::Aborted(_) => call.take_error().unwrap_or(seen),
-            // The caller saw it first, e.g. at the fence of a loss.
-            other => {
-                let told = Error::CalledOff { why: other.to_string() };
-                call.fail(told);
-                other
-            }
-        };
-        self.recover(&mut state);
-        error
+    /// A call failed: puts the engine in order and says why.
+    pub fn failed(&self, seen: Error) -> Error {
+        let first = self.recover(&mut self.lock());
+        if seen.is_echo() { first.unwrap_or(seen) } else { seen }
     }
 
-    /// Waits until nothing moves, then forgets what failed.
-    fn recover(&self, state: &mut State) {
+    /// Waits until nothing moves, then forgets what failed and gives the error that nobody was told yet.
+    fn recover(&self, state: &mut State) -> Option<Error> {
         for call in &self.peers.active() {
             call.wait_quiet("caller");
         }
         // Steps behind a failed one have failed calls themselves.
         state.outcomes.iter().for_each(|outcome| _ = outcome.settle());
         self.ring.drain();
-        let failed = state.watched.iter().filter(|call| call.has_failed());
-        if let Some(number) = failed.map(|call| call.terms.number).min() {
-            state.number = state.number.min(number);
-        }
-        state.watched.retain(|call| !call.has_failed() && !call.has_ended());
-        let done = state.outcomes.iter().filter(|outcome| outcome.has_failed()).map(|o| o.version).min();
-        if let Some(failed) = done {
+        let (calls, watched) =
+            std::mem::take(&mut state.watched).into_iter().partition(|call| call.has_failed());
+        state.watched = watched;
+        let calls: Vec<Arc<Call>> = calls;
+        let outcomes = std::mem::take(&mut state.outcomes);
+        let steps: Vec<&Arc<Outcome>> = outcomes.iter().filter(|outcome| outcome.has_failed()).collect();
+        if let Some(failed) = steps.iter().map(|step| step.version).min() {
             state.steps = failed - 1;
             state.history.retain(|(version, _)| *version < failed);
         }
-        state.outcomes.clear();
-        if state.since_step.iter().any(|call| call.has_failed()) {
-            for call in std::mem::take(&mut state.since_step) {
-                call.wait_end("caller");
-            }
-            self.model.store.clear_gradients();
-        } else if done.is_some() {
+        let mut numbers: Vec<u64> = calls.iter().map(|call| call.terms.number).collect();
+        numbers.extend(steps.iter().map(|step| step.number));
+        if !steps.is_empty() || state.since_step.iter().any(|call| call.has_failed()) {
+            numbers.extend(state.since_step.drain(..).map(|call| call.terms.number));
             self.model.store.clear_gradients();
         }
+        state.number = numbers.into_iter().fold(state.number, u64::min);
+        let told = steps.iter().filter_map(|step| step.take_error());
+        let errors: Vec<Error> = told.chain(calls.iter().filter_map(|call| call.take_error())).collect();
+        let at = errors.iter().position(|error| !error.is_echo()).unwrap_or(0);
+        errors.into_iter().nth(at)
     }
 
     // ---- plans ----
@@ -443,7 +454,9 @@ impl Core {
         };
         let by_meta = example.and_then(|example| {
             let spec = |t: &HostTensor| -> Spec { (t.dtype(), *t.shape(), false) };
-            model_costs(&self.model.layers, kind, &example.map_ref(spec), training).ok()
+            let costs = || model_costs(&self.model.layers, kind, &example.map_ref(spec), training).ok();
+            // A layer that panics here will do so again in its task, and be reported there.
+            catch_unwind(AssertUnwindSafe(costs)).ok().flatten()
         });
         by_meta.unwrap_or_else(|| {
             let bytes = |(name, layer): &(String, Arc<dyn crate::layer::Layer>)| {

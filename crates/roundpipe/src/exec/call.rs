@@ -4,18 +4,19 @@
 //! task that needs it, so that host memory is let go as early as it can be.
 //!
 //! # Invariants
-//! - A call ends exactly once, after each of its parts (jobs, gradient downloads) has ended, whether it failed
-//!   or not.
+//! - A call ends exactly once, after each of its parts (jobs, transfers, a caller that reads results) has ended,
+//!   whether it failed or not.
 //! - The first failure is kept; every wait of the call returns after it.
-//! - A failing call fails all calls of its engine that were submitted after it.
+//! - A failing call fails all calls of its engine that were submitted after it. What went wrong in a lane may
+//!   belong to any call of the ring that has not ended: whoever sees it first fails them all.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use roundpipe_tensor::device::Stamp;
-use roundpipe_tensor::transfer::{Loaded, Parcel};
+use roundpipe_tensor::transfer::{Loaded, Parcel, Port};
 use roundpipe_tensor::{Cx, DeviceId, Param, Result as TensorResult, Tensor};
 
 use crate::config::Grain;
@@ -37,6 +38,8 @@ pub(crate) struct Model {
     pub layers: Vec<(String, Arc<dyn Layer>)>,
     pub store: Store,
     pub seed: u64,
+    /// The number of its first layer in the random stream.
+    pub first_layer: usize,
     /// Whether a layer was seen to set a buffer: calls then run one after another.
     pub sets_buffers: AtomicBool,
 }
@@ -120,6 +123,8 @@ pub(crate) struct Terms {
     pub wants_outputs: bool,
     pub wants_input_grads: bool,
     pub board: Board,
+    /// The calls of all engines on the same workers.
+    pub neighbours: Arc<Peers>,
     pub timing: bool,
 }
 
@@ -155,10 +160,16 @@ pub(crate) struct State {
     held: bool,
     failed: bool,
     error: Option<Error>,
+    /// What the error said, for those who depend on this call.
+    why: String,
     ended: bool,
 }
 
 impl State {
+    pub fn has_failed(&self) -> bool {
+        self.failed
+    }
+
     /// Ends the call when nothing is left to do.
     fn settle(&mut self) {
         // A failed call is never continued.
@@ -176,7 +187,7 @@ impl State {
     }
 }
 
-/// The calls of an engine in the order of their submission.
+/// The calls of an engine, or of a ring, in the order of their submission.
 #[derive(Default)]
 pub(crate) struct Peers(Mutex<Vec<Weak<Call>>>);
 
@@ -190,6 +201,13 @@ impl Peers {
         let mut list = self.list();
         list.retain(|call| call.upgrade().is_some_and(|call| !call.has_ended()));
         list.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Waits for a worker's lanes; what they tell fails all calls.
+    pub fn drain(&self, port: &Port) {
+        if let Err(error) = port.drain() {
+            self.fail_from(0, &format!("a device failed: {error}"));
+        }
     }
 
     /// Fails all calls whose number is at least `id`.
@@ -232,6 +250,7 @@ impl Call {
             held: false,
             failed: false,
             error: None,
+            why: String::new(),
             ended: false,
         };
         let call = Arc::new(Self {
@@ -241,7 +260,9 @@ impl Call {
             state: Mutex::new(state),
             changed: Condvar::new(),
         });
-        peers.list().push(Arc::downgrade(&call));
+        for list in [peers, &call.terms.neighbours] {
+            list.list().push(Arc::downgrade(&call));
+        }
         call
     }
 
@@ -324,17 +345,21 @@ impl Call {
     /// Notes values of buffers at the end of a forward.
     pub fn set_buffers(&self, buffers: Vec<(Param, Parcel)>) {
         if !buffers.is_empty() {
-            self.terms.model.sets_buffers.store(true, Ordering::Relaxed);
             self.lock().buffers.extend(buffers);
         }
     }
 
-    /// Ends all waits of this call and of those submitted after it.
+    /// Ends all waits of this call and of those that fail with it.
     pub fn fail(&self, error: Error) {
-        let why = format!("an earlier call failed: {error}");
+        let why = format!("another call failed: {}", error.in_full());
+        let of_device = error.is_of_device();
         // Only the first failure reaches others: by the second, the engine may be at work again.
-        if self.fail_alone(error) {
-            self.peers.fail_from(self.terms.id + 1, &why);
+        if !self.fail_alone(error) {
+            return;
+        }
+        match of_device {
+            true => self.terms.neighbours.fail_from(0, &why),
+            false => self.peers.fail_from(self.terms.id + 1, &why),
         }
     }
 
@@ -345,6 +370,7 @@ impl Call {
                 return false;
             }
             state.failed = true;
+            state.why = error.in_full();
             state.error = Some(error);
             if state.open == 0 {
                 state.settle();
@@ -363,15 +389,20 @@ impl Call {
         self.lock().ended
     }
 
-    /// The error that ended it, once.
+    /// What another call says that depends on this one, which failed.
+    pub fn called_off(&self) -> Error {
+        Error::CalledOff { why: format!("the call of {} failed: {}", self.terms.model.name, self.lock().why) }
+    }
+
+    /// Whether it ended as it should.
+    pub fn has_succeeded(&self) -> bool {
+        let state = self.lock();
+        state.ended && !state.failed
+    }
+
+    /// The error that ended it; `None` when there is none, or it was told already.
     pub fn take_error(&self) -> Option<Error> {
-        let mut state = self.lock();
-        match state.failed {
-            true => Some(
-                state.error.take().unwrap_or(Error::CalledOff { why: "the call failed before".to_owned() }),
-            ),
-            false => None,
-        }
+        self.lock().error.take()
     }
 
     /// Waits until nothing of it is under way, though a backward may still follow.

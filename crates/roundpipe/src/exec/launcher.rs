@@ -9,13 +9,16 @@
 //! - A value whose every reader is on this worker, while the budget lasts: it is never downloaded.
 //! - A value that a stage passed on unchanged (positions, masks): uploaded once per call.
 //!
-//! Both are let go when their last reader has them, or with the call.
+//! Both are let go when their last reader has them, or after their call has ended: another call's jobs may run
+//! between a forward and its backward.
 
 use std::any::Any;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 
 use roundpipe_tensor::device::Stamp;
 use roundpipe_tensor::transfer::{Arrival, Parcel, Port, Slot};
@@ -47,8 +50,23 @@ struct Kept {
     tensor: Tensor,
     /// Keeps the address, by which it is found, from being used again.
     _parcel: Parcel,
+    /// Whose value it is.
+    call: Weak<Call>,
     /// Readers to come; `None` until the call ends.
     uses: Option<usize>,
+}
+
+/// Whether the outputs of other calls that a microbatch starts from are there, or will never be.
+fn has_come(call: &Call, microbatch: usize) -> bool {
+    let source = call.lock().inputs[microbatch].clone();
+    let come = |source: &&Source| match source {
+        Source::Value(_) => true,
+        Source::Output(other, m) => {
+            let state = other.lock();
+            state.outputs[*m].is_some() || state.has_failed()
+        }
+    };
+    source.is_some_and(|source| source.leaves().iter().all(come))
 }
 
 /// What a panic said.
@@ -70,8 +88,8 @@ pub(crate) struct Launcher {
     kept_bytes: u64,
     /// Saved inputs on their way, by layer and microbatch.
     coming: HashMap<(usize, usize), Coming>,
-    /// The call that these belong to.
-    call: Option<u64>,
+    /// The call of the current job.
+    call: Weak<Call>,
     /// Where jobs come from, and the one that follows the current one.
     line: Option<Arc<Line>>,
     pub next: Option<Job>,
@@ -82,6 +100,22 @@ struct Visit<'a> {
     call: &'a Arc<Call>,
     slot: usize,
     microbatch: usize,
+}
+
+/// What a launcher is busy with, for people.
+struct Doing<'a>(&'a Visit<'a>, Option<usize>);
+
+impl fmt::Display for Doing<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(visit, layer) = self;
+        let model = &visit.call.terms.model;
+        write!(f, "{}: stage {}, ", model.name, visit.slot)?;
+        match layer {
+            Some(layer) => write!(f, "layer {layer} ({})", model.layers[*layer].0)?,
+            None => write!(f, "loss")?,
+        }
+        write!(f, ", microbatch {}", visit.microbatch)
+    }
 }
 
 /// A microbatch's values on their way to the worker.
@@ -106,20 +140,8 @@ impl Launcher {
     ) -> Self {
         let who = format!("{} launcher", port.worker().device().id());
         let kept = HashMap::new();
-        let coming = HashMap::new();
-        Self {
-            index,
-            who,
-            port,
-            mover,
-            keep_limit,
-            kept,
-            kept_bytes: 0,
-            coming,
-            call: None,
-            line,
-            next: None,
-        }
+        let (coming, call, next) = (HashMap::new(), Weak::new(), None);
+        Self { index, who, port, mover, keep_limit, kept, kept_bytes: 0, coming, call, line, next }
     }
 
     fn worker(&self) -> &Worker {
@@ -130,39 +152,47 @@ impl Launcher {
     pub fn run(&mut self, mut job: Job) {
         let call = job.call.clone();
         self.enter(&call);
-        if call.has_failed() {
-            self.forget();
-        } else if let Err(error) = self.survive(&mut job) {
+        if !call.has_failed()
+            && let Err(error) = self.survive(&mut job)
+        {
             call.fail(error);
-            self.forget();
-            self.port.drain();
+            self.forget(|kept| !std::ptr::addr_eq(kept.as_ptr(), Arc::as_ptr(&call)));
+            call.terms.neighbours.drain(&self.port);
         }
         drop(job);
         call.end_part();
     }
 
-    /// A layer that panics fails its call, not the worker.
+    /// Whatever panics fails its call, not the worker.
     fn survive(&mut self, job: &mut Job) -> Result<()> {
         let (call, slot) = (job.call.clone(), job.slot);
         let ran = catch_unwind(AssertUnwindSafe(|| self.run_job(job)));
         ran.unwrap_or_else(|panic| {
-            let what = roundpipe_tensor::Error::invalid("layer", panic_text(&*panic));
+            let what = roundpipe_tensor::Error::invalid("task", panic_text(&*panic));
             Err(self.place(&Visit { call: &call, slot, microbatch: 0 }, None, what))
         })
     }
 
-    /// Values of an earlier call are let go.
-    fn enter(&mut self, call: &Call) {
-        if self.call != Some(call.terms.id) {
-            self.forget();
-            self.call = Some(call.terms.id);
+    /// Values of calls that have ended are let go.
+    fn enter(&mut self, call: &Arc<Call>) {
+        if !std::ptr::addr_eq(self.call.as_ptr(), Arc::as_ptr(call)) {
+            self.forget(|call| call.upgrade().is_some_and(|call| !call.has_ended() && !call.has_failed()));
+            self.call = Arc::downgrade(call);
         }
     }
 
+<<<<<<< HEAD
     fn forget(&mut self) {
         self.coming.clear();
         self.kept.clear();
         self.kept_bytes = 0;
+=======
+    /// Lets go of all values but those of some calls.
+    fn forget(&mut self, but: impl Fn(&Weak<Call>) -> bool) {
+        self.kept.retain(|_, kept| but(&kept.call));
+        let bytes = |kept: &Kept| (kept.tensor.numel() * kept.tensor.dtype().size()) as u64;
+        self.kept_bytes = self.kept.values().map(bytes).sum();
+>>>>>>> engine
     }
 
     /// Asks for the weights of the job that follows, as soon as there is one.
@@ -332,7 +362,7 @@ impl Launcher {
 
     fn hold(&mut self, parcel: &Parcel, tensor: &Tensor, uses: Option<usize>) {
         self.kept_bytes += (tensor.numel() * tensor.dtype().size()) as u64;
-        let kept = Kept { tensor: tensor.clone(), _parcel: parcel.clone(), uses };
+        let kept = Kept { tensor: tensor.clone(), _parcel: parcel.clone(), call: self.call.clone(), uses };
         self.kept.insert(parcel.id(), kept);
     }
 
@@ -436,6 +466,9 @@ impl Launcher {
         let call = visit.call;
         let microbatch = visit.microbatch;
         if visit.slot == 0 {
+            if !wait && !has_come(call, microbatch) {
+                return Ok(None);
+            }
             let source = call.lock().inputs[microbatch].take();
             let Some(source) = source else { return Ok(None) };
             return self.resolve(visit, source).map(Some);
@@ -460,9 +493,8 @@ impl Launcher {
             Source::Value(leaf) => Ok(Tree::Tensor(leaf)),
             Source::Output(other, microbatch) => {
                 let what = format!("waiting for microbatch {microbatch} of {}", other.terms.model.name);
-                let found = other.wait(&self.who, &what, |state| state.outputs[microbatch].clone()).map_err(
-                    |_| Error::CalledOff { why: format!("the call of {} failed", other.terms.model.name) },
-                )?;
+                let found = other.wait(&self.who, &what, |state| state.outputs[microbatch].clone());
+                let found = found.map_err(|_| other.called_off())?;
                 let grads = visit.call.terms.wants_input_grads;
                 Ok(found.map_ref(|leaf| Leaf { grad: leaf.grad && grads, ..leaf.clone() }))
             }
@@ -559,18 +591,27 @@ impl Launcher {
         input: &Tree<Held>,
     ) -> Result<Ran> {
         let terms = &visit.call.terms;
+        if visit.call.has_failed() {
+            // Nobody waits for the rest, which may take long.
+            return Err(visit.call.called_off());
+        }
         let layer = seated.index;
         let site = RngSite {
             seed: terms.model.seed,
             step: terms.number,
             microbatch: visit.microbatch as u32,
-            layer: layer as u32,
+            layer: (terms.model.first_layer + layer) as u32,
             site: 0,
         };
         let module = &*terms.model.layers[layer].1;
-        self.timed(visit, Some(layer), category, || {
+        let ran = self.timed(visit, Some(layer), category, || {
             seated.run(module, self.worker(), terms.training, site, mode, input)
-        })
+        })?;
+        if !ran.buffers.is_empty() {
+            // Known before the caller sees a result of this call, so before it can submit the next.
+            terms.model.sets_buffers.store(true, Ordering::SeqCst);
+        }
+        Ok(ran)
     }
 
     /// Runs a piece of work between two stamps.
@@ -582,6 +623,14 @@ impl Launcher {
         work: impl FnOnce() -> roundpipe_tensor::Result<R>,
     ) -> Result<R> {
         let fail = |e| self.place(visit, layer, e);
+        // A user's layer or loss function may panic: it fails its call, not the worker.
+        let work = || {
+            let what = if layer.is_some() { "layer" } else { "loss_fn" };
+            let failed =
+                |panic: Box<dyn Any + Send>| roundpipe_tensor::Error::invalid(what, panic_text(&*panic));
+            catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(failed(panic)))
+        };
+        let _doing = visit.call.terms.board.enter(&self.who, Doing(visit, layer));
         if !visit.call.terms.timing {
             return work().map_err(fail);
         }
@@ -632,7 +681,7 @@ impl Launcher {
             seed: terms.model.seed,
             step: terms.number,
             microbatch: m as u32,
-            layer: terms.model.layers.len() as u32,
+            layer: (terms.model.first_layer + terms.model.layers.len()) as u32,
             site: 0,
         };
         let (losses, grads) = self
@@ -775,10 +824,7 @@ impl Launcher {
                 Some(Seed::Of(other, leaves)) => {
                     let what = format!("waiting for the input gradients of {}", other.terms.model.name);
                     let found = other.wait(&self.who, &what, |state| state.input_grads[m].clone());
-                    let failed = |_| Error::CalledOff {
-                        why: format!("the call of {} failed", other.terms.model.name),
-                    };
-                    let found = found.map_err(failed)?;
+                    let found = found.map_err(|_| other.called_off())?;
                     let leaves = leaves.unwrap_or(0..found.len());
                     Ok(found[leaves].to_vec())
                 }

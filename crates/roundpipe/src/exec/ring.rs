@@ -16,6 +16,7 @@ use roundpipe_tensor::host::Pin;
 use roundpipe_tensor::transfer::{HostPool, HostUse, Moved, Port};
 use roundpipe_tensor::{Bytes, Device, Worker};
 
+use super::call::Peers;
 use super::copier::Mover;
 use super::launcher::{Job, Launcher};
 use crate::error::{Error, Result};
@@ -38,6 +39,8 @@ struct Inner {
     hands: Hands,
     threads: Mutex<Vec<JoinHandle<()>>>,
     board: Board,
+    /// The calls of all engines.
+    calls: Arc<Peers>,
 }
 
 /// Who runs jobs.
@@ -155,7 +158,7 @@ impl Ring {
             Hands::Threaded(lines)
         };
         let (next, threads) = (Mutex::new(0), Mutex::new(threads));
-        Ok(Self(Arc::new(Inner { workers, ports, host, next, hands, threads, board })))
+        Ok(Self(Arc::new(Inner { workers, ports, host, next, hands, threads, board, calls: Arc::default() })))
     }
 
     /// The workers in order.
@@ -203,9 +206,15 @@ impl Ring {
         self.0.ports.iter().enumerate().flat_map(of).collect()
     }
 
-    /// Waits for all lanes and drops what went wrong in them: it belongs to calls that have failed.
+    /// The calls of all engines that use this ring.
+    pub(crate) fn calls(&self) -> &Arc<Peers> {
+        &self.0.calls
+    }
+
+    /// Waits for all lanes. What went wrong in them belongs to calls that have failed, or to others under way, which
+    /// fail now.
     pub(crate) fn drain(&self) {
-        self.0.ports.iter().for_each(|port| port.drain());
+        self.0.ports.iter().for_each(|port| self.0.calls.drain(port));
     }
 
     /// Queues the jobs of one call (or of its backward), each on its worker.
@@ -253,6 +262,6 @@ impl Drop for Inner {
             // A thread that panicked has told so; here only its end matters.
             let _ = thread.join();
         }
-        self.ports.iter().for_each(|port| port.drain());
+        self.ports.iter().for_each(|port| self.calls.drain(port));
     }
 }

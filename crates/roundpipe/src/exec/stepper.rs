@@ -8,6 +8,7 @@
 //! # Invariants
 //! - Steps are done one after another, in the order they were asked for.
 //! - A step whose calls failed publishes nothing, and fails the calls that were submitted after it.
+//! - A step of the rule that has begun is done, even when the engine is dropped: no model is left half updated.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -64,13 +65,15 @@ enum Phase {
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub version: u64,
+    /// The first of its calls: its place in the random stream.
+    pub number: u64,
     phase: Mutex<Phase>,
     changed: Condvar,
 }
 
 impl Outcome {
-    pub fn new(version: u64) -> Arc<Self> {
-        Arc::new(Self { version, phase: Mutex::new(Phase::Waiting), changed: Condvar::new() })
+    pub fn new(version: u64, number: u64) -> Arc<Self> {
+        Arc::new(Self { version, number, phase: Mutex::new(Phase::Waiting), changed: Condvar::new() })
     }
 
     fn lock(&self) -> MutexGuard<'_, Phase> {
@@ -120,13 +123,14 @@ impl Outcome {
         matches!(*self.lock(), Phase::Failed(_))
     }
 
-    pub fn is_over(&self) -> bool {
-        !matches!(*self.lock(), Phase::Waiting | Phase::Begun)
+    pub fn is_done(&self) -> bool {
+        matches!(*self.lock(), Phase::Done(_))
     }
 
+    /// Why it failed; `None` when it did not, or it was told already.
     pub fn take_error(&self) -> Option<Error> {
         match &mut *self.lock() {
-            Phase::Failed(error) => Some(error.take().unwrap_or_else(failed_before)),
+            Phase::Failed(error) => error.take(),
             _ => None,
         }
     }
@@ -231,13 +235,16 @@ impl Bench {
         let squares = layers.clone().map(|layer| store.squares(layer)).collect::<Result<Vec<_>>>()?;
         let decision = update.decide(crate::store::Store::total(&squares));
         let step = store.steps() + u64::from(!decision.skip);
-        outcome.set(Phase::Begun);
         let apply = Apply { step, lr: update.lr, factor: decision.factor, next_version: version };
+        store.check(&apply)?;
+        outcome.set(Phase::Begun);
+        // Never set: all calls before have ended, and those behind it read what it writes.
+        let never = store.abort();
         for layer in layers {
             let start = self.trace.now_ns();
             self.patiently(layer, || match decision.skip {
-                true => store.skip(layer, version, &self.abort),
-                false => store.apply(layer, &apply, &self.abort),
+                true => store.skip(layer, version, &never),
+                false => store.apply(layer, &apply, &never),
             })?;
             self.note(layer, version, start);
         }

@@ -1,1 +1,186 @@
-//! Later.
+//! Memory: host bytes per parameter by kind, one reservation per worker, nothing that grows with steps.
+//!
+//! What the process really takes is measured in `tests/host_memory.rs`, where nothing else runs.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use roundpipe::nn::{Init, Linear};
+use roundpipe::{
+    Bytes, Cx, DType, Device, ExecutePlan, HostTensor, Lag, Params, Pin, PlanKind, RingOptions, RoundPipe,
+    RunConfig, Sequential, Tensor, TensorResult, Tree, Update,
+};
+use roundpipe_tensor::device::{Arena, DeviceId, Lane, LaneKind, Ops};
+use roundpipe_tensor::sim::{SimConfig, Timing};
+use roundpipe_tensor::{HostBuf, SimWorld};
+
+use crate::invisible::{Way, engine, rule};
+use crate::models;
+
+const WIDTH: usize = 1024;
+const ROWS: usize = 8;
+const MICROBATCHES: usize = 2;
+
+/// Three trainable products and a frozen one, a million parameters each.
+fn products(dtype: DType) -> Sequential {
+    let mut init = Init::new(1, dtype);
+    let mut linear = || Linear::new(&mut init, WIDTH, WIDTH, false).unwrap();
+    let frozen = linear();
+    frozen.set_trainable(false);
+    Sequential::new().with(linear()).with(frozen).with(linear()).with(linear())
+}
+
+fn square(cx: &mut Cx, output: Tree, _: Tree) -> TensorResult<Tensor> {
+    let squared = cx.square(&output.tensor()?)?;
+    cx.mean_all(&squared)
+}
+
+/// What the store holds is 16 bytes per trainable bf16 parameter (18 with a second version) and 2 per frozen
+/// one; activations in host memory are the inputs of stages and their gradients, no more.
+#[test]
+fn a_bf16_parameter_takes_16_bytes_or_18_and_a_frozen_one_2() {
+    for (lag, per_param) in [(Lag::Zero, 16), (Lag::One, 18)] {
+        let model = products(DType::BF16);
+        let options = RingOptions { keep: Some(Bytes(0)), ..small() };
+        let engine = RoundPipe::builder(model.clone())
+            .optimizer(rule())
+            .asynchronous(lag == Lag::One)
+            .run_config(RunConfig::new().num_microbatch(MICROBATCHES).execute_plan(ExecutePlan::from_sizes(
+                PlanKind::Fused,
+                &[1, 1, 1],
+                &[1, 1, 1, 1],
+            )))
+            .devices(models::cpus(2))
+            .ring_options(options)
+            .build()
+            .unwrap();
+        for _ in 0..3 {
+            let input = HostTensor::zeros(DType::BF16, &[ROWS, WIDTH]).unwrap();
+            engine.forward_backward(input, Tree::None, square).unwrap();
+            engine.update(&Update::new(0.01), lag).unwrap();
+        }
+        engine.synchronize().unwrap();
+        let trainable: usize = model.trainable_params().iter().map(|(_, p)| p.shape().numel()).sum();
+        let frozen = model.num_params() - trainable;
+        assert_eq!((trainable, frozen), (3 * WIDTH * WIDTH, WIDTH * WIDTH));
+        let bytes = engine.host_bytes();
+        assert_eq!(bytes.total(), per_param * trainable + 2 * frozen, "{bytes:?}");
+        // Every stage's input and its gradient, of each microbatch of two calls, in whole pages.
+        let flow = (ROWS / MICROBATCHES * WIDTH * 2).next_multiple_of(4096);
+        let activations = 2 * MICROBATCHES * 2 * model.len() * flow;
+        let host = engine.ring().host_use();
+        assert!(host.lent == Bytes(0) && host.peak.0 as usize <= activations, "{host:?} > {activations}");
+    }
+}
+
+fn small() -> RingOptions {
+    RingOptions { memory: Some(Bytes::mib(48)), ..RingOptions::default() }
+}
+
+/// A device that counts how often memory is reserved on it.
+#[derive(Debug)]
+struct Counted {
+    device: Arc<dyn Device>,
+    reserves: Arc<AtomicUsize>,
+}
+
+impl Device for Counted {
+    fn id(&self) -> DeviceId {
+        self.device.id()
+    }
+
+    fn memory(&self) -> Bytes {
+        self.device.memory()
+    }
+
+    fn reserve(&self, bytes: Bytes) -> TensorResult<Arena> {
+        self.reserves.fetch_add(1, Ordering::Relaxed);
+        self.device.reserve(bytes)
+    }
+
+    fn lane(&self, kind: LaneKind) -> &dyn Lane {
+        self.device.lane(kind)
+    }
+
+    fn ops(&self) -> &dyn Ops {
+        self.device.ops()
+    }
+
+    fn host_buffer(&self, name: &str, bytes: usize, pin: Pin) -> TensorResult<HostBuf> {
+        self.device.host_buffer(name, bytes, pin)
+    }
+
+    fn aliases_host(&self) -> bool {
+        self.device.aliases_host()
+    }
+
+    fn handing_out(&self, op: &'static str, start: u64, bytes: u64) -> TensorResult<()> {
+        self.device.handing_out(op, start, bytes)
+    }
+
+    fn freed(&self, start: u64, bytes: u64) {
+        self.device.freed(start, bytes);
+    }
+}
+
+fn sims(workers: usize) -> Vec<Arc<dyn Device>> {
+    let config =
+        SimConfig { seed: 3, memory: Bytes::mib(512), timing: Timing::default(), ..SimConfig::default() };
+    let world = SimWorld::new(config).unwrap();
+    world.workers(workers).into_iter().map(|worker| worker as Arc<dyn Device>).collect()
+}
+
+/// Memory is reserved when the ring is made, once per worker, and never again. How much of it is used is the same
+/// in every step when jobs run one after another; threads may bring the next stage in early, which takes at most
+/// as much again.
+#[test]
+fn nothing_is_reserved_after_the_start_and_the_high_water_settles() {
+    let plans = [(&[][..], &[6][..]), (&[2, 3], &[1, 2, 3]), (&[1; 5], &[1; 6]), (&[4], &[2, 1, 3])];
+    for (forward, backward) in plans {
+        let plan = ExecutePlan::from_sizes(PlanKind::Fused, forward, backward);
+        let (second, last) = water(models::cpus(2), &plan, true, Lag::Zero);
+        assert_eq!(second, last, "cpu, {plan}, one job after another");
+        for lag in [Lag::Zero, Lag::One] {
+            at_most_twice(
+                &last,
+                &water(models::cpus(2), &plan, false, lag).1,
+                &format!("cpu, {plan}, {lag:?}"),
+            );
+        }
+        let (_, alone) = water(sims(2), &plan, true, Lag::Zero);
+        at_most_twice(&alone, &water(sims(2), &plan, false, Lag::One).1, &format!("sim, {plan}"));
+    }
+}
+
+/// The most memory in use on each worker up to the second step, and up to the last of fifty.
+fn water(devices: Vec<Arc<dyn Device>>, plan: &ExecutePlan, serial: bool, lag: Lag) -> (Vec<u64>, Vec<u64>) {
+    let reserves = Arc::new(AtomicUsize::new(0));
+    let count = |device| Arc::new(Counted { device, reserves: reserves.clone() }) as Arc<dyn Device>;
+    let devices: Vec<Arc<dyn Device>> = devices.into_iter().map(count).collect();
+    let workers = devices.len();
+    let way = Way { serial, plan: Some(plan.clone()), lag, ..Way::threaded(devices) };
+    let engine = engine(&models::transformer(DType::F32, false), &way);
+    steps(&engine, 0..2, lag);
+    let second = high_water(&engine);
+    steps(&engine, 2..50, lag);
+    assert_eq!(reserves.load(Ordering::Relaxed), workers, "{plan}, serial {serial}, {lag:?}");
+    (second, high_water(&engine))
+}
+
+fn at_most_twice(alone: &[u64], threaded: &[u64], name: &str) {
+    let most = 2 * alone.iter().max().unwrap();
+    assert!(threaded.iter().all(|bytes| *bytes <= most), "{name}: {threaded:?}, alone {alone:?}");
+}
+
+fn steps(engine: &RoundPipe, range: std::ops::Range<u64>, lag: Lag) {
+    for step in range {
+        let (inputs, labels) = models::tokens(step, 9, DType::F32);
+        engine.forward_backward(inputs, labels, models::token_loss).unwrap();
+        engine.update(&Update::new(0.01), lag).unwrap();
+    }
+    engine.synchronize().unwrap();
+}
+
+fn high_water(engine: &RoundPipe) -> Vec<u64> {
+    engine.ring().workers().iter().map(|worker| worker.usage().high_water.0).collect()
+}

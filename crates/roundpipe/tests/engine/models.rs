@@ -326,7 +326,7 @@ fn read(dtype: DType, bytes: &[u8]) -> Vec<f64> {
 }
 
 /// A microbatch of a tensor, by the engine's rule: as even as can be, larger ones first.
-fn piece(tensor: &HostTensor, batch: usize, parts: usize, part: usize) -> HostTensor {
+pub fn piece(tensor: &HostTensor, batch: usize, parts: usize, part: usize) -> HostTensor {
     if tensor.dims().first() != Some(&batch) {
         return tensor.clone();
     }
@@ -335,7 +335,7 @@ fn piece(tensor: &HostTensor, batch: usize, parts: usize, part: usize) -> HostTe
     tensor.narrow(0, start, size(part)).unwrap()
 }
 
-fn upload(worker: &Worker, tensor: &HostTensor) -> Tensor {
+pub fn upload(worker: &Worker, tensor: &HostTensor) -> Tensor {
     let shape = *tensor.shape();
     match tensor.dtype() {
         DType::F32 => worker.upload(&tensor.to_vec::<f32>().unwrap(), shape).unwrap(),
@@ -343,6 +343,68 @@ fn upload(worker: &Worker, tensor: &HostTensor) -> Tensor {
         DType::I64 => worker.upload(&tensor.to_vec::<i64>().unwrap(), shape).unwrap(),
         other => panic!("{other} is not used here"),
     }
+}
+
+/// The outputs of all microbatches of a forward that knows no engine, one after another. `number` is the place in
+/// the random stream.
+pub fn plain_forward(
+    model: &Sequential,
+    inputs: &Inputs,
+    (batch, microbatches): (usize, usize),
+    number: u64,
+    training: bool,
+) -> Vec<u64> {
+    let worker = Worker::new(Cpu::new(Some(1)).unwrap(), Bytes::mib(64)).unwrap();
+    let mut all = Vec::new();
+    for m in 0..microbatches {
+        let mut cx = Cx::new(&worker, false, training);
+        let cut = |t: &HostTensor| upload(&worker, &piece(t, batch, microbatches, m));
+        let mut value = inputs.clone().into_tree().map_ref(cut);
+        for (index, (_, layer)) in model.layers().enumerate() {
+            let (microbatch, layer_index) = (m as u32, index as u32);
+            cx = cx.at(RngSite { seed: SEED, step: number, microbatch, layer: layer_index, site: 0 });
+            value = layer.run(&mut cx, value).unwrap();
+        }
+        all.extend(f64_bits(value.tensor().unwrap().to_f64_vec().unwrap()));
+    }
+    all
+}
+
+/// Gradients since the last step, by name.
+pub fn grads(engine: &roundpipe::RoundPipe) -> Vec<(String, Vec<u64>)> {
+    engine.synchronize().unwrap();
+    let read = |(name, grad): (String, Option<HostTensor>)| {
+        (name, grad.map(|grad| f64_bits(grad.to_f64_vec().unwrap())).unwrap_or_default())
+    };
+    engine.gradients().unwrap().into_iter().map(read).collect()
+}
+
+/// Linear layers with a bend between them, no random operation: four layers.
+pub fn perceptron(dtype: DType) -> Sequential {
+    let mut init = Init::new(21, dtype);
+    let mut linear = |inputs, outputs| Linear::new(&mut init, inputs, outputs, true).unwrap();
+    let (a, b, c) = (linear(5, 8), linear(8, 8), linear(8, 3));
+    Sequential::new()
+        .named("first", a)
+        .named("bend", Func(|cx: &mut Cx, x: &Tensor| cx.relu(x)))
+        .named("second", b)
+        .named("third", c)
+}
+
+/// A batch for [`perceptron`] and weights of its outputs.
+pub fn numbers(step: u64, batch: usize, dtype: DType) -> (HostTensor, HostTensor) {
+    let key = RngSite { seed: 13, step, ..RngSite::default() }.key();
+    let values = |from: u64, count: usize| -> Vec<f64> {
+        (0..count).map(|i| f64::from(key.word(from + i as u64) >> 8) / 16_777_216.0 - 0.5).collect()
+    };
+    let x = HostTensor::from_f64s(&values(0, batch * 5), dtype, &[batch, 5]).unwrap();
+    (x, HostTensor::from_f64s(&values(4000, batch * 3), dtype, &[batch, 3]).unwrap())
+}
+
+/// The sum of outputs, each weighted: the gradient of an output is its weight.
+pub fn weighted(cx: &mut Cx, output: Tree, weights: Tree) -> TensorResult<Tensor> {
+    let product = cx.mul(&output.tensor()?, &weights.tensor()?)?;
+    cx.sum_all(&product)
 }
 
 /// A test that hangs says why before the runner's patience ends.

@@ -181,6 +181,9 @@ fn faults_are_errors_and_leave_no_trace() {
         world.heal();
         let from = match ended {
             Ok(()) => {
+                for fault in world.faults() {
+                    assert!(crate::faults::harmless(&fault), "seed {seed}: nobody was told of {fault}");
+                }
                 want.losses.remove(1);
                 2
             }
