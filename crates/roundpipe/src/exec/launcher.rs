@@ -181,18 +181,13 @@ impl Launcher {
         }
     }
 
-<<<<<<< HEAD
-    fn forget(&mut self) {
-        self.coming.clear();
-        self.kept.clear();
-        self.kept_bytes = 0;
-=======
     /// Lets go of all values but those of some calls.
     fn forget(&mut self, but: impl Fn(&Weak<Call>) -> bool) {
+        // A job takes all that it sent for, unless it failed.
+        self.coming.clear();
         self.kept.retain(|_, kept| but(&kept.call));
         let bytes = |kept: &Kept| (kept.tensor.numel() * kept.tensor.dtype().size()) as u64;
         self.kept_bytes = self.kept.values().map(bytes).sum();
->>>>>>> engine
     }
 
     /// Asks for the weights of the job that follows, as soon as there is one.
