@@ -195,6 +195,8 @@ impl Drop for Gpu {
         if self.enter().is_err() {
             return;
         }
+        // Libraries let go of the context before it goes.
+        self.products = product::Products::default();
         let spare = std::mem::take(&mut *lock(&self.spare));
         for event in spare.into_iter().chain([self.origin.0]) {
             // SAFETY: nobody holds these events any more.
