@@ -68,7 +68,8 @@ impl Call<'_> {
             use sys::CUfunction_attribute_enum as A;
             let what = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function is loaded and never unloaded.
-            unsafe { result::function::set_function_attribute(function.0, what, shared as i32) }.map_err(fail)?;
+            unsafe { result::function::set_function_attribute(function.0, what, shared as i32) }
+                .map_err(fail)?;
         }
         let mut pointers = args.pointers();
         let (grid, block) = ((grid[0], grid[1], grid[2]), (block[0], block[1], block[2]));
@@ -144,6 +145,13 @@ impl Args {
     /// `double`.
     pub fn f64(self, value: f64) -> Self {
         self.word(value.to_bits())
+    }
+
+    /// A struct of eight-byte fields, by value.
+    pub fn words(mut self, words: &[u64]) -> Self {
+        self.starts.push(self.bytes.len());
+        self.bytes.extend(words);
+        self
     }
 
     /// `View` of common.cuh: address, rank, sizes, strides.
