@@ -147,6 +147,13 @@ impl Args {
         self.word(value.to_bits())
     }
 
+    /// A struct of eight-byte fields, by value.
+    pub fn words(mut self, words: &[u64]) -> Self {
+        self.starts.push(self.bytes.len());
+        self.bytes.extend(words);
+        self
+    }
+
     /// `View` of common.cuh: address, rank, sizes, strides.
     pub fn view(mut self, view: &View) -> Self {
         self.starts.push(self.bytes.len());
