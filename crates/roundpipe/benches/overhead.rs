@@ -37,7 +37,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for workers in [1, 2] {
         for lag in [Lag::Zero, Lag::One] {
             engines.push((engine(workers, lag)?, lag));
-            ways.push((format!("{workers} workers, lag {}", lag as u8), f64::INFINITY));
+            let name = if workers == 1 { "one worker" } else { "two workers" };
+            ways.push((format!("{name}, lag {}", lag as u8), f64::INFINITY));
         }
     }
     writeln!(out, "{} parameters, {THREADS} threads, best of {rounds} rounds", plain.model.num_params())?;

@@ -13,7 +13,7 @@ pub enum OutputDevice {
     /// Host memory.
     #[default]
     Host,
-    /// The memory of the worker with this number.
+    /// Also the memory of the worker with this number: see [`Forward::tensors`](crate::Forward::tensors).
     Worker(usize),
 }
 
@@ -36,7 +36,8 @@ pub struct RunConfig {
     pub input_grads: Option<bool>,
     /// Where outputs land; the host by default.
     pub output_device: Option<OutputDevice>,
-    /// Whether recompute repeats random operations exactly; on by default.
+    /// Whether recompute repeats random operations exactly; on by default. Random numbers are a function of their
+    /// place here, so they repeat either way, and nothing is gained by switching this off.
     pub preserve_rng_state: Option<bool>,
     /// What is recomputed together; a stage by default.
     pub recompute_grain: Option<Grain>,

@@ -48,7 +48,7 @@ pub use self::args::{Arg, Args, InputGrads, Unmerged};
 use self::args::{host_tensor, to_host};
 use self::core::{Ask, Core, Submitted};
 use crate::batch::{MergeOutput, merge, split_grads};
-use crate::config::RunConfig;
+use crate::config::{OutputDevice, RunConfig};
 use crate::devices::Devices;
 use crate::error::{Error, Result};
 use crate::exec::call::{Call, LossFn, Model, Seed};
@@ -474,6 +474,7 @@ pub struct Forward {
     output: Option<Tree<HostTensor>>,
     args: Vec<args::Leaves>,
     differentiable: bool,
+    on: OutputDevice,
 }
 
 impl std::fmt::Debug for Forward {
@@ -498,6 +499,24 @@ impl Forward {
     pub fn output(&self) -> Result<&Tree<HostTensor>> {
         let unmerged = || Error::config("merge_output", "it is off; take the outputs by `unmerged`");
         self.output.as_ref().ok_or_else(unmerged)
+    }
+
+    /// The output of each microbatch on the worker that `output_device` names, to compute on with a
+    /// [`Cx`] of that worker. They carry no gradient; give theirs to [`Forward::backward`].
+    ///
+    /// # Errors
+    /// [`Error::Config`] when `output_device` is the host; otherwise what went wrong.
+    pub fn tensors(&self) -> Result<Vec<Tree<Tensor>>> {
+        let OutputDevice::Worker(worker) = self.on else {
+            return Err(Error::config("output_device", "it is the host; take the outputs by `output`"));
+        };
+        let port = self.core.ring.port(worker);
+        let bring = |m: usize| {
+            let flow = self.call.wait("caller", "waiting for outputs", |state| state.outputs[m].clone());
+            let flow = flow.map_err(|error| self.core.failed(error))?;
+            flow.try_map(|leaf| Ok(port.receive("output", &leaf.parcel)?.land()?))
+        };
+        (0..self.call.terms.microbatches).map(bring).collect()
     }
 
     /// The output of each microbatch, whether merged or not.
@@ -587,9 +606,9 @@ impl<M> RoundPipe<M> {
         let reads = !matches!(resolved.merge_output, MergeOutput::Off);
         let ask = Ask { kind, args, labels: Tree::None, loss: None, wants_outputs: true, reads, config };
         let Submitted { call, config, args } = core.submit(ask)?;
-        let merge_output = config.merge_output;
+        let (merge_output, on) = (config.merge_output, config.output_device);
         let mut forward =
-            Forward { core: core.clone(), call, merge: merge_output, output: None, args, differentiable };
+            Forward { core: core.clone(), call, merge: merge_output, output: None, args, differentiable, on };
         if reads {
             let (call, how) = (&forward.call, &forward.merge);
             forward.output = Some(read(core, call, |call| merge(wait_outputs(call)?, how))?);

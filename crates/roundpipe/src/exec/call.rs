@@ -261,7 +261,10 @@ impl Call {
             changed: Condvar::new(),
         });
         for list in [peers, &call.terms.neighbours] {
-            list.list().push(Arc::downgrade(&call));
+            let mut list = list.list();
+            // Those that are gone would pile up otherwise.
+            list.retain(|call| call.strong_count() > 0);
+            list.push(Arc::downgrade(&call));
         }
         call
     }

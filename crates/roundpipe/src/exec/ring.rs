@@ -181,6 +181,10 @@ impl Ring {
         self.0.host.usage()
     }
 
+    pub(crate) fn port(&self, worker: usize) -> &Arc<Port> {
+        &self.0.ports[worker]
+    }
+
     pub(crate) fn board(&self) -> &Board {
         &self.0.board
     }

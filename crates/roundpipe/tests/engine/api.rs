@@ -836,3 +836,25 @@ fn threads_may_train_one_engine_together() {
     let params = models::params(&model);
     assert!(params.iter().flat_map(|(_, p)| p).all(|bits| f64::from_bits(*bits).is_finite()));
 }
+
+/// Outputs can be had on a worker, to compute on there.
+#[test]
+fn outputs_land_on_the_worker_that_was_asked_for() {
+    let model = models::resnet();
+    let engine = RoundPipe::builder(model).devices(models::cpus(2)).memory(Bytes::mib(32)).build().unwrap();
+    let (images, _) = models::images(0, 5);
+    let config = RunConfig::new().num_microbatch(2).requires_grad(false);
+    let here = engine.forward(images.clone(), &config).unwrap();
+    assert!(here.tensors().unwrap_err().to_string().contains("output_device"));
+    let want = here.output().unwrap().clone().tensor().unwrap().to_vec::<f32>().unwrap();
+    let there = engine.forward(images, &config.output_device(roundpipe::OutputDevice::Worker(1))).unwrap();
+    let tensors = there.tensors().unwrap();
+    let worker = &engine.ring().workers()[1];
+    let mut got = Vec::new();
+    for tree in tensors {
+        let tensor = tree.tensor().unwrap();
+        assert_eq!(tensor.device().id(), worker.device().id());
+        got.extend(tensor.to_vec::<f32>().unwrap());
+    }
+    assert_eq!(got, want);
+}
