@@ -535,20 +535,22 @@ unsafe fn random(call: &Call<'_>, dist: Dist, key: RngKey) -> Result<()> {
 pub(super) fn units() -> Vec<Unit> {
     let mut units = Vec::new();
     units.extend([DType::F64, DType::F32, DType::F16, DType::U8].map(Turned::unit));
-    for width in [1, 8] {
-        for name in ["u8", "u16", "u32", "u64"] {
-            units.push(Map::new("FILL", vec![name]).unit(width));
-            units.push(Map::new("SAME", vec![name; 2]).unit(width));
-        }
+    for name in ["u8", "u16", "u32", "u64"] {
+        units.push(Map::new("FILL", vec![name]).unit(8));
+        units.push(Map::new("SAME", vec![name; 2]).unit(8));
+        units.push(Map::new("SAME", vec![name; 2]).unit(1));
     }
     for from in DType::ALL {
-        let others = DType::ALL.into_iter().filter(|to| *to != from);
+        let others = [DType::F32, DType::BF16, DType::I64, DType::Bool].into_iter().filter(|to| *to != from);
         units.extend(others.map(|to| cast_map(from, to).unit(8)));
-        units.push(compare_map(Compare::Eq, from).unit(8));
-        units.push(select_map(from).unit(8));
-        units.push(sequence("fill_arange", from));
-        units.push(random_unit(Dist::Bernoulli { p: 0.5 }, from));
-        units.push(accumulate_map(from, from).unit(if from.size() > 2 { 4 } else { 8 }));
+    }
+    units.extend([DType::F64, DType::F16, DType::I32, DType::U32, DType::U8].map(|to| cast_map(DType::F32, to).unit(8)));
+    for x in [DType::F64, DType::F32, DType::BF16, DType::I64, DType::Bool] {
+        units.push(compare_map(Compare::Eq, x).unit(8));
+        units.push(select_map(x).unit(8));
+        units.push(sequence("fill_arange", x));
+        units.push(random_unit(Dist::Bernoulli { p: 0.5 }, x));
+        units.push(accumulate_map(x, x).unit(8));
     }
     for x in FLOATS {
         units.extend([DType::F64, DType::F32].map(|y| accumulate_map(x, y).unit(8)));
@@ -563,7 +565,7 @@ pub(super) fn units() -> Vec<Unit> {
             units.push(unary_map(op, x, true).unit(if x.size() > 2 { 4 } else { 8 }));
         }
     }
-    for x in [DType::I64, DType::I32, DType::U32, DType::U8, DType::Bool] {
+    for x in [DType::I64, DType::Bool] {
         units.extend(FUNCTIONS.into_iter().filter(|op| has(*op, x)).map(|op| unary_map(op, x, false).unit(1)));
     }
     let logic = [Binary::And, Binary::Or, Binary::Xor, Binary::Pow, Binary::Div];

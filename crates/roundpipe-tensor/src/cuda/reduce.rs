@@ -176,7 +176,9 @@ fn op_name(op: Reduce) -> &'static str {
 }
 
 fn fold_unit(entry: &'static str, op: Reduce, x: &'static str, y: &'static str, pack: usize) -> Unit {
-    Unit::new("fold", FOLD, entry).with("OP", op_name(op)).with("X_T", x).with("Y_T", y).with("WIDTH", pack)
+    let columns = u8::from(entry == "fold_columns");
+    let unit = Unit::new("fold", FOLD, entry).with("OP", op_name(op)).with("X_T", x).with("Y_T", y);
+    unit.with("WIDTH", pack).with("COLUMNS", columns)
 }
 
 /// What the last launch of a reduction does to a result, and where it goes.
@@ -336,7 +338,7 @@ fn softmax_cut(width: usize, size: usize) -> (usize, usize) {
 
 fn softmax_unit(entry: &'static str, dtype: DType, log: bool, hold: usize) -> Unit {
     let unit = Unit::new("softmax", SOFTMAX, entry).with("X_T", c_type(dtype));
-    unit.with("LOG", u8::from(log)).with("HOLD", hold)
+    unit.with("LOG", u8::from(log)).with("HOLD", hold).with("GRAD", u8::from(entry == "softmax_grad"))
 }
 
 /// `[x contiguous] -> [y]`.

@@ -48,6 +48,7 @@ struct View {
 // Where element `i` (row-major index over the view's shape) lies, in elements.
 __device__ __forceinline__ i64 offset_of(const View& v, i64 i) {
     i64 at = 0;
+#pragma unroll 1
     for (int d = (int)v.rank - 1; d >= 0; --d) {
         i64 n = v.dim[d];
         i64 q = i / n;

@@ -10,7 +10,7 @@
 // fold_columns: neighbouring results lie side by side in x. A thread folds V of them over every blockDim.y-th element,
 //       then the blockDim.y partial results join in order.
 //
-// X_T is x's type, Y_T is y's (x's, or the stage), OP one of those below, WIDTH is V.
+// X_T is x's type, Y_T is y's (x's, or the stage), OP one of those below, WIDTH is V, COLUMNS is 1 for the second.
 
 #define SUM 0
 #define PROD 1
@@ -70,10 +70,10 @@ __device__ __forceinline__ void finish(Y* y, i64 at, S value, int mean, i64 coun
 
 // Where the folded element `i` lies, relative to its result.
 __device__ __forceinline__ i64 step_to(const View& fold, i64 i, i64 folded) {
-    if (fold.rank <= 1) return i * fold.stride[0];
     if (folded > 0x7fffffffll) return offset_of(fold, i);
     i64 at = 0;
     u32 rest = (u32)i;
+#pragma unroll 1
     for (int d = (int)fold.rank - 1; d >= 0; --d) {
         u32 n = (u32)fold.dim[d], q = rest / n;
         at += (i64)(rest - q * n) * fold.stride[d];
@@ -103,6 +103,7 @@ __device__ __forceinline__ S fold_pack(const X* x, int live, int packed) {
     return value[0];
 }
 
+#if COLUMNS == 0
 extern "C" __global__ void __launch_bounds__(256)
 fold_rows(const __grid_constant__ View keep, const __grid_constant__ View fold, Y* y, i64 results, i64 folded, i64 each,
      int packed, int mean, i64 count, int accumulate) {
@@ -114,10 +115,18 @@ fold_rows(const __grid_constant__ View keep, const __grid_constant__ View fold, 
     S value = nothing();
     if (result < results) {
         const X* x = (const X*)keep.ptr + offset_of(keep, result);
+        i64 first = begin + (i64)threadIdx.x * V, stride = (i64)blockDim.x * V;
+        if (fold.rank <= 1) {
 #pragma unroll 4
-        for (i64 i = begin + (i64)threadIdx.x * V; i < end; i += (i64)blockDim.x * V) {
-            int live = end - i < V ? (int)(end - i) : V;
-            value = join(value, fold_pack(x + step_to(fold, i, folded), live, packed));
+            for (i64 i = first; i < end; i += stride) {
+                int live = end - i < V ? (int)(end - i) : V;
+                value = join(value, fold_pack(x + i * fold.stride[0], live, packed));
+            }
+        } else {
+            for (i64 i = first; i < end; i += stride) {
+                int live = end - i < V ? (int)(end - i) : V;
+                value = join(value, fold_pack(x + step_to(fold, i, folded), live, packed));
+            }
         }
     }
     if (blockDim.x > 1) {
@@ -134,6 +143,7 @@ fold_rows(const __grid_constant__ View keep, const __grid_constant__ View fold, 
     }
 }
 
+#else
 // The last dimension of `keep` has `width` results side by side; blockIdx.x counts tiles of blockDim.x * V of them,
 // then the outer kept dimensions, which are what `keep` holds.
 extern "C" __global__ void __launch_bounds__(256)
@@ -152,8 +162,14 @@ fold_columns(const __grid_constant__ View keep, const __grid_constant__ View fol
     for (int k = 0; k < V; ++k) value[k] = nothing();
     if (live > 0) {
         const X* x = (const X*)keep.ptr + offset_of(keep, outer) + column;
-        if (packed && live == V) {
+        if (packed && live == V && fold.rank <= 1) {
 #pragma unroll 4
+            for (i64 i = begin + ty; i < end; i += by) {
+                Pack<X> pack = load16(x + i * fold.stride[0]);
+#pragma unroll
+                for (int k = 0; k < V; ++k) value[k] = join(value[k], rise(pack.at[k]));
+            }
+        } else if (packed && live == V) {
             for (i64 i = begin + ty; i < end; i += by) {
                 Pack<X> pack = load16(x + step_to(fold, i, folded));
 #pragma unroll
@@ -182,3 +198,4 @@ fold_columns(const __grid_constant__ View keep, const __grid_constant__ View fol
 #pragma unroll
     for (int k = 0; k < V; ++k) if (k < live) finish(y, at + k, value[k], mean, count, accumulate);
 }
+#endif

@@ -246,6 +246,7 @@ template <typename T> __device__ __forceinline__ void load(Vec<T>& x, const View
 #pragma unroll
         for (int k = 0; k < V; ++k) x.at[k] = one;
     } else if (live < V) {
+#pragma unroll
         for (int k = 0; k < V; ++k) x.at[k] = from[k < live ? k : 0];
     } else if (bytes % 16 == 0) {
 #pragma unroll
@@ -262,7 +263,8 @@ template <typename T> __device__ __forceinline__ void store(const Vec<T>& x, con
     if (V == 1) {
         *to = x.at[0];
     } else if (live < V) {
-        for (int k = 0; k < live; ++k) to[k] = x.at[k];
+#pragma unroll
+        for (int k = 0; k < V; ++k) if (k < live) to[k] = x.at[k];
     } else if (bytes % 16 == 0) {
 #pragma unroll
         for (int k = 0; k < bytes / 16; ++k) ((uint4*)to)[k] = ((const uint4*)&x)[k];
@@ -287,6 +289,7 @@ __device__ __forceinline__ Place place_of(i64 pack, const View& a, const View& b
         column = (i64)(p - row * wide) * V;
     }
     Place at = { column * a.stride[last], column * b.stride[last], column * c.stride[last], column * y.stride[last] };
+#pragma unroll 1
     for (int d = last - 1; d >= 0; --d) {
         I n = (I)y.dim[d], rest = row / n;
         i64 i = (i64)(row - rest * n);

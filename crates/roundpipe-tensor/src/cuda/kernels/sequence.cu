@@ -26,6 +26,7 @@ __device__ __forceinline__ void store4(Y* y, i64 first, i64 count, int packed, c
         }
         return;
     }
+#pragma unroll
     for (int k = 0; k < 4; ++k) if (first + k < count) y[first + k] = four.at[k];
 }
 

@@ -4,7 +4,8 @@
 //
 // blockDim.x (32 or 256) threads take one row, blockDim.y rows a block. A thread takes every blockDim.x-th pack of V
 // elements. Rows of at most HOLD packs a thread are kept in registers, longer ones (HOLD = 0) are read again. The cut
-// depends on the row's length alone; `packed` only says how packs are moved. X_T is the operands' type.
+// depends on the row's length alone; `packed` only says how packs are moved. X_T is the operands'
+// type, GRAD is 1 for the second.
 
 typedef X_T X;
 typedef AccOf<X>::type Acc;
@@ -52,6 +53,7 @@ __device__ __forceinline__ Pack<X> read(const X* x, i64 at, i64 width, int packe
 __device__ __forceinline__ void write(X* y, i64 at, i64 width, int packed, const Pack<X>& pack) {
     int live = live_of(at, width);
     if (packed && live == V) { store16(y + at, pack); return; }
+#pragma unroll
     for (int k = 0; k < V; ++k) if (k < live) y[at + k] = pack.at[k];
 }
 
@@ -71,6 +73,7 @@ __device__ __forceinline__ void write(X* y, i64 at, i64 width, int packed, const
 #define KEPT(held, x, at) read(x, at, width, packed)
 #endif
 
+#if GRAD == 0
 extern "C" __global__ void __launch_bounds__(256)
 softmax(const X* x, X* y, i64 rows, i64 width, int packed) {
     __shared__ Acc slots[8];
@@ -110,6 +113,7 @@ softmax(const X* x, X* y, i64 rows, i64 width, int packed) {
     }
 }
 
+#else
 extern "C" __global__ void __launch_bounds__(256)
 softmax_grad(const X* y, const X* dy, X* dx, i64 rows, i64 width, int packed) {
     __shared__ Acc slots[8];
@@ -142,3 +146,4 @@ softmax_grad(const X* y, const X* dy, X* dx, i64 rows, i64 width, int packed) {
         write(dx, at, width, packed, out);
     }
 }
+#endif
