@@ -180,7 +180,8 @@ fn merged(operands: &[View]) -> Result<Vec<View>> {
         strides.iter_mut().for_each(|strides| strides.push(1));
     }
     let shape = Shape::new(&sizes)?;
-    let lay = |(view, strides): (&View, &Vec<isize>)| View { layout: Layout::strided(shape, strides), ..*view };
+    let lay =
+        |(view, strides): (&View, &Vec<isize>)| View { layout: Layout::strided(shape, strides), ..*view };
     Ok(operands.iter().zip(&strides).map(lay).collect())
 }
 
@@ -188,7 +189,8 @@ fn merged(operands: &[View]) -> Result<Vec<View>> {
 /// element) at multiples of what is moved, else 1. The last operand is the destination.
 fn width(operands: &[View]) -> usize {
     let smallest = operands.iter().map(|v| v.dtype.size()).min().unwrap_or(8);
-    let inner = |v: &View| (v.shape().last().copied().unwrap_or(1), v.layout.strides().last().copied().unwrap_or(1));
+    let inner =
+        |v: &View| (v.shape().last().copied().unwrap_or(1), v.layout.strides().last().copied().unwrap_or(1));
     let fits = |width: usize| {
         operands.iter().enumerate().all(|(i, v)| {
             let (size, stride) = inner(v);
@@ -235,7 +237,11 @@ unsafe fn copy(call: &Call<'_>) -> Result<()> {
         }
         match Turned::new(&x, &y)? {
             Some(turned) => turned.launch(call),
-            None => Map::new("SAME", vec![bits(x.dtype), bits(y.dtype)]).launch(call, &[x, y], &Constants::default()),
+            None => Map::new("SAME", vec![bits(x.dtype), bits(y.dtype)]).launch(
+                call,
+                &[x, y],
+                &Constants::default(),
+            ),
         }
     }
 }
@@ -271,7 +277,8 @@ impl Turned {
         let rest: Vec<usize> = (0..sizes.len()).filter(|axis| *axis != row && *axis != column).collect();
         let pick = |values: &[isize]| rest.iter().map(|axis| values[*axis]).collect::<Vec<_>>();
         let shape = Shape::new(&rest.iter().map(|axis| sizes[*axis]).collect::<Vec<_>>())?;
-        let outer = |view: View, strides: &[isize]| View { layout: Layout::strided(shape, &pick(strides)), ..view };
+        let outer =
+            |view: View, strides: &[isize]| View { layout: Layout::strided(shape, &pick(strides)), ..view };
         Ok(Some(Self {
             dtype: x.dtype,
             planes: [outer(from, &along), outer(to, &across)],
@@ -373,7 +380,8 @@ fn has(op: Unary, dtype: DType) -> bool {
 
 fn unary_map(op: Unary, dtype: DType, grad: bool) -> Map {
     let t = c_type(dtype);
-    let (kind, prefix, types) = if grad { ("UNARY_GRAD", "d", vec![t; 3]) } else { ("UNARY", "f", vec![t; 2]) };
+    let (kind, prefix, types) =
+        if grad { ("UNARY_GRAD", "d", vec![t; 3]) } else { ("UNARY", "f", vec![t; 2]) };
     let fast = matches!(dtype, DType::BF16 | DType::F16);
     Map { function: format!("{prefix}_{}", function(op).0), fast, ..Map::new(kind, types) }
 }
@@ -524,7 +532,8 @@ unsafe fn random(call: &Call<'_>, dist: Dist, key: RngKey) -> Result<()> {
     };
     let (key, high) = key.parts();
     let count = y.numel();
-    let mut args = Args::new().ptr(y.ptr).size(count).i32(packed(y)).f64(p).f64(q).f64(top).u64(limit).u64(key);
+    let mut args =
+        Args::new().ptr(y.ptr).size(count).i32(packed(y)).f64(p).f64(q).f64(top).u64(limit).u64(key);
     args = args.u64(high);
     let unit = random_unit(dist, y.dtype);
     // SAFETY: the arguments are those of `fill_random`; y is dense by contract.
@@ -544,7 +553,10 @@ pub(super) fn units() -> Vec<Unit> {
         let others = [DType::F32, DType::BF16, DType::I64, DType::Bool].into_iter().filter(|to| *to != from);
         units.extend(others.map(|to| cast_map(from, to).unit(8)));
     }
-    units.extend([DType::F64, DType::F16, DType::I32, DType::U32, DType::U8].map(|to| cast_map(DType::F32, to).unit(8)));
+    units.extend(
+        [DType::F64, DType::F16, DType::I32, DType::U32, DType::U8]
+            .map(|to| cast_map(DType::F32, to).unit(8)),
+    );
     for x in [DType::F64, DType::F32, DType::BF16, DType::I64, DType::Bool] {
         units.push(compare_map(Compare::Eq, x).unit(8));
         units.push(select_map(x).unit(8));
@@ -558,7 +570,8 @@ pub(super) fn units() -> Vec<Unit> {
         units.push(dropout_map(x).unit(1));
         units.push(random_unit(Dist::Uniform { low: 0.0, high: 1.0 }, x));
         units.push(random_unit(Dist::Normal { mean: 0.0, std: 1.0 }, x));
-        let numbers = [Binary::Add, Binary::Sub, Binary::Mul, Binary::Div, Binary::Pow, Binary::Max, Binary::Min];
+        let numbers =
+            [Binary::Add, Binary::Sub, Binary::Mul, Binary::Div, Binary::Pow, Binary::Max, Binary::Min];
         units.extend(numbers.map(|op| binary_map(op, x).unit(if x.size() > 2 { 4 } else { 8 })));
         for op in FUNCTIONS.into_iter().filter(|op| has(*op, x)) {
             units.push(unary_map(op, x, false).unit(if x.size() > 2 { 4 } else { 8 }));
@@ -566,7 +579,8 @@ pub(super) fn units() -> Vec<Unit> {
         }
     }
     for x in [DType::I64, DType::Bool] {
-        units.extend(FUNCTIONS.into_iter().filter(|op| has(*op, x)).map(|op| unary_map(op, x, false).unit(1)));
+        units
+            .extend(FUNCTIONS.into_iter().filter(|op| has(*op, x)).map(|op| unary_map(op, x, false).unit(1)));
     }
     let logic = [Binary::And, Binary::Or, Binary::Xor, Binary::Pow, Binary::Div];
     units.extend(logic.map(|op| binary_map(op, DType::Bool).unit(8)));

@@ -211,7 +211,13 @@ unsafe fn reduce(call: &Call<'_>, op: Reduce, accumulate: bool) -> Result<()> {
             return fold(call, &plan, op, x, &last);
         }
         let parts = call.scratch_ptr();
-        fold(call, &plan, op, x, &Finish { ptr: parts, name: wide, mean: false, count: 0, accumulate: false })?;
+        fold(
+            call,
+            &plan,
+            op,
+            x,
+            &Finish { ptr: parts, name: wide, mean: false, count: 0, accumulate: false },
+        )?;
         join(call, &plan, op, wide, parts, &last)
     }
 }
@@ -248,7 +254,14 @@ unsafe fn fold(call: &Call<'_>, plan: &Plan, op: Reduce, x: &View, out: &Finish)
 ///
 /// # Safety
 /// As [`run`]; `parts` holds `parts · kept` values of type `wide`.
-unsafe fn join(call: &Call<'_>, plan: &Plan, op: Reduce, wide: &'static str, parts: u64, out: &Finish) -> Result<()> {
+unsafe fn join(
+    call: &Call<'_>,
+    plan: &Plan,
+    op: Reduce,
+    wide: &'static str,
+    parts: u64,
+    out: &Finish,
+) -> Result<()> {
     let keep = laid(parts, DType::F32, &[(plan.kept, 1)])?;
     let fold = laid(parts, DType::F32, &[(plan.parts, plan.kept as isize)])?;
     let threads = if plan.parts <= 64 { 1 } else { 32 };
@@ -269,7 +282,8 @@ fn team(count: usize, threads: usize) -> (u32, [u32; 3]) {
 /// Every dimension but `dim`, merged.
 fn others(view: &View, dim: usize) -> Result<View> {
     let dims = view.shape().iter().copied().zip(view.layout.strides().iter().copied());
-    let dims: Vec<Dim> = dims.enumerate().filter(|(axis, d)| *axis != dim && d.0 != 1).map(|(_, d)| d).collect();
+    let dims: Vec<Dim> =
+        dims.enumerate().filter(|(axis, d)| *axis != dim && d.0 != 1).map(|(_, d)| d).collect();
     laid(view.ptr, view.dtype, &merged(&dims))
 }
 
@@ -314,7 +328,8 @@ unsafe fn cumsum(call: &Call<'_>, dim: usize, reverse: bool) -> Result<()> {
     let args = Args::new().view(&others(x, dim)?).view(&others(y, dim)?);
     let args = args.size(count).size(size).i64(stride as i64).i64(step as i64);
     let mut args = args.i32(i32::from(reverse));
-    let (entry, grid) = if alone { ("scan_one", Call::blocks(count)) } else { ("scan_many", [count as u32, 1, 1]) };
+    let (entry, grid) =
+        if alone { ("scan_one", Call::blocks(count)) } else { ("scan_many", [count as u32, 1, 1]) };
     // SAFETY: the arguments are those of either kernel; y is dense by contract and of x's shape and type.
     unsafe { call.launch(&scan_unit(entry, x.dtype), grid, [256, 1, 1], 0, &mut args) }
 }
