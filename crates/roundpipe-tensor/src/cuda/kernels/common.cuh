@@ -48,6 +48,7 @@ struct View {
 // Where element `i` (row-major index over the view's shape) lies, in elements.
 __device__ __forceinline__ i64 offset_of(const View& v, i64 i) {
     i64 at = 0;
+#pragma unroll 1
     for (int d = (int)v.rank - 1; d >= 0; --d) {
         i64 n = v.dim[d];
         i64 q = i / n;
@@ -136,3 +137,58 @@ template <typename T> __device__ __forceinline__ Pack<T> load16(const T* p) {
 template <typename T> __device__ __forceinline__ void store16(T* p, const Pack<T>& x) {
     *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&x);
 }
+
+// The type that elementwise arithmetic and folds of a type are done in: integers and truth values use i64.
+template <typename T> struct StageOf { typedef i64 type; };
+template <> struct StageOf<double> { typedef double type; };
+template <> struct StageOf<float> { typedef float type; };
+template <> struct StageOf<bf16> { typedef float type; };
+template <> struct StageOf<f16> { typedef float type; };
+
+// To the stage.
+__device__ __forceinline__ double rise(double x) { return x; }
+__device__ __forceinline__ float rise(float x) { return x; }
+__device__ __forceinline__ float rise(bf16 x) { return up(x); }
+__device__ __forceinline__ float rise(f16 x) { return up(x); }
+__device__ __forceinline__ i64 rise(i64 x) { return x; }
+__device__ __forceinline__ i64 rise(int x) { return x; }
+__device__ __forceinline__ i64 rise(u32 x) { return x; }
+__device__ __forceinline__ i64 rise(u8 x) { return x; }
+__device__ __forceinline__ i64 rise(bool8 x) { return x.bits != 0; }
+
+// From the stage: floats round to nearest, integers keep their low bits.
+__device__ __forceinline__ void lower(double& y, double x) { y = x; }
+__device__ __forceinline__ void lower(float& y, float x) { y = x; }
+__device__ __forceinline__ void lower(bf16& y, float x) { put(y, x); }
+__device__ __forceinline__ void lower(f16& y, float x) { put(y, x); }
+__device__ __forceinline__ void lower(i64& y, i64 x) { y = x; }
+__device__ __forceinline__ void lower(int& y, i64 x) { y = (int)x; }
+__device__ __forceinline__ void lower(u32& y, i64 x) { y = (u32)x; }
+__device__ __forceinline__ void lower(u8& y, i64 x) { y = (u8)x; }
+__device__ __forceinline__ void lower(bool8& y, i64 x) { y.bits = x != 0; }
+
+// Products and sums that are not contracted into one rounding: the same bits as on the host.
+__device__ __forceinline__ float times(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double times(double a, double b) { return __dmul_rn(a, b); }
+__device__ __forceinline__ i64 times(i64 a, i64 b) { return (i64)((u64)a * (u64)b); }
+__device__ __forceinline__ float plus(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ double plus(double a, double b) { return __dadd_rn(a, b); }
+__device__ __forceinline__ i64 plus(i64 a, i64 b) { return (i64)((u64)a + (u64)b); }
+
+// Between stages. Floats become integers by truncation, saturating; NaN becomes 0.
+template <typename S> struct To;
+template <> struct To<float> {
+    static __device__ __forceinline__ float from(float x) { return x; }
+    static __device__ __forceinline__ float from(double x) { return (float)x; }
+    static __device__ __forceinline__ float from(i64 x) { return __ll2float_rn(x); }
+};
+template <> struct To<double> {
+    static __device__ __forceinline__ double from(float x) { return x; }
+    static __device__ __forceinline__ double from(double x) { return x; }
+    static __device__ __forceinline__ double from(i64 x) { return __ll2double_rn(x); }
+};
+template <> struct To<i64> {
+    static __device__ __forceinline__ i64 from(float x) { return x != x ? 0 : __float2ll_rz(x); }
+    static __device__ __forceinline__ i64 from(double x) { return x != x ? 0 : __double2ll_rz(x); }
+    static __device__ __forceinline__ i64 from(i64 x) { return x; }
+};
