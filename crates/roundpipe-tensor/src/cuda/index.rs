@@ -91,7 +91,7 @@ fn word(bytes: usize) -> &'static str {
 }
 
 fn copies(entry: &'static str, bytes: usize) -> Unit {
-    Unit::new("index_pick", include_str!("kernels/index_pick.cu"), entry).with("W", word(bytes))
+    Unit::new("index_pick", include_str!("kernels/index_pick.cu"), entry).with("WORD", word(bytes))
 }
 
 /// `[x, index] -> [y]`, by rows where they are dense.
@@ -145,7 +145,7 @@ fn adds(entry: &'static str, src: DType, dst: DType, columns: usize) -> Unit {
         _ => "long long",
     };
     let unit = Unit::new("index_add", include_str!("kernels/index_add.cu"), entry);
-    unit.with("T", name(src)).with("Y", name(dst)).with("A", sum).with("V", columns)
+    unit.with("SRC", name(src)).with("DST", name(dst)).with("SUM", sum).with("FEW", columns)
 }
 
 /// Columns of a thread: 8 bytes of the source.
@@ -242,7 +242,9 @@ pub(super) fn units() -> Vec<Unit> {
     let mut units = sort::units();
     units.extend([1, 2, 4, 8, 16].map(|bytes| copies("index_rows", bytes)));
     units.extend([1, 2, 4, 8].map(|bytes| copies("index_pick", bytes)));
-    for src in [DType::F64, DType::F32, DType::BF16, DType::F16, DType::I64, DType::I32, DType::U32, DType::U8] {
+    for src in
+        [DType::F64, DType::F32, DType::BF16, DType::F16, DType::I64, DType::I32, DType::U32, DType::U8]
+    {
         let both = [src, src.accumulator()];
         for dst in &both[..if both[0] == both[1] { 1 } else { 2 }] {
             units.push(adds("index_add", src, *dst, 1));

@@ -54,7 +54,9 @@ impl Sort {
     pub fn checked(op: &'static str, count: usize, largest: usize) -> Result<Self> {
         match Self::fits(count, largest) {
             true => Ok(Self::new(count, largest)),
-            false => Err(Error::invalid(op, format!("{count} indices up to {largest} are too many for a GPU"))),
+            false => {
+                Err(Error::invalid(op, format!("{count} indices up to {largest} are too many for a GPU")))
+            }
         }
     }
 
@@ -96,9 +98,11 @@ impl Sort {
             let (from, to) = (sides[pass as usize % 2], sides[(pass as usize + 1) % 2]);
             let items = if pass == 0 { 0 } else { from.items };
             let shift = (pass * self.bits) as i32;
-            let count = || Args::new().ptr(from.keys).size(self.count).i32(shift).i32(digits as i32).size(tiles);
+            let count =
+                || Args::new().ptr(from.keys).size(self.count).i32(shift).i32(digits as i32).size(tiles);
             let place = || {
-                let args = Args::new().ptr(from.keys).ptr(items).size(self.count).i32(shift).i32(digits as i32);
+                let args =
+                    Args::new().ptr(from.keys).ptr(items).size(self.count).i32(shift).i32(digits as i32);
                 args.size(tiles).ptr(counts).ptr(totals).ptr(to.keys).ptr(to.items)
             };
             let scan = || Args::new().ptr(counts).size(tiles).i32(digits as i32).ptr(totals);
@@ -169,7 +173,9 @@ mod tests {
     /// Any number of keys and any bound, with the largest key among them.
     #[test]
     fn sorts_stably() {
-        for (count, largest) in [(0, 3), (1, 0), (5, 1), (3000, 31), (5000, 1023), (2500, 1024), (4100, 150_000)] {
+        for (count, largest) in
+            [(0, 3), (1, 0), (5, 1), (3000, 31), (5000, 1023), (2500, 1024), (4100, 150_000)]
+        {
             let sort = Sort::new(count, largest);
             assert!(sort.bits >= LEAST_BITS && sort.bits <= super::DIGIT_BITS, "{sort:?}");
             let keys: Vec<u32> =

@@ -1,5 +1,5 @@
 // y[o, index[i], c] += src[o, i, c] and y[.., index[.., i, ..], ..] += src[.., i, ..], in order of i.
-// T: the source's type, Y: the destination's, A: the type of sums; an element is read once, summed in A in order
+// SRC, DST, SUM: the types of source, destination and sums (T, Y, A); FEW: columns of a thread (V). An element is read once, summed in A in order
 // and rounded once (scatter_lines: rounded at every addition).
 //
 //   index_add:     the indices come sorted, equal ones in order of i: `items` are the i, `keys` their rows. The
@@ -7,6 +7,11 @@
 //                  adds the whole run. A warp reads 32 places of the run at a time, and U rows ahead of the sums.
 //   scatter_lines: one thread per line along the dimension, one addition after the other.
 //   scatter_runs:  elements sorted by destination; one thread per run of equal keys.
+
+typedef SRC T;
+typedef DST Y;
+typedef SUM A;
+static const int V = FEW;
 
 __device__ __forceinline__ float sum_in(float x) { return x; }
 __device__ __forceinline__ double sum_in(double x) { return x; }

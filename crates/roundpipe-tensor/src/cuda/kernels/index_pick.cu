@@ -1,4 +1,4 @@
-// Copies of indexed places; W is an unsigned word, values are never looked at.
+// Copies of indexed places in words of the type WORD; values are never looked at.
 //
 //   index_rows: y[o, i, :] = x[o, index[i], :] where the elements after the dimension lie densely in x. A row is
 //               `words` words; `lanes` neighbouring threads (a power of two up to 256) copy it, four words each
@@ -6,6 +6,8 @@
 //   index_pick: the same, and y[.., i, ..] = x[.., index[.., i, ..], ..], for any strides; one thread per element.
 //
 // A place whose index is refused becomes 0.
+
+typedef WORD W;
 
 extern "C" __global__ void __launch_bounds__(256)
 index_rows(View x, int dim, i64 bytes, const char* index, int kind, W* __restrict__ y, i64 rows, i64 many, i64 words,
