@@ -44,10 +44,11 @@ __device__ __forceinline__ i64 part_of(const View& v, int low, int high, i64 i) 
     return at;
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+// Memory wants many warps: no more than 64 registers.
+extern "C" __global__ void __launch_bounds__(256, 4)
 index_add(View src, int dim, const u32* __restrict__ keys, const u32* __restrict__ items, i64 many, i64 size, Y* y,
           i64 outer, i64 inner) {
-    const int U = 16;
+    const int U = 8;
     i64 first = (i64)blockIdx.x * blockDim.y + threadIdx.y;
     if (first >= many) return;
     u32 key = keys[first];
