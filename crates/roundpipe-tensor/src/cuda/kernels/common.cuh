@@ -76,6 +76,13 @@ __device__ __forceinline__ i64 checked(i64 index, i64 place, i64 bound, u32* ala
     return 0;
 }
 
+// Index `at` of a dense list of i64 (kind 0), i32 (1) or u32 (2).
+__device__ __forceinline__ i64 index_at(const char* list, i64 at, int kind) {
+    if (kind == 0) return reinterpret_cast<const i64*>(list)[at];
+    if (kind == 1) return reinterpret_cast<const int*>(list)[at];
+    return reinterpret_cast<const u32*>(list)[at];
+}
+
 // Sums and maxima over the 32 lanes of a warp in a fixed order; every lane gets the result.
 template <typename A> __device__ __forceinline__ A warp_sum(A x) {
     for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
