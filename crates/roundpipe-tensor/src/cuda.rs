@@ -734,6 +734,7 @@ pub(crate) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>
         K::MatMul { .. } | K::GroupedMatMul | K::GroupedMatMulGrad { .. } => product::scratch(kernel, src, dst),
         K::RmsNormGrad { .. }
         | K::LayerNormGrad { .. }
+        | K::GroupNorm { .. }
         | K::GroupNormGrad { .. }
         | K::BatchNorm { .. }
         | K::BatchNormGrad { .. } => norm::scratch(kernel, src, dst),
