@@ -21,6 +21,10 @@ pub(super) const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::BF16, DTyp
 /// # Safety
 /// As [`Ops::launch`](crate::device::Ops::launch).
 pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
+    if i32::try_from(extent(call.src(0)).1).is_err() {
+        let what = format!("rows of {} are too long", call.src(0).shape());
+        return Err(Error::invalid(call.kernel.name(), what));
+    }
     // SAFETY: the caller's promise is passed on unchanged.
     unsafe {
         match *call.kernel {
@@ -196,7 +200,7 @@ unsafe fn rows_grad(call: &Call<'_>, accumulate: bool) -> Result<()> {
     let (dx, dw) = (call.maybe_dst(0), call.maybe_dst(1));
     let db = call.maybe_dst(2).filter(|_| center);
     let wide = wide(cols, [Some(x), w, Some(dy), dsum, dx]);
-    let block = block_of(if wide { cols / piece(x.dtype) } else { cols }, if center { 512 } else { 1024 });
+    let block = block_of(if wide { cols / piece(x.dtype) } else { cols }, 512);
     let cut = Cut::new(rows, cols);
     let bytes = x.dtype.accumulator().size();
     let (for_w, for_b) =

@@ -7,7 +7,8 @@
 // A row belongs to one warp (blocks of [32, 8]) or to one block ([threads, 1]). Threads take N neighbouring
 // elements at a time (WIDE: 16 bytes) and hold the first KEEP of their pieces in registers; longer rows read the
 // rest again. For dw and db a block goes over `per` consecutive rows and leaves one partial sum per column in
-// scratch memory; sum_chunks adds those up. A thread meets the same columns in every row.
+// scratch memory; sum_chunks adds those up. A thread meets the same columns in every row. Rows have less than 2^31
+// columns.
 
 typedef ELEMENT T;
 typedef AccOf<T>::type A;
@@ -16,7 +17,7 @@ typedef Few<T, N> Piece;
 const int KEEP = 2;
 
 // N weights from element `at` on, or `fill` where there are none.
-__device__ __forceinline__ void weights(const T* w, i64 at, A fill, A (&out)[N]) {
+__device__ __forceinline__ void weights(const T* w, int at, A fill, A (&out)[N]) {
     if (w) {
         Piece p = load_few<N>(w + at);
         #pragma unroll
@@ -29,15 +30,16 @@ __device__ __forceinline__ void weights(const T* w, i64 at, A fill, A (&out)[N])
 
 // This thread's part of the sum of f over a row.
 template <typename F>
-__device__ __forceinline__ A part(const Piece (&keep)[KEEP], const T* row, i64 pieces, F f) {
+__device__ __forceinline__ A part(const Piece (&keep)[KEEP], const T* row, int pieces, F f) {
     A sum = 0;
     #pragma unroll
     for (int k = 0; k < KEEP; ++k) {
-        if (threadIdx.x + (i64)k * blockDim.x >= pieces) continue;
+        if ((int)(threadIdx.x + k * blockDim.x) >= pieces) continue;
         #pragma unroll
         for (int j = 0; j < N; ++j) sum += f(up(keep[k].at[j]));
     }
-    for (i64 i = threadIdx.x + (i64)KEEP * blockDim.x; i < pieces; i += blockDim.x) {
+    #pragma unroll 1
+    for (int i = threadIdx.x + KEEP * blockDim.x; i < pieces; i += blockDim.x) {
         Piece p = load_few<N>(row + i * N);
         #pragma unroll
         for (int j = 0; j < N; ++j) sum += f(up(p.at[j]));
@@ -59,12 +61,13 @@ extern "C" __global__ __launch_bounds__(1024) void norm_rows(
     __shared__ A slots[32];
     const i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
-    const i64 pieces = cols / N, at = row * cols;
+    const int pieces = (int)(cols / N);
+    const i64 at = row * cols;
     const T* from = x + at;
     Piece keep[KEEP];
     #pragma unroll
     for (int k = 0; k < KEEP; ++k) {
-        i64 i = threadIdx.x + (i64)k * blockDim.x;
+        int i = threadIdx.x + k * blockDim.x;
         if (i < pieces) keep[k] = load_few<N>(from + i * N);
     }
     if (residual) {
@@ -73,17 +76,18 @@ extern "C" __global__ __launch_bounds__(1024) void norm_rows(
         Piece more[KEEP];
         #pragma unroll
         for (int k = 0; k < KEEP; ++k) {
-            i64 i = threadIdx.x + (i64)k * blockDim.x;
+            int i = threadIdx.x + k * blockDim.x;
             if (i < pieces) more[k] = load_few<N>(other + i * N);
         }
         #pragma unroll
         for (int k = 0; k < KEEP; ++k) {
-            i64 i = threadIdx.x + (i64)k * blockDim.x;
+            int i = threadIdx.x + k * blockDim.x;
             if (i >= pieces) continue;
             keep[k] = add(keep[k], more[k]);
             store_few(joint + i * N, keep[k]);
         }
-        for (i64 i = threadIdx.x + (i64)KEEP * blockDim.x; i < pieces; i += blockDim.x) {
+        #pragma unroll 1
+        for (int i = threadIdx.x + KEEP * blockDim.x; i < pieces; i += blockDim.x) {
             store_few(joint + i * N, add(load_few<N>(from + i * N), load_few<N>(other + i * N)));
         }
         // Every thread reads again only what it wrote itself.
@@ -107,7 +111,7 @@ extern "C" __global__ __launch_bounds__(1024) void norm_rows(
         if (CENTER) mean[row] = m;
     }
     T* to = y + at;
-    auto finish = [&](const Piece& p, i64 i) {
+    auto finish = [&](const Piece& p, int i) {
         A ws[N], bs[N];
         Piece out;
         weights(w, i * N, A(1), ws);
@@ -121,10 +125,11 @@ extern "C" __global__ __launch_bounds__(1024) void norm_rows(
     };
     #pragma unroll
     for (int k = 0; k < KEEP; ++k) {
-        i64 i = threadIdx.x + (i64)k * blockDim.x;
+        int i = threadIdx.x + k * blockDim.x;
         if (i < pieces) finish(keep[k], i);
     }
-    for (i64 i = threadIdx.x + (i64)KEEP * blockDim.x; i < pieces; i += blockDim.x) {
+    #pragma unroll 1
+    for (int i = threadIdx.x + KEEP * blockDim.x; i < pieces; i += blockDim.x) {
         finish(load_few<N>(from + i * N), i);
     }
 }
@@ -136,7 +141,7 @@ __device__ __forceinline__ void leave(const A (&sums)[KEEP][N], A* partial, A* r
     if (!alone) __syncthreads();
     #pragma unroll
     for (int k = 0; k < KEEP; ++k) {
-        i64 at = (threadIdx.x + (i64)k * blockDim.x) * N;
+        int at = (threadIdx.x + k * blockDim.x) * N;
         if (at >= cols) continue;
         #pragma unroll
         for (int j = 0; j < N; ++j) to[at + j] = sums[k][j];
@@ -151,13 +156,14 @@ __device__ __forceinline__ void leave(const A (&sums)[KEEP][N], A* partial, A* r
 }
 
 // dw and db are partial sums, [blocks, cols].
-extern "C" __global__ __launch_bounds__(CENTER ? 512 : 1024) void norm_rows_grad(
+extern "C" __global__ __launch_bounds__(512) void norm_rows_grad(
     const T* __restrict__ x, const T* __restrict__ w, const A* __restrict__ mean, const A* __restrict__ rstd,
     const T* __restrict__ dy, const T* __restrict__ dsum, T* __restrict__ dx, A* dw, A* db, i64 rows, i64 cols, i64 per
 ) {
     extern __shared__ __align__(16) char room[];
     __shared__ A slots[32];
-    const i64 pieces = cols / N, first = blockIdx.x * per, last = first + per < rows ? first + per : rows;
+    const int pieces = (int)(cols / N);
+    const i64 first = blockIdx.x * per, last = first + per < rows ? first + per : rows;
     const A count = (A)cols;
     if (dw) dw += blockIdx.x * cols;
     if (db) db += blockIdx.x * cols;
@@ -172,7 +178,7 @@ extern "C" __global__ __launch_bounds__(CENTER ? 512 : 1024) void norm_rows_grad
         Piece kept_x[KEEP], kept_d[KEEP], kept_s[KEEP];
         #pragma unroll
         for (int k = 0; k < KEEP; ++k) {
-            i64 i = threadIdx.x + (i64)k * blockDim.x;
+            int i = threadIdx.x + k * blockDim.x;
             if (i >= pieces) continue;
             kept_x[k] = load_few<N>(xs + i * N);
             kept_d[k] = load_few<N>(ds + i * N);
@@ -181,7 +187,7 @@ extern "C" __global__ __launch_bounds__(CENTER ? 512 : 1024) void norm_rows_grad
         const A m = CENTER ? mean[row] : A(0), r = rstd[row];
         if (dx) {
             A along = 0, flat = 0;
-            auto gather = [&](const Piece& px, const Piece& pd, i64 i) {
+            auto gather = [&](const Piece& px, const Piece& pd, int i) {
                 A ws[N];
                 weights(w, i * N, A(1), ws);
                 #pragma unroll
@@ -193,16 +199,17 @@ extern "C" __global__ __launch_bounds__(CENTER ? 512 : 1024) void norm_rows_grad
             };
             #pragma unroll
             for (int k = 0; k < KEEP; ++k) {
-                i64 i = threadIdx.x + (i64)k * blockDim.x;
+                int i = threadIdx.x + k * blockDim.x;
                 if (i < pieces) gather(kept_x[k], kept_d[k], i);
             }
-            for (i64 i = threadIdx.x + (i64)KEEP * blockDim.x; i < pieces; i += blockDim.x) {
+            #pragma unroll 1
+            for (int i = threadIdx.x + KEEP * blockDim.x; i < pieces; i += blockDim.x) {
                 gather(load_few<N>(xs + i * N), load_few<N>(ds + i * N), i);
             }
             along = row_sum(along, slots) * r / count;
             if (CENTER) flat = row_sum(flat, slots) / count;
             T* to = dx + row * cols;
-            auto finish = [&](const Piece& px, const Piece& pd, const Piece& ps, i64 i) {
+            auto finish = [&](const Piece& px, const Piece& pd, const Piece& ps, int i) {
                 A ws[N];
                 Piece out;
                 weights(w, i * N, A(1), ws);
@@ -216,10 +223,11 @@ extern "C" __global__ __launch_bounds__(CENTER ? 512 : 1024) void norm_rows_grad
             };
             #pragma unroll
             for (int k = 0; k < KEEP; ++k) {
-                i64 i = threadIdx.x + (i64)k * blockDim.x;
+                int i = threadIdx.x + k * blockDim.x;
                 if (i < pieces) finish(kept_x[k], kept_d[k], kept_s[k], i);
             }
-            for (i64 i = threadIdx.x + (i64)KEEP * blockDim.x; i < pieces; i += blockDim.x) {
+            #pragma unroll 1
+            for (int i = threadIdx.x + KEEP * blockDim.x; i < pieces; i += blockDim.x) {
                 Piece ps;
                 if (!CENTER && dsum) ps = load_few<N>(dsum + row * cols + i * N);
                 finish(load_few<N>(xs + i * N), load_few<N>(ds + i * N), ps, i);
@@ -228,7 +236,7 @@ extern "C" __global__ __launch_bounds__(CENTER ? 512 : 1024) void norm_rows_grad
         if (!dw && !db) continue;
         #pragma unroll
         for (int k = 0; k < KEEP; ++k) {
-            if (threadIdx.x + (i64)k * blockDim.x >= pieces) continue;
+            if ((int)(threadIdx.x + k * blockDim.x) >= pieces) continue;
             #pragma unroll
             for (int j = 0; j < N; ++j) {
                 A d = up(kept_d[k].at[j]);
@@ -237,12 +245,13 @@ extern "C" __global__ __launch_bounds__(CENTER ? 512 : 1024) void norm_rows_grad
             }
         }
         // Columns that no register holds (one row per block then): the sum lives in scratch, this thread's alone.
-        for (i64 i = threadIdx.x + (i64)KEEP * blockDim.x; i < pieces; i += blockDim.x) {
+        #pragma unroll 1
+        for (int i = threadIdx.x + KEEP * blockDim.x; i < pieces; i += blockDim.x) {
             Piece px = load_few<N>(xs + i * N), pd = load_few<N>(ds + i * N);
             #pragma unroll
             for (int j = 0; j < N; ++j) {
                 A d = up(pd.at[j]);
-                i64 c = i * N + j;
+                int c = i * N + j;
                 if (dw) dw[c] = (row == first ? A(0) : dw[c]) + d * ((up(px.at[j]) - m) * r);
                 if (db) db[c] = (row == first ? A(0) : db[c]) + d;
             }

@@ -49,25 +49,26 @@ __device__ __forceinline__ i64 position_of(const Heads& h, const Place& p) {
 }
 
 // Where the two pieces of a unit lie in a head; `second` is -1 where there is only one.
-struct Spot { i64 first, second, angle; };
+struct Spot { int first, second, angle; };
 
-__device__ __forceinline__ Spot spot_of(const Heads& h, i64 unit) {
+__device__ __forceinline__ Spot spot_of(const Heads& h, int unit) {
     Spot s;
-    i64 pairs = h.half / N;
+    const int half = (int)h.half, width = (int)h.width, pairs = half / N;
     if (unit < pairs) {
         s.first = STYLE == 0 ? unit * N : 2 * unit * N;
-        s.second = s.first + (STYLE == 0 ? h.half : N);
+        s.second = s.first + (STYLE == 0 ? half : N);
         s.angle = unit * N;
     } else {
-        s.first = 2 * h.half + (unit - pairs) * 2 * N;
-        s.second = s.first + N < h.width ? s.first + N : -1;
+        s.first = 2 * half + (unit - pairs) * 2 * N;
+        s.second = s.first + N < width ? s.first + N : -1;
         s.angle = -1;
     }
     return s;
 }
 
-__device__ __forceinline__ i64 units_of(const Heads& h) {
-    return h.half / N + (h.width - 2 * h.half + 2 * N - 1) / (2 * N);
+__device__ __forceinline__ int units_of(const Heads& h) {
+    const int half = (int)h.half, width = (int)h.width;
+    return half / N + (width - 2 * half + 2 * N - 1) / (2 * N);
 }
 
 __device__ __forceinline__ void load(const T* head, const Spot& s, A (&e)[2 * N]) {
@@ -126,7 +127,8 @@ extern "C" __global__ __launch_bounds__(256) void rope_heads(
     const bool live = row < rows;
     if (!live) row = rows - 1;
     const Place place = place_of(h, row);
-    const i64 position = position_of(h, place), units = units_of(h);
+    const i64 position = position_of(h, place);
+    const int units = units_of(h);
     if (h.table == 0 && h.half > 0) return;
     const T* head = x + place.batch * sb + place.step * ss + place.head * sh;
     T* to = y + row * h.width;
@@ -136,7 +138,7 @@ extern "C" __global__ __launch_bounds__(256) void rope_heads(
     A r = 1;
     if (NORM) {
         A sum = lane < units ? square(e) : A(0);
-        for (i64 u = lane + lanes; u < units; u += lanes) {
+        for (int u = lane + lanes; u < units; u += lanes) {
             A more[2 * N];
             load(head, spot_of(h, u), more);
             sum += square(more);
@@ -145,7 +147,7 @@ extern "C" __global__ __launch_bounds__(256) void rope_heads(
         if (live && lane == 0) rstd[row] = r;
     }
     if (!live) return;
-    for (i64 u = lane; u < units; u += lanes) {
+    for (int u = lane; u < units; u += lanes) {
         if (u != lane) {
             spot = spot_of(h, u);
             load(head, spot, e);
@@ -161,20 +163,32 @@ extern "C" __global__ __launch_bounds__(256) void rope_heads(
     }
 }
 
-// What a unit contributes: x, the gradient turned back, the weight.
-struct Grad { A x[2 * N], g[2 * N], w[2 * N]; };
+// What a unit contributes: x as it lies in memory, and the gradient turned back.
+struct Grad { Piece a, b; A g[2 * N]; };
+
+__device__ __forceinline__ A x_of(const Grad& d, int j) { return up(j < N ? d.a.at[j] : d.b.at[j - N]); }
 
 __device__ __forceinline__ void gather(
-    const Heads& h, const T* head, const T* back, const T* w, i64 position, const Spot& spot, Grad& d
+    const Heads& h, const T* head, const T* back, i64 position, const Spot& spot, Grad& d
 ) {
-    load(head, spot, d.x);
+    d.a = load_few<N>(head + spot.first);
+    // Where there is no second piece its gradient and weight are 0.
+    d.b = load_few<N>(head + (spot.second < 0 ? spot.first : spot.second));
     load(back, spot, d.g);
-    load(w, spot, d.w);
     turn(h, position, spot, A(-1), d.g);
 }
 
+// The unit's part of the sum of g w x.
+__device__ __forceinline__ A product(const Grad& d, const T* w, const Spot& spot) {
+    A weight[2 * N], sum = 0;
+    load(w, spot, weight);
+    #pragma unroll
+    for (int j = 0; j < 2 * N; ++j) sum += weight[j] * d.g[j] * x_of(d, j);
+    return sum;
+}
+
 // dy has strides db, ds, dh; dx is dense. dw: partial sums [blocks, d], or null. room: [groups of a block, d].
-extern "C" __global__ __launch_bounds__(256) void rope_heads_grad(
+extern "C" __global__ __launch_bounds__(256, 2) void rope_heads_grad(
     const T* __restrict__ x, i64 sb, i64 ss, i64 sh, const T* __restrict__ dy, i64 db, i64 ds, i64 dh,
     const T* __restrict__ w, const A* __restrict__ rstd, T* __restrict__ dx, A* __restrict__ dw,
     HEADS, u32 rows, int lanes, u32 per
@@ -184,7 +198,7 @@ extern "C" __global__ __launch_bounds__(256) void rope_heads_grad(
     A* room = reinterpret_cast<A*>(memory);
     const int lane = threadIdx.x & (lanes - 1), groups = blockDim.x / lanes, group = threadIdx.x / lanes;
     const u32 first = blockIdx.x * per, last = rows - first < per ? rows : first + per;
-    const i64 units = units_of(h);
+    const int units = units_of(h);
     A* own = room + group * h.width;
     if (dw) {
         for (i64 i = threadIdx.x; i < groups * h.width; i += blockDim.x) room[i] = 0;
@@ -204,41 +218,43 @@ extern "C" __global__ __launch_bounds__(256) void rope_heads_grad(
         const T* head = x + place.batch * sb + place.step * ss + place.head * sh;
         const T* back = dy + place.batch * db + place.step * ds + place.head * dh;
         const A r = rstd[row];
-        Grad kept, more;
+        Grad kept;
         A sum = 0;
         if (lane < units) {
-            gather(h, head, back, w, position, mine, kept);
-            #pragma unroll
-            for (int j = 0; j < 2 * N; ++j) sum += kept.g[j] * kept.w[j] * kept.x[j];
+            gather(h, head, back, position, mine, kept);
+            sum = product(kept, w, mine);
         }
-        for (i64 u = lane + lanes; u < units; u += lanes) {
-            gather(h, head, back, w, position, spot_of(h, u), more);
-            #pragma unroll
-            for (int j = 0; j < 2 * N; ++j) sum += more.g[j] * more.w[j] * more.x[j];
+        for (int u = lane + lanes; u < units; u += lanes) {
+            Grad more;
+            const Spot spot = spot_of(h, u);
+            gather(h, head, back, position, spot, more);
+            sum += product(more, w, spot);
         }
         const A mean = group_sum(sum, lanes) * r / (A)h.width;
         if (!live) continue;
         T* to = dx ? dx + row * h.width : dx;
         auto finish = [&](const Grad& d, const Spot& spot) {
             A e[2 * N];
+            load(w, spot, e);
             #pragma unroll
-            for (int j = 0; j < 2 * N; ++j) e[j] = r * (d.g[j] * d.w[j] - d.x[j] * r * mean);
+            for (int j = 0; j < 2 * N; ++j) e[j] = r * (d.g[j] * e[j] - x_of(d, j) * r * mean);
             store(to, spot, e);
         };
         if (lane < units) {
             if (dx) finish(kept, mine);
             #pragma unroll
-            for (int j = 0; j < 2 * N; ++j) sums[j] += kept.g[j] * (kept.x[j] * r);
+            for (int j = 0; j < 2 * N; ++j) sums[j] += kept.g[j] * (x_of(kept, j) * r);
         }
-        for (i64 u = lane + lanes; u < units; u += lanes) {
+        for (int u = lane + lanes; u < units; u += lanes) {
+            Grad more;
             const Spot spot = spot_of(h, u);
-            gather(h, head, back, w, position, spot, more);
+            gather(h, head, back, position, spot, more);
             if (dx) finish(more, spot);
             if (!dw) continue;
             #pragma unroll
             for (int j = 0; j < N; ++j) {
-                own[spot.first + j] += more.g[j] * (more.x[j] * r);
-                if (spot.second >= 0) own[spot.second + j] += more.g[N + j] * (more.x[N + j] * r);
+                own[spot.first + j] += more.g[j] * (x_of(more, j) * r);
+                if (spot.second >= 0) own[spot.second + j] += more.g[N + j] * (x_of(more, N + j) * r);
             }
         }
     }
