@@ -106,11 +106,11 @@ pub(super) fn wide<'a>(cols: usize, views: impl IntoIterator<Item = Option<&'a V
     views.into_iter().flatten().all(|v| v.ptr % 16 == 0 && cols % piece(v.dtype) == 0)
 }
 
-/// Threads of a row and rows of a block, for rows of `pieces` pieces of which a thread holds two.
-fn block_of(pieces: usize, most: usize) -> [u32; 3] {
-    match pieces {
-        0..=64 => [32, 8, 1],
-        _ => [pieces.div_ceil(2).next_multiple_of(32).min(most) as u32, 1, 1],
+/// Threads of a row and rows of a block, for rows of `pieces` pieces of which a thread holds `held`.
+fn block_of(pieces: usize, held: usize) -> [u32; 3] {
+    match pieces.div_ceil(held) {
+        0..=32 => [32, 8, 1],
+        threads => [threads.next_multiple_of(32).min(1024) as u32, 1, 1],
     }
 }
 
@@ -175,7 +175,7 @@ unsafe fn rows(call: &Call<'_>, eps: f64) -> Result<()> {
     let (mean, rstd) = if center { (Some(call.dst(1)), call.dst(2)) } else { (None, call.dst(1)) };
     let sum = residual.map(|_| call.dst(2));
     let wide = wide(cols, [Some(x), w, third, Some(y), sum]);
-    let block = block_of(if wide { cols / piece(x.dtype) } else { cols }, 1024);
+    let block = block_of(if wide { cols / piece(x.dtype) } else { cols }, 2);
     let args = Args::new().ptr(x.ptr).maybe(w).maybe(b).maybe(residual);
     let args = args.ptr(y.ptr).maybe(mean).ptr(rstd.ptr).maybe(sum).size(rows).size(cols).f64(eps);
     let grid = [rows.div_ceil(block[1] as usize) as u32, 1, 1];
@@ -200,7 +200,7 @@ unsafe fn rows_grad(call: &Call<'_>, accumulate: bool) -> Result<()> {
     let (dx, dw) = (call.maybe_dst(0), call.maybe_dst(1));
     let db = call.maybe_dst(2).filter(|_| center);
     let wide = wide(cols, [Some(x), w, Some(dy), dsum, dx]);
-    let block = block_of(if wide { cols / piece(x.dtype) } else { cols }, 512);
+    let block = block_of(if wide { cols / piece(x.dtype) } else { cols }, 1);
     let cut = Cut::new(rows, cols);
     let bytes = x.dtype.accumulator().size();
     let (for_w, for_b) =
@@ -278,7 +278,7 @@ impl Planes {
     fn block(&self, wide: bool, dtype: DType) -> [u32; 3] {
         match self.plane {
             0..=16 => [1, 256, 1],
-            _ => block_of(if wide { self.plane / piece(dtype) } else { self.plane }, 1024),
+            _ => block_of(if wide { self.plane / piece(dtype) } else { self.plane }, 2),
         }
     }
 

@@ -5,8 +5,8 @@
 //   dx = r (g - [mean(g)] - h mean(g h)) + dsum,  g = dy w,  h = (x - m) r;   dw = sum dy h,  db = sum dy
 //
 // A row belongs to one warp (blocks of [32, 8]) or to one block ([threads, 1]). Threads take N neighbouring
-// elements at a time (WIDE: 16 bytes) and hold the first KEEP of their pieces in registers; longer rows read the
-// rest again. For dw and db a block goes over `per` consecutive rows and leaves one partial sum per column in
+// elements at a time (WIDE: 16 bytes) and hold the first KEEP (gradient: one) of their pieces in registers; longer
+// rows read the rest again. For dw and db a block goes over `per` consecutive rows and leaves one partial sum per column in
 // scratch memory; sum_chunks adds those up. A thread meets the same columns in every row. Rows have less than 2^31
 // columns.
 
@@ -135,16 +135,14 @@ extern "C" __global__ __launch_bounds__(1024) void norm_rows(
 }
 
 // Leaves the sums that a block kept in registers in its row of `partial`; of several warps in order.
-__device__ __forceinline__ void leave(const A (&sums)[KEEP][N], A* partial, A* room, i64 cols) {
+__device__ __forceinline__ void leave(const A (&sums)[N], A* partial, A* room, i64 cols) {
     const bool alone = blockDim.y == 1;
     A* to = alone ? partial : room + threadIdx.y * cols;
     if (!alone) __syncthreads();
-    #pragma unroll
-    for (int k = 0; k < KEEP; ++k) {
-        int at = (threadIdx.x + k * blockDim.x) * N;
-        if (at >= cols) continue;
+    const int at = threadIdx.x * N;
+    if (at < cols) {
         #pragma unroll
-        for (int j = 0; j < N; ++j) to[at + j] = sums[k][j];
+        for (int j = 0; j < N; ++j) to[at + j] = sums[j];
     }
     if (alone) return;
     __syncthreads();
@@ -155,107 +153,103 @@ __device__ __forceinline__ void leave(const A (&sums)[KEEP][N], A* partial, A* r
     }
 }
 
-// dw and db are partial sums, [blocks, cols].
-extern "C" __global__ __launch_bounds__(512) void norm_rows_grad(
+// A piece of x, dy and dsum.
+struct Trio { Piece x, dy, dsum; };
+
+__device__ __forceinline__ void fetch(Trio& t, const T* x, const T* dy, const T* dsum, i64 at) {
+    t.x = load_few<N>(x + at);
+    t.dy = load_few<N>(dy + at);
+    if (!CENTER && dsum) t.dsum = load_few<N>(dsum + at);
+}
+
+// dw and db are partial sums, [blocks, cols]. A thread holds one piece, and fetches that of the next row before it
+// waits for the sum of this one.
+extern "C" __global__ __launch_bounds__(1024) void norm_rows_grad(
     const T* __restrict__ x, const T* __restrict__ w, const A* __restrict__ mean, const A* __restrict__ rstd,
     const T* __restrict__ dy, const T* __restrict__ dsum, T* __restrict__ dx, A* dw, A* db, i64 rows, i64 cols, i64 per
 ) {
     extern __shared__ __align__(16) char room[];
     __shared__ A slots[32];
-    const int pieces = (int)(cols / N);
+    const int pieces = (int)(cols / N), mine = threadIdx.x, step = blockDim.x;
+    const bool held = mine < pieces;
     const i64 first = blockIdx.x * per, last = first + per < rows ? first + per : rows;
     const A count = (A)cols;
     if (dw) dw += blockIdx.x * cols;
     if (db) db += blockIdx.x * cols;
-    A sum_w[KEEP][N], sum_b[KEEP][N];
+    A sum_w[N], sum_b[N];
     #pragma unroll
-    for (int k = 0; k < KEEP; ++k) {
-        #pragma unroll
-        for (int j = 0; j < N; ++j) sum_w[k][j] = sum_b[k][j] = 0;
-    }
+    for (int j = 0; j < N; ++j) sum_w[j] = sum_b[j] = 0;
+    Trio now, next;
+    if (held && first + threadIdx.y < last) fetch(now, x, dy, dsum, (first + threadIdx.y) * cols + mine * N);
     for (i64 row = first + threadIdx.y; row < last; row += blockDim.y) {
-        const T *xs = x + row * cols, *ds = dy + row * cols;
-        Piece kept_x[KEEP], kept_d[KEEP], kept_s[KEEP];
-        #pragma unroll
-        for (int k = 0; k < KEEP; ++k) {
-            int i = threadIdx.x + k * blockDim.x;
-            if (i >= pieces) continue;
-            kept_x[k] = load_few<N>(xs + i * N);
-            kept_d[k] = load_few<N>(ds + i * N);
-            if (!CENTER && dsum) kept_s[k] = load_few<N>(dsum + row * cols + i * N);
-        }
+        const i64 start = row * cols, then = row + blockDim.y;
+        if (held && then < last) fetch(next, x, dy, dsum, then * cols + mine * N);
         const A m = CENTER ? mean[row] : A(0), r = rstd[row];
         if (dx) {
             A along = 0, flat = 0;
-            auto gather = [&](const Piece& px, const Piece& pd, int i) {
+            auto gather = [&](const Trio& t, int i) {
                 A ws[N];
                 weights(w, i * N, A(1), ws);
                 #pragma unroll
                 for (int j = 0; j < N; ++j) {
-                    A g = up(pd.at[j]) * ws[j];
-                    along += g * (up(px.at[j]) - m);
+                    A g = up(t.dy.at[j]) * ws[j];
+                    along += g * (up(t.x.at[j]) - m);
                     if (CENTER) flat += g;
                 }
             };
-            #pragma unroll
-            for (int k = 0; k < KEEP; ++k) {
-                int i = threadIdx.x + k * blockDim.x;
-                if (i < pieces) gather(kept_x[k], kept_d[k], i);
-            }
+            if (held) gather(now, mine);
             #pragma unroll 1
-            for (int i = threadIdx.x + KEEP * blockDim.x; i < pieces; i += blockDim.x) {
-                gather(load_few<N>(xs + i * N), load_few<N>(ds + i * N), i);
+            for (int i = mine + step; i < pieces; i += step) {
+                Trio more;
+                fetch(more, x, dy, dsum, start + i * N);
+                gather(more, i);
             }
             along = row_sum(along, slots) * r / count;
             if (CENTER) flat = row_sum(flat, slots) / count;
-            T* to = dx + row * cols;
-            auto finish = [&](const Piece& px, const Piece& pd, const Piece& ps, int i) {
+            auto finish = [&](const Trio& t, int i) {
                 A ws[N];
                 Piece out;
                 weights(w, i * N, A(1), ws);
                 #pragma unroll
                 for (int j = 0; j < N; ++j) {
-                    A v = r * (up(pd.at[j]) * ws[j] - flat - (up(px.at[j]) - m) * r * along);
-                    if (!CENTER && dsum) v += up(ps.at[j]);
+                    A v = r * (up(t.dy.at[j]) * ws[j] - flat - (up(t.x.at[j]) - m) * r * along);
+                    if (!CENTER && dsum) v += up(t.dsum.at[j]);
                     put(out.at[j], v);
                 }
-                store_few(to + i * N, out);
+                store_few(dx + start + i * N, out);
             };
-            #pragma unroll
-            for (int k = 0; k < KEEP; ++k) {
-                int i = threadIdx.x + k * blockDim.x;
-                if (i < pieces) finish(kept_x[k], kept_d[k], kept_s[k], i);
-            }
+            if (held) finish(now, mine);
             #pragma unroll 1
-            for (int i = threadIdx.x + KEEP * blockDim.x; i < pieces; i += blockDim.x) {
-                Piece ps;
-                if (!CENTER && dsum) ps = load_few<N>(dsum + row * cols + i * N);
-                finish(load_few<N>(xs + i * N), load_few<N>(ds + i * N), ps, i);
+            for (int i = mine + step; i < pieces; i += step) {
+                Trio more;
+                fetch(more, x, dy, dsum, start + i * N);
+                finish(more, i);
             }
         }
-        if (!dw && !db) continue;
-        #pragma unroll
-        for (int k = 0; k < KEEP; ++k) {
-            if ((int)(threadIdx.x + k * blockDim.x) >= pieces) continue;
+        if (held) {
             #pragma unroll
             for (int j = 0; j < N; ++j) {
-                A d = up(kept_d[k].at[j]);
-                sum_w[k][j] += d * ((up(kept_x[k].at[j]) - m) * r);
-                if (CENTER) sum_b[k][j] += d;
+                A d = up(now.dy.at[j]);
+                sum_w[j] += d * ((up(now.x.at[j]) - m) * r);
+                if (CENTER) sum_b[j] += d;
             }
         }
         // Columns that no register holds (one row per block then): the sum lives in scratch, this thread's alone.
-        #pragma unroll 1
-        for (int i = threadIdx.x + KEEP * blockDim.x; i < pieces; i += blockDim.x) {
-            Piece px = load_few<N>(xs + i * N), pd = load_few<N>(ds + i * N);
-            #pragma unroll
-            for (int j = 0; j < N; ++j) {
-                A d = up(pd.at[j]);
-                int c = i * N + j;
-                if (dw) dw[c] = (row == first ? A(0) : dw[c]) + d * ((up(px.at[j]) - m) * r);
-                if (db) db[c] = (row == first ? A(0) : db[c]) + d;
+        if (dw || db) {
+            #pragma unroll 1
+            for (int i = mine + step; i < pieces; i += step) {
+                Trio more;
+                fetch(more, x, dy, dsum, start + i * N);
+                #pragma unroll
+                for (int j = 0; j < N; ++j) {
+                    A d = up(more.dy.at[j]);
+                    const int c = i * N + j;
+                    if (dw) dw[c] = (row == first ? A(0) : dw[c]) + d * ((up(more.x.at[j]) - m) * r);
+                    if (db) db[c] = (row == first ? A(0) : db[c]) + d;
+                }
             }
         }
+        now = next;
     }
     if (dw) leave(sum_w, dw, reinterpret_cast<A*>(room), cols);
     if (db) leave(sum_b, db, reinterpret_cast<A*>(room), cols);
