@@ -743,6 +743,7 @@ pub(crate) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>
         }
         K::RmsNormGrad { .. }
         | K::LayerNormGrad { .. }
+        | K::GroupNorm { .. }
         | K::GroupNormGrad { .. }
         | K::BatchNorm { .. }
         | K::BatchNormGrad { .. } => norm::scratch(kernel, src, dst),
