@@ -275,9 +275,9 @@ unsafe fn by_library(call: &Call<'_>, product: &Product<'_>, copies: [bool; 2]) 
         // SAFETY: the launch contract.
         unsafe { settle(call, first)? };
     }
-    for (plan, task) in plans {
+    for ready in plans {
         // SAFETY: operands and result are as large as the task says; the workspace is the scratch memory's start.
-        unsafe { plan.run(call, &task)? };
+        unsafe { ready.run(call)? };
     }
     Ok(())
 }

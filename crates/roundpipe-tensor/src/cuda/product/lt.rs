@@ -170,8 +170,25 @@ impl Drop for Handle {
     }
 }
 
+/// A task with its plan.
+pub(super) struct Ready {
+    plan: Arc<Plan>,
+    task: Task,
+}
+
+impl Ready {
+    /// Queues the product.
+    ///
+    /// # Safety
+    /// The task's memory is as large as its shape says, its workspace too, and nobody else writes the result.
+    pub unsafe fn run(&self, call: &Call<'_>) -> Result<()> {
+        // SAFETY: the caller's promise; the plan was made for this task.
+        unsafe { self.plan.run(call, &self.task) }
+    }
+}
+
 /// Plans for all tasks; `None` when the library knows no algorithm for one of them.
-pub(super) fn plan(gpu: &Gpu, tasks: &[Task]) -> Result<Option<Vec<(Arc<Plan>, Task)>>> {
+pub(super) fn plan(gpu: &Gpu, tasks: &[Task]) -> Result<Option<Vec<Ready>>> {
     let mut plans = lock(&gpu.products.plans);
     let mut all = Vec::with_capacity(tasks.len());
     for task in tasks {
@@ -185,7 +202,7 @@ pub(super) fn plan(gpu: &Gpu, tasks: &[Task]) -> Result<Option<Vec<(Arc<Plan>, T
             }
         };
         let Some(plan) = known else { return Ok(None) };
-        all.push((plan, *task));
+        all.push(Ready { plan, task: *task });
     }
     Ok(Some(all))
 }
@@ -329,7 +346,7 @@ impl Drop for Preference {
 }
 
 /// A product of one shape, ready to run.
-pub(super) struct Plan {
+struct Plan {
     handle: sys::cublasLtHandle_t,
     /// Locked for a call: the bias's address is part of it.
     operation: Mutex<Operation>,
@@ -363,11 +380,9 @@ impl Plan {
         Ok(algorithm.map(|algorithm| Self { handle, operation, first, second, out, algorithm }))
     }
 
-    /// Queues the product.
-    ///
     /// # Safety
-    /// The task's memory is as large as its shape says, its workspace too, and nobody else writes the result.
-    pub unsafe fn run(&self, call: &Call<'_>, task: &Task) -> Result<()> {
+    /// As for [`Ready::run`]; the task has this plan's key.
+    unsafe fn run(&self, call: &Call<'_>, task: &Task) -> Result<()> {
         let operation = lock(&self.operation);
         if let Some(bias) = task.bias {
             operation.set_bias(bias).map_err(|e| failed(call.gpu, "prepare", e))?;
@@ -439,8 +454,8 @@ fn choose(
     use sys::cublasStatus_t as S;
     match asked {
         S::CUBLAS_STATUS_SUCCESS => {}
-        // Shapes or layouts that no algorithm takes.
-        S::CUBLAS_STATUS_NOT_SUPPORTED | S::CUBLAS_STATUS_INVALID_VALUE => return Ok(None),
+        // A shape or layout that no algorithm takes.
+        S::CUBLAS_STATUS_NOT_SUPPORTED => return Ok(None),
         other => return Err(CublasError(other)),
     }
     let fits = |found: &&sys::cublasLtMatmulHeuristicResult_t| {
