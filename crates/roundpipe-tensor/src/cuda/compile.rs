@@ -53,6 +53,8 @@ impl Unit {
     /// Tells units apart.
     pub(crate) fn key(&self) -> String {
         let mut key = String::with_capacity(64);
+        key.push_str(self.name);
+        key.push(':');
         key.push_str(self.entry);
         for (name, value) in &self.defines {
             key.push(' ');
