@@ -193,6 +193,7 @@ impl Drop for Gpu {
         if self.enter().is_err() {
             return;
         }
+        self.attention.close();
         let spare = std::mem::take(&mut *lock(&self.spare));
         for event in spare.into_iter().chain([self.origin.0]) {
             // SAFETY: nobody holds these events any more.

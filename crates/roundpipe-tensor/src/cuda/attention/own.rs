@@ -85,9 +85,12 @@ pub(super) fn units() -> Vec<Unit> {
     for dtype in [DType::F64, DType::F32, DType::BF16, DType::F16] {
         units.extend(General::ALL.map(|kernel| kernel.unit(dtype)));
     }
-    for dtype in [DType::BF16, DType::F16] {
-        for widths in [(32, 32), (64, 64), (96, 96), (128, 128), (128, 64), (64, 128)] {
-            units.extend(Tensor::ALL.map(|kernel| kernel.unit(dtype, widths)));
+    for (dtype, widths) in [
+        (DType::BF16, [(64, 64), (96, 96), (128, 128), (32, 32), (128, 64)].as_slice()),
+        (DType::F16, &[(64, 64), (128, 128)]),
+    ] {
+        for widths in widths {
+            units.extend(Tensor::ALL.map(|kernel| kernel.unit(dtype, *widths)));
         }
     }
     units
