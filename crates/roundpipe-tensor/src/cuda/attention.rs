@@ -24,7 +24,7 @@ use super::{library, lock};
 use crate::error::{Error, Result};
 use crate::kernel::{Kernel, View};
 use fused::{Case, Fused};
-use graph::{Handle, Plan, Refused, Target};
+use graph::{Handle, Plan, Refused, Stream, Target};
 
 /// Runs one kernel of this family.
 ///
@@ -118,6 +118,17 @@ impl Plans {
 }
 
 impl State {
+    /// Sees to a handle that queues on the stream.
+    fn attach(&mut self, stream: Stream) -> std::result::Result<(), Refused> {
+        // An address may be that of a newer stream than the handle was made for.
+        if let Some(handle) = self.handles.get(&(stream as usize)) {
+            return handle.queue_on(stream);
+        }
+        let handle = Handle::new(stream)?;
+        self.handles.insert(stream as usize, handle);
+        Ok(())
+    }
+
     fn plan(&mut self, stream: usize, fused: &Fused) -> std::result::Result<Arc<Plan>, Refused> {
         if let Some(known) = self.plans.get(&fused.case) {
             return known.clone();
@@ -137,12 +148,8 @@ unsafe fn by_cudnn(call: &Call<'_>, fused: &Fused) -> Result<bool> {
     let stream = call.stream as usize;
     let refuse = |why: Refused| Err(Error::invalid(call.kernel.name(), format!("cuDNN: {why}")));
     let mut state = lock(&call.gpu.attention.0);
-    if !state.handles.contains_key(&stream) {
-        match Handle::new(call.stream.cast()) {
-            Ok(handle) => _ = state.handles.insert(stream, handle),
-            Err(why) if way() == Way::Cudnn => return refuse(why),
-            Err(_) => return Ok(false),
-        }
+    if let Err(why) = state.attach(call.stream.cast()) {
+        return if way() == Way::Cudnn { refuse(why) } else { Ok(false) };
     }
     let plan = match state.plan(stream, fused) {
         Ok(plan) => plan,

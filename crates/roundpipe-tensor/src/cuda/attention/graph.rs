@@ -15,7 +15,8 @@ use cudarc::cudnn::sys::{
     cudnnBackendDescriptorType_t as Kind,
 };
 pub(super) use cudarc::cudnn::sys::{
-    cudnnDataType_t as Data, cudnnPointwiseMode_t as Function, cudnnReduceTensorOp_t as Sum,
+    cudaStream_t as Stream, cudnnDataType_t as Data, cudnnPointwiseMode_t as Function,
+    cudnnReduceTensorOp_t as Sum,
 };
 
 /// Why the library did not want to.
@@ -29,21 +30,28 @@ unsafe impl Send for Handle {}
 
 impl Handle {
     /// A handle that queues on `stream`, in the current context.
-    pub fn new(stream: sys::cudaStream_t) -> Result<Self, Refused> {
+    pub fn new(stream: Stream) -> Result<Self, Refused> {
         let mut raw = std::ptr::null_mut();
         // SAFETY: written by the call; a context is current.
         let made = unsafe { sys::cudnnCreate(&mut raw) };
         made.result().map_err(|e| format!("cudnnCreate: {e:?}"))?;
         let handle = Self(raw);
-        // SAFETY: both are alive.
-        let set = unsafe { sys::cudnnSetStream(raw, stream) };
-        set.result().map_err(|e| format!("cudnnSetStream: {e:?}"))?;
+        handle.queue_on(stream)?;
         Ok(handle)
+    }
+
+    /// Queues on another stream from now on.
+    pub fn queue_on(&self, stream: Stream) -> Result<(), Refused> {
+        // SAFETY: both are alive.
+        let set = unsafe { sys::cudnnSetStream(self.0, stream) };
+        set.result().map_err(|e| format!("cudnnSetStream: {e:?}"))
     }
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
+        // Its stream may be gone already.
+        let _ = self.queue_on(std::ptr::null_mut());
         // SAFETY: made in `new`, destroyed once, while its context is alive.
         let _ = unsafe { sys::cudnnDestroy(self.0) };
     }

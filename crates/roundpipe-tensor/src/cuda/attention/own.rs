@@ -166,7 +166,7 @@ impl Problem {
     /// The widths that the tensor cores' kernels are made for, where they fit all of these operands.
     fn tensor_widths(&self, operands: &[&View]) -> Option<(usize, usize)> {
         let half = matches!(operands[0].dtype, DType::BF16 | DType::F16);
-        let fits = |width: usize| width > 0 && width <= WIDEST && width % 8 == 0;
+        let fits = |width: usize| width > 0 && width <= WIDEST && width.is_multiple_of(8);
         let small = self.queries < 1 << 30 && self.keys < 1 << 30;
         let all = half
             && small
@@ -180,7 +180,7 @@ impl Problem {
 /// Whether every row of every head starts at a multiple of 16 bytes.
 fn aligned(view: &View) -> bool {
     let rows = view.shape().iter().zip(view.layout.strides()).take(3);
-    view.ptr % 16 == 0 && rows.into_iter().all(|(n, stride)| *n <= 1 || stride % 8 == 0)
+    view.ptr.is_multiple_of(16) && rows.into_iter().all(|(n, stride)| *n <= 1 || stride % 8 == 0)
 }
 
 /// Bytes of the row sums of do · o.
