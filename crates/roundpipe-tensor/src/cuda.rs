@@ -197,6 +197,7 @@ impl Drop for Gpu {
         }
         // Libraries let go of the context before it goes.
         self.products = product::Products::default();
+        self.attention.close();
         let spare = std::mem::take(&mut *lock(&self.spare));
         for event in spare.into_iter().chain([self.origin.0]) {
             // SAFETY: nobody holds these events any more.

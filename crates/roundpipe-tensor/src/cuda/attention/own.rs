@@ -85,9 +85,12 @@ pub(super) fn units() -> Vec<Unit> {
     for dtype in [DType::F64, DType::F32, DType::BF16, DType::F16] {
         units.extend(General::ALL.map(|kernel| kernel.unit(dtype)));
     }
-    for dtype in [DType::BF16, DType::F16] {
-        for widths in [(32, 32), (64, 64), (96, 96), (128, 128), (128, 64), (64, 128)] {
-            units.extend(Tensor::ALL.map(|kernel| kernel.unit(dtype, widths)));
+    for (dtype, widths) in [
+        (DType::BF16, [(64, 64), (96, 96), (128, 128), (32, 32), (128, 64)].as_slice()),
+        (DType::F16, &[(64, 64), (128, 128)]),
+    ] {
+        for widths in widths {
+            units.extend(Tensor::ALL.map(|kernel| kernel.unit(dtype, *widths)));
         }
     }
     units
@@ -143,7 +146,8 @@ impl Problem {
             sequences as u64,
             u64::from(self.spec.causal),
             window as u64,
-            self.spec.scale.to_bits(),
+            // Heads of no width have scores of 0, whatever 1/√0 is.
+            (if self.width == 0 { 0.0 } else { self.spec.scale }).to_bits(),
         ]
     }
 
@@ -163,7 +167,7 @@ impl Problem {
     /// The widths that the tensor cores' kernels are made for, where they fit all of these operands.
     fn tensor_widths(&self, operands: &[&View]) -> Option<(usize, usize)> {
         let half = matches!(operands[0].dtype, DType::BF16 | DType::F16);
-        let fits = |width: usize| width > 0 && width <= WIDEST && width % 8 == 0;
+        let fits = |width: usize| width > 0 && width <= WIDEST && width.is_multiple_of(8);
         let small = self.queries < 1 << 30 && self.keys < 1 << 30;
         let all = half
             && small
@@ -177,7 +181,7 @@ impl Problem {
 /// Whether every row of every head starts at a multiple of 16 bytes.
 fn aligned(view: &View) -> bool {
     let rows = view.shape().iter().zip(view.layout.strides()).take(3);
-    view.ptr % 16 == 0 && rows.into_iter().all(|(n, stride)| *n <= 1 || stride % 8 == 0)
+    view.ptr.is_multiple_of(16) && rows.into_iter().all(|(n, stride)| *n <= 1 || stride % 8 == 0)
 }
 
 /// Bytes of the row sums of do · o.
