@@ -60,7 +60,6 @@ pub(crate) struct Gpu {
     device: sys::CUdevice,
     context: sys::CUcontext,
     pub(crate) capability: (i32, i32),
-    pub(crate) multiprocessors: u32,
     functions: Mutex<HashMap<String, Function>>,
     /// Events without timing that nobody holds.
     spare: Mutex<Vec<RawEvent>>,
@@ -115,7 +114,6 @@ impl Gpu {
             |what| unsafe { result::device::get_attribute(device, what) }.map_err(fail("ask the device"));
         let major = ask(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = ask(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-        let multiprocessors = ask(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
         if major < 8 {
             let what = format!("compute capability {major}.{minor}; 8.0 (Ampere) or newer is needed");
             return Err(Error::Device { device: card(index), what });
@@ -131,7 +129,6 @@ impl Gpu {
             device,
             context,
             capability: (major, minor),
-            multiprocessors,
             functions: Mutex::default(),
             spare: Mutex::default(),
             origin: (RawEvent(event), Instant::now()),

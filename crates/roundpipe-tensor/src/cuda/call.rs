@@ -137,11 +137,6 @@ impl Args {
         self.word(u64::from(value))
     }
 
-    /// `float`.
-    pub fn f32(self, value: f32) -> Self {
-        self.word(u64::from(value.to_bits()))
-    }
-
     /// `double`.
     pub fn f64(self, value: f64) -> Self {
         self.word(value.to_bits())

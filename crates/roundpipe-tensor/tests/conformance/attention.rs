@@ -325,7 +325,12 @@ fn library_sizes() {
     for d in [64, 128] {
         for causal in [false, true] {
             let how = Attention { causal, ..FULL };
-            check_with(&format!("256 by 256, {d} wide, causal {causal}"), &qkv(2, 256, 256, (4, 2), d, d), strict, attend(how));
+            check_with(
+                &format!("256 by 256, {d} wide, causal {causal}"),
+                &qkv(2, 256, 256, (4, 2), d, d),
+                strict,
+                attend(how),
+            );
         }
     }
 }
