@@ -10,6 +10,7 @@ use std::time::Instant;
 use roundpipe::kernel::RopeStyle;
 use roundpipe::ops::{Attention, CrossEntropy};
 use roundpipe::optim::AdamW;
+use roundpipe::trace::Lane;
 use roundpipe::{
     Bytes, Cx, DType, Device, Devices, Grain, HostTensor, Inputs, Lag, Layer, RingOptions, RoundPipe, Rule,
     RunConfig, Shape, Tensor, TensorResult, Tree, Update, Worker,
@@ -256,9 +257,17 @@ fn layer(worker: &Worker) -> Res<()> {
 /// Full fine-tuning of Qwen3-1.7B with random weights in 24 GiB, through the engine.
 fn train(devices: &[Arc<dyn Device>], cap: Bytes) -> Res<()> {
     let layers = std::env::var("LAYERS").ok().and_then(|l| l.parse().ok()).unwrap_or(28);
-    let cases =
-        [(16, 4, Grain::Stage, Lag::One), (16, 4, Grain::Stage, Lag::Zero), (32, 8, Grain::Layer, Lag::One)];
-    for (batch, microbatches, grain, lag) in cases {
+    let cases = [
+        (16, 4, Grain::Stage, Lag::One),
+        (16, 4, Grain::Stage, Lag::Zero),
+        (32, 8, Grain::Layer, Lag::One),
+        (32, 8, Grain::Layer, Lag::Zero),
+    ];
+    let chosen = std::env::var("CASES").unwrap_or_else(|_| "0,1,2,3".to_owned());
+    for (number, (batch, microbatches, grain, lag)) in cases.into_iter().enumerate() {
+        if !chosen.split(',').any(|c| c == number.to_string()) {
+            continue;
+        }
         let seq = 4096;
         let vocab = 151_936;
         let decoder = Decoder::random(qwen(layers, vocab, seq), DType::BF16, 1)?;
@@ -294,14 +303,50 @@ fn train(devices: &[Arc<dyn Device>], cap: Bytes) -> Res<()> {
             (batch * seq) as f64 / best,
             loss / microbatches as f64,
         );
-        if std::env::var("TRACE").is_ok() {
-            engine.trace().on();
-            for _ in 0..2 {
-                engine.train(inputs.clone()).run()?;
-                engine.update(&Update::new(1e-5), lag)?;
-            }
-            engine.synchronize()?;
-            engine.trace().write_to(std::env::var("TRACE")?)?;
+        overlap(&engine, &inputs, lag)?;
+    }
+    Ok(())
+}
+
+/// Two more steps with every copy noted: how fast each lane's copies were, and how much of their time kernels ran.
+fn overlap(engine: &RoundPipe, inputs: &Inputs, lag: Lag) -> Res<()> {
+    engine.trace().on();
+    for _ in 0..2 {
+        engine.train(inputs.clone()).run()?;
+        engine.update(&Update::new(1e-5), lag)?;
+    }
+    engine.synchronize()?;
+    engine.trace().off();
+    let spans = engine.trace().spans();
+    if let Ok(path) = std::env::var("TRACE") {
+        engine.trace().write_to(path)?;
+    }
+    let mut busy: Vec<(u64, u64)> = Vec::new();
+    let compute = spans.iter().filter(|s| s.track.lane == Lane::Compute);
+    let mut all: Vec<(u64, u64)> = compute.map(|s| (s.start_ns, s.end_ns)).collect();
+    all.sort_unstable();
+    for (from, to) in all {
+        match busy.last_mut() {
+            Some(last) if from <= last.1 => last.1 = last.1.max(to),
+            _ => busy.push((from, to)),
+        }
+    }
+    let beside = |from: u64, to: u64| -> u64 {
+        busy.iter().map(|(a, b)| to.min(*b).saturating_sub(from.max(*a))).sum()
+    };
+    for lane in [Lane::ParamUpload, Lane::ActivationUpload, Lane::ActivationDownload, Lane::GradDownload] {
+        let of: Vec<_> = spans.iter().filter(|s| s.track.lane == lane).collect();
+        let (bytes, time): (u64, u64) =
+            of.iter().fold((0, 0), |(b, t), s| (b + s.bytes.unwrap_or(0), t + s.end_ns - s.start_ns));
+        let shared: u64 = of.iter().map(|s| beside(s.start_ns, s.end_ns)).sum();
+        if time > 0 && bytes > 1 << 20 {
+            println!(
+                "  {}: {} at {:.1} GB/s, {:.0}% of it beside kernels",
+                lane.name(),
+                Bytes(bytes),
+                bytes as f64 / time as f64,
+                100.0 * shared as f64 / time as f64
+            );
         }
     }
     Ok(())

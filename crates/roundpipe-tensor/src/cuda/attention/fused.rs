@@ -16,7 +16,7 @@ use crate::dtype::DType;
 use crate::kernel::{AttentionSpec, View};
 
 /// Most bytes of scores' gradients at a time.
-const PAIRS_BYTES: usize = 256 << 20;
+pub(super) const PAIRS_BYTES: usize = 1 << 30;
 /// More than the few hundred bytes that plans were seen to want beside what is counted.
 const SLACK_BYTES: usize = 64 << 10;
 

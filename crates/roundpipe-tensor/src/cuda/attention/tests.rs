@@ -56,7 +56,7 @@ fn pieces_cover_the_whole() {
         let fused = case(&CAUSAL, dims, DType::BF16, true).unwrap();
         let (pieces, workspace) = fused.pieces(7 << 40);
         assert_eq!(pieces.len(), count, "{dims:?}");
-        assert!(fused.scratch() < (256 << 20) * 3 / 2, "{dims:?}: {}", fused.scratch());
+        assert!(fused.scratch() < super::fused::PAIRS_BYTES * 3 / 2, "{dims:?}: {}", fused.scratch());
         assert!(workspace >= (7 << 40) + (b * hq * s * 4 / count) as u64);
         let address = |piece: &[(i64, u64)], id: i64| piece.iter().find(|p| p.0 == id).unwrap().1;
         let mut starts: Vec<u64> = pieces.iter().map(|piece| address(piece, 2) - (2 << 40)).collect();
