@@ -196,10 +196,10 @@ fn width(operands: &[View]) -> usize {
             let (size, stride) = inner(v);
             let outer = &v.layout.strides()[..v.shape().rank() - 1];
             let step = 16.min(width * v.dtype.size());
-            let whole = outer.is_empty() || size % width == 0;
+            let whole = outer.is_empty() || size.is_multiple_of(width);
             let aligned = || {
-                v.ptr % step as u64 == 0
-                    && outer.iter().all(|s| s.unsigned_abs() * v.dtype.size() % step == 0)
+                v.ptr.is_multiple_of(step as u64)
+                    && outer.iter().all(|s| (s.unsigned_abs() * v.dtype.size()).is_multiple_of(step))
             };
             whole && ((stride == 1 && aligned()) || (stride == 0 && i + 1 < operands.len()))
         })
@@ -497,7 +497,7 @@ fn sequence(entry: &'static str, dtype: DType) -> Unit {
 
 /// Whether four elements can be stored at once.
 fn packed(y: &View) -> i32 {
-    i32::from(y.ptr % 16.min(4 * y.dtype.size() as u64) == 0)
+    i32::from(y.ptr.is_multiple_of(16.min(4 * y.dtype.size() as u64)))
 }
 
 /// `[] -> [y]`: start + i · step.

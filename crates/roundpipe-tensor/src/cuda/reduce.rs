@@ -127,20 +127,20 @@ impl Plan {
     fn row_pack(&self, size: usize) -> usize {
         let pack = 16 / size;
         match self.fold.last() {
-            Some(&(inner, 1)) if self.fold.len() == 1 || inner % pack == 0 => pack,
+            Some(&(inner, 1)) if self.fold.len() == 1 || inner.is_multiple_of(pack) => pack,
             _ => 1,
         }
     }
 
     /// Whether packs of rows (or columns) lie at multiples of 16 bytes.
     fn aligned(&self, ptr: u64, size: usize) -> bool {
-        let whole = |dims: &[Dim]| dims.iter().all(|d| d.1.unsigned_abs() * size % 16 == 0);
+        let whole = |dims: &[Dim]| dims.iter().all(|d| (d.1.unsigned_abs() * size).is_multiple_of(16));
         let last = usize::from(!self.keep.is_empty());
         let [keep, fold] = match self.columns {
             true => [&self.keep[..self.keep.len() - last], &self.fold[..]],
             false => [&self.keep[..], &self.fold[..self.fold.len().saturating_sub(1)]],
         };
-        ptr % 16 == 0 && whole(keep) && whole(fold)
+        ptr.is_multiple_of(16) && whole(keep) && whole(fold)
     }
 }
 
@@ -383,7 +383,8 @@ unsafe fn along_rows(call: &Call<'_>, entry: &'static str, log: bool, operands: 
     }
     let (rows, width) = rows(&operands[0]);
     let (threads, hold) = softmax_cut(width, dtype.size());
-    let packed = width * dtype.size() % 16 == 0 && operands.iter().all(|v| v.ptr % 16 == 0);
+    let packed =
+        (width * dtype.size()).is_multiple_of(16) && operands.iter().all(|v| v.ptr.is_multiple_of(16));
     let args = operands.iter().fold(Args::new(), |args, v| args.ptr(v.ptr));
     let mut args = args.size(rows).size(width).i32(i32::from(packed));
     let (grid, block) = team(rows, threads);
