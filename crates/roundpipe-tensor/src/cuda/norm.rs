@@ -103,7 +103,7 @@ pub(super) fn piece(dtype: DType) -> usize {
 
 /// Whether rows of `cols` elements that begin at these operands can be read 16 bytes at a time.
 pub(super) fn wide<'a>(cols: usize, views: impl IntoIterator<Item = Option<&'a View>>) -> bool {
-    views.into_iter().flatten().all(|v| v.ptr % 16 == 0 && cols % piece(v.dtype) == 0)
+    views.into_iter().flatten().all(|v| v.ptr.is_multiple_of(16) && cols.is_multiple_of(piece(v.dtype)))
 }
 
 /// Threads of a row and rows of a block, for rows of `pieces` pieces of which a thread holds `held`.

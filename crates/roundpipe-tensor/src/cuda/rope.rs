@@ -102,9 +102,9 @@ impl<'a> Heads<'a> {
         };
         let n = piece(x.dtype);
         let table_bytes = (n * table.dtype.size()) as u64;
-        let wide = half % n == 0
+        let wide = half.is_multiple_of(n)
             && others.iter().flatten().chain([&x]).all(|v| steps_of(v, n))
-            && [table, sin].iter().all(|v| v.ptr % table_bytes == 0);
+            && [table, sin].iter().all(|v| v.ptr.is_multiple_of(table_bytes));
         let n = if wide { n } else { 1 };
         let units = half / n + (width - 2 * half).div_ceil(2 * n);
         let lanes = units.next_power_of_two().min(32) as u32;
@@ -131,8 +131,8 @@ fn steps_of(view: &View, n: usize) -> bool {
     let dims = view.shape().dims();
     let outer = dims.len().saturating_sub(1);
     let mut steps = dims[..outer].iter().zip(&view.layout.strides()[..outer]);
-    view.ptr % 16 == 0
-        && dims.last().is_none_or(|d| d % n == 0)
+    view.ptr.is_multiple_of(16)
+        && dims.last().is_none_or(|d| d.is_multiple_of(n))
         && steps.all(|(size, stride)| *size == 1 || stride % n as isize == 0)
 }
 
@@ -237,7 +237,7 @@ unsafe fn gated(call: &Call<'_>, kind: Glu, entry: &'static str, operands: &[&Vi
     let whole = operands.iter().all(|v| v.layout.is_contiguous());
     let cols = if whole { numel } else { operands[0].shape().last().copied().unwrap_or(1) };
     let wide = match whole {
-        true => numel % n == 0 && operands.iter().all(|v| v.ptr % 16 == 0),
+        true => numel.is_multiple_of(n) && operands.iter().all(|v| v.ptr.is_multiple_of(16)),
         false => operands.iter().all(|v| steps_of(v, n)),
     };
     let rows = numel / cols;
