@@ -12,12 +12,13 @@ use roundpipe::ops::{Attention, CrossEntropy};
 use roundpipe::optim::AdamW;
 use roundpipe::trace::Lane;
 use roundpipe::{
-    Bytes, Cx, DType, Device, Devices, Grain, HostTensor, Inputs, Lag, Layer, RingOptions, RoundPipe, Rule,
+    Bytes, Cx, DType, Device, Devices, Grain, HostTensor, Inputs, Lag, RingOptions, RoundPipe, Rule,
     RunConfig, Shape, Tensor, TensorResult, Tree, Update, Worker,
 };
 use roundpipe_models::decoder::{Decoder, DecoderConfig};
 use roundpipe_tensor::{Cuda, LaneKind};
 
+type Section = fn(&Worker) -> Res<()>;
 type Res<T> = Result<T, Box<dyn std::error::Error>>;
 
 /// Qwen3-1.7B with as many blocks as asked for.
@@ -365,7 +366,7 @@ fn main() -> Res<()> {
     let cap = Bytes::gib(24);
     if ["copies", "products", "attention", "kernels", "layer"].iter().any(|name| wants(name)) {
         let worker = Worker::new(device, cap)?;
-        let sections: [(&str, fn(&Worker) -> Res<()>); 5] = [
+        let sections: [(&str, Section); 5] = [
             ("copies", copies),
             ("products", products),
             ("attention", attention),
