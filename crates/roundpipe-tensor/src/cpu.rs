@@ -10,7 +10,7 @@
 
 pub(crate) mod access;
 mod attention;
-mod elementwise;
+pub(crate) mod elementwise;
 pub(crate) mod gemm;
 mod image;
 mod index;

@@ -46,12 +46,14 @@ pub mod cx;
 pub mod ops;
 
 pub mod cpu;
+pub mod cuda;
 pub mod meta;
 pub mod optim;
 pub mod sim;
 
 pub use bytes::Bytes;
 pub use cpu::Cpu;
+pub use cuda::Cuda;
 pub use cx::{CustomOp, Cx, Gradients, Recompute};
 pub use device::{Device, DeviceId, DeviceKind, LaneKind};
 pub use dtype::{DType, Element};

@@ -18,6 +18,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::bytes::Bytes;
 use crate::cpu;
+use crate::cuda;
 use crate::cx::Cx;
 use crate::device::{Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, Lane, LaneKind, Ops};
 use crate::dtype::DType;
@@ -77,7 +78,8 @@ pub struct Meta {
 impl Meta {
     /// Stands for a device of another kind; `sim` counts like `cpu`.
     pub fn like(kind: DeviceKind) -> Arc<Self> {
-        Arc::new(Self { like: kind, lanes: LaneKind::ALL.map(MetaLane), ops: MetaOps::default() })
+        let ops = MetaOps { like: kind, cost: Mutex::default() };
+        Arc::new(Self { like: kind, lanes: LaneKind::ALL.map(MetaLane), ops })
     }
 
     /// What was counted so far; `peak` and `kept` are a worker's and stay 0 here.
@@ -208,8 +210,8 @@ impl Lane for MetaLane {
     }
 }
 
-#[derive(Default)]
 struct MetaOps {
+    like: DeviceKind,
     cost: Mutex<Cost>,
 }
 
@@ -230,7 +232,10 @@ impl Ops for MetaOps {
     }
 
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
-        cpu::scratch(kernel, src, dst)
+        match self.like {
+            DeviceKind::Cuda => cuda::scratch(kernel, src, dst),
+            _ => cpu::scratch(kernel, src, dst),
+        }
     }
 }
 

@@ -99,11 +99,26 @@ impl Param {
         Ok(param)
     }
 
-    fn fill(&self, value: impl Fn(u64) -> f64) -> Result<()> {
-        fn each<T: Element>(out: &mut [T], value: impl Fn(u64) -> f64) {
-            for (i, x) in out.iter_mut().enumerate() {
-                *x = T::from_f64(value(i as u64));
+    fn fill(&self, value: impl Fn(u64) -> f64 + Sync) -> Result<()> {
+        /// Every element is a function of its place, so any number of threads gives the same values.
+        fn each<T: Element>(out: &mut [T], value: impl Fn(u64) -> f64 + Sync) {
+            const ALONE: usize = 1 << 16;
+            let threads = std::thread::available_parallelism().map_or(1, usize::from);
+            let share = out.len().div_ceil(threads).max(ALONE);
+            let fill = |start: usize, part: &mut [T]| {
+                for (i, x) in part.iter_mut().enumerate() {
+                    *x = T::from_f64(value((start + i) as u64));
+                }
+            };
+            if share >= out.len() {
+                return fill(0, out);
             }
+            std::thread::scope(|scope| {
+                for (part, chunk) in out.chunks_mut(share).enumerate() {
+                    let fill = &fill;
+                    scope.spawn(move || fill(part * share, chunk));
+                }
+            });
         }
         let mut data = self.data().write(0..self.bytes())?;
         match self.0.dtype {

@@ -24,10 +24,11 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::bytes::Bytes;
-use crate::device::{Copy, Device, DeviceKind, Direction, Event, Flight, Lane, LaneKind};
+use crate::device::{Copy, Device, DeviceKind, Direction, Event, Flight, Lane, LaneKind, Stamp};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::exec::Worker;
@@ -37,6 +38,53 @@ use crate::tensor::{Storage, Tensor};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// One copy as it happened.
+#[derive(Debug, Clone)]
+pub struct Moved {
+    /// In which lane.
+    pub lane: LaneKind,
+    /// What was copied.
+    pub what: String,
+    /// How much.
+    pub bytes: u64,
+    /// When the lane began, after what it waited for.
+    pub from: Stamp,
+    /// When it was done.
+    pub to: Stamp,
+}
+
+/// Notes copies while it is on; off, it costs a look at a flag.
+#[derive(Debug, Default)]
+pub struct MoveLog {
+    on: AtomicBool,
+    moves: Mutex<Vec<Moved>>,
+}
+
+impl MoveLog {
+    /// Switches it on or off.
+    pub fn set(&self, on: bool) {
+        self.on.store(on, Ordering::Relaxed);
+    }
+
+    /// What was noted since the last call.
+    pub fn take(&self) -> Vec<Moved> {
+        std::mem::take(&mut lock(&self.moves))
+    }
+
+    fn start(&self, lane: &dyn Lane) -> Option<Stamp> {
+        // A device that refuses a stamp has worse to tell soon.
+        self.on.load(Ordering::Relaxed).then(|| lane.stamp().ok()).flatten()
+    }
+
+    fn end(&self, lane: &dyn Lane, from: Option<Stamp>, what: &str, bytes: u64) {
+        if let Some(from) = from
+            && let Ok(to) = lane.stamp()
+        {
+            lock(&self.moves).push(Moved { lane: lane.kind(), what: what.to_owned(), bytes, from, to });
+        }
+    }
 }
 
 /// Host memory for parcels, used again and again.
@@ -307,17 +355,23 @@ pub struct Port {
     worker: Worker,
     host: Arc<HostPool>,
     outbox: Mutex<Outbox>,
+    log: MoveLog,
 }
 
 impl Port {
     /// Parcels sent here use memory of `host`.
     pub fn new(worker: Worker, host: Arc<HostPool>) -> Self {
-        Self { worker, host, outbox: Mutex::default() }
+        Self { worker, host, outbox: Mutex::default(), log: MoveLog::default() }
     }
 
     /// The worker behind the door.
     pub fn worker(&self) -> &Worker {
         &self.worker
+    }
+
+    /// What passes through.
+    pub fn log(&self) -> &MoveLog {
+        &self.log
     }
 
     fn lane(&self, kind: LaneKind) -> &dyn Lane {
@@ -394,6 +448,7 @@ impl Port {
         let lane = self.lane(LaneKind::ActivationDownload);
         lane.wait(&self.lane(LaneKind::Compute).record()?)?;
         free.iter().try_for_each(|event| lane.wait(event))?;
+        let from = self.log.start(lane);
         if bytes > 0 {
             let copy = Copy {
                 what: what.to_owned(),
@@ -406,7 +461,9 @@ impl Port {
             // nobody else holds; the outbox keeps `dense`, and the parcel (or its pool) `buf`, behind the event.
             unsafe { lane.copy(&copy)? };
         }
-        lane.record()
+        let written = lane.record()?;
+        self.log.end(lane, from, what, bytes as u64);
+        Ok(written)
     }
 
     /// Starts an upload in the activation lane. On a worker that reads host memory in place, nothing is copied.
@@ -442,7 +499,9 @@ impl Port {
         for event in free.iter().chain(written.filter(|event| !event.is_past())) {
             lane.wait(event)?;
         }
+        let from = self.log.start(lane);
         let event = copy_in(lane, what, buf.addr(), block.addr(), bytes as u64)?;
+        self.log.end(lane, from, what, bytes as u64);
         lock(&contents.readers).push(event.clone());
         let tensor = Some(Tensor::from_block(block, dtype, shape));
         Ok(Arrival { worker: self.worker.clone(), tensor, event: Some(event) })
@@ -470,6 +529,7 @@ impl Port {
         let lane = self.lane(LaneKind::GradDownload);
         lane.wait(after)?;
         let (src, dst) = (tensor.view().ptr, host.addr());
+        let from = self.log.start(lane);
         for start in (0..bytes).step_by(chunk.max(1) as usize) {
             let copy = Copy {
                 what: what.to_owned(),
@@ -485,7 +545,9 @@ impl Port {
                 return Err(error);
             }
         }
-        Ok(Flight::new(lane.record()?, (tensor, host)))
+        let landed = lane.record()?;
+        self.log.end(lane, from, what, bytes);
+        Ok(Flight::new(landed, (tensor, host)))
     }
 }
 
@@ -545,7 +607,13 @@ impl Slot {
     ///
     /// # Errors
     /// When a part does not fit or the device refuses.
-    pub fn fill(self, what: &str, parts: Vec<Part>, chunk: u64) -> Result<(Loaded, Flight<Vec<Part>>)> {
+    pub fn fill(
+        self,
+        what: &str,
+        parts: Vec<Part>,
+        chunk: u64,
+        log: &MoveLog,
+    ) -> Result<(Loaded, Flight<Vec<Part>>)> {
         let Storage::Block(block) = &*self.storage else { unreachable!("a slot is a block") };
         for part in &parts {
             let end = part.offset + part.host.bytes().len() as u64;
@@ -559,6 +627,7 @@ impl Slot {
             lane.wait(free)?;
         }
         let base = block.addr();
+        let from = log.start(lane);
         let event = match fill(lane, what, base, &parts, chunk.max(1)) {
             Ok(event) => event,
             Err(error) => {
@@ -566,7 +635,9 @@ impl Slot {
                 return Err(error);
             }
         };
-        let loaded = Loaded { worker: self.worker, storage: self.storage, event: Some(event.clone()) };
+        log.end(lane, from, what, parts.iter().map(|part| part.host.bytes().len() as u64).sum());
+        let loaded =
+            Loaded { worker: self.worker.clone(), storage: self.storage, event: Some(event.clone()) };
         Ok((loaded, Flight::new(event, parts)))
     }
 }

@@ -42,15 +42,14 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use roundpipe_tensor::{
-    Bytes, Cpu, Cx, DType, Device, HostTensor, Param, Pin, Result as TensorResult, Tensor,
-};
+use roundpipe_tensor::{Bytes, Cx, DType, Device, HostTensor, Param, Pin, Result as TensorResult, Tensor};
 
 pub use self::args::{Arg, Args, InputGrads, Unmerged};
 use self::args::{host_tensor, to_host};
 use self::core::{Ask, Core, Submitted};
 use crate::batch::{MergeOutput, merge, split_grads};
 use crate::config::{OutputDevice, RunConfig};
+use crate::devices::Devices;
 use crate::error::{Error, Result};
 use crate::exec::call::{Call, LossFn, Model, Seed};
 use crate::exec::ring::{Ring, RingOptions};
@@ -209,7 +208,8 @@ impl<M: Layer + 'static> Builder<M> {
         self
     }
 
-    /// The devices to run on; one listed twice gives two workers. By default the processor.
+    /// The devices to run on; one listed twice gives two workers. By default every GPU, or the processor where there
+    /// is none.
     #[must_use]
     pub fn devices(mut self, devices: impl IntoIterator<Item = Arc<dyn Device>>) -> Self {
         self.devices = devices.into_iter().collect();
@@ -263,7 +263,7 @@ impl<M: Layer + 'static> Builder<M> {
             Some(ring) => ring,
             None => {
                 let devices = match self.devices.is_empty() {
-                    true => vec![Cpu::new(None)? as Arc<dyn Device>],
+                    true => Devices::all()?.workers,
                     false => self.devices,
                 };
                 Ring::new(&devices, &self.options)?

@@ -40,12 +40,14 @@ pub mod update;
 
 mod exec;
 
+pub mod devices;
 pub mod engine;
 pub mod wrap;
 
 pub use batch::{Cut, Inputs, Merge, MergeOutput, SplitInput, SplitLabel};
 pub use config::{Grain, OutputDevice, RunConfig};
 pub use costs::{LayerCost, LayerCosts};
+pub use devices::Devices;
 pub use engine::{Forward, Lag, Losses, RoundPipe, Trained};
 pub use error::{Error, Result, TaskPlace};
 pub use exec::ring::{Ring, RingOptions};

@@ -12,7 +12,7 @@
 mod binary;
 mod choose;
 mod copy;
-mod random;
+pub(crate) mod random;
 mod stage;
 mod unary;
 mod walk;

@@ -317,3 +317,20 @@ fn golden_case(cx: &mut Cx, inputs: &golden::Inputs, how: &Attention<'_>) -> Res
     let o = cx.attention(&q, &k, &v, &Attention { lens: Some((&lens, &lens)), ..*how })?;
     cx.reshape(&o, &[-1, o.dims()[2] as isize, o.dims()[3] as isize])
 }
+
+/// Sizes that the libraries of GPUs take: whole blocks of the usual widths, with grouped heads.
+#[test]
+fn library_sizes() {
+    let strict = Strict { differences: false, dtypes: &[DType::BF16, DType::F16], ..Strict::default() };
+    for d in [64, 128] {
+        for causal in [false, true] {
+            let how = Attention { causal, ..FULL };
+            check_with(
+                &format!("256 by 256, {d} wide, causal {causal}"),
+                &qkv(2, 256, 256, (4, 2), d, d),
+                strict,
+                attend(how),
+            );
+        }
+    }
+}

@@ -5,12 +5,16 @@
 //! 3. 1 and 2 threads, and a second run, give the same bits;
 //! 4. a run without a tape gives the same bits as one with;
 //! 5. a sim worker gives the same bits (where undefined memory holds NaN), and finds no race;
-//! 6. a meta worker makes the same allocations: shapes, number and peak are known without data.
+//! 6. a GPU, where there is one, agrees with f64 within the type's tolerance, repeats its bits, and makes the
+//!    allocations that meta states for it;
+//! 7. a meta worker makes the same allocations: shapes, number and peak are known without data.
 //!
 //! A case is a function of its inputs; it must not keep state.
 
+use std::sync::{Mutex, OnceLock, PoisonError};
+
 use roundpipe_tensor::{
-    Bytes, Cpu, Cx, DType, DeviceKind, Meta, Result, RngSite, SimWorld, Tensor, Worker, bf16, f16,
+    Bytes, Cpu, Cuda, Cx, DType, DeviceKind, Meta, Result, RngSite, SimWorld, Tensor, Worker, bf16, f16,
 };
 
 /// How an input lies in memory.
@@ -134,11 +138,73 @@ pub fn check_with(
             simulated(name, inputs, &one, &f);
             predicted(name, inputs, &f);
         }
+        let limit = if dtype == DType::F64 { 1e-11 } else { tolerance(dtype) } * strict.slack;
         if dtype != DType::F64 {
-            let limit = tolerance(dtype) * strict.slack;
             close(&format!("{name} {dtype} output"), &one.outputs, &oracle.outputs, limit);
             close(&format!("{name} {dtype} gradient"), &one.grads, &oracle.grads, limit);
         }
+        on_gpu(name, inputs, dtype, &oracle, limit, &f);
+    }
+}
+
+/// A worker on the first GPU, where there is one that can be used. `ROUNDPIPE_GPU=off` leaves it out.
+pub fn gpu() -> Option<&'static Worker> {
+    static GPU: OnceLock<Option<Worker>> = OnceLock::new();
+    let open = || {
+        if std::env::var("ROUNDPIPE_GPU").as_deref() == Ok("off") {
+            return Err("ROUNDPIPE_GPU is off".to_owned());
+        }
+        let device = Cuda::new(0).map_err(|e| e.to_string())?;
+        Worker::new(device, Bytes::gib(2)).map_err(|e| e.to_string())
+    };
+    let found = GPU.get_or_init(|| match open() {
+        Ok(worker) => Some(worker),
+        Err(why) => {
+            // Once for the whole binary: without a GPU every case runs on the others alone.
+            skipped(&why);
+            None
+        }
+    });
+    found.as_ref()
+}
+
+#[expect(clippy::print_stderr, reason = "what was skipped must be said")]
+fn skipped(why: &str) {
+    eprintln!("no case runs on a GPU: {why}");
+}
+
+/// Check 6.
+fn on_gpu(
+    name: &str,
+    inputs: &[Input],
+    dtype: DType,
+    oracle: &Outcome,
+    limit: f64,
+    f: &impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<Tensor>>,
+) {
+    // One arena for the whole binary, whose counts one case at a time may read.
+    static TURN: Mutex<()> = Mutex::new(());
+    let Some(worker) = gpu() else { return };
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let go =
+        || run(worker, inputs, dtype, f, true).unwrap_or_else(|e| panic!("{name} {dtype} on a GPU: {e}"));
+    if let Err(error) = run(worker, inputs, dtype, f, true)
+        && error.to_string().contains("written for host memory")
+    {
+        return;
+    }
+    let one = go();
+    close(&format!("{name} {dtype} output on a GPU"), &one.outputs, &oracle.outputs, limit);
+    close(&format!("{name} {dtype} gradient on a GPU"), &one.grads, &oracle.grads, limit);
+    assert_eq!(one.bits(), go().bits(), "{name} {dtype}: a GPU does not repeat itself");
+    if dtype == DType::F32 {
+        let before = worker.usage();
+        let meta = Worker::new(Meta::like(DeviceKind::Cuda), Bytes(1 << 60)).unwrap();
+        let real = walk(worker, inputs, f).unwrap_or_else(|e| panic!("{name} on a GPU: {e}"));
+        let stated = walk(&meta, inputs, f).unwrap_or_else(|e| panic!("{name} on meta: {e}"));
+        assert_eq!(stated, real, "{name}: meta and the GPU disagree on shapes");
+        let made = worker.usage().allocations - before.allocations;
+        assert_eq!(meta.usage().allocations, made, "{name}: meta and the GPU disagree on allocations");
     }
 }
 
@@ -273,25 +339,30 @@ fn simulated(
     world.fence_all().unwrap_or_else(|e| panic!("{name} on sim: {e}"));
 }
 
-/// Check 6: forward and backward without reading a value, on cpu and on meta.
+/// Forward and backward without reading a value.
+fn walk(
+    worker: &Worker,
+    inputs: &[Input],
+    f: &impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<Tensor>>,
+) -> Result<Vec<(DType, Vec<usize>)>> {
+    let mut cx = Cx::new(worker, true, true);
+    let tensors = inputs.iter().map(|i| Ok(place(&mut cx, i, DType::F32)?.1)).collect::<Result<Vec<_>>>()?;
+    let outputs = f(&mut cx, &tensors)?;
+    let tracked = outputs.iter().filter(|y| y.requires_grad());
+    let seeds = tracked.map(|y| Ok((y.clone(), cx.worker().full(y.dtype(), *y.shape(), 1.0)?)));
+    let seeds = seeds.collect::<Result<Vec<_>>>()?;
+    if !seeds.is_empty() {
+        drop(cx.backward_from(&seeds)?);
+    }
+    Ok(outputs.iter().map(|y| (y.dtype(), y.dims().to_vec())).collect())
+}
+
+/// Check 7: the same on cpu and on meta.
 fn predicted(name: &str, inputs: &[Input], f: &impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<Tensor>>) {
-    let walk = |worker: &Worker| -> Result<Vec<(DType, Vec<usize>)>> {
-        let mut cx = Cx::new(worker, true, true);
-        let tensors =
-            inputs.iter().map(|i| Ok(place(&mut cx, i, DType::F32)?.1)).collect::<Result<Vec<_>>>()?;
-        let outputs = f(&mut cx, &tensors)?;
-        let tracked = outputs.iter().filter(|y| y.requires_grad());
-        let seeds = tracked.map(|y| Ok((y.clone(), cx.worker().full(y.dtype(), *y.shape(), 1.0)?)));
-        let seeds = seeds.collect::<Result<Vec<_>>>()?;
-        if !seeds.is_empty() {
-            drop(cx.backward_from(&seeds)?);
-        }
-        Ok(outputs.iter().map(|y| (y.dtype(), y.dims().to_vec())).collect())
-    };
     let cpu = worker(2);
     let meta = Worker::new(Meta::like(DeviceKind::Cpu), Bytes(1 << 60)).unwrap();
-    let real = walk(&cpu).unwrap_or_else(|e| panic!("{name}: {e}"));
-    let stated = walk(&meta).unwrap_or_else(|e| panic!("{name} on meta: {e}"));
+    let real = walk(&cpu, inputs, f).unwrap_or_else(|e| panic!("{name}: {e}"));
+    let stated = walk(&meta, inputs, f).unwrap_or_else(|e| panic!("{name} on meta: {e}"));
     assert_eq!(stated, real, "{name}: meta and cpu disagree on shapes");
     assert_eq!(meta.usage(), cpu.usage(), "{name}: meta and cpu disagree on memory");
 }

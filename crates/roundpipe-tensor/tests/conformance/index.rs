@@ -49,6 +49,21 @@ fn gathering_and_scattering() {
     }
 }
 
+/// Few lines of many elements, which a GPU sorts by destination.
+#[test]
+fn long_lines_scatter_in_order() {
+    let index: Vec<i64> = (0..1400).map(|i| (i * i + i / 3) % 11).collect();
+    // A narrow sum may be rounded at every addition.
+    let strict = Strict { differences: false, dtypes: &[DType::F32], ..Strict::default() };
+    for lie in [Lie::Dense, Lie::Transposed] {
+        let at = fixed(DType::I32, &index, &[2, 700]).lying(lie);
+        let inputs = [randn(11, &[3, 11]), at, randn(12, &[2, 700]).lying(lie)];
+        check_with("long scatter_add", &inputs, strict, |cx, x| {
+            Ok(vec![cx.scatter_add(&x[0], 1, &x[1], &x[2])?])
+        });
+    }
+}
+
 #[test]
 fn embedding_of_any_ids() {
     let ids = fixed(DType::I64, &[4, 0, 4, 4, 1, 2], &[2, 3]);

@@ -17,8 +17,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use roundpipe_tensor::transfer::Parcel;
-use roundpipe_tensor::{DType, DeviceKind, HostTensor, Shape};
+use roundpipe_tensor::transfer::{Moved, Parcel};
+use roundpipe_tensor::{DType, DeviceKind, HostTensor, LaneKind, Shape};
 
 use super::args::{Args, Parts, parcels, split};
 use crate::batch::split_label_of;
@@ -32,7 +32,7 @@ use crate::exec::ring::Ring;
 use crate::exec::stepper::{Order, Outcome, Stepper, Work};
 use crate::plan::{ExecutePlan, PlanKind};
 use crate::search::AutoOptions;
-use crate::trace::{Category, LayerTimes, Part, Span, Trace, Track};
+use crate::trace::{Category, Lane, LayerTimes, Part, Span, Trace, Track};
 use crate::tree::Tree;
 
 /// Measured shares may move by this much before a plan is made anew.
@@ -191,6 +191,7 @@ impl Core {
             }
             self.check(&mut state)?;
         }
+        self.ring.log_moves(self.trace.is_on());
         let stages = plan.stages(ask.kind);
         let forward_slots = plan.forward.len();
         let terms = Terms {
@@ -483,6 +484,34 @@ impl Core {
                 state.times.record(layer, part, end.saturating_sub(start) as f64 / 1e6);
             }
             self.trace.record(|| self.span(call, &piece, start, end));
+        }
+        for (worker, moved) in self.ring.take_moves() {
+            if let (Some(start), Some(end)) = (moved.from.ns(self.origin), moved.to.ns(self.origin)) {
+                self.trace.record(|| self.transfer(call, worker, &moved, start, end));
+            }
+        }
+    }
+
+    fn transfer(&self, call: &Call, worker: usize, moved: &Moved, start_ns: u64, end_ns: u64) -> Span {
+        let lane = match moved.lane {
+            LaneKind::Compute => Lane::Compute,
+            LaneKind::ParamUpload => Lane::ParamUpload,
+            LaneKind::ActivationUpload => Lane::ActivationUpload,
+            LaneKind::ActivationDownload => Lane::ActivationDownload,
+            LaneKind::GradDownload => Lane::GradDownload,
+        };
+        let worker_name = self.ring.workers()[worker].device().id().to_string();
+        Span {
+            track: Track { worker, worker_name, lane },
+            name: moved.what.clone(),
+            category: Category::Transfer,
+            start_ns,
+            end_ns,
+            call: call.terms.id,
+            slot: None,
+            layer: None,
+            microbatch: None,
+            bytes: Some(moved.bytes),
         }
     }
 

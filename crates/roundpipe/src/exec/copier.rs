@@ -162,7 +162,7 @@ fn try_bring(port: &Port, load: Load) -> Result<()> {
     let part =
         |s: crate::store::Segment| Ok(Part { host: s.data.read_all()?, offset: s.block_offset as u64 });
     let parts = segments.into_iter().map(part).collect::<Result<Vec<_>>>()?;
-    let (loaded, flight) = memory.fill("weights", parts, CHUNK)?;
+    let (loaded, flight) = memory.fill(&terms.model.layers[layer].0, parts, CHUNK, port.log())?;
     call.put(|state| state.loaded.insert((slot, layer), loaded));
     flight.land()?;
     drop(tickets);

@@ -86,6 +86,8 @@ pub(crate) struct Launcher {
     pub keep_limit: u64,
     kept: HashMap<usize, Kept>,
     kept_bytes: u64,
+    /// Saved inputs on their way, by layer and microbatch.
+    coming: HashMap<(usize, usize), Coming>,
     /// The call of the current job.
     call: Weak<Call>,
     /// Where jobs come from, and the one that follows the current one.
@@ -138,7 +140,8 @@ impl Launcher {
     ) -> Self {
         let who = format!("{} launcher", port.worker().device().id());
         let kept = HashMap::new();
-        Self { index, who, port, mover, keep_limit, kept, kept_bytes: 0, call: Weak::new(), line, next: None }
+        let (coming, call, next) = (HashMap::new(), Weak::new(), None);
+        Self { index, who, port, mover, keep_limit, kept, kept_bytes: 0, coming, call, line, next }
     }
 
     fn worker(&self) -> &Worker {
@@ -180,6 +183,8 @@ impl Launcher {
 
     /// Lets go of all values but those of some calls.
     fn forget(&mut self, but: impl Fn(&Weak<Call>) -> bool) {
+        // A job takes all that it sent for, unless it failed.
+        self.coming.clear();
         self.kept.retain(|_, kept| but(&kept.call));
         let bytes = |kept: &Kept| (kept.tensor.numel() * kept.tensor.dtype().size()) as u64;
         self.kept_bytes = self.kept.values().map(bytes).sum();
@@ -709,6 +714,7 @@ impl Launcher {
         let layers = terms.stages[visit.slot].layers.clone();
         if terms.grain == Grain::Stage {
             let mut here = self.saved(visit, layers.start)?;
+            self.send_for(visit, layers.start, visit.microbatch + 1)?;
             let mut tapes = Vec::new();
             for layer in layers {
                 let ran = self.recompute(job, seats, visit, layer, &here)?;
@@ -721,8 +727,12 @@ impl Launcher {
             return self.pass_grads(visit, grads);
         }
         let mut grads = None;
-        for layer in layers.rev() {
+        for layer in layers.clone().rev() {
             let here = self.saved(visit, layer)?;
+            match layer > layers.start {
+                true => self.send_for(visit, layer - 1, visit.microbatch)?,
+                false => self.send_for(visit, layers.end - 1, visit.microbatch + 1)?,
+            }
             let ran = self.recompute(job, seats, visit, layer, &here)?;
             drop(here);
             let given = match grads.take() {
@@ -737,9 +747,23 @@ impl Launcher {
         self.pass_grads(visit, grads.unwrap_or_default())
     }
 
+    /// Starts bringing a saved input that is needed next, if it is there.
+    fn send_for(&mut self, visit: &Visit<'_>, layer: usize, microbatch: usize) -> Result<()> {
+        let key = (layer, microbatch);
+        let saved = visit.call.lock().saved.remove(&key);
+        if let Some(flow) = saved {
+            let coming = self.receive(visit, flow)?;
+            self.coming.insert(key, coming);
+        }
+        Ok(())
+    }
+
     /// The saved input of a layer, on the worker.
     fn saved(&mut self, visit: &Visit<'_>, layer: usize) -> Result<Tree<Held>> {
         let m = visit.microbatch;
+        if let Some(coming) = self.coming.remove(&(layer, m)) {
+            return self.land(visit, coming);
+        }
         let what = format!("waiting for the saved input of layer {layer}, microbatch {m}");
         let saved = visit.call.wait(&self.who, &what, |state| state.saved.remove(&(layer, m)))?;
         let coming = self.receive(visit, saved)?;

@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use roundpipe_tensor::host::Pin;
-use roundpipe_tensor::transfer::{HostPool, HostUse, Port};
+use roundpipe_tensor::transfer::{HostPool, HostUse, Moved, Port};
 use roundpipe_tensor::{Bytes, Device, Worker};
 
 use super::call::Peers;
@@ -100,7 +100,8 @@ impl Line {
 pub struct RingOptions {
     /// Memory to reserve on each worker; by default what the device offers, shared among its workers.
     pub memory: Option<Bytes>,
-    /// Bytes of activations that may stay on a worker; by default a quarter of its memory.
+    /// Bytes of activations that may stay on a worker; by default a tenth of its memory, or a
+    /// quarter where weights are read in place.
     pub keep: Option<Bytes>,
     /// How host memory for activations is pinned.
     pub pin: Pin,
@@ -134,7 +135,11 @@ impl Ring {
         let port = |worker: &Worker| Arc::new(Port::new(worker.clone(), host.clone()));
         let ports: Vec<Arc<Port>> = workers.iter().map(port).collect();
         let mut threads = Vec::new();
-        let limit = |worker: &Worker| options.keep.unwrap_or(Bytes(worker.pool().capacity().0 / 4)).0;
+        let limit = |worker: &Worker| {
+            // Beside weights and the working memory of a stage; where weights are read in place there is more.
+            let share = if worker.device().aliases_host() { 4 } else { 10 };
+            options.keep.unwrap_or(Bytes(worker.pool().capacity().0 / share)).0
+        };
         let hands = if options.serial {
             let inline = |(i, port): (usize, &Arc<Port>)| {
                 Launcher::new(i, port.clone(), Mover::Inline(port.clone()), limit(port.worker()), None)
@@ -190,6 +195,19 @@ impl Ring {
         let first = *next;
         *next = (first + slots) % self.len();
         (0..slots).map(|i| (first + i) % self.len()).collect()
+    }
+
+    /// Whether copies are noted.
+    pub(crate) fn log_moves(&self, on: bool) {
+        self.0.ports.iter().for_each(|port| port.log().set(on));
+    }
+
+    /// The copies noted since the last call, with their workers.
+    pub(crate) fn take_moves(&self) -> Vec<(usize, Moved)> {
+        let of = |(worker, port): (usize, &Arc<Port>)| {
+            port.log().take().into_iter().map(move |moved| (worker, moved)).collect::<Vec<_>>()
+        };
+        self.0.ports.iter().enumerate().flat_map(of).collect()
     }
 
     /// The calls of all engines that use this ring.

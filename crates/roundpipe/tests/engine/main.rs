@@ -2,6 +2,7 @@
 
 mod api;
 mod faults;
+mod gpu;
 mod invisible;
 mod memory;
 mod models;

@@ -87,12 +87,12 @@ fn draw<S: Stage>(dist: Dist, top: f64, bits: &[u32; BLOCK], out: &mut [S]) {
 }
 
 /// How many of the 2^32 words make an event of probability p.
-fn threshold(p: f64) -> u64 {
+pub(crate) fn threshold(p: f64) -> u64 {
     (p * 4_294_967_296.0) as u64
 }
 
 /// The largest value of a float type below `high`: rounding must not reach a bound that is excluded.
-fn below(dtype: DType, high: f64) -> f64 {
+pub(crate) fn below(dtype: DType, high: f64) -> f64 {
     let (nearest, next) = match dtype {
         DType::BF16 => {
             let x = bf16::from_f64(high);

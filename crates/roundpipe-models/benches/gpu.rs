@@ -1,0 +1,388 @@
+//! Figures of a GPU, each beside its floor: copies, products, attention, memory-bound kernels, a decoder layer,
+//! training steps. Sections are named on the command line; without a GPU it says so and ends.
+//!
+//! `cargo bench -p roundpipe-models --bench gpu -- copies products attention kernels layer train`
+#![allow(clippy::print_stdout, reason = "a program that prints figures")]
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use roundpipe::kernel::RopeStyle;
+use roundpipe::ops::{Attention, CrossEntropy};
+use roundpipe::optim::AdamW;
+use roundpipe::trace::Lane;
+use roundpipe::{
+    Bytes, Cx, DType, Device, Devices, Grain, HostTensor, Inputs, Lag, RingOptions, RoundPipe, Rule,
+    RunConfig, Shape, Tensor, TensorResult, Tree, Update, Worker,
+};
+use roundpipe_models::decoder::{Decoder, DecoderConfig};
+use roundpipe_tensor::{Cuda, LaneKind};
+
+type Section = fn(&Worker) -> Res<()>;
+type Res<T> = Result<T, Box<dyn std::error::Error>>;
+
+/// Qwen3-1.7B with as many blocks as asked for.
+fn qwen(layers: usize, vocab: usize, seq: usize) -> DecoderConfig {
+    DecoderConfig {
+        vocab,
+        hidden: 2048,
+        layers,
+        heads: 16,
+        kv_heads: 8,
+        head_dim: 128,
+        intermediate: 6144,
+        max_seq: seq,
+        rope_theta: 1e6,
+        eps: 1e-6,
+        qk_norm: true,
+        tied: true,
+    }
+}
+
+/// Milliseconds of one call: the best of three rounds of `count`.
+fn time(worker: &Worker, count: usize, mut f: impl FnMut() -> TensorResult<()>) -> TensorResult<f64> {
+    for _ in 0..2 {
+        f()?;
+    }
+    worker.fence()?;
+    let mut best = f64::INFINITY;
+    for _ in 0..3 {
+        let start = Instant::now();
+        for _ in 0..count {
+            f()?;
+        }
+        worker.fence()?;
+        best = best.min(start.elapsed().as_secs_f64() * 1e3 / count as f64);
+    }
+    Ok(best)
+}
+
+fn randn(worker: &Worker, dims: &[usize]) -> TensorResult<Tensor> {
+    let mut cx = Cx::new(worker, false, true);
+    cx.randn(DType::BF16, dims)
+}
+
+fn bandwidth(worker: &Worker) -> TensorResult<f64> {
+    let x = randn(worker, &[1 << 28])?;
+    let ms = time(worker, 10, || worker.copied(&x, DType::BF16).map(drop))?;
+    Ok(2.0 * (1u64 << 29) as f64 / ms / 1e9)
+}
+
+fn copies(worker: &Worker) -> Res<()> {
+    println!("copy on the device: {:.2} TB/s", bandwidth(worker)?);
+    let bytes = 512 << 20;
+    let host = worker.device().host_buffer("bench", bytes, roundpipe::Pin::Alloc)?;
+    for (lane, name) in [(LaneKind::ParamUpload, "upload"), (LaneKind::GradDownload, "download")] {
+        let mut best = f64::INFINITY;
+        for _ in 0..4 {
+            let block = worker.pool().alloc("bench", bytes as u64)?;
+            worker.fence()?;
+            let start = Instant::now();
+            match lane {
+                LaneKind::ParamUpload => {
+                    drop(worker.device().lane(lane).upload(name, host.read_all()?, block)?.land()?)
+                }
+                _ => drop(worker.device().lane(lane).download(name, block, host.write(0..bytes)?)?.land()?),
+            }
+            best = best.min(start.elapsed().as_secs_f64());
+        }
+        println!("pinned {name}: {:.1} GB/s", bytes as f64 / best / 1e9);
+    }
+    Ok(())
+}
+
+fn products(worker: &Worker) -> Res<()> {
+    for (m, k, n) in [(16384, 2048, 6144), (16384, 6144, 2048), (16384, 2048, 2048), (8192, 8192, 8192)] {
+        let (x, w) = (randn(worker, &[m, k])?, randn(worker, &[n, k])?);
+        let mut cx = Cx::new(worker, false, true);
+        let ms = time(worker, 10, || cx.linear(&x, &w, None).map(drop))?;
+        println!("product {m} x {k} x {n} bf16: {:.0} TFLOP/s", 2.0 * (m * k * n) as f64 / ms / 1e9);
+    }
+    Ok(())
+}
+
+fn attention(worker: &Worker) -> Res<()> {
+    for (b, hq, hk, s, d) in [(4, 16, 8, 4096, 128), (1, 32, 8, 16384, 128), (2, 64, 8, 4096, 64)] {
+        let (q, k) = (randn(worker, &[b, s, hq, d])?, randn(worker, &[b, s, hk, d])?);
+        let (v, dy) = (randn(worker, &[b, s, hk, d])?, randn(worker, &[b, s, hq, d])?);
+        let how = Attention { causal: true, ..Attention::default() };
+        let mut cx = Cx::new(worker, false, true);
+        let forward = time(worker, 5, || cx.attention(&q, &k, &v, &how).map(drop))?;
+        let both = time(worker, 5, || {
+            let mut cx = Cx::train(worker);
+            let (q, k, v) = (cx.input(&q)?, cx.input(&k)?, cx.input(&v)?);
+            let y = cx.attention(&q, &k, &v, &how)?;
+            cx.backward_from(&[(y, dy.clone())]).map(drop)
+        })?;
+        let flops = 2.0 * (b * hq * s * s * d) as f64;
+        let rates = (flops / forward / 1e9, 2.5 * flops / (both - forward) / 1e9);
+        println!(
+            "attention {b} x {hq}/{hk} x {s} x {d}: forward {:.0} TFLOP/s, backward {:.0}",
+            rates.0, rates.1
+        );
+    }
+    Ok(())
+}
+
+/// One memory-bound kernel: bytes it must move, and the share of the copy rate it reaches.
+fn bound(
+    worker: &Worker,
+    copy: f64,
+    name: &str,
+    bytes: usize,
+    f: impl FnMut() -> TensorResult<()>,
+) -> TensorResult<()> {
+    let ms = time(worker, 10, f)?;
+    let rate = bytes as f64 / ms / 1e9;
+    println!("{name}: {ms:.3} ms, {rate:.2} TB/s, {:.0}% of copy", 100.0 * rate / copy);
+    Ok(())
+}
+
+fn kernels(worker: &Worker) -> Res<()> {
+    let copy = bandwidth(worker)?;
+    let (rows, width) = (16384, 8192);
+    let size = rows * width * 2;
+    let (x, y) = (randn(worker, &[rows, width])?, randn(worker, &[rows, width])?);
+    let w = randn(worker, &[width])?;
+    let mut cx = Cx::new(worker, false, true);
+    bound(worker, copy, "add", 3 * size, || cx.add(&x, &y).map(drop))?;
+    bound(worker, copy, "rms_norm", 2 * size, || cx.rms_norm(&x, Some(&w), 1e-6).map(drop))?;
+    bound(worker, copy, "add_rms_norm", 4 * size, || cx.add_rms_norm(&x, &y, Some(&w), 1e-6).map(drop))?;
+    bound(worker, copy, "swiglu", 3 * size, || cx.swiglu(&x, &y).map(drop))?;
+    bound(worker, copy, "softmax", 2 * size, || cx.softmax(&x, -1).map(drop))?;
+    bound(worker, copy, "dropout", 2 * size, || cx.dropout(&x, 0.1).map(drop))?;
+    bound(worker, copy, "cast to f32", 3 * size, || worker.copied(&x, DType::F32).map(drop))?;
+    bound(worker, copy, "sum of all", size, || cx.sum_all(&x).map(drop))?;
+    bound(worker, copy, "column sums", size, || cx.sum(&x, &[0], false).map(drop))?;
+    let back = |f: &dyn Fn(&mut Cx, &Tensor, &Tensor) -> TensorResult<Tensor>| {
+        let mut cx = Cx::train(worker);
+        let (a, b) = (cx.input(&x)?, cx.input(&y)?);
+        let out = f(&mut cx, &a, &b)?;
+        cx.backward_from(&[(out, y.clone())]).map(drop)
+    };
+    let norm = |cx: &mut Cx, a: &Tensor, _: &Tensor| {
+        let w = cx.input(&w)?;
+        cx.rms_norm(a, Some(&w), 1e-6)
+    };
+    bound(worker, copy, "rms_norm and its gradient", 5 * size, || back(&norm))?;
+    bound(worker, copy, "swiglu and its gradient", 8 * size, || back(&|cx, a, b| cx.swiglu(a, b)))?;
+    let heads = cx.reshape(&x, &[4, 4096, 64, 128])?;
+    let (cos, sin) = roundpipe::ops::rope_tables(4096, 128, 1e6);
+    let table = |t: Vec<f64>| {
+        let t: Vec<f32> = t.into_iter().map(|v| v as f32).collect();
+        worker.upload(&t, Shape::new(&[4096, 64])?)
+    };
+    let (cos, sin, small) = (table(cos)?, table(sin)?, randn(worker, &[128])?);
+    bound(worker, copy, "rope with norm", 2 * size, || {
+        cx.rope_norm(&heads, &small, &cos, &sin, None, RopeStyle::Half, 1e-6).map(drop)
+    })?;
+    let classes = 151_936;
+    let logits = randn(worker, &[2048, classes])?;
+    let labels: Vec<i64> = (0..2048).map(|i| i * 37 % classes as i64).collect();
+    let labels = worker.upload(&labels, Shape::new(&[2048])?)?;
+    bound(worker, copy, "cross entropy", 2048 * classes * 2, || {
+        cx.cross_entropy(&logits, &labels, CrossEntropy::default()).map(drop)
+    })?;
+    let table = randn(worker, &[classes, 2048])?;
+    let ids: Vec<i64> = (0..16384).map(|i| i * 911 % classes as i64).collect();
+    let ids = worker.upload(&ids, Shape::new(&[16384])?)?;
+    bound(worker, copy, "embedding", 2 * 16384 * 4096, || cx.embedding(&table, &ids).map(drop))?;
+    let grad = randn(worker, &[16384, 2048])?;
+    let rows = 16384 * 2048 * 2 + classes * 2048 * 4;
+    bound(worker, copy, "embedding gradient", rows, || {
+        let mut cx = Cx::train(worker);
+        let t = cx.input(&table)?;
+        let y = cx.embedding(&t, &ids)?;
+        cx.backward_from(&[(y, grad.clone())]).map(drop)
+    })?;
+    Ok(())
+}
+
+fn layer(worker: &Worker) -> Res<()> {
+    let (batch, seq) = (4, 4096);
+    let config = qwen(1, 1024, seq);
+    let decoder = Decoder::random(config, DType::BF16, 1)?;
+    let (_, block) = decoder.layers.layers().nth(1).ok_or("no block")?;
+    let params: Vec<_> = block.named_params().into_iter().map(|(_, p)| p).collect();
+    let mut cx = Cx::new(worker, false, true);
+    let on: Vec<Tensor> = params.iter().map(|p| cx.get(p)).collect::<TensorResult<_>>()?;
+    let hidden = randn(worker, &[batch, seq, 2048])?;
+    let flow = |t: &Tensor| Tree::map([("hidden", Tree::Tensor(t.clone()))]);
+    let forward = time(worker, 5, || {
+        let mut cx = Cx::new(worker, false, true);
+        for (param, tensor) in params.iter().zip(&on) {
+            cx.bind(param, tensor.clone(), None)?;
+        }
+        block.run(&mut cx, flow(&hidden)).map(drop)
+    })?;
+    let mut sums: Vec<Option<Tensor>> = params.iter().map(|_| None).collect();
+    let dy = randn(worker, &[batch, seq, 2048])?;
+    let both = time(worker, 5, || {
+        let mut cx = Cx::train(worker);
+        for ((param, tensor), sum) in params.iter().zip(&on).zip(&mut sums) {
+            cx.bind(param, tensor.clone(), sum.take())?;
+        }
+        let x = cx.input(&hidden)?;
+        let y = block.run(&mut cx, flow(&x))?.take("hidden")?.tensor()?;
+        let mut grads = cx.backward_from(&[(y, dy.clone())])?;
+        for (param, sum) in params.iter().zip(&mut sums) {
+            *sum = grads.take_param(param);
+        }
+        Ok(())
+    })?;
+    let tokens = (batch * seq) as f64;
+    let weights = (2048 * 2048 * 2 + 2048 * 1024 * 2 + 3 * 2048 * 6144) as f64;
+    let product = 2.0 * tokens * weights;
+    let mixing = 2.0 * 2.0 * tokens * seq as f64 / 2.0 * 2048.0;
+    let flops = product + mixing;
+    let floor = |times: f64| times * flops / 700e9;
+    println!(
+        "decoder layer forward: {forward:.2} ms, floor {:.2} ms at 700 TFLOP/s ({:.0}%)",
+        floor(1.0),
+        100.0 * floor(1.0) / forward
+    );
+    println!(
+        "decoder layer recompute and backward: {both:.2} ms, floor {:.2} ms ({:.0}%)",
+        floor(3.0),
+        100.0 * floor(3.0) / both
+    );
+    println!(
+        "decoder layer all: {:.2} ms, floor {:.2} ms ({:.0}%)",
+        forward + both,
+        floor(4.0),
+        100.0 * floor(4.0) / (forward + both)
+    );
+    Ok(())
+}
+
+/// Full fine-tuning of Qwen3-1.7B with random weights in 24 GiB, through the engine.
+fn train(devices: &[Arc<dyn Device>], cap: Bytes) -> Res<()> {
+    let layers = std::env::var("LAYERS").ok().and_then(|l| l.parse().ok()).unwrap_or(28);
+    let cases = [
+        (16, 4, Grain::Stage, Lag::One),
+        (16, 4, Grain::Stage, Lag::Zero),
+        (32, 8, Grain::Layer, Lag::One),
+        (32, 8, Grain::Layer, Lag::Zero),
+    ];
+    let chosen = std::env::var("CASES").unwrap_or_else(|_| "0,1,2,3".to_owned());
+    for (number, (batch, microbatches, grain, lag)) in cases.into_iter().enumerate() {
+        if !chosen.split(',').any(|c| c == number.to_string()) {
+            continue;
+        }
+        let seq = 4096;
+        let vocab = 151_936;
+        let decoder = Decoder::random(qwen(layers, vocab, seq), DType::BF16, 1)?;
+        let engine = RoundPipe::builder(decoder.layers.clone())
+            .optimizer(Rule::Adam(AdamW::default()))
+            .asynchronous(lag == Lag::One)
+            .devices(devices.to_vec())
+            .ring_options(RingOptions { memory: Some(cap), ..RingOptions::default() })
+            .run_config(RunConfig::default().num_microbatch(microbatches).recompute_grain(grain))
+            .build()?;
+        let ids: Vec<i64> = (0..batch * seq).map(|i| (i * 7919 % vocab) as i64).collect();
+        let ids = HostTensor::from_slice(&ids, &[batch, seq])?;
+        let inputs = Inputs::new().named("ids", ids.clone()).named("labels", ids);
+        let mut best = f64::INFINITY;
+        let mut loss = 0.0;
+        let steps = 6;
+        let mut last = Instant::now();
+        for step in 0..steps {
+            loss = engine.train(inputs.clone()).run()?.losses.sum();
+            engine.update(&Update { clip: Some(1.0), ..Update::new(1e-5) }, lag)?;
+            let now = Instant::now();
+            if step >= 2 {
+                best = best.min((now - last).as_secs_f64());
+            }
+            last = now;
+        }
+        engine.synchronize()?;
+        let used = engine.ring().workers()[0].usage().high_water;
+        let (host, acts) =
+            (engine.host_bytes().total() as f64 / (1u64 << 30) as f64, engine.ring().host_use().peak);
+        println!(
+            "train {layers} layers, batch {batch}, {microbatches} microbatches, {grain:?}, {lag:?}: {:.0} tok/s, {best:.2} s a step, GPU {used}, host {host:.1} GiB + {acts} activations, loss {:.3}",
+            (batch * seq) as f64 / best,
+            loss / microbatches as f64,
+        );
+        overlap(&engine, &inputs, lag)?;
+    }
+    Ok(())
+}
+
+/// Two more steps with every copy noted: how fast each lane's copies were, and how much of their time kernels ran.
+fn overlap(engine: &RoundPipe, inputs: &Inputs, lag: Lag) -> Res<()> {
+    engine.trace().on();
+    for _ in 0..2 {
+        engine.train(inputs.clone()).run()?;
+        engine.update(&Update::new(1e-5), lag)?;
+    }
+    engine.synchronize()?;
+    engine.trace().off();
+    let spans = engine.trace().spans();
+    if let Ok(path) = std::env::var("TRACE") {
+        engine.trace().write_to(path)?;
+    }
+    let mut busy: Vec<(u64, u64)> = Vec::new();
+    let compute = spans.iter().filter(|s| s.track.lane == Lane::Compute);
+    let mut all: Vec<(u64, u64)> = compute.map(|s| (s.start_ns, s.end_ns)).collect();
+    all.sort_unstable();
+    for (from, to) in all {
+        match busy.last_mut() {
+            Some(last) if from <= last.1 => last.1 = last.1.max(to),
+            _ => busy.push((from, to)),
+        }
+    }
+    let beside = |from: u64, to: u64| -> u64 {
+        busy.iter().map(|(a, b)| to.min(*b).saturating_sub(from.max(*a))).sum()
+    };
+    for lane in [Lane::ParamUpload, Lane::ActivationUpload, Lane::ActivationDownload, Lane::GradDownload] {
+        let of: Vec<_> = spans.iter().filter(|s| s.track.lane == lane).collect();
+        let (bytes, time): (u64, u64) =
+            of.iter().fold((0, 0), |(b, t), s| (b + s.bytes.unwrap_or(0), t + s.end_ns - s.start_ns));
+        let shared: u64 = of.iter().map(|s| beside(s.start_ns, s.end_ns)).sum();
+        if time > 0 && bytes > 1 << 20 {
+            println!(
+                "  {}: {} at {:.1} GB/s, {:.0}% of it beside kernels",
+                lane.name(),
+                Bytes(bytes),
+                bytes as f64 / time as f64,
+                100.0 * shared as f64 / time as f64
+            );
+        }
+    }
+    Ok(())
+}
+
+fn main() -> Res<()> {
+    let device = match Cuda::new(0) {
+        Ok(device) => device,
+        Err(error) => {
+            println!("skipped: {error}");
+            return Ok(());
+        }
+    };
+    let asked: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with("--")).collect();
+    let wants = |name: &str| asked.is_empty() || asked.iter().any(|a| a == name);
+    let cap = Bytes::gib(24);
+    if ["copies", "products", "attention", "kernels", "layer"].iter().any(|name| wants(name)) {
+        let worker = Worker::new(device, cap)?;
+        let sections: [(&str, Section); 5] = [
+            ("copies", copies),
+            ("products", products),
+            ("attention", attention),
+            ("kernels", kernels),
+            ("layer", layer),
+        ];
+        for (name, section) in sections {
+            if wants(name)
+                && let Err(error) = section(&worker)
+            {
+                println!("{name}: failed: {error}");
+            }
+        }
+    }
+    if wants("train") {
+        train(&Devices::parse("cuda:0")?.workers, cap)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,771 @@
+//! The cuda backend: NVIDIA GPUs through the driver, found at run time.
+//!
+//! Nothing of CUDA is needed to build or start: the driver, NVRTC, cuBLASLt and cuDNN are looked for when the
+//! first GPU is opened ([`library`]). Kernels are written in CUDA C++, compiled for the GPU at hand and kept on
+//! disk ([`compile`]); products are cuBLASLt's.
+//!
+//! Lanes are streams, events are events. A [`Cuda`] is one worker; several may share a card, each with its own
+//! lanes and its own part of the memory.
+//!
+//! # What kernels report
+//! A kernel that meets an index out of range writes a word of host memory and goes on with index 0; the next
+//! fence of that worker returns it as an error. So no launch ever waits.
+//!
+//! # Invariants
+//! - The result of a kernel depends on its operands alone: no atomics on floats, fixed orders of sums.
+//! - Memory is taken once per worker, plainly; nothing is allocated afterwards.
+//! - No call here prints or ends the process; a sticky error of the driver is returned by every later call.
+
+mod attention;
+mod call;
+pub mod compile;
+mod elementwise;
+mod image;
+mod index;
+pub mod library;
+mod loss;
+mod moe;
+mod norm;
+mod product;
+mod reduce;
+mod rope;
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use cudarc::driver::{result, sys};
+
+use crate::bytes::Bytes;
+use crate::device::{
+    Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, EventState, Lane, LaneKind, Ops, Stamp,
+};
+use crate::error::{Error, Result};
+use crate::host::{HostBuf, Pin};
+use crate::kernel::{Kernel, View};
+use call::Call;
+use compile::Unit;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// One card, shared by its workers.
+pub(crate) struct Gpu {
+    pub(crate) index: u32,
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    pub(crate) capability: (i32, i32),
+    functions: Mutex<HashMap<String, Function>>,
+    /// Events without timing that nobody holds.
+    spare: Mutex<Vec<RawEvent>>,
+    /// When device time began, on both clocks.
+    origin: (RawEvent, Instant),
+    pub(crate) products: product::Products,
+    pub(crate) attention: attention::Plans,
+}
+
+/// A compiled kernel.
+#[derive(Clone, Copy)]
+pub(crate) struct Function(pub(crate) sys::CUfunction);
+
+// SAFETY: driver handles may be used from any thread while their context is current there.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+/// A driver's event.
+#[derive(Clone, Copy)]
+struct RawEvent(sys::CUevent);
+
+// SAFETY: driver handles may be used from any thread while their context is current there.
+unsafe impl Send for RawEvent {}
+// SAFETY: as above.
+unsafe impl Sync for RawEvent {}
+
+// SAFETY: as above; the maps and lists are behind locks.
+unsafe impl Send for Gpu {}
+// SAFETY: as above.
+unsafe impl Sync for Gpu {}
+
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Gpu({}, sm_{}{})", self.index, self.capability.0, self.capability.1)
+    }
+}
+
+impl Gpu {
+    fn open(index: u32) -> Result<Arc<Self>> {
+        library::driver()?;
+        let fail = |what: &'static str| move |e: result::DriverError| failed(index, what, e);
+        result::init().map_err(fail("start the driver"))?;
+        let device = result::device::get(index as i32).map_err(fail("open the device"))?;
+        // SAFETY: the device handle was just given by the driver.
+        let context = unsafe { result::primary_ctx::retain(device) }.map_err(fail("make a context"))?;
+        // SAFETY: the context was just given by the driver.
+        unsafe { result::ctx::set_current(context) }.map_err(fail("use the context"))?;
+        use sys::CUdevice_attribute as A;
+        // SAFETY: the device handle is valid.
+        let ask =
+            |what| unsafe { result::device::get_attribute(device, what) }.map_err(fail("ask the device"));
+        let major = ask(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = ask(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        if major < 8 {
+            let what = format!("compute capability {major}.{minor}; 8.0 (Ampere) or newer is needed");
+            return Err(Error::Device { device: card(index), what });
+        }
+        let event =
+            result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).map_err(fail("make an event"))?;
+        // SAFETY: the event was just made; the null stream belongs to the current context.
+        unsafe { result::event::record(event, std::ptr::null_mut()) }.map_err(fail("record an event"))?;
+        // SAFETY: as above.
+        unsafe { result::event::synchronize(event) }.map_err(fail("wait for an event"))?;
+        Ok(Arc::new(Self {
+            index,
+            device,
+            context,
+            capability: (major, minor),
+            functions: Mutex::default(),
+            spare: Mutex::default(),
+            origin: (RawEvent(event), Instant::now()),
+            products: product::Products::default(),
+            attention: attention::Plans::default(),
+        }))
+    }
+
+    /// Makes the card's context current on this thread.
+    pub(crate) fn enter(&self) -> Result<()> {
+        // SAFETY: the context is retained as long as this value lives.
+        unsafe { result::ctx::set_current(self.context) }.map_err(|e| self.failed("use the context", e))
+    }
+
+    pub(crate) fn failed(&self, what: &str, error: result::DriverError) -> Error {
+        failed(self.index, what, error)
+    }
+
+    /// A compiled kernel, from memory, from disk, or made now.
+    pub(crate) fn function(&self, unit: &Unit) -> Result<Function> {
+        let key = unit.key();
+        if let Some(function) = lock(&self.functions).get(&key) {
+            return Ok(*function);
+        }
+        let image = compile::image(unit, self.capability)?;
+        self.enter()?;
+        // SAFETY: the image is a whole cubin; it outlives the call, which copies it.
+        let module = unsafe { result::module::load_data(image.as_ptr().cast()) };
+        let module = module.map_err(|e| self.failed(&format!("load the kernel {}", unit.name()), e))?;
+        let name = CString::new(unit.entry()).expect("names have no zero");
+        // SAFETY: the module was just loaded and is never unloaded.
+        let function = unsafe { result::module::get_function(module, name) };
+        let function = function.map_err(|e| self.failed(&format!("find the kernel {}", unit.name()), e))?;
+        let function = Function(function);
+        lock(&self.functions).insert(key, function);
+        Ok(function)
+    }
+
+    fn event(&self, timing: bool) -> Result<RawEvent> {
+        if !timing && let Some(event) = lock(&self.spare).pop() {
+            return Ok(event);
+        }
+        use sys::CUevent_flags as F;
+        self.enter()?;
+        if timing {
+            let made = result::event::create(F::CU_EVENT_DEFAULT);
+            return Ok(RawEvent(made.map_err(|e| self.failed("make an event", e))?));
+        }
+        // Both flags: waits give the processor to the optimizer, and events cost less without a clock.
+        let flags = F::CU_EVENT_BLOCKING_SYNC as u32 | F::CU_EVENT_DISABLE_TIMING as u32;
+        let mut event = std::ptr::null_mut();
+        // SAFETY: `event` is written by the call; the flags are the driver's own.
+        let made = unsafe { sys::cuEventCreate(&mut event, flags).result() };
+        made.map_err(|e| self.failed("make an event", e))?;
+        Ok(RawEvent(event))
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        if self.enter().is_err() {
+            return;
+        }
+        // Libraries let go of the context before it goes.
+        self.products = product::Products::default();
+        self.attention.close();
+        let spare = std::mem::take(&mut *lock(&self.spare));
+        for event in spare.into_iter().chain([self.origin.0]) {
+            // SAFETY: nobody holds these events any more.
+            let _ = unsafe { result::event::destroy(event.0) };
+        }
+        // SAFETY: retained once in `open`; all that was made in it is gone.
+        let _ = unsafe { result::primary_ctx::release(self.device) };
+    }
+}
+
+fn card(index: u32) -> DeviceId {
+    DeviceId { kind: DeviceKind::Cuda, index, worker: 0 }
+}
+
+fn failed(index: u32, what: &str, error: result::DriverError) -> Error {
+    let text = error.error_string().ok().and_then(|s| s.to_str().ok()).unwrap_or("unknown error").to_owned();
+    Error::Device { device: card(index), what: format!("cannot {what}: {text} ({:?})", error.0) }
+}
+
+/// A word that kernels write when they meet what they must refuse.
+pub(crate) struct Alarm {
+    host: *mut u32,
+    pub(crate) device: u64,
+    /// Which operation a code stands for.
+    codes: Mutex<Vec<&'static str>>,
+}
+
+// SAFETY: the words are read and written as atomics.
+unsafe impl Send for Alarm {}
+// SAFETY: as above.
+unsafe impl Sync for Alarm {}
+
+impl Alarm {
+    const WORDS: usize = 8;
+
+    fn new(gpu: &Gpu) -> Result<Self> {
+        let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
+        // SAFETY: a plain allocation; it is zeroed before anybody reads it.
+        let host = unsafe { result::malloc_host(Self::WORDS * 4, flags) };
+        let host: *mut u32 = host.map_err(|e| gpu.failed("take pinned memory", e))?.cast();
+        // SAFETY: just allocated with room for these words.
+        unsafe { host.write_bytes(0, Self::WORDS) };
+        let mut device = 0;
+        // SAFETY: the memory was allocated as mapped.
+        let mapped = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut device, host.cast(), 0).result() };
+        mapped.map_err(|e| gpu.failed("map pinned memory", e))?;
+        Ok(Self { host, device, codes: Mutex::default() })
+    }
+
+    /// The code that stands for an operation; never 0.
+    pub(crate) fn code(&self, op: &'static str) -> u32 {
+        let mut codes = lock(&self.codes);
+        let known = codes.iter().position(|known| *known == op);
+        let at = known.unwrap_or_else(|| {
+            codes.push(op);
+            codes.len() - 1
+        });
+        at as u32 + 1
+    }
+
+    fn word(&self, at: usize) -> &AtomicU32 {
+        // SAFETY: `at` is below `WORDS`; the memory is aligned and lives as long as this value.
+        unsafe { AtomicU32::from_ptr(self.host.add(at)) }
+    }
+
+    /// What a kernel reported since the last look.
+    fn take(&self) -> Result<()> {
+        let code = self.word(0).load(Ordering::Acquire);
+        if code == 0 {
+            return Ok(());
+        }
+        let value = |at| u64::from(self.word(at).load(Ordering::Relaxed));
+        let (index, place, bound) =
+            ((value(1) | value(2) << 32) as i64, value(3) | value(4) << 32, value(5) | value(6) << 32);
+        self.word(0).store(0, Ordering::Release);
+        // Word 7 is the kernels' own: who writes first.
+        self.word(7).store(0, Ordering::Release);
+        let op = lock(&self.codes).get(code as usize - 1).copied().unwrap_or("kernel");
+        Err(Error::invalid(op, format!("index {index} at position {place} is outside 0..{bound}")))
+    }
+}
+
+impl Drop for Alarm {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new`; lanes that could write it have been waited for.
+        let _ = unsafe { result::free_host(self.host.cast()) };
+    }
+}
+
+/// A worker on an NVIDIA GPU.
+pub struct Cuda {
+    id: DeviceId,
+    gpu: Arc<Gpu>,
+    lanes: [CudaLane; 5],
+    ops: CudaOps,
+    total: u64,
+}
+
+impl Cuda {
+    /// How many GPUs there are.
+    ///
+    /// # Errors
+    /// One line that says which library is missing and how to get it.
+    pub fn count() -> Result<usize> {
+        library::driver()?;
+        result::init().map_err(|e| failed(0, "start the driver", e))?;
+        let count = result::device::get_count().map_err(|e| failed(0, "count the devices", e))?;
+        Ok(usize::try_from(count).unwrap_or(0))
+    }
+
+    /// One worker on a GPU.
+    ///
+    /// # Errors
+    /// As [`Cuda::workers`].
+    pub fn new(index: u32) -> Result<Arc<Self>> {
+        Ok(Self::workers(index, 1)?.remove(0))
+    }
+
+    /// `count` workers on one GPU, each with lanes of its own.
+    ///
+    /// # Errors
+    /// When a library is missing, there is no such GPU, or it is too old.
+    pub fn workers(index: u32, count: usize) -> Result<Vec<Arc<Self>>> {
+        let gpu = Gpu::open(index)?;
+        (0..count.max(1)).map(|worker| Self::on(&gpu, worker as u32)).collect()
+    }
+
+    fn on(gpu: &Arc<Gpu>, worker: u32) -> Result<Arc<Self>> {
+        gpu.enter()?;
+        let id = DeviceId { worker, ..card(gpu.index) };
+        let alarm = Arc::new(Alarm::new(gpu)?);
+        let range = result::stream::get_priority_range().map_err(|e| gpu.failed("ask for priorities", e))?;
+        let lane = |kind: LaneKind| {
+            // Activations are what somebody waits for; weights and gradients fill the gaps. Lower is sooner.
+            let priority = match kind {
+                LaneKind::Compute => 0,
+                LaneKind::ActivationUpload | LaneKind::ActivationDownload => range.1,
+                LaneKind::ParamUpload | LaneKind::GradDownload => range.0,
+            };
+            let made =
+                result::stream::create_with_priority(result::stream::StreamKind::NonBlocking, priority);
+            let stream = made.map_err(|e| gpu.failed("make a stream", e))?;
+            Ok(CudaLane { kind, stream, gpu: gpu.clone(), id, alarm: alarm.clone() })
+        };
+        let lanes = LaneKind::ALL.iter().map(|kind| lane(*kind)).collect::<Result<Vec<_>>>()?;
+        let lanes = lanes.try_into().expect("five kinds give five lanes");
+        // SAFETY: the device handle is valid.
+        let total =
+            unsafe { result::device::total_mem(gpu.device) }.map_err(|e| gpu.failed("ask for memory", e))?;
+        let ops = CudaOps { gpu: gpu.clone(), alarm };
+        Ok(Arc::new(Self { id, gpu: gpu.clone(), lanes, ops, total: total as u64 }))
+    }
+
+    /// Major and minor number of the compute capability.
+    pub fn capability(&self) -> (i32, i32) {
+        self.gpu.capability
+    }
+}
+
+impl fmt::Debug for Cuda {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Cuda({}, {:?})", self.id, self.gpu)
+    }
+}
+
+/// A driver's allocation.
+struct Allocation {
+    gpu: Arc<Gpu>,
+    ptr: sys::CUdeviceptr,
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        if self.gpu.enter().is_ok() {
+            // SAFETY: allocated in `reserve`; freeing waits for whatever still uses it.
+            let _ = unsafe { result::free_sync(self.ptr) };
+        }
+    }
+}
+
+/// Page-locked host memory of the driver's, or pages registered with it.
+struct Pinned {
+    gpu: Arc<Gpu>,
+    ptr: *mut c_void,
+    /// The pages, when they are not the driver's.
+    pages: Option<HostBuf>,
+}
+
+// SAFETY: the pointer is only used to give the memory back.
+unsafe impl Send for Pinned {}
+// SAFETY: as above.
+unsafe impl Sync for Pinned {}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if self.gpu.enter().is_err() {
+            return;
+        }
+        // SAFETY: locked by `host_buffer` in exactly this way, and given back once.
+        let _ = unsafe {
+            match self.pages {
+                Some(_) => sys::cuMemHostUnregister(self.ptr).result(),
+                None => result::free_host(self.ptr),
+            }
+        };
+    }
+}
+
+impl Device for Cuda {
+    fn id(&self) -> DeviceId {
+        self.id
+    }
+
+    fn memory(&self) -> Bytes {
+        let free =
+            self.gpu.enter().ok().and_then(|()| result::mem_get_info().ok()).map(|(free, _)| free as u64);
+        Bytes(free.unwrap_or(self.total))
+    }
+
+    fn reserve(&self, bytes: Bytes) -> Result<Arena> {
+        self.gpu.enter()?;
+        // SAFETY: a plain allocation, owned by the arena.
+        let ptr = unsafe { result::malloc_sync(bytes.0.max(1) as usize) };
+        let ptr = ptr.map_err(|e| Error::Device {
+            device: self.id,
+            what: format!("cannot reserve {bytes}, {} are free ({:?})", self.memory(), e.0),
+        })?;
+        let owner = Allocation { gpu: self.gpu.clone(), ptr };
+        // SAFETY: the driver aligns to 256 bytes and more; nobody else knows this memory, and the owner frees it.
+        Ok(unsafe { Arena::new(ptr, bytes, Box::new(owner)) })
+    }
+
+    fn lane(&self, kind: LaneKind) -> &dyn Lane {
+        &self.lanes[kind as usize]
+    }
+
+    fn ops(&self) -> &dyn Ops {
+        &self.ops
+    }
+
+    fn host_buffer(&self, name: &str, bytes: usize, pin: Pin) -> Result<HostBuf> {
+        if bytes == 0 || pin == Pin::Off {
+            return HostBuf::zeroed(name, bytes);
+        }
+        self.gpu.enter()?;
+        let need = Bytes(bytes as u64);
+        let refuse = |e: result::DriverError| Error::Device {
+            device: self.id,
+            what: format!("cannot pin {need} of host memory for {name} ({:?}); use Pin::Off", e.0),
+        };
+        if pin == Pin::Register {
+            let pages = HostBuf::zeroed(name, bytes)?;
+            let ptr = pages.addr() as *mut c_void;
+            // SAFETY: the pages are mapped and live in the owner until they are unregistered.
+            unsafe { sys::cuMemHostRegister_v2(ptr, bytes, sys::CU_MEMHOSTREGISTER_PORTABLE).result() }
+                .map_err(refuse)?;
+            let owner = Pinned { gpu: self.gpu.clone(), ptr, pages: Some(pages) };
+            // SAFETY: zeroed pages of this size, reached through this value alone, alive in the owner.
+            return Ok(unsafe { HostBuf::from_owner(name, ptr.cast(), bytes, Box::new(owner)) });
+        }
+        // SAFETY: a plain allocation, zeroed before anybody reads it.
+        let ptr = unsafe { result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_PORTABLE) }.map_err(refuse)?;
+        // SAFETY: just allocated with this size.
+        unsafe { ptr.cast::<u8>().write_bytes(0, bytes) };
+        let owner = Pinned { gpu: self.gpu.clone(), ptr, pages: None };
+        // SAFETY: initialised, page-aligned, reached by nobody else, alive in the owner.
+        Ok(unsafe { HostBuf::from_owner(name, ptr.cast(), bytes, Box::new(owner)) })
+    }
+}
+
+/// A stream.
+pub(crate) struct CudaLane {
+    kind: LaneKind,
+    stream: sys::CUstream,
+    gpu: Arc<Gpu>,
+    id: DeviceId,
+    alarm: Arc<Alarm>,
+}
+
+// SAFETY: streams may be used from any thread while their context is current there.
+unsafe impl Send for CudaLane {}
+// SAFETY: as above.
+unsafe impl Sync for CudaLane {}
+
+impl CudaLane {
+    fn failed(&self, what: &str, error: result::DriverError) -> Error {
+        match self.gpu.failed(what, error) {
+            Error::Device { what, .. } => {
+                Error::Device { device: self.id, what: format!("{}: {what}", self.kind.name()) }
+            }
+            other => other,
+        }
+    }
+
+    fn mark(&self, timing: bool) -> Result<Event> {
+        let event = self.gpu.event(timing)?;
+        let made = CudaEvent { event, timing, gpu: self.gpu.clone(), id: self.id, alarm: self.alarm.clone() };
+        self.gpu.enter()?;
+        // SAFETY: event and stream belong to the current context.
+        if let Err(error) = unsafe { result::event::record(event.0, self.stream) } {
+            // Callers let go of what their copies touch when this fails.
+            // SAFETY: the stream is valid.
+            let _ = unsafe { result::stream::synchronize(self.stream) };
+            return Err(self.failed("record an event", error));
+        }
+        Ok(Event::new(Arc::new(made)))
+    }
+}
+
+impl fmt::Debug for CudaLane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CudaLane({}, {})", self.id, self.kind.name())
+    }
+}
+
+impl Drop for CudaLane {
+    fn drop(&mut self) {
+        if self.gpu.enter().is_ok() {
+            // SAFETY: made in `on`; the stream is waited for, so nothing of it touches memory afterwards.
+            unsafe {
+                let _ = result::stream::synchronize(self.stream);
+                let _ = result::stream::destroy(self.stream);
+            }
+        }
+    }
+}
+
+impl Lane for CudaLane {
+    fn kind(&self) -> LaneKind {
+        self.kind
+    }
+
+    unsafe fn copy(&self, copy: &Copy) -> Result<()> {
+        self.gpu.enter()?;
+        let (src, dst, bytes) = (copy.src, copy.dst, copy.bytes as usize);
+        // SAFETY: the caller vouches for both ranges and their order.
+        let copied = unsafe {
+            match copy.direction {
+                Direction::Upload => sys::cuMemcpyHtoDAsync_v2(dst, src as *const c_void, bytes, self.stream),
+                Direction::Download => sys::cuMemcpyDtoHAsync_v2(dst as *mut c_void, src, bytes, self.stream),
+                Direction::Local => sys::cuMemcpyDtoDAsync_v2(dst, src, bytes, self.stream),
+            }
+        };
+        copied.result().map_err(|e| self.failed(&format!("copy {}", copy.what), e))
+    }
+
+    fn record(&self) -> Result<Event> {
+        self.mark(false)
+    }
+
+    fn wait(&self, event: &Event) -> Result<()> {
+        if event.is_past() {
+            return Ok(());
+        }
+        let Some(event) = event.state().as_any().downcast_ref::<CudaEvent>() else {
+            // Another backend's: only the host can order the two.
+            return event.fence();
+        };
+        self.gpu.enter()?;
+        // SAFETY: the event is alive in its owner; the flag is the default.
+        let waited = unsafe {
+            result::stream::wait_event(
+                self.stream,
+                event.event.0,
+                sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT,
+            )
+        };
+        waited.map_err(|e| self.failed("wait for an event", e))
+    }
+
+    fn stamp(&self) -> Result<Stamp> {
+        Ok(Stamp::Lane(self.mark(true)?))
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// A point in a stream.
+struct CudaEvent {
+    event: RawEvent,
+    timing: bool,
+    gpu: Arc<Gpu>,
+    id: DeviceId,
+    alarm: Arc<Alarm>,
+}
+
+impl CudaEvent {
+    fn failed(&self, error: result::DriverError) -> Error {
+        match self.gpu.failed("finish what was queued", error) {
+            Error::Device { what, .. } => Error::Device { device: self.id, what },
+            other => other,
+        }
+    }
+}
+
+impl fmt::Debug for CudaEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CudaEvent({})", self.id)
+    }
+}
+
+impl Drop for CudaEvent {
+    fn drop(&mut self) {
+        if !self.timing {
+            lock(&self.gpu.spare).push(self.event);
+        } else if self.gpu.enter().is_ok() {
+            // SAFETY: nobody else holds it; the driver keeps what is under way.
+            let _ = unsafe { result::event::destroy(self.event.0) };
+        }
+    }
+}
+
+impl EventState for CudaEvent {
+    fn passed(&self) -> Result<bool> {
+        self.gpu.enter()?;
+        // SAFETY: the event is alive.
+        match unsafe { result::event::query(self.event.0) } {
+            Ok(()) => self.alarm.take().map(|()| true),
+            Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            Err(error) => Err(self.failed(error)),
+        }
+    }
+
+    fn fence(&self) -> Result<()> {
+        self.gpu.enter()?;
+        // SAFETY: the event is alive.
+        unsafe { result::event::synchronize(self.event.0) }.map_err(|e| self.failed(e))?;
+        self.alarm.take()
+    }
+
+    fn settle(&self) {
+        if self.gpu.enter().is_ok() {
+            // SAFETY: the event is alive.
+            let _ = unsafe { result::event::synchronize(self.event.0) };
+        }
+    }
+
+    fn time_ns(&self) -> Option<u64> {
+        self.gpu.enter().ok()?;
+        // SAFETY: both events are alive; one that has not passed gives an error.
+        let ms = unsafe { result::event::elapsed(self.gpu.origin.0.0, self.event.0) }.ok()?;
+        Some((f64::from(ms) * 1e6) as u64)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// The GPU's mathematics.
+pub(crate) struct CudaOps {
+    gpu: Arc<Gpu>,
+    alarm: Arc<Alarm>,
+}
+
+impl Ops for CudaOps {
+    unsafe fn launch(
+        &self,
+        lane: &dyn Lane,
+        kernel: &Kernel,
+        src: &[Option<View>],
+        dst: &[Option<View>],
+        scratch: Option<View>,
+    ) -> Result<()> {
+        use Kernel as K;
+        let Some(lane) = lane.as_any().downcast_ref::<CudaLane>() else {
+            return Err(Error::Foreign { op: kernel.name(), what: format!("{lane:?} is no lane of a GPU") });
+        };
+        self.gpu.enter()?;
+        let (gpu, alarm, stream) = (&*self.gpu, &*self.alarm, lane.stream);
+        let call = Call { gpu, alarm, stream, kernel, src, dst, scratch };
+        // SAFETY: the caller's promise is passed on unchanged to the family that knows the kernel.
+        unsafe {
+            match kernel {
+                K::Fill { .. }
+                | K::Arange { .. }
+                | K::Random { .. }
+                | K::Copy
+                | K::Accumulate { .. }
+                | K::Unary(_)
+                | K::UnaryGrad(_)
+                | K::Binary(_)
+                | K::Compare(_)
+                | K::Select
+                | K::Dropout { .. } => elementwise::run(&call),
+                K::Reduce { .. }
+                | K::ArgReduce { .. }
+                | K::CumSum { .. }
+                | K::Softmax { .. }
+                | K::SoftmaxGrad { .. }
+                | K::TopK { .. } => reduce::run(&call),
+                K::IndexSelect { .. } | K::IndexAdd { .. } | K::Gather { .. } | K::ScatterAdd { .. } => {
+                    index::run(&call)
+                }
+                K::MatMul { .. } | K::GroupedMatMul | K::GroupedMatMulGrad { .. } => product::run(&call),
+                K::RmsNorm { .. }
+                | K::RmsNormGrad { .. }
+                | K::LayerNorm { .. }
+                | K::LayerNormGrad { .. }
+                | K::GroupNorm { .. }
+                | K::GroupNormGrad { .. }
+                | K::BatchNorm { .. }
+                | K::BatchNormGrad { .. } => norm::run(&call),
+                K::Rope { .. } | K::RopeNorm { .. } | K::RopeNormGrad { .. } | K::Glu(_) | K::GluGrad(_) => {
+                    rope::run(&call)
+                }
+                K::Attention(_) | K::AttentionGrad(_) => attention::run(&call),
+                K::CrossEntropy { .. } | K::CrossEntropyGrad { .. } => loss::run(&call),
+                K::MoeSort { .. } | K::MoeCombine | K::MoeCombineGrad => moe::run(&call),
+                K::Conv2d(_)
+                | K::Conv2dGradInput(_)
+                | K::Conv2dGradFilter { .. }
+                | K::MaxPool2d(_)
+                | K::MaxPool2dGrad(_)
+                | K::AvgPool2d(_)
+                | K::AvgPool2dGrad(_)
+                | K::AdaptiveAvgPool2d
+                | K::AdaptiveAvgPool2dGrad => image::run(&call),
+                K::Host(host) => Err(Error::invalid(
+                    host.name(),
+                    "a kernel written for host memory does not run on a GPU; write it with the operations of Cx",
+                )),
+            }
+        }
+    }
+
+    fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
+        scratch(kernel, src, dst)
+    }
+}
+
+/// Scratch bytes that kernels want: a function of the operands alone, so that meta can ask too.
+pub(crate) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
+    use Kernel as K;
+    match kernel {
+        K::Reduce { .. } | K::ArgReduce { .. } | K::CumSum { .. } | K::TopK { .. } => {
+            reduce::scratch(kernel, src, dst)
+        }
+        K::IndexAdd { .. } | K::ScatterAdd { .. } => index::scratch(kernel, src, dst),
+        K::MatMul { .. } | K::GroupedMatMul | K::GroupedMatMulGrad { .. } => {
+            product::scratch(kernel, src, dst)
+        }
+        K::RmsNormGrad { .. }
+        | K::LayerNormGrad { .. }
+        | K::GroupNorm { .. }
+        | K::GroupNormGrad { .. }
+        | K::BatchNorm { .. }
+        | K::BatchNormGrad { .. } => norm::scratch(kernel, src, dst),
+        K::RopeNormGrad { .. } => rope::scratch(kernel, src, dst),
+        K::Attention(_) | K::AttentionGrad(_) => attention::scratch(kernel, src, dst),
+        K::MoeSort { .. } | K::MoeCombineGrad => moe::scratch(kernel, src, dst),
+        K::Conv2d(_) | K::Conv2dGradInput(_) | K::Conv2dGradFilter { .. } => image::scratch(kernel, src, dst),
+        _ => 0,
+    }
+}
+
+/// Every kernel in the variants that models use: what a machine without a GPU compiles to see that it can.
+pub fn units() -> Vec<Unit> {
+    let families = [
+        elementwise::units(),
+        reduce::units(),
+        index::units(),
+        product::units(),
+        norm::units(),
+        rope::units(),
+        attention::units(),
+        loss::units(),
+        moe::units(),
+        image::units(),
+    ];
+    families.into_iter().flatten().collect()
+}

@@ -1,0 +1,173 @@
+//! Attention: softmax(q kᵀ) v in blocks, forward and backward, without ever holding the matrix of scores.
+//!
+//! Three ways, chosen by the operands and by what is installed: cuDNN where it takes the case ([`fused`]), our kernels
+//! on tensor cores for other bf16 and f16, and a kernel that is right for every type, width and stride ([`own`]).
+//! The variable `ROUNDPIPE_ATTENTION` forces the first (`cudnn`: what it takes and cannot plan is an error) or
+//! forbids it (`own`). All ways save the same statistics, so forward and backward may go different ones.
+//!
+//! # Invariants
+//! - Every way repeats bit for bit: no atomics; cuDNN's backward is its deterministic one.
+//! - With our own kernels a row's bits depend on its own sequence alone: neither batch nor neighbours in a packed
+//!   batch change them.
+//! - Cumulative lengths that make no sense raise the alarm and reach no memory outside the operands.
+
+mod fused;
+mod graph;
+mod own;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use super::call::Call;
+use super::compile::Unit;
+use super::{library, lock};
+use crate::error::{Error, Result};
+use crate::kernel::{Kernel, View};
+use fused::{Case, Fused};
+use graph::{Handle, Plan, Refused, Stream, Target};
+
+/// Runs one kernel of this family.
+///
+/// # Safety
+/// As [`Ops::launch`](crate::device::Ops::launch).
+pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
+    // SAFETY: the caller's promise is passed on unchanged.
+    unsafe {
+        match call.kernel {
+            Kernel::Attention(spec) => match wanted(call, Fused::forward(spec, call.src, call.dst)) {
+                Some(fused) if by_cudnn(call, &fused)? => Ok(()),
+                _ => own::forward(call, spec),
+            },
+            Kernel::AttentionGrad(spec) => match wanted(call, Fused::backward(spec, call.src, call.dst)) {
+                Some(fused) if by_cudnn(call, &fused)? => Ok(()),
+                _ => own::backward(call, spec),
+            },
+            _ => Err(Error::invalid(call.kernel.name(), "is no attention")),
+        }
+    }
+}
+
+/// Scratch bytes: enough for every way, whatever is installed.
+pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
+    let bytes = |fused: Option<Fused>| fused.map_or(0, |fused| fused.scratch());
+    match kernel {
+        Kernel::Attention(spec) => bytes(Fused::forward(spec, src, dst)),
+        Kernel::AttentionGrad(spec) => {
+            let own = own::delta_bytes(src[0].as_ref().expect("q is always there"));
+            own.max(bytes(Fused::backward(spec, src, dst)))
+        }
+        _ => 0,
+    }
+}
+
+/// Every variant that models use.
+pub(super) fn units() -> Vec<Unit> {
+    own::units()
+}
+
+/// What the user wants of the ways.
+#[derive(Clone, Copy, PartialEq)]
+enum Way {
+    Best,
+    Own,
+    Cudnn,
+}
+
+fn way() -> Way {
+    static WAY: OnceLock<Way> = OnceLock::new();
+    *WAY.get_or_init(|| match std::env::var("ROUNDPIPE_ATTENTION").as_deref() {
+        Ok("own") => Way::Own,
+        Ok("cudnn") => Way::Cudnn,
+        _ => Way::Best,
+    })
+}
+
+/// The oldest cuDNN whose results were compared.
+const OLDEST: usize = 91400;
+
+/// A case that cuDNN takes, where cuDNN is here and wanted.
+fn wanted(call: &Call<'_>, fused: Option<Fused>) -> Option<Fused> {
+    let fused = fused.filter(|fused| fused.aligned && way() != Way::Own)?;
+    // Of the newest cards only one engine's backward repeats bit for bit, which the heuristics do not propose first.
+    let known = matches!(call.kernel, Kernel::Attention(_)) || matches!(call.gpu.capability.0, 8 | 9);
+    // The plans' kernels are compiled by NVRTC, which has to be found first.
+    let here = known && library::nvrtc().is_ok() && library::cudnn();
+    // SAFETY: the library is here; the call only reads a constant.
+    (here && unsafe { cudarc::cudnn::sys::cudnnGetVersion() } >= OLDEST).then_some(fused)
+}
+
+/// Plans of cuDNN by case, and a handle per stream.
+#[derive(Default)]
+pub(crate) struct Plans(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    /// By the stream's address.
+    handles: HashMap<usize, Handle>,
+    /// Refusals are remembered, for making a plan takes up to a second.
+    plans: HashMap<Case, std::result::Result<Arc<Plan>, Refused>>,
+}
+
+impl Plans {
+    /// Gives back what belongs to the context, before the context goes.
+    pub(crate) fn close(&self) {
+        let state = std::mem::take(&mut *lock(&self.0));
+        drop(state.plans);
+        drop(state.handles);
+    }
+}
+
+impl State {
+    /// Sees to a handle that queues on the stream.
+    fn attach(&mut self, stream: Stream) -> std::result::Result<(), Refused> {
+        // An address may be that of a newer stream than the handle was made for.
+        if let Some(handle) = self.handles.get(&(stream as usize)) {
+            return handle.queue_on(stream);
+        }
+        let handle = Handle::new(stream)?;
+        self.handles.insert(stream as usize, handle);
+        Ok(())
+    }
+
+    fn plan(&mut self, stream: usize, fused: &Fused) -> std::result::Result<Arc<Plan>, Refused> {
+        if let Some(known) = self.plans.get(&fused.case) {
+            return known.clone();
+        }
+        let handle = &self.handles[&stream];
+        let made = fused.plan(&Target::Handle(handle)).map(Arc::new);
+        self.plans.insert(fused.case.clone(), made.clone());
+        made
+    }
+}
+
+/// Computes by cuDNN; false when it refuses and our kernels are to be used.
+///
+/// # Safety
+/// As [`run`].
+unsafe fn by_cudnn(call: &Call<'_>, fused: &Fused) -> Result<bool> {
+    let stream = call.stream as usize;
+    let refuse = |why: Refused| Err(Error::invalid(call.kernel.name(), format!("cuDNN: {why}")));
+    let mut state = lock(&call.gpu.attention.0);
+    if let Err(why) = state.attach(call.stream.cast()) {
+        return if way() == Way::Cudnn { refuse(why) } else { Ok(false) };
+    }
+    let plan = match state.plan(stream, fused) {
+        Ok(plan) => plan,
+        Err(why) if way() == Way::Cudnn => return refuse(why),
+        Err(_) => return Ok(false),
+    };
+    debug_assert!(plan.workspace <= fused.workspace(), "plans that want more are refused");
+    let (pieces, workspace) = fused.pieces(call.scratch_ptr());
+    for operands in pieces {
+        // SAFETY: the operands are the caller's promise, cut as the case says; scratch holds what `scratch` asked
+        // for, and a plan that wants more was refused.
+        let queued = unsafe { plan.run(&state.handles[&stream], &operands, workspace) };
+        if let Err(why) = queued {
+            return refuse(why);
+        }
+    }
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests;

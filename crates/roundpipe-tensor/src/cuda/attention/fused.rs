@@ -1,0 +1,383 @@
+//! Attention by cuDNN: which cases it takes, and its graphs.
+//!
+//! Taken: bf16 and f16, widths 64 and 128 alike for keys and values, lengths that are multiples of 128, full or causal
+//! with as many queries as keys, grouped heads. Not taken: windows, sinks, packed sequences; our own kernels have them.
+//!
+//! The backward is the one that repeats bit for bit: dq is multiplied straight from the scores' gradients, which the
+//! library then keeps in its workspace, 2 bytes per pair of positions. So batches and heads go through it in pieces
+//! of at most [`PAIRS_BYTES`]; sequences of which one group of heads is larger are not taken.
+//!
+//! # Invariants
+//! - What is taken, and in which pieces, depends on the operands alone; scratch on their sizes.
+//! - Scratch holds whatever a plan may need; a plan that wants more is refused, and the refusal is remembered.
+
+use super::graph::{Data, Function as F, Graph, Plan, Refused, Sum, Target, Tensor};
+use crate::dtype::DType;
+use crate::kernel::{AttentionSpec, View};
+
+/// Most bytes of scores' gradients at a time.
+pub(super) const PAIRS_BYTES: usize = 1 << 30;
+/// More than the few hundred bytes that plans were seen to want beside what is counted.
+const SLACK_BYTES: usize = 64 << 10;
+
+/// Numbers of the operands in the graphs.
+const Q: i64 = 1;
+const K: i64 = 2;
+const V: i64 = 3;
+const O: i64 = 4;
+const LSE: i64 = 5;
+const SCALE: i64 = 6;
+const HIDDEN: i64 = 7;
+const D_O: i64 = 8;
+const DQ: i64 = 9;
+const DK: i64 = 10;
+const DV: i64 = 11;
+const ROWS: i64 = 12;
+const ONE: i64 = 13;
+
+/// `[batch, rows, heads]` strides of an operand.
+type Strides = [i64; 3];
+
+/// All that a plan depends on. Sizes are those of a piece, strides those of the whole.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub(super) struct Case {
+    dtype: DType,
+    batch: i64,
+    heads: i64,
+    key_heads: i64,
+    queries: i64,
+    keys: i64,
+    width: i64,
+    causal: bool,
+    /// q, k, v, o; in backward do, dq, dk, dv too.
+    strides: Vec<Strides>,
+    /// Rows of all heads: the stride of a batch in lse.
+    lse_batch: i64,
+}
+
+/// A call as cuDNN takes it.
+#[derive(Debug)]
+pub(super) struct Fused {
+    pub case: Case,
+    /// Pieces in a batch of heads, and of batches.
+    head_pieces: usize,
+    batch_pieces: usize,
+    /// Addresses of the whole: q, k, v, o, then do, dq, dk, dv.
+    addresses: Vec<u64>,
+    /// Whether all rows lie as cuDNN reads them. Not part of what is taken, so that scratch depends on sizes alone.
+    pub aligned: bool,
+    lse: u64,
+    scale: f32,
+    hidden: f32,
+    one: f32,
+}
+
+impl Fused {
+    /// The forward, if cuDNN takes such sizes.
+    pub fn forward(spec: &AttentionSpec, src: &[Option<View>], dst: &[Option<View>]) -> Option<Self> {
+        plain(&src[3..])?;
+        let [q, k, v] = [src[0]?, src[1]?, src[2]?];
+        Self::new(spec, &[q, k, v, dst[0]?], &dst[1]?, usize::MAX)
+    }
+
+    /// The backward, if cuDNN takes such sizes.
+    pub fn backward(spec: &AttentionSpec, src: &[Option<View>], dst: &[Option<View>]) -> Option<Self> {
+        plain(&src[6..])?;
+        let operands = [src[0]?, src[1]?, src[2]?, src[3]?, src[5]?, dst[0]?, dst[1]?, dst[2]?];
+        Self::new(spec, &operands, &src[4]?, PAIRS_BYTES)
+    }
+
+    fn new(spec: &AttentionSpec, operands: &[View], lse: &View, limit: usize) -> Option<Self> {
+        let [q, k, v] = [&operands[0], &operands[1], &operands[2]];
+        let ([batch, queries, heads, width], [_, keys, key_heads, _]) = (dims(q)?, dims(k)?);
+        let fits = matches!(q.dtype, DType::BF16 | DType::F16)
+            && matches!(width, 64 | 128)
+            && v.shape()[3] == width
+            && batch * heads * queries * keys > 0
+            && queries % 128 == 0
+            && keys % 128 == 0
+            && queries.max(keys) < 1 << 30
+            && (!spec.causal || queries == keys)
+            && spec.window.is_none_or(|window| window >= queries + keys);
+        if !fits {
+            return None;
+        }
+        let group = heads / key_heads;
+        // Of the ways to cut that fit, the one with the fewest pieces; heads are cut only where one batch is too much.
+        let pairs = |batch: usize, key_heads: usize| {
+            2usize.saturating_mul(batch * key_heads * group).saturating_mul(queries).saturating_mul(keys)
+        };
+        let heads_piece = largest(key_heads, |n| pairs(1, n) <= limit)?;
+        let batch_piece = match heads_piece == key_heads {
+            true => largest(batch, |n| pairs(n, key_heads) <= limit)?,
+            false => 1,
+        };
+        let case = Case {
+            dtype: q.dtype,
+            batch: batch_piece as i64,
+            heads: (heads_piece * group) as i64,
+            key_heads: heads_piece as i64,
+            queries: queries as i64,
+            keys: keys as i64,
+            width: width as i64,
+            causal: spec.causal,
+            strides: operands.iter().map(strides).collect(),
+            lse_batch: (heads * queries) as i64,
+        };
+        Some(Self {
+            case,
+            head_pieces: key_heads / heads_piece,
+            batch_pieces: batch / batch_piece,
+            addresses: operands.iter().map(|view| view.ptr).collect(),
+            aligned: operands.iter().all(aligned),
+            lse: lse.ptr,
+            scale: spec.scale as f32,
+            hidden: f32::NEG_INFINITY,
+            one: 1.0,
+        })
+    }
+
+    /// Bytes of the row sums of do · o that a piece of the backward leaves in front of its workspace.
+    fn rows_bytes(&self) -> usize {
+        let case = &self.case;
+        match self.is_backward() {
+            true => ((case.batch * case.heads * case.queries) as usize * 4).next_multiple_of(256),
+            false => 0,
+        }
+    }
+
+    fn is_backward(&self) -> bool {
+        self.addresses.len() > 4
+    }
+
+    /// Most bytes of workspace that a plan may want.
+    pub fn workspace(&self) -> usize {
+        let case = &self.case;
+        let (heads, longest) = ((case.batch * case.heads) as usize, case.queries.max(case.keys) as usize);
+        let pairs = 2 * heads * (case.queries * case.keys) as usize;
+        // Gradients per query head before they are summed over the group.
+        let full = 8 * heads * longest * case.width as usize;
+        SLACK_BYTES + if self.is_backward() { pairs + full } else { 0 }
+    }
+
+    /// Scratch bytes: row sums, then workspace.
+    pub fn scratch(&self) -> usize {
+        self.rows_bytes() + self.workspace()
+    }
+
+    /// Makes the plan.
+    pub fn plan(&self, target: &Target<'_>) -> Result<Plan, Refused> {
+        let graph = if self.is_backward() { self.case.backward()? } else { self.case.forward()? };
+        Plan::new(graph, target, self.workspace())
+    }
+
+    /// The operands of every piece, by their numbers, and the address of the workspace.
+    pub fn pieces(&self, scratch: u64) -> (Vec<Vec<(i64, u64)>>, u64) {
+        let mut pieces = Vec::with_capacity(self.batch_pieces * self.head_pieces);
+        for batch in 0..self.batch_pieces as i64 {
+            for heads in 0..self.head_pieces as i64 {
+                pieces.push(self.piece(batch * self.case.batch, heads * self.case.key_heads, scratch));
+            }
+        }
+        (pieces, scratch + self.rows_bytes() as u64)
+    }
+
+    fn piece(&self, batch: i64, key_head: i64, scratch: u64) -> Vec<(i64, u64)> {
+        let head = key_head * (self.case.heads / self.case.key_heads);
+        let numbers = [Q, K, V, O, D_O, DQ, DK, DV];
+        let mut all: Vec<(i64, u64)> = Vec::with_capacity(13);
+        for ((number, address), strides) in numbers.into_iter().zip(&self.addresses).zip(&self.case.strides) {
+            let first = if matches!(number, K | V | DK | DV) { key_head } else { head };
+            let offset = (batch * strides[0] + first * strides[2]) * 2;
+            all.push((number, address.wrapping_add_signed(offset)));
+        }
+        let lse = (batch * self.case.lse_batch + head * self.case.queries) * 4;
+        all.push((LSE, self.lse + lse as u64));
+        all.push((SCALE, (&raw const self.scale) as u64));
+        if self.case.causal {
+            all.push((HIDDEN, (&raw const self.hidden) as u64));
+        }
+        if self.is_backward() {
+            all.push((ROWS, scratch));
+            all.push((ONE, (&raw const self.one) as u64));
+        }
+        all
+    }
+}
+
+/// The four sizes of an operand.
+fn dims(view: &View) -> Option<[usize; 4]> {
+    view.shape().dims().try_into().ok()
+}
+
+/// Strides, the usual ones where a dimension has one element and its stride may be anything.
+fn strides(view: &View) -> Strides {
+    let (s, usual) = (view.layout.strides(), view.shape().contiguous_strides());
+    [0, 1, 2].map(|i| if view.shape()[i] > 1 { s[i] } else { usual[i] } as i64)
+}
+
+/// Neither sinks nor lengths.
+fn plain(options: &[Option<View>]) -> Option<()> {
+    options.iter().all(Option::is_none).then_some(())
+}
+
+/// Whether every row of every head starts at a multiple of 16 bytes and steps forward.
+fn aligned(view: &View) -> bool {
+    let mut rows = view.shape().iter().zip(view.layout.strides()).take(3);
+    view.ptr.is_multiple_of(16) && rows.all(|(n, stride)| *n <= 1 || (*stride > 0 && stride % 8 == 0))
+}
+
+/// The largest divisor of `n` that fits.
+fn largest(n: usize, fits: impl Fn(usize) -> bool) -> Option<usize> {
+    (1..=n).rev().find(|part| n.is_multiple_of(*part) && fits(*part))
+}
+
+/// Tensors lie as `[batch, rows, heads, width]`; graphs see `[batch, heads, rows, width]`.
+impl Case {
+    fn data(&self) -> Data {
+        match self.dtype {
+            DType::F16 => Data::CUDNN_DATA_HALF,
+            _ => Data::CUDNN_DATA_BFLOAT16,
+        }
+    }
+
+    /// Every query with every key.
+    fn pairs(&self) -> [i64; 4] {
+        [self.batch, self.heads, self.queries, self.keys]
+    }
+
+    /// One number per query.
+    fn rows(&self) -> [i64; 4] {
+        [self.batch, self.heads, self.queries, 1]
+    }
+
+    fn of_queries(&self) -> [i64; 4] {
+        [self.batch, self.heads, self.queries, self.width]
+    }
+
+    fn of_keys(&self) -> [i64; 4] {
+        [self.batch, self.key_heads, self.keys, self.width]
+    }
+
+    /// Operand `i` of `strides`; its matrices transposed where the graph wants them so.
+    fn operand(&self, graph: &mut Graph, number: i64, i: usize, turned: bool) -> Result<Tensor, Refused> {
+        let [batch, row, head] = self.strides[i];
+        let mut dims = if matches!(number, K | V | DK | DV) { self.of_keys() } else { self.of_queries() };
+        let mut strides = [batch, head, row, 1];
+        if turned {
+            dims.swap(2, 3);
+            strides.swap(2, 3);
+        }
+        graph.operand(number, self.data(), dims, strides)
+    }
+
+    fn lse(&self, graph: &mut Graph) -> Result<Tensor, Refused> {
+        graph.operand(LSE, Data::CUDNN_DATA_FLOAT, self.rows(), [self.lse_batch, self.queries, 1, 1])
+    }
+
+    /// softmax in steps, its statistics, and the product with v.
+    fn forward(&self) -> Result<Graph, Refused> {
+        let (mut graph, float) = (Graph::default(), Data::CUDNN_DATA_FLOAT);
+        let g = &mut graph;
+        let q = self.operand(g, Q, 0, false)?;
+        let k = self.operand(g, K, 1, true)?;
+        let v = self.operand(g, V, 2, false)?;
+        let o = self.operand(g, O, 3, false)?;
+        let (lse, scale) = (self.lse(g)?, g.number(SCALE)?);
+        let (pairs, rows) = (self.pairs(), self.rows());
+        let to = g.step(float, pairs)?;
+        let raw = g.product(q, k, to)?;
+        let to = g.step(float, pairs)?;
+        let mut scores = g.each(F::CUDNN_POINTWISE_MUL, raw, Some(scale), to)?;
+        if self.causal {
+            let hidden = g.number(HIDDEN)?;
+            scores = g.causal(scores, hidden, pairs)?;
+        }
+        let to = g.step(float, rows)?;
+        let top = g.sum(Sum::CUDNN_REDUCE_TENSOR_MAX, scores, to)?;
+        let to = g.step(float, pairs)?;
+        let lower = g.each(F::CUDNN_POINTWISE_SUB, scores, Some(top), to)?;
+        let to = g.step(float, pairs)?;
+        let weights = g.each(F::CUDNN_POINTWISE_EXP, lower, None, to)?;
+        let to = g.step(float, rows)?;
+        let sum = g.sum(Sum::CUDNN_REDUCE_TENSOR_ADD, weights, to)?;
+        let to = g.step(float, rows)?;
+        let log = g.each(F::CUDNN_POINTWISE_LOG, sum, None, to)?;
+        g.each(F::CUDNN_POINTWISE_ADD, top, Some(log), lse)?;
+        let to = g.step(self.data(), pairs)?;
+        let shares = g.each(F::CUDNN_POINTWISE_DIV, weights, Some(sum), to)?;
+        g.product(shares, v, o)?;
+        Ok(graph)
+    }
+
+    /// p again from the statistics; dv, ds, dk and dq.
+    fn backward(&self) -> Result<Graph, Refused> {
+        let (mut graph, float) = (Graph::default(), Data::CUDNN_DATA_FLOAT);
+        let g = &mut graph;
+        let q = self.operand(g, Q, 0, false)?;
+        let k = self.operand(g, K, 1, true)?;
+        let v = self.operand(g, V, 2, true)?;
+        let o = self.operand(g, O, 3, false)?;
+        let d_o = self.operand(g, D_O, 4, false)?;
+        let dq = self.operand(g, DQ, 5, false)?;
+        let dk = self.operand(g, DK, 6, false)?;
+        let dv = self.operand(g, DV, 7, false)?;
+        let (lse, scale) = (self.lse(g)?, g.number(SCALE)?);
+        let delta = self.row_sums(g, d_o, o)?;
+        let pairs = self.pairs();
+        let to = g.step(float, pairs)?;
+        let raw = g.product(q, k, to)?;
+        let to = g.step(float, pairs)?;
+        let scores = g.each(F::CUDNN_POINTWISE_MUL, raw, Some(scale), to)?;
+        let to = g.step(float, pairs)?;
+        let mut lower = g.each(F::CUDNN_POINTWISE_SUB, scores, Some(lse), to)?;
+        if self.causal {
+            let hidden = g.number(HIDDEN)?;
+            lower = g.causal(lower, hidden, pairs)?;
+        }
+        let to = g.step(float, pairs)?;
+        let p = g.each(F::CUDNN_POINTWISE_EXP, lower, None, to)?;
+        self.to_keys(g, p, d_o, dv)?;
+        let to = g.step(float, pairs)?;
+        let dp = g.product(d_o, v, to)?;
+        let to = g.step(float, pairs)?;
+        let dp = g.each(F::CUDNN_POINTWISE_SUB, dp, Some(delta), to)?;
+        let to = g.step(float, pairs)?;
+        let ds = g.each(F::CUDNN_POINTWISE_MUL, dp, Some(p), to)?;
+        let to = g.step(self.data(), pairs)?;
+        let ds = g.each(F::CUDNN_POINTWISE_MUL, ds, Some(scale), to)?;
+        self.to_keys(g, ds, q, dk)?;
+        let [batch, row, head] = self.strides[1];
+        let k = g.turned(k, self.data(), self.of_keys(), [batch, head, row, 1])?;
+        g.product(ds, k, dq)?;
+        Ok(graph)
+    }
+
+    /// The row sums of do · o, kept in scratch. The factor 1 is where the library's pattern has dropout's: without
+    /// it, plans keep two more matrices of pairs.
+    fn row_sums(&self, g: &mut Graph, d_o: Tensor, o: Tensor) -> Result<Tensor, Refused> {
+        let float = Data::CUDNN_DATA_FLOAT;
+        let to = g.step(float, self.of_queries())?;
+        let products = g.each(F::CUDNN_POINTWISE_MUL, d_o, Some(o), to)?;
+        let to = g.step(float, self.rows())?;
+        let sums = g.sum(Sum::CUDNN_REDUCE_TENSOR_ADD, products, to)?;
+        let one = g.number(ONE)?;
+        let to = g.operand(ROWS, float, self.rows(), [self.heads * self.queries, self.queries, 1, 1])?;
+        g.each(F::CUDNN_POINTWISE_MUL, sums, Some(one), to)
+    }
+
+    /// out = pairsᵀ x, summed over the query heads of a group.
+    fn to_keys(&self, g: &mut Graph, pairs: Tensor, x: Tensor, out: Tensor) -> Result<(), Refused> {
+        let [batch, heads, queries, keys] = self.pairs();
+        let strides = [heads * queries * keys, queries * keys, 1, keys];
+        let turned = g.turned(pairs, self.data(), [batch, heads, keys, queries], strides)?;
+        if self.heads == self.key_heads {
+            g.product(turned, x, out)?;
+            return Ok(());
+        }
+        let to = g.step(self.data(), [batch, heads, keys, self.width])?;
+        let full = g.product(turned, x, to)?;
+        g.sum(Sum::CUDNN_REDUCE_TENSOR_ADD, full, out)?;
+        Ok(())
+    }
+}

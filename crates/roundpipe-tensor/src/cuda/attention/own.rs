@@ -1,0 +1,262 @@
+//! Our own kernels: which of them fits, and how they are launched.
+
+use crate::cuda::call::{Args, Call, c_type};
+use crate::cuda::compile::Unit;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::kernel::{AttentionSpec, View};
+
+const GENERAL: &str =
+    concat!(include_str!("../kernels/attention.cuh"), include_str!("../kernels/attention.cu"));
+const TENSOR: &str =
+    concat!(include_str!("../kernels/attention.cuh"), include_str!("../kernels/attention_mma.cu"));
+
+/// Rows of a block, and columns of a general block's result.
+const TILE: usize = 64;
+/// The widest head that the tensor cores' kernels hold in registers.
+const WIDEST: usize = 128;
+
+/// The kernels of attention.cu.
+#[derive(Clone, Copy, PartialEq)]
+enum General {
+    Forward,
+    Delta,
+    Dq,
+    Dkv,
+    Dsinks,
+}
+
+/// The kernels of attention_mma.cu.
+#[derive(Clone, Copy, PartialEq)]
+enum Tensor {
+    Forward,
+    Dq,
+    Dkv,
+}
+
+impl General {
+    const ALL: [Self; 5] = [Self::Forward, Self::Delta, Self::Dq, Self::Dkv, Self::Dsinks];
+
+    fn unit(self, dtype: DType) -> Unit {
+        let entry = match self {
+            Self::Forward => "attention_forward",
+            Self::Delta => "attention_delta",
+            Self::Dq => "attention_dq",
+            Self::Dkv => "attention_dkv",
+            Self::Dsinks => "attention_dsinks",
+        };
+        Unit::new("attention", GENERAL, entry).with("TYPE", c_type(dtype)).with("PART", self as u32)
+    }
+
+    /// Shared memory: two staged slices of 64 by 16, and one or two tiles of weights.
+    fn shared(self, dtype: DType) -> u32 {
+        let tiles = if self == Self::Dkv { 2 } else { 1 };
+        ((2 * TILE * 17 + tiles * TILE * (TILE + 1)) * dtype.accumulator().size()) as u32
+    }
+}
+
+impl Tensor {
+    const ALL: [Self; 3] = [Self::Forward, Self::Dq, Self::Dkv];
+
+    fn unit(self, dtype: DType, widths: (usize, usize)) -> Unit {
+        let entry = match self {
+            Self::Forward => "attention_mma_forward",
+            Self::Dq => "attention_mma_dq",
+            Self::Dkv => "attention_mma_dkv",
+        };
+        let unit =
+            Unit::new("attention_mma", TENSOR, entry).with("TYPE", c_type(dtype)).with("PART", self as u32);
+        unit.with("D", widths.0).with("DV", widths.1)
+    }
+
+    /// Shared memory: what stays, twice what passes by, and in dk, dv the statistics of what passes by.
+    fn shared(self, (d, dv): (usize, usize)) -> u32 {
+        let (ld, ldv) = (d + 8, dv + 8);
+        let columns = if self == Self::Forward || (d <= 64 && dv <= 64) { 64 } else { 32 };
+        let stays = TILE * if self == Self::Forward { ld } else { ld + ldv };
+        let stats = if self == Self::Dkv { 4 * columns * 4 } else { 0 };
+        ((stays + 2 * columns * (ld + ldv)) * 2 + stats) as u32
+    }
+}
+
+/// Every variant that models use.
+pub(super) fn units() -> Vec<Unit> {
+    let mut units = Vec::new();
+    for dtype in [DType::F64, DType::F32, DType::BF16, DType::F16] {
+        units.extend(General::ALL.map(|kernel| kernel.unit(dtype)));
+    }
+    for (dtype, widths) in [
+        (DType::BF16, [(64, 64), (96, 96), (128, 128), (32, 32), (128, 64)].as_slice()),
+        (DType::F16, &[(64, 64), (128, 128)]),
+    ] {
+        for widths in widths {
+            units.extend(Tensor::ALL.map(|kernel| kernel.unit(dtype, *widths)));
+        }
+    }
+    units
+}
+
+/// The sizes and operands that all kernels share.
+struct Problem {
+    batch: usize,
+    queries: usize,
+    keys: usize,
+    heads: usize,
+    key_heads: usize,
+    width: usize,
+    value_width: usize,
+    /// Addresses of the cumulative lengths, and how many sequences they tell apart.
+    lens: Option<(u64, u64, usize)>,
+    spec: AttentionSpec,
+}
+
+impl Problem {
+    /// From `[q, k, v]` and the lengths at `lens`, `lens + 1`.
+    fn new(call: &Call<'_>, spec: &AttentionSpec, lens: usize) -> Self {
+        let (q, k, v) = (call.src(0).shape(), call.src(1).shape(), call.src(2).shape());
+        let pair = call.maybe_src(lens).zip(call.maybe_src(lens + 1));
+        Self {
+            batch: q[0],
+            queries: q[1],
+            keys: k[1],
+            heads: q[2],
+            key_heads: k[2],
+            width: q[3],
+            value_width: v[3],
+            lens: pair.map(|(q, k)| (q.ptr, k.ptr, q.numel() - 1)),
+            spec: *spec,
+        }
+    }
+
+    /// `Shape` of attention.cuh.
+    fn words(&self) -> [u64; 13] {
+        let (lens_q, lens_k, sequences) = self.lens.unwrap_or((0, 0, 0));
+        // A window longer than any sequence hides nothing; the bound keeps sums small.
+        let window = self.spec.window.map_or(1 << 40, |w| w.min(1 << 40));
+        [
+            self.batch as u64,
+            self.queries as u64,
+            self.keys as u64,
+            self.heads as u64,
+            self.key_heads as u64,
+            self.width as u64,
+            self.value_width as u64,
+            lens_q,
+            lens_k,
+            sequences as u64,
+            u64::from(self.spec.causal),
+            window as u64,
+            // Heads of no width have scores of 0, whatever 1/√0 is.
+            (if self.width == 0 { 0.0 } else { self.spec.scale }).to_bits(),
+        ]
+    }
+
+    /// Tiles of `rows` that may have something to do; attention.cuh says why these are enough.
+    fn slots(&self, rows: usize) -> usize {
+        match self.lens {
+            Some((_, _, sequences)) => rows / TILE + sequences + 2,
+            None => rows.div_ceil(TILE),
+        }
+    }
+
+    /// Blocks over tiles, heads and batches, by `columns` pieces of the result.
+    fn grid(&self, rows: usize, heads: usize, columns: usize) -> [u32; 3] {
+        [(self.slots(rows) * heads * self.batch) as u32, columns as u32, 1]
+    }
+
+    /// The widths that the tensor cores' kernels are made for, where they fit all of these operands.
+    fn tensor_widths(&self, operands: &[&View]) -> Option<(usize, usize)> {
+        let half = matches!(operands[0].dtype, DType::BF16 | DType::F16);
+        let fits = |width: usize| width > 0 && width <= WIDEST && width.is_multiple_of(8);
+        let small = self.queries < 1 << 30 && self.keys < 1 << 30;
+        let all = half
+            && small
+            && fits(self.width)
+            && fits(self.value_width)
+            && operands.iter().all(|v| aligned(v));
+        all.then(|| (self.width.next_multiple_of(32), self.value_width.next_multiple_of(32)))
+    }
+}
+
+/// Whether every row of every head starts at a multiple of 16 bytes.
+fn aligned(view: &View) -> bool {
+    let rows = view.shape().iter().zip(view.layout.strides()).take(3);
+    view.ptr.is_multiple_of(16) && rows.into_iter().all(|(n, stride)| *n <= 1 || stride % 8 == 0)
+}
+
+/// Bytes of the row sums of do · o.
+pub(super) fn delta_bytes(q: &View) -> usize {
+    let dims = q.shape();
+    dims[0] * dims[1] * dims[2] * q.dtype.accumulator().size()
+}
+
+/// # Safety
+/// As [`super::run`].
+pub(super) unsafe fn forward(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> {
+    let p = Problem::new(call, spec, 4);
+    let (q, k, v, o) = (call.src(0), call.src(1), call.src(2), call.dst(0));
+    let mut args = Args::new().words(&p.words()).view(q).view(k).view(v).maybe(call.maybe_src(3)).view(o);
+    args = args.ptr(call.dst(1).ptr).size(p.slots(p.queries));
+    args = args.ptr(call.alarm.device).u32(call.alarm.code(call.kernel.name()));
+    let widths = p.tensor_widths(&[q, k, v, o]);
+    let (unit, block, shared, columns) = match widths {
+        Some(widths) => (Tensor::Forward.unit(q.dtype, widths), 128, Tensor::Forward.shared(widths), 1),
+        None => {
+            let columns = p.value_width.div_ceil(TILE).max(1);
+            (General::Forward.unit(q.dtype), 256, General::Forward.shared(q.dtype), columns)
+        }
+    };
+    let grid = p.grid(p.queries, p.heads, columns);
+    // SAFETY: the arguments are those of both kernels' parameters; the operands are the caller's promise.
+    unsafe { call.launch(&unit, grid, [block, 1, 1], shared, &mut args) }
+}
+
+/// # Safety
+/// As [`super::run`].
+pub(super) unsafe fn backward(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> {
+    let p = Problem::new(call, spec, 7);
+    let dtype = call.src(0).dtype;
+    let (o, lse, d_o, delta) = (call.src(3), call.src(4), call.src(5), call.scratch_ptr());
+    let rows = p.batch * p.heads * p.queries;
+    let mut args = Args::new().words(&p.words()).view(o).view(d_o).ptr(delta);
+    let grid = [rows.div_ceil(8) as u32, 1, 1];
+    // SAFETY: the arguments are the kernel's parameters; scratch holds one value per row.
+    unsafe { call.launch(&General::Delta.unit(dtype), grid, [256, 1, 1], 0, &mut args)? };
+    if let (Some(sinks), Some(to)) = (call.maybe_src(6), call.maybe_dst(3)) {
+        let mut args = Args::new().words(&p.words()).ptr(sinks.ptr).ptr(lse.ptr).ptr(delta).ptr(to.ptr);
+        let grid = [p.heads as u32, 1, 1];
+        // SAFETY: as above; the row sums are written by the kernel before.
+        unsafe { call.launch(&General::Dsinks.unit(dtype), grid, [256, 1, 1], 0, &mut args)? };
+    }
+    // SAFETY: as above.
+    unsafe { products(call, &p, delta) }
+}
+
+/// dq, then dk and dv.
+///
+/// # Safety
+/// As [`super::run`]; `delta` holds the row sums.
+unsafe fn products(call: &Call<'_>, p: &Problem, delta: u64) -> Result<()> {
+    let (q, k, v, lse, d_o) = (call.src(0), call.src(1), call.src(2), call.src(4), call.src(5));
+    let (dq, dk, dv) = (call.dst(0), call.dst(1), call.dst(2));
+    let args = || Args::new().words(&p.words()).view(q).view(k).view(v).view(d_o).ptr(lse.ptr).ptr(delta);
+    let mut dq_args = args().view(dq).size(p.slots(p.queries));
+    let mut dkv_args = args().view(dk).view(dv).size(p.slots(p.keys));
+    if let Some(widths) = p.tensor_widths(&[q, k, v, d_o, dq, dk, dv]) {
+        let (dq, dkv) = (Tensor::Dq.unit(q.dtype, widths), Tensor::Dkv.unit(q.dtype, widths));
+        let (dq_grid, dkv_grid) = (p.grid(p.queries, p.heads, 1), p.grid(p.keys, p.key_heads, 1));
+        // SAFETY: the arguments are the kernels' parameters; the operands are the caller's promise.
+        return unsafe {
+            call.launch(&dq, dq_grid, [128, 1, 1], Tensor::Dq.shared(widths), &mut dq_args)?;
+            call.launch(&dkv, dkv_grid, [128, 1, 1], Tensor::Dkv.shared(widths), &mut dkv_args)
+        };
+    }
+    let dq_grid = p.grid(p.queries, p.heads, p.width.div_ceil(TILE));
+    let dkv_grid = p.grid(p.keys, p.key_heads, p.width.max(p.value_width).div_ceil(TILE));
+    let (dq, dkv) = (General::Dq.unit(q.dtype), General::Dkv.unit(q.dtype));
+    // SAFETY: as above.
+    unsafe {
+        call.launch(&dq, dq_grid, [256, 1, 1], General::Dq.shared(q.dtype), &mut dq_args)?;
+        call.launch(&dkv, dkv_grid, [256, 1, 1], General::Dkv.shared(q.dtype), &mut dkv_args)
+    }
+}

@@ -1,0 +1,189 @@
+//! One kernel to be launched: operands, and the way they reach CUDA C++.
+
+use std::ffi::c_void;
+
+use cudarc::driver::{result, sys};
+
+use super::compile::Unit;
+use super::{Alarm, Gpu};
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::kernel::{Kernel, View};
+
+/// A kernel with its operands and where it runs.
+pub(crate) struct Call<'a> {
+    pub gpu: &'a Gpu,
+    pub alarm: &'a Alarm,
+    pub stream: sys::CUstream,
+    pub kernel: &'a Kernel,
+    pub src: &'a [Option<View>],
+    pub dst: &'a [Option<View>],
+    pub scratch: Option<View>,
+}
+
+impl Call<'_> {
+    /// A source that the kernel's contract says is there.
+    pub fn src(&self, i: usize) -> &View {
+        self.src[i].as_ref().expect("the kernel's contract names this source")
+    }
+
+    /// A destination that the kernel's contract says is there.
+    pub fn dst(&self, i: usize) -> &View {
+        self.dst[i].as_ref().expect("the kernel's contract names this destination")
+    }
+
+    /// A source that may be absent.
+    pub fn maybe_src(&self, i: usize) -> Option<&View> {
+        self.src.get(i).and_then(Option::as_ref)
+    }
+
+    /// A destination that may be absent.
+    pub fn maybe_dst(&self, i: usize) -> Option<&View> {
+        self.dst.get(i).and_then(Option::as_ref)
+    }
+
+    /// Address of the scratch memory, 0 without.
+    pub fn scratch_ptr(&self) -> u64 {
+        self.scratch.as_ref().map_or(0, |view| view.ptr)
+    }
+
+    /// Queues a compiled kernel. Nothing is queued for an empty grid.
+    ///
+    /// # Safety
+    /// The arguments are what the kernel's parameters say, in order, and its memory is the caller's promise.
+    pub unsafe fn launch(
+        &self,
+        unit: &Unit,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared: u32,
+        args: &mut Args,
+    ) -> Result<()> {
+        if grid.contains(&0) {
+            return Ok(());
+        }
+        let function = self.gpu.function(unit)?;
+        let fail = |e| self.gpu.failed(&format!("launch {}", unit.name()), e);
+        if shared > 48 << 10 {
+            use sys::CUfunction_attribute_enum as A;
+            let what = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function is loaded and never unloaded.
+            unsafe { result::function::set_function_attribute(function.0, what, shared as i32) }
+                .map_err(fail)?;
+        }
+        let mut pointers = args.pointers();
+        let (grid, block) = ((grid[0], grid[1], grid[2]), (block[0], block[1], block[2]));
+        // SAFETY: promised by the caller; the arguments live past the call, which copies them.
+        unsafe { result::launch_kernel(function.0, grid, block, shared, self.stream, &mut pointers) }
+            .map_err(fail)
+    }
+
+    /// One thread per element, in blocks of 256; as many as 2^31 blocks.
+    pub fn blocks(elements: usize) -> [u32; 3] {
+        [elements.div_ceil(256) as u32, 1, 1]
+    }
+}
+
+/// The arguments of a kernel, in order.
+#[derive(Default)]
+pub(crate) struct Args {
+    bytes: Vec<u64>,
+    starts: Vec<usize>,
+}
+
+impl Args {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    fn word(mut self, word: u64) -> Self {
+        self.starts.push(self.bytes.len());
+        self.bytes.push(word);
+        self
+    }
+
+    /// An address.
+    pub fn ptr(self, ptr: u64) -> Self {
+        self.word(ptr)
+    }
+
+    /// The address of a view, or null.
+    pub fn maybe(self, view: Option<&View>) -> Self {
+        self.word(view.map_or(0, |v| v.ptr))
+    }
+
+    /// `long long`.
+    pub fn i64(self, value: i64) -> Self {
+        self.word(value as u64)
+    }
+
+    /// A size, as `long long`.
+    pub fn size(self, value: usize) -> Self {
+        self.word(value as u64)
+    }
+
+    /// `unsigned long long`.
+    pub fn u64(self, value: u64) -> Self {
+        self.word(value)
+    }
+
+    /// `int`.
+    pub fn i32(self, value: i32) -> Self {
+        self.word(u64::from(value as u32))
+    }
+
+    /// `unsigned`.
+    pub fn u32(self, value: u32) -> Self {
+        self.word(u64::from(value))
+    }
+
+    /// `double`.
+    pub fn f64(self, value: f64) -> Self {
+        self.word(value.to_bits())
+    }
+
+    /// A struct of eight-byte fields, by value.
+    pub fn words(mut self, words: &[u64]) -> Self {
+        self.starts.push(self.bytes.len());
+        self.bytes.extend(words);
+        self
+    }
+
+    /// `View` of common.cuh: address, rank, sizes, strides.
+    pub fn view(mut self, view: &View) -> Self {
+        self.starts.push(self.bytes.len());
+        self.bytes.push(view.ptr);
+        self.bytes.push(view.shape().rank() as u64);
+        let dims = view.shape().iter().map(|n| *n as u64);
+        let strides = view.layout.strides().iter().map(|s| *s as u64);
+        let pad = |values: &mut dyn Iterator<Item = u64>, fill: u64| {
+            let mut all = [fill; 8];
+            all.iter_mut().zip(values).for_each(|(slot, value)| *slot = value);
+            all
+        };
+        self.bytes.extend(pad(&mut dims.into_iter(), 1));
+        self.bytes.extend(pad(&mut strides.into_iter(), 0));
+        self
+    }
+
+    fn pointers(&mut self) -> Vec<*mut c_void> {
+        let base = self.bytes.as_mut_ptr();
+        // Arguments start at words, and x86-64 and aarch64 are little-endian: a narrow one is its word's start.
+        self.starts.iter().map(|start| base.wrapping_add(*start).cast()).collect()
+    }
+}
+
+/// The name of a type in common.cuh.
+pub(crate) fn c_type(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F64 => "double",
+        DType::F32 => "float",
+        DType::BF16 => "bf16",
+        DType::F16 => "f16",
+        DType::I64 => "long long",
+        DType::I32 => "int",
+        DType::U32 => "unsigned",
+        DType::U8 => "unsigned char",
+        DType::Bool => "bool8",
+    }
+}

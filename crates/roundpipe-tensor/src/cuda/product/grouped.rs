@@ -1,0 +1,155 @@
+//! Products of groups of rows whose bounds are in device memory only.
+//!
+//! 16-bit types go through tensor cores, wide ones through the plain tile. Nobody on the host knows the groups: the
+//! grid has room for as many tiles as any bounds can need, and a block without a tile ends at once. Bounds that
+//! do not ascend from 0 within the rows raise the alarm; what they ask for is cut to what exists.
+
+use crate::cuda::call::{Args, Call, c_type};
+use crate::cuda::compile::Unit;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::kernel::View;
+
+const PLAIN_TEXT: &str = concat!(
+    include_str!("../kernels/product_tile.cuh"),
+    include_str!("../kernels/groups.cuh"),
+    include_str!("../kernels/grouped.cu")
+);
+const MMA_TEXT: &str =
+    concat!(include_str!("../kernels/groups.cuh"), include_str!("../kernels/grouped_mma.cu"));
+
+/// Rows and columns of a tile by tensor cores.
+const SIDE: usize = 128;
+/// Three stages of a left and a right tile of 5120 elements of 2 bytes.
+const SHARED_BYTES: u32 = 3 * 2 * 5120 * 2;
+
+pub(super) fn units() -> Vec<Unit> {
+    let wide = [DType::F32, DType::F64].into_iter();
+    let mut units: Vec<Unit> =
+        wide.flat_map(|t| [plain(t, t, "grouped"), plain(t, t, "grouped_grad")]).collect();
+    for t in [DType::BF16, DType::F16] {
+        for out in [t, DType::F32] {
+            units.extend([forward_unit(t, out, false), forward_unit(t, out, true), gradient_unit(t, out)]);
+        }
+    }
+    units
+}
+
+fn plain(src: DType, dst: DType, entry: &'static str) -> Unit {
+    Unit::new("grouped", PLAIN_TEXT, entry).with("IN", c_type(src)).with("OUT", c_type(dst))
+}
+
+fn mma(src: DType, dst: DType, entry: &'static str) -> Unit {
+    let half = u8::from(src == DType::F16);
+    Unit::new("grouped_mma", MMA_TEXT, entry).with("OUT", c_type(dst)).with("HALF", half)
+}
+
+fn forward_unit(src: DType, dst: DType, by_depth: bool) -> Unit {
+    mma(src, dst, "grouped_mma").with("FORWARD", 1).with("RIGHT_BY_DEPTH", u8::from(by_depth))
+}
+
+fn gradient_unit(src: DType, dst: DType) -> Unit {
+    mma(src, dst, "grouped_grad_mma")
+}
+
+fn is_narrow(dtype: DType) -> bool {
+    matches!(dtype, DType::BF16 | DType::F16)
+}
+
+/// The number of rows, which bounds of 32 bits must reach.
+fn rows_of(call: &Call<'_>, x: &View) -> Result<i32> {
+    let rows = x.shape()[0];
+    i32::try_from(rows).map_err(|_| Error::invalid(call.kernel.name(), format!("{rows} rows are too many")))
+}
+
+/// Strides as the kernels take them.
+fn strides(view: &View) -> Vec<i64> {
+    view.layout.strides().iter().map(|stride| *stride as i64).collect()
+}
+
+/// An operand in 16-bit elements as lines: elements of a line side by side, and every line at 16 bytes.
+fn is_fast(view: &View, step: i64, others: &[i64]) -> bool {
+    step == 1 && view.ptr.is_multiple_of(16) && others.iter().all(|stride| stride % 8 == 0)
+}
+
+/// Whether elements 2i and 2i + 1 of every line can be written at once.
+fn is_paired(view: &View, step: i64, others: &[i64]) -> bool {
+    let pair = 2 * view.dtype.size() as u64;
+    step == 1 && view.ptr.is_multiple_of(pair) && others.iter().all(|stride| stride % 2 == 0)
+}
+
+/// # Safety
+/// As [`Ops::launch`](crate::device::Ops::launch).
+pub(super) unsafe fn forward(call: &Call<'_>) -> Result<()> {
+    let (x, w, offsets, y) = (call.src(0), call.src(1), call.src(2), call.dst(0));
+    let (t, k, n, e) = (rows_of(call, x)?, x.shape()[1], y.shape()[1], w.shape()[0]);
+    if y.numel() == 0 {
+        return Ok(());
+    }
+    let (sx, sw) = (strides(x), strides(w));
+    let side = if is_narrow(x.dtype) { SIDE } else { super::TILE };
+    let tiles = (t as usize / side + e + 1) * n.div_ceil(side);
+    let grid = [super::fit(call, tiles)?, 1, 1];
+    let (alarm, code) = (call.alarm.device, call.alarm.code(call.kernel.name()));
+    if !is_narrow(x.dtype) {
+        let args = Args::new().ptr(x.ptr).i64(sx[0]).i64(sx[1]);
+        let args = args.ptr(w.ptr).i64(sw[0]).i64(sw[1]).i64(sw[2]);
+        let args = args.ptr(offsets.ptr).ptr(y.ptr).i32(t).i32(e as i32).size(k).size(n);
+        let unit = plain(x.dtype, y.dtype, "grouped");
+        // SAFETY: the arguments are the kernel's; operands have these shapes by contract; blocks write their own tiles.
+        return unsafe { call.launch(&unit, grid, [256, 1, 1], 0, &mut args.ptr(alarm).u32(code)) };
+    }
+    // Lines along the columns where they lie so, along the depth else.
+    let by_depth = sw[2] != 1;
+    let (line, step) = if by_depth { (sw[2], sw[1]) } else { (sw[1], sw[2]) };
+    let x_fast = i32::from(is_fast(x, sx[1], &sx[..1]));
+    let w_fast = i32::from(is_fast(w, step, &[line, sw[0]]));
+    let paired = i32::from(is_paired(y, 1, &[n as i64]));
+    let args = Args::new().ptr(x.ptr).i64(sx[0]).i64(sx[1]).i32(x_fast);
+    let args = args.ptr(w.ptr).i64(sw[0]).i64(line).i64(step).i32(w_fast);
+    let args = args.ptr(offsets.ptr).ptr(y.ptr).i32(t).i32(e as i32).size(k).size(n).i32(paired);
+    let unit = forward_unit(x.dtype, y.dtype, by_depth);
+    // SAFETY: as above.
+    unsafe { call.launch(&unit, grid, [256, 1, 1], SHARED_BYTES, &mut args.ptr(alarm).u32(code)) }
+}
+
+/// # Safety
+/// As [`Ops::launch`](crate::device::Ops::launch).
+pub(super) unsafe fn gradient(call: &Call<'_>, accumulate: bool) -> Result<()> {
+    let (mut a, mut b, offsets, dw) = (call.src(0), call.src(1), call.src(2), call.dst(0));
+    let (t, e) = (rows_of(call, a)?, dw.shape()[0]);
+    if dw.numel() == 0 {
+        return Ok(());
+    }
+    let sd = strides(dw);
+    let (mut row, mut col) = (sd[1], sd[2]);
+    // A result whose columns lie side by side is computed as dyᵀ x instead of xᵀ dy: lines are written whole.
+    if col != 1 && row == 1 {
+        std::mem::swap(&mut a, &mut b);
+        std::mem::swap(&mut row, &mut col);
+    }
+    let (m, n) = (a.shape()[1], b.shape()[1]);
+    let (sa, sb) = (strides(a), strides(b));
+    let side = if is_narrow(a.dtype) { SIDE } else { super::TILE };
+    let tiles = e.saturating_mul(m.div_ceil(side)).saturating_mul(n.div_ceil(side));
+    let grid = [super::fit(call, tiles)?, 1, 1];
+    let (alarm, code) = (call.alarm.device, call.alarm.code(call.kernel.name()));
+    let result = |args: Args| {
+        let args = args.ptr(offsets.ptr).ptr(dw.ptr).i64(sd[0]).i64(row).i64(col);
+        args.i32(t).i32(e as i32).size(m).size(n).i32(i32::from(accumulate))
+    };
+    if !is_narrow(a.dtype) {
+        let args = Args::new().ptr(a.ptr).i64(sa[0]).i64(sa[1]).ptr(b.ptr).i64(sb[0]).i64(sb[1]);
+        let unit = plain(a.dtype, dw.dtype, "grouped_grad");
+        // SAFETY: the arguments are the kernel's; operands have these shapes by contract; blocks write their own tiles.
+        return unsafe { call.launch(&unit, grid, [256, 1, 1], 0, &mut result(args).ptr(alarm).u32(code)) };
+    }
+    let fast = |view: &View, strides: &[i64]| i32::from(is_fast(view, strides[1], &strides[..1]));
+    let paired = i32::from(is_paired(dw, col, &[row, sd[0]]));
+    let args = Args::new().ptr(a.ptr).i64(sa[0]).i64(sa[1]).i32(fast(a, &sa));
+    let args = args.ptr(b.ptr).i64(sb[0]).i64(sb[1]).i32(fast(b, &sb));
+    let args = result(args).i32(paired).ptr(alarm).u32(code);
+    let unit = gradient_unit(a.dtype, dw.dtype);
+    // SAFETY: as above.
+    unsafe { call.launch(&unit, grid, [256, 1, 1], SHARED_BYTES, &mut { args }) }
+}

@@ -1,0 +1,503 @@
+//! cuBLASLt: products of dense matrices, planned once per shape.
+//!
+//! # From rows to columns
+//! The library thinks in columns. Our c `[m, n]` in rows is cᵀ `[n, m]` in columns with leading dimension n, and
+//! cᵀ = bᵀ aᵀ: the library's first operand is our b, its second our a, and its result is `n` by `m`.
+//! - b has element (l, j) at `l · row + j · col`. With col = 1 that memory, read in columns, is bᵀ `[n, k]` itself
+//!   with leading dimension `row`: taken as it is. With row = 1 it is b `[k, n]` with leading dimension `col`:
+//!   the library transposes.
+//! - a likewise: element (i, l) at `i · row + l · col`. With col = 1 it is aᵀ `[k, m]`, as it is; with row = 1 it is
+//!   a `[m, k]`, transposed.
+//! - A bias `[n]` belongs to the rows of cᵀ, which is where the library adds one.
+//!
+//! # The algorithm
+//! The heuristic's first whose workspace fits: the same for the same library, GPU and shape. Sums in float or
+//! double, never TF32; cuts along the depth are added up in a fixed order and in the accumulator's type, so
+//! schemes that add in place or in the result's type are excluded.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex};
+
+use cudarc::cublaslt::result::{self, CublasError};
+use cudarc::cublaslt::sys;
+
+use crate::cuda::call::Call;
+use crate::cuda::{Gpu, card, library, lock};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::shape::Layout;
+
+/// Batches in one call; more are cut.
+pub(super) const MOST_BATCHES: usize = 65_535;
+
+/// How many algorithms the heuristic is asked for.
+const CANDIDATES: usize = 8;
+
+/// How a matrix of rows lies: lines side by side, `line` elements apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Lie {
+    /// Lines are the matrix's columns instead of its rows.
+    pub turned: bool,
+    /// Elements from one line to the next; at least a line's length.
+    pub line: i64,
+}
+
+impl Lie {
+    /// How the matrices of the last two dimensions lie, if one of their strides is 1 and lines do not overlap.
+    pub fn of(layout: &Layout) -> Option<Self> {
+        let rank = layout.shape().rank();
+        let (rows, cols) = (layout.shape()[rank - 2] as i64, layout.shape()[rank - 1] as i64);
+        let (row, col) = (layout.strides()[rank - 2] as i64, layout.strides()[rank - 1] as i64);
+        // Strides of dimensions of size 1 mean nothing.
+        let line = |count: i64, length: i64, stride: i64, step: i64| {
+            let unit = step == 1 || length == 1;
+            let apart = if count == 1 { length } else { stride };
+            (unit && apart >= length).then_some(apart)
+        };
+        let straight = line(rows, cols, row, col).map(|line| Self { turned: false, line });
+        straight.or_else(|| line(cols, rows, col, row).map(|line| Self { turned: true, line }))
+    }
+}
+
+/// Sizes of a call; from one batch to the next in elements: of a, b and c.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Shape {
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub batches: usize,
+    pub steps: [i64; 3],
+}
+
+/// An operand.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Side {
+    pub ptr: u64,
+    pub lie: Lie,
+}
+
+/// What a plan depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Key {
+    shape: Shape,
+    lies: [Lie; 2],
+    /// Of the operands and of the result.
+    types: [DType; 2],
+    has_bias: bool,
+    overwrites: bool,
+    /// Bytes that a, b and c (with the bias) are aligned to.
+    aligned: [u32; 3],
+    workspace: usize,
+}
+
+/// A matrix in columns: its size, and the elements from one column and from one batch to the next.
+#[derive(Debug, Clone, Copy)]
+struct Columns {
+    rows: usize,
+    cols: usize,
+    line: i64,
+    step: i64,
+}
+
+impl Key {
+    /// The library's operands and result: our right, left and c as their memory reads in columns.
+    fn matrices(&self) -> [Columns; 3] {
+        let Shape { m, n, k, steps: [step_a, step_b, step_c], .. } = self.shape;
+        let [a, b] = self.lies;
+        let columns = |rows, cols, line, step| Columns { rows, cols, line, step };
+        let first = if b.turned { columns(k, n, b.line, step_b) } else { columns(n, k, b.line, step_b) };
+        let second = if a.turned { columns(m, k, a.line, step_a) } else { columns(k, m, a.line, step_a) };
+        [first, second, columns(n, m, n as i64, step_c)]
+    }
+}
+
+/// One call of the library.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Task {
+    key: Key,
+    a: u64,
+    b: u64,
+    c: u64,
+    bias: Option<u64>,
+    alpha: f64,
+    beta: f64,
+    workspace: u64,
+}
+
+impl Task {
+    pub fn new(
+        shape: Shape,
+        a: Side,
+        b: Side,
+        (src, dst, c): (DType, DType, u64),
+        bias: Option<u64>,
+        [alpha, beta]: [f64; 2],
+        (workspace, workspace_bytes): (u64, usize),
+    ) -> Self {
+        let key = Key {
+            shape,
+            lies: [a.lie, b.lie],
+            types: [src, dst],
+            has_bias: bias.is_some(),
+            overwrites: beta == 0.0,
+            aligned: [alignment(a.ptr), alignment(b.ptr), alignment(c | bias.unwrap_or(0))],
+            workspace: workspace_bytes,
+        };
+        Self { key, a: a.ptr, b: b.ptr, c, bias, alpha, beta, workspace }
+    }
+}
+
+/// The largest power of two, up to 256, that divides an address.
+fn alignment(ptr: u64) -> u32 {
+    1 << ptr.trailing_zeros().min(8)
+}
+
+/// The library's handle and the plans made so far.
+#[derive(Default)]
+pub(crate) struct Products {
+    handle: Mutex<Option<Handle>>,
+    /// `None` where the library knows no algorithm.
+    plans: Mutex<HashMap<Key, Option<Arc<Plan>>>>,
+}
+
+struct Handle(sys::cublasLtHandle_t);
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        // SAFETY: made by `create_handle` and destroyed once.
+        let _ = unsafe { result::destroy_handle(self.0) };
+    }
+}
+
+/// A task with its plan.
+pub(super) struct Ready {
+    plan: Arc<Plan>,
+    task: Task,
+}
+
+impl Ready {
+    /// Queues the product.
+    ///
+    /// # Safety
+    /// The task's memory is as large as its shape says, its workspace too, and nobody else writes the result.
+    pub unsafe fn run(&self, call: &Call<'_>) -> Result<()> {
+        // SAFETY: the caller's promise; the plan was made for this task.
+        unsafe { self.plan.run(call, &self.task) }
+    }
+}
+
+/// Plans for all tasks; `None` when the library knows no algorithm for one of them.
+pub(super) fn plan(gpu: &Gpu, tasks: &[Task]) -> Result<Option<Vec<Ready>>> {
+    let mut plans = lock(&gpu.products.plans);
+    let mut all = Vec::with_capacity(tasks.len());
+    for task in tasks {
+        let known = match plans.get(&task.key) {
+            Some(known) => known.clone(),
+            None => {
+                let made = Plan::new(handle(gpu)?, task).map_err(|e| failed(gpu, "plan", e))?;
+                let made = made.map(Arc::new);
+                plans.insert(task.key, made.clone());
+                made
+            }
+        };
+        let Some(plan) = known else { return Ok(None) };
+        all.push(Ready { plan, task: *task });
+    }
+    Ok(Some(all))
+}
+
+fn handle(gpu: &Gpu) -> Result<sys::cublasLtHandle_t> {
+    let mut handle = lock(&gpu.products.handle);
+    if let Some(handle) = &*handle {
+        return Ok(handle.0);
+    }
+    library::cublaslt()?;
+    gpu.enter()?;
+    let made = result::create_handle().map_err(|e| failed(gpu, "start", e))?;
+    *handle = Some(Handle(made));
+    Ok(made)
+}
+
+fn failed(gpu: &Gpu, what: &str, error: CublasError) -> Error {
+    Error::Device {
+        device: card(gpu.index),
+        what: format!("cannot {what} a product by cuBLASLt: {:?}", error.0),
+    }
+}
+
+/// A matrix as the library sees it.
+struct Matrix(sys::cublasLtMatrixLayout_t);
+
+impl Matrix {
+    fn new(dtype: DType, columns: Columns, batches: usize) -> std::result::Result<Self, CublasError> {
+        use sys::cublasLtMatrixLayoutAttribute_t as A;
+        let Columns { rows, cols, line, step } = columns;
+        let made = Self(result::create_matrix_layout(data_type(dtype), rows as u64, cols as u64, line)?);
+        if batches > 1 {
+            let count = batches as i32;
+            // SAFETY: the layout is alive; the attributes are an i32 and an i64.
+            unsafe {
+                result::set_matrix_layout_attribute(
+                    made.0,
+                    A::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT,
+                    bytes(&count),
+                    4,
+                )?;
+                let what = A::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET;
+                result::set_matrix_layout_attribute(made.0, what, bytes(&step), 8)?;
+            }
+        }
+        Ok(made)
+    }
+}
+
+impl Drop for Matrix {
+    fn drop(&mut self) {
+        // SAFETY: made by `create_matrix_layout` and destroyed once.
+        let _ = unsafe { result::destroy_matrix_layout(self.0) };
+    }
+}
+
+/// What is computed.
+struct Operation(sys::cublasLtMatmulDesc_t);
+
+impl Operation {
+    fn new(key: &Key) -> std::result::Result<Self, CublasError> {
+        use sys::cublasLtMatmulDescAttributes_t as A;
+        let (compute, scale) = match key.types[0] {
+            DType::F64 => (sys::cublasComputeType_t::CUBLAS_COMPUTE_64F, sys::cudaDataType::CUDA_R_64F),
+            _ => (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType::CUDA_R_32F),
+        };
+        let made = Self(result::create_matmul_desc(compute, scale)?);
+        // 1 is CUBLAS_OP_T, 0 is CUBLAS_OP_N. The library's first operand is our right one.
+        let turns = [i32::from(key.lies[1].turned), i32::from(key.lies[0].turned)];
+        for (what, turn) in
+            [A::CUBLASLT_MATMUL_DESC_TRANSA, A::CUBLASLT_MATMUL_DESC_TRANSB].into_iter().zip(turns)
+        {
+            // SAFETY: the description is alive; the attribute is an i32.
+            unsafe { result::set_matmul_desc_attribute(made.0, what, bytes(&turn), 4)? };
+        }
+        if key.has_bias {
+            let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32;
+            // SAFETY: as above; the attribute is a u32.
+            unsafe {
+                result::set_matmul_desc_attribute(
+                    made.0,
+                    A::CUBLASLT_MATMUL_DESC_EPILOGUE,
+                    bytes(&epilogue),
+                    4,
+                )?;
+            }
+        }
+        Ok(made)
+    }
+
+    fn set_bias(&self, bias: u64) -> std::result::Result<(), CublasError> {
+        let what = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
+        // SAFETY: the description is alive; the attribute is an address.
+        unsafe { result::set_matmul_desc_attribute(self.0, what, bytes(&bias), 8) }
+    }
+}
+
+impl Drop for Operation {
+    fn drop(&mut self) {
+        // SAFETY: made by `create_matmul_desc` and destroyed once.
+        let _ = unsafe { result::destroy_matmul_desc(self.0) };
+    }
+}
+
+/// What algorithms may do.
+struct Preference(sys::cublasLtMatmulPreference_t);
+
+impl Preference {
+    fn new(key: &Key) -> std::result::Result<Self, CublasError> {
+        use sys::cublasLtMatmulPreferenceAttributes_t as A;
+        let made = Self(result::create_matmul_pref()?);
+        let workspace = key.workspace as u64;
+        let what = A::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+        // SAFETY: the preference is alive; the attribute is a u64.
+        unsafe { result::set_matmul_pref_attribute(made.0, what, bytes(&workspace), 8)? };
+        let [a, b, c] = key.aligned;
+        let words = [
+            // Cuts along the depth: none, or added up in the accumulator's type in a step of their own.
+            (
+                A::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32,
+            ),
+            (A::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, b),
+            (A::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, a),
+            (A::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
+            (A::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, c),
+        ];
+        for (what, word) in words {
+            // SAFETY: the preference is alive; these attributes are u32.
+            unsafe { result::set_matmul_pref_attribute(made.0, what, bytes(&word), 4)? };
+        }
+        Ok(made)
+    }
+}
+
+impl Drop for Preference {
+    fn drop(&mut self) {
+        // SAFETY: made by `create_matmul_pref` and destroyed once.
+        let _ = unsafe { result::destroy_matmul_pref(self.0) };
+    }
+}
+
+/// A product of one shape, ready to run.
+struct Plan {
+    handle: sys::cublasLtHandle_t,
+    /// Locked for a call: the bias's address is part of it.
+    operation: Mutex<Operation>,
+    first: Matrix,
+    second: Matrix,
+    out: Matrix,
+    algorithm: sys::cublasLtMatmulAlgo_t,
+}
+
+// SAFETY: descriptions are plain memory of the library's, only read after `new` but for the locked one; the handle
+// may be used from any thread.
+unsafe impl Send for Plan {}
+// SAFETY: as above.
+unsafe impl Sync for Plan {}
+
+impl Plan {
+    /// `None` when the library knows no algorithm.
+    fn new(handle: sys::cublasLtHandle_t, task: &Task) -> std::result::Result<Option<Self>, CublasError> {
+        let key = &task.key;
+        let ([src, dst], batches) = (key.types, key.shape.batches);
+        let operation = Operation::new(key)?;
+        if let Some(bias) = task.bias {
+            operation.set_bias(bias)?;
+        }
+        let [first, second, out] = key.matrices();
+        let (first, second) = (Matrix::new(src, first, batches)?, Matrix::new(src, second, batches)?);
+        let out = Matrix::new(dst, out, batches)?;
+        let preference = Preference::new(key)?;
+        let algorithm = choose(handle, &operation, [&first, &second, &out], &preference, key.workspace)?;
+        let operation = Mutex::new(operation);
+        Ok(algorithm.map(|algorithm| Self { handle, operation, first, second, out, algorithm }))
+    }
+
+    /// # Safety
+    /// As for [`Ready::run`]; the task has this plan's key.
+    unsafe fn run(&self, call: &Call<'_>, task: &Task) -> Result<()> {
+        let operation = lock(&self.operation);
+        if let Some(bias) = task.bias {
+            operation.set_bias(bias).map_err(|e| failed(call.gpu, "prepare", e))?;
+        }
+        let wide = [task.alpha, task.beta];
+        let narrow = wide.map(|factor| factor as f32);
+        let (alpha, beta) = match task.key.types[0] {
+            DType::F64 => (bytes(&wide[0]), bytes(&wide[1])),
+            _ => (bytes(&narrow[0]), bytes(&narrow[1])),
+        };
+        let c = task.c as *mut c_void;
+        // SAFETY: the descriptions are alive and those that the algorithm was chosen for; the factors live past the
+        // call; the memory is the caller's promise.
+        let queued = unsafe {
+            result::matmul(
+                self.handle,
+                operation.0,
+                alpha,
+                beta,
+                task.b as *const c_void,
+                self.first.0,
+                task.a as *const c_void,
+                self.second.0,
+                c.cast_const(),
+                self.out.0,
+                c,
+                self.out.0,
+                &self.algorithm,
+                task.workspace as *mut c_void,
+                task.key.workspace,
+                call.stream.cast(),
+            )
+        };
+        queued.map_err(|e| failed(call.gpu, "launch", e))
+    }
+}
+
+/// The heuristic's first algorithm whose workspace fits.
+fn choose(
+    handle: sys::cublasLtHandle_t,
+    operation: &Operation,
+    [first, second, out]: [&Matrix; 3],
+    preference: &Preference,
+    workspace: usize,
+) -> std::result::Result<Option<sys::cublasLtMatmulAlgo_t>, CublasError> {
+    let mut found = [sys::cublasLtMatmulHeuristicResult_t {
+        algo: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
+        workspaceSize: 0,
+        state: sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED,
+        wavesCount: 0.0,
+        reserved: [0; 4],
+    }; CANDIDATES];
+    let mut count = 0;
+    // SAFETY: all descriptions are alive; there is room for as many answers as are asked for.
+    let asked = unsafe {
+        sys::cublasLtMatmulAlgoGetHeuristic(
+            handle,
+            operation.0,
+            first.0,
+            second.0,
+            out.0,
+            out.0,
+            preference.0,
+            CANDIDATES as i32,
+            found.as_mut_ptr(),
+            &mut count,
+        )
+    };
+    use sys::cublasStatus_t as S;
+    match asked {
+        S::CUBLAS_STATUS_SUCCESS => {}
+        // A shape or layout that no algorithm takes.
+        S::CUBLAS_STATUS_NOT_SUPPORTED => return Ok(None),
+        other => return Err(CublasError(other)),
+    }
+    let fits = |found: &&sys::cublasLtMatmulHeuristicResult_t| {
+        found.state == S::CUBLAS_STATUS_SUCCESS && found.workspaceSize <= workspace
+    };
+    Ok(found[..count as usize].iter().find(fits).map(|found| found.algo))
+}
+
+fn data_type(dtype: DType) -> sys::cudaDataType {
+    match dtype {
+        DType::F64 => sys::cudaDataType::CUDA_R_64F,
+        DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
+        DType::F16 => sys::cudaDataType::CUDA_R_16F,
+        _ => sys::cudaDataType::CUDA_R_32F,
+    }
+}
+
+fn bytes<T>(value: &T) -> *const c_void {
+    std::ptr::from_ref(value).cast()
+}
+
+#[cfg(test)]
+impl Task {
+    /// What the library would do, over `f64` elements whose addresses are eight times their index.
+    pub fn emulate(&self, memory: &mut [f64]) {
+        let [first, second, out] = self.key.matrices();
+        let Shape { m, n, k, batches, .. } = self.key.shape;
+        let at = |ptr: u64, matrix: &Columns, batch: usize, row: usize, col: usize| {
+            assert!(row < matrix.rows && col < matrix.cols && matrix.line >= matrix.rows as i64);
+            (ptr as i64 / 8 + batch as i64 * matrix.step + col as i64 * matrix.line) as usize + row
+        };
+        for (batch, i, j) in (0..batches * n * m).map(|x| (x / (n * m), x / m % n, x % m)) {
+            let mut sum = 0.0;
+            for l in 0..k {
+                let (r, c) = if self.key.lies[1].turned { (l, i) } else { (i, l) };
+                let left = memory[at(self.b, &first, batch, r, c)];
+                let (r, c) = if self.key.lies[0].turned { (j, l) } else { (l, j) };
+                sum += left * memory[at(self.a, &second, batch, r, c)];
+            }
+            let bias = self.bias.map_or(0.0, |bias| memory[bias as usize / 8 + i]);
+            let place = at(self.c, &out, batch, i, j);
+            memory[place] = self.alpha * sum + bias + self.beta * memory[place];
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! CUDA kernels compile for every architecture we promise, without a GPU.
+//!
+//! Every variant is compiled for one architecture, in turn, and the first and last variant of every kernel for all
+//! of them; `ROUNDPIPE_KERNELS=all` compiles everything for all. Where NVRTC is missing, this is skipped and says
+//! so; set `ROUNDPIPE_NVRTC=required` to make that a failure.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use roundpipe_tensor::cuda::compile::{self, Unit};
+use roundpipe_tensor::cuda::units;
+
+const ARCHITECTURES: [&str; 5] = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"];
+
+/// What to compile for what.
+fn jobs(units: &[Unit], all: bool) -> Vec<(usize, &'static str)> {
+    let kernel = |unit: &Unit| unit.name().split(" [").next().unwrap_or_default().to_owned();
+    let mut ends: HashMap<String, (usize, usize)> = HashMap::new();
+    for (i, unit) in units.iter().enumerate() {
+        ends.entry(kernel(unit)).and_modify(|(_, last)| *last = i).or_insert((i, i));
+    }
+    let mut jobs = Vec::new();
+    for (i, unit) in units.iter().enumerate() {
+        let (first, last) = ends[&kernel(unit)];
+        match all || i == first || i == last {
+            true => jobs.extend(ARCHITECTURES.map(|arch| (i, arch))),
+            false => jobs.push((i, ARCHITECTURES[i % ARCHITECTURES.len()])),
+        }
+    }
+    jobs
+}
+
+#[test]
+#[expect(clippy::print_stderr, reason = "a skipped test says why")]
+fn kernels_compile_for_every_architecture() {
+    let filter = std::env::var("ROUNDPIPE_KERNELS").unwrap_or_default();
+    let all = filter == "all";
+    let units: Vec<Unit> = units().into_iter().filter(|unit| all || unit.name().contains(&filter)).collect();
+    if let Err(error) = compile::check(&units[0], ARCHITECTURES[0])
+        && error.to_string().contains("libnvrtc is not here")
+    {
+        assert!(std::env::var("ROUNDPIPE_NVRTC").as_deref() != Ok("required"), "{error}");
+        eprintln!("skipped {} kernels: {error}", units.len());
+        return;
+    }
+    let jobs = jobs(&units, all);
+    let (next, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let work = || {
+        while let Some((unit, arch)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+            if let Err(error) = compile::check(&units[*unit], arch) {
+                failures.lock().unwrap().push(format!("{arch}: {error}"));
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(work);
+        }
+    });
+    let failures = failures.into_inner().unwrap();
+    assert!(failures.is_empty(), "{} of {} failed:\n{}", failures.len(), jobs.len(), failures.join("\n"));
+}
