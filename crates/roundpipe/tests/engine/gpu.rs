@@ -3,11 +3,16 @@
 
 use std::sync::Arc;
 
-use roundpipe::{Bytes, DType, Device, ExecutePlan, Grain, Lag, PlanKind};
+use roundpipe::{
+    Bytes, DType, Device, ExecutePlan, Grain, HostTensor, Inputs, Lag, PlanKind, RoundPipe, RunConfig, Update,
+};
 use roundpipe_tensor::Cuda;
 
-use crate::invisible::{Way, run, same};
+use crate::invisible::{Way, rule, run_for, same};
 use crate::models;
+use crate::simulation::chain;
+
+const STEPS: u64 = 20;
 
 #[expect(clippy::print_stderr, reason = "a skipped test says why")]
 fn workers(count: usize) -> Option<Vec<Arc<dyn Device>>> {
@@ -30,7 +35,7 @@ fn a_gpu_trains_to_the_same_bits_however_it_is_run() {
             let whole = ExecutePlan::from_sizes(PlanKind::Fused, &[], &[6]);
             let cut = ExecutePlan::from_sizes(PlanKind::Fused, &[2, 2], &[2, 1, 3]);
             let serial = Way { serial: true, lag, plan: Some(whole.clone()), ..Way::threaded(one) };
-            let want = run(&model(), &serial, &batch, models::token_loss);
+            let want = run_for(STEPS, &model(), &serial, &batch, models::token_loss);
             for count in [1, 2, 4] {
                 for grain in [Grain::Stage, Grain::Layer] {
                     for plan in [&whole, &cut] {
@@ -38,7 +43,7 @@ fn a_gpu_trains_to_the_same_bits_however_it_is_run() {
                             let Some(devices) = workers(count) else { return };
                             let (plan, keep) = (Some(plan.clone()), Some(keep));
                             let way = Way { grain, plan, keep, lag, ..Way::threaded(devices) };
-                            let got = run(&model(), &way, &batch, models::token_loss);
+                            let got = run_for(STEPS, &model(), &way, &batch, models::token_loss);
                             same(&format!("{dtype} {lag:?} {count} workers {grain:?} {keep:?}"), &want, &got);
                         }
                     }
@@ -46,4 +51,51 @@ fn a_gpu_trains_to_the_same_bits_however_it_is_run() {
             }
         }
     }
+}
+
+fn engine(device: Arc<dyn Device>, memory: Bytes) -> RoundPipe {
+    RoundPipe::builder(models::transformer(DType::F32, true))
+        .optimizer(rule())
+        .devices([device])
+        .memory(memory)
+        .run_config(RunConfig::default().num_microbatch(2))
+        .build()
+        .unwrap()
+}
+
+/// A kernel that meets what it must refuse says so at the next fence; the step leaves no trace.
+#[test]
+fn an_index_out_of_range_on_a_gpu_is_an_error_and_nothing_else() {
+    let Some(device) = workers(1).map(|mut all| all.remove(0)) else { return };
+    let engine = engine(device, Bytes::mib(64));
+    let before = models::params(&engine);
+    let (good, labels) = models::tokens(0, 6, DType::F32);
+    let mut ids = good.named["ids"].clone().tensor().unwrap().to_vec::<i64>().unwrap();
+    ids[5] = 999;
+    let ids = HostTensor::from_slice(&ids, &[6, models::SEQ]).unwrap();
+    let bad = Inputs::new().named("ids", ids).named("scale", good.named["scale"].clone());
+    let trained = engine.forward_backward(bad, labels.clone(), models::token_loss);
+    let ended =
+        trained.and_then(|_| engine.update(&Update::new(0.1), Lag::Zero)).and_then(|_| engine.synchronize());
+    let text = chain(&ended.unwrap_err());
+    assert!(text.contains("999") && text.contains("cuda:0") && text.contains("stage"), "{text}");
+    assert_eq!(models::params(&engine), before, "the step left a trace");
+    engine.forward_backward(good, labels, models::token_loss).unwrap();
+    engine.update(&Update::new(0.1), Lag::Zero).unwrap();
+    engine.synchronize().unwrap();
+    assert_ne!(models::params(&engine), before);
+}
+
+/// Memory that is not enough is an error that names the task; what fits runs afterwards.
+#[test]
+fn an_exhausted_gpu_is_an_error_and_smaller_batches_still_run() {
+    let Some(device) = workers(1).map(|mut all| all.remove(0)) else { return };
+    let engine = engine(device, Bytes(1 << 20));
+    let (inputs, labels) = models::tokens(0, 4000, DType::F32);
+    let text = chain(&engine.forward_backward(inputs, labels, models::token_loss).unwrap_err());
+    assert!(text.contains("layer") || text.contains("stage"), "{text}");
+    let (inputs, labels) = models::tokens(0, 2, DType::F32);
+    engine.forward_backward(inputs, labels, models::token_loss).unwrap();
+    engine.synchronize().unwrap();
+    assert!(engine.ring().workers()[0].usage().high_water <= Bytes(1 << 20));
 }

@@ -55,20 +55,22 @@ pub fn engine(model: &Sequential, way: &Way) -> RoundPipe {
         .unwrap()
 }
 
+type Loss = fn(&mut roundpipe::Cx, Tree, Tree) -> roundpipe::TensorResult<roundpipe::Tensor>;
+
 /// Five steps by the engine.
-pub fn run(
-    model: &Sequential,
-    way: &Way,
-    batch: &Batch,
-    loss: fn(&mut roundpipe::Cx, Tree, Tree) -> roundpipe::TensorResult<roundpipe::Tensor>,
-) -> Trail {
+pub fn run(model: &Sequential, way: &Way, batch: &Batch, loss: Loss) -> Trail {
+    run_for(STEPS, model, way, batch, loss)
+}
+
+/// Steps by the engine.
+pub fn run_for(steps: u64, model: &Sequential, way: &Way, batch: &Batch, loss: Loss) -> Trail {
     let engine = engine(model, way);
     let mut trail = Trail { losses: Vec::new(), grads: Vec::new(), params: Vec::new() };
-    for step in 0..STEPS {
+    for step in 0..steps {
         let (inputs, labels) = batch(step);
         let losses = engine.forward_backward(inputs, labels, loss).unwrap();
         trail.losses.push(models::bits(&losses));
-        if step + 1 == STEPS {
+        if step + 1 == steps {
             engine.synchronize().unwrap();
             let grads = engine.gradients().unwrap();
             let read = |(name, grad): (String, Option<HostTensor>)| {
