@@ -30,7 +30,7 @@ use std::sync::Arc;
 use crate::bytes::Bytes;
 use crate::device::{Arena, Copy, Device, DeviceId, DeviceKind, Event, Lane, LaneKind, Ops};
 use crate::error::{Error, Result};
-use crate::kernel::{HostView, HostViewMut, Kernel, View};
+use crate::kernel::{Family, HostView, HostViewMut, Kernel, View};
 use threads::Threads;
 
 /// A worker on the host's cores.
@@ -206,56 +206,21 @@ impl CpuOps {
         dst: &[Option<View>],
         scratch: Option<View>,
     ) -> Result<()> {
-        use Kernel as K;
         let call = access::Call { threads: &self.threads, kernel, src, dst, scratch };
         // SAFETY: the caller's promise is passed on unchanged to the family that knows the kernel.
         unsafe {
-            match kernel {
-                K::Fill { .. }
-                | K::Arange { .. }
-                | K::Random { .. }
-                | K::Copy
-                | K::Accumulate { .. }
-                | K::Unary(_)
-                | K::UnaryGrad(_)
-                | K::Binary(_)
-                | K::Compare(_)
-                | K::Select
-                | K::Dropout { .. } => elementwise::run(&call),
-                K::Reduce { .. }
-                | K::ArgReduce { .. }
-                | K::CumSum { .. }
-                | K::Softmax { .. }
-                | K::SoftmaxGrad { .. }
-                | K::TopK { .. } => reduce::run(&call),
-                K::IndexSelect { .. } | K::IndexAdd { .. } | K::Gather { .. } | K::ScatterAdd { .. } => {
-                    index::run(&call)
-                }
-                K::MatMul { .. } | K::GroupedMatMul | K::GroupedMatMulGrad { .. } => product::run(&call),
-                K::RmsNorm { .. }
-                | K::RmsNormGrad { .. }
-                | K::LayerNorm { .. }
-                | K::LayerNormGrad { .. }
-                | K::GroupNorm { .. }
-                | K::GroupNormGrad { .. }
-                | K::BatchNorm { .. }
-                | K::BatchNormGrad { .. } => norm::run(&call),
-                K::Rope { .. } | K::RopeNorm { .. } | K::RopeNormGrad { .. } | K::Glu(_) | K::GluGrad(_) => {
-                    rope::run(&call)
-                }
-                K::Attention(_) | K::AttentionGrad(_) => attention::run(&call),
-                K::CrossEntropy { .. } | K::CrossEntropyGrad { .. } => loss::run(&call),
-                K::MoeSort { .. } | K::MoeCombine | K::MoeCombineGrad => moe::run(&call),
-                K::Conv2d(_)
-                | K::Conv2dGradInput(_)
-                | K::Conv2dGradFilter { .. }
-                | K::MaxPool2d(_)
-                | K::MaxPool2dGrad(_)
-                | K::AvgPool2d(_)
-                | K::AvgPool2dGrad(_)
-                | K::AdaptiveAvgPool2d
-                | K::AdaptiveAvgPool2dGrad => image::run(&call),
-                K::Host(host) => {
+            match kernel.family() {
+                Family::Elementwise => elementwise::run(&call),
+                Family::Reduce => reduce::run(&call),
+                Family::Index => index::run(&call),
+                Family::Product => product::run(&call),
+                Family::Norm => norm::run(&call),
+                Family::Rope => rope::run(&call),
+                Family::Attention => attention::run(&call),
+                Family::Loss => loss::run(&call),
+                Family::Moe => moe::run(&call),
+                Family::Image => image::run(&call),
+                Family::Host(host) => {
                     let read: Vec<HostView<'_>> =
                         call.src.iter().flatten().map(|v| access::host_view(v)).collect();
                     let mut write: Vec<HostViewMut<'_>> =

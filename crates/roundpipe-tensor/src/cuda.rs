@@ -46,7 +46,7 @@ use crate::device::{
 };
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
-use crate::kernel::{Kernel, View};
+use crate::kernel::{Family, Kernel, View};
 use call::Call;
 use compile::Unit;
 
@@ -661,7 +661,6 @@ impl Ops for CudaOps {
         dst: &[Option<View>],
         scratch: Option<View>,
     ) -> Result<()> {
-        use Kernel as K;
         let Some(lane) = lane.as_any().downcast_ref::<CudaLane>() else {
             return Err(Error::Foreign { op: kernel.name(), what: format!("{lane:?} is no lane of a GPU") });
         };
@@ -670,52 +669,18 @@ impl Ops for CudaOps {
         let call = Call { gpu, alarm, stream, kernel, src, dst, scratch };
         // SAFETY: the caller's promise is passed on unchanged to the family that knows the kernel.
         unsafe {
-            match kernel {
-                K::Fill { .. }
-                | K::Arange { .. }
-                | K::Random { .. }
-                | K::Copy
-                | K::Accumulate { .. }
-                | K::Unary(_)
-                | K::UnaryGrad(_)
-                | K::Binary(_)
-                | K::Compare(_)
-                | K::Select
-                | K::Dropout { .. } => elementwise::run(&call),
-                K::Reduce { .. }
-                | K::ArgReduce { .. }
-                | K::CumSum { .. }
-                | K::Softmax { .. }
-                | K::SoftmaxGrad { .. }
-                | K::TopK { .. } => reduce::run(&call),
-                K::IndexSelect { .. } | K::IndexAdd { .. } | K::Gather { .. } | K::ScatterAdd { .. } => {
-                    index::run(&call)
-                }
-                K::MatMul { .. } | K::GroupedMatMul | K::GroupedMatMulGrad { .. } => product::run(&call),
-                K::RmsNorm { .. }
-                | K::RmsNormGrad { .. }
-                | K::LayerNorm { .. }
-                | K::LayerNormGrad { .. }
-                | K::GroupNorm { .. }
-                | K::GroupNormGrad { .. }
-                | K::BatchNorm { .. }
-                | K::BatchNormGrad { .. } => norm::run(&call),
-                K::Rope { .. } | K::RopeNorm { .. } | K::RopeNormGrad { .. } | K::Glu(_) | K::GluGrad(_) => {
-                    rope::run(&call)
-                }
-                K::Attention(_) | K::AttentionGrad(_) => attention::run(&call),
-                K::CrossEntropy { .. } | K::CrossEntropyGrad { .. } => loss::run(&call),
-                K::MoeSort { .. } | K::MoeCombine | K::MoeCombineGrad => moe::run(&call),
-                K::Conv2d(_)
-                | K::Conv2dGradInput(_)
-                | K::Conv2dGradFilter { .. }
-                | K::MaxPool2d(_)
-                | K::MaxPool2dGrad(_)
-                | K::AvgPool2d(_)
-                | K::AvgPool2dGrad(_)
-                | K::AdaptiveAvgPool2d
-                | K::AdaptiveAvgPool2dGrad => image::run(&call),
-                K::Host(host) => Err(Error::invalid(
+            match kernel.family() {
+                Family::Elementwise => elementwise::run(&call),
+                Family::Reduce => reduce::run(&call),
+                Family::Index => index::run(&call),
+                Family::Product => product::run(&call),
+                Family::Norm => norm::run(&call),
+                Family::Rope => rope::run(&call),
+                Family::Attention => attention::run(&call),
+                Family::Loss => loss::run(&call),
+                Family::Moe => moe::run(&call),
+                Family::Image => image::run(&call),
+                Family::Host(host) => Err(Error::invalid(
                     host.name(),
                     "a kernel written for host memory does not run on a GPU; write it with the operations of Cx",
                 )),

@@ -570,7 +570,76 @@ impl fmt::Debug for Kernel {
     }
 }
 
+/// Kernels that a backend writes together.
+pub(crate) enum Family<'a> {
+    Elementwise,
+    Reduce,
+    Index,
+    Product,
+    Norm,
+    Rope,
+    Attention,
+    Loss,
+    Moe,
+    Image,
+    Host(&'a Arc<dyn HostKernel>),
+}
+
 impl Kernel {
+    /// Which backends' module knows it.
+    pub(crate) fn family(&self) -> Family<'_> {
+        match self {
+            Self::Fill { .. }
+            | Self::Arange { .. }
+            | Self::Random { .. }
+            | Self::Copy
+            | Self::Accumulate { .. }
+            | Self::Unary(_)
+            | Self::UnaryGrad(_)
+            | Self::Binary(_)
+            | Self::Compare(_)
+            | Self::Select
+            | Self::Dropout { .. } => Family::Elementwise,
+            Self::Reduce { .. }
+            | Self::ArgReduce { .. }
+            | Self::CumSum { .. }
+            | Self::Softmax { .. }
+            | Self::SoftmaxGrad { .. }
+            | Self::TopK { .. } => Family::Reduce,
+            Self::IndexSelect { .. }
+            | Self::IndexAdd { .. }
+            | Self::Gather { .. }
+            | Self::ScatterAdd { .. } => Family::Index,
+            Self::MatMul { .. } | Self::GroupedMatMul | Self::GroupedMatMulGrad { .. } => Family::Product,
+            Self::RmsNorm { .. }
+            | Self::RmsNormGrad { .. }
+            | Self::LayerNorm { .. }
+            | Self::LayerNormGrad { .. }
+            | Self::GroupNorm { .. }
+            | Self::GroupNormGrad { .. }
+            | Self::BatchNorm { .. }
+            | Self::BatchNormGrad { .. } => Family::Norm,
+            Self::Rope { .. }
+            | Self::RopeNorm { .. }
+            | Self::RopeNormGrad { .. }
+            | Self::Glu(_)
+            | Self::GluGrad(_) => Family::Rope,
+            Self::Attention(_) | Self::AttentionGrad(_) => Family::Attention,
+            Self::CrossEntropy { .. } | Self::CrossEntropyGrad { .. } => Family::Loss,
+            Self::MoeSort { .. } | Self::MoeCombine | Self::MoeCombineGrad => Family::Moe,
+            Self::Conv2d(_)
+            | Self::Conv2dGradInput(_)
+            | Self::Conv2dGradFilter { .. }
+            | Self::MaxPool2d(_)
+            | Self::MaxPool2dGrad(_)
+            | Self::AvgPool2d(_)
+            | Self::AvgPool2dGrad(_)
+            | Self::AdaptiveAvgPool2d
+            | Self::AdaptiveAvgPool2dGrad => Family::Image,
+            Self::Host(host) => Family::Host(host),
+        }
+    }
+
     /// Name for errors and traces.
     pub fn name(&self) -> &'static str {
         match self {

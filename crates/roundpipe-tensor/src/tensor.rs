@@ -116,6 +116,11 @@ impl Tensor {
         self.shape().numel()
     }
 
+    /// Size of the values, laid out densely.
+    pub fn size_bytes(&self) -> usize {
+        self.numel() * self.dtype.size()
+    }
+
     /// Shape and strides.
     pub fn layout(&self) -> &Layout {
         &self.layout
@@ -201,7 +206,7 @@ impl Tensor {
             let what = format!("asked for {} of a {} tensor {}", T::DTYPE, self.dtype, self.shape());
             return Err(Error::invalid(OP, what));
         }
-        let host = HostBuf::zeroed(OP, self.numel() * self.dtype.size())?;
+        let host = HostBuf::zeroed(OP, self.size_bytes())?;
         self.read_into(&mut host.write(0..host.len())?)?;
         Ok(host.read_all()?.as_slice::<T>().to_vec())
     }
@@ -212,7 +217,7 @@ impl Tensor {
     /// When the memory is not exactly as large as the tensor, on the meta device, or when the device failed.
     pub fn read_into(&self, host: &mut HostMut) -> Result<()> {
         const OP: &str = "read";
-        let bytes = self.numel() * self.dtype.size();
+        let bytes = self.size_bytes();
         if host.bytes().len() != bytes {
             let what =
                 format!("{} {} into {} bytes of host memory", self.dtype, self.shape(), host.bytes().len());

@@ -521,7 +521,7 @@ impl Port {
         chunk: u64,
     ) -> Result<Flight<(Tensor, HostMut)>> {
         self.worker.check_home("unload", &tensor)?;
-        let bytes = (tensor.numel() * tensor.dtype().size()) as u64;
+        let bytes = tensor.size_bytes() as u64;
         if host.bytes().len() as u64 != bytes || !tensor.is_contiguous() {
             let what = format!("{what}: {tensor:?} into {} bytes of host memory", host.bytes().len());
             return Err(Error::invalid("unload", what));

@@ -45,7 +45,7 @@ use std::time::Duration;
 use roundpipe_tensor::{Bytes, Cx, DType, Device, HostTensor, Param, Pin, Result as TensorResult, Tensor};
 
 pub use self::args::{Arg, Args, InputGrads, Unmerged};
-use self::args::{host_tensor, to_host};
+use self::args::{host_tensor, parcel, to_host};
 use self::core::{Ask, Core, Submitted};
 use crate::batch::{MergeOutput, merge, split_grads};
 use crate::config::{OutputDevice, RunConfig};
@@ -447,7 +447,7 @@ fn wait_losses(call: &Call) -> Result<Losses> {
         let what = format!("waiting for the loss of microbatch {m}");
         let parcels = call.wait("caller", &what, |state| state.losses[m].take())?;
         let values = parcels.iter().map(|p| Ok(host_tensor(p)?.item()?)).collect::<Result<Vec<f64>>>();
-        let values = values.map_err(|error| call.place_of_loss(m, error))?;
+        let values = values.map_err(|error| call.place(call.terms.forward_slots, None, Some(m), error))?;
         losses.sums.resize(losses.sums.len().max(values.len()), 0.0);
         for (sum, value) in losses.sums.iter_mut().zip(&values) {
             *sum += value;
@@ -542,12 +542,8 @@ impl Forward {
         let shapes = shapes.collect::<Result<Vec<Vec<roundpipe_tensor::Shape>>>>();
         let shapes = shapes.map_err(|error| self.core.failed(error))?;
         let parts = split_grads(grads, &shapes, &merged(&self.merge))?;
-        let parcel = |t: HostTensor| -> Result<_> {
-            let buf = t.buf().slice(t.byte_range())?;
-            Ok(roundpipe_tensor::transfer::Parcel::given(buf, t.dtype(), *t.shape())?)
-        };
         let seeds = parts.into_iter().map(|leaves| {
-            let given = leaves.into_iter().map(|leaf| leaf.map(parcel).transpose());
+            let given = leaves.into_iter().map(|leaf| leaf.as_ref().map(parcel).transpose());
             Ok(Seed::Given(given.collect::<Result<_>>()?))
         });
         let seeds = seeds.collect::<Result<Vec<_>>>()?;
@@ -772,8 +768,7 @@ impl<M> RoundPipe<M> {
 
     /// The squares of all gradients, by layer and parameter; for a norm over several engines.
     pub(crate) fn squares(&self) -> Result<Vec<Vec<f64>>> {
-        let store = &self.core.model.store;
-        (0..store.layers().len()).map(|layer| store.squares(layer)).collect()
+        self.core.model.store.all_squares()
     }
 
     /// Whether layers behave as in training (dropout drops, batch norm uses the batch); on by default.

@@ -109,6 +109,14 @@ impl Store {
         Ok(squares)
     }
 
+    /// [`Store::squares`] of every layer, in ascending order.
+    ///
+    /// # Errors
+    /// As [`Store::squares`].
+    pub fn all_squares(&self) -> Result<Vec<Vec<f64>>> {
+        (0..self.layers().len()).map(|layer| self.squares(layer)).collect()
+    }
+
     /// The global squared norm from [`Store::squares`] of every layer, in ascending order.
     pub fn total<'a>(squares: impl IntoIterator<Item = &'a Vec<f64>>) -> f64 {
         // Added one by one, not layer sums: the order of a plain loop over parameters.
@@ -155,7 +163,7 @@ impl Store {
     pub fn step(&self, update: &Update, next_version: u64, abort: &Abort) -> Result<StepReport> {
         let rule = self.rule_or_refuse()?;
         let layers = 0..self.layers().len();
-        let squares = layers.clone().map(|layer| self.squares(layer)).collect::<Result<Vec<_>>>()?;
+        let squares = self.all_squares()?;
         if squares.iter().all(Vec::is_empty) {
             return Err(Error::config("step", "no gradients were added since the last step"));
         }

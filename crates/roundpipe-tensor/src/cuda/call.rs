@@ -173,6 +173,9 @@ impl Args {
     }
 }
 
+/// The types that kernels of real numbers come in.
+pub(crate) const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::BF16, DType::F16];
+
 /// The name of a type in common.cuh.
 pub(crate) fn c_type(dtype: DType) -> &'static str {
     match dtype {

@@ -12,7 +12,7 @@
 
 use half::{bf16, f16};
 
-use super::call::{Args, Call, c_type};
+use super::call::{Args, Call, FLOATS, c_type};
 use super::compile::Unit;
 use crate::cpu::elementwise::random::{below, threshold};
 use crate::device::{DeviceId, DeviceKind};
@@ -25,8 +25,6 @@ use crate::shape::{Layout, Shape};
 const MAP: &str = include_str!("kernels/map.cu");
 const SEQUENCE: &str = include_str!("kernels/sequence.cu");
 const TURN: &str = include_str!("kernels/turn.cu");
-
-const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::BF16, DType::F16];
 
 /// # Safety
 /// As [`Ops::launch`](crate::device::Ops::launch).

@@ -1,8 +1,7 @@
 //! Cross entropy and its gradient (`cross_entropy.cu`). A label that is no class raises the alarm. No scratch.
 
-use super::call::{Args, Call, c_type};
+use super::call::{Args, Call, FLOATS, c_type};
 use super::compile::Unit;
-use super::norm::FLOATS;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;

@@ -6,7 +6,7 @@
 //! Rows are read 16 bytes at a time where their addresses and lengths allow, else element by element; a thread then
 //! meets other elements, so an odd address may change the last bits of a sum.
 
-use super::call::{Args, Call, c_type};
+use super::call::{Args, Call, FLOATS, c_type};
 use super::compile::Unit;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -14,9 +14,6 @@ use crate::kernel::{Kernel, View};
 
 const ROWS: &str = concat!(include_str!("kernels/rows.cuh"), include_str!("kernels/norm_rows.cu"));
 const PLANES: &str = concat!(include_str!("kernels/rows.cuh"), include_str!("kernels/norm_planes.cu"));
-
-/// The float types.
-pub(super) const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::BF16, DType::F16];
 
 /// # Safety
 /// As [`Ops::launch`](crate::device::Ops::launch).

@@ -10,7 +10,7 @@
 //!   addresses nor on the GPU.
 //! - Floats are folded in the accumulator type and rounded once.
 
-use super::call::{Args, Call, c_type};
+use super::call::{Args, Call, FLOATS, c_type};
 use super::compile::Unit;
 use super::elementwise::{stage, unsupported};
 use crate::dtype::DType;
@@ -23,8 +23,6 @@ const ARG: &str = include_str!("kernels/arg.cu");
 const SCAN: &str = include_str!("kernels/scan.cu");
 const SOFTMAX: &str = include_str!("kernels/softmax.cu");
 const TOPK: &str = include_str!("kernels/topk.cu");
-
-const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::BF16, DType::F16];
 
 /// # Safety
 /// As [`Ops::launch`](crate::device::Ops::launch).

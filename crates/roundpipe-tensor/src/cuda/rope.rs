@@ -3,9 +3,9 @@
 //! Operands keep their strides except in the last dimension, so that queries, keys and gates are read where a joint
 //! projection left them. A position that is not in the table raises the alarm.
 
-use super::call::{Args, Call, c_type};
+use super::call::{Args, Call, FLOATS, c_type};
 use super::compile::Unit;
-use super::norm::{Cut, FLOATS, partial, piece, sum_chunks};
+use super::norm::{Cut, partial, piece, sum_chunks};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernel::{Glu, Kernel, RopeStyle, View};

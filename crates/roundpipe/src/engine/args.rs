@@ -236,7 +236,8 @@ pub(crate) fn to_host(flow: &Flow) -> Result<Tree<HostTensor>> {
     flow.clone().try_map(|leaf| host_tensor(&leaf.parcel))
 }
 
-fn parcel(tensor: &HostTensor) -> Result<Parcel> {
+/// A user's tensor as lanes read it.
+pub(crate) fn parcel(tensor: &HostTensor) -> Result<Parcel> {
     Ok(Parcel::given(tensor.buf().slice(tensor.byte_range())?, tensor.dtype(), *tensor.shape())?)
 }
 

@@ -70,6 +70,8 @@ struct State {
     outcomes: Vec<Arc<Outcome>>,
     plans: HashMap<Key, Planned>,
     times: LayerTimes,
+    /// Copies whose ends were not known yet: call, worker, copy.
+    moves: Vec<(u64, usize, Moved)>,
     warnings: Vec<String>,
 }
 
@@ -130,6 +132,7 @@ impl Core {
             outcomes: Vec::new(),
             plans: HashMap::new(),
             times: LayerTimes::default(),
+            moves: Vec::new(),
             warnings: Vec::new(),
         };
         let (origin, state) = (Instant::now(), Mutex::new(state));
@@ -213,7 +216,6 @@ impl Core {
             wants_input_grads,
             board: self.ring.board().clone(),
             neighbours: self.ring.calls().clone(),
-            timing: true,
         };
         state.next_call += 1;
         state.number += u64::from(state.training);
@@ -332,7 +334,12 @@ impl Core {
             call.wait_quiet("caller");
         }
         state.outcomes.iter().for_each(|outcome| _ = outcome.settle());
-        self.check(&mut state)
+        self.check(&mut state)?;
+        if !state.moves.is_empty() {
+            self.ring.drain();
+            self.note_moves(&mut state);
+        }
+        Ok(())
     }
 
     // ---- failures ----
@@ -485,14 +492,23 @@ impl Core {
             }
             self.trace.record(|| self.span(call, &piece, start, end));
         }
-        for (worker, moved) in self.ring.take_moves() {
-            if let (Some(start), Some(end)) = (moved.from.ns(self.origin), moved.to.ns(self.origin)) {
-                self.trace.record(|| self.transfer(call, worker, &moved, start, end));
-            }
-        }
+        let id = call.terms.id;
+        state.moves.extend(self.ring.take_moves().into_iter().map(|(worker, moved)| (id, worker, moved)));
+        self.note_moves(state);
     }
 
-    fn transfer(&self, call: &Call, worker: usize, moved: &Moved, start_ns: u64, end_ns: u64) -> Span {
+    /// Records the copies whose ends the lanes have passed; the others stay for the next look.
+    fn note_moves(&self, state: &mut State) {
+        state.moves.retain(|(call, worker, moved)| {
+            let (Some(start), Some(end)) = (moved.from.ns(self.origin), moved.to.ns(self.origin)) else {
+                return true;
+            };
+            self.trace.record(|| self.transfer(*call, *worker, moved, start, end));
+            false
+        });
+    }
+
+    fn transfer(&self, call: u64, worker: usize, moved: &Moved, start_ns: u64, end_ns: u64) -> Span {
         let lane = match moved.lane {
             LaneKind::Compute => Lane::Compute,
             LaneKind::ParamUpload => Lane::ParamUpload,
@@ -507,7 +523,7 @@ impl Core {
             category: Category::Transfer,
             start_ns,
             end_ns,
-            call: call.terms.id,
+            call,
             slot: None,
             layer: None,
             microbatch: None,
@@ -521,7 +537,7 @@ impl Core {
             track: Track {
                 worker: piece.worker,
                 worker_name: self.ring.workers()[piece.worker].device().id().to_string(),
-                lane: piece.lane,
+                lane: Lane::Compute,
             },
             name: layer.to_owned(),
             category: piece.category,
@@ -531,7 +547,7 @@ impl Core {
             slot: Some(piece.slot),
             layer: piece.layer,
             microbatch: Some(piece.microbatch),
-            bytes: piece.bytes,
+            bytes: None,
         }
     }
 }

@@ -25,7 +25,7 @@ use crate::layer::Layer;
 use crate::plan::Stage;
 use crate::status::Board;
 use crate::store::Store;
-use crate::trace::{Category, Lane};
+use crate::trace::Category;
 use crate::tree::Tree;
 use crate::version::Abort;
 
@@ -89,9 +89,7 @@ pub(crate) struct Timed {
     pub slot: usize,
     pub layer: Option<usize>,
     pub microbatch: usize,
-    pub lane: Lane,
     pub category: Category,
-    pub bytes: Option<u64>,
     pub from: Stamp,
     pub to: Stamp,
 }
@@ -125,7 +123,6 @@ pub(crate) struct Terms {
     pub board: Board,
     /// The calls of all engines on the same workers.
     pub neighbours: Arc<Peers>,
-    pub timing: bool,
 }
 
 /// A call under way.
@@ -438,21 +435,26 @@ impl Call {
         })
     }
 
-    /// An error that was seen when a loss was read.
-    pub fn place_of_loss(&self, microbatch: usize, source: Error) -> Error {
+    /// Adds the place to an error of a task.
+    pub fn place(
+        &self,
+        slot: usize,
+        layer: Option<usize>,
+        microbatch: Option<usize>,
+        source: impl Into<Error>,
+    ) -> Error {
         let terms = &self.terms;
-        let slot = terms.forward_slots.min(terms.stages.len() - 1);
         let stage = &terms.stages[slot];
         let place = TaskPlace {
             model: terms.model.name.clone(),
             pass: stage.pass,
             stage: slot,
             layers: stage.layers.clone(),
-            layer: None,
-            microbatch: Some(microbatch),
+            layer: layer.map(|l| (l, terms.model.layers[l].0.clone())),
+            microbatch,
             device: terms.devices[terms.workers[slot]],
         };
-        Error::Task { place: Box::new(place), source: Box::new(source) }
+        Error::Task { place: Box::new(place), source: Box::new(source.into()) }
     }
 
     /// The backward or fused slot of a layer.

@@ -18,7 +18,7 @@ use roundpipe_tensor::device::Event;
 use roundpipe_tensor::transfer::{Part, Port, Slot};
 
 use super::call::Call;
-use crate::error::{Error, Result, TaskPlace};
+use crate::error::{Error, Result};
 use crate::version::ReadTicket;
 
 /// Weights and gradients travel in pieces of this size, so that activations can pass between them.
@@ -121,21 +121,11 @@ fn unload_all(port: &Port, unloads: &Receiver<Unload>, room: &Room) {
     }
 }
 
-fn fail(port: &Port, call: &Call, slot: usize, layer: usize, error: Error) {
-    if matches!(error, Error::CalledOff { .. } | Error::Aborted(_)) {
-        return call.fail(error);
+fn fail(call: &Call, slot: usize, layer: usize, error: Error) {
+    match error.is_echo() {
+        true => call.fail(error),
+        false => call.fail(call.place(slot, Some(layer), None, error)),
     }
-    let stage = &call.terms.stages[slot];
-    let place = TaskPlace {
-        model: call.terms.model.name.clone(),
-        pass: stage.pass,
-        stage: slot,
-        layers: stage.layers.clone(),
-        layer: Some((layer, call.terms.model.layers[layer].0.clone())),
-        microbatch: None,
-        device: port.worker().device().id(),
-    };
-    call.fail(Error::Task { place: Box::new(place), source: Box::new(error) });
 }
 
 fn bring(port: &Port, load: Load) {
@@ -143,7 +133,7 @@ fn bring(port: &Port, load: Load) {
     if !call.has_failed()
         && let Err(error) = try_bring(port, load)
     {
-        fail(port, &call, slot, layer, error);
+        fail(&call, slot, layer, error);
     }
     call.end_part();
 }
@@ -173,7 +163,7 @@ fn take_away(port: &Port, unload: Unload) {
     let (call, slot) = (unload.call.clone(), unload.slot);
     let layer = call.terms.stages[slot].layers.start;
     if let Err(error) = try_take_away(port, unload) {
-        fail(port, &call, slot, layer, error);
+        fail(&call, slot, layer, error);
     }
     call.end_part();
 }

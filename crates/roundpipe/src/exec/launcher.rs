@@ -29,9 +29,9 @@ use super::copier::{Gradient, Load, Mover, Unload};
 use super::ring::Line;
 use super::visit::{self, Held, Mode, Ran, Seated, Taped};
 use crate::config::Grain;
-use crate::error::{Error, Result, TaskPlace};
+use crate::error::{Error, Result};
 use crate::plan::Pass;
-use crate::trace::{Category, Lane};
+use crate::trace::Category;
 use crate::tree::Tree;
 use crate::version::ReadTicket;
 
@@ -102,6 +102,20 @@ struct Visit<'a> {
     microbatch: usize,
 }
 
+impl Visit<'_> {
+    /// Where a layer's random numbers begin.
+    fn site(&self, layer: usize) -> RngSite {
+        let terms = &self.call.terms;
+        RngSite {
+            seed: terms.model.seed,
+            step: terms.number,
+            microbatch: self.microbatch as u32,
+            layer: (terms.model.first_layer + layer) as u32,
+            site: 0,
+        }
+    }
+}
+
 /// What a launcher is busy with, for people.
 struct Doing<'a>(&'a Visit<'a>, Option<usize>);
 
@@ -169,7 +183,7 @@ impl Launcher {
         let ran = catch_unwind(AssertUnwindSafe(|| self.run_job(job)));
         ran.unwrap_or_else(|panic| {
             let what = roundpipe_tensor::Error::invalid("task", panic_text(&*panic));
-            Err(self.place(&Visit { call: &call, slot, microbatch: 0 }, None, what))
+            Err(call.place(slot, None, None, what))
         })
     }
 
@@ -186,8 +200,7 @@ impl Launcher {
         // A job takes all that it sent for, unless it failed.
         self.coming.clear();
         self.kept.retain(|_, kept| but(&kept.call));
-        let bytes = |kept: &Kept| (kept.tensor.numel() * kept.tensor.dtype().size()) as u64;
-        self.kept_bytes = self.kept.values().map(bytes).sum();
+        self.kept_bytes = self.kept.values().map(|kept| kept.tensor.size_bytes() as u64).sum();
     }
 
     /// Asks for the weights of the job that follows, as soon as there is one.
@@ -195,7 +208,7 @@ impl Launcher {
         if self.next.is_some() {
             return;
         }
-        let Some(mut next) = self.line.as_ref().and_then(|line| line.peek()) else { return };
+        let Some(mut next) = self.line.as_ref().and_then(|line| line.try_pop()) else { return };
         if !next.call.has_failed() {
             // Without room for two stages the next one waits for this one to end.
             let _ = self.order(&mut next);
@@ -230,20 +243,7 @@ impl Launcher {
 
     /// Adds the place to an error.
     fn place(&self, visit: &Visit<'_>, layer: Option<usize>, source: roundpipe_tensor::Error) -> Error {
-        let terms = &visit.call.terms;
-        let stage = &terms.stages[visit.slot];
-        Error::Task {
-            place: Box::new(TaskPlace {
-                model: terms.model.name.clone(),
-                pass: stage.pass,
-                stage: visit.slot,
-                layers: stage.layers.clone(),
-                layer: layer.map(|l| (l, terms.model.layers[l].0.clone())),
-                microbatch: Some(visit.microbatch),
-                device: self.worker().device().id(),
-            }),
-            source: Box::new(source.into()),
-        }
+        visit.call.place(visit.slot, layer, Some(visit.microbatch), source)
     }
 
     // ---- weights ----
@@ -329,7 +329,7 @@ impl Launcher {
             let Some(grad) = stored.grad_range(i)?.filter(|_| stored.filled(i)) else { continue };
             let start = || {
                 let p = &stored.params()[i];
-                let parcel = Parcel::given(grad, stored.params()[i].grad_dtype, p.shape)?;
+                let parcel = Parcel::given(grad, p.grad_dtype, p.shape)?;
                 let here = self.port.receive("gradient so far", &parcel)?.land()?;
                 // A sum is written to, so it must be the worker's own memory.
                 let own = self.worker().copied(&here, p.dtype.accumulator())?;
@@ -345,9 +345,7 @@ impl Launcher {
 
     /// Keeps a value on the worker if every reader is here and the budget allows.
     fn keep(&mut self, tensor: &Tensor, readers: &[usize]) -> Option<Parcel> {
-        let bytes = (tensor.numel() * tensor.dtype().size()) as u64;
-        let local = !readers.is_empty() && readers.iter().all(|w| *w == self.index);
-        if !local || self.kept_bytes + bytes > self.keep_limit {
+        if !self.stays(readers) || !self.has_room(tensor.size_bytes()) {
             return None;
         }
         let parcel = Parcel::hollow(tensor);
@@ -355,8 +353,18 @@ impl Launcher {
         Some(parcel)
     }
 
+    /// Whether a value's every reader is here; without readers it is the host's.
+    fn stays(&self, readers: &[usize]) -> bool {
+        !readers.is_empty() && readers.iter().all(|worker| *worker == self.index)
+    }
+
+    /// Whether the budget of values that stay allows `bytes` more.
+    fn has_room(&self, bytes: usize) -> bool {
+        self.kept_bytes + bytes as u64 <= self.keep_limit
+    }
+
     fn hold(&mut self, parcel: &Parcel, tensor: &Tensor, uses: Option<usize>) {
-        self.kept_bytes += (tensor.numel() * tensor.dtype().size()) as u64;
+        self.kept_bytes += tensor.size_bytes() as u64;
         let kept = Kept { tensor: tensor.clone(), _parcel: parcel.clone(), call: self.call.clone(), uses };
         self.kept.insert(parcel.id(), kept);
     }
@@ -369,7 +377,7 @@ impl Launcher {
             *uses -= 1;
             if *uses == 0 {
                 self.kept.remove(&parcel.id());
-                self.kept_bytes -= (tensor.numel() * tensor.dtype().size()) as u64;
+                self.kept_bytes -= tensor.size_bytes() as u64;
             }
         }
         Some(tensor)
@@ -392,8 +400,7 @@ impl Launcher {
             Awaited::Here(held) => Ok(held),
             Awaited::Coming(arrival, leaf) => {
                 let tensor = arrival.land().map_err(|e| self.place(visit, None, e))?;
-                let room = self.kept_bytes + leaf.parcel.size_bytes() as u64 <= self.keep_limit;
-                if leaf.constant && room {
+                if leaf.constant && self.has_room(leaf.parcel.size_bytes()) {
                     self.hold(&leaf.parcel, &tensor, None);
                 }
                 Ok(Held { tensor, grad: leaf.grad, parcel: Some(leaf.parcel) })
@@ -407,7 +414,7 @@ impl Launcher {
         let mut leaves = Vec::new();
         for held in here.leaves_mut() {
             // What stayed here alone is nothing to others, nor to the host (no readers).
-            let local = !readers.is_empty() && readers.iter().all(|w| *w == self.index);
+            let local = self.stays(readers);
             let parcel = match &held.parcel {
                 Some(parcel) if local || !parcel.is_hollow() => self.pass_on(parcel, &held.tensor, readers),
                 _ => match self.keep(&held.tensor, readers) {
@@ -427,13 +434,13 @@ impl Launcher {
     /// A value that came here and goes on unchanged is not sent again, and stays for the next stage here.
     fn pass_on(&mut self, parcel: &Parcel, tensor: &Tensor, readers: &[usize]) -> Parcel {
         let here = readers.contains(&self.index);
-        let bytes = (tensor.numel() * tensor.dtype().size()) as u64;
+        let room = self.has_room(tensor.size_bytes());
         match self.kept.get_mut(&parcel.id()) {
             Some(Kept { uses: Some(uses), .. }) => *uses += readers.len(),
             Some(_) => {}
             // A hollow one must stay, whatever it takes: it is nowhere else.
             None if parcel.is_hollow() => self.hold(parcel, tensor, Some(readers.len())),
-            None if here && self.kept_bytes + bytes <= self.keep_limit => self.hold(parcel, tensor, None),
+            None if here && room => self.hold(parcel, tensor, None),
             None => {}
         }
         parcel.clone()
@@ -591,13 +598,7 @@ impl Launcher {
             return Err(visit.call.called_off());
         }
         let layer = seated.index;
-        let site = RngSite {
-            seed: terms.model.seed,
-            step: terms.number,
-            microbatch: visit.microbatch as u32,
-            layer: (terms.model.first_layer + layer) as u32,
-            site: 0,
-        };
+        let site = visit.site(layer);
         let module = &*terms.model.layers[layer].1;
         let ran = self.timed(visit, Some(layer), category, || {
             seated.run(module, self.worker(), terms.training, site, mode, input)
@@ -626,25 +627,12 @@ impl Launcher {
             catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(failed(panic)))
         };
         let _doing = visit.call.terms.board.enter(&self.who, Doing(visit, layer));
-        if !visit.call.terms.timing {
-            return work().map_err(fail);
-        }
         let lane = self.worker().device().lane(LaneKind::Compute);
         let from: Stamp = lane.stamp().map_err(fail)?;
         let out = work().map_err(fail)?;
         let to = lane.stamp().map_err(fail)?;
         let (worker, slot, microbatch) = (self.index, visit.slot, visit.microbatch);
-        visit.call.lock().timed.push(Timed {
-            worker,
-            slot,
-            layer,
-            microbatch,
-            lane: Lane::Compute,
-            category,
-            bytes: None,
-            from,
-            to,
-        });
+        visit.call.lock().timed.push(Timed { worker, slot, layer, microbatch, category, from, to });
         Ok(out)
     }
 
@@ -672,13 +660,8 @@ impl Launcher {
         let coming = self.receive(visit, label)?;
         let label = self.land(visit, coming)?.map_ref(|held| held.tensor.clone());
         let loss = terms.loss.clone().ok_or_else(|| Error::config("loss_fn", "a fused stage needs one"))?;
-        let site = RngSite {
-            seed: terms.model.seed,
-            step: terms.number,
-            microbatch: m as u32,
-            layer: (terms.model.first_layer + terms.model.layers.len()) as u32,
-            site: 0,
-        };
+        // The loss draws behind the last layer.
+        let site = visit.site(terms.model.layers.len());
         let (losses, grads) = self
             .timed(visit, None, Category::Loss, || visit::losses(&loss, self.worker(), site, &here, label))?;
         let outputs = if terms.wants_outputs { Some(self.send(visit, &mut here, &[])?) } else { None };

@@ -76,7 +76,7 @@ impl Line {
     }
 
     /// The next job if there is one.
-    pub fn peek(&self) -> Option<Job> {
+    pub fn try_pop(&self) -> Option<Job> {
         lock(&self.queue).jobs.pop_front()
     }
 

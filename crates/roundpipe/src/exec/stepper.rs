@@ -22,6 +22,7 @@ use crate::error::{Error, Result};
 use crate::optim::StepReport;
 use crate::scaler::GradScaler;
 use crate::status::Board;
+use crate::store::Store;
 use crate::trace::{Category, Lane, Span, Trace, Track};
 use crate::update::{Apply, OptimParams, Update};
 use crate::version::Abort;
@@ -232,8 +233,7 @@ impl Bench {
     ) -> Result<StepReport> {
         let store = &self.model.store;
         let layers = 0..store.layers().len();
-        let squares = layers.clone().map(|layer| store.squares(layer)).collect::<Result<Vec<_>>>()?;
-        let decision = update.decide(crate::store::Store::total(&squares));
+        let decision = update.decide(Store::total(&store.all_squares()?));
         let step = store.steps() + u64::from(!decision.skip);
         let apply = Apply { step, lr: update.lr, factor: decision.factor, next_version: version };
         if !decision.skip {
@@ -259,9 +259,7 @@ impl Bench {
 
     fn call(&self, version: u64, function: StepFn, outcome: &Outcome) -> Result<StepReport> {
         let store = &self.model.store;
-        let squares =
-            (0..store.layers().len()).map(|layer| store.squares(layer)).collect::<Result<Vec<_>>>()?;
-        let grad_norm = crate::store::Store::total(&squares).sqrt();
+        let grad_norm = Store::total(&store.all_squares()?).sqrt();
         let mut function = Some(function);
         let start = self.trace.now_ns();
         store.apply_fn(version, &self.abort, &mut |params| match function.take() {

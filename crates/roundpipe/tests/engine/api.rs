@@ -858,3 +858,39 @@ fn outputs_land_on_the_worker_that_was_asked_for() {
     }
     assert_eq!(got, want);
 }
+
+/// A trace has the copies too, each in its lane with its bytes, and none once it is off.
+#[test]
+fn copies_are_spans_of_a_trace() {
+    use roundpipe::trace::{Category, Lane};
+    let model = models::transformer(DType::F32, false);
+    let world = SimWorld::seeded(3).unwrap();
+    let devices: Vec<Arc<dyn roundpipe::Device>> =
+        world.workers(2).into_iter().map(|worker| worker as Arc<dyn roundpipe::Device>).collect();
+    let plan = ExecutePlan::from_sizes(PlanKind::Fused, &[2, 2], &[2, 2, 2]);
+    let engine = invisible::engine(&model, &Way { plan: Some(plan), ..Way::threaded(devices) });
+    let step = |at: u64| {
+        let (inputs, labels) = models::tokens(at, 8, DType::F32);
+        engine.forward_backward(inputs, labels, models::token_loss).unwrap();
+        engine.update(&Update::new(0.01), Lag::Zero).unwrap();
+        engine.synchronize().unwrap();
+    };
+    step(0);
+    assert!(engine.trace().spans().is_empty(), "nothing is noted before it is on");
+    engine.trace().on();
+    step(1);
+    engine.trace().off();
+    let spans = engine.trace().spans();
+    let moved = |lane: Lane| -> u64 {
+        let of = spans.iter().filter(|s| s.track.lane == lane && s.category == Category::Transfer);
+        of.map(|s| s.bytes.unwrap()).sum()
+    };
+    let bytes = |params: Vec<(String, Param)>| params.iter().map(|(_, p)| p.bytes() as u64).sum::<u64>();
+    // Forward stages and backward ones bring four and six layers; gradients leave once.
+    assert!(moved(Lane::ParamUpload) > bytes(model.named_params()), "{}", moved(Lane::ParamUpload));
+    assert_eq!(moved(Lane::GradDownload), bytes(model.trainable_params()));
+    assert!(moved(Lane::ActivationUpload) > 0 && moved(Lane::ActivationDownload) > 0);
+    let count = spans.len();
+    step(2);
+    assert_eq!(engine.trace().spans().len(), count, "nothing is noted once it is off");
+}
