@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use roundpipe::lr::LrDecay;
 use roundpipe::optim::AdamW;
 use roundpipe::{Bytes, Cpu, Cx, DType, LrSchedule, Meta, Optimizer, Params, RngSite, Worker};
-use roundpipe_models::{Decoder, DecoderConfig, HARBOR, Sampler, Windows, continue_text};
+use roundpipe_models::{HARBOR, Model, Sampler, Windows, continue_text, preset};
 
 /// Train a small transformer on a text and show what it learned
 #[derive(Debug, clap::Args)]
@@ -65,10 +65,10 @@ impl DemoCmd {
             }
             None => HARBOR.to_owned(),
         };
-        let config = DecoderConfig::tiny();
-        let seq = config.max_seq;
+        let config = preset("tiny")?;
+        let seq = config.max_positions;
         let windows = Windows::new(&text, seq, self.seed)?;
-        let model = Decoder::random(config, DType::F32, self.seed)?;
+        let model = Model::random(config, DType::F32, self.seed)?;
         let peak = self.predict(&model)?;
         let worker = Worker::new(Cpu::new(self.threads)?, peak)?;
         writeln!(
@@ -91,16 +91,16 @@ impl DemoCmd {
     }
 
     /// Peak of a training step, from shapes alone. A sample needs less: one sequence and no gradients.
-    fn predict(&self, model: &Decoder) -> anyhow::Result<Bytes> {
+    fn predict(&self, model: &Model) -> anyhow::Result<Bytes> {
         let worker = Worker::new(Meta::like(roundpipe::DeviceKind::Cpu), Bytes(1 << 60))?;
-        let ids = vec![0i64; self.batch * model.config.max_seq];
+        let ids = vec![0i64; self.batch * model.config.max_positions];
         step(model, &worker, self.batch, &ids, &ids, RngSite::default(), |_, _| Ok(()))?;
         Ok(worker.usage().high_water)
     }
 
     fn train(
         &self,
-        model: &Decoder,
+        model: &Model,
         worker: &Worker,
         windows: &Windows,
         out: &mut impl Write,
@@ -113,7 +113,7 @@ impl DemoCmd {
         let schedule = LrSchedule::new(self.lr, self.steps / 10, decay)?;
         let bar = bar(self.steps);
         let start = Instant::now();
-        let tokens = self.batch * model.config.max_seq;
+        let tokens = self.batch * model.config.max_positions;
         let every = (self.steps / 10).max(1);
         for index in 0..self.steps {
             let (ids, labels) = windows.batch(index, self.batch);
@@ -139,7 +139,7 @@ impl DemoCmd {
 
 /// Forward and backward of one batch; `then` sees the loss and the gradients.
 fn step(
-    model: &Decoder,
+    model: &Model,
     worker: &Worker,
     batch: usize,
     ids: &[i64],
@@ -148,7 +148,7 @@ fn step(
     then: impl FnOnce(&roundpipe::Tensor, &roundpipe::Gradients) -> roundpipe::Result<()>,
 ) -> roundpipe::Result<()> {
     let mut cx = Cx::train(worker).at(site);
-    let dims = [batch, model.config.max_seq];
+    let dims = [batch, model.config.max_positions];
     let (ids, labels) = (cx.tensor(ids, &dims)?, cx.tensor(labels, &dims)?);
     let loss = model.loss(&mut cx, &ids, &labels)?;
     let grads = cx.backward(&loss)?;

@@ -1,4 +1,4 @@
-//! Language models for roundpipe: decoders as sequences of layers, a byte tokenizer and sampling.
+//! Language models for roundpipe: decoders as sequences of layers, LoRA, a byte tokenizer and sampling.
 //!
 //! Nothing here names a device: a model runs wherever its context does.
 #![forbid(unsafe_code)]
@@ -6,12 +6,21 @@
 pub mod entry;
 pub mod error;
 
+pub mod config;
+pub mod presets;
+
+mod rope;
+
 pub mod decoder;
+pub mod lora;
 pub mod sample;
 pub mod text;
 
-pub use decoder::{Decoder, DecoderConfig};
+pub use config::{Family, ModelConfig};
+pub use decoder::Model;
 pub use entry::{Entry, Piece, PieceLayout};
 pub use error::{Error, Result};
+pub use lora::{LoraConfig, LoraTargets};
+pub use presets::preset;
 pub use sample::{Sampler, continue_text};
 pub use text::{HARBOR, Windows};

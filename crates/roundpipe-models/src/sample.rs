@@ -2,7 +2,7 @@
 
 use roundpipe::{Cx, Result, RngSite, Worker};
 
-use crate::decoder::Decoder;
+use crate::decoder::Model;
 
 /// How the next token is chosen.
 #[derive(Debug, Clone, Copy)]
@@ -41,7 +41,7 @@ impl Sampler {
 /// # Errors
 /// What the model reports.
 pub fn continue_text(
-    model: &Decoder,
+    model: &Model,
     worker: &Worker,
     prompt: &str,
     count: usize,
@@ -52,7 +52,7 @@ pub fn continue_text(
         bytes.push(b'\n');
     }
     for at in 0..count as u64 {
-        let seen = &bytes[bytes.len().saturating_sub(model.config.max_seq)..];
+        let seen = &bytes[bytes.len().saturating_sub(model.config.max_positions)..];
         let ids: Vec<i64> = seen.iter().map(|b| i64::from(*b)).collect();
         let mut cx = Cx::infer(worker);
         let ids = cx.tensor(&ids, &[1, seen.len()])?;

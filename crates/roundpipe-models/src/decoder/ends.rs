@@ -1,0 +1,123 @@
+//! The first and the last layer: tokens to vectors, vectors to logits or a loss.
+
+use roundpipe::nn::RmsNorm;
+use roundpipe::ops::CrossEntropy;
+use roundpipe::{Cx, DType, Layer, Module, Param, Params, Tensor, TensorResult, Tree, Visit};
+
+use super::{Flow, Maker, fields, optional, take};
+use crate::config::ModelConfig;
+
+/// Token embedding.
+#[derive(Debug, Clone)]
+pub(crate) struct Embed {
+    /// [vocab, H].
+    pub(crate) weight: Param,
+}
+
+impl Params for Embed {
+    fn visit(&self, visit: &mut Visit<'_>) {
+        visit.param("weight", &self.weight);
+    }
+}
+
+impl Layer for Embed {
+    fn run(&self, cx: &mut Cx, input: Tree) -> TensorResult<Tree> {
+        let mut flow = fields(input)?;
+        let ids = take(&mut flow, "ids")?;
+        let weight = cx.get(&self.weight)?;
+        flow.insert("hidden".into(), cx.embedding(&weight, &ids)?.into());
+        Ok(Tree::Map(flow))
+    }
+}
+
+/// Last norm and the projection to tokens, with the loss where labels are given.
+#[derive(Debug, Clone)]
+pub(crate) struct Head {
+    pub(crate) norm: RmsNorm,
+    /// [vocab, H].
+    pub(crate) weight: Param,
+    /// Share of the load-balancing loss.
+    aux_coef: f64,
+    /// Blocks with experts.
+    sparse: usize,
+}
+
+impl Head {
+    pub(crate) fn new(config: &ModelConfig, make: &mut Maker, weight: Param) -> TensorResult<Self> {
+        let moe = config.moe.as_ref();
+        Ok(Self {
+            norm: RmsNorm { weight: make.full(&[config.hidden], 1.0)?, eps: config.eps },
+            weight,
+            aux_coef: moe.map_or(0.0, |moe| moe.aux_coef),
+            sparse: moe.map_or(0, |moe| moe.sparse.iter().filter(|sparse| **sparse).count()),
+        })
+    }
+
+    fn loss(&self, cx: &mut Cx, x: &Tensor, mut flow: Flow) -> TensorResult<Tensor> {
+        let labels = take(&mut flow, "labels")?;
+        let weight = cx.get(&self.weight)?;
+        let mut loss = cx.linear_cross_entropy(x, &weight, &labels, CrossEntropy::default())?;
+        if flow.contains_key("aux.shares") {
+            let aux = self.balance(cx, &mut flow, labels.numel())?;
+            loss = cx.add(&loss, &aux)?;
+        }
+        let Some(divisor) = optional(&flow, "weight")? else { return Ok(loss) };
+        // A mean times its number of labels is the sum, and the balance counts by the same share.
+        let labelled = cx.ne_scalar(&labels, CrossEntropy::default().ignore_index as f64)?;
+        let labelled = cx.cast(&labelled, DType::F32)?;
+        let count = cx.sum_all(&labelled)?;
+        let divisor = cx.cast(&divisor, DType::F32)?;
+        let divisor = cx.reshape(&divisor, &[])?;
+        let share = cx.div(&count, &divisor)?;
+        cx.mul(&loss, &share)
+    }
+
+    /// Experts · Σ (choices per token) · (mean probability) over all blocks at once, as transformers has it.
+    fn balance(&self, cx: &mut Cx, flow: &mut Flow, tokens: usize) -> TensorResult<Tensor> {
+        let (counts, shares) = (take(flow, "aux.counts")?, take(flow, "aux.shares")?);
+        let product = cx.mul(&counts, &shares)?;
+        let sum = cx.sum_all(&product)?;
+        let rows = (self.sparse * tokens) as f64;
+        cx.affine(&sum, self.aux_coef * counts.numel() as f64 / (rows * rows), 0.0)
+    }
+
+    /// Logits, of the last `keep` positions where asked.
+    fn logits(&self, cx: &mut Cx, x: &Tensor, flow: &Flow) -> TensorResult<Tensor> {
+        let weight = cx.get(&self.weight)?;
+        match flow.get("keep") {
+            Some(Tree::Int(keep)) => {
+                let steps = x.dims()[1];
+                let keep = usize::try_from(*keep).unwrap_or(1).clamp(1, steps);
+                let last = cx.narrow(x, 1, steps - keep, keep)?;
+                cx.linear(&last, &weight, None)
+            }
+            _ => cx.linear(x, &weight, None),
+        }
+    }
+}
+
+impl Params for Head {
+    fn visit(&self, visit: &mut Visit<'_>) {
+        visit.child("norm", &self.norm);
+        visit.param("weight", &self.weight);
+    }
+}
+
+impl Layer for Head {
+    fn run(&self, cx: &mut Cx, input: Tree) -> TensorResult<Tree> {
+        let mut flow = fields(input)?;
+        let hidden = take(&mut flow, "hidden")?;
+        let normed = self.norm.forward(cx, &hidden)?;
+        drop(hidden);
+        if flow.contains_key("labels") {
+            return Ok(self.loss(cx, &normed, flow)?.into());
+        }
+        let logits = self.logits(cx, &normed, &flow)?;
+        flow.retain(|name, _| name.starts_with("past."));
+        if flow.is_empty() {
+            return Ok(logits.into());
+        }
+        flow.insert("logits".into(), logits.into());
+        Ok(Tree::Map(flow))
+    }
+}

@@ -1,0 +1,84 @@
+//! A linear map, or one per expert, that may carry a trainable low-rank branch.
+
+use roundpipe::ops::Lora;
+use roundpipe::{Cx, Module, Param, Params, Tensor, TensorResult, Visit};
+
+use super::Maker;
+
+/// The trainable branch beside a frozen weight: y += scale · (dropout(x) Aᵀ) Bᵀ.
+#[derive(Debug, Clone)]
+pub(crate) struct Adapter {
+    /// [rank, in], or [experts, rank, in].
+    pub(crate) a: Param,
+    /// [out, rank], or [experts, out, rank].
+    pub(crate) b: Param,
+    pub(crate) scale: f64,
+    pub(crate) dropout: f64,
+}
+
+/// y = x Wᵀ + b, plus the branch.
+#[derive(Debug, Clone)]
+pub(crate) struct Projection {
+    /// [out, in], or [experts, out, in].
+    pub(crate) weight: Param,
+    /// [out], or [experts, out].
+    pub(crate) bias: Option<Param>,
+    pub(crate) adapter: Option<Adapter>,
+}
+
+impl Projection {
+    pub(crate) fn new(make: &mut Maker, dims: &[usize], bias: bool, std: f64) -> TensorResult<Self> {
+        let weight = make.normal(dims, std)?;
+        let bias = if bias { Some(make.full(&dims[..dims.len() - 1], 0.0)?) } else { None };
+        Ok(Self { weight, bias, adapter: None })
+    }
+
+    /// Rows sorted by expert, `offsets` between them, times each expert's matrix.
+    pub(crate) fn grouped(&self, cx: &mut Cx, rows: &Tensor, offsets: &Tensor) -> TensorResult<Tensor> {
+        let weight = cx.get(&self.weight)?;
+        let bias = self.bias.as_ref().map(|bias| cx.get(bias)).transpose()?;
+        let base = cx.grouped_linear(rows, &weight, offsets, bias.as_ref())?;
+        let Some(adapter) = &self.adapter else { return Ok(base) };
+        let (a, b) = (cx.get(&adapter.a)?, cx.get(&adapter.b)?);
+        let input = cx.dropout(rows, adapter.dropout)?;
+        let low = cx.grouped_linear(&input, &a, offsets, None)?;
+        drop(input);
+        // The narrow side is the cheap one to scale.
+        let low = cx.affine(&low, adapter.scale, 0.0)?;
+        let branch = cx.grouped_linear(&low, &b, offsets, None)?;
+        cx.add(&base, &branch)
+    }
+
+    /// Shows experts' matrices, which are parameters of one module in transformers: `name` and `name_bias`.
+    pub(crate) fn visit_stacked(&self, visit: &mut Visit<'_>, name: &str) {
+        visit.param(name, &self.weight);
+        visit.maybe(&format!("{name}_bias"), self.bias.as_ref());
+        self.visit_adapter(visit, &format!("{name}."));
+    }
+
+    fn visit_adapter(&self, visit: &mut Visit<'_>, prefix: &str) {
+        if let Some(adapter) = &self.adapter {
+            visit.param(&format!("{prefix}lora_A.weight"), &adapter.a);
+            visit.param(&format!("{prefix}lora_B.weight"), &adapter.b);
+        }
+    }
+}
+
+impl Params for Projection {
+    fn visit(&self, visit: &mut Visit<'_>) {
+        visit.param("weight", &self.weight);
+        visit.maybe("bias", self.bias.as_ref());
+        self.visit_adapter(visit, "");
+    }
+}
+
+impl Module for Projection {
+    fn forward(&self, cx: &mut Cx, x: &Tensor) -> TensorResult<Tensor> {
+        let weight = cx.get(&self.weight)?;
+        let bias = self.bias.as_ref().map(|bias| cx.get(bias)).transpose()?;
+        let Some(adapter) = &self.adapter else { return cx.linear(x, &weight, bias.as_ref()) };
+        let (a, b) = (cx.get(&adapter.a)?, cx.get(&adapter.b)?);
+        let lora = Lora { a: &a, b: &b, scale: adapter.scale, dropout: adapter.dropout };
+        cx.linear_lora(x, &weight, bias.as_ref(), lora)
+    }
+}
