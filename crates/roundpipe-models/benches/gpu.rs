@@ -15,28 +15,18 @@ use roundpipe::{
     Bytes, Cx, DType, Device, Devices, Grain, HostTensor, Inputs, Lag, RingOptions, RoundPipe, Rule,
     RunConfig, Shape, Tensor, TensorResult, Tree, Update, Worker,
 };
-use roundpipe_models::decoder::{Decoder, DecoderConfig};
+use roundpipe_models::{Model, ModelConfig, preset};
 use roundpipe_tensor::{Cuda, LaneKind};
 
 type Section = fn(&Worker) -> Res<()>;
 type Res<T> = Result<T, Box<dyn std::error::Error>>;
 
 /// Qwen3-1.7B with as many blocks as asked for.
-fn qwen(layers: usize, vocab: usize, seq: usize) -> DecoderConfig {
-    DecoderConfig {
-        vocab,
-        hidden: 2048,
-        layers,
-        heads: 16,
-        kv_heads: 8,
-        head_dim: 128,
-        intermediate: 6144,
-        max_seq: seq,
-        rope_theta: 1e6,
-        eps: 1e-6,
-        qk_norm: true,
-        tied: true,
-    }
+fn qwen(layers: usize, vocab: usize, seq: usize) -> Res<ModelConfig> {
+    let changes = serde_json::json!({"num_hidden_layers": layers, "vocab_size": vocab});
+    let mut config = preset("qwen3-1.7b")?.with(&changes)?;
+    config.max_positions = seq;
+    Ok(config)
 }
 
 /// Milliseconds of one call: the best of three rounds of `count`.
@@ -200,8 +190,7 @@ fn kernels(worker: &Worker) -> Res<()> {
 
 fn layer(worker: &Worker) -> Res<()> {
     let (batch, seq) = (4, 4096);
-    let config = qwen(1, 1024, seq);
-    let decoder = Decoder::random(config, DType::BF16, 1)?;
+    let decoder = Model::random(qwen(1, 1024, seq)?, DType::BF16, 1)?;
     let (_, block) = decoder.layers.layers().nth(1).ok_or("no block")?;
     let params: Vec<_> = block.named_params().into_iter().map(|(_, p)| p).collect();
     let mut cx = Cx::new(worker, false, true);
@@ -271,7 +260,7 @@ fn train(devices: &[Arc<dyn Device>], cap: Bytes) -> Res<()> {
         }
         let seq = 4096;
         let vocab = 151_936;
-        let decoder = Decoder::random(qwen(layers, vocab, seq), DType::BF16, 1)?;
+        let decoder = Model::random(qwen(layers, vocab, seq)?, DType::BF16, 1)?;
         let engine = RoundPipe::builder(decoder.layers.clone())
             .optimizer(Rule::Adam(AdamW::default()))
             .asynchronous(lag == Lag::One)

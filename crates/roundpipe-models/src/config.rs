@@ -218,8 +218,8 @@ impl ModelConfig {
             + flag(self.o_bias, self.hidden)
             + flag(self.qk_norm, 2 * self.head_dim)
             + flag(self.sinks, self.heads);
-        let dense =
-            3 * product(self.hidden, self.intermediate) + flag(self.mlp_bias, 2 * self.intermediate + self.hidden);
+        let dense = 3 * product(self.hidden, self.intermediate)
+            + flag(self.mlp_bias, 2 * self.intermediate + self.hidden);
         let unit = |layer: usize| match &self.moe {
             Some(moe) if moe.sparse[layer] => {
                 let one = 3 * product(self.hidden, moe.intermediate)
@@ -266,7 +266,8 @@ mod tests {
     /// Old and new spellings of the same config are the same model, and the file is written back as it was.
     #[test]
     fn old_and_new_spellings_agree() {
-        let old = llama(json!({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})).unwrap();
+        let old =
+            llama(json!({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})).unwrap();
         let new = llama(json!({
             "dtype": "bfloat16",
             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}

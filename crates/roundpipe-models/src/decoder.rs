@@ -29,7 +29,8 @@ use std::collections::BTreeMap;
 
 use roundpipe::nn::Init;
 use roundpipe::{
-    Cx, DType, Param, Params, Result as EngineResult, Sequential, Tensor, TensorError, TensorResult, Tree, Visit,
+    Cx, DType, Param, Params, Result as EngineResult, Sequential, Tensor, TensorError, TensorResult, Tree,
+    Visit,
 };
 
 use crate::config::ModelConfig;
@@ -75,7 +76,10 @@ impl Model {
     fn build(mut config: ModelConfig, make: &mut Maker) -> Result<Self> {
         let dtype = make.init.dtype();
         if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
-            return Err(Error::argument("dtype", format!("{dtype} is no type of a model; use f32, bf16 or f16")));
+            return Err(Error::argument(
+                "dtype",
+                format!("{dtype} is no type of a model; use f32, bf16 or f16"),
+            ));
         }
         config.dtype = Some(dtype);
         let c = &config;

@@ -58,7 +58,10 @@ impl LoraConfig {
             return Err(Error::argument("alpha", format!("{} must be a number above 0", self.alpha)));
         }
         if !(0.0..1.0).contains(&self.dropout) {
-            return Err(Error::argument("dropout", format!("{} must be at least 0 and below 1", self.dropout)));
+            return Err(Error::argument(
+                "dropout",
+                format!("{} must be at least 0 and below 1", self.dropout),
+            ));
         }
         Ok(())
     }
@@ -141,7 +144,10 @@ impl Model {
     /// All linear maps of the blocks with their names in transformers.
     fn projections(&self) -> impl Iterator<Item = (String, &Projection)> {
         let named = |i: usize| move |(name, projection)| (format!("model.layers.{i}.{name}"), projection);
-        self.blocks.iter().enumerate().flat_map(move |(i, block)| block.projections().into_iter().map(named(i)))
+        self.blocks
+            .iter()
+            .enumerate()
+            .flat_map(move |(i, block)| block.projections().into_iter().map(named(i)))
     }
 
     fn projections_mut(&mut self) -> impl Iterator<Item = (String, &mut Projection)> {

@@ -106,8 +106,20 @@ static SIZES: [Size; 20] = [
     size("qwen3-8b", qwen3, [4096, 12_288, 36, 32, 8], false, none),
     size("qwen3-14b", qwen3, [5120, 17_408, 40, 40, 8], false, none),
     size("qwen3-32b", qwen3, [5120, 25_600, 64, 64, 8], false, none),
-    size("qwen3-30b-a3b", qwen3_moe, [2048, 6144, 48, 32, 4], false, || json!({"moe_intermediate_size": 768})),
-    size("qwen3-235b-a22b", qwen3_moe, [4096, 12_288, 94, 64, 4], false, || json!({"moe_intermediate_size": 1536})),
+    size(
+        "qwen3-30b-a3b",
+        qwen3_moe,
+        [2048, 6144, 48, 32, 4],
+        false,
+        || json!({"moe_intermediate_size": 768}),
+    ),
+    size(
+        "qwen3-235b-a22b",
+        qwen3_moe,
+        [4096, 12_288, 94, 64, 4],
+        false,
+        || json!({"moe_intermediate_size": 1536}),
+    ),
     size("qwen2.5-0.5b", qwen25, [896, 4864, 24, 14, 2], true, none),
     size("qwen2.5-1.5b", qwen25, [1536, 8960, 28, 12, 2], true, none),
     size("qwen2.5-3b", qwen25, [2048, 11_008, 36, 16, 2], true, none),
@@ -143,7 +155,10 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 pub fn preset(name: &str) -> Result<ModelConfig> {
     let Some(size) = SIZES.iter().find(|size| size.name.eq_ignore_ascii_case(name)) else {
         let known: Vec<_> = names().collect();
-        return Err(Error::argument("preset", format!("there is no `{name}`; there are {}", known.join(", "))));
+        return Err(Error::argument(
+            "preset",
+            format!("there is no `{name}`; there are {}", known.join(", ")),
+        ));
     };
     let mut json = (size.base)();
     let sizes = json!({

@@ -52,9 +52,8 @@ fn angles(rope: &RopeConfig, head_dim: usize) -> (Vec<f64>, f64) {
         }
         RopeScaling::Yarn { factor, beta_fast, beta_slow, original, truncate, attention_factor } => {
             // The pair that makes so many turns within the trained context.
-            let pair = |turns: f64| {
-                head_dim as f64 * (original / (turns * 2.0 * PI)).ln() / (2.0 * rope.theta.ln())
-            };
+            let pair =
+                |turns: f64| head_dim as f64 * (original / (turns * 2.0 * PI)).ln() / (2.0 * rope.theta.ln());
             let (mut low, mut high) = (pair(beta_fast), pair(beta_slow));
             if truncate {
                 (low, high) = (low.floor(), high.ceil());
@@ -83,8 +82,12 @@ mod tests {
     fn stretching_keeps_fast_pairs_and_divides_slow_ones() {
         let theta = 500_000.0;
         let plain = angles(&RopeConfig { theta, scaling: RopeScaling::None }, 64).0;
-        let llama =
-            RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original: 8192.0 };
+        let llama = RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original: 8192.0,
+        };
         let yarn = RopeScaling::Yarn {
             factor: 8.0,
             beta_fast: 32.0,

@@ -72,7 +72,9 @@ impl<'a> Reader<'a> {
         if let Some(act) = self.value("hidden_act").filter(|act| *act != "silu") {
             return Err(format!("hidden_act = {act} is not supported; it must be \"silu\""));
         }
-        for (key, neutral) in [("partial_rotary_factor", 1.0), ("pretraining_tp", 1.0), ("attention_dropout", 0.0)] {
+        for (key, neutral) in
+            [("partial_rotary_factor", 1.0), ("pretraining_tp", 1.0), ("attention_dropout", 0.0)]
+        {
             if let Some(value) = self.value(key).filter(|value| value.as_f64() != Some(neutral)) {
                 return Err(format!("{key} = {value} is not supported; it must be {neutral}"));
             }
@@ -197,7 +199,9 @@ impl<'a> Reader<'a> {
             None => Vec::new(),
             Some(list) => {
                 let items = list.as_array().map(|items| items.iter().map(Value::as_u64).collect());
-                items.flatten().ok_or_else(|| format!("mlp_only_layers = {list} must be a list of block numbers"))?
+                items
+                    .flatten()
+                    .ok_or_else(|| format!("mlp_only_layers = {list} must be a list of block numbers"))?
             }
         };
         Ok((0..layers).map(|i| !dense.contains(&(i as u64)) && (i + 1).is_multiple_of(step)).collect())
@@ -284,7 +288,9 @@ impl<'a> Reader<'a> {
         let scales = (optional("mscale")?, optional("mscale_all_dim")?);
         let attention_factor = match (optional("attention_factor")?, scales) {
             (Some(given), _) => given,
-            (None, (Some(one), Some(all))) if one != 0.0 && all != 0.0 => sharpen(factor, one) / sharpen(factor, all),
+            (None, (Some(one), Some(all))) if one != 0.0 && all != 0.0 => {
+                sharpen(factor, one) / sharpen(factor, all)
+            }
             _ => sharpen(factor, 1.0),
         };
         Ok(RopeScaling::Yarn {
@@ -377,7 +383,8 @@ fn family(json: &Map<String, Value>) -> Read<Family> {
             })
         }
     };
-    let found = found.map_err(|what| format!("{what} is not supported; there are {}", Family::supported()))?;
+    let found =
+        found.map_err(|what| format!("{what} is not supported; there are {}", Family::supported()))?;
     Ok(found.0)
 }
 
@@ -392,15 +399,22 @@ fn check(config: &ModelConfig) -> Read<()> {
         return Err(format!("head_dim = {} is odd; rotary pairs need an even one", c.head_dim));
     }
     let widest = [c.vocab, c.intermediate, c.heads.saturating_mul(c.head_dim)].into_iter().max().unwrap_or(0);
-    let experts = c.moe.as_ref().map_or(1, |moe| moe.experts.saturating_mul(moe.intermediate).saturating_mul(2));
+    let experts =
+        c.moe.as_ref().map_or(1, |moe| moe.experts.saturating_mul(moe.intermediate).saturating_mul(2));
     for (wide, what) in [(widest, "widest projection"), (experts, "experts")] {
         let elements = (wide as u64).saturating_mul(c.hidden as u64);
         if elements >= 1 << 42 {
-            return Err(format!("hidden_size = {} and the {what} give a tensor of {elements} elements", c.hidden));
+            return Err(format!(
+                "hidden_size = {} and the {what} give a tensor of {elements} elements",
+                c.hidden
+            ));
         }
     }
     if (c.max_positions as u64).saturating_mul(c.head_dim as u64) >= 1 << 34 {
-        return Err(format!("max_position_embeddings = {} is more than any rotary table holds", c.max_positions));
+        return Err(format!(
+            "max_position_embeddings = {} is more than any rotary table holds",
+            c.max_positions
+        ));
     }
     Ok(())
 }

@@ -27,7 +27,8 @@ impl Model {
     pub fn save_adapter(&self, dir: impl AsRef<Path>) -> Result<()> {
         let dir = dir.as_ref();
         let config = self.lora.as_ref();
-        let config = config.ok_or_else(|| Error::argument("adapter", "the model has none; add_lora makes them"))?;
+        let config =
+            config.ok_or_else(|| Error::argument("adapter", "the model has none; add_lora makes them"))?;
         std::fs::create_dir_all(dir).map_err(|e| Error::file(dir, format!("cannot be made: {e}")))?;
         let mut tensors = BTreeMap::new();
         for (name, projection) in self.projections() {
@@ -59,14 +60,16 @@ impl Model {
     pub fn load_adapter(&mut self, dir: impl AsRef<Path>) -> Result<()> {
         let dir = dir.as_ref();
         let path = dir.join(CONFIG);
-        let text = std::fs::read_to_string(&path).map_err(|e| Error::file(&path, format!("cannot be read: {e}")))?;
-        let json: Value = serde_json::from_str(&text).map_err(|e| Error::file(&path, format!("is no JSON: {e}")))?;
+        let text =
+            std::fs::read_to_string(&path).map_err(|e| Error::file(&path, format!("cannot be read: {e}")))?;
+        let json: Value =
+            serde_json::from_str(&text).map_err(|e| Error::file(&path, format!("is no JSON: {e}")))?;
         let written = Written::read(&json).map_err(|what| Error::file(&path, what))?;
         let path = dir.join(TENSORS);
         let file = HostBuf::map_file(&path)?;
         let file = file.read_all()?;
-        let tensors =
-            SafeTensors::deserialize(file.bytes()).map_err(|e| Error::file(&path, format!("is damaged: {e}")))?;
+        let tensors = SafeTensors::deserialize(file.bytes())
+            .map_err(|e| Error::file(&path, format!("is damaged: {e}")))?;
         let adapters = self.read_adapters(&tensors, &written).map_err(|what| Error::file(&path, what))?;
         match self.lora.is_some() {
             true => self.refill(adapters).map_err(|what| Error::file(&path, what)),
@@ -125,7 +128,9 @@ impl Model {
         if let Some((name, _)) = adapters.iter().find(|(name, _)| !self.has_adapter(name)) {
             return Err(format!("has a branch for {name}, the model has none there"));
         }
-        if let Some((name, _)) = here.iter().find(|(name, _)| !adapters.iter().any(|(other, _)| other == name)) {
+        if let Some((name, _)) =
+            here.iter().find(|(name, _)| !adapters.iter().any(|(other, _)| other == name))
+        {
             return Err(format!("has no branch for {name}, the model has one there"));
         }
         for ((name, to), (_, from)) in here.iter().zip(&adapters) {
@@ -154,7 +159,8 @@ impl Model {
         let Some(block) = name.strip_suffix(GATE_UP).or_else(|| name.strip_suffix(DOWN)) else {
             return format!("base_model.model.{name}");
         };
-        let deeper = name.ends_with(GATE_UP) && has(&format!("{block}{GATE_UP}")) && has(&format!("{block}{DOWN}"));
+        let deeper =
+            name.ends_with(GATE_UP) && has(&format!("{block}{GATE_UP}")) && has(&format!("{block}{DOWN}"));
         let level = if deeper { ".base_layer" } else { "" };
         format!("base_model.model.{block}mlp.experts{level}")
     }
@@ -242,7 +248,8 @@ impl Written {
         if let Some(bias) = json["bias"].as_str().filter(|bias| *bias != "none") {
             return Err(format!("bias = \"{bias}\" is not supported; it must be \"none\""));
         }
-        let number = |key: &str| json[key].as_f64().ok_or_else(|| format!("{key} = {} must be a number", json[key]));
+        let number =
+            |key: &str| json[key].as_f64().ok_or_else(|| format!("{key} = {} must be a number", json[key]));
         let rank = json["r"].as_u64().unwrap_or(0) as usize;
         let config = LoraConfig {
             rank,
@@ -289,7 +296,9 @@ fn names(value: &Value) -> Vec<String> {
 
 fn targets(json: &Value) -> LoraTargets {
     match &json["target_modules"] {
-        Value::Array(_) => LoraTargets::Names([names(&json["target_modules"]), names(&json["target_parameters"])].concat()),
+        Value::Array(_) => {
+            LoraTargets::Names([names(&json["target_modules"]), names(&json["target_parameters"])].concat())
+        }
         _ => LoraTargets::AllLinear,
     }
 }
@@ -326,7 +335,10 @@ fn read_pair(
     let (a, mut b) = (read(a_name, &a)?, read(b_name, &b)?);
     if let [experts, out, rank] = *b_dims {
         // The expert counts fastest in a file and slowest in the model.
-        b = (0..experts).flat_map(|e| (0..out * rank).map(move |i| (e, i))).map(|(e, i)| b[i * experts + e]).collect();
+        b = (0..experts)
+            .flat_map(|e| (0..out * rank).map(move |i| (e, i)))
+            .map(|(e, i)| b[i * experts + e])
+            .collect();
     }
     let make = |values: &[f32], dims: &[usize]| param(values, dtype, dims).map_err(|e| e.to_string());
     let scale = scale(written.alpha(name), rank, written.config.rslora);
@@ -337,7 +349,9 @@ fn floats(view: &TensorView<'_>) -> Result<Vec<f32>, String> {
     let bytes = view.data();
     let two = |b: &[u8]| [b[0], b[1]];
     match view.dtype() {
-        Dtype::F32 => Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()),
+        Dtype::F32 => {
+            Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+        }
         Dtype::BF16 => Ok(bytes.chunks_exact(2).map(|b| bf16::from_le_bytes(two(b)).to_f32()).collect()),
         Dtype::F16 => Ok(bytes.chunks_exact(2).map(|b| f16::from_le_bytes(two(b)).to_f32()).collect()),
         other => Err(format!("of type {other:?}; F32, BF16 and F16 are supported")),

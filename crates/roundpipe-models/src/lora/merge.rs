@@ -1,7 +1,7 @@
 //! Adds branches into the base: W += scale · B A, computed in f32 and rounded once.
 
-use roundpipe::{DType, Element, Param, TensorResult, bf16, f16};
 use rayon::prelude::*;
+use roundpipe::{DType, Element, Param, TensorResult, bf16, f16};
 
 use crate::decoder::{Adapter, Model};
 use crate::error::Result;
