@@ -57,7 +57,8 @@ impl Cpu {
         let threads = Threads::new(threads)?;
         let worker = |index| {
             let id = DeviceId { kind: DeviceKind::Cpu, index: index as u32, worker: 0 };
-            Arc::new(Self { id, lanes: LaneKind::ALL.map(CpuLane), ops: CpuOps { threads: threads.clone() } })
+            let lanes = LaneKind::ALL.map(|kind| CpuLane { kind, threads: threads.clone() });
+            Arc::new(Self { id, lanes, ops: CpuOps { threads: threads.clone() } })
         };
         Ok((0..count.max(1)).map(worker).collect())
     }
@@ -123,19 +124,31 @@ fn physical_memory() -> u64 {
 }
 
 #[derive(Debug)]
-struct CpuLane(LaneKind);
+struct CpuLane {
+    kind: LaneKind,
+    threads: Threads,
+}
+
+/// Copies of more than this are shared by the threads: one core does not fill the memory's bandwidth.
+const COPY_PART: usize = 256 << 10;
 
 impl Lane for CpuLane {
     fn kind(&self) -> LaneKind {
-        self.0
+        self.kind
     }
 
     unsafe fn copy(&self, copy: &Copy) -> Result<()> {
-        // SAFETY: the caller vouches for both ranges; a download of a value onto itself cannot happen
-        // because source and destination are owned apart.
-        unsafe {
-            std::ptr::copy_nonoverlapping(copy.src as *const u8, copy.dst as *mut u8, copy.bytes as usize);
-        }
+        let bytes = copy.bytes as usize;
+        let parts = bytes.div_ceil(COPY_PART).clamp(1, self.threads.count());
+        let part = bytes.div_ceil(parts).next_multiple_of(64);
+        self.threads.run(parts, |i| {
+            let start = (i * part).min(bytes);
+            let (src, dst) = (copy.src as usize + start, copy.dst as usize + start);
+            let len = part.min(bytes - start);
+            // SAFETY: the caller vouches for both ranges, of which the parts are disjoint pieces; a download of a
+            // value onto itself cannot happen because source and destination are owned apart.
+            unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst as *mut u8, len) };
+        });
         Ok(())
     }
 

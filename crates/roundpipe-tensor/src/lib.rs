@@ -32,6 +32,8 @@ pub mod rng;
 pub mod kernel;
 
 pub mod device;
+mod sync;
+
 pub mod pool;
 
 pub mod exec;

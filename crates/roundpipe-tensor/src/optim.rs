@@ -108,6 +108,15 @@ impl FloatsMut<'_> {
             Self::F16(slab) => FloatsMut::F16(&mut slab[range]),
         }
     }
+
+    /// The slab in pieces of [`CHUNK`] elements, the last one shorter.
+    pub fn chunks(&mut self) -> Box<dyn Iterator<Item = FloatsMut<'_>> + '_> {
+        match self {
+            Self::F32(slab) => Box::new(slab.chunks_mut(CHUNK).map(FloatsMut::F32)),
+            Self::BF16(slab) => Box::new(slab.chunks_mut(CHUNK).map(FloatsMut::BF16)),
+            Self::F16(slab) => Box::new(slab.chunks_mut(CHUNK).map(FloatsMut::F16)),
+        }
+    }
 }
 
 macro_rules! from_slices {

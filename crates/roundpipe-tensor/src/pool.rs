@@ -10,17 +10,20 @@
 //! aside with an event of the compute lane, so that the next upload into it starts as soon as its last reader
 //! has ended, not when everything queued so far has. Blocks set aside go back to the arena when it runs short.
 //!
+//! `tests/loom.rs` runs lending, filling and setting aside in every order that threads and lanes can take.
+//!
 //! # Invariants
 //! - Live blocks never overlap; neighbouring holes are always merged; no hole ends at the top.
 //! - `high_water` is one past the highest byte ever in use, relative to the arena's base.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use crate::bytes::Bytes;
 use crate::device::{Arena, Device, Event, LaneKind};
 use crate::error::{Error, Result};
+use crate::sync::{Mutex, MutexGuard};
 
 /// Blocks start at multiples of this many bytes.
 pub const ALIGN: u64 = 256;
@@ -75,7 +78,7 @@ impl Pool {
     /// When the device has less.
     pub fn reserve(device: Arc<dyn Device>, bytes: Bytes) -> Result<Arc<Self>> {
         let arena = device.reserve(bytes)?;
-        Ok(Arc::new(Self { device, arena, state: Mutex::default() }))
+        Ok(Arc::new(Self { device, arena, state: Mutex::new(State::default()) }))
     }
 
     /// The worker whose memory this is.

@@ -13,7 +13,9 @@ pub enum OutputDevice {
     /// Host memory.
     #[default]
     Host,
-    /// Also the memory of the worker with this number: see [`Forward::tensors`](crate::Forward::tensors).
+    /// Also the memory of the worker with this number: see [`Forward::tensors`](crate::Forward::tensors). On a
+    /// ring of one worker, unmerged outputs of a call without a backward stay there, and a call that takes them
+    /// as inputs finds them in place.
     Worker(usize),
 }
 

@@ -104,6 +104,7 @@ pub struct Builder<M> {
     options: RingOptions,
     threads: Option<usize>,
     stall: Option<(Duration, OnStall)>,
+    resident: bool,
 }
 
 impl<M: Layer + 'static> RoundPipe<M> {
@@ -130,6 +131,7 @@ impl<M: Layer + 'static> RoundPipe<M> {
             options: RingOptions::default(),
             threads: None,
             stall: None,
+            resident: false,
         }
     }
 }
@@ -251,6 +253,14 @@ impl<M: Layer + 'static> Builder<M> {
         self
     }
 
+    /// Leaves weights on the worker that they were sent to, until they change: for running a model that fits
+    /// many times, as generation does.
+    #[must_use]
+    pub fn resident(mut self, resident: bool) -> Self {
+        self.resident = resident;
+        self
+    }
+
     /// Reserves memory, moves the weights and starts the threads.
     ///
     /// # Errors
@@ -296,7 +306,8 @@ impl<M: Layer + 'static> Builder<M> {
         };
         let (seed, first_layer) = (self.seed, self.first_layer);
         let sets_buffers = AtomicBool::new(false);
-        let model = Model { name: self.name, layers, store, seed, first_layer, sets_buffers };
+        let resident = self.resident;
+        let model = Model { name: self.name, layers, store, seed, first_layer, sets_buffers, resident };
         let watchdog =
             self.stall.map(|(after, report)| Arc::new(Watchdog::start(ring.board().clone(), after, report)));
         let core = Core::new(model, ring, self.config, self.asynchronous, Arc::new(Trace::new()))?;
@@ -514,7 +525,10 @@ impl Forward {
         let bring = |m: usize| {
             let flow = self.call.wait("caller", "waiting for outputs", |state| state.outputs[m].clone());
             let flow = flow.map_err(|error| self.core.failed(error))?;
-            flow.try_map(|leaf| Ok(port.receive("output", &leaf.parcel)?.land()?))
+            flow.try_map(|leaf| match leaf.here {
+                Some(here) => Ok(here.1.clone()),
+                None => Ok(port.receive("output", &leaf.parcel)?.land()?),
+            })
         };
         (0..self.call.terms.microbatches).map(bring).collect()
     }

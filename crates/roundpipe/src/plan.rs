@@ -77,6 +77,23 @@ impl ExecutePlan {
         Self { forward, backward: backward.collect() }
     }
 
+    /// The same plan with its stages cut into stages of at most `most` layers, all but the fused one.
+    #[must_use]
+    pub fn cut(&self, kind: PlanKind, most: usize) -> Self {
+        let parts = |stage: &Range<usize>| {
+            let count = stage.len().div_ceil(most.max(1)).max(1);
+            let (start, len) = (stage.start, stage.len());
+            (0..count).map(move |i| start + i * len / count..start + (i + 1) * len / count)
+        };
+        let (fused, rest) =
+            self.backward.split_at(usize::from(kind == PlanKind::Fused).min(self.backward.len()));
+        let backward = rest.iter().flat_map(|stage| parts(stage).collect::<Vec<_>>().into_iter().rev());
+        Self {
+            forward: self.forward.iter().flat_map(parts).collect(),
+            backward: fused.iter().cloned().chain(backward).collect(),
+        }
+    }
+
     /// Refuses a plan that does not run each layer of a model of `layers` layers exactly once per direction.
     ///
     /// # Errors
@@ -206,6 +223,30 @@ mod tests {
         assert!(infer.check(PlanKind::Infer, 6).is_ok());
         assert!(plan(&[], &[0..6]).check(PlanKind::Fused, 6).is_ok(), "one fused stage is a whole plan");
         assert_eq!(plan(&[], &[0..6]).to_string(), "| 0..6");
+    }
+
+    /// Cutting stages shorter keeps a plan valid, leaves the fused stage alone and exceeds no length.
+    #[test]
+    fn stages_can_be_cut_shorter() {
+        let fused = ExecutePlan::from_sizes(PlanKind::Fused, &[7], &[3, 5, 2]);
+        assert_eq!(
+            fused.cut(PlanKind::Fused, 2).to_string(),
+            "0..1 1..3 3..5 5..7 | 7..10 5..7 3..5 2..3 0..2"
+        );
+        for (kind, plan) in [
+            (PlanKind::Fused, fused),
+            (PlanKind::Train, ExecutePlan::from_sizes(PlanKind::Train, &[10], &[10])),
+            (PlanKind::Infer, ExecutePlan::from_sizes(PlanKind::Infer, &[10], &[])),
+        ] {
+            for most in 0..12 {
+                let cut = plan.cut(kind, most);
+                cut.check(kind, 10).unwrap();
+                let free = usize::from(kind == PlanKind::Fused);
+                assert!(
+                    cut.forward.iter().chain(cut.backward.iter().skip(free)).all(|s| s.len() <= most.max(1))
+                );
+            }
+        }
     }
 
     /// Each rule has its own refusal, and the refusal names the range.

@@ -16,6 +16,7 @@
 //!   layer alone.
 
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::{HostMut, HostRef};
@@ -26,9 +27,6 @@ use crate::error::{Error, Result};
 use crate::optim::{Rule, Shared, Slabs, StepReport, fill_master, floats, floats_mut};
 use crate::store::{Store, StoredParam};
 use crate::version::{Abort, WriteTicket};
-
-/// Elements of a shared parameter that are summed at a time: whole chunks, so that norms keep their order.
-const PIECE: usize = 64 * CHUNK;
 
 /// What a step asks for.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -99,11 +97,15 @@ impl Store {
             if grads.is_empty() {
                 continue;
             }
-            let mut chunks = Vec::new();
-            each_piece(&self.shared.threads, &grads, param.shape.numel(), |_, grad| {
-                chunks.extend(optim::chunk_squares(&self.shared.threads, grad));
-                Ok(())
-            })?;
+            let threads = &self.shared.threads;
+            let chunks = match &grads[..] {
+                [(dtype, grad)] => optim::chunk_squares(threads, floats(*dtype, grad)),
+                _ => {
+                    let (one, chunks) = (Threads::new(Some(1))?, 0..param.shape.numel().div_ceil(CHUNK));
+                    each_chunk(threads, &grads, chunks, |_, sum| Ok(optim::chunk_squares(&one, sum)))?
+                        .concat()
+                }
+            };
             squares.push(chunks.iter().sum());
         }
         Ok(squares)
@@ -364,15 +366,21 @@ impl OpenParam<'_> {
             Some(master) => (master.as_mut_slice(), Some(floats_mut(dtype, &mut self.working))),
         };
         let mut moments: Vec<&mut [f32]> = self.moments.iter_mut().map(HostMut::as_mut_slice).collect();
-        each_piece(threads, &self.grads, master.len(), |range, grad| {
-            let slabs = Slabs {
-                grad,
-                master: &mut master[range.clone()],
-                moments: moments.iter_mut().map(|moment| &mut moment[range.clone()]).collect(),
-                working: working.as_mut().map(|working| working.range(range.clone())),
-            };
-            rule.update(threads, shared, decays, slabs)
-        })
+        if let [(dtype, grad)] = &self.grads[..] {
+            let slabs = Slabs { grad: floats(*dtype, grad), master, moments, working };
+            return rule.update(threads, shared, decays, slabs);
+        }
+        let one = Threads::new(Some(1))?;
+        let mut moments: Vec<_> = moments.iter_mut().map(|moment| moment.chunks_mut(CHUNK)).collect();
+        let mut working = working.as_mut().map(FloatsMut::chunks);
+        let chunks = master.chunks_mut(CHUNK).map(|master| {
+            let moments: Vec<&mut [f32]> = moments.iter_mut().map(|m| m.next().unwrap_or_default()).collect();
+            (master, moments, working.as_mut().and_then(Iterator::next))
+        });
+        let done = each_chunk(threads, &self.grads, chunks, |(master, moments, working), grad| {
+            rule.update(&one, shared, decays, Slabs { grad, master, moments, working })
+        });
+        done.map(drop)
     }
 
     /// Where f32 weights are updated in the next slab, brings the newest version there.
@@ -441,24 +449,28 @@ impl Drop for OpenParam<'_> {
     }
 }
 
-/// Gives `task` the sum of `grads` over `len` elements: whole where there is one, in pieces otherwise.
-fn each_piece(
+/// Gives `task` the sum of `grads` chunk by chunk, each with what belongs to it, and collects the results. A chunk is
+/// summed and used by one thread, so the sum stays in its cache.
+fn each_chunk<T: Send, R: Send>(
     threads: &Threads,
     grads: &[(DType, HostRef)],
-    len: usize,
-    mut task: impl FnMut(Range<usize>, Floats<'_>) -> Result<()>,
-) -> Result<()> {
-    if let [(dtype, grad)] = grads {
-        return task(0..len, floats(*dtype, grad));
-    }
-    let mut sum = vec![0.0f32; len.min(PIECE)];
-    for start in (0..len).step_by(PIECE) {
-        let range = start..len.min(start + PIECE);
-        let sum = &mut sum[..range.len()];
-        sum_into(threads, grads, range.clone(), sum)?;
-        task(range, Floats::F32(sum))?;
-    }
-    Ok(())
+    chunks: impl Iterator<Item = T>,
+    task: impl Fn(T, Floats<'_>) -> Result<R> + Sync,
+) -> Result<Vec<R>> {
+    let len = grads.first().map_or(0, |(dtype, grad)| floats(*dtype, grad).len());
+    let one = Threads::new(Some(1))?;
+    let chunks: Vec<Mutex<Option<T>>> = chunks.map(|chunk| Mutex::new(Some(chunk))).collect();
+    let results: Vec<Mutex<Option<Result<R>>>> = chunks.iter().map(|_| Mutex::new(None)).collect();
+    threads.run(chunks.len(), |i| {
+        let chunk = chunks[i].lock().unwrap_or_else(PoisonError::into_inner).take();
+        let range = i * CHUNK..len.min((i + 1) * CHUNK);
+        let mut sum = vec![0.0f32; range.len()];
+        let summed = sum_into(&one, grads, range, &mut sum);
+        let done = chunk.map(|chunk| summed.and_then(|()| task(chunk, Floats::F32(&sum))));
+        *results[i].lock().unwrap_or_else(PoisonError::into_inner) = done;
+    });
+    let done = results.into_iter().filter_map(|r| r.into_inner().unwrap_or_else(PoisonError::into_inner));
+    done.collect()
 }
 
 /// Sums part of `grads` in f32, in their order.

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use roundpipe_tensor::HostTensor;
 use roundpipe_tensor::transfer::Parcel;
+use roundpipe_tensor::{HostBuf, HostTensor};
 
 use crate::batch::{Inputs, Split, SplitInput, assemble, split_inputs};
 use crate::error::{Error, Result};
@@ -135,16 +135,28 @@ impl Unmerged {
     /// # Errors
     /// What went wrong in the call.
     pub fn wait(&self, microbatch: usize) -> Result<Tree<HostTensor>> {
+        to_host(&self.flow(microbatch)?)
+    }
+
+    /// Waits for one microbatch's output and reads one entry of it, where it is a map.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when there is no such entry; what went wrong in the call.
+    pub fn wait_entry(&self, microbatch: usize, name: &str) -> Result<Tree<HostTensor>> {
+        match self.flow(microbatch)? {
+            Tree::Map(map) if map.contains_key(name) => to_host(&map[name]),
+            _ => Err(Error::config("outputs", format!("there is no `{name}` in the output"))),
+        }
+    }
+
+    fn flow(&self, microbatch: usize) -> Result<Flow> {
         if microbatch >= self.len() {
             let what = format!("there is no microbatch {microbatch} of {}", self.len());
             return Err(Error::config("outputs", what));
         }
         let call = &self.0;
         let flow = call.wait("caller", "waiting for outputs", |state| state.outputs[microbatch].clone());
-        match flow {
-            Ok(flow) => to_host(&flow),
-            Err(error) => Err(call.take_error().unwrap_or(error)),
-        }
+        flow.map_err(|error| call.take_error().unwrap_or(error))
     }
 }
 
@@ -233,7 +245,15 @@ pub(crate) fn host_tensor(parcel: &Parcel) -> Result<HostTensor> {
 }
 
 pub(crate) fn to_host(flow: &Flow) -> Result<Tree<HostTensor>> {
-    flow.clone().try_map(|leaf| host_tensor(&leaf.parcel))
+    flow.clone().try_map(|leaf| match &leaf.here {
+        Some(here) => {
+            let tensor = &here.1;
+            let host = HostBuf::zeroed("output", tensor.size_bytes())?;
+            tensor.read_into(&mut host.write(0..host.len())?)?;
+            Ok(HostTensor::new(host, tensor.dtype(), tensor.dims())?)
+        }
+        None => host_tensor(&leaf.parcel),
+    })
 }
 
 /// A user's tensor as lanes read it.
@@ -315,7 +335,7 @@ pub(crate) fn split(args: &Args, how: &SplitInput, wanted: usize, grads: bool) -
     let source = |tree: &Tree<(Parcel, bool)>| {
         tree.map_ref(|(parcel, constant)| {
             let grad = grads && parcel.dtype().is_float();
-            Source::Value(Leaf { parcel: parcel.clone(), grad, constant: *constant })
+            Source::Value(Leaf { constant: *constant, ..Leaf::new(parcel.clone(), grad) })
         })
     };
     let mut sources = Vec::with_capacity(parts.len());

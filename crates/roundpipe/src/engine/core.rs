@@ -22,7 +22,7 @@ use roundpipe_tensor::{DType, DeviceKind, HostTensor, LaneKind, Shape};
 
 use super::args::{Args, Parts, parcels, split};
 use crate::batch::split_label_of;
-use crate::config::{Grain, Resolved, RunConfig};
+use crate::config::{Grain, OutputDevice, Resolved, RunConfig};
 use crate::cost::{Spec, model_costs};
 use crate::costs::LayerCosts;
 use crate::error::{Error, Result};
@@ -74,6 +74,9 @@ struct State {
     moves: Vec<(u64, usize, Moved)>,
     warnings: Vec<String>,
 }
+
+/// Stages per pass, at least, where each step waits for the update of the one before.
+const EXACT_STAGES: usize = 12;
 
 /// What a plan was made for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -213,6 +216,10 @@ impl Core {
             number: state.number,
             loss: ask.loss,
             wants_outputs: ask.wants_outputs,
+            keeps_outputs: ask.kind == PlanKind::Infer
+                && !ask.reads
+                && self.ring.len() == 1
+                && config.output_device != OutputDevice::Host,
             wants_input_grads,
             board: self.ring.board().clone(),
             neighbours: self.ring.calls().clone(),
@@ -430,7 +437,12 @@ impl Core {
         let guess = self.guess(state.training, parts.example.as_ref());
         let costs = state.times.to_costs(&guess);
         let options = self.options(&key, config);
-        let plan = ExecutePlan::auto(kind, &[&costs], &options)?.remove(0);
+        let mut plan = ExecutePlan::auto(kind, &[&costs], &options)?.remove(0);
+        let reads_copies = !self.ring.workers().iter().any(|worker| worker.device().aliases_host());
+        if reads_copies && !self.asynchronous && kind != PlanKind::Infer {
+            // Gradients leave and new weights come stage by stage: the update hides behind short ones only.
+            plan = plan.cut(kind, layers.div_ceil(EXACT_STAGES));
+        }
         state.plans.insert(key, Planned { plan: plan.clone(), costs, calls: 1 });
         Ok(plan)
     }

@@ -42,6 +42,8 @@ pub(crate) struct Model {
     pub first_layer: usize,
     /// Whether a layer was seen to set a buffer: calls then run one after another.
     pub sets_buffers: AtomicBool,
+    /// Whether weights stay on a worker from call to call, while they do not change.
+    pub resident: bool,
 }
 
 /// A leaf of a value between stages.
@@ -51,6 +53,15 @@ pub(crate) struct Leaf {
     pub grad: bool,
     /// Whether every microbatch has the same: it is sent to a worker once.
     pub constant: bool,
+    /// Where it stayed, with an empty parcel: an output that its worker keeps for the calls that follow.
+    pub here: Option<Arc<(usize, Tensor)>>,
+}
+
+impl Leaf {
+    /// A value that is on its way or on the host.
+    pub fn new(parcel: Parcel, grad: bool) -> Self {
+        Self { parcel, grad, constant: false, here: None }
+    }
 }
 
 /// A value between stages.
@@ -119,6 +130,8 @@ pub(crate) struct Terms {
     pub number: u64,
     pub loss: Option<LossFn>,
     pub wants_outputs: bool,
+    /// Whether outputs stay on the worker that made them.
+    pub keeps_outputs: bool,
     pub wants_input_grads: bool,
     pub board: Board,
     /// The calls of all engines on the same workers.
@@ -150,6 +163,8 @@ pub(crate) struct State {
     /// An earlier call whose gradients this one adds to.
     pub adds_to: Option<Arc<Call>>,
     buffers: Vec<(Param, Parcel)>,
+    /// Layers whose gradients of this call have all landed.
+    pub landed: Vec<bool>,
     pub timed: Vec<Timed>,
     /// Parts that have not ended.
     open: usize,
@@ -224,7 +239,7 @@ impl Call {
         inputs: Vec<Tree<Source>>,
         labels: Vec<Tree<Parcel>>,
     ) -> Arc<Self> {
-        let m = terms.microbatches;
+        let (m, layers) = (terms.microbatches, terms.model.layers.len());
         let abort = terms.model.store.abort();
         fn none<T>(m: usize) -> Vec<Option<T>> {
             (0..m).map(|_| None).collect()
@@ -242,6 +257,7 @@ impl Call {
             seeds: none(m),
             adds_to: None,
             buffers: Vec::new(),
+            landed: vec![false; layers],
             timed: Vec::new(),
             open: 0,
             held: false,
@@ -413,6 +429,26 @@ impl Call {
     /// Waits until every part has ended; whether it succeeded.
     pub fn wait_end(&self, who: &str) -> bool {
         self.wait_until(who, |state| state.ended)
+    }
+
+    /// Waits until some of `layers` have landed their gradients, and takes these out: those whose every gradient
+    /// layer by `needs` is there, or all that are left once the call has ended.
+    ///
+    /// # Errors
+    /// [`Error::CalledOff`] when the call fails.
+    pub fn wait_landed(
+        &self,
+        who: &str,
+        layers: &mut Vec<usize>,
+        needs: impl Fn(usize) -> Vec<usize>,
+    ) -> Result<Vec<usize>> {
+        self.wait(who, "waiting for gradients", |state| {
+            let (here, open): (Vec<usize>, Vec<usize>) = layers
+                .iter()
+                .partition(|layer| state.ended || needs(**layer).iter().all(|from| state.landed[*from]));
+            *layers = open;
+            (!here.is_empty() || layers.is_empty()).then_some(here)
+        })
     }
 
     fn wait_until(&self, who: &str, done: impl Fn(&State) -> bool) -> bool {

@@ -187,9 +187,13 @@ fn try_take_away(port: &Port, unload: Unload) -> Result<()> {
         let host = range.write(0..range.len())?;
         flights.push((layer, param, port.unload("gradient", tensor, &after, host, CHUNK)?));
     }
-    for (layer, param, flight) in flights {
+    let mut flights = flights.into_iter().peekable();
+    while let Some((layer, param, flight)) = flights.next() {
         flight.land()?;
         terms.model.store.layer(layer).set_filled(param, true);
+        if flights.peek().is_none_or(|(next, ..)| *next != layer) {
+            call.put(|state| state.landed[layer] = true);
+        }
     }
     Ok(())
 }

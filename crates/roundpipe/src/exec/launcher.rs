@@ -24,7 +24,7 @@ use roundpipe_tensor::device::Stamp;
 use roundpipe_tensor::transfer::{Arrival, Parcel, Port, Slot};
 use roundpipe_tensor::{DType, LaneKind, RngSite, Shape, Tensor, Worker};
 
-use super::call::{Call, Extra, Flow, Leaf, Passed, Seed, Source, State, Timed};
+use super::call::{Call, Extra, Flow, Leaf, Model, Passed, Seed, Source, State, Timed};
 use super::copier::{Gradient, Load, Mover, Unload};
 use super::ring::Line;
 use super::visit::{self, Held, Mode, Ran, Seated, Taped};
@@ -54,6 +54,23 @@ struct Kept {
     call: Weak<Call>,
     /// Readers to come; `None` until the call ends.
     uses: Option<usize>,
+}
+
+/// A layer's weights that stay on the worker.
+struct Settled {
+    model: Weak<Model>,
+    layer: usize,
+    version: u64,
+    tensors: Vec<Tensor>,
+}
+
+impl Settled {
+    fn is(&self, call: &Call, layer: usize) -> bool {
+        !call.terms.training
+            && std::ptr::addr_eq(self.model.as_ptr(), Arc::as_ptr(&call.terms.model))
+            && self.layer == layer
+            && self.version == call.terms.version
+    }
 }
 
 /// Whether the outputs of other calls that a microbatch starts from are there, or will never be.
@@ -88,6 +105,8 @@ pub(crate) struct Launcher {
     kept_bytes: u64,
     /// Saved inputs on their way, by layer and microbatch.
     coming: HashMap<(usize, usize), Coming>,
+    /// Weights that stay from call to call.
+    settled: Vec<Settled>,
     /// The call of the current job.
     call: Weak<Call>,
     /// Where jobs come from, and the one that follows the current one.
@@ -154,8 +173,8 @@ impl Launcher {
     ) -> Self {
         let who = format!("{} launcher", port.worker().device().id());
         let kept = HashMap::new();
-        let (coming, call, next) = (HashMap::new(), Weak::new(), None);
-        Self { index, who, port, mover, keep_limit, kept, kept_bytes: 0, coming, call, line, next }
+        let (coming, settled, call, next) = (HashMap::new(), Vec::new(), Weak::new(), None);
+        Self { index, who, port, mover, keep_limit, kept, kept_bytes: 0, coming, settled, call, line, next }
     }
 
     fn worker(&self) -> &Worker {
@@ -191,6 +210,12 @@ impl Launcher {
     fn enter(&mut self, call: &Arc<Call>) {
         if !std::ptr::addr_eq(self.call.as_ptr(), Arc::as_ptr(call)) {
             self.forget(|call| call.upgrade().is_some_and(|call| !call.has_ended() && !call.has_failed()));
+            // Weights of engines that are gone, and older versions of this one's.
+            let (model, version) = (Arc::as_ptr(&call.terms.model), call.terms.version);
+            self.settled.retain(|settled| match std::ptr::addr_eq(settled.model.as_ptr(), model) {
+                true => settled.version == version,
+                false => settled.model.strong_count() > 0,
+            });
             self.call = Arc::downgrade(call);
         }
     }
@@ -261,6 +286,7 @@ impl Launcher {
             layers.reverse();
         }
         let visit = Visit { call: &call, slot: job.slot, microbatch: 0 };
+        layers.retain(|layer| !self.settled.iter().any(|settled| settled.is(&call, *layer)));
         let mut slots = Vec::new();
         for layer in layers {
             let bytes = call.terms.model.store.layer(layer).block_bytes() as u64;
@@ -305,12 +331,21 @@ impl Launcher {
                 tensors.push(worker.alias(&data, p.dtype, p.shape).map_err(fail)?);
             }
             tensors
+        } else if let Some(settled) = self.settled.iter().find(|settled| settled.is(call, layer)) {
+            settled.tensors.clone()
         } else {
             let what = "waiting for a layer's weights to be sent";
             let loaded = call.wait(&self.who, what, |state| state.loaded.remove(&(visit.slot, layer)))?;
             let places: Vec<(u64, DType, Shape)> =
                 stored.params().iter().map(|p| (p.block_offset as u64, p.dtype, p.shape)).collect();
-            loaded.tensors(&places).map_err(fail)?
+            let tensors = loaded.tensors(&places).map_err(fail)?;
+            let model = &call.terms.model;
+            // A layer that sets buffers has new ones without a new version.
+            if model.resident && !call.terms.training && !model.sets_buffers.load(Ordering::SeqCst) {
+                let (model, version) = (Arc::downgrade(model), call.terms.version);
+                self.settled.push(Settled { model, layer, version, tensors: tensors.clone() });
+            }
+            tensors
         };
         let sums = self.sums(visit, layer, tensors.len())?;
         let params = stored.params().iter().map(|p| p.param.clone()).zip(tensors).collect();
@@ -386,7 +421,8 @@ impl Launcher {
     /// Starts bringing a value here.
     fn receive(&mut self, visit: &Visit<'_>, flow: Flow) -> Result<Coming> {
         let mut bring = |leaf: Leaf| -> Result<Awaited> {
-            if let Some(tensor) = self.find(&leaf.parcel) {
+            let kept = leaf.here.as_ref().filter(|here| here.0 == self.index);
+            if let Some(tensor) = kept.map(|here| here.1.clone()).or_else(|| self.find(&leaf.parcel)) {
                 return Ok(Awaited::Here(Held { tensor, grad: leaf.grad, parcel: Some(leaf.parcel) }));
             }
             let arrival = self.port.receive("activation", &leaf.parcel);
@@ -426,7 +462,7 @@ impl Launcher {
                 },
             };
             held.parcel = Some(parcel.clone());
-            leaves.push(Leaf { parcel, grad: held.grad, constant: false });
+            leaves.push(Leaf::new(parcel, held.grad));
         }
         Ok(here.with_leaves(leaves)?)
     }
@@ -552,7 +588,10 @@ impl Launcher {
         let end = stage.layers.end;
         let last = terms.stages.get(visit.slot + 1).is_none_or(|next| next.pass == Pass::Backward);
         if last {
-            let flow = self.send(visit, &mut here, &[])?;
+            let flow = match terms.keeps_outputs {
+                true => here.map_ref(|held| self.kept_output(held)),
+                false => self.send(visit, &mut here, &[])?,
+            };
             call.put(|state| state.outputs[m] = Some(flow));
             return Ok(());
         }
@@ -565,6 +604,12 @@ impl Launcher {
             state.passed[visit.slot][m] = Some(Passed::Flow(flow));
         });
         Ok(())
+    }
+
+    /// An output that stays where it is.
+    fn kept_output(&self, held: &Held) -> Leaf {
+        let here = Some(Arc::new((self.index, held.tensor.clone())));
+        Leaf { here, ..Leaf::new(Parcel::hollow(&held.tensor), held.grad) }
     }
 
     /// What a layer saved for its recompute goes to the host. There is an entry even for nothing: the recompute
@@ -656,7 +701,7 @@ impl Launcher {
             here = ran.output;
         }
         let label = call.lock().labels[m].take().unwrap_or(Tree::None);
-        let label = label.map_ref(|parcel| Leaf { parcel: parcel.clone(), grad: false, constant: false });
+        let label = label.map_ref(|parcel| Leaf::new(parcel.clone(), false));
         let coming = self.receive(visit, label)?;
         let label = self.land(visit, coming)?.map_ref(|held| held.tensor.clone());
         let loss = terms.loss.clone().ok_or_else(|| Error::config("loss_fn", "a fused stage needs one"))?;

@@ -189,11 +189,13 @@ impl Ring {
         &self.0.board
     }
 
-    /// The workers of the next `slots` slots; the ring moves on by as many.
+    /// The workers of the next `slots` slots; the ring moves on by as many. Workers that compute in host memory
+    /// share its cores: a call of one slot then stays where the last one was, whose arena is still in the caches.
     pub(crate) fn assign(&self, slots: usize) -> Vec<usize> {
         let mut next = lock(&self.0.next);
         let first = *next;
-        *next = (first + slots) % self.len();
+        let stays = slots == 1 && self.workers().iter().all(|worker| worker.device().aliases_host());
+        *next = if stays { first } else { (first + slots) % self.len() };
         (0..slots).map(|i| (first + i) % self.len()).collect()
     }
 

@@ -3,7 +3,8 @@
 //! A step is ordered when its calls are submitted, and begins when all of them have ended: every gradient has
 //! landed then, so the step is sure to happen. Until that moment it can be called off without a trace. Layers
 //! are updated from the first to the last, each published as soon as it is done, so that the next call's
-//! forward follows layer by layer behind the update instead of waiting for all of it.
+//! forward follows layer by layer behind the update instead of waiting for all of it. What needs all gradients
+//! before, their norm, is summed as they land.
 //!
 //! # Invariants
 //! - Steps are done one after another, in the order they were asked for.
@@ -213,27 +214,47 @@ impl Bench {
     }
 
     fn step(&self, version: u64, calls: &[Arc<Call>], work: Work, outcome: &Outcome) -> Result<StepReport> {
+        let measured = self.measure(calls);
         for call in calls {
             if !call.wait_end("optimizer") {
                 return Err(call.take_error().unwrap_or_else(failed_before));
             }
         }
+        let squared = Store::total(&measured?);
         match work {
-            Work::Rule(update, scaler) => self.apply(version, update, scaler, outcome),
-            Work::Function(function) => self.call(version, function, outcome),
+            Work::Rule(update, scaler) => self.apply(version, squared, update, scaler, outcome),
+            Work::Function(function) => self.call(version, squared, function, outcome),
         }
+    }
+
+    /// The squares of all gradients, layer by layer as they land: the last call before a step makes them final.
+    fn measure(&self, calls: &[Arc<Call>]) -> Result<Vec<Vec<f64>>> {
+        let store = &self.model.store;
+        let Some((last, before)) = calls.split_last() else { return store.all_squares() };
+        if !before.iter().all(|call| call.wait_end("optimizer")) {
+            return Ok(Vec::new());
+        }
+        let mut squares = vec![Vec::new(); store.layers().len()];
+        let mut open: Vec<usize> = (0..squares.len()).collect();
+        while !open.is_empty() {
+            for layer in last.wait_landed("optimizer", &mut open, |layer| store.grad_layers(layer))? {
+                squares[layer] = store.squares(layer)?;
+            }
+        }
+        Ok(squares)
     }
 
     fn apply(
         &self,
         version: u64,
+        squared: f64,
         update: Update,
         scaler: Option<(GradScaler, f64)>,
         outcome: &Outcome,
     ) -> Result<StepReport> {
         let store = &self.model.store;
         let layers = 0..store.layers().len();
-        let decision = update.decide(Store::total(&store.all_squares()?));
+        let decision = update.decide(squared);
         let step = store.steps() + u64::from(!decision.skip);
         let apply = Apply { step, lr: update.lr, factor: decision.factor, next_version: version };
         if !decision.skip {
@@ -257,9 +278,8 @@ impl Bench {
         Ok(StepReport { step, grad_norm: decision.grad_norm, skipped: decision.skip })
     }
 
-    fn call(&self, version: u64, function: StepFn, outcome: &Outcome) -> Result<StepReport> {
+    fn call(&self, version: u64, squared: f64, function: StepFn, outcome: &Outcome) -> Result<StepReport> {
         let store = &self.model.store;
-        let grad_norm = Store::total(&store.all_squares()?).sqrt();
         let mut function = Some(function);
         let start = self.trace.now_ns();
         store.apply_fn(version, &self.abort, &mut |params| match function.take() {
@@ -268,7 +288,7 @@ impl Bench {
         })?;
         self.note(0, version, start);
         outcome.set(Phase::Begun);
-        Ok(StepReport { step: store.steps(), grad_norm, skipped: false })
+        Ok(StepReport { step: store.steps(), grad_norm: squared.sqrt(), skipped: false })
     }
 
     /// Somebody may be looking at a parameter just now; an update that could not begin has changed nothing.

@@ -4,6 +4,7 @@ mod api;
 mod faults;
 mod gpu;
 mod invisible;
+mod kept;
 mod memory;
 mod models;
 mod simulation;
