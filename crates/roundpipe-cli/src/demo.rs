@@ -79,7 +79,7 @@ impl DemoCmd {
             text.len(),
             self.batch,
         )?;
-        let sampler = Sampler { temperature: 0.7, seed: self.seed };
+        let sampler = Sampler { temperature: 0.7, seed: self.seed, ..Sampler::default() };
         let before = continue_text(&model, &worker, &self.prompt, self.sample, sampler)?;
         writeln!(out, "\nbefore training:\n{}\n", printable(&before))?;
         self.train(&model, &worker, &windows, out)?;

@@ -9,9 +9,9 @@
 //!   that microbatches with different numbers of labels add up to the mean of a whole batch.
 //! - `positions` [B, S] (i64), where rows do not count from 0.
 //! - `lens` (i32, cumulative), where sequences are packed into one row.
-//! - `past.{i}.k` and `past.{i}.v` [B, T, kv heads, D], where block i shall also see earlier keys and values (T may
-//!   be 0). The block puts what it saw back under the same names, and the head then gives a map of `logits` and
-//!   these. Positions count on from T unless given.
+//! - `cache`, any value: block i puts the keys and values it saw there as `past.{i}.k` and `past.{i}.v`
+//!   [B, T, kv heads, D], and the head gives a map of `logits` and these. Given as `past`, that map is what the
+//!   blocks see before the new tokens; positions count on from T unless given.
 //! - `keep`, a whole number: logits of only so many last positions.
 //! - `aux.counts`, `aux.shares` [experts] (f32): sums over blocks for the load-balancing loss, which the head adds
 //!   to a training loss.

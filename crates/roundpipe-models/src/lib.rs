@@ -7,12 +7,15 @@ pub mod entry;
 pub mod error;
 
 pub mod config;
+pub mod floor;
 pub mod presets;
 
 mod rope;
 
 pub mod decoder;
 pub mod lora;
+
+pub mod generate;
 pub mod sample;
 pub mod text;
 
@@ -20,7 +23,9 @@ pub use config::{Family, ModelConfig};
 pub use decoder::Model;
 pub use entry::{Entry, Piece, PieceLayout};
 pub use error::{Error, Result};
+pub use floor::Trains;
+pub use generate::{Finish, GenerateOptions, Generator};
 pub use lora::{LoraConfig, LoraTargets};
 pub use presets::preset;
-pub use sample::{Sampler, continue_text};
-pub use text::{HARBOR, Windows};
+pub use sample::Sampler;
+pub use text::{HARBOR, Windows, continue_text};

@@ -1,6 +1,9 @@
-//! Text as bytes: the story that ships with the program, and windows of text to train on.
+//! Text as bytes: the story that ships with the program, windows of text to train on, and text from a model of bytes.
 
-use roundpipe::{Error, Result, RngSite};
+use roundpipe::{Cx, Error, Result, RngSite, Worker};
+
+use crate::decoder::Model;
+use crate::sample::Sampler;
 
 /// A story written for this project, small enough to learn in a minute.
 pub const HARBOR: &str = include_str!("../assets/harbor.txt");
@@ -41,6 +44,33 @@ impl Windows {
         }
         (ids, labels)
     }
+}
+
+/// `prompt` continued by `count` bytes. The model sees at most its longest sequence of what came before.
+///
+/// # Errors
+/// What the model reports.
+pub fn continue_text(
+    model: &Model,
+    worker: &Worker,
+    prompt: &str,
+    count: usize,
+    sampler: Sampler,
+) -> Result<String> {
+    let mut bytes = prompt.as_bytes().to_vec();
+    if bytes.is_empty() {
+        bytes.push(b'\n');
+    }
+    for at in 0..count as u64 {
+        let seen = &bytes[bytes.len().saturating_sub(model.config.max_positions)..];
+        let ids: Vec<i64> = seen.iter().map(|b| i64::from(*b)).collect();
+        let mut cx = Cx::infer(worker);
+        let ids = cx.tensor(&ids, &[1, seen.len()])?;
+        let logits = model.logits(&mut cx, &ids)?;
+        let last: Vec<f32> = cx.narrow(&logits, 1, seen.len() - 1, 1)?.to_vec()?;
+        bytes.push(sampler.choose(&last, at).min(255) as u8);
+    }
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 #[cfg(test)]

@@ -147,11 +147,17 @@ impl Lane for Queue {
     }
 }
 
+/// A block of device memory.
+struct Cell(UnsafeCell<u64>);
+
+// SAFETY: loom checks every access of the cell against all others; that is what the models are for.
+unsafe impl Sync for Cell {}
+
 /// Two lanes and some blocks of memory.
 struct Machine {
     compute: Queue,
     upload: Queue,
-    memory: Vec<UnsafeCell<u64>>,
+    memory: Vec<Cell>,
 }
 
 impl fmt::Debug for Machine {
@@ -166,7 +172,7 @@ impl Machine {
         let machine = Arc::new(Self {
             compute: Queue::new(LaneKind::Compute),
             upload: Queue::new(LaneKind::ParamUpload),
-            memory: (0..blocks).map(|_| UnsafeCell::new(0)).collect(),
+            memory: (0..blocks).map(|_| Cell(UnsafeCell::new(0))).collect(),
         });
         let run = |lane: fn(&Self) -> &Queue| {
             let machine = machine.clone();
@@ -181,7 +187,7 @@ impl Machine {
     }
 
     fn perform(&self, work: Work) {
-        let cell = |address: u64| &self.memory[((address - BASE) / ALIGN) as usize];
+        let cell = |address: u64| &self.memory[((address - BASE) / ALIGN) as usize].0;
         match work {
             Work::Wait(mark) => mark.wait(),
             Work::Pass(mark) => mark.pass(),

@@ -157,7 +157,7 @@ impl Block {
     fn attend(&self, cx: &mut Cx, x: &Tensor, flow: &mut Flow) -> TensorResult<Tensor> {
         let past = self.past(flow)?;
         let positions = match (optional(flow, "positions")?, &past) {
-            (None, Some((k, _))) if k.dims()[1] > 0 => {
+            (None, Some(Some((k, _)))) => {
                 let (from, steps) = (k.dims()[1] as f64, x.dims()[1] as f64);
                 Some(cx.arange(DType::I64, from, from + steps, 1.0)?)
             }
@@ -169,8 +169,8 @@ impl Block {
         let flat = self.v.forward(cx, x)?;
         let mut v = self.split(cx, &flat, self.kv_heads)?;
         drop(flat);
-        if let Some((old_k, old_v)) = past {
-            if old_k.dims()[1] > 0 {
+        if let Some(before) = past {
+            if let Some((old_k, old_v)) = before {
                 (k, v) = (cx.cat(&[&old_k, &k], 1)?, cx.cat(&[&old_v, &v], 1)?);
             }
             for (name, seen) in [("k", &k), ("v", &v)] {
@@ -194,13 +194,14 @@ impl Block {
         self.o.forward(cx, &flat)
     }
 
-    /// Earlier keys and values, taken out of the flow.
-    fn past(&self, flow: &mut Flow) -> TensorResult<Option<(Tensor, Tensor)>> {
+    /// Earlier keys and values, taken out of the flow; the outer `None` where none are kept, the inner where
+    /// there are none yet.
+    fn past(&self, flow: &mut Flow) -> TensorResult<Option<Option<(Tensor, Tensor)>>> {
         let names = ["k", "v"].map(|name| format!("past.{}.{name}", self.index));
-        if !flow.contains_key(&names[0]) {
-            return Ok(None);
+        match flow.contains_key(&names[0]) {
+            true => Ok(Some(Some((take(flow, &names[0])?, take(flow, &names[1])?)))),
+            false => Ok(flow.contains_key("cache").then_some(None)),
         }
-        Ok(Some((take(flow, &names[0])?, take(flow, &names[1])?)))
     }
 }
 

@@ -23,6 +23,9 @@ impl Params for Embed {
 impl Layer for Embed {
     fn run(&self, cx: &mut Cx, input: Tree) -> TensorResult<Tree> {
         let mut flow = fields(input)?;
+        if let Some(Tree::Map(last)) = flow.remove("past") {
+            flow.extend(last.into_iter().filter(|(name, _)| name.starts_with("past.")));
+        }
         let ids = take(&mut flow, "ids")?;
         let weight = cx.get(&self.weight)?;
         flow.insert("hidden".into(), cx.embedding(&weight, &ids)?.into());

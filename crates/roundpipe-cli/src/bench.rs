@@ -1,0 +1,258 @@
+//! `roundpipe bench`: how fast a model trains here, in tokens per second, and in how much memory.
+//!
+//! The last line is JSON. Times are means over all measured steps with everything under way ended at the end, so
+//! that nothing is counted before it is done.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Context, ensure};
+use clap::ValueEnum;
+use roundpipe::optim::AdamW;
+use roundpipe::{
+    Bytes, Cx, DType, Device, DeviceKind, Grain, HostTensor, Inputs, Lag, Params, RngSite, RoundPipe, Rule,
+    RunConfig, Shape, Update, Worker,
+};
+use roundpipe_models::{LoraConfig, LoraTargets, Model, Trains, preset};
+
+use crate::open;
+use crate::place::Place;
+
+/// Time training steps of a model, with random weights for a preset
+#[derive(Debug, clap::Args)]
+pub struct BenchCmd {
+    /// A preset such as qwen3-1.7b (random weights), a folder, or a hub id
+    model: String,
+    /// Sequences per step
+    #[arg(long, default_value_t = 16)]
+    batch: usize,
+    /// Tokens per sequence
+    #[arg(long, default_value_t = 4096)]
+    seq: usize,
+    /// Microbatches per step [default: devices + 1]
+    #[arg(long)]
+    microbatches: Option<usize>,
+    /// Measured steps, after the warm-up
+    #[arg(long, default_value_t = 4)]
+    steps: u64,
+    /// Steps before the clock starts
+    #[arg(long, default_value_t = 2)]
+    warm_up: u64,
+    /// What is trained
+    #[arg(long, value_enum, default_value_t = Mode::Full)]
+    mode: Mode,
+    /// Rank of the adapters
+    #[arg(long, default_value_t = 32)]
+    rank: usize,
+    /// 1: the update runs beside the next step; 0: every step sees the newest weights
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(0..=1))]
+    lag: u8,
+    /// What is recomputed together
+    #[arg(long, value_enum, default_value_t = GrainArg::Stage)]
+    grain: GrainArg,
+    /// Type of weights and activations
+    #[arg(long, value_enum, default_value_t = open::TypeArg::Bf16)]
+    dtype: open::TypeArg,
+    /// Scale gradients down to this norm
+    #[arg(long)]
+    clip: Option<f64>,
+    /// Write a trace of the last step for Perfetto
+    #[arg(long)]
+    trace: Option<PathBuf>,
+    #[command(flatten)]
+    place: Place,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Mode {
+    Full,
+    Lora,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum GrainArg {
+    Stage,
+    Layer,
+}
+
+impl BenchCmd {
+    pub fn run(self, out: &mut impl Write) -> anyhow::Result<()> {
+        ensure!(self.batch > 0 && self.seq > 0 && self.steps > 0, "--batch, --seq and --steps must be at least 1");
+        let devices = self.place.open()?;
+        if let Some(note) = &devices.note {
+            writeln!(out, "no GPU: {note}")?;
+        }
+        let rate = product_rate(devices.workers[0].clone(), self.dtype.into())?;
+        let model = self.model(out)?;
+        let (params, trainable) = counts(&model);
+        writeln!(out, "{params} parameters, {trainable} of them trained, {}", self.dtype.name())?;
+        let mut config = RunConfig::new().recompute_grain(self.grain.into());
+        config.num_microbatch = self.microbatches;
+        let engine = RoundPipe::builder(model.layers.clone())
+            .optimizer(Rule::Adam(AdamW::default()))
+            .asynchronous(self.lag == 1)
+            .devices(devices.workers.clone())
+            .ring_options(self.place.ring())
+            .run_config(config)
+            .build()?;
+        let (seconds, loss) = self.measure(&engine, model.config.vocab, out)?;
+        if let Some(path) = &self.trace {
+            self.trace(&engine, model.config.vocab, path)?;
+        }
+        let trains = if self.mode == Mode::Full { Trains::All } else { Trains::Adapters };
+        let tokens = (self.batch * self.seq) as f64;
+        let floor = model.config.flops_per_token(self.seq, trains) * tokens / rate;
+        let line = serde_json::json!({
+            "model": self.model,
+            "mode": format!("{:?}", self.mode).to_lowercase(),
+            "batch": self.batch,
+            "seq": self.seq,
+            "microbatches": self.microbatches.unwrap_or(devices.workers.len() + 1),
+            "lag": self.lag,
+            "grain": format!("{:?}", self.grain).to_lowercase(),
+            "devices": devices.workers.iter().map(|d| d.id().to_string()).collect::<Vec<_>>(),
+            "tokens_per_s": round(tokens / seconds, 1),
+            "seconds_per_step": round(seconds, 4),
+            "gpu_peak_gib": round(gpu_peak(&engine), 2),
+            "host_peak_gib": round(host_peak(&engine), 2),
+            "product_tflops": round(rate / 1e12, 2),
+            "share_of_floor": round(floor / devices.workers.len() as f64 / seconds, 3),
+            "loss": round(loss, 4),
+        });
+        writeln!(out, "{line}")?;
+        Ok(())
+    }
+
+    fn model(&self, out: &mut impl Write) -> anyhow::Result<Model> {
+        let start = Instant::now();
+        let mut model = match preset(&self.model) {
+            Ok(config) => {
+                let longest = config.max_positions.max(self.seq);
+                let config = config.with(&serde_json::json!({ "max_position_embeddings": longest }))?;
+                Model::random(config, self.dtype.into(), 1)?
+            }
+            Err(unknown) if !open::looks_like_a_model(&self.model) => return Err(unknown.into()),
+            Err(_) => open::model(&self.model, Some(self.dtype.into()))?.model,
+        };
+        ensure!(
+            self.seq <= model.config.max_positions,
+            "--seq {}: the model's longest sequence is {}",
+            self.seq,
+            model.config.max_positions
+        );
+        if self.mode == Mode::Lora {
+            let config = LoraConfig { rank: self.rank, targets: LoraTargets::AllLinear, ..LoraConfig::default() };
+            model.add_lora(&config)?;
+        }
+        writeln!(out, "{} ready in {:.1} s", self.model, start.elapsed().as_secs_f64())?;
+        Ok(model)
+    }
+
+    /// Seconds of a step and the loss of the last.
+    fn measure(&self, engine: &RoundPipe, vocab: usize, out: &mut impl Write) -> anyhow::Result<(f64, f64)> {
+        let mut loss = 0.0;
+        for step in 0..self.warm_up {
+            let start = Instant::now();
+            loss = self.step(engine, vocab, step)?;
+            writeln!(out, "warm-up {step}: loss {loss:.4}, {:.2} s", start.elapsed().as_secs_f64())?;
+            out.flush()?;
+        }
+        engine.synchronize()?;
+        let start = Instant::now();
+        for step in 0..self.steps {
+            loss = self.step(engine, vocab, self.warm_up + step)?;
+            writeln!(out, "step {step}: loss {loss:.4}, {:.2} s so far", start.elapsed().as_secs_f64())?;
+            out.flush()?;
+        }
+        engine.synchronize()?;
+        Ok((start.elapsed().as_secs_f64() / self.steps as f64, loss))
+    }
+
+    /// One step; the mean of its microbatches' losses.
+    fn step(&self, engine: &RoundPipe, vocab: usize, step: u64) -> anyhow::Result<f64> {
+        let trained = engine.train(self.inputs(vocab, step)?).run()?;
+        let update = Update { clip: self.clip, ..Update::new(1e-5) };
+        engine.update(&update, if self.lag == 1 { Lag::One } else { Lag::Zero })?;
+        Ok(trained.losses.sum() / trained.losses.microbatches().len() as f64)
+    }
+
+    /// Random tokens, and the ones that follow them as labels.
+    fn inputs(&self, vocab: usize, step: u64) -> anyhow::Result<Inputs> {
+        let key = RngSite { seed: 7, step, ..RngSite::default() }.key();
+        let (rows, seq) = (self.batch, self.seq);
+        let token = |at: usize| (u64::from(key.word(at as u64)) * vocab as u64 >> 32) as i64;
+        let row = |shift: usize| {
+            let ids: Vec<i64> = (0..rows * seq).map(|i| token(i / seq * (seq + 1) + i % seq + shift)).collect();
+            HostTensor::from_slice(&ids, &[rows, seq])
+        };
+        Ok(Inputs::new().named("ids", row(0)?).named("labels", row(1)?))
+    }
+
+    fn trace(&self, engine: &RoundPipe, vocab: usize, path: &PathBuf) -> anyhow::Result<()> {
+        engine.trace().on();
+        for step in 0..2 {
+            self.step(engine, vocab, self.warm_up + self.steps + step)?;
+        }
+        engine.synchronize()?;
+        engine.trace().off();
+        engine.trace().write_to(path).with_context(|| format!("cannot write {}", path.display()))
+    }
+}
+
+impl From<GrainArg> for Grain {
+    fn from(grain: GrainArg) -> Self {
+        match grain {
+            GrainArg::Stage => Self::Stage,
+            GrainArg::Layer => Self::Layer,
+        }
+    }
+}
+
+fn round(x: f64, digits: i32) -> f64 {
+    let scale = 10f64.powi(digits);
+    (x * scale).round() / scale
+}
+
+/// All parameters and those that are trained, shared ones once.
+fn counts(model: &Model) -> (usize, usize) {
+    let count = |params: Vec<(String, roundpipe::Param)>| params.iter().map(|(_, p)| p.shape().numel()).sum();
+    (count(model.named_params()), count(model.trainable_params()))
+}
+
+/// Operations per second of a large product on this device: what a floor is computed with.
+fn product_rate(device: std::sync::Arc<dyn Device>, dtype: DType) -> anyhow::Result<f64> {
+    let size: usize = if device.id().kind == DeviceKind::Cuda { 8192 } else { 512 };
+    let worker = Worker::new(device, Bytes((4 * size * size * dtype.size() + (64 << 20)) as u64))?;
+    let mut cx = Cx::infer(&worker);
+    let (a, b) = (cx.randn(dtype, &[size, size])?, cx.randn(dtype, &[size, size])?);
+    debug_assert_eq!(a.shape(), &Shape::new(&[size, size])?);
+    let mut best = f64::INFINITY;
+    for _ in 0..4 {
+        worker.fence()?;
+        let start = Instant::now();
+        for _ in 0..4 {
+            drop(cx.matmul(&a, &b)?);
+        }
+        worker.fence()?;
+        best = best.min(start.elapsed().as_secs_f64() / 4.0);
+    }
+    Ok(2.0 * (size as f64).powi(3) / best)
+}
+
+/// Most memory in use of any GPU's arena; 0 without one.
+fn gpu_peak(engine: &RoundPipe) -> f64 {
+    let gpus = engine.ring().workers().iter().filter(|w| w.device().id().kind == DeviceKind::Cuda);
+    gpus.map(|w| w.usage().high_water.0).max().unwrap_or(0) as f64 / f64::from(1 << 30)
+}
+
+/// Most memory of the process, as the system counts it; else what the engine holds.
+fn host_peak(engine: &RoundPipe) -> f64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let peak = status.lines().find_map(|line| {
+        let kib = line.strip_prefix("VmHWM:")?.trim().strip_suffix("kB")?.trim();
+        kib.parse::<f64>().ok()
+    });
+    let held = engine.host_bytes().total() as f64 + engine.ring().host_use().peak.0 as f64;
+    peak.map_or(held, |kib| kib * 1024.0) / f64::from(1 << 30)
+}
