@@ -6,6 +6,11 @@
 pub mod entry;
 pub mod error;
 
+pub mod weights;
+
+pub mod folder;
+pub mod mxfp4;
+
 pub mod decoder;
 pub mod sample;
 pub mod text;
@@ -13,5 +18,7 @@ pub mod text;
 pub use decoder::{Decoder, DecoderConfig};
 pub use entry::{Entry, Piece, PieceLayout};
 pub use error::{Error, Result};
+pub use folder::{Folder, LoadOptions, LoadReport, SaveOptions, load, save};
 pub use sample::{Sampler, continue_text};
 pub use text::{HARBOR, Windows};
+pub use weights::{Tensors, View, Weights, read_tensors, write_tensors};
