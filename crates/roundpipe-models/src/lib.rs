@@ -11,6 +11,8 @@ pub mod weights;
 pub mod folder;
 pub mod mxfp4;
 
+pub mod hub;
+
 pub mod decoder;
 pub mod sample;
 pub mod text;
@@ -19,6 +21,7 @@ pub use decoder::{Decoder, DecoderConfig};
 pub use entry::{Entry, Piece, PieceLayout};
 pub use error::{Error, Result};
 pub use folder::{Folder, LoadOptions, LoadReport, SaveOptions, load, save};
+pub use hub::HubConfig;
 pub use sample::{Sampler, continue_text};
 pub use text::{HARBOR, Windows};
 pub use weights::{Tensors, View, Weights, read_tensors, write_tensors};
