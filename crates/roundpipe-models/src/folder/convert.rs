@@ -92,6 +92,11 @@ fn put<S: Float, D: Float>(x: &S, out: &mut [u8]) {
     if S::DTYPE == D::DTYPE { x.write(out) } else { cast::<S, D>(*x).write(out) }
 }
 
+/// Copies as many bytes as there are, with all threads: most of the time goes into bringing the pages in.
+pub(super) fn copy_bytes(src: &[u8], dst: &mut [u8]) {
+    dst.par_chunks_mut(SHARE).zip(src.par_chunks(SHARE)).for_each(|(dst, src)| dst.copy_from_slice(src));
+}
+
 /// Reads `dst.len()` elements of `src`.
 pub(super) fn read_plain<S: Float, D: Float>(src: &[u8], dst: &mut [D]) {
     let tasks = dst.par_chunks_mut(SHARE).zip(src.par_chunks(SHARE * size_of::<S>()));
