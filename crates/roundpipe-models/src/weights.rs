@@ -19,7 +19,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use ::safetensors::Dtype;
+pub use ::safetensors::Dtype;
 use roundpipe::{DType, HostBuf, HostRef, Param};
 use serde::de::{self, Deserialize, Deserializer, IntoDeserializer, MapAccess, SeqAccess, Visitor};
 
@@ -358,6 +358,10 @@ fn cause(e: &dyn std::error::Error) -> String {
 /// Tells files that are no safetensors at all, by their first bytes, and why.
 fn refuse_other_formats(path: &Path) -> Result<()> {
     let first = first_bytes(path)?;
+    // A header of 123 bytes starts with `{`, too: what looks like a header is one.
+    if first.len() > 8 && first[4..8] == [0; 4] && matches!(first[8], b'{' | b' ' | b'\n') {
+        return Ok(());
+    }
     let starts = |magic: &[u8]| first.starts_with(magic);
     let text = String::from_utf8_lossy(&first).trim_start().to_lowercase();
     let pickled = first.len() > 8 && first[0] == 0x80 && (2..6).contains(&first[1]) && first[2..8] != [0; 6];
@@ -371,7 +375,7 @@ fn refuse_other_formats(path: &Path) -> Result<()> {
         "is a pickle, which could run code when opened; convert it with transformers' save_pretrained"
     } else if starts(b"GGUF") {
         "is a GGUF file; use the model's safetensors files"
-    } else if text.starts_with('{') && first[0] == b'{' {
+    } else if starts(b"{\"") || starts(b"{\n") || starts(b"{ ") {
         "is JSON, not weights (perhaps a server's error message); download it again"
     } else {
         return Ok(());
