@@ -24,6 +24,8 @@ struct World {
     ranges: bool,
     /// Replaces the listing.
     listing: Option<String>,
+    /// Where shards are sent from instead.
+    elsewhere: Option<String>,
     /// Wrong contents for shards.
     damaged: bool,
     asked: Vec<String>,
@@ -78,9 +80,17 @@ fn answer(stream: TcpStream, world: &Mutex<World>) -> std::io::Result<()> {
     let path = request.split(' ').nth(1).unwrap_or_default().to_owned();
     let mut world = world.lock().unwrap();
     world.asked.push(format!("{path}{token} {range}"));
+    if let Some(host) = world.elsewhere.as_ref().filter(|_| path.ends_with(".safetensors")) {
+        let name = path.rsplit('/').next().unwrap_or_default();
+        let mut stream = stream;
+        let head = "HTTP/1.1 302 Found\r\nContent-Length: 0\r\nConnection: close";
+        return write!(stream, "{head}\r\nLocation: {host}/store/{name}?signed=1\r\n\r\n");
+    }
     let body = match (world.status, path.starts_with("/api/")) {
         (0, true) => Some(world.listing()),
-        (0, false) => world.contents(path.rsplit('/').next().unwrap_or_default()),
+        (0, false) => {
+            world.contents(path.split('?').next().and_then(|p| p.rsplit('/').next()).unwrap_or_default())
+        }
         _ => None,
     };
     reply(stream, &mut world, body, range)
@@ -246,6 +256,25 @@ fn downloads_go_on_where_they_stopped() {
     }
     assert_eq!(std::fs::read_to_string(cache.join("models--me--tiny/refs/v1")).unwrap(), COMMIT);
     assert!(names(&blobs).iter().all(|n| !n.ends_with("incomplete")));
+}
+
+/// Weights come from another host: ranges are asked for there, too, and the token stays with the hub.
+#[test]
+fn the_token_does_not_follow_to_another_host() {
+    let store = Server::start(World::model());
+    let other = store.endpoint.replace("127.0.0.1", "localhost");
+    let (server, cache) =
+        (Server::start(World { elsewhere: Some(other), ..World::model() }), Scratch::new("hub"));
+    let config = HubConfig { token: Some("hf_secret".into()), ..server.config(&cache) };
+    let second = &World::model().files["model-2.safetensors"];
+    let blobs = cache.join("models--me--tiny/blobs");
+    std::fs::create_dir_all(&blobs).unwrap();
+    std::fs::write(blobs.join(format!("{}.incomplete", sha256(second))), &second[..12_345]).unwrap();
+    let folder = config.resolve("me/tiny").unwrap();
+    assert_eq!(&std::fs::read(folder.join("model-2.safetensors")).unwrap(), second);
+    assert!(server.asked().iter().all(|line| line.contains("hf_secret")));
+    let asked = store.asked();
+    assert_eq!(asked, ["/store/model-1.safetensors?signed=1 0", "/store/model-2.safetensors?signed=1 12345"]);
 }
 
 /// A server that ignores ranges sends everything again: the file must not be both parts.
