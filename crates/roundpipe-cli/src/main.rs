@@ -1,7 +1,11 @@
 //! The `roundpipe` program: one binary, one command.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod demo;
+mod generate;
+mod open;
+mod place;
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -21,6 +25,8 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Demo(demo::DemoCmd),
+    Generate(generate::GenerateCmd),
+    Bench(bench::BenchCmd),
 }
 
 fn main() -> ExitCode {
@@ -28,6 +34,8 @@ fn main() -> ExitCode {
     let mut out = io::stdout().lock();
     let done = match command {
         Command::Demo(demo) => demo.run(&mut out),
+        Command::Generate(generate) => generate.run(&mut out),
+        Command::Bench(bench) => bench.run(&mut out),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,10 +1,18 @@
-//! Language models for roundpipe: decoders as sequences of layers, LoRA, a byte tokenizer and sampling.
+//! Language models for roundpipe: configs and presets, folders and the hub, decoders as sequences of layers, LoRA,
+//! a byte tokenizer and sampling.
 //!
 //! Nothing here names a device: a model runs wherever its context does.
 #![forbid(unsafe_code)]
 
 pub mod entry;
 pub mod error;
+
+pub mod weights;
+
+pub mod folder;
+pub mod mxfp4;
+
+pub mod hub;
 
 pub mod config;
 pub mod floor;
@@ -24,8 +32,11 @@ pub use decoder::Model;
 pub use entry::{Entry, Piece, PieceLayout};
 pub use error::{Error, Result};
 pub use floor::Trains;
+pub use folder::{Folder, LoadOptions, LoadReport, SaveOptions, load, save};
 pub use generate::{Finish, GenerateOptions, Generator};
+pub use hub::HubConfig;
 pub use lora::{LoraConfig, LoraTargets};
 pub use presets::preset;
 pub use sample::Sampler;
 pub use text::{HARBOR, Windows, continue_text};
+pub use weights::{Tensors, View, Weights, read_tensors, write_tensors};

@@ -54,7 +54,7 @@ struct Inner {
     writable: bool,
     claims: Mutex<Claims>,
     /// Keeps the memory behind `ptr` alive.
-    _owner: Box<dyn Any + Send + Sync>,
+    owner: Box<dyn Any + Send + Sync>,
 }
 
 #[derive(Default)]
@@ -63,7 +63,7 @@ struct Claims {
     live: Vec<(u64, Range<usize>, bool)>,
 }
 
-// SAFETY: `ptr` points into memory kept alive by `_owner`, which is itself `Send + Sync`; access goes
+// SAFETY: `ptr` points into memory kept alive by `owner`, which is itself `Send + Sync`; access goes
 // through guards whose ranges the `claims` mutex keeps disjoint wherever one of them writes.
 unsafe impl Send for Inner {}
 // SAFETY: as above.
@@ -119,6 +119,39 @@ impl HostBuf {
         Ok(Self::wrap(name, ptr, len, false, Box::new(map)))
     }
 
+    /// Tells the system that a mapped file will be read from front to back. Other memory is left alone.
+    pub fn expect_stream(&self) {
+        #[cfg(unix)]
+        if let Some(map) = self.memory.owner.downcast_ref::<memmap2::Mmap>() {
+            // Only a hint: pages are read ahead of their use.
+            let _ = map.advise(memmap2::Advice::Sequential);
+        }
+    }
+
+    /// Gives the pages of a mapped file that lie wholly in `range` back to the system: they stop counting as
+    /// this process's memory, and who reads them again has them read from the file again. Other memory is
+    /// left alone.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when it is out of bounds.
+    pub fn let_go(&self, range: Range<usize>) -> Result<()> {
+        self.check(&range)?;
+        #[cfg(unix)]
+        if let Some(map) = self.memory.owner.downcast_ref::<memmap2::Mmap>() {
+            let start = (self.view.start + range.start).next_multiple_of(PAGE);
+            let end = (self.view.start + range.end) / PAGE * PAGE;
+            if start < end {
+                // SAFETY: the map is a shared, read-only view of a file, so a page that is dropped comes back
+                // with the file's bytes: nobody who holds a slice of it can see a difference. Failure leaves
+                // everything as it was and costs memory only.
+                let _ = unsafe {
+                    map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, end - start)
+                };
+            }
+        }
+        Ok(())
+    }
+
     /// Memory that a device's driver allocated.
     ///
     /// # Safety
@@ -140,7 +173,7 @@ impl HostBuf {
         writable: bool,
         owner: Box<dyn Any + Send + Sync>,
     ) -> Self {
-        let memory = Inner { name, ptr, writable, claims: Mutex::default(), _owner: owner };
+        let memory = Inner { name, ptr, writable, claims: Mutex::default(), owner };
         Self { memory: Arc::new(memory), view: 0..len }
     }
 
@@ -388,7 +421,27 @@ mod tests {
         let buf = HostBuf::map_file(&path).unwrap();
         assert_eq!(buf.read_all().unwrap().bytes(), b"hello");
         assert!(buf.write(0..1).is_err());
+        buf.expect_stream();
+        assert!(buf.let_go(0..6).is_err(), "past the end");
         std::fs::remove_file(&path).unwrap();
         assert!(HostBuf::map_file(&path).unwrap_err().to_string().contains("roundpipe-map"));
+    }
+
+    /// Pages that were given back hold the file's bytes again when they are read again, and other memory keeps
+    /// its own.
+    #[test]
+    fn pages_that_were_let_go_come_back() {
+        let path = std::env::temp_dir().join(format!("roundpipe-let-go-{}", std::process::id()));
+        let bytes: Vec<u8> = (0..40_000u32).map(|i| (i % 251) as u8).collect();
+        std::fs::write(&path, &bytes).unwrap();
+        let file = HostBuf::map_file(&path).unwrap();
+        let memory = HostBuf::from_slice("memory", &bytes).unwrap();
+        for buf in [&file, &memory] {
+            let held = buf.read_all().unwrap();
+            assert_eq!(held.bytes(), bytes);
+            buf.let_go(100..39_000).unwrap();
+            assert_eq!(held.bytes(), bytes);
+        }
+        std::fs::remove_file(&path).unwrap();
     }
 }

@@ -62,7 +62,7 @@ pub use dtype::{DType, Element};
 pub use error::{Error, Result};
 pub use exec::Worker;
 pub use half::{bf16, f16};
-pub use host::{HostBuf, Pin};
+pub use host::{HostBuf, HostMut, HostRef, Pin};
 pub use host_tensor::HostTensor;
 pub use meta::Meta;
 pub use param::{Param, ParamId};

@@ -59,7 +59,7 @@ impl Param {
     /// As [`Param::zeros`].
     pub fn full(dtype: DType, dims: &[usize], value: f64) -> Result<Self> {
         let param = Self::zeros(dtype, dims)?;
-        param.fill(|_| value)?;
+        param.fill(|_| [value; 4])?;
         Ok(param)
     }
 
@@ -81,10 +81,10 @@ impl Param {
     /// As [`Param::zeros`].
     pub fn normal(dtype: DType, dims: &[usize], std: f64, key: RngKey) -> Result<Self> {
         let param = Self::zeros(dtype, dims)?;
-        param.fill(|i| {
-            let words = key.block(i / 4);
-            let half = (i % 4) as usize / 2 * 2;
-            f64::from(normal_pair(words[half], words[half + 1])[(i % 2) as usize]) * std
+        param.fill(|block| {
+            let words = key.block(block);
+            let ([a, b], [c, d]) = (normal_pair(words[0], words[1]), normal_pair(words[2], words[3]));
+            [a, b, c, d].map(|x| f64::from(x) * std)
         })?;
         Ok(param)
     }
@@ -95,19 +95,21 @@ impl Param {
     /// As [`Param::zeros`].
     pub fn uniform(dtype: DType, dims: &[usize], bound: f64, key: RngKey) -> Result<Self> {
         let param = Self::zeros(dtype, dims)?;
-        param.fill(|i| (f64::from(unit(key.word(i))) * 2.0 - 1.0) * bound)?;
+        param.fill(|block| key.block(block).map(|word| (f64::from(unit(word)) * 2.0 - 1.0) * bound))?;
         Ok(param)
     }
 
-    fn fill(&self, value: impl Fn(u64) -> f64 + Sync) -> Result<()> {
+    /// Block i gives the elements from 4 i on.
+    fn fill(&self, block: impl Fn(u64) -> [f64; 4] + Sync) -> Result<()> {
         /// Every element is a function of its place, so any number of threads gives the same values.
-        fn each<T: Element>(out: &mut [T], value: impl Fn(u64) -> f64 + Sync) {
+        fn each<T: Element>(out: &mut [T], block: impl Fn(u64) -> [f64; 4] + Sync) {
             const ALONE: usize = 1 << 16;
             let threads = std::thread::available_parallelism().map_or(1, usize::from);
-            let share = out.len().div_ceil(threads).max(ALONE);
+            let share = out.len().div_ceil(threads).next_multiple_of(4).max(ALONE);
             let fill = |start: usize, part: &mut [T]| {
-                for (i, x) in part.iter_mut().enumerate() {
-                    *x = T::from_f64(value((start + i) as u64));
+                for (i, four) in part.chunks_mut(4).enumerate() {
+                    let values = block((start / 4 + i) as u64);
+                    four.iter_mut().zip(values).for_each(|(x, value)| *x = T::from_f64(value));
                 }
             };
             if share >= out.len() {
@@ -122,15 +124,17 @@ impl Param {
         }
         let mut data = self.data().write(0..self.bytes())?;
         match self.0.dtype {
-            DType::F64 => each::<f64>(data.as_mut_slice(), value),
-            DType::F32 => each::<f32>(data.as_mut_slice(), value),
-            DType::BF16 => each::<bf16>(data.as_mut_slice(), value),
-            DType::F16 => each::<f16>(data.as_mut_slice(), value),
-            DType::I64 => each::<i64>(data.as_mut_slice(), value),
-            DType::I32 => each::<i32>(data.as_mut_slice(), value),
-            DType::U32 => each::<u32>(data.as_mut_slice(), value),
-            DType::U8 => each::<u8>(data.as_mut_slice(), value),
-            DType::Bool => each::<u8>(data.as_mut_slice(), |i| f64::from(u8::from(value(i) != 0.0))),
+            DType::F64 => each::<f64>(data.as_mut_slice(), block),
+            DType::F32 => each::<f32>(data.as_mut_slice(), block),
+            DType::BF16 => each::<bf16>(data.as_mut_slice(), block),
+            DType::F16 => each::<f16>(data.as_mut_slice(), block),
+            DType::I64 => each::<i64>(data.as_mut_slice(), block),
+            DType::I32 => each::<i32>(data.as_mut_slice(), block),
+            DType::U32 => each::<u32>(data.as_mut_slice(), block),
+            DType::U8 => each::<u8>(data.as_mut_slice(), block),
+            DType::Bool => {
+                each::<u8>(data.as_mut_slice(), |i| block(i).map(|x| f64::from(u8::from(x != 0.0))))
+            }
         }
         Ok(())
     }
@@ -213,7 +217,24 @@ fn check_size(shape: &Shape, dtype: DType, data: &HostBuf) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::Param;
+    use crate::dtype::DType;
     use crate::host::HostBuf;
+    use crate::rng::{RngSite, normal_pair, unit};
+
+    /// Every element is the one that its place in the random stream says, across threads and at a ragged end.
+    #[test]
+    fn random_values_are_those_of_their_places() {
+        let key = RngSite { seed: 4, ..RngSite::default() }.key();
+        let count = (1 << 18) + 3;
+        let normal = Param::normal(DType::F32, &[count], 0.5, key).unwrap().to_vec::<f32>().unwrap();
+        let uniform = Param::uniform(DType::F32, &[count], 2.0, key).unwrap().to_vec::<f32>().unwrap();
+        for i in (0..count).step_by(4099).chain([1, 2, 3, count - 2, count - 1]) {
+            let words = key.block(i as u64 / 4);
+            let pair = normal_pair(words[i % 4 / 2 * 2], words[i % 4 / 2 * 2 + 1]);
+            assert_eq!(normal[i], (f64::from(pair[i % 2]) * 0.5) as f32, "normal {i}");
+            assert_eq!(uniform[i], ((f64::from(unit(words[i % 4])) * 2.0 - 1.0) * 2.0) as f32, "uniform {i}");
+        }
+    }
 
     /// A tied weight is a clone: it must move with its twin, and a home of another size is no home.
     #[test]

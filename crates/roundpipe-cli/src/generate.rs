@@ -1,0 +1,108 @@
+//! `roundpipe generate`: text from a model, as it comes.
+
+use std::io::Write;
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+
+use anyhow::ensure;
+use roundpipe_models::chat::{Message, RenderOptions};
+use roundpipe_models::tokenizer::Tokenizer;
+use roundpipe_models::{GenerateOptions, Generator, Sampler};
+
+use crate::open;
+use crate::place::Place;
+
+/// Continue a prompt, or answer it where the model has a chat template
+#[derive(Debug, clap::Args)]
+pub struct GenerateCmd {
+    /// A folder, or a hub id such as Qwen/Qwen3-0.6B
+    model: String,
+    /// What to say to the model
+    #[arg(long)]
+    prompt: String,
+    /// Tokens at most
+    #[arg(long, default_value_t = 256)]
+    max_tokens: usize,
+    /// Take the prompt as it is, without the model's chat template
+    #[arg(long)]
+    raw: bool,
+    /// A system message before the prompt
+    #[arg(long, conflicts_with = "raw")]
+    system: Option<String>,
+    /// Flattens (above 1) or sharpens (below 1) the choice; 0 takes the likeliest token
+    #[arg(long, default_value_t = 0.0)]
+    temperature: f64,
+    /// Choose among so many of the likeliest tokens
+    #[arg(long)]
+    top_k: Option<usize>,
+    /// Choose among the likeliest tokens that reach this probability together
+    #[arg(long)]
+    top_p: Option<f64>,
+    /// Seed of the choices
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// A folder with adapters to apply
+    #[arg(long)]
+    adapter: Option<PathBuf>,
+    /// Type of weights and activations [default: the model's]
+    #[arg(long, value_enum)]
+    dtype: Option<open::TypeArg>,
+    #[command(flatten)]
+    place: Place,
+}
+
+impl GenerateCmd {
+    pub fn run(self, out: &mut impl Write) -> anyhow::Result<()> {
+        ensure!(self.temperature.is_finite() && self.temperature >= 0.0, "--temperature must be 0 or more");
+        ensure!(self.top_k != Some(0), "--top-k must be at least 1");
+        ensure!(self.top_p.is_none_or(|p| p > 0.0 && p <= 1.0), "--top-p must be above 0 and at most 1");
+        let devices = self.place.open()?;
+        let opened = open::model(&self.model, self.dtype.map(Into::into))?;
+        let mut model = opened.model;
+        if let Some(adapter) = &self.adapter {
+            model.load_adapter(adapter)?;
+        }
+        let tokenizer = Tokenizer::open(&opened.path)?;
+        let prompt = self.tokens(&tokenizer)?;
+        let generator = Generator::new(&model, &devices.workers, &self.place.ring())?;
+        let sampler = Sampler {
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            seed: self.seed,
+        };
+        let stop = tokenizer.eos().to_vec();
+        let options = GenerateOptions { max_tokens: self.max_tokens, sampler, stop };
+        let mut stream = tokenizer.stream();
+        let mut failed = None;
+        let mut print = |text: &str| {
+            let done = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+            match done {
+                Ok(()) => ControlFlow::Continue(()),
+                Err(error) => {
+                    failed = Some(error);
+                    ControlFlow::Break(())
+                }
+            }
+        };
+        generator.generate(&prompt, &options, |token| match stream.push(token) {
+            Some(text) => print(&text),
+            None => ControlFlow::Continue(()),
+        })?;
+        let _ = print(&stream.finish());
+        let _ = print("\n");
+        failed.map_or(Ok(()), |error| Err(error.into()))
+    }
+
+    /// The prompt as the model wants it.
+    fn tokens(&self, tokenizer: &Tokenizer) -> anyhow::Result<Vec<u32>> {
+        let Some(template) = tokenizer.chat_template().filter(|_| !self.raw) else {
+            return Ok(tokenizer.encode(&self.prompt, true)?);
+        };
+        let system = self.system.iter().map(|text| Message::new("system", text.as_str()));
+        let messages: Vec<Message> = system.chain([Message::new("user", self.prompt.as_str())]).collect();
+        let options = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
+        // The template writes the special tokens itself.
+        Ok(tokenizer.encode(&template.render(&messages, &options)?, false)?)
+    }
+}

@@ -1,0 +1,329 @@
+//! From a folder into parameters.
+//!
+//! Everything is checked first: that every tensor is there in the right shape and a usable type, that the
+//! folder holds nothing the model has no place for, and that the parameters may be written. Then the files
+//! are read from front to back in windows; the pages of a window are given back when it has been read, so
+//! the memory in use is the model and one window.
+
+use std::collections::HashSet;
+use std::ops::Range;
+
+use roundpipe::{DType, HostMut};
+
+use super::Folder;
+use super::convert::{Float, copy_bytes, for_float, read_mxfp4, read_plain, read_transposed};
+use crate::entry::{Entry, Piece, PieceLayout};
+use crate::error::{Error, Result};
+use crate::mxfp4;
+use crate::weights::{Stored, Weights, param_dtype, shown};
+
+/// Bytes of a file that are read before their pages are given back.
+const WINDOW: usize = 32 << 20;
+const OTHER_CONFIG: &str = "check that config.json belongs to these weights";
+
+/// What a user may choose about loading.
+#[derive(Debug, Clone)]
+pub struct LoadOptions {
+    /// Tensors that a folder may hold without the model having a place for them: whole names, or what a name
+    /// ends with after a dot.
+    pub ignored: Vec<String>,
+}
+
+impl Default for LoadOptions {
+    /// Buffers that older versions of transformers saved and newer ones compute.
+    fn default() -> Self {
+        let known = ["rotary_emb.inv_freq", "attn.masked_bias", "attn.bias"];
+        Self { ignored: known.map(String::from).to_vec() }
+    }
+}
+
+impl LoadOptions {
+    /// Also allows `name`, such as the `lm_head.weight` of a tied model.
+    #[must_use]
+    pub fn ignoring(mut self, name: impl Into<String>) -> Self {
+        self.ignored.push(name.into());
+        self
+    }
+
+    fn ignores(&self, tensor: &str) -> bool {
+        self.ignored.iter().any(|known| match tensor.strip_suffix(known.as_str()) {
+            Some(rest) => rest.is_empty() || rest.ends_with('.'),
+            None => false,
+        })
+    }
+}
+
+/// What was loaded.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct LoadReport {
+    /// Tensors read (a quantised one counts once).
+    pub tensors: usize,
+    /// Bytes read.
+    pub bytes: u64,
+    /// Tensors whose type was changed on the way.
+    pub converted: usize,
+    /// Tensors that were de-quantised.
+    pub dequantised: usize,
+    /// Tensors of the folder that were left alone.
+    pub ignored: Vec<String>,
+}
+
+/// Fills the parameters of `entries` from a folder.
+///
+/// # Errors
+/// [`Error::File`] naming the tensor that is missing, has another shape or type, or has no place in the model;
+/// [`Error::Argument`] for entries that contradict themselves; [`Error::Tensor`] while somebody else uses a
+/// parameter. Nothing has been written then.
+pub fn load(folder: &Folder, entries: &[Entry], options: &LoadOptions) -> Result<LoadReport> {
+    check_entries(entries)?;
+    let mut jobs = Vec::new();
+    for entry in entries {
+        for piece in &entry.pieces {
+            jobs.push(plan(folder, entry, piece)?);
+        }
+    }
+    let mut report = LoadReport { ignored: check_extra(folder, &jobs, options)?, ..Default::default() };
+    // Taken before the first byte is written: a parameter in use refuses the whole load.
+    let mut homes: Vec<HostMut> = jobs.iter().map(Job::claim).collect::<Result<_>>()?;
+    let mut order: Vec<usize> = (0..jobs.len()).collect();
+    order.sort_by_key(|i| (jobs[*i].shard.path(), jobs[*i].first.range.start));
+    folder.shards().iter().for_each(Weights::expect_stream);
+    for i in order {
+        jobs[i].run(&mut homes[i])?;
+        report.count(&jobs[i]);
+    }
+    Ok(report)
+}
+
+impl LoadReport {
+    fn count(&mut self, job: &Job<'_>) {
+        self.tensors += 1;
+        self.bytes += (job.first.range.len() + job.scales.map_or(0, |(_, s)| s.range.len())) as u64;
+        self.dequantised += usize::from(job.scales.is_some());
+        self.converted += usize::from(param_dtype(job.first.dtype) != Some(job.entry.param.dtype()));
+    }
+}
+
+/// Whether each parameter occurs once and its pieces cover it exactly: a mistake here is the model's, not the
+/// folder's.
+pub(super) fn check_entries(entries: &[Entry]) -> Result<()> {
+    let mut seen = HashSet::new();
+    for entry in entries {
+        let fail = |why: &str| Err(Error::argument(format!("entry {}", shown(&entry.name)), why));
+        if !seen.insert(entry.param.id()) {
+            return fail("its parameter occurs in another entry; give a tied weight one entry");
+        }
+        let mut spans: Vec<Range<usize>> = Vec::new();
+        for piece in &entry.pieces {
+            let count = piece.dims.iter().try_fold(1usize, |n, d| n.checked_mul(*d));
+            let Some(end) = count.and_then(|n| n.checked_add(piece.at)) else {
+                return fail("a piece is larger than any memory; check its dims");
+            };
+            if piece.layout != PieceLayout::Plain && (piece.dims.len() < 2 || !entry.param.dtype().is_float())
+            {
+                return fail(
+                    "only floats of two or more dimensions can be transposed; use PieceLayout::Plain",
+                );
+            }
+            spans.push(piece.at..end);
+        }
+        spans.sort_by_key(|s| (s.start, s.end));
+        let covered = spans.iter().try_fold(0, |at, s| (s.start == at).then_some(s.end));
+        if covered != Some(entry.param.shape().numel()) {
+            return fail("its pieces do not cover the parameter exactly once; check their places and dims");
+        }
+    }
+    Ok(())
+}
+
+/// One piece and where its bytes are.
+struct Job<'a> {
+    entry: &'a Entry,
+    piece: &'a Piece,
+    shard: &'a Weights,
+    /// The tensor, or its blocks.
+    first: &'a Stored,
+    /// The scales of a quantised tensor, perhaps in another file.
+    scales: Option<(&'a Weights, &'a Stored)>,
+}
+
+fn find<'a>(folder: &'a Folder, name: &str) -> Option<(&'a Weights, &'a Stored)> {
+    let shard = folder.shard_of(name)?;
+    Some((shard, shard.stored(name)?))
+}
+
+/// Finds a piece in the folder and checks its shape and type.
+fn plan<'a>(folder: &'a Folder, entry: &'a Entry, piece: &'a Piece) -> Result<Job<'a>> {
+    if piece.layout == PieceLayout::Mxfp4OrTransposed
+        && let Some(job) = plan_mxfp4(folder, entry, piece)?
+    {
+        return Ok(job);
+    }
+    let Some((shard, first)) = find(folder, &piece.tensor) else {
+        let what = format!("has no tensor {} ({}); {OTHER_CONFIG}", shown(&piece.tensor), entry.name);
+        return Err(Error::file(folder.path(), what));
+    };
+    check_dims(shard, first, &piece.dims)?;
+    let (have, want) = (param_dtype(first.dtype), entry.param.dtype());
+    if have != Some(want) && !(have.is_some_and(DType::is_float) && want.is_float()) {
+        let what = format!(
+            "tensor {} has type {}, which cannot become {want}; save the model as BF16, F16 or F32",
+            shown(&first.name),
+            first.dtype
+        );
+        return Err(Error::file(shard.path(), what));
+    }
+    Ok(Job { entry, piece, shard, first, scales: None })
+}
+
+/// The quantised form of a piece, where the folder has one.
+fn plan_mxfp4<'a>(folder: &'a Folder, entry: &'a Entry, piece: &'a Piece) -> Result<Option<Job<'a>>> {
+    let names = ["blocks", "scales"].map(|part| format!("{}_{part}", piece.tensor));
+    let [blocks, scales] = names.each_ref().map(|name| find(folder, name));
+    let (blocks, scales) = match (blocks, scales) {
+        (None, None) => return Ok(None),
+        (Some(blocks), Some(scales)) => (blocks, scales),
+        (blocks, _) => {
+            let (have, lacks) = if blocks.is_some() { (0, 1) } else { (1, 0) };
+            let what = format!(
+                "has {} but not {}; download the model again",
+                shown(&names[have]),
+                shown(&names[lacks])
+            );
+            return Err(Error::file(folder.path(), what));
+        }
+    };
+    let [outer @ .., inner, rows] = &piece.dims[..] else { unreachable!("checked: two or more dimensions") };
+    let grouped: Vec<usize> = [outer, &[*rows, inner / mxfp4::GROUP]].concat();
+    if inner % mxfp4::GROUP != 0 {
+        let what = format!(
+            "{} is quantised, but rows of {inner} values are no groups of 32; {OTHER_CONFIG}",
+            shown(&names[0])
+        );
+        return Err(Error::file(blocks.0.path(), what));
+    }
+    check_dims(blocks.0, blocks.1, &[&grouped[..], &[mxfp4::GROUP_BYTES]].concat())?;
+    check_dims(scales.0, scales.1, &grouped)?;
+    for (shard, part) in [blocks, scales] {
+        if param_dtype(part.dtype) != Some(DType::U8) {
+            let name = shown(&part.name);
+            let what =
+                format!("tensor {name} has type {}, MXFP4 needs U8; download the model again", part.dtype);
+            return Err(Error::file(shard.path(), what));
+        }
+    }
+    Ok(Some(Job { entry, piece, shard: blocks.0, first: blocks.1, scales: Some(scales) }))
+}
+
+fn check_dims(shard: &Weights, stored: &Stored, want: &[usize]) -> Result<()> {
+    if stored.dims == want {
+        return Ok(());
+    }
+    let name = shown(&stored.name);
+    let what = format!("tensor {name} has shape {:?}, the model needs {want:?}; {OTHER_CONFIG}", stored.dims);
+    Err(Error::file(shard.path(), what))
+}
+
+/// Refuses tensors that the model has no place for; gives the names of those that do no harm.
+fn check_extra(folder: &Folder, jobs: &[Job<'_>], options: &LoadOptions) -> Result<Vec<String>> {
+    let used: HashSet<&str> = jobs
+        .iter()
+        .flat_map(|j| [Some(j.first), j.scales.map(|(_, s)| s)])
+        .flatten()
+        .map(|s| s.name.as_str())
+        .collect();
+    let (ignored, extra): (Vec<&str>, Vec<&str>) =
+        folder.tensors().filter(|name| !used.contains(name)).partition(|name| options.ignores(name));
+    if let Some(first) = extra.first() {
+        let more = if extra.len() > 1 { format!(" and {} more", extra.len() - 1) } else { String::new() };
+        let what =
+            format!("holds tensor {}{more}, which the model has no place for; {OTHER_CONFIG}", shown(first));
+        let path = folder.shard_of(first).map_or(folder.path(), Weights::path);
+        return Err(Error::file(path, what));
+    }
+    Ok(ignored.into_iter().map(String::from).collect())
+}
+
+impl Job<'_> {
+    fn claim(&self) -> Result<HostMut> {
+        let size = self.entry.param.dtype().size();
+        let start = self.piece.at * size;
+        Ok(self.entry.param.data().write(start..start + self.piece.numel() * size)?)
+    }
+
+    /// Reads the piece into its home.
+    fn run(&self, home: &mut HostMut) -> Result<()> {
+        let same = param_dtype(self.first.dtype) == Some(self.entry.param.dtype());
+        if same && self.piece.layout == PieceLayout::Plain {
+            return self.copy(home.bytes());
+        }
+        for_float!(self.entry.param.dtype(), |D| self.fill::<D>(home.as_mut_slice::<D>()))
+            .expect("checked: only floats change type or layout")
+    }
+
+    fn fill<D: Float>(&self, dst: &mut [D]) -> Result<()> {
+        if let Some((shard, scales)) = self.scales {
+            return self.fill_mxfp4(shard, scales, dst);
+        }
+        let dtype = param_dtype(self.first.dtype).expect("checked: a float type");
+        for_float!(dtype, |S| match self.piece.layout {
+            PieceLayout::Plain => self.fill_plain::<S, D>(dst),
+            _ => self.fill_transposed::<S, D>(dst),
+        })
+        .expect("checked: a float type")
+    }
+
+    fn fill_plain<S: Float, D: Float>(&self, dst: &mut [D]) -> Result<()> {
+        let each = WINDOW / size_of::<S>();
+        for (i, dst) in dst.chunks_mut(each).enumerate() {
+            let at = i * WINDOW..i * WINDOW + dst.len() * size_of::<S>();
+            window(self.shard, self.first, at, |src| read_plain::<S, D>(src, dst))?;
+        }
+        Ok(())
+    }
+
+    fn fill_transposed<S: Float, D: Float>(&self, dst: &mut [D]) -> Result<()> {
+        let [.., rows, cols] = self.piece.dims[..] else { unreachable!("checked: two or more dimensions") };
+        if rows * cols == 0 {
+            return Ok(());
+        }
+        let line = cols * size_of::<S>();
+        let each = (WINDOW / line).max(1);
+        for (m, dst) in dst.chunks_exact_mut(rows * cols).enumerate() {
+            for first in (0..rows).step_by(each) {
+                let last = rows.min(first + each);
+                let at = (m * rows + first) * line..(m * rows + last) * line;
+                window(self.shard, self.first, at, |src| read_transposed::<S, D>(src, first, cols, dst))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn fill_mxfp4<D: Float>(&self, shard: &Weights, scales: &Stored, dst: &mut [D]) -> Result<()> {
+        let each = WINDOW / mxfp4::GROUP_BYTES;
+        for (i, dst) in dst.chunks_mut(each * mxfp4::GROUP).enumerate() {
+            let groups = i * each..i * each + dst.len() / mxfp4::GROUP;
+            let at = groups.start * mxfp4::GROUP_BYTES..groups.end * mxfp4::GROUP_BYTES;
+            window(self.shard, self.first, at, |blocks| {
+                window(shard, scales, groups, |scales| read_mxfp4(blocks, scales, dst))
+            })??;
+        }
+        Ok(())
+    }
+
+    /// A piece that stands in the file as it does here.
+    fn copy(&self, dst: &mut [u8]) -> Result<()> {
+        for (i, dst) in dst.chunks_mut(WINDOW).enumerate() {
+            let at = i * WINDOW..i * WINDOW + dst.len();
+            window(self.shard, self.first, at, |src| copy_bytes(src, dst))?;
+        }
+        Ok(())
+    }
+}
+
+/// Shows `read` part of a tensor, then gives its pages back.
+fn window<R>(shard: &Weights, stored: &Stored, at: Range<usize>, read: impl FnOnce(&[u8]) -> R) -> Result<R> {
+    let result = read(&shard.bytes_of(stored)[at.clone()]);
+    shard.let_go(stored.range.start + at.start..stored.range.start + at.end)?;
+    Ok(result)
+}

@@ -1,0 +1,12 @@
+//! Folders and files of weights: what is refused and how, and that what is written is what is read.
+
+#[path = "folders/hub.rs"]
+mod hub;
+#[path = "folders/kit.rs"]
+mod kit;
+#[path = "folders/malformed.rs"]
+mod malformed;
+#[path = "folders/mxfp4.rs"]
+mod mxfp4;
+#[path = "folders/round_trip.rs"]
+mod round_trip;
