@@ -73,30 +73,35 @@ impl GenerateCmd {
         };
         let stop = tokenizer.eos().to_vec();
         let options = GenerateOptions { max_tokens: self.max_tokens, sampler, stop };
-        let mut stream = tokenizer.stream();
+        let mut stream = tokenizer.stream(true);
+        let mut show = |text: &str| -> anyhow::Result<()> {
+            out.write_all(text.as_bytes())?;
+            Ok(out.flush()?)
+        };
         let mut failed = None;
-        let mut print = |text: &str| {
-            let done = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-            match done {
+        generator.generate(&prompt, &options, |token| {
+            let shown = stream.push(token).map_err(anyhow::Error::from);
+            match shown.and_then(|text| text.map_or(Ok(()), |text| show(&text))) {
                 Ok(()) => ControlFlow::Continue(()),
                 Err(error) => {
                     failed = Some(error);
                     ControlFlow::Break(())
                 }
             }
-        };
-        generator.generate(&prompt, &options, |token| match stream.push(token) {
-            Some(text) => print(&text),
-            None => ControlFlow::Continue(()),
         })?;
-        let _ = print(&stream.finish());
-        let _ = print("\n");
-        failed.map_or(Ok(()), |error| Err(error.into()))
+        if let Some(error) = failed {
+            return Err(error);
+        }
+        show(&(stream.finish()? + "\n"))
     }
 
     /// The prompt as the model wants it.
     fn tokens(&self, tokenizer: &Tokenizer) -> anyhow::Result<Vec<u32>> {
-        let Some(template) = tokenizer.chat_template().filter(|_| !self.raw) else {
+        if self.raw {
+            return Ok(tokenizer.encode(&self.prompt, true)?);
+        }
+        let Some(template) = tokenizer.chat_template(false)? else {
+            ensure!(self.system.is_none(), "--system: the model has no chat template to put it into");
             return Ok(tokenizer.encode(&self.prompt, true)?);
         };
         let system = self.system.iter().map(|text| Message::new("system", text.as_str()));
