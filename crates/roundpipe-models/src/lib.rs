@@ -6,9 +6,11 @@
 pub mod entry;
 pub mod error;
 
+pub mod chat;
 pub mod decoder;
 pub mod sample;
 pub mod text;
+pub mod tokenizer;
 
 pub use decoder::{Decoder, DecoderConfig};
 pub use entry::{Entry, Piece, PieceLayout};
