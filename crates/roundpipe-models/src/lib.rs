@@ -1,5 +1,5 @@
-//! Language models for roundpipe: configs and presets, folders and the hub, decoders as sequences of layers, LoRA,
-//! a byte tokenizer and sampling.
+//! Language models for roundpipe: configs and presets, folders and the hub, tokenizers and chat templates, decoders
+//! as sequences of layers, LoRA, generation.
 //!
 //! Nothing here names a device: a model runs wherever its context does.
 #![forbid(unsafe_code)]
@@ -19,6 +19,9 @@ pub mod floor;
 pub mod presets;
 
 mod rope;
+
+pub mod chat;
+pub mod tokenizer;
 
 pub mod decoder;
 pub mod lora;

@@ -1,0 +1,94 @@
+//! Comparisons, and the tests behind `is`.
+
+use std::cmp::Ordering;
+
+use super::Fault;
+use super::ops;
+use super::parse::Cmp;
+use super::value::Value;
+
+/// `left cmp right`.
+pub(super) fn compare(cmp: Cmp, left: &Value, right: &Value) -> Result<bool, Fault> {
+    let order = || {
+        for side in [left, right] {
+            if let Value::Undefined(what) = side {
+                return Err(Fault::new(format!("{what} is undefined")));
+            }
+        }
+        left.order(right)
+    };
+    Ok(match cmp {
+        Cmp::Eq => left.equals(right),
+        Cmp::Ne => !left.equals(right),
+        Cmp::Lt => order()? == Some(Ordering::Less),
+        Cmp::Le => matches!(order()?, Some(Ordering::Less | Ordering::Equal)),
+        Cmp::Gt => order()? == Some(Ordering::Greater),
+        Cmp::Ge => matches!(order()?, Some(Ordering::Greater | Ordering::Equal)),
+        Cmp::In => ops::contains(right, left)?,
+        Cmp::NotIn => !ops::contains(right, left)?,
+    })
+}
+
+/// `value is name(args)`.
+pub(super) fn check(name: &str, value: &Value, args: &[Value]) -> Result<bool, Fault> {
+    if let Some(cmp) = comparison(name) {
+        let [other] = args else { return Err(Fault::new(format!("test '{name}' needs one argument"))) };
+        return compare(cmp, value, other);
+    }
+    if matches!(name, "divisibleby" | "sameas") {
+        let [other] = args else { return Err(Fault::new(format!("test '{name}' needs one argument"))) };
+        return Ok(match name {
+            "divisibleby" => ops::binary(super::parse::Op::Rem, value, other)?.equals(&Value::Int(0)),
+            _ => value.kind() == other.kind() && value.equals(other),
+        });
+    }
+    if !args.is_empty() {
+        return Err(Fault::new(format!("test '{name}' takes no argument")));
+    }
+    let parity = |odd: i128| {
+        let rest = ops::binary(super::parse::Op::Rem, value, &Value::Int(2))?;
+        Ok(rest.equals(&Value::Int(odd)))
+    };
+    let cased = |other: fn(char) -> bool, this: fn(char) -> bool| {
+        let text = value.print();
+        !text.chars().any(other) && text.chars().any(this)
+    };
+    Ok(match name {
+        "defined" => !matches!(value, Value::Undefined(_)),
+        "undefined" => matches!(value, Value::Undefined(_)),
+        "none" => matches!(value, Value::None),
+        "boolean" => matches!(value, Value::Bool(_)),
+        "true" => matches!(value, Value::Bool(true)),
+        "false" => matches!(value, Value::Bool(false)),
+        "integer" => matches!(value, Value::Int(_)),
+        "float" => matches!(value, Value::Float(_)),
+        "number" => value.as_float().is_some(),
+        "string" => matches!(value, Value::Str(_)),
+        "mapping" => matches!(value, Value::Dict(_)),
+        "sequence" => value.len().is_some() && !matches!(value, Value::View(..) | Value::Loop(_)),
+        "iterable" => value.len().is_some() || matches!(value, Value::Iter(_)),
+        "callable" => {
+            matches!(value, Value::Macro(_) | Value::Function(_) | Value::Method(_) | Value::Loop(_))
+        }
+        "escaped" => matches!(value, Value::Str(text) if text.safe),
+        "odd" => return parity(1),
+        "even" => return parity(0),
+        "lower" => cased(char::is_uppercase, char::is_lowercase),
+        "upper" => cased(char::is_lowercase, char::is_uppercase),
+        "filter" => super::filters::NAMES.contains(&value.print().as_str()),
+        other => return Err(Fault::new(format!("no test named '{other}'"))),
+    })
+}
+
+fn comparison(name: &str) -> Option<Cmp> {
+    Some(match name {
+        "eq" | "equalto" | "==" => Cmp::Eq,
+        "ne" | "!=" => Cmp::Ne,
+        "lt" | "lessthan" | "<" => Cmp::Lt,
+        "le" | "<=" => Cmp::Le,
+        "gt" | "greaterthan" | ">" => Cmp::Gt,
+        "ge" | ">=" => Cmp::Ge,
+        "in" => Cmp::In,
+        _ => return None,
+    })
+}
