@@ -21,6 +21,7 @@ mod rope;
 
 pub mod decoder;
 pub mod lora;
+pub mod pretrained;
 pub mod sample;
 pub mod text;
 
@@ -32,6 +33,7 @@ pub use folder::{Folder, LoadOptions, LoadReport, SaveOptions, load, save};
 pub use hub::HubConfig;
 pub use lora::{LoraConfig, LoraTargets};
 pub use presets::preset;
+pub use pretrained::read_config;
 pub use sample::{Sampler, continue_text};
 pub use text::{HARBOR, Windows};
 pub use weights::{Tensors, View, Weights, read_tensors, write_tensors};
