@@ -13,6 +13,7 @@ use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 
 use super::{LoraConfig, LoraTargets, branch_dims, ends_with, is_stacked, scale};
+use crate::config::Family;
 use crate::decoder::{Adapter, DOWN, GATE_UP, Model, Projection};
 use crate::error::{Error, Result};
 use crate::weights::{View, Weights, write_tensors};
@@ -155,15 +156,15 @@ impl Model {
 
     fn adapter_json(&self, config: &LoraConfig) -> Value {
         let (mut modules, mut parameters) = (BTreeSet::new(), BTreeSet::new());
-        for (name, projection) in self.projections().filter(|(_, p)| p.adapter.is_some()) {
+        for (name, _) in self.projections().filter(|(_, p)| p.adapter.is_some()) {
             let short = name.splitn(4, '.').nth(3).unwrap_or(&name).to_owned();
-            let last = short.rsplit('.').next().unwrap_or(&short).to_owned();
-            match (is_stacked(&name), super::is_router(&name)) {
+            // In a Qwen3-MoE, PEFT takes the names of dense units for those of experts, and routers are parameters.
+            let weight = self.config.family == Family::Qwen3Moe && short.starts_with("mlp.");
+            match (is_stacked(&name), weight || super::is_router(&name)) {
                 (true, _) => parameters.insert(short),
                 (_, true) => parameters.insert(format!("{short}.weight")),
-                _ => modules.insert(last),
+                _ => modules.insert(short.rsplit('.').next().unwrap_or(&short).to_owned()),
             };
-            debug_assert!(projection.adapter.is_some());
         }
         // PEFT refuses dropout beside branches of experts; it matters in training only.
         let dropout = if parameters.is_empty() { config.dropout } else { 0.0 };
