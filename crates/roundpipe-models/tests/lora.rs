@@ -181,6 +181,7 @@ fn text(result: roundpipe_models::Result<()>) -> String {
     result.unwrap_err().to_string()
 }
 
+/// Whoever mistypes a target reads which there are; names may be as long as it takes to mean one matrix.
 #[test]
 fn bad_configs_and_targets_are_named() {
     let mut model = Golden::open("qwen3_moe").model(DType::F32);
