@@ -348,4 +348,38 @@ mod tests {
         assert_eq!(oss.windows, [Some(8), None]);
         assert!(oss.to_json().get("quantization_config").is_none());
     }
+
+    /// The kind of files that models are published with: fields that say nothing here are passed over.
+    #[test]
+    fn published_files_are_read() {
+        let smol = json!({
+            "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+            "hidden_act": "silu", "hidden_size": 576, "intermediate_size": 1536, "is_llama_config": true,
+            "max_position_embeddings": 8192, "mlp_bias": false, "model_type": "llama", "num_attention_heads": 9,
+            "num_hidden_layers": 30, "num_key_value_heads": 3, "pretraining_tp": 1, "rms_norm_eps": 1e-5,
+            "rope_interleaved": false, "rope_scaling": null, "rope_theta": 100_000, "tie_word_embeddings": true,
+            "torch_dtype": "bfloat16", "transformers_version": "4.42.3", "vocab_size": 49152
+        });
+        let smol = ModelConfig::from_json(&smol, "x").unwrap();
+        assert_eq!((smol.head_dim, smol.rope.theta, smol.num_params()), (64, 100_000.0, 134_515_008));
+        let oss = json!({
+            "architectures": ["GptOssForCausalLM"], "attention_bias": true, "experts_per_token": 4,
+            "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+            "intermediate_size": 2880, "max_position_embeddings": 131_072, "model_type": "gpt_oss",
+            "layer_types": ["sliding_attention", "full_attention"], "num_attention_heads": 64,
+            "num_experts_per_tok": 4, "num_hidden_layers": 2, "num_key_value_heads": 8, "num_local_experts": 32,
+            "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+            "rope_scaling": {
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                "rope_type": "yarn", "truncate": false
+            },
+            "rope_theta": 150_000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+            "tie_word_embeddings": false, "vocab_size": 201_088
+        });
+        let oss = ModelConfig::from_json(&oss, "x").unwrap();
+        assert_eq!(oss.moe.as_ref().map(|moe| (moe.top_k, moe.aux_coef)), Some((4, 0.0)));
+        // What the family means when its file says nothing of rotation is the same.
+        let silent = oss.with(&json!({"rope_scaling": null, "rope_theta": null})).unwrap();
+        assert_eq!((silent.rope, &silent.windows), (oss.rope, &oss.windows));
+    }
 }

@@ -25,6 +25,7 @@ pub mod tokenizer;
 
 pub mod decoder;
 pub mod lora;
+pub mod pretrained;
 
 pub mod generate;
 pub mod sample;
@@ -40,6 +41,7 @@ pub use generate::{Finish, GenerateOptions, Generator};
 pub use hub::HubConfig;
 pub use lora::{LoraConfig, LoraTargets};
 pub use presets::preset;
+pub use pretrained::read_config;
 pub use sample::Sampler;
 pub use text::{HARBOR, Windows, continue_text};
 pub use weights::{Tensors, View, Weights, read_tensors, write_tensors};

@@ -5,13 +5,13 @@
 mod golden;
 
 use golden::{
-    ALL, Golden, assert_close, assert_same_direction, cpus, norm, param_name, rms_difference, worker,
+    ALL, Golden, assert_close, assert_same_direction, cpus, folder, norm, param_name, rms_difference, worker,
 };
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    Cx, DType, HostTensor, Inputs, Lag, Params, RingOptions, RoundPipe, Rule, RunConfig, Tree, Update,
+    Cx, DType, HostTensor, Inputs, Lag, Param, Params, RingOptions, RoundPipe, Rule, RunConfig, Tree, Update,
 };
-use roundpipe_models::Model;
+use roundpipe_models::{Model, SaveOptions, mxfp4, read_tensors, write_tensors};
 
 /// Forward and loss, plainly; transformers adds the balance of experts to the loss, we do in training.
 #[test]
@@ -216,4 +216,53 @@ fn parameters_have_the_names_of_transformers() {
     ] {
         assert!(names.iter().any(|n| n == name), "{name} is not in {names:?}");
     }
+}
+
+fn bytes(param: &Param) -> Vec<u8> {
+    param.data().read_all().unwrap().bytes().to_vec()
+}
+
+/// Out in shards and in again: the same bits and the same config, for every family.
+#[test]
+fn a_saved_folder_loads_again() {
+    for name in ALL {
+        let model = Golden::open(name).model(DType::BF16);
+        let dir = folder();
+        let options = SaveOptions { max_shard_bytes: 20_000, overwrite: true, ..SaveOptions::default() };
+        model.save(&dir, options).unwrap();
+        let again = Model::load(&dir, None).unwrap();
+        assert_eq!(again.config, model.config.with(&again.config.to_json()).unwrap(), "{name}");
+        assert_eq!(again.dtype(), DType::BF16);
+        for (a, b) in again.entries().iter().zip(model.entries()) {
+            assert_eq!(bytes(&a.param), bytes(&b.param), "{name}: {}", a.name);
+        }
+    }
+}
+
+/// GPT-OSS as it is published: experts in MXFP4, which the config says and a save no longer does.
+#[test]
+fn experts_in_mxfp4_are_read() {
+    let model = Golden::open("gpt_oss").model(DType::F32);
+    let dir = folder();
+    model.save(&dir, SaveOptions { overwrite: true, ..SaveOptions::default() }).unwrap();
+    let path = dir.as_ref().join("model.safetensors");
+    let mut tensors = read_tensors(&path).unwrap().tensors;
+    let name = "model.layers.1.mlp.experts.gate_up_proj";
+    tensors.retain(|(n, _)| n != name);
+    // [experts, rows, groups, 16] and [experts, rows, groups]; one group of 32 makes a row.
+    let blocks: Vec<u8> = (0..4 * 32 * 16u32).map(|i| (i * 73 % 251) as u8).collect();
+    let scales: Vec<u8> = (0..4 * 32u32).map(|i| (120 + i % 9) as u8).collect();
+    tensors.push((format!("{name}_blocks"), Param::from_slice(&blocks, &[4, 32, 1, 16]).unwrap()));
+    tensors.push((format!("{name}_scales"), Param::from_slice(&scales, &[4, 32, 1]).unwrap()));
+    write_tensors(&path, &[].into(), &tensors).unwrap();
+    let mut json = model.config.to_json();
+    json["quantization_config"] = serde_json::json!({"quant_method": "mxfp4"});
+    std::fs::write(dir.as_ref().join("config.json"), json.to_string()).unwrap();
+    let again = Model::load(&dir, None).unwrap();
+    let entries = again.entries();
+    let entry = entries.iter().find(|e| e.name == name).unwrap();
+    let want: Vec<f32> =
+        blocks.iter().enumerate().flat_map(|(i, byte)| mxfp4::unpack(*byte, scales[i / 16])).collect();
+    assert_eq!(entry.param.to_vec::<f32>().unwrap(), want);
+    assert!(again.config.to_json().get("quantization_config").is_none());
 }

@@ -5,16 +5,18 @@
 //! counts fastest. Where both matrices of a block's experts have branches, `gate_up_proj`'s are one level deeper,
 //! under `base_layer`.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use roundpipe::{DType, Element, HostBuf, Param, TensorResult, bf16, f16};
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 
 use super::{LoraConfig, LoraTargets, branch_dims, ends_with, is_stacked, scale};
+use crate::config::Family;
 use crate::decoder::{Adapter, DOWN, GATE_UP, Model, Projection};
 use crate::error::{Error, Result};
+use crate::weights::{View, Weights, write_tensors};
 
 const CONFIG: &str = "adapter_config.json";
 const TENSORS: &str = "adapter_model.safetensors";
@@ -30,26 +32,20 @@ impl Model {
         let config =
             config.ok_or_else(|| Error::argument("adapter", "the model has none; add_lora makes them"))?;
         std::fs::create_dir_all(dir).map_err(|e| Error::file(dir, format!("cannot be made: {e}")))?;
-        let mut tensors = BTreeMap::new();
+        let mut tensors = Vec::new();
         for (name, projection) in self.projections() {
             if let Some(adapter) = &projection.adapter {
                 let at = self.file_name(&name, |other| self.has_adapter(other));
-                let dims = file_dims(&projection.weight, rank_of(adapter));
-                tensors.insert(format!("{at}.lora_A.weight"), (dims.0, bytes(&adapter.a)?));
-                let b = if is_stacked(&name) { turned_out(&adapter.b)? } else { bytes(&adapter.b)? };
-                tensors.insert(format!("{at}.lora_B.weight"), (dims.1, b));
+                let (a, b) = file_dims(&projection.weight, rank_of(adapter));
+                let data = if is_stacked(&name) { turned_out(&adapter.b)? } else { adapter.b.data() };
+                tensors
+                    .push((format!("{at}.lora_A.weight"), Param::new(adapter.a.data(), self.dtype(), &a)?));
+                tensors.push((format!("{at}.lora_B.weight"), Param::new(data, self.dtype(), &b)?));
             }
         }
         write(&dir.join(CONFIG), &self.adapter_json(config))?;
-        let dtype = file_dtype(self.dtype());
-        let views: Result<Vec<_>, _> =
-            tensors.iter().map(|(n, (dims, b))| Ok((n, TensorView::new(dtype, dims.clone(), b)?))).collect();
-        let metadata = Some([("format".to_owned(), "pt".to_owned())].into());
-        let path = dir.join(TENSORS);
-        let fail = |e: safetensors::SafeTensorError| Error::file(&path, format!("cannot be written: {e}"));
-        let part = path.with_extension("part");
-        safetensors::serialize_to_file(views.map_err(fail)?, metadata, &part).map_err(fail)?;
-        std::fs::rename(&part, &path).map_err(|e| Error::file(&path, format!("cannot be written: {e}")))
+        let metadata = [("format".to_owned(), "pt".to_owned())].into();
+        write_tensors(dir.join(TENSORS), &metadata, &tensors)
     }
 
     /// Reads branches from `dir`. A model without any gets those of the files; one that has some must have the
@@ -66,11 +62,8 @@ impl Model {
             serde_json::from_str(&text).map_err(|e| Error::file(&path, format!("is no JSON: {e}")))?;
         let written = Written::read(&json).map_err(|what| Error::file(&path, what))?;
         let path = dir.join(TENSORS);
-        let file = HostBuf::map_file(&path)?;
-        let file = file.read_all()?;
-        let tensors = SafeTensors::deserialize(file.bytes())
-            .map_err(|e| Error::file(&path, format!("is damaged: {e}")))?;
-        let adapters = self.read_adapters(&tensors, &written).map_err(|what| Error::file(&path, what))?;
+        let file = Weights::open(&path)?;
+        let adapters = self.read_adapters(&file, &written).map_err(|what| Error::file(&path, what))?;
         match self.lora.is_some() {
             true => self.refill(adapters).map_err(|what| Error::file(&path, what)),
             false => {
@@ -81,12 +74,8 @@ impl Model {
     }
 
     /// Branches for all linear maps that the file has tensors for; every tensor must find its place.
-    fn read_adapters(
-        &self,
-        tensors: &SafeTensors<'_>,
-        written: &Written,
-    ) -> Result<Vec<(String, Adapter)>, String> {
-        let names: BTreeSet<&str> = tensors.names().into_iter().collect();
+    fn read_adapters(&self, file: &Weights, written: &Written) -> Result<Vec<(String, Adapter)>, String> {
+        let names: BTreeSet<&str> = file.tensors().iter().map(|t| t.name.as_str()).collect();
         let mut left = names.clone();
         let inner = |other: &str| {
             let block = other.strip_suffix(GATE_UP).or_else(|| other.strip_suffix(DOWN)).unwrap_or(other);
@@ -109,7 +98,7 @@ impl Model {
             if !left.remove(b.as_str()) {
                 return Err(format!("has {a} and no {b}"));
             }
-            let view = |name: &str| tensors.tensor(name).map_err(|e| format!("{name}: {e}"));
+            let view = |name: &str| file.view(name).ok_or_else(|| format!("has no {name}"));
             let pair = [(a.as_str(), view(&a)?), (b.as_str(), view(&b)?)];
             let adapter = read_pair(&name, projection, pair, written)?;
             all.push((name, adapter));
@@ -167,15 +156,15 @@ impl Model {
 
     fn adapter_json(&self, config: &LoraConfig) -> Value {
         let (mut modules, mut parameters) = (BTreeSet::new(), BTreeSet::new());
-        for (name, projection) in self.projections().filter(|(_, p)| p.adapter.is_some()) {
+        for (name, _) in self.projections().filter(|(_, p)| p.adapter.is_some()) {
             let short = name.splitn(4, '.').nth(3).unwrap_or(&name).to_owned();
-            let last = short.rsplit('.').next().unwrap_or(&short).to_owned();
-            match (is_stacked(&name), super::is_router(&name)) {
+            // In a Qwen3-MoE, PEFT takes the names of dense units for those of experts, and routers are parameters.
+            let weight = self.config.family == Family::Qwen3Moe && short.starts_with("mlp.");
+            match (is_stacked(&name), weight || super::is_router(&name)) {
                 (true, _) => parameters.insert(short),
                 (_, true) => parameters.insert(format!("{short}.weight")),
-                _ => modules.insert(last),
+                _ => modules.insert(short.rsplit('.').next().unwrap_or(&short).to_owned()),
             };
-            debug_assert!(projection.adapter.is_some());
         }
         // PEFT refuses dropout beside branches of experts; it matters in training only.
         let dropout = if parameters.is_empty() { config.dropout } else { 0.0 };
@@ -319,19 +308,19 @@ fn file_dims(weight: &Param, rank: usize) -> (Vec<usize>, Vec<usize>) {
 fn read_pair(
     name: &str,
     projection: &Projection,
-    [(a_name, a), (b_name, b)]: [(&str, TensorView<'_>); 2],
+    [(a_name, a), (b_name, b)]: [(&str, View<'_>); 2],
     written: &Written,
 ) -> Result<Adapter, String> {
     let rank = written.rank(name);
     let (want_a, want_b) = file_dims(&projection.weight, rank);
     for (name, view, want) in [(a_name, &a, want_a), (b_name, &b, want_b)] {
-        if view.shape() != want {
-            return Err(format!("has {name} of shape {:?}; rank {rank} here needs {want:?}", view.shape()));
+        if view.dims != want {
+            return Err(format!("has {name} of shape {:?}; rank {rank} here needs {want:?}", view.dims));
         }
     }
     let dtype = projection.weight.dtype();
     let (a_dims, b_dims) = branch_dims(&projection.weight, rank);
-    let read = |name: &str, view: &TensorView<'_>| floats(view).map_err(|what| format!("has {name} {what}"));
+    let read = |name: &str, view: &View<'_>| floats(view).map_err(|what| format!("has {name} {what}"));
     let (a, mut b) = (read(a_name, &a)?, read(b_name, &b)?);
     if let [experts, out, rank] = *b_dims {
         // The expert counts fastest in a file and slowest in the model.
@@ -345,10 +334,10 @@ fn read_pair(
     Ok(Adapter { a: make(&a, &a_dims)?, b: make(&b, &b_dims)?, scale, dropout: written.config.dropout })
 }
 
-fn floats(view: &TensorView<'_>) -> Result<Vec<f32>, String> {
-    let bytes = view.data();
+fn floats(view: &View<'_>) -> Result<Vec<f32>, String> {
+    let bytes = view.bytes;
     let two = |b: &[u8]| [b[0], b[1]];
-    match view.dtype() {
+    match view.dtype {
         Dtype::F32 => {
             Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
         }
@@ -370,20 +359,8 @@ fn param(values: &[f32], dtype: DType, dims: &[usize]) -> TensorResult<Param> {
     }
 }
 
-fn file_dtype(dtype: DType) -> Dtype {
-    match dtype {
-        DType::BF16 => Dtype::BF16,
-        DType::F16 => Dtype::F16,
-        _ => Dtype::F32,
-    }
-}
-
-fn bytes(param: &Param) -> TensorResult<Vec<u8>> {
-    Ok(param.data().read_all()?.bytes().to_vec())
-}
-
 /// B of experts as in a file: [experts, out · rank] becomes [out · rank, experts].
-fn turned_out(b: &Param) -> TensorResult<Vec<u8>> {
+fn turned_out(b: &Param) -> TensorResult<HostBuf> {
     let (experts, size) = (b.shape().dims()[0], b.dtype().size());
     let data = b.data().read_all()?;
     let (data, each) = (data.bytes(), b.shape().numel() / experts);
@@ -393,7 +370,7 @@ fn turned_out(b: &Param) -> TensorResult<Vec<u8>> {
             out.extend_from_slice(&data[(e * each + i) * size..][..size]);
         }
     }
-    Ok(out)
+    HostBuf::from_slice("adapter", &out)
 }
 
 fn copy(from: &Param, to: &Param) -> TensorResult<()> {

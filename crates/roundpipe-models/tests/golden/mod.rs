@@ -2,8 +2,9 @@
 #![allow(dead_code, reason = "each test program uses its part")]
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use roundpipe::{Bytes, Cpu, DType, Device, Element, HostTensor, Params, Worker, bf16};
 use roundpipe_models::{Entry, Model, ModelConfig, PieceLayout};
@@ -175,4 +176,27 @@ pub fn assert_same_direction(what: &str, have: &[f64], want: &[f64]) {
 pub fn param_name(model: &Model, entry: &Entry) -> String {
     let found = model.named_params().into_iter().find(|(_, p)| p.id() == entry.param.id());
     found.unwrap_or_else(|| panic!("{} is no parameter", entry.name)).0
+}
+
+/// A folder of its own, gone at the end.
+pub struct Temp(PathBuf);
+
+impl Drop for Temp {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+impl AsRef<Path> for Temp {
+    fn as_ref(&self) -> &Path {
+        &self.0
+    }
+}
+
+pub fn folder() -> Temp {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    let name = format!("roundpipe-models-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+    let path = std::env::temp_dir().join(name);
+    std::fs::create_dir_all(&path).unwrap();
+    Temp(path)
 }
