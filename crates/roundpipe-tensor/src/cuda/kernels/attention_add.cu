@@ -19,13 +19,13 @@ attention_add(const TYPE* part, float* sum, TYPE* out, u32 packs, u32 heads, u32
 #pragma unroll
     for (int i = 0; i < 4; ++i) { lo.at[i] += up(x.at[i]); hi.at[i] += up(x.at[i + 4]); }
     if (!last) {
-        store16(at, lo);
-        store16(at + 4, hi);
+        store_whole(at, lo);
+        store_whole(at + 4, hi);
         return;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) { put(x.at[i], lo.at[i]); put(x.at[i + 4], hi.at[i]); }
     u32 line = p / width_packs, row = line / heads;
     i64 to = (i64)row * row_stride + (i64)(line - row * heads) * head_stride + (i64)(p - line * width_packs) * 8;
-    store16(out + to, x);
+    store_whole(out + to, x);
 }

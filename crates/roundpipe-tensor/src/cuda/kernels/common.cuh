@@ -164,6 +164,12 @@ template <typename T> __device__ __forceinline__ void store16(T* p, const Pack<T
     *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&x);
 }
 
+// To global memory, in so many words: the compiler cuts some stores of packs into four or eight.
+template <typename T> __device__ __forceinline__ void store_whole(T* p, const Pack<T>& x) {
+    uint4 w = *reinterpret_cast<const uint4*>(&x);
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(p), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w) : "memory");
+}
+
 // The type that elementwise arithmetic and folds of a type are done in: integers and truth values use i64.
 template <typename T> struct StageOf { typedef i64 type; };
 template <> struct StageOf<double> { typedef double type; };

@@ -77,10 +77,7 @@ __device__ __forceinline__ void write(X* y, i64 at, i64 width, int packed, const
 #pragma unroll
     for (int k = 0; k < V; ++k) put(pack.at[k], value[k]);
     if (packed) {
-        // In so many words, for the compiler cuts some of these stores into four.
-        uint4 w = *reinterpret_cast<const uint4*>(&pack);
-        if (at < width) asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
-            :: "l"(y + at), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w) : "memory");
+        if (at < width) store_whole(y + at, pack);
         return;
     }
     int live = live_of(at, width);
