@@ -340,7 +340,7 @@ fn library_sizes() {
 #[test]
 fn long_sequences_in_blocks() {
     let Some((worker, _turn)) = bed::gpu_alone() else { return };
-    let long = 16640;
+    let long = 16768;
     for (queries, causal, d) in [(long, true, 64), (long, true, 128), (256, false, 64)] {
         let name = format!("{queries} by {long}, {d} wide, causal {causal}");
         let attend = attend(Attention { causal, ..FULL });

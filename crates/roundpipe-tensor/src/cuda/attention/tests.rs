@@ -110,6 +110,7 @@ fn plans_are_made_without_a_gpu() {
             (&CAUSAL, [4, 16, 8, 4096, 128], DType::BF16),
             (&CAUSAL, [1, 16, 8, 65536, 128], DType::BF16),
             (&CAUSAL, [1, 8, 1, 40960, 64], DType::BF16),
+            (&CAUSAL, [1, 4, 2, 16768, 64], DType::BF16),
         ] {
             for backward in [false, true] {
                 let fused = case(spec, dims, dtype, backward).unwrap();
