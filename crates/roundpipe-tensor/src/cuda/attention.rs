@@ -11,9 +11,11 @@
 //!   batch change them.
 //! - Cumulative lengths that make no sense raise the alarm and reach no memory outside the operands.
 
+mod cut;
 mod fused;
 mod graph;
 mod own;
+mod sums;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -62,7 +64,7 @@ pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>
 
 /// Every variant that models use.
 pub(super) fn units() -> Vec<Unit> {
-    own::units()
+    own::units().into_iter().chain(sums::units()).collect()
 }
 
 /// What the user wants of the ways.
@@ -129,13 +131,13 @@ impl State {
         Ok(())
     }
 
-    fn plan(&mut self, stream: usize, fused: &Fused) -> std::result::Result<Arc<Plan>, Refused> {
-        if let Some(known) = self.plans.get(&fused.case) {
+    fn plan(&mut self, stream: usize, fused: &Fused, case: Case) -> std::result::Result<Arc<Plan>, Refused> {
+        if let Some(known) = self.plans.get(&case) {
             return known.clone();
         }
         let handle = &self.handles[&stream];
-        let made = fused.plan(&Target::Handle(handle)).map(Arc::new);
-        self.plans.insert(fused.case.clone(), made.clone());
+        let made = fused.plan(&case, &Target::Handle(handle)).map(Arc::new);
+        self.plans.insert(case, made.clone());
         made
     }
 }
@@ -151,19 +153,27 @@ unsafe fn by_cudnn(call: &Call<'_>, fused: &Fused) -> Result<bool> {
     if let Err(why) = state.attach(call.stream.cast()) {
         return if way() == Way::Cudnn { refuse(why) } else { Ok(false) };
     }
-    let plan = match state.plan(stream, fused) {
-        Ok(plan) => plan,
+    let pieces = fused.pieces();
+    // All plans before the first piece runs: a refusal must not leave half a result.
+    let plans = pieces.iter().map(|piece| state.plan(stream, fused, fused.case(piece)));
+    let plans = match plans.collect::<std::result::Result<Vec<_>, _>>() {
+        Ok(plans) => plans,
         Err(why) if way() == Way::Cudnn => return refuse(why),
         Err(_) => return Ok(false),
     };
-    debug_assert!(plan.workspace <= fused.workspace(), "plans that want more are refused");
-    let (pieces, workspace) = fused.pieces(call.scratch_ptr());
-    for operands in pieces {
+    let scratch = call.scratch_ptr();
+    for (piece, plan) in pieces.iter().zip(plans) {
+        debug_assert!(plan.workspace <= fused.workspace(), "plans that want more are refused");
+        let (operands, workspace) = (fused.addresses(piece, scratch), fused.workspace_at(scratch));
         // SAFETY: the operands are the caller's promise, cut as the case says; scratch holds what `scratch` asked
         // for, and a plan that wants more was refused.
         let queued = unsafe { plan.run(&state.handles[&stream], &operands, workspace) };
         if let Err(why) = queued {
             return refuse(why);
+        }
+        for addition in fused.additions(piece, scratch) {
+            // SAFETY: the piece before it on this stream has written the part; sums lie in scratch.
+            unsafe { addition.launch(call)? };
         }
     }
     Ok(true)

@@ -204,9 +204,13 @@ unsafe fn rows_grad(call: &Call<'_>, accumulate: bool) -> Result<()> {
         (call.scratch_ptr(), call.scratch_ptr() + dw.map_or(0, |_| partial(x) * bytes) as u64);
     let (partial_w, partial_b) = (dw.map_or(0, |_| for_w), db.map_or(0, |_| for_b));
     let args = Args::new().ptr(x.ptr).maybe(w).maybe(mean).ptr(rstd.ptr).ptr(dy.ptr).maybe(dsum).maybe(dx);
-    let args = args.ptr(partial_w).ptr(partial_b).size(rows).size(cols).size(cut.per);
-    // Warps of one block join their sums in shared memory.
-    let room = if block[1] > 1 { block[1] as usize * cols * bytes } else { 0 };
+    // Rows on their way to the threads: as many as the smallest shared memory holds for the longest rows.
+    let (operands, ahead) = if dsum.is_some() { (3, 1) } else { (2, 2) };
+    let args = args.ptr(partial_w).ptr(partial_b).size(rows).size(cols).size(cut.per).i32(ahead);
+    let unit_bytes = if wide { 16 } else { x.dtype.size() };
+    let ring = (block[0] * block[1]) as usize * unit_bytes * operands * (ahead as usize + 1);
+    // Warps of one block join their sums in the same memory, afterwards.
+    let room = ring.max(if block[1] > 1 { block[1] as usize * cols * bytes } else { 0 });
     let unit = row_unit("norm_rows_grad", x.dtype, center, wide);
     let grid = [cut.count as u32, 1, 1];
     // SAFETY: the arguments are those of `norm_rows_grad`; operands are dense, of the types the contract says;

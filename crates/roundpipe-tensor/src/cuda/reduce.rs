@@ -262,7 +262,11 @@ unsafe fn join(
 ) -> Result<()> {
     let keep = laid(parts, DType::F32, &[(plan.kept, 1)])?;
     let fold = laid(parts, DType::F32, &[(plan.parts, plan.kept as isize)])?;
-    let threads = if plan.parts <= 64 { 1 } else { 32 };
+    let threads = match plan.parts {
+        0..=64 => 1,
+        65..=256 => 32,
+        _ => 256,
+    };
     let args = Args::new().view(&keep).view(&fold).ptr(out.ptr);
     let args = args.size(plan.kept).size(plan.parts).size(plan.parts).i32(0);
     let unit = fold_unit("fold_rows", op, wide, out.name, 1);

@@ -334,3 +334,23 @@ fn library_sizes() {
         }
     }
 }
+
+/// Sequences so long that a GPU's library takes them in blocks of queries and keys, the last of them shorter: the
+/// same gradients as from kernels that go over them whole, which packed sequences have.
+#[test]
+fn long_sequences_in_blocks() {
+    let Some((worker, _turn)) = bed::gpu_alone() else { return };
+    let long = 16768;
+    for (queries, causal, d) in [(long, true, 64), (long, true, 128), (256, false, 64)] {
+        let name = format!("{queries} by {long}, {d} wide, causal {causal}");
+        let attend = attend(Attention { causal, ..FULL });
+        let mut inputs = qkv(1, queries, long, (4, 2), d, d);
+        let one = run(worker, &inputs, DType::BF16, &attend, true).unwrap();
+        let again = run(worker, &inputs, DType::BF16, &attend, true).unwrap();
+        assert!(one == again, "{name}: a GPU does not repeat itself");
+        inputs.extend([lens(&[0, queries as i64]), lens(&[0, long as i64])]);
+        let whole = run(worker, &inputs, DType::BF16, &attend, true).unwrap();
+        close(&format!("{name}, output"), &one.outputs, &whole.outputs, 1e-2);
+        close(&format!("{name}, gradient"), &one.grads, &whole.grads, 1e-2);
+    }
+}

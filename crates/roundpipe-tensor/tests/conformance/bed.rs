@@ -11,7 +11,7 @@
 //!
 //! A case is a function of its inputs; it must not keep state.
 
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use roundpipe_tensor::{
     Bytes, Cpu, Cuda, Cx, DType, DeviceKind, Meta, Result, RngSite, SimWorld, Tensor, Worker, bf16, f16,
@@ -173,6 +173,12 @@ fn skipped(why: &str) {
     eprintln!("no case runs on a GPU: {why}");
 }
 
+/// The GPU, with nobody else at it: one arena for the whole binary, whose counts one case at a time may read.
+pub fn gpu_alone() -> Option<(&'static Worker, MutexGuard<'static, ()>)> {
+    static TURN: Mutex<()> = Mutex::new(());
+    Some((gpu()?, TURN.lock().unwrap_or_else(PoisonError::into_inner)))
+}
+
 /// Check 6.
 fn on_gpu(
     name: &str,
@@ -182,10 +188,7 @@ fn on_gpu(
     limit: f64,
     f: &impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<Tensor>>,
 ) {
-    // One arena for the whole binary, whose counts one case at a time may read.
-    static TURN: Mutex<()> = Mutex::new(());
-    let Some(worker) = gpu() else { return };
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some((worker, _turn)) = gpu_alone() else { return };
     let go = || run(worker, inputs, dtype, f, true);
     let one = match go() {
         Err(error) if error.to_string().contains("written for host memory") => return,

@@ -4,21 +4,18 @@
 //! with as many queries as keys, grouped heads. Not taken: windows, sinks, packed sequences; our own kernels have them.
 //!
 //! The backward is the one that repeats bit for bit: dq is multiplied straight from the scores' gradients, which the
-//! library then keeps in its workspace, 2 bytes per pair of positions. So batches and heads go through it in pieces
-//! of at most [`PAIRS_BYTES`]; sequences of which one group of heads is larger are not taken.
+//! library then keeps in its workspace, so it goes in pieces ([`Cut`]). A piece's graph takes the statistics of whole
+//! rows, so the weights of its pairs are those of the whole, whichever keys it holds.
 //!
 //! # Invariants
 //! - What is taken, and in which pieces, depends on the operands alone; scratch on their sizes.
 //! - Scratch holds whatever a plan may need; a plan that wants more is refused, and the refusal is remembered.
 
+use super::cut::{Cut, Piece, Places, Sizes};
 use super::graph::{Data, Function as F, Graph, Plan, Refused, Sum, Target, Tensor};
+use super::sums::Addition;
 use crate::dtype::DType;
 use crate::kernel::{AttentionSpec, View};
-
-/// Most bytes of scores' gradients at a time.
-pub(super) const PAIRS_BYTES: usize = 1 << 30;
-/// More than the few hundred bytes that plans were seen to want beside what is counted.
-const SLACK_BYTES: usize = 64 << 10;
 
 /// Numbers of the operands in the graphs.
 const Q: i64 = 1;
@@ -34,11 +31,13 @@ const DK: i64 = 10;
 const DV: i64 = 11;
 const ROWS: i64 = 12;
 const ONE: i64 = 13;
+/// Of the operands in the order in which they are kept.
+const NUMBERS: [i64; 8] = [Q, K, V, O, D_O, DQ, DK, DV];
 
 /// `[batch, rows, heads]` strides of an operand.
 type Strides = [i64; 3];
 
-/// All that a plan depends on. Sizes are those of a piece, strides those of the whole.
+/// All that a plan depends on. Sizes are those of a piece, strides those of what it reads and writes.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Case {
     dtype: DType,
@@ -49,21 +48,22 @@ pub(super) struct Case {
     keys: i64,
     width: i64,
     causal: bool,
+    backward: bool,
     /// q, k, v, o; in backward do, dq, dk, dv too.
     strides: Vec<Strides>,
-    /// Rows of all heads: the stride of a batch in lse.
-    lse_batch: i64,
+    /// Strides of batches and heads in lse.
+    lse: [i64; 2],
 }
 
 /// A call as cuDNN takes it.
 #[derive(Debug)]
 pub(super) struct Fused {
-    pub case: Case,
-    /// Pieces in a batch of heads, and of batches.
-    head_pieces: usize,
-    batch_pieces: usize,
-    /// Addresses of the whole: q, k, v, o, then do, dq, dk, dv.
-    addresses: Vec<u64>,
+    sizes: Sizes,
+    cut: Cut,
+    places: Places,
+    dtype: DType,
+    /// Addresses and strides of the whole: q, k, v, o, then do, dq, dk, dv.
+    operands: Vec<(u64, Strides)>,
     /// Whether all rows lie as cuDNN reads them. Not part of what is taken, so that scratch depends on sizes alone.
     pub aligned: bool,
     lse: u64,
@@ -77,17 +77,17 @@ impl Fused {
     pub fn forward(spec: &AttentionSpec, src: &[Option<View>], dst: &[Option<View>]) -> Option<Self> {
         plain(&src[3..])?;
         let [q, k, v] = [src[0]?, src[1]?, src[2]?];
-        Self::new(spec, &[q, k, v, dst[0]?], &dst[1]?, usize::MAX)
+        Self::new(spec, &[q, k, v, dst[0]?], &dst[1]?)
     }
 
     /// The backward, if cuDNN takes such sizes.
     pub fn backward(spec: &AttentionSpec, src: &[Option<View>], dst: &[Option<View>]) -> Option<Self> {
         plain(&src[6..])?;
         let operands = [src[0]?, src[1]?, src[2]?, src[3]?, src[5]?, dst[0]?, dst[1]?, dst[2]?];
-        Self::new(spec, &operands, &src[4]?, PAIRS_BYTES)
+        Self::new(spec, &operands, &src[4]?)
     }
 
-    fn new(spec: &AttentionSpec, operands: &[View], lse: &View, limit: usize) -> Option<Self> {
+    fn new(spec: &AttentionSpec, operands: &[View], lse: &View) -> Option<Self> {
         let [q, k, v] = [&operands[0], &operands[1], &operands[2]];
         let ([batch, queries, heads, width], [_, keys, key_heads, _]) = (dims(q)?, dims(k)?);
         let fits = matches!(q.dtype, DType::BF16 | DType::F16)
@@ -102,33 +102,15 @@ impl Fused {
         if !fits {
             return None;
         }
-        let group = heads / key_heads;
-        // Of the ways to cut that fit, the one with the fewest pieces; heads are cut only where one batch is too much.
-        let pairs = |batch: usize, key_heads: usize| {
-            2usize.saturating_mul(batch * key_heads * group).saturating_mul(queries).saturating_mul(keys)
-        };
-        let heads_piece = largest(key_heads, |n| pairs(1, n) <= limit)?;
-        let batch_piece = match heads_piece == key_heads {
-            true => largest(batch, |n| pairs(n, key_heads) <= limit)?,
-            false => 1,
-        };
-        let case = Case {
-            dtype: q.dtype,
-            batch: batch_piece as i64,
-            heads: (heads_piece * group) as i64,
-            key_heads: heads_piece as i64,
-            queries: queries as i64,
-            keys: keys as i64,
-            width: width as i64,
-            causal: spec.causal,
-            strides: operands.iter().map(strides).collect(),
-            lse_batch: (heads * queries) as i64,
-        };
+        let (causal, backward) = (spec.causal, operands.len() > 4);
+        let sizes = Sizes { batch, heads, key_heads, queries, keys, width, causal, backward };
+        let cut = Cut::new(&sizes)?;
         Some(Self {
-            case,
-            head_pieces: key_heads / heads_piece,
-            batch_pieces: batch / batch_piece,
-            addresses: operands.iter().map(|view| view.ptr).collect(),
+            sizes,
+            cut,
+            places: cut.places()?,
+            dtype: q.dtype,
+            operands: operands.iter().map(|view| (view.ptr, strides(view))).collect(),
             aligned: operands.iter().all(aligned),
             lse: lse.ptr,
             scale: spec.scale as f32,
@@ -137,71 +119,126 @@ impl Fused {
         })
     }
 
-    /// Bytes of the row sums of do · o that a piece of the backward leaves in front of its workspace.
-    fn rows_bytes(&self) -> usize {
-        let case = &self.case;
-        match self.is_backward() {
-            true => ((case.batch * case.heads * case.queries) as usize * 4).next_multiple_of(256),
-            false => 0,
-        }
-    }
-
-    fn is_backward(&self) -> bool {
-        self.addresses.len() > 4
+    /// Scratch bytes: sums and parts of gradients, row sums, workspace.
+    pub fn scratch(&self) -> usize {
+        self.places.bytes
     }
 
     /// Most bytes of workspace that a plan may want.
     pub fn workspace(&self) -> usize {
-        let case = &self.case;
-        let (heads, longest) = ((case.batch * case.heads) as usize, case.queries.max(case.keys) as usize);
-        let pairs = 2 * heads * (case.queries * case.keys) as usize;
-        // Gradients per query head before they are summed over the group.
-        let full = 8 * heads * longest * case.width as usize;
-        SLACK_BYTES + if self.is_backward() { pairs + full } else { 0 }
+        self.places.bytes - self.places.workspace
     }
 
-    /// Scratch bytes: row sums, then workspace.
-    pub fn scratch(&self) -> usize {
-        self.rows_bytes() + self.workspace()
+    /// Where the workspace lies.
+    pub fn workspace_at(&self, scratch: u64) -> u64 {
+        scratch + self.places.workspace as u64
     }
 
-    /// Makes the plan.
-    pub fn plan(&self, target: &Target<'_>) -> Result<Plan, Refused> {
-        let graph = if self.is_backward() { self.case.backward()? } else { self.case.forward()? };
+    /// All pieces, in the order in which they are to run.
+    pub fn pieces(&self) -> Vec<Piece> {
+        self.cut.pieces()
+    }
+
+    /// What the plan of a piece depends on.
+    pub fn case(&self, piece: &Piece) -> Case {
+        let (sizes, cut) = (&self.sizes, &self.cut);
+        let mut strides: Vec<Strides> = self.operands.iter().map(|(_, strides)| *strides).collect();
+        if cut.adds() && sizes.backward {
+            strides.truncate(5);
+            let (rows, columns) = (piece.queries.len(), piece.keys.len());
+            for (heads, rows) in [(cut.heads, rows), (cut.key_heads, columns), (cut.key_heads, columns)] {
+                strides
+                    .push([rows * heads * sizes.width, heads * sizes.width, sizes.width].map(|n| n as i64));
+            }
+        }
+        Case {
+            dtype: self.dtype,
+            batch: cut.batch as i64,
+            heads: cut.heads as i64,
+            key_heads: cut.key_heads as i64,
+            queries: piece.queries.len() as i64,
+            keys: piece.keys.len() as i64,
+            width: sizes.width as i64,
+            causal: piece.causal,
+            backward: sizes.backward,
+            strides,
+            lse: [(sizes.heads * sizes.queries) as i64, sizes.queries as i64],
+        }
+    }
+
+    /// Makes the plan of a case.
+    pub fn plan(&self, case: &Case, target: &Target<'_>) -> Result<Plan, Refused> {
+        let graph = if case.backward { case.backward()? } else { case.forward()? };
         Plan::new(graph, target, self.workspace())
     }
 
-    /// The operands of every piece, by their numbers, and the address of the workspace.
-    pub fn pieces(&self, scratch: u64) -> (Vec<Vec<(i64, u64)>>, u64) {
-        let mut pieces = Vec::with_capacity(self.batch_pieces * self.head_pieces);
-        for batch in 0..self.batch_pieces as i64 {
-            for heads in 0..self.head_pieces as i64 {
-                pieces.push(self.piece(batch * self.case.batch, heads * self.case.key_heads, scratch));
-            }
-        }
-        (pieces, scratch + self.rows_bytes() as u64)
+    /// The first head of queries of a piece.
+    fn head(&self, piece: &Piece) -> usize {
+        piece.key_head * (self.sizes.heads / self.sizes.key_heads)
     }
 
-    fn piece(&self, batch: i64, key_head: i64, scratch: u64) -> Vec<(i64, u64)> {
-        let head = key_head * (self.case.heads / self.case.key_heads);
-        let numbers = [Q, K, V, O, D_O, DQ, DK, DV];
+    /// Where a piece begins in an operand of the whole.
+    fn address(&self, i: usize, piece: &Piece) -> u64 {
+        let (address, [batch, row, head]) = self.operands[i];
+        let (first, rows) = match NUMBERS[i] {
+            K | V | DK | DV => (piece.key_head, piece.keys.start),
+            _ => (self.head(piece), piece.queries.start),
+        };
+        let at = piece.batch as i64 * batch + rows as i64 * row + first as i64 * head;
+        address.wrapping_add_signed(2 * at)
+    }
+
+    /// The operands of a piece, by their numbers.
+    pub fn addresses(&self, piece: &Piece, scratch: u64) -> Vec<(i64, u64)> {
+        let sizes = &self.sizes;
         let mut all: Vec<(i64, u64)> = Vec::with_capacity(13);
-        for ((number, address), strides) in numbers.into_iter().zip(&self.addresses).zip(&self.case.strides) {
-            let first = if matches!(number, K | V | DK | DV) { key_head } else { head };
-            let offset = (batch * strides[0] + first * strides[2]) * 2;
-            all.push((number, address.wrapping_add_signed(offset)));
+        for (i, number) in NUMBERS.into_iter().enumerate().take(self.operands.len()) {
+            let address = match (number, self.cut.adds()) {
+                (DQ | DK | DV, true) => scratch + self.places.parts[i - 5] as u64,
+                _ => self.address(i, piece),
+            };
+            all.push((number, address));
         }
-        let lse = (batch * self.case.lse_batch + head * self.case.queries) * 4;
-        all.push((LSE, self.lse + lse as u64));
+        let lse = (piece.batch * sizes.heads + self.head(piece)) * sizes.queries + piece.queries.start;
+        all.push((LSE, self.lse + 4 * lse as u64));
         all.push((SCALE, (&raw const self.scale) as u64));
-        if self.case.causal {
+        if piece.causal {
             all.push((HIDDEN, (&raw const self.hidden) as u64));
         }
-        if self.is_backward() {
-            all.push((ROWS, scratch));
+        if sizes.backward {
+            all.push((ROWS, scratch + self.places.rows as u64));
             all.push((ONE, (&raw const self.one) as u64));
         }
         all
+    }
+
+    /// What is to be added once a piece has run.
+    pub fn additions(&self, piece: &Piece, scratch: u64) -> Vec<Addition> {
+        if !self.cut.adds() || !self.sizes.backward {
+            return Vec::new();
+        }
+        let (queries, keys) = (piece.queries.len(), piece.keys.len());
+        let (heads, key_heads, width) = (self.cut.heads, self.cut.key_heads, self.sizes.width);
+        // The sum of dq is that of one block; those of dk and dv hold the keys of all blocks.
+        let keys_at = 4 * piece.keys.start * key_heads * width;
+        let each = [
+            (queries, heads, piece.dq, 0),
+            (keys, key_heads, piece.dkv, keys_at),
+            (keys, key_heads, piece.dkv, keys_at),
+        ];
+        let additions = each.into_iter().enumerate().map(|(i, (rows, heads, turn, at))| Addition {
+            dtype: self.dtype,
+            part: scratch + self.places.parts[i] as u64,
+            sum: scratch + (self.places.sums[i] + at) as u64,
+            out: self.address(5 + i, piece),
+            rows,
+            heads,
+            width,
+            row_stride: self.operands[5 + i].1[1],
+            head_stride: self.operands[5 + i].1[2],
+            turn,
+        });
+        additions.collect()
     }
 }
 
@@ -225,11 +262,6 @@ fn plain(options: &[Option<View>]) -> Option<()> {
 fn aligned(view: &View) -> bool {
     let mut rows = view.shape().iter().zip(view.layout.strides()).take(3);
     view.ptr.is_multiple_of(16) && rows.all(|(n, stride)| *n <= 1 || (*stride > 0 && stride % 8 == 0))
-}
-
-/// The largest divisor of `n` that fits.
-fn largest(n: usize, fits: impl Fn(usize) -> bool) -> Option<usize> {
-    (1..=n).rev().find(|part| n.is_multiple_of(*part) && fits(*part))
 }
 
 /// Tensors lie as `[batch, rows, heads, width]`; graphs see `[batch, heads, rows, width]`.
@@ -272,7 +304,7 @@ impl Case {
     }
 
     fn lse(&self, graph: &mut Graph) -> Result<Tensor, Refused> {
-        graph.operand(LSE, Data::CUDNN_DATA_FLOAT, self.rows(), [self.lse_batch, self.queries, 1, 1])
+        graph.operand(LSE, Data::CUDNN_DATA_FLOAT, self.rows(), [self.lse[0], self.lse[1], 1, 1])
     }
 
     /// softmax in steps, its statistics, and the product with v.

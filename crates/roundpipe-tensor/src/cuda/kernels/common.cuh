@@ -128,6 +128,25 @@ __device__ __forceinline__ uint4 philox(u64 block, u64 key, u64 high) {
     }
     return make_uint4(c0, c1, c2, c3);
 }
+// M of them at once, which share the keys of every round.
+template <int M> __device__ __forceinline__ void philox_many(const u64 (&block)[M], u64 key, u64 high, u32 (&out)[M][4]) {
+    u32 k0 = (u32)key, k1 = (u32)(key >> 32);
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+        out[m][0] = (u32)block[m]; out[m][1] = (u32)(block[m] >> 32);
+        out[m][2] = (u32)high; out[m][3] = (u32)(high >> 32);
+    }
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        if (round > 0) { k0 += 0x9E3779B9u; k1 += 0xBB67AE85u; }
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+            u64 p0 = (u64)out[m][0] * 0xD2511F53u, p1 = (u64)out[m][2] * 0xCD9E8D57u;
+            u32 n0 = (u32)(p1 >> 32) ^ out[m][1] ^ k0, n2 = (u32)(p0 >> 32) ^ out[m][3] ^ k1;
+            out[m][1] = (u32)p1; out[m][3] = (u32)p0; out[m][0] = n0; out[m][2] = n2;
+        }
+    }
+}
 __device__ __forceinline__ u32 random_word(u64 i, u64 key, u64 high) {
     uint4 w = philox(i / 4, key, high);
     u32 all[4] = { w.x, w.y, w.z, w.w };
@@ -143,6 +162,12 @@ template <typename T> __device__ __forceinline__ Pack<T> load16(const T* p) {
 }
 template <typename T> __device__ __forceinline__ void store16(T* p, const Pack<T>& x) {
     *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&x);
+}
+
+// To global memory, in so many words: the compiler cuts some stores of packs into four or eight.
+template <typename T> __device__ __forceinline__ void store_whole(T* p, const Pack<T>& x) {
+    uint4 w = *reinterpret_cast<const uint4*>(&x);
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(p), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w) : "memory");
 }
 
 // The type that elementwise arithmetic and folds of a type are done in: integers and truth values use i64.

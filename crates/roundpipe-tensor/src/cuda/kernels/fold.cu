@@ -82,6 +82,25 @@ __device__ __forceinline__ i64 step_to(const View& fold, i64 i, i64 folded) {
     return at;
 }
 
+// The join of a pack's elements, in a tree.
+__device__ __forceinline__ S fold_tree(S (&value)[V]) {
+#pragma unroll
+    for (int n = V / 2; n > 0; n /= 2) {
+#pragma unroll
+        for (int k = 0; k < n; ++k) value[k] = join(value[k], value[k + n]);
+    }
+    return value[0];
+}
+
+#if WIDTH > 1
+__device__ __forceinline__ S fold_whole(const Pack<X>& pack) {
+    S value[V];
+#pragma unroll
+    for (int k = 0; k < V; ++k) value[k] = rise(pack.at[k]);
+    return fold_tree(value);
+}
+#endif
+
 // A pack of V elements from folded element i on, of which `live` count. With V > 1 a pack lies side by side, and
 // `packed` says that it lies at a multiple of 16 bytes.
 __device__ __forceinline__ S fold_pack(const X* x, int live, int packed) {
@@ -95,12 +114,7 @@ __device__ __forceinline__ S fold_pack(const X* x, int live, int packed) {
 #pragma unroll
         for (int k = 0; k < V; ++k) value[k] = k < live ? rise(x[k]) : nothing();
     }
-#pragma unroll
-    for (int n = V / 2; n > 0; n /= 2) {
-#pragma unroll
-        for (int k = 0; k < n; ++k) value[k] = join(value[k], value[k + n]);
-    }
-    return value[0];
+    return fold_tree(value);
 }
 
 #if COLUMNS == 0
@@ -117,8 +131,18 @@ fold_rows(const __grid_constant__ View keep, const __grid_constant__ View fold, 
         const X* x = (const X*)keep.ptr + offset_of(keep, result);
         i64 first = begin + (i64)threadIdx.x * V, stride = (i64)blockDim.x * V;
         if (fold.rank <= 1) {
-#pragma unroll 4
-            for (i64 i = first; i < end; i += stride) {
+            i64 i = first;
+#if WIDTH > 1
+            // Four packs on their way at a time; folded in the order of the loop below.
+            for (; packed && i + 3 * stride + V <= end; i += 4 * stride) {
+                Pack<X> four[4];
+#pragma unroll
+                for (int u = 0; u < 4; ++u) four[u] = load16(x + i + u * stride);
+#pragma unroll
+                for (int u = 0; u < 4; ++u) value = join(value, fold_whole(four[u]));
+            }
+#endif
+            for (; i < end; i += stride) {
                 int live = end - i < V ? (int)(end - i) : V;
                 value = join(value, fold_pack(x + i * fold.stride[0], live, packed));
             }

@@ -275,6 +275,22 @@ template <typename T> __device__ __forceinline__ void store(const Vec<T>& x, con
     }
 }
 
+// All at once: two 16-bit floats are rounded by one instruction.
+template <typename T, typename S> __device__ __forceinline__ void lower_all(Vec<T>& y, const S (&x)[V]) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) lower(y.at[k], x[k]);
+}
+#if WIDTH > 1
+__device__ __forceinline__ void lower_all(Vec<bf16>& y, const float (&x)[V]) {
+#pragma unroll
+    for (int k = 0; k < V; k += 2) ((u32*)&y)[k / 2] = bf16_pair(x[k], x[k + 1]);
+}
+__device__ __forceinline__ void lower_all(Vec<f16>& y, const float (&x)[V]) {
+#pragma unroll
+    for (int k = 0; k < V; k += 2) ((u32*)&y)[k / 2] = f16_pair(x[k], x[k + 1]);
+}
+#endif
+
 struct Place { i64 a, b, c, y; };
 
 // Where a pack starts in each operand; I is the narrowest type that counts the packs.
@@ -325,25 +341,36 @@ map_elements(const __grid_constant__ View a, const __grid_constant__ View b, con
         if (SOURCES > 1) load(x1[u], b, at[u].b, live[u]);
         if (SOURCES > 2) load(x2[u], c, at[u].c, live[u]);
     }
+#if KIND == DROPOUT
+    // Element i has word i % 4 of block i / 4, whatever the cut.
+    u32 words[U][V];
+#if WIDTH == 1
+#pragma unroll
+    for (int u = 0; u < U; ++u) words[u][0] = random_word((u64)(first + u * 256), key, high);
+#else
+    const int M = U * V / 4;
+    u64 blocks[M];
+    u32 fours[M][4];
+#pragma unroll
+    for (int m = 0; m < M; ++m) blocks[m] = (u64)(first + m / (V / 4) * 256) * (V / 4) + m % (V / 4);
+    philox_many<M>(blocks, key, high, fours);
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) words[m / (V / 4)][m % (V / 4) * 4 + k] = fours[m][k];
+    }
+#endif
+    // All words are below 2^32.
+    const bool some = word <= 0xffffffffull;
+    const u32 least = (u32)word;
+#endif
 #pragma unroll
     for (int u = 0; u < U; ++u) {
         if (live[u] == 0) continue;
         Vec<Y> out;
 #if KIND == DROPOUT
-        i64 index = (first + u * 256) * V;
-        u32 words[V];
-#if V == 1
-        words[0] = random_word((u64)index, key, high);
-#else
-#pragma unroll
-        for (int k = 0; k < V; k += 4) {
-            uint4 four = philox((u64)(index + k) / 4, key, high);
-            words[k] = four.x;
-            words[k + 1] = four.y;
-            words[k + 2] = four.z;
-            words[k + 3] = four.w;
-        }
-#endif
+        typedef StageOf<Y>::type S;
+        S all[V];
 #endif
 #pragma unroll
         for (int k = 0; k < V; ++k) {
@@ -372,11 +399,13 @@ map_elements(const __grid_constant__ View a, const __grid_constant__ View b, con
 #elif KIND == SELECT
             out.at[k] = x0[u].at[k] != 0 ? x1[u].at[k] : x2[u].at[k];
 #elif KIND == DROPOUT
-            typedef StageOf<Y>::type S;
             S kept = times(rise(x0[u].at[k]), To<S>::from(p));
-            lower(out.at[k], (u64)words[k] >= word ? kept : S(0));
+            all[k] = some && words[u][k] >= least ? kept : S(0);
 #endif
         }
+#if KIND == DROPOUT
+        lower_all(out, all);
+#endif
         store(out, y, at[u].y, live[u]);
     }
 }

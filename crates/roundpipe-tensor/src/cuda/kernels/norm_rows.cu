@@ -162,11 +162,37 @@ __device__ __forceinline__ void fetch(Trio& t, const T* x, const T* dy, const T*
     if (!CENTER && dsum) t.dsum = load_few<N>(dsum + at);
 }
 
-// dw and db are partial sums, [blocks, cols]. A thread holds one piece, and fetches that of the next row before it
-// waits for the sum of this one.
+// A piece into shared memory; 16 bytes go there behind the thread's back.
+__device__ __forceinline__ void send(Piece* to, const T* from) {
+#if WIDE
+    u32 place = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(place), "l"(from) : "memory");
+#else
+    *to = load_few<N>(from);
+#endif
+}
+
+// One place of a thread's ring: the pieces of a row, those of x for all threads first.
+__device__ __forceinline__ void send(Piece* to, int threads, const T* x, const T* dy, const T* dsum, i64 at) {
+    send(to, x + at);
+    send(to + threads, dy + at);
+    if (!CENTER && dsum) send(to + 2 * threads, dsum + at);
+}
+
+// What was sent since the last call is one parcel.
+__device__ __forceinline__ void close_parcel() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for all parcels but the `behind` latest: 1 or 2.
+__device__ __forceinline__ void await_parcels(int behind) {
+    if (behind == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else asm volatile("cp.async.wait_group 2;" ::: "memory");
+}
+
+// dw and db are partial sums, [blocks, cols]. A thread holds one piece of a row. Those of the next `ahead` rows (1 or
+// 2) are on their way through shared memory, each thread's in places of its own: nobody waits for others' pieces.
 extern "C" __global__ __launch_bounds__(1024) void norm_rows_grad(
     const T* __restrict__ x, const T* __restrict__ w, const A* __restrict__ mean, const A* __restrict__ rstd,
-    const T* __restrict__ dy, const T* __restrict__ dsum, T* __restrict__ dx, A* dw, A* db, i64 rows, i64 cols, i64 per
+    const T* __restrict__ dy, const T* __restrict__ dsum, T* __restrict__ dx, A* dw, A* db, i64 rows, i64 cols, i64 per,
+    int ahead
 ) {
     extern __shared__ __align__(16) char room[];
     __shared__ A slots[32];
@@ -179,51 +205,76 @@ extern "C" __global__ __launch_bounds__(1024) void norm_rows_grad(
     A sum_w[N], sum_b[N];
     #pragma unroll
     for (int j = 0; j < N; ++j) sum_w[j] = sum_b[j] = 0;
-    Trio now, next;
-    if (held && first + threadIdx.y < last) fetch(now, x, dy, dsum, (first + threadIdx.y) * cols + mine * N);
-    for (i64 row = first + threadIdx.y; row < last; row += blockDim.y) {
+    const int threads = blockDim.x * blockDim.y, place = threads * (!CENTER && dsum ? 3 : 2);
+    Piece* ring = reinterpret_cast<Piece*>(room) + threadIdx.y * blockDim.x + threadIdx.x;
+    i64 coming = first + threadIdx.y;
+    for (int i = 0; i < ahead; ++i, coming += blockDim.y) {
+        if (held && coming < last) send(ring + i * place, threads, x, dy, dsum, coming * cols + mine * N);
+        close_parcel();
+    }
+    int from = 0, to = ahead;
+    Piece ws;
+    if (w && held) ws = load_few<N>(w + mine * N);
+    A m = 0, r = 0, next_m = 0, next_r = 0;
+    if (first + threadIdx.y < last) {
+        if (CENTER) next_m = mean[first + threadIdx.y];
+        next_r = rstd[first + threadIdx.y];
+    }
+    for (i64 row = first + threadIdx.y; row < last; row += blockDim.y, coming += blockDim.y) {
         const i64 start = row * cols, then = row + blockDim.y;
-        if (held && then < last) fetch(next, x, dy, dsum, then * cols + mine * N);
-        const A m = CENTER ? mean[row] : A(0), r = rstd[row];
+        if (held && coming < last) send(ring + to * place, threads, x, dy, dsum, coming * cols + mine * N);
+        close_parcel();
+        m = next_m;
+        r = next_r;
+        if (then < last) {
+            if (CENTER) next_m = mean[then];
+            next_r = rstd[then];
+        }
+        await_parcels(ahead);
+        Trio now;
+        if (held) {
+            const Piece* here = ring + from * place;
+            now.x = here[0];
+            now.dy = here[threads];
+            if (!CENTER && dsum) now.dsum = here[2 * threads];
+        }
+        from = from == ahead ? 0 : from + 1;
+        to = to == ahead ? 0 : to + 1;
         if (dx) {
             A along = 0, flat = 0;
-            auto gather = [&](const Trio& t, int i) {
-                A ws[N];
-                weights(w, i * N, A(1), ws);
+            auto gather = [&](const Trio& t, const Piece& ws) {
                 #pragma unroll
                 for (int j = 0; j < N; ++j) {
-                    A g = up(t.dy.at[j]) * ws[j];
+                    A g = up(t.dy.at[j]) * (w ? up(ws.at[j]) : A(1));
                     along += g * (up(t.x.at[j]) - m);
                     if (CENTER) flat += g;
                 }
             };
-            if (held) gather(now, mine);
+            if (held) gather(now, ws);
             #pragma unroll 1
             for (int i = mine + step; i < pieces; i += step) {
                 Trio more;
                 fetch(more, x, dy, dsum, start + i * N);
-                gather(more, i);
+                gather(more, w ? load_few<N>(w + i * N) : ws);
             }
             along = row_sum(along, slots) * r / count;
             if (CENTER) flat = row_sum(flat, slots) / count;
-            auto finish = [&](const Trio& t, int i) {
-                A ws[N];
+            auto finish = [&](const Trio& t, const Piece& ws, int i) {
                 Piece out;
-                weights(w, i * N, A(1), ws);
                 #pragma unroll
                 for (int j = 0; j < N; ++j) {
-                    A v = r * (up(t.dy.at[j]) * ws[j] - flat - (up(t.x.at[j]) - m) * r * along);
+                    A v = r * (up(t.dy.at[j]) * (w ? up(ws.at[j]) : A(1)) - flat - (up(t.x.at[j]) - m) * r * along);
                     if (!CENTER && dsum) v += up(t.dsum.at[j]);
                     put(out.at[j], v);
                 }
                 store_few(dx + start + i * N, out);
             };
-            if (held) finish(now, mine);
+            if (held) finish(now, ws, mine);
             #pragma unroll 1
             for (int i = mine + step; i < pieces; i += step) {
                 Trio more;
                 fetch(more, x, dy, dsum, start + i * N);
-                finish(more, i);
+                finish(more, w ? load_few<N>(w + i * N) : ws, i);
             }
         }
         if (held) {
@@ -249,7 +300,6 @@ extern "C" __global__ __launch_bounds__(1024) void norm_rows_grad(
                 }
             }
         }
-        now = next;
     }
     if (dw) leave(sum_w, dw, reinterpret_cast<A*>(room), cols);
     if (db) leave(sum_b, db, reinterpret_cast<A*>(room), cols);

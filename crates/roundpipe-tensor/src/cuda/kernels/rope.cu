@@ -89,19 +89,37 @@ __device__ __forceinline__ void store(T* head, const Spot& s, const A (&e)[2 * N
     if (s.second >= 0) store_few(head + s.second, b);
 }
 
-// Turns the pairs of a unit by the angles of a position, or back with sign -1.
-__device__ __forceinline__ void turn(const Heads& h, i64 position, const Spot& s, A sign, A (&e)[2 * N]) {
+// The angles of a unit at a position, where its pairs turn.
+struct Angles { Few<A, N> cos, sin; };
+
+__device__ __forceinline__ void look_up(const Heads& h, i64 position, const Spot& s, Angles& angles) {
     if (s.angle < 0) return;
-    Few<A, N> cos = load_few<N>(h.cos + position * h.half + s.angle);
-    Few<A, N> sin = load_few<N>(h.sin + position * h.half + s.angle);
+    angles.cos = load_few<N>(h.cos + position * h.half + s.angle);
+    angles.sin = load_few<N>(h.sin + position * h.half + s.angle);
+}
+
+// Turns the pairs of a unit, or back with sign -1.
+__device__ __forceinline__ void turn(const Angles& angles, const Spot& s, A sign, A (&e)[2 * N]) {
+    if (s.angle < 0) return;
     #pragma unroll
     for (int j = 0; j < N; ++j) {
         const int at = STYLE == 0 ? j : 2 * j, to = STYLE == 0 ? N + j : 2 * j + 1;
-        A p = e[at], q = e[to], c = cos.at[j], t = sin.at[j] * sign;
+        A p = e[at], q = e[to], c = angles.cos.at[j], t = angles.sin.at[j] * sign;
         e[at] = p * c - q * t;
         e[to] = q * c + p * t;
     }
 }
+
+// 1 / sqrt(sum / count + eps), to the accuracy that values of type V deserve.
+template <typename V> struct Scale { static __device__ __forceinline__ float of(float sum, float count, float eps) {
+    return rsqrtf(__fdividef(sum, count) + eps);
+} };
+template <> struct Scale<float> { static __device__ __forceinline__ float of(float sum, float count, float eps) {
+    return 1.0f / root_of(sum / count + eps);
+} };
+template <> struct Scale<double> { static __device__ __forceinline__ double of(double sum, double count, double eps) {
+    return 1.0 / root_of(sum / count + eps);
+} };
 
 __device__ __forceinline__ A group_sum(A x, int lanes) {
     for (int step = lanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
@@ -116,7 +134,7 @@ __device__ __forceinline__ A square(const A (&e)[2 * N]) {
 }
 
 // Blocks of 256 threads. x has strides sb, ss, sh; y and rstd are dense. w, rstd and eps: NORM only.
-extern "C" __global__ __launch_bounds__(256) void rope_heads(
+extern "C" __global__ __launch_bounds__(256, 4) void rope_heads(
     const T* __restrict__ x, i64 sb, i64 ss, i64 sh, const T* __restrict__ w, T* __restrict__ y, A* __restrict__ rstd,
     HEADS, u32 rows, int lanes, double sign, double eps
 ) {
@@ -132,25 +150,33 @@ extern "C" __global__ __launch_bounds__(256) void rope_heads(
     if (h.table == 0 && h.half > 0) return;
     const T* head = x + place.batch * sb + place.step * ss + place.head * sh;
     T* to = y + row * h.width;
+    // The angles of the first unit are on their way before the sum is waited for.
     A e[2 * N];
+    Angles angles;
     Spot spot = spot_of(h, lane);
-    if (lane < units) load(head, spot, e);
+    if (lane < units) {
+        load(head, spot, e);
+        look_up(h, position, spot, angles);
+    }
     A r = 1;
     if (NORM) {
         A sum = lane < units ? square(e) : A(0);
+        #pragma unroll 1
         for (int u = lane + lanes; u < units; u += lanes) {
             A more[2 * N];
             load(head, spot_of(h, u), more);
             sum += square(more);
         }
-        r = A(1) / root_of(group_sum(sum, lanes) / (A)h.width + (A)eps);
+        r = Scale<T>::of(group_sum(sum, lanes), (A)h.width, (A)eps);
         if (live && lane == 0) rstd[row] = r;
     }
     if (!live) return;
+    #pragma unroll 1
     for (int u = lane; u < units; u += lanes) {
         if (u != lane) {
             spot = spot_of(h, u);
             load(head, spot, e);
+            look_up(h, position, spot, angles);
         }
         if (NORM) {
             A weight[2 * N];
@@ -158,7 +184,7 @@ extern "C" __global__ __launch_bounds__(256) void rope_heads(
             #pragma unroll
             for (int j = 0; j < 2 * N; ++j) e[j] = e[j] * r * weight[j];
         }
-        turn(h, position, spot, (A)sign, e);
+        turn(angles, spot, (A)sign, e);
         store(to, spot, e);
     }
 }
@@ -175,7 +201,9 @@ __device__ __forceinline__ void gather(
     // Where there is no second piece its gradient and weight are 0.
     d.b = load_few<N>(head + (spot.second < 0 ? spot.first : spot.second));
     load(back, spot, d.g);
-    turn(h, position, spot, A(-1), d.g);
+    Angles angles;
+    look_up(h, position, spot, angles);
+    turn(angles, spot, A(-1), d.g);
 }
 
 // The unit's part of the sum of g w x.

@@ -5,8 +5,14 @@ template <typename V, int N> struct alignas(sizeof(V) * N) Few { V at[N]; };
 template <int N, typename V> __device__ __forceinline__ Few<V, N> load_few(const V* p) {
     return *reinterpret_cast<const Few<V, N>*>(p);
 }
+// To global memory. 16 bytes in so many words: the compiler cuts some such stores into eight.
 template <int N, typename V> __device__ __forceinline__ void store_few(V* p, const Few<V, N>& x) {
-    *reinterpret_cast<Few<V, N>*>(p) = x;
+    if constexpr (sizeof(V) * N == 16) {
+        uint4 w = *reinterpret_cast<const uint4*>(&x);
+        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(p), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w) : "memory");
+    } else {
+        *reinterpret_cast<Few<V, N>*>(p) = x;
+    }
 }
 
 __device__ __forceinline__ float root_of(float x) { return sqrtf(x); }
