@@ -31,7 +31,6 @@ mod reduce;
 mod rope;
 
 use std::any::Any;
-use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -48,7 +47,7 @@ use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
 use crate::kernel::{Family, Kernel, View};
 use call::Call;
-use compile::Unit;
+use compile::{Table, Unit};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -60,7 +59,7 @@ pub(crate) struct Gpu {
     device: sys::CUdevice,
     context: sys::CUcontext,
     pub(crate) capability: (i32, i32),
-    functions: Mutex<HashMap<String, Function>>,
+    functions: Mutex<Table<Unit, Function>>,
     /// Events without timing that nobody holds.
     spare: Mutex<Vec<RawEvent>>,
     /// When device time began, on both clocks.
@@ -149,8 +148,7 @@ impl Gpu {
 
     /// A compiled kernel, from memory, from disk, or made now.
     pub(crate) fn function(&self, unit: &Unit) -> Result<Function> {
-        let key = unit.key();
-        if let Some(function) = lock(&self.functions).get(&key) {
+        if let Some(function) = lock(&self.functions).get(unit) {
             return Ok(*function);
         }
         let image = compile::image(unit, self.capability)?;
@@ -163,7 +161,7 @@ impl Gpu {
         let function = unsafe { result::module::get_function(module, name) };
         let function = function.map_err(|e| self.failed(&format!("find the kernel {}", unit.name()), e))?;
         let function = Function(function);
-        lock(&self.functions).insert(key, function);
+        lock(&self.functions).insert(unit.clone(), function);
         Ok(function)
     }
 
@@ -734,3 +732,6 @@ pub fn units() -> Vec<Unit> {
     ];
     families.into_iter().flatten().collect()
 }
+
+#[cfg(test)]
+mod tests;
