@@ -10,7 +10,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_int};
-use std::fmt::{self, Write as _};
+use std::fmt;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -52,14 +52,59 @@ impl Defines {
     }
 }
 
-impl fmt::Write for Defines {
-    fn write_str(&mut self, text: &str) -> fmt::Result {
+impl Defines {
+    /// False where there is no room.
+    fn push(&mut self, text: &[u8]) -> bool {
         let end = self.length + text.len();
-        self.bytes.get_mut(self.length..end).ok_or(fmt::Error)?.copy_from_slice(text.as_bytes());
+        let Some(room) = self.bytes.get_mut(self.length..end) else { return false };
+        room.copy_from_slice(text);
         self.length = end;
-        Ok(())
+        true
+    }
+
+    fn push_number(&mut self, number: i64) -> bool {
+        let (mut digits, mut at, mut rest) = ([0; 20], 20, number.unsigned_abs());
+        while rest > 0 || at == 20 {
+            at -= 1;
+            digits[at] = b'0' + (rest % 10) as u8;
+            rest /= 10;
+        }
+        (number >= 0 || self.push(b"-")) && self.push(&digits[at..])
     }
 }
+
+/// What a macro stands for.
+#[derive(Debug, Clone, Copy)]
+pub enum Value<'a> {
+    /// A name or an expression, on one line.
+    Text(&'a str),
+    /// A number.
+    Number(i64),
+}
+
+impl<'a> From<&'a str> for Value<'a> {
+    fn from(text: &'a str) -> Self {
+        Self::Text(text)
+    }
+}
+
+impl<'a> From<&'a String> for Value<'a> {
+    fn from(text: &'a String) -> Self {
+        Self::Text(text)
+    }
+}
+
+macro_rules! numbers {
+    ($($number:ty)*) => {$(
+        impl From<$number> for Value<'_> {
+            fn from(number: $number) -> Self {
+                Self::Number(number as i64)
+            }
+        }
+    )*};
+}
+
+numbers!(bool u8 u16 u32 u64 usize i32 i64);
 
 impl Unit {
     /// The kernel `entry` (declared `extern "C" __global__`) of a file.
@@ -72,9 +117,17 @@ impl Unit {
     /// # Panics
     /// When a kernel has more macros than a unit has room for.
     #[must_use]
-    pub fn with(mut self, macro_name: &'static str, value: impl fmt::Display) -> Self {
-        let written = writeln!(self.defines, "{macro_name} {value}");
-        written.unwrap_or_else(|_| panic!("{}: more macros than a unit has room for", self.name));
+    pub fn with<'a>(mut self, macro_name: &'static str, value: impl Into<Value<'a>>) -> Self {
+        let named = self.defines.push(macro_name.as_bytes()) && self.defines.push(b" ");
+        let written = match value.into() {
+            Value::Text(text) => self.defines.push(text.as_bytes()),
+            Value::Number(number) => self.defines.push_number(number),
+        };
+        assert!(
+            named && written && self.defines.push(b"\n"),
+            "{}: more macros than fit into a unit",
+            self.name
+        );
         self
     }
 
@@ -317,6 +370,16 @@ mod tests {
         assert_ne!(unit("go", 1), unit("come", 1));
         assert_eq!(unit("go", 1).name(), "file:go [T=float N=1]");
         assert!(unit("go", 1).source().starts_with("#define T float\n#define N 1\n#line 1"));
+    }
+
+    #[test]
+    fn numbers_are_written_as_they_are_read() {
+        let unit = Unit::new("f", "", "e")
+            .with("A", 0u8)
+            .with("B", -70i32)
+            .with("C", usize::MAX >> 1)
+            .with("D", true);
+        assert_eq!(unit.name(), "f:e [A=0 B=-70 C=9223372036854775807 D=1]");
     }
 
     #[test]

@@ -1,6 +1,9 @@
 //! Offloading is invisible on a GPU too: workers of one card, resident or offloaded, every grain and lag. Without
 //! a GPU this is skipped, and says so.
 
+#[path = "../../../roundpipe-tensor/tests/support/skip.rs"]
+mod skip;
+
 use std::sync::Arc;
 
 use roundpipe::{
@@ -14,12 +17,12 @@ use crate::simulation::chain;
 
 const STEPS: u64 = 20;
 
-#[expect(clippy::print_stderr, reason = "a skipped test says why")]
 fn workers(count: usize) -> Option<Vec<Arc<dyn Device>>> {
     match Cuda::workers(0, count) {
         Ok(workers) => Some(workers.into_iter().map(|worker| worker as Arc<dyn Device>).collect()),
         Err(error) => {
-            eprintln!("skipped: {error}");
+            let test = std::thread::current().name().unwrap_or("a test of a GPU").to_owned();
+            skip::skipped(&test, &error.to_string());
             None
         }
     }
