@@ -70,6 +70,7 @@ pub(crate) struct Gpu {
     origin: (RawEvent, Instant),
     pub(crate) products: product::Products,
     pub(crate) attention: attention::Plans,
+    pub(crate) convolutions: image::Plans,
 }
 
 /// A compiled kernel.
@@ -138,6 +139,7 @@ impl Gpu {
             origin: (RawEvent(event), Instant::now()),
             products: product::Products::default(),
             attention: attention::Plans::default(),
+            convolutions: image::Plans::default(),
         }))
     }
 
