@@ -252,6 +252,7 @@ fn is_fatal(error: sys::CUresult) -> bool {
             | E::CUDA_ERROR_LAUNCH_FAILED
             | E::CUDA_ERROR_ECC_UNCORRECTABLE
             | E::CUDA_ERROR_NVLINK_UNCORRECTABLE
+            | E::CUDA_ERROR_CONTAINED
             | E::CUDA_ERROR_CONTEXT_IS_DESTROYED
     )
 }

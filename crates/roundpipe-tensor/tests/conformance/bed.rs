@@ -185,6 +185,11 @@ fn tell_at_the_end(why: &str) {
     tell();
 }
 
+fn left_out(name: &str, dtype: DType) {
+    SKIPPED.fetch_add(1, Ordering::Relaxed);
+    skip::counted(&format!("{name} {dtype}"), WHY.get().map_or("", String::as_str));
+}
+
 /// Check 6.
 fn on_gpu(
     name: &str,
@@ -196,11 +201,7 @@ fn on_gpu(
 ) {
     // One arena for the whole binary, whose counts one case at a time may read.
     static TURN: Mutex<()> = Mutex::new(());
-    let Some(worker) = gpu() else {
-        SKIPPED.fetch_add(1, Ordering::Relaxed);
-        skip::counted(&format!("{name} {dtype}"), WHY.get().map_or("", String::as_str));
-        return;
-    };
+    let Some(worker) = gpu() else { return left_out(name, dtype) };
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let go = || run(worker, inputs, dtype, f, true);
     let one = match go() {

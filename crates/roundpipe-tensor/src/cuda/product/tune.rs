@@ -10,8 +10,9 @@
 //!
 //! # What it costs
 //! The first call of a shape waits for its lane and runs each candidate some times, up to a few hundred ms.
-//! No memory is taken: results go to the workspace that the call has anyway, and where they are larger than that, a
-//! part of the product is measured that fits. The call's own result is not touched.
+//! No memory is taken but the driver's for the candidates' code: results go to the workspace that the call has
+//! anyway, and where they are larger than that, a part of the product is measured that fits. The call's own result is
+//! not touched. A candidate that fails, or wants more than half of the workspace, is passed over.
 //!
 //! # Invariants
 //! - A shape is chosen before it is computed for the first time, never anew in one process.
