@@ -2,11 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
 use clap::ValueEnum;
 use roundpipe::DType;
-use roundpipe_models::folder::{Folder, LoadOptions, load};
-use roundpipe_models::{Model, ModelConfig, hub};
+use roundpipe_models::{Model, hub};
 
 /// Types of weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -54,21 +52,5 @@ pub fn looks_like_a_model(name: &str) -> bool {
 /// Loads a model, in the type its config names unless another is given.
 pub fn model(name: &str, dtype: Option<DType>) -> anyhow::Result<Opened> {
     let path = hub::resolve(name)?;
-    let config = path.join("config.json");
-    let text = std::fs::read_to_string(&config)
-        .with_context(|| format!("{}: cannot be read; a model folder has a config.json", config.display()))?;
-    let json: serde_json::Value =
-        serde_json::from_str(&text).with_context(|| format!("{}: is no JSON; fetch it again", config.display()))?;
-    let config = ModelConfig::from_json(&json, &config)?;
-    let dtype = dtype.or(config.dtype).unwrap_or(DType::BF16);
-    // Checked before memory is taken for the model.
-    let folder = Folder::open(&path)?;
-    let tied = config.tied;
-    let model = Model::empty(config, dtype)?;
-    let mut options = LoadOptions::default();
-    if tied {
-        options = options.ignoring("lm_head.weight");
-    }
-    load(&folder, &model.entries(), &options)?;
-    Ok(Opened { model, path })
+    Ok(Opened { model: Model::load(&path, dtype)?, path })
 }

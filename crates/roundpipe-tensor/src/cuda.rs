@@ -14,7 +14,9 @@
 //! # Invariants
 //! - The result of a kernel depends on its operands alone: no atomics on floats, fixed orders of sums.
 //! - Memory is taken once per worker, plainly; nothing is allocated afterwards.
-//! - No call here prints or ends the process; a sticky error of the driver is returned by every later call.
+//! - No call here prints or ends the process. After an error that the driver does not recover from, the card is lost:
+//!   every later call returns that same error; other devices go on.
+//! - Nothing waits for the device but fences, and the first product of a shape ([`product`]).
 
 mod attention;
 mod call;
@@ -31,11 +33,10 @@ mod reduce;
 mod rope;
 
 use std::any::Any;
-use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use cudarc::driver::{result, sys};
@@ -48,7 +49,7 @@ use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
 use crate::kernel::{Family, Kernel, View};
 use call::Call;
-use compile::Unit;
+use compile::{Table, Unit};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -60,13 +61,16 @@ pub(crate) struct Gpu {
     device: sys::CUdevice,
     context: sys::CUcontext,
     pub(crate) capability: (i32, i32),
-    functions: Mutex<HashMap<String, Function>>,
+    functions: Mutex<Table<Unit, Function>>,
     /// Events without timing that nobody holds.
     spare: Mutex<Vec<RawEvent>>,
+    /// What it was lost to.
+    lost: OnceLock<String>,
     /// When device time began, on both clocks.
     origin: (RawEvent, Instant),
     pub(crate) products: product::Products,
     pub(crate) attention: attention::Plans,
+    pub(crate) convolutions: image::Plans,
 }
 
 /// A compiled kernel.
@@ -131,26 +135,44 @@ impl Gpu {
             capability: (major, minor),
             functions: Mutex::default(),
             spare: Mutex::default(),
+            lost: OnceLock::new(),
             origin: (RawEvent(event), Instant::now()),
             products: product::Products::default(),
             attention: attention::Plans::default(),
+            convolutions: image::Plans::default(),
         }))
     }
 
-    /// Makes the card's context current on this thread.
+    /// Makes the card's context current on this thread, if the card is not lost.
     pub(crate) fn enter(&self) -> Result<()> {
-        // SAFETY: the context is retained as long as this value lives.
-        unsafe { result::ctx::set_current(self.context) }.map_err(|e| self.failed("use the context", e))
+        match self.lost.get() {
+            Some(what) => Err(Error::Device { device: card(self.index), what: what.clone() }),
+            None => self.current().map_err(|e| self.failed("use the context", e)),
+        }
     }
 
+    /// Makes the card's context current: for giving things back, which a lost card does not forbid.
+    fn current(&self) -> std::result::Result<(), result::DriverError> {
+        // SAFETY: the context is retained as long as this value lives.
+        unsafe { result::ctx::set_current(self.context) }
+    }
+
+    /// The error of a call; the first one that the card does not recover from is every later one's.
     pub(crate) fn failed(&self, what: &str, error: result::DriverError) -> Error {
-        failed(self.index, what, error)
+        let failed = failed(self.index, what, error);
+        if !is_fatal(error.0) {
+            return failed;
+        }
+        let first = || match failed {
+            Error::Device { what, .. } => format!("{what}; the device is lost, restart the program"),
+            other => other.to_string(),
+        };
+        Error::Device { device: card(self.index), what: self.lost.get_or_init(first).clone() }
     }
 
     /// A compiled kernel, from memory, from disk, or made now.
     pub(crate) fn function(&self, unit: &Unit) -> Result<Function> {
-        let key = unit.key();
-        if let Some(function) = lock(&self.functions).get(&key) {
+        if let Some(function) = lock(&self.functions).get(unit) {
             return Ok(*function);
         }
         let image = compile::image(unit, self.capability)?;
@@ -163,7 +185,7 @@ impl Gpu {
         let function = unsafe { result::module::get_function(module, name) };
         let function = function.map_err(|e| self.failed(&format!("find the kernel {}", unit.name()), e))?;
         let function = Function(function);
-        lock(&self.functions).insert(key, function);
+        lock(&self.functions).insert(unit.clone(), function);
         Ok(function)
     }
 
@@ -189,7 +211,7 @@ impl Gpu {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
-        if self.enter().is_err() {
+        if self.current().is_err() {
             return;
         }
         // Libraries let go of the context before it goes.
@@ -212,6 +234,27 @@ fn card(index: u32) -> DeviceId {
 fn failed(index: u32, what: &str, error: result::DriverError) -> Error {
     let text = error.error_string().ok().and_then(|s| s.to_str().ok()).unwrap_or("unknown error").to_owned();
     Error::Device { device: card(index), what: format!("cannot {what}: {text} ({:?})", error.0) }
+}
+
+/// Whether a context is of no use after an error: the driver returns it from every later call.
+fn is_fatal(error: sys::CUresult) -> bool {
+    use sys::CUresult as E;
+    matches!(
+        error,
+        E::CUDA_ERROR_ILLEGAL_ADDRESS
+            | E::CUDA_ERROR_LAUNCH_TIMEOUT
+            | E::CUDA_ERROR_ASSERT
+            | E::CUDA_ERROR_HARDWARE_STACK_ERROR
+            | E::CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | E::CUDA_ERROR_MISALIGNED_ADDRESS
+            | E::CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | E::CUDA_ERROR_INVALID_PC
+            | E::CUDA_ERROR_LAUNCH_FAILED
+            | E::CUDA_ERROR_ECC_UNCORRECTABLE
+            | E::CUDA_ERROR_NVLINK_UNCORRECTABLE
+            | E::CUDA_ERROR_CONTAINED
+            | E::CUDA_ERROR_CONTEXT_IS_DESTROYED
+    )
 }
 
 /// A word that kernels write when they meet what they must refuse.
@@ -352,6 +395,20 @@ impl Cuda {
     pub fn capability(&self) -> (i32, i32) {
         self.gpu.capability
     }
+
+    /// Breaks the GPU down for this process: queues a kernel that traps, as tests of failures want it.
+    ///
+    /// # Errors
+    /// As for any launch; the trap itself is met by a later call.
+    #[doc(hidden)]
+    pub fn trap(&self) -> Result<()> {
+        self.gpu.enter()?;
+        let function = self.gpu.function(&trap())?;
+        let stream = self.lanes[LaneKind::Compute as usize].stream;
+        // SAFETY: the kernel has no parameters and touches no memory.
+        let queued = unsafe { result::launch_kernel(function.0, (1, 1, 1), (1, 1, 1), 0, stream, &mut []) };
+        queued.map_err(|e| self.gpu.failed("launch a trap", e))
+    }
 }
 
 impl fmt::Debug for Cuda {
@@ -368,7 +425,7 @@ struct Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        if self.gpu.enter().is_ok() {
+        if self.gpu.current().is_ok() {
             // SAFETY: allocated in `reserve`; freeing waits for whatever still uses it.
             let _ = unsafe { result::free_sync(self.ptr) };
         }
@@ -390,7 +447,7 @@ unsafe impl Sync for Pinned {}
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if self.gpu.enter().is_err() {
+        if self.gpu.current().is_err() {
             return;
         }
         // SAFETY: locked by `host_buffer` in exactly this way, and given back once.
@@ -418,9 +475,12 @@ impl Device for Cuda {
         self.gpu.enter()?;
         // SAFETY: a plain allocation, owned by the arena.
         let ptr = unsafe { result::malloc_sync(bytes.0.max(1) as usize) };
-        let ptr = ptr.map_err(|e| Error::Device {
-            device: self.id,
-            what: format!("cannot reserve {bytes}, {} are free ({:?})", self.memory(), e.0),
+        let ptr = ptr.map_err(|e| match self.gpu.failed("reserve memory", e) {
+            lost if is_fatal(e.0) => lost,
+            _ => {
+                let what = format!("cannot reserve {bytes}, {} are free ({:?})", self.memory(), e.0);
+                Error::Device { device: self.id, what }
+            }
         })?;
         let owner = Allocation { gpu: self.gpu.clone(), ptr };
         // SAFETY: the driver aligns to 256 bytes and more; nobody else knows this memory, and the owner frees it.
@@ -441,9 +501,12 @@ impl Device for Cuda {
         }
         self.gpu.enter()?;
         let need = Bytes(bytes as u64);
-        let refuse = |e: result::DriverError| Error::Device {
-            device: self.id,
-            what: format!("cannot pin {need} of host memory for {name} ({:?}); use Pin::Off", e.0),
+        let refuse = |e: result::DriverError| match self.gpu.failed("pin host memory", e) {
+            lost if is_fatal(e.0) => lost,
+            _ => {
+                let what = format!("cannot pin {need} of host memory for {name} ({:?}); use Pin::Off", e.0);
+                Error::Device { device: self.id, what }
+            }
         };
         if pin == Pin::Register {
             let pages = HostBuf::zeroed(name, bytes)?;
@@ -482,7 +545,7 @@ unsafe impl Sync for CudaLane {}
 impl CudaLane {
     fn failed(&self, what: &str, error: result::DriverError) -> Error {
         match self.gpu.failed(what, error) {
-            Error::Device { what, .. } => {
+            Error::Device { what, .. } if self.gpu.lost.get().is_none() => {
                 Error::Device { device: self.id, what: format!("{}: {what}", self.kind.name()) }
             }
             other => other,
@@ -512,7 +575,7 @@ impl fmt::Debug for CudaLane {
 
 impl Drop for CudaLane {
     fn drop(&mut self) {
-        if self.gpu.enter().is_ok() {
+        if self.gpu.current().is_ok() {
             // SAFETY: made in `on`; the stream is waited for, so nothing of it touches memory afterwards.
             unsafe {
                 let _ = result::stream::synchronize(self.stream);
@@ -586,7 +649,9 @@ struct CudaEvent {
 impl CudaEvent {
     fn failed(&self, error: result::DriverError) -> Error {
         match self.gpu.failed("finish what was queued", error) {
-            Error::Device { what, .. } => Error::Device { device: self.id, what },
+            Error::Device { what, .. } if self.gpu.lost.get().is_none() => {
+                Error::Device { device: self.id, what }
+            }
             other => other,
         }
     }
@@ -602,7 +667,7 @@ impl Drop for CudaEvent {
     fn drop(&mut self) {
         if !self.timing {
             lock(&self.gpu.spare).push(self.event);
-        } else if self.gpu.enter().is_ok() {
+        } else if self.gpu.current().is_ok() {
             // SAFETY: nobody else holds it; the driver keeps what is under way.
             let _ = unsafe { result::event::destroy(self.event.0) };
         }
@@ -628,7 +693,7 @@ impl EventState for CudaEvent {
     }
 
     fn settle(&self) {
-        if self.gpu.enter().is_ok() {
+        if self.gpu.current().is_ok() {
             // SAFETY: the event is alive.
             let _ = unsafe { result::event::synchronize(self.event.0) };
         }
@@ -718,6 +783,10 @@ pub(crate) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>
     }
 }
 
+fn trap() -> Unit {
+    Unit::new("trap", include_str!("cuda/kernels/trap.cu"), "trap_now")
+}
+
 /// Every kernel in the variants that models use: what a machine without a GPU compiles to see that it can.
 pub fn units() -> Vec<Unit> {
     let families = [
@@ -731,6 +800,10 @@ pub fn units() -> Vec<Unit> {
         loss::units(),
         moe::units(),
         image::units(),
+        vec![trap()],
     ];
     families.into_iter().flatten().collect()
 }
+
+#[cfg(test)]
+mod tests;

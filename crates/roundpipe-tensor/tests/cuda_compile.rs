@@ -4,6 +4,9 @@
 //! of them; `ROUNDPIPE_KERNELS=all` compiles everything for all. Where NVRTC is missing, this is skipped and says
 //! so; set `ROUNDPIPE_NVRTC=required` to make that a failure.
 
+#[path = "support/skip.rs"]
+mod skip;
+
 use std::collections::HashMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -32,7 +35,6 @@ fn jobs(units: &[Unit], all: bool) -> Vec<(usize, &'static str)> {
 }
 
 #[test]
-#[expect(clippy::print_stderr, reason = "a skipped test says why")]
 fn kernels_compile_for_every_architecture() {
     let filter = std::env::var("ROUNDPIPE_KERNELS").unwrap_or_default();
     let all = filter == "all";
@@ -41,7 +43,7 @@ fn kernels_compile_for_every_architecture() {
         && error.to_string().contains("libnvrtc is not here")
     {
         assert!(std::env::var("ROUNDPIPE_NVRTC").as_deref() != Ok("required"), "{error}");
-        eprintln!("skipped {} kernels: {error}", units.len());
+        skip::skipped(&format!("{} kernels are not compiled", units.len()), &error.to_string());
         return;
     }
     let jobs = jobs(&units, all);

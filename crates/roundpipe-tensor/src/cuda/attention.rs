@@ -117,6 +117,17 @@ impl Plans {
         drop(state.plans);
         drop(state.handles);
     }
+
+    /// Uses the library's handle for a stream, alone.
+    pub(crate) fn with_handle<R>(
+        &self,
+        stream: Stream,
+        f: impl FnOnce(cudarc::cudnn::sys::cudnnHandle_t) -> R,
+    ) -> std::result::Result<R, Refused> {
+        let mut state = lock(&self.0);
+        state.attach(stream)?;
+        Ok(f(state.handles[&(stream as usize)].raw()))
+    }
 }
 
 impl State {

@@ -1,13 +1,14 @@
 //! One kernel to be launched: operands, and the way they reach CUDA C++.
 
+use std::cell::Cell;
 use std::ffi::c_void;
 
 use cudarc::driver::{result, sys};
 
 use super::compile::Unit;
-use super::{Alarm, Gpu};
+use super::{Alarm, Gpu, card};
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::{Kernel, View};
 
 /// A kernel with its operands and where it runs.
@@ -47,6 +48,18 @@ impl Call<'_> {
         self.scratch.as_ref().map_or(0, |view| view.ptr)
     }
 
+    /// What a library's refusal means: the device's own error where there is one behind it.
+    pub fn failed(&self, what: &str) -> Error {
+        use sys::CUresult as R;
+        // SAFETY: the stream is valid; the call only looks.
+        match unsafe { sys::cuStreamQuery(self.stream) } {
+            R::CUDA_SUCCESS | R::CUDA_ERROR_NOT_READY => {
+                Error::Device { device: card(self.gpu.index), what: format!("cannot {what}") }
+            }
+            error => self.gpu.failed(what, result::DriverError(error)),
+        }
+    }
+
     /// Queues a compiled kernel. Nothing is queued for an empty grid.
     ///
     /// # Safety
@@ -71,10 +84,9 @@ impl Call<'_> {
             unsafe { result::function::set_function_attribute(function.0, what, shared as i32) }
                 .map_err(fail)?;
         }
-        let mut pointers = args.pointers();
         let (grid, block) = ((grid[0], grid[1], grid[2]), (block[0], block[1], block[2]));
         // SAFETY: promised by the caller; the arguments live past the call, which copies them.
-        unsafe { result::launch_kernel(function.0, grid, block, shared, self.stream, &mut pointers) }
+        unsafe { result::launch_kernel(function.0, grid, block, shared, self.stream, args.pointers()) }
             .map_err(fail)
     }
 
@@ -85,20 +97,40 @@ impl Call<'_> {
 }
 
 /// The arguments of a kernel, in order.
+///
+/// Their memory is the thread's and used again: a launch allocates nothing.
+pub(crate) struct Args(Lists);
+
 #[derive(Default)]
-pub(crate) struct Args {
-    bytes: Vec<u64>,
+struct Lists {
+    words: Vec<u64>,
+    /// Where arguments start in `words`.
     starts: Vec<usize>,
+    pointers: Vec<*mut c_void>,
+}
+
+thread_local! {
+    static SPARE: Cell<Option<Lists>> = const { Cell::new(None) };
+}
+
+impl Drop for Args {
+    fn drop(&mut self) {
+        // A thread at its end has no place for them any more.
+        let _ = SPARE.try_with(|spare| spare.set(Some(std::mem::take(&mut self.0))));
+    }
 }
 
 impl Args {
     pub fn new() -> Self {
-        Self::default()
+        let mut lists = SPARE.try_with(Cell::take).ok().flatten().unwrap_or_default();
+        lists.words.clear();
+        lists.starts.clear();
+        Self(lists)
     }
 
     fn word(mut self, word: u64) -> Self {
-        self.starts.push(self.bytes.len());
-        self.bytes.push(word);
+        self.0.starts.push(self.0.words.len());
+        self.0.words.push(word);
         self
     }
 
@@ -144,16 +176,16 @@ impl Args {
 
     /// A struct of eight-byte fields, by value.
     pub fn words(mut self, words: &[u64]) -> Self {
-        self.starts.push(self.bytes.len());
-        self.bytes.extend(words);
+        self.0.starts.push(self.0.words.len());
+        self.0.words.extend(words);
         self
     }
 
     /// `View` of common.cuh: address, rank, sizes, strides.
     pub fn view(mut self, view: &View) -> Self {
-        self.starts.push(self.bytes.len());
-        self.bytes.push(view.ptr);
-        self.bytes.push(view.shape().rank() as u64);
+        self.0.starts.push(self.0.words.len());
+        self.0.words.push(view.ptr);
+        self.0.words.push(view.shape().rank() as u64);
         let dims = view.shape().iter().map(|n| *n as u64);
         let strides = view.layout.strides().iter().map(|s| *s as u64);
         let pad = |values: &mut dyn Iterator<Item = u64>, fill: u64| {
@@ -161,15 +193,18 @@ impl Args {
             all.iter_mut().zip(values).for_each(|(slot, value)| *slot = value);
             all
         };
-        self.bytes.extend(pad(&mut dims.into_iter(), 1));
-        self.bytes.extend(pad(&mut strides.into_iter(), 0));
+        self.0.words.extend(pad(&mut dims.into_iter(), 1));
+        self.0.words.extend(pad(&mut strides.into_iter(), 0));
         self
     }
 
-    fn pointers(&mut self) -> Vec<*mut c_void> {
-        let base = self.bytes.as_mut_ptr();
+    pub(super) fn pointers(&mut self) -> &mut [*mut c_void] {
+        let Lists { words, starts, pointers } = &mut self.0;
+        let base = words.as_mut_ptr();
+        pointers.clear();
         // Arguments start at words, and x86-64 and aarch64 are little-endian: a narrow one is its word's start.
-        self.starts.iter().map(|start| base.wrapping_add(*start).cast()).collect()
+        pointers.extend(starts.iter().map(|start| base.wrapping_add(*start).cast::<c_void>()));
+        pointers
     }
 }
 

@@ -2,9 +2,16 @@
 //!
 //! A [`Unit`] is one kernel file with its macros. The name of its image on disk is a hash of everything that the
 //! machine code depends on: text, macros, architecture, compiler version. Images are written beside and renamed
-//! into place, so that two processes never see half of one; a broken or unwritable folder only costs time.
+//! into place, so that two processes never see half of one, and end in a check sum: a broken file is compiled
+//! anew, and a broken or unwritable folder only costs time.
+//!
+//! # Invariants
+//! - To name a unit and to find what was made of it allocates nothing: launches do it every time.
 
+use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_int};
+use std::fmt;
+use std::hash::{BuildHasherDefault, Hash, Hasher};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -17,24 +24,110 @@ use crate::error::{Error, Result};
 const COMMON: &str = include_str!("kernels/common.cuh");
 
 /// One kernel file with its macros.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Unit {
     name: &'static str,
     text: &'static str,
     entry: &'static str,
-    defines: Vec<(&'static str, String)>,
+    defines: Defines,
 }
+
+/// Lines `NAME value`, in the order of definition, in place: units are made for every launch.
+#[derive(Clone)]
+struct Defines {
+    bytes: [u8; Self::ROOM],
+    length: usize,
+}
+
+impl Defines {
+    /// More than any kernel's macros take.
+    const ROOM: usize = 368;
+
+    fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..self.length]
+    }
+
+    fn lines(&self) -> std::str::Lines<'_> {
+        std::str::from_utf8(self.as_bytes()).expect("whole strings were written").lines()
+    }
+}
+
+impl Defines {
+    /// False where there is no room.
+    fn push(&mut self, text: &[u8]) -> bool {
+        let end = self.length + text.len();
+        let Some(room) = self.bytes.get_mut(self.length..end) else { return false };
+        room.copy_from_slice(text);
+        self.length = end;
+        true
+    }
+
+    fn push_number(&mut self, number: i64) -> bool {
+        let (mut digits, mut at, mut rest) = ([0; 20], 20, number.unsigned_abs());
+        while rest > 0 || at == 20 {
+            at -= 1;
+            digits[at] = b'0' + (rest % 10) as u8;
+            rest /= 10;
+        }
+        (number >= 0 || self.push(b"-")) && self.push(&digits[at..])
+    }
+}
+
+/// What a macro stands for.
+#[derive(Debug, Clone, Copy)]
+pub enum Value<'a> {
+    /// A name or an expression, on one line.
+    Text(&'a str),
+    /// A number.
+    Number(i64),
+}
+
+impl<'a> From<&'a str> for Value<'a> {
+    fn from(text: &'a str) -> Self {
+        Self::Text(text)
+    }
+}
+
+impl<'a> From<&'a String> for Value<'a> {
+    fn from(text: &'a String) -> Self {
+        Self::Text(text)
+    }
+}
+
+macro_rules! numbers {
+    ($($number:ty)*) => {$(
+        impl From<$number> for Value<'_> {
+            fn from(number: $number) -> Self {
+                Self::Number(number as i64)
+            }
+        }
+    )*};
+}
+
+numbers!(bool u8 u16 u32 u64 usize i32 i64);
 
 impl Unit {
     /// The kernel `entry` (declared `extern "C" __global__`) of a file.
     pub fn new(name: &'static str, text: &'static str, entry: &'static str) -> Self {
-        Self { name, text, entry, defines: Vec::new() }
+        Self { name, text, entry, defines: Defines { bytes: [0; Defines::ROOM], length: 0 } }
     }
 
     /// Defines a macro.
+    ///
+    /// # Panics
+    /// When a kernel has more macros than a unit has room for.
     #[must_use]
-    pub fn with(mut self, macro_name: &'static str, value: impl ToString) -> Self {
-        self.defines.push((macro_name, value.to_string()));
+    pub fn with<'a>(mut self, macro_name: &'static str, value: impl Into<Value<'a>>) -> Self {
+        let named = self.defines.push(macro_name.as_bytes()) && self.defines.push(b" ");
+        let written = match value.into() {
+            Value::Text(text) => self.defines.push(text.as_bytes()),
+            Value::Number(number) => self.defines.push_number(number),
+        };
+        assert!(
+            named && written && self.defines.push(b"\n"),
+            "{}: more macros than fit into a unit",
+            self.name
+        );
         self
     }
 
@@ -45,30 +138,16 @@ impl Unit {
 
     /// For errors: file, kernel and macros.
     pub fn name(&self) -> String {
-        let defines: Vec<String> =
-            self.defines.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        let defines: Vec<String> = self.defines.lines().map(|line| line.replacen(' ', "=", 1)).collect();
         format!("{}:{} [{}]", self.name, self.entry, defines.join(" "))
-    }
-
-    /// Tells units apart.
-    pub(crate) fn key(&self) -> String {
-        let mut key = String::with_capacity(64);
-        key.push_str(self.name);
-        key.push(':');
-        key.push_str(self.entry);
-        for (name, value) in &self.defines {
-            key.push(' ');
-            key.push_str(name);
-            key.push('=');
-            key.push_str(value);
-        }
-        key
     }
 
     fn source(&self) -> String {
         let mut source = String::with_capacity(COMMON.len() + self.text.len() + 256);
-        for (name, value) in &self.defines {
-            source.push_str(&format!("#define {name} {value}\n"));
+        for line in self.defines.lines() {
+            source.push_str("#define ");
+            source.push_str(line);
+            source.push('\n');
         }
         source.push_str("#line 1 \"common.cuh\"\n");
         source.push_str(COMMON);
@@ -78,16 +157,72 @@ impl Unit {
     }
 }
 
-/// The machine code of a unit for a compute capability.
-pub(crate) fn image(unit: &Unit, capability: (i32, i32)) -> Result<Vec<u8>> {
+impl fmt::Debug for Unit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Unit({})", self.name())
+    }
+}
+
+/// Units are told apart by file, kernel and macros; the text belongs to the file.
+impl PartialEq for Unit {
+    fn eq(&self, other: &Self) -> bool {
+        (self.name, self.entry) == (other.name, other.entry)
+            && self.defines.as_bytes() == other.defines.as_bytes()
+    }
+}
+
+impl Eq for Unit {}
+
+impl Hash for Unit {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write(self.name.as_bytes());
+        state.write(self.entry.as_bytes());
+        state.write(self.defines.as_bytes());
+    }
+}
+
+/// What was made of units and of other short keys: a map for keys that nobody chooses to collide.
+pub(crate) type Table<K, V> = HashMap<K, V, BuildHasherDefault<Quick>>;
+
+/// Eight bytes at a time: rotate, mix in, multiply.
+#[derive(Default)]
+pub(crate) struct Quick(u64);
+
+impl Hasher for Quick {
+    fn write(&mut self, bytes: &[u8]) {
+        for part in bytes.chunks(8) {
+            let mut word = [0; 8];
+            word[..part.len()].copy_from_slice(part);
+            self.write_u64(u64::from_le_bytes(word));
+        }
+    }
+
+    fn write_u64(&mut self, word: u64) {
+        self.0 = (self.0.rotate_left(26) ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    }
+
+    fn write_usize(&mut self, word: usize) {
+        self.write_u64(word as u64);
+    }
+
+    fn finish(&self) -> u64 {
+        // The map takes its groups from the high bits and its places from the low ones.
+        self.0 ^ (self.0 >> 32)
+    }
+}
+
+/// The machine code of a unit for a compute capability: from disk, or compiled now and kept.
+///
+/// # Errors
+/// As [`check`].
+pub fn image(unit: &Unit, capability: (i32, i32)) -> Result<Vec<u8>> {
     let version = library::nvrtc()?;
     let source = unit.source();
     let arch = format!("sm_{}{}", capability.0, capability.1);
-    let name = format!("{}-{arch}-{:032x}.cubin", unit.entry, hash(&[&source, &arch, &version]));
+    let sum = hash([&source, &arch, &version].map(|part| part.as_bytes()));
+    let name = format!("{}-{arch}-{sum:032x}.cubin", unit.entry);
     let path = folder().map(|folder| folder.join(name));
-    if let Some(image) =
-        path.as_ref().and_then(|path| std::fs::read(path).ok()).filter(|image| image.len() > 4)
-    {
+    if let Some(image) = path.as_ref().and_then(|path| kept(path)) {
         return Ok(image);
     }
     let image = compile(unit, &source, &arch)?;
@@ -100,14 +235,14 @@ pub(crate) fn image(unit: &Unit, capability: (i32, i32)) -> Result<Vec<u8>> {
 /// Compiles a unit for an architecture such as `sm_90`; no GPU is needed.
 ///
 /// # Errors
-/// One line per complaint of the compiler, or which library is missing.
+/// One line: the kernel, the architecture and the compiler's first complaint, or which library is missing.
 pub fn check(unit: &Unit, arch: &str) -> Result<usize> {
     library::nvrtc()?;
     compile(unit, &unit.source(), arch).map(|image| image.len())
 }
 
 fn compile(unit: &Unit, source: &str, arch: &str) -> Result<Vec<u8>> {
-    let refuse = |what: String| Error::invalid("compile", format!("{}: {what}", unit.name()));
+    let refuse = |what: String| Error::invalid("compile", format!("{} for {arch}: {what}", unit.name()));
     let text = CString::new(source).map_err(|_| refuse("the source holds a zero".to_owned()))?;
     let name = CString::new(format!("{}.cu", unit.name)).expect("names have no zero");
     let mut program: sys::nvrtcProgram = std::ptr::null_mut();
@@ -134,7 +269,7 @@ fn compile(unit: &Unit, source: &str, arch: &str) -> Result<Vec<u8>> {
     let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
     // SAFETY: the program is alive, the options live past the call.
     let compiled = unsafe { sys::nvrtcCompileProgram(program.0, pointers.len() as c_int, pointers.as_ptr()) };
-    compiled.result().map_err(|e| refuse(format!("{e}: {}", program.log())))?;
+    compiled.result().map_err(|e| refuse(complaint(&program.log()).unwrap_or_else(|| e.to_string())))?;
     let mut size = 0;
     // SAFETY: the program is alive and compiled.
     unsafe { sys::nvrtcGetCUBINSize(program.0, &mut size) }.result().map_err(|e| refuse(format!("{e}")))?;
@@ -169,13 +304,37 @@ impl Drop for Program {
     }
 }
 
+/// The first error of a compiler's log, and how many follow it.
+fn complaint(log: &str) -> Option<String> {
+    let mut errors = log.lines().map(str::trim).filter(|line| line.contains("error"));
+    let first = errors.next()?.to_owned();
+    // The last line of a log counts the errors.
+    let more = errors.filter(|line| !line.contains(" detected in the compilation of")).count();
+    Some(if more == 0 { first } else { format!("{first} (and {more} more)") })
+}
+
 /// Where images are kept: a folder of the user's choice, or the usual place for such things.
-fn folder() -> Option<PathBuf> {
+pub(super) fn folder() -> Option<PathBuf> {
     let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     variable("ROUNDPIPE_KERNEL_CACHE")
         .or_else(|| variable("XDG_CACHE_HOME").map(|cache| cache.join("roundpipe").join("kernels")))
         .or_else(|| variable("HOME").map(|home| home.join(".cache").join("roundpipe").join("kernels")))
 }
+
+/// A kept image whose check sum fits.
+fn kept(path: &std::path::Path) -> Option<Vec<u8>> {
+    let mut file = std::fs::read(path).ok()?;
+    let image = file.len().checked_sub(SUM_BYTES).filter(|length| *length > 0)?;
+    let sum = hash([&file[..image]]).to_le_bytes();
+    if file[image..] != sum {
+        return None;
+    }
+    file.truncate(image);
+    Some(file)
+}
+
+/// At the end of every kept image.
+const SUM_BYTES: usize = 16;
 
 /// Writes beside and renames; whatever goes wrong, the kernel is in memory.
 fn keep(path: &std::path::Path, image: &[u8]) {
@@ -183,17 +342,51 @@ fn keep(path: &std::path::Path, image: &[u8]) {
     let Some(folder) = path.parent() else { return };
     let beside =
         folder.join(format!(".{}-{}.part", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
-    let written = std::fs::create_dir_all(folder).and_then(|()| std::fs::write(&beside, image));
+    let file = [image, &hash([image]).to_le_bytes()].concat();
+    let written = std::fs::create_dir_all(folder).and_then(|()| std::fs::write(&beside, file));
     if written.is_err() || std::fs::rename(&beside, path).is_err() {
         let _ = std::fs::remove_file(&beside);
     }
 }
 
-/// 128 bits of FNV-1a: names files, guards nothing.
-fn hash(parts: &[&str]) -> u128 {
+/// 128 bits of FNV-1a: names files and finds broken ones, guards nothing.
+pub(super) fn hash<const N: usize>(parts: [&[u8]; N]) -> u128 {
     const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013B;
-    let bytes = parts.iter().flat_map(|part| part.bytes().chain([0]));
+    let bytes = parts.iter().flat_map(|part| part.iter().chain(&[0]));
     bytes.fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d, |hash: u128, byte| {
-        (hash ^ u128::from(byte)).wrapping_mul(PRIME)
+        (hash ^ u128::from(*byte)).wrapping_mul(PRIME)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Unit, complaint};
+
+    #[test]
+    fn a_unit_is_told_apart_by_file_kernel_and_macros() {
+        let unit = |entry, value: u8| Unit::new("file", "", entry).with("T", "float").with("N", value);
+        assert_eq!(unit("go", 1), unit("go", 1));
+        assert_ne!(unit("go", 1), unit("go", 12));
+        assert_ne!(unit("go", 1), unit("come", 1));
+        assert_eq!(unit("go", 1).name(), "file:go [T=float N=1]");
+        assert!(unit("go", 1).source().starts_with("#define T float\n#define N 1\n#line 1"));
+    }
+
+    #[test]
+    fn numbers_are_written_as_they_are_read() {
+        let unit = Unit::new("f", "", "e")
+            .with("A", 0u8)
+            .with("B", -70i32)
+            .with("C", usize::MAX >> 1)
+            .with("D", true);
+        assert_eq!(unit.name(), "f:e [A=0 B=-70 C=9223372036854775807 D=1]");
+    }
+
+    #[test]
+    fn a_log_of_errors_is_one_line() {
+        let log = "x.cu(3): warning #177-D: unused\n\nx.cu(4): error: no such thing\n  a b;\n\nx.cu(9): error: nor this\n\n\
+                   2 errors detected in the compilation of \"x.cu\".\n";
+        assert_eq!(complaint(log).unwrap(), "x.cu(4): error: no such thing (and 1 more)");
+        assert_eq!(complaint("nothing wrong"), None);
+    }
 }

@@ -1,12 +1,16 @@
 //! Convolution and pooling of images `[n, c, h, w]`, dense.
 //!
-//! A convolution and its gradients are products of matrices that are read where they lie, tile by tile through
+//! Convolutions are cuDNN's where it is here and takes them ([`cudnn`]). Ours and their gradients are products of matrices that are read where they lie, tile by tile through
 //! shared memory; groups of few channels, which would leave the tiles empty, are summed directly. Gradients of
 //! pooling are gathered by the elements from the windows that reach them.
 //!
 //! # Invariants
 //! - An output element is one sum in the accumulator type in an order that the sizes fix, rounded once.
 //! - Sizes beyond the 32-bit counting of the convolutions are refused; pooling counts in 64 bits where it must.
+
+mod cudnn;
+
+pub(crate) use cudnn::Plans;
 
 use super::call::{Args, Call, c_type};
 use super::compile::Unit;
@@ -21,6 +25,11 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     // SAFETY: the caller's promise is passed on unchanged.
     unsafe {
         match call.kernel {
+            Kernel::Conv2d(_) | Kernel::Conv2dGradInput(_) | Kernel::Conv2dGradFilter { .. }
+                if cudnn::run(call)? =>
+            {
+                Ok(())
+            }
             Kernel::Conv2d(spec) => forward(call, spec),
             Kernel::Conv2dGradInput(spec) => grad_input(call, spec),
             Kernel::Conv2dGradFilter { spec, accumulate } => grad_filter(call, spec, *accumulate),
@@ -35,7 +44,13 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     }
 }
 
+/// Scratch bytes: enough for either way, whatever is installed.
 pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
+    let library = cudnn::Case::of(kernel, src, dst).map_or(0, |case| case.workspace());
+    library.max(own_scratch(kernel, src, dst))
+}
+
+fn own_scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
     match (kernel, src, dst) {
         (Kernel::Conv2dGradFilter { spec, .. }, [Some(x), Some(dy)], [Some(df)]) => {
             let product = Product::of_filter(spec, x.shape(), dy.shape(), df.shape());

@@ -1,8 +1,8 @@
 //! Finding CUDA's libraries at run time.
 //!
-//! The loader's own places are tried first, then the folders of a toolkit, then `nvidia/*/lib` of Python
-//! environments, then what the variable `ROUNDPIPE_CUDA_LIBS` lists. A library that was loaded by its path is found
-//! by name afterwards, which is how the bindings get it.
+//! The loader's own places are tried first, then what the variable `ROUNDPIPE_CUDA_LIBS` lists, then the folders of
+//! a toolkit, then `nvidia/*/lib` of Python environments. An entry `only` in the list leaves out all other places, the
+//! loader's too. A library that was loaded by its path is found by name afterwards, which is how the bindings get it.
 //!
 //! Asked once per process and library: the answer stays.
 
@@ -12,23 +12,30 @@ use std::sync::OnceLock;
 use crate::error::{Error, Result};
 
 /// The driver's library, which comes with the driver.
-pub(crate) fn driver() -> Result<()> {
+///
+/// # Errors
+/// One line that says how to get it.
+pub fn driver() -> Result<()> {
     static FOUND: OnceLock<bool> = OnceLock::new();
     // SAFETY: asks the loader for the library; its start-up code is the driver's own.
-    let found = *FOUND.get_or_init(|| unsafe { cudarc::driver::sys::is_culib_present() });
-    match found {
+    let present = || unsafe { cudarc::driver::sys::is_culib_present() };
+    let found = || (!only() || preload(&["libcuda.so"])) && present();
+    match *FOUND.get_or_init(found) {
         true => Ok(()),
         false => Err(missing("libcuda", "install NVIDIA's driver, or run on the CPU")),
     }
 }
 
 /// The compiler of our kernels; its version.
-pub(crate) fn nvrtc() -> Result<String> {
+///
+/// # Errors
+/// One line that says how to get it.
+pub fn nvrtc() -> Result<String> {
     static FOUND: OnceLock<Option<String>> = OnceLock::new();
     let found = FOUND.get_or_init(|| {
-        preload(&["libnvrtc-builtins.so", "libnvrtc.so"]);
+        let loaded = preload(&["libnvrtc-builtins.so", "libnvrtc.so"]);
         // SAFETY: as for the driver.
-        if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
+        if (only() && !loaded) || !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
             return None;
         }
         let (mut major, mut minor) = (0, 0);
@@ -42,27 +49,25 @@ pub(crate) fn nvrtc() -> Result<String> {
 }
 
 /// The library of products.
-pub(crate) fn cublaslt() -> Result<()> {
+///
+/// # Errors
+/// One line that says how to get it.
+pub fn cublaslt() -> Result<()> {
     static FOUND: OnceLock<bool> = OnceLock::new();
-    let found = *FOUND.get_or_init(|| {
-        preload(&["libcublasLt.so"]);
-        // SAFETY: as for the driver.
-        unsafe { cudarc::cublaslt::sys::is_culib_present() }
-    });
-    match found {
+    // SAFETY: as for the driver.
+    let present = || unsafe { cudarc::cublaslt::sys::is_culib_present() };
+    match *FOUND.get_or_init(|| (preload(&["libcublasLt.so"]) || !only()) && present()) {
         true => Ok(()),
         false => Err(missing("libcublasLt", "install the CUDA toolkit, or `pip install nvidia-cublas`")),
     }
 }
 
 /// The library of attention and convolutions; optional.
-pub(crate) fn cudnn() -> bool {
+pub fn cudnn() -> bool {
     static FOUND: OnceLock<bool> = OnceLock::new();
-    *FOUND.get_or_init(|| {
-        preload(&["libcudnn.so"]);
-        // SAFETY: as for the driver.
-        unsafe { cudarc::cudnn::sys::is_culib_present() }
-    })
+    // SAFETY: as for the driver.
+    let present = || unsafe { cudarc::cudnn::sys::is_culib_present() };
+    *FOUND.get_or_init(|| (preload(&["libcudnn.so"]) || !only()) && present())
 }
 
 fn missing(library: &'static str, way: &str) -> Error {
@@ -71,21 +76,35 @@ fn missing(library: &'static str, way: &str) -> Error {
 }
 
 /// Loads libraries by path where the loader would not find them by name. Only what is not found by name is
-/// loaded: two copies of one library in a process do not get along.
-fn preload(names: &[&str]) {
+/// loaded: two copies of one library in a process do not get along. Whether the last one is there now; a loader that
+/// knows it by another name may have it all the same.
+fn preload(names: &[&str]) -> bool {
+    let mut loaded = false;
     for name in names {
         // SAFETY: loading runs the library's start-up code; these are NVIDIA's own, needed by name later anyway.
-        if unsafe { libloading::Library::new(*name) }.is_ok() {
+        loaded = !only() && unsafe { libloading::Library::new(*name) }.is_ok();
+        if loaded {
             continue;
         }
         let found = folders().into_iter().find_map(|folder| newest(&folder, name));
-        if let Some(path) = found {
-            // SAFETY: as above. The handle is kept for ever: what is loaded stays.
-            if let Ok(library) = unsafe { libloading::Library::new(path) } {
-                LOADED.get_or_init(Default::default).lock().map(|mut all| all.push(library)).ok();
-            }
+        // SAFETY: as above. The handle is kept for ever: what is loaded stays.
+        if let Some(Ok(library)) = found.map(|path| unsafe { libloading::Library::new(path) }) {
+            LOADED.get_or_init(Default::default).lock().map(|mut all| all.push(library)).ok();
+            loaded = true;
         }
     }
+    loaded
+}
+
+/// The folders of `ROUNDPIPE_CUDA_LIBS`.
+fn listed() -> Vec<PathBuf> {
+    let listed = std::env::var_os("ROUNDPIPE_CUDA_LIBS").unwrap_or_default();
+    std::env::split_paths(&listed).filter(|path| !path.as_os_str().is_empty()).collect()
+}
+
+/// Whether no other folders count.
+fn only() -> bool {
+    listed().iter().any(|path| path.as_os_str() == "only")
 }
 
 /// Libraries that were loaded by path.
@@ -102,9 +121,10 @@ fn newest(folder: &Path, name: &str) -> Option<PathBuf> {
 
 /// Where libraries may lie beyond the loader's places.
 fn folders() -> Vec<PathBuf> {
-    let mut folders = Vec::new();
-    if let Some(listed) = std::env::var_os("ROUNDPIPE_CUDA_LIBS") {
-        folders.extend(std::env::split_paths(&listed));
+    let mut folders = listed();
+    if only() {
+        folders.retain(|path| path.as_os_str() != "only");
+        return folders;
     }
     for variable in ["CUDA_HOME", "CUDA_PATH"] {
         if let Some(home) = std::env::var_os(variable) {

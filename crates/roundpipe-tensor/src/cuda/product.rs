@@ -10,11 +10,13 @@
 //! results in the accumulator's type, `bias + beta c` is written first and the product added to it.
 //!
 //! # Invariants
-//! - A call over the same operands takes the same way and the library's same algorithm.
+//! - A call over the same operands takes the same way and the library's same algorithm, which is measured and
+//!   stored at the first call of a shape ([`tune`]); only that call waits.
 //! - `c` is not read when beta is 0, and is written even where there is nothing to sum.
 
 mod grouped;
 mod lt;
+mod tune;
 
 pub(crate) use lt::Products;
 
@@ -23,7 +25,7 @@ use super::compile::Unit;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernel::{Kernel, View};
-use crate::shape::Layout;
+use crate::shape::{Layout, MAX_RANK};
 use lt::{Lie, Task};
 
 const TILE_TEXT: &str = concat!(include_str!("kernels/product_tile.cuh"), include_str!("kernels/product.cu"));
@@ -187,6 +189,7 @@ fn packed(view: &View, ptr: u64) -> View {
 }
 
 /// A whole call of [`Kernel::MatMul`].
+#[derive(Clone, Copy)]
 struct Product<'a> {
     a: &'a View,
     b: &'a View,
@@ -251,20 +254,20 @@ unsafe fn by_library(call: &Call<'_>, product: &Product<'_>, copies: [bool; 2]) 
     let (a, b) = (side(0, product.a), side(1, product.b));
     let direct = Product { a: &a, b: &b, ..*product };
     let shares_type = a.dtype == product.c.dtype && a.dtype != DType::F64;
-    let mut plans = None;
-    if product.bias.is_none() || shares_type {
-        plans = lt::plan(call.gpu, &tasks(&direct, call.scratch_ptr(), rooms.workspace))?;
-    }
+    let mut tasks = Tasks::of(&direct, call.scratch_ptr(), rooms.workspace);
+    // SAFETY: operands and workspace are as large as the tasks say; operands that are copied later hold anything.
+    let takes = |tasks: &Tasks<'_>| unsafe { tasks.all(|task| lt::takes(call, task)) };
+    let mut taken = (product.bias.is_none() || shares_type) && takes(&tasks)?;
     let mut first = None;
-    if plans.is_none() && product.bias.is_some() && narrow(product.c.dtype) == 0 {
-        let rest = Product { bias: None, beta: 1.0, ..direct };
-        plans = lt::plan(call.gpu, &tasks(&rest, call.scratch_ptr(), rooms.workspace))?;
+    if !taken && product.bias.is_some() && narrow(product.c.dtype) == 0 {
+        tasks.product = Product { bias: None, beta: 1.0, ..direct };
+        taken = takes(&tasks)?;
         first = Some(&direct);
     }
-    let Some(plans) = plans else {
+    if !taken {
         // SAFETY: the launch contract.
         return unsafe { plainly(call, product) };
-    };
+    }
     for (view, dense, copied) in [(product.a, &a, copies[0]), (product.b, &b, copies[1])] {
         if copied {
             // SAFETY: the scratch memory has this room, which nobody else uses during the call.
@@ -275,11 +278,8 @@ unsafe fn by_library(call: &Call<'_>, product: &Product<'_>, copies: [bool; 2]) 
         // SAFETY: the launch contract.
         unsafe { settle(call, first)? };
     }
-    for ready in plans {
-        // SAFETY: operands and result are as large as the task says; the workspace is the scratch memory's start.
-        unsafe { ready.run(call)? };
-    }
-    Ok(())
+    // SAFETY: operands and result are as large as the tasks say; the workspace is the scratch memory's start.
+    tasks.all(|task| unsafe { lt::run(call, task) }.map(|()| true)).map(|_| ())
 }
 
 /// Copies a view into dense memory.
@@ -299,81 +299,124 @@ struct Step {
     c: i64,
 }
 
-/// The batch dimensions, innermost first, neighbours merged where one stride serves both.
-fn steps(a: &View, b: &View, sizes: &Sizes) -> Vec<Step> {
-    let mut steps: Vec<Step> = Vec::new();
-    let mut dense = (sizes.m * sizes.n) as i64;
-    for axis in (0..a.shape().rank() - 2).rev() {
-        let count = a.shape()[axis];
-        if count == 1 {
-            continue;
-        }
-        let (sa, sb) = (a.layout.strides()[axis] as i64, b.layout.strides()[axis] as i64);
-        match steps.last_mut() {
-            Some(last) if sa == last.a * last.count as i64 && sb == last.b * last.count as i64 => {
-                last.count *= count
+/// Some of the batch dimensions.
+#[derive(Debug, Clone, Copy)]
+struct Steps {
+    all: [Step; MAX_RANK],
+    count: usize,
+}
+
+impl Steps {
+    /// The batch dimensions, innermost first, neighbours merged where one stride serves both.
+    fn of(a: &View, b: &View, sizes: &Sizes) -> Self {
+        let mut steps = Self { all: [Step { count: 1, a: 0, b: 0, c: 0 }; MAX_RANK], count: 0 };
+        let mut dense = (sizes.m * sizes.n) as i64;
+        for axis in (0..a.shape().rank() - 2).rev() {
+            let count = a.shape()[axis];
+            if count == 1 {
+                continue;
             }
-            _ => steps.push(Step { count, a: sa, b: sb, c: dense }),
+            let (sa, sb) = (a.layout.strides()[axis] as i64, b.layout.strides()[axis] as i64);
+            match steps.all[..steps.count].last_mut() {
+                Some(last) if sa == last.a * last.count as i64 && sb == last.b * last.count as i64 => {
+                    last.count *= count
+                }
+                _ => {
+                    steps.all[steps.count] = Step { count, a: sa, b: sb, c: dense };
+                    steps.count += 1;
+                }
+            }
+            dense *= count as i64;
         }
-        dense *= count as i64;
+        steps
     }
-    steps
+
+    fn as_slice(&self) -> &[Step] {
+        &self.all[..self.count]
+    }
+
+    /// Takes the longest dimension out; one of one batch where there is none.
+    fn take_longest(&mut self) -> Step {
+        let longest = (0..self.count).max_by_key(|i| self.all[*i].count);
+        let Some(longest) = longest else { return Step { count: 1, a: 0, b: 0, c: 0 } };
+        let step = self.all[longest];
+        self.all.copy_within(longest + 1..self.count, longest);
+        self.count -= 1;
+        step
+    }
 }
 
 /// The library's calls that make up a product.
-fn tasks(product: &Product<'_>, scratch: u64, workspace: usize) -> Vec<Task> {
-    let Product { a, b, c, .. } = *product;
-    let mut sizes = Sizes::of(a, c);
-    let mut left = Lie::of(&a.layout).expect("lies as the library wants, or was copied");
-    let right = Lie::of(&b.layout).expect("lies as the library wants, or was copied");
-    let mut steps = steps(a, b, &sizes);
-    // Many rows against one matrix are one product.
-    if let [only] = steps[..]
-        && only.b == 0
-        && !left.turned
-        && (only.a == sizes.m as i64 * left.line || (sizes.m == 1 && only.a >= sizes.k as i64))
-        && sizes.m * only.count <= i32::MAX as usize
-    {
-        left.line = if sizes.m == 1 { only.a } else { left.line };
-        sizes.m *= only.count;
-        steps.clear();
+struct Tasks<'a> {
+    product: Product<'a>,
+    sizes: Sizes,
+    lies: [Lie; 2],
+    /// The library's batches, and the dimensions that are walked here.
+    batch: Step,
+    steps: Steps,
+    /// The workspace's address and bytes.
+    workspace: (u64, usize),
+}
+
+impl<'a> Tasks<'a> {
+    fn of(product: &Product<'a>, scratch: u64, workspace: usize) -> Self {
+        let Product { a, b, c, .. } = *product;
+        let mut sizes = Sizes::of(a, c);
+        let mut left = Lie::of(&a.layout).expect("lies as the library wants, or was copied");
+        let right = Lie::of(&b.layout).expect("lies as the library wants, or was copied");
+        let mut steps = Steps::of(a, b, &sizes);
+        // Many rows against one matrix are one product.
+        if let [only] = *steps.as_slice()
+            && only.b == 0
+            && !left.turned
+            && (only.a == sizes.m as i64 * left.line || (sizes.m == 1 && only.a >= sizes.k as i64))
+            && sizes.m * only.count <= i32::MAX as usize
+        {
+            left.line = if sizes.m == 1 { only.a } else { left.line };
+            sizes.m *= only.count;
+            steps.count = 0;
+        }
+        let batch = steps.take_longest();
+        Self { product: *product, sizes, lies: [left, right], batch, steps, workspace: (scratch, workspace) }
     }
-    // The longest dimension is the library's, the others are walked here.
-    let longest = (0..steps.len()).max_by_key(|i| steps[*i].count);
-    let batch = longest.map_or(Step { count: 1, a: 0, b: 0, c: 0 }, |i| steps.remove(i));
-    let turns: usize = steps.iter().map(|step| step.count).product();
-    let mut tasks = Vec::with_capacity(turns);
-    for turn in 0..turns {
-        let mut rest = turn;
-        let mut at = [0; 3];
-        for step in &steps {
+
+    /// Calls `f` with one task after the other while it says true; whether it always did.
+    fn all(&self, mut f: impl FnMut(&Task) -> Result<bool>) -> Result<bool> {
+        let turns: usize = self.steps.as_slice().iter().map(|step| step.count).product();
+        for turn in 0..turns {
+            for start in (0..self.batch.count).step_by(lt::MOST_BATCHES) {
+                if !f(&self.task(turn, start))? {
+                    return Ok(false);
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// The batches from `start` on, at a place in the other dimensions.
+    fn task(&self, turn: usize, start: usize) -> Task {
+        let Product { a, b, c, bias, alpha, beta } = self.product;
+        let (batch, mut rest, mut at) = (self.batch, turn, [0; 3]);
+        for step in self.steps.as_slice() {
             let i = (rest % step.count) as i64;
             rest /= step.count;
             at = [at[0] + i * step.a, at[1] + i * step.b, at[2] + i * step.c];
         }
-        for start in (0..batch.count).step_by(lt::MOST_BATCHES) {
-            let (i, count) = (start as i64, lt::MOST_BATCHES.min(batch.count - start));
-            let place = |view: &View, offset: i64, step: i64| {
-                view.ptr.wrapping_add_signed((offset + i * step) * view.dtype.size() as i64)
-            };
-            tasks.push(Task::new(
-                lt::Shape {
-                    m: sizes.m,
-                    n: sizes.n,
-                    k: sizes.k,
-                    batches: count,
-                    steps: [batch.a, batch.b, batch.c],
-                },
-                lt::Side { ptr: place(a, at[0], batch.a), lie: left },
-                lt::Side { ptr: place(b, at[1], batch.b), lie: right },
-                (a.dtype, c.dtype, place(c, at[2], batch.c)),
-                product.bias.map(|bias| bias.ptr),
-                [product.alpha, product.beta],
-                (scratch, workspace),
-            ));
-        }
+        let batches = lt::MOST_BATCHES.min(batch.count - start);
+        let place = |view: &View, offset: i64, step: i64| {
+            view.ptr.wrapping_add_signed((offset + start as i64 * step) * view.dtype.size() as i64)
+        };
+        let Sizes { m, n, k, .. } = self.sizes;
+        Task::new(
+            lt::Shape { m, n, k, batches, steps: [batch.a, batch.b, batch.c] },
+            lt::Side { ptr: place(a, at[0], batch.a), lie: self.lies[0] },
+            lt::Side { ptr: place(b, at[1], batch.b), lie: self.lies[1] },
+            (a.dtype, c.dtype, place(c, at[2], batch.c)),
+            bias.map(|bias| bias.ptr),
+            [alpha, beta],
+            self.workspace,
+        )
     }
-    tasks
 }
 
 #[cfg(test)]

@@ -11,11 +11,15 @@
 //!
 //! A case is a function of its inputs; it must not keep state.
 
+use std::io::Write as _;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use roundpipe_tensor::{
     Bytes, Cpu, Cuda, Cx, DType, DeviceKind, Meta, Result, RngSite, SimWorld, Tensor, Worker, bf16, f16,
 };
+
+use crate::skip;
 
 /// How an input lies in memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -157,20 +161,33 @@ pub fn gpu() -> Option<&'static Worker> {
         let device = Cuda::new(0).map_err(|e| e.to_string())?;
         Worker::new(device, Bytes::gib(2)).map_err(|e| e.to_string())
     };
-    let found = GPU.get_or_init(|| match open() {
-        Ok(worker) => Some(worker),
-        Err(why) => {
-            // Once for the whole binary: without a GPU every case runs on the others alone.
-            skipped(&why);
-            None
-        }
-    });
+    let found = GPU.get_or_init(|| open().inspect_err(|why| tell_at_the_end(why)).ok());
     found.as_ref()
 }
 
-#[expect(clippy::print_stderr, reason = "what was skipped must be said")]
-fn skipped(why: &str) {
-    eprintln!("no case runs on a GPU: {why}");
+/// Cases that were not run on a GPU, and why.
+static SKIPPED: AtomicUsize = AtomicUsize::new(0);
+static WHY: OnceLock<String> = OnceLock::new();
+
+/// Without a GPU every case runs on the others alone; how many is known when the process ends.
+fn tell_at_the_end(why: &str) {
+    extern "C" fn tell() {
+        let (count, why) = (SKIPPED.load(Ordering::Relaxed), WHY.get().map_or("", String::as_str));
+        let line = format!("skipped on a GPU: {count} cases of the conformance tests: {why}\n");
+        // Not through the runner, which hides what passing tests print.
+        let _ = std::io::stderr().write_all(line.as_bytes());
+    }
+    let _ = WHY.set(why.to_owned());
+    // SAFETY: the function is there as long as the process, touches statics alone and does not unwind.
+    #[cfg(unix)]
+    let _ = unsafe { libc::atexit(tell) };
+    #[cfg(not(unix))]
+    tell();
+}
+
+fn left_out(name: &str, dtype: DType) {
+    SKIPPED.fetch_add(1, Ordering::Relaxed);
+    skip::counted(&format!("{name} {dtype}"), WHY.get().map_or("", String::as_str));
 }
 
 /// The GPU, with nobody else at it: one arena for the whole binary, whose counts one case at a time may read.
@@ -188,7 +205,7 @@ fn on_gpu(
     limit: f64,
     f: &impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<Tensor>>,
 ) {
-    let Some((worker, _turn)) = gpu_alone() else { return };
+    let Some((worker, _turn)) = gpu_alone() else { return left_out(name, dtype) };
     let go = || run(worker, inputs, dtype, f, true);
     let one = match go() {
         Err(error) if error.to_string().contains("written for host memory") => return,

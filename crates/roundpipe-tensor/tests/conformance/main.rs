@@ -17,4 +17,6 @@ mod product;
 mod random;
 mod reduce;
 mod rope;
+#[path = "../support/skip.rs"]
+mod skip;
 mod views;

@@ -1,12 +1,17 @@
 //! Offloading is invisible on a GPU too: workers of one card, resident or offloaded, every grain and lag. Without
 //! a GPU this is skipped, and says so.
 
+#[path = "../../../roundpipe-tensor/tests/support/skip.rs"]
+mod skip;
+
 use std::sync::Arc;
 
+use roundpipe::nn::Func;
 use roundpipe::{
-    Bytes, DType, Device, ExecutePlan, Grain, HostTensor, Inputs, Lag, PlanKind, RoundPipe, RunConfig, Update,
+    Bytes, Cx, DType, Device, ExecutePlan, Grain, HostTensor, Inputs, Lag, PlanKind, RoundPipe, RunConfig,
+    Sequential, Tensor, Update,
 };
-use roundpipe_tensor::Cuda;
+use roundpipe_tensor::{Cuda, DeviceKind};
 
 use crate::invisible::{Way, rule, run_for, same};
 use crate::models;
@@ -14,12 +19,12 @@ use crate::simulation::chain;
 
 const STEPS: u64 = 20;
 
-#[expect(clippy::print_stderr, reason = "a skipped test says why")]
 fn workers(count: usize) -> Option<Vec<Arc<dyn Device>>> {
     match Cuda::workers(0, count) {
         Ok(workers) => Some(workers.into_iter().map(|worker| worker as Arc<dyn Device>).collect()),
         Err(error) => {
-            eprintln!("skipped: {error}");
+            let test = std::thread::current().name().unwrap_or("a test of a GPU").to_owned();
+            skip::skipped(&test, &error.to_string());
             None
         }
     }
@@ -98,4 +103,56 @@ fn an_exhausted_gpu_is_an_error_and_smaller_batches_still_run() {
     engine.forward_backward(inputs, labels, models::token_loss).unwrap();
     engine.synchronize().unwrap();
     assert!(engine.ring().workers()[0].usage().high_water <= Bytes(1 << 20));
+}
+
+/// A GPU that breaks down is lost to the whole process, so this runs in one of its own.
+#[test]
+fn a_gpu_that_breaks_down_is_an_error_that_names_the_task() {
+    if workers(1).is_none() {
+        return;
+    }
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "gpu::child_on_a_gpu_that_breaks_down", "--ignored", "--nocapture"]);
+    let output = command.env(CHILD, "1").output().unwrap();
+    let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    assert!(output.status.success() && text[0].contains("1 passed"), "{}\n{}", text[0], text[1]);
+}
+
+const CHILD: &str = "ROUNDPIPE_TEST_CHILD";
+
+#[test]
+#[ignore = "run by a_gpu_that_breaks_down_is_an_error_that_names_the_task"]
+fn child_on_a_gpu_that_breaks_down() {
+    if std::env::var_os(CHILD).is_none() {
+        return;
+    }
+    let cuda = Cuda::new(0).unwrap();
+    let breaker = cuda.clone();
+    // Plans are made on meta, which has nothing to break.
+    let fault = Func(move |cx: &mut Cx, x: &Tensor| {
+        if cx.worker().device().id().kind == DeviceKind::Cuda {
+            breaker.trap()?;
+        }
+        Ok(x.clone())
+    });
+    let build = |model: Sequential, device: Arc<dyn Device>| {
+        let builder = RoundPipe::builder(model).optimizer(rule()).devices([device]).memory(Bytes::mib(64));
+        builder.build().unwrap()
+    };
+    let engine = build(models::perceptron(DType::F32).named("fault", fault), cuda);
+    let step = |engine: &RoundPipe| {
+        let (x, weights) = models::numbers(0, 6, DType::F32);
+        let trained = engine.forward_backward(x, weights, models::weighted);
+        trained.and_then(|_| engine.update(&Update::new(0.1), Lag::Zero)).and_then(|_| engine.synchronize())
+    };
+    for _ in 0..2 {
+        let text = chain(&step(&engine).unwrap_err());
+        assert!(
+            text.contains("cuda:0") && text.contains("the device is lost, restart the program"),
+            "{text}"
+        );
+        assert!(text.contains("layer") || text.contains("stage"), "{text}");
+    }
+    drop(engine);
+    step(&build(models::perceptron(DType::F32), models::cpus(1).remove(0))).unwrap();
 }

@@ -40,6 +40,11 @@ impl Handle {
         Ok(handle)
     }
 
+    /// For parts of the library that are not graphs.
+    pub fn raw(&self) -> sys::cudnnHandle_t {
+        self.0
+    }
+
     /// Queues on another stream from now on.
     pub fn queue_on(&self, stream: Stream) -> Result<(), Refused> {
         // SAFETY: both are alive.

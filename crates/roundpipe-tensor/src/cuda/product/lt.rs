@@ -11,19 +11,24 @@
 //! - A bias `[n]` belongs to the rows of cᵀ, which is where the library adds one.
 //!
 //! # The algorithm
-//! The heuristic's first whose workspace fits: the same for the same library, GPU and shape. Sums in float or
-//! double, never TF32; cuts along the depth are added up in a fixed order and in the accumulator's type, so
-//! schemes that add in place or in the result's type are excluded.
+//! Of the heuristic's candidates whose workspace fits, the one that [`tune`](super::tune) chose: the same for the
+//! same library, GPU and shape. Sums in float or double, never TF32; cuts along the depth are added up in a fixed
+//! order and in the accumulator's type, so schemes that add in place or in the result's type are excluded.
+//!
+//! # Invariants
+//! - A plan is made once per shape, under a lock: workers of one card agree.
+//! - A product whose plan is known is launched without allocating.
 
-use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex};
 
 use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys;
 
+use super::tune::{self, Choices};
 use crate::cuda::call::Call;
-use crate::cuda::{Gpu, card, library, lock};
+use crate::cuda::compile::Table;
+use crate::cuda::{library, lock};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::shape::Layout;
@@ -79,16 +84,16 @@ pub(super) struct Side {
 
 /// What a plan depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Key {
-    shape: Shape,
-    lies: [Lie; 2],
+pub(super) struct Key {
+    pub shape: Shape,
+    pub lies: [Lie; 2],
     /// Of the operands and of the result.
-    types: [DType; 2],
-    has_bias: bool,
-    overwrites: bool,
+    pub types: [DType; 2],
+    pub has_bias: bool,
+    pub overwrites: bool,
     /// Bytes that a, b and c (with the bias) are aligned to.
-    aligned: [u32; 3],
-    workspace: usize,
+    pub aligned: [u32; 3],
+    pub workspace: usize,
 }
 
 /// A matrix in columns: its size, and the elements from one column and from one batch to the next.
@@ -115,14 +120,14 @@ impl Key {
 /// One call of the library.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Task {
-    key: Key,
+    pub key: Key,
     a: u64,
     b: u64,
     c: u64,
     bias: Option<u64>,
     alpha: f64,
     beta: f64,
-    workspace: u64,
+    pub workspace: u64,
 }
 
 impl Task {
@@ -146,11 +151,17 @@ impl Task {
         };
         Self { key, a: a.ptr, b: b.ptr, c, bias, alpha, beta, workspace }
     }
+
+    /// A part of it, with the result elsewhere.
+    pub fn of(&self, key: Key, c: u64) -> Self {
+        Self { key, c, ..*self }
+    }
 }
 
-/// The largest power of two, up to 256, that divides an address.
+/// The largest power of two, up to 64, that divides an address. Weights lie at multiples of 64, by the plan at this
+/// one or that: more would be told apart, chosen for apart, and differ in bits.
 fn alignment(ptr: u64) -> u32 {
-    1 << ptr.trailing_zeros().min(8)
+    1 << ptr.trailing_zeros().min(6)
 }
 
 /// The library's handle and the plans made so far.
@@ -158,7 +169,8 @@ fn alignment(ptr: u64) -> u32 {
 pub(crate) struct Products {
     handle: Mutex<Option<Handle>>,
     /// `None` where the library knows no algorithm.
-    plans: Mutex<HashMap<Key, Option<Arc<Plan>>>>,
+    plans: Mutex<Table<Key, Option<Arc<Plan>>>>,
+    pub(super) choices: Choices,
 }
 
 struct Handle(sys::cublasLtHandle_t);
@@ -170,60 +182,64 @@ impl Drop for Handle {
     }
 }
 
-/// A task with its plan.
-pub(super) struct Ready {
-    plan: Arc<Plan>,
-    task: Task,
+/// Whether the library knows an algorithm for a task, which is planned if it is the first of its kind.
+///
+/// # Safety
+/// As for [`run`]; the result is not touched.
+pub(super) unsafe fn takes(call: &Call<'_>, task: &Task) -> Result<bool> {
+    // SAFETY: the caller's promise.
+    unsafe { plan(call, task).map(|plan| plan.is_some()) }
 }
 
-impl Ready {
-    /// Queues the product.
-    ///
-    /// # Safety
-    /// The task's memory is as large as its shape says, its workspace too, and nobody else writes the result.
-    pub unsafe fn run(&self, call: &Call<'_>) -> Result<()> {
-        // SAFETY: the caller's promise; the plan was made for this task.
-        unsafe { self.plan.run(call, &self.task) }
+/// Queues a product that the library [`takes`].
+///
+/// # Safety
+/// The task's memory is as large as its shape says, its workspace too, and nobody else writes the result.
+pub(super) unsafe fn run(call: &Call<'_>, task: &Task) -> Result<()> {
+    // SAFETY: the caller's promise; the plan was made for tasks of this key.
+    unsafe {
+        let plan = plan(call, task)?.expect("asked before");
+        let queued = plan.described.queue(plan.handle, call.stream, task, &plan.algorithm);
+        queued.map_err(|e| failed(call, "launch", e))
     }
 }
 
-/// Plans for all tasks; `None` when the library knows no algorithm for one of them.
-pub(super) fn plan(gpu: &Gpu, tasks: &[Task]) -> Result<Option<Vec<Ready>>> {
-    let mut plans = lock(&gpu.products.plans);
-    let mut all = Vec::with_capacity(tasks.len());
-    for task in tasks {
-        let known = match plans.get(&task.key) {
-            Some(known) => known.clone(),
-            None => {
-                let made = Plan::new(handle(gpu)?, task).map_err(|e| failed(gpu, "plan", e))?;
-                let made = made.map(Arc::new);
-                plans.insert(task.key, made.clone());
-                made
-            }
-        };
-        let Some(plan) = known else { return Ok(None) };
-        all.push(Ready { plan, task: *task });
+/// # Safety
+/// As for [`run`]; the result is not touched.
+unsafe fn plan(call: &Call<'_>, task: &Task) -> Result<Option<Arc<Plan>>> {
+    let mut plans = lock(&call.gpu.products.plans);
+    if let Some(known) = plans.get(&task.key) {
+        return Ok(known.clone());
     }
-    Ok(Some(all))
+    let handle = handle(call)?;
+    let fail = |e| failed(call, "plan", e);
+    let described = Described::new(task).map_err(fail)?;
+    let found = candidates(handle, &described, &task.key).map_err(fail)?;
+    let mut made = None;
+    if !found.is_empty() {
+        // SAFETY: the caller's promise.
+        let chosen = unsafe { tune::choose(call, handle, task, &found)? };
+        made = Some(Arc::new(Plan { handle, described, algorithm: found[chosen].algorithm }));
+    }
+    plans.insert(task.key, made.clone());
+    Ok(made)
 }
 
-fn handle(gpu: &Gpu) -> Result<sys::cublasLtHandle_t> {
+fn handle(call: &Call<'_>) -> Result<sys::cublasLtHandle_t> {
+    let gpu = call.gpu;
     let mut handle = lock(&gpu.products.handle);
     if let Some(handle) = &*handle {
         return Ok(handle.0);
     }
     library::cublaslt()?;
     gpu.enter()?;
-    let made = result::create_handle().map_err(|e| failed(gpu, "start", e))?;
+    let made = result::create_handle().map_err(|e| failed(call, "start", e))?;
     *handle = Some(Handle(made));
     Ok(made)
 }
 
-fn failed(gpu: &Gpu, what: &str, error: CublasError) -> Error {
-    Error::Device {
-        device: card(gpu.index),
-        what: format!("cannot {what} a product by cuBLASLt: {:?}", error.0),
-    }
+fn failed(call: &Call<'_>, what: &str, error: CublasError) -> Error {
+    call.failed(&format!("{what} a product by cuBLASLt: {:?}", error.0))
 }
 
 /// A matrix as the library sees it.
@@ -348,11 +364,7 @@ impl Drop for Preference {
 /// A product of one shape, ready to run.
 struct Plan {
     handle: sys::cublasLtHandle_t,
-    /// Locked for a call: the bias's address is part of it.
-    operation: Mutex<Operation>,
-    first: Matrix,
-    second: Matrix,
-    out: Matrix,
+    described: Described,
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
@@ -362,9 +374,17 @@ unsafe impl Send for Plan {}
 // SAFETY: as above.
 unsafe impl Sync for Plan {}
 
-impl Plan {
-    /// `None` when the library knows no algorithm.
-    fn new(handle: sys::cublasLtHandle_t, task: &Task) -> std::result::Result<Option<Self>, CublasError> {
+/// What the library is told about products of one shape.
+pub(super) struct Described {
+    /// Locked for a call: the bias's address is part of it.
+    operation: Mutex<Operation>,
+    first: Matrix,
+    second: Matrix,
+    out: Matrix,
+}
+
+impl Described {
+    pub fn new(task: &Task) -> std::result::Result<Self, CublasError> {
         let key = &task.key;
         let ([src, dst], batches) = (key.types, key.shape.batches);
         let operation = Operation::new(key)?;
@@ -374,18 +394,21 @@ impl Plan {
         let [first, second, out] = key.matrices();
         let (first, second) = (Matrix::new(src, first, batches)?, Matrix::new(src, second, batches)?);
         let out = Matrix::new(dst, out, batches)?;
-        let preference = Preference::new(key)?;
-        let algorithm = choose(handle, &operation, [&first, &second, &out], &preference, key.workspace)?;
-        let operation = Mutex::new(operation);
-        Ok(algorithm.map(|algorithm| Self { handle, operation, first, second, out, algorithm }))
+        Ok(Self { operation: Mutex::new(operation), first, second, out })
     }
 
     /// # Safety
-    /// As for [`Ready::run`]; the task has this plan's key.
-    unsafe fn run(&self, call: &Call<'_>, task: &Task) -> Result<()> {
+    /// As for [`run`]; the task has the key that this describes.
+    pub unsafe fn queue(
+        &self,
+        handle: sys::cublasLtHandle_t,
+        stream: cudarc::driver::sys::CUstream,
+        task: &Task,
+        algorithm: &sys::cublasLtMatmulAlgo_t,
+    ) -> std::result::Result<(), CublasError> {
         let operation = lock(&self.operation);
         if let Some(bias) = task.bias {
-            operation.set_bias(bias).map_err(|e| failed(call.gpu, "prepare", e))?;
+            operation.set_bias(bias)?;
         }
         let wide = [task.alpha, task.beta];
         let narrow = wide.map(|factor| factor as f32);
@@ -394,11 +417,11 @@ impl Plan {
             _ => (bytes(&narrow[0]), bytes(&narrow[1])),
         };
         let c = task.c as *mut c_void;
-        // SAFETY: the descriptions are alive and those that the algorithm was chosen for; the factors live past the
+        // SAFETY: the descriptions are alive and those that the algorithm was found for; the factors live past the
         // call; the memory is the caller's promise.
-        let queued = unsafe {
+        unsafe {
             result::matmul(
-                self.handle,
+                handle,
                 operation.0,
                 alpha,
                 beta,
@@ -410,24 +433,30 @@ impl Plan {
                 self.out.0,
                 c,
                 self.out.0,
-                &self.algorithm,
+                algorithm,
                 task.workspace as *mut c_void,
                 task.key.workspace,
-                call.stream.cast(),
+                stream.cast(),
             )
-        };
-        queued.map_err(|e| failed(call.gpu, "launch", e))
+        }
     }
 }
 
-/// The heuristic's first algorithm whose workspace fits.
-fn choose(
+/// An algorithm that the heuristic proposes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Candidate {
+    pub algorithm: sys::cublasLtMatmulAlgo_t,
+    /// Bytes that it wants.
+    pub workspace: usize,
+}
+
+/// The heuristic's algorithms whose workspace fits, in its order.
+fn candidates(
     handle: sys::cublasLtHandle_t,
-    operation: &Operation,
-    [first, second, out]: [&Matrix; 3],
-    preference: &Preference,
-    workspace: usize,
-) -> std::result::Result<Option<sys::cublasLtMatmulAlgo_t>, CublasError> {
+    described: &Described,
+    key: &Key,
+) -> std::result::Result<Vec<Candidate>, CublasError> {
+    let preference = Preference::new(key)?;
     let mut found = [sys::cublasLtMatmulHeuristicResult_t {
         algo: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
         workspaceSize: 0,
@@ -440,11 +469,11 @@ fn choose(
     let asked = unsafe {
         sys::cublasLtMatmulAlgoGetHeuristic(
             handle,
-            operation.0,
-            first.0,
-            second.0,
-            out.0,
-            out.0,
+            lock(&described.operation).0,
+            described.first.0,
+            described.second.0,
+            described.out.0,
+            described.out.0,
             preference.0,
             CANDIDATES as i32,
             found.as_mut_ptr(),
@@ -455,13 +484,17 @@ fn choose(
     match asked {
         S::CUBLAS_STATUS_SUCCESS => {}
         // A shape or layout that no algorithm takes.
-        S::CUBLAS_STATUS_NOT_SUPPORTED => return Ok(None),
+        S::CUBLAS_STATUS_NOT_SUPPORTED => return Ok(Vec::new()),
         other => return Err(CublasError(other)),
     }
     let fits = |found: &&sys::cublasLtMatmulHeuristicResult_t| {
-        found.state == S::CUBLAS_STATUS_SUCCESS && found.workspaceSize <= workspace
+        found.state == S::CUBLAS_STATUS_SUCCESS && found.workspaceSize <= key.workspace
     };
-    Ok(found[..count as usize].iter().find(fits).map(|found| found.algo))
+    let candidate = |found: &sys::cublasLtMatmulHeuristicResult_t| Candidate {
+        algorithm: found.algo,
+        workspace: found.workspaceSize,
+    };
+    Ok(found[..count as usize].iter().filter(fits).map(candidate).collect())
 }
 
 fn data_type(dtype: DType) -> sys::cudaDataType {
@@ -475,6 +508,13 @@ fn data_type(dtype: DType) -> sys::cudaDataType {
 
 fn bytes<T>(value: &T) -> *const c_void {
     std::ptr::from_ref(value).cast()
+}
+
+#[cfg(test)]
+impl Default for Candidate {
+    fn default() -> Self {
+        Self { algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] }, workspace: 0 }
+    }
 }
 
 #[cfg(test)]

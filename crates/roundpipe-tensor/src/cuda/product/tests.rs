@@ -1,6 +1,6 @@
 //! What the host decides, checked without a GPU.
 
-use super::{Product, Sizes, Step, Way, distinct, packed, scratch, steps, tasks};
+use super::{Product, Sizes, Step, Steps, Tasks, Way, distinct, packed, scratch};
 use crate::dtype::DType;
 use crate::kernel::{Kernel, View};
 use crate::shape::{Layout, Shape};
@@ -62,9 +62,14 @@ fn check(name: &str, a: &View, b: &View, calls: usize) {
     };
     let (a, b) = (settled(a), settled(b));
     let product = Product { a: &a, b: &b, c: &c, bias: Some(&bias), alpha: ALPHA, beta: BETA };
-    let tasks = tasks(&product, 0, 1 << 20);
-    assert_eq!(tasks.len(), calls, "{name}");
-    tasks.iter().for_each(|task| task.emulate(&mut memory));
+    let mut made = 0;
+    let emulate = |task: &super::Task| {
+        task.emulate(&mut memory);
+        made += 1;
+        Ok(true)
+    };
+    assert!(Tasks::of(&product, 0, 1 << 20).all(emulate).unwrap());
+    assert_eq!(made, calls, "{name}");
     assert_eq!(&memory[C..C + want.len()], want, "{name}");
 }
 
@@ -96,8 +101,8 @@ fn batches_are_one_call_where_one_stride_serves() {
     check("heads", &view(0, &[2, 3, 5, 4], &[60, 4, 12, 1]), &view(1000, &[2, 3, 4, 5], &[60, 4, 1, 12]), 2);
     check("repeated and strided", &view(0, &[3, 5, 4], &[0, 9, 2]), &view(1000, &[3, 4, 2], &[20, 5, 2]), 1);
     let sizes = Sizes { batches: 6, m: 5, n: 3, k: 4 };
-    let merged = steps(&dense(0, &[2, 1, 3, 5, 4]), &dense(0, &[2, 1, 3, 4, 3]), &sizes);
-    assert_eq!(merged, [Step { count: 6, a: 20, b: 12, c: 15 }]);
+    let merged = Steps::of(&dense(0, &[2, 1, 3, 5, 4]), &dense(0, &[2, 1, 3, 4, 3]), &sizes);
+    assert_eq!(merged.as_slice(), [Step { count: 6, a: 20, b: 12, c: 15 }]);
 }
 
 /// Sums over nothing still write; empty results ask for nothing.
@@ -116,4 +121,17 @@ fn ways_and_scratch_follow_from_shapes() {
     assert_eq!(scratch(dense(0, &[8, 4]), 8), 1 << 20);
     assert_eq!(scratch(dense(0, &[4096, 64]), 4096), 32 << 20);
     assert_eq!(scratch(view(0, &[512, 512], &[2048, 2]), 512), (16 << 20) + 512 * 512 * 8);
+}
+
+/// Tasks are made for every product that is launched.
+#[test]
+fn a_products_tasks_allocate_nothing() {
+    let (a, b, c) = (dense(0, &[2, 3, 5, 4]), dense(1000, &[2, 3, 4, 3]), dense(C, &[2, 3, 5, 3]));
+    let product = Product { a: &a, b: &b, c: &c, bias: None, alpha: ALPHA, beta: BETA };
+    let mut keys = crate::cuda::compile::Table::default();
+    let count = crate::cuda::tests::allocations(|| {
+        let known = |task: &super::Task| Ok(*keys.entry(task.key).or_insert(true));
+        assert!(Tasks::of(&product, 0, 1 << 20).all(known).unwrap());
+    });
+    assert_eq!(count, 0);
 }
