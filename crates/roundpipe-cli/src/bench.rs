@@ -78,7 +78,10 @@ enum GrainArg {
 
 impl BenchCmd {
     pub fn run(self, out: &mut impl Write) -> anyhow::Result<()> {
-        ensure!(self.batch > 0 && self.seq > 0 && self.steps > 0, "--batch, --seq and --steps must be at least 1");
+        ensure!(
+            self.batch > 0 && self.seq > 0 && self.steps > 0,
+            "--batch, --seq and --steps must be at least 1"
+        );
         let devices = self.place.open()?;
         if let Some(note) = &devices.note {
             writeln!(out, "no GPU: {note}")?;
@@ -142,7 +145,8 @@ impl BenchCmd {
             model.config.max_positions
         );
         if self.mode == Mode::Lora {
-            let config = LoraConfig { rank: self.rank, targets: LoraTargets::AllLinear, ..LoraConfig::default() };
+            let config =
+                LoraConfig { rank: self.rank, targets: LoraTargets::AllLinear, ..LoraConfig::default() };
             model.add_lora(&config)?;
         }
         writeln!(out, "{} ready in {:.1} s", self.model, start.elapsed().as_secs_f64())?;
@@ -181,9 +185,10 @@ impl BenchCmd {
     fn inputs(&self, vocab: usize, step: u64) -> anyhow::Result<Inputs> {
         let key = RngSite { seed: 7, step, ..RngSite::default() }.key();
         let (rows, seq) = (self.batch, self.seq);
-        let token = |at: usize| (u64::from(key.word(at as u64)) * vocab as u64 >> 32) as i64;
+        let token = |at: usize| ((u64::from(key.word(at as u64)) * vocab as u64) >> 32) as i64;
         let row = |shift: usize| {
-            let ids: Vec<i64> = (0..rows * seq).map(|i| token(i / seq * (seq + 1) + i % seq + shift)).collect();
+            let ids: Vec<i64> =
+                (0..rows * seq).map(|i| token(i / seq * (seq + 1) + i % seq + shift)).collect();
             HostTensor::from_slice(&ids, &[rows, seq])
         };
         Ok(Inputs::new().named("ids", row(0)?).named("labels", row(1)?))

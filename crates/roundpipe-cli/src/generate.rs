@@ -65,12 +65,8 @@ impl GenerateCmd {
         let tokenizer = Tokenizer::open(&opened.path)?;
         let prompt = self.tokens(&tokenizer)?;
         let generator = Generator::new(&model, &devices.workers, &self.place.ring())?;
-        let sampler = Sampler {
-            temperature: self.temperature,
-            top_k: self.top_k,
-            top_p: self.top_p,
-            seed: self.seed,
-        };
+        let sampler =
+            Sampler { temperature: self.temperature, top_k: self.top_k, top_p: self.top_p, seed: self.seed };
         let stop = tokenizer.eos().to_vec();
         let options = GenerateOptions { max_tokens: self.max_tokens, sampler, stop };
         let mut stream = tokenizer.stream(true);

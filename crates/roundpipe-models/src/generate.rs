@@ -153,7 +153,8 @@ impl Generator {
             return Err(Error::argument("prompt", "it has no tokens; write at least one word"));
         }
         if prompt.len() > self.max_positions {
-            let why = format!("{} tokens; the model's longest sequence is {}", prompt.len(), self.max_positions);
+            let why =
+                format!("{} tokens; the model's longest sequence is {}", prompt.len(), self.max_positions);
             return Err(Error::argument("prompt", why));
         }
         match prompt.iter().find(|id| **id as usize >= self.vocab) {
