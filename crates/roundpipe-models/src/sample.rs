@@ -113,8 +113,8 @@ mod tests {
             let found = shares(sampler);
             assert!(found[0] == 0.0 && (found[1] / found[2] - std::f64::consts::E).abs() < 0.2, "{found:?}");
         }
-        assert_eq!(shares(Sampler { top_p: Some(0.0), ..warm })[1], 1.0, "one always stays");
-        assert_eq!(shares(Sampler { top_k: Some(1), ..warm })[1], 1.0);
+        assert!(shares(Sampler { top_p: Some(0.0), ..warm })[1] > 0.999, "one always stays");
+        assert!(shares(Sampler { top_k: Some(1), ..warm })[1] > 0.999);
         assert_eq!(shares(Sampler { top_k: Some(100), top_p: Some(1.0), ..warm }), shares(warm));
     }
 }

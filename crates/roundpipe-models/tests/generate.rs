@@ -1,0 +1,121 @@
+//! Generation with a cache: the same tokens as without one, wherever the weights are.
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+use roundpipe::{Bytes, Cpu, Cx, DType, Device, Params, RingOptions, Worker};
+use roundpipe_models::{Error, Finish, GenerateOptions, Generator, Model, ModelConfig, Sampler, preset};
+use roundpipe_tensor::SimWorld;
+use serde_json::json;
+
+/// A window shorter than the texts, sinks, experts, biases.
+fn gpt_oss() -> ModelConfig {
+    let small = json!({
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "vocab_size": 61, "max_position_embeddings": 64, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    });
+    preset("gpt-oss-20b").unwrap().with(&small).unwrap()
+}
+
+fn qwen3() -> ModelConfig {
+    preset("tiny").unwrap().with(&json!({ "vocab_size": 61, "max_position_embeddings": 64 })).unwrap()
+}
+
+/// Weights large enough that logits differ clearly.
+fn model(config: ModelConfig) -> Model {
+    let model = Model::random(config, DType::F32, 3).unwrap();
+    for (name, param) in model.named_params() {
+        if param.dtype() == DType::F32 && !name.contains("rope") {
+            let home = param.data();
+            home.write(0..home.len()).unwrap().as_mut_slice::<f32>().iter_mut().for_each(|x| *x *= 4.0);
+        }
+    }
+    model
+}
+
+fn cpu() -> Vec<Arc<dyn Device>> {
+    vec![Cpu::new(Some(2)).unwrap()]
+}
+
+fn sim(world: &SimWorld) -> Vec<Arc<dyn Device>> {
+    world.workers(1).into_iter().map(|worker| worker as Arc<dyn Device>).collect()
+}
+
+fn memory(bytes: u64) -> RingOptions {
+    RingOptions { memory: Some(Bytes(bytes)), ..RingOptions::default() }
+}
+
+fn tokens(generator: &Generator, prompt: &[u32], sampler: Sampler) -> Vec<u32> {
+    let options = GenerateOptions { max_tokens: 12, sampler, stop: Vec::new() };
+    generator.generate(prompt, &options, |_| ControlFlow::Continue(())).unwrap().0
+}
+
+/// Every token by a forward over all that came before, without an engine or a cache.
+fn plain(model: &Model, prompt: &[u32], sampler: Sampler) -> Vec<u32> {
+    let worker = Worker::new(Cpu::new(Some(2)).unwrap(), Bytes::mib(64)).unwrap();
+    let mut seen: Vec<i64> = prompt.iter().map(|id| i64::from(*id)).collect();
+    for at in 0..12 {
+        let mut cx = Cx::infer(&worker);
+        let ids = cx.tensor(&seen, &[1, seen.len()]).unwrap();
+        let logits = model.logits(&mut cx, &ids).unwrap();
+        let last: Vec<f32> = cx.narrow(&logits, 1, seen.len() - 1, 1).unwrap().to_vec().unwrap();
+        seen.push(sampler.choose(&last, at) as i64);
+    }
+    seen[prompt.len()..].iter().map(|id| *id as u32).collect()
+}
+
+/// A cache changes nothing, nor where the weights are: on the host, resident, or streamed for each token.
+#[test]
+fn tokens_do_not_depend_on_cache_or_place() {
+    let warm = Sampler { temperature: 0.9, top_k: Some(20), top_p: Some(0.95), seed: 5 };
+    for config in [qwen3(), gpt_oss()] {
+        let model = model(config);
+        for sampler in [Sampler::default(), warm] {
+            let prompt = [7, 1, 60, 22, 5, 5, 41];
+            let expected = plain(&model, &prompt, sampler);
+            assert!(expected.iter().any(|id| *id != expected[0]), "{expected:?} says nothing");
+            let generator = Generator::new(&model, &cpu(), &memory(64 << 20)).unwrap();
+            assert_eq!(tokens(&generator, &prompt, sampler), expected);
+            let bytes: usize = model.named_params().iter().map(|(_, p)| p.bytes()).sum();
+            for (room, resident) in [(64 << 20, true), (bytes as u64 * 8 / 5, false)] {
+                let world = SimWorld::seeded(2).unwrap();
+                let generator = Generator::new(&model, &sim(&world), &memory(room)).unwrap();
+                assert_eq!(generator.is_resident(), resident);
+                assert_eq!(tokens(&generator, &prompt, sampler), expected, "resident: {resident}");
+                assert!(world.races().is_empty(), "{:?}", world.races());
+            }
+        }
+    }
+}
+
+/// A text ends at a stop token, at its length, when the context is full, or when the caller says so.
+#[test]
+fn texts_end_for_a_reason() {
+    let generator = Generator::new(&model(qwen3()), &cpu(), &memory(64 << 20)).unwrap();
+    let all = tokens(&generator, &[3], Sampler::default());
+    let options =
+        |max_tokens, stop: &[u32]| GenerateOptions { max_tokens, stop: stop.to_vec(), ..Default::default() };
+    let go = |_| ControlFlow::Continue(());
+    let first = all.iter().position(|id| *id == all[2]).unwrap();
+    let (told, finish) = generator.generate(&[3], &options(12, &[all[2]]), go).unwrap();
+    assert_eq!((told.as_slice(), finish), (&all[..first], Finish::Stop));
+    let (told, finish) = generator.generate(&[3], &options(2, &[]), go).unwrap();
+    assert_eq!((told.len(), finish), (2, Finish::Length));
+    let (told, finish) = generator.generate(&[3; 60], &options(100, &[]), go).unwrap();
+    assert_eq!((told.len(), finish), (5, Finish::Context), "60 + 4 are fed, and the last gives one more");
+    let (told, finish) = generator.generate(&[3], &options(9, &[]), |_| ControlFlow::Break(())).unwrap();
+    assert_eq!((told.len(), finish), (1, Finish::Caller));
+}
+
+#[test]
+fn prompts_that_cannot_work_are_refused() {
+    let generator = Generator::new(&model(qwen3()), &cpu(), &memory(64 << 20)).unwrap();
+    for (prompt, word) in [(vec![], "no tokens"), (vec![61], "tokenizer"), (vec![1; 65], "longest")] {
+        let refused = generator.generate(&prompt, &GenerateOptions::default(), |_| ControlFlow::Continue(()));
+        let error = refused.unwrap_err();
+        assert!(matches!(&error, Error::Argument { .. }) && error.to_string().contains(word), "{error}");
+    }
+    assert!(Generator::new(&model(qwen3()), &[], &memory(64 << 20)).is_err());
+}
