@@ -120,7 +120,7 @@ impl BenchCmd {
             "gpu_peak_gib": round(gpu_peak(&engine), 2),
             "host_peak_gib": round(host_peak(&engine), 2),
             "product_tflops": round(rate / 1e12, 2),
-            "share_of_floor": round(floor / devices.workers.len() as f64 / seconds, 3),
+            "share_of_floor": round(floor / processors(&engine) as f64 / seconds, 3),
             "loss": round(loss, 4),
         });
         writeln!(out, "{line}")?;
@@ -131,8 +131,7 @@ impl BenchCmd {
         let start = Instant::now();
         let mut model = match preset(&self.model) {
             Ok(config) => {
-                let longest = config.max_positions.max(self.seq);
-                let config = config.with(&serde_json::json!({ "max_position_embeddings": longest }))?;
+                let config = config.with(&serde_json::json!({ "max_position_embeddings": self.seq }))?;
                 Model::random(config, self.dtype.into(), 1)?
             }
             Err(unknown) if !open::looks_like_a_model(&self.model) => return Err(unknown.into()),
@@ -243,6 +242,15 @@ fn product_rate(device: std::sync::Arc<dyn Device>, dtype: DType) -> anyhow::Res
         best = best.min(start.elapsed().as_secs_f64() / 4.0);
     }
     Ok(2.0 * (size as f64).powi(3) / best)
+}
+
+/// Devices that compute by themselves: workers on one card, or on the host's cores, share it.
+fn processors(engine: &RoundPipe) -> usize {
+    let id = |worker: &Worker| match worker.device().id() {
+        id if id.kind == DeviceKind::Cuda => id.index,
+        _ => 0,
+    };
+    engine.ring().workers().iter().map(id).collect::<std::collections::BTreeSet<_>>().len()
 }
 
 /// Most memory in use of any GPU's arena; 0 without one.

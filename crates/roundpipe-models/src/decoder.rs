@@ -106,6 +106,13 @@ impl Model {
         self.layers = layers.named("lm_head", self.head.clone());
     }
 
+    /// Sequences of at least so many tokens (32,768 unless said) keep what attention gave, in host memory, instead of
+    /// computing it again before their backward. It changes no bit. Engines made before do not see it.
+    pub fn keep_attention_from(&mut self, tokens: usize) {
+        self.blocks.iter_mut().for_each(|block| block.keeps_from = tokens);
+        self.assemble();
+    }
+
     /// The type of the parameters.
     pub fn dtype(&self) -> DType {
         self.embed.weight.dtype()

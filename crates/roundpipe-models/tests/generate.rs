@@ -1,9 +1,12 @@
-//! Generation with a cache: the same tokens as without one, wherever the weights are.
+//! What a model keeps changes nothing: keys and values from token to token, attention for a recompute.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use roundpipe::{Bytes, Cpu, Cx, DType, Device, Params, RingOptions, Worker};
+use roundpipe::{
+    Bytes, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Inputs, Params, PlanKind, RingOptions, RoundPipe,
+    RunConfig, Worker,
+};
 use roundpipe_models::{Error, Finish, GenerateOptions, Generator, Model, ModelConfig, Sampler, preset};
 use roundpipe_tensor::SimWorld;
 use serde_json::json;
@@ -118,4 +121,34 @@ fn prompts_that_cannot_work_are_refused() {
         assert!(matches!(&error, Error::Argument { .. }) && error.to_string().contains(word), "{error}");
     }
     assert!(Generator::new(&model(qwen3()), &[], &memory(64 << 20)).is_err());
+}
+
+/// What attention gave may be kept instead of computed again: the same losses and gradients, bit for bit.
+#[test]
+fn keeping_attention_changes_no_bit() {
+    let run = |from: usize| {
+        let mut model = model(qwen3());
+        model.keep_attention_from(from);
+        let world = SimWorld::seeded(6).unwrap();
+        let plan = ExecutePlan::from_sizes(PlanKind::Fused, &[3], &[3, 3]);
+        let engine = RoundPipe::builder(model.layers.clone())
+            .devices(sim(&world))
+            .ring_options(memory(64 << 20))
+            .run_config(RunConfig::new().num_microbatch(2).execute_plan(plan))
+            .build()
+            .unwrap();
+        let ids: Vec<i64> = (0..40).map(|i| i * 17 % 61).collect();
+        let ids = HostTensor::from_slice(&ids, &[4, 10]).unwrap();
+        engine.trace().on();
+        let inputs = Inputs::new().named("ids", ids.clone()).named("labels", ids);
+        let loss = engine.train(inputs).run().unwrap().losses.sum();
+        let grads = engine.gradients().unwrap();
+        let grads: Vec<_> = grads.into_iter().map(|(_, g)| g.map(|g| g.to_f64_vec().unwrap())).collect();
+        engine.synchronize().unwrap();
+        let kept = engine.trace().spans().iter().filter(|s| s.name == "saved for recompute").count();
+        (loss, grads, kept)
+    };
+    let (short, long) = (run(usize::MAX), run(1));
+    assert_eq!((short.0.to_bits(), short.1), (long.0.to_bits(), long.1));
+    assert!(short.2 == 0 && long.2 > 0, "{} {}", short.2, long.2);
 }

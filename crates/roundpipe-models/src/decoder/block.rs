@@ -13,6 +13,9 @@ use crate::rope::RopeTables;
 pub(crate) const GATE_UP: &str = "mlp.experts.gate_up_proj";
 pub(crate) const DOWN: &str = "mlp.experts.down_proj";
 
+/// Sequences from this length on keep what attention gave for the recompute, unless told otherwise.
+const LONG_TOKENS: usize = 32_768;
+
 /// What stands behind the second norm.
 #[derive(Debug, Clone)]
 pub(crate) enum Unit {
@@ -38,6 +41,7 @@ pub(crate) struct Block {
     pub(crate) unit: Unit,
     rope: RopeTables,
     window: Option<usize>,
+    pub(crate) keeps_from: usize,
     index: usize,
     heads: usize,
     kv_heads: usize,
@@ -83,6 +87,7 @@ impl Block {
             unit,
             rope: rope.clone(),
             window: c.windows[index],
+            keeps_from: LONG_TOKENS,
             index,
             heads: c.heads,
             kv_heads: c.kv_heads,
@@ -186,8 +191,18 @@ impl Block {
             lens: lens.as_ref().map(|lens| (lens, lens)),
             ..Attention::default()
         };
-        let mixed = cx.attention(&q, &k, &v, &how)?;
+        // Attention grows with the square of the length, what it gives does not.
+        let keeps = x.dims()[1] >= self.keeps_from;
+        let known = match keeps && cx.doing_recompute() {
+            true => <[Tensor; 2]>::try_from(cx.recompute_data()?).ok().map(|[o, lse]| (o, lse)),
+            false => None,
+        };
+        let (mixed, lse) = cx.attention_known(&q, &k, &v, &how, known)?;
         drop((q, k, v));
+        if keeps {
+            cx.save_for_recompute(&[&mixed, &lse])?;
+        }
+        drop(lse);
         let width = (self.heads * self.head_dim) as isize;
         let flat = cx.reshape(&mixed, &[x.dims()[0] as isize, x.dims()[1] as isize, width])?;
         drop(mixed);

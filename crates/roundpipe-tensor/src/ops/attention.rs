@@ -35,6 +35,23 @@ impl Cx {
     /// # Errors
     /// When shapes or types do not fit, or cumulative lengths do not ascend or leave the rows.
     pub fn attention(&mut self, q: &Tensor, k: &Tensor, v: &Tensor, how: &Attention<'_>) -> Result<Tensor> {
+        Ok(self.attention_known(q, k, v, how, None)?.0)
+    }
+
+    /// As [`Cx::attention`], with the logarithm of each query's sum of weights, `[b, hq, sq]` in the accumulator
+    /// type, beside the result. Given both as `known`, of the same operands, nothing is computed: for a recompute
+    /// of long sequences, whose forward kept them.
+    ///
+    /// # Errors
+    /// As [`Cx::attention`], and for known values of other shapes or types.
+    pub fn attention_known(
+        &mut self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        how: &Attention<'_>,
+        known: Option<(Tensor, Tensor)>,
+    ) -> Result<(Tensor, Tensor)> {
         check(q, k, v, how)?;
         let [b, sq, hq, d] = *q.dims() else { unreachable!("checked above") };
         let spec = AttentionSpec {
@@ -54,14 +71,30 @@ impl Cx {
             lens_k: dense(how.lens.map(|l| l.1))?,
             spec,
         };
-        let o = worker.alloc(OP, q.dtype(), Shape::new(&[b, sq, hq, v.dims()[3]])?)?;
-        let lse = worker.alloc(OP, q.dtype().accumulator(), Shape::new(&[b, hq, sq])?)?;
-        let [sinks, lens_q, lens_k] = saved.options();
-        let src = [Some(&saved.q), Some(&saved.k), Some(&saved.v), sinks, lens_q, lens_k];
-        worker.launch(&Kernel::Attention(spec), &src, &[Some(&o), Some(&lse)])?;
+        let shapes = (Shape::new(&[b, sq, hq, v.dims()[3]])?, Shape::new(&[b, hq, sq])?);
+        let (o, lse) = match known {
+            Some((o, lse)) => {
+                let types = (q.dtype(), q.dtype().accumulator());
+                if (*o.shape(), *lse.shape()) != shapes || (o.dtype(), lse.dtype()) != types {
+                    let what =
+                        format!("known results {} {} of queries {}", o.shape(), lse.shape(), q.shape());
+                    return Err(Error::invalid(OP, what));
+                }
+                (worker.contiguous(&o)?.detach(), worker.contiguous(&lse)?.detach())
+            }
+            None => {
+                let o = worker.alloc(OP, q.dtype(), shapes.0)?;
+                let lse = worker.alloc(OP, q.dtype().accumulator(), shapes.1)?;
+                let [sinks, lens_q, lens_k] = saved.options();
+                let src = [Some(&saved.q), Some(&saved.k), Some(&saved.v), sinks, lens_q, lens_k];
+                worker.launch(&Kernel::Attention(spec), &src, &[Some(&o), Some(&lse)])?;
+                (o, lse)
+            }
+        };
         let inputs: Vec<&Tensor> = [q, k, v].into_iter().chain(how.sinks).collect();
-        let kept = o.detach();
-        self.record_one(OP, &inputs, o, move |bx| saved.backward(bx, &kept, &lse))
+        let (kept, sums) = (o.detach(), lse.detach());
+        let o = self.record_one(OP, &inputs, o, move |bx| saved.backward(bx, &kept, &sums))?;
+        Ok((o, lse))
     }
 }
 

@@ -354,3 +354,36 @@ fn long_sequences_in_blocks() {
         close(&format!("{name}, gradient"), &one.grads, &whole.grads, 1e-2);
     }
 }
+
+/// What a forward gave can be given to its repetition: the same results and gradients, and no forward.
+#[test]
+fn known_results_are_not_computed_again() {
+    let worker = worker(2);
+    let tensor = |cx: &mut Cx, seed: u64, dims: [usize; 4]| {
+        bed::upload(cx, &quiet(seed, dims.iter().product()), &dims, DType::F32).unwrap()
+    };
+    let run = |known: bool| {
+        let mut cx = Cx::train(&worker);
+        let made = [(1, [2, 9, 4, 8]), (2, [2, 9, 2, 8]), (3, [2, 9, 2, 8])];
+        let [q, k, v] = made.map(|(seed, dims)| {
+            let tensor = tensor(&mut cx, seed, dims);
+            cx.input(&tensor).unwrap()
+        });
+        let given = known.then(|| {
+            let (o, lse) = Cx::infer(&worker).attention_known(&q, &k, &v, &CAUSAL, None).unwrap();
+            (o.detach(), lse.detach())
+        });
+        let (o, lse) = cx.attention_known(&q, &k, &v, &CAUSAL, given).unwrap();
+        let squares = cx.mul(&o, &o).unwrap();
+        let loss = cx.sum_all(&squares).unwrap();
+        let mut grads = cx.backward(&loss).unwrap();
+        let mut all = vec![o.to_f64_vec().unwrap(), lse.to_f64_vec().unwrap()];
+        all.extend([&q, &k, &v].map(|t| grads.take(t).unwrap().to_f64_vec().unwrap()));
+        all
+    };
+    assert_eq!(run(true), run(false));
+    let mut cx = Cx::infer(&worker);
+    let (q, k) = (tensor(&mut cx, 1, [1, 3, 2, 8]), tensor(&mut cx, 2, [1, 3, 2, 8]));
+    let wrong = cx.attention_known(&q, &k, &k, &CAUSAL, Some((q.clone(), k.clone())));
+    assert!(wrong.unwrap_err().to_string().contains("known results"));
+}

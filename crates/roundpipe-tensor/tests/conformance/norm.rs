@@ -7,8 +7,21 @@ use roundpipe_tensor::{Cx, DType, Param, Result, Tensor};
 use crate::bed::{Input, Lie, Strict, check, check_with, close, noise, randn, upload, worker};
 use crate::golden;
 
-/// Sizes that leave tails in every lane count, single elements, empty ones, and many blocks of rows.
-const ROWS: [&[usize]; 8] = [&[7], &[1, 1], &[3, 5], &[2, 3, 33], &[0, 4], &[4, 100], &[3, 1], &[90, 800]];
+/// Sizes that leave tails in every lane count, single elements, empty ones, many blocks of rows, and the widths of
+/// large models.
+const ROWS: [&[usize]; 11] = [
+    &[7],
+    &[1, 1],
+    &[3, 5],
+    &[2, 3, 33],
+    &[0, 4],
+    &[4, 100],
+    &[3, 1],
+    &[90, 800],
+    &[5, 4096],
+    &[3, 5120],
+    &[2, 8192],
+];
 
 fn last(dims: &[usize]) -> usize {
     dims[dims.len() - 1]

@@ -436,7 +436,12 @@ impl Core {
         }
         let guess = self.guess(state.training, parts.example.as_ref());
         let costs = state.times.to_costs(&guess);
-        let options = self.options(&key, config);
+        let mut options = self.options(&key, config);
+        // A layer that needs more than a stage's usual share may have it, as long as weights and values find room.
+        let most = (0..layers).map(|l| costs.visit_bytes(l..l + 1)).max().unwrap_or(0);
+        let room = self.ring.workers().iter().map(|w| w.pool().capacity().0).min().unwrap_or(0) / 10 * 8;
+        let limit = options.stage_memory_limit;
+        options.stage_memory_limit = limit.map(|limit| limit.max(most.min(room)));
         let mut plan = ExecutePlan::auto(kind, &[&costs], &options)?.remove(0);
         let reads_copies = !self.ring.workers().iter().any(|worker| worker.device().aliases_host());
         if reads_copies && !self.asynchronous && kind != PlanKind::Infer {
