@@ -45,3 +45,8 @@ pub use pretrained::read_config;
 pub use sample::Sampler;
 pub use text::{HARBOR, Windows, continue_text};
 pub use weights::{Tensors, View, Weights, read_tensors, write_tensors};
+
+/// The programs of the README, run as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+pub struct Readme;

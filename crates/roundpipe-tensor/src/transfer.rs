@@ -9,7 +9,7 @@
 //! # The event protocol
 //! 1. A download waits for a compute event recorded behind the kernel that made its source.
 //! 2. The source of a download goes back to the arena only after the compute lane waits for the download
-//!    ([`Port::turn`] does so two visits later), or after the host saw it land.
+//!    ([`Port::turn`] does so two visits later, [`Port::make_room`] earlier), or after the host saw it land.
 //! 3. An upload waits for the event behind the last use of the block it fills ([`Pool::lend`]).
 //! 4. The compute lane waits for an upload before the first kernel that reads it, and before the block of an
 //!    upload that nobody used is given back.
@@ -390,6 +390,24 @@ impl Port {
             && *visit <= due
         {
             self.lane(LaneKind::Compute).wait(event)?;
+            outbox.sent.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Lets the oldest of what was sent go, behind its download (rule 2), until at most `most` bytes wait for theirs:
+    /// a visit of many layers would hold what all of them sent.
+    ///
+    /// # Errors
+    /// As [`Port::turn`].
+    pub fn make_room(&self, most: u64) -> Result<()> {
+        let mut outbox = lock(&self.outbox);
+        let mut bytes: u64 = outbox.sent.iter().map(|(_, tensor, _)| tensor.size_bytes() as u64).sum();
+        while bytes > most
+            && let Some((_, tensor, event)) = outbox.sent.front()
+        {
+            self.lane(LaneKind::Compute).wait(event)?;
+            bytes -= tensor.size_bytes() as u64;
             outbox.sent.pop_front();
         }
         Ok(())

@@ -69,8 +69,3 @@ pub use trace::{LayerTimes, Span, Trace};
 pub use tree::Tree;
 pub use update::Update;
 pub use wrap::{AutoWrapped, Composite, Node, WrapConfig, Wrapped, wrap};
-
-/// The programs of the README, run as tests.
-#[cfg(doctest)]
-#[doc = include_str!("../../../README.md")]
-pub struct Readme;

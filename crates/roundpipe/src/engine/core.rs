@@ -75,8 +75,8 @@ struct State {
     warnings: Vec<String>,
 }
 
-/// Stages per pass, at least, where each step waits for the update of the one before.
-const EXACT_STAGES: usize = 12;
+/// Stages per pass, at least, where each step waits for the update of the one before, or where layers are large.
+const SHORT_STAGES: usize = 12;
 
 /// What a plan was made for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -440,13 +440,15 @@ impl Core {
         // A layer that needs more than a stage's usual share may have it, as long as weights and values find room.
         let most = (0..layers).map(|l| costs.visit_bytes(l..l + 1)).max().unwrap_or(0);
         let room = self.ring.workers().iter().map(|w| w.pool().capacity().0).min().unwrap_or(0) / 10 * 8;
-        let limit = options.stage_memory_limit;
-        options.stage_memory_limit = limit.map(|limit| limit.max(most.min(room)));
+        let usual = options.stage_memory_limit;
+        options.stage_memory_limit = usual.map(|limit| limit.max(most.min(room)));
         let mut plan = ExecutePlan::auto(kind, &[&costs], &options)?.remove(0);
-        let reads_copies = !self.ring.workers().iter().any(|worker| worker.device().aliases_host());
-        if reads_copies && !self.asynchronous && kind != PlanKind::Infer {
-            // Gradients leave and new weights come stage by stage: the update hides behind short ones only.
-            plan = plan.cut(kind, layers.div_ceil(EXACT_STAGES));
+        let copies = !self.ring.workers().iter().any(|worker| worker.device().aliases_host());
+        let large = usual.is_some_and(|limit| most > limit);
+        if copies && kind != PlanKind::Infer && (large || !self.asynchronous) {
+            // Gradients leave and new weights come stage by stage: an exact update hides behind short ones only. And
+            // they leave room.
+            plan = plan.cut(kind, layers.div_ceil(SHORT_STAGES));
         }
         state.plans.insert(key, Planned { plan: plan.clone(), costs, calls: 1 });
         Ok(plan)

@@ -35,6 +35,9 @@ use crate::trace::Category;
 use crate::tree::Tree;
 use crate::version::ReadTicket;
 
+/// Values on their way out may hold one part in so many of a worker's memory.
+const OUTBOX_SHARE: u64 = 16;
+
 /// One slot of a call, and the right to read the weights of its layers.
 pub(crate) struct Job {
     pub call: Arc<Call>,
@@ -643,6 +646,8 @@ impl Launcher {
             return Err(visit.call.called_off());
         }
         let layer = seated.index;
+        let room = self.worker().pool().capacity().0 / OUTBOX_SHARE;
+        self.port.make_room(room).map_err(|e| self.place(visit, Some(layer), e))?;
         let site = visit.site(layer);
         let module = &*terms.model.layers[layer].1;
         let ran = self.timed(visit, Some(layer), category, || {
