@@ -55,3 +55,47 @@ fn bad_input_gets_one_clear_line() {
     std::fs::remove_file(short).unwrap();
     assert_eq!(roundpipe(&["no-such-command"]).status.code(), Some(2));
 }
+
+/// Full and LoRA steps on the processor; the figures agree with each other.
+#[test]
+fn bench_ends_with_a_line_of_json() {
+    let args =
+        ["bench", "tiny", "--batch", "4", "--seq", "32", "--steps", "2", "--warm-up", "1", "--dtype", "f32"];
+    for more in [
+        &["--devices", "cpu:2", "--lag", "0"][..],
+        &["--devices", "cpu", "--mode", "lora", "--rank", "4", "--grain", "layer"][..],
+    ] {
+        let output = roundpipe(&[&args[..], more].concat());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let out = text(&output.stdout);
+        let line: serde_json::Value = serde_json::from_str(out.lines().last().unwrap()).unwrap();
+        for key in ["tokens_per_s", "seconds_per_step", "host_peak_gib", "share_of_floor", "loss"] {
+            assert!(line[key].as_f64().unwrap() > 0.0, "{key}: {out}");
+        }
+        let rate = line["tokens_per_s"].as_f64().unwrap() * line["seconds_per_step"].as_f64().unwrap();
+        assert!((rate / 128.0 - 1.0).abs() < 0.05, "{out}");
+    }
+}
+
+/// What the commands refuse, each in one line.
+#[test]
+fn commands_say_what_they_cannot_use() {
+    let folder = std::env::temp_dir().join(format!("roundpipe-no-model-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let folder = folder.to_str().unwrap();
+    for (args, word) in [
+        (vec!["bench", "qwen9-1b"], "qwen3-1.7b"),
+        (vec!["bench", "tiny", "--devices", "tpu"], "cuda:N"),
+        (vec!["bench", "tiny", "--seq", "0", "--devices", "cpu"], "at least 1"),
+        (vec!["generate", folder, "--prompt", "hi", "--devices", "cpu"], "config.json"),
+        (vec!["generate", "/no/such/folder", "--prompt", "hi", "--devices", "cpu"], "/no/such/folder"),
+        (vec!["generate", folder, "--prompt", "hi", "--temperature=-1"], "--temperature"),
+        (vec!["generate", folder, "--prompt", "hi", "--top-p", "1.5"], "--top-p"),
+    ] {
+        let output = roundpipe(&args);
+        let error = text(&output.stderr);
+        assert!(!output.status.success() && error.contains(word), "{args:?}: {error}");
+        assert_eq!(error.trim_end().lines().count(), 1, "{args:?}: {error}");
+    }
+    std::fs::remove_dir(folder).unwrap();
+}

@@ -203,7 +203,7 @@ impl Core {
         let terms = Terms {
             id: state.next_call,
             model: self.model.clone(),
-            workers: self.ring.assign(stages.len()),
+            workers: self.ring.assign(stages.len(), ask.kind),
             devices: self.ring.workers().iter().map(|w| w.device().id()).collect(),
             stages,
             forward_slots,

@@ -20,6 +20,7 @@ use super::call::Peers;
 use super::copier::Mover;
 use super::launcher::{Job, Launcher};
 use crate::error::{Error, Result};
+use crate::plan::PlanKind;
 use crate::status::Board;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -190,11 +191,13 @@ impl Ring {
     }
 
     /// The workers of the next `slots` slots; the ring moves on by as many. Workers that compute in host memory
-    /// share its cores: a call of one slot then stays where the last one was, whose arena is still in the caches.
-    pub(crate) fn assign(&self, slots: usize) -> Vec<usize> {
+    /// share its cores: a fused call of one slot then stays where the last one was, whose arena is still in the
+    /// caches. (Chained engines, which wait for each other's microbatches, are never fused but for the last.)
+    pub(crate) fn assign(&self, slots: usize, kind: PlanKind) -> Vec<usize> {
         let mut next = lock(&self.0.next);
         let first = *next;
-        let stays = slots == 1 && self.workers().iter().all(|worker| worker.device().aliases_host());
+        let shared = self.workers().iter().all(|worker| worker.device().aliases_host());
+        let stays = slots == 1 && kind == PlanKind::Fused && shared;
         *next = if stays { first } else { (first + slots) % self.len() };
         (0..slots).map(|i| (first + i) % self.len()).collect()
     }
