@@ -4,7 +4,7 @@
 //! that nothing is counted before it is done.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
@@ -12,7 +12,7 @@ use clap::ValueEnum;
 use roundpipe::optim::AdamW;
 use roundpipe::{
     Bytes, Cx, DType, Device, DeviceKind, Grain, HostTensor, Inputs, Lag, Params, RngSite, RoundPipe, Rule,
-    RunConfig, Shape, Update, Worker,
+    RunConfig, Update, Worker,
 };
 use roundpipe_models::{LoraConfig, LoraTargets, Model, Trains, preset};
 
@@ -57,7 +57,7 @@ pub struct BenchCmd {
     /// Scale gradients down to this norm
     #[arg(long)]
     clip: Option<f64>,
-    /// Write a trace of the last step for Perfetto
+    /// Write a trace of two more steps for Perfetto
     #[arg(long)]
     trace: Option<PathBuf>,
     #[command(flatten)]
@@ -88,8 +88,9 @@ impl BenchCmd {
         }
         let rate = product_rate(devices.workers[0].clone(), self.dtype.into())?;
         let model = self.model(out)?;
-        let (params, trainable) = counts(&model);
-        writeln!(out, "{params} parameters, {trainable} of them trained, {}", self.dtype.name())?;
+        let trained: usize = model.trainable_params().iter().map(|(_, p)| p.shape().numel()).sum();
+        let params = model.num_params();
+        writeln!(out, "{params} parameters, {trained} of them trained, {}", self.dtype.name())?;
         let mut config = RunConfig::new().recompute_grain(self.grain.into());
         config.num_microbatch = self.microbatches;
         let engine = RoundPipe::builder(model.layers.clone())
@@ -100,9 +101,6 @@ impl BenchCmd {
             .run_config(config)
             .build()?;
         let (seconds, loss) = self.measure(&engine, model.config.vocab, out)?;
-        if let Some(path) = &self.trace {
-            self.trace(&engine, model.config.vocab, path)?;
-        }
         let trains = if self.mode == Mode::Full { Trains::All } else { Trains::Adapters };
         let tokens = (self.batch * self.seq) as f64;
         let floor = model.config.flops_per_token(self.seq, trains) * tokens / rate;
@@ -124,7 +122,9 @@ impl BenchCmd {
             "loss": round(loss, 4),
         });
         writeln!(out, "{line}")?;
-        Ok(())
+        out.flush()?;
+        // Last, so that a disk that takes no trace loses no figure.
+        self.trace.as_ref().map_or(Ok(()), |path| self.trace(&engine, model.config.vocab, path))
     }
 
     fn model(&self, out: &mut impl Write) -> anyhow::Result<Model> {
@@ -193,7 +193,7 @@ impl BenchCmd {
         Ok(Inputs::new().named("ids", row(0)?).named("labels", row(1)?))
     }
 
-    fn trace(&self, engine: &RoundPipe, vocab: usize, path: &PathBuf) -> anyhow::Result<()> {
+    fn trace(&self, engine: &RoundPipe, vocab: usize, path: &Path) -> anyhow::Result<()> {
         engine.trace().on();
         for step in 0..2 {
             self.step(engine, vocab, self.warm_up + self.steps + step)?;
@@ -218,19 +218,12 @@ fn round(x: f64, digits: i32) -> f64 {
     (x * scale).round() / scale
 }
 
-/// All parameters and those that are trained, shared ones once.
-fn counts(model: &Model) -> (usize, usize) {
-    let count = |params: Vec<(String, roundpipe::Param)>| params.iter().map(|(_, p)| p.shape().numel()).sum();
-    (count(model.named_params()), count(model.trainable_params()))
-}
-
 /// Operations per second of a large product on this device: what a floor is computed with.
 fn product_rate(device: std::sync::Arc<dyn Device>, dtype: DType) -> anyhow::Result<f64> {
     let size: usize = if device.id().kind == DeviceKind::Cuda { 8192 } else { 512 };
     let worker = Worker::new(device, Bytes((4 * size * size * dtype.size() + (64 << 20)) as u64))?;
     let mut cx = Cx::infer(&worker);
     let (a, b) = (cx.randn(dtype, &[size, size])?, cx.randn(dtype, &[size, size])?);
-    debug_assert_eq!(a.shape(), &Shape::new(&[size, size])?);
     let mut best = f64::INFINITY;
     for _ in 0..4 {
         worker.fence()?;

@@ -1,6 +1,13 @@
 //! The built program: what a user sees, and what bad input gives.
 
+use std::ops::ControlFlow;
+use std::path::Path;
 use std::process::{Command, Output};
+use std::sync::Arc;
+
+use roundpipe::{Cpu, DType, Device, Params, RingOptions};
+use roundpipe_models::tokenizer::Tokenizer;
+use roundpipe_models::{GenerateOptions, Generator, LoraConfig, Model, SaveOptions, preset};
 
 fn roundpipe(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_roundpipe")).args(args).output().expect("the program starts")
@@ -98,4 +105,46 @@ fn commands_say_what_they_cannot_use() {
         assert_eq!(error.trim_end().lines().count(), 1, "{args:?}: {error}");
     }
     std::fs::remove_dir(folder).unwrap();
+}
+
+/// What the program writes is what the library generates, with an adapter and without.
+#[test]
+fn generate_writes_what_the_model_says() {
+    let folder = std::env::temp_dir().join(format!("roundpipe-generate-{}", std::process::id()));
+    let tokens = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/chat/tokenizers/byte_level");
+    let tokenizer = Tokenizer::open(Path::new(tokens)).unwrap();
+    let size = serde_json::json!({ "vocab_size": tokenizer.vocab_size(), "max_position_embeddings": 64 });
+    let mut model = Model::random(preset("tiny").unwrap().with(&size).unwrap(), DType::F32, 5).unwrap();
+    let copy_from = Some(tokens.into());
+    model.save(folder.join("model"), SaveOptions { copy_from, ..SaveOptions::default() }).unwrap();
+    let ask = |more: &[&str]| {
+        let model = folder.join("model");
+        let args = ["generate", model.to_str().unwrap(), "--prompt", "hello", "--max-tokens", "9"];
+        let output = roundpipe(&[&args[..], &["--devices", "cpu"], more].concat());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    let expected = |model: &Model| {
+        let prompt = tokenizer.encode("hello", true).unwrap();
+        let devices: [Arc<dyn Device>; 1] = [Cpu::new(None).unwrap()];
+        let generator = Generator::new(model, &devices, &RingOptions::default()).unwrap();
+        let options = GenerateOptions { max_tokens: 9, stop: tokenizer.eos().to_vec(), ..Default::default() };
+        let (said, _) = generator.generate(&prompt, &options, |_| ControlFlow::Continue(())).unwrap();
+        tokenizer.decode(&said, true).unwrap() + "\n"
+    };
+    let plain = expected(&model);
+    assert_eq!(ask(&["--raw"]), plain);
+    model.add_lora(&LoraConfig { rank: 4, ..LoraConfig::default() }).unwrap();
+    for (name, param) in model.trainable_params() {
+        if name.contains("lora_B") {
+            let home = param.data();
+            let mut bytes = home.write(0..home.len()).unwrap();
+            bytes.as_mut_slice::<f32>().iter_mut().enumerate().for_each(|(i, x)| *x = (i % 7) as f32 - 3.0);
+        }
+    }
+    model.save_adapter(folder.join("adapter")).unwrap();
+    let adapted = expected(&model);
+    assert_ne!(adapted, plain, "the adapter says nothing of its own");
+    assert_eq!(ask(&["--raw", "--adapter", folder.join("adapter").to_str().unwrap()]), adapted);
+    std::fs::remove_dir_all(folder).unwrap();
 }

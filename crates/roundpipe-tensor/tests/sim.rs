@@ -8,8 +8,9 @@ use roundpipe_tensor::kernel::{HostKernel, HostView, HostViewMut, Kernel, Unary,
 use roundpipe_tensor::pool::Block;
 use roundpipe_tensor::shape::Layout;
 use roundpipe_tensor::sim::{Fault, FaultKind, SimConfig, Timing};
+use roundpipe_tensor::transfer::{HostPool, Port};
 use roundpipe_tensor::{
-    Bytes, Cpu, Cx, DType, Device, Error, HostBuf, LaneKind, Result, Shape, SimWorld, Worker,
+    Bytes, Cpu, Cx, DType, Device, Error, HostBuf, LaneKind, Pin, Result, Shape, SimWorld, Worker,
 };
 
 const COUNT: usize = 256;
@@ -518,4 +519,27 @@ fn many_threads_do_not_hang() {
     world.fence_all().unwrap();
     assert_eq!(world.timeline().len(), 15 * 60);
     assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
+}
+
+/// What was sent may be let go early, behind its download: an arena of four values sends ten, and each arrives whole.
+#[test]
+fn room_is_made_behind_downloads() {
+    for seed in 0..20 {
+        let world = SimWorld::seeded(seed).unwrap();
+        let worker = Worker::new(world.worker(), Bytes(4 * SIZE)).unwrap();
+        let port = Port::new(worker.clone(), HostPool::new(worker.device().clone(), Pin::Off));
+        let mut parcels = Vec::new();
+        for i in 0..10 {
+            let value = worker.full(DType::F32, Shape::new(&[COUNT]).unwrap(), f64::from(i)).unwrap();
+            parcels.push(port.send("value", &value).unwrap());
+            drop(value);
+            port.make_room(2 * SIZE).unwrap();
+            assert!(worker.usage().used <= Bytes(2 * SIZE), "{:?}", worker.usage());
+        }
+        for (i, parcel) in parcels.iter().enumerate() {
+            let bytes = parcel.fence().unwrap().read_all().unwrap();
+            assert_eq!(bytes.as_slice::<f32>(), [i as f32; COUNT], "seed {seed}");
+        }
+        assert!(world.races().is_empty(), "seed {seed}: {:?}", world.races());
+    }
 }

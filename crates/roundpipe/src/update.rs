@@ -101,9 +101,9 @@ impl Store {
             let chunks = match &grads[..] {
                 [(dtype, grad)] => optim::chunk_squares(threads, floats(*dtype, grad)),
                 _ => {
-                    let (one, chunks) = (Threads::new(Some(1))?, 0..param.shape.numel().div_ceil(CHUNK));
-                    each_chunk(threads, &grads, chunks, |_, sum| Ok(optim::chunk_squares(&one, sum)))?
-                        .concat()
+                    let chunks = 0..param.shape.numel().div_ceil(CHUNK);
+                    let squares = |one: &Threads, _, sum: Floats<'_>| Ok(optim::chunk_squares(one, sum));
+                    each_chunk(threads, &grads, chunks, squares)?.concat()
                 }
             };
             squares.push(chunks.iter().sum());
@@ -370,15 +370,14 @@ impl OpenParam<'_> {
             let slabs = Slabs { grad: floats(*dtype, grad), master, moments, working };
             return rule.update(threads, shared, decays, slabs);
         }
-        let one = Threads::new(Some(1))?;
         let mut moments: Vec<_> = moments.iter_mut().map(|moment| moment.chunks_mut(CHUNK)).collect();
         let mut working = working.as_mut().map(FloatsMut::chunks);
         let chunks = master.chunks_mut(CHUNK).map(|master| {
             let moments: Vec<&mut [f32]> = moments.iter_mut().map(|m| m.next().unwrap_or_default()).collect();
             (master, moments, working.as_mut().and_then(Iterator::next))
         });
-        let done = each_chunk(threads, &self.grads, chunks, |(master, moments, working), grad| {
-            rule.update(&one, shared, decays, Slabs { grad, master, moments, working })
+        let done = each_chunk(threads, &self.grads, chunks, |one, (master, moments, working), grad| {
+            rule.update(one, shared, decays, Slabs { grad, master, moments, working })
         });
         done.map(drop)
     }
@@ -450,12 +449,12 @@ impl Drop for OpenParam<'_> {
 }
 
 /// Gives `task` the sum of `grads` chunk by chunk, each with what belongs to it, and collects the results. A chunk is
-/// summed and used by one thread, so the sum stays in its cache.
+/// summed and used by one thread, which `task` goes on with, so the sum stays in its cache.
 fn each_chunk<T: Send, R: Send>(
     threads: &Threads,
     grads: &[(DType, HostRef)],
     chunks: impl Iterator<Item = T>,
-    task: impl Fn(T, Floats<'_>) -> Result<R> + Sync,
+    task: impl Fn(&Threads, T, Floats<'_>) -> Result<R> + Sync,
 ) -> Result<Vec<R>> {
     let len = grads.first().map_or(0, |(dtype, grad)| floats(*dtype, grad).len());
     let one = Threads::new(Some(1))?;
@@ -466,7 +465,7 @@ fn each_chunk<T: Send, R: Send>(
         let range = i * CHUNK..len.min((i + 1) * CHUNK);
         let mut sum = vec![0.0f32; range.len()];
         let summed = sum_into(&one, grads, range, &mut sum);
-        let done = chunk.map(|chunk| summed.and_then(|()| task(chunk, Floats::F32(&sum))));
+        let done = chunk.map(|chunk| summed.and_then(|()| task(&one, chunk, Floats::F32(&sum))));
         *results[i].lock().unwrap_or_else(PoisonError::into_inner) = done;
     });
     let done = results.into_iter().filter_map(|r| r.into_inner().unwrap_or_else(PoisonError::into_inner));

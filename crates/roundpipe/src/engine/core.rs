@@ -439,13 +439,11 @@ impl Core {
         let mut options = self.options(&key, config);
         // A layer that needs more than a stage's usual share may have it, as long as weights and values find room.
         let most = (0..layers).map(|l| costs.visit_bytes(l..l + 1)).max().unwrap_or(0);
-        let room = self.ring.workers().iter().map(|w| w.pool().capacity().0).min().unwrap_or(0) / 10 * 8;
-        let usual = options.stage_memory_limit;
+        let (room, usual) = (self.ring.least_memory() / 10 * 8, options.stage_memory_limit);
         options.stage_memory_limit = usual.map(|limit| limit.max(most.min(room)));
         let mut plan = ExecutePlan::auto(kind, &[&costs], &options)?.remove(0);
-        let copies = !self.ring.workers().iter().any(|worker| worker.device().aliases_host());
         let large = usual.is_some_and(|limit| most > limit);
-        if copies && kind != PlanKind::Infer && (large || !self.asynchronous) {
+        if !self.ring.is_host() && kind != PlanKind::Infer && (large || !self.asynchronous) {
             // Gradients leave and new weights come stage by stage: an exact update hides behind short ones only. And
             // they leave room.
             plan = plan.cut(kind, layers.div_ceil(SHORT_STAGES));
@@ -456,10 +454,10 @@ impl Core {
 
     fn options(&self, key: &Key, config: &Resolved) -> AutoOptions {
         let workers = self.ring.workers();
-        let smallest = workers.iter().map(|w| w.pool().capacity().0).min().unwrap_or(0);
+        let smallest = self.ring.least_memory();
         let mut options = AutoOptions::for_memory(workers.len(), key.microbatches, smallest);
         let id = |i: usize| (workers[i].device().id().kind, workers[i].device().id().index);
-        let host = workers.iter().all(|w| w.device().aliases_host());
+        let host = self.ring.is_host();
         options.asynchronous = self.asynchronous;
         options.layer_grain = config.recompute_grain == Grain::Layer;
         options.shared_compute = host || (0..workers.len()).all(|i| id(i) == id(0));

@@ -431,23 +431,22 @@ impl Call {
         self.wait_until(who, |state| state.ended)
     }
 
-    /// Waits until some of `layers` have landed their gradients, and takes these out: those whose every gradient
-    /// layer by `needs` is there, or all that are left once the call has ended.
+    /// Waits until gradients of some of `open` have landed, and takes these layers out: those whose every gradient
+    /// layer, listed beside them, is there, or all that are left once the call has ended.
     ///
     /// # Errors
     /// [`Error::CalledOff`] when the call fails.
-    pub fn wait_landed(
-        &self,
-        who: &str,
-        layers: &mut Vec<usize>,
-        needs: impl Fn(usize) -> Vec<usize>,
-    ) -> Result<Vec<usize>> {
+    pub fn wait_landed(&self, who: &str, open: &mut Vec<(usize, Vec<usize>)>) -> Result<Vec<usize>> {
         self.wait(who, "waiting for gradients", |state| {
-            let (here, open): (Vec<usize>, Vec<usize>) = layers
-                .iter()
-                .partition(|layer| state.ended || needs(**layer).iter().all(|from| state.landed[*from]));
-            *layers = open;
-            (!here.is_empty() || layers.is_empty()).then_some(here)
+            let mut here = Vec::new();
+            open.retain(|(layer, needs)| {
+                let landed = state.ended || needs.iter().all(|from| state.landed[*from]);
+                if landed {
+                    here.push(*layer);
+                }
+                !landed
+            });
+            (!here.is_empty() || open.is_empty()).then_some(here)
         })
     }
 

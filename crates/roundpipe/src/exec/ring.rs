@@ -177,6 +177,16 @@ impl Ring {
         self.0.workers.is_empty()
     }
 
+    /// Whether every worker computes in host memory, and so on the host's cores.
+    pub(crate) fn is_host(&self) -> bool {
+        self.workers().iter().all(|worker| worker.device().aliases_host())
+    }
+
+    /// What the smallest worker has reserved.
+    pub(crate) fn least_memory(&self) -> u64 {
+        self.workers().iter().map(|worker| worker.pool().capacity().0).min().unwrap_or(0)
+    }
+
     /// Host memory of activations.
     pub fn host_use(&self) -> HostUse {
         self.0.host.usage()
@@ -196,8 +206,7 @@ impl Ring {
     pub(crate) fn assign(&self, slots: usize, kind: PlanKind) -> Vec<usize> {
         let mut next = lock(&self.0.next);
         let first = *next;
-        let shared = self.workers().iter().all(|worker| worker.device().aliases_host());
-        let stays = slots == 1 && kind == PlanKind::Fused && shared;
+        let stays = slots == 1 && kind == PlanKind::Fused && self.is_host();
         *next = if stays { first } else { (first + slots) % self.len() };
         (0..slots).map(|i| (first + i) % self.len()).collect()
     }

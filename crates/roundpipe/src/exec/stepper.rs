@@ -235,9 +235,9 @@ impl Bench {
             return Ok(Vec::new());
         }
         let mut squares = vec![Vec::new(); store.layers().len()];
-        let mut open: Vec<usize> = (0..squares.len()).collect();
+        let mut open: Vec<_> = (0..squares.len()).map(|layer| (layer, store.grad_layers(layer))).collect();
         while !open.is_empty() {
-            for layer in last.wait_landed("optimizer", &mut open, |layer| store.grad_layers(layer))? {
+            for layer in last.wait_landed("optimizer", &mut open)? {
                 squares[layer] = store.squares(layer)?;
             }
         }

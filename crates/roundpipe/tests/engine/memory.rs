@@ -184,3 +184,22 @@ fn steps(engine: &RoundPipe, range: std::ops::Range<u64>, lag: Lag) {
 fn high_water(engine: &RoundPipe) -> Vec<u64> {
     engine.ring().workers().iter().map(|worker| worker.usage().high_water.0).collect()
 }
+
+/// A layer that needs more than a stage's usual share of a worker runs, with the bits it has in a large one; one that
+/// no worker of this size could run is refused with its need.
+#[test]
+fn a_large_layer_may_have_most_of_a_worker() {
+    let model = models::transformer(DType::F32, false);
+    let losses = |memory: Bytes| {
+        let ring = RingOptions { memory: Some(memory), ..RingOptions::default() };
+        let engine = RoundPipe::builder(model.clone()).devices(sims(1)).ring_options(ring);
+        let engine = engine.run_config(RunConfig::new().num_microbatch(2)).build().unwrap();
+        let (inputs, labels) = models::tokens(0, 64, DType::F32);
+        engine.forward_backward(inputs, labels, models::token_loss).map(|losses| losses.each()[0].to_bits())
+    };
+    let refused = losses(Bytes(64 << 10)).unwrap_err().to_string();
+    let need = refused.split("needs ").nth(1).and_then(|rest| rest.split(' ').next());
+    let need: u64 = need.and_then(|n| n.parse().ok()).unwrap_or_else(|| panic!("{refused}"));
+    // Three tenths are the usual share.
+    assert_eq!(losses(Bytes(need * 2)).unwrap(), losses(Bytes::mib(64)).unwrap());
+}
