@@ -11,8 +11,8 @@ use anyhow::{Context, ensure};
 use clap::ValueEnum;
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    Bytes, Cx, DType, Device, DeviceKind, Grain, HostTensor, Inputs, Lag, Params, RngSite, RoundPipe, Rule,
-    RunConfig, Update, Worker,
+    Bytes, Cx, DType, Device, DeviceKind, Devices, Grain, HostTensor, Inputs, Lag, Meta, Params, RngSite,
+    RoundPipe, Rule, RunConfig, Update, Worker,
 };
 use roundpipe_models::{LoraConfig, LoraTargets, Model, Trains, preset};
 
@@ -54,9 +54,18 @@ pub struct BenchCmd {
     /// Type of weights and activations
     #[arg(long, value_enum, default_value_t = open::TypeArg::Bf16)]
     dtype: open::TypeArg,
+    /// Let the GPU add gradients of attention in any order: faster, but not bit for bit the same every time
+    #[arg(long)]
+    fast_attention: bool,
+    /// Threads of the optimizer [default: all cores]
+    #[arg(long)]
+    optimizer_threads: Option<usize>,
     /// Scale gradients down to this norm
     #[arg(long)]
     clip: Option<f64>,
+    /// Compute nothing: say how much memory of a GPU a step would take, on a machine without one too
+    #[arg(long, conflicts_with_all = ["devices", "trace"])]
+    dry_run: bool,
     /// Write a trace of two more steps for Perfetto
     #[arg(long)]
     trace: Option<PathBuf>,
@@ -82,24 +91,40 @@ impl BenchCmd {
             self.batch > 0 && self.seq > 0 && self.steps > 0,
             "--batch, --seq and --steps must be at least 1"
         );
-        let devices = self.place.open()?;
+        let devices = match self.dry_run {
+            true => Devices { workers: vec![Meta::like(DeviceKind::Cuda)], note: None },
+            false => self.place.open()?,
+        };
         if let Some(note) = &devices.note {
             writeln!(out, "no GPU: {note}")?;
         }
-        let rate = product_rate(devices.workers[0].clone(), self.dtype.into())?;
+        let rate = match self.dry_run {
+            true => f64::NAN,
+            false => product_rate(devices.workers[0].clone(), self.dtype.into())?,
+        };
         let model = self.model(out)?;
         let trained: usize = model.trainable_params().iter().map(|(_, p)| p.shape().numel()).sum();
         let params = model.num_params();
         writeln!(out, "{params} parameters, {trained} of them trained, {}", self.dtype.name())?;
         let mut config = RunConfig::new().recompute_grain(self.grain.into());
         config.num_microbatch = self.microbatches;
-        let engine = RoundPipe::builder(model.layers.clone())
+        let builder = RoundPipe::builder(model.layers.clone());
+        let builder = match self.optimizer_threads {
+            Some(threads) => builder.optimizer_threads(threads),
+            None => builder,
+        };
+        let engine = builder
             .optimizer(Rule::Adam(AdamW::default()))
             .asynchronous(self.lag == 1)
             .devices(devices.workers.clone())
             .ring_options(self.place.ring())
             .run_config(config)
             .build()?;
+        if self.dry_run {
+            self.step_of(&engine, model.config.vocab, 0)?;
+            engine.synchronize()?;
+            return self.predicted(&engine, out);
+        }
         let (seconds, loss) = self.measure(&engine, model.config.vocab, out)?;
         let trains = if self.mode == Mode::Full { Trains::All } else { Trains::Adapters };
         let tokens = (self.batch * self.seq) as f64;
@@ -112,6 +137,7 @@ impl BenchCmd {
             "microbatches": self.microbatches.unwrap_or(devices.workers.len() + 1),
             "lag": self.lag,
             "grain": format!("{:?}", self.grain).to_lowercase(),
+            "fast_attention": self.fast_attention,
             "devices": devices.workers.iter().map(|d| d.id().to_string()).collect::<Vec<_>>(),
             "tokens_per_s": round(tokens / seconds, 1),
             "seconds_per_step": round(seconds, 4),
@@ -132,7 +158,10 @@ impl BenchCmd {
         let mut model = match preset(&self.model) {
             Ok(config) => {
                 let config = config.with(&serde_json::json!({ "max_position_embeddings": self.seq }))?;
-                Model::random(config, self.dtype.into(), 1)?
+                match self.dry_run {
+                    true => Model::empty(config, self.dtype.into())?,
+                    false => Model::random(config, self.dtype.into(), 1)?,
+                }
             }
             Err(unknown) if !open::looks_like_a_model(&self.model) => return Err(unknown.into()),
             Err(_) => open::model(&self.model, Some(self.dtype.into()))?.model,
@@ -148,6 +177,7 @@ impl BenchCmd {
                 LoraConfig { rank: self.rank, targets: LoraTargets::AllLinear, ..LoraConfig::default() };
             model.add_lora(&config)?;
         }
+        model.fast_attention(self.fast_attention);
         writeln!(out, "{} ready in {:.1} s", self.model, start.elapsed().as_secs_f64())?;
         Ok(model)
     }
@@ -172,12 +202,35 @@ impl BenchCmd {
         Ok((start.elapsed().as_secs_f64() / self.steps as f64, loss))
     }
 
+    /// What a step on workers that only count would take of a GPU.
+    fn predicted(&self, engine: &RoundPipe, out: &mut impl Write) -> anyhow::Result<()> {
+        let line = serde_json::json!({
+            "model": self.model,
+            "mode": format!("{:?}", self.mode).to_lowercase(),
+            "batch": self.batch,
+            "seq": self.seq,
+            "microbatches": self.microbatches.unwrap_or(2),
+            "grain": format!("{:?}", self.grain).to_lowercase(),
+            "fast_attention": self.fast_attention,
+            "dry_run": true,
+            "gpu_peak_gib": round(gpu_peak(engine), 2),
+        });
+        writeln!(out, "{line}")?;
+        Ok(())
+    }
+
+    /// Forward and backward of a step; the mean of its microbatches' losses.
+    fn step_of(&self, engine: &RoundPipe, vocab: usize, step: u64) -> anyhow::Result<f64> {
+        let trained = engine.train(self.inputs(vocab, step)?).run()?;
+        Ok(trained.losses.sum() / trained.losses.microbatches().len() as f64)
+    }
+
     /// One step; the mean of its microbatches' losses.
     fn step(&self, engine: &RoundPipe, vocab: usize, step: u64) -> anyhow::Result<f64> {
-        let trained = engine.train(self.inputs(vocab, step)?).run()?;
+        let loss = self.step_of(engine, vocab, step)?;
         let update = Update { clip: self.clip, ..Update::new(1e-5) };
         engine.update(&update, if self.lag == 1 { Lag::One } else { Lag::Zero })?;
-        Ok(trained.losses.sum() / trained.losses.microbatches().len() as f64)
+        Ok(loss)
     }
 
     /// Random tokens, and the ones that follow them as labels.
@@ -248,7 +301,7 @@ fn processors(engine: &RoundPipe) -> usize {
 
 /// Most memory in use of any GPU's arena; 0 without one.
 fn gpu_peak(engine: &RoundPipe) -> f64 {
-    let gpus = engine.ring().workers().iter().filter(|w| w.device().id().kind == DeviceKind::Cuda);
+    let gpus = engine.ring().workers().iter().filter(|w| w.device().stands_for() == DeviceKind::Cuda);
     gpus.map(|w| w.usage().high_water.0).max().unwrap_or(0) as f64 / f64::from(1 << 30)
 }
 

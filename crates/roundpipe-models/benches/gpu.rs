@@ -1,7 +1,7 @@
-//! Figures of a GPU, each beside its floor: copies, products, attention, memory-bound kernels, a decoder layer,
-//! training steps. Sections are named on the command line; without a GPU it says so and ends.
+//! Figures of a GPU, each beside its floor: copies, products, attention, memory-bound kernels, a head, launches, a decoder
+//! layer, training steps. Sections are named on the command line; without a GPU it says so and ends.
 //!
-//! `cargo bench -p roundpipe-models --bench gpu -- copies products attention kernels layer train`
+//! `cargo bench -p roundpipe-models --bench gpu -- copies products attention variants kernels head launches layer train`
 #![allow(clippy::print_stdout, reason = "a program that prints figures")]
 
 use std::sync::Arc;
@@ -53,6 +53,26 @@ fn time(worker: &Worker, count: usize, mut f: impl FnMut() -> TensorResult<()>) 
     Ok(best)
 }
 
+/// Milliseconds of one call of a GPU that has rested: calls for 10 ms, after half a second of none; the best of three.
+/// Under longer load its clock goes down with its power limit, which [`time`] shows.
+fn rested(worker: &Worker, mut f: impl FnMut() -> TensorResult<()>) -> TensorResult<f64> {
+    let guess = time(worker, 3, &mut f)?;
+    let count = ((10.0 / guess) as usize).clamp(2, 1000);
+    let mut best = f64::INFINITY;
+    for _ in 0..3 {
+        std::thread::sleep(std::time::Duration::from_millis(500));
+        f()?;
+        worker.fence()?;
+        let start = Instant::now();
+        for _ in 0..count {
+            f()?;
+        }
+        worker.fence()?;
+        best = best.min(start.elapsed().as_secs_f64() * 1e3 / count as f64);
+    }
+    Ok(best)
+}
+
 fn randn(worker: &Worker, dims: &[usize]) -> TensorResult<Tensor> {
     let mut cx = Cx::new(worker, false, true);
     cx.randn(DType::BF16, dims)
@@ -91,8 +111,10 @@ fn products(worker: &Worker) -> Res<()> {
     for (m, k, n) in [(16384, 2048, 6144), (16384, 6144, 2048), (16384, 2048, 2048), (8192, 8192, 8192)] {
         let (x, w) = (randn(worker, &[m, k])?, randn(worker, &[n, k])?);
         let mut cx = Cx::new(worker, false, true);
+        let rate = |ms: f64| 2.0 * (m * k * n) as f64 / ms / 1e9;
         let ms = time(worker, 10, || cx.linear(&x, &w, None).map(drop))?;
-        println!("product {m} x {k} x {n} bf16: {:.0} TFLOP/s", 2.0 * (m * k * n) as f64 / ms / 1e9);
+        let burst = rested(worker, || cx.linear(&x, &w, None).map(drop))?;
+        println!("product {m} x {k} x {n} bf16: {:.0} TFLOP/s, rested {:.0}", rate(ms), rate(burst));
     }
     Ok(())
 }
@@ -109,20 +131,91 @@ fn attention(worker: &Worker) -> Res<()> {
         let (v, dy) = (randn(worker, &[b, s, hk, d])?, randn(worker, &[b, s, hq, d])?);
         let how = Attention { causal: true, ..Attention::default() };
         let mut cx = Cx::new(worker, false, true);
-        let forward = time(worker, 5, || cx.attention(&q, &k, &v, &how).map(drop))?;
-        let both = time(worker, 5, || {
+        let flops = 2.0 * (b * hq * s * s * d) as f64;
+        // About 50 ms a round, so that the wait at its end does not count.
+        let count = ((25e12 / flops) as usize).clamp(3, 100);
+        // Of a known forward, so that nothing but the backward is timed.
+        let known = cx.attention_known(&q, &k, &v, &how, None)?;
+        let back = |any_order: bool| {
             let mut cx = Cx::train(worker);
             let (q, k, v) = (cx.input(&q)?, cx.input(&k)?, cx.input(&v)?);
-            let y = cx.attention(&q, &k, &v, &how)?;
+            let how = Attention { any_order, ..how };
+            let (y, _) = cx.attention_known(&q, &k, &v, &how, Some(known.clone()))?;
             cx.backward_from(&[(y, dy.clone())]).map(drop)
-        })?;
-        let flops = 2.0 * (b * hq * s * s * d) as f64;
-        let rates = (flops / forward / 1e9, 2.5 * flops / (both - forward) / 1e9);
-        println!(
-            "attention {b} x {hq}/{hk} x {s} x {d}: forward {:.0} TFLOP/s, backward {:.0}",
-            rates.0, rates.1
+        };
+        let rates = |forward: f64, backward: f64, any_order: f64| {
+            let [f, b, a] =
+                [(1.0, forward), (2.5, backward), (2.5, any_order)].map(|(n, ms)| n * flops / ms / 1e9);
+            format!("forward {f:.0} TFLOP/s, backward {b:.0}, in any order {a:.0}")
+        };
+        let long = rates(
+            time(worker, count, || cx.attention(&q, &k, &v, &how).map(drop))?,
+            time(worker, count.div_ceil(3), || back(false))?,
+            time(worker, count.div_ceil(3), || back(true))?,
         );
+        println!("attention {b} x {hq}/{hk} x {s} x {d}: {long}");
+        let short = rates(
+            rested(worker, || cx.attention(&q, &k, &v, &how).map(drop))?,
+            rested(worker, || back(false))?,
+            rested(worker, || back(true))?,
+        );
+        println!("    rested: {short}");
     }
+    Ok(())
+}
+
+/// What attention of other kinds takes, in milliseconds and in operations of the pairs that are seen: sinks, a window,
+/// sequences packed into one row.
+fn variants(worker: &Worker) -> Res<()> {
+    let (s, hq, hk, d) = (4096usize, 64, 8, 64);
+    let (q, k) = (randn(worker, &[2, s, hq, d])?, randn(worker, &[2, s, hk, d])?);
+    let sinks = randn(worker, &[hq])?;
+    let causal = Attention { causal: true, ..Attention::default() };
+    let half = (2 * hq * s * s / 2 * d) as f64;
+    let sunk = Attention { sinks: Some(&sinks), ..causal };
+    shown(worker, "2 x 64/8 x 4096 x 64, sinks", (&q, &k), &sunk, half)?;
+    let narrow = Attention { window: Some(128), ..sunk };
+    shown(
+        worker,
+        "2 x 64/8 x 4096 x 64, sinks, window 128",
+        (&q, &k),
+        &narrow,
+        (2 * hq * s * 128 * d) as f64,
+    )?;
+    let (q, k) = (randn(worker, &[1, 4 * s, 16, 128])?, randn(worker, &[1, 4 * s, 8, 128])?);
+    let ends: Vec<i32> = (0..=4).map(|i| i * s as i32).collect();
+    let ends = worker.upload(&ends, Shape::new(&[5])?)?;
+    let packed = Attention { lens: Some((&ends, &ends)), ..causal };
+    shown(
+        worker,
+        "4 x 4096 tokens in a row, 16/8 x 128",
+        (&q, &k),
+        &packed,
+        (4 * 16 * s * s / 2 * 128) as f64,
+    )
+}
+
+fn shown(
+    worker: &Worker,
+    name: &str,
+    (q, k): (&Tensor, &Tensor),
+    how: &Attention<'_>,
+    pairs: f64,
+) -> Res<()> {
+    let mut cx = Cx::new(worker, false, true);
+    let forward = time(worker, 5, || cx.attention(q, k, k, how).map(drop))?;
+    let known = cx.attention_known(q, k, k, how, None)?;
+    let backward = time(worker, 5, || {
+        let mut cx = Cx::train(worker);
+        let (q, k) = (cx.input(q)?, cx.input(k)?);
+        let (y, _) = cx.attention_known(&q, &k, &k, how, Some(known.clone()))?;
+        cx.backward_from(&[(y, q.clone())]).map(drop)
+    })?;
+    println!(
+        "attention {name}: forward {forward:.2} ms, {:.0} TFLOP/s, backward {backward:.2} ms, {:.0}",
+        4.0 * pairs / forward / 1e9,
+        10.0 * pairs / backward / 1e9
+    );
     Ok(())
 }
 
@@ -199,6 +292,81 @@ fn kernels(worker: &Worker) -> Res<()> {
         let y = cx.embedding(&t, &ids)?;
         cx.backward_from(&[(y, grad.clone())]).map(drop)
     })?;
+    Ok(())
+}
+
+/// The last layer of 16,384 tokens, forward and backward, by the tokens of a chunk.
+fn head(worker: &Worker) -> Res<()> {
+    let (tokens, width, classes) = (16384usize, 2048usize, 151_936usize);
+    let (x, w) = (randn(worker, &[tokens, width])?, randn(worker, &[classes, width])?);
+    let labels: Vec<i64> = (0..tokens as i64).map(|i| i * 37 % classes as i64).collect();
+    let labels = worker.upload(&labels, Shape::new(&[tokens])?)?;
+    let floor = 8.0 * (tokens * width * classes) as f64 / 700e9;
+    for chunk_tokens in [None, Some(256), Some(512), Some(1024), Some(2048), Some(4096)] {
+        let how = CrossEntropy { chunk_tokens, ..CrossEntropy::default() };
+        let ms = time(worker, 2, || {
+            let mut cx = Cx::train(worker);
+            let (x, w) = (cx.input(&x)?, cx.input(&w)?);
+            let loss = cx.linear_cross_entropy(&x, &w, &labels, how)?;
+            cx.backward(&loss).map(drop)
+        })?;
+        println!(
+            "head, {} tokens a chunk: {ms:.1} ms, floor {floor:.1} ms at 700 TFLOP/s ({:.0}%)",
+            chunk_tokens.map_or("its own choice of".to_owned(), |n| n.to_string()),
+            100.0 * floor / ms
+        );
+    }
+    Ok(())
+}
+
+/// What a launch costs the host, and what small kernels leave of the GPU's time.
+fn launches(worker: &Worker) -> Res<()> {
+    let x = randn(worker, &[256])?;
+    let mut cx = Cx::new(worker, false, true);
+    let count = 2000;
+    let mut queue = |name: &str, f: &mut dyn FnMut(&mut Cx) -> TensorResult<()>| -> TensorResult<()> {
+        f(&mut cx)?;
+        worker.fence()?;
+        let start = Instant::now();
+        for _ in 0..count {
+            f(&mut cx)?;
+        }
+        let queued = start.elapsed().as_secs_f64() * 1e6 / f64::from(count);
+        worker.fence()?;
+        let done = start.elapsed().as_secs_f64() * 1e6 / f64::from(count);
+        println!("launch of {name}: {queued:.2} us to queue, {done:.2} us until it is done");
+        Ok(())
+    };
+    queue("a small sum of two", &mut |cx| cx.add(&x, &x).map(drop))?;
+    let rows = randn(worker, &[4, 256])?;
+    let w = randn(worker, &[256])?;
+    queue("a small norm", &mut |cx| cx.rms_norm(&rows, Some(&w), 1e-6).map(drop))?;
+    let m = randn(worker, &[256, 256])?;
+    queue("a small product", &mut |cx| cx.linear(&rows, &m, None).map(drop))?;
+    let q = randn(worker, &[1, 128, 2, 64])?;
+    let how = Attention { causal: true, ..Attention::default() };
+    queue("a small attention", &mut |cx| cx.attention(&q, &q, &q, &how).map(drop))?;
+    // One token through a block of Qwen3-1.7B: what generation with weights on the GPU does.
+    let decoder = Model::random(qwen(1, 1024, 1024)?, DType::BF16, 1)?;
+    let (_, block) = decoder.layers.layers().nth(1).ok_or("no block")?;
+    let params: Vec<_> = block.named_params().into_iter().map(|(_, p)| p).collect();
+    let on: Vec<Tensor> = params.iter().map(|p| cx.get(p)).collect::<TensorResult<_>>()?;
+    let bytes: usize = params.iter().map(|p| p.bytes()).sum();
+    for tokens in [1, 64, 1024] {
+        let hidden = randn(worker, &[1, tokens, 2048])?;
+        let ms = time(worker, 50, || {
+            let mut cx = Cx::new(worker, false, false);
+            for (param, tensor) in params.iter().zip(&on) {
+                cx.bind(param, tensor.clone(), None)?;
+            }
+            block.run(&mut cx, Tree::map([("hidden", Tree::Tensor(hidden.clone()))])).map(drop)
+        })?;
+        println!(
+            "block of {tokens} tokens: {:.1} us, its weights alone take {:.1} us at 4 TB/s",
+            ms * 1e3,
+            bytes as f64 / 4e6
+        );
+    }
     Ok(())
 }
 
@@ -367,13 +535,19 @@ fn main() -> Res<()> {
     let asked: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with("--")).collect();
     let wants = |name: &str| asked.is_empty() || asked.iter().any(|a| a == name);
     let cap = Bytes::gib(24);
-    if ["copies", "products", "attention", "kernels", "layer"].iter().any(|name| wants(name)) {
+    if ["copies", "products", "attention", "variants", "kernels", "head", "launches", "layer"]
+        .iter()
+        .any(|name| wants(name))
+    {
         let worker = Worker::new(device, cap)?;
-        let sections: [(&str, Section); 5] = [
+        let sections: [(&str, Section); 8] = [
             ("copies", copies),
             ("products", products),
             ("attention", attention),
+            ("variants", variants),
             ("kernels", kernels),
+            ("head", head),
+            ("launches", launches),
             ("layer", layer),
         ];
         for (name, section) in sections {

@@ -113,6 +113,13 @@ impl Model {
         self.assemble();
     }
 
+    /// Lets GPUs add the gradients of attention in the order in which they come: a faster backward of long sequences,
+    /// whose last bits are not the same every time. Off unless said. Engines made before do not see it.
+    pub fn fast_attention(&mut self, fast: bool) {
+        self.blocks.iter_mut().for_each(|block| block.any_order = fast);
+        self.assemble();
+    }
+
     /// The type of the parameters.
     pub fn dtype(&self) -> DType {
         self.embed.weight.dtype()

@@ -711,6 +711,11 @@ impl EventState for CudaEvent {
     }
 }
 
+/// An element of the sum costs 2 operations per row and 8 bytes; an H200 does 700e12 of the former in the time of 4e12
+/// of the latter, so both are equal at 700 rows. Its head of 151,936 classes takes 107, 76, 61 and 59 ms for 16,384
+/// tokens with 256, 512, 1,024 and 2,048 rows at a time.
+pub(crate) const THICK: usize = 1024;
+
 /// The GPU's mathematics.
 pub(crate) struct CudaOps {
     gpu: Arc<Gpu>,
@@ -755,6 +760,10 @@ impl Ops for CudaOps {
 
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
         scratch(kernel, src, dst)
+    }
+
+    fn thick(&self) -> usize {
+        THICK
     }
 }
 

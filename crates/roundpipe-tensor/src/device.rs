@@ -131,6 +131,11 @@ pub trait Device: Send + Sync + fmt::Debug {
         HostBuf::zeroed(name, bytes)
     }
 
+    /// The kind of device whose costs this one has: its own, unless it only counts for another.
+    fn stands_for(&self) -> DeviceKind {
+        self.id().kind
+    }
+
     /// Whether kernels can read host memory in place, so that an upload may be no copy at all.
     fn aliases_host(&self) -> bool {
         false
@@ -262,6 +267,12 @@ pub trait Ops: Send + Sync {
 
     /// Bytes of scratch memory the kernel wants for these operands.
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize;
+
+    /// From how many rows on a product that is added to a large f32 matrix takes longer to multiply than to read and
+    /// write the matrix: products that are cut into chunks of rows have at least so many.
+    fn thick(&self) -> usize {
+        256
+    }
 }
 
 /// Reserved device memory; given back when dropped.

@@ -194,6 +194,8 @@ pub struct AttentionSpec {
     pub causal: bool,
     /// A query at position p sees keys at positions greater than p - window.
     pub window: Option<usize>,
+    /// The backward may add in an order that is not the same every time, where that is faster.
+    pub any_order: bool,
 }
 
 /// Geometry of a 2-d convolution; [height, width].

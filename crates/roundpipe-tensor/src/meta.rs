@@ -176,6 +176,10 @@ impl Device for Meta {
         &self.ops
     }
 
+    fn stands_for(&self) -> DeviceKind {
+        self.like
+    }
+
     fn aliases_host(&self) -> bool {
         self.like == DeviceKind::Cpu
     }
@@ -236,6 +240,10 @@ impl Ops for MetaOps {
             DeviceKind::Cuda => cuda::scratch(kernel, src, dst),
             _ => cpu::scratch(kernel, src, dst),
         }
+    }
+
+    fn thick(&self) -> usize {
+        if self.like == DeviceKind::Cuda { cuda::THICK } else { 256 }
     }
 }
 

@@ -17,8 +17,8 @@
 //! 6. A parcel's host memory is written again only by a download that waits for all uploads that read it
 //!    ([`HostPool`]); memory of a user's tensor is let go only after the host saw these uploads land.
 //! 7. The host reads a parcel only after it saw its download land.
-//! 8. The chunks of a slot follow each other with at most two under way, so that an activation never queues
-//!    behind more than two chunks of weights; the host memory they read is held until the last has landed.
+//! 8. The chunks of a slot follow each other with at most four under way, so that an activation never queues
+//!    behind more than four chunks of weights; the host memory they read is held until the last has landed.
 //!
 //! [`Pool::lend`]: crate::pool::Pool::lend
 
@@ -191,8 +191,10 @@ impl fmt::Debug for HostPool {
 
 /// Where a parcel's bytes are.
 enum Place {
-    /// Nowhere: it was kept on its worker, or the worker only counts.
+    /// Nowhere: it was kept on its worker.
     Hollow,
+    /// Nowhere: the worker only counts.
+    Counted,
     /// In memory of a pool, written by a lane.
     Pooled { buf: HostBuf, written: Event, pool: Arc<HostPool> },
     /// In a user's memory.
@@ -274,6 +276,7 @@ impl Parcel {
     pub fn fence(&self) -> Result<HostBuf> {
         match &self.0.place {
             Place::Hollow => Err(Error::invalid("parcel", "the value was kept on its worker")),
+            Place::Counted => HostBuf::zeroed("what a meta worker gives", self.size_bytes()),
             Place::Pooled { buf, written, .. } => {
                 written.fence()?;
                 buf.slice(0..self.size_bytes())
@@ -287,7 +290,7 @@ impl Drop for Contents {
     fn drop(&mut self) {
         let mut events = std::mem::take(self.readers.get_mut().unwrap_or_else(PoisonError::into_inner));
         match std::mem::replace(&mut self.place, Place::Hollow) {
-            Place::Hollow => {}
+            Place::Hollow | Place::Counted => {}
             Place::Pooled { buf, written, pool } => {
                 events.push(written);
                 pool.give_back(buf, events);
@@ -434,7 +437,9 @@ impl Port {
         self.worker.check_home("send", &dense)?;
         let (dtype, shape) = (dense.dtype(), *dense.shape());
         if self.worker.device().id().kind == DeviceKind::Meta {
-            return Ok(Parcel::hollow(&dense));
+            let written = self.lane(LaneKind::ActivationDownload).record()?;
+            self.hold(dense, written);
+            return Ok(Parcel::new(dtype, shape, Place::Counted));
         }
         let bytes = shape.numel() * dtype.size();
         let (buf, free) = self.host.take(bytes)?;
@@ -448,11 +453,16 @@ impl Port {
             }
         };
         if !written.is_past() {
-            let mut outbox = lock(&self.outbox);
-            let visit = outbox.visit;
-            outbox.sent.push_back((visit, dense, written.clone()));
+            self.hold(dense, written.clone());
         }
         Ok(Parcel::new(dtype, shape, Place::Pooled { buf, written, pool: self.host.clone() }))
+    }
+
+    /// Keeps what is on its way out.
+    fn hold(&self, dense: Tensor, written: Event) {
+        let mut outbox = lock(&self.outbox);
+        let visit = outbox.visit;
+        outbox.sent.push_back((visit, dense, written));
     }
 
     fn copy_out(
@@ -494,11 +504,12 @@ impl Port {
         let device = self.worker.device();
         let bytes = parcel.size_bytes();
         if device.id().kind == DeviceKind::Meta {
-            let tensor = Some(self.worker.alloc("receive", dtype, shape)?);
+            let (block, _) = self.worker.pool().lend("receive", bytes as u64)?;
+            let tensor = Some(Tensor::from_block(block, dtype, shape));
             return Ok(Arrival { worker: self.worker.clone(), tensor, event: None });
         }
         let (buf, written) = match &contents.place {
-            Place::Hollow => {
+            Place::Hollow | Place::Counted => {
                 return Err(Error::invalid("receive", format!("{what}: {parcel:?} was kept elsewhere")));
             }
             Place::Pooled { buf, written, .. } => (buf, Some(written)),
@@ -621,7 +632,7 @@ impl Slot {
     }
 
     /// Starts filling it in the parameter lane, in chunks of at most `chunk` bytes (rule 8; the host waits for
-    /// all but the last two chunks). The flight keeps the host memory.
+    /// all but the last four chunks). The flight keeps the host memory.
     ///
     /// # Errors
     /// When a part does not fit or the device refuses.
@@ -660,12 +671,16 @@ impl Slot {
     }
 }
 
+/// Chunks of an upload that are queued at once. A thread that sleeps until the first has passed takes longer to wake up
+/// than one chunk of 16 MiB travels; what passes between waits for these at most.
+const UNDER_WAY: usize = 4;
+
 fn fill(lane: &dyn Lane, what: &str, base: u64, parts: &[Part], chunk: u64) -> Result<Event> {
     let mut under_way: VecDeque<Event> = VecDeque::new();
     for Part { host, offset } in parts {
         let bytes = host.bytes().len() as u64;
         for start in (0..bytes).step_by(chunk as usize) {
-            if under_way.len() == 2
+            if under_way.len() == UNDER_WAY
                 && let Some(first) = under_way.pop_front()
             {
                 first.fence()?;

@@ -42,6 +42,8 @@ pub(crate) struct Block {
     rope: RopeTables,
     window: Option<usize>,
     pub(crate) keeps_from: usize,
+    /// Gradients of attention may be added in any order.
+    pub(crate) any_order: bool,
     index: usize,
     heads: usize,
     kv_heads: usize,
@@ -88,6 +90,7 @@ impl Block {
             rope: rope.clone(),
             window: c.windows[index],
             keeps_from: LONG_TOKENS,
+            any_order: false,
             index,
             heads: c.heads,
             kv_heads: c.kv_heads,
@@ -189,6 +192,7 @@ impl Block {
             window: self.window,
             sinks: sinks.as_ref(),
             lens: lens.as_ref().map(|lens| (lens, lens)),
+            any_order: self.any_order,
             ..Attention::default()
         };
         // Attention grows with the square of the length, what it gives does not.

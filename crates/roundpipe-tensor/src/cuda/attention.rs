@@ -6,7 +6,8 @@
 //! forbids it (`own`). All ways save the same statistics, so forward and backward may go different ones.
 //!
 //! # Invariants
-//! - Every way repeats bit for bit: no atomics; cuDNN's backward is its deterministic one.
+//! - Every way repeats bit for bit: no atomics; cuDNN's backward is its deterministic one, unless the call says that
+//!   any order of its sums will do.
 //! - With our own kernels a row's bits depend on its own sequence alone: neither batch nor neighbours in a packed
 //!   batch change them.
 //! - Cumulative lengths that make no sense raise the alarm and reach no memory outside the operands.
@@ -37,11 +38,15 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     unsafe {
         match call.kernel {
             Kernel::Attention(spec) => match wanted(call, Fused::forward(spec, call.src, call.dst)) {
-                Some(fused) if by_cudnn(call, &fused)? => Ok(()),
+                Some(fused) if by_cudnn(call, &fused)? => match call.maybe_src(3) {
+                    Some(_) => own::add_sinks(call, spec),
+                    None => Ok(()),
+                },
                 _ => own::forward(call, spec),
             },
             Kernel::AttentionGrad(spec) => match wanted(call, Fused::backward(spec, call.src, call.dst)) {
-                Some(fused) if by_cudnn(call, &fused)? => Ok(()),
+                // With o and the statistics as they are with sinks, the gradients of the others are what they are.
+                Some(fused) if by_cudnn(call, &fused)? => own::sink_gradient(call, spec),
                 _ => own::backward(call, spec),
             },
             _ => Err(Error::invalid(call.kernel.name(), "is no attention")),

@@ -25,6 +25,9 @@ pub struct Attention<'a> {
     /// Cumulative lengths (i32) of the queries and keys of sequences packed into one row of the batch:
     /// sequence i has rows `lens[i]..lens[i + 1]`. Rows outside attend to nothing.
     pub lens: Option<(&'a Tensor, &'a Tensor)>,
+    /// The backward may add in an order that is not the same every time, where a device is faster so: gradients of
+    /// equal operands then differ in their last bits from run to run.
+    pub any_order: bool,
 }
 
 impl Cx {
@@ -58,6 +61,7 @@ impl Cx {
             scale: how.scale.unwrap_or(1.0 / (d as f64).sqrt()),
             causal: how.causal,
             window: how.window,
+            any_order: how.any_order,
         };
         let worker = self.worker();
         let [dense_q, dense_k, dense_v] = [q, k, v].map(|t| rows_dense(worker, t));

@@ -218,10 +218,9 @@ impl Target {
     }
 }
 
-/// Bytes that the logits of one chunk may take, unless that would be fewer than `LEAST_TOKENS`.
+/// Bytes that the logits of one chunk may take, unless that would leave the matrix products too thin
+/// ([`Ops::thick`](crate::device::Ops::thick)).
 const CHUNK_BYTES: usize = 32 << 20;
-/// Fewer tokens would leave the matrix products too thin.
-const LEAST_TOKENS: usize = 256;
 const MOST_TOKENS: usize = 4096;
 
 /// A projection and the cross entropy of its result.
@@ -236,10 +235,11 @@ struct Fused {
 impl Fused {
     const OP: &'static str = "linear_cross_entropy";
 
-    /// Tokens per chunk: a function of sizes alone.
-    fn chunk(&self) -> usize {
+    /// Tokens per chunk: a function of sizes and the kind of device alone.
+    fn chunk(&self, worker: &Worker) -> usize {
         let row = self.weight.dims()[0] * self.acc().size();
-        let chosen = (CHUNK_BYTES / row.max(1)).clamp(LEAST_TOKENS, MOST_TOKENS);
+        let least = worker.device().ops().thick().min(MOST_TOKENS);
+        let chosen = (CHUNK_BYTES / row.max(1)).clamp(least, MOST_TOKENS);
         self.target.options.chunk_tokens.unwrap_or(chosen).min(self.target.tokens.max(1))
     }
 
@@ -248,13 +248,13 @@ impl Fused {
     }
 
     /// First token and number of tokens of each chunk.
-    fn chunks(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
-        let (tokens, chunk) = (self.target.tokens, self.chunk());
+    fn chunks(&self, worker: &Worker) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let (tokens, chunk) = (self.target.tokens, self.chunk(worker));
         (0..tokens).step_by(chunk).map(move |at| (at, chunk.min(tokens - at)))
     }
 
     fn buffer(&self, worker: &Worker, dtype: DType) -> Result<Tensor> {
-        worker.alloc(Self::OP, dtype, Shape::new(&[self.chunk(), self.weight.dims()[0]])?)
+        worker.alloc(Self::OP, dtype, Shape::new(&[self.chunk(worker), self.weight.dims()[0]])?)
     }
 
     /// The logits of a chunk, in the accumulator type, into the buffer.
@@ -269,7 +269,7 @@ impl Fused {
     fn forward(&self, worker: &Worker) -> Result<(Tensor, Tensor)> {
         let buffer = self.buffer(worker, self.acc())?;
         let (losses, lse) = self.target.alloc(worker, Self::OP, self.acc())?;
-        for (at, many) in self.chunks() {
+        for (at, many) in self.chunks(worker) {
             let logits = self.logits(worker, &buffer, at, many)?;
             let [labels, losses, lse] = [&self.target.labels, &losses, &lse].map(|t| t.narrowed(0, at, many));
             let kernel = self.target.options.kernel();
@@ -288,7 +288,7 @@ impl Fused {
         let buffer = self.buffer(&worker, self.acc())?;
         // Where the accumulator is wider the products take gradients rounded to the type itself.
         let narrow = if self.acc() == dtype { None } else { Some(self.buffer(&worker, dtype)?) };
-        for (at, many) in self.chunks() {
+        for (at, many) in self.chunks(&worker) {
             let logits = self.logits(&worker, &buffer, at, many)?;
             let [labels, lse, dloss] = [&self.target.labels, lse, dloss].map(|t| t.narrowed(0, at, many));
             let dlogits = narrow.as_ref().map_or_else(|| logits.clone(), |b| b.narrowed(0, 0, many));

@@ -6,7 +6,8 @@ use roundpipe_tensor::{Bytes, Cpu, Cx, DType, Result, Tensor, Worker, bf16};
 use crate::bed::{self, Input, Lie, Strict, check, check_with, close, fixed, noise, run, values, worker};
 use crate::golden;
 
-const FULL: Attention<'_> = Attention { scale: None, causal: false, window: None, sinks: None, lens: None };
+const FULL: Attention<'_> =
+    Attention { scale: None, causal: false, window: None, sinks: None, lens: None, any_order: false };
 const CAUSAL: Attention<'_> = Attention { causal: true, ..FULL };
 
 /// Inputs q, k, v of these sizes, quiet enough that softmax does not saturate.
@@ -331,6 +332,10 @@ fn library_sizes() {
                 strict,
                 attend(how),
             );
+            let mut inputs = qkv(2, 256, 256, (4, 2), d, d);
+            inputs.push(values(&[0.5, -1.0, 2.0, 3.5], &[4]));
+            let name = format!("256 by 256, {d} wide, causal {causal}, sinks");
+            check_with(&name, &inputs, strict, attend(how));
         }
     }
 }
@@ -352,6 +357,23 @@ fn long_sequences_in_blocks() {
         let whole = run(worker, &inputs, DType::BF16, &attend, true).unwrap();
         close(&format!("{name}, output"), &one.outputs, &whole.outputs, 1e-2);
         close(&format!("{name}, gradient"), &one.grads, &whole.grads, 1e-2);
+    }
+}
+
+/// Where any order of additions will do, gradients are the same but for rounding.
+#[test]
+fn any_order_is_as_close() {
+    let Some((worker, _turn)) = bed::gpu_alone() else { return };
+    for (rows, batch, heads, d) in [(256, 3, (4, 2), 64), (1024, 2, (4, 4), 128), (4096, 1, (4, 1), 128)] {
+        for causal in [false, true] {
+            let how = Attention { causal, ..FULL };
+            let inputs = qkv(batch, rows, rows, heads, d, d);
+            let exact = run(worker, &inputs, DType::BF16, &attend(how), true).unwrap();
+            let any = run(worker, &inputs, DType::BF16, &attend(Attention { any_order: true, ..how }), true)
+                .unwrap();
+            assert_eq!(exact.outputs, any.outputs, "{rows} rows: a forward has one order");
+            close(&format!("{rows} rows, {d} wide, causal {causal}"), &any.grads, &exact.grads, 5e-3);
+        }
     }
 }
 

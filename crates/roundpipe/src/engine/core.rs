@@ -472,7 +472,7 @@ impl Core {
 
     /// Costs before anything was measured: by the meta device, or by sizes where layers look at values.
     fn guess(&self, training: bool, example: Option<&Tree<HostTensor>>) -> LayerCosts {
-        let kind = match self.ring.workers()[0].device().id().kind {
+        let kind = match self.ring.workers()[0].device().stands_for() {
             DeviceKind::Cuda => DeviceKind::Cuda,
             _ => DeviceKind::Cpu,
         };

@@ -3,7 +3,7 @@
 //! A job is one slot of a call: a stage, all microbatches in order. The launcher seats each layer's weights
 //! when its first microbatch gets there, so that compute starts with the first layer that has landed, and asks
 //! for the next job's weights before it starts this one's tasks. The input of the next microbatch is sent for
-//! before the current one is computed.
+//! before the current one is computed; so is what the first microbatch of a backward job that follows has saved.
 //!
 //! # What stays on the worker
 //! - A value whose every reader is on this worker, while the budget lasts: it is never downloaded.
@@ -37,6 +37,8 @@ use crate::version::ReadTicket;
 
 /// Values on their way out may hold one part in so many of a worker's memory.
 const OUTBOX_SHARE: u64 = 16;
+/// What a job that follows has saved is sent for early if it takes at most one part in so many.
+const INBOX_SHARE: u64 = 16;
 
 /// One slot of a call, and the right to read the weights of its layers.
 pub(crate) struct Job {
@@ -106,8 +108,8 @@ pub(crate) struct Launcher {
     pub keep_limit: u64,
     kept: HashMap<usize, Kept>,
     kept_bytes: u64,
-    /// Saved inputs on their way, by layer and microbatch.
-    coming: HashMap<(usize, usize), Coming>,
+    /// What forwards saved, on its way, by layer and microbatch.
+    coming: HashMap<(usize, usize), Ahead>,
     /// Weights that stay from call to call.
     settled: Vec<Settled>,
     /// The call of the current job.
@@ -156,6 +158,18 @@ impl fmt::Display for Doing<'_> {
 
 /// A microbatch's values on their way to the worker.
 type Coming = Tree<Awaited>;
+
+/// What a forward saved for a layer's recompute, on its way: its input, and the rest once that is known.
+struct Ahead {
+    input: Coming,
+    extra: Option<Extras>,
+}
+
+/// What a layer itself saved, and its buffers by place.
+struct Extras {
+    data: Vec<Arrival>,
+    buffers: Vec<(usize, Arrival)>,
+}
 
 enum Awaited {
     Here(Held),
@@ -698,6 +712,9 @@ impl Launcher {
         let (call, m) = (visit.call, visit.microbatch);
         let terms = &call.terms;
         let mut here = self.take_input(visit, ahead)?;
+        if visit.microbatch + 1 == terms.microbatches {
+            self.send_for_next(visit)?;
+        }
         let mut tapes: Vec<Taped> = Vec::new();
         for layer in terms.stages[visit.slot].layers.clone() {
             let seated = self.seat(job, seats, layer, visit)?;
@@ -746,11 +763,11 @@ impl Launcher {
         let terms = &visit.call.terms;
         let layers = terms.stages[visit.slot].layers.clone();
         if terms.grain == Grain::Stage {
-            let mut here = self.saved(visit, layers.start)?;
+            let (mut here, mut extra) = self.saved(visit, layers.start)?;
             self.send_for(visit, layers.start, visit.microbatch + 1)?;
             let mut tapes = Vec::new();
             for layer in layers {
-                let ran = self.recompute(job, seats, visit, layer, &here)?;
+                let ran = self.recompute(job, seats, visit, layer, &here, extra.take())?;
                 tapes.extend(ran.tape);
                 here = ran.output;
             }
@@ -761,12 +778,12 @@ impl Launcher {
         }
         let mut grads = None;
         for layer in layers.clone().rev() {
-            let here = self.saved(visit, layer)?;
+            let (here, extra) = self.saved(visit, layer)?;
             match layer > layers.start {
                 true => self.send_for(visit, layer - 1, visit.microbatch)?,
                 false => self.send_for(visit, layers.end - 1, visit.microbatch + 1)?,
             }
-            let ran = self.recompute(job, seats, visit, layer, &here)?;
+            let ran = self.recompute(job, seats, visit, layer, &here, extra)?;
             drop(here);
             let given = match grads.take() {
                 Some(grads) => grads,
@@ -780,27 +797,72 @@ impl Launcher {
         self.pass_grads(visit, grads.unwrap_or_default())
     }
 
-    /// Starts bringing a saved input that is needed next, if it is there.
+    /// Starts bringing what was saved for a layer that is needed next, if it is there; behind the last microbatch that
+    /// is the next job's.
     fn send_for(&mut self, visit: &Visit<'_>, layer: usize, microbatch: usize) -> Result<()> {
-        let key = (layer, microbatch);
-        let saved = visit.call.lock().saved.remove(&key);
-        if let Some(flow) = saved {
-            let coming = self.receive(visit, flow)?;
-            self.coming.insert(key, coming);
+        if microbatch == visit.call.terms.microbatches {
+            return self.send_for_next(visit);
         }
+        let key = (layer, microbatch);
+        let (saved, extra) = {
+            let mut state = visit.call.lock();
+            let Some(saved) = state.saved.remove(&key) else { return Ok(()) };
+            (saved, state.extras.remove(&key))
+        };
+        let input = self.receive(visit, saved)?;
+        let extra = extra.map(|extra| self.receive_extra(visit, layer, &extra)).transpose()?;
+        self.coming.insert(key, Ahead { input, extra });
         Ok(())
     }
 
-    /// The saved input of a layer, on the worker.
-    fn saved(&mut self, visit: &Visit<'_>, layer: usize) -> Result<Tree<Held>> {
+    /// Starts bringing what the first microbatch of the next job needs, if that job goes backward in the same call.
+    fn send_for_next(&mut self, visit: &Visit<'_>) -> Result<()> {
+        let (call, terms) = (visit.call, &visit.call.terms);
+        let Some(next) = self.next.as_ref().filter(|next| Arc::ptr_eq(&next.call, call)) else {
+            return Ok(());
+        };
+        let (slot, stage) = (next.slot, &terms.stages[next.slot]);
+        if stage.pass != Pass::Backward {
+            return Ok(());
+        }
+        let layer = match terms.grain {
+            Grain::Stage => stage.layers.start,
+            Grain::Layer => stage.layers.end - 1,
+        };
+        let bytes = {
+            let state = call.lock();
+            let saved = state.saved.get(&(layer, 0)).map(Tree::leaves).unwrap_or_default();
+            let inputs = saved.iter().map(|leaf| leaf.parcel.size_bytes());
+            let extra = state.extras.get(&(layer, 0)).into_iter().flat_map(|extra| &extra.data);
+            inputs.chain(extra.map(Parcel::size_bytes)).sum::<usize>() as u64
+        };
+        if bytes > self.worker().pool().capacity().0 / INBOX_SHARE {
+            return Ok(());
+        }
+        self.send_for(&Visit { call, slot, microbatch: 0 }, layer, 0)
+    }
+
+    /// Starts bringing what a layer saved for its recompute.
+    fn receive_extra(&self, visit: &Visit<'_>, layer: usize, extra: &Extra) -> Result<Extras> {
+        let bring = |parcel: &Parcel| {
+            let arrival = self.port.receive("saved for recompute", parcel);
+            arrival.map_err(|e| self.place(visit, Some(layer), e))
+        };
+        let data = extra.data.iter().map(bring).collect::<Result<Vec<_>>>()?;
+        let buffers = extra.buffers.iter().map(|(place, parcel)| Ok((*place, bring(parcel)?)));
+        Ok(Extras { data, buffers: buffers.collect::<Result<Vec<_>>>()? })
+    }
+
+    /// The saved input of a layer, on the worker, and what else was sent for with it.
+    fn saved(&mut self, visit: &Visit<'_>, layer: usize) -> Result<(Tree<Held>, Option<Extras>)> {
         let m = visit.microbatch;
-        if let Some(coming) = self.coming.remove(&(layer, m)) {
-            return self.land(visit, coming);
+        if let Some(Ahead { input, extra }) = self.coming.remove(&(layer, m)) {
+            return Ok((self.land(visit, input)?, extra));
         }
         let what = format!("waiting for the saved input of layer {layer}, microbatch {m}");
         let saved = visit.call.wait(&self.who, &what, |state| state.saved.remove(&(layer, m)))?;
         let coming = self.receive(visit, saved)?;
-        self.land(visit, coming)
+        Ok((self.land(visit, coming)?, None))
     }
 
     fn recompute(
@@ -810,16 +872,20 @@ impl Launcher {
         visit: &Visit<'_>,
         layer: usize,
         input: &Tree<Held>,
+        extra: Option<Extras>,
     ) -> Result<Ran> {
-        let key = (layer, visit.microbatch);
-        let what = format!("waiting for the forward of layer {layer}, microbatch {}", visit.microbatch);
-        let extra = visit.call.wait(&self.who, &what, |state| state.extras.remove(&key))?;
-        let bring = |parcel: &Parcel| {
-            let here = self.port.receive("saved for recompute", parcel).and_then(Arrival::land);
-            here.map_err(|e| self.place(visit, Some(layer), e))
+        let extra = match extra {
+            Some(extra) => extra,
+            None => {
+                let key = (layer, visit.microbatch);
+                let what = format!("waiting for the forward of layer {layer}, microbatch {}", key.1);
+                let extra = visit.call.wait(&self.who, &what, |state| state.extras.remove(&key))?;
+                self.receive_extra(visit, layer, &extra)?
+            }
         };
-        let data = extra.data.iter().map(bring).collect::<Result<Vec<_>>>()?;
-        let buffers = extra.buffers.iter().map(|(place, parcel)| Ok((*place, bring(parcel)?)));
+        let land = |arrival: Arrival| arrival.land().map_err(|e| self.place(visit, Some(layer), e));
+        let data = extra.data.into_iter().map(land).collect::<Result<Vec<_>>>()?;
+        let buffers = extra.buffers.into_iter().map(|(place, arrival)| Ok((place, land(arrival)?)));
         let buffers = buffers.collect::<Result<Vec<_>>>()?;
         let seated = self.seat(job, seats, layer, visit)?;
         // The forward saw these buffers; the next microbatch brings its own.

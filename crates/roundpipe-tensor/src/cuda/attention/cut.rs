@@ -16,6 +16,9 @@
 //! there by its microbatch. A block of 16,384 by four heads has 512 tiles of 128 keys, several for every processor of
 //! the largest GPU, and its additions take 3% of its time; longer blocks of fewer heads would wait for their last tile.
 //!
+//! Where gradients may be added in any order there are no such pairs, only a sum of dq in f32 beside the workspace:
+//! a call is cut over batches and heads alone, and hardly ever.
+//!
 //! # Invariants
 //! - Cut and scratch depend on the sizes alone.
 //! - Every pair that a query sees is in one piece, and in no other.
@@ -45,6 +48,8 @@ pub(super) struct Sizes {
     pub width: usize,
     pub causal: bool,
     pub backward: bool,
+    /// Of a backward: dq may be added in any order.
+    pub any_order: bool,
 }
 
 /// What goes together.
@@ -82,7 +87,8 @@ pub(super) struct Turn {
     pub last: bool,
 }
 
-/// Offsets in scratch, and its bytes. Sums and parts are those of dq, dk, dv; sums of dk, dv hold all keys.
+/// Offsets in scratch, and its bytes. Sums and parts are those of dq, dk, dv; sums of dk, dv hold all keys. Of what is
+/// added in any order there is the sum of dq alone.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Places {
     pub sums: [usize; 3],
@@ -109,6 +115,7 @@ impl Cut {
         if !fits(&Self::of(sizes, 1, 1, TILE)) && !fits(&Self::of(sizes, 1, 1, length)) {
             return None;
         }
+        let longest = if sizes.any_order { length } else { longest };
         let block = (length.div_ceil(longest)..=length.div_ceil(TILE))
             .map(|blocks| length.div_ceil(blocks).next_multiple_of(TILE).min(length))
             .find(|block| fits(&Self::of(sizes, 1, 1, *block)))?;
@@ -145,7 +152,8 @@ impl Cut {
         let (queries, keys) = (self.queries as u128, self.keys as u128);
         // Gradients per query head before they are summed over the group.
         let full = 8 * heads * queries.max(keys) * self.sizes.width as u128;
-        2 * heads * queries * keys + full + SLACK_BYTES as u128
+        let pairs = if self.sizes.any_order { 0 } else { 2 * heads * queries * keys };
+        pairs + full + SLACK_BYTES as u128
     }
 
     /// Where everything lies; none where that is beyond all memory.
@@ -168,6 +176,9 @@ impl Cut {
                 sums[i] = place(4 * sum * width).ok()?;
                 parts[i] = place(2 * part * width).ok()?;
             }
+        }
+        if self.sizes.any_order && !self.adds() {
+            sums[0] = place(4 * queries * width).ok()?;
         }
         let rows = place(if self.sizes.backward { 4 * queries } else { 0 }).ok()?;
         let workspace = place(self.workspace()).ok()?;
@@ -220,7 +231,17 @@ mod tests {
 
     fn sizes(dims: [usize; 5], causal: bool) -> Sizes {
         let [batch, heads, key_heads, length, width] = dims;
-        Sizes { batch, heads, key_heads, queries: length, keys: length, width, causal, backward: true }
+        Sizes {
+            batch,
+            heads,
+            key_heads,
+            queries: length,
+            keys: length,
+            width,
+            causal,
+            backward: true,
+            any_order: false,
+        }
     }
 
     /// Every visible pair of tiles is in one piece, sums begin once and end once, and scratch is what was allowed.
@@ -274,6 +295,7 @@ mod tests {
                 width: if wide { 128 } else { 64 },
                 causal,
                 backward: true,
+                any_order: false,
             };
             check(&sizes, longest * TILE, limit << 20);
         }

@@ -1,9 +1,10 @@
 //! Attention by cuDNN: which cases it takes, and its graphs.
 //!
 //! Taken: bf16 and f16, widths 64 and 128 alike for keys and values, lengths that are multiples of 128, full or causal
-//! with as many queries as keys, grouped heads. Not taken: windows, sinks, packed sequences; our own kernels have them.
+//! with as many queries as keys, grouped heads, sinks (which the caller adds). Not taken: windows, packed sequences; our
+//! own kernels have them.
 //!
-//! The backward is the one that repeats bit for bit: dq is multiplied straight from the scores' gradients, which the
+//! The backward is the one that repeats bit for bit, unless any order of its sums will do: dq is multiplied straight from the scores' gradients, which the
 //! library then keeps in its workspace, so it goes in pieces ([`Cut`]). A piece's graph takes the statistics of whole
 //! rows, so the weights of its pairs are those of the whole, whichever keys it holds.
 //!
@@ -31,6 +32,7 @@ const DK: i64 = 10;
 const DV: i64 = 11;
 const ROWS: i64 = 12;
 const ONE: i64 = 13;
+const DQ_SUM: i64 = 14;
 /// Of the operands in the order in which they are kept.
 const NUMBERS: [i64; 8] = [Q, K, V, O, D_O, DQ, DK, DV];
 
@@ -49,6 +51,7 @@ pub(super) struct Case {
     width: i64,
     causal: bool,
     backward: bool,
+    any_order: bool,
     /// q, k, v, o; in backward do, dq, dk, dv too.
     strides: Vec<Strides>,
     /// Strides of batches and heads in lse.
@@ -75,14 +78,14 @@ pub(super) struct Fused {
 impl Fused {
     /// The forward, if cuDNN takes such sizes.
     pub fn forward(spec: &AttentionSpec, src: &[Option<View>], dst: &[Option<View>]) -> Option<Self> {
-        plain(&src[3..])?;
+        plain(&src[4..])?;
         let [q, k, v] = [src[0]?, src[1]?, src[2]?];
         Self::new(spec, &[q, k, v, dst[0]?], &dst[1]?)
     }
 
     /// The backward, if cuDNN takes such sizes.
     pub fn backward(spec: &AttentionSpec, src: &[Option<View>], dst: &[Option<View>]) -> Option<Self> {
-        plain(&src[6..])?;
+        plain(&src[7..])?;
         let operands = [src[0]?, src[1]?, src[2]?, src[3]?, src[5]?, dst[0]?, dst[1]?, dst[2]?];
         Self::new(spec, &operands, &src[4]?)
     }
@@ -103,7 +106,8 @@ impl Fused {
             return None;
         }
         let (causal, backward) = (spec.causal, operands.len() > 4);
-        let sizes = Sizes { batch, heads, key_heads, queries, keys, width, causal, backward };
+        let any_order = backward && spec.any_order;
+        let sizes = Sizes { batch, heads, key_heads, queries, keys, width, causal, backward, any_order };
         let cut = Cut::new(&sizes)?;
         Some(Self {
             sizes,
@@ -161,6 +165,7 @@ impl Fused {
             width: sizes.width as i64,
             causal: piece.causal,
             backward: sizes.backward,
+            any_order: self.sums_up(),
             strides,
             lse: [(sizes.heads * sizes.queries) as i64, sizes.queries as i64],
         }
@@ -170,6 +175,11 @@ impl Fused {
     pub fn plan(&self, case: &Case, target: &Target<'_>) -> Result<Plan, Refused> {
         let graph = if case.backward { case.backward()? } else { case.forward()? };
         Plan::new(graph, target, self.workspace())
+    }
+
+    /// Whether cuDNN adds dq up by itself, in any order.
+    fn sums_up(&self) -> bool {
+        self.sizes.any_order && !self.cut.adds()
     }
 
     /// The first head of queries of a piece.
@@ -191,7 +201,7 @@ impl Fused {
     /// The operands of a piece, by their numbers.
     pub fn addresses(&self, piece: &Piece, scratch: u64) -> Vec<(i64, u64)> {
         let sizes = &self.sizes;
-        let mut all: Vec<(i64, u64)> = Vec::with_capacity(13);
+        let mut all: Vec<(i64, u64)> = Vec::with_capacity(14);
         for (i, number) in NUMBERS.into_iter().enumerate().take(self.operands.len()) {
             let address = match (number, self.cut.adds()) {
                 (DQ | DK | DV, true) => scratch + self.places.parts[i - 5] as u64,
@@ -208,6 +218,9 @@ impl Fused {
         if sizes.backward {
             all.push((ROWS, scratch + self.places.rows as u64));
             all.push((ONE, (&raw const self.one) as u64));
+        }
+        if self.sums_up() {
+            all.push((DQ_SUM, scratch + self.places.sums[0] as u64));
         }
         all
     }
@@ -253,7 +266,7 @@ fn strides(view: &View) -> Strides {
     [0, 1, 2].map(|i| if view.shape()[i] > 1 { s[i] } else { usual[i] } as i64)
 }
 
-/// Neither sinks nor lengths.
+/// No lengths.
 fn plain(options: &[Option<View>]) -> Option<()> {
     options.iter().all(Option::is_none).then_some(())
 }
@@ -381,7 +394,15 @@ impl Case {
         self.to_keys(g, ds, q, dk)?;
         let [batch, row, head] = self.strides[1];
         let k = g.turned(k, self.data(), self.of_keys(), [batch, head, row, 1])?;
-        g.product(ds, k, dq)?;
+        if !self.any_order {
+            g.product(ds, k, dq)?;
+            return Ok(graph);
+        }
+        let (heads, rows) = (self.queries * self.width, self.width);
+        let strides = [self.heads * heads, heads, rows, 1];
+        let sum = g.operand(DQ_SUM, float, self.of_queries(), strides)?;
+        g.product(ds, k, sum)?;
+        g.each(F::CUDNN_POINTWISE_IDENTITY, sum, None, dq)?;
         Ok(graph)
     }
 

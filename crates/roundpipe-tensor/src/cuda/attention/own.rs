@@ -24,6 +24,7 @@ enum General {
     Dq,
     Dkv,
     Dsinks,
+    Sinks,
 }
 
 /// The kernels of attention_mma.cu.
@@ -35,7 +36,7 @@ enum Tensor {
 }
 
 impl General {
-    const ALL: [Self; 5] = [Self::Forward, Self::Delta, Self::Dq, Self::Dkv, Self::Dsinks];
+    const ALL: [Self; 6] = [Self::Forward, Self::Delta, Self::Dq, Self::Dkv, Self::Dsinks, Self::Sinks];
 
     fn unit(self, dtype: DType) -> Unit {
         let entry = match self {
@@ -44,6 +45,7 @@ impl General {
             Self::Dq => "attention_dq",
             Self::Dkv => "attention_dkv",
             Self::Dsinks => "attention_dsinks",
+            Self::Sinks => "attention_sinks",
         };
         Unit::new("attention", GENERAL, entry).with("TYPE", c_type(dtype)).with("PART", self as u32)
     }
@@ -215,6 +217,43 @@ pub(super) unsafe fn forward(call: &Call<'_>, spec: &AttentionSpec) -> Result<()
 /// As [`super::run`].
 pub(super) unsafe fn backward(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> {
     let p = Problem::new(call, spec, 7);
+    // SAFETY: the caller's promise.
+    unsafe {
+        row_sums(call, &p)?;
+        products(call, &p, call.scratch_ptr())
+    }
+}
+
+/// Adds the sinks to a result that was computed without.
+///
+/// # Safety
+/// As [`super::run`]; result and statistics are there.
+pub(super) unsafe fn add_sinks(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> {
+    let p = Problem::new(call, spec, 4);
+    let (sinks, o, lse) = (call.src(3), call.dst(0), call.dst(1));
+    let mut args = Args::new().words(&p.words()).view(o).ptr(sinks.ptr).ptr(lse.ptr);
+    let grid = [(p.batch * p.heads * p.queries).div_ceil(8) as u32, 1, 1];
+    // SAFETY: the arguments are the kernel's parameters; the operands are the caller's promise.
+    unsafe { call.launch(&General::Sinks.unit(o.dtype), grid, [256, 1, 1], 0, &mut args) }
+}
+
+/// The gradient of the sinks alone, where it is wanted; scratch is free again behind it.
+///
+/// # Safety
+/// As [`super::run`].
+pub(super) unsafe fn sink_gradient(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> {
+    match call.maybe_dst(3) {
+        // SAFETY: the caller's promise.
+        Some(_) => unsafe { row_sums(call, &Problem::new(call, spec, 7)) },
+        None => Ok(()),
+    }
+}
+
+/// The row sums of do · o, into scratch, and the gradient of the sinks.
+///
+/// # Safety
+/// As [`super::run`].
+unsafe fn row_sums(call: &Call<'_>, p: &Problem) -> Result<()> {
     let dtype = call.src(0).dtype;
     let (o, lse, d_o, delta) = (call.src(3), call.src(4), call.src(5), call.scratch_ptr());
     let rows = p.batch * p.heads * p.queries;
@@ -228,8 +267,7 @@ pub(super) unsafe fn backward(call: &Call<'_>, spec: &AttentionSpec) -> Result<(
         // SAFETY: as above; the row sums are written by the kernel before.
         unsafe { call.launch(&General::Dsinks.unit(dtype), grid, [256, 1, 1], 0, &mut args)? };
     }
-    // SAFETY: as above.
-    unsafe { products(call, &p, delta) }
+    Ok(())
 }
 
 /// dq, then dk and dv.

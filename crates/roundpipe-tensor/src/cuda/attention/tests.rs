@@ -9,7 +9,7 @@ use crate::dtype::DType;
 use crate::kernel::{AttentionSpec, View};
 use crate::shape::{Layout, Shape};
 
-const CAUSAL: AttentionSpec = AttentionSpec { scale: 0.125, causal: true, window: None };
+const CAUSAL: AttentionSpec = AttentionSpec { scale: 0.125, causal: true, window: None, any_order: false };
 
 fn view(ptr: u64, dtype: DType, dims: &[usize]) -> Option<View> {
     Some(View { ptr, dtype, layout: Layout::contiguous(Shape::new(dims).unwrap()) })
@@ -112,8 +112,10 @@ fn plans_are_made_without_a_gpu() {
             (&CAUSAL, [1, 8, 1, 40960, 64], DType::BF16),
             (&CAUSAL, [1, 4, 2, 16768, 64], DType::BF16),
         ] {
-            for backward in [false, true] {
-                let fused = case(spec, dims, dtype, backward).unwrap();
+            for (backward, any_order) in [(false, false), (true, false), (true, true)] {
+                let spec = AttentionSpec { any_order, ..*spec };
+                let fused = case(&spec, dims, dtype, backward).unwrap();
+                assert!(!any_order || fused.pieces().len() == 1, "{dims:?}: any order is not cut");
                 let mut seen = HashSet::new();
                 for piece in fused.pieces() {
                     let case = fused.case(&piece);
@@ -121,7 +123,8 @@ fn plans_are_made_without_a_gpu() {
                         continue;
                     }
                     let plan = fused.plan(&case, &Target::Properties(device));
-                    let name = format!("{dims:?}, {piece:?}, {dtype}, backward {backward}");
+                    let name =
+                        format!("{dims:?}, {piece:?}, {dtype}, backward {backward}, any order {any_order}");
                     let plan = plan.unwrap_or_else(|why| panic!("{name}: {why}"));
                     eprintln!("{name}: {} of {} bytes", plan.workspace, fused.workspace());
                 }

@@ -198,6 +198,24 @@ attention_delta(Shape s, View o, View d_o, Acc* delta) {
 }
 #endif
 
+#if PART == 5
+// A result without sinks becomes one with: the sum of the exponentials grows by exp(sink). A warp has a row of o.
+extern "C" __global__ void __launch_bounds__(256)
+attention_sinks(Shape s, View o, const T* sinks, Acc* lse) {
+    i64 row = (i64)blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= s.batch * s.heads * s.queries) return;
+    i64 batch = row / (s.heads * s.queries), head = row / s.queries % s.heads, query = row % s.queries;
+    Acc sink = (Acc)up(sinks[head]), before = lse[row];
+    Acc top = sink > before ? sink : before;
+    Acc all = top + log_of(exp_of(before - top) + exp_of(sink - top));
+    Acc share = exp_of(before - all);
+    T* out = (T*)row_at<T>(o, batch, query, head);
+    for (i64 c = lane; c < s.value_width; c += 32) put(out[c], (Acc)up(out[c]) * share);
+    __syncwarp();
+    if (lane == 0) lse[row] = all;
+}
+#endif
+
 // Weights p and score gradients ds of 64 queries by 64 keys. lse and delta are those of rows 4·ty + i.
 __device__ __forceinline__ void backward_tile(Acc p_out[4][4], Acc ds[4][4], const Shape& s, const Piece& p, i64 query, i64 key,
                                               const Slab& q, const Slab& k, const Slab& d_o, const Slab& v,
