@@ -63,6 +63,29 @@ fn bad_input_gets_one_clear_line() {
     assert_eq!(roundpipe(&["no-such-command"]).status.code(), Some(2));
 }
 
+/// Memory of a GPU is predicted on a machine without one: more tokens take more, and what does not fit is refused.
+#[test]
+fn a_dry_run_says_what_a_step_takes_of_a_gpu() {
+    let dry = |batch: &str, memory: &str| {
+        let args = ["bench", "tiny", "--batch", batch, "--seq", "64", "--microbatches", "2", "--dry-run"];
+        roundpipe(&[&args[..], &["--gpu-memory", memory]].concat())
+    };
+    let peak = |batch: &str| {
+        let output = dry(batch, "1GiB");
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let out = text(&output.stdout);
+        let line: serde_json::Value = serde_json::from_str(out.lines().last().unwrap()).unwrap();
+        assert_eq!(line["dry_run"], true);
+        line["gpu_peak_gib"].as_f64().unwrap()
+    };
+    let (small, large) = (peak("64"), peak("512"));
+    assert!(small > 0.0 && large > 2.0 * small && large < 1.0, "{small} {large}");
+    let refused = dry("4096", "16MiB");
+    assert!(!refused.status.success() && text(&refused.stderr).lines().count() == 1);
+    let both = roundpipe(&["bench", "tiny", "--dry-run", "--devices", "cpu"]);
+    assert!(text(&both.stderr).contains("--dry-run"));
+}
+
 /// Full and LoRA steps on the processor; the figures agree with each other.
 #[test]
 fn bench_ends_with_a_line_of_json() {

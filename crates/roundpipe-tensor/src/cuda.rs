@@ -303,8 +303,19 @@ impl Alarm {
         unsafe { AtomicU32::from_ptr(self.host.add(at)) }
     }
 
-    /// What a kernel reported since the last look.
+    /// What a kernel reported, and no more of it.
     fn take(&self) -> Result<()> {
+        let told = self.look();
+        if told.is_err() {
+            self.word(0).store(0, Ordering::Release);
+            // Word 7 is the kernels' own: who writes first.
+            self.word(7).store(0, Ordering::Release);
+        }
+        told
+    }
+
+    /// What a kernel reported since it was last taken.
+    fn look(&self) -> Result<()> {
         let code = self.word(0).load(Ordering::Acquire);
         if code == 0 {
             return Ok(());
@@ -312,9 +323,6 @@ impl Alarm {
         let value = |at| u64::from(self.word(at).load(Ordering::Relaxed));
         let (index, place, bound) =
             ((value(1) | value(2) << 32) as i64, value(3) | value(4) << 32, value(5) | value(6) << 32);
-        self.word(0).store(0, Ordering::Release);
-        // Word 7 is the kernels' own: who writes first.
-        self.word(7).store(0, Ordering::Release);
         let op = lock(&self.codes).get(code as usize - 1).copied().unwrap_or("kernel");
         Err(Error::invalid(op, format!("index {index} at position {place} is outside 0..{bound}")))
     }
@@ -628,6 +636,13 @@ impl Lane for CudaLane {
         waited.map_err(|e| self.failed("wait for an event", e))
     }
 
+    fn fence(&self) -> Result<()> {
+        let told = self.record()?.fence();
+        // Where the GPU is lost there is nothing to forget.
+        let taken = self.alarm.take();
+        told.and(taken)
+    }
+
     fn stamp(&self) -> Result<Stamp> {
         Ok(Stamp::Lane(self.mark(true)?))
     }
@@ -679,7 +694,7 @@ impl EventState for CudaEvent {
         self.gpu.enter()?;
         // SAFETY: the event is alive.
         match unsafe { result::event::query(self.event.0) } {
-            Ok(()) => self.alarm.take().map(|()| true),
+            Ok(()) => self.alarm.look().map(|()| true),
             Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             Err(error) => Err(self.failed(error)),
         }
@@ -689,7 +704,7 @@ impl EventState for CudaEvent {
         self.gpu.enter()?;
         // SAFETY: the event is alive.
         unsafe { result::event::synchronize(self.event.0) }.map_err(|e| self.failed(e))?;
-        self.alarm.take()
+        self.alarm.look()
     }
 
     fn settle(&self) {

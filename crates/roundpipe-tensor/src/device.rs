@@ -180,10 +180,12 @@ pub trait Lane: Send + Sync + fmt::Debug {
     /// When the device refuses or the event belongs to another backend.
     fn wait(&self, event: &Event) -> Result<()>;
 
-    /// The host waits until all work queued so far has ended.
+    /// The host waits until all work queued so far has ended. What went wrong is told and forgotten; events alone tell
+    /// it again to everyone who asks, so that nobody whose work it spoiled takes that for done because another was
+    /// told first.
     ///
     /// # Errors
-    /// What went wrong in the lane since the last fence.
+    /// What went wrong in the lane since the last such fence.
     fn fence(&self) -> Result<()> {
         self.record()?.fence()
     }
@@ -318,17 +320,16 @@ pub trait EventState: Send + Sync + fmt::Debug {
     /// Whether the lane has passed it.
     ///
     /// # Errors
-    /// What went wrong in the lane.
+    /// What went wrong in the lane and was not forgotten by a [`Lane::fence`].
     fn passed(&self) -> Result<bool>;
 
     /// The host waits until the lane has passed it.
     ///
     /// # Errors
-    /// What went wrong in the lane.
+    /// As [`EventState::passed`].
     fn fence(&self) -> Result<()>;
 
     /// The host waits as in [`EventState::fence`]; what went wrong stays for the next fence of the lane.
-    /// Backends that tell an error once override this.
     fn settle(&self) {
         let _ = self.fence();
     }

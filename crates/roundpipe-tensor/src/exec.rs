@@ -146,7 +146,7 @@ impl Worker {
             };
             // SAFETY: `values` is borrowed and `out` is owned past the fence below; sizes agree.
             unsafe { lane.copy(&copy)? };
-            lane.fence()?;
+            lane.record()?.fence()?;
         }
         Ok(out)
     }

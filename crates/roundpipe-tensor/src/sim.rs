@@ -15,8 +15,9 @@
 //! - Kernels touch memory of their own worker only; copies end where their direction says.
 //!
 //! A violation is a [`Race`] in [`SimWorld::races`] and the error of the next fence. A fence returns only
-//! after the lane has passed, even when it returns an error, and tells each error once: fences of events
-//! behind a failed item tell it, in whichever lane they are. When several are due, the first is told.
+//! after the lane has passed, even when it returns an error. Events behind a failed item tell its error, in whichever
+//! lane they are, until a fence of a lane behind it ([`Lane::fence`]) has told and forgotten it. When several are
+//! due, the first is told.
 //!
 //! Fresh memory, freed memory and the destinations of what failed hold NaN (-1 as integers).
 //!
@@ -208,7 +209,7 @@ impl SimWorld {
         let told = self.0.with(|state| {
             let marks: Vec<Arc<Mark>> = (0..state.lanes.len()).map(|lane| state.push_record(lane)).collect();
             marks.iter().for_each(|mark| state.pass(mark));
-            marks.iter().map(|mark| state.told_at(mark)).collect::<Vec<_>>()
+            marks.iter().map(|mark| state.told_at(mark, true)).collect::<Vec<_>>()
         });
         told.into_iter().collect()
     }
@@ -426,6 +427,15 @@ impl Lane for SimLane {
         Ok(Event::new(Arc::new(SimEvent { world: self.world.clone(), mark })))
     }
 
+    fn fence(&self) -> Result<()> {
+        let event = self.record()?;
+        let Some(event) = event.state().as_any().downcast_ref::<SimEvent>() else { return event.fence() };
+        self.world.with(|state| {
+            state.pass(&event.mark);
+            state.told_at(&event.mark, true)
+        })
+    }
+
     fn stamp(&self) -> Result<Stamp> {
         let mark = self.world.with(|state| state.push_record(self.number));
         Ok(Stamp::Lane(Event::new(Arc::new(SimEvent { world: self.world.clone(), mark }))))
@@ -466,7 +476,7 @@ impl fmt::Debug for SimEvent {
 impl EventState for SimEvent {
     fn passed(&self) -> Result<bool> {
         self.world.with(|state| match state.poll(&self.mark) {
-            true => state.told_at(&self.mark).map(|()| true),
+            true => state.told_at(&self.mark, false).map(|()| true),
             false => Ok(false),
         })
     }
@@ -474,7 +484,7 @@ impl EventState for SimEvent {
     fn fence(&self) -> Result<()> {
         self.world.with(|state| {
             state.pass(&self.mark);
-            state.told_at(&self.mark)
+            state.told_at(&self.mark, false)
         })
     }
 

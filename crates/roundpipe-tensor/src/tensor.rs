@@ -238,7 +238,7 @@ impl Tensor {
         // SAFETY: `dense` holds the source and `host` the destination, both of `bytes` bytes, past the fence;
         // the lane orders the copy behind the kernels that wrote the source.
         unsafe { compute.copy(&copy)? };
-        compute.fence()
+        compute.record()?.fence()
     }
 
     /// Copies the elements to the host as f64, whatever their type.

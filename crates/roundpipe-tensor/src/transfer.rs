@@ -331,6 +331,13 @@ impl Arrival {
     }
 }
 
+/// The host waits for a lane; what went wrong stays to be told. (A lane that refuses an event has run dry.)
+fn run_dry(lane: &dyn Lane) {
+    if let Ok(event) = lane.record() {
+        event.state().settle();
+    }
+}
+
 /// Rule 4 for what nobody used.
 fn abandon(worker: &Worker, event: Option<Event>) {
     if let Some(event) = event
@@ -417,15 +424,22 @@ impl Port {
     }
 
     /// The host waits for all lanes, whatever they tell; what was sent is let go. This is for picking up after a
-    /// failure.
+    /// failure; [`Port::forget`] comes when all whom it concerns know.
     ///
     /// # Errors
-    /// The first thing that went wrong in a lane and was not told yet.
+    /// The first thing that went wrong in a lane and was not forgotten yet.
     pub fn drain(&self) -> Result<()> {
-        let told = LaneKind::ALL.map(|kind| self.lane(kind).fence());
+        let told = LaneKind::ALL.map(|kind| self.lane(kind).record().and_then(|event| event.fence()));
         let sent = std::mem::take(&mut lock(&self.outbox).sent);
         sent.iter().for_each(|(_, _, event)| event.state().settle());
         told.into_iter().collect()
+    }
+
+    /// Forgets what went wrong in the lanes.
+    pub fn forget(&self) {
+        for kind in LaneKind::ALL {
+            let _ = self.lane(kind).fence();
+        }
     }
 
     /// Starts a download in the activation lane.
@@ -570,7 +584,7 @@ impl Port {
             // SAFETY: the flight below owns the tensor and the host range until the lane has passed (and a
             // failed copy or record leaves the lane dry); the lane waits for whoever wrote the tensor.
             if let Err(error) = unsafe { lane.copy(&copy) } {
-                let _ = lane.fence();
+                run_dry(lane);
                 return Err(error);
             }
         }
@@ -660,7 +674,7 @@ impl Slot {
         let event = match fill(lane, what, base, &parts, chunk.max(1)) {
             Ok(event) => event,
             Err(error) => {
-                let _ = lane.fence();
+                run_dry(lane);
                 return Err(error);
             }
         };

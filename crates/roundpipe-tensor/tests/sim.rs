@@ -281,6 +281,29 @@ fn every_call(world: &SimWorld) -> Result<Vec<f32>> {
     Ok(values)
 }
 
+/// What went wrong is told to everyone whose work is behind it, until a fence of the lane has told it.
+#[test]
+fn everybody_behind_a_failure_is_told() {
+    let world = SimWorld::seeded(3).unwrap();
+    let worker = Worker::new(world.worker(), Bytes::mib(1)).unwrap();
+    let lane = worker.device().lane(LaneKind::Compute);
+    let before = lane.record().unwrap();
+    world.inject(Fault::nth(FaultKind::Kernel, 1));
+    let x = worker.full(DType::F32, Shape::new(&[8]).unwrap(), 1.0).unwrap();
+    let (one, two) = (lane.record().unwrap(), lane.record().unwrap());
+    for event in [&one, &two, &one] {
+        let told = event.fence().unwrap_err();
+        assert!(matches!(told, Error::Device { .. }) && told.to_string().contains("injected"), "{told}");
+    }
+    assert!(x.to_f64_vec().is_err() && before.fence().is_ok());
+    assert!(lane.fence().is_err());
+    for event in [&one, &two] {
+        event.fence().unwrap();
+    }
+    lane.fence().unwrap();
+    assert!(x.to_f64_vec().unwrap().iter().all(|x| x.is_nan()), "what failed holds nothing");
+}
+
 /// Each kind of fault comes back as one error value that names itself, and the next run is fine.
 #[test]
 fn faults_are_errors_and_pass() {
@@ -308,7 +331,12 @@ fn faults_are_errors_and_pass() {
     }
     let chance = SimConfig { faults: vec![Fault::chance(Copy, 0.3)], seed: 7, ..SimConfig::default() };
     let world = SimWorld::new(chance).unwrap();
-    let failed = (0..20).filter(|_| every_call(&world).is_err()).count();
+    let fails = |_: &i32| {
+        let failed = every_call(&world).is_err();
+        let _ = world.fence_all();
+        failed
+    };
+    let failed = (0..20).filter(fails).count();
     assert!((1..20).contains(&failed), "{failed} of 20");
     world.heal();
     let _ = world.fence_all();

@@ -115,11 +115,25 @@ struct Retired {
     until: Vec<u64>,
 }
 
-/// Something that went wrong and that no fence has told yet.
+/// Something that went wrong and that no fence of a lane has told yet.
 struct Pending {
     /// Told by fences behind this item; `None`: by any.
     at: Option<(usize, u64)>,
-    error: Error,
+    device: DeviceId,
+    /// The error itself for the first who asks, its words for the others.
+    error: Option<Error>,
+    words: String,
+}
+
+impl Pending {
+    fn new(at: Option<(usize, u64)>, device: DeviceId, error: Error) -> Self {
+        Self { at, device, words: error.to_string(), error: Some(error) }
+    }
+
+    fn tell(&mut self) -> Error {
+        let again = || Error::Device { device: self.device, what: self.words.clone() };
+        self.error.take().unwrap_or_else(again)
+    }
 }
 
 /// Everything of a world that changes.
@@ -248,7 +262,8 @@ impl State {
         let error = self.strike(kind, Some(lane), worker, what);
         let seq = self.lanes[lane].next;
         let fails = error.is_some();
-        self.pending.extend(error.map(|error| Pending { at: Some((lane, seq)), error }));
+        let device = self.lanes[lane].device;
+        self.pending.extend(error.map(|error| Pending::new(Some((lane, seq)), device, error)));
         let cost = self.timing.queue_ns;
         *self.host_time() += cost;
         self.use_after_free(lane, what, &reads, false);
@@ -395,7 +410,8 @@ impl State {
                 // SAFETY: these are bytes of the destinations, valid as above.
                 unsafe { poison(&range) };
             }
-            self.pending.extend(error.map(|error| Pending { at: Some((lane, item.seq)), error }));
+            let device = self.lanes[lane].device;
+            self.pending.extend(error.map(|error| Pending::new(Some((lane, item.seq)), device, error)));
         }
     }
 
@@ -464,7 +480,7 @@ impl State {
         };
         let race = Race { device, region, first, second };
         if self.races.len() < MOST_RACES {
-            self.pending.push(Pending { at: None, error: race.error() });
+            self.pending.push(Pending::new(None, race.device, race.error()));
             self.races.push(race);
         }
     }
@@ -498,15 +514,16 @@ impl State {
         passed
     }
 
-    /// The first error that happened before a passed mark, once; those behind it go with it.
-    pub fn told_at(&mut self, mark: &Mark) -> Result<()> {
+    /// The first error that happened before a passed mark; those behind it go with it where they are forgotten.
+    pub fn told_at(&mut self, mark: &Mark, forget: bool) -> Result<()> {
         let Some(passed) = mark.passed.get() else { return Ok(()) };
         let clock = passed.clock.clone();
         let covers = |p: &Pending| p.at.is_none_or(|(lane, seq)| clock.has(lane, seq));
-        let (told, kept) = std::mem::take(&mut self.pending).into_iter().partition(covers);
-        self.pending = kept;
-        let told: Vec<Pending> = told;
-        told.into_iter().next().map_or(Ok(()), |p| Err(p.error))
+        let told = self.pending.iter_mut().find(|p| covers(p)).map(Pending::tell);
+        if forget {
+            self.pending.retain(|p| !covers(p));
+        }
+        told.map_or(Ok(()), Err)
     }
 
     /// The calling thread knows that the mark has passed.
@@ -537,10 +554,8 @@ impl State {
         let what = format!("dead-lock: {}", what.join("; "));
         // Waits refer to records queued before them, so only a lost event can hold everybody up.
         assert!(!self.lost.is_empty(), "{what}");
-        self.pending.push(Pending {
-            at: None,
-            error: Error::Device { device: self.lanes[wanted.lane].device, what },
-        });
+        let device = self.lanes[wanted.lane].device;
+        self.pending.push(Pending::new(None, device, Error::Device { device, what }));
         for (mark, passed) in self.lost.drain(..) {
             let first = mark.passed.set(passed).is_ok();
             debug_assert!(first, "a lost event has not passed");

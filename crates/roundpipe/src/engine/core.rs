@@ -112,6 +112,11 @@ pub(crate) struct Submitted {
     pub args: Vec<super::args::Leaves>,
 }
 
+/// What a call is told that came while another failed.
+fn called_off() -> Error {
+    Error::CalledOff { why: "another call failed before it began".to_owned() }
+}
+
 impl Core {
     pub fn new(
         model: Model,
@@ -228,6 +233,11 @@ impl Core {
         state.number += u64::from(state.training);
         let call = Call::new(terms, &self.peers, parts.sources, labels);
         state.watched.push(call.clone());
+        if self.has_failed(&state) {
+            // It is on the list now: whatever fails from here on fails it too. What failed since the look above did not.
+            call.fail(called_off());
+            return Err(self.recover(&mut state).unwrap_or_else(called_off));
+        }
         let slots = match ask.kind {
             PlanKind::Train => 0..forward_slots,
             _ => 0..call.terms.stages.len(),
@@ -353,9 +363,7 @@ impl Core {
 
     /// Reports what failed since the last call, once, and puts the engine in order.
     fn check(&self, state: &mut State) -> Result<()> {
-        let failed = state.outcomes.iter().any(|outcome| outcome.has_failed())
-            || state.watched.iter().any(|call| call.has_failed());
-        if failed {
+        if self.has_failed(state) {
             return self.recover(state).map_or(Ok(()), Err);
         }
         // Each is asked once: what fails just now stays for the next look.
@@ -367,6 +375,11 @@ impl Core {
         ended.iter().for_each(|call| self.learn(state, call));
         state.outcomes.retain(|outcome| !outcome.is_done());
         Ok(())
+    }
+
+    fn has_failed(&self, state: &State) -> bool {
+        state.outcomes.iter().any(|outcome| outcome.has_failed())
+            || state.watched.iter().any(|call| call.has_failed())
     }
 
     /// A call failed: puts the engine in order and says why.

@@ -215,10 +215,11 @@ impl Peers {
         list.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Waits for a worker's lanes; what they tell fails all calls.
+    /// Waits for a worker's lanes; what they tell fails all calls, and is forgotten then.
     pub fn drain(&self, port: &Port) {
         if let Err(error) = port.drain() {
             self.fail_from(0, &format!("a device failed: {error}"));
+            port.forget();
         }
     }
 

@@ -35,6 +35,9 @@ use crate::trace::Category;
 use crate::tree::Tree;
 use crate::version::ReadTicket;
 
+/// What stays until the backward, and constants, leave one part in so many of what may stay to values that the next
+/// stage takes: those come and go with every stage, and the others would push them out for a whole step.
+const SOON_SHARE: u64 = 4;
 /// Values on their way out may hold one part in so many of a worker's memory.
 const OUTBOX_SHARE: u64 = 16;
 /// What a job that follows has saved is sent for early if it takes at most one part in so many.
@@ -59,6 +62,15 @@ struct Kept {
     call: Weak<Call>,
     /// Readers to come; `None` until the call ends.
     uses: Option<usize>,
+}
+
+/// How long a value stays.
+#[derive(Clone, Copy)]
+enum Until {
+    /// Until the next stage has it.
+    NextStage,
+    /// Until the backward, or the end of the call.
+    Later,
 }
 
 /// A layer's weights that stay on the worker.
@@ -89,6 +101,24 @@ fn has_come(call: &Call, microbatch: usize) -> bool {
         }
     };
     source.is_some_and(|source| source.leaves().iter().all(come))
+}
+
+/// Whether a visit starts from gradients of the caller's.
+fn takes_seed(visit: &Visit<'_>) -> bool {
+    let terms = &visit.call.terms;
+    terms.loss.is_none() && visit.slot == terms.forward_slots
+}
+
+/// The gradients that the slot before has passed on for a visit, once.
+fn passed_grads(state: &mut State, visit: &Visit<'_>) -> Option<Vec<Option<Parcel>>> {
+    let passed = &mut state.passed[visit.slot - 1][visit.microbatch];
+    match passed.take() {
+        Some(Passed::Grads(grads)) => Some(grads),
+        other => {
+            *passed = other;
+            None
+        }
+    }
 }
 
 /// What a panic said.
@@ -163,6 +193,12 @@ type Coming = Tree<Awaited>;
 struct Ahead {
     input: Coming,
     extra: Option<Extras>,
+}
+
+/// A gradient that is on the worker, or on its way.
+enum Grad {
+    Here(Tensor),
+    Coming(Arrival),
 }
 
 /// What a layer itself saved, and its buffers by place.
@@ -396,8 +432,8 @@ impl Launcher {
     // ---- values ----
 
     /// Keeps a value on the worker if every reader is here and the budget allows.
-    fn keep(&mut self, tensor: &Tensor, readers: &[usize]) -> Option<Parcel> {
-        if !self.stays(readers) || !self.has_room(tensor.size_bytes()) {
+    fn keep(&mut self, tensor: &Tensor, readers: &[usize], until: Until) -> Option<Parcel> {
+        if !self.stays(readers) || !self.has_room(tensor.size_bytes(), until) {
             return None;
         }
         let parcel = Parcel::hollow(tensor);
@@ -411,8 +447,12 @@ impl Launcher {
     }
 
     /// Whether the budget of values that stay allows `bytes` more.
-    fn has_room(&self, bytes: usize) -> bool {
-        self.kept_bytes + bytes as u64 <= self.keep_limit
+    fn has_room(&self, bytes: usize, until: Until) -> bool {
+        let limit = match until {
+            Until::NextStage => self.keep_limit,
+            Until::Later => self.keep_limit - self.keep_limit / SOON_SHARE,
+        };
+        self.kept_bytes + bytes as u64 <= limit
     }
 
     fn hold(&mut self, parcel: &Parcel, tensor: &Tensor, uses: Option<usize>) {
@@ -453,7 +493,7 @@ impl Launcher {
             Awaited::Here(held) => Ok(held),
             Awaited::Coming(arrival, leaf) => {
                 let tensor = arrival.land().map_err(|e| self.place(visit, None, e))?;
-                if leaf.constant && self.has_room(leaf.parcel.size_bytes()) {
+                if leaf.constant && self.has_room(leaf.parcel.size_bytes(), Until::Later) {
                     self.hold(&leaf.parcel, &tensor, None);
                 }
                 Ok(Held { tensor, grad: leaf.grad, parcel: Some(leaf.parcel) })
@@ -463,14 +503,20 @@ impl Launcher {
 
     /// Makes a value available to its readers (the host, when there are none): kept here, already elsewhere, or
     /// downloaded.
-    fn send(&mut self, visit: &Visit<'_>, here: &mut Tree<Held>, readers: &[usize]) -> Result<Flow> {
+    fn send(
+        &mut self,
+        visit: &Visit<'_>,
+        here: &mut Tree<Held>,
+        readers: &[usize],
+        until: Until,
+    ) -> Result<Flow> {
         let mut leaves = Vec::new();
         for held in here.leaves_mut() {
             // What stayed here alone is nothing to others, nor to the host (no readers).
             let local = self.stays(readers);
             let parcel = match &held.parcel {
                 Some(parcel) if local || !parcel.is_hollow() => self.pass_on(parcel, &held.tensor, readers),
-                _ => match self.keep(&held.tensor, readers) {
+                _ => match self.keep(&held.tensor, readers, until) {
                     Some(parcel) => parcel,
                     None => {
                         let sent = self.port.send("activation", &held.tensor);
@@ -487,7 +533,7 @@ impl Launcher {
     /// A value that came here and goes on unchanged is not sent again, and stays for the next stage here.
     fn pass_on(&mut self, parcel: &Parcel, tensor: &Tensor, readers: &[usize]) -> Parcel {
         let here = readers.contains(&self.index);
-        let room = self.has_room(tensor.size_bytes());
+        let room = self.has_room(tensor.size_bytes(), Until::Later);
         match self.kept.get_mut(&parcel.id()) {
             Some(Kept { uses: Some(uses), .. }) => *uses += readers.len(),
             Some(_) => {}
@@ -591,7 +637,7 @@ impl Launcher {
         for layer in stage.layers.clone() {
             if call.saves(layer) {
                 let readers = self.readers(call, visit.slot, layer);
-                let flow = self.send(visit, &mut here, &readers)?;
+                let flow = self.send(visit, &mut here, &readers, Until::Later)?;
                 call.put(|state| state.saved.insert((layer, m), flow));
             }
             let seated = self.seat(job, seats, layer, visit)?;
@@ -607,13 +653,14 @@ impl Launcher {
         if last {
             let flow = match terms.keeps_outputs {
                 true => here.map_ref(|held| self.kept_output(held)),
-                false => self.send(visit, &mut here, &[])?,
+                false => self.send(visit, &mut here, &[], Until::Later)?,
             };
             call.put(|state| state.outputs[m] = Some(flow));
             return Ok(());
         }
         let readers = self.readers(call, visit.slot, end);
-        let flow = self.send(visit, &mut here, &readers)?;
+        let until = if call.saves(end) { Until::Later } else { Until::NextStage };
+        let flow = self.send(visit, &mut here, &readers, until)?;
         call.put(|state| {
             if call.saves(end) {
                 state.saved.insert((end, m), flow.clone());
@@ -731,7 +778,8 @@ impl Launcher {
         let site = visit.site(terms.model.layers.len());
         let (losses, grads) = self
             .timed(visit, None, Category::Loss, || visit::losses(&loss, self.worker(), site, &here, label))?;
-        let outputs = if terms.wants_outputs { Some(self.send(visit, &mut here, &[])?) } else { None };
+        let outputs =
+            if terms.wants_outputs { Some(self.send(visit, &mut here, &[], Until::Later)?) } else { None };
         drop(here);
         let send = |loss: &Tensor| self.port.send("loss", loss).map_err(|e| self.place(visit, None, e));
         let losses = losses.iter().map(send).collect::<Result<Vec<_>>>()?;
@@ -764,6 +812,7 @@ impl Launcher {
         let layers = terms.stages[visit.slot].layers.clone();
         if terms.grain == Grain::Stage {
             let (mut here, mut extra) = self.saved(visit, layers.start)?;
+            let asked = self.ask_grads(visit)?;
             self.send_for(visit, layers.start, visit.microbatch + 1)?;
             let mut tapes = Vec::new();
             for layer in layers {
@@ -772,13 +821,16 @@ impl Launcher {
                 here = ran.output;
             }
             drop(here);
-            let grads = self.take_grads(visit)?;
+            let grads = self.take_grads(visit, asked)?;
             let grads = self.walk_back(visit, seats, tapes, grads)?;
             return self.pass_grads(visit, grads);
         }
-        let mut grads = None;
+        let (mut grads, mut asked) = (None, None);
         for layer in layers.clone().rev() {
             let (here, extra) = self.saved(visit, layer)?;
+            if grads.is_none() {
+                asked = self.ask_grads(visit)?;
+            }
             match layer > layers.start {
                 true => self.send_for(visit, layer - 1, visit.microbatch)?,
                 false => self.send_for(visit, layers.end - 1, visit.microbatch + 1)?,
@@ -787,7 +839,7 @@ impl Launcher {
             drop(here);
             let given = match grads.take() {
                 Some(grads) => grads,
-                None => self.take_grads(visit)?,
+                None => self.take_grads(visit, asked.take())?,
             };
             drop(ran.output);
             let tape = ran.tape.expect("a recompute is recorded");
@@ -895,23 +947,51 @@ impl Launcher {
         self.run_layer(visit, seated, Category::Recompute, Mode::Again(data), input)
     }
 
+    /// Starts bringing the gradients of this stage's outputs, if the slot before has passed them on: they are needed
+    /// before anything else that is sent for.
+    fn ask_grads(&mut self, visit: &Visit<'_>) -> Result<Option<Vec<Option<Grad>>>> {
+        if takes_seed(visit) {
+            return Ok(None);
+        }
+        let passed = passed_grads(&mut visit.call.lock(), visit);
+        passed.map(|parcels| self.bring_grads(visit, parcels)).transpose()
+    }
+
     /// The gradients of this stage's outputs, on the worker.
-    fn take_grads(&mut self, visit: &Visit<'_>) -> Result<Vec<Option<Tensor>>> {
-        let parcels = self.grads(visit)?;
-        let mut bring = |parcel: Parcel| -> Result<Tensor> {
-            if let Some(tensor) = self.find(&parcel) {
-                return Ok(tensor);
+    fn take_grads(
+        &mut self,
+        visit: &Visit<'_>,
+        asked: Option<Vec<Option<Grad>>>,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let grads = match asked {
+            Some(grads) => grads,
+            None => {
+                let parcels = self.grads(visit)?;
+                self.bring_grads(visit, parcels)?
             }
-            let here = self.port.receive("gradient", &parcel).and_then(Arrival::land);
-            here.map_err(|e| self.place(visit, None, e))
+        };
+        let land = |grad: Grad| match grad {
+            Grad::Here(tensor) => Ok(tensor),
+            Grad::Coming(arrival) => arrival.land().map_err(|e| self.place(visit, None, e)),
+        };
+        grads.into_iter().map(|grad| grad.map(land).transpose()).collect()
+    }
+
+    fn bring_grads(&mut self, visit: &Visit<'_>, parcels: Vec<Option<Parcel>>) -> Result<Vec<Option<Grad>>> {
+        let mut bring = |parcel: Parcel| match self.find(&parcel) {
+            Some(tensor) => Ok(Grad::Here(tensor)),
+            None => {
+                let arrival = self.port.receive("gradient", &parcel);
+                Ok(Grad::Coming(arrival.map_err(|e| self.place(visit, None, e))?))
+            }
         };
         parcels.into_iter().map(|parcel| parcel.map(&mut bring).transpose()).collect()
     }
 
     /// The same where they are: from the slot before, from the user, or from another call.
     fn grads(&self, visit: &Visit<'_>) -> Result<Vec<Option<Parcel>>> {
-        let (terms, m) = (&visit.call.terms, visit.microbatch);
-        if terms.loss.is_none() && visit.slot == terms.forward_slots {
+        let m = visit.microbatch;
+        if takes_seed(visit) {
             let seed = visit.call.lock().seeds[m].take();
             return match seed {
                 Some(Seed::Given(grads)) => Ok(grads),
@@ -925,15 +1005,8 @@ impl Launcher {
                 None => Err(Error::CalledOff { why: "the gradients were taken twice".to_owned() }),
             };
         }
-        let slot = visit.slot - 1;
-        let what = format!("waiting for the gradients of microbatch {m} from stage {slot}");
-        visit.call.wait(&self.who, &what, |state| match state.passed[slot][m].take() {
-            Some(Passed::Grads(grads)) => Some(grads),
-            other => {
-                state.passed[slot][m] = other;
-                None
-            }
-        })
+        let what = format!("waiting for the gradients of microbatch {m} from stage {}", visit.slot - 1);
+        visit.call.wait(&self.who, &what, |state| passed_grads(state, visit))
     }
 
     /// The gradients of this stage's inputs go to the slot that runs the layers before.
@@ -950,7 +1023,7 @@ impl Launcher {
                 continue;
             };
             let readers: Vec<usize> = next.into_iter().collect();
-            let parcel = match self.keep(&grad, &readers) {
+            let parcel = match self.keep(&grad, &readers, Until::NextStage) {
                 Some(parcel) => parcel,
                 None => self.port.send("gradient", &grad).map_err(|e| self.place(visit, None, e))?,
             };

@@ -60,6 +60,8 @@ enum Phase {
     /// All gradients are there: it will happen.
     Begun,
     Done(StepReport),
+    /// It will not happen; the calls behind it are being told.
+    Failing,
     Failed(Option<Error>),
 }
 
@@ -106,7 +108,9 @@ impl Outcome {
             match &mut *phase {
                 Phase::Begun | Phase::Done(_) => return Ok(()),
                 Phase::Failed(error) => return Err(error.take().unwrap_or_else(failed_before)),
-                Phase::Waiting => phase = self.changed.wait(phase).unwrap_or_else(PoisonError::into_inner),
+                Phase::Waiting | Phase::Failing => {
+                    phase = self.changed.wait(phase).unwrap_or_else(PoisonError::into_inner);
+                }
             }
         }
     }
@@ -114,15 +118,15 @@ impl Outcome {
     /// Waits until it is over, whatever came of it; whether it was done.
     pub fn settle(&self) -> bool {
         let mut phase = self.lock();
-        while matches!(*phase, Phase::Waiting | Phase::Begun) {
+        while matches!(*phase, Phase::Waiting | Phase::Begun | Phase::Failing) {
             phase = self.changed.wait(phase).unwrap_or_else(PoisonError::into_inner);
         }
         matches!(*phase, Phase::Done(_))
     }
 
-    /// Whether it has failed.
+    /// Whether it has failed, or is about to.
     pub fn has_failed(&self) -> bool {
-        matches!(*self.lock(), Phase::Failed(_))
+        matches!(*self.lock(), Phase::Failing | Phase::Failed(_))
     }
 
     pub fn is_done(&self) -> bool {
@@ -204,7 +208,9 @@ impl Bench {
                 Ok(report) => outcome.set(Phase::Done(report)),
                 Err(error) => {
                     let why = format!("the optimizer step before it failed: {error}");
-                    // First the calls that wait for this version: once the failure is known, new ones may come.
+                    // First the calls that wait for this version: once the failure is settled, new ones may come. One
+                    // that comes in between sees that it is failing.
+                    outcome.set(Phase::Failing);
                     self.peers.fail_from(next_call, &why);
                     outcome.set(Phase::Failed(Some(error)));
                 }
