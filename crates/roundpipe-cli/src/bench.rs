@@ -10,6 +10,7 @@ use std::time::Instant;
 use anyhow::{Context, ensure};
 use clap::ValueEnum;
 use roundpipe::optim::AdamW;
+use roundpipe::trace::{Lane, Span};
 use roundpipe::{
     Bytes, Cx, DType, Device, DeviceKind, Devices, Grain, HostTensor, Inputs, Lag, Meta, Params, RngSite,
     RoundPipe, Rule, RunConfig, Update, Worker,
@@ -66,7 +67,7 @@ pub struct BenchCmd {
     /// Compute nothing: say how much memory of a GPU a step would take, on a machine without one too
     #[arg(long, conflicts_with_all = ["devices", "trace"])]
     dry_run: bool,
-    /// Write a trace of two more steps for Perfetto
+    /// Write a trace of two more steps for Perfetto, and print how fast their copies were
     #[arg(long)]
     trace: Option<PathBuf>,
     #[command(flatten)]
@@ -263,8 +264,40 @@ impl BenchCmd {
         }
         engine.synchronize()?;
         engine.trace().off();
+        for line in copies(&engine.trace().spans()) {
+            writeln!(std::io::stderr(), "{line}")?;
+        }
         engine.trace().write_to(path).with_context(|| format!("cannot write {}", path.display()))
     }
+}
+
+/// How fast each lane's copies were, and how much of their time kernels ran.
+fn copies(spans: &[Span]) -> Vec<String> {
+    let compute = spans.iter().filter(|s| s.track.lane == Lane::Compute);
+    let mut all: Vec<(u64, u64)> = compute.map(|s| (s.start_ns, s.end_ns)).collect();
+    all.sort_unstable();
+    let mut busy: Vec<(u64, u64)> = Vec::new();
+    for (from, to) in all {
+        match busy.last_mut() {
+            Some(last) if from <= last.1 => last.1 = last.1.max(to),
+            _ => busy.push((from, to)),
+        }
+    }
+    let beside = |s: &Span| -> u64 {
+        busy.iter().map(|(a, b)| s.end_ns.min(*b).saturating_sub(s.start_ns.max(*a))).sum()
+    };
+    let lanes = [Lane::ParamUpload, Lane::ActivationUpload, Lane::ActivationDownload, Lane::GradDownload];
+    let line = |lane: Lane| {
+        let of = || spans.iter().filter(move |s| s.track.lane == lane);
+        let bytes: u64 = of().filter_map(|s| s.bytes).sum();
+        let time: u64 = of().map(|s| s.end_ns - s.start_ns).sum();
+        let shared: u64 = of().map(beside).sum();
+        (time > 0 && bytes > 1 << 20).then(|| {
+            let (rate, share) = (bytes as f64 / time as f64, 100.0 * shared as f64 / time as f64);
+            format!("{}: {} at {rate:.1} GB/s, {share:.0}% of it beside kernels", lane.name(), Bytes(bytes))
+        })
+    };
+    lanes.into_iter().filter_map(line).collect()
 }
 
 impl From<GrainArg> for Grain {

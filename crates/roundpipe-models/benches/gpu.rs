@@ -1,20 +1,14 @@
 //! Figures of a GPU, each beside its floor: copies, products, attention, memory-bound kernels, a head, launches, a decoder
-//! layer, training steps. Sections are named on the command line; without a GPU it says so and ends.
+//! layer. Sections are named on the command line; without a GPU it says so and ends.
 //!
-//! `cargo bench -p roundpipe-models --bench gpu -- copies products attention variants kernels head launches layer train`
+//! `cargo bench -p roundpipe-models --bench gpu -- copies products attention variants kernels head launches layer`
 #![allow(clippy::print_stdout, reason = "a program that prints figures")]
 
-use std::sync::Arc;
 use std::time::Instant;
 
 use roundpipe::kernel::RopeStyle;
 use roundpipe::ops::{Attention, CrossEntropy};
-use roundpipe::optim::AdamW;
-use roundpipe::trace::Lane;
-use roundpipe::{
-    Bytes, Cx, DType, Device, Devices, Grain, HostTensor, Inputs, Lag, RingOptions, RoundPipe, Rule,
-    RunConfig, Shape, Tensor, TensorResult, Tree, Update, Worker,
-};
+use roundpipe::{Bytes, Cx, DType, Shape, Tensor, TensorResult, Tree, Worker};
 use roundpipe_models::{Model, ModelConfig, preset};
 use roundpipe_tensor::{Cuda, LaneKind};
 
@@ -426,104 +420,6 @@ fn layer(worker: &Worker) -> Res<()> {
     Ok(())
 }
 
-/// Full fine-tuning of Qwen3-1.7B with random weights in 24 GiB, through the engine.
-fn train(devices: &[Arc<dyn Device>], cap: Bytes) -> Res<()> {
-    let layers = std::env::var("LAYERS").ok().and_then(|l| l.parse().ok()).unwrap_or(28);
-    let cases = [
-        (16, 4, Grain::Stage, Lag::One),
-        (16, 4, Grain::Stage, Lag::Zero),
-        (32, 8, Grain::Layer, Lag::One),
-        (32, 8, Grain::Layer, Lag::Zero),
-    ];
-    let chosen = std::env::var("CASES").unwrap_or_else(|_| "0,1,2,3".to_owned());
-    for (number, (batch, microbatches, grain, lag)) in cases.into_iter().enumerate() {
-        if !chosen.split(',').any(|c| c == number.to_string()) {
-            continue;
-        }
-        let seq = 4096;
-        let vocab = 151_936;
-        let decoder = Model::random(qwen(layers, vocab, seq)?, DType::BF16, 1)?;
-        let engine = RoundPipe::builder(decoder.layers.clone())
-            .optimizer(Rule::Adam(AdamW::default()))
-            .asynchronous(lag == Lag::One)
-            .devices(devices.to_vec())
-            .ring_options(RingOptions { memory: Some(cap), ..RingOptions::default() })
-            .run_config(RunConfig::default().num_microbatch(microbatches).recompute_grain(grain))
-            .build()?;
-        let ids: Vec<i64> = (0..batch * seq).map(|i| (i * 7919 % vocab) as i64).collect();
-        let ids = HostTensor::from_slice(&ids, &[batch, seq])?;
-        let inputs = Inputs::new().named("ids", ids.clone()).named("labels", ids);
-        let mut best = f64::INFINITY;
-        let mut loss = 0.0;
-        let steps = 6;
-        let mut last = Instant::now();
-        for step in 0..steps {
-            loss = engine.train(inputs.clone()).run()?.losses.sum();
-            engine.update(&Update { clip: Some(1.0), ..Update::new(1e-5) }, lag)?;
-            let now = Instant::now();
-            if step >= 2 {
-                best = best.min((now - last).as_secs_f64());
-            }
-            last = now;
-        }
-        engine.synchronize()?;
-        let used = engine.ring().workers()[0].usage().high_water;
-        let (host, acts) =
-            (engine.host_bytes().total() as f64 / (1u64 << 30) as f64, engine.ring().host_use().peak);
-        println!(
-            "train {layers} layers, batch {batch}, {microbatches} microbatches, {grain:?}, {lag:?}: {:.0} tok/s, {best:.2} s a step, GPU {used}, host {host:.1} GiB + {acts} activations, loss {:.3}",
-            (batch * seq) as f64 / best,
-            loss / microbatches as f64,
-        );
-        overlap(&engine, &inputs, lag)?;
-    }
-    Ok(())
-}
-
-/// Two more steps with every copy noted: how fast each lane's copies were, and how much of their time kernels ran.
-fn overlap(engine: &RoundPipe, inputs: &Inputs, lag: Lag) -> Res<()> {
-    engine.trace().on();
-    for _ in 0..2 {
-        engine.train(inputs.clone()).run()?;
-        engine.update(&Update::new(1e-5), lag)?;
-    }
-    engine.synchronize()?;
-    engine.trace().off();
-    let spans = engine.trace().spans();
-    if let Ok(path) = std::env::var("TRACE") {
-        engine.trace().write_to(path)?;
-    }
-    let mut busy: Vec<(u64, u64)> = Vec::new();
-    let compute = spans.iter().filter(|s| s.track.lane == Lane::Compute);
-    let mut all: Vec<(u64, u64)> = compute.map(|s| (s.start_ns, s.end_ns)).collect();
-    all.sort_unstable();
-    for (from, to) in all {
-        match busy.last_mut() {
-            Some(last) if from <= last.1 => last.1 = last.1.max(to),
-            _ => busy.push((from, to)),
-        }
-    }
-    let beside = |from: u64, to: u64| -> u64 {
-        busy.iter().map(|(a, b)| to.min(*b).saturating_sub(from.max(*a))).sum()
-    };
-    for lane in [Lane::ParamUpload, Lane::ActivationUpload, Lane::ActivationDownload, Lane::GradDownload] {
-        let of: Vec<_> = spans.iter().filter(|s| s.track.lane == lane).collect();
-        let (bytes, time): (u64, u64) =
-            of.iter().fold((0, 0), |(b, t), s| (b + s.bytes.unwrap_or(0), t + s.end_ns - s.start_ns));
-        let shared: u64 = of.iter().map(|s| beside(s.start_ns, s.end_ns)).sum();
-        if time > 0 && bytes > 1 << 20 {
-            println!(
-                "  {}: {} at {:.1} GB/s, {:.0}% of it beside kernels",
-                lane.name(),
-                Bytes(bytes),
-                bytes as f64 / time as f64,
-                100.0 * shared as f64 / time as f64
-            );
-        }
-    }
-    Ok(())
-}
-
 fn main() -> Res<()> {
     let device = match Cuda::new(0) {
         Ok(device) => device,
@@ -557,9 +453,6 @@ fn main() -> Res<()> {
                 println!("{name}: failed: {error}");
             }
         }
-    }
-    if wants("train") {
-        train(&Devices::parse("cuda:0")?.workers, cap)?;
     }
     Ok(())
 }
