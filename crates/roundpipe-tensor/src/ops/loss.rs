@@ -3,7 +3,8 @@
 //! Cross entropy gives its loss in the accumulator type (f32 for bf16), so that a reported loss is not
 //! rounded to three digits. Fused with the projection before it ([`Cx::linear_cross_entropy`]) it never
 //! holds the logits of all tokens: forward and backward work through chunks of tokens, and between them only
-//! one number per token is kept.
+//! one number per token is kept. Where the projection is frozen, the forward has the rows' gradients but for one
+//! common factor while it has a chunk's logits, and keeps those: nothing is computed twice.
 
 mod simple;
 
@@ -107,7 +108,7 @@ impl Cx {
     }
 
     /// [`Cx::cross_entropy`] of the logits `x` [.., h] times `weight` [v, h] transposed, without ever holding
-    /// all of them: they are computed chunk by chunk, and again in the backward pass.
+    /// all of them: they are computed chunk by chunk, and again in the backward pass if `weight` needs a gradient.
     ///
     /// # Errors
     /// As [`Cx::cross_entropy`].
@@ -130,9 +131,21 @@ impl Cx {
         let rows = Shape::new(&[target.tokens, weight.dims()[1]])?;
         let fused =
             Fused { x: dense.detach().relaid(Layout::contiguous(rows)), weight: weight.detach(), target };
+        let from = *x.shape();
+        if self.tracks(&[&dense]) && !weight.requires_grad() && options.reduction != Reduction::None {
+            let (losses, grads) = fused.forward_and_grads(self.worker())?;
+            let (y, count) = fused.target.reduce(self.worker(), OP, losses)?;
+            let dtype = x.dtype();
+            return self.record_one(OP, &[&dense], y, move |bx| {
+                let factor = factor(bx, OP, count.as_ref())?;
+                let dx = raw_binary(bx.worker(), OP, Binary::Mul, &grads, &factor)?;
+                drop(grads);
+                let dx = bx.worker().cast(&dx, dtype)?;
+                bx.give(0, dx.relaid(Layout::contiguous(from)))
+            });
+        }
         let (losses, lse) = fused.forward(self.worker())?;
         let (y, count) = fused.target.reduce(self.worker(), OP, losses)?;
-        let from = *x.shape();
         self.record_one(OP, &[&dense, weight], y, move |bx| {
             let dloss = fused.target.dloss(bx, OP, count.as_ref())?;
             let dx = fused.backward(bx, &lse, &dloss)?;
@@ -204,17 +217,22 @@ impl Target {
 
     /// The gradient of every token's loss, dense.
     fn dloss(&self, bx: &mut Back<'_>, op: &'static str, count: Option<&Tensor>) -> Result<Tensor> {
-        let dy = bx.dy()?;
         let shape = Shape::new(&[self.tokens])?;
         if self.options.reduction == Reduction::None {
-            return Ok(dy.relaid(Layout::contiguous(shape)));
+            return Ok(bx.dy()?.relaid(Layout::contiguous(shape)));
         }
-        let each = match count {
-            Some(count) => raw_binary(bx.worker(), op, Binary::Div, &dy, count)?,
-            None => dy,
-        };
+        let each = factor(bx, op, count)?;
         let spread = each.relaid(Layout::contiguous(Shape::default()).broadcast_to(shape, op)?);
         bx.worker().contiguous(&spread)
+    }
+}
+
+/// What the gradient of a sum of losses, or of their mean over `count`, is multiplied with.
+fn factor(bx: &mut Back<'_>, op: &'static str, count: Option<&Tensor>) -> Result<Tensor> {
+    let dy = bx.dy()?;
+    match count {
+        Some(count) => raw_binary(bx.worker(), op, Binary::Div, &dy, count),
+        None => Ok(dy),
     }
 }
 
@@ -278,6 +296,45 @@ impl Fused {
         Ok((losses, lse))
     }
 
+    /// Loss of every token, and the gradient of every row by its token's loss, in the accumulator type.
+    fn forward_and_grads(&self, worker: &Worker) -> Result<(Tensor, Tensor)> {
+        let buffer = self.buffer(worker, self.acc())?;
+        let narrow = self.narrow_buffer(worker)?;
+        let (losses, lse) = self.target.alloc(worker, Self::OP, self.acc())?;
+        let grads = worker.alloc(Self::OP, self.acc(), *self.x.shape())?;
+        let ones = worker.full(self.acc(), Shape::new(&[self.chunk(worker)])?, 1.0)?;
+        for (at, many) in self.chunks(worker) {
+            let logits = self.logits(worker, &buffer, at, many)?;
+            let [labels, losses, lse] = [&self.target.labels, &losses, &lse].map(|t| t.narrowed(0, at, many));
+            let kernel = self.target.options.kernel();
+            worker.launch(&kernel, &[Some(&logits), Some(&labels)], &[Some(&losses), Some(&lse)])?;
+            let dlogits =
+                self.dlogits(worker, narrow.as_ref(), &logits, [&labels, &lse, &ones.narrowed(0, 0, many)])?;
+            multiply_into(worker, &dlogits, &self.weight, &grads.narrowed(0, at, many), 1.0, 0.0)?;
+        }
+        Ok((losses, grads))
+    }
+
+    /// Where the accumulator is wider the products take gradients rounded to the type itself.
+    fn narrow_buffer(&self, worker: &Worker) -> Result<Option<Tensor>> {
+        let dtype = self.x.dtype();
+        (self.acc() != dtype).then(|| self.buffer(worker, dtype)).transpose()
+    }
+
+    /// The gradients of a chunk's logits, in place or in the narrow buffer.
+    fn dlogits(
+        &self,
+        worker: &Worker,
+        narrow: Option<&Tensor>,
+        logits: &Tensor,
+        [labels, lse, dloss]: [&Tensor; 3],
+    ) -> Result<Tensor> {
+        let dlogits = narrow.map_or_else(|| logits.clone(), |b| b.narrowed(0, 0, logits.dims()[0]));
+        let sources = [Some(logits), Some(labels), Some(lse), Some(dloss)];
+        worker.launch(&self.target.options.grad_kernel(), &sources, &[Some(&dlogits)])?;
+        Ok(dlogits)
+    }
+
     /// Gives the weight's gradient and returns that of the rows, where wanted.
     fn backward(&self, bx: &mut Back<'_>, lse: &Tensor, dloss: &Tensor) -> Result<Option<Tensor>> {
         let worker = bx.worker().clone();
@@ -286,14 +343,11 @@ impl Fused {
         let sink = bx.needs(1).then(|| bx.sink(1)).transpose()?;
         let mut beta = sink.as_ref().map_or(0.0, |s| f64::from(u8::from(s.accumulate)));
         let buffer = self.buffer(&worker, self.acc())?;
-        // Where the accumulator is wider the products take gradients rounded to the type itself.
-        let narrow = if self.acc() == dtype { None } else { Some(self.buffer(&worker, dtype)?) };
+        let narrow = self.narrow_buffer(&worker)?;
         for (at, many) in self.chunks(&worker) {
             let logits = self.logits(&worker, &buffer, at, many)?;
             let [labels, lse, dloss] = [&self.target.labels, lse, dloss].map(|t| t.narrowed(0, at, many));
-            let dlogits = narrow.as_ref().map_or_else(|| logits.clone(), |b| b.narrowed(0, 0, many));
-            let sources = [Some(&logits), Some(&labels), Some(&lse), Some(&dloss)];
-            worker.launch(&self.target.options.grad_kernel(), &sources, &[Some(&dlogits)])?;
+            let dlogits = self.dlogits(&worker, narrow.as_ref(), &logits, [&labels, &lse, &dloss])?;
             if let Some(dx) = &dx {
                 multiply_into(&worker, &dlogits, &self.weight, &dx.narrowed(0, at, many), 1.0, 0.0)?;
             }

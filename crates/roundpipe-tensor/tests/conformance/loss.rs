@@ -1,9 +1,9 @@
 //! Losses.
 
 use roundpipe_tensor::ops::{CrossEntropy, Reduction};
-use roundpipe_tensor::{Cx, DType, Param, Shape};
+use roundpipe_tensor::{Bytes, Cx, DType, DeviceKind, Meta, Param, Shape, Worker};
 
-use crate::bed::{Input, Lie, Strict, check, check_with, fixed, randn, worker};
+use crate::bed::{self, Input, Lie, Strict, check, check_with, close, fixed, noise, randn, worker};
 use crate::golden;
 
 /// Every combination that changes the arithmetic.
@@ -80,6 +80,46 @@ fn fused_and_plain_agree() {
         let options = CrossEntropy { chunk_tokens, ..CrossEntropy::default() };
         let fused = cx.linear_cross_entropy(&x, &w, &labels, options).unwrap().item().unwrap();
         assert!((fused - plain).abs() < 1e-5, "{fused} and {plain}");
+    }
+}
+
+/// A frozen projection: the same loss bit for bit, the rows' gradients within rounding, one product less, and no more
+/// than one chunk of logits.
+#[test]
+fn a_frozen_projection_is_multiplied_once() {
+    let (tokens, hidden, classes) = (96, 16, 640);
+    let run = |trained: bool, dtype: DType| {
+        let meta = Meta::like(DeviceKind::Cpu);
+        let work = |worker: &Worker| {
+            let mut cx = Cx::train(worker);
+            let fill = |cx: &mut Cx, seed: u64, dims: [usize; 2]| {
+                bed::upload(cx, &noise(seed, dims[0] * dims[1]), &dims, dtype).unwrap()
+            };
+            let (x, w) = (fill(&mut cx, 1, [tokens, hidden]), fill(&mut cx, 2, [classes, hidden]));
+            let x = cx.input(&x).unwrap();
+            let w = if trained { cx.input(&w).unwrap() } else { w };
+            let labels: Vec<i64> =
+                (0..tokens as i64).map(|i| if i % 7 == 0 { -100 } else { i * 5 }).collect();
+            let labels = cx.tensor(&labels, &[tokens]).unwrap();
+            let options = CrossEntropy { chunk_tokens: Some(32), ..CrossEntropy::default() };
+            let loss = cx.linear_cross_entropy(&x, &w, &labels, options).unwrap();
+            let third = cx.affine(&loss, 3.0, 0.0).unwrap();
+            (loss, cx.backward(&third).unwrap().take(&x).unwrap())
+        };
+        drop(work(&Worker::new(meta.clone(), Bytes::gib(1)).unwrap()));
+        let worker = worker(2);
+        let (loss, grad) = work(&worker);
+        let values = (loss.to_f64_vec().unwrap(), grad.to_f64_vec().unwrap());
+        (values, meta.cost().flops, worker.usage().peak_used.0)
+    };
+    for (dtype, limit) in [(DType::F64, 1e-13), (DType::F32, 1e-6), (DType::BF16, 1e-2)] {
+        let (trained, frozen) = (run(true, dtype), run(false, dtype));
+        assert_eq!(trained.0.0, frozen.0.0, "{dtype}: the loss");
+        close(&format!("{dtype}"), &[frozen.0.1], &[trained.0.1], limit);
+        let product = 2 * (tokens * hidden * classes) as u64;
+        // Logits again, and the weight's gradient.
+        assert!(trained.1 - frozen.1 > 19 * product / 10, "{dtype}: {} and {}", trained.1, frozen.1);
+        assert!(frozen.2 < trained.2, "{dtype}: {} bytes, {} where it is trained", frozen.2, trained.2);
     }
 }
 
