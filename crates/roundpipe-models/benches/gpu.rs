@@ -23,26 +23,27 @@ fn qwen(layers: usize, vocab: usize, seq: usize) -> Res<ModelConfig> {
     Ok(config)
 }
 
-/// Milliseconds of one call: the best of three rounds of `count`. The first call may compile and make plans, for which
-/// the GPU waits and slows its clock down, so calls for 50 ms follow before any is timed.
-fn time(worker: &Worker, count: usize, mut f: impl FnMut() -> TensorResult<()>) -> TensorResult<f64> {
-    f()?;
+/// Milliseconds of one call, in a round of `count`.
+fn round(worker: &Worker, count: usize, f: &mut impl FnMut() -> TensorResult<()>) -> TensorResult<f64> {
+    let start = Instant::now();
+    for _ in 0..count {
+        f()?;
+    }
     worker.fence()?;
+    Ok(start.elapsed().as_secs_f64() * 1e3 / count as f64)
+}
+
+/// Milliseconds of one call: the best of three rounds. The first call may compile and make plans, for which the GPU
+/// waits and slows its clock down, so calls for 50 ms follow before any is timed.
+fn time(worker: &Worker, count: usize, mut f: impl FnMut() -> TensorResult<()>) -> TensorResult<f64> {
+    round(worker, 1, &mut f)?;
     let start = Instant::now();
     while start.elapsed().as_millis() < 50 {
-        for _ in 0..count {
-            f()?;
-        }
-        worker.fence()?;
+        round(worker, count, &mut f)?;
     }
     let mut best = f64::INFINITY;
     for _ in 0..3 {
-        let start = Instant::now();
-        for _ in 0..count {
-            f()?;
-        }
-        worker.fence()?;
-        best = best.min(start.elapsed().as_secs_f64() * 1e3 / count as f64);
+        best = best.min(round(worker, count, &mut f)?);
     }
     Ok(best)
 }
@@ -55,14 +56,8 @@ fn rested(worker: &Worker, mut f: impl FnMut() -> TensorResult<()>) -> TensorRes
     let mut best = f64::INFINITY;
     for _ in 0..3 {
         std::thread::sleep(std::time::Duration::from_millis(500));
-        f()?;
-        worker.fence()?;
-        let start = Instant::now();
-        for _ in 0..count {
-            f()?;
-        }
-        worker.fence()?;
-        best = best.min(start.elapsed().as_secs_f64() * 1e3 / count as f64);
+        round(worker, 1, &mut f)?;
+        best = best.min(round(worker, count, &mut f)?);
     }
     Ok(best)
 }
