@@ -65,7 +65,7 @@ pub struct BenchCmd {
     #[arg(long)]
     clip: Option<f64>,
     /// Compute nothing: say how much memory of a GPU a step would take, on a machine without one too
-    #[arg(long, conflicts_with_all = ["devices", "trace"])]
+    #[arg(long, conflicts_with_all = ["devices", "trace"], requires = "gpu_memory")]
     dry_run: bool,
     /// Write a trace of two more steps for Perfetto, and print how fast their copies were
     #[arg(long)]
@@ -221,6 +221,7 @@ impl BenchCmd {
             "batch": self.batch,
             "seq": self.seq,
             "microbatches": self.microbatches.unwrap_or(2),
+            "lag": self.lag,
             "grain": format!("{:?}", self.grain).to_lowercase(),
             "fast_attention": self.fast_attention,
             "dry_run": true,

@@ -84,6 +84,7 @@ fn a_dry_run_says_what_a_step_takes_of_a_gpu() {
     assert!(!refused.status.success() && text(&refused.stderr).lines().count() == 1);
     let both = roundpipe(&["bench", "tiny", "--dry-run", "--devices", "cpu"]);
     assert!(text(&both.stderr).contains("--dry-run"));
+    assert!(text(&roundpipe(&["bench", "tiny", "--dry-run"]).stderr).contains("--gpu-memory"));
 }
 
 /// Full and LoRA steps on the processor; the figures agree with each other.

@@ -141,6 +141,11 @@ pub trait Device: Send + Sync + fmt::Debug {
         false
     }
 
+    /// Whether something went wrong that no [`Lane::fence`] has forgotten yet, as far as is known without waiting.
+    fn ails(&self) -> bool {
+        false
+    }
+
     /// Told when a block is about to leave the pool for `op`, and may refuse. `sim` injects faults here.
     ///
     /// # Errors
@@ -180,9 +185,9 @@ pub trait Lane: Send + Sync + fmt::Debug {
     /// When the device refuses or the event belongs to another backend.
     fn wait(&self, event: &Event) -> Result<()>;
 
-    /// The host waits until all work queued so far has ended. What went wrong is told and forgotten; events alone tell
-    /// it again to everyone who asks, so that nobody whose work it spoiled takes that for done because another was
-    /// told first.
+    /// The host waits until all work queued so far has ended. What went wrong is told and forgotten: events recorded
+    /// from now on say nothing of it. Those recorded before tell it to everyone who asks, now and later, so that
+    /// nobody whose work it spoiled takes that for done because another was told first.
     ///
     /// # Errors
     /// What went wrong in the lane since the last such fence.
@@ -320,7 +325,7 @@ pub trait EventState: Send + Sync + fmt::Debug {
     /// Whether the lane has passed it.
     ///
     /// # Errors
-    /// What went wrong in the lane and was not forgotten by a [`Lane::fence`].
+    /// What went wrong in the lane, unless a [`Lane::fence`] had forgotten it when this was recorded.
     fn passed(&self) -> Result<bool>;
 
     /// The host waits until the lane has passed it.

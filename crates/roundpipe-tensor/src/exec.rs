@@ -48,10 +48,11 @@ impl Worker {
         self.pool.usage()
     }
 
-    /// The host waits for all kernels queued so far.
+    /// The host waits for all kernels queued so far. This is how to go on after a failure, which reads and uploads of
+    /// values tell again until then.
     ///
     /// # Errors
-    /// What went wrong since the last wait.
+    /// What went wrong since the last such wait.
     pub fn fence(&self) -> Result<()> {
         self.device().lane(LaneKind::Compute).fence()
     }

@@ -16,8 +16,8 @@
 //!
 //! A violation is a [`Race`] in [`SimWorld::races`] and the error of the next fence. A fence returns only
 //! after the lane has passed, even when it returns an error. Events behind a failed item tell its error, in whichever
-//! lane they are, until a fence of a lane behind it ([`Lane::fence`]) has told and forgotten it. When several are
-//! due, the first is told.
+//! lane they are, unless a fence of a lane behind it ([`Lane::fence`]) had forgotten it when they were recorded. When
+//! several are due, the first is told.
 //!
 //! Fresh memory, freed memory and the destinations of what failed hold NaN (-1 as integers).
 //!
@@ -315,6 +315,10 @@ impl Device for Sim {
             // SAFETY: the host arena inside the lease has this base and size and is used by nobody else.
             Ok(unsafe { Arena::new(base, bytes, Box::new(lease)) })
         })
+    }
+
+    fn ails(&self) -> bool {
+        self.world.with(|state| state.ails())
     }
 
     fn lane(&self, kind: LaneKind) -> &dyn Lane {

@@ -181,6 +181,12 @@ unsafe fn by_cudnn(call: &Call<'_>, fused: &Fused) -> Result<bool> {
     for (piece, plan) in pieces.iter().zip(plans) {
         debug_assert!(plan.workspace <= fused.workspace(), "plans that want more are refused");
         let (operands, workspace) = (fused.addresses(piece, scratch), fused.workspace_at(scratch));
+        // Hopper's kernels were seen to need no zeros; of others that is not known.
+        if let Some((sum, bytes)) = fused.sum(scratch).filter(|_| call.gpu.capability.0 != 9) {
+            // SAFETY: the sum lies in scratch, behind whatever used that before on this stream.
+            let zeroed = unsafe { cudarc::driver::result::memset_d8_async(sum, 0, bytes, call.stream) };
+            zeroed.map_err(|e| call.gpu.failed("zero a sum", e))?;
+        }
         // SAFETY: the operands are the caller's promise, cut as the case says; scratch holds what `scratch` asked
         // for, and a plan that wants more was refused.
         let queued = unsafe { plan.run(&state.handles[&stream], &operands, workspace) };

@@ -36,6 +36,8 @@ const MOST_RACES: usize = 1000;
 pub(super) struct Mark {
     pub lane: usize,
     pub seq: u64,
+    /// Marks of the world before this one.
+    number: u64,
     passed: OnceLock<Passed>,
 }
 
@@ -115,7 +117,7 @@ struct Retired {
     until: Vec<u64>,
 }
 
-/// Something that went wrong and that no fence of a lane has told yet.
+/// Something that went wrong.
 struct Pending {
     /// Told by fences behind this item; `None`: by any.
     at: Option<(usize, u64)>,
@@ -123,11 +125,15 @@ struct Pending {
     /// The error itself for the first who asks, its words for the others.
     error: Option<Error>,
     words: String,
+    /// Marks from this one on say nothing of it.
+    forgotten: Option<u64>,
 }
 
 impl Pending {
     fn new(at: Option<(usize, u64)>, device: DeviceId, error: Error) -> Self {
-        Self { at, device, words: error.to_string(), error: Some(error) }
+        let words = error.to_string();
+        let words = words.strip_prefix(&format!("{device}: ")).unwrap_or(&words).to_owned();
+        Self { at, device, words, error: Some(error), forgotten: None }
     }
 
     fn tell(&mut self) -> Error {
@@ -158,6 +164,8 @@ pub(super) struct State {
     freed: BTreeMap<u64, (u64, Arc<str>)>,
     told: HashSet<(usize, u64, usize, u64)>,
     pending: Vec<Pending>,
+    /// Marks ever made.
+    marks: u64,
     lost: Vec<(Arc<Mark>, Passed)>,
     retired: Vec<Retired>,
     spent: Vec<Item>,
@@ -185,6 +193,7 @@ impl State {
             freed: BTreeMap::new(),
             told: HashSet::new(),
             pending: Vec::new(),
+            marks: 0,
             lost: Vec::new(),
             retired: Vec::new(),
             spent: Vec::new(),
@@ -283,7 +292,9 @@ impl State {
     pub fn push_record(&mut self, lane: usize) -> Arc<Mark> {
         let worker = self.lanes[lane].device.index;
         let lost = self.strike(FaultKind::Lost, Some(lane), worker, "event").is_some();
-        let mark = Arc::new(Mark { lane, seq: self.lanes[lane].next, passed: OnceLock::new() });
+        let (seq, number) = (self.lanes[lane].next, self.marks);
+        self.marks += 1;
+        let mark = Arc::new(Mark { lane, seq, number, passed: OnceLock::new() });
         self.push(lane, "event", Item::of(Work::Record { mark: mark.clone(), lost }));
         mark
     }
@@ -514,16 +525,25 @@ impl State {
         passed
     }
 
-    /// The first error that happened before a passed mark; those behind it go with it where they are forgotten.
+    /// The first error that happened before a passed mark; with the others before it, later marks forget it if asked to.
     pub fn told_at(&mut self, mark: &Mark, forget: bool) -> Result<()> {
         let Some(passed) = mark.passed.get() else { return Ok(()) };
         let clock = passed.clock.clone();
-        let covers = |p: &Pending| p.at.is_none_or(|(lane, seq)| clock.has(lane, seq));
-        let told = self.pending.iter_mut().find(|p| covers(p)).map(Pending::tell);
+        let covers = |p: &&mut Pending| {
+            p.forgotten.is_none_or(|from| mark.number < from)
+                && p.at.is_none_or(|(lane, seq)| clock.has(lane, seq))
+        };
+        let told = self.pending.iter_mut().find(covers).map(Pending::tell);
         if forget {
-            self.pending.retain(|p| !covers(p));
+            let marks = self.marks;
+            self.pending.iter_mut().filter(covers).for_each(|p| p.forgotten = p.forgotten.or(Some(marks)));
         }
         told.map_or(Ok(()), Err)
+    }
+
+    /// Whether something went wrong that is not forgotten.
+    pub fn ails(&self) -> bool {
+        self.pending.iter().any(|p| p.forgotten.is_none())
     }
 
     /// The calling thread knows that the mark has passed.

@@ -9,7 +9,8 @@
 //! - After a failure the weights and the optimizer's state are as before the step that failed, or that the call
 //!   which failed belongs to; its gradients are gone, and the random stream is where it was when its first call
 //!   was submitted.
-//! - Every failure is told once: by whoever waits for what failed, or by the next call.
+//! - Every failure is told: by whoever waits for what failed, or by the next call; by both only where the reader of an
+//!   output meets it before its call does.
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -189,6 +190,7 @@ impl Core {
     /// Splits, plans and queues a call.
     pub fn submit(&self, ask: Ask) -> Result<Submitted> {
         let mut state = self.lock();
+        self.ring.tidy();
         self.check(&mut state)?;
         let config = ask.config.over(&self.config).resolve(self.ring.len())?;
         let wants_input_grads = config.input_grads && ask.kind != PlanKind::Infer;
@@ -351,6 +353,7 @@ impl Core {
             call.wait_quiet("caller");
         }
         state.outcomes.iter().for_each(|outcome| _ = outcome.settle());
+        self.ring.tidy();
         self.check(&mut state)?;
         if !state.moves.is_empty() {
             self.ring.drain();

@@ -87,6 +87,13 @@ pub(crate) struct Extra {
     pub buffers: Vec<(usize, Parcel)>,
 }
 
+impl Extra {
+    /// What it takes on a worker.
+    pub fn bytes(&self) -> usize {
+        self.data.iter().chain(self.buffers.iter().map(|(_, parcel)| parcel)).map(Parcel::size_bytes).sum()
+    }
+}
+
 /// Gradients of a microbatch's outputs.
 pub(crate) enum Seed {
     Given(Vec<Option<Parcel>>),

@@ -40,8 +40,6 @@ use crate::version::ReadTicket;
 const SOON_SHARE: u64 = 4;
 /// Values on their way out may hold one part in so many of a worker's memory.
 const OUTBOX_SHARE: u64 = 16;
-/// What a job that follows has saved is sent for early if it takes at most one part in so many.
-const INBOX_SHARE: u64 = 16;
 
 /// One slot of a call, and the right to read the weights of its layers.
 pub(crate) struct Job {
@@ -238,11 +236,15 @@ impl Launcher {
     pub fn run(&mut self, mut job: Job) {
         let call = job.call.clone();
         self.enter(&call);
-        if !call.has_failed()
-            && let Err(error) = self.survive(&mut job)
-        {
+        let error = if call.has_failed() { None } else { self.survive(&mut job).err() };
+        let here = error.is_some();
+        if let Some(error) = error {
             call.fail(error);
+        }
+        if call.has_failed() {
             self.forget(|kept| !std::ptr::addr_eq(kept.as_ptr(), Arc::as_ptr(&call)));
+        }
+        if here {
             call.terms.neighbours.drain(&self.port);
         }
         drop(job);
@@ -275,7 +277,7 @@ impl Launcher {
 
     /// Lets go of all values but those of some calls.
     fn forget(&mut self, but: impl Fn(&Weak<Call>) -> bool) {
-        // A job takes all that it sent for, unless it failed.
+        // Jobs of one call take all that was sent for, unless it failed.
         self.coming.clear();
         self.kept.retain(|_, kept| but(&kept.call));
         self.kept_bytes = self.kept.values().map(|kept| kept.tensor.size_bytes() as u64).sum();
@@ -635,7 +637,8 @@ impl Launcher {
         let stage = &terms.stages[visit.slot];
         let mut here = self.take_input(visit, ahead)?;
         for layer in stage.layers.clone() {
-            if call.saves(layer) {
+            // What came from the slot before was saved there.
+            if call.saves(layer) && (layer > stage.layers.start || visit.slot == 0) {
                 let readers = self.readers(call, visit.slot, layer);
                 let flow = self.send(visit, &mut here, &readers, Until::Later)?;
                 call.put(|state| state.saved.insert((layer, m), flow));
@@ -859,12 +862,21 @@ impl Launcher {
         let (saved, extra) = {
             let mut state = visit.call.lock();
             let Some(saved) = state.saved.remove(&key) else { return Ok(()) };
-            (saved, state.extras.remove(&key))
+            let bytes = state.extras.get(&key).map_or(0, Extra::bytes);
+            (saved, if self.is_roomy(bytes) { state.extras.remove(&key) } else { None })
         };
         let input = self.receive(visit, saved)?;
         let extra = extra.map(|extra| self.receive_extra(visit, layer, &extra)).transpose()?;
         self.coming.insert(key, Ahead { input, extra });
         Ok(())
+    }
+
+    /// Whether so much may come before it is needed: half of the worker stays free for the visit under way, and what was
+    /// ever in use at once fits beside it.
+    fn is_roomy(&self, bytes: usize) -> bool {
+        let (usage, capacity) = (self.worker().pool().usage(), self.worker().pool().capacity().0);
+        let with = |used: u64| used.saturating_add(bytes as u64);
+        with(usage.used.0) <= capacity / 2 && with(usage.peak_used.0) <= capacity
     }
 
     /// Starts bringing what the first microbatch of the next job needs, if that job goes backward in the same call.
@@ -881,14 +893,12 @@ impl Launcher {
             Grain::Stage => stage.layers.start,
             Grain::Layer => stage.layers.end - 1,
         };
-        let bytes = {
+        let bytes: usize = {
             let state = call.lock();
             let saved = state.saved.get(&(layer, 0)).map(Tree::leaves).unwrap_or_default();
-            let inputs = saved.iter().map(|leaf| leaf.parcel.size_bytes());
-            let extra = state.extras.get(&(layer, 0)).into_iter().flat_map(|extra| &extra.data);
-            inputs.chain(extra.map(Parcel::size_bytes)).sum::<usize>() as u64
+            saved.iter().map(|leaf| leaf.parcel.size_bytes()).sum()
         };
-        if bytes > self.worker().pool().capacity().0 / INBOX_SHARE {
+        if !self.is_roomy(bytes) {
             return Ok(());
         }
         self.send_for(&Visit { call, slot, microbatch: 0 }, layer, 0)
@@ -953,7 +963,14 @@ impl Launcher {
         if takes_seed(visit) {
             return Ok(None);
         }
-        let passed = passed_grads(&mut visit.call.lock(), visit);
+        let passed = {
+            let mut state = visit.call.lock();
+            let bytes = match &state.passed[visit.slot - 1][visit.microbatch] {
+                Some(Passed::Grads(grads)) => grads.iter().flatten().map(Parcel::size_bytes).sum(),
+                _ => 0,
+            };
+            if self.is_roomy(bytes) { passed_grads(&mut state, visit) } else { None }
+        };
         passed.map(|parcels| self.bring_grads(visit, parcels)).transpose()
     }
 

@@ -235,6 +235,15 @@ impl Ring {
         self.0.ports.iter().for_each(|port| self.0.calls.drain(port));
     }
 
+    /// Puts workers in order where something went wrong that no call will meet: in work of calls that have ended.
+    pub(crate) fn tidy(&self) {
+        if !self.0.calls.active().is_empty() {
+            return;
+        }
+        let ails = |port: &&Arc<Port>| port.worker().device().ails();
+        self.0.ports.iter().filter(ails).for_each(|port| self.0.calls.drain(port));
+    }
+
     /// Queues the jobs of one call (or of its backward), each on its worker.
     pub(crate) fn submit(&self, jobs: Vec<(usize, Job)>) {
         match &self.0.hands {

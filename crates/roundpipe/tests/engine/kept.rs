@@ -11,8 +11,10 @@ use roundpipe::{
     RingOptions, RoundPipe, RunConfig, Sequential, TensorError, TensorResult, Tree, Visit,
 };
 use roundpipe_tensor::SimWorld;
+use roundpipe_tensor::sim::{Fault, FaultKind};
 
 use crate::models;
+use crate::simulation::chain;
 
 /// Adds what it sees to a running sum that it passes on: the smallest thing with a past.
 struct Adds {
@@ -133,4 +135,58 @@ fn weights_may_stay_for_the_next_call() {
     }
     assert_eq!(seen[0], seen[1]);
     assert_eq!(bytes[0], 5 * bytes[1]);
+}
+
+/// One call without merging: its first output where it is.
+fn forward(engine: &RoundPipe, merge: MergeOutput) -> roundpipe::Result<roundpipe::engine::Forward> {
+    engine.set_training(false);
+    let plan = ExecutePlan::from_sizes(PlanKind::Infer, &[1, 2, 1], &[]);
+    let config =
+        RunConfig::new().num_microbatch(1).requires_grad(false).merge_output(merge).execute_plan(plan);
+    let x = HostTensor::from_f64s(&[0.25; 16], DType::F32, &[2, 8])?;
+    engine.forward(Args::new().named("x", x), &config)
+}
+
+fn faulty(resident: bool) -> (SimWorld, RoundPipe) {
+    let world = SimWorld::seeded(9).unwrap();
+    let devices: Vec<Arc<dyn Device>> =
+        world.workers(1).into_iter().map(|worker| worker as Arc<dyn Device>).collect();
+    let engine = engine(devices, resident);
+    (world, engine)
+}
+
+/// A failure that only the reader of an output meets, after its call has ended, is told to that reader; later calls are
+/// as good as new.
+#[test]
+fn a_failure_behind_the_end_of_a_call_does_not_last() {
+    for resident in [false, true] {
+        let (world, engine) = faulty(resident);
+        let good = forward(&engine, MergeOutput::Off).unwrap().unmerged().wait_entry(0, "x").unwrap();
+        let good = good.tensor().unwrap().to_f64_vec().unwrap();
+        world.inject(Fault::nth(FaultKind::Kernel, 1));
+        let told = forward(&engine, MergeOutput::Off).and_then(|out| out.unmerged().wait_entry(0, "x"));
+        let told = chain(&told.unwrap_err());
+        assert!(told.contains("injected"), "resident {resident}: {told}");
+        // Where its call met it too, that is told as well.
+        let _ = engine.synchronize();
+        for _ in 0..3 {
+            let x = forward(&engine, MergeOutput::Off).unwrap().unmerged().wait_entry(0, "x").unwrap();
+            assert_eq!(x.tensor().unwrap().to_f64_vec().unwrap(), good, "resident {resident}");
+        }
+        engine.synchronize().unwrap();
+    }
+}
+
+/// Whoever reads the output of a call whose work failed is told, however late, and whoever was told before.
+#[test]
+fn a_late_reader_is_told_too() {
+    let (world, engine) = faulty(false);
+    world.inject(Fault::nth(FaultKind::Kernel, 1));
+    let first = forward(&engine, MergeOutput::Off).unwrap().unmerged();
+    let second = forward(&engine, MergeOutput::Auto);
+    assert!(second.and_then(|out| out.output().map(drop)).is_err());
+    engine.synchronize().ok();
+    let third = forward(&engine, MergeOutput::Auto).unwrap();
+    assert!(third.output().is_ok());
+    assert!(first.wait_entry(0, "x").is_err(), "poison is no output");
 }

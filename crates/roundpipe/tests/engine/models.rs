@@ -13,7 +13,7 @@ use roundpipe::{
 pub const SEED: u64 = 5;
 pub const VOCAB: usize = 23;
 pub const SEQ: usize = 7;
-const WIDTH: usize = 16;
+pub const WIDTH: usize = 16;
 const HEADS: usize = 2;
 
 /// Tokens and their mask come in; hidden states, the mask and a scale that no layer changes go on.

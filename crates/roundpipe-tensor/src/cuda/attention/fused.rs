@@ -4,7 +4,8 @@
 //! with as many queries as keys, grouped heads, sinks (which the caller adds). Not taken: windows, packed sequences; our
 //! own kernels have them.
 //!
-//! The backward is the one that repeats bit for bit, unless any order of its sums will do: dq is multiplied straight from the scores' gradients, which the
+//! The backward is the one that repeats bit for bit, unless any order of its sums will do:
+//! dq is multiplied straight from the scores' gradients, which the
 //! library then keeps in its workspace, so it goes in pieces ([`Cut`]). A piece's graph takes the statistics of whole
 //! rows, so the weights of its pairs are those of the whole, whichever keys it holds.
 //!
@@ -180,6 +181,12 @@ impl Fused {
     /// Whether cuDNN adds dq up by itself, in any order.
     fn sums_up(&self) -> bool {
         self.sizes.any_order && !self.cut.adds()
+    }
+
+    /// Where cuDNN adds dq up, and its bytes.
+    pub fn sum(&self, scratch: u64) -> Option<(u64, usize)> {
+        let bytes = 4 * self.cut.batch * self.cut.heads * self.cut.queries * self.sizes.width;
+        self.sums_up().then(|| (scratch + self.places.sums[0] as u64, bytes))
     }
 
     /// The first head of queries of a piece.
