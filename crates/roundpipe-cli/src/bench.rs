@@ -5,6 +5,7 @@
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
@@ -12,8 +13,8 @@ use clap::ValueEnum;
 use roundpipe::optim::AdamW;
 use roundpipe::trace::{Lane, Span};
 use roundpipe::{
-    Bytes, Cx, DType, Device, DeviceKind, Devices, Grain, HostTensor, Inputs, Lag, Meta, Params, RngSite,
-    RoundPipe, Rule, RunConfig, Update, Worker,
+    Bytes, Cx, DType, Device, DeviceKind, Grain, HostTensor, Inputs, Lag, Meta, Params, RngSite, RoundPipe,
+    Rule, RunConfig, Update, Worker,
 };
 use roundpipe_models::{LoraConfig, LoraTargets, Model, Trains, preset};
 
@@ -92,63 +93,34 @@ impl BenchCmd {
             self.batch > 0 && self.seq > 0 && self.steps > 0,
             "--batch, --seq and --steps must be at least 1"
         );
-        let devices = match self.dry_run {
-            true => Devices { workers: vec![Meta::like(DeviceKind::Cuda)], note: None },
-            false => self.place.open()?,
-        };
+        if self.dry_run {
+            return self.predict(out);
+        }
+        let devices = self.place.open()?;
         if let Some(note) = &devices.note {
             writeln!(out, "no GPU: {note}")?;
         }
-        let rate = match self.dry_run {
-            true => f64::NAN,
-            false => product_rate(devices.workers[0].clone(), self.dtype.into())?,
-        };
+        let rate = product_rate(devices.workers[0].clone(), self.dtype.into())?;
         let model = self.model(out)?;
-        let trained: usize = model.trainable_params().iter().map(|(_, p)| p.shape().numel()).sum();
-        let params = model.num_params();
-        writeln!(out, "{params} parameters, {trained} of them trained, {}", self.dtype.name())?;
-        let mut config = RunConfig::new().recompute_grain(self.grain.into());
-        config.num_microbatch = self.microbatches;
-        let builder = RoundPipe::builder(model.layers.clone());
-        let builder = match self.optimizer_threads {
-            Some(threads) => builder.optimizer_threads(threads),
-            None => builder,
-        };
-        let engine = builder
-            .optimizer(Rule::Adam(AdamW::default()))
-            .asynchronous(self.lag == 1)
-            .devices(devices.workers.clone())
-            .ring_options(self.place.ring())
-            .run_config(config)
-            .build()?;
-        if self.dry_run {
-            self.count(&engine, model.config.vocab)?;
-            return self.predicted(&engine, out);
-        }
+        let engine = self.engine(&model, &devices.workers)?;
         let (seconds, loss) = self.measure(&engine, model.config.vocab, out)?;
         let trains = if self.mode == Mode::Full { Trains::All } else { Trains::Adapters };
         let tokens = (self.batch * self.seq) as f64;
         let floor = model.config.flops_per_token(self.seq, trains) * tokens / rate;
-        let line = serde_json::json!({
-            "model": self.model,
-            "mode": format!("{:?}", self.mode).to_lowercase(),
-            "batch": self.batch,
-            "seq": self.seq,
-            "microbatches": self.microbatches.unwrap_or(devices.workers.len() + 1),
-            "lag": self.lag,
-            "grain": format!("{:?}", self.grain).to_lowercase(),
-            "fast_attention": self.fast_attention,
-            "devices": devices.workers.iter().map(|d| d.id().to_string()).collect::<Vec<_>>(),
-            "tokens_per_s": round(tokens / seconds, 1),
-            "seconds_per_step": round(seconds, 4),
-            "gpu_peak_gib": round(gpu_peak(&engine), 2),
-            "host_peak_gib": round(host_peak(&engine), 2),
-            "product_tflops": round(rate / 1e12, 2),
-            "share_of_floor": round(floor / processors(&engine) as f64 / seconds, 3),
-            "loss": round(loss, 4),
-        });
-        writeln!(out, "{line}")?;
-        out.flush()?;
+        self.tell(
+            out,
+            devices.workers.len(),
+            serde_json::json!({
+                "devices": devices.workers.iter().map(|d| d.id().to_string()).collect::<Vec<_>>(),
+                "tokens_per_s": round(tokens / seconds, 1),
+                "seconds_per_step": round(seconds, 4),
+                "gpu_peak_gib": round(gpu_peak(&engine), 2),
+                "host_peak_gib": round(host_peak(&engine), 2),
+                "product_tflops": round(rate / 1e12, 2),
+                "share_of_floor": round(floor / processors(&engine) as f64 / seconds, 3),
+                "loss": round(loss, 4),
+            }),
+        )?;
         // Last, so that a disk that takes no trace loses no figure.
         self.trace.as_ref().map_or(Ok(()), |path| self.trace(&engine, model.config.vocab, path))
     }
@@ -179,7 +151,49 @@ impl BenchCmd {
         }
         model.fast_attention(self.fast_attention);
         writeln!(out, "{} ready in {:.1} s", self.model, start.elapsed().as_secs_f64())?;
+        let trained: usize = model.trainable_params().iter().map(|(_, p)| p.shape().numel()).sum();
+        let params = model.num_params();
+        writeln!(out, "{params} parameters, {trained} of them trained, {}", self.dtype.name())?;
         Ok(model)
+    }
+
+    fn engine(&self, model: &Model, workers: &[Arc<dyn Device>]) -> anyhow::Result<RoundPipe> {
+        let mut config = RunConfig::new().recompute_grain(self.grain.into());
+        config.num_microbatch = self.microbatches;
+        let builder = RoundPipe::builder(model.layers.clone())
+            .optimizer(Rule::Adam(AdamW::default()))
+            .asynchronous(self.lag == 1)
+            .devices(workers.to_vec())
+            .ring_options(self.place.ring())
+            .run_config(config);
+        let builder = match self.optimizer_threads {
+            Some(threads) => builder.optimizer_threads(threads),
+            None => builder,
+        };
+        Ok(builder.build()?)
+    }
+
+    /// The line of JSON: what was asked for, then what was found.
+    fn tell(&self, out: &mut impl Write, workers: usize, found: serde_json::Value) -> anyhow::Result<()> {
+        let mut line = serde_json::json!({
+            "model": self.model,
+            "mode": format!("{:?}", self.mode).to_lowercase(),
+            "batch": self.batch,
+            "seq": self.seq,
+            "microbatches": self.microbatches.unwrap_or(workers + 1),
+            "lag": self.lag,
+            "grain": format!("{:?}", self.grain).to_lowercase(),
+            "fast_attention": self.fast_attention,
+        });
+        if let (Some(line), serde_json::Value::Object(found)) = (line.as_object_mut(), found) {
+            line.extend(found);
+        }
+        writeln!(out, "{line}")?;
+        Ok(out.flush()?)
+    }
+
+    fn lag(&self) -> Lag {
+        if self.lag == 1 { Lag::One } else { Lag::Zero }
     }
 
     /// Seconds of a step and the loss of the last.
@@ -202,33 +216,19 @@ impl BenchCmd {
         Ok((start.elapsed().as_secs_f64() / self.steps as f64, loss))
     }
 
-    /// A few steps, as many as may overlap and one more. Their updates are skipped: weights that are not there yet need
-    /// not be changed.
-    fn count(&self, engine: &RoundPipe, vocab: usize) -> anyhow::Result<()> {
+    /// What steps take of a GPU, by a worker that only counts: as many as may overlap and one more. Their updates are
+    /// skipped: weights that are not there need not be changed.
+    fn predict(&self, out: &mut impl Write) -> anyhow::Result<()> {
+        let model = self.model(out)?;
+        let engine = self.engine(&model, &[Meta::like(DeviceKind::Cuda)])?;
         let skipped = Update { skip_nonfinite: true, grad_scale: f64::NAN, ..Update::new(1e-5) };
         for step in 0..3 {
-            self.step_of(engine, vocab, step)?;
-            engine.update(&skipped, if self.lag == 1 { Lag::One } else { Lag::Zero })?;
+            self.step_of(&engine, model.config.vocab, step)?;
+            engine.update(&skipped, self.lag())?;
         }
-        Ok(engine.synchronize()?)
-    }
-
-    /// What a step on workers that only count would take of a GPU.
-    fn predicted(&self, engine: &RoundPipe, out: &mut impl Write) -> anyhow::Result<()> {
-        let line = serde_json::json!({
-            "model": self.model,
-            "mode": format!("{:?}", self.mode).to_lowercase(),
-            "batch": self.batch,
-            "seq": self.seq,
-            "microbatches": self.microbatches.unwrap_or(2),
-            "lag": self.lag,
-            "grain": format!("{:?}", self.grain).to_lowercase(),
-            "fast_attention": self.fast_attention,
-            "dry_run": true,
-            "gpu_peak_gib": round(gpu_peak(engine), 2),
-        });
-        writeln!(out, "{line}")?;
-        Ok(())
+        engine.synchronize()?;
+        let peak = round(gpu_peak(&engine), 2);
+        self.tell(out, 1, serde_json::json!({ "dry_run": true, "gpu_peak_gib": peak }))
     }
 
     /// Forward and backward of a step; the mean of its microbatches' losses.
@@ -241,7 +241,7 @@ impl BenchCmd {
     fn step(&self, engine: &RoundPipe, vocab: usize, step: u64) -> anyhow::Result<f64> {
         let loss = self.step_of(engine, vocab, step)?;
         let update = Update { clip: self.clip, ..Update::new(1e-5) };
-        engine.update(&update, if self.lag == 1 { Lag::One } else { Lag::Zero })?;
+        engine.update(&update, self.lag())?;
         Ok(loss)
     }
 
@@ -316,7 +316,7 @@ fn round(x: f64, digits: i32) -> f64 {
 }
 
 /// Operations per second of a large product on this device: what a floor is computed with.
-fn product_rate(device: std::sync::Arc<dyn Device>, dtype: DType) -> anyhow::Result<f64> {
+fn product_rate(device: Arc<dyn Device>, dtype: DType) -> anyhow::Result<f64> {
     let size: usize = if device.id().kind == DeviceKind::Cuda { 8192 } else { 512 };
     let worker = Worker::new(device, Bytes((4 * size * size * dtype.size() + (64 << 20)) as u64))?;
     let mut cx = Cx::infer(&worker);

@@ -63,6 +63,23 @@ fn bad_input_gets_one_clear_line() {
     assert_eq!(roundpipe(&["no-such-command"]).status.code(), Some(2));
 }
 
+/// A trace comes with the rates of copies, and behind the figures: where it cannot be written, none is lost.
+#[test]
+fn a_trace_comes_last_and_says_how_fast_copies_were() {
+    let path = std::env::temp_dir().join(format!("roundpipe-trace-{}.json", std::process::id()));
+    let run = |path: &str| {
+        let args = ["bench", "tiny", "--batch", "4", "--seq", "32", "--steps", "1", "--warm-up", "1"];
+        roundpipe(&[&args[..], &["--devices", "cpu", "--trace", path]].concat())
+    };
+    let good = run(&path.display().to_string());
+    assert!(good.status.success() && text(&good.stderr).contains("gradient download: "), "{good:?}");
+    assert!(std::fs::read_to_string(&path).unwrap().contains("traceEvents"));
+    std::fs::remove_file(path).unwrap();
+    let bad = run("/no/such/folder/trace.json");
+    assert!(!bad.status.success() && text(&bad.stderr).lines().last().unwrap().contains("/no/such/folder"));
+    assert!(text(&bad.stdout).lines().last().unwrap().contains("tokens_per_s"));
+}
+
 /// Memory of a GPU is predicted on a machine without one: more tokens take more, and what does not fit is refused.
 #[test]
 fn a_dry_run_says_what_a_step_takes_of_a_gpu() {

@@ -8,7 +8,7 @@ use roundpipe::{
     RunConfig, Worker,
 };
 use roundpipe_models::{Error, Finish, GenerateOptions, Generator, Model, ModelConfig, Sampler, preset};
-use roundpipe_tensor::SimWorld;
+use roundpipe_tensor::{DeviceKind, SimWorld, meta};
 use serde_json::json;
 
 /// A window shorter than the texts, sinks, experts, biases.
@@ -152,4 +152,25 @@ fn keeping_attention_changes_no_bit() {
     assert_eq!(short.0.to_bits(), long.0.to_bits());
     assert!(short.1 == long.1, "gradients differ");
     assert!(short.2 == 0 && long.2 > 0, "{} {}", short.2, long.2);
+}
+
+/// What a model is told of attention reaches the GPU's kernels: their scratch is another.
+#[test]
+fn fast_attention_reaches_the_kernels() {
+    let changes = json!({"num_hidden_layers": 1, "vocab_size": 64, "max_position_embeddings": 2048});
+    let config = preset("qwen3-0.6b").unwrap().with(&changes).unwrap();
+    let mut model = Model::empty(config, DType::BF16).unwrap();
+    let mut peak = |fast: bool| {
+        model.fast_attention(fast);
+        let step = |worker: &Worker| {
+            let mut cx = Cx::train(worker);
+            let ids = cx.zeros(DType::I64, &[1, 2048])?;
+            let loss = model.loss(&mut cx, &ids, &ids).unwrap();
+            cx.backward(&loss).map(drop)
+        };
+        meta::measure(DeviceKind::Cuda, step).unwrap().1.peak
+    };
+    let (exact, fast) = (peak(false), peak(true));
+    // The exact backward keeps two bytes per pair of a query and a key, of 16 heads.
+    assert!(exact > fast + 2 * 16 * 2048 * 2048 / 2, "{exact} and {fast}");
 }

@@ -278,9 +278,12 @@ pub trait Ops: Send + Sync {
     /// From how many rows on a product that is added to a large f32 matrix takes longer to multiply than to read and
     /// write the matrix: products that are cut into chunks of rows have at least so many.
     fn thick(&self) -> usize {
-        256
+        THICK
     }
 }
+
+/// [`Ops::thick`] of a processor.
+pub(crate) const THICK: usize = 256;
 
 /// Reserved device memory; given back when dropped.
 pub struct Arena {

@@ -243,7 +243,7 @@ impl Ops for MetaOps {
     }
 
     fn thick(&self) -> usize {
-        if self.like == DeviceKind::Cuda { cuda::THICK } else { 256 }
+        if self.like == DeviceKind::Cuda { cuda::THICK } else { crate::device::THICK }
     }
 }
 

@@ -386,6 +386,23 @@ impl fmt::Debug for SimLane {
     }
 }
 
+impl SimLane {
+    fn mark(&self) -> Result<Arc<Mark>> {
+        self.world.with(|state| {
+            let error = state.strike(FaultKind::Record, Some(self.number), self.worker(), "event");
+            let mark = state.push_record(self.number);
+            match error {
+                // Callers let go of what their copies touch when this fails.
+                Some(error) => {
+                    state.pass(&mark);
+                    Err(error)
+                }
+                None => Ok(mark),
+            }
+        })
+    }
+}
+
 impl Lane for SimLane {
     fn kind(&self) -> LaneKind {
         self.kind
@@ -416,27 +433,15 @@ impl Lane for SimLane {
     }
 
     fn record(&self) -> Result<Event> {
-        let mark = self.world.with(|state| {
-            let error = state.strike(FaultKind::Record, Some(self.number), self.worker(), "event");
-            let mark = state.push_record(self.number);
-            match error {
-                // Callers let go of what their copies touch when this fails.
-                Some(error) => {
-                    state.pass(&mark);
-                    Err(error)
-                }
-                None => Ok(mark),
-            }
-        })?;
+        let mark = self.mark()?;
         Ok(Event::new(Arc::new(SimEvent { world: self.world.clone(), mark })))
     }
 
     fn fence(&self) -> Result<()> {
-        let event = self.record()?;
-        let Some(event) = event.state().as_any().downcast_ref::<SimEvent>() else { return event.fence() };
+        let mark = self.mark()?;
         self.world.with(|state| {
-            state.pass(&event.mark);
-            state.told_at(&event.mark, true)
+            state.pass(&mark);
+            state.told_at(&mark, true)
         })
     }
 

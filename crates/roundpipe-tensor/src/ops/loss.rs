@@ -288,12 +288,26 @@ impl Fused {
         let buffer = self.buffer(worker, self.acc())?;
         let (losses, lse) = self.target.alloc(worker, Self::OP, self.acc())?;
         for (at, many) in self.chunks(worker) {
-            let logits = self.logits(worker, &buffer, at, many)?;
-            let [labels, losses, lse] = [&self.target.labels, &losses, &lse].map(|t| t.narrowed(0, at, many));
-            let kernel = self.target.options.kernel();
-            worker.launch(&kernel, &[Some(&logits), Some(&labels)], &[Some(&losses), Some(&lse)])?;
+            self.chunk_losses(worker, &buffer, [&losses, &lse], at, many)?;
         }
         Ok((losses, lse))
+    }
+
+    /// Loss and log-sum-exp of a chunk's tokens, into their places; its logits are left in the buffer.
+    fn chunk_losses(
+        &self,
+        worker: &Worker,
+        buffer: &Tensor,
+        to: [&Tensor; 2],
+        at: usize,
+        many: usize,
+    ) -> Result<Tensor> {
+        let logits = self.logits(worker, buffer, at, many)?;
+        let labels = self.target.labels.narrowed(0, at, many);
+        let [losses, lse] = to.map(|t| t.narrowed(0, at, many));
+        let kernel = self.target.options.kernel();
+        worker.launch(&kernel, &[Some(&logits), Some(&labels)], &[Some(&losses), Some(&lse)])?;
+        Ok(logits)
     }
 
     /// Loss of every token, and the gradient of every row by its token's loss, in the accumulator type.
@@ -304,12 +318,10 @@ impl Fused {
         let grads = worker.alloc(Self::OP, self.acc(), *self.x.shape())?;
         let ones = worker.full(self.acc(), Shape::new(&[self.chunk(worker)])?, 1.0)?;
         for (at, many) in self.chunks(worker) {
-            let logits = self.logits(worker, &buffer, at, many)?;
-            let [labels, losses, lse] = [&self.target.labels, &losses, &lse].map(|t| t.narrowed(0, at, many));
-            let kernel = self.target.options.kernel();
-            worker.launch(&kernel, &[Some(&logits), Some(&labels)], &[Some(&losses), Some(&lse)])?;
-            let dlogits =
-                self.dlogits(worker, narrow.as_ref(), &logits, [&labels, &lse, &ones.narrowed(0, 0, many)])?;
+            let logits = self.chunk_losses(worker, &buffer, [&losses, &lse], at, many)?;
+            let [labels, lse] = [&self.target.labels, &lse].map(|t| t.narrowed(0, at, many));
+            let ones = ones.narrowed(0, 0, many);
+            let dlogits = self.dlogits(worker, narrow.as_ref(), &logits, [&labels, &lse, &ones])?;
             multiply_into(worker, &dlogits, &self.weight, &grads.narrowed(0, at, many), 1.0, 0.0)?;
         }
         Ok((losses, grads))

@@ -83,6 +83,24 @@ fn fused_and_plain_agree() {
     }
 }
 
+/// The gradients of the rows alone, for every way in which losses become one.
+#[test]
+fn a_frozen_projection_has_the_rows_gradients() {
+    for options in choices() {
+        for chunk_tokens in [None, Some(4)] {
+            let options = CrossEntropy { chunk_tokens, ..options };
+            let inputs = [randn(4, &[2, 5, 6]), randn(5, &[7, 6]).constant(), labels(&[2, 5])];
+            check(&format!("frozen, {options:?}"), &inputs, |cx, x| {
+                Ok(vec![cx.linear_cross_entropy(&x[0], &x[1], &x[2], options)?])
+            });
+        }
+    }
+    let none = [randn(8, &[0, 6]), randn(9, &[7, 6]).constant(), labels(&[0])];
+    check("frozen, no token", &none, |cx, x| {
+        Ok(vec![cx.linear_cross_entropy(&x[0], &x[1], &x[2], CrossEntropy::default())?])
+    });
+}
+
 /// A frozen projection: the same loss bit for bit, the rows' gradients within rounding, one product less, and no more
 /// than one chunk of logits.
 #[test]

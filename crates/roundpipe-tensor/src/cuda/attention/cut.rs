@@ -17,7 +17,7 @@
 //! the largest GPU, and its additions take 3% of its time; longer blocks of fewer heads would wait for their last tile.
 //!
 //! Where gradients may be added in any order there are no such pairs, only a sum of dq in f32 beside the workspace:
-//! a call is cut over batches and heads alone, and hardly ever.
+//! a call is cut over batches and heads alone, and hardly ever. What is too long even so goes as the exact one does.
 //!
 //! # Invariants
 //! - Cut and scratch depend on the sizes alone.
