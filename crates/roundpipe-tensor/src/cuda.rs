@@ -61,6 +61,8 @@ pub(crate) struct Gpu {
     device: sys::CUdevice,
     context: sys::CUcontext,
     pub(crate) capability: (i32, i32),
+    /// Bytes of shared memory of a processor, for all its blocks.
+    pub(crate) shared_memory: usize,
     functions: Mutex<Table<Unit, Function>>,
     /// Events without timing that nobody holds.
     spare: Mutex<Vec<RawEvent>>,
@@ -122,6 +124,7 @@ impl Gpu {
             let what = format!("compute capability {major}.{minor}; 8.0 (Ampere) or newer is needed");
             return Err(Error::Device { device: card(index), what });
         }
+        let shared_memory = ask(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?;
         let event =
             result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).map_err(fail("make an event"))?;
         // SAFETY: the event was just made; the null stream belongs to the current context.
@@ -133,6 +136,7 @@ impl Gpu {
             device,
             context,
             capability: (major, minor),
+            shared_memory: usize::try_from(shared_memory).unwrap_or(0),
             functions: Mutex::default(),
             spare: Mutex::default(),
             lost: OnceLock::new(),

@@ -83,6 +83,38 @@ fn block_borders() {
     }
 }
 
+/// Half precision at the widths of tensor cores, around the borders of their tiles: all masks, scores that are turned
+/// around or do not count, sequences in a row.
+#[test]
+fn tensor_core_tiles() {
+    let strict = Strict { differences: false, dtypes: &[DType::BF16, DType::F16], ..Strict::default() };
+    let sizes = [(63, 63), (64, 64), (65, 129), (127, 128), (129, 129), (200, 70), (1, 300), (260, 260)];
+    let widths = [(64, 64), (128, 128), (96, 96), (40, 24), (128, 64), (32, 32)];
+    let hows = [
+        CAUSAL,
+        FULL,
+        Attention { window: Some(40), ..CAUSAL },
+        Attention { window: Some(150), ..FULL },
+        Attention { scale: Some(-0.2), ..CAUSAL },
+        Attention { scale: Some(0.0), ..CAUSAL },
+    ];
+    for (i, (sq, sk)) in sizes.into_iter().enumerate() {
+        for (j, how) in hows.into_iter().enumerate() {
+            let (d, dv) = widths[(i + j) % widths.len()];
+            let mut inputs = qkv(1, sq, sk, (4, 2), d, dv);
+            if (i + j) % 2 == 0 {
+                inputs.push(values(&quiet(4, 4), &[4]));
+            }
+            check_with(&format!("{sq} by {sk}, {d} and {dv} wide, {how:?}"), &inputs, strict, attend(how));
+        }
+    }
+    for (d, how) in [(64, hows[0]), (128, hows[2]), (128, hows[1])] {
+        let mut inputs = qkv(1, 330, 400, (4, 2), d, d);
+        inputs.extend([lens(&[2, 2, 65, 194, 195, 320]), lens(&[0, 7, 71, 199, 199, 390])]);
+        check_with(&format!("in a row, {d} wide, {how:?}"), &inputs, strict, attend(how));
+    }
+}
+
 /// softmax(q kᵀ) v with a sink, written as its definition, for the inputs of [`block_borders`].
 fn naive(sq: usize, sk: usize, how: &Attention<'_>) -> Vec<f64> {
     let (heads, d, dv) = (2, 5, 3);
@@ -174,7 +206,18 @@ fn packed_sequences() {
 /// A row's bits depend on its own sequence alone: packed, alone and in a batch they are the same.
 #[test]
 fn packing_and_batching_change_no_bits() {
-    let (heads, d) = (2, 9);
+    for (dtype, width) in [(DType::F32, 9), (DType::BF16, 9), (DType::BF16, 64)] {
+        packing_changes_no_bits(&worker(2), &worker(1), dtype, width);
+    }
+    // Widths of every kind of kernel, which are no sizes of a library.
+    let Some((worker, _turn)) = bed::gpu_alone() else { return };
+    for (dtype, width) in [(DType::F32, 9), (DType::BF16, 9), (DType::BF16, 64), (DType::F16, 128)] {
+        packing_changes_no_bits(worker, worker, dtype, width);
+    }
+}
+
+fn packing_changes_no_bits(worker: &Worker, other: &Worker, dtype: DType, d: usize) {
+    let heads = 2;
     let sizes = [(1, 1), (70, 70), (64, 200), (130, 129)];
     let ends = |f: fn(&(usize, usize)) -> usize| -> Vec<i64> {
         std::iter::once(0)
@@ -186,33 +229,28 @@ fn packing_and_batching_change_no_bits() {
     };
     let (lens_q, lens_k) = (ends(|s| s.0), ends(|s| s.1));
     let total = |lens: &[i64]| *lens.last().unwrap() as usize;
-    for dtype in [DType::F32, DType::BF16] {
-        let mut all = qkv(1, total(&lens_q), total(&lens_k), (heads, heads), d, d);
-        all.extend([lens(&lens_q), lens(&lens_k)]);
-        let packed = run(&worker(2), &all, dtype, &forward_only, true).unwrap();
-        for (i, (sq, sk)) in sizes.into_iter().enumerate() {
-            let part = |seed: u64, lens: &[i64], rows: usize, copies: usize| {
-                let width = heads * d;
-                let all = quiet(seed, total(lens) * width);
-                let one = &all[lens[i] as usize * width..][..rows * width];
-                values(&one.repeat(copies), &[copies, rows, heads, d])
-            };
-            for copies in [1, 3] {
-                let alone = [
-                    part(1, &lens_q, sq, copies),
-                    part(2, &lens_k, sk, copies),
-                    part(3, &lens_k, sk, copies),
-                ];
-                let out = run(&worker(1), &alone, dtype, &forward_only, true).unwrap();
-                let pairs = [(0, &lens_q, sq), (1, &lens_k, sk), (2, &lens_k, sk)];
-                for (t, lens, rows) in pairs {
-                    let (at, len) = (lens[i] as usize * heads * d, rows * heads * d);
-                    let name = format!("{dtype} sequence {i}, {copies} copies, gradient {t}");
-                    assert_eq!(out.grads[t][..len], packed.grads[t][at..at + len], "{name}");
-                }
-                let (at, len) = (lens_q[i] as usize * heads * d, sq * heads * d);
-                assert_eq!(out.outputs[0][..len], packed.outputs[0][at..at + len], "{dtype} sequence {i}");
+    let mut all = qkv(1, total(&lens_q), total(&lens_k), (heads, heads), d, d);
+    all.extend([lens(&lens_q), lens(&lens_k)]);
+    let packed = run(worker, &all, dtype, &forward_only, true).unwrap();
+    for (i, (sq, sk)) in sizes.into_iter().enumerate() {
+        let part = |seed: u64, lens: &[i64], rows: usize, copies: usize| {
+            let width = heads * d;
+            let all = quiet(seed, total(lens) * width);
+            let one = &all[lens[i] as usize * width..][..rows * width];
+            values(&one.repeat(copies), &[copies, rows, heads, d])
+        };
+        for copies in [1, 3] {
+            let alone =
+                [part(1, &lens_q, sq, copies), part(2, &lens_k, sk, copies), part(3, &lens_k, sk, copies)];
+            let out = run(other, &alone, dtype, &forward_only, true).unwrap();
+            for (t, lens, rows) in [(0, &lens_q, sq), (1, &lens_k, sk), (2, &lens_k, sk)] {
+                let (at, len) = (lens[i] as usize * heads * d, rows * heads * d);
+                let name = format!("{dtype}, {d} wide, sequence {i}, {copies} copies, gradient {t}");
+                assert!(out.grads[t][..len] == packed.grads[t][at..at + len], "{name}");
             }
+            let (at, len) = (lens_q[i] as usize * heads * d, sq * heads * d);
+            let same = out.outputs[0][..len] == packed.outputs[0][at..at + len];
+            assert!(same, "{dtype}, {d} wide, sequence {i}");
         }
     }
 }

@@ -11,8 +11,10 @@ const GENERAL: &str =
 const TENSOR: &str =
     concat!(include_str!("../kernels/attention.cuh"), include_str!("../kernels/attention_mma.cu"));
 
-/// Rows of a block, and columns of a general block's result.
+/// Rows of a general block, and columns of its result.
 const TILE: usize = 64;
+/// Shared memory that a driver keeps for itself in every block.
+const RESERVED: usize = 1024;
 /// The widest head that the tensor cores' kernels hold in registers.
 const WIDEST: usize = 128;
 
@@ -33,6 +35,16 @@ enum Tensor {
     Forward,
     Dq,
     Dkv,
+}
+
+/// What a kernel of attention_mma.cu is made for.
+#[derive(Clone, Copy, PartialEq, Debug)]
+struct Tiles {
+    /// Rows of a block, and rows of the other side that come together.
+    rows: usize,
+    columns: usize,
+    /// Of queries and keys, and of values; multiples of 32.
+    widths: (usize, usize),
 }
 
 impl General {
@@ -60,24 +72,51 @@ impl General {
 impl Tensor {
     const ALL: [Self; 3] = [Self::Forward, Self::Dq, Self::Dkv];
 
-    fn unit(self, dtype: DType, widths: (usize, usize)) -> Unit {
+    fn unit(self, dtype: DType, tiles: &Tiles) -> Unit {
         let entry = match self {
             Self::Forward => "attention_mma_forward",
             Self::Dq => "attention_mma_dq",
             Self::Dkv => "attention_mma_dkv",
         };
-        let unit =
-            Unit::new("attention_mma", TENSOR, entry).with("TYPE", c_type(dtype)).with("PART", self as u32);
-        unit.with("D", widths.0).with("DV", widths.1)
+        Unit::new("attention_mma", TENSOR, entry)
+            .with("TYPE", c_type(dtype))
+            .with("PART", self as u32)
+            .with("D", tiles.widths.0)
+            .with("DV", tiles.widths.1)
+            .with("ROWS", tiles.rows)
+            .with("COLS", tiles.columns)
     }
 
-    /// Shared memory: what stays, twice what passes by, and in dk, dv the statistics of what passes by.
-    fn shared(self, (d, dv): (usize, usize)) -> u32 {
-        let (ld, ldv) = (d + 8, dv + 8);
-        let columns = if self == Self::Forward || (d <= 64 && dv <= 64) { 64 } else { 32 };
-        let stays = TILE * if self == Self::Forward { ld } else { ld + ldv };
-        let stats = if self == Self::Dkv { 4 * columns * 4 } else { 0 };
-        ((stays + 2 * columns * (ld + ldv)) * 2 + stats) as u32
+    /// The sizes of its tiles: large ones, and smaller ones for cards with less shared memory.
+    fn choices(self, widths: (usize, usize)) -> [Tiles; 2] {
+        let narrow = widths.0.max(widths.1) <= TILE;
+        let sizes = match (self, narrow) {
+            (Self::Forward, true) => [(128, 128), (64, 64)],
+            (Self::Forward, false) => [(128, 64), (64, 64)],
+            (Self::Dq, true) => [(128, 64), (128, 32)],
+            (Self::Dq, false) => [(128, 32), (64, 32)],
+            (Self::Dkv, _) => [(64, 64), (64, 32)],
+        };
+        sizes.map(|(rows, columns)| Tiles { rows, columns, widths })
+    }
+
+    /// The first choice of which a processor holds two blocks, so that one multiplies while the other waits; the
+    /// first of all where it holds two of none.
+    fn tiles(self, widths: (usize, usize), shared_memory: usize) -> Tiles {
+        let choices = self.choices(widths);
+        let twice = |tiles: &&Tiles| 2 * (self.shared(tiles) as usize + RESERVED) <= shared_memory;
+        *choices.iter().find(twice).unwrap_or(&choices[0])
+    }
+
+    /// Shared memory: what stays, what passes by (twice, in the backward), and in dk, dv the statistics of that.
+    fn shared(self, tiles: &Tiles) -> u32 {
+        let (d, dv) = tiles.widths;
+        let (stays, passes) = match self {
+            Self::Forward => (tiles.rows * d.max(dv), tiles.columns * (d + dv)),
+            _ => (tiles.rows * (d + dv), 2 * tiles.columns * (d + dv)),
+        };
+        let stats = if self == Self::Dkv { 4 * tiles.columns * 4 } else { 0 };
+        ((stays + passes) * 2 + stats) as u32
     }
 }
 
@@ -91,8 +130,9 @@ pub(super) fn units() -> Vec<Unit> {
         (DType::BF16, [(64, 64), (96, 96), (128, 128), (32, 32), (128, 64)].as_slice()),
         (DType::F16, &[(64, 64), (128, 128)]),
     ] {
-        for widths in widths {
-            units.extend(Tensor::ALL.map(|kernel| kernel.unit(dtype, *widths)));
+        for (kernel, widths) in Tensor::ALL.iter().flat_map(|kernel| widths.iter().map(move |w| (kernel, w)))
+        {
+            units.extend(kernel.choices(*widths).map(|tiles| kernel.unit(dtype, &tiles)));
         }
     }
     units
@@ -154,16 +194,16 @@ impl Problem {
     }
 
     /// Tiles of `rows` that may have something to do; attention.cuh says why these are enough.
-    fn slots(&self, rows: usize) -> usize {
+    fn slots(&self, rows: usize, tile: usize) -> usize {
         match self.lens {
-            Some((_, _, sequences)) => rows / TILE + sequences + 2,
-            None => rows.div_ceil(TILE),
+            Some((_, _, sequences)) => rows / tile + sequences + 2,
+            None => rows.div_ceil(tile),
         }
     }
 
-    /// Blocks over tiles, heads and batches, by `columns` pieces of the result.
-    fn grid(&self, rows: usize, heads: usize, columns: usize) -> [u32; 3] {
-        [(self.slots(rows) * heads * self.batch) as u32, columns as u32, 1]
+    /// Blocks over slots, heads and batches, by `columns` pieces of the result.
+    fn grid(&self, slots: usize, heads: usize, columns: usize) -> [u32; 3] {
+        [(slots * heads * self.batch) as u32, columns as u32, 1]
     }
 
     /// The widths that the tensor cores' kernels are made for, where they fit all of these operands.
@@ -197,18 +237,19 @@ pub(super) fn delta_bytes(q: &View) -> usize {
 pub(super) unsafe fn forward(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> {
     let p = Problem::new(call, spec, 4);
     let (q, k, v, o) = (call.src(0), call.src(1), call.src(2), call.dst(0));
-    let mut args = Args::new().words(&p.words()).view(q).view(k).view(v).maybe(call.maybe_src(3)).view(o);
-    args = args.ptr(call.dst(1).ptr).size(p.slots(p.queries));
-    args = args.ptr(call.alarm.device).u32(call.alarm.code(call.kernel.name()));
-    let widths = p.tensor_widths(&[q, k, v, o]);
-    let (unit, block, shared, columns) = match widths {
-        Some(widths) => (Tensor::Forward.unit(q.dtype, widths), 128, Tensor::Forward.shared(widths), 1),
+    let tiles = p.tensor_widths(&[q, k, v, o]).map(|w| Tensor::Forward.tiles(w, call.gpu.shared_memory));
+    let (unit, block, shared, columns) = match &tiles {
+        Some(tiles) => (Tensor::Forward.unit(q.dtype, tiles), 128, Tensor::Forward.shared(tiles), 1),
         None => {
             let columns = p.value_width.div_ceil(TILE).max(1);
             (General::Forward.unit(q.dtype), 256, General::Forward.shared(q.dtype), columns)
         }
     };
-    let grid = p.grid(p.queries, p.heads, columns);
+    let slots = p.slots(p.queries, tiles.map_or(TILE, |tiles| tiles.rows));
+    let mut args = Args::new().words(&p.words()).view(q).view(k).view(v).maybe(call.maybe_src(3)).view(o);
+    args = args.ptr(call.dst(1).ptr).size(slots);
+    args = args.ptr(call.alarm.device).u32(call.alarm.code(call.kernel.name()));
+    let grid = p.grid(slots, p.heads, columns);
     // SAFETY: the arguments are those of both kernels' parameters; the operands are the caller's promise.
     unsafe { call.launch(&unit, grid, [block, 1, 1], shared, &mut args) }
 }
@@ -278,23 +319,51 @@ unsafe fn products(call: &Call<'_>, p: &Problem, delta: u64) -> Result<()> {
     let (q, k, v, lse, d_o) = (call.src(0), call.src(1), call.src(2), call.src(4), call.src(5));
     let (dq, dk, dv) = (call.dst(0), call.dst(1), call.dst(2));
     let args = || Args::new().words(&p.words()).view(q).view(k).view(v).view(d_o).ptr(lse.ptr).ptr(delta);
-    let mut dq_args = args().view(dq).size(p.slots(p.queries));
-    let mut dkv_args = args().view(dk).view(dv).size(p.slots(p.keys));
-    if let Some(widths) = p.tensor_widths(&[q, k, v, d_o, dq, dk, dv]) {
-        let (dq, dkv) = (Tensor::Dq.unit(q.dtype, widths), Tensor::Dkv.unit(q.dtype, widths));
-        let (dq_grid, dkv_grid) = (p.grid(p.queries, p.heads, 1), p.grid(p.keys, p.key_heads, 1));
+    let tensor = p.tensor_widths(&[q, k, v, d_o, dq, dk, dv]);
+    let [by_query, by_key] =
+        [Tensor::Dq, Tensor::Dkv].map(|part| tensor.map(|widths| part.tiles(widths, call.gpu.shared_memory)));
+    let rows = |tiles: Option<Tiles>| tiles.map_or(TILE, |tiles| tiles.rows);
+    let dq_slots = p.slots(p.queries, rows(by_query));
+    let dkv_slots = p.slots(p.keys, rows(by_key));
+    let mut dq_args = args().view(dq).size(dq_slots);
+    let mut dkv_args = args().view(dk).view(dv).size(dkv_slots);
+    if let Some((by_query, by_key)) = by_query.zip(by_key) {
+        let (dq, dkv) = (Tensor::Dq.unit(q.dtype, &by_query), Tensor::Dkv.unit(q.dtype, &by_key));
+        let (dq_shared, dkv_shared) = (Tensor::Dq.shared(&by_query), Tensor::Dkv.shared(&by_key));
+        let (dq_grid, dkv_grid) = (p.grid(dq_slots, p.heads, 1), p.grid(dkv_slots, p.key_heads, 1));
         // SAFETY: the arguments are the kernels' parameters; the operands are the caller's promise.
         return unsafe {
-            call.launch(&dq, dq_grid, [128, 1, 1], Tensor::Dq.shared(widths), &mut dq_args)?;
-            call.launch(&dkv, dkv_grid, [128, 1, 1], Tensor::Dkv.shared(widths), &mut dkv_args)
+            call.launch(&dq, dq_grid, [128, 1, 1], dq_shared, &mut dq_args)?;
+            call.launch(&dkv, dkv_grid, [128, 1, 1], dkv_shared, &mut dkv_args)
         };
     }
-    let dq_grid = p.grid(p.queries, p.heads, p.width.div_ceil(TILE));
-    let dkv_grid = p.grid(p.keys, p.key_heads, p.width.max(p.value_width).div_ceil(TILE));
+    let dq_grid = p.grid(dq_slots, p.heads, p.width.div_ceil(TILE));
+    let dkv_grid = p.grid(dkv_slots, p.key_heads, p.width.max(p.value_width).div_ceil(TILE));
     let (dq, dkv) = (General::Dq.unit(q.dtype), General::Dkv.unit(q.dtype));
     // SAFETY: as above.
     unsafe {
         call.launch(&dq, dq_grid, [256, 1, 1], General::Dq.shared(q.dtype), &mut dq_args)?;
         call.launch(&dkv, dkv_grid, [256, 1, 1], General::Dkv.shared(q.dtype), &mut dkv_args)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Which tiles cards get, by their shared memory per processor: no block asks for more than the card gives one.
+    #[test]
+    fn tiles_fit_every_card() {
+        for (kib, rows) in [(228, [128, 128, 64]), (164, [128, 64, 64]), (100, [64, 128, 64])] {
+            let wide = Tensor::ALL.map(|part| part.tiles((128, 128), kib << 10).rows);
+            assert_eq!(wide, rows, "{kib} KiB");
+        }
+        for widths in [(32, 32), (64, 64), (96, 96), (128, 64), (64, 128), (128, 128)] {
+            for (part, kib) in Tensor::ALL.iter().flat_map(|part| [100, 128, 164, 228].map(|kib| (part, kib)))
+            {
+                let tiles = part.tiles(widths, kib << 10);
+                assert!(part.shared(&tiles) as usize + RESERVED <= kib << 10, "{tiles:?}, {kib} KiB");
+            }
+        }
     }
 }
