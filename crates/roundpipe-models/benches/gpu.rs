@@ -153,35 +153,34 @@ fn attention(worker: &Worker) -> Res<()> {
     Ok(())
 }
 
-/// What attention of other kinds takes, in milliseconds and in operations of the pairs that are seen: sinks, a window,
-/// sequences packed into one row.
+/// What attention of other kinds takes, in milliseconds and in operations of the pairs that are seen: sinks, windows,
+/// sequences packed into one row, and lengths that are no library's.
 fn variants(worker: &Worker) -> Res<()> {
-    let (s, hq, hk, d) = (4096usize, 64, 8, 64);
-    let (q, k) = (randn(worker, &[2, s, hq, d])?, randn(worker, &[2, s, hk, d])?);
-    let sinks = randn(worker, &[hq])?;
+    let s = 4096usize;
     let causal = Attention { causal: true, ..Attention::default() };
-    let half = (2 * hq * s * s / 2 * d) as f64;
+    let pairs = |b: usize, s: usize, seen: usize, h: usize, d: usize| (b * h * s * seen * d) as f64;
+    let (q, k) = (randn(worker, &[2, s, 64, 64])?, randn(worker, &[2, s, 8, 64])?);
+    let sinks = randn(worker, &[64])?;
     let sunk = Attention { sinks: Some(&sinks), ..causal };
-    shown(worker, "2 x 64/8 x 4096 x 64, sinks", (&q, &k), &sunk, half)?;
+    shown(worker, "2 x 64/8 x 4096 x 64, sinks", (&q, &k), &sunk, pairs(2, s, s / 2, 64, 64))?;
     let narrow = Attention { window: Some(128), ..sunk };
-    shown(
-        worker,
-        "2 x 64/8 x 4096 x 64, sinks, window 128",
-        (&q, &k),
-        &narrow,
-        (2 * hq * s * 128 * d) as f64,
-    )?;
-    let (q, k) = (randn(worker, &[1, 4 * s, 16, 128])?, randn(worker, &[1, 4 * s, 8, 128])?);
+    let name = "2 x 64/8 x 4096 x 64, sinks, window 128";
+    shown(worker, name, (&q, &k), &narrow, pairs(2, s, 128, 64, 64))?;
+    let operands = |b, s| -> Res<(Tensor, Tensor)> {
+        Ok((randn(worker, &[b, s, 16, 128])?, randn(worker, &[b, s, 8, 128])?))
+    };
+    let (q, k) = operands(4, s)?;
+    let wide = Attention { window: Some(1024), ..causal };
+    let seen = 1024 - 1024 / 8;
+    shown(worker, "4 x 16/8 x 4096 x 128, window 1024", (&q, &k), &wide, pairs(4, s, seen, 16, 128))?;
+    let (q, k) = operands(4, 4000)?;
+    shown(worker, "4 x 16/8 x 4000 x 128", (&q, &k), &causal, pairs(4, 4000, 2000, 16, 128))?;
+    let (q, k) = operands(1, 4 * s)?;
     let ends: Vec<i32> = (0..=4).map(|i| i * s as i32).collect();
     let ends = worker.upload(&ends, Shape::new(&[5])?)?;
     let packed = Attention { lens: Some((&ends, &ends)), ..causal };
-    shown(
-        worker,
-        "4 x 4096 tokens in a row, 16/8 x 128",
-        (&q, &k),
-        &packed,
-        (4 * 16 * s * s / 2 * 128) as f64,
-    )
+    let name = "4 x 4096 tokens in a row, 16/8 x 128";
+    shown(worker, name, (&q, &k), &packed, pairs(4, s, s / 2, 16, 128))
 }
 
 fn shown(

@@ -2,11 +2,11 @@
 //!
 //! Taken: bf16 and f16, widths 64 and 128 alike for keys and values, lengths that are multiples of 128, full or causal
 //! with as many queries as keys, grouped heads, sinks (which the caller adds). Not taken: windows, packed sequences; our
-//! own kernels have them.
+//! own kernels have them. Other lengths would be taken too, but every length wants plans of its own, up to a second
+//! each, and batches whose lengths differ would wait for new plans at every step.
 //!
-//! The backward is the one that repeats bit for bit, unless any order of its sums will do:
-//! dq is multiplied straight from the scores' gradients, which the
-//! library then keeps in its workspace, so it goes in pieces ([`Cut`]). A piece's graph takes the statistics of whole
+//! The backward is the one that repeats bit for bit, unless any order of its sums will do: dq is multiplied straight
+//! from the scores' gradients, which the library then keeps in its workspace, so it goes in pieces ([`Cut`]). A piece's graph takes the statistics of whole
 //! rows, so the weights of its pairs are those of the whole, whichever keys it holds.
 //!
 //! # Invariants
