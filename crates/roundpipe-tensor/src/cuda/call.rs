@@ -212,6 +212,12 @@ impl Args {
 /// The types that kernels of real numbers come in.
 pub(crate) const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::BF16, DType::F16];
 
+/// Whether a processor with so much shared memory holds two blocks that want `block` bytes each. The driver keeps 1 KiB
+/// of every block for itself.
+pub fn holds_two(shared_memory: usize, block: u32) -> bool {
+    2 * (block as usize + 1024) <= shared_memory
+}
+
 /// The name of a type in common.cuh.
 pub(crate) fn c_type(dtype: DType) -> &'static str {
     match dtype {

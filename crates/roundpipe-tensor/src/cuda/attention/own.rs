@@ -1,6 +1,6 @@
 //! Our own kernels: which of them fits, and how they are launched.
 
-use crate::cuda::call::{Args, Call, c_type};
+use crate::cuda::call::{Args, Call, c_type, holds_two};
 use crate::cuda::compile::Unit;
 use crate::dtype::DType;
 use crate::error::Result;
@@ -13,8 +13,6 @@ const TENSOR: &str =
 
 /// Rows of a general block, and columns of its result.
 const TILE: usize = 64;
-/// Shared memory that a driver keeps for itself in every block.
-const RESERVED: usize = 1024;
 /// The widest head that the tensor cores' kernels hold in registers.
 const WIDEST: usize = 128;
 
@@ -104,7 +102,7 @@ impl Tensor {
     /// first of all where it holds two of none.
     fn tiles(self, widths: (usize, usize), shared_memory: usize) -> Tiles {
         let choices = self.choices(widths);
-        let twice = |tiles: &&Tiles| 2 * (self.shared(tiles) as usize + RESERVED) <= shared_memory;
+        let twice = |tiles: &&Tiles| holds_two(shared_memory, self.shared(tiles));
         *choices.iter().find(twice).unwrap_or(&choices[0])
     }
 
@@ -362,7 +360,8 @@ mod tests {
             for (part, kib) in Tensor::ALL.iter().flat_map(|part| [100, 128, 164, 228].map(|kib| (part, kib)))
             {
                 let tiles = part.tiles(widths, kib << 10);
-                assert!(part.shared(&tiles) as usize + RESERVED <= kib << 10, "{tiles:?}, {kib} KiB");
+                // All but 1 KiB of it is a block's.
+                assert!(part.shared(&tiles) as usize <= (kib - 1) << 10, "{tiles:?}, {kib} KiB");
             }
         }
     }

@@ -4,7 +4,7 @@
 //! grid has room for as many tiles as any bounds can need, and a block without a tile ends at once. Bounds that
 //! do not ascend from 0 within the rows raise the alarm; what they ask for is cut to what exists.
 
-use crate::cuda::call::{Args, Call, c_type};
+use crate::cuda::call::{Args, Call, c_type, holds_two};
 use crate::cuda::compile::Unit;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -20,16 +20,25 @@ const MMA_TEXT: &str =
 
 /// Rows and columns of a tile by tensor cores.
 const SIDE: usize = 128;
-/// Three stages of a left and a right tile of 5120 elements of 2 bytes.
-const SHARED_BYTES: u32 = 3 * 2 * 5120 * 2;
+/// A left and a right tile of 5120 elements of 2 bytes, which wait in shared memory together.
+const STAGE_BYTES: u32 = 2 * 5120 * 2;
+
+/// Stages: three where a processor holds two such blocks, so that one multiplies while the other waits.
+fn stages(shared_memory: usize) -> u32 {
+    if holds_two(shared_memory, 3 * STAGE_BYTES) { 3 } else { 2 }
+}
 
 pub(super) fn units() -> Vec<Unit> {
     let wide = [DType::F32, DType::F64].into_iter();
     let mut units: Vec<Unit> =
         wide.flat_map(|t| [plain(t, t, "grouped"), plain(t, t, "grouped_grad")]).collect();
     for t in [DType::BF16, DType::F16] {
-        for out in [t, DType::F32] {
-            units.extend([forward_unit(t, out, false), forward_unit(t, out, true), gradient_unit(t, out)]);
+        for (out, stages, fast) in
+            [(t, 2, true), (DType::F32, 3, true), (t, 3, false), (DType::F32, 2, false)]
+        {
+            let made = |entry| mma(t, out, entry, stages, fast);
+            units.extend([false, true].map(|by_depth| forward_unit(made("grouped_mma"), by_depth)));
+            units.push(made("grouped_grad_mma"));
         }
     }
     units
@@ -39,17 +48,16 @@ fn plain(src: DType, dst: DType, entry: &'static str) -> Unit {
     Unit::new("grouped", PLAIN_TEXT, entry).with("IN", c_type(src)).with("OUT", c_type(dst))
 }
 
-fn mma(src: DType, dst: DType, entry: &'static str) -> Unit {
-    let half = u8::from(src == DType::F16);
-    Unit::new("grouped_mma", MMA_TEXT, entry).with("OUT", c_type(dst)).with("HALF", half)
+fn mma(src: DType, dst: DType, entry: &'static str, stages: u32, fast: bool) -> Unit {
+    Unit::new("grouped_mma", MMA_TEXT, entry)
+        .with("OUT", c_type(dst))
+        .with("HALF", u8::from(src == DType::F16))
+        .with("STAGES", stages)
+        .with("FAST", u8::from(fast))
 }
 
-fn forward_unit(src: DType, dst: DType, by_depth: bool) -> Unit {
-    mma(src, dst, "grouped_mma").with("FORWARD", 1).with("RIGHT_BY_DEPTH", u8::from(by_depth))
-}
-
-fn gradient_unit(src: DType, dst: DType) -> Unit {
-    mma(src, dst, "grouped_grad_mma")
+fn forward_unit(unit: Unit, by_depth: bool) -> Unit {
+    unit.with("FORWARD", 1).with("RIGHT_BY_DEPTH", u8::from(by_depth))
 }
 
 fn is_narrow(dtype: DType) -> bool {
@@ -102,15 +110,14 @@ pub(super) unsafe fn forward(call: &Call<'_>) -> Result<()> {
     // Lines along the columns where they lie so, along the depth else.
     let by_depth = sw[2] != 1;
     let (line, step) = if by_depth { (sw[2], sw[1]) } else { (sw[1], sw[2]) };
-    let x_fast = i32::from(is_fast(x, sx[1], &sx[..1]));
-    let w_fast = i32::from(is_fast(w, step, &[line, sw[0]]));
+    let fast = is_fast(x, sx[1], &sx[..1]) && is_fast(w, step, &[line, sw[0]]);
     let paired = i32::from(is_paired(y, 1, &[n as i64]));
-    let args = Args::new().ptr(x.ptr).i64(sx[0]).i64(sx[1]).i32(x_fast);
-    let args = args.ptr(w.ptr).i64(sw[0]).i64(line).i64(step).i32(w_fast);
+    let args = Args::new().ptr(x.ptr).i64(sx[0]).i64(sx[1]).ptr(w.ptr).i64(sw[0]).i64(line).i64(step);
     let args = args.ptr(offsets.ptr).ptr(y.ptr).i32(t).i32(e as i32).size(k).size(n).i32(paired);
-    let unit = forward_unit(x.dtype, y.dtype, by_depth);
+    let stages = stages(call.gpu.shared_memory);
+    let unit = forward_unit(mma(x.dtype, y.dtype, "grouped_mma", stages, fast), by_depth);
     // SAFETY: as above.
-    unsafe { call.launch(&unit, grid, [256, 1, 1], SHARED_BYTES, &mut args.ptr(alarm).u32(code)) }
+    unsafe { call.launch(&unit, grid, [128, 1, 1], stages * STAGE_BYTES, &mut args.ptr(alarm).u32(code)) }
 }
 
 /// # Safety
@@ -144,12 +151,12 @@ pub(super) unsafe fn gradient(call: &Call<'_>, accumulate: bool) -> Result<()> {
         // SAFETY: the arguments are the kernel's; operands have these shapes by contract; blocks write their own tiles.
         return unsafe { call.launch(&unit, grid, [256, 1, 1], 0, &mut result(args).ptr(alarm).u32(code)) };
     }
-    let fast = |view: &View, strides: &[i64]| i32::from(is_fast(view, strides[1], &strides[..1]));
+    let fast = is_fast(a, sa[1], &sa[..1]) && is_fast(b, sb[1], &sb[..1]);
     let paired = i32::from(is_paired(dw, col, &[row, sd[0]]));
-    let args = Args::new().ptr(a.ptr).i64(sa[0]).i64(sa[1]).i32(fast(a, &sa));
-    let args = args.ptr(b.ptr).i64(sb[0]).i64(sb[1]).i32(fast(b, &sb));
+    let args = Args::new().ptr(a.ptr).i64(sa[0]).i64(sa[1]).ptr(b.ptr).i64(sb[0]).i64(sb[1]);
     let args = result(args).i32(paired).ptr(alarm).u32(code);
-    let unit = gradient_unit(a.dtype, dw.dtype);
+    let stages = stages(call.gpu.shared_memory);
+    let unit = mma(a.dtype, dw.dtype, "grouped_grad_mma", stages, fast);
     // SAFETY: as above.
-    unsafe { call.launch(&unit, grid, [256, 1, 1], SHARED_BYTES, &mut { args }) }
+    unsafe { call.launch(&unit, grid, [128, 1, 1], stages * STAGE_BYTES, &mut { args }) }
 }
