@@ -105,6 +105,32 @@ fn products(worker: &Worker) -> Res<()> {
         let burst = rested(worker, || cx.linear(&x, &w, None).map(drop))?;
         println!("product {m} x {k} x {n} bf16: {:.0} TFLOP/s, rested {:.0}", rate(ms), rate(burst));
     }
+    experts(worker)
+}
+
+/// Products of rows that are sorted by expert: forward, and both gradients.
+fn experts(worker: &Worker) -> Res<()> {
+    let (rows, experts) = (1usize << 17, 128usize);
+    let ends: Vec<i32> = (0..=experts).map(|i| (i * rows / experts) as i32).collect();
+    let ends = worker.upload(&ends, Shape::new(&[experts + 1])?)?;
+    for (k, n) in [(2048, 768), (768, 2048)] {
+        let (x, w) = (randn(worker, &[rows, k])?, randn(worker, &[experts, n, k])?);
+        let dy = randn(worker, &[rows, n])?;
+        let rate = |products: f64, ms: f64| products * 2.0 * (rows * k * n) as f64 / ms / 1e9;
+        let mut cx = Cx::new(worker, false, true);
+        let forward = time(worker, 10, || cx.grouped_linear(&x, &w, &ends, None).map(drop))?;
+        let both = time(worker, 10, || {
+            let mut cx = Cx::train(worker);
+            let (x, w) = (cx.input(&x)?, cx.input(&w)?);
+            let y = cx.grouped_linear(&x, &w, &ends, None)?;
+            cx.backward_from(&[(y, dy.clone())]).map(drop)
+        })?;
+        println!(
+            "product of {experts} experts, {rows} x {k} x {n} bf16: forward {:.0} TFLOP/s, with gradients {:.0}",
+            rate(1.0, forward),
+            rate(3.0, both)
+        );
+    }
     Ok(())
 }
 
