@@ -3,7 +3,8 @@
 //! Drivers pin less than there is: WSL2 and some containers allow about a GiB. A buffer asked for with [`Pin::Try`]
 //! that the driver has no more for is pageable, and so is every such buffer after it on that device: asking again
 //! costs time and gives crumbs. What was refused is kept in [`Pins`], so that a program can say it. A pin that was
-//! asked for by name ([`Pin::Alloc`], [`Pin::Register`]) and cannot be had is an error.
+//! asked for by name ([`Pin::Alloc`], [`Pin::Register`]) and cannot be had is an error. So is a buffer that the system
+//! has no room for either: pageable memory is given out before it is there, and whoever fills it would be killed.
 //!
 //! # Copies of pageable memory
 //! A driver stages them: an upload may read its source when it is queued, before what its lane waits for. So the host
@@ -83,13 +84,20 @@ impl Ledger {
             return HostBuf::zeroed(name, 0);
         }
         let pageable = || Ok(self.count(HostBuf::zeroed(name, bytes)?, false));
-        if pin == Pin::Off || (pin == Pin::Try && self.lock().refused.is_some()) {
+        if pin == Pin::Off {
+            return pageable();
+        }
+        let refused = self.lock().refused.clone();
+        if let (Pin::Try, Some(why)) = (pin, refused) {
+            has_room(bytes as u64, &why, available())?;
             return pageable();
         }
         match lock() {
             Ok(buf) => Ok(self.count(buf, true)),
             Err(Refusal { error, scarce: true }) if pin == Pin::Try => {
-                self.lock().refused.get_or_insert_with(|| error.to_string());
+                let why = error.to_string();
+                has_room(bytes as u64, &why, available())?;
+                self.lock().refused.get_or_insert(why);
                 pageable()
             }
             Err(Refusal { error: Error::Device { device, what }, scarce: true }) => {
@@ -105,6 +113,24 @@ impl Ledger {
         counted.sum(&mut self.lock()).0 += counted.bytes;
         buf.owned_by(pinned, Box::new(counted))
     }
+}
+
+/// Whether the system has so much memory left, where it tells; `why` the driver pins none is said with the error.
+fn has_room(bytes: u64, why: &str, available: Option<u64>) -> Result<()> {
+    let Some(left) = available.filter(|left| *left < bytes) else { return Ok(()) };
+    let what = format!("{} are left; {why}", Bytes(left));
+    let source = std::io::Error::new(std::io::ErrorKind::OutOfMemory, what);
+    Err(Error::HostMemory { what: "a buffer", need: Bytes(bytes), source })
+}
+
+/// Memory that the system can give without taking it from other programs.
+fn available() -> Option<u64> {
+    parse_available(&std::fs::read_to_string("/proc/meminfo").ok()?)
+}
+
+fn parse_available(text: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
 }
 
 /// One buffer in the sums.
@@ -136,7 +162,7 @@ impl fmt::Debug for Ledger {
 mod tests {
     use std::cell::Cell;
 
-    use super::{Ledger, Pins, Refusal};
+    use super::{Ledger, Pins, Refusal, has_room, parse_available};
     use crate::bytes::Bytes;
     use crate::error::Error;
     use crate::host::{HostBuf, Pin};
@@ -174,6 +200,20 @@ mod tests {
         drop((first, second, third, fourth));
         let pins = ledger.pins();
         assert_eq!((pins.pinned, pins.pageable), (Bytes(0), Bytes(0)));
+    }
+
+    /// A driver that pins nothing because the machine is full leaves nothing pageable either.
+    #[test]
+    fn a_full_machine_is_an_error() {
+        assert_eq!(parse_available("MemTotal: 9 kB\nMemAvailable:      20 kB\n"), Some(20 << 10));
+        assert_eq!(parse_available("MemTotal: 9 kB\n"), None);
+        assert!(has_room(4096, "no pins", None).is_ok() && has_room(4096, "no pins", Some(4096)).is_ok());
+        let error = has_room(8192, "no pins", Some(4096)).unwrap_err();
+        let text = format!("{error}: {}", std::error::Error::source(&error).unwrap());
+        assert!(
+            text.contains("4.0 KiB are left") && text.contains("no pins") && !text.contains('\n'),
+            "{text}"
+        );
     }
 
     /// Only scarcity is got over, and only where nobody insisted.

@@ -181,8 +181,8 @@ impl Ring {
         self.workers().iter().map(|worker| worker.pool().capacity().0).min().unwrap_or(0)
     }
 
-    /// How much of the host memory for activations and, where an engine keeps them on this ring, for weights and
-    /// gradients is pinned.
+    /// How much is pinned of the host memory that the first worker's device gave: activations, and the weights and
+    /// gradients of engines on this ring.
     pub fn pins(&self) -> Pins {
         self.0.workers[0].device().pins()
     }
