@@ -161,8 +161,8 @@ fn delays_change_no_bit_and_order_is_never_broken() {
 #[test]
 fn little_pinned_memory_changes_no_bit() {
     for seed in seeds(0..30) {
-        // None, enough for a few weights, enough for half of what the smallest case takes.
-        let most = [Bytes(0), Bytes(20_000), Bytes(60_000)][seed as usize % 3];
+        // None, enough for a few weights, enough for all weights and more: for everything in the smallest cases.
+        let most = [Bytes(0), Bytes(10_000), Bytes(60_000)][seed as usize % 3];
         // The memory of many activations passes through the host.
         let case = Case { keep: Bytes(0), ..case(seed) };
         let model = models::transformer(case.dtype, case.tied);
@@ -170,9 +170,11 @@ fn little_pinned_memory_changes_no_bit() {
         let engine = engine(&model, &case, devices, false);
         let got = run(&engine, &model, &case, 0, STEPS);
         let pins = engine.ring().pins();
-        let why = pins.note().unwrap_or_else(|| panic!("seed {seed}: all of it was pinned, {pins:?}"));
-        assert!(why.contains("cannot pin") && !why.contains('\n'), "{why}");
-        assert!(pins.pinned <= most && pins.pageable > Bytes(0), "seed {seed}: {pins:?}");
+        let why = pins.note();
+        assert!(why.is_some() || most == Bytes(60_000), "seed {seed}: all of it was pinned, {pins:?}");
+        assert!(why.is_none_or(|why| why.contains("cannot pin") && !why.contains('\n')), "{pins:?}");
+        let refused = pins.refused.is_some();
+        assert!(pins.pinned <= most && (pins.pageable > Bytes(0)) == refused, "seed {seed}: {pins:?}");
         drop(engine);
         assert_eq!(world.races(), [], "seed {seed}: {}", case.plan);
         crate::invisible::same(&format!("seed {seed}, {most} pinned"), &oracle(&case), &got);
