@@ -15,18 +15,21 @@ pub struct Place {
     /// Memory to use of each GPU, for example 24GiB [default: half of it]
     #[arg(long, value_parser = size)]
     pub gpu_memory: Option<Bytes>,
-    /// Pinned host memory, which GPUs copy faster: as much as the driver gives, from it or an error, registered with it
-    /// or an error, none
+    /// Pinned host memory, which GPUs copy faster
     #[arg(long, value_enum, default_value_t = PinArg::Try)]
     pub pin: PinArg,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum PinArg {
+    /// As much as the driver gives; the rest is pageable
     #[default]
     Try,
+    /// All of it from the driver, or an error
     Alloc,
+    /// All of it registered with the driver, or an error
     Register,
+    /// None
     Off,
 }
 
