@@ -93,10 +93,12 @@ impl BenchCmd {
             self.batch > 0 && self.seq > 0 && self.steps > 0,
             "--batch, --seq and --steps must be at least 1"
         );
+        ensure!(self.optimizer_threads != Some(0), "--optimizer-threads must be at least 1");
+        ensure!(self.microbatches != Some(0), "--microbatches must be at least 1");
         if self.dry_run {
             return self.predict(out);
         }
-        let devices = self.place.open()?;
+        let devices = self.place.open(out)?;
         if let Some(note) = &devices.note {
             writeln!(out, "no GPU: {note}")?;
         }
@@ -106,6 +108,7 @@ impl BenchCmd {
         let (seconds, loss) = self.measure(&engine, model.config.vocab, out)?;
         let trains = if self.mode == Mode::Full { Trains::All } else { Trains::Adapters };
         let tokens = (self.batch * self.seq) as f64;
+        let pins = engine.ring().pins();
         let floor = model.config.flops_per_token(self.seq, trains) * tokens / rate;
         self.tell(
             out,
@@ -116,6 +119,8 @@ impl BenchCmd {
                 "seconds_per_step": round(seconds, 4),
                 "gpu_peak_gib": round(gpu_peak(&engine), 2),
                 "host_peak_gib": round(host_peak(&engine), 2),
+                "pinned_gib": round(pins.pinned.0 as f64 / f64::from(1 << 30), 2),
+                "pageable_gib": round(pins.pageable.0 as f64 / f64::from(1 << 30), 2),
                 "product_tflops": round(rate / 1e12, 2),
                 "share_of_floor": round(floor / processors(&engine) as f64 / seconds, 3),
                 "loss": round(loss, 4),
@@ -165,6 +170,7 @@ impl BenchCmd {
             .asynchronous(self.lag == 1)
             .devices(workers.to_vec())
             .ring_options(self.place.ring())
+            .pin(self.place.pin.into())
             .run_config(config);
         let builder = match self.optimizer_threads {
             Some(threads) => builder.optimizer_threads(threads),
@@ -206,6 +212,9 @@ impl BenchCmd {
             out.flush()?;
         }
         engine.synchronize()?;
+        if let Some(note) = engine.ring().pins().note() {
+            writeln!(out, "{note}")?;
+        }
         let start = Instant::now();
         for step in 0..self.steps {
             loss = self.step(engine, vocab, self.warm_up + step)?;

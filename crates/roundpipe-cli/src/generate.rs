@@ -56,7 +56,7 @@ impl GenerateCmd {
         ensure!(self.temperature.is_finite() && self.temperature >= 0.0, "--temperature must be 0 or more");
         ensure!(self.top_k != Some(0), "--top-k must be at least 1");
         ensure!(self.top_p.is_none_or(|p| p > 0.0 && p <= 1.0), "--top-p must be above 0 and at most 1");
-        let devices = self.place.open()?;
+        let devices = self.place.open(&mut std::io::stderr())?;
         let opened = open::model(&self.model, self.dtype.map(Into::into))?;
         let mut model = opened.model;
         if let Some(adapter) = &self.adapter {
@@ -65,6 +65,10 @@ impl GenerateCmd {
         let tokenizer = Tokenizer::open(&opened.path)?;
         let prompt = self.tokens(&tokenizer)?;
         let generator = Generator::new(&model, &devices.workers, &self.place.ring())?;
+        // What is pinned is decided: weights have moved, and activations follow suit.
+        if let Some(note) = generator.engine().ring().pins().note() {
+            writeln!(std::io::stderr(), "{note}")?;
+        }
         let sampler =
             Sampler { temperature: self.temperature, top_k: self.top_k, top_p: self.top_p, seed: self.seed };
         let stop = tokenizer.eos().to_vec();

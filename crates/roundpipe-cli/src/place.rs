@@ -1,7 +1,10 @@
-//! Where a command runs: devices and their memory.
+//! Where a command runs: devices, their memory, and the host's.
+
+use std::io::Write;
 
 use anyhow::Context;
-use roundpipe::{Bytes, Devices, RingOptions};
+use clap::ValueEnum;
+use roundpipe::{Bytes, Devices, Pin, RingOptions};
 
 /// Options that every command with an engine has.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -12,6 +15,33 @@ pub struct Place {
     /// Memory to use of each GPU, for example 24GiB [default: half of it]
     #[arg(long, value_parser = size)]
     pub gpu_memory: Option<Bytes>,
+    /// Pinned host memory, which GPUs copy faster
+    #[arg(long, value_enum, default_value_t = PinArg::Try)]
+    pub pin: PinArg,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub enum PinArg {
+    /// As much as the driver gives; the rest is pageable
+    #[default]
+    Try,
+    /// All of it from the driver, or an error
+    Alloc,
+    /// All of it registered with the driver, or an error
+    Register,
+    /// None
+    Off,
+}
+
+impl From<PinArg> for Pin {
+    fn from(pin: PinArg) -> Self {
+        match pin {
+            PinArg::Try => Self::Try,
+            PinArg::Alloc => Self::Alloc,
+            PinArg::Register => Self::Register,
+            PinArg::Off => Self::Off,
+        }
+    }
 }
 
 fn size(text: &str) -> Result<Bytes, String> {
@@ -19,17 +49,19 @@ fn size(text: &str) -> Result<Bytes, String> {
 }
 
 impl Place {
-    /// Opens the devices.
-    pub fn open(&self) -> anyhow::Result<Devices> {
+    /// Opens the devices and says which were left out.
+    pub fn open(&self, out: &mut impl Write) -> anyhow::Result<Devices> {
         let devices = match &self.devices {
             Some(list) => Devices::parse(list),
             None => Devices::all(),
         };
-        devices.context("--devices")
+        let devices = devices.context("--devices")?;
+        devices.skipped.iter().try_for_each(|line| writeln!(out, "{line}"))?;
+        Ok(devices)
     }
 
     /// How memory is reserved on them.
     pub fn ring(&self) -> RingOptions {
-        RingOptions { memory: self.gpu_memory, ..RingOptions::default() }
+        RingOptions { memory: self.gpu_memory, pin: self.pin.into(), ..RingOptions::default() }
     }
 }

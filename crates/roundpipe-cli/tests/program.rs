@@ -110,8 +110,8 @@ fn bench_ends_with_a_line_of_json() {
     let args =
         ["bench", "tiny", "--batch", "4", "--seq", "32", "--steps", "2", "--warm-up", "1", "--dtype", "f32"];
     for more in [
-        &["--devices", "cpu:2", "--lag", "0"][..],
-        &["--devices", "cpu", "--mode", "lora", "--rank", "4", "--grain", "layer"][..],
+        &["--devices", "cpu:2", "--lag", "0", "--pin", "off"][..],
+        &["--devices", "cpu", "--pin", "alloc", "--mode", "lora", "--rank", "4", "--grain", "layer"][..],
     ] {
         let output = roundpipe(&[&args[..], more].concat());
         assert!(output.status.success(), "{}", text(&output.stderr));
@@ -135,6 +135,8 @@ fn commands_say_what_they_cannot_use() {
         (vec!["bench", "qwen9-1b"], "qwen3-1.7b"),
         (vec!["bench", "tiny", "--devices", "tpu"], "cuda:N"),
         (vec!["bench", "tiny", "--seq", "0", "--devices", "cpu"], "at least 1"),
+        (vec!["bench", "tiny", "--optimizer-threads", "0", "--devices", "cpu"], "--optimizer-threads"),
+        (vec!["bench", "tiny", "--microbatches", "0", "--devices", "cpu"], "--microbatches"),
         (vec!["generate", folder, "--prompt", "hi", "--devices", "cpu"], "config.json"),
         (vec!["generate", "/no/such/folder", "--prompt", "hi", "--devices", "cpu"], "/no/such/folder"),
         (vec!["generate", folder, "--prompt", "hi", "--temperature=-1"], "--temperature"),

@@ -79,6 +79,7 @@ impl Generator {
             .name("generate")
             .asynchronous(false)
             .ring(&ring)
+            .pin(options.pin)
             .resident(resident)
             .build()?;
         engine.set_training(false);

@@ -16,10 +16,12 @@
 //! - Memory is taken once per worker, plainly; nothing is allocated afterwards.
 //! - No call here prints or ends the process. After an error that the driver does not recover from, the card is lost:
 //!   every later call returns that same error; other devices go on.
-//! - Nothing waits for the device but fences, and the first product of a shape ([`product`]).
+//! - Nothing waits for the device but fences, the first product of a shape ([`product`]), copies of pageable memory,
+//!   and a stamp every few seconds ([`clock`]).
 
 mod attention;
 mod call;
+mod clock;
 pub mod compile;
 mod elementwise;
 mod image;
@@ -48,7 +50,9 @@ use crate::device::{
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
 use crate::kernel::{Family, Kernel, View};
+use crate::pins::{Ledger, Pins, Refusal};
 use call::Call;
+use clock::{Clock, Origin};
 use compile::{Table, Unit};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -68,8 +72,10 @@ pub(crate) struct Gpu {
     spare: Mutex<Vec<RawEvent>>,
     /// What it was lost to.
     lost: OnceLock<String>,
-    /// When device time began, on both clocks.
-    origin: (RawEvent, Instant),
+    /// Host memory that it gave.
+    pins: Ledger,
+    /// What times are counted from.
+    clock: Clock<Moment>,
     pub(crate) products: product::Products,
     pub(crate) attention: attention::Plans,
     pub(crate) convolutions: image::Plans,
@@ -93,6 +99,36 @@ unsafe impl Send for RawEvent {}
 // SAFETY: as above.
 unsafe impl Sync for RawEvent {}
 
+/// An event that times are counted from.
+struct Moment {
+    event: RawEvent,
+    context: sys::CUcontext,
+}
+
+// SAFETY: driver handles may be used from any thread while their context is current there.
+unsafe impl Send for Moment {}
+// SAFETY: as above.
+unsafe impl Sync for Moment {}
+
+impl Drop for Moment {
+    fn drop(&mut self) {
+        // SAFETY: the context is retained by a card that lives longer than its clock and its events; nobody else holds
+        // the event.
+        let _ = unsafe {
+            result::ctx::set_current(self.context).and_then(|()| result::event::destroy(self.event.0))
+        };
+    }
+}
+
+/// Milliseconds between two events that have passed.
+///
+/// # Safety
+/// Both are alive and have a clock; their context is current.
+unsafe fn elapsed_ms(from: RawEvent, to: RawEvent) -> std::result::Result<f32, result::DriverError> {
+    // SAFETY: the caller's promise.
+    unsafe { result::event::elapsed(from.0, to.0) }
+}
+
 // SAFETY: as above; the maps and lists are behind locks.
 unsafe impl Send for Gpu {}
 // SAFETY: as above.
@@ -106,45 +142,57 @@ impl fmt::Debug for Gpu {
 
 impl Gpu {
     fn open(index: u32) -> Result<Arc<Self>> {
-        library::driver()?;
         let fail = |what: &'static str| move |e: result::DriverError| failed(index, what, e);
-        result::init().map_err(fail("start the driver"))?;
-        let device = result::device::get(index as i32).map_err(fail("open the device"))?;
+        let (device, capability) = find(index)?;
+        if let Some(what) = too_old(capability) {
+            return Err(Error::Device { device: card(index), what });
+        }
         // SAFETY: the device handle was just given by the driver.
         let context = unsafe { result::primary_ctx::retain(device) }.map_err(fail("make a context"))?;
         // SAFETY: the context was just given by the driver.
         unsafe { result::ctx::set_current(context) }.map_err(fail("use the context"))?;
-        use sys::CUdevice_attribute as A;
-        // SAFETY: the device handle is valid.
-        let ask =
-            |what| unsafe { result::device::get_attribute(device, what) }.map_err(fail("ask the device"));
-        let major = ask(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-        let minor = ask(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-        if major < 8 {
-            let what = format!("compute capability {major}.{minor}; 8.0 (Ampere) or newer is needed");
-            return Err(Error::Device { device: card(index), what });
-        }
-        let shared_memory = ask(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?;
-        let event =
-            result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).map_err(fail("make an event"))?;
-        // SAFETY: the event was just made; the null stream belongs to the current context.
-        unsafe { result::event::record(event, std::ptr::null_mut()) }.map_err(fail("record an event"))?;
-        // SAFETY: as above.
-        unsafe { result::event::synchronize(event) }.map_err(fail("wait for an event"))?;
-        Ok(Arc::new(Self {
+        let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR;
+        // SAFETY: the device handle was given by the driver.
+        let shared_memory = unsafe { result::device::get_attribute(device, attribute) };
+        let shared_memory = shared_memory.map_err(fail("ask the device"))?;
+        let gpu = Arc::new(Self {
             index,
             device,
             context,
-            capability: (major, minor),
+            capability,
             shared_memory: usize::try_from(shared_memory).unwrap_or(0),
             functions: Mutex::default(),
             spare: Mutex::default(),
             lost: OnceLock::new(),
-            origin: (RawEvent(event), Instant::now()),
+            pins: Ledger::default(),
+            clock: Clock::default(),
             products: product::Products::default(),
             attention: attention::Plans::default(),
             convolutions: image::Plans::default(),
-        }))
+        });
+        // Time begins here.
+        gpu.origin()?;
+        Ok(gpu)
+    }
+
+    /// What the time of an event recorded from now on is counted from.
+    fn origin(&self) -> Result<Arc<Origin<Moment>>> {
+        let fresh = || {
+            let moment = Moment { event: self.event(true)?, context: self.context };
+            // SAFETY: the event was just made; the null stream belongs to the current context, and nothing else is
+            // queued there, nor does it wait for streams made as non-blocking.
+            let passed = unsafe {
+                result::event::record(moment.event.0, std::ptr::null_mut())
+                    .and_then(|()| result::event::synchronize(moment.event.0))
+            };
+            passed.map_err(|e| self.failed("start the clock", e))?;
+            Ok(moment)
+        };
+        let between = |from: &Moment, to: &Moment| {
+            // SAFETY: both are alive and have passed; `fresh` made the context current.
+            unsafe { elapsed_ms(from.event, to.event) }.map_err(|e| self.failed("read the clock", e))
+        };
+        self.clock.origin(Instant::now(), fresh, between)
     }
 
     /// Makes the card's context current on this thread, if the card is not lost.
@@ -222,13 +270,33 @@ impl Drop for Gpu {
         self.products = product::Products::default();
         self.attention.close();
         let spare = std::mem::take(&mut *lock(&self.spare));
-        for event in spare.into_iter().chain([self.origin.0]) {
+        self.clock.close();
+        for event in spare {
             // SAFETY: nobody holds these events any more.
             let _ = unsafe { result::event::destroy(event.0) };
         }
         // SAFETY: retained once in `open`; all that was made in it is gone.
         let _ = unsafe { result::primary_ctx::release(self.device) };
     }
+}
+
+/// A card and its compute capability, without opening it.
+fn find(index: u32) -> Result<(sys::CUdevice, (i32, i32))> {
+    library::driver()?;
+    let fail = |what: &'static str| move |e: result::DriverError| failed(index, what, e);
+    result::init().map_err(fail("start the driver"))?;
+    let device = result::device::get(index as i32).map_err(fail("open the device"))?;
+    use sys::CUdevice_attribute as A;
+    // SAFETY: the device handle was just given by the driver.
+    let ask = |what| unsafe { result::device::get_attribute(device, what) }.map_err(fail("ask the device"));
+    let major = ask(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+    Ok((device, (major, ask(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?)))
+}
+
+/// Why a card of this compute capability is refused.
+fn too_old((major, minor): (i32, i32)) -> Option<String> {
+    let what = || format!("compute capability {major}.{minor}; 8.0 (Ampere) or newer is needed");
+    (major < 8).then(what)
 }
 
 fn card(index: u32) -> DeviceId {
@@ -377,6 +445,16 @@ impl Cuda {
         result::init().map_err(|e| failed(0, "start the driver", e))?;
         let count = result::device::get_count().map_err(|e| failed(0, "count the devices", e))?;
         Ok(usize::try_from(count).unwrap_or(0))
+    }
+
+    /// Why a GPU that is there would be refused, asked without opening it; `None` for one that can be used.
+    ///
+    /// # Errors
+    /// When a library is missing or there is no such GPU.
+    pub fn refuses(index: u32) -> Result<Option<String>> {
+        let (device, capability) = find(index)?;
+        let name = result::device::get_name(device).unwrap_or_else(|_| "a GPU".to_owned());
+        Ok(too_old(capability).map(|why| format!("{name}: {why}")))
     }
 
     /// One worker on a GPU.
@@ -531,36 +609,68 @@ impl Device for Cuda {
     }
 
     fn host_buffer(&self, name: &str, bytes: usize, pin: Pin) -> Result<HostBuf> {
-        if bytes == 0 || pin == Pin::Off {
-            return HostBuf::zeroed(name, bytes);
-        }
-        self.gpu.enter()?;
-        let need = Bytes(bytes as u64);
-        let refuse = |e: result::DriverError| match self.gpu.failed("pin host memory", e) {
-            lost if is_fatal(e.0) => lost,
-            _ => {
-                let what = format!("cannot pin {need} of host memory for {name} ({:?}); use Pin::Off", e.0);
-                Error::Device { device: self.id, what }
-            }
-        };
-        if pin == Pin::Register {
-            let pages = HostBuf::zeroed(name, bytes)?;
-            let ptr = pages.addr() as *mut c_void;
-            // SAFETY: the pages are mapped and live in the owner until they are unregistered.
-            unsafe { sys::cuMemHostRegister_v2(ptr, bytes, sys::CU_MEMHOSTREGISTER_PORTABLE).result() }
-                .map_err(refuse)?;
-            let owner = Pinned { gpu: self.gpu.clone(), ptr, pages: Some(pages) };
-            // SAFETY: zeroed pages of this size, reached through this value alone, alive in the owner.
-            return Ok(unsafe { HostBuf::from_owner(name, ptr.cast(), bytes, Box::new(owner)) });
-        }
-        // SAFETY: a plain allocation, zeroed before anybody reads it.
-        let ptr = unsafe { result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_PORTABLE) }.map_err(refuse)?;
+        self.gpu.pins.buffer(name, bytes, pin, || {
+            self.gpu.enter()?;
+            let pinned = match pin {
+                Pin::Register => self.register(name, bytes)?,
+                _ => self.allocate(bytes),
+            };
+            let (ptr, pages) = pinned.map_err(|e| self.refuse_pin(name, bytes, e))?;
+            let owner = Pinned { gpu: self.gpu.clone(), ptr, pages };
+            // SAFETY: zeroed, page-aligned, of this size, reached through this value alone, alive in the owner.
+            Ok(unsafe { HostBuf::from_owner(name, ptr.cast(), bytes, Box::new(owner)) })
+        })
+    }
+
+    fn pins(&self) -> Pins {
+        self.gpu.pins.pins()
+    }
+}
+
+/// Locked memory, and the pages where they are not the driver's.
+type Locked = std::result::Result<(*mut c_void, Option<HostBuf>), result::DriverError>;
+
+impl Cuda {
+    /// Zeroed memory of the driver's.
+    fn allocate(&self, bytes: usize) -> Locked {
+        // SAFETY: a plain allocation in the current context, zeroed before anybody reads it.
+        let ptr = unsafe { result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_PORTABLE) }?;
         // SAFETY: just allocated with this size.
         unsafe { ptr.cast::<u8>().write_bytes(0, bytes) };
-        let owner = Pinned { gpu: self.gpu.clone(), ptr, pages: None };
-        // SAFETY: initialised, page-aligned, reached by nobody else, alive in the owner.
-        Ok(unsafe { HostBuf::from_owner(name, ptr.cast(), bytes, Box::new(owner)) })
+        Ok((ptr, None))
     }
+
+    /// Zeroed pages of ours, locked by the driver.
+    fn register(&self, name: &str, bytes: usize) -> Result<Locked> {
+        let pages = HostBuf::zeroed(name, bytes)?;
+        let ptr = pages.addr() as *mut c_void;
+        // SAFETY: the pages are mapped, and live in the owner until they are unregistered.
+        let locked =
+            unsafe { sys::cuMemHostRegister_v2(ptr, bytes, sys::CU_MEMHOSTREGISTER_PORTABLE).result() };
+        Ok(locked.map(|()| (ptr, Some(pages))))
+    }
+
+    fn refuse_pin(&self, name: &str, bytes: usize, error: result::DriverError) -> Refusal {
+        let lost = self.gpu.failed("pin host memory", error);
+        if self.gpu.lost.get().is_some() {
+            return lost.into();
+        }
+        let need = Bytes(bytes as u64);
+        let what = format!("cannot pin {need} of host memory for {name} ({:?})", error.0);
+        Refusal { error: Error::Device { device: self.id, what }, scarce: is_scarce(error.0) }
+    }
+}
+
+/// Whether the driver has no more memory to pin or may not pin any, while all else works.
+fn is_scarce(error: sys::CUresult) -> bool {
+    use sys::CUresult as E;
+    matches!(
+        error,
+        E::CUDA_ERROR_OUT_OF_MEMORY
+            | E::CUDA_ERROR_NOT_PERMITTED
+            | E::CUDA_ERROR_NOT_SUPPORTED
+            | E::CUDA_ERROR_OPERATING_SYSTEM
+    )
 }
 
 /// A stream.
@@ -588,9 +698,10 @@ impl CudaLane {
     }
 
     fn mark(&self, timing: bool) -> Result<Event> {
+        let origin = if timing { Some(self.gpu.origin()?) } else { None };
         let event = self.gpu.event(timing)?;
         let (gpu, alarm) = (self.gpu.clone(), self.alarm.clone());
-        let made = CudaEvent { event, timing, gpu, id: self.id, reports: alarm.count(), alarm };
+        let made = CudaEvent { event, origin, gpu, id: self.id, reports: alarm.count(), alarm };
         self.gpu.enter()?;
         // SAFETY: event and stream belong to the current context.
         if let Err(error) = unsafe { result::event::record(event.0, self.stream) } {
@@ -683,7 +794,8 @@ impl Lane for CudaLane {
 /// A point in a stream.
 struct CudaEvent {
     event: RawEvent,
-    timing: bool,
+    /// What its time is counted from, where it has a clock. Before the card, which must go last.
+    origin: Option<Arc<Origin<Moment>>>,
     gpu: Arc<Gpu>,
     id: DeviceId,
     alarm: Arc<Alarm>,
@@ -710,7 +822,7 @@ impl fmt::Debug for CudaEvent {
 
 impl Drop for CudaEvent {
     fn drop(&mut self) {
-        if !self.timing {
+        if self.origin.is_none() {
             lock(&self.gpu.spare).push(self.event);
         } else if self.gpu.current().is_ok() {
             // SAFETY: nobody else holds it; the driver keeps what is under way.
@@ -745,10 +857,11 @@ impl EventState for CudaEvent {
     }
 
     fn time_ns(&self) -> Option<u64> {
+        let origin = self.origin.as_ref()?;
         self.gpu.enter().ok()?;
         // SAFETY: both events are alive; one that has not passed gives an error.
-        let ms = unsafe { result::event::elapsed(self.gpu.origin.0.0, self.event.0) }.ok()?;
-        Some((f64::from(ms) * 1e6) as u64)
+        let ms = unsafe { elapsed_ms(origin.event.event, self.event) }.ok()?;
+        Some(origin.ns(ms))
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -23,6 +23,7 @@ use crate::bytes::Bytes;
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, HostMut, HostRef, Pin};
 use crate::kernel::{Kernel, View};
+use crate::pins::Pins;
 use crate::pool::Block;
 
 /// The kinds of backend.
@@ -126,9 +127,14 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Host memory that this device copies from and to as fast as `pin` allows.
     ///
     /// # Errors
-    /// When the system has none.
+    /// When the system has none, or the driver pins none although `pin` insists.
     fn host_buffer(&self, name: &str, bytes: usize, _pin: Pin) -> Result<HostBuf> {
         HostBuf::zeroed(name, bytes)
+    }
+
+    /// How much of the host memory that this device gave is pinned; nothing where no copy gains by it.
+    fn pins(&self) -> Pins {
+        Pins::default()
     }
 
     /// The kind of device whose costs this one has: its own, unless it only counts for another.

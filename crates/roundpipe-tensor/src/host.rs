@@ -31,10 +31,13 @@ const PAGE: usize = 4096;
 /// How host memory is tied to physical pages, so that a device can copy from it at full speed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Pin {
-    /// Page-locked memory from the device's driver.
+    /// Page-locked memory from the device's driver as long as it has any, pageable memory from then on. How much became
+    /// which: [`Device::pins`](crate::Device::pins).
     #[default]
+    Try,
+    /// Page-locked memory from the device's driver, or an error.
     Alloc,
-    /// Ordinary pages, registered with the driver afterwards.
+    /// Ordinary pages, registered with the driver afterwards, or an error.
     Register,
     /// Pageable memory.
     Off,
@@ -52,6 +55,7 @@ struct Inner {
     name: String,
     ptr: *mut u8,
     writable: bool,
+    pinned: bool,
     claims: Mutex<Claims>,
     /// Keeps the memory behind `ptr` alive.
     owner: Box<dyn Any + Send + Sync>,
@@ -173,8 +177,18 @@ impl HostBuf {
         writable: bool,
         owner: Box<dyn Any + Send + Sync>,
     ) -> Self {
-        let memory = Inner { name, ptr, writable, claims: Mutex::default(), owner };
+        let memory = Inner { name, ptr, writable, pinned: false, claims: Mutex::default(), owner };
         Self { memory: Arc::new(memory), view: 0..len }
+    }
+
+    /// This memory, of which nobody else holds anything, said to be pinned or not, and `more` to be dropped behind it.
+    pub(crate) fn owned_by(self, pinned: bool, more: Box<dyn Any + Send + Sync>) -> Self {
+        assert!(self.is_sole(), "{} is held elsewhere, by claims that would not be seen", self.name());
+        let Inner { name, ptr, writable, .. } = &*self.memory;
+        let (name, ptr, writable, view) = (name.clone(), *ptr, *writable, self.view.clone());
+        let memory =
+            Inner { name, ptr, writable, pinned, claims: Mutex::default(), owner: Box::new((self, more)) };
+        Self { memory: Arc::new(memory), view }
     }
 
     /// A view of part of this one; offsets count from its start. Memory and claims are shared.
@@ -200,6 +214,11 @@ impl HostBuf {
     /// Address of the first byte; who copies there must keep others away by other means than claims.
     pub(crate) fn addr(&self) -> u64 {
         self.memory.ptr as u64 + self.view.start as u64
+    }
+
+    /// Whether a device's driver keeps the pages where they are.
+    pub fn is_pinned(&self) -> bool {
+        self.memory.pinned
     }
 
     /// What the buffer is for.

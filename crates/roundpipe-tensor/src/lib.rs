@@ -27,6 +27,7 @@ pub mod shape;
 
 pub mod host;
 pub mod host_tensor;
+pub mod pins;
 pub mod rng;
 
 pub mod kernel;
@@ -66,6 +67,7 @@ pub use host::{HostBuf, HostMut, HostRef, Pin};
 pub use host_tensor::HostTensor;
 pub use meta::Meta;
 pub use param::{Param, ParamId};
+pub use pins::Pins;
 pub use rng::{RngKey, RngSite};
 pub use shape::Shape;
 pub use sim::SimWorld;

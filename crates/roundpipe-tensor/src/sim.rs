@@ -13,6 +13,9 @@
 //!   still uses the block, or that fills it for its next owner, needs an event.
 //! - Nothing touches a block between its return to the pool and its next owner.
 //! - Kernels touch memory of their own worker only; copies end where their direction says.
+//! - An upload of memory that is not pinned reads its source when it is queued, as a driver may that stages it: a
+//!   download that is to write there and that the host has not seen land is reported. [`SimConfig::pinned`] limits what
+//!   can be pinned.
 //!
 //! A violation is a [`Race`] in [`SimWorld::races`] and the error of the next fence. A fence returns only
 //! after the lane has passed, even when it returns an error. Events behind a failed item tell its error, in whichever
@@ -46,7 +49,9 @@ use crate::device::{
     Arena, Copy, Device, DeviceId, Direction, Event, EventState, Lane, LaneKind, Ops, Stamp,
 };
 use crate::error::{Error, Result};
+use crate::host::{HostBuf, Pin};
 use crate::kernel::{Kernel, View};
+use crate::pins::{Ledger, Pins, Refusal};
 use order::{MOST_RANGES, ranges};
 use state::{Called, Mark, State, Work};
 
@@ -57,6 +62,8 @@ pub struct SimConfig {
     pub seed: u64,
     /// Memory of each worker.
     pub memory: Bytes,
+    /// Host memory that can be pinned for each worker.
+    pub pinned: Bytes,
     /// Virtual durations.
     pub timing: Timing,
     /// Planned faults.
@@ -69,8 +76,15 @@ pub struct SimConfig {
 
 impl Default for SimConfig {
     fn default() -> Self {
-        let timing = Timing::default();
-        Self { seed: 0, memory: Bytes::gib(4), timing, faults: Vec::new(), threads: 1, queue: 1 << 14 }
+        Self {
+            seed: 0,
+            memory: Bytes::gib(4),
+            pinned: Bytes(u64::MAX),
+            timing: Timing::default(),
+            faults: Vec::new(),
+            threads: 1,
+            queue: 1 << 14,
+        }
     }
 }
 
@@ -124,7 +138,7 @@ impl SimWorld {
         let ops = CpuOps { threads: Threads::new(Some(config.threads.max(1)))? };
         let mut state = State::new(config.seed, config.queue, config.timing, ops);
         config.faults.into_iter().for_each(|fault| state.plan.add(fault));
-        Ok(Self(Arc::new(Shared { memory: config.memory, state: Mutex::new(state) })))
+        Ok(Self(Arc::new(Shared { memory: config.memory, pinned: config.pinned, state: Mutex::new(state) })))
     }
 
     /// A world with default timing and no faults.
@@ -144,7 +158,8 @@ impl SimWorld {
     pub fn worker(&self) -> Arc<Sim> {
         let (first, id) = self.0.with(State::add_worker);
         let lane = |kind| SimLane { world: self.0.clone(), number: first + kind as usize, kind };
-        Arc::new(Sim { id, lanes: LaneKind::ALL.map(lane), ops: SimOps, world: self.0.clone() })
+        let (ops, pins, world) = (SimOps, Ledger::default(), self.0.clone());
+        Arc::new(Sim { id, lanes: LaneKind::ALL.map(lane), ops, pins, world })
     }
 
     /// Every order violation found so far.
@@ -225,6 +240,7 @@ impl fmt::Debug for SimWorld {
 /// What the workers of a world share.
 struct Shared {
     memory: Bytes,
+    pinned: Bytes,
     state: Mutex<State>,
 }
 
@@ -263,6 +279,7 @@ pub struct Sim {
     id: DeviceId,
     lanes: [SimLane; 5],
     ops: SimOps,
+    pins: Ledger,
     world: Arc<Shared>,
 }
 
@@ -329,6 +346,25 @@ impl Device for Sim {
         &self.ops
     }
 
+    fn host_buffer(&self, name: &str, bytes: usize, pin: Pin) -> Result<HostBuf> {
+        self.pins.buffer(name, bytes, pin, || {
+            let need = Bytes(bytes as u64);
+            let most = self.world.pinned;
+            if self.pins.pins().pinned.0.saturating_add(need.0) > most.0 {
+                let what = format!("cannot pin {need} of host memory for {name}, {most} are the most");
+                return Err(Refusal { error: Error::Device { device: self.id, what }, scarce: true });
+            }
+            let pages = HostBuf::zeroed(name, bytes)?;
+            let start = pages.addr();
+            self.world.with(|state| state.pinned.insert(start, start + need.0));
+            Ok(pages.owned_by(true, Box::new(Locked { world: self.world.clone(), start })))
+        })
+    }
+
+    fn pins(&self) -> Pins {
+        self.pins.pins()
+    }
+
     fn handing_out(&self, op: &'static str, start: u64, bytes: u64) -> Result<()> {
         self.world.with(|state| {
             state.hand_out(&(start..start.saturating_add(bytes)));
@@ -346,6 +382,18 @@ impl Device for Sim {
                 state.push_free(self.compute(), range);
             }
         });
+    }
+}
+
+/// Pinned host memory, until it goes.
+struct Locked {
+    world: Arc<Shared>,
+    start: u64,
+}
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        self.world.with(|state| state.pinned.remove(&self.start));
     }
 }
 
@@ -427,7 +475,14 @@ impl Lane for SimLane {
                 0 => Default::default(),
                 _ => (vec![src], vec![dst]),
             };
-            state.push_work(self.number, &name, nanos, Work::Copy(copy.clone()), touched);
+            let stages = copy.direction == Direction::Upload && !state.is_pinned(&touched.0);
+            let staged = stages.then(|| {
+                state.too_early(self.number, &name, &touched.0);
+                // SAFETY: the caller promises that the source is valid and that no host thread writes it; lanes write
+                // under the lock, which is held.
+                unsafe { std::slice::from_raw_parts(copy.src as *const u8, copy.bytes as usize) }.into()
+            });
+            state.push_work(self.number, &name, nanos, Work::Copy(copy.clone(), staged), touched);
             Ok(())
         })
     }

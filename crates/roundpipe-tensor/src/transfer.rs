@@ -19,6 +19,8 @@
 //! 7. The host reads a parcel only after it saw its download land.
 //! 8. The chunks of a slot follow each other with at most four under way, so that an activation never queues
 //!    behind more than four chunks of weights; the host memory they read is held until the last has landed.
+//! 9. An upload of pageable memory is queued after the host saw the download that wrote it land: a driver may read the
+//!    source at once, whatever the lane waits for ([`pins`](crate::pins)).
 //!
 //! [`Pool::lend`]: crate::pool::Pool::lend
 
@@ -539,7 +541,12 @@ impl Port {
         }
         let (block, free) = self.worker.pool().lend("receive", bytes as u64)?;
         let lane = self.lane(LaneKind::ActivationUpload);
-        for event in free.iter().chain(written.filter(|event| !event.is_past())) {
+        // Rule 9. The bytes are there when pageable memory was written by a staged copy, so this rarely waits.
+        let written = match written {
+            Some(written) if !buf.is_pinned() => written.fence().map(|()| None)?,
+            pinned => pinned.filter(|event| !event.is_past()),
+        };
+        for event in free.iter().chain(written) {
             lane.wait(event)?;
         }
         let from = self.log.start(lane);

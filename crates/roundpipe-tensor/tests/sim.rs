@@ -48,7 +48,12 @@ fn negate(worker: &Worker, on: LaneKind, x: u64, y: u64) -> Result<()> {
 
 /// Queues a copy within the device.
 fn move_bytes(worker: &Worker, on: LaneKind, src: u64, dst: u64) -> Result<()> {
-    let copy = Copy { what: "move".to_owned(), direction: Direction::Local, src, dst, bytes: SIZE };
+    carry(worker, on, Direction::Local, src, dst)
+}
+
+/// Queues a copy between memory of the worker's and of a host buffer that outlives the queue.
+fn carry(worker: &Worker, on: LaneKind, direction: Direction, src: u64, dst: u64) -> Result<()> {
+    let copy = Copy { what: "move".to_owned(), direction, src, dst, bytes: SIZE };
     // SAFETY: as in `negate`.
     unsafe { lane(worker, on).copy(&copy) }
 }
@@ -547,6 +552,53 @@ fn many_threads_do_not_hang() {
     world.fence_all().unwrap();
     assert_eq!(world.timeline().len(), 15 * 60);
     assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
+}
+
+/// A value goes from one worker to another through memory that could not be pinned: the upload reads it when it is
+/// queued, so the host has seen the download land. Pinned, it need not.
+#[test]
+fn pageable_memory_is_sent_on_when_it_is_there() {
+    for (seed, pinned) in
+        (0..20).flat_map(|seed| [(seed, Bytes(0)), (seed, Bytes(SIZE)), (seed, Bytes::gib(1))])
+    {
+        let world = SimWorld::new(SimConfig { seed, pinned, ..SimConfig::default() }).unwrap();
+        let workers = world.workers(2).into_iter().map(|w| Worker::new(w, Bytes(8 * SIZE)).unwrap());
+        let workers: Vec<Worker> = workers.collect();
+        let host = HostPool::new(workers[0].device().clone(), Pin::Try);
+        let ports: Vec<Port> = workers.iter().map(|w| Port::new(w.clone(), host.clone())).collect();
+        let mut there = Vec::new();
+        for i in 0..3 {
+            let value = workers[0].full(DType::F32, Shape::new(&[COUNT]).unwrap(), f64::from(i)).unwrap();
+            let parcel = ports[0].send("value", &value).unwrap();
+            there.push((ports[1].receive("value", &parcel).unwrap().land().unwrap(), parcel));
+        }
+        for (i, (value, _)) in there.iter().enumerate() {
+            assert_eq!(value.to_vec::<f32>().unwrap(), [i as f32; COUNT], "seed {seed}, {pinned} pinned");
+        }
+        world.fence_all().unwrap();
+        let pins = workers[0].device().pins();
+        assert_eq!((pins.refused.is_some(), pins.pinned.0.min(SIZE)), (pinned.0 <= SIZE, pinned.0.min(SIZE)));
+    }
+}
+
+/// The check can fail: a lane that waits for the download keeps a driver from nothing that it does at once.
+#[test]
+fn an_upload_of_pageable_memory_that_only_its_lane_orders_is_reported() {
+    for pin in [Pin::Off, Pin::Alloc] {
+        let world = SimWorld::seeded(4).unwrap();
+        let worker = Worker::new(world.worker(), Bytes(8 * SIZE)).unwrap();
+        let host = worker.device().host_buffer("between", SIZE as usize, pin).unwrap();
+        let (down, up) = (LaneKind::ActivationDownload, LaneKind::ActivationUpload);
+        let (src, dst) = (block(&worker), block(&worker));
+        let at = host.read_all().unwrap().bytes().as_ptr() as u64;
+        after(&worker, down, LaneKind::Compute).unwrap();
+        carry(&worker, down, Direction::Download, src.addr(), at).unwrap();
+        after(&worker, up, down).unwrap();
+        carry(&worker, up, Direction::Upload, at, dst.addr()).unwrap();
+        assert_eq!(lane(&worker, up).fence().is_err(), pin == Pin::Off);
+        let early = world.races().iter().any(|race| race.second.contains("early read of pageable memory"));
+        assert_eq!(early, pin == Pin::Off, "{:?}", world.races());
+    }
 }
 
 /// What was sent may be let go early, behind its download: an arena of four values sends ten, and each arrives whole.

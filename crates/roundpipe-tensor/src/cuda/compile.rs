@@ -3,17 +3,19 @@
 //! A [`Unit`] is one kernel file with its macros. The name of its image on disk is a hash of everything that the
 //! machine code depends on: text, macros, architecture, compiler version. Images are written beside and renamed
 //! into place, so that two processes never see half of one, and end in a check sum: a broken file is compiled
-//! anew, and a broken or unwritable folder only costs time.
+//! anew, and a broken or unwritable folder only costs time. In one process a unit is compiled once for an architecture,
+//! however many cards of it start together.
 //!
 //! # Invariants
 //! - To name a unit and to find what was made of it allocates nothing: launches do it every time.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CString, c_char, c_int};
 use std::fmt;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use cudarc::nvrtc::sys;
 
@@ -221,15 +223,45 @@ pub fn image(unit: &Unit, capability: (i32, i32)) -> Result<Vec<u8>> {
     let arch = format!("sm_{}{}", capability.0, capability.1);
     let sum = hash([&source, &arch, &version].map(|part| part.as_bytes()));
     let name = format!("{}-{arch}-{sum:032x}.cubin", unit.entry);
-    let path = folder().map(|folder| folder.join(name));
-    if let Some(image) = path.as_ref().and_then(|path| kept(path)) {
-        return Ok(image);
+    let path = folder().map(|folder| folder.join(&name));
+    static MADE: Once<Vec<u8>> = Once::new();
+    let find = || path.as_ref().and_then(|path| kept(path));
+    MADE.value(&name, find, || {
+        let image = compile(unit, &source, &arch)?;
+        let is_kept = path.as_ref().is_some_and(|path| keep(path, &image));
+        Ok((image, is_kept))
+    })
+}
+
+/// Values that are made once, by name: cards of one kind start together and want the same kernels. Who comes while one
+/// is being made waits for it. What could not be kept elsewhere stays here; an error does not.
+struct Once<V>(Mutex<BTreeMap<String, Place<V>>>);
+
+type Place<V> = Arc<Mutex<Option<V>>>;
+
+impl<V: Clone> Once<V> {
+    const fn new() -> Self {
+        Self(Mutex::new(BTreeMap::new()))
     }
-    let image = compile(unit, &source, &arch)?;
-    if let Some(path) = path {
-        keep(&path, &image);
+
+    /// What is here, else what `find` finds, else what `make` makes; that says whether `find` will find it from now on.
+    fn value(
+        &self,
+        name: &str,
+        find: impl FnOnce() -> Option<V>,
+        make: impl FnOnce() -> Result<(V, bool)>,
+    ) -> Result<V> {
+        let place = super::lock(&self.0).entry(name.to_owned()).or_default().clone();
+        let mut here = super::lock(&place);
+        if let Some(value) = here.clone().or_else(find) {
+            return Ok(value);
+        }
+        let (value, is_kept) = make()?;
+        if !is_kept {
+            *here = Some(value.clone());
+        }
+        Ok(value)
     }
-    Ok(image)
 }
 
 /// Compiles a unit for an architecture such as `sm_90`; no GPU is needed.
@@ -336,17 +368,19 @@ fn kept(path: &std::path::Path) -> Option<Vec<u8>> {
 /// At the end of every kept image.
 const SUM_BYTES: usize = 16;
 
-/// Writes beside and renames; whatever goes wrong, the kernel is in memory.
-fn keep(path: &std::path::Path, image: &[u8]) {
+/// Writes beside and renames; whether that worked. If not, the kernel is in memory.
+fn keep(path: &std::path::Path, image: &[u8]) -> bool {
     static NEXT: AtomicU64 = AtomicU64::new(0);
-    let Some(folder) = path.parent() else { return };
+    let Some(folder) = path.parent() else { return false };
     let beside =
         folder.join(format!(".{}-{}.part", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
     let file = [image, &hash([image]).to_le_bytes()].concat();
     let written = std::fs::create_dir_all(folder).and_then(|()| std::fs::write(&beside, file));
-    if written.is_err() || std::fs::rename(&beside, path).is_err() {
+    let is_kept = written.and_then(|()| std::fs::rename(&beside, path)).is_ok();
+    if !is_kept {
         let _ = std::fs::remove_file(&beside);
     }
+    is_kept
 }
 
 /// 128 bits of FNV-1a: names files and finds broken ones, guards nothing.
@@ -360,7 +394,49 @@ pub(super) fn hash<const N: usize>(parts: [&[u8]; N]) -> u128 {
 
 #[cfg(test)]
 mod tests {
-    use super::{Unit, complaint};
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::{Barrier, Mutex};
+
+    use super::{Once, Unit, complaint};
+    use crate::error::Error;
+
+    /// Eight cards want the same kernel at once: it is compiled once, found on disk or not, and others meanwhile.
+    #[test]
+    fn what_many_want_at_once_is_made_once() {
+        for is_kept in [true, false] {
+            let (once, made, disk) = (Once::new(), AtomicUsize::new(0), Mutex::new(None));
+            let start = Barrier::new(8);
+            let want = || {
+                start.wait();
+                let find = || *disk.lock().unwrap();
+                let make = || {
+                    made.fetch_add(1, Ordering::SeqCst);
+                    // Another kernel does not wait for this one.
+                    assert_eq!(once.value("other", || None, || Ok((5, false))).unwrap(), 5);
+                    std::thread::sleep(std::time::Duration::from_millis(20));
+                    *disk.lock().unwrap() = is_kept.then_some(7);
+                    Ok((7, is_kept))
+                };
+                assert_eq!(once.value("kernel", find, make).unwrap(), 7);
+            };
+            std::thread::scope(|scope| {
+                (0..8).for_each(|_| drop(scope.spawn(want)));
+            });
+            assert_eq!(made.into_inner(), 1, "kept on disk: {is_kept}");
+        }
+    }
+
+    /// A kernel that did not compile is tried again, and one whose file broke is made again.
+    #[test]
+    fn failures_are_not_kept() {
+        let once = Once::new();
+        let fails = once.value("kernel", || None, || Err(Error::invalid("compile", "no memory")));
+        assert!(fails.is_err());
+        for made in [1, 2] {
+            assert_eq!(once.value("kernel", || None, || Ok((made, true))).unwrap(), made);
+        }
+        assert_eq!(once.value("kernel", || Some(3), || Ok((4, true))).unwrap(), 3);
+    }
 
     #[test]
     fn a_unit_is_told_apart_by_file_kernel_and_macros() {

@@ -48,6 +48,16 @@ fn unit(width: usize) -> Unit {
     unit.with("Y_T", "long long").with("STAGE_T", "double").with("WIDTH", width).with("FAST", u8::from(true))
 }
 
+/// Cards of before Ampere are refused by their capability, and it is said which.
+#[test]
+fn old_cards_are_refused() {
+    for capability in [(6, 1), (7, 5)] {
+        let why = super::too_old(capability).unwrap();
+        assert!(why.contains(&format!("{}.{}", capability.0, capability.1)) && why.contains("8.0"), "{why}");
+    }
+    assert!([(8, 0), (8, 9), (12, 0)].into_iter().all(|new| super::too_old(new).is_none()));
+}
+
 #[test]
 fn a_known_kernel_is_found_without_allocating() {
     let table: Table<Unit, usize> = [1, 2, 4, 8].map(|width| (unit(width), width)).into_iter().collect();

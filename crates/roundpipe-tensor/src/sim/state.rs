@@ -58,9 +58,13 @@ struct Passed {
 /// What an item does.
 pub(super) enum Work {
     Kernel(Box<Called>),
-    Copy(Copy),
+    /// A copy, and what it reads where that was staged when it was queued.
+    Copy(Copy, Option<Box<[u8]>>),
     Free(Range<u64>),
-    Record { mark: Arc<Mark>, lost: bool },
+    Record {
+        mark: Arc<Mark>,
+        lost: bool,
+    },
     Wait(Arc<Mark>),
 }
 
@@ -151,6 +155,8 @@ pub(super) struct State {
     pub plan: Plan,
     pub lanes: Vec<Queue>,
     pub arenas: BTreeMap<u64, Reserved>,
+    /// Host memory that is pinned, by where it starts: where it ends.
+    pub pinned: BTreeMap<u64, u64>,
     pub races: Vec<Race>,
     pub faults: Vec<String>,
     pub timeline: Vec<Span>,
@@ -181,6 +187,7 @@ impl State {
             plan: Plan::default(),
             lanes: Vec::new(),
             arenas: BTreeMap::new(),
+            pinned: BTreeMap::new(),
             races: Vec::new(),
             faults: Vec::new(),
             timeline: Vec::new(),
@@ -264,7 +271,7 @@ impl State {
         queue.works += 1;
         let nanos = self.timing.thrown(nanos, self.seed, lane, queue.works);
         let kind = match &work {
-            Work::Copy(_) => FaultKind::Copy,
+            Work::Copy(..) => FaultKind::Copy,
             _ => FaultKind::Kernel,
         };
         let worker = queue.device.index;
@@ -331,7 +338,7 @@ impl State {
             Work::Wait(mark) => queue.time.max(mark.passed.get()?.time),
             // A device knows nothing of these; they take the lane as it is.
             Work::Record { .. } | Work::Free(_) => queue.time,
-            Work::Kernel(_) | Work::Copy(_) => queue.time.max(item.ready),
+            Work::Kernel(_) | Work::Copy(..) => queue.time.max(item.ready),
         };
         Some((start, start + item.nanos))
     }
@@ -381,7 +388,7 @@ impl State {
                 // queued while it lived; its owner gave it back and runs are serialised by the lock.
                 unsafe { poison(range) };
             }
-            Work::Copy(_) | Work::Kernel(_) => {
+            Work::Copy(..) | Work::Kernel(_) => {
                 self.note(lane, item);
                 self.execute(lane, item);
                 let queue = &self.lanes[lane];
@@ -401,10 +408,12 @@ impl State {
     fn execute(&mut self, lane: usize, item: &Item) {
         let outcome = match &item.work {
             _ if item.fails => Err(None),
-            Work::Copy(copy) => {
-                let (src, dst) = (copy.src as *const u8, copy.dst as *mut u8);
+            Work::Copy(copy, staged) => {
+                let src = staged.as_ref().map_or(copy.src as *const u8, |bytes| bytes.as_ptr());
+                let dst = copy.dst as *mut u8;
                 // SAFETY: whoever queued the copy promised that both ranges stay valid until the lane has
-                // passed it, which is now; runs are serialised by the lock, so nothing else moves them.
+                // passed it, which is now; runs are serialised by the lock, so nothing else moves them. What was
+                // staged has the size of the copy.
                 unsafe { std::ptr::copy(src, dst, copy.bytes as usize) };
                 Ok(())
             }
@@ -476,6 +485,22 @@ impl State {
             let verb = if writes { "write" } else { "read" };
             let second = format!("{verb} of freed memory by {}", self.label(lane, what));
             self.report(lane, &range, by.to_string(), second);
+        }
+    }
+
+    /// Reports downloads under way to what a staged upload reads now.
+    pub fn too_early(&mut self, lane: usize, what: &str, reads: &[Range<u64>]) {
+        let writes = |item: &Item| {
+            let meets = |w: &Range<u64>| reads.iter().any(|r| w.start < r.end && r.start < w.end);
+            matches!(item.work, Work::Copy(..)) && item.writes.iter().any(meets)
+        };
+        let found = self.lanes.iter().enumerate().find_map(|(lane, queue)| {
+            let item = queue.items.iter().find(|item| writes(item))?;
+            Some((lane, item.writes[0].clone(), format!("write by {}", item.name)))
+        });
+        if let Some((first, range, by)) = found {
+            let second = format!("early read of pageable memory by {}", self.label(lane, what));
+            self.report(first, &range, by, second);
         }
     }
 
@@ -639,6 +664,12 @@ impl State {
     pub fn on_device(&self, worker: Option<u32>, range: &Range<u64>) -> bool {
         let home = self.arenas.range(..=range.start).next_back();
         home.is_some_and(|(_, a)| range.end <= a.end && worker.is_none_or(|w| w == a.worker))
+    }
+
+    /// Whether all of these ranges are pinned host memory.
+    pub fn is_pinned(&self, ranges: &[Range<u64>]) -> bool {
+        let home = |r: &Range<u64>| self.pinned.range(..=r.start).next_back();
+        ranges.iter().all(|r| home(r).is_some_and(|(_, end)| r.end <= *end))
     }
 
     /// Whether any of a range lies in an arena.

@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 
 use roundpipe_tensor::host::Pin;
 use roundpipe_tensor::transfer::{HostPool, HostUse, Moved, Port};
-use roundpipe_tensor::{Bytes, Device, Worker};
+use roundpipe_tensor::{Bytes, Device, Pins, Worker};
 
 use super::call::Peers;
 use super::copier::Mover;
@@ -97,9 +97,10 @@ impl Line {
 }
 
 /// What a ring is made from.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct RingOptions {
-    /// Memory to reserve on each worker; by default what the device offers, shared among its workers.
+    /// Memory to reserve on each worker; by default half of what the device has free when the ring is made, in equal
+    /// parts for its workers.
     pub memory: Option<Bytes>,
     /// Bytes of activations that may stay on a worker; by default a tenth of its memory, or a
     /// quarter where weights are read in place.
@@ -108,12 +109,6 @@ pub struct RingOptions {
     pub pin: Pin,
     /// One job after another on the caller's thread: slow, and the oracle of the threaded executor.
     pub serial: bool,
-}
-
-impl Default for RingOptions {
-    fn default() -> Self {
-        Self { memory: None, keep: None, pin: Pin::Alloc, serial: false }
-    }
 }
 
 impl Ring {
@@ -127,12 +122,11 @@ impl Ring {
         };
         let board = Board::new();
         let host = HostPool::new(first.clone(), options.pin);
-        let mut workers = Vec::new();
-        for device in devices {
-            let sharing = devices.iter().filter(|d| same_memory(&***d, &**device)).count() as u64;
-            let bytes = options.memory.unwrap_or(Bytes(device.memory().0 / (2 * sharing)));
-            workers.push(Worker::new(device.clone(), bytes)?);
-        }
+        let offered = parts(devices);
+        let open = |(device, part): (&Arc<dyn Device>, Bytes)| {
+            Worker::new(device.clone(), options.memory.unwrap_or(part))
+        };
+        let workers = devices.iter().zip(offered).map(open).collect::<Result<Vec<_>, _>>()?;
         let port = |worker: &Worker| Arc::new(Port::new(worker.clone(), host.clone()));
         let ports: Vec<Arc<Port>> = workers.iter().map(port).collect();
         let mut threads = Vec::new();
@@ -185,6 +179,12 @@ impl Ring {
     /// What the smallest worker has reserved.
     pub(crate) fn least_memory(&self) -> u64 {
         self.workers().iter().map(|worker| worker.pool().capacity().0).min().unwrap_or(0)
+    }
+
+    /// How much is pinned of the host memory that the first worker's device gave: activations, and the weights and
+    /// gradients of engines on this ring.
+    pub fn pins(&self) -> Pins {
+        self.0.workers[0].device().pins()
     }
 
     /// Host memory of activations.
@@ -262,6 +262,19 @@ impl Ring {
             }
         }
     }
+}
+
+/// What each worker reserves when nobody says how much. All are asked before anything is reserved: what the first takes
+/// is no longer free for the second.
+fn parts(devices: &[Arc<dyn Device>]) -> Vec<Bytes> {
+    let free: Vec<u64> = devices.iter().map(|device| device.memory().0).collect();
+    let part = |device: &Arc<dyn Device>| {
+        let same = || devices.iter().zip(&free).filter(|(other, _)| same_memory(&***other, &**device));
+        // Another process may take some between two questions.
+        let least = same().map(|(_, free)| *free).min().unwrap_or(0);
+        Bytes(least / (2 * same().count() as u64))
+    };
+    devices.iter().map(part).collect()
 }
 
 /// Whether two workers take their memory from the same device.

@@ -3,12 +3,12 @@
 //! What the process really takes is measured in `tests/host_memory.rs`, where nothing else runs.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use roundpipe::nn::{Init, Linear};
 use roundpipe::trace::Lane as TraceLane;
 use roundpipe::{
-    Bytes, Cx, DType, Device, ExecutePlan, Grain, HostTensor, Lag, Params, Pin, PlanKind, RingOptions,
+    Bytes, Cx, DType, Device, ExecutePlan, Grain, HostTensor, Lag, Params, Pin, PlanKind, Ring, RingOptions,
     RoundPipe, RunConfig, Sequential, Tensor, TensorResult, Tree, Update,
 };
 use roundpipe_tensor::device::{Arena, DeviceId, Lane, LaneKind, Ops};
@@ -78,24 +78,31 @@ fn small() -> RingOptions {
     RingOptions { memory: Some(Bytes::mib(48)), ..RingOptions::default() }
 }
 
-/// A device that counts how often memory is reserved on it.
+/// A device that counts how often memory is reserved on it, and how much.
 #[derive(Debug)]
 struct Counted {
     device: Arc<dyn Device>,
     reserves: Arc<AtomicUsize>,
+    /// The memory of the card that all of them are workers on, and what they have taken of it.
+    card: Option<(u64, Arc<AtomicU64>)>,
 }
 
 impl Device for Counted {
     fn id(&self) -> DeviceId {
-        self.device.id()
+        let id = self.device.id();
+        if self.card.is_some() { DeviceId { index: 0, worker: id.index, ..id } } else { id }
     }
 
     fn memory(&self) -> Bytes {
-        self.device.memory()
+        let free = |(whole, taken): &(u64, Arc<AtomicU64>)| Bytes(whole - taken.load(Ordering::Relaxed));
+        self.card.as_ref().map_or_else(|| self.device.memory(), free)
     }
 
     fn reserve(&self, bytes: Bytes) -> TensorResult<Arena> {
         self.reserves.fetch_add(1, Ordering::Relaxed);
+        if let Some((_, taken)) = &self.card {
+            taken.fetch_add(bytes.0, Ordering::Relaxed);
+        }
         self.device.reserve(bytes)
     }
 
@@ -153,10 +160,29 @@ fn nothing_is_reserved_after_the_start_and_the_high_water_settles() {
     }
 }
 
+/// Workers on one card get equal parts of it, half of its free memory together, though the first to reserve leaves less
+/// for the others to be asked about.
+#[test]
+fn workers_on_one_card_share_it_equally() {
+    let taken = Arc::new(AtomicU64::new(0));
+    let whole = 400 << 20;
+    let on_card = |device| {
+        let card = Some((whole, taken.clone()));
+        Arc::new(Counted { device, reserves: Arc::default(), card }) as Arc<dyn Device>
+    };
+    let mut devices: Vec<Arc<dyn Device>> = sims(3).into_iter().map(on_card).collect();
+    devices.extend(models::cpus(1));
+    let ring = Ring::new(&devices, &RingOptions { serial: true, ..RingOptions::default() }).unwrap();
+    let parts: Vec<u64> = ring.workers().iter().map(|worker| worker.pool().capacity().0).collect();
+    assert_eq!(parts[..3], [whole / 6; 3]);
+    assert_eq!(parts[3], models::cpus(1)[0].memory().0 / 2, "another device has nothing to do with it");
+}
+
 /// The most memory in use on each worker up to the second step, and up to the last of fifty.
 fn water(devices: Vec<Arc<dyn Device>>, plan: &ExecutePlan, serial: bool, lag: Lag) -> (Vec<u64>, Vec<u64>) {
     let reserves = Arc::new(AtomicUsize::new(0));
-    let count = |device| Arc::new(Counted { device, reserves: reserves.clone() }) as Arc<dyn Device>;
+    let count =
+        |device| Arc::new(Counted { device, reserves: reserves.clone(), card: None }) as Arc<dyn Device>;
     let devices: Vec<Arc<dyn Device>> = devices.into_iter().map(count).collect();
     let workers = devices.len();
     let way = Way { serial, plan: Some(plan.clone()), lag, ..Way::threaded(devices) };

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    Bytes, DType, Device, ExecutePlan, Grain, Lag, PlanKind, RingOptions, RoundPipe, Rule, RunConfig,
+    Bytes, DType, Device, ExecutePlan, Grain, Lag, Pin, PlanKind, RingOptions, RoundPipe, Rule, RunConfig,
     Sequential, Update,
 };
 use roundpipe_tensor::sim::{Fault, FaultKind, SimConfig, Timing};
@@ -129,8 +129,13 @@ fn oracle(case: &Case) -> Trail {
 }
 
 fn world(seed: u64, workers: usize) -> (SimWorld, Vec<Arc<dyn Device>>) {
-    let config =
-        SimConfig { seed, memory: Bytes::mib(64), timing: Timing::default(), ..SimConfig::default() };
+    world_with(seed, workers, SimConfig::default().pinned)
+}
+
+/// A world whose workers pin so much host memory at most.
+fn world_with(seed: u64, workers: usize, pinned: Bytes) -> (SimWorld, Vec<Arc<dyn Device>>) {
+    let memory = Bytes::mib(64);
+    let config = SimConfig { seed, memory, pinned, timing: Timing::default(), ..SimConfig::default() };
     let world = SimWorld::new(config).unwrap();
     let devices = world.workers(workers).into_iter().map(|worker| worker as Arc<dyn Device>).collect();
     (world, devices)
@@ -151,6 +156,57 @@ fn delays_change_no_bit_and_order_is_never_broken() {
     }
 }
 
+/// Where a driver pins little or nothing, the rest is pageable: uploads read it when they are queued, and still the bits
+/// are the oracle's and no order is broken. What could not be pinned is known afterwards.
+#[test]
+fn little_pinned_memory_changes_no_bit() {
+    for seed in seeds(0..30) {
+        // None, enough for a few weights, enough for all weights and more: for everything in the smallest cases.
+        let most = [Bytes(0), Bytes(10_000), Bytes(60_000)][seed as usize % 3];
+        // The memory of many activations passes through the host.
+        let case = Case { keep: Bytes(0), ..case(seed) };
+        let model = models::transformer(case.dtype, case.tied);
+        let (world, devices) = world_with(seed, case.workers, most);
+        let engine = engine(&model, &case, devices, false);
+        let got = run(&engine, &model, &case, 0, STEPS);
+        let pins = engine.ring().pins();
+        let why = pins.note();
+        assert!(why.is_some() || most == Bytes(60_000), "seed {seed}: all of it was pinned, {pins:?}");
+        assert!(why.is_none_or(|why| why.contains("cannot pin") && !why.contains('\n')), "{pins:?}");
+        let refused = pins.refused.is_some();
+        assert!(pins.pinned <= most && (pins.pageable > Bytes(0)) == refused, "seed {seed}: {pins:?}");
+        drop(engine);
+        assert_eq!(world.races(), [], "seed {seed}: {}", case.plan);
+        crate::invisible::same(&format!("seed {seed}, {most} pinned"), &oracle(&case), &got);
+    }
+}
+
+/// Who insists on pinned memory is told that there is too little, with the way out; who wants none gets none.
+#[test]
+fn a_pin_asked_for_by_name_is_had_or_refused() {
+    let model = models::transformer(DType::F32, false);
+    for (pin, most, works) in [
+        (Pin::Alloc, Bytes(20_000), false),
+        (Pin::Register, Bytes(20_000), false),
+        (Pin::Alloc, Bytes::mib(64), true),
+        (Pin::Off, Bytes(0), true),
+    ] {
+        let (_, devices) = world_with(1, 1, most);
+        let built =
+            RoundPipe::builder(model.clone()).memory(Bytes::mib(16)).pin(pin).devices(devices).build();
+        match built {
+            Ok(engine) => {
+                let pins = engine.ring().pins();
+                assert!(works && pins.note().is_none() && (pins.pinned > Bytes(0)) == (pin != Pin::Off));
+            }
+            Err(error) => {
+                let text = chain(&error);
+                assert!(!works && text.contains("cannot pin") && text.contains("Pin::Try"), "{text}");
+            }
+        }
+    }
+}
+
 /// A fault anywhere is an error value; afterwards the same step succeeds, with the oracle's bits.
 #[test]
 fn faults_are_errors_and_leave_no_trace() {
@@ -167,7 +223,9 @@ fn faults_are_errors_and_leave_no_trace() {
         let case = case(seed);
         let mut dice = Dice::new(seed ^ 0xfa);
         let model = models::transformer(case.dtype, case.tied);
-        let (world, devices) = world(seed, case.workers);
+        // Every third without pinned memory, whose copies fail elsewhere.
+        let pinned = if seed % 3 == 0 { Bytes(0) } else { SimConfig::default().pinned };
+        let (world, devices) = world_with(seed, case.workers, pinned);
         let engine = engine(&model, &case, devices, false);
         let mut want = oracle(&case);
         let first = run(&engine, &model, &case, 0, 1);

@@ -19,6 +19,7 @@
 //! - Only algorithms that the heuristic proposes now are run: a stored line that is none of them counts as absent.
 
 use std::fmt::Write as _;
+use std::fs::File;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -28,7 +29,7 @@ use cudarc::driver::result;
 
 use super::lt::{Candidate, Described, Key, Shape, Task};
 use crate::cuda::call::Call;
-use crate::cuda::{Gpu, RawEvent, compile};
+use crate::cuda::{Gpu, RawEvent, compile, elapsed_ms};
 use crate::error::Result;
 
 /// Products of fewer multiplications are not measured: launching them takes as long.
@@ -76,14 +77,25 @@ pub(super) unsafe fn choose(
     let size = [m, n, k].into_iter().fold(batches, usize::saturating_mul);
     let path = (found.len() > 1 && size >= WORTH_MEASURING).then(|| call.gpu.products.choices.path(call.gpu));
     let Some(path) = path.flatten() else { return Ok(0) };
-    let key = name(&task.key);
-    if let Some(known) = stored(path, &key, found) {
+    // SAFETY: the caller's promise.
+    settle(path, &name(&task.key), found, || unsafe { measure(call, handle, task, found) })
+}
+
+/// What the file says of a shape, after what was measured is added to it where it says nothing.
+fn settle(
+    path: &Path,
+    key: &str,
+    found: &[Candidate],
+    measure: impl FnOnce() -> Result<usize>,
+) -> Result<usize> {
+    if let Some(known) = stored(path, key, found) {
         return Ok(known);
     }
-    // SAFETY: the caller's promise.
-    let fastest = unsafe { measure(call, handle, task, found)? };
-    add(path, &key, &found[fastest]);
-    Ok(stored(path, &key, found).unwrap_or(0))
+    // First, since what cannot be stored is not worth measuring: the next process would measure it again.
+    let Some(file) = open(path) else { return Ok(0) };
+    let fastest = measure()?;
+    add(file, key, &found[fastest]);
+    Ok(stored(path, key, found).unwrap_or(0))
 }
 
 /// A shape in the file.
@@ -117,14 +129,15 @@ fn stored(path: &Path, key: &str, found: &[Candidate]) -> Option<usize> {
     file.split(|byte| *byte == b'\n').find_map(known)
 }
 
+/// The file to add lines to; `None` where nothing can be stored.
+fn open(path: &Path) -> Option<File> {
+    std::fs::create_dir_all(path.parent()?).ok()?;
+    std::fs::OpenOptions::new().append(true).create(true).open(path).ok()
+}
+
 /// Adds a line, in one piece. The end before it closes what a process that died may have left.
-fn add(path: &Path, key: &str, candidate: &Candidate) {
-    let Some(folder) = path.parent() else { return };
-    let file = std::fs::create_dir_all(folder)
-        .and_then(|()| std::fs::OpenOptions::new().append(true).create(true).open(path));
-    if let Ok(mut file) = file {
-        let _ = file.write_all(format!("\n{}\n", line(key, candidate)).as_bytes());
-    }
+fn add(mut file: File, key: &str, candidate: &Candidate) {
+    let _ = file.write_all(format!("\n{}\n", line(key, candidate)).as_bytes());
 }
 
 /// The first of the candidates that are as good as the fastest; those without a time failed.
@@ -228,9 +241,7 @@ impl<'a> Clock<'a> {
         self.record(1)?;
         let [start, end] = self.events;
         // SAFETY: both events are alive and recorded.
-        let time = unsafe {
-            result::event::synchronize(end.0).and_then(|()| result::event::elapsed(start.0, end.0))
-        };
+        let time = unsafe { result::event::synchronize(end.0).and_then(|()| elapsed_ms(start, end)) };
         time.map_err(|e| self.call.gpu.failed("time a product", e))
     }
 }
@@ -246,8 +257,11 @@ impl Drop for Clock<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+    use std::path::Path;
+
     use super::super::lt::{Candidate, Shape};
-    use super::{add, line, part, pick, stored};
+    use super::{line, open, part, pick, settle, stored};
 
     fn candidate(number: u64) -> Candidate {
         let mut candidate = Candidate::default();
@@ -289,6 +303,9 @@ mod tests {
         let path = folder.join("new").join("products.txt");
         let found = [candidate(1), candidate(2), candidate(3)];
         assert_eq!(stored(&path, "a", &found), None, "there is no file yet");
+        let add = |path: &Path, key: &str, candidate: &Candidate| {
+            super::add(open(path).unwrap(), key, candidate);
+        };
         add(&path, "a", &candidate(9));
         assert_eq!(stored(&path, "a", &found), None, "no candidate of today");
         // Half a line of a process that died, then a line with a digit changed.
@@ -305,6 +322,30 @@ mod tests {
         assert_eq!(stored(&path, "a", &found), Some(1));
         assert_eq!(stored(&path, "b", &found), Some(2));
         assert_eq!(stored(&path, "c", &found), None);
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    /// A shape is measured once where that can be stored, and never where it cannot.
+    #[test]
+    fn what_cannot_be_stored_is_not_measured() {
+        let folder = std::env::temp_dir().join(format!("roundpipe-settle-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let found = [candidate(1), candidate(2)];
+        let count = Cell::new(0);
+        let measure = || {
+            count.set(count.get() + 1);
+            Ok(1)
+        };
+        let good = folder.join("new").join("products.txt");
+        for _ in 0..2 {
+            assert_eq!(settle(&good, "a", &found, measure).unwrap(), 1);
+        }
+        assert_eq!(count.get(), 1, "the second time it is read");
+        // A file where the folder should be stops everybody, whoever they are.
+        std::fs::write(folder.join("file"), "").unwrap();
+        let bad = folder.join("file").join("products.txt");
+        assert_eq!(settle(&bad, "a", &found, measure).unwrap(), 0);
+        assert_eq!(count.get(), 1, "measured for nothing");
         std::fs::remove_dir_all(&folder).unwrap();
     }
 }
