@@ -254,6 +254,11 @@ fn is_fatal(error: sys::CUresult) -> bool {
             | E::CUDA_ERROR_NVLINK_UNCORRECTABLE
             | E::CUDA_ERROR_CONTAINED
             | E::CUDA_ERROR_CONTEXT_IS_DESTROYED
+            // The card does not answer, or another one took this process down with it.
+            | E::CUDA_ERROR_DEVICE_UNAVAILABLE
+            | E::CUDA_ERROR_EXTERNAL_DEVICE
+            | E::CUDA_ERROR_MPS_CLIENT_TERMINATED
+            | E::CUDA_ERROR_TENSOR_MEMORY_LEAK
     )
 }
 
@@ -416,6 +421,12 @@ impl Cuda {
             unsafe { result::device::total_mem(gpu.device) }.map_err(|e| gpu.failed("ask for memory", e))?;
         let ops = CudaOps { gpu: gpu.clone(), alarm };
         Ok(Arc::new(Self { id, gpu: gpu.clone(), lanes, ops, total: total as u64 }))
+    }
+
+    /// Why attention is slower than it could be on this machine's GPUs, in one line: which cuDNN was found where, its
+    /// version, and what computes instead. `None` where cuDNN is used.
+    pub fn attention_note() -> Option<String> {
+        attention::note()
     }
 
     /// Major and minor number of the compute capability.
@@ -743,7 +754,7 @@ impl EventState for CudaEvent {
     fn time_ns(&self) -> Option<u64> {
         self.gpu.enter().ok()?;
         // SAFETY: both events are alive; one that has not passed gives an error.
-        let ms = unsafe { result::event::elapsed(self.gpu.origin.0.0, self.event.0) }.ok()?;
+        let ms = unsafe { library::elapsed(self.gpu.origin.0.0, self.event.0) }.ok()?;
         Some((f64::from(ms) * 1e6) as u64)
     }
 

@@ -28,7 +28,7 @@ use cudarc::driver::result;
 
 use super::lt::{Candidate, Described, Key, Shape, Task};
 use crate::cuda::call::Call;
-use crate::cuda::{Gpu, RawEvent, compile};
+use crate::cuda::{Gpu, RawEvent, compile, library};
 use crate::error::Result;
 
 /// Products of fewer multiplications are not measured: launching them takes as long.
@@ -54,8 +54,8 @@ impl Choices {
             }
             let device = result::device::get_name(gpu.device).ok()?;
             let device = device.replace(|c: char| !c.is_ascii_alphanumeric(), "-");
-            // SAFETY: the library is here, since a plan is being made; the call only reads a constant.
-            let version = unsafe { sys::cublasLtGetVersion() };
+            // SAFETY: the call only reads a constant.
+            let version = unsafe { library::cublaslt().ok()?.cublasLtGetVersion() };
             Some(compile::folder()?.join(format!("products-{device}-{version}.txt")))
         };
         self.0.get_or_init(find).as_deref()
@@ -228,9 +228,8 @@ impl<'a> Clock<'a> {
         self.record(1)?;
         let [start, end] = self.events;
         // SAFETY: both events are alive and recorded.
-        let time = unsafe {
-            result::event::synchronize(end.0).and_then(|()| result::event::elapsed(start.0, end.0))
-        };
+        let time =
+            unsafe { result::event::synchronize(end.0).and_then(|()| library::elapsed(start.0, end.0)) };
         time.map_err(|e| self.call.gpu.failed("time a product", e))
     }
 }
