@@ -19,7 +19,7 @@ use roundpipe::{
 use roundpipe_models::{LoraConfig, LoraTargets, Model, Trains, preset};
 
 use crate::open;
-use crate::place::Place;
+use crate::place::{Place, slower};
 
 /// Time training steps of a model, with random weights for a preset
 #[derive(Debug, clap::Args)]
@@ -99,6 +99,9 @@ impl BenchCmd {
         let devices = self.place.open()?;
         if let Some(note) = &devices.note {
             writeln!(out, "no GPU: {note}")?;
+        }
+        if let Some(why) = slower(&devices) {
+            writeln!(out, "{why}")?;
         }
         let rate = product_rate(devices.workers[0].clone(), self.dtype.into())?;
         let model = self.model(out)?;

@@ -10,7 +10,7 @@ use roundpipe_models::tokenizer::Tokenizer;
 use roundpipe_models::{GenerateOptions, Generator, Sampler};
 
 use crate::open;
-use crate::place::Place;
+use crate::place::{Place, slower};
 
 /// Continue a prompt, or answer it where the model has a chat template
 #[derive(Debug, clap::Args)]
@@ -57,6 +57,10 @@ impl GenerateCmd {
         ensure!(self.top_k != Some(0), "--top-k must be at least 1");
         ensure!(self.top_p.is_none_or(|p| p > 0.0 && p <= 1.0), "--top-p must be above 0 and at most 1");
         let devices = self.place.open()?;
+        if let Some(why) = slower(&devices) {
+            // Beside the answer, which goes to `out`.
+            writeln!(std::io::stderr(), "{why}")?;
+        }
         let opened = open::model(&self.model, self.dtype.map(Into::into))?;
         let mut model = opened.model;
         if let Some(adapter) = &self.adapter {

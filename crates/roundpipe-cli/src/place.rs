@@ -1,7 +1,7 @@
 //! Where a command runs: devices and their memory.
 
 use anyhow::Context;
-use roundpipe::{Bytes, Devices, RingOptions};
+use roundpipe::{Bytes, Cuda, DeviceKind, Devices, RingOptions};
 
 /// Options that every command with an engine has.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -12,6 +12,12 @@ pub struct Place {
     /// Memory to use of each GPU, for example 24GiB [default: half of it]
     #[arg(long, value_parser = size)]
     pub gpu_memory: Option<Bytes>,
+}
+
+/// What makes the opened devices slower than they could be, in one line.
+pub fn slower(devices: &Devices) -> Option<String> {
+    let has_gpu = devices.workers.iter().any(|device| device.id().kind == DeviceKind::Cuda);
+    if has_gpu { Cuda::attention_note() } else { None }
 }
 
 fn size(text: &str) -> Result<Bytes, String> {

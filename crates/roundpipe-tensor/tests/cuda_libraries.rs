@@ -180,7 +180,7 @@ fn libraries_are_not_newer_than_the_driver() {
     assert_eq!(machine.ask("nvrtc", 12_080, &after), "both/libnvrtc.so.12");
     // A link without a number does not hide what it leads to.
     machine.nvrtc("link/libnvrtc.so", 13, 1);
-    for (folder, version) in [("new", "13.0"), ("link", "13.1")] {
+    for (folder, version) in [("new", "CUDA 13"), ("link", "CUDA 13.1")] {
         let why = machine.ask("nvrtc", 12_040, &[("ROUNDPIPE_CUDA_LIBS", &format!("only:driver:{folder}"))]);
         for word in [folder, "libnvrtc.so", version, "12.4", "pip install nvidia-cuda-nvrtc-cu12"] {
             assert!(why.contains(word) && !why.contains("<newline>"), "{word}: {why}");

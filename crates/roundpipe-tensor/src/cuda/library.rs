@@ -246,44 +246,41 @@ fn load<C: Calls>(
     if let Place::At(path) = place {
         let numbers = places::file_version(path);
         // What its name already says to be too new is not even loaded.
-        if let (true, [major, rest @ ..]) = (C::NUMBERED_AS_CUDA, &numbers[..]) {
-            let version = Version::new(*major, rest.first().copied().unwrap_or(0));
-            fits::<C>(path, version, driver)?;
+        if let (true, Some(&major)) = (C::NUMBERED_AS_CUDA, numbers.first()) {
+            fits::<C>(path, (major, &major.to_string()), driver)?;
         }
         libraries.extend(companions::<C>(path, numbers.first().copied()));
     }
-    // SAFETY: loading runs the library's start-up code; these are NVIDIA's own, which we are about to call.
-    let library = match place {
-        Place::Named(name) => unsafe { Library::new(name) }.map_err(|_| None)?,
-        // SAFETY: as above.
-        Place::At(path) => unsafe { Library::new(path) }
-            .map_err(|e| Some(one_line(&format!("cannot load {}: {e}", path.display()))))?,
-    };
-    let named = match place {
+    let file = match place {
         Place::Named(name) => PathBuf::from(name),
         Place::At(path) => path.clone(),
     };
+    // SAFETY: loading runs the library's start-up code; these are NVIDIA's own, which we are about to call.
+    let library = unsafe { Library::new(&file) }.map_err(|e| match place {
+        Place::Named(_) => None,
+        Place::At(path) => Some(one_line(&format!("cannot load {}: {e}", path.display()))),
+    })?;
     let calls = C::bind(&library).map_err(|function| {
         let package = C::PACKAGE.name(driver);
-        let path = named.display();
+        let path = file.display();
         Some(format!(
             "{path} has no function {function}, so it is none that we know: `pip install {package}`"
         ))
     })?;
-    let path = file_of(calls.address()).unwrap_or(named);
+    let path = file_of(calls.address()).unwrap_or(file);
     let unknown = || Some(format!("{} does not tell its version", path.display()));
     let version = calls.made_for().ok_or_else(unknown)?;
-    fits::<C>(&path, version, driver)?;
+    fits::<C>(&path, (version.major, &version.to_string()), driver)?;
     libraries.push(library);
     Ok(Loaded { calls, path, version, _libraries: libraries })
 }
 
 fn fits<C: Calls>(
     path: &Path,
-    version: Version,
+    made_for: (u32, &str),
     driver: Option<Version>,
 ) -> std::result::Result<(), Option<Complaint>> {
-    version::library_verdict(&path.display().to_string(), version, driver, C::PACKAGE).map_err(Some)
+    version::library_verdict(&path.display().to_string(), made_for, driver, C::PACKAGE).map_err(Some)
 }
 
 /// What a library looks for by name although it may lie beside it: the part of NVRTC with its built-in functions.

@@ -75,22 +75,23 @@ pub(super) fn driver_verdict(driver: Version) -> Result<(), String> {
     ))
 }
 
-/// Why a library does not go with the driver. `file` is what was found where.
+/// Why a library does not go with the driver. `file` is what was found where; of `made_for`, `major.minor` or less, the
+/// first number is compared.
 pub(super) fn library_verdict(
     file: &str,
-    made_for: Version,
+    (major, made_for): (u32, &str),
     driver: Option<Version>,
     package: Package,
 ) -> Result<(), String> {
     let get = package.name(driver);
-    if made_for.major < Version::OLDEST.major {
+    if major < Version::OLDEST.major {
         let needed = Version::OLDEST;
         return Err(format!(
             "{file} is for CUDA {made_for}; {needed} or newer is needed: `pip install {get}`"
         ));
     }
     match driver {
-        Some(driver) if made_for.major > driver.major => Err(format!(
+        Some(driver) if major > driver.major => Err(format!(
             "{file} is for CUDA {made_for}, newer than the driver, which is for {driver}: `pip install {get}`, \
              or update the driver"
         )),
@@ -156,7 +157,9 @@ mod tests {
     /// What a driver runs: its own major and older ones from 12 on, whatever the minors.
     #[test]
     fn libraries_are_not_newer_than_the_driver() {
-        let runs = |library, driver| library_verdict("lib", library, driver, Package::Nvrtc).is_ok();
+        let runs = |library: Version, driver| {
+            library_verdict("lib", (library.major, &library.to_string()), driver, Package::Nvrtc).is_ok()
+        };
         assert!(runs(V(12, 9), Some(V(12, 0))), "minors do not matter");
         assert!(runs(V(12, 4), Some(V(13, 0))));
         assert!(runs(V(13, 0), None), "no driver: nothing to compare with");
@@ -171,7 +174,8 @@ mod tests {
     /// A complaint names both versions, the file, and the package that goes with the driver.
     #[test]
     fn complaints_name_versions_file_and_package() {
-        let why = library_verdict("/x/libnvrtc.so.13", V(13, 0), Some(V(12, 4)), Package::Nvrtc).unwrap_err();
+        let why =
+            library_verdict("/x/libnvrtc.so.13", (13, "13.0"), Some(V(12, 4)), Package::Nvrtc).unwrap_err();
         for word in ["/x/libnvrtc.so.13", "13.0", "12.4", "nvidia-cuda-nvrtc-cu12"] {
             assert!(why.contains(word) && !why.contains('\n'), "{word}: {why}");
         }
