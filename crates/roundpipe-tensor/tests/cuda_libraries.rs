@@ -52,6 +52,17 @@ F(cudnnGetConvolutionBackwardDataWorkspaceSize) F(cudnnGetConvolutionBackwardFil
 F(cudnnConvolutionForward) F(cudnnConvolutionBiasActivationForward) F(cudnnConvolutionBackwardData)
 F(cudnnConvolutionBackwardFilter)";
 
+/// As above, of cuBLASLt.
+const CUBLASLT: &str = "#include <stddef.h>
+size_t cublasLtGetVersion(void) { return 130100; }
+size_t cublasLtGetCudartVersion(void) { return NUMBER; }
+#define F(name) int name(void) { return 1; }
+F(cublasLtGetStatusName) F(cublasLtCreate) F(cublasLtDestroy) F(cublasLtMatrixLayoutCreate)
+F(cublasLtMatrixLayoutSetAttribute) F(cublasLtMatrixLayoutDestroy) F(cublasLtMatmulDescCreate)
+F(cublasLtMatmulDescSetAttribute) F(cublasLtMatmulDescDestroy) F(cublasLtMatmulPreferenceCreate)
+F(cublasLtMatmulPreferenceSetAttribute) F(cublasLtMatmulPreferenceDestroy) F(cublasLtMatmulAlgoGetHeuristic)
+F(cublasLtMatmul)";
+
 /// A folder of a test's own, with a made-up driver; gone with the value.
 struct Machine(PathBuf);
 
@@ -129,6 +140,8 @@ fn child() {
     let answer = match question.as_str() {
         "driver" => library::driver().map_or_else(told, |version| version.to_string()),
         "nvrtc" => library::nvrtc().map_or_else(told, |found| found.path().display().to_string()),
+        "cublaslt" => library::cublaslt()
+            .map_or_else(told, |found| format!("{} {}", found.version(), found.path().display())),
         "cudnn" => library::cudnn().map_or_else(told, |found| found.path().display().to_string()),
         "note" => Cuda::attention_note().unwrap_or_else(|| "none".to_owned()),
         arch => {
@@ -185,6 +198,19 @@ fn libraries_are_not_newer_than_the_driver() {
         for word in [folder, "libnvrtc.so", version, "12.4", "pip install nvidia-cuda-nvrtc-cu12"] {
             assert!(why.contains(word) && !why.contains("<newline>"), "{word}: {why}");
         }
+    }
+}
+
+/// The library of products is compared like the compiler, by the version that it tells.
+#[test]
+fn products_go_with_the_driver_too() {
+    let Some(machine) = Machine::new("products") else { return };
+    machine.make("mine/libcublasLt.so", CUBLASLT, &["-DNUMBER=13020"]).unwrap();
+    let mine = [("ROUNDPIPE_CUDA_LIBS", "only:driver:mine")];
+    assert_eq!(machine.ask("cublaslt", 13_000, &mine), "13.2 mine/libcublasLt.so");
+    let why = machine.ask("cublaslt", 12_040, &mine);
+    for word in ["mine/libcublasLt.so", "13.2", "12.4", "pip install nvidia-cublas-cu12"] {
+        assert!(why.contains(word) && !why.contains("<newline>"), "{word}: {why}");
     }
 }
 

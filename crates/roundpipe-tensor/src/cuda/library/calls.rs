@@ -106,6 +106,7 @@ functions! {
     /// The library of products.
     CublasLt:
     cublasLtGetVersion() -> usize;
+    cublasLtGetCudartVersion() -> usize;
     cublasLtGetStatusName(status: Status) -> *const c_char;
     cublasLtCreate(handle: *mut lt::cublasLtHandle_t) -> Status;
     cublasLtDestroy(handle: lt::cublasLtHandle_t) -> Status;
@@ -408,9 +409,8 @@ impl Calls for CublasLt {
 
     fn made_for(&self) -> Option<Version> {
         // SAFETY: the call only reads a constant.
-        let number = unsafe { self.cublasLtGetVersion() };
-        // 120304 is 12.3.4.
-        Some(Version::new((number / 10_000) as u32, (number / 100 % 100) as u32))
+        let number = unsafe { self.cublasLtGetCudartVersion() };
+        (number >= 1000).then(|| Version::of_number(number as u32))
     }
 
     fn address(&self) -> *const c_void {
