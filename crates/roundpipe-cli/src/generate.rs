@@ -56,6 +56,7 @@ impl GenerateCmd {
         ensure!(self.temperature.is_finite() && self.temperature >= 0.0, "--temperature must be 0 or more");
         ensure!(self.top_k != Some(0), "--top-k must be at least 1");
         ensure!(self.top_p.is_none_or(|p| p > 0.0 && p <= 1.0), "--top-p must be above 0 and at most 1");
+        // Notes go beside the answer, which goes to `out`.
         let devices = self.place.open(&mut std::io::stderr())?;
         let opened = open::model(&self.model, self.dtype.map(Into::into))?;
         let mut model = opened.model;

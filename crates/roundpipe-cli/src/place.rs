@@ -4,7 +4,7 @@ use std::io::Write;
 
 use anyhow::Context;
 use clap::ValueEnum;
-use roundpipe::{Bytes, Devices, Pin, RingOptions};
+use roundpipe::{Bytes, Cuda, DeviceKind, Devices, Pin, RingOptions};
 
 /// Options that every command with an engine has.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -49,14 +49,16 @@ fn size(text: &str) -> Result<Bytes, String> {
 }
 
 impl Place {
-    /// Opens the devices and says which were left out.
+    /// Opens the devices; says which were left out, and what makes them slower than they could be.
     pub fn open(&self, out: &mut impl Write) -> anyhow::Result<Devices> {
         let devices = match &self.devices {
             Some(list) => Devices::parse(list),
             None => Devices::all(),
         };
         let devices = devices.context("--devices")?;
-        devices.skipped.iter().try_for_each(|line| writeln!(out, "{line}"))?;
+        let has_gpu = devices.workers.iter().any(|device| device.id().kind == DeviceKind::Cuda);
+        let slower = if has_gpu { Cuda::attention_note() } else { None };
+        devices.skipped.iter().chain(&slower).try_for_each(|line| writeln!(out, "{line}"))?;
         Ok(devices)
     }
 

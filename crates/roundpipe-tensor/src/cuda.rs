@@ -126,7 +126,7 @@ impl Drop for Moment {
 /// Both are alive and have a clock; their context is current.
 unsafe fn elapsed_ms(from: RawEvent, to: RawEvent) -> std::result::Result<f32, result::DriverError> {
     // SAFETY: the caller's promise.
-    unsafe { result::event::elapsed(from.0, to.0) }
+    unsafe { library::elapsed(from.0, to.0) }
 }
 
 // SAFETY: as above; the maps and lists are behind locks.
@@ -326,6 +326,11 @@ fn is_fatal(error: sys::CUresult) -> bool {
             | E::CUDA_ERROR_NVLINK_UNCORRECTABLE
             | E::CUDA_ERROR_CONTAINED
             | E::CUDA_ERROR_CONTEXT_IS_DESTROYED
+            // The card does not answer, or another one took this process down with it.
+            | E::CUDA_ERROR_DEVICE_UNAVAILABLE
+            | E::CUDA_ERROR_EXTERNAL_DEVICE
+            | E::CUDA_ERROR_MPS_CLIENT_TERMINATED
+            | E::CUDA_ERROR_TENSOR_MEMORY_LEAK
     )
 }
 
@@ -498,6 +503,12 @@ impl Cuda {
             unsafe { result::device::total_mem(gpu.device) }.map_err(|e| gpu.failed("ask for memory", e))?;
         let ops = CudaOps { gpu: gpu.clone(), alarm };
         Ok(Arc::new(Self { id, gpu: gpu.clone(), lanes, ops, total: total as u64 }))
+    }
+
+    /// Why attention is slower than it could be on this machine's GPUs, in one line: which cuDNN was found where, its
+    /// version, and what computes instead. `None` where cuDNN is used.
+    pub fn attention_note() -> Option<String> {
+        attention::note()
     }
 
     /// Major and minor number of the compute capability.

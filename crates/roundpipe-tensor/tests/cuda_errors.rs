@@ -88,7 +88,9 @@ fn child_without_libraries() {
     says(library::driver().unwrap_err(), ["libcuda", "install NVIDIA's driver, or run on the CPU"]);
     says(library::nvrtc().unwrap_err(), ["libnvrtc", "pip install nvidia-cuda-nvrtc"]);
     says(library::cublaslt().unwrap_err(), ["libcublasLt", "pip install nvidia-cublas"]);
-    assert!(!library::cudnn(), "cuDNN is optional, and not here");
+    says(library::cudnn().unwrap_err(), ["libcudnn", "pip install nvidia-cudnn-cu13"]);
+    let note = Cuda::attention_note().unwrap();
+    assert!(note.contains("our own kernels") && note.contains("libnvrtc") && !note.contains('\n'), "{note}");
     // Without a driver there is no GPU to count or to open, and the processor computes.
     says(Cuda::count().unwrap_err(), ["libcuda", "run on the CPU"]);
     says(Cuda::new(0).unwrap_err(), ["libcuda", "run on the CPU"]);

@@ -97,10 +97,31 @@ fn wanted(call: &Call<'_>, fused: Option<Fused>) -> Option<Fused> {
     let fused = fused.filter(|fused| fused.aligned && way() != Way::Own)?;
     // Of the newest cards only one engine's backward repeats bit for bit, which the heuristics do not propose first.
     let known = matches!(call.kernel, Kernel::Attention(_)) || matches!(call.gpu.capability.0, 8 | 9);
-    // The plans' kernels are compiled by NVRTC, which has to be found first.
-    let here = known && library::nvrtc().is_ok() && library::cudnn();
-    // SAFETY: the library is here; the call only reads a constant.
-    (here && unsafe { cudarc::cudnn::sys::cudnnGetVersion() } >= OLDEST).then_some(fused)
+    (known && usable().is_ok()).then_some(fused)
+}
+
+/// Whether cuDNN is here and new enough, or why not.
+fn usable() -> &'static std::result::Result<(), Refused> {
+    static USABLE: OnceLock<std::result::Result<(), Refused>> = OnceLock::new();
+    USABLE.get_or_init(|| {
+        // The plans' kernels are compiled by NVRTC, which has to be found first.
+        let found = library::nvrtc().and_then(|_| library::cudnn()).map_err(|why| why.to_string())?;
+        let words = library::cudnn_version;
+        if found.number() >= OLDEST {
+            return Ok(());
+        }
+        let (found, file, package) = (words(found.number()), found.path().display(), library::cudnn_package());
+        let oldest = words(OLDEST);
+        Err(format!(
+            "cuDNN {found} ({file}) is older than {oldest}, the oldest that is used: `pip install -U {package}`"
+        ))
+    })
+}
+
+/// Why attention is not computed by cuDNN where it could be; `None` where it is, or where the user wants it so.
+pub(super) fn note() -> Option<String> {
+    let why = usable().as_ref().err().filter(|_| way() != Way::Own)?;
+    Some(format!("attention by our own kernels, which are slower than cuDNN's: {why}"))
 }
 
 /// Plans of cuDNN by case, and a handle per stream.
@@ -191,7 +212,7 @@ unsafe fn by_cudnn(call: &Call<'_>, fused: &Fused) -> Result<bool> {
         // for, and a plan that wants more was refused.
         let queued = unsafe { plan.run(&state.handles[&stream], &operands, workspace) };
         if let Err(why) = queued {
-            return refuse(why);
+            return Err(call.failed(&format!("compute attention by cuDNN: {why}")));
         }
         for addition in fused.additions(piece, scratch) {
             // SAFETY: the piece before it on this stream has written the part; sums lie in scratch.

@@ -1,7 +1,7 @@
 //! Kernels from CUDA C++ to machine code: compiled by NVRTC for the GPU at hand, once, and kept on disk.
 //!
 //! A [`Unit`] is one kernel file with its macros. The name of its image on disk is a hash of everything that the
-//! machine code depends on: text, macros, architecture, compiler version. Images are written beside and renamed
+//! machine code depends on: text, macros, architecture, compiler (its version and the size of its file). Images are written beside and renamed
 //! into place, so that two processes never see half of one, and end in a check sum: a broken file is compiled
 //! anew, and a broken or unwritable folder only costs time. In one process a unit is compiled once for an architecture,
 //! however many cards of it start together.
@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex};
 
 use cudarc::nvrtc::sys;
 
-use super::library;
+use super::library::{self, Loaded, Nvrtc, Status};
 use crate::error::{Error, Result};
 
 /// In front of every kernel file.
@@ -218,16 +218,16 @@ impl Hasher for Quick {
 /// # Errors
 /// As [`check`].
 pub fn image(unit: &Unit, capability: (i32, i32)) -> Result<Vec<u8>> {
-    let version = library::nvrtc()?;
+    let nvrtc = library::nvrtc()?;
     let source = unit.source();
-    let arch = format!("sm_{}{}", capability.0, capability.1);
-    let sum = hash([&source, &arch, &version].map(|part| part.as_bytes()));
+    let arch = format!("sm_{}", nvrtc.target((capability.0 * 10 + capability.1).unsigned_abs())?);
+    let sum = hash([&source, &arch, nvrtc.identity()].map(|part| part.as_bytes()));
     let name = format!("{}-{arch}-{sum:032x}.cubin", unit.entry);
     let path = folder().map(|folder| folder.join(&name));
     static MADE: Once<Vec<u8>> = Once::new();
     let find = || path.as_ref().and_then(|path| kept(path));
     MADE.value(&name, find, || {
-        let image = compile(unit, &source, &arch)?;
+        let image = compile(nvrtc, unit, &source, &arch)?;
         let is_kept = path.as_ref().is_some_and(|path| keep(path, &image));
         Ok((image, is_kept))
     })
@@ -267,20 +267,24 @@ impl<V: Clone> Once<V> {
 /// Compiles a unit for an architecture such as `sm_90`; no GPU is needed.
 ///
 /// # Errors
-/// One line: the kernel, the architecture and the compiler's first complaint, or which library is missing.
+/// One line: the kernel, the architecture and the compiler's first complaint, or which library is missing or too old.
 pub fn check(unit: &Unit, arch: &str) -> Result<usize> {
-    library::nvrtc()?;
-    compile(unit, &unit.source(), arch).map(|image| image.len())
+    let nvrtc = library::nvrtc()?;
+    if let Some(card) = arch.strip_prefix("sm_").and_then(|number| number.parse().ok()) {
+        nvrtc.target(card)?;
+    }
+    compile(nvrtc, unit, &unit.source(), arch).map(|image| image.len())
 }
 
-fn compile(unit: &Unit, source: &str, arch: &str) -> Result<Vec<u8>> {
+fn compile(nvrtc: &'static Loaded<Nvrtc>, unit: &Unit, source: &str, arch: &str) -> Result<Vec<u8>> {
     let refuse = |what: String| Error::invalid("compile", format!("{} for {arch}: {what}", unit.name()));
+    let say = |status: Status| refuse(nvrtc.text(status));
     let text = CString::new(source).map_err(|_| refuse("the source holds a zero".to_owned()))?;
     let name = CString::new(format!("{}.cu", unit.name)).expect("names have no zero");
     let mut program: sys::nvrtcProgram = std::ptr::null_mut();
     // SAFETY: text and name live past the destruction of the program; no headers are given.
     let made = unsafe {
-        sys::nvrtcCreateProgram(
+        nvrtc.nvrtcCreateProgram(
             &mut program,
             text.as_ptr(),
             name.as_ptr(),
@@ -289,8 +293,8 @@ fn compile(unit: &Unit, source: &str, arch: &str) -> Result<Vec<u8>> {
             std::ptr::null(),
         )
     };
-    made.result().map_err(|e| refuse(format!("{e}")))?;
-    let program = Program(program);
+    made.result().map_err(say)?;
+    let program = Program(program, nvrtc);
     let options = [
         format!("--gpu-architecture={arch}"),
         "--std=c++17".to_owned(),
@@ -300,31 +304,30 @@ fn compile(unit: &Unit, source: &str, arch: &str) -> Result<Vec<u8>> {
     let options: Vec<CString> = options.iter().map(|o| CString::new(o.as_str()).expect("no zero")).collect();
     let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
     // SAFETY: the program is alive, the options live past the call.
-    let compiled = unsafe { sys::nvrtcCompileProgram(program.0, pointers.len() as c_int, pointers.as_ptr()) };
-    compiled.result().map_err(|e| refuse(complaint(&program.log()).unwrap_or_else(|| e.to_string())))?;
+    let compiled =
+        unsafe { nvrtc.nvrtcCompileProgram(program.0, pointers.len() as c_int, pointers.as_ptr()) };
+    compiled.result().map_err(|e| complaint(&program.log()).map_or_else(|| say(e), refuse))?;
     let mut size = 0;
     // SAFETY: the program is alive and compiled.
-    unsafe { sys::nvrtcGetCUBINSize(program.0, &mut size) }.result().map_err(|e| refuse(format!("{e}")))?;
+    unsafe { nvrtc.nvrtcGetCUBINSize(program.0, &mut size) }.result().map_err(say)?;
     let mut image = vec![0u8; size];
     // SAFETY: the buffer has the size just asked for.
-    unsafe { sys::nvrtcGetCUBIN(program.0, image.as_mut_ptr().cast()) }
-        .result()
-        .map_err(|e| refuse(format!("{e}")))?;
+    unsafe { nvrtc.nvrtcGetCUBIN(program.0, image.as_mut_ptr().cast()) }.result().map_err(say)?;
     Ok(image)
 }
 
-struct Program(sys::nvrtcProgram);
+struct Program(sys::nvrtcProgram, &'static Nvrtc);
 
 impl Program {
     fn log(&self) -> String {
         let mut size = 0;
         // SAFETY: the program is alive.
-        if unsafe { sys::nvrtcGetProgramLogSize(self.0, &mut size) }.result().is_err() {
+        if unsafe { self.1.nvrtcGetProgramLogSize(self.0, &mut size) }.result().is_err() {
             return String::new();
         }
         let mut log = vec![0u8; size];
         // SAFETY: the buffer has the size just asked for.
-        let _ = unsafe { sys::nvrtcGetProgramLog(self.0, log.as_mut_ptr().cast()) };
+        let _ = unsafe { self.1.nvrtcGetProgramLog(self.0, log.as_mut_ptr().cast()) };
         String::from_utf8_lossy(&log).trim_end_matches(['\0', '\n']).to_owned()
     }
 }
@@ -332,7 +335,7 @@ impl Program {
 impl Drop for Program {
     fn drop(&mut self) {
         // SAFETY: made by `nvrtcCreateProgram` and destroyed once.
-        let _ = unsafe { sys::nvrtcDestroyProgram(&mut self.0) };
+        let _ = unsafe { self.1.nvrtcDestroyProgram(&mut self.0) };
     }
 }
 

@@ -1,168 +1,324 @@
-//! Finding CUDA's libraries at run time.
+//! CUDA's libraries, found at run time and bound from the files that were found.
 //!
-//! The loader's own places are tried first, then what the variable `ROUNDPIPE_CUDA_LIBS` lists, then the folders of
-//! a toolkit, then `nvidia/*/lib` of Python environments. An entry `only` in the list leaves out all other places, the
-//! loader's too. A library that was loaded by its path is found by name afterwards, which is how the bindings get it.
+//! Where a library may lie, and in which order, is said in [`places`]: what the user lists comes first, then what the
+//! shell has chosen, then the loader's places, then the usual ones. The first that goes with the driver is taken
+//! ([`version`]): of a major version that is not newer, with all the functions that we call ([`calls`]). What is
+//! passed over is told only where nothing was found.
 //!
-//! Asked once per process and library: the answer stays.
+//! The driver's library is the bindings' own business; only its version is asked here, and the one function that the
+//! bindings know by a name newer than the oldest driver.
+//!
+//! # Invariants
+//! - Asked once per process and library: the answer stays, and what is loaded is never unloaded.
+//! - A library that is missing, too new, too old or broken is an error of one line that names it; nothing panics.
 
+mod calls;
+mod places;
+mod version;
+
+use std::ffi::{c_int, c_void};
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use crate::error::{Error, Result};
+use cudarc::driver::result::DriverError;
+use cudarc::driver::sys;
+use libloading::Library;
 
-/// The driver's library, which comes with the driver.
-///
-/// # Errors
-/// One line that says how to get it.
-pub fn driver() -> Result<()> {
-    static FOUND: OnceLock<bool> = OnceLock::new();
-    // SAFETY: asks the loader for the library; its start-up code is the driver's own.
-    let present = || unsafe { cudarc::driver::sys::is_culib_present() };
-    let found = || (!only() || preload(&["libcuda.so"])) && present();
-    match *FOUND.get_or_init(found) {
-        true => Ok(()),
-        false => Err(missing("libcuda", "install NVIDIA's driver, or run on the CPU")),
+use crate::error::{Error, Result};
+use calls::Calls;
+pub(crate) use calls::Status;
+pub use calls::{CublasLt, Cudnn, Nvrtc};
+use places::{Place, Places};
+use version::Package;
+pub use version::{Version, cudnn_version};
+
+/// Why a library is of no use, in one line.
+type Complaint = String;
+
+/// A library in use: its functions, its file and the version of CUDA that it was made for.
+#[derive(Debug)]
+pub struct Loaded<C> {
+    calls: C,
+    path: PathBuf,
+    version: Version,
+    /// Kept for ever: functions of them are called.
+    _libraries: Vec<Library>,
+}
+
+impl<C> Loaded<C> {
+    /// Its file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The version of CUDA that it was made for.
+    pub fn version(&self) -> Version {
+        self.version
     }
 }
 
-/// The compiler of our kernels; its version.
+impl<C> Deref for Loaded<C> {
+    type Target = C;
+
+    fn deref(&self) -> &C {
+        &self.calls
+    }
+}
+
+fn refused(what: &Complaint) -> Error {
+    Error::Invalid { op: "cuda", what: what.clone() }
+}
+
+fn places() -> &'static Places {
+    static PLACES: OnceLock<Places> = OnceLock::new();
+    PLACES.get_or_init(Places::here)
+}
+
+/// The driver's library, which comes with the driver; the version of CUDA that it is for.
 ///
 /// # Errors
-/// One line that says how to get it.
-pub fn nvrtc() -> Result<String> {
-    static FOUND: OnceLock<Option<String>> = OnceLock::new();
-    let found = FOUND.get_or_init(|| {
-        let loaded = preload(&["libnvrtc-builtins.so", "libnvrtc.so"]);
-        // SAFETY: as for the driver.
-        if (only() && !loaded) || !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
-            return None;
+/// One line that says how to get it, or a newer one.
+pub fn driver() -> Result<Version> {
+    static FOUND: OnceLock<std::result::Result<Version, Complaint>> = OnceLock::new();
+    FOUND.get_or_init(|| find_driver(places())).as_ref().copied().map_err(refused)
+}
+
+fn find_driver(places: &Places) -> std::result::Result<Version, Complaint> {
+    // SAFETY: asks the loader for the library; its start-up code is the driver's own.
+    let present = || unsafe { sys::is_culib_present() };
+    // A library that was loaded by its path is found by name afterwards, which is how the bindings get it.
+    let found = (!places.only && present()) || (load_first(&places.of_driver()) && present());
+    if !found {
+        return Err(missing("libcuda", "install NVIDIA's driver, or run on the CPU"));
+    }
+    // SAFETY: as above; it was found a moment ago.
+    let library = unsafe { sys::culib() };
+    // SAFETY: the function of this name has this type in every driver.
+    let ask = unsafe { library.get::<unsafe extern "C" fn(*mut c_int) -> u32>(b"cuDriverGetVersion\0") };
+    let mut number = 0;
+    // SAFETY: the number is written by the call.
+    let status = ask.map(|ask| unsafe { ask(&mut number) });
+    match (status, u32::try_from(number)) {
+        (Ok(0), Ok(number)) => {
+            let version = Version::of_number(number);
+            version::driver_verdict(version).map(|()| version)
         }
-        let (mut major, mut minor) = (0, 0);
-        // SAFETY: both numbers are written by the call.
-        let asked = unsafe { cudarc::nvrtc::sys::nvrtcVersion(&mut major, &mut minor) };
-        asked.result().ok().map(|()| format!("{major}.{minor}"))
-    });
-    found
-        .clone()
-        .ok_or_else(|| missing("libnvrtc", "install the CUDA toolkit, or `pip install nvidia-cuda-nvrtc`"))
+        _ => Err("libcuda does not tell its version, as a toolkit's stand-in for it does not; install NVIDIA's driver \
+                  and see that its library comes first for the loader, or run on the CPU"
+            .to_owned()),
+    }
+}
+
+/// Loads the first of these files that loads.
+fn load_first(files: &[PathBuf]) -> bool {
+    static DRIVER: OnceLock<Option<Library>> = OnceLock::new();
+    // SAFETY: loading runs the library's start-up code, which is the driver's own.
+    let load = || files.iter().find_map(|file| unsafe { Library::new(file) }.ok());
+    DRIVER.get_or_init(load).is_some()
+}
+
+type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys::CUresult;
+
+/// The function that tells the time between events, by the name that every driver knows: the bindings ask for a newer
+/// one, which drivers before 570 do not have.
+fn bind_elapsed(library: &Library) -> Option<Elapsed> {
+    // SAFETY: the function of this name has this type in every driver.
+    unsafe { library.get::<Elapsed>(b"cuEventElapsedTime\0") }.ok().map(|function| *function)
+}
+
+/// Milliseconds from one event to another.
+///
+/// # Safety
+/// The driver was found, and both events are alive.
+pub(crate) unsafe fn elapsed(
+    start: sys::CUevent,
+    end: sys::CUevent,
+) -> std::result::Result<f32, DriverError> {
+    static FUNCTION: OnceLock<Option<Elapsed>> = OnceLock::new();
+    // SAFETY: the driver was found.
+    let function = FUNCTION.get_or_init(|| bind_elapsed(unsafe { sys::culib() }));
+    let function = function.ok_or(DriverError(sys::CUresult::CUDA_ERROR_NOT_FOUND))?;
+    let mut ms = 0.0;
+    // SAFETY: the caller's promise; the number is written by the call.
+    unsafe { function(&mut ms, start, end) }.result()?;
+    Ok(ms)
+}
+
+/// The compiler of our kernels.
+///
+/// # Errors
+/// One line that says how to get it, or one that goes with the driver.
+pub fn nvrtc() -> Result<&'static Loaded<Nvrtc>> {
+    static FOUND: OnceLock<std::result::Result<Loaded<Nvrtc>, Complaint>> = OnceLock::new();
+    FOUND.get_or_init(|| choose(places(), driver().ok())).as_ref().map_err(refused)
 }
 
 /// The library of products.
 ///
 /// # Errors
-/// One line that says how to get it.
-pub fn cublaslt() -> Result<()> {
-    static FOUND: OnceLock<bool> = OnceLock::new();
-    // SAFETY: as for the driver.
-    let present = || unsafe { cudarc::cublaslt::sys::is_culib_present() };
-    match *FOUND.get_or_init(|| (preload(&["libcublasLt.so"]) || !only()) && present()) {
-        true => Ok(()),
-        false => Err(missing("libcublasLt", "install the CUDA toolkit, or `pip install nvidia-cublas`")),
-    }
+/// As [`nvrtc`].
+pub fn cublaslt() -> Result<&'static Loaded<CublasLt>> {
+    static FOUND: OnceLock<std::result::Result<Loaded<CublasLt>, Complaint>> = OnceLock::new();
+    FOUND.get_or_init(|| choose(places(), driver().ok())).as_ref().map_err(refused)
 }
 
 /// The library of attention and convolutions; optional.
-pub fn cudnn() -> bool {
-    static FOUND: OnceLock<bool> = OnceLock::new();
-    // SAFETY: as for the driver.
-    let present = || unsafe { cudarc::cudnn::sys::is_culib_present() };
-    *FOUND.get_or_init(|| (preload(&["libcudnn.so"]) || !only()) && present())
-}
-
-fn missing(library: &'static str, way: &str) -> Error {
-    let what = format!("{library} is not here; {way}; or name its folder in ROUNDPIPE_CUDA_LIBS");
-    Error::Invalid { op: "cuda", what }
-}
-
-/// Loads libraries by path where the loader would not find them by name. Only what is not found by name is
-/// loaded: two copies of one library in a process do not get along. Whether the last one is there now; a loader that
-/// knows it by another name may have it all the same.
-fn preload(names: &[&str]) -> bool {
-    let mut loaded = false;
-    for name in names {
-        // SAFETY: loading runs the library's start-up code; these are NVIDIA's own, needed by name later anyway.
-        loaded = !only() && unsafe { libloading::Library::new(*name) }.is_ok();
-        if loaded {
-            continue;
-        }
-        let found = folders().into_iter().find_map(|folder| newest(&folder, name));
-        // SAFETY: as above. The handle is kept for ever: what is loaded stays.
-        if let Some(Ok(library)) = found.map(|path| unsafe { libloading::Library::new(path) }) {
-            LOADED.get_or_init(Default::default).lock().map(|mut all| all.push(library)).ok();
-            loaded = true;
-        }
-    }
-    loaded
-}
-
-/// The folders of `ROUNDPIPE_CUDA_LIBS`.
-fn listed() -> Vec<PathBuf> {
-    let listed = std::env::var_os("ROUNDPIPE_CUDA_LIBS").unwrap_or_default();
-    std::env::split_paths(&listed).filter(|path| !path.as_os_str().is_empty()).collect()
-}
-
-/// Whether no other folders count.
-fn only() -> bool {
-    listed().iter().any(|path| path.as_os_str() == "only")
-}
-
-/// Libraries that were loaded by path.
-static LOADED: OnceLock<std::sync::Mutex<Vec<libloading::Library>>> = OnceLock::new();
-
-/// The file of that name in a folder, with the highest version behind it.
-fn newest(folder: &Path, name: &str) -> Option<PathBuf> {
-    let files = std::fs::read_dir(folder).ok()?.filter_map(|entry| entry.ok()).map(|entry| entry.path());
-    let fits = |path: &PathBuf| {
-        path.file_name().and_then(|file| file.to_str()).is_some_and(|file| file.starts_with(name))
+///
+/// # Errors
+/// As [`nvrtc`].
+pub fn cudnn() -> Result<&'static Loaded<Cudnn>> {
+    static FOUND: OnceLock<std::result::Result<Loaded<Cudnn>, Complaint>> = OnceLock::new();
+    let find = || {
+        // It asks the loader for both of these by name: whichever we have chosen is to be its own too.
+        let _ = (nvrtc(), cublaslt());
+        choose(places(), driver().ok())
     };
-    files.filter(fits).max()
+    FOUND.get_or_init(find).as_ref().map_err(refused)
 }
 
-/// Where libraries may lie beyond the loader's places.
-fn folders() -> Vec<PathBuf> {
-    let mut folders = listed();
-    if only() {
-        folders.retain(|path| path.as_os_str() != "only");
-        return folders;
-    }
-    for variable in ["CUDA_HOME", "CUDA_PATH"] {
-        if let Some(home) = std::env::var_os(variable) {
-            folders.push(PathBuf::from(home).join("lib64"));
+impl Loaded<Nvrtc> {
+    /// For which architecture the kernels of a card are compiled, such as 90 for `sm_90`.
+    ///
+    /// # Errors
+    /// One line with both versions, the library's file and the fix, where it knows none that the card runs.
+    pub(crate) fn target(&self, card: u32) -> Result<u32> {
+        static KNOWN: OnceLock<Vec<u32>> = OnceLock::new();
+        let known = KNOWN.get_or_init(|| self.architectures());
+        if known.is_empty() {
+            return Ok(card);
         }
+        version::target(known, card).ok_or_else(|| {
+            let file = self.path.display().to_string();
+            refused(&version::architecture_complaint(&file, self.version, card, driver().ok()))
+        })
     }
-    folders.push("/usr/local/cuda/lib64".into());
-    for variable in ["VIRTUAL_ENV", "CONDA_PREFIX"] {
-        if let Some(home) = std::env::var_os(variable) {
-            folders.extend(python_folders(&PathBuf::from(home)));
-        }
+
+    /// What the machine code that it makes depends on: its version, and the size of its file for builds of one version.
+    pub(crate) fn identity(&self) -> &'static str {
+        static IDENTITY: OnceLock<String> = OnceLock::new();
+        IDENTITY.get_or_init(|| {
+            let bytes = std::fs::metadata(&self.path).map_or(0, |file| file.len());
+            format!("{} {bytes}", self.version)
+        })
     }
-    // The environment of the `python3` that a shell would find.
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let python = std::env::split_paths(&path).map(|folder| folder.join("python3")).find(|file| file.exists());
-    if let Some(home) = python.as_ref().and_then(|file| file.parent()).and_then(Path::parent) {
-        folders.extend(python_folders(home));
-    }
-    folders
 }
 
-/// `lib/python*/site-packages/nvidia/*/lib` and `nvidia/*/*/lib` of an environment.
-fn python_folders(home: &Path) -> Vec<PathBuf> {
-    let list = |folder: PathBuf| -> Vec<PathBuf> {
-        std::fs::read_dir(folder)
-            .into_iter()
-            .flatten()
-            .filter_map(|entry| entry.ok())
-            .map(|e| e.path())
-            .collect()
+/// What to install of cuDNN beside this driver.
+pub(crate) fn cudnn_package() -> &'static str {
+    Package::Cudnn.name(driver().ok())
+}
+
+fn missing(library: &str, way: &str) -> Complaint {
+    format!("{library} is not here; {way}; or name its folder in ROUNDPIPE_CUDA_LIBS")
+}
+
+/// The first library in the order of search that goes with the driver; else what is wrong with the first one there is.
+fn choose<C: Calls>(places: &Places, driver: Option<Version>) -> std::result::Result<Loaded<C>, Complaint> {
+    let mut first = None;
+    for place in places.of_library(C::FILE, &majors::<C>(driver)) {
+        match load(&place, driver) {
+            Ok(loaded) => return Ok(loaded),
+            Err(why) => first = first.or(why),
+        }
+    }
+    Err(first.unwrap_or_else(|| {
+        let toolkit = if C::PACKAGE == Package::Cudnn { "" } else { "install the CUDA toolkit, or " };
+        missing(C::NAME, &format!("{toolkit}`pip install {}`", C::PACKAGE.name(driver)))
+    }))
+}
+
+/// The versions in files' names that the loader is asked for: the driver's CUDA and older ones; cuDNN has its own.
+fn majors<C: Calls>(driver: Option<Version>) -> Vec<u32> {
+    let oldest = Version::OLDEST.major;
+    if !C::NUMBERED_AS_CUDA {
+        return vec![9];
+    }
+    (oldest..=driver.map_or(13, |driver| driver.major.clamp(oldest, 99))).rev().collect()
+}
+
+/// Loads what lies at a place and sees that it will do. `None` where there is nothing.
+fn load<C: Calls>(
+    place: &Place,
+    driver: Option<Version>,
+) -> std::result::Result<Loaded<C>, Option<Complaint>> {
+    let mut libraries = Vec::new();
+    if let Place::At(path) = place {
+        let numbers = places::file_version(path);
+        // What its name already says to be too new is not even loaded.
+        if let (true, Some(&major)) = (C::NUMBERED_AS_CUDA, numbers.first()) {
+            fits::<C>(path, (major, &major.to_string()), driver)?;
+        }
+        libraries.extend(companions::<C>(path, numbers.first().copied()));
+    }
+    let file = match place {
+        Place::Named(name) => PathBuf::from(name),
+        Place::At(path) => path.clone(),
     };
-    let pythons = list(home.join("lib"));
-    let sites = pythons
-        .iter()
-        .flat_map(|python| ["site-packages", "dist-packages"].map(|site| python.join(site).join("nvidia")));
-    let packages = sites.flat_map(list);
-    packages
-        .flat_map(|package| [package.join("lib"), package.join("lib64")])
-        .filter(|lib| lib.is_dir())
-        .collect()
+    // SAFETY: loading runs the library's start-up code; these are NVIDIA's own, which we are about to call.
+    let library = unsafe { Library::new(&file) }.map_err(|e| match place {
+        Place::Named(_) => None,
+        Place::At(path) => Some(one_line(&format!("cannot load {}: {e}", path.display()))),
+    })?;
+    let calls = C::bind(&library).map_err(|function| {
+        let package = C::PACKAGE.name(driver);
+        let path = file.display();
+        Some(format!(
+            "{path} has no function {function}, so it is none that we know: `pip install {package}`"
+        ))
+    })?;
+    let path = file_of(calls.address()).unwrap_or(file);
+    let unknown = || Some(format!("{} does not tell its version", path.display()));
+    let version = calls.made_for().ok_or_else(unknown)?;
+    fits::<C>(&path, (version.major, &version.to_string()), driver)?;
+    libraries.push(library);
+    Ok(Loaded { calls, path, version, _libraries: libraries })
 }
+
+fn fits<C: Calls>(
+    path: &Path,
+    made_for: (u32, &str),
+    driver: Option<Version>,
+) -> std::result::Result<(), Option<Complaint>> {
+    version::library_verdict(&path.display().to_string(), made_for, driver, C::PACKAGE).map_err(Some)
+}
+
+/// What a library looks for by name although it may lie beside it: the part of NVRTC with its built-in functions.
+fn companions<C: Calls>(path: &Path, major: Option<u32>) -> Vec<Library> {
+    let folder = path.parent().filter(|_| C::PACKAGE == Package::Nvrtc);
+    let beside = folder.map_or(Vec::new(), |folder| places::files(folder, "libnvrtc-builtins.so"));
+    let same = |file: &&PathBuf| major.is_none() || places::file_version(file).first().copied() == major;
+    // SAFETY: as in `load`.
+    beside.iter().filter(same).filter_map(|file| unsafe { Library::new(file) }.ok()).collect()
+}
+
+/// The file that a function came from.
+#[cfg(unix)]
+fn file_of(address: *const c_void) -> Option<PathBuf> {
+    use std::os::unix::ffi::OsStrExt as _;
+    let mut found = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
+    // SAFETY: any address may be asked for; the answer is written to the place given.
+    if unsafe { libc::dladdr(address, found.as_mut_ptr()) } == 0 {
+        return None;
+    }
+    // SAFETY: zeroed at first and written by the call: plain pointers.
+    let name = unsafe { found.assume_init() }.dli_fname;
+    if name.is_null() {
+        return None;
+    }
+    // SAFETY: the loader's own text, which lives as long as the library is loaded.
+    let name = unsafe { std::ffi::CStr::from_ptr(name) };
+    Some(PathBuf::from(std::ffi::OsStr::from_bytes(name.to_bytes())))
+}
+
+#[cfg(not(unix))]
+fn file_of(_: *const c_void) -> Option<PathBuf> {
+    None
+}
+
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests;

@@ -3,8 +3,11 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
+use cudarc::driver::sys::CUresult as E;
+
 use super::call::Args;
 use super::compile::{Table, Unit};
+use super::is_fatal;
 use crate::dtype::DType;
 use crate::kernel::View;
 use crate::shape::Shape;
@@ -77,6 +80,23 @@ fn arguments_use_their_memory_again() {
     // Two at a time do not share memory.
     let (mut one, mut two) = (Args::new().u64(1), Args::new().u64(2));
     assert_ne!(one.pointers()[0], two.pointers()[0]);
+}
+
+/// A card that does not answer any more is lost; one that has no room, or is not done, is not.
+#[test]
+fn a_lost_card_is_told_from_a_refusal() {
+    for lost in [
+        E::CUDA_ERROR_ILLEGAL_ADDRESS,
+        E::CUDA_ERROR_ECC_UNCORRECTABLE,
+        E::CUDA_ERROR_DEVICE_UNAVAILABLE,
+        E::CUDA_ERROR_EXTERNAL_DEVICE,
+        E::CUDA_ERROR_MPS_CLIENT_TERMINATED,
+    ] {
+        assert!(is_fatal(lost), "{lost:?}");
+    }
+    for refused in [E::CUDA_ERROR_OUT_OF_MEMORY, E::CUDA_ERROR_NOT_READY, E::CUDA_ERROR_INVALID_VALUE] {
+        assert!(!is_fatal(refused), "{refused:?}");
+    }
 }
 
 /// Host time of what every launch does before the driver's call; run with `--ignored --nocapture` to read it.

@@ -6,7 +6,7 @@
 //!
 //! # Invariants
 //! - Descriptors live as long as the plan that was made of them.
-//! - Nobody calls in here before the library was found ([`library::cudnn`](crate::cuda::library::cudnn)).
+//! - Where the library was not found ([`library::cudnn`]) everything is refused.
 
 use std::ffi::c_void;
 
@@ -19,11 +19,22 @@ pub(super) use cudarc::cudnn::sys::{
     cudnnReduceTensorOp_t as Sum,
 };
 
+use crate::cuda::library::{self, Cudnn, Loaded, Status};
+
 /// Why the library did not want to.
 pub(super) type Refused = String;
 
+fn api() -> Result<&'static Loaded<Cudnn>, Refused> {
+    library::cudnn().map_err(|why| why.to_string())
+}
+
+/// A refusal: what was wanted, and the library's words.
+fn said(api: &Cudnn, what: &str, status: Status) -> Result<(), Refused> {
+    status.result().map_err(|status| format!("{what}: {}", api.text(status)))
+}
+
 /// The library's state for one stream.
-pub(super) struct Handle(sys::cudnnHandle_t);
+pub(super) struct Handle(sys::cudnnHandle_t, &'static Cudnn);
 
 // SAFETY: a handle may be used from any thread, by one at a time: its owner keeps it behind a lock.
 unsafe impl Send for Handle {}
@@ -32,10 +43,10 @@ impl Handle {
     /// A handle that queues on `stream`, in the current context.
     pub fn new(stream: Stream) -> Result<Self, Refused> {
         let mut raw = std::ptr::null_mut();
+        let api = api()?;
         // SAFETY: written by the call; a context is current.
-        let made = unsafe { sys::cudnnCreate(&mut raw) };
-        made.result().map_err(|e| format!("cudnnCreate: {e:?}"))?;
-        let handle = Self(raw);
+        said(api, "cudnnCreate", unsafe { api.cudnnCreate(&mut raw) })?;
+        let handle = Self(raw, api);
         handle.queue_on(stream)?;
         Ok(handle)
     }
@@ -48,8 +59,7 @@ impl Handle {
     /// Queues on another stream from now on.
     pub fn queue_on(&self, stream: Stream) -> Result<(), Refused> {
         // SAFETY: both are alive.
-        let set = unsafe { sys::cudnnSetStream(self.0, stream) };
-        set.result().map_err(|e| format!("cudnnSetStream: {e:?}"))
+        said(self.1, "cudnnSetStream", unsafe { self.1.cudnnSetStream(self.0, stream) })
     }
 }
 
@@ -58,12 +68,12 @@ impl Drop for Handle {
         // Its stream may be gone already.
         let _ = self.queue_on(std::ptr::null_mut());
         // SAFETY: made in `new`, destroyed once, while its context is alive.
-        let _ = unsafe { sys::cudnnDestroy(self.0) };
+        let _ = unsafe { self.1.cudnnDestroy(self.0) };
     }
 }
 
 /// One of the library's descriptors.
-struct Descriptor(sys::cudnnBackendDescriptor_t);
+struct Descriptor(sys::cudnnBackendDescriptor_t, &'static Cudnn);
 
 // SAFETY: finished descriptors are only read; unfinished ones stay with their maker.
 unsafe impl Send for Descriptor {}
@@ -73,26 +83,26 @@ unsafe impl Sync for Descriptor {}
 impl Drop for Descriptor {
     fn drop(&mut self) {
         // SAFETY: made by the library, destroyed once.
-        let _ = unsafe { sys::cudnnBackendDestroyDescriptor(self.0) };
+        let _ = unsafe { self.1.cudnnBackendDestroyDescriptor(self.0) };
     }
 }
 
 impl Descriptor {
     fn new(kind: Kind) -> Result<Self, Refused> {
-        let mut raw = std::ptr::null_mut();
+        let (api, mut raw) = (api()?, std::ptr::null_mut());
         // SAFETY: written by the call.
-        let made = unsafe { sys::cudnnBackendCreateDescriptor(kind, &mut raw) };
-        made.result().map_err(|e| format!("{kind:?}: {e:?}"))?;
-        Ok(Self(raw))
+        let made = unsafe { api.cudnnBackendCreateDescriptor(kind, &mut raw) };
+        made.result().map_err(|status| format!("{kind:?}: {}", api.text(status)))?;
+        Ok(Self(raw, api))
     }
 
     /// Sets an attribute. `V` must be what `kind` says; the setters below see to it.
     fn set<V>(self, name: Name, kind: Type, values: &[V]) -> Result<Self, Refused> {
         // SAFETY: the library copies `values.len()` values of the type that `kind` names.
         let set = unsafe {
-            sys::cudnnBackendSetAttribute(self.0, name, kind, values.len() as i64, values.as_ptr().cast())
+            self.1.cudnnBackendSetAttribute(self.0, name, kind, values.len() as i64, values.as_ptr().cast())
         };
-        set.result().map_err(|e| format!("{name:?}: {e:?}"))?;
+        set.result().map_err(|status| format!("{name:?}: {}", self.1.text(status)))?;
         Ok(self)
     }
 
@@ -119,8 +129,7 @@ impl Descriptor {
 
     fn finish(self) -> Result<Self, Refused> {
         // SAFETY: the descriptor is alive.
-        let done = unsafe { sys::cudnnBackendFinalize(self.0) };
-        done.result().map_err(|e| format!("finish a descriptor: {e:?}"))?;
+        said(self.1, "finish a descriptor", unsafe { self.1.cudnnBackendFinalize(self.0) })?;
         Ok(self)
     }
 }
@@ -390,7 +399,7 @@ impl Plan {
         let (mut count, mut bytes) = (0, 0i64);
         // SAFETY: one number of the asked type is written.
         let asked = unsafe {
-            sys::cudnnBackendGetAttribute(
+            plan.1.cudnnBackendGetAttribute(
                 plan.0,
                 Name::CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE,
                 Type::CUDNN_TYPE_INT64,
@@ -399,7 +408,7 @@ impl Plan {
                 (&raw mut bytes).cast(),
             )
         };
-        asked.result().map_err(|e| format!("workspace: {e:?}"))?;
+        said(plan.1, "workspace", asked)?;
         Ok((plan, bytes as usize))
     }
 
@@ -423,8 +432,8 @@ impl Plan {
             .pointers(Name::CUDNN_ATTR_VARIANT_PACK_WORKSPACE, &[workspace as usize as *mut c_void])?
             .finish()?;
         // SAFETY: handle, plan and pack are alive; the addresses are the caller's promise.
-        let queued = unsafe { sys::cudnnBackendExecute(handle.0, self.plan.0, pack.0) };
-        queued.result().map_err(|e| format!("cudnnBackendExecute: {e:?}"))
+        let queued = unsafe { handle.1.cudnnBackendExecute(handle.0, self.plan.0, pack.0) };
+        said(handle.1, "cudnnBackendExecute", queued)
     }
 }
 
@@ -437,7 +446,7 @@ fn proposals(advice: &Descriptor) -> Result<Vec<Descriptor>, Refused> {
     let mut count = 0;
     // SAFETY: room for that many descriptors, which the call fills and does not replace.
     let asked = unsafe {
-        sys::cudnnBackendGetAttribute(
+        advice.1.cudnnBackendGetAttribute(
             advice.0,
             Name::CUDNN_ATTR_ENGINEHEUR_RESULTS,
             Type::CUDNN_TYPE_BACKEND_DESCRIPTOR,
@@ -446,7 +455,7 @@ fn proposals(advice: &Descriptor) -> Result<Vec<Descriptor>, Refused> {
             raw.as_mut_ptr().cast(),
         )
     };
-    asked.result().map_err(|e| format!("heuristics: {e:?}"))?;
+    said(advice.1, "heuristics", asked)?;
     configs.truncate(count.max(0) as usize);
     Ok(configs)
 }

@@ -95,7 +95,7 @@ fn pieces_begin_where_their_rows_are() {
 #[test]
 #[expect(clippy::print_stderr, reason = "a skipped test says why")]
 fn plans_are_made_without_a_gpu() {
-    let here = library::driver().is_ok() && library::nvrtc().is_ok() && library::cudnn();
+    let here = library::driver().is_ok() && library::nvrtc().is_ok() && library::cudnn().is_ok();
     if !here {
         assert!(std::env::var("ROUNDPIPE_CUDNN").as_deref() != Ok("required"), "cuDNN or libcuda is missing");
         eprintln!("skipped: cuDNN or libcuda is missing");

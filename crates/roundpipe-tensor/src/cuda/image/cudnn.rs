@@ -17,11 +17,12 @@
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use cudarc::cudnn::sys::{self, cudnnStatus_t as Status};
+use cudarc::cudnn::sys;
 
 use crate::cuda::call::Call;
 use crate::cuda::compile::Table;
-use crate::cuda::{library, lock};
+use crate::cuda::library::{self, Cudnn, Status};
+use crate::cuda::lock;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernel::{ConvSpec, Kernel, View};
@@ -125,16 +126,20 @@ fn is_usual(spec: &ConvSpec, x: &Shape, f: &Shape, y: &Shape) -> bool {
 #[derive(Default)]
 pub(crate) struct Plans(Mutex<Table<Case, Option<Arc<Plan>>>>);
 
-/// Whether the library is here and wanted.
-fn is_here() -> bool {
-    static HERE: OnceLock<bool> = OnceLock::new();
+/// The library, where it is here and wanted.
+fn api() -> Option<&'static Cudnn> {
+    static HERE: OnceLock<Option<&'static Cudnn>> = OnceLock::new();
     *HERE.get_or_init(|| {
         let wanted = std::env::var("ROUNDPIPE_CONV").as_deref() != Ok("own");
         // Some of the library's kernels are compiled by NVRTC, which has to be found first.
-        let here = wanted && library::nvrtc().is_ok() && library::cudnn();
-        // SAFETY: the library is here; the call only reads a constant.
-        here && unsafe { sys::cudnnGetVersion() } >= OLDEST
+        let here = if wanted && library::nvrtc().is_ok() { library::cudnn().ok() } else { None };
+        here.map(|library| &**library).filter(|api| api.number() >= OLDEST)
     })
+}
+
+/// Whether the library failed at what it takes: an error within it (4000 and on) or in what it queued (5000 and on).
+fn is_failure(status: Status) -> bool {
+    (4000..6000).contains(&status.0)
 }
 
 /// Computes by cuDNN; false when our kernels are to be used.
@@ -142,7 +147,7 @@ fn is_here() -> bool {
 /// # Safety
 /// As [`Ops::launch`](crate::device::Ops::launch).
 pub(super) unsafe fn run(call: &Call<'_>) -> Result<bool> {
-    let Some(case) = Case::of(call.kernel, call.src, call.dst).filter(|_| is_here()) else {
+    let Some((case, api)) = Case::of(call.kernel, call.src, call.dst).zip(api()) else {
         return Ok(false);
     };
     let mut operands = call.src.iter().chain(call.dst).flatten();
@@ -153,7 +158,7 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<bool> {
         let mut plans = lock(&call.gpu.convolutions.0);
         let known = plans.get(&case).cloned();
         let plan = known.unwrap_or_else(|| {
-            let made = Plan::new(handle, &case).ok().flatten().map(Arc::new);
+            let made = Plan::new(api, handle, &case).ok().flatten().map(Arc::new);
             plans.insert(case, made.clone());
             made
         });
@@ -161,8 +166,8 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<bool> {
         // SAFETY: the operands are the caller's promise and as large as the case says; scratch holds what
         // `workspace` asks for, and a plan that wants more was refused.
         match unsafe { plan.run(handle, call, &case) } {
-            Status::CUDNN_STATUS_SUCCESS => Ok(true),
-            Status::CUDNN_STATUS_EXECUTION_FAILED | Status::CUDNN_STATUS_INTERNAL_ERROR => Err(()),
+            Status(0) => Ok(true),
+            status if is_failure(status) => Err(status),
             // What the library only finds out now it has not begun.
             _ => {
                 plans.insert(case, None);
@@ -172,24 +177,24 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<bool> {
     });
     match queued {
         Ok(Ok(done)) => Ok(done),
-        Ok(Err(())) => Err(call.failed("compute a convolution by cuDNN")),
+        Ok(Err(status)) => Err(call.failed(&format!("compute a convolution by cuDNN: {}", api.text(status)))),
         // No handle, no library.
         Err(_) => Ok(false),
     }
 }
 
 /// A descriptor of the library's.
-struct Owned<T>(*mut T, unsafe fn(*mut T) -> Status);
+struct Owned<T>(*mut T, unsafe extern "C" fn(*mut T) -> Status);
 
 impl<T> Owned<T> {
     /// Both functions are of one kind of descriptor.
     fn new(
-        make: unsafe fn(*mut *mut T) -> Status,
-        destroy: unsafe fn(*mut T) -> Status,
+        make: unsafe extern "C" fn(*mut *mut T) -> Status,
+        destroy: unsafe extern "C" fn(*mut T) -> Status,
     ) -> std::result::Result<Self, Status> {
         let mut raw = std::ptr::null_mut();
         // SAFETY: written by the call.
-        done(unsafe { make(&mut raw) })?;
+        unsafe { make(&mut raw) }.result()?;
         Ok(Self(raw, destroy))
     }
 }
@@ -201,12 +206,9 @@ impl<T> Drop for Owned<T> {
     }
 }
 
-fn done(status: Status) -> std::result::Result<(), Status> {
-    if status == Status::CUDNN_STATUS_SUCCESS { Ok(()) } else { Err(status) }
-}
-
 /// A case as the library knows it.
 struct Plan {
+    api: &'static Cudnn,
     x: Owned<sys::cudnnTensorStruct>,
     f: Owned<sys::cudnnFilterStruct>,
     y: Owned<sys::cudnnTensorStruct>,
@@ -223,19 +225,24 @@ unsafe impl Send for Plan {}
 unsafe impl Sync for Plan {}
 
 fn tensor(
+    api: &Cudnn,
     dtype: sys::cudnnDataType_t,
     [n, c, h, w]: [i32; 4],
 ) -> std::result::Result<Owned<sys::cudnnTensorStruct>, Status> {
-    let made = Owned::new(sys::cudnnCreateTensorDescriptor, sys::cudnnDestroyTensorDescriptor)?;
+    let made = Owned::new(api.cudnnCreateTensorDescriptor, api.cudnnDestroyTensorDescriptor)?;
     let dense = sys::cudnnTensorFormat_t::CUDNN_TENSOR_NCHW;
     // SAFETY: the descriptor is alive.
-    done(unsafe { sys::cudnnSetTensor4dDescriptor(made.0, dense, dtype, n, c, h, w) })?;
+    unsafe { api.cudnnSetTensor4dDescriptor(made.0, dense, dtype, n, c, h, w) }.result()?;
     Ok(made)
 }
 
 impl Plan {
     /// `None` where the library wants more workspace than it may use.
-    fn new(handle: sys::cudnnHandle_t, case: &Case) -> std::result::Result<Option<Self>, Status> {
+    fn new(
+        api: &'static Cudnn,
+        handle: sys::cudnnHandle_t,
+        case: &Case,
+    ) -> std::result::Result<Option<Self>, Status> {
         use sys::cudnnDataType_t as Data;
         use sys::cudnnMathType_t as Math;
         let dtype = match case.dtype {
@@ -245,11 +252,11 @@ impl Plan {
         };
         // Without tensor cores for f32: they would round the operands.
         let math = if case.dtype == DType::F32 { Math::CUDNN_FMA_MATH } else { Math::CUDNN_TENSOR_OP_MATH };
-        let f = Owned::new(sys::cudnnCreateFilterDescriptor, sys::cudnnDestroyFilterDescriptor)?;
+        let f = Owned::new(api.cudnnCreateFilterDescriptor, api.cudnnDestroyFilterDescriptor)?;
         let convolution =
-            Owned::new(sys::cudnnCreateConvolutionDescriptor, sys::cudnnDestroyConvolutionDescriptor)?;
+            Owned::new(api.cudnnCreateConvolutionDescriptor, api.cudnnDestroyConvolutionDescriptor)?;
         let activation =
-            Owned::new(sys::cudnnCreateActivationDescriptor, sys::cudnnDestroyActivationDescriptor)?;
+            Owned::new(api.cudnnCreateActivationDescriptor, api.cudnnDestroyActivationDescriptor)?;
         let ([o, c, h, w], Case { stride, padding, dilation, .. }) = (case.f, *case);
         let dense = sys::cudnnTensorFormat_t::CUDNN_TENSOR_NCHW;
         // The filter is not turned around: what this field calls a convolution.
@@ -258,8 +265,8 @@ impl Plan {
         let nan = sys::cudnnNanPropagation_t::CUDNN_PROPAGATE_NAN;
         // SAFETY: the descriptors are alive.
         unsafe {
-            done(sys::cudnnSetFilter4dDescriptor(f.0, dtype, dense, o, c, h, w))?;
-            done(sys::cudnnSetConvolution2dDescriptor(
+            api.cudnnSetFilter4dDescriptor(f.0, dtype, dense, o, c, h, w).result()?;
+            api.cudnnSetConvolution2dDescriptor(
                 convolution.0,
                 padding[0],
                 padding[1],
@@ -269,13 +276,15 @@ impl Plan {
                 dilation[1],
                 mode,
                 Data::CUDNN_DATA_FLOAT,
-            ))?;
-            done(sys::cudnnSetConvolutionGroupCount(convolution.0, case.groups))?;
-            done(sys::cudnnSetConvolutionMathType(convolution.0, math))?;
-            done(sys::cudnnSetActivationDescriptor(activation.0, none, nan, 0.0))?;
+            )
+            .result()?;
+            api.cudnnSetConvolutionGroupCount(convolution.0, case.groups).result()?;
+            api.cudnnSetConvolutionMathType(convolution.0, math).result()?;
+            api.cudnnSetActivationDescriptor(activation.0, none, nan, 0.0).result()?;
         }
-        let (x, y, bias) = (tensor(dtype, case.x)?, tensor(dtype, case.y)?, tensor(dtype, [1, o, 1, 1])?);
-        let mut plan = Self { x, f, y, bias, convolution, activation, workspace: 0 };
+        let (x, y, bias) =
+            (tensor(api, dtype, case.x)?, tensor(api, dtype, case.y)?, tensor(api, dtype, [1, o, 1, 1])?);
+        let mut plan = Self { api, x, f, y, bias, convolution, activation, workspace: 0 };
         plan.workspace = plan.wanted(handle, case.kind)?;
         Ok((plan.workspace <= case.workspace()).then_some(plan))
     }
@@ -285,9 +294,9 @@ impl Plan {
         let (x, f, y, convolution) = (self.x.0, self.f.0, self.y.0, self.convolution.0);
         let mut bytes = 0;
         // SAFETY: handle and descriptors are alive; the number is written by the call.
-        done(unsafe {
+        let asked = unsafe {
             match kind {
-                Kind::Forward { .. } => sys::cudnnGetConvolutionForwardWorkspaceSize(
+                Kind::Forward { .. } => self.api.cudnnGetConvolutionForwardWorkspaceSize(
                     handle,
                     x,
                     f,
@@ -296,7 +305,7 @@ impl Plan {
                     FORWARD,
                     &mut bytes,
                 ),
-                Kind::GradInput => sys::cudnnGetConvolutionBackwardDataWorkspaceSize(
+                Kind::GradInput => self.api.cudnnGetConvolutionBackwardDataWorkspaceSize(
                     handle,
                     f,
                     y,
@@ -305,7 +314,7 @@ impl Plan {
                     GRAD_INPUT,
                     &mut bytes,
                 ),
-                Kind::GradFilter => sys::cudnnGetConvolutionBackwardFilterWorkspaceSize(
+                Kind::GradFilter => self.api.cudnnGetConvolutionBackwardFilterWorkspaceSize(
                     handle,
                     x,
                     y,
@@ -315,8 +324,8 @@ impl Plan {
                     &mut bytes,
                 ),
             }
-        })?;
-        Ok(bytes)
+        };
+        asked.result().map(|()| bytes)
     }
 
     /// # Safety
@@ -334,7 +343,7 @@ impl Plan {
         // call, which reads them.
         unsafe {
             match (case.kind, call.maybe_src(2)) {
-                (Kind::Forward { bias: true }, Some(bias)) => sys::cudnnConvolutionBiasActivationForward(
+                (Kind::Forward { bias: true }, Some(bias)) => self.api.cudnnConvolutionBiasActivationForward(
                     handle,
                     one,
                     x,
@@ -354,7 +363,7 @@ impl Plan {
                     y,
                     out,
                 ),
-                (Kind::Forward { .. }, _) => sys::cudnnConvolutionForward(
+                (Kind::Forward { .. }, _) => self.api.cudnnConvolutionForward(
                     handle,
                     one,
                     x,
@@ -369,7 +378,7 @@ impl Plan {
                     y,
                     out,
                 ),
-                (Kind::GradInput, _) => sys::cudnnConvolutionBackwardData(
+                (Kind::GradInput, _) => self.api.cudnnConvolutionBackwardData(
                     handle,
                     one,
                     f,
@@ -384,7 +393,7 @@ impl Plan {
                     x,
                     out,
                 ),
-                (Kind::GradFilter, _) => sys::cudnnConvolutionBackwardFilter(
+                (Kind::GradFilter, _) => self.api.cudnnConvolutionBackwardFilter(
                     handle,
                     one,
                     x,
@@ -406,7 +415,7 @@ impl Plan {
 
 #[cfg(test)]
 mod tests {
-    use super::{Case, Kind, PARTS_BYTES, TABLE_BYTES};
+    use super::{Case, Kind, PARTS_BYTES, Status, TABLE_BYTES, is_failure};
     use crate::dtype::DType;
     use crate::kernel::{ConvSpec, Kernel, View};
     use crate::shape::{Layout, Shape};
@@ -440,6 +449,17 @@ mod tests {
             assert_eq!(filter, want, "{dtype}");
             assert_eq!(forward.workspace() > TABLE_BYTES, dtype == DType::BF16);
             assert!(filter.is_none_or(|case| case.workspace() == PARTS_BYTES));
+        }
+    }
+
+    /// Refusals go to our kernels; what went wrong within is an error, by whatever number of those.
+    #[test]
+    fn failures_are_told_from_refusals() {
+        for failed in [4000, 4001, 4004, 5000, 5001, 5003] {
+            assert!(is_failure(Status(failed)), "{failed}");
+        }
+        for refused in [0, 1002, 2000, 3000, 3014] {
+            assert!(!is_failure(Status(refused)), "{refused}");
         }
     }
 

@@ -22,13 +22,13 @@
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex};
 
-use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys;
 
 use super::tune::{self, Choices};
 use crate::cuda::call::Call;
 use crate::cuda::compile::Table;
-use crate::cuda::{library, lock};
+use crate::cuda::library::{self, CublasLt, Status};
+use crate::cuda::lock;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::shape::Layout;
@@ -173,12 +173,12 @@ pub(crate) struct Products {
     pub(super) choices: Choices,
 }
 
-struct Handle(sys::cublasLtHandle_t);
+struct Handle(sys::cublasLtHandle_t, &'static CublasLt);
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // SAFETY: made by `create_handle` and destroyed once.
-        let _ = unsafe { result::destroy_handle(self.0) };
+        // SAFETY: made in `handle` and destroyed once.
+        let _ = unsafe { self.1.cublasLtDestroy(self.0) };
     }
 }
 
@@ -231,37 +231,48 @@ fn handle(call: &Call<'_>) -> Result<sys::cublasLtHandle_t> {
     if let Some(handle) = &*handle {
         return Ok(handle.0);
     }
-    library::cublaslt()?;
+    let lt = library::cublaslt()?;
     gpu.enter()?;
-    let made = result::create_handle().map_err(|e| failed(call, "start", e))?;
-    *handle = Some(Handle(made));
+    let mut made = std::ptr::null_mut();
+    // SAFETY: written by the call; a context is current.
+    unsafe { lt.cublasLtCreate(&mut made) }.result().map_err(|e| failed(call, "start", e))?;
+    *handle = Some(Handle(made, lt));
     Ok(made)
 }
 
-fn failed(call: &Call<'_>, what: &str, error: CublasError) -> Error {
-    call.failed(&format!("{what} a product by cuBLASLt: {:?}", error.0))
+/// The library, for what is only reached once it was found.
+fn api() -> std::result::Result<&'static CublasLt, Status> {
+    library::cublaslt().map(|library| &**library).map_err(|_| NOT_INITIALIZED)
+}
+
+const NOT_INITIALIZED: Status = Status(sys::cublasStatus_t::CUBLAS_STATUS_NOT_INITIALIZED as u32);
+const NOT_SUPPORTED: Status = Status(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED as u32);
+
+fn failed(call: &Call<'_>, what: &str, status: Status) -> Error {
+    let why = api().map_or_else(|_| "the library is gone".to_owned(), |api| api.text(status));
+    call.failed(&format!("{what} a product by cuBLASLt: {why}"))
 }
 
 /// A matrix as the library sees it.
-struct Matrix(sys::cublasLtMatrixLayout_t);
+struct Matrix(sys::cublasLtMatrixLayout_t, &'static CublasLt);
 
 impl Matrix {
-    fn new(dtype: DType, columns: Columns, batches: usize) -> std::result::Result<Self, CublasError> {
+    fn new(dtype: DType, columns: Columns, batches: usize) -> std::result::Result<Self, Status> {
         use sys::cublasLtMatrixLayoutAttribute_t as A;
         let Columns { rows, cols, line, step } = columns;
-        let made = Self(result::create_matrix_layout(data_type(dtype), rows as u64, cols as u64, line)?);
+        let (lt, mut raw) = (api()?, std::ptr::null_mut());
+        let (dtype, rows, cols) = (data_type(dtype), rows as u64, cols as u64);
+        // SAFETY: written by the call.
+        unsafe { lt.cublasLtMatrixLayoutCreate(&mut raw, dtype, rows, cols, line) }.result()?;
+        let made = Self(raw, lt);
         if batches > 1 {
             let count = batches as i32;
             // SAFETY: the layout is alive; the attributes are an i32 and an i64.
             unsafe {
-                result::set_matrix_layout_attribute(
-                    made.0,
-                    A::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT,
-                    bytes(&count),
-                    4,
-                )?;
+                let what = A::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT;
+                lt.cublasLtMatrixLayoutSetAttribute(raw, what, bytes(&count), 4).result()?;
                 let what = A::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET;
-                result::set_matrix_layout_attribute(made.0, what, bytes(&step), 8)?;
+                lt.cublasLtMatrixLayoutSetAttribute(raw, what, bytes(&step), 8).result()?;
             }
         }
         Ok(made)
@@ -270,70 +281,70 @@ impl Matrix {
 
 impl Drop for Matrix {
     fn drop(&mut self) {
-        // SAFETY: made by `create_matrix_layout` and destroyed once.
-        let _ = unsafe { result::destroy_matrix_layout(self.0) };
+        // SAFETY: made in `new` and destroyed once.
+        let _ = unsafe { self.1.cublasLtMatrixLayoutDestroy(self.0) };
     }
 }
 
 /// What is computed.
-struct Operation(sys::cublasLtMatmulDesc_t);
+struct Operation(sys::cublasLtMatmulDesc_t, &'static CublasLt);
 
 impl Operation {
-    fn new(key: &Key) -> std::result::Result<Self, CublasError> {
+    fn new(key: &Key) -> std::result::Result<Self, Status> {
         use sys::cublasLtMatmulDescAttributes_t as A;
         let (compute, scale) = match key.types[0] {
             DType::F64 => (sys::cublasComputeType_t::CUBLAS_COMPUTE_64F, sys::cudaDataType::CUDA_R_64F),
             _ => (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType::CUDA_R_32F),
         };
-        let made = Self(result::create_matmul_desc(compute, scale)?);
+        let (lt, mut raw) = (api()?, std::ptr::null_mut());
+        // SAFETY: written by the call.
+        unsafe { lt.cublasLtMatmulDescCreate(&mut raw, compute, scale) }.result()?;
+        let made = Self(raw, lt);
         // 1 is CUBLAS_OP_T, 0 is CUBLAS_OP_N. The library's first operand is our right one.
         let turns = [i32::from(key.lies[1].turned), i32::from(key.lies[0].turned)];
         for (what, turn) in
             [A::CUBLASLT_MATMUL_DESC_TRANSA, A::CUBLASLT_MATMUL_DESC_TRANSB].into_iter().zip(turns)
         {
             // SAFETY: the description is alive; the attribute is an i32.
-            unsafe { result::set_matmul_desc_attribute(made.0, what, bytes(&turn), 4)? };
+            unsafe { lt.cublasLtMatmulDescSetAttribute(raw, what, bytes(&turn), 4) }.result()?;
         }
         if key.has_bias {
             let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32;
+            let what = A::CUBLASLT_MATMUL_DESC_EPILOGUE;
             // SAFETY: as above; the attribute is a u32.
-            unsafe {
-                result::set_matmul_desc_attribute(
-                    made.0,
-                    A::CUBLASLT_MATMUL_DESC_EPILOGUE,
-                    bytes(&epilogue),
-                    4,
-                )?;
-            }
+            unsafe { lt.cublasLtMatmulDescSetAttribute(raw, what, bytes(&epilogue), 4) }.result()?;
         }
         Ok(made)
     }
 
-    fn set_bias(&self, bias: u64) -> std::result::Result<(), CublasError> {
+    fn set_bias(&self, bias: u64) -> std::result::Result<(), Status> {
         let what = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
         // SAFETY: the description is alive; the attribute is an address.
-        unsafe { result::set_matmul_desc_attribute(self.0, what, bytes(&bias), 8) }
+        unsafe { self.1.cublasLtMatmulDescSetAttribute(self.0, what, bytes(&bias), 8) }.result()
     }
 }
 
 impl Drop for Operation {
     fn drop(&mut self) {
-        // SAFETY: made by `create_matmul_desc` and destroyed once.
-        let _ = unsafe { result::destroy_matmul_desc(self.0) };
+        // SAFETY: made in `new` and destroyed once.
+        let _ = unsafe { self.1.cublasLtMatmulDescDestroy(self.0) };
     }
 }
 
 /// What algorithms may do.
-struct Preference(sys::cublasLtMatmulPreference_t);
+struct Preference(sys::cublasLtMatmulPreference_t, &'static CublasLt);
 
 impl Preference {
-    fn new(key: &Key) -> std::result::Result<Self, CublasError> {
+    fn new(key: &Key) -> std::result::Result<Self, Status> {
         use sys::cublasLtMatmulPreferenceAttributes_t as A;
-        let made = Self(result::create_matmul_pref()?);
+        let (lt, mut raw) = (api()?, std::ptr::null_mut());
+        // SAFETY: written by the call.
+        unsafe { lt.cublasLtMatmulPreferenceCreate(&mut raw) }.result()?;
+        let made = Self(raw, lt);
         let workspace = key.workspace as u64;
         let what = A::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
         // SAFETY: the preference is alive; the attribute is a u64.
-        unsafe { result::set_matmul_pref_attribute(made.0, what, bytes(&workspace), 8)? };
+        unsafe { lt.cublasLtMatmulPreferenceSetAttribute(raw, what, bytes(&workspace), 8) }.result()?;
         let [a, b, c] = key.aligned;
         let words = [
             // Cuts along the depth: none, or added up in the accumulator's type in a step of their own.
@@ -348,7 +359,7 @@ impl Preference {
         ];
         for (what, word) in words {
             // SAFETY: the preference is alive; these attributes are u32.
-            unsafe { result::set_matmul_pref_attribute(made.0, what, bytes(&word), 4)? };
+            unsafe { lt.cublasLtMatmulPreferenceSetAttribute(raw, what, bytes(&word), 4) }.result()?;
         }
         Ok(made)
     }
@@ -356,8 +367,8 @@ impl Preference {
 
 impl Drop for Preference {
     fn drop(&mut self) {
-        // SAFETY: made by `create_matmul_pref` and destroyed once.
-        let _ = unsafe { result::destroy_matmul_pref(self.0) };
+        // SAFETY: made in `new` and destroyed once.
+        let _ = unsafe { self.1.cublasLtMatmulPreferenceDestroy(self.0) };
     }
 }
 
@@ -384,7 +395,7 @@ pub(super) struct Described {
 }
 
 impl Described {
-    pub fn new(task: &Task) -> std::result::Result<Self, CublasError> {
+    pub fn new(task: &Task) -> std::result::Result<Self, Status> {
         let key = &task.key;
         let ([src, dst], batches) = (key.types, key.shape.batches);
         let operation = Operation::new(key)?;
@@ -405,7 +416,7 @@ impl Described {
         stream: cudarc::driver::sys::CUstream,
         task: &Task,
         algorithm: &sys::cublasLtMatmulAlgo_t,
-    ) -> std::result::Result<(), CublasError> {
+    ) -> std::result::Result<(), Status> {
         let operation = lock(&self.operation);
         if let Some(bias) = task.bias {
             operation.set_bias(bias)?;
@@ -420,15 +431,15 @@ impl Described {
         // SAFETY: the descriptions are alive and those that the algorithm was found for; the factors live past the
         // call; the memory is the caller's promise.
         unsafe {
-            result::matmul(
+            let queued = operation.1.cublasLtMatmul(
                 handle,
                 operation.0,
                 alpha,
-                beta,
                 task.b as *const c_void,
                 self.first.0,
                 task.a as *const c_void,
                 self.second.0,
+                beta,
                 c.cast_const(),
                 self.out.0,
                 c,
@@ -437,7 +448,8 @@ impl Described {
                 task.workspace as *mut c_void,
                 task.key.workspace,
                 stream.cast(),
-            )
+            );
+            queued.result()
         }
     }
 }
@@ -455,7 +467,7 @@ fn candidates(
     handle: sys::cublasLtHandle_t,
     described: &Described,
     key: &Key,
-) -> std::result::Result<Vec<Candidate>, CublasError> {
+) -> std::result::Result<Vec<Candidate>, Status> {
     let preference = Preference::new(key)?;
     let mut found = [sys::cublasLtMatmulHeuristicResult_t {
         algo: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
@@ -467,7 +479,7 @@ fn candidates(
     let mut count = 0;
     // SAFETY: all descriptions are alive; there is room for as many answers as are asked for.
     let asked = unsafe {
-        sys::cublasLtMatmulAlgoGetHeuristic(
+        preference.1.cublasLtMatmulAlgoGetHeuristic(
             handle,
             lock(&described.operation).0,
             described.first.0,
@@ -482,10 +494,10 @@ fn candidates(
     };
     use sys::cublasStatus_t as S;
     match asked {
-        S::CUBLAS_STATUS_SUCCESS => {}
+        Status(0) => {}
         // A shape or layout that no algorithm takes.
-        S::CUBLAS_STATUS_NOT_SUPPORTED => return Ok(Vec::new()),
-        other => return Err(CublasError(other)),
+        NOT_SUPPORTED => return Ok(Vec::new()),
+        other => return Err(other),
     }
     let fits = |found: &&sys::cublasLtMatmulHeuristicResult_t| {
         found.state == S::CUBLAS_STATUS_SUCCESS && found.workspaceSize <= key.workspace

@@ -29,7 +29,7 @@ use cudarc::driver::result;
 
 use super::lt::{Candidate, Described, Key, Shape, Task};
 use crate::cuda::call::Call;
-use crate::cuda::{Gpu, RawEvent, compile, elapsed_ms};
+use crate::cuda::{Gpu, RawEvent, compile, elapsed_ms, library};
 use crate::error::Result;
 
 /// Products of fewer multiplications are not measured: launching them takes as long.
@@ -55,8 +55,8 @@ impl Choices {
             }
             let device = result::device::get_name(gpu.device).ok()?;
             let device = device.replace(|c: char| !c.is_ascii_alphanumeric(), "-");
-            // SAFETY: the library is here, since a plan is being made; the call only reads a constant.
-            let version = unsafe { sys::cublasLtGetVersion() };
+            // SAFETY: the call only reads a constant.
+            let version = unsafe { library::cublaslt().ok()?.cublasLtGetVersion() };
             Some(compile::folder()?.join(format!("products-{device}-{version}.txt")))
         };
         self.0.get_or_init(find).as_deref()
