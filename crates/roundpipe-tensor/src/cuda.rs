@@ -928,7 +928,7 @@ impl Ops for CudaOps {
     }
 
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
-        scratch(kernel, src, dst)
+        scratch(kernel, src, dst, Some(&self.gpu))
     }
 
     fn thick(&self) -> usize {
@@ -936,8 +936,14 @@ impl Ops for CudaOps {
     }
 }
 
-/// Scratch bytes that kernels want: a function of the operands alone, so that meta can ask too.
-pub(crate) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
+/// Scratch bytes that kernels want, of the operands alone, so that meta can ask too; a card that is here may want less
+/// than what any card might.
+pub(crate) fn scratch(
+    kernel: &Kernel,
+    src: &[Option<View>],
+    dst: &[Option<View>],
+    card: Option<&Gpu>,
+) -> usize {
     use Kernel as K;
     match kernel {
         K::Reduce { .. } | K::ArgReduce { .. } | K::CumSum { .. } | K::TopK { .. } => {
@@ -954,7 +960,7 @@ pub(crate) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>
         | K::BatchNorm { .. }
         | K::BatchNormGrad { .. } => norm::scratch(kernel, src, dst),
         K::RopeNormGrad { .. } => rope::scratch(kernel, src, dst),
-        K::Attention(_) | K::AttentionGrad(_) => attention::scratch(kernel, src, dst),
+        K::Attention(_) | K::AttentionGrad(_) => attention::scratch(kernel, src, dst, card),
         K::MoeSort { .. } | K::MoeCombineGrad => moe::scratch(kernel, src, dst),
         K::Conv2d(_) | K::Conv2dGradInput(_) | K::Conv2dGradFilter { .. } => image::scratch(kernel, src, dst),
         _ => 0,

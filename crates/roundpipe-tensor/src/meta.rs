@@ -237,7 +237,7 @@ impl Ops for MetaOps {
 
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
         match self.like {
-            DeviceKind::Cuda => cuda::scratch(kernel, src, dst),
+            DeviceKind::Cuda => cuda::scratch(kernel, src, dst, None),
             _ => cpu::scratch(kernel, src, dst),
         }
     }

@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use super::call::Call;
 use super::compile::Unit;
-use super::{library, lock};
+use super::{Gpu, library, lock};
 use crate::error::{Error, Result};
 use crate::kernel::{Kernel, View};
 use fused::{Case, Fused};
@@ -54,9 +54,17 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     }
 }
 
-/// Scratch bytes: enough for every way, whatever is installed.
-pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
-    let bytes = |fused: Option<Fused>| fused.map_or(0, |fused| fused.scratch());
+/// Scratch bytes: enough for every way that a card may go; for any card that is not here, enough for every way.
+pub(super) fn scratch(
+    kernel: &Kernel,
+    src: &[Option<View>],
+    dst: &[Option<View>],
+    card: Option<&Gpu>,
+) -> usize {
+    let bytes = |fused: Option<Fused>| match fused {
+        Some(fused) if card.is_none_or(|gpu| goes_by_cudnn(kernel, gpu.capability)) => fused.scratch(),
+        _ => 0,
+    };
     match kernel {
         Kernel::Attention(spec) => bytes(Fused::forward(spec, src, dst)),
         Kernel::AttentionGrad(spec) => {
@@ -94,10 +102,14 @@ const OLDEST: usize = 91400;
 
 /// A case that cuDNN takes, where cuDNN is here and wanted.
 fn wanted(call: &Call<'_>, fused: Option<Fused>) -> Option<Fused> {
-    let fused = fused.filter(|fused| fused.aligned && way() != Way::Own)?;
+    fused.filter(|fused| fused.aligned && goes_by_cudnn(call.kernel, call.gpu.capability))
+}
+
+/// Whether cuDNN is here and wanted for this kernel on such a card.
+fn goes_by_cudnn(kernel: &Kernel, (major, _): (i32, i32)) -> bool {
     // Of the newest cards only one engine's backward repeats bit for bit, which the heuristics do not propose first.
-    let known = matches!(call.kernel, Kernel::Attention(_)) || matches!(call.gpu.capability.0, 8 | 9);
-    (known && usable().is_ok()).then_some(fused)
+    let known = matches!(kernel, Kernel::Attention(_)) || matches!(major, 8 | 9);
+    known && way() != Way::Own && usable().is_ok()
 }
 
 /// Whether cuDNN is here and new enough, or why not.
