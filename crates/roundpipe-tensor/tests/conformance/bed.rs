@@ -130,7 +130,9 @@ pub fn check_with(
     let oracle = run(&worker(1), inputs, DType::F64, &f, true).unwrap_or_else(|e| panic!("{name} f64: {e}"));
     let limit = |dtype| if dtype == DType::F64 { 1e-11 } else { tolerance(dtype) } * strict.slack;
     if gpu_alone_is_asked() {
-        for &dtype in std::iter::once(&DType::F64).chain(strict.dtypes) {
+        let wide: &[DType] = if brief() { &[] } else { &[DType::F64] };
+        let narrow = if brief() { &strict.dtypes[..1] } else { strict.dtypes };
+        for &dtype in wide.iter().chain(narrow) {
             on_gpu(name, inputs, dtype, &oracle, limit(dtype), &f);
         }
         return;
@@ -161,7 +163,14 @@ pub fn check_with(
 /// Whether `ROUNDPIPE_GPU=only` leaves out all checks but number 6: under a sanitizer the others take hours.
 fn gpu_alone_is_asked() -> bool {
     static ASKED: OnceLock<bool> = OnceLock::new();
-    *ASKED.get_or_init(|| std::env::var("ROUNDPIPE_GPU").as_deref() == Ok("only"))
+    *ASKED.get_or_init(|| brief() || std::env::var("ROUNDPIPE_GPU").as_deref() == Ok("only"))
+}
+
+/// Whether `ROUNDPIPE_GPU=brief` leaves out all but one type and a few sizes of every kind as well: a sanitizer that
+/// looks for races takes seconds for every kernel that it meets.
+pub fn brief() -> bool {
+    static ASKED: OnceLock<bool> = OnceLock::new();
+    *ASKED.get_or_init(|| std::env::var("ROUNDPIPE_GPU").as_deref() == Ok("brief"))
 }
 
 /// A worker on the first GPU, where there is one that can be used. `ROUNDPIPE_GPU=off` leaves it out.
