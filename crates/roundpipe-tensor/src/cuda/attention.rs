@@ -37,14 +37,14 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     // SAFETY: the caller's promise is passed on unchanged.
     unsafe {
         match call.kernel {
-            Kernel::Attention(spec) => match wanted(call, Fused::forward(spec, call.src, call.dst)) {
+            Kernel::Attention(spec) => match wanted(call, Fused::forward(spec, call.src, call.dst))? {
                 Some(fused) if by_cudnn(call, &fused)? => match call.maybe_src(3) {
                     Some(_) => own::add_sinks(call, spec),
                     None => Ok(()),
                 },
                 _ => own::forward(call, spec),
             },
-            Kernel::AttentionGrad(spec) => match wanted(call, Fused::backward(spec, call.src, call.dst)) {
+            Kernel::AttentionGrad(spec) => match wanted(call, Fused::backward(spec, call.src, call.dst))? {
                 // With o and the statistics as they are with sinks, the gradients of the others are what they are.
                 Some(fused) if by_cudnn(call, &fused)? => own::sink_gradient(call, spec),
                 _ => own::backward(call, spec),
@@ -101,8 +101,11 @@ fn way() -> Way {
 const OLDEST: usize = 91400;
 
 /// A case that cuDNN takes, where cuDNN is here and wanted.
-fn wanted(call: &Call<'_>, fused: Option<Fused>) -> Option<Fused> {
-    fused.filter(|fused| fused.aligned && goes_by_cudnn(call.kernel, call.gpu.capability))
+fn wanted(call: &Call<'_>, fused: Option<Fused>) -> Result<Option<Fused>> {
+    match usable() {
+        Err(why) if way() == Way::Cudnn && fused.is_some() => Err(Error::invalid(call.kernel.name(), why)),
+        _ => Ok(fused.filter(|fused| fused.aligned && goes_by_cudnn(call.kernel, call.gpu.capability))),
+    }
 }
 
 /// Whether cuDNN is here and wanted for this kernel on such a card.

@@ -13,6 +13,8 @@ const TENSOR: &str =
 
 /// Rows of a general block, and columns of its result.
 const TILE: usize = 64;
+/// Windows shorter than this get small tiles.
+const NARROW: usize = 512;
 /// The widest head that the tensor cores' kernels hold in registers.
 const WIDEST: usize = 128;
 
@@ -85,23 +87,27 @@ impl Tensor {
             .with("COLS", tiles.columns)
     }
 
-    /// The sizes of its tiles: large ones, and smaller ones for cards with less shared memory.
-    fn choices(self, widths: (usize, usize)) -> [Tiles; 2] {
+    /// The sizes of its tiles: large ones, smaller ones for cards with less shared memory, and small ones for narrow
+    /// windows.
+    fn choices(self, widths: (usize, usize)) -> [Tiles; 3] {
         let narrow = widths.0.max(widths.1) <= TILE;
         let sizes = match (self, narrow) {
-            (Self::Forward, true) => [(128, 128), (64, 64)],
-            (Self::Forward, false) => [(128, 64), (64, 64)],
-            (Self::Dq, true) => [(128, 64), (128, 32)],
-            (Self::Dq, false) => [(128, 32), (64, 32)],
-            (Self::Dkv, _) => [(64, 64), (64, 32)],
+            (Self::Forward, true) => [(128, 128), (64, 64), (64, 64)],
+            (Self::Forward, false) => [(128, 64), (64, 64), (64, 64)],
+            (Self::Dq, true) => [(128, 64), (128, 32), (64, 32)],
+            (Self::Dq, false) => [(128, 32), (64, 32), (64, 32)],
+            (Self::Dkv, _) => [(64, 64), (64, 32), (64, 32)],
         };
         sizes.map(|(rows, columns)| Tiles { rows, columns, widths })
     }
 
     /// The first choice of which a processor holds two blocks, so that one multiplies while the other waits; the
-    /// first of all where it holds two of none.
-    fn tiles(self, widths: (usize, usize), shared_memory: usize) -> Tiles {
+    /// first of all where it holds two of none. Of a narrow window a large tile would mostly compute what is hidden.
+    fn tiles(self, widths: (usize, usize), window: Option<usize>, shared_memory: usize) -> Tiles {
         let choices = self.choices(widths);
+        if window.is_some_and(|window| window < NARROW) {
+            return choices[2];
+        }
         let twice = |tiles: &&Tiles| holds_two(shared_memory, self.shared(tiles));
         *choices.iter().find(twice).unwrap_or(&choices[0])
     }
@@ -130,7 +136,9 @@ pub(super) fn units() -> Vec<Unit> {
     ] {
         for (kernel, widths) in Tensor::ALL.iter().flat_map(|kernel| widths.iter().map(move |w| (kernel, w)))
         {
-            units.extend(kernel.choices(*widths).map(|tiles| kernel.unit(dtype, &tiles)));
+            let mut choices = kernel.choices(*widths).to_vec();
+            choices.dedup();
+            units.extend(choices.iter().map(|tiles| kernel.unit(dtype, tiles)));
         }
     }
     units
@@ -191,6 +199,10 @@ impl Problem {
         ]
     }
 
+    fn tiles(&self, part: Tensor, widths: (usize, usize), call: &Call<'_>) -> Tiles {
+        part.tiles(widths, self.spec.window, call.gpu.shared_memory)
+    }
+
     /// Tiles of `rows` that may have something to do; attention.cuh says why these are enough.
     fn slots(&self, rows: usize, tile: usize) -> usize {
         match self.lens {
@@ -235,7 +247,7 @@ pub(super) fn delta_bytes(q: &View) -> usize {
 pub(super) unsafe fn forward(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> {
     let p = Problem::new(call, spec, 4);
     let (q, k, v, o) = (call.src(0), call.src(1), call.src(2), call.dst(0));
-    let tiles = p.tensor_widths(&[q, k, v, o]).map(|w| Tensor::Forward.tiles(w, call.gpu.shared_memory));
+    let tiles = p.tensor_widths(&[q, k, v, o]).map(|widths| p.tiles(Tensor::Forward, widths, call));
     let (unit, block, shared, columns) = match &tiles {
         Some(tiles) => (Tensor::Forward.unit(q.dtype, tiles), 128, Tensor::Forward.shared(tiles), 1),
         None => {
@@ -319,7 +331,7 @@ unsafe fn products(call: &Call<'_>, p: &Problem, delta: u64) -> Result<()> {
     let args = || Args::new().words(&p.words()).view(q).view(k).view(v).view(d_o).ptr(lse.ptr).ptr(delta);
     let tensor = p.tensor_widths(&[q, k, v, d_o, dq, dk, dv]);
     let [by_query, by_key] =
-        [Tensor::Dq, Tensor::Dkv].map(|part| tensor.map(|widths| part.tiles(widths, call.gpu.shared_memory)));
+        [Tensor::Dq, Tensor::Dkv].map(|part| tensor.map(|widths| p.tiles(part, widths, call)));
     let rows = |tiles: Option<Tiles>| tiles.map_or(TILE, |tiles| tiles.rows);
     let dq_slots = p.slots(p.queries, rows(by_query));
     let dkv_slots = p.slots(p.keys, rows(by_key));
@@ -353,15 +365,18 @@ mod tests {
     #[test]
     fn tiles_fit_every_card() {
         for (kib, rows) in [(228, [128, 128, 64]), (164, [128, 64, 64]), (100, [64, 128, 64])] {
-            let wide = Tensor::ALL.map(|part| part.tiles((128, 128), kib << 10).rows);
+            let wide = Tensor::ALL.map(|part| part.tiles((128, 128), None, kib << 10).rows);
             assert_eq!(wide, rows, "{kib} KiB");
         }
         for widths in [(32, 32), (64, 64), (96, 96), (128, 64), (64, 128), (128, 128)] {
             for (part, kib) in Tensor::ALL.iter().flat_map(|part| [100, 128, 164, 228].map(|kib| (part, kib)))
             {
-                let tiles = part.tiles(widths, kib << 10);
-                // All but 1 KiB of it is a block's.
-                assert!(part.shared(&tiles) as usize <= (kib - 1) << 10, "{tiles:?}, {kib} KiB");
+                for window in [None, Some(1), Some(1 << 20)] {
+                    let tiles = part.tiles(widths, window, kib << 10);
+                    // All but 1 KiB of it is a block's.
+                    assert!(part.shared(&tiles) as usize <= (kib - 1) << 10, "{tiles:?}, {kib} KiB");
+                    assert!(window != Some(1) || tiles.rows == 64);
+                }
             }
         }
     }
