@@ -354,7 +354,7 @@ fn processors(engine: &RoundPipe) -> usize {
 
 /// Most memory in use of any GPU's arena; 0 without one.
 fn gpu_peak(engine: &RoundPipe) -> f64 {
-    let gpus = engine.ring().workers().iter().filter(|w| w.device().stands_for() == DeviceKind::Cuda);
+    let gpus = engine.ring().workers().iter().filter(|w| w.device().stands_for().kind == DeviceKind::Cuda);
     gpus.map(|w| w.usage().high_water.0).max().unwrap_or(0) as f64 / f64::from(1 << 30)
 }
 

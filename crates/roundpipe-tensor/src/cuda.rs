@@ -45,7 +45,8 @@ use cudarc::driver::{result, sys};
 
 use crate::bytes::Bytes;
 use crate::device::{
-    Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, EventState, Lane, LaneKind, Ops, Stamp,
+    Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, EventState, Lane, LaneKind, Likeness, Ops,
+    Stamp,
 };
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
@@ -585,6 +586,11 @@ impl Device for Cuda {
         self.id
     }
 
+    fn stands_for(&self) -> Likeness {
+        let library_attention = attention::may_take_backward(self.gpu.capability);
+        Likeness { kind: DeviceKind::Cuda, library_attention }
+    }
+
     fn memory(&self) -> Bytes {
         let free =
             self.gpu.enter().ok().and_then(|()| result::mem_get_info().ok()).map(|(free, _)| free as u64);
@@ -928,7 +934,7 @@ impl Ops for CudaOps {
     }
 
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
-        scratch(kernel, src, dst, Some(&self.gpu))
+        scratch(kernel, src, dst, attention::may_take_backward(self.gpu.capability))
     }
 
     fn thick(&self) -> usize {
@@ -936,13 +942,12 @@ impl Ops for CudaOps {
     }
 }
 
-/// Scratch bytes that kernels want, of the operands alone, so that meta can ask too; a card that is here may want less
-/// than what any card might.
+/// Scratch bytes that kernels want: of the operands and of what a likeness tells, so that meta can ask too.
 pub(crate) fn scratch(
     kernel: &Kernel,
     src: &[Option<View>],
     dst: &[Option<View>],
-    card: Option<&Gpu>,
+    library_attention: bool,
 ) -> usize {
     use Kernel as K;
     match kernel {
@@ -960,7 +965,7 @@ pub(crate) fn scratch(
         | K::BatchNorm { .. }
         | K::BatchNormGrad { .. } => norm::scratch(kernel, src, dst),
         K::RopeNormGrad { .. } => rope::scratch(kernel, src, dst),
-        K::Attention(_) | K::AttentionGrad(_) => attention::scratch(kernel, src, dst, card),
+        K::Attention(_) | K::AttentionGrad(_) => attention::scratch(kernel, src, dst, library_attention),
         K::MoeSort { .. } | K::MoeCombineGrad => moe::scratch(kernel, src, dst),
         K::Conv2d(_) | K::Conv2dGradInput(_) | K::Conv2dGradFilter { .. } => image::scratch(kernel, src, dst),
         _ => 0,

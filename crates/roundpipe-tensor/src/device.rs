@@ -40,6 +40,22 @@ pub enum DeviceKind {
     Meta,
 }
 
+/// What a device's costs depend on, and so what a stand-in for it must know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Likeness {
+    /// Backend.
+    pub kind: DeviceKind,
+    /// Of a GPU: whether the backward of attention may be a library's, which wants gigabytes of scratch.
+    pub library_attention: bool,
+}
+
+impl From<DeviceKind> for Likeness {
+    /// Any device of a kind: one that wants the most.
+    fn from(kind: DeviceKind) -> Self {
+        Self { kind, library_attention: true }
+    }
+}
+
 /// One worker: the backend, which of its devices, and which of the workers on that device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DeviceId {
@@ -137,9 +153,9 @@ pub trait Device: Send + Sync + fmt::Debug {
         Pins::default()
     }
 
-    /// The kind of device whose costs this one has: its own, unless it only counts for another.
-    fn stands_for(&self) -> DeviceKind {
-        self.id().kind
+    /// The device whose costs this one has: itself, unless it only counts for another.
+    fn stands_for(&self) -> Likeness {
+        self.id().kind.into()
     }
 
     /// Whether kernels can read host memory in place, so that an upload may be no copy at all.

@@ -58,7 +58,7 @@ pub use bytes::Bytes;
 pub use cpu::Cpu;
 pub use cuda::Cuda;
 pub use cx::{CustomOp, Cx, Gradients, Recompute};
-pub use device::{Device, DeviceId, DeviceKind, LaneKind};
+pub use device::{Device, DeviceId, DeviceKind, LaneKind, Likeness};
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
 pub use exec::Worker;

@@ -20,7 +20,9 @@ use crate::bytes::Bytes;
 use crate::cpu;
 use crate::cuda;
 use crate::cx::Cx;
-use crate::device::{Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, Lane, LaneKind, Ops};
+use crate::device::{
+    Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, Lane, LaneKind, Likeness, Ops,
+};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::exec::Worker;
@@ -70,16 +72,17 @@ pub struct Given {
 
 /// A device that counts instead of computing.
 pub struct Meta {
-    like: DeviceKind,
+    like: Likeness,
     lanes: [MetaLane; 5],
     ops: MetaOps,
 }
 
 impl Meta {
-    /// Stands for a device of another kind; `sim` counts like `cpu`.
-    pub fn like(kind: DeviceKind) -> Arc<Self> {
-        let ops = MetaOps { like: kind, cost: Mutex::default() };
-        Arc::new(Self { like: kind, lanes: LaneKind::ALL.map(MetaLane), ops })
+    /// Stands for another device, or for any of a kind; `sim` counts like `cpu`.
+    pub fn like(device: impl Into<Likeness>) -> Arc<Self> {
+        let like = device.into();
+        let ops = MetaOps { like, cost: Mutex::default() };
+        Arc::new(Self { like, lanes: LaneKind::ALL.map(MetaLane), ops })
     }
 
     /// What was counted so far; `peak` and `kept` are a worker's and stay 0 here.
@@ -88,12 +91,12 @@ impl Meta {
     }
 }
 
-/// Runs `body` on a fresh worker that stands for `kind` and says what it cost.
+/// Runs `body` on a fresh worker that stands for `device` and says what it cost.
 ///
 /// # Errors
 /// What `body` reports.
-pub fn measure<R>(kind: DeviceKind, body: impl FnOnce(&Worker) -> Result<R>) -> Result<(R, Cost)> {
-    let meta = Meta::like(kind);
+pub fn measure<R>(device: impl Into<Likeness>, body: impl FnOnce(&Worker) -> Result<R>) -> Result<(R, Cost)> {
+    let meta = Meta::like(device);
     let worker = Worker::new(meta.clone(), Bytes(1 << 60))?;
     let out = body(&worker)?;
     let usage = worker.usage();
@@ -105,10 +108,11 @@ pub fn measure<R>(kind: DeviceKind, body: impl FnOnce(&Worker) -> Result<R>) -> 
 /// # Errors
 /// What the function reports.
 pub fn profile(
-    kind: DeviceKind,
+    device: impl Into<Likeness>,
     given: &[Given],
     f: impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<Tensor>>,
 ) -> Result<Profile> {
+    let like = device.into();
     let inputs = |cx: &mut Cx| -> Result<Vec<Tensor>> {
         let place = |g: &Given| {
             let tensor = cx.worker().alloc("input", g.dtype, g.shape)?;
@@ -116,17 +120,17 @@ pub fn profile(
         };
         given.iter().map(place).collect()
     };
-    let (outputs, forward) = measure(kind, |worker| {
+    let (outputs, forward) = measure(like, |worker| {
         let mut cx = Cx::new(worker, false, true);
         let x = inputs(&mut cx)?;
         f(&mut cx, &x)
     })?;
-    let ((), recompute) = measure(kind, |worker| {
+    let ((), recompute) = measure(like, |worker| {
         let mut cx = Cx::new(worker, true, true);
         let x = inputs(&mut cx)?;
         f(&mut cx, &x).map(drop)
     })?;
-    let ((), both) = measure(kind, |worker| {
+    let ((), both) = measure(like, |worker| {
         let mut cx = Cx::new(worker, true, true);
         let x = inputs(&mut cx)?;
         let y = f(&mut cx, &x)?;
@@ -176,12 +180,12 @@ impl Device for Meta {
         &self.ops
     }
 
-    fn stands_for(&self) -> DeviceKind {
+    fn stands_for(&self) -> Likeness {
         self.like
     }
 
     fn aliases_host(&self) -> bool {
-        self.like == DeviceKind::Cpu
+        self.like.kind == DeviceKind::Cpu
     }
 }
 
@@ -215,7 +219,7 @@ impl Lane for MetaLane {
 }
 
 struct MetaOps {
-    like: DeviceKind,
+    like: Likeness,
     cost: Mutex<Cost>,
 }
 
@@ -236,14 +240,14 @@ impl Ops for MetaOps {
     }
 
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
-        match self.like {
-            DeviceKind::Cuda => cuda::scratch(kernel, src, dst, None),
+        match self.like.kind {
+            DeviceKind::Cuda => cuda::scratch(kernel, src, dst, self.like.library_attention),
             _ => cpu::scratch(kernel, src, dst),
         }
     }
 
     fn thick(&self) -> usize {
-        if self.like == DeviceKind::Cuda { cuda::THICK } else { crate::device::THICK }
+        if self.like.kind == DeviceKind::Cuda { cuda::THICK } else { crate::device::THICK }
     }
 }
 

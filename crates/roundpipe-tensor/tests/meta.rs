@@ -3,7 +3,7 @@
 use roundpipe_tensor::meta::{Given, measure, profile};
 use roundpipe_tensor::ops::{Attention, CrossEntropy};
 use roundpipe_tensor::{
-    Bytes, Cpu, Cx, DType, DeviceKind, Meta, Param, Result, RngSite, Shape, Tensor, Worker,
+    Bytes, Cpu, Cx, DType, DeviceKind, Likeness, Meta, Param, Result, RngSite, Shape, Tensor, Worker,
 };
 
 /// A pre-norm transformer block with a loss behind it: every kind of allocation a training step makes.
@@ -128,6 +128,20 @@ fn flops_of_attention_follow_the_mask() {
     assert_eq!(count(Attention::default()), 36 * 2 * 8);
     assert_eq!(count(Attention { causal: true, ..Attention::default() }), 21 * 2 * 8);
     assert_eq!(count(Attention { causal: true, window: Some(2), ..Attention::default() }), 11 * 2 * 8);
+}
+
+/// A card whose attention is our own does not pay for a library's scratch: 2 bytes per pair of a query and a key.
+#[test]
+fn a_likeness_knows_who_computes_attention() {
+    let given =
+        |heads| Given { dtype: DType::BF16, shape: Shape::new(&[2, 1024, heads, 128]).unwrap(), grad: true };
+    let given = [given(8), given(4), given(4)];
+    let causal = Attention { causal: true, ..Attention::default() };
+    let run = |cx: &mut Cx, x: &[Tensor]| Ok(vec![cx.attention(&x[0], &x[1], &x[2], &causal)?]);
+    let peak = |like: Likeness| profile(like, &given, run).unwrap().backward.peak;
+    let any = Likeness::from(DeviceKind::Cuda);
+    let (library, own) = (peak(any), peak(Likeness { library_attention: false, ..any }));
+    assert!(library - own > 2 * 2 * 8 * 1024 * 1024, "{library} bytes with a library, {own} without");
 }
 
 #[test]

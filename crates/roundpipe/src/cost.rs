@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use roundpipe_tensor::meta::{self, Cost, Given, Profile};
-use roundpipe_tensor::{Cx, DType, DeviceKind, Param, Result, Shape, Tensor, Worker};
+use roundpipe_tensor::{Cx, DType, DeviceKind, Likeness, Param, Result, Shape, Tensor, Worker};
 
 use crate::costs::{LayerCost, LayerCosts};
 use crate::layer::Layer;
@@ -12,13 +12,12 @@ use crate::tree::Tree;
 /// A value between layers as the meta device needs it: type, shape, and whether its gradient is wanted.
 pub(crate) type Spec = (DType, Shape, bool);
 
-/// Bytes and FLOPs of a layer's forward, recompute and backward on a device of `kind`, for inputs of these
-/// types and shapes. One input is passed as a tensor, several as a list.
+/// Bytes and FLOPs of a layer's forward, recompute and backward on a device, for inputs of these types and shapes. One input is passed as a tensor, several as a list.
 ///
 /// # Errors
 /// What the layer reports for such inputs.
-pub fn profile(layer: &dyn Layer, kind: DeviceKind, inputs: &[Given]) -> Result<Profile> {
-    meta::profile(kind, inputs, |cx: &mut Cx, tensors: &[Tensor]| {
+pub fn profile(layer: &dyn Layer, device: impl Into<Likeness>, inputs: &[Given]) -> Result<Profile> {
+    meta::profile(device, inputs, |cx: &mut Cx, tensors: &[Tensor]| {
         let input = match tensors {
             [one] => Tree::Tensor(one.clone()),
             many => Tree::List(many.iter().cloned().map(Tree::Tensor).collect()),
@@ -41,7 +40,7 @@ fn rates(kind: DeviceKind) -> (f64, f64) {
 /// look at values cannot be run there: that is the error, and sizes have to do.
 pub(crate) fn model_costs(
     layers: &[(String, Arc<dyn Layer>)],
-    kind: DeviceKind,
+    device: Likeness,
     input: &Tree<Spec>,
     training: bool,
 ) -> Result<LayerCosts> {
@@ -64,19 +63,19 @@ pub(crate) fn model_costs(
             let output = layer.run(&mut cx, given)?;
             Ok((cx, output))
         };
-        let (next, forward) = meta::measure(kind, |worker| {
+        let (next, forward) = meta::measure(device, |worker| {
             let (_cx, output) = run(worker, false)?;
             Ok(output.map_ref(|t| (t.dtype(), *t.shape(), t.requires_grad())))
         })?;
-        let (_tape, recompute) = meta::measure(kind, |worker| run(worker, true))?;
-        let ((), both) = meta::measure(kind, |worker| {
+        let (_tape, recompute) = meta::measure(device, |worker| run(worker, true))?;
+        let ((), both) = meta::measure(device, |worker| {
             let (mut cx, output) = run(worker, true)?;
             let seeds = output.leaves().into_iter().filter(|t| t.requires_grad());
             let seed = |t: &Tensor| Ok((t.clone(), worker.full(t.dtype(), *t.shape(), 1.0)?));
             let seeds = seeds.map(seed).collect::<Result<Vec<_>>>()?;
             cx.backward_if_any(&seeds).map(drop)
         })?;
-        costs.push(layer_cost(name, kind, &params, &next, [forward, recompute, both]));
+        costs.push(layer_cost(name, device.kind, &params, &next, [forward, recompute, both]));
         value = next;
     }
     Ok(LayerCosts { layers: costs })

@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use super::call::Call;
 use super::compile::Unit;
-use super::{Gpu, library, lock};
+use super::{library, lock};
 use crate::error::{Error, Result};
 use crate::kernel::{Kernel, View};
 use fused::{Case, Fused};
@@ -54,22 +54,20 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     }
 }
 
-/// Scratch bytes: enough for every way that a card may go; for any card that is not here, enough for every way.
+/// Scratch bytes: enough for every way that may be gone. Of the backward, cuDNN's is the one that wants much.
 pub(super) fn scratch(
     kernel: &Kernel,
     src: &[Option<View>],
     dst: &[Option<View>],
-    card: Option<&Gpu>,
+    library_backward: bool,
 ) -> usize {
-    let bytes = |fused: Option<Fused>| match fused {
-        Some(fused) if card.is_none_or(|gpu| goes_by_cudnn(kernel, gpu.capability)) => fused.scratch(),
-        _ => 0,
-    };
+    let bytes = |fused: Option<Fused>| fused.map_or(0, |fused| fused.scratch());
     match kernel {
         Kernel::Attention(spec) => bytes(Fused::forward(spec, src, dst)),
         Kernel::AttentionGrad(spec) => {
             let own = own::delta_bytes(src[0].as_ref().expect("q is always there"));
-            own.max(bytes(Fused::backward(spec, src, dst)))
+            let fused = if library_backward { Fused::backward(spec, src, dst) } else { None };
+            own.max(bytes(fused))
         }
         _ => 0,
     }
@@ -102,17 +100,22 @@ const OLDEST: usize = 91400;
 
 /// A case that cuDNN takes, where cuDNN is here and wanted.
 fn wanted(call: &Call<'_>, fused: Option<Fused>) -> Result<Option<Fused>> {
+    let Some(fused) = fused.filter(|fused| fused.aligned && way() != Way::Own) else { return Ok(None) };
+    let taken = matches!(call.kernel, Kernel::Attention(_)) || is_backward_known(call.gpu.capability);
     match usable() {
-        Err(why) if way() == Way::Cudnn && fused.is_some() => Err(Error::invalid(call.kernel.name(), why)),
-        _ => Ok(fused.filter(|fused| fused.aligned && goes_by_cudnn(call.kernel, call.gpu.capability))),
+        Err(why) if way() == Way::Cudnn => Err(Error::invalid(call.kernel.name(), why)),
+        usable => Ok((taken && usable.is_ok()).then_some(fused)),
     }
 }
 
-/// Whether cuDNN is here and wanted for this kernel on such a card.
-fn goes_by_cudnn(kernel: &Kernel, (major, _): (i32, i32)) -> bool {
-    // Of the newest cards only one engine's backward repeats bit for bit, which the heuristics do not propose first.
-    let known = matches!(kernel, Kernel::Attention(_)) || matches!(major, 8 | 9);
-    known && way() != Way::Own && usable().is_ok()
+/// Whether cuDNN's backward may be taken on such a card.
+pub(super) fn may_take_backward(capability: (i32, i32)) -> bool {
+    way() != Way::Own && is_backward_known(capability) && usable().is_ok()
+}
+
+/// Of the newest cards only one engine's backward repeats bit for bit, which the heuristics do not propose first.
+fn is_backward_known((major, _): (i32, i32)) -> bool {
+    matches!(major, 8 | 9)
 }
 
 /// Whether cuDNN is here and new enough, or why not.

@@ -488,13 +488,13 @@ impl Core {
 
     /// Costs before anything was measured: by the meta device, or by sizes where layers look at values.
     fn guess(&self, training: bool, example: Option<&Tree<HostTensor>>) -> LayerCosts {
-        let kind = match self.ring.workers()[0].device().stands_for() {
-            DeviceKind::Cuda => DeviceKind::Cuda,
-            _ => DeviceKind::Cpu,
+        let device = match self.ring.workers()[0].device().stands_for() {
+            card if card.kind == DeviceKind::Cuda => card,
+            _ => DeviceKind::Cpu.into(),
         };
         let by_meta = example.and_then(|example| {
             let spec = |t: &HostTensor| -> Spec { (t.dtype(), *t.shape(), false) };
-            let costs = || model_costs(&self.model.layers, kind, &example.map_ref(spec), training).ok();
+            let costs = || model_costs(&self.model.layers, device, &example.map_ref(spec), training).ok();
             // A layer that panics here will do so again in its task, and be reported there.
             catch_unwind(AssertUnwindSafe(costs)).ok().flatten()
         });
