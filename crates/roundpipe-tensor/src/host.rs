@@ -181,13 +181,14 @@ impl HostBuf {
         Self { memory: Arc::new(memory), view: 0..len }
     }
 
-    /// This memory, of which nobody else holds anything, said to be pinned or not, and `more` to be dropped behind it.
+    /// This memory, of which nobody else holds anything, said to be pinned or not, and `more` to be dropped before it:
+    /// whoever is given the same pages afterwards must not meet what was said of these.
     pub(crate) fn owned_by(self, pinned: bool, more: Box<dyn Any + Send + Sync>) -> Self {
         assert!(self.is_sole(), "{} is held elsewhere, by claims that would not be seen", self.name());
         let Inner { name, ptr, writable, .. } = &*self.memory;
         let (name, ptr, writable, view) = (name.clone(), *ptr, *writable, self.view.clone());
         let memory =
-            Inner { name, ptr, writable, pinned, claims: Mutex::default(), owner: Box::new((self, more)) };
+            Inner { name, ptr, writable, pinned, claims: Mutex::default(), owner: Box::new((more, self)) };
         Self { memory: Arc::new(memory), view }
     }
 

@@ -62,7 +62,7 @@ pub struct SimConfig {
     pub seed: u64,
     /// Memory of each worker.
     pub memory: Bytes,
-    /// Host memory that can be pinned for each worker.
+    /// Host memory that can be pinned, for all workers together.
     pub pinned: Bytes,
     /// Virtual durations.
     pub timing: Timing,
@@ -350,13 +350,21 @@ impl Device for Sim {
         self.pins.buffer(name, bytes, pin, || {
             let need = Bytes(bytes as u64);
             let most = self.world.pinned;
-            if self.pins.pins().pinned.0.saturating_add(need.0) > most.0 {
+            let pages = HostBuf::zeroed(name, bytes)?;
+            let start = pages.addr();
+            // One question and answer, for others ask at the same time.
+            let has_room = self.world.with(|state| {
+                let held: u64 = state.pinned.iter().map(|(start, end)| end - start).sum();
+                let has_room = held.saturating_add(need.0) <= most.0;
+                if has_room {
+                    state.pinned.insert(start, start + need.0);
+                }
+                has_room
+            });
+            if !has_room {
                 let what = format!("cannot pin {need} of host memory for {name}, {most} are the most");
                 return Err(Refusal { error: Error::Device { device: self.id, what }, scarce: true });
             }
-            let pages = HostBuf::zeroed(name, bytes)?;
-            let start = pages.addr();
-            self.world.with(|state| state.pinned.insert(start, start + need.0));
             Ok(pages.owned_by(true, Box::new(Locked { world: self.world.clone(), start })))
         })
     }

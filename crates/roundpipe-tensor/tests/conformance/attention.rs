@@ -113,6 +113,18 @@ fn tensor_core_tiles() {
             check_with(&format!("{sq} by {sk}, {d} and {dv} wide, {how:?}"), &inputs, strict, attend(how));
         }
     }
+    // Windows that are wide enough for large tiles.
+    let wide = Attention { window: Some(520), ..CAUSAL };
+    check_with("a wide window", &qkv(1, 700, 900, (2, 1), 128, 128), strict, attend(wide));
+    check_with(
+        "a wide window alone",
+        &qkv(1, 900, 700, (2, 1), 64, 64),
+        strict,
+        attend(Attention { causal: false, ..wide }),
+    );
+    let mut inputs = qkv(1, 1000, 1000, (2, 1), 64, 64);
+    inputs.extend([lens(&[0, 800, 1000]), lens(&[0, 800, 1000])]);
+    check_with("wide windows in a row", &inputs, strict, attend(wide));
     for (d, how) in [(64, hows[0]), (128, hows[2]), (128, hows[1])] {
         let mut inputs = qkv(1, 330, 400, (4, 2), d, d);
         inputs.extend([lens(&[2, 2, 65, 194, 195, 320]), lens(&[0, 7, 71, 199, 199, 390])]);

@@ -33,8 +33,7 @@ pub(super) fn units() -> Vec<Unit> {
     let mut units: Vec<Unit> =
         wide.flat_map(|t| [plain(t, t, "grouped"), plain(t, t, "grouped_grad")]).collect();
     for t in [DType::BF16, DType::F16] {
-        for (out, stages, fast) in
-            [(t, 2, true), (DType::F32, 3, true), (t, 3, false), (DType::F32, 2, false)]
+        for (out, stages, fast) in [(t, 3, true), (t, 2, true), (DType::F32, 3, true), (DType::F32, 2, false)]
         {
             let made = |entry| mma(t, out, entry, stages, fast);
             units.extend([false, true].map(|by_depth| forward_unit(made("grouped_mma"), by_depth)));
