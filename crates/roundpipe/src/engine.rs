@@ -292,7 +292,7 @@ impl<M: Layer + 'static> Builder<M> {
         let store = Store::new(
             &layers,
             StoreConfig {
-                device: ring.workers()[0].device().clone(),
+                device: ring.host_device().clone(),
                 pin: self.pin,
                 asynchronous: self.asynchronous,
                 rule: self.rule,
