@@ -19,6 +19,7 @@ use roundpipe_tensor::{Bytes, Device, Pins, Worker};
 use super::call::Peers;
 use super::copier::Mover;
 use super::launcher::{Job, Launcher};
+use crate::devices::Devices;
 use crate::error::{Error, Result};
 use crate::plan::PlanKind;
 use crate::status::Board;
@@ -42,6 +43,8 @@ struct Inner {
     hands: Hands,
     threads: Mutex<Vec<JoinHandle<()>>>,
     board: Board,
+    /// What its devices were found with.
+    notes: Vec<String>,
     /// The calls of all engines.
     calls: Arc<Peers>,
 }
@@ -119,6 +122,18 @@ impl Ring {
     /// # Errors
     /// [`Error::Config`] without devices; when a device has less memory than asked for or no thread starts.
     pub fn new(devices: &[Arc<dyn Device>], options: &RingOptions) -> Result<Self> {
+        Self::with_notes(devices, options, Vec::new())
+    }
+
+    /// As [`Ring::new`], of devices that were looked for; what was noted on the way is kept for [`Ring::notes`].
+    ///
+    /// # Errors
+    /// As [`Ring::new`].
+    pub fn of(devices: &Devices, options: &RingOptions) -> Result<Self> {
+        Self::with_notes(&devices.workers, options, devices.notes())
+    }
+
+    fn with_notes(devices: &[Arc<dyn Device>], options: &RingOptions, notes: Vec<String>) -> Result<Self> {
         let Some(host_device) = host_device(devices) else {
             return Err(Error::config("devices", "there is none; a ring needs at least one worker"));
         };
@@ -155,7 +170,7 @@ impl Ring {
             Hands::Threaded(lines)
         };
         let (next, threads, calls) = (Mutex::new(0), Mutex::new(threads), Arc::default());
-        let inner = Inner { workers, ports, host_device, host, next, hands, threads, board, calls };
+        let inner = Inner { workers, ports, host_device, host, next, hands, threads, board, notes, calls };
         Ok(Self(Arc::new(inner)))
     }
 
@@ -182,6 +197,12 @@ impl Ring {
     /// What the smallest worker has reserved.
     pub(crate) fn least_memory(&self) -> u64 {
         self.workers().iter().map(|worker| worker.pool().capacity().0).min().unwrap_or(0)
+    }
+
+    /// Why there is no GPU among the workers and which GPUs were left out, a line each, where the devices were looked
+    /// for: by [`Ring::of`], or by an engine that was given none.
+    pub fn notes(&self) -> &[String] {
+        &self.0.notes
     }
 
     /// How much is pinned of the host memory that the ring's device for it gave: activations, and the weights and
