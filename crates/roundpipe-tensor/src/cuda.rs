@@ -60,11 +60,30 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// A card's context, given back when dropped.
+struct Context {
+    device: sys::CUdevice,
+    raw: sys::CUcontext,
+}
+
+impl Context {
+    fn retain(device: sys::CUdevice) -> std::result::Result<Self, result::DriverError> {
+        // SAFETY: callers have the handle from the driver.
+        Ok(Self { device, raw: unsafe { result::primary_ctx::retain(device) }? })
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained once by `retain`; whoever owns this lets go of all that was made in it before.
+        let _ = unsafe { result::primary_ctx::release(self.device) };
+    }
+}
+
 /// One card, shared by its workers.
 pub(crate) struct Gpu {
     pub(crate) index: u32,
     device: sys::CUdevice,
-    context: sys::CUcontext,
     pub(crate) capability: (i32, i32),
     /// Bytes of shared memory of a processor, for all its blocks.
     pub(crate) shared_memory: usize,
@@ -77,9 +96,13 @@ pub(crate) struct Gpu {
     pins: Ledger,
     /// What times are counted from.
     clock: Clock<Moment>,
+    /// Where origins of the clock are recorded, behind nothing.
+    ticks: sys::CUstream,
     pub(crate) products: product::Products,
     pub(crate) attention: attention::Plans,
     pub(crate) convolutions: image::Plans,
+    /// The last field, so that everything else is gone before it.
+    context: Context,
 }
 
 /// A compiled kernel.
@@ -148,18 +171,18 @@ impl Gpu {
         if let Some(what) = too_old(capability) {
             return Err(Error::Device { device: card(index), what });
         }
-        // SAFETY: the device handle was just given by the driver.
-        let context = unsafe { result::primary_ctx::retain(device) }.map_err(fail("make a context"))?;
+        let context = Context::retain(device).map_err(fail("make a context"))?;
         // SAFETY: the context was just given by the driver.
-        unsafe { result::ctx::set_current(context) }.map_err(fail("use the context"))?;
+        unsafe { result::ctx::set_current(context.raw) }.map_err(fail("use the context"))?;
         let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR;
         // SAFETY: the device handle was given by the driver.
         let shared_memory = unsafe { result::device::get_attribute(device, attribute) };
         let shared_memory = shared_memory.map_err(fail("ask the device"))?;
+        // From here on nothing fails before the card owns both.
+        let ticks = soonest_stream().map_err(fail("make a stream"))?;
         let gpu = Arc::new(Self {
             index,
             device,
-            context,
             capability,
             shared_memory: usize::try_from(shared_memory).unwrap_or(0),
             functions: Mutex::default(),
@@ -167,9 +190,11 @@ impl Gpu {
             lost: OnceLock::new(),
             pins: Ledger::default(),
             clock: Clock::default(),
+            ticks,
             products: product::Products::default(),
             attention: attention::Plans::default(),
             convolutions: image::Plans::default(),
+            context,
         });
         // Time begins here.
         gpu.origin()?;
@@ -179,11 +204,10 @@ impl Gpu {
     /// What the time of an event recorded from now on is counted from.
     fn origin(&self) -> Result<Arc<Origin<Moment>>> {
         let fresh = || {
-            let moment = Moment { event: self.event(true)?, context: self.context };
-            // SAFETY: the event was just made; the null stream belongs to the current context, and nothing else is
-            // queued there, nor does it wait for streams made as non-blocking.
+            let moment = Moment { event: self.event(true)?, context: self.context.raw };
+            // SAFETY: the event was just made, the stream lives as long as the card; both belong to the current context.
             let passed = unsafe {
-                result::event::record(moment.event.0, std::ptr::null_mut())
+                result::event::record(moment.event.0, self.ticks)
                     .and_then(|()| result::event::synchronize(moment.event.0))
             };
             passed.map_err(|e| self.failed("start the clock", e))?;
@@ -207,7 +231,7 @@ impl Gpu {
     /// Makes the card's context current: for giving things back, which a lost card does not forbid.
     fn current(&self) -> std::result::Result<(), result::DriverError> {
         // SAFETY: the context is retained as long as this value lives.
-        unsafe { result::ctx::set_current(self.context) }
+        unsafe { result::ctx::set_current(self.context.raw) }
     }
 
     /// The error of a call; the first one that the card does not recover from is every later one's.
@@ -276,9 +300,16 @@ impl Drop for Gpu {
             // SAFETY: nobody holds these events any more.
             let _ = unsafe { result::event::destroy(event.0) };
         }
-        // SAFETY: retained once in `open`; all that was made in it is gone.
-        let _ = unsafe { result::primary_ctx::release(self.device) };
+        // SAFETY: made in `open`; whoever records there holds the card, and nobody does any more.
+        let _ = unsafe { result::stream::destroy(self.ticks) };
     }
+}
+
+/// A stream that waits for no other and comes before them, in the current context. Streams of other priorities have other
+/// hardware queues, so that it does not stand behind a lane's kernels.
+fn soonest_stream() -> std::result::Result<sys::CUstream, result::DriverError> {
+    let (_, soonest) = result::stream::get_priority_range()?;
+    result::stream::create_with_priority(result::stream::StreamKind::NonBlocking, soonest)
 }
 
 /// A card and its compute capability, without opening it.
@@ -337,6 +368,8 @@ fn is_fatal(error: sys::CUresult) -> bool {
 
 /// A word that kernels write when they meet what they must refuse.
 pub(crate) struct Alarm {
+    /// Its context must be there when the word is given back, whoever holds the alarm last.
+    gpu: Arc<Gpu>,
     host: *mut u32,
     pub(crate) device: u64,
     /// Which operation a code stands for.
@@ -353,18 +386,20 @@ unsafe impl Sync for Alarm {}
 impl Alarm {
     const WORDS: usize = 8;
 
-    fn new(gpu: &Gpu) -> Result<Self> {
+    fn new(gpu: &Arc<Gpu>) -> Result<Self> {
+        gpu.enter()?;
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
         // SAFETY: a plain allocation; it is zeroed before anybody reads it.
         let host = unsafe { result::malloc_host(Self::WORDS * 4, flags) };
         let host: *mut u32 = host.map_err(|e| gpu.failed("take pinned memory", e))?.cast();
+        let (codes, taken) = (Mutex::default(), Mutex::default());
+        let mut alarm = Self { gpu: gpu.clone(), host, device: 0, codes, taken };
         // SAFETY: just allocated with room for these words.
         unsafe { host.write_bytes(0, Self::WORDS) };
-        let mut device = 0;
         // SAFETY: the memory was allocated as mapped.
-        let mapped = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut device, host.cast(), 0).result() };
+        let mapped = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut alarm.device, host.cast(), 0).result() };
         mapped.map_err(|e| gpu.failed("map pinned memory", e))?;
-        Ok(Self { host, device, codes: Mutex::default(), taken: Mutex::default() })
+        Ok(alarm)
     }
 
     /// The code that stands for an operation; never 0.
@@ -427,8 +462,10 @@ impl Alarm {
 
 impl Drop for Alarm {
     fn drop(&mut self) {
-        // SAFETY: allocated in `new`; lanes that could write it have been waited for.
-        let _ = unsafe { result::free_host(self.host.cast()) };
+        if self.gpu.current().is_ok() {
+            // SAFETY: allocated in `new`; lanes that could write it have been waited for.
+            let _ = unsafe { result::free_host(self.host.cast()) };
+        }
     }
 }
 
@@ -694,9 +731,9 @@ fn is_scarce(error: sys::CUresult) -> bool {
 pub(crate) struct CudaLane {
     kind: LaneKind,
     stream: sys::CUstream,
+    alarm: Arc<Alarm>,
     gpu: Arc<Gpu>,
     id: DeviceId,
-    alarm: Arc<Alarm>,
 }
 
 // SAFETY: streams may be used from any thread while their context is current there.
@@ -813,9 +850,9 @@ struct CudaEvent {
     event: RawEvent,
     /// What its time is counted from, where it has a clock. Before the card, which must go last.
     origin: Option<Arc<Origin<Moment>>>,
+    alarm: Arc<Alarm>,
     gpu: Arc<Gpu>,
     id: DeviceId,
-    alarm: Arc<Alarm>,
     /// How many of the alarm's reports were taken when it was recorded.
     reports: u64,
 }
@@ -893,8 +930,8 @@ pub(crate) const THICK: usize = 1024;
 
 /// The GPU's mathematics.
 pub(crate) struct CudaOps {
-    gpu: Arc<Gpu>,
     alarm: Arc<Alarm>,
+    gpu: Arc<Gpu>,
 }
 
 impl Ops for CudaOps {

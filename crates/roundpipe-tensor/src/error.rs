@@ -95,6 +95,21 @@ pub enum Error {
         /// The system's answer.
         source: std::io::Error,
     },
+    /// The driver pins no more host memory, and the system has too little to go on without.
+    #[error(
+        "{name} needs {need} of host memory, of which {left} are left, and no more can be pinned ({why}); \
+         use a smaller model, fewer or smaller microbatches, lag 0 or a machine with more memory"
+    )]
+    HostRoom {
+        /// The buffer.
+        name: String,
+        /// How much.
+        need: Bytes,
+        /// What there is.
+        left: Bytes,
+        /// Why it is not pinned.
+        why: String,
+    },
     /// A file could not be mapped.
     #[error("cannot map {path}")]
     Map {

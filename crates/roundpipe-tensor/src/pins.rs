@@ -3,8 +3,14 @@
 //! Drivers pin less than there is: WSL2 and some containers allow about a GiB. A buffer asked for with [`Pin::Try`]
 //! that the driver has no more for is pageable, and so is every such buffer after it on that device: asking again
 //! costs time and gives crumbs. What was refused is kept in [`Pins`], so that a program can say it. A pin that was
-//! asked for by name ([`Pin::Alloc`], [`Pin::Register`]) and cannot be had is an error. So is a buffer that the system
-//! has no room for either: pageable memory is given out before it is there, and whoever fills it would be killed.
+//! asked for by name ([`Pin::Alloc`], [`Pin::Register`]) and cannot be had is an error.
+//!
+//! # Room
+//! Systems give pageable memory out before it is there, and kill who fills it when it is not. So a buffer that could
+//! not be pinned is refused when it is larger than what is left, and its pages are taken at once, so that the next
+//! question sees them. What is left is what Linux calls available, or less where a cgroup (version 2) of this process
+//! allows less; other systems and older cgroups tell nothing, and nothing is refused there. This covers the buffers
+//! given here, not what is taken meanwhile by others: moments and masters of an optimizer, other programs.
 //!
 //! # Copies of pageable memory
 //! A driver stages them: an upload may read its source when it is queued, before what its lane waits for. So the host
@@ -18,11 +24,18 @@
 //! [`Port::receive`]: crate::transfer::Port::receive
 
 use std::fmt;
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::bytes::Bytes;
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
+
+/// No page is smaller.
+const PAGE: usize = 4096;
+
+/// Held from the question whether there is room until the pages are taken: two buffers must not count on the same room.
+static TAKING: Mutex<()> = Mutex::new(());
 
 /// Host memory that a device gave and that is still held.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -83,22 +96,19 @@ impl Ledger {
         if bytes == 0 {
             return HostBuf::zeroed(name, 0);
         }
-        let pageable = || Ok(self.count(HostBuf::zeroed(name, bytes)?, false));
         if pin == Pin::Off {
-            return pageable();
+            return Ok(self.count(HostBuf::zeroed(name, bytes)?, false));
         }
         let refused = self.lock().refused.clone();
         if let (Pin::Try, Some(why)) = (pin, refused) {
-            has_room(bytes as u64, &why, available())?;
-            return pageable();
+            return self.pageable(name, bytes, &why);
         }
         match lock() {
             Ok(buf) => Ok(self.count(buf, true)),
             Err(Refusal { error, scarce: true }) if pin == Pin::Try => {
                 let why = error.to_string();
-                has_room(bytes as u64, &why, available())?;
-                self.lock().refused.get_or_insert(why);
-                pageable()
+                self.lock().refused.get_or_insert_with(|| why.clone());
+                self.pageable(name, bytes, &why)
             }
             Err(Refusal { error: Error::Device { device, what }, scarce: true }) => {
                 let what = format!("{what}; with Pin::Try (--pin try) it is pageable then");
@@ -108,6 +118,15 @@ impl Ledger {
         }
     }
 
+    /// A buffer whose pages are there, since `why` it cannot be pinned.
+    fn pageable(&self, name: &str, bytes: usize, why: &str) -> Result<HostBuf> {
+        let _taking = TAKING.lock().unwrap_or_else(PoisonError::into_inner);
+        has_room(name, bytes as u64, why, left())?;
+        let buf = HostBuf::zeroed(name, bytes)?;
+        buf.write(0..bytes)?.bytes().iter_mut().step_by(PAGE).for_each(|byte| *byte = 0);
+        Ok(self.count(buf, false))
+    }
+
     fn count(&self, buf: HostBuf, pinned: bool) -> HostBuf {
         let counted = Counted { ledger: self.clone(), bytes: buf.len() as u64, pinned };
         counted.sum(&mut self.lock()).0 += counted.bytes;
@@ -115,22 +134,44 @@ impl Ledger {
     }
 }
 
-/// Whether the system has so much memory left, where it tells; `why` the driver pins none is said with the error.
-fn has_room(bytes: u64, why: &str, available: Option<u64>) -> Result<()> {
-    let Some(left) = available.filter(|left| *left < bytes) else { return Ok(()) };
-    let what = format!("{} are left; {why}", Bytes(left));
-    let source = std::io::Error::new(std::io::ErrorKind::OutOfMemory, what);
-    Err(Error::HostMemory { what: "a buffer", need: Bytes(bytes), source })
+/// Refuses a buffer that is larger than what is left, where that is known; `why` it is not pinned is said as well.
+fn has_room(name: &str, bytes: u64, why: &str, left: Option<u64>) -> Result<()> {
+    let Some(left) = left.filter(|left| *left < bytes) else { return Ok(()) };
+    let (need, left) = (Bytes(bytes), Bytes(left));
+    Err(Error::HostRoom { name: name.to_owned(), need, left, why: why.to_owned() })
 }
 
-/// Memory that the system can give without taking it from other programs.
-fn available() -> Option<u64> {
-    parse_available(&std::fs::read_to_string("/proc/meminfo").ok()?)
+/// Memory that this process can have without taking it from others.
+fn left() -> Option<u64> {
+    let available = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| parse_available(&text));
+    let own = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    available.into_iter().chain(allowed(Path::new("/sys/fs/cgroup"), &own)).min()
 }
 
 fn parse_available(text: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
+}
+
+/// What the cgroups under `root` that a process is in, as `/proc/self/cgroup` lists them, let it take: the least of the
+/// group and all above it. In a container the root is often its own group, whatever the list says.
+fn allowed(root: &Path, own: &str) -> Option<u64> {
+    let path = own.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or("");
+    Path::new(path).ancestors().filter_map(|group| group_room(&root.join(group))).min()
+}
+
+/// What one group has left; files that it only caches can go.
+fn group_room(group: &Path) -> Option<u64> {
+    let read = |file: &str| std::fs::read_to_string(group.join(file)).ok();
+    let number = |file: &str| read(file)?.trim().parse::<u64>().ok();
+    let (max, current) = (number("memory.max")?, number("memory.current")?);
+    let stat = read("memory.stat").unwrap_or_default();
+    let cached = |line: &str| {
+        let (name, bytes) = line.split_once(' ')?;
+        matches!(name, "active_file" | "inactive_file").then(|| bytes.parse::<u64>().ok())?
+    };
+    let cached = stat.lines().filter_map(cached).fold(0, u64::saturating_add);
+    Some(max.saturating_sub(current.saturating_sub(cached)))
 }
 
 /// One buffer in the sums.
@@ -162,7 +203,7 @@ impl fmt::Debug for Ledger {
 mod tests {
     use std::cell::Cell;
 
-    use super::{Ledger, Pins, Refusal, has_room, parse_available};
+    use super::{Ledger, PAGE, Pins, Refusal, allowed, has_room, parse_available};
     use crate::bytes::Bytes;
     use crate::error::Error;
     use crate::host::{HostBuf, Pin};
@@ -207,13 +248,65 @@ mod tests {
     fn a_full_machine_is_an_error() {
         assert_eq!(parse_available("MemTotal: 9 kB\nMemAvailable:      20 kB\n"), Some(20 << 10));
         assert_eq!(parse_available("MemTotal: 9 kB\n"), None);
-        assert!(has_room(4096, "no pins", None).is_ok() && has_room(4096, "no pins", Some(4096)).is_ok());
-        let error = has_room(8192, "no pins", Some(4096)).unwrap_err();
-        let text = format!("{error}: {}", std::error::Error::source(&error).unwrap());
-        assert!(
-            text.contains("4.0 KiB are left") && text.contains("no pins") && !text.contains('\n'),
-            "{text}"
-        );
+        let room = |bytes, left| has_room("layer 3 gradients", bytes, "no pins", left);
+        assert!(room(4096, None).is_ok() && room(4096, Some(4096)).is_ok());
+        let text = room(8192, Some(4096)).unwrap_err().to_string();
+        for part in ["layer 3 gradients needs 8.0 KiB", "4.0 KiB are left", "no pins", "lag 0"] {
+            assert!(text.contains(part) && !text.contains('\n'), "{part}: {text}");
+        }
+    }
+
+    /// A container's limit counts although the machine has more, that of a group above as well; what is only cached
+    /// from files is no loss, and a group without a limit has no say.
+    #[test]
+    fn a_cgroup_may_allow_less_than_the_machine_has() {
+        let root = std::env::temp_dir().join(format!("roundpipe-pins-{}", std::process::id()));
+        let write = |group: &str, max: &str, current: &str, stat: &str| {
+            let group = root.join(group);
+            std::fs::create_dir_all(&group).unwrap();
+            for (file, text) in [("memory.max", max), ("memory.current", current), ("memory.stat", stat)] {
+                std::fs::write(group.join(file), format!("{text}\n")).unwrap();
+            }
+        };
+        let v1 = "4:memory:/job\n0::/\n";
+        assert_eq!(allowed(&root, v1), None);
+        write("a/b", "max", "5", "");
+        assert_eq!(allowed(&root, "0::/a/b\n"), None);
+        write("a", "1000", "900", "anon 700\nactive_file 50\ninactive_file 100\nfile_mapped 9");
+        assert_eq!(allowed(&root, "0::/a/b\n"), Some(250));
+        write("a/b", "600", "500", "");
+        assert_eq!(allowed(&root, "0::/a/b\n"), Some(100));
+        assert_eq!(allowed(&root, "0::/elsewhere\n"), None);
+        write("", "80", "90", "");
+        assert_eq!((allowed(&root, "0::/elsewhere\n"), allowed(&root, "0::/a/b\n")), (Some(0), Some(0)));
+        assert_eq!(allowed(&root, v1), Some(0));
+        std::fs::remove_dir_all(root).unwrap();
+    }
+
+    /// Pages of `buf` that the system has given, where it tells.
+    fn pages_there(buf: &HostBuf) -> Option<usize> {
+        use std::io::{Read, Seek, SeekFrom};
+        let mut map = std::fs::File::open("/proc/self/pagemap").ok()?;
+        map.seek(SeekFrom::Start(buf.addr() / PAGE as u64 * 8)).ok()?;
+        let mut entries = vec![0; buf.len().div_ceil(PAGE) * 8];
+        map.read_exact(&mut entries).ok()?;
+        // In memory, or swapped out.
+        let there = |entry: &&[u8]| entry[7] & 0xC0 != 0;
+        Some(entries.chunks_exact(8).filter(there).count())
+    }
+
+    /// A buffer that nobody has written yet must be missing from what is left when the next one is asked for.
+    #[test]
+    fn pages_that_could_not_be_pinned_are_taken_at_once() {
+        let (ledger, bytes) = (Ledger::default(), (9 << 20) + 1);
+        let ask = |pin| ledger.buffer("b", bytes, pin, || Err(refuse(true))).unwrap();
+        let Some(untouched) = pages_there(&ask(Pin::Off)) else { return };
+        if untouched == bytes.div_ceil(PAGE) {
+            return; // A system whose pages are larger than these, or that tells nothing of use.
+        }
+        for which in ["refused now", "refused before"] {
+            assert_eq!(pages_there(&ask(Pin::Try)), Some(bytes.div_ceil(PAGE)), "{which}");
+        }
     }
 
     /// Only scarcity is got over, and only where nobody insisted.

@@ -37,6 +37,13 @@ impl Devices {
         Ok(Self { workers: vec![Cpu::new(None)?], note: Some(why), skipped: Vec::new() })
     }
 
+    /// Why there is no GPU and which were left out, a line each; none where all is well. A
+    /// [ring](crate::Ring::of) of these devices keeps them.
+    pub fn notes(&self) -> Vec<String> {
+        let none = self.note.iter().map(|why| format!("no GPU: {why}"));
+        none.chain(self.skipped.iter().cloned()).collect()
+    }
+
     /// The devices of a list.
     ///
     /// # Errors

@@ -210,8 +210,8 @@ impl<M: Layer + 'static> Builder<M> {
         self
     }
 
-    /// The devices to run on; one listed twice gives two workers. By default every GPU, or the processor where there
-    /// is none.
+    /// The devices to run on; one listed twice gives two workers. By default every GPU that can be used, or the
+    /// processor where there is none; which were left out, and why, is told by [`Ring::notes`].
     #[must_use]
     pub fn devices(mut self, devices: impl IntoIterator<Item = Arc<dyn Device>>) -> Self {
         self.devices = devices.into_iter().collect();
@@ -271,13 +271,8 @@ impl<M: Layer + 'static> Builder<M> {
         }
         let ring = match self.ring {
             Some(ring) => ring,
-            None => {
-                let devices = match self.devices.is_empty() {
-                    true => Devices::all()?.workers,
-                    false => self.devices,
-                };
-                Ring::new(&devices, &self.options)?
-            }
+            None if self.devices.is_empty() => Ring::of(&Devices::all()?, &self.options)?,
+            None => Ring::new(&self.devices, &self.options)?,
         };
         let original = Arc::new(self.model);
         let layers: Vec<(String, Arc<dyn Layer>)> = match original.sequence() {
@@ -292,7 +287,7 @@ impl<M: Layer + 'static> Builder<M> {
         let store = Store::new(
             &layers,
             StoreConfig {
-                device: ring.workers()[0].device().clone(),
+                device: ring.host_device().clone(),
                 pin: self.pin,
                 asynchronous: self.asynchronous,
                 rule: self.rule,

@@ -40,7 +40,8 @@ const ALIGN: usize = 64;
 pub struct StoreConfig {
     /// Whose host memory weights and gradients lie in.
     pub device: Arc<dyn Device>,
-    /// How that memory is pinned. With [`Pin::Off`] frozen parameters stay where they are, e.g. in a mapped file.
+    /// How that memory is pinned. Frozen parameters stay where they are, e.g. in a mapped file, with [`Pin::Off`] and
+    /// where the driver has no more with [`Pin::Try`]: moved to pageable memory they would gain nothing.
     pub pin: Pin,
     /// Whether updates run beside the next step: weights have two versions then.
     pub asynchronous: bool,
@@ -358,10 +359,7 @@ impl StoreLayer {
         }
         let sizes = lay_out(index, &mut params);
         let weights = config.buffer(&format!("{name} weights"), sizes.weights)?;
-        let frozen = match config.pin {
-            Pin::Off => None,
-            _ => Some(config.buffer(&format!("{name} frozen weights"), sizes.frozen)?),
-        };
+        let frozen = config.frozen(&format!("{name} frozen weights"), sizes.frozen)?;
         let mut seen: Vec<usize> = params.iter().filter(|p| p.trainable).map(|p| p.home.0).collect();
         seen.sort_unstable();
         seen.dedup();
@@ -566,6 +564,20 @@ impl StoreConfig {
             // Drivers refuse to allocate nothing.
             0 => Ok(HostBuf::zeroed(name, 0)?),
             _ => Ok(self.device.host_buffer(name, bytes, self.pin)?),
+        }
+    }
+
+    /// A slab for frozen parameters; `None` where they stay in their own buffers.
+    fn frozen(&self, name: &str, bytes: usize) -> Result<Option<HostBuf>> {
+        let refused = || self.pin == Pin::Try && self.device.pins().refused.is_some();
+        if self.pin == Pin::Off || refused() {
+            return Ok(None);
+        }
+        match self.buffer(name, bytes) {
+            // The first that the driver has no more for.
+            Ok(slab) => Ok((slab.is_pinned() || !refused()).then_some(slab)),
+            Err(Error::Tensor(roundpipe_tensor::Error::HostRoom { .. })) => Ok(None),
+            Err(error) => Err(error),
         }
     }
 }

@@ -249,7 +249,7 @@ pub struct WrapConfig {
     pub ring: Option<Ring>,
     /// The devices to run on, without a ring; the processor by default.
     pub devices: Vec<Arc<dyn Device>>,
-    /// Options of the ring that is made from the devices.
+    /// Options of the ring that is made from the devices, but for its `pin`, which is the one below.
     pub ring_options: RingOptions,
     /// The rule of updates.
     pub optimizer: Option<Rule>,
@@ -261,7 +261,7 @@ pub struct WrapConfig {
     pub seed: u64,
     /// The type of gradients in host memory; each parameter's own by default.
     pub grad_dtype: Option<DType>,
-    /// How host memory is pinned.
+    /// How host memory is pinned: of weights, of gradients and, in a ring that is made from the devices, of activations.
     pub pin: Pin,
     /// Threads of each engine's optimizer; by default one per core.
     pub optimizer_threads: Option<usize>,
@@ -454,12 +454,11 @@ pub fn wrap(model: impl Into<Node>, config: &WrapConfig) -> Result<Wrapped> {
     let file = at.file().rsplit(['/', '\\']).next().unwrap_or(at.file());
     let name = config.name.clone().unwrap_or_else(|| format!("{file}:{}", at.line()));
     let model = model.into();
+    let options = RingOptions { pin: config.pin, ..config.ring_options.clone() };
     let ring = match &config.ring {
         Some(ring) => ring.clone(),
-        None if config.devices.is_empty() => {
-            Ring::new(&[Cpu::new(None)? as Arc<dyn Device>], &config.ring_options)?
-        }
-        None => Ring::new(&config.devices, &config.ring_options)?,
+        None if config.devices.is_empty() => Ring::new(&[Cpu::new(None)? as Arc<dyn Device>], &options)?,
+        None => Ring::new(&config.devices, &options)?,
     };
     let mut maker = Maker { config, ring, name, engines: Vec::new(), layers: 0 };
     if let Some(sequence) = preset(&model, config)? {

@@ -4,13 +4,15 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use roundpipe::optim::{AdamW, Sgd, WeightDecay};
-use roundpipe::store::{Store, StoreConfig};
+use roundpipe::store::{Segment, Store, StoreConfig};
 use roundpipe::update::{Apply, Update};
 use roundpipe::{
-    Cpu, Cx, DType, Error, HostBuf, Layer, Optimizer, Param, Params, Pin, RngKey, RngSite, Rule,
+    Bytes, Cpu, Cx, DType, Error, HostBuf, Layer, Optimizer, Param, Params, Pin, RngKey, RngSite, Rule,
     TensorResult, Tree, Visit, bf16, f16,
 };
+use roundpipe_tensor::SimWorld;
 use roundpipe_tensor::optim::{CHUNK, Floats};
+use roundpipe_tensor::sim::SimConfig;
 
 /// Parameters with names, and nothing to compute.
 struct Plain(Vec<(&'static str, Param)>);
@@ -260,6 +262,35 @@ fn segments_fill_the_block() {
             }
             land(&store, version + 1, 1.0);
             store.step(&Update::new(0.1), version + 1, &store.abort()).unwrap();
+        }
+    }
+}
+
+/// Frozen parameters move into pinned memory as long as there is any; where there is no more they stay where they are,
+/// and what is uploaded has the same bytes either way.
+#[test]
+fn frozen_parameters_stay_where_nothing_can_be_pinned() {
+    // Each layer has 400 bytes, of which half are frozen.
+    let make =
+        |l: u32| vec![("w", param(DType::F32, 50, l)), ("base", param(DType::F32, 50, 9 + l).frozen())];
+    for (pin, most, moved) in
+        [(Pin::Try, 0, 0), (Pin::Try, 400, 1), (Pin::Try, 600, 1), (Pin::Try, 4096, 3), (Pin::Off, 4096, 0)]
+    {
+        let world = SimWorld::new(SimConfig { pinned: Bytes(most), ..SimConfig::default() }).unwrap();
+        let model = layers((0..3).map(make).collect());
+        let base = |l: usize| model[l].1.named_params()[1].1.data();
+        let (before, values): (Vec<HostBuf>, _) = ((0..3).map(base).collect(), bits(&model));
+        let store = Store::new(&model, StoreConfig { pin, ..StoreConfig::new(world.worker()) }).unwrap();
+        let has_moved: Vec<bool> = (0..3).map(|l| !base(l).is_same(&before[l])).collect();
+        assert_eq!(has_moved, [moved > 0, moved > 1, moved > 2], "{pin:?}, {most} pinned");
+        assert!((0..moved).all(|l| base(l).is_pinned()) && bits(&model) == values);
+        for (l, layer) in store.layers().iter().enumerate() {
+            let mut block = vec![0; layer.block_bytes()];
+            for Segment { data, block_offset } in store.segments(l, 0).unwrap() {
+                block[block_offset..block_offset + data.len()].copy_from_slice(&bytes(&data));
+            }
+            let at = layer.params()[1].block_offset;
+            assert_eq!(block[at..at + 200], bytes(&before[l]), "layer {l}, {pin:?}, {most} pinned");
         }
     }
 }

@@ -10,9 +10,10 @@ use roundpipe::optim::AdamW;
 use roundpipe::wrap::{Action, Run, Value, Values, decide};
 use roundpipe::{
     AutoWrapped, Bytes, Composite, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Lag, Layer, MergeOutput,
-    Module, Node, Param, Params, PlanKind, Ring, RingOptions, RoundPipe, Rule, RunConfig, Sequential, Tensor,
-    TensorResult, Tree, Update, Visit, WrapConfig, Wrapped, wrap,
+    Module, Node, Param, Params, Pin, PlanKind, Ring, RingOptions, RoundPipe, Rule, RunConfig, Sequential,
+    Tensor, TensorResult, Tree, Update, Visit, WrapConfig, Wrapped, wrap,
 };
+use roundpipe_tensor::SimWorld;
 
 const WIDTH: usize = 8;
 const BATCH: usize = 7;
@@ -681,6 +682,27 @@ fn what_cannot_work_says_why() {
     let grouped = Node::list([Node::Group(vec![("a".into(), blob(3))]), blob(3)]);
     let text = refusal(grouped, &config(1));
     assert_eq!(text, "wrap: `0` stands in a list but has no forward; make it a list or a composite");
+}
+
+/// The pin of a wrap holds for activations too, whatever the options of its ring say.
+#[test]
+fn a_pin_reaches_the_ring() {
+    let loss = |cx: &mut Cx, output: Tree, _: Tree| cx.mean_all(&output.tensor()?);
+    for pin in [Pin::Off, Pin::Alloc] {
+        let options =
+            RingOptions { memory: Some(Bytes::mib(16)), keep: Some(Bytes(0)), ..RingOptions::default() };
+        let devices = SimWorld::seeded(3).unwrap().workers(2);
+        let devices = devices.into_iter().map(|sim| sim as Arc<dyn Device>).collect();
+        let config = WrapConfig { ring: None, devices, ring_options: options, pin, ..config(1) };
+        let Wrapped::Engine(engine) = wrap(one_sequence(&blocks(4)), &config).unwrap() else {
+            panic!("it is a sequence")
+        };
+        engine.forward_backward(data(0), Tree::None, loss).unwrap();
+        engine.synchronize().unwrap();
+        let (pins, host) = (engine.ring().pins(), engine.ring().host_use());
+        let other = if pin == Pin::Off { pins.pinned } else { pins.pageable };
+        assert!(host.allocated > Bytes(0) && other == Bytes(0), "{pin:?}: {pins:?}, {host:?}");
+    }
 }
 
 /// A preset makes one engine of what it knows; it may be insisted on.

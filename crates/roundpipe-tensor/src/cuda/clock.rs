@@ -10,6 +10,8 @@
 //!
 //! # Invariants
 //! - An origin has passed before an event that is counted from it is recorded, so no time is negative.
+//! - Nobody waits for the device while holding the lock. Of two threads that renew at once the first wins, and both count
+//!   from its origin.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,7 +19,7 @@ use std::time::{Duration, Instant};
 use crate::error::Result;
 
 /// How old the newest origin may be: below 4096 ms an f32 tells 0.24 µs apart, about what a GPU's clock does. Making
-/// one waits for a stream that nothing else uses, a few µs.
+/// one waits for a stream that nothing else uses, a few µs, while other threads go on.
 const RENEW: Duration = Duration::from_secs(4);
 
 /// An event, and when it passed.
@@ -55,21 +57,27 @@ impl<E> Clock<E> {
         fresh: impl FnOnce() -> Result<E>,
         elapsed_ms: impl FnOnce(&E, &E) -> Result<f32>,
     ) -> Result<Arc<Origin<E>>> {
-        let mut newest = self.lock();
-        let at_ms = match &*newest {
+        let before = match &*self.lock() {
             Some((origin, made)) if now.saturating_duration_since(*made) <= RENEW => {
                 return Ok(origin.clone());
             }
             newest => newest.as_ref().map(|(origin, _)| origin.clone()),
         };
         let event = fresh()?;
-        let at_ms = match at_ms {
+        let at_ms = match &before {
             Some(before) => before.at_ms + f64::from(elapsed_ms(&before.event, &event)?),
             None => 0.0,
         };
-        let origin = Arc::new(Origin { event, at_ms });
-        *newest = Some((origin.clone(), now));
-        Ok(origin)
+        let mine = Arc::new(Origin { event, at_ms });
+        let mut newest = self.lock();
+        match &*newest {
+            // Another thread was first; its origin has passed as well.
+            Some((other, _)) if before.is_none_or(|before| !Arc::ptr_eq(other, &before)) => Ok(other.clone()),
+            _ => {
+                *newest = Some((mine.clone(), now));
+                Ok(mine)
+            }
+        }
     }
 
     /// Lets go of the newest origin.
@@ -80,6 +88,7 @@ impl<E> Clock<E> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::time::{Duration, Instant};
 
@@ -127,6 +136,37 @@ mod tests {
         assert!(time(end).abs_diff(end) < 20_000_000, "off by {} ns", time(end).abs_diff(end));
         let made = made.into_inner();
         assert!(made > 800 && made < stamps / 10, "{made} origins for {stamps} stamps");
+    }
+
+    /// While one thread waits for a new origin another gets through, and both count from one and the same: a second
+    /// first origin would begin time anew.
+    #[test]
+    fn two_threads_may_renew_at_once() {
+        let (clock, start) = (Clock::default(), Instant::now());
+        let take = |at: u64, fresh: &mut dyn FnMut()| {
+            let fresh = || {
+                fresh();
+                Ok(at)
+            };
+            clock
+                .origin(start + Duration::from_nanos(at), fresh, |from, to| Ok(elapsed_ms(from, to)))
+                .unwrap()
+        };
+        for at in [0, HOUR, 2 * HOUR] {
+            let mut inner = None;
+            std::thread::scope(|scope| {
+                let outer = take(at, &mut || {
+                    let (send, receive) = std::sync::mpsc::channel();
+                    scope.spawn(move || send.send(take(at + 100, &mut || ())));
+                    let other = receive.recv_timeout(Duration::from_secs(20));
+                    inner = Some(other.expect("the lock is held while the device is waited for"));
+                });
+                assert!(Arc::ptr_eq(&outer, inner.as_ref().unwrap()), "at {at}");
+                assert_eq!(outer.event, at + 100);
+            });
+            let later = take(at + 300_100, &mut || unreachable!("it was just renewed"));
+            assert!(later.ns(elapsed_ms(&later.event, &(at + 300_100))).abs_diff(at + 300_000) < 500_000);
+        }
     }
 
     /// Spans that lie across a renewal are whole: a span of 6 s has a new origin at its end.

@@ -19,6 +19,7 @@ use roundpipe_tensor::{Bytes, Device, Pins, Worker};
 use super::call::Peers;
 use super::copier::Mover;
 use super::launcher::{Job, Launcher};
+use crate::devices::Devices;
 use crate::error::{Error, Result};
 use crate::plan::PlanKind;
 use crate::status::Board;
@@ -34,12 +35,16 @@ pub struct Ring(Arc<Inner>);
 struct Inner {
     workers: Vec<Worker>,
     ports: Vec<Arc<Port>>,
+    /// Whose host memory is used.
+    host_device: Arc<dyn Device>,
     host: Arc<HostPool>,
     /// The worker of the next slot, and the order of submission.
     next: Mutex<usize>,
     hands: Hands,
     threads: Mutex<Vec<JoinHandle<()>>>,
     board: Board,
+    /// What its devices were found with.
+    notes: Vec<String>,
     /// The calls of all engines.
     calls: Arc<Peers>,
 }
@@ -117,11 +122,23 @@ impl Ring {
     /// # Errors
     /// [`Error::Config`] without devices; when a device has less memory than asked for or no thread starts.
     pub fn new(devices: &[Arc<dyn Device>], options: &RingOptions) -> Result<Self> {
-        let Some(first) = devices.first() else {
+        Self::with_notes(devices, options, Vec::new())
+    }
+
+    /// As [`Ring::new`], of devices that were looked for; what was noted on the way is kept for [`Ring::notes`].
+    ///
+    /// # Errors
+    /// As [`Ring::new`].
+    pub fn of(devices: &Devices, options: &RingOptions) -> Result<Self> {
+        Self::with_notes(&devices.workers, options, devices.notes())
+    }
+
+    fn with_notes(devices: &[Arc<dyn Device>], options: &RingOptions, notes: Vec<String>) -> Result<Self> {
+        let Some(host_device) = host_device(devices) else {
             return Err(Error::config("devices", "there is none; a ring needs at least one worker"));
         };
         let board = Board::new();
-        let host = HostPool::new(first.clone(), options.pin);
+        let host = HostPool::new(host_device.clone(), options.pin);
         let offered = parts(devices);
         let open = |(device, part): (&Arc<dyn Device>, Bytes)| {
             Worker::new(device.clone(), options.memory.unwrap_or(part))
@@ -152,8 +169,9 @@ impl Ring {
             }
             Hands::Threaded(lines)
         };
-        let (next, threads) = (Mutex::new(0), Mutex::new(threads));
-        Ok(Self(Arc::new(Inner { workers, ports, host, next, hands, threads, board, calls: Arc::default() })))
+        let (next, threads, calls) = (Mutex::new(0), Mutex::new(threads), Arc::default());
+        let inner = Inner { workers, ports, host_device, host, next, hands, threads, board, notes, calls };
+        Ok(Self(Arc::new(inner)))
     }
 
     /// The workers in order.
@@ -181,10 +199,21 @@ impl Ring {
         self.workers().iter().map(|worker| worker.pool().capacity().0).min().unwrap_or(0)
     }
 
-    /// How much is pinned of the host memory that the first worker's device gave: activations, and the weights and
-    /// gradients of engines on this ring.
+    /// Why there is no GPU among the workers and which GPUs were left out, a line each, where the devices were looked
+    /// for: by [`Ring::of`], or by an engine that was given none.
+    pub fn notes(&self) -> &[String] {
+        &self.0.notes
+    }
+
+    /// How much is pinned of the host memory that the ring's device for it gave: activations, and the weights and
+    /// gradients of engines on this ring. That device is the first that copies from host memory, where there is one.
     pub fn pins(&self) -> Pins {
-        self.0.workers[0].device().pins()
+        self.0.host_device.pins()
+    }
+
+    /// The device whose host memory is used.
+    pub(crate) fn host_device(&self) -> &Arc<dyn Device> {
+        &self.0.host_device
     }
 
     /// Host memory of activations.
@@ -262,6 +291,12 @@ impl Ring {
             }
         }
     }
+}
+
+/// Whose host memory suits all: that of the first device that copies from it, since one that reads it in place gains
+/// nothing by pins and gives none.
+fn host_device(devices: &[Arc<dyn Device>]) -> Option<Arc<dyn Device>> {
+    devices.iter().find(|device| !device.aliases_host()).or(devices.first()).cloned()
 }
 
 /// What each worker reserves when nobody says how much. All are asked before anything is reserved: what the first takes

@@ -10,7 +10,7 @@ use roundpipe::nn::{Func, Init, Linear};
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::scaler::ScalerState;
 use roundpipe::{
-    Bytes, Cx, DType, Device, ExecutePlan, GradScaler, Grain, HostTensor, Inputs, Lag, Layer, Merge,
+    Bytes, Cx, DType, Device, Devices, ExecutePlan, GradScaler, Grain, HostTensor, Inputs, Lag, Layer, Merge,
     MergeOutput, Module, Param, Params, PlanKind, Ring, RingOptions, RoundPipe, Rule, RunConfig, Sequential,
     Tensor, TensorError, TensorResult, Tree, Update, Visit,
 };
@@ -893,4 +893,18 @@ fn copies_are_spans_of_a_trace() {
     let count = spans.len();
     step(2);
     assert_eq!(engine.trace().spans().len(), count, "nothing is noted once it is off");
+}
+
+/// An engine that looks for devices itself keeps what it found; one that is given them has nothing to tell.
+#[test]
+fn a_ring_keeps_the_notes_of_its_devices() {
+    let options = RingOptions { memory: Some(Bytes::mib(8)), ..RingOptions::default() };
+    let (note, skipped) = (Some("no driver".to_owned()), vec!["cuda:1 is left out: too old".to_owned()]);
+    let found = Devices { workers: models::cpus(1), note, skipped };
+    let ring = Ring::of(&found, &options).unwrap();
+    assert_eq!(ring.notes(), ["no GPU: no driver", "cuda:1 is left out: too old"]);
+    assert!(Ring::new(&found.workers, &options).unwrap().notes().is_empty());
+    let model = models::transformer(DType::F32, false);
+    let engine = RoundPipe::builder(model).ring_options(options).build().unwrap();
+    assert_eq!(engine.ring().notes(), Devices::all().unwrap().notes());
 }

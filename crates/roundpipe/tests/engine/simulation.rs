@@ -207,6 +207,33 @@ fn a_pin_asked_for_by_name_is_had_or_refused() {
     }
 }
 
+/// A processor in front of a GPU reads host memory in place and pins none: what is pinned is the GPU's all the same, for
+/// weights and for activations, and a pin that was asked for by name is had or refused.
+#[test]
+fn host_memory_is_that_of_the_device_that_copies() {
+    for seed in 0..4 {
+        let case = Case { keep: Bytes(0), workers: 2, ..case(seed) };
+        let model = models::transformer(case.dtype, case.tied);
+        let (world, sims) = world(seed, 1);
+        let engine = engine(&model, &case, models::cpus(1).into_iter().chain(sims).collect(), false);
+        let weights = engine.ring().pins();
+        assert!(weights.pinned > Bytes(0) && weights.pageable == Bytes(0), "{weights:?}");
+        let got = run(&engine, &model, &case, 0, STEPS);
+        let (pins, host, store) = (engine.ring().pins(), engine.ring().host_use(), engine.host_bytes());
+        let slabs = (store.weights + store.frozen + store.gradients) as u64;
+        assert!(host.allocated > Bytes(0) && pins.pageable == Bytes(0), "{pins:?}, {host:?}");
+        assert_eq!(pins.pinned.0, slabs + host.allocated.0, "{pins:?}, {host:?}, {store:?}");
+        drop(engine);
+        assert_eq!(world.races(), [], "seed {seed}: {}", case.plan);
+        crate::invisible::same(&format!("seed {seed}"), &oracle(&case), &got);
+    }
+    let (_, sims) = world_with(1, 1, Bytes(20_000));
+    let devices = models::cpus(1).into_iter().chain(sims);
+    let model = models::transformer(DType::F32, false);
+    let built = RoundPipe::builder(model).memory(Bytes::mib(16)).pin(Pin::Alloc).devices(devices).build();
+    assert!(chain(&built.err().unwrap()).contains("cannot pin"));
+}
+
 /// A fault anywhere is an error value; afterwards the same step succeeds, with the oracle's bits.
 #[test]
 fn faults_are_errors_and_leave_no_trace() {
