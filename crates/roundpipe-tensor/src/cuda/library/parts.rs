@@ -119,7 +119,8 @@ fn alone(graph: &Graph) -> Result<(), Complaint> {
     match other.into_iter().find(|other| !same(other)) {
         None => Ok(()),
         Some(other) => Err(format!(
-            "{} is not used, for the loader would mix it with {}: take that folder out of LD_LIBRARY_PATH",
+            "{} is not used, for the loader would mix it with {}: remove that one, or take its folder out of \
+             LD_LIBRARY_PATH",
             graph.path.display(),
             other.display()
         )),
