@@ -70,7 +70,8 @@ fn has_nvrtc(test: &str) -> bool {
 fn a_missing_library_is_one_line_that_says_how_to_get_it() {
     let empty = folder("no-libraries");
     let list = std::env::join_paths([Path::new("only"), &empty]).unwrap();
-    in_a_process("child_without_libraries", &[("ROUNDPIPE_CUDA_LIBS", Path::new(&list))]);
+    let variables = [("ROUNDPIPE_CUDA_LIBS", Path::new(&list)), ("ROUNDPIPE_CUDA_DRIVER", Path::new("off"))];
+    in_a_process("child_without_libraries", &variables);
     std::fs::remove_dir_all(empty).unwrap();
 }
 

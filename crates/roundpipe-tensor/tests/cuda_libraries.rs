@@ -1,7 +1,8 @@
 //! Which files are used of CUDA's libraries: made-up ones in made-up folders, each test in processes of its own.
 //!
 //! A C compiler makes the libraries; without one the tests are skipped and say so. The made-up driver says the version
-//! that a variable names, so that every pair of driver and library can be met anywhere.
+//! that a variable names, so that every pair of driver and library can be met anywhere. The made-up cuDNN is in two files
+//! that find each other as NVIDIA's do.
 
 #![cfg(target_os = "linux")]
 
@@ -20,11 +21,22 @@ const ASKED: &str = "ROUNDPIPE_TEST_ASKED";
 
 const DRIVER: &str = "#include <stdlib.h>
 int cuInit(unsigned flags) { return 0; }
-int cuDriverGetVersion(int* version) { *version = atoi(getenv(\"FAKE_DRIVER\")); return 0; }";
+int cuDriverGetVersion(int* version) { *version = atoi(getenv(\"FAKE_DRIVER\")); return 0; }
+int cuDeviceGetCount(int* count) { *count = getenv(\"FAKE_CARD\") != NULL; return 0; }
+int cuDeviceGet(int* card, int index) { *card = 7 + index; return 0; }
+int cuDeviceGetAttribute(int* value, int what, int card) {
+  int both = atoi(getenv(\"FAKE_CARD\"));
+  *value = what == 75 ? both / 10 : both % 10;
+  return card == 7 && (what == 75 || what == 76) ? 0 : 1;
+}";
 
 const NVRTC: &str = "int nvrtcVersion(int* major, int* minor) { *major = MAJOR; *minor = MINOR; return 0; }
-int nvrtcGetNumSupportedArchs(int* count) { *count = 2; return 0; }
-int nvrtcGetSupportedArchs(int* archs) { archs[0] = 80; archs[1] = 90; return 0; }
+int nvrtcGetNumSupportedArchs(int* count) { *count = 2 + (MAJOR * 100 + MINOR >= 1208); return 0; }
+int nvrtcGetSupportedArchs(int* archs) {
+  archs[0] = 80; archs[1] = 90;
+  if (MAJOR * 100 + MINOR >= 1208) archs[2] = 120;
+  return 0;
+}
 const char* nvrtcGetErrorString(int status) { return \"made up\"; }
 int nvrtcCreateProgram(void) { return 1; }
 int nvrtcCompileProgram(void) { return 1; }
@@ -36,10 +48,24 @@ int nvrtcGetProgramLogSize(void) { return 1; }
 int nvrtcGetProgramLog(void) { return 1; }
 int nvrtcDestroyProgram(void) { return 1; }";
 
-/// The functions of cuDNN that we call and that only have to be there.
-const CUDNN: &str = "#include <stddef.h>
+/// The part of cuDNN that knows its versions. Once loaded it stays, like the real one.
+const CUDNN_GRAPH: &str = "#include <stddef.h>
 size_t cudnnGetVersion(void) { return NUMBER; }
-size_t cudnnGetCudartVersion(void) { return MAJOR * 1000; }
+size_t cudnnGetCudartVersion(void) { return MADE_FOR; }";
+
+/// The file in front, which asks for the other by name and ends the process without it. Behind, the functions that we
+/// call and that only have to be there.
+const CUDNN: &str = "#include <dlfcn.h>
+#include <stddef.h>
+#include <stdlib.h>
+static size_t forward(const char* function) {
+  void* graph = dlopen(\"libcudnn_graph.so.\" NUMBERS, RTLD_LAZY);
+  if (!graph) graph = dlopen(\"libcudnn_graph.so.9\", RTLD_LAZY);
+  if (!graph) abort();
+  return ((size_t (*)(void))dlsym(graph, function))();
+}
+size_t cudnnGetVersion(void) { return forward(\"cudnnGetVersion\"); }
+size_t cudnnGetCudartVersion(void) { return forward(\"cudnnGetCudartVersion\"); }
 #define F(name) int name(void) { return 1; }
 F(cudnnGetErrorString) F(cudnnCreate) F(cudnnDestroy) F(cudnnSetStream) F(cudnnBackendCreateDescriptor)
 F(cudnnBackendDestroyDescriptor) F(cudnnBackendFinalize) F(cudnnBackendSetAttribute) F(cudnnBackendGetAttribute)
@@ -97,6 +123,16 @@ impl Machine {
         self.make(file, NVRTC, &[&defines[0], &defines[1]]).unwrap();
     }
 
+    /// A cuDNN of this number, such as 91400, in a folder; `made_for` as drivers count.
+    fn cudnn(&self, folder: &str, number: usize, made_for: u32) {
+        let defines = [format!("-DNUMBER={number}"), format!("-DMADE_FOR={made_for}")];
+        let options = [&defines[0][..], &defines[1], "-Wl,-soname,libcudnn_graph.so.9", "-Wl,-z,nodelete"];
+        self.make(&format!("{folder}/libcudnn_graph.so.9"), CUDNN_GRAPH, &options).unwrap();
+        let numbers = format!("-DNUMBERS=\"{}\"", library::cudnn_version(number));
+        let options = [&numbers[..], "-Wl,-soname,libcudnn.so.9", "-Wl,-rpath,$ORIGIN", "-ldl"];
+        self.make(&format!("{folder}/libcudnn.so.9"), CUDNN, &options).unwrap();
+    }
+
     /// The answer of a process with these variables, whose paths are below the root. `driver` as drivers count.
     fn ask(&self, question: &str, driver: u32, variables: &[(&str, &str)]) -> String {
         let mut command = Command::new(std::env::current_exe().unwrap());
@@ -104,13 +140,16 @@ impl Machine {
         command.env_clear().env(ASKED, question).env("FAKE_DRIVER", driver.to_string());
         command.env("HOME", self.0.join("home"));
         let mut loader = vec![self.0.join("driver")];
-        for (name, paths) in variables {
-            let paths = paths.split(':').map(|path| match path {
-                "only" => PathBuf::from(path),
+        for (name, value) in variables {
+            let paths = value.split(':').map(|path| match path {
+                "only" | "off" => PathBuf::from(path),
                 _ => self.0.join(path),
             });
             match *name {
                 "LD_LIBRARY_PATH" => loader.extend(paths),
+                "FAKE_CARD" => {
+                    command.env(name, value);
+                }
                 _ => {
                     command.env(name, std::env::join_paths(paths).unwrap());
                 }
@@ -142,7 +181,8 @@ fn child() {
         "nvrtc" => library::nvrtc().map_or_else(told, |found| found.path().display().to_string()),
         "cublaslt" => library::cublaslt()
             .map_or_else(told, |found| format!("{} {}", found.version(), found.path().display())),
-        "cudnn" => library::cudnn().map_or_else(told, |found| found.path().display().to_string()),
+        "cudnn" => library::cudnn()
+            .map_or_else(told, |found| format!("{} {}", found.version(), found.path().display())),
         "note" => Cuda::attention_note().unwrap_or_else(|| "none".to_owned()),
         arch => {
             let unit = Unit::new("made", "extern \"C\" __global__ void made() {}", "made");
@@ -194,7 +234,7 @@ fn libraries_are_not_newer_than_the_driver() {
     // A link without a number does not hide what it leads to.
     machine.nvrtc("link/libnvrtc.so", 13, 1);
     for (folder, version) in [("new", "CUDA 13"), ("link", "CUDA 13.1")] {
-        let why = machine.ask("nvrtc", 12_040, &[("ROUNDPIPE_CUDA_LIBS", &format!("only:driver:{folder}"))]);
+        let why = machine.ask("nvrtc", 12_040, &[("ROUNDPIPE_CUDA_LIBS", &format!("only:{folder}"))]);
         for word in [folder, "libnvrtc.so", version, "12.4", "pip install nvidia-cuda-nvrtc-cu12"] {
             assert!(why.contains(word) && !why.contains("<newline>"), "{word}: {why}");
         }
@@ -206,7 +246,7 @@ fn libraries_are_not_newer_than_the_driver() {
 fn products_go_with_the_driver_too() {
     let Some(machine) = Machine::new("products") else { return };
     machine.make("mine/libcublasLt.so", CUBLASLT, &["-DNUMBER=13020"]).unwrap();
-    let mine = [("ROUNDPIPE_CUDA_LIBS", "only:driver:mine")];
+    let mine = [("ROUNDPIPE_CUDA_LIBS", "only:mine")];
     assert_eq!(machine.ask("cublaslt", 13_000, &mine), "13.2 mine/libcublasLt.so");
     let why = machine.ask("cublaslt", 12_040, &mine);
     for word in ["mine/libcublasLt.so", "13.2", "12.4", "pip install nvidia-cublas-cu12"] {
@@ -230,7 +270,7 @@ fn a_library_without_a_function_is_passed_over() {
     let Some(machine) = Machine::new("lacks") else { return };
     let defines = ["-DMAJOR=12", "-DMINOR=4", "-DWITHOUT_CUBIN"];
     machine.make("half/libnvrtc.so.12", NVRTC, &defines).unwrap();
-    let why = machine.ask("nvrtc", 12_040, &[("ROUNDPIPE_CUDA_LIBS", "only:driver:half")]);
+    let why = machine.ask("nvrtc", 12_040, &[("ROUNDPIPE_CUDA_LIBS", "only:half")]);
     for word in ["half/libnvrtc.so.12", "nvrtcGetCUBIN", "nvidia-cuda-nvrtc-cu12"] {
         assert!(why.contains(word) && !why.contains("<newline>"), "{word}: {why}");
     }
@@ -258,7 +298,7 @@ fn a_compiler_that_does_not_know_the_card_says_so() {
 fn what_is_wrong_with_cudnn_is_told() {
     let Some(machine) = Machine::new("cudnn") else { return };
     machine.nvrtc("mine/libnvrtc.so.12", 12, 4);
-    let mine = [("ROUNDPIPE_CUDA_LIBS", "only:driver:mine")];
+    let mine = [("ROUNDPIPE_CUDA_LIBS", "only:mine")];
     let says = |note: &str, words: &[&str]| {
         for word in words.iter().chain(&["our own kernels"]) {
             assert!(note.contains(word) && !note.contains('\n'), "{word}: {note}");
@@ -266,15 +306,118 @@ fn what_is_wrong_with_cudnn_is_told() {
     };
     says(&machine.ask("note", 12_040, &mine), &["libcudnn", "nvidia-cudnn-cu12"]);
     let file = "mine/libcudnn.so.9";
-    for (major, number, words) in [
-        (12, 91_002, &["9.10.2", "9.14.0", file, "nvidia-cudnn-cu12"][..]),
-        (13, 91_500, &["13.0", "12.4", file, "nvidia-cudnn-cu12"]),
+    for (made_for, number, words) in [
+        (12_040, 91_002, &["9.10.2", "9.14.0", file, "nvidia-cudnn-cu12"][..]),
+        (13_000, 91_500, &["13.0", "12.4", file, "nvidia-cudnn-cu12"]),
     ] {
-        let defines = [format!("-DMAJOR={major}"), format!("-DNUMBER={number}")];
-        machine.make(file, CUDNN, &[&defines[0], &defines[1]]).unwrap();
+        machine.cudnn("mine", number, made_for);
         says(&machine.ask("note", 12_040, &mine), words);
     }
-    machine.make(file, CUDNN, &["-DMAJOR=12", "-DNUMBER=91400"]).unwrap();
+    machine.cudnn("mine", 91_400, 12_040);
     assert_eq!(machine.ask("note", 12_040, &mine), "none");
-    assert_eq!(machine.ask("cudnn", 12_040, &mine), file);
+    assert_eq!(machine.ask("cudnn", 12_040, &mine), format!("12.4 {file}"));
+    // Of version 8 the parts have other names.
+    std::fs::create_dir_all(machine.0.join("eight")).unwrap();
+    std::fs::copy(machine.0.join(file), machine.0.join("eight/libcudnn.so.8")).unwrap();
+    let why = machine.ask("cudnn", 12_040, &[("ROUNDPIPE_CUDA_LIBS", "only:eight")]);
+    assert!(why.contains("eight/libcudnn.so.8 is cuDNN 8") && why.contains("nvidia-cudnn-cu12"), "{why}");
+}
+
+/// A cuDNN that was looked at and refused leaves nothing behind that the next would take for its own.
+#[test]
+fn a_cudnn_that_is_passed_over_does_not_stay_in_the_way() {
+    let Some(machine) = Machine::new("cudnn-next") else { return };
+    machine.cudnn("new", 91_900, 13_010);
+    machine.cudnn("old", 91_002, 12_030);
+    machine.cudnn("good", 91_500, 12_040);
+    for before in ["new", "old", "new:old"] {
+        let list = format!("only:{before}:good");
+        let found = machine.ask("cudnn", 12_080, &[("ROUNDPIPE_CUDA_LIBS", &list)]);
+        assert_eq!(found, "12.4 good/libcudnn.so.9", "with {list}");
+    }
+    // An old one is better than none, for convolutions.
+    let found = machine.ask("cudnn", 12_080, &[("ROUNDPIPE_CUDA_LIBS", "only:new:old")]);
+    assert_eq!(found, "12.3 old/libcudnn.so.9");
+    // Found by the loader, behind one that is refused.
+    let by_name = [("ROUNDPIPE_CUDA_LIBS", "new"), ("LD_LIBRARY_PATH", "good")];
+    assert_eq!(machine.ask("cudnn", 12_080, &by_name), "12.4 good/libcudnn.so.9");
+}
+
+/// The first file alone would end the process as soon as it is asked anything.
+#[test]
+fn a_cudnn_without_its_parts_is_refused_before_it_is_asked() {
+    let Some(machine) = Machine::new("cudnn-lone") else { return };
+    machine.cudnn("lone", 91_500, 12_040);
+    machine.cudnn("good", 91_500, 12_040);
+    std::fs::remove_file(machine.0.join("lone/libcudnn_graph.so.9")).unwrap();
+    let why = machine.ask("cudnn", 12_080, &[("ROUNDPIPE_CUDA_LIBS", "only:lone")]);
+    for word in ["lone/libcudnn.so.9", "libcudnn_graph.so.9", "nvidia-cudnn-cu12"] {
+        assert!(why.contains(word) && !why.contains("<newline>"), "{word}: {why}");
+    }
+    let found = machine.ask("cudnn", 12_080, &[("ROUNDPIPE_CUDA_LIBS", "only:lone:good")]);
+    assert_eq!(found, "12.4 good/libcudnn.so.9");
+    // By name the parts may come from elsewhere; then so does the first file.
+    let found = machine.ask("cudnn", 12_080, &[("LD_LIBRARY_PATH", "lone:good")]);
+    assert_eq!(found, "12.4 good/libcudnn.so.9");
+    // Where this machine's loader has one of its own, that is found instead.
+    let found = machine.ask("cudnn", 12_080, &[("LD_LIBRARY_PATH", "lone")]);
+    assert!(found.contains("libcudnn_graph.so.9") || found.ends_with("libcudnn.so.9"), "{found}");
+    std::fs::write(machine.0.join("lone/libcudnn_graph.so.9"), "no library").unwrap();
+    let why = machine.ask("cudnn", 12_080, &[("ROUNDPIPE_CUDA_LIBS", "only:lone")]);
+    assert!(why.contains("cannot load") && why.contains("lone/libcudnn_graph.so.9"), "{why}");
+}
+
+/// The loader prefers its own path to the folder of the file that asks; what was chosen is used all the same.
+#[test]
+fn the_parts_of_cudnn_are_those_beside_it() {
+    let Some(machine) = Machine::new("cudnn-parts") else { return };
+    machine.cudnn("mine", 91_500, 12_040);
+    machine.cudnn("other", 91_500, 12_030);
+    let both = [("ROUNDPIPE_CUDA_LIBS", "mine"), ("LD_LIBRARY_PATH", "other")];
+    assert_eq!(machine.ask("cudnn", 12_080, &both), "12.4 mine/libcudnn.so.9");
+    // Under all its numbers the other would be asked first: then it is taken whole, or nothing is.
+    let numbered = machine.0.join("other/libcudnn_graph.so.9.15.0");
+    std::os::unix::fs::symlink("libcudnn_graph.so.9", &numbered).unwrap();
+    assert_eq!(machine.ask("cudnn", 12_080, &both), "12.3 other/libcudnn.so.9");
+    let only = [("ROUNDPIPE_CUDA_LIBS", "only:mine"), ("LD_LIBRARY_PATH", "other")];
+    let why = machine.ask("cudnn", 12_080, &only);
+    for word in ["mine/libcudnn_graph.so.9", "other/libcudnn_graph.so.9.15.0", "LD_LIBRARY_PATH"] {
+        assert!(why.contains(word) && !why.contains("<newline>"), "{word}: {why}");
+    }
+    // A link to one's own is no other.
+    std::os::unix::fs::symlink("libcudnn_graph.so.9", machine.0.join("mine/libcudnn_graph.so.9.15.0"))
+        .unwrap();
+    let own = [("ROUNDPIPE_CUDA_LIBS", "mine"), ("LD_LIBRARY_PATH", "mine:other")];
+    assert_eq!(machine.ask("cudnn", 12_080, &own), "12.4 mine/libcudnn.so.9");
+}
+
+/// Of compilers that go with the driver, the first that knows the card; where none does, the first.
+#[test]
+fn a_compiler_that_knows_the_card_comes_before_one_that_does_not() {
+    let Some(machine) = Machine::new("cards") else { return };
+    machine.nvrtc("old/libnvrtc.so.12", 12, 4);
+    machine.nvrtc("new/libnvrtc.so.12", 12, 9);
+    for (list, card, want) in [
+        ("only:old:new", "120", "new"),
+        ("only:old:new", "90", "old"),
+        ("only:old:new", "70", "old"),
+        ("only:old", "120", "old"),
+        ("only:new:old", "90", "new"),
+    ] {
+        let variables = [("ROUNDPIPE_CUDA_LIBS", list), ("FAKE_CARD", card)];
+        let found = machine.ask("nvrtc", 12_090, &variables);
+        assert_eq!(found, format!("{want}/libnvrtc.so.12"), "{list} on sm_{card}");
+    }
+}
+
+/// `only` is about the libraries that we choose; the driver has a switch of its own.
+#[test]
+fn the_driver_is_left_out_by_its_own_variable() {
+    let Some(machine) = Machine::new("no-driver") else { return };
+    let only = ("ROUNDPIPE_CUDA_LIBS", "only:nothing");
+    assert_eq!(machine.ask("driver", 12_080, &[only]), "12.8");
+    let why = machine.ask("driver", 12_080, &[("ROUNDPIPE_CUDA_DRIVER", "off")]);
+    for word in ["ROUNDPIPE_CUDA_DRIVER=off", "run on the CPU"] {
+        assert!(why.contains(word) && !why.contains("<newline>"), "{word}: {why}");
+    }
 }

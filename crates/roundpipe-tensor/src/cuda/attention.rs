@@ -95,9 +95,6 @@ fn way() -> Way {
     })
 }
 
-/// The oldest cuDNN whose results were compared.
-const OLDEST: usize = 91400;
-
 /// A case that cuDNN takes, where cuDNN is here and wanted.
 fn wanted(call: &Call<'_>, fused: Option<Fused>) -> Result<Option<Fused>> {
     let Some(fused) = fused.filter(|fused| fused.aligned && way() != Way::Own) else { return Ok(None) };
@@ -125,11 +122,11 @@ fn usable() -> &'static std::result::Result<(), Refused> {
         // The plans' kernels are compiled by NVRTC, which has to be found first.
         let found = library::nvrtc().and_then(|_| library::cudnn()).map_err(|why| why.to_string())?;
         let words = library::cudnn_version;
-        if found.number() >= OLDEST {
+        if found.number() >= library::OLDEST_CUDNN {
             return Ok(());
         }
         let (found, file, package) = (words(found.number()), found.path().display(), library::cudnn_package());
-        let oldest = words(OLDEST);
+        let oldest = words(library::OLDEST_CUDNN);
         Err(format!(
             "cuDNN {found} ({file}) is older than {oldest}, the oldest that is used: `pip install -U {package}`"
         ))

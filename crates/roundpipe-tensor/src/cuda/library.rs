@@ -2,17 +2,20 @@
 //!
 //! Where a library may lie, and in which order, is said in [`places`]: what the user lists comes first, then what the
 //! shell has chosen, then the loader's places, then the usual ones. The first that goes with the driver is taken
-//! ([`version`]): of a major version that is not newer, with all the functions that we call ([`calls`]). What is
-//! passed over is told only where nothing was found.
+//! ([`version`]): of a major version that is not newer, with all the functions that we call ([`calls`]). One that also
+//! compiles for the cards here, or is new enough for attention, comes before others that go with the driver. Libraries
+//! of several files are taken from one folder ([`parts`]). What is passed over is told only where nothing was found.
 //!
 //! The driver's library is the bindings' own business; only its version is asked here, and the one function that the
 //! bindings know by a name newer than the oldest driver.
 //!
 //! # Invariants
-//! - Asked once per process and library: the answer stays, and what is loaded is never unloaded.
+//! - Asked once per process and library: the answer stays, and what was taken is never unloaded. What was passed over
+//!   is closed, and stands in nobody's way.
 //! - A library that is missing, too new, too old or broken is an error of one line that names it; nothing panics.
 
 mod calls;
+mod parts;
 mod places;
 mod version;
 
@@ -30,6 +33,7 @@ use calls::Calls;
 pub(crate) use calls::Status;
 pub use calls::{CublasLt, Cudnn, Nvrtc};
 use places::{Place, Places};
+pub(crate) use version::OLDEST_CUDNN;
 use version::Package;
 pub use version::{Version, cudnn_version};
 
@@ -88,8 +92,14 @@ fn find_driver(places: &Places) -> std::result::Result<Version, Complaint> {
     // SAFETY: asks the loader for the library; its start-up code is the driver's own.
     let present = || unsafe { sys::is_culib_present() };
     // A library that was loaded by its path is found by name afterwards, which is how the bindings get it.
-    let found = (!places.only && present()) || (load_first(&places.of_driver()) && present());
-    if !found {
+    let found = || present() || (load_first(&places.of_driver()) && present());
+    if places.no_driver {
+        return Err(missing(
+            "with ROUNDPIPE_CUDA_DRIVER=off libcuda",
+            "install NVIDIA's driver, or run on the CPU",
+        ));
+    }
+    if !found() {
         return Err(missing("libcuda", "install NVIDIA's driver, or run on the CPU"));
     }
     // SAFETY: as above; it was found a moment ago.
@@ -117,6 +127,55 @@ fn load_first(files: &[PathBuf]) -> bool {
     let load = || files.iter().find_map(|file| unsafe { Library::new(file) }.ok());
     DRIVER.get_or_init(load).is_some()
 }
+
+/// The compute capabilities of the cards that we may use, 90 for 9.0; none where the driver does not tell.
+fn cards() -> &'static [u32] {
+    static CARDS: OnceLock<Vec<u32>> = OnceLock::new();
+    CARDS.get_or_init(|| {
+        if driver().is_err() {
+            return Vec::new();
+        }
+        // SAFETY: the driver was found.
+        ask_cards(unsafe { sys::culib() }).unwrap_or_default()
+    })
+}
+
+/// Asks without the bindings, which panic where a driver lacks a function.
+fn ask_cards(library: &Library) -> Option<Vec<u32>> {
+    use sys::CUdevice_attribute as A;
+    // SAFETY: the functions of these names have these types in every driver.
+    let (init, count, device, attribute) = unsafe {
+        (
+            library.get::<unsafe extern "C" fn(u32) -> u32>(b"cuInit\0").ok()?,
+            library.get::<unsafe extern "C" fn(*mut c_int) -> u32>(b"cuDeviceGetCount\0").ok()?,
+            library.get::<unsafe extern "C" fn(*mut c_int, c_int) -> u32>(b"cuDeviceGet\0").ok()?,
+            library
+                .get::<unsafe extern "C" fn(*mut c_int, c_int, c_int) -> u32>(b"cuDeviceGetAttribute\0")
+                .ok()?,
+        )
+    };
+    let told = |ask: &dyn Fn(*mut c_int) -> u32| {
+        let mut number = 0;
+        (ask(&mut number) == 0).then_some(number)
+    };
+    // SAFETY: any thread may start the driver, any number of times.
+    if unsafe { init(0) } != 0 {
+        return None;
+    }
+    // SAFETY: of these calls, each writes the number that it is given; cards are named by what the driver told.
+    let capability = |index| unsafe {
+        let card = told(&|number| device(number, index))?;
+        let of = |what: A| told(&|number| attribute(number, what as c_int, card));
+        let major = of(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        u32::try_from(major * 10 + of(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?).ok()
+    };
+    // SAFETY: as above.
+    let cards = told(&|number| unsafe { count(number) })?;
+    Some((0..cards).filter_map(capability).filter(|card| *card >= OLDEST_CARD).collect())
+}
+
+/// Ampere; older cards are left out.
+const OLDEST_CARD: u32 = 80;
 
 type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys::CUresult;
 
@@ -213,13 +272,26 @@ fn missing(library: &str, way: &str) -> Complaint {
     format!("{library} is not here; {way}; or name its folder in ROUNDPIPE_CUDA_LIBS")
 }
 
-/// The first library in the order of search that goes with the driver; else what is wrong with the first one there is.
+/// What a library has to go with.
+#[derive(Debug, Clone, Copy)]
+struct Wish {
+    driver: Option<Version>,
+    /// Not only with the driver: with the cards that are here too, and new enough for all that we use it for.
+    best: bool,
+}
+
+/// The first library in the order of search that goes with everything, else the first that goes with the driver; else
+/// what is wrong with the first one there is.
 fn choose<C: Calls>(places: &Places, driver: Option<Version>) -> std::result::Result<Loaded<C>, Complaint> {
     let mut first = None;
-    for place in places.of_library(C::FILE, &majors::<C>(driver)) {
-        match load(&place, driver) {
-            Ok(loaded) => return Ok(loaded),
-            Err(why) => first = first.or(why),
+    let places = places.of_library(C::FILE, &majors::<C>(driver));
+    for best in [true, false] {
+        first = None;
+        for place in &places {
+            match load(place, Wish { driver, best }) {
+                Ok(loaded) => return Ok(loaded),
+                Err(why) => first = first.or(why),
+            }
         }
     }
     Err(first.unwrap_or_else(|| {
@@ -238,30 +310,21 @@ fn majors<C: Calls>(driver: Option<Version>) -> Vec<u32> {
 }
 
 /// Loads what lies at a place and sees that it will do. `None` where there is nothing.
-fn load<C: Calls>(
-    place: &Place,
-    driver: Option<Version>,
-) -> std::result::Result<Loaded<C>, Option<Complaint>> {
-    let mut libraries = Vec::new();
-    if let Place::At(path) = place {
-        let numbers = places::file_version(path);
+fn load<C: Calls>(place: &Place, wish: Wish) -> std::result::Result<Loaded<C>, Option<Complaint>> {
+    if let (Place::At(path), true) = (place, C::NUMBERED_AS_CUDA) {
         // What its name already says to be too new is not even loaded.
-        if let (true, Some(&major)) = (C::NUMBERED_AS_CUDA, numbers.first()) {
-            fits::<C>(path, (major, &major.to_string()), driver)?;
+        if let Some(&major) = places::file_version(path).first() {
+            fits::<C>(path, (major, &major.to_string()), wish.driver)?;
         }
-        libraries.extend(companions::<C>(path, numbers.first().copied()));
     }
-    let file = match place {
-        Place::Named(name) => PathBuf::from(name),
-        Place::At(path) => path.clone(),
-    };
+    let (file, mut libraries) = parts::open::<C>(place, wish)?;
     // SAFETY: loading runs the library's start-up code; these are NVIDIA's own, which we are about to call.
     let library = unsafe { Library::new(&file) }.map_err(|e| match place {
         Place::Named(_) => None,
         Place::At(path) => Some(one_line(&format!("cannot load {}: {e}", path.display()))),
     })?;
     let calls = C::bind(&library).map_err(|function| {
-        let package = C::PACKAGE.name(driver);
+        let package = C::PACKAGE.name(wish.driver);
         let path = file.display();
         Some(format!(
             "{path} has no function {function}, so it is none that we know: `pip install {package}`"
@@ -270,7 +333,10 @@ fn load<C: Calls>(
     let path = file_of(calls.address()).unwrap_or(file);
     let unknown = || Some(format!("{} does not tell its version", path.display()));
     let version = calls.made_for().ok_or_else(unknown)?;
-    fits::<C>(&path, (version.major, &version.to_string()), driver)?;
+    fits::<C>(&path, (version.major, &version.to_string()), wish.driver)?;
+    if wish.best && !calls.knows(cards()) {
+        return Err(Some(format!("{} does not know the cards here", path.display())));
+    }
     libraries.push(library);
     Ok(Loaded { calls, path, version, _libraries: libraries })
 }
@@ -281,15 +347,6 @@ fn fits<C: Calls>(
     driver: Option<Version>,
 ) -> std::result::Result<(), Option<Complaint>> {
     version::library_verdict(&path.display().to_string(), made_for, driver, C::PACKAGE).map_err(Some)
-}
-
-/// What a library looks for by name although it may lie beside it: the part of NVRTC with its built-in functions.
-fn companions<C: Calls>(path: &Path, major: Option<u32>) -> Vec<Library> {
-    let folder = path.parent().filter(|_| C::PACKAGE == Package::Nvrtc);
-    let beside = folder.map_or(Vec::new(), |folder| places::files(folder, "libnvrtc-builtins.so"));
-    let same = |file: &&PathBuf| major.is_none() || places::file_version(file).first().copied() == major;
-    // SAFETY: as in `load`.
-    beside.iter().filter(same).filter_map(|file| unsafe { Library::new(file) }.ok()).collect()
 }
 
 /// The file that a function came from.

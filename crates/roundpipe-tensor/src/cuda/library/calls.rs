@@ -12,7 +12,7 @@ use cudarc::cudnn::sys as dnn;
 use cudarc::nvrtc::sys as rtc;
 use libloading::Library;
 
-use super::version::{Package, Version};
+use super::version::{self, Package, Version};
 
 /// What a library's call returned; 0 is success.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,6 +45,11 @@ pub(super) trait Calls: Sized {
 
     /// An address within the library, by which its file is known.
     fn address(&self) -> *const c_void;
+
+    /// Whether it works for cards of all these compute capabilities.
+    fn knows(&self, _cards: &[u32]) -> bool {
+        true
+    }
 }
 
 macro_rules! functions {
@@ -372,6 +377,11 @@ impl Calls for Nvrtc {
 
     fn address(&self) -> *const c_void {
         self.nvrtcVersion as *const c_void
+    }
+
+    fn knows(&self, cards: &[u32]) -> bool {
+        let known = self.architectures();
+        known.is_empty() || cards.iter().all(|card| version::target(&known, *card).is_some())
     }
 }
 

@@ -1,6 +1,7 @@
 //! Where libraries may lie, in the order of search.
 //!
-//! 1. the folders of `ROUNDPIPE_CUDA_LIBS`; an entry `only` among them leaves out all that follows;
+//! 1. the folders of `ROUNDPIPE_CUDA_LIBS`; an entry `only` among them leaves out all that follows, but not the driver,
+//!    which is the system's: `ROUNDPIPE_CUDA_DRIVER=off` leaves that out;
 //! 2. `CUDA_HOME`, `CUDA_PATH`, `VIRTUAL_ENV`, `CONDA_PREFIX`: what somebody has chosen for this shell;
 //! 3. the loader's own places, by name;
 //! 4. `/usr/local/cuda`, the environment of the `python3` in `PATH`, and the users' and system's Python packages.
@@ -24,7 +25,9 @@ pub(super) enum Place {
 pub(super) struct Places {
     listed: Vec<PathBuf>,
     /// Nothing but the listed folders.
-    pub only: bool,
+    only: bool,
+    /// As on a machine without a driver.
+    pub no_driver: bool,
     /// Before the loader's places, and behind them.
     chosen: Vec<PathBuf>,
     usual: Vec<PathBuf>,
@@ -42,7 +45,8 @@ impl Places {
         let listed = variable("ROUNDPIPE_CUDA_LIBS").unwrap_or_default();
         let listed = std::env::split_paths(&listed).filter(|path| !path.as_os_str().is_empty());
         let (only, listed): (Vec<_>, Vec<_>) = listed.partition(|path| path.as_os_str() == "only");
-        let mut places = Self { listed, only: !only.is_empty(), ..Self::default() };
+        let no_driver = variable("ROUNDPIPE_CUDA_DRIVER").is_some_and(|value| value == "off");
+        let mut places = Self { listed, only: !only.is_empty(), no_driver, ..Self::default() };
         if places.only {
             return places;
         }
@@ -68,8 +72,8 @@ impl Places {
 
     /// Where the driver's library may be beyond the loader's places.
     pub fn of_driver(&self) -> Vec<PathBuf> {
-        let others = if self.only { &[][..] } else { &["/usr/lib/wsl/lib", "/run/opengl-driver/lib"] };
-        let folders = self.listed.iter().cloned().chain(others.iter().map(PathBuf::from));
+        let others = ["/usr/lib/wsl/lib", "/run/opengl-driver/lib"].map(PathBuf::from);
+        let folders = self.listed.iter().cloned().chain(others);
         folders.flat_map(|folder| files(&folder, "libcuda.so")).collect()
     }
 
@@ -146,7 +150,7 @@ fn packages(home: &Path) -> Vec<PathBuf> {
 }
 
 /// What a folder holds, by name; nothing of one that cannot be read.
-fn list(folder: &Path) -> Vec<PathBuf> {
+pub(super) fn list(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).into_iter().flatten();
     let mut paths: Vec<_> = entries.filter_map(|entry| entry.ok()).map(|entry| entry.path()).collect();
     paths.sort();

@@ -5,6 +5,8 @@ use std::process::Command;
 
 use super::*;
 
+const WISH: Wish = Wish { driver: None, best: false };
+
 /// A shared library of this text, in a folder of the test's own; `None` without a C compiler.
 #[expect(clippy::print_stderr, reason = "a skipped test says why")]
 fn made(test: &str, file: &str, text: &str) -> Option<PathBuf> {
@@ -48,14 +50,14 @@ fn broken_libraries_are_named_in_one_line() {
     else {
         return;
     };
-    let why = load::<Nvrtc>(&Place::At(path.clone()), None).unwrap_err().unwrap();
+    let why = load::<Nvrtc>(&Place::At(path.clone()), WISH).unwrap_err().unwrap();
     for word in [path.to_str().unwrap(), "nvrtcGetNumSupportedArchs", "nvidia-cuda-nvrtc"] {
         assert!(why.contains(word) && !why.contains('\n'), "{word}: {why}");
     }
     std::fs::write(&path, "no library\n").unwrap();
-    let why = load::<Nvrtc>(&Place::At(path.clone()), None).unwrap_err().unwrap();
+    let why = load::<Nvrtc>(&Place::At(path.clone()), WISH).unwrap_err().unwrap();
     assert!(why.contains(path.to_str().unwrap()) && !why.contains('\n'), "{why}");
-    assert!(load::<Nvrtc>(&Place::Named("libno-such-thing.so".to_owned()), None).unwrap_err().is_none());
+    assert!(load::<Nvrtc>(&Place::Named("libno-such-thing.so".to_owned()), WISH).unwrap_err().is_none());
     remove(&path);
 }
 

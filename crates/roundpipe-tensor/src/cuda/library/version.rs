@@ -32,6 +32,9 @@ impl fmt::Display for Version {
     }
 }
 
+/// The oldest cuDNN whose attention was compared, as cuDNN counts.
+pub(crate) const OLDEST_CUDNN: usize = 91_400;
+
 /// A version of cuDNN in words, of its number: 91400 is 9.14.0, and before 9 there was a digit less.
 pub fn cudnn_version(number: usize) -> String {
     match number {
