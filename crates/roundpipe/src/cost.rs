@@ -12,7 +12,8 @@ use crate::tree::Tree;
 /// A value between layers as the meta device needs it: type, shape, and whether its gradient is wanted.
 pub(crate) type Spec = (DType, Shape, bool);
 
-/// Bytes and FLOPs of a layer's forward, recompute and backward on a device, for inputs of these types and shapes. One input is passed as a tensor, several as a list.
+/// Bytes and FLOPs of a layer's forward, recompute and backward on a device, for inputs of these types and shapes.
+/// One input is passed as a tensor, several as a list.
 ///
 /// # Errors
 /// What the layer reports for such inputs.

@@ -57,7 +57,8 @@ pub use optim::{Optimizer, Rule};
 pub use plan::{ExecutePlan, Pass, PlanKind, Stage};
 pub use roundpipe_tensor::{
     Bytes, Cpu, Cuda, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients, HostBuf, HostMut, HostRef,
-    HostTensor, Meta, Param, Pin, Pins, RngKey, RngSite, Shape, Tensor, Worker, bf16, f16, kernel, ops,
+    HostTensor, Likeness, Meta, Param, Pin, Pins, RngKey, RngSite, Shape, Tensor, Worker, bf16, f16, kernel,
+    ops,
 };
 pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
 pub use scaler::GradScaler;
