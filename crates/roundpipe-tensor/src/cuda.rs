@@ -305,8 +305,8 @@ impl Drop for Gpu {
     }
 }
 
-/// A stream that waits for no other and comes before them, in the current context. Streams of other priorities have other
-/// hardware queues, so that it does not stand behind a lane's kernels.
+/// A stream that waits for no other and comes before them, in the current context. Streams of other priorities have
+/// other hardware queues, so that it does not stand behind a lane's kernels.
 fn soonest_stream() -> std::result::Result<sys::CUstream, result::DriverError> {
     let (_, soonest) = result::stream::get_priority_range()?;
     result::stream::create_with_priority(result::stream::StreamKind::NonBlocking, soonest)
@@ -328,7 +328,7 @@ fn find(index: u32) -> Result<(sys::CUdevice, (i32, i32))> {
 /// Why a card of this compute capability is refused.
 fn too_old((major, minor): (i32, i32)) -> Option<String> {
     let what = || format!("compute capability {major}.{minor}; 8.0 (Ampere) or newer is needed");
-    (major < 8).then(what)
+    (major * 10 + minor < library::OLDEST_CARD as i32).then(what)
 }
 
 fn card(index: u32) -> DeviceId {
@@ -971,7 +971,10 @@ impl Ops for CudaOps {
     }
 
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
-        scratch(kernel, src, dst, attention::may_take_backward(self.gpu.capability))
+        // Of attention alone, for the first time this is asked cuDNN is looked for.
+        let library_attention =
+            matches!(kernel, Kernel::AttentionGrad(_)) && attention::may_take_backward(self.gpu.capability);
+        scratch(kernel, src, dst, library_attention)
     }
 
     fn thick(&self) -> usize {

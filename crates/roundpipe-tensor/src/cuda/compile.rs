@@ -1,10 +1,10 @@
 //! Kernels from CUDA C++ to machine code: compiled by NVRTC for the GPU at hand, once, and kept on disk.
 //!
 //! A [`Unit`] is one kernel file with its macros. The name of its image on disk is a hash of everything that the
-//! machine code depends on: text, macros, architecture, compiler (its version and the size of its file). Images are written beside and renamed
-//! into place, so that two processes never see half of one, and end in a check sum: a broken file is compiled
-//! anew, and a broken or unwritable folder only costs time. In one process a unit is compiled once for an architecture,
-//! however many cards of it start together.
+//! machine code depends on: text, macros, architecture, compiler (its version and the size of its file). Images are
+//! written beside and renamed into place, so that two processes never see half of one, and end in a check sum: a broken
+//! file is compiled anew, and a broken or unwritable folder only costs time. In one process a unit is compiled once for
+//! an architecture, however many cards of it start together.
 //!
 //! # Invariants
 //! - To name a unit and to find what was made of it allocates nothing: launches do it every time.

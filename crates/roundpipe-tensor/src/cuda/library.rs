@@ -174,8 +174,8 @@ fn ask_cards(library: &Library) -> Option<Vec<u32>> {
     Some((0..cards).filter_map(capability).filter(|card| *card >= OLDEST_CARD).collect())
 }
 
-/// Ampere; older cards are left out.
-const OLDEST_CARD: u32 = 80;
+/// Ampere, as compute capability 8.0; older cards are left out.
+pub(crate) const OLDEST_CARD: u32 = 80;
 
 type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys::CUresult;
 

@@ -419,8 +419,7 @@ impl Calls for CublasLt {
 
     fn made_for(&self) -> Option<Version> {
         // SAFETY: the call only reads a constant.
-        let number = unsafe { self.cublasLtGetCudartVersion() };
-        (number >= 1000).then(|| Version::of_number(number as u32))
+        Version::of_library(unsafe { self.cublasLtGetCudartVersion() })
     }
 
     fn address(&self) -> *const c_void {
@@ -448,8 +447,7 @@ impl Calls for Cudnn {
 
     fn made_for(&self) -> Option<Version> {
         // SAFETY: the call only reads a constant.
-        let number = unsafe { self.cudnnGetCudartVersion() };
-        (number >= 1000).then(|| Version::of_number(number as u32))
+        Version::of_library(unsafe { self.cudnnGetCudartVersion() })
     }
 
     fn address(&self) -> *const c_void {

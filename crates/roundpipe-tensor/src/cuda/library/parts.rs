@@ -165,9 +165,9 @@ fn ask_anew(graph: &Path) -> Result<Graph, Complaint> {
     let path = file_of(number as *const c_void).unwrap_or_else(|| graph.to_owned());
     // SAFETY: both only read constants.
     let (number, made_for) = unsafe { (number(), made_for()) };
-    let made_for = u32::try_from(made_for).ok().filter(|number| *number >= 1000);
-    let made_for = made_for.ok_or_else(|| format!("{file} does not tell its version"))?;
-    Ok(Graph { path, number, made_for: Version::of_number(made_for) })
+    let made_for =
+        Version::of_library(made_for).ok_or_else(|| format!("{file} does not tell its version"))?;
+    Ok(Graph { path, number, made_for })
 }
 
 /// Opens a library in a name space of its own, so that it answers to no name in ours even if it cannot be unloaded.

@@ -24,6 +24,11 @@ impl Version {
     pub(super) const fn of_number(number: u32) -> Self {
         Self::new(number / 1000, number % 1000 / 10)
     }
+
+    /// The same of what a library says that it was made for; `None` for what is no version.
+    pub(super) fn of_library(number: usize) -> Option<Self> {
+        u32::try_from(number).ok().filter(|number| *number >= 1000).map(Self::of_number)
+    }
 }
 
 impl fmt::Display for Version {

@@ -159,3 +159,17 @@ pub(super) unsafe fn gradient(call: &Call<'_>, accumulate: bool) -> Result<()> {
     // SAFETY: as above.
     unsafe { call.launch(&unit, grid, [128, 1, 1], stages * STAGE_BYTES, &mut { args }) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{STAGE_BYTES, stages};
+
+    /// Three stages on cards of data centres, two where three of two blocks are more than a processor has.
+    #[test]
+    fn two_blocks_fit_every_card() {
+        for (kib, count) in [(228, 3), (164, 3), (128, 3), (100, 2)] {
+            assert_eq!(stages(kib << 10), count, "{kib} KiB");
+            assert!(2 * (count * STAGE_BYTES + 1024) as usize <= kib << 10, "{kib} KiB");
+        }
+    }
+}
