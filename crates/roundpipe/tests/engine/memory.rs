@@ -6,10 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use roundpipe::nn::{Init, Linear};
+use roundpipe::ops::Attention;
 use roundpipe::trace::Lane as TraceLane;
 use roundpipe::{
-    Bytes, Cx, DType, Device, ExecutePlan, Grain, HostTensor, Lag, Params, Pin, PlanKind, Ring, RingOptions,
-    RoundPipe, RunConfig, Sequential, Tensor, TensorResult, Tree, Update,
+    Bytes, Cx, DType, Device, ExecutePlan, Grain, HostTensor, Lag, Likeness, Module, Params, Pin, PlanKind,
+    Ring, RingOptions, RoundPipe, RunConfig, Sequential, Tensor, TensorResult, Tree, Update, Visit, bf16,
 };
 use roundpipe_tensor::device::{Arena, DeviceId, Lane, LaneKind, Ops};
 use roundpipe_tensor::sim::{SimConfig, Timing};
@@ -264,6 +265,41 @@ fn values_that_stay_go_with_their_last_reader() {
         // Five stages hand four gradients on.
         assert!(gradients <= 3, "{grain:?}: {gradients} of 20 gradients went through host memory");
     }
+}
+
+/// Attention of eight heads over what it is given, without parameters.
+struct Attends;
+
+impl Params for Attends {
+    fn visit(&self, _: &mut Visit<'_>) {}
+}
+
+impl Module for Attends {
+    fn forward(&self, cx: &mut Cx, x: &Tensor) -> TensorResult<Tensor> {
+        let heads = cx.reshape(x, &[1, -1, 8, 64])?;
+        let causal = Attention { causal: true, ..Attention::default() };
+        let y = cx.attention(&heads, &heads, &heads, &causal)?;
+        cx.reshape(&y, &[1, -1, 512])
+    }
+}
+
+/// A plan counts the scratch of a library's attention for a card that uses one, and for no other: with 2,048 tokens
+/// that is 64 MiB, too much for this worker.
+#[test]
+fn plans_know_whose_attention_a_card_has() {
+    let mut init = Init::new(1, DType::BF16);
+    let linear = Linear::new(&mut init, 512, 512, false).unwrap();
+    let model = Sequential::new().with(linear).with(Attends);
+    let step = |like: Likeness| {
+        let builder = RoundPipe::builder(model.clone()).devices(vec![Meta::like(like) as Arc<dyn Device>]);
+        let engine = builder.memory(Bytes::mib(64)).run_config(RunConfig::new().num_microbatch(1)).build()?;
+        let x = HostTensor::from_slice(&vec![bf16::ONE; 2048 * 512], &[1, 2048, 512])?;
+        engine.forward_backward(x.clone(), x, square).map(drop)
+    };
+    let any = Likeness::from(DeviceKind::Cuda);
+    step(Likeness { library_attention: false, ..any }).unwrap();
+    let refused = step(any).unwrap_err().to_string();
+    assert!(refused.contains("use more microbatches"), "{refused}");
 }
 
 /// A layer that needs more than a stage's usual share of a worker runs, with the bits it has in a large one; one that
