@@ -3,9 +3,10 @@
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
+use roundpipe::optim::AdamW;
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Inputs, Params, PlanKind, RingOptions, RoundPipe,
-    RunConfig, Worker,
+    Bytes, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Inputs, Lag, Params, PlanKind, RingOptions,
+    RoundPipe, Rule, RunConfig, Update, Worker,
 };
 use roundpipe_models::{Error, Finish, GenerateOptions, Generator, Model, ModelConfig, Sampler, preset};
 use roundpipe_tensor::{DeviceKind, SimWorld, meta};
@@ -173,4 +174,43 @@ fn fast_attention_reaches_the_kernels() {
     let (exact, fast) = (peak(false), peak(true));
     // The exact backward keeps two bytes per pair of a query and a key, of 16 heads.
     assert!(exact > fast + 2 * 16 * 2048 * 2048 / 2, "{exact} and {fast}");
+}
+
+/// A text in the middle of training is written with the newest weights, and training goes on as if nobody had asked for
+/// one: with a generator from before the first step, one that comes between steps, and at either lag.
+#[test]
+fn sampling_changes_nothing_about_training() {
+    let ids: Vec<i64> = (0..16).map(|i| i * 7 % 61).collect();
+    let ids = HostTensor::from_slice(&ids, &[2, 8]).unwrap();
+    for lag in [Lag::Zero, Lag::One] {
+        let train = |samples: bool| {
+            let model = model(qwen3());
+            let trainer = RoundPipe::builder(model.layers.clone())
+                .optimizer(Rule::Adam(AdamW::default()))
+                .devices(cpu())
+                .memory(Bytes::mib(64))
+                .build()
+                .unwrap();
+            let early = samples.then(|| Generator::new(&model, &cpu(), &memory(64 << 20)).unwrap());
+            let mut losses = Vec::new();
+            for step in 0..4 {
+                let batch = Inputs::new().named("ids", ids.clone()).named("labels", ids.clone());
+                losses.push(trainer.train(batch).run().unwrap().losses.sum().to_bits());
+                trainer.update(&Update::new(0.01), lag).unwrap();
+                let Some(early) = &early else { continue };
+                let late = Generator::new(&model, &cpu(), &memory(64 << 20)).unwrap();
+                let prompt = [3, 1, 4];
+                let said =
+                    [tokens(early, &prompt, Sampler::default()), tokens(&late, &prompt, Sampler::default())];
+                let newest = plain(&model, &prompt, Sampler::default());
+                assert_eq!(said, [newest.clone(), newest], "{lag:?} step {step}");
+            }
+            trainer.synchronize().unwrap();
+            assert!(model.named_params().iter().any(|(_, param)| param.is_trainable()));
+            losses
+        };
+        let alone = train(false);
+        assert_ne!(alone[0], alone[3], "it trains");
+        assert_eq!(train(true), alone, "{lag:?}");
+    }
 }

@@ -474,6 +474,29 @@ mod tests {
         assert!(slab.is_sole());
     }
 
+    /// Writes are counted where they may have changed something, through whichever view.
+    #[test]
+    fn writes_are_counted_by_range() {
+        let slab = HostBuf::zeroed("slab", 4096).unwrap();
+        let (first, second) = (slab.slice(0..16).unwrap(), slab.slice(16..32).unwrap());
+        let counts = || (slab.writes(), first.writes(), second.writes());
+        drop(first.read_all().unwrap());
+        assert_eq!(counts(), (0, 0, 0));
+        drop(first.write(0..4).unwrap());
+        drop(first.write(0..4).unwrap());
+        assert_eq!(counts(), (2, 2, 0));
+        drop(slab.write(8..20).unwrap());
+        assert_eq!(counts(), (3, 3, 1));
+        for start in 100..600 {
+            drop(slab.write(start..start + 1).unwrap());
+        }
+        let (all, ..) = counts();
+        assert_eq!(all, 503, "however many ranges there are");
+        let before = second.writes();
+        drop(second.write(0..16).unwrap());
+        assert!(second.writes() > before);
+    }
+
     #[test]
     fn a_mapped_file_reads_and_refuses_writes() {
         let path = std::env::temp_dir().join(format!("roundpipe-map-{}", std::process::id()));

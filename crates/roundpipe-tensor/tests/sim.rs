@@ -627,3 +627,33 @@ fn room_is_made_behind_downloads() {
         assert!(world.races().is_empty(), "seed {seed}: {:?}", world.races());
     }
 }
+
+/// Bad data is reported to the work it belongs to: the lane's events, which others wait for, say nothing of it, and
+/// work that reports elsewhere is not concerned.
+#[test]
+fn bad_data_is_reported_to_its_own_work() {
+    for seed in 0..8 {
+        let (world, worker) = one_worker(seed);
+        let (bad, good) = (worker.open_faults().unwrap().unwrap(), worker.open_faults().unwrap().unwrap());
+        let pick = |faults: Option<Arc<roundpipe_tensor::Faults>>, ids: &[i64]| {
+            let mut cx = Cx::infer(&worker.reporting_to(faults));
+            let table = cx.tensor(&[1.0f32, 2.0, 3.0], &[3, 1]).unwrap();
+            let ids = cx.tensor(ids, &[ids.len()]).unwrap();
+            cx.index_select(&table, 0, &ids).unwrap()
+        };
+        let (spoiled, right) = (pick(Some(bad.clone()), &[0, 9]), pick(Some(good.clone()), &[2, 0]));
+        assert_eq!(right.to_vec::<f32>().unwrap(), [3.0, 1.0], "seed {seed}");
+        good.check().unwrap();
+        for _ in 0..2 {
+            let text = bad.check().unwrap_err().to_string();
+            assert!(text.contains("index 9") && text.contains("0..3"), "{text}");
+        }
+        worker.fence().unwrap();
+        drop(spoiled);
+        // Without a place of its own, the lane tells.
+        let spoiled = pick(None, &[5]);
+        assert!(spoiled.to_vec::<f32>().unwrap_err().to_string().contains("index 5"));
+        assert!(worker.fence().is_err());
+        assert_eq!(world.races(), []);
+    }
+}

@@ -385,3 +385,90 @@ fn wrong_arguments_are_refused() {
     refuse(Sgd { nesterov: true, ..Sgd::default() }, None, "nesterov needs momentum");
     assert!(accumulate(&one_thread(), [1.0f32; 2].as_slice().into(), &mut [0.0; 3]).is_err());
 }
+
+/// What is finite stays finite, element by element, on every instruction set and in every type of working weights: an
+/// element whose new values are not keeps all of its old ones, its neighbours are updated, and the pass says so.
+#[test]
+fn elements_that_would_not_be_finite_keep_their_values() {
+    let threads = one_thread();
+    for isa in Isa::available() {
+        for len in [1, 16, 21, 40] {
+            for at in [0, len / 2, len - 1] {
+                for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e30] {
+                    let mut grad = noise(len, 1);
+                    grad[at] = bad;
+                    let (start, moments) = (noise(len, 2), vec![0.25; len]);
+                    let (mut p, mut m, mut v) = (start.clone(), moments.clone(), moments.clone());
+                    let mut w = vec![bf16::ZERO; len];
+                    let slabs = AdamSlabs {
+                        grad: grad.as_slice().into(),
+                        master: &mut p,
+                        exp_avg: &mut m,
+                        exp_avg_sq: &mut v,
+                        max_exp_avg_sq: None,
+                        working: Some(w.as_mut_slice().into()),
+                    };
+                    assert!(AdamW::default().step_with(isa, &threads, 1, 1.0, slabs).unwrap());
+                    for i in 0..len {
+                        assert_eq!(
+                            (p[i] == start[i], m[i] == 0.25, v[i] == 0.25),
+                            (i == at, i == at, i == at)
+                        );
+                        assert_eq!(w[i], bf16::from_f32(p[i]), "{isa:?}, {len} elements, {bad} at {at}");
+                    }
+                }
+            }
+        }
+        // 0 / 0, and weights that f16 cannot hold.
+        let none = AdamW { eps: 0.0, ..AdamW::default() };
+        let (mut p, mut m, mut v) = ([1.0f32; 3], [0.0; 3], [0.0; 3]);
+        let slabs = AdamSlabs {
+            grad: [0.0f32, 0.0, 1.0].as_slice().into(),
+            master: &mut p,
+            exp_avg: &mut m,
+            exp_avg_sq: &mut v,
+            max_exp_avg_sq: None,
+            working: None,
+        };
+        assert!(none.step_with(isa, &threads, 1, 1.0, slabs).unwrap());
+        assert!(p[0] == 1.0 && p[1] == 1.0 && p[2] < 1.0, "{p:?}");
+        let sgd = Sgd { lr: 1e5, momentum: 0.9, ..Sgd::default() };
+        let (mut p, mut momentum, mut w) = ([1.0f32; 3], [f32::NAN; 3], [f16::ONE; 3]);
+        let slabs = SgdSlabs {
+            grad: [0.5f32, 1.0, 0.0].as_slice().into(),
+            master: &mut p,
+            momentum: Some(&mut momentum),
+            working: Some(w.as_mut_slice().into()),
+        };
+        assert!(sgd.step_with(isa, &threads, 1, 1.0, slabs).unwrap());
+        assert_eq!((p[1], p[2], momentum[1], momentum[2]), (1.0, 1.0, 0.0, 0.0));
+        assert!(p[0] < -40_000.0 && momentum[0] == 0.5 && w.iter().all(|w| w.is_finite()), "{p:?} {w:?}");
+        // An element that was not finite before is left alone and is nothing new.
+        let (mut p, mut w) = ([f32::NEG_INFINITY, 1.0], [bf16::ONE; 2]);
+        let slabs = SgdSlabs {
+            grad: [0.0f32, 0.5].as_slice().into(),
+            master: &mut p,
+            momentum: None,
+            working: Some(w.as_mut_slice().into()),
+        };
+        assert!(!Sgd::default().step_with(isa, &threads, 1, 1.0, slabs).unwrap());
+        assert!(p[0] == f32::NEG_INFINITY && p[1] < 1.0 && w[0] == bf16::NEG_INFINITY);
+    }
+}
+
+/// A master follows weights that somebody wrote, and keeps its low bits where nobody did.
+#[test]
+fn a_master_follows_written_weights_only() {
+    for len in [1, 16, 37] {
+        let fine = noise(len, 3);
+        let mut weights: Vec<bf16> = fine.iter().map(|x| bf16::from_f32(*x)).collect();
+        let mut master = fine.clone();
+        follow(&one_thread(), weights.as_slice().into(), &mut master).unwrap();
+        assert_eq!(master, fine, "nothing was written");
+        let at = len - 1;
+        weights[at] = bf16::from_f32(3.5);
+        follow(&one_thread(), weights.as_slice().into(), &mut master).unwrap();
+        assert!(master[..at] == fine[..at] && master[at] == 3.5);
+        assert!(follow(&one_thread(), weights.as_slice().into(), &mut master[..at]).is_err());
+    }
+}
