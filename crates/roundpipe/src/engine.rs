@@ -583,6 +583,10 @@ impl Forward {
 
     /// As [`Forward::backward`], where some outputs have no gradient.
     pub(crate) fn backward_some(self, grads: &Tree<Option<HostTensor>>) -> Result<InputGrads> {
+        for grad in grads.leaves().into_iter().flatten().filter(|grad| !grad.dtype().is_float()) {
+            let what = format!("a gradient is {} {}; gradients are floats", grad.dtype(), grad.shape());
+            return Err(Error::config("backward", what));
+        }
         let shapes = (0..self.call.terms.microbatches).map(|m| {
             let flow = self.call.wait("caller", "waiting for outputs", |state| state.outputs[m].clone())?;
             Ok(flow.leaves().iter().map(|leaf| *leaf.parcel.shape()).collect())

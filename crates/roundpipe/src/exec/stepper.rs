@@ -279,6 +279,9 @@ impl Bench {
                     // First the calls that wait for this version: once the failure is settled, new ones may come. One
                     // that comes in between sees that it is failing.
                     outcome.set(Phase::Failing);
+                    // Engines that read these weights wait for what was asked for; that is no more than there is now.
+                    let store = &self.model.store;
+                    store.set_asked(store.layer(0).versions().current());
                     self.peers.fail_from(next_call, &why);
                     outcome.set(Phase::Failed(Some(error)));
                 }

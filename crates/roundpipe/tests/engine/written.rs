@@ -301,3 +301,26 @@ fn calls_from_within_are_refused() {
     assert!(step.map(drop).unwrap_err().to_string().contains("would wait for itself"));
     engine.synchronize().unwrap();
 }
+
+/// An engine for inference does not wait for a step that will never be done.
+#[test]
+fn a_failed_step_holds_up_nobody_who_reads_its_weights() {
+    let model = model(DType::F32);
+    let trainer = builder(&model, models::cpus(1)).build().unwrap();
+    let reader = builder(&model, models::cpus(1)).inference(true).build().unwrap();
+    let before = outputs(&reader, DType::F32);
+    train(&trainer, DType::F32);
+    trainer.step(|_| Err(Error::config("step", "no step")), Lag::One).unwrap();
+    assert_eq!(outputs(&reader, DType::F32), before);
+    assert!(trainer.synchronize().is_err());
+}
+
+/// Gradients are floats.
+#[test]
+fn a_gradient_of_integers_is_refused() {
+    let engine = builder(&model(DType::F32), models::cpus(1)).build().unwrap();
+    let forward = engine.forward(batch(DType::F32).0, &RunConfig::default()).unwrap();
+    let grads = HostTensor::from_slice(&[1i64; 18], &[6, 3]).unwrap();
+    let text = forward.backward(grads).map(drop).unwrap_err().to_string();
+    assert!(text.contains("i64") && text.contains("floats"), "{text}");
+}
