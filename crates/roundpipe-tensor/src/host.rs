@@ -70,10 +70,13 @@ struct Claims {
 }
 
 /// Ranges that are told apart by [`HostBuf::writes`]; more are counted as one.
-const TOLD_APART: usize = 256;
+const TOLD_APART: usize = 4096;
 
 impl Claims {
     fn count_write(&mut self, range: &Range<usize>) {
+        if range.is_empty() {
+            return;
+        }
         if let Some((_, count)) = self.written.iter_mut().find(|(known, _)| known == range) {
             *count += 1;
             return;
@@ -260,7 +263,7 @@ impl HostBuf {
         self.view.is_empty()
     }
 
-    /// How often part of this view was lent for writing, through any view of the memory. Who keeps a copy of the bytes
+    /// How often bytes of this view were lent for writing, through any view of the memory. Who keeps a copy of the bytes
     /// sees by this number whether they may have changed.
     pub fn writes(&self) -> u64 {
         let claims = self.memory.claims.lock().unwrap_or_else(PoisonError::into_inner);

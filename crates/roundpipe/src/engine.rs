@@ -79,6 +79,19 @@ pub struct RoundPipe<M = Sequential> {
     original: Arc<M>,
     core: Arc<Core>,
     _watchdog: Option<Arc<Watchdog>>,
+    _handle: Handle,
+}
+
+/// The right to ask for steps. Forwards that are kept do not have it.
+struct Handle(Arc<Core>);
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        // Where nobody keeps a forward, the engine itself is dropped now, which calls steps off instead.
+        if Arc::strong_count(&self.0) > 1 {
+            self.0.retire();
+        }
+    }
 }
 
 /// What a stalled engine is told to do.
@@ -342,7 +355,8 @@ impl<M: Layer + 'static> Builder<M> {
             self.stall.map(|(after, report)| Arc::new(Watchdog::start(ring.board().clone(), after, report)));
         let trace = Arc::new(Trace::new());
         let core = Core::new(model, ring, self.config, self.asynchronous, trace, self.max_nonfinite_steps)?;
-        Ok(RoundPipe { original, core: Arc::new(core), _watchdog: watchdog })
+        let core = Arc::new(core);
+        Ok(RoundPipe { original, core: core.clone(), _watchdog: watchdog, _handle: Handle(core) })
     }
 }
 
@@ -892,7 +906,8 @@ impl<M> RoundPipe<M> {
 
     /// The same engine, dereferencing to another model: the one that this was made from.
     pub fn set_original_model<O>(self, original: O) -> RoundPipe<O> {
-        RoundPipe { original: Arc::new(original), core: self.core, _watchdog: self._watchdog }
+        let Self { core, _watchdog, _handle, .. } = self;
+        RoundPipe { original: Arc::new(original), core, _watchdog, _handle }
     }
 }
 

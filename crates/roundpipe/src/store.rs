@@ -97,6 +97,8 @@ struct StoreKeeper {
     trained: OnceLock<HashSet<ParamId>>,
     /// The version that all layers will have once the updates that were asked for are done.
     asked: AtomicU64,
+    /// Whether its engine is gone: calls that somebody still holds keep the memory, but nothing is updated any more.
+    retired: AtomicBool,
 }
 
 impl Keeper for StoreKeeper {
@@ -105,7 +107,8 @@ impl Keeper for StoreKeeper {
     }
 
     fn trains(&self, param: ParamId) -> bool {
-        self.trained.get().is_some_and(|trained| trained.contains(&param))
+        let trained = || self.trained.get().is_some_and(|trained| trained.contains(&param));
+        !self.retired.load(Ordering::SeqCst) && trained()
     }
 
     fn settle(&self) {
@@ -126,9 +129,18 @@ pub struct StoreLayer {
     /// `None` where frozen parameters stay in their own buffers.
     frozen: Option<HostBuf>,
     training: OnceLock<Training>,
-    /// How often the weights of each parameter had been lent for writing, in each slab, when an update last looked: those
-    /// that were lent since hold values of somebody else.
-    seen: Mutex<Vec<[u64; 2]>>,
+    seen: Mutex<Seen>,
+}
+
+/// Who wrote a layer's weights, in each slab: by the number of claims to write.
+#[derive(Debug, Default)]
+pub(crate) struct Seen {
+    /// Claims that updates made.
+    pub own: [u64; 2],
+    /// Claims of somebody else that calls know of.
+    noticed: [u64; 2],
+    /// All claims on each parameter when an update last looked: more since then are somebody else's.
+    pub params: Vec<[u64; 2]>,
 }
 
 /// One parameter as one layer sees it.
@@ -231,6 +243,7 @@ impl Store {
             gate: gate.clone(),
             trained: trained.into(),
             asked: AtomicU64::new(0),
+            retired: AtomicBool::new(false),
         });
         let shared = Arc::new(Shared { config, threads, keeper });
         let mut homes = HashMap::new();
@@ -263,6 +276,11 @@ impl Store {
         self.shared.keeper.asked.store(version, Ordering::SeqCst);
     }
 
+    /// Another store may train the parameters from now on; this one makes no update any more.
+    pub(crate) fn retire(&self) {
+        self.shared.keeper.retired.store(true, Ordering::SeqCst);
+    }
+
     /// What [`Store::set_asked`] said last.
     pub(crate) fn asked(&self) -> u64 {
         self.shared.keeper.asked.load(Ordering::SeqCst)
@@ -281,9 +299,10 @@ impl Store {
         }
     }
 
-    /// Whether somebody else wrote newest weights since the last update.
-    pub fn was_written(&self) -> bool {
-        self.layers.iter().any(StoreLayer::was_written)
+    /// Whether somebody else wrote weights since this was last asked.
+    pub(crate) fn notice_writes(&self) -> bool {
+        // Every layer is to notice.
+        self.layers.iter().fold(false, |any, layer| layer.notice_writes() || any)
     }
 
     /// A number that changes whenever the weights of a layer may have changed without a new version: when somebody
@@ -474,7 +493,9 @@ impl StoreLayer {
             true => [param.param.data().writes(), 0],
             false => [0, 0],
         };
-        *layer.lock_seen() = layer.params.iter().map(writes).collect();
+        let params = layer.params.iter().map(writes).collect();
+        let own = [layer.slab_writes(0), 0];
+        *layer.lock_seen() = Seen { own, params, ..Seen::default() };
         Ok(layer)
     }
 
@@ -502,7 +523,7 @@ impl StoreLayer {
         !self.own().any(|(_, param)| !param.trainable && moved(param))
     }
 
-    pub(crate) fn lock_seen(&self) -> MutexGuard<'_, Vec<[u64; 2]>> {
+    pub(crate) fn lock_seen(&self) -> MutexGuard<'_, Seen> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -513,19 +534,35 @@ impl StoreLayer {
         self.own_trainable().any(|(index, _)| self.is_written(index, slab, &seen))
     }
 
+    /// Whether somebody else wrote weights since this was last asked.
+    fn notice_writes(&self) -> bool {
+        let mut seen = self.lock_seen();
+        let now = [0, 1].map(|slab| self.slab_writes(slab) - seen.own[slab]);
+        std::mem::replace(&mut seen.noticed, now) != now
+    }
+
+    fn slab(&self, slab: usize) -> Option<&HostBuf> {
+        match slab {
+            0 => Some(&self.weights),
+            _ => self.training.get().and_then(|training| training.second.as_ref()),
+        }
+    }
+
+    fn slab_writes(&self, slab: usize) -> u64 {
+        self.slab(slab).map_or(0, HostBuf::writes)
+    }
+
     /// Whether somebody else wrote a parameter in one of the slabs.
-    pub(crate) fn is_written(&self, index: usize, slab: usize, seen: &[[u64; 2]]) -> bool {
-        self.writes(index, slab) != seen[index][slab]
+    pub(crate) fn is_written(&self, index: usize, slab: usize, seen: &Seen) -> bool {
+        self.writes(index, slab) != seen.params[index][slab]
     }
 
     /// How often a parameter was lent for writing in one of the slabs.
     pub(crate) fn writes(&self, index: usize, slab: usize) -> u64 {
         let param = &self.params[index];
-        let slab = match slab {
-            0 => Some(&self.weights),
-            _ => self.training.get().and_then(|training| training.second.as_ref()),
-        };
-        let home = slab.and_then(|slab| slab.slice(param.offset..param.offset + param.param.bytes()).ok());
+        let home = self
+            .slab(slab)
+            .and_then(|slab| slab.slice(param.offset..param.offset + param.param.bytes()).ok());
         home.map_or(0, |home| home.writes())
     }
 

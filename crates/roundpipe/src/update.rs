@@ -235,7 +235,7 @@ impl Store {
                     let weights = floats(param.dtype, &weights);
                     optim::follow(&self.shared.threads, weights, master.as_mut_slice())?;
                 }
-                seen[index][slab] = layer.writes(index, slab);
+                seen.params[index][slab] = layer.writes(index, slab);
             }
         }
         Ok(())
@@ -286,7 +286,7 @@ impl Store {
         let mut params = Vec::new();
         for (index, stored) in here.own_trainable() {
             if two && here.is_written(index, next, &seen) {
-                seen[index][next] = here.writes(index, next);
+                seen.params[index][next] = here.writes(index, next);
                 let what = format!(
                     "{} was written in memory that it has left, so the values are lost; call `synchronize`, then write \
                      through `Param::data`",
@@ -295,13 +295,15 @@ impl Store {
                 return Err(Error::config("parameter", what));
             }
             let written = here.is_written(index, newest, &seen);
+            let working = all(here.working(index, next_version)?)?;
+            seen.own[next] += u64::from(stored.param.bytes() > 0);
             let mut param = OpenParam {
                 layer,
                 stored,
                 grads: self.grads_of(stored)?,
                 sum: None,
                 old: if two { Some(here.working(index, next_version - 1)?.read_all()?) } else { None },
-                working: all(here.working(index, next_version)?)?,
+                working,
                 master: here.master(index)?.map(all).transpose()?,
                 moments: here.moments(index)?.into_iter().map(all).collect::<Result<_, _>>()?,
                 backup: None,
@@ -310,7 +312,7 @@ impl Store {
                 param.follow(&self.shared.threads)?;
             }
             // Nobody else can claim what is held now.
-            seen[index] = [here.writes(index, 0), here.writes(index, 1)];
+            seen.params[index] = [here.writes(index, 0), here.writes(index, 1)];
             params.push(param);
         }
         drop(seen);

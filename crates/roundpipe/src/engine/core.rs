@@ -57,8 +57,19 @@ pub(crate) struct Core {
     pub trace: Arc<Trace>,
     peers: Arc<Peers>,
     stepper: Stepper,
+    /// Behind the stepper, which may still be at work when the engine is dropped.
+    _trainer: Trainer,
     origin: Instant,
     state: Mutex<State>,
+}
+
+/// Gives the weights free when it is dropped.
+struct Trainer(Arc<Model>);
+
+impl Drop for Trainer {
+    fn drop(&mut self) {
+        self.0.store.retire();
+    }
 }
 
 /// A step that was asked for.
@@ -165,7 +176,8 @@ impl Core {
             warnings: Vec::new(),
         };
         let (origin, state) = (Instant::now(), Mutex::new(state));
-        Ok(Self { model, ring, config, asynchronous, trace, peers, stepper, origin, state })
+        let _trainer = Trainer(model.clone());
+        Ok(Self { model, ring, config, asynchronous, trace, peers, stepper, _trainer, origin, state })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -231,10 +243,7 @@ impl Core {
         let mut state = self.lock();
         self.ring.tidy();
         self.check(&mut state)?;
-        if self.model.store.was_written() {
-            // Somebody wrote the newest weights, so these are what the call is to read.
-            self.settle_steps(&mut state)?;
-        }
+        self.notice_writes(&mut state)?;
         let config = ask.config.over(&self.config).resolve(self.ring.len())?;
         let wants_input_grads = config.input_grads && ask.kind != PlanKind::Infer;
         let parts = split(&ask.args, &config.split_input, config.num_microbatch, wants_input_grads)?;
@@ -362,6 +371,7 @@ impl Core {
         self.enter("step")?;
         let mut state = self.lock();
         self.check(&mut state)?;
+        self.notice_writes(&mut state)?;
         if lag_one && !self.asynchronous {
             let what =
                 "lag 1 needs a second version of the weights; build the engine with asynchronous(true)";
@@ -399,6 +409,14 @@ impl Core {
         Ok(kept)
     }
 
+    /// Who writes the newest weights means the calls that follow to read them, so these have the newest then.
+    fn notice_writes(&self, state: &mut State) -> Result<()> {
+        match self.model.store.notice_writes() {
+            true => self.settle_steps(state),
+            false => Ok(()),
+        }
+    }
+
     /// Waits for the steps that were asked for: from then on calls read the newest weights.
     fn settle_steps(&self, state: &mut State) -> Result<()> {
         state.outcomes.iter().for_each(|outcome| _ = outcome.settle());
@@ -425,6 +443,14 @@ impl Core {
             self.note_moves(&mut state);
         }
         Ok(())
+    }
+
+    /// No step is asked for any more: waits for those that were, and lets another engine train the weights. Forwards
+    /// that somebody keeps can still be read.
+    pub fn retire(&self) {
+        let state = self.lock();
+        state.outcomes.iter().for_each(|outcome| _ = outcome.settle());
+        self.model.store.retire();
     }
 
     // ---- failures ----

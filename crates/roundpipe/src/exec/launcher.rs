@@ -1133,10 +1133,12 @@ impl Launcher {
         Ok(())
     }
 
-    /// Where kernels report bad data later than they are launched, a call that no backward follows ends behind them.
+    /// Where kernels report bad data later than they are launched, a call that may end without a backward ends behind
+    /// them.
     fn finish_forward(&mut self, job: &Job) -> Result<()> {
         let call = &job.call;
-        if call.terms.trains || self.worker().device().aliases_host() {
+        let goes_on = call.terms.trains && call.terms.loss.is_some();
+        if goes_on || self.worker().device().aliases_host() {
             return Ok(());
         }
         let lane = self.worker().device().lane(LaneKind::Compute);

@@ -227,8 +227,21 @@ fn a_second_engine_over_the_same_weights_is_refused() {
     );
     train(&first, DType::BF16);
     first.update(&Update::new(0.1), Lag::Zero).unwrap();
+    // Outputs that somebody still holds are no reason to refuse the next one.
+    let kept = first.forward(batch(DType::BF16).0, &RunConfig::default()).unwrap();
+    let unmerged = kept.unmerged();
+    train(&first, DType::BF16);
+    first.update(&Update::new(0.1), Lag::One).unwrap();
     drop(first);
-    builder(&model, models::cpus(1)).build().unwrap();
+    let second = builder(&model, models::cpus(1)).build().unwrap();
+    let newest = models::params(&model);
+    assert!(unmerged.wait(0).is_ok() && kept.output().is_ok());
+    drop(kept);
+    assert_eq!(models::params(&model), newest);
+    train(&second, DType::BF16);
+    second.update(&Update::new(0.1), Lag::Zero).unwrap();
+    second.synchronize().unwrap();
+    assert_ne!(models::params(&model), newest);
 }
 
 /// An engine for inference reads the newest weights of the one that trains, whatever the lag and where weights stay,

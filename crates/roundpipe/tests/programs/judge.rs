@@ -11,10 +11,11 @@
 //! 2. It fails the calls of its engine that were submitted after it, until it is told. It is told once, and not again
 //!    unless whoever waited for a handle (a report, input gradients) was told first.
 //! 3. A step that fails leaves weights, copies and state as they were; gradients since the step before are gone.
-//! 4. Calls read the newest weights; after a step at lag 1, and until the engine synchronizes or tells of a failure,
-//!    those from before it.
-//! 5. A step of the rule whose gradients are not finite changes nothing and counts as a step; after
-//!    [`MOST_NONFINITE`] in a row the next fails. A function that writes what is not finite fails.
+//! 4. Calls read the newest weights; after a step at lag 1, and until the engine synchronizes, those from before it. A
+//!    failure changes nothing about that.
+//! 5. A step of the rule whose gradients are not finite changes nothing and counts as a step; the last of
+//!    [`MOST_NONFINITE`] in a row fails, and they are counted anew. A function that writes what is not finite fails.
+//! 6. Whoever was told that a step is on its way is told when it is not.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
@@ -22,13 +23,13 @@ use std::rc::Rc;
 use roundpipe::{Bytes, Cpu, Lag, Tensor, Worker};
 
 use crate::models;
-use crate::plain::{Copies, Grads, Plain, Terms, Values};
+use crate::plain::{self, Copies, Grads, Plain, Terms, Values};
 use crate::program::{
     Batch, EngineSpec, Fault, ForwardKind, Function, Loss, Odd, Op, Program, RuleKind, Side, UpdateSpec, What,
 };
 use crate::run::{Left, Named, Reply, Told, Trace, Value, bits};
 
-/// Steps in a row that may be skipped.
+/// The last of so many steps in a row that are not finite fails.
 const MOST_NONFINITE: u64 = 10;
 
 /// What cannot be, in words.
@@ -146,8 +147,6 @@ struct State {
     /// What calls read.
     visible: Option<Values>,
     copies: Copies,
-    /// Whether a parameter was written since the last step: copies follow with the next.
-    copies_behind: bool,
     frozen: Values,
     grads: Grads,
     /// The places in the random stream of the calls since the last step that have gradients.
@@ -172,7 +171,6 @@ impl State {
         }
         state.number = state.number.max(state.floor);
         state.kept.values_mut().filter(|kept| kept.id > id).for_each(|kept| kept.dead = true);
-        state.visible = state.newest.clone();
         state
     }
 
@@ -180,7 +178,6 @@ impl State {
     fn after_failed_step(&self, plain: &Plain) -> Self {
         let mut state = self.clone();
         state.forget_grads(plain);
-        state.visible = state.newest.clone();
         state
     }
 
@@ -195,7 +192,16 @@ impl State {
 struct Pending {
     /// One of these is in the text of the error.
     marks: Vec<String>,
+    /// Whether a step was asked for since, which will not happen.
+    undone: bool,
     restore: State,
+}
+
+impl Pending {
+    /// Whether an error tells of it, and of the steps that will not happen.
+    fn is_told(&self, told: &Told) -> bool {
+        names(&self.marks, told) && (!self.undone || told.text.contains("did not happen"))
+    }
 }
 
 fn names(marks: &[String], told: &Told) -> bool {
@@ -273,7 +279,8 @@ impl Mind {
     ) -> Verdict<Followed> {
         let told = match &reply.result {
             Ok(value) => {
-                self.returned(value, fate, restore, compute).map_err(|what| format!("{}: {what}", reply.call))?;
+                self.returned(value, fate, restore, compute)
+                    .map_err(|what| format!("{}: {what}", reply.call))?;
                 return Ok(Followed::Done);
             }
             Err(told) => told,
@@ -335,13 +342,13 @@ impl Mind {
         match &mut self.pending {
             // The first failure decides what is left.
             Some(pending) => pending.marks.extend(marks),
-            None => self.pending = Some(Pending { marks, restore }),
+            None => self.pending = Some(Pending { marks, undone: false, restore }),
         }
     }
 
     /// Whether an error tells of the failure that is pending, or again of one that a handle told.
     fn is_told(&mut self, told: &Told) -> bool {
-        if let Some(pending) = self.pending.take_if(|pending| names(&pending.marks, told)) {
+        if let Some(pending) = self.pending.take_if(|pending| pending.is_told(told)) {
             self.restore(pending.restore);
             return true;
         }
@@ -374,9 +381,8 @@ impl Mind {
         self.at_rest();
     }
 
-    /// Nothing moves: calls read the newest weights.
+    /// Nothing moves.
     fn at_rest(&mut self) {
-        self.state.visible = self.state.newest.clone();
         self.weights = self.state.newest.iter().cloned().collect();
         self.buffers = vec![self.state.frozen.clone()];
     }
@@ -391,6 +397,8 @@ impl Mind {
             return Err(format!("nobody was told of a failure, {:?}", pending.marks));
         }
         self.told.clear();
+        // From now on calls read the newest weights.
+        self.state.visible = self.state.newest.clone();
         self.at_rest();
         Ok(())
     }
@@ -410,8 +418,8 @@ impl Mind {
         same_steps(state.steps, left)?;
         same_named("weight", &self.named_weights(newest, &state.frozen), &left.weights)?;
         match &left.copies {
-            Some(copies) if !state.copies_behind => self.same_copies(copies),
-            _ => Ok(()),
+            Some(copies) => self.same_copies(copies),
+            None => Ok(()),
         }
     }
 
@@ -536,17 +544,19 @@ impl Mind {
             reply,
             fate,
             |mind| mind.state.after_failure(&mind.plain, id, mind.state.number, false),
-            |mind| mind.run_forward(Kept {
-                id,
-                step: mind.state.steps + 1,
-                terms: mind.terms_or_stale(),
-                dead: false,
-                tag,
-                batch,
-                kind,
-                fault,
-                outputs: None,
-            }),
+            |mind| {
+                mind.run_forward(Kept {
+                    id,
+                    step: mind.state.steps + 1,
+                    terms: mind.terms_or_stale(),
+                    dead: false,
+                    tag,
+                    batch,
+                    kind,
+                    fault,
+                    outputs: None,
+                })
+            },
         )?;
         Ok(())
     }
@@ -555,7 +565,12 @@ impl Mind {
     fn terms_or_stale(&self) -> Terms {
         let State { frozen, number, training, .. } = &self.state;
         let weights = self.state.copies.values.clone();
-        self.terms().unwrap_or(Terms { weights, frozen: frozen.clone(), number: *number, training: *training })
+        self.terms().unwrap_or(Terms {
+            weights,
+            frozen: frozen.clone(),
+            number: *number,
+            training: *training,
+        })
     }
 
     fn run_forward(&self, mut kept: Kept) -> (Want, State) {
@@ -653,10 +668,17 @@ impl Mind {
             (true, Lag::Zero) => Want::Never("a call before it failed"),
             _ => Want::Value(Value::Done),
         };
-        let restore = |mind: &Self| mind.state.after_failed_step(&mind.plain);
+        let streak_ends = planned.after.nonfinite == MOST_NONFINITE;
+        let restore = |mind: &Self| {
+            let state = mind.state.after_failed_step(&mind.plain);
+            State { nonfinite: if streak_ends { 0 } else { state.nonfinite }, ..state }
+        };
         let followed = self.settle(reply, fate, restore, |_| (want, planned.after))?;
         if let Followed::Failed = followed {
             return Ok(());
+        }
+        if let (Some(pending), true) = (&mut self.pending, doomed) {
+            pending.undone = true;
         }
         if lag == Lag::Zero {
             self.weights.clear();
@@ -705,18 +727,18 @@ impl Mind {
             after.nonfinite = 0;
         }
         let updated = newest.as_ref().filter(|_| !skipped);
-        let updated = updated.map(|weights| self.plain.update(&after.copies, weights, &self.state.grads, update));
+        let updated =
+            updated.map(|weights| self.plain.update(&after.copies, weights, &self.state.grads, update));
         let newest = match updated {
             Some(updated) => {
                 after.copies = updated.copies;
-                after.copies_behind = false;
                 Some(updated.weights)
             }
             None => newest,
         };
         let norm = (!skipped).then(|| bits(squared.sqrt()));
         let report = Value::Report { step: after.copies.steps, norm, skipped };
-        let fails = (after.nonfinite > MOST_NONFINITE).then(|| vec!["finite".to_owned()]);
+        let fails = (after.nonfinite == MOST_NONFINITE).then(|| vec!["in a row were not finite".to_owned()]);
         (newest, fails, report)
     }
 
@@ -737,10 +759,9 @@ impl Mind {
         let updated = self.plain.apply(&before, newest, &self.state.grads, function);
         let values = before.values.iter().flatten().zip(updated.copies.values.iter().flatten());
         if values.into_iter().any(|(old, new)| old.is_finite() && !new.is_finite()) {
-            return (None, Some(vec!["finite".to_owned()]), report(0));
+            return (None, Some(vec!["not finite".to_owned()]), report(0));
         }
         after.copies = updated.copies;
-        after.copies_behind = false;
         (Some(updated.weights), None, report(after.copies.steps))
     }
 
@@ -775,9 +796,17 @@ impl Mind {
         if !param.is_trainable() {
             Rc::make_mut(&mut state.frozen)[at] = values;
         } else if let Some(newest) = &mut state.newest {
-            Rc::make_mut(newest)[at].clone_from(&values);
-            Rc::make_mut(&mut state.copies.values)[at] = values;
-            state.copies_behind = true;
+            let copies = &mut Rc::make_mut(&mut state.copies.values)[at];
+            // A copy that rounds to the new value is as good as before.
+            let rounded = plain::round(copies, param.dtype());
+            for ((copy, rounded), value) in copies.iter_mut().zip(rounded).zip(&values) {
+                if rounded != *value {
+                    *copy = *value;
+                }
+            }
+            Rc::make_mut(newest)[at] = values;
+            // Whoever writes the newest weights means the calls that follow to read them.
+            state.visible = state.newest.clone();
         }
         self.at_rest();
         Ok(())
@@ -787,7 +816,8 @@ impl Mind {
     fn rebuild(&mut self, replies: &mut Replies<'_>) -> Verdict {
         let reply = replies.get("drop")?;
         let Ok(Value::Left(left)) = &reply.result else { return Err("nothing was left".to_owned()) };
-        let found = self.weights.iter().flat_map(|weights| self.buffers.iter().map(move |frozen| (weights, frozen)));
+        let found =
+            self.weights.iter().flat_map(|weights| self.buffers.iter().map(move |frozen| (weights, frozen)));
         let mut closest = Err("no weights are known".to_owned());
         for (weights, frozen) in found {
             closest = same_named("weight", &self.named_weights(weights, frozen), &left.weights);
@@ -809,7 +839,6 @@ fn fresh(plain: &Plain, weights: Values, frozen: Values) -> State {
         newest: Some(weights.clone()),
         visible: Some(weights.clone()),
         copies: plain.fresh_copies(&weights),
-        copies_behind: false,
         frozen,
         grads: plain.no_grads(),
         since: Vec::new(),
@@ -1051,4 +1080,3 @@ fn same_bits(what: &str, want: &[u64], got: &[u64]) -> Verdict {
         }
     }
 }
-

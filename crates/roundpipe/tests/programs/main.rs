@@ -14,8 +14,8 @@ mod run;
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::Once;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use program::{Program, Without};
@@ -150,4 +150,3 @@ fn programs_give_the_same_bits_on_every_ring() {
     let without = std::env::var("ROUNDPIPE_WITHOUT").unwrap_or_default();
     check(seeds(0..150), &Without::parse(&without));
 }
-

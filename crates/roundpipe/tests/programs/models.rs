@@ -388,7 +388,11 @@ pub fn loss_with(
 ///
 /// # Errors
 /// At the last value, for a function that fails.
-pub fn change(function: Function, tag: usize, params: &mut [(&mut [f32], Option<Vec<f32>>)]) -> Result<(), String> {
+pub fn change(
+    function: Function,
+    tag: usize,
+    params: &mut [(&mut [f32], Option<Vec<f32>>)],
+) -> Result<(), String> {
     for (at, (value, grad)) in params.iter_mut().enumerate() {
         match (function, grad) {
             (Function::Descend, Some(grad)) => {

@@ -5,8 +5,8 @@ use std::rc::Rc;
 
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::{
-    Cx, DType, Element, HostTensor, Layer, Param, Params, RngSite, Rule, Shape, Tensor, Tree,
-    Worker, bf16, f16,
+    Cx, DType, Element, HostTensor, Layer, Param, Params, RngSite, Rule, Shape, Tensor, Tree, Worker, bf16,
+    f16,
 };
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::optim::{AdamSlabs, Floats, SgdSlabs, clip_factor, squared_norm};
@@ -107,7 +107,8 @@ impl Plain {
         let place = |param: &Param| params.iter().position(|(_, known)| known.id() == param.id());
         let of = |(name, layer): (&str, &std::sync::Arc<dyn Layer>)| -> Vec<(usize, String)> {
             let own = layer.named_params().into_iter();
-            own.map(|(param, at)| (place(&at).expect("it is the model's"), format!("{name}.{param}"))).collect()
+            own.map(|(param, at)| (place(&at).expect("it is the model's"), format!("{name}.{param}")))
+                .collect()
         };
         let layers = built.model.layers().map(of).collect();
         Self {
@@ -184,7 +185,13 @@ impl Plain {
 
     /// Runs a call: forward, and backward where `seed` gives gradients of the outputs. `before` are gradients that its
     /// own are added to.
-    pub fn call(&self, terms: &Terms, parts: &[Part], before: &Grads, mut seed: Option<&mut Seed<'_>>) -> Passed {
+    pub fn call(
+        &self,
+        terms: &Terms,
+        parts: &[Part],
+        before: &Grads,
+        mut seed: Option<&mut Seed<'_>>,
+    ) -> Passed {
         let mut seats: Vec<Seated> =
             (0..self.layers.len()).map(|layer| self.seat(terms, layer, before)).collect();
         let mut frozen = (*terms.frozen).clone();
@@ -354,7 +361,8 @@ impl Plain {
                 Rule::Adam(rule) => {
                     let (exp_avg, exp_avg_sq) = (moments.next().expect("a moment"), moments.next());
                     let exp_avg_sq = exp_avg_sq.expect("a second moment");
-                    let slabs = AdamSlabs { grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq: None, working };
+                    let slabs =
+                        AdamSlabs { grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq: None, working };
                     AdamW { lr: spec.lr, ..rule }.step(&self.threads, copies.steps, factor, slabs)
                 }
                 Rule::Sgd(rule) => {
@@ -375,10 +383,8 @@ impl Plain {
         let grads = self.summed(grads);
         let trained = |at: usize| self.params[at].1.is_trainable();
         let values = Rc::make_mut(&mut copies.values).iter_mut().zip(grads).enumerate();
-        let mut views: Vec<(&mut [f32], Option<Vec<f32>>)> = values
-            .filter(|(at, _)| trained(*at))
-            .map(|(_, (value, grad))| (&mut value[..], grad))
-            .collect();
+        let mut views: Vec<(&mut [f32], Option<Vec<f32>>)> =
+            values.filter(|(at, _)| trained(*at)).map(|(_, (value, grad))| (&mut value[..], grad)).collect();
         models::change(function, 0, &mut views).expect("a function that does not fail");
         self.rounded(copies, weights)
     }
@@ -401,7 +407,8 @@ fn widen(values: &[f32]) -> Vec<f64> {
     values.iter().map(|value| f64::from(*value)).collect()
 }
 
-fn round(values: &[f32], dtype: DType) -> Vec<f32> {
+/// Values in a type.
+pub fn round(values: &[f32], dtype: DType) -> Vec<f32> {
     match dtype {
         DType::BF16 => values.iter().map(|value| bf16::from_f32(*value).to_f32()).collect(),
         DType::F16 => values.iter().map(|value| f16::from_f32(*value).to_f32()).collect(),

@@ -169,21 +169,52 @@ pub struct Op {
 #[derive(Debug, Clone, Copy)]
 pub enum What {
     /// Forward, loss and backward.
-    Train { batch: Batch, loss: Loss, fault: Option<Fault>, outputs: bool, input_grads: bool },
+    Train {
+        batch: Batch,
+        loss: Loss,
+        fault: Option<Fault>,
+        outputs: bool,
+        input_grads: bool,
+    },
     /// A forward, kept under its tag or dropped.
-    Forward { batch: Batch, fault: Option<Fault>, kind: ForwardKind },
+    Forward {
+        batch: Batch,
+        fault: Option<Fault>,
+        kind: ForwardKind,
+    },
     /// Reads the microbatches of a kept forward.
-    Read { of: usize },
+    Read {
+        of: usize,
+    },
     /// The backward of a kept forward.
-    Backward { of: usize, odd: Odd },
+    Backward {
+        of: usize,
+        odd: Odd,
+    },
     /// Drops a kept forward.
-    Drop { of: usize },
+    Drop {
+        of: usize,
+    },
     /// The engine's outputs go to the engine `back`, whose input gradients come back. A fault is in the front or back.
-    Chain { back: usize, batch: Batch, loss: Loss, fault: Option<(Side, Fault)>, pause: bool },
+    Chain {
+        back: usize,
+        batch: Batch,
+        loss: Loss,
+        fault: Option<(Side, Fault)>,
+        pause: bool,
+    },
     /// A step of the rule; `wait` waits for its report.
-    Update { lag: Lag, update: UpdateSpec, wait: bool },
+    Update {
+        lag: Lag,
+        update: UpdateSpec,
+        wait: bool,
+    },
     /// A step by a function.
-    Step { lag: Lag, function: Function, wait: bool },
+    Step {
+        lag: Lag,
+        function: Function,
+        wait: bool,
+    },
     Synchronize,
     /// Synchronizes and reads gradients.
     Gradients,
@@ -191,7 +222,10 @@ pub enum What {
     Weights,
     SetTraining(bool),
     /// Synchronizes and writes one parameter.
-    Write { param: usize, data: u64 },
+    Write {
+        param: usize,
+        data: u64,
+    },
     /// Builds a second engine over the same model, which must be refused.
     Second,
     /// Drops the engine, whatever it is doing, and builds it anew.
@@ -304,7 +338,8 @@ impl fmt::Display for Program {
 
 /// The program of a seed.
 pub fn generate(seed: u64, without: &Without) -> Program {
-    let mut maker = Maker { dice: Dice::new(seed, 1), without, kept: Vec::new(), engines: Vec::new(), next: 1 };
+    let mut maker =
+        Maker { dice: Dice::new(seed, 1), without, kept: Vec::new(), engines: Vec::new(), next: 1 };
     maker.engines = maker.engines();
     let strict = !without.has(Class::Loose) || maker.dice.percent(50);
     let after_errors = maker.dice.percent(50);
@@ -346,8 +381,14 @@ impl Maker<'_> {
             true => &[Mlp, Mlp, Tied, Embed, Running, Frozen],
             false => &[Mlp, Mlp, Tied, Embed, Frozen],
         };
-        let rules =
-            [RuleKind::Adam, RuleKind::Adam, RuleKind::Adam, RuleKind::Momentum, RuleKind::Sgd, RuleKind::None];
+        let rules = [
+            RuleKind::Adam,
+            RuleKind::Adam,
+            RuleKind::Adam,
+            RuleKind::Momentum,
+            RuleKind::Sgd,
+            RuleKind::None,
+        ];
         EngineSpec {
             model: self.dice.of(models),
             dtype,
@@ -409,7 +450,8 @@ impl Maker<'_> {
     }
 
     fn batch(&mut self) -> Batch {
-        let (rows, micro, data) = (1 + self.dice.below(7), 1 + self.dice.below(4), self.dice.below(50) as u64);
+        let (rows, micro, data) =
+            (1 + self.dice.below(7), 1 + self.dice.below(4), self.dice.below(50) as u64);
         Batch { rows, micro, data, odd: Odd::None }
     }
 

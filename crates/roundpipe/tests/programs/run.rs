@@ -6,15 +6,15 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use roundpipe::engine::{Args, InputGrads, Stepping, Unmerged};
 use roundpipe::update::OptimParams;
 use roundpipe::{
-    Bytes, Cpu, DType, Device, Error, ExecutePlan, Forward, Grain, HostTensor, Lag, Losses, MergeOutput, Param,
-    Params, PlanKind, Result, Ring, RingOptions, RoundPipe, RunConfig, Tree, Update,
+    Bytes, Cpu, DType, Device, Error, ExecutePlan, Forward, Grain, HostTensor, Lag, Losses, MergeOutput,
+    Param, Params, PlanKind, Result, Ring, RingOptions, RoundPipe, RunConfig, Tree, Update,
 };
 use roundpipe_tensor::SimWorld;
 
 use crate::models::{self, Built};
 use crate::program::{
-    Batch, Dice, EngineSpec, Fault, ForwardKind, Function, Loss, ModelKind, Odd, Op, Program, Side, UpdateSpec,
-    What,
+    Batch, Dice, EngineSpec, Fault, ForwardKind, Function, Loss, ModelKind, Odd, Op, Program, Side,
+    UpdateSpec, What,
 };
 
 /// The rings that a program runs on.
@@ -26,8 +26,7 @@ pub enum RingKind {
     Sims(u64),
 }
 
-pub const RINGS: [RingKind; 4] =
-    [RingKind::Cpus(1), RingKind::Cpus(3), RingKind::Sims(0), RingKind::Sims(1)];
+pub const RINGS: [RingKind; 4] = [RingKind::Cpus(1), RingKind::Cpus(3), RingKind::Sims(0), RingKind::Sims(1)];
 
 /// What one call to an engine returned.
 #[derive(Debug, Clone)]
@@ -139,7 +138,9 @@ pub fn run(program: &Program, ring: RingKind, watch: &Watch) -> Trace {
     let mut session = Session::new(program, ring, watch);
     let mut ops = Vec::with_capacity(program.ops.len() + 1);
     for op in &program.ops {
-        watch.set(|watched| watched.doing = format!("{ring:?}, #{} engine {}: {:?}", op.tag, op.engine, op.what));
+        watch.set(|watched| {
+            watched.doing = format!("{ring:?}, #{} engine {}: {:?}", op.tag, op.engine, op.what)
+        });
         ops.push(session.op(op));
     }
     watch.set(|watched| watched.doing = format!("{ring:?}, at the end"));
@@ -396,9 +397,7 @@ impl<'a> Session<'a> {
         };
         replies.push(reply(front, "chain forward", Ok(Value::Done)));
         let labels = models::labels(self.spec(back).dtype, &batch, loss, tag, of(Side::Back));
-        let args = Args::new()
-            .named("x", forward.unmerged())
-            .named("tag", models::tag_rows(batch.rows, tag));
+        let args = Args::new().named("x", forward.unmerged()).named("tag", models::tag_rows(batch.rows, tag));
         let trained = self.engines[back]
             .train(args)
             .labels(labels)
