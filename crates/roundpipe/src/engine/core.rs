@@ -354,6 +354,11 @@ impl Core {
             let what = "a step was made since this forward; run the forward again with the new weights";
             return Err(Error::config("backward", what));
         }
+        if self.may_set_buffers(&state) {
+            // The forward's buffers are written when it has ended, also if the backward fails.
+            call.wait_quiet("caller");
+            self.check(&mut state)?;
+        }
         {
             let mut inner = call.lock();
             inner.seeds = seeds.into_iter().map(Some).collect();
@@ -382,7 +387,9 @@ impl Core {
         }
         let calls = std::mem::take(&mut state.since_step);
         let version = state.steps + 1;
-        let outcome = Outcome::new(version, calls[0].terms.number);
+        // A kept forward may have been submitted before calls whose gradients came first.
+        let first_number = calls.iter().map(|call| call.terms.number).min().unwrap_or(state.number);
+        let outcome = Outcome::new(version, first_number);
         let whole = matches!(work, Work::Function(_));
         let (next_call, kept) = (state.next_call, outcome.clone());
         state.steps = version;
