@@ -13,8 +13,9 @@
 //! 3. A step that fails leaves weights, copies and state as they were; gradients since the step before are gone.
 //! 4. Calls read the newest weights; after a step at lag 1, and until the engine synchronizes or tells of a failure,
 //!    those from before it.
-//! 5. A step of the rule whose gradients are not finite changes nothing and counts as a step; after
-//!    [`MOST_NONFINITE`] in a row the next fails. A function that writes what is not finite fails.
+//! 5. A step of the rule whose gradients are not finite changes nothing and counts as a step; the last of
+//!    [`MOST_NONFINITE`] in a row fails, and they are counted anew. A function that writes what is not finite fails.
+//! 6. Whoever was told that a step is on its way is told when it is not.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
@@ -22,14 +23,17 @@ use std::rc::Rc;
 use roundpipe::{Bytes, Cpu, Lag, Tensor, Worker};
 
 use crate::models;
-use crate::plain::{Copies, Grads, Plain, Terms, Values};
+use crate::plain::{self, Copies, Grads, Plain, Terms, Values};
 use crate::program::{
     Batch, EngineSpec, Fault, ForwardKind, Function, Loss, Odd, Op, Program, RuleKind, Side, UpdateSpec, What,
 };
 use crate::run::{Left, Named, Reply, Told, Trace, Value, bits};
 
-/// Steps in a row that may be skipped.
+/// The last of so many steps in a row that are not finite fails.
 const MOST_NONFINITE: u64 = 10;
+
+/// In the error for a step that was asked for and does not happen.
+const UNDONE: &str = "did not happen";
 
 /// What cannot be, in words.
 pub type Verdict<T = ()> = Result<T, String>;
@@ -146,8 +150,6 @@ struct State {
     /// What calls read.
     visible: Option<Values>,
     copies: Copies,
-    /// Whether a parameter was written since the last step: copies follow with the next.
-    copies_behind: bool,
     frozen: Values,
     grads: Grads,
     /// The places in the random stream of the calls since the last step that have gradients.
@@ -195,7 +197,16 @@ impl State {
 struct Pending {
     /// One of these is in the text of the error.
     marks: Vec<String>,
+    /// Whether a step was asked for since, which will not happen.
+    undone: bool,
     restore: State,
+}
+
+impl Pending {
+    /// Whether an error tells of it, and of the steps that will not happen.
+    fn is_told(&self, told: &Told) -> bool {
+        names(&self.marks, told) && (!self.undone || told.text.contains(UNDONE))
+    }
 }
 
 fn names(marks: &[String], told: &Told) -> bool {
@@ -285,6 +296,9 @@ impl Mind {
             Fate::Refused => Ok(Followed::Failed),
             Fate::Fails(marks) | Fate::FailsLate(marks) if names(&marks, told) => {
                 match self.pending.take() {
+                    Some(pending) if pending.undone && !told.text.contains(UNDONE) => {
+                        return Err(format!("{} does not say that a step was undone: {}", reply.call, told.text));
+                    }
                     Some(pending) => self.restore(pending.restore),
                     None => {
                         let state = restore(self);
@@ -335,13 +349,13 @@ impl Mind {
         match &mut self.pending {
             // The first failure decides what is left.
             Some(pending) => pending.marks.extend(marks),
-            None => self.pending = Some(Pending { marks, restore }),
+            None => self.pending = Some(Pending { marks, undone: false, restore }),
         }
     }
 
     /// Whether an error tells of the failure that is pending, or again of one that a handle told.
     fn is_told(&mut self, told: &Told) -> bool {
-        if let Some(pending) = self.pending.take_if(|pending| names(&pending.marks, told)) {
+        if let Some(pending) = self.pending.take_if(|pending| pending.is_told(told)) {
             self.restore(pending.restore);
             return true;
         }
@@ -410,8 +424,8 @@ impl Mind {
         same_steps(state.steps, left)?;
         same_named("weight", &self.named_weights(newest, &state.frozen), &left.weights)?;
         match &left.copies {
-            Some(copies) if !state.copies_behind => self.same_copies(copies),
-            _ => Ok(()),
+            Some(copies) => self.same_copies(copies),
+            None => Ok(()),
         }
     }
 
@@ -653,10 +667,17 @@ impl Mind {
             (true, Lag::Zero) => Want::Never("a call before it failed"),
             _ => Want::Value(Value::Done),
         };
-        let restore = |mind: &Self| mind.state.after_failed_step(&mind.plain);
+        let streak_ends = planned.after.nonfinite == MOST_NONFINITE;
+        let restore = |mind: &Self| {
+            let state = mind.state.after_failed_step(&mind.plain);
+            State { nonfinite: if streak_ends { 0 } else { state.nonfinite }, ..state }
+        };
         let followed = self.settle(reply, fate, restore, |_| (want, planned.after))?;
         if let Followed::Failed = followed {
             return Ok(());
+        }
+        if let (Some(pending), true) = (&mut self.pending, doomed) {
+            pending.undone = true;
         }
         if lag == Lag::Zero {
             self.weights.clear();
@@ -709,14 +730,13 @@ impl Mind {
         let newest = match updated {
             Some(updated) => {
                 after.copies = updated.copies;
-                after.copies_behind = false;
                 Some(updated.weights)
             }
             None => newest,
         };
         let norm = (!skipped).then(|| bits(squared.sqrt()));
         let report = Value::Report { step: after.copies.steps, norm, skipped };
-        let fails = (after.nonfinite > MOST_NONFINITE).then(|| vec!["finite".to_owned()]);
+        let fails = (after.nonfinite == MOST_NONFINITE).then(|| vec!["in a row were not finite".to_owned()]);
         (newest, fails, report)
     }
 
@@ -737,10 +757,9 @@ impl Mind {
         let updated = self.plain.apply(&before, newest, &self.state.grads, function);
         let values = before.values.iter().flatten().zip(updated.copies.values.iter().flatten());
         if values.into_iter().any(|(old, new)| old.is_finite() && !new.is_finite()) {
-            return (None, Some(vec!["finite".to_owned()]), report(0));
+            return (None, Some(vec!["not finite".to_owned()]), report(0));
         }
         after.copies = updated.copies;
-        after.copies_behind = false;
         (Some(updated.weights), None, report(after.copies.steps))
     }
 
@@ -775,9 +794,15 @@ impl Mind {
         if !param.is_trainable() {
             Rc::make_mut(&mut state.frozen)[at] = values;
         } else if let Some(newest) = &mut state.newest {
-            Rc::make_mut(newest)[at].clone_from(&values);
-            Rc::make_mut(&mut state.copies.values)[at] = values;
-            state.copies_behind = true;
+            let copies = &mut Rc::make_mut(&mut state.copies.values)[at];
+            // A copy that rounds to the new value is as good as before.
+            let rounded = plain::round(copies, param.dtype());
+            for ((copy, rounded), value) in copies.iter_mut().zip(rounded).zip(&values) {
+                if rounded != *value {
+                    *copy = *value;
+                }
+            }
+            Rc::make_mut(newest)[at] = values;
         }
         self.at_rest();
         Ok(())
@@ -809,7 +834,6 @@ fn fresh(plain: &Plain, weights: Values, frozen: Values) -> State {
         newest: Some(weights.clone()),
         visible: Some(weights.clone()),
         copies: plain.fresh_copies(&weights),
-        copies_behind: false,
         frozen,
         grads: plain.no_grads(),
         since: Vec::new(),

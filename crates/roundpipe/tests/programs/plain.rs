@@ -401,7 +401,8 @@ fn widen(values: &[f32]) -> Vec<f64> {
     values.iter().map(|value| f64::from(*value)).collect()
 }
 
-fn round(values: &[f32], dtype: DType) -> Vec<f32> {
+/// Values in a type.
+pub fn round(values: &[f32], dtype: DType) -> Vec<f32> {
     match dtype {
         DType::BF16 => values.iter().map(|value| bf16::from_f32(*value).to_f32()).collect(),
         DType::F16 => values.iter().map(|value| f16::from_f32(*value).to_f32()).collect(),
