@@ -62,7 +62,8 @@ pub struct Generator {
 }
 
 impl Generator {
-    /// Moves the weights of `model` to an engine on the first of `devices`. Nothing is trained any more.
+    /// An engine on the first of `devices` that reads the weights of `model`. A model that another engine trains goes on
+    /// being trained: each text is written with the newest weights when it begins, and memory is shared.
     ///
     /// # Errors
     /// [`Error::Argument`] without devices; when memory runs out.
@@ -70,7 +71,6 @@ impl Generator {
         let Some(device) = devices.first() else {
             return Err(Error::argument("devices", "there is none to generate on"));
         };
-        model.set_trainable(false);
         let ring = Ring::new(std::slice::from_ref(device), options)?;
         let bytes: u64 = model.named_params().iter().map(|(_, p)| p.bytes() as u64).sum();
         let room = ring.workers()[0].pool().capacity().0 as f64 * RESIDENT_SHARE;
@@ -78,6 +78,7 @@ impl Generator {
         let engine = RoundPipe::builder(model.layers.clone())
             .name("generate")
             .asynchronous(false)
+            .inference(true)
             .ring(&ring)
             .pin(options.pin)
             .resident(resident)

@@ -28,7 +28,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::bytes::Bytes;
-use crate::device::{Arena, Copy, Device, DeviceId, DeviceKind, Event, Lane, LaneKind, Ops};
+use crate::device::{Arena, Copy, Device, DeviceId, DeviceKind, Event, Faults, Lane, LaneKind, Ops};
 use crate::error::{Error, Result};
 use crate::kernel::{Family, HostView, HostViewMut, Kernel, View};
 use threads::Threads;
@@ -179,6 +179,7 @@ impl Ops for CpuOps {
         src: &[Option<View>],
         dst: &[Option<View>],
         scratch: Option<View>,
+        _faults: Option<&Faults>,
     ) -> Result<()> {
         // SAFETY: the caller's promise is passed on unchanged.
         unsafe { self.compute(kernel, src, dst, scratch) }

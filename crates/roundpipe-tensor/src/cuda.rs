@@ -35,6 +35,7 @@ mod reduce;
 mod rope;
 
 use std::any::Any;
+use std::collections::VecDeque;
 use std::ffi::{CString, c_void};
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -45,8 +46,8 @@ use cudarc::driver::{result, sys};
 
 use crate::bytes::Bytes;
 use crate::device::{
-    Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, EventState, Lane, LaneKind, Likeness, Ops,
-    Stamp,
+    Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, EventState, FaultReport, Faults, Lane,
+    LaneKind, Likeness, Ops, Stamp,
 };
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
@@ -366,16 +367,77 @@ fn is_fatal(error: sys::CUresult) -> bool {
     )
 }
 
-/// A word that kernels write when they meet what they must refuse.
+/// What a kernel reported: an index out of range.
+#[derive(Clone, Copy)]
+struct Report {
+    op: &'static str,
+    index: i64,
+    at: usize,
+    size: usize,
+}
+
+impl Report {
+    fn error(self) -> Error {
+        let Self { op, index, at, size } = self;
+        Error::Index { op, index, at, size }
+    }
+}
+
+/// Words that the kernels of a worker write when they meet what they must refuse: a slot for each [`Faults`], and
+/// slot 0 for all other work, which the events of the lanes tell of.
 pub(crate) struct Alarm {
-    /// Its context must be there when the word is given back, whoever holds the alarm last.
+    /// Its context must be there when the words are given back, whoever holds the alarm last.
     gpu: Arc<Gpu>,
     host: *mut u32,
-    pub(crate) device: u64,
+    device: u64,
     /// Which operation a code stands for.
     codes: Mutex<Vec<&'static str>>,
-    /// How many reports were taken, and the last of them.
-    taken: Mutex<(u64, Option<(&'static str, String)>)>,
+    /// How many reports of slot 0 were taken, and the last of them.
+    taken: Mutex<(u64, Option<Report>)>,
+    /// Slots to be given out, each behind an event once kernels may have written it, the oldest first.
+    free: Mutex<VecDeque<(usize, Option<RawEvent>)>>,
+}
+
+/// Where a launch reports to.
+#[derive(Clone, Copy)]
+pub(crate) struct AlarmSlot<'a> {
+    alarm: &'a Alarm,
+    /// The address of its words, as kernels see it.
+    pub(crate) device: u64,
+}
+
+impl AlarmSlot<'_> {
+    /// The code that stands for an operation; never 0.
+    pub(crate) fn code(&self, op: &'static str) -> u32 {
+        self.alarm.code(op)
+    }
+}
+
+/// One slot of an alarm.
+struct CudaFaults {
+    alarm: Arc<Alarm>,
+    slot: usize,
+}
+
+impl FaultReport for CudaFaults {
+    fn check(&self) -> Result<()> {
+        self.alarm.report(self.slot).map_or(Ok(()), |report| Err(report.error()))
+    }
+
+    fn retire(&self, lane: &dyn Lane) {
+        let Some(lane) = lane.as_any().downcast_ref::<CudaLane>() else { return };
+        // A slot whose event cannot be recorded is never used again: the card is about to be lost.
+        let gpu = &self.alarm.gpu;
+        let Ok(event) = gpu.enter().and_then(|()| gpu.event(false)) else { return };
+        // SAFETY: event and stream belong to the context that was just made current.
+        if unsafe { result::event::record(event.0, lane.stream) }.is_ok() {
+            lock(&self.alarm.free).push_back((self.slot, Some(event)));
+        }
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
 }
 
 // SAFETY: the words are read and written as atomics.
@@ -385,25 +447,56 @@ unsafe impl Sync for Alarm {}
 
 impl Alarm {
     const WORDS: usize = 8;
+    /// A call of the engine takes one per job, so this is for dozens of calls under way.
+    const SLOTS: usize = 4096;
 
     fn new(gpu: &Arc<Gpu>) -> Result<Self> {
         gpu.enter()?;
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
         // SAFETY: a plain allocation; it is zeroed before anybody reads it.
-        let host = unsafe { result::malloc_host(Self::WORDS * 4, flags) };
+        let host = unsafe { result::malloc_host(Self::SLOTS * Self::WORDS * 4, flags) };
         let host: *mut u32 = host.map_err(|e| gpu.failed("take pinned memory", e))?.cast();
         let (codes, taken) = (Mutex::default(), Mutex::default());
-        let mut alarm = Self { gpu: gpu.clone(), host, device: 0, codes, taken };
+        let free = Mutex::new((1..Self::SLOTS).map(|slot| (slot, None)).collect());
+        let mut alarm = Self { gpu: gpu.clone(), host, device: 0, codes, taken, free };
         // SAFETY: just allocated with room for these words.
-        unsafe { host.write_bytes(0, Self::WORDS) };
+        unsafe { host.write_bytes(0, Self::SLOTS * Self::WORDS) };
         // SAFETY: the memory was allocated as mapped.
         let mapped = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut alarm.device, host.cast(), 0).result() };
         mapped.map_err(|e| gpu.failed("map pinned memory", e))?;
         Ok(alarm)
     }
 
+    /// A slot that no kernel writes any more.
+    fn open(self: &Arc<Self>) -> Result<CudaFaults> {
+        let mut free = lock(&self.free);
+        let past = |event: &Option<RawEvent>| match event {
+            None => true,
+            // SAFETY: the event is alive: it is given back below, or with the alarm.
+            Some(event) => unsafe { result::event::query(event.0) }.is_ok(),
+        };
+        let Some(at) = free.iter().position(|(_, event)| past(event)) else {
+            let what = format!("more than {} jobs are under way; wait for some to end", Self::SLOTS - 1);
+            return Err(Error::invalid("faults", what));
+        };
+        let (slot, event) = free.remove(at).expect("just found");
+        lock(&self.gpu.spare).extend(event);
+        for word in 0..Self::WORDS {
+            self.word(slot, word).store(0, Ordering::Release);
+        }
+        Ok(CudaFaults { alarm: self.clone(), slot })
+    }
+
+    /// Where a launch that belongs to `faults` reports to; without any, the lane's events tell.
+    fn slot(&self, faults: Option<&Faults>) -> AlarmSlot<'_> {
+        let own = |faults: &&CudaFaults| std::ptr::eq(&*faults.alarm, self);
+        let faults = faults.and_then(|f| f.report().as_any().downcast_ref::<CudaFaults>()).filter(own);
+        let slot = faults.map_or(0, |faults| faults.slot);
+        AlarmSlot { alarm: self, device: self.device + (slot * Self::WORDS * 4) as u64 }
+    }
+
     /// The code that stands for an operation; never 0.
-    pub(crate) fn code(&self, op: &'static str) -> u32 {
+    fn code(&self, op: &'static str) -> u32 {
         let mut codes = lock(&self.codes);
         let known = codes.iter().position(|known| *known == op);
         let at = known.unwrap_or_else(|| {
@@ -413,9 +506,10 @@ impl Alarm {
         at as u32 + 1
     }
 
-    fn word(&self, at: usize) -> &AtomicU32 {
-        // SAFETY: `at` is below `WORDS`; the memory is aligned and lives as long as this value.
-        unsafe { AtomicU32::from_ptr(self.host.add(at)) }
+    fn word(&self, slot: usize, at: usize) -> &AtomicU32 {
+        assert!(slot < Self::SLOTS && at < Self::WORDS, "an alarm has no word {at} of slot {slot}");
+        // SAFETY: it is one of the words that were allocated; the memory is aligned and lives as long as this value.
+        unsafe { AtomicU32::from_ptr(self.host.add(slot * Self::WORDS + at)) }
     }
 
     /// Reports taken so far.
@@ -425,43 +519,43 @@ impl Alarm {
 
     /// Whether there is a report that nobody has taken.
     fn rings(&self) -> bool {
-        self.word(0).load(Ordering::Acquire) != 0
+        self.word(0, 0).load(Ordering::Acquire) != 0
     }
 
     /// What a kernel reported, and no more of it to events of later.
     fn take(&self) -> Result<()> {
         let mut taken = lock(&self.taken);
-        let Some((op, what)) = self.report() else { return Ok(()) };
-        self.word(0).store(0, Ordering::Release);
+        let Some(report) = self.report(0) else { return Ok(()) };
+        self.word(0, 0).store(0, Ordering::Release);
         // Word 7 is the kernels' own: who writes first.
-        self.word(7).store(0, Ordering::Release);
-        *taken = (taken.0 + 1, Some((op, what.clone())));
-        Err(Error::invalid(op, what))
+        self.word(0, 7).store(0, Ordering::Release);
+        *taken = (taken.0 + 1, Some(report));
+        Err(report.error())
     }
 
     /// What a kernel reported, to an event recorded after `count` reports. Which kernels were before an event is not
     /// known, so one that was recorded before a report was taken tells that.
     fn look(&self, count: u64) -> Result<()> {
         let taken = lock(&self.taken);
-        let last = || taken.1.clone().filter(|_| count < taken.0);
-        self.report().or_else(last).map_or(Ok(()), |(op, what)| Err(Error::invalid(op, what)))
+        let last = || taken.1.filter(|_| count < taken.0);
+        self.report(0).or_else(last).map_or(Ok(()), |report| Err(report.error()))
     }
 
-    fn report(&self) -> Option<(&'static str, String)> {
-        let code = self.word(0).load(Ordering::Acquire);
+    fn report(&self, slot: usize) -> Option<Report> {
+        let code = self.word(slot, 0).load(Ordering::Acquire);
         if code == 0 {
             return None;
         }
-        let value = |at| u64::from(self.word(at).load(Ordering::Relaxed));
-        let (index, place, bound) =
-            ((value(1) | value(2) << 32) as i64, value(3) | value(4) << 32, value(5) | value(6) << 32);
+        let half = |at| u64::from(self.word(slot, at).load(Ordering::Relaxed));
+        let value = |at| half(at) | half(at + 1) << 32;
         let op = lock(&self.codes).get(code as usize - 1).copied().unwrap_or("kernel");
-        Some((op, format!("index {index} at position {place} is outside 0..{bound}")))
+        Some(Report { op, index: value(1) as i64, at: value(3) as usize, size: value(5) as usize })
     }
 }
 
 impl Drop for Alarm {
     fn drop(&mut self) {
+        lock(&self.gpu.spare).extend(lock(&self.free).drain(..).filter_map(|(_, event)| event));
         if self.gpu.current().is_ok() {
             // SAFETY: allocated in `new`; lanes that could write it have been waited for.
             let _ = unsafe { result::free_host(self.host.cast()) };
@@ -652,6 +746,11 @@ impl Device for Cuda {
 
     fn ails(&self) -> bool {
         self.ops.alarm.rings()
+    }
+
+    fn open_faults(&self) -> Result<Option<Box<dyn FaultReport>>> {
+        self.gpu.enter()?;
+        Ok(Some(Box::new(self.ops.alarm.open()?)))
     }
 
     fn lane(&self, kind: LaneKind) -> &dyn Lane {
@@ -942,12 +1041,13 @@ impl Ops for CudaOps {
         src: &[Option<View>],
         dst: &[Option<View>],
         scratch: Option<View>,
+        faults: Option<&Faults>,
     ) -> Result<()> {
         let Some(lane) = lane.as_any().downcast_ref::<CudaLane>() else {
             return Err(Error::Foreign { op: kernel.name(), what: format!("{lane:?} is no lane of a GPU") });
         };
         self.gpu.enter()?;
-        let (gpu, alarm, stream) = (&*self.gpu, &*self.alarm, lane.stream);
+        let (gpu, alarm, stream) = (&*self.gpu, self.alarm.slot(faults), lane.stream);
         let call = Call { gpu, alarm, stream, kernel, src, dst, scratch };
         // SAFETY: the caller's promise is passed on unchanged to the family that knows the kernel.
         unsafe {

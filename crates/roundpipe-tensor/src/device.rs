@@ -168,6 +168,15 @@ pub trait Device: Send + Sync + fmt::Debug {
         false
     }
 
+    /// A place where kernels report data that they must refuse, for one piece of work alone. `None` on devices whose
+    /// kernels report such data when they are launched.
+    ///
+    /// # Errors
+    /// When the device has no memory for it.
+    fn open_faults(&self) -> Result<Option<Box<dyn FaultReport>>> {
+        Ok(None)
+    }
+
     /// Told when a block is about to leave the pool for `op`, and may refuse. `sim` injects faults here.
     ///
     /// # Errors
@@ -276,7 +285,8 @@ pub struct Copy {
 
 /// The mathematics of a backend.
 pub trait Ops: Send + Sync {
-    /// Queues a kernel.
+    /// Queues a kernel. Data that it must refuse, such as an index out of range, is reported to `faults`; without
+    /// them, by the events of the lane. A device that computes at once returns the error instead.
     ///
     /// # Safety
     /// The views must be what the kernel's documentation asks for, lie in live memory of this device (or
@@ -292,6 +302,7 @@ pub trait Ops: Send + Sync {
         src: &[Option<View>],
         dst: &[Option<View>],
         scratch: Option<View>,
+        faults: Option<&Faults>,
     ) -> Result<()>;
 
     /// Bytes of scratch memory the kernel wants for these operands.
@@ -306,6 +317,69 @@ pub trait Ops: Send + Sync {
 
 /// [`Ops::thick`] of a processor.
 pub(crate) const THICK: usize = 256;
+
+/// What a backend keeps for one [`Faults`].
+pub trait FaultReport: Send + Sync {
+    /// What was reported first, as a new error each time.
+    ///
+    /// # Errors
+    /// The report.
+    fn check(&self) -> Result<()>;
+
+    /// Nobody asks any more. Kernels that were queued in `lane` before may still report.
+    fn retire(&self, lane: &dyn Lane);
+
+    /// For backends to recognise their own.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// Where the kernels of one piece of work report bad data: an index out of range, offsets that make no sense.
+///
+/// Bad data spoils the results of the work it belongs to and nothing else: the device goes on, and work of others on
+/// the same lane is not concerned. So it is reported here and not by the lane's events, which everybody shares.
+/// [`Worker::open_faults`](crate::Worker::open_faults) makes one.
+///
+/// A report is visible once the host knows by a fence that the kernel has run.
+pub struct Faults {
+    device: Arc<dyn Device>,
+    report: Box<dyn FaultReport>,
+}
+
+impl Faults {
+    /// Those of `device`, where its kernels report later than they are launched.
+    ///
+    /// # Errors
+    /// When the device has no memory for them.
+    pub(crate) fn open(device: &Arc<dyn Device>) -> Result<Option<Arc<Self>>> {
+        let report = device.open_faults()?;
+        Ok(report.map(|report| Arc::new(Self { device: device.clone(), report })))
+    }
+
+    /// Whether any kernel has reported so far.
+    ///
+    /// # Errors
+    /// The first report, every time.
+    pub fn check(&self) -> Result<()> {
+        self.report.check()
+    }
+
+    /// The backend's part.
+    pub(crate) fn report(&self) -> &dyn FaultReport {
+        &*self.report
+    }
+}
+
+impl Drop for Faults {
+    fn drop(&mut self) {
+        self.report.retire(self.device.lane(LaneKind::Compute));
+    }
+}
+
+impl fmt::Debug for Faults {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Faults({}, {:?})", self.device.id(), self.check())
+    }
+}
 
 /// Reserved device memory; given back when dropped.
 pub struct Arena {

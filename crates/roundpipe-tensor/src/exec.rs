@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use crate::bytes::Bytes;
-use crate::device::{Copy, Device, Direction, LaneKind};
+use crate::device::{Copy, Device, Direction, Faults, LaneKind};
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::kernel::{Kernel, View};
@@ -17,6 +17,8 @@ use crate::tensor::Tensor;
 #[derive(Debug, Clone)]
 pub struct Worker {
     pool: Arc<Pool>,
+    /// Where kernels launched through this value report bad data.
+    faults: Option<Arc<Faults>>,
 }
 
 impl Worker {
@@ -25,12 +27,26 @@ impl Worker {
     /// # Errors
     /// When the device has less.
     pub fn new(device: Arc<dyn Device>, bytes: Bytes) -> Result<Self> {
-        Ok(Self { pool: Pool::reserve(device, bytes)? })
+        Ok(Self { pool: Pool::reserve(device, bytes)?, faults: None })
     }
 
     /// The worker whose memory holds `tensor`.
     pub fn of(tensor: &Tensor) -> Self {
-        Self { pool: tensor.pool().clone() }
+        Self { pool: tensor.pool().clone(), faults: None }
+    }
+
+    /// A place where the kernels of one piece of work report bad data; `None` where launches return such errors.
+    ///
+    /// # Errors
+    /// When the device has no memory for it.
+    pub fn open_faults(&self) -> Result<Option<Arc<Faults>>> {
+        Faults::open(self.device())
+    }
+
+    /// The same worker, whose kernels report bad data to `faults` instead of to the lane's events.
+    #[must_use]
+    pub fn reporting_to(&self, faults: Option<Arc<Faults>>) -> Self {
+        Self { pool: self.pool.clone(), faults }
     }
 
     /// The device.
@@ -90,7 +106,9 @@ impl Worker {
         // SAFETY: the views come from live tensors of this worker; their blocks go back to the pool in the
         // host order of this same lane, so the memory stays theirs until the kernel has run; the caller
         // checked shapes and types and nobody else writes the destinations.
-        unsafe { ops.launch(lane, kernel, &src, &dst, scratch.as_ref().map(Tensor::view)) }
+        unsafe {
+            ops.launch(lane, kernel, &src, &dst, scratch.as_ref().map(Tensor::view), self.faults.as_deref())
+        }
     }
 
     pub(crate) fn check_home(&self, op: &'static str, tensor: &Tensor) -> Result<()> {

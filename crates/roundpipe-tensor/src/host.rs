@@ -64,7 +64,30 @@ struct Inner {
 #[derive(Default)]
 struct Claims {
     next: u64,
+    /// How often each range was claimed for writing.
+    written: Vec<(Range<usize>, u64)>,
     live: Vec<(u64, Range<usize>, bool)>,
+}
+
+/// Ranges that are told apart by [`HostBuf::writes`]; more are counted as one.
+const TOLD_APART: usize = 256;
+
+impl Claims {
+    fn count_write(&mut self, range: &Range<usize>) {
+        if let Some((_, count)) = self.written.iter_mut().find(|(known, _)| known == range) {
+            *count += 1;
+            return;
+        }
+        if self.written.len() < TOLD_APART {
+            self.written.push((range.clone(), 1));
+            return;
+        }
+        // Too coarse is safe: whoever looks takes bytes for changed that are not.
+        let whole = self.written.drain(..).fold((range.clone(), 1), |(all, sum), (range, count)| {
+            (all.start.min(range.start)..all.end.max(range.end), sum + count)
+        });
+        self.written.push(whole);
+    }
 }
 
 // SAFETY: `ptr` points into memory kept alive by `owner`, which is itself `Send + Sync`; access goes
@@ -237,6 +260,20 @@ impl HostBuf {
         self.view.is_empty()
     }
 
+    /// How often part of this view was lent for writing, through any view of the memory. Who keeps a copy of the bytes
+    /// sees by this number whether they may have changed.
+    pub fn writes(&self) -> u64 {
+        let claims = self.memory.claims.lock().unwrap_or_else(PoisonError::into_inner);
+        let meets =
+            |(range, _): &&(Range<usize>, u64)| range.start < self.view.end && self.view.start < range.end;
+        claims.written.iter().filter(meets).map(|(_, count)| count).sum()
+    }
+
+    /// Tells buffers apart while they live; clones and views of one memory agree.
+    pub fn id(&self) -> u64 {
+        Arc::as_ptr(&self.memory) as u64
+    }
+
     /// Lends `range` for reading.
     ///
     /// # Errors
@@ -286,6 +323,9 @@ impl HostBuf {
         }
         let id = claims.next;
         claims.next += 1;
+        if write {
+            claims.count_write(&at);
+        }
         claims.live.push((id, at.clone(), write));
         Ok(Guard { buf: self.memory.clone(), range: at, id })
     }

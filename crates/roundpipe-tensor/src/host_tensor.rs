@@ -424,7 +424,7 @@ mod tests {
         assert_eq!(t.narrow(1, 0, 0).unwrap().numel(), 0);
         assert_eq!(HostTensor::cat(&[t.clone(), t], 0).unwrap().dims(), [6, 0]);
         let full = count(&[2, 2]);
-        assert_eq!(full.narrow(0, 2, 0).unwrap().to_vec::<i32>().unwrap(), []);
+        assert_eq!(full.narrow(0, 2, 0).unwrap().to_vec::<i32>().unwrap(), [0i32; 0]);
         assert_eq!(full.narrow(1, 2, 0).unwrap().dims(), [2, 0]);
     }
 

@@ -21,7 +21,7 @@ use crate::cpu;
 use crate::cuda;
 use crate::cx::Cx;
 use crate::device::{
-    Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, Lane, LaneKind, Likeness, Ops,
+    Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, Faults, Lane, LaneKind, Likeness, Ops,
 };
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -231,6 +231,7 @@ impl Ops for MetaOps {
         src: &[Option<View>],
         dst: &[Option<View>],
         _scratch: Option<View>,
+        _faults: Option<&Faults>,
     ) -> Result<()> {
         let mut cost = self.cost.lock().unwrap_or_else(PoisonError::into_inner);
         cost.flops = cost.flops.saturating_add(flops(kernel, src, dst));

@@ -12,19 +12,22 @@
 //! - Slabs are cut into chunks of a fixed size whatever the number of threads, and sums over
 //!   chunks are added in their order: the same bits with any number of threads.
 //! - All instruction sets give the same bits (the payload of a NaN aside).
+//! - An update makes no weight and no moment infinite or NaN that was finite (module `finite`).
 
 mod adam;
+mod finite;
 mod grads;
 mod sgd;
 mod simd;
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use half::{bf16, f16};
 
 pub use adam::{AdamSlabs, AdamW, WeightDecay};
-pub use grads::{accumulate, all_finite, cast, chunk_squares, clip_factor, scale, squared_norm};
+pub use grads::{accumulate, all_finite, cast, chunk_squares, clip_factor, follow, scale, squared_norm};
 pub use sgd::{Sgd, SgdSlabs};
 
 use crate::cpu::threads::Threads;
@@ -144,6 +147,21 @@ fn for_each<T: Send>(threads: &Threads, parts: impl Iterator<Item = T>, task: im
             task(part);
         }
     });
+}
+
+/// Runs `task` on every part as [`for_each`] does; whether any returned true.
+fn any<T: Send>(
+    threads: &Threads,
+    parts: impl Iterator<Item = T>,
+    task: impl Fn(T) -> bool + Sync + Send,
+) -> bool {
+    let found = AtomicBool::new(false);
+    for_each(threads, parts, |part| {
+        if task(part) {
+            found.store(true, Ordering::Relaxed);
+        }
+    });
+    found.into_inner()
 }
 
 /// The chunks of an optional slab: as many `None` as one likes where there is none.

@@ -5,8 +5,9 @@
 //! error, not a race. A store may move a parameter to another home ([`Param::rehome`]); whoever holds the
 //! old memory keeps it alive.
 
+use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock, Weak};
 
 use half::{bf16, f16};
 
@@ -26,6 +27,20 @@ struct Inner {
     dtype: DType,
     data: RwLock<HostBuf>,
     trainable: AtomicBool,
+    keeper: RwLock<Option<Weak<dyn Keeper>>>,
+}
+
+/// Whoever moved a parameter's memory and knows where its newest values are: the state of an engine.
+pub trait Keeper: Send + Sync + fmt::Debug {
+    /// What errors call it.
+    fn name(&self) -> &str;
+
+    /// Whether it updates the parameter.
+    fn trains(&self, param: ParamId) -> bool;
+
+    /// Waits until the updates that were asked for are done, so that [`Param::data`] is the newest value of every
+    /// parameter.
+    fn settle(&self);
 }
 
 /// Tells parameters apart; clones share it.
@@ -41,7 +56,8 @@ impl Param {
         let shape = Shape::new(dims)?;
         check_size(&shape, dtype, &data)?;
         let data = RwLock::new(data);
-        Ok(Self(Arc::new(Inner { shape, dtype, data, trainable: AtomicBool::new(true) })))
+        let (trainable, keeper) = (AtomicBool::new(true), RwLock::new(None));
+        Ok(Self(Arc::new(Inner { shape, dtype, data, trainable, keeper })))
     }
 
     /// All zeros.
@@ -167,6 +183,16 @@ impl Param {
         check_size(&self.0.shape, self.0.dtype, &home)?;
         *self.0.data.write().unwrap_or_else(PoisonError::into_inner) = home;
         Ok(())
+    }
+
+    /// Who keeps its memory, while they live.
+    pub fn keeper(&self) -> Option<Arc<dyn Keeper>> {
+        self.0.keeper.read().unwrap_or_else(PoisonError::into_inner).as_ref()?.upgrade()
+    }
+
+    /// Says who keeps its memory from now on.
+    pub fn set_keeper(&self, keeper: Weak<dyn Keeper>) {
+        *self.0.keeper.write().unwrap_or_else(PoisonError::into_inner) = Some(keeper);
     }
 
     /// Size in bytes.

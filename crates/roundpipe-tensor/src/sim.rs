@@ -46,7 +46,8 @@ use crate::bytes::Bytes;
 use crate::cpu::threads::Threads;
 use crate::cpu::{self, CpuOps};
 use crate::device::{
-    Arena, Copy, Device, DeviceId, Direction, Event, EventState, Lane, LaneKind, Ops, Stamp,
+    Arena, Copy, Device, DeviceId, Direction, Event, EventState, FaultReport, Faults, Lane, LaneKind, Ops,
+    Stamp,
 };
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
@@ -338,6 +339,10 @@ impl Device for Sim {
         self.world.with(|state| state.ails())
     }
 
+    fn open_faults(&self) -> Result<Option<Box<dyn FaultReport>>> {
+        Ok(Some(Box::new(SimFaults::default())))
+    }
+
     fn lane(&self, kind: LaneKind) -> &dyn Lane {
         &self.lanes[kind as usize]
     }
@@ -573,6 +578,38 @@ impl EventState for SimEvent {
     }
 }
 
+/// What kernels of one piece of work reported; the items they were queued as share it.
+#[derive(Clone, Default)]
+struct SimFaults(Arc<Mutex<Option<Error>>>);
+
+impl SimFaults {
+    /// Keeps the first report.
+    fn put(&self, error: Error) {
+        let mut found = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        found.get_or_insert(error);
+    }
+}
+
+impl FaultReport for SimFaults {
+    fn check(&self) -> Result<()> {
+        let found = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*found {
+            None => Ok(()),
+            Some(Error::Index { op, index, at, size }) => {
+                Err(Error::Index { op, index: *index, at: *at, size: *size })
+            }
+            Some(Error::Invalid { op, what }) => Err(Error::invalid(op, what.clone())),
+            Some(other) => Err(Error::invalid("kernel", other.to_string())),
+        }
+    }
+
+    fn retire(&self, _lane: &dyn Lane) {}
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
 /// Queues kernels; the world's cpu threads run them.
 struct SimOps;
 
@@ -584,6 +621,7 @@ impl Ops for SimOps {
         src: &[Option<View>],
         dst: &[Option<View>],
         scratch: Option<View>,
+        faults: Option<&Faults>,
     ) -> Result<()> {
         let Some(lane) = lane.as_any().downcast_ref::<SimLane>() else {
             let what = format!("{kernel:?} on {lane:?}, which is no sim lane");
@@ -606,7 +644,9 @@ impl Ops for SimOps {
             let launch = Launch { worker: state.lanes[lane.number].device, kernel, src, dst };
             let told = state.kernel_time.as_ref().and_then(|time| time(&launch));
             let nanos = told.unwrap_or_else(|| state.timing.kernel(&launch));
-            let call = Called { kernel: kernel.clone(), src: src.to_vec(), dst: dst.to_vec(), scratch };
+            let faults = faults.and_then(|f| f.report().as_any().downcast_ref::<SimFaults>()).cloned();
+            let (src, dst) = (src.to_vec(), dst.to_vec());
+            let call = Called { kernel: kernel.clone(), src, dst, scratch, faults };
             state.push_work(lane.number, &name, nanos, Work::Kernel(Box::new(call)), (reads, writes));
             Ok(())
         })

@@ -43,7 +43,9 @@ fn negate(worker: &Worker, on: LaneKind, x: u64, y: u64) -> Result<()> {
     let (src, dst) = ([Some(view(x))], [Some(view(y))]);
     // SAFETY: both views lie in the worker's arena, which outlives the queue; order is what is tested, and
     // sim runs one item at a time.
-    unsafe { worker.device().ops().launch(lane(worker, on), &Kernel::Unary(Unary::Neg), &src, &dst, None) }
+    unsafe {
+        worker.device().ops().launch(lane(worker, on), &Kernel::Unary(Unary::Neg), &src, &dst, None, None)
+    }
 }
 
 /// Queues a copy within the device.
@@ -237,7 +239,7 @@ fn halves_of_one_tensor_are_apart() {
         let half = cx.narrow(&whole, 1, from, 8).unwrap().view();
         let ops = worker.device().ops();
         // SAFETY: `whole` lives past the fence below.
-        unsafe { ops.launch(lane(&worker, on), &Kernel::Fill { value: 2.0 }, &[], &[Some(half)], None) }
+        unsafe { ops.launch(lane(&worker, on), &Kernel::Fill { value: 2.0 }, &[], &[Some(half)], None, None) }
     };
     fill(LaneKind::Compute, 0, &mut cx).unwrap();
     fill(LaneKind::ActivationUpload, 8, &mut cx).unwrap();
@@ -502,8 +504,10 @@ fn what_is_queued_outlives_its_owners() {
     let kernel = Kernel::Host(Arc::new(Keeper(kept)));
     let ops = worker.device().ops();
     // SAFETY: the view lies in the worker's arena; sim keeps it until the kernel has run.
-    unsafe { ops.launch(lane(&worker, LaneKind::Compute), &kernel, &[], &[Some(view(y.addr()))], None) }
-        .unwrap();
+    unsafe {
+        ops.launch(lane(&worker, LaneKind::Compute), &kernel, &[], &[Some(view(y.addr()))], None, None)
+    }
+    .unwrap();
     drop((kernel, y, cx));
     let event = lane(&worker, LaneKind::Compute).record().unwrap();
     drop(worker);

@@ -69,7 +69,8 @@ use crate::update::{OptimHandle, OptimParams, Update};
 pub enum Lag {
     /// Every call reads the newest weights.
     Zero,
-    /// The update runs beside the next call, which reads the weights from before it.
+    /// The update runs beside the next call, which reads the weights from before it, unless
+    /// [`RoundPipe::synchronize`] comes between.
     One,
 }
 
@@ -105,7 +106,12 @@ pub struct Builder<M> {
     threads: Option<usize>,
     stall: Option<(Duration, OnStall)>,
     resident: bool,
+    inference: bool,
+    max_nonfinite_steps: u64,
 }
+
+/// [`Builder::max_nonfinite_steps`] unless said otherwise.
+const MAX_NONFINITE_STEPS: u64 = 10;
 
 impl<M: Layer + 'static> RoundPipe<M> {
     /// An engine for a [`Sequential`], whose layers are placed one by one, or for any other layer as a whole. Its
@@ -132,6 +138,8 @@ impl<M: Layer + 'static> RoundPipe<M> {
             threads: None,
             stall: None,
             resident: false,
+            inference: false,
+            max_nonfinite_steps: MAX_NONFINITE_STEPS,
         }
     }
 }
@@ -261,13 +269,37 @@ impl<M: Layer + 'static> Builder<M> {
         self
     }
 
+    /// An engine that only reads the weights, wherever they are: also while another engine trains them, of which it then
+    /// uses the newest. Off by default, when a parameter that a living engine trains is refused.
+    #[must_use]
+    pub fn inference(mut self, inference: bool) -> Self {
+        self.inference = inference;
+        self
+    }
+
+    /// After so many steps in a row that were not finite, a step fails with [`Error::NotFinite`], which names the first
+    /// layer whose output or gradient was not; 10 by default. Until then such steps are skipped and reported
+    /// ([`StepReport`]). While a [`GradScaler`] can still lower its scale, its steps do not count.
+    #[must_use]
+    pub fn max_nonfinite_steps(mut self, steps: u64) -> Self {
+        self.max_nonfinite_steps = steps;
+        self
+    }
+
     /// Reserves memory, moves the weights and starts the threads.
     ///
     /// # Errors
-    /// [`Error::Config`] for options that cannot work; when memory runs out.
+    /// [`Error::Config`] for options that cannot work, and for a parameter that another living engine trains; when
+    /// memory runs out.
     pub fn build(self) -> Result<RoundPipe<M>> {
         if let Some(other) = self.optim_dtype.filter(|dtype| *dtype != DType::F32) {
             return Err(Error::config("optim_dtype", format!("{other}; the optimizer's copies are f32")));
+        }
+        if let Some(rule) = &self.rule {
+            rule.check_settings()?;
+        }
+        if self.max_nonfinite_steps == 0 {
+            return Err(Error::config("max_nonfinite_steps", "0; allow at least one"));
         }
         let ring = match self.ring {
             Some(ring) => ring,
@@ -287,6 +319,8 @@ impl<M: Layer + 'static> Builder<M> {
         let store = Store::new(
             &layers,
             StoreConfig {
+                name: self.name.clone(),
+                inference: self.inference,
                 device: ring.host_device().clone(),
                 pin: self.pin,
                 asynchronous: self.asynchronous,
@@ -301,11 +335,13 @@ impl<M: Layer + 'static> Builder<M> {
         };
         let (seed, first_layer) = (self.seed, self.first_layer);
         let sets_buffers = AtomicBool::new(false);
-        let resident = self.resident;
-        let model = Model { name: self.name, layers, store, seed, first_layer, sets_buffers, resident };
+        let (resident, inference) = (self.resident, self.inference);
+        let model =
+            Model { name: self.name, layers, store, seed, first_layer, sets_buffers, resident, inference };
         let watchdog =
             self.stall.map(|(after, report)| Arc::new(Watchdog::start(ring.board().clone(), after, report)));
-        let core = Core::new(model, ring, self.config, self.asynchronous, Arc::new(Trace::new()))?;
+        let trace = Arc::new(Trace::new());
+        let core = Core::new(model, ring, self.config, self.asynchronous, trace, self.max_nonfinite_steps)?;
         Ok(RoundPipe { original, core: Arc::new(core), _watchdog: watchdog })
     }
 }
@@ -454,6 +490,7 @@ fn wait_losses(call: &Call) -> Result<Losses> {
         let parcels = call.wait("caller", &what, |state| state.losses[m].take())?;
         let values = parcels.iter().map(|p| Ok(host_tensor(p)?.item()?)).collect::<Result<Vec<f64>>>();
         let values = values.map_err(|error| call.place(call.terms.forward_slots, None, Some(m), error))?;
+        call.confirm()?;
         losses.sums.resize(losses.sums.len().max(values.len()), 0.0);
         for (sum, value) in losses.sums.iter_mut().zip(&values) {
             *sum += value;
@@ -467,7 +504,9 @@ fn wait_outputs(call: &Call) -> Result<Vec<Tree<HostTensor>>> {
     let wait = |m: usize| {
         let what = format!("waiting for the outputs of microbatch {m}");
         let flow = call.wait("caller", &what, |state| state.outputs[m].clone())?;
-        to_host(&flow)
+        let output = to_host(&flow)?;
+        call.confirm()?;
+        Ok(output)
     };
     (0..call.terms.microbatches).map(wait).collect()
 }
@@ -652,11 +691,15 @@ impl<M> RoundPipe<M> {
     /// Updates all weights by the engine's rule, from the gradients since the last step. At lag 0 this returns
     /// when all gradients have landed; the next call then follows the update layer by layer.
     ///
+    /// A step whose gradients are not all finite is skipped: [`StepReport::skipped`] says so.
+    ///
     /// # Errors
-    /// [`Error::Config`] without a rule or without gradients; what went wrong in the calls before. Nothing is
-    /// updated then.
+    /// [`Error::Config`] without a rule, without gradients or for options that make no sense; what went wrong in the
+    /// calls before; [`Error::NotFinite`] after too many steps in a row that were not finite
+    /// ([`Builder::max_nonfinite_steps`]). Nothing is updated then.
     pub fn update(&self, update: &Update, lag: Lag) -> Result<Stepping> {
         self.check_rule()?;
+        update.check()?;
         Ok(Stepping(self.core.step(Work::Rule(*update, None), lag == Lag::One)?))
     }
 
@@ -667,10 +710,26 @@ impl<M> RoundPipe<M> {
     /// As [`RoundPipe::update`].
     pub fn update_scaled(&self, update: &Update, scaler: &GradScaler, lag: Lag) -> Result<Stepping> {
         self.check_rule()?;
+        update.check()?;
         let used = self.loss_scale(scaler)?;
-        let update =
-            Update { grad_scale: update.grad_scale / used, skip_nonfinite: scaler.is_enabled(), ..*update };
+        let skip_nonfinite = update.skip_nonfinite || scaler.is_enabled();
+        let update = Update { grad_scale: update.grad_scale / used, skip_nonfinite, ..*update };
+        update.check()?;
         Ok(Stepping(self.core.step(Work::Rule(update, Some((scaler.clone(), used))), lag == Lag::One)?))
+    }
+
+    /// Drops the gradients since the last step and makes a new version of the weights that is equal to the newest: a
+    /// step in everything but its effect.
+    ///
+    /// # Errors
+    /// [`Error::Config`] without gradients; what went wrong in the calls before.
+    pub fn skip_step(&self, lag: Lag) -> Result<Stepping> {
+        Ok(Stepping(self.core.step(Work::Skip { nonfinite: false }, lag == Lag::One)?))
+    }
+
+    /// The same because gradients of this engine, or of one that is updated together with it, are not finite.
+    pub(crate) fn skip_nonfinite_step(&self, lag: Lag) -> Result<Stepping> {
+        Ok(Stepping(self.core.step(Work::Skip { nonfinite: true }, lag == Lag::One)?))
     }
 
     /// What losses of the next call are to be multiplied with.
@@ -694,8 +753,9 @@ impl<M> RoundPipe<M> {
     /// next call.
     ///
     /// # Errors
-    /// At lag 0 what the function returns, and what went wrong in the calls before; at lag 1 the engine's next call
-    /// returns these. Weights and copies are as before then.
+    /// At lag 0 what the function returns, what went wrong in the calls before, and [`Error::Config`] when the function
+    /// makes a finite value infinite or NaN; at lag 1 the engine's next call returns these. Weights and copies are as
+    /// before then.
     pub fn step(
         &self,
         step_fn: impl FnOnce(&mut OptimParams<'_>) -> Result<()> + Send + 'static,
@@ -704,8 +764,8 @@ impl<M> RoundPipe<M> {
         Ok(Stepping(self.core.step(Work::Function(Box::new(step_fn)), lag == Lag::One)?))
     }
 
-    /// Waits until nothing moves: the model's parameters are then the newest weights, and
-    /// [`RoundPipe::gradients`] are all there.
+    /// Waits until nothing moves: the model's parameters are then the newest weights, every call that follows reads them,
+    /// also after a step at lag 1, and [`RoundPipe::gradients`] are all there.
     ///
     /// # Errors
     /// What went wrong since the last call of the engine.

@@ -79,6 +79,26 @@ pub enum Error {
         /// What happened.
         why: String,
     },
+    /// Steps that were asked for did not happen, because something before them failed: the weights are those of the
+    /// last step that stands.
+    #[error("optimizer step {first} and those after it did not happen; the weights are those of step {}", first - 1)]
+    Undone {
+        /// The first of them.
+        first: u64,
+        /// Why.
+        source: Box<Error>,
+    },
+    /// Too many steps in a row had gradients or results that were not finite. The weights are as before the first of
+    /// them, but for elements that could be updated.
+    #[error(
+        "{steps} optimizer steps in a row were not finite; {place}; look at the data there, or lower the learning rate"
+    )]
+    NotFinite {
+        /// How many.
+        steps: u64,
+        /// The first layer whose output or gradient was not finite, in words.
+        place: String,
+    },
     /// Another part of the step failed first; that error says why.
     #[error(transparent)]
     Aborted(#[from] crate::version::Aborted),
@@ -95,14 +115,18 @@ pub enum Error {
 impl Error {
     /// Whether it only says that something else failed.
     pub(crate) fn is_echo(&self) -> bool {
-        matches!(self, Self::CalledOff { .. } | Self::Aborted(_))
+        match self {
+            Self::CalledOff { .. } | Self::Aborted(_) => true,
+            Self::Undone { source, .. } => source.is_echo(),
+            _ => false,
+        }
     }
 
     /// Whether a device reported it, perhaps later than it happened.
     pub(crate) fn is_of_device(&self) -> bool {
         use roundpipe_tensor::Error::{Device, Race};
         match self {
-            Self::Task { source, .. } => source.is_of_device(),
+            Self::Task { source, .. } | Self::Undone { source, .. } => source.is_of_device(),
             Self::Tensor(source) | Self::Layer { source, .. } => {
                 matches!(source, Device { .. } | Race { .. })
             }

@@ -13,7 +13,8 @@
 //!    that runs its backward, and rounded once when they leave it. Every layer has sums of its own.
 //! 4. A random number depends on (seed, call, microbatch, layer, site) only.
 //! 5. A failure is kept by its call, which then ends as if it had not begun: no buffer is written, no version
-//!    published. Calls submitted after it fail as well; those before it do not.
+//!    published. Calls of its engine that were submitted after it fail as well; those before it do not. Only what a
+//!    device itself reports fails all calls on the ring.
 //!
 //! The order of copies against kernels is `roundpipe_tensor::transfer`'s; that of weights against updates is
 //! [`crate::version`]'s.

@@ -59,22 +59,36 @@ impl Rule {
         }
     }
 
+    /// Refuses settings that no step would accept, whatever its learning rate.
+    ///
+    /// # Errors
+    /// The setting and its range.
+    pub fn check_settings(&self) -> Result<()> {
+        let threads = Threads::new(Some(1))?;
+        let lr = match self {
+            Self::Adam(rule) => rule.lr,
+            Self::Sgd(rule) => rule.lr,
+        };
+        self.check(&threads, Shared { lr, step: 1, factor: 1.0 })
+    }
+
     /// Refuses settings that no pass would accept.
     pub(crate) fn check(self, threads: &Threads, shared: Shared) -> Result<()> {
         let mut moments = vec![[0.0f32; 0]; self.moments()];
         let moments = moments.iter_mut().map(|moment| &mut moment[..]).collect();
         let slabs = Slabs { grad: Floats::F32(&[]), master: &mut [], moments, working: None };
-        self.update(threads, shared, true, slabs)
+        self.update(threads, shared, true, slabs).map(drop)
     }
 
-    /// One fused pass. `decays` says whether weight decay applies to this parameter.
+    /// One fused pass. `decays` says whether weight decay applies to this parameter. Returns whether some elements kept
+    /// their value because the new one was not finite.
     pub(crate) fn update(
         self,
         threads: &Threads,
         shared: Shared,
         decays: bool,
         slabs: Slabs<'_>,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let Shared { lr, step, factor } = shared;
         let Slabs { grad, master, moments, working } = slabs;
         let mut moments = moments.into_iter();
@@ -86,16 +100,79 @@ impl Rule {
                 };
                 let max_exp_avg_sq = moments.next();
                 let slabs = AdamSlabs { grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq, working };
-                AdamW { lr, weight_decay, ..rule }.step(threads, step, factor, slabs)?;
+                Ok(AdamW { lr, weight_decay, ..rule }.step(threads, step, factor, slabs)?)
             }
             Self::Sgd(rule) => {
                 let weight_decay = if decays { rule.weight_decay } else { 0.0 };
                 let slabs = SgdSlabs { grad, master, momentum: moments.next(), working };
-                Sgd { lr, weight_decay, ..rule }.step(threads, step, factor, slabs)?;
+                Ok(Sgd { lr, weight_decay, ..rule }.step(threads, step, factor, slabs)?)
             }
+        }
+    }
+}
+
+/// What a step asks for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Update {
+    /// Learning rate.
+    pub lr: f64,
+    /// Scales gradients down when their common norm exceeds this.
+    pub clip: Option<f64>,
+    /// What gradients are multiplied with first: one over the loss scale they were computed with.
+    pub grad_scale: f64,
+    /// Whether a step whose gradients are not all finite is skipped as a whole; on by default. Off, only the elements
+    /// whose new values would not be finite keep what they have.
+    pub skip_nonfinite: bool,
+}
+
+impl Update {
+    /// Nothing but a learning rate.
+    pub fn new(lr: f64) -> Self {
+        Self { lr, clip: None, grad_scale: 1.0, skip_nonfinite: true }
+    }
+
+    /// Refuses options that would ruin the weights.
+    ///
+    /// # Errors
+    /// [`Error::Config`] with the name of the option.
+    pub fn check(&self) -> Result<()> {
+        let refuse = |name: &'static str, value: f64, what: &str| {
+            Err(Error::config(name, format!("{value}; it must be {what}")))
+        };
+        if !self.lr.is_finite() || self.lr < 0.0 {
+            return refuse("lr", self.lr, "a finite number, 0 or more");
+        }
+        if let Some(clip) = self.clip.filter(|clip| clip.is_nan() || *clip <= 0.0) {
+            return refuse("clip", clip, "above 0; None clips nothing");
+        }
+        if !self.grad_scale.is_finite() || self.grad_scale <= 0.0 {
+            return refuse("grad_scale", self.grad_scale, "a finite number above 0");
         }
         Ok(())
     }
+
+    /// What to do with gradients whose squares, as they are stored, add up to `squared`.
+    pub fn decide(&self, squared: f64) -> Decision {
+        // Unscaled before they are measured, so that the threshold means the same at every scale.
+        let squared = squared * self.grad_scale * self.grad_scale;
+        let clip = self.clip.map_or(1.0, |max| optim::clip_factor(squared, max));
+        Decision {
+            factor: (f64::from(clip) * self.grad_scale) as f32,
+            grad_norm: squared.sqrt(),
+            skip: self.skip_nonfinite && !squared.is_finite(),
+        }
+    }
+}
+
+/// What [`Update::decide`] says.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Decision {
+    /// What stored gradients are multiplied with.
+    pub factor: f32,
+    /// L2 norm of all gradients, unscaled, before clipping.
+    pub grad_norm: f64,
+    /// Whether the step is skipped: [`Store::skip`](crate::Store::skip) instead of [`Store::apply`](crate::Store::apply) for every layer.
+    pub skip: bool,
 }
 
 /// The state of one parameter.
@@ -134,6 +211,8 @@ pub struct StepReport {
     pub grad_norm: f64,
     /// Whether nothing was updated because a gradient was not finite; `step` is the last that was.
     pub skipped: bool,
+    /// Whether some weights kept their value because the rule's result for them was not finite.
+    pub partial: bool,
 }
 
 impl Optimizer {
@@ -232,12 +311,15 @@ impl Optimizer {
         }
     }
 
-    /// Updates every parameter that has a gradient, with the learning rate `lr`, and starts the sums anew.
+    /// Updates every parameter that has a gradient, with the learning rate `lr`, and starts the sums anew. A step whose
+    /// gradients are not all finite is skipped.
     ///
     /// # Errors
-    /// [`Error::Config`] when there are no gradients; a parameter that a pass still reads is an error that
+    /// [`Error::Config`] when there are no gradients or an option makes no sense; a parameter that a pass still reads is an error that
     /// leaves all parameters as they were.
     pub fn step(&mut self, lr: f64) -> Result<StepReport> {
+        let update = Update { clip: self.max_norm, ..Update::new(lr) };
+        update.check()?;
         if !self.entries.iter().any(|e| e.filled) {
             return Err(Error::config("step", "no gradients were added since the last step"));
         }
@@ -245,7 +327,8 @@ impl Optimizer {
         for entry in self.entries.iter().filter(|e| e.filled) {
             squared += optim::squared_norm(&self.threads, Floats::F32(entry.grad.read_all()?.as_slice()));
         }
-        let factor = self.max_norm.map_or(1.0, |max| optim::clip_factor(squared, max));
+        let decision = update.decide(squared);
+        let (factor, grad_norm) = (decision.factor, decision.grad_norm);
         // All guards first: a parameter in use stops the step before anything is written.
         let mut open = Vec::new();
         for entry in self.entries.iter().filter(|e| e.filled) {
@@ -253,13 +336,18 @@ impl Optimizer {
         }
         let step = self.steps + 1;
         let shared = Shared { lr, step, factor };
+        if decision.skip {
+            self.zero_grad();
+            return Ok(StepReport { step: self.steps, grad_norm, skipped: true, partial: false });
+        }
+        let mut partial = false;
         for (decays, mut open) in open {
-            self.rule.update(&self.threads, shared, decays, open.slabs())?;
+            partial |= self.rule.update(&self.threads, shared, decays, open.slabs())?;
         }
         // Only now: a refused learning rate is no step.
         self.steps = step;
         self.zero_grad();
-        Ok(StepReport { step, grad_norm: squared.sqrt(), skipped: false })
+        Ok(StepReport { step, grad_norm, skipped: false, partial })
     }
 
     /// Forgets the gradients added since the last step.
@@ -367,6 +455,15 @@ pub(crate) fn floats(dtype: DType, data: &HostRef) -> Floats<'_> {
         DType::BF16 => Floats::BF16(data.as_slice()),
         DType::F16 => Floats::F16(data.as_slice()),
         _ => Floats::F32(data.as_slice()),
+    }
+}
+
+/// The same of a range that may be written.
+pub(crate) fn floats_of(dtype: DType, data: &mut HostMut) -> Floats<'_> {
+    match dtype {
+        DType::BF16 => Floats::BF16(data.as_mut_slice()),
+        DType::F16 => Floats::F16(data.as_mut_slice()),
+        _ => Floats::F32(data.as_mut_slice()),
     }
 }
 

@@ -66,7 +66,7 @@ impl GradScaler {
         Ok(Self::start(state))
     }
 
-    /// One that scales nothing and never skips.
+    /// One that scales nothing.
     pub fn disabled() -> Self {
         Self::start(ScalerState { enabled: false, ..ScalerState::default() })
     }

@@ -8,24 +8,25 @@
 //! The device block of a layer mirrors the host: `[trainable slab][frozen slab][parameters that live
 //! elsewhere]`, so that a whole layer is uploaded in one or two copies.
 //!
-//! Refused: trainable parameters that are not f32, bf16 or f16, and gradients in a type other than f32 or the
-//! parameter's own.
+//! Refused: trainable parameters that are not f32, bf16 or f16, gradients in a type other than f32 or the parameter's
+//! own, and a trainable parameter that a living store trains already.
 //!
 //! # Invariants
 //! - A parameter has one home: the first layer that names it. Other layers refer to it.
 //! - Every (layer, trainable parameter) pair has its own gradient range: what one layer writes depends on no
 //!   other layer.
-//! - A parameter's [`Param::data`] is the newest published version.
-//! - Slabs are written under [`Versions`] and the guards of [`HostBuf`], nowhere else.
+//! - A parameter's [`Param::data`] is the newest published version. What somebody else writes there is seen: the next
+//!   update starts from it, and a write to an older version is refused by the next update.
+//! - The store writes slabs under [`Versions`] and the guards of [`HostBuf`], nowhere else.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use roundpipe_tensor::cpu::threads::Threads;
-use roundpipe_tensor::{DType, Device, HostBuf, Param, ParamId, Pin, Shape};
+use roundpipe_tensor::{DType, Device, HostBuf, Keeper, Param, ParamId, Pin, Shape};
 
 use crate::error::{Error, Result};
 use crate::layer::Layer;
@@ -38,6 +39,8 @@ const ALIGN: usize = 64;
 /// What a user may choose about a store.
 #[derive(Debug, Clone)]
 pub struct StoreConfig {
+    /// What errors call the store's engine.
+    pub name: String,
     /// Whose host memory weights and gradients lie in.
     pub device: Arc<dyn Device>,
     /// How that memory is pinned. Frozen parameters stay where they are, e.g. in a mapped file, with [`Pin::Off`] and
@@ -51,12 +54,23 @@ pub struct StoreConfig {
     pub grad_dtype: Option<DType>,
     /// Threads of updates; by default one per core.
     pub threads: Option<usize>,
+    /// Whether parameters are only read, also those that are trainable: another store may train them meanwhile.
+    pub inference: bool,
 }
 
 impl StoreConfig {
     /// Pinned memory of `device`, updates between steps, no rule.
     pub fn new(device: Arc<dyn Device>) -> Self {
-        Self { device, pin: Pin::default(), asynchronous: false, rule: None, grad_dtype: None, threads: None }
+        Self {
+            name: "the store".to_owned(),
+            device,
+            pin: Pin::default(),
+            asynchronous: false,
+            rule: None,
+            grad_dtype: None,
+            threads: None,
+            inference: false,
+        }
     }
 }
 
@@ -72,6 +86,31 @@ pub struct Store {
 pub(crate) struct Shared {
     config: StoreConfig,
     pub(crate) threads: Threads,
+    keeper: Arc<StoreKeeper>,
+}
+
+/// A store as its parameters know it.
+#[derive(Debug)]
+struct StoreKeeper {
+    name: String,
+    gate: Arc<Gate>,
+    trained: OnceLock<HashSet<ParamId>>,
+    /// The version that all layers will have once the updates that were asked for are done.
+    asked: AtomicU64,
+}
+
+impl Keeper for StoreKeeper {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn trains(&self, param: ParamId) -> bool {
+        self.trained.get().is_some_and(|trained| trained.contains(&param))
+    }
+
+    fn settle(&self) {
+        self.gate.wait_all(|version| version >= self.asked.load(Ordering::SeqCst));
+    }
 }
 
 /// The state of one layer.
@@ -87,6 +126,9 @@ pub struct StoreLayer {
     /// `None` where frozen parameters stay in their own buffers.
     frozen: Option<HostBuf>,
     training: OnceLock<Training>,
+    /// How often the weights of each parameter had been lent for writing, in each slab, when an update last looked: those
+    /// that were lent since hold values of somebody else.
+    seen: Mutex<Vec<[u64; 2]>>,
 }
 
 /// One parameter as one layer sees it.
@@ -183,7 +225,14 @@ impl Store {
     pub fn new(layers: &[(String, Arc<dyn Layer>)], config: StoreConfig) -> Result<Self> {
         let threads = Threads::new(config.threads)?;
         let gate = Gate::new(layers.len());
-        let shared = Arc::new(Shared { config, threads });
+        let trained = if config.inference { HashSet::new() } else { claimable(layers)? };
+        let keeper = Arc::new(StoreKeeper {
+            name: config.name.clone(),
+            gate: gate.clone(),
+            trained: trained.into(),
+            asked: AtomicU64::new(0),
+        });
+        let shared = Arc::new(Shared { config, threads, keeper });
         let mut homes = HashMap::new();
         let mut users: HashMap<(usize, usize), Vec<(usize, usize)>> = HashMap::new();
         let mut stored = Vec::new();
@@ -207,6 +256,42 @@ impl Store {
             param.decays = decays(&param.name, &param.param);
         }
         self
+    }
+
+    /// Says which version all layers will have once the updates that were asked for are done.
+    pub(crate) fn set_asked(&self, version: u64) {
+        self.shared.keeper.asked.store(version, Ordering::SeqCst);
+    }
+
+    /// What [`Store::set_asked`] said last.
+    pub(crate) fn asked(&self) -> u64 {
+        self.shared.keeper.asked.load(Ordering::SeqCst)
+    }
+
+    /// Waits for the updates of other engines that were asked for and write parameters which this store only reads.
+    pub(crate) fn settle_others(&self) {
+        let own: Arc<dyn Keeper> = self.shared.keeper.clone();
+        let mut settled: Vec<Arc<dyn Keeper>> = vec![own];
+        for param in self.layers.iter().flat_map(|layer| &layer.params).filter(|param| !param.trainable) {
+            let Some(keeper) = param.param.keeper() else { continue };
+            if !settled.iter().any(|known| Arc::ptr_eq(known, &keeper)) {
+                keeper.settle();
+                settled.push(keeper);
+            }
+        }
+    }
+
+    /// Whether somebody else wrote newest weights since the last update.
+    pub fn was_written(&self) -> bool {
+        self.layers.iter().any(StoreLayer::was_written)
+    }
+
+    /// A number that changes whenever the weights of a layer may have changed without a new version: when somebody
+    /// wrote or moved them.
+    pub(crate) fn writes(&self, layer: usize) -> u64 {
+        let here = &self.layers[layer];
+        let homes = here.params.iter().map(|param| param.param.data());
+        homes.fold(0, |sum, home| sum.wrapping_mul(31).wrapping_add(home.writes() ^ home.id()))
     }
 
     /// The layers in order.
@@ -281,7 +366,8 @@ impl Store {
         let here = &self.layers[layer];
         let mut segments = Vec::new();
         segments.push(Segment { data: here.weights(version)?, block_offset: 0 });
-        if let Some(frozen) = &here.frozen {
+        let frozen = here.frozen.as_ref().filter(|slab| here.is_at_home(slab));
+        if let Some(frozen) = frozen {
             segments.push(Segment {
                 data: frozen.clone(),
                 block_offset: here.sizes.weights.next_multiple_of(ALIGN),
@@ -289,7 +375,7 @@ impl Store {
         }
         for param in &here.params {
             let own = param.home.0 == layer;
-            if own && (param.trainable || here.frozen.is_some()) {
+            if own && (param.trainable || frozen.is_some()) {
                 continue;
             }
             let data = match param.trainable {
@@ -355,11 +441,18 @@ impl StoreLayer {
         let mut params = Vec::new();
         for (at, (param_name, param)) in layer.named_params().into_iter().enumerate() {
             let home = *homes.entry(param.id()).or_insert((index, at));
-            params.push(StoredParam::new(format!("{name}.{param_name}"), param, home, config.grad_dtype)?);
+            let full_name = format!("{name}.{param_name}");
+            params.push(StoredParam::new(full_name, param, home, config)?);
         }
         let sizes = lay_out(index, &mut params);
         let weights = config.buffer(&format!("{name} weights"), sizes.weights)?;
-        let frozen = config.frozen(&format!("{name} frozen weights"), sizes.frozen)?;
+        // What another engine keeps stays with it: this one reads it there.
+        let kept =
+            |param: &StoredParam| param.home.0 == index && !param.trainable && param.param.keeper().is_some();
+        let frozen = match params.iter().any(kept) {
+            true => None,
+            false => config.frozen(&format!("{name} frozen weights"), sizes.frozen)?,
+        };
         let mut seen: Vec<usize> = params.iter().filter(|p| p.trainable).map(|p| p.home.0).collect();
         seen.sort_unstable();
         seen.dedup();
@@ -374,8 +467,14 @@ impl StoreLayer {
             weights,
             frozen,
             training: OnceLock::new(),
+            seen: Mutex::default(),
         };
         layer.move_in(index)?;
+        let writes = |param: &StoredParam| match param.trainable && param.home.0 == index {
+            true => [param.param.data().writes(), 0],
+            false => [0, 0],
+        };
+        *layer.lock_seen() = layer.params.iter().map(writes).collect();
         Ok(layer)
     }
 
@@ -388,8 +487,46 @@ impl StoreLayer {
             let old = param.param.data().read_all()?;
             home.write(0..home.len())?.bytes().copy_from_slice(old.bytes());
             param.param.rehome(home)?;
+            let keeper: Arc<dyn Keeper> = self.shared.keeper.clone();
+            param.param.set_keeper(Arc::downgrade(&keeper));
         }
         Ok(())
+    }
+
+    /// Whether all frozen parameters still lie in their slab: another engine may have taken some over.
+    fn is_at_home(&self, slab: &HostBuf) -> bool {
+        let moved = |param: &StoredParam| {
+            let range = param.offset..param.offset + param.param.bytes();
+            !slab.slice(range).is_ok_and(|home| home.is_same(&param.param.data()))
+        };
+        !self.own().any(|(_, param)| !param.trainable && moved(param))
+    }
+
+    pub(crate) fn lock_seen(&self) -> MutexGuard<'_, Vec<[u64; 2]>> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether somebody else wrote the newest weights since an update last looked.
+    pub(crate) fn was_written(&self) -> bool {
+        let seen = self.lock_seen();
+        let slab = self.versions.slab(self.versions.current());
+        self.own_trainable().any(|(index, _)| self.is_written(index, slab, &seen))
+    }
+
+    /// Whether somebody else wrote a parameter in one of the slabs.
+    pub(crate) fn is_written(&self, index: usize, slab: usize, seen: &[[u64; 2]]) -> bool {
+        self.writes(index, slab) != seen[index][slab]
+    }
+
+    /// How often a parameter was lent for writing in one of the slabs.
+    pub(crate) fn writes(&self, index: usize, slab: usize) -> u64 {
+        let param = &self.params[index];
+        let slab = match slab {
+            0 => Some(&self.weights),
+            _ => self.training.get().and_then(|training| training.second.as_ref()),
+        };
+        let home = slab.and_then(|slab| slab.slice(param.offset..param.offset + param.param.bytes()).ok());
+        home.map_or(0, |home| home.writes())
     }
 
     /// The layer's name.
@@ -465,7 +602,7 @@ impl StoreLayer {
     }
 
     /// The slab of a version.
-    fn weights(&self, version: u64) -> Result<HostBuf> {
+    pub(crate) fn weights(&self, version: u64) -> Result<HostBuf> {
         match self.versions.slab(version) {
             0 => Ok(self.weights.clone()),
             _ => Ok(self.training()?.second.clone().expect("two versions have two slabs")),
@@ -502,11 +639,11 @@ impl StoreLayer {
 }
 
 impl StoredParam {
-    fn new(name: String, param: Param, home: (usize, usize), grad_dtype: Option<DType>) -> Result<Self> {
-        let (dtype, trainable) = (param.dtype(), param.is_trainable());
+    fn new(name: String, param: Param, home: (usize, usize), config: &StoreConfig) -> Result<Self> {
+        let (dtype, trainable) = (param.dtype(), param.is_trainable() && !config.inference);
         // The offset comes with the layout.
         let master = (trainable && needs_master(&name, dtype)?).then_some(0);
-        let grad_dtype = grad_dtype.unwrap_or(dtype);
+        let grad_dtype = config.grad_dtype.unwrap_or(dtype);
         if trainable && grad_dtype != dtype && grad_dtype != DType::F32 {
             let what = format!("{name} is {dtype}; its gradients are {dtype} or f32, not {grad_dtype}");
             return Err(Error::config("grad_dtype", what));
@@ -580,6 +717,32 @@ impl StoreConfig {
             Err(error) => Err(error),
         }
     }
+}
+
+/// The trainable parameters of `layers`.
+///
+/// # Errors
+/// [`Error::Config`] when a living store trains one of them: each would move it to slabs of its own, and train a copy.
+fn claimable(layers: &[(String, Arc<dyn Layer>)]) -> Result<HashSet<ParamId>> {
+    let mut trained = HashSet::new();
+    for (layer, (name, param)) in layers
+        .iter()
+        .flat_map(|(name, layer)| layer.named_params().into_iter().map(move |named| (name, named)))
+    {
+        if !param.is_trainable() {
+            continue;
+        }
+        if let Some(keeper) = param.keeper().filter(|keeper| keeper.trains(param.id())) {
+            let what = format!(
+                "{layer}.{name} is trained by another engine, {}; drop that one first, use it for these calls too, or \
+                 build this one with inference(true)",
+                keeper.name()
+            );
+            return Err(Error::config("model", what));
+        }
+        trained.insert(param.id());
+    }
+    Ok(trained)
 }
 
 /// Places the parameters of layer `index` in its slabs and its device block.

@@ -3,7 +3,7 @@
 //! The path of an update: gradient ranges (summed in f32 where several layers share a parameter, the last layer
 //! first) -> one fused pass over master and moments -> working weights in the slab of the next version -> the
 //! parameters move there -> the version is published. A parameter without a gradient keeps its value and its
-//! state.
+//! state. Weights that somebody wrote since the last update are what the next one starts from.
 //!
 //! Layer by layer as gradients land: [`Store::squares`] and [`Store::apply`]. The whole model at once:
 //! [`Store::step`]. Any function of the user: [`Store::apply_fn`].
@@ -12,6 +12,7 @@
 //! - The same gradients give the same bits for any number of threads, any order of layers and one or two
 //!   slabs, and those of [`Optimizer`](crate::Optimizer).
 //! - A slab that is in use elsewhere stops an update before anything is written.
+//! - What was finite stays finite.
 //! - [`Store::step`] and [`Store::apply_fn`] update every layer or none; [`Store::apply`] promises that for its
 //!   layer alone.
 
@@ -21,55 +22,13 @@ use std::sync::{Mutex, PoisonError};
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::{HostMut, HostRef};
 use roundpipe_tensor::optim::{self, CHUNK, Floats, FloatsMut};
-use roundpipe_tensor::{DType, HostBuf, Param, Shape};
+use roundpipe_tensor::{DType, HostBuf, Param, Shape, bf16, f16};
 
 use crate::error::{Error, Result};
-use crate::optim::{Rule, Shared, Slabs, StepReport, fill_master, floats, floats_mut};
+pub use crate::optim::{Decision, Update};
+use crate::optim::{Rule, Shared, Slabs, StepReport, floats, floats_mut, floats_of};
 use crate::store::{Store, StoredParam};
 use crate::version::{Abort, WriteTicket};
-
-/// What a step asks for.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Update {
-    /// Learning rate.
-    pub lr: f64,
-    /// Scales gradients down when their common norm exceeds this.
-    pub clip: Option<f64>,
-    /// What gradients are multiplied with first: one over the loss scale they were computed with.
-    pub grad_scale: f64,
-    /// Whether a step whose gradients are not all finite is skipped.
-    pub skip_nonfinite: bool,
-}
-
-impl Update {
-    /// Nothing but a learning rate.
-    pub fn new(lr: f64) -> Self {
-        Self { lr, clip: None, grad_scale: 1.0, skip_nonfinite: false }
-    }
-
-    /// What to do with gradients whose squares, as they are stored, add up to `squared`.
-    pub fn decide(&self, squared: f64) -> Decision {
-        // Unscaled before they are measured, so that the threshold means the same at every scale.
-        let squared = squared * self.grad_scale * self.grad_scale;
-        let clip = self.clip.map_or(1.0, |max| optim::clip_factor(squared, max));
-        Decision {
-            factor: (f64::from(clip) * self.grad_scale) as f32,
-            grad_norm: squared.sqrt(),
-            skip: self.skip_nonfinite && !squared.is_finite(),
-        }
-    }
-}
-
-/// What [`Update::decide`] says.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Decision {
-    /// What stored gradients are multiplied with.
-    pub factor: f32,
-    /// L2 norm of all gradients, unscaled, before clipping.
-    pub grad_norm: f64,
-    /// Whether the step is skipped: [`Store::skip`] instead of [`Store::apply`] for every layer.
-    pub skip: bool,
-}
 
 /// One layer's part of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -135,15 +94,27 @@ impl Store {
     }
 
     /// Updates one layer's own parameters with the rule, publishes the version and takes the gradients as read. All
-    /// gradients of [`Store::grad_layers`] must have landed.
+    /// gradients of [`Store::grad_layers`] must have landed. Returns whether some elements kept their value because the
+    /// rule's was not finite.
     ///
     /// # Errors
     /// [`Error::Config`] without a rule; [`Error::Aborted`]; a slab in use elsewhere. The layer is as before then.
-    pub fn apply(&self, layer: usize, apply: &Apply, abort: &Abort) -> Result<()> {
+    pub fn apply(&self, layer: usize, apply: &Apply, abort: &Abort) -> Result<bool> {
         let rule = self.rule_or_refuse()?;
         let mut open = self.open(layer, apply.next_version, abort)?;
-        open.update(&self.shared.threads, rule, apply)?;
-        self.finish(open)
+        let kept = open.update(&self.shared.threads, rule, apply)?;
+        self.finish(open)?;
+        Ok(kept)
+    }
+
+    /// Refuses, before the first layer is touched, what [`Store::apply`] would refuse at some layer for the time being:
+    /// slabs that somebody holds, and weights of an older version that somebody wrote.
+    ///
+    /// # Errors
+    /// [`roundpipe_tensor::Error::Busy`] while somebody holds a slab; [`Error::Config`] for a write that would be lost,
+    /// once.
+    pub(crate) fn check_open(&self, next_version: u64, abort: &Abort) -> Result<()> {
+        (0..self.layers().len()).try_for_each(|layer| self.open(layer, next_version, abort).map(drop))
     }
 
     /// Makes the next version of a layer equal to the newest and forgets its gradients: the part of a skipped step.
@@ -163,6 +134,7 @@ impl Store {
     /// [`Error::Config`] without a rule or without any gradient; otherwise as [`Store::apply`]. Everything is as
     /// before then.
     pub fn step(&self, update: &Update, next_version: u64, abort: &Abort) -> Result<StepReport> {
+        update.check()?;
         let rule = self.rule_or_refuse()?;
         let layers = 0..self.layers().len();
         let squares = self.all_squares()?;
@@ -173,28 +145,29 @@ impl Store {
         let mut open = layers.map(|l| self.open(l, next_version, abort)).collect::<Result<Vec<_>>>()?;
         let step = self.steps() + u64::from(!decision.skip);
         let apply = Apply { step, lr: update.lr, factor: decision.factor, next_version };
+        let mut partial = false;
         for open in &mut open {
             if decision.skip {
                 open.params.iter_mut().for_each(OpenParam::keep);
             } else {
-                open.update(&self.shared.threads, rule, &apply)?;
+                partial |= open.update(&self.shared.threads, rule, &apply)?;
             }
         }
         open.into_iter().try_for_each(|open| self.finish(open))?;
         self.set_steps(step);
-        Ok(StepReport { step, grad_norm: decision.grad_norm, skipped: decision.skip })
+        Ok(StepReport { step, grad_norm: decision.grad_norm, skipped: decision.skip, partial })
     }
 
     /// Updates with a function over all optimizer copies: f32 values that it may change, and gradients as they are
     /// stored. Then the working weights of the next version are rounded from the values.
     ///
-    /// While it runs, a backup of the copies takes 4 bytes per trainable parameter (none for f32 weights with
-    /// two versions, where the old version is the backup), and a shared parameter's summed gradient takes 4
+    /// While it runs, a backup takes 4 bytes per trainable parameter, and a shared parameter's summed gradient takes 4
     /// more.
     ///
     /// # Errors
-    /// What the function returns; [`Error::Aborted`]; a slab in use elsewhere. Values, weights and gradients are
-    /// as before then, also when the function panics.
+    /// What the function returns; [`Error::Config`] when it made a finite value infinite or NaN; [`Error::Aborted`]; a
+    /// slab in use elsewhere. Values, gradients and all versions of the weights are as before then, also when the
+    /// function panics.
     pub fn apply_fn(
         &self,
         next_version: u64,
@@ -207,6 +180,8 @@ impl Store {
         let threads = &self.shared.threads;
         all.each().try_for_each(|param| param.prepare(threads))?;
         function(&mut all)?;
+        // Every value before the first weight: what is refused leaves nothing behind.
+        all.each().try_for_each(|param| param.check_finite())?;
         all.each().try_for_each(|param| param.round(threads))?;
         all.each().for_each(|param| param.backup = None);
         all.layers.into_iter().try_for_each(|open| self.finish(open))?;
@@ -219,6 +194,11 @@ impl Store {
     /// # Errors
     /// When the system has no memory for them.
     pub fn optim_params(&self) -> Result<Vec<OptimHandle>> {
+        self.follow_writes()?;
+        self.handles()
+    }
+
+    fn handles(&self) -> Result<Vec<OptimHandle>> {
         let mut all = Vec::new();
         for (at, layer) in self.layers().iter().enumerate() {
             for (index, param) in layer.own_trainable() {
@@ -235,15 +215,27 @@ impl Store {
         Ok(all)
     }
 
-    /// Takes the newest weights as the truth: after they were loaded into the parameters, the optimizer's copies
-    /// follow. Between steps only.
+    /// Makes the optimizer's copies follow weights that somebody wrote since the last update, which does the same by
+    /// itself. Between steps only.
     ///
     /// # Errors
     /// When the system has no memory or a slab is in use elsewhere.
-    pub fn copies_from_weights(&self) -> Result<()> {
-        for param in self.optim_params()? {
-            if let Some(master) = &param.master {
-                fill_master(&self.shared.threads, &param.param, master)?;
+    pub fn follow_writes(&self) -> Result<()> {
+        for layer in self.layers().iter().filter(|layer| layer.was_written()) {
+            let mut seen = layer.lock_seen();
+            let version = layer.versions().current();
+            let slab = layer.versions().slab(version);
+            for (index, param) in layer.own_trainable() {
+                if !layer.is_written(index, slab, &seen) {
+                    continue;
+                }
+                if let Some(master) = layer.master(index)? {
+                    let weights = layer.working(index, version)?.read_all()?;
+                    let mut master = master.write(0..master.len())?;
+                    let weights = floats(param.dtype, &weights);
+                    optim::follow(&self.shared.threads, weights, master.as_mut_slice())?;
+                }
+                seen[index][slab] = layer.writes(index, slab);
             }
         }
         Ok(())
@@ -253,9 +245,9 @@ impl Store {
     /// rounded from them. Between steps only.
     ///
     /// # Errors
-    /// As [`Store::copies_from_weights`].
+    /// As [`Store::follow_writes`].
     pub fn weights_from_copies(&self) -> Result<()> {
-        for param in self.optim_params()? {
+        for param in self.handles()? {
             if let Some(master) = &param.master {
                 let (master, home) = (master.read_all()?, param.param.data());
                 let mut working = home.write(0..home.len())?;
@@ -288,9 +280,22 @@ impl Store {
         let ticket = here.versions().wait_writable(next_version, abort)?;
         let two = here.versions().slabs() == 2;
         let all = |buf: HostBuf| buf.write(0..buf.len());
+        // Counts and claims are taken together, so that nobody writes between the two.
+        let mut seen = here.lock_seen();
+        let (newest, next) = (here.versions().slab(next_version - 1), here.versions().slab(next_version));
         let mut params = Vec::new();
         for (index, stored) in here.own_trainable() {
-            params.push(OpenParam {
+            if two && here.is_written(index, next, &seen) {
+                seen[index][next] = here.writes(index, next);
+                let what = format!(
+                    "{} was written in memory that it has left, so the values are lost; call `synchronize`, then write \
+                     through `Param::data`",
+                    stored.name
+                );
+                return Err(Error::config("parameter", what));
+            }
+            let written = here.is_written(index, newest, &seen);
+            let mut param = OpenParam {
                 layer,
                 stored,
                 grads: self.grads_of(stored)?,
@@ -300,8 +305,15 @@ impl Store {
                 master: here.master(index)?.map(all).transpose()?,
                 moments: here.moments(index)?.into_iter().map(all).collect::<Result<_, _>>()?,
                 backup: None,
-            });
+            };
+            if written {
+                param.follow(&self.shared.threads)?;
+            }
+            // Nobody else can claim what is held now.
+            seen[index] = [here.writes(index, 0), here.writes(index, 1)];
+            params.push(param);
         }
+        drop(seen);
         Ok(OpenLayer { layer, ticket, params })
     }
 
@@ -329,9 +341,14 @@ struct OpenLayer<'a> {
 }
 
 impl OpenLayer<'_> {
-    fn update(&mut self, threads: &Threads, rule: Rule, apply: &Apply) -> Result<()> {
+    /// The rule's pass over each parameter; whether some elements kept their value.
+    fn update(&mut self, threads: &Threads, rule: Rule, apply: &Apply) -> Result<bool> {
         let shared = Shared { lr: apply.lr, step: apply.step, factor: apply.factor };
-        self.params.iter_mut().try_for_each(|param| param.update(threads, rule, shared))
+        let mut kept = false;
+        for param in &mut self.params {
+            kept |= param.update(threads, rule, shared)?;
+        }
+        Ok(kept)
     }
 }
 
@@ -348,16 +365,16 @@ struct OpenParam<'a> {
     working: HostMut,
     master: Option<HostMut>,
     moments: Vec<HostMut>,
-    /// The copy as it was; written back on drop, unless taken away.
+    /// What the memory that a function writes held before; written back on drop, unless taken away.
     backup: Option<HostBuf>,
 }
 
 impl OpenParam<'_> {
     /// The rule's pass, or none without a gradient.
-    fn update(&mut self, threads: &Threads, rule: Rule, shared: Shared) -> Result<()> {
+    fn update(&mut self, threads: &Threads, rule: Rule, shared: Shared) -> Result<bool> {
         if self.grads.is_empty() {
             self.keep();
-            return Ok(());
+            return Ok(false);
         }
         self.start_copy(threads)?;
         let (dtype, decays) = (self.stored.dtype, self.stored.decays);
@@ -379,7 +396,19 @@ impl OpenParam<'_> {
         let done = each_chunk(threads, &self.grads, chunks, |one, (master, moments, working), grad| {
             rule.update(one, shared, decays, Slabs { grad, master, moments, working })
         });
-        done.map(drop)
+        Ok(done?.contains(&true))
+    }
+
+    /// Makes the f32 copy follow weights that somebody wrote.
+    fn follow(&mut self, threads: &Threads) -> Result<()> {
+        let Some(master) = &mut self.master else { return Ok(()) };
+        let dtype = self.stored.dtype;
+        let master = master.as_mut_slice();
+        match &self.old {
+            Some(newest) => optim::follow(threads, floats(dtype, newest), master)?,
+            None => optim::follow(threads, floats_of(dtype, &mut self.working), master)?,
+        }
+        Ok(())
     }
 
     /// Where f32 weights are updated in the next slab, brings the newest version there.
@@ -400,11 +429,11 @@ impl OpenParam<'_> {
 
     /// Gets ready for a function of the user: the values to change, a backup of them, one gradient.
     fn prepare(&mut self, threads: &Threads) -> Result<()> {
+        // Before the newest version is brought there: with two slabs of f32 weights the function writes where the
+        // version before the newest lies, and calls may still read that one.
+        let backup = HostBuf::from_slice(format!("{} backup", self.stored.name), &*self.values())?;
+        self.backup = Some(backup);
         self.start_copy(threads)?;
-        if self.master.is_some() || self.old.is_none() {
-            let backup = HostBuf::from_slice(format!("{} backup", self.stored.name), &*self.values())?;
-            self.backup = Some(backup);
-        }
         if self.grads.len() > 1 {
             let sum = HostBuf::zeroed("summed gradient", self.stored.copy_bytes())?;
             let mut all = sum.write(0..sum.len())?;
@@ -413,6 +442,33 @@ impl OpenParam<'_> {
             self.sum = Some(sum.read_all()?);
         }
         Ok(())
+    }
+
+    /// Refuses values that a function made infinite or NaN, or that would round to an infinity.
+    fn check_finite(&mut self) -> Result<()> {
+        let dtype = self.stored.dtype;
+        // Where the newest version is another slab of f32, that is what the values were; else the backup is.
+        let before = match (&self.old, &self.master, &self.backup) {
+            (Some(old), None, _) => old.as_slice::<f32>().to_vec(),
+            (_, _, Some(backup)) => backup.read_all()?.as_slice().to_vec(),
+            _ => return Ok(()),
+        };
+        let is_finite = |x: f32| match dtype {
+            DType::BF16 => bf16::from_f32(x).is_finite(),
+            DType::F16 => f16::from_f32(x).is_finite(),
+            _ => x.is_finite(),
+        };
+        let ruined = |(new, old): (&f32, &f32)| is_finite(*old) && !is_finite(*new);
+        let at = self.values().iter().zip(&before).position(ruined);
+        match at {
+            None => Ok(()),
+            Some(at) => {
+                let (name, value) = (&self.stored.name, self.values()[at]);
+                let what =
+                    format!("it set element {at} of {name} to {value}, which is not finite as {dtype}");
+                Err(Error::config("step", what))
+            }
+        }
     }
 
     /// Writes the working weights from the values.

@@ -82,6 +82,17 @@ impl Gate {
         self.lock().waiting.clone()
     }
 
+    /// Waits until `ready` holds for the newest version of every layer. Nothing calls it off: what is waited for is
+    /// published, or its caller takes `ready` back.
+    pub(crate) fn wait_all(&self, ready: impl Fn(u64) -> bool) {
+        let mut state = self.lock();
+        while !state.layers.iter().all(|layer| ready(layer.version)) {
+            // Whoever takes `ready` back does not wake this.
+            let woken = self.changed.wait_timeout(state, PATIENCE);
+            state = woken.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         // A panic elsewhere leaves counts that are whole: each is changed in one statement.
         self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)

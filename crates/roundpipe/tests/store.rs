@@ -572,7 +572,7 @@ fn copies_follow_loaded_weights() {
     let weight = &store.layers()[1].params()[2].param;
     let values: Vec<bf16> = (0..70_003).map(|i| bf16::from_f32(i as f32)).collect();
     weight.data().write(0..weight.bytes()).unwrap().as_mut_slice().copy_from_slice(&values);
-    store.copies_from_weights().unwrap();
+    store.follow_writes().unwrap();
     let copy = store.optim_params().unwrap().into_iter().find(|p| p.name == "l1.weight").unwrap();
     assert!(copy.to_vec().unwrap().iter().zip(&values).all(|(copy, x)| *copy == x.to_f32()));
 }

@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use cudarc::driver::{result, sys};
 
 use super::compile::Unit;
-use super::{Alarm, Gpu, card};
+use super::{AlarmSlot, Gpu, card};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernel::{Kernel, View};
@@ -14,7 +14,7 @@ use crate::kernel::{Kernel, View};
 /// A kernel with its operands and where it runs.
 pub(crate) struct Call<'a> {
     pub gpu: &'a Gpu,
-    pub alarm: &'a Alarm,
+    pub alarm: AlarmSlot<'a>,
     pub stream: sys::CUstream,
     pub kernel: &'a Kernel,
     pub src: &'a [Option<View>],

@@ -17,8 +17,9 @@
 
 use half::{bf16, f16};
 
+use super::finite::commit;
 use super::simd::{Element, Isa, LANES, Pass, Simd, padded};
-use super::{CHUNK, Floats, FloatsMut, check_len, check_range, for_each, optional_chunks, with_slice};
+use super::{CHUNK, Floats, FloatsMut, any, check_len, check_range, optional_chunks, with_slice};
 use crate::cpu::threads::Threads;
 use crate::error::{Error, Result};
 
@@ -88,12 +89,13 @@ pub struct AdamSlabs<'a> {
 
 impl AdamW {
     /// Step number `t`, the first being 1. Gradients are multiplied by `grad_scale` first: 1, or what
-    /// clipping and loss scaling ask for.
+    /// clipping and loss scaling ask for. An element whose new weight or moment would not be finite keeps what it has;
+    /// returns whether any did.
     ///
     /// # Errors
     /// For a hyperparameter outside its range and for slabs that do not fit together; nothing is written
     /// then.
-    pub fn step(&self, threads: &Threads, t: u64, grad_scale: f32, slabs: AdamSlabs<'_>) -> Result<()> {
+    pub fn step(&self, threads: &Threads, t: u64, grad_scale: f32, slabs: AdamSlabs<'_>) -> Result<bool> {
         self.step_with(Isa::best(), threads, t, grad_scale, slabs)
     }
 
@@ -104,12 +106,12 @@ impl AdamW {
         t: u64,
         grad_scale: f32,
         slabs: AdamSlabs<'_>,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         self.check(t)?;
         self.check_slabs(&slabs)?;
         let factors = self.factors(t, grad_scale);
         let AdamSlabs { grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq, working } = slabs;
-        with_slice!(Floats, grad, grad => {
+        Ok(with_slice!(Floats, grad, grad => {
             let state = State { grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq };
             match working {
                 None => state.run::<f32>(isa, threads, factors, None),
@@ -117,8 +119,7 @@ impl AdamW {
                 Some(FloatsMut::BF16(working)) => state.run::<bf16>(isa, threads, factors, Some(working)),
                 Some(FloatsMut::F16(working)) => state.run::<f16>(isa, threads, factors, Some(working)),
             }
-        });
-        Ok(())
+        }))
     }
 
     fn check(&self, t: u64) -> Result<()> {
@@ -208,7 +209,13 @@ struct State<'a, G> {
 }
 
 impl<G: Element> State<'_, G> {
-    fn run<W: Element>(self, isa: Isa, threads: &Threads, factors: Factors, working: Option<&mut [W]>) {
+    fn run<W: Element>(
+        self,
+        isa: Isa,
+        threads: &Threads,
+        factors: Factors,
+        working: Option<&mut [W]>,
+    ) -> bool {
         let chunks = self
             .grad
             .chunks(CHUNK)
@@ -222,7 +229,7 @@ impl<G: Element> State<'_, G> {
                 working,
                 factors,
             });
-        for_each(threads, chunks, |pass| isa.run(pass));
+        any(threads, chunks, |pass| isa.run(pass))
     }
 }
 
@@ -234,10 +241,10 @@ struct AdamPass<'a, G, W> {
 }
 
 impl<G: Element, W: Element> Pass for AdamPass<'_, G, W> {
-    type Output = ();
+    type Output = bool;
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    fn run<S: Simd>(self, s: S) -> bool {
         let update = Update::new(s, self.factors);
         let state = self.state;
         let (grad, grad_rest) = state.grad.as_chunks();
@@ -246,31 +253,30 @@ impl<G: Element, W: Element> Pass for AdamPass<'_, G, W> {
         let (v, v_rest) = state.exp_avg_sq.as_chunks_mut();
         let (mut x, x_rest) = state.max_exp_avg_sq.map(|x| x.as_chunks_mut()).unzip();
         let (mut w, w_rest) = self.working.map(|w| w.as_chunks_mut()).unzip();
+        let mut kept = false;
         for (i, (((grad, p), m), v)) in grad.iter().zip(p).zip(m).zip(v).enumerate() {
-            let new = update.block(grad, p, m, v, x.as_mut().map(|x| &mut x[i]));
-            if let Some(w) = &mut w {
-                W::store(s, new, &mut w[i]);
-            }
+            let (x, w) = (x.as_mut().map(|x| &mut x[i]), w.as_mut().map(|w| &mut w[i]));
+            kept |= update.block(LANES, grad, p, m, v, x, w);
         }
         if p_rest.is_empty() {
-            return;
+            return kept;
         }
         // The last elements as a block of their own; what lies beyond them is thrown away.
         let len = p_rest.len();
         let (mut p, mut m, mut v) = (padded(p_rest), padded(m_rest), padded(v_rest));
         let mut x = x_rest.as_deref().map(padded);
-        let new = update.block(&padded(grad_rest), &mut p, &mut m, &mut v, x.as_mut());
+        let mut w = w_rest.as_ref().map(|_| [W::default(); LANES]);
+        kept |= update.block(len, &padded(grad_rest), &mut p, &mut m, &mut v, x.as_mut(), w.as_mut());
         p_rest.copy_from_slice(&p[..len]);
         m_rest.copy_from_slice(&m[..len]);
         v_rest.copy_from_slice(&v[..len]);
         if let (Some(rest), Some(x)) = (x_rest, x) {
             rest.copy_from_slice(&x[..len]);
         }
-        if let Some(rest) = w_rest {
-            let mut w = [W::default(); LANES];
-            W::store(s, new, &mut w);
+        if let (Some(rest), Some(w)) = (w_rest, w) {
             rest.copy_from_slice(&w[..len]);
         }
+        kept
     }
 }
 
@@ -310,16 +316,19 @@ impl<S: Simd> Update<S> {
         }
     }
 
-    /// Updates one block and returns the new parameters.
+    /// Updates one block, of which `live` elements count. Returns whether one kept its values because new ones were not
+    /// finite.
     #[inline(always)]
-    fn block<G: Element>(
+    fn block<G: Element, W: Element>(
         &self,
+        live: usize,
         grad: &[G; LANES],
         p: &mut [f32; LANES],
         m: &mut [f32; LANES],
         v: &mut [f32; LANES],
         x: Option<&mut [f32; LANES]>,
-    ) -> S::V {
+        w: Option<&mut [W; LANES]>,
+    ) -> bool {
         let s = self.s;
         let mut g = s.mul(G::load(s, grad), self.grad);
         let old = s.load(p);
@@ -327,17 +336,11 @@ impl<S: Simd> Update<S> {
             g = s.add(g, s.mul(old, self.penalty));
         }
         let first = s.add(s.mul(s.load(m), self.beta1), s.mul(g, self.rest1));
-        s.store(first, m);
-        let mut second = s.add(s.mul(s.load(v), self.beta2), s.mul(s.mul(g, self.rest2), g));
-        s.store(second, v);
-        if let Some(x) = x {
-            second = s.max(s.load(x), second);
-            s.store(second, x);
-        }
-        let denominator = s.add(s.mul(s.sqrt(second), self.root), self.eps);
+        let second = s.add(s.mul(s.load(v), self.beta2), s.mul(s.mul(g, self.rest2), g));
+        let largest = x.as_deref().map_or(second, |x| s.max(s.load(x), second));
+        let denominator = s.add(s.mul(s.sqrt(largest), self.root), self.eps);
         let change = s.div(s.mul(first, self.step), denominator);
         let new = s.sub(s.mul(old, self.keep), change);
-        s.store(new, p);
-        new
+        commit(s, live, [new, first, second, largest], [Some(p), Some(m), Some(v), x], w)
     }
 }

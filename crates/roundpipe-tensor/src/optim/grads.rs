@@ -55,6 +55,20 @@ pub fn cast(threads: &Threads, src: Floats<'_>, dst: FloatsMut<'_>) -> Result<()
     cast_with(Isa::best(), threads, src, dst)
 }
 
+/// Makes `master` follow weights that somebody wrote: an element that does not round to its weight becomes the weight.
+///
+/// # Errors
+/// When the slabs differ in length.
+pub fn follow(threads: &Threads, weights: Floats<'_>, master: &mut [f32]) -> Result<()> {
+    check_len("follow", "weights", weights.len(), master.len())?;
+    with_slice!(Floats, weights, weights => {
+        for_each(threads, weights.chunks(CHUNK).zip(master.chunks_mut(CHUNK)), |(weights, master)| {
+            Isa::Portable.run(FollowPass(weights, master));
+        });
+    });
+    Ok(())
+}
+
 pub(super) fn squared_norm_with(isa: Isa, threads: &Threads, slab: Floats<'_>) -> f64 {
     chunk_squares_with(isa, threads, slab).iter().sum()
 }
@@ -179,6 +193,27 @@ impl<T: Element> Pass for AccumulatePass<'_, T> {
         let mut acc = padded(acc_rest);
         s.store(s.add(s.load(&acc), T::load(s, &padded(src_rest))), &mut acc);
         acc_rest.copy_from_slice(&acc[..acc_rest.len()]);
+    }
+}
+
+struct FollowPass<'a, T>(&'a [T], &'a mut [f32]);
+
+impl<T: Element> Pass for FollowPass<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        for (weights, master) in self.0.chunks(LANES).zip(self.1.chunks_mut(LANES)) {
+            let (mut rounded, mut back, mut values) = ([T::default(); LANES], [0.0; LANES], [0.0; LANES]);
+            T::store(s, s.load(&padded(master)), &mut rounded);
+            s.store(T::load(s, &rounded), &mut back);
+            s.store(T::load(s, &padded(weights)), &mut values);
+            for (i, master) in master.iter_mut().enumerate() {
+                if back[i].to_bits() != values[i].to_bits() {
+                    *master = values[i];
+                }
+            }
+        }
     }
 }
 

@@ -12,8 +12,9 @@
 
 use half::{bf16, f16};
 
+use super::finite::commit;
 use super::simd::{Element, Isa, LANES, Pass, Simd, padded};
-use super::{CHUNK, Floats, FloatsMut, check_len, check_range, for_each, optional_chunks, with_slice};
+use super::{CHUNK, Floats, FloatsMut, any, check_len, check_range, optional_chunks, with_slice};
 use crate::cpu::threads::Threads;
 use crate::error::{Error, Result};
 
@@ -57,12 +58,13 @@ pub struct SgdSlabs<'a> {
 
 impl Sgd {
     /// Step number `t`, the first being 1. Gradients are multiplied by `grad_scale` first: 1, or what
-    /// clipping and loss scaling ask for.
+    /// clipping and loss scaling ask for. An element whose new weight or momentum would not be finite keeps what it
+    /// has; returns whether any did.
     ///
     /// # Errors
     /// For a hyperparameter outside its range and for slabs that do not fit together; nothing is written
     /// then.
-    pub fn step(&self, threads: &Threads, t: u64, grad_scale: f32, slabs: SgdSlabs<'_>) -> Result<()> {
+    pub fn step(&self, threads: &Threads, t: u64, grad_scale: f32, slabs: SgdSlabs<'_>) -> Result<bool> {
         self.step_with(Isa::best(), threads, t, grad_scale, slabs)
     }
 
@@ -73,12 +75,12 @@ impl Sgd {
         t: u64,
         grad_scale: f32,
         slabs: SgdSlabs<'_>,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         self.check(t)?;
         self.check_slabs(&slabs)?;
         let factors = self.factors(t, grad_scale);
         let SgdSlabs { grad, master, momentum, working } = slabs;
-        with_slice!(Floats, grad, grad => {
+        Ok(with_slice!(Floats, grad, grad => {
             let state = State { grad, master, momentum };
             match working {
                 None => state.run::<f32>(isa, threads, factors, None),
@@ -86,8 +88,7 @@ impl Sgd {
                 Some(FloatsMut::BF16(working)) => state.run::<bf16>(isa, threads, factors, Some(working)),
                 Some(FloatsMut::F16(working)) => state.run::<f16>(isa, threads, factors, Some(working)),
             }
-        });
-        Ok(())
+        }))
     }
 
     fn check(&self, t: u64) -> Result<()> {
@@ -151,7 +152,13 @@ struct State<'a, G> {
 }
 
 impl<G: Element> State<'_, G> {
-    fn run<W: Element>(self, isa: Isa, threads: &Threads, factors: Factors, working: Option<&mut [W]>) {
+    fn run<W: Element>(
+        self,
+        isa: Isa,
+        threads: &Threads,
+        factors: Factors,
+        working: Option<&mut [W]>,
+    ) -> bool {
         let chunks = self
             .grad
             .chunks(CHUNK)
@@ -163,7 +170,7 @@ impl<G: Element> State<'_, G> {
                 working,
                 factors,
             });
-        for_each(threads, chunks, |pass| isa.run(pass));
+        any(threads, chunks, |pass| isa.run(pass))
     }
 }
 
@@ -175,38 +182,37 @@ struct SgdPass<'a, G, W> {
 }
 
 impl<G: Element, W: Element> Pass for SgdPass<'_, G, W> {
-    type Output = ();
+    type Output = bool;
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    fn run<S: Simd>(self, s: S) -> bool {
         let update = Update::new(s, self.factors);
         let state = self.state;
         let (grad, grad_rest) = state.grad.as_chunks();
         let (p, p_rest) = state.master.as_chunks_mut();
         let (mut b, b_rest) = state.momentum.map(|b| b.as_chunks_mut()).unzip();
         let (mut w, w_rest) = self.working.map(|w| w.as_chunks_mut()).unzip();
+        let mut kept = false;
         for (i, (grad, p)) in grad.iter().zip(p).enumerate() {
-            let new = update.block(grad, p, b.as_mut().map(|b| &mut b[i]));
-            if let Some(w) = &mut w {
-                W::store(s, new, &mut w[i]);
-            }
+            let (b, w) = (b.as_mut().map(|b| &mut b[i]), w.as_mut().map(|w| &mut w[i]));
+            kept |= update.block(LANES, grad, p, b, w);
         }
         if p_rest.is_empty() {
-            return;
+            return kept;
         }
         // The last elements as a block of their own; what lies beyond them is thrown away.
         let len = p_rest.len();
         let (mut p, mut b) = (padded(p_rest), b_rest.as_deref().map(padded));
-        let new = update.block(&padded(grad_rest), &mut p, b.as_mut());
+        let mut w = w_rest.as_ref().map(|_| [W::default(); LANES]);
+        kept |= update.block(len, &padded(grad_rest), &mut p, b.as_mut(), w.as_mut());
         p_rest.copy_from_slice(&p[..len]);
         if let (Some(rest), Some(b)) = (b_rest, b) {
             rest.copy_from_slice(&b[..len]);
         }
-        if let Some(rest) = w_rest {
-            let mut w = [W::default(); LANES];
-            W::store(s, new, &mut w);
+        if let (Some(rest), Some(w)) = (w_rest, w) {
             rest.copy_from_slice(&w[..len]);
         }
+        kept
     }
 }
 
@@ -240,28 +246,34 @@ impl<S: Simd> Update<S> {
         }
     }
 
-    /// Updates one block and returns the new parameters.
+    /// Updates one block, of which `live` elements count. Returns whether one kept its values because new ones were not
+    /// finite.
     #[inline(always)]
-    fn block<G: Element>(
+    fn block<G: Element, W: Element>(
         &self,
+        live: usize,
         grad: &[G; LANES],
         p: &mut [f32; LANES],
-        b: Option<&mut [f32; LANES]>,
-    ) -> S::V {
+        mut b: Option<&mut [f32; LANES]>,
+        w: Option<&mut [W; LANES]>,
+    ) -> bool {
         let s = self.s;
         let old = s.load(p);
         let mut g = s.mul(G::load(s, grad), self.grad);
         if self.with_penalty {
             g = s.add(g, s.mul(old, self.penalty));
         }
-        if let Some(b) = b {
-            let direction =
-                if self.first { g } else { s.add(s.mul(s.load(b), self.momentum), s.mul(g, self.rest)) };
-            s.store(direction, b);
+        let mut direction = g;
+        if let Some(b) = &mut b {
+            if self.first {
+                // What lies there means nothing yet, and an element that keeps its weight would keep it.
+                **b = [0.0; LANES];
+            } else {
+                direction = s.add(s.mul(s.load(b), self.momentum), s.mul(g, self.rest));
+            }
             g = if self.nesterov { s.add(g, s.mul(direction, self.momentum)) } else { direction };
         }
         let new = s.sub(old, s.mul(g, self.lr));
-        s.store(new, p);
-        new
+        commit(s, live, [new, direction], [Some(p), b], w)
     }
 }

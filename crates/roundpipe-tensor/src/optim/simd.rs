@@ -47,6 +47,8 @@ pub(super) trait Simd: Copy {
     fn sqrt(self, a: Self::V) -> Self::V;
     /// `a` where `a > b`, else `b`; so a NaN in `b` stays.
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
+    /// Whether no lane is NaN.
+    fn is_ordered(self, a: Self::V) -> bool;
 
     fn no_sums(self) -> Self::Sums;
     /// Adds the squares of `v` to `sums`; in f64, where a square of an f32 is exact.
@@ -56,11 +58,15 @@ pub(super) trait Simd: Copy {
 
 /// An element type of slabs: how a block of it becomes f32 lanes and back.
 pub(super) trait Element: Copy + Default + Send + Sync + 'static {
+    /// Whether a finite f32 may be an infinity here.
+    const NARROW: bool;
     fn load<S: Simd>(s: S, src: &[Self; LANES]) -> S::V;
     fn store<S: Simd>(s: S, v: S::V, dst: &mut [Self; LANES]);
 }
 
 impl Element for f32 {
+    const NARROW: bool = false;
+
     #[inline(always)]
     fn load<S: Simd>(s: S, src: &[Self; LANES]) -> S::V {
         s.load(src)
@@ -72,6 +78,8 @@ impl Element for f32 {
 }
 
 impl Element for bf16 {
+    const NARROW: bool = true;
+
     #[inline(always)]
     fn load<S: Simd>(s: S, src: &[Self; LANES]) -> S::V {
         s.load_bf16(src)
@@ -83,6 +91,8 @@ impl Element for bf16 {
 }
 
 impl Element for f16 {
+    const NARROW: bool = true;
+
     #[inline(always)]
     fn load<S: Simd>(s: S, src: &[Self; LANES]) -> S::V {
         s.load_f16(src)

@@ -74,6 +74,8 @@ pub(super) struct Called {
     pub src: Vec<Option<View>>,
     pub dst: Vec<Option<View>>,
     pub scratch: Option<View>,
+    /// Where it reports bad data; by the lane's events without.
+    pub faults: Option<super::SimFaults>,
 }
 
 /// One queued piece of work.
@@ -418,10 +420,18 @@ impl State {
                 Ok(())
             }
             Work::Kernel(call) => {
-                let Called { kernel, src, dst, scratch } = &**call;
+                let Called { kernel, src, dst, scratch, faults } = &**call;
                 // SAFETY: whoever queued the kernel promised operands as its documentation asks and memory
                 // that stays until the lane has passed it, which is now; runs are serialised by the lock.
-                unsafe { self.ops.compute(kernel, src, dst, *scratch) }.map_err(Some)
+                let computed = unsafe { self.ops.compute(kernel, src, dst, *scratch) };
+                // What a kernel refuses is the data: only the work that it belongs to is concerned.
+                computed.map_err(|error| match faults {
+                    Some(faults) => {
+                        faults.put(error);
+                        None
+                    }
+                    None => Some(error),
+                })
             }
             Work::Free(_) | Work::Record { .. } | Work::Wait(_) => Ok(()),
         };

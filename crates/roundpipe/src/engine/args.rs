@@ -135,7 +135,9 @@ impl Unmerged {
     /// # Errors
     /// What went wrong in the call.
     pub fn wait(&self, microbatch: usize) -> Result<Tree<HostTensor>> {
-        to_host(&self.flow(microbatch)?)
+        let output = to_host(&self.flow(microbatch)?)?;
+        self.0.confirm()?;
+        Ok(output)
     }
 
     /// Waits for one microbatch's output and reads one entry of it, where it is a map.
@@ -144,7 +146,11 @@ impl Unmerged {
     /// [`Error::Config`] when there is no such entry; what went wrong in the call.
     pub fn wait_entry(&self, microbatch: usize, name: &str) -> Result<Tree<HostTensor>> {
         match self.flow(microbatch)? {
-            Tree::Map(map) if map.contains_key(name) => to_host(&map[name]),
+            Tree::Map(map) if map.contains_key(name) => {
+                let entry = to_host(&map[name])?;
+                self.0.confirm()?;
+                Ok(entry)
+            }
             _ => Err(Error::config("outputs", format!("there is no `{name}` in the output"))),
         }
     }
@@ -229,7 +235,9 @@ impl InputGrads {
         let grads = grads.map_err(|error| call.take_error().unwrap_or(error))?;
         let host = |parcel: &Option<Parcel>| parcel.as_ref().map(host_tensor).transpose();
         let leaves = self.leaves.clone().unwrap_or(0..grads.len());
-        grads[leaves].iter().map(host).collect()
+        let grads = grads[leaves].iter().map(host).collect::<Result<_>>()?;
+        call.confirm()?;
+        Ok(grads)
     }
 }
 

@@ -5,12 +5,15 @@
 //! moves, puts the engine back to where it was before the call that failed, and returns the error.
 //!
 //! # Invariants
-//! - `steps` counts the steps that were asked for and not called off; calls read version `visible`.
-//! - After a failure the weights and the optimizer's state are as before the step that failed, or that the call
-//!   which failed belongs to; its gradients are gone, and the random stream is where it was when its first call
-//!   was submitted.
-//! - Every failure is told: by whoever waits for what failed, or by the next call; by both only where the reader of an
-//!   output meets it before its call does.
+//! - `steps` counts the steps that were asked for and not called off; calls read version `visible`: the newest, or
+//!   after a step at lag 1 the one before it, until the caller has waited for the step.
+//! - After a failure the weights, all versions of them, and the optimizer's state are as before the step that failed, or
+//!   that the call which failed belongs to; its gradients are gone, and the random stream is where it was when its
+//!   first call was submitted, but never before the last step that stands.
+//! - Every failure is told: by whoever waits for what failed, or by the next call. A step that does not happen although
+//!   its caller was told that it would is an error of its own ([`Error::Undone`]).
+//! - No step function, loss function or layer enters the engine that runs it: that is refused, since it would wait for
+//!   itself.
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -36,8 +39,12 @@ use crate::search::AutoOptions;
 use crate::trace::{Category, Lane, LayerTimes, Part, Span, Trace, Track};
 use crate::tree::Tree;
 
+/// Steps whose places in the random stream are remembered: more than can be under way.
+const HISTORY: usize = 8;
 /// Measured shares may move by this much before a plan is made anew.
 const DRIFT: f64 = 0.3;
+/// Plans that are kept, one for each shape of the input.
+const MOST_PLANS: usize = 1024;
 /// Calls between two looks at the drift.
 const LOOK_EVERY: u64 = 16;
 
@@ -54,6 +61,15 @@ pub(crate) struct Core {
     state: Mutex<State>,
 }
 
+/// A step that was asked for.
+#[derive(Debug, Clone, Copy)]
+struct Asked {
+    version: u64,
+    lag_one: bool,
+    /// The place in the random stream.
+    number: u64,
+}
+
 struct State {
     next_call: u64,
     /// Training calls so far: the place in the random stream.
@@ -62,8 +78,10 @@ struct State {
     /// Whether a call in training has ended well: it is known then whether layers set buffers.
     trained: bool,
     steps: u64,
-    /// The last steps that were asked for: version, and whether at lag 1.
-    history: VecDeque<(u64, bool)>,
+    /// The last steps that were asked for and not waited for.
+    history: VecDeque<Asked>,
+    /// The place in the random stream before which it never goes back, but for steps in `history`.
+    settled_number: u64,
     /// Calls with gradients since the last step.
     since_step: Vec<Arc<Call>>,
     /// Calls that have not been seen to end well.
@@ -125,10 +143,11 @@ impl Core {
         config: RunConfig,
         asynchronous: bool,
         trace: Arc<Trace>,
+        most_nonfinite: u64,
     ) -> Result<Self> {
         let model = Arc::new(model);
         let peers = Arc::<Peers>::default();
-        let stepper = Stepper::start(&model, &peers, ring.board(), &trace)?;
+        let stepper = Stepper::start(&model, &peers, ring.board(), &trace, most_nonfinite)?;
         let state = State {
             next_call: 0,
             number: 0,
@@ -136,6 +155,7 @@ impl Core {
             trained: false,
             steps: 0,
             history: VecDeque::new(),
+            settled_number: 0,
             since_step: Vec::new(),
             watched: Vec::new(),
             outcomes: Vec::new(),
@@ -152,6 +172,16 @@ impl Core {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Refuses calls from within the engine's own work, which would wait for themselves.
+    fn enter(&self, what: &'static str) -> Result<()> {
+        if self.stepper.is_here() || self.ring.is_here() {
+            let why = "it was called from a layer, loss function or step function of an engine on the same workers, \
+                       which would wait for itself; call it from outside";
+            return Err(Error::config(what, why));
+        }
+        Ok(())
+    }
+
     pub fn set_training(&self, training: bool) {
         self.lock().training = training;
     }
@@ -166,7 +196,8 @@ impl Core {
 
     /// Steps that were asked for and not called off.
     pub fn steps(&self) -> u64 {
-        self.lock().steps
+        // Not from the state, which a caller that waits for a step function holds.
+        self.model.store.asked()
     }
 
     /// Whether a backward was asked for since the last step.
@@ -176,6 +207,7 @@ impl Core {
 
     /// Waits until the weights that the next call reads are there; says which version that is.
     pub fn wait_visible(&self) -> Result<u64> {
+        self.enter("loss_scale")?;
         let mut state = self.lock();
         let version = state.visible();
         let mut pending = state.outcomes.iter().filter(|outcome| outcome.version <= version);
@@ -189,9 +221,20 @@ impl Core {
 
     /// Splits, plans and queues a call.
     pub fn submit(&self, ask: Ask) -> Result<Submitted> {
+        self.enter("call")?;
+        if self.model.inference && ask.kind != PlanKind::Infer {
+            let what = "the engine was built with inference(true), so it computes no gradients; run it with \
+                        requires_grad off, or build one that trains";
+            return Err(Error::config("requires_grad", what));
+        }
+        self.model.store.settle_others();
         let mut state = self.lock();
         self.ring.tidy();
         self.check(&mut state)?;
+        if self.model.store.was_written() {
+            // Somebody wrote the newest weights, so these are what the call is to read.
+            self.settle_steps(&mut state)?;
+        }
         let config = ask.config.over(&self.config).resolve(self.ring.len())?;
         let wants_input_grads = config.input_grads && ask.kind != PlanKind::Infer;
         let parts = split(&ask.args, &config.split_input, config.num_microbatch, wants_input_grads)?;
@@ -221,6 +264,7 @@ impl Core {
             version: state.visible(),
             step: state.steps + 1,
             number: state.number,
+            probes: ask.kind != PlanKind::Infer && self.stepper.streak.is_on(),
             loss: ask.loss,
             wants_outputs: ask.wants_outputs,
             keeps_outputs: ask.kind == PlanKind::Infer
@@ -294,6 +338,7 @@ impl Core {
 
     /// Queues the backward of a call whose forward was queued before.
     pub fn submit_backward(&self, call: &Arc<Call>, seeds: Vec<Seed>) -> Result<()> {
+        self.enter("backward")?;
         let mut state = self.lock();
         self.check(&mut state)?;
         if call.terms.step != state.steps + 1 {
@@ -314,6 +359,7 @@ impl Core {
 
     /// Orders a step. At lag 0 this waits until all gradients have landed.
     pub fn step(&self, work: Work, lag_one: bool) -> Result<Arc<Outcome>> {
+        self.enter("step")?;
         let mut state = self.lock();
         self.check(&mut state)?;
         if lag_one && !self.asynchronous {
@@ -330,31 +376,50 @@ impl Core {
         let whole = matches!(work, Work::Function(_));
         let (next_call, kept) = (state.next_call, outcome.clone());
         state.steps = version;
-        state.history.push_back((version, lag_one));
-        if state.history.len() > 8 {
-            state.history.pop_front();
-        }
+        let number = state.number;
+        state.history.push_back(Asked { version, lag_one, number });
         state.outcomes.push(outcome.clone());
+        self.model.store.set_asked(version);
         self.stepper.order(Order { version, calls, next_call, work, outcome });
         if !lag_one {
             let ready = if whole { kept.wait().map(drop) } else { kept.wait_begun() };
             if let Err(error) = ready {
-                let first = self.recover(&mut state);
-                return Err(if error.is_echo() { first.unwrap_or(error) } else { error });
+                // This caller is told by this very error that the step did not happen.
+                let strip = |error: Error| match error {
+                    Error::Undone { first, source } if first == version => *source,
+                    other => other,
+                };
+                let (error, first) = (strip(error), self.recover(&mut state).map(strip));
+                return Err(match first {
+                    Some(first) if error.is_echo() || matches!(first, Error::Undone { .. }) => first,
+                    _ => error,
+                });
             }
         }
         Ok(kept)
     }
 
+    /// Waits for the steps that were asked for: from then on calls read the newest weights.
+    fn settle_steps(&self, state: &mut State) -> Result<()> {
+        state.outcomes.iter().for_each(|outcome| _ = outcome.settle());
+        self.check(state)?;
+        if let Some(last) = state.history.back() {
+            state.settled_number = last.number;
+        }
+        state.history.clear();
+        Ok(())
+    }
+
     /// Waits until nothing moves.
     pub fn synchronize(&self) -> Result<()> {
+        self.enter("synchronize")?;
         let mut state = self.lock();
         for call in &self.peers.active() {
             call.wait_quiet("caller");
         }
         state.outcomes.iter().for_each(|outcome| _ = outcome.settle());
         self.ring.tidy();
-        self.check(&mut state)?;
+        self.settle_steps(&mut state)?;
         if !state.moves.is_empty() {
             self.ring.drain();
             self.note_moves(&mut state);
@@ -377,6 +442,10 @@ impl Core {
         state.trained |= ended.iter().any(|call| call.terms.training);
         ended.iter().for_each(|call| self.learn(state, call));
         state.outcomes.retain(|outcome| !outcome.is_done());
+        // Which version calls read depends on the last step alone.
+        while state.history.len() > HISTORY {
+            state.settled_number = state.history.pop_front().map_or(0, |asked| asked.number);
+        }
         Ok(())
     }
 
@@ -387,8 +456,14 @@ impl Core {
 
     /// A call failed: puts the engine in order and says why.
     pub fn failed(&self, seen: Error) -> Error {
-        let first = self.recover(&mut self.lock());
-        if seen.is_echo() { first.unwrap_or(seen) } else { seen }
+        match self.recover(&mut self.lock()) {
+            Some(Error::Undone { first, source }) => {
+                let source = if seen.is_echo() { source } else { Box::new(seen) };
+                Error::Undone { first, source }
+            }
+            Some(first) if seen.is_echo() => first,
+            _ => seen,
+        }
     }
 
     /// Waits until nothing moves, then forgets what failed and gives the error that nobody was told yet.
@@ -407,19 +482,36 @@ impl Core {
         let steps: Vec<&Arc<Outcome>> = outcomes.iter().filter(|outcome| outcome.has_failed()).collect();
         if let Some(failed) = steps.iter().map(|step| step.version).min() {
             state.steps = failed - 1;
-            state.history.retain(|(version, _)| *version < failed);
+            state.history.retain(|asked| asked.version < failed);
+            self.model.store.set_asked(state.steps);
         }
+        let earliest = state.history.back().map_or(state.settled_number, |asked| asked.number);
         let mut numbers: Vec<u64> = calls.iter().map(|call| call.terms.number).collect();
         numbers.extend(steps.iter().map(|step| step.number));
         if !steps.is_empty() || state.since_step.iter().any(|call| call.has_failed()) {
             numbers.extend(state.since_step.drain(..).map(|call| call.terms.number));
             self.model.store.clear_gradients();
         }
-        state.number = numbers.into_iter().fold(state.number, u64::min);
-        let told = steps.iter().filter_map(|step| step.take_error());
-        let errors: Vec<Error> = told.chain(calls.iter().filter_map(|call| call.take_error())).collect();
+        // A kept forward that failed may be older than the last step: that one keeps its random numbers.
+        state.number = numbers.into_iter().fold(state.number, u64::min).max(earliest);
+        let mut undone: Option<u64> = None;
+        let mut errors = Vec::new();
+        for error in steps.iter().filter_map(|step| step.take_error()) {
+            match error {
+                Error::Undone { first, source } => {
+                    undone = Some(undone.map_or(first, |known| known.min(first)));
+                    errors.push(*source);
+                }
+                other => errors.push(other),
+            }
+        }
+        errors.extend(calls.iter().filter_map(|call| call.take_error()));
         let at = errors.iter().position(|error| !error.is_echo()).unwrap_or(0);
-        errors.into_iter().nth(at)
+        let error = errors.into_iter().nth(at)?;
+        Some(match undone {
+            Some(first) => Error::Undone { first, source: Box::new(error) },
+            None => error,
+        })
     }
 
     // ---- plans ----
@@ -463,6 +555,10 @@ impl Core {
             // Gradients leave and new weights come stage by stage: an exact update hides behind short ones only. And
             // they leave room.
             plan = plan.cut(kind, layers.div_ceil(SHORT_STAGES));
+        }
+        if state.plans.len() >= MOST_PLANS {
+            // Batches of ever new sizes: a plan is soon made again.
+            state.plans.clear();
         }
         state.plans.insert(key, Planned { plan: plan.clone(), costs, calls: 1 });
         Ok(plan)
@@ -589,8 +685,8 @@ impl State {
     /// After a step at lag 1, calls read the version before the one it makes.
     fn visible(&self) -> u64 {
         match self.history.back() {
-            Some((version, true)) => version - 1,
-            Some((version, false)) => *version,
+            Some(asked) if asked.lag_one => asked.version - 1,
+            Some(asked) => asked.version,
             None => self.steps,
         }
     }

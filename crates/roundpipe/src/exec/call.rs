@@ -8,7 +8,8 @@
 //!   whether it failed or not.
 //! - The first failure is kept; every wait of the call returns after it.
 //! - A failing call fails all calls of its engine that were submitted after it. What went wrong in a lane may
-//!   belong to any call of the ring that has not ended: whoever sees it first fails them all.
+//!   belong to any call of the ring that has not ended: whoever sees it first fails them all. Bad data, such as an
+//!   index out of range, belongs to the call whose kernel met it, and to those that took its values ([`DataCheck`]).
 
 use std::collections::HashMap;
 use std::sync::atomic::AtomicBool;
@@ -17,7 +18,7 @@ use std::time::Duration;
 
 use roundpipe_tensor::device::Stamp;
 use roundpipe_tensor::transfer::{Loaded, Parcel, Port};
-use roundpipe_tensor::{Cx, DeviceId, Param, Result as TensorResult, Tensor};
+use roundpipe_tensor::{Cx, DeviceId, Faults, HostTensor, Param, Result as TensorResult, Tensor};
 
 use crate::config::Grain;
 use crate::error::{Error, Result, TaskPlace};
@@ -44,6 +45,8 @@ pub(crate) struct Model {
     pub sets_buffers: AtomicBool,
     /// Whether weights stay on a worker from call to call, while they do not change.
     pub resident: bool,
+    /// Whether weights are only read.
+    pub inference: bool,
 }
 
 /// A leaf of a value between stages.
@@ -112,6 +115,78 @@ pub(crate) struct Timed {
     pub to: Stamp,
 }
 
+/// Bad data of a call: where its kernels report it, and those of the calls whose values it took.
+///
+/// Kernels report later than they are launched, so a call looks at the reports before it hands out results and before
+/// it ends: all kernels that these depend on have run then.
+#[derive(Default)]
+pub(crate) struct DataCheck(Mutex<DataState>);
+
+#[derive(Default)]
+struct DataState {
+    own: Vec<Reports>,
+    /// Of other calls. They are copied from there, since two calls may take values of each other.
+    taken: Vec<Reports>,
+}
+
+/// Where the kernels of one job report.
+#[derive(Clone)]
+struct Reports {
+    place: TaskPlace,
+    faults: Arc<Faults>,
+}
+
+impl DataCheck {
+    fn lock(&self) -> MutexGuard<'_, DataState> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Kernels of a job report here.
+    pub fn watch(&self, place: TaskPlace, faults: Arc<Faults>) {
+        self.lock().own.push(Reports { place, faults });
+    }
+
+    /// Values of another call are used: what is wrong with them is wrong with these.
+    fn depend_on(&self, source: &DataCheck) {
+        let theirs: Vec<Reports> = {
+            let state = source.lock();
+            state.own.iter().chain(&state.taken).cloned().collect()
+        };
+        let mut state = self.lock();
+        for reports in theirs {
+            let same = |known: &Reports| Arc::ptr_eq(&known.faults, &reports.faults);
+            if !state.own.iter().chain(&state.taken).any(same) {
+                state.taken.push(reports);
+            }
+        }
+    }
+
+    /// All is known to be good.
+    fn clear(&self) {
+        *self.lock() = DataState::default();
+    }
+
+    /// # Errors
+    /// The first report, with its place; [`Error::CalledOff`] for that of another call.
+    fn check(&self) -> Result<()> {
+        let state = self.lock();
+        let failed = |reports: &Reports| {
+            let source = Box::new(Error::Tensor(reports.faults.check().err()?));
+            Some(Error::Task { place: Box::new(reports.place.clone()), source })
+        };
+        if let Some(error) = state.own.iter().find_map(failed) {
+            return Err(error);
+        }
+        match state.taken.iter().find_map(failed) {
+            None => Ok(()),
+            Some(error) => {
+                let why = format!("its input comes from a call that failed: {}", error.in_full());
+                Err(Error::CalledOff { why })
+            }
+        }
+    }
+}
+
 /// What is fixed about a call.
 pub(crate) struct Terms {
     pub id: u64,
@@ -135,6 +210,8 @@ pub(crate) struct Terms {
     pub step: u64,
     /// Its number among the calls of the model: the random stream.
     pub number: u64,
+    /// Whether every layer's output is looked at for values that are not finite: steps before it were not.
+    pub probes: bool,
     pub loss: Option<LossFn>,
     pub wants_outputs: bool,
     /// Whether outputs stay on the worker that made them.
@@ -149,6 +226,7 @@ pub(crate) struct Terms {
 pub(crate) struct Call {
     pub terms: Terms,
     pub abort: Abort,
+    pub data: DataCheck,
     peers: Arc<Peers>,
     state: Mutex<State>,
     changed: Condvar,
@@ -170,6 +248,8 @@ pub(crate) struct State {
     /// An earlier call whose gradients this one adds to.
     pub adds_to: Option<Arc<Call>>,
     buffers: Vec<(Param, Parcel)>,
+    /// The largest and the smallest value of layers' outputs, by layer and microbatch.
+    pub probes: Vec<(usize, usize, Parcel)>,
     /// Layers whose gradients of this call have all landed.
     pub landed: Vec<bool>,
     pub timed: Vec<Timed>,
@@ -265,6 +345,7 @@ impl Call {
             seeds: none(m),
             adds_to: None,
             buffers: Vec::new(),
+            probes: Vec::new(),
             landed: vec![false; layers],
             timed: Vec::new(),
             open: 0,
@@ -277,6 +358,7 @@ impl Call {
         let call = Arc::new(Self {
             terms,
             abort,
+            data: DataCheck::default(),
             peers: peers.clone(),
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -342,14 +424,48 @@ impl Call {
         if !last {
             return;
         }
-        if !failed && let Err(error) = write_buffers(buffers) {
+        if !failed && let Err(error) = self.data.check().and_then(|()| write_buffers(buffers)) {
             self.fail(error);
         }
         let mut state = self.lock();
         state.open -= 1;
         state.settle();
+        let good = state.ended && !state.failed;
         drop(state);
+        if good {
+            self.data.clear();
+        }
         self.changed.notify_all();
+    }
+
+    /// Whether what was read of this call so far is right. Bad data fails the call, and its error is returned here.
+    ///
+    /// # Errors
+    /// What its kernels reported.
+    pub fn confirm(&self) -> Result<()> {
+        let Err(error) = self.data.check() else { return Ok(()) };
+        self.fail(error);
+        Err(self.take_error().unwrap_or_else(|| self.called_off()))
+    }
+
+    /// Values of `other` are used: what is wrong with them is wrong with this call.
+    pub fn depend_on(&self, other: &Call) {
+        if !other.has_succeeded() {
+            self.data.depend_on(&other.data);
+        }
+    }
+
+    /// The first layer whose output was not finite, and its microbatch; `None` when none was looked at or all were.
+    pub fn first_nonfinite(&self) -> Option<(usize, usize)> {
+        let mut probes = std::mem::take(&mut self.lock().probes);
+        probes.sort_by_key(|(layer, microbatch, _)| (*layer, *microbatch));
+        let finite = |parcel: &Parcel| -> TensorResult<bool> {
+            let values = HostTensor::new(parcel.fence()?, parcel.dtype(), parcel.shape())?.to_f64_vec()?;
+            Ok(values.iter().all(|x| x.is_finite()))
+        };
+        // One that cannot be read says nothing.
+        let found = probes.into_iter().find(|(.., parcel)| !finite(parcel).unwrap_or(true));
+        found.map(|(layer, microbatch, _)| (layer, microbatch))
     }
 
     /// The call does not end before [`Call::let_go`]: a backward may follow.
@@ -486,9 +602,15 @@ impl Call {
         microbatch: Option<usize>,
         source: impl Into<Error>,
     ) -> Error {
+        let place = self.task_place(slot, layer, microbatch);
+        Error::Task { place: Box::new(place), source: Box::new(source.into()) }
+    }
+
+    /// What errors call a task.
+    pub fn task_place(&self, slot: usize, layer: Option<usize>, microbatch: Option<usize>) -> TaskPlace {
         let terms = &self.terms;
         let stage = &terms.stages[slot];
-        let place = TaskPlace {
+        TaskPlace {
             model: terms.model.name.clone(),
             pass: stage.pass,
             stage: slot,
@@ -496,8 +618,7 @@ impl Call {
             layer: layer.map(|l| (l, terms.model.layers[l].0.clone())),
             microbatch,
             device: terms.devices[terms.workers[slot]],
-        };
-        Error::Task { place: Box::new(place), source: Box::new(source.into()) }
+        }
     }
 
     /// The backward or fused slot of a layer.

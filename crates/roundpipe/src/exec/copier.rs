@@ -187,6 +187,10 @@ fn try_take_away(port: &Port, unload: Unload) -> Result<()> {
         let host = range.write(0..range.len())?;
         flights.push((layer, param, port.unload("gradient", tensor, &after, host, CHUNK)?));
     }
+    if flights.is_empty() {
+        // Nothing else says that the kernels of the job have run.
+        after.fence()?;
+    }
     let mut flights = flights.into_iter().peekable();
     while let Some((layer, param, flight)) = flights.next() {
         flight.land()?;

@@ -22,7 +22,7 @@ use std::sync::{Arc, Weak};
 
 use roundpipe_tensor::device::Stamp;
 use roundpipe_tensor::transfer::{Arrival, Parcel, Port, Slot};
-use roundpipe_tensor::{DType, LaneKind, RngSite, Shape, Tensor, Worker};
+use roundpipe_tensor::{Cx, DType, LaneKind, RngSite, Shape, Tensor, Worker};
 
 use super::call::{Call, Extra, Flow, Leaf, Model, Passed, Seed, Source, State, Timed};
 use super::copier::{Gradient, Load, Mover, Unload};
@@ -76,6 +76,8 @@ struct Settled {
     model: Weak<Model>,
     layer: usize,
     version: u64,
+    /// What [`Store::writes`](crate::Store) said when they were sent.
+    writes: u64,
     tensors: Vec<Tensor>,
 }
 
@@ -85,6 +87,7 @@ impl Settled {
             && std::ptr::addr_eq(self.model.as_ptr(), Arc::as_ptr(&call.terms.model))
             && self.layer == layer
             && self.version == call.terms.version
+            && self.writes == call.terms.model.store.writes(layer)
     }
 }
 
@@ -131,6 +134,8 @@ pub(crate) struct Launcher {
     pub index: usize,
     pub who: String,
     pub port: Arc<Port>,
+    /// The port's worker, whose kernels report bad data to the current job.
+    worker: Worker,
     pub mover: Mover,
     /// Bytes of values that may stay on the worker.
     pub keep_limit: u64,
@@ -225,11 +230,26 @@ impl Launcher {
         let who = format!("{} launcher", port.worker().device().id());
         let kept = HashMap::new();
         let (coming, settled, call, next) = (HashMap::new(), Vec::new(), Weak::new(), None);
-        Self { index, who, port, mover, keep_limit, kept, kept_bytes: 0, coming, settled, call, line, next }
+        let worker = port.worker().clone();
+        Self {
+            index,
+            who,
+            port,
+            worker,
+            mover,
+            keep_limit,
+            kept,
+            kept_bytes: 0,
+            coming,
+            settled,
+            call,
+            line,
+            next,
+        }
     }
 
     fn worker(&self) -> &Worker {
-        self.port.worker()
+        &self.worker
     }
 
     /// Runs a job to its end. A failure goes to the call.
@@ -247,6 +267,7 @@ impl Launcher {
         if here {
             call.terms.neighbours.drain(&self.port);
         }
+        self.worker = self.port.worker().clone();
         drop(job);
         call.end_part();
     }
@@ -299,6 +320,11 @@ impl Launcher {
     fn run_job(&mut self, job: &mut Job) -> Result<()> {
         self.order(job)?;
         let call = job.call.clone();
+        let faults = self.port.worker().open_faults().map_err(|e| call.place(job.slot, None, None, e))?;
+        if let Some(faults) = &faults {
+            call.data.watch(call.task_place(job.slot, None, None), faults.clone());
+        }
+        self.worker = self.port.worker().reporting_to(faults);
         let pass = call.terms.stages[job.slot].pass;
         let mut seats = Seats::default();
         let earlier = call.lock().adds_to.clone();
@@ -397,8 +423,9 @@ impl Launcher {
             let model = &call.terms.model;
             // A layer that sets buffers has new ones without a new version.
             if model.resident && !call.terms.training && !model.sets_buffers.load(Ordering::SeqCst) {
+                let writes = model.store.writes(layer);
                 let (model, version) = (Arc::downgrade(model), call.terms.version);
-                self.settled.push(Settled { model, layer, version, tensors: tensors.clone() });
+                self.settled.push(Settled { model, layer, version, writes, tensors: tensors.clone() });
             }
             tensors
         };
@@ -598,6 +625,7 @@ impl Launcher {
                 let what = format!("waiting for microbatch {microbatch} of {}", other.terms.model.name);
                 let found = other.wait(&self.who, &what, |state| state.outputs[microbatch].clone());
                 let found = found.map_err(|_| other.called_off())?;
+                visit.call.depend_on(&other);
                 let grads = visit.call.terms.wants_input_grads;
                 Ok(found.map_ref(|leaf| Leaf { grad: leaf.grad && grads, ..leaf.clone() }))
             }
@@ -717,11 +745,29 @@ impl Launcher {
         let ran = self.timed(visit, Some(layer), category, || {
             seated.run(module, self.worker(), terms.training, site, mode, input)
         })?;
+        if terms.probes && category != Category::Recompute {
+            self.probe(visit, layer, &ran.output);
+        }
         if !ran.buffers.is_empty() {
             // Known before the caller sees a result of this call, so before it can submit the next.
             terms.model.sets_buffers.store(true, Ordering::SeqCst);
         }
         Ok(ran)
+    }
+
+    /// Notes the largest and the smallest value of a layer's output: they tell whether all are finite. What cannot be
+    /// looked at for want of memory is left out.
+    fn probe(&self, visit: &Visit<'_>, layer: usize, output: &Tree<Held>) {
+        // Values that no gradient flows through, such as masks, may well be infinite.
+        for held in output.leaves().into_iter().filter(|held| held.grad && held.tensor.numel() > 0) {
+            let mut cx = Cx::infer(self.worker());
+            let extremes = [cx.max(&held.tensor, &[], false), cx.min(&held.tensor, &[], false)];
+            for value in extremes.into_iter().flatten() {
+                if let Ok(parcel) = self.port.send("probe", &value) {
+                    visit.call.lock().probes.push((layer, visit.microbatch, parcel));
+                }
+            }
+        }
     }
 
     /// Runs a piece of work between two stamps.
@@ -1016,6 +1062,7 @@ impl Launcher {
                     let what = format!("waiting for the input gradients of {}", other.terms.model.name);
                     let found = other.wait(&self.who, &what, |state| state.input_grads[m].clone());
                     let found = found.map_err(|_| other.called_off())?;
+                    visit.call.depend_on(&other);
                     let leaves = leaves.unwrap_or(0..found.len());
                     Ok(found[leaves].to_vec())
                 }
@@ -1065,7 +1112,7 @@ impl Launcher {
             self.send_buffers(&visit, &seats)?;
         }
         if stage.pass == Pass::Forward {
-            return Ok(());
+            return self.finish_forward(job);
         }
         let mut gradients = Vec::new();
         let mut seated: Vec<Seated> = seats.0.into_values().collect();
@@ -1083,6 +1130,18 @@ impl Launcher {
         let lane = self.worker().device().lane(LaneKind::Compute);
         let after = lane.record().map_err(|e| self.place(&visit, None, e))?;
         self.mover.unload(Unload { call: call.clone(), slot: job.slot, gradients, after });
+        Ok(())
+    }
+
+    /// Where kernels report bad data later than they are launched, a call that no backward follows ends behind them.
+    fn finish_forward(&mut self, job: &Job) -> Result<()> {
+        let call = &job.call;
+        if call.terms.trains || self.worker().device().aliases_host() {
+            return Ok(());
+        }
+        let lane = self.worker().device().lane(LaneKind::Compute);
+        let after = lane.record().map_err(|e| call.place(job.slot, None, None, e))?;
+        self.mover.unload(Unload { call: call.clone(), slot: job.slot, gradients: Vec::new(), after });
         Ok(())
     }
 

@@ -8,6 +8,7 @@
 //!   earlier in some queue: no two workers can wait for each other.
 //! - All device memory is reserved when the ring is made.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -26,6 +27,16 @@ use crate::status::Board;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+thread_local! {
+    /// The ring that the thread runs a job of.
+    static AT_WORK: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Tells rings apart while they live; never 0.
+fn ring_id(calls: &Arc<Peers>) -> usize {
+    Arc::as_ptr(calls) as usize
 }
 
 /// Workers that stages are dispatched to; cloning shares them.
@@ -146,6 +157,7 @@ impl Ring {
         let workers = devices.iter().zip(offered).map(open).collect::<Result<Vec<_>, _>>()?;
         let port = |worker: &Worker| Arc::new(Port::new(worker.clone(), host.clone()));
         let ports: Vec<Arc<Port>> = workers.iter().map(port).collect();
+        let calls = Arc::<Peers>::default();
         let mut threads = Vec::new();
         let limit = |worker: &Worker| {
             // Beside weights and the working memory of a stage; where weights are read in place there is more.
@@ -164,12 +176,12 @@ impl Ring {
                 let mover = Mover::start(port, &mut threads)?;
                 let launcher =
                     Launcher::new(i, port.clone(), mover, limit(port.worker()), Some(line.clone()));
-                threads.push(start(launcher, line.clone())?);
+                threads.push(start(launcher, line.clone(), ring_id(&calls))?);
                 lines.push(line);
             }
             Hands::Threaded(lines)
         };
-        let (next, threads, calls) = (Mutex::new(0), Mutex::new(threads), Arc::default());
+        let (next, threads) = (Mutex::new(0), Mutex::new(threads));
         let inner = Inner { workers, ports, host_device, host, next, hands, threads, board, notes, calls };
         Ok(Self(Arc::new(inner)))
     }
@@ -253,6 +265,11 @@ impl Ring {
         self.0.ports.iter().enumerate().flat_map(of).collect()
     }
 
+    /// Whether the calling thread is one of the ring's, or runs a job of it.
+    pub(crate) fn is_here(&self) -> bool {
+        AT_WORK.get() == ring_id(&self.0.calls)
+    }
+
     /// The calls of all engines that use this ring.
     pub(crate) fn calls(&self) -> &Arc<Peers> {
         &self.0.calls
@@ -278,9 +295,11 @@ impl Ring {
         match &self.0.hands {
             Hands::Serial(launchers) => {
                 let mut launchers = lock(launchers);
+                AT_WORK.set(ring_id(&self.0.calls));
                 for (worker, job) in jobs {
                     launchers[worker].run(job);
                 }
+                AT_WORK.set(0);
             }
             Hands::Threaded(lines) => {
                 // One call at a time, so that every queue has the calls in the same order.
@@ -317,10 +336,11 @@ fn same_memory(a: &dyn Device, b: &dyn Device) -> bool {
     (a.id().kind, a.id().index) == (b.id().kind, b.id().index)
 }
 
-fn start(mut launcher: Launcher, line: Arc<Line>) -> Result<JoinHandle<()>> {
+fn start(mut launcher: Launcher, line: Arc<Line>, ring: usize) -> Result<JoinHandle<()>> {
     let name = launcher.who.clone();
     let fail = |e| Error::config("threads", format!("cannot start a launcher thread: {e}"));
     let body = move || {
+        AT_WORK.set(ring);
         while let Some(job) = launcher.next.take().or_else(|| line.pop()) {
             launcher.run(job);
         }

@@ -10,11 +10,13 @@
 //! - Steps are done one after another, in the order they were asked for.
 //! - A step whose calls failed publishes nothing, and fails the calls that were submitted after it.
 //! - A step of the rule that has begun is done, even when the engine is dropped: no model is left half updated.
+//! - A step whose gradients are not finite changes no weight. After [`Streak::most`] of them in a row the step fails,
+//!   with the first layer that was not finite: from the second on, calls look at the output of every layer.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
 use super::call::{Call, Model, Peers};
@@ -25,7 +27,7 @@ use crate::scaler::GradScaler;
 use crate::status::Board;
 use crate::store::Store;
 use crate::trace::{Category, Lane, Span, Trace, Track};
-use crate::update::{Apply, OptimParams, Update};
+use crate::update::{Apply, Decision, OptimParams, Update};
 use crate::version::Abort;
 
 /// How long a step waits for somebody who looks at a parameter.
@@ -38,6 +40,9 @@ pub(crate) type StepFn = Box<dyn FnOnce(&mut OptimParams<'_>) -> Result<()> + Se
 pub(crate) enum Work {
     /// The store's rule, with the scale that the losses were multiplied with.
     Rule(Update, Option<(GradScaler, f64)>),
+    /// Nothing: the gradients are dropped, and the next version is equal to the newest. Perhaps because some of them are
+    /// not finite, or some of another engine that is updated together with this one.
+    Skip { nonfinite: bool },
     /// A user's function.
     Function(StepFn),
 }
@@ -146,11 +151,58 @@ fn failed_before() -> Error {
     Error::CalledOff { why: "the step failed before".to_owned() }
 }
 
+/// Steps in a row that were not finite.
+pub(crate) struct Streak {
+    /// How many are allowed.
+    most: u64,
+    /// How many there were, and where the last of them was not finite.
+    seen: Mutex<(u64, String)>,
+}
+
+impl Streak {
+    fn new(most: u64) -> Self {
+        Self { most, seen: Mutex::default() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, (u64, String)> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the last step was not finite.
+    pub fn is_on(&self) -> bool {
+        self.lock().0 > 0
+    }
+
+    fn end(&self) {
+        *self.lock() = Default::default();
+    }
+
+    fn add(&self, place: String) {
+        let mut seen = self.lock();
+        *seen = (seen.0 + 1, place);
+    }
+
+    /// Ends a streak that is too long.
+    ///
+    /// # Errors
+    /// [`Error::NotFinite`] then.
+    fn check(&self) -> Result<()> {
+        let mut seen = self.lock();
+        if seen.0 < self.most {
+            return Ok(());
+        }
+        let (steps, place) = std::mem::take(&mut *seen);
+        Err(Error::NotFinite { steps, place })
+    }
+}
+
 /// The thread that updates one engine's model.
 pub(crate) struct Stepper {
     orders: Option<Sender<Order>>,
     thread: Option<JoinHandle<()>>,
     abort: Abort,
+    pub streak: Arc<Streak>,
+    id: ThreadId,
 }
 
 /// What the thread works with.
@@ -160,10 +212,19 @@ struct Bench {
     board: Board,
     trace: Arc<Trace>,
     abort: Abort,
+    streak: Arc<Streak>,
 }
 
 impl Stepper {
-    pub fn start(model: &Arc<Model>, peers: &Arc<Peers>, board: &Board, trace: &Arc<Trace>) -> Result<Self> {
+    /// Starts the thread. It fails a step after `most_nonfinite` in a row that were not finite.
+    pub fn start(
+        model: &Arc<Model>,
+        peers: &Arc<Peers>,
+        board: &Board,
+        trace: &Arc<Trace>,
+        most_nonfinite: u64,
+    ) -> Result<Self> {
+        let streak = Arc::new(Streak::new(most_nonfinite));
         let (orders, to_do) = channel();
         let abort = model.store.abort();
         let bench = Bench {
@@ -172,11 +233,18 @@ impl Stepper {
             board: board.clone(),
             trace: trace.clone(),
             abort: abort.clone(),
+            streak: streak.clone(),
         };
         let name = format!("{} optimizer", model.name);
         let fail = |e| Error::config("threads", format!("cannot start the optimizer thread: {e}"));
         let thread = std::thread::Builder::new().name(name).spawn(move || bench.run(&to_do)).map_err(fail)?;
-        Ok(Self { orders: Some(orders), thread: Some(thread), abort })
+        let id = thread.thread().id();
+        Ok(Self { orders: Some(orders), thread: Some(thread), abort, streak, id })
+    }
+
+    /// Whether the calling thread is the one that runs steps.
+    pub fn is_here(&self) -> bool {
+        std::thread::current().id() == self.id
     }
 
     pub fn order(&self, order: Order) {
@@ -223,13 +291,48 @@ impl Bench {
         let measured = self.measure(calls);
         for call in calls {
             if !call.wait_end("optimizer") {
-                return Err(call.take_error().unwrap_or_else(failed_before));
+                let source = Box::new(call.take_error().unwrap_or_else(|| call.called_off()));
+                return Err(Error::Undone { first: version, source });
             }
         }
-        let squared = Store::total(&measured?);
+        let squares = measured?;
         match work {
-            Work::Rule(update, scaler) => self.apply(version, squared, update, scaler, outcome),
-            Work::Function(function) => self.call(version, squared, function, outcome),
+            Work::Rule(update, scaler) => {
+                let decision = update.decide(Store::total(&squares));
+                // A loss scale that is too large is the scaler's business: it lowers it.
+                let counts = scaler.as_ref().is_none_or(|(_, used)| *used <= 1.0);
+                if decision.skip && counts {
+                    self.streak.add(self.nonfinite_place(calls, &squares));
+                }
+                self.streak.check()?;
+                self.apply(version, decision, &update, scaler, outcome)
+            }
+            Work::Skip { nonfinite } => {
+                let squared = Store::total(&squares);
+                if nonfinite && !squared.is_finite() {
+                    self.streak.add(self.nonfinite_place(calls, &squares));
+                    self.streak.check()?;
+                }
+                let decision = Decision { factor: 0.0, grad_norm: squared.sqrt(), skip: true };
+                self.apply(version, decision, &Update::new(0.0), None, outcome)
+            }
+            Work::Function(function) => self.call(version, Store::total(&squares), function, outcome),
+        }
+    }
+
+    fn layer_name(&self, layer: usize) -> String {
+        format!("layer {layer} ({})", self.model.layers[layer].0)
+    }
+
+    /// Where the first value of a step that was not finite came from.
+    fn nonfinite_place(&self, calls: &[Arc<Call>], squares: &[Vec<f64>]) -> String {
+        if let Some((layer, microbatch)) = calls.iter().find_map(|call| call.first_nonfinite()) {
+            return format!("the first is the output of {}, microbatch {microbatch}", self.layer_name(layer));
+        }
+        // The backward comes to the last layer first.
+        match squares.iter().rposition(|layer| !layer.iter().sum::<f64>().is_finite()) {
+            Some(layer) => format!("the first is the gradient of {}", self.layer_name(layer)),
+            None => "only their sum is".to_owned(),
         }
     }
 
@@ -253,40 +356,52 @@ impl Bench {
     fn apply(
         &self,
         version: u64,
-        squared: f64,
-        update: Update,
+        decision: Decision,
+        update: &Update,
         scaler: Option<(GradScaler, f64)>,
         outcome: &Outcome,
     ) -> Result<StepReport> {
         let store = &self.model.store;
         let layers = 0..store.layers().len();
-        let decision = update.decide(squared);
         let step = store.steps() + u64::from(!decision.skip);
         let apply = Apply { step, lr: update.lr, factor: decision.factor, next_version: version };
         if !decision.skip {
             store.check(&apply)?;
         }
-        outcome.set(Phase::Begun);
         // Never set: all calls before have ended, and those behind it read what it writes.
         let never = store.abort();
+        self.patiently(Some(PATIENCE), || store.check_open(version, &never))?;
+        outcome.set(Phase::Begun);
+        let mut first_partial = None;
         for layer in layers {
             let start = self.trace.now_ns();
-            self.patiently(layer, || match decision.skip {
-                true => store.skip(layer, version, &never),
+            // A step that has begun is done, however long somebody looks at a parameter.
+            let kept = self.patiently(None, || match decision.skip {
+                true => store.skip(layer, version, &never).map(|()| false),
                 false => store.apply(layer, &apply, &never),
             })?;
+            if kept {
+                first_partial.get_or_insert(layer);
+            }
             self.note(layer, version, start);
         }
         store.set_steps(step);
+        let partial = first_partial.is_some();
+        match first_partial {
+            Some(layer) => self.streak.add(format!("the first is the update of {}", self.layer_name(layer))),
+            None if !decision.skip => self.streak.end(),
+            None => {}
+        }
         if let Some((scaler, used)) = scaler {
             scaler.update_from(used, decision.skip);
         }
-        Ok(StepReport { step, grad_norm: decision.grad_norm, skipped: decision.skip })
+        Ok(StepReport { step, grad_norm: decision.grad_norm, skipped: decision.skip, partial })
     }
 
     fn call(&self, version: u64, squared: f64, function: StepFn, outcome: &Outcome) -> Result<StepReport> {
         let store = &self.model.store;
         let mut function = Some(function);
+        self.patiently(Some(PATIENCE), || store.check_open(version, &self.abort))?;
         let start = self.trace.now_ns();
         store.apply_fn(version, &self.abort, &mut |params| match function.take() {
             Some(function) => function(params),
@@ -294,16 +409,18 @@ impl Bench {
         })?;
         self.note(0, version, start);
         outcome.set(Phase::Begun);
-        Ok(StepReport { step: store.steps(), grad_norm: squared.sqrt(), skipped: false })
+        Ok(StepReport { step: store.steps(), grad_norm: squared.sqrt(), skipped: false, partial: false })
     }
 
-    /// Somebody may be looking at a parameter just now; an update that could not begin has changed nothing.
-    fn patiently(&self, layer: usize, mut update: impl FnMut() -> Result<()>) -> Result<()> {
+    /// Somebody may be looking at a parameter just now; an update that could not begin has changed nothing. It is tried
+    /// again for so long, or until it begins.
+    fn patiently<R>(&self, patience: Option<Duration>, mut update: impl FnMut() -> Result<R>) -> Result<R> {
         let start = Instant::now();
         loop {
+            let patient = patience.is_none_or(|patience| start.elapsed() < patience);
             match update() {
-                Err(Error::Tensor(roundpipe_tensor::Error::Busy { .. })) if start.elapsed() < PATIENCE => {
-                    let what = format!("waiting for whoever reads the weights of layer {layer}");
+                Err(Error::Tensor(roundpipe_tensor::Error::Busy { name, .. })) if patient => {
+                    let what = format!("waiting for whoever holds {name}");
                     let _watched = self.board.wait("optimizer", &what);
                     std::thread::sleep(Duration::from_millis(1));
                 }

@@ -28,7 +28,7 @@ use crate::layer::Params;
 use crate::optim::StepReport;
 use crate::store::Store;
 use crate::tree::Tree;
-use crate::update::{OptimHandle, OptimParams, Update};
+use crate::update::{self, OptimHandle, OptimParams, Update};
 
 /// A gradient for each tensor of a value; `None` where there is none.
 type Grads = Tree<Option<HostTensor>>;
@@ -134,9 +134,14 @@ impl AutoWrapped {
     /// # Errors
     /// As [`RoundPipe::update`]. Engines before the one that failed, in their order, are updated then.
     pub fn update(&self, update: &Update, lag: Lag) -> Result<AutoStepping> {
-        let (update, grad_norm) = self.together(update)?;
-        let steps = self.each_with_gradients(|_, engine| engine.update(&update, lag))?;
-        Ok(AutoStepping { steps, grad_norm })
+        update.check()?;
+        let (update, decision) = self.together(update)?;
+        let skip = decision.is_some_and(|decision| decision.skip);
+        let steps = self.each_with_gradients(|_, engine| match skip {
+            true => engine.skip_nonfinite_step(lag),
+            false => engine.update(&update, lag),
+        })?;
+        Ok(AutoStepping { steps, grad_norm: decision.map(|decision| decision.grad_norm) })
     }
 
     /// Calls a function over the optimizer copies of each engine that computed gradients since its last step,
@@ -172,7 +177,7 @@ impl AutoWrapped {
     }
 
     /// What clipping and skipping over the gradients of all engines mean for each of them.
-    fn together(&self, update: &Update) -> Result<(Update, Option<f64>)> {
+    fn together(&self, update: &Update) -> Result<(Update, Option<update::Decision>)> {
         if update.clip.is_none() && !update.skip_nonfinite {
             return Ok((*update, None));
         }
@@ -182,10 +187,8 @@ impl AutoWrapped {
             squares.extend(engine.squares()?);
         }
         let decision = update.decide(Store::total(&squares));
-        // An engine that is told of a scale that is no number skips its step, which is what all must do.
-        let grad_scale = if decision.skip { f64::NAN } else { f64::from(decision.factor) };
-        let each = Update { clip: None, grad_scale, skip_nonfinite: decision.skip, ..*update };
-        Ok((each, Some(decision.grad_norm)))
+        let each = Update { clip: None, grad_scale: f64::from(decision.factor), ..*update };
+        Ok((each, Some(decision)))
     }
 
     /// Waits until nothing moves in any engine.
@@ -681,6 +684,7 @@ impl AutoStepping {
             step: reports.iter().map(|report| report.step).max().unwrap_or(0),
             grad_norm: self.grad_norm.unwrap_or(squared.sqrt()),
             skipped: reports.iter().all(|report| report.skipped),
+            partial: reports.iter().any(|report| report.partial),
         })
     }
 }

@@ -1,10 +1,13 @@
 //! The engine: the same bits as a plain loop, whatever runs where; failures that leave no trace.
 
 mod api;
+mod data;
 mod faults;
+mod finite;
 mod gpu;
 mod invisible;
 mod kept;
 mod memory;
 mod models;
 mod simulation;
+mod written;

@@ -156,6 +156,11 @@ impl Simd for Avx2 {
     fn max(self, a: V, b: V) -> V {
         proven!([_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])])
     }
+    #[inline(always)]
+    fn is_ordered(self, a: V) -> bool {
+        // NaN in either operand counts, so one comparison serves both halves.
+        proven!(_mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(a[0], a[1])) == 0)
+    }
 
     #[inline(always)]
     fn no_sums(self) -> Self::Sums {

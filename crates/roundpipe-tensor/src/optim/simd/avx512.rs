@@ -111,6 +111,10 @@ impl Simd for Avx512 {
     fn max(self, a: __m512, b: __m512) -> __m512 {
         proven!(_mm512_max_ps(a, b))
     }
+    #[inline(always)]
+    fn is_ordered(self, a: __m512) -> bool {
+        proven!(_mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a) == 0)
+    }
 
     #[inline(always)]
     fn no_sums(self) -> Self::Sums {

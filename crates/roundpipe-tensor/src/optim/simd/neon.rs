@@ -153,6 +153,10 @@ impl Simd for Neon {
     fn max(self, a: V, b: V) -> V {
         from_fn(|i| proven!(vbslq_f32(vcgtq_f32(a[i], b[i]), a[i], b[i])))
     }
+    #[inline(always)]
+    fn is_ordered(self, a: V) -> bool {
+        a.iter().all(|part| proven!(vminvq_u32(vceqq_f32(*part, *part)) != 0))
+    }
 
     #[inline(always)]
     fn no_sums(self) -> Self::Sums {

@@ -75,6 +75,10 @@ impl Simd for Portable {
     fn max(self, a: V, b: V) -> V {
         both(a, b, |a, b| if a > b { a } else { b })
     }
+    #[inline(always)]
+    fn is_ordered(self, a: V) -> bool {
+        !a.iter().any(|x| x.is_nan())
+    }
 
     #[inline(always)]
     fn no_sums(self) -> Self::Sums {
