@@ -11,8 +11,8 @@
 //! 2. It fails the calls of its engine that were submitted after it, until it is told. It is told once, and not again
 //!    unless whoever waited for a handle (a report, input gradients) was told first.
 //! 3. A step that fails leaves weights, copies and state as they were; gradients since the step before are gone.
-//! 4. Calls read the newest weights; after a step at lag 1, and until the engine synchronizes, those from before it. A
-//!    failure changes nothing about that.
+//! 4. Calls read the newest weights; after a step at lag 1, and until the engine synchronizes or somebody writes them,
+//!    those from before it. A failure changes nothing about that.
 //! 5. A step of the rule whose gradients are not finite changes nothing and counts as a step; the last of
 //!    [`MOST_NONFINITE`] in a row fails, and they are counted anew. A function that writes what is not finite fails.
 //! 6. Whoever was told that a step is on its way is told when it is not.
@@ -31,6 +31,9 @@ use crate::run::{Left, Named, Reply, Told, Trace, Value, bits};
 
 /// The last of so many steps in a row that are not finite fails.
 const MOST_NONFINITE: u64 = 10;
+
+/// In the error for a step that was asked for and does not happen.
+const UNDONE: &str = "did not happen";
 
 /// What cannot be, in words.
 pub type Verdict<T = ()> = Result<T, String>;
@@ -200,7 +203,7 @@ struct Pending {
 impl Pending {
     /// Whether an error tells of it, and of the steps that will not happen.
     fn is_told(&self, told: &Told) -> bool {
-        names(&self.marks, told) && (!self.undone || told.text.contains("did not happen"))
+        names(&self.marks, told) && (!self.undone || told.text.contains(UNDONE))
     }
 }
 
@@ -292,6 +295,12 @@ impl Mind {
             Fate::Refused => Ok(Followed::Failed),
             Fate::Fails(marks) | Fate::FailsLate(marks) if names(&marks, told) => {
                 match self.pending.take() {
+                    Some(pending) if pending.undone && !told.text.contains(UNDONE) => {
+                        return Err(format!(
+                            "{} does not say that a step was undone: {}",
+                            reply.call, told.text
+                        ));
+                    }
                     Some(pending) => self.restore(pending.restore),
                     None => {
                         let state = restore(self);

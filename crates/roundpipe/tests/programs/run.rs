@@ -147,6 +147,7 @@ pub fn run(program: &Program, ring: RingKind, watch: &Watch) -> Trace {
     ops.push(session.end());
     let world = session.world.clone();
     drop(session);
+    watch.set(|watched| watched.doing = format!("{ring:?}, done; what was seen is judged"));
     let races = world.iter().flat_map(|world| world.races()).map(|race| format!("{race:?}")).collect();
     Trace { ops, races }
 }
