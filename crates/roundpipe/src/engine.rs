@@ -863,6 +863,12 @@ impl<M> RoundPipe<M> {
         self.core.set_training(training);
     }
 
+    /// Steps that were skipped, or left weights out, because gradients or results were not finite, as far as the engine's
+    /// calls have seen; [`RoundPipe::synchronize`] sees all.
+    pub fn nonfinite_steps(&self) -> u64 {
+        self.core.nonfinite_steps()
+    }
+
     /// Steps asked for so far.
     pub fn steps(&self) -> u64 {
         self.core.steps()

@@ -103,6 +103,9 @@ struct State {
     /// Copies whose ends were not known yet: call, worker, copy.
     moves: Vec<(u64, usize, Moved)>,
     warnings: Vec<String>,
+    /// Steps that were done and not finite, in all and since the last that was.
+    nonfinite_steps: u64,
+    nonfinite_in_a_row: u64,
 }
 
 /// Stages per pass, at least, where each step waits for the update of the one before, or where layers are large.
@@ -174,6 +177,8 @@ impl Core {
             times: LayerTimes::default(),
             moves: Vec::new(),
             warnings: Vec::new(),
+            nonfinite_steps: 0,
+            nonfinite_in_a_row: 0,
         };
         let (origin, state) = (Instant::now(), Mutex::new(state));
         let _trainer = Trainer(model.clone());
@@ -204,6 +209,11 @@ impl Core {
 
     pub fn layer_times(&self) -> LayerTimes {
         self.lock().times.clone()
+    }
+
+    /// Steps so far that were skipped, or left weights out, because they were not finite.
+    pub fn nonfinite_steps(&self) -> u64 {
+        self.lock().nonfinite_steps
     }
 
     /// Steps that were asked for and not called off.
@@ -474,7 +484,8 @@ impl Core {
         let ended: Vec<Arc<Call>> = ended;
         state.trained |= ended.iter().any(|call| call.terms.training);
         ended.iter().for_each(|call| self.learn(state, call));
-        state.outcomes.retain(|outcome| !outcome.is_done());
+        let outcomes = std::mem::take(&mut state.outcomes);
+        state.outcomes = outcomes.into_iter().filter(|outcome| !state.note_step(outcome)).collect();
         // Which version calls read depends on the last step alone.
         while state.history.len() > HISTORY {
             state.settled_number = state.history.pop_front().map_or(0, |asked| asked.number);
@@ -512,6 +523,7 @@ impl Core {
         state.watched = watched;
         let calls: Vec<Arc<Call>> = calls;
         let outcomes = std::mem::take(&mut state.outcomes);
+        outcomes.iter().for_each(|outcome| _ = state.note_step(outcome));
         let steps: Vec<&Arc<Outcome>> = outcomes.iter().filter(|outcome| outcome.has_failed()).collect();
         if let Some(failed) = steps.iter().map(|step| step.version).min() {
             state.steps = failed - 1;
@@ -715,6 +727,27 @@ impl Core {
 }
 
 impl State {
+    /// Notes a step that is done and was not finite; whether it is done.
+    fn note_step(&mut self, outcome: &Outcome) -> bool {
+        let Some(report) = outcome.report() else { return false };
+        if !report.skipped && !report.partial {
+            self.nonfinite_in_a_row = 0;
+            return true;
+        }
+        self.nonfinite_steps += 1;
+        self.nonfinite_in_a_row += 1;
+        // A user who asks for no report is told too, once for a row of them.
+        if self.nonfinite_in_a_row == 1 {
+            let what = if report.skipped { "was skipped" } else { "left some weights out" };
+            let norm = report.grad_norm;
+            self.warnings.push(format!(
+                "optimizer step {} {what}, because it was not finite (gradient norm {norm})",
+                outcome.version
+            ));
+        }
+        true
+    }
+
     /// After a step at lag 1, calls read the version before the one it makes.
     fn visible(&self) -> u64 {
         match self.history.back() {

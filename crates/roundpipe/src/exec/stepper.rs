@@ -134,8 +134,12 @@ impl Outcome {
         matches!(*self.lock(), Phase::Failing | Phase::Failed(_))
     }
 
-    pub fn is_done(&self) -> bool {
-        matches!(*self.lock(), Phase::Done(_))
+    /// What it saw, once it is done.
+    pub fn report(&self) -> Option<StepReport> {
+        match &*self.lock() {
+            Phase::Done(report) => Some(*report),
+            _ => None,
+        }
     }
 
     /// Why it failed; `None` when it did not, or it was told already.

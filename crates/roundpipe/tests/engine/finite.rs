@@ -137,6 +137,10 @@ fn training_stops_when_steps_go_on_being_not_finite() {
                 assert!(!step(1.0, 0.5).unwrap().skipped);
                 engine.synchronize().unwrap();
                 assert_eq!(models::params(&model), before);
+                // Six were skipped in two rows; the seventh failed.
+                let warnings = engine.take_warnings();
+                assert_eq!((engine.nonfinite_steps(), warnings.len()), (6, 2), "{warnings:?}");
+                assert!(warnings.iter().all(|text| text.contains("was skipped")), "{warnings:?}");
             }
         }
     }
