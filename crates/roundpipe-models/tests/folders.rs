@@ -12,3 +12,6 @@ mod malformed;
 mod mxfp4;
 #[path = "folders/round_trip.rs"]
 mod round_trip;
+#[cfg(unix)]
+#[path = "folders/special.rs"]
+mod special;
