@@ -16,10 +16,14 @@ use roundpipe::{
     Bytes, Cx, DType, Device, DeviceKind, Grain, HostTensor, Inputs, Lag, Meta, Params, RngSite, RoundPipe,
     Rule, RunConfig, Update, Worker,
 };
+use roundpipe_models::memory::host_memory;
 use roundpipe_models::{LoraConfig, LoraTargets, Model, Trains, preset};
 
-use crate::open;
 use crate::place::Place;
+use crate::{bounds, open};
+
+/// More would keep nothing but queues busy.
+const MOST_MICROBATCHES: usize = 1 << 16;
 
 /// Time training steps of a model, with random weights for a preset
 #[derive(Debug, clap::Args)]
@@ -93,8 +97,13 @@ impl BenchCmd {
             self.batch > 0 && self.seq > 0 && self.steps > 0,
             "--batch, --seq and --steps must be at least 1"
         );
-        ensure!(self.optimizer_threads != Some(0), "--optimizer-threads must be at least 1");
-        ensure!(self.microbatches != Some(0), "--microbatches must be at least 1");
+        bounds::threads("--optimizer-threads", self.optimizer_threads)?;
+        let tokens = bounds::tokens(self.batch, self.seq, host_memory())?;
+        ensure!(
+            self.microbatches.is_none_or(|count| (1..=MOST_MICROBATCHES).contains(&count)),
+            "--microbatches must be from 1 to {MOST_MICROBATCHES}"
+        );
+        ensure!(self.clip.is_none_or(|clip| clip > 0.0 && clip.is_finite()), "--clip must be above 0");
         if self.dry_run {
             return self.predict(out);
         }
@@ -107,7 +116,7 @@ impl BenchCmd {
         let engine = self.engine(&model, &devices.workers)?;
         let (seconds, loss) = self.measure(&engine, model.config.vocab, out)?;
         let trains = if self.mode == Mode::Full { Trains::All } else { Trains::Adapters };
-        let tokens = (self.batch * self.seq) as f64;
+        let tokens = tokens as f64;
         let pins = engine.ring().pins();
         let floor = model.config.flops_per_token(self.seq, trains) * tokens / rate;
         self.tell(

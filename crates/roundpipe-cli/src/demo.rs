@@ -1,7 +1,8 @@
 //! `roundpipe demo`: a small transformer learns a story, on any machine, in about a minute.
 
-use std::io::{IsTerminal, Write};
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::{IsTerminal, Read, Write};
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
@@ -9,7 +10,15 @@ use indicatif::{ProgressBar, ProgressStyle};
 use roundpipe::lr::LrDecay;
 use roundpipe::optim::AdamW;
 use roundpipe::{Bytes, Cpu, Cx, DType, LrSchedule, Meta, Optimizer, Params, RngSite, Worker};
+use roundpipe_models::memory::host_memory;
 use roundpipe_models::{HARBOR, Model, Sampler, Windows, continue_text, preset};
+
+use crate::bounds;
+
+/// The longest text to learn from; a device may have no end.
+const MOST_TEXT: u64 = 256 << 20;
+/// The longest sample. Nothing is shown before it is complete.
+const MOST_SAMPLE: usize = 1 << 16;
 
 /// Train a small transformer on a text and show what it learned
 #[derive(Debug, clap::Args)]
@@ -58,18 +67,24 @@ impl Default for DemoCmd {
 impl DemoCmd {
     pub fn run(self, out: &mut impl Write) -> anyhow::Result<()> {
         ensure!(self.steps > 0 && self.batch > 0, "--steps and --batch must be at least 1");
-        ensure!(self.threads != Some(0), "--threads must be at least 1");
-        let text = match &self.text {
-            Some(path) => {
-                std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?
-            }
-            None => HARBOR.to_owned(),
-        };
+        bounds::threads("--threads", self.threads)?;
+        ensure!(self.sample <= MOST_SAMPLE, "--sample must be at most {MOST_SAMPLE}");
         let config = preset("tiny")?;
         let seq = config.max_positions;
+        let memory = host_memory();
+        bounds::tokens(self.batch, seq, memory)?;
+        let text = match &self.text {
+            Some(path) => read_text(path)?,
+            None => HARBOR.to_owned(),
+        };
         let windows = Windows::new(&text, seq, self.seed)?;
         let model = Model::random(config, DType::F32, self.seed)?;
         let peak = self.predict(&model)?;
+        ensure!(
+            peak <= memory,
+            "--batch {}: a step would take {peak} of memory, this machine has {memory}",
+            self.batch
+        );
         let worker = Worker::new(Cpu::new(self.threads)?, peak)?;
         writeln!(
             out,
@@ -135,6 +150,14 @@ impl DemoCmd {
         bar.finish_and_clear();
         Ok(())
     }
+}
+
+fn read_text(path: &Path) -> anyhow::Result<String> {
+    let place = || format!("cannot read {}", path.display());
+    let mut bytes = Vec::new();
+    File::open(path).and_then(|file| file.take(MOST_TEXT + 1).read_to_end(&mut bytes)).with_context(place)?;
+    ensure!(bytes.len() as u64 <= MOST_TEXT, "{}: it is longer than {}", place(), Bytes(MOST_TEXT));
+    String::from_utf8(bytes).with_context(place)
 }
 
 /// Forward and backward of one batch; `then` sees the loss and the gradients.

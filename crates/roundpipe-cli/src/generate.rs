@@ -11,8 +11,12 @@ use roundpipe_models::{GenerateOptions, Generator, Sampler};
 
 use crate::open;
 use crate::place::Place;
+use crate::terminal::Output;
 
 /// Continue a prompt, or answer it where the model has a chat template
+///
+/// On a terminal, control characters of the model's text are shown as � and do nothing; a file or a pipe gets the text
+/// as it is.
 #[derive(Debug, clap::Args)]
 pub struct GenerateCmd {
     /// A folder, or a hub id such as Qwen/Qwen3-0.6B
@@ -75,8 +79,9 @@ impl GenerateCmd {
         let stop = tokenizer.eos().to_vec();
         let options = GenerateOptions { max_tokens: self.max_tokens, sampler, stop };
         let mut stream = tokenizer.stream(true);
+        let shown_on = Output::stdout();
         let mut show = |text: &str| -> anyhow::Result<()> {
-            out.write_all(text.as_bytes())?;
+            out.write_all(shown_on.text(text).as_bytes())?;
             Ok(out.flush()?)
         };
         let mut failed = None;

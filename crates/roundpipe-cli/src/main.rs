@@ -2,10 +2,12 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod bounds;
 mod demo;
 mod generate;
 mod open;
 mod place;
+mod terminal;
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -43,7 +45,7 @@ fn main() -> ExitCode {
         Err(error) => {
             let line = error.chain().map(ToString::to_string).collect::<Vec<_>>().join(": ");
             // Nothing sensible is left to do when even this cannot be written.
-            let _ = writeln!(io::stderr(), "error: {line}");
+            let _ = writeln!(io::stderr(), "error: {}", terminal::one_line(&line));
             ExitCode::FAILURE
         }
     }

@@ -150,6 +150,49 @@ fn commands_say_what_they_cannot_use() {
     std::fs::remove_dir(folder).unwrap();
 }
 
+/// Numbers that no machine can do anything with: one line each, before anything is made of them.
+#[test]
+fn absurd_numbers_get_one_line() {
+    let max = usize::MAX.to_string();
+    let max = max.as_str();
+    let cpu = ["--devices", "cpu"];
+    let bench = |args: &[&'static str]| [&["bench", "tiny"], args, &cpu].concat();
+    let cases: Vec<(Vec<&str>, &str)> = vec![
+        (vec!["demo", "--batch", max], "--batch"),
+        (vec!["demo", "--batch", "100000000000"], "--batch"),
+        (vec!["demo", "--threads", "100000"], "--threads"),
+        (vec!["demo", "--threads", max], "--threads"),
+        (vec!["demo", "--sample", max], "--sample"),
+        ([&["bench", "tiny", "--batch", max][..], &cpu].concat(), "--batch"),
+        ([&["bench", "tiny", "--batch", max, "--seq", max][..], &cpu].concat(), "--batch"),
+        (bench(&["--batch", "100000000000"]), "--batch"),
+        ([&["bench", "tiny", "--batch", "1", "--seq", max][..], &cpu].concat(), "--batch"),
+        (bench(&["--batch", "1", "--seq", "2000000000"]), "max_position_embeddings"),
+        ([&["bench", "tiny", "--microbatches", max][..], &cpu].concat(), "--microbatches"),
+        (bench(&["--optimizer-threads", "100000"]), "--optimizer-threads"),
+        (bench(&["--batch", "1", "--seq", "8", "--mode", "lora", "--rank", "18446744073709551615"]), "rank"),
+        (bench(&["--clip", "-1"]), "--clip"),
+        (bench(&["--clip", "nan"]), "--clip"),
+        (vec!["bench", "tiny", "--devices", "cpu:100000"], "--devices"),
+    ];
+    for (args, word) in cases {
+        let output = roundpipe(&args);
+        let error = text(&output.stderr);
+        assert!(output.status.code().is_some_and(|code| code == 1 || code == 2), "{args:?}: {error}");
+        let last = error.lines().find(|line| line.starts_with("error: ")).unwrap_or_default();
+        assert!(last.contains(word) && !error.contains("panicked"), "{args:?}: {error}");
+    }
+    // Text without an end is not read to its end.
+    #[cfg(target_os = "linux")]
+    {
+        let error = text(&roundpipe(&["demo", "--text", "/dev/zero"]).stderr);
+        assert!(
+            error.contains("/dev/zero") && error.contains("longer than") && error.lines().count() == 1,
+            "{error}"
+        );
+    }
+}
+
 /// What the program writes is what the library generates, with an adapter and without.
 #[test]
 fn generate_writes_what_the_model_says() {

@@ -9,12 +9,14 @@
 
 mod read;
 
-use roundpipe::DType;
 use roundpipe::kernel::Glu;
 use roundpipe::ops::RouteWeights;
+use roundpipe::{Bytes, DType};
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
+use crate::files::{self, Kind};
+use crate::memory;
 use read::Reader;
 
 /// Who defined the model: decides names of tensors, defaults and quirks.
@@ -172,6 +174,15 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
+    /// Reads the bytes of a `config.json`; `path` is only for messages.
+    ///
+    /// # Errors
+    /// As [`ModelConfig::from_json`], and for bytes that are not JSON.
+    pub fn from_bytes(bytes: &[u8], path: impl AsRef<std::path::Path>) -> Result<Self> {
+        let path = path.as_ref();
+        Self::from_json(&files::parse_json(path, bytes, Kind::Settings)?, path)
+    }
+
     /// Reads a `config.json`; `path` is only for messages.
     ///
     /// # Errors
@@ -209,29 +220,80 @@ impl ModelConfig {
 
     /// Number of parameters, tied ones once.
     pub fn num_params(&self) -> u64 {
-        let product = |a: usize, b: usize| a as u64 * b as u64;
-        let (queries, keys) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
-        let flag = |on: bool, count: usize| if on { count as u64 } else { 0 };
-        let attention = 2 * product(queries, self.hidden)
-            + 2 * product(keys, self.hidden)
-            + flag(self.qkv_bias, queries + 2 * keys)
-            + flag(self.o_bias, self.hidden)
-            + flag(self.qk_norm, 2 * self.head_dim)
-            + flag(self.sinks, self.heads);
-        let dense = 3 * product(self.hidden, self.intermediate)
-            + flag(self.mlp_bias, 2 * self.intermediate + self.hidden);
-        let unit = |layer: usize| match &self.moe {
-            Some(moe) if moe.sparse[layer] => {
-                let one = 3 * product(self.hidden, moe.intermediate)
-                    + self.hidden as u64
-                    + flag(moe.bias, 2 * moe.intermediate + self.hidden + 1);
-                moe.experts as u64 * one
-            }
-            _ => dense,
-        };
-        let blocks: u64 = (0..self.layers).map(|i| attention + unit(i) + 2 * self.hidden as u64).sum();
+        let all = self.attention_params() + self.unit_params() + self.end_params();
+        u64::try_from(all).unwrap_or(u64::MAX)
+    }
+
+    /// Embedding, head and the norm before it.
+    fn end_params(&self) -> u128 {
         let tables = if self.tied { 1 } else { 2 };
-        blocks + tables * product(self.vocab, self.hidden) + self.hidden as u64
+        (tables * self.vocab as u128 + 1) * self.hidden as u128
+    }
+
+    /// Attention and norms of all blocks. Sizes are below 2^32, so 128 bits hold any product of three.
+    fn attention_params(&self) -> u128 {
+        let wide = |count: usize| count as u128;
+        let flag = |on: bool, count: u128| if on { count } else { 0 };
+        let (hidden, head_dim) = (wide(self.hidden), wide(self.head_dim));
+        let (queries, keys) = (wide(self.heads) * head_dim, wide(self.kv_heads) * head_dim);
+        let block = 2 * (queries + keys) * hidden
+            + flag(self.qkv_bias, queries + 2 * keys)
+            + flag(self.o_bias, hidden)
+            + flag(self.qk_norm, 2 * head_dim)
+            + flag(self.sinks, wide(self.heads))
+            + 2 * hidden;
+        wide(self.layers) * block
+    }
+
+    /// Gated units and experts of all blocks.
+    fn unit_params(&self) -> u128 {
+        let wide = |count: usize| count as u128;
+        let flag = |on: bool, count: u128| if on { count } else { 0 };
+        let (hidden, inner) = (wide(self.hidden), wide(self.intermediate));
+        let dense = 3 * hidden * inner + flag(self.mlp_bias, 2 * inner + hidden);
+        let Some(moe) = &self.moe else { return wide(self.layers) * dense };
+        let inner = wide(moe.intermediate);
+        let expert = 3 * hidden * inner + hidden + flag(moe.bias, 2 * inner + hidden + 1);
+        let sparse = wide(moe.sparse.iter().filter(|sparse| **sparse).count());
+        sparse * wide(moe.experts) * expert + wide(self.layers).saturating_sub(sparse) * dense
+    }
+
+    /// Bytes of the rotary tables, which all blocks share in host memory.
+    pub(crate) fn rope_bytes(&self) -> u128 {
+        self.max_positions as u128 * self.head_dim as u128 * size_of::<f32>() as u128
+    }
+
+    /// Whether a model of this config and type fits into `limit` bytes: its parameters and rotary tables.
+    ///
+    /// # Errors
+    /// What it needs, what there is, and the keys of `config.json` that ask for the most.
+    pub fn fits(&self, dtype: DType, limit: Bytes) -> Result<(), String> {
+        let size = dtype.size() as u128;
+        let parts = [
+            ("vocab_size and hidden_size", self.end_params() * size),
+            (
+                "num_attention_heads, head_dim, hidden_size and num_hidden_layers",
+                self.attention_params() * size,
+            ),
+            (self.unit_keys(), self.unit_params() * size),
+            ("max_position_embeddings and head_dim", self.rope_bytes()),
+        ];
+        memory::fits(&parts, limit)
+    }
+
+    /// The same for the rotary tables alone, for models whose parameters have no memory behind them yet.
+    ///
+    /// # Errors
+    /// As [`ModelConfig::fits`].
+    pub(crate) fn tables_fit(&self, limit: Bytes) -> Result<(), String> {
+        memory::fits(&[("max_position_embeddings and head_dim", self.rope_bytes())], limit)
+    }
+
+    fn unit_keys(&self) -> &'static str {
+        match &self.moe {
+            Some(_) => "num_experts, the experts' intermediate size, hidden_size and num_hidden_layers",
+            None => "intermediate_size, hidden_size and num_hidden_layers",
+        }
     }
 }
 

@@ -36,6 +36,7 @@ use roundpipe::{
 use crate::config::ModelConfig;
 use crate::entry::Entry;
 use crate::error::{Error, Result};
+use crate::memory::host_memory;
 use crate::rope::RopeTables;
 pub(crate) use block::{Block, DOWN, GATE_UP, Unit};
 use ends::{Embed, Head};
@@ -60,9 +61,12 @@ impl Model {
     /// of blocks; biases 0, norms 1. The same seed gives the same weights on any machine.
     ///
     /// # Errors
-    /// When the system has no memory.
+    /// When this machine has less memory than the config asks for.
     pub fn random(config: ModelConfig, dtype: DType, seed: u64) -> Result<Self> {
-        Self::build(config, &mut Maker { init: Init::new(seed, dtype), empty: false })
+        config.fits(dtype, host_memory()).map_err(|what| Error::argument("config", what))?;
+        let model = Self::build(config, &mut Maker { init: Init::new(seed, dtype), empty: false })?;
+        model.fill_rope()?;
+        Ok(model)
     }
 
     /// Zeros that no page of memory stands behind yet, to be filled by a load.
@@ -70,7 +74,23 @@ impl Model {
     /// # Errors
     /// When the system has no memory.
     pub fn empty(config: ModelConfig, dtype: DType) -> Result<Self> {
+        config.tables_fit(host_memory()).map_err(|what| Error::argument("config", what))?;
+        let model = Self::without_tables(config, dtype)?;
+        model.fill_rope()?;
+        Ok(model)
+    }
+
+    /// The same whose rotary tables are zeros as well, until [`Model::fill_rope`].
+    pub(crate) fn without_tables(config: ModelConfig, dtype: DType) -> Result<Self> {
         Self::build(config, &mut Maker { init: Init::new(0, dtype), empty: true })
+    }
+
+    /// Computes the rotary tables, which all blocks share.
+    pub(crate) fn fill_rope(&self) -> Result<()> {
+        match self.blocks.first() {
+            Some(block) => Ok(block.rope.fill(&self.config.rope)?),
+            None => Ok(()),
+        }
     }
 
     fn build(mut config: ModelConfig, make: &mut Maker) -> Result<Self> {
@@ -83,7 +103,7 @@ impl Model {
         }
         config.dtype = Some(dtype);
         let c = &config;
-        let rope = RopeTables::new(&c.rope, c.max_positions, c.head_dim)?;
+        let rope = RopeTables::zeros(c.max_positions, c.head_dim)?;
         let embed = Embed { weight: make.normal(&[c.vocab, c.hidden], 0.02)? };
         let blocks: TensorResult<Vec<_>> = (0..c.layers).map(|i| Block::new(c, i, make, &rope)).collect();
         let weight = match c.tied {

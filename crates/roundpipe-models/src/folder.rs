@@ -17,7 +17,8 @@ pub use load::{LoadOptions, LoadReport, load};
 pub use save::{SaveOptions, save};
 
 use crate::error::{Error, Result};
-use crate::weights::{HEADER_CAP, StringMap, View, Weights, one_line, shown, unreadable};
+use crate::files::{self, Kind};
+use crate::weights::{StringMap, View, Weights, one_line, shown, unreadable};
 
 pub(crate) const SINGLE: &str = "model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
@@ -122,30 +123,28 @@ fn name_shards(shards: &[Weights], map: &[(String, String)]) -> Result<HashMap<S
     Ok(by_name)
 }
 
-/// Tensor and shard names of an index, the latter checked to stay in the folder.
+/// Tensor and shard names of an index.
 pub(crate) fn read_index(path: &Path) -> Result<Vec<(String, String)>> {
+    parse_index(path, &files::read(path, Kind::Index)?)
+}
+
+/// Tensor and shard names from the bytes of an index, the latter checked to stay in the folder; `path` is only for
+/// messages.
+///
+/// # Errors
+/// [`Error::File`] when it is no index, names no tensors, or names files elsewhere.
+pub fn parse_index(path: &Path, bytes: &[u8]) -> Result<Vec<(String, String)>> {
     #[derive(serde::Deserialize)]
     struct Index {
         weight_map: StringMap,
     }
     let fail = |what: String| Error::file(path, what);
-    let meta = std::fs::metadata(path).map_err(|e| fail(unreadable(path, &e)))?;
-    if !meta.is_file() {
-        return Err(fail("is not a file; download it again".into()));
-    }
-    if meta.len() > HEADER_CAP as u64 {
-        return Err(fail(format!(
-            "has {} bytes, which is no index of shards; download it again",
-            meta.len()
-        )));
-    }
-    let bytes = std::fs::read(path).map_err(|e| fail(unreadable(path, &e)))?;
     if bytes.starts_with(b"version https://git-lfs") {
         return Err(fail(
             "is a Git LFS pointer; run `git lfs pull` in its folder, or download it again".into(),
         ));
     }
-    let index: Index = serde_json::from_slice(&bytes).map_err(|e| {
+    let index: Index = serde_json::from_slice(bytes).map_err(|e| {
         fail(format!("is no index of shards ({}); download it again", one_line(&e.to_string())))
     })?;
     let map = index.weight_map.0;

@@ -8,8 +8,7 @@
 //! Settings are a value ([`HubConfig`]), so nothing here depends on the process's environment unless asked to.
 //!
 //! # Invariants
-//! - A file in `blobs` without `.incomplete` is whole: its size and, where the server gave one, its SHA-256
-//!   were checked before it got its name.
+//! - A file in `blobs` without `.incomplete` is whole: its hash, which is its name, was checked before it got it.
 //! - No name that a server sends becomes a path before it was checked to be one plain file name.
 //! - Offline, nothing touches the network.
 
@@ -21,12 +20,13 @@ use std::path::{Path, PathBuf};
 use fetch::{Repo, Wanted};
 
 use crate::error::{Error, Result};
+use crate::files::{self, Kind};
 use crate::weights::{shown, unwritten};
 
 /// Where models come from and where they are kept.
 #[derive(Clone)]
 pub struct HubConfig {
-    /// The cache's folder.
+    /// The cache's folder; an empty path where the environment names none.
     pub cache: PathBuf,
     /// The server, without a slash at the end.
     pub endpoint: String,
@@ -64,22 +64,24 @@ impl HubConfig {
     /// The same from given variables; the token may be read from its file.
     pub fn from_vars(var: impl Fn(&str) -> Option<String>) -> Self {
         let var = |name| var(name).filter(|v| !v.trim().is_empty());
-        let home = PathBuf::from(var("HOME").or_else(|| var("USERPROFILE")).unwrap_or_else(|| ".".into()));
+        let home = var("HOME").or_else(|| var("USERPROFILE")).map(PathBuf::from);
         let path = |name| {
-            var(name).map(|v| match v.strip_prefix("~/") {
-                Some(rest) => home.join(rest),
-                None => PathBuf::from(v),
-            })
+            let value = var(name)?;
+            match value.strip_prefix("~/") {
+                Some(rest) => home.as_ref().map(|home| home.join(rest)),
+                None => Some(PathBuf::from(value)),
+            }
         };
-        let hf_home = path("HF_HOME").unwrap_or_else(|| {
-            path("XDG_CACHE_HOME").unwrap_or_else(|| home.join(".cache")).join("huggingface")
-        });
-        let token_file = path("HF_TOKEN_PATH").unwrap_or_else(|| hf_home.join("token"));
-        let token = var("HF_TOKEN").or_else(|| std::fs::read_to_string(token_file).ok());
+        let user_cache = || path("XDG_CACHE_HOME").or_else(|| Some(home.as_ref()?.join(".cache")));
+        let hf_home = path("HF_HOME").or_else(|| Some(user_cache()?.join("huggingface")));
+        let token_file = path("HF_TOKEN_PATH").or_else(|| Some(hf_home.as_ref()?.join("token")));
+        let stored =
+            || files::utf8(token_file.as_ref()?, files::read(token_file.as_ref()?, Kind::Word).ok()?).ok();
+        let token = var("HF_TOKEN").or_else(stored);
         let endpoint = var("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
         let offline = var("HF_HUB_OFFLINE").map(|v| v.trim().to_uppercase());
         Self {
-            cache: path("HF_HUB_CACHE").unwrap_or_else(|| hf_home.join("hub")),
+            cache: path("HF_HUB_CACHE").or_else(|| Some(hf_home?.join("hub"))).unwrap_or_default(),
             endpoint: endpoint.trim().trim_end_matches('/').to_owned(),
             token: token.map(|t| t.trim().to_owned()).filter(|t| !t.is_empty()),
             offline: offline.is_some_and(|v| matches!(v.as_str(), "1" | "ON" | "YES" | "TRUE")),
@@ -105,6 +107,10 @@ impl HubConfig {
             return Ok(PathBuf::from(model));
         }
         let name = ModelName::parse(model)?;
+        if self.cache.as_os_str().is_empty() {
+            let why = "has no place to be kept, since HOME is not set; set HF_HOME to a folder, or pass the model's";
+            return Err(Error::argument(shown(model), why));
+        }
         let store = self.cache.join(format!("models--{}--{}", name.owner, name.name));
         let cached = cached(&store, &name.revision);
         if self.offline {
@@ -155,8 +161,10 @@ impl ModelName {
             let known = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
             !part.is_empty() && part.chars().all(known) && !part.starts_with(['.', '-']) && part.len() < 100
         };
+        // The hub gives no such names, and in the cache's folder `--` stands between owner and name.
+        let single = |part: &str| plain(part) && !part.contains("--") && !part.contains("..");
         match id.split_once('/') {
-            Some((owner, name)) if plain(owner) && plain(name) && revision.split('/').all(plain) => {
+            Some((owner, name)) if single(owner) && single(name) && revision.split('/').all(plain) => {
                 Ok(Self { owner: owner.into(), name: name.into(), revision: revision.into() })
             }
             _ => {
@@ -170,10 +178,9 @@ impl ModelName {
 
 /// The snapshot of a revision, when the cache has it.
 fn cached(store: &Path, revision: &str) -> Option<PathBuf> {
-    let commit = match std::fs::read_to_string(store.join("refs").join(revision)) {
-        Ok(commit) => commit.trim().to_owned(),
-        Err(_) => revision.to_owned(),
-    };
+    let path = store.join("refs").join(revision);
+    let written = files::read(&path, Kind::Word).and_then(|bytes| files::utf8(&path, bytes));
+    let commit = written.map_or_else(|_| revision.to_owned(), |commit| commit.trim().to_owned());
     let folder = store.join("snapshots").join(&commit);
     (fetch::is_hash(&commit) && folder.join("config.json").is_file()).then_some(folder)
 }
@@ -270,7 +277,11 @@ fn link(blob: &Path, at: &Path) -> Result<()> {
     #[cfg(unix)]
     {
         let name = blob.file_name().unwrap_or_default();
-        std::os::unix::fs::symlink(Path::new("../../blobs").join(name), at).map_err(fail)
+        match std::os::unix::fs::symlink(Path::new("../../blobs").join(name), at) {
+            // Another program may have made the same link meanwhile.
+            Err(_) if same(at, blob) => Ok(()),
+            made => made.map_err(fail),
+        }
     }
     #[cfg(not(unix))]
     std::fs::hard_link(blob, at).or_else(|_| std::fs::copy(blob, at).map(|_| ())).map_err(fail)

@@ -7,6 +7,8 @@
 pub mod entry;
 pub mod error;
 
+mod files;
+pub mod memory;
 pub mod weights;
 
 pub mod folder;

@@ -11,11 +11,17 @@
 mod files;
 mod merge;
 
+pub use files::parse_adapter_config;
+
 use roundpipe::nn::Init;
 use roundpipe::{Param, Params};
 
 use crate::decoder::{Adapter, DOWN, GATE_UP, Model, Projection};
 use crate::error::{Error, Result};
+use crate::memory;
+
+/// The widest branch.
+const MOST_RANK: usize = 1 << 16;
 
 /// Which linear maps get a branch.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,8 +57,8 @@ impl Default for LoraConfig {
 
 impl LoraConfig {
     fn check(&self) -> Result<()> {
-        if self.rank == 0 || self.rank > 1 << 16 {
-            return Err(Error::argument("rank", format!("{} must be from 1 to 65536", self.rank)));
+        if self.rank == 0 || self.rank > MOST_RANK {
+            return Err(Error::argument("rank", format!("{} must be from 1 to {MOST_RANK}", self.rank)));
         }
         if !(self.alpha.is_finite() && self.alpha > 0.0) {
             return Err(Error::argument("alpha", format!("{} must be a number above 0", self.alpha)));
@@ -107,6 +113,7 @@ impl Model {
             return Err(Error::argument("lora", "the model has adapters already; merge them first"));
         }
         self.check_targets(&config.targets)?;
+        self.branches_fit(config)?;
         let mut init = Init::new(config.seed, self.dtype());
         let (rank, scale) = (config.rank, scale(config.alpha, config.rank, config.rslora));
         let mut made = Vec::new();
@@ -121,6 +128,19 @@ impl Model {
         }
         self.attach(made, config.clone());
         Ok(())
+    }
+
+    /// Whether this machine has the memory for branches of this rank.
+    fn branches_fit(&self, config: &LoraConfig) -> Result<()> {
+        let of = |projection: &Projection| {
+            let (a, b) = branch_dims(&projection.weight, config.rank);
+            let elements = |dims: &[usize]| dims.iter().map(|dim| *dim as u128).product::<u128>();
+            elements(&a) + elements(&b)
+        };
+        let taken = self.projections().filter(|(name, _)| config.targets.takes(name));
+        let elements: u128 = taken.map(|(_, projection)| of(projection)).sum();
+        let parts = [("the rank", elements * self.dtype().size() as u128)];
+        memory::fits(&parts, memory::host_memory()).map_err(|why| Error::argument("lora", why))
     }
 
     /// The config of the branches, where there are any.

@@ -2,13 +2,14 @@
 
 use std::path::Path;
 
-use roundpipe::DType;
-use serde_json::Value;
+use roundpipe::{Bytes, DType};
 
 use crate::config::ModelConfig;
 use crate::decoder::Model;
 use crate::error::{Error, Result};
+use crate::files::{self, Kind};
 use crate::folder::{Folder, LoadOptions, SaveOptions, load, save};
+use crate::memory::host_memory;
 
 const CONFIG: &str = "config.json";
 
@@ -18,11 +19,7 @@ const CONFIG: &str = "config.json";
 /// [`Error::File`] when there is no `config.json`, or it says what is not supported.
 pub fn read_config(dir: impl AsRef<Path>) -> Result<ModelConfig> {
     let path = dir.as_ref().join(CONFIG);
-    let text = std::fs::read_to_string(&path)
-        .map_err(|e| Error::file(&path, format!("cannot be read ({e}); give a folder with a {CONFIG}")))?;
-    let json: Value = serde_json::from_str(&text)
-        .map_err(|e| Error::file(&path, format!("is not JSON ({e}); download it again")))?;
-    ModelConfig::from_json(&json, &path)
+    ModelConfig::from_bytes(&files::read(&path, Kind::Settings)?, &path)
 }
 
 impl Model {
@@ -30,19 +27,31 @@ impl Model {
     /// none).
     ///
     /// # Errors
-    /// [`Error::File`] naming the key, tensor or file that does not fit.
+    /// [`Error::File`] naming the key, tensor or file that does not fit, or the keys that ask for more memory than this
+    /// machine has.
     pub fn load(dir: impl AsRef<Path>, dtype: Option<DType>) -> Result<Self> {
+        Self::load_within(dir, dtype, host_memory())
+    }
+
+    /// [`Model::load`] for a machine with so much memory.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn load_within(dir: impl AsRef<Path>, dtype: Option<DType>, memory: Bytes) -> Result<Self> {
         let dir = dir.as_ref();
         let config = read_config(dir)?;
-        let folder = Folder::open(dir)?;
         let dtype = dtype.or(config.dtype).unwrap_or(DType::F32);
+        config.fits(dtype, memory).map_err(|what| Error::file(dir.join(CONFIG), what))?;
+        let folder = Folder::open(dir)?;
         let mut options = LoadOptions::default();
         if config.tied {
             // Some tools save the shared weight twice.
             options = options.ignoring("lm_head.weight");
         }
-        let model = Self::empty(config, dtype)?;
+        // Nothing is written until the files are found to be those of the config, the tables included.
+        let model = Self::without_tables(config, dtype)?;
         load(&folder, &model.entries(), &options)?;
+        model.fill_rope()?;
         Ok(model)
     }
 

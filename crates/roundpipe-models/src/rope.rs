@@ -4,7 +4,8 @@
 
 use std::f64::consts::PI;
 
-use roundpipe::{Param, TensorResult};
+use rayon::prelude::*;
+use roundpipe::{DType, Param, TensorResult};
 
 use crate::config::{RopeConfig, RopeScaling};
 
@@ -15,20 +16,35 @@ pub(crate) struct RopeTables {
     pub(crate) sin: Param,
 }
 
+/// Positions that a thread computes at once.
+const ROWS: usize = 256;
+
 impl RopeTables {
-    pub(crate) fn new(rope: &RopeConfig, positions: usize, head_dim: usize) -> TensorResult<Self> {
-        let (steps, scale) = angles(rope, head_dim);
-        let (mut cos, mut sin) = (Vec::new(), Vec::new());
-        for position in 0..positions {
-            for step in &steps {
-                let (s, c) = (position as f64 * step).sin_cos();
-                cos.push((c * scale) as f32);
-                sin.push((s * scale) as f32);
-            }
+    /// Tables of zeros, which take no memory until they are filled.
+    pub(crate) fn zeros(positions: usize, head_dim: usize) -> TensorResult<Self> {
+        let table = || Param::zeros(DType::F32, &[positions, head_dim / 2]).map(Param::frozen);
+        Ok(Self { cos: table()?, sin: table()? })
+    }
+
+    /// Writes the values. Each depends on its place alone, so any number of threads gives the same.
+    pub(crate) fn fill(&self, rope: &RopeConfig) -> TensorResult<()> {
+        let pairs = self.cos.shape().dims()[1];
+        if pairs == 0 {
+            return Ok(());
         }
-        let dims = [positions, head_dim / 2];
-        let table = |values: &[f32]| Param::from_slice(values, &dims).map(Param::frozen);
-        Ok(Self { cos: table(&cos)?, sin: table(&sin)? })
+        let (steps, scale) = angles(rope, 2 * pairs);
+        let (cos, sin) = (self.cos.data(), self.sin.data());
+        let (mut cos, mut sin) = (cos.write(0..cos.len())?, sin.write(0..sin.len())?);
+        let cos = cos.as_mut_slice::<f32>().par_chunks_mut(ROWS * pairs);
+        let sin = sin.as_mut_slice::<f32>().par_chunks_mut(ROWS * pairs);
+        cos.zip(sin).enumerate().for_each(|(part, (cos, sin))| {
+            for (i, (c, s)) in cos.iter_mut().zip(sin).enumerate() {
+                let position = part * ROWS + i / pairs;
+                let (sine, cosine) = (position as f64 * steps[i % pairs]).sin_cos();
+                (*c, *s) = ((cosine * scale) as f32, (sine * scale) as f32);
+            }
+        });
+        Ok(())
     }
 }
 
@@ -74,8 +90,26 @@ fn angles(rope: &RopeConfig, head_dim: usize) -> (Vec<f64>, f64) {
 
 #[cfg(test)]
 mod tests {
-    use super::angles;
+    use super::{ROWS, RopeTables, angles};
     use crate::config::{RopeConfig, RopeScaling};
+
+    /// Every value is that of its position and pair, across the parts of several threads and a ragged end.
+    #[test]
+    fn tables_hold_the_angles_of_their_places() {
+        let rope = RopeConfig { theta: 10_000.0, scaling: RopeScaling::None };
+        let (positions, head_dim) = (3 * ROWS + 7, 6);
+        let tables = RopeTables::zeros(positions, head_dim).unwrap();
+        tables.fill(&rope).unwrap();
+        let (cos, sin) = (tables.cos.to_vec::<f32>().unwrap(), tables.sin.to_vec::<f32>().unwrap());
+        assert_eq!(cos.len(), positions * 3);
+        for position in 0..positions {
+            for (pair, step) in angles(&rope, head_dim).0.into_iter().enumerate() {
+                let angle = position as f64 * step;
+                let at = position * 3 + pair;
+                assert_eq!((cos[at], sin[at]), (angle.cos() as f32, angle.sin() as f32), "{position} {pair}");
+            }
+        }
+    }
 
     /// Fast pairs are kept, slow ones divided, and nothing leaves that range.
     #[test]

@@ -4,28 +4,45 @@
 //! `generation_config.json` say which ids begin and end a text; `chat_template.jinja`, `chat_template.json` or
 //! the config hold the chat template. What is missing is absent, what is broken is refused with the file's name.
 //!
+//! Files come from others, and the library that runs `tokenizer.json` trusts them. So `definition.rs` looks at the
+//! whole file before that library sees it, `bounded.rs` keeps texts from growing inside it, and a panic that is left
+//! becomes an error. What it says about truncation and padding is not obeyed; callers cut and fill themselves.
+//!
 //! # Invariants
 //! - The pieces of a [`Stream`] are whole characters, and together they are what decoding all ids at once gives.
 
+mod bounded;
+mod charsmap;
+mod definition;
+
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use serde_json::Value as Json;
+use tokenizers::{ModelWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl};
 
 use crate::chat::ChatTemplate;
 use crate::error::{Error, Result};
+use crate::files::{self, Kind};
 
-/// Longest `tokenizer.json`.
-const TOKENIZER_BYTES: u64 = 512 << 20;
-/// Longest of the other files.
-const CONFIG_BYTES: u64 = 16 << 20;
+/// The most files in `additional_chat_templates`.
+const MOST_TEMPLATES: usize = 64;
+
+type Inner = TokenizerImpl<
+    ModelWrapper,
+    bounded::Normalize,
+    PreTokenizerWrapper,
+    PostProcessorWrapper,
+    bounded::Decode,
+>;
 
 /// A tokenizer with its special tokens and chat templates.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     folder: PathBuf,
-    inner: tokenizers::Tokenizer,
+    inner: Inner,
     /// Special tokens by name (`bos_token`, …), as templates see them.
     tokens: BTreeMap<String, String>,
     bos: Option<u32>,
@@ -45,37 +62,88 @@ impl Tokenizer {
     /// [`Error::File`] with the file, what is wrong and what helps.
     pub fn open(folder: &Path) -> Result<Self> {
         let path = folder.join("tokenizer.json");
-        let Some(text) = read(&path, TOKENIZER_BYTES)? else {
+        let Some(bytes) = files::read_if_there(&path, Kind::Vocabulary)? else {
             let fix = "not found; a model's folder needs it (save the tokenizer with transformers' save_pretrained)";
             return Err(Error::file(path, fix));
         };
-        let mut inner = tokenizers::Tokenizer::from_bytes(&text).map_err(|e| {
-            Error::file(&path, format!("is no tokenizer: {}; fetch it again", one_line(&e.to_string())))
-        })?;
-        let definition: Json = serde_json::from_slice(&text).unwrap_or_default();
-        let config = read_json(&folder.join("tokenizer_config.json"))?;
-        let map = read_json(&folder.join("special_tokens_map.json"))?;
-        let generation = read_json(&folder.join("generation_config.json"))?;
-        let mut tokens = special_tokens(&map);
-        tokens.extend(special_tokens(&config));
-        mark_special(&mut inner, &tokens);
-        let id = |name: &str| tokens.get(name).and_then(|t| inner.token_to_id(t));
-        let field = |name: &str| ids(&folder.join("generation_config.json"), &generation, name);
-        let (bos_ids, pad_ids) = (field("bos_token_id")?, field("pad_token_id")?);
-        let mut eos: Vec<u32> = id("eos_token").into_iter().collect();
+        let mut this = Self::parse(&path, &bytes)?;
+        this.folder = folder.to_path_buf();
+        let config = read_object(&folder.join("tokenizer_config.json"))?;
+        let map = read_object(&folder.join("special_tokens_map.json"))?;
+        this.tokens = special_tokens(&map);
+        this.tokens.extend(special_tokens(&config));
+        this.mark_special()?;
+        this.find_ends()?;
+        let flag = |name: &str| config.get(name).and_then(Json::as_bool);
+        (this.add_bos, this.add_eos) = (flag("add_bos_token"), flag("add_eos_token"));
+        this.templates = templates(folder, &config)?;
+        Ok(this)
+    }
+
+    /// Reads the bytes of a `tokenizer.json` alone: no special tokens by name, no chat templates. `path` is only for
+    /// messages.
+    ///
+    /// # Errors
+    /// [`Error::File`] when it is no tokenizer, or one that cannot be run safely.
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
+        let refuse = |what: &str| {
+            Error::file(path, format!("is no tokenizer that can be used: {}; fetch it again", one_line(what)))
+        };
+        let mut json = files::parse_json(path, bytes, Kind::Vocabulary)?;
+        definition::check(&mut json).map_err(|what| refuse(&what))?;
+        let byte_fallback = json["decoder"].to_string().contains("ByteFallback");
+        let inner = guarded(|| serde_json::from_value::<Inner>(json)).map_err(|what| refuse(&what))?;
+        Ok(Self {
+            folder: PathBuf::new(),
+            inner,
+            tokens: BTreeMap::new(),
+            bos: None,
+            eos: Vec::new(),
+            pad: None,
+            add_bos: None,
+            add_eos: None,
+            byte_fallback,
+            templates: BTreeMap::new(),
+        })
+    }
+
+    /// Named tokens are special, as in transformers, even where `tokenizer.json` does not say so.
+    fn mark_special(&mut self) -> Result<()> {
+        let added = self.inner.get_added_tokens_decoder();
+        let known = |token: &str| added.values().any(|t| t.special && t.content == token);
+        let new: Vec<_> = self
+            .tokens
+            .values()
+            .filter(|token| !known(token) && self.inner.token_to_id(token).is_some())
+            .map(|token| tokenizers::AddedToken::from(token.as_str(), true))
+            .collect();
+        if new.is_empty() {
+            return Ok(());
+        }
+        // The tokens exist, so their ids stay.
+        let added = guarded(|| self.inner.add_special_tokens(new));
+        added.map(drop).map_err(|what| {
+            let what = format!("names special tokens that cannot be added ({what}); correct it");
+            Error::file(self.folder.join("tokenizer_config.json"), what)
+        })
+    }
+
+    /// The ids that begin, end and fill a text.
+    fn find_ends(&mut self) -> Result<()> {
+        let path = self.folder.join("generation_config.json");
+        let generation = read_object(&path)?;
+        let named = |name: &str| self.tokens.get(name).and_then(|token| self.inner.token_to_id(token));
+        let field = |name: &str| ids(&path, &generation, name);
+        let bos = named("bos_token").or(field("bos_token_id")?.first().copied());
+        let pad = named("pad_token").or(field("pad_token_id")?.first().copied());
+        let mut eos: Vec<u32> = named("eos_token").into_iter().collect();
         for id in field("eos_token_id")? {
             if !eos.contains(&id) {
                 eos.push(id);
             }
         }
-        let (bos, pad) =
-            (id("bos_token").or(bos_ids.first().copied()), id("pad_token").or(pad_ids.first().copied()));
-        let templates = templates(folder, &config)?;
-        let flag = |name: &str| config.get(name).and_then(Json::as_bool);
-        let (add_bos, add_eos) = (flag("add_bos_token"), flag("add_eos_token"));
-        let byte_fallback = definition["decoder"].to_string().contains("ByteFallback");
-        let folder = folder.to_path_buf();
-        Ok(Self { folder, inner, tokens, bos, eos, pad, add_bos, add_eos, byte_fallback, templates })
+        (self.bos, self.eos, self.pad) = (bos, eos, pad);
+        Ok(())
     }
 
     /// The ids of a text; with the tokens that begin and end one when `add_special`.
@@ -95,9 +163,14 @@ impl Tokenizer {
         text: &str,
         add_special: bool,
     ) -> Result<(Vec<u32>, Vec<Range<usize>>)> {
-        let encoding = self.inner.encode(text, add_special).map_err(|e| {
-            Error::argument("text", format!("the tokenizer refuses it: {}", one_line(&e.to_string())))
-        })?;
+        let refuse =
+            |what: &str| Error::argument("text", format!("the tokenizer refuses it: {}", one_line(what)));
+        bounded::take_refusal();
+        let encoding = guarded(|| self.inner.encode(text, add_special));
+        if bounded::take_refusal() {
+            return Err(refuse(bounded::TOO_LONG));
+        }
+        let encoding = encoding.map_err(|what| refuse(&what))?;
         let mut ids = encoding.get_ids().to_vec();
         let mut offsets: Vec<Range<usize>> = encoding.get_offsets().iter().map(|(a, b)| *a..*b).collect();
         if add_special {
@@ -141,8 +214,8 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Argument`] when the tokenizer cannot join them.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
-        self.inner.decode(ids, skip_special).map_err(|e| {
-            Error::argument("ids", format!("the tokenizer cannot join them: {}", one_line(&e.to_string())))
+        guarded(|| self.inner.decode(ids, skip_special)).map_err(|what| {
+            Error::argument("ids", format!("the tokenizer cannot join them: {}", one_line(&what)))
         })
     }
 
@@ -274,29 +347,22 @@ fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ").chars().take(200).collect()
 }
 
-/// The bytes of a file; none when it does not exist.
-fn read(path: &Path, most: u64) -> Result<Option<Vec<u8>>> {
-    let unreadable =
-        |e: std::io::Error| Error::file(path, format!("cannot be read: {e}; check its permissions"));
-    match std::fs::metadata(path) {
-        Ok(meta) if meta.len() > most => {
-            let mib = meta.len() >> 20;
-            Err(Error::file(path, format!("is {mib} MiB long, which is no such file; fetch it again")))
-        }
-        Ok(meta) if !meta.is_file() => Err(Error::file(path, "is no file; remove it or put the file there")),
-        Ok(_) => std::fs::read(path).map(Some).map_err(unreadable),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(unreadable(e)),
+/// Calls the library. Its panics are errors here; those that are known are prevented before.
+fn guarded<T, E: ToString>(call: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
+    match catch_unwind(AssertUnwindSafe(call)) {
+        Ok(done) => done.map_err(|e| e.to_string()),
+        Err(_) => Err("the tokenizers library failed on it".into()),
     }
 }
 
 /// A JSON object from a file; an empty one when the file does not exist.
-fn read_json(path: &Path) -> Result<Json> {
-    let Some(bytes) = read(path, CONFIG_BYTES)? else { return Ok(Json::Object(serde_json::Map::new())) };
-    match serde_json::from_slice(&bytes) {
-        Ok(json @ Json::Object(_)) => Ok(json),
-        Ok(_) => Err(Error::file(path, "is no JSON object; fetch it again")),
-        Err(e) => Err(Error::file(path, format!("is no JSON ({e}); fetch it again"))),
+fn read_object(path: &Path) -> Result<Json> {
+    let Some(bytes) = files::read_if_there(path, Kind::Settings)? else {
+        return Ok(Json::Object(serde_json::Map::new()));
+    };
+    match files::parse_json(path, &bytes, Kind::Settings)? {
+        json @ Json::Object(_) => Ok(json),
+        _ => Err(Error::file(path, "is no JSON object; fetch it again")),
     }
 }
 
@@ -305,21 +371,6 @@ fn special_tokens(config: &Json) -> BTreeMap<String, String> {
     let names = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
     let text = |value: &Json| value.as_str().or_else(|| value.get("content")?.as_str()).map(str::to_string);
     names.into_iter().filter_map(|name| Some((name.to_string(), text(config.get(name)?)?))).collect()
-}
-
-/// Named tokens are special, as in transformers, even where `tokenizer.json` does not say so.
-fn mark_special(inner: &mut tokenizers::Tokenizer, tokens: &BTreeMap<String, String>) {
-    let added = inner.get_added_tokens_decoder();
-    let known = |token: &str| added.values().any(|t| t.special && t.content == token);
-    let new: Vec<_> = tokens
-        .values()
-        .filter(|token| !known(token) && inner.token_to_id(token).is_some())
-        .map(|token| tokenizers::AddedToken::from(token.as_str(), true))
-        .collect();
-    if !new.is_empty() {
-        // The tokens exist, so their ids stay; a text that cannot be added stays an ordinary one.
-        _ = inner.add_special_tokens(new);
-    }
 }
 
 /// An id or a list of ids.
@@ -339,17 +390,21 @@ fn templates(folder: &Path, config: &Json) -> Result<BTreeMap<String, (PathBuf, 
     let config_path = folder.join("tokenizer_config.json");
     add_templates(&mut found, &config_path, config.get("chat_template"))?;
     let json_path = folder.join("chat_template.json");
-    add_templates(&mut found, &json_path, read_json(&json_path)?.get("chat_template"))?;
-    let mut files = vec![("default".to_string(), folder.join("chat_template.jinja"))];
+    add_templates(&mut found, &json_path, read_object(&json_path)?.get("chat_template"))?;
+    let mut named = vec![("default".to_string(), folder.join("chat_template.jinja"))];
     if let Ok(entries) = std::fs::read_dir(folder.join("additional_chat_templates")) {
         let paths = entries.flatten().map(|entry| entry.path());
         let templates = paths.filter(|path| path.extension().is_some_and(|e| e == "jinja"));
-        files.extend(templates.filter_map(|path| Some((path.file_stem()?.to_str()?.to_string(), path))));
+        named.extend(templates.filter_map(|path| Some((path.file_stem()?.to_str()?.to_string(), path))));
     }
-    for (name, path) in files {
-        if let Some(bytes) = read(&path, CONFIG_BYTES)? {
-            let text =
-                String::from_utf8(bytes).map_err(|_| Error::file(&path, "is not UTF-8; fetch it again"))?;
+    if named.len() > MOST_TEMPLATES {
+        let what =
+            format!("has more than {MOST_TEMPLATES} templates in additional_chat_templates; remove some");
+        return Err(Error::file(folder, what));
+    }
+    for (name, path) in named {
+        if let Some(bytes) = files::read_if_there(&path, Kind::Settings)? {
+            let text = files::utf8(&path, bytes)?;
             found.insert(name, (path, text));
         }
     }

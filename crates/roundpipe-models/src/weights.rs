@@ -15,7 +15,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::fs::File;
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -24,9 +24,12 @@ use roundpipe::{DType, HostBuf, HostRef, Param};
 use serde::de::{self, Deserialize, Deserializer, IntoDeserializer, MapAccess, SeqAccess, Visitor};
 
 use crate::error::{Error, Result};
+use crate::files;
 
 /// The longest header the format allows, in bytes.
 pub const HEADER_CAP: usize = 100_000_000;
+/// The most tensors of a file, and names in an index; a value in memory takes many times its bytes in a file.
+const MOST_NAMES: usize = 1 << 20;
 /// The most dimensions of a tensor that can be used.
 const RANK_CAP: usize = 8;
 const AGAIN: &str = "download it again";
@@ -76,6 +79,28 @@ pub struct Tensors {
     pub tensors: Vec<(String, Param)>,
 }
 
+/// What a file says about itself, checked against its length.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layout {
+    /// The file's own notes (`__metadata__`).
+    pub metadata: BTreeMap<String, String>,
+    /// The tensors, in the order of their bytes.
+    pub tensors: Vec<Stored>,
+}
+
+impl Layout {
+    /// Checks the bytes of a file; `path` is only for messages.
+    ///
+    /// # Errors
+    /// [`Error::File`] when they are not a sound safetensors file.
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
+        refuse_other_formats(path, &bytes[..bytes.len().min(64)])?;
+        let (start, header) = read_header(path, bytes)?;
+        let tensors = place(path, header.tensors, start, bytes.len())?;
+        Ok(Self { metadata: header.metadata, tensors })
+    }
+}
+
 impl Weights {
     /// Maps and checks a file.
     ///
@@ -83,15 +108,14 @@ impl Weights {
     /// [`Error::File`] when the file cannot be read or is not a sound safetensors file.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        refuse_other_formats(path)?;
-        let map = HostBuf::map_file(path).map_err(|e| {
+        let (file, _) = files::open(path)?;
+        let map = HostBuf::map_opened(&file, path).map_err(|e| {
             Error::file(path, format!("cannot be mapped ({}); check that it is a local file", cause(&e)))
         })?;
         let bytes = map.read_all()?;
-        let (start, header) = read_header(path, bytes.bytes())?;
-        let tensors = place(path, header.tensors, start, bytes.bytes().len())?;
+        let Layout { metadata, tensors } = Layout::parse(path, bytes.bytes())?;
         let by_name = tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
-        Ok(Self { path: path.to_path_buf(), map, bytes, metadata: header.metadata, tensors, by_name })
+        Ok(Self { path: path.to_path_buf(), map, bytes, metadata, tensors, by_name })
     }
 
     /// The file.
@@ -356,14 +380,13 @@ fn cause(e: &dyn std::error::Error) -> String {
 }
 
 /// Tells files that are no safetensors at all, by their first bytes, and why.
-fn refuse_other_formats(path: &Path) -> Result<()> {
-    let first = first_bytes(path)?;
+fn refuse_other_formats(path: &Path, first: &[u8]) -> Result<()> {
     // A header of 123 bytes starts with `{`, too: what looks like a header is one.
     if first.len() > 8 && first[4..8] == [0; 4] && matches!(first[8], b'{' | b' ' | b'\n') {
         return Ok(());
     }
     let starts = |magic: &[u8]| first.starts_with(magic);
-    let text = String::from_utf8_lossy(&first).trim_start().to_lowercase();
+    let text = String::from_utf8_lossy(first).trim_start().to_lowercase();
     let pickled = first.len() > 8 && first[0] == 0x80 && (2..6).contains(&first[1]) && first[2..8] != [0; 6];
     let what = if first.is_empty() {
         "is empty; download it again"
@@ -381,17 +404,6 @@ fn refuse_other_formats(path: &Path) -> Result<()> {
         return Ok(());
     };
     Err(Error::file(path, what))
-}
-
-fn first_bytes(path: &Path) -> Result<Vec<u8>> {
-    let fail = |e: std::io::Error| Error::file(path, unreadable(path, &e));
-    let meta = std::fs::metadata(path).map_err(fail)?;
-    if !meta.is_file() {
-        return Err(Error::file(path, "is not a file; pass a safetensors file or a model's folder"));
-    }
-    let mut first = Vec::new();
-    File::open(path).map_err(fail)?.take(64).read_to_end(&mut first).map_err(fail)?;
-    Ok(first)
 }
 
 /// Why a file cannot be read, and the fix.
@@ -542,6 +554,9 @@ impl<'de> Deserialize<'de> for Header {
                 let mut header = Header { metadata: BTreeMap::new(), tensors: Vec::new() };
                 let mut seen = std::collections::HashSet::new();
                 while let Some(name) = map.next_key::<String>()? {
+                    if seen.len() == MOST_NAMES {
+                        return Err(de::Error::custom(format!("more than {MOST_NAMES} tensors")));
+                    }
                     if name == "__metadata__" {
                         header.metadata = map.next_value::<StringMap>()?.0.into_iter().collect();
                     } else {
@@ -573,6 +588,9 @@ impl<'de> Deserialize<'de> for StringMap {
                 let mut pairs = Vec::new();
                 let mut seen = std::collections::HashSet::new();
                 while let Some((name, value)) = map.next_entry::<String, String>()? {
+                    if seen.len() == MOST_NAMES {
+                        return Err(de::Error::custom(format!("more than {MOST_NAMES} names")));
+                    }
                     if !seen.insert(name.clone()) {
                         return Err(de::Error::custom(format!("{} occurs twice", shown(&name))));
                     }

@@ -1,5 +1,7 @@
 //! Folders and files of weights: what is refused and how, and that what is written is what is read.
 
+#[path = "folders/bounds.rs"]
+mod bounds;
 #[path = "folders/hub.rs"]
 mod hub;
 #[path = "folders/kit.rs"]
@@ -10,3 +12,6 @@ mod malformed;
 mod mxfp4;
 #[path = "folders/round_trip.rs"]
 mod round_trip;
+#[cfg(unix)]
+#[path = "folders/special.rs"]
+mod special;

@@ -135,8 +135,17 @@ impl HostBuf {
     /// # Errors
     /// [`Error::Map`] when the file cannot be opened or mapped.
     pub fn map_file(path: &Path) -> Result<Self> {
+        let file =
+            std::fs::File::open(path).map_err(|source| Error::Map { path: path.to_owned(), source })?;
+        Self::map_opened(&file, path)
+    }
+
+    /// The same of a file that is open already; `path` is its name in messages.
+    ///
+    /// # Errors
+    /// [`Error::Map`] when the file cannot be mapped.
+    pub fn map_opened(file: &std::fs::File, path: &Path) -> Result<Self> {
         let fail = |source| Error::Map { path: path.to_owned(), source };
-        let file = std::fs::File::open(path).map_err(fail)?;
         let len = file.metadata().map_err(fail)?.len();
         let name = path.display().to_string();
         if len == 0 {
@@ -144,7 +153,7 @@ impl HostBuf {
         }
         // SAFETY: the mapping is read-only and private to this value. Another process that truncates
         // the file while it is mapped makes reads fault; that is the documented price of mapping.
-        let map = unsafe { memmap2::Mmap::map(&file) }.map_err(fail)?;
+        let map = unsafe { memmap2::Mmap::map(file) }.map_err(fail)?;
         let (ptr, len) = (map.as_ptr().cast_mut(), map.len());
         Ok(Self::wrap(name, ptr, len, false, Box::new(map)))
     }

@@ -1,5 +1,7 @@
 //! From JSON to a checked config. Every message names the key and its value.
 
+use std::collections::HashSet;
+
 use roundpipe::DType;
 use roundpipe::kernel::Glu;
 use roundpipe::ops::RouteWeights;
@@ -15,6 +17,11 @@ const MOST: u64 = 1 << 31;
 const MOST_LAYERS: usize = 4096;
 /// More experts than any block has.
 const MOST_EXPERTS: usize = 65_536;
+/// Wider than any head is.
+const MOST_HEAD_DIM: usize = 65_536;
+/// Elements of both rotary tables: 16 million positions of heads of 128, or 8 GiB. The longest context of a published
+/// model is 10 million.
+const MOST_ROPE: u64 = 1 << 31;
 
 /// A JSON object and its family.
 pub(super) struct Reader<'a> {
@@ -195,8 +202,8 @@ impl<'a> Reader<'a> {
     /// Which blocks of a Qwen3-MoE have experts.
     fn sparse(&self, layers: usize) -> Read<Vec<bool>> {
         let step = self.size_or("decoder_sparse_step", 1)?;
-        let dense: Vec<u64> = match self.value("mlp_only_layers") {
-            None => Vec::new(),
+        let dense: HashSet<u64> = match self.value("mlp_only_layers") {
+            None => HashSet::new(),
             Some(list) => {
                 let items = list.as_array().map(|items| items.iter().map(Value::as_u64).collect());
                 items
@@ -410,10 +417,13 @@ fn check(config: &ModelConfig) -> Read<()> {
             ));
         }
     }
-    if (c.max_positions as u64).saturating_mul(c.head_dim as u64) >= 1 << 34 {
+    if c.head_dim > MOST_HEAD_DIM {
+        return Err(format!("head_dim = {} is more than {MOST_HEAD_DIM}", c.head_dim));
+    }
+    if (c.max_positions as u64).saturating_mul(c.head_dim as u64) > MOST_ROPE {
         return Err(format!(
-            "max_position_embeddings = {} is more than any rotary table holds",
-            c.max_positions
+            "max_position_embeddings = {} with head_dim = {} is more than any rotary table holds",
+            c.max_positions, c.head_dim
         ));
     }
     Ok(())

@@ -39,7 +39,7 @@ pub(crate) struct Block {
     pub(crate) sinks: Option<Param>,
     pub(crate) mlp_norm: RmsNorm,
     pub(crate) unit: Unit,
-    rope: RopeTables,
+    pub(super) rope: RopeTables,
     window: Option<usize>,
     pub(crate) keeps_from: usize,
     /// Gradients of attention may be added in any order.

@@ -19,6 +19,7 @@ use super::load::check_entries;
 use super::{INDEX, SINGLE};
 use crate::entry::{Entry, Piece, PieceLayout};
 use crate::error::{Error, Result};
+use crate::files::{self, Kind};
 use crate::weights::{Partial, Planned, header_bytes, shown, unreadable, unwritten};
 
 /// Bytes that are put together before they are written.
@@ -248,7 +249,7 @@ fn companions(dir: &Path, shards: &[Vec<Part<'_>>], options: &SaveOptions) -> Re
         let Some(src) = options.copy_from.as_ref().map(|d| d.join(name)).filter(|p| p.is_file()) else {
             continue;
         };
-        let bytes = std::fs::read(&src).map_err(|e| Error::file(&src, unreadable(&src, &e)))?;
+        let bytes = files::read(&src, Kind::Vocabulary)?;
         ready.push(write_bytes(&dir.join(name), &bytes)?);
     }
     if !options.config.is_null() {

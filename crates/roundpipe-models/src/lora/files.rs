@@ -12,11 +12,12 @@ use roundpipe::{DType, Element, HostBuf, Param, TensorResult, bf16, f16};
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 
-use super::{LoraConfig, LoraTargets, branch_dims, ends_with, is_stacked, scale};
+use super::{LoraConfig, LoraTargets, MOST_RANK, branch_dims, ends_with, is_stacked, scale};
 use crate::config::Family;
 use crate::decoder::{Adapter, DOWN, GATE_UP, Model, Projection};
 use crate::error::{Error, Result};
-use crate::weights::{View, Weights, write_tensors};
+use crate::files::{self, Kind};
+use crate::weights::{View, Weights, shown, write_tensors};
 
 const CONFIG: &str = "adapter_config.json";
 const TENSORS: &str = "adapter_model.safetensors";
@@ -56,10 +57,7 @@ impl Model {
     pub fn load_adapter(&mut self, dir: impl AsRef<Path>) -> Result<()> {
         let dir = dir.as_ref();
         let path = dir.join(CONFIG);
-        let text =
-            std::fs::read_to_string(&path).map_err(|e| Error::file(&path, format!("cannot be read: {e}")))?;
-        let json: Value =
-            serde_json::from_str(&text).map_err(|e| Error::file(&path, format!("is no JSON: {e}")))?;
+        let json = files::read_json(&path, Kind::Settings)?;
         let written = Written::read(&json).map_err(|what| Error::file(&path, what))?;
         let path = dir.join(TENSORS);
         let file = Weights::open(&path)?;
@@ -203,6 +201,15 @@ impl Model {
     }
 }
 
+/// Reads the bytes of an `adapter_config.json`; `path` is only for messages.
+///
+/// # Errors
+/// [`Error::File`] when it is no config of LoRA, or of a variant that is not supported.
+pub fn parse_adapter_config(path: &Path, bytes: &[u8]) -> Result<LoraConfig> {
+    let json = files::parse_json(path, bytes, Kind::Settings)?;
+    Written::read(&json).map(|written| written.config).map_err(|what| Error::file(path, what))
+}
+
 /// What an `adapter_config.json` says.
 struct Written {
     config: LoraConfig,
@@ -249,13 +256,27 @@ impl Written {
             rslora: json["use_rslora"].as_bool().unwrap_or(false),
         };
         config.check().map_err(|e| e.to_string())?;
-        let pattern = |key: &str| -> Vec<(String, f64)> {
+        let pattern = |key: &str| -> Result<Vec<(String, f64)>, String> {
             let items = json[key].as_object().into_iter().flatten();
-            items.filter_map(|(name, value)| Some((plain(name), value.as_f64()?))).collect()
+            let number = |(name, value): (&String, &Value)| match value.as_f64() {
+                Some(number) => Ok((plain(name), number)),
+                None => Err(format!("{key} has {value} for {}; it must be a number", shown(name))),
+            };
+            items.map(number).collect()
         };
-        let ranks = pattern("rank_pattern").into_iter().map(|(name, rank)| (name, rank as usize)).collect();
+        let mut ranks = Vec::new();
+        for (name, rank) in pattern("rank_pattern")? {
+            let known = (1.0..=MOST_RANK as f64).contains(&rank) && rank.fract() == 0.0;
+            if !known {
+                return Err(format!(
+                    "rank_pattern has {rank} for {}; it must be from 1 to {MOST_RANK}",
+                    shown(&name)
+                ));
+            }
+            ranks.push((name, rank as usize));
+        }
         let parameters = names(&json["target_parameters"]);
-        Ok(Self { config, ranks, alphas: pattern("alpha_pattern"), parameters })
+        Ok(Self { config, ranks, alphas: pattern("alpha_pattern")?, parameters })
     }
 
     /// Whether the config names this matrix of experts.

@@ -26,8 +26,12 @@ struct World {
     listing: Option<String>,
     /// Where shards are sent from instead.
     elsewhere: Option<String>,
-    /// Wrong contents for shards.
-    damaged: bool,
+    /// Wrong contents for files whose names end so.
+    damaged: Option<&'static str>,
+    /// Whether the listing names no sizes.
+    unsized_files: bool,
+    /// Names a file whose answers end in the middle, without a length.
+    halved: Option<&'static str>,
     asked: Vec<String>,
 }
 
@@ -80,6 +84,12 @@ fn answer(stream: TcpStream, world: &Mutex<World>) -> std::io::Result<()> {
     let path = request.split(' ').nth(1).unwrap_or_default().to_owned();
     let mut world = world.lock().unwrap();
     world.asked.push(format!("{path}{token} {range}"));
+    if let Some(name) = world.halved.filter(|name| path.ends_with(name)) {
+        let bytes = world.contents(name).unwrap_or_default();
+        let mut stream = stream;
+        write!(stream, "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")?;
+        return stream.write_all(&bytes[..bytes.len() / 2]);
+    }
     if let Some(host) = world.elsewhere.as_ref().filter(|_| path.ends_with(".safetensors")) {
         let name = path.rsplit('/').next().unwrap_or_default();
         let mut stream = stream;
@@ -138,8 +148,8 @@ impl World {
 
     fn contents(&self, name: &str) -> Option<Vec<u8>> {
         let mut bytes = self.files.get(name)?.clone();
-        if self.damaged && name.ends_with(".safetensors") {
-            bytes[3] ^= 1;
+        if self.damaged.is_some_and(|end| name.ends_with(end)) {
+            bytes[1] ^= 1;
         }
         Some(bytes)
     }
@@ -152,12 +162,12 @@ impl World {
         names.sort();
         let files: Vec<_> = names
             .iter()
-            .enumerate()
-            .map(|(i, name)| {
+            .map(|name| {
                 let bytes = &self.files[*name];
-                let mut file = serde_json::json!({
-                    "rfilename": name, "size": bytes.len(), "blobId": format!("{i:040x}"),
-                });
+                let mut file = serde_json::json!({ "rfilename": name, "blobId": git_hash(bytes) });
+                if !self.unsized_files {
+                    file["size"] = bytes.len().into();
+                }
                 if name.ends_with(".safetensors") {
                     file["lfs"] = serde_json::json!({ "sha256": sha256(bytes), "size": bytes.len() });
                 }
@@ -169,7 +179,16 @@ impl World {
 }
 
 fn sha256(bytes: &[u8]) -> String {
-    let hash = ring::digest::digest(&ring::digest::SHA256, bytes);
+    hex(ring::digest::digest(&ring::digest::SHA256, bytes))
+}
+
+/// What git calls a file of these bytes.
+fn git_hash(bytes: &[u8]) -> String {
+    let object = [format!("blob {}\0", bytes.len()).as_bytes(), bytes].concat();
+    hex(ring::digest::digest(&ring::digest::SHA1_FOR_LEGACY_USE_ONLY, &object))
+}
+
+fn hex(hash: ring::digest::Digest) -> String {
     hash.as_ref().iter().map(|b| format!("{b:02x}")).collect()
 }
 
@@ -277,6 +296,33 @@ fn the_token_does_not_follow_to_another_host() {
     assert_eq!(asked, ["/store/model-1.safetensors?signed=1 0", "/store/model-2.safetensors?signed=1 12345"]);
 }
 
+/// Another port of the same machine is another server, and another scheme is another listener: neither gets the token.
+#[test]
+fn the_token_does_not_follow_to_another_port() {
+    let store = Server::start(World::model());
+    let elsewhere = Some(store.endpoint.clone());
+    let (server, cache) = (Server::start(World { elsewhere, ..World::model() }), Scratch::new("hub"));
+    let config = HubConfig { token: Some("hf_secret".into()), ..server.config(&cache) };
+    config.resolve("me/tiny").unwrap();
+    assert!(server.asked().iter().all(|line| line.contains("hf_secret")));
+    let asked = store.asked();
+    assert!(asked.len() == 2 && asked.iter().all(|line| !line.contains("hf_secret")), "{asked:?}");
+}
+
+/// A redirect may name a path alone: it leads to the same server, which then sees the token again.
+#[test]
+fn a_redirect_may_stay_on_the_server() {
+    let (server, cache) = (Server::start(World::model()), Scratch::new("hub"));
+    server.world.lock().unwrap().elsewhere = Some(String::new());
+    let config = HubConfig { token: Some("hf_secret".into()), ..server.config(&cache) };
+    config.resolve("me/tiny").unwrap();
+    let asked = server.asked();
+    assert!(
+        asked.contains(&"/store/model-1.safetensors?signed=1 (bearer hf_secret) 0".to_owned()),
+        "{asked:?}"
+    );
+}
+
 /// A server that ignores ranges sends everything again: the file must not be both parts.
 #[test]
 fn a_server_without_ranges_starts_anew() {
@@ -290,14 +336,52 @@ fn a_server_without_ranges_starts_anew() {
 /// Contents that are not what the server promised never get a name in the cache.
 #[test]
 fn damaged_files_are_refused() {
-    let world = World { damaged: true, ..World::model() };
+    for (end, hash) in [(".safetensors", "SHA-256"), ("config.json", "git hash"), (".jinja", "git hash")] {
+        let world = World { damaged: Some(end), ..World::model() };
+        let (server, cache) = (Server::start(world), Scratch::new("hub"));
+        let config = server.config(&cache);
+        refused(&config, "me/tiny", &["`me/tiny`", end, hash, "damaged", "run again"]);
+        let blobs = cache.join("models--me--tiny/blobs");
+        for name in names(&blobs).iter().filter(|name| name.ends_with("incomplete")) {
+            assert_eq!(std::fs::metadata(blobs.join(name)).unwrap().len(), 0, "{name} keeps wrong bytes");
+        }
+        let expected = World::model().files;
+        let whole: Vec<String> =
+            expected.values().flat_map(|bytes| [sha256(bytes), git_hash(bytes)]).collect();
+        for name in names(&blobs).iter().filter(|name| !name.ends_with("incomplete")) {
+            assert!(whole.contains(name), "{name} is no hash of a file");
+            let bytes = std::fs::read(blobs.join(name)).unwrap();
+            assert!([sha256(&bytes), git_hash(&bytes)].contains(name), "{name} has other contents");
+        }
+        server.world.lock().unwrap().damaged = None;
+        let folder = config.resolve("me/tiny").unwrap();
+        assert_eq!(std::fs::read(folder.join("config.json")).unwrap(), expected["config.json"]);
+    }
+}
+
+/// Where the server names no size, a connection that ends early must not make half a file a whole one, and no file is
+/// endless.
+#[test]
+fn files_without_a_size_are_not_believed() {
+    let mut world = World { unsized_files: true, halved: Some("config.json"), ..World::model() };
+    world.files.insert("config.json".into(), b"{\"a\": 1, \"b\": 2}".to_vec());
     let (server, cache) = (Server::start(world), Scratch::new("hub"));
     let config = server.config(&cache);
-    refused(&config, "me/tiny", &["`me/tiny`", "model-1.safetensors", "damaged", "run again"]);
-    let blobs = cache.join("models--me--tiny/blobs");
-    assert!(names(&blobs).iter().all(|n| n.len() == 40), "{:?}", names(&blobs));
-    server.world.lock().unwrap().damaged = false;
-    config.resolve("me/tiny").unwrap();
+    refused(&config, "me/tiny", &["`config.json`", "damaged"]);
+    assert!(!cache.join(&format!("models--me--tiny/snapshots/{COMMIT}/config.json")).exists());
+    server.world.lock().unwrap().halved = None;
+    let folder = config.resolve("me/tiny").unwrap();
+    assert_eq!(std::fs::read(folder.join("config.json")).unwrap().len(), 16);
+    let hash = "a".repeat(40);
+    let listed = |file: String| format!(r#"{{"sha":"{COMMIT}","siblings":[{file}]}}"#);
+    let huge = listed(format!(r#"{{"rfilename":"config.json","size":{},"blobId":"{hash}"}}"#, 1u64 << 40));
+    let unsized_weights =
+        listed(format!(r#"{{"rfilename":"model.safetensors","lfs":{{"sha256":"{}"}}}}"#, "b".repeat(64)));
+    for (listing, words) in [(huge, "1099511627776 bytes"), (unsized_weights, "names no size")] {
+        let (server, cache) = (Server::start(World::model()), Scratch::new("hub"));
+        server.world.lock().unwrap().listing = Some(listing);
+        refused(&server.config(&cache), "me/tiny", &["`me/tiny`", words, "HF_ENDPOINT"]);
+    }
 }
 
 /// Refusals say what to do; the token is sent, and never shown.
@@ -349,6 +433,8 @@ fn hostile_listings_are_refused() {
         with(r#"{"rfilename":"config.json","size":3,"blobId":"../../x"}"#),
         with(r#"{"rfilename":"config.json","size":3}"#),
         with(r#"{"rfilename":"model.safetensors","size":3,"lfs":{"sha256":"/tmp/x"}}"#),
+        with(&format!(r#"{{"rfilename":"model.safetensors","size":3,"lfs":{{"sha256":"{hash}"}}}}"#)),
+        with(&format!(r#"{{"rfilename":"config.json","size":3,"blobId":"{hash}{}"}}"#, &hash[..24])),
         r#"{"sha":"../../evil","siblings":[]}"#.to_owned(),
         r#"{"siblings":[]}"#.to_owned(),
         "<html>".to_owned(),
@@ -381,6 +467,13 @@ fn names_and_folders() {
     {
         refused(&config, model, &["neither a folder", "owner/name", "check"]);
     }
+    // Both would be kept in `models--a--b--c`; the hub gives no such names.
+    for model in ["a--b/c", "a/b--c", "a/b..c"] {
+        refused(&config, model, &["neither a folder", "owner/name", "check"]);
+    }
+    // Without a home there is no cache: nothing is put into whatever folder the program runs in.
+    assert_eq!(config.cache, PathBuf::new());
+    refused(&config, "a/b", &["`a/b`", "HOME", "HF_HOME"]);
 }
 
 /// The variables mean what they mean to other tools.
@@ -414,4 +507,6 @@ fn variables() {
     );
     assert_eq!(with(&[("HOME", "/h"), ("XDG_CACHE_HOME", "/x")]).cache, PathBuf::from("/x/huggingface/hub"));
     assert_eq!(with(&[("HOME", "/h"), ("HF_HOME", "~/hf")]).cache, PathBuf::from("/h/hf/hub"));
+    assert_eq!(with(&[("HF_HOME", "~/hf")]).cache, PathBuf::new());
+    assert_eq!(with(&[("HF_HOME", "/hf")]).cache, PathBuf::from("/hf/hub"));
 }
