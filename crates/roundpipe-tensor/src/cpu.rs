@@ -31,6 +31,7 @@ use crate::bytes::Bytes;
 use crate::device::{Arena, Copy, Device, DeviceId, DeviceKind, Event, Faults, Lane, LaneKind, Ops};
 use crate::error::{Error, Result};
 use crate::kernel::{Family, HostView, HostViewMut, Kernel, View};
+use crate::pages::Pages;
 use threads::Threads;
 
 /// A worker on the host's cores.
@@ -70,7 +71,9 @@ impl fmt::Debug for Cpu {
     }
 }
 
-impl Device for Cpu {
+// SAFETY: there are five lanes, one per kind; all memory is the process's own, and lanes run while their callers wait.
+// Host buffers are `HostBuf::zeroed`, as long as asked and page-aligned.
+unsafe impl Device for Cpu {
     fn id(&self) -> DeviceId {
         self.id
     }
@@ -99,16 +102,11 @@ impl Device for Cpu {
 /// Address space for an arena in host memory.
 pub(crate) fn reserve_host(bytes: Bytes) -> Result<Arena> {
     let fail = |source| Error::HostMemory { what: "an arena", need: bytes, source };
-    let len = usize::try_from(bytes.0).map_err(|e| fail(std::io::Error::other(e)))?.max(1);
-    let mut map = memmap2::MmapOptions::new().len(len).no_reserve_swap().map_anon().map_err(fail)?;
-    #[cfg(target_os = "linux")]
-    if len >= 4 << 20 {
-        // Only a hint: fewer page faults on first touch.
-        let _ = map.advise(memmap2::Advice::HugePage);
-    }
-    let base = map.as_mut_ptr() as u64;
-    // SAFETY: the mapping is page-aligned, writable, as long as asked, and lives in the owner.
-    Ok(unsafe { Arena::new(base, bytes, Box::new(map)) })
+    let len = usize::try_from(bytes.0).map_err(|e| fail(std::io::Error::other(e)))?;
+    let mut pages = Pages::zeroed(len, true).map_err(fail)?;
+    let base = pages.ptr() as u64;
+    // SAFETY: the pages are aligned, writable, as long as asked, and live in the owner.
+    Ok(unsafe { Arena::new(base, bytes, Box::new(pages)) })
 }
 
 #[cfg(unix)]
@@ -132,7 +130,8 @@ struct CpuLane {
 /// Copies of more than this are shared by the threads: one core does not fill the memory's bandwidth.
 const COPY_PART: usize = 256 << 10;
 
-impl Lane for CpuLane {
+// SAFETY: copies are done when the call returns, so every event has passed and no lane has anything queued.
+unsafe impl Lane for CpuLane {
     fn kind(&self) -> LaneKind {
         self.kind
     }
@@ -171,7 +170,9 @@ pub(crate) struct CpuOps {
     pub(crate) threads: Threads,
 }
 
-impl Ops for CpuOps {
+// SAFETY: every kernel is done when the call returns; what it touches is argued where it is written. Scratch is stated
+// by the functions that the kernels themselves cut it with.
+unsafe impl Ops for CpuOps {
     unsafe fn launch(
         &self,
         _lane: &dyn Lane,

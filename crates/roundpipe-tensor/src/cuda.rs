@@ -712,7 +712,9 @@ impl Drop for Pinned {
     }
 }
 
-impl Device for Cuda {
+// SAFETY: there are five lanes, one per kind, whose streams reach the card's memory; host memory is not aliased. Host
+// buffers come from the driver or from `HostBuf::zeroed`, as long as asked and page-aligned.
+unsafe impl Device for Cuda {
     fn id(&self) -> DeviceId {
         self.id
     }
@@ -851,18 +853,24 @@ impl CudaLane {
     }
 
     fn mark(&self, timing: bool) -> Result<Event> {
+        let marked = self.try_mark(timing);
+        if marked.is_err() && self.gpu.current().is_ok() {
+            // Callers let go of what their copies touch when this fails.
+            // SAFETY: the stream is valid.
+            let _ = unsafe { result::stream::synchronize(self.stream) };
+        }
+        marked
+    }
+
+    fn try_mark(&self, timing: bool) -> Result<Event> {
         let origin = if timing { Some(self.gpu.origin()?) } else { None };
         let event = self.gpu.event(timing)?;
         let (gpu, alarm) = (self.gpu.clone(), self.alarm.clone());
         let made = CudaEvent { event, origin, gpu, id: self.id, reports: alarm.count(), alarm };
         self.gpu.enter()?;
         // SAFETY: event and stream belong to the current context.
-        if let Err(error) = unsafe { result::event::record(event.0, self.stream) } {
-            // Callers let go of what their copies touch when this fails.
-            // SAFETY: the stream is valid.
-            let _ = unsafe { result::stream::synchronize(self.stream) };
-            return Err(self.failed("record an event", error));
-        }
+        let recorded = unsafe { result::event::record(event.0, self.stream) };
+        recorded.map_err(|error| self.failed("record an event", error))?;
         Ok(Event::new(Arc::new(made)))
     }
 }
@@ -885,7 +893,8 @@ impl Drop for CudaLane {
     }
 }
 
-impl Lane for CudaLane {
+// SAFETY: a lane is a stream, which runs in order and waits for events; a failing record synchronises it (`mark`).
+unsafe impl Lane for CudaLane {
     fn kind(&self) -> LaneKind {
         self.kind
     }
@@ -984,7 +993,8 @@ impl Drop for CudaEvent {
     }
 }
 
-impl EventState for CudaEvent {
+// SAFETY: the driver waits for the event, or says whether it has passed; a card that is lost runs nothing any more.
+unsafe impl EventState for CudaEvent {
     fn passed(&self) -> Result<bool> {
         self.gpu.enter()?;
         // SAFETY: the event is alive.
@@ -1033,7 +1043,9 @@ pub(crate) struct CudaOps {
     gpu: Arc<Gpu>,
 }
 
-impl Ops for CudaOps {
+// SAFETY: kernels run in the lane's stream; what they touch is argued by family. Scratch is stated by the functions that
+// the launches themselves cut it with.
+unsafe impl Ops for CudaOps {
     unsafe fn launch(
         &self,
         lane: &dyn Lane,

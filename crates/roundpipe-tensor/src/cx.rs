@@ -244,7 +244,7 @@ impl Cx {
         }
         let host = param.data().read_all()?;
         let tensor = if self.worker.device().aliases_host() {
-            Tensor::from_host(host, self.worker.pool().clone(), param.dtype(), *param.shape())
+            Tensor::from_host(host, self.worker.pool().clone(), param.dtype(), *param.shape())?
         } else {
             let block = self.worker.pool().alloc("parameter", param.bytes() as u64)?;
             let lane = self.worker.device().lane(crate::device::LaneKind::Compute);

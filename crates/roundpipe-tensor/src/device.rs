@@ -4,6 +4,28 @@
 //! and [`Ops`] (mathematics). A *worker* is one `Device` value: a card that is listed twice is two
 //! values with their own lanes and arenas.
 //!
+//! All of these traits are unsafe to implement, because safe code relies on what they say: addresses that an arena
+//! gave are read and written, and memory is let go when an event says that a lane has passed. Each names what it
+//! promises. A device cannot be put together from safe parts, such as memory that is only counted and mathematics that
+//! computes:
+//!
+//! ```compile_fail
+//! use roundpipe_tensor::device::{Arena, Device, DeviceId, Lane, LaneKind, Ops};
+//! use roundpipe_tensor::{Bytes, Cpu, Meta, Result};
+//! use std::sync::Arc;
+//!
+//! #[derive(Debug)]
+//! struct Both(Arc<Cpu>, Arc<Meta>);
+//!
+//! impl Device for Both {
+//!     fn id(&self) -> DeviceId { self.0.id() }
+//!     fn memory(&self) -> Bytes { self.0.memory() }
+//!     fn reserve(&self, bytes: Bytes) -> Result<Arena> { self.1.reserve(bytes) }
+//!     fn lane(&self, kind: LaneKind) -> &dyn Lane { self.0.lane(kind) }
+//!     fn ops(&self) -> &dyn Ops { self.0.ops() }
+//! }
+//! ```
+//!
 //! # Rules of order
 //! 1. A lane runs what it is given in order; two lanes run independently.
 //! 2. Only events order two lanes: `b.wait(&a.record()?)` puts all later work of `b` after all earlier
@@ -121,7 +143,14 @@ impl LaneKind {
 }
 
 /// A worker's memory and lanes.
-pub trait Device: Send + Sync + fmt::Debug {
+///
+/// # Safety
+/// - [`Device::lane`] gives the same lane whenever it is asked for a kind, and lanes and [`Device::ops`] reach the
+///   memory that [`Device::reserve`] gave.
+/// - Where [`Device::aliases_host`] says so, lanes and kernels reach the host's memory by its addresses as well, and
+///   are done with it when the call that queued them returns.
+/// - [`Device::host_buffer`] gives as many bytes as it was asked for, from an address that is a multiple of 64 on.
+pub unsafe trait Device: Send + Sync + fmt::Debug {
     /// Which worker this is.
     fn id(&self) -> DeviceId;
 
@@ -179,18 +208,29 @@ pub trait Device: Send + Sync + fmt::Debug {
 
     /// Told when a block is about to leave the pool for `op`, and may refuse. `sim` injects faults here.
     ///
+    /// # Safety
+    /// For the pool: nobody holds these bytes of an arena of this device.
+    ///
     /// # Errors
     /// When the device refuses; the block goes back to the pool.
-    fn handing_out(&self, _op: &'static str, _start: u64, _bytes: u64) -> Result<()> {
+    unsafe fn handing_out(&self, _op: &'static str, _start: u64, _bytes: u64) -> Result<()> {
         Ok(())
     }
 
     /// Told when a block goes back to the pool. `sim` poisons it.
-    fn freed(&self, _start: u64, _bytes: u64) {}
+    ///
+    /// # Safety
+    /// For the pool: these bytes were a block of an arena of this device, and their holder has let them go.
+    unsafe fn freed(&self, _start: u64, _bytes: u64) {}
 }
 
 /// A queue that runs in order. Only events order two lanes.
-pub trait Lane: Send + Sync + fmt::Debug {
+///
+/// # Safety
+/// - The lane touches the two ranges of a copy and nothing else, not before the events that it was told to wait for
+///   have passed, and not after an event that was recorded behind the copy has.
+/// - When [`Lane::record`] fails, the lane has done all that was queued.
+pub unsafe trait Lane: Send + Sync + fmt::Debug {
     /// Which of the worker's lanes this is.
     fn kind(&self) -> LaneKind;
 
@@ -284,7 +324,12 @@ pub struct Copy {
 }
 
 /// The mathematics of a backend.
-pub trait Ops: Send + Sync {
+///
+/// # Safety
+/// - A kernel reads its sources and writes its destinations and its scratch, and touches nothing else; in the order of
+///   the lane, so that an event recorded behind it passes when it is done.
+/// - It needs no more scratch than [`Ops::scratch`] says for the same operands.
+pub unsafe trait Ops: Send + Sync {
     /// Queues a kernel. Data that it must refuse, such as an index out of range, is reported to `faults`; without
     /// them, by the events of the lane. A device that computes at once returns the error instead.
     ///
@@ -420,7 +465,11 @@ impl fmt::Debug for Arena {
 pub struct Event(Arc<dyn EventState>);
 
 /// What a backend knows about a point in one of its lanes.
-pub trait EventState: Send + Sync + fmt::Debug {
+///
+/// # Safety
+/// [`EventState::fence`] and [`EventState::settle`] return when the lane has passed the point, whether with an error or
+/// without; [`EventState::passed`] says `Ok(true)` only then.
+pub unsafe trait EventState: Send + Sync + fmt::Debug {
     /// Whether the lane has passed it.
     ///
     /// # Errors
@@ -452,7 +501,8 @@ pub trait EventState: Send + Sync + fmt::Debug {
 #[derive(Debug)]
 struct Past;
 
-impl EventState for Past {
+// SAFETY: every lane has passed what was past when it was made.
+unsafe impl EventState for Past {
     fn passed(&self) -> Result<bool> {
         Ok(true)
     }

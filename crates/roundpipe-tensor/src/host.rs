@@ -15,18 +15,20 @@ use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::bytes::Bytes;
-use crate::dtype::Element;
+use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
+use crate::pages::{PAGE, Pages};
+use crate::shape::Shape;
 
 /// Large buffers start a few pages apart from where the system puts them: slabs of one size mapped back to
 /// back would otherwise fall on the same cache sets, and a pass over several of them takes twice as long.
 /// The unused pages are address space, never memory.
 const COLORED: usize = 1 << 20;
 const COLORS: usize = 16;
-const PAGE: usize = 4096;
 
 /// How host memory is tied to physical pages, so that a device can copy from it at full speed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -108,16 +110,11 @@ impl HostBuf {
         let slack = if bytes >= COLORED { COLORS * PAGE } else { 1 };
         let fail = |source| Error::HostMemory { what: "a buffer", need: Bytes(bytes as u64), source };
         let len = bytes.checked_add(slack).ok_or_else(|| fail(std::io::ErrorKind::OutOfMemory.into()))?;
-        let mut map = memmap2::MmapMut::map_anon(len).map_err(fail)?;
-        #[cfg(target_os = "linux")]
-        if bytes >= 4 << 20 {
-            // Only a hint: fewer page faults and TLB misses on large slabs.
-            let _ = map.advise(memmap2::Advice::HugePage);
-        }
-        let base = map.as_mut_ptr();
+        let mut pages = Pages::zeroed(len, false).map_err(fail)?;
+        let base = pages.ptr();
         let color = if bytes >= COLORED { base as usize / len % COLORS } else { 0 };
         let ptr = base.wrapping_add(color * PAGE);
-        Ok(Self::wrap(name.into(), ptr, bytes, true, Box::new(map)))
+        Ok(Self::wrap(name.into(), ptr, bytes, true, Box::new(pages)))
     }
 
     /// Memory that holds a copy of `values`.
@@ -244,7 +241,46 @@ impl HostBuf {
 
     /// Whether nobody else holds the memory: no clone, no other view, no guard.
     pub fn is_sole(&self) -> bool {
-        Arc::strong_count(&self.memory) == 1
+        self.is_sole_but(0)
+    }
+
+    /// Whether nobody holds the memory but this value and `guards` guards of the caller's own.
+    pub(crate) fn is_sole_but(&self, guards: usize) -> bool {
+        let sole = Arc::strong_count(&self.memory) == 1 + guards;
+        // Whoever held it last on another thread is done with the bytes: pairs with the release of its drop.
+        fence(Ordering::Acquire);
+        sole
+    }
+
+    /// Where `dtype` `shape` lies in this memory, dense and from `first_byte` on.
+    ///
+    /// # Errors
+    /// As [`Shape::place`].
+    pub(crate) fn place(
+        &self,
+        op: &'static str,
+        first_byte: usize,
+        dtype: DType,
+        shape: &Shape,
+    ) -> Result<Range<usize>> {
+        let memory = self.addr()..self.addr() + self.len() as u64;
+        let bytes = shape.place(op, dtype, memory, first_byte as u64)?;
+        Ok(bytes.start as usize..bytes.end as usize)
+    }
+
+    /// As [`HostBuf::place`] from the first byte to the last.
+    ///
+    /// # Errors
+    /// As [`Shape::place`], and when bytes are left over.
+    pub(crate) fn place_all(&self, op: &'static str, dtype: DType, shape: &Shape) -> Result<()> {
+        let need = shape.numel() * dtype.size();
+        if need != self.len() {
+            return Err(Error::invalid(
+                op,
+                format!("{dtype} {shape} needs {need} bytes, not {}", self.len()),
+            ));
+        }
+        self.place(op, 0, dtype, shape).map(drop)
     }
 
     /// Address of the first byte; who copies there must keep others away by other means than claims.
@@ -507,6 +543,23 @@ mod tests {
         let before = second.writes();
         drop(second.write(0..16).unwrap());
         assert!(second.writes() > before);
+    }
+
+    /// Whoever finds that nobody else holds the memory may write it without a claim: all reads are over. (A machine
+    /// rarely shows the difference; Miri does.)
+    #[test]
+    fn reads_are_over_when_memory_is_sole() {
+        let buf = HostBuf::from_slice("b", &[7u8; 64]).unwrap();
+        let reader = buf.read_all().unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(move || assert_eq!(reader.bytes(), [7; 64]));
+            while !buf.is_sole() {
+                std::thread::yield_now();
+            }
+            // SAFETY: inside the buffer, which nobody else holds.
+            unsafe { (buf.addr() as *mut u8).write(8) };
+        });
+        assert_eq!(buf.read(0..2).unwrap().bytes(), [8, 7]);
     }
 
     #[test]

@@ -6,7 +6,7 @@
 //! cuts of one buffer can be in use at the same time.
 //!
 //! # Invariants
-//! - The bytes lie inside the buffer and start at a multiple of the element size.
+//! - The bytes lie inside the buffer and start at an address that is a multiple of the element size.
 
 use std::fmt;
 use std::ops::Range;
@@ -34,16 +34,11 @@ impl HostTensor {
     /// A tensor over a whole buffer.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the buffer is not exactly as large as the shape and type ask.
+    /// [`Error::Invalid`] when the buffer is not exactly as large as the shape and type ask, or does not begin
+    /// where elements of the type can.
     pub fn new(buf: HostBuf, dtype: DType, dims: &[usize]) -> Result<Self> {
         let shape = Shape::new(dims)?;
-        let need = shape.numel() * dtype.size();
-        if need != buf.len() {
-            return Err(Error::invalid(
-                NAME,
-                format!("{dtype} {shape} needs {need} bytes, not {}", buf.len()),
-            ));
-        }
+        buf.place_all(NAME, dtype, &shape)?;
         Ok(Self { buf, first_byte: 0, dtype, shape })
     }
 
@@ -53,18 +48,7 @@ impl HostTensor {
     /// [`Error::Invalid`] when the part reaches past the buffer or does not start at a whole element.
     pub fn within(buf: HostBuf, first_byte: usize, dtype: DType, dims: &[usize]) -> Result<Self> {
         let shape = Shape::new(dims)?;
-        let need = shape.numel() * dtype.size();
-        if first_byte.checked_add(need).is_none_or(|end| end > buf.len()) {
-            let what = format!("{dtype} {shape} at byte {first_byte} needs {need} bytes of {}", buf.len());
-            return Err(Error::invalid(NAME, what));
-        }
-        if !first_byte.is_multiple_of(dtype.size()) {
-            let what = format!(
-                "{dtype} {shape} cannot start at byte {first_byte}: not a multiple of {}",
-                dtype.size()
-            );
-            return Err(Error::invalid(NAME, what));
-        }
+        buf.place(NAME, first_byte, dtype, &shape)?;
         Ok(Self { buf, first_byte, dtype, shape })
     }
 
@@ -238,7 +222,7 @@ impl HostTensor {
             let what = format!("{len} from {start} on along dimension {axis} of {}", self.shape);
             return Err(Error::invalid(OP, what));
         }
-        let shape = self.shape.with(axis, len);
+        let shape = self.shape.cut(axis, len);
         let (rows, inner) = self.around(axis);
         let (row, skip) = (self.shape[axis] * inner, start * inner);
         if rows <= 1 {
@@ -270,8 +254,7 @@ impl HostTensor {
         let mut size = first.shape[axis];
         for part in rest {
             first.check_same_dtype(part, OP)?;
-            if part.shape.rank() != first.shape.rank()
-                || part.shape.with(axis, 0) != first.shape.with(axis, 0)
+            if part.shape.rank() != first.shape.rank() || part.shape.cut(axis, 0) != first.shape.cut(axis, 0)
             {
                 return Err(Error::Shape { op: OP, left: first.shape, right: part.shape });
             }
@@ -280,7 +263,7 @@ impl HostTensor {
         if rest.is_empty() {
             return Ok(first.clone());
         }
-        let out = Self::zeros(first.dtype, first.shape.with(axis, size).dims())?;
+        let out = Self::zeros(first.dtype, first.shape.with(OP, axis, size)?.dims())?;
         if out.size_bytes() > 0 {
             out.fill_rows(parts, axis)?;
         }

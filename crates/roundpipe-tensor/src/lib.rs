@@ -25,6 +25,8 @@ pub mod dtype;
 pub mod error;
 pub mod shape;
 
+mod pages;
+
 pub mod host;
 pub mod host_tensor;
 pub mod pins;

@@ -17,6 +17,9 @@ use crate::host::HostBuf;
 use crate::rng::{RngKey, normal_pair, unit};
 use crate::shape::Shape;
 
+/// The name under which parameters ask for memory and refuse it.
+const NAME: &str = "parameter";
+
 /// Weights, or a buffer that no gradient reaches. Cloning shares it: a tied weight is a clone.
 #[derive(Debug, Clone)]
 pub struct Param(Arc<Inner>);
@@ -51,10 +54,11 @@ impl Param {
     /// A trainable parameter over existing memory.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the memory is not exactly as large as the shape and type ask.
+    /// [`Error::Invalid`] when the memory is not exactly as large as the shape and type ask, or does not begin
+    /// where elements of the type can.
     pub fn new(data: HostBuf, dtype: DType, dims: &[usize]) -> Result<Self> {
         let shape = Shape::new(dims)?;
-        check_size(&shape, dtype, &data)?;
+        data.place_all(NAME, dtype, &shape)?;
         let data = RwLock::new(data);
         let (trainable, keeper) = (AtomicBool::new(true), RwLock::new(None));
         Ok(Self(Arc::new(Inner { shape, dtype, data, trainable, keeper })))
@@ -66,7 +70,7 @@ impl Param {
     /// When the shape is absurd or the system has no memory.
     pub fn zeros(dtype: DType, dims: &[usize]) -> Result<Self> {
         let shape = Shape::new(dims)?;
-        Self::new(HostBuf::zeroed("parameter", shape.numel() * dtype.size())?, dtype, dims)
+        Self::new(HostBuf::zeroed(NAME, shape.numel() * dtype.size())?, dtype, dims)
     }
 
     /// All one value.
@@ -86,9 +90,9 @@ impl Param {
     pub fn from_slice<T: Element>(values: &[T], dims: &[usize]) -> Result<Self> {
         let shape = Shape::new(dims)?;
         if shape.numel() != values.len() {
-            return Err(Error::invalid("parameter", format!("{} values for shape {shape}", values.len())));
+            return Err(Error::invalid(NAME, format!("{} values for shape {shape}", values.len())));
         }
-        Self::new(HostBuf::from_slice("parameter", values)?, T::DTYPE, dims)
+        Self::new(HostBuf::from_slice(NAME, values)?, T::DTYPE, dims)
     }
 
     /// Normal values around 0.
@@ -178,9 +182,9 @@ impl Param {
     /// Makes `home` its memory, for all clones. What `home` holds is the value from now on; nothing is copied.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when `home` is not exactly as large as the parameter.
+    /// As [`Param::new`].
     pub fn rehome(&self, home: HostBuf) -> Result<()> {
-        check_size(&self.0.shape, self.0.dtype, &home)?;
+        home.place_all(NAME, self.0.dtype, &self.0.shape)?;
         *self.0.data.write().unwrap_or_else(PoisonError::into_inner) = home;
         Ok(())
     }
@@ -230,14 +234,6 @@ impl Param {
         }
         Ok(self.data().read_all()?.as_slice::<T>().to_vec())
     }
-}
-
-fn check_size(shape: &Shape, dtype: DType, data: &HostBuf) -> Result<()> {
-    let need = shape.numel() * dtype.size();
-    if need == data.len() {
-        return Ok(());
-    }
-    Err(Error::invalid("parameter", format!("{dtype} {shape} needs {need} bytes, not {}", data.len())))
 }
 
 #[cfg(test)]

@@ -30,9 +30,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::bytes::Bytes;
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
-
-/// No page is smaller.
-const PAGE: usize = 4096;
+use crate::pages::PAGE;
 
 /// Held from the question whether there is room until the pages are taken: two buffers must not count on the same room.
 static TAKING: Mutex<()> = Mutex::new(());

@@ -78,6 +78,9 @@ impl Pool {
     /// When the device has less.
     pub fn reserve(device: Arc<dyn Device>, bytes: Bytes) -> Result<Arc<Self>> {
         let arena = device.reserve(bytes)?;
+        if arena.base().checked_add(arena.bytes().0).is_none() {
+            return Err(Error::Device { device: device.id(), what: format!("no address space for {bytes}") });
+        }
         Ok(Arc::new(Self { device, arena, state: Mutex::new(State::default()) }))
     }
 
@@ -94,7 +97,8 @@ impl Pool {
         let (start, bytes) = self.place(op, bytes)?;
         let block = Block { pool: self.clone(), start, bytes, lent: false };
         if bytes > 0 {
-            self.device.handing_out(op, block.addr(), bytes)?;
+            // SAFETY: `place` gave this piece of the device's arena to nobody else.
+            unsafe { self.device.handing_out(op, block.addr(), bytes)? };
         }
         Ok(block)
     }
@@ -172,7 +176,8 @@ impl Pool {
         if bytes == 0 {
             return;
         }
-        self.device.freed(self.arena.base() + start, bytes);
+        // SAFETY: blocks come from `place` and are released once, by their owner or out of those set aside.
+        unsafe { self.device.freed(self.arena.base() + start, bytes) };
         let mut state = self.lock();
         state.used -= bytes;
         let (mut start, mut bytes) = (start, bytes);

@@ -2,10 +2,16 @@
 //!
 //! Nothing here touches memory. Every product of sizes is checked, so that a hostile or mistaken
 //! shape is an error before it can become an allocation.
+//!
+//! # Invariants
+//! - The elements of every [`Shape`] can be counted, and so can their bytes in any type: a shape is made by
+//!   [`Shape::new`] or out of one that was, without growing.
+//! - Bytes become elements in one place, [`Shape::place`]: whoever shows memory as a type and a shape asks it.
 
 use std::fmt;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 
 /// The most dimensions a tensor can have.
@@ -104,12 +110,56 @@ impl Shape {
         Self::new(&dims[..rank])
     }
 
-    /// This shape with `axis` replaced by `size`.
+    /// This shape with the size of dimension `axis` replaced.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming `op` when there is no such dimension or too many elements come out.
+    pub fn with(&self, op: &'static str, axis: usize, size: usize) -> Result<Self> {
+        if axis >= self.rank() {
+            return Err(Error::invalid(op, format!("no dimension {axis} in {self}")));
+        }
+        let mut dims = self.dims;
+        dims[axis] = size;
+        let dims = &dims[..self.rank()];
+        Self::new(dims).map_err(|_| Error::invalid(op, format!("{dims:?} has too many elements")))
+    }
+
+    /// This shape with dimension `axis` cut down to `size`, which is not above its size (or 1).
     #[must_use]
-    pub fn with(&self, axis: usize, size: usize) -> Self {
+    pub(crate) fn cut(&self, axis: usize, size: usize) -> Self {
+        assert!(size <= self[axis].max(1), "dimension {axis} of {self} cannot be cut to {size}");
         let mut out = *self;
         out.dims[axis] = size;
         out
+    }
+
+    /// Where the elements lie when they are `dtype`, dense, and begin `first_byte` bytes into `memory`, a range of
+    /// addresses: their bytes, counted from the memory's start.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming `op` when they reach past the end or their addresses do not suit the type.
+    pub(crate) fn place(
+        &self,
+        op: &'static str,
+        dtype: DType,
+        memory: Range<u64>,
+        first_byte: u64,
+    ) -> Result<Range<u64>> {
+        let have = memory.end.saturating_sub(memory.start);
+        let need = self.numel() as u64 * dtype.size() as u64;
+        let end = first_byte.checked_add(need);
+        let Some(end) = end.filter(|end| *end <= have) else {
+            let what = format!("{dtype} {self} at byte {first_byte} needs {need} bytes of {have}");
+            return Err(Error::invalid(op, what));
+        };
+        let size = dtype.size() as u64;
+        if !(memory.start + first_byte).is_multiple_of(size) {
+            let what = format!(
+                "{dtype} {self} cannot start at byte {first_byte} of this memory: its address must be a multiple of {size}"
+            );
+            return Err(Error::invalid(op, what));
+        }
+        Ok(first_byte..end)
     }
 }
 
@@ -289,6 +339,7 @@ impl Layout {
 #[cfg(test)]
 mod tests {
     use super::{Layout, Shape};
+    use crate::dtype::DType;
 
     fn shape(dims: &[usize]) -> Shape {
         Shape::new(dims).unwrap()
@@ -300,6 +351,32 @@ mod tests {
         assert!(Shape::new(&[usize::MAX, 2]).is_err());
         assert!(Shape::new(&[0, usize::MAX, usize::MAX]).is_err(), "an empty dimension hides nothing");
         assert!(Shape::new(&[1; 9]).is_err());
+    }
+
+    /// Changing one size of a checked shape is checked as a whole: [2^60 + 1, 16] would have "16" elements.
+    #[test]
+    fn a_changed_size_is_checked() {
+        let line = shape(&[1, 16]);
+        assert_eq!(line.with("test", 0, 3).unwrap(), shape(&[3, 16]));
+        for (axis, size) in [(0, (1 << 60) + 1), (1, usize::MAX), (2, 1), (7, 0)] {
+            assert!(line.with("test", axis, size).is_err(), "{size} at {axis}");
+        }
+        assert_eq!((line.cut(1, 0), shape(&[0]).cut(0, 1)), (shape(&[1, 0]), shape(&[1])));
+        assert!(std::panic::catch_unwind(|| line.cut(1, 17)).is_err());
+    }
+
+    /// Memory is shown as elements only where they lie inside and at addresses of their type.
+    #[test]
+    fn elements_are_placed_inside_and_aligned() {
+        let two = shape(&[2]);
+        let place = |memory, first| two.place("test", DType::F32, memory, first).ok();
+        assert_eq!((place(64..72, 0), place(64..80, 8)), (Some(0..8), Some(8..16)));
+        for (memory, first) in [(64..71, 0), (64..72, 1), (64..72, 4), (64..72, u64::MAX - 7)] {
+            assert_eq!(place(memory.clone(), first), None, "{memory:?} from {first}");
+        }
+        assert_eq!((place(65..90, 0), place(64..90, 2), place(66..90, 2)), (None, None, Some(2..10)));
+        assert!(shape(&[0]).place("test", DType::F64, 4..4, 0).is_err(), "nor may nothing lie crooked");
+        assert_eq!(shape(&[5]).place("test", DType::U8, 3..9, 1).unwrap(), 1..6);
     }
 
     #[test]

@@ -306,7 +306,9 @@ impl fmt::Debug for Sim {
     }
 }
 
-impl Device for Sim {
+// SAFETY: there are five lanes, one per kind, which reach the arenas that the world knows (`on_device`); host memory is
+// not aliased. Host buffers are `HostBuf::zeroed`, as long as asked and page-aligned.
+unsafe impl Device for Sim {
     fn id(&self) -> DeviceId {
         self.id
     }
@@ -378,7 +380,7 @@ impl Device for Sim {
         self.pins.pins()
     }
 
-    fn handing_out(&self, op: &'static str, start: u64, bytes: u64) -> Result<()> {
+    unsafe fn handing_out(&self, op: &'static str, start: u64, bytes: u64) -> Result<()> {
         self.world.with(|state| {
             state.hand_out(&(start..start.saturating_add(bytes)));
             let what = format!("alloc of {} for {op}", Bytes(bytes));
@@ -387,7 +389,7 @@ impl Device for Sim {
         })
     }
 
-    fn freed(&self, start: u64, bytes: u64) {
+    unsafe fn freed(&self, start: u64, bytes: u64) {
         let range = start..start.saturating_add(bytes);
         self.world.with(|state| {
             // Poison is written: an address that is not this worker's must not reach the queue.
@@ -464,7 +466,9 @@ impl SimLane {
     }
 }
 
-impl Lane for SimLane {
+// SAFETY: items run in order, behind the marks they wait for, and a mark passes after all items before it; a failing
+// record passes its mark first (`mark`). What was staged is a copy that the item owns.
+unsafe impl Lane for SimLane {
     fn kind(&self) -> LaneKind {
         self.kind
     }
@@ -550,7 +554,8 @@ impl fmt::Debug for SimEvent {
     }
 }
 
-impl EventState for SimEvent {
+// SAFETY: `pass` runs the world until the lane has passed the mark, and `poll` tells whether it has.
+unsafe impl EventState for SimEvent {
     fn passed(&self) -> Result<bool> {
         self.world.with(|state| match state.poll(&self.mark) {
             true => state.told_at(&self.mark, false).map(|()| true),
@@ -613,7 +618,8 @@ impl FaultReport for SimFaults {
 /// Queues kernels; the world's cpu threads run them.
 struct SimOps;
 
-impl Ops for SimOps {
+// SAFETY: kernels are the cpu's, run when the lane comes to them, with the cpu's scratch.
+unsafe impl Ops for SimOps {
     unsafe fn launch(
         &self,
         lane: &dyn Lane,

@@ -44,6 +44,13 @@ impl Storage {
         }
     }
 
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Block(block) => block.bytes(),
+            Self::Host(host, _) => host.bytes().len() as u64,
+        }
+    }
+
     fn pool(&self) -> &Arc<Pool> {
         match self {
             Self::Block(block) => block.pool(),
@@ -55,32 +62,33 @@ impl Storage {
 impl Tensor {
     /// A dense tensor over a whole block.
     pub(crate) fn from_block(block: Block, dtype: DType, shape: Shape) -> Self {
-        debug_assert!(shape.numel() * dtype.size() <= block.bytes() as usize);
+        assert!(shape.numel() * dtype.size() <= block.bytes() as usize, "{dtype} {shape} in {block:?}");
         let layout = Layout::contiguous(shape);
         Self { storage: Arc::new(Storage::Block(block)), dtype, layout, offset: 0, node: None }
     }
 
     /// A dense tensor over host memory that the worker reads in place.
-    pub(crate) fn from_host(host: HostRef, pool: Arc<Pool>, dtype: DType, shape: Shape) -> Self {
-        debug_assert!(shape.numel() * dtype.size() <= host.bytes().len());
-        let layout = Layout::contiguous(shape);
-        Self { storage: Arc::new(Storage::Host(host, pool)), dtype, layout, offset: 0, node: None }
+    ///
+    /// # Errors
+    /// As [`Tensor::within`].
+    pub(crate) fn from_host(host: HostRef, pool: Arc<Pool>, dtype: DType, shape: Shape) -> Result<Self> {
+        Self::within(Arc::new(Storage::Host(host, pool)), 0, dtype, shape)
     }
 
-    /// A dense tensor `offset` bytes into a storage that others may share.
-    pub(crate) fn within(storage: Arc<Storage>, offset: u64, dtype: DType, shape: Shape) -> Result<Self> {
+    /// A dense tensor `first_byte` bytes into a storage that others may share.
+    ///
+    /// # Errors
+    /// When the storage ends before or its addresses do not suit the type.
+    pub(crate) fn within(storage: Arc<Storage>, first_byte: u64, dtype: DType, shape: Shape) -> Result<Self> {
+        let memory = storage.addr()..storage.addr() + storage.bytes();
+        shape.place("tensor", dtype, memory, first_byte)?;
         let size = dtype.size() as u64;
-        let have = match &*storage {
-            Storage::Block(block) => block.bytes(),
-            Storage::Host(host, _) => host.bytes().len() as u64,
-        };
-        let end = (shape.numel() as u64).checked_mul(size).and_then(|bytes| bytes.checked_add(offset));
-        if !offset.is_multiple_of(size) || end.is_none_or(|end| end > have) {
-            let what = format!("{dtype} {shape} at byte {offset} of {have}");
+        if !first_byte.is_multiple_of(size) {
+            let what = format!("{dtype} {shape} at byte {first_byte}, which is not a multiple of {size}");
             return Err(Error::invalid("tensor", what));
         }
         let layout = Layout::contiguous(shape);
-        Ok(Self { storage, dtype, layout, offset: (offset / size) as usize, node: None })
+        Ok(Self { storage, dtype, layout, offset: (first_byte / size) as usize, node: None })
     }
 
     /// Whether both are the same memory under the same layout: a value that was passed on unchanged.
@@ -190,7 +198,7 @@ impl Tensor {
 
     /// `len` elements from `start` on along `axis`; bounds are the caller's business.
     pub(crate) fn narrowed(&self, axis: usize, start: usize, len: usize) -> Self {
-        let shape = self.shape().with(axis, len);
+        let shape = self.shape().cut(axis, len);
         let shift = if self.numel() == 0 { 0 } else { start as isize * self.layout.strides()[axis] };
         let layout = Layout::strided(shape, self.layout.strides());
         self.with_layout(layout, self.offset.wrapping_add_signed(shift))

@@ -15,7 +15,8 @@
 //!    upload that nobody used is given back.
 //! 5. An upload of a parcel waits for the download that wrote it, on whichever worker that was.
 //! 6. A parcel's host memory is written again only by a download that waits for all uploads that read it
-//!    ([`HostPool`]); memory of a user's tensor is let go only after the host saw these uploads land.
+//!    ([`HostPool`]); memory that others hold is let go only after the host saw these uploads land. Until then each
+//!    upload has a claim on what it reads, so that whoever was given the bytes ([`Parcel::fence`]) cannot write them.
 //! 7. The host reads a parcel only after it saw its download land.
 //! 8. The chunks of a slot follow each other with at most four under way, so that an activation never queues
 //!    behind more than four chunks of weights; the host memory they read is held until the last has landed.
@@ -163,19 +164,25 @@ impl HostPool {
         Ok(found)
     }
 
-    fn give_back(&self, buf: HostBuf, mut events: Vec<Event>) {
+    /// Takes a buffer back that lanes use until `events` have passed, some of them under `claims`.
+    fn give_back(&self, buf: HostBuf, mut events: Vec<Event>, claims: Vec<HostRef>) {
         // What has passed need not be waited for; an error stays for the fence of its lane.
         events.retain(|event| !event.is_past());
-        let mut state = lock(&self.state);
-        state.lent -= buf.len();
-        if buf.is_sole() {
+        if buf.is_sole_but(claims.len()) {
+            // Nobody else can come to hold it any more, so what the claims forbade cannot happen.
+            drop(claims);
+            let mut state = lock(&self.state);
+            state.lent -= buf.len();
             state.spare.push((buf, events));
             return;
         }
-        // Somebody still reads it in place: it is theirs now.
+        // Somebody still holds it: it is theirs now, and may be written when nobody reads it any more.
+        let mut state = lock(&self.state);
+        state.lent -= buf.len();
         state.allocated -= buf.len();
         drop(state);
         events.iter().for_each(|event| event.state().settle());
+        drop(claims);
     }
 }
 
@@ -208,7 +215,13 @@ struct Contents {
     shape: Shape,
     place: Place,
     /// Uploads that read it.
-    readers: Mutex<Vec<Event>>,
+    readers: Mutex<Vec<Reader>>,
+}
+
+/// An upload under way, and its claim on what it reads.
+struct Reader {
+    landed: Event,
+    claim: HostRef,
 }
 
 /// A dense tensor in host memory that a lane may still be writing; cloning shares it.
@@ -219,12 +232,9 @@ impl Parcel {
     /// A user's values; `buf` is exactly as large as type and shape say, and is not written while this lives.
     ///
     /// # Errors
-    /// When the size is wrong or somebody is writing the buffer.
+    /// When size or alignment are wrong or somebody is writing the buffer.
     pub fn given(buf: HostBuf, dtype: DType, shape: Shape) -> Result<Self> {
-        if buf.len() != shape.numel() * dtype.size() {
-            let what = format!("{} bytes cannot hold {dtype} {shape}", buf.len());
-            return Err(Error::invalid("parcel", what));
-        }
+        buf.place_all("parcel", dtype, &shape)?;
         let claim = Some(buf.read_all()?);
         Ok(Self::new(dtype, shape, Place::Given { buf, claim }))
     }
@@ -271,7 +281,8 @@ impl Parcel {
         }
     }
 
-    /// Waits until it is filled and gives the bytes. They stay valid while the buffer is held.
+    /// Waits until it is filled and gives the bytes. They stay valid while the buffer is held, and cannot be written
+    /// while an upload still reads them.
     ///
     /// # Errors
     /// What went wrong in the lane; [`Error::Invalid`] for a parcel without bytes.
@@ -281,6 +292,7 @@ impl Parcel {
             Place::Counted => HostBuf::zeroed("what a meta worker gives", self.size_bytes()),
             Place::Pooled { buf, written, .. } => {
                 written.fence()?;
+                self.0.forget_landed();
                 buf.slice(0..self.size_bytes())
             }
             Place::Given { buf, .. } => Ok(buf.clone()),
@@ -288,18 +300,26 @@ impl Parcel {
     }
 }
 
+impl Contents {
+    /// Lets go of the claims of uploads that have landed. One that failed keeps its claim until the parcel goes.
+    fn forget_landed(&self) {
+        lock(&self.readers).retain(|reader| !matches!(reader.landed.passed(), Ok(true)));
+    }
+}
+
 impl Drop for Contents {
     fn drop(&mut self) {
-        let mut events = std::mem::take(self.readers.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let readers = std::mem::take(self.readers.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let (mut events, claims): (Vec<_>, Vec<_>) = readers.into_iter().map(|r| (r.landed, r.claim)).unzip();
         match std::mem::replace(&mut self.place, Place::Hollow) {
             Place::Hollow | Place::Counted => {}
             Place::Pooled { buf, written, pool } => {
                 events.push(written);
-                pool.give_back(buf, events);
+                pool.give_back(buf, events, claims);
             }
             Place::Given { claim, .. } => {
                 events.iter().for_each(|event| event.state().settle());
-                drop(claim);
+                drop((claims, claim));
             }
         }
     }
@@ -464,7 +484,7 @@ impl Port {
             Ok(written) => written,
             Err(error) => {
                 // A refused lane has run dry, so the memory can serve again.
-                self.host.give_back(buf, free);
+                self.host.give_back(buf, free, Vec::new());
                 return Err(error);
             }
         };
@@ -536,9 +556,10 @@ impl Port {
                 written.fence()?;
             }
             let host = buf.read(0..bytes)?;
-            let tensor = Some(Tensor::from_host(host, self.worker.pool().clone(), dtype, shape));
+            let tensor = Some(Tensor::from_host(host, self.worker.pool().clone(), dtype, shape)?);
             return Ok(Arrival { worker: self.worker.clone(), tensor, event: None });
         }
+        let claim = buf.read(0..bytes)?;
         let (block, free) = self.worker.pool().lend("receive", bytes as u64)?;
         let lane = self.lane(LaneKind::ActivationUpload);
         // Rule 9. The bytes are there when pageable memory was written by a staged copy, so this rarely waits.
@@ -552,7 +573,7 @@ impl Port {
         let from = self.log.start(lane);
         let event = copy_in(lane, what, buf.addr(), block.addr(), bytes as u64)?;
         self.log.end(lane, from, what, bytes as u64);
-        lock(&contents.readers).push(event.clone());
+        lock(&contents.readers).push(Reader { landed: event.clone(), claim });
         let tensor = Some(Tensor::from_block(block, dtype, shape));
         Ok(Arrival { worker: self.worker.clone(), tensor, event: Some(event) })
     }
@@ -665,10 +686,10 @@ impl Slot {
         log: &MoveLog,
     ) -> Result<(Loaded, Flight<Vec<Part>>)> {
         let Storage::Block(block) = &*self.storage else { unreachable!("a slot is a block") };
-        for part in &parts {
-            let end = part.offset + part.host.bytes().len() as u64;
-            if end > block.bytes() {
-                let what = format!("{what}: bytes up to {end} into a slot of {}", block.bytes());
+        for Part { host, offset } in &parts {
+            let bytes = host.bytes().len() as u64;
+            if offset.checked_add(bytes).is_none_or(|end| end > block.bytes()) {
+                let what = format!("{what}: {bytes} bytes at byte {offset} of a slot of {}", block.bytes());
                 return Err(Error::invalid("fill", what));
             }
         }
@@ -751,12 +772,15 @@ impl Worker {
     /// A host buffer as a tensor that this worker reads in place.
     ///
     /// # Errors
-    /// When the worker cannot read host memory, or somebody is writing the buffer.
+    /// When the worker cannot read host memory, the buffer is too small or not aligned for the type, or somebody is
+    /// writing it.
     pub fn alias(&self, buf: &HostBuf, dtype: DType, shape: Shape) -> Result<Tensor> {
-        if !self.device().aliases_host() || buf.len() < shape.numel() * dtype.size() {
+        const OP: &str = "alias";
+        if !self.device().aliases_host() {
             let what = format!("{} cannot read {dtype} {shape} in place", self.device().id());
-            return Err(Error::invalid("alias", what));
+            return Err(Error::invalid(OP, what));
         }
-        Ok(Tensor::from_host(buf.read_all()?, self.pool().clone(), dtype, shape))
+        let bytes = buf.place(OP, 0, dtype, &shape)?;
+        Tensor::from_host(buf.read(bytes)?, self.pool().clone(), dtype, shape)
     }
 }

@@ -53,7 +53,8 @@ impl fmt::Debug for Mark {
 #[derive(Debug)]
 struct MarkState(Arc<Mark>);
 
-impl EventState for MarkState {
+// SAFETY: a mark is set by its lane, behind all work that was queued before it.
+unsafe impl EventState for MarkState {
     fn passed(&self) -> Result<bool> {
         Ok(*self.0.passed.lock().unwrap())
     }
@@ -120,7 +121,8 @@ impl Queue {
     }
 }
 
-impl Lane for Queue {
+// SAFETY: a thread runs the queue in order; copies touch cells, whose order loom checks.
+unsafe impl Lane for Queue {
     fn kind(&self) -> LaneKind {
         self.kind
     }
@@ -212,7 +214,8 @@ impl Machine {
     }
 }
 
-impl Device for Machine {
+// SAFETY: addresses are names of cells, whose order loom checks.
+unsafe impl Device for Machine {
     fn id(&self) -> DeviceId {
         MODEL
     }

@@ -1,7 +1,6 @@
 //! The sim backend: bits of the cpu, order checked, faults survived.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use roundpipe_tensor::device::{Copy, Direction, Event, Lane};
 use roundpipe_tensor::kernel::{HostKernel, HostView, HostViewMut, Kernel, Unary, View};
@@ -519,7 +518,6 @@ fn what_is_queued_outlives_its_owners() {
 /// Threads that queue, wait for each other's events, fence and poll at once all come to an end.
 #[test]
 fn many_threads_do_not_hang() {
-    let began = Instant::now();
     let config = SimConfig { queue: 64, seed: 3, ..SimConfig::default() };
     let world = SimWorld::new(config).unwrap();
     let workers: Vec<Worker> =
@@ -555,7 +553,6 @@ fn many_threads_do_not_hang() {
     });
     world.fence_all().unwrap();
     assert_eq!(world.timeline().len(), 15 * 60);
-    assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
 }
 
 /// A value goes from one worker to another through memory that could not be pinned: the upload reads it when it is

@@ -395,7 +395,7 @@ mod tests {
             let start = Instant::now();
             abort.set();
             assert_eq!((reader.join().unwrap(), writer.join().unwrap()), (Err(Aborted), Err(Aborted)));
-            assert!(start.elapsed() < Duration::from_secs(5));
+            assert!(start.elapsed() < Duration::from_secs(60));
         });
         assert!(versions.gate.waiting().is_empty());
         drop(ticket);

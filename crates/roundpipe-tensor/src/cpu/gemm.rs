@@ -124,7 +124,7 @@ pub(crate) unsafe fn gemm_batch<T: Element, O: Store<T::Sum>>(
     const TASK: usize = 1 << 18;
     let work = |i: usize| {
         let Product { m, n, k, .. } = product(i);
-        m * n * k.max(1)
+        (m * n).saturating_mul(k.max(1))
     };
     let most = (0..count).map(work).max().unwrap_or(0);
     if count > 1 && most < LARGE {
@@ -175,7 +175,7 @@ unsafe fn gemm_by<T: Element, O: Store<T::Sum>>(
         // SAFETY: the caller's promises.
         return unsafe { without_sums(isa, product) };
     }
-    let threads = threads.filter(|_| m * n * k >= WORTH_SHARING);
+    let threads = threads.filter(|_| (m * n).saturating_mul(k) >= WORTH_SHARING);
     let plan = Plan::new(kernel, threads.map_or(1, Threads::count), [m, n, k]);
     let mut a = Scratch::take(Use::A, plan.a_bytes(kernel));
     let mut b = Scratch::take(Use::B, plan.b_bytes(kernel));

@@ -170,7 +170,7 @@ fn distinct(view: &View) -> View {
     let mut shape = *view.shape();
     for axis in 0..rank - 2 {
         if view.layout.strides()[axis] == 0 {
-            shape = shape.with(axis, 1);
+            shape = shape.cut(axis, 1);
         }
     }
     View { layout: Layout::strided(shape, view.layout.strides()), ..*view }

@@ -228,7 +228,7 @@ fn give_sum(bx: &mut Back<'_>, i: usize, full: Tensor, shape: Shape) -> Result<(
     }
     let lead = full.rank() - shape.rank();
     let kept = (0..full.rank())
-        .fold(*full.shape(), |kept, axis| kept.with(axis, if axis < lead { 1 } else { shape[axis - lead] }));
+        .fold(*full.shape(), |kept, axis| kept.cut(axis, if axis < lead { 1 } else { shape[axis - lead] }));
     let sink = bx.sink(i)?;
     let kernel = Kernel::Reduce { op: Reduce::Sum, accumulate: sink.accumulate };
     let into = sink.tensor.relaid(Layout::contiguous(kept));

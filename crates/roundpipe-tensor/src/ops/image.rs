@@ -219,12 +219,22 @@ fn conv_shape(op: &'static str, x: &Shape, f: &Shape, spec: &ConvSpec) -> Result
         );
         return Err(Error::invalid(op, what));
     }
+    check_taps(op, [f[2], f[3]])?;
     let size = |a: usize| {
         let (stride, padding, dilation) = (spec.stride[a], spec.padding[a], spec.dilation[a]);
         let window = Window { kernel: f[2 + a], stride, padding, dilation };
         window.count(op, x, x[2 + a], false)
     };
     Shape::new(&[x[0], f[0], size(0)?, size(1)?])
+}
+
+/// Refuses windows whose taps alone, of which kernels keep a list, would take memory: a filter without channels has any
+/// size.
+fn check_taps(op: &'static str, window: [usize; 2]) -> Result<()> {
+    if window[0].saturating_mul(window[1]) <= 1 << 20 {
+        return Ok(());
+    }
+    Err(Error::invalid(op, format!("a window of {window:?} is larger than any image needs")))
 }
 
 /// The shape of a pooling's result.
@@ -234,12 +244,7 @@ fn pool_shape(op: &'static str, x: &Tensor, spec: &PoolSpec) -> Result<Shape> {
         let what = format!("padding {:?} is more than half the window {:?}", spec.padding, spec.kernel);
         return Err(Error::invalid(op, what));
     }
-    if spec.kernel[0].saturating_mul(spec.kernel[1]) > 1 << 20 {
-        return Err(Error::invalid(
-            op,
-            format!("a window of {:?} is larger than any image needs", spec.kernel),
-        ));
-    }
+    check_taps(op, spec.kernel)?;
     let size = |a: usize| {
         let (stride, padding, dilation) = (spec.stride[a], spec.padding[a], spec.dilation[a]);
         let window = Window { kernel: spec.kernel[a], stride, padding, dilation };

@@ -63,7 +63,7 @@ impl Cx {
         padding: Option<usize>,
     ) -> Result<Tensor> {
         let index = self.worker().contiguous(index)?;
-        let y = self.worker().alloc(op, x.dtype(), x.shape().with(dim, index.numel()))?;
+        let y = self.worker().alloc(op, x.dtype(), x.shape().with(op, dim, index.numel())?)?;
         self.worker().launch(&Kernel::IndexSelect { dim }, &[Some(x), Some(&index)], &[Some(&y)])?;
         self.record_one(op, &[x], y, move |bx| {
             let mut dy = bx.dy()?;
@@ -126,7 +126,7 @@ impl Cx {
         let dim = x.shape().axis(OP, dim)?;
         addable(OP, x, src)?;
         check_index(OP, index, Some(1))?;
-        if *src.shape() != x.shape().with(dim, index.numel()) {
+        if *src.shape() != x.shape().with(OP, dim, index.numel())? {
             return Err(Error::Shape { op: OP, left: *x.shape(), right: *src.shape() });
         }
         let index = self.worker().contiguous(index)?;
@@ -135,7 +135,7 @@ impl Cx {
         self.record_one(OP, &[x, src], y, move |bx| {
             let dy = bx.dy()?;
             if bx.needs(1) {
-                let dsrc = bx.worker().alloc(OP, dy.dtype(), dy.shape().with(dim, index.numel()))?;
+                let dsrc = bx.worker().alloc(OP, dy.dtype(), dy.shape().with(OP, dim, index.numel())?)?;
                 let kernel = Kernel::IndexSelect { dim };
                 bx.worker().launch(&kernel, &[Some(&dy), Some(&index)], &[Some(&dsrc)])?;
                 bx.give(1, dsrc)?;

@@ -35,7 +35,7 @@ impl Fold {
             }
         }
         let axes = || folded.iter().enumerate();
-        let kept = axes().filter(|(_, f)| **f).fold(from, |shape, (axis, _)| shape.with(axis, 1));
+        let kept = axes().filter(|(_, f)| **f).fold(from, |shape, (axis, _)| shape.cut(axis, 1));
         let rest: Vec<usize> = axes().filter(|(_, f)| !**f).map(|(axis, _)| from[axis]).collect();
         let count = axes().filter(|(_, f)| **f).map(|(axis, _)| from[axis]).product();
         Ok(Self { from, kept, out: if keep { kept } else { Shape::new(&rest)? }, count })
@@ -412,7 +412,7 @@ impl Cx {
             return Ok((self.transpose(&values, dim, -1)?, self.transpose(&places, dim, -1)?));
         }
         let dense = self.contiguous(x)?;
-        let (from, shape) = (*x.shape(), x.shape().with(axis, k));
+        let (from, shape) = (*x.shape(), x.shape().cut(axis, k));
         let values = self.worker().alloc(OP, x.dtype(), shape)?;
         let places = self.worker().alloc(OP, DType::I64, shape)?;
         let outputs = [Some(&values), Some(&places)];

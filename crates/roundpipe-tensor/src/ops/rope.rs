@@ -207,7 +207,7 @@ impl Cx {
         self.worker().launch(&Kernel::Glu(kind), &[Some(&gate), Some(&up)], &[Some(&y)])?;
         self.record_one(op, &[&x], y, move |bx| {
             let dy = bx.dy()?;
-            let dx = bx.worker().alloc(op, dy.dtype(), shape.with(axis, 2 * half))?;
+            let dx = bx.worker().alloc(op, dy.dtype(), shape.with(op, axis, 2 * half)?)?;
             let [dgate, dup] = halves(&dx);
             let src = [Some(&gate), Some(&up), Some(&dy)];
             bx.worker().launch(&Kernel::GluGrad(kind), &src, &[Some(&dgate), Some(&dup)])?;
@@ -301,7 +301,7 @@ fn check_positions(
 fn half_shape(op: &'static str, x: &Tensor) -> Result<Shape> {
     float(op, x)?;
     match x.dims().last() {
-        Some(last) if last % 2 == 0 => Ok(x.shape().with(x.rank() - 1, last / 2)),
+        Some(last) if last % 2 == 0 => Ok(x.shape().cut(x.rank() - 1, last / 2)),
         _ => Err(Error::invalid(op, format!("the last dimension of {} has no two halves", x.shape()))),
     }
 }

@@ -10,6 +10,10 @@ use crate::tensor::Tensor;
 
 use super::arith::raw_compare;
 
+/// The most pieces that a tensor is split into: each is a tensor of its own, and one that takes no memory (no elements,
+/// or one element stretched) has dimensions of any size.
+const MOST_PIECES: usize = 1 << 20;
+
 impl Cx {
     /// The same elements, densely laid out; no copy when they are already.
     ///
@@ -135,10 +139,10 @@ impl Cx {
             if part.rank() != first.rank() {
                 return Err(Error::Shape { op: OP, left: *first.shape(), right: *part.shape() });
             }
-            same_shape(OP, part, first.shape().with(axis, part.dims()[axis]))?;
+            same_shape(OP, part, first.shape().with(OP, axis, part.dims()[axis])?)?;
             total = total.saturating_add(part.dims()[axis]);
         }
-        let shape = Shape::new(first.shape().with(axis, total).dims())?;
+        let shape = first.shape().with(OP, axis, total)?;
         let y = self.worker().alloc(OP, first.dtype(), shape)?;
         let sizes: Vec<usize> = parts.iter().map(|p| p.dims()[axis]).collect();
         let mut start = 0;
@@ -291,6 +295,10 @@ impl Cx {
             return Err(Error::invalid("split", format!("pieces of size 0 of {}", x.shape())));
         }
         let whole = x.dims()[axis];
+        if whole.div_ceil(size) > MOST_PIECES {
+            let what = format!("pieces of size {size} of {}: more than {MOST_PIECES}", x.shape());
+            return Err(Error::invalid("split", what));
+        }
         let mut sizes: Vec<usize> = (0..whole).step_by(size).map(|at| size.min(whole - at)).collect();
         if sizes.is_empty() {
             sizes.push(0);

@@ -247,9 +247,12 @@ fn on_gpu(
     }
 }
 
+/// Memory for the tensors of one case. Every run reserves it anew: emulators keep books on each page.
+const ROOM: Bytes = Bytes::mib(64);
+
 /// A cpu worker with room for test tensors.
 pub fn worker(threads: usize) -> Worker {
-    Worker::new(Cpu::new(Some(threads)).unwrap(), Bytes::gib(1)).unwrap()
+    Worker::new(Cpu::new(Some(threads)).unwrap(), ROOM).unwrap()
 }
 
 /// What came out: values of every output and of every differentiable input's gradient.
@@ -371,7 +374,7 @@ fn simulated(
     f: &impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<Tensor>>,
 ) {
     let world = SimWorld::seeded(inputs.len() as u64).unwrap();
-    let worker = Worker::new(world.worker(), Bytes::gib(1)).unwrap();
+    let worker = Worker::new(world.worker(), ROOM).unwrap();
     let sim = run(&worker, inputs, DType::F32, f, true).unwrap_or_else(|e| panic!("{name} on sim: {e}"));
     assert_eq!(sim.bits(), cpu.bits(), "{name}: sim and cpu differ");
     drop(worker);

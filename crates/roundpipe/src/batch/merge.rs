@@ -205,8 +205,9 @@ fn split_leaf(
         None => split_leaf(grad, shapes, Some(&Merge::Cat(0)), path),
         Some(Merge::Cat(dim)) => {
             let axis = first.axis(NAME, *dim)?;
-            alike(&|shape| shape.rank() == first.rank() && shape.with(axis, 0) == first.with(axis, 0))?;
-            fits(first.with(axis, shapes.iter().map(|shape| shape[axis]).sum()))?;
+            let others = |shape: &Shape| shape.with(NAME, axis, 0).ok();
+            alike(&|shape| shape.rank() == first.rank() && others(shape) == others(first))?;
+            fits(first.with(NAME, axis, shapes.iter().map(|shape| shape[axis]).sum())?)?;
             let mut at = 0;
             let cut = shapes.iter().map(|shape| {
                 at += shape[axis];

@@ -20,6 +20,9 @@ use crate::simulation::chain;
 
 type Bits = Vec<(String, Vec<u64>)>;
 
+/// Longer than anything takes that ends at all, on a busy machine too.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 /// Fails at the given call of the layer, counted from 1, by an error or a panic; 0 never.
 struct Trap {
     at: AtomicUsize,
@@ -376,7 +379,7 @@ fn an_engine_may_be_dropped_at_any_time() {
                 let forward = engine.forward(x, &off).unwrap();
                 drop(engine);
                 drop(forward);
-                assert!(start.elapsed() < Duration::from_secs(5), "{case}");
+                assert!(start.elapsed() < PATIENCE, "{case}");
                 assert_eq!(Arc::strong_count(&witness), 1, "{case}: somebody still holds the model");
                 continue;
             }
@@ -388,7 +391,7 @@ fn an_engine_may_be_dropped_at_any_time() {
             }
         }
         drop(engine);
-        assert!(start.elapsed() < Duration::from_secs(5), "{case}");
+        assert!(start.elapsed() < PATIENCE, "{case}");
         assert_eq!(Arc::strong_count(&witness), 1, "{case}: somebody still holds the model");
     }
 }
@@ -440,7 +443,8 @@ fn a_busy_layer_is_all_that_a_drop_waits_for() {
         std::thread::sleep(Duration::from_millis(20));
         let opened = Instant::now();
         open.send(()).unwrap();
-        assert!(ended.join().unwrap().saturating_duration_since(opened) < Duration::from_secs(2));
+        // The next layer would wait 20 s for its turn.
+        assert!(ended.join().unwrap().saturating_duration_since(opened) < Duration::from_secs(15));
     });
 }
 
@@ -462,7 +466,7 @@ fn a_stall_is_reported_with_who_waits_for_what() {
     std::thread::scope(|scope| {
         let run = scope.spawn(|| engine.forward(x, &config).map(drop));
         let start = Instant::now();
-        while lines.lock().unwrap().is_empty() && start.elapsed() < Duration::from_secs(10) {
+        while lines.lock().unwrap().is_empty() && start.elapsed() < PATIENCE {
             std::thread::sleep(Duration::from_millis(20));
         }
         (0..3).for_each(|_| open.send(()).unwrap());

@@ -88,7 +88,8 @@ struct Counted {
     card: Option<(u64, Arc<AtomicU64>)>,
 }
 
-impl Device for Counted {
+// SAFETY: everything is the wrapped device's; only its name and what it says of its size are not.
+unsafe impl Device for Counted {
     fn id(&self) -> DeviceId {
         let id = self.device.id();
         if self.card.is_some() { DeviceId { index: 0, worker: id.index, ..id } } else { id }
@@ -123,12 +124,14 @@ impl Device for Counted {
         self.device.aliases_host()
     }
 
-    fn handing_out(&self, op: &'static str, start: u64, bytes: u64) -> TensorResult<()> {
-        self.device.handing_out(op, start, bytes)
+    unsafe fn handing_out(&self, op: &'static str, start: u64, bytes: u64) -> TensorResult<()> {
+        // SAFETY: the caller's promise is passed on unchanged.
+        unsafe { self.device.handing_out(op, start, bytes) }
     }
 
-    fn freed(&self, start: u64, bytes: u64) {
-        self.device.freed(start, bytes);
+    unsafe fn freed(&self, start: u64, bytes: u64) {
+        // SAFETY: the caller's promise is passed on unchanged.
+        unsafe { self.device.freed(start, bytes) };
     }
 }
 

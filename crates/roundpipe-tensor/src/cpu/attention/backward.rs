@@ -156,14 +156,15 @@ impl<T: Value> Pass<'_, T> {
 
     /// Multiplications of one query head of the longest sequence.
     fn work(&self) -> usize {
-        let longest = self.problem.sequences.iter().map(|s| s.keys * s.queries).max().unwrap_or(0);
-        longest * (self.problem.q.width + self.problem.v.width)
+        let pairs = |s: &Sequence| s.keys.saturating_mul(s.queries);
+        let longest = self.problem.sequences.iter().map(pairs).max().unwrap_or(0);
+        longest.saturating_mul(self.problem.q.width + self.problem.v.width)
     }
 
     /// Whether whole key heads keep the threads busy enough. The bits are the same either way.
     fn together(&self, call: &Call<'_>) -> bool {
         let (units, threads) = (self.key_heads(), call.threads.count());
-        let small = units * self.problem.group * self.work() < 1 << 18;
+        let small = (units * self.problem.group).saturating_mul(self.work()) < 1 << 18;
         small || 5 * units.next_multiple_of(threads) <= 7 * units
     }
 
@@ -173,7 +174,7 @@ impl<T: Value> Pass<'_, T> {
     /// Operands and results exist and nobody else writes the results; this holds for all functions here.
     unsafe fn run_together(&self, call: &Call<'_>) {
         let units = self.key_heads();
-        call.pieces(units, grain(units, self.work() * self.problem.group), |start, end| {
+        call.pieces(units, grain(units, self.work().saturating_mul(self.problem.group)), |start, end| {
             for unit in start..end {
                 let (sequence, head) =
                     (&self.problem.sequences[unit / self.key_heads], unit % self.key_heads);
@@ -442,7 +443,9 @@ impl<T: Value> Pass<'_, T> {
             return;
         }
         for (sums, tensor) in [(&self.dk_sums, &self.dk), (&self.dv_sums, &self.dv)] {
-            for key in keys.clone() {
+            // Without elements there may be no scratch either, and so no address for a slice.
+            let keys = if tensor.width == 0 { 0..0 } else { keys.clone() };
+            for key in keys {
                 let row = sequence.first_key + key;
                 let from = sums.at::<T::Acc>(sequence.batch, row, head);
                 let to = tensor.at::<T>(sequence.batch, row, head);

@@ -43,7 +43,8 @@ pub(super) unsafe fn run<T: Value>(call: &Call<'_>, spec: AttentionSpec) -> Resu
         }
     }
     let longest = problem.sequences.iter().map(|s| s.keys).max().unwrap_or(0);
-    let work = QUERIES.min(output.queries) * longest * (problem.q.width + problem.v.width);
+    let d_total = problem.q.width + problem.v.width;
+    let work = QUERIES.min(output.queries).saturating_mul(longest).saturating_mul(d_total);
     call.pieces(units.len(), grain(units.len(), work), |start, end| {
         for unit in &units[start..end] {
             // SAFETY: operands live during the launch; every unit has rows of its own.

@@ -21,8 +21,10 @@ impl<T: Value> Rows<T> {
     /// The rows exist and nobody writes them; `i` is one of them.
     #[inline(always)]
     unsafe fn row(&self, i: usize) -> &[T] {
+        // Rows of no elements lie anywhere, also outside of their tensor's memory.
+        let row = self.ptr.wrapping_offset(i as isize * self.stride);
         // SAFETY: the caller's promise.
-        unsafe { std::slice::from_raw_parts(self.ptr.offset(i as isize * self.stride), self.width) }
+        unsafe { std::slice::from_raw_parts(row, self.width) }
     }
 
     /// Writes the rows times `factor` to `to`, `padded` apart, the padding zero.
@@ -157,8 +159,9 @@ impl<T: Value> Job for Store<'_, T> {
     fn run<const FMA: bool, const BYTES: usize>(self) {
         let width = self.from.len() / QUERIES;
         for i in 0..self.rows {
-            // SAFETY: promised to `store_transposed`; i < rows.
-            let row = unsafe { std::slice::from_raw_parts_mut(self.to.add(i * self.stride), width) };
+            let row = self.to.wrapping_add(i * self.stride);
+            // SAFETY: promised to `store_transposed`; i < rows. Rows of no elements may lie anywhere.
+            let row = unsafe { std::slice::from_raw_parts_mut(row, width) };
             for (to, from) in row.iter_mut().zip(self.from.chunks_exact(QUERIES)) {
                 *to = T::down(from[i] * self.factor[i]);
             }

@@ -22,6 +22,12 @@ impl Sizes {
         let dims = view.shape().dims();
         Self { samples: dims[0], channels: dims[1], plane: dims[2..].iter().product() }
     }
+
+    /// Those of a sum over samples: empty ones, which take no memory and may be any number, have nothing to add.
+    fn summed(view: &View) -> Self {
+        let sizes = Self::of(view);
+        if sizes.plane == 0 { Self { samples: 0, ..sizes } } else { sizes }
+    }
 }
 
 /// A weight or a bias of every channel.
@@ -210,7 +216,7 @@ fn run_of(sizes: Sizes) -> usize {
 /// # Safety
 /// As [`group`].
 pub(super) unsafe fn batch<T: Float>(call: &Call<'_>, eps: f64) {
-    let sizes = Sizes::of(call.src(0));
+    let sizes = Sizes::summed(call.src(0));
     // SAFETY: as in `group`.
     let (x, w, b, given, y, mean, rstd, var) = unsafe {
         let given = call.src_opt(3).zip(call.src_opt(4));
@@ -313,7 +319,7 @@ vectorize! {
 /// # Safety
 /// As [`group`].
 pub(super) unsafe fn batch_grad<T: Float>(call: &Call<'_>, batch_stats: bool, accumulate: bool) {
-    let sizes = Sizes::of(call.src(0));
+    let sizes = Sizes::summed(call.src(0));
     // SAFETY: as in `group`.
     let (x, w, mean, rstd, dy, dx, dw, db) = unsafe {
         let sums = |i| call.dst_opt(i).map(|v| Shared::new(slice_mut::<T::Acc>(v)));
