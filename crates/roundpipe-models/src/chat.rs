@@ -11,68 +11,120 @@
 //!
 //! # Invariants
 //! - The same template, messages, options and time give the same text.
-//! - A render uses at most [`STEPS`] + [`STEPS_PER_BYTE`] × input steps, and holds at most [`ROOM_BYTES`] +
-//!   [`ROOM_PER_BYTE`] × input bytes at once, however the template is written.
+//! - A render does at most [`STEPS`] + [`STEPS_PER_BYTE`] × input steps, and asks the allocator for at most
+//!   [`ROOM_BYTES`] + [`ROOM_PER_BYTE`] × input bytes at once, however the template is written; input is what the
+//!   conversation takes as values. Both are paid before the work is done (`chat/budget.rs`).
+//! - Parsing holds at most [`PARSE_BYTES`].
+//! - Recursion of parser, interpreter and drops is bounded: [`STACK_BYTES`] of stack are enough.
+//! - Nothing of a render is left when it returns, except its text.
 
+mod budget;
 mod eval;
 mod filters;
+mod format;
 mod lex;
-mod limits;
 pub mod mask;
 mod methods;
 mod ops;
 mod parse;
 mod predicates;
+mod print;
 mod strftime;
 mod value;
 
 use std::collections::BTreeMap;
+use std::fmt::{self, Display, Write as _};
 use std::ops::Range;
+use std::sync::Arc;
 
 use serde_json::{Map, Value as Json};
 
+pub use self::budget::Usage;
+use self::budget::{Budget, Buffer, Vector};
+use self::value::Value;
 use crate::error::{Error, Result};
 
 /// Steps that any render may take.
 pub const STEPS: u64 = 4_000_000;
 /// Further steps for each byte of the conversation.
 pub const STEPS_PER_BYTE: u64 = 200;
-/// Bytes that the values and the text of any render may hold at once.
+/// Bytes that the values and the text of any render may take at once.
 pub const ROOM_BYTES: usize = 32 << 20;
 /// Further bytes for each byte of the conversation.
 pub const ROOM_PER_BYTE: usize = 64;
+/// Most bytes that parsing takes, the parsed template included.
+pub const PARSE_BYTES: usize = 32 << 20;
+/// Stack that is enough to parse and to render any template.
+pub const STACK_BYTES: usize = 1 << 20;
 /// Longest template.
 const SOURCE_BYTES: usize = 1 << 20;
+/// Longest message of a fault, in characters.
+const FAULT_CHARS: usize = 400;
 
-/// What a template did wrong, and where.
-#[derive(Debug, Clone)]
-struct Fault {
+/// What a template did wrong, and where: one line of bounded length, whatever it quotes.
+#[derive(Debug)]
+struct Fault(Box<Report>);
+
+#[derive(Debug)]
+struct Report {
     line: Option<u32>,
     what: String,
 }
 
 impl Fault {
-    fn new(what: impl Into<String>) -> Self {
-        Self { line: None, what: what.into() }
+    fn new(what: impl Display) -> Self {
+        let mut short = Short { text: String::new(), chars: 0, gap: false };
+        // The only error is that it is long enough.
+        _ = write!(short, "{what}");
+        Self(Box::new(Report { line: None, what: short.text }))
     }
 
-    fn at(line: u32, what: impl Into<String>) -> Self {
-        Self { line: Some(line), what: what.into() }
+    fn at(line: u32, what: impl Display) -> Self {
+        Self::new(what).or_at(line)
     }
 
     /// The same fault, in `line` unless it knows better.
-    fn or_at(self, line: u32) -> Self {
-        Self { line: self.line.or(Some(line)), ..self }
+    fn or_at(mut self, line: u32) -> Self {
+        self.0.line.get_or_insert(line);
+        self
+    }
+}
+
+/// Takes the first characters of a message, every gap as one space.
+struct Short {
+    text: String,
+    chars: usize,
+    gap: bool,
+}
+
+impl fmt::Write for Short {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        for c in text.chars() {
+            if c.is_whitespace() {
+                self.gap = !self.text.is_empty();
+                continue;
+            }
+            if self.gap {
+                self.text.push(' ');
+                self.chars += 1;
+                self.gap = false;
+            }
+            if self.chars >= FAULT_CHARS {
+                return Err(fmt::Error);
+            }
+            self.text.push(c);
+            self.chars += 1;
+        }
+        Ok(())
     }
 }
 
 impl From<Fault> for Error {
     fn from(fault: Fault) -> Self {
-        let words = fault.what.split_whitespace().collect::<Vec<_>>().join(" ");
-        let short: String = words.chars().take(400).collect();
-        Self::Template(match fault.line {
-            Some(line) => format!("line {line}: {short}"),
-            None => short,
+        let Report { line, what } = *fault.0;
+        Self::Template(match line {
+            Some(line) => format!("line {line}: {what}"),
+            None => what,
         })
     }
 }
@@ -111,6 +163,21 @@ pub struct RenderOptions {
     pub now_s: Option<i64>,
 }
 
+/// What a render may use beside what the conversation adds ([`STEPS_PER_BYTE`], [`ROOM_PER_BYTE`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Steps of work, each below a microsecond.
+    pub steps: u64,
+    /// Bytes at once.
+    pub bytes: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { steps: STEPS, bytes: ROOM_BYTES }
+    }
+}
+
 /// A rendered conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rendered {
@@ -125,7 +192,7 @@ pub struct Rendered {
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
     source: String,
-    body: parse::Body,
+    body: Arc<parse::Body>,
     tokens: BTreeMap<String, String>,
     generation: bool,
 }
@@ -140,7 +207,7 @@ impl ChatTemplate {
             let bytes = source.len();
             return Err(Error::Template(format!("{bytes} bytes are no template; at most {SOURCE_BYTES}")));
         }
-        let body = parse::parse(source)?;
+        let body = Arc::new(parse::parse(source)?);
         let generation = has_generation(&body);
         Ok(Self { source: source.to_string(), body, tokens: tokens.clone(), generation })
     }
@@ -168,42 +235,88 @@ impl ChatTemplate {
     /// # Errors
     /// As [`ChatTemplate::render`].
     pub fn render_spans(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
-        limits::start(usize::MAX / 2, u64::MAX);
-        let before = limits::room();
-        let root = eval::Scope::root(self.variables(messages, options));
-        let input = before - limits::room();
-        let room = ROOM_BYTES.saturating_add(input.saturating_mul(ROOM_PER_BYTE));
-        limits::start(room, STEPS.saturating_add(STEPS_PER_BYTE.saturating_mul(input as u64)));
-        let mut interp = eval::Interp::new(options.now_s.unwrap_or_else(clock_s));
-        let text = interp.run(&self.body, &root)?;
-        let spans = std::mem::take(&mut interp.spans);
-        let known = self.generation && !interp.span_lost;
-        Ok(Rendered { text, spans: known.then_some(spans) })
+        self.render_limited(messages, options, Limits::default()).0
     }
 
-    fn variables(&self, messages: &[Message], options: &RenderOptions) -> Vec<(String, value::Value)> {
-        let array = |items: &[Json]| value::Value::list(items.iter().map(value::Value::from_json).collect());
-        let optional = |items: &Option<Vec<Json>>| items.as_deref().map_or(value::Value::None, array);
-        let objects = messages.iter().map(|m| {
-            value::Value::dict(
-                m.0.iter().map(|(k, v)| (value::Value::str(k.as_str()), value::Value::from_json(v))),
-            )
-        });
-        let mut variables = vec![
-            ("messages".to_string(), value::Value::list(objects.collect())),
-            ("tools".to_string(), optional(&options.tools)),
-            ("documents".to_string(), optional(&options.documents)),
-            ("add_generation_prompt".to_string(), value::Value::Bool(options.add_generation_prompt)),
-        ];
-        let tokens = self.tokens.iter().map(|(k, v)| (k.clone(), value::Value::str(v.as_str())));
-        let extra = options.variables.iter().map(|(k, v)| (k.clone(), value::Value::from_json(v)));
-        for (name, value) in tokens.chain(extra) {
-            match variables.iter_mut().find(|(n, _)| *n == name) {
-                Some(variable) => variable.1 = value,
-                None => variables.push((name, value)),
+    /// As [`ChatTemplate::render_spans`] within other limits, and what it took, whether it succeeds or not.
+    pub fn render_limited(
+        &self,
+        messages: &[Message],
+        options: &RenderOptions,
+        limits: Limits,
+    ) -> (Result<Rendered>, Usage) {
+        let budget = Budget::unlimited();
+        let rendered = self.render_within(&budget, limits, messages, options);
+        (rendered.map_err(Error::from), budget.usage())
+    }
+
+    fn render_within(
+        &self,
+        budget: &Budget,
+        limits: Limits,
+        messages: &[Message],
+        options: &RenderOptions,
+    ) -> Result<Rendered, Fault> {
+        let mut variables = Variables { list: Vector::new(budget) };
+        variables.of_the_caller(messages, options)?;
+        let input = budget.live_bytes();
+        let steps = limits.steps.saturating_add(STEPS_PER_BYTE.saturating_mul(input as u64));
+        budget.limit(steps, limits.bytes.saturating_add(input.saturating_mul(ROOM_PER_BYTE)));
+        // Tokens come with the template, so they must fit within the limits instead of raising them.
+        for (name, token) in &self.tokens {
+            if !options.variables.contains_key(name) {
+                variables.set(name, Value::str(budget, token)?)?;
             }
         }
-        variables
+        let root = eval::Scope::root(variables.list)?;
+        let mut interp = eval::Interp::new(budget, options.now_s.unwrap_or_else(clock_s))?;
+        interp.run(&self.body, &root)?;
+        let (text, spans) = interp.finish();
+        Ok(Rendered {
+            text: text.map_or_else(String::new, Buffer::into_string),
+            spans: spans.filter(|_| self.generation).map(Vector::into_vec),
+        })
+    }
+}
+
+/// The variables that a template begins with.
+struct Variables<'r> {
+    list: Vector<'r, (&'r str, Value<'r>)>,
+}
+
+impl<'r> Variables<'r> {
+    /// What the caller of a render gives.
+    fn of_the_caller(&mut self, messages: &[Message], options: &'r RenderOptions) -> Result<(), Fault> {
+        let budget = self.list.budget();
+        let mut list = Vector::with_capacity(budget, messages.len())?;
+        for message in messages {
+            list.push(Value::from_json_map(budget, &message.0, 0)?)?;
+        }
+        self.set("messages", Value::list(list)?)?;
+        for (name, array) in [("tools", &options.tools), ("documents", &options.documents)] {
+            let mut value = Value::None;
+            if let Some(array) = array {
+                let mut list = Vector::with_capacity(budget, array.len())?;
+                for json in array {
+                    list.push(Value::from_json(budget, json)?)?;
+                }
+                value = Value::list(list)?;
+            }
+            self.set(name, value)?;
+        }
+        self.set("add_generation_prompt", Value::Bool(options.add_generation_prompt))?;
+        for (name, json) in &options.variables {
+            self.set(name, Value::from_json(budget, json)?)?;
+        }
+        Ok(())
+    }
+
+    fn set(&mut self, name: &'r str, value: Value<'r>) -> Result<(), Fault> {
+        if let Some(variable) = self.list.iter_mut().find(|(n, _)| *n == name) {
+            variable.1 = value;
+            return Ok(());
+        }
+        self.list.push((name, value))
     }
 }
 
@@ -222,4 +335,60 @@ fn has_generation(body: &parse::Body) -> bool {
 fn clock_s() -> i64 {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     since.map_or(0, |d| i64::try_from(d.as_secs()).unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    /// The interpreter makes everything of the budget's containers: nothing in its source allocates otherwise.
+    #[test]
+    fn interpreter_pays() {
+        let files = [
+            ("eval", include_str!("chat/eval.rs")),
+            ("filters", include_str!("chat/filters.rs")),
+            ("format", include_str!("chat/format.rs")),
+            ("methods", include_str!("chat/methods.rs")),
+            ("ops", include_str!("chat/ops.rs")),
+            ("predicates", include_str!("chat/predicates.rs")),
+            ("print", include_str!("chat/print.rs")),
+            ("strftime", include_str!("chat/strftime.rs")),
+            ("value", include_str!("chat/value.rs")),
+        ];
+        let unpaid = [
+            "String::",
+            "format!(",
+            "Vec::",
+            "vec![",
+            "HashMap",
+            "BTreeMap",
+            "Cow",
+            "Rc::new",
+            "Arc::new",
+            "Box::new",
+            ".to_string()",
+            ".to_owned()",
+            ".to_vec()",
+            ".into_owned()",
+            ".into_boxed",
+            ".collect(",
+            ".collect::",
+            ".concat()",
+            ".join(",
+            ".replace(",
+            ".replacen(",
+            ".sort(",
+            ".sort_by",
+            ".sort_un",
+            ".to_ascii_",
+        ];
+        for (file, source) in files {
+            for (number, line) in source.lines().enumerate() {
+                let place = format!("chat/{file}.rs:{}", number + 1);
+                let found = unpaid.iter().find(|word| line.contains(**word));
+                assert_eq!(found, None, "{place}: use the containers of chat/budget.rs");
+                // On a text these allocate; on a character they do not.
+                let mapped = !line.contains("case()") || line.contains("push_mapped(");
+                assert!(mapped || line.contains("is_"), "{place}: use Buffer::push_lower or push_upper");
+            }
+        }
+    }
 }

@@ -4,18 +4,21 @@
 //! inside is gone after it, and macros see the scope they were defined in.
 //!
 //! # Invariants
-//! - Every expression and statement takes a step of [`super::limits`] before it does anything.
-//! - No more than [`MAX_DEPTH`] of them are nested, through macros too.
-//! - All scopes that hold a macro, and all namespaces, are emptied at the end: they can refer to themselves.
+//! - Every expression and statement takes a step of [`Budget`] before it does anything.
+//! - No more than [`MAX_DEPTH`] of them are nested, through macros too. Scopes lie in each other as blocks do in
+//!   the text, so the parser bounds them.
+//! - The interpreter owns all that can change: namespaces, scopes that macros and recursive loops go back to,
+//!   and what loops saw last. Values refer to these weakly, so nothing is left when the interpreter is dropped.
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
-use std::rc::Rc;
-use std::sync::Arc;
+use std::rc::{Rc, Weak};
 
-use super::limits::{reserve, spend, step};
-use super::parse::{Args, Body, Cmp, Expr, For, Literal, MacroDef, Op, Stmt, StmtKind, Target};
-use super::value::{Items, Namespace, Value};
+use super::budget::{Budget, Buffer, Paid, Shared, Vector};
+use super::parse::{
+    Args, Body, Chain, Cmp, Expr, ExprKind, For, Literal, MacroDef, Op, Stmt, StmtKind, Target,
+};
+use super::value::{Dict, Items, Missing, Name, Namespace, Value, items};
 use super::{Fault, filters, methods, ops, predicates};
 
 /// How deep expressions and statements may be nested while rendering.
@@ -23,66 +26,99 @@ const MAX_DEPTH: usize = 600;
 
 /// Variables, and where to look on.
 #[derive(Debug)]
-pub(super) struct Scope {
-    vars: RefCell<Vec<(String, Value)>>,
-    parent: Option<Rc<Scope>>,
+pub(super) struct Scope<'r> {
+    vars: RefCell<Vector<'r, (&'r str, Value<'r>)>>,
+    parent: Option<Shared<'r, Scope<'r>>>,
+    /// Whether the interpreter keeps it for macros or loops.
+    kept: Cell<bool>,
 }
 
-impl Scope {
-    pub(super) fn root(vars: Vec<(String, Value)>) -> Rc<Self> {
-        Rc::new(Self { vars: RefCell::new(vars), parent: None })
+impl<'r> Scope<'r> {
+    pub(super) fn root(vars: Vector<'r, (&'r str, Value<'r>)>) -> Result<Shared<'r, Self>, Fault> {
+        let budget = vars.budget();
+        budget.share(Self { vars: RefCell::new(vars), parent: None, kept: Cell::new(false) })
     }
 
-    fn inner(self: &Rc<Self>) -> Rc<Self> {
-        Rc::new(Self { vars: RefCell::new(Vec::new()), parent: Some(self.clone()) })
+    /// A new scope within `parent`.
+    fn inside(parent: &Shared<'r, Self>) -> Result<Shared<'r, Self>, Fault> {
+        let budget = parent.budget();
+        let vars = RefCell::new(Vector::new(budget));
+        budget.share(Self { vars, parent: Some(parent.clone()), kept: Cell::new(false) })
     }
 
-    fn find(&self, name: &str) -> Option<Value> {
+    fn find(&self, name: &str) -> Result<Option<Value<'r>>, Fault> {
         let mut scope = self;
         loop {
-            if let Some((_, value)) = scope.vars.borrow().iter().find(|(n, _)| n == name) {
-                return Some(value.clone());
+            let vars = scope.vars.borrow();
+            let budget = vars.budget();
+            budget.ticks(2 + vars.len())?;
+            for (n, value) in vars.iter() {
+                if budget.same(n, name)? {
+                    return Ok(Some(value.clone()));
+                }
             }
-            scope = scope.parent.as_ref()?;
+            match &scope.parent {
+                Some(parent) => scope = parent,
+                None => return Ok(None),
+            }
         }
     }
 
-    fn set(&self, name: &str, value: Value) {
+    fn set(&self, name: &'r str, value: Value<'r>) -> Result<(), Fault> {
         let mut vars = self.vars.borrow_mut();
-        match vars.iter_mut().find(|(n, _)| n == name) {
-            Some(var) => var.1 = value,
-            None => vars.push((name.to_string(), value)),
+        let budget = vars.budget();
+        budget.ticks(2 + vars.len())?;
+        for var in vars.iter_mut() {
+            if budget.same(var.0, name)? {
+                var.1 = value;
+                return Ok(());
+            }
         }
+        vars.push((name, value))
     }
 }
 
 /// A macro with the scope it was defined in.
-#[derive(Debug)]
-pub(super) struct Macro {
-    def: Arc<MacroDef>,
-    scope: Rc<Scope>,
+#[derive(Debug, Clone)]
+pub(super) struct Macro<'r> {
+    def: &'r MacroDef,
+    scope: Weak<Paid<'r, Scope<'r>>>,
+    /// Differs between macros.
+    pub(super) serial: u32,
 }
 
 /// What `loop` refers to.
 #[derive(Debug)]
-pub(super) struct LoopState {
-    pub(super) items: Rc<Items>,
+pub(super) struct LoopState<'r> {
+    pub(super) items: Shared<'r, Items<'r>>,
     pub(super) index: Cell<usize>,
     pub(super) depth: usize,
-    pub(super) changed: RefCell<Option<Vec<Value>>>,
-    recursive: Option<(Arc<For>, Rc<Scope>)>,
+    /// Which entry of [`Interp::seen`] is its own.
+    seen: Cell<Option<usize>>,
+    recursive: Option<(&'r For, Weak<Paid<'r, Scope<'r>>>)>,
 }
 
 /// Arguments of a call, evaluated.
-#[derive(Debug, Default)]
-pub(super) struct Given {
-    pub(super) positional: Vec<Value>,
-    pub(super) named: Vec<(String, Value)>,
+#[derive(Debug)]
+pub(super) struct Given<'r> {
+    pub(super) positional: Vector<'r, Value<'r>>,
+    pub(super) named: Vector<'r, (Name<'r>, Value<'r>)>,
 }
 
-impl Given {
-    pub(super) fn of(positional: Vec<Value>) -> Self {
-        Self { positional, named: Vec::new() }
+impl<'r> Given<'r> {
+    pub(super) fn new(budget: &'r Budget) -> Self {
+        Self { positional: Vector::new(budget), named: Vector::new(budget) }
+    }
+
+    /// The argument of that name.
+    pub(super) fn find(&self, budget: &Budget, name: &str) -> Result<Option<Value<'r>>, Fault> {
+        for (n, value) in self.named.iter() {
+            budget.ticks(2)?;
+            if budget.same(n.as_str(), name)? {
+                return Ok(Some(value.clone()));
+            }
+        }
+        Ok(None)
     }
 
     /// The arguments in the order of `names`; more than those are refused.
@@ -90,15 +126,18 @@ impl Given {
         &self,
         what: &str,
         names: [&str; N],
-    ) -> Result<[Option<Value>; N], Fault> {
+    ) -> Result<[Option<Value<'r>>; N], Fault> {
         if self.positional.len() > N {
-            return Err(Fault::new(format!("{what} takes at most {N} arguments")));
+            return Err(Fault::new(format_args!("{what} takes at most {N} arguments")));
         }
         let mut bound = std::array::from_fn(|i| self.positional.get(i).cloned());
-        for (name, value) in &self.named {
-            match names.iter().position(|n| n == name) {
+        for (name, value) in self.named.iter() {
+            match names.iter().position(|n| *n == name.as_str()) {
                 Some(i) if bound[i].is_none() => bound[i] = Some(value.clone()),
-                _ => return Err(Fault::new(format!("{what} has no argument '{name}' left"))),
+                _ => {
+                    let name = name.as_str();
+                    return Err(Fault::new(format_args!("{what} has no argument '{name}' left")));
+                }
             }
         }
         Ok(bound)
@@ -115,78 +154,86 @@ enum Flow {
 
 /// One render.
 #[derive(Debug)]
-pub(super) struct Interp {
+pub(super) struct Interp<'r> {
+    pub(super) budget: &'r Budget,
     line: u32,
     depth: usize,
-    loops: usize,
     /// The text so far; captures stand behind it.
-    out: Vec<String>,
+    out: Vector<'r, Buffer<'r>>,
     /// Bytes of text of generation blocks in the main output.
-    pub(super) spans: Vec<Range<usize>>,
+    spans: Vector<'r, Range<usize>>,
     /// A generation block was captured (in a macro, for instance), so its place is unknown.
-    pub(super) span_lost: bool,
+    span_lost: bool,
     /// Seconds since 1970 for `strftime_now`.
-    pub(super) now: i64,
-    scopes: Vec<Rc<Scope>>,
-    namespaces: Vec<Rc<Namespace>>,
+    now_s: i64,
+    macros: u32,
+    kept: Vector<'r, Shared<'r, Scope<'r>>>,
+    namespaces: Vector<'r, Shared<'r, Namespace<'r>>>,
+    /// The arguments of the last `loop.changed`, by loop.
+    seen: Vector<'r, Vector<'r, Value<'r>>>,
 }
 
-impl Drop for Interp {
-    fn drop(&mut self) {
-        for scope in &self.scopes {
-            scope.vars.take();
-        }
-        for namespace in &self.namespaces {
-            namespace.take();
-        }
-    }
-}
+type ScopeRef<'s, 'r> = &'s Shared<'r, Scope<'r>>;
 
-impl Interp {
-    pub(super) fn new(now: i64) -> Self {
-        Self {
+impl<'r> Interp<'r> {
+    pub(super) fn new(budget: &'r Budget, now_s: i64) -> Result<Self, Fault> {
+        Ok(Self {
+            budget,
             line: 1,
             depth: 0,
-            loops: 0,
-            out: vec![String::new()],
-            spans: Vec::new(),
+            out: Vector::of(budget, [Buffer::new(budget)])?,
+            spans: Vector::new(budget),
             span_lost: false,
-            now,
-            scopes: Vec::new(),
-            namespaces: Vec::new(),
-        }
+            now_s,
+            macros: 0,
+            kept: Vector::new(budget),
+            namespaces: Vector::new(budget),
+            seen: Vector::new(budget),
+        })
     }
 
     /// Renders a template; errors carry the line they happened in.
-    pub(super) fn run(&mut self, body: &Body, root: &Rc<Scope>) -> Result<String, Fault> {
-        // The last step reports what was counted after the one before it.
-        let done = self.body(body, root).and_then(|_| step());
-        done.map_err(|fault| fault.or_at(self.line))?;
-        Ok(self.out.swap_remove(0))
+    pub(super) fn run(&mut self, body: &'r Body, root: ScopeRef<'_, 'r>) -> Result<(), Fault> {
+        match self.body(body, root) {
+            Ok(_) => Ok(()),
+            Err(fault) => Err(fault.or_at(self.line)),
+        }
+    }
+
+    /// The text, and where its generation blocks are if that is known.
+    pub(super) fn finish(mut self) -> (Option<Buffer<'r>>, Option<Vector<'r, Range<usize>>>) {
+        (self.out.pop(), (!self.span_lost).then_some(self.spans))
     }
 
     fn emit(&mut self, text: &str) -> Result<(), Fault> {
-        let held: usize = self.out.iter().map(String::len).sum();
-        reserve(held + text.len())?;
-        super::limits::spend_bytes(text.len());
-        if let Some(out) = self.out.last_mut() {
-            out.push_str(text);
+        match self.out.last_mut() {
+            Some(out) => out.push_str(text),
+            None => Ok(()),
         }
-        Ok(())
+    }
+
+    fn emit_value(&mut self, value: &Value<'r>) -> Result<(), Fault> {
+        match self.out.last_mut() {
+            Some(out) => value.print(out),
+            None => Ok(()),
+        }
     }
 
     /// The text that `inner` writes.
-    fn capture(&mut self, inner: impl FnOnce(&mut Self) -> Result<(), Fault>) -> Result<String, Fault> {
-        self.out.push(String::new());
-        let result = inner(self);
-        let text = self.out.pop().unwrap_or_default();
-        result.map(|()| text)
+    fn capture(&mut self, inner: impl FnOnce(&mut Self) -> Result<(), Fault>) -> Result<Buffer<'r>, Fault> {
+        self.out.push(Buffer::new(self.budget))?;
+        inner(self)?;
+        self.out.pop().ok_or_else(|| Fault::new("a capture has no text"))
     }
 
-    fn deeper<T>(&mut self, inner: impl FnOnce(&mut Self) -> Result<T, Fault>) -> Result<T, Fault> {
-        step()?;
+    /// Runs `inner` one level deeper, for one step.
+    pub(super) fn deeper<T>(
+        &mut self,
+        inner: impl FnOnce(&mut Self) -> Result<T, Fault>,
+    ) -> Result<T, Fault> {
+        self.budget.step()?;
         if self.depth >= MAX_DEPTH {
-            return Err(Fault::new(format!(
+            return Err(Fault::new(format_args!(
                 "nested deeper than {MAX_DEPTH} levels (a macro that calls itself?)"
             )));
         }
@@ -196,7 +243,16 @@ impl Interp {
         result
     }
 
-    fn body(&mut self, body: &[Stmt], scope: &Rc<Scope>) -> Result<Flow, Fault> {
+    /// A link to a scope that outlives it: the interpreter keeps the scope to the end.
+    fn keep(&mut self, scope: ScopeRef<'_, 'r>) -> Result<Weak<Paid<'r, Scope<'r>>>, Fault> {
+        if !scope.kept.get() {
+            self.kept.push(scope.clone())?;
+            scope.kept.set(true);
+        }
+        Ok(Rc::downgrade(scope))
+    }
+
+    fn body(&mut self, body: &'r [Stmt], scope: ScopeRef<'_, 'r>) -> Result<Flow, Fault> {
         for stmt in body {
             self.line = stmt.line;
             let flow = self.deeper(|i| i.statement(&stmt.kind, scope))?;
@@ -207,23 +263,19 @@ impl Interp {
         Ok(Flow::Next)
     }
 
-    fn statement(&mut self, kind: &StmtKind, scope: &Rc<Scope>) -> Result<Flow, Fault> {
+    fn statement(&mut self, kind: &'r StmtKind, scope: ScopeRef<'_, 'r>) -> Result<Flow, Fault> {
         match kind {
             StmtKind::Data(text) => self.emit(text)?,
             StmtKind::Print(expr) => {
                 let value = self.eval(expr, scope)?;
-                match &value {
-                    Value::Str(text) => self.emit(text)?,
-                    other => self.emit(&other.print())?,
-                }
+                self.emit_value(&value)?;
             }
             StmtKind::Set(target, expr) => {
                 let value = self.eval(expr, scope)?;
                 self.assign(target, value, scope)?;
             }
             StmtKind::SetBlock(target, chain, body) => {
-                let text = self.captured(body, &scope.inner())?;
-                let value = self.apply_chain(Value::str(text), chain, scope)?;
+                let value = self.filtered(body, chain, scope)?;
                 self.assign(target, value, scope)?;
             }
             StmtKind::If(arms, otherwise) => {
@@ -239,65 +291,50 @@ impl Interp {
                 self.for_loop(def, items, scope, 1)?;
             }
             StmtKind::Macro(def) => {
-                spend(100);
-                let value = Value::Macro(Rc::new(Macro { def: def.clone(), scope: scope.clone() }));
-                self.scopes.push(scope.clone());
-                scope.set(&def.name, value);
+                let value = self.new_macro(def, scope)?;
+                scope.set(&def.name, value)?;
             }
             StmtKind::CallBlock(def, call) => self.call_block(def, call, scope)?,
             StmtKind::FilterBlock(chain, body) => {
-                let text = self.captured(body, &scope.inner())?;
-                let value = self.apply_chain(Value::str(text), chain, scope)?;
-                self.emit(&value.print())?;
+                let value = self.filtered(body, chain, scope)?;
+                self.emit_value(&value)?;
             }
-            StmtKind::With(bindings, body) => {
-                let inner = scope.inner();
-                for (target, expr) in bindings {
-                    let value = self.eval(expr, scope)?;
-                    self.assign(target, value, &inner)?;
-                }
-                return self.body(body, &inner);
-            }
+            StmtKind::With(bindings, body) => return self.with(bindings, body, scope),
             StmtKind::Generation(body) => self.generation(body, scope)?,
-            StmtKind::Block(body) => _ = self.body(body, &scope.inner())?,
+            StmtKind::Block(body) => _ = self.body(body, &Scope::inside(scope)?)?,
             StmtKind::Break => return Ok(Flow::Break),
             StmtKind::Continue => return Ok(Flow::Continue),
         }
         Ok(Flow::Next)
     }
 
-    fn captured(&mut self, body: &[Stmt], scope: &Rc<Scope>) -> Result<String, Fault> {
+    fn with(
+        &mut self,
+        bindings: &'r [(Target, Box<Expr>)],
+        body: &'r [Stmt],
+        scope: ScopeRef<'_, 'r>,
+    ) -> Result<Flow, Fault> {
+        let inner = Scope::inside(scope)?;
+        for (target, expr) in bindings {
+            let value = self.eval(expr, scope)?;
+            self.assign(target, value, &inner)?;
+        }
+        self.body(body, &inner)
+    }
+
+    fn captured(&mut self, body: &'r [Stmt], scope: ScopeRef<'_, 'r>) -> Result<Buffer<'r>, Fault> {
         self.capture(|i| i.body(body, scope).map(|_| ()))
     }
 
-    fn generation(&mut self, body: &[Stmt], scope: &Rc<Scope>) -> Result<(), Fault> {
-        let text = self.captured(body, &scope.inner())?;
-        if self.out.len() > 1 {
-            self.span_lost = true;
-        } else {
-            let start = self.out[0].len();
-            self.spans.push(start..start + text.len());
-        }
-        self.emit(&text)
-    }
-
-    fn call_block(&mut self, def: &Arc<MacroDef>, call: &Expr, scope: &Rc<Scope>) -> Result<(), Fault> {
-        let Expr::Call(function, args) = call else { return Err(Fault::new("'call' needs a call")) };
-        self.scopes.push(scope.clone());
-        let caller = Value::Macro(Rc::new(Macro { def: def.clone(), scope: scope.clone() }));
-        let function = self.eval(function, scope)?;
-        let mut given = self.args(args, scope)?;
-        given.named.push(("caller".into(), caller));
-        let value = self.call(&function, given)?;
-        self.emit(&value.print())
-    }
-
-    fn apply_chain(
+    /// The text of a block, through filters.
+    fn filtered(
         &mut self,
-        mut value: Value,
-        chain: &[(String, Args)],
-        scope: &Rc<Scope>,
-    ) -> Result<Value, Fault> {
+        body: &'r [Stmt],
+        chain: &'r Chain,
+        scope: ScopeRef<'_, 'r>,
+    ) -> Result<Value<'r>, Fault> {
+        let text = self.captured(body, &Scope::inside(scope)?)?;
+        let mut value = Value::text(text)?;
         for (name, args) in chain {
             let given = self.args(args, scope)?;
             value = filters::apply(self, name, &value, &given)?;
@@ -305,202 +342,254 @@ impl Interp {
         Ok(value)
     }
 
-    fn for_loop(
-        &mut self,
-        def: &Arc<For>,
-        iter: Value,
-        scope: &Rc<Scope>,
-        depth: usize,
-    ) -> Result<(), Fault> {
-        let mut items = iter.walk()?;
-        if let Some(filter) = &def.filter {
-            let mut kept = Vec::new();
-            for item in items {
-                let inner = scope.inner();
-                self.assign(&def.target, item.clone(), &inner)?;
-                if self.eval(filter, &inner)?.truthy() {
-                    kept.push(item);
-                }
-            }
-            items = kept;
+    fn generation(&mut self, body: &'r [Stmt], scope: ScopeRef<'_, 'r>) -> Result<(), Fault> {
+        let text = self.captured(body, &Scope::inside(scope)?)?;
+        if self.out.len() > 1 {
+            self.span_lost = true;
+        } else {
+            let start = self.out[0].len();
+            self.spans.push(start..start + text.len())?;
         }
-        if items.is_empty() {
-            self.body(&def.otherwise, &scope.inner())?;
-            return Ok(());
-        }
-        let items = Value::items(items);
-        let recursive = def.recursive.then(|| (def.clone(), scope.clone()));
-        let (index, changed) = (Cell::new(0), RefCell::new(None));
-        let state = Rc::new(LoopState { items, index, depth, changed, recursive });
-        self.loops += 1;
-        let mut result = Ok(());
-        for at in 0..state.items.len() {
-            state.index.set(at);
-            let inner = scope.inner();
-            inner.set("loop", Value::Loop(state.clone()));
-            let flow = step()
-                .and_then(|()| self.assign(&def.target, state.items[at].clone(), &inner))
-                .and_then(|()| self.body(&def.body, &inner));
-            match flow {
-                Ok(Flow::Break) => break,
-                Ok(_) => {}
-                Err(fault) => {
-                    result = Err(fault);
-                    break;
-                }
-            }
-        }
-        self.loops -= 1;
-        result
+        self.emit(text.as_str())
     }
 
-    fn assign(&mut self, target: &Target, value: Value, scope: &Rc<Scope>) -> Result<(), Fault> {
-        match target {
-            Target::Name(name) => scope.set(name, value),
-            Target::Field(name, field) => {
-                let Some(Value::Namespace(fields)) = scope.find(name) else {
-                    return Err(Fault::new(format!(
-                        "cannot assign '{name}.{field}': '{name}' is no namespace"
-                    )));
-                };
-                if field.starts_with('_') {
-                    return Err(Fault::new(format!("a namespace cannot have '{field}'; rename it")));
-                }
-                set_field(&fields, field, value);
-            }
-            Target::Many(targets) => {
-                let values = value.walk()?;
-                if values.len() != targets.len() {
-                    let (have, need) = (values.len(), targets.len());
-                    return Err(Fault::new(format!("{have} values cannot be unpacked into {need} names")));
-                }
-                for (target, value) in targets.iter().zip(values) {
-                    self.assign(target, value, scope)?;
-                }
+    fn new_macro(&mut self, def: &'r MacroDef, scope: ScopeRef<'_, 'r>) -> Result<Value<'r>, Fault> {
+        let scope = self.keep(scope)?;
+        self.macros = self.macros.wrapping_add(1);
+        Ok(Value::Macro(Macro { def, scope, serial: self.macros }))
+    }
+
+    fn call_block(
+        &mut self,
+        def: &'r MacroDef,
+        call: &'r Expr,
+        scope: ScopeRef<'_, 'r>,
+    ) -> Result<(), Fault> {
+        let ExprKind::Call(function, args) = &call.kind else {
+            return Err(Fault::new("'call' needs a call"));
+        };
+        let caller = self.new_macro(def, scope)?;
+        let function = self.eval(function, scope)?;
+        let mut given = self.args(args, scope)?;
+        given.named.push((Name::Written("caller"), caller))?;
+        let value = self.call(&function, &given)?;
+        self.emit_value(&value)
+    }
+
+    fn for_loop(
+        &mut self,
+        def: &'r For,
+        iter: Value<'r>,
+        scope: ScopeRef<'_, 'r>,
+        depth: usize,
+    ) -> Result<(), Fault> {
+        let mut items = iter.walk(self.budget)?;
+        if let Some(filter) = &def.filter {
+            items = self.kept_items(def, filter, &items, scope)?;
+        }
+        if items.len() == 0 {
+            self.body(&def.otherwise, &Scope::inside(scope)?)?;
+            return Ok(());
+        }
+        let recursive = if def.recursive { Some((def, self.keep(scope)?)) } else { None };
+        let (index, seen) = (Cell::new(0), Cell::new(None));
+        let state = self.budget.share(LoopState { items, index, depth, seen, recursive })?;
+        for at in 0..state.items.len() {
+            self.budget.step()?;
+            state.index.set(at);
+            let Some(item) = state.items.get(at).cloned() else { break };
+            let inner = Scope::inside(scope)?;
+            inner.set("loop", Value::Loop(state.clone()))?;
+            self.assign(&def.target, item, &inner)?;
+            if self.body(&def.body, &inner)? == Flow::Break {
+                break;
             }
         }
         Ok(())
     }
 
-    /// The value of an expression.
-    fn eval(&mut self, expr: &Expr, scope: &Rc<Scope>) -> Result<Value, Fault> {
-        self.deeper(|i| i.eval_inner(expr, scope))
+    /// The items for which the condition of a loop holds.
+    fn kept_items(
+        &mut self,
+        def: &'r For,
+        filter: &'r Expr,
+        all: &Items<'r>,
+        scope: ScopeRef<'_, 'r>,
+    ) -> Result<Shared<'r, Items<'r>>, Fault> {
+        let mut kept = Vector::new(self.budget);
+        for item in all.read()? {
+            let inner = Scope::inside(scope)?;
+            self.assign(&def.target, item.clone(), &inner)?;
+            if self.eval(filter, &inner)?.truthy() {
+                kept.push(item.clone())?;
+            }
+        }
+        items(kept)
     }
 
-    fn eval_inner(&mut self, expr: &Expr, scope: &Rc<Scope>) -> Result<Value, Fault> {
-        Ok(match expr {
-            Expr::Const(literal) => match literal {
-                Literal::None => Value::None,
-                Literal::Bool(b) => Value::Bool(*b),
-                Literal::Int(i) => Value::Int(*i),
-                Literal::Float(f) => Value::Float(*f),
-                Literal::Str(s) => Value::str(s.as_str()),
+    fn assign(&mut self, target: &'r Target, value: Value<'r>, scope: ScopeRef<'_, 'r>) -> Result<(), Fault> {
+        match target {
+            Target::Name(name) => scope.set(name, value),
+            Target::Field(name, field) => {
+                let fields = match scope.find(name)? {
+                    Some(Value::Namespace(fields)) => fields.upgrade(),
+                    _ => None,
+                };
+                let Some(fields) = fields else {
+                    return Err(Fault::new(format_args!(
+                        "cannot assign '{name}.{field}': '{name}' is no namespace"
+                    )));
+                };
+                if field.starts_with('_') {
+                    return Err(Fault::new(format_args!("a namespace cannot have '{field}'; rename it")));
+                }
+                fields.set(self.budget, Name::Written(field), value)
+            }
+            Target::Many(targets) => {
+                let values = value.walk(self.budget)?;
+                if values.len() != targets.len() {
+                    let (have, need) = (values.len(), targets.len());
+                    return Err(Fault::new(format_args!(
+                        "{have} values cannot be unpacked into {need} names"
+                    )));
+                }
+                for (target, value) in targets.iter().zip(values.read()?) {
+                    self.assign(target, value.clone(), scope)?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// The value of an expression.
+    fn eval(&mut self, expr: &'r Expr, scope: ScopeRef<'_, 'r>) -> Result<Value<'r>, Fault> {
+        self.deeper(|i| i.eval_inner(&expr.kind, scope))
+    }
+
+    fn eval_inner(&mut self, expr: &'r ExprKind, scope: ScopeRef<'_, 'r>) -> Result<Value<'r>, Fault> {
+        let budget = self.budget;
+        match expr {
+            ExprKind::Const(literal) => match literal {
+                Literal::None => Ok(Value::None),
+                Literal::Bool(b) => Ok(Value::Bool(*b)),
+                Literal::Int(i) => Ok(Value::Int(*i)),
+                Literal::Float(f) => Ok(Value::Float(*f)),
+                Literal::Str(s) => Value::str(budget, s),
             },
-            Expr::Name(name) => match scope.find(name) {
+            ExprKind::Name(name) => Ok(match scope.find(name)? {
                 Some(value) => value,
-                None => filters::global(name).unwrap_or_else(|| Value::undefined(format!("'{name}'"))),
-            },
-            Expr::List(items) => Value::list(self.eval_all(items, scope)?),
-            Expr::Tuple(items) => Value::tuple(self.eval_all(items, scope)?),
-            Expr::Dict(pairs) => {
-                let mut entries = Vec::with_capacity(pairs.len());
-                for (key, value) in pairs {
-                    entries.push((self.eval(key, scope)?, self.eval(value, scope)?));
-                }
-                Value::dict(entries)
-            }
-            Expr::Attr(of, name) => methods::attribute(&self.eval(of, scope)?, name)?,
-            Expr::Item(of, index) => {
+                None => filters::global(name).unwrap_or(Value::Undefined(Missing::Variable(name))),
+            }),
+            ExprKind::List(items) => Value::list(self.eval_all(items, scope)?),
+            ExprKind::Tuple(items) => Value::tuple(self.eval_all(items, scope)?),
+            ExprKind::Dict(pairs) => self.eval_dict(pairs, scope),
+            ExprKind::Attr(of, name) => methods::written_attribute(budget, &self.eval(of, scope)?, name),
+            ExprKind::Item(of, index) => {
                 let of = self.eval(of, scope)?;
-                methods::item(&of, &self.eval(index, scope)?)?
+                methods::item(budget, &of, &self.eval(index, scope)?)
             }
-            Expr::Slice(of, parts) => {
-                let of = self.eval(of, scope)?;
-                let mut bounds = [Value::None, Value::None, Value::None];
-                for (bound, part) in bounds.iter_mut().zip(parts.iter()) {
-                    if let Some(part) = part {
-                        *bound = self.eval(part, scope)?;
-                    }
-                }
-                ops::slice(&of, bounds)?
-            }
-            Expr::Call(function, args) => {
+            ExprKind::Slice(of, parts) => self.eval_slice(of, parts, scope),
+            ExprKind::Call(function, args) => {
                 let function = self.eval(function, scope)?;
                 let given = self.args(args, scope)?;
-                self.call(&function, given)?
+                self.call(&function, &given)
             }
-            Expr::Filter(of, name, args) => {
+            ExprKind::Filter(of, name, args) => {
                 let of = self.eval(of, scope)?;
                 let given = self.args(args, scope)?;
-                filters::apply(self, name, &of, &given)?
+                filters::apply(self, name, &of, &given)
             }
-            Expr::Test { of, name, args, negated } => {
+            ExprKind::Test { of, name, args, negated } => {
                 let of = self.eval(of, scope)?;
                 let given = self.args(args, scope)?;
-                Value::Bool(predicates::check(name, &of, &given.positional)? != *negated)
+                Ok(Value::Bool(predicates::check(budget, name, &of, &given.positional)? != *negated))
             }
-            _ => return self.eval_operator(expr, scope),
-        })
+            _ => self.eval_operator(expr, scope),
+        }
     }
 
-    fn eval_operator(&mut self, expr: &Expr, scope: &Rc<Scope>) -> Result<Value, Fault> {
-        Ok(match expr {
-            Expr::Binary(op, left, right) => {
+    fn eval_operator(&mut self, expr: &'r ExprKind, scope: ScopeRef<'_, 'r>) -> Result<Value<'r>, Fault> {
+        match expr {
+            ExprKind::Binary(op, left, right) => {
                 let left = self.eval(left, scope)?;
-                ops::binary(*op, &left, &self.eval(right, scope)?)?
+                ops::binary(self.budget, *op, &left, &self.eval(right, scope)?)
             }
-            Expr::Compare(left, rest) => Value::Bool(self.compare(left, rest, scope)?),
-            Expr::And(left, right) => {
+            ExprKind::Compare(left, rest) => Ok(Value::Bool(self.compare(left, rest, scope)?)),
+            ExprKind::And(left, right) => {
                 let left = self.eval(left, scope)?;
-                if left.truthy() { self.eval(right, scope)? } else { left }
+                if left.truthy() { self.eval(right, scope) } else { Ok(left) }
             }
-            Expr::Or(left, right) => {
+            ExprKind::Or(left, right) => {
                 let left = self.eval(left, scope)?;
-                if left.truthy() { left } else { self.eval(right, scope)? }
+                if left.truthy() { Ok(left) } else { self.eval(right, scope) }
             }
-            Expr::Not(of) => Value::Bool(!self.eval(of, scope)?.truthy()),
-            Expr::Neg(of) => match self.eval(of, scope)? {
+            ExprKind::Not(of) => Ok(Value::Bool(!self.eval(of, scope)?.truthy())),
+            ExprKind::Neg(of) => match self.eval(of, scope)? {
                 // Zero minus zero would lose the sign.
-                Value::Float(f) => Value::Float(-f),
-                value => ops::binary(Op::Sub, &Value::Int(0), &value)?,
+                Value::Float(f) => Ok(Value::Float(-f)),
+                value => ops::binary(self.budget, Op::Sub, &Value::Int(0), &value),
             },
-            Expr::Pos(of) => ops::binary(Op::Add, &Value::Int(0), &self.eval(of, scope)?)?,
-            Expr::Concat(parts) => {
-                let mut text = String::new();
-                for part in self.eval_all(parts, scope)? {
-                    match &part {
-                        Value::Str(part) => {
-                            reserve(text.len() + part.len())?;
-                            text.push_str(part);
-                        }
-                        other => text.push_str(&other.print()),
-                    }
-                    reserve(text.len())?;
+            ExprKind::Pos(of) => ops::binary(self.budget, Op::Add, &Value::Int(0), &self.eval(of, scope)?),
+            ExprKind::Concat(parts) => {
+                let parts = self.eval_all(parts, scope)?;
+                let mut text = Buffer::new(self.budget);
+                for part in parts.iter() {
+                    part.print(&mut text)?;
                 }
-                Value::str(text)
+                Value::text(text)
             }
-            Expr::If { test, then, other } => {
+            ExprKind::If { test, then, other } => {
                 if self.eval(test, scope)?.truthy() {
-                    self.eval(then, scope)?
-                } else {
-                    match other {
-                        Some(other) => self.eval(other, scope)?,
-                        None => Value::undefined("the result of an 'if' without 'else'"),
-                    }
+                    return self.eval(then, scope);
+                }
+                match other {
+                    Some(other) => self.eval(other, scope),
+                    None => Ok(Value::undefined("the result of an 'if' without 'else'")),
                 }
             }
-            _ => Value::None,
-        })
+            _ => Ok(Value::None),
+        }
     }
 
-    fn compare(&mut self, left: &Expr, rest: &[(Cmp, Expr)], scope: &Rc<Scope>) -> Result<bool, Fault> {
+    fn eval_dict(
+        &mut self,
+        pairs: &'r [(Box<Expr>, Box<Expr>)],
+        scope: ScopeRef<'_, 'r>,
+    ) -> Result<Value<'r>, Fault> {
+        let mut dict = Dict::new(self.budget);
+        for (key, value) in pairs {
+            let key = self.eval(key, scope)?;
+            dict.insert(key, self.eval(value, scope)?)?;
+        }
+        Value::dict(dict)
+    }
+
+    fn eval_slice(
+        &mut self,
+        of: &'r Expr,
+        parts: &'r [Option<Box<Expr>>; 3],
+        scope: ScopeRef<'_, 'r>,
+    ) -> Result<Value<'r>, Fault> {
+        let of = self.eval(of, scope)?;
+        let mut bounds = [Value::None, Value::None, Value::None];
+        for (bound, part) in bounds.iter_mut().zip(parts) {
+            if let Some(part) = part {
+                *bound = self.eval(part, scope)?;
+            }
+        }
+        ops::slice(self.budget, &of, bounds)
+    }
+
+    fn compare(
+        &mut self,
+        left: &'r Expr,
+        rest: &'r [(Cmp, Box<Expr>)],
+        scope: ScopeRef<'_, 'r>,
+    ) -> Result<bool, Fault> {
         let mut left = self.eval(left, scope)?;
         for (cmp, right) in rest {
             let right = self.eval(right, scope)?;
-            if let (Some(a), Some(b)) = (left.as_str(), right.as_str()) {
-                super::limits::spend_bytes(a.len().max(b.len()));
-            }
-            if !predicates::compare(*cmp, &left, &right)? {
+            if !predicates::compare(self.budget, *cmp, &left, &right)? {
                 return Ok(false);
             }
             left = right;
@@ -508,99 +597,178 @@ impl Interp {
         Ok(true)
     }
 
-    fn eval_all(&mut self, items: &[Expr], scope: &Rc<Scope>) -> Result<Vec<Value>, Fault> {
-        items.iter().map(|item| self.eval(item, scope)).collect()
+    fn eval_all(
+        &mut self,
+        exprs: &'r [Box<Expr>],
+        scope: ScopeRef<'_, 'r>,
+    ) -> Result<Vector<'r, Value<'r>>, Fault> {
+        let mut values = Vector::new(self.budget);
+        for expr in exprs {
+            values.push(self.eval(expr, scope)?)?;
+        }
+        Ok(values)
     }
 
-    fn args(&mut self, args: &Args, scope: &Rc<Scope>) -> Result<Given, Fault> {
-        let mut given = Given::of(self.eval_all(&args.positional, scope)?);
+    fn args(&mut self, args: &'r Args, scope: ScopeRef<'_, 'r>) -> Result<Given<'r>, Fault> {
+        let mut given = Given::new(self.budget);
+        given.positional = self.eval_all(&args.positional, scope)?;
         for (name, value) in &args.named {
-            given.named.push((name.clone(), self.eval(value, scope)?));
+            given.named.push((Name::Written(name), self.eval(value, scope)?))?;
         }
         if let Some(star) = &args.star {
-            given.positional.extend(self.eval(star, scope)?.walk()?);
+            let more = self.eval(star, scope)?.walk(self.budget)?;
+            given.positional.extend_from_slice(more.read()?)?;
         }
         if let Some(star) = &args.star_star {
             let Value::Dict(dict) = self.eval(star, scope)? else {
                 return Err(Fault::new("'**' needs a mapping"));
             };
-            given.named.extend(dict.entries().iter().map(|(k, v)| (k.print(), v.clone())));
+            for (key, value) in dict.read()? {
+                given.named.push((Name::Made(key.printed(self.budget)?), value.clone()))?;
+            }
         }
         Ok(given)
     }
 
     /// Calls a macro, a method or a function.
-    pub(super) fn call(&mut self, function: &Value, given: Given) -> Result<Value, Fault> {
+    fn call(&mut self, function: &Value<'r>, given: &Given<'r>) -> Result<Value<'r>, Fault> {
         match function {
-            Value::Macro(of) => self.call_macro(&of.clone(), given),
-            Value::Method(bound) => methods::call(&bound.0, bound.1, &given),
-            Value::Function("namespace") => {
-                spend(100);
-                let fields = filters::pairs_of("namespace", &given)?;
-                if fields.iter().any(|(name, _)| name.starts_with('_')) {
-                    return Err(Fault::new("a namespace cannot have names that begin with '_'; rename them"));
-                }
-                let namespace = Rc::new(RefCell::new(fields));
-                self.namespaces.push(namespace.clone());
-                Ok(Value::Namespace(namespace))
-            }
-            Value::Function(name) => filters::call_global(self, name, &given),
-            Value::Loop(state) => {
-                let Some((def, scope)) = &state.recursive else {
-                    return Err(Fault::new("this loop is not recursive; write 'recursive' in its 'for'"));
-                };
-                let [items] = given.bind("loop", ["iterable"])?;
-                let items = items.unwrap_or_else(|| Value::undefined("the loop's argument"));
-                let depth = state.depth + 1;
-                self.deeper(|i| i.capture(|i| i.for_loop(def, items, scope, depth))).map(Value::str)
-            }
-            Value::Undefined(what) => Err(Fault::new(format!("{what} is undefined"))),
-            other => Err(Fault::new(format!("'{}' object is not callable", other.kind()))),
+            Value::Macro(of) => self.call_macro(of, given),
+            Value::Method(bound) => match &***bound {
+                (Value::Loop(state), "changed") => self.loop_changed(state, given),
+                (of, name) => methods::call(self.budget, of, name, given),
+            },
+            Value::Function("namespace") => self.new_namespace(given),
+            Value::Function(name) => filters::call_global(self.budget, self.now_s, name, given),
+            Value::Loop(state) => self.call_loop(state, given),
+            Value::Undefined(what) => Err(Fault::new(format_args!("{what} is undefined"))),
+            other => Err(Fault::new(format_args!("'{}' object is not callable", other.kind()))),
         }
     }
 
-    fn call_macro(&mut self, of: &Macro, given: Given) -> Result<Value, Fault> {
-        let def = of.def.clone();
-        let inner = of.scope.inner();
-        let mut named = given.named;
-        let mut positional = given.positional.into_iter();
-        for (name, default) in &def.params {
-            let by_name = named.iter().position(|(n, _)| n == name).map(|at| named.remove(at).1);
-            let value = match (positional.next(), by_name) {
-                (Some(_), Some(_)) => {
-                    return Err(Fault::new(format!("macro '{}' got '{name}' twice", def.name)));
-                }
-                (Some(value), None) | (None, Some(value)) => value,
-                (None, None) => match default {
-                    Some(default) => self.eval(default, &inner)?,
-                    None => Value::undefined(format!("parameter '{name}' was not provided and")),
-                },
-            };
-            inner.set(name, value);
+    fn new_namespace(&mut self, given: &Given<'r>) -> Result<Value<'r>, Fault> {
+        let budget = self.budget;
+        let namespace = budget.share(Namespace::new(budget))?;
+        filters::each_pair(budget, "namespace", given, |name, value| {
+            if name.as_str().starts_with('_') {
+                return Err(Fault::new("a namespace cannot have names that begin with '_'; rename them"));
+            }
+            namespace.set(budget, name, value)
+        })?;
+        let link = Rc::downgrade(&namespace);
+        self.namespaces.push(namespace)?;
+        Ok(Value::Namespace(link))
+    }
+
+    /// `loop(items)`: the loop again, over other items.
+    fn call_loop(&mut self, state: &LoopState<'r>, given: &Given<'r>) -> Result<Value<'r>, Fault> {
+        let Some((def, scope)) = &state.recursive else {
+            return Err(Fault::new("this loop is not recursive; write 'recursive' in its 'for'"));
+        };
+        let scope = scope.upgrade().ok_or_else(gone)?;
+        let [items] = given.bind("loop", ["iterable"])?;
+        let items = items.unwrap_or_else(|| Value::undefined("the loop's argument"));
+        let depth = state.depth + 1;
+        let text = self.deeper(|i| i.capture(|i| i.for_loop(def, items, &scope, depth)))?;
+        Value::text(text)
+    }
+
+    /// Whether the arguments differ from those of the last call.
+    fn loop_changed(&mut self, state: &LoopState<'r>, given: &Given<'r>) -> Result<Value<'r>, Fault> {
+        let mut now = Vector::new(self.budget);
+        now.extend_from_slice(&given.positional)?;
+        let Some(at) = state.seen.get() else {
+            state.seen.set(Some(self.seen.len()));
+            self.seen.push(now)?;
+            return Ok(Value::Bool(true));
+        };
+        let last = &mut self.seen[at];
+        let mut same = last.len() == now.len();
+        for (last, now) in last.iter().zip(now.iter()) {
+            same = same && last.equals(now)?;
         }
-        let caller = named.iter().position(|(n, _)| n == "caller").map(|at| named.remove(at).1);
-        inner.set("caller", caller.unwrap_or_else(|| Value::undefined("No caller defined: 'caller'")));
-        let extra: Vec<Value> = positional.collect();
-        if !extra.is_empty() && !def.varargs {
-            let most = def.params.len();
-            return Err(Fault::new(format!("macro '{}' takes at most {most} arguments", def.name)));
-        }
-        if let Some((name, _)) = named.first().filter(|_| !def.kwargs) {
-            return Err(Fault::new(format!("macro '{}' has no parameter '{name}'", def.name)));
-        }
-        inner.set("varargs", Value::tuple(extra));
-        inner.set("kwargs", Value::dict(named.into_iter().map(|(k, v)| (Value::str(k), v))));
+        *last = now;
+        Ok(Value::Bool(!same))
+    }
+
+    fn call_macro(&mut self, of: &Macro<'r>, given: &Given<'r>) -> Result<Value<'r>, Fault> {
+        let def = of.def;
+        let inner = Scope::inside(&of.scope.upgrade().ok_or_else(gone)?)?;
+        self.bind_macro(def, given, &inner)?;
         let line = self.line;
         let text = self.deeper(|i| i.captured(&def.body, &inner))?;
         self.line = line;
-        Ok(Value::str(text))
+        Value::text(text)
+    }
+
+    /// Sets the parameters of a macro, `caller`, `varargs` and `kwargs`.
+    fn bind_macro(
+        &mut self,
+        def: &'r MacroDef,
+        given: &Given<'r>,
+        inner: ScopeRef<'_, 'r>,
+    ) -> Result<(), Fault> {
+        let budget = self.budget;
+        let mut named = Vector::new(budget);
+        for (name, value) in given.named.iter() {
+            named.push(Some((name, value)))?;
+        }
+        let mut by_name = |wanted: &str| {
+            for slot in named.iter_mut() {
+                budget.ticks(2)?;
+                if let Some((name, value)) = slot
+                    && budget.same(name.as_str(), wanted)?
+                {
+                    let value = value.clone();
+                    *slot = None;
+                    return Ok(Some(value));
+                }
+            }
+            Ok(None)
+        };
+        for (i, (name, default)) in def.params.iter().enumerate() {
+            let value = match (given.positional.get(i), by_name(name)?) {
+                (Some(_), Some(_)) => {
+                    return Err(Fault::new(format_args!("macro '{}' got '{name}' twice", def.name)));
+                }
+                (Some(value), None) => value.clone(),
+                (None, Some(value)) => value,
+                (None, None) => match default {
+                    Some(default) => self.eval(default, inner)?,
+                    None => Value::Undefined(Missing::Parameter(name)),
+                },
+            };
+            inner.set(name, value)?;
+        }
+        let caller = by_name("caller")?;
+        inner.set("caller", caller.unwrap_or_else(|| Value::undefined("No caller defined: 'caller'")))?;
+        let extra = given.positional.get(def.params.len()..).unwrap_or_default();
+        if !extra.is_empty() && !def.varargs {
+            let most = def.params.len();
+            return Err(Fault::new(format_args!("macro '{}' takes at most {most} arguments", def.name)));
+        }
+        if let Some((name, _)) = named.iter().flatten().next().filter(|_| !def.kwargs) {
+            let name = name.as_str();
+            return Err(Fault::new(format_args!("macro '{}' has no parameter '{name}'", def.name)));
+        }
+        // Only a body that reads these gets them.
+        if def.varargs {
+            let mut varargs = Vector::new(budget);
+            varargs.extend_from_slice(extra)?;
+            inner.set("varargs", Value::tuple(varargs)?)?;
+        }
+        if def.kwargs {
+            let mut kwargs = Dict::new(budget);
+            for (name, value) in named.iter().flatten() {
+                kwargs.insert(name.value(budget)?, (*value).clone())?;
+            }
+            inner.set("kwargs", Value::dict(kwargs)?)?;
+        }
+        Ok(())
     }
 }
 
-pub(super) fn set_field(fields: &Namespace, name: &str, value: Value) {
-    let mut fields = fields.borrow_mut();
-    match fields.iter_mut().find(|(n, _)| n == name) {
-        Some(field) => field.1 = value,
-        None => fields.push((name.to_string(), value)),
-    }
+/// The interpreter keeps every scope that a value links to, so this says that it is at fault, not the template.
+fn gone() -> Fault {
+    Fault::new("the scope of a macro or loop is gone; please report this template")
 }

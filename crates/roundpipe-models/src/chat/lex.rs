@@ -2,7 +2,12 @@
 //!
 //! Refuses unbalanced brackets, unclosed tags and characters that Jinja2 has no token for.
 
+use std::fmt::Display;
+
 use super::Fault;
+
+/// How many tokens a template may have. The largest that models come with have about ten thousand.
+pub(super) const MAX_TOKENS: usize = 100_000;
 
 /// What the parser reads.
 #[derive(Debug, Clone, PartialEq)]
@@ -57,8 +62,13 @@ impl<'s> Lexer<'s> {
         &self.text[self.at..]
     }
 
-    fn push(&mut self, token: Token) {
+    /// The one place where tokens are made: it refuses too many.
+    fn push(&mut self, token: Token) -> Result<(), Fault> {
+        if self.tokens.len() >= MAX_TOKENS {
+            return self.fault(format_args!("the template has more than {MAX_TOKENS} tokens; shorten it"));
+        }
         self.tokens.push((token, self.line));
+        Ok(())
     }
 
     /// Moves on by `bytes`, counting lines.
@@ -69,7 +79,7 @@ impl<'s> Lexer<'s> {
         self.at += bytes;
     }
 
-    fn fault<T>(&self, what: impl Into<String>) -> Result<T, Fault> {
+    fn fault<T>(&self, what: impl Display) -> Result<T, Fault> {
         Err(Fault::at(self.line, what))
     }
 
@@ -77,7 +87,7 @@ impl<'s> Lexer<'s> {
     fn data(&mut self) -> Result<(), Fault> {
         let rest = self.rest();
         let Some(open) = find_tag(rest) else {
-            self.push(Token::Data(rest.to_string()));
+            self.push(Token::Data(rest.to_string()))?;
             self.advance(rest.len());
             return Ok(());
         };
@@ -85,7 +95,7 @@ impl<'s> Lexer<'s> {
         let sign = rest.as_bytes().get(open + 2).copied().filter(|b| matches!(b, b'-' | b'+'));
         let kept = kept_before_tag(&rest[..open], sign, kind != b'{', self.line_start);
         if !kept.is_empty() {
-            self.push(Token::Data(kept.to_string()));
+            self.push(Token::Data(kept.to_string()))?;
         }
         let tag = open + 2 + usize::from(sign.is_some());
         if kind == b'%'
@@ -122,7 +132,7 @@ impl<'s> Lexer<'s> {
                 let dash = tail.starts_with('-');
                 if let Some(after) = tail.strip_prefix(['-', '+']).unwrap_or(tail).strip_prefix("%}") {
                     let kept = kept_before_tag(&rest[..open], sign, true, self.line_start);
-                    self.push(Token::Data(kept.to_string()));
+                    self.push(Token::Data(kept.to_string()))?;
                     let close = rest.len() - after.len();
                     let plus = tail.starts_with('+');
                     self.advance(after_close(rest, close, dash, !plus));
@@ -138,12 +148,12 @@ impl<'s> Lexer<'s> {
     fn tag(&mut self, begin: Token, end: Token) -> Result<(), Fault> {
         let block = begin == Token::BlockBegin;
         let close = if block { "%}" } else { "}}" };
-        self.push(begin);
+        self.push(begin)?;
         let mut open: Vec<char> = Vec::new();
         loop {
             let rest = self.rest();
             let Some(first) = rest.chars().next() else {
-                return self.fault(format!("a tag is not closed; add '{close}'"));
+                return self.fault(format_args!("a tag is not closed; add '{close}'"));
             };
             if first.is_whitespace() {
                 self.advance(rest.len() - rest.trim_start().len());
@@ -153,7 +163,7 @@ impl<'s> Lexer<'s> {
                 let sign = matches!(first, '-') || (block && first == '+');
                 let at = usize::from(sign);
                 if rest[at..].starts_with(close) {
-                    self.push(end);
+                    self.push(end)?;
                     self.advance(after_close(rest, at + 2, first == '-', block && first != '+'));
                     return Ok(());
                 }
@@ -166,7 +176,7 @@ impl<'s> Lexer<'s> {
         let rest = self.rest();
         if first == '_' || first.is_alphabetic() {
             let end = rest.find(|c: char| c != '_' && !c.is_alphanumeric()).unwrap_or(rest.len());
-            self.push(Token::Name(rest[..end].to_string()));
+            self.push(Token::Name(rest[..end].to_string()))?;
             self.advance(end);
             return Ok(());
         }
@@ -177,18 +187,18 @@ impl<'s> Lexer<'s> {
             return self.string(first);
         }
         let Some(operator) = OPERATORS.iter().find(|o| rest.starts_with(**o)) else {
-            return self.fault(format!("unexpected character {first:?}; remove it"));
+            return self.fault(format_args!("unexpected character {first:?}; remove it"));
         };
         match *operator {
             "(" => open.push(')'),
             "[" => open.push(']'),
             "{" => open.push('}'),
             ")" | "]" | "}" if open.pop() != Some(first) => {
-                return self.fault(format!("'{first}' closes nothing; balance the brackets"));
+                return self.fault(format_args!("'{first}' closes nothing; balance the brackets"));
             }
             _ => {}
         }
-        self.push(Token::Op(operator));
+        self.push(Token::Op(operator))?;
         self.advance(operator.len());
         Ok(())
     }
@@ -204,14 +214,14 @@ impl<'s> Lexer<'s> {
                     let Some(text) = unescape(&rest[1..i]) else {
                         return self.fault("a string has a broken escape; write it as \\\\ or \\uXXXX");
                     };
-                    self.push(Token::Str(text));
+                    self.push(Token::Str(text))?;
                     self.advance(i + 1);
                     return Ok(());
                 }
                 _ => {}
             }
         }
-        self.fault(format!("a string is not closed; add {quote}"))
+        self.fault(format_args!("a string is not closed; add {quote}"))
     }
 
     fn number(&mut self) -> Result<(), Fault> {
@@ -250,9 +260,9 @@ impl<'s> Lexer<'s> {
             i128::from_str_radix(&plain, radix).ok().map(Token::Int)
         };
         let Some(token) = token else {
-            return self.fault(format!("the number {} is too large", &rest[..end.min(40)]));
+            return self.fault(format_args!("the number {} is too large", &rest[..end.min(40)]));
         };
-        self.push(token);
+        self.push(token)?;
         self.advance(end);
         Ok(())
     }

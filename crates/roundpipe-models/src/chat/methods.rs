@@ -2,13 +2,11 @@
 //!
 //! Refuses methods that change a value, as the immutable sandbox of Jinja2 does: they are undefined.
 
-use std::rc::Rc;
-
 use super::Fault;
+use super::budget::{Budget, Buffer, Shared, Vector};
 use super::eval::{Given, LoopState};
-use super::limits::{reserve, spend_bytes};
-use super::ops::Spec;
-use super::value::Value;
+use super::format;
+use super::value::{Dict, Items, Missing, Text, Value, View};
 
 const STR: [&str; 38] = [
     "upper",
@@ -55,7 +53,7 @@ const LIST: [&str; 3] = ["index", "count", "copy"];
 const DICT: [&str; 5] = ["get", "items", "keys", "values", "copy"];
 
 /// The method of that name, bound; `None` when the type has none.
-fn method(of: &Value, name: &str) -> Option<Value> {
+fn method<'r>(budget: &'r Budget, of: &Value<'r>, name: &str) -> Result<Option<Value<'r>>, Fault> {
     let found = |names: &[&'static str]| names.iter().find(|n| **n == name).copied();
     let name = match of {
         Value::Str(_) => found(&STR).or_else(|| found(&STR_MORE)),
@@ -65,69 +63,100 @@ fn method(of: &Value, name: &str) -> Option<Value> {
         Value::Loop(_) => found(&["cycle", "changed"]),
         Value::Function("dict") => found(&["fromkeys"]),
         _ => None,
-    }?;
-    Some(Value::Method(Rc::new((of.clone(), name))))
+    };
+    name.map(|name| Value::method(budget, of, name)).transpose()
 }
 
-/// `of.name`: a method or field first, then an item, as Jinja2 looks.
-pub(super) fn attribute(of: &Value, name: &str) -> Result<Value, Fault> {
+/// `of.name` with a name that the template wrote.
+pub(super) fn written_attribute<'r>(
+    budget: &'r Budget,
+    of: &Value<'r>,
+    name: &'r str,
+) -> Result<Value<'r>, Fault> {
+    let found = find_attribute(budget, of, name)?;
+    Ok(found.unwrap_or_else(|| Value::Undefined(Missing::Attribute(of.kind(), name))))
+}
+
+/// `of.name` with a name that the template computed.
+pub(super) fn attribute<'r>(budget: &'r Budget, of: &Value<'r>, name: &str) -> Result<Value<'r>, Fault> {
+    match find_attribute(budget, of, name)? {
+        Some(value) => Ok(value),
+        None => Value::missing(budget, of, name),
+    }
+}
+
+/// A method or field first, then an item, as Jinja2 looks.
+fn find_attribute<'r>(budget: &'r Budget, of: &Value<'r>, name: &str) -> Result<Option<Value<'r>>, Fault> {
+    budget.ticks(2)?;
     if let Value::Undefined(what) = of {
-        return Err(Fault::new(format!("{what} is undefined, so it has no '{name}'")));
+        return Err(Fault::new(format_args!("{what} is undefined, so it has no '{name}'")));
     }
-    if let Some(value) = method(of, name).or_else(|| field(of, name)) {
-        return Ok(value);
+    if let Some(value) = method_or_field(budget, of, name)? {
+        return Ok(Some(value));
     }
-    Ok(match of {
-        Value::Dict(dict) => dict.find_str(name).cloned(),
-        _ => None,
+    match of {
+        Value::Dict(dict) => Ok(dict.find_str(name)?.cloned()),
+        _ => Ok(None),
     }
-    .unwrap_or_else(|| missing(of, name)))
 }
 
 /// `of[index]`: an item first, then a method or field.
-pub(super) fn item(of: &Value, index: &Value) -> Result<Value, Fault> {
+pub(super) fn item<'r>(budget: &'r Budget, of: &Value<'r>, index: &Value<'r>) -> Result<Value<'r>, Fault> {
+    budget.ticks(2)?;
     let found = match of {
-        Value::Undefined(what) => return Err(Fault::new(format!("{what} is undefined, so it has no items"))),
-        Value::Dict(dict) => dict.find(index).cloned(),
+        Value::Undefined(what) => {
+            return Err(Fault::new(format_args!("{what} is undefined, so it has no items")));
+        }
+        Value::Dict(dict) => dict.find(index)?.cloned(),
         Value::List(items) | Value::Tuple(items) => {
             at(index, items.len()).and_then(|i| items.get(i)).cloned()
         }
-        Value::Str(text) => {
-            spend_bytes(text.len());
-            let len = if index.as_int().is_some_and(|i| i < 0) { text.chars().count() } else { usize::MAX };
-            at(index, len).and_then(|i| text.chars().nth(i)).map(|c| Value::str(c.to_string()))
-        }
+        Value::Str(text) => match char_at(text, index)? {
+            Some(c) => Some(Value::str(budget, c.encode_utf8(&mut [0; 4]))?),
+            None => None,
+        },
         _ => None,
     };
     if let Some(value) = found {
         return Ok(value);
     }
-    let Value::Str(name) = index else { return Ok(missing(of, &index.print())) };
-    Ok(method(of, name).or_else(|| field(of, name)).unwrap_or_else(|| missing(of, name)))
+    let name = index.printed(budget)?;
+    if matches!(index, Value::Str(_))
+        && let Some(value) = method_or_field(budget, of, name.unpaid())?
+    {
+        return Ok(value);
+    }
+    Value::missing(budget, of, name.unpaid())
 }
 
-fn missing(of: &Value, name: &str) -> Value {
-    let short: String = name.chars().take(60).collect();
-    Value::undefined(format!("'{} object' has no attribute '{short}', which", of.kind()))
+fn char_at(text: &Text<'_>, index: &Value<'_>) -> Result<Option<char>, Fault> {
+    let Some(i) = index.as_int() else { return Ok(None) };
+    let text = text.read()?;
+    let len = if i < 0 { text.chars().count() } else { usize::MAX };
+    Ok(at(index, len).and_then(|i| text.chars().nth(i)))
 }
 
 /// An index as Python counts it, negative from the end.
-fn at(index: &Value, len: usize) -> Option<usize> {
+fn at(index: &Value<'_>, len: usize) -> Option<usize> {
     let index = index.as_int()?;
     usize::try_from(if index < 0 { index + i128::try_from(len).ok()? } else { index }).ok()
 }
 
-fn field(of: &Value, name: &str) -> Option<Value> {
+fn method_or_field<'r>(budget: &'r Budget, of: &Value<'r>, name: &str) -> Result<Option<Value<'r>>, Fault> {
+    if let Some(method) = method(budget, of, name)? {
+        return Ok(Some(method));
+    }
     match of {
-        Value::Namespace(fields) => {
-            fields.borrow().iter().find(|(n, _)| n == name).map(|(_, value)| value.clone())
-        }
-        Value::Loop(state) => loop_field(state, name),
-        _ => None,
+        Value::Namespace(fields) => match fields.upgrade() {
+            Some(fields) => fields.find(budget, name),
+            None => Ok(None),
+        },
+        Value::Loop(state) => Ok(loop_field(state, name)),
+        _ => Ok(None),
     }
 }
 
-fn loop_field(state: &LoopState, name: &str) -> Option<Value> {
+fn loop_field<'r>(state: &LoopState<'r>, name: &str) -> Option<Value<'r>> {
     let (at, len) = (state.index.get(), state.items.len());
     let int = |i: usize| Value::Int(i as i128);
     let neighbour = |i: Option<usize>| {
@@ -150,135 +179,179 @@ fn loop_field(state: &LoopState, name: &str) -> Option<Value> {
     })
 }
 
-/// Calls `of.name(given)`.
-pub(super) fn call(of: &Value, name: &str, given: &Given) -> Result<Value, Fault> {
+/// Calls `of.name(given)`; a loop's `changed` is the interpreter's.
+pub(super) fn call<'r>(
+    budget: &'r Budget,
+    of: &Value<'r>,
+    name: &str,
+    given: &Given<'r>,
+) -> Result<Value<'r>, Fault> {
     match of {
-        Value::Str(text) => {
-            spend_bytes(text.len());
-            call_str(text, text.safe, name, given)
-        }
-        Value::List(items) | Value::Tuple(items) => {
-            if name == "copy" {
-                return Ok(of.clone());
+        Value::Str(text) => call_str(budget, text, name, given),
+        Value::List(_) | Value::Tuple(_) if name == "copy" => Ok(of.clone()),
+        Value::List(items) | Value::Tuple(items) => call_list(items, name, given),
+        Value::Dict(dict) => call_dict(budget, dict, of, name, given),
+        Value::Loop(state) => {
+            let values = &given.positional;
+            if values.is_empty() {
+                return Err(Fault::new("cycle() needs values"));
             }
-            let [what] = given.bind(name, ["value"])?;
-            let what = what.ok_or_else(|| Fault::new(format!("{name}() needs a value")))?;
-            let mut same = items.iter().enumerate().filter(|(_, v)| v.equals(&what));
-            match name {
-                "count" => Ok(Value::Int(same.count() as i128)),
-                _ => same
-                    .next()
-                    .map(|(i, _)| Value::Int(i as i128))
-                    .ok_or_else(|| Fault::new("index(): the value is not in the list")),
-            }
+            Ok(values[state.index.get() % values.len()].clone())
         }
-        Value::Dict(dict) => {
-            let keys = || dict.entries().iter().map(|(k, _)| k.clone()).collect();
-            let values = || dict.entries().iter().map(|(_, v)| v.clone()).collect();
-            Ok(match name {
-                "get" => {
-                    let [key, default] = given.bind("get", ["key", "default"])?;
-                    let key = key.ok_or_else(|| Fault::new("get() needs a key"))?;
-                    dict.find(&key).cloned().or(default).unwrap_or(Value::None)
-                }
-                "items" => Value::View("dict_items", Value::items(pairs(dict.entries()))),
-                "keys" => Value::View("dict_keys", Value::items(keys())),
-                "values" => Value::View("dict_values", Value::items(values())),
-                _ => of.clone(),
-            })
-        }
-        Value::Loop(state) => call_loop(state, name, given),
         Value::Function("dict") => {
             let [keys, value] = given.bind("fromkeys", ["iterable", "value"])?;
-            let keys = keys.ok_or_else(|| Fault::new("fromkeys() needs keys"))?.walk()?;
+            let keys = keys.ok_or_else(|| Fault::new("fromkeys() needs keys"))?.walk(budget)?;
             let value = value.unwrap_or(Value::None);
-            Ok(Value::dict(keys.into_iter().map(|k| (k, value.clone()))))
+            let mut dict = Dict::new(budget);
+            for key in keys.read()? {
+                dict.insert(key.clone(), value.clone())?;
+            }
+            Value::dict(dict)
         }
-        other => Err(Fault::new(format!("'{}' has no method '{name}'", other.kind()))),
+        other => Err(Fault::new(format_args!("'{}' has no method '{name}'", other.kind()))),
+    }
+}
+
+fn call_list<'r>(items: &Items<'r>, name: &str, given: &Given<'r>) -> Result<Value<'r>, Fault> {
+    let [what] = given.bind(name, ["value"])?;
+    let what = what.ok_or_else(|| Fault::new(format_args!("{name}() needs a value")))?;
+    let mut count = 0;
+    for (i, value) in items.read()?.iter().enumerate() {
+        if value.equals(&what)? {
+            if name == "index" {
+                return Ok(Value::Int(i as i128));
+            }
+            count += 1;
+        }
+    }
+    if name == "count" {
+        Ok(Value::Int(count))
+    } else {
+        Err(Fault::new("index(): the value is not in the list"))
+    }
+}
+
+fn call_dict<'r>(
+    budget: &'r Budget,
+    dict: &Dict<'r>,
+    of: &Value<'r>,
+    name: &str,
+    given: &Given<'r>,
+) -> Result<Value<'r>, Fault> {
+    let column = |pick: fn(&(Value<'r>, Value<'r>)) -> Value<'r>| {
+        let mut out = Vector::with_capacity(budget, dict.len())?;
+        for entry in dict.read()? {
+            out.push(pick(entry))?;
+        }
+        Ok(out)
+    };
+    match name {
+        "get" => {
+            let [key, default] = given.bind("get", ["key", "default"])?;
+            let key = key.ok_or_else(|| Fault::new("get() needs a key"))?;
+            Ok(dict.find(&key)?.cloned().or(default).unwrap_or(Value::None))
+        }
+        "items" => Value::view(View::Items, pairs(budget, dict)?),
+        "keys" => Value::view(View::Keys, column(|entry| entry.0.clone())?),
+        "values" => Value::view(View::Values, column(|entry| entry.1.clone())?),
+        _ => Ok(of.clone()),
     }
 }
 
 /// Entries as tuples.
-pub(super) fn pairs(entries: &[(Value, Value)]) -> Vec<Value> {
-    entries.iter().map(|(k, v)| Value::tuple(vec![k.clone(), v.clone()])).collect()
-}
-
-fn call_loop(state: &LoopState, name: &str, given: &Given) -> Result<Value, Fault> {
-    let values = &given.positional;
-    if name == "cycle" {
-        if values.is_empty() {
-            return Err(Fault::new("cycle() needs values"));
-        }
-        return Ok(values[state.index.get() % values.len()].clone());
+pub(super) fn pairs<'r>(budget: &'r Budget, dict: &Dict<'r>) -> Result<Vector<'r, Value<'r>>, Fault> {
+    let mut out = Vector::with_capacity(budget, dict.len())?;
+    for (key, value) in dict.read()? {
+        out.push(Value::tuple(Vector::of(budget, [key.clone(), value.clone()])?)?)?;
     }
-    let mut last = state.changed.borrow_mut();
-    let same = last
-        .as_ref()
-        .is_some_and(|last| last.len() == values.len() && last.iter().zip(values).all(|(a, b)| a.equals(b)));
-    // A loop would hold itself, so it never counts as what was seen.
-    let seen = values.iter().map(|v| if matches!(v, Value::Loop(_)) { Value::None } else { v.clone() });
-    *last = Some(seen.collect());
-    Ok(Value::Bool(!same))
+    Ok(out)
 }
 
-fn call_str(text: &str, safe: bool, name: &str, given: &Given) -> Result<Value, Fault> {
-    let keep = |text: String| Ok(Value::text(text, safe));
-    let all = |test: fn(char) -> bool| Ok(Value::Bool(!text.is_empty() && text.chars().all(test)));
-    let cased = |other: fn(char) -> bool, this: fn(char) -> bool| {
-        Ok(Value::Bool(!text.chars().any(other) && text.chars().any(this)))
-    };
+fn call_str<'r>(
+    budget: &'r Budget,
+    text: &Shared<'r, Text<'r>>,
+    name: &str,
+    given: &Given<'r>,
+) -> Result<Value<'r>, Fault> {
     match name {
-        "strip" | "lstrip" | "rstrip" => keep(strip(text, name, given)?),
-        "split" | "rsplit" => split(text, name == "rsplit", given),
-        "splitlines" => splitlines(text, given),
-        "partition" | "rpartition" => partition(text, name, given),
+        "strip" | "lstrip" | "rstrip" => strip(budget, text, name, given),
+        "split" | "rsplit" => split(budget, text, name == "rsplit", given),
+        "splitlines" => splitlines(budget, text, given),
+        "partition" | "rpartition" => partition(budget, text, name, given),
         "startswith" | "endswith" => affix(text, name, given),
         "removeprefix" | "removesuffix" => {
             let part = needed(name, given)?;
-            let rest =
-                if name == "removeprefix" { text.strip_prefix(&*part) } else { text.strip_suffix(&*part) };
-            keep(rest.unwrap_or(text).to_string())
+            let (text, safe, part) = (text.read()?, text.safe, part.read()?);
+            let rest = if name == "removeprefix" { text.strip_prefix(part) } else { text.strip_suffix(part) };
+            Value::text_of(Buffer::of(budget, rest.unwrap_or(text))?, safe)
         }
-        "replace" => replace(text, given),
+        "replace" => replace(budget, text, given),
         "find" | "rfind" | "index" | "rindex" | "count" => search(text, name, given),
         "join" => {
             let [items] = given.bind("join", ["iterable"])?;
-            let items = items.ok_or_else(|| Fault::new("join() needs an iterable"))?.walk()?;
-            if let Some(other) = items.iter().find(|v| v.as_str().is_none()) {
-                return Err(Fault::new(format!("join() needs strings, not '{}'", other.kind())));
+            let items = items.ok_or_else(|| Fault::new("join() needs an iterable"))?.walk(budget)?;
+            if let Some(other) = items.read()?.iter().find(|v| !matches!(v, Value::Str(_))) {
+                return Err(Fault::new(format_args!("join() needs strings, not '{}'", other.kind())));
             }
-            join(text, &items)
+            join(budget, text.unpaid(), items.read()?)
         }
-        "format" => format(text, given),
-        "zfill" | "ljust" | "rjust" | "center" => justify(text, name, given),
+        "format" => Value::text(format::braces(budget, text, given)?),
+        "zfill" | "ljust" | "rjust" | "center" => justify(budget, text, name, given),
         _ => {
             given.bind::<0>(name, [])?;
-            match name {
-                "upper" => keep(text.to_uppercase()),
-                "lower" | "casefold" => keep(text.to_lowercase()),
-                "title" => keep(title(text)),
-                "capitalize" => keep(capitalize(text)),
-                "swapcase" => keep(swapcase(text)),
-                "isdigit" | "isdecimal" => all(|c| c.is_ascii_digit() || (!c.is_ascii() && c.is_numeric())),
-                "isnumeric" => all(char::is_numeric),
-                "isalpha" => all(char::is_alphabetic),
-                "isalnum" => all(char::is_alphanumeric),
-                "isspace" => all(char::is_whitespace),
-                "isupper" => cased(char::is_lowercase, char::is_uppercase),
-                "islower" => cased(char::is_uppercase, char::is_lowercase),
-                "isascii" => Ok(Value::Bool(text.is_ascii())),
-                other => Err(Fault::new(format!("'str' has no method '{other}'"))),
-            }
+            if name.starts_with("is") { check_str(text, name) } else { recase(budget, text, name) }
         }
     }
 }
 
+fn check_str<'r>(text: &Text<'r>, name: &str) -> Result<Value<'r>, Fault> {
+    let text = text.read_chars()?;
+    let all = |test: fn(char) -> bool| !text.is_empty() && text.chars().all(test);
+    let cased =
+        |other: fn(char) -> bool, this: fn(char) -> bool| !text.chars().any(other) && text.chars().any(this);
+    Ok(Value::Bool(match name {
+        "isdigit" | "isdecimal" => all(|c| c.is_ascii_digit() || (!c.is_ascii() && c.is_numeric())),
+        "isnumeric" => all(char::is_numeric),
+        "isalpha" => all(char::is_alphabetic),
+        "isalnum" => all(char::is_alphanumeric),
+        "isspace" => all(char::is_whitespace),
+        "isupper" => cased(char::is_lowercase, char::is_uppercase),
+        "islower" => cased(char::is_uppercase, char::is_lowercase),
+        "isascii" => text.is_ascii(),
+        other => return Err(no_method(other)),
+    }))
+}
+
+fn recase<'r>(budget: &'r Budget, text: &Text<'r>, name: &str) -> Result<Value<'r>, Fault> {
+    let mut out = Buffer::with_capacity(budget, text.len())?;
+    match name {
+        "upper" => out.push_upper(text.read()?)?,
+        "lower" | "casefold" => out.push_lower(text.read()?)?,
+        "title" => title(&mut out, text)?,
+        "capitalize" => capitalize(&mut out, text)?,
+        "swapcase" => {
+            for c in text.read_chars()?.chars() {
+                if c.is_uppercase() {
+                    out.push_mapped(c.to_lowercase())?;
+                } else {
+                    out.push_mapped(c.to_uppercase())?;
+                }
+            }
+        }
+        other => return Err(no_method(other)),
+    }
+    Value::text_of(out, text.safe)
+}
+
+fn no_method(name: &str) -> Fault {
+    Fault::new(format_args!("'str' has no method '{name}'"))
+}
+
 /// The one string argument of a method.
-fn needed(name: &str, given: &Given) -> Result<String, Fault> {
-    let [part] = given.bind(name, ["value"])?;
-    match part.as_ref().and_then(Value::as_str) {
-        Some(part) => Ok(part.to_string()),
-        None => Err(Fault::new(format!("{name}() needs a string"))),
+fn needed<'r>(name: &str, given: &Given<'r>) -> Result<Shared<'r, Text<'r>>, Fault> {
+    match given.bind(name, ["value"])? {
+        [Some(Value::Str(part))] => Ok(part),
+        _ => Err(Fault::new(format_args!("{name}() needs a string"))),
     }
 }
 
@@ -287,97 +360,125 @@ pub(super) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\x1c'..='\x1f').contains(&c)
 }
 
-fn strip(text: &str, name: &str, given: &Given) -> Result<String, Fault> {
+fn strip<'r>(budget: &'r Budget, text: &Text<'r>, name: &str, given: &Given<'r>) -> Result<Value<'r>, Fault> {
     let [chars] = given.bind(name, ["chars"])?;
-    let set: Option<Vec<char>> = match &chars {
+    let set = match &chars {
         None | Some(Value::None) => None,
-        Some(Value::Str(chars)) => Some(chars.chars().collect()),
-        Some(other) => return Err(Fault::new(format!("{name}() needs a string, not '{}'", other.kind()))),
+        Some(Value::Str(chars)) => Some(chars),
+        Some(other) => {
+            return Err(Fault::new(format_args!("{name}() needs a string, not '{}'", other.kind())));
+        }
     };
-    let hit = |c: char| set.as_ref().map_or_else(|| is_space(c), |set| set.contains(&c));
-    Ok(match name {
-        "strip" => text.trim_matches(hit),
-        "lstrip" => text.trim_start_matches(hit),
-        _ => text.trim_end_matches(hit),
-    }
-    .to_string())
-}
-
-fn split(text: &str, right: bool, given: &Given) -> Result<Value, Fault> {
-    let [separator, most] = given.bind("split", ["sep", "maxsplit"])?;
-    reserve(text.len())?;
-    let most = match most.as_ref().and_then(Value::as_int) {
-        Some(most) if most >= 0 => usize::try_from(most).unwrap_or(usize::MAX - 1),
-        _ => usize::MAX - 1,
-    };
-    let mut parts: Vec<String> = match separator {
-        Some(Value::Str(separator)) if separator.is_empty() => return Err(Fault::new("empty separator")),
-        Some(Value::Str(separator)) => {
-            // Many short parts weigh more than the text.
-            reserve(text.matches(&**separator).count().saturating_mul(96))?;
-            if right {
-                text.rsplitn(most + 1, &**separator).map(str::to_string).collect()
-            } else {
-                text.splitn(most + 1, &**separator).map(str::to_string).collect()
+    let safe = text.safe;
+    let mut text = text.read_chars()?;
+    match set {
+        None => {
+            text = if name == "rstrip" { text } else { text.trim_start_matches(is_space) };
+            text = if name == "lstrip" { text } else { text.trim_end_matches(is_space) };
+        }
+        // The set is searched for every character, and pays every time.
+        Some(set) => {
+            while name != "rstrip"
+                && let Some(c) = text.chars().next()
+                && set.read()?.contains(c)
+            {
+                text = &text[c.len_utf8()..];
+            }
+            while name != "lstrip"
+                && let Some(c) = text.chars().next_back()
+                && set.read()?.contains(c)
+            {
+                text = &text[..text.len() - c.len_utf8()];
             }
         }
-        None | Some(Value::None) => {
-            reserve(text.len().saturating_mul(48))?;
-            split_space(text, right, most)
+    }
+    Value::text_of(Buffer::of(budget, text)?, safe)
+}
+
+fn split<'r>(
+    budget: &'r Budget,
+    text: &Text<'r>,
+    right: bool,
+    given: &Given<'r>,
+) -> Result<Value<'r>, Fault> {
+    let [separator, most] = given.bind("split", ["sep", "maxsplit"])?;
+    let most = most.as_ref().and_then(Value::as_int).and_then(|most| usize::try_from(most).ok());
+    let most = most.unwrap_or(usize::MAX);
+    let text = text.read_chars()?;
+    let mut parts = Vector::new(budget);
+    match separator {
+        Some(Value::Str(separator)) if separator.len() == 0 => return Err(Fault::new("empty separator")),
+        Some(Value::Str(separator)) => {
+            let (separator, pieces) = (separator.read()?, most.saturating_add(1));
+            if right {
+                for part in text.rsplitn(pieces, separator) {
+                    parts.push(Value::str(budget, part)?)?;
+                }
+            } else {
+                for part in text.splitn(pieces, separator) {
+                    parts.push(Value::str(budget, part)?)?;
+                }
+            }
         }
-        Some(other) => return Err(Fault::new(format!("split() needs a string, not '{}'", other.kind()))),
-    };
+        None | Some(Value::None) if right => rsplit_space(&mut parts, text, most)?,
+        None | Some(Value::None) => split_space(&mut parts, text, most)?,
+        Some(other) => {
+            return Err(Fault::new(format_args!("split() needs a string, not '{}'", other.kind())));
+        }
+    }
     if right {
         parts.reverse();
     }
-    Ok(Value::list(parts.into_iter().map(Value::str).collect()))
+    Value::list(parts)
 }
 
-/// Parts between runs of whitespace; from the right in reverse order.
-fn split_space(text: &str, right: bool, most: usize) -> Vec<String> {
-    let mut parts = Vec::new();
-    let mut rest = text.trim_matches(is_space);
+/// Parts between runs of whitespace. What is left after the last split keeps the whitespace at its end.
+fn split_space<'r>(parts: &mut Vector<'r, Value<'r>>, text: &str, most: usize) -> Result<(), Fault> {
+    let budget = parts.budget();
+    let mut rest = text.trim_start_matches(is_space);
     while !rest.is_empty() {
-        let cut = if right { rest.rfind(is_space) } else { rest.find(is_space) };
-        match cut {
-            Some(cut) if parts.len() < most && right => {
-                parts.push(rest[cut..].trim_start_matches(is_space).to_string());
-                rest = rest[..cut].trim_end_matches(is_space);
-            }
+        match rest.find(is_space) {
             Some(cut) if parts.len() < most => {
-                parts.push(rest[..cut].to_string());
+                parts.push(Value::str(budget, &rest[..cut])?)?;
                 rest = rest[cut..].trim_start_matches(is_space);
             }
             _ => {
-                parts.push(rest.to_string());
+                parts.push(Value::str(budget, rest)?)?;
                 break;
             }
         }
     }
-    // What is left after the last split keeps the outer whitespace on its far side.
-    if parts.len() > most {
-        let last = parts.len() - 1;
-        if right {
-            parts[last] =
-                text[..text.find(parts[last].as_str()).unwrap_or(0) + parts[last].len()].to_string();
-        } else {
-            let tail = text.rfind(parts[last].as_str()).unwrap_or(0);
-            parts[last] = text[tail..].to_string();
-        }
-    }
-    parts
+    Ok(())
 }
 
-fn splitlines(text: &str, given: &Given) -> Result<Value, Fault> {
+/// The same from the right, in reverse order.
+fn rsplit_space<'r>(parts: &mut Vector<'r, Value<'r>>, text: &str, most: usize) -> Result<(), Fault> {
+    let budget = parts.budget();
+    let mut rest = text.trim_end_matches(is_space);
+    while !rest.is_empty() {
+        match rest.rfind(is_space) {
+            Some(cut) if parts.len() < most => {
+                parts.push(Value::str(budget, rest[cut..].trim_start_matches(is_space))?)?;
+                rest = rest[..cut].trim_end_matches(is_space);
+            }
+            _ => {
+                parts.push(Value::str(budget, rest)?)?;
+                break;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn splitlines<'r>(budget: &'r Budget, text: &Text<'r>, given: &Given<'r>) -> Result<Value<'r>, Fault> {
     let [keep] = given.bind("splitlines", ["keepends"])?;
     let keep = keep.is_some_and(|k| k.truthy());
     let ends = ['\n', '\r', '\x0b', '\x0c', '\x1c', '\x1d', '\x1e', '\u{85}', '\u{2028}', '\u{2029}'];
-    reserve(text.matches(ends).count().saturating_mul(96))?;
-    let mut lines = Vec::new();
-    let mut rest = text;
+    let mut lines = Vector::new(budget);
+    let mut rest = text.read_chars()?;
     while !rest.is_empty() {
         let Some(end) = rest.find(ends) else {
-            lines.push(Value::str(rest));
+            lines.push(Value::str(budget, rest)?)?;
             break;
         };
         let after = if rest[end..].starts_with("\r\n") {
@@ -385,64 +486,100 @@ fn splitlines(text: &str, given: &Given) -> Result<Value, Fault> {
         } else {
             end + rest[end..].chars().next().map_or(1, char::len_utf8)
         };
-        lines.push(Value::str(&rest[..if keep { after } else { end }]));
+        lines.push(Value::str(budget, &rest[..if keep { after } else { end }])?)?;
         rest = &rest[after..];
     }
-    Ok(Value::list(lines))
+    Value::list(lines)
 }
 
-fn partition(text: &str, name: &str, given: &Given) -> Result<Value, Fault> {
+fn partition<'r>(
+    budget: &'r Budget,
+    text: &Text<'r>,
+    name: &str,
+    given: &Given<'r>,
+) -> Result<Value<'r>, Fault> {
     let separator = needed(name, given)?;
+    let (text, separator) = (text.read_chars()?, separator.read()?);
     if separator.is_empty() {
         return Err(Fault::new("empty separator"));
     }
-    let parts = match (name, text.split_once(&*separator), text.rsplit_once(&*separator)) {
-        ("partition", Some((a, b)), _) | ("rpartition", _, Some((a, b))) => [a, &separator, b],
-        ("partition", ..) => [text, "", ""],
-        _ => ["", "", text],
+    let first = name == "partition";
+    let found = if first { text.split_once(separator) } else { text.rsplit_once(separator) };
+    let parts = match found {
+        Some((before, after)) => [before, separator, after],
+        None if first => [text, "", ""],
+        None => ["", "", text],
     };
-    Ok(Value::tuple(parts.map(Value::str).to_vec()))
+    let mut out = Vector::with_capacity(budget, 3)?;
+    for part in parts {
+        out.push(Value::str(budget, part)?)?;
+    }
+    Value::tuple(out)
 }
 
-fn affix(text: &str, name: &str, given: &Given) -> Result<Value, Fault> {
+fn affix<'r>(text: &Text<'r>, name: &str, given: &Given<'r>) -> Result<Value<'r>, Fault> {
     let [part] = given.bind(name, ["prefix"])?;
-    let parts = match part {
-        Some(Value::Tuple(parts)) => parts.to_vec(),
-        Some(part) => vec![part],
-        None => Vec::new(),
+    let hits = |part: &Value<'r>| {
+        let Value::Str(part) = part else {
+            let kind = part.kind();
+            return Err(Fault::new(format_args!(
+                "{name}() needs a string or a tuple of strings, not '{kind}'"
+            )));
+        };
+        let part = part.read()?;
+        let text = text.unpaid();
+        Ok(if name == "startswith" { text.starts_with(part) } else { text.ends_with(part) })
     };
     let mut hit = false;
-    for part in &parts {
-        let Some(part) = part.as_str() else {
-            let kind = part.kind();
-            return Err(Fault::new(format!("{name}() needs a string or a tuple of strings, not '{kind}'")));
-        };
-        hit |= if name == "startswith" { text.starts_with(part) } else { text.ends_with(part) };
+    match &part {
+        Some(Value::Tuple(parts)) => {
+            for part in parts.read()? {
+                hit |= hits(part)?;
+            }
+        }
+        Some(part) => hit = hits(part)?,
+        None => {}
     }
     Ok(Value::Bool(hit))
 }
 
-fn replace(text: &str, given: &Given) -> Result<Value, Fault> {
+fn replace<'r>(budget: &'r Budget, text: &Text<'r>, given: &Given<'r>) -> Result<Value<'r>, Fault> {
     let [old, new, count] = given.bind("replace", ["old", "new", "count"])?;
     let (Some(Value::Str(old)), Some(Value::Str(new))) = (old, new) else {
         return Err(Fault::new("replace() needs two strings"));
     };
-    replace_text(text, &old, &new, count.as_ref().and_then(Value::as_int))
+    replace_text(budget, text, &old, &new, count.as_ref().and_then(Value::as_int))
 }
 
 /// Replaces at most `count` occurrences; all for none or a negative count.
-pub(super) fn replace_text(text: &str, old: &str, new: &str, count: Option<i128>) -> Result<Value, Fault> {
+pub(super) fn replace_text<'r>(
+    budget: &'r Budget,
+    text: &Text<'r>,
+    old: &Text<'r>,
+    new: &Text<'r>,
+    count: Option<i128>,
+) -> Result<Value<'r>, Fault> {
     let most = count.and_then(|c| usize::try_from(c).ok()).unwrap_or(usize::MAX);
-    let found = text.matches(old).count().min(most);
-    reserve(text.len().saturating_add(found.saturating_mul(new.len())))?;
-    Ok(Value::str(text.replacen(old, new, most)))
+    let text = text.read_chars()?;
+    let mut out = Buffer::with_capacity(budget, text.len())?;
+    let mut done = 0;
+    for (at, found) in text.match_indices(old.read()?).take(most) {
+        out.push_str(&text[done..at])?;
+        out.push_str(new.unpaid())?;
+        done = at + found.len();
+    }
+    out.push_str(&text[done..])?;
+    Value::text(out)
 }
 
-fn search(text: &str, name: &str, given: &Given) -> Result<Value, Fault> {
+fn search<'r>(text: &Text<'r>, name: &str, given: &Given<'r>) -> Result<Value<'r>, Fault> {
     let [part, start, end] = given.bind(name, ["sub", "start", "end"])?;
-    let Some(Value::Str(part)) = part else { return Err(Fault::new(format!("{name}() needs a string"))) };
+    let Some(Value::Str(part)) = part else {
+        return Err(Fault::new(format_args!("{name}() needs a string")));
+    };
+    let text = text.read_chars()?;
     let len = text.chars().count();
-    let bound = |v: &Option<Value>, default: usize| match v.as_ref().and_then(Value::as_int) {
+    let bound = |v: &Option<Value<'r>>, default: usize| match v.as_ref().and_then(Value::as_int) {
         Some(i) if i < 0 => usize::try_from(i + len as i128).unwrap_or(0),
         Some(i) => usize::try_from(i).unwrap_or(len).min(len),
         None => default,
@@ -451,10 +588,11 @@ fn search(text: &str, name: &str, given: &Given) -> Result<Value, Fault> {
     let byte = |chars: usize| text.char_indices().nth(chars).map_or(text.len(), |(i, _)| i);
     let window = if start <= end { &text[byte(start)..byte(end)] } else { "" };
     let position = |i: usize| (start + window[..i].chars().count()) as i128;
+    let part = part.read()?;
     let found = match name {
-        "count" => return Ok(Value::Int(window.matches(&**part).count() as i128)),
-        "find" | "index" => window.find(&**part),
-        _ => window.rfind(&**part),
+        "count" => return Ok(Value::Int(window.matches(part).count() as i128)),
+        "find" | "index" => window.find(part),
+        _ => window.rfind(part),
     };
     match found {
         Some(i) => Ok(Value::Int(position(i))),
@@ -464,145 +602,68 @@ fn search(text: &str, name: &str, given: &Given) -> Result<Value, Fault> {
 }
 
 /// The printed items with `separator` between them.
-pub(super) fn join(separator: &str, items: &[Value]) -> Result<Value, Fault> {
-    let mut out = String::new();
+pub(super) fn join<'r>(budget: &'r Budget, separator: &str, items: &[Value<'r>]) -> Result<Value<'r>, Fault> {
+    let mut out = Buffer::new(budget);
     for (i, item) in items.iter().enumerate() {
-        if i > 0 {
-            out.push_str(separator);
-        }
-        match item {
-            Value::Str(text) => {
-                reserve(out.len() + text.len())?;
-                out.push_str(text);
-            }
-            other => out.push_str(&other.print()),
-        }
-        reserve(out.len() + separator.len())?;
+        out.push_str(if i > 0 { separator } else { "" })?;
+        item.print(&mut out)?;
     }
-    Ok(Value::str(out))
+    Value::text(out)
 }
 
-fn justify(text: &str, name: &str, given: &Given) -> Result<Value, Fault> {
+fn justify<'r>(
+    budget: &'r Budget,
+    text: &Text<'r>,
+    name: &str,
+    given: &Given<'r>,
+) -> Result<Value<'r>, Fault> {
     let [width, fill] = given.bind(name, ["width", "fillchar"])?;
     let width = width.as_ref().and_then(Value::as_int).ok_or_else(|| Fault::new("needs a width"))?;
     let width = usize::try_from(width.max(0)).unwrap_or(usize::MAX);
-    let fill = fill.map_or(if name == "zfill" { "0".into() } else { " ".into() }, |f| f.print());
-    reserve(width.saturating_mul(4))?;
+    let fill = match &fill {
+        None if name == "zfill" => "0",
+        None => " ",
+        Some(Value::Str(fill)) if fill.unpaid().chars().take(2).count() == 1 => fill.unpaid(),
+        Some(_) => return Err(Fault::new(format_args!("{name}() fills with exactly one character"))),
+    };
+    let text = text.read()?;
     let missing = width.saturating_sub(text.chars().count());
-    Ok(Value::str(match name {
-        "ljust" => text.to_string() + &fill.repeat(missing),
-        "rjust" => fill.repeat(missing) + text,
-        "zfill" => {
-            let sign = usize::from(text.starts_with(['-', '+']));
-            [&text[..sign], &fill.repeat(missing), &text[sign..]].concat()
-        }
+    // Text before the fill, then the fill on both sides of the rest.
+    let (head, left, right) = match name {
+        "ljust" => ("", 0, missing),
+        "rjust" => ("", missing, 0),
+        "zfill" => (&text[..usize::from(text.starts_with(['-', '+']))], missing, 0),
         // Python's rule for the odd one out.
         _ => {
             let left = missing / 2 + (missing & width & 1);
-            fill.repeat(left) + text + &fill.repeat(missing - left)
+            ("", left, missing - left)
         }
-    }))
+    };
+    let mut out = Buffer::with_capacity(budget, text.len())?;
+    out.push_str(head)?;
+    out.repeat(fill, left)?;
+    out.push_str(&text[head.len()..])?;
+    out.repeat(fill, right)?;
+    Value::text(out)
 }
 
 /// First letter upper, the rest lower.
-pub(super) fn capitalize(text: &str) -> String {
-    let mut chars = text.chars();
-    chars
-        .next()
-        .map_or_else(String::new, |c| c.to_uppercase().collect::<String>() + &chars.as_str().to_lowercase())
+pub(super) fn capitalize<'r>(out: &mut Buffer<'r>, text: &Text<'r>) -> Result<(), Fault> {
+    let mut chars = text.read()?.chars();
+    let Some(first) = chars.next() else { return Ok(()) };
+    out.push_mapped(first.to_uppercase())?;
+    out.push_lower(chars.as_str())
 }
 
-fn title(text: &str) -> String {
+fn title<'r>(out: &mut Buffer<'r>, text: &Text<'r>) -> Result<(), Fault> {
     let mut inside = false;
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
+    for c in text.read_chars()?.chars() {
         if inside {
-            out.extend(c.to_lowercase())
+            out.push_mapped(c.to_lowercase())?;
         } else {
-            out.extend(c.to_uppercase())
+            out.push_mapped(c.to_uppercase())?;
         }
         inside = c.is_alphabetic();
     }
-    out
-}
-
-fn swapcase(text: &str) -> String {
-    text.chars()
-        .flat_map(|c| {
-            let swapped: Vec<char> =
-                if c.is_uppercase() { c.to_lowercase().collect() } else { c.to_uppercase().collect() };
-            swapped
-        })
-        .collect()
-}
-
-/// Python's `str.format`: `{}`, `{0}`, `{name}`, attributes, `!r` and a layout after ':'.
-fn format(text: &str, given: &Given) -> Result<Value, Fault> {
-    let mut out = String::new();
-    let mut next = 0;
-    let (mut manual, mut automatic) = (false, false);
-    let mut rest = text;
-    while let Some(at) = rest.find(['{', '}']) {
-        out.push_str(&rest[..at]);
-        let doubled = rest[at..].starts_with("{{") || rest[at..].starts_with("}}");
-        if doubled {
-            out.push_str(&rest[at..=at]);
-            rest = &rest[at + 2..];
-            continue;
-        }
-        let close = rest[at..].find('}').map(|i| at + i).filter(|_| rest[at..].starts_with('{'));
-        let Some(close) = close else { return Err(Fault::new("format(): a brace is not balanced")) };
-        let inner = &rest[at + 1..close];
-        let (name, spec) = inner.split_once(':').unwrap_or((inner, ""));
-        let (name, conversion) = name.split_once('!').unwrap_or((name, ""));
-        manual |= name.starts_with(|c: char| c.is_ascii_digit());
-        automatic |= name.is_empty() || name.starts_with(['.', '[']);
-        if manual && automatic {
-            return Err(Fault::new("format(): numbered and unnumbered fields cannot be mixed"));
-        }
-        let mut value = format_value(name, &mut next, given)?;
-        if conversion == "r" {
-            let mut text = String::new();
-            value.repr(&mut text);
-            value = Value::str(text);
-        } else if conversion == "s" {
-            value = Value::str(value.print());
-        }
-        out.push_str(&Spec::parse(spec)?.apply(&value)?);
-        reserve(out.len())?;
-        rest = &rest[close + 1..];
-    }
-    out.push_str(rest);
-    Ok(Value::str(out))
-}
-
-fn format_value(name: &str, next: &mut usize, given: &Given) -> Result<Value, Fault> {
-    let end = name.find(['.', '[']).unwrap_or(name.len());
-    let (first, mut path) = name.split_at(end);
-    let index = if first.is_empty() {
-        *next += 1;
-        Some(*next - 1)
-    } else {
-        first.parse().ok()
-    };
-    let found = match index {
-        Some(index) => given.positional.get(index),
-        None => given.named.iter().find(|(n, _)| n == first).map(|(_, v)| v),
-    };
-    let mut value =
-        found.cloned().ok_or_else(|| Fault::new(format!("format(): no argument for '{{{name}}}'")))?;
-    while !path.is_empty() {
-        if let Some(tail) = path.strip_prefix('.') {
-            let end = tail.find(['.', '[']).unwrap_or(tail.len());
-            value = attribute(&value, &tail[..end])?;
-            path = &tail[end..];
-        } else {
-            let tail = path.strip_prefix('[').unwrap_or(path);
-            let Some(end) = tail.find(']') else { return Err(Fault::new("format(): ']' is missing")) };
-            let key = tail[..end].parse().map_or_else(|_| Value::str(&tail[..end]), Value::Int);
-            value = item(&value, &key)?;
-            path = &tail[end + 1..];
-        }
-    }
-    Ok(value)
+    Ok(())
 }

@@ -3,18 +3,23 @@
 //! Refuses tags that would read other templates (`include`, `import`, `extends`): a chat template is one file.
 //!
 //! # Invariants
-//! - Trees are no deeper than [`MAX_DEPTH`], so neither walking nor dropping one can exhaust a stack.
+//! - The parser calls itself no deeper than [`MAX_DEPTH`], and expressions are no higher than [`MAX_HEIGHT`],
+//!   however they are written: [`Expr::new`] is the only way to make one. So neither parsing, walking nor
+//!   dropping a tree can exhaust a stack.
+//! - A template has at most [`super::lex::MAX_TOKENS`] tokens, and every node takes one, so the tree is bounded.
 
-use std::sync::Arc;
+use std::fmt::Display;
 
 use super::Fault;
 use super::lex::{Token, lex};
 
 /// How deep expressions and blocks may be nested.
 const MAX_DEPTH: usize = 100;
+/// How high an expression may be; a chain of operators is as high as it is long.
+const MAX_HEIGHT: u16 = 500;
 
 /// A value written in the template.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) enum Literal {
     None,
     Bool(bool),
@@ -48,48 +53,91 @@ pub(super) enum Cmp {
     NotIn,
 }
 
-#[derive(Debug, Clone)]
-pub(super) enum Expr {
+/// An expression, and how many more are below it at most.
+#[derive(Debug)]
+pub(super) struct Expr {
+    pub(super) kind: ExprKind,
+    height: u16,
+}
+
+#[derive(Debug)]
+pub(super) enum ExprKind {
     Const(Literal),
     Name(String),
-    List(Vec<Expr>),
-    Tuple(Vec<Expr>),
-    Dict(Vec<(Expr, Expr)>),
+    List(Vec<Box<Expr>>),
+    Tuple(Vec<Box<Expr>>),
+    Dict(Vec<(Box<Expr>, Box<Expr>)>),
     Attr(Box<Expr>, String),
     Item(Box<Expr>, Box<Expr>),
-    Slice(Box<Expr>, Box<[Option<Expr>; 3]>),
+    Slice(Box<Expr>, Box<[Option<Box<Expr>>; 3]>),
     Call(Box<Expr>, Args),
     Filter(Box<Expr>, String, Args),
     Test { of: Box<Expr>, name: String, args: Args, negated: bool },
     Binary(Op, Box<Expr>, Box<Expr>),
-    Compare(Box<Expr>, Vec<(Cmp, Expr)>),
+    Compare(Box<Expr>, Vec<(Cmp, Box<Expr>)>),
     And(Box<Expr>, Box<Expr>),
     Or(Box<Expr>, Box<Expr>),
     Not(Box<Expr>),
     Neg(Box<Expr>),
     Pos(Box<Expr>),
-    Concat(Vec<Expr>),
+    Concat(Vec<Box<Expr>>),
     If { test: Box<Expr>, then: Box<Expr>, other: Option<Box<Expr>> },
 }
 
+impl Expr {
+    /// The one place where expressions are made: it refuses those that are too high.
+    fn new(kind: ExprKind) -> Result<Box<Self>, Fault> {
+        let height = kind.height_below() + 1;
+        if height > MAX_HEIGHT {
+            return Err(Fault::new(format_args!(
+                "more than {MAX_HEIGHT} operators within each other; split the expression"
+            )));
+        }
+        Ok(Box::new(Self { kind, height }))
+    }
+}
+
+impl ExprKind {
+    fn height_below(&self) -> u16 {
+        fn highest<'e>(of: impl IntoIterator<Item = &'e Box<Expr>>) -> u16 {
+            of.into_iter().map(|e| e.height).max().unwrap_or(0)
+        }
+        match self {
+            Self::Const(_) | Self::Name(_) => 0,
+            Self::List(items) | Self::Tuple(items) | Self::Concat(items) => highest(items),
+            Self::Dict(pairs) => highest(pairs.iter().flat_map(|(key, value)| [key, value])),
+            Self::Attr(of, _) | Self::Not(of) | Self::Neg(of) | Self::Pos(of) => of.height,
+            Self::Item(a, b) | Self::Binary(_, a, b) | Self::And(a, b) | Self::Or(a, b) => highest([a, b]),
+            Self::Slice(of, parts) => of.height.max(highest(parts.iter().flatten())),
+            Self::Call(of, args) | Self::Filter(of, _, args) | Self::Test { of, args, .. } => {
+                let named = args.named.iter().map(|(_, value)| value);
+                let stars = args.star.iter().chain(&args.star_star);
+                of.height.max(highest(args.positional.iter().chain(named).chain(stars)))
+            }
+            Self::Compare(of, rest) => of.height.max(highest(rest.iter().map(|(_, right)| right))),
+            Self::If { test, then, other } => highest([test, then].into_iter().chain(other)),
+        }
+    }
+}
+
 /// Arguments of a call.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Default)]
 pub(super) struct Args {
-    pub(super) positional: Vec<Expr>,
-    pub(super) named: Vec<(String, Expr)>,
+    pub(super) positional: Vec<Box<Expr>>,
+    pub(super) named: Vec<(String, Box<Expr>)>,
     pub(super) star: Option<Box<Expr>>,
     pub(super) star_star: Option<Box<Expr>>,
 }
 
 /// What a value is assigned to.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) enum Target {
     Name(String),
     Field(String, String),
     Many(Vec<Target>),
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) struct Stmt {
     pub(super) line: u32,
     pub(super) kind: StmtKind,
@@ -97,18 +145,21 @@ pub(super) struct Stmt {
 
 pub(super) type Body = Vec<Stmt>;
 
-#[derive(Debug, Clone)]
+/// Filters, one after another.
+pub(super) type Chain = Vec<(String, Args)>;
+
+#[derive(Debug)]
 pub(super) enum StmtKind {
     Data(String),
-    Print(Expr),
-    Set(Target, Expr),
-    SetBlock(Target, Vec<(String, Args)>, Body),
-    If(Vec<(Expr, Body)>, Body),
-    For(Arc<For>),
-    Macro(Arc<MacroDef>),
-    CallBlock(Arc<MacroDef>, Expr),
-    FilterBlock(Vec<(String, Args)>, Body),
-    With(Vec<(Target, Expr)>, Body),
+    Print(Box<Expr>),
+    Set(Target, Box<Expr>),
+    SetBlock(Target, Chain, Body),
+    If(Vec<(Box<Expr>, Body)>, Body),
+    For(Box<For>),
+    Macro(Box<MacroDef>),
+    CallBlock(Box<MacroDef>, Box<Expr>),
+    FilterBlock(Chain, Body),
+    With(Vec<(Target, Box<Expr>)>, Body),
     Generation(Body),
     Block(Body),
     Break,
@@ -118,8 +169,8 @@ pub(super) enum StmtKind {
 #[derive(Debug)]
 pub(super) struct For {
     pub(super) target: Target,
-    pub(super) iter: Expr,
-    pub(super) filter: Option<Expr>,
+    pub(super) iter: Box<Expr>,
+    pub(super) filter: Option<Box<Expr>>,
     pub(super) recursive: bool,
     pub(super) body: Body,
     pub(super) otherwise: Body,
@@ -128,7 +179,7 @@ pub(super) struct For {
 #[derive(Debug)]
 pub(super) struct MacroDef {
     pub(super) name: String,
-    pub(super) params: Vec<(String, Option<Expr>)>,
+    pub(super) params: Vec<(String, Option<Box<Expr>>)>,
     pub(super) body: Body,
     /// Whether the body reads `varargs`; only then the macro takes more than its parameters.
     pub(super) varargs: bool,
@@ -156,7 +207,7 @@ impl Parser {
         self.tokens.get(self.at.min(last)).map_or(1, |t| t.1)
     }
 
-    fn fault<T>(&self, what: impl Into<String>) -> Result<T, Fault> {
+    fn fault<T>(&self, what: impl Display) -> Result<T, Fault> {
         Err(Fault::at(self.line(), what))
     }
 
@@ -185,7 +236,7 @@ impl Parser {
     }
 
     fn expect_op(&mut self, op: &str) -> Result<(), Fault> {
-        if self.take_op(op) { Ok(()) } else { self.fault(format!("expected '{op}' here")) }
+        if self.take_op(op) { Ok(()) } else { self.fault(format_args!("expected '{op}' here")) }
     }
 
     fn expect(&mut self, token: Token, text: &str) -> Result<(), Fault> {
@@ -193,7 +244,7 @@ impl Parser {
             self.at += 1;
             return Ok(());
         }
-        self.fault(format!("expected '{text}' here"))
+        self.fault(format_args!("expected '{text}' here"))
     }
 
     fn name(&mut self) -> Result<String, Fault> {
@@ -205,10 +256,15 @@ impl Parser {
         self.fault("expected a name here")
     }
 
+    /// A node of the tree.
+    fn node(&self, kind: ExprKind) -> Result<Box<Expr>, Fault> {
+        Expr::new(kind).map_err(|fault| fault.or_at(self.line()))
+    }
+
     /// Runs `inner` one level deeper.
     fn deeper<T>(&mut self, inner: impl FnOnce(&mut Self) -> Result<T, Fault>) -> Result<T, Fault> {
         if self.depth >= MAX_DEPTH {
-            return self.fault(format!("nested deeper than {MAX_DEPTH} levels; write it flatter"));
+            return self.fault(format_args!("nested deeper than {MAX_DEPTH} levels; write it flatter"));
         }
         self.depth += 1;
         let result = inner(self);
@@ -224,10 +280,11 @@ impl Parser {
 
     fn body_inner(&mut self, ends: &[&str]) -> Result<(Body, String), Fault> {
         let mut body = Vec::new();
-        while let Some((token, line)) = self.tokens.get(self.at).cloned() {
+        while let Some((token, line)) = self.tokens.get_mut(self.at) {
             self.at += 1;
+            let line = *line;
             let kind = match token {
-                Token::Data(text) => StmtKind::Data(text),
+                Token::Data(text) => StmtKind::Data(std::mem::take(text)),
                 Token::PrintBegin => {
                     let expr = self.tuple(true)?;
                     self.expect(Token::PrintEnd, "}}")?;
@@ -246,7 +303,7 @@ impl Parser {
         }
         match ends.last() {
             None => Ok((body, String::new())),
-            Some(end) => self.fault(format!("the template ends inside a block; add '{{% {end} %}}'")),
+            Some(end) => self.fault(format_args!("the template ends inside a block; add '{{% {end} %}}'")),
         }
     }
 
@@ -266,16 +323,16 @@ impl Parser {
             "macro" => {
                 let name = self.name()?;
                 let params = self.params()?;
-                Ok(StmtKind::Macro(Arc::new(self.macro_def(name, params, "endmacro")?)))
+                Ok(StmtKind::Macro(Box::new(self.macro_def(name, params, "endmacro")?)))
             }
             "call" => {
                 let params = if self.is_op("(") { self.params()? } else { Vec::new() };
                 let call = self.expr()?;
-                if !matches!(call, Expr::Call(..)) {
+                if !matches!(call.kind, ExprKind::Call(..)) {
                     return self.fault("'call' needs a call of a macro");
                 }
                 let def = self.macro_def("caller".into(), params, "endcall")?;
-                Ok(StmtKind::CallBlock(Arc::new(def), call))
+                Ok(StmtKind::CallBlock(Box::new(def), call))
             }
             "filter" => {
                 let first = self.filter_name_args()?;
@@ -290,28 +347,31 @@ impl Parser {
             }
             "break" | "continue" => {
                 if self.loops == 0 {
-                    return self.fault(format!("'{name}' outside of a loop; remove it"));
+                    return self.fault(format_args!("'{name}' outside of a loop; remove it"));
                 }
                 self.expect(Token::BlockEnd, "%}")?;
                 Ok(if name == "break" { StmtKind::Break } else { StmtKind::Continue })
             }
-            "include" | "import" | "from" | "extends" => self.fault(format!(
+            "include" | "import" | "from" | "extends" => self.fault(format_args!(
                 "'{name}' needs another template, and a chat template is one file; paste its text here"
             )),
-            other => self.fault(format!("'{other}' is no tag that can stand here; check the block's end")),
+            other => {
+                self.fault(format_args!("'{other}' is no tag that can stand here; check the block's end"))
+            }
         }
     }
 
     fn macro_def(
         &mut self,
         name: String,
-        params: Vec<(String, Option<Expr>)>,
+        params: Vec<(String, Option<Box<Expr>>)>,
         end: &str,
     ) -> Result<MacroDef, Fault> {
         let start = self.at;
         let outer = std::mem::take(&mut self.loops);
-        let body = self.body_until(end)?;
+        let body = self.body_until(end);
         self.loops = outer;
+        let body = body?;
         let reads = |name: &str| {
             self.tokens[start..self.at].iter().any(|(t, _)| matches!(t, Token::Name(n) if n == name))
         };
@@ -376,7 +436,7 @@ impl Parser {
             self.expect(Token::BlockEnd, "%}")?;
             Vec::new()
         };
-        Ok(StmtKind::For(Arc::new(For { target, iter, filter, recursive, body, otherwise })))
+        Ok(StmtKind::For(Box::new(For { target, iter, filter, recursive, body, otherwise })))
     }
 
     fn with(&mut self) -> Result<StmtKind, Fault> {
@@ -392,9 +452,9 @@ impl Parser {
         Ok(StmtKind::With(bindings, self.body_until("endwith")?))
     }
 
-    fn params(&mut self) -> Result<Vec<(String, Option<Expr>)>, Fault> {
+    fn params(&mut self) -> Result<Vec<(String, Option<Box<Expr>>)>, Fault> {
         self.expect_op("(")?;
-        let mut params: Vec<(String, Option<Expr>)> = Vec::new();
+        let mut params: Vec<(String, Option<Box<Expr>>)> = Vec::new();
         while !self.take_op(")") {
             if !params.is_empty() {
                 self.expect_op(",")?;
@@ -420,7 +480,7 @@ impl Parser {
             } else {
                 let name = self.name()?;
                 if matches!(name.as_str(), "true" | "false" | "none" | "True" | "False" | "None") {
-                    return self.fault(format!("'{name}' cannot be assigned; choose another name"));
+                    return self.fault(format_args!("'{name}' cannot be assigned; choose another name"));
                 }
                 if fields && self.take_op(".") {
                     targets.push(Target::Field(name, self.name()?));
@@ -440,7 +500,7 @@ impl Parser {
     }
 
     /// An expression, or several with commas between them as a tuple.
-    fn tuple(&mut self, conditional: bool) -> Result<Expr, Fault> {
+    fn tuple(&mut self, conditional: bool) -> Result<Box<Expr>, Fault> {
         let one = |p: &mut Self| if conditional { p.expr() } else { p.deeper(Self::or) };
         let first = one(self)?;
         if !self.is_op(",") {
@@ -454,59 +514,49 @@ impl Parser {
             }
             items.push(one(self)?);
         }
-        Ok(Expr::Tuple(items))
+        self.node(ExprKind::Tuple(items))
     }
 
     /// `a if b else c` and everything that binds tighter.
-    fn expr(&mut self) -> Result<Expr, Fault> {
+    fn expr(&mut self) -> Result<Box<Expr>, Fault> {
         self.deeper(|p| {
             let mut value = p.or()?;
             while p.take_name("if") {
-                let test = Box::new(p.or()?);
-                let other = if p.take_name("else") { Some(Box::new(p.expr()?)) } else { None };
-                value = Expr::If { test, then: Box::new(value), other };
+                let test = p.or()?;
+                let other = if p.take_name("else") { Some(p.expr()?) } else { None };
+                value = p.node(ExprKind::If { test, then: value, other })?;
             }
             Ok(value)
         })
     }
 
-    fn or(&mut self) -> Result<Expr, Fault> {
+    fn or(&mut self) -> Result<Box<Expr>, Fault> {
         let mut left = self.and()?;
-        let mut count = 0;
         while self.take_name("or") {
-            self.chain(&mut count)?;
-            left = Expr::Or(Box::new(left), Box::new(self.and()?));
+            let right = self.and()?;
+            left = self.node(ExprKind::Or(left, right))?;
         }
         Ok(left)
     }
 
-    fn and(&mut self) -> Result<Expr, Fault> {
+    fn and(&mut self) -> Result<Box<Expr>, Fault> {
         let mut left = self.not()?;
-        let mut count = 0;
         while self.take_name("and") {
-            self.chain(&mut count)?;
-            left = Expr::And(Box::new(left), Box::new(self.not()?));
+            let right = self.not()?;
+            left = self.node(ExprKind::And(left, right))?;
         }
         Ok(left)
     }
 
-    /// A chain of operators nests the tree to the left; long ones count as depth.
-    fn chain(&self, count: &mut usize) -> Result<(), Fault> {
-        *count += 1;
-        if *count > MAX_DEPTH {
-            return self.fault(format!("more than {MAX_DEPTH} operators in a row; split the expression"));
-        }
-        Ok(())
-    }
-
-    fn not(&mut self) -> Result<Expr, Fault> {
+    fn not(&mut self) -> Result<Box<Expr>, Fault> {
         if self.take_name("not") {
-            return Ok(Expr::Not(Box::new(self.deeper(Self::not)?)));
+            let of = self.deeper(Self::not)?;
+            return self.node(ExprKind::Not(of));
         }
         self.compare()
     }
 
-    fn compare(&mut self) -> Result<Expr, Fault> {
+    fn compare(&mut self) -> Result<Box<Expr>, Fault> {
         let left = self.sum()?;
         let mut rest = Vec::new();
         loop {
@@ -528,12 +578,11 @@ impl Parser {
             self.at += 1;
             rest.push((cmp, self.sum()?));
         }
-        Ok(if rest.is_empty() { left } else { Expr::Compare(Box::new(left), rest) })
+        if rest.is_empty() { Ok(left) } else { self.node(ExprKind::Compare(left, rest)) }
     }
 
-    fn sum(&mut self) -> Result<Expr, Fault> {
+    fn sum(&mut self) -> Result<Box<Expr>, Fault> {
         let mut left = self.concat()?;
-        let mut count = 0;
         loop {
             let op = match self.peek() {
                 Some(Token::Op("+")) => Op::Add,
@@ -541,12 +590,12 @@ impl Parser {
                 _ => return Ok(left),
             };
             self.at += 1;
-            self.chain(&mut count)?;
-            left = Expr::Binary(op, Box::new(left), Box::new(self.concat()?));
+            let right = self.concat()?;
+            left = self.node(ExprKind::Binary(op, left, right))?;
         }
     }
 
-    fn concat(&mut self) -> Result<Expr, Fault> {
+    fn concat(&mut self) -> Result<Box<Expr>, Fault> {
         let first = self.product()?;
         if !self.is_op("~") {
             return Ok(first);
@@ -555,12 +604,11 @@ impl Parser {
         while self.take_op("~") {
             parts.push(self.product()?);
         }
-        Ok(Expr::Concat(parts))
+        self.node(ExprKind::Concat(parts))
     }
 
-    fn product(&mut self) -> Result<Expr, Fault> {
+    fn product(&mut self) -> Result<Box<Expr>, Fault> {
         let mut left = self.power()?;
-        let mut count = 0;
         loop {
             let op = match self.peek() {
                 Some(Token::Op("*")) => Op::Mul,
@@ -570,26 +618,27 @@ impl Parser {
                 _ => return Ok(left),
             };
             self.at += 1;
-            self.chain(&mut count)?;
-            left = Expr::Binary(op, Box::new(left), Box::new(self.power()?));
+            let right = self.power()?;
+            left = self.node(ExprKind::Binary(op, left, right))?;
         }
     }
 
-    fn power(&mut self) -> Result<Expr, Fault> {
+    fn power(&mut self) -> Result<Box<Expr>, Fault> {
         let mut left = self.unary(true)?;
-        let mut count = 0;
         while self.take_op("**") {
-            self.chain(&mut count)?;
-            left = Expr::Binary(Op::Pow, Box::new(left), Box::new(self.unary(true)?));
+            let right = self.unary(true)?;
+            left = self.node(ExprKind::Binary(Op::Pow, left, right))?;
         }
         Ok(left)
     }
 
-    fn unary(&mut self, filters: bool) -> Result<Expr, Fault> {
+    fn unary(&mut self, filters: bool) -> Result<Box<Expr>, Fault> {
         let node = if self.take_op("-") {
-            Expr::Neg(Box::new(self.deeper(|p| p.unary(false))?))
+            let of = self.deeper(|p| p.unary(false))?;
+            self.node(ExprKind::Neg(of))?
         } else if self.take_op("+") {
-            Expr::Pos(Box::new(self.deeper(|p| p.unary(false))?))
+            let of = self.deeper(|p| p.unary(false))?;
+            self.node(ExprKind::Pos(of))?
         } else {
             self.primary()?
         };
@@ -597,45 +646,53 @@ impl Parser {
         if filters { self.filters(node) } else { Ok(node) }
     }
 
-    fn primary(&mut self) -> Result<Expr, Fault> {
-        let token = self.peek().cloned();
-        let Some(token) = token else { return self.fault("the template ends inside an expression") };
-        self.at += 1;
-        Ok(match token {
+    fn primary(&mut self) -> Result<Box<Expr>, Fault> {
+        let Some((token, _)) = self.tokens.get_mut(self.at) else {
+            return self.fault("the template ends inside an expression");
+        };
+        let kind = match token {
             Token::Name(name) => match name.as_str() {
-                "true" | "True" => Expr::Const(Literal::Bool(true)),
-                "false" | "False" => Expr::Const(Literal::Bool(false)),
-                "none" | "None" => Expr::Const(Literal::None),
-                _ => Expr::Name(name),
+                "true" | "True" => ExprKind::Const(Literal::Bool(true)),
+                "false" | "False" => ExprKind::Const(Literal::Bool(false)),
+                "none" | "None" => ExprKind::Const(Literal::None),
+                _ => ExprKind::Name(name.clone()),
             },
-            Token::Str(mut text) => {
-                while let Some(Token::Str(more)) = self.peek() {
-                    text.push_str(more);
-                    self.at += 1;
-                }
-                Expr::Const(Literal::Str(text))
+            Token::Str(text) => ExprKind::Const(Literal::Str(std::mem::take(text))),
+            Token::Int(value) => ExprKind::Const(Literal::Int(*value)),
+            Token::Float(value) => ExprKind::Const(Literal::Float(*value)),
+            Token::Op("(" | "[" | "{") => return self.bracketed(),
+            _ => return self.fault("expected a value here"),
+        };
+        self.at += 1;
+        if let ExprKind::Const(Literal::Str(mut text)) = kind {
+            while let Some(Token::Str(more)) = self.peek() {
+                text.push_str(more);
+                self.at += 1;
             }
-            Token::Int(value) => Expr::Const(Literal::Int(value)),
-            Token::Float(value) => Expr::Const(Literal::Float(value)),
-            Token::Op("(") => {
-                if self.take_op(")") {
-                    return Ok(Expr::Tuple(Vec::new()));
-                }
-                let inner = self.tuple(true)?;
-                self.expect_op(")")?;
-                inner
-            }
-            Token::Op("[") => Expr::List(self.items("]")?),
-            Token::Op("{") => self.dict()?,
-            _ => {
-                self.at -= 1;
-                return self.fault("expected a value here");
-            }
-        })
+            return self.node(ExprKind::Const(Literal::Str(text)));
+        }
+        self.node(kind)
+    }
+
+    fn bracketed(&mut self) -> Result<Box<Expr>, Fault> {
+        if self.take_op("[") {
+            let items = self.items("]")?;
+            return self.node(ExprKind::List(items));
+        }
+        if self.take_op("{") {
+            return self.dict();
+        }
+        self.expect_op("(")?;
+        if self.take_op(")") {
+            return self.node(ExprKind::Tuple(Vec::new()));
+        }
+        let inner = self.tuple(true)?;
+        self.expect_op(")")?;
+        Ok(inner)
     }
 
     /// Expressions with commas between them, up to `close`.
-    fn items(&mut self, close: &str) -> Result<Vec<Expr>, Fault> {
+    fn items(&mut self, close: &str) -> Result<Vec<Box<Expr>>, Fault> {
         let mut items = Vec::new();
         while !self.take_op(close) {
             if !items.is_empty() {
@@ -649,7 +706,7 @@ impl Parser {
         Ok(items)
     }
 
-    fn dict(&mut self) -> Result<Expr, Fault> {
+    fn dict(&mut self) -> Result<Box<Expr>, Fault> {
         let mut items = Vec::new();
         while !self.take_op("}") {
             if !items.is_empty() {
@@ -662,39 +719,44 @@ impl Parser {
             self.expect_op(":")?;
             items.push((key, self.expr()?));
         }
-        Ok(Expr::Dict(items))
+        self.node(ExprKind::Dict(items))
     }
 
-    fn postfix(&mut self, mut node: Expr) -> Result<Expr, Fault> {
-        let mut count = 0;
+    fn postfix(&mut self, mut node: Box<Expr>) -> Result<Box<Expr>, Fault> {
         loop {
-            self.chain(&mut count)?;
             node = match self.peek() {
                 Some(Token::Op(".")) => {
                     self.at += 1;
-                    match self.peek().cloned() {
-                        Some(Token::Name(name)) => {
-                            self.at += 1;
-                            Expr::Attr(Box::new(node), name)
-                        }
-                        Some(Token::Int(index)) => {
-                            self.at += 1;
-                            Expr::Item(Box::new(node), Box::new(Expr::Const(Literal::Int(index))))
-                        }
-                        _ => return self.fault("expected a name after '.'"),
-                    }
+                    self.field(node)?
                 }
                 Some(Token::Op("[")) => {
                     self.at += 1;
                     self.subscript(node)?
                 }
-                Some(Token::Op("(")) => Expr::Call(Box::new(node), self.args()?),
+                Some(Token::Op("(")) => {
+                    let args = self.args()?;
+                    self.node(ExprKind::Call(node, args))?
+                }
                 _ => return Ok(node),
             };
         }
     }
 
-    fn subscript(&mut self, node: Expr) -> Result<Expr, Fault> {
+    /// What stands behind a '.'.
+    fn field(&mut self, node: Box<Expr>) -> Result<Box<Expr>, Fault> {
+        let kind = match self.peek() {
+            Some(Token::Name(name)) => ExprKind::Attr(node, name.clone()),
+            Some(Token::Int(index)) => {
+                let index = Expr::new(ExprKind::Const(Literal::Int(*index)))?;
+                ExprKind::Item(node, index)
+            }
+            _ => return self.fault("expected a name after '.'"),
+        };
+        self.at += 1;
+        self.node(kind)
+    }
+
+    fn subscript(&mut self, node: Box<Expr>) -> Result<Box<Expr>, Fault> {
         let mut parts = [None, None, None];
         let mut colons = 0;
         loop {
@@ -714,10 +776,10 @@ impl Parser {
             parts[colons] = Some(self.expr()?);
         }
         if colons > 0 {
-            return Ok(Expr::Slice(Box::new(node), Box::new(parts)));
+            return self.node(ExprKind::Slice(node, Box::new(parts)));
         }
         match parts {
-            [Some(index), None, None] => Ok(Expr::Item(Box::new(node), Box::new(index))),
+            [Some(index), None, None] => self.node(ExprKind::Item(node, index)),
             _ => self.fault("expected an index between '[' and ']'"),
         }
     }
@@ -736,9 +798,9 @@ impl Parser {
             first = false;
             let named = matches!(self.tokens.get(self.at + 1), Some((Token::Op("="), _)));
             if self.take_op("**") {
-                args.star_star = Some(Box::new(self.expr()?));
+                args.star_star = Some(self.expr()?);
             } else if self.take_op("*") {
-                args.star = Some(Box::new(self.expr()?));
+                args.star = Some(self.expr()?);
             } else if named && let Some(Token::Name(name)) = self.peek().cloned() {
                 self.at += 2;
                 args.named.push((name, self.expr()?));
@@ -752,40 +814,40 @@ impl Parser {
     }
 
     /// Filters, tests and calls behind a value.
-    fn filters(&mut self, mut node: Expr) -> Result<Expr, Fault> {
-        let mut count = 0;
+    fn filters(&mut self, mut node: Box<Expr>) -> Result<Box<Expr>, Fault> {
         loop {
-            self.chain(&mut count)?;
-            if self.take_op("|") {
+            node = if self.take_op("|") {
                 let (name, args) = self.filter_name_args()?;
-                node = Expr::Filter(Box::new(node), name, args);
+                self.node(ExprKind::Filter(node, name, args))?
             } else if self.take_name("is") {
-                node = self.test(node)?;
+                self.test(node)?
             } else if self.is_op("(") {
-                node = Expr::Call(Box::new(node), self.args()?);
+                let args = self.args()?;
+                self.node(ExprKind::Call(node, args))?
             } else {
                 return Ok(node);
-            }
+            };
         }
     }
 
     fn filter_name_args(&mut self) -> Result<(String, Args), Fault> {
         let mut name = self.name()?;
         while self.take_op(".") {
-            name = format!("{name}.{}", self.name()?);
+            name.push('.');
+            name.push_str(&self.name()?);
         }
         let args = if self.is_op("(") { self.args()? } else { Args::default() };
         Ok((name, args))
     }
 
-    fn filter_chain(&mut self, mut chain: Vec<(String, Args)>) -> Result<Vec<(String, Args)>, Fault> {
+    fn filter_chain(&mut self, mut chain: Chain) -> Result<Chain, Fault> {
         while self.take_op("|") {
             chain.push(self.filter_name_args()?);
         }
         Ok(chain)
     }
 
-    fn test(&mut self, node: Expr) -> Result<Expr, Fault> {
+    fn test(&mut self, node: Box<Expr>) -> Result<Box<Expr>, Fault> {
         let negated = self.take_name("not");
         let name = self.name()?;
         let mut args = Args::default();
@@ -803,6 +865,6 @@ impl Parser {
             let arg = self.primary()?;
             args.positional = vec![self.postfix(arg)?];
         }
-        Ok(Expr::Test { of: Box::new(node), name, args, negated })
+        self.node(ExprKind::Test { of: node, name, args, negated })
     }
 }

@@ -3,55 +3,65 @@
 use std::cmp::Ordering;
 
 use super::Fault;
+use super::budget::Budget;
 use super::ops;
-use super::parse::Cmp;
+use super::parse::{Cmp, Op};
 use super::value::Value;
 
 /// `left cmp right`.
-pub(super) fn compare(cmp: Cmp, left: &Value, right: &Value) -> Result<bool, Fault> {
+pub(super) fn compare<'r>(
+    budget: &'r Budget,
+    cmp: Cmp,
+    left: &Value<'r>,
+    right: &Value<'r>,
+) -> Result<bool, Fault> {
     let order = || {
         for side in [left, right] {
             if let Value::Undefined(what) = side {
-                return Err(Fault::new(format!("{what} is undefined")));
+                return Err(Fault::new(format_args!("{what} is undefined")));
             }
         }
         left.order(right)
     };
     Ok(match cmp {
-        Cmp::Eq => left.equals(right),
-        Cmp::Ne => !left.equals(right),
+        Cmp::Eq => left.equals(right)?,
+        Cmp::Ne => !left.equals(right)?,
         Cmp::Lt => order()? == Some(Ordering::Less),
         Cmp::Le => matches!(order()?, Some(Ordering::Less | Ordering::Equal)),
         Cmp::Gt => order()? == Some(Ordering::Greater),
         Cmp::Ge => matches!(order()?, Some(Ordering::Greater | Ordering::Equal)),
-        Cmp::In => ops::contains(right, left)?,
-        Cmp::NotIn => !ops::contains(right, left)?,
+        Cmp::In => ops::contains(budget, right, left)?,
+        Cmp::NotIn => !ops::contains(budget, right, left)?,
     })
 }
 
 /// `value is name(args)`.
-pub(super) fn check(name: &str, value: &Value, args: &[Value]) -> Result<bool, Fault> {
+pub(super) fn check<'r>(
+    budget: &'r Budget,
+    name: &str,
+    value: &Value<'r>,
+    args: &[Value<'r>],
+) -> Result<bool, Fault> {
+    let needs_one = || Fault::new(format_args!("test '{name}' needs one argument"));
     if let Some(cmp) = comparison(name) {
-        let [other] = args else { return Err(Fault::new(format!("test '{name}' needs one argument"))) };
-        return compare(cmp, value, other);
+        let [other] = args else { return Err(needs_one()) };
+        return compare(budget, cmp, value, other);
     }
     if matches!(name, "divisibleby" | "sameas") {
-        let [other] = args else { return Err(Fault::new(format!("test '{name}' needs one argument"))) };
-        return Ok(match name {
-            "divisibleby" => ops::binary(super::parse::Op::Rem, value, other)?.equals(&Value::Int(0)),
-            _ => value.kind() == other.kind() && value.equals(other),
-        });
+        let [other] = args else { return Err(needs_one()) };
+        return match name {
+            "divisibleby" => ops::binary(budget, Op::Rem, value, other)?.equals(&Value::Int(0)),
+            _ => Ok(value.kind() == other.kind() && value.equals(other)?),
+        };
     }
     if !args.is_empty() {
-        return Err(Fault::new(format!("test '{name}' takes no argument")));
+        return Err(Fault::new(format_args!("test '{name}' takes no argument")));
     }
-    let parity = |odd: i128| {
-        let rest = ops::binary(super::parse::Op::Rem, value, &Value::Int(2))?;
-        Ok(rest.equals(&Value::Int(odd)))
-    };
+    let parity = |odd: i128| ops::binary(budget, Op::Rem, value, &Value::Int(2))?.equals(&Value::Int(odd));
     let cased = |other: fn(char) -> bool, this: fn(char) -> bool| {
-        let text = value.print();
-        !text.chars().any(other) && text.chars().any(this)
+        let text = value.printed(budget)?;
+        let text = text.read_chars()?;
+        Ok(!text.chars().any(other) && text.chars().any(this))
     };
     Ok(match name {
         "defined" => !matches!(value, Value::Undefined(_)),
@@ -65,19 +75,23 @@ pub(super) fn check(name: &str, value: &Value, args: &[Value]) -> Result<bool, F
         "number" => value.as_float().is_some(),
         "string" => matches!(value, Value::Str(_)),
         "mapping" => matches!(value, Value::Dict(_)),
-        "sequence" => value.len().is_some() && !matches!(value, Value::View(..) | Value::Loop(_)),
-        "iterable" => value.len().is_some() || matches!(value, Value::Iter(_)),
+        "sequence" => has_len(value) && !matches!(value, Value::View(..) | Value::Loop(_)),
+        "iterable" => has_len(value) || matches!(value, Value::Iter(_)),
         "callable" => {
             matches!(value, Value::Macro(_) | Value::Function(_) | Value::Method(_) | Value::Loop(_))
         }
         "escaped" => matches!(value, Value::Str(text) if text.safe),
         "odd" => return parity(1),
         "even" => return parity(0),
-        "lower" => cased(char::is_uppercase, char::is_lowercase),
-        "upper" => cased(char::is_lowercase, char::is_uppercase),
-        "filter" => super::filters::NAMES.contains(&value.print().as_str()),
-        other => return Err(Fault::new(format!("no test named '{other}'"))),
+        "lower" => return cased(char::is_uppercase, char::is_lowercase),
+        "upper" => return cased(char::is_lowercase, char::is_uppercase),
+        "filter" => super::filters::NAMES.contains(&value.printed(budget)?.unpaid()),
+        other => return Err(Fault::new(format_args!("no test named '{other}'"))),
     })
+}
+
+fn has_len(value: &Value<'_>) -> bool {
+    matches!(value, Value::Undefined(_) | Value::Str(_)) || value.count().is_some()
 }
 
 fn comparison(name: &str) -> Option<Cmp> {

@@ -1,6 +1,7 @@
 //! Dates for `strftime_now`: seconds since 1970 to text, without time zones and locales.
 
-use std::fmt::Write as _;
+use super::Fault;
+use super::budget::Buffer;
 
 const MONTHS: [&str; 12] = [
     "January",
@@ -57,58 +58,61 @@ impl Moment {
     }
 }
 
-/// Python's `strftime` in the C locale.
-pub(super) fn format(format: &str, seconds: i64) -> String {
+/// Python's `strftime` in the C locale, appended to `out`.
+pub(super) fn format(out: &mut Buffer<'_>, format: &str, seconds: i64) -> Result<(), Fault> {
     let now = Moment::new(seconds);
-    let mut out = String::new();
-    let mut chars = format.chars().peekable();
-    while let Some(c) = chars.next() {
-        if c != '%' {
-            out.push(c);
-            continue;
-        }
-        let bare = chars.next_if_eq(&'-').is_some();
-        let Some(code) = chars.next() else {
-            out.push('%');
-            break;
+    let mut rest = format;
+    while let Some(at) = rest.find('%') {
+        out.budget().step()?;
+        out.push_str(&rest[..at])?;
+        let tail = &rest[at + 1..];
+        let bare = tail.starts_with('-');
+        let tail = tail.strip_prefix('-').unwrap_or(tail);
+        let Some(code) = tail.chars().next() else {
+            return out.push('%');
         };
-        field(&mut out, &now, code, bare);
+        rest = &tail[code.len_utf8()..];
+        field(out, &now, code, bare)?;
     }
-    out
+    out.push_str(rest)
 }
 
-fn field(out: &mut String, now: &Moment, code: char, bare: bool) {
-    let mut two = |value: i64| _ = if bare { write!(out, "{value}") } else { write!(out, "{value:02}") };
-    let twelve = (now.hour + 11) % 12 + 1;
+fn field(out: &mut Buffer<'_>, now: &Moment, code: char, bare: bool) -> Result<(), Fault> {
+    let month = now.month + 1;
+    let short_year = now.year.rem_euclid(100);
     match code {
-        'd' => two(now.day),
-        'm' => two(now.month as i64 + 1),
-        'H' => two(now.hour),
-        'I' => two(twelve),
-        'M' => two(now.minute),
-        'S' => two(now.second),
-        'y' => two(now.year.rem_euclid(100)),
-        'Y' => _ = write!(out, "{}", now.year),
+        'd' => two(out, now.day, bare),
+        'm' => two(out, month as i64, bare),
+        'H' => two(out, now.hour, bare),
+        'I' => two(out, (now.hour + 11) % 12 + 1, bare),
+        'M' => two(out, now.minute, bare),
+        'S' => two(out, now.second, bare),
+        'y' => two(out, short_year, bare),
+        'Y' => write!(out, "{}", now.year),
         'B' => out.push_str(MONTHS[now.month]),
         'b' | 'h' => out.push_str(&MONTHS[now.month][..3]),
         'A' => out.push_str(DAYS[now.weekday]),
         'a' => out.push_str(&DAYS[now.weekday][..3]),
         'p' => out.push_str(if now.hour < 12 { "AM" } else { "PM" }),
-        'j' if bare => _ = write!(out, "{}", now.day_of_year),
-        'j' => _ = write!(out, "{:03}", now.day_of_year),
-        'e' => _ = write!(out, "{:>2}", now.day),
+        'j' if bare => write!(out, "{}", now.day_of_year),
+        'j' => write!(out, "{:03}", now.day_of_year),
+        'e' => write!(out, "{:>2}", now.day),
         'f' => out.push_str("000000"),
-        'w' => _ = write!(out, "{}", now.weekday),
-        'u' => _ = write!(out, "{}", (now.weekday + 6) % 7 + 1),
-        'F' => _ = write!(out, "{:04}-{:02}-{:02}", now.year, now.month + 1, now.day),
-        'T' => _ = write!(out, "{:02}:{:02}:{:02}", now.hour, now.minute, now.second),
-        'R' => _ = write!(out, "{:02}:{:02}", now.hour, now.minute),
-        'D' | 'x' => _ = write!(out, "{:02}/{:02}/{:02}", now.month + 1, now.day, now.year.rem_euclid(100)),
-        'X' => field(out, now, 'T', bare),
-        'Z' | 'z' => {}
+        'w' => write!(out, "{}", now.weekday),
+        'u' => write!(out, "{}", (now.weekday + 6) % 7 + 1),
+        'F' => write!(out, "{:04}-{month:02}-{:02}", now.year, now.day),
+        'T' | 'X' => write!(out, "{:02}:{:02}:{:02}", now.hour, now.minute, now.second),
+        'R' => write!(out, "{:02}:{:02}", now.hour, now.minute),
+        'D' | 'x' => write!(out, "{month:02}/{:02}/{short_year:02}", now.day),
+        'Z' | 'z' => Ok(()),
         'n' => out.push('\n'),
         't' => out.push('\t'),
         '%' => out.push('%'),
-        other => out.extend(['%', other]),
+        other => write!(out, "%{other}"),
     }
+}
+
+/// Two digits, or without a leading zero.
+fn two(out: &mut Buffer<'_>, value: i64, bare: bool) -> Result<(), Fault> {
+    if bare { write!(out, "{value}") } else { write!(out, "{value:02}") }
 }
