@@ -25,6 +25,8 @@ pub const TARGET: Target = Target {
 
 /// Models up to so many parameters are loaded from weights that fit, and run.
 const SMALL: u64 = 1 << 13;
+/// The memory of the machine that configs are read for: the same everywhere, and small enough to be filled.
+const MEMORY: Bytes = Bytes::mib(16);
 
 fn run(scratch: &mut Scratch, input: &[u8]) -> bool {
     scratch.fill([(FILE, input)]);
@@ -37,7 +39,7 @@ fn run(scratch: &mut Scratch, input: &[u8]) -> bool {
         let Some(model) = accepted(Model::empty(config, dtype)) else { return false };
         scratch.put(WEIGHTS, &weights_of(&model));
         drop(model);
-        let model = Model::load(scratch.dir(), None).expect("weights that fit are loaded");
+        let model = Model::load_within(scratch.dir(), None, MEMORY).expect("weights that fit are loaded");
         forward(&model);
         return true;
     }
@@ -46,7 +48,7 @@ fn run(scratch: &mut Scratch, input: &[u8]) -> bool {
         &bundle::safetensors(br#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#, 0, 0),
     );
     assert!(Folder::open(scratch.dir()).is_ok());
-    accepted(Model::load(scratch.dir(), None)).is_some()
+    accepted(Model::load_within(scratch.dir(), None, MEMORY)).is_some()
 }
 
 fn is_small(config: &ModelConfig) -> bool {

@@ -1,5 +1,8 @@
 //! Chat templates: parsed and rendered; as text, and grown from a grammar.
 
+#[path = "../../../crates/roundpipe-models/tests/support/template_gen.rs"]
+mod template_gen;
+
 use std::collections::BTreeMap;
 
 use roundpipe_models::chat::{ChatTemplate, Message, RenderOptions};
@@ -28,7 +31,7 @@ fn run(_: &mut Scratch, input: &[u8]) -> bool {
 }
 
 fn run_grown(_: &mut Scratch, input: &[u8]) -> bool {
-    render(&String::from_utf8_lossy(input))
+    render(&template_gen::template(input))
 }
 
 /// Renders a conversation with a tool.

@@ -1,6 +1,7 @@
 //! Tokenizers: opened, a few texts there and back, labels of a conversation.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use roundpipe_models::chat::mask::{TrainOn, assistant_labels};
 use roundpipe_models::chat::{ChatTemplate, Message, RenderOptions};
@@ -45,7 +46,15 @@ fn run(scratch: &mut Scratch, input: &[u8]) -> bool {
         files.push((FILE, PLAIN.as_bytes().to_vec()));
     }
     scratch.fill(files.iter().map(|(name, bytes)| (*name, &bytes[..])));
-    let Some(tokenizer) = accepted(Tokenizer::open(scratch.dir())) else { return false };
+    // The library keeps the words that each tokenizer has cut in memory of the thread, for as long as the thread lives:
+    // one that ends shows what else is left behind.
+    let dir = scratch.dir();
+    let done = std::thread::scope(|scope| scope.spawn(|| open_and_use(dir)).join());
+    done.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+fn open_and_use(dir: &Path) -> bool {
+    let Some(tokenizer) = accepted(Tokenizer::open(dir)) else { return false };
     for text in TEXTS {
         for special in [false, true] {
             there_and_back(&tokenizer, text, special);
