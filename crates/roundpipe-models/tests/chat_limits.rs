@@ -101,6 +101,7 @@ const INPUT_BYTES: usize = 4096;
 
 /// What became of a template.
 #[derive(Debug)]
+#[expect(dead_code, reason = "the errors are for whoever reads a failed test")]
 enum Outcome {
     Refused(String),
     Failed(String),
