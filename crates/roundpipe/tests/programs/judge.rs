@@ -27,13 +27,16 @@ use crate::plain::{self, Copies, Grads, Plain, Terms, Values};
 use crate::program::{
     Batch, EngineSpec, Fault, ForwardKind, Function, Loss, Odd, Op, Program, RuleKind, Side, UpdateSpec, What,
 };
-use crate::run::{Left, Named, Reply, Told, Trace, Value, bits};
+use crate::run::{Named, Reply, Told, Trace, Value, bits};
 
 /// The last of so many steps in a row that are not finite fails.
 const MOST_NONFINITE: u64 = 10;
 
 /// In the error for a step that was asked for and does not happen.
 const UNDONE: &str = "did not happen";
+
+/// In the error for a value that was written where nobody reads it.
+const LOST: &str = "was written in memory that it has left";
 
 /// What cannot be, in words.
 pub type Verdict<T = ()> = Result<T, String>;
@@ -113,11 +116,12 @@ fn follow(minds: &mut [Mind], op: &Op, replies: &mut Replies<'_>) -> Verdict {
             Err(_) => Ok(()),
             Ok(_) => Err("a second engine over the same parameters was built".to_owned()),
         },
-        What::Rebuild => {
+        What::Race { param, data, lag, update } => mind.race(param, data, lag, update, replies),
+        What::Rebuild { holds } => {
             while let Some(reply) = replies.take("synchronize") {
                 rest(minds, reply)?;
             }
-            minds[engine].rebuild(replies)
+            minds[engine].rebuild(holds, replies)
         }
         What::Synchronize | What::Gradients | What::Weights => Ok(()),
     };
@@ -134,6 +138,8 @@ struct Kept {
     terms: Terms,
     /// Whether it failed.
     dead: bool,
+    /// Whether its engine is gone.
+    orphan: bool,
     tag: usize,
     batch: Batch,
     kind: ForwardKind,
@@ -160,6 +166,10 @@ struct State {
     steps: u64,
     /// Steps in a row that were skipped.
     nonfinite: u64,
+    /// All that were.
+    skipped: u64,
+    /// Whether a parameter was written in memory that it had left: the next step fails.
+    lost: bool,
     training: bool,
     kept: BTreeMap<usize, Kept>,
 }
@@ -424,7 +434,8 @@ impl Mind {
         let Value::Left(left) = value else { return Err("it gave something else".to_owned()) };
         let state = &self.state;
         let newest = state.newest.as_ref().ok_or("a step that failed was not told")?;
-        same_steps(state.steps, left)?;
+        same_count("steps", state.steps, left.steps)?;
+        same_count("nonfinite_steps", state.skipped, left.nonfinite)?;
         same_named("weight", &self.named_weights(newest, &state.frozen), &left.weights)?;
         match &left.copies {
             Some(copies) => self.same_copies(copies),
@@ -559,6 +570,7 @@ impl Mind {
                     step: mind.state.steps + 1,
                     terms: mind.terms_or_stale(),
                     dead: false,
+                    orphan: false,
                     tag,
                     batch,
                     kind,
@@ -606,16 +618,19 @@ impl Mind {
         let Some(kept) = self.state.kept.get(&of) else { return Ok(()) };
         let reply = replies.get("read")?;
         match (&reply.result, &kept.outputs) {
-            (Ok(_), _) if kept.dead => Err("a forward that failed gave outputs".to_owned()),
+            (Ok(_), _) if kept.dead && !kept.orphan => Err("a forward that failed gave outputs".to_owned()),
             (Ok(_), None) => Err("a forward over weights that never were gave outputs".to_owned()),
             (Ok(value), Some(rows)) => same(&Value::Rows(rows.clone()), value),
             (Err(_), _) if kept.dead || self.pending.is_some() => Ok(()),
+            // What it waited for may be gone with the engine.
+            (Err(_), _) if kept.orphan && !kept.kind.merged => Ok(()),
             (Err(told), _) => Err(format!("reading a forward that did not fail: {}", told.text)),
         }
     }
 
     fn backward(&mut self, of: usize, odd: Odd, replies: &mut Replies<'_>) -> Verdict {
-        let Some(kept) = self.state.kept.remove(&of) else { return Ok(()) };
+        let kept = self.state.kept.remove(&of).filter(|kept| !kept.orphan);
+        let Some(kept) = kept else { return Ok(()) };
         let reply = replies.get("backward")?;
         let stale = kept.step != self.state.steps + 1;
         let fate = match () {
@@ -680,7 +695,8 @@ impl Mind {
         let streak_ends = planned.after.nonfinite == MOST_NONFINITE;
         let restore = |mind: &Self| {
             let state = mind.state.after_failed_step(&mind.plain);
-            State { nonfinite: if streak_ends { 0 } else { state.nonfinite }, ..state }
+            // Both are told once.
+            State { nonfinite: if streak_ends { 0 } else { state.nonfinite }, lost: false, ..state }
         };
         let followed = self.settle(reply, fate, restore, |_| (want, planned.after))?;
         if let Followed::Failed = followed {
@@ -708,6 +724,7 @@ impl Mind {
         after.floor = after.number;
         let squared = self.plain.squared(&self.state.grads);
         let (newest, fails, report) = match work {
+            _ if self.state.lost => (None, Some(vec![LOST.to_owned()]), Value::Done),
             Work::Rule(update) => self.plan_update(&update, squared, &mut after),
             Work::Function(function, tag) => self.plan_function(function, tag, squared, &mut after),
         };
@@ -732,6 +749,7 @@ impl Mind {
         let skipped = !squared.is_finite();
         if skipped {
             after.nonfinite += 1;
+            after.skipped += 1;
         } else {
             after.nonfinite = 0;
         }
@@ -796,8 +814,20 @@ impl Mind {
         if let Err(told) = &reply.result {
             return Err(format!("a write between calls was refused: {}", told.text));
         }
+        self.drop_kept();
+        self.set_param(param, data);
+        self.at_rest();
+        Ok(())
+    }
+
+    /// Forwards of this engine are gone; those of one before it stay.
+    fn drop_kept(&mut self) {
+        self.state.kept.retain(|_, kept| kept.orphan);
+    }
+
+    /// The newest weights with other values of one parameter.
+    fn set_param(&mut self, param: usize, data: u64) {
         let state = &mut self.state;
-        state.kept.clear();
         let at = param % self.plain.params.len();
         let param = &self.plain.params[at].1;
         let values: Vec<f32> =
@@ -817,12 +847,54 @@ impl Mind {
             // Whoever writes the newest weights means the calls that follow to read them.
             state.visible = state.newest.clone();
         }
+    }
+
+    /// A write beside a step comes before it or after it, or is refused, or makes the next step fail.
+    fn race(
+        &mut self,
+        param: usize,
+        data: u64,
+        lag: Lag,
+        update: UpdateSpec,
+        replies: &mut Replies<'_>,
+    ) -> Verdict {
+        self.synchronize(replies.get("synchronize")?)?;
+        self.drop_kept();
+        let before = self.state.clone();
+        self.step(Work::Rule(update), lag, replies)?;
+        let write = replies.get("write")?;
+        self.synchronize(replies.get("synchronize")?)?;
+        let weights = replies.get("weights")?;
+        let stepped = std::mem::replace(&mut self.state, before);
+        if write.result.is_err() {
+            self.state = stepped;
+            return self.weights(weights).map_err(|what| format!("after a write that was refused: {what}"));
+        }
+        let happened = stepped.steps > self.state.steps;
+        // Before the step.
+        self.set_param(param, data);
+        if happened {
+            self.state = self.plan_step(Work::Rule(update), Lag::Zero).after;
+        }
+        if self.weights(weights).is_ok() {
+            self.state.visible = self.state.newest.clone();
+            self.at_rest();
+            return Ok(());
+        }
+        // After it.
+        self.state = stepped.clone();
+        self.set_param(param, data);
+        let found = self.weights(weights);
+        if found.is_err() && happened && self.plain.spec.asynchronous {
+            self.state = State { lost: true, ..stepped };
+        }
         self.at_rest();
-        Ok(())
+        found
+            .or_else(|what| self.weights(weights).map_err(|_| format!("after a write beside a step: {what}")))
     }
 
     /// An engine that was dropped leaves the weights of some step that was asked for, and nothing in between.
-    fn rebuild(&mut self, replies: &mut Replies<'_>) -> Verdict {
+    fn rebuild(&mut self, holds: bool, replies: &mut Replies<'_>) -> Verdict {
         let reply = replies.get("drop")?;
         let Ok(Value::Left(left)) = &reply.result else { return Err("nothing was left".to_owned()) };
         let found =
@@ -832,7 +904,13 @@ impl Mind {
             closest = same_named("weight", &self.named_weights(weights, frozen), &left.weights);
             if closest.is_ok() {
                 let (weights, frozen) = (weights.clone(), frozen.clone());
-                self.state = fresh(&self.plain, weights, frozen);
+                let mut kept = std::mem::take(&mut self.state.kept);
+                kept.retain(|_, kept| holds || kept.orphan);
+                // Whether a failure that nobody was told of has reached them is not known.
+                let maybe_dead = self.pending.is_some();
+                kept.values_mut().for_each(|kept| kept.dead |= maybe_dead && !kept.orphan);
+                kept.values_mut().for_each(|kept| kept.orphan = true);
+                self.state = State { kept, ..fresh(&self.plain, weights, frozen) };
                 (self.pending, self.told) = (None, Vec::new());
                 self.at_rest();
                 return Ok(());
@@ -855,6 +933,8 @@ fn fresh(plain: &Plain, weights: Values, frozen: Values) -> State {
         floor: 0,
         steps: 0,
         nonfinite: 0,
+        skipped: 0,
+        lost: false,
         training: true,
         kept: BTreeMap::new(),
     }
@@ -900,6 +980,9 @@ impl Chain {
 
 /// The front's outputs go to the back, whose input gradients come back.
 fn chain(front: &mut Mind, back: &mut Mind, call: &Chain, replies: &mut Replies<'_>) -> Verdict {
+    if let Some(reply) = replies.take("synchronize") {
+        back.synchronize(reply)?;
+    }
     let Some(forward) = chain_forward(front, call, replies)? else { return Ok(()) };
     let Some(grads) = chain_train(front, back, &forward, call, replies)? else { return Ok(()) };
     let mut dead = false;
@@ -1057,9 +1140,9 @@ fn same(want: &Value, got: &Value) -> Verdict {
     }
 }
 
-fn same_steps(want: u64, left: &Left) -> Verdict {
-    match left.steps {
-        Some(got) if got != want => Err(format!("steps() is {got} instead of {want}")),
+fn same_count(what: &str, want: u64, got: Option<u64>) -> Verdict {
+    match got {
+        Some(got) if got != want => Err(format!("{what}() is {got} instead of {want}")),
         _ => Ok(()),
     }
 }

@@ -50,6 +50,8 @@ pub enum Class {
     Options,
     /// Parameters written between calls.
     Writes,
+    /// Parameters written beside a step.
+    Races,
     /// A second engine over the parameters of the first.
     Second,
     /// Engines dropped in flight and built anew.
@@ -70,7 +72,7 @@ pub enum Class {
     Several,
 }
 
-const CLASSES: [(Class, &str); 16] = [
+const CLASSES: [(Class, &str); 17] = [
     (Class::Labels, "labels"),
     (Class::Layers, "layers"),
     (Class::Losses, "losses"),
@@ -78,6 +80,7 @@ const CLASSES: [(Class, &str); 16] = [
     (Class::Nonfinite, "nonfinite"),
     (Class::Options, "options"),
     (Class::Writes, "writes"),
+    (Class::Races, "races"),
     (Class::Second, "second"),
     (Class::Rebuild, "rebuild"),
     (Class::Chains, "chains"),
@@ -226,10 +229,19 @@ pub enum What {
         param: usize,
         data: u64,
     },
+    /// Asks for a step and writes one parameter while it is under way.
+    Race {
+        param: usize,
+        data: u64,
+        lag: Lag,
+        update: UpdateSpec,
+    },
     /// Builds a second engine over the same model, which must be refused.
     Second,
-    /// Drops the engine, whatever it is doing, and builds it anew.
-    Rebuild,
+    /// Drops the engine, whatever it is doing, and builds it anew. Forwards that are kept go with it or stay.
+    Rebuild {
+        holds: bool,
+    },
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -420,7 +432,10 @@ impl Maker<'_> {
         ops.push(Op { tag, engine, what });
         // Most gradients are for a step.
         if matches!(what, What::Train { .. } | What::Backward { .. }) && self.dice.percent(40) {
-            let what = self.step(engine);
+            let what = match self.has(Class::Races) && self.dice.percent(5) {
+                true => self.race(engine),
+                false => self.step(engine),
+            };
             let tag = self.tag();
             ops.push(Op { tag, engine, what });
         }
@@ -443,8 +458,9 @@ impl Maker<'_> {
             93..96 if self.has(Class::Writes) => {
                 What::Write { param: self.dice.below(16), data: self.dice.below(1000) as u64 }
             }
-            96..98 if self.has(Class::Rebuild) => What::Rebuild,
+            96 | 97 if self.has(Class::Rebuild) => What::Rebuild { holds: self.dice.percent(40) },
             98 if self.has(Class::Second) => What::Second,
+            99 if self.has(Class::Races) => self.race(engine),
             _ => return None,
         })
     }
@@ -558,6 +574,15 @@ impl Maker<'_> {
             return What::Step { lag, function: self.function(), wait };
         }
         What::Update { lag, update: self.update(), wait }
+    }
+
+    fn race(&mut self, engine: usize) -> What {
+        let lag = match self.engines[engine].asynchronous && self.has(Class::LagOne) {
+            true => Lag::One,
+            false => Lag::Zero,
+        };
+        let update = UpdateSpec { lr: 0.05, clip: None, grad_scale: 1.0, refused: false };
+        What::Race { param: self.dice.below(16), data: self.dice.below(1000) as u64, lag, update }
     }
 
     fn function(&mut self) -> Function {

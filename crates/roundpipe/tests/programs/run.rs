@@ -74,6 +74,8 @@ pub struct Left {
     /// The optimizer's values and its state; `None` of an engine that is gone.
     pub copies: Option<Vec<Named<Vec<Vec<u64>>>>>,
     pub steps: Option<u64>,
+    /// Steps that were skipped.
+    pub nonfinite: Option<u64>,
 }
 
 /// What was seen on one ring.
@@ -157,7 +159,8 @@ struct KeptForward {
     engine: usize,
     batch: Batch,
     input_grads: bool,
-    /// Dropped before the engine, where both are.
+    /// Whether its engine is gone; it can be read then, no more.
+    orphan: bool,
     forward: Forward,
 }
 
@@ -166,6 +169,8 @@ struct Session<'a> {
     program: &'a Program,
     dice_seed: u64,
     kept: BTreeMap<usize, KeptForward>,
+    /// Which engines may have failed since they last came to rest.
+    troubled: Vec<bool>,
     engines: Vec<Arc<RoundPipe>>,
     models: Vec<Built>,
     ring: Ring,
@@ -184,6 +189,7 @@ impl<'a> Session<'a> {
             program,
             dice_seed,
             kept: BTreeMap::new(),
+            troubled: vec![false; program.engines.len()],
             engines: Vec::new(),
             models,
             ring,
@@ -245,6 +251,7 @@ impl<'a> Session<'a> {
 
     fn act(&mut self, op: &Op, replies: &mut Vec<Reply>) {
         let Op { tag, engine, what } = *op;
+        self.troubled[engine] |= may_fail(self.program, &what);
         match what {
             What::Train { batch, loss, fault, outputs, input_grads } => {
                 let call = TrainCall { tag, batch, loss, fault, outputs, input_grads };
@@ -276,12 +283,29 @@ impl<'a> Session<'a> {
                 replies.push(reply(engine, "weights", self.left(engine)));
             }
             What::SetTraining(training) => self.engines[engine].set_training(training),
-            What::Write { param, data } => self.write(engine, param, data, replies),
+            What::Write { param, data } => {
+                self.synchronize(engine, replies);
+                // A forward that is kept would go back with other weights than it came with.
+                self.kept.retain(|_, kept| kept.engine != engine);
+                replies.push(reply(engine, "write", self.write(engine, param, data)));
+            }
             What::Second => {
                 let second = self.build(engine).map(|_| Value::Done);
                 replies.push(reply(engine, "second engine", second));
             }
-            What::Rebuild => self.rebuild(engine, replies),
+            What::Race { param, data, lag, update } => {
+                self.synchronize(engine, replies);
+                self.kept.retain(|_, kept| kept.engine != engine);
+                let stepping = self.engines[engine].update(&options(&update), lag);
+                wait_for(engine, stepping, false, replies);
+                // Another moment on each ring.
+                let mut dice = Dice::new(self.dice_seed, 2000 + tag as u64);
+                (0..dice.below(4) * dice.below(30)).for_each(|_| std::thread::yield_now());
+                replies.push(reply(engine, "write", self.write(engine, param, data)));
+                self.synchronize(engine, replies);
+                replies.push(reply(engine, "weights", self.left(engine)));
+            }
+            What::Rebuild { holds } => self.rebuild(engine, holds, replies),
         }
     }
 
@@ -298,7 +322,8 @@ impl<'a> Session<'a> {
         replies
     }
 
-    fn synchronize(&self, engine: usize, replies: &mut Vec<Reply>) {
+    fn synchronize(&mut self, engine: usize, replies: &mut Vec<Reply>) {
+        self.troubled[engine] = false;
         let done = self.engines[engine].synchronize().map(|()| Value::Done);
         replies.push(reply(engine, "synchronize", done));
     }
@@ -360,7 +385,8 @@ impl<'a> Session<'a> {
         });
         replies.push(Reply { engine, call: "forward", result: value });
         if let (Ok(forward), true) = (forward, how.keep) {
-            self.kept.insert(tag, KeptForward { engine, batch, input_grads: how.input_grads, forward });
+            let input_grads = how.input_grads;
+            self.kept.insert(tag, KeptForward { engine, batch, input_grads, orphan: false, forward });
         }
     }
 
@@ -370,7 +396,7 @@ impl<'a> Session<'a> {
     }
 
     fn backward(&mut self, of: usize, odd: Odd, replies: &mut Vec<Reply>) {
-        let Some(kept) = self.kept.remove(&of) else { return };
+        let Some(kept) = self.kept.remove(&of).filter(|kept| !kept.orphan) else { return };
         let engine = kept.engine;
         let batch = Batch { odd, ..kept.batch };
         let grads = models::labels(self.spec(engine).dtype, &batch, Loss::Weighted, of, None);
@@ -382,8 +408,13 @@ impl<'a> Session<'a> {
         }
     }
 
-    fn chain(&self, call: &ChainCall, replies: &mut Vec<Reply>) {
+    fn chain(&mut self, call: &ChainCall, replies: &mut Vec<Reply>) {
         let ChainCall { tag, front, back, batch, loss, fault, pause } = *call;
+        if self.troubled[back] {
+            // Whether its input gradients come before it fails depends on how far it is.
+            self.synchronize(back, replies);
+        }
+        self.troubled[back] |= fault.is_some();
         let of = |side: Side| fault.filter(|(at, _)| *at == side).map(|(_, fault)| fault);
         self.arm(front, tag, of(Side::Front), &batch);
         self.arm(back, tag, of(Side::Back), &batch);
@@ -427,32 +458,30 @@ impl<'a> Session<'a> {
         self.engines[engine].step(step, lag)
     }
 
-    fn write(&mut self, engine: usize, param: usize, data: u64, replies: &mut Vec<Reply>) {
-        self.synchronize(engine, replies);
-        // A forward that is kept would go back with other weights than it came with.
-        self.kept.retain(|_, kept| kept.engine != engine);
+    fn write(&self, engine: usize, param: usize, data: u64) -> Result<Value> {
         let params = self.models[engine].model.named_params();
         let param = &params[param % params.len()].1;
         let values = models::written(data, param.shape().numel());
-        let values = HostTensor::from_f64s(&values, param.dtype(), param.shape()).expect("values");
+        let values = HostTensor::from_f64s(&values, param.dtype(), param.shape())?;
         let home = param.data();
-        let written = home.write(0..home.len()).map(|mut home| {
-            home.bytes().copy_from_slice(values.read().expect("values of this thread").bytes());
-            Value::Done
-        });
-        replies.push(reply(engine, "write", written.map_err(Error::from)));
+        home.write(0..home.len())?.bytes().copy_from_slice(values.read()?.bytes());
+        Ok(Value::Done)
     }
 
-    fn rebuild(&mut self, engine: usize, replies: &mut Vec<Reply>) {
+    fn rebuild(&mut self, engine: usize, holds: bool, replies: &mut Vec<Reply>) {
         // Another engine may wait for what this one computes.
         for other in (0..self.engines.len()).filter(|other| *other != engine) {
             self.synchronize(other, replies);
         }
-        self.kept.retain(|_, kept| kept.engine != engine);
+        if holds {
+            self.kept.values_mut().filter(|kept| kept.engine == engine).for_each(|kept| kept.orphan = true);
+        } else {
+            self.kept.retain(|_, kept| kept.engine != engine);
+        }
         let old = self.engines.remove(engine);
         drop(Arc::into_inner(old));
         let weights = weights(&self.models[engine].model);
-        let left = Left { weights, copies: None, steps: None };
+        let left = Left { weights, copies: None, steps: None, nonfinite: None };
         replies.push(reply(engine, "drop", Ok(Value::Left(left))));
         let built = self.build(engine).expect("an engine after the first is gone");
         self.engines.insert(engine, Arc::new(built));
@@ -475,8 +504,9 @@ impl<'a> Session<'a> {
             copies.push((copy.name, all));
         }
         let weights = weights(&self.models[engine].model);
-        let steps = Some(self.engines[engine].steps());
-        Ok(Value::Left(Left { weights, copies: Some(copies), steps }))
+        let engine = &self.engines[engine];
+        let (steps, nonfinite) = (Some(engine.steps()), Some(engine.nonfinite_steps()));
+        Ok(Value::Left(Left { weights, copies: Some(copies), steps, nonfinite }))
     }
 
     // ---- options ----
@@ -526,6 +556,21 @@ pub fn needs_rest(program: &Program, op: &Op) -> bool {
     match op.what {
         What::Forward { fault: Some(fault), kind, .. } => !kind.merged && !fault.is_late(),
         What::Step { lag: Lag::One, .. } => program.engines[op.engine].model == ModelKind::Running,
+        _ => false,
+    }
+}
+
+/// Whether an operation may fail after it has returned.
+fn may_fail(program: &Program, what: &What) -> bool {
+    match what {
+        What::Train { fault, .. } | What::Forward { fault, .. } => fault.is_some(),
+        What::Chain { fault, .. } => fault.is_some(),
+        What::Backward { of, .. } => {
+            let forward = program.ops.iter().find(|op| op.tag == *of);
+            forward.is_some_and(|op| may_fail(program, &op.what))
+        }
+        // Gradients that are not finite make weights that are not.
+        What::Step { function, .. } => *function != Function::Shrink,
         _ => false,
     }
 }
