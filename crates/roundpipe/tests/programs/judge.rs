@@ -27,7 +27,7 @@ use crate::plain::{self, Copies, Grads, Plain, Terms, Values};
 use crate::program::{
     Batch, EngineSpec, Fault, ForwardKind, Function, Loss, Odd, Op, Program, RuleKind, Side, UpdateSpec, What,
 };
-use crate::run::{Left, Named, Reply, Told, Trace, Value, bits};
+use crate::run::{Named, Reply, Told, Trace, Value, bits};
 
 /// The last of so many steps in a row that are not finite fails.
 const MOST_NONFINITE: u64 = 10;
@@ -166,6 +166,8 @@ struct State {
     steps: u64,
     /// Steps in a row that were skipped.
     nonfinite: u64,
+    /// All that were.
+    skipped: u64,
     /// Whether a parameter was written in memory that it had left: the next step fails.
     lost: bool,
     training: bool,
@@ -432,7 +434,8 @@ impl Mind {
         let Value::Left(left) = value else { return Err("it gave something else".to_owned()) };
         let state = &self.state;
         let newest = state.newest.as_ref().ok_or("a step that failed was not told")?;
-        same_steps(state.steps, left)?;
+        same_count("steps", state.steps, left.steps)?;
+        same_count("nonfinite_steps", state.skipped, left.nonfinite)?;
         same_named("weight", &self.named_weights(newest, &state.frozen), &left.weights)?;
         match &left.copies {
             Some(copies) => self.same_copies(copies),
@@ -746,6 +749,7 @@ impl Mind {
         let skipped = !squared.is_finite();
         if skipped {
             after.nonfinite += 1;
+            after.skipped += 1;
         } else {
             after.nonfinite = 0;
         }
@@ -929,6 +933,7 @@ fn fresh(plain: &Plain, weights: Values, frozen: Values) -> State {
         floor: 0,
         steps: 0,
         nonfinite: 0,
+        skipped: 0,
         lost: false,
         training: true,
         kept: BTreeMap::new(),
@@ -1135,9 +1140,9 @@ fn same(want: &Value, got: &Value) -> Verdict {
     }
 }
 
-fn same_steps(want: u64, left: &Left) -> Verdict {
-    match left.steps {
-        Some(got) if got != want => Err(format!("steps() is {got} instead of {want}")),
+fn same_count(what: &str, want: u64, got: Option<u64>) -> Verdict {
+    match got {
+        Some(got) if got != want => Err(format!("{what}() is {got} instead of {want}")),
         _ => Ok(()),
     }
 }

@@ -12,6 +12,7 @@ mod plain;
 mod program;
 mod run;
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
@@ -21,6 +22,8 @@ use std::time::{Duration, Instant};
 use program::{Program, Without};
 use run::{RINGS, RingKind, Watch};
 
+/// Programs that run by default.
+const SHARE: u64 = 150;
 /// How long one program may take on all rings.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// How long a program that fails may be made shorter.
@@ -148,5 +151,28 @@ fn check(seeds: Range<u64>, without: &Without) {
 #[test]
 fn programs_give_the_same_bits_on_every_ring() {
     let without = std::env::var("ROUNDPIPE_WITHOUT").unwrap_or_default();
-    check(seeds(0..150), &Without::parse(&without));
+    check(seeds(0..SHARE), &Without::parse(&without));
+}
+
+/// The share that runs by default has every kind of operation and fault in it, so that none is forgotten.
+#[test]
+fn the_share_has_everything() {
+    let mut seen = BTreeSet::new();
+    for seed in 0..SHARE {
+        let program = program::generate(seed, &Without::default());
+        seen.insert(if program.strict { "strict" } else { "loose" }.to_owned());
+        for op in &program.ops {
+            // Names of variants, in the order of the derived text, and what they are set to.
+            let text = format!("{:?}", op.what);
+            let words = text.split(|c: char| !c.is_alphanumeric() && c != '_');
+            seen.extend(words.filter(|word| word.starts_with(char::is_uppercase)).map(str::to_owned));
+        }
+        seen.extend(program.engines.iter().map(|engine| format!("{:?}", engine.model)));
+        seen.extend(program.engines.iter().map(|engine| format!("{:?}", engine.dtype)));
+    }
+    let all = "strict loose Mlp Tied Embed Running Frozen F32 BF16 F16 Train Forward Read Backward Drop Chain Update Step \
+               Synchronize Gradients Weights SetTraining Write Race Second Rebuild Loss Label Token Descend Shrink Fail \
+               WriteNan NanInput InfInput NanLabel InfLabel CrossEntropy Weighted Front Back Zero One";
+    let missing: Vec<&str> = all.split_whitespace().filter(|word| !seen.contains(*word)).collect();
+    assert_eq!(missing, Vec::<&str>::new());
 }

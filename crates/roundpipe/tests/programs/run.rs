@@ -74,6 +74,8 @@ pub struct Left {
     /// The optimizer's values and its state; `None` of an engine that is gone.
     pub copies: Option<Vec<Named<Vec<Vec<u64>>>>>,
     pub steps: Option<u64>,
+    /// Steps that were skipped.
+    pub nonfinite: Option<u64>,
 }
 
 /// What was seen on one ring.
@@ -479,7 +481,7 @@ impl<'a> Session<'a> {
         let old = self.engines.remove(engine);
         drop(Arc::into_inner(old));
         let weights = weights(&self.models[engine].model);
-        let left = Left { weights, copies: None, steps: None };
+        let left = Left { weights, copies: None, steps: None, nonfinite: None };
         replies.push(reply(engine, "drop", Ok(Value::Left(left))));
         let built = self.build(engine).expect("an engine after the first is gone");
         self.engines.insert(engine, Arc::new(built));
@@ -502,8 +504,9 @@ impl<'a> Session<'a> {
             copies.push((copy.name, all));
         }
         let weights = weights(&self.models[engine].model);
-        let steps = Some(self.engines[engine].steps());
-        Ok(Value::Left(Left { weights, copies: Some(copies), steps }))
+        let engine = &self.engines[engine];
+        let (steps, nonfinite) = (Some(engine.steps()), Some(engine.nonfinite_steps()));
+        Ok(Value::Left(Left { weights, copies: Some(copies), steps, nonfinite }))
     }
 
     // ---- options ----
