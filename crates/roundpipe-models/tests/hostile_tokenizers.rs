@@ -190,11 +190,6 @@ fn refused_texts() -> Vec<(Value, &'static str)> {
         (with("normalizer", sequence("normalizers", replace("aa"), 40)), "64 bytes of one"),
         (with("normalizer", nested), "64 bytes of one"),
         (with("decoder", sequence("decoders", replace("aa"), 40)), "64 bytes of one"),
-        // Before the byte-level pre-tokenizer of the fixture, which exchanges every character.
-        (
-            with("normalizer", json!({"type": "Replace", "pattern": {"Regex": "a*"}, "content": "x"})),
-            "before its first character",
-        ),
         (model(word_level), "tokenizer refuses it"),
         (model(json!({"type": "Unigram", "unk_id": null, "vocab": [["b", -1.0]]})), "tokenizer refuses it"),
     ]
