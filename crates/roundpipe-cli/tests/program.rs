@@ -167,11 +167,11 @@ fn absurd_numbers_get_one_line() {
         ([&["bench", "tiny", "--batch", max, "--seq", max][..], &cpu].concat(), "--batch"),
         (bench(&["--batch", "100000000000"]), "--batch"),
         ([&["bench", "tiny", "--batch", "1", "--seq", max][..], &cpu].concat(), "--batch"),
-        (bench(&["--batch", "1", "--seq", "2000000000"]), "max_position_embeddings"),
+        (bench(&["--batch", "1", "--seq", "2000000000"]), "2000000000"),
         ([&["bench", "tiny", "--microbatches", max][..], &cpu].concat(), "--microbatches"),
         (bench(&["--optimizer-threads", "100000"]), "--optimizer-threads"),
         (bench(&["--batch", "1", "--seq", "8", "--mode", "lora", "--rank", "18446744073709551615"]), "rank"),
-        (bench(&["--clip", "-1"]), "--clip"),
+        (bench(&["--clip=-1"]), "--clip"),
         (bench(&["--clip", "nan"]), "--clip"),
         (vec!["bench", "tiny", "--devices", "cpu:100000"], "--devices"),
     ];

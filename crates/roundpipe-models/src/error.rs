@@ -1,13 +1,15 @@
 //! What can go wrong between a folder and a running model. Bugs panic; these do not.
 
+use std::fmt::{self, Display, Write};
 use std::path::{Path, PathBuf};
 
-/// One line that names the place and the fix.
+/// One line that names the place and the fix. Messages quote files of others, so what would move a terminal's cursor is
+/// shown as an escape, and of a long message the middle is left out.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A file cannot be used; says which, why, and what helps.
-    #[error("{}: {what}", path.display())]
+    #[error("{}: {}", path.display(), Line(what))]
     File {
         /// The file or folder.
         path: PathBuf,
@@ -15,10 +17,10 @@ pub enum Error {
         what: String,
     },
     /// A chat template cannot be rendered.
-    #[error("chat template: {0}")]
+    #[error("chat template: {}", Line(.0))]
     Template(String),
     /// An argument cannot work.
-    #[error("{what}: {why}")]
+    #[error("{}: {}", Line(what), Line(why))]
     Argument {
         /// The argument or field.
         what: String,
@@ -45,5 +47,52 @@ impl Error {
     }
 }
 
+/// A message as one line of bounded length.
+struct Line<'a>(&'a str);
+
+impl Line<'_> {
+    /// Characters of a long message that are shown of its start, where the place is, and of its end, where the fix is.
+    const SHOWN: (usize, usize) = (500, 200);
+}
+
+impl Display for Line<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (start, end) = Self::SHOWN;
+        let count = self.0.chars().count();
+        for (i, c) in self.0.chars().enumerate() {
+            if i == start && count > start + end {
+                f.write_str(" … ")?;
+            }
+            if i < start || i + end >= count {
+                match c.is_control() {
+                    true => write!(f, "{}", c.escape_default())?,
+                    false => f.write_char(c)?,
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
 /// The crate's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+#[cfg(test)]
+mod tests {
+    use super::Error;
+
+    /// Whatever a message quotes, it is one line that no terminal obeys, and its end, the fix, is there.
+    #[test]
+    fn messages_are_one_short_line() {
+        let quoted = format!("bias = \"n\none\u{1b}[2J\u{85}\" {}; use \"none\"", "é".repeat(100_000));
+        let errors =
+            [Error::file("m/x.json", &*quoted), Error::argument("bias", &*quoted), Error::Template(quoted)];
+        for error in errors {
+            let text = error.to_string();
+            assert!(text.contains(r#"bias = "n\none\u{1b}[2J\u{85}" é"#), "{text}");
+            assert!(text.ends_with("é; use \"none\"") && text.contains(" … "), "{text}");
+            assert!(text.chars().count() < 750 && !text.chars().any(char::is_control), "{text}");
+        }
+        assert_eq!(Error::file("m", "ü is missing").to_string(), "m: ü is missing");
+    }
+}

@@ -21,11 +21,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use serde_json::Value as Json;
-use tokenizers::{ModelWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl};
+use tokenizers::{ModelWrapper, NormalizedString, Normalizer, PostProcessorWrapper, TokenizerImpl};
 
 use crate::chat::ChatTemplate;
 use crate::error::{Error, Result};
 use crate::files::{self, Kind};
+use crate::weights::shown;
 
 /// The most files in `additional_chat_templates`.
 const MOST_TEMPLATES: usize = 64;
@@ -33,7 +34,7 @@ const MOST_TEMPLATES: usize = 64;
 type Inner = TokenizerImpl<
     ModelWrapper,
     bounded::Normalize,
-    PreTokenizerWrapper,
+    bounded::PreTokenize,
     PostProcessorWrapper,
     bounded::Decode,
 >;
@@ -93,6 +94,7 @@ impl Tokenizer {
         definition::check(&mut json).map_err(|what| refuse(&what))?;
         let byte_fallback = json["decoder"].to_string().contains("ByteFallback");
         let inner = guarded(|| serde_json::from_value::<Inner>(json)).map_err(|what| refuse(&what))?;
+        guarded(|| refuse_vanishing_tokens(&inner)).map_err(|what| refuse(&what))?;
         Ok(Self {
             folder: PathBuf::new(),
             inner,
@@ -167,8 +169,8 @@ impl Tokenizer {
             |what: &str| Error::argument("text", format!("the tokenizer refuses it: {}", one_line(what)));
         bounded::take_refusal();
         let encoding = guarded(|| self.inner.encode(text, add_special));
-        if bounded::take_refusal() {
-            return Err(refuse(bounded::TOO_LONG));
+        if let Some(why) = bounded::take_refusal() {
+            return Err(refuse(why));
         }
         let encoding = encoding.map_err(|what| refuse(&what))?;
         let mut ids = encoding.get_ids().to_vec();
@@ -353,6 +355,21 @@ fn guarded<T, E: ToString>(call: impl FnOnce() -> Result<T, E>) -> Result<T, Str
         Ok(done) => done.map_err(|e| e.to_string()),
         Err(_) => Err("the tokenizers library failed on it".into()),
     }
+}
+
+/// An added token of which the normalizer leaves nothing would be found between all bytes of a text.
+fn refuse_vanishing_tokens(inner: &Inner) -> tokenizers::Result<()> {
+    let Some(normalizer) = inner.get_normalizer() else { return Ok(()) };
+    for token in inner.get_added_tokens_decoder().values().filter(|token| token.normalized) {
+        let mut text = NormalizedString::from(token.content.as_str());
+        normalizer.normalize(&mut text)?;
+        if text.is_empty() {
+            return Err(
+                format!("added_tokens: the normalizer leaves nothing of {}", shown(&token.content)).into()
+            );
+        }
+    }
+    Ok(())
 }
 
 /// A JSON object from a file; an empty one when the file does not exist.

@@ -99,20 +99,18 @@ fn conversation() -> (Vec<Message>, RenderOptions) {
 /// Input of [`conversation`] is less than this.
 const INPUT_BYTES: usize = 4096;
 
-/// What became of a template.
-#[derive(Debug)]
-enum Outcome {
-    Refused(String),
-    Failed(String),
-    Rendered(String),
+/// What became of a template: its text or the error's line, and what a render took if it came to one.
+struct Outcome {
+    result: Result<String, String>,
+    usage: Option<Usage>,
 }
 
 /// Parses and renders a template and checks every limit.
-fn checked(source: &str) -> (Outcome, Option<Usage>) {
+fn checked(source: &str) -> Outcome {
     checked_within(source, Limits::default())
 }
 
-fn checked_within(source: &str, limits: Limits) -> (Outcome, Option<Usage>) {
+fn checked_within(source: &str, limits: Limits) -> Outcome {
     let (messages, options) = conversation();
     let short: String = source.chars().take(3000).collect();
     let parse = measured(|| ChatTemplate::parse(source, &BTreeMap::new()));
@@ -122,7 +120,7 @@ fn checked_within(source: &str, limits: Limits) -> (Outcome, Option<Usage>) {
         Err(error) => {
             let error = error.to_string();
             assert!(!error.contains('\n') && error.len() < 2000, "{error}: {short}");
-            return (Outcome::Refused(error), None);
+            return Outcome { result: Err(error), usage: None };
         }
     };
     let render = measured(|| template.render_limited(&messages, &options, limits));
@@ -138,15 +136,11 @@ fn checked_within(source: &str, limits: Limits) -> (Outcome, Option<Usage>) {
     assert!(usage.steps <= limits.steps + STEPS_PER_BYTE * INPUT_BYTES as u64, "{usage:?}: {short}");
     let paid = usage.steps * BYTES_PER_STEP + UNCOUNTED_BYTES as u64;
     assert!(render.total <= paid, "{} bytes allocated in {} steps: {short}", render.total, usage.steps);
-    let outcome = match result {
-        Ok(rendered) => Outcome::Rendered(rendered.text),
-        Err(error) => {
-            let error = error.to_string();
-            assert!(!error.contains('\n') && error.len() < 2000, "{error}: {short}");
-            Outcome::Failed(error)
-        }
-    };
-    (outcome, Some(usage))
+    let result = result.map(|rendered| rendered.text).map_err(|error| error.to_string());
+    if let Err(error) = &result {
+        assert!(!error.contains('\n') && error.len() < 2000, "{error}: {short}");
+    }
+    Outcome { result, usage: Some(usage) }
 }
 
 /// Runs on a stack of the size that `chat.rs` states.
@@ -369,11 +363,10 @@ fn long_names() -> String {
 fn hostile_templates_keep_to_the_limits() {
     on_small_stack(|| {
         for (name, source, want) in hostile() {
-            let (outcome, _) = checked(&source);
-            match (outcome, want) {
-                (Outcome::Refused(_) | Outcome::Failed(_), Error) => {}
-                (Outcome::Rendered(text), Text(want)) if text == want => {}
-                (outcome, _) => panic!("{name}: {outcome:?}"),
+            match (checked(&source).result, want) {
+                (Err(_), Error) => {}
+                (Ok(text), Text(want)) if text == want => {}
+                (result, _) => panic!("{name}: {result:?}"),
             }
         }
     });
@@ -440,7 +433,7 @@ fn chains_are_bounded() {
         let deep = "{% if 1 %}".repeat(48) + &deep + &"{% endif %}".repeat(48);
         let template = ChatTemplate::parse(&deep, &BTreeMap::new()).unwrap();
         drop((template.clone(), template));
-        assert!(matches!(checked(&deep).0, Outcome::Rendered(text) if text == "49"));
+        assert_eq!(checked(&deep).result.as_deref(), Ok("49"));
     });
 }
 
@@ -572,17 +565,18 @@ struct Tally {
 }
 
 impl Tally {
-    fn add(&mut self, (outcome, usage): (Outcome, Option<Usage>)) {
-        match outcome {
-            Outcome::Refused(_) => self.refused += 1,
-            Outcome::Failed(_) => self.failed += 1,
-            Outcome::Rendered(_) => self.rendered += 1,
+    fn add(&mut self, outcome: Outcome) {
+        let Some(usage) = outcome.usage else {
+            self.refused += 1;
+            return;
+        };
+        match outcome.result {
+            Ok(_) => self.rendered += 1,
+            Err(_) => self.failed += 1,
         }
-        if let Some(usage) = usage {
-            self.steps += usage.steps;
-            self.most_steps = self.most_steps.max(usage.steps);
-            self.most_bytes = self.most_bytes.max(usage.peak_bytes);
-        }
+        self.steps += usage.steps;
+        self.most_steps = self.most_steps.max(usage.steps);
+        self.most_bytes = self.most_bytes.max(usage.peak_bytes);
     }
 
     fn report(&self, what: &str) {
@@ -599,7 +593,7 @@ impl Tally {
 fn random_templates_keep_to_the_limits() {
     on_small_stack(|| {
         let mut tally = Tally::default();
-        for seed in seeds(0..1200) {
+        for seed in seeds(0..3000) {
             let source = template_gen::template(&random_bytes(seed, 400));
             tally.add(checked_within(&source, limits_of(seed)));
         }
@@ -623,7 +617,7 @@ fn mutated_templates_keep_to_the_limits() {
         sources
             .extend(hostile().into_iter().map(|(_, source, _)| source).filter(|source| source.len() < 4096));
         let mut tally = Tally::default();
-        for seed in seeds(0..1200) {
+        for seed in seeds(0..3000) {
             let source = &sources[seed as usize % sources.len()];
             let source = template_gen::mutate(source, &random_bytes(!seed, 100));
             tally.add(checked_within(&source, limits_of(seed)));

@@ -132,6 +132,14 @@ fn refused_parts() -> Vec<(Value, &'static str)> {
         (with("added_tokens", json!({})), "no list"),
         (with("added_tokens", json!([added(400, "x", &["rstrip"]), added(401, " y", &["lstrip"])])), "` y`"),
         (with("added_tokens", json!([added(400, &"x".repeat(20_000), &[])])), "20000 bytes"),
+        (
+            {
+                let mut definition = with("normalizer", json!({"type": "StripAccents"}));
+                definition["added_tokens"] = json!([added(400, "\u{301}", &["normalized", "single_word"])]);
+                definition
+            },
+            "leaves nothing",
+        ),
         (with("version", json!("2.0")), "version"),
     ]
 }
@@ -182,6 +190,11 @@ fn refused_texts() -> Vec<(Value, &'static str)> {
         (with("normalizer", sequence("normalizers", replace("aa"), 40)), "64 bytes of one"),
         (with("normalizer", nested), "64 bytes of one"),
         (with("decoder", sequence("decoders", replace("aa"), 40)), "64 bytes of one"),
+        // Before the byte-level pre-tokenizer of the fixture, which exchanges every character.
+        (
+            with("normalizer", json!({"type": "Replace", "pattern": {"Regex": "a*"}, "content": "x"})),
+            "before its first character",
+        ),
         (model(word_level), "tokenizer refuses it"),
         (model(json!({"type": "Unigram", "unk_id": null, "vocab": [["b", -1.0]]})), "tokenizer refuses it"),
     ]

@@ -563,6 +563,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "Miri maps no files")]
     fn a_mapped_file_reads_and_refuses_writes() {
         let path = std::env::temp_dir().join(format!("roundpipe-map-{}", std::process::id()));
         std::fs::write(&path, b"hello").unwrap();
@@ -578,6 +579,7 @@ mod tests {
     /// Pages that were given back hold the file's bytes again when they are read again, and other memory keeps
     /// its own.
     #[test]
+    #[cfg_attr(miri, ignore = "Miri maps no files")]
     fn pages_that_were_let_go_come_back() {
         let path = std::env::temp_dir().join(format!("roundpipe-let-go-{}", std::process::id()));
         let bytes: Vec<u8> = (0..40_000u32).map(|i| (i % 251) as u8).collect();

@@ -597,7 +597,8 @@ impl Forward {
 
     /// As [`Forward::backward`], where some outputs have no gradient.
     pub(crate) fn backward_some(self, grads: &Tree<Option<HostTensor>>) -> Result<InputGrads> {
-        for grad in grads.leaves().into_iter().flatten().filter(|grad| !grad.dtype().is_float()) {
+        let mut leaves = grads.leaves().into_iter().flatten();
+        if let Some(grad) = leaves.find(|grad| !grad.dtype().is_float()) {
             let what = format!("a gradient is {} {}; gradients are floats", grad.dtype(), grad.shape());
             return Err(Error::config("backward", what));
         }

@@ -302,7 +302,8 @@ impl Store {
     /// Whether somebody else wrote weights since this was last asked.
     pub(crate) fn notice_writes(&self) -> bool {
         // Every layer is to notice.
-        self.layers.iter().fold(false, |any, layer| layer.notice_writes() || any)
+        let noticed = self.layers.iter().filter(|layer| layer.notice_writes()).count();
+        noticed > 0
     }
 
     /// A number that changes whenever the weights of a layer may have changed without a new version: when somebody

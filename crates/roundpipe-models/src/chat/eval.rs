@@ -16,7 +16,7 @@ use std::rc::{Rc, Weak};
 
 use super::budget::{Budget, Buffer, Paid, Shared, Vector};
 use super::parse::{
-    Args, Body, Chain, Cmp, Expr, ExprKind, For, Literal, MacroDef, Op, Stmt, StmtKind, Target,
+    Args, Body, Chain, Cmp, Expr, ExprKind, For, Literal, MacroDef, Node, Op, Stmt, StmtKind, Target,
 };
 use super::value::{Dict, Items, Missing, Name, Namespace, Value, items};
 use super::{Fault, filters, methods, ops, predicates};
@@ -310,7 +310,7 @@ impl<'r> Interp<'r> {
 
     fn with(
         &mut self,
-        bindings: &'r [(Target, Box<Expr>)],
+        bindings: &'r [(Target, Node)],
         body: &'r [Stmt],
         scope: ScopeRef<'_, 'r>,
     ) -> Result<Flow, Fault> {
@@ -551,11 +551,7 @@ impl<'r> Interp<'r> {
         }
     }
 
-    fn eval_dict(
-        &mut self,
-        pairs: &'r [(Box<Expr>, Box<Expr>)],
-        scope: ScopeRef<'_, 'r>,
-    ) -> Result<Value<'r>, Fault> {
+    fn eval_dict(&mut self, pairs: &'r [(Node, Node)], scope: ScopeRef<'_, 'r>) -> Result<Value<'r>, Fault> {
         let mut dict = Dict::new(self.budget);
         for (key, value) in pairs {
             let key = self.eval(key, scope)?;
@@ -567,7 +563,7 @@ impl<'r> Interp<'r> {
     fn eval_slice(
         &mut self,
         of: &'r Expr,
-        parts: &'r [Option<Box<Expr>>; 3],
+        parts: &'r [Option<Node>; 3],
         scope: ScopeRef<'_, 'r>,
     ) -> Result<Value<'r>, Fault> {
         let of = self.eval(of, scope)?;
@@ -583,7 +579,7 @@ impl<'r> Interp<'r> {
     fn compare(
         &mut self,
         left: &'r Expr,
-        rest: &'r [(Cmp, Box<Expr>)],
+        rest: &'r [(Cmp, Node)],
         scope: ScopeRef<'_, 'r>,
     ) -> Result<bool, Fault> {
         let mut left = self.eval(left, scope)?;
@@ -599,7 +595,7 @@ impl<'r> Interp<'r> {
 
     fn eval_all(
         &mut self,
-        exprs: &'r [Box<Expr>],
+        exprs: &'r [Node],
         scope: ScopeRef<'_, 'r>,
     ) -> Result<Vector<'r, Value<'r>>, Fault> {
         let mut values = Vector::new(self.budget);

@@ -277,7 +277,6 @@ pub(super) fn percent<'r>(
 }
 
 /// What stands behind a '%': its layout, its value if it is named, and the rest of the format.
-#[expect(clippy::type_complexity, reason = "three results of one step")]
 fn directive<'f, 'r>(format: &'f str, args: &Value<'r>) -> Result<(Spec, Option<Value<'r>>, &'f str), Fault> {
     let mut rest = format;
     let mut named = None;

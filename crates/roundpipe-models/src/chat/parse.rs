@@ -53,6 +53,9 @@ pub(super) enum Cmp {
     NotIn,
 }
 
+/// An expression where it stands in the tree.
+pub(super) type Node = Box<Expr>;
+
 /// An expression, and how many more are below it at most.
 #[derive(Debug)]
 pub(super) struct Expr {
@@ -64,24 +67,24 @@ pub(super) struct Expr {
 pub(super) enum ExprKind {
     Const(Literal),
     Name(String),
-    List(Vec<Box<Expr>>),
-    Tuple(Vec<Box<Expr>>),
-    Dict(Vec<(Box<Expr>, Box<Expr>)>),
-    Attr(Box<Expr>, String),
-    Item(Box<Expr>, Box<Expr>),
-    Slice(Box<Expr>, Box<[Option<Box<Expr>>; 3]>),
-    Call(Box<Expr>, Args),
-    Filter(Box<Expr>, String, Args),
-    Test { of: Box<Expr>, name: String, args: Args, negated: bool },
-    Binary(Op, Box<Expr>, Box<Expr>),
-    Compare(Box<Expr>, Vec<(Cmp, Box<Expr>)>),
-    And(Box<Expr>, Box<Expr>),
-    Or(Box<Expr>, Box<Expr>),
-    Not(Box<Expr>),
-    Neg(Box<Expr>),
-    Pos(Box<Expr>),
-    Concat(Vec<Box<Expr>>),
-    If { test: Box<Expr>, then: Box<Expr>, other: Option<Box<Expr>> },
+    List(Vec<Node>),
+    Tuple(Vec<Node>),
+    Dict(Vec<(Node, Node)>),
+    Attr(Node, String),
+    Item(Node, Node),
+    Slice(Node, Box<[Option<Node>; 3]>),
+    Call(Node, Args),
+    Filter(Node, String, Args),
+    Test { of: Node, name: String, args: Args, negated: bool },
+    Binary(Op, Node, Node),
+    Compare(Node, Vec<(Cmp, Node)>),
+    And(Node, Node),
+    Or(Node, Node),
+    Not(Node),
+    Neg(Node),
+    Pos(Node),
+    Concat(Vec<Node>),
+    If { test: Node, then: Node, other: Option<Node> },
 }
 
 impl Expr {
@@ -99,7 +102,7 @@ impl Expr {
 
 impl ExprKind {
     fn height_below(&self) -> u16 {
-        fn highest<'e>(of: impl IntoIterator<Item = &'e Box<Expr>>) -> u16 {
+        fn highest<'e>(of: impl IntoIterator<Item = &'e Node>) -> u16 {
             of.into_iter().map(|e| e.height).max().unwrap_or(0)
         }
         match self {
@@ -123,10 +126,10 @@ impl ExprKind {
 /// Arguments of a call.
 #[derive(Debug, Default)]
 pub(super) struct Args {
-    pub(super) positional: Vec<Box<Expr>>,
-    pub(super) named: Vec<(String, Box<Expr>)>,
-    pub(super) star: Option<Box<Expr>>,
-    pub(super) star_star: Option<Box<Expr>>,
+    pub(super) positional: Vec<Node>,
+    pub(super) named: Vec<(String, Node)>,
+    pub(super) star: Option<Node>,
+    pub(super) star_star: Option<Node>,
 }
 
 /// What a value is assigned to.
@@ -145,21 +148,24 @@ pub(super) struct Stmt {
 
 pub(super) type Body = Vec<Stmt>;
 
+/// Parameters of a macro, with their defaults.
+pub(super) type Params = Vec<(String, Option<Node>)>;
+
 /// Filters, one after another.
 pub(super) type Chain = Vec<(String, Args)>;
 
 #[derive(Debug)]
 pub(super) enum StmtKind {
     Data(String),
-    Print(Box<Expr>),
-    Set(Target, Box<Expr>),
+    Print(Node),
+    Set(Target, Node),
     SetBlock(Target, Chain, Body),
-    If(Vec<(Box<Expr>, Body)>, Body),
+    If(Vec<(Node, Body)>, Body),
     For(Box<For>),
     Macro(Box<MacroDef>),
-    CallBlock(Box<MacroDef>, Box<Expr>),
+    CallBlock(Box<MacroDef>, Node),
     FilterBlock(Chain, Body),
-    With(Vec<(Target, Box<Expr>)>, Body),
+    With(Vec<(Target, Node)>, Body),
     Generation(Body),
     Block(Body),
     Break,
@@ -169,8 +175,8 @@ pub(super) enum StmtKind {
 #[derive(Debug)]
 pub(super) struct For {
     pub(super) target: Target,
-    pub(super) iter: Box<Expr>,
-    pub(super) filter: Option<Box<Expr>>,
+    pub(super) iter: Node,
+    pub(super) filter: Option<Node>,
     pub(super) recursive: bool,
     pub(super) body: Body,
     pub(super) otherwise: Body,
@@ -179,7 +185,7 @@ pub(super) struct For {
 #[derive(Debug)]
 pub(super) struct MacroDef {
     pub(super) name: String,
-    pub(super) params: Vec<(String, Option<Box<Expr>>)>,
+    pub(super) params: Params,
     pub(super) body: Body,
     /// Whether the body reads `varargs`; only then the macro takes more than its parameters.
     pub(super) varargs: bool,
@@ -257,7 +263,7 @@ impl Parser {
     }
 
     /// A node of the tree.
-    fn node(&self, kind: ExprKind) -> Result<Box<Expr>, Fault> {
+    fn node(&self, kind: ExprKind) -> Result<Node, Fault> {
         Expr::new(kind).map_err(|fault| fault.or_at(self.line()))
     }
 
@@ -361,12 +367,7 @@ impl Parser {
         }
     }
 
-    fn macro_def(
-        &mut self,
-        name: String,
-        params: Vec<(String, Option<Box<Expr>>)>,
-        end: &str,
-    ) -> Result<MacroDef, Fault> {
+    fn macro_def(&mut self, name: String, params: Params, end: &str) -> Result<MacroDef, Fault> {
         let start = self.at;
         let outer = std::mem::take(&mut self.loops);
         let body = self.body_until(end);
@@ -452,9 +453,9 @@ impl Parser {
         Ok(StmtKind::With(bindings, self.body_until("endwith")?))
     }
 
-    fn params(&mut self) -> Result<Vec<(String, Option<Box<Expr>>)>, Fault> {
+    fn params(&mut self) -> Result<Params, Fault> {
         self.expect_op("(")?;
-        let mut params: Vec<(String, Option<Box<Expr>>)> = Vec::new();
+        let mut params: Params = Vec::new();
         while !self.take_op(")") {
             if !params.is_empty() {
                 self.expect_op(",")?;
@@ -500,7 +501,7 @@ impl Parser {
     }
 
     /// An expression, or several with commas between them as a tuple.
-    fn tuple(&mut self, conditional: bool) -> Result<Box<Expr>, Fault> {
+    fn tuple(&mut self, conditional: bool) -> Result<Node, Fault> {
         let one = |p: &mut Self| if conditional { p.expr() } else { p.deeper(Self::or) };
         let first = one(self)?;
         if !self.is_op(",") {
@@ -518,7 +519,7 @@ impl Parser {
     }
 
     /// `a if b else c` and everything that binds tighter.
-    fn expr(&mut self) -> Result<Box<Expr>, Fault> {
+    fn expr(&mut self) -> Result<Node, Fault> {
         self.deeper(|p| {
             let mut value = p.or()?;
             while p.take_name("if") {
@@ -530,7 +531,7 @@ impl Parser {
         })
     }
 
-    fn or(&mut self) -> Result<Box<Expr>, Fault> {
+    fn or(&mut self) -> Result<Node, Fault> {
         let mut left = self.and()?;
         while self.take_name("or") {
             let right = self.and()?;
@@ -539,7 +540,7 @@ impl Parser {
         Ok(left)
     }
 
-    fn and(&mut self) -> Result<Box<Expr>, Fault> {
+    fn and(&mut self) -> Result<Node, Fault> {
         let mut left = self.not()?;
         while self.take_name("and") {
             let right = self.not()?;
@@ -548,7 +549,7 @@ impl Parser {
         Ok(left)
     }
 
-    fn not(&mut self) -> Result<Box<Expr>, Fault> {
+    fn not(&mut self) -> Result<Node, Fault> {
         if self.take_name("not") {
             let of = self.deeper(Self::not)?;
             return self.node(ExprKind::Not(of));
@@ -556,7 +557,7 @@ impl Parser {
         self.compare()
     }
 
-    fn compare(&mut self) -> Result<Box<Expr>, Fault> {
+    fn compare(&mut self) -> Result<Node, Fault> {
         let left = self.sum()?;
         let mut rest = Vec::new();
         loop {
@@ -581,7 +582,7 @@ impl Parser {
         if rest.is_empty() { Ok(left) } else { self.node(ExprKind::Compare(left, rest)) }
     }
 
-    fn sum(&mut self) -> Result<Box<Expr>, Fault> {
+    fn sum(&mut self) -> Result<Node, Fault> {
         let mut left = self.concat()?;
         loop {
             let op = match self.peek() {
@@ -595,7 +596,7 @@ impl Parser {
         }
     }
 
-    fn concat(&mut self) -> Result<Box<Expr>, Fault> {
+    fn concat(&mut self) -> Result<Node, Fault> {
         let first = self.product()?;
         if !self.is_op("~") {
             return Ok(first);
@@ -607,7 +608,7 @@ impl Parser {
         self.node(ExprKind::Concat(parts))
     }
 
-    fn product(&mut self) -> Result<Box<Expr>, Fault> {
+    fn product(&mut self) -> Result<Node, Fault> {
         let mut left = self.power()?;
         loop {
             let op = match self.peek() {
@@ -623,7 +624,7 @@ impl Parser {
         }
     }
 
-    fn power(&mut self) -> Result<Box<Expr>, Fault> {
+    fn power(&mut self) -> Result<Node, Fault> {
         let mut left = self.unary(true)?;
         while self.take_op("**") {
             let right = self.unary(true)?;
@@ -632,7 +633,7 @@ impl Parser {
         Ok(left)
     }
 
-    fn unary(&mut self, filters: bool) -> Result<Box<Expr>, Fault> {
+    fn unary(&mut self, filters: bool) -> Result<Node, Fault> {
         let node = if self.take_op("-") {
             let of = self.deeper(|p| p.unary(false))?;
             self.node(ExprKind::Neg(of))?
@@ -646,7 +647,7 @@ impl Parser {
         if filters { self.filters(node) } else { Ok(node) }
     }
 
-    fn primary(&mut self) -> Result<Box<Expr>, Fault> {
+    fn primary(&mut self) -> Result<Node, Fault> {
         let Some((token, _)) = self.tokens.get_mut(self.at) else {
             return self.fault("the template ends inside an expression");
         };
@@ -674,7 +675,7 @@ impl Parser {
         self.node(kind)
     }
 
-    fn bracketed(&mut self) -> Result<Box<Expr>, Fault> {
+    fn bracketed(&mut self) -> Result<Node, Fault> {
         if self.take_op("[") {
             let items = self.items("]")?;
             return self.node(ExprKind::List(items));
@@ -692,7 +693,7 @@ impl Parser {
     }
 
     /// Expressions with commas between them, up to `close`.
-    fn items(&mut self, close: &str) -> Result<Vec<Box<Expr>>, Fault> {
+    fn items(&mut self, close: &str) -> Result<Vec<Node>, Fault> {
         let mut items = Vec::new();
         while !self.take_op(close) {
             if !items.is_empty() {
@@ -706,7 +707,7 @@ impl Parser {
         Ok(items)
     }
 
-    fn dict(&mut self) -> Result<Box<Expr>, Fault> {
+    fn dict(&mut self) -> Result<Node, Fault> {
         let mut items = Vec::new();
         while !self.take_op("}") {
             if !items.is_empty() {
@@ -722,7 +723,7 @@ impl Parser {
         self.node(ExprKind::Dict(items))
     }
 
-    fn postfix(&mut self, mut node: Box<Expr>) -> Result<Box<Expr>, Fault> {
+    fn postfix(&mut self, mut node: Node) -> Result<Node, Fault> {
         loop {
             node = match self.peek() {
                 Some(Token::Op(".")) => {
@@ -743,7 +744,7 @@ impl Parser {
     }
 
     /// What stands behind a '.'.
-    fn field(&mut self, node: Box<Expr>) -> Result<Box<Expr>, Fault> {
+    fn field(&mut self, node: Node) -> Result<Node, Fault> {
         let kind = match self.peek() {
             Some(Token::Name(name)) => ExprKind::Attr(node, name.clone()),
             Some(Token::Int(index)) => {
@@ -756,7 +757,7 @@ impl Parser {
         self.node(kind)
     }
 
-    fn subscript(&mut self, node: Box<Expr>) -> Result<Box<Expr>, Fault> {
+    fn subscript(&mut self, node: Node) -> Result<Node, Fault> {
         let mut parts = [None, None, None];
         let mut colons = 0;
         loop {
@@ -814,7 +815,7 @@ impl Parser {
     }
 
     /// Filters, tests and calls behind a value.
-    fn filters(&mut self, mut node: Box<Expr>) -> Result<Box<Expr>, Fault> {
+    fn filters(&mut self, mut node: Node) -> Result<Node, Fault> {
         loop {
             node = if self.take_op("|") {
                 let (name, args) = self.filter_name_args()?;
@@ -847,7 +848,7 @@ impl Parser {
         Ok(chain)
     }
 
-    fn test(&mut self, node: Box<Expr>) -> Result<Box<Expr>, Fault> {
+    fn test(&mut self, node: Node) -> Result<Node, Fault> {
         let negated = self.take_name("not");
         let name = self.name()?;
         let mut args = Args::default();

@@ -551,7 +551,6 @@ fn nested(depth: u32) -> Result<u32, Fault> {
 }
 
 /// The first pair of items that are not equal.
-#[expect(clippy::type_complexity, reason = "two references are clearer than a name for them")]
 fn first_difference<'v, 'r>(
     a: &'v Items<'r>,
     b: &'v Items<'r>,

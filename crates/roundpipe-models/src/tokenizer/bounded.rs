@@ -1,15 +1,23 @@
-//! Normalizers and decoders that stop before a text grows out of bounds.
+//! Normalizers, pre-tokenizers and decoders that stop before the library fails.
 //!
 //! Each step is paid for before it runs: from the length now and the most that such a step can make of one byte. A
-//! chain of steps may thus make [`MOST_GROWTH`] bytes of one, and no more, however it is put together.
+//! chain of steps may thus make [`MOST_GROWTH`] bytes of one, and no more, however it is put together. (What
+//! pre-tokenizers make of a byte does not depend on the text; `definition.rs` bounds it.)
 //!
-//! The library drops the error of a normalizer, so [`Normalize`] leaves a mark for its thread as well;
-//! [`take_refusal`] reads and removes it.
+//! Steps that exchange characters rely on where each came from, and fail on what was put before the first one by a
+//! pattern that matches nothing; they refuse such a text.
+//!
+//! The library drops the error of a normalizer, so [`Normalize`] leaves it for its thread as well; [`take_refusal`]
+//! reads and removes it.
 
 use std::cell::Cell;
 
 use serde::Deserialize;
-use tokenizers::{Decoder, DecoderWrapper, NormalizedString, Normalizer, NormalizerWrapper};
+use tokenizers::normalizer::Range;
+use tokenizers::{
+    Decoder, DecoderWrapper, NormalizedString, Normalizer, NormalizerWrapper, PreTokenizedString,
+    PreTokenizer, PreTokenizerWrapper,
+};
 
 use super::charsmap;
 
@@ -21,17 +29,18 @@ const ALWAYS: usize = 1 << 10;
 type Outcome<T> = tokenizers::Result<T>;
 
 thread_local! {
-    /// Whether a normalizer refused a text on this thread since [`take_refusal`] was last asked.
-    static REFUSED: Cell<bool> = const { Cell::new(false) };
+    /// Why a normalizer refused a text on this thread since [`take_refusal`] was last asked.
+    static REFUSED: Cell<Option<&'static str>> = const { Cell::new(None) };
 }
 
-/// Whether a normalizer refused a text on this thread since the last call.
-pub(super) fn take_refusal() -> bool {
-    REFUSED.replace(false)
+/// Why a normalizer refused a text on this thread since the last call, if it did.
+pub(super) fn take_refusal() -> Option<&'static str> {
+    REFUSED.take()
 }
 
-/// Why a text was refused.
-pub(super) const TOO_LONG: &str = "the tokenizer's steps make more than 64 bytes of one byte of it";
+const TOO_LONG: &str = "the tokenizer's steps make more than 64 bytes of one byte of it";
+const BEFORE_ALL: &str =
+    "a step of the tokenizer puts text before its first character, a later one cannot follow";
 
 /// A normalizer that does not let a text grow out of bounds.
 #[derive(Debug, Clone, Deserialize)]
@@ -41,19 +50,54 @@ pub(super) struct Normalize(NormalizerWrapper);
 impl Normalizer for Normalize {
     fn normalize(&self, text: &mut NormalizedString) -> Outcome<()> {
         let most = text.len_original() * MOST_GROWTH + ALWAYS;
-        normalize(&self.0, text, most)
+        normalize(&self.0, text, most).inspect_err(|why| REFUSED.set(Some(why)))?;
+        Ok(())
     }
 }
 
-fn normalize(step: &NormalizerWrapper, text: &mut NormalizedString, most: usize) -> Outcome<()> {
-    if let NormalizerWrapper::Sequence(steps) = step {
-        return steps.as_ref().iter().try_for_each(|step| normalize(step, text, most));
+fn normalize(step: &NormalizerWrapper, text: &mut NormalizedString, most: usize) -> Result<(), &'static str> {
+    match step {
+        NormalizerWrapper::Sequence(steps) => {
+            return steps.as_ref().iter().try_for_each(|step| normalize(step, text, most));
+        }
+        // Nothing before a text is nothing, but the library forgets where its first character came from.
+        NormalizerWrapper::Prepend(step) if step.prepend.is_empty() => return Ok(()),
+        NormalizerWrapper::Prepend(_) | NormalizerWrapper::Replace(_) => {}
+        _ => follows(text)?,
     }
     if normalized_length(step, text.len()) > most {
-        REFUSED.set(true);
-        return Err(TOO_LONG.into());
+        return Err(TOO_LONG);
     }
-    step.normalize(text)
+    step.normalize(text).map_err(|_| "a step of the tokenizer fails on it")
+}
+
+/// Whether every character of a text has a place in the original, which steps that exchange characters rely on.
+fn follows(text: &NormalizedString) -> Result<(), &'static str> {
+    let covered = text.convert_offsets(Range::Original(..));
+    if text.is_empty() || covered == Some(0..text.len()) { Ok(()) } else { Err(BEFORE_ALL) }
+}
+
+/// A pre-tokenizer that does not exchange characters whose places are unknown.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(transparent)]
+pub(super) struct PreTokenize(PreTokenizerWrapper);
+
+impl PreTokenizer for PreTokenize {
+    fn pre_tokenize(&self, text: &mut PreTokenizedString) -> Outcome<()> {
+        pre_tokenize(&self.0, text)
+    }
+}
+
+fn pre_tokenize(step: &PreTokenizerWrapper, text: &mut PreTokenizedString) -> Outcome<()> {
+    match step {
+        PreTokenizerWrapper::Sequence(steps) => {
+            return steps.as_ref().iter().try_for_each(|step| pre_tokenize(step, text));
+        }
+        // The only one that exchanges characters.
+        PreTokenizerWrapper::ByteLevel(_) => text.normalize(|piece| Ok(follows(piece)?))?,
+        _ => {}
+    }
+    step.pre_tokenize(text)
 }
 
 /// The most bytes that a step makes of a text.
@@ -156,8 +200,8 @@ mod tests {
         let step: Normalize = serde_json::from_str(json).unwrap();
         let mut string = NormalizedString::from(text);
         let done = step.normalize(&mut string).is_ok();
-        assert_eq!(take_refusal(), !done, "{json}");
-        assert!(!take_refusal());
+        assert_eq!(take_refusal().is_none(), done, "{json}");
+        assert_eq!(take_refusal(), None);
         done.then(|| string.get().to_owned())
     }
 
@@ -206,6 +250,18 @@ mod tests {
         let decoder: Decode = serde_json::from_str(&decoder).unwrap();
         assert!(decoder.decode(vec!["b".into()]).is_ok());
         assert!(decoder.decode(vec!["a".into()]).unwrap_err().to_string().contains("64 bytes"));
+    }
+
+    /// A step that exchanges characters refuses what was put before the first one; others do not mind.
+    #[test]
+    fn text_before_the_first_character_is_not_followed() {
+        let chain = |steps: &str| format!(r#"{{"type":"Sequence","normalizers":[{steps}]}}"#);
+        let start = r#"{"type":"Replace","pattern":{"Regex":"^"},"content":"▁"}"#;
+        let space = r#"{"type":"Replace","pattern":{"String":" "},"content":"▁"}"#;
+        assert_eq!(normalized(&chain(&format!("{start},{space}")), "a b").unwrap(), "▁a▁b");
+        assert_eq!(normalized(&chain(&format!(r#"{start},{{"type":"NFC"}}"#)), "a b"), None);
+        let nothing = r#"{"type":"Prepend","prepend":""},{"type":"Nmt"}"#;
+        assert_eq!(normalized(&chain(nothing), "  éx").unwrap(), "  éx");
     }
 
     /// Where the library's own step does not panic, stripping gives what it gives; elsewhere it strips what is there.

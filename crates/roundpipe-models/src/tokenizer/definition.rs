@@ -5,6 +5,9 @@
 //! at here, as JSON, before that library sees it. A part of an unknown type is refused by name, because nobody has
 //! looked at what it can do.
 //!
+//! Time is bounded by the text's length, not by a constant: the library gives up on a match of a regular expression
+//! after a million steps, and looks at the text before each added token that takes spaces or must be a word.
+//!
 //! `truncation` and `padding` are removed: they are settings of whoever saved the file, and transformers resets both
 //! at every call.
 

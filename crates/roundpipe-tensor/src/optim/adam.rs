@@ -256,7 +256,7 @@ impl<G: Element, W: Element> Pass for AdamPass<'_, G, W> {
         let mut kept = false;
         for (i, (((grad, p), m), v)) in grad.iter().zip(p).zip(m).zip(v).enumerate() {
             let (x, w) = (x.as_mut().map(|x| &mut x[i]), w.as_mut().map(|w| &mut w[i]));
-            kept |= update.block(LANES, grad, p, m, v, x, w);
+            kept |= update.block(LANES, grad, Block { p, m, v, x }, w);
         }
         if p_rest.is_empty() {
             return kept;
@@ -266,7 +266,8 @@ impl<G: Element, W: Element> Pass for AdamPass<'_, G, W> {
         let (mut p, mut m, mut v) = (padded(p_rest), padded(m_rest), padded(v_rest));
         let mut x = x_rest.as_deref().map(padded);
         let mut w = w_rest.as_ref().map(|_| [W::default(); LANES]);
-        kept |= update.block(len, &padded(grad_rest), &mut p, &mut m, &mut v, x.as_mut(), w.as_mut());
+        let state = Block { p: &mut p, m: &mut m, v: &mut v, x: x.as_mut() };
+        kept |= update.block(len, &padded(grad_rest), state, w.as_mut());
         p_rest.copy_from_slice(&p[..len]);
         m_rest.copy_from_slice(&m[..len]);
         v_rest.copy_from_slice(&v[..len]);
@@ -278,6 +279,14 @@ impl<G: Element, W: Element> Pass for AdamPass<'_, G, W> {
         }
         kept
     }
+}
+
+/// Weights and moments of one block, the largest second moment with `amsgrad` only.
+struct Block<'a> {
+    p: &'a mut [f32; LANES],
+    m: &'a mut [f32; LANES],
+    v: &'a mut [f32; LANES],
+    x: Option<&'a mut [f32; LANES]>,
 }
 
 /// [`Factors`] in every lane.
@@ -323,13 +332,11 @@ impl<S: Simd> Update<S> {
         &self,
         live: usize,
         grad: &[G; LANES],
-        p: &mut [f32; LANES],
-        m: &mut [f32; LANES],
-        v: &mut [f32; LANES],
-        x: Option<&mut [f32; LANES]>,
+        state: Block<'_>,
         w: Option<&mut [W; LANES]>,
     ) -> bool {
         let s = self.s;
+        let Block { p, m, v, x } = state;
         let mut g = s.mul(G::load(s, grad), self.grad);
         let old = s.load(p);
         if self.with_penalty {

@@ -260,12 +260,7 @@ impl Core {
         let labels = self.split_labels(&ask, &config, &parts)?;
         state.warnings.extend(parts.warnings.iter().cloned());
         let plan = self.plan(&mut state, ask.kind, &config, &parts)?;
-        if self.may_set_buffers(&state) {
-            for call in &self.peers.active() {
-                call.wait_quiet("caller");
-            }
-            self.check(&mut state)?;
-        }
+        self.wait_for_buffers(&mut state)?;
         self.ring.log_moves(self.trace.is_on());
         let stages = plan.stages(ask.kind);
         let forward_slots = plan.forward.len();
@@ -321,6 +316,17 @@ impl Core {
         Ok(Submitted { call, config, args: parts.args })
     }
 
+    /// Waits for calls that may set buffers: what is submitted next reads them, and must not while they are written.
+    fn wait_for_buffers(&self, state: &mut State) -> Result<()> {
+        if !self.may_set_buffers(state) {
+            return Ok(());
+        }
+        for call in &self.peers.active() {
+            call.wait_quiet("caller");
+        }
+        self.check(state)
+    }
+
     /// Whether the calls under way may set buffers, which the next one is to read. Before the first has ended, every
     /// model with something frozen is taken for one that does.
     fn may_set_buffers(&self, state: &State) -> bool {
@@ -364,11 +370,8 @@ impl Core {
             let what = "a step was made since this forward; run the forward again with the new weights";
             return Err(Error::config("backward", what));
         }
-        if self.may_set_buffers(&state) {
-            // The forward's buffers are written when it has ended, also if the backward fails.
-            call.wait_quiet("caller");
-            self.check(&mut state)?;
-        }
+        // The forward's own among them: they are written although the backward may fail.
+        self.wait_for_buffers(&mut state)?;
         {
             let mut inner = call.lock();
             inner.seeds = seeds.into_iter().map(Some).collect();

@@ -201,6 +201,7 @@ impl Plain {
             let tag = Leaf { tensor: part.tag.clone(), grad: false };
             let mut value = Tree::map([("x", Tree::Tensor(x)), ("tag", Tree::Tensor(tag))]);
             let mut tapes = Vec::new();
+            #[expect(clippy::needless_range_loop, reason = "the layer is more than a place among the seats")]
             for layer in 0..self.layers.len() {
                 let (output, tape) =
                     self.run_layer(terms, (layer, m), &mut seats[layer], &value, seed.is_some(), &mut frozen);

@@ -349,7 +349,7 @@ impl<'a> Session<'a> {
         let trained = train.run();
         let grads = trained.as_ref().ok().and_then(|trained| trained.input_grads.clone());
         let value = trained.map(|trained| {
-            let outputs = trained.outputs.map(|outputs| rows(outputs));
+            let outputs = trained.outputs.map(rows);
             Value::Losses(loss_bits(&trained.losses), outputs)
         });
         replies.push(reply(engine, "train", value));
