@@ -136,8 +136,7 @@ struct Kept {
     /// The step that its gradients would be for.
     step: u64,
     terms: Terms,
-    /// Whether it failed.
-    dead: bool,
+    life: Life,
     /// Whether its engine is gone.
     orphan: bool,
     tag: usize,
@@ -146,6 +145,25 @@ struct Kept {
     fault: Option<Fault>,
     /// `None` where it reads weights that will never be.
     outputs: Option<Vec<u64>>,
+}
+
+/// Whether a forward has failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Life {
+    Alive,
+    /// One that no backward follows may have ended before the failure.
+    Unsure,
+    Dead,
+}
+
+impl Kept {
+    /// A call that was submitted before it has failed.
+    fn fail(&mut self) {
+        self.life = match (self.life, self.kind.requires_grad) {
+            (Life::Dead, _) | (_, true) => Life::Dead,
+            _ => Life::Unsure,
+        };
+    }
 }
 
 /// All that an engine goes back to.
@@ -183,7 +201,7 @@ impl State {
             state.forget_grads(plain);
         }
         state.number = state.number.max(state.floor);
-        state.kept.values_mut().filter(|kept| kept.id > id).for_each(|kept| kept.dead = true);
+        state.kept.values_mut().filter(|kept| kept.id > id).for_each(Kept::fail);
         state
     }
 
@@ -372,7 +390,9 @@ impl Mind {
             return true;
         }
         let again = names(&self.told, told);
-        self.told.clear();
+        if again {
+            self.told.clear();
+        }
         again
     }
 
@@ -390,12 +410,16 @@ impl Mind {
 
     /// Goes back. What the caller did in between stays: forwards are gone, or dead.
     fn restore(&mut self, state: State) {
+        self.told.clear();
         let left = std::mem::replace(&mut self.state, state);
         self.state.training = left.training;
         let restored = std::mem::take(&mut self.state.kept);
-        for (tag, kept) in left.kept {
-            let dead = restored.get(&tag).is_none_or(|kept| kept.dead);
-            self.state.kept.insert(tag, Kept { dead, ..kept });
+        for (tag, mut kept) in left.kept {
+            match restored.get(&tag) {
+                Some(restored) => kept.life = restored.life,
+                None => kept.fail(),
+            }
+            self.state.kept.insert(tag, kept);
         }
         self.at_rest();
     }
@@ -569,7 +593,7 @@ impl Mind {
                     id,
                     step: mind.state.steps + 1,
                     terms: mind.terms_or_stale(),
-                    dead: false,
+                    life: Life::Alive,
                     orphan: false,
                     tag,
                     batch,
@@ -618,10 +642,10 @@ impl Mind {
         let Some(kept) = self.state.kept.get(&of) else { return Ok(()) };
         let reply = replies.get("read")?;
         match (&reply.result, &kept.outputs) {
-            (Ok(_), _) if kept.dead && !kept.orphan => Err("a forward that failed gave outputs".to_owned()),
+            (Ok(_), _) if kept.life == Life::Dead => Err("a forward that failed gave outputs".to_owned()),
             (Ok(_), None) => Err("a forward over weights that never were gave outputs".to_owned()),
             (Ok(value), Some(rows)) => same(&Value::Rows(rows.clone()), value),
-            (Err(_), _) if kept.dead || self.pending.is_some() => Ok(()),
+            (Err(_), _) if kept.life != Life::Alive || self.pending.is_some() => Ok(()),
             // What it waited for may be gone with the engine.
             (Err(_), _) if kept.orphan && !kept.kind.merged => Ok(()),
             (Err(told), _) => Err(format!("reading a forward that did not fail: {}", told.text)),
@@ -634,11 +658,12 @@ impl Mind {
         let reply = replies.get("backward")?;
         let stale = kept.step != self.state.steps + 1;
         let fate = match () {
-            () if kept.dead || stale || !kept.kind.requires_grad => Fate::Refused,
+            () if kept.life == Life::Dead || stale || !kept.kind.requires_grad => Fate::Refused,
             () => fate(kept.tag, kept.fault),
         };
         let mut grads = None;
         let (id, number) = (kept.id, kept.terms.number);
+        let doomed = self.pending.is_some();
         let followed = self.settle(
             reply,
             fate,
@@ -649,6 +674,11 @@ impl Mind {
                 (Want::Value(Value::Done), after)
             },
         )?;
+        if let (Followed::Done, Some(pending), true) = (&followed, &mut self.pending, doomed) {
+            // Its gradients will be gone with the others, so it is to be made again as well.
+            let state = &mut pending.restore;
+            state.number = state.number.min(number).max(state.floor);
+        }
         match (followed, grads) {
             (Followed::Done, Some(grads)) if kept.kind.input_grads => self.input_grads(grads, replies),
             _ => Ok(()),
@@ -907,9 +937,12 @@ impl Mind {
                 let mut kept = std::mem::take(&mut self.state.kept);
                 kept.retain(|_, kept| holds || kept.orphan);
                 // Whether a failure that nobody was told of has reached them is not known.
-                let maybe_dead = self.pending.is_some();
-                kept.values_mut().for_each(|kept| kept.dead |= maybe_dead && !kept.orphan);
-                kept.values_mut().for_each(|kept| kept.orphan = true);
+                for kept in kept.values_mut().filter(|kept| !kept.orphan) {
+                    kept.orphan = true;
+                    if self.pending.is_some() && kept.life == Life::Alive {
+                        kept.life = Life::Unsure;
+                    }
+                }
                 self.state = State { kept, ..fresh(&self.plain, weights, frozen) };
                 (self.pending, self.told) = (None, Vec::new());
                 self.at_rest();

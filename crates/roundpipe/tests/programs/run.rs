@@ -287,7 +287,7 @@ impl<'a> Session<'a> {
                 self.synchronize(engine, replies);
                 // A forward that is kept would go back with other weights than it came with.
                 self.kept.retain(|_, kept| kept.engine != engine);
-                replies.push(reply(engine, "write", self.write(engine, param, data)));
+                replies.push(reply(engine, "write", self.write(engine, param, data, 0)));
             }
             What::Second => {
                 let second = self.build(engine).map(|_| Value::Done);
@@ -300,8 +300,9 @@ impl<'a> Session<'a> {
                 wait_for(engine, stepping, false, replies);
                 // Another moment on each ring.
                 let mut dice = Dice::new(self.dice_seed, 2000 + tag as u64);
-                (0..dice.below(4) * dice.below(30)).for_each(|_| std::thread::yield_now());
-                replies.push(reply(engine, "write", self.write(engine, param, data)));
+                let mut moments = || dice.below(4) * dice.below(30);
+                pass(moments());
+                replies.push(reply(engine, "write", self.write(engine, param, data, moments())));
                 self.synchronize(engine, replies);
                 replies.push(reply(engine, "weights", self.left(engine)));
             }
@@ -458,13 +459,17 @@ impl<'a> Session<'a> {
         self.engines[engine].step(step, lag)
     }
 
-    fn write(&self, engine: usize, param: usize, data: u64) -> Result<Value> {
+    /// Writes a parameter and holds it for some moments.
+    fn write(&self, engine: usize, param: usize, data: u64, moments: usize) -> Result<Value> {
         let params = self.models[engine].model.named_params();
         let param = &params[param % params.len()].1;
         let values = models::written(data, param.shape().numel());
         let values = HostTensor::from_f64s(&values, param.dtype(), param.shape())?;
         let home = param.data();
-        home.write(0..home.len())?.bytes().copy_from_slice(values.read()?.bytes());
+        let mut held = home.write(0..home.len())?;
+        pass(moments);
+        held.bytes().copy_from_slice(values.read()?.bytes());
+        pass(moments);
         Ok(Value::Done)
     }
 
@@ -558,6 +563,11 @@ pub fn needs_rest(program: &Program, op: &Op) -> bool {
         What::Step { lag: Lag::One, .. } => program.engines[op.engine].model == ModelKind::Running,
         _ => false,
     }
+}
+
+/// Lets other threads run.
+fn pass(moments: usize) {
+    (0..moments).for_each(|_| std::thread::yield_now());
 }
 
 /// Whether an operation may fail after it has returned.
