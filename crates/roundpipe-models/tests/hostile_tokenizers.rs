@@ -140,6 +140,16 @@ fn refused_parts() -> Vec<(Value, &'static str)> {
             },
             "leaves nothing",
         ),
+        (
+            {
+                let spaces = json!({"type": "Replace", "pattern": {"String": "y"}, "content": " y"});
+                let mut definition = with("normalizer", spaces);
+                definition["added_tokens"] =
+                    json!([added(400, "x", &["rstrip"]), added(401, "y", &["lstrip", "normalized"])]);
+                definition
+            },
+            "`y` begins with a space",
+        ),
         (with("version", json!("2.0")), "version"),
     ]
 }
