@@ -94,7 +94,7 @@ impl Tokenizer {
         definition::check(&mut json).map_err(|what| refuse(&what))?;
         let byte_fallback = json["decoder"].to_string().contains("ByteFallback");
         let inner = guarded(|| serde_json::from_value::<Inner>(json)).map_err(|what| refuse(&what))?;
-        guarded(|| refuse_vanishing_tokens(&inner)).map_err(|what| refuse(&what))?;
+        guarded(|| refuse_odd_tokens(&inner)).map_err(|what| refuse(&what))?;
         Ok(Self {
             folder: PathBuf::new(),
             inner,
@@ -357,16 +357,26 @@ fn guarded<T, E: ToString>(call: impl FnOnce() -> Result<T, E>) -> Result<T, Str
     }
 }
 
-/// An added token of which the normalizer leaves nothing would be found between all bytes of a text.
-fn refuse_vanishing_tokens(inner: &Inner) -> tokenizers::Result<()> {
-    let Some(normalizer) = inner.get_normalizer() else { return Ok(()) };
-    for token in inner.get_added_tokens_decoder().values().filter(|token| token.normalized) {
+/// Refuses added tokens that the library cannot find in a text without failing. What it looks for is their normalized
+/// form, so this is asked of the finished tokenizer.
+fn refuse_odd_tokens(inner: &Inner) -> tokenizers::Result<()> {
+    let tokens = inner.get_added_tokens_decoder();
+    let takes_spaces_behind = tokens.values().any(|token| token.rstrip);
+    for token in tokens.values() {
         let mut text = NormalizedString::from(token.content.as_str());
-        normalizer.normalize(&mut text)?;
+        if let (true, Some(normalizer)) = (token.normalized, inner.get_normalizer()) {
+            normalizer.normalize(&mut text)?;
+        }
+        let name = shown(&token.content);
+        // It would be found between all bytes, also inside characters.
         if text.is_empty() {
-            return Err(
-                format!("added_tokens: the normalizer leaves nothing of {}", shown(&token.content)).into()
-            );
+            return Err(format!("added_tokens: the normalizer leaves nothing of {name}").into());
+        }
+        // It would begin inside spaces that another token has taken, and so end before it starts.
+        if takes_spaces_behind && token.lstrip && text.get().starts_with(char::is_whitespace) {
+            let what =
+                format!("added_tokens: {name} begins with a space and has lstrip beside tokens with rstrip");
+            return Err(what.into());
         }
     }
     Ok(())

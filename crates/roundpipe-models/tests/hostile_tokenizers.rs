@@ -140,6 +140,16 @@ fn refused_parts() -> Vec<(Value, &'static str)> {
             },
             "leaves nothing",
         ),
+        (
+            {
+                let spaces = json!({"type": "Replace", "pattern": {"String": "y"}, "content": " y"});
+                let mut definition = with("normalizer", spaces);
+                definition["added_tokens"] =
+                    json!([added(400, "x", &["rstrip"]), added(401, "y", &["lstrip", "normalized"])]);
+                definition
+            },
+            "`y` begins with a space",
+        ),
         (with("version", json!("2.0")), "version"),
     ]
 }
@@ -190,6 +200,11 @@ fn refused_texts() -> Vec<(Value, &'static str)> {
         (with("normalizer", sequence("normalizers", replace("aa"), 40)), "64 bytes of one"),
         (with("normalizer", nested), "64 bytes of one"),
         (with("decoder", sequence("decoders", replace("aa"), 40)), "64 bytes of one"),
+        // Before the byte-level pre-tokenizer of the fixture, which exchanges every character.
+        (
+            with("normalizer", json!({"type": "Replace", "pattern": {"Regex": "b*"}, "content": "x"})),
+            "before its first character",
+        ),
         (model(word_level), "tokenizer refuses it"),
         (model(json!({"type": "Unigram", "unk_id": null, "vocab": [["b", -1.0]]})), "tokenizer refuses it"),
     ]

@@ -289,18 +289,6 @@ fn added_tokens(tokens: &Value) -> Check {
             return Err(format!("added_tokens: the id of {} must be from 0 to {}", shown(content), i32::MAX));
         }
     }
-    // One takes the spaces behind it, the other begins inside them: the second would end before it starts.
-    let takes = |side: &'static str| tokens.iter().filter(move |token| token[side] == true);
-    let begins_with_space =
-        |token: &&Value| token["content"].as_str().is_some_and(|c| c.starts_with(char::is_whitespace));
-    if takes("rstrip").next().is_some()
-        && let Some(token) = takes("lstrip").find(begins_with_space)
-    {
-        let content = shown(token["content"].as_str().unwrap_or_default());
-        return Err(format!(
-            "added_tokens: {content} begins with a space and has lstrip beside tokens with rstrip"
-        ));
-    }
     Ok(())
 }
 
