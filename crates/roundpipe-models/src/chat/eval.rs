@@ -690,7 +690,8 @@ impl<'r> Interp<'r> {
     fn call_macro(&mut self, of: &Macro<'r>, given: &Given<'r>) -> Result<Value<'r>, Fault> {
         let def = of.def;
         let inner = Scope::inside(&of.scope.upgrade().ok_or_else(gone)?)?;
-        self.bind_macro(def, given, &inner)?;
+        // Deeper too, since a default may call the macro again.
+        self.deeper(|i| i.bind_macro(def, given, &inner))?;
         let line = self.line;
         let text = self.deeper(|i| i.captured(&def.body, &inner))?;
         self.line = line;
