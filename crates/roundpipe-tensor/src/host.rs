@@ -479,11 +479,13 @@ mod tests {
 
     #[test]
     fn buffers_are_exact_zeroed_and_page_aligned() {
+        // Miri looks at some of the bytes only.
+        let step = if cfg!(miri) { 997 } else { 1 };
         for bytes in [0, 1, 4095, 4097, 5 << 20] {
             let buf = HostBuf::zeroed("t", bytes).unwrap();
             let all = buf.read_all().unwrap();
             assert_eq!((buf.len(), all.bytes().len()), (bytes, bytes));
-            assert!(all.bytes().iter().all(|b| *b == 0));
+            assert!(all.bytes().iter().step_by(step).all(|b| *b == 0));
             assert_eq!(all.addr() % 4096, 0);
         }
     }

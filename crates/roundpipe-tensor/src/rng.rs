@@ -126,6 +126,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "arithmetic without memory")]
     fn moments_are_right() {
         let key = RngSite { seed: 9, ..Default::default() }.key();
         let n = 40_000u64;

@@ -280,11 +280,18 @@ impl Store {
         let ticket = here.versions().wait_writable(next_version, abort)?;
         let two = here.versions().slabs() == 2;
         let all = |buf: HostBuf| buf.write(0..buf.len());
-        // Counts and claims are taken together, so that nobody writes between the two.
         let mut seen = here.lock_seen();
-        let (newest, next) = (here.versions().slab(next_version - 1), here.versions().slab(next_version));
+        let newest = here.versions().slab(next_version - 1);
+        let next = here.versions().slab(next_version);
         let mut params = Vec::new();
         for (index, stored) in here.own_trainable() {
+            let working = all(here.working(index, next_version)?)?;
+            // Counted at once: if a later claim fails, the next attempt must not take this one for a user's write.
+            let own_claim = u64::from(stored.param.bytes() > 0);
+            seen.own[next] += own_claim;
+            seen.params[index][next] += own_claim;
+            let old = if two { Some(here.working(index, next_version - 1)?.read_all()?) } else { None };
+            // From here on no one else can write either version, so the counts are final.
             if two && here.is_written(index, next, &seen) {
                 seen.params[index][next] = here.writes(index, next);
                 let what = format!(
@@ -295,14 +302,12 @@ impl Store {
                 return Err(Error::config("parameter", what));
             }
             let written = here.is_written(index, newest, &seen);
-            let working = all(here.working(index, next_version)?)?;
-            seen.own[next] += u64::from(stored.param.bytes() > 0);
             let mut param = OpenParam {
                 layer,
                 stored,
                 grads: self.grads_of(stored)?,
                 sum: None,
-                old: if two { Some(here.working(index, next_version - 1)?.read_all()?) } else { None },
+                old,
                 working,
                 master: here.master(index)?.map(all).transpose()?,
                 moments: here.moments(index)?.into_iter().map(all).collect::<Result<_, _>>()?,
@@ -310,9 +315,8 @@ impl Store {
             };
             if written {
                 param.follow(&self.shared.threads)?;
+                seen.params[index][newest] = here.writes(index, newest);
             }
-            // Nobody else can claim what is held now.
-            seen.params[index] = [here.writes(index, 0), here.writes(index, 1)];
             params.push(param);
         }
         drop(seen);

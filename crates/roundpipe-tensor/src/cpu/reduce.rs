@@ -534,6 +534,9 @@ mod tests {
             (vec![0, 3], vec![0, 1]),
         ] {
             let count: usize = dims.iter().product();
+            if cfg!(miri) && count > 1000 {
+                continue;
+            }
             let values: Vec<f32> = (0..count).map(|i| ((i * 7919) % 13) as f32 - 6.0).collect();
             let (shape, kept) = (Shape::new(&dims).unwrap(), Shape::new(&out).unwrap());
             let mut want = vec![1.0f32; kept.numel()];

@@ -26,7 +26,7 @@ impl Threads {
     pub fn new(count: Option<usize>) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let count = count.unwrap_or(cores).clamp(1, 1024);
-        if count == 1 {
+        if count == 1 || cfg!(miri) {
             return Ok(Self { pool: None, count });
         }
         let pool = rayon::ThreadPoolBuilder::new()
@@ -57,9 +57,23 @@ impl Threads {
             Some(pool) if tasks > 1 => {
                 pool.install(|| (0..tasks).into_par_iter().with_max_len(1).for_each(task));
             }
+            #[cfg(miri)]
+            None if self.count > 1 && tasks > 1 => plain_threads(self.count, tasks, task),
             _ => (0..tasks).for_each(task),
         }
     }
+}
+
+/// Miri refuses the queues that rayon stands on, whatever runs in them; whether tasks meet shows on any threads.
+#[cfg(miri)]
+fn plain_threads(threads: usize, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let take = || Some(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)).filter(|i| *i < tasks);
+    std::thread::scope(|scope| {
+        for _ in 0..threads.min(tasks) {
+            scope.spawn(|| std::iter::from_fn(take).for_each(task));
+        }
+    });
 }
 
 #[cfg(test)]

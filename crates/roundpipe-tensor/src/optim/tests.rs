@@ -166,6 +166,7 @@ fn sgds() -> [Sgd; 3] {
 
 /// Which instructions a processor has must not show in the weights.
 #[test]
+#[cfg_attr(miri, ignore = "slabs of several chunks")]
 fn every_isa_gives_the_bits_of_the_portable_one() {
     let threads = one_thread();
     for isa in Isa::available() {
@@ -189,6 +190,7 @@ fn every_isa_gives_the_bits_of_the_portable_one() {
 
 /// The cut into chunks depends on sizes alone, so the number of threads must not show either.
 #[test]
+#[cfg_attr(miri, ignore = "slabs of several chunks")]
 fn any_number_of_threads_gives_the_same_bits() {
     let len = 5 * CHUNK + 123;
     let runs: Vec<_> = [1, 2, 5]
@@ -204,6 +206,7 @@ fn any_number_of_threads_gives_the_same_bits() {
 
 /// The formulas, against the same ones in f64 over twenty steps.
 #[test]
+#[cfg_attr(miri, ignore = "slabs of several chunks")]
 fn adam_agrees_with_f64() {
     let len = 77;
     for adam in adams() {
@@ -277,6 +280,7 @@ fn rounding_is_to_nearest_even() {
 
 /// The passes over gradients: same bits on every instruction set, and the right numbers.
 #[test]
+#[cfg_attr(miri, ignore = "slabs of several chunks")]
 fn gradient_passes_agree_on_every_isa() {
     let threads = one_thread();
     for (isa, len, kind) in Isa::available()
@@ -305,6 +309,7 @@ fn gradient_passes_agree_on_every_isa() {
 
 /// A sum in f64 is exact to the eye, and cannot overflow where f32 would.
 #[test]
+#[cfg_attr(miri, ignore = "slabs of several chunks")]
 fn squared_norm_is_accurate() {
     let threads = one_thread();
     let values = noise(CHUNK + 321, 9);

@@ -165,7 +165,7 @@ fn same(what: &str, have: &[Told], want: &[Told]) {
 /// The same bits and the same errors on one thread, on three, and on a simulated worker.
 #[test]
 fn programs_agree_everywhere() {
-    for_seeds("programs", 0..400, |seed| {
+    for_seeds("programs", 0..if cfg!(miri) { 4 } else { 400 }, |seed| {
         let (one, three) = (cpu(1), cpu(3));
         let plain = run(&one, seed);
         same("3 threads and 1", &run(&three, seed), &plain);
@@ -191,6 +191,7 @@ fn programs_agree_everywhere() {
 
 /// Values and gradients of single operations against f64.
 #[test]
+#[cfg_attr(miri, ignore = "the same code as the programs', for its numbers")]
 fn operations_agree_with_f64() {
     for_seeds("operations", 0..1500, |seed| {
         let (name, operation) = ops::SMOOTH[seed as usize % ops::SMOOTH.len()];

@@ -465,11 +465,17 @@ impl Core {
         Ok(())
     }
 
-    /// No step is asked for any more: waits for those that were, and lets another engine train the weights. Forwards
-    /// that somebody keeps can still be read.
+    /// Waits for the steps that were asked for and for calls that may set buffers, then lets another engine train the
+    /// weights: from then on this engine writes nothing. Forwards that the user still holds can be read.
     pub fn retire(&self) {
         let state = self.lock();
         state.outcomes.iter().for_each(|outcome| _ = outcome.settle());
+        // A layer that drops its own engine would wait for itself.
+        if self.enter("drop").is_ok() && self.may_set_buffers(&state) {
+            for call in &self.peers.active() {
+                call.wait_quiet("caller");
+            }
+        }
         self.model.store.retire();
     }
 

@@ -1,12 +1,13 @@
 //! What calls read: the newest weights when they were waited for, what somebody wrote, and never what was refused.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use roundpipe::nn::{Init, Linear};
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::{
-    Bytes, Cx, DType, Device, Error, HostTensor, Lag, Param, Params, RoundPipe, Rule, RunConfig, Sequential,
-    Tensor, TensorResult, Tree, Update,
+    Bytes, Cx, DType, Device, Error, HostTensor, Lag, MergeOutput, Module, Param, Params, RoundPipe, Rule,
+    RunConfig, Sequential, Tensor, TensorResult, Tree, Update, Visit,
 };
 use roundpipe_tensor::SimWorld;
 
@@ -213,6 +214,62 @@ fn a_write_to_old_memory_is_reported() {
     assert_eq!((models::params(&model), engine.steps()), (before, 1));
     step().unwrap();
     assert_eq!(engine.steps(), 2);
+}
+
+/// A step that has to wait because the user writes a parameter takes none of its own attempts for a user's write.
+#[test]
+fn a_step_waits_for_a_write_that_is_under_way() {
+    let model = model(DType::BF16);
+    let engine = builder(&model, models::cpus(1)).build().unwrap();
+    let (_, bias) = model.named_params().remove(1);
+    train(&engine, DType::BF16);
+    engine.synchronize().unwrap();
+    let mut held = bias.data().write(0..bias.bytes()).unwrap();
+    engine.update(&Update::new(0.0), Lag::One).unwrap();
+    // Long enough for several attempts of the step; with fewer the test still passes.
+    std::thread::sleep(Duration::from_millis(50));
+    held.bytes().fill(0);
+    drop(held);
+    engine.synchronize().unwrap();
+    assert_eq!((read(&bias), engine.steps()), (vec![0.0; 8], 1));
+}
+
+/// Adds one to a buffer, slowly.
+struct SlowCount {
+    count: Param,
+}
+
+impl Params for SlowCount {
+    fn visit(&self, visit: &mut Visit<'_>) {
+        visit.param("count", &self.count);
+    }
+}
+
+impl Module for SlowCount {
+    fn forward(&self, cx: &mut Cx, x: &Tensor) -> TensorResult<Tensor> {
+        std::thread::sleep(Duration::from_millis(20));
+        let count = cx.get(&self.count)?;
+        let one = cx.full(DType::F32, &[1], 1.0)?;
+        let more = cx.no_grad(|cx| cx.add(&count, &one))?;
+        cx.set_buffer(&self.count, &more)?;
+        Ok(x.clone())
+    }
+}
+
+/// Once an engine is dropped it writes nothing, also where the user keeps a forward that was still running.
+#[test]
+fn a_dropped_engine_sets_no_buffer_later() {
+    for merge in [MergeOutput::Auto, MergeOutput::Off] {
+        let count = Param::zeros(DType::F32, &[1]).unwrap().frozen();
+        let model = model(DType::F32).named("count", SlowCount { count: count.clone() });
+        let engine = builder(&model, models::cpus(1)).build().unwrap();
+        let config = RunConfig::default().merge_output(merge);
+        let kept = engine.forward(batch(DType::F32).0, &config).unwrap();
+        drop(engine);
+        assert_eq!(count.to_vec::<f32>().unwrap(), [2.0], "one for each microbatch");
+        drop(kept);
+        assert_eq!(count.to_vec::<f32>().unwrap(), [2.0]);
+    }
 }
 
 /// One parameter has one trainer at a time; the error names the other one and the ways out.

@@ -117,6 +117,7 @@ mod tests {
     use super::Lane;
 
     #[test]
+    #[cfg_attr(miri, ignore = "arithmetic without memory, and Miri rounds the standard functions at random")]
     fn exp2_is_close_below_zero_and_right_at_the_ends() {
         for i in 0..=126_000 {
             let x = -(i as f32) * 1e-3;
