@@ -844,15 +844,10 @@ impl Mind {
         if let Err(told) = &reply.result {
             return Err(format!("a write between calls was refused: {}", told.text));
         }
-        self.drop_kept();
+        self.state.kept.clear();
         self.set_param(param, data);
         self.at_rest();
         Ok(())
-    }
-
-    /// Forwards of this engine are gone; those of one before it stay.
-    fn drop_kept(&mut self) {
-        self.state.kept.retain(|_, kept| kept.orphan);
     }
 
     /// The newest weights with other values of one parameter.
@@ -889,7 +884,7 @@ impl Mind {
         replies: &mut Replies<'_>,
     ) -> Verdict {
         self.synchronize(replies.get("synchronize")?)?;
-        self.drop_kept();
+        self.state.kept.clear();
         let before = self.state.clone();
         self.step(Work::Rule(update), lag, replies)?;
         let write = replies.get("write")?;
@@ -935,7 +930,9 @@ impl Mind {
             if closest.is_ok() {
                 let (weights, frozen) = (weights.clone(), frozen.clone());
                 let mut kept = std::mem::take(&mut self.state.kept);
-                kept.retain(|_, kept| holds || kept.orphan);
+                if !holds {
+                    kept.clear();
+                }
                 // Whether a failure that nobody was told of has reached them is not known.
                 for kept in kept.values_mut().filter(|kept| !kept.orphan) {
                     kept.orphan = true;

@@ -286,7 +286,7 @@ impl<'a> Session<'a> {
             What::Write { param, data } => {
                 self.synchronize(engine, replies);
                 // A forward that is kept would go back with other weights than it came with.
-                self.kept.retain(|_, kept| kept.engine != engine);
+                self.drop_kept(engine);
                 replies.push(reply(engine, "write", self.write(engine, param, data, 0)));
             }
             What::Second => {
@@ -295,7 +295,7 @@ impl<'a> Session<'a> {
             }
             What::Race { param, data, lag, update } => {
                 self.synchronize(engine, replies);
-                self.kept.retain(|_, kept| kept.engine != engine);
+                self.drop_kept(engine);
                 let stepping = self.engines[engine].update(&options(&update), lag);
                 wait_for(engine, stepping, false, replies);
                 // Another moment on each ring.
@@ -391,6 +391,15 @@ impl<'a> Session<'a> {
         }
     }
 
+    /// Forwards of an engine and of those before it are gone.
+    fn drop_kept(&mut self, engine: usize) {
+        // The engine that would wait for these is gone, and they may still read the weights.
+        for kept in self.kept.values().filter(|kept| kept.engine == engine && kept.orphan) {
+            let _ = read_rows(&kept.forward.unmerged());
+        }
+        self.kept.retain(|_, kept| kept.engine != engine);
+    }
+
     fn read(&self, of: usize, replies: &mut Vec<Reply>) {
         let Some(kept) = self.kept.get(&of) else { return };
         replies.push(reply(kept.engine, "read", read_rows(&kept.forward.unmerged())));
@@ -481,7 +490,7 @@ impl<'a> Session<'a> {
         if holds {
             self.kept.values_mut().filter(|kept| kept.engine == engine).for_each(|kept| kept.orphan = true);
         } else {
-            self.kept.retain(|_, kept| kept.engine != engine);
+            self.drop_kept(engine);
         }
         let old = self.engines.remove(engine);
         drop(Arc::into_inner(old));
