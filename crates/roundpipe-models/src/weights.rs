@@ -20,7 +20,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 pub use ::safetensors::Dtype;
-use roundpipe::{DType, HostBuf, HostRef, Param};
+use roundpipe::{DType, HostBuf, HostRef, Param, Shape};
 use serde::de::{self, Deserialize, Deserializer, IntoDeserializer, MapAccess, SeqAccess, Visitor};
 
 use crate::error::{Error, Result};
@@ -483,6 +483,8 @@ fn check(name: &str, raw: RawTensor, start: usize, file: usize) -> Result<Stored
     let dtype =
         Dtype::deserialize(from).map_err(|_| format!("{tensor} has unknown type {}", shown(&raw.dtype)))?;
     let dims = raw.shape.0;
+    // A size of 0 hides an overflow of the others, which strides would meet later.
+    Shape::new(&dims).map_err(|_| format!("{tensor} ({dtype} {dims:?}) is larger than any memory"))?;
     let bits = dims.iter().try_fold(dtype.bitsize(), |n, d| n.checked_mul(*d));
     let bytes = match bits {
         Some(bits) if bits % 8 == 0 => bits / 8,

@@ -126,6 +126,12 @@ fn tensors() -> Vec<Case> {
             "download",
         ),
         ("half a byte", one("F4", "[3]", 0, 2, 2), "whole bytes", "download"),
+        (
+            "a huge size beside 0",
+            one("U8", "[0, 9223372036854775807]", 0, 0, 0),
+            "larger than any memory",
+            "download",
+        ),
         ("too few bytes", one("F32", "[2]", 0, 4, 4), "needs 8", "download"),
         ("too many bytes", one("BF16", "[1]", 0, 4, 4), "needs 2", "download"),
         ("bytes of an empty tensor", one("F32", "[0]", 0, 4, 4), "needs 0", "download"),
