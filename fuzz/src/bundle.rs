@@ -7,9 +7,10 @@
 //! {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 //! ```
 //!
-//! A safetensors file with two numbers is given by its header alone: the length before it is that of the header
-//! plus the first number, and its data are as long as the tensors say plus the second. Without numbers the part is
-//! the file, byte by byte. An input that does not begin with `@@ ` is one file.
+//! A safetensors file with two numbers is given by its header alone: the length before it is that
+//! of the header plus the first number, and its data are as long as the tensors say plus the
+//! second. Without numbers the part is the file, byte by byte. An input that does not begin with
+//! `@@ ` is one file.
 
 use serde_json::Value;
 
@@ -31,7 +32,11 @@ pub struct Part {
 /// The files of an input, `first` where it is no bundle.
 pub fn parts(input: &[u8], first: &str) -> Vec<Part> {
     if !input.starts_with(MARK) {
-        return vec![Part { name: first.to_owned(), header: None, text: input.to_vec() }];
+        return vec![Part {
+            name: first.to_owned(),
+            header: None,
+            text: input.to_vec(),
+        }];
     }
     let mut parts: Vec<Part> = Vec::new();
     for line in input.split_inclusive(|b| *b == b'\n') {
@@ -56,7 +61,11 @@ fn titled(title: &[u8]) -> Part {
     let name = words.next().unwrap_or_default().to_owned();
     let mut number = || words.next()?.parse().ok();
     let header = number().zip(number());
-    Part { name, header, text: Vec::new() }
+    Part {
+        name,
+        header,
+        text: Vec::new(),
+    }
 }
 
 /// The input that [`parts`] takes apart again.
@@ -75,12 +84,14 @@ pub fn join(parts: &[Part]) -> Vec<u8> {
     out
 }
 
-/// The files that a target takes; of two with one name, the first. A tool may not choose other names: they are
-/// paths.
+/// The files that a target takes; of two with one name, the first. A tool may not choose other
+/// names: they are paths.
 pub fn files(input: &[u8], known: &[&'static str]) -> Vec<(&'static str, Vec<u8>)> {
     let mut files: Vec<(&'static str, Vec<u8>)> = Vec::new();
     for part in parts(input, known[0]) {
-        let Some(name) = known.iter().find(|name| **name == part.name) else { continue };
+        let Some(name) = known.iter().find(|name| **name == part.name) else {
+            continue;
+        };
         if files.iter().all(|(taken, _)| taken != name) {
             files.push((name, part.bytes()));
         }
@@ -101,8 +112,14 @@ impl Part {
 /// A safetensors file with this header and as much data as its tensors ask for.
 pub fn safetensors(header: &[u8], length: i64, data: i64) -> Vec<u8> {
     let asked = serde_json::from_slice(header).map_or(0, |json| data_end(&json));
-    let data = asked.min(MOST_DATA).saturating_add(data).clamp(0, MOST_DATA);
-    let mut out = (header.len() as u64).wrapping_add_signed(length).to_le_bytes().to_vec();
+    let data = asked
+        .min(MOST_DATA)
+        .saturating_add(data)
+        .clamp(0, MOST_DATA);
+    let mut out = (header.len() as u64)
+        .wrapping_add_signed(length)
+        .to_le_bytes()
+        .to_vec();
     out.extend_from_slice(header);
     // Small numbers in every float type.
     out.extend((0..data).map(|i| [0x3c, 0x3d, 0x3e, 0xbd][i as usize % 4]));
@@ -111,6 +128,10 @@ pub fn safetensors(header: &[u8], length: i64, data: i64) -> Vec<u8> {
 
 /// Where the last tensor ends.
 fn data_end(header: &Value) -> i64 {
-    let ends = header.as_object().into_iter().flatten().map(|(_, tensor)| &tensor["data_offsets"][1]);
+    let ends = header
+        .as_object()
+        .into_iter()
+        .flatten()
+        .map(|(_, tensor)| &tensor["data_offsets"][1]);
     ends.filter_map(Value::as_i64).max().unwrap_or(0)
 }

@@ -39,8 +39,12 @@ const DEPTH: usize = 100;
 /// Changes one place of a tree; `donor` is another tree to take from.
 pub fn mutate(words: &[&str], rng: &mut Rng, tree: &mut Value, donor: Option<&Value>) {
     let source = donor.filter(|_| rng.one_in(3)).unwrap_or(tree);
-    let piece = nth(source, &mut rng.below(count(source))).cloned().unwrap_or_default();
-    let Some(place) = nth_mut(tree, &mut rng.below(count(tree))) else { return };
+    let piece = nth(source, &mut rng.below(count(source)))
+        .cloned()
+        .unwrap_or_default();
+    let Some(place) = nth_mut(tree, &mut rng.below(count(tree))) else {
+        return;
+    };
     match rng.below(10) {
         0 => *place = scalar(words, rng),
         1 if height(&piece) < DEPTH / 2 => *place = piece,
@@ -100,7 +104,11 @@ fn mutate_map(words: &[&str], rng: &mut Rng, map: &mut Map<String, Value>, piece
             map.insert(word, value);
         }
         _ => {
-            let value = if rng.one_in(2) { piece } else { scalar(words, rng) };
+            let value = if rng.one_in(2) {
+                piece
+            } else {
+                scalar(words, rng)
+            };
             map.insert(word, value);
         }
     }
@@ -119,14 +127,25 @@ fn mutate_list(words: &[&str], rng: &mut Rng, items: &mut Vec<Value>, piece: Val
             let item = items[at].clone();
             items.extend(std::iter::repeat_n(item, 1 + rng.below(40)));
         }
-        _ => items.push(if rng.one_in(2) { piece } else { scalar(words, rng) }),
+        _ => items.push(if rng.one_in(2) {
+            piece
+        } else {
+            scalar(words, rng)
+        }),
     }
 }
 
 fn mutate_text(words: &[&str], rng: &mut Rng, text: &mut String) {
-    let ends: Vec<usize> = text.char_indices().map(|(i, _)| i).chain([text.len()]).collect();
+    let ends: Vec<usize> = text
+        .char_indices()
+        .map(|(i, _)| i)
+        .chain([text.len()])
+        .collect();
     let at = ends[rng.below(ends.len())];
-    let odd = ['\u{0}', '\n', '"', '\\', '/', '.', ' ', 'a', 'é', '▁', 'Ġ', '\u{fffd}', '😀', '(', '*', '$'];
+    let odd = [
+        '\u{0}', '\n', '"', '\\', '/', '.', ' ', 'a', 'é', '▁', 'Ġ', '\u{fffd}', '😀', '(', '*',
+        '$',
+    ];
     match rng.below(6) {
         0 => text.truncate(at),
         1 => *text = rng.pick(words).copied().unwrap_or("").to_owned(),

@@ -1,8 +1,8 @@
 //! Fuzz bodies: what each parser of other people's files must bear, whoever makes the inputs.
 //!
-//! libFuzzer (`main.rs`) and an ordinary test (`crates/roundpipe-models/tests/fuzz_corpus.rs`) call the same
-//! [`check`]. An input is a file, or several in one text ([`bundle`]); [`mutate`] makes new inputs from old ones and
-//! knows their structure.
+//! libFuzzer (`main.rs`) and an ordinary test (`crates/roundpipe-models/tests/fuzz_corpus.rs`) call
+//! the same [`check`]. An input is a file, or several in one text ([`bundle`]); [`mutate`] makes
+//! new inputs from old ones and knows their structure.
 //!
 //! # What an execution must hold
 //! - No panic, no abort, no endless loop; what is refused is refused in one line of bounded length.
@@ -56,16 +56,17 @@ impl Target {
     }
 }
 
-/// How often an input that left something behind is run again. Regular expressions keep a cache for each of eight groups
-/// of threads, and every execution of a tokenizer has a thread of its own, so it takes a while until all are there.
+/// How often an input that left something behind is run again. Regular expressions keep a cache for
+/// each of eight groups of threads, and every execution of a tokenizer has a thread of its own, so
+/// it takes a while until all are there.
 const LEAK_RUNS: usize = 64;
 
-/// Runs a target on an input; whether the input was accepted. Nothing else may run beside it: the heap's counts are the
-/// process's.
+/// Runs a target on an input; whether the input was accepted. Nothing else may run beside it: the
+/// heap's counts are the process's.
 ///
 /// # Panics
-/// When the target panics, takes more heap than it may, or leaves some behind. A request beyond the limit that the
-/// code cannot refuse aborts, as it would where memory ends.
+/// When the target panics, takes more heap than it may, or leaves some behind. A request beyond the
+/// limit that the code cannot refuse aborts, as it would where memory ends.
 pub fn check(target: &Target, scratch: &mut Scratch, input: &[u8]) -> bool {
     let mut left = Vec::new();
     // A cache that fills leaves something a few times, a leak every time.
@@ -86,6 +87,9 @@ fn once(target: &Target, scratch: &mut Scratch, input: &[u8]) -> (bool, usize) {
     heap::start(room);
     let accepted = (target.run)(scratch, input);
     let (_, refused) = heap::stop();
-    assert!(refused == 0, "memory: {refused} bytes more were asked for, {room} in all are allowed");
+    assert!(
+        refused == 0,
+        "memory: {refused} bytes more were asked for, {room} in all are allowed"
+    );
     (accepted, heap::live().saturating_sub(before))
 }

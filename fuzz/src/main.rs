@@ -1,4 +1,5 @@
-//! The fuzzer: `fuzz --target=NAME [libFuzzer's flags] CORPUS...`. See "Fuzzing" in CONTRIBUTING.md.
+//! The fuzzer: `fuzz --target=NAME [libFuzzer's flags] CORPUS...`. See "Fuzzing" in
+//! CONTRIBUTING.md.
 #![no_main]
 
 use std::backtrace::Backtrace;
@@ -44,27 +45,45 @@ struct Run {
 static RUN: OnceLock<Mutex<Run>> = OnceLock::new();
 
 fn run() -> MutexGuard<'static, Run> {
-    RUN.get().expect("libFuzzer starts us first").lock().unwrap_or_else(PoisonError::into_inner)
+    RUN.get()
+        .expect("libFuzzer starts us first")
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
 }
 
 fn start() {
-    let named = std::env::args().find_map(|arg| arg.strip_prefix("--target=").and_then(targets::named));
+    let named =
+        std::env::args().find_map(|arg| arg.strip_prefix("--target=").and_then(targets::named));
     let Some(target) = named else {
         let known: Vec<&str> = targets::ALL.iter().map(|target| target.name).collect();
         eprintln!("give --target=NAME; there are {}", known.join(", "));
         std::process::exit(2);
     };
     // Work that is shared among threads runs here, where it is counted and repeatable.
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread();
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(1)
+        .use_current_thread();
     pool.build_global().expect("a pool of one thread");
-    // A panic that a parser catches itself is no finding: it is written down here and printed only at the top.
+    // A panic that a parser catches itself is no finding: it is written down here and printed only
+    // at the top.
     std::panic::set_hook(Box::new(|panic| {
-        let place = panic.location().map(ToString::to_string).unwrap_or_default();
+        let place = panic
+            .location()
+            .map(ToString::to_string)
+            .unwrap_or_default();
         let what = panic.payload_as_str().unwrap_or("a panic");
         *last_panic() = format!("{what}\n  at {place}\n{}", Backtrace::capture());
     }));
     let scratch = Scratch::new(target.name);
-    assert!(RUN.set(Mutex::new(Run { target, scratch, last: Vec::new() })).is_ok(), "started once");
+    assert!(
+        RUN.set(Mutex::new(Run {
+            target,
+            scratch,
+            last: Vec::new()
+        }))
+        .is_ok(),
+        "started once"
+    );
 }
 
 fn last_panic() -> MutexGuard<'static, String> {

@@ -22,7 +22,11 @@ impl Rng {
 
     /// A number below `n`; 0 where there is none.
     pub fn below(&mut self, n: usize) -> usize {
-        if n == 0 { 0 } else { (self.next() % n as u64) as usize }
+        if n == 0 {
+            0
+        } else {
+            (self.next() % n as u64) as usize
+        }
     }
 
     /// Whether one of so many cases has come.
@@ -52,7 +56,13 @@ pub fn mutate(target: &Target, rng: &mut Rng, input: &[u8], other: &[u8], most: 
 }
 
 /// Changes files of a bundle, or a lone file of JSON.
-fn mutate_parts(target: &Target, words: &[&str], rng: &mut Rng, input: &[u8], other: &[u8]) -> Vec<u8> {
+fn mutate_parts(
+    target: &Target,
+    words: &[&str],
+    rng: &mut Rng,
+    input: &[u8],
+    other: &[u8],
+) -> Vec<u8> {
     let bundled = input.starts_with(b"@@ ");
     let mut all = parts(input, target.files[0]);
     let donors = parts(other, target.files[0]);
@@ -61,7 +71,10 @@ fn mutate_parts(target: &Target, words: &[&str], rng: &mut Rng, input: &[u8], ot
     } else {
         let at = rng.below(all.len());
         let part = &mut all[at];
-        let donor = donors.iter().find(|donor| donor.name == part.name).map(|donor| &donor.text[..]);
+        let donor = donors
+            .iter()
+            .find(|donor| donor.name == part.name)
+            .map(|donor| &donor.text[..]);
         mutate_part(words, rng, part, donor);
     }
     match &all[..] {
@@ -77,7 +90,9 @@ fn exchange(target: &Target, rng: &mut Rng, all: &mut Vec<Part>, donors: &[Part]
         return;
     }
     let name = rng.pick(target.files).copied().unwrap_or_default();
-    let Some(donor) = donors.iter().find(|donor| donor.name == name) else { return };
+    let Some(donor) = donors.iter().find(|donor| donor.name == name) else {
+        return;
+    };
     match all.iter_mut().find(|part| part.name == name) {
         Some(part) => *part = donor.clone(),
         None => all.push(donor.clone()),
@@ -100,7 +115,14 @@ fn mutate_part(words: &[&str], rng: &mut Rng, part: &mut Part, donor: Option<&[u
             }
             part.text = tree.to_string().into_bytes();
         }
-        _ => part.text = mutate_bytes(words, rng, std::mem::take(&mut part.text), donor.unwrap_or(&[])),
+        _ => {
+            part.text = mutate_bytes(
+                words,
+                rng,
+                std::mem::take(&mut part.text),
+                donor.unwrap_or(&[]),
+            )
+        }
     }
 }
 
@@ -115,7 +137,12 @@ fn mutate_bytes(words: &[&str], rng: &mut Rng, mut bytes: Vec<u8>, other: &[u8])
             2 => _ = bytes.drain(at..end),
             3 => _ = bytes.splice(at..at, bytes[at..end].to_vec()),
             4 => bytes.truncate(at),
-            5 => _ = bytes.splice(at..end, json::ODD_NUMBERS[rng.below(json::ODD_NUMBERS.len())].bytes()),
+            5 => {
+                _ = bytes.splice(
+                    at..end,
+                    json::ODD_NUMBERS[rng.below(json::ODD_NUMBERS.len())].bytes(),
+                )
+            }
             6 if !other.is_empty() => {
                 let from = rng.below(other.len());
                 let to = (from + 1 + rng.below(64)).min(other.len());
@@ -138,7 +165,9 @@ fn mutate_tokens(words: &[&str], rng: &mut Rng, input: &[u8], other: &[u8]) -> V
         match rng.below(7) {
             0 => _ = tokens.drain(at..end),
             1 => _ = tokens.splice(at..at, tokens[at..end].to_vec()),
-            2 if at < tokens.len() => tokens[at] = rng.pick(words).copied().unwrap_or("x").as_bytes(),
+            2 if at < tokens.len() => {
+                tokens[at] = rng.pick(words).copied().unwrap_or("x").as_bytes()
+            }
             3 if at < tokens.len() => {
                 let from = rng.below(tokens.len());
                 tokens[at] = tokens[from];
@@ -167,5 +196,6 @@ fn tokens(text: &[u8]) -> Vec<&[u8]> {
         b' ' | b'\n' | b'\t' => 1,
         _ => 2,
     };
-    text.chunk_by(|a, b| kind(*a) == kind(*b) && kind(*a) < 2).collect()
+    text.chunk_by(|a, b| kind(*a) == kind(*b) && kind(*a) < 2)
+        .collect()
 }

@@ -8,13 +8,14 @@ use std::path::{Path, PathBuf};
 /// A folder that holds exactly the files of the current execution; gone at the end.
 pub struct Scratch {
     dir: PathBuf,
-    /// Names of the files that are there, and what tells their bytes apart: a file that stays is not written again.
+    /// Names of the files that are there, and what tells their bytes apart: a file that stays is
+    /// not written again.
     present: BTreeMap<String, u64>,
 }
 
 impl Scratch {
-    /// A folder of its own under `ROUNDPIPE_FUZZ_DIR`, or in memory where the system has such a place, or under the
-    /// system's temporary folder.
+    /// A folder of its own under `ROUNDPIPE_FUZZ_DIR`, or in memory where the system has such a
+    /// place, or under the system's temporary folder.
     pub fn new(name: &str) -> Self {
         let shared = Path::new("/dev/shm");
         let base = match std::env::var_os("ROUNDPIPE_FUZZ_DIR") {
@@ -24,7 +25,10 @@ impl Scratch {
         };
         let dir = base.join(format!("roundpipe-fuzz-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&dir).expect("a folder for the fuzzed files");
-        Self { dir, present: BTreeMap::new() }
+        Self {
+            dir,
+            present: BTreeMap::new(),
+        }
     }
 
     /// The folder.
@@ -37,7 +41,8 @@ impl Scratch {
         self.dir.join(name)
     }
 
-    /// Writes an input beside the folder, for the case that it is the last one; see [`Scratch::kept`].
+    /// Writes an input beside the folder, for the case that it is the last one; see
+    /// [`Scratch::kept`].
     pub fn keep(&self, input: &[u8]) {
         std::fs::write(self.kept(), input).expect("a fuzzed file");
     }

@@ -34,8 +34,15 @@ const LINE: usize = 1000;
 /// Checks a refusal: one line, short, nothing in it that moves a terminal's cursor.
 fn refused(error: &Error) {
     let text = error.to_string();
-    assert!(!text.chars().any(char::is_control), "refused with control characters: {text:?}");
-    assert!(text.chars().count() <= LINE, "refused with {} characters: {text:.200}…", text.chars().count());
+    assert!(
+        !text.chars().any(char::is_control),
+        "refused with control characters: {text:?}"
+    );
+    assert!(
+        text.chars().count() <= LINE,
+        "refused with {} characters: {text:.200}…",
+        text.chars().count()
+    );
 }
 
 /// What came out, where something did.
@@ -58,7 +65,10 @@ const BASE: &str = "base";
 
 /// The `config.json` of the model that a bundle names.
 fn base_config(files: &[(&'static str, Vec<u8>)]) -> &'static str {
-    let base = files.iter().find(|(name, _)| *name == BASE).map_or(&[][..], |(_, text)| text);
+    let base = files
+        .iter()
+        .find(|(name, _)| *name == BASE)
+        .map_or(&[][..], |(_, text)| text);
     match base.trim_ascii() {
         b"qwen3_moe" => QWEN_MOE,
         b"gpt_oss" => GPT_OSS,

@@ -1,7 +1,7 @@
 //! `roundpipe bench`: how fast a model trains here, in tokens per second, and in how much memory.
 //!
-//! The last line is JSON. Times are means over all measured steps with everything under way ended at the end, so
-//! that nothing is counted before it is done.
+//! The last line is JSON. Times are means over all measured steps with everything under way ended
+//! at the end, so that nothing is counted before it is done.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -13,8 +13,8 @@ use clap::ValueEnum;
 use roundpipe::optim::AdamW;
 use roundpipe::trace::{Lane, Span};
 use roundpipe::{
-    Bytes, Cx, DType, Device, DeviceKind, Grain, HostTensor, Inputs, Lag, Meta, Params, RngSite, RoundPipe,
-    Rule, RunConfig, Update, Worker,
+    Bytes, Cx, DType, Device, DeviceKind, Grain, HostTensor, Inputs, Lag, Meta, Params, RngSite,
+    RoundPipe, Rule, RunConfig, Update, Worker,
 };
 use roundpipe_models::memory::host_memory;
 use roundpipe_models::{LoraConfig, LoraTargets, Model, Trains, preset};
@@ -60,7 +60,8 @@ pub struct BenchCmd {
     /// Type of weights and activations
     #[arg(long, value_enum, default_value_t = open::TypeArg::Bf16)]
     dtype: open::TypeArg,
-    /// Let the GPU add gradients of attention in any order: faster, but not bit for bit the same every time
+    /// Let the GPU add gradients of attention in any order: faster, but not bit for bit the same
+    /// every time
     #[arg(long)]
     fast_attention: bool,
     /// Threads of the optimizer [default: all cores]
@@ -69,7 +70,8 @@ pub struct BenchCmd {
     /// Scale gradients down to this norm
     #[arg(long)]
     clip: Option<f64>,
-    /// Compute nothing: say how much memory of a GPU a step would take, on a machine without one too
+    /// Compute nothing: say how much memory of a GPU a step would take, on a machine without one
+    /// too
     #[arg(long, conflicts_with_all = ["devices", "trace"], requires = "gpu_memory")]
     dry_run: bool,
     /// Write a trace of two more steps for Perfetto, and print how fast their copies were
@@ -100,10 +102,14 @@ impl BenchCmd {
         bounds::threads("--optimizer-threads", self.optimizer_threads)?;
         let tokens = bounds::tokens(self.batch, self.seq, host_memory())?;
         ensure!(
-            self.microbatches.is_none_or(|count| (1..=MOST_MICROBATCHES).contains(&count)),
+            self.microbatches
+                .is_none_or(|count| (1..=MOST_MICROBATCHES).contains(&count)),
             "--microbatches must be from 1 to {MOST_MICROBATCHES}"
         );
-        ensure!(self.clip.is_none_or(|clip| clip > 0.0 && clip.is_finite()), "--clip must be above 0");
+        ensure!(
+            self.clip.is_none_or(|clip| clip > 0.0 && clip.is_finite()),
+            "--clip must be above 0"
+        );
         if self.dry_run {
             return self.predict(out);
         }
@@ -115,7 +121,11 @@ impl BenchCmd {
         let model = self.model(out)?;
         let engine = self.engine(&model, &devices.workers)?;
         let (seconds, loss) = self.measure(&engine, model.config.vocab, out)?;
-        let trains = if self.mode == Mode::Full { Trains::All } else { Trains::Adapters };
+        let trains = if self.mode == Mode::Full {
+            Trains::All
+        } else {
+            Trains::Adapters
+        };
         let tokens = tokens as f64;
         let pins = engine.ring().pins();
         let floor = model.config.flops_per_token(self.seq, trains) * tokens / rate;
@@ -136,14 +146,17 @@ impl BenchCmd {
             }),
         )?;
         // Last, so that a disk that takes no trace loses no figure.
-        self.trace.as_ref().map_or(Ok(()), |path| self.trace(&engine, model.config.vocab, path))
+        self.trace
+            .as_ref()
+            .map_or(Ok(()), |path| self.trace(&engine, model.config.vocab, path))
     }
 
     fn model(&self, out: &mut impl Write) -> anyhow::Result<Model> {
         let start = Instant::now();
         let mut model = match preset(&self.model) {
             Ok(config) => {
-                let config = config.with(&serde_json::json!({ "max_position_embeddings": self.seq }))?;
+                let config =
+                    config.with(&serde_json::json!({ "max_position_embeddings": self.seq }))?;
                 match self.dry_run {
                     true => Model::empty(config, self.dtype.into())?,
                     false => Model::random(config, self.dtype.into(), 1)?,
@@ -159,15 +172,31 @@ impl BenchCmd {
             model.config.max_positions
         );
         if self.mode == Mode::Lora {
-            let config =
-                LoraConfig { rank: self.rank, targets: LoraTargets::AllLinear, ..LoraConfig::default() };
+            let config = LoraConfig {
+                rank: self.rank,
+                targets: LoraTargets::AllLinear,
+                ..LoraConfig::default()
+            };
             model.add_lora(&config)?;
         }
         model.fast_attention(self.fast_attention);
-        writeln!(out, "{} ready in {:.1} s", self.model, start.elapsed().as_secs_f64())?;
-        let trained: usize = model.trainable_params().iter().map(|(_, p)| p.shape().numel()).sum();
+        writeln!(
+            out,
+            "{} ready in {:.1} s",
+            self.model,
+            start.elapsed().as_secs_f64()
+        )?;
+        let trained: usize = model
+            .trainable_params()
+            .iter()
+            .map(|(_, p)| p.shape().numel())
+            .sum();
         let params = model.num_params();
-        writeln!(out, "{params} parameters, {trained} of them trained, {}", self.dtype.name())?;
+        writeln!(
+            out,
+            "{params} parameters, {trained} of them trained, {}",
+            self.dtype.name()
+        )?;
         Ok(model)
     }
 
@@ -189,7 +218,12 @@ impl BenchCmd {
     }
 
     /// The line of JSON: what was asked for, then what was found.
-    fn tell(&self, out: &mut impl Write, workers: usize, found: serde_json::Value) -> anyhow::Result<()> {
+    fn tell(
+        &self,
+        out: &mut impl Write,
+        workers: usize,
+        found: serde_json::Value,
+    ) -> anyhow::Result<()> {
         let mut line = serde_json::json!({
             "model": self.model,
             "mode": format!("{:?}", self.mode).to_lowercase(),
@@ -212,12 +246,21 @@ impl BenchCmd {
     }
 
     /// Seconds of a step and the loss of the last.
-    fn measure(&self, engine: &RoundPipe, vocab: usize, out: &mut impl Write) -> anyhow::Result<(f64, f64)> {
+    fn measure(
+        &self,
+        engine: &RoundPipe,
+        vocab: usize,
+        out: &mut impl Write,
+    ) -> anyhow::Result<(f64, f64)> {
         let mut loss = 0.0;
         for step in 0..self.warm_up {
             let start = Instant::now();
             loss = self.step(engine, vocab, step)?;
-            writeln!(out, "warm-up {step}: loss {loss:.4}, {:.2} s", start.elapsed().as_secs_f64())?;
+            writeln!(
+                out,
+                "warm-up {step}: loss {loss:.4}, {:.2} s",
+                start.elapsed().as_secs_f64()
+            )?;
             out.flush()?;
         }
         engine.synchronize()?;
@@ -227,15 +270,19 @@ impl BenchCmd {
         let start = Instant::now();
         for step in 0..self.steps {
             loss = self.step(engine, vocab, self.warm_up + step)?;
-            writeln!(out, "step {step}: loss {loss:.4}, {:.2} s so far", start.elapsed().as_secs_f64())?;
+            writeln!(
+                out,
+                "step {step}: loss {loss:.4}, {:.2} s so far",
+                start.elapsed().as_secs_f64()
+            )?;
             out.flush()?;
         }
         engine.synchronize()?;
         Ok((start.elapsed().as_secs_f64() / self.steps as f64, loss))
     }
 
-    /// What steps take of a GPU, by a worker that only counts: as many as may overlap and one more. Their updates are
-    /// skipped: weights that are not there need not be changed.
+    /// What steps take of a GPU, by a worker that only counts: as many as may overlap and one more.
+    /// Their updates are skipped: weights that are not there need not be changed.
     fn predict(&self, out: &mut impl Write) -> anyhow::Result<()> {
         let model = self.model(out)?;
         let engine = self.engine(&model, &[Meta::like(DeviceKind::Cuda)])?;
@@ -245,7 +292,11 @@ impl BenchCmd {
         }
         engine.synchronize()?;
         let peak = round(gpu_peak(&engine), 2);
-        self.tell(out, 1, serde_json::json!({ "dry_run": true, "gpu_peak_gib": peak }))
+        self.tell(
+            out,
+            1,
+            serde_json::json!({ "dry_run": true, "gpu_peak_gib": peak }),
+        )
     }
 
     /// Forward and backward of a step; the mean of its microbatches' losses.
@@ -257,19 +308,28 @@ impl BenchCmd {
     /// One step; the mean of its microbatches' losses.
     fn step(&self, engine: &RoundPipe, vocab: usize, step: u64) -> anyhow::Result<f64> {
         let loss = self.step_of(engine, vocab, step)?;
-        let update = Update { clip: self.clip, ..Update::new(1e-5) };
+        let update = Update {
+            clip: self.clip,
+            ..Update::new(1e-5)
+        };
         engine.update(&update, self.lag())?;
         Ok(loss)
     }
 
     /// Random tokens, and the ones that follow them as labels.
     fn inputs(&self, vocab: usize, step: u64) -> anyhow::Result<Inputs> {
-        let key = RngSite { seed: 7, step, ..RngSite::default() }.key();
+        let key = RngSite {
+            seed: 7,
+            step,
+            ..RngSite::default()
+        }
+        .key();
         let (rows, seq) = (self.batch, self.seq);
         let token = |at: usize| ((u64::from(key.word(at as u64)) * vocab as u64) >> 32) as i64;
         let row = |shift: usize| {
-            let ids: Vec<i64> =
-                (0..rows * seq).map(|i| token(i / seq * (seq + 1) + i % seq + shift)).collect();
+            let ids: Vec<i64> = (0..rows * seq)
+                .map(|i| token(i / seq * (seq + 1) + i % seq + shift))
+                .collect();
             HostTensor::from_slice(&ids, &[rows, seq])
         };
         Ok(Inputs::new().named("ids", row(0)?).named("labels", row(1)?))
@@ -285,7 +345,10 @@ impl BenchCmd {
         for line in copies(&engine.trace().spans()) {
             writeln!(std::io::stderr(), "{line}")?;
         }
-        engine.trace().write_to(path).with_context(|| format!("cannot write {}", path.display()))
+        engine
+            .trace()
+            .write_to(path)
+            .with_context(|| format!("cannot write {}", path.display()))
     }
 }
 
@@ -302,17 +365,31 @@ fn copies(spans: &[Span]) -> Vec<String> {
         }
     }
     let beside = |s: &Span| -> u64 {
-        busy.iter().map(|(a, b)| s.end_ns.min(*b).saturating_sub(s.start_ns.max(*a))).sum()
+        busy.iter()
+            .map(|(a, b)| s.end_ns.min(*b).saturating_sub(s.start_ns.max(*a)))
+            .sum()
     };
-    let lanes = [Lane::ParamUpload, Lane::ActivationUpload, Lane::ActivationDownload, Lane::GradDownload];
+    let lanes = [
+        Lane::ParamUpload,
+        Lane::ActivationUpload,
+        Lane::ActivationDownload,
+        Lane::GradDownload,
+    ];
     let line = |lane: Lane| {
         let of = || spans.iter().filter(move |s| s.track.lane == lane);
         let bytes: u64 = of().filter_map(|s| s.bytes).sum();
         let time: u64 = of().map(|s| s.end_ns - s.start_ns).sum();
         let shared: u64 = of().map(beside).sum();
         (time > 0 && bytes > 1 << 20).then(|| {
-            let (rate, share) = (bytes as f64 / time as f64, 100.0 * shared as f64 / time as f64);
-            format!("{}: {} at {rate:.1} GB/s, {share:.0}% of it beside kernels", lane.name(), Bytes(bytes))
+            let (rate, share) = (
+                bytes as f64 / time as f64,
+                100.0 * shared as f64 / time as f64,
+            );
+            format!(
+                "{}: {} at {rate:.1} GB/s, {share:.0}% of it beside kernels",
+                lane.name(),
+                Bytes(bytes)
+            )
         })
     };
     lanes.into_iter().filter_map(line).collect()
@@ -334,10 +411,20 @@ fn round(x: f64, digits: i32) -> f64 {
 
 /// Operations per second of a large product on this device: what a floor is computed with.
 fn product_rate(device: Arc<dyn Device>, dtype: DType) -> anyhow::Result<f64> {
-    let size: usize = if device.id().kind == DeviceKind::Cuda { 8192 } else { 512 };
-    let worker = Worker::new(device, Bytes((4 * size * size * dtype.size() + (64 << 20)) as u64))?;
+    let size: usize = if device.id().kind == DeviceKind::Cuda {
+        8192
+    } else {
+        512
+    };
+    let worker = Worker::new(
+        device,
+        Bytes((4 * size * size * dtype.size() + (64 << 20)) as u64),
+    )?;
     let mut cx = Cx::infer(&worker);
-    let (a, b) = (cx.randn(dtype, &[size, size])?, cx.randn(dtype, &[size, size])?);
+    let (a, b) = (
+        cx.randn(dtype, &[size, size])?,
+        cx.randn(dtype, &[size, size])?,
+    );
     let mut best = f64::INFINITY;
     for _ in 0..4 {
         worker.fence()?;
@@ -357,12 +444,22 @@ fn processors(engine: &RoundPipe) -> usize {
         id if id.kind == DeviceKind::Cuda => id.index,
         _ => 0,
     };
-    engine.ring().workers().iter().map(id).collect::<std::collections::BTreeSet<_>>().len()
+    engine
+        .ring()
+        .workers()
+        .iter()
+        .map(id)
+        .collect::<std::collections::BTreeSet<_>>()
+        .len()
 }
 
 /// Most memory in use of any GPU's arena; 0 without one.
 fn gpu_peak(engine: &RoundPipe) -> f64 {
-    let gpus = engine.ring().workers().iter().filter(|w| w.device().stands_for().kind == DeviceKind::Cuda);
+    let gpus = engine
+        .ring()
+        .workers()
+        .iter()
+        .filter(|w| w.device().stands_for().kind == DeviceKind::Cuda);
     gpus.map(|w| w.usage().high_water.0).max().unwrap_or(0) as f64 / f64::from(1 << 30)
 }
 
@@ -370,7 +467,11 @@ fn gpu_peak(engine: &RoundPipe) -> f64 {
 fn host_peak(engine: &RoundPipe) -> f64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let peak = status.lines().find_map(|line| {
-        let kib = line.strip_prefix("VmHWM:")?.trim().strip_suffix("kB")?.trim();
+        let kib = line
+            .strip_prefix("VmHWM:")?
+            .trim()
+            .strip_suffix("kB")?
+            .trim();
         kib.parse::<f64>().ok()
     });
     let held = engine.host_bytes().total() as f64 + engine.ring().host_use().peak.0 as f64;

@@ -66,9 +66,15 @@ impl Default for DemoCmd {
 
 impl DemoCmd {
     pub fn run(self, out: &mut impl Write) -> anyhow::Result<()> {
-        ensure!(self.steps > 0 && self.batch > 0, "--steps and --batch must be at least 1");
+        ensure!(
+            self.steps > 0 && self.batch > 0,
+            "--steps and --batch must be at least 1"
+        );
         bounds::threads("--threads", self.threads)?;
-        ensure!(self.sample <= MOST_SAMPLE, "--sample must be at most {MOST_SAMPLE}");
+        ensure!(
+            self.sample <= MOST_SAMPLE,
+            "--sample must be at most {MOST_SAMPLE}"
+        );
         let config = preset("tiny")?;
         let seq = config.max_positions;
         let memory = host_memory();
@@ -94,22 +100,38 @@ impl DemoCmd {
             text.len(),
             self.batch,
         )?;
-        let sampler = Sampler { temperature: 0.7, seed: self.seed, ..Sampler::default() };
+        let sampler = Sampler {
+            temperature: 0.7,
+            seed: self.seed,
+            ..Sampler::default()
+        };
         let before = continue_text(&model, &worker, &self.prompt, self.sample, sampler)?;
         writeln!(out, "\nbefore training:\n{}\n", printable(&before))?;
         self.train(&model, &worker, &windows, out)?;
         let after = continue_text(&model, &worker, &self.prompt, self.sample, sampler)?;
         writeln!(out, "\nafter training:\n{}", printable(&after))?;
         let used = worker.usage().high_water;
-        writeln!(out, "\npeak memory of a step: {peak} predicted, {used} used")?;
+        writeln!(
+            out,
+            "\npeak memory of a step: {peak} predicted, {used} used"
+        )?;
         Ok(())
     }
 
-    /// Peak of a training step, from shapes alone. A sample needs less: one sequence and no gradients.
+    /// Peak of a training step, from shapes alone. A sample needs less: one sequence and no
+    /// gradients.
     fn predict(&self, model: &Model) -> anyhow::Result<Bytes> {
         let worker = Worker::new(Meta::like(roundpipe::DeviceKind::Cpu), Bytes(1 << 60))?;
         let ids = vec![0i64; self.batch * model.config.max_positions];
-        step(model, &worker, self.batch, &ids, &ids, RngSite::default(), |_, _| Ok(()))?;
+        step(
+            model,
+            &worker,
+            self.batch,
+            &ids,
+            &ids,
+            RngSite::default(),
+            |_, _| Ok(()),
+        )?;
         Ok(worker.usage().high_water)
     }
 
@@ -120,11 +142,19 @@ impl DemoCmd {
         windows: &Windows,
         out: &mut impl Write,
     ) -> anyhow::Result<()> {
-        let rule = AdamW { weight_decay: 0.1, ..AdamW::default() };
+        let rule = AdamW {
+            weight_decay: 0.1,
+            ..AdamW::default()
+        };
         // Decay matrices only, as is usual.
         let decays = |_: &str, p: &roundpipe::Param| p.shape().rank() > 1;
-        let mut optimizer = Optimizer::adamw(model.trainable_params(), rule)?.clip(1.0).decay_where(decays);
-        let decay = LrDecay::Cosine { total_steps: self.steps, min_ratio: 0.1 };
+        let mut optimizer = Optimizer::adamw(model.trainable_params(), rule)?
+            .clip(1.0)
+            .decay_where(decays);
+        let decay = LrDecay::Cosine {
+            total_steps: self.steps,
+            min_ratio: 0.1,
+        };
         let schedule = LrSchedule::new(self.lr, self.steps / 10, decay)?;
         let bar = bar(self.steps);
         let start = Instant::now();
@@ -132,19 +162,37 @@ impl DemoCmd {
         let every = (self.steps / 10).max(1);
         for index in 0..self.steps {
             let (ids, labels) = windows.batch(index, self.batch);
-            let site = RngSite { seed: self.seed, step: index, ..RngSite::default() };
+            let site = RngSite {
+                seed: self.seed,
+                step: index,
+                ..RngSite::default()
+            };
             let mut loss = f64::NAN;
-            step(model, worker, self.batch, &ids, &labels, site, |value, grads| {
-                loss = value.item()?;
-                optimizer.add(grads)?;
-                Ok(())
-            })?;
+            step(
+                model,
+                worker,
+                self.batch,
+                &ids,
+                &labels,
+                site,
+                |value, grads| {
+                    loss = value.item()?;
+                    optimizer.add(grads)?;
+                    Ok(())
+                },
+            )?;
             optimizer.step(schedule.at(index + 1))?;
             let rate = (index + 1) as f64 * tokens as f64 / start.elapsed().as_secs_f64();
             bar.set_message(format!("loss {loss:.3}  {rate:.0} tokens/s"));
             bar.inc(1);
             if (index + 1) % every == 0 || index == 0 {
-                bar.suspend(|| writeln!(out, "step {:>5}  loss {loss:.4}  {rate:.0} tokens/s", index + 1))?;
+                bar.suspend(|| {
+                    writeln!(
+                        out,
+                        "step {:>5}  loss {loss:.4}  {rate:.0} tokens/s",
+                        index + 1
+                    )
+                })?;
             }
         }
         bar.finish_and_clear();
@@ -155,8 +203,15 @@ impl DemoCmd {
 fn read_text(path: &Path) -> anyhow::Result<String> {
     let place = || format!("cannot read {}", path.display());
     let mut bytes = Vec::new();
-    File::open(path).and_then(|file| file.take(MOST_TEXT + 1).read_to_end(&mut bytes)).with_context(place)?;
-    ensure!(bytes.len() as u64 <= MOST_TEXT, "{}: it is longer than {}", place(), Bytes(MOST_TEXT));
+    File::open(path)
+        .and_then(|file| file.take(MOST_TEXT + 1).read_to_end(&mut bytes))
+        .with_context(place)?;
+    ensure!(
+        bytes.len() as u64 <= MOST_TEXT,
+        "{}: it is longer than {}",
+        place(),
+        Bytes(MOST_TEXT)
+    );
     String::from_utf8(bytes).with_context(place)
 }
 
@@ -189,5 +244,13 @@ fn bar(steps: u64) -> ProgressBar {
 
 /// Control characters of an untrained model would upset a terminal.
 fn printable(text: &str) -> String {
-    text.chars().map(|c| if (c.is_control() && c != '\n') || c == '\u{fffd}' { '.' } else { c }).collect()
+    text.chars()
+        .map(|c| {
+            if (c.is_control() && c != '\n') || c == '\u{fffd}' {
+                '.'
+            } else {
+                c
+            }
+        })
+        .collect()
 }

@@ -15,8 +15,8 @@ use crate::terminal::Output;
 
 /// Continue a prompt, or answer it where the model has a chat template
 ///
-/// On a terminal, control characters of the model's text are shown as � and do nothing; a file or a pipe gets the text
-/// as it is.
+/// On a terminal, control characters of the model's text are shown as � and do nothing; a file or a
+/// pipe gets the text as it is.
 #[derive(Debug, clap::Args)]
 pub struct GenerateCmd {
     /// A folder, or a hub id such as Qwen/Qwen3-0.6B
@@ -57,9 +57,15 @@ pub struct GenerateCmd {
 
 impl GenerateCmd {
     pub fn run(self, out: &mut impl Write) -> anyhow::Result<()> {
-        ensure!(self.temperature.is_finite() && self.temperature >= 0.0, "--temperature must be 0 or more");
+        ensure!(
+            self.temperature.is_finite() && self.temperature >= 0.0,
+            "--temperature must be 0 or more"
+        );
         ensure!(self.top_k != Some(0), "--top-k must be at least 1");
-        ensure!(self.top_p.is_none_or(|p| p > 0.0 && p <= 1.0), "--top-p must be above 0 and at most 1");
+        ensure!(
+            self.top_p.is_none_or(|p| p > 0.0 && p <= 1.0),
+            "--top-p must be above 0 and at most 1"
+        );
         // Notes go beside the answer, which goes to `out`.
         let devices = self.place.open(&mut std::io::stderr())?;
         let opened = open::model(&self.model, self.dtype.map(Into::into))?;
@@ -74,10 +80,18 @@ impl GenerateCmd {
         if let Some(note) = generator.engine().ring().pins().note() {
             writeln!(std::io::stderr(), "{note}")?;
         }
-        let sampler =
-            Sampler { temperature: self.temperature, top_k: self.top_k, top_p: self.top_p, seed: self.seed };
+        let sampler = Sampler {
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            seed: self.seed,
+        };
         let stop = tokenizer.eos().to_vec();
-        let options = GenerateOptions { max_tokens: self.max_tokens, sampler, stop };
+        let options = GenerateOptions {
+            max_tokens: self.max_tokens,
+            sampler,
+            stop,
+        };
         let mut stream = tokenizer.stream(true);
         let shown_on = Output::stdout();
         let mut show = |text: &str| -> anyhow::Result<()> {
@@ -107,12 +121,23 @@ impl GenerateCmd {
             return Ok(tokenizer.encode(&self.prompt, true)?);
         }
         let Some(template) = tokenizer.chat_template(false)? else {
-            ensure!(self.system.is_none(), "--system: the model has no chat template to put it into");
+            ensure!(
+                self.system.is_none(),
+                "--system: the model has no chat template to put it into"
+            );
             return Ok(tokenizer.encode(&self.prompt, true)?);
         };
-        let system = self.system.iter().map(|text| Message::new("system", text.as_str()));
-        let messages: Vec<Message> = system.chain([Message::new("user", self.prompt.as_str())]).collect();
-        let options = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
+        let system = self
+            .system
+            .iter()
+            .map(|text| Message::new("system", text.as_str()));
+        let messages: Vec<Message> = system
+            .chain([Message::new("user", self.prompt.as_str())])
+            .collect();
+        let options = RenderOptions {
+            add_generation_prompt: true,
+            ..RenderOptions::default()
+        };
         // The template writes the special tokens itself.
         Ok(tokenizer.encode(&template.render(&messages, &options)?, false)?)
     }

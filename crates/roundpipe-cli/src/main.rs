@@ -32,7 +32,9 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let command = Cli::parse().command.unwrap_or_else(|| Command::Demo(demo::DemoCmd::default()));
+    let command = Cli::parse()
+        .command
+        .unwrap_or_else(|| Command::Demo(demo::DemoCmd::default()));
     let mut out = io::stdout().lock();
     let done = match command {
         Command::Demo(demo) => demo.run(&mut out),
@@ -43,7 +45,11 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            let line = error.chain().map(ToString::to_string).collect::<Vec<_>>().join(": ");
+            let line = error
+                .chain()
+                .map(ToString::to_string)
+                .collect::<Vec<_>>()
+                .join(": ");
             // Nothing sensible is left to do when even this cannot be written.
             let _ = writeln!(io::stderr(), "error: {}", terminal::one_line(&line));
             ExitCode::FAILURE

@@ -52,5 +52,8 @@ pub fn looks_like_a_model(name: &str) -> bool {
 /// Loads a model, in the type its config names unless another is given.
 pub fn model(name: &str, dtype: Option<DType>) -> anyhow::Result<Opened> {
     let path = hub::resolve(name)?;
-    Ok(Opened { model: Model::load(&path, dtype)?, path })
+    Ok(Opened {
+        model: Model::load(&path, dtype)?,
+        path,
+    })
 }

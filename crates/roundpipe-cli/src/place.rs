@@ -56,14 +56,29 @@ impl Place {
             None => Devices::all(),
         };
         let devices = devices.context("--devices")?;
-        let has_gpu = devices.workers.iter().any(|device| device.id().kind == DeviceKind::Cuda);
-        let slower = if has_gpu { Cuda::attention_note() } else { None };
-        devices.skipped.iter().chain(&slower).try_for_each(|line| writeln!(out, "{line}"))?;
+        let has_gpu = devices
+            .workers
+            .iter()
+            .any(|device| device.id().kind == DeviceKind::Cuda);
+        let slower = if has_gpu {
+            Cuda::attention_note()
+        } else {
+            None
+        };
+        devices
+            .skipped
+            .iter()
+            .chain(&slower)
+            .try_for_each(|line| writeln!(out, "{line}"))?;
         Ok(devices)
     }
 
     /// How memory is reserved on them.
     pub fn ring(&self) -> RingOptions {
-        RingOptions { memory: self.gpu_memory, pin: self.pin.into(), ..RingOptions::default() }
+        RingOptions {
+            memory: self.gpu_memory,
+            pin: self.pin.into(),
+            ..RingOptions::default()
+        }
     }
 }

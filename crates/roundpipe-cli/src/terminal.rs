@@ -1,8 +1,8 @@
 //! Text of others on a terminal.
 //!
-//! A model writes whatever it likes, and so may a file whose words stand in an error. On a terminal, control
-//! characters would move the cursor, change colours, set the clipboard; there each is shown as `�`. What goes into a
-//! file or a pipe is left as it is.
+//! A model writes whatever it likes, and so may a file whose words stand in an error. On a
+//! terminal, control characters would move the cursor, change colours, set the clipboard; there
+//! each is shown as `�`. What goes into a file or a pipe is left as it is.
 
 use std::borrow::Cow;
 use std::io::IsTerminal;
@@ -19,7 +19,11 @@ pub enum Output {
 impl Output {
     /// What standard output is.
     pub fn stdout() -> Self {
-        if std::io::stdout().is_terminal() { Self::Terminal } else { Self::Raw }
+        if std::io::stdout().is_terminal() {
+            Self::Terminal
+        } else {
+            Self::Raw
+        }
     }
 
     /// The text as it is written there.
@@ -38,7 +42,11 @@ pub fn one_line(text: &str) -> Cow<'_, str> {
 
 fn visible<'t>(text: &'t str, kept: &[char]) -> Cow<'t, str> {
     let hidden = |c: char| c.is_control() && !kept.contains(&c);
-    if text.contains(hidden) { text.replace(hidden, "\u{fffd}").into() } else { text.into() }
+    if text.contains(hidden) {
+        text.replace(hidden, "\u{fffd}").into()
+    } else {
+        text.into()
+    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,9 @@
-//! Figures of a GPU, each beside its floor: copies, products, attention, memory-bound kernels, a head, launches, a decoder
-//! layer. Sections are named on the command line; without a GPU it says so and ends.
+//! Figures of a GPU, each beside its floor: copies, products, attention, memory-bound kernels, a
+//! head, launches, a decoder layer. Sections are named on the command line; without a GPU it says
+//! so and ends.
 //!
-//! `cargo bench -p roundpipe-models --bench gpu -- copies products attention variants kernels head launches layer`
+//! `cargo bench -p roundpipe-models --bench gpu -- copies products attention variants kernels head
+//! launches layer`
 #![allow(clippy::print_stdout, reason = "a program that prints figures")]
 
 use std::time::Instant;
@@ -24,7 +26,11 @@ fn qwen(layers: usize, vocab: usize, seq: usize) -> Res<ModelConfig> {
 }
 
 /// Milliseconds of one call, in a round of `count`.
-fn round(worker: &Worker, count: usize, f: &mut impl FnMut() -> TensorResult<()>) -> TensorResult<f64> {
+fn round(
+    worker: &Worker,
+    count: usize,
+    f: &mut impl FnMut() -> TensorResult<()>,
+) -> TensorResult<f64> {
     let start = Instant::now();
     for _ in 0..count {
         f()?;
@@ -33,9 +39,13 @@ fn round(worker: &Worker, count: usize, f: &mut impl FnMut() -> TensorResult<()>
     Ok(start.elapsed().as_secs_f64() * 1e3 / count as f64)
 }
 
-/// Milliseconds of one call: the best of three rounds. The first call may compile and make plans, for which the GPU
-/// waits and slows its clock down, so calls for 50 ms follow before any is timed.
-fn time(worker: &Worker, count: usize, mut f: impl FnMut() -> TensorResult<()>) -> TensorResult<f64> {
+/// Milliseconds of one call: the best of three rounds. The first call may compile and make plans,
+/// for which the GPU waits and slows its clock down, so calls for 50 ms follow before any is timed.
+fn time(
+    worker: &Worker,
+    count: usize,
+    mut f: impl FnMut() -> TensorResult<()>,
+) -> TensorResult<f64> {
     round(worker, 1, &mut f)?;
     let start = Instant::now();
     while start.elapsed().as_millis() < 50 {
@@ -48,8 +58,9 @@ fn time(worker: &Worker, count: usize, mut f: impl FnMut() -> TensorResult<()>) 
     Ok(best)
 }
 
-/// Milliseconds of one call of a GPU that has rested: calls for 10 ms, after half a second of none; the best of three.
-/// Under longer load its clock goes down with its power limit, which [`time`] shows.
+/// Milliseconds of one call of a GPU that has rested: calls for 10 ms, after half a second of none;
+/// the best of three. Under longer load its clock goes down with its power limit, which [`time`]
+/// shows.
 fn rested(worker: &Worker, mut f: impl FnMut() -> TensorResult<()>) -> TensorResult<f64> {
     let guess = time(worker, 3, &mut f)?;
     let count = ((10.0 / guess) as usize).clamp(2, 1000);
@@ -76,18 +87,33 @@ fn bandwidth(worker: &Worker) -> TensorResult<f64> {
 fn copies(worker: &Worker) -> Res<()> {
     println!("copy on the device: {:.2} TB/s", bandwidth(worker)?);
     let bytes = 512 << 20;
-    let host = worker.device().host_buffer("bench", bytes, roundpipe::Pin::Alloc)?;
-    for (lane, name) in [(LaneKind::ParamUpload, "upload"), (LaneKind::GradDownload, "download")] {
+    let host = worker
+        .device()
+        .host_buffer("bench", bytes, roundpipe::Pin::Alloc)?;
+    for (lane, name) in [
+        (LaneKind::ParamUpload, "upload"),
+        (LaneKind::GradDownload, "download"),
+    ] {
         let mut best = f64::INFINITY;
         for _ in 0..4 {
             let block = worker.pool().alloc("bench", bytes as u64)?;
             worker.fence()?;
             let start = Instant::now();
             match lane {
-                LaneKind::ParamUpload => {
-                    drop(worker.device().lane(lane).upload(name, host.read_all()?, block)?.land()?)
-                }
-                _ => drop(worker.device().lane(lane).download(name, block, host.write(0..bytes)?)?.land()?),
+                LaneKind::ParamUpload => drop(
+                    worker
+                        .device()
+                        .lane(lane)
+                        .upload(name, host.read_all()?, block)?
+                        .land()?,
+                ),
+                _ => drop(
+                    worker
+                        .device()
+                        .lane(lane)
+                        .download(name, block, host.write(0..bytes)?)?
+                        .land()?,
+                ),
             }
             best = best.min(start.elapsed().as_secs_f64());
         }
@@ -97,13 +123,22 @@ fn copies(worker: &Worker) -> Res<()> {
 }
 
 fn products(worker: &Worker) -> Res<()> {
-    for (m, k, n) in [(16384, 2048, 6144), (16384, 6144, 2048), (16384, 2048, 2048), (8192, 8192, 8192)] {
+    for (m, k, n) in [
+        (16384, 2048, 6144),
+        (16384, 6144, 2048),
+        (16384, 2048, 2048),
+        (8192, 8192, 8192),
+    ] {
         let (x, w) = (randn(worker, &[m, k])?, randn(worker, &[n, k])?);
         let mut cx = Cx::new(worker, false, true);
         let rate = |ms: f64| 2.0 * (m * k * n) as f64 / ms / 1e9;
         let ms = time(worker, 10, || cx.linear(&x, &w, None).map(drop))?;
         let burst = rested(worker, || cx.linear(&x, &w, None).map(drop))?;
-        println!("product {m} x {k} x {n} bf16: {:.0} TFLOP/s, rested {:.0}", rate(ms), rate(burst));
+        println!(
+            "product {m} x {k} x {n} bf16: {:.0} TFLOP/s, rested {:.0}",
+            rate(ms),
+            rate(burst)
+        );
     }
     experts(worker)
 }
@@ -118,7 +153,9 @@ fn experts(worker: &Worker) -> Res<()> {
         let dy = randn(worker, &[rows, n])?;
         let rate = |products: f64, ms: f64| products * 2.0 * (rows * k * n) as f64 / ms / 1e9;
         let mut cx = Cx::new(worker, false, true);
-        let forward = time(worker, 10, || cx.grouped_linear(&x, &w, &ends, None).map(drop))?;
+        let forward = time(worker, 10, || {
+            cx.grouped_linear(&x, &w, &ends, None).map(drop)
+        })?;
         let both = time(worker, 10, || {
             let mut cx = Cx::train(worker);
             let (x, w) = (cx.input(&x)?, cx.input(&w)?);
@@ -142,9 +179,18 @@ fn attention(worker: &Worker) -> Res<()> {
         (1, 16, 8, 65536, 128),
         (1, 16, 8, 131_072, 128),
     ] {
-        let (q, k) = (randn(worker, &[b, s, hq, d])?, randn(worker, &[b, s, hk, d])?);
-        let (v, dy) = (randn(worker, &[b, s, hk, d])?, randn(worker, &[b, s, hq, d])?);
-        let how = Attention { causal: true, ..Attention::default() };
+        let (q, k) = (
+            randn(worker, &[b, s, hq, d])?,
+            randn(worker, &[b, s, hk, d])?,
+        );
+        let (v, dy) = (
+            randn(worker, &[b, s, hk, d])?,
+            randn(worker, &[b, s, hq, d])?,
+        );
+        let how = Attention {
+            causal: true,
+            ..Attention::default()
+        };
         let mut cx = Cx::new(worker, false, true);
         let flops = 2.0 * (b * hq * s * s * d) as f64;
         // About 50 ms a round, so that the wait at its end does not count.
@@ -159,8 +205,8 @@ fn attention(worker: &Worker) -> Res<()> {
             cx.backward_from(&[(y, dy.clone())]).map(drop)
         };
         let rates = |forward: f64, backward: f64, any_order: f64| {
-            let [f, b, a] =
-                [(1.0, forward), (2.5, backward), (2.5, any_order)].map(|(n, ms)| n * flops / ms / 1e9);
+            let [f, b, a] = [(1.0, forward), (2.5, backward), (2.5, any_order)]
+                .map(|(n, ms)| n * flops / ms / 1e9);
             format!("forward {f:.0} TFLOP/s, backward {b:.0}, in any order {a:.0}")
         };
         let long = rates(
@@ -179,32 +225,71 @@ fn attention(worker: &Worker) -> Res<()> {
     Ok(())
 }
 
-/// What attention of other kinds takes, in milliseconds and in operations of the pairs that are seen: sinks, windows,
-/// sequences packed into one row, and lengths that are no library's.
+/// What attention of other kinds takes, in milliseconds and in operations of the pairs that are
+/// seen: sinks, windows, sequences packed into one row, and lengths that are no library's.
 fn variants(worker: &Worker) -> Res<()> {
     let s = 4096usize;
-    let causal = Attention { causal: true, ..Attention::default() };
+    let causal = Attention {
+        causal: true,
+        ..Attention::default()
+    };
     let pairs = |b: usize, s: usize, seen: usize, h: usize, d: usize| (b * h * s * seen * d) as f64;
-    let (q, k) = (randn(worker, &[2, s, 64, 64])?, randn(worker, &[2, s, 8, 64])?);
+    let (q, k) = (
+        randn(worker, &[2, s, 64, 64])?,
+        randn(worker, &[2, s, 8, 64])?,
+    );
     let sinks = randn(worker, &[64])?;
-    let sunk = Attention { sinks: Some(&sinks), ..causal };
-    shown(worker, "2 x 64/8 x 4096 x 64, sinks", (&q, &k), &sunk, pairs(2, s, s / 2, 64, 64))?;
-    let narrow = Attention { window: Some(128), ..sunk };
+    let sunk = Attention {
+        sinks: Some(&sinks),
+        ..causal
+    };
+    shown(
+        worker,
+        "2 x 64/8 x 4096 x 64, sinks",
+        (&q, &k),
+        &sunk,
+        pairs(2, s, s / 2, 64, 64),
+    )?;
+    let narrow = Attention {
+        window: Some(128),
+        ..sunk
+    };
     let name = "2 x 64/8 x 4096 x 64, sinks, window 128";
     shown(worker, name, (&q, &k), &narrow, pairs(2, s, 128, 64, 64))?;
     let operands = |b, s| -> Res<(Tensor, Tensor)> {
-        Ok((randn(worker, &[b, s, 16, 128])?, randn(worker, &[b, s, 8, 128])?))
+        Ok((
+            randn(worker, &[b, s, 16, 128])?,
+            randn(worker, &[b, s, 8, 128])?,
+        ))
     };
     let (q, k) = operands(4, s)?;
-    let wide = Attention { window: Some(1024), ..causal };
+    let wide = Attention {
+        window: Some(1024),
+        ..causal
+    };
     let seen = 1024 - 1024 / 8;
-    shown(worker, "4 x 16/8 x 4096 x 128, window 1024", (&q, &k), &wide, pairs(4, s, seen, 16, 128))?;
+    shown(
+        worker,
+        "4 x 16/8 x 4096 x 128, window 1024",
+        (&q, &k),
+        &wide,
+        pairs(4, s, seen, 16, 128),
+    )?;
     let (q, k) = operands(4, 4000)?;
-    shown(worker, "4 x 16/8 x 4000 x 128", (&q, &k), &causal, pairs(4, 4000, 2000, 16, 128))?;
+    shown(
+        worker,
+        "4 x 16/8 x 4000 x 128",
+        (&q, &k),
+        &causal,
+        pairs(4, 4000, 2000, 16, 128),
+    )?;
     let (q, k) = operands(1, 4 * s)?;
     let ends: Vec<i32> = (0..=4).map(|i| i * s as i32).collect();
     let ends = worker.upload(&ends, Shape::new(&[5])?)?;
-    let packed = Attention { lens: Some((&ends, &ends)), ..causal };
+    let packed = Attention {
+        lens: Some((&ends, &ends)),
+        ..causal
+    };
     let name = "4 x 4096 tokens in a row, 16/8 x 128";
     shown(worker, name, (&q, &k), &packed, pairs(4, s, s / 2, 16, 128))
 }
@@ -243,7 +328,10 @@ fn bound(
 ) -> TensorResult<()> {
     let ms = time(worker, 10, f)?;
     let rate = bytes as f64 / ms / 1e9;
-    println!("{name}: {ms:.3} ms, {rate:.2} TB/s, {:.0}% of copy", 100.0 * rate / copy);
+    println!(
+        "{name}: {ms:.3} ms, {rate:.2} TB/s, {:.0}% of copy",
+        100.0 * rate / copy
+    );
     Ok(())
 }
 
@@ -251,18 +339,37 @@ fn kernels(worker: &Worker) -> Res<()> {
     let copy = bandwidth(worker)?;
     let (rows, width) = (16384, 8192);
     let size = rows * width * 2;
-    let (x, y) = (randn(worker, &[rows, width])?, randn(worker, &[rows, width])?);
+    let (x, y) = (
+        randn(worker, &[rows, width])?,
+        randn(worker, &[rows, width])?,
+    );
     let w = randn(worker, &[width])?;
     let mut cx = Cx::new(worker, false, true);
     bound(worker, copy, "add", 3 * size, || cx.add(&x, &y).map(drop))?;
-    bound(worker, copy, "rms_norm", 2 * size, || cx.rms_norm(&x, Some(&w), 1e-6).map(drop))?;
-    bound(worker, copy, "add_rms_norm", 4 * size, || cx.add_rms_norm(&x, &y, Some(&w), 1e-6).map(drop))?;
-    bound(worker, copy, "swiglu", 3 * size, || cx.swiglu(&x, &y).map(drop))?;
-    bound(worker, copy, "softmax", 2 * size, || cx.softmax(&x, -1).map(drop))?;
-    bound(worker, copy, "dropout", 2 * size, || cx.dropout(&x, 0.1).map(drop))?;
-    bound(worker, copy, "cast to f32", 3 * size, || worker.copied(&x, DType::F32).map(drop))?;
-    bound(worker, copy, "sum of all", size, || cx.sum_all(&x).map(drop))?;
-    bound(worker, copy, "column sums", size, || cx.sum(&x, &[0], false).map(drop))?;
+    bound(worker, copy, "rms_norm", 2 * size, || {
+        cx.rms_norm(&x, Some(&w), 1e-6).map(drop)
+    })?;
+    bound(worker, copy, "add_rms_norm", 4 * size, || {
+        cx.add_rms_norm(&x, &y, Some(&w), 1e-6).map(drop)
+    })?;
+    bound(worker, copy, "swiglu", 3 * size, || {
+        cx.swiglu(&x, &y).map(drop)
+    })?;
+    bound(worker, copy, "softmax", 2 * size, || {
+        cx.softmax(&x, -1).map(drop)
+    })?;
+    bound(worker, copy, "dropout", 2 * size, || {
+        cx.dropout(&x, 0.1).map(drop)
+    })?;
+    bound(worker, copy, "cast to f32", 3 * size, || {
+        worker.copied(&x, DType::F32).map(drop)
+    })?;
+    bound(worker, copy, "sum of all", size, || {
+        cx.sum_all(&x).map(drop)
+    })?;
+    bound(worker, copy, "column sums", size, || {
+        cx.sum(&x, &[0], false).map(drop)
+    })?;
     let back = |f: &dyn Fn(&mut Cx, &Tensor, &Tensor) -> TensorResult<Tensor>| {
         let mut cx = Cx::train(worker);
         let (a, b) = (cx.input(&x)?, cx.input(&y)?);
@@ -273,8 +380,12 @@ fn kernels(worker: &Worker) -> Res<()> {
         let w = cx.input(&w)?;
         cx.rms_norm(a, Some(&w), 1e-6)
     };
-    bound(worker, copy, "rms_norm and its gradient", 5 * size, || back(&norm))?;
-    bound(worker, copy, "swiglu and its gradient", 8 * size, || back(&|cx, a, b| cx.swiglu(a, b)))?;
+    bound(worker, copy, "rms_norm and its gradient", 5 * size, || {
+        back(&norm)
+    })?;
+    bound(worker, copy, "swiglu and its gradient", 8 * size, || {
+        back(&|cx, a, b| cx.swiglu(a, b))
+    })?;
     let heads = cx.reshape(&x, &[4, 4096, 64, 128])?;
     let (cos, sin) = roundpipe::ops::rope_tables(4096, 128, 1e6);
     let table = |t: Vec<f64>| {
@@ -283,22 +394,26 @@ fn kernels(worker: &Worker) -> Res<()> {
     };
     let (cos, sin, small) = (table(cos)?, table(sin)?, randn(worker, &[128])?);
     bound(worker, copy, "rope with norm", 2 * size, || {
-        cx.rope_norm(&heads, &small, &cos, &sin, None, RopeStyle::Half, 1e-6).map(drop)
+        cx.rope_norm(&heads, &small, &cos, &sin, None, RopeStyle::Half, 1e-6)
+            .map(drop)
     })?;
     let classes = 151_936;
     let logits = randn(worker, &[2048, classes])?;
     let labels: Vec<i64> = (0..2048).map(|i| i * 37 % classes as i64).collect();
     let labels = worker.upload(&labels, Shape::new(&[2048])?)?;
     bound(worker, copy, "cross entropy", 2048 * classes * 2, || {
-        cx.cross_entropy(&logits, &labels, CrossEntropy::default()).map(drop)
+        cx.cross_entropy(&logits, &labels, CrossEntropy::default())
+            .map(drop)
     })?;
     let table = randn(worker, &[classes, 2048])?;
     let ids: Vec<i64> = (0..16384).map(|i| i * 911 % classes as i64).collect();
     let ids = worker.upload(&ids, Shape::new(&[16384])?)?;
-    bound(worker, copy, "embedding", 2 * 16384 * 4096, || cx.embedding(&table, &ids).map(drop))?;
+    bound(worker, copy, "embedding", 2 * 16384 * 4096, || {
+        cx.embedding(&table, &ids).map(drop)
+    })?;
     let grad = randn(worker, &[16384, 2048])?;
-    // The table of sums in f32 is filled with 0 and, as no parameter keeps it, cast to bf16; rows are read from the
-    // table and written, their gradients read, and added to 16,384 rows of sums.
+    // The table of sums in f32 is filled with 0 and, as no parameter keeps it, cast to bf16; rows
+    // are read from the table and written, their gradients read, and added to 16,384 rows of sums.
     let rows = 16384 * 2048 * (3 * 2 + 2 * 4) + classes * 2048 * (4 + 4 + 2);
     bound(worker, copy, "embedding and its gradient", rows, || {
         let mut cx = Cx::train(worker);
@@ -312,12 +427,27 @@ fn kernels(worker: &Worker) -> Res<()> {
 /// The last layer of 16,384 tokens, forward and backward, by the tokens of a chunk.
 fn head(worker: &Worker) -> Res<()> {
     let (tokens, width, classes) = (16384usize, 2048usize, 151_936usize);
-    let (x, w) = (randn(worker, &[tokens, width])?, randn(worker, &[classes, width])?);
-    let labels: Vec<i64> = (0..tokens as i64).map(|i| i * 37 % classes as i64).collect();
+    let (x, w) = (
+        randn(worker, &[tokens, width])?,
+        randn(worker, &[classes, width])?,
+    );
+    let labels: Vec<i64> = (0..tokens as i64)
+        .map(|i| i * 37 % classes as i64)
+        .collect();
     let labels = worker.upload(&labels, Shape::new(&[tokens])?)?;
     let floor = 8.0 * (tokens * width * classes) as f64 / 700e9;
-    for chunk_tokens in [None, Some(256), Some(512), Some(1024), Some(2048), Some(4096)] {
-        let how = CrossEntropy { chunk_tokens, ..CrossEntropy::default() };
+    for chunk_tokens in [
+        None,
+        Some(256),
+        Some(512),
+        Some(1024),
+        Some(2048),
+        Some(4096),
+    ] {
+        let how = CrossEntropy {
+            chunk_tokens,
+            ..CrossEntropy::default()
+        };
         let ms = time(worker, 2, || {
             let mut cx = Cx::train(worker);
             let (x, w) = (cx.input(&x)?, cx.input(&w)?);
@@ -338,33 +468,46 @@ fn launches(worker: &Worker) -> Res<()> {
     let x = randn(worker, &[256])?;
     let mut cx = Cx::new(worker, false, true);
     let count = 2000;
-    let mut queue = |name: &str, f: &mut dyn FnMut(&mut Cx) -> TensorResult<()>| -> TensorResult<()> {
-        f(&mut cx)?;
-        worker.fence()?;
-        let start = Instant::now();
-        for _ in 0..count {
+    let mut queue =
+        |name: &str, f: &mut dyn FnMut(&mut Cx) -> TensorResult<()>| -> TensorResult<()> {
             f(&mut cx)?;
-        }
-        let queued = start.elapsed().as_secs_f64() * 1e6 / f64::from(count);
-        worker.fence()?;
-        let done = start.elapsed().as_secs_f64() * 1e6 / f64::from(count);
-        println!("launch of {name}: {queued:.2} us to queue, {done:.2} us until it is done");
-        Ok(())
-    };
+            worker.fence()?;
+            let start = Instant::now();
+            for _ in 0..count {
+                f(&mut cx)?;
+            }
+            let queued = start.elapsed().as_secs_f64() * 1e6 / f64::from(count);
+            worker.fence()?;
+            let done = start.elapsed().as_secs_f64() * 1e6 / f64::from(count);
+            println!("launch of {name}: {queued:.2} us to queue, {done:.2} us until it is done");
+            Ok(())
+        };
     queue("a small sum of two", &mut |cx| cx.add(&x, &x).map(drop))?;
     let rows = randn(worker, &[4, 256])?;
     let w = randn(worker, &[256])?;
-    queue("a small norm", &mut |cx| cx.rms_norm(&rows, Some(&w), 1e-6).map(drop))?;
+    queue("a small norm", &mut |cx| {
+        cx.rms_norm(&rows, Some(&w), 1e-6).map(drop)
+    })?;
     let m = randn(worker, &[256, 256])?;
-    queue("a small product", &mut |cx| cx.linear(&rows, &m, None).map(drop))?;
+    queue("a small product", &mut |cx| {
+        cx.linear(&rows, &m, None).map(drop)
+    })?;
     let q = randn(worker, &[1, 128, 2, 64])?;
-    let how = Attention { causal: true, ..Attention::default() };
-    queue("a small attention", &mut |cx| cx.attention(&q, &q, &q, &how).map(drop))?;
+    let how = Attention {
+        causal: true,
+        ..Attention::default()
+    };
+    queue("a small attention", &mut |cx| {
+        cx.attention(&q, &q, &q, &how).map(drop)
+    })?;
     // One token through a block of Qwen3-1.7B: what generation with weights on the GPU does.
     let decoder = Model::random(qwen(1, 1024, 1024)?, DType::BF16, 1)?;
     let (_, block) = decoder.layers.layers().nth(1).ok_or("no block")?;
     let params: Vec<_> = block.named_params().into_iter().map(|(_, p)| p).collect();
-    let on: Vec<Tensor> = params.iter().map(|p| cx.get(p)).collect::<TensorResult<_>>()?;
+    let on: Vec<Tensor> = params
+        .iter()
+        .map(|p| cx.get(p))
+        .collect::<TensorResult<_>>()?;
     let bytes: usize = params.iter().map(|p| p.bytes()).sum();
     for tokens in [1, 64, 1024] {
         let hidden = randn(worker, &[1, tokens, 2048])?;
@@ -373,7 +516,12 @@ fn launches(worker: &Worker) -> Res<()> {
             for (param, tensor) in params.iter().zip(&on) {
                 cx.bind(param, tensor.clone(), None)?;
             }
-            block.run(&mut cx, Tree::map([("hidden", Tree::Tensor(hidden.clone()))])).map(drop)
+            block
+                .run(
+                    &mut cx,
+                    Tree::map([("hidden", Tree::Tensor(hidden.clone()))]),
+                )
+                .map(drop)
         })?;
         println!(
             "block of {tokens} tokens: {:.1} us, its weights alone take {:.1} us at 4 TB/s",
@@ -390,7 +538,10 @@ fn layer(worker: &Worker) -> Res<()> {
     let (_, block) = decoder.layers.layers().nth(1).ok_or("no block")?;
     let params: Vec<_> = block.named_params().into_iter().map(|(_, p)| p).collect();
     let mut cx = Cx::new(worker, false, true);
-    let on: Vec<Tensor> = params.iter().map(|p| cx.get(p)).collect::<TensorResult<_>>()?;
+    let on: Vec<Tensor> = params
+        .iter()
+        .map(|p| cx.get(p))
+        .collect::<TensorResult<_>>()?;
     let hidden = randn(worker, &[batch, seq, 2048])?;
     let flow = |t: &Tensor| Tree::map([("hidden", Tree::Tensor(t.clone()))]);
     let forward = time(worker, 5, || {
@@ -448,12 +599,24 @@ fn main() -> Res<()> {
             return Ok(());
         }
     };
-    let asked: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with("--")).collect();
+    let asked: Vec<String> = std::env::args()
+        .skip(1)
+        .filter(|a| !a.starts_with("--"))
+        .collect();
     let wants = |name: &str| asked.is_empty() || asked.iter().any(|a| a == name);
     let cap = Bytes::gib(24);
-    if ["copies", "products", "attention", "variants", "kernels", "head", "launches", "layer"]
-        .iter()
-        .any(|name| wants(name))
+    if [
+        "copies",
+        "products",
+        "attention",
+        "variants",
+        "kernels",
+        "head",
+        "launches",
+        "layer",
+    ]
+    .iter()
+    .any(|name| wants(name))
     {
         let worker = Worker::new(device, cap)?;
         let sections: [(&str, Section); 8] = [

@@ -1,7 +1,9 @@
-//! Loads a folder shaped like Qwen3-1.7B (bf16, zeros in sparse files) and prints how much memory that took.
+//! Loads a folder shaped like Qwen3-1.7B (bf16, zeros in sparse files) and prints how much memory
+//! that took.
 //!
-//! `cargo run --release -p roundpipe-models --example load_peak [GB_PER_SHARD]`. Fails when anonymous memory
-//! peaks above the model plus 10%, or all resident memory, file pages included, does.
+//! `cargo run --release -p roundpipe-models --example load_peak [GB_PER_SHARD]`. Fails when
+//! anonymous memory peaks above the model plus 10%, or all resident memory, file pages included,
+//! does.
 #![allow(clippy::print_stdout, reason = "a program that prints its figures")]
 
 use std::path::Path;
@@ -16,7 +18,9 @@ use roundpipe_models::{Entry, Piece};
 type Tensors = Vec<(String, Vec<usize>)>;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let shard_gb: f64 = std::env::args().nth(1).map_or(Ok(2.0), |text| text.parse())?;
+    let shard_gb: f64 = std::env::args()
+        .nth(1)
+        .map_or(Ok(2.0), |text| text.parse())?;
     let dir = std::env::temp_dir().join(format!("roundpipe-load-peak-{}", std::process::id()));
     std::fs::create_dir_all(&dir)?;
     let result = measure(&dir, (shard_gb * 1e9) as u64);
@@ -31,7 +35,11 @@ fn measure(dir: &Path, shard_bytes: u64) -> Result<(), Box<dyn std::error::Error
     for (name, dims) in &tensors {
         let param = Param::zeros(DType::BF16, dims)?;
         let pieces = vec![Piece::whole(name.clone(), &param)];
-        entries.push(Entry { name: name.clone(), param, pieces });
+        entries.push(Entry {
+            name: name.clone(),
+            param,
+            pieces,
+        });
     }
     let model: u64 = entries.iter().map(|e| e.param.bytes() as u64).sum();
     let stop = Arc::new(AtomicBool::new(false));
@@ -58,14 +66,20 @@ fn measure(dir: &Path, shard_bytes: u64) -> Result<(), Box<dyn std::error::Error
         mib(all),
         (all as f64 / model as f64 - 1.0) * 100.0,
     );
-    assert!(anon < model / 10 * 11 && all < model / 10 * 11, "more than the model and 10%");
+    assert!(
+        anon < model / 10 * 11 && all < model / 10 * 11,
+        "more than the model and 10%"
+    );
     Ok(())
 }
 
 /// Names and shapes of the 1.7B model.
 fn shapes() -> Tensors {
     let (hidden, inner, q, kv, head) = (2048, 6144, 2048, 1024, 128);
-    let mut tensors = vec![("model.embed_tokens.weight".to_owned(), vec![151_936, hidden])];
+    let mut tensors = vec![(
+        "model.embed_tokens.weight".to_owned(),
+        vec![151_936, hidden],
+    )];
     for layer in 0..28 {
         let parts: [(&str, Vec<usize>); 11] = [
             ("input_layernorm", vec![hidden]),
@@ -80,7 +94,9 @@ fn shapes() -> Tensors {
             ("self_attn.q_proj", vec![q, hidden]),
             ("self_attn.v_proj", vec![kv, hidden]),
         ];
-        tensors.extend(parts.map(|(name, dims)| (format!("model.layers.{layer}.{name}.weight"), dims)));
+        tensors.extend(
+            parts.map(|(name, dims)| (format!("model.layers.{layer}.{name}.weight"), dims)),
+        );
     }
     tensors.push(("model.norm.weight".to_owned(), vec![hidden]));
     tensors
@@ -117,7 +133,10 @@ fn write_sparse(dir: &Path, tensors: &Tensors, shard_bytes: u64) -> std::io::Res
         let json = serde_json::Value::Object(header).to_string().into_bytes();
         let start = [&(json.len() as u64).to_le_bytes()[..], &json].concat();
         std::fs::write(dir.join(&name), &start)?;
-        std::fs::File::options().write(true).open(dir.join(&name))?.set_len(start.len() as u64 + at)?;
+        std::fs::File::options()
+            .write(true)
+            .open(dir.join(&name))?
+            .set_len(start.len() as u64 + at)?;
     }
     let index = serde_json::json!({ "weight_map": map }).to_string();
     std::fs::write(dir.join("model.safetensors.index.json"), index)
@@ -136,6 +155,9 @@ fn anon_peak(stop: &AtomicBool) -> u64 {
 /// A line of this process's status, in bytes.
 fn status(key: &str) -> u64 {
     let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = text.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(':'));
-    line.and_then(|l| l.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()).map_or(0, |kib| kib << 10)
+    let line = text
+        .lines()
+        .find_map(|l| l.strip_prefix(key)?.strip_prefix(':'));
+    line.and_then(|l| l.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
+        .map_or(0, |kib| kib << 10)
 }

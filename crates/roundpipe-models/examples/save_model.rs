@@ -1,7 +1,8 @@
 //! Writes a random model, an adapter and what they compute, for transformers and PEFT to compare.
 //!
-//! `cargo run -p roundpipe-models --example save_model CONFIG.json OUT` makes OUT/model, OUT/adapter, OUT/merged
-//! and OUT/logits.safetensors with `ids`, `base` and `adapted`. `fixtures/check_saved.py` calls it.
+//! `cargo run -p roundpipe-models --example save_model CONFIG.json OUT` makes OUT/model,
+//! OUT/adapter, OUT/merged and OUT/logits.safetensors with `ids`, `base` and `adapted`.
+//! `fixtures/check_saved.py` calls it.
 
 use std::path::PathBuf;
 
@@ -24,10 +25,22 @@ fn main() -> Outcome<()> {
         }
     }
     std::fs::create_dir_all(&out)?;
-    model.save(out.join("model"), SaveOptions { max_shard_bytes: 60_000, ..SaveOptions::default() })?;
-    let ids: Vec<i64> = (0..48).map(|i| i * 37 % model.config.vocab as i64).collect();
+    model.save(
+        out.join("model"),
+        SaveOptions {
+            max_shard_bytes: 60_000,
+            ..SaveOptions::default()
+        },
+    )?;
+    let ids: Vec<i64> = (0..48)
+        .map(|i| i * 37 % model.config.vocab as i64)
+        .collect();
     let base = logits(&model, &ids)?;
-    model.add_lora(&LoraConfig { rank: 3, alpha: 5.0, ..LoraConfig::default() })?;
+    model.add_lora(&LoraConfig {
+        rank: 3,
+        alpha: 5.0,
+        ..LoraConfig::default()
+    })?;
     for (i, (_, param)) in model.trainable_params().iter().enumerate() {
         shift(param, 1000 + i as u64, 0.2)?;
     }
@@ -36,17 +49,26 @@ fn main() -> Outcome<()> {
     model.merge_lora()?;
     model.save(out.join("merged"), SaveOptions::default())?;
     let ids = Param::from_slice(&ids, &[2, 24])?;
-    let tensors = [("ids", ids), ("base", base), ("adapted", adapted)].map(|(n, p)| (n.to_owned(), p));
+    let tensors =
+        [("ids", ids), ("base", base), ("adapted", adapted)].map(|(n, p)| (n.to_owned(), p));
     write_tensors(out.join("logits.safetensors"), &[].into(), &tensors)?;
     Ok(())
 }
 
 /// Adds uniform values in ±bound.
 fn shift(param: &Param, site: u64, bound: f64) -> Outcome<()> {
-    let key = RngSite { seed: 5, step: site, ..RngSite::default() }.key();
+    let key = RngSite {
+        seed: 5,
+        step: site,
+        ..RngSite::default()
+    }
+    .key();
     let noise = Param::uniform(DType::F32, param.shape().dims(), bound, key)?.to_vec::<f32>()?;
     let mut data = param.data().write(0..param.bytes())?;
-    data.as_mut_slice::<f32>().iter_mut().zip(noise).for_each(|(x, n)| *x += n);
+    data.as_mut_slice::<f32>()
+        .iter_mut()
+        .zip(noise)
+        .for_each(|(x, n)| *x += n);
     Ok(())
 }
 

@@ -1,19 +1,21 @@
-//! Chat templates: conversations to the text that a model was trained on, byte for byte as transformers'
-//! `apply_chat_template` makes it.
+//! Chat templates: conversations to the text that a model was trained on, byte for byte as
+//! transformers' `apply_chat_template` makes it.
 //!
-//! A template is a program in Jinja2's language that comes with a model, so it is other people's code. It is
-//! parsed once ([`ChatTemplate::parse`]) and interpreted here rather than by a general template engine, because
-//! three things must hold that need hands on every operator: Python's semantics (`%` formatting, `repr`,
-//! tuples, generators, undefined values), the places of `{% generation %}` blocks in the text, and limits on
-//! steps and memory that no expression can get around.
+//! A template is a program in Jinja2's language that comes with a model, so it is other people's
+//! code. It is parsed once ([`ChatTemplate::parse`]) and interpreted here rather than by a general
+//! template engine, because three things must hold that need hands on every operator: Python's
+//! semantics (`%` formatting, `repr`, tuples, generators, undefined values), the places of `{%
+//! generation %}` blocks in the text, and limits on steps and memory that no expression can get
+//! around.
 //!
 //! It never reads files, never prints, and refuses to run long or grow large.
 //!
 //! # Invariants
 //! - The same template, messages, options and time give the same text.
-//! - A render does at most [`STEPS`] + [`STEPS_PER_BYTE`] × input steps, and asks the allocator for at most
-//!   [`ROOM_BYTES`] + [`ROOM_PER_BYTE`] × input bytes at once, however the template is written; input is what the
-//!   conversation takes as values. Both are paid before the work is done (`chat/budget.rs`).
+//! - A render does at most [`STEPS`] + [`STEPS_PER_BYTE`] × input steps, and asks the allocator for
+//!   at most [`ROOM_BYTES`] + [`ROOM_PER_BYTE`] × input bytes at once, however the template is
+//!   written; input is what the conversation takes as values. Both are paid before the work is done
+//!   (`chat/budget.rs`).
 //! - Parsing holds at most [`PARSE_BYTES`].
 //! - Recursion of parser, interpreter and drops is bounded: [`STACK_BYTES`] of stack are enough.
 //! - Nothing of a render is left when it returns, except its text.
@@ -73,10 +75,17 @@ struct Report {
 
 impl Fault {
     fn new(what: impl Display) -> Self {
-        let mut short = Short { text: String::new(), chars: 0, gap: false };
+        let mut short = Short {
+            text: String::new(),
+            chars: 0,
+            gap: false,
+        };
         // The only error is that it is long enough.
         _ = write!(short, "{what}");
-        Self(Box::new(Report { line: None, what: short.text }))
+        Self(Box::new(Report {
+            line: None,
+            what: short.text,
+        }))
     }
 
     fn at(line: u32, what: impl Display) -> Self {
@@ -174,7 +183,10 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { steps: STEPS, bytes: ROOM_BYTES }
+        Self {
+            steps: STEPS,
+            bytes: ROOM_BYTES,
+        }
     }
 }
 
@@ -183,8 +195,9 @@ impl Default for Limits {
 pub struct Rendered {
     /// The text.
     pub text: String,
-    /// Bytes of `text` that stood in `{% generation %}` blocks, in order; none when the template has no such
-    /// block, or when one was rendered where its place in the text is unknown (inside a macro).
+    /// Bytes of `text` that stood in `{% generation %}` blocks, in order; none when the template
+    /// has no such block, or when one was rendered where its place in the text is unknown (inside a
+    /// macro).
     pub spans: Option<Vec<Range<usize>>>,
 }
 
@@ -205,11 +218,18 @@ impl ChatTemplate {
     pub fn parse(source: &str, tokens: &BTreeMap<String, String>) -> Result<Self> {
         if source.len() > SOURCE_BYTES {
             let bytes = source.len();
-            return Err(Error::Template(format!("{bytes} bytes are no template; at most {SOURCE_BYTES}")));
+            return Err(Error::Template(format!(
+                "{bytes} bytes are no template; at most {SOURCE_BYTES}"
+            )));
         }
         let body = Arc::new(parse::parse(source)?);
         let generation = has_generation(&body);
-        Ok(Self { source: source.to_string(), body, tokens: tokens.clone(), generation })
+        Ok(Self {
+            source: source.to_string(),
+            body,
+            tokens: tokens.clone(),
+            generation,
+        })
     }
 
     /// The text that was parsed.
@@ -225,7 +245,8 @@ impl ChatTemplate {
     /// The text of a conversation.
     ///
     /// # Errors
-    /// [`Error::Template`] with the line: what the template raises, what Python would raise, or a limit.
+    /// [`Error::Template`] with the line: what the template raises, what Python would raise, or a
+    /// limit.
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<String> {
         Ok(self.render_spans(messages, options)?.text)
     }
@@ -238,7 +259,8 @@ impl ChatTemplate {
         self.render_limited(messages, options, Limits::default()).0
     }
 
-    /// As [`ChatTemplate::render_spans`] within other limits, and what it took, whether it succeeds or not.
+    /// As [`ChatTemplate::render_spans`] within other limits, and what it took, whether it succeeds
+    /// or not.
     pub fn render_limited(
         &self,
         messages: &[Message],
@@ -257,12 +279,22 @@ impl ChatTemplate {
         messages: &[Message],
         options: &RenderOptions,
     ) -> Result<Rendered, Fault> {
-        let mut variables = Variables { list: Vector::new(budget) };
+        let mut variables = Variables {
+            list: Vector::new(budget),
+        };
         variables.of_the_caller(messages, options)?;
         let input = budget.live_bytes();
-        let steps = limits.steps.saturating_add(STEPS_PER_BYTE.saturating_mul(input as u64));
-        budget.limit(steps, limits.bytes.saturating_add(input.saturating_mul(ROOM_PER_BYTE)));
-        // Tokens come with the template, so they must fit within the limits instead of raising them.
+        let steps = limits
+            .steps
+            .saturating_add(STEPS_PER_BYTE.saturating_mul(input as u64));
+        budget.limit(
+            steps,
+            limits
+                .bytes
+                .saturating_add(input.saturating_mul(ROOM_PER_BYTE)),
+        );
+        // Tokens come with the template, so they must fit within the limits instead of raising
+        // them.
         for (name, token) in &self.tokens {
             if !options.variables.contains_key(name) {
                 variables.set(name, Value::str(budget, token)?)?;
@@ -286,7 +318,11 @@ struct Variables<'r> {
 
 impl<'r> Variables<'r> {
     /// What the caller of a render gives.
-    fn of_the_caller(&mut self, messages: &[Message], options: &'r RenderOptions) -> Result<(), Fault> {
+    fn of_the_caller(
+        &mut self,
+        messages: &[Message],
+        options: &'r RenderOptions,
+    ) -> Result<(), Fault> {
         let budget = self.list.budget();
         let mut list = Vector::with_capacity(budget, messages.len())?;
         for message in messages {
@@ -304,7 +340,10 @@ impl<'r> Variables<'r> {
             }
             self.set(name, value)?;
         }
-        self.set("add_generation_prompt", Value::Bool(options.add_generation_prompt))?;
+        self.set(
+            "add_generation_prompt",
+            Value::Bool(options.add_generation_prompt),
+        )?;
         for (name, json) in &options.variables {
             self.set(name, Value::from_json(budget, json)?)?;
         }
@@ -324,10 +363,14 @@ fn has_generation(body: &parse::Body) -> bool {
     use parse::StmtKind as S;
     body.iter().any(|stmt| match &stmt.kind {
         S::Generation(_) => true,
-        S::If(arms, otherwise) => arms.iter().any(|(_, b)| has_generation(b)) || has_generation(otherwise),
+        S::If(arms, otherwise) => {
+            arms.iter().any(|(_, b)| has_generation(b)) || has_generation(otherwise)
+        }
         S::For(def) => has_generation(&def.body) || has_generation(&def.otherwise),
         S::Macro(def) | S::CallBlock(def, _) => has_generation(&def.body),
-        S::SetBlock(_, _, b) | S::FilterBlock(_, b) | S::With(_, b) | S::Block(b) => has_generation(b),
+        S::SetBlock(_, _, b) | S::FilterBlock(_, b) | S::With(_, b) | S::Block(b) => {
+            has_generation(b)
+        }
         _ => false,
     })
 }
@@ -339,7 +382,8 @@ fn clock_s() -> i64 {
 
 #[cfg(test)]
 mod tests {
-    /// The interpreter makes everything of the budget's containers: nothing in its source allocates otherwise.
+    /// The interpreter makes everything of the budget's containers: nothing in its source allocates
+    /// otherwise.
     #[test]
     fn interpreter_pays() {
         let files = [
@@ -363,7 +407,10 @@ mod tests {
                 assert_eq!(found, None, "{place}: use the containers of chat/budget.rs");
                 // On a text these allocate; on a character they do not.
                 let mapped = !line.contains("case()") || line.contains("push_mapped(");
-                assert!(mapped || line.contains("is_"), "{place}: use Buffer::push_lower or push_upper");
+                assert!(
+                    mapped || line.contains("is_"),
+                    "{place}: use Buffer::push_lower or push_upper"
+                );
             }
         }
     }

@@ -1,11 +1,12 @@
 //! What a `config.json` says about a model, checked.
 //!
-//! The path of a config: JSON -> [`ModelConfig::from_json`] -> a [`Model`](crate::decoder::Model); back by
-//! [`ModelConfig::to_json`], which writes what was read. Old (`rope_theta`, `rope_scaling`, `torch_dtype`) and new
-//! (`rope_parameters`, `dtype`) spellings are both read.
+//! The path of a config: JSON -> [`ModelConfig::from_json`] -> a [`Model`](crate::decoder::Model);
+//! back by [`ModelConfig::to_json`], which writes what was read. Old (`rope_theta`, `rope_scaling`,
+//! `torch_dtype`) and new (`rope_parameters`, `dtype`) spellings are both read.
 //!
-//! What is not supported is refused by name and value, in one line, before anything is allocated: other families,
-//! other activations, dynamic rotary scaling, partial rotation, quantisation other than GPT-OSS's.
+//! What is not supported is refused by name and value, in one line, before anything is allocated:
+//! other families, other activations, dynamic rotary scaling, partial rotation, quantisation other
+//! than GPT-OSS's.
 
 mod read;
 
@@ -48,7 +49,10 @@ impl Family {
 
     /// The value of `model_type`.
     pub fn model_type(self) -> &'static str {
-        Self::ALL.iter().find(|(family, ..)| *family == self).map_or("", |(_, name, _)| name)
+        Self::ALL
+            .iter()
+            .find(|(family, ..)| *family == self)
+            .map_or("", |(_, name, _)| name)
     }
 
     fn supported() -> String {
@@ -118,8 +122,8 @@ pub struct MoeConfig {
     pub glu: Glu,
     /// Router and experts have biases.
     pub bias: bool,
-    /// Share of the load-balancing loss in a training loss; 0 leaves it out, as does a config without
-    /// `output_router_logits`.
+    /// Share of the load-balancing loss in a training loss; 0 leaves it out, as does a config
+    /// without `output_router_logits`.
     pub aux_coef: f64,
     /// Which blocks have experts; the others have one gated unit.
     pub sparse: Vec<bool>,
@@ -144,8 +148,8 @@ pub struct ModelConfig {
     pub head_dim: usize,
     /// Width inside the gated unit.
     pub intermediate: usize,
-    /// Rows of the rotary tables. Every block carries them, so whoever knows the longest sequence that will come
-    /// lowers it to that.
+    /// Rows of the rotary tables. Every block carries them, so whoever knows the longest sequence
+    /// that will come lowers it to that.
     pub max_positions: usize,
     /// Rotary embedding.
     pub rope: RopeConfig,
@@ -189,7 +193,9 @@ impl ModelConfig {
     /// [`Error::File`] naming the key, its value and what is supported.
     pub fn from_json(json: &Value, path: impl AsRef<std::path::Path>) -> Result<Self> {
         let path = path.as_ref();
-        Reader::new(json).and_then(|reader| reader.config()).map_err(|what| Error::file(path, what))
+        Reader::new(json)
+            .and_then(|reader| reader.config())
+            .map_err(|what| Error::file(path, what))
     }
 
     /// The same with other values for some keys of the JSON: for more blocks, a smaller vocabulary.
@@ -198,7 +204,10 @@ impl ModelConfig {
     /// [`Error::Argument`] when the result cannot work.
     pub fn with(&self, changes: &Value) -> Result<Self> {
         let Value::Object(changes) = changes else {
-            return Err(Error::argument("changes", "must be a JSON object of config.json keys"));
+            return Err(Error::argument(
+                "changes",
+                "must be a JSON object of config.json keys",
+            ));
         };
         let mut raw = self.raw.clone();
         raw.extend(changes.clone());
@@ -206,13 +215,17 @@ impl ModelConfig {
         read.map_err(|what| Error::argument("config", what))
     }
 
-    /// The `config.json` that transformers opens: what was read, with the type of the parameters, and without a
-    /// quantisation that saved weights no longer have.
+    /// The `config.json` that transformers opens: what was read, with the type of the parameters,
+    /// and without a quantisation that saved weights no longer have.
     pub fn to_json(&self) -> Value {
         let mut raw = self.raw.clone();
         raw.shift_remove("quantization_config");
         if let Some(dtype) = self.dtype.and_then(dtype_name) {
-            let key = if raw.contains_key("torch_dtype") { "torch_dtype" } else { "dtype" };
+            let key = if raw.contains_key("torch_dtype") {
+                "torch_dtype"
+            } else {
+                "dtype"
+            };
             raw.insert(key.to_owned(), dtype.into());
         }
         Value::Object(raw)
@@ -230,7 +243,8 @@ impl ModelConfig {
         (tables * self.vocab as u128 + 1) * self.hidden as u128
     }
 
-    /// Attention and norms of all blocks. Sizes are below 2^32, so 128 bits hold any product of three.
+    /// Attention and norms of all blocks. Sizes are below 2^32, so 128 bits hold any product of
+    /// three.
     fn attention_params(&self) -> u128 {
         let wide = |count: usize| count as u128;
         let flag = |on: bool, count: u128| if on { count } else { 0 };
@@ -251,7 +265,9 @@ impl ModelConfig {
         let flag = |on: bool, count: u128| if on { count } else { 0 };
         let (hidden, inner) = (wide(self.hidden), wide(self.intermediate));
         let dense = 3 * hidden * inner + flag(self.mlp_bias, 2 * inner + hidden);
-        let Some(moe) = &self.moe else { return wide(self.layers) * dense };
+        let Some(moe) = &self.moe else {
+            return wide(self.layers) * dense;
+        };
         let inner = wide(moe.intermediate);
         let expert = 3 * hidden * inner + hidden + flag(moe.bias, 2 * inner + hidden + 1);
         let sparse = wide(moe.sparse.iter().filter(|sparse| **sparse).count());
@@ -263,7 +279,8 @@ impl ModelConfig {
         self.max_positions as u128 * self.head_dim as u128 * size_of::<f32>() as u128
     }
 
-    /// Whether a model of this config and type fits into `limit` bytes: its parameters and rotary tables.
+    /// Whether a model of this config and type fits into `limit` bytes: its parameters and rotary
+    /// tables.
     ///
     /// # Errors
     /// What it needs, what there is, and the keys of `config.json` that ask for the most.
@@ -281,17 +298,23 @@ impl ModelConfig {
         memory::fits(&parts, limit)
     }
 
-    /// The same for the rotary tables alone, for models whose parameters have no memory behind them yet.
+    /// The same for the rotary tables alone, for models whose parameters have no memory behind them
+    /// yet.
     ///
     /// # Errors
     /// As [`ModelConfig::fits`].
     pub(crate) fn tables_fit(&self, limit: Bytes) -> Result<(), String> {
-        memory::fits(&[("max_position_embeddings and head_dim", self.rope_bytes())], limit)
+        memory::fits(
+            &[("max_position_embeddings and head_dim", self.rope_bytes())],
+            limit,
+        )
     }
 
     fn unit_keys(&self) -> &'static str {
         match &self.moe {
-            Some(_) => "num_experts, the experts' intermediate size, hidden_size and num_hidden_layers",
+            Some(_) => {
+                "num_experts, the experts' intermediate size, hidden_size and num_hidden_layers"
+            }
             None => "intermediate_size, hidden_size and num_hidden_layers",
         }
     }
@@ -325,11 +348,13 @@ mod tests {
         ModelConfig::from_json(&base, "m/config.json").map_err(|e| e.to_string())
     }
 
-    /// Old and new spellings of the same config are the same model, and the file is written back as it was.
+    /// Old and new spellings of the same config are the same model, and the file is written back as
+    /// it was.
     #[test]
     fn old_and_new_spellings_agree() {
         let old =
-            llama(json!({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})).unwrap();
+            llama(json!({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}))
+                .unwrap();
         let new = llama(json!({
             "dtype": "bfloat16",
             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
@@ -348,18 +373,39 @@ mod tests {
     fn what_is_not_supported_is_named() {
         let cases = [
             (json!({"model_type": "mamba"}), "model_type = \"mamba\""),
-            (json!({"architectures": ["LlamaForSequenceClassification"]}), "LlamaForSequenceClassification"),
+            (
+                json!({"architectures": ["LlamaForSequenceClassification"]}),
+                "LlamaForSequenceClassification",
+            ),
             (json!({"hidden_act": "gelu"}), "hidden_act = \"gelu\""),
-            (json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}), "\"dynamic\""),
-            (json!({"rope_scaling": {"rope_type": "longrope"}}), "\"longrope\""),
+            (
+                json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+                "\"dynamic\"",
+            ),
+            (
+                json!({"rope_scaling": {"rope_type": "longrope"}}),
+                "\"longrope\"",
+            ),
             (json!({"rope_scaling": {"rope_type": "linear"}}), "factor"),
-            (json!({"rope_scaling": {"rope_type": "linear", "factor": 0}}), "factor = 0"),
-            (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor = 0.5"),
+            (
+                json!({"rope_scaling": {"rope_type": "linear", "factor": 0}}),
+                "factor = 0",
+            ),
+            (
+                json!({"partial_rotary_factor": 0.5}),
+                "partial_rotary_factor = 0.5",
+            ),
             (json!({"pretraining_tp": 2}), "pretraining_tp = 2"),
             (json!({"attention_dropout": 0.1}), "attention_dropout = 0.1"),
-            (json!({"quantization_config": {"quant_method": "gptq"}}), "gptq"),
+            (
+                json!({"quantization_config": {"quant_method": "gptq"}}),
+                "gptq",
+            ),
             (json!({"hidden_size": 0}), "hidden_size = 0"),
-            (json!({"vocab_size": 1u64 << 40}), "vocab_size = 1099511627776"),
+            (
+                json!({"vocab_size": 1u64 << 40}),
+                "vocab_size = 1099511627776",
+            ),
             (json!({"vocab_size": -3}), "vocab_size = -3"),
             (json!({"vocab_size": "many"}), "vocab_size = \"many\""),
             (json!({"hidden_size": null}), "hidden_size"),
@@ -368,13 +414,22 @@ mod tests {
             (json!({"num_attention_heads": 5}), "num_attention_heads = 5"),
             (json!({"rms_norm_eps": -1.0}), "rms_norm_eps = -1"),
             (json!({"rope_theta": 0.0}), "rope_theta = 0"),
-            (json!({"tie_word_embeddings": "yes"}), "tie_word_embeddings = \"yes\""),
+            (
+                json!({"tie_word_embeddings": "yes"}),
+                "tie_word_embeddings = \"yes\"",
+            ),
             (json!({"torch_dtype": "int8"}), "int8"),
-            (json!({"num_hidden_layers": 5000000}), "num_hidden_layers = 5000000"),
+            (
+                json!({"num_hidden_layers": 5000000}),
+                "num_hidden_layers = 5000000",
+            ),
         ];
         for (changes, text) in cases {
             let error = llama(changes.clone()).unwrap_err();
-            assert!(error.starts_with("m/config.json: ") && error.contains(text), "{changes}: {error}");
+            assert!(
+                error.starts_with("m/config.json: ") && error.contains(text),
+                "{changes}: {error}"
+            );
             assert!(!error.contains('\n'), "{error}");
         }
         assert!(ModelConfig::from_json(&json!([]), "x").is_err());
@@ -383,11 +438,16 @@ mod tests {
     /// The architecture decides when the type is missing.
     #[test]
     fn the_architecture_is_enough() {
-        let config = llama(json!({"model_type": null, "architectures": ["Qwen2ForCausalLM"]})).unwrap();
-        assert_eq!((config.family, config.qkv_bias, config.o_bias), (Family::Qwen2, true, false));
+        let config =
+            llama(json!({"model_type": null, "architectures": ["Qwen2ForCausalLM"]})).unwrap();
+        assert_eq!(
+            (config.family, config.qkv_bias, config.o_bias),
+            (Family::Qwen2, true, false)
+        );
     }
 
-    /// Windows: Qwen's start after some blocks and only when switched on, Mistral's are everywhere, GPT-OSS alternates.
+    /// Windows: Qwen's start after some blocks and only when switched on, Mistral's are everywhere,
+    /// GPT-OSS alternates.
     #[test]
     fn windows_are_where_the_family_has_them() {
         let windows = |changes: Value| llama(changes).unwrap().windows;
@@ -411,7 +471,8 @@ mod tests {
         assert!(oss.to_json().get("quantization_config").is_none());
     }
 
-    /// The kind of files that models are published with: fields that say nothing here are passed over.
+    /// The kind of files that models are published with: fields that say nothing here are passed
+    /// over.
     #[test]
     fn published_files_are_read() {
         let smol = json!({
@@ -423,7 +484,10 @@ mod tests {
             "torch_dtype": "bfloat16", "transformers_version": "4.42.3", "vocab_size": 49152
         });
         let smol = ModelConfig::from_json(&smol, "x").unwrap();
-        assert_eq!((smol.head_dim, smol.rope.theta, smol.num_params()), (64, 100_000.0, 134_515_008));
+        assert_eq!(
+            (smol.head_dim, smol.rope.theta, smol.num_params()),
+            (64, 100_000.0, 134_515_008)
+        );
         let oss = json!({
             "architectures": ["GptOssForCausalLM"], "attention_bias": true, "experts_per_token": 4,
             "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
@@ -439,9 +503,14 @@ mod tests {
             "tie_word_embeddings": false, "vocab_size": 201_088
         });
         let oss = ModelConfig::from_json(&oss, "x").unwrap();
-        assert_eq!(oss.moe.as_ref().map(|moe| (moe.top_k, moe.aux_coef)), Some((4, 0.0)));
+        assert_eq!(
+            oss.moe.as_ref().map(|moe| (moe.top_k, moe.aux_coef)),
+            Some((4, 0.0))
+        );
         // What the family means when its file says nothing of rotation is the same.
-        let silent = oss.with(&json!({"rope_scaling": null, "rope_theta": null})).unwrap();
+        let silent = oss
+            .with(&json!({"rope_scaling": null, "rope_theta": null}))
+            .unwrap();
         assert_eq!((silent.rope, &silent.windows), (oss.rope, &oss.windows));
     }
 }

@@ -1,23 +1,25 @@
-//! Decoder-only transformers of all supported families as a [`Sequential`]: embedding, one layer per block, head
-//! with loss.
+//! Decoder-only transformers of all supported families as a [`Sequential`]: embedding, one layer
+//! per block, head with loss.
 //!
 //! Between layers flows a map:
 //!
 //! - `ids` [B, S] at first, then `hidden` [B, S, H].
-//! - `labels` [B, S], where given, are the tokens that should come next at each position, -100 for none. The head
-//!   then gives the loss: the mean over labelled tokens, or with a scalar `weight` (f32) the sum divided by it, so
-//!   that microbatches with different numbers of labels add up to the mean of a whole batch.
+//! - `labels` [B, S], where given, are the tokens that should come next at each position, -100 for
+//!   none. The head then gives the loss: the mean over labelled tokens, or with a scalar `weight`
+//!   (f32) the sum divided by it, so that microbatches with different numbers of labels add up to
+//!   the mean of a whole batch.
 //! - `positions` [B, S] (i64), where rows do not count from 0.
 //! - `lens` (i32, cumulative), where sequences are packed into one row.
-//! - `cache`, any value: block i puts the keys and values it saw there as `past.{i}.k` and `past.{i}.v`
-//!   [B, T, kv heads, D], and the head gives a map of `logits` and these. Given as `past`, that map is what the
-//!   blocks see before the new tokens; positions count on from T unless given.
+//! - `cache`, any value: block i puts the keys and values it saw there as `past.{i}.k` and
+//!   `past.{i}.v` [B, T, kv heads, D], and the head gives a map of `logits` and these. Given as
+//!   `past`, that map is what the blocks see before the new tokens; positions count on from T
+//!   unless given.
 //! - `keep`, a whole number: logits of only so many last positions.
-//! - `aux.counts`, `aux.shares` [experts] (f32): sums over blocks for the load-balancing loss, which the head adds
-//!   to a training loss.
+//! - `aux.counts`, `aux.shares` [experts] (f32): sums over blocks for the load-balancing loss,
+//!   which the head adds to a training loss.
 //!
-//! Parameters have transformers' names, except that the last norm is `lm_head.norm`; [`Model::entries`] has the
-//! names of folders.
+//! Parameters have transformers' names, except that the last norm is `lm_head.norm`;
+//! [`Model::entries`] has the names of folders.
 
 mod block;
 mod ends;
@@ -29,8 +31,8 @@ use std::collections::BTreeMap;
 
 use roundpipe::nn::Init;
 use roundpipe::{
-    Cx, DType, Param, Params, Result as EngineResult, Sequential, Tensor, TensorError, TensorResult, Tree,
-    Visit,
+    Cx, DType, Param, Params, Result as EngineResult, Sequential, Tensor, TensorError,
+    TensorResult, Tree, Visit,
 };
 
 use crate::config::ModelConfig;
@@ -57,14 +59,23 @@ pub struct Model {
 }
 
 impl Model {
-    /// Random weights: normal with deviation 0.02, projections back into the stream scaled down by the number
-    /// of blocks; biases 0, norms 1. The same seed gives the same weights on any machine.
+    /// Random weights: normal with deviation 0.02, projections back into the stream scaled down by
+    /// the number of blocks; biases 0, norms 1. The same seed gives the same weights on any
+    /// machine.
     ///
     /// # Errors
     /// When this machine has less memory than the config asks for.
     pub fn random(config: ModelConfig, dtype: DType, seed: u64) -> Result<Self> {
-        config.fits(dtype, host_memory()).map_err(|what| Error::argument("config", what))?;
-        let model = Self::build(config, &mut Maker { init: Init::new(seed, dtype), empty: false })?;
+        config
+            .fits(dtype, host_memory())
+            .map_err(|what| Error::argument("config", what))?;
+        let model = Self::build(
+            config,
+            &mut Maker {
+                init: Init::new(seed, dtype),
+                empty: false,
+            },
+        )?;
         model.fill_rope()?;
         Ok(model)
     }
@@ -74,7 +85,9 @@ impl Model {
     /// # Errors
     /// When the system has no memory.
     pub fn empty(config: ModelConfig, dtype: DType) -> Result<Self> {
-        config.tables_fit(host_memory()).map_err(|what| Error::argument("config", what))?;
+        config
+            .tables_fit(host_memory())
+            .map_err(|what| Error::argument("config", what))?;
         let model = Self::without_tables(config, dtype)?;
         model.fill_rope()?;
         Ok(model)
@@ -82,7 +95,13 @@ impl Model {
 
     /// The same whose rotary tables are zeros as well, until [`Model::fill_rope`].
     pub(crate) fn without_tables(config: ModelConfig, dtype: DType) -> Result<Self> {
-        Self::build(config, &mut Maker { init: Init::new(0, dtype), empty: true })
+        Self::build(
+            config,
+            &mut Maker {
+                init: Init::new(0, dtype),
+                empty: true,
+            },
+        )
     }
 
     /// Computes the rotary tables, which all blocks share.
@@ -104,20 +123,31 @@ impl Model {
         config.dtype = Some(dtype);
         let c = &config;
         let rope = RopeTables::zeros(c.max_positions, c.head_dim)?;
-        let embed = Embed { weight: make.normal(&[c.vocab, c.hidden], 0.02)? };
-        let blocks: TensorResult<Vec<_>> = (0..c.layers).map(|i| Block::new(c, i, make, &rope)).collect();
+        let embed = Embed {
+            weight: make.normal(&[c.vocab, c.hidden], 0.02)?,
+        };
+        let blocks: TensorResult<Vec<_>> = (0..c.layers)
+            .map(|i| Block::new(c, i, make, &rope))
+            .collect();
         let weight = match c.tied {
             true => embed.weight.clone(),
             false => make.normal(&[c.vocab, c.hidden], 0.02)?,
         };
         let head = Head::new(c, make, weight)?;
-        let mut model = Self { layers: Sequential::new(), lora: None, embed, blocks: blocks?, head, config };
+        let mut model = Self {
+            layers: Sequential::new(),
+            lora: None,
+            embed,
+            blocks: blocks?,
+            head,
+            config,
+        };
         model.assemble();
         Ok(model)
     }
 
-    /// Makes the sequence anew after a part has changed. Parameters are shared, so engines built before keep
-    /// working on the same memory.
+    /// Makes the sequence anew after a part has changed. Parameters are shared, so engines built
+    /// before keep working on the same memory.
     pub(crate) fn assemble(&mut self) {
         let mut layers = Sequential::new().named("model.embed_tokens", self.embed.clone());
         for (i, block) in self.blocks.iter().enumerate() {
@@ -126,17 +156,23 @@ impl Model {
         self.layers = layers.named("lm_head", self.head.clone());
     }
 
-    /// Sequences of at least so many tokens (32,768 unless said) keep what attention gave, in host memory, instead of
-    /// computing it again before their backward. It changes no bit. Engines made before do not see it.
+    /// Sequences of at least so many tokens (32,768 unless said) keep what attention gave, in host
+    /// memory, instead of computing it again before their backward. It changes no bit. Engines made
+    /// before do not see it.
     pub fn keep_attention_from(&mut self, tokens: usize) {
-        self.blocks.iter_mut().for_each(|block| block.keeps_from = tokens);
+        self.blocks
+            .iter_mut()
+            .for_each(|block| block.keeps_from = tokens);
         self.assemble();
     }
 
-    /// Lets GPUs add the gradients of attention in the order in which they come: a faster backward of long sequences,
-    /// whose last bits are not the same every time. Off unless said. Engines made before do not see it.
+    /// Lets GPUs add the gradients of attention in the order in which they come: a faster backward
+    /// of long sequences, whose last bits are not the same every time. Off unless said. Engines
+    /// made before do not see it.
     pub fn fast_attention(&mut self, fast: bool) {
-        self.blocks.iter_mut().for_each(|block| block.any_order = fast);
+        self.blocks
+            .iter_mut()
+            .for_each(|block| block.any_order = fast);
         self.assemble();
     }
 
@@ -155,7 +191,10 @@ impl Model {
     /// # Errors
     /// What a layer reports.
     pub fn loss(&self, cx: &mut Cx, ids: &Tensor, labels: &Tensor) -> EngineResult<Tensor> {
-        let input = Tree::map([("ids", ids.clone().into()), ("labels", labels.clone().into())]);
+        let input = Tree::map([
+            ("ids", ids.clone().into()),
+            ("labels", labels.clone().into()),
+        ]);
         Ok(self.layers.forward(cx, input)?.tensor()?)
     }
 
@@ -164,7 +203,10 @@ impl Model {
     /// # Errors
     /// What a layer reports.
     pub fn logits(&self, cx: &mut Cx, ids: &Tensor) -> EngineResult<Tensor> {
-        Ok(self.layers.forward(cx, Tree::map([("ids", ids.clone().into())]))?.tensor()?)
+        Ok(self
+            .layers
+            .forward(cx, Tree::map([("ids", ids.clone().into())]))?
+            .tensor()?)
     }
 }
 
@@ -182,7 +224,11 @@ pub(crate) struct Maker {
 
 impl Maker {
     fn normal(&mut self, dims: &[usize], std: f64) -> TensorResult<Param> {
-        if self.empty { Param::zeros(self.init.dtype(), dims) } else { self.init.normal(dims, std) }
+        if self.empty {
+            Param::zeros(self.init.dtype(), dims)
+        } else {
+            self.init.normal(dims, std)
+        }
     }
 
     fn full(&mut self, dims: &[usize], value: f64) -> TensorResult<Param> {
@@ -200,13 +246,17 @@ pub(crate) type Flow = BTreeMap<String, Tree>;
 pub(crate) fn fields(input: Tree) -> TensorResult<Flow> {
     match input {
         Tree::Map(map) => Ok(map),
-        _ => Err(TensorError::invalid("model", "a layer expects a map with `ids` or `hidden`")),
+        _ => Err(TensorError::invalid(
+            "model",
+            "a layer expects a map with `ids` or `hidden`",
+        )),
     }
 }
 
 /// Takes one tensor out of the map.
 pub(crate) fn take(map: &mut Flow, name: &str) -> TensorResult<Tensor> {
-    let missing = || TensorError::invalid("model", format!("the map between layers lacks `{name}`"));
+    let missing =
+        || TensorError::invalid("model", format!("the map between layers lacks `{name}`"));
     map.remove(name).ok_or_else(missing)?.tensor()
 }
 

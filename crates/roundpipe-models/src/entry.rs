@@ -1,8 +1,8 @@
 //! Which tensors of a folder a parameter is made of.
 //!
-//! Models keep their parameters in the layout that computes best (all experts of a block in one tensor);
-//! folders keep the layout that transformers defined. An [`Entry`] is the pure description between them, used
-//! for loading and, read backwards, for saving. It moves no bytes.
+//! Models keep their parameters in the layout that computes best (all experts of a block in one
+//! tensor); folders keep the layout that transformers defined. An [`Entry`] is the pure description
+//! between them, used for loading and, read backwards, for saving. It moves no bytes.
 
 use roundpipe::Param;
 
@@ -24,7 +24,8 @@ pub struct Piece {
     pub tensor: String,
     /// Its shape there.
     pub dims: Vec<usize>,
-    /// Where its first element goes in the parameter, counted in elements; the piece is contiguous there.
+    /// Where its first element goes in the parameter, counted in elements; the piece is contiguous
+    /// there.
     pub at: usize,
     /// How its elements stand in the folder.
     pub layout: PieceLayout,
@@ -35,12 +36,13 @@ pub struct Piece {
 pub enum PieceLayout {
     /// As in the parameter.
     Plain,
-    /// With the last two dimensions exchanged: `dims` is the folder's shape, [.., in, out] for [.., out, in].
+    /// With the last two dimensions exchanged: `dims` is the folder's shape, [.., in, out] for [..,
+    /// out, in].
     Transposed,
-    /// Read from `{tensor}_blocks` (u8 [.., rows, groups, 16]) and `{tensor}_scales` (u8 [.., rows, groups]),
-    /// 32 values per group, where those exist, giving [.., rows, 32 · groups], which is the parameter's
-    /// layout; else as `Transposed` from `{tensor}`. Always saved as `Transposed`. `dims` is the transposed,
-    /// de-quantised shape.
+    /// Read from `{tensor}_blocks` (u8 [.., rows, groups, 16]) and `{tensor}_scales` (u8 [.., rows,
+    /// groups]), 32 values per group, where those exist, giving [.., rows, 32 · groups], which is
+    /// the parameter's layout; else as `Transposed` from `{tensor}`. Always saved as `Transposed`.
+    /// `dims` is the transposed, de-quantised shape.
     Mxfp4OrTransposed,
 }
 
@@ -48,7 +50,12 @@ impl Piece {
     /// A tensor that is the whole parameter, as it stands.
     pub fn whole(tensor: impl Into<String>, param: &Param) -> Self {
         let dims = param.shape().dims().to_vec();
-        Self { tensor: tensor.into(), dims, at: 0, layout: PieceLayout::Plain }
+        Self {
+            tensor: tensor.into(),
+            dims,
+            at: 0,
+            layout: PieceLayout::Plain,
+        }
     }
 
     /// Number of elements.

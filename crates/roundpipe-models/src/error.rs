@@ -3,8 +3,8 @@
 use std::fmt::{self, Display, Write};
 use std::path::{Path, PathBuf};
 
-/// One line that names the place and the fix. Messages quote files of others, so what would move a terminal's cursor is
-/// shown as an escape, and of a long message the middle is left out.
+/// One line that names the place and the fix. Messages quote files of others, so what would move a
+/// terminal's cursor is shown as an escape, and of a long message the middle is left out.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -38,12 +38,18 @@ pub enum Error {
 impl Error {
     /// A file that cannot be used.
     pub fn file(path: impl AsRef<Path>, what: impl Into<String>) -> Self {
-        Self::File { path: path.as_ref().to_path_buf(), what: what.into() }
+        Self::File {
+            path: path.as_ref().to_path_buf(),
+            what: what.into(),
+        }
     }
 
     /// An argument that cannot work.
     pub fn argument(what: impl Into<String>, why: impl Into<String>) -> Self {
-        Self::Argument { what: what.into(), why: why.into() }
+        Self::Argument {
+            what: what.into(),
+            why: why.into(),
+        }
     }
 }
 
@@ -51,7 +57,8 @@ impl Error {
 struct Line<'a>(&'a str);
 
 impl Line<'_> {
-    /// Characters of a long message that are shown of its start, where the place is, and of its end, where the fix is.
+    /// Characters of a long message that are shown of its start, where the place is, and of its
+    /// end, where the fix is.
     const SHOWN: (usize, usize) = (500, 200);
 }
 
@@ -81,18 +88,37 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 mod tests {
     use super::Error;
 
-    /// Whatever a message quotes, it is one line that no terminal obeys, and its end, the fix, is there.
+    /// Whatever a message quotes, it is one line that no terminal obeys, and its end, the fix, is
+    /// there.
     #[test]
     fn messages_are_one_short_line() {
-        let quoted = format!("bias = \"n\none\u{1b}[2J\u{85}\" {}; use \"none\"", "é".repeat(100_000));
-        let errors =
-            [Error::file("m/x.json", &*quoted), Error::argument("bias", &*quoted), Error::Template(quoted)];
+        let quoted = format!(
+            "bias = \"n\none\u{1b}[2J\u{85}\" {}; use \"none\"",
+            "é".repeat(100_000)
+        );
+        let errors = [
+            Error::file("m/x.json", &*quoted),
+            Error::argument("bias", &*quoted),
+            Error::Template(quoted),
+        ];
         for error in errors {
             let text = error.to_string();
-            assert!(text.contains(r#"bias = "n\none\u{1b}[2J\u{85}" é"#), "{text}");
-            assert!(text.ends_with("é; use \"none\"") && text.contains(" … "), "{text}");
-            assert!(text.chars().count() < 750 && !text.chars().any(char::is_control), "{text}");
+            assert!(
+                text.contains(r#"bias = "n\none\u{1b}[2J\u{85}" é"#),
+                "{text}"
+            );
+            assert!(
+                text.ends_with("é; use \"none\"") && text.contains(" … "),
+                "{text}"
+            );
+            assert!(
+                text.chars().count() < 750 && !text.chars().any(char::is_control),
+                "{text}"
+            );
         }
-        assert_eq!(Error::file("m", "ü is missing").to_string(), "m: ü is missing");
+        assert_eq!(
+            Error::file("m", "ü is missing").to_string(),
+            "m: ü is missing"
+        );
     }
 }

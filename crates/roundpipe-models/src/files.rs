@@ -1,9 +1,9 @@
 //! The one way to read a small file of a model's folder or of the cache.
 //!
-//! A folder comes from somebody else, so a `config.json` may be a pipe that nobody writes, a device without an end, or
-//! a hundred gigabytes. [`open`] opens regular files only and never waits for a writer; [`read`] stops at the length
-//! that the [`Kind`] of file allows; [`parse_json`] stops at a number of values, because a value in memory takes many
-//! times the bytes it has in a file.
+//! A folder comes from somebody else, so a `config.json` may be a pipe that nobody writes, a device
+//! without an end, or a hundred gigabytes. [`open`] opens regular files only and never waits for a
+//! writer; [`read`] stops at the length that the [`Kind`] of file allows; [`parse_json`] stops at a
+//! number of values, because a value in memory takes many times the bytes it has in a file.
 
 use std::cell::Cell;
 use std::fs::{File, Metadata};
@@ -77,7 +77,10 @@ fn refuse_special(path: &Path, meta: &Metadata) -> Result<()> {
     if meta.is_file() {
         return Ok(());
     }
-    Err(Error::file(path, "is not a file but a folder, pipe or device; pass or put a file there"))
+    Err(Error::file(
+        path,
+        "is not a file but a folder, pipe or device; pass or put a file there",
+    ))
 }
 
 /// The bytes of a file.
@@ -88,21 +91,27 @@ pub(crate) fn read(path: &Path, kind: Kind) -> Result<Vec<u8>> {
     let (file, meta) = open(path)?;
     let most = kind.most_bytes();
     let too_long = |has: String| {
-        Error::file(path, format!("has {has} bytes, the most for such a file is {most}; download it again"))
+        Error::file(
+            path,
+            format!("has {has} bytes, the most for such a file is {most}; download it again"),
+        )
     };
     if meta.len() > most {
         return Err(too_long(meta.len().to_string()));
     }
     let mut bytes = Vec::new();
     // One more than allowed: some files are longer than they say.
-    file.take(most + 1).read_to_end(&mut bytes).map_err(|e| Error::file(path, unreadable(path, &e)))?;
+    file.take(most + 1)
+        .read_to_end(&mut bytes)
+        .map_err(|e| Error::file(path, unreadable(path, &e)))?;
     if bytes.len() as u64 > most {
         return Err(too_long(format!("more than {most}")));
     }
     Ok(bytes)
 }
 
-/// The bytes of a file that may be absent. A link that leads nowhere is a broken file, not an absent one.
+/// The bytes of a file that may be absent. A link that leads nowhere is a broken file, not an
+/// absent one.
 ///
 /// # Errors
 /// As [`read`].
@@ -137,10 +146,15 @@ pub(crate) fn parse_json(path: &Path, bytes: &[u8], kind: Kind) -> Result<Value>
     let left = Cell::new(kind.most_values());
     let mut parser = serde_json::Deserializer::from_slice(bytes);
     let value = Bounded { left: &left }.deserialize(&mut parser);
-    value.and_then(|value| parser.end().map(|()| value)).map_err(|e| {
-        let e = one_line(&e.to_string());
-        Error::file(path, format!("is not JSON that can be used ({e}); download it again"))
-    })
+    value
+        .and_then(|value| parser.end().map(|()| value))
+        .map_err(|e| {
+            let e = one_line(&e.to_string());
+            Error::file(
+                path,
+                format!("is not JSON that can be used ({e}); download it again"),
+            )
+        })
 }
 
 /// Builds a value while its budget of values lasts.
@@ -225,13 +239,27 @@ mod tests {
         let path = Path::new("x.json");
         let text = r#"{"a":[1,-2,3.5,"é\n",null,true],"b":{},"a":{"c":18446744073709551615}}"#;
         let value = parse_json(path, text.as_bytes(), Kind::Settings).unwrap();
-        assert_eq!(value, serde_json::from_str::<serde_json::Value>(text).unwrap());
+        assert_eq!(
+            value,
+            serde_json::from_str::<serde_json::Value>(text).unwrap()
+        );
         let list = |count: usize| format!("[{}]", vec!["0"; count].join(","));
         let most = Kind::Settings.most_values();
         assert!(parse_json(path, list(most - 1).as_bytes(), Kind::Settings).is_ok());
-        for bad in [list(most), "[".repeat(100_000), "[1] 2".into(), "[1".into(), String::new()] {
-            let error = parse_json(path, bad.as_bytes(), Kind::Settings).unwrap_err().to_string();
-            assert!(error.starts_with("x.json: is not JSON") && error.lines().count() == 1, "{error}");
+        for bad in [
+            list(most),
+            "[".repeat(100_000),
+            "[1] 2".into(),
+            "[1".into(),
+            String::new(),
+        ] {
+            let error = parse_json(path, bad.as_bytes(), Kind::Settings)
+                .unwrap_err()
+                .to_string();
+            assert!(
+                error.starts_with("x.json: is not JSON") && error.lines().count() == 1,
+                "{error}"
+            );
         }
     }
 }

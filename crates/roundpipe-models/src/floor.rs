@@ -1,7 +1,7 @@
 //! How much arithmetic a token takes: the floor that a measured time is set beside.
 //!
-//! Only products and attention are counted, as a run does them that recomputes every block: what norms, copies and
-//! optimizers take is what a good run hides.
+//! Only products and attention are counted, as a run does them that recomputes every block: what
+//! norms, copies and optimizers take is what a good run hides.
 
 use crate::config::ModelConfig;
 
@@ -21,7 +21,8 @@ impl ModelConfig {
     pub fn flops_per_token(&self, seq: usize, trains: Trains) -> f64 {
         let (products, attention) = (self.block_products(), self.attention(seq));
         let head = 2.0 * self.vocab as f64 * self.hidden as f64;
-        // Forward, recompute, and gradients of inputs and of weights; attention's backward is 2.5 forwards.
+        // Forward, recompute, and gradients of inputs and of weights; attention's backward is 2.5
+        // forwards.
         match trains {
             Trains::All => 4.0 * products + 4.5 * attention + 3.0 * head,
             Trains::Adapters => 3.0 * products + 4.5 * attention + 2.0 * head,
@@ -41,10 +42,13 @@ impl ModelConfig {
             }
             _ => 3.0 * product(self.hidden, self.intermediate),
         };
-        (0..self.layers).map(|layer| projections + unit(layer)).sum()
+        (0..self.layers)
+            .map(|layer| projections + unit(layer))
+            .sum()
     }
 
-    /// Attention of all blocks for one token, forward: scores and values of the keys that it sees on average.
+    /// Attention of all blocks for one token, forward: scores and values of the keys that it sees
+    /// on average.
     fn attention(&self, seq: usize) -> f64 {
         let width = (self.heads * self.head_dim) as f64;
         let seen = |window: &Option<usize>| {
@@ -52,7 +56,10 @@ impl ModelConfig {
             // The first `window` positions see ever more keys, the others all see `window`.
             (window * window / 2.0 + (seq - window) * window) / seq.max(1.0)
         };
-        self.windows.iter().map(|window| 4.0 * width * seen(window)).sum()
+        self.windows
+            .iter()
+            .map(|window| 4.0 * width * seen(window))
+            .sum()
     }
 }
 
@@ -67,9 +74,15 @@ mod tests {
         let config = preset("qwen3-1.7b").unwrap();
         let giga = config.flops_per_token(4096, Trains::All) / 1e9;
         assert!((giga - 15.3).abs() < 0.1, "{giga}");
-        assert!(config.flops_per_token(4096, Trains::Adapters) < config.flops_per_token(4096, Trains::All));
+        assert!(
+            config.flops_per_token(4096, Trains::Adapters)
+                < config.flops_per_token(4096, Trains::All)
+        );
         let sparse = preset("qwen3-30b-a3b").unwrap();
         let active = sparse.flops_per_token(1, Trains::Nothing) / 2e9;
-        assert!((2.5..3.5).contains(&active), "about 3 billion active parameters: {active}");
+        assert!(
+            (2.5..3.5).contains(&active),
+            "about 3 billion active parameters: {active}"
+        );
     }
 }

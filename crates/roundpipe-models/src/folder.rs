@@ -1,10 +1,11 @@
 //! A model's folder as Hugging Face lays it out: one safetensors file, or shards named by an index.
 //!
-//! [`Folder::open`] maps and checks every file; [`load`] fills parameters from it and [`save`] writes
-//! parameters into a folder that transformers opens unchanged. Which tensor belongs where is said by
-//! [`Entry`](crate::Entry) values; this module moves bytes and knows no model.
+//! [`Folder::open`] maps and checks every file; [`load`] fills parameters from it and [`save`]
+//! writes parameters into a folder that transformers opens unchanged. Which tensor belongs where is
+//! said by [`Entry`](crate::Entry) values; this module moves bytes and knows no model.
 //!
-//! Refused: pickled weights, shard names that leave the folder, an index that does not match its shards.
+//! Refused: pickled weights, shard names that leave the folder, an index that does not match its
+//! shards.
 
 mod convert;
 mod load;
@@ -40,14 +41,30 @@ impl Folder {
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let meta = std::fs::metadata(path).map_err(|e| Error::file(path, unreadable(path, &e)))?;
-        let file = if meta.is_dir() { find_weights(path)? } else { path.to_path_buf() };
-        if file.extension().is_some_and(|e| e == "json") { Self::sharded(&file) } else { Self::single(&file) }
+        let file = if meta.is_dir() {
+            find_weights(path)?
+        } else {
+            path.to_path_buf()
+        };
+        if file.extension().is_some_and(|e| e == "json") {
+            Self::sharded(&file)
+        } else {
+            Self::single(&file)
+        }
     }
 
     fn single(file: &Path) -> Result<Self> {
         let weights = Weights::open(file)?;
-        let by_name = weights.tensors().iter().map(|t| (t.name.clone(), 0)).collect();
-        Ok(Self { path: file.to_path_buf(), shards: vec![weights], by_name })
+        let by_name = weights
+            .tensors()
+            .iter()
+            .map(|t| (t.name.clone(), 0))
+            .collect();
+        Ok(Self {
+            path: file.to_path_buf(),
+            shards: vec![weights],
+            by_name,
+        })
     }
 
     fn sharded(index: &Path) -> Result<Self> {
@@ -59,22 +76,31 @@ impl Folder {
         }
         let missing: Vec<_> = by_shard.keys().filter(|s| !dir.join(s).exists()).collect();
         if let Some(first) = missing.first() {
-            let what =
-                format!("is missing ({} of {} shards are); download it again", missing.len(), by_shard.len());
+            let what = format!(
+                "is missing ({} of {} shards are); download it again",
+                missing.len(),
+                by_shard.len()
+            );
             return Err(Error::file(dir.join(first), what));
         }
         let mut shards = Vec::new();
         for (shard, tensors) in &by_shard {
             let weights = Weights::open(dir.join(shard))?;
             if let Some(name) = tensors.iter().find(|t| weights.stored(t).is_none()) {
-                let what =
-                    format!("has no tensor {}, the index says it does; download both again", shown(name));
+                let what = format!(
+                    "has no tensor {}, the index says it does; download both again",
+                    shown(name)
+                );
                 return Err(Error::file(weights.path(), what));
             }
             shards.push(weights);
         }
         let by_name = name_shards(&shards, &map)?;
-        Ok(Self { path: index.to_path_buf(), shards, by_name })
+        Ok(Self {
+            path: index.to_path_buf(),
+            shards,
+            by_name,
+        })
     }
 
     /// The file that names the weights: the single file or the index.
@@ -89,7 +115,10 @@ impl Folder {
 
     /// Names of all tensors, file by file, in the order of their bytes.
     pub fn tensors(&self) -> impl Iterator<Item = &str> {
-        self.shards.iter().flat_map(|s| s.tensors()).map(|t| t.name.as_str())
+        self.shards
+            .iter()
+            .flat_map(|s| s.tensors())
+            .map(|t| t.name.as_str())
     }
 
     /// A tensor's type, shape and bytes.
@@ -128,8 +157,8 @@ pub(crate) fn read_index(path: &Path) -> Result<Vec<(String, String)>> {
     parse_index(path, &files::read(path, Kind::Index)?)
 }
 
-/// Tensor and shard names from the bytes of an index, the latter checked to stay in the folder; `path` is only for
-/// messages.
+/// Tensor and shard names from the bytes of an index, the latter checked to stay in the folder;
+/// `path` is only for messages.
 ///
 /// # Errors
 /// [`Error::File`] when it is no index, names no tensors, or names files elsewhere.
@@ -145,7 +174,10 @@ pub fn parse_index(path: &Path, bytes: &[u8]) -> Result<Vec<(String, String)>> {
         ));
     }
     let index: Index = serde_json::from_slice(bytes).map_err(|e| {
-        fail(format!("is no index of shards ({}); download it again", one_line(&e.to_string())))
+        fail(format!(
+            "is no index of shards ({}); download it again",
+            one_line(&e.to_string())
+        ))
     })?;
     let map = index.weight_map.0;
     if map.is_empty() {
@@ -158,7 +190,10 @@ pub fn parse_index(path: &Path, bytes: &[u8]) -> Result<Vec<(String, String)>> {
         );
         return Err(fail(what));
     }
-    if let Some((_, shard)) = map.iter().find(|(_, shard)| !shard.ends_with(".safetensors")) {
+    if let Some((_, shard)) = map
+        .iter()
+        .find(|(_, shard)| !shard.ends_with(".safetensors"))
+    {
         let what = format!(
             "names {}, which is not safetensors; convert it with transformers' save_pretrained",
             shown(shard)
@@ -183,10 +218,15 @@ fn find_weights(dir: &Path) -> Result<PathBuf> {
         }
     }
     let listing = std::fs::read_dir(dir).map_err(|e| Error::file(dir, unreadable(dir, &e)))?;
-    let mut names: Vec<String> =
-        listing.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    let mut names: Vec<String> = listing
+        .flatten()
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect();
     names.sort();
-    let indexes: Vec<_> = names.iter().filter(|n| n.ends_with(".safetensors.index.json")).collect();
+    let indexes: Vec<_> = names
+        .iter()
+        .filter(|n| n.ends_with(".safetensors.index.json"))
+        .collect();
     if let [only] = indexes[..] {
         return Ok(dir.join(only));
     }
@@ -197,14 +237,22 @@ fn find_weights(dir: &Path) -> Result<PathBuf> {
 fn no_weights(names: &[String]) -> String {
     let ending = |ends: &[&str]| names.iter().find(|n| ends.iter().any(|e| n.ends_with(e)));
     if let Some(name) = ending(&[".safetensors"]) {
-        return format!("has no {SINGLE}; pass the file itself if {} is meant", shown(name));
+        return format!(
+            "has no {SINGLE}; pass the file itself if {} is meant",
+            shown(name)
+        );
     }
     if let Some(name) = ending(&[".bin", ".pt", ".pth", ".bin.index.json"]) {
         let name = shown(name);
-        return format!("has only pickled weights ({name}); convert them with transformers' save_pretrained");
+        return format!(
+            "has only pickled weights ({name}); convert them with transformers' save_pretrained"
+        );
     }
     if let Some(name) = ending(&[".gguf", ".h5", ".msgpack", ".onnx"]) {
-        return format!("has no {SINGLE}, only {}; use the model's safetensors files", shown(name));
+        return format!(
+            "has no {SINGLE}, only {}; use the model's safetensors files",
+            shown(name)
+        );
     }
     format!("has no {SINGLE} and no {INDEX}; check the path or download the model again")
 }

@@ -1,14 +1,17 @@
 //! Text from a model, token by token, through the same engine that trains it.
 //!
-//! The path of a token: ids -> embedding -> blocks, each beside the keys and values it has seen -> logits of the last
-//! position -> [`Sampler`] -> the caller, and back as the next id. Keys and values stay on the worker from token to
-//! token. Weights stay there too where they fit; else they are streamed through it for every token, which is slow
-//! but needs no more than two stages of memory.
+//! The path of a token: ids -> embedding -> blocks, each beside the keys and values it has seen ->
+//! logits of the last position -> [`Sampler`] -> the caller, and back as the next id. Keys and
+//! values stay on the worker from token to token. Weights stay there too where they fit; else they
+//! are streamed through it for every token, which is slow but needs no more than two stages of
+//! memory.
 //!
-//! One sequence at a time, on the first worker: what a second could do while the first decodes is nothing.
+//! One sequence at a time, on the first worker: what a second could do while the first decodes is
+//! nothing.
 //!
 //! # Invariants
-//! - The tokens depend on model, prompt and sampler only: not on residency, nor on how the prompt is cut.
+//! - The tokens depend on model, prompt and sampler only: not on residency, nor on how the prompt
+//!   is cut.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -62,8 +65,9 @@ pub struct Generator {
 }
 
 impl Generator {
-    /// An engine on the first of `devices` that reads the weights of `model`. A model that another engine trains goes on
-    /// being trained: each text is written with the newest weights when it begins, and memory is shared.
+    /// An engine on the first of `devices` that reads the weights of `model`. A model that another
+    /// engine trains goes on being trained: each text is written with the newest weights when it
+    /// begins, and memory is shared.
     ///
     /// # Errors
     /// [`Error::Argument`] without devices; when memory runs out.
@@ -72,7 +76,11 @@ impl Generator {
             return Err(Error::argument("devices", "there is none to generate on"));
         };
         let ring = Ring::new(std::slice::from_ref(device), options)?;
-        let bytes: u64 = model.named_params().iter().map(|(_, p)| p.bytes() as u64).sum();
+        let bytes: u64 = model
+            .named_params()
+            .iter()
+            .map(|(_, p)| p.bytes() as u64)
+            .sum();
         let room = ring.workers()[0].pool().capacity().0 as f64 * RESIDENT_SHARE;
         let resident = bytes as f64 <= room;
         let engine = RoundPipe::builder(model.layers.clone())
@@ -90,7 +98,13 @@ impl Generator {
             .merge_output(MergeOutput::Off)
             .output_device(OutputDevice::Worker(0));
         let (vocab, max_positions) = (model.config.vocab, model.config.max_positions);
-        Ok(Self { engine, config, vocab, max_positions, resident })
+        Ok(Self {
+            engine,
+            config,
+            vocab,
+            max_positions,
+            resident,
+        })
     }
 
     /// Whether the weights stay on the worker.
@@ -103,11 +117,12 @@ impl Generator {
         &self.engine
     }
 
-    /// Continues `prompt`; `each` sees every token as it comes and may break off. Returns the new tokens and why
-    /// they end.
+    /// Continues `prompt`; `each` sees every token as it comes and may break off. Returns the new
+    /// tokens and why they end.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a prompt that is empty, too long or not of this model; what the engine reports.
+    /// [`Error::Argument`] for a prompt that is empty, too long or not of this model; what the
+    /// engine reports.
     pub fn generate(
         &self,
         prompt: &[u32],
@@ -147,22 +162,36 @@ impl Generator {
     pub fn logits(&self, ids: &[u32]) -> Result<HostTensor> {
         self.check(ids)?;
         let args = Args::new().named("ids", tensor(ids)?);
-        Ok(self.engine.forward(args, &self.config)?.unmerged().wait(0)?.tensor()?)
+        Ok(self
+            .engine
+            .forward(args, &self.config)?
+            .unmerged()
+            .wait(0)?
+            .tensor()?)
     }
 
     fn check(&self, prompt: &[u32]) -> Result<()> {
         if prompt.is_empty() {
-            return Err(Error::argument("prompt", "it has no tokens; write at least one word"));
+            return Err(Error::argument(
+                "prompt",
+                "it has no tokens; write at least one word",
+            ));
         }
         if prompt.len() > self.max_positions {
-            let why =
-                format!("{} tokens; the model's longest sequence is {}", prompt.len(), self.max_positions);
+            let why = format!(
+                "{} tokens; the model's longest sequence is {}",
+                prompt.len(),
+                self.max_positions
+            );
             return Err(Error::argument("prompt", why));
         }
         match prompt.iter().find(|id| **id as usize >= self.vocab) {
             None => Ok(()),
             Some(id) => {
-                let why = format!("token {id}; the model knows {} (is this its tokenizer?)", self.vocab);
+                let why = format!(
+                    "token {id}; the model knows {} (is this its tokenizer?)",
+                    self.vocab
+                );
                 Err(Error::argument("prompt", why))
             }
         }
@@ -172,13 +201,17 @@ impl Generator {
     fn feed(&self, ids: &[u32], past: &mut Option<Unmerged>) -> Result<Vec<f32>> {
         for part in ids.chunks(PROMPT_STEP) {
             let mut args = Args::new().named("ids", tensor(part)?);
-            args = args.named("keep", Tree::Int(1)).named("cache", Tree::Bool(true));
+            args = args
+                .named("keep", Tree::Int(1))
+                .named("cache", Tree::Bool(true));
             if let Some(past) = past.take() {
                 args = args.named("past", past);
             }
             *past = Some(self.engine.forward(args, &self.config)?.unmerged());
         }
-        let Some(past) = past else { return Err(Error::argument("prompt", "it has no tokens")) };
+        let Some(past) = past else {
+            return Err(Error::argument("prompt", "it has no tokens"));
+        };
         let logits = past.wait_entry(0, "logits")?.tensor()?;
         Ok(logits.to_f64_vec()?.into_iter().map(|x| x as f32).collect())
     }

@@ -1,14 +1,16 @@
 //! From a model's name to a folder on this machine.
 //!
-//! A folder is itself. `owner/name`, with `@revision` if wanted, goes through the cache that all Hugging Face
-//! tools share: `models--owner--name/` with `refs` (which commit a revision is), `blobs` (contents, named by
-//! their hash) and `snapshots` (links to them, by commit). What is missing is downloaded; an interrupted
-//! download goes on where it stopped.
+//! A folder is itself. `owner/name`, with `@revision` if wanted, goes through the cache that all
+//! Hugging Face tools share: `models--owner--name/` with `refs` (which commit a revision is),
+//! `blobs` (contents, named by their hash) and `snapshots` (links to them, by commit). What is
+//! missing is downloaded; an interrupted download goes on where it stopped.
 //!
-//! Settings are a value ([`HubConfig`]), so nothing here depends on the process's environment unless asked to.
+//! Settings are a value ([`HubConfig`]), so nothing here depends on the process's environment
+//! unless asked to.
 //!
 //! # Invariants
-//! - A file in `blobs` without `.incomplete` is whole: its hash, which is its name, was checked before it got it.
+//! - A file in `blobs` without `.incomplete` is whole: its hash, which is its name, was checked
+//!   before it got it.
 //! - No name that a server sends becomes a path before it was checked to be one plain file name.
 //! - Offline, nothing touches the network.
 
@@ -56,7 +58,8 @@ pub fn resolve(model: &str) -> Result<PathBuf> {
 }
 
 impl HubConfig {
-    /// What `HF_HUB_CACHE`, `HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN`, `HF_TOKEN_PATH` and `HF_HUB_OFFLINE` say.
+    /// What `HF_HUB_CACHE`, `HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN`, `HF_TOKEN_PATH` and
+    /// `HF_HUB_OFFLINE` say.
     pub fn from_env() -> Self {
         Self::from_vars(|name| std::env::var(name).ok())
     }
@@ -64,7 +67,9 @@ impl HubConfig {
     /// The same from given variables; the token may be read from its file.
     pub fn from_vars(var: impl Fn(&str) -> Option<String>) -> Self {
         let var = |name| var(name).filter(|v| !v.trim().is_empty());
-        let home = var("HOME").or_else(|| var("USERPROFILE")).map(PathBuf::from);
+        let home = var("HOME")
+            .or_else(|| var("USERPROFILE"))
+            .map(PathBuf::from);
         let path = |name| {
             let value = var(name)?;
             match value.strip_prefix("~/") {
@@ -75,25 +80,33 @@ impl HubConfig {
         let user_cache = || path("XDG_CACHE_HOME").or_else(|| Some(home.as_ref()?.join(".cache")));
         let hf_home = path("HF_HOME").or_else(|| Some(user_cache()?.join("huggingface")));
         let token_file = path("HF_TOKEN_PATH").or_else(|| Some(hf_home.as_ref()?.join("token")));
-        let stored =
-            || files::utf8(token_file.as_ref()?, files::read(token_file.as_ref()?, Kind::Word).ok()?).ok();
+        let stored = || {
+            files::utf8(
+                token_file.as_ref()?,
+                files::read(token_file.as_ref()?, Kind::Word).ok()?,
+            )
+            .ok()
+        };
         let token = var("HF_TOKEN").or_else(stored);
         let endpoint = var("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
         let offline = var("HF_HUB_OFFLINE").map(|v| v.trim().to_uppercase());
         Self {
-            cache: path("HF_HUB_CACHE").or_else(|| Some(hf_home?.join("hub"))).unwrap_or_default(),
+            cache: path("HF_HUB_CACHE")
+                .or_else(|| Some(hf_home?.join("hub")))
+                .unwrap_or_default(),
             endpoint: endpoint.trim().trim_end_matches('/').to_owned(),
             token: token.map(|t| t.trim().to_owned()).filter(|t| !t.is_empty()),
             offline: offline.is_some_and(|v| matches!(v.as_str(), "1" | "ON" | "YES" | "TRUE")),
         }
     }
 
-    /// The folder of a model: `model` itself when it is one, else that of `owner/name[@revision]` in the cache,
-    /// downloaded as far as it is missing.
+    /// The folder of a model: `model` itself when it is one, else that of `owner/name[@revision]`
+    /// in the cache, downloaded as far as it is missing.
     ///
     /// # Errors
-    /// [`Error::Argument`] naming the model when there is none, when the server refuses or cannot be reached,
-    /// or when it would have to be asked while offline; [`Error::File`] when the cache cannot be written.
+    /// [`Error::Argument`] naming the model when there is none, when the server refuses or cannot
+    /// be reached, or when it would have to be asked while offline; [`Error::File`] when the cache
+    /// cannot be written.
     pub fn resolve(&self, model: &str) -> Result<PathBuf> {
         self.resolve_with(model, &mut |_| ())
     }
@@ -102,7 +115,11 @@ impl HubConfig {
     ///
     /// # Errors
     /// As there.
-    pub fn resolve_with(&self, model: &str, progress: &mut dyn FnMut(Progress<'_>)) -> Result<PathBuf> {
+    pub fn resolve_with(
+        &self,
+        model: &str,
+        progress: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<PathBuf> {
         if Path::new(model).is_dir() {
             return Ok(PathBuf::from(model));
         }
@@ -111,7 +128,9 @@ impl HubConfig {
             let why = "has no place to be kept, since HOME is not set; set HF_HOME to a folder, or pass the model's";
             return Err(Error::argument(shown(model), why));
         }
-        let store = self.cache.join(format!("models--{}--{}", name.owner, name.name));
+        let store = self
+            .cache
+            .join(format!("models--{}--{}", name.owner, name.name));
         let cached = cached(&store, &name.revision);
         if self.offline {
             return cached.ok_or_else(|| {
@@ -159,13 +178,23 @@ impl ModelName {
         let (id, revision) = model.split_once('@').unwrap_or((model, "main"));
         let plain = |part: &str| {
             let known = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-            !part.is_empty() && part.chars().all(known) && !part.starts_with(['.', '-']) && part.len() < 100
+            !part.is_empty()
+                && part.chars().all(known)
+                && !part.starts_with(['.', '-'])
+                && part.len() < 100
         };
-        // The hub gives no such names, and in the cache's folder `--` stands between owner and name.
+        // The hub gives no such names, and in the cache's folder `--` stands between owner and
+        // name.
         let single = |part: &str| plain(part) && !part.contains("--") && !part.contains("..");
         match id.split_once('/') {
-            Some((owner, name)) if single(owner) && single(name) && revision.split('/').all(plain) => {
-                Ok(Self { owner: owner.into(), name: name.into(), revision: revision.into() })
+            Some((owner, name))
+                if single(owner) && single(name) && revision.split('/').all(plain) =>
+            {
+                Ok(Self {
+                    owner: owner.into(),
+                    name: name.into(),
+                    revision: revision.into(),
+                })
             }
             _ => {
                 let why = "is neither a folder that exists nor a name like owner/name or owner/name@revision; \
@@ -242,23 +271,42 @@ fn is_companion(name: &str) -> bool {
 }
 
 /// The weights that opening the folder will read: repositories often hold the same ones twice.
-fn weights_of<'a>(repo: &Repo<'_>, listing: &'a fetch::Listing, snapshot: &Path) -> Result<Vec<&'a Wanted>> {
+fn weights_of<'a>(
+    repo: &Repo<'_>,
+    listing: &'a fetch::Listing,
+    snapshot: &Path,
+) -> Result<Vec<&'a Wanted>> {
     let named = |name: &str| listing.files.iter().find(|f| f.name == name);
     if let Some(single) = named(crate::folder::SINGLE) {
         return Ok(vec![single]);
     }
     if named(crate::folder::INDEX).is_some() {
         let path = snapshot.join(crate::folder::INDEX);
-        let mut shards: Vec<String> =
-            crate::folder::read_index(&path)?.into_iter().map(|(_, shard)| shard).collect();
+        let mut shards: Vec<String> = crate::folder::read_index(&path)?
+            .into_iter()
+            .map(|(_, shard)| shard)
+            .collect();
         shards.sort();
         shards.dedup();
-        let missing = |s: &str| repo.refused(format!("its index names {}, which it does not have", shown(s)));
-        return shards.iter().map(|s| named(s).ok_or_else(|| missing(s))).collect();
+        let missing = |s: &str| {
+            repo.refused(format!(
+                "its index names {}, which it does not have",
+                shown(s)
+            ))
+        };
+        return shards
+            .iter()
+            .map(|s| named(s).ok_or_else(|| missing(s)))
+            .collect();
     }
-    let all: Vec<_> = listing.files.iter().filter(|f| f.name.ends_with(".safetensors")).collect();
+    let all: Vec<_> = listing
+        .files
+        .iter()
+        .filter(|f| f.name.ends_with(".safetensors"))
+        .collect();
     if all.is_empty() && listing.pickled {
-        return Err(repo.refused("has only pickled weights; convert them with transformers' save_pretrained"));
+        return Err(repo
+            .refused("has only pickled weights; convert them with transformers' save_pretrained"));
     }
     Ok(all)
 }
@@ -266,7 +314,11 @@ fn weights_of<'a>(repo: &Repo<'_>, listing: &'a fetch::Listing, snapshot: &Path)
 /// Makes `at` show a blob; the link is relative, so that a cache can be moved.
 fn link(blob: &Path, at: &Path) -> Result<()> {
     let fail = |e: std::io::Error| unwritten(at, &e);
-    let same = |a: &Path, b: &Path| a.canonicalize().ok().is_some_and(|a| b.canonicalize().ok() == Some(a));
+    let same = |a: &Path, b: &Path| {
+        a.canonicalize()
+            .ok()
+            .is_some_and(|a| b.canonicalize().ok() == Some(a))
+    };
     if same(at, blob) {
         return Ok(());
     }
@@ -284,5 +336,7 @@ fn link(blob: &Path, at: &Path) -> Result<()> {
         }
     }
     #[cfg(not(unix))]
-    std::fs::hard_link(blob, at).or_else(|_| std::fs::copy(blob, at).map(|_| ())).map_err(fail)
+    std::fs::hard_link(blob, at)
+        .or_else(|_| std::fs::copy(blob, at).map(|_| ()))
+        .map_err(fail)
 }

@@ -1,5 +1,5 @@
-//! Language models for roundpipe: configs and presets, folders and the hub, tokenizers and chat templates, decoders
-//! as sequences of layers, LoRA, generation.
+//! Language models for roundpipe: configs and presets, folders and the hub, tokenizers and chat
+//! templates, decoders as sequences of layers, LoRA, generation.
 //!
 //! Nothing here names a device: a model runs wherever its context does.
 #![forbid(unsafe_code)]

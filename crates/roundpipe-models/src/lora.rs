@@ -1,12 +1,13 @@
 //! LoRA: trainable low-rank branches beside frozen weights, in and out in PEFT's format.
 //!
-//! [`Model::add_lora`] freezes the base and adds A (uniform in ±1/√in, as PEFT) and B (zeros) to the chosen linear
-//! maps, in the model's type; an optimizer keeps an f32 master of narrow types anyway. Experts get one pair each.
-//! [`Model::save_adapter`] and [`Model::load_adapter`] write and read `adapter_config.json` and
-//! `adapter_model.safetensors`; [`Model::merge_lora`] adds the branches into the base.
+//! [`Model::add_lora`] freezes the base and adds A (uniform in ±1/√in, as PEFT) and B (zeros) to
+//! the chosen linear maps, in the model's type; an optimizer keeps an f32 master of narrow types
+//! anyway. Experts get one pair each. [`Model::save_adapter`] and [`Model::load_adapter`] write and
+//! read `adapter_config.json` and `adapter_model.safetensors`; [`Model::merge_lora`] adds the
+//! branches into the base.
 //!
-//! Refused by name: targets that the model does not have, ranks and tensors that do not fit, and PEFT's variants
-//! (DoRA, biases, modules saved whole).
+//! Refused by name: targets that the model does not have, ranks and tensors that do not fit, and
+//! PEFT's variants (DoRA, biases, modules saved whole).
 
 mod files;
 mod merge;
@@ -51,17 +52,30 @@ pub struct LoraConfig {
 
 impl Default for LoraConfig {
     fn default() -> Self {
-        Self { rank: 8, alpha: 16.0, dropout: 0.0, targets: LoraTargets::AllLinear, seed: 0, rslora: false }
+        Self {
+            rank: 8,
+            alpha: 16.0,
+            dropout: 0.0,
+            targets: LoraTargets::AllLinear,
+            seed: 0,
+            rslora: false,
+        }
     }
 }
 
 impl LoraConfig {
     fn check(&self) -> Result<()> {
         if self.rank == 0 || self.rank > MOST_RANK {
-            return Err(Error::argument("rank", format!("{} must be from 1 to {MOST_RANK}", self.rank)));
+            return Err(Error::argument(
+                "rank",
+                format!("{} must be from 1 to {MOST_RANK}", self.rank),
+            ));
         }
         if !(self.alpha.is_finite() && self.alpha > 0.0) {
-            return Err(Error::argument("alpha", format!("{} must be a number above 0", self.alpha)));
+            return Err(Error::argument(
+                "alpha",
+                format!("{} must be a number above 0", self.alpha),
+            ));
         }
         if !(0.0..1.0).contains(&self.dropout) {
             return Err(Error::argument(
@@ -85,7 +99,8 @@ impl LoraTargets {
 
 /// Whether `name` is `wanted` or ends with a dot and it.
 fn ends_with(name: &str, wanted: &str) -> bool {
-    name.strip_suffix(wanted).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+    name.strip_suffix(wanted)
+        .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
 fn is_router(name: &str) -> bool {
@@ -98,19 +113,28 @@ fn is_stacked(name: &str) -> bool {
 
 /// What a branch is multiplied with.
 fn scale(alpha: f64, rank: usize, rslora: bool) -> f64 {
-    alpha / if rslora { (rank as f64).sqrt() } else { rank as f64 }
+    alpha
+        / if rslora {
+            (rank as f64).sqrt()
+        } else {
+            rank as f64
+        }
 }
 
 impl Model {
-    /// Freezes the base and adds branches to the chosen linear maps. Engines made before do not see them.
+    /// Freezes the base and adds branches to the chosen linear maps. Engines made before do not see
+    /// them.
     ///
     /// # Errors
-    /// [`Error::Argument`] when the config cannot work, a target is not in the model, or there are branches
-    /// already.
+    /// [`Error::Argument`] when the config cannot work, a target is not in the model, or there are
+    /// branches already.
     pub fn add_lora(&mut self, config: &LoraConfig) -> Result<()> {
         config.check()?;
         if self.lora.is_some() {
-            return Err(Error::argument("lora", "the model has adapters already; merge them first"));
+            return Err(Error::argument(
+                "lora",
+                "the model has adapters already; merge them first",
+            ));
         }
         self.check_targets(&config.targets)?;
         self.branches_fit(config)?;
@@ -124,7 +148,15 @@ impl Model {
             let (a, b) = branch_dims(&projection.weight, rank);
             let bound = 1.0 / (a[a.len() - 1] as f64).sqrt();
             let (a, b) = (init.uniform(&a, bound)?, Param::zeros(init.dtype(), &b)?);
-            made.push((name, Adapter { a, b, scale, dropout: config.dropout }));
+            made.push((
+                name,
+                Adapter {
+                    a,
+                    b,
+                    scale,
+                    dropout: config.dropout,
+                },
+            ));
         }
         self.attach(made, config.clone());
         Ok(())
@@ -137,7 +169,9 @@ impl Model {
             let elements = |dims: &[usize]| dims.iter().map(|dim| *dim as u128).product::<u128>();
             elements(&a) + elements(&b)
         };
-        let taken = self.projections().filter(|(name, _)| config.targets.takes(name));
+        let taken = self
+            .projections()
+            .filter(|(name, _)| config.targets.takes(name));
         let elements: u128 = taken.map(|(_, projection)| of(projection)).sum();
         let parts = [("the rank", elements * self.dtype().size() as u128)];
         memory::fits(&parts, memory::host_memory()).map_err(|why| Error::argument("lora", why))
@@ -163,7 +197,8 @@ impl Model {
 
     /// All linear maps of the blocks with their names in transformers.
     fn projections(&self) -> impl Iterator<Item = (String, &Projection)> {
-        let named = |i: usize| move |(name, projection)| (format!("model.layers.{i}.{name}"), projection);
+        let named =
+            |i: usize| move |(name, projection)| (format!("model.layers.{i}.{name}"), projection);
         self.blocks
             .iter()
             .enumerate()
@@ -171,23 +206,36 @@ impl Model {
     }
 
     fn projections_mut(&mut self) -> impl Iterator<Item = (String, &mut Projection)> {
-        let named = |i: usize| move |(name, projection)| (format!("model.layers.{i}.{name}"), projection);
+        let named =
+            |i: usize| move |(name, projection)| (format!("model.layers.{i}.{name}"), projection);
         let blocks = self.blocks.iter_mut().enumerate();
         blocks.flat_map(move |(i, block)| block.projections_mut().into_iter().map(named(i)))
     }
 
     /// Refuses a name that no linear map has, and says which there are.
     fn check_targets(&self, targets: &LoraTargets) -> Result<()> {
-        let LoraTargets::Names(names) = targets else { return Ok(()) };
+        let LoraTargets::Names(names) = targets else {
+            return Ok(());
+        };
         if names.is_empty() {
-            return Err(Error::argument("targets", "no names; use all-linear or name linear maps"));
+            return Err(Error::argument(
+                "targets",
+                "no names; use all-linear or name linear maps",
+            ));
         }
         for wanted in names {
             if !self.projections().any(|(name, _)| ends_with(&name, wanted)) {
-                let known: std::collections::BTreeSet<&str> =
-                    self.blocks.iter().flat_map(|b| b.projections()).map(|(name, _)| name).collect();
+                let known: std::collections::BTreeSet<&str> = self
+                    .blocks
+                    .iter()
+                    .flat_map(|b| b.projections())
+                    .map(|(name, _)| name)
+                    .collect();
                 let known: Vec<_> = known.into_iter().collect();
-                let why = format!("the model has no linear map `{wanted}`; there are {}", known.join(", "));
+                let why = format!(
+                    "the model has no linear map `{wanted}`; there are {}",
+                    known.join(", ")
+                );
                 return Err(Error::argument("targets", why));
             }
         }
@@ -199,5 +247,8 @@ impl Model {
 fn branch_dims(weight: &Param, rank: usize) -> (Vec<usize>, Vec<usize>) {
     let dims = weight.shape().dims();
     let (lead, last) = dims.split_at(dims.len() - 2);
-    ([lead, &[rank, last[1]]].concat(), [lead, &[last[0], rank]].concat())
+    (
+        [lead, &[rank, last[1]]].concat(),
+        [lead, &[last[0], rank]].concat(),
+    )
 }

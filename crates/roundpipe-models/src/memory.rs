@@ -1,14 +1,14 @@
 //! How much memory there is.
 //!
-//! Numbers in a file become sizes of memory, so they are compared with this before anything is made of them. Nothing
-//! else depends on it: whoever checks takes the limit as an argument.
+//! Numbers in a file become sizes of memory, so they are compared with this before anything is made
+//! of them. Nothing else depends on it: whoever checks takes the limit as an argument.
 
 use std::path::Path;
 
 use roundpipe::Bytes;
 
-/// Host memory that this process could have at most: the machine's with its swap, or less where a cgroup (version 2)
-/// allows less. All there can be where the system does not tell.
+/// Host memory that this process could have at most: the machine's with its swap, or less where a
+/// cgroup (version 2) allows less. All there can be where the system does not tell.
 pub fn host_memory() -> Bytes {
     let text = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let group = group_limit(Path::new("/sys/fs/cgroup"), &text("/proc/self/cgroup"));
@@ -18,12 +18,19 @@ pub fn host_memory() -> Bytes {
 
 /// Compares the sum of some parts with a limit; the error names the largest.
 pub(crate) fn fits(parts: &[(&str, u128)], limit: Bytes) -> Result<(), String> {
-    let need = u64::try_from(parts.iter().map(|(_, bytes)| bytes).sum::<u128>()).unwrap_or(u64::MAX);
+    let need =
+        u64::try_from(parts.iter().map(|(_, bytes)| bytes).sum::<u128>()).unwrap_or(u64::MAX);
     if need <= limit.0 {
         return Ok(());
     }
-    let keys = parts.iter().max_by_key(|(_, bytes)| *bytes).map_or("", |(keys, _)| keys);
-    Err(format!("asks for {} of memory, most of it by {keys}; there are {limit}", Bytes(need)))
+    let keys = parts
+        .iter()
+        .max_by_key(|(_, bytes)| *bytes)
+        .map_or("", |(keys, _)| keys);
+    Err(format!(
+        "asks for {} of memory, most of it by {keys}; there are {limit}",
+        Bytes(need)
+    ))
 }
 
 /// Memory and swap, as `/proc/meminfo` has them.
@@ -36,11 +43,16 @@ fn total(meminfo: &str) -> Option<u64> {
     Some(kib.saturating_mul(1024))
 }
 
-/// The least limit of the cgroups under `root` that a process is in, as `/proc/self/cgroup` lists them.
+/// The least limit of the cgroups under `root` that a process is in, as `/proc/self/cgroup` lists
+/// them.
 fn group_limit(root: &Path, own: &str) -> Option<u64> {
     let group = own.lines().find_map(|line| line.strip_prefix("0::/"))?;
-    let groups = Path::new(group).ancestors().map(|group| root.join(group).join("memory.max"));
-    groups.filter_map(|path| std::fs::read_to_string(path).ok()?.trim().parse().ok()).min()
+    let groups = Path::new(group)
+        .ancestors()
+        .map(|group| root.join(group).join("memory.max"));
+    groups
+        .filter_map(|path| std::fs::read_to_string(path).ok()?.trim().parse().ok())
+        .min()
 }
 
 #[cfg(test)]
@@ -49,7 +61,10 @@ mod tests {
 
     #[test]
     fn memory_is_what_the_system_says() {
-        assert_eq!(total("MemTotal:     20 kB\nMemFree: 1 kB\nSwapTotal:  4 kB\n"), Some(24 << 10));
+        assert_eq!(
+            total("MemTotal:     20 kB\nMemFree: 1 kB\nSwapTotal:  4 kB\n"),
+            Some(24 << 10)
+        );
         assert_eq!(total("MemTotal: 20 kB\n"), Some(20 << 10));
         assert_eq!(total("MemFree: 20 kB\n"), None);
         assert!(host_memory().0 > 0);

@@ -1,4 +1,5 @@
-//! Named sizes: the configs of well-known models, for benches and random weights. No weights are here.
+//! Named sizes: the configs of well-known models, for benches and random weights. No weights are
+//! here.
 
 use serde_json::{Map, Value, json};
 
@@ -26,7 +27,17 @@ const fn size(
     tied: bool,
     more: fn() -> Value,
 ) -> Size {
-    Size { name, base, hidden, intermediate, layers, heads, kv_heads, tied, more }
+    Size {
+        name,
+        base,
+        hidden,
+        intermediate,
+        layers,
+        heads,
+        kv_heads,
+        tied,
+        more,
+    }
 }
 
 fn none() -> Value {
@@ -123,18 +134,60 @@ static SIZES: [Size; 20] = [
     size("qwen2.5-0.5b", qwen25, [896, 4864, 24, 14, 2], true, none),
     size("qwen2.5-1.5b", qwen25, [1536, 8960, 28, 12, 2], true, none),
     size("qwen2.5-3b", qwen25, [2048, 11_008, 36, 16, 2], true, none),
-    size("qwen2.5-7b", qwen25, [3584, 18_944, 28, 28, 4], false, || json!({"vocab_size": 152_064})),
-    size("llama-3.2-1b", llama3, [2048, 8192, 16, 32, 8], true, || json!({"head_dim": 64})),
-    size("llama-3.2-3b", llama3, [3072, 8192, 28, 24, 8], true, || json!({"head_dim": 128})),
-    size("llama-3.1-8b", llama3, [4096, 14_336, 32, 32, 8], false, || {
-        json!({"rope_scaling": {
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192
-        }})
-    }),
-    size("llama-2-7b", llama2, [4096, 11_008, 32, 32, 32], false, none),
-    size("gpt-oss-20b", gpt_oss, [2880, 2880, 24, 64, 8], false, || json!({"num_local_experts": 32})),
-    size("gpt-oss-120b", gpt_oss, [2880, 2880, 36, 64, 8], false, || json!({"num_local_experts": 128})),
+    size(
+        "qwen2.5-7b",
+        qwen25,
+        [3584, 18_944, 28, 28, 4],
+        false,
+        || json!({"vocab_size": 152_064}),
+    ),
+    size(
+        "llama-3.2-1b",
+        llama3,
+        [2048, 8192, 16, 32, 8],
+        true,
+        || json!({"head_dim": 64}),
+    ),
+    size(
+        "llama-3.2-3b",
+        llama3,
+        [3072, 8192, 28, 24, 8],
+        true,
+        || json!({"head_dim": 128}),
+    ),
+    size(
+        "llama-3.1-8b",
+        llama3,
+        [4096, 14_336, 32, 32, 8],
+        false,
+        || {
+            json!({"rope_scaling": {
+                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192
+            }})
+        },
+    ),
+    size(
+        "llama-2-7b",
+        llama2,
+        [4096, 11_008, 32, 32, 32],
+        false,
+        none,
+    ),
+    size(
+        "gpt-oss-20b",
+        gpt_oss,
+        [2880, 2880, 24, 64, 8],
+        false,
+        || json!({"num_local_experts": 32}),
+    ),
+    size(
+        "gpt-oss-120b",
+        gpt_oss,
+        [2880, 2880, 36, 64, 8],
+        false,
+        || json!({"num_local_experts": 128}),
+    ),
     size("smollm2-135m", llama2, [576, 1536, 30, 9, 3], true, || {
         json!({
             "vocab_size": 49_152, "max_position_embeddings": 8192, "rope_theta": 100_000.0, "bos_token_id": 0,
@@ -153,7 +206,10 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 /// # Errors
 /// [`Error::Argument`] that lists the names there are.
 pub fn preset(name: &str) -> Result<ModelConfig> {
-    let Some(size) = SIZES.iter().find(|size| size.name.eq_ignore_ascii_case(name)) else {
+    let Some(size) = SIZES
+        .iter()
+        .find(|size| size.name.eq_ignore_ascii_case(name))
+    else {
         let known: Vec<_> = names().collect();
         return Err(Error::argument(
             "preset",
@@ -182,7 +238,8 @@ fn merge(base: &mut Value, more: Value) {
 mod tests {
     use super::{names, preset};
 
-    /// The sizes are those of the models they are named after: parameters as the models' cards count them.
+    /// The sizes are those of the models they are named after: parameters as the models' cards
+    /// count them.
     #[test]
     fn sizes_are_those_of_the_names() {
         let counts = [

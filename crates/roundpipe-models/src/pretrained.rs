@@ -23,12 +23,12 @@ pub fn read_config(dir: impl AsRef<Path>) -> Result<ModelConfig> {
 }
 
 impl Model {
-    /// Reads a folder into parameters of type `dtype`, or of the type that its config names (f32 where it names
-    /// none).
+    /// Reads a folder into parameters of type `dtype`, or of the type that its config names (f32
+    /// where it names none).
     ///
     /// # Errors
-    /// [`Error::File`] naming the key, tensor or file that does not fit, or the keys that ask for more memory than this
-    /// machine has.
+    /// [`Error::File`] naming the key, tensor or file that does not fit, or the keys that ask for
+    /// more memory than this machine has.
     pub fn load(dir: impl AsRef<Path>, dtype: Option<DType>) -> Result<Self> {
         Self::load_within(dir, dtype, host_memory())
     }
@@ -41,14 +41,17 @@ impl Model {
         let dir = dir.as_ref();
         let config = read_config(dir)?;
         let dtype = dtype.or(config.dtype).unwrap_or(DType::F32);
-        config.fits(dtype, memory).map_err(|what| Error::file(dir.join(CONFIG), what))?;
+        config
+            .fits(dtype, memory)
+            .map_err(|what| Error::file(dir.join(CONFIG), what))?;
         let folder = Folder::open(dir)?;
         let mut options = LoadOptions::default();
         if config.tied {
             // Some tools save the shared weight twice.
             options = options.ignoring("lm_head.weight");
         }
-        // Nothing is written until the files are found to be those of the config, the tables included.
+        // Nothing is written until the files are found to be those of the config, the tables
+        // included.
         let model = Self::without_tables(config, dtype)?;
         load(&folder, &model.entries(), &options)?;
         model.fill_rope()?;
@@ -60,6 +63,13 @@ impl Model {
     /// # Errors
     /// [`Error::File`] when it cannot be written.
     pub fn save(&self, dir: impl AsRef<Path>, options: SaveOptions) -> Result<()> {
-        save(dir, &self.entries(), &SaveOptions { config: self.config.to_json(), ..options })
+        save(
+            dir,
+            &self.entries(),
+            &SaveOptions {
+                config: self.config.to_json(),
+                ..options
+            },
+        )
     }
 }

@@ -23,7 +23,10 @@ impl RopeTables {
     /// Tables of zeros, which take no memory until they are filled.
     pub(crate) fn zeros(positions: usize, head_dim: usize) -> TensorResult<Self> {
         let table = || Param::zeros(DType::F32, &[positions, head_dim / 2]).map(Param::frozen);
-        Ok(Self { cos: table()?, sin: table()? })
+        Ok(Self {
+            cos: table()?,
+            sin: table()?,
+        })
     }
 
     /// Writes the values. Each depends on its place alone, so any number of threads gives the same.
@@ -56,7 +59,12 @@ fn angles(rope: &RopeConfig, head_dim: usize) -> (Vec<f64>, f64) {
     match rope.scaling {
         RopeScaling::None => (each(&|_, step| step), 1.0),
         RopeScaling::Linear { factor } => (each(&|_, step| step / factor), 1.0),
-        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } => {
+        RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original,
+        } => {
             let blend = |_: usize, step: f64| {
                 // Turns within the trained context decide how much of the plain angle is kept.
                 let turns = original * step / (2.0 * PI);
@@ -66,10 +74,18 @@ fn angles(rope: &RopeConfig, head_dim: usize) -> (Vec<f64>, f64) {
             };
             (each(&blend), 1.0)
         }
-        RopeScaling::Yarn { factor, beta_fast, beta_slow, original, truncate, attention_factor } => {
+        RopeScaling::Yarn {
+            factor,
+            beta_fast,
+            beta_slow,
+            original,
+            truncate,
+            attention_factor,
+        } => {
             // The pair that makes so many turns within the trained context.
-            let pair =
-                |turns: f64| head_dim as f64 * (original / (turns * 2.0 * PI)).ln() / (2.0 * rope.theta.ln());
+            let pair = |turns: f64| {
+                head_dim as f64 * (original / (turns * 2.0 * PI)).ln() / (2.0 * rope.theta.ln())
+            };
             let (mut low, mut high) = (pair(beta_fast), pair(beta_slow));
             if truncate {
                 (low, high) = (low.floor(), high.ceil());
@@ -93,20 +109,31 @@ mod tests {
     use super::{ROWS, RopeTables, angles};
     use crate::config::{RopeConfig, RopeScaling};
 
-    /// Every value is that of its position and pair, across the parts of several threads and a ragged end.
+    /// Every value is that of its position and pair, across the parts of several threads and a
+    /// ragged end.
     #[test]
     fn tables_hold_the_angles_of_their_places() {
-        let rope = RopeConfig { theta: 10_000.0, scaling: RopeScaling::None };
+        let rope = RopeConfig {
+            theta: 10_000.0,
+            scaling: RopeScaling::None,
+        };
         let (positions, head_dim) = (3 * ROWS + 7, 6);
         let tables = RopeTables::zeros(positions, head_dim).unwrap();
         tables.fill(&rope).unwrap();
-        let (cos, sin) = (tables.cos.to_vec::<f32>().unwrap(), tables.sin.to_vec::<f32>().unwrap());
+        let (cos, sin) = (
+            tables.cos.to_vec::<f32>().unwrap(),
+            tables.sin.to_vec::<f32>().unwrap(),
+        );
         assert_eq!(cos.len(), positions * 3);
         for position in 0..positions {
             for (pair, step) in angles(&rope, head_dim).0.into_iter().enumerate() {
                 let angle = position as f64 * step;
                 let at = position * 3 + pair;
-                assert_eq!((cos[at], sin[at]), (angle.cos() as f32, angle.sin() as f32), "{position} {pair}");
+                assert_eq!(
+                    (cos[at], sin[at]),
+                    (angle.cos() as f32, angle.sin() as f32),
+                    "{position} {pair}"
+                );
             }
         }
     }
@@ -115,7 +142,14 @@ mod tests {
     #[test]
     fn stretching_keeps_fast_pairs_and_divides_slow_ones() {
         let theta = 500_000.0;
-        let plain = angles(&RopeConfig { theta, scaling: RopeScaling::None }, 64).0;
+        let plain = angles(
+            &RopeConfig {
+                theta,
+                scaling: RopeScaling::None,
+            },
+            64,
+        )
+        .0;
         let llama = RopeScaling::Llama3 {
             factor: 8.0,
             low_freq_factor: 1.0,
@@ -133,10 +167,24 @@ mod tests {
         for scaling in [llama, yarn] {
             let (stretched, _) = angles(&RopeConfig { theta, scaling }, 64);
             assert_eq!(stretched[0], plain[0], "{scaling:?}");
-            assert!((stretched[31] * 8.0 / plain[31] - 1.0).abs() < 1e-12, "{scaling:?}");
-            let within = |(s, p): (&f64, &f64)| *s <= p * (1.0 + 1e-12) && *s >= p / 8.0 * (1.0 - 1e-12);
+            assert!(
+                (stretched[31] * 8.0 / plain[31] - 1.0).abs() < 1e-12,
+                "{scaling:?}"
+            );
+            let within =
+                |(s, p): (&f64, &f64)| *s <= p * (1.0 + 1e-12) && *s >= p / 8.0 * (1.0 - 1e-12);
             assert!(stretched.iter().zip(&plain).all(within), "{scaling:?}");
         }
-        assert_eq!(angles(&RopeConfig { theta, scaling: yarn }, 64).1, 1.2);
+        assert_eq!(
+            angles(
+                &RopeConfig {
+                    theta,
+                    scaling: yarn
+                },
+                64
+            )
+            .1,
+            1.2
+        );
     }
 }

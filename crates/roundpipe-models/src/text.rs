@@ -1,4 +1,5 @@
-//! Text as bytes: the story that ships with the program, windows of text to train on, and text from a model of bytes.
+//! Text as bytes: the story that ships with the program, windows of text to train on, and text from
+//! a model of bytes.
 
 use roundpipe::{Cx, Error, Result, RngSite, Worker};
 
@@ -24,16 +25,24 @@ impl Windows {
     pub fn new(text: &str, seq: usize, seed: u64) -> Result<Self> {
         let bytes = text.as_bytes().to_vec();
         if seq == 0 || bytes.len() < seq + 1 {
-            let what = format!("{} bytes are too few for windows of {seq}; give a longer text", bytes.len());
+            let what = format!(
+                "{} bytes are too few for windows of {seq}; give a longer text",
+                bytes.len()
+            );
             return Err(Error::config("text", what));
         }
         Ok(Self { bytes, seq, seed })
     }
 
-    /// The batch of a step: `count` windows as ids and labels, both [count, seq]. The same step always gives
-    /// the same batch.
+    /// The batch of a step: `count` windows as ids and labels, both [count, seq]. The same step
+    /// always gives the same batch.
     pub fn batch(&self, step: u64, count: usize) -> (Vec<i64>, Vec<i64>) {
-        let key = RngSite { seed: self.seed, step, ..RngSite::default() }.key();
+        let key = RngSite {
+            seed: self.seed,
+            step,
+            ..RngSite::default()
+        }
+        .key();
         let starts = (self.bytes.len() - self.seq) as u64;
         let (mut ids, mut labels) = (Vec::new(), Vec::new());
         for i in 0..count as u64 {
@@ -46,7 +55,8 @@ impl Windows {
     }
 }
 
-/// `prompt` continued by `count` bytes. The model sees at most its longest sequence of what came before.
+/// `prompt` continued by `count` bytes. The model sees at most its longest sequence of what came
+/// before.
 ///
 /// # Errors
 /// What the model reports.

@@ -1,15 +1,18 @@
 //! Text to ids and back, from the files of a model's folder.
 //!
 //! `tokenizer.json` says how text is cut; `tokenizer_config.json`, `special_tokens_map.json` and
-//! `generation_config.json` say which ids begin and end a text; `chat_template.jinja`, `chat_template.json` or
-//! the config hold the chat template. What is missing is absent, what is broken is refused with the file's name.
+//! `generation_config.json` say which ids begin and end a text; `chat_template.jinja`,
+//! `chat_template.json` or the config hold the chat template. What is missing is absent, what is
+//! broken is refused with the file's name.
 //!
-//! Files come from others, and the library that runs `tokenizer.json` trusts them. So `definition.rs` looks at the
-//! whole file before that library sees it, `bounded.rs` keeps texts from growing inside it, and a panic that is left
-//! becomes an error. What it says about truncation and padding is not obeyed; callers cut and fill themselves.
+//! Files come from others, and the library that runs `tokenizer.json` trusts them. So
+//! `definition.rs` looks at the whole file before that library sees it, `bounded.rs` keeps texts
+//! from growing inside it, and a panic that is left becomes an error. What it says about truncation
+//! and padding is not obeyed; callers cut and fill themselves.
 //!
 //! # Invariants
-//! - The pieces of a [`Stream`] are whole characters, and together they are what decoding all ids at once gives.
+//! - The pieces of a [`Stream`] are whole characters, and together they are what decoding all ids
+//!   at once gives.
 
 mod bounded;
 mod charsmap;
@@ -81,19 +84,26 @@ impl Tokenizer {
         Ok(this)
     }
 
-    /// Reads the bytes of a `tokenizer.json` alone: no special tokens by name, no chat templates. `path` is only for
-    /// messages.
+    /// Reads the bytes of a `tokenizer.json` alone: no special tokens by name, no chat templates.
+    /// `path` is only for messages.
     ///
     /// # Errors
     /// [`Error::File`] when it is no tokenizer, or one that cannot be run safely.
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
         let refuse = |what: &str| {
-            Error::file(path, format!("is no tokenizer that can be used: {}; fetch it again", one_line(what)))
+            Error::file(
+                path,
+                format!(
+                    "is no tokenizer that can be used: {}; fetch it again",
+                    one_line(what)
+                ),
+            )
         };
         let mut json = files::parse_json(path, bytes, Kind::Vocabulary)?;
         definition::check(&mut json).map_err(|what| refuse(&what))?;
         let byte_fallback = json["decoder"].to_string().contains("ByteFallback");
-        let inner = guarded(|| serde_json::from_value::<Inner>(json)).map_err(|what| refuse(&what))?;
+        let inner =
+            guarded(|| serde_json::from_value::<Inner>(json)).map_err(|what| refuse(&what))?;
         guarded(|| refuse_odd_tokens(&inner)).map_err(|what| refuse(&what))?;
         Ok(Self {
             folder: PathBuf::new(),
@@ -134,7 +144,11 @@ impl Tokenizer {
     fn find_ends(&mut self) -> Result<()> {
         let path = self.folder.join("generation_config.json");
         let generation = read_object(&path)?;
-        let named = |name: &str| self.tokens.get(name).and_then(|token| self.inner.token_to_id(token));
+        let named = |name: &str| {
+            self.tokens
+                .get(name)
+                .and_then(|token| self.inner.token_to_id(token))
+        };
         let field = |name: &str| ids(&path, &generation, name);
         let bos = named("bos_token").or(field("bos_token_id")?.first().copied());
         let pad = named("pad_token").or(field("pad_token_id")?.first().copied());
@@ -156,7 +170,8 @@ impl Tokenizer {
         Ok(self.encode_with_offsets(text, add_special)?.0)
     }
 
-    /// The ids of a text and the bytes of the text that each stands for; added tokens stand for none.
+    /// The ids of a text and the bytes of the text that each stands for; added tokens stand for
+    /// none.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`].
@@ -165,8 +180,12 @@ impl Tokenizer {
         text: &str,
         add_special: bool,
     ) -> Result<(Vec<u32>, Vec<Range<usize>>)> {
-        let refuse =
-            |what: &str| Error::argument("text", format!("the tokenizer refuses it: {}", one_line(what)));
+        let refuse = |what: &str| {
+            Error::argument(
+                "text",
+                format!("the tokenizer refuses it: {}", one_line(what)),
+            )
+        };
         bounded::take_refusal();
         let encoding = guarded(|| self.inner.encode(text, add_special));
         if let Some(why) = bounded::take_refusal() {
@@ -174,7 +193,8 @@ impl Tokenizer {
         }
         let encoding = encoding.map_err(|what| refuse(&what))?;
         let mut ids = encoding.get_ids().to_vec();
-        let mut offsets: Vec<Range<usize>> = encoding.get_offsets().iter().map(|(a, b)| *a..*b).collect();
+        let mut offsets: Vec<Range<usize>> =
+            encoding.get_offsets().iter().map(|(a, b)| *a..*b).collect();
         if add_special {
             self.adjust_ends(&mut ids, &mut offsets, encoding.get_special_tokens_mask());
         }
@@ -185,7 +205,9 @@ impl Tokenizer {
     fn adjust_ends(&self, ids: &mut Vec<u32>, offsets: &mut Vec<Range<usize>>, special: &[u32]) {
         let added = |at: Option<usize>, id: u32, ids: &[u32]| {
             at.is_some_and(|at| {
-                ids.get(at) == Some(&id) && special.get(at) == Some(&1) && offsets_empty(at, offsets)
+                ids.get(at) == Some(&id)
+                    && special.get(at) == Some(&1)
+                    && offsets_empty(at, offsets)
             })
         };
         let end = offsets.last().map_or(0, |o| o.end);
@@ -200,7 +222,9 @@ impl Tokenizer {
             }
         }
         if let (Some(add), Some(bos)) = (self.add_bos, self.bos) {
-            let has = ids.first() == Some(&bos) && special.first() == Some(&1) && offsets_empty(0, offsets);
+            let has = ids.first() == Some(&bos)
+                && special.first() == Some(&1)
+                && offsets_empty(0, offsets);
             if add && !has {
                 ids.insert(0, bos);
                 offsets.insert(0, 0..0);
@@ -217,13 +241,21 @@ impl Tokenizer {
     /// [`Error::Argument`] when the tokenizer cannot join them.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         guarded(|| self.inner.decode(ids, skip_special)).map_err(|what| {
-            Error::argument("ids", format!("the tokenizer cannot join them: {}", one_line(&what)))
+            Error::argument(
+                "ids",
+                format!("the tokenizer cannot join them: {}", one_line(&what)),
+            )
         })
     }
 
     /// Starts to decode ids one by one.
     pub fn stream(&self, skip_special: bool) -> Stream<'_> {
-        Stream { tokenizer: self, skip_special, ids: Vec::new(), read: 0 }
+        Stream {
+            tokenizer: self,
+            skip_special,
+            ids: Vec::new(),
+            read: 0,
+        }
     }
 
     /// The id that begins a text.
@@ -254,14 +286,18 @@ impl Tokenizer {
     /// The longest added token that `text` begins with.
     pub(crate) fn added_prefix(&self, text: &str) -> Option<String> {
         let added = self.inner.get_added_tokens_decoder();
-        let hits = added.values().filter(|t| !t.content.is_empty() && text.starts_with(&t.content));
+        let hits = added
+            .values()
+            .filter(|t| !t.content.is_empty() && text.starts_with(&t.content));
         hits.map(|t| t.content.clone()).max_by_key(String::len)
     }
 
     /// Whether `text` ends with an added token.
     pub(crate) fn ends_with_added(&self, text: &str) -> bool {
         let added = self.inner.get_added_tokens_decoder();
-        added.values().any(|t| !t.content.is_empty() && text.ends_with(&t.content))
+        added
+            .values()
+            .any(|t| !t.content.is_empty() && text.ends_with(&t.content))
     }
 
     /// Special tokens by name, as templates see them.
@@ -269,22 +305,30 @@ impl Tokenizer {
         &self.tokens
     }
 
-    /// The chat template, if the folder has one; for conversations with tools, the one made for them if any.
+    /// The chat template, if the folder has one; for conversations with tools, the one made for
+    /// them if any.
     ///
     /// # Errors
     /// [`Error::File`] when it cannot be parsed.
     pub fn chat_template(&self, with_tools: bool) -> Result<Option<ChatTemplate>> {
         let named = |name: &str| self.templates.get(name);
-        let found = named("tool_use").filter(|_| with_tools).or_else(|| named("default"));
+        let found = named("tool_use")
+            .filter(|_| with_tools)
+            .or_else(|| named("default"));
         let Some((path, source)) = found else {
             let names: Vec<&str> = self.templates.keys().map(String::as_str).collect();
             if names.is_empty() {
                 return Ok(None);
             }
-            let what = format!("has no chat template named 'default', only {}; rename one", names.join(", "));
+            let what = format!(
+                "has no chat template named 'default', only {}; rename one",
+                names.join(", ")
+            );
             return Err(Error::file(&self.folder, what));
         };
-        ChatTemplate::parse(source, &self.tokens).map(Some).map_err(|e| Error::file(path, e.to_string()))
+        ChatTemplate::parse(source, &self.tokens)
+            .map(Some)
+            .map_err(|e| Error::file(path, e.to_string()))
     }
 }
 
@@ -310,8 +354,8 @@ impl Stream<'_> {
     /// As [`Tokenizer::decode`].
     pub fn push(&mut self, id: u32) -> Result<Option<String>> {
         self.ids.push(id);
-        // Bytes become characters, or signs for broken ones, only as a whole run; what shows nothing does not
-        // end a run.
+        // Bytes become characters, or signs for broken ones, only as a whole run; what shows
+        // nothing does not end a run.
         if self.is_byte(id) || self.tokenizer.decode(&[id], self.skip_special)?.is_empty() {
             return Ok(None);
         }
@@ -334,19 +378,29 @@ impl Stream<'_> {
     }
 
     fn unread(&self) -> Result<String> {
-        let known = self.tokenizer.decode(&self.ids[..self.read], self.skip_special)?;
+        let known = self
+            .tokenizer
+            .decode(&self.ids[..self.read], self.skip_special)?;
         let all = self.tokenizer.decode(&self.ids, self.skip_special)?;
         Ok(all.strip_prefix(known.as_str()).unwrap_or(&all).to_string())
     }
 
     fn is_byte(&self, id: u32) -> bool {
         let token = self.tokenizer.inner.id_to_token(id).unwrap_or_default();
-        self.tokenizer.byte_fallback && token.len() == 6 && token.starts_with("<0x") && token.ends_with('>')
+        self.tokenizer.byte_fallback
+            && token.len() == 6
+            && token.starts_with("<0x")
+            && token.ends_with('>')
     }
 }
 
 fn one_line(text: &str) -> String {
-    text.split_whitespace().collect::<Vec<_>>().join(" ").chars().take(200).collect()
+    text.split_whitespace()
+        .collect::<Vec<_>>()
+        .join(" ")
+        .chars()
+        .take(200)
+        .collect()
 }
 
 /// Calls the library. Its panics are errors here; those that are known are prevented before.
@@ -357,8 +411,8 @@ fn guarded<T, E: ToString>(call: impl FnOnce() -> Result<T, E>) -> Result<T, Str
     }
 }
 
-/// Refuses added tokens that the library cannot find in a text without failing. What it looks for is their normalized
-/// form, so this is asked of the finished tokenizer.
+/// Refuses added tokens that the library cannot find in a text without failing. What it looks for
+/// is their normalized form, so this is asked of the finished tokenizer.
 fn refuse_odd_tokens(inner: &Inner) -> tokenizers::Result<()> {
     let tokens = inner.get_added_tokens_decoder();
     let takes_spaces_behind = tokens.values().any(|token| token.rstrip);
@@ -374,8 +428,9 @@ fn refuse_odd_tokens(inner: &Inner) -> tokenizers::Result<()> {
         }
         // It would begin inside spaces that another token has taken, and so end before it starts.
         if takes_spaces_behind && token.lstrip && text.get().starts_with(char::is_whitespace) {
-            let what =
-                format!("added_tokens: {name} begins with a space and has lstrip beside tokens with rstrip");
+            let what = format!(
+                "added_tokens: {name} begins with a space and has lstrip beside tokens with rstrip"
+            );
             return Err(what.into());
         }
     }
@@ -395,9 +450,25 @@ fn read_object(path: &Path) -> Result<Json> {
 
 /// `bos_token` and its like: a string, or an object with `content`.
 fn special_tokens(config: &Json) -> BTreeMap<String, String> {
-    let names = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
-    let text = |value: &Json| value.as_str().or_else(|| value.get("content")?.as_str()).map(str::to_string);
-    names.into_iter().filter_map(|name| Some((name.to_string(), text(config.get(name)?)?))).collect()
+    let names = [
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "sep_token",
+        "pad_token",
+        "cls_token",
+        "mask_token",
+    ];
+    let text = |value: &Json| {
+        value
+            .as_str()
+            .or_else(|| value.get("content")?.as_str())
+            .map(str::to_string)
+    };
+    names
+        .into_iter()
+        .filter_map(|name| Some((name.to_string(), text(config.get(name)?)?)))
+        .collect()
 }
 
 /// An id or a list of ids.
@@ -408,7 +479,12 @@ fn ids(path: &Path, config: &Json, name: &str) -> Result<Vec<u32>> {
         Some(Json::Array(items)) => items.iter().map(id).collect(),
         Some(value) => id(value).map(|id| vec![id]),
     };
-    found.ok_or_else(|| Error::file(path, format!("'{name}' is no id and no list of ids; correct it")))
+    found.ok_or_else(|| {
+        Error::file(
+            path,
+            format!("'{name}' is no id and no list of ids; correct it"),
+        )
+    })
 }
 
 /// The templates of a folder by name, with the file each is from. Files win over the config.
@@ -417,16 +493,23 @@ fn templates(folder: &Path, config: &Json) -> Result<BTreeMap<String, (PathBuf, 
     let config_path = folder.join("tokenizer_config.json");
     add_templates(&mut found, &config_path, config.get("chat_template"))?;
     let json_path = folder.join("chat_template.json");
-    add_templates(&mut found, &json_path, read_object(&json_path)?.get("chat_template"))?;
+    add_templates(
+        &mut found,
+        &json_path,
+        read_object(&json_path)?.get("chat_template"),
+    )?;
     let mut named = vec![("default".to_string(), folder.join("chat_template.jinja"))];
     if let Ok(entries) = std::fs::read_dir(folder.join("additional_chat_templates")) {
         let paths = entries.flatten().map(|entry| entry.path());
         let templates = paths.filter(|path| path.extension().is_some_and(|e| e == "jinja"));
-        named.extend(templates.filter_map(|path| Some((path.file_stem()?.to_str()?.to_string(), path))));
+        named.extend(
+            templates.filter_map(|path| Some((path.file_stem()?.to_str()?.to_string(), path))),
+        );
     }
     if named.len() > MOST_TEMPLATES {
-        let what =
-            format!("has more than {MOST_TEMPLATES} templates in additional_chat_templates; remove some");
+        let what = format!(
+            "has more than {MOST_TEMPLATES} templates in additional_chat_templates; remove some"
+        );
         return Err(Error::file(folder, what));
     }
     for (name, path) in named {
@@ -443,11 +526,17 @@ fn add_templates(
     path: &Path,
     templates: Option<&Json>,
 ) -> Result<()> {
-    let wrong =
-        || Error::file(path, "'chat_template' is neither a text nor a list of {name, template}; correct it");
+    let wrong = || {
+        Error::file(
+            path,
+            "'chat_template' is neither a text nor a list of {name, template}; correct it",
+        )
+    };
     match templates {
         None | Some(Json::Null) => {}
-        Some(Json::String(text)) => _ = found.insert("default".into(), (path.to_path_buf(), text.clone())),
+        Some(Json::String(text)) => {
+            _ = found.insert("default".into(), (path.to_path_buf(), text.clone()))
+        }
         Some(Json::Array(items)) => {
             for item in items {
                 let text = |name: &str| item.get(name).and_then(Json::as_str).ok_or_else(wrong);

@@ -1,12 +1,12 @@
 //! One safetensors file, checked before anything in it is believed.
 //!
-//! The path of a tensor: file -> mapping -> header -> [`View`]. Nothing is copied: a view shows the mapped
-//! pages, and whoever streams through a file gives pages back behind itself.
+//! The path of a tensor: file -> mapping -> header -> [`View`]. Nothing is copied: a view shows the
+//! mapped pages, and whoever streams through a file gives pages back behind itself.
 //!
-//! Refused, each with a line that names the file and the fix: a header longer than the file or than the format
-//! allows, broken JSON, a name that occurs twice, an unknown type, a shape whose size overflows, bytes outside
-//! the file, shared by two tensors or owned by none, and files that are something else (a pickle, a Git LFS
-//! pointer, a web page).
+//! Refused, each with a line that names the file and the fix: a header longer than the file or than
+//! the format allows, broken JSON, a name that occurs twice, an unknown type, a shape whose size
+//! overflows, bytes outside the file, shared by two tensors or owned by none, and files that are
+//! something else (a pickle, a Git LFS pointer, a web page).
 //!
 //! # Invariants
 //! - Every [`Stored`] range lies inside the file and is exactly as long as its shape and type ask.
@@ -28,7 +28,8 @@ use crate::files;
 
 /// The longest header the format allows, in bytes.
 pub const HEADER_CAP: usize = 100_000_000;
-/// The most tensors of a file, and names in an index; a value in memory takes many times its bytes in a file.
+/// The most tensors of a file, and names in an index; a value in memory takes many times its bytes
+/// in a file.
 const MOST_NAMES: usize = 1 << 20;
 /// The most dimensions of a tensor that can be used.
 const RANK_CAP: usize = 8;
@@ -97,7 +98,10 @@ impl Layout {
         refuse_other_formats(path, &bytes[..bytes.len().min(64)])?;
         let (start, header) = read_header(path, bytes)?;
         let tensors = place(path, header.tensors, start, bytes.len())?;
-        Ok(Self { metadata: header.metadata, tensors })
+        Ok(Self {
+            metadata: header.metadata,
+            tensors,
+        })
     }
 }
 
@@ -110,12 +114,29 @@ impl Weights {
         let path = path.as_ref();
         let (file, _) = files::open(path)?;
         let map = HostBuf::map_opened(&file, path).map_err(|e| {
-            Error::file(path, format!("cannot be mapped ({}); check that it is a local file", cause(&e)))
+            Error::file(
+                path,
+                format!(
+                    "cannot be mapped ({}); check that it is a local file",
+                    cause(&e)
+                ),
+            )
         })?;
         let bytes = map.read_all()?;
         let Layout { metadata, tensors } = Layout::parse(path, bytes.bytes())?;
-        let by_name = tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
-        Ok(Self { path: path.to_path_buf(), map, bytes, metadata, tensors, by_name })
+        let by_name = tensors
+            .iter()
+            .enumerate()
+            .map(|(i, t)| (t.name.clone(), i))
+            .collect();
+        Ok(Self {
+            path: path.to_path_buf(),
+            map,
+            bytes,
+            metadata,
+            tensors,
+            by_name,
+        })
     }
 
     /// The file.
@@ -141,7 +162,11 @@ impl Weights {
     /// A tensor's type, shape and bytes.
     pub fn view(&self, name: &str) -> Option<View<'_>> {
         let stored = self.stored(name)?;
-        Some(View { dtype: stored.dtype, dims: &stored.dims, bytes: self.bytes_of(stored) })
+        Some(View {
+            dtype: stored.dtype,
+            dims: &stored.dims,
+            bytes: self.bytes_of(stored),
+        })
     }
 
     /// The bytes of a tensor of this file.
@@ -170,7 +195,11 @@ impl Weights {
 pub fn read_tensors(path: impl AsRef<Path>) -> Result<Tensors> {
     let file = Weights::open(path)?;
     let unusable = |t: &Stored| {
-        let what = format!("tensor {} has type {}; save it as F32 or BF16", shown(&t.name), t.dtype);
+        let what = format!(
+            "tensor {} has type {}; save it as F32 or BF16",
+            shown(&t.name),
+            t.dtype
+        );
         Error::file(&file.path, what)
     };
     let dtypes: Vec<DType> = file
@@ -182,17 +211,22 @@ pub fn read_tensors(path: impl AsRef<Path>) -> Result<Tensors> {
     for (stored, dtype) in file.tensors.iter().zip(dtypes) {
         let param = Param::zeros(dtype, &stored.dims)?;
         let home = param.data();
-        home.write(0..home.len())?.bytes().copy_from_slice(file.bytes_of(stored));
+        home.write(0..home.len())?
+            .bytes()
+            .copy_from_slice(file.bytes_of(stored));
         tensors.push((stored.name.clone(), param));
     }
-    Ok(Tensors { metadata: file.metadata.clone(), tensors })
+    Ok(Tensors {
+        metadata: file.metadata.clone(),
+        tensors,
+    })
 }
 
 /// Writes named tensors into one file, under a temporary name until it is complete.
 ///
 /// # Errors
-/// [`Error::Argument`] for a name that occurs twice; [`Error::File`] when the file cannot be written, and then
-/// whatever stood at `path` still does.
+/// [`Error::Argument`] for a name that occurs twice; [`Error::File`] when the file cannot be
+/// written, and then whatever stood at `path` still does.
 pub fn write_tensors(
     path: impl AsRef<Path>,
     metadata: &BTreeMap<String, String>,
@@ -238,7 +272,10 @@ impl Planned {
 }
 
 /// The start of a file, up to the first tensor's bytes, which is a multiple of 8.
-pub(crate) fn header_bytes(metadata: &BTreeMap<String, String>, plan: &[Planned]) -> Result<Vec<u8>> {
+pub(crate) fn header_bytes(
+    metadata: &BTreeMap<String, String>,
+    plan: &[Planned],
+) -> Result<Vec<u8>> {
     let mut map = serde_json::Map::new();
     if !metadata.is_empty() {
         map.insert("__metadata__".into(), serde_json::json!(metadata));
@@ -251,7 +288,10 @@ pub(crate) fn header_bytes(metadata: &BTreeMap<String, String>, plan: &[Planned]
         });
         if tensor.name == "__metadata__" || map.insert(tensor.name.clone(), info).is_some() {
             let why = "the name is taken in the file; give every tensor its own";
-            return Err(Error::argument(format!("tensor {}", shown(&tensor.name)), why));
+            return Err(Error::argument(
+                format!("tensor {}", shown(&tensor.name)),
+                why,
+            ));
         }
         at = end;
     }
@@ -272,9 +312,16 @@ pub(crate) struct Partial {
 
 impl Partial {
     pub fn create(target: &Path) -> Result<Self> {
-        let name = target.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        let name = target
+            .file_name()
+            .map(|n| n.to_string_lossy().into_owned())
+            .unwrap_or_default();
         let partial = target.with_file_name(format!(".{name}.{}.partial", std::process::id()));
-        let this = Self { target: target.to_path_buf(), partial, finished: false };
+        let this = Self {
+            target: target.to_path_buf(),
+            partial,
+            finished: false,
+        };
         this.check(File::create(&this.partial))?;
         Ok(this)
     }
@@ -323,11 +370,16 @@ pub(crate) fn unwritten(path: &Path, e: &std::io::Error) -> Error {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
             "free space on the disk or choose another folder"
         }
-        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => "choose a folder you may write to",
+        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
+            "choose a folder you may write to"
+        }
         ErrorKind::NotFound => "create its folder first",
         _ => "check the disk or choose another folder",
     };
-    Error::file(path, format!("could not be written ({e}), what was there before still is; {fix}"))
+    Error::file(
+        path,
+        format!("could not be written ({e}), what was there before still is; {fix}"),
+    )
 }
 
 /// The type of a parameter that holds this type's bytes as they are.
@@ -387,12 +439,16 @@ fn refuse_other_formats(path: &Path, first: &[u8]) -> Result<()> {
     }
     let starts = |magic: &[u8]| first.starts_with(magic);
     let text = String::from_utf8_lossy(first).trim_start().to_lowercase();
-    let pickled = first.len() > 8 && first[0] == 0x80 && (2..6).contains(&first[1]) && first[2..8] != [0; 6];
+    let pickled =
+        first.len() > 8 && first[0] == 0x80 && (2..6).contains(&first[1]) && first[2..8] != [0; 6];
     let what = if first.is_empty() {
         "is empty; download it again"
     } else if starts(b"version https://git-lfs") {
         "is a Git LFS pointer, not the weights; run `git lfs pull` in its folder, or download it again"
-    } else if text.starts_with("<!doctype") || text.starts_with("<html") || text.starts_with("<?xml") {
+    } else if text.starts_with("<!doctype")
+        || text.starts_with("<html")
+        || text.starts_with("<?xml")
+    {
         "is a web page, not weights; download it again (gated models need HF_TOKEN)"
     } else if starts(b"PK\x03\x04") || pickled {
         "is a pickle, which could run code when opened; convert it with transformers' save_pretrained"
@@ -421,7 +477,10 @@ pub(crate) fn unreadable(path: &Path, e: &std::io::Error) -> String {
 /// The checked JSON of a file and where the tensors' bytes start.
 fn read_header(path: &Path, bytes: &[u8]) -> Result<(usize, Header)> {
     let Some((len, rest)) = bytes.split_first_chunk::<8>() else {
-        let what = format!("has only {} bytes, which is no safetensors file; {AGAIN}", bytes.len());
+        let what = format!(
+            "has only {} bytes, which is no safetensors file; {AGAIN}",
+            bytes.len()
+        );
         return Err(Error::file(path, what));
     };
     let len = u64::from_le_bytes(*len);
@@ -434,23 +493,39 @@ fn read_header(path: &Path, bytes: &[u8]) -> Result<(usize, Header)> {
     let len = len as usize;
     let Some(json) = rest.get(..len) else {
         let have = rest.len();
-        let what = format!("is cut off: the header has {len} bytes, the file holds {have} of them; {AGAIN}");
+        let what = format!(
+            "is cut off: the header has {len} bytes, the file holds {have} of them; {AGAIN}"
+        );
         return Err(Error::file(path, what));
     };
     let header = serde_json::from_slice::<Header>(json).map_err(|e| {
         let e = e.to_string();
-        Error::file(path, format!("has a broken header ({}); save it anew or {AGAIN}", one_line(&e)))
+        Error::file(
+            path,
+            format!(
+                "has a broken header ({}); save it anew or {AGAIN}",
+                one_line(&e)
+            ),
+        )
     })?;
     Ok((8 + len, header))
 }
 
 /// Text of others (a parser, a server) in one line of bounded length.
 pub(crate) fn one_line(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(200).collect()
+    text.chars()
+        .map(|c| if c.is_control() { ' ' } else { c })
+        .take(200)
+        .collect()
 }
 
 /// Checks every tensor against its shape, the file and its neighbours.
-fn place(path: &Path, raw: Vec<(String, RawTensor)>, start: usize, file: usize) -> Result<Vec<Stored>> {
+fn place(
+    path: &Path,
+    raw: Vec<(String, RawTensor)>,
+    start: usize,
+    file: usize,
+) -> Result<Vec<Stored>> {
     let fail = |what: String| Error::file(path, format!("{what}; the file is damaged: {AGAIN}"));
     let mut tensors: Vec<Stored> = raw
         .into_iter()
@@ -466,12 +541,17 @@ fn place(path: &Path, raw: Vec<(String, RawTensor)>, start: usize, file: usize) 
         }
         if tensor.range.start > at {
             let gap = tensor.range.start - at;
-            return Err(fail(format!("{gap} bytes before tensor {name} belong to no tensor")));
+            return Err(fail(format!(
+                "{gap} bytes before tensor {name} belong to no tensor"
+            )));
         }
         at = tensor.range.end;
     }
     if at != file {
-        return Err(fail(format!("{} bytes at the end belong to no tensor", file - at)));
+        return Err(fail(format!(
+            "{} bytes at the end belong to no tensor",
+            file - at
+        )));
     }
     Ok(tensors)
 }
@@ -479,30 +559,51 @@ fn place(path: &Path, raw: Vec<(String, RawTensor)>, start: usize, file: usize) 
 /// One tensor of the header, every number checked before it is used.
 fn check(name: &str, raw: RawTensor, start: usize, file: usize) -> Result<Stored, String> {
     let tensor = format!("tensor {}", shown(name));
-    let from: de::value::StrDeserializer<'_, de::value::Error> = raw.dtype.as_str().into_deserializer();
-    let dtype =
-        Dtype::deserialize(from).map_err(|_| format!("{tensor} has unknown type {}", shown(&raw.dtype)))?;
+    let from: de::value::StrDeserializer<'_, de::value::Error> =
+        raw.dtype.as_str().into_deserializer();
+    let dtype = Dtype::deserialize(from)
+        .map_err(|_| format!("{tensor} has unknown type {}", shown(&raw.dtype)))?;
     let dims = raw.shape.0;
     // A size of 0 hides an overflow of the others, which strides would meet later.
-    Shape::new(&dims).map_err(|_| format!("{tensor} ({dtype} {dims:?}) is larger than any memory"))?;
-    let bits = dims.iter().try_fold(dtype.bitsize(), |n, d| n.checked_mul(*d));
+    Shape::new(&dims)
+        .map_err(|_| format!("{tensor} ({dtype} {dims:?}) is larger than any memory"))?;
+    let bits = dims
+        .iter()
+        .try_fold(dtype.bitsize(), |n, d| n.checked_mul(*d));
     let bytes = match bits {
         Some(bits) if bits % 8 == 0 => bits / 8,
-        Some(_) => return Err(format!("{tensor} ({dtype} {dims:?}) does not fill whole bytes")),
-        None => return Err(format!("{tensor} ({dtype} {dims:?}) is larger than any memory")),
+        Some(_) => {
+            return Err(format!(
+                "{tensor} ({dtype} {dims:?}) does not fill whole bytes"
+            ));
+        }
+        None => {
+            return Err(format!(
+                "{tensor} ({dtype} {dims:?}) is larger than any memory"
+            ));
+        }
     };
     let [from, to] = raw.data_offsets;
     let Some(len) = to.checked_sub(from) else {
-        return Err(format!("{tensor} ends at byte {to}, before it starts at {from}"));
+        return Err(format!(
+            "{tensor} ends at byte {to}, before it starts at {from}"
+        ));
     };
     let room = file - start;
     if to > room {
         return Err(format!("{tensor} ends at byte {to}, the file holds {room}"));
     }
     if len != bytes {
-        return Err(format!("{tensor} has {len} bytes, {dtype} {dims:?} needs {bytes}"));
+        return Err(format!(
+            "{tensor} has {len} bytes, {dtype} {dims:?} needs {bytes}"
+        ));
     }
-    Ok(Stored { name: name.to_owned(), dtype, dims, range: start + from..start + to })
+    Ok(Stored {
+        name: name.to_owned(),
+        dtype,
+        dims,
+        range: start + from..start + to,
+    })
 }
 
 /// What the JSON says, before it is believed.
@@ -533,7 +634,9 @@ impl<'de> Deserialize<'de> for Dims {
                 let mut dims = Vec::new();
                 while let Some(dim) = seq.next_element()? {
                     if dims.len() == RANK_CAP {
-                        return Err(de::Error::custom(format!("more than {RANK_CAP} dimensions")));
+                        return Err(de::Error::custom(format!(
+                            "more than {RANK_CAP} dimensions"
+                        )));
                     }
                     dims.push(dim);
                 }
@@ -553,7 +656,10 @@ impl<'de> Deserialize<'de> for Header {
                 f.write_str("a map of tensors")
             }
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Header, A::Error> {
-                let mut header = Header { metadata: BTreeMap::new(), tensors: Vec::new() };
+                let mut header = Header {
+                    metadata: BTreeMap::new(),
+                    tensors: Vec::new(),
+                };
                 let mut seen = std::collections::HashSet::new();
                 while let Some(name) = map.next_key::<String>()? {
                     if seen.len() == MOST_NAMES {

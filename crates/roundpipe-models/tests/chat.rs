@@ -25,7 +25,9 @@ fn list(value: Option<Value>) -> Option<Vec<Value>> {
 fn options(case: &Value, now_s: i64) -> RenderOptions {
     let mut variables: Map<String, Value> = case["options"].as_object().unwrap().clone();
     RenderOptions {
-        add_generation_prompt: variables.remove("add_generation_prompt").is_some_and(|v| v == true),
+        add_generation_prompt: variables
+            .remove("add_generation_prompt")
+            .is_some_and(|v| v == true),
         tools: list(variables.remove("tools")),
         documents: list(variables.remove("documents")),
         variables,
@@ -40,7 +42,10 @@ fn messages(case: &Value) -> Vec<Message> {
 /// Byte ranges of a text as the character ranges that Python counts.
 fn char_spans(text: &str, spans: &[std::ops::Range<usize>]) -> Value {
     let chars = |byte: usize| text[..byte].chars().count();
-    spans.iter().map(|s| Value::from(vec![chars(s.start), chars(s.end)])).collect()
+    spans
+        .iter()
+        .map(|s| Value::from(vec![chars(s.start), chars(s.end)]))
+        .collect()
 }
 
 struct Outcome {
@@ -53,13 +58,20 @@ struct Outcome {
 /// Renders every conversation with every template of a folder and compares.
 fn compare(folder: &Path) -> Outcome {
     let expected = json(&folder.join("expected.json"));
-    let tokens: BTreeMap<String, String> = serde_json::from_value(expected["tokens"].clone()).unwrap();
+    let tokens: BTreeMap<String, String> =
+        serde_json::from_value(expected["tokens"].clone()).unwrap();
     let now_s = expected["now_s"].as_i64().unwrap();
     let cases = expected["conversations"].as_array().unwrap();
-    let mut outcome = Outcome { templates: 0, same: 0, raised: 0, wrong: Vec::new() };
+    let mut outcome = Outcome {
+        templates: 0,
+        same: 0,
+        raised: 0,
+        wrong: Vec::new(),
+    };
     for template in expected["templates"].as_array().unwrap() {
         let name = template["name"].as_str().unwrap();
-        let source = std::fs::read_to_string(folder.join(format!("templates/{name}.jinja"))).unwrap();
+        let source =
+            std::fs::read_to_string(folder.join(format!("templates/{name}.jinja"))).unwrap();
         let parsed = ChatTemplate::parse(&source, &tokens);
         outcome.templates += 1;
         for (case, want) in cases.iter().zip(template["results"].as_array().unwrap()) {
@@ -71,13 +83,19 @@ fn compare(folder: &Path) -> Outcome {
             match (got, want["text"].as_str()) {
                 (Err(_), None) => outcome.raised += 1,
                 (Ok(got), None) => {
-                    outcome
-                        .wrong
-                        .push(format!("{label}: Python raises {}, we render {:?}", want["error"], got.text));
+                    outcome.wrong.push(format!(
+                        "{label}: Python raises {}, we render {:?}",
+                        want["error"], got.text
+                    ));
                 }
                 (Err(error), Some(_)) => outcome.wrong.push(format!("{label}: {error}")),
                 (Ok(got), Some(text)) if got.text != text => {
-                    let at = got.text.bytes().zip(text.bytes()).take_while(|(a, b)| a == b).count();
+                    let at = got
+                        .text
+                        .bytes()
+                        .zip(text.bytes())
+                        .take_while(|(a, b)| a == b)
+                        .count();
                     let tail = |s: &str| {
                         String::from_utf8_lossy(&s.as_bytes()[at.saturating_sub(20)..])
                             .chars()
@@ -93,7 +111,9 @@ fn compare(folder: &Path) -> Outcome {
                 (Ok(got), Some(text)) => {
                     let spans = got.spans.as_deref().map(|spans| char_spans(text, spans));
                     if spans.is_some_and(|spans| spans != want["spans"]) {
-                        outcome.wrong.push(format!("{label}: generation spans differ"));
+                        outcome
+                            .wrong
+                            .push(format!("{label}: generation spans differ"));
                     }
                     outcome.same += 1;
                 }
@@ -103,36 +123,58 @@ fn compare(folder: &Path) -> Outcome {
     outcome
 }
 
-/// Templates of real models, fetched by `fixtures/make_chat.py real DIR`, render byte for byte as in Python.
+/// Templates of real models, fetched by `fixtures/make_chat.py real DIR`, render byte for byte as
+/// in Python.
 #[test]
 fn real_templates_render_as_in_python() {
     let Some(folder) = std::env::var_os("ROUNDPIPE_CHAT_DIR") else {
-        eprintln!("skipped: set ROUNDPIPE_CHAT_DIR to a folder made by fixtures/make_chat.py real DIR");
+        eprintln!(
+            "skipped: set ROUNDPIPE_CHAT_DIR to a folder made by fixtures/make_chat.py real DIR"
+        );
         return;
     };
     let outcome = compare(Path::new(&folder));
-    let Outcome { templates, same, raised, wrong } = outcome;
+    let Outcome {
+        templates,
+        same,
+        raised,
+        wrong,
+    } = outcome;
     let count = wrong.len();
-    eprintln!("{templates} templates: {same} texts equal, {raised} raise on both sides, {count} differ");
+    eprintln!(
+        "{templates} templates: {same} texts equal, {raised} raise on both sides, {count} differ"
+    );
     assert!(templates >= 20, "{templates} templates are too few");
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Templates written for this project in the styles of the families render byte for byte as in Python.
+/// Templates written for this project in the styles of the families render byte for byte as in
+/// Python.
 #[test]
 fn own_templates_render_as_in_python() {
-    let Outcome { templates, same, wrong, .. } = compare(&fixtures());
+    let Outcome {
+        templates,
+        same,
+        wrong,
+        ..
+    } = compare(&fixtures());
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    assert!(templates >= 20 && same >= 400, "{templates} templates with {same} texts are too few");
+    assert!(
+        templates >= 20 && same >= 400,
+        "{templates} templates with {same} texts are too few"
+    );
 }
 
 fn render(source: &str) -> Result<String, String> {
     let messages = [Message::new("user", "hello")];
     let template = ChatTemplate::parse(source, &BTreeMap::new()).map_err(|e| e.to_string())?;
-    template.render(&messages, &RenderOptions::default()).map_err(|e| e.to_string())
+    template
+        .render(&messages, &RenderOptions::default())
+        .map_err(|e| e.to_string())
 }
 
-/// Templates that loop, recurse or collect without end stop soon, with one line, before they hold much.
+/// Templates that loop, recurse or collect without end stop soon, with one line, before they hold
+/// much.
 #[test]
 fn hostile_templates_stop() {
     let big = "{% set ns = namespace(x='aaaaaaaaaaaaaaaa', l=[1]) %}";
@@ -177,13 +219,21 @@ fn hostile_templates_stop() {
         let short: String = source.chars().take(150).collect();
         let error = render(&source).expect_err(&short);
         let taken = start.elapsed().as_secs_f64();
-        assert!(!error.contains('\n') && error.len() < 500, "{short}: {error}");
+        assert!(
+            !error.contains('\n') && error.len() < 500,
+            "{short}: {error}"
+        );
         assert!(taken < 20.0, "{short}: {taken} s until {error}");
     }
     // The other tests of this file need little beside it.
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let peak =
-        status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB")?.parse().ok());
+    let peak = status.lines().find_map(|line| {
+        line.strip_prefix("VmHWM:")?
+            .trim()
+            .strip_suffix(" kB")?
+            .parse()
+            .ok()
+    });
     let peak_mib = peak.unwrap_or(0u64) >> 10;
     assert!(peak_mib < 400, "hostile templates took {peak_mib} MiB");
     eprintln!("hostile templates: {peak_mib} MiB at most");
@@ -197,7 +247,10 @@ fn broken_templates_name_their_line() {
         ("{% include 'x' %}", "one file"),
         ("{% import 'x' as y %}", "one file"),
         ("{{ open('/etc/passwd') }}", "undefined"),
-        ("{{ messages.__class__ }}{{ messages.__class__.x }}", "undefined"),
+        (
+            "{{ messages.__class__ }}{{ messages.__class__.x }}",
+            "undefined",
+        ),
         ("{{ messages.append(1) }}", "undefined"),
         ("{{ messages[0].content.nothing.more }}", "undefined"),
         ("{{ missing.field }}", "'missing' is undefined"),
@@ -212,22 +265,31 @@ fn broken_templates_name_their_line() {
     ];
     for (source, want) in cases {
         let error = render(source).expect_err(source);
-        assert!(error.contains(want) && !error.contains('\n'), "{source}: {error}");
+        assert!(
+            error.contains(want) && !error.contains('\n'),
+            "{source}: {error}"
+        );
     }
 }
 
 /// The time of day comes from the options, so that a render can be repeated.
 #[test]
 fn time_comes_from_the_options() {
-    let template =
-        ChatTemplate::parse("{{ strftime_now('%Y-%m-%d %H:%M:%S %a %b %j') }}", &BTreeMap::new()).unwrap();
+    let template = ChatTemplate::parse(
+        "{{ strftime_now('%Y-%m-%d %H:%M:%S %a %b %j') }}",
+        &BTreeMap::new(),
+    )
+    .unwrap();
     for (now_s, want) in [
         (0, "1970-01-01 00:00:00 Thu Jan 001"),
         (951_827_696, "2000-02-29 12:34:56 Tue Feb 060"),
         (4_102_444_799, "2099-12-31 23:59:59 Thu Dec 365"),
         (-1, "1969-12-31 23:59:59 Wed Dec 365"),
     ] {
-        let options = RenderOptions { now_s: Some(now_s), ..RenderOptions::default() };
+        let options = RenderOptions {
+            now_s: Some(now_s),
+            ..RenderOptions::default()
+        };
         assert_eq!(template.render(&[], &options).unwrap(), want);
     }
 }

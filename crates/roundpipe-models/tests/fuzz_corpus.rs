@@ -1,9 +1,9 @@
-//! A share of the fuzzing that `fuzz/run` does for hours: every input of the committed corpora, and seeded changes of
-//! them, through the same bodies.
+//! A share of the fuzzing that `fuzz/run` does for hours: every input of the committed corpora, and
+//! seeded changes of them, through the same bodies.
 //!
-//! `ROUNDPIPE_FUZZ_CASES=100000` makes more changes per parser than the default. The input of a failure stays behind,
-//! also where the process ended: `roundpipe-fuzz-NAME-PID.input` in `ROUNDPIPE_FUZZ_DIR` or, unless set, in /dev/shm
-//! or the system's temporary folder.
+//! `ROUNDPIPE_FUZZ_CASES=100000` makes more changes per parser than the default. The input of a
+//! failure stays behind, also where the process ended: `roundpipe-fuzz-NAME-PID.input` in
+//! `ROUNDPIPE_FUZZ_DIR` or, unless set, in /dev/shm or the system's temporary folder.
 
 #[path = "../../../fuzz/src/lib.rs"]
 mod fuzz;
@@ -27,14 +27,23 @@ static ALONE: Mutex<()> = Mutex::new(());
 
 /// The inputs of a corpus, in an order that is the same everywhere.
 fn corpus(name: &str) -> Vec<Vec<u8>> {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus").join(name);
-    let mut files: Vec<PathBuf> = std::fs::read_dir(&dir).unwrap().map(|file| file.unwrap().path()).collect();
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../fuzz/corpus")
+        .join(name);
+    let mut files: Vec<PathBuf> = std::fs::read_dir(&dir)
+        .unwrap()
+        .map(|file| file.unwrap().path())
+        .collect();
     files.sort();
-    files.iter().map(|file| std::fs::read(file).unwrap()).collect()
+    files
+        .iter()
+        .map(|file| std::fs::read(file).unwrap())
+        .collect()
 }
 
 fn cases() -> u64 {
-    std::env::var("ROUNDPIPE_FUZZ_CASES").map_or(CASES, |cases| cases.parse().expect("a number of cases"))
+    std::env::var("ROUNDPIPE_FUZZ_CASES")
+        .map_or(CASES, |cases| cases.parse().expect("a number of cases"))
 }
 
 /// Runs the corpus of a parser and changes of it.
@@ -44,12 +53,22 @@ fn share(name: &str) {
     let seeds = corpus(name);
     assert!(!seeds.is_empty(), "{name} has no corpus");
     let mut scratch = Scratch::new(name);
-    let accepted = seeds.iter().filter(|input| run(target, &mut scratch, input)).count();
-    assert!(accepted > 0, "{name} refuses its whole corpus, so nothing behind the door is tested");
+    let accepted = seeds
+        .iter()
+        .filter(|input| run(target, &mut scratch, input))
+        .count();
+    assert!(
+        accepted > 0,
+        "{name} refuses its whole corpus, so nothing behind the door is tested"
+    );
     for seed in 0..cases() {
         let mut rng = Rng::new(seed);
         let [from, other] = [(); 2].map(|()| rng.pick(&seeds).unwrap());
-        run(target, &mut scratch, &mutate(target, &mut rng, from, other, LONGEST));
+        run(
+            target,
+            &mut scratch,
+            &mutate(target, &mut rng, from, other, LONGEST),
+        );
     }
 }
 
@@ -57,8 +76,13 @@ fn share(name: &str) {
 fn run(target: &Target, scratch: &mut Scratch, input: &[u8]) -> bool {
     // Written first: an abort leaves no time to.
     scratch.keep(input);
-    catch_unwind(AssertUnwindSafe(|| check(target, scratch, input)))
-        .unwrap_or_else(|_| panic!("{} fails with the input {}", target.name, scratch.kept().display()))
+    catch_unwind(AssertUnwindSafe(|| check(target, scratch, input))).unwrap_or_else(|_| {
+        panic!(
+            "{} fails with the input {}",
+            target.name,
+            scratch.kept().display()
+        )
+    })
 }
 
 #[test]
@@ -101,10 +125,21 @@ fn adapter() {
 fn no_parser_is_forgotten() {
     let here = include_str!("fuzz_corpus.rs");
     let script = include_str!("../../../fuzz/run");
-    let listed = script.lines().find(|line| line.starts_with("all=")).unwrap();
+    let listed = script
+        .lines()
+        .find(|line| line.starts_with("all="))
+        .unwrap();
     for target in targets::ALL {
-        assert!(here.contains(&format!("share(\"{}\")", target.name)), "{}", target.name);
-        assert!(listed.split(['"', ' ']).any(|word| word == target.name), "{}", target.name);
+        assert!(
+            here.contains(&format!("share(\"{}\")", target.name)),
+            "{}",
+            target.name
+        );
+        assert!(
+            listed.split(['"', ' ']).any(|word| word == target.name),
+            "{}",
+            target.name
+        );
         assert!(!corpus(target.name).is_empty(), "{}", target.name);
     }
 }
@@ -126,13 +161,14 @@ fn complaint(run: fn(&mut Scratch, &[u8]) -> bool) -> Option<String> {
     Some(caught.downcast_ref::<String>().cloned().unwrap_or_default())
 }
 
-/// A leak, and memory beyond the limit even where the code itself copes with having none, are findings; what is given
-/// back in time, and what is made once for all, are not.
+/// A leak, and memory beyond the limit even where the code itself copes with having none, are
+/// findings; what is given back in time, and what is made once for all, are not.
 #[test]
 fn faults_are_found() {
     let leaks = |_: &mut Scratch, input: &[u8]| black_box(Box::leak(Box::new(input.len()))) == &0;
     let greedy = |_: &mut Scratch, _: &[u8]| Vec::<u8>::new().try_reserve_exact(1 << 17).is_ok();
-    let modest = |_: &mut Scratch, input: &[u8]| black_box(vec![input[0]; 1 << 15]).len() == 1 << 15;
+    let modest =
+        |_: &mut Scratch, input: &[u8]| black_box(vec![input[0]; 1 << 15]).len() == 1 << 15;
     let once = |_: &mut Scratch, _: &[u8]| {
         static CACHE: std::sync::OnceLock<Vec<u8>> = std::sync::OnceLock::new();
         CACHE.get_or_init(|| vec![1; 64]).len() == 64
@@ -143,13 +179,19 @@ fn faults_are_found() {
     assert_eq!(complaint(once), None);
 }
 
-/// A bundle is taken apart into what it was put together from, and changes of a seed are always the same.
+/// A bundle is taken apart into what it was put together from, and changes of a seed are always the
+/// same.
 #[test]
 fn inputs_are_repeatable() {
     for target in targets::ALL {
         for input in corpus(target.name) {
             if input.starts_with(b"@@ ") {
-                assert_eq!(fuzz::bundle::join(&fuzz::bundle::parts(&input, "x")), input, "{}", target.name);
+                assert_eq!(
+                    fuzz::bundle::join(&fuzz::bundle::parts(&input, "x")),
+                    input,
+                    "{}",
+                    target.name
+                );
             }
             let change = |seed| mutate(target, &mut Rng::new(seed), &input, &[], LONGEST);
             assert_eq!(change(7), change(7));

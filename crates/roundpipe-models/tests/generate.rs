@@ -1,14 +1,17 @@
-//! What a model keeps changes nothing: keys and values from token to token, attention for a recompute.
+//! What a model keeps changes nothing: keys and values from token to token, attention for a
+//! recompute.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Inputs, Lag, Params, PlanKind, RingOptions,
-    RoundPipe, Rule, RunConfig, Update, Worker,
+    Bytes, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Inputs, Lag, Params, PlanKind,
+    RingOptions, RoundPipe, Rule, RunConfig, Update, Worker,
 };
-use roundpipe_models::{Error, Finish, GenerateOptions, Generator, Model, ModelConfig, Sampler, preset};
+use roundpipe_models::{
+    Error, Finish, GenerateOptions, Generator, Model, ModelConfig, Sampler, preset,
+};
 use roundpipe_tensor::{DeviceKind, SimWorld, meta};
 use serde_json::json;
 
@@ -24,7 +27,10 @@ fn gpt_oss() -> ModelConfig {
 }
 
 fn qwen3() -> ModelConfig {
-    preset("tiny").unwrap().with(&json!({ "vocab_size": 61, "max_position_embeddings": 64 })).unwrap()
+    preset("tiny")
+        .unwrap()
+        .with(&json!({ "vocab_size": 61, "max_position_embeddings": 64 }))
+        .unwrap()
 }
 
 /// Weights large enough that logits differ clearly.
@@ -33,7 +39,11 @@ fn model(config: ModelConfig) -> Model {
     for (name, param) in model.named_params() {
         if param.dtype() == DType::F32 && !name.contains("rope") {
             let home = param.data();
-            home.write(0..home.len()).unwrap().as_mut_slice::<f32>().iter_mut().for_each(|x| *x *= 4.0);
+            home.write(0..home.len())
+                .unwrap()
+                .as_mut_slice::<f32>()
+                .iter_mut()
+                .for_each(|x| *x *= 4.0);
         }
     }
     model
@@ -44,16 +54,30 @@ fn cpu() -> Vec<Arc<dyn Device>> {
 }
 
 fn sim(world: &SimWorld) -> Vec<Arc<dyn Device>> {
-    world.workers(1).into_iter().map(|worker| worker as Arc<dyn Device>).collect()
+    world
+        .workers(1)
+        .into_iter()
+        .map(|worker| worker as Arc<dyn Device>)
+        .collect()
 }
 
 fn memory(bytes: u64) -> RingOptions {
-    RingOptions { memory: Some(Bytes(bytes)), ..RingOptions::default() }
+    RingOptions {
+        memory: Some(Bytes(bytes)),
+        ..RingOptions::default()
+    }
 }
 
 fn tokens(generator: &Generator, prompt: &[u32], sampler: Sampler) -> Vec<u32> {
-    let options = GenerateOptions { max_tokens: 12, sampler, stop: Vec::new() };
-    generator.generate(prompt, &options, |_| ControlFlow::Continue(())).unwrap().0
+    let options = GenerateOptions {
+        max_tokens: 12,
+        sampler,
+        stop: Vec::new(),
+    };
+    generator
+        .generate(prompt, &options, |_| ControlFlow::Continue(()))
+        .unwrap()
+        .0
 }
 
 /// Every token by a forward over all that came before, without an engine or a cache.
@@ -64,22 +88,35 @@ fn plain(model: &Model, prompt: &[u32], sampler: Sampler) -> Vec<u32> {
         let mut cx = Cx::infer(&worker);
         let ids = cx.tensor(&seen, &[1, seen.len()]).unwrap();
         let logits = model.logits(&mut cx, &ids).unwrap();
-        let last: Vec<f32> = cx.narrow(&logits, 1, seen.len() - 1, 1).unwrap().to_vec().unwrap();
+        let last: Vec<f32> = cx
+            .narrow(&logits, 1, seen.len() - 1, 1)
+            .unwrap()
+            .to_vec()
+            .unwrap();
         seen.push(sampler.choose(&last, at) as i64);
     }
     seen[prompt.len()..].iter().map(|id| *id as u32).collect()
 }
 
-/// A cache changes nothing, nor where the weights are: on the host, resident, or streamed for each token.
+/// A cache changes nothing, nor where the weights are: on the host, resident, or streamed for each
+/// token.
 #[test]
 fn tokens_do_not_depend_on_cache_or_place() {
-    let warm = Sampler { temperature: 0.9, top_k: Some(20), top_p: Some(0.95), seed: 5 };
+    let warm = Sampler {
+        temperature: 0.9,
+        top_k: Some(20),
+        top_p: Some(0.95),
+        seed: 5,
+    };
     for config in [qwen3(), gpt_oss()] {
         let model = model(config);
         for sampler in [Sampler::default(), warm] {
             let prompt = [7, 1, 60, 22, 5, 5, 41];
             let expected = plain(&model, &prompt, sampler);
-            assert!(expected.iter().any(|id| *id != expected[0]), "{expected:?} says nothing");
+            assert!(
+                expected.iter().any(|id| *id != expected[0]),
+                "{expected:?} says nothing"
+            );
             let generator = Generator::new(&model, &cpu(), &memory(64 << 20)).unwrap();
             assert_eq!(tokens(&generator, &prompt, sampler), expected);
             let bytes: usize = model.named_params().iter().map(|(_, p)| p.bytes()).sum();
@@ -87,44 +124,72 @@ fn tokens_do_not_depend_on_cache_or_place() {
                 let world = SimWorld::seeded(2).unwrap();
                 let generator = Generator::new(&model, &sim(&world), &memory(room)).unwrap();
                 assert_eq!(generator.is_resident(), resident);
-                assert_eq!(tokens(&generator, &prompt, sampler), expected, "resident: {resident}");
+                assert_eq!(
+                    tokens(&generator, &prompt, sampler),
+                    expected,
+                    "resident: {resident}"
+                );
                 assert!(world.races().is_empty(), "{:?}", world.races());
             }
         }
     }
 }
 
-/// A text ends at a stop token, at its length, when the context is full, or when the caller says so.
+/// A text ends at a stop token, at its length, when the context is full, or when the caller says
+/// so.
 #[test]
 fn texts_end_for_a_reason() {
     let generator = Generator::new(&model(qwen3()), &cpu(), &memory(64 << 20)).unwrap();
     let all = tokens(&generator, &[3], Sampler::default());
-    let options =
-        |max_tokens, stop: &[u32]| GenerateOptions { max_tokens, stop: stop.to_vec(), ..Default::default() };
+    let options = |max_tokens, stop: &[u32]| GenerateOptions {
+        max_tokens,
+        stop: stop.to_vec(),
+        ..Default::default()
+    };
     let go = |_| ControlFlow::Continue(());
     let first = all.iter().position(|id| *id == all[2]).unwrap();
-    let (told, finish) = generator.generate(&[3], &options(12, &[all[2]]), go).unwrap();
+    let (told, finish) = generator
+        .generate(&[3], &options(12, &[all[2]]), go)
+        .unwrap();
     assert_eq!((told.as_slice(), finish), (&all[..first], Finish::Stop));
     let (told, finish) = generator.generate(&[3], &options(2, &[]), go).unwrap();
     assert_eq!((told.len(), finish), (2, Finish::Length));
-    let (told, finish) = generator.generate(&[3; 60], &options(100, &[]), go).unwrap();
-    assert_eq!((told.len(), finish), (5, Finish::Context), "60 + 4 are fed, and the last gives one more");
-    let (told, finish) = generator.generate(&[3], &options(9, &[]), |_| ControlFlow::Break(())).unwrap();
+    let (told, finish) = generator
+        .generate(&[3; 60], &options(100, &[]), go)
+        .unwrap();
+    assert_eq!(
+        (told.len(), finish),
+        (5, Finish::Context),
+        "60 + 4 are fed, and the last gives one more"
+    );
+    let (told, finish) = generator
+        .generate(&[3], &options(9, &[]), |_| ControlFlow::Break(()))
+        .unwrap();
     assert_eq!((told.len(), finish), (1, Finish::Caller));
 }
 
 #[test]
 fn prompts_that_cannot_work_are_refused() {
     let generator = Generator::new(&model(qwen3()), &cpu(), &memory(64 << 20)).unwrap();
-    for (prompt, word) in [(vec![], "no tokens"), (vec![61], "tokenizer"), (vec![1; 65], "longest")] {
-        let refused = generator.generate(&prompt, &GenerateOptions::default(), |_| ControlFlow::Continue(()));
+    for (prompt, word) in [
+        (vec![], "no tokens"),
+        (vec![61], "tokenizer"),
+        (vec![1; 65], "longest"),
+    ] {
+        let refused = generator.generate(&prompt, &GenerateOptions::default(), |_| {
+            ControlFlow::Continue(())
+        });
         let error = refused.unwrap_err();
-        assert!(matches!(&error, Error::Argument { .. }) && error.to_string().contains(word), "{error}");
+        assert!(
+            matches!(&error, Error::Argument { .. }) && error.to_string().contains(word),
+            "{error}"
+        );
     }
     assert!(Generator::new(&model(qwen3()), &[], &memory(64 << 20)).is_err());
 }
 
-/// What attention gave may be kept instead of computed again: the same losses and gradients, bit for bit.
+/// What attention gave may be kept instead of computed again: the same losses and gradients, bit
+/// for bit.
 #[test]
 fn keeping_attention_changes_no_bit() {
     let run = |from: usize| {
@@ -145,8 +210,16 @@ fn keeping_attention_changes_no_bit() {
         let loss = engine.train(inputs).run().unwrap().losses.sum();
         engine.synchronize().unwrap();
         let grads = engine.gradients().unwrap();
-        let grads: Vec<_> = grads.into_iter().map(|(_, g)| g.unwrap().to_f64_vec().unwrap()).collect();
-        let kept = engine.trace().spans().iter().filter(|s| s.name == "saved for recompute").count();
+        let grads: Vec<_> = grads
+            .into_iter()
+            .map(|(_, g)| g.unwrap().to_f64_vec().unwrap())
+            .collect();
+        let kept = engine
+            .trace()
+            .spans()
+            .iter()
+            .filter(|s| s.name == "saved for recompute")
+            .count();
         (loss, grads, kept)
     };
     let (short, long) = (run(usize::MAX), run(1));
@@ -158,7 +231,8 @@ fn keeping_attention_changes_no_bit() {
 /// What a model is told of attention reaches the GPU's kernels: their scratch is another.
 #[test]
 fn fast_attention_reaches_the_kernels() {
-    let changes = json!({"num_hidden_layers": 1, "vocab_size": 64, "max_position_embeddings": 2048});
+    let changes =
+        json!({"num_hidden_layers": 1, "vocab_size": 64, "max_position_embeddings": 2048});
     let config = preset("qwen3-0.6b").unwrap().with(&changes).unwrap();
     let mut model = Model::empty(config, DType::BF16).unwrap();
     let mut peak = |fast: bool| {
@@ -173,11 +247,15 @@ fn fast_attention_reaches_the_kernels() {
     };
     let (exact, fast) = (peak(false), peak(true));
     // The exact backward keeps two bytes per pair of a query and a key, of 16 heads.
-    assert!(exact > fast + 2 * 16 * 2048 * 2048 / 2, "{exact} and {fast}");
+    assert!(
+        exact > fast + 2 * 16 * 2048 * 2048 / 2,
+        "{exact} and {fast}"
+    );
 }
 
-/// A text in the middle of training is written with the newest weights, and training goes on as if nobody had asked for
-/// one: with a generator from before the first step, one that comes between steps, and at either lag.
+/// A text in the middle of training is written with the newest weights, and training goes on as if
+/// nobody had asked for one: with a generator from before the first step, one that comes between
+/// steps, and at either lag.
 #[test]
 fn sampling_changes_nothing_about_training() {
     let ids: Vec<i64> = (0..16).map(|i| i * 7 % 61).collect();
@@ -194,19 +272,28 @@ fn sampling_changes_nothing_about_training() {
             let early = samples.then(|| Generator::new(&model, &cpu(), &memory(64 << 20)).unwrap());
             let mut losses = Vec::new();
             for step in 0..4 {
-                let batch = Inputs::new().named("ids", ids.clone()).named("labels", ids.clone());
+                let batch = Inputs::new()
+                    .named("ids", ids.clone())
+                    .named("labels", ids.clone());
                 losses.push(trainer.train(batch).run().unwrap().losses.sum().to_bits());
                 trainer.update(&Update::new(0.01), lag).unwrap();
                 let Some(early) = &early else { continue };
                 let late = Generator::new(&model, &cpu(), &memory(64 << 20)).unwrap();
                 let prompt = [3, 1, 4];
-                let said =
-                    [tokens(early, &prompt, Sampler::default()), tokens(&late, &prompt, Sampler::default())];
+                let said = [
+                    tokens(early, &prompt, Sampler::default()),
+                    tokens(&late, &prompt, Sampler::default()),
+                ];
                 let newest = plain(&model, &prompt, Sampler::default());
                 assert_eq!(said, [newest.clone(), newest], "{lag:?} step {step}");
             }
             trainer.synchronize().unwrap();
-            assert!(model.named_params().iter().any(|(_, param)| param.is_trainable()));
+            assert!(
+                model
+                    .named_params()
+                    .iter()
+                    .any(|(_, param)| param.is_trainable())
+            );
             losses
         };
         let alone = train(false);

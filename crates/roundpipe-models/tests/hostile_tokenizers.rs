@@ -1,5 +1,5 @@
-//! `tokenizer.json` files that are broken, or made to break their reader: one line each, and not even a panic that is
-//! caught. This test has a process of its own, because it counts panics.
+//! `tokenizer.json` files that are broken, or made to break their reader: one line each, and not
+//! even a panic that is caught. This test has a process of its own, because it counts panics.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -35,8 +35,11 @@ fn sequence(list: &str, item: Value, count: usize) -> Value {
 }
 
 fn open(definition: &Value) -> Result<Tokenizer, String> {
-    Tokenizer::parse(Path::new("m/tokenizer.json"), definition.to_string().as_bytes())
-        .map_err(|e| e.to_string())
+    Tokenizer::parse(
+        Path::new("m/tokenizer.json"),
+        definition.to_string().as_bytes(),
+    )
+    .map_err(|e| e.to_string())
 }
 
 /// Opens, encodes and decodes; whatever fails first.
@@ -83,41 +86,132 @@ fn refused_parts() -> Vec<(Value, &'static str)> {
     let missing = json!({"SpecialToken": {"id": "missing", "type_id": 0}});
     let uneven = json!({"x": {"id": "x", "ids": [1, 2], "tokens": ["x"]}});
     let token_x = json!({"SpecialToken": {"id": "x", "type_id": 0}});
-    let two = sequence("processors", template(json!([text_a.clone()]), json!({})), 2);
+    let two = sequence(
+        "processors",
+        template(json!([text_a.clone()]), json!({})),
+        2,
+    );
     let charsmap = |base64: &str| json!({"type": "Precompiled", "precompiled_charsmap": base64});
     let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true});
     vec![
-        (with("normalizer", charsmap("CAAAAP//////////YWJj")), "leads out"),
-        (with("normalizer", charsmap("/////w==")), "trie has 4294967295 bytes"),
+        (
+            with("normalizer", charsmap("CAAAAP//////////YWJj")),
+            "leads out",
+        ),
+        (
+            with("normalizer", charsmap("/////w==")),
+            "trie has 4294967295 bytes",
+        ),
         (with("normalizer", charsmap("")), "empty"),
         (with("normalizer", charsmap("?")), "base64"),
-        (with("normalizer", json!({"type": "Precompiled"})), "precompiled_charsmap is missing"),
-        (with("normalizer", json!({"type": "Precompiled", "precompiled_charsmap": 7})), "no text"),
-        (with("normalizer", json!({"type": "Mystery", "prepend": "x"})), "no type that is known"),
-        (with("normalizer", json!({"prepend": "x"})), "without a type"),
-        (with("normalizer", json!([])), "without a type"),
-        (with("normalizer", json!({"type": "Prepend", "prepend": "x".repeat(1000)})), "more than 256"),
-        (with("normalizer", replace(&"x".repeat(1000))), "more than 256"),
-        (with("normalizer", sequence("normalizers", replace("a"), 100)), "more than 64 parts"),
         (
-            with("normalizer", json!({"type": "Replace", "pattern": {"Regex": "("}, "content": ""})),
+            with("normalizer", json!({"type": "Precompiled"})),
+            "precompiled_charsmap is missing",
+        ),
+        (
+            with(
+                "normalizer",
+                json!({"type": "Precompiled", "precompiled_charsmap": 7}),
+            ),
+            "no text",
+        ),
+        (
+            with("normalizer", json!({"type": "Mystery", "prepend": "x"})),
+            "no type that is known",
+        ),
+        (
+            with("normalizer", json!({"prepend": "x"})),
+            "without a type",
+        ),
+        (with("normalizer", json!([])), "without a type"),
+        (
+            with(
+                "normalizer",
+                json!({"type": "Prepend", "prepend": "x".repeat(1000)}),
+            ),
+            "more than 256",
+        ),
+        (
+            with("normalizer", replace(&"x".repeat(1000))),
+            "more than 256",
+        ),
+        (
+            with("normalizer", sequence("normalizers", replace("a"), 100)),
+            "more than 64 parts",
+        ),
+        (
+            with(
+                "normalizer",
+                json!({"type": "Replace", "pattern": {"Regex": "("}, "content": ""}),
+            ),
             "tokenizer",
         ),
-        (with("normalizer", json!({"type": "Replace", "pattern": {"Regex": 7}, "content": ""})), "neither"),
-        (with("pre_tokenizer", json!({"type": "FixedLength", "length": 0})), "at least 1"),
-        (with("pre_tokenizer", sequence("pretokenizers", byte_level, 40)), "too much of a text"),
-        (with("pre_tokenizer", regex(&"a".repeat(5000))), "5000 bytes"),
-        (with("pre_tokenizer", regex(r"(?:(?=\w{400})x){900}")), "repeats more than 1000"),
-        (with("pre_tokenizer", json!({"type": "Sequence"})), "without pretokenizers"),
-        (with("post_processor", template(json!([missing.clone()]), json!({}))), "no `missing`"),
-        (with("post_processor", template(json!([text_b]), json!({}))), "`B`, which it does not have"),
-        (with("post_processor", template(json!([token_x]), uneven)), "as many ids as tokens"),
-        (with("post_processor", template(json!(vec![text_a; 100]), json!({}))), "more than 16 pieces"),
-        (with("post_processor", template(json!([7]), json!({}))), "neither text nor"),
+        (
+            with(
+                "normalizer",
+                json!({"type": "Replace", "pattern": {"Regex": 7}, "content": ""}),
+            ),
+            "neither",
+        ),
+        (
+            with("pre_tokenizer", json!({"type": "FixedLength", "length": 0})),
+            "at least 1",
+        ),
+        (
+            with("pre_tokenizer", sequence("pretokenizers", byte_level, 40)),
+            "too much of a text",
+        ),
+        (
+            with("pre_tokenizer", regex(&"a".repeat(5000))),
+            "5000 bytes",
+        ),
+        (
+            with("pre_tokenizer", regex(r"(?:(?=\w{400})x){900}")),
+            "repeats more than 1000",
+        ),
+        (
+            with("pre_tokenizer", json!({"type": "Sequence"})),
+            "without pretokenizers",
+        ),
+        (
+            with(
+                "post_processor",
+                template(json!([missing.clone()]), json!({})),
+            ),
+            "no `missing`",
+        ),
+        (
+            with("post_processor", template(json!([text_b]), json!({}))),
+            "`B`, which it does not have",
+        ),
+        (
+            with("post_processor", template(json!([token_x]), uneven)),
+            "as many ids as tokens",
+        ),
+        (
+            with(
+                "post_processor",
+                template(json!(vec![text_a; 100]), json!({})),
+            ),
+            "more than 16 pieces",
+        ),
+        (
+            with("post_processor", template(json!([7]), json!({}))),
+            "neither text nor",
+        ),
         (with("post_processor", two), "second template"),
         // The library takes what has the settings of a template for one, whatever it is called.
-        (with("post_processor", json!({"type": "ByteLevel", "single": [missing]})), "no `missing`"),
-        (with("decoder", json!({"type": "BPEDecoder", "suffix": ""})), "suffix is empty"),
+        (
+            with(
+                "post_processor",
+                json!({"type": "ByteLevel", "single": [missing]}),
+            ),
+            "no `missing`",
+        ),
+        (
+            with("decoder", json!({"type": "BPEDecoder", "suffix": ""})),
+            "suffix is empty",
+        ),
         (
             with(
                 "decoder",
@@ -126,26 +220,54 @@ fn refused_parts() -> Vec<(Value, &'static str)> {
             "empty",
         ),
         (with("decoder", json!({"type": "Strip"})), "tokenizer"),
-        (with("decoder", json!({"type": "WordPiece", "prefix": 7, "cleanup": true})), "prefix"),
-        (with("added_tokens", json!([added(u64::from(u32::MAX), "<z>", &[])])), "id of `<z>`"),
+        (
+            with(
+                "decoder",
+                json!({"type": "WordPiece", "prefix": 7, "cleanup": true}),
+            ),
+            "prefix",
+        ),
+        (
+            with(
+                "added_tokens",
+                json!([added(u64::from(u32::MAX), "<z>", &[])]),
+            ),
+            "id of `<z>`",
+        ),
         (with("added_tokens", json!([{"id": 1}])), "without content"),
         (with("added_tokens", json!({})), "no list"),
-        (with("added_tokens", json!([added(400, "x", &["rstrip"]), added(401, " y", &["lstrip"])])), "` y`"),
-        (with("added_tokens", json!([added(400, &"x".repeat(20_000), &[])])), "20000 bytes"),
+        (
+            with(
+                "added_tokens",
+                json!([added(400, "x", &["rstrip"]), added(401, " y", &["lstrip"])]),
+            ),
+            "` y`",
+        ),
+        (
+            with(
+                "added_tokens",
+                json!([added(400, &"x".repeat(20_000), &[])]),
+            ),
+            "20000 bytes",
+        ),
         (
             {
                 let mut definition = with("normalizer", json!({"type": "StripAccents"}));
-                definition["added_tokens"] = json!([added(400, "\u{301}", &["normalized", "single_word"])]);
+                definition["added_tokens"] =
+                    json!([added(400, "\u{301}", &["normalized", "single_word"])]);
                 definition
             },
             "leaves nothing",
         ),
         (
             {
-                let spaces = json!({"type": "Replace", "pattern": {"String": "y"}, "content": " y"});
+                let spaces =
+                    json!({"type": "Replace", "pattern": {"String": "y"}, "content": " y"});
                 let mut definition = with("normalizer", spaces);
-                definition["added_tokens"] =
-                    json!([added(400, "x", &["rstrip"]), added(401, "y", &["lstrip", "normalized"])]);
+                definition["added_tokens"] = json!([
+                    added(400, "x", &["rstrip"]),
+                    added(401, "y", &["lstrip", "normalized"])
+                ]);
                 definition
             },
             "`y` begins with a space",
@@ -167,28 +289,70 @@ fn refused_models() -> Vec<(Value, &'static str)> {
     vec![
         (json!({}), "no model"),
         (json!([]), "no JSON object"),
-        (model(json!({"type": "Magic", "vocab": {}})), "`Magic` is not known"),
+        (
+            model(json!({"type": "Magic", "vocab": {}})),
+            "`Magic` is not known",
+        ),
         (model(json!({"type": 7})), "no text"),
         (bpe(json!([]), json!([]), none.clone()), "vocab is missing"),
-        (bpe(json!({"a": u32::MAX}), json!([]), none.clone()), "id of `a`"),
+        (
+            bpe(json!({"a": u32::MAX}), json!([]), none.clone()),
+            "id of `a`",
+        ),
         (bpe(json!({"a": "x"}), json!([]), none.clone()), "id of `a`"),
         (bpe(ab.clone(), json!(7), none.clone()), "merges is missing"),
-        (bpe(ab.clone(), json!([["a"]]), none.clone()), "merge 0 is no pair"),
-        (bpe(ab.clone(), json!(["a b c"]), none.clone()), "merge 0 is no pair"),
-        (bpe(ab.clone(), json!([["a", "c"]]), none.clone()), "`c`, which vocab lacks"),
-        (bpe(ab.clone(), json!([["ab", "ab"]]), none.clone()), "`abab`, which vocab lacks"),
         (
-            bpe(ab.clone(), json!([["a", "b"]]), json!({"continuing_subword_prefix": "##"})),
+            bpe(ab.clone(), json!([["a"]]), none.clone()),
+            "merge 0 is no pair",
+        ),
+        (
+            bpe(ab.clone(), json!(["a b c"]), none.clone()),
+            "merge 0 is no pair",
+        ),
+        (
+            bpe(ab.clone(), json!([["a", "c"]]), none.clone()),
+            "`c`, which vocab lacks",
+        ),
+        (
+            bpe(ab.clone(), json!([["ab", "ab"]]), none.clone()),
+            "`abab`, which vocab lacks",
+        ),
+        (
+            bpe(
+                ab.clone(),
+                json!([["a", "b"]]),
+                json!({"continuing_subword_prefix": "##"}),
+            ),
             "lacks the prefix",
         ),
-        (bpe(ab.clone(), json!([]), json!({"end_of_word_suffix": "x".repeat(1000)})), "end_of_word_suffix"),
-        (bpe(ab, json!([]), json!({"byte_fallback": true, "end_of_word_suffix": "x"})), "byte_fallback"),
+        (
+            bpe(
+                ab.clone(),
+                json!([]),
+                json!({"end_of_word_suffix": "x".repeat(1000)}),
+            ),
+            "end_of_word_suffix",
+        ),
+        (
+            bpe(
+                ab,
+                json!([]),
+                json!({"byte_fallback": true, "end_of_word_suffix": "x"}),
+            ),
+            "byte_fallback",
+        ),
         (model(word_piece(1 << 40)), "max_input_chars_per_word"),
         (unigram(json!({})), "no list"),
         (unigram(json!([["a"]])), "item 0"),
         (unigram(json!([["a", "b"]])), "item 0"),
-        (unigram(json!([["a".repeat(100_000), -1.0]])), "more than 512"),
-        (model(json!({"type": "Unigram", "unk_id": 99, "vocab": [["a", -1.0]]})), "tokenizer"),
+        (
+            unigram(json!([["a".repeat(100_000), -1.0]])),
+            "more than 512",
+        ),
+        (
+            model(json!({"type": "Unigram", "unk_id": 99, "vocab": [["a", -1.0]]})),
+            "tokenizer",
+        ),
     ]
 }
 
@@ -197,16 +361,28 @@ fn refused_texts() -> Vec<(Value, &'static str)> {
     let word_level = json!({"type": "WordLevel", "vocab": {"b": 1}, "unk_token": "nope"});
     let nested = (0..2).fold(replace("aa"), |step, _| sequence("normalizers", step, 5));
     vec![
-        (with("normalizer", sequence("normalizers", replace("aa"), 40)), "64 bytes of one"),
+        (
+            with("normalizer", sequence("normalizers", replace("aa"), 40)),
+            "64 bytes of one",
+        ),
         (with("normalizer", nested), "64 bytes of one"),
-        (with("decoder", sequence("decoders", replace("aa"), 40)), "64 bytes of one"),
+        (
+            with("decoder", sequence("decoders", replace("aa"), 40)),
+            "64 bytes of one",
+        ),
         // Before the byte-level pre-tokenizer of the fixture, which exchanges every character.
         (
-            with("normalizer", json!({"type": "Replace", "pattern": {"Regex": "b*"}, "content": "x"})),
+            with(
+                "normalizer",
+                json!({"type": "Replace", "pattern": {"Regex": "b*"}, "content": "x"}),
+            ),
             "before its first character",
         ),
         (model(word_level), "tokenizer refuses it"),
-        (model(json!({"type": "Unigram", "unk_id": null, "vocab": [["b", -1.0]]})), "tokenizer refuses it"),
+        (
+            model(json!({"type": "Unigram", "unk_id": null, "vocab": [["b", -1.0]]})),
+            "tokenizer refuses it",
+        ),
     ]
 }
 
@@ -230,12 +406,21 @@ fn allowed() -> Vec<Value> {
             "normalizer",
             json!({"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "Lowercase"}]}),
         ),
-        with("pre_tokenizer", regex(r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))|\x{3000}|\s+(?!\S)|\s+|.")),
+        with(
+            "pre_tokenizer",
+            regex(r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))|\x{3000}|\s+(?!\S)|\s+|."),
+        ),
         with("pre_tokenizer", regex("(?:a|a|b)*(?=c)(a+)+\\1$")),
-        with("pre_tokenizer", json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"})),
+        with(
+            "pre_tokenizer",
+            json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}),
+        ),
         with(
             "added_tokens",
-            json!([added(400, "<m>", &["lstrip", "rstrip", "special"]), added(401, "  ", &["normalized"])]),
+            json!([
+                added(400, "<m>", &["lstrip", "rstrip", "special"]),
+                added(401, "  ", &["normalized"])
+            ]),
         ),
         with(
             "model",
@@ -254,23 +439,46 @@ fn hostile_definitions_are_one_line_without_a_panic() {
     let text = "<|im_start|>aaaa a b  the ships. <m>  x".repeat(3);
     for (definition, word) in [refused_parts(), refused_models()].concat() {
         let error = open(&definition).map(drop).expect_err(word);
-        assert!(error.starts_with("m/tokenizer.json: ") && error.contains(word), "no `{word}` in {error}");
-        assert!(error.lines().count() == 1 && error.contains("; fetch it again"), "{error}");
+        assert!(
+            error.starts_with("m/tokenizer.json: ") && error.contains(word),
+            "no `{word}` in {error}"
+        );
+        assert!(
+            error.lines().count() == 1 && error.contains("; fetch it again"),
+            "{error}"
+        );
     }
     for (definition, word) in refused_texts() {
         let error = run(&definition, &text).expect_err(word);
-        assert!(error.contains(word) && error.lines().count() == 1, "no `{word}` in {error}");
+        assert!(
+            error.contains(word) && error.lines().count() == 1,
+            "no `{word}` in {error}"
+        );
     }
     for definition in allowed() {
         run(&definition, &text).unwrap_or_else(|error| panic!("{error}: {definition}"));
     }
-    for bytes in [&b""[..], b"{", b"[[[[", b"\xff", b"null", b"{\"decoder\": {\"type\": \"ByteLevel"] {
-        let error = Tokenizer::parse(Path::new("m/tokenizer.json"), bytes).map(drop).unwrap_err().to_string();
+    for bytes in [
+        &b""[..],
+        b"{",
+        b"[[[[",
+        b"\xff",
+        b"null",
+        b"{\"decoder\": {\"type\": \"ByteLevel",
+    ] {
+        let error = Tokenizer::parse(Path::new("m/tokenizer.json"), bytes)
+            .map(drop)
+            .unwrap_err()
+            .to_string();
         assert_eq!(error.lines().count(), 1, "{error}");
     }
     damage();
     truncation_and_padding();
-    assert_eq!(PANICS.load(Ordering::Relaxed), 0, "panics were caught, not prevented");
+    assert_eq!(
+        PANICS.load(Ordering::Relaxed),
+        0,
+        "panics were caught, not prevented"
+    );
 }
 
 /// A file that is cut or has a byte changed opens and runs, or is refused in one line.
@@ -306,14 +514,17 @@ fn damage() {
     }
 }
 
-/// What a file says about truncation and padding is that of whoever saved it: texts are neither cut nor filled.
+/// What a file says about truncation and padding is that of whoever saved it: texts are neither cut
+/// nor filled.
 fn truncation_and_padding() {
     let text = "the ships pass the harbour ".repeat(20);
-    let (long, short) = (run(&byte_level(), &text).unwrap(), run(&byte_level(), "hi").unwrap());
+    let (long, short) = (
+        run(&byte_level(), &text).unwrap(),
+        run(&byte_level(), "hi").unwrap(),
+    );
     assert!(long.len() > 64 && short.len() < 8);
     let cut = |length: u64, stride: u64| {
-        let how =
-            json!({"direction": "Right", "max_length": length, "strategy": "LongestFirst", "stride": stride});
+        let how = json!({"direction": "Right", "max_length": length, "strategy": "LongestFirst", "stride": stride});
         with("truncation", how)
     };
     let fill = |strategy: Value, multiple: Value| {

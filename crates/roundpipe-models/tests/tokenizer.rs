@@ -13,7 +13,9 @@ use serde_json::Value;
 const NAMES: [&str; 2] = ["byte_level", "byte_fallback"];
 
 fn folder(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/chat/tokenizers").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../fixtures/chat/tokenizers")
+        .join(name)
 }
 
 fn golden(name: &str) -> Value {
@@ -38,13 +40,23 @@ fn tricky_texts_equal_python() {
             for (offset, want) in offsets.iter().zip(case["char_offsets"].as_array().unwrap()) {
                 // Characters that take several tokens have places inside them only in bytes.
                 let covered = text.get(offset.clone());
-                let start = text.char_indices().take_while(|(i, _)| *i < offset.end).count();
+                let start = text
+                    .char_indices()
+                    .take_while(|(i, _)| *i < offset.end)
+                    .count();
                 assert_eq!(want[1], start, "{name} {text:?} {offset:?} {covered:?}");
             }
             let special = tokenizer.encode(text, true).unwrap();
             assert_eq!(special, ids(&case["with_special"]), "{name} {text:?}");
-            for (skip, want) in [false, true].into_iter().zip(case["decoded"].as_array().unwrap()) {
-                assert_eq!(*want, tokenizer.decode(&special, skip).unwrap(), "{name} {text:?} skip {skip}");
+            for (skip, want) in [false, true]
+                .into_iter()
+                .zip(case["decoded"].as_array().unwrap())
+            {
+                assert_eq!(
+                    *want,
+                    tokenizer.decode(&special, skip).unwrap(),
+                    "{name} {text:?} skip {skip}"
+                );
             }
         }
     }
@@ -55,8 +67,16 @@ fn tricky_texts_equal_python() {
 fn streams_sum_to_the_whole() {
     for name in NAMES {
         let (tokenizer, golden) = (Tokenizer::open(&folder(name)).unwrap(), golden(name));
-        let drawn = golden["ids"].as_array().unwrap().iter().map(|c| ids(&c["ids"]));
-        let texts = golden["texts"].as_array().unwrap().iter().map(|c| ids(&c["with_special"]));
+        let drawn = golden["ids"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|c| ids(&c["ids"]));
+        let texts = golden["texts"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|c| ids(&c["with_special"]));
         for ids in drawn.chain(texts) {
             for skip in [false, true] {
                 let mut stream = tokenizer.stream(skip);
@@ -65,11 +85,18 @@ fn streams_sum_to_the_whole() {
                     text += &stream.push(*id).unwrap().unwrap_or_default();
                 }
                 text += &stream.finish().unwrap();
-                assert_eq!(text, tokenizer.decode(&ids, skip).unwrap(), "{name} {ids:?} skip {skip}");
+                assert_eq!(
+                    text,
+                    tokenizer.decode(&ids, skip).unwrap(),
+                    "{name} {ids:?} skip {skip}"
+                );
             }
         }
         for case in golden["ids"].as_array().unwrap() {
-            assert_eq!(case["decoded"][0], tokenizer.decode(&ids(&case["ids"]), false).unwrap());
+            assert_eq!(
+                case["decoded"][0],
+                tokenizer.decode(&ids(&case["ids"]), false).unwrap()
+            );
         }
     }
 }
@@ -80,28 +107,44 @@ fn streams_do_not_hold_back_what_is_certain() {
     let tokenizer = Tokenizer::open(&folder("byte_level")).unwrap();
     let ids = tokenizer.encode("the ships pass", false).unwrap();
     let mut stream = tokenizer.stream(true);
-    let shown = ids.iter().filter(|id| stream.push(**id).unwrap().is_some()).count();
+    let shown = ids
+        .iter()
+        .filter(|id| stream.push(**id).unwrap().is_some())
+        .count();
     assert_eq!(shown, ids.len());
 }
 
-/// The ends of a text come from the config, the map and the generation config, as strings or objects.
+/// The ends of a text come from the config, the map and the generation config, as strings or
+/// objects.
 #[test]
 fn ends_come_from_all_files() {
     let first = Tokenizer::open(&folder("byte_level")).unwrap();
-    assert_eq!((first.bos(), first.eos(), first.pad()), (Some(1), &[2, 0][..], Some(0)));
+    assert_eq!(
+        (first.bos(), first.eos(), first.pad()),
+        (Some(1), &[2, 0][..], Some(0))
+    );
     let second = Tokenizer::open(&folder("byte_fallback")).unwrap();
-    assert_eq!((second.bos(), second.eos(), second.pad()), (Some(1), &[2][..], None));
+    assert_eq!(
+        (second.bos(), second.eos(), second.pad()),
+        (Some(1), &[2][..], None)
+    );
     assert!(second.chat_template(false).unwrap().is_none());
     let render = |tools| {
         let template = first.chat_template(tools).unwrap().unwrap();
-        template.render(&[Message::new("user", "x")], &RenderOptions::default()).unwrap()
+        template
+            .render(&[Message::new("user", "x")], &RenderOptions::default())
+            .unwrap()
     };
-    assert_eq!((render(false).as_str(), render(true).as_str()), ("x", "tools"));
+    assert_eq!(
+        (render(false).as_str(), render(true).as_str()),
+        ("x", "tools")
+    );
 }
 
 /// A folder made of copies of a fixture, with some files replaced.
 fn spoiled(case: &str, changes: &[(&str, Option<&str>)]) -> PathBuf {
-    let to = std::env::temp_dir().join(format!("roundpipe-tokenizer-{}-{case}", std::process::id()));
+    let to =
+        std::env::temp_dir().join(format!("roundpipe-tokenizer-{}-{case}", std::process::id()));
     std::fs::create_dir_all(&to).unwrap();
     for entry in std::fs::read_dir(folder("byte_level")).unwrap().flatten() {
         std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
@@ -121,13 +164,29 @@ fn broken_files_are_named() {
     let cases: [(&str, &str, Option<&str>); 10] = [
         ("none", "tokenizer.json", None),
         ("empty", "tokenizer.json", Some("")),
-        ("cut", "tokenizer.json", Some("{\"version\": \"1.0\", \"model\": {")),
+        (
+            "cut",
+            "tokenizer.json",
+            Some("{\"version\": \"1.0\", \"model\": {"),
+        ),
         ("other", "tokenizer.json", Some("{}")),
         ("config", "tokenizer_config.json", Some("{\"bos_token\":")),
         ("config_list", "tokenizer_config.json", Some("[]")),
-        ("eos", "generation_config.json", Some("{\"eos_token_id\": \"two\"}")),
-        ("eos_negative", "generation_config.json", Some("{\"eos_token_id\": [1, -1]}")),
-        ("template_kind", "tokenizer_config.json", Some("{\"chat_template\": 7}")),
+        (
+            "eos",
+            "generation_config.json",
+            Some("{\"eos_token_id\": \"two\"}"),
+        ),
+        (
+            "eos_negative",
+            "generation_config.json",
+            Some("{\"eos_token_id\": [1, -1]}"),
+        ),
+        (
+            "template_kind",
+            "tokenizer_config.json",
+            Some("{\"chat_template\": 7}"),
+        ),
         ("template_json", "chat_template.json", Some("{")),
     ];
     for (case, file, content) in cases {
@@ -151,11 +210,22 @@ fn template_files_win_and_broken_ones_are_named() {
             ("chat_template.json", Some("{\"chat_template\": \"json\"}")),
         ],
     );
-    let template = Tokenizer::open(&to).unwrap().chat_template(false).unwrap().unwrap();
+    let template = Tokenizer::open(&to)
+        .unwrap()
+        .chat_template(false)
+        .unwrap()
+        .unwrap();
     assert_eq!(template.source(), "file");
     std::fs::write(to.join("chat_template.jinja"), "{% for %}").unwrap();
-    let error = Tokenizer::open(&to).unwrap().chat_template(false).unwrap_err().to_string();
-    assert!(error.contains("chat_template.jinja") && error.contains("line 1"), "{error}");
+    let error = Tokenizer::open(&to)
+        .unwrap()
+        .chat_template(false)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("chat_template.jinja") && error.contains("line 1"),
+        "{error}"
+    );
     std::fs::remove_dir_all(&to).unwrap();
 }
 
@@ -171,8 +241,18 @@ const FORGETFUL: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if 
 
 fn chat() -> Vec<Message> {
     let roles = ["system", "user", "assistant", "user", "assistant"];
-    let texts = ["Be brief.", "the ships?", "<think>12</think>They pass.", "and gulls?", "345 \u{1f600}"];
-    roles.into_iter().zip(texts).map(|(role, text)| Message::new(role, text)).collect()
+    let texts = [
+        "Be brief.",
+        "the ships?",
+        "<think>12</think>They pass.",
+        "and gulls?",
+        "345 \u{1f600}",
+    ];
+    roles
+        .into_iter()
+        .zip(texts)
+        .map(|(role, text)| Message::new(role, text))
+        .collect()
 }
 
 /// What is learned of a conversation, as text, pieces apart where labels are interrupted.
@@ -180,8 +260,15 @@ fn learned(source: &str, messages: &[Message], train_on: TrainOn) -> Result<Vec<
     let tokenizer = Tokenizer::open(&folder("byte_level")).unwrap();
     let template = ChatTemplate::parse(source, &BTreeMap::new()).unwrap();
     let options = RenderOptions::default();
-    let labelled = assistant_labels(&tokenizer, &template, messages, &options, train_on, "conversation 7")
-        .map_err(|e| e.to_string())?;
+    let labelled = assistant_labels(
+        &tokenizer,
+        &template,
+        messages,
+        &options,
+        train_on,
+        "conversation 7",
+    )
+    .map_err(|e| e.to_string())?;
     let whole = template.render(messages, &options).unwrap();
     assert_eq!(labelled.ids, tokenizer.encode(&whole, false).unwrap());
     let mut pieces: Vec<Vec<u32>> = vec![Vec::new()];
@@ -194,16 +281,31 @@ fn learned(source: &str, messages: &[Message], train_on: TrainOn) -> Result<Vec<
         }
     }
     pieces.retain(|p| !p.is_empty());
-    Ok(pieces.iter().map(|p| tokenizer.decode(p, false).unwrap()).collect())
+    Ok(pieces
+        .iter()
+        .map(|p| tokenizer.decode(p, false).unwrap())
+        .collect())
 }
 
-/// All three ways of finding the assistant's words learn them and the token that ends a turn, and nothing else.
+/// All three ways of finding the assistant's words learn them and the token that ends a turn, and
+/// nothing else.
 #[test]
 fn only_the_assistants_words_are_learned() {
-    let both = ["<think>12</think>They pass.<|im_end|>".to_string(), "345 \u{1f600}<|im_end|>".to_string()];
+    let both = [
+        "<think>12</think>They pass.<|im_end|>".to_string(),
+        "345 \u{1f600}<|im_end|>".to_string(),
+    ];
     for source in [CHATML, MARKED] {
-        assert_eq!(learned(source, &chat(), TrainOn::All).unwrap(), both, "{source}");
-        assert_eq!(learned(source, &chat(), TrainOn::Last).unwrap(), both[1..], "{source}");
+        assert_eq!(
+            learned(source, &chat(), TrainOn::All).unwrap(),
+            both,
+            "{source}"
+        );
+        assert_eq!(
+            learned(source, &chat(), TrainOn::Last).unwrap(),
+            both[1..],
+            "{source}"
+        );
     }
     let forgotten = learned(FORGETFUL, &chat(), TrainOn::All).unwrap();
     assert_eq!(forgotten, ["They pass.<|im_end|>", both[1].as_str()]);
@@ -213,17 +315,24 @@ fn only_the_assistants_words_are_learned() {
 #[test]
 fn what_cannot_be_learned_is_named() {
     let nobody = learned(CHATML, &chat()[..2], TrainOn::All).unwrap_err();
-    assert!(nobody.contains("conversation 7") && nobody.contains("assistant"), "{nobody}");
-    let silent =
-        "{% for m in messages %}{{ m.role }}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}";
+    assert!(
+        nobody.contains("conversation 7") && nobody.contains("assistant"),
+        "{nobody}"
+    );
+    let silent = "{% for m in messages %}{{ m.role }}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}";
     let hidden = learned(silent, &chat(), TrainOn::All).unwrap_err();
     assert!(hidden.contains("conversation 7"), "{hidden}");
-    let reversed = "{% for m in messages|reverse %}{{ m.content|upper }}{{ messages|length }}{% endfor %}";
+    let reversed =
+        "{% for m in messages|reverse %}{{ m.content|upper }}{{ messages|length }}{% endfor %}";
     let unclear = learned(reversed, &chat(), TrainOn::All).unwrap_err();
-    assert!(unclear.contains("conversation 7") && unclear.contains("generation"), "{unclear}");
+    assert!(
+        unclear.contains("conversation 7") && unclear.contains("generation"),
+        "{unclear}"
+    );
 }
 
-/// Real tokenizers open and give back what they took (a folder per entry of ROUNDPIPE_TOKENIZER_DIRS).
+/// Real tokenizers open and give back what they took (a folder per entry of
+/// ROUNDPIPE_TOKENIZER_DIRS).
 #[test]
 fn real_tokenizers_round_trip() {
     let Some(dirs) = std::env::var_os("ROUNDPIPE_TOKENIZER_DIRS") else {
@@ -232,9 +341,17 @@ fn real_tokenizers_round_trip() {
     };
     for dir in std::env::split_paths(&dirs) {
         let tokenizer = Tokenizer::open(&dir).unwrap();
-        for text in ["Once upon a time", "caf\u{e9} \u{4f60}\u{597d} \u{1f600}\n\n  x"] {
+        for text in [
+            "Once upon a time",
+            "caf\u{e9} \u{4f60}\u{597d} \u{1f600}\n\n  x",
+        ] {
             let ids = tokenizer.encode(text, false).unwrap();
-            assert_eq!(tokenizer.decode(&ids, true).unwrap(), text, "{}", dir.display());
+            assert_eq!(
+                tokenizer.decode(&ids, true).unwrap(),
+                text,
+                "{}",
+                dir.display()
+            );
         }
         assert!(tokenizer.bos().is_some() && !tokenizer.eos().is_empty());
         tokenizer.chat_template(false).unwrap();

@@ -8,8 +8,14 @@ use roundpipe_tensor::DType;
 mod work;
 
 fn main() {
-    let args: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
-    let threads = args.get(1).and_then(|t| t.parse().ok()).unwrap_or_else(work::cores);
+    let args: Vec<String> = std::env::args()
+        .skip(1)
+        .filter(|a| a != "--bench")
+        .collect();
+    let threads = args
+        .get(1)
+        .and_then(|t| t.parse().ok())
+        .unwrap_or_else(work::cores);
     let mut out = std::io::stdout().lock();
     let mut line = |text: String| writeln!(out, "{text}").expect("standard output takes a line");
     match args.first().map(String::as_str) {
@@ -29,7 +35,9 @@ fn main() {
             let seconds = best(&mut || block.step());
             let (peak, rss) = (block.peak_bytes() >> 20, work::peak_rss_mib());
             let ms = seconds * 1e3;
-            line(format!(r#"{{"bench":"block","ms":{ms:.2},"arena_mib":{peak},"rss_mib":{rss}}}"#));
+            line(format!(
+                r#"{{"bench":"block","ms":{ms:.2},"arena_mib":{peak},"rss_mib":{rss}}}"#
+            ));
         }
         Some("adamw") => {
             let mut slabs = work::Adam::new(64 << 20, threads);

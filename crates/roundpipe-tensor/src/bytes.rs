@@ -22,12 +22,16 @@ impl Bytes {
 impl FromStr for Bytes {
     type Err = String;
 
-    /// A number and a unit: `24GiB`, `24G`, `1.5 GiB`, `800MiB`, `4096`. Units are powers of 1024, except `GB` and
-    /// `MB`, which are powers of 1000.
+    /// A number and a unit: `24GiB`, `24G`, `1.5 GiB`, `800MiB`, `4096`. Units are powers of 1024,
+    /// except `GB` and `MB`, which are powers of 1000.
     fn from_str(text: &str) -> Result<Self, String> {
         let text = text.trim();
-        let wrong = || format!("`{text}` is no size; write a number and a unit, for example 24GiB or 800MiB");
-        let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+        let wrong = || {
+            format!("`{text}` is no size; write a number and a unit, for example 24GiB or 800MiB")
+        };
+        let split = text
+            .find(|c: char| !c.is_ascii_digit() && c != '.')
+            .unwrap_or(text.len());
         let (number, unit) = text.split_at(split);
         let scale = match unit.trim().to_ascii_lowercase().as_str() {
             "" | "b" => 1.0,
@@ -65,9 +69,12 @@ mod tests {
 
     #[test]
     fn sizes_print_in_the_largest_readable_unit() {
-        for (bytes, text) in
-            [(7, "7 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), ((1 << 30) + (1 << 29), "1.50 GiB")]
-        {
+        for (bytes, text) in [
+            (7, "7 B"),
+            (1536, "1.5 KiB"),
+            (3 << 20, "3.0 MiB"),
+            ((1 << 30) + (1 << 29), "1.50 GiB"),
+        ] {
             assert_eq!(Bytes(bytes).to_string(), text);
         }
     }
@@ -84,8 +91,21 @@ mod tests {
         ] {
             assert_eq!(text.parse(), Ok(Bytes(bytes)), "{text}");
         }
-        for text in ["", "GiB", "-1GiB", "1e3", "24 apples", "0", "99999999999TiB", "1.2.3G", "nan"] {
-            assert!(text.parse::<Bytes>().unwrap_err().contains("is no size"), "{text}");
+        for text in [
+            "",
+            "GiB",
+            "-1GiB",
+            "1e3",
+            "24 apples",
+            "0",
+            "99999999999TiB",
+            "1.2.3G",
+            "nan",
+        ] {
+            assert!(
+                text.parse::<Bytes>().unwrap_err().contains("is no size"),
+                "{text}"
+            );
         }
     }
 }

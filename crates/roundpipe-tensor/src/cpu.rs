@@ -1,8 +1,9 @@
 //! The cpu backend: the host's cores as a device.
 //!
-//! Lanes are synchronous: work is done when the call returns, so events have always passed and order
-//! is the order of calls. Kernels read parameters where they lie in host memory. An arena is address
-//! space; pages are committed when first touched, so reserving much costs nothing until it is used.
+//! Lanes are synchronous: work is done when the call returns, so events have always passed and
+//! order is the order of calls. Kernels read parameters where they lie in host memory. An arena is
+//! address space; pages are committed when first touched, so reserving much costs nothing until it
+//! is used.
 //!
 //! # Invariants
 //! - The result of a kernel depends on its operands alone, never on the number of threads.
@@ -28,7 +29,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::bytes::Bytes;
-use crate::device::{Arena, Copy, Device, DeviceId, DeviceKind, Event, Faults, Lane, LaneKind, Ops};
+use crate::device::{
+    Arena, Copy, Device, DeviceId, DeviceKind, Event, Faults, Lane, LaneKind, Ops,
+};
 use crate::error::{Error, Result};
 use crate::kernel::{Family, HostView, HostViewMut, Kernel, View};
 use crate::pages::Pages;
@@ -57,9 +60,22 @@ impl Cpu {
     pub fn workers(count: usize, threads: Option<usize>) -> Result<Vec<Arc<Self>>> {
         let threads = Threads::new(threads)?;
         let worker = |index| {
-            let id = DeviceId { kind: DeviceKind::Cpu, index: index as u32, worker: 0 };
-            let lanes = LaneKind::ALL.map(|kind| CpuLane { kind, threads: threads.clone() });
-            Arc::new(Self { id, lanes, ops: CpuOps { threads: threads.clone() } })
+            let id = DeviceId {
+                kind: DeviceKind::Cpu,
+                index: index as u32,
+                worker: 0,
+            };
+            let lanes = LaneKind::ALL.map(|kind| CpuLane {
+                kind,
+                threads: threads.clone(),
+            });
+            Arc::new(Self {
+                id,
+                lanes,
+                ops: CpuOps {
+                    threads: threads.clone(),
+                },
+            })
         };
         Ok((0..count.max(1)).map(worker).collect())
     }
@@ -71,8 +87,8 @@ impl fmt::Debug for Cpu {
     }
 }
 
-// SAFETY: there are five lanes, one per kind; all memory is the process's own, and lanes run while their callers wait.
-// Host buffers are `HostBuf::zeroed`, as long as asked and page-aligned.
+// SAFETY: there are five lanes, one per kind; all memory is the process's own, and lanes run while
+// their callers wait. Host buffers are `HostBuf::zeroed`, as long as asked and page-aligned.
 unsafe impl Device for Cpu {
     fn id(&self) -> DeviceId {
         self.id
@@ -101,7 +117,11 @@ unsafe impl Device for Cpu {
 
 /// Address space for an arena in host memory.
 pub(crate) fn reserve_host(bytes: Bytes) -> Result<Arena> {
-    let fail = |source| Error::HostMemory { what: "an arena", need: bytes, source };
+    let fail = |source| Error::HostMemory {
+        what: "an arena",
+        need: bytes,
+        source,
+    };
     let len = usize::try_from(bytes.0).map_err(|e| fail(std::io::Error::other(e)))?;
     let mut pages = Pages::zeroed(len, true).map_err(fail)?;
     let base = pages.ptr() as u64;
@@ -112,7 +132,12 @@ pub(crate) fn reserve_host(bytes: Bytes) -> Result<Arena> {
 #[cfg(unix)]
 fn physical_memory() -> u64 {
     // SAFETY: `sysconf` takes a number and gives a number; unknown names give -1.
-    let (pages, size) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
+    let (pages, size) = unsafe {
+        (
+            libc::sysconf(libc::_SC_PHYS_PAGES),
+            libc::sysconf(libc::_SC_PAGESIZE),
+        )
+    };
     u64::try_from(pages).unwrap_or(0) * u64::try_from(size).unwrap_or(0)
 }
 
@@ -127,10 +152,12 @@ struct CpuLane {
     threads: Threads,
 }
 
-/// Copies of more than this are shared by the threads: one core does not fill the memory's bandwidth.
+/// Copies of more than this are shared by the threads: one core does not fill the memory's
+/// bandwidth.
 const COPY_PART: usize = 256 << 10;
 
-// SAFETY: copies are done when the call returns, so every event has passed and no lane has anything queued.
+// SAFETY: copies are done when the call returns, so every event has passed and no lane has anything
+// queued.
 unsafe impl Lane for CpuLane {
     fn kind(&self) -> LaneKind {
         self.kind
@@ -144,8 +171,9 @@ unsafe impl Lane for CpuLane {
             let start = (i * part).min(bytes);
             let (src, dst) = (copy.src as usize + start, copy.dst as usize + start);
             let len = part.min(bytes - start);
-            // SAFETY: the caller vouches for both ranges, of which the parts are disjoint pieces; a download of a
-            // value onto itself cannot happen because source and destination are owned apart.
+            // SAFETY: the caller vouches for both ranges, of which the parts are disjoint pieces; a
+            // download of a value onto itself cannot happen because source and destination are
+            // owned apart.
             unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst as *mut u8, len) };
         });
         Ok(())
@@ -170,8 +198,8 @@ pub(crate) struct CpuOps {
     pub(crate) threads: Threads,
 }
 
-// SAFETY: every kernel is done when the call returns; what it touches is argued where it is written. Scratch is stated
-// by the functions that the kernels themselves cut it with.
+// SAFETY: every kernel is done when the call returns; what it touches is argued where it is
+// written. Scratch is stated by the functions that the kernels themselves cut it with.
 unsafe impl Ops for CpuOps {
     unsafe fn launch(
         &self,
@@ -191,7 +219,8 @@ unsafe impl Ops for CpuOps {
     }
 }
 
-/// Scratch bytes the cpu's kernels want: a function of the operands alone, so that meta can ask too.
+/// Scratch bytes the cpu's kernels want: a function of the operands alone, so that meta can ask
+/// too.
 pub(crate) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
     match kernel {
         Kernel::Conv2d(_) | Kernel::Conv2dGradInput(_) | Kernel::Conv2dGradFilter { .. } => {
@@ -221,7 +250,13 @@ impl CpuOps {
         dst: &[Option<View>],
         scratch: Option<View>,
     ) -> Result<()> {
-        let call = access::Call { threads: &self.threads, kernel, src, dst, scratch };
+        let call = access::Call {
+            threads: &self.threads,
+            kernel,
+            src,
+            dst,
+            scratch,
+        };
         // SAFETY: the caller's promise is passed on unchanged to the family that knows the kernel.
         unsafe {
             match kernel.family() {
@@ -236,10 +271,18 @@ impl CpuOps {
                 Family::Moe => moe::run(&call),
                 Family::Image => image::run(&call),
                 Family::Host(host) => {
-                    let read: Vec<HostView<'_>> =
-                        call.src.iter().flatten().map(|v| access::host_view(v)).collect();
-                    let mut write: Vec<HostViewMut<'_>> =
-                        call.dst.iter().flatten().map(|v| access::host_view_mut(v)).collect();
+                    let read: Vec<HostView<'_>> = call
+                        .src
+                        .iter()
+                        .flatten()
+                        .map(|v| access::host_view(v))
+                        .collect();
+                    let mut write: Vec<HostViewMut<'_>> = call
+                        .dst
+                        .iter()
+                        .flatten()
+                        .map(|v| access::host_view_mut(v))
+                        .collect();
                     host.run(&read, &mut write)
                 }
             }

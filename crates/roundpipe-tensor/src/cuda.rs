@@ -1,23 +1,24 @@
 //! The cuda backend: NVIDIA GPUs through the driver, found at run time.
 //!
-//! Nothing of CUDA is needed to build or start: the driver, NVRTC, cuBLASLt and cuDNN are looked for when the
-//! first GPU is opened ([`library`]). Kernels are written in CUDA C++, compiled for the GPU at hand and kept on
-//! disk ([`compile`]); products are cuBLASLt's.
+//! Nothing of CUDA is needed to build or start: the driver, NVRTC, cuBLASLt and cuDNN are looked
+//! for when the first GPU is opened ([`library`]). Kernels are written in CUDA C++, compiled for
+//! the GPU at hand and kept on disk ([`compile`]); products are cuBLASLt's.
 //!
-//! Lanes are streams, events are events. A [`Cuda`] is one worker; several may share a card, each with its own
-//! lanes and its own part of the memory.
+//! Lanes are streams, events are events. A [`Cuda`] is one worker; several may share a card, each
+//! with its own lanes and its own part of the memory.
 //!
 //! # What kernels report
-//! A kernel that meets an index out of range writes a word of host memory and goes on with index 0; the next
-//! fence of that worker returns it as an error. So no launch ever waits.
+//! A kernel that meets an index out of range writes a word of host memory and goes on with index 0;
+//! the next fence of that worker returns it as an error. So no launch ever waits.
 //!
 //! # Invariants
-//! - The result of a kernel depends on its operands alone: no atomics on floats, fixed orders of sums.
+//! - The result of a kernel depends on its operands alone: no atomics on floats, fixed orders of
+//!   sums.
 //! - Memory is taken once per worker, plainly; nothing is allocated afterwards.
-//! - No call here prints or ends the process. After an error that the driver does not recover from, the card is lost:
-//!   every later call returns that same error; other devices go on.
-//! - Nothing waits for the device but fences, the first product of a shape ([`product`]), copies of pageable memory,
-//!   and a stamp every few seconds ([`clock`]).
+//! - No call here prints or ends the process. After an error that the driver does not recover from,
+//!   the card is lost: every later call returns that same error; other devices go on.
+//! - Nothing waits for the device but fences, the first product of a shape ([`product`]), copies of
+//!   pageable memory, and a stamp every few seconds ([`clock`]).
 
 mod attention;
 mod call;
@@ -46,8 +47,8 @@ use cudarc::driver::{result, sys};
 
 use crate::bytes::Bytes;
 use crate::device::{
-    Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, EventState, FaultReport, Faults, Lane,
-    LaneKind, Likeness, Ops, Stamp,
+    Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, EventState, FaultReport, Faults,
+    Lane, LaneKind, Likeness, Ops, Stamp,
 };
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
@@ -70,13 +71,15 @@ struct Context {
 impl Context {
     fn retain(device: sys::CUdevice) -> std::result::Result<Self, result::DriverError> {
         // SAFETY: callers have the handle from the driver.
-        Ok(Self { device, raw: unsafe { result::primary_ctx::retain(device) }? })
+        let raw = unsafe { result::primary_ctx::retain(device) }?;
+        Ok(Self { device, raw })
     }
 }
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: retained once by `retain`; whoever owns this lets go of all that was made in it before.
+        // SAFETY: retained once by `retain`; whoever owns this lets go of all that was made in it
+        // before.
         let _ = unsafe { result::primary_ctx::release(self.device) };
     }
 }
@@ -137,10 +140,11 @@ unsafe impl Sync for Moment {}
 
 impl Drop for Moment {
     fn drop(&mut self) {
-        // SAFETY: the context is retained by a card that lives longer than its clock and its events; nobody else holds
-        // the event.
+        // SAFETY: the context is retained by a card that lives longer than its clock and its
+        // events; nobody else holds the event.
         let _ = unsafe {
-            result::ctx::set_current(self.context).and_then(|()| result::event::destroy(self.event.0))
+            result::ctx::set_current(self.context)
+                .and_then(|()| result::event::destroy(self.event.0))
         };
     }
 }
@@ -149,7 +153,10 @@ impl Drop for Moment {
 ///
 /// # Safety
 /// Both are alive and have a clock; their context is current.
-unsafe fn elapsed_ms(from: RawEvent, to: RawEvent) -> std::result::Result<f32, result::DriverError> {
+unsafe fn elapsed_ms(
+    from: RawEvent,
+    to: RawEvent,
+) -> std::result::Result<f32, result::DriverError> {
     // SAFETY: the caller's promise.
     unsafe { library::elapsed(from.0, to.0) }
 }
@@ -161,7 +168,11 @@ unsafe impl Sync for Gpu {}
 
 impl fmt::Debug for Gpu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Gpu({}, sm_{}{})", self.index, self.capability.0, self.capability.1)
+        write!(
+            f,
+            "Gpu({}, sm_{}{})",
+            self.index, self.capability.0, self.capability.1
+        )
     }
 }
 
@@ -170,12 +181,16 @@ impl Gpu {
         let fail = |what: &'static str| move |e: result::DriverError| failed(index, what, e);
         let (device, capability) = find(index)?;
         if let Some(what) = too_old(capability) {
-            return Err(Error::Device { device: card(index), what });
+            return Err(Error::Device {
+                device: card(index),
+                what,
+            });
         }
         let context = Context::retain(device).map_err(fail("make a context"))?;
         // SAFETY: the context was just given by the driver.
         unsafe { result::ctx::set_current(context.raw) }.map_err(fail("use the context"))?;
-        let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR;
+        let attribute =
+            sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR;
         // SAFETY: the device handle was given by the driver.
         let shared_memory = unsafe { result::device::get_attribute(device, attribute) };
         let shared_memory = shared_memory.map_err(fail("ask the device"))?;
@@ -205,8 +220,12 @@ impl Gpu {
     /// What the time of an event recorded from now on is counted from.
     fn origin(&self) -> Result<Arc<Origin<Moment>>> {
         let fresh = || {
-            let moment = Moment { event: self.event(true)?, context: self.context.raw };
-            // SAFETY: the event was just made, the stream lives as long as the card; both belong to the current context.
+            let moment = Moment {
+                event: self.event(true)?,
+                context: self.context.raw,
+            };
+            // SAFETY: the event was just made, the stream lives as long as the card; both belong to
+            // the current context.
             let passed = unsafe {
                 result::event::record(moment.event.0, self.ticks)
                     .and_then(|()| result::event::synchronize(moment.event.0))
@@ -216,7 +235,8 @@ impl Gpu {
         };
         let between = |from: &Moment, to: &Moment| {
             // SAFETY: both are alive and have passed; `fresh` made the context current.
-            unsafe { elapsed_ms(from.event, to.event) }.map_err(|e| self.failed("read the clock", e))
+            unsafe { elapsed_ms(from.event, to.event) }
+                .map_err(|e| self.failed("read the clock", e))
         };
         self.clock.origin(Instant::now(), fresh, between)
     }
@@ -224,8 +244,13 @@ impl Gpu {
     /// Makes the card's context current on this thread, if the card is not lost.
     pub(crate) fn enter(&self) -> Result<()> {
         match self.lost.get() {
-            Some(what) => Err(Error::Device { device: card(self.index), what: what.clone() }),
-            None => self.current().map_err(|e| self.failed("use the context", e)),
+            Some(what) => Err(Error::Device {
+                device: card(self.index),
+                what: what.clone(),
+            }),
+            None => self
+                .current()
+                .map_err(|e| self.failed("use the context", e)),
         }
     }
 
@@ -242,10 +267,15 @@ impl Gpu {
             return failed;
         }
         let first = || match failed {
-            Error::Device { what, .. } => format!("{what}; the device is lost, restart the program"),
+            Error::Device { what, .. } => {
+                format!("{what}; the device is lost, restart the program")
+            }
             other => other.to_string(),
         };
-        Error::Device { device: card(self.index), what: self.lost.get_or_init(first).clone() }
+        Error::Device {
+            device: card(self.index),
+            what: self.lost.get_or_init(first).clone(),
+        }
     }
 
     /// A compiled kernel, from memory, from disk, or made now.
@@ -257,11 +287,13 @@ impl Gpu {
         self.enter()?;
         // SAFETY: the image is a whole cubin; it outlives the call, which copies it.
         let module = unsafe { result::module::load_data(image.as_ptr().cast()) };
-        let module = module.map_err(|e| self.failed(&format!("load the kernel {}", unit.name()), e))?;
+        let module =
+            module.map_err(|e| self.failed(&format!("load the kernel {}", unit.name()), e))?;
         let name = CString::new(unit.entry()).expect("names have no zero");
         // SAFETY: the module was just loaded and is never unloaded.
         let function = unsafe { result::module::get_function(module, name) };
-        let function = function.map_err(|e| self.failed(&format!("find the kernel {}", unit.name()), e))?;
+        let function =
+            function.map_err(|e| self.failed(&format!("find the kernel {}", unit.name()), e))?;
         let function = Function(function);
         lock(&self.functions).insert(unit.clone(), function);
         Ok(function)
@@ -277,7 +309,8 @@ impl Gpu {
             let made = result::event::create(F::CU_EVENT_DEFAULT);
             return Ok(RawEvent(made.map_err(|e| self.failed("make an event", e))?));
         }
-        // Both flags: waits give the processor to the optimizer, and events cost less without a clock.
+        // Both flags: waits give the processor to the optimizer, and events cost less without a
+        // clock.
         let flags = F::CU_EVENT_BLOCKING_SYNC as u32 | F::CU_EVENT_DISABLE_TIMING as u32;
         let mut event = std::ptr::null_mut();
         // SAFETY: `event` is written by the call; the flags are the driver's own.
@@ -306,8 +339,8 @@ impl Drop for Gpu {
     }
 }
 
-/// A stream that waits for no other and comes before them, in the current context. Streams of other priorities have
-/// other hardware queues, so that it does not stand behind a lane's kernels.
+/// A stream that waits for no other and comes before them, in the current context. Streams of other
+/// priorities have other hardware queues, so that it does not stand behind a lane's kernels.
 fn soonest_stream() -> std::result::Result<sys::CUstream, result::DriverError> {
     let (_, soonest) = result::stream::get_priority_range()?;
     result::stream::create_with_priority(result::stream::StreamKind::NonBlocking, soonest)
@@ -320,10 +353,15 @@ fn find(index: u32) -> Result<(sys::CUdevice, (i32, i32))> {
     result::init().map_err(fail("start the driver"))?;
     let device = result::device::get(index as i32).map_err(fail("open the device"))?;
     use sys::CUdevice_attribute as A;
-    // SAFETY: the device handle was just given by the driver.
-    let ask = |what| unsafe { result::device::get_attribute(device, what) }.map_err(fail("ask the device"));
+    let ask = |what| {
+        // SAFETY: the device handle was just given by the driver.
+        unsafe { result::device::get_attribute(device, what) }.map_err(fail("ask the device"))
+    };
     let major = ask(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-    Ok((device, (major, ask(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?)))
+    Ok((
+        device,
+        (major, ask(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?),
+    ))
 }
 
 /// Why a card of this compute capability is refused.
@@ -333,12 +371,24 @@ fn too_old((major, minor): (i32, i32)) -> Option<String> {
 }
 
 fn card(index: u32) -> DeviceId {
-    DeviceId { kind: DeviceKind::Cuda, index, worker: 0 }
+    DeviceId {
+        kind: DeviceKind::Cuda,
+        index,
+        worker: 0,
+    }
 }
 
 fn failed(index: u32, what: &str, error: result::DriverError) -> Error {
-    let text = error.error_string().ok().and_then(|s| s.to_str().ok()).unwrap_or("unknown error").to_owned();
-    Error::Device { device: card(index), what: format!("cannot {what}: {text} ({:?})", error.0) }
+    let text = error
+        .error_string()
+        .ok()
+        .and_then(|s| s.to_str().ok())
+        .unwrap_or("unknown error")
+        .to_owned();
+    Error::Device {
+        device: card(index),
+        what: format!("cannot {what}: {text} ({:?})", error.0),
+    }
 }
 
 /// Whether a context is of no use after an error: the driver returns it from every later call.
@@ -378,13 +428,23 @@ struct Report {
 
 impl Report {
     fn error(self) -> Error {
-        let Self { op, index, at, size } = self;
-        Error::Index { op, index, at, size }
+        let Self {
+            op,
+            index,
+            at,
+            size,
+        } = self;
+        Error::Index {
+            op,
+            index,
+            at,
+            size,
+        }
     }
 }
 
-/// Words that the kernels of a worker write when they meet what they must refuse: a slot for each [`Faults`], and
-/// slot 0 for all other work, which the events of the lanes tell of.
+/// Words that the kernels of a worker write when they meet what they must refuse: a slot for each
+/// [`Faults`], and slot 0 for all other work, which the events of the lanes tell of.
 pub(crate) struct Alarm {
     /// Its context must be there when the words are given back, whoever holds the alarm last.
     gpu: Arc<Gpu>,
@@ -394,7 +454,8 @@ pub(crate) struct Alarm {
     codes: Mutex<Vec<&'static str>>,
     /// How many reports of slot 0 were taken, and the last of them.
     taken: Mutex<(u64, Option<Report>)>,
-    /// Slots to be given out, each behind an event once kernels may have written it, the oldest first.
+    /// Slots to be given out, each behind an event once kernels may have written it, the oldest
+    /// first.
     free: Mutex<VecDeque<(usize, Option<RawEvent>)>>,
 }
 
@@ -421,14 +482,20 @@ struct CudaFaults {
 
 impl FaultReport for CudaFaults {
     fn check(&self) -> Result<()> {
-        self.alarm.report(self.slot).map_or(Ok(()), |report| Err(report.error()))
+        self.alarm
+            .report(self.slot)
+            .map_or(Ok(()), |report| Err(report.error()))
     }
 
     fn retire(&self, lane: &dyn Lane) {
-        let Some(lane) = lane.as_any().downcast_ref::<CudaLane>() else { return };
+        let Some(lane) = lane.as_any().downcast_ref::<CudaLane>() else {
+            return;
+        };
         // A slot whose event cannot be recorded is never used again: the card is about to be lost.
         let gpu = &self.alarm.gpu;
-        let Ok(event) = gpu.enter().and_then(|()| gpu.event(false)) else { return };
+        let Ok(event) = gpu.enter().and_then(|()| gpu.event(false)) else {
+            return;
+        };
         // SAFETY: event and stream belong to the context that was just made current.
         if unsafe { result::event::record(event.0, lane.stream) }.is_ok() {
             lock(&self.alarm.free).push_back((self.slot, Some(event)));
@@ -455,14 +522,25 @@ impl Alarm {
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
         // SAFETY: a plain allocation; it is zeroed before anybody reads it.
         let host = unsafe { result::malloc_host(Self::SLOTS * Self::WORDS * 4, flags) };
-        let host: *mut u32 = host.map_err(|e| gpu.failed("take pinned memory", e))?.cast();
+        let host: *mut u32 = host
+            .map_err(|e| gpu.failed("take pinned memory", e))?
+            .cast();
         let (codes, taken) = (Mutex::default(), Mutex::default());
         let free = Mutex::new((1..Self::SLOTS).map(|slot| (slot, None)).collect());
-        let mut alarm = Self { gpu: gpu.clone(), host, device: 0, codes, taken, free };
+        let mut alarm = Self {
+            gpu: gpu.clone(),
+            host,
+            device: 0,
+            codes,
+            taken,
+            free,
+        };
         // SAFETY: just allocated with room for these words.
         unsafe { host.write_bytes(0, Self::SLOTS * Self::WORDS) };
         // SAFETY: the memory was allocated as mapped.
-        let mapped = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut alarm.device, host.cast(), 0).result() };
+        let mapped = unsafe {
+            sys::cuMemHostGetDevicePointer_v2(&mut alarm.device, host.cast(), 0).result()
+        };
         mapped.map_err(|e| gpu.failed("map pinned memory", e))?;
         Ok(alarm)
     }
@@ -476,7 +554,10 @@ impl Alarm {
             Some(event) => unsafe { result::event::query(event.0) }.is_ok(),
         };
         let Some(at) = free.iter().position(|(_, event)| past(event)) else {
-            let what = format!("more than {} jobs are under way; wait for some to end", Self::SLOTS - 1);
+            let what = format!(
+                "more than {} jobs are under way; wait for some to end",
+                Self::SLOTS - 1
+            );
             return Err(Error::invalid("faults", what));
         };
         let (slot, event) = free.remove(at).expect("just found");
@@ -484,15 +565,23 @@ impl Alarm {
         for word in 0..Self::WORDS {
             self.word(slot, word).store(0, Ordering::Release);
         }
-        Ok(CudaFaults { alarm: self.clone(), slot })
+        Ok(CudaFaults {
+            alarm: self.clone(),
+            slot,
+        })
     }
 
     /// Where a launch that belongs to `faults` reports to; without any, the lane's events tell.
     fn slot(&self, faults: Option<&Faults>) -> AlarmSlot<'_> {
         let own = |faults: &&CudaFaults| std::ptr::eq(&*faults.alarm, self);
-        let faults = faults.and_then(|f| f.report().as_any().downcast_ref::<CudaFaults>()).filter(own);
+        let faults = faults
+            .and_then(|f| f.report().as_any().downcast_ref::<CudaFaults>())
+            .filter(own);
         let slot = faults.map_or(0, |faults| faults.slot);
-        AlarmSlot { alarm: self, device: self.device + (slot * Self::WORDS * 4) as u64 }
+        AlarmSlot {
+            alarm: self,
+            device: self.device + (slot * Self::WORDS * 4) as u64,
+        }
     }
 
     /// The code that stands for an operation; never 0.
@@ -507,8 +596,12 @@ impl Alarm {
     }
 
     fn word(&self, slot: usize, at: usize) -> &AtomicU32 {
-        assert!(slot < Self::SLOTS && at < Self::WORDS, "an alarm has no word {at} of slot {slot}");
-        // SAFETY: it is one of the words that were allocated; the memory is aligned and lives as long as this value.
+        assert!(
+            slot < Self::SLOTS && at < Self::WORDS,
+            "an alarm has no word {at} of slot {slot}"
+        );
+        // SAFETY: it is one of the words that were allocated; the memory is aligned and lives as
+        // long as this value.
         unsafe { AtomicU32::from_ptr(self.host.add(slot * Self::WORDS + at)) }
     }
 
@@ -525,7 +618,9 @@ impl Alarm {
     /// What a kernel reported, and no more of it to events of later.
     fn take(&self) -> Result<()> {
         let mut taken = lock(&self.taken);
-        let Some(report) = self.report(0) else { return Ok(()) };
+        let Some(report) = self.report(0) else {
+            return Ok(());
+        };
         self.word(0, 0).store(0, Ordering::Release);
         // Word 7 is the kernels' own: who writes first.
         self.word(0, 7).store(0, Ordering::Release);
@@ -533,12 +628,14 @@ impl Alarm {
         Err(report.error())
     }
 
-    /// What a kernel reported, to an event recorded after `count` reports. Which kernels were before an event is not
-    /// known, so one that was recorded before a report was taken tells that.
+    /// What a kernel reported, to an event recorded after `count` reports. Which kernels were
+    /// before an event is not known, so one that was recorded before a report was taken tells that.
     fn look(&self, count: u64) -> Result<()> {
         let taken = lock(&self.taken);
         let last = || taken.1.filter(|_| count < taken.0);
-        self.report(0).or_else(last).map_or(Ok(()), |report| Err(report.error()))
+        self.report(0)
+            .or_else(last)
+            .map_or(Ok(()), |report| Err(report.error()))
     }
 
     fn report(&self, slot: usize) -> Option<Report> {
@@ -548,8 +645,16 @@ impl Alarm {
         }
         let half = |at| u64::from(self.word(slot, at).load(Ordering::Relaxed));
         let value = |at| half(at) | half(at + 1) << 32;
-        let op = lock(&self.codes).get(code as usize - 1).copied().unwrap_or("kernel");
-        Some(Report { op, index: value(1) as i64, at: value(3) as usize, size: value(5) as usize })
+        let op = lock(&self.codes)
+            .get(code as usize - 1)
+            .copied()
+            .unwrap_or("kernel");
+        Some(Report {
+            op,
+            index: value(1) as i64,
+            at: value(3) as usize,
+            size: value(5) as usize,
+        })
     }
 }
 
@@ -584,7 +689,8 @@ impl Cuda {
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
-    /// Why a GPU that is there would be refused, asked without opening it; `None` for one that can be used.
+    /// Why a GPU that is there would be refused, asked without opening it; `None` for one that can
+    /// be used.
     ///
     /// # Errors
     /// When a library is missing or there is no such GPU.
@@ -608,37 +714,64 @@ impl Cuda {
     /// When a library is missing, there is no such GPU, or it is too old.
     pub fn workers(index: u32, count: usize) -> Result<Vec<Arc<Self>>> {
         let gpu = Gpu::open(index)?;
-        (0..count.max(1)).map(|worker| Self::on(&gpu, worker as u32)).collect()
+        (0..count.max(1))
+            .map(|worker| Self::on(&gpu, worker as u32))
+            .collect()
     }
 
     fn on(gpu: &Arc<Gpu>, worker: u32) -> Result<Arc<Self>> {
         gpu.enter()?;
-        let id = DeviceId { worker, ..card(gpu.index) };
+        let id = DeviceId {
+            worker,
+            ..card(gpu.index)
+        };
         let alarm = Arc::new(Alarm::new(gpu)?);
-        let range = result::stream::get_priority_range().map_err(|e| gpu.failed("ask for priorities", e))?;
+        let range = result::stream::get_priority_range()
+            .map_err(|e| gpu.failed("ask for priorities", e))?;
         let lane = |kind: LaneKind| {
-            // Activations are what somebody waits for; weights and gradients fill the gaps. Lower is sooner.
+            // Activations are what somebody waits for; weights and gradients fill the gaps. Lower
+            // is sooner.
             let priority = match kind {
                 LaneKind::Compute => 0,
                 LaneKind::ActivationUpload | LaneKind::ActivationDownload => range.1,
                 LaneKind::ParamUpload | LaneKind::GradDownload => range.0,
             };
-            let made =
-                result::stream::create_with_priority(result::stream::StreamKind::NonBlocking, priority);
+            let made = result::stream::create_with_priority(
+                result::stream::StreamKind::NonBlocking,
+                priority,
+            );
             let stream = made.map_err(|e| gpu.failed("make a stream", e))?;
-            Ok(CudaLane { kind, stream, gpu: gpu.clone(), id, alarm: alarm.clone() })
+            Ok(CudaLane {
+                kind,
+                stream,
+                gpu: gpu.clone(),
+                id,
+                alarm: alarm.clone(),
+            })
         };
-        let lanes = LaneKind::ALL.iter().map(|kind| lane(*kind)).collect::<Result<Vec<_>>>()?;
+        let lanes = LaneKind::ALL
+            .iter()
+            .map(|kind| lane(*kind))
+            .collect::<Result<Vec<_>>>()?;
         let lanes = lanes.try_into().expect("five kinds give five lanes");
         // SAFETY: the device handle is valid.
-        let total =
-            unsafe { result::device::total_mem(gpu.device) }.map_err(|e| gpu.failed("ask for memory", e))?;
-        let ops = CudaOps { gpu: gpu.clone(), alarm };
-        Ok(Arc::new(Self { id, gpu: gpu.clone(), lanes, ops, total: total as u64 }))
+        let total = unsafe { result::device::total_mem(gpu.device) }
+            .map_err(|e| gpu.failed("ask for memory", e))?;
+        let ops = CudaOps {
+            gpu: gpu.clone(),
+            alarm,
+        };
+        Ok(Arc::new(Self {
+            id,
+            gpu: gpu.clone(),
+            lanes,
+            ops,
+            total: total as u64,
+        }))
     }
 
-    /// Why attention is slower than it could be on this machine's GPUs, in one line: which cuDNN was found where, its
-    /// version, and what computes instead. `None` where cuDNN is used.
+    /// Why attention is slower than it could be on this machine's GPUs, in one line: which cuDNN
+    /// was found where, its version, and what computes instead. `None` where cuDNN is used.
     pub fn attention_note() -> Option<String> {
         attention::note()
     }
@@ -648,7 +781,8 @@ impl Cuda {
         self.gpu.capability
     }
 
-    /// Breaks the GPU down for this process: queues a kernel that traps, as tests of failures want it.
+    /// Breaks the GPU down for this process: queues a kernel that traps, as tests of failures want
+    /// it.
     ///
     /// # Errors
     /// As for any launch; the trap itself is met by a later call.
@@ -658,7 +792,8 @@ impl Cuda {
         let function = self.gpu.function(&trap())?;
         let stream = self.lanes[LaneKind::Compute as usize].stream;
         // SAFETY: the kernel has no parameters and touches no memory.
-        let queued = unsafe { result::launch_kernel(function.0, (1, 1, 1), (1, 1, 1), 0, stream, &mut []) };
+        let queued =
+            unsafe { result::launch_kernel(function.0, (1, 1, 1), (1, 1, 1), 0, stream, &mut []) };
         queued.map_err(|e| self.gpu.failed("launch a trap", e))
     }
 }
@@ -712,8 +847,9 @@ impl Drop for Pinned {
     }
 }
 
-// SAFETY: there are five lanes, one per kind, whose streams reach the card's memory; host memory is not aliased. Host
-// buffers come from the driver or from `HostBuf::zeroed`, as long as asked and page-aligned.
+// SAFETY: there are five lanes, one per kind, whose streams reach the card's memory; host memory is
+// not aliased. Host buffers come from the driver or from `HostBuf::zeroed`, as long as asked and
+// page-aligned.
 unsafe impl Device for Cuda {
     fn id(&self) -> DeviceId {
         self.id
@@ -721,12 +857,19 @@ unsafe impl Device for Cuda {
 
     fn stands_for(&self) -> Likeness {
         let library_attention = attention::may_take_backward(self.gpu.capability);
-        Likeness { kind: DeviceKind::Cuda, library_attention }
+        Likeness {
+            kind: DeviceKind::Cuda,
+            library_attention,
+        }
     }
 
     fn memory(&self) -> Bytes {
-        let free =
-            self.gpu.enter().ok().and_then(|()| result::mem_get_info().ok()).map(|(free, _)| free as u64);
+        let free = self
+            .gpu
+            .enter()
+            .ok()
+            .and_then(|()| result::mem_get_info().ok())
+            .map(|(free, _)| free as u64);
         Bytes(free.unwrap_or(self.total))
     }
 
@@ -737,12 +880,23 @@ unsafe impl Device for Cuda {
         let ptr = ptr.map_err(|e| match self.gpu.failed("reserve memory", e) {
             lost if is_fatal(e.0) => lost,
             _ => {
-                let what = format!("cannot reserve {bytes}, {} are free ({:?})", self.memory(), e.0);
-                Error::Device { device: self.id, what }
+                let what = format!(
+                    "cannot reserve {bytes}, {} are free ({:?})",
+                    self.memory(),
+                    e.0
+                );
+                Error::Device {
+                    device: self.id,
+                    what,
+                }
             }
         })?;
-        let owner = Allocation { gpu: self.gpu.clone(), ptr };
-        // SAFETY: the driver aligns to 256 bytes and more; nobody else knows this memory, and the owner frees it.
+        let owner = Allocation {
+            gpu: self.gpu.clone(),
+            ptr,
+        };
+        // SAFETY: the driver aligns to 256 bytes and more; nobody else knows this memory, and the
+        // owner frees it.
         Ok(unsafe { Arena::new(ptr, bytes, Box::new(owner)) })
     }
 
@@ -771,8 +925,13 @@ unsafe impl Device for Cuda {
                 _ => self.allocate(bytes),
             };
             let (ptr, pages) = pinned.map_err(|e| self.refuse_pin(name, bytes, e))?;
-            let owner = Pinned { gpu: self.gpu.clone(), ptr, pages };
-            // SAFETY: zeroed, page-aligned, of this size, reached through this value alone, alive in the owner.
+            let owner = Pinned {
+                gpu: self.gpu.clone(),
+                ptr,
+                pages,
+            };
+            // SAFETY: zeroed, page-aligned, of this size, reached through this value alone, alive
+            // in the owner.
             Ok(unsafe { HostBuf::from_owner(name, ptr.cast(), bytes, Box::new(owner)) })
         })
     }
@@ -800,8 +959,9 @@ impl Cuda {
         let pages = HostBuf::zeroed(name, bytes)?;
         let ptr = pages.addr() as *mut c_void;
         // SAFETY: the pages are mapped, and live in the owner until they are unregistered.
-        let locked =
-            unsafe { sys::cuMemHostRegister_v2(ptr, bytes, sys::CU_MEMHOSTREGISTER_PORTABLE).result() };
+        let locked = unsafe {
+            sys::cuMemHostRegister_v2(ptr, bytes, sys::CU_MEMHOSTREGISTER_PORTABLE).result()
+        };
         Ok(locked.map(|()| (ptr, Some(pages))))
     }
 
@@ -811,8 +971,17 @@ impl Cuda {
             return lost.into();
         }
         let need = Bytes(bytes as u64);
-        let what = format!("cannot pin {need} of host memory for {name} ({:?})", error.0);
-        Refusal { error: Error::Device { device: self.id, what }, scarce: is_scarce(error.0) }
+        let what = format!(
+            "cannot pin {need} of host memory for {name} ({:?})",
+            error.0
+        );
+        Refusal {
+            error: Error::Device {
+                device: self.id,
+                what,
+            },
+            scarce: is_scarce(error.0),
+        }
     }
 }
 
@@ -845,9 +1014,10 @@ unsafe impl Sync for CudaLane {}
 impl CudaLane {
     fn failed(&self, what: &str, error: result::DriverError) -> Error {
         match self.gpu.failed(what, error) {
-            Error::Device { what, .. } if self.gpu.lost.get().is_none() => {
-                Error::Device { device: self.id, what: format!("{}: {what}", self.kind.name()) }
-            }
+            Error::Device { what, .. } if self.gpu.lost.get().is_none() => Error::Device {
+                device: self.id,
+                what: format!("{}: {what}", self.kind.name()),
+            },
             other => other,
         }
     }
@@ -863,10 +1033,21 @@ impl CudaLane {
     }
 
     fn try_mark(&self, timing: bool) -> Result<Event> {
-        let origin = if timing { Some(self.gpu.origin()?) } else { None };
+        let origin = if timing {
+            Some(self.gpu.origin()?)
+        } else {
+            None
+        };
         let event = self.gpu.event(timing)?;
         let (gpu, alarm) = (self.gpu.clone(), self.alarm.clone());
-        let made = CudaEvent { event, origin, gpu, id: self.id, reports: alarm.count(), alarm };
+        let made = CudaEvent {
+            event,
+            origin,
+            gpu,
+            id: self.id,
+            reports: alarm.count(),
+            alarm,
+        };
         self.gpu.enter()?;
         // SAFETY: event and stream belong to the current context.
         let recorded = unsafe { result::event::record(event.0, self.stream) };
@@ -884,7 +1065,8 @@ impl fmt::Debug for CudaLane {
 impl Drop for CudaLane {
     fn drop(&mut self) {
         if self.gpu.current().is_ok() {
-            // SAFETY: made in `on`; the stream is waited for, so nothing of it touches memory afterwards.
+            // SAFETY: made in `on`; the stream is waited for, so nothing of it touches memory
+            // afterwards.
             unsafe {
                 let _ = result::stream::synchronize(self.stream);
                 let _ = result::stream::destroy(self.stream);
@@ -893,7 +1075,8 @@ impl Drop for CudaLane {
     }
 }
 
-// SAFETY: a lane is a stream, which runs in order and waits for events; a failing record synchronises it (`mark`).
+// SAFETY: a lane is a stream, which runs in order and waits for events; a failing record
+// synchronises it (`mark`).
 unsafe impl Lane for CudaLane {
     fn kind(&self) -> LaneKind {
         self.kind
@@ -905,12 +1088,18 @@ unsafe impl Lane for CudaLane {
         // SAFETY: the caller vouches for both ranges and their order.
         let copied = unsafe {
             match copy.direction {
-                Direction::Upload => sys::cuMemcpyHtoDAsync_v2(dst, src as *const c_void, bytes, self.stream),
-                Direction::Download => sys::cuMemcpyDtoHAsync_v2(dst as *mut c_void, src, bytes, self.stream),
+                Direction::Upload => {
+                    sys::cuMemcpyHtoDAsync_v2(dst, src as *const c_void, bytes, self.stream)
+                }
+                Direction::Download => {
+                    sys::cuMemcpyDtoHAsync_v2(dst as *mut c_void, src, bytes, self.stream)
+                }
                 Direction::Local => sys::cuMemcpyDtoDAsync_v2(dst, src, bytes, self.stream),
             }
         };
-        copied.result().map_err(|e| self.failed(&format!("copy {}", copy.what), e))
+        copied
+            .result()
+            .map_err(|e| self.failed(&format!("copy {}", copy.what), e))
     }
 
     fn record(&self) -> Result<Event> {
@@ -968,9 +1157,10 @@ struct CudaEvent {
 impl CudaEvent {
     fn failed(&self, error: result::DriverError) -> Error {
         match self.gpu.failed("finish what was queued", error) {
-            Error::Device { what, .. } if self.gpu.lost.get().is_none() => {
-                Error::Device { device: self.id, what }
-            }
+            Error::Device { what, .. } if self.gpu.lost.get().is_none() => Error::Device {
+                device: self.id,
+                what,
+            },
             other => other,
         }
     }
@@ -993,7 +1183,8 @@ impl Drop for CudaEvent {
     }
 }
 
-// SAFETY: the driver waits for the event, or says whether it has passed; a card that is lost runs nothing any more.
+// SAFETY: the driver waits for the event, or says whether it has passed; a card that is lost runs
+// nothing any more.
 unsafe impl EventState for CudaEvent {
     fn passed(&self) -> Result<bool> {
         self.gpu.enter()?;
@@ -1032,9 +1223,9 @@ unsafe impl EventState for CudaEvent {
     }
 }
 
-/// An element of the sum costs 2 operations per row and 8 bytes; an H200 does 700e12 of the former in the time of 4e12
-/// of the latter, so both are equal at 700 rows. Its head of 151,936 classes takes 107, 76, 61–67 and 60 ms for 16,384
-/// tokens with 256, 512, 1,024 and 2,048 rows at a time.
+/// An element of the sum costs 2 operations per row and 8 bytes; an H200 does 700e12 of the former
+/// in the time of 4e12 of the latter, so both are equal at 700 rows. Its head of 151,936 classes
+/// takes 107, 76, 61–67 and 60 ms for 16,384 tokens with 256, 512, 1,024 and 2,048 rows at a time.
 pub(crate) const THICK: usize = 1024;
 
 /// The GPU's mathematics.
@@ -1043,8 +1234,8 @@ pub(crate) struct CudaOps {
     gpu: Arc<Gpu>,
 }
 
-// SAFETY: kernels run in the lane's stream; what they touch is argued by family. Scratch is stated by the functions that
-// the launches themselves cut it with.
+// SAFETY: kernels run in the lane's stream; what they touch is argued by family. Scratch is stated
+// by the functions that the launches themselves cut it with.
 unsafe impl Ops for CudaOps {
     unsafe fn launch(
         &self,
@@ -1056,11 +1247,22 @@ unsafe impl Ops for CudaOps {
         faults: Option<&Faults>,
     ) -> Result<()> {
         let Some(lane) = lane.as_any().downcast_ref::<CudaLane>() else {
-            return Err(Error::Foreign { op: kernel.name(), what: format!("{lane:?} is no lane of a GPU") });
+            return Err(Error::Foreign {
+                op: kernel.name(),
+                what: format!("{lane:?} is no lane of a GPU"),
+            });
         };
         self.gpu.enter()?;
         let (gpu, alarm, stream) = (&*self.gpu, self.alarm.slot(faults), lane.stream);
-        let call = Call { gpu, alarm, stream, kernel, src, dst, scratch };
+        let call = Call {
+            gpu,
+            alarm,
+            stream,
+            kernel,
+            src,
+            dst,
+            scratch,
+        };
         // SAFETY: the caller's promise is passed on unchanged to the family that knows the kernel.
         unsafe {
             match kernel.family() {
@@ -1084,8 +1286,8 @@ unsafe impl Ops for CudaOps {
 
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
         // Of attention alone, for the first time this is asked cuDNN is looked for.
-        let library_attention =
-            matches!(kernel, Kernel::AttentionGrad(_)) && attention::may_take_backward(self.gpu.capability);
+        let library_attention = matches!(kernel, Kernel::AttentionGrad(_))
+            && attention::may_take_backward(self.gpu.capability);
         scratch(kernel, src, dst, library_attention)
     }
 
@@ -1094,7 +1296,8 @@ unsafe impl Ops for CudaOps {
     }
 }
 
-/// Scratch bytes that kernels want: of the operands and of what a likeness tells, so that meta can ask too.
+/// Scratch bytes that kernels want: of the operands and of what a likeness tells, so that meta can
+/// ask too.
 pub(crate) fn scratch(
     kernel: &Kernel,
     src: &[Option<View>],
@@ -1117,9 +1320,13 @@ pub(crate) fn scratch(
         | K::BatchNorm { .. }
         | K::BatchNormGrad { .. } => norm::scratch(kernel, src, dst),
         K::RopeNormGrad { .. } => rope::scratch(kernel, src, dst),
-        K::Attention(_) | K::AttentionGrad(_) => attention::scratch(kernel, src, dst, library_attention),
+        K::Attention(_) | K::AttentionGrad(_) => {
+            attention::scratch(kernel, src, dst, library_attention)
+        }
         K::MoeSort { .. } | K::MoeCombineGrad => moe::scratch(kernel, src, dst),
-        K::Conv2d(_) | K::Conv2dGradInput(_) | K::Conv2dGradFilter { .. } => image::scratch(kernel, src, dst),
+        K::Conv2d(_) | K::Conv2dGradInput(_) | K::Conv2dGradFilter { .. } => {
+            image::scratch(kernel, src, dst)
+        }
         _ => 0,
     }
 }
@@ -1128,7 +1335,8 @@ fn trap() -> Unit {
     Unit::new("trap", include_str!("cuda/kernels/trap.cu"), "trap_now")
 }
 
-/// Every kernel in the variants that models use: what a machine without a GPU compiles to see that it can.
+/// Every kernel in the variants that models use: what a machine without a GPU compiles to see that
+/// it can.
 pub fn units() -> Vec<Unit> {
     let families = [
         elementwise::units(),

@@ -1,8 +1,8 @@
 //! The context in which layers compute.
 //!
 //! A layer's forward receives a [`Cx`]: it gives parameters as tensors on whichever worker runs the
-//! layer ([`Cx::get`]), computes ([`crate::ops`]), and records what a backward pass will need. Without a
-//! tape it records nothing and holds nothing.
+//! layer ([`Cx::get`]), computes ([`crate::ops`]), and records what a backward pass will need.
+//! Without a tape it records nothing and holds nothing.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -36,7 +36,8 @@ pub struct Cx {
     /// Parameters in the order they were first used, and where each stands in that order.
     bound: Vec<(Param, Tensor)>,
     places: HashMap<ParamId, usize>,
-    /// Every place of a parameter on the tape, with the accumulator bound there; outlives [`Cx::release`].
+    /// Every place of a parameter on the tape, with the accumulator bound there; outlives
+    /// [`Cx::release`].
     owners: Vec<Owner>,
     updates: Vec<(Param, Tensor)>,
     recompute: Recompute,
@@ -80,10 +81,13 @@ impl Cx {
         }
     }
 
-    /// For a forward whose backward will be a recompute: nothing is recorded, but outputs know whether they
-    /// need a gradient ([`Tensor::requires_grad`]).
+    /// For a forward whose backward will be a recompute: nothing is recorded, but outputs know
+    /// whether they need a gradient ([`Tensor::requires_grad`]).
     pub fn ahead(worker: &Worker, training: bool) -> Self {
-        Self { tape: Some(Tape::dry()), ..Self::new(worker, false, training) }
+        Self {
+            tape: Some(Tape::dry()),
+            ..Self::new(worker, false, training)
+        }
     }
 
     /// The same context before or in a recompute.
@@ -93,8 +97,9 @@ impl Cx {
         self
     }
 
-    /// Keeps values for the recompute of this layer, so that it need not compute them again: at most once per
-    /// layer and forward. They carry no gradient. When no recompute will follow, nothing is kept.
+    /// Keeps values for the recompute of this layer, so that it need not compute them again: at
+    /// most once per layer and forward. They carry no gradient. When no recompute will follow,
+    /// nothing is kept.
     ///
     /// # Errors
     /// [`Error::Invalid`] on the second call.
@@ -124,7 +129,10 @@ impl Cx {
     pub fn recompute_data(&self) -> Result<Vec<Tensor>> {
         match &self.recompute {
             Recompute::Now(saved) => Ok(saved.clone()),
-            _ => Err(Error::invalid("recompute_data", "this is no recompute; ask doing_recompute first")),
+            _ => Err(Error::invalid(
+                "recompute_data",
+                "this is no recompute; ask doing_recompute first",
+            )),
         }
     }
 
@@ -215,7 +223,8 @@ impl Cx {
         self.full(dtype, dims, 0.0)
     }
 
-    /// Makes `tensor` an input whose gradient [`Gradients::of`] will give. Without a tape it stays a constant.
+    /// Makes `tensor` an input whose gradient [`Gradients::of`] will give. Without a tape it stays
+    /// a constant.
     ///
     /// # Errors
     /// [`Error::DType`] for types that have no gradient.
@@ -228,8 +237,8 @@ impl Cx {
         })
     }
 
-    /// The parameter as a tensor on this worker. The first call brings it here (in place on a cpu, unless
-    /// [`Cx::bind`] did before); later calls give the same tensor.
+    /// The parameter as a tensor on this worker. The first call brings it here (in place on a cpu,
+    /// unless [`Cx::bind`] did before); later calls give the same tensor.
     ///
     /// # Errors
     /// When it is being written, or memory runs out.
@@ -244,9 +253,17 @@ impl Cx {
         }
         let host = param.data().read_all()?;
         let tensor = if self.worker.device().aliases_host() {
-            Tensor::from_host(host, self.worker.pool().clone(), param.dtype(), *param.shape())?
+            Tensor::from_host(
+                host,
+                self.worker.pool().clone(),
+                param.dtype(),
+                *param.shape(),
+            )?
         } else {
-            let block = self.worker.pool().alloc("parameter", param.bytes() as u64)?;
+            let block = self
+                .worker
+                .pool()
+                .alloc("parameter", param.bytes() as u64)?;
             let lane = self.worker.device().lane(crate::device::LaneKind::Compute);
             let (_, block) = lane.upload("parameter", host, block)?.land()?;
             Tensor::from_block(block, param.dtype(), *param.shape())
@@ -254,23 +271,29 @@ impl Cx {
         self.bind(param, tensor, None)
     }
 
-    /// Says where a parameter lies on this worker, and the accumulator its gradients are added to (dense, in
-    /// the accumulator type, zeroed or holding earlier microbatches). The accumulator is given away, so that
-    /// nobody can look while it is being written; [`Gradients::take_param`] gives it back.
+    /// Says where a parameter lies on this worker, and the accumulator its gradients are added to
+    /// (dense, in the accumulator type, zeroed or holding earlier microbatches). The accumulator is
+    /// given away, so that nobody can look while it is being written; [`Gradients::take_param`]
+    /// gives it back.
     ///
     /// # Errors
-    /// When shapes or types disagree, the tensors live on another worker, or somebody else holds the
-    /// accumulator.
+    /// When shapes or types disagree, the tensors live on another worker, or somebody else holds
+    /// the accumulator.
     pub fn bind(&mut self, param: &Param, tensor: Tensor, into: Option<Tensor>) -> Result<Tensor> {
         const OP: &str = "bind";
         for t in std::iter::once(&tensor).chain(&into) {
             self.worker.check_home(OP, t)?;
             if t.shape() != param.shape() {
-                return Err(Error::Shape { op: OP, left: *t.shape(), right: *param.shape() });
+                return Err(Error::Shape {
+                    op: OP,
+                    left: *t.shape(),
+                    right: *param.shape(),
+                });
             }
         }
-        let dense =
-            into.as_ref().is_none_or(|g| g.is_contiguous() && g.dtype() == param.dtype().accumulator());
+        let dense = into
+            .as_ref()
+            .is_none_or(|g| g.is_contiguous() && g.dtype() == param.dtype().accumulator());
         if tensor.dtype() != param.dtype() || !dense {
             return Err(Error::invalid(
                 OP,
@@ -285,7 +308,10 @@ impl Cx {
             _ => tensor.detach(),
         };
         if let Some(place) = tensor.node.clone() {
-            self.owners.push(Owner { param: param.clone(), place });
+            self.owners.push(Owner {
+                param: param.clone(),
+                place,
+            });
         }
         let bound = (param.clone(), tensor.clone());
         match self.places.get(&param.id()) {
@@ -305,7 +331,11 @@ impl Cx {
     /// When shape or type disagree.
     pub fn set_buffer(&mut self, buffer: &Param, value: &Tensor) -> Result<()> {
         if value.shape() != buffer.shape() || value.dtype() != buffer.dtype() {
-            let what = format!("{value:?} into a {} {} buffer", buffer.dtype(), buffer.shape());
+            let what = format!(
+                "{value:?} into a {} {} buffer",
+                buffer.dtype(),
+                buffer.shape()
+            );
             return Err(Error::invalid("set_buffer", what));
         }
         self.updates.retain(|(b, _)| b.id() != buffer.id());
@@ -319,7 +349,8 @@ impl Cx {
         self.places.clear();
     }
 
-    /// Releases the parameters and writes the buffers set during this pass, in the order they were set.
+    /// Releases the parameters and writes the buffers set during this pass, in the order they were
+    /// set.
     ///
     /// # Errors
     /// When a buffer is still read by another pass.
@@ -337,9 +368,9 @@ impl Cx {
         Ok(())
     }
 
-    /// Records an operation: `backward` will run when a gradient arrives at one of `outputs`. Outputs come
-    /// back with their place on the tape; without a tape, or when no input needs a gradient, they come back as
-    /// they are and what `backward` captured is dropped.
+    /// Records an operation: `backward` will run when a gradient arrives at one of `outputs`.
+    /// Outputs come back with their place on the tape; without a tape, or when no input needs a
+    /// gradient, they come back as they are and what `backward` captured is dropped.
     pub(crate) fn record(
         &mut self,
         op: &'static str,
@@ -347,8 +378,13 @@ impl Cx {
         outputs: Vec<Tensor>,
         backward: impl FnOnce(&mut Back<'_>) -> Result<()> + Send + 'static,
     ) -> Result<Vec<Tensor>> {
-        let Some(tape) = &mut self.tape else { return Ok(outputs) };
-        let numbers = inputs.iter().map(|t| tape.number(op, t)).collect::<Result<Vec<_>>>()?;
+        let Some(tape) = &mut self.tape else {
+            return Ok(outputs);
+        };
+        let numbers = inputs
+            .iter()
+            .map(|t| tape.number(op, t))
+            .collect::<Result<Vec<_>>>()?;
         if numbers.iter().all(Option::is_none) {
             return Ok(outputs);
         }
@@ -372,14 +408,18 @@ impl Cx {
         self.tape.is_some() && inputs.iter().any(|t| t.requires_grad())
     }
 
-    /// Gradients of a scalar with respect to every input and parameter it depends on. The tape is used up; the
-    /// context can record anew.
+    /// Gradients of a scalar with respect to every input and parameter it depends on. The tape is
+    /// used up; the context can record anew.
     ///
     /// # Errors
     /// When `loss` has more than one element or does not depend on anything recorded here.
     pub fn backward(&mut self, loss: &Tensor) -> Result<Gradients> {
         if loss.numel() != 1 {
-            let what = format!("the loss {} has {} elements; reduce it to one", loss.shape(), loss.numel());
+            let what = format!(
+                "the loss {} has {} elements; reduce it to one",
+                loss.shape(),
+                loss.numel()
+            );
             return Err(Error::invalid("backward", what));
         }
         let one = self.worker.full(loss.dtype(), *loss.shape(), 1.0)?;
@@ -393,13 +433,16 @@ impl Cx {
     pub fn backward_from(&mut self, outputs: &[(Tensor, Tensor)]) -> Result<Gradients> {
         let seeds = self.seeds(outputs)?;
         if seeds.is_empty() {
-            return Err(Error::invalid(BACKWARD, "no output depends on an input or a trainable parameter"));
+            return Err(Error::invalid(
+                BACKWARD,
+                "no output depends on an input or a trainable parameter",
+            ));
         }
         self.walk_back(seeds)
     }
 
-    /// As [`Cx::backward_from`], where it is no mistake that nothing depends on the outputs: accumulators come
-    /// back as they were bound.
+    /// As [`Cx::backward_from`], where it is no mistake that nothing depends on the outputs:
+    /// accumulators come back as they were bound.
     ///
     /// # Errors
     /// When there is no tape or a gradient's shape is not its output's.
@@ -415,16 +458,24 @@ impl Cx {
         let mut seeds = Vec::with_capacity(outputs.len());
         for (output, grad) in outputs {
             if output.shape() != grad.shape() {
-                return Err(Error::Shape { op: OP, left: *output.shape(), right: *grad.shape() });
+                return Err(Error::Shape {
+                    op: OP,
+                    left: *output.shape(),
+                    right: *grad.shape(),
+                });
             }
             self.worker.check_home(OP, grad)?;
-            seeds.extend(tape.number(OP, output)?.map(|number| (number, grad.detach())));
+            seeds.extend(
+                tape.number(OP, output)?
+                    .map(|number| (number, grad.detach())),
+            );
         }
         Ok(seeds)
     }
 
     fn walk_back(&mut self, seeds: Vec<(u32, Tensor)>) -> Result<Gradients> {
-        // The parameters' tensors are let go here: an optimizer may write them while the gradients live.
+        // The parameters' tensors are let go here: an optimizer may write them while the gradients
+        // live.
         self.release();
         let owners = std::mem::take(&mut self.owners);
         let tape = self.tape.replace(Tape::new()).expect("checked above");
@@ -433,18 +484,24 @@ impl Cx {
         Ok(Gradients { leaves, params })
     }
 
-    /// The gradients of parameters in the order of their first use; one that stood at several places of the
-    /// tape has one gradient.
+    /// The gradients of parameters in the order of their first use; one that stood at several
+    /// places of the tape has one gradient.
     fn collect(&self, owners: Vec<Owner>, leaves: &mut Leaves) -> Result<Vec<(Param, Tensor)>> {
         let mut params: Vec<(Param, Tensor)> = Vec::with_capacity(owners.len());
         let mut at = HashMap::new();
         for Owner { param, place } in owners {
-            let Some(grad) = leaves.take_at(&place) else { continue };
+            let Some(grad) = leaves.take_at(&place) else {
+                continue;
+            };
             let known = *at.entry(param.id()).or_insert(params.len());
             match params.get(known).map(|(_, have)| have) {
                 None => params.push((param, grad)),
                 Some(have) => {
-                    self.worker.launch(&Kernel::Accumulate { alpha: 1.0 }, &[Some(&grad)], &[Some(have)])?;
+                    self.worker.launch(
+                        &Kernel::Accumulate { alpha: 1.0 },
+                        &[Some(&grad)],
+                        &[Some(have)],
+                    )?;
                 }
             }
         }
@@ -471,7 +528,10 @@ impl Gradients {
 
     /// The gradient of a parameter, in its accumulator type.
     pub fn param(&self, param: &Param) -> Option<&Tensor> {
-        self.params.iter().find(|(p, _)| p.id() == param.id()).map(|(_, grad)| grad)
+        self.params
+            .iter()
+            .find(|(p, _)| p.id() == param.id())
+            .map(|(_, grad)| grad)
     }
 
     /// Takes the gradient of a parameter out: where an accumulator was bound, that accumulator.
@@ -499,7 +559,10 @@ fn check_accumulator(into: &Tensor) -> Result<()> {
         (true, false) => "is held elsewhere; give it away, and take it back from the gradients",
         (false, _) => "lies in a host buffer that is only read",
     };
-    Err(Error::invalid("bind", format!("the accumulator {into:?} {what}")))
+    Err(Error::invalid(
+        "bind",
+        format!("the accumulator {into:?} {what}"),
+    ))
 }
 
 /// Refuses what is not a float.
@@ -507,7 +570,12 @@ pub(crate) fn float(op: &'static str, x: &Tensor) -> Result<()> {
     if x.dtype().is_float() {
         return Ok(());
     }
-    Err(Error::DType { op, dtype: x.dtype(), shape: *x.shape(), expected: "it takes floats" })
+    Err(Error::DType {
+        op,
+        dtype: x.dtype(),
+        shape: *x.shape(),
+        expected: "it takes floats",
+    })
 }
 
 /// Refuses operands of different types.
@@ -529,7 +597,11 @@ pub(crate) fn same_shape(op: &'static str, have: &Tensor, want: Shape) -> Result
     if *have.shape() == want {
         return Ok(());
     }
-    Err(Error::Shape { op, left: *have.shape(), right: want })
+    Err(Error::Shape {
+        op,
+        left: *have.shape(),
+        right: want,
+    })
 }
 
 /// An operation that a user wrote: any forward, and a backward of its own.
@@ -543,8 +615,8 @@ pub trait CustomOp: Send + Sync + 'static {
     /// Whatever the operation reports.
     fn forward(&self, cx: &mut Cx, inputs: &[Tensor]) -> Result<Vec<Tensor>>;
 
-    /// The gradients of the inputs (`None` for those without), given the inputs, the outputs and the outputs'
-    /// gradients (`None` for outputs nothing depends on); `cx` does not record here.
+    /// The gradients of the inputs (`None` for those without), given the inputs, the outputs and
+    /// the outputs' gradients (`None` for outputs nothing depends on); `cx` does not record here.
     ///
     /// # Errors
     /// Whatever the operation reports.
@@ -574,10 +646,16 @@ impl Cx {
         let training = self.training;
         self.record(name, inputs, outputs, move |bx| {
             let mut cx = Self::new(bx.worker(), false, training);
-            let grads = (0..kept.len()).map(|i| bx.grad(i)).collect::<Result<Vec<_>>>()?;
+            let grads = (0..kept.len())
+                .map(|i| bx.grad(i))
+                .collect::<Result<Vec<_>>>()?;
             let given = op.backward(&mut cx, &plain, &kept, &grads)?;
             if given.len() != plain.len() {
-                let what = format!("backward gave {} gradients for {} inputs", given.len(), plain.len());
+                let what = format!(
+                    "backward gave {} gradients for {} inputs",
+                    given.len(),
+                    plain.len()
+                );
                 return Err(Error::invalid(name, what));
             }
             for (i, grad) in given.into_iter().enumerate() {

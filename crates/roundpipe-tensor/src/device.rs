@@ -1,13 +1,13 @@
 //! What the engine needs from a backend: memory, lanes, order, and mathematics.
 //!
-//! Two small object-safe traits carry every backend: [`Device`] with its [`Lane`]s (memory and order)
-//! and [`Ops`] (mathematics). A *worker* is one `Device` value: a card that is listed twice is two
-//! values with their own lanes and arenas.
+//! Two small object-safe traits carry every backend: [`Device`] with its [`Lane`]s (memory and
+//! order) and [`Ops`] (mathematics). A *worker* is one `Device` value: a card that is listed twice
+//! is two values with their own lanes and arenas.
 //!
-//! All of these traits are unsafe to implement, because safe code relies on what they say: addresses that an arena
-//! gave are read and written, and memory is let go when an event says that a lane has passed. Each names what it
-//! promises. A device cannot be put together from safe parts, such as memory that is only counted and mathematics that
-//! computes:
+//! All of these traits are unsafe to implement, because safe code relies on what they say:
+//! addresses that an arena gave are read and written, and memory is let go when an event says that
+//! a lane has passed. Each names what it promises. A device cannot be put together from safe parts,
+//! such as memory that is only counted and mathematics that computes:
 //!
 //! ```compile_fail
 //! use roundpipe_tensor::device::{Arena, Device, DeviceId, Lane, LaneKind, Ops};
@@ -28,10 +28,10 @@
 //!
 //! # Rules of order
 //! 1. A lane runs what it is given in order; two lanes run independently.
-//! 2. Only events order two lanes: `b.wait(&a.record()?)` puts all later work of `b` after all earlier
-//!    work of `a`.
-//! 3. The host learns that work has ended only by a fence ([`Event::fence`], [`Lane::fence`], or landing
-//!    a [`Flight`]).
+//! 2. Only events order two lanes: `b.wait(&a.record()?)` puts all later work of `b` after all
+//!    earlier work of `a`.
+//! 3. The host learns that work has ended only by a fence ([`Event::fence`], [`Lane::fence`], or
+//!    landing a [`Flight`]).
 //! 4. A copy owns both of its ends until it has landed.
 //! 5. Device memory is reserved once per worker; blocks are carved from it in the host order of the
 //!    compute lane, so a block freed and handed out again is ordered by that lane.
@@ -67,14 +67,18 @@ pub enum DeviceKind {
 pub struct Likeness {
     /// Backend.
     pub kind: DeviceKind,
-    /// Of a GPU: whether the backward of attention may be a library's, which wants gigabytes of scratch.
+    /// Of a GPU: whether the backward of attention may be a library's, which wants gigabytes of
+    /// scratch.
     pub library_attention: bool,
 }
 
 impl From<DeviceKind> for Likeness {
     /// Any device of a kind: one that wants the most.
     fn from(kind: DeviceKind) -> Self {
-        Self { kind, library_attention: true }
+        Self {
+            kind,
+            library_attention: true,
+        }
     }
 }
 
@@ -145,11 +149,12 @@ impl LaneKind {
 /// A worker's memory and lanes.
 ///
 /// # Safety
-/// - [`Device::lane`] gives the same lane whenever it is asked for a kind, and lanes and [`Device::ops`] reach the
-///   memory that [`Device::reserve`] gave.
-/// - Where [`Device::aliases_host`] says so, lanes and kernels reach the host's memory by its addresses as well, and
-///   are done with it when the call that queued them returns.
-/// - [`Device::host_buffer`] gives as many bytes as it was asked for, from an address that is a multiple of 64 on.
+/// - [`Device::lane`] gives the same lane whenever it is asked for a kind, and lanes and
+///   [`Device::ops`] reach the memory that [`Device::reserve`] gave.
+/// - Where [`Device::aliases_host`] says so, lanes and kernels reach the host's memory by its
+///   addresses as well, and are done with it when the call that queued them returns.
+/// - [`Device::host_buffer`] gives as many bytes as it was asked for, from an address that is a
+///   multiple of 64 on.
 pub unsafe trait Device: Send + Sync + fmt::Debug {
     /// Which worker this is.
     fn id(&self) -> DeviceId;
@@ -177,7 +182,8 @@ pub unsafe trait Device: Send + Sync + fmt::Debug {
         HostBuf::zeroed(name, bytes)
     }
 
-    /// How much of the host memory that this device gave is pinned; nothing where no copy gains by it.
+    /// How much of the host memory that this device gave is pinned; nothing where no copy gains by
+    /// it.
     fn pins(&self) -> Pins {
         Pins::default()
     }
@@ -192,13 +198,14 @@ pub unsafe trait Device: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Whether something went wrong that no [`Lane::fence`] has forgotten yet, as far as is known without waiting.
+    /// Whether something went wrong that no [`Lane::fence`] has forgotten yet, as far as is known
+    /// without waiting.
     fn ails(&self) -> bool {
         false
     }
 
-    /// A place where kernels report data that they must refuse, for one piece of work alone. `None` on devices whose
-    /// kernels report such data when they are launched.
+    /// A place where kernels report data that they must refuse, for one piece of work alone. `None`
+    /// on devices whose kernels report such data when they are launched.
     ///
     /// # Errors
     /// When the device has no memory for it.
@@ -206,7 +213,8 @@ pub unsafe trait Device: Send + Sync + fmt::Debug {
         Ok(None)
     }
 
-    /// Told when a block is about to leave the pool for `op`, and may refuse. `sim` injects faults here.
+    /// Told when a block is about to leave the pool for `op`, and may refuse. `sim` injects faults
+    /// here.
     ///
     /// # Safety
     /// For the pool: nobody holds these bytes of an arena of this device.
@@ -220,15 +228,16 @@ pub unsafe trait Device: Send + Sync + fmt::Debug {
     /// Told when a block goes back to the pool. `sim` poisons it.
     ///
     /// # Safety
-    /// For the pool: these bytes were a block of an arena of this device, and their holder has let them go.
+    /// For the pool: these bytes were a block of an arena of this device, and their holder has let
+    /// them go.
     unsafe fn freed(&self, _start: u64, _bytes: u64) {}
 }
 
 /// A queue that runs in order. Only events order two lanes.
 ///
 /// # Safety
-/// - The lane touches the two ranges of a copy and nothing else, not before the events that it was told to wait for
-///   have passed, and not after an event that was recorded behind the copy has.
+/// - The lane touches the two ranges of a copy and nothing else, not before the events that it was
+///   told to wait for have passed, and not after an event that was recorded behind the copy has.
 /// - When [`Lane::record`] fails, the lane has done all that was queued.
 pub unsafe trait Lane: Send + Sync + fmt::Debug {
     /// Which of the worker's lanes this is.
@@ -237,8 +246,8 @@ pub unsafe trait Lane: Send + Sync + fmt::Debug {
     /// Queues a copy.
     ///
     /// # Safety
-    /// Both ranges must stay valid until the lane has passed the copy; nobody may write the source or
-    /// touch the destination meanwhile, except in order by events.
+    /// Both ranges must stay valid until the lane has passed the copy; nobody may write the source
+    /// or touch the destination meanwhile, except in order by events.
     ///
     /// # Errors
     /// When the device refuses.
@@ -247,7 +256,8 @@ pub unsafe trait Lane: Send + Sync + fmt::Debug {
     /// A mark behind all work queued so far.
     ///
     /// # Errors
-    /// When the device refuses; the lane has run dry then, so that memory in use by copies can be let go.
+    /// When the device refuses; the lane has run dry then, so that memory in use by copies can be
+    /// let go.
     fn record(&self) -> Result<Event>;
 
     /// Later work of this lane runs after `event`.
@@ -256,9 +266,10 @@ pub unsafe trait Lane: Send + Sync + fmt::Debug {
     /// When the device refuses or the event belongs to another backend.
     fn wait(&self, event: &Event) -> Result<()>;
 
-    /// The host waits until all work queued so far has ended. What went wrong is told and forgotten: events recorded
-    /// from now on say nothing of it. Those recorded before tell it to everyone who asks, now and later, so that
-    /// nobody whose work it spoiled takes that for done because another was told first.
+    /// The host waits until all work queued so far has ended. What went wrong is told and
+    /// forgotten: events recorded from now on say nothing of it. Those recorded before tell it to
+    /// everyone who asks, now and later, so that nobody whose work it spoiled takes that for done
+    /// because another was told first.
     ///
     /// # Errors
     /// What went wrong in the lane since the last such fence.
@@ -288,7 +299,8 @@ pub enum Stamp {
 }
 
 impl Stamp {
-    /// Nanoseconds since `origin`, or on the lane's own clock; `None` while the lane has not passed.
+    /// Nanoseconds since `origin`, or on the lane's own clock; `None` while the lane has not
+    /// passed.
     pub fn ns(&self, origin: Instant) -> Option<u64> {
         match self {
             Self::Host(at) => u64::try_from(at.saturating_duration_since(origin).as_nanos()).ok(),
@@ -326,17 +338,18 @@ pub struct Copy {
 /// The mathematics of a backend.
 ///
 /// # Safety
-/// - A kernel reads its sources and writes its destinations and its scratch, and touches nothing else; in the order of
-///   the lane, so that an event recorded behind it passes when it is done.
+/// - A kernel reads its sources and writes its destinations and its scratch, and touches nothing
+///   else; in the order of the lane, so that an event recorded behind it passes when it is done.
 /// - It needs no more scratch than [`Ops::scratch`] says for the same operands.
 pub unsafe trait Ops: Send + Sync {
-    /// Queues a kernel. Data that it must refuse, such as an index out of range, is reported to `faults`; without
-    /// them, by the events of the lane. A device that computes at once returns the error instead.
+    /// Queues a kernel. Data that it must refuse, such as an index out of range, is reported to
+    /// `faults`; without them, by the events of the lane. A device that computes at once returns
+    /// the error instead.
     ///
     /// # Safety
-    /// The views must be what the kernel's documentation asks for, lie in live memory of this device (or
-    /// host memory where the device aliases it), and stay valid until the lane has passed the kernel;
-    /// writes must be ordered against other accesses by lanes and events.
+    /// The views must be what the kernel's documentation asks for, lie in live memory of this
+    /// device (or host memory where the device aliases it), and stay valid until the lane has
+    /// passed the kernel; writes must be ordered against other accesses by lanes and events.
     ///
     /// # Errors
     /// What the device or the kernel reports, e.g. an index out of range.
@@ -353,8 +366,9 @@ pub unsafe trait Ops: Send + Sync {
     /// Bytes of scratch memory the kernel wants for these operands.
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize;
 
-    /// From how many rows on a product that is added to a large f32 matrix takes longer to multiply than to read and
-    /// write the matrix: products that are cut into chunks of rows have at least so many.
+    /// From how many rows on a product that is added to a large f32 matrix takes longer to multiply
+    /// than to read and write the matrix: products that are cut into chunks of rows have at least
+    /// so many.
     fn thick(&self) -> usize {
         THICK
     }
@@ -378,11 +392,12 @@ pub trait FaultReport: Send + Sync {
     fn as_any(&self) -> &dyn Any;
 }
 
-/// Where the kernels of one piece of work report bad data: an index out of range, offsets that make no sense.
+/// Where the kernels of one piece of work report bad data: an index out of range, offsets that make
+/// no sense.
 ///
-/// Bad data spoils the results of the work it belongs to and nothing else: the device goes on, and work of others on
-/// the same lane is not concerned. So it is reported here and not by the lane's events, which everybody shares.
-/// [`Worker::open_faults`](crate::Worker::open_faults) makes one.
+/// Bad data spoils the results of the work it belongs to and nothing else: the device goes on, and
+/// work of others on the same lane is not concerned. So it is reported here and not by the lane's
+/// events, which everybody shares. [`Worker::open_faults`](crate::Worker::open_faults) makes one.
 ///
 /// A report is visible once the host knows by a fence that the kernel has run.
 pub struct Faults {
@@ -397,7 +412,12 @@ impl Faults {
     /// When the device has no memory for them.
     pub(crate) fn open(device: &Arc<dyn Device>) -> Result<Option<Arc<Self>>> {
         let report = device.open_faults()?;
-        Ok(report.map(|report| Arc::new(Self { device: device.clone(), report })))
+        Ok(report.map(|report| {
+            Arc::new(Self {
+                device: device.clone(),
+                report,
+            })
+        }))
     }
 
     /// Whether any kernel has reported so far.
@@ -437,10 +457,15 @@ impl Arena {
     /// Memory from `base` on, kept alive by `owner`. Backends call this.
     ///
     /// # Safety
-    /// `base` is aligned to [`ALIGN`](crate::pool::ALIGN); the device that gives the arena away may read and
-    /// write `bytes` bytes from there until `owner` is dropped, and nobody else does. (Meta touches nothing.)
+    /// `base` is aligned to [`ALIGN`](crate::pool::ALIGN); the device that gives the arena away may
+    /// read and write `bytes` bytes from there until `owner` is dropped, and nobody else does.
+    /// (Meta touches nothing.)
     pub unsafe fn new(base: u64, bytes: Bytes, owner: Box<dyn Any + Send + Sync>) -> Self {
-        Self { base, bytes: bytes.0, _owner: owner }
+        Self {
+            base,
+            bytes: bytes.0,
+            _owner: owner,
+        }
     }
 
     /// First address.
@@ -467,13 +492,14 @@ pub struct Event(Arc<dyn EventState>);
 /// What a backend knows about a point in one of its lanes.
 ///
 /// # Safety
-/// [`EventState::fence`] and [`EventState::settle`] return when the lane has passed the point, whether with an error or
-/// without; [`EventState::passed`] says `Ok(true)` only then.
+/// [`EventState::fence`] and [`EventState::settle`] return when the lane has passed the point,
+/// whether with an error or without; [`EventState::passed`] says `Ok(true)` only then.
 pub unsafe trait EventState: Send + Sync + fmt::Debug {
     /// Whether the lane has passed it.
     ///
     /// # Errors
-    /// What went wrong in the lane, unless a [`Lane::fence`] had forgotten it when this was recorded.
+    /// What went wrong in the lane, unless a [`Lane::fence`] had forgotten it when this was
+    /// recorded.
     fn passed(&self) -> Result<bool>;
 
     /// The host waits until the lane has passed it.
@@ -482,13 +508,14 @@ pub unsafe trait EventState: Send + Sync + fmt::Debug {
     /// As [`EventState::passed`].
     fn fence(&self) -> Result<()>;
 
-    /// The host waits as in [`EventState::fence`]; what went wrong stays for the next fence of the lane.
+    /// The host waits as in [`EventState::fence`]; what went wrong stays for the next fence of the
+    /// lane.
     fn settle(&self) {
         let _ = self.fence();
     }
 
-    /// When the lane passed it, on a clock that all lanes of the machine share; `None` before that, or when
-    /// the backend keeps no time.
+    /// When the lane passed it, on a clock that all lanes of the machine share; `None` before that,
+    /// or when the backend keeps no time.
     fn time_ns(&self) -> Option<u64> {
         None
     }
@@ -563,7 +590,10 @@ pub struct Flight<T> {
 
 impl<T> Flight<T> {
     pub(crate) fn new(event: Event, hold: T) -> Self {
-        Self { event, hold: Some(hold) }
+        Self {
+            event,
+            hold: Some(hold),
+        }
     }
 
     /// The point behind the copy.
@@ -584,7 +614,10 @@ impl<T> Flight<T> {
     /// # Errors
     /// What went wrong in the lane; the ends are dropped then.
     pub fn land(mut self) -> Result<T> {
-        let hold = self.hold.take().expect("a flight holds its ends until it lands");
+        let hold = self
+            .hold
+            .take()
+            .expect("a flight holds its ends until it lands");
         self.event.fence()?;
         Ok(hold)
     }
@@ -592,21 +625,25 @@ impl<T> Flight<T> {
     /// Orders `lane` behind the copy without a host wait and gives both ends to the caller.
     ///
     /// # Safety
-    /// The copy may still be under way: the caller keeps both ends, and does not touch the host's, until `lane`
-    /// has passed this point or the copy's event has.
+    /// The copy may still be under way: the caller keeps both ends, and does not touch the host's,
+    /// until `lane` has passed this point or the copy's event has.
     ///
     /// # Errors
     /// When the lane refuses.
     pub unsafe fn hand_to(mut self, lane: &dyn Lane) -> Result<T> {
         lane.wait(&self.event)?;
-        Ok(self.hold.take().expect("a flight holds its ends until it lands"))
+        Ok(self
+            .hold
+            .take()
+            .expect("a flight holds its ends until it lands"))
     }
 }
 
 impl<T> Drop for Flight<T> {
     fn drop(&mut self) {
         if self.hold.is_some() {
-            // An error was or will be reported by the lane's next fence; here only the wait matters.
+            // An error was or will be reported by the lane's next fence; here only the wait
+            // matters.
             self.event.0.settle();
         }
     }
@@ -620,21 +657,25 @@ impl dyn Lane + '_ {
             return Ok(());
         }
         let home = device.id();
-        let what =
-            format!("{op} of {what}: the block is memory of {home}, the lane belongs to another device");
+        let what = format!(
+            "{op} of {what}: the block is memory of {home}, the lane belongs to another device"
+        );
         Err(Error::Foreign { op: "copy", what })
     }
 
     /// Starts copying host bytes into a block of the same size or larger.
     ///
     /// # Errors
-    /// [`Error::Foreign`] for a block of another device, [`Error::Invalid`] when it is too small; otherwise what
-    /// the device reports.
+    /// [`Error::Foreign`] for a block of another device, [`Error::Invalid`] when it is too small;
+    /// otherwise what the device reports.
     pub fn upload(&self, what: &str, src: HostRef, dst: Block) -> Result<Flight<(HostRef, Block)>> {
         self.check_home("upload", what, &dst)?;
         let bytes = src.bytes().len() as u64;
         if bytes > dst.bytes() {
-            return Err(Error::invalid("upload", format!("{what}: {bytes} bytes into {}", dst.bytes())));
+            return Err(Error::invalid(
+                "upload",
+                format!("{what}: {bytes} bytes into {}", dst.bytes()),
+            ));
         }
         let copy = Copy {
             what: what.to_owned(),
@@ -643,22 +684,33 @@ impl dyn Lane + '_ {
             dst: dst.addr(),
             bytes,
         };
-        // SAFETY: the source is claimed for reading and the block is owned, both are moved into the flight,
-        // which waits for the lane before it lets go of them; the sizes were just compared.
+        // SAFETY: the source is claimed for reading and the block is owned, both are moved into the
+        // flight, which waits for the lane before it lets go of them; the sizes were just compared.
         unsafe { self.copy(&copy)? };
-        Ok(Flight { event: self.record()?, hold: Some((src, dst)) })
+        Ok(Flight {
+            event: self.record()?,
+            hold: Some((src, dst)),
+        })
     }
 
     /// Starts copying the first bytes of a block into host memory of that size.
     ///
     /// # Errors
-    /// [`Error::Foreign`] for a block of another device, [`Error::Invalid`] when it is smaller than the host
-    /// range; otherwise what the device reports.
-    pub fn download(&self, what: &str, src: Block, mut dst: HostMut) -> Result<Flight<(Block, HostMut)>> {
+    /// [`Error::Foreign`] for a block of another device, [`Error::Invalid`] when it is smaller than
+    /// the host range; otherwise what the device reports.
+    pub fn download(
+        &self,
+        what: &str,
+        src: Block,
+        mut dst: HostMut,
+    ) -> Result<Flight<(Block, HostMut)>> {
         self.check_home("download", what, &src)?;
         let bytes = dst.bytes().len() as u64;
         if bytes > src.bytes() {
-            return Err(Error::invalid("download", format!("{what}: {bytes} bytes from {}", src.bytes())));
+            return Err(Error::invalid(
+                "download",
+                format!("{what}: {bytes} bytes from {}", src.bytes()),
+            ));
         }
         let copy = Copy {
             what: what.to_owned(),
@@ -669,6 +721,9 @@ impl dyn Lane + '_ {
         };
         // SAFETY: as for `upload`, with the roles exchanged.
         unsafe { self.copy(&copy)? };
-        Ok(Flight { event: self.record()?, hold: Some((src, dst)) })
+        Ok(Flight {
+            event: self.record()?,
+            hold: Some((src, dst)),
+        })
     }
 }

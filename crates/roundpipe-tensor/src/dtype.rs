@@ -30,8 +30,17 @@ pub enum DType {
 
 impl DType {
     /// Every element type, in declaration order.
-    pub const ALL: [Self; 9] =
-        [Self::F64, Self::F32, Self::BF16, Self::F16, Self::I64, Self::I32, Self::U32, Self::U8, Self::Bool];
+    pub const ALL: [Self; 9] = [
+        Self::F64,
+        Self::F32,
+        Self::BF16,
+        Self::F16,
+        Self::I64,
+        Self::I32,
+        Self::U32,
+        Self::U8,
+        Self::Bool,
+    ];
 
     /// Bytes per element.
     pub const fn size(self) -> usize {
@@ -85,7 +94,9 @@ mod sealed {
 
 /// A Rust type whose bytes can be a tensor's element. Every bit pattern is a valid value, which is
 /// why `bool` is not here: bool tensors are read and written as `u8`.
-pub trait Element: sealed::Sealed + Copy + Default + Send + Sync + fmt::Debug + PartialEq + 'static {
+pub trait Element:
+    sealed::Sealed + Copy + Default + Send + Sync + fmt::Debug + PartialEq + 'static
+{
     /// The tensor type this stands for.
     const DTYPE: DType;
 

@@ -23,7 +23,9 @@ pub enum Error {
         right: Shape,
     },
     /// Two element types that do not go together.
-    #[error("{op}: {left} {left_shape} and {right} {right_shape} differ in dtype; convert one with `cast`")]
+    #[error(
+        "{op}: {left} {left_shape} and {right} {right_shape} differ in dtype; convert one with `cast`"
+    )]
     DTypes {
         /// The operation.
         op: &'static str,
@@ -177,6 +179,9 @@ pub enum Error {
 impl Error {
     /// Shorthand for [`Error::Invalid`].
     pub fn invalid(op: &'static str, what: impl Into<String>) -> Self {
-        Self::Invalid { op, what: what.into() }
+        Self::Invalid {
+            op,
+            what: what.into(),
+        }
     }
 }

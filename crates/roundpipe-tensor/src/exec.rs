@@ -1,6 +1,7 @@
 //! A worker as operations see it: memory from its pool, kernels on its compute lane.
 //!
-//! What is here never records on a tape; the tape and the operations of [`Cx`](crate::cx::Cx) stand on it.
+//! What is here never records on a tape; the tape and the operations of [`Cx`](crate::cx::Cx) stand
+//! on it.
 
 use std::sync::Arc;
 
@@ -27,15 +28,22 @@ impl Worker {
     /// # Errors
     /// When the device has less.
     pub fn new(device: Arc<dyn Device>, bytes: Bytes) -> Result<Self> {
-        Ok(Self { pool: Pool::reserve(device, bytes)?, faults: None })
+        Ok(Self {
+            pool: Pool::reserve(device, bytes)?,
+            faults: None,
+        })
     }
 
     /// The worker whose memory holds `tensor`.
     pub fn of(tensor: &Tensor) -> Self {
-        Self { pool: tensor.pool().clone(), faults: None }
+        Self {
+            pool: tensor.pool().clone(),
+            faults: None,
+        }
     }
 
-    /// A place where the kernels of one piece of work report bad data; `None` where launches return such errors.
+    /// A place where the kernels of one piece of work report bad data; `None` where launches return
+    /// such errors.
     ///
     /// # Errors
     /// When the device has no memory for it.
@@ -46,7 +54,10 @@ impl Worker {
     /// The same worker, whose kernels report bad data to `faults` instead of to the lane's events.
     #[must_use]
     pub fn reporting_to(&self, faults: Option<Arc<Faults>>) -> Self {
-        Self { pool: self.pool.clone(), faults }
+        Self {
+            pool: self.pool.clone(),
+            faults,
+        }
     }
 
     /// The device.
@@ -64,8 +75,8 @@ impl Worker {
         self.pool.usage()
     }
 
-    /// The host waits for all kernels queued so far. This is how to go on after a failure, which reads and uploads of
-    /// values tell again until then.
+    /// The host waits for all kernels queued so far. This is how to go on after a failure, which
+    /// reads and uploads of values tell again until then.
     ///
     /// # Errors
     /// What went wrong since the last such wait.
@@ -90,26 +101,38 @@ impl Worker {
         for tensor in src.iter().chain(dst).flatten() {
             self.check_home(kernel.name(), tensor)?;
         }
-        // Nothing to write is nothing to do. Kernels need not care for such operands, whose other sizes may be of any
-        // magnitude: they take no memory. What a user's kernel does beside writing is the user's business.
+        // Nothing to write is nothing to do. Kernels need not care for such operands, whose other
+        // sizes may be of any magnitude: they take no memory. What a user's kernel does beside
+        // writing is the user's business.
         let idle = dst.iter().flatten().all(|tensor| tensor.numel() == 0);
         if idle && !matches!(kernel, Kernel::Host(_)) {
             return Ok(());
         }
-        let views = |all: &[Option<&Tensor>]| all.iter().map(|t| t.map(Tensor::view)).collect::<Vec<_>>();
+        let views =
+            |all: &[Option<&Tensor>]| all.iter().map(|t| t.map(Tensor::view)).collect::<Vec<_>>();
         let (src, dst) = (views(src), views(dst));
-        debug_assert!(disjoint(kernel, &src, &dst), "{kernel:?}: a destination overlaps another operand");
+        debug_assert!(
+            disjoint(kernel, &src, &dst),
+            "{kernel:?}: a destination overlaps another operand"
+        );
         let ops = self.device().ops();
         let scratch = match ops.scratch(kernel, &src, &dst) {
             0 => None,
             bytes => Some(self.alloc(kernel.name(), DType::U8, Shape::new(&[bytes])?)?),
         };
         let lane = self.device().lane(LaneKind::Compute);
-        // SAFETY: the views come from live tensors of this worker; their blocks go back to the pool in the
-        // host order of this same lane, so the memory stays theirs until the kernel has run; the caller
-        // checked shapes and types and nobody else writes the destinations.
+        // SAFETY: the views come from live tensors of this worker; their blocks go back to the pool
+        // in the host order of this same lane, so the memory stays theirs until the kernel has run;
+        // the caller checked shapes and types and nobody else writes the destinations.
         unsafe {
-            ops.launch(lane, kernel, &src, &dst, scratch.as_ref().map(Tensor::view), self.faults.as_deref())
+            ops.launch(
+                lane,
+                kernel,
+                &src,
+                &dst,
+                scratch.as_ref().map(Tensor::view),
+                self.faults.as_deref(),
+            )
         }
     }
 
@@ -118,8 +141,11 @@ impl Worker {
             return Ok(());
         }
         let (there, here) = (tensor.device().id(), self.device().id());
-        let what =
-            format!("{} {} lives on another worker ({there}), not on {here}", tensor.dtype(), tensor.shape());
+        let what = format!(
+            "{} {} lives on another worker ({there}), not on {here}",
+            tensor.dtype(),
+            tensor.shape()
+        );
         Err(Error::Foreign { op, what })
     }
 
@@ -153,7 +179,10 @@ impl Worker {
     fn upload_as<T: Element>(&self, dtype: DType, values: &[T], shape: Shape) -> Result<Tensor> {
         const OP: &str = "tensor";
         if values.len() != shape.numel() {
-            return Err(Error::invalid(OP, format!("{} values for shape {shape}", values.len())));
+            return Err(Error::invalid(
+                OP,
+                format!("{} values for shape {shape}", values.len()),
+            ));
         }
         let out = self.alloc(OP, dtype, shape)?;
         if !values.is_empty() {
@@ -211,12 +240,16 @@ impl Worker {
     /// `a + b` of equal shapes as a new dense tensor.
     pub(crate) fn sum_of(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         let out = self.alloc("add", a.dtype(), *a.shape())?;
-        self.launch(&Kernel::Binary(crate::kernel::Binary::Add), &[Some(a), Some(b)], &[Some(&out)])?;
+        self.launch(
+            &Kernel::Binary(crate::kernel::Binary::Add),
+            &[Some(a), Some(b)],
+            &[Some(&out)],
+        )?;
         Ok(out)
     }
 
-    /// The sum of `x` over broadcast dimensions, so that the result has `shape`. `x` itself when the shapes
-    /// are equal.
+    /// The sum of `x` over broadcast dimensions, so that the result has `shape`. `x` itself when
+    /// the shapes are equal.
     pub(crate) fn sum_to(&self, x: &Tensor, shape: Shape) -> Result<Tensor> {
         if *x.shape() == shape {
             return Ok(x.detach());
@@ -228,13 +261,17 @@ impl Worker {
             kept = kept.cut(axis, size);
         }
         let out = self.alloc("sum", x.dtype(), kept)?;
-        let kernel = Kernel::Reduce { op: crate::kernel::Reduce::Sum, accumulate: false };
+        let kernel = Kernel::Reduce {
+            op: crate::kernel::Reduce::Sum,
+            accumulate: false,
+        };
         self.launch(&kernel, &[Some(x)], &[Some(&out)])?;
         Ok(out.relaid(Layout::contiguous(shape)))
     }
 }
 
-/// No destination may overlap a source or another destination, unless the kernel works in place there.
+/// No destination may overlap a source or another destination, unless the kernel works in place
+/// there.
 fn disjoint(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> bool {
     let meets = |a: &View, b: &View| match (a.extent(), b.extent()) {
         (Some(a), Some(b)) => a.0 < b.1 && b.0 < a.1,

@@ -2,10 +2,10 @@
 //!
 //! A buffer is anonymous memory (zero-filled, committed by the system when first touched), a mapped
 //! file (read-only), or memory that a device driver gave. Its bytes are reachable only through
-//! [`HostRef`] and [`HostMut`], which hold their range until dropped: a transfer keeps its guard, so
-//! nobody can write what a copy still reads. There is no padding: a buffer of n bytes takes n bytes,
-//! rounded to pages by the system alone. A [`HostBuf::slice`] is a view of part of a buffer: it shares the
-//! memory and the claims on it, so a flat slab can be the home of many parameters.
+//! [`HostRef`] and [`HostMut`], which hold their range until dropped: a transfer keeps its guard,
+//! so nobody can write what a copy still reads. There is no padding: a buffer of n bytes takes n
+//! bytes, rounded to pages by the system alone. A [`HostBuf::slice`] is a view of part of a buffer:
+//! it shares the memory and the claims on it, so a flat slab can be the home of many parameters.
 //!
 //! # Invariants
 //! - At any time a byte is either unclaimed, claimed by readers, or claimed by one writer.
@@ -24,17 +24,17 @@ use crate::error::{Error, Result};
 use crate::pages::{PAGE, Pages};
 use crate::shape::Shape;
 
-/// Large buffers start a few pages apart from where the system puts them: slabs of one size mapped back to
-/// back would otherwise fall on the same cache sets, and a pass over several of them takes twice as long.
-/// The unused pages are address space, never memory.
+/// Large buffers start a few pages apart from where the system puts them: slabs of one size mapped
+/// back to back would otherwise fall on the same cache sets, and a pass over several of them takes
+/// twice as long. The unused pages are address space, never memory.
 const COLORED: usize = 1 << 20;
 const COLORS: usize = 16;
 
 /// How host memory is tied to physical pages, so that a device can copy from it at full speed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Pin {
-    /// Page-locked memory from the device's driver as long as it has any, pageable memory from then on. How much became
-    /// which: [`Device::pins`](crate::Device::pins).
+    /// Page-locked memory from the device's driver as long as it has any, pageable memory from then
+    /// on. How much became which: [`Device::pins`](crate::Device::pins).
     #[default]
     Try,
     /// Page-locked memory from the device's driver, or an error.
@@ -88,15 +88,21 @@ impl Claims {
             return;
         }
         // Too coarse is safe: whoever looks takes bytes for changed that are not.
-        let whole = self.written.drain(..).fold((range.clone(), 1), |(all, sum), (range, count)| {
-            (all.start.min(range.start)..all.end.max(range.end), sum + count)
-        });
+        let whole =
+            self.written
+                .drain(..)
+                .fold((range.clone(), 1), |(all, sum), (range, count)| {
+                    (
+                        all.start.min(range.start)..all.end.max(range.end),
+                        sum + count,
+                    )
+                });
         self.written.push(whole);
     }
 }
 
-// SAFETY: `ptr` points into memory kept alive by `owner`, which is itself `Send + Sync`; access goes
-// through guards whose ranges the `claims` mutex keeps disjoint wherever one of them writes.
+// SAFETY: `ptr` points into memory kept alive by `owner`, which is itself `Send + Sync`; access
+// goes through guards whose ranges the `claims` mutex keeps disjoint wherever one of them writes.
 unsafe impl Send for Inner {}
 // SAFETY: as above.
 unsafe impl Sync for Inner {}
@@ -108,11 +114,21 @@ impl HostBuf {
     /// [`Error::HostMemory`] when the system has none.
     pub fn zeroed(name: impl Into<String>, bytes: usize) -> Result<Self> {
         let slack = if bytes >= COLORED { COLORS * PAGE } else { 1 };
-        let fail = |source| Error::HostMemory { what: "a buffer", need: Bytes(bytes as u64), source };
-        let len = bytes.checked_add(slack).ok_or_else(|| fail(std::io::ErrorKind::OutOfMemory.into()))?;
+        let fail = |source| Error::HostMemory {
+            what: "a buffer",
+            need: Bytes(bytes as u64),
+            source,
+        };
+        let len = bytes
+            .checked_add(slack)
+            .ok_or_else(|| fail(std::io::ErrorKind::OutOfMemory.into()))?;
         let mut pages = Pages::zeroed(len, false).map_err(fail)?;
         let base = pages.ptr();
-        let color = if bytes >= COLORED { base as usize / len % COLORS } else { 0 };
+        let color = if bytes >= COLORED {
+            base as usize / len % COLORS
+        } else {
+            0
+        };
         let ptr = base.wrapping_add(color * PAGE);
         Ok(Self::wrap(name.into(), ptr, bytes, true, Box::new(pages)))
     }
@@ -123,7 +139,9 @@ impl HostBuf {
     /// [`Error::HostMemory`] when the system has none.
     pub fn from_slice<T: Element>(name: impl Into<String>, values: &[T]) -> Result<Self> {
         let buf = Self::zeroed(name, size_of_val(values))?;
-        buf.write(0..buf.len())?.as_mut_slice::<T>().copy_from_slice(values);
+        buf.write(0..buf.len())?
+            .as_mut_slice::<T>()
+            .copy_from_slice(values);
         Ok(buf)
     }
 
@@ -132,8 +150,10 @@ impl HostBuf {
     /// # Errors
     /// [`Error::Map`] when the file cannot be opened or mapped.
     pub fn map_file(path: &Path) -> Result<Self> {
-        let file =
-            std::fs::File::open(path).map_err(|source| Error::Map { path: path.to_owned(), source })?;
+        let file = std::fs::File::open(path).map_err(|source| Error::Map {
+            path: path.to_owned(),
+            source,
+        })?;
         Self::map_opened(&file, path)
     }
 
@@ -142,20 +162,25 @@ impl HostBuf {
     /// # Errors
     /// [`Error::Map`] when the file cannot be mapped.
     pub fn map_opened(file: &std::fs::File, path: &Path) -> Result<Self> {
-        let fail = |source| Error::Map { path: path.to_owned(), source };
+        let fail = |source| Error::Map {
+            path: path.to_owned(),
+            source,
+        };
         let len = file.metadata().map_err(fail)?.len();
         let name = path.display().to_string();
         if len == 0 {
             return Self::zeroed(name, 0);
         }
-        // SAFETY: the mapping is read-only and private to this value. Another process that truncates
-        // the file while it is mapped makes reads fault; that is the documented price of mapping.
+        // SAFETY: the mapping is read-only and private to this value. Another process that
+        // truncates the file while it is mapped makes reads fault; that is the documented price of
+        // mapping.
         let map = unsafe { memmap2::Mmap::map(file) }.map_err(fail)?;
         let (ptr, len) = (map.as_ptr().cast_mut(), map.len());
         Ok(Self::wrap(name, ptr, len, false, Box::new(map)))
     }
 
-    /// Tells the system that a mapped file will be read from front to back. Other memory is left alone.
+    /// Tells the system that a mapped file will be read from front to back. Other memory is left
+    /// alone.
     pub fn expect_stream(&self) {
         #[cfg(unix)]
         if let Some(map) = self.memory.owner.downcast_ref::<memmap2::Mmap>() {
@@ -164,9 +189,9 @@ impl HostBuf {
         }
     }
 
-    /// Gives the pages of a mapped file that lie wholly in `range` back to the system: they stop counting as
-    /// this process's memory, and who reads them again has them read from the file again. Other memory is
-    /// left alone.
+    /// Gives the pages of a mapped file that lie wholly in `range` back to the system: they stop
+    /// counting as this process's memory, and who reads them again has them read from the file
+    /// again. Other memory is left alone.
     ///
     /// # Errors
     /// [`Error::Invalid`] when it is out of bounds.
@@ -177,11 +202,15 @@ impl HostBuf {
             let start = (self.view.start + range.start).next_multiple_of(PAGE);
             let end = (self.view.start + range.end) / PAGE * PAGE;
             if start < end {
-                // SAFETY: the map is a shared, read-only view of a file, so a page that is dropped comes back
-                // with the file's bytes: nobody who holds a slice of it can see a difference. Failure leaves
-                // everything as it was and costs memory only.
+                // SAFETY: the map is a shared, read-only view of a file, so a page that is dropped
+                // comes back with the file's bytes: nobody who holds a slice of it can see a
+                // difference. Failure leaves everything as it was and costs memory only.
                 let _ = unsafe {
-                    map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, end - start)
+                    map.unchecked_advise_range(
+                        memmap2::UncheckedAdvice::DontNeed,
+                        start,
+                        end - start,
+                    )
                 };
             }
         }
@@ -191,8 +220,8 @@ impl HostBuf {
     /// Memory that a device's driver allocated.
     ///
     /// # Safety
-    /// `ptr` must be valid for reads and writes of `bytes` bytes, initialised, page-aligned, reached by
-    /// nobody else, and must stay so until `owner` is dropped.
+    /// `ptr` must be valid for reads and writes of `bytes` bytes, initialised, page-aligned,
+    /// reached by nobody else, and must stay so until `owner` is dropped.
     pub unsafe fn from_owner(
         name: impl Into<String>,
         ptr: *mut u8,
@@ -209,19 +238,48 @@ impl HostBuf {
         writable: bool,
         owner: Box<dyn Any + Send + Sync>,
     ) -> Self {
-        let memory = Inner { name, ptr, writable, pinned: false, claims: Mutex::default(), owner };
-        Self { memory: Arc::new(memory), view: 0..len }
+        let memory = Inner {
+            name,
+            ptr,
+            writable,
+            pinned: false,
+            claims: Mutex::default(),
+            owner,
+        };
+        Self {
+            memory: Arc::new(memory),
+            view: 0..len,
+        }
     }
 
-    /// This memory, of which nobody else holds anything, said to be pinned or not, and `more` to be dropped before it:
-    /// whoever is given the same pages afterwards must not meet what was said of these.
+    /// This memory, of which nobody else holds anything, said to be pinned or not, and `more` to be
+    /// dropped before it: whoever is given the same pages afterwards must not meet what was said of
+    /// these.
     pub(crate) fn owned_by(self, pinned: bool, more: Box<dyn Any + Send + Sync>) -> Self {
-        assert!(self.is_sole(), "{} is held elsewhere, by claims that would not be seen", self.name());
-        let Inner { name, ptr, writable, .. } = &*self.memory;
+        assert!(
+            self.is_sole(),
+            "{} is held elsewhere, by claims that would not be seen",
+            self.name()
+        );
+        let Inner {
+            name,
+            ptr,
+            writable,
+            ..
+        } = &*self.memory;
         let (name, ptr, writable, view) = (name.clone(), *ptr, *writable, self.view.clone());
-        let memory =
-            Inner { name, ptr, writable, pinned, claims: Mutex::default(), owner: Box::new((more, self)) };
-        Self { memory: Arc::new(memory), view }
+        let memory = Inner {
+            name,
+            ptr,
+            writable,
+            pinned,
+            claims: Mutex::default(),
+            owner: Box::new((more, self)),
+        };
+        Self {
+            memory: Arc::new(memory),
+            view,
+        }
     }
 
     /// A view of part of this one; offsets count from its start. Memory and claims are shared.
@@ -231,7 +289,10 @@ impl HostBuf {
     pub fn slice(&self, range: Range<usize>) -> Result<Self> {
         self.check(&range)?;
         let start = self.view.start;
-        Ok(Self { memory: self.memory.clone(), view: start + range.start..start + range.end })
+        Ok(Self {
+            memory: self.memory.clone(),
+            view: start + range.start..start + range.end,
+        })
     }
 
     /// Whether both show the same bytes of the same memory.
@@ -247,7 +308,8 @@ impl HostBuf {
     /// Whether nobody holds the memory but this value and `guards` guards of the caller's own.
     pub(crate) fn is_sole_but(&self, guards: usize) -> bool {
         let sole = Arc::strong_count(&self.memory) == 1 + guards;
-        // Whoever held it last on another thread is done with the bytes: pairs with the release of its drop.
+        // Whoever held it last on another thread is done with the bytes: pairs with the release of
+        // its drop.
         fence(Ordering::Acquire);
         sole
     }
@@ -283,7 +345,8 @@ impl HostBuf {
         self.place(op, 0, dtype, shape).map(drop)
     }
 
-    /// Address of the first byte; who copies there must keep others away by other means than claims.
+    /// Address of the first byte; who copies there must keep others away by other means than
+    /// claims.
     pub(crate) fn addr(&self) -> u64 {
         self.memory.ptr as u64 + self.view.start as u64
     }
@@ -308,13 +371,23 @@ impl HostBuf {
         self.view.is_empty()
     }
 
-    /// How often bytes of this view were lent for writing, through any view of the memory. Who keeps a copy of the bytes
-    /// sees by this number whether they may have changed.
+    /// How often bytes of this view were lent for writing, through any view of the memory. Who
+    /// keeps a copy of the bytes sees by this number whether they may have changed.
     pub fn writes(&self) -> u64 {
-        let claims = self.memory.claims.lock().unwrap_or_else(PoisonError::into_inner);
-        let meets =
-            |(range, _): &&(Range<usize>, u64)| range.start < self.view.end && self.view.start < range.end;
-        claims.written.iter().filter(meets).map(|(_, count)| count).sum()
+        let claims = self
+            .memory
+            .claims
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let meets = |(range, _): &&(Range<usize>, u64)| {
+            range.start < self.view.end && self.view.start < range.end
+        };
+        claims
+            .written
+            .iter()
+            .filter(meets)
+            .map(|(_, count)| count)
+            .sum()
     }
 
     /// Tells buffers apart while they live; clones and views of one memory agree.
@@ -355,19 +428,31 @@ impl HostBuf {
         if range.start <= range.end && range.end <= self.len() {
             return Ok(());
         }
-        let what = format!("bytes {range:?} of {}, which has {}", self.name(), self.len());
+        let what = format!(
+            "bytes {range:?} of {}, which has {}",
+            self.name(),
+            self.len()
+        );
         Err(Error::invalid("host buffer", what))
     }
 
     fn claim(&self, range: Range<usize>, write: bool) -> Result<Guard> {
         self.check(&range)?;
         let at = self.view.start + range.start..self.view.start + range.end;
-        let mut claims = self.memory.claims.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut claims = self
+            .memory
+            .claims
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let clash = |(_, other, writes): &(u64, Range<usize>, bool)| {
             (write || *writes) && other.start < at.end && at.start < other.end
         };
         if claims.live.iter().any(clash) {
-            return Err(Error::Busy { name: self.name().to_owned(), start: range.start, end: range.end });
+            return Err(Error::Busy {
+                name: self.name().to_owned(),
+                start: range.start,
+                end: range.end,
+            });
         }
         let id = claims.next;
         claims.next += 1;
@@ -375,7 +460,11 @@ impl HostBuf {
             claims.count_write(&at);
         }
         claims.live.push((id, at.clone(), write));
-        Ok(Guard { buf: self.memory.clone(), range: at, id })
+        Ok(Guard {
+            buf: self.memory.clone(),
+            range: at,
+            id,
+        })
     }
 }
 
@@ -393,8 +482,8 @@ struct Guard {
 
 impl Guard {
     fn ptr(&self) -> *mut u8 {
-        // SAFETY: `range` was checked against the view when the claim was made, and every view against the one
-        // it was cut from, the first of which is the whole memory.
+        // SAFETY: `range` was checked against the view when the claim was made, and every view
+        // against the one it was cut from, the first of which is the whole memory.
         unsafe { self.buf.ptr.add(self.range.start) }
     }
 
@@ -404,15 +493,28 @@ impl Guard {
 
     /// Elements of type `T` in the range; panics when it does not hold whole, aligned ones.
     fn elements<T: Element>(&self) -> usize {
-        assert!(self.ptr().cast::<T>().is_aligned(), "host range is not aligned for {}", T::DTYPE);
-        assert_eq!(self.len() % size_of::<T>(), 0, "host range holds no whole number of {}", T::DTYPE);
+        assert!(
+            self.ptr().cast::<T>().is_aligned(),
+            "host range is not aligned for {}",
+            T::DTYPE
+        );
+        assert_eq!(
+            self.len() % size_of::<T>(),
+            0,
+            "host range holds no whole number of {}",
+            T::DTYPE
+        );
         self.len() / size_of::<T>()
     }
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        let mut claims = self.buf.claims.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut claims = self
+            .buf
+            .claims
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         claims.live.retain(|(id, ..)| *id != self.id);
     }
 }
@@ -430,15 +532,16 @@ pub struct HostRef(Guard);
 impl HostRef {
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: the claim keeps writers away from the range, and the guard keeps the memory alive.
+        // SAFETY: the claim keeps writers away from the range, and the guard keeps the memory
+        // alive.
         unsafe { std::slice::from_raw_parts(self.0.ptr(), self.0.len()) }
     }
 
     /// The bytes as elements. Panics when the range does not hold whole, aligned elements.
     pub fn as_slice<T: Element>(&self) -> &[T] {
         let count = self.0.elements::<T>();
-        // SAFETY: alignment and length were just checked, every bit pattern is a valid `T`, and the claim
-        // keeps writers away.
+        // SAFETY: alignment and length were just checked, every bit pattern is a valid `T`, and the
+        // claim keeps writers away.
         unsafe { std::slice::from_raw_parts(self.0.ptr().cast(), count) }
     }
 
@@ -462,8 +565,8 @@ impl HostMut {
     /// The bytes as elements. Panics when the range does not hold whole, aligned elements.
     pub fn as_mut_slice<T: Element>(&mut self) -> &mut [T] {
         let count = self.0.elements::<T>();
-        // SAFETY: alignment and length were just checked, every bit pattern is a valid `T`, and the claim
-        // is exclusive.
+        // SAFETY: alignment and length were just checked, every bit pattern is a valid `T`, and the
+        // claim is exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.0.ptr().cast(), count) }
     }
 
@@ -512,7 +615,10 @@ mod tests {
     fn a_slice_shares_memory_and_claims() {
         let slab = HostBuf::from_slice("slab", &[1u8, 2, 3, 4, 5, 6]).unwrap();
         let part = slab.slice(1..5).unwrap().slice(1..4).unwrap();
-        assert_eq!((part.len(), part.read_all().unwrap().bytes()), (3, &[3u8, 4, 5][..]));
+        assert_eq!(
+            (part.len(), part.read_all().unwrap().bytes()),
+            (3, &[3u8, 4, 5][..])
+        );
         let mut writing = part.write(1..2).unwrap();
         writing.bytes()[0] = 40;
         assert!(slab.read(3..4).is_err() && slab.read(2..3).is_ok() && slab.write(4..6).is_ok());
@@ -547,8 +653,8 @@ mod tests {
         assert!(second.writes() > before);
     }
 
-    /// Whoever finds that nobody else holds the memory may write it without a claim: all reads are over. (A machine
-    /// rarely shows the difference; Miri does.)
+    /// Whoever finds that nobody else holds the memory may write it without a claim: all reads are
+    /// over. (A machine rarely shows the difference; Miri does.)
     #[test]
     fn reads_are_over_when_memory_is_sole() {
         let buf = HostBuf::from_slice("b", &[7u8; 64]).unwrap();
@@ -575,11 +681,16 @@ mod tests {
         buf.expect_stream();
         assert!(buf.let_go(0..6).is_err(), "past the end");
         std::fs::remove_file(&path).unwrap();
-        assert!(HostBuf::map_file(&path).unwrap_err().to_string().contains("roundpipe-map"));
+        assert!(
+            HostBuf::map_file(&path)
+                .unwrap_err()
+                .to_string()
+                .contains("roundpipe-map")
+        );
     }
 
-    /// Pages that were given back hold the file's bytes again when they are read again, and other memory keeps
-    /// its own.
+    /// Pages that were given back hold the file's bytes again when they are read again, and other
+    /// memory keeps its own.
     #[test]
     #[cfg_attr(miri, ignore = "Miri maps no files")]
     fn pages_that_were_let_go_come_back() {

@@ -1,12 +1,13 @@
 //! Tensors in host memory: what a user feeds in and gets back, before and after any device.
 //!
-//! A host tensor is dense and row-major; it is a [`HostBuf`], its first byte, a type and a shape. Cloning
-//! shares the memory, and so does a cut along the outermost dimension. Nothing is computed here: elements are
-//! moved as bytes, whatever their type. Reading and writing claim exactly the tensor's bytes, so that two
-//! cuts of one buffer can be in use at the same time.
+//! A host tensor is dense and row-major; it is a [`HostBuf`], its first byte, a type and a shape.
+//! Cloning shares the memory, and so does a cut along the outermost dimension. Nothing is computed
+//! here: elements are moved as bytes, whatever their type. Reading and writing claim exactly the
+//! tensor's bytes, so that two cuts of one buffer can be in use at the same time.
 //!
 //! # Invariants
-//! - The bytes lie inside the buffer and start at an address that is a multiple of the element size.
+//! - The bytes lie inside the buffer and start at an address that is a multiple of the element
+//!   size.
 
 use std::fmt;
 use std::ops::Range;
@@ -34,22 +35,33 @@ impl HostTensor {
     /// A tensor over a whole buffer.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the buffer is not exactly as large as the shape and type ask, or does not begin
-    /// where elements of the type can.
+    /// [`Error::Invalid`] when the buffer is not exactly as large as the shape and type ask, or
+    /// does not begin where elements of the type can.
     pub fn new(buf: HostBuf, dtype: DType, dims: &[usize]) -> Result<Self> {
         let shape = Shape::new(dims)?;
         buf.place_all(NAME, dtype, &shape)?;
-        Ok(Self { buf, first_byte: 0, dtype, shape })
+        Ok(Self {
+            buf,
+            first_byte: 0,
+            dtype,
+            shape,
+        })
     }
 
     /// A tensor over a part of a buffer that starts at `first_byte`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the part reaches past the buffer or does not start at a whole element.
+    /// [`Error::Invalid`] when the part reaches past the buffer or does not start at a whole
+    /// element.
     pub fn within(buf: HostBuf, first_byte: usize, dtype: DType, dims: &[usize]) -> Result<Self> {
         let shape = Shape::new(dims)?;
         buf.place(NAME, first_byte, dtype, &shape)?;
-        Ok(Self { buf, first_byte, dtype, shape })
+        Ok(Self {
+            buf,
+            first_byte,
+            dtype,
+            shape,
+        })
     }
 
     /// Given values.
@@ -58,7 +70,12 @@ impl HostTensor {
     /// When their number is not the shape's, or the system has no memory.
     pub fn from_slice<T: Element>(values: &[T], dims: &[usize]) -> Result<Self> {
         let shape = counted(values.len(), dims)?;
-        Ok(Self { buf: HostBuf::from_slice(NAME, values)?, first_byte: 0, dtype: T::DTYPE, shape })
+        Ok(Self {
+            buf: HostBuf::from_slice(NAME, values)?,
+            first_byte: 0,
+            dtype: T::DTYPE,
+            shape,
+        })
     }
 
     /// Given truth values.
@@ -67,7 +84,10 @@ impl HostTensor {
     /// As [`HostTensor::from_slice`].
     pub fn from_bools(values: &[bool], dims: &[usize]) -> Result<Self> {
         let bytes: Vec<u8> = values.iter().map(|&b| u8::from(b)).collect();
-        Ok(Self { dtype: DType::Bool, ..Self::from_slice(&bytes, dims)? })
+        Ok(Self {
+            dtype: DType::Bool,
+            ..Self::from_slice(&bytes, dims)?
+        })
     }
 
     /// Given values, each rounded once to `dtype` (truth values: whatever is not 0 is true).
@@ -76,7 +96,10 @@ impl HostTensor {
     /// As [`HostTensor::from_slice`].
     pub fn from_f64s(values: &[f64], dtype: DType, dims: &[usize]) -> Result<Self> {
         fn round<T: Element>(values: &[f64], dims: &[usize]) -> Result<HostTensor> {
-            HostTensor::from_slice(&values.iter().map(|&x| T::from_f64(x)).collect::<Vec<_>>(), dims)
+            HostTensor::from_slice(
+                &values.iter().map(|&x| T::from_f64(x)).collect::<Vec<_>>(),
+                dims,
+            )
         }
         match dtype {
             DType::F64 => Self::from_slice(values, dims),
@@ -87,7 +110,9 @@ impl HostTensor {
             DType::I32 => round::<i32>(values, dims),
             DType::U32 => round::<u32>(values, dims),
             DType::U8 => round::<u8>(values, dims),
-            DType::Bool => Self::from_bools(&values.iter().map(|&x| x != 0.0).collect::<Vec<_>>(), dims),
+            DType::Bool => {
+                Self::from_bools(&values.iter().map(|&x| x != 0.0).collect::<Vec<_>>(), dims)
+            }
         }
     }
 
@@ -97,7 +122,11 @@ impl HostTensor {
     /// When the shape is absurd or the system has no memory.
     pub fn zeros(dtype: DType, dims: &[usize]) -> Result<Self> {
         let shape = Shape::new(dims)?;
-        Self::new(HostBuf::zeroed(NAME, shape.numel() * dtype.size())?, dtype, dims)
+        Self::new(
+            HostBuf::zeroed(NAME, shape.numel() * dtype.size())?,
+            dtype,
+            dims,
+        )
     }
 
     /// One f32 without dimensions.
@@ -111,7 +140,10 @@ impl HostTensor {
     /// Whether both are the same memory under the same type and shape.
     pub fn is_same(&self, other: &Self) -> bool {
         self.dtype == other.dtype && self.shape == other.shape && {
-            let (a, b) = (self.buf.slice(self.byte_range()), other.buf.slice(other.byte_range()));
+            let (a, b) = (
+                self.buf.slice(self.byte_range()),
+                other.buf.slice(other.byte_range()),
+            );
             matches!((a, b), (Ok(a), Ok(b)) if a.is_same(&b))
         }
     }
@@ -173,7 +205,12 @@ impl HostTensor {
     /// When `T` is not this tensor's type (bool reads as u8), or somebody is writing.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         if T::DTYPE != self.dtype && !(self.dtype == DType::Bool && T::DTYPE == DType::U8) {
-            let what = format!("asked for {} of a {} host tensor {}", T::DTYPE, self.dtype, self.shape);
+            let what = format!(
+                "asked for {} of a {} host tensor {}",
+                T::DTYPE,
+                self.dtype,
+                self.shape
+            );
             return Err(Error::invalid("to_vec", what));
         }
         Ok(self.read()?.as_slice::<T>().to_vec())
@@ -185,7 +222,11 @@ impl HostTensor {
     /// When somebody is writing.
     pub fn to_f64_vec(&self) -> Result<Vec<f64>> {
         fn widen<T: Element>(t: &HostTensor) -> Result<Vec<f64>> {
-            Ok(t.read()?.as_slice::<T>().iter().map(|x| x.to_f64()).collect())
+            Ok(t.read()?
+                .as_slice::<T>()
+                .iter()
+                .map(|x| x.to_f64())
+                .collect())
         }
         match self.dtype {
             DType::F64 => self.to_vec(),
@@ -205,21 +246,30 @@ impl HostTensor {
     /// When there is not exactly one element, and as [`HostTensor::to_f64_vec`].
     pub fn item(&self) -> Result<f64> {
         if self.numel() != 1 {
-            return Err(Error::invalid("item", format!("{} has {} elements", self.shape, self.numel())));
+            return Err(Error::invalid(
+                "item",
+                format!("{} has {} elements", self.shape, self.numel()),
+            ));
         }
         Ok(self.to_f64_vec()?[0])
     }
 
-    /// `len` entries from `start` on along dimension `dim` (-1 is the last). Shares the memory when the entries
-    /// lie together, which they do along dimension 0; otherwise copies them.
+    /// `len` entries from `start` on along dimension `dim` (-1 is the last). Shares the memory when
+    /// the entries lie together, which they do along dimension 0; otherwise copies them.
     ///
     /// # Errors
     /// [`Error::Invalid`] when there is no such dimension or no such entries.
     pub fn narrow(&self, dim: isize, start: usize, len: usize) -> Result<Self> {
         const OP: &str = "narrow";
         let axis = self.shape.axis(OP, dim)?;
-        if start.checked_add(len).is_none_or(|end| end > self.shape[axis]) {
-            let what = format!("{len} from {start} on along dimension {axis} of {}", self.shape);
+        if start
+            .checked_add(len)
+            .is_none_or(|end| end > self.shape[axis])
+        {
+            let what = format!(
+                "{len} from {start} on along dimension {axis} of {}",
+                self.shape
+            );
             return Err(Error::invalid(OP, what));
         }
         let shape = self.shape.cut(axis, len);
@@ -228,20 +278,29 @@ impl HostTensor {
         if rows <= 1 {
             // Without elements there is nothing to skip, and the range must stay inside the buffer.
             let skip = if self.numel() == 0 { 0 } else { skip };
-            return Ok(Self { first_byte: self.first_byte + skip, shape, ..self.clone() });
+            return Ok(Self {
+                first_byte: self.first_byte + skip,
+                shape,
+                ..self.clone()
+            });
         }
         let out = Self::zeros(self.dtype, shape.dims())?;
         if out.size_bytes() > 0 {
             let (src, mut dst) = (self.read()?, out.write()?);
             let cut = len * inner;
-            for (to, from) in dst.bytes().chunks_exact_mut(cut).zip(src.bytes().chunks_exact(row)) {
+            for (to, from) in dst
+                .bytes()
+                .chunks_exact_mut(cut)
+                .zip(src.bytes().chunks_exact(row))
+            {
                 to.copy_from_slice(&from[skip..skip + cut]);
             }
         }
         Ok(out)
     }
 
-    /// The tensors one after another along dimension `dim` (-1 is the last). One tensor is shared, not copied.
+    /// The tensors one after another along dimension `dim` (-1 is the last). One tensor is shared,
+    /// not copied.
     ///
     /// # Errors
     /// When there are none, or they differ in type or in another dimension.
@@ -254,9 +313,14 @@ impl HostTensor {
         let mut size = first.shape[axis];
         for part in rest {
             first.check_same_dtype(part, OP)?;
-            if part.shape.rank() != first.shape.rank() || part.shape.cut(axis, 0) != first.shape.cut(axis, 0)
+            if part.shape.rank() != first.shape.rank()
+                || part.shape.cut(axis, 0) != first.shape.cut(axis, 0)
             {
-                return Err(Error::Shape { op: OP, left: first.shape, right: part.shape });
+                return Err(Error::Shape {
+                    op: OP,
+                    left: first.shape,
+                    right: part.shape,
+                });
             }
             size = size.saturating_add(part.shape[axis]);
         }
@@ -293,7 +357,11 @@ impl HostTensor {
                 continue;
             }
             let src = part.read()?;
-            for (to, from) in dst.bytes().chunks_exact_mut(row).zip(src.bytes().chunks_exact(cut)) {
+            for (to, from) in dst
+                .bytes()
+                .chunks_exact_mut(row)
+                .zip(src.bytes().chunks_exact(cut))
+            {
                 to[at..at + cut].copy_from_slice(from);
             }
             at += cut;
@@ -313,7 +381,13 @@ impl HostTensor {
             return Ok(());
         }
         let (left, right) = (self.dtype, other.dtype);
-        Err(Error::DTypes { op, left, left_shape: self.shape, right, right_shape: other.shape })
+        Err(Error::DTypes {
+            op,
+            left,
+            left_shape: self.shape,
+            right,
+            right_shape: other.shape,
+        })
     }
 }
 
@@ -321,7 +395,10 @@ impl HostTensor {
 fn counted(count: usize, dims: &[usize]) -> Result<Shape> {
     let shape = Shape::new(dims)?;
     if shape.numel() != count {
-        return Err(Error::invalid(NAME, format!("{count} values for shape {shape}")));
+        return Err(Error::invalid(
+            NAME,
+            format!("{count} values for shape {shape}"),
+        ));
     }
     Ok(shape)
 }
@@ -351,9 +428,17 @@ mod tests {
         assert_eq!((cut.dims(), cut.byte_range()), (&[2, 3][..], 12..36));
         assert_eq!(cut.to_vec::<i32>().unwrap(), [3, 4, 5, 6, 7, 8]);
         cut.write().unwrap().as_mut_slice::<i32>()[0] = 99;
-        assert_eq!(t.to_vec::<i32>().unwrap()[3], 99, "the cut is the same memory");
+        assert_eq!(
+            t.to_vec::<i32>().unwrap()[3],
+            99,
+            "the cut is the same memory"
+        );
         let inner = count(&[1, 1, 6]).narrow(-1, 2, 3).unwrap();
-        assert_eq!((inner.byte_range(), inner.buf().len()), (8..20, 24), "ones before it do not matter");
+        assert_eq!(
+            (inner.byte_range(), inner.buf().len()),
+            (8..20, 24),
+            "ones before it do not matter"
+        );
         let nested = cut.narrow(0, 1, 1).unwrap();
         assert_eq!(nested.to_vec::<i32>().unwrap(), [6, 7, 8]);
     }
@@ -373,13 +458,22 @@ mod tests {
     fn inner_cuts_are_dense_copies_and_cat_undoes_them() {
         let t = count(&[2, 5, 3]);
         let cut = t.narrow(1, 1, 2).unwrap();
-        assert_eq!(cut.to_vec::<i32>().unwrap(), [3, 4, 5, 6, 7, 8, 18, 19, 20, 21, 22, 23]);
+        assert_eq!(
+            cut.to_vec::<i32>().unwrap(),
+            [3, 4, 5, 6, 7, 8, 18, 19, 20, 21, 22, 23]
+        );
         for axis in 0..3isize {
             let size = t.dims()[axis as usize];
             let parts: Vec<_> = [(0, 1), (1, 0), (1, size - 1)]
                 .map(|(start, len)| t.narrow(axis, start, len).unwrap())
                 .into();
-            assert!(HostTensor::cat(&parts, axis - 3).unwrap().same_bits(&t).unwrap(), "axis {axis}");
+            assert!(
+                HostTensor::cat(&parts, axis - 3)
+                    .unwrap()
+                    .same_bits(&t)
+                    .unwrap(),
+                "axis {axis}"
+            );
         }
     }
 
@@ -389,11 +483,17 @@ mod tests {
         for dtype in DType::ALL {
             let values = [0.0, 1.0, 1.0, 0.0, 1.0, 1.0];
             let t = HostTensor::from_f64s(&values, dtype, &[3, 2]).unwrap();
-            assert_eq!((t.dtype(), t.to_f64_vec().unwrap()), (dtype, values.to_vec()));
+            assert_eq!(
+                (t.dtype(), t.to_f64_vec().unwrap()),
+                (dtype, values.to_vec())
+            );
             for axis in [0, 1] {
                 let parts = [t.narrow(axis, 0, 1).unwrap(), t.narrow(axis, 1, 1).unwrap()];
                 let back = HostTensor::cat(&parts, axis).unwrap();
-                assert!(back.same_bits(&t.narrow(axis, 0, 2).unwrap()).unwrap(), "{dtype} axis {axis}");
+                assert!(
+                    back.same_bits(&t.narrow(axis, 0, 2).unwrap()).unwrap(),
+                    "{dtype} axis {axis}"
+                );
             }
         }
         let bools = HostTensor::from_bools(&[true, false], &[2]).unwrap();
@@ -407,7 +507,10 @@ mod tests {
         assert_eq!(t.narrow(1, 0, 0).unwrap().numel(), 0);
         assert_eq!(HostTensor::cat(&[t.clone(), t], 0).unwrap().dims(), [6, 0]);
         let full = count(&[2, 2]);
-        assert_eq!(full.narrow(0, 2, 0).unwrap().to_vec::<i32>().unwrap(), [0i32; 0]);
+        assert_eq!(
+            full.narrow(0, 2, 0).unwrap().to_vec::<i32>().unwrap(),
+            [0i32; 0]
+        );
         assert_eq!(full.narrow(1, 2, 0).unwrap().dims(), [2, 0]);
     }
 
@@ -416,39 +519,76 @@ mod tests {
     fn wrong_arguments_are_named() {
         let t = count(&[2, 3]);
         let cases = [
-            (t.narrow(0, 1, 2).err(), "2 from 1 on along dimension 0 of [2, 3]"),
+            (
+                t.narrow(0, 1, 2).err(),
+                "2 from 1 on along dimension 0 of [2, 3]",
+            ),
             (t.narrow(0, usize::MAX, 2).err(), "[2, 3]"),
             (t.narrow(2, 0, 1).err(), "no dimension 2 in [2, 3]"),
             (t.item().err(), "[2, 3] has 6 elements"),
-            (t.to_vec::<f32>().err(), "asked for f32 of a i32 host tensor [2, 3]"),
-            (HostTensor::from_slice(&[1.0f32], &[2]).err(), "1 values for shape [2]"),
+            (
+                t.to_vec::<f32>().err(),
+                "asked for f32 of a i32 host tensor [2, 3]",
+            ),
+            (
+                HostTensor::from_slice(&[1.0f32], &[2]).err(),
+                "1 values for shape [2]",
+            ),
             (
                 HostTensor::new(t.buf().clone(), DType::F64, &[2, 3]).err(),
                 "f64 [2, 3] needs 48 bytes, not 24",
             ),
-            (HostTensor::within(t.buf().clone(), 8, DType::I32, &[5]).err(), "needs 20 bytes of 24"),
-            (HostTensor::within(t.buf().clone(), 2, DType::I32, &[1]).err(), "cannot start at byte 2"),
+            (
+                HostTensor::within(t.buf().clone(), 8, DType::I32, &[5]).err(),
+                "needs 20 bytes of 24",
+            ),
+            (
+                HostTensor::within(t.buf().clone(), 2, DType::I32, &[1]).err(),
+                "cannot start at byte 2",
+            ),
             (HostTensor::cat(&[], 0).err(), "no tensors"),
-            (HostTensor::cat(&[t.clone(), count(&[2, 4])], 0).err(), "[2, 3] and [2, 4]"),
-            (HostTensor::cat(&[t.clone(), count(&[6])], 0).err(), "[2, 3] and [6]"),
-            (HostTensor::cat(&[HostTensor::scalar(1.0).unwrap()], 0).err(), "no dimension 0 in []"),
+            (
+                HostTensor::cat(&[t.clone(), count(&[2, 4])], 0).err(),
+                "[2, 3] and [2, 4]",
+            ),
+            (
+                HostTensor::cat(&[t.clone(), count(&[6])], 0).err(),
+                "[2, 3] and [6]",
+            ),
+            (
+                HostTensor::cat(&[HostTensor::scalar(1.0).unwrap()], 0).err(),
+                "no dimension 0 in []",
+            ),
             (
                 HostTensor::cat(&[t, HostTensor::zeros(DType::F32, &[2, 3]).unwrap()], 0).err(),
                 "i32 [2, 3] and f32 [2, 3] differ in dtype",
             ),
         ];
         for (i, (err, want)) in cases.into_iter().enumerate() {
-            let text = err.unwrap_or_else(|| panic!("case {i} must be refused")).to_string();
+            let text = err
+                .unwrap_or_else(|| panic!("case {i} must be refused"))
+                .to_string();
             assert!(text.contains(want), "case {i}: {text}");
         }
     }
 
     #[test]
     fn bits_differ_where_values_agree() {
-        let (a, b) = (HostTensor::scalar(0.0).unwrap(), HostTensor::scalar(-0.0).unwrap());
+        let (a, b) = (
+            HostTensor::scalar(0.0).unwrap(),
+            HostTensor::scalar(-0.0).unwrap(),
+        );
         assert!(!a.same_bits(&b).unwrap() && a.same_bits(&a.clone()).unwrap());
-        assert_eq!((a.item().unwrap(), a.dims(), a.size_bytes()), (0.0, &[][..], 4));
-        let part = HostTensor::within(HostBuf::from_slice("b", &[1i32, 2, 3]).unwrap(), 4, DType::I32, &[2]);
+        assert_eq!(
+            (a.item().unwrap(), a.dims(), a.size_bytes()),
+            (0.0, &[][..], 4)
+        );
+        let part = HostTensor::within(
+            HostBuf::from_slice("b", &[1i32, 2, 3]).unwrap(),
+            4,
+            DType::I32,
+            &[2],
+        );
         assert_eq!(part.unwrap().to_vec::<i32>().unwrap(), [2, 3]);
     }
 }

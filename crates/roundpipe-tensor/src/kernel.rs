@@ -4,10 +4,11 @@
 //! backend receives both through one call ([`Ops::launch`](crate::device::Ops::launch)), so that a
 //! backend which only counts (`meta`) or only checks (`sim`) needs no arm per operation.
 //!
-//! Each variant names its operands: `[sources] -> [destinations]`. Operands marked `?` may be `None`.
-//! Unless said otherwise destinations are contiguous and overlap no source. `T` is the value's float
-//! type, `Acc` its accumulator ([`DType::accumulator`]): sums, statistics and parameter gradients are
-//! kept in `Acc`. A flag `accumulate` means the destination is added to instead of overwritten.
+//! Each variant names its operands: `[sources] -> [destinations]`. Operands marked `?` may be
+//! `None`. Unless said otherwise destinations are contiguous and overlap no source. `T` is the
+//! value's float type, `Acc` its accumulator ([`DType::accumulator`]): sums, statistics and
+//! parameter gradients are kept in `Acc`. A flag `accumulate` means the destination is added to
+//! instead of overwritten.
 //!
 //! This module launches nothing and checks nothing: [`exec`](crate::exec) does.
 
@@ -176,7 +177,8 @@ pub enum Glu {
     Silu,
     /// gelu(gate) · up, by tanh.
     GeluTanh,
-    /// GPT-OSS: gate and up clamped to `limit` (gate from above only), g · sigmoid(alpha · g) · (up + 1).
+    /// GPT-OSS: gate and up clamped to `limit` (gate from above only), g · sigmoid(alpha · g) · (up
+    /// + 1).
     Clamped {
         /// Steepness of the sigmoid.
         alpha: f64,
@@ -190,7 +192,8 @@ pub enum Glu {
 pub struct AttentionSpec {
     /// Factor of the scores before softmax.
     pub scale: f64,
-    /// A query sees keys up to its own position; with fewer queries than keys the last query sees all.
+    /// A query sees keys up to its own position; with fewer queries than keys the last query sees
+    /// all.
     pub causal: bool,
     /// A query at position p sees keys at positions greater than p - window.
     pub window: Option<usize>,
@@ -214,7 +217,12 @@ pub struct ConvSpec {
 impl Default for ConvSpec {
     /// Every position, no border, adjacent taps, one group.
     fn default() -> Self {
-        Self { stride: [1, 1], padding: [0, 0], dilation: [1, 1], groups: 1 }
+        Self {
+            stride: [1, 1],
+            padding: [0, 0],
+            dilation: [1, 1],
+            groups: 1,
+        }
     }
 }
 
@@ -229,7 +237,8 @@ pub struct PoolSpec {
     pub padding: [usize; 2],
     /// Maximum pooling only: step between the elements of a window.
     pub dilation: [usize; 2],
-    /// Whether a last window that reaches over the border's end counts (kernels read it from the sizes).
+    /// Whether a last window that reaches over the border's end counts (kernels read it from the
+    /// sizes).
     pub ceil_mode: bool,
     /// Average pooling only: whether the border counts in the divisor.
     pub count_include_pad: bool,
@@ -239,7 +248,14 @@ impl PoolSpec {
     /// Windows side by side, no border.
     pub fn window(kernel: [usize; 2]) -> Self {
         let (padding, dilation) = ([0, 0], [1, 1]);
-        Self { kernel, stride: kernel, padding, dilation, ceil_mode: false, count_include_pad: true }
+        Self {
+            kernel,
+            stride: kernel,
+            padding,
+            dilation,
+            ceil_mode: false,
+            count_include_pad: true,
+        }
     }
 }
 
@@ -306,9 +322,11 @@ pub enum Kernel {
         /// Which stream.
         key: RngKey,
     },
-    /// `[x] -> [y]`: same shape, any types (float to int truncates, to bool is x ≠ 0); y may have any strides.
+    /// `[x] -> [y]`: same shape, any types (float to int truncates, to bool is x ≠ 0); y may have
+    /// any strides.
     Copy,
-    /// `[x] -> [y]`: y += alpha · x, computed in the wider accumulator; y is read; y may have any strides.
+    /// `[x] -> [y]`: y += alpha · x, computed in the wider accumulator; y is read; y may have any
+    /// strides.
     Accumulate {
         /// Factor.
         alpha: f64,
@@ -333,16 +351,18 @@ pub enum Kernel {
     },
 
     // ---- along dimensions ----
-    /// `[x any strides] -> [y]`: y has x's rank; dimensions where y has size 1 and x has not are reduced
-    /// (and those of size 1 in both). Sum, Mean and Prod of floats: computed in Acc; y is T or Acc.
-    /// Any, All: bool. Empty Sum, Mean, Prod, Any, All give 0, NaN, 1, 0, 1; empty Max, Min are refused earlier.
+    /// `[x any strides] -> [y]`: y has x's rank; dimensions where y has size 1 and x has not are
+    /// reduced (and those of size 1 in both). Sum, Mean and Prod of floats: computed in Acc; y is T
+    /// or Acc. Any, All: bool. Empty Sum, Mean, Prod, Any, All give 0, NaN, 1, 0, 1; empty Max, Min
+    /// are refused earlier.
     Reduce {
         /// How.
         op: Reduce,
         /// Sum only: y += the sum.
         accumulate: bool,
     },
-    /// `[x any strides] -> [y: i64]`: index of the first largest (smallest) along `dim`; y lacks that dimension.
+    /// `[x any strides] -> [y: i64]`: index of the first largest (smallest) along `dim`; y lacks
+    /// that dimension.
     ArgReduce {
         /// Largest or smallest.
         largest: bool,
@@ -366,8 +386,8 @@ pub enum Kernel {
         /// Logarithm.
         log: bool,
     },
-    /// `[x contiguous] -> [values, indices: i64]`: the k largest (smallest) along the last dimension in
-    /// order; equal values in order of their index; NaN counts as largest.
+    /// `[x contiguous] -> [values, indices: i64]`: the k largest (smallest) along the last
+    /// dimension in order; equal values in order of their index; NaN counts as largest.
     TopK {
         /// Largest or smallest first.
         largest: bool,
@@ -379,8 +399,8 @@ pub enum Kernel {
         /// Along which dimension.
         dim: usize,
     },
-    /// `[src any strides, index 1-d] -> [y]`: y\[.., index\[i\], ..\] += src\[.., i, ..\], in order of i; y is read.
-    /// src is T, y is T or Acc.
+    /// `[src any strides, index 1-d] -> [y]`: y\[.., index\[i\], ..\] += src\[.., i, ..\], in order
+    /// of i; y is read. src is T, y is T or Acc.
     IndexAdd {
         /// Along which dimension.
         dim: usize,
@@ -390,18 +410,18 @@ pub enum Kernel {
         /// Along which dimension.
         dim: usize,
     },
-    /// `[src any strides, index: src's shape] -> [y]`: y += at the indexed places, in order; y is read.
-    /// src is T, y is T or Acc.
+    /// `[src any strides, index: src's shape] -> [y]`: y += at the indexed places, in order; y is
+    /// read. src is T, y is T or Acc.
     ScatterAdd {
         /// Along which dimension.
         dim: usize,
     },
 
     // ---- products ----
-    /// `[a: [.., m, k], b: [.., k, n], bias?: [n]] -> [c: [.., m, n]]`:
-    /// c = alpha · a b + bias + beta · c, accumulated in Acc, rounded once. a and b share a type T; c is T
-    /// or Acc. a and b may have any strides (0 in batch dimensions broadcasts); c is contiguous;
-    /// all have c's rank. bias is T and contiguous. With beta = 0, c is not read.
+    /// `[a: [.., m, k], b: [.., k, n], bias?: [n]] -> [c: [.., m, n]]`: c = alpha · a b + bias +
+    /// beta · c, accumulated in Acc, rounded once. a and b share a type T; c is T or Acc. a and b
+    /// may have any strides (0 in batch dimensions broadcasts); c is contiguous; all have c's rank.
+    /// bias is T and contiguous. With beta = 0, c is not read.
     MatMul {
         /// Factor of the product.
         alpha: f64,
@@ -411,15 +431,16 @@ pub enum Kernel {
     /// `[x: [t, k], w: [e, k, n] any strides, offsets: i32 [e + 1]] -> [y: [t, n]]`: rows
     /// offsets\[i\]..offsets\[i+1\] of x times w\[i\]; rows past the last offset become 0.
     GroupedMatMul,
-    /// `[x: [t, k], dy: [t, n], offsets: i32 [e + 1]] -> [dw: Acc or T [e, k, n] any strides]`: per group xᵀ dy.
+    /// `[x: [t, k], dy: [t, n], offsets: i32 [e + 1]] -> [dw: Acc or T [e, k, n] any strides]`: per
+    /// group xᵀ dy.
     GroupedMatMulGrad {
         /// Add to dw.
         accumulate: bool,
     },
 
     // ---- normalisation; w, b: T; statistics and dw, db: Acc ----
-    /// `[x: [.., c], w?: [c], residual?: [.., c]] -> [y, rstd: Acc [rows], sum?: [.., c]]`: with a residual,
-    /// sum = x + residual (rounded to T) and y = norm(sum); all contiguous.
+    /// `[x: [.., c], w?: [c], residual?: [.., c]] -> [y, rstd: Acc [rows], sum?: [.., c]]`: with a
+    /// residual, sum = x + residual (rounded to T) and y = norm(sum); all contiguous.
     RmsNorm {
         /// Added to the mean square.
         eps: f64,
@@ -439,7 +460,8 @@ pub enum Kernel {
         /// Add to dw and db.
         accumulate: bool,
     },
-    /// `[x: [n, c, ..], w?: [c], b?: [c]] -> [y, mean: Acc [n, groups], rstd: Acc [n, groups]]`; contiguous.
+    /// `[x: [n, c, ..], w?: [c], b?: [c]] -> [y, mean: Acc [n, groups], rstd: Acc [n, groups]]`;
+    /// contiguous.
     GroupNorm {
         /// Channel groups.
         groups: usize,
@@ -453,9 +475,10 @@ pub enum Kernel {
         /// Add to dw and db.
         accumulate: bool,
     },
-    /// `[x: [n, c, ..], w?: [c], b?: [c], mean?: Acc [c], var?: Acc [c]] -> [y, mean: Acc [c], rstd: Acc [c],
-    /// var: Acc [c]]`; contiguous. Without mean and var among the sources, statistics of the batch are used;
-    /// the destinations mean and rstd are those used, var is the biased variance used.
+    /// `[x: [n, c, ..], w?: [c], b?: [c], mean?: Acc [c], var?: Acc [c]] -> [y, mean: Acc [c],
+    /// rstd: Acc [c], var: Acc [c]]`; contiguous. Without mean and var among the sources,
+    /// statistics of the batch are used; the destinations mean and rstd are those used, var is the
+    /// biased variance used.
     BatchNorm {
         /// Added to the variance.
         eps: f64,
@@ -469,24 +492,25 @@ pub enum Kernel {
     },
 
     // ---- transformers ----
-    /// `[x: [b, s, h, d], cos: Acc [p, r/2], sin: Acc [p, r/2], positions?: i32 [b, s]] -> [y]`: turns the
-    /// first r elements of each head by the angle of its position (default: s), the rest passes.
-    /// x has a contiguous last dimension, other strides free; y is contiguous.
+    /// `[x: [b, s, h, d], cos: Acc [p, r/2], sin: Acc [p, r/2], positions?: i32 [b, s]] -> [y]`:
+    /// turns the first r elements of each head by the angle of its position (default: s), the rest
+    /// passes. x has a contiguous last dimension, other strides free; y is contiguous.
     Rope {
         /// Pairing.
         style: RopeStyle,
         /// By minus the angle: the gradient.
         inverse: bool,
     },
-    /// `[x: [b, s, h, d], w: [d], cos, sin, positions?] -> [y, rstd: Acc [b, s, h]]`: RMS norm over d, then Rope.
+    /// `[x: [b, s, h, d], w: [d], cos, sin, positions?] -> [y, rstd: Acc [b, s, h]]`: RMS norm over
+    /// d, then Rope.
     RopeNorm {
         /// Pairing.
         style: RopeStyle,
         /// Added to the mean square.
         eps: f64,
     },
-    /// `[x, w, rstd, cos, sin, dy, positions?] -> [dx?, dw?: Acc [d]]`; dy has a contiguous last dimension, dx is
-    /// contiguous.
+    /// `[x, w, rstd, cos, sin, dy, positions?] -> [dx?, dw?: Acc [d]]`; dy has a contiguous last
+    /// dimension, dx is contiguous.
     RopeNormGrad {
         /// Pairing.
         style: RopeStyle,
@@ -495,26 +519,28 @@ pub enum Kernel {
     },
     /// `[gate: [rows.., c], up: [rows.., c]] -> [y]`; sources have a contiguous last dimension.
     Glu(Glu),
-    /// `[gate, up, dy contiguous] -> [dgate, dup]`; destinations have a contiguous last dimension, other
-    /// strides free (they may be halves of one tensor).
+    /// `[gate, up, dy contiguous] -> [dgate, dup]`; destinations have a contiguous last dimension,
+    /// other strides free (they may be halves of one tensor).
     GluGrad(Glu),
-    /// `[q: [b, sq, hq, d], k: [b, sk, hk, d], v: [b, sk, hk, dv], sinks?: T [hq], lens_q?: i32 [n + 1],
-    /// lens_k?: i32 [n + 1]] -> [o: [b, sq, hq, dv], lse: Acc [b, hq, sq]]`: hq is a multiple of hk. q, k, v have
-    /// a contiguous last dimension, other strides free. A sink is one more score that gives no value.
-    /// With lens, b = 1 and rows lens\[i\]..lens\[i+1\] form sequence i. A row that sees nothing gives 0 and lse -inf.
+    /// `[q: [b, sq, hq, d], k: [b, sk, hk, d], v: [b, sk, hk, dv], sinks?: T [hq], lens_q?: i32 [n+1],
+    /// lens_k?: i32 [n+1]] -> [o: [b, sq, hq, dv], lse: Acc [b, hq, sq]]`: hq is a multiple
+    /// of hk. q, k, v have a contiguous last dimension, other strides free. A sink is one more
+    /// score that gives no value. With lens, b = 1 and rows lens\[i\]..lens\[i+1\] form sequence i.
+    /// A row that sees nothing gives 0 and lse -inf.
     Attention(AttentionSpec),
-    /// `[q, k, v, o, lse, do, sinks?, lens_q?, lens_k?] -> [dq, dk, dv, dsinks?: Acc [hq]]`; dq, dk, dv are
-    /// contiguous, dsinks is overwritten.
+    /// `[q, k, v, o, lse, do, sinks?, lens_q?, lens_k?] -> [dq, dk, dv, dsinks?: Acc [hq]]`; dq,
+    /// dk, dv are contiguous, dsinks is overwritten.
     AttentionGrad(AttentionSpec),
-    /// `[logits: [t, v] T or Acc contiguous, labels: i64 [t]] -> [loss: Acc [t], lse: Acc [t]]`: loss is 0 where the
-    /// label is `ignore`.
+    /// `[logits: [t, v] T or Acc contiguous, labels: i64 [t]] -> [loss: Acc [t], lse: Acc [t]]`:
+    /// loss is 0 where the label is `ignore`.
     CrossEntropy {
         /// Label to leave out.
         ignore: i64,
         /// Label smoothing, 0 to 1.
         smoothing: f64,
     },
-    /// `[logits, labels, lse, dloss: Acc [t]] -> [dlogits]`: dlogits is T or Acc and may be the logits' own memory.
+    /// `[logits, labels, lse, dloss: Acc [t]] -> [dlogits]`: dlogits is T or Acc and may be the
+    /// logits' own memory.
     CrossEntropyGrad {
         /// Label to leave out.
         ignore: i64,
@@ -523,15 +549,15 @@ pub enum Kernel {
     },
 
     // ---- mixture of experts ----
-    /// `[choice: i64 [t, k]] -> [rows: i32 [t·k], inverse: i32 [t·k], offsets: i32 [e + 1]]`: stable sort of the t·k
-    /// choices by expert. rows\[j\] is the token of sorted place j; inverse\[token·k + c\] is the place of
-    /// choice c of that token.
+    /// `[choice: i64 [t, k]] -> [rows: i32 [t·k], inverse: i32 [t·k], offsets: i32 [e + 1]]`:
+    /// stable sort of the t·k choices by expert. rows\[j\] is the token of sorted place j;
+    /// inverse\[token·k + c\] is the place of choice c of that token.
     MoeSort {
         /// Number of experts.
         experts: usize,
     },
-    /// `[y: [t·k, c] sorted, inverse: i32 [t·k], weight?: [t, k]] -> [out: [t, c]]`: sum over a token's choices,
-    /// weighted, in order of the choice.
+    /// `[y: [t·k, c] sorted, inverse: i32 [t·k], weight?: [t, k]] -> [out: [t, c]]`: sum over a
+    /// token's choices, weighted, in order of the choice.
     MoeCombine,
     /// `[y?, inverse, weight, dout] -> [dy?, dweight?: [t, k]]`: y is needed for dweight only.
     MoeCombineGrad,
@@ -548,8 +574,8 @@ pub enum Kernel {
         /// Add to df.
         accumulate: bool,
     },
-    /// `[x: [n, c, h, w]] -> [y, at: i32]`: at = position in the plane of the first maximum (or first NaN);
-    /// -1, and y -inf, for a window without elements.
+    /// `[x: [n, c, h, w]] -> [y, at: i32]`: at = position in the plane of the first maximum (or
+    /// first NaN); -1, and y -inf, for a window without elements.
     MaxPool2d(PoolSpec),
     /// `[dy, at] -> [dx: [n, c, h, w]]`.
     MaxPool2dGrad(PoolSpec),
@@ -612,7 +638,9 @@ impl Kernel {
             | Self::IndexAdd { .. }
             | Self::Gather { .. }
             | Self::ScatterAdd { .. } => Family::Index,
-            Self::MatMul { .. } | Self::GroupedMatMul | Self::GroupedMatMulGrad { .. } => Family::Product,
+            Self::MatMul { .. } | Self::GroupedMatMul | Self::GroupedMatMulGrad { .. } => {
+                Family::Product
+            }
             Self::RmsNorm { .. }
             | Self::RmsNormGrad { .. }
             | Self::LayerNorm { .. }

@@ -1,15 +1,15 @@
 //! The meta backend: shapes only.
 //!
-//! It runs the same operations through the same pool as a real device, without memory or arithmetic,
-//! and counts. Addresses, scratch and the order of allocations are those of the device it stands for, so
-//! its peak is that device's peak to the byte, known before anything is loaded.
+//! It runs the same operations through the same pool as a real device, without memory or
+//! arithmetic, and counts. Addresses, scratch and the order of allocations are those of the device
+//! it stands for, so its peak is that device's peak to the byte, known before anything is loaded.
 //!
 //! It refuses to give data: reading a value on the host is an error.
 //!
 //! # What is counted
-//! - `flops`: a product of m·k by k·n is 2·m·n·k; attention counts the pairs that the mask leaves visible;
-//!   elementwise work counts one per element written. Packed sequences count as one long one, and groups
-//!   of experts as all rows: upper bounds where the answer depends on data.
+//! - `flops`: a product of m·k by k·n is 2·m·n·k; attention counts the pairs that the mask leaves
+//!   visible; elementwise work counts one per element written. Packed sequences count as one long
+//!   one, and groups of experts as all rows: upper bounds where the answer depends on data.
 //! - `traffic`: bytes of every operand, read or written once.
 
 use std::any::Any;
@@ -21,7 +21,8 @@ use crate::cpu;
 use crate::cuda;
 use crate::cx::Cx;
 use crate::device::{
-    Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, Faults, Lane, LaneKind, Likeness, Ops,
+    Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, Faults, Lane, LaneKind, Likeness,
+    Ops,
 };
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -45,8 +46,8 @@ pub struct Cost {
     pub kept: u64,
 }
 
-/// What a layer costs in the three ways the engine runs it. Peaks include the inputs, and in backward the
-/// gradients of outputs, inputs and parameters.
+/// What a layer costs in the three ways the engine runs it. Peaks include the inputs, and in
+/// backward the gradients of outputs, inputs and parameters.
 #[derive(Debug, Clone)]
 pub struct Profile {
     /// Without a tape.
@@ -81,8 +82,15 @@ impl Meta {
     /// Stands for another device, or for any of a kind; `sim` counts like `cpu`.
     pub fn like(device: impl Into<Likeness>) -> Arc<Self> {
         let like = device.into();
-        let ops = MetaOps { like, cost: Mutex::default() };
-        Arc::new(Self { like, lanes: LaneKind::ALL.map(MetaLane), ops })
+        let ops = MetaOps {
+            like,
+            cost: Mutex::default(),
+        };
+        Arc::new(Self {
+            like,
+            lanes: LaneKind::ALL.map(MetaLane),
+            ops,
+        })
     }
 
     /// What was counted so far; `peak` and `kept` are a worker's and stay 0 here.
@@ -95,12 +103,22 @@ impl Meta {
 ///
 /// # Errors
 /// What `body` reports.
-pub fn measure<R>(device: impl Into<Likeness>, body: impl FnOnce(&Worker) -> Result<R>) -> Result<(R, Cost)> {
+pub fn measure<R>(
+    device: impl Into<Likeness>,
+    body: impl FnOnce(&Worker) -> Result<R>,
+) -> Result<(R, Cost)> {
     let meta = Meta::like(device);
     let worker = Worker::new(meta.clone(), Bytes(1 << 60))?;
     let out = body(&worker)?;
     let usage = worker.usage();
-    Ok((out, Cost { peak: usage.high_water.0, kept: usage.used.0, ..meta.cost() }))
+    Ok((
+        out,
+        Cost {
+            peak: usage.high_water.0,
+            kept: usage.used.0,
+            ..meta.cost()
+        },
+    ))
 }
 
 /// Costs of a function of tensors (a layer), each way it is run.
@@ -116,7 +134,11 @@ pub fn profile(
     let inputs = |cx: &mut Cx| -> Result<Vec<Tensor>> {
         let place = |g: &Given| {
             let tensor = cx.worker().alloc("input", g.dtype, g.shape)?;
-            if g.grad { cx.input(&tensor) } else { Ok(tensor) }
+            if g.grad {
+                cx.input(&tensor)
+            } else {
+                Ok(tensor)
+            }
         };
         given.iter().map(place).collect()
     };
@@ -140,7 +162,11 @@ pub fn profile(
             .filter(|t| t.requires_grad())
             .map(|t| Ok((t.clone(), worker.alloc("gradient", t.dtype(), *t.shape())?)))
             .collect::<Result<_>>()?;
-        if seeds.is_empty() { Ok(()) } else { cx.backward_from(&seeds).map(drop) }
+        if seeds.is_empty() {
+            Ok(())
+        } else {
+            cx.backward_from(&seeds).map(drop)
+        }
     })?;
     let backward = Cost {
         flops: both.flops - recompute.flops,
@@ -149,7 +175,12 @@ pub fn profile(
         ..both
     };
     let outputs = outputs.iter().map(|t| (t.dtype(), *t.shape())).collect();
-    Ok(Profile { forward, recompute, backward, outputs })
+    Ok(Profile {
+        forward,
+        recompute,
+        backward,
+        outputs,
+    })
 }
 
 impl fmt::Debug for Meta {
@@ -161,7 +192,11 @@ impl fmt::Debug for Meta {
 // SAFETY: nothing here touches memory; host buffers are `HostBuf::zeroed`.
 unsafe impl Device for Meta {
     fn id(&self) -> DeviceId {
-        DeviceId { kind: DeviceKind::Meta, index: 0, worker: 0 }
+        DeviceId {
+            kind: DeviceKind::Meta,
+            index: 0,
+            worker: 0,
+        }
     }
 
     fn memory(&self) -> Bytes {
@@ -251,14 +286,21 @@ unsafe impl Ops for MetaOps {
     }
 
     fn thick(&self) -> usize {
-        if self.like.kind == DeviceKind::Cuda { cuda::THICK } else { crate::device::THICK }
+        if self.like.kind == DeviceKind::Cuda {
+            cuda::THICK
+        } else {
+            crate::device::THICK
+        }
     }
 }
 
 /// Bytes of memory behind a view: a broadcast dimension counts once.
 fn bytes(view: &View) -> u64 {
-    let distinct =
-        view.shape().iter().zip(view.layout.strides()).map(|(n, s)| if *s == 0 { (*n).min(1) } else { *n });
+    let distinct = view
+        .shape()
+        .iter()
+        .zip(view.layout.strides())
+        .map(|(n, s)| if *s == 0 { (*n).min(1) } else { *n });
     (distinct.product::<usize>() * view.dtype.size()) as u64
 }
 
@@ -276,7 +318,9 @@ fn flops(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> u64 {
         views[i].as_ref().map_or(0, |v| v.shape()[axis] as u64)
     };
     match kernel {
-        Kernel::Fill { .. } | Kernel::Copy | Kernel::IndexSelect { .. } | Kernel::Gather { .. } => 0,
+        Kernel::Fill { .. } | Kernel::Copy | Kernel::IndexSelect { .. } | Kernel::Gather { .. } => {
+            0
+        }
         Kernel::MatMul { .. } => {
             let rank = src[0].as_ref().map_or(2, |v| v.shape().rank());
             twice(written, dim(src, 0, rank - 1))
@@ -284,10 +328,14 @@ fn flops(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> u64 {
         Kernel::GroupedMatMul => twice(written, dim(src, 0, 1)),
         Kernel::GroupedMatMulGrad { .. } => twice(size(&src[0]), dim(src, 1, 1)),
         Kernel::Attention(spec) => twice(pairs(spec, src), dim(src, 0, 3) + dim(src, 2, 3)),
-        Kernel::AttentionGrad(spec) => twice(pairs(spec, src), 3 * dim(src, 0, 3) + 2 * dim(src, 2, 3)),
+        Kernel::AttentionGrad(spec) => {
+            twice(pairs(spec, src), 3 * dim(src, 0, 3) + 2 * dim(src, 2, 3))
+        }
         Kernel::Conv2d(_) => twice(written, size(&src[1]) / dim(src, 1, 0).max(1)),
         Kernel::Conv2dGradInput(_) => twice(size(&src[0]), size(&src[1]) / dim(src, 1, 0).max(1)),
-        Kernel::Conv2dGradFilter { .. } => twice(size(&src[1]), size(&dst[0]) / dim(dst, 0, 0).max(1)),
+        Kernel::Conv2dGradFilter { .. } => {
+            twice(size(&src[1]), size(&dst[0]) / dim(dst, 0, 0).max(1))
+        }
         Kernel::Reduce { .. }
         | Kernel::ArgReduce { .. }
         | Kernel::IndexAdd { .. }
@@ -299,7 +347,8 @@ fn flops(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> u64 {
         Kernel::BatchNorm { .. } | Kernel::BatchNormGrad { .. } => 5 * written,
         Kernel::CrossEntropy { .. } | Kernel::CrossEntropyGrad { .. } => 4 * size(&src[0]),
         Kernel::Host(host) => {
-            let shapes = |all: &[Option<View>]| all.iter().flatten().map(|v| *v.shape()).collect::<Vec<_>>();
+            let shapes =
+                |all: &[Option<View>]| all.iter().flatten().map(|v| *v.shape()).collect::<Vec<_>>();
             host.flops(&shapes(src), &shapes(dst))
         }
         _ => written,
@@ -308,13 +357,21 @@ fn flops(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> u64 {
 
 /// Query-key pairs that the mask leaves visible, over all batches and query heads.
 fn pairs(spec: &AttentionSpec, src: &[Option<View>]) -> u64 {
-    let (Some(q), Some(k)) = (&src[0], &src[1]) else { return 0 };
+    let (Some(q), Some(k)) = (&src[0], &src[1]) else {
+        return 0;
+    };
     let (queries, keys) = (q.shape()[1] as u64, k.shape()[1] as u64);
     let window = spec.window.map_or(u64::MAX, |w| w as u64);
     let visible = |row: u64| {
         // Position of the query among the keys, the last query at the last key.
-        let seen = if spec.causal { (row + 1 + keys).saturating_sub(queries) } else { keys };
-        let hidden = (row + 1 + keys).saturating_sub(queries).saturating_sub(window);
+        let seen = if spec.causal {
+            (row + 1 + keys).saturating_sub(queries)
+        } else {
+            keys
+        };
+        let hidden = (row + 1 + keys)
+            .saturating_sub(queries)
+            .saturating_sub(window);
         seen.min(keys).saturating_sub(hidden.min(keys))
     };
     (q.shape()[0] * q.shape()[2]) as u64 * (0..queries).map(visible).sum::<u64>()

@@ -1,9 +1,9 @@
 //! Operations on tensors, as methods of [`Cx`](crate::cx::Cx), one file per family.
 //!
-//! Every method follows one shape: check the operands (naming the operation and both shapes when they
-//! do not fit), allocate the result, launch the kernel, record how gradients flow back. Nothing is
-//! allocated before the sizes are checked. Where a kernel wants dense operands a strided one is copied
-//! first. Operands must share a type; nothing is converted silently.
+//! Every method follows one shape: check the operands (naming the operation and both shapes when
+//! they do not fit), allocate the result, launch the kernel, record how gradients flow back.
+//! Nothing is allocated before the sizes are checked. Where a kernel wants dense operands a strided
+//! one is copied first. Operands must share a type; nothing is converted silently.
 
 mod arith;
 mod attention;

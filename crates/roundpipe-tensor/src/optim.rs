@@ -1,11 +1,12 @@
 //! Optimizer passes and gradient passes over slabs in host memory.
 //!
 //! A pass reads and writes each slab once, in blocks of sixteen elements, with the best vector
-//! instructions the processor has (module `simd`). The path of an update: gradient slab -> master and moment
-//! slabs -> working slab; with bf16 gradients and weights that is 28 bytes of traffic per parameter.
+//! instructions the processor has (module `simd`). The path of an update: gradient slab -> master
+//! and moment slabs -> working slab; with bf16 gradients and weights that is 28 bytes of traffic
+//! per parameter.
 //!
-//! Refused, before anything is written: slabs of different lengths, a missing or a superfluous slab,
-//! hyperparameters outside their range.
+//! Refused, before anything is written: slabs of different lengths, a missing or a superfluous
+//! slab, hyperparameters outside their range.
 //!
 //! # Invariants
 //!
@@ -27,13 +28,16 @@ use std::sync::{Mutex, PoisonError};
 use half::{bf16, f16};
 
 pub use adam::{AdamSlabs, AdamW, WeightDecay};
-pub use grads::{accumulate, all_finite, cast, chunk_squares, clip_factor, follow, scale, squared_norm};
+pub use grads::{
+    accumulate, all_finite, cast, chunk_squares, clip_factor, follow, scale, squared_norm,
+};
 pub use sgd::{Sgd, SgdSlabs};
 
 use crate::cpu::threads::Threads;
 use crate::error::{Error, Result};
 
-/// Elements of a task: large enough for the hardware's prefetchers, small enough to share out evenly.
+/// Elements of a task: large enough for the hardware's prefetchers, small enough to share out
+/// evenly.
 pub const CHUNK: usize = 1 << 16;
 
 /// A slab of floats to read.
@@ -139,10 +143,17 @@ macro_rules! from_slices {
 from_slices!(f32 => F32, bf16 => BF16, f16 => F16);
 
 /// Runs `task` on every part, each exactly once, on `threads`.
-fn for_each<T: Send>(threads: &Threads, parts: impl Iterator<Item = T>, task: impl Fn(T) + Sync + Send) {
+fn for_each<T: Send>(
+    threads: &Threads,
+    parts: impl Iterator<Item = T>,
+    task: impl Fn(T) + Sync + Send,
+) {
     let parts: Vec<Mutex<Option<T>>> = parts.map(|part| Mutex::new(Some(part))).collect();
     threads.run(parts.len(), |i| {
-        let part = parts[i].lock().unwrap_or_else(PoisonError::into_inner).take();
+        let part = parts[i]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         if let Some(part) = part {
             task(part);
         }
@@ -167,14 +178,23 @@ fn any<T: Send>(
 /// The chunks of an optional slab: as many `None` as one likes where there is none.
 fn optional_chunks<T>(slab: Option<&mut [T]>) -> impl Iterator<Item = Option<&mut [T]>> {
     let mut chunks = slab.map(|slab| slab.chunks_mut(CHUNK));
-    std::iter::from_fn(move || Some(chunks.as_mut().map(|chunks| chunks.next().unwrap_or_default())))
+    std::iter::from_fn(move || {
+        Some(
+            chunks
+                .as_mut()
+                .map(|chunks| chunks.next().unwrap_or_default()),
+        )
+    })
 }
 
 fn check_len(op: &'static str, name: &str, len: usize, expected: usize) -> Result<()> {
     if len == expected {
         return Ok(());
     }
-    Err(Error::invalid(op, format!("the {name} slab has {len} elements, the others have {expected}")))
+    Err(Error::invalid(
+        op,
+        format!("the {name} slab has {len} elements, the others have {expected}"),
+    ))
 }
 
 /// Refuses `value` unless it is finite and in `low..=high` (`high` may be infinite).
@@ -182,8 +202,15 @@ fn check_range(op: &'static str, name: &str, value: f64, low: f64, high: f64) ->
     if value.is_finite() && (low..=high).contains(&value) {
         return Ok(());
     }
-    let range = if high.is_finite() { format!("from {low} to {high}") } else { format!("at least {low}") };
-    Err(Error::invalid(op, format!("{name} is {value}, it must be finite and {range}")))
+    let range = if high.is_finite() {
+        format!("from {low} to {high}")
+    } else {
+        format!("at least {low}")
+    };
+    Err(Error::invalid(
+        op,
+        format!("{name} is {value}, it must be finite and {range}"),
+    ))
 }
 
 #[cfg(test)]

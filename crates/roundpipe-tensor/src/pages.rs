@@ -1,7 +1,7 @@
 //! Anonymous pages from the system: what host buffers and arenas in host memory are made of.
 //!
-//! Pages are zero and take memory when they are first touched. Miri, which knows neither the flags nor the hints below,
-//! gets the same from the allocator.
+//! Pages are zero and take memory when they are first touched. Miri, which knows neither the flags
+//! nor the hints below, gets the same from the allocator.
 
 use std::io;
 
@@ -19,7 +19,8 @@ pub(crate) struct Pages(Memory);
 type Memory = memmap2::MmapMut;
 
 impl Pages {
-    /// `bytes` bytes, at least one. With `reserve` the system counts none of them before they are touched.
+    /// `bytes` bytes, at least one. With `reserve` the system counts none of them before they are
+    /// touched.
     #[cfg(not(miri))]
     pub(crate) fn zeroed(bytes: usize, reserve: bool) -> io::Result<Self> {
         let mut options = memmap2::MmapOptions::new();
@@ -63,7 +64,9 @@ impl Memory {
     fn zeroed(bytes: usize) -> io::Result<Self> {
         // What the system would refuse as well: more than a machine has.
         let fits = bytes < 1 << 40;
-        let layout = std::alloc::Layout::from_size_align(bytes.max(1), PAGE).ok().filter(|_| fits);
+        let layout = std::alloc::Layout::from_size_align(bytes.max(1), PAGE)
+            .ok()
+            .filter(|_| fits);
         let layout = layout.ok_or(io::ErrorKind::OutOfMemory)?;
         // SAFETY: the size is not 0.
         let ptr = std::ptr::NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) });

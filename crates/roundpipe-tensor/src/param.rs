@@ -1,9 +1,9 @@
 //! Parameters: named host memory that operations read through [`Cx::get`](crate::cx::Cx::get).
 //!
-//! A parameter's home is host memory. A pass over a model borrows it for reading; an optimizer writes it
-//! between passes. The guards of [`HostBuf`] keep the two apart: writing while a pass still reads is an
-//! error, not a race. A store may move a parameter to another home ([`Param::rehome`]); whoever holds the
-//! old memory keeps it alive.
+//! A parameter's home is host memory. A pass over a model borrows it for reading; an optimizer
+//! writes it between passes. The guards of [`HostBuf`] keep the two apart: writing while a pass
+//! still reads is an error, not a race. A store may move a parameter to another home
+//! ([`Param::rehome`]); whoever holds the old memory keeps it alive.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,7 +33,8 @@ struct Inner {
     keeper: RwLock<Option<Weak<dyn Keeper>>>,
 }
 
-/// Whoever moved a parameter's memory and knows where its newest values are: the state of an engine.
+/// Whoever moved a parameter's memory and knows where its newest values are: the state of an
+/// engine.
 pub trait Keeper: Send + Sync + fmt::Debug {
     /// What errors call it.
     fn name(&self) -> &str;
@@ -41,8 +42,8 @@ pub trait Keeper: Send + Sync + fmt::Debug {
     /// Whether it updates the parameter.
     fn trains(&self, param: ParamId) -> bool;
 
-    /// Waits until the updates that were asked for are done, so that [`Param::data`] is the newest value of every
-    /// parameter.
+    /// Waits until the updates that were asked for are done, so that [`Param::data`] is the newest
+    /// value of every parameter.
     fn settle(&self);
 }
 
@@ -54,14 +55,20 @@ impl Param {
     /// A trainable parameter over existing memory.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the memory is not exactly as large as the shape and type ask, or does not begin
-    /// where elements of the type can.
+    /// [`Error::Invalid`] when the memory is not exactly as large as the shape and type ask, or
+    /// does not begin where elements of the type can.
     pub fn new(data: HostBuf, dtype: DType, dims: &[usize]) -> Result<Self> {
         let shape = Shape::new(dims)?;
         data.place_all(NAME, dtype, &shape)?;
         let data = RwLock::new(data);
         let (trainable, keeper) = (AtomicBool::new(true), RwLock::new(None));
-        Ok(Self(Arc::new(Inner { shape, dtype, data, trainable, keeper })))
+        Ok(Self(Arc::new(Inner {
+            shape,
+            dtype,
+            data,
+            trainable,
+            keeper,
+        })))
     }
 
     /// All zeros.
@@ -70,7 +77,11 @@ impl Param {
     /// When the shape is absurd or the system has no memory.
     pub fn zeros(dtype: DType, dims: &[usize]) -> Result<Self> {
         let shape = Shape::new(dims)?;
-        Self::new(HostBuf::zeroed(NAME, shape.numel() * dtype.size())?, dtype, dims)
+        Self::new(
+            HostBuf::zeroed(NAME, shape.numel() * dtype.size())?,
+            dtype,
+            dims,
+        )
     }
 
     /// All one value.
@@ -90,7 +101,10 @@ impl Param {
     pub fn from_slice<T: Element>(values: &[T], dims: &[usize]) -> Result<Self> {
         let shape = Shape::new(dims)?;
         if shape.numel() != values.len() {
-            return Err(Error::invalid(NAME, format!("{} values for shape {shape}", values.len())));
+            return Err(Error::invalid(
+                NAME,
+                format!("{} values for shape {shape}", values.len()),
+            ));
         }
         Self::new(HostBuf::from_slice(NAME, values)?, T::DTYPE, dims)
     }
@@ -103,7 +117,10 @@ impl Param {
         let param = Self::zeros(dtype, dims)?;
         param.fill(|block| {
             let words = key.block(block);
-            let ([a, b], [c, d]) = (normal_pair(words[0], words[1]), normal_pair(words[2], words[3]));
+            let ([a, b], [c, d]) = (
+                normal_pair(words[0], words[1]),
+                normal_pair(words[2], words[3]),
+            );
             [a, b, c, d].map(|x| f64::from(x) * std)
         })?;
         Ok(param)
@@ -115,13 +132,17 @@ impl Param {
     /// As [`Param::zeros`].
     pub fn uniform(dtype: DType, dims: &[usize], bound: f64, key: RngKey) -> Result<Self> {
         let param = Self::zeros(dtype, dims)?;
-        param.fill(|block| key.block(block).map(|word| (f64::from(unit(word)) * 2.0 - 1.0) * bound))?;
+        param.fill(|block| {
+            key.block(block)
+                .map(|word| (f64::from(unit(word)) * 2.0 - 1.0) * bound)
+        })?;
         Ok(param)
     }
 
     /// Block i gives the elements from 4 i on.
     fn fill(&self, block: impl Fn(u64) -> [f64; 4] + Sync) -> Result<()> {
-        /// Every element is a function of its place, so any number of threads gives the same values.
+        /// Every element is a function of its place, so any number of threads gives the same
+        /// values.
         fn each<T: Element>(out: &mut [T], block: impl Fn(u64) -> [f64; 4] + Sync) {
             const ALONE: usize = 1 << 16;
             let threads = std::thread::available_parallelism().map_or(1, usize::from);
@@ -129,7 +150,9 @@ impl Param {
             let fill = |start: usize, part: &mut [T]| {
                 for (i, four) in part.chunks_mut(4).enumerate() {
                     let values = block((start / 4 + i) as u64);
-                    four.iter_mut().zip(values).for_each(|(x, value)| *x = T::from_f64(value));
+                    four.iter_mut()
+                        .zip(values)
+                        .for_each(|(x, value)| *x = T::from_f64(value));
                 }
             };
             if share >= out.len() {
@@ -152,9 +175,9 @@ impl Param {
             DType::I32 => each::<i32>(data.as_mut_slice(), block),
             DType::U32 => each::<u32>(data.as_mut_slice(), block),
             DType::U8 => each::<u8>(data.as_mut_slice(), block),
-            DType::Bool => {
-                each::<u8>(data.as_mut_slice(), |i| block(i).map(|x| f64::from(u8::from(x != 0.0))))
-            }
+            DType::Bool => each::<u8>(data.as_mut_slice(), |i| {
+                block(i).map(|x| f64::from(u8::from(x != 0.0)))
+            }),
         }
         Ok(())
     }
@@ -176,10 +199,15 @@ impl Param {
 
     /// Its memory.
     pub fn data(&self) -> HostBuf {
-        self.0.data.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0
+            .data
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 
-    /// Makes `home` its memory, for all clones. What `home` holds is the value from now on; nothing is copied.
+    /// Makes `home` its memory, for all clones. What `home` holds is the value from now on; nothing
+    /// is copied.
     ///
     /// # Errors
     /// As [`Param::new`].
@@ -191,12 +219,21 @@ impl Param {
 
     /// Who keeps its memory, while they live.
     pub fn keeper(&self) -> Option<Arc<dyn Keeper>> {
-        self.0.keeper.read().unwrap_or_else(PoisonError::into_inner).as_ref()?.upgrade()
+        self.0
+            .keeper
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .as_ref()?
+            .upgrade()
     }
 
     /// Says who keeps its memory from now on.
     pub fn set_keeper(&self, keeper: Weak<dyn Keeper>) {
-        *self.0.keeper.write().unwrap_or_else(PoisonError::into_inner) = Some(keeper);
+        *self
+            .0
+            .keeper
+            .write()
+            .unwrap_or_else(PoisonError::into_inner) = Some(keeper);
     }
 
     /// Size in bytes.
@@ -243,18 +280,44 @@ mod tests {
     use crate::host::HostBuf;
     use crate::rng::{RngSite, normal_pair, unit};
 
-    /// Every element is the one that its place in the random stream says, across threads and at a ragged end.
+    /// Every element is the one that its place in the random stream says, across threads and at a
+    /// ragged end.
     #[test]
     fn random_values_are_those_of_their_places() {
-        let key = RngSite { seed: 4, ..RngSite::default() }.key();
-        let count = if cfg!(miri) { (1 << 10) + 3 } else { (1 << 18) + 3 };
-        let normal = Param::normal(DType::F32, &[count], 0.5, key).unwrap().to_vec::<f32>().unwrap();
-        let uniform = Param::uniform(DType::F32, &[count], 2.0, key).unwrap().to_vec::<f32>().unwrap();
-        for i in (0..count).step_by(4099).chain([1, 2, 3, count - 2, count - 1]) {
+        let key = RngSite {
+            seed: 4,
+            ..RngSite::default()
+        }
+        .key();
+        let count = if cfg!(miri) {
+            (1 << 10) + 3
+        } else {
+            (1 << 18) + 3
+        };
+        let normal = Param::normal(DType::F32, &[count], 0.5, key)
+            .unwrap()
+            .to_vec::<f32>()
+            .unwrap();
+        let uniform = Param::uniform(DType::F32, &[count], 2.0, key)
+            .unwrap()
+            .to_vec::<f32>()
+            .unwrap();
+        for i in (0..count)
+            .step_by(4099)
+            .chain([1, 2, 3, count - 2, count - 1])
+        {
             let words = key.block(i as u64 / 4);
             let pair = normal_pair(words[i % 4 / 2 * 2], words[i % 4 / 2 * 2 + 1]);
-            assert_eq!(normal[i], (f64::from(pair[i % 2]) * 0.5) as f32, "normal {i}");
-            assert_eq!(uniform[i], ((f64::from(unit(words[i % 4])) * 2.0 - 1.0) * 2.0) as f32, "uniform {i}");
+            assert_eq!(
+                normal[i],
+                (f64::from(pair[i % 2]) * 0.5) as f32,
+                "normal {i}"
+            );
+            assert_eq!(
+                uniform[i],
+                ((f64::from(unit(words[i % 4])) * 2.0 - 1.0) * 2.0) as f32,
+                "uniform {i}"
+            );
         }
     }
 

@@ -1,22 +1,25 @@
 //! How much host memory a device's driver has pinned, and what becomes of the rest.
 //!
-//! Drivers pin less than there is: WSL2 and some containers allow about a GiB. A buffer asked for with [`Pin::Try`]
-//! that the driver has no more for is pageable, and so is every such buffer after it on that device: asking again
-//! costs time and gives crumbs. What was refused is kept in [`Pins`], so that a program can say it. A pin that was
-//! asked for by name ([`Pin::Alloc`], [`Pin::Register`]) and cannot be had is an error.
+//! Drivers pin less than there is: WSL2 and some containers allow about a GiB. A buffer asked for
+//! with [`Pin::Try`] that the driver has no more for is pageable, and so is every such buffer after
+//! it on that device: asking again costs time and gives crumbs. What was refused is kept in
+//! [`Pins`], so that a program can say it. A pin that was asked for by name ([`Pin::Alloc`],
+//! [`Pin::Register`]) and cannot be had is an error.
 //!
 //! # Room
-//! Systems give pageable memory out before it is there, and kill who fills it when it is not. So a buffer that could
-//! not be pinned is refused when it is larger than what is left, and its pages are taken at once, so that the next
-//! question sees them. What is left is what Linux calls available, or less where a cgroup (version 2) of this process
-//! allows less; other systems and older cgroups tell nothing, and nothing is refused there. This covers the buffers
-//! given here, not what is taken meanwhile by others: moments and masters of an optimizer, other programs.
+//! Systems give pageable memory out before it is there, and kill who fills it when it is not. So a
+//! buffer that could not be pinned is refused when it is larger than what is left, and its pages
+//! are taken at once, so that the next question sees them. What is left is what Linux calls
+//! available, or less where a cgroup (version 2) of this process allows less; other systems and
+//! older cgroups tell nothing, and nothing is refused there. This covers the buffers given here,
+//! not what is taken meanwhile by others: moments and masters of an optimizer, other programs.
 //!
 //! # Copies of pageable memory
-//! A driver stages them: an upload may read its source when it is queued, before what its lane waits for. So the host
-//! must have seen the end of whatever wrote the source ([`Port::receive`]). The other way round nothing changes: a
-//! download is staged behind the lane's earlier work, and whether the call returns before or after the bytes are there,
-//! the event recorded next tells when they are.
+//! A driver stages them: an upload may read its source when it is queued, before what its lane
+//! waits for. So the host must have seen the end of whatever wrote the source ([`Port::receive`]).
+//! The other way round nothing changes: a download is staged behind the lane's earlier work, and
+//! whether the call returns before or after the bytes are there, the event recorded next tells when
+//! they are.
 //!
 //! # Invariants
 //! - Bytes are counted as long as their buffer lives, in one of the two sums.
@@ -32,7 +35,8 @@ use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
 use crate::pages::PAGE;
 
-/// Held from the question whether there is room until the pages are taken: two buffers must not count on the same room.
+/// Held from the question whether there is room until the pages are taken: two buffers must not
+/// count on the same room.
 static TAKING: Mutex<()> = Mutex::new(());
 
 /// Host memory that a device gave and that is still held.
@@ -49,7 +53,11 @@ pub struct Pins {
 impl Pins {
     /// A line for people, when less is pinned than was wanted.
     pub fn note(&self) -> Option<String> {
-        let Self { pinned, pageable, refused } = self;
+        let Self {
+            pinned,
+            pageable,
+            refused,
+        } = self;
         let why = refused.as_ref()?;
         Some(format!(
             "{pinned} of host memory are pinned and {pageable} are not, whose copies are slower: {why}"
@@ -66,7 +74,10 @@ pub(crate) struct Refusal {
 
 impl From<Error> for Refusal {
     fn from(error: Error) -> Self {
-        Self { error, scarce: false }
+        Self {
+            error,
+            scarce: false,
+        }
     }
 }
 
@@ -103,12 +114,18 @@ impl Ledger {
         }
         match lock() {
             Ok(buf) => Ok(self.count(buf, true)),
-            Err(Refusal { error, scarce: true }) if pin == Pin::Try => {
+            Err(Refusal {
+                error,
+                scarce: true,
+            }) if pin == Pin::Try => {
                 let why = error.to_string();
                 self.lock().refused.get_or_insert_with(|| why.clone());
                 self.pageable(name, bytes, &why)
             }
-            Err(Refusal { error: Error::Device { device, what }, scarce: true }) => {
+            Err(Refusal {
+                error: Error::Device { device, what },
+                scarce: true,
+            }) => {
                 let what = format!("{what}; with Pin::Try (--pin try) it is pageable then");
                 Err(Error::Device { device, what })
             }
@@ -121,41 +138,71 @@ impl Ledger {
         let _taking = TAKING.lock().unwrap_or_else(PoisonError::into_inner);
         has_room(name, bytes as u64, why, left())?;
         let buf = HostBuf::zeroed(name, bytes)?;
-        buf.write(0..bytes)?.bytes().iter_mut().step_by(PAGE).for_each(|byte| *byte = 0);
+        buf.write(0..bytes)?
+            .bytes()
+            .iter_mut()
+            .step_by(PAGE)
+            .for_each(|byte| *byte = 0);
         Ok(self.count(buf, false))
     }
 
     fn count(&self, buf: HostBuf, pinned: bool) -> HostBuf {
-        let counted = Counted { ledger: self.clone(), bytes: buf.len() as u64, pinned };
+        let counted = Counted {
+            ledger: self.clone(),
+            bytes: buf.len() as u64,
+            pinned,
+        };
         counted.sum(&mut self.lock()).0 += counted.bytes;
         buf.owned_by(pinned, Box::new(counted))
     }
 }
 
-/// Refuses a buffer that is larger than what is left, where that is known; `why` it is not pinned is said as well.
+/// Refuses a buffer that is larger than what is left, where that is known; `why` it is not pinned
+/// is said as well.
 fn has_room(name: &str, bytes: u64, why: &str, left: Option<u64>) -> Result<()> {
-    let Some(left) = left.filter(|left| *left < bytes) else { return Ok(()) };
+    let Some(left) = left.filter(|left| *left < bytes) else {
+        return Ok(());
+    };
     let (need, left) = (Bytes(bytes), Bytes(left));
-    Err(Error::HostRoom { name: name.to_owned(), need, left, why: why.to_owned() })
+    Err(Error::HostRoom {
+        name: name.to_owned(),
+        need,
+        left,
+        why: why.to_owned(),
+    })
 }
 
 /// Memory that this process can have without taking it from others.
 fn left() -> Option<u64> {
-    let available = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| parse_available(&text));
+    let available = std::fs::read_to_string("/proc/meminfo")
+        .ok()
+        .and_then(|text| parse_available(&text));
     let own = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    available.into_iter().chain(allowed(Path::new("/sys/fs/cgroup"), &own)).min()
+    available
+        .into_iter()
+        .chain(allowed(Path::new("/sys/fs/cgroup"), &own))
+        .min()
 }
 
 fn parse_available(text: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
 }
 
-/// What the cgroups under `root` that a process is in, as `/proc/self/cgroup` lists them, let it take: the least of the
-/// group and all above it. In a container the root is often its own group, whatever the list says.
+/// What the cgroups under `root` that a process is in, as `/proc/self/cgroup` lists them, let it
+/// take: the least of the group and all above it. In a container the root is often its own group,
+/// whatever the list says.
 fn allowed(root: &Path, own: &str) -> Option<u64> {
-    let path = own.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or("");
-    Path::new(path).ancestors().filter_map(|group| group_room(&root.join(group))).min()
+    let path = own
+        .lines()
+        .find_map(|line| line.strip_prefix("0::/"))
+        .unwrap_or("");
+    Path::new(path)
+        .ancestors()
+        .filter_map(|group| group_room(&root.join(group)))
+        .min()
 }
 
 /// What one group has left; files that it only caches can go.
@@ -181,7 +228,11 @@ struct Counted {
 
 impl Counted {
     fn sum<'a>(&self, pins: &'a mut Pins) -> &'a mut Bytes {
-        if self.pinned { &mut pins.pinned } else { &mut pins.pageable }
+        if self.pinned {
+            &mut pins.pinned
+        } else {
+            &mut pins.pageable
+        }
     }
 }
 
@@ -208,14 +259,20 @@ mod tests {
 
     /// What a driver would say, with no more to give or broken.
     fn refuse(scarce: bool) -> Refusal {
-        Refusal { error: Error::invalid("pin", "no more"), scarce }
+        Refusal {
+            error: Error::invalid("pin", "no more"),
+            scarce,
+        }
     }
 
     fn ask(ledger: &Ledger, pin: Pin, answer: Option<bool>) -> Result<(HostBuf, bool), Error> {
         let asked = Cell::new(false);
         let buf = ledger.buffer("b", 4096, pin, || {
             asked.set(true);
-            answer.map_or_else(|| Ok(HostBuf::zeroed("b", 4096)?), |scarce| Err(refuse(scarce)))
+            answer.map_or_else(
+                || Ok(HostBuf::zeroed("b", 4096)?),
+                |scarce| Err(refuse(scarce)),
+            )
         });
         Ok((buf?, asked.get()))
     }
@@ -232,7 +289,14 @@ mod tests {
         let (third, asked) = ask(&ledger, Pin::Try, None).unwrap();
         assert!(!asked && !third.is_pinned());
         let refused = Some("pin: no more".to_owned());
-        assert_eq!(ledger.pins(), Pins { pinned: Bytes(4096), pageable: Bytes(8192), refused });
+        assert_eq!(
+            ledger.pins(),
+            Pins {
+                pinned: Bytes(4096),
+                pageable: Bytes(8192),
+                refused
+            }
+        );
         assert!(ledger.pins().note().unwrap().contains("no more"));
         let (fourth, asked) = ask(&ledger, Pin::Alloc, None).unwrap();
         assert!(asked && fourth.is_pinned() && fourth.slice(0..8).unwrap().is_pinned());
@@ -244,25 +308,40 @@ mod tests {
     /// A driver that pins nothing because the machine is full leaves nothing pageable either.
     #[test]
     fn a_full_machine_is_an_error() {
-        assert_eq!(parse_available("MemTotal: 9 kB\nMemAvailable:      20 kB\n"), Some(20 << 10));
+        assert_eq!(
+            parse_available("MemTotal: 9 kB\nMemAvailable:      20 kB\n"),
+            Some(20 << 10)
+        );
         assert_eq!(parse_available("MemTotal: 9 kB\n"), None);
         let room = |bytes, left| has_room("layer 3 gradients", bytes, "no pins", left);
         assert!(room(4096, None).is_ok() && room(4096, Some(4096)).is_ok());
         let text = room(8192, Some(4096)).unwrap_err().to_string();
-        for part in ["layer 3 gradients needs 8.0 KiB", "4.0 KiB are left", "no pins", "lag 0"] {
-            assert!(text.contains(part) && !text.contains('\n'), "{part}: {text}");
+        for part in [
+            "layer 3 gradients needs 8.0 KiB",
+            "4.0 KiB are left",
+            "no pins",
+            "lag 0",
+        ] {
+            assert!(
+                text.contains(part) && !text.contains('\n'),
+                "{part}: {text}"
+            );
         }
     }
 
-    /// A container's limit counts although the machine has more, that of a group above as well; what is only cached
-    /// from files is no loss, and a group without a limit has no say.
+    /// A container's limit counts although the machine has more, that of a group above as well;
+    /// what is only cached from files is no loss, and a group without a limit has no say.
     #[test]
     fn a_cgroup_may_allow_less_than_the_machine_has() {
         let root = std::env::temp_dir().join(format!("roundpipe-pins-{}", std::process::id()));
         let write = |group: &str, max: &str, current: &str, stat: &str| {
             let group = root.join(group);
             std::fs::create_dir_all(&group).unwrap();
-            for (file, text) in [("memory.max", max), ("memory.current", current), ("memory.stat", stat)] {
+            for (file, text) in [
+                ("memory.max", max),
+                ("memory.current", current),
+                ("memory.stat", stat),
+            ] {
                 std::fs::write(group.join(file), format!("{text}\n")).unwrap();
             }
         };
@@ -270,13 +349,24 @@ mod tests {
         assert_eq!(allowed(&root, v1), None);
         write("a/b", "max", "5", "");
         assert_eq!(allowed(&root, "0::/a/b\n"), None);
-        write("a", "1000", "900", "anon 700\nactive_file 50\ninactive_file 100\nfile_mapped 9");
+        write(
+            "a",
+            "1000",
+            "900",
+            "anon 700\nactive_file 50\ninactive_file 100\nfile_mapped 9",
+        );
         assert_eq!(allowed(&root, "0::/a/b\n"), Some(250));
         write("a/b", "600", "500", "");
         assert_eq!(allowed(&root, "0::/a/b\n"), Some(100));
         assert_eq!(allowed(&root, "0::/elsewhere\n"), None);
         write("", "80", "90", "");
-        assert_eq!((allowed(&root, "0::/elsewhere\n"), allowed(&root, "0::/a/b\n")), (Some(0), Some(0)));
+        assert_eq!(
+            (
+                allowed(&root, "0::/elsewhere\n"),
+                allowed(&root, "0::/a/b\n")
+            ),
+            (Some(0), Some(0))
+        );
         assert_eq!(allowed(&root, v1), Some(0));
         std::fs::remove_dir_all(root).unwrap();
     }
@@ -285,7 +375,8 @@ mod tests {
     fn pages_there(buf: &HostBuf) -> Option<usize> {
         use std::io::{Read, Seek, SeekFrom};
         let mut map = std::fs::File::open("/proc/self/pagemap").ok()?;
-        map.seek(SeekFrom::Start(buf.addr() / PAGE as u64 * 8)).ok()?;
+        map.seek(SeekFrom::Start(buf.addr() / PAGE as u64 * 8))
+            .ok()?;
         let mut entries = vec![0; buf.len().div_ceil(PAGE) * 8];
         map.read_exact(&mut entries).ok()?;
         // In memory, or swapped out.
@@ -293,18 +384,29 @@ mod tests {
         Some(entries.chunks_exact(8).filter(there).count())
     }
 
-    /// A buffer that nobody has written yet must be missing from what is left when the next one is asked for.
+    /// A buffer that nobody has written yet must be missing from what is left when the next one is
+    /// asked for.
     #[test]
     #[cfg_attr(miri, ignore = "the system counts no pages of Miri's memory")]
     fn pages_that_could_not_be_pinned_are_taken_at_once() {
         let (ledger, bytes) = (Ledger::default(), (9 << 20) + 1);
-        let ask = |pin| ledger.buffer("b", bytes, pin, || Err(refuse(true))).unwrap();
-        let Some(untouched) = pages_there(&ask(Pin::Off)) else { return };
+        let ask = |pin| {
+            ledger
+                .buffer("b", bytes, pin, || Err(refuse(true)))
+                .unwrap()
+        };
+        let Some(untouched) = pages_there(&ask(Pin::Off)) else {
+            return;
+        };
         if untouched == bytes.div_ceil(PAGE) {
             return; // A system whose pages are larger than these, or that tells nothing of use.
         }
         for which in ["refused now", "refused before"] {
-            assert_eq!(pages_there(&ask(Pin::Try)), Some(bytes.div_ceil(PAGE)), "{which}");
+            assert_eq!(
+                pages_there(&ask(Pin::Try)),
+                Some(bytes.div_ceil(PAGE)),
+                "{which}"
+            );
         }
     }
 

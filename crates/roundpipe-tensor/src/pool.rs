@@ -1,16 +1,18 @@
 //! The sub-allocator: carves a worker's reserved arena into blocks.
 //!
-//! Blocks are taken and given back in the host order of the worker's compute lane, so reuse is ordered
-//! by that lane without any wait. Requests are rounded up to [`ALIGN`]; the smallest hole below the top
-//! that fits is used, the lowest of equals; only when there is none the top rises. So the same sequence of
-//! requests always gives the same addresses, on any device and in an arena of any size that is enough:
-//! that is how the meta device knows the peak of a real one exactly.
+//! Blocks are taken and given back in the host order of the worker's compute lane, so reuse is
+//! ordered by that lane without any wait. Requests are rounded up to [`ALIGN`]; the smallest hole
+//! below the top that fits is used, the lowest of equals; only when there is none the top rises. So
+//! the same sequence of requests always gives the same addresses, on any device and in an arena of
+//! any size that is enough: that is how the meta device knows the peak of a real one exactly.
 //!
-//! Blocks that another lane fills (uploads) come from [`Pool::lend`]. When such a block is dropped it is set
-//! aside with an event of the compute lane, so that the next upload into it starts as soon as its last reader
-//! has ended, not when everything queued so far has. Blocks set aside go back to the arena when it runs short.
+//! Blocks that another lane fills (uploads) come from [`Pool::lend`]. When such a block is dropped
+//! it is set aside with an event of the compute lane, so that the next upload into it starts as
+//! soon as its last reader has ended, not when everything queued so far has. Blocks set aside go
+//! back to the arena when it runs short.
 //!
-//! `tests/loom.rs` runs lending, filling and setting aside in every order that threads and lanes can take.
+//! `tests/loom.rs` runs lending, filling and setting aside in every order that threads and lanes
+//! can take.
 //!
 //! # Invariants
 //! - Live blocks never overlap; neighbouring holes are always merged; no hole ends at the top.
@@ -79,9 +81,16 @@ impl Pool {
     pub fn reserve(device: Arc<dyn Device>, bytes: Bytes) -> Result<Arc<Self>> {
         let arena = device.reserve(bytes)?;
         if arena.base().checked_add(arena.bytes().0).is_none() {
-            return Err(Error::Device { device: device.id(), what: format!("no address space for {bytes}") });
+            return Err(Error::Device {
+                device: device.id(),
+                what: format!("no address space for {bytes}"),
+            });
         }
-        Ok(Arc::new(Self { device, arena, state: Mutex::new(State::default()) }))
+        Ok(Arc::new(Self {
+            device,
+            arena,
+            state: Mutex::new(State::default()),
+        }))
     }
 
     /// The worker whose memory this is.
@@ -95,7 +104,12 @@ impl Pool {
     /// [`Error::DeviceMemory`] when no hole is large enough; otherwise what the device reports.
     pub fn alloc(self: &Arc<Self>, op: &'static str, bytes: u64) -> Result<Block> {
         let (start, bytes) = self.place(op, bytes)?;
-        let block = Block { pool: self.clone(), start, bytes, lent: false };
+        let block = Block {
+            pool: self.clone(),
+            start,
+            bytes,
+            lent: false,
+        };
         if bytes > 0 {
             // SAFETY: `place` gave this piece of the device's arena to nobody else.
             unsafe { self.device.handing_out(op, block.addr(), bytes)? };
@@ -103,20 +117,35 @@ impl Pool {
         Ok(block)
     }
 
-    /// A block of at least `bytes` for another lane to fill, and the event which that lane must wait for first.
+    /// A block of at least `bytes` for another lane to fill, and the event which that lane must
+    /// wait for first.
     ///
     /// # Errors
     /// As [`Pool::alloc`].
     pub fn lend(self: &Arc<Self>, op: &'static str, bytes: u64) -> Result<(Block, Option<Event>)> {
-        let fits =
-            |a: &Aside| a.bytes >= bytes && a.bytes <= bytes.saturating_add(bytes / 4).saturating_add(ALIGN);
+        let fits = |a: &Aside| {
+            a.bytes >= bytes && a.bytes <= bytes.saturating_add(bytes / 4).saturating_add(ALIGN)
+        };
         let known = {
             let mut state = self.lock();
-            let best = state.aside.iter().enumerate().filter(|(_, a)| fits(a)).min_by_key(|(_, a)| a.bytes);
+            let best = state
+                .aside
+                .iter()
+                .enumerate()
+                .filter(|(_, a)| fits(a))
+                .min_by_key(|(_, a)| a.bytes);
             best.map(|(at, _)| at).map(|at| state.aside.remove(at))
         };
         if let Some(Aside { start, bytes, free }) = known {
-            return Ok((Block { pool: self.clone(), start, bytes, lent: true }, free));
+            return Ok((
+                Block {
+                    pool: self.clone(),
+                    start,
+                    bytes,
+                    lent: true,
+                },
+                free,
+            ));
         }
         let mut block = self.alloc(op, bytes)?;
         block.lent = true;
@@ -146,8 +175,9 @@ impl Pool {
             return Ok((0, 0));
         }
         let size = bytes.checked_next_multiple_of(ALIGN);
-        let take =
-            |state: &mut State| size.and_then(|size| Some((state.take(size, self.arena.bytes().0)?, size)));
+        let take = |state: &mut State| {
+            size.and_then(|size| Some((state.take(size, self.arena.bytes().0)?, size)))
+        };
         let mut state = self.lock();
         let mut found = take(&mut state);
         if found.is_none() && !state.aside.is_empty() {
@@ -176,7 +206,8 @@ impl Pool {
         if bytes == 0 {
             return;
         }
-        // SAFETY: blocks come from `place` and are released once, by their owner or out of those set aside.
+        // SAFETY: blocks come from `place` and are released once, by their owner or out of those
+        // set aside.
         unsafe { self.device.freed(self.arena.base() + start, bytes) };
         let mut state = self.lock();
         state.used -= bytes;
@@ -295,6 +326,12 @@ impl Drop for Block {
 
 impl fmt::Debug for Block {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Block({}, {:#x}, {})", self.pool.device.id(), self.addr(), Bytes(self.bytes))
+        write!(
+            f,
+            "Block({}, {:#x}, {})",
+            self.pool.device.id(),
+            self.addr(),
+            Bytes(self.bytes)
+        )
     }
 }

@@ -1,8 +1,8 @@
 //! Counter-based random numbers: a value depends on its key and position, never on who drew before.
 //!
 //! The generator is Philox 4x32 with ten rounds (Salmon et al., 2011). A key names one random
-//! operation of one visit: (seed, step, microbatch, layer, site). The same key gives the same numbers
-//! on any device, in recompute, and after a resume.
+//! operation of one visit: (seed, step, microbatch, layer, site). The same key gives the same
+//! numbers on any device, in recompute, and after a resume.
 
 /// Where in a training run a random operation stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -27,7 +27,10 @@ impl RngSite {
         let place = (u64::from(self.microbatch) << 32) | u64::from(self.layer);
         let c = mix(b ^ place.wrapping_add(0x8cb9_2ba7_2f3d_8dd7));
         let d = mix(c ^ u64::from(self.site).wrapping_mul(0xaef1_7502_108e_f2d9));
-        RngKey { key: c ^ d.rotate_left(29), high: d }
+        RngKey {
+            key: c ^ d.rotate_left(29),
+            high: d,
+        }
     }
 }
 
@@ -55,7 +58,12 @@ impl RngKey {
     /// The four words of counter block `block`: elements `4 * block` to `4 * block + 3`.
     #[inline(always)]
     pub fn block(&self, block: u64) -> [u32; 4] {
-        let counter = [block as u32, (block >> 32) as u32, self.high as u32, (self.high >> 32) as u32];
+        let counter = [
+            block as u32,
+            (block >> 32) as u32,
+            self.high as u32,
+            (self.high >> 32) as u32,
+        ];
         philox(counter, [self.key as u32, (self.key >> 32) as u32])
     }
 
@@ -84,12 +92,19 @@ pub fn normal_pair(a: u32, b: u32) -> [f32; 2] {
 fn philox(mut ctr: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for round in 0..10 {
         if round > 0 {
-            key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
+            key = [
+                key[0].wrapping_add(0x9E37_79B9),
+                key[1].wrapping_add(0xBB67_AE85),
+            ];
         }
         let p0 = u64::from(ctr[0]) * 0xD251_1F53;
         let p1 = u64::from(ctr[2]) * 0xCD9E_8D57;
-        ctr =
-            [(p1 >> 32) as u32 ^ ctr[1] ^ key[0], p1 as u32, (p0 >> 32) as u32 ^ ctr[3] ^ key[1], p0 as u32];
+        ctr = [
+            (p1 >> 32) as u32 ^ ctr[1] ^ key[0],
+            p1 as u32,
+            (p0 >> 32) as u32 ^ ctr[3] ^ key[1],
+            p0 as u32,
+        ];
     }
     ctr
 }
@@ -101,7 +116,10 @@ mod tests {
     /// Known answers of Philox 4x32-10 (Random123's test vectors).
     #[test]
     fn philox_known_answers() {
-        assert_eq!(philox([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
+        assert_eq!(
+            philox([0; 4], [0; 2]),
+            [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]
+        );
         assert_eq!(
             philox([u32::MAX; 4], [u32::MAX; 2]),
             [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]
@@ -110,14 +128,27 @@ mod tests {
 
     #[test]
     fn every_part_of_the_site_changes_the_stream() {
-        let base = RngSite { seed: 1, step: 2, microbatch: 3, layer: 4, site: 5 };
+        let base = RngSite {
+            seed: 1,
+            step: 2,
+            microbatch: 3,
+            layer: 4,
+            site: 5,
+        };
         let others = [
             RngSite { seed: 2, ..base },
             RngSite { step: 3, ..base },
-            RngSite { microbatch: 4, ..base },
+            RngSite {
+                microbatch: 4,
+                ..base
+            },
             RngSite { layer: 3, ..base },
             RngSite { site: 6, ..base },
-            RngSite { microbatch: 4, layer: 3, ..base },
+            RngSite {
+                microbatch: 4,
+                layer: 3,
+                ..base
+            },
         ];
         for other in others {
             assert_ne!(base.key().block(0), other.key().block(0), "{other:?}");
@@ -128,7 +159,11 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore = "arithmetic without memory")]
     fn moments_are_right() {
-        let key = RngSite { seed: 9, ..Default::default() }.key();
+        let key = RngSite {
+            seed: 9,
+            ..Default::default()
+        }
+        .key();
         let n = 40_000u64;
         let (mut mean, mut normal_sum, mut normal_sq) = (0.0, 0.0, 0.0);
         for i in 0..n {
@@ -139,7 +174,10 @@ mod tests {
                 normal_sq += f64::from(x * x) / (2 * n) as f64;
             }
         }
-        assert!((mean - 0.5).abs() < 0.01 && normal_sum.abs() < 0.015, "{mean} {normal_sum}");
+        assert!(
+            (mean - 0.5).abs() < 0.01 && normal_sum.abs() < 0.015,
+            "{mean} {normal_sum}"
+        );
         assert!((normal_sq - 1.0).abs() < 0.02, "{normal_sq}");
     }
 }

@@ -4,9 +4,10 @@
 //! shape is an error before it can become an allocation.
 //!
 //! # Invariants
-//! - The elements of every [`Shape`] can be counted, and so can their bytes in any type: a shape is made by
-//!   [`Shape::new`] or out of one that was, without growing.
-//! - Bytes become elements in one place, [`Shape::place`]: whoever shows memory as a type and a shape asks it.
+//! - The elements of every [`Shape`] can be counted, and so can their bytes in any type: a shape is
+//!   made by [`Shape::new`] or out of one that was, without growing.
+//! - Bytes become elements in one place, [`Shape::place`]: whoever shows memory as a type and a
+//!   shape asks it.
 
 use std::fmt;
 use std::ops::{Deref, Range};
@@ -28,7 +29,10 @@ pub struct Shape {
 impl Default for Shape {
     /// A scalar's.
     fn default() -> Self {
-        Self { dims: [1; MAX_RANK], rank: 0 }
+        Self {
+            dims: [1; MAX_RANK],
+            rank: 0,
+        }
     }
 }
 
@@ -36,18 +40,26 @@ impl Shape {
     /// Checks rank and element count.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there are more than [`MAX_RANK`] dimensions or the number of elements
-    /// (empty dimensions taken as one) does not fit an `isize`.
+    /// [`Error::Invalid`] when there are more than [`MAX_RANK`] dimensions or the number of
+    /// elements (empty dimensions taken as one) does not fit an `isize`.
     pub fn new(dims: &[usize]) -> Result<Self> {
         if dims.len() > MAX_RANK {
             let what = format!("{} dimensions; the most is {MAX_RANK}", dims.len());
             return Err(Error::Invalid { op: "shape", what });
         }
-        let count = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d.max(1)));
+        let count = dims
+            .iter()
+            .try_fold(1usize, |n, &d| n.checked_mul(d.max(1)));
         if count.is_none_or(|n| n > (isize::MAX as usize) / 8) {
-            return Err(Error::Invalid { op: "shape", what: format!("{dims:?} has too many elements") });
+            return Err(Error::Invalid {
+                op: "shape",
+                what: format!("{dims:?} has too many elements"),
+            });
         }
-        let mut shape = Self { dims: [1; MAX_RANK], rank: dims.len() as u8 };
+        let mut shape = Self {
+            dims: [1; MAX_RANK],
+            rank: dims.len() as u8,
+        };
         shape.dims[..dims.len()].copy_from_slice(dims);
         Ok(shape)
     }
@@ -88,7 +100,10 @@ impl Shape {
         if (0..rank).contains(&axis) {
             return Ok(axis as usize);
         }
-        Err(Error::Invalid { op, what: format!("no dimension {dim} in {self}") })
+        Err(Error::Invalid {
+            op,
+            what: format!("no dimension {dim} in {self}"),
+        })
     }
 
     /// The common shape of two operands after broadcasting (sizes of 1 stretch).
@@ -99,12 +114,24 @@ impl Shape {
         let rank = self.rank().max(other.rank());
         let mut dims = [1; MAX_RANK];
         for back in 1..=rank {
-            let size = |s: &Self| if back <= s.rank() { s.dims[s.rank() - back] } else { 1 };
+            let size = |s: &Self| {
+                if back <= s.rank() {
+                    s.dims[s.rank() - back]
+                } else {
+                    1
+                }
+            };
             dims[rank - back] = match (size(self), size(other)) {
                 (a, b) if a == b => a,
                 (1, b) => b,
                 (a, 1) => a,
-                _ => return Err(Error::Shape { op, left: *self, right: *other }),
+                _ => {
+                    return Err(Error::Shape {
+                        op,
+                        left: *self,
+                        right: *other,
+                    });
+                }
             };
         }
         Self::new(&dims[..rank])
@@ -113,7 +140,8 @@ impl Shape {
     /// This shape with the size of dimension `axis` replaced.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming `op` when there is no such dimension or too many elements come out.
+    /// [`Error::Invalid`] naming `op` when there is no such dimension or too many elements come
+    /// out.
     pub fn with(&self, op: &'static str, axis: usize, size: usize) -> Result<Self> {
         if axis >= self.rank() {
             return Err(Error::invalid(op, format!("no dimension {axis} in {self}")));
@@ -127,17 +155,21 @@ impl Shape {
     /// This shape with dimension `axis` cut down to `size`, which is not above its size (or 1).
     #[must_use]
     pub(crate) fn cut(&self, axis: usize, size: usize) -> Self {
-        assert!(size <= self[axis].max(1), "dimension {axis} of {self} cannot be cut to {size}");
+        assert!(
+            size <= self[axis].max(1),
+            "dimension {axis} of {self} cannot be cut to {size}"
+        );
         let mut out = *self;
         out.dims[axis] = size;
         out
     }
 
-    /// Where the elements lie when they are `dtype`, dense, and begin `first_byte` bytes into `memory`, a range of
-    /// addresses: their bytes, counted from the memory's start.
+    /// Where the elements lie when they are `dtype`, dense, and begin `first_byte` bytes into
+    /// `memory`, a range of addresses: their bytes, counted from the memory's start.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming `op` when they reach past the end or their addresses do not suit the type.
+    /// [`Error::Invalid`] naming `op` when they reach past the end or their addresses do not suit
+    /// the type.
     pub(crate) fn place(
         &self,
         op: &'static str,
@@ -207,14 +239,20 @@ pub struct Layout {
 impl Layout {
     /// Dense, row-major.
     pub fn contiguous(shape: Shape) -> Self {
-        Self { shape, strides: shape.contiguous_strides() }
+        Self {
+            shape,
+            strides: shape.contiguous_strides(),
+        }
     }
 
     /// Any strides; the caller vouches that every element lies inside the storage.
     pub(crate) fn strided(shape: Shape, strides: &[isize]) -> Self {
         let mut all = [0; MAX_RANK];
         all[..shape.rank()].copy_from_slice(&strides[..shape.rank()]);
-        Self { shape, strides: all }
+        Self {
+            shape,
+            strides: all,
+        }
     }
 
     /// The sizes.
@@ -275,8 +313,15 @@ impl Layout {
     /// # Errors
     /// [`Error::Shape`] naming `op` when a size neither matches nor is 1.
     pub(crate) fn broadcast_to(&self, shape: Shape, op: &'static str) -> Result<Self> {
-        let fail = || Error::Shape { op, left: self.shape, right: shape };
-        let lead = shape.rank().checked_sub(self.shape.rank()).ok_or_else(fail)?;
+        let fail = || Error::Shape {
+            op,
+            left: self.shape,
+            right: shape,
+        };
+        let lead = shape
+            .rank()
+            .checked_sub(self.shape.rank())
+            .ok_or_else(fail)?;
         let mut strides = [0; MAX_RANK];
         for axis in 0..self.shape.rank() {
             let (have, want) = (self.shape[axis], shape[lead + axis]);
@@ -322,7 +367,10 @@ impl Layout {
             if have != want {
                 return None;
             }
-            if old[start..=from].windows(2).any(|w| w[0].1 != w[1].1 * w[1].0 as isize) {
+            if old[start..=from]
+                .windows(2)
+                .any(|w| w[0].1 != w[1].1 * w[1].0 as isize)
+            {
                 return None;
             }
             let mut stride = old[from].1;
@@ -349,11 +397,15 @@ mod tests {
     #[test]
     fn absurd_shapes_are_refused() {
         assert!(Shape::new(&[usize::MAX, 2]).is_err());
-        assert!(Shape::new(&[0, usize::MAX, usize::MAX]).is_err(), "an empty dimension hides nothing");
+        assert!(
+            Shape::new(&[0, usize::MAX, usize::MAX]).is_err(),
+            "an empty dimension hides nothing"
+        );
         assert!(Shape::new(&[1; 9]).is_err());
     }
 
-    /// Changing one size of a checked shape is checked as a whole: [2^60 + 1, 16] would have "16" elements.
+    /// Changing one size of a checked shape is checked as a whole: [2^60 + 1, 16] would have "16"
+    /// elements.
     #[test]
     fn a_changed_size_is_checked() {
         let line = shape(&[1, 16]);
@@ -361,7 +413,10 @@ mod tests {
         for (axis, size) in [(0, (1 << 60) + 1), (1, usize::MAX), (2, 1), (7, 0)] {
             assert!(line.with("test", axis, size).is_err(), "{size} at {axis}");
         }
-        assert_eq!((line.cut(1, 0), shape(&[0]).cut(0, 1)), (shape(&[1, 0]), shape(&[1])));
+        assert_eq!(
+            (line.cut(1, 0), shape(&[0]).cut(0, 1)),
+            (shape(&[1, 0]), shape(&[1]))
+        );
         assert!(std::panic::catch_unwind(|| line.cut(1, 17)).is_err());
     }
 
@@ -370,12 +425,30 @@ mod tests {
     fn elements_are_placed_inside_and_aligned() {
         let two = shape(&[2]);
         let place = |memory, first| two.place("test", DType::F32, memory, first).ok();
-        assert_eq!((place(64..72, 0), place(64..80, 8)), (Some(0..8), Some(8..16)));
-        for (memory, first) in [(64..71, 0), (64..72, 1), (64..72, 4), (64..72, u64::MAX - 7)] {
-            assert_eq!(place(memory.clone(), first), None, "{memory:?} from {first}");
+        assert_eq!(
+            (place(64..72, 0), place(64..80, 8)),
+            (Some(0..8), Some(8..16))
+        );
+        for (memory, first) in [
+            (64..71, 0),
+            (64..72, 1),
+            (64..72, 4),
+            (64..72, u64::MAX - 7),
+        ] {
+            assert_eq!(
+                place(memory.clone(), first),
+                None,
+                "{memory:?} from {first}"
+            );
         }
-        assert_eq!((place(65..90, 0), place(64..90, 2), place(66..90, 2)), (None, None, Some(2..10)));
-        assert!(shape(&[0]).place("test", DType::F64, 4..4, 0).is_err(), "nor may nothing lie crooked");
+        assert_eq!(
+            (place(65..90, 0), place(64..90, 2), place(66..90, 2)),
+            (None, None, Some(2..10))
+        );
+        assert!(
+            shape(&[0]).place("test", DType::F64, 4..4, 0).is_err(),
+            "nor may nothing lie crooked"
+        );
         assert_eq!(shape(&[5]).place("test", DType::U8, 3..9, 1).unwrap(), 1..6);
     }
 
@@ -386,10 +459,22 @@ mod tests {
 
     #[test]
     fn broadcasting_stretches_ones_and_names_both_shapes_otherwise() {
-        assert_eq!(shape(&[3, 1, 5]).broadcast(&shape(&[4, 1]), "add").unwrap(), shape(&[3, 4, 5]));
-        assert_eq!(shape(&[0]).broadcast(&shape(&[1]), "add").unwrap(), shape(&[0]));
-        let text = shape(&[2, 3]).broadcast(&shape(&[4]), "add").unwrap_err().to_string();
-        assert!(text.contains("add") && text.contains("[2, 3]") && text.contains("[4]"), "{text}");
+        assert_eq!(
+            shape(&[3, 1, 5]).broadcast(&shape(&[4, 1]), "add").unwrap(),
+            shape(&[3, 4, 5])
+        );
+        assert_eq!(
+            shape(&[0]).broadcast(&shape(&[1]), "add").unwrap(),
+            shape(&[0])
+        );
+        let text = shape(&[2, 3])
+            .broadcast(&shape(&[4]), "add")
+            .unwrap_err()
+            .to_string();
+        assert!(
+            text.contains("add") && text.contains("[2, 3]") && text.contains("[4]"),
+            "{text}"
+        );
     }
 
     /// Every reshape that keeps the memory must read the elements in the same order.
@@ -398,22 +483,39 @@ mod tests {
         fn offsets(layout: &Layout) -> Vec<isize> {
             let mut out = vec![0];
             for (&size, &stride) in layout.shape().dims().iter().zip(layout.strides()) {
-                out = out.iter().flat_map(|o| (0..size as isize).map(move |i| o + i * stride)).collect();
+                out = out
+                    .iter()
+                    .flat_map(|o| (0..size as isize).map(move |i| o + i * stride))
+                    .collect();
             }
             out
         }
         let base = Layout::contiguous(shape(&[4, 6, 5]));
         let cases = [base.permuted(&[1, 0, 2]), base.permuted(&[2, 0, 1]), base];
         for layout in cases {
-            for dims in
-                [&[120usize][..], &[24, 5], &[4, 6, 5], &[6, 2, 2, 5], &[6, 4, 5, 1], &[2, 3, 20], &[5, 24]]
-            {
+            for dims in [
+                &[120usize][..],
+                &[24, 5],
+                &[4, 6, 5],
+                &[6, 2, 2, 5],
+                &[6, 4, 5, 1],
+                &[2, 3, 20],
+                &[5, 24],
+            ] {
                 if let Some(new) = layout.reshaped(shape(dims)) {
                     assert_eq!(offsets(&new), offsets(&layout), "{layout:?} as {dims:?}");
                 }
             }
         }
-        assert!(base.permuted(&[1, 0, 2]).reshaped(shape(&[6, 2, 2, 5])).is_some());
-        assert!(base.permuted(&[1, 0, 2]).reshaped(shape(&[24, 5])).is_none());
+        assert!(
+            base.permuted(&[1, 0, 2])
+                .reshaped(shape(&[6, 2, 2, 5]))
+                .is_some()
+        );
+        assert!(
+            base.permuted(&[1, 0, 2])
+                .reshaped(shape(&[24, 5]))
+                .is_none()
+        );
     }
 }

@@ -1,32 +1,35 @@
 //! The sim backend: workers on a virtual clock, computing with the cpu's kernels, that check order.
 //!
-//! A [`SimWorld`] holds any number of workers ([`SimWorld::workers`]); events of one may be waited for by
-//! another. Lanes are asynchronous: a call only queues. Work runs when a host thread fences, in the
-//! order of its virtual end, which the seed varies, so that a missing event gives wrong data as it would
-//! on a device. Besides, a missing event is reported: see below. Bits are those of the cpu backend.
+//! A [`SimWorld`] holds any number of workers ([`SimWorld::workers`]); events of one may be waited
+//! for by another. Lanes are asynchronous: a call only queues. Work runs when a host thread fences,
+//! in the order of its virtual end, which the seed varies, so that a missing event gives wrong data
+//! as it would on a device. Besides, a missing event is reported: see below. Bits are those of the
+//! cpu backend.
 //!
 //! # What is checked
-//! - Every access to every byte (kernels, copies, both ends) is ordered after the last write of that byte,
-//!   and every write after the reads since: by the lane, by events, or by a host fence before it was queued.
-//!   The host counts as one: a fence of any thread orders what any thread queues later.
-//! - A freed block is poisoned in the order of the compute lane, and that is a write: another lane that
-//!   still uses the block, or that fills it for its next owner, needs an event.
+//! - Every access to every byte (kernels, copies, both ends) is ordered after the last write of
+//!   that byte, and every write after the reads since: by the lane, by events, or by a host fence
+//!   before it was queued. The host counts as one: a fence of any thread orders what any thread
+//!   queues later.
+//! - A freed block is poisoned in the order of the compute lane, and that is a write: another lane
+//!   that still uses the block, or that fills it for its next owner, needs an event.
 //! - Nothing touches a block between its return to the pool and its next owner.
 //! - Kernels touch memory of their own worker only; copies end where their direction says.
-//! - An upload of memory that is not pinned reads its source when it is queued, as a driver may that stages it: a
-//!   download that is to write there and that the host has not seen land is reported. [`SimConfig::pinned`] limits what
-//!   can be pinned.
+//! - An upload of memory that is not pinned reads its source when it is queued, as a driver may
+//!   that stages it: a download that is to write there and that the host has not seen land is
+//!   reported. [`SimConfig::pinned`] limits what can be pinned.
 //!
-//! A violation is a [`Race`] in [`SimWorld::races`] and the error of the next fence. A fence returns only
-//! after the lane has passed, even when it returns an error. Events behind a failed item tell its error, in whichever
-//! lane they are, unless a fence of a lane behind it ([`Lane::fence`]) had forgotten it when they were recorded. When
-//! several are due, the first is told.
+//! A violation is a [`Race`] in [`SimWorld::races`] and the error of the next fence. A fence
+//! returns only after the lane has passed, even when it returns an error. Events behind a failed
+//! item tell its error, in whichever lane they are, unless a fence of a lane behind it
+//! ([`Lane::fence`]) had forgotten it when they were recorded. When several are due, the first is
+//! told.
 //!
 //! Fresh memory, freed memory and the destinations of what failed hold NaN (-1 as integers).
 //!
 //! # What it refuses
-//! It never reads the wall clock, and it is no model of a processor: kernels of one worker never overlap.
-//! A user's kernel must not call back into the world it runs in (that panics).
+//! It never reads the wall clock, and it is no model of a processor: kernels of one worker never
+//! overlap. A user's kernel must not call back into the world it runs in (that panics).
 
 mod fault;
 mod order;
@@ -46,8 +49,8 @@ use crate::bytes::Bytes;
 use crate::cpu::threads::Threads;
 use crate::cpu::{self, CpuOps};
 use crate::device::{
-    Arena, Copy, Device, DeviceId, Direction, Event, EventState, FaultReport, Faults, Lane, LaneKind, Ops,
-    Stamp,
+    Arena, Copy, Device, DeviceId, Direction, Event, EventState, FaultReport, Faults, Lane,
+    LaneKind, Ops, Stamp,
 };
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
@@ -108,8 +111,18 @@ pub struct Race {
 
 impl Race {
     fn error(&self) -> Error {
-        let Self { device, region, first, second } = self.clone();
-        Error::Race { device, region, first, second }
+        let Self {
+            device,
+            region,
+            first,
+            second,
+        } = self.clone();
+        Error::Race {
+            device,
+            region,
+            first,
+            second,
+        }
     }
 }
 
@@ -136,10 +149,19 @@ impl SimWorld {
     /// # Errors
     /// When the system starts no threads.
     pub fn new(config: SimConfig) -> Result<Self> {
-        let ops = CpuOps { threads: Threads::new(Some(config.threads.max(1)))? };
+        let ops = CpuOps {
+            threads: Threads::new(Some(config.threads.max(1)))?,
+        };
         let mut state = State::new(config.seed, config.queue, config.timing, ops);
-        config.faults.into_iter().for_each(|fault| state.plan.add(fault));
-        Ok(Self(Arc::new(Shared { memory: config.memory, pinned: config.pinned, state: Mutex::new(state) })))
+        config
+            .faults
+            .into_iter()
+            .for_each(|fault| state.plan.add(fault));
+        Ok(Self(Arc::new(Shared {
+            memory: config.memory,
+            pinned: config.pinned,
+            state: Mutex::new(state),
+        })))
     }
 
     /// A world with default timing and no faults.
@@ -147,7 +169,10 @@ impl SimWorld {
     /// # Errors
     /// As [`SimWorld::new`].
     pub fn seeded(seed: u64) -> Result<Self> {
-        Self::new(SimConfig { seed, ..SimConfig::default() })
+        Self::new(SimConfig {
+            seed,
+            ..SimConfig::default()
+        })
     }
 
     /// Adds `count` workers.
@@ -158,9 +183,19 @@ impl SimWorld {
     /// Adds one worker.
     pub fn worker(&self) -> Arc<Sim> {
         let (first, id) = self.0.with(State::add_worker);
-        let lane = |kind| SimLane { world: self.0.clone(), number: first + kind as usize, kind };
+        let lane = |kind| SimLane {
+            world: self.0.clone(),
+            number: first + kind as usize,
+            kind,
+        };
         let (ops, pins, world) = (SimOps, Ledger::default(), self.0.clone());
-        Arc::new(Sim { id, lanes: LaneKind::ALL.map(lane), ops, pins, world })
+        Arc::new(Sim {
+            id,
+            lanes: LaneKind::ALL.map(lane),
+            ops,
+            pins,
+            world,
+        })
     }
 
     /// Every order violation found so far.
@@ -183,8 +218,8 @@ impl SimWorld {
         self.0.with(|state| state.plan.clear());
     }
 
-    /// Every kernel and copy executed since the start or the last [`SimWorld::clear_timeline`], in the order
-    /// of execution.
+    /// Every kernel and copy executed since the start or the last [`SimWorld::clear_timeline`], in
+    /// the order of execution.
     pub fn timeline(&self) -> Vec<Span> {
         self.0.with(|state| state.timeline.clone())
     }
@@ -199,12 +234,14 @@ impl SimWorld {
         self.0.with(|state| state.now)
     }
 
-    /// The virtual clock of the calling thread: the latest event it saw pass, and the time it spent queuing.
+    /// The virtual clock of the calling thread: the latest event it saw pass, and the time it spent
+    /// queuing.
     pub fn host_ns(&self) -> u64 {
         self.0.with(|state| *state.host_time())
     }
 
-    /// Advances the calling thread's clock, e.g. for work on the host or a message from another thread.
+    /// Advances the calling thread's clock, e.g. for work on the host or a message from another
+    /// thread.
     pub fn host_reach_ns(&self, time: u64) {
         self.0.with(|state| {
             let host = state.host_time();
@@ -223,9 +260,14 @@ impl SimWorld {
     /// What went wrong in any lane and was not told yet.
     pub fn fence_all(&self) -> Result<()> {
         let told = self.0.with(|state| {
-            let marks: Vec<Arc<Mark>> = (0..state.lanes.len()).map(|lane| state.push_record(lane)).collect();
+            let marks: Vec<Arc<Mark>> = (0..state.lanes.len())
+                .map(|lane| state.push_record(lane))
+                .collect();
             marks.iter().for_each(|mark| state.pass(mark));
-            marks.iter().map(|mark| state.told_at(mark, true)).collect::<Vec<_>>()
+            marks
+                .iter()
+                .map(|mark| state.told_at(mark, true))
+                .collect::<Vec<_>>()
         });
         told.into_iter().collect()
     }
@@ -233,8 +275,14 @@ impl SimWorld {
 
 impl fmt::Debug for SimWorld {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (seed, lanes, now) = self.0.with(|state| (state.seed, state.lanes.len(), state.now));
-        write!(f, "SimWorld(seed {seed}, {} workers, {now} ns)", lanes / LaneKind::ALL.len())
+        let (seed, lanes, now) = self
+            .0
+            .with(|state| (state.seed, state.lanes.len(), state.now));
+        write!(
+            f,
+            "SimWorld(seed {seed}, {} workers, {now} ns)",
+            lanes / LaneKind::ALL.len()
+        )
     }
 }
 
@@ -262,7 +310,11 @@ impl Drop for Holding {
 impl Shared {
     fn with<R>(&self, body: impl FnOnce(&mut State) -> R) -> R {
         let me = std::ptr::from_ref(self) as usize;
-        assert_ne!(HELD.get(), me, "a kernel must not call into the sim world that runs it");
+        assert_ne!(
+            HELD.get(),
+            me,
+            "a kernel must not call into the sim world that runs it"
+        );
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let holding = Holding(HELD.replace(me));
         let out = body(&mut state);
@@ -295,7 +347,10 @@ impl Sim {
     }
 
     fn reserved(&self, state: &State) -> u64 {
-        let mine = state.arenas.iter().filter(|(_, a)| a.worker == self.id.index);
+        let mine = state
+            .arenas
+            .iter()
+            .filter(|(_, a)| a.worker == self.id.index);
         mine.map(|(base, a)| a.end - base).sum()
     }
 }
@@ -306,15 +361,19 @@ impl fmt::Debug for Sim {
     }
 }
 
-// SAFETY: there are five lanes, one per kind, which reach the arenas that the world knows (`on_device`); host memory is
-// not aliased. Host buffers are `HostBuf::zeroed`, as long as asked and page-aligned.
+// SAFETY: there are five lanes, one per kind, which reach the arenas that the world knows
+// (`on_device`); host memory is not aliased. Host buffers are `HostBuf::zeroed`, as long as asked
+// and page-aligned.
 unsafe impl Device for Sim {
     fn id(&self) -> DeviceId {
         self.id
     }
 
     fn memory(&self) -> Bytes {
-        Bytes(self.world.with(|state| self.world.memory.0 - self.reserved(state)))
+        Bytes(
+            self.world
+                .with(|state| self.world.memory.0 - self.reserved(state)),
+        )
     }
 
     fn reserve(&self, bytes: Bytes) -> Result<Arena> {
@@ -325,14 +384,24 @@ unsafe impl Device for Sim {
             }
             let free = Bytes(self.world.memory.0 - self.reserved(state));
             if bytes > free {
-                let what = format!("cannot reserve {bytes}, {free} of {} are free", self.world.memory);
-                return Err(Error::Device { device: self.id, what });
+                let what = format!(
+                    "cannot reserve {bytes}, {free} of {} are free",
+                    self.world.memory
+                );
+                return Err(Error::Device {
+                    device: self.id,
+                    what,
+                });
             }
             let arena = cpu::reserve_host(bytes)?;
             let base = arena.base();
             state.adopt(self.id.index, base..base + bytes.0);
-            let lease = Lease { world: self.world.clone(), arena: Some(arena) };
-            // SAFETY: the host arena inside the lease has this base and size and is used by nobody else.
+            let lease = Lease {
+                world: self.world.clone(),
+                arena: Some(arena),
+            };
+            // SAFETY: the host arena inside the lease has this base and size and is used by nobody
+            // else.
             Ok(unsafe { Arena::new(base, bytes, Box::new(lease)) })
         })
     }
@@ -369,10 +438,23 @@ unsafe impl Device for Sim {
                 has_room
             });
             if !has_room {
-                let what = format!("cannot pin {need} of host memory for {name}, {most} are the most");
-                return Err(Refusal { error: Error::Device { device: self.id, what }, scarce: true });
+                let what =
+                    format!("cannot pin {need} of host memory for {name}, {most} are the most");
+                return Err(Refusal {
+                    error: Error::Device {
+                        device: self.id,
+                        what,
+                    },
+                    scarce: true,
+                });
             }
-            Ok(pages.owned_by(true, Box::new(Locked { world: self.world.clone(), start })))
+            Ok(pages.owned_by(
+                true,
+                Box::new(Locked {
+                    world: self.world.clone(),
+                    start,
+                }),
+            ))
         })
     }
 
@@ -385,7 +467,9 @@ unsafe impl Device for Sim {
             state.hand_out(&(start..start.saturating_add(bytes)));
             let what = format!("alloc of {} for {op}", Bytes(bytes));
             let lane = Some(self.compute());
-            state.strike(FaultKind::Alloc, lane, self.id.index, &what).map_or(Ok(()), Err)
+            state
+                .strike(FaultKind::Alloc, lane, self.id.index, &what)
+                .map_or(Ok(()), Err)
         })
     }
 
@@ -439,7 +523,10 @@ impl SimLane {
 
     fn refuse(&self, state: &State, what: impl fmt::Display) -> Error {
         let device = state.lanes[self.number].device;
-        Error::Device { device, what: format!("{}: {what}", self.kind.name()) }
+        Error::Device {
+            device,
+            what: format!("{}: {what}", self.kind.name()),
+        }
     }
 }
 
@@ -466,8 +553,9 @@ impl SimLane {
     }
 }
 
-// SAFETY: items run in order, behind the marks they wait for, and a mark passes after all items before it; a failing
-// record passes its mark first (`mark`). What was staged is a copy that the item owns.
+// SAFETY: items run in order, behind the marks they wait for, and a mark passes after all items
+// before it; a failing record passes its mark first (`mark`). What was staged is a copy that the
+// item owns.
 unsafe impl Lane for SimLane {
     fn kind(&self) -> LaneKind {
         self.kind
@@ -485,7 +573,10 @@ unsafe impl Lane for SimLane {
                 };
             let name = state::copy_name(copy);
             if !fits {
-                return Err(self.refuse(state, format_args!("{name} leaves the worker's memory: {copy:?}")));
+                return Err(self.refuse(
+                    state,
+                    format_args!("{name} leaves the worker's memory: {copy:?}"),
+                ));
             }
             let nanos = state.timing.copy(copy);
             let touched = match copy.bytes {
@@ -495,18 +586,28 @@ unsafe impl Lane for SimLane {
             let stages = copy.direction == Direction::Upload && !state.is_pinned(&touched.0);
             let staged = stages.then(|| {
                 state.too_early(self.number, &name, &touched.0);
-                // SAFETY: the caller promises that the source is valid and that no host thread writes it; lanes write
-                // under the lock, which is held.
-                unsafe { std::slice::from_raw_parts(copy.src as *const u8, copy.bytes as usize) }.into()
+                // SAFETY: the caller promises that the source is valid and that no host thread
+                // writes it; lanes write under the lock, which is held.
+                unsafe { std::slice::from_raw_parts(copy.src as *const u8, copy.bytes as usize) }
+                    .into()
             });
-            state.push_work(self.number, &name, nanos, Work::Copy(copy.clone(), staged), touched);
+            state.push_work(
+                self.number,
+                &name,
+                nanos,
+                Work::Copy(copy.clone(), staged),
+                touched,
+            );
             Ok(())
         })
     }
 
     fn record(&self) -> Result<Event> {
         let mark = self.mark()?;
-        Ok(Event::new(Arc::new(SimEvent { world: self.world.clone(), mark })))
+        Ok(Event::new(Arc::new(SimEvent {
+            world: self.world.clone(),
+            mark,
+        })))
     }
 
     fn fence(&self) -> Result<()> {
@@ -519,7 +620,10 @@ unsafe impl Lane for SimLane {
 
     fn stamp(&self) -> Result<Stamp> {
         let mark = self.world.with(|state| state.push_record(self.number));
-        Ok(Stamp::Lane(Event::new(Arc::new(SimEvent { world: self.world.clone(), mark }))))
+        Ok(Stamp::Lane(Event::new(Arc::new(SimEvent {
+            world: self.world.clone(),
+            mark,
+        }))))
     }
 
     fn wait(&self, event: &Event) -> Result<()> {
@@ -529,8 +633,14 @@ unsafe impl Lane for SimLane {
             return Err(Error::Foreign { op: "wait", what });
         };
         self.world.with(|state| {
-            let what = format!("wait for event {} of {}", event.mark.seq, state.place(event.mark.lane));
-            if let Some(error) = state.strike(FaultKind::Wait, Some(self.number), self.worker(), &what) {
+            let what = format!(
+                "wait for event {} of {}",
+                event.mark.seq,
+                state.place(event.mark.lane)
+            );
+            if let Some(error) =
+                state.strike(FaultKind::Wait, Some(self.number), self.worker(), &what)
+            {
                 return Err(error);
             }
             state.push_wait(self.number, event.mark.clone());
@@ -550,11 +660,16 @@ struct SimEvent {
 
 impl fmt::Debug for SimEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "SimEvent(lane {}, item {})", self.mark.lane, self.mark.seq)
+        write!(
+            f,
+            "SimEvent(lane {}, item {})",
+            self.mark.lane, self.mark.seq
+        )
     }
 }
 
-// SAFETY: `pass` runs the world until the lane has passed the mark, and `poll` tells whether it has.
+// SAFETY: `pass` runs the world until the lane has passed the mark, and `poll` tells whether it
+// has.
 unsafe impl EventState for SimEvent {
     fn passed(&self) -> Result<bool> {
         self.world.with(|state| match state.poll(&self.mark) {
@@ -600,9 +715,17 @@ impl FaultReport for SimFaults {
         let found = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         match &*found {
             None => Ok(()),
-            Some(Error::Index { op, index, at, size }) => {
-                Err(Error::Index { op, index: *index, at: *at, size: *size })
-            }
+            Some(Error::Index {
+                op,
+                index,
+                at,
+                size,
+            }) => Err(Error::Index {
+                op,
+                index: *index,
+                at: *at,
+                size: *size,
+            }),
             Some(Error::Invalid { op, what }) => Err(Error::invalid(op, what.clone())),
             Some(other) => Err(Error::invalid("kernel", other.to_string())),
         }
@@ -644,16 +767,42 @@ unsafe impl Ops for SimOps {
             if let Some(error) = state.strike(FaultKind::Launch, Some(lane.number), worker, &name) {
                 return Err(error);
             }
-            if let Some(r) = reads.iter().chain(&writes).find(|r| !state.on_device(Some(worker), r)) {
-                return Err(lane.refuse(state, format_args!("{name}: {r:#x?} is not the worker's memory")));
+            if let Some(r) = reads
+                .iter()
+                .chain(&writes)
+                .find(|r| !state.on_device(Some(worker), r))
+            {
+                return Err(lane.refuse(
+                    state,
+                    format_args!("{name}: {r:#x?} is not the worker's memory"),
+                ));
             }
-            let launch = Launch { worker: state.lanes[lane.number].device, kernel, src, dst };
+            let launch = Launch {
+                worker: state.lanes[lane.number].device,
+                kernel,
+                src,
+                dst,
+            };
             let told = state.kernel_time.as_ref().and_then(|time| time(&launch));
             let nanos = told.unwrap_or_else(|| state.timing.kernel(&launch));
-            let faults = faults.and_then(|f| f.report().as_any().downcast_ref::<SimFaults>()).cloned();
+            let faults = faults
+                .and_then(|f| f.report().as_any().downcast_ref::<SimFaults>())
+                .cloned();
             let (src, dst) = (src.to_vec(), dst.to_vec());
-            let call = Called { kernel: kernel.clone(), src, dst, scratch, faults };
-            state.push_work(lane.number, &name, nanos, Work::Kernel(Box::new(call)), (reads, writes));
+            let call = Called {
+                kernel: kernel.clone(),
+                src,
+                dst,
+                scratch,
+                faults,
+            };
+            state.push_work(
+                lane.number,
+                &name,
+                nanos,
+                Work::Kernel(Box::new(call)),
+                (reads, writes),
+            );
             Ok(())
         })
     }

@@ -1,14 +1,16 @@
 //! The tape: what happened in a forward pass, and how to walk it back.
 //!
-//! An operation whose result a gradient may have to pass leaves a node: its inputs, its outputs, and a
-//! function that turns output gradients into input gradients. Walking back takes the nodes off the end
-//! one by one, so that what a node saved is freed as soon as it was used.
+//! An operation whose result a gradient may have to pass leaves a node: its inputs, its outputs,
+//! and a function that turns output gradients into input gradients. Walking back takes the nodes
+//! off the end one by one, so that what a node saved is freed as soon as it was used.
 //!
 //! # Rules
 //! 1. Values are numbered; a node only mentions values that need a gradient.
 //! 2. The first gradient of a value is moved in; later ones are added, in the order of the walk.
-//! 3. Memory that somebody else holds is never added to in place; accumulators of parameters always are.
-//! 4. Gradients of parameters are kept in the accumulator type (f32 for bf16), all others in the value's.
+//! 3. Memory that somebody else holds is never added to in place; accumulators of parameters always
+//!    are.
+//! 4. Gradients of parameters are kept in the accumulator type (f32 for bf16), all others in the
+//!    value's.
 //! 5. A node none of whose outputs has a gradient is dropped without running.
 //! 6. Inputs without a value number (constants, frozen parameters) get no gradient computed.
 
@@ -61,11 +63,19 @@ pub(crate) struct Tape {
 
 impl Tape {
     pub(crate) fn new() -> Self {
-        Self { stamp: Arc::new(()), values: Vec::new(), nodes: Vec::new(), dry: false }
+        Self {
+            stamp: Arc::new(()),
+            values: Vec::new(),
+            nodes: Vec::new(),
+            dry: false,
+        }
     }
 
     pub(crate) fn dry() -> Self {
-        Self { dry: true, ..Self::new() }
+        Self {
+            dry: true,
+            ..Self::new()
+        }
     }
 
     pub(crate) fn is_dry(&self) -> bool {
@@ -87,12 +97,29 @@ impl Tape {
         self.value(tensor, true, true, into)
     }
 
-    fn value(&mut self, mut tensor: Tensor, leaf: bool, accumulator: bool, grad: Option<Tensor>) -> Tensor {
+    fn value(
+        &mut self,
+        mut tensor: Tensor,
+        leaf: bool,
+        accumulator: bool,
+        grad: Option<Tensor>,
+    ) -> Tensor {
         let value = u32::try_from(self.values.len()).expect("fewer than 2^32 values on a tape");
         let (dtype, shape) = (tensor.dtype(), *tensor.shape());
-        self.values.push(Value { dtype, shape, leaf, accumulator, lent: false, grad });
-        // Integers have a number, so that outputs are counted alike, but no gradient comes back for them.
-        tensor.node = dtype.is_float().then(|| NodeRef { tape: self.stamp.clone(), value });
+        self.values.push(Value {
+            dtype,
+            shape,
+            leaf,
+            accumulator,
+            lent: false,
+            grad,
+        });
+        // Integers have a number, so that outputs are counted alike, but no gradient comes back for
+        // them.
+        tensor.node = dtype.is_float().then(|| NodeRef {
+            tape: self.stamp.clone(),
+            value,
+        });
         tensor
     }
 
@@ -122,11 +149,19 @@ impl Tape {
     ) -> Vec<Tensor> {
         let first = self.values.len() as u32;
         let count = outputs.len() as u32;
-        let outputs = outputs.into_iter().map(|t| self.value(t, false, false, None)).collect();
+        let outputs = outputs
+            .into_iter()
+            .map(|t| self.value(t, false, false, None))
+            .collect();
         if self.dry {
             return outputs;
         }
-        self.nodes.push(Node { op, inputs, outputs: (first..first + count).collect(), backward });
+        self.nodes.push(Node {
+            op,
+            inputs,
+            outputs: (first..first + count).collect(),
+            backward,
+        });
         outputs
     }
 
@@ -136,10 +171,19 @@ impl Tape {
             add(worker, &mut self.values[value as usize], grad)?;
         }
         while let Some(node) = self.nodes.pop() {
-            let reached = node.outputs.iter().any(|v| self.values[*v as usize].grad.is_some());
+            let reached = node
+                .outputs
+                .iter()
+                .any(|v| self.values[*v as usize].grad.is_some());
             if reached {
                 let (inputs, outputs) = (&node.inputs, &node.outputs);
-                let mut back = Back { worker, values: &mut self.values, op: node.op, inputs, outputs };
+                let mut back = Back {
+                    worker,
+                    values: &mut self.values,
+                    op: node.op,
+                    inputs,
+                    outputs,
+                };
                 (node.backward)(&mut back)?;
             }
             // Gradients of outputs that the node did not take are dead now.
@@ -147,14 +191,26 @@ impl Tape {
                 self.values[*value as usize].grad = None;
             }
         }
-        let grads = self.values.into_iter().map(|v| if v.leaf { v.grad } else { None }).collect();
-        Ok(Leaves { stamp: self.stamp, grads })
+        let grads = self
+            .values
+            .into_iter()
+            .map(|v| if v.leaf { v.grad } else { None })
+            .collect();
+        Ok(Leaves {
+            stamp: self.stamp,
+            grads,
+        })
     }
 }
 
 impl fmt::Debug for Tape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Tape({} operations, {} values)", self.nodes.len(), self.values.len())
+        write!(
+            f,
+            "Tape({} operations, {} values)",
+            self.nodes.len(),
+            self.values.len()
+        )
     }
 }
 
@@ -172,12 +228,19 @@ impl Leaves {
 
     /// Takes the gradient of the leaf at a place of the tape out.
     pub(crate) fn take_at(&mut self, node: &NodeRef) -> Option<Tensor> {
-        if Arc::ptr_eq(&node.tape, &self.stamp) { self.grads[node.value as usize].take() } else { None }
+        if Arc::ptr_eq(&node.tape, &self.stamp) {
+            self.grads[node.value as usize].take()
+        } else {
+            None
+        }
     }
 
     /// The gradient of a leaf.
     pub(crate) fn of(&self, leaf: &Tensor) -> Option<&Tensor> {
-        let node = leaf.node.as_ref().filter(|n| Arc::ptr_eq(&n.tape, &self.stamp))?;
+        let node = leaf
+            .node
+            .as_ref()
+            .filter(|n| Arc::ptr_eq(&n.tape, &self.stamp))?;
         self.grads[node.value as usize].as_ref()
     }
 }
@@ -191,7 +254,8 @@ pub struct Back<'a> {
     outputs: &'a [u32],
 }
 
-/// Where a parameter-like gradient is written: in the accumulator type, added to what is there or not.
+/// Where a parameter-like gradient is written: in the accumulator type, added to what is there or
+/// not.
 pub struct Sink {
     /// Destination, dense, in the accumulator type of the input.
     pub tensor: Tensor,
@@ -234,26 +298,35 @@ impl Back<'_> {
     /// # Errors
     /// When memory runs out.
     pub fn dy(&mut self) -> Result<Tensor> {
-        let missing = Error::Invalid { op: self.op, what: "its output has no gradient".into() };
+        let missing = Error::Invalid {
+            op: self.op,
+            what: "its output has no gradient".into(),
+        };
         self.grad(0)?.ok_or(missing)
     }
 
-    /// Contributes to the gradient of input `i`; nothing happens when nobody wants it. The type may be the
-    /// input's or its accumulator's.
+    /// Contributes to the gradient of input `i`; nothing happens when nobody wants it. The type may
+    /// be the input's or its accumulator's.
     ///
     /// # Errors
     /// When memory runs out.
     pub fn give(&mut self, i: usize, grad: Tensor) -> Result<()> {
-        let Some(value) = self.inputs[i] else { return Ok(()) };
+        let Some(value) = self.inputs[i] else {
+            return Ok(());
+        };
         let value = &mut self.values[value as usize];
         if *grad.shape() != value.shape {
-            return Err(Error::Shape { op: self.op, left: *grad.shape(), right: value.shape });
+            return Err(Error::Shape {
+                op: self.op,
+                left: *grad.shape(),
+                right: value.shape,
+            });
         }
         add(self.worker, value, grad)
     }
 
-    /// Where to write the gradient of input `i` in the accumulator type: the parameter's own accumulator if
-    /// it is one. Hand it back with [`Back::settle`].
+    /// Where to write the gradient of input `i` in the accumulator type: the parameter's own
+    /// accumulator if it is one. Hand it back with [`Back::settle`].
     ///
     /// # Errors
     /// When memory runs out or nobody wants the gradient.
@@ -266,10 +339,18 @@ impl Back<'_> {
             && let Some(tensor) = &value.grad
         {
             value.lent = true;
-            return Ok(Sink { tensor: tensor.clone(), accumulate: true });
+            return Ok(Sink {
+                tensor: tensor.clone(),
+                accumulate: true,
+            });
         }
-        let tensor = self.worker.alloc(self.op, value.dtype.accumulator(), value.shape)?;
-        Ok(Sink { tensor, accumulate: false })
+        let tensor = self
+            .worker
+            .alloc(self.op, value.dtype.accumulator(), value.shape)?;
+        Ok(Sink {
+            tensor,
+            accumulate: false,
+        })
     }
 
     /// Takes a written [`Sink`] of input `i` back.
@@ -277,7 +358,9 @@ impl Back<'_> {
     /// # Errors
     /// When memory runs out.
     pub fn settle(&mut self, i: usize, sink: Sink) -> Result<()> {
-        let Some(number) = self.inputs[i] else { return Ok(()) };
+        let Some(number) = self.inputs[i] else {
+            return Ok(());
+        };
         let value = &mut self.values[number as usize];
         if sink.accumulate {
             value.lent = false;
@@ -299,15 +382,31 @@ impl Back<'_> {
 
 /// Rules 2 to 4.
 fn add(worker: &Worker, value: &mut Value, grad: Tensor) -> Result<()> {
-    let dtype = if value.accumulator { value.dtype.accumulator() } else { value.dtype };
+    let dtype = if value.accumulator {
+        value.dtype.accumulator()
+    } else {
+        value.dtype
+    };
     let Some(have) = value.grad.take() else {
         // Moved, not cloned, where the type is right: a second handle would force `owned` to copy.
-        let grad = if grad.dtype() == dtype { grad.off_tape() } else { worker.cast(&grad, dtype)? };
-        value.grad = Some(if value.accumulator { owned(worker, grad)? } else { grad });
+        let grad = if grad.dtype() == dtype {
+            grad.off_tape()
+        } else {
+            worker.cast(&grad, dtype)?
+        };
+        value.grad = Some(if value.accumulator {
+            owned(worker, grad)?
+        } else {
+            grad
+        });
         return Ok(());
     };
     if value.accumulator || (have.is_unique() && have.is_contiguous()) {
-        worker.launch(&Kernel::Accumulate { alpha: 1.0 }, &[Some(&grad)], &[Some(&have)])?;
+        worker.launch(
+            &Kernel::Accumulate { alpha: 1.0 },
+            &[Some(&grad)],
+            &[Some(&have)],
+        )?;
         value.grad = Some(have);
     } else {
         let grad = worker.cast(&grad, dtype)?;

@@ -1,8 +1,8 @@
 //! Tensors: a piece of a worker's memory with a type and a layout, and perhaps a place on a tape.
 //!
 //! A tensor never changes after the operation that made it, with one exception: gradient
-//! accumulators, which only the tape that owns them writes. Cloning shares the memory; the memory goes
-//! back to the pool with the last clone.
+//! accumulators, which only the tape that owns them writes. Cloning shares the memory; the memory
+//! goes back to the pool with the last clone.
 
 use std::fmt;
 use std::sync::Arc;
@@ -62,16 +62,30 @@ impl Storage {
 impl Tensor {
     /// A dense tensor over a whole block.
     pub(crate) fn from_block(block: Block, dtype: DType, shape: Shape) -> Self {
-        assert!(shape.numel() * dtype.size() <= block.bytes() as usize, "{dtype} {shape} in {block:?}");
+        assert!(
+            shape.numel() * dtype.size() <= block.bytes() as usize,
+            "{dtype} {shape} in {block:?}"
+        );
         let layout = Layout::contiguous(shape);
-        Self { storage: Arc::new(Storage::Block(block)), dtype, layout, offset: 0, node: None }
+        Self {
+            storage: Arc::new(Storage::Block(block)),
+            dtype,
+            layout,
+            offset: 0,
+            node: None,
+        }
     }
 
     /// A dense tensor over host memory that the worker reads in place.
     ///
     /// # Errors
     /// As [`Tensor::within`].
-    pub(crate) fn from_host(host: HostRef, pool: Arc<Pool>, dtype: DType, shape: Shape) -> Result<Self> {
+    pub(crate) fn from_host(
+        host: HostRef,
+        pool: Arc<Pool>,
+        dtype: DType,
+        shape: Shape,
+    ) -> Result<Self> {
         Self::within(Arc::new(Storage::Host(host, pool)), 0, dtype, shape)
     }
 
@@ -79,19 +93,32 @@ impl Tensor {
     ///
     /// # Errors
     /// When the storage ends before or its addresses do not suit the type.
-    pub(crate) fn within(storage: Arc<Storage>, first_byte: u64, dtype: DType, shape: Shape) -> Result<Self> {
+    pub(crate) fn within(
+        storage: Arc<Storage>,
+        first_byte: u64,
+        dtype: DType,
+        shape: Shape,
+    ) -> Result<Self> {
         let memory = storage.addr()..storage.addr() + storage.bytes();
         shape.place("tensor", dtype, memory, first_byte)?;
         let size = dtype.size() as u64;
         if !first_byte.is_multiple_of(size) {
-            let what = format!("{dtype} {shape} at byte {first_byte}, which is not a multiple of {size}");
+            let what =
+                format!("{dtype} {shape} at byte {first_byte}, which is not a multiple of {size}");
             return Err(Error::invalid("tensor", what));
         }
         let layout = Layout::contiguous(shape);
-        Ok(Self { storage, dtype, layout, offset: (first_byte / size) as usize, node: None })
+        Ok(Self {
+            storage,
+            dtype,
+            layout,
+            offset: (first_byte / size) as usize,
+            node: None,
+        })
     }
 
-    /// Whether both are the same memory under the same layout: a value that was passed on unchanged.
+    /// Whether both are the same memory under the same layout: a value that was passed on
+    /// unchanged.
     pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.storage, &other.storage)
             && self.offset == other.offset
@@ -152,7 +179,10 @@ impl Tensor {
     /// The same value cut off from the tape.
     #[must_use]
     pub fn detach(&self) -> Self {
-        Self { node: None, ..self.clone() }
+        Self {
+            node: None,
+            ..self.clone()
+        }
     }
 
     /// As [`Tensor::detach`], giving up this handle.
@@ -164,7 +194,11 @@ impl Tensor {
     /// The memory as kernels see it.
     pub fn view(&self) -> View {
         let ptr = self.storage.addr() + (self.offset * self.dtype.size()) as u64;
-        View { ptr, dtype: self.dtype, layout: self.layout }
+        View {
+            ptr,
+            dtype: self.dtype,
+            layout: self.layout,
+        }
     }
 
     pub(crate) fn pool(&self) -> &Arc<Pool> {
@@ -176,7 +210,8 @@ impl Tensor {
         if Arc::strong_count(&self.storage) != 1 {
             return false;
         }
-        // Whoever held it last on another thread has read it by now: pairs with the release of its drop.
+        // Whoever held it last on another thread has read it by now: pairs with the release of its
+        // drop.
         std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
         matches!(*self.storage, Storage::Block(_))
     }
@@ -188,10 +223,17 @@ impl Tensor {
 
     /// The same memory under another layout, without a place on the tape.
     pub(crate) fn with_layout(&self, layout: Layout, offset: usize) -> Self {
-        Self { storage: self.storage.clone(), dtype: self.dtype, layout, offset, node: None }
+        Self {
+            storage: self.storage.clone(),
+            dtype: self.dtype,
+            layout,
+            offset,
+            node: None,
+        }
     }
 
-    /// The same memory under another layout from the same first element, without a place on the tape.
+    /// The same memory under another layout from the same first element, without a place on the
+    /// tape.
     pub(crate) fn relaid(&self, layout: Layout) -> Self {
         self.with_layout(layout, self.offset)
     }
@@ -199,7 +241,11 @@ impl Tensor {
     /// `len` elements from `start` on along `axis`; bounds are the caller's business.
     pub(crate) fn narrowed(&self, axis: usize, start: usize, len: usize) -> Self {
         let shape = self.shape().cut(axis, len);
-        let shift = if self.numel() == 0 { 0 } else { start as isize * self.layout.strides()[axis] };
+        let shift = if self.numel() == 0 {
+            0
+        } else {
+            start as isize * self.layout.strides()[axis]
+        };
         let layout = Layout::strided(shape, self.layout.strides());
         self.with_layout(layout, self.offset.wrapping_add_signed(shift))
     }
@@ -207,11 +253,17 @@ impl Tensor {
     /// Copies the elements to the host, in row-major order, after waiting for the compute lane.
     ///
     /// # Errors
-    /// When `T` is not this tensor's type (bool reads as u8), on the meta device, or when the device failed.
+    /// When `T` is not this tensor's type (bool reads as u8), on the meta device, or when the
+    /// device failed.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         const OP: &str = "to_vec";
         if T::DTYPE != self.dtype && !(self.dtype == DType::Bool && T::DTYPE == DType::U8) {
-            let what = format!("asked for {} of a {} tensor {}", T::DTYPE, self.dtype, self.shape());
+            let what = format!(
+                "asked for {} of a {} tensor {}",
+                T::DTYPE,
+                self.dtype,
+                self.shape()
+            );
             return Err(Error::invalid(OP, what));
         }
         let host = HostBuf::zeroed(OP, self.size_bytes())?;
@@ -219,16 +271,22 @@ impl Tensor {
         Ok(host.read_all()?.as_slice::<T>().to_vec())
     }
 
-    /// Copies the elements into host memory, in row-major order, after waiting for the compute lane.
+    /// Copies the elements into host memory, in row-major order, after waiting for the compute
+    /// lane.
     ///
     /// # Errors
-    /// When the memory is not exactly as large as the tensor, on the meta device, or when the device failed.
+    /// When the memory is not exactly as large as the tensor, on the meta device, or when the
+    /// device failed.
     pub fn read_into(&self, host: &mut HostMut) -> Result<()> {
         const OP: &str = "read";
         let bytes = self.size_bytes();
         if host.bytes().len() != bytes {
-            let what =
-                format!("{} {} into {} bytes of host memory", self.dtype, self.shape(), host.bytes().len());
+            let what = format!(
+                "{} {} into {} bytes of host memory",
+                self.dtype,
+                self.shape(),
+                host.bytes().len()
+            );
             return Err(Error::invalid(OP, what));
         }
         if bytes == 0 {
@@ -243,8 +301,8 @@ impl Tensor {
             bytes: bytes as u64,
         };
         let compute = self.device().lane(LaneKind::Compute);
-        // SAFETY: `dense` holds the source and `host` the destination, both of `bytes` bytes, past the fence;
-        // the lane orders the copy behind the kernels that wrote the source.
+        // SAFETY: `dense` holds the source and `host` the destination, both of `bytes` bytes, past
+        // the fence; the lane orders the copy behind the kernels that wrote the source.
         unsafe { compute.copy(&copy)? };
         compute.record()?.fence()
     }
@@ -275,7 +333,10 @@ impl Tensor {
     /// When there is not exactly one element, and as [`Tensor::to_f64_vec`].
     pub fn item(&self) -> Result<f64> {
         if self.numel() != 1 {
-            return Err(Error::invalid("item", format!("{} has {} elements", self.shape(), self.numel())));
+            return Err(Error::invalid(
+                "item",
+                format!("{} has {} elements", self.shape(), self.numel()),
+            ));
         }
         Ok(self.to_f64_vec()?[0])
     }
@@ -283,6 +344,12 @@ impl Tensor {
 
 impl fmt::Debug for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Tensor({} {} on {})", self.dtype, self.shape(), self.device().id())
+        write!(
+            f,
+            "Tensor({} {} on {})",
+            self.dtype,
+            self.shape(),
+            self.device().id()
+        )
     }
 }

@@ -1,27 +1,30 @@
 //! Moving tensors between host memory and workers without host waits.
 //!
-//! A [`Parcel`] is a dense tensor in host memory that a lane may still be writing. A [`Port`] is a worker's
-//! door: [`Port::send`] turns a tensor into a parcel, [`Port::receive`] a parcel into a tensor on its way, on
-//! any worker of the same backend. A [`Slot`] is device memory for the weights of one layer, filled in chunks.
-//! Nothing here waits on the host unless it says so; order is kept by events, and every end of a copy stays
-//! alive until the copy has landed.
+//! A [`Parcel`] is a dense tensor in host memory that a lane may still be writing. A [`Port`] is a
+//! worker's door: [`Port::send`] turns a tensor into a parcel, [`Port::receive`] a parcel into a
+//! tensor on its way, on any worker of the same backend. A [`Slot`] is device memory for the
+//! weights of one layer, filled in chunks. Nothing here waits on the host unless it says so; order
+//! is kept by events, and every end of a copy stays alive until the copy has landed.
 //!
 //! # The event protocol
 //! 1. A download waits for a compute event recorded behind the kernel that made its source.
-//! 2. The source of a download goes back to the arena only after the compute lane waits for the download
-//!    ([`Port::turn`] does so two visits later, [`Port::make_room`] earlier), or after the host saw it land.
+//! 2. The source of a download goes back to the arena only after the compute lane waits for the
+//!    download ([`Port::turn`] does so two visits later, [`Port::make_room`] earlier), or after the
+//!    host saw it land.
 //! 3. An upload waits for the event behind the last use of the block it fills ([`Pool::lend`]).
-//! 4. The compute lane waits for an upload before the first kernel that reads it, and before the block of an
-//!    upload that nobody used is given back.
+//! 4. The compute lane waits for an upload before the first kernel that reads it, and before the
+//!    block of an upload that nobody used is given back.
 //! 5. An upload of a parcel waits for the download that wrote it, on whichever worker that was.
-//! 6. A parcel's host memory is written again only by a download that waits for all uploads that read it
-//!    ([`HostPool`]); memory that others hold is let go only after the host saw these uploads land. Until then each
-//!    upload has a claim on what it reads, so that whoever was given the bytes ([`Parcel::fence`]) cannot write them.
+//! 6. A parcel's host memory is written again only by a download that waits for all uploads that
+//!    read it ([`HostPool`]); memory that others hold is let go only after the host saw these
+//!    uploads land. Until then each upload has a claim on what it reads, so that whoever was given
+//!    the bytes ([`Parcel::fence`]) cannot write them.
 //! 7. The host reads a parcel only after it saw its download land.
-//! 8. The chunks of a slot follow each other with at most four under way, so that an activation never queues
-//!    behind more than four chunks of weights; the host memory they read is held until the last has landed.
-//! 9. An upload of pageable memory is queued after the host saw the download that wrote it land: a driver may read the
-//!    source at once, whatever the lane waits for ([`pins`](crate::pins)).
+//! 8. The chunks of a slot follow each other with at most four under way, so that an activation
+//!    never queues behind more than four chunks of weights; the host memory they read is held until
+//!    the last has landed.
+//! 9. An upload of pageable memory is queued after the host saw the download that wrote it land: a
+//!    driver may read the source at once, whatever the lane waits for ([`pins`](crate::pins)).
 //!
 //! [`Pool::lend`]: crate::pool::Pool::lend
 
@@ -78,14 +81,23 @@ impl MoveLog {
 
     fn start(&self, lane: &dyn Lane) -> Option<Stamp> {
         // A device that refuses a stamp has worse to tell soon.
-        self.on.load(Ordering::Relaxed).then(|| lane.stamp().ok()).flatten()
+        self.on
+            .load(Ordering::Relaxed)
+            .then(|| lane.stamp().ok())
+            .flatten()
     }
 
     fn end(&self, lane: &dyn Lane, from: Option<Stamp>, what: &str, bytes: u64) {
         if let Some(from) = from
             && let Ok(to) = lane.stamp()
         {
-            lock(&self.moves).push(Moved { lane: lane.kind(), what: what.to_owned(), bytes, from, to });
+            lock(&self.moves).push(Moved {
+                lane: lane.kind(),
+                what: what.to_owned(),
+                bytes,
+                from,
+                to,
+            });
         }
     }
 }
@@ -119,7 +131,11 @@ pub struct HostUse {
 impl HostPool {
     /// No memory yet; `device` says what it copies from fastest.
     pub fn new(device: Arc<dyn Device>, pin: Pin) -> Arc<Self> {
-        Arc::new(Self { device, pin, state: Mutex::default() })
+        Arc::new(Self {
+            device,
+            pin,
+            state: Mutex::default(),
+        })
     }
 
     /// What is and was in use.
@@ -140,20 +156,29 @@ impl HostPool {
             state.allocated -= spare.iter().map(|(buf, _)| buf.len()).sum::<usize>();
             spare
         };
-        spare.iter().flat_map(|(_, events)| events).for_each(|event| event.state().settle());
+        spare
+            .iter()
+            .flat_map(|(_, events)| events)
+            .for_each(|event| event.state().settle());
     }
 
     /// A buffer of at least `bytes`, and what a lane must wait for before it writes there.
     fn take(&self, bytes: usize) -> Result<(HostBuf, Vec<Event>)> {
         let fits = |buf: &HostBuf| buf.len() >= bytes && buf.len() <= bytes + bytes / 4 + 4096;
         let mut state = lock(&self.state);
-        let best = state.spare.iter().enumerate().filter(|(_, (buf, _))| fits(buf));
+        let best = state
+            .spare
+            .iter()
+            .enumerate()
+            .filter(|(_, (buf, _))| fits(buf));
         let best = best.min_by_key(|(_, (buf, _))| buf.len()).map(|(at, _)| at);
         let found = match best {
             Some(at) => state.spare.remove(at),
             None => {
                 drop(state);
-                let fresh = self.device.host_buffer("activation", bytes.max(1), self.pin)?;
+                let fresh = self
+                    .device
+                    .host_buffer("activation", bytes.max(1), self.pin)?;
                 state = lock(&self.state);
                 state.allocated += fresh.len();
                 (fresh, Vec::new())
@@ -176,7 +201,8 @@ impl HostPool {
             state.spare.push((buf, events));
             return;
         }
-        // Somebody still holds it: it is theirs now, and may be written when nobody reads it any more.
+        // Somebody still holds it: it is theirs now, and may be written when nobody reads it any
+        // more.
         let mut state = lock(&self.state);
         state.lent -= buf.len();
         state.allocated -= buf.len();
@@ -205,9 +231,16 @@ enum Place {
     /// Nowhere: the worker only counts.
     Counted,
     /// In memory of a pool, written by a lane.
-    Pooled { buf: HostBuf, written: Event, pool: Arc<HostPool> },
+    Pooled {
+        buf: HostBuf,
+        written: Event,
+        pool: Arc<HostPool>,
+    },
     /// In a user's memory.
-    Given { buf: HostBuf, claim: Option<HostRef> },
+    Given {
+        buf: HostBuf,
+        claim: Option<HostRef>,
+    },
 }
 
 struct Contents {
@@ -229,7 +262,8 @@ struct Reader {
 pub struct Parcel(Arc<Contents>);
 
 impl Parcel {
-    /// A user's values; `buf` is exactly as large as type and shape say, and is not written while this lives.
+    /// A user's values; `buf` is exactly as large as type and shape say, and is not written while
+    /// this lives.
     ///
     /// # Errors
     /// When size or alignment are wrong or somebody is writing the buffer.
@@ -245,7 +279,12 @@ impl Parcel {
     }
 
     fn new(dtype: DType, shape: Shape, place: Place) -> Self {
-        Self(Arc::new(Contents { dtype, shape, place, readers: Mutex::default() }))
+        Self(Arc::new(Contents {
+            dtype,
+            shape,
+            place,
+            readers: Mutex::default(),
+        }))
     }
 
     /// Element type.
@@ -281,8 +320,8 @@ impl Parcel {
         }
     }
 
-    /// Waits until it is filled and gives the bytes. They stay valid while the buffer is held, and cannot be written
-    /// while an upload still reads them.
+    /// Waits until it is filled and gives the bytes. They stay valid while the buffer is held, and
+    /// cannot be written while an upload still reads them.
     ///
     /// # Errors
     /// What went wrong in the lane; [`Error::Invalid`] for a parcel without bytes.
@@ -301,7 +340,8 @@ impl Parcel {
 }
 
 impl Contents {
-    /// Lets go of the claims of uploads that have landed. One that failed keeps its claim until the parcel goes.
+    /// Lets go of the claims of uploads that have landed. One that failed keeps its claim until the
+    /// parcel goes.
     fn forget_landed(&self) {
         lock(&self.readers).retain(|reader| !matches!(reader.landed.passed(), Ok(true)));
     }
@@ -309,8 +349,13 @@ impl Contents {
 
 impl Drop for Contents {
     fn drop(&mut self) {
-        let readers = std::mem::take(self.readers.get_mut().unwrap_or_else(PoisonError::into_inner));
-        let (mut events, claims): (Vec<_>, Vec<_>) = readers.into_iter().map(|r| (r.landed, r.claim)).unzip();
+        let readers = std::mem::take(
+            self.readers
+                .get_mut()
+                .unwrap_or_else(PoisonError::into_inner),
+        );
+        let (mut events, claims): (Vec<_>, Vec<_>) =
+            readers.into_iter().map(|r| (r.landed, r.claim)).unzip();
         match std::mem::replace(&mut self.place, Place::Hollow) {
             Place::Hollow | Place::Counted => {}
             Place::Pooled { buf, written, pool } => {
@@ -349,11 +394,15 @@ impl Arrival {
             self.worker.device().lane(LaneKind::Compute).wait(event)?;
         }
         self.event = None;
-        Ok(self.tensor.take().expect("an arrival holds its tensor until it lands"))
+        Ok(self
+            .tensor
+            .take()
+            .expect("an arrival holds its tensor until it lands"))
     }
 }
 
-/// The host waits for a lane; what went wrong stays to be told. (A lane that refuses an event has run dry.)
+/// The host waits for a lane; what went wrong stays to be told. (A lane that refuses an event has
+/// run dry.)
 fn run_dry(lane: &dyn Lane) {
     if let Ok(event) = lane.record() {
         event.state().settle();
@@ -363,7 +412,11 @@ fn run_dry(lane: &dyn Lane) {
 /// Rule 4 for what nobody used.
 fn abandon(worker: &Worker, event: Option<Event>) {
     if let Some(event) = event
-        && worker.device().lane(LaneKind::Compute).wait(&event).is_err()
+        && worker
+            .device()
+            .lane(LaneKind::Compute)
+            .wait(&event)
+            .is_err()
     {
         event.state().settle();
     }
@@ -393,7 +446,12 @@ pub struct Port {
 impl Port {
     /// Parcels sent here use memory of `host`.
     pub fn new(worker: Worker, host: Arc<HostPool>) -> Self {
-        Self { worker, host, outbox: Mutex::default(), log: MoveLog::default() }
+        Self {
+            worker,
+            host,
+            outbox: Mutex::default(),
+            log: MoveLog::default(),
+        }
     }
 
     /// The worker behind the door.
@@ -427,14 +485,18 @@ impl Port {
         Ok(())
     }
 
-    /// Lets the oldest of what was sent go, behind its download (rule 2), until at most `most` bytes wait for theirs:
-    /// a visit of many layers would hold what all of them sent.
+    /// Lets the oldest of what was sent go, behind its download (rule 2), until at most `most`
+    /// bytes wait for theirs: a visit of many layers would hold what all of them sent.
     ///
     /// # Errors
     /// As [`Port::turn`].
     pub fn make_room(&self, most: u64) -> Result<()> {
         let mut outbox = lock(&self.outbox);
-        let mut bytes: u64 = outbox.sent.iter().map(|(_, tensor, _)| tensor.size_bytes() as u64).sum();
+        let mut bytes: u64 = outbox
+            .sent
+            .iter()
+            .map(|(_, tensor, _)| tensor.size_bytes() as u64)
+            .sum();
         while bytes > most
             && let Some((_, tensor, event)) = outbox.sent.front()
         {
@@ -445,13 +507,14 @@ impl Port {
         Ok(())
     }
 
-    /// The host waits for all lanes, whatever they tell; what was sent is let go. This is for picking up after a
-    /// failure; [`Port::forget`] comes when all whom it concerns know.
+    /// The host waits for all lanes, whatever they tell; what was sent is let go. This is for
+    /// picking up after a failure; [`Port::forget`] comes when all whom it concerns know.
     ///
     /// # Errors
     /// The first thing that went wrong in a lane and was not forgotten yet.
     pub fn drain(&self) -> Result<()> {
-        let told = LaneKind::ALL.map(|kind| self.lane(kind).record().and_then(|event| event.fence()));
+        let told =
+            LaneKind::ALL.map(|kind| self.lane(kind).record().and_then(|event| event.fence()));
         let sent = std::mem::take(&mut lock(&self.outbox).sent);
         sent.iter().for_each(|(_, _, event)| event.state().settle());
         told.into_iter().collect()
@@ -491,7 +554,15 @@ impl Port {
         if !written.is_past() {
             self.hold(dense, written.clone());
         }
-        Ok(Parcel::new(dtype, shape, Place::Pooled { buf, written, pool: self.host.clone() }))
+        Ok(Parcel::new(
+            dtype,
+            shape,
+            Place::Pooled {
+                buf,
+                written,
+                pool: self.host.clone(),
+            },
+        ))
     }
 
     /// Keeps what is on its way out.
@@ -521,8 +592,9 @@ impl Port {
                 dst: buf.addr(),
                 bytes: bytes as u64,
             };
-            // SAFETY: the lane waits for the kernel that wrote `dense` and for every copy that used `buf`, which
-            // nobody else holds; the outbox keeps `dense`, and the parcel (or its pool) `buf`, behind the event.
+            // SAFETY: the lane waits for the kernel that wrote `dense` and for every copy that used
+            // `buf`, which nobody else holds; the outbox keeps `dense`, and the parcel (or its
+            // pool) `buf`, behind the event.
             unsafe { lane.copy(&copy)? };
         }
         let written = lane.record()?;
@@ -530,7 +602,8 @@ impl Port {
         Ok(written)
     }
 
-    /// Starts an upload in the activation lane. On a worker that reads host memory in place, nothing is copied.
+    /// Starts an upload in the activation lane. On a worker that reads host memory in place,
+    /// nothing is copied.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a parcel without bytes; when memory runs out or the device refuses.
@@ -542,11 +615,18 @@ impl Port {
         if device.id().kind == DeviceKind::Meta {
             let (block, _) = self.worker.pool().lend("receive", bytes as u64)?;
             let tensor = Some(Tensor::from_block(block, dtype, shape));
-            return Ok(Arrival { worker: self.worker.clone(), tensor, event: None });
+            return Ok(Arrival {
+                worker: self.worker.clone(),
+                tensor,
+                event: None,
+            });
         }
         let (buf, written) = match &contents.place {
             Place::Hollow | Place::Counted => {
-                return Err(Error::invalid("receive", format!("{what}: {parcel:?} was kept elsewhere")));
+                return Err(Error::invalid(
+                    "receive",
+                    format!("{what}: {parcel:?} was kept elsewhere"),
+                ));
             }
             Place::Pooled { buf, written, .. } => (buf, Some(written)),
             Place::Given { buf, .. } => (buf, None),
@@ -556,13 +636,23 @@ impl Port {
                 written.fence()?;
             }
             let host = buf.read(0..bytes)?;
-            let tensor = Some(Tensor::from_host(host, self.worker.pool().clone(), dtype, shape)?);
-            return Ok(Arrival { worker: self.worker.clone(), tensor, event: None });
+            let tensor = Some(Tensor::from_host(
+                host,
+                self.worker.pool().clone(),
+                dtype,
+                shape,
+            )?);
+            return Ok(Arrival {
+                worker: self.worker.clone(),
+                tensor,
+                event: None,
+            });
         }
         let claim = buf.read(0..bytes)?;
         let (block, free) = self.worker.pool().lend("receive", bytes as u64)?;
         let lane = self.lane(LaneKind::ActivationUpload);
-        // Rule 9. The bytes are there when pageable memory was written by a staged copy, so this rarely waits.
+        // Rule 9. The bytes are there when pageable memory was written by a staged copy, so this
+        // rarely waits.
         let written = match written {
             Some(written) if !buf.is_pinned() => written.fence().map(|()| None)?,
             pinned => pinned.filter(|event| !event.is_past()),
@@ -573,13 +663,20 @@ impl Port {
         let from = self.log.start(lane);
         let event = copy_in(lane, what, buf.addr(), block.addr(), bytes as u64)?;
         self.log.end(lane, from, what, bytes as u64);
-        lock(&contents.readers).push(Reader { landed: event.clone(), claim });
+        lock(&contents.readers).push(Reader {
+            landed: event.clone(),
+            claim,
+        });
         let tensor = Some(Tensor::from_block(block, dtype, shape));
-        Ok(Arrival { worker: self.worker.clone(), tensor, event: Some(event) })
+        Ok(Arrival {
+            worker: self.worker.clone(),
+            tensor,
+            event: Some(event),
+        })
     }
 
-    /// Starts a download into memory of the caller's, in the gradient lane, behind `after`, in chunks. The
-    /// flight keeps both ends.
+    /// Starts a download into memory of the caller's, in the gradient lane, behind `after`, in
+    /// chunks. The flight keeps both ends.
     ///
     /// # Errors
     /// When sizes differ or the device refuses.
@@ -594,7 +691,10 @@ impl Port {
         self.worker.check_home("unload", &tensor)?;
         let bytes = tensor.size_bytes() as u64;
         if host.bytes().len() as u64 != bytes || !tensor.is_contiguous() {
-            let what = format!("{what}: {tensor:?} into {} bytes of host memory", host.bytes().len());
+            let what = format!(
+                "{what}: {tensor:?} into {} bytes of host memory",
+                host.bytes().len()
+            );
             return Err(Error::invalid("unload", what));
         }
         let lane = self.lane(LaneKind::GradDownload);
@@ -609,8 +709,9 @@ impl Port {
                 dst: dst + start,
                 bytes: chunk.min(bytes - start),
             };
-            // SAFETY: the flight below owns the tensor and the host range until the lane has passed (and a
-            // failed copy or record leaves the lane dry); the lane waits for whoever wrote the tensor.
+            // SAFETY: the flight below owns the tensor and the host range until the lane has passed
+            // (and a failed copy or record leaves the lane dry); the lane waits for whoever wrote
+            // the tensor.
             if let Err(error) = unsafe { lane.copy(&copy) } {
                 run_dry(lane);
                 return Err(error);
@@ -638,9 +739,16 @@ impl fmt::Debug for Port {
 /// Queues one upload and gives the event behind it. A failing record has run the lane dry.
 fn copy_in(lane: &dyn Lane, what: &str, src: u64, dst: u64, bytes: u64) -> Result<Event> {
     if bytes > 0 {
-        let copy = Copy { what: what.to_owned(), direction: Direction::Upload, src, dst, bytes };
-        // SAFETY: the callers hold the source (a parcel or a claimed range) and the destination (a lent block,
-        // which the lane was put behind) until the event that is recorded next has passed.
+        let copy = Copy {
+            what: what.to_owned(),
+            direction: Direction::Upload,
+            src,
+            dst,
+            bytes,
+        };
+        // SAFETY: the callers hold the source (a parcel or a claimed range) and the destination (a
+        // lent block, which the lane was put behind) until the event that is recorded next has
+        // passed.
         unsafe { lane.copy(&copy)? };
     }
     lane.record()
@@ -670,11 +778,15 @@ impl Slot {
     /// When memory runs out.
     pub fn reserve(worker: &Worker, bytes: u64) -> Result<Self> {
         let (block, free) = worker.pool().lend("weights", bytes)?;
-        Ok(Self { worker: worker.clone(), storage: Arc::new(Storage::Block(block)), free })
+        Ok(Self {
+            worker: worker.clone(),
+            storage: Arc::new(Storage::Block(block)),
+            free,
+        })
     }
 
-    /// Starts filling it in the parameter lane, in chunks of at most `chunk` bytes (rule 8; the host waits for
-    /// all but the last four chunks). The flight keeps the host memory.
+    /// Starts filling it in the parameter lane, in chunks of at most `chunk` bytes (rule 8; the
+    /// host waits for all but the last four chunks). The flight keeps the host memory.
     ///
     /// # Errors
     /// When a part does not fit or the device refuses.
@@ -685,11 +797,19 @@ impl Slot {
         chunk: u64,
         log: &MoveLog,
     ) -> Result<(Loaded, Flight<Vec<Part>>)> {
-        let Storage::Block(block) = &*self.storage else { unreachable!("a slot is a block") };
+        let Storage::Block(block) = &*self.storage else {
+            unreachable!("a slot is a block")
+        };
         for Part { host, offset } in &parts {
             let bytes = host.bytes().len() as u64;
-            if offset.checked_add(bytes).is_none_or(|end| end > block.bytes()) {
-                let what = format!("{what}: {bytes} bytes at byte {offset} of a slot of {}", block.bytes());
+            if offset
+                .checked_add(bytes)
+                .is_none_or(|end| end > block.bytes())
+            {
+                let what = format!(
+                    "{what}: {bytes} bytes at byte {offset} of a slot of {}",
+                    block.bytes()
+                );
                 return Err(Error::invalid("fill", what));
             }
         }
@@ -706,15 +826,27 @@ impl Slot {
                 return Err(error);
             }
         };
-        log.end(lane, from, what, parts.iter().map(|part| part.host.bytes().len() as u64).sum());
-        let loaded =
-            Loaded { worker: self.worker.clone(), storage: self.storage, event: Some(event.clone()) };
+        log.end(
+            lane,
+            from,
+            what,
+            parts
+                .iter()
+                .map(|part| part.host.bytes().len() as u64)
+                .sum(),
+        );
+        let loaded = Loaded {
+            worker: self.worker.clone(),
+            storage: self.storage,
+            event: Some(event.clone()),
+        };
         Ok((loaded, Flight::new(event, parts)))
     }
 }
 
-/// Chunks of an upload that are queued at once. A thread that sleeps until the first has passed takes longer to wake up
-/// than one chunk of 16 MiB travels; what passes between waits for these at most.
+/// Chunks of an upload that are queued at once. A thread that sleeps until the first has passed
+/// takes longer to wake up than one chunk of 16 MiB travels; what passes between waits for these at
+/// most.
 const UNDER_WAY: usize = 4;
 
 fn fill(lane: &dyn Lane, what: &str, base: u64, parts: &[Part], chunk: u64) -> Result<Event> {
@@ -728,7 +860,13 @@ fn fill(lane: &dyn Lane, what: &str, base: u64, parts: &[Part], chunk: u64) -> R
                 first.fence()?;
             }
             let size = chunk.min(bytes - start);
-            under_way.push_back(copy_in(lane, what, host.addr() + start, base + offset + start, size)?);
+            under_way.push_back(copy_in(
+                lane,
+                what,
+                host.addr() + start,
+                base + offset + start,
+                size,
+            )?);
         }
     }
     match under_way.pop_back() {
@@ -746,7 +884,8 @@ pub struct Loaded {
 }
 
 impl Loaded {
-    /// Puts the compute lane behind the upload and gives tensors at these places: first byte, type, shape.
+    /// Puts the compute lane behind the upload and gives tensors at these places: first byte, type,
+    /// shape.
     ///
     /// # Errors
     /// When a tensor would leave the slot or lie across its type's size, or the lane refuses.
@@ -772,12 +911,15 @@ impl Worker {
     /// A host buffer as a tensor that this worker reads in place.
     ///
     /// # Errors
-    /// When the worker cannot read host memory, the buffer is too small or not aligned for the type, or somebody is
-    /// writing it.
+    /// When the worker cannot read host memory, the buffer is too small or not aligned for the
+    /// type, or somebody is writing it.
     pub fn alias(&self, buf: &HostBuf, dtype: DType, shape: Shape) -> Result<Tensor> {
         const OP: &str = "alias";
         if !self.device().aliases_host() {
-            let what = format!("{} cannot read {dtype} {shape} in place", self.device().id());
+            let what = format!(
+                "{} cannot read {dtype} {shape} in place",
+                self.device().id()
+            );
             return Err(Error::invalid(OP, what));
         }
         let bytes = buf.place(OP, 0, dtype, &shape)?;

@@ -1,8 +1,8 @@
 //! CUDA kernels compile for every architecture we promise, without a GPU.
 //!
-//! Every variant is compiled for one architecture, in turn, and the first and last variant of every kernel for all
-//! of them; `ROUNDPIPE_KERNELS=all` compiles everything for all. Where NVRTC is missing, this is skipped and says
-//! so; set `ROUNDPIPE_NVRTC=required` to make that a failure.
+//! Every variant is compiled for one architecture, in turn, and the first and last variant of every
+//! kernel for all of them; `ROUNDPIPE_KERNELS=all` compiles everything for all. Where NVRTC is
+//! missing, this is skipped and says so; set `ROUNDPIPE_NVRTC=required` to make that a failure.
 
 #[path = "support/skip.rs"]
 mod skip;
@@ -18,10 +18,18 @@ const ARCHITECTURES: [&str; 5] = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"];
 
 /// What to compile for what.
 fn jobs(units: &[Unit], all: bool) -> Vec<(usize, &'static str)> {
-    let kernel = |unit: &Unit| unit.name().split(" [").next().unwrap_or_default().to_owned();
+    let kernel = |unit: &Unit| {
+        unit.name()
+            .split(" [")
+            .next()
+            .unwrap_or_default()
+            .to_owned()
+    };
     let mut ends: HashMap<String, (usize, usize)> = HashMap::new();
     for (i, unit) in units.iter().enumerate() {
-        ends.entry(kernel(unit)).and_modify(|(_, last)| *last = i).or_insert((i, i));
+        ends.entry(kernel(unit))
+            .and_modify(|(_, last)| *last = i)
+            .or_insert((i, i));
     }
     let mut jobs = Vec::new();
     for (i, unit) in units.iter().enumerate() {
@@ -38,12 +46,21 @@ fn jobs(units: &[Unit], all: bool) -> Vec<(usize, &'static str)> {
 fn kernels_compile_for_every_architecture() {
     let filter = std::env::var("ROUNDPIPE_KERNELS").unwrap_or_default();
     let all = filter == "all";
-    let units: Vec<Unit> = units().into_iter().filter(|unit| all || unit.name().contains(&filter)).collect();
+    let units: Vec<Unit> = units()
+        .into_iter()
+        .filter(|unit| all || unit.name().contains(&filter))
+        .collect();
     if let Err(error) = compile::check(&units[0], ARCHITECTURES[0])
         && error.to_string().contains("libnvrtc is not here")
     {
-        assert!(std::env::var("ROUNDPIPE_NVRTC").as_deref() != Ok("required"), "{error}");
-        skip::skipped(&format!("{} kernels are not compiled", units.len()), &error.to_string());
+        assert!(
+            std::env::var("ROUNDPIPE_NVRTC").as_deref() != Ok("required"),
+            "{error}"
+        );
+        skip::skipped(
+            &format!("{} kernels are not compiled", units.len()),
+            &error.to_string(),
+        );
         return;
     }
     let jobs = jobs(&units, all);
@@ -61,5 +78,11 @@ fn kernels_compile_for_every_architecture() {
         }
     });
     let failures = failures.into_inner().unwrap();
-    assert!(failures.is_empty(), "{} of {} failed:\n{}", failures.len(), jobs.len(), failures.join("\n"));
+    assert!(
+        failures.is_empty(),
+        "{} of {} failed:\n{}",
+        failures.len(),
+        jobs.len(),
+        failures.join("\n")
+    );
 }

@@ -1,8 +1,9 @@
-//! Which files are used of CUDA's libraries: made-up ones in made-up folders, each test in processes of its own.
+//! Which files are used of CUDA's libraries: made-up ones in made-up folders, each test in
+//! processes of its own.
 //!
-//! A C compiler makes the libraries; without one the tests are skipped and say so. The made-up driver says the version
-//! that a variable names, so that every pair of driver and library can be met anywhere. The made-up cuDNN is in two files
-//! that find each other as NVIDIA's do.
+//! A C compiler makes the libraries; without one the tests are skipped and say so. The made-up
+//! driver says the version that a variable names, so that every pair of driver and library can be
+//! met anywhere. The made-up cuDNN is in two files that find each other as NVIDIA's do.
 
 #![cfg(target_os = "linux")]
 
@@ -30,7 +31,8 @@ int cuDeviceGetAttribute(int* value, int what, int card) {
   return card == 7 && (what == 75 || what == 76) ? 0 : 1;
 }";
 
-const NVRTC: &str = "int nvrtcVersion(int* major, int* minor) { *major = MAJOR; *minor = MINOR; return 0; }
+const NVRTC: &str =
+    "int nvrtcVersion(int* major, int* minor) { *major = MAJOR; *minor = MINOR; return 0; }
 int nvrtcGetNumSupportedArchs(int* count) { *count = 2 + (MAJOR * 100 + MINOR >= 1208); return 0; }
 int nvrtcGetSupportedArchs(int* archs) {
   archs[0] = 80; archs[1] = 90;
@@ -53,8 +55,8 @@ const CUDNN_GRAPH: &str = "#include <stddef.h>
 size_t cudnnGetVersion(void) { return NUMBER; }
 size_t cudnnGetCudartVersion(void) { return MADE_FOR; }";
 
-/// The file in front, which asks for the other by name and ends the process without it. Behind, the functions that we
-/// call and that only have to be there.
+/// The file in front, which asks for the other by name and ends the process without it. Behind, the
+/// functions that we call and that only have to be there.
 const CUDNN: &str = "#include <dlfcn.h>
 #include <stddef.h>
 #include <stdlib.h>
@@ -95,7 +97,8 @@ struct Machine(PathBuf);
 impl Machine {
     /// `None` without a C compiler.
     fn new(test: &str) -> Option<Self> {
-        let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{test}-{}", std::process::id()));
+        let root =
+            Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{test}-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&root);
         std::fs::create_dir_all(root.join("home")).unwrap();
         let machine = Self(root);
@@ -103,7 +106,11 @@ impl Machine {
             skip::skipped(test, "no C compiler");
             return None;
         }
-        std::fs::copy(machine.0.join("driver/libcuda.so.1"), machine.0.join("driver/libcuda.so")).unwrap();
+        std::fs::copy(
+            machine.0.join("driver/libcuda.so.1"),
+            machine.0.join("driver/libcuda.so"),
+        )
+        .unwrap();
         Some(machine)
     }
 
@@ -114,8 +121,14 @@ impl Machine {
         let source = self.0.join("made.c");
         std::fs::write(&source, text).unwrap();
         let mut cc = Command::new("cc");
-        cc.args(["-shared", "-fPIC", "-w", "-o"]).arg(&path).arg(&source).args(defines);
-        cc.status().ok().filter(|status| status.success()).map(|_| ())
+        cc.args(["-shared", "-fPIC", "-w", "-o"])
+            .arg(&path)
+            .arg(&source)
+            .args(defines);
+        cc.status()
+            .ok()
+            .filter(|status| status.success())
+            .map(|_| ())
     }
 
     fn nvrtc(&self, file: &str, major: u32, minor: u32) {
@@ -125,19 +138,42 @@ impl Machine {
 
     /// A cuDNN of this number, such as 91400, in a folder; `made_for` as drivers count.
     fn cudnn(&self, folder: &str, number: usize, made_for: u32) {
-        let defines = [format!("-DNUMBER={number}"), format!("-DMADE_FOR={made_for}")];
-        let options = [&defines[0][..], &defines[1], "-Wl,-soname,libcudnn_graph.so.9", "-Wl,-z,nodelete"];
-        self.make(&format!("{folder}/libcudnn_graph.so.9"), CUDNN_GRAPH, &options).unwrap();
+        let defines = [
+            format!("-DNUMBER={number}"),
+            format!("-DMADE_FOR={made_for}"),
+        ];
+        let options = [
+            &defines[0][..],
+            &defines[1],
+            "-Wl,-soname,libcudnn_graph.so.9",
+            "-Wl,-z,nodelete",
+        ];
+        self.make(
+            &format!("{folder}/libcudnn_graph.so.9"),
+            CUDNN_GRAPH,
+            &options,
+        )
+        .unwrap();
         let numbers = format!("-DNUMBERS=\"{}\"", library::cudnn_version(number));
-        let options = [&numbers[..], "-Wl,-soname,libcudnn.so.9", "-Wl,-rpath,$ORIGIN", "-ldl"];
-        self.make(&format!("{folder}/libcudnn.so.9"), CUDNN, &options).unwrap();
+        let options = [
+            &numbers[..],
+            "-Wl,-soname,libcudnn.so.9",
+            "-Wl,-rpath,$ORIGIN",
+            "-ldl",
+        ];
+        self.make(&format!("{folder}/libcudnn.so.9"), CUDNN, &options)
+            .unwrap();
     }
 
-    /// The answer of a process with these variables, whose paths are below the root. `driver` as drivers count.
+    /// The answer of a process with these variables, whose paths are below the root. `driver` as
+    /// drivers count.
     fn ask(&self, question: &str, driver: u32, variables: &[(&str, &str)]) -> String {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "child", "--ignored", "--nocapture"]);
-        command.env_clear().env(ASKED, question).env("FAKE_DRIVER", driver.to_string());
+        command
+            .env_clear()
+            .env(ASKED, question)
+            .env("FAKE_DRIVER", driver.to_string());
         command.env("HOME", self.0.join("home"));
         let mut loader = vec![self.0.join("driver")];
         for (name, value) in variables {
@@ -159,7 +195,9 @@ impl Machine {
         let output = command.output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         let told = text.lines().find_map(|line| line.split_once("answer: "));
-        let told = told.unwrap_or_else(|| panic!("{text}\n{}", String::from_utf8_lossy(&output.stderr))).1;
+        let told = told
+            .unwrap_or_else(|| panic!("{text}\n{}", String::from_utf8_lossy(&output.stderr)))
+            .1;
         told.replace(&format!("{}/", self.0.display()), "")
     }
 }
@@ -174,15 +212,19 @@ impl Drop for Machine {
 #[ignore = "run by the others"]
 #[expect(clippy::print_stdout, reason = "the answer")]
 fn child() {
-    let Ok(question) = std::env::var(ASKED) else { return };
+    let Ok(question) = std::env::var(ASKED) else {
+        return;
+    };
     let told = |error: Error| error.to_string().replace('\n', "<newline>");
     let answer = match question.as_str() {
         "driver" => library::driver().map_or_else(told, |version| version.to_string()),
         "nvrtc" => library::nvrtc().map_or_else(told, |found| found.path().display().to_string()),
-        "cublaslt" => library::cublaslt()
-            .map_or_else(told, |found| format!("{} {}", found.version(), found.path().display())),
-        "cudnn" => library::cudnn()
-            .map_or_else(told, |found| format!("{} {}", found.version(), found.path().display())),
+        "cublaslt" => library::cublaslt().map_or_else(told, |found| {
+            format!("{} {}", found.version(), found.path().display())
+        }),
+        "cudnn" => library::cudnn().map_or_else(told, |found| {
+            format!("{} {}", found.version(), found.path().display())
+        }),
         "note" => Cuda::attention_note().unwrap_or_else(|| "none".to_owned()),
         arch => {
             let unit = Unit::new("made", "extern \"C\" __global__ void made() {}", "made");
@@ -195,14 +237,24 @@ fn child() {
 /// What the user lists beats everything, and the loader's places do not hide an environment.
 #[test]
 fn files_are_taken_in_the_order_of_search() {
-    let Some(machine) = Machine::new("order") else { return };
+    let Some(machine) = Machine::new("order") else {
+        return;
+    };
     let places = [
         ("ROUNDPIPE_CUDA_LIBS", "mine", "mine/libnvrtc.so.12"),
         ("CUDA_HOME", "toolkit", "toolkit/lib64/libnvrtc.so.12"),
-        ("VIRTUAL_ENV", "venv", "venv/lib/python3.11/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"),
+        (
+            "VIRTUAL_ENV",
+            "venv",
+            "venv/lib/python3.11/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+        ),
         ("CONDA_PREFIX", "conda", "conda/lib/libnvrtc.so.12"),
         ("LD_LIBRARY_PATH", "system", "system/libnvrtc.so.12"),
-        ("PATH", "other/bin", "other/lib/python3.12/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"),
+        (
+            "PATH",
+            "other/bin",
+            "other/lib/python3.12/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+        ),
     ];
     for (_, _, file) in places {
         machine.nvrtc(file, 12, 4);
@@ -214,29 +266,56 @@ fn files_are_taken_in_the_order_of_search() {
     // Where this machine's loader has one of its own, that comes before the last of these.
     let bare = machine.ask("nvrtc", 12_040, &[]).contains("is not here");
     for first in 0..places.len() - usize::from(!bare) {
-        let variables: Vec<_> = places[first..].iter().map(|(name, path, _)| (*name, *path)).collect();
-        assert_eq!(machine.ask("nvrtc", 12_040, &variables), places[first].2, "with {variables:?}");
+        let variables: Vec<_> = places[first..]
+            .iter()
+            .map(|(name, path, _)| (*name, *path))
+            .collect();
+        assert_eq!(
+            machine.ask("nvrtc", 12_040, &variables),
+            places[first].2,
+            "with {variables:?}"
+        );
     }
 }
 
-/// Of several majors the newest that the driver runs, wherever it lies; a newer one alone is refused in words.
+/// Of several majors the newest that the driver runs, wherever it lies; a newer one alone is
+/// refused in words.
 #[test]
 fn libraries_are_not_newer_than_the_driver() {
-    let Some(machine) = Machine::new("majors") else { return };
+    let Some(machine) = Machine::new("majors") else {
+        return;
+    };
     machine.nvrtc("both/libnvrtc.so.12", 12, 4);
     machine.nvrtc("both/libnvrtc.so.13", 13, 0);
     machine.nvrtc("new/libnvrtc.so.13", 13, 0);
     let both = [("ROUNDPIPE_CUDA_LIBS", "both")];
     assert_eq!(machine.ask("nvrtc", 13_000, &both), "both/libnvrtc.so.13");
     assert_eq!(machine.ask("nvrtc", 12_080, &both), "both/libnvrtc.so.12");
-    let after = [("ROUNDPIPE_CUDA_LIBS", "new"), ("CUDA_HOME", "nowhere"), ("LD_LIBRARY_PATH", "both")];
+    let after = [
+        ("ROUNDPIPE_CUDA_LIBS", "new"),
+        ("CUDA_HOME", "nowhere"),
+        ("LD_LIBRARY_PATH", "both"),
+    ];
     assert_eq!(machine.ask("nvrtc", 12_080, &after), "both/libnvrtc.so.12");
     // A link without a number does not hide what it leads to.
     machine.nvrtc("link/libnvrtc.so", 13, 1);
     for (folder, version) in [("new", "CUDA 13"), ("link", "CUDA 13.1")] {
-        let why = machine.ask("nvrtc", 12_040, &[("ROUNDPIPE_CUDA_LIBS", &format!("only:{folder}"))]);
-        for word in [folder, "libnvrtc.so", version, "12.4", "pip install nvidia-cuda-nvrtc-cu12"] {
-            assert!(why.contains(word) && !why.contains("<newline>"), "{word}: {why}");
+        let why = machine.ask(
+            "nvrtc",
+            12_040,
+            &[("ROUNDPIPE_CUDA_LIBS", &format!("only:{folder}"))],
+        );
+        for word in [
+            folder,
+            "libnvrtc.so",
+            version,
+            "12.4",
+            "pip install nvidia-cuda-nvrtc-cu12",
+        ] {
+            assert!(
+                why.contains(word) && !why.contains("<newline>"),
+                "{word}: {why}"
+            );
         }
     }
 }
@@ -244,50 +323,96 @@ fn libraries_are_not_newer_than_the_driver() {
 /// The library of products is compared like the compiler, by the version that it tells.
 #[test]
 fn products_go_with_the_driver_too() {
-    let Some(machine) = Machine::new("products") else { return };
-    machine.make("mine/libcublasLt.so", CUBLASLT, &["-DNUMBER=13020"]).unwrap();
+    let Some(machine) = Machine::new("products") else {
+        return;
+    };
+    machine
+        .make("mine/libcublasLt.so", CUBLASLT, &["-DNUMBER=13020"])
+        .unwrap();
     let mine = [("ROUNDPIPE_CUDA_LIBS", "only:mine")];
-    assert_eq!(machine.ask("cublaslt", 13_000, &mine), "13.2 mine/libcublasLt.so");
+    assert_eq!(
+        machine.ask("cublaslt", 13_000, &mine),
+        "13.2 mine/libcublasLt.so"
+    );
     let why = machine.ask("cublaslt", 12_040, &mine);
-    for word in ["mine/libcublasLt.so", "13.2", "12.4", "pip install nvidia-cublas-cu12"] {
-        assert!(why.contains(word) && !why.contains("<newline>"), "{word}: {why}");
+    for word in [
+        "mine/libcublasLt.so",
+        "13.2",
+        "12.4",
+        "pip install nvidia-cublas-cu12",
+    ] {
+        assert!(
+            why.contains(word) && !why.contains("<newline>"),
+            "{word}: {why}"
+        );
     }
 }
 
 #[test]
 fn a_driver_that_is_too_old_is_refused_in_one_line() {
-    let Some(machine) = Machine::new("old-driver") else { return };
+    let Some(machine) = Machine::new("old-driver") else {
+        return;
+    };
     assert_eq!(machine.ask("driver", 12_000, &[]), "12.0");
     let why = machine.ask("driver", 11_080, &[]);
     for word in ["11.8", "12.0", "update it", "run on the CPU"] {
-        assert!(why.contains(word) && !why.contains("<newline>"), "{word}: {why}");
+        assert!(
+            why.contains(word) && !why.contains("<newline>"),
+            "{word}: {why}"
+        );
     }
 }
 
 /// One line with the file and the function; a whole library further on is used instead.
 #[test]
 fn a_library_without_a_function_is_passed_over() {
-    let Some(machine) = Machine::new("lacks") else { return };
+    let Some(machine) = Machine::new("lacks") else {
+        return;
+    };
     let defines = ["-DMAJOR=12", "-DMINOR=4", "-DWITHOUT_CUBIN"];
-    machine.make("half/libnvrtc.so.12", NVRTC, &defines).unwrap();
+    machine
+        .make("half/libnvrtc.so.12", NVRTC, &defines)
+        .unwrap();
     let why = machine.ask("nvrtc", 12_040, &[("ROUNDPIPE_CUDA_LIBS", "only:half")]);
-    for word in ["half/libnvrtc.so.12", "nvrtcGetCUBIN", "nvidia-cuda-nvrtc-cu12"] {
-        assert!(why.contains(word) && !why.contains("<newline>"), "{word}: {why}");
+    for word in [
+        "half/libnvrtc.so.12",
+        "nvrtcGetCUBIN",
+        "nvidia-cuda-nvrtc-cu12",
+    ] {
+        assert!(
+            why.contains(word) && !why.contains("<newline>"),
+            "{word}: {why}"
+        );
     }
     machine.nvrtc("whole/libnvrtc.so.12", 12, 4);
     let variables = [("ROUNDPIPE_CUDA_LIBS", "half:whole")];
-    assert_eq!(machine.ask("nvrtc", 12_040, &variables), "whole/libnvrtc.so.12");
+    assert_eq!(
+        machine.ask("nvrtc", 12_040, &variables),
+        "whole/libnvrtc.so.12"
+    );
 }
 
-/// A card that the compiler is too old for is told before it is tried, with both versions and the file.
+/// A card that the compiler is too old for is told before it is tried, with both versions and the
+/// file.
 #[test]
 fn a_compiler_that_does_not_know_the_card_says_so() {
-    let Some(machine) = Machine::new("card") else { return };
+    let Some(machine) = Machine::new("card") else {
+        return;
+    };
     machine.nvrtc("old/libnvrtc.so.12", 12, 4);
     let old = [("ROUNDPIPE_CUDA_LIBS", "old")];
     let why = machine.ask("sm_120", 12_080, &old);
-    for word in ["old/libnvrtc.so.12", "12.4", "sm_120", "12.8 or newer", "nvidia-cuda-nvrtc-cu12"] {
-        assert!(why.contains(word) && !why.contains("<newline>"), "{word}: {why}");
+    for word in [
+        "old/libnvrtc.so.12",
+        "12.4",
+        "sm_120",
+        "12.8 or newer",
+        "nvidia-cuda-nvrtc-cu12",
+    ] {
+        assert!(
+            why.contains(word) && !why.contains("<newline>"),
+            "{word}: {why}"
+        );
     }
     // A card that it knows reaches the compiler, which is made up.
     assert!(machine.ask("sm_90", 12_080, &old).contains("made up"));
@@ -296,18 +421,30 @@ fn a_compiler_that_does_not_know_the_card_says_so() {
 /// cuDNN that is missing, too old or for another CUDA is not dropped in silence.
 #[test]
 fn what_is_wrong_with_cudnn_is_told() {
-    let Some(machine) = Machine::new("cudnn") else { return };
+    let Some(machine) = Machine::new("cudnn") else {
+        return;
+    };
     machine.nvrtc("mine/libnvrtc.so.12", 12, 4);
     let mine = [("ROUNDPIPE_CUDA_LIBS", "only:mine")];
     let says = |note: &str, words: &[&str]| {
         for word in words.iter().chain(&["our own kernels"]) {
-            assert!(note.contains(word) && !note.contains('\n'), "{word}: {note}");
+            assert!(
+                note.contains(word) && !note.contains('\n'),
+                "{word}: {note}"
+            );
         }
     };
-    says(&machine.ask("note", 12_040, &mine), &["libcudnn", "nvidia-cudnn-cu12"]);
+    says(
+        &machine.ask("note", 12_040, &mine),
+        &["libcudnn", "nvidia-cudnn-cu12"],
+    );
     let file = "mine/libcudnn.so.9";
     for (made_for, number, words) in [
-        (12_040, 91_002, &["9.10.2", "9.14.0", file, "nvidia-cudnn-cu12"][..]),
+        (
+            12_040,
+            91_002,
+            &["9.10.2", "9.14.0", file, "nvidia-cudnn-cu12"][..],
+        ),
         (13_000, 91_500, &["13.0", "12.4", file, "nvidia-cudnn-cu12"]),
     ] {
         machine.cudnn("mine", number, made_for);
@@ -320,13 +457,19 @@ fn what_is_wrong_with_cudnn_is_told() {
     std::fs::create_dir_all(machine.0.join("eight")).unwrap();
     std::fs::copy(machine.0.join(file), machine.0.join("eight/libcudnn.so.8")).unwrap();
     let why = machine.ask("cudnn", 12_040, &[("ROUNDPIPE_CUDA_LIBS", "only:eight")]);
-    assert!(why.contains("eight/libcudnn.so.8 is cuDNN 8") && why.contains("nvidia-cudnn-cu12"), "{why}");
+    assert!(
+        why.contains("eight/libcudnn.so.8 is cuDNN 8") && why.contains("nvidia-cudnn-cu12"),
+        "{why}"
+    );
 }
 
-/// A cuDNN that was looked at and refused leaves nothing behind that the next would take for its own.
+/// A cuDNN that was looked at and refused leaves nothing behind that the next would take for its
+/// own.
 #[test]
 fn a_cudnn_that_is_passed_over_does_not_stay_in_the_way() {
-    let Some(machine) = Machine::new("cudnn-next") else { return };
+    let Some(machine) = Machine::new("cudnn-next") else {
+        return;
+    };
     machine.cudnn("new", 91_900, 13_010);
     machine.cudnn("old", 91_002, 12_030);
     machine.cudnn("good", 91_500, 12_040);
@@ -340,61 +483,116 @@ fn a_cudnn_that_is_passed_over_does_not_stay_in_the_way() {
     assert_eq!(found, "12.3 old/libcudnn.so.9");
     // Found by the loader, behind one that is refused.
     let by_name = [("ROUNDPIPE_CUDA_LIBS", "new"), ("LD_LIBRARY_PATH", "good")];
-    assert_eq!(machine.ask("cudnn", 12_080, &by_name), "12.4 good/libcudnn.so.9");
+    assert_eq!(
+        machine.ask("cudnn", 12_080, &by_name),
+        "12.4 good/libcudnn.so.9"
+    );
 }
 
 /// The first file alone would end the process as soon as it is asked anything.
 #[test]
 fn a_cudnn_without_its_parts_is_refused_before_it_is_asked() {
-    let Some(machine) = Machine::new("cudnn-lone") else { return };
+    let Some(machine) = Machine::new("cudnn-lone") else {
+        return;
+    };
     machine.cudnn("lone", 91_500, 12_040);
     machine.cudnn("good", 91_500, 12_040);
     std::fs::remove_file(machine.0.join("lone/libcudnn_graph.so.9")).unwrap();
     let why = machine.ask("cudnn", 12_080, &[("ROUNDPIPE_CUDA_LIBS", "only:lone")]);
-    for word in ["lone/libcudnn.so.9", "libcudnn_graph.so.9", "nvidia-cudnn-cu12"] {
-        assert!(why.contains(word) && !why.contains("<newline>"), "{word}: {why}");
+    for word in [
+        "lone/libcudnn.so.9",
+        "libcudnn_graph.so.9",
+        "nvidia-cudnn-cu12",
+    ] {
+        assert!(
+            why.contains(word) && !why.contains("<newline>"),
+            "{word}: {why}"
+        );
     }
-    let found = machine.ask("cudnn", 12_080, &[("ROUNDPIPE_CUDA_LIBS", "only:lone:good")]);
+    let found = machine.ask(
+        "cudnn",
+        12_080,
+        &[("ROUNDPIPE_CUDA_LIBS", "only:lone:good")],
+    );
     assert_eq!(found, "12.4 good/libcudnn.so.9");
     // By name the parts may come from elsewhere; then so does the first file.
     let found = machine.ask("cudnn", 12_080, &[("LD_LIBRARY_PATH", "lone:good")]);
     assert_eq!(found, "12.4 good/libcudnn.so.9");
     // Where this machine's loader has one of its own, that is found instead.
     let found = machine.ask("cudnn", 12_080, &[("LD_LIBRARY_PATH", "lone")]);
-    assert!(found.contains("libcudnn_graph.so.9") || found.ends_with("libcudnn.so.9"), "{found}");
+    assert!(
+        found.contains("libcudnn_graph.so.9") || found.ends_with("libcudnn.so.9"),
+        "{found}"
+    );
     std::fs::write(machine.0.join("lone/libcudnn_graph.so.9"), "no library").unwrap();
     let why = machine.ask("cudnn", 12_080, &[("ROUNDPIPE_CUDA_LIBS", "only:lone")]);
-    assert!(why.contains("cannot load") && why.contains("lone/libcudnn_graph.so.9"), "{why}");
+    assert!(
+        why.contains("cannot load") && why.contains("lone/libcudnn_graph.so.9"),
+        "{why}"
+    );
 }
 
-/// The loader prefers its own path to the folder of the file that asks; what was chosen is used all the same.
+/// The loader prefers its own path to the folder of the file that asks; what was chosen is used all
+/// the same.
 #[test]
 fn the_parts_of_cudnn_are_those_beside_it() {
-    let Some(machine) = Machine::new("cudnn-parts") else { return };
+    let Some(machine) = Machine::new("cudnn-parts") else {
+        return;
+    };
     machine.cudnn("mine", 91_500, 12_040);
     machine.cudnn("other", 91_500, 12_030);
-    let both = [("ROUNDPIPE_CUDA_LIBS", "mine"), ("LD_LIBRARY_PATH", "other")];
-    assert_eq!(machine.ask("cudnn", 12_080, &both), "12.4 mine/libcudnn.so.9");
+    let both = [
+        ("ROUNDPIPE_CUDA_LIBS", "mine"),
+        ("LD_LIBRARY_PATH", "other"),
+    ];
+    assert_eq!(
+        machine.ask("cudnn", 12_080, &both),
+        "12.4 mine/libcudnn.so.9"
+    );
     // Under all its numbers the other would be asked first: then it is taken whole, or nothing is.
     let numbered = machine.0.join("other/libcudnn_graph.so.9.15.0");
     std::os::unix::fs::symlink("libcudnn_graph.so.9", &numbered).unwrap();
-    assert_eq!(machine.ask("cudnn", 12_080, &both), "12.3 other/libcudnn.so.9");
-    let only = [("ROUNDPIPE_CUDA_LIBS", "only:mine"), ("LD_LIBRARY_PATH", "other")];
+    assert_eq!(
+        machine.ask("cudnn", 12_080, &both),
+        "12.3 other/libcudnn.so.9"
+    );
+    let only = [
+        ("ROUNDPIPE_CUDA_LIBS", "only:mine"),
+        ("LD_LIBRARY_PATH", "other"),
+    ];
     let why = machine.ask("cudnn", 12_080, &only);
-    for word in ["mine/libcudnn_graph.so.9", "other/libcudnn_graph.so.9.15.0", "LD_LIBRARY_PATH"] {
-        assert!(why.contains(word) && !why.contains("<newline>"), "{word}: {why}");
+    for word in [
+        "mine/libcudnn_graph.so.9",
+        "other/libcudnn_graph.so.9.15.0",
+        "LD_LIBRARY_PATH",
+    ] {
+        assert!(
+            why.contains(word) && !why.contains("<newline>"),
+            "{word}: {why}"
+        );
     }
     // A link to one's own is no other.
-    std::os::unix::fs::symlink("libcudnn_graph.so.9", machine.0.join("mine/libcudnn_graph.so.9.15.0"))
-        .unwrap();
-    let own = [("ROUNDPIPE_CUDA_LIBS", "mine"), ("LD_LIBRARY_PATH", "mine:other")];
-    assert_eq!(machine.ask("cudnn", 12_080, &own), "12.4 mine/libcudnn.so.9");
+    std::os::unix::fs::symlink(
+        "libcudnn_graph.so.9",
+        machine.0.join("mine/libcudnn_graph.so.9.15.0"),
+    )
+    .unwrap();
+    let own = [
+        ("ROUNDPIPE_CUDA_LIBS", "mine"),
+        ("LD_LIBRARY_PATH", "mine:other"),
+    ];
+    assert_eq!(
+        machine.ask("cudnn", 12_080, &own),
+        "12.4 mine/libcudnn.so.9"
+    );
 }
 
 /// Of compilers that go with the driver, the first that knows the card; where none does, the first.
 #[test]
 fn a_compiler_that_knows_the_card_comes_before_one_that_does_not() {
-    let Some(machine) = Machine::new("cards") else { return };
+    let Some(machine) = Machine::new("cards") else {
+        return;
+    };
     machine.nvrtc("old/libnvrtc.so.12", 12, 4);
     machine.nvrtc("new/libnvrtc.so.12", 12, 9);
     for (list, card, want) in [
@@ -406,18 +604,27 @@ fn a_compiler_that_knows_the_card_comes_before_one_that_does_not() {
     ] {
         let variables = [("ROUNDPIPE_CUDA_LIBS", list), ("FAKE_CARD", card)];
         let found = machine.ask("nvrtc", 12_090, &variables);
-        assert_eq!(found, format!("{want}/libnvrtc.so.12"), "{list} on sm_{card}");
+        assert_eq!(
+            found,
+            format!("{want}/libnvrtc.so.12"),
+            "{list} on sm_{card}"
+        );
     }
 }
 
 /// `only` is about the libraries that we choose; the driver has a switch of its own.
 #[test]
 fn the_driver_is_left_out_by_its_own_variable() {
-    let Some(machine) = Machine::new("no-driver") else { return };
+    let Some(machine) = Machine::new("no-driver") else {
+        return;
+    };
     let only = ("ROUNDPIPE_CUDA_LIBS", "only:nothing");
     assert_eq!(machine.ask("driver", 12_080, &[only]), "12.8");
     let why = machine.ask("driver", 12_080, &[("ROUNDPIPE_CUDA_DRIVER", "off")]);
     for word in ["ROUNDPIPE_CUDA_DRIVER=off", "run on the CPU"] {
-        assert!(why.contains(word) && !why.contains("<newline>"), "{word}: {why}");
+        assert!(
+            why.contains(word) && !why.contains("<newline>"),
+            "{word}: {why}"
+        );
     }
 }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use roundpipe_tensor::kernel::{ConvSpec, PoolSpec, RopeStyle};
 use roundpipe_tensor::ops::{Attention, BatchNorm, CrossEntropy, Lora, Reduction};
 use roundpipe_tensor::{
-    Bytes, Cpu, CustomOp, Cx, DType, Device, DeviceKind, HostBuf, LaneKind, Meta, Param, Result, Tensor,
-    Worker,
+    Bytes, Cpu, CustomOp, Cx, DType, Device, DeviceKind, HostBuf, LaneKind, Meta, Param, Result,
+    Tensor, Worker,
 };
 
 fn worker() -> Worker {
@@ -26,7 +26,10 @@ fn a_result_with_too_many_elements_is_refused() {
     let one = cx.zeros(DType::F32, &[1, 1]).unwrap();
     let wide = cx.expand(&one, &[2, 1 << 58]).unwrap();
     let index = cx.zeros(DType::I64, &[64]).unwrap();
-    refused(cx.index_select(&wide, 0, &index), &["index_select", "too many elements"]);
+    refused(
+        cx.index_select(&wide, 0, &index),
+        &["index_select", "too many elements"],
+    );
 }
 
 /// One parameter may stand for weight and bias at once: both of its gradients count.
@@ -46,11 +49,19 @@ fn a_parameter_at_two_inputs_of_one_norm_gets_both_gradients() {
         };
         let y = cx.layer_norm(&x, Some(&p), Some(&p), 1e-9).unwrap();
         let loss = cx.sum_all(&y).unwrap();
-        cx.backward(&loss).unwrap().param(&param).unwrap().to_vec().unwrap()
+        cx.backward(&loss)
+            .unwrap()
+            .param(&param)
+            .unwrap()
+            .to_vec()
+            .unwrap()
     };
     // Normed rows are (-1, 1) twice: dw = (-2, 2), db = (2, 2).
     let near = |got: Vec<f32>, want: [f32; 2]| {
-        assert!(got.iter().zip(want).all(|(g, w)| (g - w).abs() < 1e-4), "{got:?} is not {want:?}");
+        assert!(
+            got.iter().zip(want).all(|(g, w)| (g - w).abs() < 1e-4),
+            "{got:?} is not {want:?}"
+        );
     };
     near(run(None), [0.0, 4.0]);
     let into = w.upload(&[10.0f32, 20.0], [2].try_into().unwrap()).unwrap();
@@ -70,7 +81,8 @@ fn a_parameter_first_used_without_recording_gets_its_gradient() {
     assert_eq!(grads.param(&param).unwrap().to_vec::<f32>().unwrap(), [6.0]);
 }
 
-/// Writing buffers between forward and backward must not lose gradients, nor must letting go of parameters.
+/// Writing buffers between forward and backward must not lose gradients, nor must letting go of
+/// parameters.
 #[test]
 fn letting_go_of_parameters_keeps_their_gradients() {
     let w = worker();
@@ -85,7 +97,10 @@ fn letting_go_of_parameters_keeps_their_gradients() {
     let again = cx.get(&param).unwrap();
     let y = cx.mul(&y, &again).unwrap();
     let grads = cx.backward(&y).unwrap();
-    assert_eq!(grads.param(&param).unwrap().to_vec::<f32>().unwrap(), [27.0]);
+    assert_eq!(
+        grads.param(&param).unwrap().to_vec::<f32>().unwrap(),
+        [27.0]
+    );
     assert_eq!(grads.params().count(), 1);
 }
 
@@ -105,7 +120,8 @@ fn buffers_that_could_not_be_written_wait() {
     assert_eq!([a, b].map(|p| p.to_vec::<f32>().unwrap()), [[1.0], [1.0]]);
 }
 
-/// Accumulators are written: they must not be memory that is lent for reading, or read by the same kernels.
+/// Accumulators are written: they must not be memory that is lent for reading, or read by the same
+/// kernels.
 #[test]
 fn accumulators_in_read_memory_are_refused() {
     let w = worker();
@@ -114,9 +130,15 @@ fn accumulators_in_read_memory_are_refused() {
     let host = cx.get(&a).unwrap().detach();
     let own = cx.zeros(DType::F32, &[2]).unwrap();
     refused(cx.bind(&b, own.clone(), Some(host)), &["bind", "only read"]);
-    refused(cx.bind(&b, own.clone(), Some(own.clone())), &["bind", "held elsewhere"]);
+    refused(
+        cx.bind(&b, own.clone(), Some(own.clone())),
+        &["bind", "held elsewhere"],
+    );
     let into = cx.zeros(DType::F32, &[2]).unwrap();
-    refused(cx.bind(&b, own.clone(), Some(into.clone())), &["bind", "held elsewhere"]);
+    refused(
+        cx.bind(&b, own.clone(), Some(into.clone())),
+        &["bind", "held elsewhere"],
+    );
     cx.bind(&b, own, Some(into)).unwrap();
 }
 
@@ -128,9 +150,15 @@ fn a_lane_refuses_blocks_of_another_device() {
     let host = HostBuf::from_slice("h", &[1u8; 64]).unwrap();
     let lane = cpu.lane(LaneKind::Compute);
     let block = meta.pool().alloc("b", 64).unwrap();
-    refused(lane.upload("x", host.read_all().unwrap(), block), &["upload", "another device"]);
+    refused(
+        lane.upload("x", host.read_all().unwrap(), block),
+        &["upload", "another device"],
+    );
     let block = meta.pool().alloc("b", 64).unwrap();
-    refused(lane.download("x", block, host.write(0..64).unwrap()), &["download", "another device"]);
+    refused(
+        lane.download("x", block, host.write(0..64).unwrap()),
+        &["download", "another device"],
+    );
 }
 
 /// Rows before the first group would be nobody's and keep whatever memory held.
@@ -141,7 +169,10 @@ fn groups_begin_at_row_zero() {
     let weight = cx.ones(DType::F32, &[1, 3, 2]).unwrap();
     for bad in [[2, 4], [-1, 4], [0, 5], [3, 1]] {
         let offsets = cx.tensor(&bad, &[2]).unwrap();
-        refused(cx.grouped_linear(&x, &weight, &offsets, None), &["offsets", "from 0"]);
+        refused(
+            cx.grouped_linear(&x, &weight, &offsets, None),
+            &["offsets", "from 0"],
+        );
     }
 }
 
@@ -153,10 +184,14 @@ fn huge_positions_are_refused() {
     let table = cx.ones(DType::F32, &[4, 1]).unwrap();
     for bad in [1i64 << 32, (1 << 32) + 1, -(1 << 32), -1, 4, i64::MIN] {
         let at = cx.tensor(&[bad], &[1, 1]).unwrap();
-        refused(cx.rope(&x, &table, &table, Some(&at), RopeStyle::Half), &["rope", "outside"]);
+        refused(
+            cx.rope(&x, &table, &table, Some(&at), RopeStyle::Half),
+            &["rope", "outside"],
+        );
     }
     let at = cx.tensor(&[3i64], &[1]).unwrap();
-    cx.rope(&x, &table, &table, Some(&at), RopeStyle::Half).unwrap();
+    cx.rope(&x, &table, &table, Some(&at), RopeStyle::Half)
+        .unwrap();
 }
 
 /// A number outside a tensor's type must not be taken for its largest or smallest value.
@@ -181,10 +216,23 @@ fn counting_needs_numbers_and_far_diagonals_are_corners() {
     assert!(cx.arange(DType::F32, f64::NAN, 3.0, 1.0).is_err());
     assert!(cx.arange(DType::F32, 0.0, 3.0, f64::INFINITY).is_err());
     let x = cx.ones(DType::F32, &[2, 3]).unwrap();
-    for (diagonal, sums) in [(i64::MAX, [6.0, 0.0]), (i64::MIN, [0.0, 6.0]), (1 << 60, [6.0, 0.0])] {
+    for (diagonal, sums) in [
+        (i64::MAX, [6.0, 0.0]),
+        (i64::MIN, [0.0, 6.0]),
+        (1 << 60, [6.0, 0.0]),
+    ] {
         for (lower, want) in [true, false].into_iter().zip(sums) {
-            let y = if lower { cx.tril(&x, diagonal) } else { cx.triu(&x, diagonal) }.unwrap();
-            assert_eq!(cx.sum_all(&y).unwrap().item().unwrap(), want, "{diagonal} {lower}");
+            let y = if lower {
+                cx.tril(&x, diagonal)
+            } else {
+                cx.triu(&x, diagonal)
+            }
+            .unwrap();
+            assert_eq!(
+                cx.sum_all(&y).unwrap().item().unwrap(),
+                want,
+                "{diagonal} {lower}"
+            );
         }
     }
 }
@@ -213,10 +261,22 @@ fn products_over_an_empty_dimension() {
     assert_eq!(y.dims(), [2, 3, 4]);
     assert_eq!(y.to_vec::<f32>().unwrap(), [0.0; 24]);
     let loss = cx.sum_all(&y).unwrap();
-    assert_eq!(cx.backward(&loss).unwrap().of(&a).unwrap().dims(), [2, 3, 0]);
+    assert_eq!(
+        cx.backward(&loss).unwrap().of(&a).unwrap().dims(),
+        [2, 3, 0]
+    );
     let x = cx.zeros(DType::F32, &[2, 0]).unwrap();
-    let (w, bias) = (cx.zeros(DType::F32, &[3, 0]).unwrap(), cx.ones(DType::F32, &[3]).unwrap());
-    assert_eq!(cx.linear(&x, &w, Some(&bias)).unwrap().to_vec::<f32>().unwrap(), [1.0; 6]);
+    let (w, bias) = (
+        cx.zeros(DType::F32, &[3, 0]).unwrap(),
+        cx.ones(DType::F32, &[3]).unwrap(),
+    );
+    assert_eq!(
+        cx.linear(&x, &w, Some(&bias))
+            .unwrap()
+            .to_vec::<f32>()
+            .unwrap(),
+        [1.0; 6]
+    );
 }
 
 /// Outputs of a user's operation that hold integers have no gradient.
@@ -248,7 +308,15 @@ fn integer_outputs_of_a_custom_operation_are_constants() {
     assert!(!out[0].requires_grad() && out[1].requires_grad());
     let both = cx.add(&x, &out[1]).unwrap();
     let loss = cx.sum_all(&both).unwrap();
-    assert_eq!(cx.backward(&loss).unwrap().of(&x).unwrap().to_vec::<f32>().unwrap(), [2.0, 2.0]);
+    assert_eq!(
+        cx.backward(&loss)
+            .unwrap()
+            .of(&x)
+            .unwrap()
+            .to_vec::<f32>()
+            .unwrap(),
+        [2.0, 2.0]
+    );
 }
 
 /// Running statistics may be bound to a view of any strides.
@@ -262,8 +330,18 @@ fn batch_norm_reads_running_statistics_of_any_strides() {
         cx.bind(param, spread, None).unwrap();
     }
     let x = cx.full(DType::F32, &[2, 3], 5.0).unwrap();
-    let y =
-        cx.batch_norm(&x, None, None, Some((&mean, &var)), BatchNorm { momentum: 0.1, eps: 0.0 }).unwrap();
+    let y = cx
+        .batch_norm(
+            &x,
+            None,
+            None,
+            Some((&mean, &var)),
+            BatchNorm {
+                momentum: 0.1,
+                eps: 0.0,
+            },
+        )
+        .unwrap();
     assert_eq!(y.to_vec::<f32>().unwrap(), [2.0; 6]);
 }
 
@@ -277,7 +355,10 @@ fn the_padding_row_stays_clean() {
     let y = cx.embedding_padded(&weight, &ids, Some(0)).unwrap();
     let seed = cx.tensor(&[f32::NAN, 2.0], &[2, 1]).unwrap();
     let grads = cx.backward_from(&[(y, seed)]).unwrap();
-    assert_eq!(grads.of(&weight).unwrap().to_vec::<f32>().unwrap(), [0.0, 2.0]);
+    assert_eq!(
+        grads.of(&weight).unwrap().to_vec::<f32>().unwrap(),
+        [0.0, 2.0]
+    );
 }
 
 #[test]
@@ -285,7 +366,12 @@ fn a_lora_branch_checks_its_dropout() {
     let mut cx = Cx::infer(&worker());
     let x = cx.ones(DType::F32, &[1, 1]).unwrap();
     for dropout in [-0.5, f64::NAN, 1.5] {
-        let lora = Lora { a: &x, b: &x, scale: 1.0, dropout };
+        let lora = Lora {
+            a: &x,
+            b: &x,
+            scale: 1.0,
+            dropout,
+        };
         refused(cx.linear_lora(&x, &x, None, lora), &["not a probability"]);
     }
 }
@@ -299,7 +385,13 @@ fn absurd_products_cost_very_much() {
         let x = cx.expand(&one, &[1 << 25, 1 << 25])?;
         cx.matmul(&x, &x).map(drop)
     };
-    assert_eq!(roundpipe_tensor::meta::measure(DeviceKind::Cpu, body).unwrap().1.flops, u64::MAX);
+    assert_eq!(
+        roundpipe_tensor::meta::measure(DeviceKind::Cpu, body)
+            .unwrap()
+            .1
+            .flops,
+        u64::MAX
+    );
 }
 
 /// Truth values are 0 or 1 whatever they were made from.
@@ -337,7 +429,9 @@ const OPS: &[Op] = &[
     ("layer", |cx, x| cx.layer_norm(x, None, None, 1e-6)),
     ("group", |cx, x| cx.group_norm(x, 1, None, None, 1e-6)),
     ("instance", |cx, x| cx.instance_norm(x, None, None, 1e-6)),
-    ("batch", |cx, x| cx.batch_norm(x, None, None, None, BatchNorm::default())),
+    ("batch", |cx, x| {
+        cx.batch_norm(x, None, None, None, BatchNorm::default())
+    }),
     ("flip", |cx, x| cx.flip(x, &[0, -1])),
     ("repeat", |cx, x| cx.repeat(x, &vec![2; x.rank()])),
     ("repeat 0", |cx, x| cx.repeat(x, &vec![0; x.rank()])),
@@ -351,19 +445,78 @@ const OPS: &[Op] = &[
     ("flatten", |cx, x| cx.flatten(x, 0, -1)),
     ("swiglu", |cx, x| cx.swiglu(x, x)),
     ("packed", |cx, x| cx.swiglu_packed(x)),
-    ("interleaved", |cx, x| cx.swiglu_clamped_interleaved(x, 1.7, 7.0)),
-    ("attention", |cx, x| cx.attention(x, x, x, &Attention { causal: true, ..Default::default() })),
-    ("window 0", |cx, x| cx.attention(x, x, x, &Attention { window: Some(0), ..Default::default() })),
-    ("pool", |cx, x| cx.max_pool2d(x, PoolSpec { padding: [1, 1], ..PoolSpec::window([2, 2]) })),
+    ("interleaved", |cx, x| {
+        cx.swiglu_clamped_interleaved(x, 1.7, 7.0)
+    }),
+    ("attention", |cx, x| {
+        cx.attention(
+            x,
+            x,
+            x,
+            &Attention {
+                causal: true,
+                ..Default::default()
+            },
+        )
+    }),
+    ("window 0", |cx, x| {
+        cx.attention(
+            x,
+            x,
+            x,
+            &Attention {
+                window: Some(0),
+                ..Default::default()
+            },
+        )
+    }),
+    ("pool", |cx, x| {
+        cx.max_pool2d(
+            x,
+            PoolSpec {
+                padding: [1, 1],
+                ..PoolSpec::window([2, 2])
+            },
+        )
+    }),
     ("avg", |cx, x| {
-        cx.avg_pool2d(x, PoolSpec { ceil_mode: true, padding: [1, 1], ..PoolSpec::window([3, 3]) })
+        cx.avg_pool2d(
+            x,
+            PoolSpec {
+                ceil_mode: true,
+                padding: [1, 1],
+                ..PoolSpec::window([3, 3])
+            },
+        )
     }),
     ("adaptive", |cx, x| cx.adaptive_avg_pool2d(x, [2, 0])),
     ("adaptive 3", |cx, x| cx.adaptive_avg_pool2d(x, [3, 3])),
-    ("conv", |cx, x| cx.conv2d(x, x, None, ConvSpec { padding: [3, 3], ..Default::default() })),
+    ("conv", |cx, x| {
+        cx.conv2d(
+            x,
+            x,
+            None,
+            ConvSpec {
+                padding: [3, 3],
+                ..Default::default()
+            },
+        )
+    }),
     ("conv 1", |cx, x| {
-        let f = cx.ones(DType::F32, &[0, x.dims().get(1).copied().unwrap_or(1), 1, 1])?;
-        cx.conv2d(x, &f, None, ConvSpec { padding: [1, 1], stride: [2, 3], ..Default::default() })
+        let f = cx.ones(
+            DType::F32,
+            &[0, x.dims().get(1).copied().unwrap_or(1), 1, 1],
+        )?;
+        cx.conv2d(
+            x,
+            &f,
+            None,
+            ConvSpec {
+                padding: [1, 1],
+                stride: [2, 3],
+                ..Default::default()
+            },
+        )
     }),
     ("matmul", |cx, x| {
         let t = cx.transpose(x, -1, -2)?;
@@ -414,7 +567,8 @@ const OPS: &[Op] = &[
     }),
 ];
 
-/// Odd shapes give a result with finite bookkeeping or an error, forward and backward, and never a panic.
+/// Odd shapes give a result with finite bookkeeping or an error, forward and backward, and never a
+/// panic.
 #[test]
 fn no_operation_panics_on_odd_shapes() {
     let shapes: &[&[usize]] = &[
@@ -451,12 +605,19 @@ fn no_operation_panics_on_odd_shapes() {
                     let x = cx.ones(DType::F32, if turned { &back } else { dims })?;
                     let x = cx.input(&x)?;
                     let order: Vec<usize> = (0..dims.len()).rev().collect();
-                    let y = if turned { cx.permute(&x, &order)? } else { x.clone() };
+                    let y = if turned {
+                        cx.permute(&x, &order)?
+                    } else {
+                        x.clone()
+                    };
                     let y = op(&mut cx, &y)?;
                     if y.requires_grad() {
                         let seed = cx.ones(y.dtype(), y.dims())?;
                         let grads = cx.backward_from(&[(y, seed)])?;
-                        assert!(grads.of(&x).is_none_or(|g| g.shape() == x.shape()), "gradient's shape");
+                        assert!(
+                            grads.of(&x).is_none_or(|g| g.shape() == x.shape()),
+                            "gradient's shape"
+                        );
                     }
                     Ok(())
                 }));

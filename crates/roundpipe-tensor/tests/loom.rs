@@ -1,8 +1,9 @@
-//! The protocol of slots in every order that threads and lanes can take: no upload touches memory that a kernel
-//! still reads, no kernel reads what has not landed, and nobody waits for ever.
+//! The protocol of slots in every order that threads and lanes can take: no upload touches memory
+//! that a kernel still reads, no kernel reads what has not landed, and nobody waits for ever.
 //!
-//! The pool, the slots and their events are the real ones; the device is a model whose two lanes are threads of
-//! loom, and whose memory is cells that report any access not ordered after the last one.
+//! The pool, the slots and their events are the real ones; the device is a model whose two lanes
+//! are threads of loom, and whose memory is cells that report any access not ordered after the last
+//! one.
 //!
 //! Run with `RUSTFLAGS="--cfg loom" cargo test --release -p roundpipe-tensor --test loom`.
 #![cfg(loom)]
@@ -18,10 +19,16 @@ use loom::thread;
 use roundpipe_tensor::device::{Arena, Copy, Device, Event, EventState, Lane, LaneKind, Ops};
 use roundpipe_tensor::pool::ALIGN;
 use roundpipe_tensor::transfer::{MoveLog, Part, Slot};
-use roundpipe_tensor::{Bytes, DType, DeviceId, DeviceKind, HostBuf, Result, Shape, Tensor, Worker};
+use roundpipe_tensor::{
+    Bytes, DType, DeviceId, DeviceKind, HostBuf, Result, Shape, Tensor, Worker,
+};
 
 const BASE: u64 = 1 << 20;
-const MODEL: DeviceId = DeviceId { kind: DeviceKind::Sim, index: 0, worker: 0 };
+const MODEL: DeviceId = DeviceId {
+    kind: DeviceKind::Sim,
+    index: 0,
+    worker: 0,
+};
 
 /// A point in a lane: a flag that the lane sets when it gets there.
 #[derive(Default)]
@@ -94,7 +101,11 @@ impl fmt::Debug for Queue {
 
 impl Queue {
     fn new(kind: LaneKind) -> Self {
-        Self { kind, work: Mutex::new((VecDeque::new(), false)), changed: Condvar::new() }
+        Self {
+            kind,
+            work: Mutex::new((VecDeque::new(), false)),
+            changed: Condvar::new(),
+        }
     }
 
     fn push(&self, work: Work) {
@@ -197,7 +208,11 @@ impl Machine {
             Work::Write(at, value) => cell(at).with_mut(|p| unsafe { *p = value }),
             Work::Read(at, expected) => cell(at).with(|p| {
                 // SAFETY: as above.
-                assert_eq!(unsafe { *p }, expected, "the kernel read another upload's bytes");
+                assert_eq!(
+                    unsafe { *p },
+                    expected,
+                    "the kernel read another upload's bytes"
+                );
             }),
         }
     }
@@ -205,7 +220,9 @@ impl Machine {
     fn stop(&self, threads: Vec<thread::JoinHandle<()>>) {
         self.compute.close();
         self.upload.close();
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        threads
+            .into_iter()
+            .for_each(|thread| thread.join().unwrap());
     }
 
     /// A kernel that reads a tensor.
@@ -247,8 +264,13 @@ fn worker(machine: &Arc<Machine>) -> Worker {
 
 /// Fills a slot with a number, in the order of the parameter lane.
 fn fill(slot: Slot, host: &HostBuf, value: u64) -> roundpipe_tensor::transfer::Loaded {
-    let part = Part { host: host.read_all().unwrap(), offset: 0 };
-    let (loaded, flight) = slot.fill(&value.to_string(), vec![part], ALIGN, &MoveLog::default()).unwrap();
+    let part = Part {
+        host: host.read_all().unwrap(),
+        offset: 0,
+    };
+    let (loaded, flight) = slot
+        .fill(&value.to_string(), vec![part], ALIGN, &MoveLog::default())
+        .unwrap();
     flight.land().unwrap();
     loaded
 }
@@ -269,8 +291,9 @@ fn every_order(switches: usize, model: impl Fn() + Sync + Send + 'static) {
     builder.check(model);
 }
 
-/// As a worker does it: the launcher takes slots ahead and runs kernels, another thread brings the weights. Two
-/// blocks serve three layers, so that the third upload goes where a kernel may still be reading.
+/// As a worker does it: the launcher takes slots ahead and runs kernels, another thread brings the
+/// weights. Two blocks serve three layers, so that the third upload goes where a kernel may still
+/// be reading.
 #[test]
 fn an_upload_waits_for_the_last_reader_of_its_block() {
     let host = host();
@@ -288,7 +311,11 @@ fn an_upload_waits_for_the_last_reader_of_its_block() {
                 }
             })
         };
-        let order = |value: u64| to_fill.send((value, Slot::reserve(&worker, ALIGN).unwrap())).unwrap();
+        let order = |value: u64| {
+            to_fill
+                .send((value, Slot::reserve(&worker, ALIGN).unwrap()))
+                .unwrap()
+        };
         let visit = |value: u64| machine.read(&tensor(loads.recv().unwrap()), value);
         order(1);
         order(2);
@@ -301,7 +328,8 @@ fn an_upload_waits_for_the_last_reader_of_its_block() {
     });
 }
 
-/// Weights of a call that failed: an upload that nobody used gives its block back to kernels only behind itself.
+/// Weights of a call that failed: an upload that nobody used gives its block back to kernels only
+/// behind itself.
 #[test]
 fn an_upload_that_nobody_used_is_out_of_the_way_of_kernels() {
     let host = host();
@@ -314,7 +342,10 @@ fn an_upload_that_nobody_used_is_out_of_the_way_of_kernels() {
         machine.compute.push(Work::Write(block.addr(), 8));
         machine.compute.push(Work::Read(block.addr(), 8));
         drop(block);
-        machine.read(&tensor(fill(Slot::reserve(&worker, ALIGN).unwrap(), &host, 9)), 9);
+        machine.read(
+            &tensor(fill(Slot::reserve(&worker, ALIGN).unwrap(), &host, 9)),
+            9,
+        );
         machine.stop(lanes);
     });
 }
@@ -333,7 +364,10 @@ fn a_slot_may_be_given_back_from_any_thread() {
         other.join().unwrap();
         let unused = Slot::reserve(&worker, ALIGN).unwrap();
         drop(unused);
-        machine.read(&tensor(fill(Slot::reserve(&worker, ALIGN).unwrap(), &host, 2)), 2);
+        machine.read(
+            &tensor(fill(Slot::reserve(&worker, ALIGN).unwrap(), &host, 2)),
+            2,
+        );
         machine.stop(lanes);
     });
 }

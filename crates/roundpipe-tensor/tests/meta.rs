@@ -3,10 +3,12 @@
 use roundpipe_tensor::meta::{Given, measure, profile};
 use roundpipe_tensor::ops::{Attention, CrossEntropy};
 use roundpipe_tensor::{
-    Bytes, Cpu, Cx, DType, DeviceKind, Likeness, Meta, Param, Result, RngSite, Shape, Tensor, Worker,
+    Bytes, Cpu, Cx, DType, DeviceKind, Likeness, Meta, Param, Result, RngSite, Shape, Tensor,
+    Worker,
 };
 
-/// A pre-norm transformer block with a loss behind it: every kind of allocation a training step makes.
+/// A pre-norm transformer block with a loss behind it: every kind of allocation a training step
+/// makes.
 struct Block {
     norm: Param,
     qkv: Param,
@@ -20,7 +22,10 @@ struct Block {
 
 impl Block {
     fn new(dtype: DType, hidden: usize, heads: usize, vocab: usize) -> Result<Self> {
-        let mut site = RngSite { seed: 5, ..RngSite::default() };
+        let mut site = RngSite {
+            seed: 5,
+            ..RngSite::default()
+        };
         let mut random = |dims: &[usize]| {
             site.site += 1;
             Param::normal(dtype, dims, 0.05, site.key())
@@ -48,7 +53,15 @@ impl Block {
         let q = cx.narrow(&qkv, 2, 0, self.heads)?;
         let k = cx.narrow(&qkv, 2, self.heads, self.heads)?;
         let v = cx.narrow(&qkv, 2, 2 * self.heads, self.heads)?;
-        let o = cx.attention(&q, &k, &v, &Attention { causal: true, ..Attention::default() })?;
+        let o = cx.attention(
+            &q,
+            &k,
+            &v,
+            &Attention {
+                causal: true,
+                ..Attention::default()
+            },
+        )?;
         let o = cx.reshape(&o, &[batch as isize, seq as isize, -1])?;
         let w = cx.get(&self.out)?;
         let o = cx.linear(&o, &w, None)?;
@@ -74,26 +87,41 @@ impl Block {
     }
 }
 
-/// Whatever meta says a step needs is exactly what the cpu's sub-allocator reaches, odd sizes included.
+/// Whatever meta says a step needs is exactly what the cpu's sub-allocator reaches, odd sizes
+/// included.
 #[test]
 fn the_peak_of_a_training_step_is_known_to_the_byte() {
     for dtype in [DType::F32, DType::BF16] {
-        for (batch, seq, hidden, heads, vocab) in [(2, 17, 24, 2, 53), (1, 64, 64, 4, 300), (3, 1, 8, 1, 7)] {
+        for (batch, seq, hidden, heads, vocab) in
+            [(2, 17, 24, 2, 53), (1, 64, 64, 4, 300), (3, 1, 8, 1, 7)]
+        {
             let block = Block::new(dtype, hidden, heads, vocab).unwrap();
-            let ((), cost) = measure(DeviceKind::Cpu, |w| block.step(w, batch, seq, dtype)).unwrap();
+            let ((), cost) =
+                measure(DeviceKind::Cpu, |w| block.step(w, batch, seq, dtype)).unwrap();
             let worker = Worker::new(Cpu::new(Some(2)).unwrap(), Bytes::gib(1)).unwrap();
             block.step(&worker, batch, seq, dtype).unwrap();
             let case = format!("{dtype} {batch}x{seq}x{hidden}");
             assert_eq!(worker.usage().high_water, Bytes(cost.peak), "{case}");
-            // An arena of exactly that size is enough, for any number of steps, and one of less is not.
+            // An arena of exactly that size is enough, for any number of steps, and one of less is
+            // not.
             let tight = Worker::new(Cpu::new(Some(1)).unwrap(), Bytes(cost.peak)).unwrap();
             for _ in 0..3 {
                 block.step(&tight, batch, seq, dtype).unwrap();
             }
             let short = Worker::new(Cpu::new(Some(1)).unwrap(), Bytes(cost.peak - 1)).unwrap();
-            let text = block.step(&short, batch, seq, dtype).unwrap_err().to_string();
-            assert!(text.contains("needs") && text.contains("reserved"), "{text}");
-            assert_eq!(short.usage().used, Bytes(0), "{case}: a failed step gives everything back");
+            let text = block
+                .step(&short, batch, seq, dtype)
+                .unwrap_err()
+                .to_string();
+            assert!(
+                text.contains("needs") && text.contains("reserved"),
+                "{text}"
+            );
+            assert_eq!(
+                short.usage().used,
+                Bytes(0),
+                "{case}: a failed step gives everything back"
+            );
         }
     }
 }
@@ -102,7 +130,11 @@ fn the_peak_of_a_training_step_is_known_to_the_byte() {
 #[test]
 fn flops_of_a_linear_layer_are_counted_exactly() {
     let weight = Param::zeros(DType::F32, &[7, 5]).unwrap();
-    let given = [Given { dtype: DType::F32, shape: Shape::new(&[2, 3, 5]).unwrap(), grad: true }];
+    let given = [Given {
+        dtype: DType::F32,
+        shape: Shape::new(&[2, 3, 5]).unwrap(),
+        grad: true,
+    }];
     let linear = |cx: &mut Cx, x: &[Tensor]| {
         let w = cx.get(&weight)?;
         Ok(vec![cx.linear(&x[0], &w, None)?])
@@ -113,35 +145,73 @@ fn flops_of_a_linear_layer_are_counted_exactly() {
     assert_eq!(all.outputs, [(DType::F32, Shape::new(&[2, 3, 7]).unwrap())]);
     weight.set_trainable(false);
     let frozen = profile(DeviceKind::Cpu, &given, linear).unwrap();
-    assert_eq!(frozen.backward.flops, 2 * 6 * 7 * 5, "a frozen weight costs no gradient");
+    assert_eq!(
+        frozen.backward.flops,
+        2 * 6 * 7 * 5,
+        "a frozen weight costs no gradient"
+    );
 }
 
 /// Causal attention counts the visible half, a window the visible band.
 #[test]
 fn flops_of_attention_follow_the_mask() {
     let shape = Shape::new(&[1, 6, 1, 4]).unwrap();
-    let given = [Given { dtype: DType::F32, shape, grad: false }; 3];
+    let given = [Given {
+        dtype: DType::F32,
+        shape,
+        grad: false,
+    }; 3];
     let count = |options: Attention<'_>| {
-        let run = |cx: &mut Cx, x: &[Tensor]| Ok(vec![cx.attention(&x[0], &x[1], &x[2], &options)?]);
+        let run =
+            |cx: &mut Cx, x: &[Tensor]| Ok(vec![cx.attention(&x[0], &x[1], &x[2], &options)?]);
         profile(DeviceKind::Cpu, &given, run).unwrap().forward.flops
     };
     assert_eq!(count(Attention::default()), 36 * 2 * 8);
-    assert_eq!(count(Attention { causal: true, ..Attention::default() }), 21 * 2 * 8);
-    assert_eq!(count(Attention { causal: true, window: Some(2), ..Attention::default() }), 11 * 2 * 8);
+    assert_eq!(
+        count(Attention {
+            causal: true,
+            ..Attention::default()
+        }),
+        21 * 2 * 8
+    );
+    assert_eq!(
+        count(Attention {
+            causal: true,
+            window: Some(2),
+            ..Attention::default()
+        }),
+        11 * 2 * 8
+    );
 }
 
-/// A card whose attention is our own does not pay for a library's scratch: 2 bytes per pair of a query and a key.
+/// A card whose attention is our own does not pay for a library's scratch: 2 bytes per pair of a
+/// query and a key.
 #[test]
 fn a_likeness_knows_who_computes_attention() {
-    let given =
-        |heads| Given { dtype: DType::BF16, shape: Shape::new(&[2, 1024, heads, 128]).unwrap(), grad: true };
+    let given = |heads| Given {
+        dtype: DType::BF16,
+        shape: Shape::new(&[2, 1024, heads, 128]).unwrap(),
+        grad: true,
+    };
     let given = [given(8), given(4), given(4)];
-    let causal = Attention { causal: true, ..Attention::default() };
+    let causal = Attention {
+        causal: true,
+        ..Attention::default()
+    };
     let run = |cx: &mut Cx, x: &[Tensor]| Ok(vec![cx.attention(&x[0], &x[1], &x[2], &causal)?]);
     let peak = |like: Likeness| profile(like, &given, run).unwrap().backward.peak;
     let any = Likeness::from(DeviceKind::Cuda);
-    let (library, own) = (peak(any), peak(Likeness { library_attention: false, ..any }));
-    assert!(library - own > 2 * 2 * 8 * 1024 * 1024, "{library} bytes with a library, {own} without");
+    let (library, own) = (
+        peak(any),
+        peak(Likeness {
+            library_attention: false,
+            ..any
+        }),
+    );
+    assert!(
+        library - own > 2 * 2 * 8 * 1024 * 1024,
+        "{library} bytes with a library, {own} without"
+    );
 }
 
 #[test]

@@ -18,20 +18,34 @@ struct Golden {
 
 impl Golden {
     fn open() -> Self {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/optim.safetensors");
-        Self { bytes: std::fs::read(path).unwrap() }
+        let path = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../../fixtures/optim.safetensors"
+        );
+        Self {
+            bytes: std::fs::read(path).unwrap(),
+        }
     }
 
     fn tensor(&self, name: &str) -> Vec<f32> {
         let file = SafeTensors::deserialize(&self.bytes).unwrap();
         let data = file.tensor(name).unwrap();
-        data.data().as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect()
+        data.data()
+            .as_chunks::<4>()
+            .0
+            .iter()
+            .map(|&b| f32::from_le_bytes(b))
+            .collect()
     }
 
     /// Row `row` of a tensor of `rows`.
     fn row(&self, name: &str, row: usize, rows: usize) -> Vec<f32> {
         let values = self.tensor(name);
-        values.chunks(values.len() / rows).nth(row).unwrap().to_vec()
+        values
+            .chunks(values.len() / rows)
+            .nth(row)
+            .unwrap()
+            .to_vec()
     }
 
     fn grad(&self, step: u64) -> Vec<f32> {
@@ -40,13 +54,18 @@ impl Golden {
 
     /// Compares with `name` after `step`: relative to the value, or to the tensor's size near zero.
     fn check(&self, name: &str, step: u64, ours: &[f32]) {
-        let Some(row) = KEPT.iter().position(|&kept| kept == step) else { return };
+        let Some(row) = KEPT.iter().position(|&kept| kept == step) else {
+            return;
+        };
         let theirs = self.row(name, row, KEPT.len());
         assert_eq!(ours.len(), theirs.len());
         let size = (theirs.iter().map(|x| x * x).sum::<f32>() / theirs.len() as f32).sqrt();
         for (i, (a, b)) in ours.iter().zip(&theirs).enumerate() {
             let allowed = TOLERANCE * b.abs().max(size);
-            assert!((a - b).abs() <= allowed, "{name}, step {step}, element {i}: {a}, PyTorch has {b}");
+            assert!(
+                (a - b).abs() <= allowed,
+                "{name}, step {step}, element {i}: {a}, PyTorch has {b}"
+            );
         }
     }
 }
@@ -101,18 +120,51 @@ fn check_sgd(golden: &Golden, name: &str, sgd: Sgd) {
 #[test]
 fn adam_follows_pytorch() {
     let golden = Golden::open();
-    let base = AdamW { lr: 1e-2, ..AdamW::default() };
-    let adam = AdamW { weight_decay: 0.0, decay: WeightDecay::Gradient, ..base };
+    let base = AdamW {
+        lr: 1e-2,
+        ..AdamW::default()
+    };
+    let adam = AdamW {
+        weight_decay: 0.0,
+        decay: WeightDecay::Gradient,
+        ..base
+    };
     let cases = [
         ("adamw", AdamW::default()),
         (
             "adamw_betas",
-            AdamW { lr: 3e-2, beta1: 0.8, beta2: 0.95, eps: 1e-6, weight_decay: 0.1, ..AdamW::default() },
+            AdamW {
+                lr: 3e-2,
+                beta1: 0.8,
+                beta2: 0.95,
+                eps: 1e-6,
+                weight_decay: 0.1,
+                ..AdamW::default()
+            },
         ),
-        ("adamw_amsgrad", AdamW { amsgrad: true, ..base }),
-        ("adamw_maximize", AdamW { maximize: true, ..base }),
+        (
+            "adamw_amsgrad",
+            AdamW {
+                amsgrad: true,
+                ..base
+            },
+        ),
+        (
+            "adamw_maximize",
+            AdamW {
+                maximize: true,
+                ..base
+            },
+        ),
         ("adam", adam),
-        ("adam_l2", AdamW { weight_decay: 0.1, amsgrad: true, ..adam }),
+        (
+            "adam_l2",
+            AdamW {
+                weight_decay: 0.1,
+                amsgrad: true,
+                ..adam
+            },
+        ),
     ];
     for (name, adam) in cases {
         check_adam(&golden, name, adam);
@@ -123,13 +175,39 @@ fn adam_follows_pytorch() {
 #[test]
 fn sgd_follows_pytorch() {
     let golden = Golden::open();
-    let base = Sgd { lr: 0.1, ..Sgd::default() };
-    let momentum = Sgd { momentum: 0.9, weight_decay: 0.01, ..base };
+    let base = Sgd {
+        lr: 0.1,
+        ..Sgd::default()
+    };
+    let momentum = Sgd {
+        momentum: 0.9,
+        weight_decay: 0.01,
+        ..base
+    };
     let cases = [
         ("sgd", base),
-        ("sgd_decay", Sgd { weight_decay: 0.05, maximize: true, ..base }),
-        ("sgd_momentum", Sgd { dampening: 0.3, ..momentum }),
-        ("sgd_nesterov", Sgd { nesterov: true, ..momentum }),
+        (
+            "sgd_decay",
+            Sgd {
+                weight_decay: 0.05,
+                maximize: true,
+                ..base
+            },
+        ),
+        (
+            "sgd_momentum",
+            Sgd {
+                dampening: 0.3,
+                ..momentum
+            },
+        ),
+        (
+            "sgd_nesterov",
+            Sgd {
+                nesterov: true,
+                ..momentum
+            },
+        ),
     ];
     for (name, sgd) in cases {
         check_sgd(&golden, name, sgd);

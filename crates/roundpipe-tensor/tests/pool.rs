@@ -28,15 +28,29 @@ fn play(moves: &[(u16, u16)]) -> (Vec<Option<u64>>, u64, u64) {
     assert_eq!(pool.usage().used, Bytes(0));
     // Everything was given back and merged: one block of the whole arena fits again.
     drop(pool.alloc("test", CAP).unwrap());
-    (addresses, pool.usage().high_water.0, pool.usage().peak_used.0)
+    (
+        addresses,
+        pool.usage().high_water.0,
+        pool.usage().peak_used.0,
+    )
 }
 
 fn check(live: &[(Block, u64)], base: u64, used: u64) {
-    let mut spans: Vec<(u64, u64)> =
-        live.iter().filter(|(b, _)| b.bytes() > 0).map(|(b, _)| (b.addr(), b.addr() + b.bytes())).collect();
+    let mut spans: Vec<(u64, u64)> = live
+        .iter()
+        .filter(|(b, _)| b.bytes() > 0)
+        .map(|(b, _)| (b.addr(), b.addr() + b.bytes()))
+        .collect();
     spans.sort_unstable();
-    assert!(spans.windows(2).all(|w| w[0].1 <= w[1].0), "blocks overlap: {spans:?}");
-    assert!(spans.iter().all(|s| s.0 >= base && s.1 <= base + CAP && s.0 % ALIGN == 0));
+    assert!(
+        spans.windows(2).all(|w| w[0].1 <= w[1].0),
+        "blocks overlap: {spans:?}"
+    );
+    assert!(
+        spans
+            .iter()
+            .all(|s| s.0 >= base && s.1 <= base + CAP && s.0 % ALIGN == 0)
+    );
     assert!(live.iter().all(|(b, asked)| b.bytes() >= *asked));
     assert_eq!(spans.iter().map(|s| s.1 - s.0).sum::<u64>(), used);
 }
@@ -55,7 +69,10 @@ fn running_out_is_an_error_value() {
     let pool = Pool::reserve(device, Bytes(CAP)).unwrap();
     let half = pool.alloc("first", CAP / 2).unwrap();
     let text = pool.alloc("attention", CAP).unwrap_err().to_string();
-    assert!(text.contains("attention") && text.contains("16.0 KiB") && text.contains("8.0 KiB"), "{text}");
+    assert!(
+        text.contains("attention") && text.contains("16.0 KiB") && text.contains("8.0 KiB"),
+        "{text}"
+    );
     assert!(pool.alloc("huge", u64::MAX).is_err(), "no overflow");
     drop(half);
     assert!(pool.alloc("again", CAP).is_ok());

@@ -30,7 +30,11 @@ fn block(worker: &Worker) -> Block {
 }
 
 fn view(addr: u64) -> View {
-    View { ptr: addr, dtype: DType::F32, layout: Layout::contiguous(Shape::new(&[COUNT]).unwrap()) }
+    View {
+        ptr: addr,
+        dtype: DType::F32,
+        layout: Layout::contiguous(Shape::new(&[COUNT]).unwrap()),
+    }
 }
 
 fn ones() -> HostBuf {
@@ -40,10 +44,17 @@ fn ones() -> HostBuf {
 /// Queues y = -x.
 fn negate(worker: &Worker, on: LaneKind, x: u64, y: u64) -> Result<()> {
     let (src, dst) = ([Some(view(x))], [Some(view(y))]);
-    // SAFETY: both views lie in the worker's arena, which outlives the queue; order is what is tested, and
-    // sim runs one item at a time.
+    // SAFETY: both views lie in the worker's arena, which outlives the queue; order is what is
+    // tested, and sim runs one item at a time.
     unsafe {
-        worker.device().ops().launch(lane(worker, on), &Kernel::Unary(Unary::Neg), &src, &dst, None, None)
+        worker.device().ops().launch(
+            lane(worker, on),
+            &Kernel::Unary(Unary::Neg),
+            &src,
+            &dst,
+            None,
+            None,
+        )
     }
 }
 
@@ -54,7 +65,13 @@ fn move_bytes(worker: &Worker, on: LaneKind, src: u64, dst: u64) -> Result<()> {
 
 /// Queues a copy between memory of the worker's and of a host buffer that outlives the queue.
 fn carry(worker: &Worker, on: LaneKind, direction: Direction, src: u64, dst: u64) -> Result<()> {
-    let copy = Copy { what: "move".to_owned(), direction, src, dst, bytes: SIZE };
+    let copy = Copy {
+        what: "move".to_owned(),
+        direction,
+        src,
+        dst,
+        bytes: SIZE,
+    };
     // SAFETY: as in `negate`.
     unsafe { lane(worker, on).copy(&copy) }
 }
@@ -63,8 +80,8 @@ fn after(worker: &Worker, second: LaneKind, first: LaneKind) -> Result<()> {
     lane(worker, second).wait(&lane(worker, first).record()?)
 }
 
-/// Upload, negate, download, each in its own lane, twice through the same memory. `skip` leaves one of the
-/// five waits out. Gives the last downloaded values.
+/// Upload, negate, download, each in its own lane, twice through the same memory. `skip` leaves one
+/// of the five waits out. Gives the last downloaded values.
 fn three_lanes(worker: &Worker, skip: Option<usize>) -> (Result<()>, Vec<f32>) {
     use LaneKind::{ActivationDownload, Compute, ParamUpload};
     let out = HostBuf::from_slice("out", &[0.0f32; COUNT]).unwrap();
@@ -73,7 +90,10 @@ fn three_lanes(worker: &Worker, skip: Option<usize>) -> (Result<()>, Vec<f32>) {
         false => after(worker, second, first),
     };
     let pass = |values: &HostBuf| -> Result<()> {
-        let (x, y) = (worker.pool().alloc("test", SIZE)?, worker.pool().alloc("test", SIZE)?);
+        let (x, y) = (
+            worker.pool().alloc("test", SIZE)?,
+            worker.pool().alloc("test", SIZE)?,
+        );
         let (x_at, y_at) = (x.addr(), y.addr());
         // The blocks may have been freed by work of the compute lane.
         order(0, ParamUpload, Compute)?;
@@ -81,7 +101,8 @@ fn three_lanes(worker: &Worker, skip: Option<usize>) -> (Result<()>, Vec<f32>) {
         order(1, Compute, ParamUpload)?;
         negate(worker, Compute, x_at, y_at)?;
         order(2, ActivationDownload, Compute)?;
-        let result = lane(worker, ActivationDownload).download("result", y, out.write(0..out.len())?)?;
+        let result =
+            lane(worker, ActivationDownload).download("result", y, out.write(0..out.len())?)?;
         order(3, ParamUpload, Compute)?;
         // SAFETY: the world runs dry before the arena and the host values are let go.
         let (_, x) = unsafe { weights.hand_to(lane(worker, Compute))? };
@@ -91,7 +112,9 @@ fn three_lanes(worker: &Worker, skip: Option<usize>) -> (Result<()>, Vec<f32>) {
         drop(host);
         negate(worker, Compute, x_at, y_at)?;
         order(2, ActivationDownload, Compute)?;
-        lane(worker, ActivationDownload).download("result", y, out.write(0..out.len())?)?.land()?;
+        lane(worker, ActivationDownload)
+            .download("result", y, out.write(0..out.len())?)?
+            .land()?;
         again.land().map(drop)
     };
     let outcome = pass(&ones()).and_then(|()| pass(&ones()));
@@ -101,8 +124,9 @@ fn three_lanes(worker: &Worker, skip: Option<usize>) -> (Result<()>, Vec<f32>) {
 
 /// A small training step: every output and gradient as bits.
 fn training_bits(worker: &Worker) -> Result<Vec<u32>> {
-    let spread =
-        |n: usize, k: f32| -> Vec<f32> { (0..n).map(|i| ((i * 7 % 23) as f32 - 11.0) * k).collect() };
+    let spread = |n: usize, k: f32| -> Vec<f32> {
+        (0..n).map(|i| ((i * 7 % 23) as f32 - 11.0) * k).collect()
+    };
     let mut bits = Vec::new();
     for step in 0..3 {
         let mut cx = Cx::train(worker);
@@ -155,7 +179,11 @@ fn a_seed_fixes_the_timeline() {
             negate(&worker, LaneKind::ActivationUpload, c.addr(), b.addr()).unwrap();
         }
         world.fence_all().unwrap();
-        world.timeline().into_iter().map(|s| (s.lane, s.item)).collect::<Vec<_>>()
+        world
+            .timeline()
+            .into_iter()
+            .map(|s| (s.lane, s.item))
+            .collect::<Vec<_>>()
     };
     for seed in 0..5 {
         assert_eq!(run(seed), run(seed), "seed {seed}");
@@ -178,8 +206,8 @@ fn the_right_program_is_never_reported() {
     }
 }
 
-/// A missing wait is reported under every seed, with both sides named; and under some seeds it gives wrong
-/// data, as on a device.
+/// A missing wait is reported under every seed, with both sides named; and under some seeds it
+/// gives wrong data, as on a device.
 #[test]
 fn every_missing_wait_is_found() {
     let sides = [
@@ -199,13 +227,22 @@ fn every_missing_wait_is_found() {
                 let text = format!("{} | {}", r.first, r.second);
                 text.contains(one) && text.contains(other)
             };
-            assert!(races.iter().any(named), "seed {seed}, without wait {skip}: {races:?}");
+            assert!(
+                races.iter().any(named),
+                "seed {seed}, without wait {skip}: {races:?}"
+            );
             let told = outcome.and_then(|()| world.fence_all());
-            assert!(matches!(told, Err(Error::Race { .. })), "seed {seed}, without wait {skip}: {told:?}");
+            assert!(
+                matches!(told, Err(Error::Race { .. })),
+                "seed {seed}, without wait {skip}: {told:?}"
+            );
             wrong += u32::from(values != [-1.0; COUNT]);
         }
         if (1..3).contains(&skip) {
-            assert!(wrong > 0, "without wait {skip}: 40 seeds and the data were always right");
+            assert!(
+                wrong > 0,
+                "without wait {skip}: 40 seeds and the data were always right"
+            );
         }
     }
 }
@@ -218,10 +255,18 @@ fn a_report_names_lanes_items_and_bytes() {
     negate(&worker, LaneKind::Compute, x.addr(), y.addr()).unwrap();
     move_bytes(&worker, LaneKind::GradDownload, z.addr(), x.addr()).unwrap();
     let told = world.fence_all().unwrap_err().to_string();
-    for part in ["sim:0", "kernel unary (item 1 of sim:0 compute)", "copy of move", "gradient download"] {
+    for part in [
+        "sim:0",
+        "kernel unary (item 1 of sim:0 compute)",
+        "copy of move",
+        "gradient download",
+    ] {
         assert!(told.contains(part), "{part} is not in: {told}");
     }
-    assert!(told.contains("read by") && told.contains("write by"), "{told}");
+    assert!(
+        told.contains("read by") && told.contains("write by"),
+        "{told}"
+    );
     assert!(told.contains("arena bytes 0x0..0x400"), "{told}");
     assert_eq!(world.races().len(), 1);
     world.fence_all().unwrap();
@@ -238,7 +283,16 @@ fn halves_of_one_tensor_are_apart() {
         let half = cx.narrow(&whole, 1, from, 8).unwrap().view();
         let ops = worker.device().ops();
         // SAFETY: `whole` lives past the fence below.
-        unsafe { ops.launch(lane(&worker, on), &Kernel::Fill { value: 2.0 }, &[], &[Some(half)], None, None) }
+        unsafe {
+            ops.launch(
+                lane(&worker, on),
+                &Kernel::Fill { value: 2.0 },
+                &[],
+                &[Some(half)],
+                None,
+                None,
+            )
+        }
     };
     fill(LaneKind::Compute, 0, &mut cx).unwrap();
     fill(LaneKind::ActivationUpload, 8, &mut cx).unwrap();
@@ -258,7 +312,10 @@ fn use_after_free_is_reported() {
     drop(x);
     negate(&worker, LaneKind::Compute, gone, y.addr()).unwrap();
     let told = world.fence_all().unwrap_err().to_string();
-    assert!(told.contains("read of freed memory by kernel unary") && told.contains("free (item"), "{told}");
+    assert!(
+        told.contains("read of freed memory by kernel unary") && told.contains("free (item"),
+        "{told}"
+    );
 
     let x = block(&worker);
     assert_eq!(x.addr(), gone, "the test wants the same block again");
@@ -266,14 +323,24 @@ fn use_after_free_is_reported() {
     move_bytes(&worker, LaneKind::GradDownload, x.addr(), y.addr()).unwrap();
     drop(x);
     let told = world.fence_all().unwrap_err().to_string();
-    assert!(told.contains("free (item") && told.contains("by copy of move"), "{told}");
+    assert!(
+        told.contains("free (item") && told.contains("by copy of move"),
+        "{told}"
+    );
 
     let host = HostBuf::from_slice("seen", &[0.0f32; COUNT]).unwrap();
     let fresh = block(&worker);
     let down = lane(&worker, LaneKind::Compute);
-    down.download("fresh", fresh, host.write(0..host.len()).unwrap()).unwrap().land().unwrap();
+    down.download("fresh", fresh, host.write(0..host.len()).unwrap())
+        .unwrap()
+        .land()
+        .unwrap();
     assert!(
-        host.read_all().unwrap().as_slice::<f32>().iter().all(|v| v.is_nan()),
+        host.read_all()
+            .unwrap()
+            .as_slice::<f32>()
+            .iter()
+            .all(|v| v.is_nan()),
         "freed memory is poisoned"
     );
 }
@@ -287,8 +354,8 @@ fn every_call(world: &SimWorld) -> Result<Vec<f32>> {
     Ok(values)
 }
 
-/// What went wrong is told to everyone whose work is behind it, however late; after a fence of the lane, to nobody
-/// new.
+/// What went wrong is told to everyone whose work is behind it, however late; after a fence of the
+/// lane, to nobody new.
 #[test]
 fn everybody_behind_a_failure_is_told() {
     let world = SimWorld::seeded(3).unwrap();
@@ -296,18 +363,26 @@ fn everybody_behind_a_failure_is_told() {
     let lane = worker.device().lane(LaneKind::Compute);
     let before = lane.record().unwrap();
     world.inject(Fault::nth(FaultKind::Kernel, 1));
-    let x = worker.full(DType::F32, Shape::new(&[8]).unwrap(), 1.0).unwrap();
+    let x = worker
+        .full(DType::F32, Shape::new(&[8]).unwrap(), 1.0)
+        .unwrap();
     let (one, two) = (lane.record().unwrap(), lane.record().unwrap());
     for event in [&one, &two, &one] {
         let told = event.fence().unwrap_err();
-        assert!(matches!(told, Error::Device { .. }) && told.to_string().contains("injected"), "{told}");
+        assert!(
+            matches!(told, Error::Device { .. }) && told.to_string().contains("injected"),
+            "{told}"
+        );
     }
     assert!(x.to_f64_vec().is_err() && before.fence().is_ok());
     assert!(lane.fence().is_err());
     assert!(one.fence().is_err() && before.fence().is_ok());
     lane.record().unwrap().fence().unwrap();
     lane.fence().unwrap();
-    assert!(x.to_f64_vec().unwrap().iter().all(|x| x.is_nan()), "what failed holds nothing");
+    assert!(
+        x.to_f64_vec().unwrap().iter().all(|x| x.is_nan()),
+        "what failed holds nothing"
+    );
 }
 
 /// Each kind of fault comes back as one error value that names itself, and the next run is fine.
@@ -323,10 +398,16 @@ fn faults_are_errors_and_pass() {
             assert_eq!(first.is_err(), struck, "{kind:?} {nth}: {first:?}");
             if let Err(error) = first {
                 let text = error.to_string();
-                assert!(matches!(error, Error::Device { .. }) && text.contains("sim:0"), "{text}");
+                assert!(
+                    matches!(error, Error::Device { .. }) && text.contains("sim:0"),
+                    "{text}"
+                );
                 let named = if kind == Lost { "lost" } else { "injected" };
                 assert!(text.contains(named), "{kind:?} {nth}: {text}");
-                assert!(text.contains("item") || matches!(kind, Reserve | Lost), "{text}");
+                assert!(
+                    text.contains("item") || matches!(kind, Reserve | Lost),
+                    "{text}"
+                );
             }
             // What a dropped flight left untold is told by the next fence, then it is over.
             world.heal();
@@ -335,7 +416,11 @@ fn faults_are_errors_and_pass() {
             assert_eq!(world.races(), [], "{kind:?} {nth}");
         }
     }
-    let chance = SimConfig { faults: vec![Fault::chance(Copy, 0.3)], seed: 7, ..SimConfig::default() };
+    let chance = SimConfig {
+        faults: vec![Fault::chance(Copy, 0.3)],
+        seed: 7,
+        ..SimConfig::default()
+    };
     let world = SimWorld::new(chance).unwrap();
     let fails = |_: &i32| {
         let failed = every_call(&world).is_err();
@@ -349,34 +434,59 @@ fn faults_are_errors_and_pass() {
     assert!(every_call(&world).is_ok());
 }
 
-/// A failed copy leaves no plausible data behind, and faults can be aimed at one lane of one worker.
+/// A failed copy leaves no plausible data behind, and faults can be aimed at one lane of one
+/// worker.
 #[test]
 fn a_failed_copy_poisons_its_destination() {
     let world = SimWorld::seeded(1).unwrap();
-    let workers: Vec<Worker> =
-        world.workers(2).into_iter().map(|d| Worker::new(d, Bytes::mib(1)).unwrap()).collect();
-    world.inject(Fault::nth(FaultKind::Copy, 1).on_worker(1).on_lane(LaneKind::ParamUpload));
+    let workers: Vec<Worker> = world
+        .workers(2)
+        .into_iter()
+        .map(|d| Worker::new(d, Bytes::mib(1)).unwrap())
+        .collect();
+    world.inject(
+        Fault::nth(FaultKind::Copy, 1)
+            .on_worker(1)
+            .on_lane(LaneKind::ParamUpload),
+    );
     let up = |worker: &Worker, on| {
-        lane(worker, on).upload("w", ones().read_all().unwrap(), block(worker)).and_then(|f| f.land())
+        lane(worker, on)
+            .upload("w", ones().read_all().unwrap(), block(worker))
+            .and_then(|f| f.land())
     };
     up(&workers[0], LaneKind::ParamUpload).unwrap();
     up(&workers[1], LaneKind::ActivationUpload).unwrap();
     let x = block(&workers[1]);
     let at = x.addr();
-    let flight = lane(&workers[1], LaneKind::ParamUpload).upload("w", ones().read_all().unwrap(), x).unwrap();
+    let flight = lane(&workers[1], LaneKind::ParamUpload)
+        .upload("w", ones().read_all().unwrap(), x)
+        .unwrap();
     let y = block(&workers[1]);
     // SAFETY: both ends are held past the fence below.
-    let x = unsafe { flight.hand_to(lane(&workers[1], LaneKind::Compute)).unwrap() };
+    let x = unsafe {
+        flight
+            .hand_to(lane(&workers[1], LaneKind::Compute))
+            .unwrap()
+    };
     negate(&workers[1], LaneKind::Compute, at, y.addr()).unwrap();
     let host = HostBuf::zeroed("seen", SIZE as usize).unwrap();
     let down = lane(&workers[1], LaneKind::Compute);
-    let seen = down.download("y", y, host.write(0..host.len()).unwrap()).unwrap().land();
+    let seen = down
+        .download("y", y, host.write(0..host.len()).unwrap())
+        .unwrap()
+        .land();
     let text = seen.unwrap_err().to_string();
     assert!(
         text.contains("sim:1") && text.contains("parameter upload") && text.contains("upload of w"),
         "{text}"
     );
-    assert!(host.read_all().unwrap().as_slice::<f32>().iter().all(|v| v.is_nan()));
+    assert!(
+        host.read_all()
+            .unwrap()
+            .as_slice::<f32>()
+            .iter()
+            .all(|v| v.is_nan())
+    );
     drop(x);
 }
 
@@ -384,15 +494,22 @@ fn a_failed_copy_poisons_its_destination() {
 #[test]
 fn a_dead_lock_is_an_error() {
     let world = SimWorld::seeded(2).unwrap();
-    let workers: Vec<Worker> =
-        world.workers(2).into_iter().map(|d| Worker::new(d, Bytes::mib(1)).unwrap()).collect();
+    let workers: Vec<Worker> = world
+        .workers(2)
+        .into_iter()
+        .map(|d| Worker::new(d, Bytes::mib(1)).unwrap())
+        .collect();
     world.inject(Fault::nth(FaultKind::Lost, 1));
     let never = lane(&workers[0], LaneKind::ParamUpload).record().unwrap();
     lane(&workers[1], LaneKind::Compute).wait(&never).unwrap();
     let (x, y) = (block(&workers[1]), block(&workers[1]));
     negate(&workers[1], LaneKind::Compute, x.addr(), y.addr()).unwrap();
     let told = workers[1].fence().unwrap_err().to_string();
-    for part in ["dead-lock", "sim:1 compute waits at item 1 for event 1 of sim:0 parameter upload", "lost"] {
+    for part in [
+        "dead-lock",
+        "sim:1 compute waits at item 1 for event 1 of sim:0 parameter upload",
+        "lost",
+    ] {
         assert!(told.contains(part), "{part} is not in: {told}");
     }
     assert_eq!(world.timeline().len(), 1, "the kernel ran in the end");
@@ -403,8 +520,11 @@ fn a_dead_lock_is_an_error() {
 #[test]
 fn events_cross_workers_but_not_worlds() {
     let world = SimWorld::seeded(6).unwrap();
-    let workers: Vec<Worker> =
-        world.workers(3).into_iter().map(|d| Worker::new(d, Bytes::mib(1)).unwrap()).collect();
+    let workers: Vec<Worker> = world
+        .workers(3)
+        .into_iter()
+        .map(|d| Worker::new(d, Bytes::mib(1)).unwrap())
+        .collect();
     let blocks: Vec<Block> = workers.iter().map(block).collect();
     let mut before: Option<Event> = None;
     for i in [0, 1, 2, 1, 0] {
@@ -412,14 +532,23 @@ fn events_cross_workers_but_not_worlds() {
         if let Some(event) = &before {
             compute.wait(event).unwrap();
         }
-        move_bytes(&workers[i], LaneKind::Compute, blocks[(i + 1) % 3].addr(), blocks[i].addr()).unwrap();
+        move_bytes(
+            &workers[i],
+            LaneKind::Compute,
+            blocks[(i + 1) % 3].addr(),
+            blocks[i].addr(),
+        )
+        .unwrap();
         before = Some(compute.record().unwrap());
     }
     before.unwrap().fence().unwrap();
     assert_eq!(world.races(), []);
     let other = SimWorld::seeded(6).unwrap().worker();
     let foreign = other.lane(LaneKind::Compute).record().unwrap();
-    assert!(matches!(lane(&workers[0], LaneKind::Compute).wait(&foreign), Err(Error::Foreign { .. })));
+    assert!(matches!(
+        lane(&workers[0], LaneKind::Compute).wait(&foreign),
+        Err(Error::Foreign { .. })
+    ));
     let cpu = Cpu::new(Some(1)).unwrap();
     let foreign = cpu.lane(LaneKind::Compute).record().unwrap();
     assert!(lane(&workers[0], LaneKind::Compute).wait(&foreign).is_err());
@@ -429,38 +558,70 @@ fn events_cross_workers_but_not_worlds() {
 #[test]
 fn memory_of_others_is_refused() {
     let world = SimWorld::seeded(0).unwrap();
-    let workers: Vec<Worker> =
-        world.workers(2).into_iter().map(|d| Worker::new(d, Bytes::mib(1)).unwrap()).collect();
+    let workers: Vec<Worker> = world
+        .workers(2)
+        .into_iter()
+        .map(|d| Worker::new(d, Bytes::mib(1)).unwrap())
+        .collect();
     let (here, there) = (block(&workers[0]), block(&workers[1]));
-    let text = negate(&workers[0], LaneKind::Compute, there.addr(), here.addr()).unwrap_err().to_string();
-    assert!(text.contains("kernel unary") && text.contains("not the worker's memory"), "{text}");
+    let text = negate(&workers[0], LaneKind::Compute, there.addr(), here.addr())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        text.contains("kernel unary") && text.contains("not the worker's memory"),
+        "{text}"
+    );
     let text = lane(&workers[0], LaneKind::ParamUpload)
         .upload("w", ones().read_all().unwrap(), there)
         .unwrap_err()
         .to_string();
     assert!(text.contains("upload of w"), "{text}");
-    let text = world.worker().reserve(Bytes::gib(5)).unwrap_err().to_string();
-    assert!(text.contains("sim:2") && text.contains("4.00 GiB"), "{text}");
+    let text = world
+        .worker()
+        .reserve(Bytes::gib(5))
+        .unwrap_err()
+        .to_string();
+    assert!(
+        text.contains("sim:2") && text.contains("4.00 GiB"),
+        "{text}"
+    );
 }
 
 /// Durations come from the model: copies overlap kernels, and waits line them up.
 #[test]
 fn the_clock_adds_up() {
-    let timing = Timing { copy_ns: 1000, upload_bytes_per_ns: 1.0, queue_ns: 0, ..Timing::exact() };
-    let world = SimWorld::new(SimConfig { timing, ..SimConfig::default() }).unwrap();
+    let timing = Timing {
+        copy_ns: 1000,
+        upload_bytes_per_ns: 1.0,
+        queue_ns: 0,
+        ..Timing::exact()
+    };
+    let world = SimWorld::new(SimConfig {
+        timing,
+        ..SimConfig::default()
+    })
+    .unwrap();
     let worker = Worker::new(world.worker(), Bytes::mib(1)).unwrap();
-    world.set_kernel_time(Arc::new(|launch| (launch.kernel.name() == "unary").then_some(10_000)));
+    world.set_kernel_time(Arc::new(|launch| {
+        (launch.kernel.name() == "unary").then_some(10_000)
+    }));
     let [x, y, z] = [block(&worker), block(&worker), block(&worker)];
     let at = x.addr();
     negate(&worker, LaneKind::Compute, z.addr(), y.addr()).unwrap();
-    let flight = lane(&worker, LaneKind::ParamUpload).upload("w", ones().read_all().unwrap(), x).unwrap();
+    let flight = lane(&worker, LaneKind::ParamUpload)
+        .upload("w", ones().read_all().unwrap(), x)
+        .unwrap();
     assert_eq!(world.timeline(), [], "queuing runs nothing");
     // SAFETY: both ends are held past the fence below.
     let held = unsafe { flight.hand_to(lane(&worker, LaneKind::Compute)).unwrap() };
     negate(&worker, LaneKind::Compute, at, y.addr()).unwrap();
     worker.fence().unwrap();
     drop(held);
-    let spans: Vec<(u64, u64)> = world.timeline().iter().map(|s| (s.start_ns, s.end_ns)).collect();
+    let spans: Vec<(u64, u64)> = world
+        .timeline()
+        .iter()
+        .map(|s| (s.start_ns, s.end_ns))
+        .collect();
     assert_eq!(spans, [(0, 1000 + SIZE), (0, 10_000), (10_000, 20_000)]);
     assert_eq!((world.now_ns(), world.host_ns()), (20_000, 20_000));
 }
@@ -479,7 +640,8 @@ fn polling_makes_progress() {
 }
 
 struct Keeper(
-    #[allow(dead_code, reason = "held so that it is dropped with the kernel")] roundpipe_tensor::Tensor,
+    #[allow(dead_code, reason = "held so that it is dropped with the kernel")]
+    roundpipe_tensor::Tensor,
 );
 
 impl HostKernel for Keeper {
@@ -504,7 +666,14 @@ fn what_is_queued_outlives_its_owners() {
     let ops = worker.device().ops();
     // SAFETY: the view lies in the worker's arena; sim keeps it until the kernel has run.
     unsafe {
-        ops.launch(lane(&worker, LaneKind::Compute), &kernel, &[], &[Some(view(y.addr()))], None, None)
+        ops.launch(
+            lane(&worker, LaneKind::Compute),
+            &kernel,
+            &[],
+            &[Some(view(y.addr()))],
+            None,
+            None,
+        )
     }
     .unwrap();
     drop((kernel, y, cx));
@@ -518,10 +687,17 @@ fn what_is_queued_outlives_its_owners() {
 /// Threads that queue, wait for each other's events, fence and poll at once all come to an end.
 #[test]
 fn many_threads_do_not_hang() {
-    let config = SimConfig { queue: 64, seed: 3, ..SimConfig::default() };
+    let config = SimConfig {
+        queue: 64,
+        seed: 3,
+        ..SimConfig::default()
+    };
     let world = SimWorld::new(config).unwrap();
-    let workers: Vec<Worker> =
-        world.workers(3).into_iter().map(|d| Worker::new(d, Bytes::mib(1)).unwrap()).collect();
+    let workers: Vec<Worker> = world
+        .workers(3)
+        .into_iter()
+        .map(|d| Worker::new(d, Bytes::mib(1)).unwrap())
+        .collect();
     let board: std::sync::Mutex<Vec<Event>> = std::sync::Mutex::default();
     std::thread::scope(|scope| {
         for (number, kind) in LaneKind::ALL.into_iter().enumerate() {
@@ -555,40 +731,67 @@ fn many_threads_do_not_hang() {
     assert_eq!(world.timeline().len(), 15 * 60);
 }
 
-/// A value goes from one worker to another through memory that could not be pinned: the upload reads it when it is
-/// queued, so the host has seen the download land. Pinned, it need not.
+/// A value goes from one worker to another through memory that could not be pinned: the upload
+/// reads it when it is queued, so the host has seen the download land. Pinned, it need not.
 #[test]
 fn pageable_memory_is_sent_on_when_it_is_there() {
     for (seed, pinned) in
         (0..20).flat_map(|seed| [(seed, Bytes(0)), (seed, Bytes(SIZE)), (seed, Bytes::gib(1))])
     {
-        let world = SimWorld::new(SimConfig { seed, pinned, ..SimConfig::default() }).unwrap();
-        let workers = world.workers(2).into_iter().map(|w| Worker::new(w, Bytes(8 * SIZE)).unwrap());
+        let world = SimWorld::new(SimConfig {
+            seed,
+            pinned,
+            ..SimConfig::default()
+        })
+        .unwrap();
+        let workers = world
+            .workers(2)
+            .into_iter()
+            .map(|w| Worker::new(w, Bytes(8 * SIZE)).unwrap());
         let workers: Vec<Worker> = workers.collect();
         let host = HostPool::new(workers[0].device().clone(), Pin::Try);
-        let ports: Vec<Port> = workers.iter().map(|w| Port::new(w.clone(), host.clone())).collect();
+        let ports: Vec<Port> = workers
+            .iter()
+            .map(|w| Port::new(w.clone(), host.clone()))
+            .collect();
         let mut there = Vec::new();
         for i in 0..3 {
-            let value = workers[0].full(DType::F32, Shape::new(&[COUNT]).unwrap(), f64::from(i)).unwrap();
+            let value = workers[0]
+                .full(DType::F32, Shape::new(&[COUNT]).unwrap(), f64::from(i))
+                .unwrap();
             let parcel = ports[0].send("value", &value).unwrap();
-            there.push((ports[1].receive("value", &parcel).unwrap().land().unwrap(), parcel));
+            there.push((
+                ports[1].receive("value", &parcel).unwrap().land().unwrap(),
+                parcel,
+            ));
         }
         for (i, (value, _)) in there.iter().enumerate() {
-            assert_eq!(value.to_vec::<f32>().unwrap(), [i as f32; COUNT], "seed {seed}, {pinned} pinned");
+            assert_eq!(
+                value.to_vec::<f32>().unwrap(),
+                [i as f32; COUNT],
+                "seed {seed}, {pinned} pinned"
+            );
         }
         world.fence_all().unwrap();
         let pins = workers[0].device().pins();
-        assert_eq!((pins.refused.is_some(), pins.pinned.0.min(SIZE)), (pinned.0 <= SIZE, pinned.0.min(SIZE)));
+        assert_eq!(
+            (pins.refused.is_some(), pins.pinned.0.min(SIZE)),
+            (pinned.0 <= SIZE, pinned.0.min(SIZE))
+        );
     }
 }
 
-/// The check can fail: a lane that waits for the download keeps a driver from nothing that it does at once.
+/// The check can fail: a lane that waits for the download keeps a driver from nothing that it does
+/// at once.
 #[test]
 fn an_upload_of_pageable_memory_that_only_its_lane_orders_is_reported() {
     for pin in [Pin::Off, Pin::Alloc] {
         let world = SimWorld::seeded(4).unwrap();
         let worker = Worker::new(world.worker(), Bytes(8 * SIZE)).unwrap();
-        let host = worker.device().host_buffer("between", SIZE as usize, pin).unwrap();
+        let host = worker
+            .device()
+            .host_buffer("between", SIZE as usize, pin)
+            .unwrap();
         let (down, up) = (LaneKind::ActivationDownload, LaneKind::ActivationUpload);
         let (src, dst) = (block(&worker), block(&worker));
         let at = host.read_all().unwrap().bytes().as_ptr() as u64;
@@ -597,25 +800,38 @@ fn an_upload_of_pageable_memory_that_only_its_lane_orders_is_reported() {
         after(&worker, up, down).unwrap();
         carry(&worker, up, Direction::Upload, at, dst.addr()).unwrap();
         assert_eq!(lane(&worker, up).fence().is_err(), pin == Pin::Off);
-        let early = world.races().iter().any(|race| race.second.contains("early read of pageable memory"));
+        let early = world
+            .races()
+            .iter()
+            .any(|race| race.second.contains("early read of pageable memory"));
         assert_eq!(early, pin == Pin::Off, "{:?}", world.races());
     }
 }
 
-/// What was sent may be let go early, behind its download: an arena of four values sends ten, and each arrives whole.
+/// What was sent may be let go early, behind its download: an arena of four values sends ten, and
+/// each arrives whole.
 #[test]
 fn room_is_made_behind_downloads() {
     for seed in 0..20 {
         let world = SimWorld::seeded(seed).unwrap();
         let worker = Worker::new(world.worker(), Bytes(4 * SIZE)).unwrap();
-        let port = Port::new(worker.clone(), HostPool::new(worker.device().clone(), Pin::Off));
+        let port = Port::new(
+            worker.clone(),
+            HostPool::new(worker.device().clone(), Pin::Off),
+        );
         let mut parcels = Vec::new();
         for i in 0..10 {
-            let value = worker.full(DType::F32, Shape::new(&[COUNT]).unwrap(), f64::from(i)).unwrap();
+            let value = worker
+                .full(DType::F32, Shape::new(&[COUNT]).unwrap(), f64::from(i))
+                .unwrap();
             parcels.push(port.send("value", &value).unwrap());
             drop(value);
             port.make_room(2 * SIZE).unwrap();
-            assert!(worker.usage().used <= Bytes(2 * SIZE), "{:?}", worker.usage());
+            assert!(
+                worker.usage().used <= Bytes(2 * SIZE),
+                "{:?}",
+                worker.usage()
+            );
         }
         for (i, parcel) in parcels.iter().enumerate() {
             let bytes = parcel.fence().unwrap().read_all().unwrap();
@@ -625,20 +841,26 @@ fn room_is_made_behind_downloads() {
     }
 }
 
-/// Bad data is reported to the work it belongs to: the lane's events, which others wait for, say nothing of it, and
-/// work that reports elsewhere is not concerned.
+/// Bad data is reported to the work it belongs to: the lane's events, which others wait for, say
+/// nothing of it, and work that reports elsewhere is not concerned.
 #[test]
 fn bad_data_is_reported_to_its_own_work() {
     for seed in 0..8 {
         let (world, worker) = one_worker(seed);
-        let (bad, good) = (worker.open_faults().unwrap().unwrap(), worker.open_faults().unwrap().unwrap());
+        let (bad, good) = (
+            worker.open_faults().unwrap().unwrap(),
+            worker.open_faults().unwrap().unwrap(),
+        );
         let pick = |faults: Option<Arc<roundpipe_tensor::Faults>>, ids: &[i64]| {
             let mut cx = Cx::infer(&worker.reporting_to(faults));
             let table = cx.tensor(&[1.0f32, 2.0, 3.0], &[3, 1]).unwrap();
             let ids = cx.tensor(ids, &[ids.len()]).unwrap();
             cx.index_select(&table, 0, &ids).unwrap()
         };
-        let (spoiled, right) = (pick(Some(bad.clone()), &[0, 9]), pick(Some(good.clone()), &[2, 0]));
+        let (spoiled, right) = (
+            pick(Some(bad.clone()), &[0, 9]),
+            pick(Some(good.clone()), &[2, 0]),
+        );
         assert_eq!(right.to_vec::<f32>().unwrap(), [3.0, 1.0], "seed {seed}");
         good.check().unwrap();
         for _ in 0..2 {
@@ -649,7 +871,13 @@ fn bad_data_is_reported_to_its_own_work() {
         drop(spoiled);
         // Without a place of its own, the lane tells.
         let spoiled = pick(None, &[5]);
-        assert!(spoiled.to_vec::<f32>().unwrap_err().to_string().contains("index 5"));
+        assert!(
+            spoiled
+                .to_vec::<f32>()
+                .unwrap_err()
+                .to_string()
+                .contains("index 5")
+        );
         assert!(worker.fence().is_err());
         assert_eq!(world.races(), []);
     }

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use roundpipe_tensor::kernel::{HostKernel, HostView, HostViewMut};
-use roundpipe_tensor::{Bytes, Cpu, CustomOp, Cx, DType, Error, Param, Result, Tensor, Worker, bf16};
+use roundpipe_tensor::{
+    Bytes, Cpu, CustomOp, Cx, DType, Error, Param, Result, Tensor, Worker, bf16,
+};
 
 fn worker() -> Worker {
     Worker::new(Cpu::new(Some(1)).unwrap(), Bytes::mib(256)).unwrap()
@@ -37,7 +39,10 @@ fn twenty_thousand_operations_walk_back_iteratively() {
     }
     assert_eq!(cx.recorded(), long);
     let grads = cx.backward(&y).unwrap();
-    assert_eq!(grads.of(&leaf).unwrap().to_vec::<f32>().unwrap(), [long as f32 + 1.0]);
+    assert_eq!(
+        grads.of(&leaf).unwrap().to_vec::<f32>().unwrap(),
+        [long as f32 + 1.0]
+    );
 }
 
 /// Gradients of bf16 parameters add up in f32 over microbatches, in the accumulator that was bound.
@@ -58,7 +63,10 @@ fn bound_accumulators_collect_microbatches_in_f32() {
         let loss = cx.sum_all(&y).unwrap();
         into = cx.backward(&loss).unwrap().take_param(&weight);
     }
-    assert_eq!(into.unwrap().to_vec::<f32>().unwrap(), [microbatches as f32; 4]);
+    assert_eq!(
+        into.unwrap().to_vec::<f32>().unwrap(),
+        [microbatches as f32; 4]
+    );
 }
 
 #[test]
@@ -88,7 +96,8 @@ fn frozen_parameters_get_no_gradient_and_keep_no_activations() {
     );
 }
 
-/// One parameter as weight and bias of one operation gets both gradients, also into a bound accumulator.
+/// One parameter as weight and bias of one operation gets both gradients, also into a bound
+/// accumulator.
 #[test]
 fn a_parameter_in_two_places_of_one_operation_gets_both_gradients() {
     let worker = worker();
@@ -96,7 +105,9 @@ fn a_parameter_in_two_places_of_one_operation_gets_both_gradients() {
     let into = worker.full(DType::F32, *weight.shape(), 0.0).unwrap();
     for bound in [None, Some(into)] {
         let mut cx = Cx::train(&worker);
-        let x = cx.tensor(&[1.0f32, 2.0, 4.0, -1.0, 0.0, 3.0], &[2, 3]).unwrap();
+        let x = cx
+            .tensor(&[1.0f32, 2.0, 4.0, -1.0, 0.0, 3.0], &[2, 3])
+            .unwrap();
         let tensor = cx.get(&weight).unwrap().detach();
         let w = cx.bind(&weight, tensor, bound).unwrap();
         let apart = Param::full(DType::F32, &[3], 0.5).unwrap();
@@ -109,7 +120,13 @@ fn a_parameter_in_two_places_of_one_operation_gets_both_gradients() {
         let slope = grads.param(&apart).unwrap().to_vec::<f32>().unwrap();
         let shared = grads.param(&weight).unwrap().to_vec::<f32>().unwrap();
         // The bias adds the number of rows to what the weight alone gets.
-        assert!(shared.iter().zip(&slope).all(|(s, w)| (s - (w + 2.0)).abs() < 1e-6), "{shared:?} {slope:?}");
+        assert!(
+            shared
+                .iter()
+                .zip(&slope)
+                .all(|(s, w)| (s - (w + 2.0)).abs() < 1e-6),
+            "{shared:?} {slope:?}"
+        );
     }
 }
 
@@ -119,7 +136,13 @@ fn nothing_leaks() {
     let worker = worker();
     for walk in [true, false] {
         let mut cx = Cx::train(&worker);
-        let constant = cx.full(DType::F32, if cfg!(miri) { &[8, 8] } else { &[100, 100] }, 1.0).unwrap();
+        let constant = cx
+            .full(
+                DType::F32,
+                if cfg!(miri) { &[8, 8] } else { &[100, 100] },
+                1.0,
+            )
+            .unwrap();
         let x = cx.input(&constant).unwrap();
         let y = cx.mul(&x, &x).unwrap();
         let loss = cx.sum_all(&y).unwrap();
@@ -151,7 +174,9 @@ impl CustomOp for Cube {
         _: &[Tensor],
         grads: &[Option<Tensor>],
     ) -> Result<Vec<Option<Tensor>>> {
-        let Some(dy) = &grads[0] else { return Ok(vec![None]) };
+        let Some(dy) = &grads[0] else {
+            return Ok(vec![None]);
+        };
         let three = cx.full(inputs[0].dtype(), &[1], 3.0)?;
         let square = cx.mul(&inputs[0], &inputs[0])?;
         let slope = cx.mul(&square, &three)?;
@@ -181,7 +206,11 @@ impl HostKernel for Negate {
     }
 
     fn run(&self, src: &[HostView<'_>], dst: &mut [HostViewMut<'_>]) -> Result<()> {
-        for (from, to) in src[0].bytes.chunks_exact(4).zip(dst[0].bytes.chunks_exact_mut(4)) {
+        for (from, to) in src[0]
+            .bytes
+            .chunks_exact(4)
+            .zip(dst[0].bytes.chunks_exact_mut(4))
+        {
             let value = f32::from_ne_bytes([from[0], from[1], from[2], from[3]]);
             if value.is_nan() {
                 return Err(Error::invalid("negate", "a NaN"));
@@ -197,14 +226,27 @@ impl HostKernel for Negate {
 fn a_users_kernel_computes_on_host_memory() {
     let worker = worker();
     let mut cx = Cx::infer(&worker);
-    let x = cx.tensor(&[1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3]).unwrap();
+    let x = cx
+        .tensor(&[1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3])
+        .unwrap();
     let turned = cx.transpose(&x, 0, 1).unwrap();
     let kernel = Arc::new(Negate);
     let out = [(DType::F32, *turned.shape())];
-    let y = cx.host_kernel(kernel.clone(), &[&turned], &out).unwrap().remove(0);
-    assert_eq!(y.to_vec::<f32>().unwrap(), [-1.0, -4.0, -2.0, -5.0, -3.0, -6.0]);
+    let y = cx
+        .host_kernel(kernel.clone(), &[&turned], &out)
+        .unwrap()
+        .remove(0);
+    assert_eq!(
+        y.to_vec::<f32>().unwrap(),
+        [-1.0, -4.0, -2.0, -5.0, -3.0, -6.0]
+    );
     let bad = cx.full(DType::F32, &[3, 2], f64::NAN).unwrap();
-    assert!(cx.host_kernel(kernel, &[&bad], &out).unwrap_err().to_string().contains("negate: a NaN"));
+    assert!(
+        cx.host_kernel(kernel, &[&bad], &out)
+            .unwrap_err()
+            .to_string()
+            .contains("negate: a NaN")
+    );
 }
 
 /// Mistakes that a program can make come back as errors that name the operation, never as panics.
@@ -220,10 +262,16 @@ fn misuse_is_an_error_that_names_the_place() {
     assert!(text(cx.backward(&scalar).unwrap_err()).contains("no output depends"));
     assert!(text(Cx::infer(&here).backward(&scalar).unwrap_err()).contains("Cx::train"));
     let shapes = text(cx.add(&a, &b).unwrap_err());
-    assert!(shapes.contains("add") && shapes.contains("[2, 3]") && shapes.contains("[4]"), "{shapes}");
+    assert!(
+        shapes.contains("add") && shapes.contains("[2, 3]") && shapes.contains("[4]"),
+        "{shapes}"
+    );
     let ints = cx.zeros(DType::I64, &[3]).unwrap();
     let types = text(cx.mul(&a, &ints).unwrap_err());
-    assert!(types.contains("mul") && types.contains("f32") && types.contains("i64"), "{types}");
+    assert!(
+        types.contains("mul") && types.contains("f32") && types.contains("i64"),
+        "{types}"
+    );
     assert!(matches!(cx.input(&ints), Err(Error::DType { .. })));
     // A tensor of another worker, and one of another tape.
     let far = Cx::infer(&there).zeros(DType::F32, &[2, 3]).unwrap();
@@ -232,7 +280,10 @@ fn misuse_is_an_error_that_names_the_place() {
     let mut other = Cx::train(&here);
     let ours = other.input(&a).unwrap();
     assert!(text(other.add(&ours, &recorded).unwrap_err()).contains("another tape"));
-    assert!(cx.zeros(DType::F32, &[usize::MAX, 4]).is_err(), "refused before anything is allocated");
+    assert!(
+        cx.zeros(DType::F32, &[usize::MAX, 4]).is_err(),
+        "refused before anything is allocated"
+    );
     assert!(cx.tensor(&[1.0f32; 3], &[2]).is_err());
 }
 
@@ -247,6 +298,12 @@ fn parameters_in_use_cannot_be_written() {
     assert!(matches!(weight.data().write(0..8), Err(Error::Busy { .. })));
     drop(w);
     let grads = cx.backward(&loss).unwrap();
-    assert!(weight.data().write(0..8).is_ok(), "gradients alone do not hold the weights");
-    assert_eq!(grads.param(&weight).unwrap().to_vec::<f32>().unwrap(), [1.0, 1.0]);
+    assert!(
+        weight.data().write(0..8).is_ok(),
+        "gradients alone do not hold the weights"
+    );
+    assert_eq!(
+        grads.param(&weight).unwrap().to_vec::<f32>().unwrap(),
+        [1.0, 1.0]
+    );
 }

@@ -1,9 +1,10 @@
-//! What the engine costs beside a plain loop, on cpu workers that share two threads: prints the best tokens per
-//! second of alternating rounds, and the ratio to the plain loop: the median over rounds of the ratio within each,
-//! so that neither a lucky round nor a slow spell of the machine decides.
+//! What the engine costs beside a plain loop, on cpu workers that share two threads: prints the
+//! best tokens per second of alternating rounds, and the ratio to the plain loop: the median over
+//! rounds of the ratio within each, so that neither a lucky round nor a slow spell of the machine
+//! decides.
 //!
-//! Goals: one worker reaches 0.97 of the plain loop, two workers 1.0 of it. On a machine where others work as
-//! well, more rounds help: `cargo bench -p roundpipe --bench overhead -- 20`.
+//! Goals: one worker reaches 0.97 of the plain loop, two workers 1.0 of it. On a machine where
+//! others work as well, more rounds help: `cargo bench -p roundpipe --bench overhead -- 20`.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -13,8 +14,8 @@ use roundpipe::nn::{Embedding, Init, Linear, RmsNorm};
 use roundpipe::ops::Attention;
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, Device, HostTensor, Lag, Module, Optimizer, Params, RngSite, RoundPipe, Rule,
-    RunConfig, Sequential, Tensor, TensorResult, Tree, Update, Visit, Worker,
+    Bytes, Cpu, Cx, DType, Device, HostTensor, Lag, Module, Optimizer, Params, RngSite, RoundPipe,
+    Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update, Visit, Worker,
 };
 
 const VOCAB: usize = 512;
@@ -30,7 +31,10 @@ const LR: f64 = 1e-3;
 const STEPS: u64 = 2;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let rounds = std::env::args().skip(1).find_map(|word| word.parse().ok()).unwrap_or(8);
+    let rounds = std::env::args()
+        .skip(1)
+        .find_map(|word| word.parse().ok())
+        .unwrap_or(8);
     let mut out = std::io::stdout().lock();
     let mut plain = Plain::new()?;
     let mut ways = vec![("plain loop".to_owned(), Vec::new())];
@@ -38,11 +42,19 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for workers in [1, 2] {
         for lag in [Lag::Zero, Lag::One] {
             engines.push((engine(workers, lag)?, lag));
-            let name = if workers == 1 { "one worker" } else { "two workers" };
+            let name = if workers == 1 {
+                "one worker"
+            } else {
+                "two workers"
+            };
             ways.push((format!("{name}, lag {}", lag as u8), Vec::new()));
         }
     }
-    writeln!(out, "{} parameters, {THREADS} threads, {rounds} rounds", plain.model.num_params())?;
+    writeln!(
+        out,
+        "{} parameters, {THREADS} threads, {rounds} rounds",
+        plain.model.num_params()
+    )?;
     for round in 0..=rounds {
         let mut seconds = vec![timed(|| plain.steps())?];
         for (engine, lag) in &engines {
@@ -56,8 +68,19 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let tokens = (STEPS as usize * BATCH * SEQ) as f64;
     for (name, seconds) in &ways {
         let best = seconds.iter().copied().fold(f64::INFINITY, f64::min);
-        let ratio = median(ways[0].1.iter().zip(seconds).map(|(plain, engine)| plain / engine).collect());
-        writeln!(out, "{name:<18} {:>8.0} tokens/s  {ratio:.3} of the plain loop", tokens / best)?;
+        let ratio = median(
+            ways[0]
+                .1
+                .iter()
+                .zip(seconds)
+                .map(|(plain, engine)| plain / engine)
+                .collect(),
+        );
+        writeln!(
+            out,
+            "{name:<18} {:>8.0} tokens/s  {ratio:.3} of the plain loop",
+            tokens / best
+        )?;
     }
     Ok(())
 }
@@ -74,7 +97,9 @@ fn timed(run: impl FnOnce() -> roundpipe::Result<()>) -> roundpipe::Result<f64> 
 }
 
 fn engine(workers: usize, lag: Lag) -> roundpipe::Result<RoundPipe> {
-    let devices = Cpu::workers(workers, Some(THREADS))?.into_iter().map(|cpu| cpu as Arc<dyn Device>);
+    let devices = Cpu::workers(workers, Some(THREADS))?
+        .into_iter()
+        .map(|cpu| cpu as Arc<dyn Device>);
     RoundPipe::builder(decoder()?)
         .optimizer(Rule::Adam(AdamW::default()))
         .optimizer_threads(THREADS)
@@ -106,7 +131,11 @@ impl Plain {
         let model = decoder()?;
         let worker = Worker::new(Cpu::new(Some(THREADS))?, Bytes::gib(1))?;
         let optimizer = Optimizer::adamw(model.trainable_params(), AdamW::default())?;
-        Ok(Self { model, worker, optimizer })
+        Ok(Self {
+            model,
+            worker,
+            optimizer,
+        })
     }
 
     fn steps(&mut self) -> roundpipe::Result<()> {
@@ -121,11 +150,14 @@ impl Plain {
         for m in 0..MICROBATCHES {
             let mut cx = Cx::train(&self.worker);
             for ((_, param), sum) in params.iter().zip(&mut sums) {
-                let weight = self.worker.alias(&param.data(), param.dtype(), *param.shape())?;
+                let weight = self
+                    .worker
+                    .alias(&param.data(), param.dtype(), *param.shape())?;
                 cx.bind(param, weight, sum.take())?;
             }
-            let mut part =
-                |t: &HostTensor| cx.tensor(&t.narrow(0, m * rows, rows)?.to_vec::<i64>()?, &[rows, SEQ]);
+            let mut part = |t: &HostTensor| {
+                cx.tensor(&t.narrow(0, m * rows, rows)?.to_vec::<i64>()?, &[rows, SEQ])
+            };
             let (ids, labels) = (part(&ids)?, part(&labels)?);
             let logits = self.model.forward(&mut cx, ids)?;
             let loss = loss(&mut cx, logits, labels.into())?;
@@ -186,10 +218,26 @@ impl Module for Block {
         let rows = x.dims()[0] as isize;
         let y = self.norm1.forward(cx, x)?;
         let qkv = self.qkv.forward(cx, &y)?;
-        let qkv = cx.reshape(&qkv, &[rows, SEQ as isize, 3 * HEADS as isize, (WIDTH / HEADS) as isize])?;
+        let qkv = cx.reshape(
+            &qkv,
+            &[
+                rows,
+                SEQ as isize,
+                3 * HEADS as isize,
+                (WIDTH / HEADS) as isize,
+            ],
+        )?;
         let heads = |cx: &mut Cx, i: usize| cx.narrow(&qkv, 2, i * HEADS, HEADS);
         let (q, k, v) = (heads(cx, 0)?, heads(cx, 1)?, heads(cx, 2)?);
-        let y = cx.attention(&q, &k, &v, &Attention { causal: true, ..Attention::default() })?;
+        let y = cx.attention(
+            &q,
+            &k,
+            &v,
+            &Attention {
+                causal: true,
+                ..Attention::default()
+            },
+        )?;
         let y = cx.reshape(&y, &[rows, SEQ as isize, WIDTH as isize])?;
         let y = self.out.forward(cx, &y)?;
         let x = cx.add(x, &y)?;
@@ -222,8 +270,15 @@ fn loss(cx: &mut Cx, output: Tree, label: Tree) -> TensorResult<Tensor> {
 }
 
 fn batch(step: u64, rows: usize) -> TensorResult<(HostTensor, HostTensor)> {
-    let key = RngSite { seed: 2, step, ..RngSite::default() }.key();
-    let ids: Vec<i64> = (0..=rows * SEQ).map(|i| i64::from(key.word(i as u64)) % VOCAB as i64).collect();
+    let key = RngSite {
+        seed: 2,
+        step,
+        ..RngSite::default()
+    }
+    .key();
+    let ids: Vec<i64> = (0..=rows * SEQ)
+        .map(|i| i64::from(key.word(i as u64)) % VOCAB as i64)
+        .collect();
     let tensor = |from: usize| HostTensor::from_slice(&ids[from..from + rows * SEQ], &[rows, SEQ]);
     Ok((tensor(0)?, tensor(1)?))
 }

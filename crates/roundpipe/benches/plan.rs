@@ -1,7 +1,9 @@
 //! Planning must stay invisible next to a step: under 10 ms for 96 layers.
 
 use divan::{Bencher, black_box};
-use roundpipe::{AutoOptions, ExecutePlan, LayerCost, LayerCosts, PlanKind, Schedule, Setting, simulate};
+use roundpipe::{
+    AutoOptions, ExecutePlan, LayerCost, LayerCosts, PlanKind, Schedule, Setting, simulate,
+};
 
 fn main() {
     divan::main();
@@ -15,7 +17,11 @@ fn uneven(layers: usize) -> LayerCosts {
         name: format!("layer {index}"),
         forward_ms: 40.0 + (index * 37 % 101) as f64 * 0.1,
         recompute_ms: 40.0 + (index * 37 % 101) as f64 * 0.1,
-        backward_ms: if index + 1 == layers { 200.0 } else { 80.0 + (index * 53 % 97) as f64 * 0.2 },
+        backward_ms: if index + 1 == layers {
+            200.0
+        } else {
+            80.0 + (index * 53 % 97) as f64 * 0.2
+        },
         bytes: 1 << 30,
         hop_ms: 3.0,
         keep_bytes: 100 << 20,
@@ -23,7 +29,9 @@ fn uneven(layers: usize) -> LayerCosts {
         grad_bytes: 2 << 30,
         ..LayerCost::default()
     };
-    LayerCosts { layers: (0..layers).map(layer).collect() }
+    LayerCosts {
+        layers: (0..layers).map(layer).collect(),
+    }
 }
 
 fn plan(bencher: Bencher<'_, '_>, layers: usize, options: &AutoOptions) {
@@ -40,7 +48,14 @@ fn asynchronous(bencher: Bencher<'_, '_>, layers: usize) {
 /// One step at a time.
 #[divan::bench(args = LAYERS, sample_count = 20)]
 fn synchronous(bencher: Bencher<'_, '_>, layers: usize) {
-    plan(bencher, layers, &AutoOptions { asynchronous: false, ..AutoOptions::new(8, 16) });
+    plan(
+        bencher,
+        layers,
+        &AutoOptions {
+            asynchronous: false,
+            ..AutoOptions::new(8, 16)
+        },
+    );
 }
 
 /// With everything the simulator can know: speeds, transfers and memory.
@@ -64,9 +79,16 @@ fn all_known(bencher: Bencher<'_, '_>, layers: usize) {
 #[divan::bench(args = LAYERS, sample_count = 20)]
 fn replay(bencher: Bencher<'_, '_>, layers: usize) {
     let (costs, options) = (uneven(layers), AutoOptions::new(8, 16));
-    let plans = ExecutePlan::auto(PlanKind::Fused, &[&costs], &options).expect("these layers can be planned");
+    let plans = ExecutePlan::auto(PlanKind::Fused, &[&costs], &options)
+        .expect("these layers can be planned");
     let (plan, setting) = (&plans[0], &options.setting);
     bencher.bench_local(|| {
-        simulate(Schedule::RoundPipeAsync, PlanKind::Fused, black_box(plan), &costs, setting)
+        simulate(
+            Schedule::RoundPipeAsync,
+            PlanKind::Fused,
+            black_box(plan),
+            &costs,
+            setting,
+        )
     });
 }

@@ -1,11 +1,11 @@
 //! Prints simulated bubbles beside the published ones: one line per model and schedule.
 //!
-//! `published` is the authors' figure, `repeated` ours by their rules for their plan. `own rules` and
-//! `own plan` follow the engine's rules (a visit takes all microbatches, nothing runs before its input
-//! arrived): for the published plan, and for the plan that the search finds. `early` is the search's plan if
-//! recompute may start before the gradient arrives, `rounds` if moreover a visit takes only as many
-//! microbatches as there are devices, which uploads parameters more often. All in percent. The argument
-//! `plans` prints the plans that were found, too.
+//! `published` is the authors' figure, `repeated` ours by their rules for their plan. `own rules`
+//! and `own plan` follow the engine's rules (a visit takes all microbatches, nothing runs before
+//! its input arrived): for the published plan, and for the plan that the search finds. `early` is
+//! the search's plan if recompute may start before the gradient arrives, `rounds` if moreover a
+//! visit takes only as many microbatches as there are devices, which uploads parameters more often.
+//! All in percent. The argument `plans` prints the plans that were found, too.
 
 use std::io::Write;
 
@@ -17,7 +17,16 @@ use published::{DEVICES, MICROBATCHES, MODELS, Model};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut out = std::io::stdout().lock();
-    let head = ["model", "schedule", "published", "repeated", "own rules", "own plan", "early", "rounds"];
+    let head = [
+        "model",
+        "schedule",
+        "published",
+        "repeated",
+        "own rules",
+        "own plan",
+        "early",
+        "rounds",
+    ];
     let [model, schedule, rest @ ..] = head;
     write!(out, "{model:<12} {schedule:<18}")?;
     for word in rest {
@@ -42,7 +51,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 fn print_plans(out: &mut impl Write) -> Result<(), Box<dyn std::error::Error>> {
     for model in &MODELS {
         for asynchronous in [false, true] {
-            let when = if asynchronous { "asynchronous" } else { "synchronous" };
+            let when = if asynchronous {
+                "asynchronous"
+            } else {
+                "synchronous"
+            };
             let plan = auto(model, asynchronous, &Setting::new(DEVICES, MICROBATCHES))?;
             writeln!(out, "{:<12} {when} plan: {plan}", model.name)?;
         }
@@ -53,7 +66,11 @@ fn print_plans(out: &mut impl Write) -> Result<(), Box<dyn std::error::Error>> {
 fn schedules(model: &Model) -> [(&'static str, Schedule, f64); 6] {
     [
         ("RoundPipe", Schedule::RoundPipe, model.sync),
-        ("RoundPipe async", Schedule::RoundPipeAsync, model.overlapped),
+        (
+            "RoundPipe async",
+            Schedule::RoundPipeAsync,
+            model.overlapped,
+        ),
         ("GPipe", Schedule::GPipe, model.gpipe),
         ("1F1B", Schedule::OneForwardOneBackward, model.one_f_one_b),
         ("interleaved 1F1B", Schedule::Interleaved, model.interleaved),
@@ -73,18 +90,33 @@ fn bubbles(model: &Model, schedule: Schedule) -> roundpipe::Result<Vec<f64>> {
         Schedule::RoundPipe | Schedule::RoundPipeAsync => {
             let asynchronous = schedule == Schedule::RoundPipeAsync;
             let repeated = fused(Schedule::RoundPipe, &model.plan(), &theirs)?;
-            let repeated = if asynchronous { repeated.inner_bubble() } else { repeated.bubble };
+            let repeated = if asynchronous {
+                repeated.inner_bubble()
+            } else {
+                repeated.bubble
+            };
             let mut bubbles = vec![repeated, fused(schedule, &model.plan(), &ours)?.bubble];
-            let early = Setting { ahead: Ahead::Recompute, ..ours.clone() };
-            let rounds = Setting { visit: DEVICES, ..early.clone() };
+            let early = Setting {
+                ahead: Ahead::Recompute,
+                ..ours.clone()
+            };
+            let rounds = Setting {
+                visit: DEVICES,
+                ..early.clone()
+            };
             for setting in [ours, early, rounds] {
-                bubbles.push(fused(schedule, &auto(model, asynchronous, &setting)?, &setting)?.bubble);
+                bubbles
+                    .push(fused(schedule, &auto(model, asynchronous, &setting)?, &setting)?.bubble);
             }
             bubbles
         }
         _ => {
             let looped = matches!(schedule, Schedule::Interleaved | Schedule::LoopedBfs);
-            let plan = if looped { model.looped() } else { model.single() };
+            let plan = if looped {
+                model.looped()
+            } else {
+                model.single()
+            };
             vec![simulate(schedule, PlanKind::Train, &plan, &costs, &ours)?.bubble]
         }
     })
@@ -92,7 +124,11 @@ fn bubbles(model: &Model, schedule: Schedule) -> roundpipe::Result<Vec<f64>> {
 
 fn auto(model: &Model, asynchronous: bool, setting: &Setting) -> roundpipe::Result<ExecutePlan> {
     let setting = setting.clone();
-    let options = AutoOptions { setting, asynchronous, ..AutoOptions::new(DEVICES, MICROBATCHES) };
+    let options = AutoOptions {
+        setting,
+        asynchronous,
+        ..AutoOptions::new(DEVICES, MICROBATCHES)
+    };
     let mut plans = ExecutePlan::auto(PlanKind::Fused, &[&model.costs()], &options)?;
     Ok(plans.swap_remove(0))
 }

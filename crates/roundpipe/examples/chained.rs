@@ -1,11 +1,12 @@
-//! Two models on one ring of workers: the second takes the first one's outputs microbatch by microbatch as they
-//! come, and the first one's backward takes the second one's gradients the same way. Nobody waits in between.
+//! Two models on one ring of workers: the second takes the first one's outputs microbatch by
+//! microbatch as they come, and the first one's backward takes the second one's gradients the same
+//! way. Nobody waits in between.
 //!
 //! ```text
 //! cargo run --release -p roundpipe --example chained
 //! ```
-//! An encoder squeezes eight numbers into two, a decoder restores them. A single model of the same layers shows
-//! the same losses.
+//! An encoder squeezes eight numbers into two, a decoder restores them. A single model of the same
+//! layers shows the same losses.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -14,8 +15,8 @@ use roundpipe::engine::Args;
 use roundpipe::nn::{Func, Init, Linear};
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    Cpu, Cx, DType, Device, HostTensor, Lag, MergeOutput, Ring, RingOptions, RngSite, RoundPipe, Rule,
-    RunConfig, Sequential, Tensor, TensorResult, Tree, Update,
+    Cpu, Cx, DType, Device, HostTensor, Lag, MergeOutput, Ring, RingOptions, RngSite, RoundPipe,
+    Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update,
 };
 
 const BATCH: usize = 64;
@@ -26,15 +27,25 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut out = std::io::stdout().lock();
     let (two, one) = run(2, 200)?;
     for (step, (two, one)) in two.iter().zip(&one).enumerate().step_by(25) {
-        writeln!(out, "step {step:>3}  two models {two:.6}  one model {one:.6}")?;
+        writeln!(
+            out,
+            "step {step:>3}  two models {two:.6}  one model {one:.6}"
+        )?;
     }
-    writeln!(out, "all {} losses are the same bits: {}", two.len(), two == one)?;
+    writeln!(
+        out,
+        "all {} losses are the same bits: {}",
+        two.len(),
+        two == one
+    )?;
     Ok(())
 }
 
 /// The losses of two chained models, and of one that has the layers of both.
 pub fn run(workers: usize, steps: u64) -> roundpipe::Result<(Vec<f64>, Vec<f64>)> {
-    let devices = Cpu::workers(workers, None)?.into_iter().map(|cpu| cpu as Arc<dyn Device>);
+    let devices = Cpu::workers(workers, None)?
+        .into_iter()
+        .map(|cpu| cpu as Arc<dyn Device>);
     let ring = Ring::new(&devices.collect::<Vec<_>>(), &RingOptions::default())?;
     Ok((chained(&ring, steps)?, single(&ring, steps)?))
 }
@@ -105,7 +116,12 @@ fn decoder(model: Sequential, init: &mut Init) -> TensorResult<Sequential> {
 
 /// Eight numbers that depend on two.
 fn batch(step: u64) -> TensorResult<HostTensor> {
-    let key = RngSite { seed: 9, step, ..RngSite::default() }.key();
+    let key = RngSite {
+        seed: 9,
+        step,
+        ..RngSite::default()
+    }
+    .key();
     let uniform = |i: usize| key.word(i as u64) as f32 / u32::MAX as f32 * 2.0 - 1.0;
     let mut rows = Vec::new();
     for i in 0..BATCH {

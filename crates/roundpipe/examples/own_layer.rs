@@ -1,4 +1,5 @@
-//! A layer of one's own with an operation of one's own: weights that are only a sign learn exclusive or.
+//! A layer of one's own with an operation of one's own: weights that are only a sign learn
+//! exclusive or.
 //!
 //! ```text
 //! cargo run --release -p roundpipe --example own_layer
@@ -10,8 +11,8 @@ use std::sync::Arc;
 use roundpipe::nn::{Init, Linear};
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    CustomOp, Cx, DType, HostTensor, Lag, Module, Param, Params, RoundPipe, Rule, RunConfig, Sequential,
-    Tensor, TensorResult, Update, Visit,
+    CustomOp, Cx, DType, HostTensor, Lag, Module, Param, Params, RoundPipe, Rule, RunConfig,
+    Sequential, Tensor, TensorResult, Update, Visit,
 };
 
 /// The sign forward; backward as if it had not been there (a straight-through estimator).
@@ -70,8 +71,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// What the model says to each of the four pairs after some steps.
 pub fn run(steps: u64) -> roundpipe::Result<Vec<f32>> {
     let mut init = Init::new(1, DType::F32);
-    let hidden = SignLinear { weight: init.uniform(&[32, 2], 0.1)?, bias: init.uniform(&[32], 1.0)? };
-    let model = Sequential::new().named("hidden", hidden).named("out", Linear::new(&mut init, 32, 1, true)?);
+    let hidden = SignLinear {
+        weight: init.uniform(&[32, 2], 0.1)?,
+        bias: init.uniform(&[32], 1.0)?,
+    };
+    let model = Sequential::new()
+        .named("hidden", hidden)
+        .named("out", Linear::new(&mut init, 32, 1, true)?);
     let engine = RoundPipe::builder(model)
         .optimizer(Rule::Adam(AdamW::default()))
         .run_config(RunConfig::new().num_microbatch(2))

@@ -3,8 +3,8 @@
 //! ```text
 //! cargo run --release -p roundpipe --example resnet
 //! ```
-//! Nothing here knows about workers: `Residual` is parameters and a forward, the engine does the rest, running
-//! statistics of batch norm included.
+//! Nothing here knows about workers: `Residual` is parameters and a forward, the engine does the
+//! rest, running statistics of batch norm included.
 
 use std::io::Write;
 
@@ -12,8 +12,8 @@ use roundpipe::kernel::{ConvSpec, PoolSpec};
 use roundpipe::nn::{BatchNorm2d, Conv2d, Func, Init, Linear};
 use roundpipe::optim::Sgd;
 use roundpipe::{
-    Cx, DType, HostTensor, Lag, Module, Params, RngSite, RoundPipe, Rule, RunConfig, Sequential, Tensor,
-    TensorResult, Update, Visit,
+    Cx, DType, HostTensor, Lag, Module, Params, RngSite, RoundPipe, Rule, RunConfig, Sequential,
+    Tensor, TensorResult, Update, Visit,
 };
 
 const BATCH: usize = 32;
@@ -26,14 +26,21 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for (step, loss) in losses.iter().enumerate().step_by(5) {
         writeln!(out, "step {step:>2}  loss {loss:.4}")?;
     }
-    writeln!(out, "{:.1}% of 256 unseen images are told right", 100.0 * accuracy)?;
+    writeln!(
+        out,
+        "{:.1}% of 256 unseen images are told right",
+        100.0 * accuracy
+    )?;
     Ok(())
 }
 
 /// Trains, and gives the losses and the share of unseen images that are told right.
 pub fn run(steps: u64) -> roundpipe::Result<(Vec<f64>, f64)> {
     let engine = RoundPipe::builder(resnet()?)
-        .optimizer(Rule::Sgd(Sgd { momentum: 0.9, ..Sgd::default() }))
+        .optimizer(Rule::Sgd(Sgd {
+            momentum: 0.9,
+            ..Sgd::default()
+        }))
         .run_config(RunConfig::new().num_microbatch(MICROBATCHES))
         .build()?;
     let mut losses = Vec::new();
@@ -55,9 +62,17 @@ fn accuracy(engine: &RoundPipe) -> roundpipe::Result<f64> {
     let (pixels, quadrants) = images(u64::MAX, 256)?;
     let forward = engine.forward(pixels, &RunConfig::new().requires_grad(false))?;
     let logits = forward.output()?.clone().tensor()?.to_vec::<f32>()?;
-    let best = |row: &[f32]| (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap_or(0) as i64;
+    let best = |row: &[f32]| {
+        (0..row.len())
+            .max_by(|a, b| row[*a].total_cmp(&row[*b]))
+            .unwrap_or(0) as i64
+    };
     let labels = quadrants.to_vec::<i64>()?;
-    let right = logits.chunks(4).zip(&labels).filter(|(row, label)| best(row) == **label).count();
+    let right = logits
+        .chunks(4)
+        .zip(&labels)
+        .filter(|(row, label)| best(row) == **label)
+        .count();
     Ok(right as f64 / labels.len() as f64)
 }
 
@@ -72,9 +87,20 @@ struct Residual {
 
 impl Residual {
     fn new(init: &mut Init, inputs: usize, outputs: usize, stride: usize) -> TensorResult<Self> {
-        let spec = |stride, pad| ConvSpec { stride: [stride; 2], padding: [pad; 2], ..ConvSpec::default() };
+        let spec = |stride, pad| ConvSpec {
+            stride: [stride; 2],
+            padding: [pad; 2],
+            ..ConvSpec::default()
+        };
         let short = match inputs != outputs || stride != 1 {
-            true => Some(Conv2d::new(init, inputs, outputs, 1, false, spec(stride, 0))?),
+            true => Some(Conv2d::new(
+                init,
+                inputs,
+                outputs,
+                1,
+                false,
+                spec(stride, 0),
+            )?),
             false => None,
         };
         Ok(Self {
@@ -117,14 +143,20 @@ impl Module for Residual {
 
 fn resnet() -> TensorResult<Sequential> {
     let mut init = Init::new(3, DType::F32);
-    let stem = ConvSpec { padding: [1; 2], ..ConvSpec::default() };
+    let stem = ConvSpec {
+        padding: [1; 2],
+        ..ConvSpec::default()
+    };
     let mean = |cx: &mut Cx, x: &Tensor| {
         let y = cx.global_avg_pool2d(x)?;
         cx.flatten(&y, 1, -1)
     };
     Ok(Sequential::new()
         .named("stem", Conv2d::new(&mut init, 1, 8, 3, true, stem)?)
-        .named("pool", Func(|cx: &mut Cx, x: &Tensor| cx.max_pool2d(x, PoolSpec::window([2, 2]))))
+        .named(
+            "pool",
+            Func(|cx: &mut Cx, x: &Tensor| cx.max_pool2d(x, PoolSpec::window([2, 2]))),
+        )
         .named("block1", Residual::new(&mut init, 8, 8, 1)?)
         .named("block2", Residual::new(&mut init, 8, 16, 2)?)
         .named("mean", Func(mean))
@@ -133,7 +165,12 @@ fn resnet() -> TensorResult<Sequential> {
 
 /// Noise with one bright quadrant, and which it is.
 fn images(step: u64, count: usize) -> TensorResult<(HostTensor, HostTensor)> {
-    let key = RngSite { seed: 21, step, ..RngSite::default() }.key();
+    let key = RngSite {
+        seed: 21,
+        step,
+        ..RngSite::default()
+    }
+    .key();
     let (mut pixels, mut quadrants) = (Vec::new(), Vec::new());
     for n in 0..count as u64 {
         let quadrant = u64::from(key.word(1_000_000 + n)) % 4;

@@ -1,9 +1,11 @@
-//! The training loop: the same script on one worker and on eight, with the same losses to the last bit.
+//! The training loop: the same script on one worker and on eight, with the same losses to the last
+//! bit.
 //!
 //! ```text
 //! cargo run --release -p roundpipe --example training_loop -- --workers 4
 //! ```
-//! The model is bf16 with f32 copies for the optimizer; it tells which of three spiral arms a point lies on.
+//! The model is bf16 with f32 copies for the optimizer; it tells which of three spiral arms a point
+//! lies on.
 
 use std::f64::consts::TAU;
 use std::io::Write;
@@ -12,11 +14,12 @@ use std::sync::Arc;
 use roundpipe::nn::{Func, Init, Linear};
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    Cpu, Cx, DType, Device, HostTensor, Lag, RngSite, RoundPipe, Rule, RunConfig, Sequential, Tensor,
-    TensorResult, Tree, Update,
+    Cpu, Cx, DType, Device, HostTensor, Lag, RngSite, RoundPipe, Rule, RunConfig, Sequential,
+    Tensor, TensorResult, Tree, Update,
 };
 
-/// One more than the most workers that are to be kept busy. Fixed, so that the number of workers means nothing.
+/// One more than the most workers that are to be kept busy. Fixed, so that the number of workers
+/// means nothing.
 const MICROBATCHES: usize = 9;
 const BATCH: usize = 18 * MICROBATCHES;
 const CLASSES: usize = 3;
@@ -26,10 +29,21 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let workers = workers(&mut std::env::args().skip(1))?;
     let mut out = std::io::stdout().lock();
     let losses = run(workers, 200)?;
-    for (step, loss) in losses.iter().enumerate().filter(|(step, _)| step % 20 == 0 || *step == 199) {
-        writeln!(out, "step {step:>3}  loss {loss:.6}  bits {:016x}", loss.to_bits())?;
+    for (step, loss) in losses
+        .iter()
+        .enumerate()
+        .filter(|(step, _)| step % 20 == 0 || *step == 199)
+    {
+        writeln!(
+            out,
+            "step {step:>3}  loss {loss:.6}  bits {:016x}",
+            loss.to_bits()
+        )?;
     }
-    writeln!(out, "on {workers} workers; any other number gives the same lines")?;
+    writeln!(
+        out,
+        "on {workers} workers; any other number gives the same lines"
+    )?;
     Ok(())
 }
 
@@ -38,7 +52,9 @@ fn workers(args: &mut dyn Iterator<Item = String>) -> Result<usize, String> {
         (None, _) => Ok(2),
         (Some("--workers"), Some(count)) => match count.parse() {
             Ok(count @ 1..=64) => Ok(count),
-            _ => Err(format!("--workers {count}: a number from 1 to 64 is needed")),
+            _ => Err(format!(
+                "--workers {count}: a number from 1 to 64 is needed"
+            )),
         },
         (Some(other), _) => Err(format!("{other}: the only option is --workers N")),
     }
@@ -46,7 +62,9 @@ fn workers(args: &mut dyn Iterator<Item = String>) -> Result<usize, String> {
 
 /// Trains on `workers` workers and gives the loss of every step.
 pub fn run(workers: usize, steps: u64) -> roundpipe::Result<Vec<f64>> {
-    let devices = Cpu::workers(workers, None)?.into_iter().map(|cpu| cpu as Arc<dyn Device>);
+    let devices = Cpu::workers(workers, None)?
+        .into_iter()
+        .map(|cpu| cpu as Arc<dyn Device>);
     let engine = RoundPipe::builder(model()?)
         .optimizer(Rule::Adam(AdamW::default()))
         .run_config(RunConfig::new().num_microbatch(MICROBATCHES))
@@ -57,7 +75,13 @@ pub fn run(workers: usize, steps: u64) -> roundpipe::Result<Vec<f64>> {
         let (points, arms) = batch(step)?;
         losses.push(engine.forward_backward(points, arms, loss)?.sum());
         // Lag 1: the update runs beside the next step, which reads the weights from before it.
-        engine.update(&Update { clip: Some(1.0), ..Update::new(3e-3) }, Lag::One)?;
+        engine.update(
+            &Update {
+                clip: Some(1.0),
+                ..Update::new(3e-3)
+            },
+            Lag::One,
+        )?;
     }
     engine.synchronize()?;
     Ok(losses)
@@ -78,12 +102,19 @@ fn model() -> TensorResult<Sequential> {
             .with(Linear::new(&mut init, WIDTH, WIDTH, true)?);
     }
     let head = Linear::new(&mut init, WIDTH, CLASSES, true)?;
-    Ok(model.with(Func(|cx: &mut Cx, x: &Tensor| cx.gelu(x))).with(head))
+    Ok(model
+        .with(Func(|cx: &mut Cx, x: &Tensor| cx.gelu(x)))
+        .with(head))
 }
 
 /// Points on three spiral arms.
 fn batch(step: u64) -> TensorResult<(HostTensor, HostTensor)> {
-    let key = RngSite { seed: 5, step, ..RngSite::default() }.key();
+    let key = RngSite {
+        seed: 5,
+        step,
+        ..RngSite::default()
+    }
+    .key();
     let (mut points, mut arms) = (Vec::new(), Vec::new());
     for i in 0..BATCH as u64 {
         let arm = i % CLASSES as u64;

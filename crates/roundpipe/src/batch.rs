@@ -1,27 +1,29 @@
-//! From a batch to microbatches and back: which tensors are cut where, and how outputs are put together.
+//! From a batch to microbatches and back: which tensors are cut where, and how outputs are put
+//! together.
 //!
-//! The path of a batch: [`Inputs`] -> [`split_inputs`] -> one [`Inputs`] per microbatch -> the model ->
-//! [`merge`]. Labels go the same way through [`split_label`]; gradients of a merged output go back through
-//! [`split_grads`]. Everything here is a pure function of host tensors. A cut along dimension 0 shares the
-//! user's memory.
+//! The path of a batch: [`Inputs`] -> [`split_inputs`] -> one [`Inputs`] per microbatch -> the
+//! model -> [`merge`]. Labels go the same way through [`split_label`]; gradients of a merged output
+//! go back through [`split_grads`]. Everything here is a pure function of host tensors. A cut along
+//! dimension 0 shares the user's memory.
 //!
-//! Each rule is automatic, a spec (a tree of rules beside the tree of values, in which one rule at a place
-//! holds for everything below it), or a function. Nothing is printed: what a user should hear about but need
-//! not fix comes back as a warning.
+//! Each rule is automatic, a spec (a tree of rules beside the tree of values, in which one rule at
+//! a place holds for everything below it), or a function. Nothing is printed: what a user should
+//! hear about but need not fix comes back as a warning.
 //!
 //! # Automatic rules
 //!
-//! 1. Positional inputs and labels: a tensor with dimensions is cut along dimension 0; scalars and plain
-//!    values are repeated.
-//! 2. The batch is the smallest of the sizes that are cut. The others must be multiples of it and are cut at
-//!    the same samples: 5 samples of 4 rows in 3 microbatches give 8, 8 and 4 rows.
-//! 3. Named inputs: a tensor is cut along dimension 0 when that is as large as the batch of the positional
-//!    inputs, and repeated otherwise. Without positional tensors, the batch is the one size other than 1 that
-//!    named tensors have along dimension 0; when there are several it is an error, not a guess.
-//! 4. Microbatches differ by at most one sample, larger ones first. A batch smaller than the number of
-//!    microbatches gives fewer, with a warning.
-//! 5. Outputs: tensors with dimensions are concatenated along dimension 0, float scalars averaged (in f64,
-//!    rounded once; the microbatches count the same), everything else must be equal.
+//! 1. Positional inputs and labels: a tensor with dimensions is cut along dimension 0; scalars and
+//!    plain values are repeated.
+//! 2. The batch is the smallest of the sizes that are cut. The others must be multiples of it and
+//!    are cut at the same samples: 5 samples of 4 rows in 3 microbatches give 8, 8 and 4 rows.
+//! 3. Named inputs: a tensor is cut along dimension 0 when that is as large as the batch of the
+//!    positional inputs, and repeated otherwise. Without positional tensors, the batch is the one
+//!    size other than 1 that named tensors have along dimension 0; when there are several it is an
+//!    error, not a guess.
+//! 4. Microbatches differ by at most one sample, larger ones first. A batch smaller than the number
+//!    of microbatches gives fewer, with a warning.
+//! 5. Outputs: tensors with dimensions are concatenated along dimension 0, float scalars averaged
+//!    (in f64, rounded once; the microbatches count the same), everything else must be equal.
 
 mod merge;
 mod split;
@@ -67,8 +69,9 @@ impl Inputs {
         self
     }
 
-    /// What the model's first layer receives: a single positional input as it is, several as a list, named
-    /// ones as a map, and both as the list of the positional ones with the map at its end.
+    /// What the model's first layer receives: a single positional input as it is, several as a
+    /// list, named ones as a map, and both as the list of the positional ones with the map at its
+    /// end.
     pub fn into_tree(self) -> Tree<HostTensor> {
         assemble(self.args, self.named)
     }
@@ -103,7 +106,10 @@ impl From<Tree<HostTensor>> for Inputs {
 impl From<Vec<HostTensor>> for Inputs {
     /// Each is a positional input of its own.
     fn from(tensors: Vec<HostTensor>) -> Self {
-        Self { args: tensors.into_iter().map(Tree::Tensor).collect(), named: BTreeMap::new() }
+        Self {
+            args: tensors.into_iter().map(Tree::Tensor).collect(),
+            named: BTreeMap::new(),
+        }
     }
 }
 
@@ -123,10 +129,12 @@ pub enum Cut {
     Repeat,
 }
 
-/// Makes the inputs of each microbatch from the inputs of the batch and the wished number of microbatches.
+/// Makes the inputs of each microbatch from the inputs of the batch and the wished number of
+/// microbatches.
 pub type SplitInputFn = dyn Fn(&Inputs, usize) -> Result<Vec<Inputs>> + Send + Sync;
 /// Makes the label of each microbatch from the label of the batch and the number of microbatches.
-pub type SplitLabelFn = dyn Fn(&Tree<HostTensor>, usize) -> Result<Vec<Tree<HostTensor>>> + Send + Sync;
+pub type SplitLabelFn =
+    dyn Fn(&Tree<HostTensor>, usize) -> Result<Vec<Tree<HostTensor>>> + Send + Sync;
 /// Makes the output of the batch from those of its microbatches, in their order.
 pub type MergeFn = dyn Fn(Vec<Tree<HostTensor>>) -> Result<Tree<HostTensor>> + Send + Sync;
 /// Puts one more microbatch's value to what was gathered so far.
@@ -151,7 +159,9 @@ pub enum SplitInput {
 
 impl SplitInput {
     /// As the function does it.
-    pub fn function(f: impl Fn(&Inputs, usize) -> Result<Vec<Inputs>> + Send + Sync + 'static) -> Self {
+    pub fn function(
+        f: impl Fn(&Inputs, usize) -> Result<Vec<Inputs>> + Send + Sync + 'static,
+    ) -> Self {
         Self::Function(Arc::new(f))
     }
 }
@@ -201,7 +211,10 @@ impl Merge {
         init: HostTensor,
         f: impl Fn(HostTensor, HostTensor) -> Result<HostTensor> + Send + Sync + 'static,
     ) -> Self {
-        Self::Reduce { init, f: Arc::new(f) }
+        Self::Reduce {
+            init,
+            f: Arc::new(f),
+        }
     }
 }
 
@@ -234,9 +247,11 @@ impl fmt::Debug for SplitInput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Auto => f.write_str("Auto"),
-            Self::Spec { args, named } => {
-                f.debug_struct("Spec").field("args", args).field("named", named).finish()
-            }
+            Self::Spec { args, named } => f
+                .debug_struct("Spec")
+                .field("args", args)
+                .field("named", named)
+                .finish(),
             Self::Function(_) => f.write_str("Function"),
         }
     }
@@ -280,7 +295,8 @@ struct Ruled<'a, R> {
     direct: bool,
 }
 
-/// The rule for each leaf of `tree`, in the order of its leaves. `name` is the setting, `path` where `tree` is.
+/// The rule for each leaf of `tree`, in the order of its leaves. `name` is the setting, `path`
+/// where `tree` is.
 fn spread<'a, T, R>(
     name: &'static str,
     path: &str,
@@ -294,7 +310,11 @@ fn spread<'a, T, R>(
     match (tree, spec) {
         (_, Tree::Tensor(rule)) => {
             let direct = matches!(tree, Tree::Tensor(_));
-            Ok(tree.leaves().iter().map(|_| Ruled { rule, direct }).collect())
+            Ok(tree
+                .leaves()
+                .iter()
+                .map(|_| Ruled { rule, direct })
+                .collect())
         }
         (Tree::List(items), Tree::List(specs)) if items.len() == specs.len() => {
             let pairs = items.iter().zip(specs).enumerate();
@@ -302,11 +322,17 @@ fn spread<'a, T, R>(
         }
         (Tree::Map(items), Tree::Map(specs)) => {
             if !items.keys().eq(specs.keys()) {
-                let what = format!("in {path} there {}, in its spec there {}", keys(items), keys(specs));
+                let what = format!(
+                    "in {path} there {}, in its spec there {}",
+                    keys(items),
+                    keys(specs)
+                );
                 return Err(Error::config(name, what));
             }
             let pairs = items.iter().zip(specs.values());
-            flat(pairs.map(|((key, item), spec)| spread(name, &format!("{path}.{key}"), item, spec)))
+            flat(
+                pairs.map(|((key, item), spec)| spread(name, &format!("{path}.{key}"), item, spec)),
+            )
         }
         (Tree::Tensor(_) | Tree::List(_) | Tree::Map(_), _) | (_, Tree::List(_) | Tree::Map(_)) => {
             Err(misfit())
@@ -317,7 +343,11 @@ fn spread<'a, T, R>(
 }
 
 fn flat<T>(parts: impl Iterator<Item = Result<Vec<T>>>) -> Result<Vec<T>> {
-    Ok(parts.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
+    Ok(parts
+        .collect::<Result<Vec<_>>>()?
+        .into_iter()
+        .flatten()
+        .collect())
 }
 
 #[cfg(test)]

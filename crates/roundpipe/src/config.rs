@@ -1,7 +1,9 @@
-//! What a user may choose about a run, on two levels: a model has a configuration, and so has each call.
+//! What a user may choose about a run, on two levels: a model has a configuration, and so has each
+//! call.
 //!
-//! Every field may stay unset. A field set at the call wins over the model's; one set at neither takes its
-//! default. [`RunConfig::resolve`] is the only way to the checked form that the engine works from.
+//! Every field may stay unset. A field set at the call wins over the model's; one set at neither
+//! takes its default. [`RunConfig::resolve`] is the only way to the checked form that the engine
+//! works from.
 
 use crate::batch::{MergeOutput, SplitInput, SplitLabel};
 use crate::error::{Error, Result};
@@ -13,9 +15,10 @@ pub enum OutputDevice {
     /// Host memory.
     #[default]
     Host,
-    /// Also the memory of the worker with this number: see [`Forward::tensors`](crate::Forward::tensors). On a
-    /// ring of one worker, unmerged outputs of a call without a backward stay there, and a call that takes them
-    /// as inputs finds them in place.
+    /// Also the memory of the worker with this number: see
+    /// [`Forward::tensors`](crate::Forward::tensors). On a ring of one worker, unmerged outputs of
+    /// a call without a backward stay there, and a call that takes them as inputs finds them in
+    /// place.
     Worker(usize),
 }
 
@@ -38,8 +41,9 @@ pub struct RunConfig {
     pub input_grads: Option<bool>,
     /// Where outputs land; the host by default.
     pub output_device: Option<OutputDevice>,
-    /// Whether recompute repeats random operations exactly; on by default. Random numbers are a function of their
-    /// place here, so they repeat either way, and nothing is gained by switching this off.
+    /// Whether recompute repeats random operations exactly; on by default. Random numbers are a
+    /// function of their place here, so they repeat either way, and nothing is gained by switching
+    /// this off.
     pub preserve_rng_state: Option<bool>,
     /// What is recomputed together; a stage by default.
     pub recompute_grain: Option<Grain>,
@@ -112,7 +116,10 @@ impl RunConfig {
     /// [`Error::Config`] for 0 microbatches or a worker that is not there.
     pub fn resolve(&self, devices: usize) -> Result<Resolved> {
         if self.num_microbatch == Some(0) {
-            return Err(Error::config("num_microbatch", "0 microbatches; the least is 1"));
+            return Err(Error::config(
+                "num_microbatch",
+                "0 microbatches; the least is 1",
+            ));
         }
         let output_device = self.output_device.unwrap_or_default();
         if let OutputDevice::Worker(worker) = output_device
@@ -171,9 +178,15 @@ mod tests {
     fn nothing_chosen_gives_the_defaults() {
         let run = RunConfig::default().resolve(3).unwrap();
         assert!(run.requires_grad && run.preserve_rng_state && !run.input_grads);
-        assert_eq!((run.output_device, run.recompute_grain), (OutputDevice::Host, Grain::Stage));
+        assert_eq!(
+            (run.output_device, run.recompute_grain),
+            (OutputDevice::Host, Grain::Stage)
+        );
         assert_eq!((run.num_microbatch, run.execute_plan.is_none()), (4, true));
-        assert!(matches!(run.split_input, SplitInput::Auto) && matches!(run.merge_output, MergeOutput::Auto));
+        assert!(
+            matches!(run.split_input, SplitInput::Auto)
+                && matches!(run.merge_output, MergeOutput::Auto)
+        );
     }
 
     /// A field at the call wins, also when it is the default's value; an unset one falls through.
@@ -186,7 +199,10 @@ mod tests {
             .num_microbatch(7)
             .merge_output(MergeOutput::Off)
             .execute_plan(plan.clone());
-        let call = RunConfig::new().requires_grad(true).num_microbatch(2).input_grads(true);
+        let call = RunConfig::new()
+            .requires_grad(true)
+            .num_microbatch(2)
+            .input_grads(true);
         let run = call.over(&model).resolve(1).unwrap();
         assert!(run.requires_grad && run.input_grads && run.preserve_rng_state);
         assert_eq!((run.num_microbatch, run.recompute_grain), (2, Grain::Layer));
@@ -196,18 +212,26 @@ mod tests {
 
     #[test]
     fn what_cannot_work_is_refused_by_name() {
-        let text = RunConfig::new().num_microbatch(0).resolve(1).unwrap_err().to_string();
+        let text = RunConfig::new()
+            .num_microbatch(0)
+            .resolve(1)
+            .unwrap_err()
+            .to_string();
         assert_eq!(text, "num_microbatch: 0 microbatches; the least is 1");
         let away = RunConfig::new().output_device(OutputDevice::Worker(2));
         assert!(away.resolve(3).is_ok());
         let text = away.resolve(2).unwrap_err().to_string();
-        assert_eq!(text, "output_device: no worker 2; there are 2, counted from 0");
+        assert_eq!(
+            text,
+            "output_device: no worker 2; there are 2, counted from 0"
+        );
     }
 
     /// A configuration with functions in it can still be logged.
     #[test]
     fn it_prints() {
-        let config = RunConfig::new().split_input(SplitInput::function(|inputs, _| Ok(vec![inputs.clone()])));
+        let config = RunConfig::new()
+            .split_input(SplitInput::function(|inputs, _| Ok(vec![inputs.clone()])));
         assert!(format!("{config:?}").contains("split_input: Some(Function)"));
     }
 }

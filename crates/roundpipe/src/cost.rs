@@ -9,15 +9,20 @@ use crate::costs::{LayerCost, LayerCosts};
 use crate::layer::Layer;
 use crate::tree::Tree;
 
-/// A value between layers as the meta device needs it: type, shape, and whether its gradient is wanted.
+/// A value between layers as the meta device needs it: type, shape, and whether its gradient is
+/// wanted.
 pub(crate) type Spec = (DType, Shape, bool);
 
-/// Bytes and FLOPs of a layer's forward, recompute and backward on a device, for inputs of these types and shapes.
-/// One input is passed as a tensor, several as a list.
+/// Bytes and FLOPs of a layer's forward, recompute and backward on a device, for inputs of these
+/// types and shapes. One input is passed as a tensor, several as a list.
 ///
 /// # Errors
 /// What the layer reports for such inputs.
-pub fn profile(layer: &dyn Layer, device: impl Into<Likeness>, inputs: &[Given]) -> Result<Profile> {
+pub fn profile(
+    layer: &dyn Layer,
+    device: impl Into<Likeness>,
+    inputs: &[Given],
+) -> Result<Profile> {
     meta::profile(device, inputs, |cx: &mut Cx, tensors: &[Tensor]| {
         let input = match tensors {
             [one] => Tree::Tensor(one.clone()),
@@ -28,8 +33,8 @@ pub fn profile(layer: &dyn Layer, device: impl Into<Likeness>, inputs: &[Given])
     })
 }
 
-/// What a device of a kind does in a millisecond: operations, and bytes of operands. Only ratios matter to a
-/// plan; measured times replace these after the first step.
+/// What a device of a kind does in a millisecond: operations, and bytes of operands. Only ratios
+/// matter to a plan; measured times replace these after the first step.
 fn rates(kind: DeviceKind) -> (f64, f64) {
     match kind {
         DeviceKind::Cuda => (300e9, 1.5e9),
@@ -37,8 +42,8 @@ fn rates(kind: DeviceKind) -> (f64, f64) {
     }
 }
 
-/// Guesses the costs of every layer for one microbatch by running the model on the meta device. Layers that
-/// look at values cannot be run there: that is the error, and sizes have to do.
+/// Guesses the costs of every layer for one microbatch by running the model on the meta device.
+/// Layers that look at values cannot be run there: that is the error, and sizes have to do.
 pub(crate) fn model_costs(
     layers: &[(String, Arc<dyn Layer>)],
     device: Likeness,
@@ -48,9 +53,17 @@ pub(crate) fn model_costs(
     let mut value = input.clone();
     let mut costs = Vec::with_capacity(layers.len());
     for (name, layer) in layers {
-        let params: Vec<Param> = layer.named_params().into_iter().map(|(_, param)| param).collect();
+        let params: Vec<Param> = layer
+            .named_params()
+            .into_iter()
+            .map(|(_, param)| param)
+            .collect();
         let run = |worker: &Worker, record: bool| -> Result<(Cx, Tree<Tensor>)> {
-            let cx = if record { Cx::new(worker, true, training) } else { Cx::ahead(worker, training) };
+            let cx = if record {
+                Cx::new(worker, true, training)
+            } else {
+                Cx::ahead(worker, training)
+            };
             let mut cx = cx;
             for param in &params {
                 let tensor = worker.full(param.dtype(), *param.shape(), 0.0)?;
@@ -76,7 +89,13 @@ pub(crate) fn model_costs(
             let seeds = seeds.map(seed).collect::<Result<Vec<_>>>()?;
             cx.backward_if_any(&seeds).map(drop)
         })?;
-        costs.push(layer_cost(name, device.kind, &params, &next, [forward, recompute, both]));
+        costs.push(layer_cost(
+            name,
+            device.kind,
+            &params,
+            &next,
+            [forward, recompute, both],
+        ));
         value = next;
     }
     Ok(LayerCosts { layers: costs })
@@ -92,14 +111,20 @@ fn layer_cost(
     let (flops, traffic) = rates(kind);
     let ms = |f: u64, t: u64| f as f64 / flops + t as f64 / traffic;
     let weights: u64 = params.iter().map(|p| p.bytes() as u64).sum();
-    let trained = params.iter().filter(|p| p.is_trainable()).map(|p| p.shape().numel() as u64);
+    let trained = params
+        .iter()
+        .filter(|p| p.is_trainable())
+        .map(|p| p.shape().numel() as u64);
     let size = |(dtype, shape, _): &&Spec| (shape.numel() * dtype.size()) as u64;
     let kept = recompute.kept.saturating_sub(weights);
     LayerCost {
         name: name.to_owned(),
         forward_ms: ms(forward.flops, forward.traffic),
         recompute_ms: ms(recompute.flops, recompute.traffic),
-        backward_ms: ms(both.flops - recompute.flops, both.traffic - recompute.traffic),
+        backward_ms: ms(
+            both.flops - recompute.flops,
+            both.traffic - recompute.traffic,
+        ),
         bytes: weights,
         hop_ms: 0.0,
         activation_bytes: output.leaves().iter().map(size).sum(),

@@ -1,8 +1,8 @@
 //! What planning and simulation know about a model: times and bytes of each layer, as plain data.
 //!
-//! Times are milliseconds for one microbatch on one device. They come from timers, from the meta device or,
-//! before anything was measured, from sizes alone ([`LayerCosts::from_bytes`]). Nothing here measures. Sizes
-//! that nobody knows stay 0 and count for nothing.
+//! Times are milliseconds for one microbatch on one device. They come from timers, from the meta
+//! device or, before anything was measured, from sizes alone ([`LayerCosts::from_bytes`]). Nothing
+//! here measures. Sizes that nobody knows stay 0 and count for nothing.
 
 use std::ops::Range;
 
@@ -41,7 +41,8 @@ pub struct LayerCosts {
 }
 
 impl LayerCosts {
-    /// Guesses for a model that was never timed: a forward costs a layer's bytes, a backward twice that.
+    /// Guesses for a model that was never timed: a forward costs a layer's bytes, a backward twice
+    /// that.
     pub fn from_bytes<S: Into<String>>(layers: impl IntoIterator<Item = (S, u64)>) -> Self {
         let guess = |(name, bytes): (S, u64)| LayerCost {
             name: name.into(),
@@ -51,7 +52,9 @@ impl LayerCosts {
             bytes,
             ..LayerCost::default()
         };
-        Self { layers: layers.into_iter().map(guess).collect() }
+        Self {
+            layers: layers.into_iter().map(guess).collect(),
+        }
     }
 
     /// How many layers.
@@ -66,42 +69,66 @@ impl LayerCosts {
 
     /// Forward of consecutive layers.
     pub fn forward_ms(&self, range: Range<usize>) -> f64 {
-        self.layers[range].iter().map(|layer| layer.forward_ms).sum()
+        self.layers[range]
+            .iter()
+            .map(|layer| layer.forward_ms)
+            .sum()
     }
 
     /// Recompute of consecutive layers.
     pub fn recompute_ms(&self, range: Range<usize>) -> f64 {
-        self.layers[range].iter().map(|layer| layer.recompute_ms).sum()
+        self.layers[range]
+            .iter()
+            .map(|layer| layer.recompute_ms)
+            .sum()
     }
 
     /// Backward of consecutive layers, without recompute.
     pub fn backward_ms(&self, range: Range<usize>) -> f64 {
-        self.layers[range].iter().map(|layer| layer.backward_ms).sum()
+        self.layers[range]
+            .iter()
+            .map(|layer| layer.backward_ms)
+            .sum()
     }
 
     /// Parameters of consecutive layers.
     pub fn bytes(&self, range: Range<usize>) -> u64 {
-        self.layers[range].iter().fold(0, |sum, layer| layer.bytes.saturating_add(sum))
+        self.layers[range]
+            .iter()
+            .fold(0, |sum, layer| layer.bytes.saturating_add(sum))
     }
 
     /// Gradients of consecutive layers.
     pub fn grad_bytes(&self, range: Range<usize>) -> u64 {
-        self.layers[range].iter().fold(0, |sum, layer| layer.grad_bytes.saturating_add(sum))
+        self.layers[range]
+            .iter()
+            .fold(0, |sum, layer| layer.grad_bytes.saturating_add(sum))
     }
 
-    /// Memory that a backward or fused visit of these layers works in, beside their parameters: every tape,
-    /// the hungriest layer at work, all gradients.
+    /// Memory that a backward or fused visit of these layers works in, beside their parameters:
+    /// every tape, the hungriest layer at work, all gradients.
     pub fn visit_bytes(&self, range: Range<usize>) -> u64 {
         let layers = &self.layers[range.clone()];
-        let kept = layers.iter().fold(0_u64, |sum, layer| sum.saturating_add(layer.keep_bytes));
-        let peak = layers.iter().map(|layer| layer.peak_bytes).max().unwrap_or(0);
-        kept.saturating_add(peak).saturating_add(self.grad_bytes(range))
+        let kept = layers
+            .iter()
+            .fold(0_u64, |sum, layer| sum.saturating_add(layer.keep_bytes));
+        let peak = layers
+            .iter()
+            .map(|layer| layer.peak_bytes)
+            .max()
+            .unwrap_or(0);
+        kept.saturating_add(peak)
+            .saturating_add(self.grad_bytes(range))
     }
 
     /// The same for a backward visit that recomputes layer by layer: one tape at a time.
     pub fn layerwise_visit_bytes(&self, range: Range<usize>) -> u64 {
         let alone = |layer: &LayerCost| layer.keep_bytes.saturating_add(layer.peak_bytes);
-        let most = self.layers[range.clone()].iter().map(alone).max().unwrap_or(0);
+        let most = self.layers[range.clone()]
+            .iter()
+            .map(alone)
+            .max()
+            .unwrap_or(0);
         most.saturating_add(self.grad_bytes(range))
     }
 
@@ -111,10 +138,18 @@ impl LayerCosts {
     /// [`Error::Config`], with the layer's name.
     pub fn check(&self) -> Result<()> {
         if self.is_empty() {
-            return Err(Error::config("layer costs", "a model without layers cannot be planned"));
+            return Err(Error::config(
+                "layer costs",
+                "a model without layers cannot be planned",
+            ));
         }
         for (index, layer) in self.layers.iter().enumerate() {
-            let times = [layer.forward_ms, layer.recompute_ms, layer.backward_ms, layer.hop_ms];
+            let times = [
+                layer.forward_ms,
+                layer.recompute_ms,
+                layer.backward_ms,
+                layer.hop_ms,
+            ];
             if let Some(wrong) = times.iter().find(|ms| !(ms.is_finite() && **ms >= 0.0)) {
                 let what = format!("layer {index} ({}) has a time of {wrong} ms", layer.name);
                 return Err(Error::config("layer costs", what));

@@ -1,8 +1,8 @@
 //! Which devices to run on, from a line of text.
 //!
-//! `cuda` is every GPU, `cuda:1` one of them, `cpu` the processor, `cpu:4` four workers on it. Items are listed
-//! with commas; a GPU listed twice gets two workers. Nothing at all means every GPU, or the processor where
-//! there is none.
+//! `cuda` is every GPU, `cuda:1` one of them, `cpu` the processor, `cpu:4` four workers on it.
+//! Items are listed with commas; a GPU listed twice gets two workers. Nothing at all means every
+//! GPU, or the processor where there is none.
 //!
 //! Every GPU is every one that can be used: one that is too old is left out, and why is kept in
 //! [`Devices::skipped`]. One that is named, or where none is left, is an error.
@@ -34,7 +34,11 @@ impl Devices {
             Ok(_) => return Self::parse("cuda"),
             Err(error) => error.to_string(),
         };
-        Ok(Self { workers: vec![Cpu::new(None)?], note: Some(why), skipped: Vec::new() })
+        Ok(Self {
+            workers: vec![Cpu::new(None)?],
+            note: Some(why),
+            skipped: Vec::new(),
+        })
     }
 
     /// Why there is no GPU and which were left out, a line each; none where all is well. A
@@ -59,12 +63,18 @@ impl Devices {
                 continue;
             }
             // All places of one device are opened together, so that its workers share it.
-            let places: Vec<usize> = (at..wanted.len()).filter(|i| wanted[*i] == wanted[at]).collect();
+            let places: Vec<usize> = (at..wanted.len())
+                .filter(|i| wanted[*i] == wanted[at])
+                .collect();
             for (place, worker) in places.iter().zip(wanted[at].open(places.len())?) {
                 workers[*place] = Some(worker);
             }
         }
-        Ok(Self { workers: workers.into_iter().flatten().collect(), note: None, skipped })
+        Ok(Self {
+            workers: workers.into_iter().flatten().collect(),
+            note: None,
+            skipped,
+        })
     }
 }
 
@@ -99,7 +109,9 @@ enum Item {
 impl Item {
     fn parse(text: &str, skipped: &mut Vec<String>) -> Result<Vec<Self>> {
         let wrong = || {
-            let what = format!("`{text}` is none; use cuda, cuda:N, cpu or cpu:WORKERS, with commas between");
+            let what = format!(
+                "`{text}` is none; use cuda, cuda:N, cpu or cpu:WORKERS, with commas between"
+            );
             Error::config("devices", what)
         };
         let (kind, number) = match text.split_once(':') {
@@ -108,7 +120,9 @@ impl Item {
         };
         match (kind, number) {
             ("cpu", Some(0)) => Err(wrong()),
-            ("cpu", count) if count.unwrap_or(1) <= 64 => Ok(vec![Self::Cpu; count.unwrap_or(1) as usize]),
+            ("cpu", count) if count.unwrap_or(1) <= 64 => {
+                Ok(vec![Self::Cpu; count.unwrap_or(1) as usize])
+            }
             ("cuda", Some(index)) => Ok(vec![Self::Cuda(index)]),
             ("cuda", None) => match Cuda::count()? {
                 0 => Err(Error::config("devices", "there is no GPU; use cpu")),
@@ -123,10 +137,14 @@ impl Item {
 
     fn open(self, count: usize) -> Result<Vec<Arc<dyn Device>>> {
         Ok(match self {
-            Self::Cpu => Cpu::workers(count, None)?.into_iter().map(|w| w as Arc<dyn Device>).collect(),
-            Self::Cuda(index) => {
-                Cuda::workers(index, count)?.into_iter().map(|w| w as Arc<dyn Device>).collect()
-            }
+            Self::Cpu => Cpu::workers(count, None)?
+                .into_iter()
+                .map(|w| w as Arc<dyn Device>)
+                .collect(),
+            Self::Cuda(index) => Cuda::workers(index, count)?
+                .into_iter()
+                .map(|w| w as Arc<dyn Device>)
+                .collect(),
         })
     }
 }
@@ -140,9 +158,14 @@ mod tests {
     fn lists_give_workers_in_order_and_bad_ones_a_line() {
         let devices = Devices::parse("cpu:2, cpu").unwrap();
         assert_eq!(devices.workers.len(), 3);
-        for bad in ["", "gpu", "cpu:0", "cpu:x", "cpu:9999", "cuda:-1", "cpu,,cpu"] {
+        for bad in [
+            "", "gpu", "cpu:0", "cpu:x", "cpu:9999", "cuda:-1", "cpu,,cpu",
+        ] {
             let text = Devices::parse(bad).err().expect(bad).to_string();
-            assert!(text.starts_with("devices: ") && !text.contains('\n'), "{bad}: {text}");
+            assert!(
+                text.starts_with("devices: ") && !text.contains('\n'),
+                "{bad}: {text}"
+            );
         }
     }
 
@@ -155,7 +178,8 @@ mod tests {
         assert_eq!(gpu, devices.note.is_none());
     }
 
-    /// An old card beside a new one is left out with a line; alone it is an error, and so is a driver that fails.
+    /// An old card beside a new one is left out with a line; alone it is an error, and so is a
+    /// driver that fails.
     #[test]
     fn cards_that_are_refused_are_left_out_while_others_are_left() {
         let old = |index: u32| Ok((index != 1).then(|| format!("card {index} is too old")));
@@ -163,10 +187,16 @@ mod tests {
         assert_eq!(usable(3, old, &mut skipped).unwrap(), [1]);
         assert_eq!(
             skipped,
-            ["cuda:0 is left out: card 0 is too old", "cuda:2 is left out: card 2 is too old"]
+            [
+                "cuda:0 is left out: card 0 is too old",
+                "cuda:2 is left out: card 2 is too old"
+            ]
         );
         let text = usable(1, old, &mut skipped).unwrap_err().to_string();
-        assert!(text.contains("no GPU can be used, cuda:0") && text.contains("use cpu"), "{text}");
+        assert!(
+            text.contains("no GPU can be used, cuda:0") && text.contains("use cpu"),
+            "{text}"
+        );
         assert!(usable(2, |_| Err(Error::config("devices", "broken")), &mut skipped).is_err());
         assert_eq!(skipped.len(), 2, "errors leave no lines");
         let mut none = Vec::new();

@@ -27,10 +27,10 @@
 //! ```
 //!
 //! # What it promises
-//! - Losses, gradients and weights are the same bits for any number of workers, any plan, any grain, threaded or
-//!   serial, as long as the number of microbatches is the same.
-//! - A failure is returned as an error that names the task; the model and its optimizer are then as before the
-//!   step, and the engine works on.
+//! - Losses, gradients and weights are the same bits for any number of workers, any plan, any
+//!   grain, threaded or serial, as long as the number of microbatches is the same.
+//! - A failure is returned as an error that names the task; the model and its optimizer are then as
+//!   before the step, and the engine works on.
 //! - It never prints and never ends the process.
 
 pub mod args;
@@ -42,7 +42,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use roundpipe_tensor::{Bytes, Cx, DType, Device, HostTensor, Param, Pin, Result as TensorResult, Tensor};
+use roundpipe_tensor::{
+    Bytes, Cx, DType, Device, HostTensor, Param, Pin, Result as TensorResult, Tensor,
+};
 
 pub use self::args::{Arg, Args, InputGrads, Unmerged};
 use self::args::{host_tensor, parcel, to_host};
@@ -87,7 +89,8 @@ struct Handle(Arc<Core>);
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // Where nobody keeps a forward, the engine itself is dropped now, which calls steps off instead.
+        // Where nobody keeps a forward, the engine itself is dropped now, which calls steps off
+        // instead.
         if Arc::strong_count(&self.0) > 1 {
             self.0.retire();
         }
@@ -127,8 +130,8 @@ pub struct Builder<M> {
 const MAX_NONFINITE_STEPS: u64 = 10;
 
 impl<M: Layer + 'static> RoundPipe<M> {
-    /// An engine for a [`Sequential`], whose layers are placed one by one, or for any other layer as a whole. Its
-    /// name is the place of this call, unless another is given.
+    /// An engine for a [`Sequential`], whose layers are placed one by one, or for any other layer
+    /// as a whole. Its name is the place of this call, unless another is given.
     #[track_caller]
     pub fn builder(model: M) -> Builder<M> {
         let at = Location::caller();
@@ -172,8 +175,8 @@ impl<M: Layer + 'static> Builder<M> {
         self
     }
 
-    /// The type of the optimizer's copies. They are f32, so that small updates of narrow weights are not lost; any
-    /// other type is refused.
+    /// The type of the optimizer's copies. They are f32, so that small updates of narrow weights
+    /// are not lost; any other type is refused.
     #[must_use]
     pub fn optim_dtype(mut self, dtype: DType) -> Self {
         self.optim_dtype = Some(dtype);
@@ -209,7 +212,8 @@ impl<M: Layer + 'static> Builder<M> {
         self
     }
 
-    /// Whether steps at lag 1 are possible, which takes a second version of the weights; on by default.
+    /// Whether steps at lag 1 are possible, which takes a second version of the weights; on by
+    /// default.
     #[must_use]
     pub fn asynchronous(mut self, asynchronous: bool) -> Self {
         self.asynchronous = asynchronous;
@@ -223,16 +227,17 @@ impl<M: Layer + 'static> Builder<M> {
         self
     }
 
-    /// Layers draw random numbers as if `layers` others stood before them: engines in a row then draw those
-    /// of one engine over all layers.
+    /// Layers draw random numbers as if `layers` others stood before them: engines in a row then
+    /// draw those of one engine over all layers.
     #[must_use]
     pub(crate) fn behind(mut self, layers: usize) -> Self {
         self.first_layer = layers;
         self
     }
 
-    /// The devices to run on; one listed twice gives two workers. By default every GPU that can be used, or the
-    /// processor where there is none; which were left out, and why, is told by [`Ring::notes`].
+    /// The devices to run on; one listed twice gives two workers. By default every GPU that can be
+    /// used, or the processor where there is none; which were left out, and why, is told by
+    /// [`Ring::notes`].
     #[must_use]
     pub fn devices(mut self, devices: impl IntoIterator<Item = Arc<dyn Device>>) -> Self {
         self.devices = devices.into_iter().collect();
@@ -267,32 +272,39 @@ impl<M: Layer + 'static> Builder<M> {
         self
     }
 
-    /// Calls `report` when nothing has moved for `after` although somebody waits, with what everybody waits for.
+    /// Calls `report` when nothing has moved for `after` although somebody waits, with what
+    /// everybody waits for.
     #[must_use]
-    pub fn on_stall(mut self, after: Duration, report: impl Fn(&Report) + Send + Sync + 'static) -> Self {
+    pub fn on_stall(
+        mut self,
+        after: Duration,
+        report: impl Fn(&Report) + Send + Sync + 'static,
+    ) -> Self {
         self.stall = Some((after, Arc::new(report)));
         self
     }
 
-    /// Leaves weights on the worker that they were sent to, until they change: for running a model that fits
-    /// many times, as generation does.
+    /// Leaves weights on the worker that they were sent to, until they change: for running a model
+    /// that fits many times, as generation does.
     #[must_use]
     pub fn resident(mut self, resident: bool) -> Self {
         self.resident = resident;
         self
     }
 
-    /// An engine that only reads the weights, wherever they are: also while another engine trains them, of which it then
-    /// uses the newest. Off by default, when a parameter that a living engine trains is refused.
+    /// An engine that only reads the weights, wherever they are: also while another engine trains
+    /// them, of which it then uses the newest. Off by default, when a parameter that a living
+    /// engine trains is refused.
     #[must_use]
     pub fn inference(mut self, inference: bool) -> Self {
         self.inference = inference;
         self
     }
 
-    /// After so many steps in a row that were not finite, a step fails with [`Error::NotFinite`], which names the first
-    /// layer whose output or gradient was not; 10 by default. Until then such steps are skipped and reported
-    /// ([`StepReport`]). While a [`GradScaler`] can still lower its scale, its steps do not count.
+    /// After so many steps in a row that were not finite, a step fails with [`Error::NotFinite`],
+    /// which names the first layer whose output or gradient was not; 10 by default. Until then such
+    /// steps are skipped and reported ([`StepReport`]). While a [`GradScaler`] can still lower its
+    /// scale, its steps do not count.
     #[must_use]
     pub fn max_nonfinite_steps(mut self, steps: u64) -> Self {
         self.max_nonfinite_steps = steps;
@@ -302,17 +314,23 @@ impl<M: Layer + 'static> Builder<M> {
     /// Reserves memory, moves the weights and starts the threads.
     ///
     /// # Errors
-    /// [`Error::Config`] for options that cannot work, and for a parameter that another living engine trains; when
-    /// memory runs out.
+    /// [`Error::Config`] for options that cannot work, and for a parameter that another living
+    /// engine trains; when memory runs out.
     pub fn build(self) -> Result<RoundPipe<M>> {
         if let Some(other) = self.optim_dtype.filter(|dtype| *dtype != DType::F32) {
-            return Err(Error::config("optim_dtype", format!("{other}; the optimizer's copies are f32")));
+            return Err(Error::config(
+                "optim_dtype",
+                format!("{other}; the optimizer's copies are f32"),
+            ));
         }
         if let Some(rule) = &self.rule {
             rule.check_settings()?;
         }
         if self.max_nonfinite_steps == 0 {
-            return Err(Error::config("max_nonfinite_steps", "0; allow at least one"));
+            return Err(Error::config(
+                "max_nonfinite_steps",
+                "0; allow at least one",
+            ));
         }
         let ring = match self.ring {
             Some(ring) => ring,
@@ -321,9 +339,10 @@ impl<M: Layer + 'static> Builder<M> {
         };
         let original = Arc::new(self.model);
         let layers: Vec<(String, Arc<dyn Layer>)> = match original.sequence() {
-            Some(sequence) => {
-                sequence.layers().map(|(name, layer)| (name.to_owned(), layer.clone())).collect()
-            }
+            Some(sequence) => sequence
+                .layers()
+                .map(|(name, layer)| (name.to_owned(), layer.clone()))
+                .collect(),
             None => vec![("model".to_owned(), original.clone() as Arc<dyn Layer>)],
         };
         if layers.is_empty() {
@@ -349,14 +368,35 @@ impl<M: Layer + 'static> Builder<M> {
         let (seed, first_layer) = (self.seed, self.first_layer);
         let sets_buffers = AtomicBool::new(false);
         let (resident, inference) = (self.resident, self.inference);
-        let model =
-            Model { name: self.name, layers, store, seed, first_layer, sets_buffers, resident, inference };
-        let watchdog =
-            self.stall.map(|(after, report)| Arc::new(Watchdog::start(ring.board().clone(), after, report)));
+        let model = Model {
+            name: self.name,
+            layers,
+            store,
+            seed,
+            first_layer,
+            sets_buffers,
+            resident,
+            inference,
+        };
+        let watchdog = self
+            .stall
+            .map(|(after, report)| Arc::new(Watchdog::start(ring.board().clone(), after, report)));
         let trace = Arc::new(Trace::new());
-        let core = Core::new(model, ring, self.config, self.asynchronous, trace, self.max_nonfinite_steps)?;
+        let core = Core::new(
+            model,
+            ring,
+            self.config,
+            self.asynchronous,
+            trace,
+            self.max_nonfinite_steps,
+        )?;
         let core = Arc::new(core);
-        Ok(RoundPipe { original, core: core.clone(), _watchdog: watchdog, _handle: Handle(core) })
+        Ok(RoundPipe {
+            original,
+            core: core.clone(),
+            _watchdog: watchdog,
+            _handle: Handle(core),
+        })
     }
 }
 
@@ -431,14 +471,15 @@ impl<M> TrainCall<'_, M> {
         self
     }
 
-    /// Turns outputs and labels of a microbatch into one loss or several. Without one, the model's output is the
-    /// loss.
+    /// Turns outputs and labels of a microbatch into one loss or several. Without one, the model's
+    /// output is the loss.
     #[must_use]
     pub fn loss<L: IntoLosses>(
         mut self,
         loss: impl Fn(&mut Cx, Tree, Tree) -> TensorResult<L> + Send + Sync + 'static,
     ) -> Self {
-        self.loss = Arc::new(move |cx, outputs, labels| Ok(loss(cx, outputs, labels)?.into_losses()));
+        self.loss =
+            Arc::new(move |cx, outputs, labels| Ok(loss(cx, outputs, labels)?.into_losses()));
         self
     }
 
@@ -456,24 +497,49 @@ impl<M> TrainCall<'_, M> {
         self
     }
 
-    /// Runs it. Returns when the losses are known; the backward may still be under way, and what goes wrong there
-    /// is returned by the engine's next call.
+    /// Runs it. Returns when the losses are known; the backward may still be under way, and what
+    /// goes wrong there is returned by the engine's next call.
     ///
     /// # Errors
-    /// [`Error::Config`] for inputs and options that cannot work; [`Error::Task`] with the place of what failed.
+    /// [`Error::Config`] for inputs and options that cannot work; [`Error::Task`] with the place of
+    /// what failed.
     pub fn run(self) -> Result<Trained> {
-        let Self { engine, args, labels, loss, outputs, config } = self;
+        let Self {
+            engine,
+            args,
+            labels,
+            loss,
+            outputs,
+            config,
+        } = self;
         let core = &engine.core;
         let (kind, loss) = (PlanKind::Fused, Some(loss));
-        let ask = Ask { kind, args, labels, loss, wants_outputs: outputs, reads: true, config };
+        let ask = Ask {
+            kind,
+            args,
+            labels,
+            loss,
+            wants_outputs: outputs,
+            reads: true,
+            config,
+        };
         let Submitted { call, config, args } = core.submit(ask)?;
         let (losses, outputs) = read(core, &call, |call| {
             let losses = wait_losses(call)?;
-            let outputs = outputs.then(|| merge(wait_outputs(call)?, &merged(&config.merge_output)));
+            let outputs =
+                outputs.then(|| merge(wait_outputs(call)?, &merged(&config.merge_output)));
             Ok((losses, outputs.transpose()?))
         })?;
-        let input_grads = config.input_grads.then(|| InputGrads { call, args, leaves: None });
-        Ok(Trained { losses, outputs, input_grads })
+        let input_grads = config.input_grads.then(|| InputGrads {
+            call,
+            args,
+            leaves: None,
+        });
+        Ok(Trained {
+            losses,
+            outputs,
+            input_grads,
+        })
     }
 }
 
@@ -483,7 +549,9 @@ fn read<R>(core: &Core, call: &Call, results: impl FnOnce(&Call) -> Result<R>) -
     if let Err(error) = &results
         && !error.is_echo()
     {
-        call.fail(Error::CalledOff { why: error.to_string() });
+        call.fail(Error::CalledOff {
+            why: error.to_string(),
+        });
     }
     call.end_part();
     results.map_err(|error| core.failed(error))
@@ -498,12 +566,19 @@ fn merged(how: &MergeOutput) -> MergeOutput {
 }
 
 fn wait_losses(call: &Call) -> Result<Losses> {
-    let mut losses = Losses { sums: Vec::new(), microbatches: Vec::new() };
+    let mut losses = Losses {
+        sums: Vec::new(),
+        microbatches: Vec::new(),
+    };
     for m in 0..call.terms.microbatches {
         let what = format!("waiting for the loss of microbatch {m}");
         let parcels = call.wait("caller", &what, |state| state.losses[m].take())?;
-        let values = parcels.iter().map(|p| Ok(host_tensor(p)?.item()?)).collect::<Result<Vec<f64>>>();
-        let values = values.map_err(|error| call.place(call.terms.forward_slots, None, Some(m), error))?;
+        let values = parcels
+            .iter()
+            .map(|p| Ok(host_tensor(p)?.item()?))
+            .collect::<Result<Vec<f64>>>();
+        let values =
+            values.map_err(|error| call.place(call.terms.forward_slots, None, Some(m), error))?;
         call.confirm()?;
         losses.sums.resize(losses.sums.len().max(values.len()), 0.0);
         for (sum, value) in losses.sums.iter_mut().zip(&values) {
@@ -556,7 +631,8 @@ impl Forward {
     /// # Errors
     /// [`Error::Config`] when `merge_output` is off.
     pub fn output(&self) -> Result<&Tree<HostTensor>> {
-        let unmerged = || Error::config("merge_output", "it is off; take the outputs by `unmerged`");
+        let unmerged =
+            || Error::config("merge_output", "it is off; take the outputs by `unmerged`");
         self.output.as_ref().ok_or_else(unmerged)
     }
 
@@ -567,11 +643,16 @@ impl Forward {
     /// [`Error::Config`] when `output_device` is the host; otherwise what went wrong.
     pub fn tensors(&self) -> Result<Vec<Tree<Tensor>>> {
         let OutputDevice::Worker(worker) = self.on else {
-            return Err(Error::config("output_device", "it is the host; take the outputs by `output`"));
+            return Err(Error::config(
+                "output_device",
+                "it is the host; take the outputs by `output`",
+            ));
         };
         let port = self.core.ring.port(worker);
         let bring = |m: usize| {
-            let flow = self.call.wait("caller", "waiting for outputs", |state| state.outputs[m].clone());
+            let flow = self.call.wait("caller", "waiting for outputs", |state| {
+                state.outputs[m].clone()
+            });
             let flow = flow.map_err(|error| self.core.failed(error))?;
             flow.try_map(|leaf| match leaf.here {
                 Some(here) => Ok(here.1.clone()),
@@ -586,11 +667,12 @@ impl Forward {
         Unmerged(self.call.clone())
     }
 
-    /// Runs the backward from gradients of the merged output. Gradients of parameters are added to those since the
-    /// last step; those of inputs are returned if `input_grads` asked for them.
+    /// Runs the backward from gradients of the merged output. Gradients of parameters are added to
+    /// those since the last step; those of inputs are returned if `input_grads` asked for them.
     ///
     /// # Errors
-    /// [`Error::Config`] without `requires_grad`, or when a step was made since; otherwise what goes wrong.
+    /// [`Error::Config`] without `requires_grad`, or when a step was made since; otherwise what
+    /// goes wrong.
     pub fn backward(self, grads: impl Into<Tree<HostTensor>>) -> Result<InputGrads> {
         self.backward_some(&grads.into().map_ref(|t| Some(t.clone())))
     }
@@ -599,33 +681,48 @@ impl Forward {
     pub(crate) fn backward_some(self, grads: &Tree<Option<HostTensor>>) -> Result<InputGrads> {
         let mut leaves = grads.leaves().into_iter().flatten();
         if let Some(grad) = leaves.find(|grad| !grad.dtype().is_float()) {
-            let what = format!("a gradient is {} {}; gradients are floats", grad.dtype(), grad.shape());
+            let what = format!(
+                "a gradient is {} {}; gradients are floats",
+                grad.dtype(),
+                grad.shape()
+            );
             return Err(Error::config("backward", what));
         }
         let shapes = (0..self.call.terms.microbatches).map(|m| {
-            let flow = self.call.wait("caller", "waiting for outputs", |state| state.outputs[m].clone())?;
-            Ok(flow.leaves().iter().map(|leaf| *leaf.parcel.shape()).collect())
+            let flow = self.call.wait("caller", "waiting for outputs", |state| {
+                state.outputs[m].clone()
+            })?;
+            Ok(flow
+                .leaves()
+                .iter()
+                .map(|leaf| *leaf.parcel.shape())
+                .collect())
         });
         let shapes = shapes.collect::<Result<Vec<Vec<roundpipe_tensor::Shape>>>>();
         let shapes = shapes.map_err(|error| self.core.failed(error))?;
         let parts = split_grads(grads, &shapes, &merged(&self.merge))?;
         let seeds = parts.into_iter().map(|leaves| {
-            let given = leaves.into_iter().map(|leaf| leaf.as_ref().map(parcel).transpose());
+            let given = leaves
+                .into_iter()
+                .map(|leaf| leaf.as_ref().map(parcel).transpose());
             Ok(Seed::Given(given.collect::<Result<_>>()?))
         });
         let seeds = seeds.collect::<Result<Vec<_>>>()?;
         self.run_back(seeds)
     }
 
-    /// Runs the backward from gradients that another engine computes for its inputs, microbatch by microbatch as
-    /// they come, without a host wait.
+    /// Runs the backward from gradients that another engine computes for its inputs, microbatch by
+    /// microbatch as they come, without a host wait.
     ///
     /// # Errors
     /// As [`Forward::backward`].
     pub fn backward_from(self, grads: &InputGrads) -> Result<InputGrads> {
         if grads.len() != self.call.terms.microbatches {
             let (there, here) = (grads.len(), self.call.terms.microbatches);
-            return Err(Error::config("backward", format!("gradients of {there} microbatches for {here}")));
+            return Err(Error::config(
+                "backward",
+                format!("gradients of {there} microbatches for {here}"),
+            ));
         }
         let of = |_| Seed::Of(grads.call.clone(), grads.leaves.clone());
         let seeds = (0..grads.len()).map(of).collect();
@@ -634,10 +731,17 @@ impl Forward {
 
     fn run_back(self, seeds: Vec<Seed>) -> Result<InputGrads> {
         if !self.differentiable {
-            return Err(Error::config("backward", "the forward was run with requires_grad off"));
+            return Err(Error::config(
+                "backward",
+                "the forward was run with requires_grad off",
+            ));
         }
         self.core.submit_backward(&self.call, seeds)?;
-        Ok(InputGrads { call: self.call.clone(), args: self.args.clone(), leaves: None })
+        Ok(InputGrads {
+            call: self.call.clone(),
+            args: self.args.clone(),
+            leaves: None,
+        })
     }
 }
 
@@ -649,29 +753,51 @@ impl Stepping {
     /// Waits until it is done.
     ///
     /// # Errors
-    /// What went wrong in it or in the calls before it; the engine's next call returns it otherwise.
+    /// What went wrong in it or in the calls before it; the engine's next call returns it
+    /// otherwise.
     pub fn wait(&self) -> Result<StepReport> {
         self.0.wait()
     }
 }
 
 impl<M> RoundPipe<M> {
-    /// Runs the model on a batch. Calls may follow at once; `merge_output` off does not even wait for the outputs.
+    /// Runs the model on a batch. Calls may follow at once; `merge_output` off does not even wait
+    /// for the outputs.
     ///
     /// # Errors
-    /// [`Error::Config`] for inputs and options that cannot work; [`Error::Task`] with the place of what failed.
+    /// [`Error::Config`] for inputs and options that cannot work; [`Error::Task`] with the place of
+    /// what failed.
     pub fn forward(&self, inputs: impl Into<Args>, config: &RunConfig) -> Result<Forward> {
         let core = &self.core;
         let resolved = config.over(&core.config).resolve(core.ring.len())?;
         let differentiable = resolved.requires_grad;
-        let kind = if differentiable { PlanKind::Train } else { PlanKind::Infer };
+        let kind = if differentiable {
+            PlanKind::Train
+        } else {
+            PlanKind::Infer
+        };
         let (args, config) = (inputs.into(), config.clone());
         let reads = !matches!(resolved.merge_output, MergeOutput::Off);
-        let ask = Ask { kind, args, labels: Tree::None, loss: None, wants_outputs: true, reads, config };
+        let ask = Ask {
+            kind,
+            args,
+            labels: Tree::None,
+            loss: None,
+            wants_outputs: true,
+            reads,
+            config,
+        };
         let Submitted { call, config, args } = core.submit(ask)?;
         let (merge_output, on) = (config.merge_output, config.output_device);
-        let mut forward =
-            Forward { core: core.clone(), call, merge: merge_output, output: None, args, differentiable, on };
+        let mut forward = Forward {
+            core: core.clone(),
+            call,
+            merge: merge_output,
+            output: None,
+            args,
+            differentiable,
+            on,
+        };
         if reads {
             let (call, how) = (&forward.call, &forward.merge);
             forward.output = Some(read(core, call, |call| merge(wait_outputs(call)?, how))?);
@@ -679,8 +805,8 @@ impl<M> RoundPipe<M> {
         Ok(forward)
     }
 
-    /// Forward, loss and backward in one call: the sum of the microbatches' losses. See [`RoundPipe::train`] for
-    /// all options.
+    /// Forward, loss and backward in one call: the sum of the microbatches' losses. See
+    /// [`RoundPipe::train`] for all options.
     ///
     /// # Errors
     /// As [`TrainCall::run`].
@@ -707,48 +833,70 @@ impl<M> RoundPipe<M> {
         }
     }
 
-    /// Updates all weights by the engine's rule, from the gradients since the last step. At lag 0 this returns
-    /// when all gradients have landed; the next call then follows the update layer by layer.
+    /// Updates all weights by the engine's rule, from the gradients since the last step. At lag 0
+    /// this returns when all gradients have landed; the next call then follows the update layer by
+    /// layer.
     ///
     /// A step whose gradients are not all finite is skipped: [`StepReport::skipped`] says so.
     ///
     /// # Errors
-    /// [`Error::Config`] without a rule, without gradients or for options that make no sense; what went wrong in the
-    /// calls before; [`Error::NotFinite`] after too many steps in a row that were not finite
-    /// ([`Builder::max_nonfinite_steps`]). Nothing is updated then.
+    /// [`Error::Config`] without a rule, without gradients or for options that make no sense; what
+    /// went wrong in the calls before; [`Error::NotFinite`] after too many steps in a row that were
+    /// not finite ([`Builder::max_nonfinite_steps`]). Nothing is updated then.
     pub fn update(&self, update: &Update, lag: Lag) -> Result<Stepping> {
         self.check_rule()?;
         update.check()?;
-        Ok(Stepping(self.core.step(Work::Rule(*update, None), lag == Lag::One)?))
+        Ok(Stepping(
+            self.core.step(Work::Rule(*update, None), lag == Lag::One)?,
+        ))
     }
 
-    /// As [`RoundPipe::update`] for losses that were multiplied with [`RoundPipe::loss_scale`]: gradients are
-    /// unscaled, and a step with gradients that are not finite is skipped.
+    /// As [`RoundPipe::update`] for losses that were multiplied with [`RoundPipe::loss_scale`]:
+    /// gradients are unscaled, and a step with gradients that are not finite is skipped.
     ///
     /// # Errors
     /// As [`RoundPipe::update`].
-    pub fn update_scaled(&self, update: &Update, scaler: &GradScaler, lag: Lag) -> Result<Stepping> {
+    pub fn update_scaled(
+        &self,
+        update: &Update,
+        scaler: &GradScaler,
+        lag: Lag,
+    ) -> Result<Stepping> {
         self.check_rule()?;
         update.check()?;
         let used = self.loss_scale(scaler)?;
         let skip_nonfinite = update.skip_nonfinite || scaler.is_enabled();
-        let update = Update { grad_scale: update.grad_scale / used, skip_nonfinite, ..*update };
+        let update = Update {
+            grad_scale: update.grad_scale / used,
+            skip_nonfinite,
+            ..*update
+        };
         update.check()?;
-        Ok(Stepping(self.core.step(Work::Rule(update, Some((scaler.clone(), used))), lag == Lag::One)?))
+        Ok(Stepping(self.core.step(
+            Work::Rule(update, Some((scaler.clone(), used))),
+            lag == Lag::One,
+        )?))
     }
 
-    /// Drops the gradients since the last step and makes a new version of the weights that is equal to the newest: a
-    /// step in everything but its effect.
+    /// Drops the gradients since the last step and makes a new version of the weights that is equal
+    /// to the newest: a step in everything but its effect.
     ///
     /// # Errors
     /// [`Error::Config`] without gradients; what went wrong in the calls before.
     pub fn skip_step(&self, lag: Lag) -> Result<Stepping> {
-        Ok(Stepping(self.core.step(Work::Skip { nonfinite: false }, lag == Lag::One)?))
+        Ok(Stepping(
+            self.core
+                .step(Work::Skip { nonfinite: false }, lag == Lag::One)?,
+        ))
     }
 
-    /// The same because gradients of this engine, or of one that is updated together with it, are not finite.
+    /// The same because gradients of this engine, or of one that is updated together with it, are
+    /// not finite.
     pub(crate) fn skip_nonfinite_step(&self, lag: Lag) -> Result<Stepping> {
-        Ok(Stepping(self.core.step(Work::Skip { nonfinite: true }, lag == Lag::One)?))
+        Ok(Stepping(
+            self.core
+                .step(Work::Skip { nonfinite: true }, lag == Lag::One)?,
+        ))
     }
 
     /// What losses of the next call are to be multiplied with.
@@ -757,34 +905,44 @@ impl<M> RoundPipe<M> {
     /// When the update it depends on failed.
     pub fn loss_scale(&self, scaler: &GradScaler) -> Result<f64> {
         let version = self.core.wait_visible()?;
-        let unknown = || format!("it knows no scale for version {version}; use one scaler per engine");
-        scaler.scale_at(version).ok_or_else(|| Error::config("scaler", unknown()))
+        let unknown =
+            || format!("it knows no scale for version {version}; use one scaler per engine");
+        scaler
+            .scale_at(version)
+            .ok_or_else(|| Error::config("scaler", unknown()))
     }
 
     fn check_rule(&self) -> Result<()> {
         if self.core.model.store.rule().is_some() {
             return Ok(());
         }
-        Err(Error::config("update", "the engine has no rule; give the builder an optimizer, or use `step`"))
+        Err(Error::config(
+            "update",
+            "the engine has no rule; give the builder an optimizer, or use `step`",
+        ))
     }
 
-    /// Updates with a function over all optimizer copies. At lag 0 this waits for it; otherwise it runs beside the
-    /// next call.
+    /// Updates with a function over all optimizer copies. At lag 0 this waits for it; otherwise it
+    /// runs beside the next call.
     ///
     /// # Errors
-    /// At lag 0 what the function returns, what went wrong in the calls before, and [`Error::Config`] when the function
-    /// makes a finite value infinite or NaN; at lag 1 the engine's next call returns these. Weights and copies are as
-    /// before then.
+    /// At lag 0 what the function returns, what went wrong in the calls before, and
+    /// [`Error::Config`] when the function makes a finite value infinite or NaN; at lag 1 the
+    /// engine's next call returns these. Weights and copies are as before then.
     pub fn step(
         &self,
         step_fn: impl FnOnce(&mut OptimParams<'_>) -> Result<()> + Send + 'static,
         lag: Lag,
     ) -> Result<Stepping> {
-        Ok(Stepping(self.core.step(Work::Function(Box::new(step_fn)), lag == Lag::One)?))
+        Ok(Stepping(self.core.step(
+            Work::Function(Box::new(step_fn)),
+            lag == Lag::One,
+        )?))
     }
 
-    /// Waits until nothing moves: the model's parameters are then the newest weights, every call that follows reads them,
-    /// also after a step at lag 1, and [`RoundPipe::gradients`] are all there.
+    /// Waits until nothing moves: the model's parameters are then the newest weights, every call
+    /// that follows reads them, also after a step at lag 1, and [`RoundPipe::gradients`] are all
+    /// there.
     ///
     /// # Errors
     /// What went wrong since the last call of the engine.
@@ -800,7 +958,8 @@ impl<M> RoundPipe<M> {
         Ok(self.core.model.store.optim_params()?.into_iter())
     }
 
-    /// The same with names, `prefix` in front. Shared parameters are listed once, or under each of their names.
+    /// The same with names, `prefix` in front. Shared parameters are listed once, or under each of
+    /// their names.
     ///
     /// # Errors
     /// When memory runs out.
@@ -834,11 +993,18 @@ impl<M> RoundPipe<M> {
     pub fn gradients(&self) -> Result<Vec<(String, Option<HostTensor>)>> {
         let mut all = Vec::new();
         for layer in self.core.model.store.layers() {
-            for (i, param) in layer.params().iter().enumerate().filter(|(_, p)| p.trainable) {
+            for (i, param) in layer
+                .params()
+                .iter()
+                .enumerate()
+                .filter(|(_, p)| p.trainable)
+            {
                 let grad = match (layer.filled(i), layer.grad_range(i)?) {
                     (true, Some(range)) => {
                         let copy = HostTensor::zeros(param.grad_dtype, &param.shape)?;
-                        copy.write()?.bytes().copy_from_slice(range.read_all()?.bytes());
+                        copy.write()?
+                            .bytes()
+                            .copy_from_slice(range.read_all()?.bytes());
                         Some(copy)
                     }
                     _ => None,
@@ -859,13 +1025,14 @@ impl<M> RoundPipe<M> {
         self.core.model.store.all_squares()
     }
 
-    /// Whether layers behave as in training (dropout drops, batch norm uses the batch); on by default.
+    /// Whether layers behave as in training (dropout drops, batch norm uses the batch); on by
+    /// default.
     pub fn set_training(&self, training: bool) {
         self.core.set_training(training);
     }
 
-    /// Steps that were skipped, or left weights out, because gradients or results were not finite, as far as the engine's
-    /// calls have seen; [`RoundPipe::synchronize`] sees all.
+    /// Steps that were skipped, or left weights out, because gradients or results were not finite,
+    /// as far as the engine's calls have seen; [`RoundPipe::synchronize`] sees all.
     pub fn nonfinite_steps(&self) -> u64 {
         self.core.nonfinite_steps()
     }
@@ -905,16 +1072,26 @@ impl<M> RoundPipe<M> {
         self.core.layer_times()
     }
 
-    /// What the user should know and has not asked for, e.g. a batch that gave fewer microbatches; each is told
-    /// once.
+    /// What the user should know and has not asked for, e.g. a batch that gave fewer microbatches;
+    /// each is told once.
     pub fn take_warnings(&self) -> Vec<String> {
         self.core.take_warnings()
     }
 
     /// The same engine, dereferencing to another model: the one that this was made from.
     pub fn set_original_model<O>(self, original: O) -> RoundPipe<O> {
-        let Self { core, _watchdog, _handle, .. } = self;
-        RoundPipe { original: Arc::new(original), core, _watchdog, _handle }
+        let Self {
+            core,
+            _watchdog,
+            _handle,
+            ..
+        } = self;
+        RoundPipe {
+            original: Arc::new(original),
+            core,
+            _watchdog,
+            _handle,
+        }
     }
 }
 
@@ -929,6 +1106,10 @@ impl<M> Deref for RoundPipe<M> {
 impl<M> std::fmt::Debug for RoundPipe<M> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (layers, workers) = (self.core.model.layers.len(), self.core.ring.len());
-        write!(f, "RoundPipe({}, {layers} layers on {workers} workers)", self.core.model.name)
+        write!(
+            f,
+            "RoundPipe({}, {layers} layers on {workers} workers)",
+            self.core.model.name
+        )
     }
 }

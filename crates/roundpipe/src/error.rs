@@ -37,7 +37,11 @@ impl fmt::Display for TaskPlace {
             Pass::Fused => "fused",
         };
         let Range { start, end } = self.layers;
-        write!(f, "{}: {pass} stage {} (layers {start}..{end})", self.model, self.stage)?;
+        write!(
+            f,
+            "{}: {pass} stage {} (layers {start}..{end})",
+            self.model, self.stage
+        )?;
         if let Some((index, name)) = &self.layer {
             write!(f, ", layer {index} ({name})")?;
         }
@@ -79,8 +83,8 @@ pub enum Error {
         /// What happened.
         why: String,
     },
-    /// Steps that were asked for did not happen, because something before them failed: the weights are those of the
-    /// last step that stands.
+    /// Steps that were asked for did not happen, because something before them failed: the weights
+    /// are those of the last step that stands.
     #[error("optimizer step {first} and those after it did not happen; the weights are those of step {}", first - 1)]
     Undone {
         /// The first of them.
@@ -88,8 +92,8 @@ pub enum Error {
         /// Why.
         source: Box<Error>,
     },
-    /// Too many steps in a row had gradients or results that were not finite. The weights are as before the first of
-    /// them, but for elements that could be updated.
+    /// Too many steps in a row had gradients or results that were not finite. The weights are as
+    /// before the first of them, but for elements that could be updated.
     #[error(
         "{steps} optimizer steps in a row were not finite; {place}; look at the data there, or lower the learning rate"
     )]
@@ -147,6 +151,9 @@ impl Error {
 
     /// Shorthand for [`Error::Config`].
     pub fn config(name: &'static str, what: impl Into<String>) -> Self {
-        Self::Config { name, what: what.into() }
+        Self::Config {
+            name,
+            what: what.into(),
+        }
     }
 }

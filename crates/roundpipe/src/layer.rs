@@ -2,8 +2,8 @@
 //!
 //! A layer names its parameters ([`Params`]) and has a forward; nothing else. Any composition of
 //! operations works. Most layers turn one tensor into one: they implement [`Module`] and are a
-//! [`Layer`] by that. A layer with several inputs or outputs implements [`Layer`] itself and takes a
-//! [`Tree`].
+//! [`Layer`] by that. A layer with several inputs or outputs implements [`Layer`] itself and takes
+//! a [`Tree`].
 //!
 //! ```
 //! use roundpipe::{Cx, DType, Module, Param, Params, Tensor, Visit};
@@ -52,13 +52,19 @@ pub trait Params {
                 all.push((name, param.clone()));
             }
         };
-        self.visit(&mut Visit { prefix: String::new(), sink: &mut sink });
+        self.visit(&mut Visit {
+            prefix: String::new(),
+            sink: &mut sink,
+        });
         all
     }
 
     /// The parameters that gradients are computed for.
     fn trainable_params(&self) -> Vec<(String, Param)> {
-        self.named_params().into_iter().filter(|(_, p)| p.is_trainable()).collect()
+        self.named_params()
+            .into_iter()
+            .filter(|(_, p)| p.is_trainable())
+            .collect()
     }
 
     /// Freezes or thaws all parameters (not buffers of other types).
@@ -70,7 +76,10 @@ pub trait Params {
 
     /// Number of elements of all parameters and buffers.
     fn num_params(&self) -> usize {
-        self.named_params().iter().map(|(_, p)| p.shape().numel()).sum()
+        self.named_params()
+            .iter()
+            .map(|(_, p)| p.shape().numel())
+            .sum()
     }
 }
 
@@ -96,7 +105,10 @@ impl Visit<'_> {
     /// Shows a child; its names get `name` and a dot in front.
     pub fn child(&mut self, name: &str, child: &dyn Params) {
         let prefix = format!("{}{name}.", self.prefix);
-        child.visit(&mut Visit { prefix, sink: self.sink });
+        child.visit(&mut Visit {
+            prefix,
+            sink: self.sink,
+        });
     }
 }
 
@@ -167,7 +179,9 @@ impl Sequential {
 
     /// Names and layers in order.
     pub fn layers(&self) -> impl Iterator<Item = (&str, &Arc<dyn Layer>)> {
-        self.layers.iter().map(|(name, layer)| (name.as_str(), layer))
+        self.layers
+            .iter()
+            .map(|(name, layer)| (name.as_str(), layer))
     }
 
     /// Runs all layers; an error says which failed.
@@ -177,7 +191,11 @@ impl Sequential {
     pub fn forward(&self, cx: &mut Cx, input: impl Into<Tree>) -> Result<Tree, Error> {
         let mut value = input.into();
         for (index, (name, layer)) in self.layers.iter().enumerate() {
-            let fail = |source| Error::Layer { index, layer: name.clone(), source };
+            let fail = |source| Error::Layer {
+                index,
+                layer: name.clone(),
+                source,
+            };
             value = layer.run(cx, value).map_err(fail)?;
         }
         Ok(value)
@@ -188,14 +206,19 @@ impl Params for Sequential {
     fn visit(&self, visit: &mut Visit<'_>) {
         for (name, layer) in &self.layers {
             let prefix = format!("{}{name}.", visit.prefix);
-            layer.visit(&mut Visit { prefix, sink: visit.sink });
+            layer.visit(&mut Visit {
+                prefix,
+                sink: visit.sink,
+            });
         }
     }
 }
 
 impl Layer for Sequential {
     fn run(&self, cx: &mut Cx, input: Tree) -> Result<Tree> {
-        self.layers.iter().try_fold(input, |value, (_, layer)| layer.run(cx, value))
+        self.layers
+            .iter()
+            .try_fold(input, |value, (_, layer)| layer.run(cx, value))
     }
 
     fn sequence(&self) -> Option<&Sequential> {

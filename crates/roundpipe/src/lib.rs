@@ -1,12 +1,14 @@
 //! roundpipe: train models far larger than a GPU's memory on one machine.
 //!
-//! A model is a [`Sequential`] of [`Layer`]s. A layer is parameters plus a forward; gradients come from
-//! the tape. Weights live in host memory, a [`Worker`] computes, an [`Optimizer`] updates on the host.
+//! A model is a [`Sequential`] of [`Layer`]s. A layer is parameters plus a forward; gradients come
+//! from the tape. Weights live in host memory, a [`Worker`] computes, an [`Optimizer`] updates on
+//! the host.
 //!
-//! The modules stand in data order: values between layers, batches and microbatches, layers, ready-made
-//! layers, costs, plans and their simulation, run configurations, what threads are doing and did, learning
-//! rates, optimizers, versions of weights, the store and its updates, executors, the engine, and the rules that
-//! make engines of a tree of modules. This crate has no `unsafe` code.
+//! The modules stand in data order: values between layers, batches and microbatches, layers,
+//! ready-made layers, costs, plans and their simulation, run configurations, what threads are doing
+//! and did, learning rates, optimizers, versions of weights, the store and its updates, executors,
+//! the engine, and the rules that make engines of a tree of modules. This crate has no `unsafe`
+//! code.
 #![forbid(unsafe_code)]
 
 pub mod error;
@@ -56,9 +58,9 @@ pub use lr::LrSchedule;
 pub use optim::{Optimizer, Rule};
 pub use plan::{ExecutePlan, Pass, PlanKind, Stage};
 pub use roundpipe_tensor::{
-    Bytes, Cpu, Cuda, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients, HostBuf, HostMut, HostRef,
-    HostTensor, Likeness, Meta, Param, Pin, Pins, RngKey, RngSite, Shape, Tensor, Worker, bf16, f16, kernel,
-    ops,
+    Bytes, Cpu, Cuda, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients, HostBuf,
+    HostMut, HostRef, HostTensor, Likeness, Meta, Param, Pin, Pins, RngKey, RngSite, Shape, Tensor,
+    Worker, bf16, f16, kernel, ops,
 };
 pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
 pub use scaler::GradScaler;

@@ -1,8 +1,8 @@
 //! Learning rates as a pure function of the step.
 //!
-//! A [`LrSchedule`] is a value: linear warm-up from 0 to the base rate, then one of the [`LrDecay`]s. Step 0
-//! is the first optimizer step; past its end a decay stays where it ended. Nothing is remembered between
-//! calls, so a resumed run has the rates of an uninterrupted one.
+//! A [`LrSchedule`] is a value: linear warm-up from 0 to the base rate, then one of the
+//! [`LrDecay`]s. Step 0 is the first optimizer step; past its end a decay stays where it ended.
+//! Nothing is remembered between calls, so a resumed run has the rates of an uninterrupted one.
 //!
 //! What cannot work (a rate below 0, a decay that ends within the warm-up) is refused by
 //! [`LrSchedule::new`], in words.
@@ -93,10 +93,16 @@ impl LrSchedule {
     pub fn new(base: f64, warmup_steps: u64, decay: LrDecay) -> Result<Self> {
         let refuse = |what: String| Error::config("learning rate", what);
         if !(base.is_finite() && base >= 0.0) {
-            return Err(refuse(format!("the base is {base}, it must be finite and at least 0")));
+            return Err(refuse(format!(
+                "the base is {base}, it must be finite and at least 0"
+            )));
         }
         decay.check(warmup_steps).map_err(refuse)?;
-        Ok(Self { base, warmup_steps, decay })
+        Ok(Self {
+            base,
+            warmup_steps,
+            decay,
+        })
     }
 
     /// The same rate at every step.
@@ -125,28 +131,52 @@ impl LrDecay {
     fn check(&self, warmup_steps: u64) -> Result<(), String> {
         match *self {
             Self::Constant => Ok(()),
-            Self::Linear { total_steps, min_ratio } | Self::Cosine { total_steps, min_ratio } => {
-                check_end(warmup_steps, total_steps, min_ratio)
+            Self::Linear {
+                total_steps,
+                min_ratio,
             }
-            Self::Polynomial { total_steps, min_ratio, power } => {
+            | Self::Cosine {
+                total_steps,
+                min_ratio,
+            } => check_end(warmup_steps, total_steps, min_ratio),
+            Self::Polynomial {
+                total_steps,
+                min_ratio,
+                power,
+            } => {
                 if !(power.is_finite() && power > 0.0) {
-                    return Err(format!("the power is {power}, it must be finite and above 0"));
+                    return Err(format!(
+                        "the power is {power}, it must be finite and above 0"
+                    ));
                 }
                 check_end(warmup_steps, total_steps, min_ratio)
             }
-            Self::InverseSqrt { timescale: 0 } => Err("the timescale is 0, it must be at least 1".into()),
+            Self::InverseSqrt { timescale: 0 } => {
+                Err("the timescale is 0, it must be at least 1".into())
+            }
             Self::InverseSqrt { .. } => Ok(()),
-            Self::StableThenDecay { stable_steps, decay_steps, min_ratio, .. } => {
-                let end = warmup_steps.checked_add(stable_steps).and_then(|end| end.checked_add(decay_steps));
+            Self::StableThenDecay {
+                stable_steps,
+                decay_steps,
+                min_ratio,
+                ..
+            } => {
+                let end = warmup_steps
+                    .checked_add(stable_steps)
+                    .and_then(|end| end.checked_add(decay_steps));
                 match end {
-                    None => Err("warm-up, stable and decay steps together are too many to count".into()),
+                    None => {
+                        Err("warm-up, stable and decay steps together are too many to count".into())
+                    }
                     Some(_) => check_ratio(min_ratio),
                 }
             }
-            Self::Step { every: 0, .. } => Err("the rate falls every 0 steps, it must be at least 1".into()),
-            Self::Step { factor, .. } if !(factor > 0.0 && factor <= 1.0) => {
-                Err(format!("the factor is {factor}, it must be above 0 and at most 1"))
+            Self::Step { every: 0, .. } => {
+                Err("the rate falls every 0 steps, it must be at least 1".into())
             }
+            Self::Step { factor, .. } if !(factor > 0.0 && factor <= 1.0) => Err(format!(
+                "the factor is {factor}, it must be above 0 and at most 1"
+            )),
             Self::Step { .. } => Ok(()),
         }
     }
@@ -156,17 +186,32 @@ impl LrDecay {
         let progress = |total_steps: u64| fraction(since, total_steps - warmup_steps);
         match *self {
             Self::Constant => 1.0,
-            Self::Linear { total_steps, min_ratio } => above(min_ratio, 1.0 - progress(total_steps)),
-            Self::Cosine { total_steps, min_ratio } => above(min_ratio, half_wave(progress(total_steps))),
-            Self::Polynomial { total_steps, min_ratio, power } => {
-                above(min_ratio, (1.0 - progress(total_steps)).powf(power))
-            }
+            Self::Linear {
+                total_steps,
+                min_ratio,
+            } => above(min_ratio, 1.0 - progress(total_steps)),
+            Self::Cosine {
+                total_steps,
+                min_ratio,
+            } => above(min_ratio, half_wave(progress(total_steps))),
+            Self::Polynomial {
+                total_steps,
+                min_ratio,
+                power,
+            } => above(min_ratio, (1.0 - progress(total_steps)).powf(power)),
             Self::InverseSqrt { timescale } => {
                 let timescale = timescale as f64;
                 (timescale / (timescale + since as f64)).sqrt()
             }
-            Self::StableThenDecay { stable_steps, decay_steps, min_ratio, shape } => {
-                let Some(into) = since.checked_sub(stable_steps) else { return 1.0 };
+            Self::StableThenDecay {
+                stable_steps,
+                decay_steps,
+                min_ratio,
+                shape,
+            } => {
+                let Some(into) = since.checked_sub(stable_steps) else {
+                    return 1.0;
+                };
                 above(min_ratio, shape.height(fraction(into, decay_steps)))
             }
             Self::Step { every, factor } => factor.powf((since / every) as f64),
@@ -198,12 +243,18 @@ fn check_ratio(min_ratio: f64) -> Result<(), String> {
     if (0.0..=1.0).contains(&min_ratio) {
         return Ok(());
     }
-    Err(format!("the final ratio is {min_ratio}, it must be from 0 to 1"))
+    Err(format!(
+        "the final ratio is {min_ratio}, it must be from 0 to 1"
+    ))
 }
 
 /// `part / whole`, at most 1; a stretch of no steps is over when it begins.
 fn fraction(part: u64, whole: u64) -> f64 {
-    if part >= whole { 1.0 } else { part as f64 / whole as f64 }
+    if part >= whole {
+        1.0
+    } else {
+        part as f64 / whole as f64
+    }
 }
 
 fn half_wave(progress: f64) -> f64 {
@@ -222,47 +273,118 @@ mod tests {
     fn assert_rates(schedule: LrSchedule, expected: &[(u64, f64)]) {
         for &(step, lr) in expected {
             let ours = schedule.at(step);
-            assert!((ours - lr).abs() <= 1e-12, "step {step}: {ours}, expected {lr}; {schedule:?}");
+            assert!(
+                (ours - lr).abs() <= 1e-12,
+                "step {step}: {ours}, expected {lr}; {schedule:?}"
+            );
         }
     }
 
     /// The base rate is reached on the first step after the warm-up and kept.
     #[test]
     fn constant_follows_the_warm_up() {
-        assert_rates(LrSchedule::constant(0.5).unwrap(), &[(0, 0.5), (u64::MAX, 0.5)]);
+        assert_rates(
+            LrSchedule::constant(0.5).unwrap(),
+            &[(0, 0.5), (u64::MAX, 0.5)],
+        );
         let warm = LrSchedule::new(2.0, 4, LrDecay::Constant).unwrap();
-        assert_rates(warm, &[(0, 0.0), (1, 0.5), (3, 1.5), (4, 2.0), (5, 2.0), (u64::MAX, 2.0)]);
+        assert_rates(
+            warm,
+            &[
+                (0, 0.0),
+                (1, 0.5),
+                (3, 1.5),
+                (4, 2.0),
+                (5, 2.0),
+                (u64::MAX, 2.0),
+            ],
+        );
     }
 
     /// Known values at the start, the middle, the last step, the end and past it.
     #[test]
     fn decays_to_an_end_have_known_values() {
         let new = |decay| LrSchedule::new(1.0, 10, decay).unwrap();
-        let linear = new(LrDecay::Linear { total_steps: 110, min_ratio: 0.0 });
+        let linear = new(LrDecay::Linear {
+            total_steps: 110,
+            min_ratio: 0.0,
+        });
         assert_rates(
             linear,
-            &[(0, 0.0), (5, 0.5), (10, 1.0), (60, 0.5), (109, 0.01), (110, 0.0), (500, 0.0)],
+            &[
+                (0, 0.0),
+                (5, 0.5),
+                (10, 1.0),
+                (60, 0.5),
+                (109, 0.01),
+                (110, 0.0),
+                (500, 0.0),
+            ],
         );
-        let floor = new(LrDecay::Linear { total_steps: 110, min_ratio: 0.2 });
+        let floor = new(LrDecay::Linear {
+            total_steps: 110,
+            min_ratio: 0.2,
+        });
         assert_rates(floor, &[(10, 1.0), (60, 0.6), (110, 0.2), (111, 0.2)]);
-        let cosine = new(LrDecay::Cosine { total_steps: 110, min_ratio: 0.1 });
+        let cosine = new(LrDecay::Cosine {
+            total_steps: 110,
+            min_ratio: 0.1,
+        });
         let third = 0.1 + 0.9 * 0.75;
-        assert_rates(cosine, &[(10, 1.0), (60, 0.55), (110, 0.1), (u64::MAX, 0.1)]);
-        let cosine = new(LrDecay::Cosine { total_steps: 100, min_ratio: 0.1 });
+        assert_rates(
+            cosine,
+            &[(10, 1.0), (60, 0.55), (110, 0.1), (u64::MAX, 0.1)],
+        );
+        let cosine = new(LrDecay::Cosine {
+            total_steps: 100,
+            min_ratio: 0.1,
+        });
         assert_rates(cosine, &[(40, third), (70, 0.1 + 0.9 * 0.25)]);
-        let square = new(LrDecay::Polynomial { total_steps: 110, min_ratio: 0.0, power: 2.0 });
-        assert_rates(square, &[(10, 1.0), (60, 0.25), (109, 0.0001), (110, 0.0), (111, 0.0)]);
+        let square = new(LrDecay::Polynomial {
+            total_steps: 110,
+            min_ratio: 0.0,
+            power: 2.0,
+        });
+        assert_rates(
+            square,
+            &[(10, 1.0), (60, 0.25), (109, 0.0001), (110, 0.0), (111, 0.0)],
+        );
     }
 
     /// Where there is no end, the rate falls as the formula says.
     #[test]
     fn endless_decays_have_known_values() {
         let root = LrSchedule::new(1.0, 100, LrDecay::InverseSqrt { timescale: 100 }).unwrap();
-        assert_rates(root, &[(0, 0.0), (100, 1.0), (200, 0.5f64.sqrt()), (400, 0.5), (10_000, 0.1)]);
-        let steps = LrSchedule::new(8.0, 2, LrDecay::Step { every: 10, factor: 0.5 }).unwrap();
+        assert_rates(
+            root,
+            &[
+                (0, 0.0),
+                (100, 1.0),
+                (200, 0.5f64.sqrt()),
+                (400, 0.5),
+                (10_000, 0.1),
+            ],
+        );
+        let steps = LrSchedule::new(
+            8.0,
+            2,
+            LrDecay::Step {
+                every: 10,
+                factor: 0.5,
+            },
+        )
+        .unwrap();
         assert_rates(
             steps,
-            &[(1, 4.0), (2, 8.0), (11, 8.0), (12, 4.0), (21, 4.0), (22, 2.0), (u64::MAX, 0.0)],
+            &[
+                (1, 4.0),
+                (2, 8.0),
+                (11, 8.0),
+                (12, 4.0),
+                (21, 4.0),
+                (22, 2.0),
+                (u64::MAX, 0.0),
+            ],
         );
     }
 
@@ -274,11 +396,24 @@ mod tests {
             (DecayShape::Cosine, 0.5 + 0.125f64.sqrt()),
             (DecayShape::OneMinusSqrt, 0.5),
         ] {
-            let decay = LrDecay::StableThenDecay { stable_steps: 50, decay_steps: 40, min_ratio: 0.0, shape };
+            let decay = LrDecay::StableThenDecay {
+                stable_steps: 50,
+                decay_steps: 40,
+                min_ratio: 0.0,
+                shape,
+            };
             let schedule = LrSchedule::new(1.0, 10, decay).unwrap();
             assert_rates(
                 schedule,
-                &[(0, 0.0), (10, 1.0), (59, 1.0), (60, 1.0), (70, quarter), (100, 0.0), (101, 0.0)],
+                &[
+                    (0, 0.0),
+                    (10, 1.0),
+                    (59, 1.0),
+                    (60, 1.0),
+                    (70, quarter),
+                    (100, 0.0),
+                    (101, 0.0),
+                ],
             );
         }
     }
@@ -286,11 +421,27 @@ mod tests {
     /// Degenerate lengths divide by nothing.
     #[test]
     fn empty_stretches_are_over_at_once() {
-        let none = LrSchedule::new(1.0, 0, LrDecay::Linear { total_steps: 0, min_ratio: 0.5 }).unwrap();
+        let none = LrSchedule::new(
+            1.0,
+            0,
+            LrDecay::Linear {
+                total_steps: 0,
+                min_ratio: 0.5,
+            },
+        )
+        .unwrap();
         assert_rates(none, &[(0, 0.5), (1, 0.5)]);
         let shape = DecayShape::Linear;
-        let decay = LrDecay::StableThenDecay { stable_steps: 0, decay_steps: 0, min_ratio: 0.5, shape };
-        assert_rates(LrSchedule::new(1.0, 2, decay).unwrap(), &[(1, 0.5), (2, 0.5)]);
+        let decay = LrDecay::StableThenDecay {
+            stable_steps: 0,
+            decay_steps: 0,
+            min_ratio: 0.5,
+            shape,
+        };
+        assert_rates(
+            LrSchedule::new(1.0, 2, decay).unwrap(),
+            &[(1, 0.5), (2, 0.5)],
+        );
     }
 
     /// What can never work is refused with the number in the message.
@@ -308,14 +459,57 @@ mod tests {
         };
         refuse(-1.0, LrDecay::Constant, "-1");
         refuse(f64::NAN, LrDecay::Constant, "NaN");
-        refuse(1.0, LrDecay::Linear { total_steps: 9, min_ratio: 0.0 }, "ends at step 9");
-        refuse(1.0, LrDecay::Cosine { total_steps: 20, min_ratio: 1.5 }, "1.5");
-        refuse(1.0, LrDecay::Cosine { total_steps: 20, min_ratio: f64::NAN }, "NaN");
-        refuse(1.0, LrDecay::Polynomial { total_steps: 20, min_ratio: 0.0, power: 0.0 }, "power is 0");
+        refuse(
+            1.0,
+            LrDecay::Linear {
+                total_steps: 9,
+                min_ratio: 0.0,
+            },
+            "ends at step 9",
+        );
+        refuse(
+            1.0,
+            LrDecay::Cosine {
+                total_steps: 20,
+                min_ratio: 1.5,
+            },
+            "1.5",
+        );
+        refuse(
+            1.0,
+            LrDecay::Cosine {
+                total_steps: 20,
+                min_ratio: f64::NAN,
+            },
+            "NaN",
+        );
+        refuse(
+            1.0,
+            LrDecay::Polynomial {
+                total_steps: 20,
+                min_ratio: 0.0,
+                power: 0.0,
+            },
+            "power is 0",
+        );
         refuse(1.0, LrDecay::InverseSqrt { timescale: 0 }, "timescale is 0");
         refuse(1.0, wsd(u64::MAX, 0.0), "too many");
         refuse(1.0, wsd(5, -0.5), "-0.5");
-        refuse(1.0, LrDecay::Step { every: 0, factor: 0.5 }, "every 0 steps");
-        refuse(1.0, LrDecay::Step { every: 5, factor: 0.0 }, "factor is 0");
+        refuse(
+            1.0,
+            LrDecay::Step {
+                every: 0,
+                factor: 0.5,
+            },
+            "every 0 steps",
+        );
+        refuse(
+            1.0,
+            LrDecay::Step {
+                every: 5,
+                factor: 0.0,
+            },
+            "factor is 0",
+        );
     }
 }

@@ -17,7 +17,13 @@ impl Init {
     /// Numbers from `seed`, parameters of type `dtype`.
     pub fn new(seed: u64, dtype: DType) -> Self {
         // Step and microbatch that no training step uses, so that dropout draws other numbers.
-        let site = RngSite { seed, step: u64::MAX, microbatch: u32::MAX, layer: 0, site: 0 };
+        let site = RngSite {
+            seed,
+            step: u64::MAX,
+            microbatch: u32::MAX,
+            layer: 0,
+            site: 0,
+        };
         Self { site, dtype }
     }
 
@@ -70,7 +76,11 @@ impl Linear {
     pub fn new(init: &mut Init, inputs: usize, outputs: usize, bias: bool) -> Result<Self> {
         let bound = 1.0 / (inputs.max(1) as f64).sqrt();
         let weight = init.uniform(&[outputs, inputs], bound)?;
-        let bias = if bias { Some(init.uniform(&[outputs], bound)?) } else { None };
+        let bias = if bias {
+            Some(init.uniform(&[outputs], bound)?)
+        } else {
+            None
+        };
         Ok(Self { weight, bias })
     }
 }
@@ -103,7 +113,9 @@ impl Embedding {
     /// # Errors
     /// When the system has no memory.
     pub fn new(init: &mut Init, count: usize, width: usize, std: f64) -> Result<Self> {
-        Ok(Self { weight: init.normal(&[count, width], std)? })
+        Ok(Self {
+            weight: init.normal(&[count, width], std)?,
+        })
     }
 }
 
@@ -135,7 +147,10 @@ impl RmsNorm {
     /// # Errors
     /// When the system has no memory.
     pub fn new(init: &mut Init, width: usize, eps: f64) -> Result<Self> {
-        Ok(Self { weight: init.full(&[width], 1.0)?, eps })
+        Ok(Self {
+            weight: init.full(&[width], 1.0)?,
+            eps,
+        })
     }
 }
 
@@ -169,7 +184,11 @@ impl LayerNorm {
     /// # Errors
     /// When the system has no memory.
     pub fn new(init: &mut Init, width: usize, eps: f64) -> Result<Self> {
-        Ok(Self { weight: init.full(&[width], 1.0)?, bias: init.full(&[width], 0.0)?, eps })
+        Ok(Self {
+            weight: init.full(&[width], 1.0)?,
+            bias: init.full(&[width], 0.0)?,
+            eps,
+        })
     }
 }
 
@@ -214,8 +233,16 @@ impl Conv2d {
         let fan = inputs / options.groups.max(1);
         let bound = 1.0 / ((fan * kernel * kernel).max(1) as f64).sqrt();
         let weight = init.uniform(&[outputs, fan, kernel, kernel], bound)?;
-        let bias = if bias { Some(init.uniform(&[outputs], bound)?) } else { None };
-        Ok(Self { weight, bias, options })
+        let bias = if bias {
+            Some(init.uniform(&[outputs], bound)?)
+        } else {
+            None
+        };
+        Ok(Self {
+            weight,
+            bias,
+            options,
+        })
     }
 }
 
@@ -281,7 +308,10 @@ impl Params for BatchNorm2d {
 impl Module for BatchNorm2d {
     fn forward(&self, cx: &mut Cx, x: &Tensor) -> Result<Tensor> {
         let (weight, bias) = (cx.get(&self.weight)?, cx.get(&self.bias)?);
-        let options = BatchNorm { momentum: self.momentum, eps: self.eps };
+        let options = BatchNorm {
+            momentum: self.momentum,
+            eps: self.eps,
+        };
         let running = Some((&self.running_mean, &self.running_var));
         cx.batch_norm(x, Some(&weight), Some(&bias), running, options)
     }

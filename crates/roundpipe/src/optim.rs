@@ -1,8 +1,9 @@
 //! Optimizers over parameters in host memory.
 //!
-//! The path of a gradient: [`Gradients`] -> the optimizer's own f32 slab ([`Optimizer::add`], which adds
-//! up calls) -> one fused pass over gradient, master weights and moments that writes the new working
-//! weights ([`Optimizer::step`]). Master weights exist only where working weights are narrower than f32.
+//! The path of a gradient: [`Gradients`] -> the optimizer's own f32 slab ([`Optimizer::add`], which
+//! adds up calls) -> one fused pass over gradient, master weights and moments that writes the new
+//! working weights ([`Optimizer::step`]). Master weights exist only where working weights are
+//! narrower than f32.
 //!
 //! # Invariants
 //! - A frozen parameter has no state and is never written.
@@ -69,19 +70,31 @@ impl Rule {
             Self::Adam(rule) => rule.lr,
             Self::Sgd(rule) => rule.lr,
         };
-        self.check(&threads, Shared { lr, step: 1, factor: 1.0 })
+        self.check(
+            &threads,
+            Shared {
+                lr,
+                step: 1,
+                factor: 1.0,
+            },
+        )
     }
 
     /// Refuses settings that no pass would accept.
     pub(crate) fn check(self, threads: &Threads, shared: Shared) -> Result<()> {
         let mut moments = vec![[0.0f32; 0]; self.moments()];
         let moments = moments.iter_mut().map(|moment| &mut moment[..]).collect();
-        let slabs = Slabs { grad: Floats::F32(&[]), master: &mut [], moments, working: None };
+        let slabs = Slabs {
+            grad: Floats::F32(&[]),
+            master: &mut [],
+            moments,
+            working: None,
+        };
         self.update(threads, shared, true, slabs).map(drop)
     }
 
-    /// One fused pass. `decays` says whether weight decay applies to this parameter. Returns whether some elements kept
-    /// their value because the new one was not finite.
+    /// One fused pass. `decays` says whether weight decay applies to this parameter. Returns
+    /// whether some elements kept their value because the new one was not finite.
     pub(crate) fn update(
         self,
         threads: &Threads,
@@ -90,7 +103,12 @@ impl Rule {
         slabs: Slabs<'_>,
     ) -> Result<bool> {
         let Shared { lr, step, factor } = shared;
-        let Slabs { grad, master, moments, working } = slabs;
+        let Slabs {
+            grad,
+            master,
+            moments,
+            working,
+        } = slabs;
         let mut moments = moments.into_iter();
         match self {
             Self::Adam(rule) => {
@@ -99,13 +117,35 @@ impl Rule {
                     unreachable!("Adam has two moments")
                 };
                 let max_exp_avg_sq = moments.next();
-                let slabs = AdamSlabs { grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq, working };
-                Ok(AdamW { lr, weight_decay, ..rule }.step(threads, step, factor, slabs)?)
+                let slabs = AdamSlabs {
+                    grad,
+                    master,
+                    exp_avg,
+                    exp_avg_sq,
+                    max_exp_avg_sq,
+                    working,
+                };
+                Ok(AdamW {
+                    lr,
+                    weight_decay,
+                    ..rule
+                }
+                .step(threads, step, factor, slabs)?)
             }
             Self::Sgd(rule) => {
                 let weight_decay = if decays { rule.weight_decay } else { 0.0 };
-                let slabs = SgdSlabs { grad, master, momentum: moments.next(), working };
-                Ok(Sgd { lr, weight_decay, ..rule }.step(threads, step, factor, slabs)?)
+                let slabs = SgdSlabs {
+                    grad,
+                    master,
+                    momentum: moments.next(),
+                    working,
+                };
+                Ok(Sgd {
+                    lr,
+                    weight_decay,
+                    ..rule
+                }
+                .step(threads, step, factor, slabs)?)
             }
         }
     }
@@ -120,15 +160,20 @@ pub struct Update {
     pub clip: Option<f64>,
     /// What gradients are multiplied with first: one over the loss scale they were computed with.
     pub grad_scale: f64,
-    /// Whether a step whose gradients are not all finite is skipped as a whole; on by default. Off, only the elements
-    /// whose new values would not be finite keep what they have.
+    /// Whether a step whose gradients are not all finite is skipped as a whole; on by default. Off,
+    /// only the elements whose new values would not be finite keep what they have.
     pub skip_nonfinite: bool,
 }
 
 impl Update {
     /// Nothing but a learning rate.
     pub fn new(lr: f64) -> Self {
-        Self { lr, clip: None, grad_scale: 1.0, skip_nonfinite: true }
+        Self {
+            lr,
+            clip: None,
+            grad_scale: 1.0,
+            skip_nonfinite: true,
+        }
     }
 
     /// Refuses options that would ruin the weights.
@@ -155,7 +200,9 @@ impl Update {
     pub fn decide(&self, squared: f64) -> Decision {
         // Unscaled before they are measured, so that the threshold means the same at every scale.
         let squared = squared * self.grad_scale * self.grad_scale;
-        let clip = self.clip.map_or(1.0, |max| optim::clip_factor(squared, max));
+        let clip = self
+            .clip
+            .map_or(1.0, |max| optim::clip_factor(squared, max));
         Decision {
             factor: (f64::from(clip) * self.grad_scale) as f32,
             grad_norm: squared.sqrt(),
@@ -171,7 +218,8 @@ pub struct Decision {
     pub factor: f32,
     /// L2 norm of all gradients, unscaled, before clipping.
     pub grad_norm: f64,
-    /// Whether the step is skipped: [`Store::skip`](crate::Store::skip) instead of [`Store::apply`](crate::Store::apply) for every layer.
+    /// Whether the step is skipped: [`Store::skip`](crate::Store::skip) instead of
+    /// [`Store::apply`](crate::Store::apply) for every layer.
     pub skip: bool,
 }
 
@@ -247,7 +295,15 @@ impl Optimizer {
             places.insert(param.id(), entries.len());
             entries.push(Entry::new(&threads, name, param, rule.moments())?);
         }
-        Ok(Self { rule, threads, entries, places, steps: 0, max_norm: None, landing: None })
+        Ok(Self {
+            rule,
+            threads,
+            entries,
+            places,
+            steps: 0,
+            max_norm: None,
+            landing: None,
+        })
     }
 
     /// Scales gradients down when their common norm exceeds `norm`.
@@ -273,19 +329,27 @@ impl Optimizer {
 
     /// Bytes of host memory beside the working weights.
     pub fn state_bytes(&self) -> usize {
-        let of =
-            |e: &Entry| e.grad.len() + e.master.iter().chain(&e.moments).map(HostBuf::len).sum::<usize>();
+        let of = |e: &Entry| {
+            e.grad.len()
+                + e.master
+                    .iter()
+                    .chain(&e.moments)
+                    .map(HostBuf::len)
+                    .sum::<usize>()
+        };
         self.entries.iter().map(of).sum()
     }
 
-    /// Adds gradients to those since the last step. Gradients of parameters this optimizer does not have
-    /// are left out.
+    /// Adds gradients to those since the last step. Gradients of parameters this optimizer does not
+    /// have are left out.
     ///
     /// # Errors
     /// When the device failed or a slab is in use elsewhere.
     pub fn add(&mut self, gradients: &Gradients) -> Result<()> {
         for (param, grad) in gradients.params() {
-            let Some(&place) = self.places.get(&param.id()) else { continue };
+            let Some(&place) = self.places.get(&param.id()) else {
+                continue;
+            };
             let entry = &mut self.entries[place];
             if entry.filled {
                 let landing = landing(&mut self.landing, entry.grad.len())?;
@@ -299,8 +363,9 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Adds a gradient in host memory to those of `param` since the last step; it is left out when this
-    /// optimizer does not have the parameter. Lets a plain loop round gradients as the engine does.
+    /// Adds a gradient in host memory to those of `param` since the last step; it is left out when
+    /// this optimizer does not have the parameter. Lets a plain loop round gradients as the engine
+    /// does.
     ///
     /// # Errors
     /// When it has not as many elements as the parameter, or a slab is in use elsewhere.
@@ -311,21 +376,30 @@ impl Optimizer {
         }
     }
 
-    /// Updates every parameter that has a gradient, with the learning rate `lr`, and starts the sums anew. A step whose
-    /// gradients are not all finite is skipped.
+    /// Updates every parameter that has a gradient, with the learning rate `lr`, and starts the
+    /// sums anew. A step whose gradients are not all finite is skipped.
     ///
     /// # Errors
-    /// [`Error::Config`] when there are no gradients or an option makes no sense; a parameter that a pass still reads is an error that
-    /// leaves all parameters as they were.
+    /// [`Error::Config`] when there are no gradients or an option makes no sense; a parameter that
+    /// a pass still reads is an error that leaves all parameters as they were.
     pub fn step(&mut self, lr: f64) -> Result<StepReport> {
-        let update = Update { clip: self.max_norm, ..Update::new(lr) };
+        let update = Update {
+            clip: self.max_norm,
+            ..Update::new(lr)
+        };
         update.check()?;
         if !self.entries.iter().any(|e| e.filled) {
-            return Err(Error::config("step", "no gradients were added since the last step"));
+            return Err(Error::config(
+                "step",
+                "no gradients were added since the last step",
+            ));
         }
         let mut squared = 0.0;
         for entry in self.entries.iter().filter(|e| e.filled) {
-            squared += optim::squared_norm(&self.threads, Floats::F32(entry.grad.read_all()?.as_slice()));
+            squared += optim::squared_norm(
+                &self.threads,
+                Floats::F32(entry.grad.read_all()?.as_slice()),
+            );
         }
         let decision = update.decide(squared);
         let (factor, grad_norm) = (decision.factor, decision.grad_norm);
@@ -338,16 +412,28 @@ impl Optimizer {
         let shared = Shared { lr, step, factor };
         if decision.skip {
             self.zero_grad();
-            return Ok(StepReport { step: self.steps, grad_norm, skipped: true, partial: false });
+            return Ok(StepReport {
+                step: self.steps,
+                grad_norm,
+                skipped: true,
+                partial: false,
+            });
         }
         let mut partial = false;
         for (decays, mut open) in open {
-            partial |= self.rule.update(&self.threads, shared, decays, open.slabs())?;
+            partial |= self
+                .rule
+                .update(&self.threads, shared, decays, open.slabs())?;
         }
         // Only now: a refused learning rate is no step.
         self.steps = step;
         self.zero_grad();
-        Ok(StepReport { step, grad_norm, skipped: false, partial })
+        Ok(StepReport {
+            step,
+            grad_norm,
+            skipped: false,
+            partial,
+        })
     }
 
     /// Forgets the gradients added since the last step.
@@ -370,8 +456,18 @@ impl Entry {
             None
         };
         let grad = slab("gradient")?;
-        let moments = (0..moments).map(|_| slab("moment")).collect::<Result<_, _>>()?;
-        Ok(Self { name, param, decays: true, grad, filled: false, master, moments })
+        let moments = (0..moments)
+            .map(|_| slab("moment"))
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            name,
+            param,
+            decays: true,
+            grad,
+            filled: false,
+            master,
+            moments,
+        })
     }
 
     fn add(&mut self, threads: &Threads, values: Floats<'_>) -> Result<()> {
@@ -390,7 +486,9 @@ impl Entry {
 fn landing(buf: &mut Option<HostBuf>, bytes: usize) -> Result<HostBuf> {
     match buf {
         Some(buf) if buf.len() >= bytes => Ok(buf.slice(0..bytes)?),
-        _ => Ok(buf.insert(HostBuf::zeroed("gradient landing", bytes)?).clone()),
+        _ => Ok(buf
+            .insert(HostBuf::zeroed("gradient landing", bytes)?)
+            .clone()),
     }
 }
 
@@ -413,7 +511,11 @@ pub(crate) fn needs_master(name: &str, dtype: DType) -> Result<bool> {
 pub(crate) fn fill_master(threads: &Threads, param: &Param, master: &HostBuf) -> Result<()> {
     let working = param.data().read_all()?;
     let mut into = master.write(0..master.len())?;
-    optim::cast(threads, floats(param.dtype(), &working), FloatsMut::F32(into.as_mut_slice()))?;
+    optim::cast(
+        threads,
+        floats(param.dtype(), &working),
+        FloatsMut::F32(into.as_mut_slice()),
+    )?;
     Ok(())
 }
 
@@ -442,10 +544,18 @@ impl Open {
         let grad = Floats::F32(self.grad.as_slice());
         let (master, working) = match &mut self.master {
             None => (self.working.as_mut_slice::<f32>(), None),
-            Some(master) => (master.as_mut_slice(), Some(floats_mut(self.dtype, &mut self.working))),
+            Some(master) => (
+                master.as_mut_slice(),
+                Some(floats_mut(self.dtype, &mut self.working)),
+            ),
         };
         let moments = self.moments.iter_mut().map(HostMut::as_mut_slice).collect();
-        Slabs { grad, master, moments, working }
+        Slabs {
+            grad,
+            master,
+            moments,
+            working,
+        }
     }
 }
 

@@ -1,16 +1,17 @@
 //! Where a model is cut into stages: a plan is a value, made once, printed, checked and replayed.
 //!
-//! Forward and backward have separate cuts, because a backward layer with its recompute costs about three
-//! forward layers. A plan names no device and no time; [`crate::simulate`] says what it would take and
-//! [`ExecutePlan::auto`] looks for a good one.
+//! Forward and backward have separate cuts, because a backward layer with its recompute costs about
+//! three forward layers. A plan names no device and no time; [`crate::simulate`] says what it would
+//! take and [`ExecutePlan::auto`] looks for a good one.
 //!
 //! # Invariants of a checked plan
 //!
-//! - Forward stages ascend from layer 0 without gaps; backward stages descend to layer 0 without gaps.
+//! - Forward stages ascend from layer 0 without gaps; backward stages descend to layer 0 without
+//!   gaps.
 //! - [`PlanKind::Infer`]: forward covers every layer; backward is not looked at.
 //! - [`PlanKind::Train`]: both cover every layer.
-//! - [`PlanKind::Fused`]: the first backward stage starts where forward ended and reaches the last layer. It
-//!   runs forward, loss and backward in one visit.
+//! - [`PlanKind::Fused`]: the first backward stage starts where forward ended and reaches the last
+//!   layer. It runs forward, loss and backward in one visit.
 
 use std::fmt;
 use std::ops::Range;
@@ -67,17 +68,24 @@ impl ExecutePlan {
         });
         let forward = forward.collect();
         if kind == PlanKind::Infer {
-            return Self { forward, backward: Vec::new() };
+            return Self {
+                forward,
+                backward: Vec::new(),
+            };
         }
         let mut end: usize = backward.iter().sum();
         let backward = backward.iter().map(|&size| {
             end -= size;
             end..end + size
         });
-        Self { forward, backward: backward.collect() }
+        Self {
+            forward,
+            backward: backward.collect(),
+        }
     }
 
-    /// The same plan with its stages cut into stages of at most `most` layers, all but the fused one.
+    /// The same plan with its stages cut into stages of at most `most` layers, all but the fused
+    /// one.
     #[must_use]
     pub fn cut(&self, kind: PlanKind, most: usize) -> Self {
         let parts = |stage: &Range<usize>| {
@@ -85,16 +93,20 @@ impl ExecutePlan {
             let (start, len) = (stage.start, stage.len());
             (0..count).map(move |i| start + i * len / count..start + (i + 1) * len / count)
         };
-        let (fused, rest) =
-            self.backward.split_at(usize::from(kind == PlanKind::Fused).min(self.backward.len()));
-        let backward = rest.iter().flat_map(|stage| parts(stage).collect::<Vec<_>>().into_iter().rev());
+        let (fused, rest) = self
+            .backward
+            .split_at(usize::from(kind == PlanKind::Fused).min(self.backward.len()));
+        let backward = rest
+            .iter()
+            .flat_map(|stage| parts(stage).collect::<Vec<_>>().into_iter().rev());
         Self {
             forward: self.forward.iter().flat_map(parts).collect(),
             backward: fused.iter().cloned().chain(backward).collect(),
         }
     }
 
-    /// Refuses a plan that does not run each layer of a model of `layers` layers exactly once per direction.
+    /// Refuses a plan that does not run each layer of a model of `layers` layers exactly once per
+    /// direction.
     ///
     /// # Errors
     /// [`Error::Config`], with the first range that is wrong and what would be right.
@@ -111,29 +123,39 @@ impl ExecutePlan {
             }
         };
         if forward_end != forward_goal {
-            return Err(refused(match (kind, self.forward.last(), self.backward.first()) {
-                (PlanKind::Fused, Some(last), Some(fused)) => format!(
-                    "fused stage {} must start at {forward_end}, where forward stage {} ended",
-                    show(fused),
-                    show(last)
-                ),
-                (PlanKind::Fused, None, Some(fused)) => {
-                    format!("fused stage {} must start at 0: there is no forward stage", show(fused))
-                }
-                (_, Some(last), _) => {
-                    format!("the last forward stage {} must end at {layers}", show(last))
-                }
-                (_, None, _) => "there is no forward stage".to_string(),
-            }));
+            return Err(refused(
+                match (kind, self.forward.last(), self.backward.first()) {
+                    (PlanKind::Fused, Some(last), Some(fused)) => format!(
+                        "fused stage {} must start at {forward_end}, where forward stage {} ended",
+                        show(fused),
+                        show(last)
+                    ),
+                    (PlanKind::Fused, None, Some(fused)) => {
+                        format!(
+                            "fused stage {} must start at 0: there is no forward stage",
+                            show(fused)
+                        )
+                    }
+                    (_, Some(last), _) => {
+                        format!("the last forward stage {} must end at {layers}", show(last))
+                    }
+                    (_, None, _) => "there is no forward stage".to_string(),
+                },
+            ));
         }
-        if kind == PlanKind::Infer { Ok(()) } else { self.check_backward(layers) }
+        if kind == PlanKind::Infer {
+            Ok(())
+        } else {
+            self.check_backward(layers)
+        }
     }
 
     /// Where ascending forward stages end.
     fn check_forward(&self, layers: usize) -> Result<usize> {
         let mut at = 0;
         for (index, range) in self.forward.iter().enumerate() {
-            let wrong = |rule: String| refused(format!("forward stage {index} ({}) {rule}", show(range)));
+            let wrong =
+                |rule: String| refused(format!("forward stage {index} ({}) {rule}", show(range)));
             if range.start != at {
                 return Err(wrong(format!("must start at {at}")));
             }
@@ -151,7 +173,8 @@ impl ExecutePlan {
     fn check_backward(&self, layers: usize) -> Result<()> {
         let mut at = layers;
         for (index, range) in self.backward.iter().enumerate() {
-            let wrong = |rule: String| refused(format!("backward stage {index} ({}) {rule}", show(range)));
+            let wrong =
+                |rule: String| refused(format!("backward stage {index} ({}) {rule}", show(range)));
             if range.end != at {
                 return Err(wrong(format!("must end at {at}")));
             }
@@ -162,14 +185,23 @@ impl ExecutePlan {
         }
         match self.backward.last() {
             _ if at == 0 => Ok(()),
-            Some(last) => Err(refused(format!("the last backward stage {} must start at 0", show(last)))),
+            Some(last) => Err(refused(format!(
+                "the last backward stage {} must start at 0",
+                show(last)
+            ))),
             None => Err(refused("there is no backward stage")),
         }
     }
 
-    /// The visits of one call, in order. The plan must have passed [`ExecutePlan::check`] for `kind`.
+    /// The visits of one call, in order. The plan must have passed [`ExecutePlan::check`] for
+    /// `kind`.
     pub fn stages(&self, kind: PlanKind) -> Vec<Stage> {
-        let stage = |pass| move |layers: &Range<usize>| Stage { layers: layers.clone(), pass };
+        let stage = |pass| {
+            move |layers: &Range<usize>| Stage {
+                layers: layers.clone(),
+                pass,
+            }
+        };
         let mut stages: Vec<_> = self.forward.iter().map(stage(Pass::Forward)).collect();
         if kind != PlanKind::Infer {
             stages.extend(self.backward.iter().map(stage(Pass::Backward)));
@@ -203,12 +235,18 @@ fn refused(what: impl Into<String>) -> Error {
 }
 
 #[cfg(test)]
-#[expect(clippy::single_range_in_vec_init, reason = "a plan of one stage is a list of one range")]
+#[expect(
+    clippy::single_range_in_vec_init,
+    reason = "a plan of one stage is a list of one range"
+)]
 mod tests {
     use super::*;
 
     fn plan(forward: &[Range<usize>], backward: &[Range<usize>]) -> ExecutePlan {
-        ExecutePlan { forward: forward.to_vec(), backward: backward.to_vec() }
+        ExecutePlan {
+            forward: forward.to_vec(),
+            backward: backward.to_vec(),
+        }
     }
 
     /// A plan prints as its stages run, and sizes are enough to make one.
@@ -217,15 +255,25 @@ mod tests {
         let fused = ExecutePlan::from_sizes(PlanKind::Fused, &[2, 3], &[1, 2, 3]);
         assert_eq!(fused.to_string(), "0..2 2..5 | 5..6 3..5 0..3");
         assert!(fused.check(PlanKind::Fused, 6).is_ok());
-        assert_eq!(fused.stages(PlanKind::Fused)[2], Stage { layers: 5..6, pass: Pass::Fused });
+        assert_eq!(
+            fused.stages(PlanKind::Fused)[2],
+            Stage {
+                layers: 5..6,
+                pass: Pass::Fused
+            }
+        );
         let infer = ExecutePlan::from_sizes(PlanKind::Infer, &[6], &[]);
         assert_eq!(infer.to_string(), "0..6");
         assert!(infer.check(PlanKind::Infer, 6).is_ok());
-        assert!(plan(&[], &[0..6]).check(PlanKind::Fused, 6).is_ok(), "one fused stage is a whole plan");
+        assert!(
+            plan(&[], &[0..6]).check(PlanKind::Fused, 6).is_ok(),
+            "one fused stage is a whole plan"
+        );
         assert_eq!(plan(&[], &[0..6]).to_string(), "| 0..6");
     }
 
-    /// Cutting stages shorter keeps a plan valid, leaves the fused stage alone and exceeds no length.
+    /// Cutting stages shorter keeps a plan valid, leaves the fused stage alone and exceeds no
+    /// length.
     #[test]
     fn stages_can_be_cut_shorter() {
         let fused = ExecutePlan::from_sizes(PlanKind::Fused, &[7], &[3, 5, 2]);
@@ -235,15 +283,24 @@ mod tests {
         );
         for (kind, plan) in [
             (PlanKind::Fused, fused),
-            (PlanKind::Train, ExecutePlan::from_sizes(PlanKind::Train, &[10], &[10])),
-            (PlanKind::Infer, ExecutePlan::from_sizes(PlanKind::Infer, &[10], &[])),
+            (
+                PlanKind::Train,
+                ExecutePlan::from_sizes(PlanKind::Train, &[10], &[10]),
+            ),
+            (
+                PlanKind::Infer,
+                ExecutePlan::from_sizes(PlanKind::Infer, &[10], &[]),
+            ),
         ] {
             for most in 0..12 {
                 let cut = plan.cut(kind, most);
                 cut.check(kind, 10).unwrap();
                 let free = usize::from(kind == PlanKind::Fused);
                 assert!(
-                    cut.forward.iter().chain(cut.backward.iter().skip(free)).all(|s| s.len() <= most.max(1))
+                    cut.forward
+                        .iter()
+                        .chain(cut.backward.iter().skip(free))
+                        .all(|s| s.len() <= most.max(1))
                 );
             }
         }
@@ -256,20 +313,68 @@ mod tests {
         let full = [0..2, 2..4];
         let back = [2..4, 0..2];
         let cases = [
-            (Infer, plan(&[0..2], &[]), "the last forward stage 0..2 must end at 4"),
+            (
+                Infer,
+                plan(&[0..2], &[]),
+                "the last forward stage 0..2 must end at 4",
+            ),
             (Infer, plan(&[], &[]), "there is no forward stage"),
-            (Infer, plan(&[1..4], &[]), "forward stage 0 (1..4) must start at 0"),
-            (Train, plan(&[0..2, 3..4], &back), "forward stage 1 (3..4) must start at 2"),
-            (Train, plan(&[0..2, 2..2, 2..4], &back), "forward stage 1 (2..2) is empty"),
-            (Train, plan(&[0..5], &back), "forward stage 0 (0..5) ends after the last of 4 layers"),
+            (
+                Infer,
+                plan(&[1..4], &[]),
+                "forward stage 0 (1..4) must start at 0",
+            ),
+            (
+                Train,
+                plan(&[0..2, 3..4], &back),
+                "forward stage 1 (3..4) must start at 2",
+            ),
+            (
+                Train,
+                plan(&[0..2, 2..2, 2..4], &back),
+                "forward stage 1 (2..2) is empty",
+            ),
+            (
+                Train,
+                plan(&[0..5], &back),
+                "forward stage 0 (0..5) ends after the last of 4 layers",
+            ),
             (Train, plan(&full, &[]), "there is no backward stage"),
-            (Train, plan(&full, &[0..2, 2..4]), "backward stage 0 (0..2) must end at 4"),
-            (Train, plan(&full, &[2..4, 1..2]), "the last backward stage 1..2 must start at 0"),
-            (Train, plan(&full, &[3..4, 3..3, 0..3]), "backward stage 1 (3..3) is empty"),
-            (Fused, plan(&full, &back), "fused stage 2..4 must start at 4, where forward stage 2..4 ended"),
-            (Fused, plan(&[], &back), "fused stage 2..4 must start at 0: there is no forward stage"),
-            (Fused, plan(&full, &[]), "there is no backward stage to fuse with the loss"),
-            (Fused, plan(&[0..2], &[2..3, 0..2]), "backward stage 0 (2..3) must end at 4"),
+            (
+                Train,
+                plan(&full, &[0..2, 2..4]),
+                "backward stage 0 (0..2) must end at 4",
+            ),
+            (
+                Train,
+                plan(&full, &[2..4, 1..2]),
+                "the last backward stage 1..2 must start at 0",
+            ),
+            (
+                Train,
+                plan(&full, &[3..4, 3..3, 0..3]),
+                "backward stage 1 (3..3) is empty",
+            ),
+            (
+                Fused,
+                plan(&full, &back),
+                "fused stage 2..4 must start at 4, where forward stage 2..4 ended",
+            ),
+            (
+                Fused,
+                plan(&[], &back),
+                "fused stage 2..4 must start at 0: there is no forward stage",
+            ),
+            (
+                Fused,
+                plan(&full, &[]),
+                "there is no backward stage to fuse with the loss",
+            ),
+            (
+                Fused,
+                plan(&[0..2], &[2..3, 0..2]),
+                "backward stage 0 (2..3) must end at 4",
+            ),
         ];
         for (kind, plan, what) in cases {
             let error = plan.check(kind, 4).expect_err(what).to_string();

@@ -1,10 +1,10 @@
 //! Loss scaling for f16: gradients are computed of a scaled loss, so that small ones do not vanish.
 //!
-//! The scale doubles after many good steps and halves after a step with gradients that are not finite, which
-//! is skipped. It changes with the weights' version: the scale for a pass over version v is the one after v
-//! updates ([`GradScaler::scale_at`]), however far the optimizer behind it has come meanwhile. So all calls of a step
-//! use one scale, gradients are unscaled with the scale they were computed with, and an asynchronous run
-//! gives the same bits every time.
+//! The scale doubles after many good steps and halves after a step with gradients that are not
+//! finite, which is skipped. It changes with the weights' version: the scale for a pass over
+//! version v is the one after v updates ([`GradScaler::scale_at`]), however far the optimizer
+//! behind it has come meanwhile. So all calls of a step use one scale, gradients are unscaled with
+//! the scale they were computed with, and an asynchronous run gives the same bits every time.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -33,7 +33,14 @@ pub struct ScalerState {
 
 impl Default for ScalerState {
     fn default() -> Self {
-        Self { scale: 65536.0, growth: 2.0, backoff: 0.5, interval: 2000, good: 0, enabled: true }
+        Self {
+            scale: 65536.0,
+            growth: 2.0,
+            backoff: 0.5,
+            interval: 2000,
+            good: 0,
+            enabled: true,
+        }
     }
 }
 
@@ -68,7 +75,10 @@ impl GradScaler {
 
     /// One that scales nothing.
     pub fn disabled() -> Self {
-        Self::start(ScalerState { enabled: false, ..ScalerState::default() })
+        Self::start(ScalerState {
+            enabled: false,
+            ..ScalerState::default()
+        })
     }
 
     fn start(state: ScalerState) -> Self {
@@ -78,11 +88,15 @@ impl GradScaler {
     /// What losses are multiplied with after all updates so far; 1 when disabled.
     pub fn scale_factor(&self) -> f64 {
         let inner = self.lock();
-        if inner.state.enabled { inner.state.scale } else { 1.0 }
+        if inner.state.enabled {
+            inner.state.scale
+        } else {
+            1.0
+        }
     }
 
-    /// What losses of a pass over weights of `version` are multiplied with. `None` before the update that
-    /// makes this version has ended, and for versions long gone.
+    /// What losses of a pass over weights of `version` are multiplied with. `None` before the
+    /// update that makes this version has ended, and for versions long gone.
     pub fn scale_at(&self, version: u64) -> Option<f64> {
         let inner = self.lock();
         if !inner.state.enabled {
@@ -103,8 +117,9 @@ impl GradScaler {
         self.update_from(used, found_nonfinite);
     }
 
-    /// Tells how a step went whose gradients were computed with the scale `used`. Called once per update, skipped or
-    /// not, in order. A second bad step at a scale that has been left already does not lower it again.
+    /// Tells how a step went whose gradients were computed with the scale `used`. Called once per
+    /// update, skipped or not, in order. A second bad step at a scale that has been left already
+    /// does not lower it again.
     pub fn update_from(&self, used: f64, found_nonfinite: bool) {
         let mut inner = self.lock();
         let state = &mut inner.state;
@@ -152,20 +167,33 @@ impl GradScaler {
 
 impl Inner {
     fn start(state: ScalerState) -> Self {
-        Self { state, version: 0, scales: VecDeque::from([state.scale]) }
+        Self {
+            state,
+            version: 0,
+            scales: VecDeque::from([state.scale]),
+        }
     }
 }
 
 fn check(state: &ScalerState) -> Result<()> {
     let refuse = |what: String| Err(Error::config("gradient scaler", what));
     if !(state.scale.is_finite() && state.scale > 0.0) {
-        return refuse(format!("scale is {}, it must be finite and above 0", state.scale));
+        return refuse(format!(
+            "scale is {}, it must be finite and above 0",
+            state.scale
+        ));
     }
     if !(state.growth.is_finite() && state.growth >= 1.0) {
-        return refuse(format!("growth is {}, it must be finite and at least 1", state.growth));
+        return refuse(format!(
+            "growth is {}, it must be finite and at least 1",
+            state.growth
+        ));
     }
     if !(state.backoff > 0.0 && state.backoff <= 1.0) {
-        return refuse(format!("backoff is {}, it must be above 0 and at most 1", state.backoff));
+        return refuse(format!(
+            "backoff is {}, it must be above 0 and at most 1",
+            state.backoff
+        ));
     }
     if state.interval == 0 {
         return refuse("interval is 0, it must be at least 1 step".to_owned());
@@ -177,25 +205,39 @@ fn check(state: &ScalerState) -> Result<()> {
 mod tests {
     use super::{GradScaler, ScalerState};
 
-    /// The numbers of PyTorch's scaler: growth after `interval` good steps in a row, backoff at once.
+    /// The numbers of PyTorch's scaler: growth after `interval` good steps in a row, backoff at
+    /// once.
     #[test]
     fn the_scale_grows_and_backs_off() {
-        let scaler = GradScaler::new(ScalerState { interval: 3, ..ScalerState::default() }).unwrap();
+        let scaler = GradScaler::new(ScalerState {
+            interval: 3,
+            ..ScalerState::default()
+        })
+        .unwrap();
         let mut seen = Vec::new();
-        for bad in [false, false, false, true, false, false, true, false, false, false] {
+        for bad in [
+            false, false, false, true, false, false, true, false, false, false,
+        ] {
             scaler.update(bad);
             seen.push(scaler.scale_factor() / 65536.0);
         }
         assert_eq!(seen, [1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 1.0]);
     }
 
-    /// An asynchronous optimizer is one update ahead or not, by chance; the scale of a version is not.
+    /// An asynchronous optimizer is one update ahead or not, by chance; the scale of a version is
+    /// not.
     #[test]
     fn the_scale_belongs_to_a_version() {
         let scaler = GradScaler::default();
-        assert_eq!((scaler.scale_at(0), scaler.scale_at(1)), (Some(65536.0), None));
+        assert_eq!(
+            (scaler.scale_at(0), scaler.scale_at(1)),
+            (Some(65536.0), None)
+        );
         scaler.update(true);
-        assert_eq!((scaler.scale_at(0), scaler.scale_at(1)), (Some(65536.0), Some(32768.0)));
+        assert_eq!(
+            (scaler.scale_at(0), scaler.scale_at(1)),
+            (Some(65536.0), Some(32768.0))
+        );
         // Step 2 ran with the scale of version 0 as well, and overflowed as well.
         scaler.update_from(65536.0, true);
         assert_eq!(scaler.scale_at(2), Some(32768.0));
@@ -211,10 +253,31 @@ mod tests {
         let state = scaler.state();
         scaler.update(true);
         scaler.restore(state).unwrap();
-        assert_eq!((clone.scale_factor(), clone.scale_at(0)), (32768.0, Some(32768.0)));
-        assert!(GradScaler::new(ScalerState { scale: 0.0, ..state }).is_err());
-        assert!(GradScaler::new(ScalerState { backoff: f64::NAN, ..state }).is_err());
-        assert!(GradScaler::new(ScalerState { interval: 0, ..state }).is_err());
+        assert_eq!(
+            (clone.scale_factor(), clone.scale_at(0)),
+            (32768.0, Some(32768.0))
+        );
+        assert!(
+            GradScaler::new(ScalerState {
+                scale: 0.0,
+                ..state
+            })
+            .is_err()
+        );
+        assert!(
+            GradScaler::new(ScalerState {
+                backoff: f64::NAN,
+                ..state
+            })
+            .is_err()
+        );
+        assert!(
+            GradScaler::new(ScalerState {
+                interval: 0,
+                ..state
+            })
+            .is_err()
+        );
         let off = GradScaler::disabled();
         off.update(true);
         assert_eq!((off.scale_factor(), off.scale_at(7)), (1.0, Some(1.0)));

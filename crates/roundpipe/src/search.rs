@@ -3,22 +3,25 @@
 //! The path of a candidate:
 //!
 //! 1. For every number of stages, the smallest slowest stage (exact, by dynamic programming).
-//! 2. For every stage time so reached, the fewest stages that keep it, and a few stages more or less; those
-//!    that the paper's formula `(M·S + N(N-1))·t` likes come first.
+//! 2. For every stage time so reached, the fewest stages that keep it, and a few stages more or
+//!    less; those that the paper's formula `(M·S + N(N-1))·t` likes come first.
 //! 3. Replayed by the simulator with cuts as even as can be, within a budget of tasks.
-//! 4. The best of these in all orders of short and long stages, then with cuts moved layer by layer.
+//! 4. The best of these in all orders of short and long stages, then with cuts moved layer by
+//!    layer.
 //! 5. The shortest step; of equals, the fewest stages.
 //!
-//! Budgets count tasks, not seconds, so equal inputs give equal plans; 96 layers take a few milliseconds.
-//! Small models are searched so widely that the plan is usually the best there is.
+//! Budgets count tasks, not seconds, so equal inputs give equal plans; 96 layers take a few
+//! milliseconds. Small models are searched so widely that the plan is usually the best there is.
 //!
 //! A stage never exceeds half the memory limit (the other half is the stage being prefetched), nor
-//! `upper_threshold` times the slowest single layer: stages of equal length are what keeps a ring busy, and
-//! the bound keeps a visit's activations near those of one layer. Where the costs know what a visit works in
-//! (`keep_bytes`, `peak_bytes`, `grad_bytes`), backward and fused stages keep a limit on that too.
+//! `upper_threshold` times the slowest single layer: stages of equal length are what keeps a ring
+//! busy, and the bound keeps a visit's activations near those of one layer. Where the costs know
+//! what a visit works in (`keep_bytes`, `peak_bytes`, `grad_bytes`), backward and fused stages keep
+//! a limit on that too.
 //!
-//! Workers that share one processor have no ring to fill: for them the least work is best, which is the
-//! longest fused stage that fits (it recomputes nothing) and as few other stages as fit. Nothing is replayed.
+//! Workers that share one processor have no ring to fill: for them the least work is best, which is
+//! the longest fused stage that fits (it recomputes nothing) and as few other stages as fit.
+//! Nothing is replayed.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -36,7 +39,8 @@ const REACH: isize = 6;
 const COMPARE_TASKS: usize = 800_000;
 /// Tasks that may be replayed to try the best of them in all orders.
 const ORDER_TASKS: usize = 800_000;
-/// Tasks that may be replayed to move single cuts of the best of those, at most half of it for one plan.
+/// Tasks that may be replayed to move single cuts of the best of those, at most half of it for one
+/// plan.
 const POLISH_TASKS: usize = 1_000_000;
 /// Making a plan's slots takes as long as replaying so many tasks per layer.
 const PREPARE_TASKS: usize = 12;
@@ -56,18 +60,19 @@ pub struct AutoOptions {
     pub asynchronous: bool,
     /// Stages wanted at least, where the layers allow it; the number of devices if not said.
     pub min_stages: Option<usize>,
-    /// Whether the workers share one processor, as several workers of one card do. Then stages need not be
-    /// equal, `upper_threshold` says nothing, and one stage is enough unless `min_stages` says otherwise.
+    /// Whether the workers share one processor, as several workers of one card do. Then stages need
+    /// not be equal, `upper_threshold` says nothing, and one stage is enough unless `min_stages`
+    /// says otherwise.
     pub shared_compute: bool,
     /// How much longer than the slowest layer a stage may be.
     pub upper_threshold: f64,
     /// Parameter bytes on a device: half for the running stage, half for the next.
     pub model_memory_limit: Option<u64>,
-    /// What a backward or fused visit may work in beside parameters, in bytes: tapes, working memory and
-    /// gradients of one microbatch.
+    /// What a backward or fused visit may work in beside parameters, in bytes: tapes, working
+    /// memory and gradients of one microbatch.
     pub stage_memory_limit: Option<u64>,
-    /// Whether backward stages recompute layer by layer, so that one layer's tape exists at a time. The fused
-    /// stage recomputes nothing and keeps the tapes of all its layers.
+    /// Whether backward stages recompute layer by layer, so that one layer's tape exists at a time.
+    /// The fused stage recomputes nothing and keeps the tapes of all its layers.
     pub layer_grain: bool,
 }
 
@@ -89,7 +94,10 @@ impl AutoOptions {
     /// The defaults for devices of which the smallest has so much memory: 60% of it for parameters.
     pub fn for_memory(devices: usize, microbatches: usize, smallest_device_bytes: u64) -> Self {
         let limit = smallest_device_bytes / 5 * 3 + smallest_device_bytes % 5 * 3 / 5;
-        Self { model_memory_limit: Some(limit), ..Self::new(devices, microbatches) }
+        Self {
+            model_memory_limit: Some(limit),
+            ..Self::new(devices, microbatches)
+        }
     }
 
     fn stage_bytes(&self) -> u64 {
@@ -100,15 +108,21 @@ impl AutoOptions {
     fn fits(&self, pass: Pass, costs: &LayerCosts, layers: Range<usize>) -> bool {
         let works_in = |limit: u64| match pass {
             Pass::Forward => true,
-            Pass::Backward if self.layer_grain => costs.layerwise_visit_bytes(layers.clone()) <= limit,
+            Pass::Backward if self.layer_grain => {
+                costs.layerwise_visit_bytes(layers.clone()) <= limit
+            }
             Pass::Backward | Pass::Fused => costs.visit_bytes(layers.clone()) <= limit,
         };
-        costs.bytes(layers.clone()) <= self.stage_bytes() && self.stage_memory_limit.is_none_or(works_in)
+        costs.bytes(layers.clone()) <= self.stage_bytes()
+            && self.stage_memory_limit.is_none_or(works_in)
     }
 
     fn check(&self) -> Result<()> {
         if !(self.upper_threshold.is_finite() && self.upper_threshold >= 1.0) {
-            let what = format!("{} would forbid the slowest layer; at least 1", self.upper_threshold);
+            let what = format!(
+                "{} would forbid the slowest layer; at least 1",
+                self.upper_threshold
+            );
             return Err(Error::config("upper_threshold", what));
         }
         self.setting.check()
@@ -116,13 +130,18 @@ impl AutoOptions {
 }
 
 impl ExecutePlan {
-    /// Plans models that run as one call, in this order: one common stage time for all, and the fused stage,
-    /// if `kind` has one, for the last. Returns a plan per model; under [`PlanKind::Fused`] those before the
-    /// last are plans of kind [`PlanKind::Train`].
+    /// Plans models that run as one call, in this order: one common stage time for all, and the
+    /// fused stage, if `kind` has one, for the last. Returns a plan per model; under
+    /// [`PlanKind::Fused`] those before the last are plans of kind [`PlanKind::Train`].
     ///
     /// # Errors
-    /// [`Error::Config`] for impossible costs or options, and for a layer that alone exceeds a memory limit.
-    pub fn auto(kind: PlanKind, models: &[&LayerCosts], options: &AutoOptions) -> Result<Vec<ExecutePlan>> {
+    /// [`Error::Config`] for impossible costs or options, and for a layer that alone exceeds a
+    /// memory limit.
+    pub fn auto(
+        kind: PlanKind,
+        models: &[&LayerCosts],
+        options: &AutoOptions,
+    ) -> Result<Vec<ExecutePlan>> {
         options.check()?;
         if models.is_empty() {
             return Err(Error::config("execute_plan", "there is no model to plan"));
@@ -141,11 +160,21 @@ impl ExecutePlan {
     }
 }
 
-/// Refuses a layer that no cut can make fit. Alone in its stage, a layer needs the same with either grain.
+/// Refuses a layer that no cut can make fit. Alone in its stage, a layer needs the same with either
+/// grain.
 fn check_memory(kind: PlanKind, model: &LayerCosts, options: &AutoOptions) -> Result<()> {
-    let most = options.stage_memory_limit.filter(|_| kind != PlanKind::Infer);
+    let most = options
+        .stage_memory_limit
+        .filter(|_| kind != PlanKind::Infer);
     for (index, layer) in model.layers.iter().enumerate() {
-        let LayerCost { name, bytes, keep_bytes, peak_bytes, grad_bytes, .. } = layer;
+        let LayerCost {
+            name,
+            bytes,
+            keep_bytes,
+            peak_bytes,
+            grad_bytes,
+            ..
+        } = layer;
         if *bytes > options.stage_bytes() {
             let what = format!(
                 "layer {index} ({name}) has {bytes} bytes of parameters, a stage may have {} (half the limit)",
@@ -235,7 +264,9 @@ impl<'a> Search<'a> {
             options,
             cap_ms,
             forward: cuts(Pass::Forward, |layer| layer.forward_ms),
-            backward: cuts(Pass::Backward, |layer| layer.recompute_ms + layer.backward_ms),
+            backward: cuts(Pass::Backward, |layer| {
+                layer.recompute_ms + layer.backward_ms
+            }),
             memo: HashMap::new(),
         }
     }
@@ -246,11 +277,16 @@ impl<'a> Search<'a> {
         for fused_at in self.fused_starts() {
             for stage_ms in self.stage_times(fused_at) {
                 scored.extend(
-                    self.shape(fused_at, stage_ms).map(|shape| (self.score(&shape, stage_ms), shape)),
+                    self.shape(fused_at, stage_ms)
+                        .map(|shape| (self.score(&shape, stage_ms), shape)),
                 );
             }
         }
-        let most = scored.iter().map(|(_, shape)| self.stages(shape)).max().unwrap_or(0);
+        let most = scored
+            .iter()
+            .map(|(_, shape)| self.stages(shape))
+            .max()
+            .unwrap_or(0);
         scored.retain(|(_, shape)| self.stages(shape) >= self.wanted().min(most));
         scored.sort_by(|a, b| a.0.total_cmp(&b.0));
         let mut seen = HashSet::new();
@@ -260,7 +296,11 @@ impl<'a> Search<'a> {
         let mut all = kept.clone();
         for distance in 1..=REACH {
             for shape in &kept {
-                all.extend(self.around(shape, distance).into_iter().filter(|near| seen.insert(near.clone())));
+                all.extend(
+                    self.around(shape, distance)
+                        .into_iter()
+                        .filter(|near| seen.insert(near.clone())),
+                );
             }
         }
         all
@@ -273,7 +313,8 @@ impl<'a> Search<'a> {
             return vec![last.len()];
         }
         let fits = |start: &usize| {
-            fused_ms(last, *start) <= self.cap_ms && self.options.fits(Pass::Fused, last, *start..last.len())
+            fused_ms(last, *start) <= self.cap_ms
+                && self.options.fits(Pass::Fused, last, *start..last.len())
         };
         (0..last.len()).rev().take_while(fits).collect()
     }
@@ -303,15 +344,29 @@ impl<'a> Search<'a> {
         let last = self.models.len() - 1;
         let counts = |cuts: &[Cuts]| {
             let count = |(model, cuts): (usize, &Cuts)| {
-                cuts.fewest(if model == last { fused_at } else { self.models[model].len() }, stage_ms)
+                cuts.fewest(
+                    if model == last {
+                        fused_at
+                    } else {
+                        self.models[model].len()
+                    },
+                    stage_ms,
+                )
             };
-            cuts.iter().enumerate().map(count).collect::<Option<Vec<_>>>()
+            cuts.iter()
+                .enumerate()
+                .map(count)
+                .collect::<Option<Vec<_>>>()
         };
         let backward = match self.kind {
             PlanKind::Infer => vec![0; self.models.len()],
             _ => counts(&self.backward)?,
         };
-        Some(Shape { fused_at, forward: counts(&self.forward)?, backward })
+        Some(Shape {
+            fused_at,
+            forward: counts(&self.forward)?,
+            backward,
+        })
     }
 
     fn stages(&self, shape: &Shape) -> usize {
@@ -319,12 +374,20 @@ impl<'a> Search<'a> {
         shape.forward.iter().sum::<usize>() + shape.backward.iter().sum::<usize>() + fused
     }
 
-    /// The paper's estimate of a step, with the fused stage's own time: it may be far longer than the others.
-    /// Overlapping steps have no fill and drain.
+    /// The paper's estimate of a step, with the fused stage's own time: it may be far longer than
+    /// the others. Overlapping steps have no fill and drain.
     fn score(&self, shape: &Shape, stage_ms: f64) -> f64 {
-        let Setting { devices, microbatches, .. } = &self.options.setting;
+        let Setting {
+            devices,
+            microbatches,
+            ..
+        } = &self.options.setting;
         let (devices, microbatches) = (*devices, *microbatches);
-        let fill = if self.options.asynchronous { 0 } else { devices * (devices - 1) };
+        let fill = if self.options.asynchronous {
+            0
+        } else {
+            devices * (devices - 1)
+        };
         let (mut cut, mut fused) = (self.stages(shape), 0.0);
         if self.kind == PlanKind::Fused {
             cut -= 1;
@@ -333,13 +396,17 @@ impl<'a> Search<'a> {
         microbatches as f64 * (cut as f64 * stage_ms + fused) + fill as f64 * stage_ms.max(fused)
     }
 
-    /// The same with `distance` stages of the last model more or less, in any mix of forward and backward:
-    /// one common stage time is a rule of thumb, and shorter stages can fit the ring better.
+    /// The same with `distance` stages of the last model more or less, in any mix of forward and
+    /// backward: one common stage time is a rule of thumb, and shorter stages can fit the ring
+    /// better.
     fn around(&self, shape: &Shape, distance: isize) -> Vec<Shape> {
         let last = self.models.len() - 1;
         let counts = |cuts: &[Cuts], count: usize, by: isize| {
             let count = count.checked_add_signed(by)?;
-            let row = cuts[last].slowest_ms.get(count).filter(|_| count <= shape.fused_at)?;
+            let row = cuts[last]
+                .slowest_ms
+                .get(count)
+                .filter(|_| count <= shape.fused_at)?;
             row[shape.fused_at].is_finite().then_some(count)
         };
         let mut shapes = Vec::new();
@@ -366,46 +433,75 @@ impl<'a> Search<'a> {
 
     /// Stages that a plan should have at least.
     fn wanted(&self) -> usize {
-        let enough = if self.options.shared_compute { 1 } else { self.options.setting.devices };
+        let enough = if self.options.shared_compute {
+            1
+        } else {
+            self.options.setting.devices
+        };
         self.options.min_stages.unwrap_or(enough)
     }
 
-    /// The shape that computes least, then with the fewest stages: the longest fused stage with which the
-    /// wanted number of stages can be reached, and what fits for the rest.
+    /// The shape that computes least, then with the fewest stages: the longest fused stage with
+    /// which the wanted number of stages can be reached, and what fits for the rest.
     fn least_work(&self) -> Shape {
         let mut starts = self.fused_starts();
         starts.sort_unstable();
         let shape = |fused_at: &usize| self.shape(*fused_at, f64::INFINITY);
-        let mut shapes = starts.iter().filter_map(shape).map(|shape| self.widened(shape));
-        let first = shapes.next().expect("a fused stage of one layer always fits");
+        let mut shapes = starts
+            .iter()
+            .filter_map(shape)
+            .map(|shape| self.widened(shape));
+        let first = shapes
+            .next()
+            .expect("a fused stage of one layer always fits");
         let enough = |shape: &Shape| self.stages(shape) >= self.wanted();
         if enough(&first) {
             return first;
         }
         let more = |best: Shape, next: Shape| {
-            if enough(&best) || self.stages(&next) <= self.stages(&best) { best } else { next }
+            if enough(&best) || self.stages(&next) <= self.stages(&best) {
+                best
+            } else {
+                next
+            }
         };
         shapes.fold(first, more)
     }
 
-    /// More stages where they have the most layers, until there are as many as wanted or one per layer.
+    /// More stages where they have the most layers, until there are as many as wanted or one per
+    /// layer.
     fn widened(&self, mut shape: Shape) -> Shape {
         while self.stages(&shape) < self.wanted() {
             let last = self.models.len() - 1;
-            let layers = |model: usize| if model == last { shape.fused_at } else { self.models[model].len() };
+            let layers = |model: usize| {
+                if model == last {
+                    shape.fused_at
+                } else {
+                    self.models[model].len()
+                }
+            };
             let counts = |counts: &[usize], backward: bool| {
                 let density = |(model, &count): (usize, &usize)| {
                     let room = count > 0 && count < layers(model);
                     room.then(|| (layers(model) as f64 / count as f64, backward, model))
                 };
-                counts.iter().enumerate().filter_map(density).collect::<Vec<_>>()
+                counts
+                    .iter()
+                    .enumerate()
+                    .filter_map(density)
+                    .collect::<Vec<_>>()
             };
             let mut places = counts(&shape.forward, false);
             places.extend(counts(&shape.backward, true));
-            let Some((_, backward, model)) = places.into_iter().max_by(|a, b| a.0.total_cmp(&b.0)) else {
+            let Some((_, backward, model)) = places.into_iter().max_by(|a, b| a.0.total_cmp(&b.0))
+            else {
                 break;
             };
-            let counts = if backward { &mut shape.backward } else { &mut shape.forward };
+            let counts = if backward {
+                &mut shape.backward
+            } else {
+                &mut shape.forward
+            };
             counts[model] += 1;
         }
         shape
@@ -423,7 +519,8 @@ impl<'a> Search<'a> {
             }
         }
         // One layer per stage keeps every bound, so some shape was tried.
-        best.map(|best| best.plans).expect("a plan of single layers always fits")
+        best.map(|best| best.plans)
+            .expect("a plan of single layers always fits")
     }
 
     /// Shapes by their replayed step, shortest first.
@@ -451,16 +548,27 @@ impl<'a> Search<'a> {
         let mut ordered: Vec<Candidate> = Vec::new();
         for shape in shapes {
             let stages = self.stages(&shape);
-            for (forward, backward) in orders.iter().flat_map(|f| orders.iter().map(move |b| (*f, *b))) {
+            for (forward, backward) in orders
+                .iter()
+                .flat_map(|f| orders.iter().map(move |b| (*f, *b)))
+            {
                 let plans = self.plans(&shape, forward, backward);
-                ordered.push(Candidate { step_ms: self.step_ms(&plans, steady), stages, plans });
+                ordered.push(Candidate {
+                    step_ms: self.step_ms(&plans, steady),
+                    stages,
+                    plans,
+                });
                 budget = budget.saturating_sub(self.tasks(stages, steady));
             }
             if budget == 0 {
                 break;
             }
         }
-        ordered.sort_by(|a, b| a.step_ms.total_cmp(&b.step_ms).then(a.stages.cmp(&b.stages)));
+        ordered.sort_by(|a, b| {
+            a.step_ms
+                .total_cmp(&b.step_ms)
+                .then(a.stages.cmp(&b.stages))
+        });
         ordered.dedup_by(|a, b| a.plans == b.plans);
         ordered
     }
@@ -477,10 +585,16 @@ impl<'a> Search<'a> {
                     if own_budget < tasks {
                         return best;
                     }
-                    let Some(plans) = self.moved(&best.plans, &run, up) else { continue };
+                    let Some(plans) = self.moved(&best.plans, &run, up) else {
+                        continue;
+                    };
                     own_budget -= tasks;
                     *budget -= tasks;
-                    let moved = Candidate { step_ms: self.step_ms(&plans, steady), plans, ..best };
+                    let moved = Candidate {
+                        step_ms: self.step_ms(&plans, steady),
+                        plans,
+                        ..best
+                    };
                     if moved.beats(&best) {
                         (best, improved) = (moved, true);
                     }
@@ -497,18 +611,23 @@ impl<'a> Search<'a> {
         2 * self.options.setting.devices
     }
 
-    /// Runs of neighbouring cuts that polishing may move together, short runs first. Cut `i` lies between the
-    /// stages `i` and `i + 1` in layer order; the fused stage stays as it is.
+    /// Runs of neighbouring cuts that polishing may move together, short runs first. Cut `i` lies
+    /// between the stages `i` and `i + 1` in layer order; the fused stage stays as it is.
     fn movable(&self, plans: &[ExecutePlan]) -> Vec<Run> {
         let mut runs = Vec::new();
         for (model, plan) in plans.iter().enumerate() {
             let fused = usize::from(self.kind == PlanKind::Fused && model + 1 == plans.len());
-            for (backward, stages) in
-                [(false, plan.forward.len()), (true, plan.backward.len().saturating_sub(fused))]
-            {
+            for (backward, stages) in [
+                (false, plan.forward.len()),
+                (true, plan.backward.len().saturating_sub(fused)),
+            ] {
                 for first in 1..stages {
                     let ends = first..stages.min(first + LONGEST_RUN);
-                    runs.extend(ends.map(|last| Run { model, backward, cuts: first - 1..last }));
+                    runs.extend(ends.map(|last| Run {
+                        model,
+                        backward,
+                        cuts: first - 1..last,
+                    }));
                 }
             }
         }
@@ -526,7 +645,13 @@ impl<'a> Search<'a> {
         };
         // Backward stages run from the last layer down.
         let count = stages.len();
-        let place = |stage: usize| if run.backward { count - 1 - stage } else { stage };
+        let place = |stage: usize| {
+            if run.backward {
+                count - 1 - stage
+            } else {
+                stage
+            }
+        };
         for cut in run.cuts.clone() {
             let end = stages[place(cut)].end;
             let end = if up { end + 1 } else { end - 1 };
@@ -541,13 +666,17 @@ impl<'a> Search<'a> {
         touched.into_iter().all(fits).then_some(moved)
     }
 
-    /// A step's time: the mean of `steady` steps after as many to get going, or of one that never overlaps.
+    /// A step's time: the mean of `steady` steps after as many to get going, or of one that never
+    /// overlaps.
     fn step_ms(&self, plans: &[ExecutePlan], steady: usize) -> f64 {
         let pairs: Vec<_> = plans.iter().zip(self.models.iter().copied()).collect();
         let setting = &self.options.setting;
         let slots = slots(self.kind, &pairs, setting);
         let (warm_up, measured) = setting.sample(self.lag(), steady);
-        mean_step_ms(&ring(&slots, setting, self.lag(), warm_up + measured, |_| {}), warm_up)
+        mean_step_ms(
+            &ring(&slots, setting, self.lag(), warm_up + measured, |_| {}),
+            warm_up,
+        )
     }
 
     fn lag(&self) -> usize {
@@ -562,15 +691,23 @@ impl<'a> Search<'a> {
         stages * self.options.setting.microbatches * steps + PREPARE_TASKS * layers
     }
 
-    /// Even cuts for a shape. Backward runs from the last layer, so its order is that of the layers reversed.
+    /// Even cuts for a shape. Backward runs from the last layer, so its order is that of the layers
+    /// reversed.
     fn plans(&mut self, shape: &Shape, forward: Order, backward: Order) -> Vec<ExecutePlan> {
         let last = self.models.len() - 1;
         let mut plans = Vec::with_capacity(self.models.len());
         for model in 0..=last {
             let layers = self.models[model].len();
-            let end = if model == last { shape.fused_at } else { layers };
+            let end = if model == last {
+                shape.fused_at
+            } else {
+                layers
+            };
             let forward = self.even(false, model, end, shape.forward[model], forward);
-            let mut plan = ExecutePlan { forward, backward: Vec::new() };
+            let mut plan = ExecutePlan {
+                forward,
+                backward: Vec::new(),
+            };
             if self.kind != PlanKind::Infer {
                 plan.backward = self.even(true, model, end, shape.backward[model], backward);
                 plan.backward.reverse();
@@ -591,13 +728,20 @@ impl<'a> Search<'a> {
         count: usize,
         order: Order,
     ) -> Vec<Range<usize>> {
-        let cuts = if backward { &self.backward[model] } else { &self.forward[model] };
+        let cuts = if backward {
+            &self.backward[model]
+        } else {
+            &self.forward[model]
+        };
         let ends = self
             .memo
             .entry((backward, model, end, count, order))
             .or_insert_with(|| cuts.even(end, count, order));
         let starts = std::iter::once(0).chain(ends.iter().copied());
-        starts.zip(ends.iter().copied()).map(|(start, end)| start..end).collect()
+        starts
+            .zip(ends.iter().copied())
+            .map(|(start, end)| start..end)
+            .collect()
     }
 }
 
@@ -606,7 +750,8 @@ fn slowest_ms(kind: PlanKind, models: &[&LayerCosts]) -> f64 {
     let mut slowest: f64 = 0.0;
     for (model, costs) in models.iter().enumerate() {
         for (index, layer) in costs.layers.iter().enumerate() {
-            let fused = kind == PlanKind::Fused && model + 1 == models.len() && index + 1 == costs.len();
+            let fused =
+                kind == PlanKind::Fused && model + 1 == models.len() && index + 1 == costs.len();
             let layer_ms = match kind {
                 PlanKind::Infer => layer.forward_ms,
                 _ if fused => layer.forward_ms + layer.backward_ms,
@@ -628,13 +773,14 @@ struct Cuts {
     until_ms: Vec<f64>,
     /// First layer that a stage ending at a layer may have.
     first: Vec<usize>,
-    /// `slowest_ms[c][end]`: the smallest slowest stage of `c` stages over layers `0..end`; infinite if none.
+    /// `slowest_ms[c][end]`: the smallest slowest stage of `c` stages over layers `0..end`;
+    /// infinite if none.
     slowest_ms: Vec<Vec<f64>>,
 }
 
 impl Cuts {
-    /// `fits` must hold for every part of a range that it holds for. A single layer is always allowed: the
-    /// caller has refused one that is too large.
+    /// `fits` must hold for every part of a range that it holds for. A single layer is always
+    /// allowed: the caller has refused one that is too large.
     fn new(times: &[f64], cap_ms: f64, fits: impl Fn(Range<usize>) -> bool) -> Self {
         let mut until_ms = vec![0.0];
         for time in times {
@@ -643,12 +789,17 @@ impl Cuts {
         let mut first = vec![0; times.len() + 1];
         let mut start = 0;
         for end in 1..=times.len() {
-            while start + 1 < end && (until_ms[end] - until_ms[start] > cap_ms || !fits(start..end)) {
+            while start + 1 < end && (until_ms[end] - until_ms[start] > cap_ms || !fits(start..end))
+            {
                 start += 1;
             }
             first[end] = start;
         }
-        let mut cuts = Self { until_ms, first, slowest_ms: Vec::new() };
+        let mut cuts = Self {
+            until_ms,
+            first,
+            slowest_ms: Vec::new(),
+        };
         cuts.fill();
         cuts
     }
@@ -665,14 +816,20 @@ impl Cuts {
         self.slowest_ms.push(row);
         for count in 1..=layers {
             let before = &self.slowest_ms[count - 1];
-            let slowest = |end| if end < count { f64::INFINITY } else { self.slowest_of(before, count, end) };
+            let slowest = |end| {
+                if end < count {
+                    f64::INFINITY
+                } else {
+                    self.slowest_of(before, count, end)
+                }
+            };
             let row = (0..=layers).map(slowest).collect();
             self.slowest_ms.push(row);
         }
     }
 
-    /// One entry, from the row of one stage less. Of the last stage's possible starts, the slowest stage
-    /// before it grows and the last stage shrinks, so the best start is where the two cross.
+    /// One entry, from the row of one stage less. Of the last stage's possible starts, the slowest
+    /// stage before it grows and the last stage shrinks, so the best start is where the two cross.
     fn slowest_of(&self, before: &[f64], count: usize, end: usize) -> f64 {
         let least = self.first[end].max(count - 1);
         let (mut low, mut high) = (least, end - 1);
@@ -685,12 +842,19 @@ impl Cuts {
             }
         }
         let at = |start: usize| before[start].max(self.stage_ms(start, end));
-        if low > least { at(low).min(at(low - 1)) } else { at(low) }
+        if low > least {
+            at(low).min(at(low - 1))
+        } else {
+            at(low)
+        }
     }
 
     /// The slowest stage for each possible number of stages.
     fn slowest(&self, end: usize) -> impl Iterator<Item = f64> {
-        self.slowest_ms[..=end].iter().map(move |row| row[end]).filter(|ms| ms.is_finite())
+        self.slowest_ms[..=end]
+            .iter()
+            .map(move |row| row[end])
+            .filter(|ms| ms.is_finite())
     }
 
     /// The fewest stages over `0..end` of which none is slower than `stage_ms`.
@@ -746,25 +910,43 @@ mod tests {
     #[test]
     fn slowest_stages_are_the_smallest_possible() {
         for seed in 0..200_usize {
-            let times: Vec<f64> = (0..7).map(|layer| ((layer * 31 + seed * 13) % 17) as f64).collect();
-            let bytes: Vec<u64> = (0..7).map(|layer| ((layer * 7 + seed * 5) % 11) as u64).collect();
+            let times: Vec<f64> = (0..7)
+                .map(|layer| ((layer * 31 + seed * 13) % 17) as f64)
+                .collect();
+            let bytes: Vec<u64> = (0..7)
+                .map(|layer| ((layer * 7 + seed * 5) % 11) as u64)
+                .collect();
             let (cap_ms, cap_bytes) = (16.0 + (seed % 20) as f64, 10 + (seed % 15) as u64);
-            let cuts = Cuts::new(&times, cap_ms, |layers| bytes[layers].iter().sum::<u64>() <= cap_bytes);
+            let cuts = Cuts::new(&times, cap_ms, |layers| {
+                bytes[layers].iter().sum::<u64>() <= cap_bytes
+            });
             let mut best = [f64::INFINITY; 8];
             for mask in 0..1 << 6 {
-                let ends: Vec<usize> =
-                    (1..=7).filter(|end| *end == 7 || mask >> (end - 1) & 1 == 1).collect();
+                let ends: Vec<usize> = (1..=7)
+                    .filter(|end| *end == 7 || mask >> (end - 1) & 1 == 1)
+                    .collect();
                 let starts = std::iter::once(0).chain(ends.iter().copied());
-                let stages: Vec<_> = starts.zip(ends.iter().copied()).map(|(from, to)| from..to).collect();
-                let sums = stages.iter().map(|stage| times[stage.clone()].iter().sum::<f64>());
+                let stages: Vec<_> = starts
+                    .zip(ends.iter().copied())
+                    .map(|(from, to)| from..to)
+                    .collect();
+                let sums = stages
+                    .iter()
+                    .map(|stage| times[stage.clone()].iter().sum::<f64>());
                 let slowest = sums.fold(0.0, f64::max);
-                let held = stages.iter().map(|stage| bytes[stage.clone()].iter().sum::<u64>()).max();
+                let held = stages
+                    .iter()
+                    .map(|stage| bytes[stage.clone()].iter().sum::<u64>())
+                    .max();
                 if slowest <= cap_ms && held <= Some(cap_bytes) {
                     best[ends.len()] = best[ends.len()].min(slowest);
                 }
             }
             for (count, slowest) in best.iter().enumerate() {
-                assert_eq!(cuts.slowest_ms[count][7], *slowest, "{count} stages, seed {seed}");
+                assert_eq!(
+                    cuts.slowest_ms[count][7], *slowest,
+                    "{count} stages, seed {seed}"
+                );
             }
         }
     }

@@ -2,27 +2,31 @@
 //!
 //! RoundPipe's rules, as the engine follows them:
 //!
-//! 1. Stage slot `i` of a call runs on device `(g0 + i) mod N`; `g0` carries over from call to call.
+//! 1. Stage slot `i` of a call runs on device `(g0 + i) mod N`; `g0` carries over from call to
+//!    call.
 //! 2. A device runs all microbatches of its slot, in order, before its next slot.
-//! 3. Microbatch `m` of a slot needs microbatch `m` of the slot before it, plus a hop between devices.
-//! 4. With the synchronous optimizer a step starts when the step before it ended. With the asynchronous one
-//!    (lag 1) it starts when the step before *that* ended, so neighbouring steps overlap.
-//! 5. Where a rate says how fast parameters travel, a visit needs its first layer's parameters to start, and
-//!    its last layer's when it gets there. A device uploads one stage at a time, and that of its visit `j + 1`
-//!    once its visit `j - 1` ended: two sets of parameters are on the device. No upload starts before rule 4
-//!    lets its step start, because it would bring old weights.
-//! 6. Where a rate says how fast gradients travel, a device downloads those of a stage after its visit, one
-//!    stage at a time. Only the end of the step waits for them.
+//! 3. Microbatch `m` of a slot needs microbatch `m` of the slot before it, plus a hop between
+//!    devices.
+//! 4. With the synchronous optimizer a step starts when the step before it ended. With the
+//!    asynchronous one (lag 1) it starts when the step before *that* ended, so neighbouring steps
+//!    overlap.
+//! 5. Where a rate says how fast parameters travel, a visit needs its first layer's parameters to
+//!    start, and its last layer's when it gets there. A device uploads one stage at a time, and
+//!    that of its visit `j + 1` once its visit `j - 1` ended: two sets of parameters are on the
+//!    device. No upload starts before rule 4 lets its step start, because it would bring old
+//!    weights.
+//! 6. Where a rate says how fast gradients travel, a device downloads those of a stage after its
+//!    visit, one stage at a time. Only the end of the step waits for them.
 //!
-//! The other schedules bind stage `s` to device `s mod N` for good, parameters included; they are here to be
-//! compared with.
+//! The other schedules bind stage `s` to device `s mod N` for good, parameters included; they are
+//! here to be compared with.
 //!
-//! The RoundPipe authors' own simulation bends these rules in three ways, which [`Setting::published`]
-//! repeats so that their figures can be compared with: a visit takes only `N` microbatches, the rest follow in
-//! further rounds; recompute starts before the gradient has arrived, and the fused stage's forward even
-//! before its input has; asynchronous figures are one step's bubble less its fill and drain
-//! ([`Timeline::inner_bubble`]) instead of a steady state. Their other schedules recompute only after the
-//! gradient has arrived.
+//! The RoundPipe authors' own simulation bends these rules in three ways, which
+//! [`Setting::published`] repeats so that their figures can be compared with: a visit takes only
+//! `N` microbatches, the rest follow in further rounds; recompute starts before the gradient has
+//! arrived, and the fused stage's forward even before its input has; asynchronous figures are one
+//! step's bubble less its fill and drain ([`Timeline::inner_bubble`]) instead of a steady state.
+//! Their other schedules recompute only after the gradient has arrived.
 
 use std::ops::Range;
 
@@ -56,7 +60,8 @@ pub enum Ahead {
     Nothing,
     /// Recompute, as soon as the forward that saved its input has run.
     Recompute,
-    /// Recompute, and the fused stage's forward. No real device can do that; the published figures assume it.
+    /// Recompute, and the fused stage's forward. No real device can do that; the published figures
+    /// assume it.
     RecomputeAndFused,
 }
 
@@ -71,7 +76,8 @@ pub struct Setting {
     pub visit: usize,
     /// What may run early.
     pub ahead: Ahead,
-    /// Speed of each device, relative to the one that the costs were taken on; nothing means 1.0 for all.
+    /// Speed of each device, relative to the one that the costs were taken on; nothing means 1.0
+    /// for all.
     pub speeds: Vec<f64>,
     /// Parameters on their way to a device.
     pub upload_bytes_per_ms: Option<f64>,
@@ -99,7 +105,11 @@ impl Setting {
 
     /// The rules under which RoundPipe's simulated bubbles were published.
     pub fn published(devices: usize, microbatches: usize) -> Self {
-        Self { visit: devices, ahead: Ahead::RecomputeAndFused, ..Self::new(devices, microbatches) }
+        Self {
+            visit: devices,
+            ahead: Ahead::RecomputeAndFused,
+            ..Self::new(devices, microbatches)
+        }
     }
 
     pub(crate) fn check(&self) -> Result<()> {
@@ -108,8 +118,11 @@ impl Setting {
             return Err(Error::config("simulation", what));
         }
         if !self.speeds.is_empty() && self.speeds.len() != self.devices {
-            let what =
-                format!("{} speeds for {} devices; one each, or none", self.speeds.len(), self.devices);
+            let what = format!(
+                "{} speeds for {} devices; one each, or none",
+                self.speeds.len(),
+                self.devices
+            );
             return Err(Error::config("speeds", what));
         }
         let rates = [
@@ -120,7 +133,10 @@ impl Setting {
         let speeds = self.speeds.iter().map(|speed| ("speeds", Some(*speed)));
         for (name, rate) in speeds.chain(rates) {
             if let Some(wrong) = rate.filter(|rate| !(rate.is_finite() && *rate > 0.0)) {
-                return Err(Error::config(name, format!("{wrong} is no rate; it must be above 0")));
+                return Err(Error::config(
+                    name,
+                    format!("{wrong} is no rate; it must be above 0"),
+                ));
             }
         }
         Ok(())
@@ -137,8 +153,8 @@ impl Setting {
         }
     }
 
-    /// Steps to replay before the clock is read, and steps to average. Where a step's first device matters,
-    /// each is the first as often as in a long run.
+    /// Steps to replay before the clock is read, and steps to average. Where a step's first device
+    /// matters, each is the first as often as in a long run.
     pub(crate) fn sample(&self, lag: usize, steady: usize) -> (usize, usize) {
         let alike = self.speeds.windows(2).all(|pair| pair[0] == pair[1]);
         match lag {
@@ -184,15 +200,20 @@ pub struct Timeline {
 impl Timeline {
     /// When the last task ended.
     pub fn makespan_ms(&self) -> f64 {
-        self.tasks.iter().fold(0.0, |latest, task| task.end_ms.max(latest))
+        self.tasks
+            .iter()
+            .fold(0.0, |latest, task| task.end_ms.max(latest))
     }
 
-    /// The bubble without the time before a device's first task and after its last, relative to the whole.
+    /// The bubble without the time before a device's first task and after its last, relative to the
+    /// whole.
     pub fn inner_bubble(&self) -> f64 {
         let mut inside_ms = 0.0;
         for device in 0..self.devices {
             let mine = || self.tasks.iter().filter(|task| task.device == device);
-            let first = mine().map(|task| task.start_ms).fold(f64::INFINITY, f64::min);
+            let first = mine()
+                .map(|task| task.start_ms)
+                .fold(f64::INFINITY, f64::min);
             let last = mine().map(|task| task.end_ms).fold(first, f64::max);
             let busy: f64 = mine().map(|task| task.end_ms - task.start_ms).sum();
             if first.is_finite() {
@@ -203,8 +224,8 @@ impl Timeline {
     }
 }
 
-/// Replays `schedule`. RoundPipe reads the plan as `kind` says; the other schedules take its forward ranges
-/// as their stages (empty ones allowed), and train.
+/// Replays `schedule`. RoundPipe reads the plan as `kind` says; the other schedules take its
+/// forward ranges as their stages (empty ones allowed), and train.
 ///
 /// # Errors
 /// [`Error::Config`] for a plan that does not fit the layers or the schedule, or impossible costs.
@@ -218,8 +239,9 @@ pub fn simulate(
     simulate_models(schedule, kind, &[(plan, costs)], setting)
 }
 
-/// [`simulate`] for models that run as one call, in this order. Under [`PlanKind::Fused`] the plans before the
-/// last are of kind [`PlanKind::Train`]. To the schedules that bind stages, the models are one long model.
+/// [`simulate`] for models that run as one call, in this order. Under [`PlanKind::Fused`] the plans
+/// before the last are of kind [`PlanKind::Train`]. To the schedules that bind stages, the models
+/// are one long model.
 ///
 /// # Errors
 /// [`Error::Config`] as for [`simulate`], and for no model at all.
@@ -257,7 +279,11 @@ fn joined(models: &[(&ExecutePlan, &LayerCosts)]) -> (Vec<Range<usize>>, LayerCo
     let mut all = LayerCosts::default();
     for (plan, costs) in models {
         let before = all.len();
-        stages.extend(plan.forward.iter().map(|range| before + range.start..before + range.end));
+        stages.extend(
+            plan.forward
+                .iter()
+                .map(|range| before + range.start..before + range.end),
+        );
         all.layers.extend_from_slice(&costs.layers);
     }
     (stages, all)
@@ -310,9 +336,13 @@ impl Moved {
     }
 }
 
-/// The slots of one call over several models: forward from the first to the last, backward in reverse.
-/// Only the last model is fused when `kind` says so.
-pub(crate) fn slots(kind: PlanKind, models: &[(&ExecutePlan, &LayerCosts)], setting: &Setting) -> Vec<Slot> {
+/// The slots of one call over several models: forward from the first to the last, backward in
+/// reverse. Only the last model is fused when `kind` says so.
+pub(crate) fn slots(
+    kind: PlanKind,
+    models: &[(&ExecutePlan, &LayerCosts)],
+    setting: &Setting,
+) -> Vec<Slot> {
     let mut slots = Vec::new();
     let mut saved_at = Vec::new();
     for (model, (plan, costs)) in models.iter().enumerate() {
@@ -337,7 +367,10 @@ pub(crate) fn slots(kind: PlanKind, models: &[(&ExecutePlan, &LayerCosts)], sett
                 fused_slot(layers, costs, hop_ms, setting)
             } else {
                 // A stage's input was saved by the forward stage that ran its first layer.
-                let run_by = plan.forward.iter().position(|forward| forward.contains(&layers.start));
+                let run_by = plan
+                    .forward
+                    .iter()
+                    .position(|forward| forward.contains(&layers.start));
                 let saved_by = run_by.map(|slot| saved_at[model] + slot);
                 backward_slot(layers, costs, saved_by, setting)
             });
@@ -347,10 +380,17 @@ pub(crate) fn slots(kind: PlanKind, models: &[(&ExecutePlan, &LayerCosts)], sett
 }
 
 /// The way of a layer's input: the first layer of a model gets it from the model before.
-fn hop_up(models: &[(&ExecutePlan, &LayerCosts)], model: usize, layer: usize, setting: &Setting) -> f64 {
+fn hop_up(
+    models: &[(&ExecutePlan, &LayerCosts)],
+    model: usize,
+    layer: usize,
+    setting: &Setting,
+) -> f64 {
     let source = match layer.checked_sub(1) {
         Some(before) => models[model].1.layers.get(before),
-        None => model.checked_sub(1).and_then(|before| models[before].1.layers.last()),
+        None => model
+            .checked_sub(1)
+            .and_then(|before| models[before].1.layers.last()),
     };
     source.map_or(0.0, |layer| setting.hop_ms(layer))
 }
@@ -363,7 +403,11 @@ fn fused_slot(layers: &Range<usize>, costs: &LayerCosts, hop_ms: f64, setting: &
         pass: Pass::Fused,
         ahead_ms: if early { forward_ms } else { 0.0 },
         saved_by: None,
-        body_ms: if early { backward_ms } else { forward_ms + backward_ms },
+        body_ms: if early {
+            backward_ms
+        } else {
+            forward_ms + backward_ms
+        },
         hop_ms,
         moved: Moved::new(Pass::Fused, layers, costs, setting),
     }
@@ -382,7 +426,11 @@ fn backward_slot(
         pass: Pass::Backward,
         ahead_ms: if early { recompute_ms } else { 0.0 },
         saved_by: if early { saved_by } else { None },
-        body_ms: if early { backward_ms } else { recompute_ms + backward_ms },
+        body_ms: if early {
+            backward_ms
+        } else {
+            recompute_ms + backward_ms
+        },
         hop_ms: setting.hop_ms(&costs.layers[layers.end - 1]),
         moved: Moved::new(Pass::Backward, layers, costs, setting),
     }
@@ -391,14 +439,22 @@ fn backward_slot(
 /// One step (lag 0), or the steady state of many (lag 1).
 fn replay(slots: &[Slot], setting: &Setting, lag: usize) -> Timeline {
     let mut tasks = Vec::new();
-    // Every device has seen every `g0` several times before the clock is read, and again while it is.
+    // Every device has seen every `g0` several times before the clock is read, and again while it
+    // is.
     let (warm_up, measured) = setting.sample(lag, 2 * setting.devices);
-    let ends = ring(slots, setting, lag, warm_up + measured, |task| tasks.push(task));
+    let ends = ring(slots, setting, lag, warm_up + measured, |task| {
+        tasks.push(task)
+    });
     let step_ms = mean_step_ms(&ends, warm_up);
     let busy = tasks.iter().filter(|task| task.step >= warm_up);
     let busy_ms: f64 = busy.map(|task| task.end_ms - task.start_ms).sum();
     let all_ms = setting.devices as f64 * step_ms * measured as f64;
-    Timeline { tasks, devices: setting.devices, step_ms, bubble: ratio(all_ms - busy_ms, all_ms) }
+    Timeline {
+        tasks,
+        devices: setting.devices,
+        step_ms,
+        bubble: ratio(all_ms - busy_ms, all_ms),
+    }
 }
 
 /// From one step's end to the next, after the warm-up.
@@ -421,7 +477,8 @@ struct Lanes {
 }
 
 impl Lanes {
-    /// When the next visit may start, as far as the device and its parameters are concerned (rules 2 and 5).
+    /// When the next visit may start, as far as the device and its parameters are concerned (rules
+    /// 2 and 5).
     fn start_ms(&mut self, moved: &Moved, gate_ms: f64, speed: f64) -> f64 {
         let from_ms = gate_ms.max(self.uploaded_ms).max(self.room_ms);
         self.uploaded_ms = from_ms + moved.upload_ms;
@@ -429,7 +486,11 @@ impl Lanes {
         let last_ms = self.uploaded_ms - moved.until_last_ms / speed;
         let arrived_ms = (from_ms + moved.first_ms).max(last_ms);
         // Without anything to upload there is nothing to wait for but the visit before.
-        if moved.upload_ms > 0.0 { self.free_ms.max(arrived_ms) } else { self.free_ms }
+        if moved.upload_ms > 0.0 {
+            self.free_ms.max(arrived_ms)
+        } else {
+            self.free_ms
+        }
     }
 
     /// The visit's end; returns when its gradients are on the host (rule 6).
@@ -456,15 +517,23 @@ pub(crate) fn ring(
     let mut ends: Vec<f64> = Vec::with_capacity(steps);
     let mut done_ms = vec![0.0_f64; slots.len() * setting.visit.min(setting.microbatches)];
     for step in 0..steps {
-        let gate_ms = (step + 1).checked_sub(lag + 2).map_or(0.0, |earlier| ends[earlier]);
+        let gate_ms = (step + 1)
+            .checked_sub(lag + 2)
+            .map_or(0.0, |earlier| ends[earlier]);
         let mut step_end_ms = gate_ms;
         for first in (0..setting.microbatches).step_by(setting.visit) {
             let count = setting.visit.min(setting.microbatches - first);
             for (stage, slot) in slots.iter().enumerate() {
                 let (before, now) = done_ms.split_at_mut(stage * count);
-                let input = stage.checked_sub(1).map(|slot| &before[slot * count..][..count]);
+                let input = stage
+                    .checked_sub(1)
+                    .map(|slot| &before[slot * count..][..count]);
                 let saved = slot.saved_by.map(|slot| &before[slot * count..][..count]);
-                let hop_ms = if setting.devices > 1 { slot.hop_ms } else { 0.0 };
+                let hop_ms = if setting.devices > 1 {
+                    slot.hop_ms
+                } else {
+                    0.0
+                };
                 let speed = setting.speed(device);
                 let (ahead_ms, body_ms) = (slot.ahead_ms / speed, slot.body_ms / speed);
                 let mut at_ms = lanes[device].start_ms(&slot.moved, gate_ms, speed);
@@ -476,7 +545,15 @@ pub(crate) fn ring(
                     at_ms = body_start_ms + body_ms;
                     now[microbatch] = at_ms;
                     let microbatch = first + microbatch;
-                    seen(Task { device, start_ms, end_ms: at_ms, step, stage, microbatch, pass: slot.pass });
+                    seen(Task {
+                        device,
+                        start_ms,
+                        end_ms: at_ms,
+                        step,
+                        stage,
+                        microbatch,
+                        pass: slot.pass,
+                    });
                 }
                 step_end_ms = step_end_ms.max(lanes[device].end(&slot.moved, at_ms));
                 device = (device + 1) % setting.devices;
@@ -495,7 +572,8 @@ struct Entry {
     microbatch: usize,
 }
 
-/// Schedules in which stage `s` stays on device `s mod N`: each device works through its list in order.
+/// Schedules in which stage `s` stays on device `s mod N`: each device works through its list in
+/// order.
 fn bound(
     schedule: Schedule,
     stages: &[Range<usize>],
@@ -503,8 +581,9 @@ fn bound(
     setting: &Setting,
 ) -> Result<Timeline> {
     check_bound(schedule, stages, costs.len(), setting)?;
-    let lists: Vec<_> =
-        (0..setting.devices).map(|device| list(schedule, stages.len(), device, setting)).collect();
+    let lists: Vec<_> = (0..setting.devices)
+        .map(|device| list(schedule, stages.len(), device, setting))
+        .collect();
     let mut next = vec![0; setting.devices];
     let mut free_ms = vec![0.0_f64; setting.devices];
     let mut done = Done::new(stages.len(), setting.microbatches);
@@ -513,17 +592,39 @@ fn bound(
         let before = tasks.len();
         for device in 0..setting.devices {
             while let Some(&entry) = lists[device].get(next[device]) {
-                let Some((ready_ms, from)) = done.input(entry) else { break };
+                let Some((ready_ms, from)) = done.input(entry) else {
+                    break;
+                };
                 let away = from.is_some_and(|stage| stage % setting.devices != device);
-                let hop_ms = if away { setting.hop_ms(border_into(entry, stages, costs)) } else { 0.0 };
-                let (ahead_ms, rest_ms) = bound_slot(entry.pass, &stages[entry.stage], costs, setting.ahead);
-                let (ahead_ms, rest_ms) = (ahead_ms / setting.speed(device), rest_ms / setting.speed(device));
+                let hop_ms = if away {
+                    setting.hop_ms(border_into(entry, stages, costs))
+                } else {
+                    0.0
+                };
+                let (ahead_ms, rest_ms) =
+                    bound_slot(entry.pass, &stages[entry.stage], costs, setting.ahead);
+                let (ahead_ms, rest_ms) = (
+                    ahead_ms / setting.speed(device),
+                    rest_ms / setting.speed(device),
+                );
                 let body_ms = (ready_ms + hop_ms).max(free_ms[device] + ahead_ms);
                 let (start_ms, end_ms) = (body_ms - ahead_ms, body_ms + rest_ms);
                 free_ms[device] = end_ms;
                 done.set(entry, end_ms);
-                let Entry { pass, stage, microbatch } = entry;
-                tasks.push(Task { device, start_ms, end_ms, step: 0, stage, microbatch, pass });
+                let Entry {
+                    pass,
+                    stage,
+                    microbatch,
+                } = entry;
+                tasks.push(Task {
+                    device,
+                    start_ms,
+                    end_ms,
+                    step: 0,
+                    stage,
+                    microbatch,
+                    pass,
+                });
                 next[device] += 1;
             }
         }
@@ -531,14 +632,28 @@ fn bound(
             break;
         }
     }
-    assert_eq!(tasks.len(), 2 * stages.len() * setting.microbatches, "{schedule:?} has a cycle");
+    assert_eq!(
+        tasks.len(),
+        2 * stages.len() * setting.microbatches,
+        "{schedule:?} has a cycle"
+    );
     let step_ms = free_ms.iter().copied().fold(0.0, f64::max);
     let busy_ms: f64 = tasks.iter().map(|task| task.end_ms - task.start_ms).sum();
     let all_ms = setting.devices as f64 * step_ms;
-    Ok(Timeline { tasks, devices: setting.devices, step_ms, bubble: ratio(all_ms - busy_ms, all_ms) })
+    Ok(Timeline {
+        tasks,
+        devices: setting.devices,
+        step_ms,
+        bubble: ratio(all_ms - busy_ms, all_ms),
+    })
 }
 
-fn check_bound(schedule: Schedule, stages: &[Range<usize>], layers: usize, setting: &Setting) -> Result<()> {
+fn check_bound(
+    schedule: Schedule,
+    stages: &[Range<usize>],
+    layers: usize,
+    setting: &Setting,
+) -> Result<()> {
     let mut at = 0;
     for range in stages {
         if range.start != at || range.end < at || range.end > layers {
@@ -548,19 +663,31 @@ fn check_bound(schedule: Schedule, stages: &[Range<usize>], layers: usize, setti
         at = range.end;
     }
     if at != layers {
-        return Err(Error::config("execute_plan", format!("the stages end at {at} of {layers} layers")));
+        return Err(Error::config(
+            "execute_plan",
+            format!("the stages end at {at} of {layers} layers"),
+        ));
     }
     let looped = matches!(schedule, Schedule::Interleaved | Schedule::LoopedBfs);
-    let fits =
-        if looped { stages.len().is_multiple_of(setting.devices) } else { stages.len() == setting.devices };
+    let fits = if looped {
+        stages.len().is_multiple_of(setting.devices)
+    } else {
+        stages.len() == setting.devices
+    };
     if !fits {
-        let what =
-            format!("{schedule:?} cannot place {} stages on {} devices", stages.len(), setting.devices);
+        let what = format!(
+            "{schedule:?} cannot place {} stages on {} devices",
+            stages.len(),
+            setting.devices
+        );
         return Err(Error::config("execute_plan", what));
     }
     let rounds = (setting.microbatches / setting.devices).max(1);
     if schedule == Schedule::Interleaved && !setting.microbatches.is_multiple_of(rounds) {
-        let what = format!("{} microbatches do not divide into {rounds} rounds", setting.microbatches);
+        let what = format!(
+            "{} microbatches do not divide into {rounds} rounds",
+            setting.microbatches
+        );
         return Err(Error::config("simulation", what));
     }
     Ok(())
@@ -570,8 +697,16 @@ fn check_bound(schedule: Schedule, stages: &[Range<usize>], layers: usize, setti
 fn list(schedule: Schedule, stages: usize, device: usize, setting: &Setting) -> Vec<Entry> {
     let (devices, microbatches) = (setting.devices, setting.microbatches);
     let local = stages / devices;
-    let forward = |stage, microbatch| Entry { pass: Pass::Forward, stage, microbatch };
-    let backward = |stage, microbatch| Entry { pass: Pass::Backward, stage, microbatch };
+    let forward = |stage, microbatch| Entry {
+        pass: Pass::Forward,
+        stage,
+        microbatch,
+    };
+    let backward = |stage, microbatch| Entry {
+        pass: Pass::Backward,
+        stage,
+        microbatch,
+    };
     match schedule {
         Schedule::OneForwardOneBackward => {
             let warm_up = microbatches.min(devices - device);
@@ -586,10 +721,12 @@ fn list(schedule: Schedule, stages: usize, device: usize, setting: &Setting) -> 
             let round = microbatches / (microbatches / devices).max(1);
             let total = local * microbatches;
             let warm_up = total.min((local - 1) * round + 2 * (devices - 1 - device));
-            // The k-th forward: `round` microbatches of a local stage, then of the next, then around again.
+            // The k-th forward: `round` microbatches of a local stage, then of the next, then
+            // around again.
             let place = |k: usize| (k / round % local, k / (round * local) * round + k % round);
             let nth_forward = |k| forward(place(k).0 * devices + device, place(k).1);
-            let nth_backward = |k| backward((local - 1 - place(k).0) * devices + device, place(k).1);
+            let nth_backward =
+                |k| backward((local - 1 - place(k).0) * devices + device, place(k).1);
             let ahead = (0..warm_up).map(nth_forward);
             let steady = (warm_up..total).flat_map(|k| [nth_forward(k), nth_backward(k - warm_up)]);
             let drain = (total - warm_up..total).map(nth_backward);
@@ -597,8 +734,12 @@ fn list(schedule: Schedule, stages: usize, device: usize, setting: &Setting) -> 
         }
         _ => {
             let own = (0..local).map(|turn| turn * devices + device);
-            let there = own.clone().flat_map(|stage| (0..microbatches).map(move |m| forward(stage, m)));
-            let back = own.rev().flat_map(|stage| (0..microbatches).map(move |m| backward(stage, m)));
+            let there = own
+                .clone()
+                .flat_map(|stage| (0..microbatches).map(move |m| forward(stage, m)));
+            let back = own
+                .rev()
+                .flat_map(|stage| (0..microbatches).map(move |m| backward(stage, m)));
             there.chain(back).collect()
         }
     }
@@ -613,11 +754,19 @@ struct Done {
 
 impl Done {
     fn new(stages: usize, microbatches: usize) -> Self {
-        Self { stages, microbatches, ends_ms: vec![None; 2 * stages * microbatches] }
+        Self {
+            stages,
+            microbatches,
+            ends_ms: vec![None; 2 * stages * microbatches],
+        }
     }
 
     fn place(&self, pass: Pass, stage: usize, microbatch: usize) -> usize {
-        let half = if pass == Pass::Forward { 0 } else { self.stages };
+        let half = if pass == Pass::Forward {
+            0
+        } else {
+            self.stages
+        };
         (half + stage) * self.microbatches + microbatch
     }
 
@@ -643,19 +792,34 @@ fn bound_slot(pass: Pass, layers: &Range<usize>, costs: &LayerCosts, ahead: Ahea
     if pass == Pass::Forward {
         return (0.0, costs.forward_ms(layers.clone()));
     }
-    let (recompute_ms, backward_ms) = (costs.recompute_ms(layers.clone()), costs.backward_ms(layers.clone()));
-    if ahead == Ahead::Nothing { (0.0, recompute_ms + backward_ms) } else { (recompute_ms, backward_ms) }
+    let (recompute_ms, backward_ms) = (
+        costs.recompute_ms(layers.clone()),
+        costs.backward_ms(layers.clone()),
+    );
+    if ahead == Ahead::Nothing {
+        (0.0, recompute_ms + backward_ms)
+    } else {
+        (recompute_ms, backward_ms)
+    }
 }
 
 /// The layer over whose output a bound task's input comes.
 fn border_into<'a>(entry: Entry, stages: &[Range<usize>], costs: &'a LayerCosts) -> &'a LayerCost {
     let range = &stages[entry.stage];
-    let border = if entry.pass == Pass::Forward { range.start } else { range.end };
+    let border = if entry.pass == Pass::Forward {
+        range.start
+    } else {
+        range.end
+    };
     // A border at the model's start belongs to an empty first stage, which hands the input on.
     &costs.layers[border.saturating_sub(1)]
 }
 
 /// A share that rounding cannot push below 0, and 0 of nothing.
 fn ratio(part: f64, whole: f64) -> f64 {
-    if whole > 0.0 { (part / whole).max(0.0) } else { 0.0 }
+    if whole > 0.0 {
+        (part / whole).max(0.0)
+    } else {
+        0.0
+    }
 }

@@ -1,14 +1,15 @@
 //! Who is doing or waiting for what, and a watchdog that says so when nothing moves.
 //!
-//! A silent hang is the worst failure of a pipeline of threads: each waits for another and none knows why. So
-//! every thread of an engine keeps one line on a [`Board`], and everyone who finishes something calls
-//! [`Board::tick`]. A [`Watchdog`] that sees no tick for a while, although someone waits, hands the lines to
-//! whoever can show them. It ends nothing and repairs nothing.
+//! A silent hang is the worst failure of a pipeline of threads: each waits for another and none
+//! knows why. So every thread of an engine keeps one line on a [`Board`], and everyone who finishes
+//! something calls [`Board::tick`]. A [`Watchdog`] that sees no tick for a while, although someone
+//! waits, hands the lines to whoever can show them. It ends nothing and repairs nothing.
 //!
 //! # Invariants
 //!
 //! - A status lasts as long as its [`Guard`]. Guards of one name may nest; the newest is shown.
-//! - Setting a status allocates only to grow a buffer of the name, and takes the lock of that name alone.
+//! - Setting a status allocates only to grow a buffer of the name, and takes the lock of that name
+//!   alone.
 //! - A stall is reported once: again only after a tick, or after nobody waited.
 
 use std::fmt::{self, Write as _};
@@ -40,7 +41,8 @@ struct Entry {
     levels: Mutex<Vec<Level>>,
 }
 
-/// One status of a name; guards that nest have one each. A level that is over keeps its buffer for the next.
+/// One status of a name; guards that nest have one each. A level that is over keeps its buffer for
+/// the next.
 #[derive(Debug)]
 struct Level {
     active: bool,
@@ -64,12 +66,21 @@ impl Entry {
         let levels = locked(&self.levels);
         let level = levels.iter().rev().find(|level| level.active)?;
         let since = now.saturating_duration_since(level.since);
-        Some(StatusLine { who: self.who.clone(), what: level.what.clone(), since, waiting: level.waiting })
+        Some(StatusLine {
+            who: self.who.clone(),
+            what: level.what.clone(),
+            since,
+            waiting: level.waiting,
+        })
     }
 
     fn waiting_since(&self) -> Option<Instant> {
         let levels = locked(&self.levels);
-        levels.iter().filter(|level| level.active && level.waiting).map(|level| level.since).min()
+        levels
+            .iter()
+            .filter(|level| level.active && level.waiting)
+            .map(|level| level.since)
+            .min()
     }
 }
 
@@ -89,7 +100,10 @@ impl Board {
         let mut entries = locked(&self.shared.entries);
         let known = entries.iter().find(|entry| entry.who == who).cloned();
         let entry = known.unwrap_or_else(|| {
-            let entry = Arc::new(Entry { who: who.to_string(), levels: Mutex::default() });
+            let entry = Arc::new(Entry {
+                who: who.to_string(),
+                levels: Mutex::default(),
+            });
             entries.push(entry.clone());
             entry
         });
@@ -120,12 +134,18 @@ impl Board {
     /// What everyone is doing, in the order they first appeared. Who does nothing has no line.
     pub fn report(&self) -> Vec<StatusLine> {
         let now = Instant::now();
-        locked(&self.shared.entries).iter().filter_map(|entry| entry.line(now)).collect()
+        locked(&self.shared.entries)
+            .iter()
+            .filter_map(|entry| entry.line(now))
+            .collect()
     }
 
     /// Since when someone has been waiting.
     fn waiting_since(&self) -> Option<Instant> {
-        locked(&self.shared.entries).iter().filter_map(|entry| entry.waiting_since()).min()
+        locked(&self.shared.entries)
+            .iter()
+            .filter_map(|entry| entry.waiting_since())
+            .min()
     }
 }
 
@@ -148,13 +168,24 @@ impl Place {
 
     fn status(&self, waiting: bool, what: impl fmt::Display) -> Guard {
         let mut levels = locked(&self.entry.levels);
-        let level = levels.iter().rposition(|level| level.active).map_or(0, |top| top + 1);
+        let level = levels
+            .iter()
+            .rposition(|level| level.active)
+            .map_or(0, |top| top + 1);
         if level == levels.len() {
             let (what, since) = (String::new(), Instant::now());
-            levels.push(Level { active: true, waiting, what, since });
+            levels.push(Level {
+                active: true,
+                waiting,
+                what,
+                since,
+            });
         }
         levels[level].set(waiting, what);
-        Guard { entry: self.entry.clone(), level }
+        Guard {
+            entry: self.entry.clone(),
+            level,
+        }
     }
 }
 
@@ -199,7 +230,13 @@ pub struct StatusLine {
 
 impl fmt::Display for StatusLine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {} ({:.1} s)", self.who, self.what, self.since.as_secs_f64())
+        write!(
+            f,
+            "{}: {} ({:.1} s)",
+            self.who,
+            self.what,
+            self.since.as_secs_f64()
+        )
     }
 }
 
@@ -214,7 +251,11 @@ pub struct Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "nothing was finished for {:.1} s", self.stalled.as_secs_f64())?;
+        write!(
+            f,
+            "nothing was finished for {:.1} s",
+            self.stalled.as_secs_f64()
+        )?;
         for line in &self.lines {
             write!(f, "\n  {line}")?;
         }
@@ -230,15 +271,28 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Calls `on_stall`, on its own thread, once per stall: no [`Board::tick`] for `stall_after` while
-    /// someone waited all that time. Where no thread can be started there is no watchdog, and all else works.
-    pub fn start(board: Board, stall_after: Duration, on_stall: Arc<dyn Fn(&Report) + Send + Sync>) -> Self {
+    /// Calls `on_stall`, on its own thread, once per stall: no [`Board::tick`] for `stall_after`
+    /// while someone waited all that time. Where no thread can be started there is no watchdog, and
+    /// all else works.
+    pub fn start(
+        board: Board,
+        stall_after: Duration,
+        on_stall: Arc<dyn Fn(&Report) + Send + Sync>,
+    ) -> Self {
         let stop = Arc::new((Mutex::new(false), Condvar::new()));
-        let watch =
-            Watch { seen: board.progress(), moved: Instant::now(), reported: false, board, stall_after };
+        let watch = Watch {
+            seen: board.progress(),
+            moved: Instant::now(),
+            reported: false,
+            board,
+            stall_after,
+        };
         let stopped = stop.clone();
         let work = move || watch.run(&stopped, &*on_stall);
-        let thread = thread::Builder::new().name("watchdog".to_string()).spawn(work).ok();
+        let thread = thread::Builder::new()
+            .name("watchdog".to_string())
+            .spawn(work)
+            .ok();
         Self { stop, thread }
     }
 }
@@ -249,10 +303,13 @@ impl Drop for Watchdog {
         *locked(stop) = true;
         wake.notify_all();
         // `on_stall` may own the last handle; a thread cannot wait for itself.
-        if let Some(thread) =
-            self.thread.take().filter(|thread| thread.thread().id() != thread::current().id())
+        if let Some(thread) = self
+            .thread
+            .take()
+            .filter(|thread| thread.thread().id() != thread::current().id())
         {
-            // A panic of `on_stall` was printed by its thread; there is nothing left to do about it.
+            // A panic of `on_stall` was printed by its thread; there is nothing left to do about
+            // it.
             let _ = thread.join();
         }
     }
@@ -275,14 +332,19 @@ impl Watch {
         let (stop, wake) = stop;
         let mut stopped = locked(stop);
         while !*stopped {
-            let (held, _) = wake.wait_timeout(stopped, pause).unwrap_or_else(PoisonError::into_inner);
+            let (held, _) = wake
+                .wait_timeout(stopped, pause)
+                .unwrap_or_else(PoisonError::into_inner);
             if *held {
                 return;
             }
             // `on_stall` may take its time, or drop the watchdog.
             drop(held);
             if let Some(stalled) = self.look() {
-                on_stall(&Report { stalled, lines: self.board.report() });
+                on_stall(&Report {
+                    stalled,
+                    lines: self.board.report(),
+                });
             }
             stopped = locked(stop);
         }
@@ -317,7 +379,11 @@ mod tests {
     const LATE: Duration = Duration::from_secs(20);
 
     fn lines(board: &Board) -> Vec<String> {
-        board.report().iter().map(|line| format!("{}: {}", line.who, line.what)).collect()
+        board
+            .report()
+            .iter()
+            .map(|line| format!("{}: {}", line.who, line.what))
+            .collect()
     }
 
     /// A line lives as long as its guard, the innermost is shown, and each name has one.
@@ -326,8 +392,17 @@ mod tests {
         let board = Board::new();
         assert!(board.report().is_empty());
         let outer = board.enter("cuda:0 launcher", "stage 2");
-        let other = board.wait("cuda:1 launcher", format_args!("waiting for microbatch {}", 3));
-        assert_eq!(lines(&board), ["cuda:0 launcher: stage 2", "cuda:1 launcher: waiting for microbatch 3"]);
+        let other = board.wait(
+            "cuda:1 launcher",
+            format_args!("waiting for microbatch {}", 3),
+        );
+        assert_eq!(
+            lines(&board),
+            [
+                "cuda:0 launcher: stage 2",
+                "cuda:1 launcher: waiting for microbatch 3"
+            ]
+        );
         let inner = board.wait("cuda:0 launcher", "waiting for memory");
         assert_eq!(lines(&board)[0], "cuda:0 launcher: waiting for memory");
         assert!(board.report()[0].waiting);
@@ -382,8 +457,14 @@ mod tests {
         };
         let text = "cuda:0 launcher: waiting for microbatch 3 of stage 2 from cuda:1 (12.3 s)";
         assert_eq!(line.to_string(), text);
-        let report = Report { stalled: Duration::from_secs(10), lines: vec![line.clone(), line] };
-        assert_eq!(report.to_string(), format!("nothing was finished for 10.0 s\n  {text}\n  {text}"));
+        let report = Report {
+            stalled: Duration::from_secs(10),
+            lines: vec![line.clone(), line],
+        };
+        assert_eq!(
+            report.to_string(),
+            format!("nothing was finished for 10.0 s\n  {text}\n  {text}")
+        );
     }
 
     fn watched(board: &Board, stall_after: Duration) -> (Watchdog, mpsc::Receiver<Report>) {
@@ -392,7 +473,10 @@ mod tests {
             // The test may be over already.
             let _ = sender.send(report.clone());
         };
-        (Watchdog::start(board.clone(), stall_after, Arc::new(on_stall)), reports)
+        (
+            Watchdog::start(board.clone(), stall_after, Arc::new(on_stall)),
+            reports,
+        )
     }
 
     /// A wait without progress is reported once; after progress, a new stall is reported again.
@@ -403,7 +487,10 @@ mod tests {
         let _guard = board.wait("host", "waiting for the loss");
         let report = reports.recv_timeout(LATE).expect("a stall");
         assert!(report.stalled >= SOON);
-        assert_eq!((report.lines.len(), report.lines[0].what.as_str()), (1, "waiting for the loss"));
+        assert_eq!(
+            (report.lines.len(), report.lines[0].what.as_str()),
+            (1, "waiting for the loss")
+        );
         assert!(reports.recv_timeout(5 * SOON).is_err(), "once per stall");
         board.tick();
         reports.recv_timeout(LATE).expect("the next stall");
@@ -420,7 +507,8 @@ mod tests {
         reports.recv_timeout(LATE).expect("now it waits");
     }
 
-    /// The wait must be as old as the stall: a fresh wait after long silence is none yet, and progress resets.
+    /// The wait must be as old as the stall: a fresh wait after long silence is none yet, and
+    /// progress resets.
     #[test]
     fn stalls_count_from_wait_and_progress() {
         let board = Board::new();
@@ -431,7 +519,9 @@ mod tests {
             board: board.clone(),
             stall_after: Duration::from_millis(200),
         };
-        let long_ago = Instant::now().checked_sub(LATE).expect("the clock is older than that");
+        let long_ago = Instant::now()
+            .checked_sub(LATE)
+            .expect("the clock is older than that");
         watch.moved = long_ago;
         let place = board.place("host");
         let guard = place.wait("waiting");
@@ -446,10 +536,14 @@ mod tests {
         assert_eq!(watch.look(), None);
         let _again = place.wait("waiting again");
         locked(&place.entry.levels)[0].since = long_ago;
-        assert!(watch.look().is_some(), "after nobody waited, a stall is a new one");
+        assert!(
+            watch.look().is_some(),
+            "after nobody waited, a stall is a new one"
+        );
     }
 
-    /// A watchdog ends at once, even one that would look again only much later, and from its own callback.
+    /// A watchdog ends at once, even one that would look again only much later, and from its own
+    /// callback.
     #[test]
     fn a_watchdog_ends_promptly() {
         let once = || {

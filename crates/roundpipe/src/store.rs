@@ -1,22 +1,25 @@
-//! The host home of a model's state: weights, gradients, masters and moments, a slab per layer and kind.
+//! The host home of a model's state: weights, gradients, masters and moments, a slab per layer and
+//! kind.
 //!
-//! A slab is flat, page-aligned and exactly as large as what lies in it: 2 bytes per bf16 weight, as many per
-//! gradient, 4 for the master and 4 for each moment. Parameters move into the slabs when the store is made,
-//! one by one, so that the peak is the model plus one layer. What only training needs (gradients, masters,
-//! moments, the second version of weights) is made when first asked for, or by [`Store::prepare`].
+//! A slab is flat, page-aligned and exactly as large as what lies in it: 2 bytes per bf16 weight,
+//! as many per gradient, 4 for the master and 4 for each moment. Parameters move into the slabs
+//! when the store is made, one by one, so that the peak is the model plus one layer. What only
+//! training needs (gradients, masters, moments, the second version of weights) is made when first
+//! asked for, or by [`Store::prepare`].
 //!
-//! The device block of a layer mirrors the host: `[trainable slab][frozen slab][parameters that live
-//! elsewhere]`, so that a whole layer is uploaded in one or two copies.
+//! The device block of a layer mirrors the host: `[trainable slab][frozen slab][parameters that
+//! live elsewhere]`, so that a whole layer is uploaded in one or two copies.
 //!
-//! Refused: trainable parameters that are not f32, bf16 or f16, gradients in a type other than f32 or the parameter's
-//! own, and a trainable parameter that a living store trains already.
+//! Refused: trainable parameters that are not f32, bf16 or f16, gradients in a type other than f32
+//! or the parameter's own, and a trainable parameter that a living store trains already.
 //!
 //! # Invariants
 //! - A parameter has one home: the first layer that names it. Other layers refer to it.
-//! - Every (layer, trainable parameter) pair has its own gradient range: what one layer writes depends on no
-//!   other layer.
-//! - A parameter's [`Param::data`] is the newest published version. What somebody else writes there is seen: the next
-//!   update starts from it, and a write to an older version is refused by the next update.
+//! - Every (layer, trainable parameter) pair has its own gradient range: what one layer writes
+//!   depends on no other layer.
+//! - A parameter's [`Param::data`] is the newest published version. What somebody else writes there
+//!   is seen: the next update starts from it, and a write to an older version is refused by the
+//!   next update.
 //! - The store writes slabs under [`Versions`] and the guards of [`HostBuf`], nowhere else.
 
 use std::collections::{HashMap, HashSet};
@@ -43,8 +46,9 @@ pub struct StoreConfig {
     pub name: String,
     /// Whose host memory weights and gradients lie in.
     pub device: Arc<dyn Device>,
-    /// How that memory is pinned. Frozen parameters stay where they are, e.g. in a mapped file, with [`Pin::Off`] and
-    /// where the driver has no more with [`Pin::Try`]: moved to pageable memory they would gain nothing.
+    /// How that memory is pinned. Frozen parameters stay where they are, e.g. in a mapped file,
+    /// with [`Pin::Off`] and where the driver has no more with [`Pin::Try`]: moved to pageable
+    /// memory they would gain nothing.
     pub pin: Pin,
     /// Whether updates run beside the next step: weights have two versions then.
     pub asynchronous: bool,
@@ -54,7 +58,8 @@ pub struct StoreConfig {
     pub grad_dtype: Option<DType>,
     /// Threads of updates; by default one per core.
     pub threads: Option<usize>,
-    /// Whether parameters are only read, also those that are trainable: another store may train them meanwhile.
+    /// Whether parameters are only read, also those that are trainable: another store may train
+    /// them meanwhile.
     pub inference: bool,
 }
 
@@ -97,7 +102,8 @@ struct StoreKeeper {
     trained: OnceLock<HashSet<ParamId>>,
     /// The version that all layers will have once the updates that were asked for are done.
     asked: AtomicU64,
-    /// Whether its engine is gone: calls that somebody still holds keep the memory, but nothing is updated any more.
+    /// Whether its engine is gone: calls that somebody still holds keep the memory, but nothing is
+    /// updated any more.
     retired: AtomicBool,
 }
 
@@ -107,12 +113,17 @@ impl Keeper for StoreKeeper {
     }
 
     fn trains(&self, param: ParamId) -> bool {
-        let trained = || self.trained.get().is_some_and(|trained| trained.contains(&param));
+        let trained = || {
+            self.trained
+                .get()
+                .is_some_and(|trained| trained.contains(&param))
+        };
         !self.retired.load(Ordering::SeqCst) && trained()
     }
 
     fn settle(&self) {
-        self.gate.wait_all(|version| version >= self.asked.load(Ordering::SeqCst));
+        self.gate
+            .wait_all(|version| version >= self.asked.load(Ordering::SeqCst));
     }
 }
 
@@ -139,7 +150,8 @@ pub(crate) struct Seen {
     pub own: [u64; 2],
     /// Claims of somebody else that calls know of.
     noticed: [u64; 2],
-    /// All claims on each parameter when an update last looked: more since then are somebody else's.
+    /// All claims on each parameter when an update last looked: more since then are somebody
+    /// else's.
     pub params: Vec<[u64; 2]>,
 }
 
@@ -232,12 +244,16 @@ impl Store {
     /// Moves the parameters of `layers` into slabs.
     ///
     /// # Errors
-    /// [`Error::Config`] for a type that cannot be trained; otherwise when the system has no memory or somebody
-    /// is writing a parameter. Parameters keep their values in any case.
+    /// [`Error::Config`] for a type that cannot be trained; otherwise when the system has no memory
+    /// or somebody is writing a parameter. Parameters keep their values in any case.
     pub fn new(layers: &[(String, Arc<dyn Layer>)], config: StoreConfig) -> Result<Self> {
         let threads = Threads::new(config.threads)?;
         let gate = Gate::new(layers.len());
-        let trained = if config.inference { HashSet::new() } else { claimable(layers)? };
+        let trained = if config.inference {
+            HashSet::new()
+        } else {
+            claimable(layers)?
+        };
         let keeper = Arc::new(StoreKeeper {
             name: config.name.clone(),
             gate: gate.clone(),
@@ -245,7 +261,11 @@ impl Store {
             asked: AtomicU64::new(0),
             retired: AtomicBool::new(false),
         });
-        let shared = Arc::new(Shared { config, threads, keeper });
+        let shared = Arc::new(Shared {
+            config,
+            threads,
+            keeper,
+        });
         let mut homes = HashMap::new();
         let mut users: HashMap<(usize, usize), Vec<(usize, usize)>> = HashMap::new();
         let mut stored = Vec::new();
@@ -259,7 +279,12 @@ impl Store {
         for ((layer, index), users) in users {
             stored[layer].params[index].users = users;
         }
-        Ok(Self { layers: stored, gate, shared, steps: AtomicU64::new(0) })
+        Ok(Self {
+            layers: stored,
+            gate,
+            shared,
+            steps: AtomicU64::new(0),
+        })
     }
 
     /// Applies weight decay only where `decays` says so; by default everywhere.
@@ -286,12 +311,20 @@ impl Store {
         self.shared.keeper.asked.load(Ordering::SeqCst)
     }
 
-    /// Waits for the updates of other engines that were asked for and write parameters which this store only reads.
+    /// Waits for the updates of other engines that were asked for and write parameters which this
+    /// store only reads.
     pub(crate) fn settle_others(&self) {
         let own: Arc<dyn Keeper> = self.shared.keeper.clone();
         let mut settled: Vec<Arc<dyn Keeper>> = vec![own];
-        for param in self.layers.iter().flat_map(|layer| &layer.params).filter(|param| !param.trainable) {
-            let Some(keeper) = param.param.keeper() else { continue };
+        for param in self
+            .layers
+            .iter()
+            .flat_map(|layer| &layer.params)
+            .filter(|param| !param.trainable)
+        {
+            let Some(keeper) = param.param.keeper() else {
+                continue;
+            };
             if !settled.iter().any(|known| Arc::ptr_eq(known, &keeper)) {
                 keeper.settle();
                 settled.push(keeper);
@@ -302,16 +335,22 @@ impl Store {
     /// Whether somebody else wrote weights since this was last asked.
     pub(crate) fn notice_writes(&self) -> bool {
         // Every layer is to notice.
-        let noticed = self.layers.iter().filter(|layer| layer.notice_writes()).count();
+        let noticed = self
+            .layers
+            .iter()
+            .filter(|layer| layer.notice_writes())
+            .count();
         noticed > 0
     }
 
-    /// A number that changes whenever the weights of a layer may have changed without a new version: when somebody
-    /// wrote or moved them.
+    /// A number that changes whenever the weights of a layer may have changed without a new
+    /// version: when somebody wrote or moved them.
     pub(crate) fn writes(&self, layer: usize) -> u64 {
         let here = &self.layers[layer];
         let homes = here.params.iter().map(|param| param.param.data());
-        homes.fold(0, |sum, home| sum.wrapping_mul(31).wrapping_add(home.writes() ^ home.id()))
+        homes.fold(0, |sum, home| {
+            sum.wrapping_mul(31).wrapping_add(home.writes() ^ home.id())
+        })
     }
 
     /// The layers in order.
@@ -324,8 +363,8 @@ impl Store {
         &self.layers[index]
     }
 
-    /// One parameter of one layer at one version, to be read in place. The caller holds a readable ticket, as
-    /// for [`Store::segments`].
+    /// One parameter of one layer at one version, to be read in place. The caller holds a readable
+    /// ticket, as for [`Store::segments`].
     ///
     /// # Errors
     /// When the system has no memory for the second version.
@@ -369,23 +408,29 @@ impl Store {
         self.steps.store(steps, Ordering::Release);
     }
 
-    /// Makes what training needs now instead of at its first use, so that memory runs out early or never.
+    /// Makes what training needs now instead of at its first use, so that memory runs out early or
+    /// never.
     ///
     /// # Errors
     /// When the system has no memory.
     pub fn prepare(&self) -> Result<()> {
-        self.layers.iter().try_for_each(|layer| layer.training().map(drop))
+        self.layers
+            .iter()
+            .try_for_each(|layer| layer.training().map(drop))
     }
 
-    /// What to upload for one layer at one version, in as few pieces as the slabs allow. The caller holds a
-    /// readable ticket for `version` of every layer in [`StoreLayer::homes`].
+    /// What to upload for one layer at one version, in as few pieces as the slabs allow. The caller
+    /// holds a readable ticket for `version` of every layer in [`StoreLayer::homes`].
     ///
     /// # Errors
     /// When the system has no memory for the second version.
     pub fn segments(&self, layer: usize, version: u64) -> Result<Vec<Segment>> {
         let here = &self.layers[layer];
         let mut segments = Vec::new();
-        segments.push(Segment { data: here.weights(version)?, block_offset: 0 });
+        segments.push(Segment {
+            data: here.weights(version)?,
+            block_offset: 0,
+        });
         let frozen = here.frozen.as_ref().filter(|slab| here.is_at_home(slab));
         if let Some(frozen) = frozen {
             segments.push(Segment {
@@ -402,27 +447,34 @@ impl Store {
                 true => self.layers[param.home.0].working(param.home.1, version)?,
                 false => param.param.data(),
             };
-            segments.push(Segment { data, block_offset: param.block_offset });
+            segments.push(Segment {
+                data,
+                block_offset: param.block_offset,
+            });
         }
         segments.retain(|segment| !segment.data.is_empty());
         Ok(segments)
     }
 
-    /// Waits until all of a layer's gradients may be written for step `s`, from 1 on: the update before has read
-    /// them, also where it is another layer's.
+    /// Waits until all of a layer's gradients may be written for step `s`, from 1 on: the update
+    /// before has read them, also where it is another layer's.
     ///
     /// # Errors
     /// [`Aborted`].
     pub fn wait_grad_free(&self, layer: usize, s: u64, abort: &Abort) -> Result<(), Aborted> {
         let homes = &self.layers[layer].homes;
-        homes.iter().try_for_each(|home| self.layers[*home].versions.wait_grad_free(s, abort))
+        homes
+            .iter()
+            .try_for_each(|home| self.layers[*home].versions.wait_grad_free(s, abort))
     }
 
-    /// The layers whose gradients an update of `layer` reads, in ascending order: itself and those that share
-    /// its parameters. All must have landed before.
+    /// The layers whose gradients an update of `layer` reads, in ascending order: itself and those
+    /// that share its parameters. All must have landed before.
     pub fn grad_layers(&self, layer: usize) -> Vec<usize> {
         let own = self.layers[layer].own_trainable();
-        let mut all: Vec<usize> = own.flat_map(|(_, p)| p.users.iter().map(|(layer, _)| *layer)).collect();
+        let mut all: Vec<usize> = own
+            .flat_map(|(_, p)| p.users.iter().map(|(layer, _)| *layer))
+            .collect();
         all.sort_unstable();
         all.dedup();
         all
@@ -435,7 +487,11 @@ impl Store {
             sum.weights += layer.weights.len();
             sum.frozen += match &layer.frozen {
                 Some(frozen) => frozen.len(),
-                None => layer.own().filter(|(_, p)| !p.trainable).map(|(_, p)| p.param.bytes()).sum(),
+                None => layer
+                    .own()
+                    .filter(|(_, p)| !p.trainable)
+                    .map(|(_, p)| p.param.bytes())
+                    .sum(),
             };
             if let Some(training) = layer.training.get() {
                 sum.weights += training.second.as_ref().map_or(0, HostBuf::len);
@@ -467,13 +523,18 @@ impl StoreLayer {
         let sizes = lay_out(index, &mut params);
         let weights = config.buffer(&format!("{name} weights"), sizes.weights)?;
         // What another engine keeps stays with it: this one reads it there.
-        let kept =
-            |param: &StoredParam| param.home.0 == index && !param.trainable && param.param.keeper().is_some();
+        let kept = |param: &StoredParam| {
+            param.home.0 == index && !param.trainable && param.param.keeper().is_some()
+        };
         let frozen = match params.iter().any(kept) {
             true => None,
             false => config.frozen(&format!("{name} frozen weights"), sizes.frozen)?,
         };
-        let mut seen: Vec<usize> = params.iter().filter(|p| p.trainable).map(|p| p.home.0).collect();
+        let mut seen: Vec<usize> = params
+            .iter()
+            .filter(|p| p.trainable)
+            .map(|p| p.home.0)
+            .collect();
         seen.sort_unstable();
         seen.dedup();
         let slabs = if config.asynchronous { 2 } else { 1 };
@@ -496,18 +557,29 @@ impl StoreLayer {
         };
         let params = layer.params.iter().map(writes).collect();
         let own = [layer.slab_writes(0), 0];
-        *layer.lock_seen() = Seen { own, params, ..Seen::default() };
+        *layer.lock_seen() = Seen {
+            own,
+            params,
+            ..Seen::default()
+        };
         Ok(layer)
     }
 
-    /// Copies the layer's own parameters into its slabs, one by one; each gives its old memory back at once.
+    /// Copies the layer's own parameters into its slabs, one by one; each gives its old memory back
+    /// at once.
     fn move_in(&self, index: usize) -> Result<()> {
         for param in self.params.iter().filter(|p| p.home.0 == index) {
-            let slab = if param.trainable { Some(&self.weights) } else { self.frozen.as_ref() };
+            let slab = if param.trainable {
+                Some(&self.weights)
+            } else {
+                self.frozen.as_ref()
+            };
             let Some(slab) = slab else { continue };
             let home = slab.slice(param.offset..param.offset + param.param.bytes())?;
             let old = param.param.data().read_all()?;
-            home.write(0..home.len())?.bytes().copy_from_slice(old.bytes());
+            home.write(0..home.len())?
+                .bytes()
+                .copy_from_slice(old.bytes());
             param.param.rehome(home)?;
             let keeper: Arc<dyn Keeper> = self.shared.keeper.clone();
             param.param.set_keeper(Arc::downgrade(&keeper));
@@ -515,13 +587,18 @@ impl StoreLayer {
         Ok(())
     }
 
-    /// Whether all frozen parameters still lie in their slab: another engine may have taken some over.
+    /// Whether all frozen parameters still lie in their slab: another engine may have taken some
+    /// over.
     fn is_at_home(&self, slab: &HostBuf) -> bool {
         let moved = |param: &StoredParam| {
             let range = param.offset..param.offset + param.param.bytes();
-            !slab.slice(range).is_ok_and(|home| home.is_same(&param.param.data()))
+            !slab
+                .slice(range)
+                .is_ok_and(|home| home.is_same(&param.param.data()))
         };
-        !self.own().any(|(_, param)| !param.trainable && moved(param))
+        !self
+            .own()
+            .any(|(_, param)| !param.trainable && moved(param))
     }
 
     pub(crate) fn lock_seen(&self) -> MutexGuard<'_, Seen> {
@@ -532,7 +609,8 @@ impl StoreLayer {
     pub(crate) fn was_written(&self) -> bool {
         let seen = self.lock_seen();
         let slab = self.versions.slab(self.versions.current());
-        self.own_trainable().any(|(index, _)| self.is_written(index, slab, &seen))
+        self.own_trainable()
+            .any(|(index, _)| self.is_written(index, slab, &seen))
     }
 
     /// Whether somebody else wrote weights since this was last asked.
@@ -545,7 +623,10 @@ impl StoreLayer {
     fn slab(&self, slab: usize) -> Option<&HostBuf> {
         match slab {
             0 => Some(&self.weights),
-            _ => self.training.get().and_then(|training| training.second.as_ref()),
+            _ => self
+                .training
+                .get()
+                .and_then(|training| training.second.as_ref()),
         }
     }
 
@@ -561,9 +642,10 @@ impl StoreLayer {
     /// How often a parameter was lent for writing in one of the slabs.
     pub(crate) fn writes(&self, index: usize, slab: usize) -> u64 {
         let param = &self.params[index];
-        let home = self
-            .slab(slab)
-            .and_then(|slab| slab.slice(param.offset..param.offset + param.param.bytes()).ok());
+        let home = self.slab(slab).and_then(|slab| {
+            slab.slice(param.offset..param.offset + param.param.bytes())
+                .ok()
+        });
         home.map_or(0, |home| home.writes())
     }
 
@@ -587,8 +669,8 @@ impl StoreLayer {
         self.sizes.gradients
     }
 
-    /// The layers whose versions must be readable before this one is uploaded, in ascending order; those that
-    /// wait for its gradients as well.
+    /// The layers whose versions must be readable before this one is uploaded, in ascending order;
+    /// those that wait for its gradients as well.
     pub fn homes(&self) -> &[usize] {
         &self.homes
     }
@@ -605,7 +687,9 @@ impl StoreLayer {
     pub fn grad_range(&self, index: usize) -> Result<Option<HostBuf>> {
         let param = &self.params[index];
         match param.trainable {
-            true => Ok(Some(self.training()?.gradients.slice(param.grad_bytes.clone())?)),
+            true => Ok(Some(
+                self.training()?.gradients.slice(param.grad_bytes.clone())?,
+            )),
             false => Ok(None),
         }
     }
@@ -624,7 +708,8 @@ impl StoreLayer {
         self.params[index].filled.load(Ordering::Acquire)
     }
 
-    /// Says that a gradient is there, or that it is not: a parameter without is left out of the update.
+    /// Says that a gradient is there, or that it is not: a parameter without is left out of the
+    /// update.
     pub fn set_filled(&self, index: usize, filled: bool) {
         self.params[index].filled.store(filled, Ordering::Release);
     }
@@ -632,7 +717,10 @@ impl StoreLayer {
     /// The layer's own parameters with their indices.
     pub(crate) fn own(&self) -> impl Iterator<Item = (usize, &StoredParam)> {
         // A parameter that lives elsewhere has no users of its own.
-        self.params.iter().enumerate().filter(|(_, param)| !param.users.is_empty())
+        self.params
+            .iter()
+            .enumerate()
+            .filter(|(_, param)| !param.users.is_empty())
     }
 
     pub(crate) fn own_trainable(&self) -> impl Iterator<Item = (usize, &StoredParam)> {
@@ -643,20 +731,31 @@ impl StoreLayer {
     pub(crate) fn weights(&self, version: u64) -> Result<HostBuf> {
         match self.versions.slab(version) {
             0 => Ok(self.weights.clone()),
-            _ => Ok(self.training()?.second.clone().expect("two versions have two slabs")),
+            _ => Ok(self
+                .training()?
+                .second
+                .clone()
+                .expect("two versions have two slabs")),
         }
     }
 
     /// One of the layer's own trainable parameters at a version.
     pub(crate) fn working(&self, index: usize, version: u64) -> Result<HostBuf> {
         let param = &self.params[index];
-        Ok(self.weights(version)?.slice(param.offset..param.offset + param.param.bytes())?)
+        Ok(self
+            .weights(version)?
+            .slice(param.offset..param.offset + param.param.bytes())?)
     }
 
     /// The f32 copy of one of the layer's own parameters, where its working weights are narrower.
     pub(crate) fn master(&self, index: usize) -> Result<Option<HostBuf>> {
         let param = &self.params[index];
-        let slice = |at| Ok(self.training()?.masters.slice(at..at + param.copy_bytes())?);
+        let slice = |at| {
+            Ok(self
+                .training()?
+                .masters
+                .slice(at..at + param.copy_bytes())?)
+        };
         param.master.map(slice).transpose()
     }
 
@@ -664,7 +763,11 @@ impl StoreLayer {
     pub(crate) fn moments(&self, index: usize) -> Result<Vec<HostBuf>> {
         let param = &self.params[index];
         let range = param.moment..param.moment + param.copy_bytes();
-        self.training()?.moments.iter().map(|slab| Ok(slab.slice(range.clone())?)).collect()
+        self.training()?
+            .moments
+            .iter()
+            .map(|slab| Ok(slab.slice(range.clone())?))
+            .collect()
     }
 
     fn training(&self) -> Result<&Training> {
@@ -683,7 +786,8 @@ impl StoredParam {
         let master = (trainable && needs_master(&name, dtype)?).then_some(0);
         let grad_dtype = config.grad_dtype.unwrap_or(dtype);
         if trainable && grad_dtype != dtype && grad_dtype != DType::F32 {
-            let what = format!("{name} is {dtype}; its gradients are {dtype} or f32, not {grad_dtype}");
+            let what =
+                format!("{name} is {dtype}; its gradients are {dtype} or f32, not {grad_dtype}");
             return Err(Error::config("grad_dtype", what));
         }
         Ok(Self {
@@ -729,7 +833,12 @@ impl Training {
         let count = config.rule.map_or(0, |rule| rule.moments());
         let moment = |_| HostBuf::zeroed(format!("{name} moments"), sizes.moments);
         let moments = (0..count).map(moment).collect::<Result<_, _>>()?;
-        Ok(Self { gradients, second, masters, moments })
+        Ok(Self {
+            gradients,
+            second,
+            masters,
+            moments,
+        })
     }
 }
 
@@ -760,13 +869,16 @@ impl StoreConfig {
 /// The trainable parameters of `layers`.
 ///
 /// # Errors
-/// [`Error::Config`] when a living store trains one of them: each would move it to slabs of its own, and train a copy.
+/// [`Error::Config`] when a living store trains one of them: each would move it to slabs of its
+/// own, and train a copy.
 fn claimable(layers: &[(String, Arc<dyn Layer>)]) -> Result<HashSet<ParamId>> {
     let mut trained = HashSet::new();
-    for (layer, (name, param)) in layers
-        .iter()
-        .flat_map(|(name, layer)| layer.named_params().into_iter().map(move |named| (name, named)))
-    {
+    for (layer, (name, param)) in layers.iter().flat_map(|(name, layer)| {
+        layer
+            .named_params()
+            .into_iter()
+            .map(move |named| (name, named))
+    }) {
         if !param.is_trainable() {
             continue;
         }
@@ -803,7 +915,9 @@ fn lay_out(index: usize, params: &mut [StoredParam]) -> Sizes {
         param.offset = place(&mut sizes.weights, param.param.bytes(), ALIGN);
         // Only the processor touches copies, whole slabs at a time: no padding.
         param.moment = place(&mut sizes.moments, param.copy_bytes(), size_of::<f32>());
-        param.master = param.master.map(|_| place(&mut sizes.masters, param.copy_bytes(), size_of::<f32>()));
+        param.master = param
+            .master
+            .map(|_| place(&mut sizes.masters, param.copy_bytes(), size_of::<f32>()));
     }
     let frozen_at = sizes.weights.next_multiple_of(ALIGN);
     sizes.block = frozen_at + sizes.frozen;
@@ -835,7 +949,12 @@ impl fmt::Debug for Store {
 
 impl fmt::Debug for StoreLayer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { name, params, versions, .. } = self;
+        let Self {
+            name,
+            params,
+            versions,
+            ..
+        } = self;
         f.debug_struct("StoreLayer")
             .field("name", name)
             .field("params", &params.len())

@@ -1,11 +1,12 @@
-//! What really happened, as values: spans of work on the lanes of workers, and what follows from them.
+//! What really happened, as values: spans of work on the lanes of workers, and what follows from
+//! them.
 //!
-//! The path of a span: a thread records it, [`Trace`] keeps it, then it is shown ([`Trace::chrome_json`], for
-//! Perfetto or chrome://tracing), summed ([`Trace::bubble`]) or averaged ([`LayerTimes`]) into the costs of the
-//! next plan.
+//! The path of a span: a thread records it, [`Trace`] keeps it, then it is shown
+//! ([`Trace::chrome_json`], for Perfetto or chrome://tracing), summed ([`Trace::bubble`]) or
+//! averaged ([`LayerTimes`]) into the costs of the next plan.
 //!
-//! A trace is off until someone turns it on; recording then costs one atomic read, and the span is not even
-//! made. It keeps a bounded number of spans, drops the newest beyond it and says how many.
+//! A trace is off until someone turns it on; recording then costs one atomic read, and the span is
+//! not even made. It keeps a bounded number of spans, drops the newest beyond it and says how many.
 //!
 //! This module never reads a clock for anyone: whoever records says when a span began and ended, in
 //! nanoseconds since any moment that all spans of the trace share ([`Trace::now_ns`] is one).
@@ -166,8 +167,12 @@ impl Default for Trace {
 impl fmt::Debug for Trace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shown = f.debug_struct("Trace");
-        shown.field("on", &self.is_on()).field("spans", &self.kept().len());
-        shown.field("dropped", &self.dropped()).finish_non_exhaustive()
+        shown
+            .field("on", &self.is_on())
+            .field("spans", &self.kept().len());
+        shown
+            .field("dropped", &self.dropped())
+            .finish_non_exhaustive()
     }
 }
 
@@ -243,54 +248,83 @@ impl Trace {
         self.spans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// All spans in the trace event format that Perfetto and chrome://tracing read: a process per worker, a
-    /// thread per lane, times in microseconds.
+    /// All spans in the trace event format that Perfetto and chrome://tracing read: a process per
+    /// worker, a thread per lane, times in microseconds.
     pub fn chrome_json(&self) -> String {
         let kept = self.kept();
         let mut json = String::with_capacity(256 * kept.len() + 1024);
         json.push_str("{\"displayTimeUnit\":\"ms\",\"traceEvents\":[");
         let mut next = "\n";
         let mut seen = BTreeSet::new();
-        for Track { worker, worker_name, lane } in kept.iter().map(|span| &span.track) {
+        for Track {
+            worker,
+            worker_name,
+            lane,
+        } in kept.iter().map(|span| &span.track)
+        {
             if seen.insert((*worker, None)) {
                 metadata(&mut json, &mut next, "process", *worker, None, worker_name);
             }
             if seen.insert((*worker, Some(*lane))) {
-                metadata(&mut json, &mut next, "thread", *worker, Some(*lane), lane.name());
+                metadata(
+                    &mut json,
+                    &mut next,
+                    "thread",
+                    *worker,
+                    Some(*lane),
+                    lane.name(),
+                );
             }
         }
         for span in kept.iter() {
             event(&mut json, &mut next, span);
         }
-        push(&mut json, format_args!("\n],\"otherData\":{{\"dropped_spans\":{}}}}}\n", self.dropped()));
+        push(
+            &mut json,
+            format_args!(
+                "\n],\"otherData\":{{\"dropped_spans\":{}}}}}\n",
+                self.dropped()
+            ),
+        );
         json
     }
 
-    /// Writes [`Trace::chrome_json`] to a file: under another name first, so that there is never half a file.
+    /// Writes [`Trace::chrome_json`] to a file: under another name first, so that there is never
+    /// half a file.
     ///
     /// # Errors
     /// What the file system says, with the path.
     pub fn write_to(&self, path: impl AsRef<Path>) -> io::Result<()> {
         let path = path.as_ref();
-        let named =
-            |error: io::Error| io::Error::new(error.kind(), format!("trace {}: {error}", path.display()));
+        let named = |error: io::Error| {
+            io::Error::new(error.kind(), format!("trace {}: {error}", path.display()))
+        };
         let mut partial = path.as_os_str().to_owned();
         partial.push(".partial");
         std::fs::write(&partial, self.chrome_json()).map_err(named)?;
         std::fs::rename(&partial, path).map_err(named)
     }
 
-    /// The share of device time in a call that nothing was computed: 1 less busy time over workers times the
-    /// call's length. The workers are all that ever computed in this trace; the length is that of the call's
-    /// spans on lanes of devices, transfers included. Nothing if the call computed nothing.
+    /// The share of device time in a call that nothing was computed: 1 less busy time over workers
+    /// times the call's length. The workers are all that ever computed in this trace; the length is
+    /// that of the call's spans on lanes of devices, transfers included. Nothing if the call
+    /// computed nothing.
     pub fn bubble(&self, call: u64) -> Option<f64> {
         let kept = self.kept();
-        let workers: BTreeSet<usize> =
-            kept.iter().filter(|span| span.is_work()).map(|span| span.track.worker).collect();
-        let mine = || kept.iter().filter(|span| span.call == call && span.track.lane.is_device());
+        let workers: BTreeSet<usize> = kept
+            .iter()
+            .filter(|span| span.is_work())
+            .map(|span| span.track.worker)
+            .collect();
+        let mine = || {
+            kept.iter()
+                .filter(|span| span.call == call && span.track.lane.is_device())
+        };
         let mut work: BTreeMap<usize, Vec<(u64, u64)>> = BTreeMap::new();
         for span in mine().filter(|span| span.is_work()) {
-            work.entry(span.track.worker).or_default().push((span.start_ns, span.end_ns));
+            work.entry(span.track.worker)
+                .or_default()
+                .push((span.start_ns, span.end_ns));
         }
         let busy_ns: u64 = work.into_values().map(covered_ns).sum();
         let from_ns = mine().map(|span| span.start_ns).min()?;
@@ -311,7 +345,10 @@ impl Trace {
                 Category::Backward => Part::Backward,
                 _ => continue,
             };
-            measured.extend(span.layer.map(|layer| (span.start_ns, layer, part, span.ms())));
+            measured.extend(
+                span.layer
+                    .map(|layer| (span.start_ns, layer, part, span.ms())),
+            );
         }
         measured.sort_by_key(|(start_ns, ..)| *start_ns);
         let mut times = LayerTimes::default();
@@ -345,11 +382,16 @@ fn metadata(
     let tid = lane.map_or(0, |lane| lane as usize);
     let place = lane.map_or(worker, |lane| lane as usize);
     let head = format!("\"ph\":\"M\",\"pid\":{worker},\"tid\":{tid}");
-    push(json, format_args!("{next}{{\"name\":\"{what}_name\",{head},\"args\":{{\"name\":"));
+    push(
+        json,
+        format_args!("{next}{{\"name\":\"{what}_name\",{head},\"args\":{{\"name\":"),
+    );
     quoted(json, name);
     push(
         json,
-        format_args!("}}}},\n{{\"name\":\"{what}_sort_index\",{head},\"args\":{{\"sort_index\":{place}}}}}"),
+        format_args!(
+            "}}}},\n{{\"name\":\"{what}_sort_index\",{head},\"args\":{{\"sort_index\":{place}}}}}"
+        ),
     );
     *next = ",\n";
 }
@@ -360,11 +402,27 @@ fn event(json: &mut String, next: &mut &'static str, span: &Span) {
     *next = ",\n";
     quoted(json, &span.name);
     let (worker, lane) = (span.track.worker, span.track.lane as usize);
-    let (start, length) = (Micros(span.start_ns), Micros(span.end_ns.saturating_sub(span.start_ns)));
+    let (start, length) = (
+        Micros(span.start_ns),
+        Micros(span.end_ns.saturating_sub(span.start_ns)),
+    );
     let category = span.category.name();
-    push(json, format_args!(",\"cat\":\"{category}\",\"ph\":\"X\",\"ts\":{start},\"dur\":{length}"));
-    push(json, format_args!(",\"pid\":{worker},\"tid\":{lane},\"args\":{{\"call\":{}", span.call));
-    let places = [("slot", span.slot), ("layer", span.layer), ("microbatch", span.microbatch)];
+    push(
+        json,
+        format_args!(",\"cat\":\"{category}\",\"ph\":\"X\",\"ts\":{start},\"dur\":{length}"),
+    );
+    push(
+        json,
+        format_args!(
+            ",\"pid\":{worker},\"tid\":{lane},\"args\":{{\"call\":{}",
+            span.call
+        ),
+    );
+    let places = [
+        ("slot", span.slot),
+        ("layer", span.layer),
+        ("microbatch", span.microbatch),
+    ];
     for (name, place) in places {
         if let Some(place) = place {
             push(json, format_args!(",\"{name}\":{place}"));
@@ -466,7 +524,8 @@ impl LayerTime {
     }
 }
 
-/// Moving averages of measured times per layer and microbatch: the newest measurement weighs a fifth.
+/// Moving averages of measured times per layer and microbatch: the newest measurement weighs a
+/// fifth.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct LayerTimes {
     layers: Vec<LayerTime>,
@@ -490,13 +549,16 @@ impl LayerTimes {
         *average = Some(average.map_or(ms, |old| (1.0 - NEWEST) * old + NEWEST * ms));
     }
 
-    /// `base` with measurements in the place of guesses. Guesses that stay are scaled by what the measured
-    /// layers took relative to theirs, because a guess may have any unit. Layers beyond `base` are left out.
+    /// `base` with measurements in the place of guesses. Guesses that stay are scaled by what the
+    /// measured layers took relative to theirs, because a guess may have any unit. Layers beyond
+    /// `base` are left out.
     pub fn to_costs(&self, base: &LayerCosts) -> LayerCosts {
         let mut costs = base.clone();
         let all = Scale::of(self, base, &Part::ALL);
         for part in Part::ALL {
-            let scale = Scale::of(self, base, &[part]).or(all).map_or(1.0, |scale| scale.0);
+            let scale = Scale::of(self, base, &[part])
+                .or(all)
+                .map_or(1.0, |scale| scale.0);
             for (index, cost) in costs.layers.iter_mut().enumerate() {
                 let measured = self.layers.get(index).and_then(|layer| layer.part(part));
                 let ms = part.of(cost);
@@ -506,12 +568,19 @@ impl LayerTimes {
         costs
     }
 
-    /// How far a plan made from `planned` is from what was measured: the largest change of a layer's share of
-    /// all time, relative to its planned share. Forward visits and backward visits have shares of their own,
-    /// because each has its own cuts. Infinite if something took time that was planned to take none.
+    /// How far a plan made from `planned` is from what was measured: the largest change of a
+    /// layer's share of all time, relative to its planned share. Forward visits and backward visits
+    /// have shares of their own, because each has its own cuts. Infinite if something took time
+    /// that was planned to take none.
     pub fn drift(&self, planned: &LayerCosts) -> f64 {
         let (now, then) = (shares(&self.to_costs(planned)), shares(planned));
-        let change = |(now, then): (f64, f64)| if now == then { 0.0 } else { (now - then).abs() / then };
+        let change = |(now, then): (f64, f64)| {
+            if now == then {
+                0.0
+            } else {
+                (now - then).abs() / then
+            }
+        };
         now.into_iter().zip(then).map(change).fold(0.0, f64::max)
     }
 }
@@ -540,7 +609,10 @@ fn shares(costs: &LayerCosts) -> Vec<f64> {
     let visits = |layer: &LayerCost| [layer.forward_ms, layer.recompute_ms + layer.backward_ms];
     let times: Vec<f64> = costs.layers.iter().flat_map(visits).collect();
     let all: f64 = times.iter().sum();
-    times.into_iter().map(|ms| if all > 0.0 { ms / all } else { 0.0 }).collect()
+    times
+        .into_iter()
+        .map(|ms| if all > 0.0 { ms / all } else { 0.0 })
+        .collect()
 }
 
 #[cfg(test)]
@@ -549,7 +621,11 @@ mod tests {
 
     fn span(worker: usize, lane: Lane, category: Category, start_ns: u64, end_ns: u64) -> Span {
         Span {
-            track: Track { worker, worker_name: format!("cpu:{worker}"), lane },
+            track: Track {
+                worker,
+                worker_name: format!("cpu:{worker}"),
+                lane,
+            },
             name: category.name().to_string(),
             category,
             start_ns,
@@ -591,7 +667,10 @@ mod tests {
         }
 
         fn skip(letters: &[char], at: &mut usize) {
-            while letters.get(*at).is_some_and(|letter| letter.is_ascii_whitespace()) {
+            while letters
+                .get(*at)
+                .is_some_and(|letter| letter.is_ascii_whitespace())
+            {
                 *at += 1;
             }
         }
@@ -625,7 +704,10 @@ mod tests {
                     while Self::more(letters, at, '}', map.is_empty()) {
                         let key = Self::text(letters, at);
                         Self::take(letters, at, ':');
-                        assert!(map.insert(key, Self::value(letters, at)).is_none(), "a key twice");
+                        assert!(
+                            map.insert(key, Self::value(letters, at)).is_none(),
+                            "a key twice"
+                        );
                     }
                     Self::Map(map)
                 }
@@ -643,7 +725,13 @@ mod tests {
                     while letters[*at].is_ascii_digit() || "+-.eE".contains(letters[*at]) {
                         *at += 1;
                     }
-                    Self::Number(letters[from..*at].iter().collect::<String>().parse().expect("a number"))
+                    Self::Number(
+                        letters[from..*at]
+                            .iter()
+                            .collect::<String>()
+                            .parse()
+                            .expect("a number"),
+                    )
                 }
             }
         }
@@ -682,22 +770,35 @@ mod tests {
         }
 
         fn at(&self, key: &str) -> &Json {
-            let Self::Map(map) = self else { panic!("{self:?} has no {key}") };
-            map.get(key).unwrap_or_else(|| panic!("{self:?} has no {key}"))
+            let Self::Map(map) = self else {
+                panic!("{self:?} has no {key}")
+            };
+            map.get(key)
+                .unwrap_or_else(|| panic!("{self:?} has no {key}"))
         }
 
         fn list(&self) -> &[Json] {
-            let Self::List(list) = self else { panic!("{self:?} is no list") };
+            let Self::List(list) = self else {
+                panic!("{self:?} is no list")
+            };
             list
         }
     }
 
-    /// The export is JSON that says all that was recorded: names intact, microseconds, a process per worker.
+    /// The export is JSON that says all that was recorded: names intact, microseconds, a process
+    /// per worker.
     #[test]
     fn exported_events_say_what_was_recorded() {
         let odd = "a \"quoted\" \\ back\nline\u{1}\u{1f680}";
-        let mut first = span(3, Lane::ParamUpload, Category::Transfer, 1_234_567, 1_235_000);
-        (first.name, first.bytes, first.slot) = (odd.to_string(), Some(u64::from(u32::MAX)), Some(2));
+        let mut first = span(
+            3,
+            Lane::ParamUpload,
+            Category::Transfer,
+            1_234_567,
+            1_235_000,
+        );
+        (first.name, first.bytes, first.slot) =
+            (odd.to_string(), Some(u64::from(u32::MAX)), Some(2));
         first.track.worker_name = "cuda:3 \"big\"".to_string();
         let mut second = span(3, Lane::Compute, Category::Forward, 2_000_000, 2_000_999);
         (second.layer, second.microbatch) = (Some(7), Some(0));
@@ -705,23 +806,49 @@ mod tests {
         let json = Json::parse(&trace.chrome_json());
         let events = json.at("traceEvents").list();
         let text = |text: &str| Json::Text(text.to_string());
-        let named =
-            |name: &str| events.iter().filter(|event| *event.at("name") == text(name)).collect::<Vec<_>>();
-        assert_eq!(*named("process_name")[0].at("args").at("name"), text("cuda:3 \"big\""));
+        let named = |name: &str| {
+            events
+                .iter()
+                .filter(|event| *event.at("name") == text(name))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(
+            *named("process_name")[0].at("args").at("name"),
+            text("cuda:3 \"big\"")
+        );
         assert_eq!(named("process_name").len(), 1);
-        let threads: Vec<_> = named("thread_name").iter().map(|event| event.at("args").at("name")).collect();
+        let threads: Vec<_> = named("thread_name")
+            .iter()
+            .map(|event| event.at("args").at("name"))
+            .collect();
         assert_eq!(threads, [&text("parameter upload"), &text("compute")]);
         let upload = named(odd)[0];
-        assert_eq!((upload.at("ph"), upload.at("cat")), (&text("X"), &text("transfer")));
-        assert_eq!((upload.at("ts"), upload.at("dur")), (&Json::Number(1234.567), &Json::Number(0.433)));
+        assert_eq!(
+            (upload.at("ph"), upload.at("cat")),
+            (&text("X"), &text("transfer"))
+        );
+        assert_eq!(
+            (upload.at("ts"), upload.at("dur")),
+            (&Json::Number(1234.567), &Json::Number(0.433))
+        );
         assert_eq!(*upload.at("args").at("bytes"), Json::Number(4294967295.0));
         assert_eq!(*upload.at("args").at("slot"), Json::Number(2.0));
         let forward = named("forward")[0];
-        assert_eq!((forward.at("pid"), forward.at("tid")), (&Json::Number(3.0), &Json::Number(0.0)));
+        assert_eq!(
+            (forward.at("pid"), forward.at("tid")),
+            (&Json::Number(3.0), &Json::Number(0.0))
+        );
         assert_eq!(*forward.at("args").at("layer"), Json::Number(7.0));
-        assert_eq!(events.len(), 2 + 4 + 2, "names and places of a worker and two lanes, and two spans");
+        assert_eq!(
+            events.len(),
+            2 + 4 + 2,
+            "names and places of a worker and two lanes, and two spans"
+        );
         let none = Json::parse(&Trace::new().chrome_json());
-        assert!(none.at("traceEvents").list().is_empty(), "an empty trace is still a trace");
+        assert!(
+            none.at("traceEvents").list().is_empty(),
+            "an empty trace is still a trace"
+        );
     }
 
     /// A file holds the whole export, and a place that cannot be written is named.
@@ -732,11 +859,24 @@ mod tests {
         std::fs::create_dir_all(&folder).expect("a temporary folder");
         let path = folder.join("trace.json");
         trace.write_to(&path).expect("written");
-        assert_eq!(std::fs::read_to_string(&path).expect("read"), trace.chrome_json());
-        assert_eq!(std::fs::read_dir(&folder).expect("listed").count(), 1, "no partial file stays");
+        assert_eq!(
+            std::fs::read_to_string(&path).expect("read"),
+            trace.chrome_json()
+        );
+        assert_eq!(
+            std::fs::read_dir(&folder).expect("listed").count(),
+            1,
+            "no partial file stays"
+        );
         std::fs::remove_dir_all(&folder).expect("removed");
-        let error = trace.write_to(&path).expect_err("no such folder").to_string();
-        assert!(error.contains(path.to_str().expect("a plain path")), "{error}");
+        let error = trace
+            .write_to(&path)
+            .expect_err("no such folder")
+            .to_string();
+        assert!(
+            error.contains(path.to_str().expect("a plain path")),
+            "{error}"
+        );
     }
 
     /// Off, nothing is made; full, the rest is counted.
@@ -748,7 +888,13 @@ mod tests {
         for at in 0..5 {
             trace.record(|| span(0, Lane::Compute, Category::Forward, at, at + 1));
         }
-        let starts = |trace: &Trace| trace.spans().iter().map(|span| span.start_ns).collect::<Vec<_>>();
+        let starts = |trace: &Trace| {
+            trace
+                .spans()
+                .iter()
+                .map(|span| span.start_ns)
+                .collect::<Vec<_>>()
+        };
         assert_eq!((starts(&trace), trace.dropped()), (vec![0, 1], 3));
         trace.off();
         trace.record(|| unreachable!("the trace is off again"));
@@ -774,7 +920,8 @@ mod tests {
         assert_eq!(trace.spans().len(), 400);
     }
 
-    /// The bubble counts overlaps once, transfers as length, waits as idle, and workers without work.
+    /// The bubble counts overlaps once, transfers as length, waits as idle, and workers without
+    /// work.
     #[test]
     fn bubble_is_idle_device_time() {
         use Category::*;
@@ -791,18 +938,32 @@ mod tests {
         assert_eq!(filled(&spans).bubble(1), Some(1.0 - 60.0 / 100.0));
         spans.push(span(1, Lane::Compute, Fused, 40, 90));
         assert_eq!(filled(&spans).bubble(1), Some(1.0 - 110.0 / 200.0));
-        spans.push(Span { call: 2, ..span(2, Lane::Compute, Forward, 100, 200) });
-        assert_eq!(filled(&spans).bubble(1), Some(1.0 - 110.0 / 300.0), "worker 2 idled");
+        spans.push(Span {
+            call: 2,
+            ..span(2, Lane::Compute, Forward, 100, 200)
+        });
+        assert_eq!(
+            filled(&spans).bubble(1),
+            Some(1.0 - 110.0 / 300.0),
+            "worker 2 idled"
+        );
         assert_eq!(filled(&spans).bubble(3), None);
         assert_eq!(filled(&spans[..1]).bubble(1), None, "nothing was computed");
     }
 
-    /// Averages take the first measurement whole and a fifth of each later one, in the order of time.
+    /// Averages take the first measurement whole and a fifth of each later one, in the order of
+    /// time.
     #[test]
     fn layer_times_are_moving_averages() {
         let timed = |category, layer, start_ms: u64, end_ms: u64| Span {
             layer: Some(layer),
-            ..span(0, Lane::Compute, category, start_ms * 1_000_000, end_ms * 1_000_000)
+            ..span(
+                0,
+                Lane::Compute,
+                category,
+                start_ms * 1_000_000,
+                end_ms * 1_000_000,
+            )
         };
         let times = filled(&[
             timed(Category::Forward, 1, 100, 120),
@@ -815,13 +976,26 @@ mod tests {
         let only = LayerTime::default();
         assert_eq!(
             times.layers(),
-            [LayerTime { backward_ms: Some(5.0), ..only }, LayerTime { forward_ms: Some(12.0), ..only }]
+            [
+                LayerTime {
+                    backward_ms: Some(5.0),
+                    ..only
+                },
+                LayerTime {
+                    forward_ms: Some(12.0),
+                    ..only
+                }
+            ]
         );
         let mut odd = LayerTimes::default();
         for ms in [f64::NAN, -1.0, f64::INFINITY] {
             odd.record(0, Part::Forward, ms);
         }
-        assert_eq!(odd, LayerTimes::default(), "what is no time is no measurement");
+        assert_eq!(
+            odd,
+            LayerTimes::default(),
+            "what is no time is no measurement"
+        );
     }
 
     /// Measurements replace guesses, and the guesses that stay are brought to the same unit.
@@ -835,14 +1009,26 @@ mod tests {
         times.record(0, Part::Backward, 4.0);
         let costs = times.to_costs(&base);
         let forward: Vec<f64> = costs.layers.iter().map(|layer| layer.forward_ms).collect();
-        assert_eq!(forward, [1.0, 7.0, 4.0], "8 ms for 400 guessed, so 4 for 200");
+        assert_eq!(
+            forward,
+            [1.0, 7.0, 4.0],
+            "8 ms for 400 guessed, so 4 for 200"
+        );
         let backward: Vec<f64> = costs.layers.iter().map(|layer| layer.backward_ms).collect();
         assert_eq!(backward, [4.0, 12.0, 8.0]);
         // Nothing of recompute was timed: 12 ms for 600 guessed in all.
-        let recompute: Vec<f64> = costs.layers.iter().map(|layer| layer.recompute_ms).collect();
+        let recompute: Vec<f64> = costs
+            .layers
+            .iter()
+            .map(|layer| layer.recompute_ms)
+            .collect();
         assert_eq!(recompute, [2.0, 6.0, 4.0]);
         times.record(9, Part::Forward, 1e9);
-        assert_eq!(times.to_costs(&base), costs, "a layer that the model does not have changes nothing");
+        assert_eq!(
+            times.to_costs(&base),
+            costs,
+            "a layer that the model does not have changes nothing"
+        );
     }
 
     /// Drift sees shares, not units: equal proportions are no drift, a layer that doubles is one.

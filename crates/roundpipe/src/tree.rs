@@ -1,8 +1,8 @@
 //! What flows between layers: one tensor, or any nesting of tensors and plain values.
 //!
-//! A tree's leaves are device tensors where layers run, [`HostTensor`]s where a
-//! user feeds in and gets back, and anything else where a rule stands beside each tensor. Walks are depth
-//! first and maps go in order of their keys, so that leaves have one numbering everywhere.
+//! A tree's leaves are device tensors where layers run, [`HostTensor`]s where a user feeds in and
+//! gets back, and anything else where a rule stands beside each tensor. Walks are depth first and
+//! maps go in order of their keys, so that leaves have one numbering everywhere.
 
 use std::collections::BTreeMap;
 
@@ -34,7 +34,12 @@ pub enum Tree<T = Tensor> {
 impl<T> Tree<T> {
     /// Values by name.
     pub fn map<K: Into<String>>(items: impl IntoIterator<Item = (K, Self)>) -> Self {
-        Self::Map(items.into_iter().map(|(name, item)| (name.into(), item)).collect())
+        Self::Map(
+            items
+                .into_iter()
+                .map(|(name, item)| (name.into(), item))
+                .collect(),
+        )
     }
 
     /// Values by position.
@@ -49,7 +54,10 @@ impl<T> Tree<T> {
     pub fn tensor(self) -> Result<T> {
         match self {
             Self::Tensor(tensor) => Ok(tensor),
-            other => Err(Error::invalid(OP, format!("expected one tensor, found {}", other.kind()))),
+            other => Err(Error::invalid(
+                OP,
+                format!("expected one tensor, found {}", other.kind()),
+            )),
         }
     }
 
@@ -59,11 +67,19 @@ impl<T> Tree<T> {
     /// When it is something else.
     pub fn tensors<const N: usize>(self) -> Result<[T; N]> {
         let Self::List(items) = self else {
-            return Err(Error::invalid(OP, format!("expected {N} tensors, found {}", self.kind())));
+            return Err(Error::invalid(
+                OP,
+                format!("expected {N} tensors, found {}", self.kind()),
+            ));
         };
         let found = items.len();
-        let tensors = items.into_iter().map(Self::tensor).collect::<Result<Vec<_>>>()?;
-        tensors.try_into().map_err(|_| Error::invalid(OP, format!("expected {N} tensors, found {found}")))
+        let tensors = items
+            .into_iter()
+            .map(Self::tensor)
+            .collect::<Result<Vec<_>>>()?;
+        tensors
+            .try_into()
+            .map_err(|_| Error::invalid(OP, format!("expected {N} tensors, found {found}")))
     }
 
     /// What a map has under `name`.
@@ -120,7 +136,10 @@ impl<T> Tree<T> {
     ///
     /// # Errors
     /// The first that `f` gives.
-    pub fn try_flat_map<U, E>(self, f: &mut impl FnMut(T) -> Result<Tree<U>, E>) -> Result<Tree<U>, E> {
+    pub fn try_flat_map<U, E>(
+        self,
+        f: &mut impl FnMut(T) -> Result<Tree<U>, E>,
+    ) -> Result<Tree<U>, E> {
         Ok(match self {
             Self::None => Tree::None,
             Self::Tensor(tensor) => f(tensor)?,
@@ -128,11 +147,16 @@ impl<T> Tree<T> {
             Self::Int(value) => Tree::Int(value),
             Self::Float(value) => Tree::Float(value),
             Self::Text(text) => Tree::Text(text),
-            Self::List(items) => {
-                Tree::List(items.into_iter().map(|item| item.try_flat_map(f)).collect::<Result<_, E>>()?)
-            }
+            Self::List(items) => Tree::List(
+                items
+                    .into_iter()
+                    .map(|item| item.try_flat_map(f))
+                    .collect::<Result<_, E>>()?,
+            ),
             Self::Map(items) => {
-                let each = items.into_iter().map(|(name, item)| Ok((name, item.try_flat_map(f)?)));
+                let each = items
+                    .into_iter()
+                    .map(|(name, item)| Ok((name, item.try_flat_map(f)?)));
                 Tree::Map(each.collect::<Result<_, E>>()?)
             }
         })
@@ -143,7 +167,8 @@ impl<T> Tree<T> {
         self.rebuild(&mut f)
     }
 
-    /// The same structure and plain values, with `f` of each tensor, in the order of [`Tree::leaves`].
+    /// The same structure and plain values, with `f` of each tensor, in the order of
+    /// [`Tree::leaves`].
     ///
     /// # Errors
     /// The first that `f` gives.
@@ -151,7 +176,8 @@ impl<T> Tree<T> {
         self.try_rebuild(&mut f)
     }
 
-    /// The same structure and plain values over other leaves, given in the order of [`Tree::leaves`].
+    /// The same structure and plain values over other leaves, given in the order of
+    /// [`Tree::leaves`].
     ///
     /// # Errors
     /// When their number is not this tree's.
@@ -167,8 +193,8 @@ impl<T> Tree<T> {
         slots.try_map(|slot| slot.ok_or_else(|| Error::invalid(OP, "too few leaves")))
     }
 
-    /// Whether both nest alike: the same kinds of value at the same places, the same keys. Plain values may
-    /// differ.
+    /// Whether both nest alike: the same kinds of value at the same places, the same keys. Plain
+    /// values may differ.
     pub fn same_structure<U>(&self, other: &Tree<U>) -> bool {
         match (self, other) {
             (Self::None, Tree::None)
@@ -181,7 +207,10 @@ impl<T> Tree<T> {
                 a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.same_structure(b))
             }
             (Self::Map(a), Tree::Map(b)) => {
-                a.len() == b.len() && a.iter().zip(b).all(|((x, a), (y, b))| x == y && a.same_structure(b))
+                a.len() == b.len()
+                    && a.iter()
+                        .zip(b)
+                        .all(|((x, a), (y, b))| x == y && a.same_structure(b))
             }
             _ => false,
         }
@@ -191,12 +220,15 @@ impl<T> Tree<T> {
     pub(crate) fn paths(&self, root: &str) -> Vec<String> {
         match self {
             Self::Tensor(_) => vec![root.to_owned()],
-            Self::List(items) => {
-                items.iter().enumerate().flat_map(|(i, item)| item.paths(&format!("{root}[{i}]"))).collect()
-            }
-            Self::Map(items) => {
-                items.iter().flat_map(|(name, item)| item.paths(&format!("{root}.{name}"))).collect()
-            }
+            Self::List(items) => items
+                .iter()
+                .enumerate()
+                .flat_map(|(i, item)| item.paths(&format!("{root}[{i}]")))
+                .collect(),
+            Self::Map(items) => items
+                .iter()
+                .flat_map(|(name, item)| item.paths(&format!("{root}.{name}")))
+                .collect(),
             _ => Vec::new(),
         }
     }
@@ -216,7 +248,10 @@ impl<T> Tree<T> {
 
     fn missing(&self, name: &str) -> Error {
         let Self::Map(items) = self else {
-            return Error::invalid(OP, format!("expected a map with `{name}`, found {}", self.kind()));
+            return Error::invalid(
+                OP,
+                format!("expected a map with `{name}`, found {}", self.kind()),
+            );
         };
         Error::invalid(OP, format!("no `{name}`; there {}", keys(items)))
     }
@@ -239,9 +274,12 @@ impl<T> Tree<T> {
             Self::Float(x) => Tree::Float(*x),
             Self::Text(x) => Tree::Text(x.clone()),
             Self::List(items) => Tree::List(items.iter().map(|item| item.rebuild(f)).collect()),
-            Self::Map(items) => {
-                Tree::Map(items.iter().map(|(name, item)| (name.clone(), item.rebuild(f))).collect())
-            }
+            Self::Map(items) => Tree::Map(
+                items
+                    .iter()
+                    .map(|(name, item)| (name.clone(), item.rebuild(f)))
+                    .collect(),
+            ),
         }
     }
 
@@ -253,9 +291,12 @@ impl<T> Tree<T> {
             Self::Int(x) => Tree::Int(x),
             Self::Float(x) => Tree::Float(x),
             Self::Text(x) => Tree::Text(x),
-            Self::List(items) => {
-                Tree::List(items.into_iter().map(|item| item.try_rebuild(f)).collect::<Result<_, E>>()?)
-            }
+            Self::List(items) => Tree::List(
+                items
+                    .into_iter()
+                    .map(|item| item.try_rebuild(f))
+                    .collect::<Result<_, E>>()?,
+            ),
             Self::Map(items) => Tree::Map(
                 items
                     .into_iter()
@@ -272,11 +313,16 @@ pub(crate) fn keys<V>(items: &BTreeMap<String, V>) -> String {
         return "are no keys".into();
     }
     let names: Vec<_> = items.keys().map(|name| format!("`{name}`")).collect();
-    format!("{} {}", if names.len() == 1 { "is" } else { "are" }, names.join(", "))
+    format!(
+        "{} {}",
+        if names.len() == 1 { "is" } else { "are" },
+        names.join(", ")
+    )
 }
 
-/// A leaf, an array and a vector of leaves become trees. Not for every type at once: `Tree::from([a, b])` could
-/// then also be one leaf that is an array, and the compiler would ask each caller which is meant.
+/// A leaf, an array and a vector of leaves become trees. Not for every type at once:
+/// `Tree::from([a, b])` could then also be one leaf that is an array, and the compiler would ask
+/// each caller which is meant.
 macro_rules! leaf {
     ($($leaf:ty),*) => {$(
         impl From<$leaf> for $crate::tree::Tree<$leaf> {
@@ -317,7 +363,12 @@ mod tests {
 
     fn sample() -> Tree<i32> {
         let inner = Tree::list([Tree::Tensor(2), Tree::Float(0.5), Tree::Tensor(3)]);
-        Tree::map([("z", Tree::Tensor(4)), ("a", Tree::Tensor(1)), ("m", inner), ("n", Tree::None)])
+        Tree::map([
+            ("z", Tree::Tensor(4)),
+            ("a", Tree::Tensor(1)),
+            ("m", inner),
+            ("n", Tree::None),
+        ])
     }
 
     /// One numbering of leaves everywhere: depth first, keys in order.
@@ -331,10 +382,17 @@ mod tests {
             seen.push(x);
             Ok::<_, ()>(x.to_string())
         });
-        assert_eq!((seen, text.unwrap().into_leaves().concat()), (vec![1, 2, 3, 4], "1234".to_owned()));
+        assert_eq!(
+            (seen, text.unwrap().into_leaves().concat()),
+            (vec![1, 2, 3, 4], "1234".to_owned())
+        );
         assert_eq!(tree.paths("t"), ["t.a", "t.m[0]", "t.m[2]", "t.z"]);
         assert_eq!(tree.map_ref(|x| x * 10).into_leaves(), [10, 20, 30, 40]);
-        assert_eq!(tree.try_map(|x| if x == 3 { Err(x) } else { Ok(()) }).unwrap_err(), 3);
+        assert_eq!(
+            tree.try_map(|x| if x == 3 { Err(x) } else { Ok(()) })
+                .unwrap_err(),
+            3
+        );
     }
 
     #[test]
@@ -345,7 +403,10 @@ mod tests {
         assert!(matches!(other.get("z"), Ok(Tree::Tensor('d'))));
         for count in [3, 5] {
             let text = tree.with_leaves(vec![0; count]).unwrap_err().to_string();
-            assert!(text.contains(&format!("{count} leaves for a tree of 4")), "{text}");
+            assert!(
+                text.contains(&format!("{count} leaves for a tree of 4")),
+                "{text}"
+            );
         }
     }
 
@@ -358,7 +419,10 @@ mod tests {
         assert!(!tree.same_structure(&Tree::Tensor(1)));
         assert!(!Tree::list([Tree::Tensor(1)]).same_structure(&Tree::<i32>::list([])));
         assert!(!Tree::<i32>::Int(1).same_structure(&Tree::<i32>::Float(1.0)));
-        assert!(Tree::<i32>::Int(1).same_structure(&Tree::<u8>::Int(2)), "values may differ");
+        assert!(
+            Tree::<i32>::Int(1).same_structure(&Tree::<u8>::Int(2)),
+            "values may differ"
+        );
     }
 
     /// Someone who mistypes a key reads which there are.
@@ -366,13 +430,19 @@ mod tests {
     fn a_missing_key_names_the_others() {
         let mut tree = sample();
         assert!(matches!(tree.take("a"), Ok(Tree::Tensor(1))));
-        assert_eq!(tree.take("a").unwrap_err().to_string(), "tree: no `a`; there are `m`, `n`, `z`");
+        assert_eq!(
+            tree.take("a").unwrap_err().to_string(),
+            "tree: no `a`; there are `m`, `n`, `z`"
+        );
         assert_eq!(
             Tree::<i32>::list([]).get("x").unwrap_err().to_string(),
             "tree: expected a map with `x`, found a list of 0"
         );
         assert_eq!(
-            Tree::<i32>::Map([].into()).get("x").unwrap_err().to_string(),
+            Tree::<i32>::Map([].into())
+                .get("x")
+                .unwrap_err()
+                .to_string(),
             "tree: no `x`; there are no keys"
         );
     }
@@ -383,7 +453,14 @@ mod tests {
         let one: Tree<HostTensor> = x.clone().into();
         let many: Tree<HostTensor> = vec![x.clone(), x.clone()].into();
         let named = Tree::map([("x", x.clone().into()), ("list", [x.clone(), x].into())]);
-        assert_eq!((one.leaves().len(), many.leaves().len(), named.leaves().len()), (1, 2, 3));
+        assert_eq!(
+            (
+                one.leaves().len(),
+                many.leaves().len(),
+                named.leaves().len()
+            ),
+            (1, 2, 3)
+        );
         assert!(many.tensors::<2>().is_ok() && named.tensor().is_err());
     }
 }

@@ -1,20 +1,21 @@
 //! Updates of a [`Store`]: gradients in, the next version of the weights out.
 //!
-//! The path of an update: gradient ranges (summed in f32 where several layers share a parameter, the last layer
-//! first) -> one fused pass over master and moments -> working weights in the slab of the next version -> the
-//! parameters move there -> the version is published. A parameter without a gradient keeps its value and its
-//! state. Weights that somebody wrote since the last update are what the next one starts from.
+//! The path of an update: gradient ranges (summed in f32 where several layers share a parameter,
+//! the last layer first) -> one fused pass over master and moments -> working weights in the slab
+//! of the next version -> the parameters move there -> the version is published. A parameter
+//! without a gradient keeps its value and its state. Weights that somebody wrote since the last
+//! update are what the next one starts from.
 //!
-//! Layer by layer as gradients land: [`Store::squares`] and [`Store::apply`]. The whole model at once:
-//! [`Store::step`]. Any function of the user: [`Store::apply_fn`].
+//! Layer by layer as gradients land: [`Store::squares`] and [`Store::apply`]. The whole model at
+//! once: [`Store::step`]. Any function of the user: [`Store::apply_fn`].
 //!
 //! # Invariants
-//! - The same gradients give the same bits for any number of threads, any order of layers and one or two
-//!   slabs, and those of [`Optimizer`](crate::Optimizer).
+//! - The same gradients give the same bits for any number of threads, any order of layers and one
+//!   or two slabs, and those of [`Optimizer`](crate::Optimizer).
 //! - A slab that is in use elsewhere stops an update before anything is written.
 //! - What was finite stays finite.
-//! - [`Store::step`] and [`Store::apply_fn`] update every layer or none; [`Store::apply`] promises that for its
-//!   layer alone.
+//! - [`Store::step`] and [`Store::apply_fn`] update every layer or none; [`Store::apply`] promises
+//!   that for its layer alone.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -44,8 +45,8 @@ pub struct Apply {
 }
 
 impl Store {
-    /// The squares of a layer's summed gradients, a number per own parameter that has one. The global squared
-    /// norm is the sum of all, layers in ascending order: [`Store::total`].
+    /// The squares of a layer's summed gradients, a number per own parameter that has one. The
+    /// global squared norm is the sum of all, layers in ascending order: [`Store::total`].
     ///
     /// # Errors
     /// When a gradient is being written.
@@ -61,7 +62,8 @@ impl Store {
                 [(dtype, grad)] => optim::chunk_squares(threads, floats(*dtype, grad)),
                 _ => {
                     let chunks = 0..param.shape.numel().div_ceil(CHUNK);
-                    let squares = |one: &Threads, _, sum: Floats<'_>| Ok(optim::chunk_squares(one, sum));
+                    let squares =
+                        |one: &Threads, _, sum: Floats<'_>| Ok(optim::chunk_squares(one, sum));
                     each_chunk(threads, &grads, chunks, squares)?.concat()
                 }
             };
@@ -75,30 +77,41 @@ impl Store {
     /// # Errors
     /// As [`Store::squares`].
     pub fn all_squares(&self) -> Result<Vec<Vec<f64>>> {
-        (0..self.layers().len()).map(|layer| self.squares(layer)).collect()
+        (0..self.layers().len())
+            .map(|layer| self.squares(layer))
+            .collect()
     }
 
     /// The global squared norm from [`Store::squares`] of every layer, in ascending order.
     pub fn total<'a>(squares: impl IntoIterator<Item = &'a Vec<f64>>) -> f64 {
         // Added one by one, not layer sums: the order of a plain loop over parameters.
-        squares.into_iter().flatten().fold(0.0, |sum, square| sum + square)
+        squares
+            .into_iter()
+            .flatten()
+            .fold(0.0, |sum, square| sum + square)
     }
 
-    /// Refuses, before the first layer is touched, what [`Store::apply`] would refuse at some layer.
+    /// Refuses, before the first layer is touched, what [`Store::apply`] would refuse at some
+    /// layer.
     ///
     /// # Errors
     /// [`Error::Config`] without a rule; settings that it does not accept.
     pub fn check(&self, apply: &Apply) -> Result<()> {
-        let shared = Shared { lr: apply.lr, step: apply.step, factor: apply.factor };
+        let shared = Shared {
+            lr: apply.lr,
+            step: apply.step,
+            factor: apply.factor,
+        };
         self.rule_or_refuse()?.check(&self.shared.threads, shared)
     }
 
-    /// Updates one layer's own parameters with the rule, publishes the version and takes the gradients as read. All
-    /// gradients of [`Store::grad_layers`] must have landed. Returns whether some elements kept their value because the
-    /// rule's was not finite.
+    /// Updates one layer's own parameters with the rule, publishes the version and takes the
+    /// gradients as read. All gradients of [`Store::grad_layers`] must have landed. Returns whether
+    /// some elements kept their value because the rule's was not finite.
     ///
     /// # Errors
-    /// [`Error::Config`] without a rule; [`Error::Aborted`]; a slab in use elsewhere. The layer is as before then.
+    /// [`Error::Config`] without a rule; [`Error::Aborted`]; a slab in use elsewhere. The layer is
+    /// as before then.
     pub fn apply(&self, layer: usize, apply: &Apply, abort: &Abort) -> Result<bool> {
         let rule = self.rule_or_refuse()?;
         let mut open = self.open(layer, apply.next_version, abort)?;
@@ -107,17 +120,20 @@ impl Store {
         Ok(kept)
     }
 
-    /// Refuses, before the first layer is touched, what [`Store::apply`] would refuse at some layer for the time being:
-    /// slabs that somebody holds, and weights of an older version that somebody wrote.
+    /// Refuses, before the first layer is touched, what [`Store::apply`] would refuse at some layer
+    /// for the time being: slabs that somebody holds, and weights of an older version that somebody
+    /// wrote.
     ///
     /// # Errors
-    /// [`roundpipe_tensor::Error::Busy`] while somebody holds a slab; [`Error::Config`] for a write that would be lost,
-    /// once.
+    /// [`roundpipe_tensor::Error::Busy`] while somebody holds a slab; [`Error::Config`] for a write
+    /// that would be lost, once.
     pub(crate) fn check_open(&self, next_version: u64, abort: &Abort) -> Result<()> {
-        (0..self.layers().len()).try_for_each(|layer| self.open(layer, next_version, abort).map(drop))
+        (0..self.layers().len())
+            .try_for_each(|layer| self.open(layer, next_version, abort).map(drop))
     }
 
-    /// Makes the next version of a layer equal to the newest and forgets its gradients: the part of a skipped step.
+    /// Makes the next version of a layer equal to the newest and forgets its gradients: the part of
+    /// a skipped step.
     ///
     /// # Errors
     /// As [`Store::apply`].
@@ -127,24 +143,34 @@ impl Store {
         self.finish(open)
     }
 
-    /// Updates every parameter that has a gradient, or none. Waits for the readers of what it overwrites; all
-    /// gradients must have landed.
+    /// Updates every parameter that has a gradient, or none. Waits for the readers of what it
+    /// overwrites; all gradients must have landed.
     ///
     /// # Errors
-    /// [`Error::Config`] without a rule or without any gradient; otherwise as [`Store::apply`]. Everything is as
-    /// before then.
+    /// [`Error::Config`] without a rule or without any gradient; otherwise as [`Store::apply`].
+    /// Everything is as before then.
     pub fn step(&self, update: &Update, next_version: u64, abort: &Abort) -> Result<StepReport> {
         update.check()?;
         let rule = self.rule_or_refuse()?;
         let layers = 0..self.layers().len();
         let squares = self.all_squares()?;
         if squares.iter().all(Vec::is_empty) {
-            return Err(Error::config("step", "no gradients were added since the last step"));
+            return Err(Error::config(
+                "step",
+                "no gradients were added since the last step",
+            ));
         }
         let decision = update.decide(Self::total(&squares));
-        let mut open = layers.map(|l| self.open(l, next_version, abort)).collect::<Result<Vec<_>>>()?;
+        let mut open = layers
+            .map(|l| self.open(l, next_version, abort))
+            .collect::<Result<Vec<_>>>()?;
         let step = self.steps() + u64::from(!decision.skip);
-        let apply = Apply { step, lr: update.lr, factor: decision.factor, next_version };
+        let apply = Apply {
+            step,
+            lr: update.lr,
+            factor: decision.factor,
+            next_version,
+        };
         let mut partial = false;
         for open in &mut open {
             if decision.skip {
@@ -155,19 +181,25 @@ impl Store {
         }
         open.into_iter().try_for_each(|open| self.finish(open))?;
         self.set_steps(step);
-        Ok(StepReport { step, grad_norm: decision.grad_norm, skipped: decision.skip, partial })
+        Ok(StepReport {
+            step,
+            grad_norm: decision.grad_norm,
+            skipped: decision.skip,
+            partial,
+        })
     }
 
-    /// Updates with a function over all optimizer copies: f32 values that it may change, and gradients as they are
-    /// stored. Then the working weights of the next version are rounded from the values.
+    /// Updates with a function over all optimizer copies: f32 values that it may change, and
+    /// gradients as they are stored. Then the working weights of the next version are rounded from
+    /// the values.
     ///
-    /// While it runs, a backup takes 4 bytes per trainable parameter, and a shared parameter's summed gradient takes 4
-    /// more.
+    /// While it runs, a backup takes 4 bytes per trainable parameter, and a shared parameter's
+    /// summed gradient takes 4 more.
     ///
     /// # Errors
-    /// What the function returns; [`Error::Config`] when it made a finite value infinite or NaN; [`Error::Aborted`]; a
-    /// slab in use elsewhere. Values, gradients and all versions of the weights are as before then, also when the
-    /// function panics.
+    /// What the function returns; [`Error::Config`] when it made a finite value infinite or NaN;
+    /// [`Error::Aborted`]; a slab in use elsewhere. Values, gradients and all versions of the
+    /// weights are as before then, also when the function panics.
     pub fn apply_fn(
         &self,
         next_version: u64,
@@ -175,7 +207,9 @@ impl Store {
         function: &mut dyn FnMut(&mut OptimParams<'_>) -> Result<()>,
     ) -> Result<()> {
         let layers = 0..self.layers().len();
-        let layers = layers.map(|l| self.open(l, next_version, abort)).collect::<Result<_>>()?;
+        let layers = layers
+            .map(|l| self.open(l, next_version, abort))
+            .collect::<Result<_>>()?;
         let mut all = OptimParams { layers };
         let threads = &self.shared.threads;
         all.each().try_for_each(|param| param.prepare(threads))?;
@@ -184,7 +218,9 @@ impl Store {
         all.each().try_for_each(|param| param.check_finite())?;
         all.each().try_for_each(|param| param.round(threads))?;
         all.each().for_each(|param| param.backup = None);
-        all.layers.into_iter().try_for_each(|open| self.finish(open))?;
+        all.layers
+            .into_iter()
+            .try_for_each(|open| self.finish(open))?;
         self.set_steps(self.steps() + 1);
         Ok(())
     }
@@ -215,8 +251,8 @@ impl Store {
         Ok(all)
     }
 
-    /// Makes the optimizer's copies follow weights that somebody wrote since the last update, which does the same by
-    /// itself. Between steps only.
+    /// Makes the optimizer's copies follow weights that somebody wrote since the last update, which
+    /// does the same by itself. Between steps only.
     ///
     /// # Errors
     /// When the system has no memory or a slab is in use elsewhere.
@@ -241,8 +277,8 @@ impl Store {
         Ok(())
     }
 
-    /// Takes the optimizer's copies as the truth: after a checkpoint was read into them, the newest weights are
-    /// rounded from them. Between steps only.
+    /// Takes the optimizer's copies as the truth: after a checkpoint was read into them, the newest
+    /// weights are rounded from them. Between steps only.
     ///
     /// # Errors
     /// As [`Store::follow_writes`].
@@ -252,14 +288,20 @@ impl Store {
                 let (master, home) = (master.read_all()?, param.param.data());
                 let mut working = home.write(0..home.len())?;
                 let working = floats_mut(param.param.dtype(), &mut working);
-                optim::cast(&self.shared.threads, Floats::F32(master.as_slice()), working)?;
+                optim::cast(
+                    &self.shared.threads,
+                    Floats::F32(master.as_slice()),
+                    working,
+                )?;
             }
         }
         Ok(())
     }
 
     fn rule_or_refuse(&self) -> Result<Rule> {
-        self.rule().ok_or_else(|| Error::config("step", "the store has no rule; give it one, or a function"))
+        self.rule().ok_or_else(|| {
+            Error::config("step", "the store has no rule; give it one, or a function")
+        })
     }
 
     /// The gradients of an own parameter that are there, the last layer's first.
@@ -286,11 +328,16 @@ impl Store {
         let mut params = Vec::new();
         for (index, stored) in here.own_trainable() {
             let working = all(here.working(index, next_version)?)?;
-            // Counted at once: if a later claim fails, the next attempt must not take this one for a user's write.
+            // Counted at once: if a later claim fails, the next attempt must not take this one for
+            // a user's write.
             let own_claim = u64::from(stored.param.bytes() > 0);
             seen.own[next] += own_claim;
             seen.params[index][next] += own_claim;
-            let old = if two { Some(here.working(index, next_version - 1)?.read_all()?) } else { None };
+            let old = if two {
+                Some(here.working(index, next_version - 1)?.read_all()?)
+            } else {
+                None
+            };
             // From here on no one else can write either version, so the counts are final.
             if two && here.is_written(index, next, &seen) {
                 seen.params[index][next] = here.writes(index, next);
@@ -310,7 +357,11 @@ impl Store {
                 old,
                 working,
                 master: here.master(index)?.map(all).transpose()?,
-                moments: here.moments(index)?.into_iter().map(all).collect::<Result<_, _>>()?,
+                moments: here
+                    .moments(index)?
+                    .into_iter()
+                    .map(all)
+                    .collect::<Result<_, _>>()?,
                 backup: None,
             };
             if written {
@@ -320,12 +371,20 @@ impl Store {
             params.push(param);
         }
         drop(seen);
-        Ok(OpenLayer { layer, ticket, params })
+        Ok(OpenLayer {
+            layer,
+            ticket,
+            params,
+        })
     }
 
     /// Moves the parameters to the version just written, takes the gradients as read and publishes.
     fn finish(&self, open: OpenLayer<'_>) -> Result<()> {
-        let OpenLayer { layer, ticket, params } = open;
+        let OpenLayer {
+            layer,
+            ticket,
+            params,
+        } = open;
         drop(params);
         let here = &self.layers()[layer];
         for (index, param) in here.own_trainable() {
@@ -349,7 +408,11 @@ struct OpenLayer<'a> {
 impl OpenLayer<'_> {
     /// The rule's pass over each parameter; whether some elements kept their value.
     fn update(&mut self, threads: &Threads, rule: Rule, apply: &Apply) -> Result<bool> {
-        let shared = Shared { lr: apply.lr, step: apply.step, factor: apply.factor };
+        let shared = Shared {
+            lr: apply.lr,
+            step: apply.step,
+            factor: apply.factor,
+        };
         let mut kept = false;
         for param in &mut self.params {
             kept |= param.update(threads, rule, shared)?;
@@ -386,28 +449,60 @@ impl OpenParam<'_> {
         let (dtype, decays) = (self.stored.dtype, self.stored.decays);
         let (master, mut working) = match &mut self.master {
             None => (self.working.as_mut_slice::<f32>(), None),
-            Some(master) => (master.as_mut_slice(), Some(floats_mut(dtype, &mut self.working))),
+            Some(master) => (
+                master.as_mut_slice(),
+                Some(floats_mut(dtype, &mut self.working)),
+            ),
         };
-        let mut moments: Vec<&mut [f32]> = self.moments.iter_mut().map(HostMut::as_mut_slice).collect();
+        let mut moments: Vec<&mut [f32]> =
+            self.moments.iter_mut().map(HostMut::as_mut_slice).collect();
         if let [(dtype, grad)] = &self.grads[..] {
-            let slabs = Slabs { grad: floats(*dtype, grad), master, moments, working };
+            let slabs = Slabs {
+                grad: floats(*dtype, grad),
+                master,
+                moments,
+                working,
+            };
             return rule.update(threads, shared, decays, slabs);
         }
-        let mut moments: Vec<_> = moments.iter_mut().map(|moment| moment.chunks_mut(CHUNK)).collect();
+        let mut moments: Vec<_> = moments
+            .iter_mut()
+            .map(|moment| moment.chunks_mut(CHUNK))
+            .collect();
         let mut working = working.as_mut().map(FloatsMut::chunks);
         let chunks = master.chunks_mut(CHUNK).map(|master| {
-            let moments: Vec<&mut [f32]> = moments.iter_mut().map(|m| m.next().unwrap_or_default()).collect();
+            let moments: Vec<&mut [f32]> = moments
+                .iter_mut()
+                .map(|m| m.next().unwrap_or_default())
+                .collect();
             (master, moments, working.as_mut().and_then(Iterator::next))
         });
-        let done = each_chunk(threads, &self.grads, chunks, |one, (master, moments, working), grad| {
-            rule.update(one, shared, decays, Slabs { grad, master, moments, working })
-        });
+        let done = each_chunk(
+            threads,
+            &self.grads,
+            chunks,
+            |one, (master, moments, working), grad| {
+                rule.update(
+                    one,
+                    shared,
+                    decays,
+                    Slabs {
+                        grad,
+                        master,
+                        moments,
+                        working,
+                    },
+                )
+            },
+        );
         Ok(done?.contains(&true))
     }
 
     /// Makes the f32 copy follow weights that somebody wrote.
     fn follow(&mut self, threads: &Threads) -> Result<()> {
-        let Some(master) = &mut self.master else { return Ok(()) };
+        let Some(master) = &mut self.master else {
+            return Ok(());
+        };
         let dtype = self.stored.dtype;
         let master = master.as_mut_slice();
         match &self.old {
@@ -435,15 +530,20 @@ impl OpenParam<'_> {
 
     /// Gets ready for a function of the user: the values to change, a backup of them, one gradient.
     fn prepare(&mut self, threads: &Threads) -> Result<()> {
-        // Before the newest version is brought there: with two slabs of f32 weights the function writes where the
-        // version before the newest lies, and calls may still read that one.
+        // Before the newest version is brought there: with two slabs of f32 weights the function
+        // writes where the version before the newest lies, and calls may still read that one.
         let backup = HostBuf::from_slice(format!("{} backup", self.stored.name), &*self.values())?;
         self.backup = Some(backup);
         self.start_copy(threads)?;
         if self.grads.len() > 1 {
             let sum = HostBuf::zeroed("summed gradient", self.stored.copy_bytes())?;
             let mut all = sum.write(0..sum.len())?;
-            sum_into(threads, &self.grads, 0..self.stored.shape.numel(), all.as_mut_slice())?;
+            sum_into(
+                threads,
+                &self.grads,
+                0..self.stored.shape.numel(),
+                all.as_mut_slice(),
+            )?;
             drop(all);
             self.sum = Some(sum.read_all()?);
         }
@@ -453,7 +553,8 @@ impl OpenParam<'_> {
     /// Refuses values that a function made infinite or NaN, or that would round to an infinity.
     fn check_finite(&mut self) -> Result<()> {
         let dtype = self.stored.dtype;
-        // Where the newest version is another slab of f32, that is what the values were; else the backup is.
+        // Where the newest version is another slab of f32, that is what the values were; else the
+        // backup is.
         let before = match (&self.old, &self.master, &self.backup) {
             (Some(old), None, _) => old.as_slice::<f32>().to_vec(),
             (_, _, Some(backup)) => backup.read_all()?.as_slice().to_vec(),
@@ -470,8 +571,9 @@ impl OpenParam<'_> {
             None => Ok(()),
             Some(at) => {
                 let (name, value) = (&self.stored.name, self.values()[at]);
-                let what =
-                    format!("it set element {at} of {name} to {value}, which is not finite as {dtype}");
+                let what = format!(
+                    "it set element {at} of {name} to {value}, which is not finite as {dtype}"
+                );
                 Err(Error::config("step", what))
             }
         }
@@ -487,7 +589,10 @@ impl OpenParam<'_> {
     }
 
     fn values(&mut self) -> &mut [f32] {
-        self.master.as_mut().unwrap_or(&mut self.working).as_mut_slice()
+        self.master
+            .as_mut()
+            .unwrap_or(&mut self.working)
+            .as_mut_slice()
     }
 
     fn view(&mut self) -> OptimParam<'_> {
@@ -496,8 +601,18 @@ impl OpenParam<'_> {
             (None, Some((dtype, grad))) => Some(floats(*dtype, grad)),
             (None, None) => None,
         };
-        let value = self.master.as_mut().unwrap_or(&mut self.working).as_mut_slice();
-        OptimParam { name: &self.stored.name, layer: self.layer, shape: self.stored.shape, value, grad }
+        let value = self
+            .master
+            .as_mut()
+            .unwrap_or(&mut self.working)
+            .as_mut_slice();
+        OptimParam {
+            name: &self.stored.name,
+            layer: self.layer,
+            shape: self.stored.shape,
+            value,
+            grad,
+        }
     }
 }
 
@@ -510,27 +625,35 @@ impl Drop for OpenParam<'_> {
     }
 }
 
-/// Gives `task` the sum of `grads` chunk by chunk, each with what belongs to it, and collects the results. A chunk is
-/// summed and used by one thread, which `task` goes on with, so the sum stays in its cache.
+/// Gives `task` the sum of `grads` chunk by chunk, each with what belongs to it, and collects the
+/// results. A chunk is summed and used by one thread, which `task` goes on with, so the sum stays
+/// in its cache.
 fn each_chunk<T: Send, R: Send>(
     threads: &Threads,
     grads: &[(DType, HostRef)],
     chunks: impl Iterator<Item = T>,
     task: impl Fn(&Threads, T, Floats<'_>) -> Result<R> + Sync,
 ) -> Result<Vec<R>> {
-    let len = grads.first().map_or(0, |(dtype, grad)| floats(*dtype, grad).len());
+    let len = grads
+        .first()
+        .map_or(0, |(dtype, grad)| floats(*dtype, grad).len());
     let one = Threads::new(Some(1))?;
     let chunks: Vec<Mutex<Option<T>>> = chunks.map(|chunk| Mutex::new(Some(chunk))).collect();
     let results: Vec<Mutex<Option<Result<R>>>> = chunks.iter().map(|_| Mutex::new(None)).collect();
     threads.run(chunks.len(), |i| {
-        let chunk = chunks[i].lock().unwrap_or_else(PoisonError::into_inner).take();
+        let chunk = chunks[i]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         let range = i * CHUNK..len.min((i + 1) * CHUNK);
         let mut sum = vec![0.0f32; range.len()];
         let summed = sum_into(&one, grads, range, &mut sum);
         let done = chunk.map(|chunk| summed.and_then(|()| task(&one, chunk, Floats::F32(&sum))));
         *results[i].lock().unwrap_or_else(PoisonError::into_inner) = done;
     });
-    let done = results.into_iter().filter_map(|r| r.into_inner().unwrap_or_else(PoisonError::into_inner));
+    let done = results
+        .into_iter()
+        .filter_map(|r| r.into_inner().unwrap_or_else(PoisonError::into_inner));
     done.collect()
 }
 
@@ -618,7 +741,8 @@ pub struct OptimHandle {
 }
 
 impl OptimHandle {
-    /// Where the newest values lie, as f32. For f32 weights this is the weights, which move with every version.
+    /// Where the newest values lie, as f32. For f32 weights this is the weights, which move with
+    /// every version.
     pub fn value(&self) -> HostBuf {
         self.master.clone().unwrap_or_else(|| self.param.data())
     }

@@ -1,22 +1,23 @@
 //! Versions of a layer's weights: who may read which, and when the next may be written.
 //!
-//! A version counts the optimizer steps that a weight has seen. Version v lives in slab `v % slabs`: one
-//! slab when updates wait for readers (lag 0), two when they run beside the next step (lag 1). The protocol
-//! moves no bytes and knows no memory; it only says when.
+//! A version counts the optimizer steps that a weight has seen. Version v lives in slab `v %
+//! slabs`: one slab when updates wait for readers (lag 0), two when they run beside the next step
+//! (lag 1). The protocol moves no bytes and knows no memory; it only says when.
 //!
 //! # Rules
-//! 1. Whoever will read version v holds a [`ReadTicket`] for it, from before its work is submitted until its
-//!    last read has ended. The version need not exist yet.
-//! 2. A reader reads after [`ReadTicket::wait_readable`]: version v has been published. It stays whole as long
-//!    as the ticket lives, because of rule 3.
-//! 3. The writer of version v holds a [`WriteTicket`], which is given once no ticket for version `v - slabs` or
-//!    older is alive. From the moment the writer asks, no new ticket for those is given: it cannot starve.
-//! 4. Versions are published one after another. A write ticket that is dropped instead publishes nothing: a
-//!    failed step leaves the protocol as if it had never begun.
-//! 5. The gradient slab of a layer is written for step s (from 1 on) only once version s - 1 is published: the
-//!    update before has read it then ([`Versions::wait_grad_free`]).
-//! 6. Every wait ends when its [`Abort`] is set, at once for waits on the abort's own gate and within
-//!    [`PATIENCE`] for others.
+//! 1. Whoever will read version v holds a [`ReadTicket`] for it, from before its work is submitted
+//!    until its last read has ended. The version need not exist yet.
+//! 2. A reader reads after [`ReadTicket::wait_readable`]: version v has been published. It stays
+//!    whole as long as the ticket lives, because of rule 3.
+//! 3. The writer of version v holds a [`WriteTicket`], which is given once no ticket for version
+//!    `v - slabs` or older is alive. From the moment the writer asks, no new ticket for those is
+//!    given: it cannot starve.
+//! 4. Versions are published one after another. A write ticket that is dropped instead publishes
+//!    nothing: a failed step leaves the protocol as if it had never begun.
+//! 5. The gradient slab of a layer is written for step s (from 1 on) only once version s - 1 is
+//!    published: the update before has read it then ([`Versions::wait_grad_free`]).
+//! 6. Every wait ends when its [`Abort`] is set, at once for waits on the abort's own gate and
+//!    within [`PATIENCE`] for others.
 
 use std::fmt;
 use std::sync::Arc;
@@ -73,8 +74,14 @@ impl Gate {
     /// A gate for `layers` layers, all at version 0.
     pub fn new(layers: usize) -> Arc<Self> {
         let layers = (0..layers).map(|_| Layer::default()).collect();
-        let state = Mutex::new(State { layers, ..State::default() });
-        Arc::new(Self { state, changed: Condvar::new() })
+        let state = Mutex::new(State {
+            layers,
+            ..State::default()
+        });
+        Arc::new(Self {
+            state,
+            changed: Condvar::new(),
+        })
     }
 
     /// The waits that are going on now.
@@ -82,8 +89,8 @@ impl Gate {
         self.lock().waiting.clone()
     }
 
-    /// Waits until `ready` holds for the newest version of every layer. Nothing calls it off: what is waited for is
-    /// published, or its caller takes `ready` back.
+    /// Waits until `ready` holds for the newest version of every layer. Nothing calls it off: what
+    /// is waited for is published, or its caller takes `ready` back.
     pub(crate) fn wait_all(&self, ready: impl Fn(u64) -> bool) {
         let mut state = self.lock();
         while !state.layers.iter().all(|layer| ready(layer.version)) {
@@ -95,7 +102,9 @@ impl Gate {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // A panic elsewhere leaves counts that are whole: each is changed in one statement.
-        self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.state
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
     /// Sleeps until `ready`, then returns the lock.
@@ -122,7 +131,13 @@ impl Gate {
                 let id = state.next_wait;
                 state.next_wait += 1;
                 listed = Some(id);
-                state.waiting.push(Waiting { id, layer, what, version, since: Instant::now() });
+                state.waiting.push(Waiting {
+                    id,
+                    layer,
+                    what,
+                    version,
+                    since: Instant::now(),
+                });
             }
             let woken = self.changed.wait_timeout(state, PATIENCE);
             state = woken.unwrap_or_else(std::sync::PoisonError::into_inner).0;
@@ -132,11 +147,14 @@ impl Gate {
 
 impl fmt::Debug for Gate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Gate").field("waiting", &self.waiting()).finish_non_exhaustive()
+        f.debug_struct("Gate")
+            .field("waiting", &self.waiting())
+            .finish_non_exhaustive()
     }
 }
 
-/// Calls off waits; cloning shares it. One per call of the engine, so that a failed call leaves no trace.
+/// Calls off waits; cloning shares it. One per call of the engine, so that a failed call leaves no
+/// trace.
 #[derive(Debug, Clone)]
 pub struct Abort {
     gate: Arc<Gate>,
@@ -146,7 +164,10 @@ pub struct Abort {
 impl Abort {
     /// Not set; setting it wakes the waits at `gate`.
     pub fn new(gate: &Arc<Gate>) -> Self {
-        Self { gate: gate.clone(), set: Arc::new(AtomicBool::new(false)) }
+        Self {
+            gate: gate.clone(),
+            set: Arc::new(AtomicBool::new(false)),
+        }
     }
 
     /// Calls off all waits with this abort, now and later.
@@ -174,8 +195,15 @@ pub struct Versions {
 impl Versions {
     /// Those of layer `layer` at `gate`, kept in one or two slabs.
     pub fn new(gate: &Arc<Gate>, layer: usize, slabs: u64) -> Self {
-        assert!(slabs == 1 || slabs == 2, "versions live in one slab or in two, not in {slabs}");
-        Self { gate: gate.clone(), layer, slabs }
+        assert!(
+            slabs == 1 || slabs == 2,
+            "versions live in one slab or in two, not in {slabs}"
+        );
+        Self {
+            gate: gate.clone(),
+            layer,
+            slabs,
+        }
     }
 
     /// The newest published version.
@@ -196,8 +224,8 @@ impl Versions {
     /// Registers a reader of version `v`, which may not exist yet.
     ///
     /// # Panics
-    /// When the version has been overwritten or its overwriting has been asked for: the caller submitted an
-    /// update and then work that wants weights from before it.
+    /// When the version has been overwritten or its overwriting has been asked for: the caller
+    /// submitted an update and then work that wants weights from before it.
     pub fn reserve(&self, v: u64) -> ReadTicket {
         let mut state = self.gate.lock();
         let layer = &mut state.layers[self.layer];
@@ -211,7 +239,10 @@ impl Versions {
             Some((_, count)) => *count += 1,
             None => layer.tickets.push((v, 1)),
         }
-        ReadTicket { versions: self.clone(), version: v }
+        ReadTicket {
+            versions: self.clone(),
+            version: v,
+        }
     }
 
     /// Waits for the right to write version `v`, which must be the one after the newest.
@@ -225,15 +256,30 @@ impl Versions {
         {
             let mut state = self.gate.lock();
             let layer = &mut state.layers[self.layer];
-            assert_eq!(v, layer.version + 1, "layer {}: versions are written one after another", self.layer);
-            assert!(layer.writing.is_none(), "layer {}: version {v} has a writer already", self.layer);
+            assert_eq!(
+                v,
+                layer.version + 1,
+                "layer {}: versions are written one after another",
+                self.layer
+            );
+            assert!(
+                layer.writing.is_none(),
+                "layer {}: version {v} has a writer already",
+                self.layer
+            );
             layer.writing = Some(v);
         }
         // From here on the ticket takes the claim back, whatever happens.
-        let ticket = WriteTicket { versions: self.clone(), version: v };
+        let ticket = WriteTicket {
+            versions: self.clone(),
+            version: v,
+        };
         let slabs = self.slabs;
         let free = |layer: &Layer| layer.tickets.iter().all(|(version, _)| version + slabs > v);
-        drop(self.gate.wait(abort, (self.layer, "readers of an old version", v), free)?);
+        drop(
+            self.gate
+                .wait(abort, (self.layer, "readers of an old version", v), free)?,
+        );
         Ok(ticket)
     }
 
@@ -243,7 +289,13 @@ impl Versions {
     /// [`Aborted`].
     pub fn wait_grad_free(&self, s: u64, abort: &Abort) -> Result<(), Aborted> {
         let free = |layer: &Layer| layer.version + 1 >= s;
-        self.gate.wait(abort, (self.layer, "the update that reads the gradients", s), free).map(drop)
+        self.gate
+            .wait(
+                abort,
+                (self.layer, "the update that reads the gradients", s),
+                free,
+            )
+            .map(drop)
     }
 
     /// Waits until version `v` is published. Only a ticket makes sure that it is still there.
@@ -251,7 +303,11 @@ impl Versions {
     /// # Errors
     /// [`Aborted`].
     pub fn wait_published(&self, v: u64, abort: &Abort) -> Result<(), Aborted> {
-        self.gate.wait(abort, (self.layer, "an update", v), |layer| layer.version >= v).map(drop)
+        self.gate
+            .wait(abort, (self.layer, "an update", v), |layer| {
+                layer.version >= v
+            })
+            .map(drop)
     }
 }
 
@@ -281,7 +337,10 @@ impl Drop for ReadTicket {
     fn drop(&mut self) {
         let mut state = self.versions.gate.lock();
         let tickets = &mut state.layers[self.versions.layer].tickets;
-        if let Some((_, count)) = tickets.iter_mut().find(|(version, _)| *version == self.version) {
+        if let Some((_, count)) = tickets
+            .iter_mut()
+            .find(|(version, _)| *version == self.version)
+        {
             *count -= 1;
         }
         tickets.retain(|(_, count)| *count > 0);
@@ -289,7 +348,8 @@ impl Drop for ReadTicket {
     }
 }
 
-/// The right to write the next version. Dropping it without [`WriteTicket::publish`] gives the right back.
+/// The right to write the next version. Dropping it without [`WriteTicket::publish`] gives the
+/// right back.
 #[derive(Debug)]
 pub struct WriteTicket {
     versions: Versions,
@@ -316,7 +376,9 @@ impl Drop for WriteTicket {
     fn drop(&mut self) {
         let mut state = self.versions.gate.lock();
         // After a publish the claim may be the next writer's already.
-        state.layers[self.versions.layer].writing.take_if(|v| *v == self.version);
+        state.layers[self.versions.layer]
+            .writing
+            .take_if(|v| *v == self.version);
         self.versions.gate.changed.notify_all();
     }
 }
@@ -332,7 +394,8 @@ mod tests {
         (Versions::new(&gate, 0, slabs), Abort::new(&gate))
     }
 
-    /// With one slab the writer waits for readers of the newest version, with two for those of the one before.
+    /// With one slab the writer waits for readers of the newest version, with two for those of the
+    /// one before.
     #[test]
     fn a_writer_waits_for_the_readers_of_what_it_overwrites() {
         for slabs in [1, 2] {
@@ -343,7 +406,8 @@ mod tests {
             let old = versions.reserve(0);
             let newer = versions.reserve(1);
             std::thread::scope(|scope| {
-                let writer = scope.spawn(|| versions.wait_writable(slabs, &abort).unwrap().publish());
+                let writer =
+                    scope.spawn(|| versions.wait_writable(slabs, &abort).unwrap().publish());
                 std::thread::sleep(Duration::from_millis(20));
                 assert!(!writer.is_finished(), "{slabs} slabs");
                 drop(old);
@@ -391,15 +455,27 @@ mod tests {
             while versions.gate.waiting().len() < 2 {
                 std::thread::yield_now();
             }
-            assert!(versions.gate.waiting().iter().any(|w| w.what.contains("readers") && w.version == 1));
+            assert!(
+                versions
+                    .gate
+                    .waiting()
+                    .iter()
+                    .any(|w| w.what.contains("readers") && w.version == 1)
+            );
             let start = Instant::now();
             abort.set();
-            assert_eq!((reader.join().unwrap(), writer.join().unwrap()), (Err(Aborted), Err(Aborted)));
+            assert_eq!(
+                (reader.join().unwrap(), writer.join().unwrap()),
+                (Err(Aborted), Err(Aborted))
+            );
             assert!(start.elapsed() < Duration::from_secs(60));
         });
         assert!(versions.gate.waiting().is_empty());
         drop(ticket);
-        versions.wait_writable(1, &Abort::new(&versions.gate)).unwrap().publish();
+        versions
+            .wait_writable(1, &Abort::new(&versions.gate))
+            .unwrap()
+            .publish();
     }
 
     #[test]

@@ -1,17 +1,20 @@
-//! From a tree of modules to engines: which module becomes an engine of its own, and how they work together.
+//! From a tree of modules to engines: which module becomes an engine of its own, and how they work
+//! together.
 //!
-//! The path of a model: [`Node`] -> a preset, if one knows it -> [`decide`] (pure, printable) -> [`wrap`]
-//! follows the decisions -> one engine, or an [`AutoWrapped`] of several on one ring.
+//! The path of a model: [`Node`] -> a preset, if one knows it -> [`decide`] (pure, printable) ->
+//! [`wrap`] follows the decisions -> one engine, or an [`AutoWrapped`] of several on one ring.
 //!
 //! # Rules, the first that fits decides
 //! 1. A module in `skip` stays as it is and runs on the host.
 //! 2. A sequence becomes an engine with a layer for each of its layers.
-//! 3. A module with a forward becomes an engine with one layer, when its own parameters take at least
-//!    `lower_threshold` or all of them at most `upper_threshold`. So does one with nothing below it, which no
-//!    other rule could place. Below `lower_threshold` in total it runs a batch as one microbatch.
-//! 4. Each element of a list becomes an engine, whatever its size. All but the last leave their outputs
-//!    unmerged, so that the next starts with the first microbatch.
-//! 5. For any other module each child is decided by itself, and the module's own forward runs on the host.
+//! 3. A module with a forward becomes an engine with one layer, when its own parameters take at
+//!    least `lower_threshold` or all of them at most `upper_threshold`. So does one with nothing
+//!    below it, which no other rule could place. Below `lower_threshold` in total it runs a batch
+//!    as one microbatch.
+//! 4. Each element of a list becomes an engine, whatever its size. All but the last leave their
+//!    outputs unmerged, so that the next starts with the first microbatch.
+//! 5. For any other module each child is decided by itself, and the module's own forward runs on
+//!    the host.
 //! 6. A loss function needs no wrapping: it is an argument of `forward_backward`.
 //!
 //! ```
@@ -60,8 +63,8 @@
 //! # Invariants
 //! - [`wrap`] does what [`decide`] says and decides nothing itself.
 //! - A trainable parameter is in one engine, or in none: no two can update it.
-//! - Engines draw the random numbers that one engine over all their layers, in the order of the tree, would
-//!   draw.
+//! - Engines draw the random numbers that one engine over all their layers, in the order of the
+//!   tree, would draw.
 
 mod auto;
 mod run;
@@ -88,11 +91,12 @@ use crate::tree::Tree;
 
 /// A module with children, which its forward calls by their names.
 ///
-/// The forward is written once. Where the module is wrapped as a whole it runs on a worker, children
-/// included; where its children are engines it runs on the host and passes values from one to the next.
+/// The forward is written once. Where the module is wrapped as a whole it runs on a worker,
+/// children included; where its children are engines it runs on the host and passes values from one
+/// to the next.
 pub trait Composite: Params + Any + Send + Sync {
-    /// The children that may be wrapped by themselves, by name. [`Params::visit`] shows their parameters too;
-    /// what no child has is the module's own.
+    /// The children that may be wrapped by themselves, by name. [`Params::visit`] shows their
+    /// parameters too; what no child has is the module's own.
     fn children(&self) -> Vec<(String, Node)>;
 
     /// Computes the output, by calls of children ([`Run::child`]) and computations of its own
@@ -124,7 +128,13 @@ impl Node {
 
     /// Modules called one after another, under their indices as names.
     pub fn list(nodes: impl IntoIterator<Item = Node>) -> Self {
-        Self::List(nodes.into_iter().enumerate().map(|(i, node)| (i.to_string(), node)).collect())
+        Self::List(
+            nodes
+                .into_iter()
+                .enumerate()
+                .map(|(i, node)| (i.to_string(), node))
+                .collect(),
+        )
     }
 
     /// A module with children.
@@ -163,7 +173,11 @@ impl Node {
         let (mut total, mut own) = (0, 0);
         for (_, param) in self.named_params() {
             total += param.bytes() as u64;
-            own += if below.contains(&param.id()) { 0 } else { param.bytes() as u64 };
+            own += if below.contains(&param.id()) {
+                0
+            } else {
+                param.bytes() as u64
+            };
         }
         (total, own)
     }
@@ -180,7 +194,9 @@ impl Params for Node {
         match self {
             Self::Layer(layer) => layer.visit(visit),
             Self::List(children) | Self::Group(children) => {
-                children.iter().for_each(|(name, child)| visit.child(name, child));
+                children
+                    .iter()
+                    .for_each(|(name, child)| visit.child(name, child));
             }
             Self::Composite(module) => module.visit(visit),
         }
@@ -224,18 +240,20 @@ pub type Preset = dyn Fn(&Node) -> Option<Sequential> + Send + Sync;
 /// Which parameters decay, by dotted name.
 pub type DecayWhere = dyn Fn(&str, &Param) -> bool + Send + Sync;
 
-/// How a tree is wrapped. Modules are named by their dotted paths from the root, whose own path is empty.
+/// How a tree is wrapped. Modules are named by their dotted paths from the root, whose own path is
+/// empty.
 #[derive(Clone)]
 pub struct WrapConfig {
-    /// `None` uses the preset where it knows the model, `Some(true)` insists on it, `Some(false)` ignores it.
+    /// `None` uses the preset where it knows the model, `Some(true)` insists on it, `Some(false)`
+    /// ignores it.
     pub use_sequential_preset: Option<bool>,
     /// Makes a sequence of models that it knows. There is none by default.
     pub preset: Option<Arc<Preset>>,
-    /// Bytes of own parameters from which a module becomes an engine, and of all parameters below which an
-    /// engine runs one microbatch; 16 KiB by default.
+    /// Bytes of own parameters from which a module becomes an engine, and of all parameters below
+    /// which an engine runs one microbatch; 16 KiB by default.
     pub lower_threshold: u64,
-    /// Bytes of all parameters up to which a module becomes an engine as a whole. By default those of the
-    /// model divided by one more than there are workers.
+    /// Bytes of all parameters up to which a module becomes an engine as a whole. By default those
+    /// of the model divided by one more than there are workers.
     pub upper_threshold: Option<u64>,
     /// Modules that stay as they are and run on the host.
     pub skip: Vec<String>,
@@ -249,7 +267,8 @@ pub struct WrapConfig {
     pub ring: Option<Ring>,
     /// The devices to run on, without a ring; the processor by default.
     pub devices: Vec<Arc<dyn Device>>,
-    /// Options of the ring that is made from the devices, but for its `pin`, which is the one below.
+    /// Options of the ring that is made from the devices, but for its `pin`, which is the one
+    /// below.
     pub ring_options: RingOptions,
     /// The rule of updates.
     pub optimizer: Option<Rule>,
@@ -261,7 +280,8 @@ pub struct WrapConfig {
     pub seed: u64,
     /// The type of gradients in host memory; each parameter's own by default.
     pub grad_dtype: Option<DType>,
-    /// How host memory is pinned: of weights, of gradients and, in a ring that is made from the devices, of activations.
+    /// How host memory is pinned: of weights, of gradients and, in a ring that is made from the
+    /// devices, of activations.
     pub pin: Pin,
     /// Threads of each engine's optimizer; by default one per core.
     pub optimizer_threads: Option<usize>,
@@ -324,15 +344,21 @@ pub struct Decision {
     pub unmerged: bool,
 }
 
-/// Decides on a model and everything below it, each module before its children. The wrapping follows this to
-/// the letter.
+/// Decides on a model and everything below it, each module before its children. The wrapping
+/// follows this to the letter.
 ///
 /// # Errors
-/// [`Error::Config`] for names that cannot be told apart, elements of lists that nobody can call, and names
-/// in `skip` or `override_config` that are not in the tree.
+/// [`Error::Config`] for names that cannot be told apart, elements of lists that nobody can call,
+/// and names in `skip` or `override_config` that are not in the tree.
 pub fn decide(model: &Node, config: &WrapConfig, workers: usize) -> Result<Vec<Decision>> {
-    let upper = config.upper_threshold.unwrap_or_else(|| model.bytes().0 / (workers as u64 + 1));
-    let mut rules = Rules { config, upper, decisions: Vec::new() };
+    let upper = config
+        .upper_threshold
+        .unwrap_or_else(|| model.bytes().0 / (workers as u64 + 1));
+    let mut rules = Rules {
+        config,
+        upper,
+        decisions: Vec::new(),
+    };
     rules.visit(model, String::new(), Above::Other)?;
     let known = |name: &String| rules.decisions.iter().any(|d| d.path == *name);
     for (setting, names) in [
@@ -340,7 +366,10 @@ pub fn decide(model: &Node, config: &WrapConfig, workers: usize) -> Result<Vec<D
         ("override_config", config.override_config.keys().collect()),
     ] {
         if let Some(name) = names.into_iter().find(|name| !known(name)) {
-            let what = format!("no module `{name}` is decided on; there are {}", listed(&rules.decisions));
+            let what = format!(
+                "no module `{name}` is decided on; there are {}",
+                listed(&rules.decisions)
+            );
             return Err(Error::config(setting, what));
         }
     }
@@ -348,8 +377,16 @@ pub fn decide(model: &Node, config: &WrapConfig, workers: usize) -> Result<Vec<D
 }
 
 fn listed(decisions: &[Decision]) -> String {
-    let names: Vec<String> = decisions.iter().take(24).map(|d| format!("`{}`", d.path)).collect();
-    let more = if decisions.len() > names.len() { ", ..." } else { "" };
+    let names: Vec<String> = decisions
+        .iter()
+        .take(24)
+        .map(|d| format!("`{}`", d.path))
+        .collect();
+    let more = if decisions.len() > names.len() {
+        ", ..."
+    } else {
+        ""
+    };
     format!("{}{more}", names.join(", "))
 }
 
@@ -373,13 +410,22 @@ impl Rules<'_> {
         let children = node.children();
         let action = self.action(node, &path, (total, own), children.is_empty(), above);
         if above != Above::Other && matches!(node, Node::Group(_)) && action != Action::Skip {
-            let what = format!("`{path}` stands in a list but has no forward; make it a list or a composite");
+            let what = format!(
+                "`{path}` stands in a list but has no forward; make it a list or a composite"
+            );
             return Err(Error::config("wrap", what));
         }
         let is_engine = matches!(action, Action::Sequence | Action::Whole);
         let unmerged = is_engine && above == Above::List(true);
         let one_microbatch = action == Action::Whole && total < self.config.lower_threshold;
-        self.decisions.push(Decision { path: path.clone(), action, total, own, one_microbatch, unmerged });
+        self.decisions.push(Decision {
+            path: path.clone(),
+            action,
+            total,
+            own,
+            one_microbatch,
+            unmerged,
+        });
         if !matches!(action, Action::List | Action::Recurse) {
             return Ok(());
         }
@@ -395,7 +441,14 @@ impl Rules<'_> {
         Ok(())
     }
 
-    fn action(&self, node: &Node, path: &str, bytes: (u64, u64), leaf: bool, above: Above) -> Action {
+    fn action(
+        &self,
+        node: &Node,
+        path: &str,
+        bytes: (u64, u64),
+        leaf: bool,
+        above: Above,
+    ) -> Action {
         let (total, own) = bytes;
         if self.config.skip.iter().any(|name| name == path) {
             return Action::Skip;
@@ -403,7 +456,10 @@ impl Rules<'_> {
         if node.sequence().is_some() {
             return Action::Sequence;
         }
-        let fits = own >= self.config.lower_threshold || total <= self.upper || leaf || above != Above::Other;
+        let fits = own >= self.config.lower_threshold
+            || total <= self.upper
+            || leaf
+            || above != Above::Other;
         if node.has_forward() && fits {
             return Action::Whole;
         }
@@ -418,7 +474,10 @@ fn check_names(path: &str, children: &[(String, Node)]) -> Result<()> {
     let mut seen = HashSet::new();
     for (name, _) in children {
         if name.is_empty() || name.contains('.') || !seen.insert(name) {
-            let what = format!("child `{name}` of {}: names must differ, and have no dots", shown(path));
+            let what = format!(
+                "child `{name}` of {}: names must differ, and have no dots",
+                shown(path)
+            );
             return Err(Error::config("wrap", what));
         }
     }
@@ -426,12 +485,20 @@ fn check_names(path: &str, children: &[(String, Node)]) -> Result<()> {
 }
 
 fn join(path: &str, name: &str) -> String {
-    if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") }
+    if path.is_empty() {
+        name.to_owned()
+    } else {
+        format!("{path}.{name}")
+    }
 }
 
 /// A path as an error tells it.
 fn shown(path: &str) -> String {
-    if path.is_empty() { "the model".to_owned() } else { format!("`{path}`") }
+    if path.is_empty() {
+        "the model".to_owned()
+    } else {
+        format!("`{path}`")
+    }
 }
 
 /// A wrapped model. An engine gives the tree that it was made from when dereferenced.
@@ -446,21 +513,36 @@ pub enum Wrapped {
 /// Wraps a model: by the preset if it knows the model, by the rules of this module otherwise.
 ///
 /// # Errors
-/// [`Error::Config`] for `use_sequential_preset` without a preset that knows the model, for a trainable
-/// parameter that two engines would update, and as [`decide`]; otherwise as building an engine.
+/// [`Error::Config`] for `use_sequential_preset` without a preset that knows the model, for a
+/// trainable parameter that two engines would update, and as [`decide`]; otherwise as building an
+/// engine.
 #[track_caller]
 pub fn wrap(model: impl Into<Node>, config: &WrapConfig) -> Result<Wrapped> {
     let at = Location::caller();
     let file = at.file().rsplit(['/', '\\']).next().unwrap_or(at.file());
-    let name = config.name.clone().unwrap_or_else(|| format!("{file}:{}", at.line()));
+    let name = config
+        .name
+        .clone()
+        .unwrap_or_else(|| format!("{file}:{}", at.line()));
     let model = model.into();
-    let options = RingOptions { pin: config.pin, ..config.ring_options.clone() };
+    let options = RingOptions {
+        pin: config.pin,
+        ..config.ring_options.clone()
+    };
     let ring = match &config.ring {
         Some(ring) => ring.clone(),
-        None if config.devices.is_empty() => Ring::new(&[Cpu::new(None)? as Arc<dyn Device>], &options)?,
+        None if config.devices.is_empty() => {
+            Ring::new(&[Cpu::new(None)? as Arc<dyn Device>], &options)?
+        }
         None => Ring::new(&config.devices, &options)?,
     };
-    let mut maker = Maker { config, ring, name, engines: Vec::new(), layers: 0 };
+    let mut maker = Maker {
+        config,
+        ring,
+        name,
+        engines: Vec::new(),
+        layers: 0,
+    };
     if let Some(sequence) = preset(&model, config)? {
         let own = config.override_config.get("").cloned().unwrap_or_default();
         let engine = maker.engine(sequence.into(), "", own.over(&config.run_config))?;
@@ -474,7 +556,14 @@ pub fn wrap(model: impl Into<Node>, config: &WrapConfig) -> Result<Wrapped> {
         (Place::Engine(_), Some((_, engine))) => Ok(Wrapped::Engine(Box::new(engine))),
         (place, last) => {
             let engines = maker.engines.into_iter().chain(last).collect();
-            Ok(Wrapped::Auto(AutoWrapped::new(model, place, engines, decisions, maker.ring, config.seed)))
+            Ok(Wrapped::Auto(AutoWrapped::new(
+                model,
+                place,
+                engines,
+                decisions,
+                maker.ring,
+                config.seed,
+            )))
         }
     }
 }
@@ -494,12 +583,17 @@ fn preset(model: &Node, config: &WrapConfig) -> Result<Option<Sequential>> {
     Ok(found)
 }
 
-/// Refuses a trainable parameter of two modules of which one is an engine: each would go on with its own
-/// copy.
+/// Refuses a trainable parameter of two modules of which one is an engine: each would go on with
+/// its own copy.
 fn check_shared(model: &Node, decisions: &[Decision]) -> Result<()> {
     let mut homes: HashMap<_, (&Decision, String)> = HashMap::new();
-    for decision in decisions.iter().filter(|d| !matches!(d.action, Action::List | Action::Recurse)) {
-        let Some(node) = at(model, &decision.path) else { continue };
+    for decision in decisions
+        .iter()
+        .filter(|d| !matches!(d.action, Action::List | Action::Recurse))
+    {
+        let Some(node) = at(model, &decision.path) else {
+            continue;
+        };
         for (name, param) in node.trainable_params() {
             let name = join(&decision.path, &name);
             if let Some((other, first)) = homes.get(&param.id())
@@ -522,7 +616,11 @@ fn check_shared(model: &Node, decisions: &[Decision]) -> Result<()> {
 fn at(model: &Node, path: &str) -> Option<Node> {
     let mut node = model.clone();
     for name in path.split('.').filter(|name| !name.is_empty()) {
-        node = node.children().into_iter().find(|(child, _)| child == name)?.1;
+        node = node
+            .children()
+            .into_iter()
+            .find(|(child, _)| child == name)?
+            .1;
     }
     Some(node)
 }
@@ -549,8 +647,14 @@ struct Maker<'a> {
 
 impl Maker<'_> {
     /// Decisions come in the order of this walk.
-    fn place<'d>(&mut self, node: &Node, next: &mut impl Iterator<Item = &'d Decision>) -> Result<Place> {
-        let decision = next.next().ok_or_else(|| Error::config("wrap", "a module's children changed"))?;
+    fn place<'d>(
+        &mut self,
+        node: &Node,
+        next: &mut impl Iterator<Item = &'d Decision>,
+    ) -> Result<Place> {
+        let decision = next
+            .next()
+            .ok_or_else(|| Error::config("wrap", "a module's children changed"))?;
         match decision.action {
             Action::Skip => Ok(Place::Unwrapped(node.clone())),
             Action::Sequence | Action::Whole => {
@@ -582,7 +686,12 @@ impl Maker<'_> {
         if decision.unmerged {
             ruled.merge_output = Some(MergeOutput::Off);
         }
-        let own = self.config.override_config.get(&decision.path).cloned().unwrap_or_default();
+        let own = self
+            .config
+            .override_config
+            .get(&decision.path)
+            .cloned()
+            .unwrap_or_default();
         own.over(&ruled).over(&self.config.run_config)
     }
 
@@ -609,16 +718,21 @@ impl Maker<'_> {
         }
         if let Some(decays) = config.decay_where.clone() {
             let path = path.to_owned();
-            builder = builder.decay_where(move |name, param| decays(&full_name(&path, name, single), param));
+            builder = builder
+                .decay_where(move |name, param| decays(&full_name(&path, name, single), param));
         }
         self.layers += layers;
         Ok(builder.build()?.set_original_model(node))
     }
 }
 
-/// The name in the tree of a parameter that an engine calls `name`: an engine over one layer calls it
-/// `model`.
+/// The name in the tree of a parameter that an engine calls `name`: an engine over one layer calls
+/// it `model`.
 fn full_name(path: &str, name: &str, single: bool) -> String {
-    let name = if single { name.strip_prefix("model.").unwrap_or(name) } else { name };
+    let name = if single {
+        name.strip_prefix("model.").unwrap_or(name)
+    } else {
+        name
+    };
     join(path, name)
 }

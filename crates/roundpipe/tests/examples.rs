@@ -22,7 +22,11 @@ fn the_training_loop_learns_the_same_on_any_number_of_workers() {
     let one = training_loop::run(1, 60).unwrap();
     assert!(one[0] > 1.0 && one[59] < 0.5 * one[0], "{one:?}");
     for workers in [2, 3, 8] {
-        assert_eq!(one, training_loop::run(workers, 60).unwrap(), "on {workers} workers");
+        assert_eq!(
+            one,
+            training_loop::run(workers, 60).unwrap(),
+            "on {workers} workers"
+        );
     }
 }
 
@@ -43,7 +47,10 @@ fn chained_models_learn_as_one_model_does() {
 fn a_loss_with_two_terms_finds_the_noise() {
     let learned = custom_loss::run(1000).unwrap();
     let [left, right] = learned.noise;
-    assert!((0.07..0.14).contains(&left) && (0.3..0.5).contains(&right), "{left} {right}");
+    assert!(
+        (0.07..0.14).contains(&left) && (0.3..0.5).contains(&right),
+        "{left} {right}"
+    );
     let (first, last) = (learned.terms[0], learned.terms[999]);
     assert!(last[0] < first[0] && last.iter().chain(&first).all(|term| term.is_finite()));
 }

@@ -1,5 +1,5 @@
-//! What the process takes, as the system counts it. One test in a process of its own, so that nothing else moves
-//! the figures.
+//! What the process takes, as the system counts it. One test in a process of its own, so that
+//! nothing else moves the figures.
 #![cfg(target_os = "linux")]
 
 use std::sync::Arc;
@@ -7,20 +7,28 @@ use std::sync::Arc;
 use roundpipe::nn::{Init, Linear};
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Lag, Params, PlanKind, RingOptions, RoundPipe,
-    Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update,
+    Bytes, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Lag, Params, PlanKind, RingOptions,
+    RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update,
 };
 
 const MIB: usize = 1 << 20;
 const MICROBATCHES: usize = 2;
-/// Stacks, the allocator's own, code that is touched for the first time: less than a byte per trainable parameter.
+/// Stacks, the allocator's own, code that is touched for the first time: less than a byte per
+/// trainable parameter.
 const SLACK: usize = 12 * MIB;
 
 /// Memory of the process that is in RAM now.
 fn resident() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-    line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))
+        .unwrap();
+    line.trim()
+        .trim_end_matches(" kB")
+        .parse::<usize>()
+        .unwrap()
+        << 10
 }
 
 /// Eight layers, a quarter of them frozen.
@@ -36,15 +44,25 @@ fn model(width: usize) -> Sequential {
 }
 
 fn engine(model: Sequential, lag: Lag) -> RoundPipe {
-    let devices = Cpu::workers(2, Some(2)).unwrap().into_iter().map(|cpu| cpu as Arc<dyn Device>);
+    let devices = Cpu::workers(2, Some(2))
+        .unwrap()
+        .into_iter()
+        .map(|cpu| cpu as Arc<dyn Device>);
     // Several stages whose values all go through host memory.
     let plan = ExecutePlan::from_sizes(PlanKind::Fused, &[2, 2, 2], &[2, 2, 2, 2]);
-    let options =
-        RingOptions { memory: Some(Bytes::mib(256)), keep: Some(Bytes(0)), ..RingOptions::default() };
+    let options = RingOptions {
+        memory: Some(Bytes::mib(256)),
+        keep: Some(Bytes(0)),
+        ..RingOptions::default()
+    };
     RoundPipe::builder(model)
         .optimizer(Rule::Adam(AdamW::default()))
         .asynchronous(lag == Lag::One)
-        .run_config(RunConfig::new().num_microbatch(MICROBATCHES).execute_plan(plan))
+        .run_config(
+            RunConfig::new()
+                .num_microbatch(MICROBATCHES)
+                .execute_plan(plan),
+        )
         .devices(devices)
         .ring_options(options)
         .build()
@@ -65,8 +83,9 @@ fn steps(engine: &RoundPipe, width: usize, lag: Lag, count: usize) {
     engine.synchronize().unwrap();
 }
 
-/// Everything that the engine counts by name is all that there is: 16 or 18 bytes per trainable bf16 parameter,
-/// 2 per frozen one, activations, and the workers' own memory (which on cpu is the process's as well).
+/// Everything that the engine counts by name is all that there is: 16 or 18 bytes per trainable
+/// bf16 parameter, 2 per frozen one, activations, and the workers' own memory (which on cpu is the
+/// process's as well).
 fn training_takes_what_is_counted() {
     const WIDTH: usize = 1536;
     for (lag, per_param) in [(Lag::Zero, 16), (Lag::One, 18)] {
@@ -77,11 +96,19 @@ fn training_takes_what_is_counted() {
         let taken = resident().saturating_sub(before);
         let state = engine.host_bytes().total();
         assert_eq!(state, (6 * per_param + 2 * 2) * WIDTH * WIDTH);
-        let workers = engine.ring().workers().iter().map(|w| w.usage().high_water.0 as usize).sum::<usize>();
+        let workers = engine
+            .ring()
+            .workers()
+            .iter()
+            .map(|w| w.usage().high_water.0 as usize)
+            .sum::<usize>();
         let counted = state + workers + engine.ring().host_use().allocated.0 as usize;
         let what = format!("{lag:?}: {} MiB of {} MiB", taken / MIB, counted / MIB);
         assert!(taken <= counted + SLACK, "more than is counted: {what}");
-        assert!(taken + SLACK >= state, "less than the state, so something was not measured: {what}");
+        assert!(
+            taken + SLACK >= state,
+            "less than the state, so something was not measured: {what}"
+        );
     }
 }
 
@@ -95,11 +122,15 @@ fn nothing_grows_with_steps() {
         steps(&engine, WIDTH, lag, 500);
         let grown = resident().saturating_sub(before);
         assert!(grown < MIB, "{lag:?}: {} KiB in 500 steps", grown >> 10);
-        // Inputs of stages and their gradients, of each microbatch of two calls, and as many losses.
+        // Inputs of stages and their gradients, of each microbatch of two calls, and as many
+        // losses.
         let flow = 4 / MICROBATCHES * WIDTH * 2;
         let most = 2 * MICROBATCHES * (2 * 4 * flow + 2);
         let pool = engine.ring().host_use();
-        assert!((1..=most).contains(&(pool.allocated.0 as usize)), "{lag:?}: {pool:?}, {most} expected");
+        assert!(
+            (1..=most).contains(&(pool.allocated.0 as usize)),
+            "{lag:?}: {pool:?}, {most} expected"
+        );
     }
 }
 

@@ -1,5 +1,5 @@
-//! The version protocol in every order that threads can run: no reader sees a torn or overwritten version, and
-//! no writer waits for ever (loom reports a deadlock; its waits have no timeout).
+//! The version protocol in every order that threads can run: no reader sees a torn or overwritten
+//! version, and no writer waits for ever (loom reports a deadlock; its waits have no timeout).
 //!
 //! Run with `RUSTFLAGS="--cfg loom" cargo test --release -p roundpipe --test loom`.
 #![cfg(loom)]
@@ -11,7 +11,8 @@ use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
 use roundpipe::version::{Abort, Aborted, Gate, Versions};
 
-/// A slab of weights: loom's cell reports a read beside a write, the number says which version is in it.
+/// A slab of weights: loom's cell reports a read beside a write, the number says which version is
+/// in it.
 struct Slab {
     access: UnsafeCell<()>,
     version: AtomicU64,
@@ -26,7 +27,10 @@ struct Layer {
 impl Layer {
     fn new(slabs: u64) -> Arc<Self> {
         let gate = Gate::new(1);
-        let slab = |v| Slab { access: UnsafeCell::new(()), version: AtomicU64::new(v) };
+        let slab = |v| Slab {
+            access: UnsafeCell::new(()),
+            version: AtomicU64::new(v),
+        };
         Arc::new(Self {
             versions: Versions::new(&gate, 0, slabs),
             abort: Abort::new(&gate),
@@ -37,7 +41,8 @@ impl Layer {
     fn write(&self, v: u64) {
         let ticket = self.versions.wait_writable(v, &self.abort).unwrap();
         let slab = &self.slabs[self.versions.slab(v)];
-        slab.access.with_mut(|_| slab.version.store(v, Ordering::Relaxed));
+        slab.access
+            .with_mut(|_| slab.version.store(v, Ordering::Relaxed));
         ticket.publish();
     }
 
@@ -45,18 +50,25 @@ impl Layer {
         ticket.wait_readable(&self.abort).unwrap();
         let v = ticket.version();
         let slab = &self.slabs[self.versions.slab(v)];
-        slab.access
-            .with(|_| assert_eq!(slab.version.load(Ordering::Relaxed), v, "version {v} was overwritten"));
+        slab.access.with(|_| {
+            assert_eq!(
+                slab.version.load(Ordering::Relaxed),
+                v,
+                "version {v} was overwritten"
+            )
+        });
     }
 }
 
-/// As the engine does it: tickets are taken in order by the thread that submits, read by another, while the
-/// optimizer writes ahead.
+/// As the engine does it: tickets are taken in order by the thread that submits, read by another,
+/// while the optimizer writes ahead.
 fn train(slabs: u64) {
     let layer = Layer::new(slabs);
     let steps = 3;
     // Step s reads the version that lag allows: s - 1 with one slab, s - 2 with two.
-    let first: Vec<_> = (1..=steps).map(|s: u64| layer.versions.reserve(s.saturating_sub(slabs))).collect();
+    let first: Vec<_> = (1..=steps)
+        .map(|s: u64| layer.versions.reserve(s.saturating_sub(slabs)))
+        .collect();
     let reader = {
         let layer = layer.clone();
         thread::spawn(move || first.into_iter().for_each(|ticket| layer.read(ticket)))
@@ -93,7 +105,9 @@ fn several_readers_of_one_version_never_starve_the_writer() {
                 layer.write(v);
             }
             layer.read(layer.versions.reserve(slabs));
-            readers.into_iter().for_each(|reader| reader.join().unwrap());
+            readers
+                .into_iter()
+                .for_each(|reader| reader.join().unwrap());
         });
     }
 }
@@ -132,7 +146,10 @@ fn an_abort_is_never_missed() {
         let writer = {
             let layer = layer.clone();
             thread::spawn(move || {
-                assert_eq!(layer.versions.wait_writable(1, &layer.abort).err(), Some(Aborted))
+                assert_eq!(
+                    layer.versions.wait_writable(1, &layer.abort).err(),
+                    Some(Aborted)
+                )
             })
         };
         layer.abort.set();

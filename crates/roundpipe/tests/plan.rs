@@ -6,8 +6,8 @@ use std::time::Instant;
 use proptest::prelude::*;
 use roundpipe::simulate::{Ahead, Task};
 use roundpipe::{
-    AutoOptions, ExecutePlan, LayerCost, LayerCosts, Pass, PlanKind, Schedule, Setting, Stage, Timeline,
-    simulate, simulate_models,
+    AutoOptions, ExecutePlan, LayerCost, LayerCosts, Pass, PlanKind, Schedule, Setting, Stage,
+    Timeline, simulate, simulate_models,
 };
 
 #[path = "../examples/published/mod.rs"]
@@ -20,23 +20,57 @@ fn published_bubbles_are_repeated() {
     for model in &MODELS {
         let costs = model.costs();
         let setting = Setting::published(DEVICES, MICROBATCHES);
-        let round = simulate(Schedule::RoundPipe, PlanKind::Fused, &model.plan(), &costs, &setting).unwrap();
+        let round = simulate(
+            Schedule::RoundPipe,
+            PlanKind::Fused,
+            &model.plan(),
+            &costs,
+            &setting,
+        )
+        .unwrap();
         let bound = |schedule, plan| {
             let setting = Setting::new(DEVICES, MICROBATCHES);
-            simulate(schedule, PlanKind::Train, &plan, &costs, &setting).unwrap().bubble
+            simulate(schedule, PlanKind::Train, &plan, &costs, &setting)
+                .unwrap()
+                .bubble
         };
         // RoundPipe's figures were published with two decimals, the others with one.
         let figures = [
             ("synchronous", round.bubble, model.sync, 0.02),
             ("asynchronous", round.inner_bubble(), model.overlapped, 0.02),
-            ("GPipe", bound(Schedule::GPipe, model.single()), model.gpipe, 0.06),
-            ("1F1B", bound(Schedule::OneForwardOneBackward, model.single()), model.one_f_one_b, 0.06),
-            ("interleaved", bound(Schedule::Interleaved, model.looped()), model.interleaved, 0.06),
-            ("looped BFS", bound(Schedule::LoopedBfs, model.looped()), model.looped_bfs, 0.06),
+            (
+                "GPipe",
+                bound(Schedule::GPipe, model.single()),
+                model.gpipe,
+                0.06,
+            ),
+            (
+                "1F1B",
+                bound(Schedule::OneForwardOneBackward, model.single()),
+                model.one_f_one_b,
+                0.06,
+            ),
+            (
+                "interleaved",
+                bound(Schedule::Interleaved, model.looped()),
+                model.interleaved,
+                0.06,
+            ),
+            (
+                "looped BFS",
+                bound(Schedule::LoopedBfs, model.looped()),
+                model.looped_bfs,
+                0.06,
+            ),
         ];
         for (name, bubble, published, tolerance) in figures {
             let off = (100.0 * bubble - published).abs();
-            assert!(off <= tolerance, "{} {name}: {:.3}% for {published}%", model.name, 100.0 * bubble);
+            assert!(
+                off <= tolerance,
+                "{} {name}: {:.3}% for {published}%",
+                model.name,
+                100.0 * bubble
+            );
         }
     }
 }
@@ -47,32 +81,56 @@ fn found_plans_are_at_least_as_good_as_the_published() {
     for model in &MODELS {
         let costs = model.costs();
         let ours = Setting::new(DEVICES, MICROBATCHES);
-        let early = Setting { ahead: Ahead::Recompute, ..ours.clone() };
+        let early = Setting {
+            ahead: Ahead::Recompute,
+            ..ours.clone()
+        };
         for setting in [ours, early, Setting::published(DEVICES, MICROBATCHES)] {
             for asynchronous in [false, true] {
                 let setting = setting.clone();
-                let options =
-                    AutoOptions { setting, asynchronous, ..AutoOptions::new(DEVICES, MICROBATCHES) };
+                let options = AutoOptions {
+                    setting,
+                    asynchronous,
+                    ..AutoOptions::new(DEVICES, MICROBATCHES)
+                };
                 let setting = &options.setting;
                 let found = ExecutePlan::auto(PlanKind::Fused, &[&costs], &options).unwrap();
-                let schedule = if asynchronous { Schedule::RoundPipeAsync } else { Schedule::RoundPipe };
-                let run = |plan| simulate(schedule, PlanKind::Fused, plan, &costs, setting).unwrap();
+                let schedule = if asynchronous {
+                    Schedule::RoundPipeAsync
+                } else {
+                    Schedule::RoundPipe
+                };
+                let run =
+                    |plan| simulate(schedule, PlanKind::Fused, plan, &costs, setting).unwrap();
                 let (mine, theirs) = (run(&found[0]), run(&model.plan()));
                 let what = format!("{} {schedule:?} {setting:?}: {}", model.name, found[0]);
-                assert!(mine.step_ms <= theirs.step_ms, "{} > {} {what}", mine.step_ms, theirs.step_ms);
-                assert!(mine.bubble <= theirs.bubble + 1e-9, "{} > {} {what}", mine.bubble, theirs.bubble);
+                assert!(
+                    mine.step_ms <= theirs.step_ms,
+                    "{} > {} {what}",
+                    mine.step_ms,
+                    theirs.step_ms
+                );
+                assert!(
+                    mine.bubble <= theirs.bubble + 1e-9,
+                    "{} > {} {what}",
+                    mine.bubble,
+                    theirs.bubble
+                );
             }
         }
     }
 }
 
-/// Planning is invisible next to a step: 96 layers take some milliseconds. The limit is many times that, since a busy
-/// or emulated machine is not the planner's fault; debug builds get more.
+/// Planning is invisible next to a step: 96 layers take some milliseconds. The limit is many times
+/// that, since a busy or emulated machine is not the planner's fault; debug builds get more.
 #[test]
 fn planning_is_quick() {
     let costs = uneven(96);
     for asynchronous in [false, true] {
-        let options = AutoOptions { asynchronous, ..AutoOptions::new(DEVICES, MICROBATCHES) };
+        let options = AutoOptions {
+            asynchronous,
+            ..AutoOptions::new(DEVICES, MICROBATCHES)
+        };
         let once = || {
             let start = Instant::now();
             ExecutePlan::auto(PlanKind::Fused, &[&costs], &options).unwrap();
@@ -80,7 +138,10 @@ fn planning_is_quick() {
         };
         let fastest = (0..5).map(|_| once()).min().unwrap();
         let limit_ms = if cfg!(debug_assertions) { 10_000 } else { 500 };
-        assert!(fastest.as_millis() < limit_ms, "{fastest:?}, asynchronous: {asynchronous}");
+        assert!(
+            fastest.as_millis() < limit_ms,
+            "{fastest:?}, asynchronous: {asynchronous}"
+        );
     }
 }
 
@@ -90,12 +151,18 @@ fn uneven(layers: usize) -> LayerCosts {
         name: format!("layer {index}"),
         forward_ms: 40.0 + (index * 37 % 101) as f64 * 0.1,
         recompute_ms: 40.0 + (index * 37 % 101) as f64 * 0.1,
-        backward_ms: if index + 1 == layers { 200.0 } else { 80.0 + (index * 53 % 97) as f64 * 0.2 },
+        backward_ms: if index + 1 == layers {
+            200.0
+        } else {
+            80.0 + (index * 53 % 97) as f64 * 0.2
+        },
         bytes: 1 << 20,
         hop_ms: 3.0,
         ..LayerCost::default()
     };
-    LayerCosts { layers: (0..layers).map(layer).collect() }
+    LayerCosts {
+        layers: (0..layers).map(layer).collect(),
+    }
 }
 
 fn costs_of(layers: std::ops::Range<usize>) -> impl Strategy<Value = LayerCosts> {
@@ -103,7 +170,13 @@ fn costs_of(layers: std::ops::Range<usize>) -> impl Strategy<Value = LayerCosts>
     let ms = || prop_oneof![Just(0.0), (1..5_u32).prop_map(f64::from), 0.1..20.0];
     let sizes = (0..1000_u64, 0..500_u64, 0..500_u64, 0..200_u64);
     let layer = (ms(), ms(), ms(), sizes, 0.0..2.0).prop_map(
-        |(forward_ms, recompute_ms, backward_ms, (bytes, keep_bytes, peak_bytes, grad_bytes), hop_ms)| {
+        |(
+            forward_ms,
+            recompute_ms,
+            backward_ms,
+            (bytes, keep_bytes, peak_bytes, grad_bytes),
+            hop_ms,
+        )| {
             LayerCost {
                 name: "layer".to_string(),
                 forward_ms,
@@ -122,15 +195,25 @@ fn costs_of(layers: std::ops::Range<usize>) -> impl Strategy<Value = LayerCosts>
 }
 
 fn kinds() -> impl Strategy<Value = PlanKind> {
-    prop_oneof![Just(PlanKind::Infer), Just(PlanKind::Train), Just(PlanKind::Fused)]
+    prop_oneof![
+        Just(PlanKind::Infer),
+        Just(PlanKind::Train),
+        Just(PlanKind::Fused)
+    ]
 }
 
 fn settings() -> impl Strategy<Value = Setting> {
-    let ahead = prop_oneof![Just(Ahead::Nothing), Just(Ahead::Recompute), Just(Ahead::RecomputeAndFused)];
-    (1..6_usize, 1..8_usize, 1..9_usize, ahead).prop_map(|(devices, microbatches, visit, ahead)| Setting {
-        visit,
-        ahead,
-        ..Setting::new(devices, microbatches)
+    let ahead = prop_oneof![
+        Just(Ahead::Nothing),
+        Just(Ahead::Recompute),
+        Just(Ahead::RecomputeAndFused)
+    ];
+    (1..6_usize, 1..8_usize, 1..9_usize, ahead).prop_map(|(devices, microbatches, visit, ahead)| {
+        Setting {
+            visit,
+            ahead,
+            ..Setting::new(devices, microbatches)
+        }
     })
 }
 
@@ -149,7 +232,13 @@ fn sizes(layers: usize, cuts: &[bool]) -> Vec<usize> {
 }
 
 /// A valid plan of any shape.
-fn any_plan(kind: PlanKind, layers: usize, fused: usize, there: &[bool], back: &[bool]) -> ExecutePlan {
+fn any_plan(
+    kind: PlanKind,
+    layers: usize,
+    fused: usize,
+    there: &[bool],
+    back: &[bool],
+) -> ExecutePlan {
     let fused = 1 + fused % layers;
     match kind {
         PlanKind::Fused => {
@@ -179,18 +268,29 @@ fn assert_sound(timeline: &Timeline, setting: &Setting) {
     let mut seen = HashSet::new();
     let mut free_ms = vec![0.0; setting.devices];
     for task in &timeline.tasks {
-        assert!(seen.insert((task.step, task.stage, task.microbatch, task.pass)), "twice: {task:?}");
-        assert!(task.start_ms >= free_ms[task.device] - 1e-6, "busy: {task:?}");
+        assert!(
+            seen.insert((task.step, task.stage, task.microbatch, task.pass)),
+            "twice: {task:?}"
+        );
+        assert!(
+            task.start_ms >= free_ms[task.device] - 1e-6,
+            "busy: {task:?}"
+        );
         assert!(task.end_ms >= task.start_ms);
         free_ms[task.device] = task.end_ms;
     }
-    assert!((0.0..=1.0).contains(&timeline.bubble), "bubble {}", timeline.bubble);
+    assert!(
+        (0.0..=1.0).contains(&timeline.bubble),
+        "bubble {}",
+        timeline.bubble
+    );
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Every valid plan runs to its end: each task once, in order, and no faster than physics allows.
+    /// Every valid plan runs to its end: each task once, in order, and no faster than physics
+    /// allows.
     #[test]
     fn any_valid_plan_runs(
         costs in costs_of(1..14),
@@ -279,7 +379,8 @@ proptest! {
         prop_assert!(many.step_ms >= lanes_ms - 1e-6);
     }
 
-    /// The search keeps every promise: plans pass their check, the memory limits and the time limit.
+    /// The search keeps every promise: plans pass their check, the memory limits and the time
+    /// limit.
     #[test]
     fn found_plans_keep_their_limits(
         models in prop::collection::vec(costs_of(1..14), 1..4),
@@ -323,7 +424,8 @@ proptest! {
     }
 }
 
-/// Equal layers whose backward takes two forwards, with twice as many bytes of gradients as of parameters.
+/// Equal layers whose backward takes two forwards, with twice as many bytes of gradients as of
+/// parameters.
 fn equal(layers: usize, forward_ms: f64, bytes: u64) -> LayerCosts {
     let layer = |index| LayerCost {
         name: format!("layer {index}"),
@@ -334,14 +436,22 @@ fn equal(layers: usize, forward_ms: f64, bytes: u64) -> LayerCosts {
         grad_bytes: 2 * bytes,
         ..LayerCost::default()
     };
-    LayerCosts { layers: (0..layers).map(layer).collect() }
+    LayerCosts {
+        layers: (0..layers).map(layer).collect(),
+    }
 }
 
-/// One device, one microbatch, a byte per millisecond: what a forward over stages of these sizes takes.
+/// One device, one microbatch, a byte per millisecond: what a forward over stages of these sizes
+/// takes.
 fn uploaded_ms(costs: &LayerCosts, sizes: &[usize]) -> f64 {
-    let setting = Setting { upload_bytes_per_ms: Some(1.0), ..Setting::new(1, 1) };
+    let setting = Setting {
+        upload_bytes_per_ms: Some(1.0),
+        ..Setting::new(1, 1)
+    };
     let plan = ExecutePlan::from_sizes(PlanKind::Infer, sizes, &[]);
-    simulate(Schedule::RoundPipe, PlanKind::Infer, &plan, costs, &setting).unwrap().step_ms
+    simulate(Schedule::RoundPipe, PlanKind::Infer, &plan, costs, &setting)
+        .unwrap()
+        .step_ms
 }
 
 /// Uploads follow one another, overlap compute, and hold two stages on the device, not three.
@@ -349,26 +459,43 @@ fn uploaded_ms(costs: &LayerCosts, sizes: &[usize]) -> f64 {
 fn parameters_arrive_before_compute() {
     // Slow uploads: 0-20, 20-40, 40-60, and each stage computes 10 ms after its own.
     assert_eq!(uploaded_ms(&equal(3, 10.0, 20), &[1, 1, 1]), 70.0);
-    // Slow compute: 20-50, 50-80, 80-110. The third upload waits for the first stage to end and is hidden.
+    // Slow compute: 20-50, 50-80, 80-110. The third upload waits for the first stage to end and is
+    // hidden.
     assert_eq!(uploaded_ms(&equal(3, 30.0, 20), &[1, 1, 1]), 110.0);
-    // The first stage is small and its compute long: the third upload (100 ms) cannot start before it ended.
+    // The first stage is small and its compute long: the third upload (100 ms) cannot start before
+    // it ended.
     let mut costs = equal(3, 0.0, 0);
     (costs.layers[0].forward_ms, costs.layers[2].bytes) = (50.0, 100);
     assert_eq!(uploaded_ms(&costs, &[1, 1, 1]), 150.0);
-    // A stage starts with its first layer (5 ms); its second is needed 10 ms later and arrives at 25 ms.
+    // A stage starts with its first layer (5 ms); its second is needed 10 ms later and arrives at
+    // 25 ms.
     let mut costs = equal(2, 10.0, 5);
     costs.layers[1].bytes = 20;
     assert_eq!(uploaded_ms(&costs, &[2]), 35.0);
 }
 
-/// A step's parameters are uploaded when its weights exist: lag 1 after the step before the last one ended.
+/// A step's parameters are uploaded when its weights exist: lag 1 after the step before the last
+/// one ended.
 #[test]
 fn uploads_wait_for_their_weights() {
-    // Each device gets every second step: 20 ms upload, 10 ms compute, and no prefetch across the gap.
-    let setting = Setting { upload_bytes_per_ms: Some(1.0), ..Setting::new(2, 1) };
+    // Each device gets every second step: 20 ms upload, 10 ms compute, and no prefetch across the
+    // gap.
+    let setting = Setting {
+        upload_bytes_per_ms: Some(1.0),
+        ..Setting::new(2, 1)
+    };
     let plan = ExecutePlan::from_sizes(PlanKind::Infer, &[1], &[]);
-    let run =
-        |schedule| simulate(schedule, PlanKind::Infer, &plan, &equal(1, 10.0, 20), &setting).unwrap().step_ms;
+    let run = |schedule| {
+        simulate(
+            schedule,
+            PlanKind::Infer,
+            &plan,
+            &equal(1, 10.0, 20),
+            &setting,
+        )
+        .unwrap()
+        .step_ms
+    };
     assert_eq!(run(Schedule::RoundPipe), 30.0);
     assert_eq!(run(Schedule::RoundPipeAsync), 15.0);
 }
@@ -378,9 +505,13 @@ fn uploads_wait_for_their_weights() {
 fn gradients_delay_only_the_end() {
     let costs = equal(2, 1.0, 50);
     let plan = ExecutePlan::from_sizes(PlanKind::Train, &[2], &[1, 1]);
-    let setting = Setting { grad_bytes_per_ms: Some(10.0), ..Setting::new(1, 1) };
-    let run =
-        |setting: &Setting| simulate(Schedule::RoundPipe, PlanKind::Train, &plan, &costs, setting).unwrap();
+    let setting = Setting {
+        grad_bytes_per_ms: Some(10.0),
+        ..Setting::new(1, 1)
+    };
+    let run = |setting: &Setting| {
+        simulate(Schedule::RoundPipe, PlanKind::Train, &plan, &costs, setting).unwrap()
+    };
     let (with, without) = (run(&setting), run(&Setting::new(1, 1)));
     assert_eq!(with.tasks, without.tasks, "no task waits for a gradient");
     assert_eq!(without.step_ms, 8.0);
@@ -393,22 +524,48 @@ fn speeds_scale_compute() {
     let costs = uneven(9);
     let plan = ExecutePlan::from_sizes(PlanKind::Train, &[5, 4], &[2, 3, 4]);
     let run = |schedule, speeds: &[f64]| {
-        let setting = Setting { speeds: speeds.to_vec(), ..Setting::new(2, 3) };
+        let setting = Setting {
+            speeds: speeds.to_vec(),
+            ..Setting::new(2, 3)
+        };
         let no_hops = LayerCosts {
-            layers: costs.layers.iter().map(|layer| LayerCost { hop_ms: 0.0, ..layer.clone() }).collect(),
+            layers: costs
+                .layers
+                .iter()
+                .map(|layer| LayerCost {
+                    hop_ms: 0.0,
+                    ..layer.clone()
+                })
+                .collect(),
         };
         simulate(schedule, PlanKind::Train, &plan, &no_hops, &setting).unwrap()
     };
-    for schedule in [Schedule::RoundPipe, Schedule::RoundPipeAsync, Schedule::GPipe] {
+    for schedule in [
+        Schedule::RoundPipe,
+        Schedule::RoundPipeAsync,
+        Schedule::GPipe,
+    ] {
         let (one, two) = (run(schedule, &[1.0, 1.0]), run(schedule, &[2.0, 2.0]));
         assert_eq!(one, run(schedule, &[]), "{schedule:?}");
         assert_eq!(one.step_ms, 2.0 * two.step_ms, "{schedule:?}");
     }
-    let swapped = [run(Schedule::RoundPipe, &[1.0, 2.0]), run(Schedule::RoundPipe, &[2.0, 1.0])];
-    assert!((swapped[0].step_ms - swapped[1].step_ms).abs() < 1e-9, "five slots: both devices are first");
-    let equal = [run(Schedule::RoundPipe, &[1.0, 1.0]), run(Schedule::RoundPipe, &[2.0, 2.0])];
+    let swapped = [
+        run(Schedule::RoundPipe, &[1.0, 2.0]),
+        run(Schedule::RoundPipe, &[2.0, 1.0]),
+    ];
+    assert!(
+        (swapped[0].step_ms - swapped[1].step_ms).abs() < 1e-9,
+        "five slots: both devices are first"
+    );
+    let equal = [
+        run(Schedule::RoundPipe, &[1.0, 1.0]),
+        run(Schedule::RoundPipe, &[2.0, 2.0]),
+    ];
     assert!(equal[1].step_ms < swapped[0].step_ms && swapped[0].step_ms < equal[0].step_ms);
-    assert!(swapped[0].bubble > equal[0].bubble, "an unequal ring waits for its slower device");
+    assert!(
+        swapped[0].bubble > equal[0].bubble,
+        "an unequal ring waits for its slower device"
+    );
 }
 
 /// A known rate derives hops from sizes, and leaves a layer of unknown size its own.
@@ -419,8 +576,19 @@ fn hops_follow_from_sizes() {
     (costs.layers[0].hop_ms, costs.layers[1].hop_ms) = (7.0, 7.0);
     costs.layers[1].activation_bytes = 40;
     let run = |hop_bytes_per_ms| {
-        let setting = Setting { hop_bytes_per_ms, ..Setting::new(3, 1) };
-        simulate(Schedule::RoundPipe, PlanKind::Infer, &plan, &costs, &setting).unwrap().step_ms
+        let setting = Setting {
+            hop_bytes_per_ms,
+            ..Setting::new(3, 1)
+        };
+        simulate(
+            Schedule::RoundPipe,
+            PlanKind::Infer,
+            &plan,
+            &costs,
+            &setting,
+        )
+        .unwrap()
+        .step_ms
     };
     assert_eq!(run(None), 3.0 + 14.0);
     assert_eq!(run(Some(20.0)), 3.0 + 7.0 + 2.0);
@@ -430,12 +598,21 @@ fn hops_follow_from_sizes() {
 #[test]
 fn models_of_one_call_are_one_ring() {
     let (front, back) = (uneven(5), uneven(7));
-    let whole = LayerCosts { layers: front.layers.iter().chain(&back.layers).cloned().collect() };
-    let setting =
-        Setting { upload_bytes_per_ms: Some(1e5), grad_bytes_per_ms: Some(1e5), ..Setting::new(3, 4) };
+    let whole = LayerCosts {
+        layers: front.layers.iter().chain(&back.layers).cloned().collect(),
+    };
+    let setting = Setting {
+        upload_bytes_per_ms: Some(1e5),
+        grad_bytes_per_ms: Some(1e5),
+        ..Setting::new(3, 4)
+    };
     let sizes = ExecutePlan::from_sizes;
     for (kind, last, joined) in [
-        (PlanKind::Infer, sizes(PlanKind::Infer, &[4, 3], &[]), sizes(PlanKind::Infer, &[2, 3, 4, 3], &[])),
+        (
+            PlanKind::Infer,
+            sizes(PlanKind::Infer, &[4, 3], &[]),
+            sizes(PlanKind::Infer, &[2, 3, 4, 3], &[]),
+        ),
         (
             PlanKind::Train,
             sizes(PlanKind::Train, &[4, 3], &[2, 5]),
@@ -446,11 +623,21 @@ fn models_of_one_call_are_one_ring() {
             sizes(PlanKind::Fused, &[4], &[3, 4]),
             sizes(PlanKind::Fused, &[2, 3, 4], &[3, 4, 1, 4]),
         ),
-        (PlanKind::Fused, sizes(PlanKind::Fused, &[], &[7]), sizes(PlanKind::Fused, &[2, 3], &[7, 1, 4])),
+        (
+            PlanKind::Fused,
+            sizes(PlanKind::Fused, &[], &[7]),
+            sizes(PlanKind::Fused, &[2, 3], &[7, 1, 4]),
+        ),
     ] {
         let first = ExecutePlan::from_sizes(PlanKind::Train, &[2, 3], &[1, 4]);
         for schedule in [Schedule::RoundPipe, Schedule::RoundPipeAsync] {
-            let two = simulate_models(schedule, kind, &[(&first, &front), (&last, &back)], &setting).unwrap();
+            let two = simulate_models(
+                schedule,
+                kind,
+                &[(&first, &front), (&last, &back)],
+                &setting,
+            )
+            .unwrap();
             let one = simulate(schedule, kind, &joined, &whole, &setting).unwrap();
             assert_eq!(two, one, "{kind:?} {schedule:?}");
         }
@@ -460,7 +647,10 @@ fn models_of_one_call_are_one_ring() {
     let setting = Setting::new(2, 4);
     let two = simulate_models(Schedule::GPipe, PlanKind::Train, &pair, &setting).unwrap();
     let joined = sizes(PlanKind::Infer, &[5, 7], &[]);
-    assert_eq!(two, simulate(Schedule::GPipe, PlanKind::Train, &joined, &whole, &setting).unwrap());
+    assert_eq!(
+        two,
+        simulate(Schedule::GPipe, PlanKind::Train, &joined, &whole, &setting).unwrap()
+    );
     assert!(simulate_models(Schedule::RoundPipe, PlanKind::Train, &[], &setting).is_err());
 }
 
@@ -469,21 +659,51 @@ fn models_of_one_call_are_one_ring() {
 fn impossible_machines_are_refused() {
     let plan = ExecutePlan::from_sizes(PlanKind::Infer, &[2], &[]);
     let refusal = |setting: Setting| {
-        let run = simulate(Schedule::RoundPipe, PlanKind::Infer, &plan, &equal(2, 1.0, 1), &setting);
+        let run = simulate(
+            Schedule::RoundPipe,
+            PlanKind::Infer,
+            &plan,
+            &equal(2, 1.0, 1),
+            &setting,
+        );
         run.expect_err("refused").to_string()
     };
     let two = || Setting::new(2, 2);
     assert_eq!(
-        refusal(Setting { speeds: vec![1.0], ..two() }),
+        refusal(Setting {
+            speeds: vec![1.0],
+            ..two()
+        }),
         "speeds: 1 speeds for 2 devices; one each, or none"
     );
     assert_eq!(
-        refusal(Setting { speeds: vec![1.0, 0.0], ..two() }),
+        refusal(Setting {
+            speeds: vec![1.0, 0.0],
+            ..two()
+        }),
         "speeds: 0 is no rate; it must be above 0"
     );
-    assert!(refusal(Setting { upload_bytes_per_ms: Some(-1.0), ..two() }).starts_with("upload_bytes_per_ms"));
-    assert!(refusal(Setting { grad_bytes_per_ms: Some(f64::NAN), ..two() }).starts_with("grad_bytes"));
-    assert!(refusal(Setting { hop_bytes_per_ms: Some(0.0), ..two() }).starts_with("hop_bytes_per_ms"));
+    assert!(
+        refusal(Setting {
+            upload_bytes_per_ms: Some(-1.0),
+            ..two()
+        })
+        .starts_with("upload_bytes_per_ms")
+    );
+    assert!(
+        refusal(Setting {
+            grad_bytes_per_ms: Some(f64::NAN),
+            ..two()
+        })
+        .starts_with("grad_bytes")
+    );
+    assert!(
+        refusal(Setting {
+            hop_bytes_per_ms: Some(0.0),
+            ..two()
+        })
+        .starts_with("hop_bytes_per_ms")
+    );
 }
 
 /// Parameters get 60% of the smallest device, half of it a stage.
@@ -491,14 +711,21 @@ fn impossible_machines_are_refused() {
 fn memory_limit_follows_from_the_device() {
     let options = AutoOptions::for_memory(4, 5, 24 << 30);
     assert_eq!(options.model_memory_limit, Some((24 << 30) * 3 / 5));
-    assert_eq!(AutoOptions::for_memory(4, 5, u64::MAX).model_memory_limit, Some(u64::MAX / 5 * 3));
+    assert_eq!(
+        AutoOptions::for_memory(4, 5, u64::MAX).model_memory_limit,
+        Some(u64::MAX / 5 * 3)
+    );
     assert_eq!(
         options,
-        AutoOptions { model_memory_limit: Some((24 << 30) * 3 / 5), ..AutoOptions::new(4, 5) }
+        AutoOptions {
+            model_memory_limit: Some((24 << 30) * 3 / 5),
+            ..AutoOptions::new(4, 5)
+        }
     );
 }
 
-/// Workers of one processor gain nothing from more stages: the plan recomputes as little as memory allows.
+/// Workers of one processor gain nothing from more stages: the plan recomputes as little as memory
+/// allows.
 #[test]
 fn shared_compute_wants_the_least_work() {
     let costs = equal(6, 1.0, 100);
@@ -518,24 +745,42 @@ fn shared_compute_wants_the_least_work() {
     assert_eq!(plan(PlanKind::Infer, None, None), "0..6");
     // A stage may hold 400 bytes: the fused stage takes all it can.
     assert_eq!(plan(PlanKind::Fused, Some(800), None), "0..2 | 2..6 0..2");
-    assert_eq!(plan(PlanKind::Fused, Some(400), None), "0..2 2..4 | 4..6 2..4 0..2");
+    assert_eq!(
+        plan(PlanKind::Fused, Some(400), None),
+        "0..2 2..4 | 4..6 2..4 0..2"
+    );
     // An explicit wish wins, at the price of the least recompute that grants it.
     assert_eq!(plan(PlanKind::Fused, None, Some(3)), "0..1 | 1..6 0..1");
     assert_eq!(plan(PlanKind::Infer, None, Some(3)), "0..2 2..4 4..6");
-    assert_eq!(plan(PlanKind::Fused, None, Some(99)).split_whitespace().count(), 5 + 1 + 1 + 5);
-    let both = AutoOptions { shared_compute: true, ..AutoOptions::new(4, 5) };
+    assert_eq!(
+        plan(PlanKind::Fused, None, Some(99))
+            .split_whitespace()
+            .count(),
+        5 + 1 + 1 + 5
+    );
+    let both = AutoOptions {
+        shared_compute: true,
+        ..AutoOptions::new(4, 5)
+    };
     let plans = ExecutePlan::auto(PlanKind::Fused, &[&costs, &costs], &both).unwrap();
-    assert_eq!((plans[0].to_string(), plans[1].to_string()), ("0..6 | 0..6".into(), "| 0..6".into()));
+    assert_eq!(
+        (plans[0].to_string(), plans[1].to_string()),
+        ("0..6 | 0..6".into(), "| 0..6".into())
+    );
 }
 
-/// Tapes, working memory and gradients bound backward and fused stages; grain layer holds one tape at a time.
+/// Tapes, working memory and gradients bound backward and fused stages; grain layer holds one tape
+/// at a time.
 #[test]
 fn stages_fit_their_working_memory() {
     let mut costs = equal(6, 1.0, 1);
     for layer in &mut costs.layers {
         (layer.keep_bytes, layer.peak_bytes, layer.grad_bytes) = (100, 50, 10);
     }
-    assert_eq!((costs.visit_bytes(0..3), costs.layerwise_visit_bytes(0..3)), (380, 180));
+    assert_eq!(
+        (costs.visit_bytes(0..3), costs.layerwise_visit_bytes(0..3)),
+        (380, 180)
+    );
     let plan = |limit, layer_grain| {
         let options = AutoOptions {
             shared_compute: true,
@@ -547,14 +792,24 @@ fn stages_fit_their_working_memory() {
     };
     assert_eq!(plan(710, false).unwrap(), "| 0..6");
     assert_eq!(plan(270, false).unwrap(), "0..4 | 4..6 2..4 0..2");
-    assert_eq!(plan(270, true).unwrap(), "0..4 | 4..6 0..4", "the fused stage still keeps every tape");
-    assert_eq!(plan(160, false).unwrap(), "0..5 | 5..6 4..5 3..4 2..3 1..2 0..1");
+    assert_eq!(
+        plan(270, true).unwrap(),
+        "0..4 | 4..6 0..4",
+        "the fused stage still keeps every tape"
+    );
+    assert_eq!(
+        plan(160, false).unwrap(),
+        "0..5 | 5..6 4..5 3..4 2..3 1..2 0..1"
+    );
     assert_eq!(
         plan(159, true).unwrap_err().to_string(),
         "stage_memory_limit: layer 0 (layer 0) needs 160 bytes for the backward of a microbatch (100 kept, 50 \
          working, 10 gradients), a stage may use 159; use more microbatches"
     );
-    let infer = AutoOptions { stage_memory_limit: Some(1), ..AutoOptions::new(2, 2) };
+    let infer = AutoOptions {
+        stage_memory_limit: Some(1),
+        ..AutoOptions::new(2, 2)
+    };
     assert!(
         ExecutePlan::auto(PlanKind::Infer, &[&costs], &infer).is_ok(),
         "nothing is kept without backward"
@@ -566,17 +821,29 @@ fn exhaustive_ms(costs: &LayerCosts, options: &AutoOptions, schedule: Schedule) 
     let layers = costs.len();
     let head = &costs.layers[layers - 1];
     let single = |layer: &LayerCost| layer.forward_ms.max(layer.recompute_ms + layer.backward_ms);
-    let blocks = costs.layers[..layers - 1].iter().map(single).fold(0.0, f64::max);
+    let blocks = costs.layers[..layers - 1]
+        .iter()
+        .map(single)
+        .fold(0.0, f64::max);
     let cap_ms = options.upper_threshold * blocks.max(head.forward_ms + head.backward_ms) + 1e-9;
-    let bits = |mask: usize| (0..layers).map(|bit| mask >> bit & 1 == 1).collect::<Vec<_>>();
+    let bits = |mask: usize| {
+        (0..layers)
+            .map(|bit| mask >> bit & 1 == 1)
+            .collect::<Vec<_>>()
+    };
     let mut best_ms = f64::INFINITY;
     for fused in 0..layers {
         let free = layers.saturating_sub(fused + 2);
-        for (there, back) in (0..1 << free).flat_map(|there| (0..1 << free).map(move |back| (there, back))) {
+        for (there, back) in
+            (0..1 << free).flat_map(|there| (0..1 << free).map(move |back| (there, back)))
+        {
             let plan = any_plan(PlanKind::Fused, layers, fused, &bits(there), &bits(back));
-            let fits = stage_times(PlanKind::Fused, &plan, costs).iter().all(|ms| *ms <= cap_ms);
+            let fits = stage_times(PlanKind::Fused, &plan, costs)
+                .iter()
+                .all(|ms| *ms <= cap_ms);
             if fits && plan.stages(PlanKind::Fused).len() >= options.setting.devices {
-                let found = simulate(schedule, PlanKind::Fused, &plan, costs, &options.setting).unwrap();
+                let found =
+                    simulate(schedule, PlanKind::Fused, &plan, costs, &options.setting).unwrap();
                 best_ms = best_ms.min(found.step_ms);
             }
         }
@@ -588,7 +855,9 @@ fn exhaustive_ms(costs: &LayerCosts, options: &AutoOptions, schedule: Schedule) 
 #[test]
 fn found_plans_are_close_to_the_best() {
     for seed in 0..40_usize {
-        let ms = |index: usize, salt: usize| 1.0 + ((index * 31 + seed * 17 + salt * 7) % 23) as f64 / 10.0;
+        let ms = |index: usize, salt: usize| {
+            1.0 + ((index * 31 + seed * 17 + salt * 7) % 23) as f64 / 10.0
+        };
         let layer = |index| LayerCost {
             name: String::new(),
             forward_ms: ms(index, 0),
@@ -598,24 +867,49 @@ fn found_plans_are_close_to_the_best() {
             hop_ms: 0.1,
             ..LayerCost::default()
         };
-        let costs = LayerCosts { layers: (0..6).map(layer).collect() };
+        let costs = LayerCosts {
+            layers: (0..6).map(layer).collect(),
+        };
         let asynchronous = seed % 2 == 0;
-        let schedule = if asynchronous { Schedule::RoundPipeAsync } else { Schedule::RoundPipe };
+        let schedule = if asynchronous {
+            Schedule::RoundPipeAsync
+        } else {
+            Schedule::RoundPipe
+        };
         let devices = 2 + seed % 3;
-        let options = AutoOptions { asynchronous, ..AutoOptions::new(devices, devices + 1) };
+        let options = AutoOptions {
+            asynchronous,
+            ..AutoOptions::new(devices, devices + 1)
+        };
         let plans = ExecutePlan::auto(PlanKind::Fused, &[&costs], &options).unwrap();
-        let found = simulate(schedule, PlanKind::Fused, &plans[0], &costs, &options.setting).unwrap();
+        let found = simulate(
+            schedule,
+            PlanKind::Fused,
+            &plans[0],
+            &costs,
+            &options.setting,
+        )
+        .unwrap();
         let ratio = found.step_ms / exhaustive_ms(&costs, &options, schedule);
-        assert!(ratio <= 1.01, "seed {seed}: {ratio} times the best, {}", plans[0]);
+        assert!(
+            ratio <= 1.01,
+            "seed {seed}: {ratio} times the best, {}",
+            plans[0]
+        );
     }
 }
 
 /// Tasks of one microbatch in neighbouring stages.
 fn chains(timeline: &Timeline) -> Vec<(Task, Task)> {
-    let tasks: HashMap<_, _> =
-        timeline.tasks.iter().map(|task| ((task.stage, task.microbatch), *task)).collect();
+    let tasks: HashMap<_, _> = timeline
+        .tasks
+        .iter()
+        .map(|task| ((task.stage, task.microbatch), *task))
+        .collect();
     let next = |(&(stage, microbatch), task): (&(usize, usize), &Task)| {
-        tasks.get(&(stage + 1, microbatch)).map(|later| (*task, *later))
+        tasks
+            .get(&(stage + 1, microbatch))
+            .map(|later| (*task, *later))
     };
     tasks.iter().filter_map(next).collect()
 }
@@ -626,20 +920,31 @@ fn impossible_wishes_are_refused() {
     let costs = uneven(4);
     let options = AutoOptions::new(2, 4);
     let refusal = |costs: &LayerCosts, options: &AutoOptions| {
-        ExecutePlan::auto(PlanKind::Train, &[costs], options).expect_err("refused").to_string()
+        ExecutePlan::auto(PlanKind::Train, &[costs], options)
+            .expect_err("refused")
+            .to_string()
     };
-    let small = AutoOptions { model_memory_limit: Some(1 << 20), ..options.clone() };
+    let small = AutoOptions {
+        model_memory_limit: Some(1 << 20),
+        ..options.clone()
+    };
     assert_eq!(
         refusal(&costs, &small),
         "model_memory_limit: layer 0 (layer 0) has 1048576 bytes of parameters, a stage may have 524288 (half \
          the limit)"
     );
-    let tight = AutoOptions { upper_threshold: 0.9, ..options.clone() };
+    let tight = AutoOptions {
+        upper_threshold: 0.9,
+        ..options.clone()
+    };
     assert!(refusal(&costs, &tight).starts_with("upper_threshold: 0.9"));
     assert!(refusal(&LayerCosts::default(), &options).contains("without layers"));
     let mut odd = costs.clone();
     odd.layers[2].backward_ms = f64::NAN;
-    assert_eq!(refusal(&odd, &options), "layer costs: layer 2 (layer 2) has a time of NaN ms");
+    assert_eq!(
+        refusal(&odd, &options),
+        "layer costs: layer 2 (layer 2) has a time of NaN ms"
+    );
     assert!(ExecutePlan::auto(PlanKind::Train, &[], &options).is_err());
     assert!(ExecutePlan::auto(PlanKind::Train, &[&costs], &AutoOptions::new(0, 4)).is_err());
 }
@@ -648,11 +953,14 @@ fn impossible_wishes_are_refused() {
 #[test]
 fn several_models_share_a_stage_time() {
     let (short, long) = (uneven(6), uneven(30));
-    let plans = ExecutePlan::auto(PlanKind::Fused, &[&short, &long], &AutoOptions::new(4, 5)).unwrap();
+    let plans =
+        ExecutePlan::auto(PlanKind::Fused, &[&short, &long], &AutoOptions::new(4, 5)).unwrap();
     plans[0].check(PlanKind::Train, 6).unwrap();
     plans[1].check(PlanKind::Fused, 30).unwrap();
     let longest = |kind, plan: &ExecutePlan, costs: &LayerCosts| {
-        stage_times(kind, plan, costs).into_iter().fold(0.0, f64::max)
+        stage_times(kind, plan, costs)
+            .into_iter()
+            .fold(0.0, f64::max)
     };
     let cap_ms = 1.1 * 250.0;
     assert!(longest(PlanKind::Train, &plans[0], &short) <= cap_ms);
@@ -664,5 +972,8 @@ fn several_models_share_a_stage_time() {
 fn sizes_are_enough_to_plan() {
     let costs = LayerCosts::from_bytes((0..12).map(|index| (format!("block {index}"), 1000)));
     let plans = ExecutePlan::auto(PlanKind::Infer, &[&costs], &AutoOptions::new(4, 5)).unwrap();
-    assert_eq!(plans[0].to_string(), "0..1 1..2 2..3 3..4 4..5 5..6 6..7 7..8 8..9 9..10 10..11 11..12");
+    assert_eq!(
+        plans[0].to_string(),
+        "0..1 1..2 2..3 3..4 4..5 5..6 6..7 7..8 8..9 9..10 10..11 11..12"
+    );
 }

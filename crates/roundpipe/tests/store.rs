@@ -1,4 +1,5 @@
-//! The store keeps bits, takes exactly the memory it should, and updates as the plain optimizer does.
+//! The store keeps bits, takes exactly the memory it should, and updates as the plain optimizer
+//! does.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -7,8 +8,8 @@ use roundpipe::optim::{AdamW, Sgd, WeightDecay};
 use roundpipe::store::{Segment, Store, StoreConfig};
 use roundpipe::update::{Apply, Update};
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, Error, HostBuf, Layer, Optimizer, Param, Params, Pin, RngKey, RngSite, Rule,
-    TensorResult, Tree, Visit, bf16, f16,
+    Bytes, Cpu, Cx, DType, Error, HostBuf, Layer, Optimizer, Param, Params, Pin, RngKey, RngSite,
+    Rule, TensorResult, Tree, Visit, bf16, f16,
 };
 use roundpipe_tensor::SimWorld;
 use roundpipe_tensor::optim::{CHUNK, Floats};
@@ -39,19 +40,28 @@ fn layers(all: Vec<Vec<(&'static str, Param)>>) -> Layers {
 }
 
 fn key(site: u32, step: u64) -> RngKey {
-    RngSite { seed: 5, step, site, ..RngSite::default() }.key()
+    RngSite {
+        seed: 5,
+        step,
+        site,
+        ..RngSite::default()
+    }
+    .key()
 }
 
 fn param(dtype: DType, numel: usize, site: u32) -> Param {
     Param::normal(dtype, &[numel], 0.5, key(site, 0)).unwrap()
 }
 
-/// Three layers: an f32 norm beside weights of `dtype`, a weight that all share (three terms, so that the order
-/// of the sum shows), a frozen one, a buffer, odd sizes.
+/// Three layers: an f32 norm beside weights of `dtype`, a weight that all share (three terms, so
+/// that the order of the sum shows), a frozen one, a buffer, odd sizes.
 fn model(dtype: DType) -> Layers {
     let tied = param(dtype, 1001, 1);
     layers(vec![
-        vec![("embed", tied.clone()), ("steps", Param::from_slice(&[3i64], &[1]).unwrap())],
+        vec![
+            ("embed", tied.clone()),
+            ("steps", Param::from_slice(&[3i64], &[1]).unwrap()),
+        ],
         vec![
             ("base", param(dtype, 77, 2).frozen()),
             ("norm", param(DType::F32, 33, 3)),
@@ -59,12 +69,21 @@ fn model(dtype: DType) -> Layers {
             ("bias", param(dtype, 1, 5)),
             ("shared", tied.clone()),
         ],
-        vec![("norm", param(dtype, 65, 6)), ("head", tied.clone()), ("again", tied)],
+        vec![
+            ("norm", param(dtype, 65, 6)),
+            ("head", tied.clone()),
+            ("again", tied),
+        ],
     ])
 }
 
 fn config(asynchronous: bool, rule: Option<Rule>) -> StoreConfig {
-    StoreConfig { asynchronous, rule, threads: Some(2), ..StoreConfig::new(Cpu::new(Some(1)).unwrap()) }
+    StoreConfig {
+        asynchronous,
+        rule,
+        threads: Some(2),
+        ..StoreConfig::new(Cpu::new(Some(1)).unwrap())
+    }
 }
 
 fn named(layers: &Layers) -> Vec<(String, Param)> {
@@ -84,7 +103,10 @@ fn bytes(buf: &HostBuf) -> Vec<u8> {
 }
 
 fn bits(layers: &Layers) -> Vec<(String, Vec<u8>)> {
-    named(layers).into_iter().map(|(name, param)| (name, bytes(&param.data()))).collect()
+    named(layers)
+        .into_iter()
+        .map(|(name, param)| (name, bytes(&param.data())))
+        .collect()
 }
 
 /// The gradient that layer `layer` has for its parameter `index` in a step; some have none.
@@ -92,7 +114,13 @@ fn gradient(layer: usize, index: usize, step: u64, numel: usize) -> Option<Vec<f
     if (layer, index) == (1, 3) && step == 2 || (layer, index) == (2, 1) && step == 4 {
         return None;
     }
-    let values = Param::normal(DType::F32, &[numel], 0.1, key((layer * 10 + index) as u32, step)).unwrap();
+    let values = Param::normal(
+        DType::F32,
+        &[numel],
+        0.1,
+        key((layer * 10 + index) as u32, step),
+    )
+    .unwrap();
     Some(values.to_vec().unwrap())
 }
 
@@ -140,7 +168,9 @@ fn land(store: &Store, step: u64, scale: f32) {
 fn write_gradients(store: &Store, step: u64, scale: f32) {
     for (l, layer) in store.layers().iter().enumerate() {
         for (i, param) in layer.params().iter().enumerate() {
-            let Some(range) = layer.grad_range(i).unwrap() else { continue };
+            let Some(range) = layer.grad_range(i).unwrap() else {
+                continue;
+            };
             if let Some(mut values) = gradient(l, i, step, param.shape.numel()) {
                 values.iter_mut().for_each(|x| *x *= scale);
                 Rounded::new(&values, param.grad_dtype).write(&range);
@@ -159,24 +189,37 @@ fn add(optimizer: &mut Optimizer, store: &Store, layers: &Layers, step: u64) {
             }
             if let Some(values) = gradient(l, i, step, param.shape().numel()) {
                 let dtype = store.layers()[l].params()[i].grad_dtype;
-                optimizer.add_grad(&param, Rounded::new(&values, dtype).floats()).unwrap();
+                optimizer
+                    .add_grad(&param, Rounded::new(&values, dtype).floats())
+                    .unwrap();
             }
         }
     }
 }
 
 fn rules() -> [Rule; 4] {
-    let adam = AdamW { weight_decay: 0.1, ..AdamW::default() };
+    let adam = AdamW {
+        weight_decay: 0.1,
+        ..AdamW::default()
+    };
     [
         Rule::Adam(adam),
-        Rule::Adam(AdamW { decay: WeightDecay::Gradient, amsgrad: true, ..adam }),
-        Rule::Sgd(Sgd { momentum: 0.9, weight_decay: 0.01, ..Sgd::default() }),
+        Rule::Adam(AdamW {
+            decay: WeightDecay::Gradient,
+            amsgrad: true,
+            ..adam
+        }),
+        Rule::Sgd(Sgd {
+            momentum: 0.9,
+            weight_decay: 0.01,
+            ..Sgd::default()
+        }),
         Rule::Sgd(Sgd::default()),
     ]
 }
 
-/// 16 bytes per trainable bf16 parameter, 18 with two versions, 2 per frozen one; padding only in front of
-/// parameters that devices copy, under 64 bytes each time.
+/// 16 bytes per trainable bf16 parameter, 18 with two versions, 2 per frozen one; padding only in
+/// front of parameters that devices copy, under 64 bytes each time.
 #[test]
 fn slabs_take_exactly_the_memory_they_should() {
     let sizes = [1, 2, 31, 32, 33, 63, 65, 127, 1000, 4095, 4097, 70_001];
@@ -190,24 +233,43 @@ fn slabs_take_exactly_the_memory_they_should() {
     let numel: usize = sizes.iter().sum();
     let rule = Some(Rule::Adam(AdamW::default()));
     for asynchronous in [false, true] {
-        let store =
-            Store::new(&layers(vec![all(false), all(true), all(false)]), config(asynchronous, rule)).unwrap();
+        let store = Store::new(
+            &layers(vec![all(false), all(true), all(false)]),
+            config(asynchronous, rule),
+        )
+        .unwrap();
         let inference = store.host_bytes();
-        assert_eq!((inference.gradients, inference.masters, inference.moments), (0, 0, 0));
+        assert_eq!(
+            (inference.gradients, inference.masters, inference.moments),
+            (0, 0, 0)
+        );
         store.prepare().unwrap();
         let used = store.host_bytes();
         let slabs = if asynchronous { 2 } else { 1 };
         let slack = 64 * sizes.len();
         let within = |what: &str, bytes: usize, least: usize, padding: usize| {
-            assert!((least..least + padding.max(1)).contains(&bytes), "{what}: {bytes}, at least {least}");
+            assert!(
+                (least..least + padding.max(1)).contains(&bytes),
+                "{what}: {bytes}, at least {least}"
+            );
         };
-        within("weights", used.weights, 2 * numel * 2 * slabs, slack * 2 * slabs);
+        within(
+            "weights",
+            used.weights,
+            2 * numel * 2 * slabs,
+            slack * 2 * slabs,
+        );
         within("gradients", used.gradients, 2 * numel * 2, slack * 2);
         within("frozen", used.frozen, numel * 2, slack);
         within("masters", used.masters, 2 * numel * 4, 0);
         within("moments", used.moments, 2 * numel * 8, 0);
         let per_trainable = 14 + 2 * slabs;
-        within("all", used.total(), numel * (2 * per_trainable + 2), slack * (3 + 2 * slabs));
+        within(
+            "all",
+            used.total(),
+            numel * (2 * per_trainable + 2),
+            slack * (3 + 2 * slabs),
+        );
     }
 }
 
@@ -217,8 +279,18 @@ fn rehoming_keeps_bits() {
     for (pin, dtype) in [(Pin::Alloc, DType::BF16), (Pin::Off, DType::F32)] {
         let model = model(dtype);
         let before = bits(&model);
-        let old: Vec<HostBuf> = named(&model).into_iter().map(|(_, param)| param.data()).collect();
-        let store = Store::new(&model, StoreConfig { pin, ..config(true, None) }).unwrap();
+        let old: Vec<HostBuf> = named(&model)
+            .into_iter()
+            .map(|(_, param)| param.data())
+            .collect();
+        let store = Store::new(
+            &model,
+            StoreConfig {
+                pin,
+                ..config(true, None)
+            },
+        )
+        .unwrap();
         assert_eq!(bits(&model), before);
         for (old, (name, param)) in old.iter().zip(named(&model)) {
             let stays = pin == Pin::Off && !param.is_trainable();
@@ -226,19 +298,37 @@ fn rehoming_keeps_bits() {
         }
         let head = &store.layers()[2].params()[1];
         assert_eq!((head.home, head.name.as_str()), ((0, 0), "l2.head"));
-        assert_eq!(store.layers()[2].params().len(), 2, "a parameter named twice in a layer is one");
-        assert_eq!((store.layers()[1].homes(), store.layers()[2].homes()), (&[0, 1][..], &[0, 2][..]));
-        assert_eq!((store.grad_layers(0), store.grad_layers(2)), (vec![0, 1, 2], vec![2]));
+        assert_eq!(
+            store.layers()[2].params().len(),
+            2,
+            "a parameter named twice in a layer is one"
+        );
+        assert_eq!(
+            (store.layers()[1].homes(), store.layers()[2].homes()),
+            (&[0, 1][..], &[0, 2][..])
+        );
+        assert_eq!(
+            (store.grad_layers(0), store.grad_layers(2)),
+            (vec![0, 1, 2], vec![2])
+        );
     }
 }
 
-/// What an upload brings is each parameter at its place, at every version, in as few copies as there are slabs.
+/// What an upload brings is each parameter at its place, at every version, in as few copies as
+/// there are slabs.
 #[test]
 fn segments_fill_the_block() {
     for (pin, counts) in [(Pin::Alloc, [2, 3, 2]), (Pin::Off, [2, 3, 2])] {
         let model = model(DType::BF16);
         let rule = Some(Rule::Sgd(Sgd::default()));
-        let store = Store::new(&model, StoreConfig { pin, ..config(true, rule) }).unwrap();
+        let store = Store::new(
+            &model,
+            StoreConfig {
+                pin,
+                ..config(true, rule)
+            },
+        )
+        .unwrap();
         for version in 0..3 {
             for (l, layer) in store.layers().iter().enumerate() {
                 let segments = store.segments(l, version).unwrap();
@@ -261,28 +351,53 @@ fn segments_fill_the_block() {
                 }
             }
             land(&store, version + 1, 1.0);
-            store.step(&Update::new(0.1), version + 1, &store.abort()).unwrap();
+            store
+                .step(&Update::new(0.1), version + 1, &store.abort())
+                .unwrap();
         }
     }
 }
 
-/// Frozen parameters move into pinned memory as long as there is any; where there is no more they stay where they are,
-/// and what is uploaded has the same bytes either way.
+/// Frozen parameters move into pinned memory as long as there is any; where there is no more they
+/// stay where they are, and what is uploaded has the same bytes either way.
 #[test]
 fn frozen_parameters_stay_where_nothing_can_be_pinned() {
     // Each layer has 400 bytes, of which half are frozen.
-    let make =
-        |l: u32| vec![("w", param(DType::F32, 50, l)), ("base", param(DType::F32, 50, 9 + l).frozen())];
-    for (pin, most, moved) in
-        [(Pin::Try, 0, 0), (Pin::Try, 400, 1), (Pin::Try, 600, 1), (Pin::Try, 4096, 3), (Pin::Off, 4096, 0)]
-    {
-        let world = SimWorld::new(SimConfig { pinned: Bytes(most), ..SimConfig::default() }).unwrap();
+    let make = |l: u32| {
+        vec![
+            ("w", param(DType::F32, 50, l)),
+            ("base", param(DType::F32, 50, 9 + l).frozen()),
+        ]
+    };
+    for (pin, most, moved) in [
+        (Pin::Try, 0, 0),
+        (Pin::Try, 400, 1),
+        (Pin::Try, 600, 1),
+        (Pin::Try, 4096, 3),
+        (Pin::Off, 4096, 0),
+    ] {
+        let world = SimWorld::new(SimConfig {
+            pinned: Bytes(most),
+            ..SimConfig::default()
+        })
+        .unwrap();
         let model = layers((0..3).map(make).collect());
         let base = |l: usize| model[l].1.named_params()[1].1.data();
         let (before, values): (Vec<HostBuf>, _) = ((0..3).map(base).collect(), bits(&model));
-        let store = Store::new(&model, StoreConfig { pin, ..StoreConfig::new(world.worker()) }).unwrap();
+        let store = Store::new(
+            &model,
+            StoreConfig {
+                pin,
+                ..StoreConfig::new(world.worker())
+            },
+        )
+        .unwrap();
         let has_moved: Vec<bool> = (0..3).map(|l| !base(l).is_same(&before[l])).collect();
-        assert_eq!(has_moved, [moved > 0, moved > 1, moved > 2], "{pin:?}, {most} pinned");
+        assert_eq!(
+            has_moved,
+            [moved > 0, moved > 1, moved > 2],
+            "{pin:?}, {most} pinned"
+        );
         assert!((0..moved).all(|l| base(l).is_pinned()) && bits(&model) == values);
         for (l, layer) in store.layers().iter().enumerate() {
             let mut block = vec![0; layer.block_bytes()];
@@ -290,7 +405,11 @@ fn frozen_parameters_stay_where_nothing_can_be_pinned() {
                 block[block_offset..block_offset + data.len()].copy_from_slice(&bytes(&data));
             }
             let at = layer.params()[1].block_offset;
-            assert_eq!(block[at..at + 200], bytes(&before[l]), "layer {l}, {pin:?}, {most} pinned");
+            assert_eq!(
+                block[at..at + 200],
+                bytes(&before[l]),
+                "layer {l}, {pin:?}, {most} pinned"
+            );
         }
     }
 }
@@ -307,15 +426,34 @@ fn updates_equal_the_plain_optimizer() {
         }
     }
     let rule = Some(rules()[0]);
-    compare(DType::BF16, StoreConfig { grad_dtype: Some(DType::F32), ..config(true, rule) }, None);
-    compare(DType::BF16, StoreConfig { threads: Some(3), ..config(false, rule) }, Some(0.1));
+    compare(
+        DType::BF16,
+        StoreConfig {
+            grad_dtype: Some(DType::F32),
+            ..config(true, rule)
+        },
+        None,
+    );
+    compare(
+        DType::BF16,
+        StoreConfig {
+            threads: Some(3),
+            ..config(false, rule)
+        },
+        Some(0.1),
+    );
 }
 
 fn compare(dtype: DType, config: StoreConfig, clip: Option<f64>) {
-    let what = format!("{dtype}, {:?}, asynchronous {}", config.rule, config.asynchronous);
+    let what = format!(
+        "{dtype}, {:?}, asynchronous {}",
+        config.rule, config.asynchronous
+    );
     let decays = |name: &str, _: &Param| !name.contains("norm");
     let (plain, stored) = (model(dtype), model(dtype));
-    let mut optimizer = Optimizer::new(named(&plain), config.rule.unwrap()).unwrap().decay_where(decays);
+    let mut optimizer = Optimizer::new(named(&plain), config.rule.unwrap())
+        .unwrap()
+        .decay_where(decays);
     if let Some(clip) = clip {
         optimizer = optimizer.clip(clip);
     }
@@ -325,10 +463,24 @@ fn compare(dtype: DType, config: StoreConfig, clip: Option<f64>) {
         add(&mut optimizer, &store, &plain, step);
         land(&store, step, 1.0);
         let expected = optimizer.step(lr).unwrap();
-        let report = store.step(&Update { clip, ..Update::new(lr) }, step, &store.abort()).unwrap();
+        let report = store
+            .step(
+                &Update {
+                    clip,
+                    ..Update::new(lr)
+                },
+                step,
+                &store.abort(),
+            )
+            .unwrap();
         assert_eq!(report, expected, "{what}");
         assert!(bits(&stored) == bits(&plain), "{what}, step {step}");
-        assert!(store.layers().iter().all(|l| (0..l.params().len()).all(|i| !l.filled(i))));
+        assert!(
+            store
+                .layers()
+                .iter()
+                .all(|l| (0..l.params().len()).all(|i| !l.filled(i)))
+        );
     }
     assert_eq!(store.steps(), 5);
 }
@@ -340,7 +492,10 @@ fn layer_by_layer_equals_the_whole() {
     let (whole, single) = (model(DType::BF16), model(DType::BF16));
     let a = Store::new(&whole, config(false, rule)).unwrap();
     let b = Store::new(&single, config(true, rule)).unwrap();
-    let update = Update { clip: Some(0.3), ..Update::new(0.01) };
+    let update = Update {
+        clip: Some(0.3),
+        ..Update::new(0.01)
+    };
     for step in 1..=3 {
         land(&a, step, 1.0);
         land(&b, step, 1.0);
@@ -349,7 +504,12 @@ fn layer_by_layer_equals_the_whole() {
         squares.reverse();
         let decision = update.decide(Store::total(&squares));
         for layer in (0..3).rev() {
-            let apply = Apply { step, lr: update.lr, factor: decision.factor, next_version: step };
+            let apply = Apply {
+                step,
+                lr: update.lr,
+                factor: decision.factor,
+                next_version: step,
+            };
             b.apply(layer, &apply, &b.abort()).unwrap();
         }
         assert!(bits(&whole) == bits(&single), "step {step}");
@@ -365,12 +525,23 @@ fn a_large_shared_parameter_is_summed_as_a_whole() {
         layers(vec![vec![("embed", tied.clone())], vec![("head", tied)]])
     };
     let (plain, stored) = (make(), make());
-    let mut optimizer = Optimizer::adamw(named(&plain), AdamW::default()).unwrap().clip(1.0);
+    let mut optimizer = Optimizer::adamw(named(&plain), AdamW::default())
+        .unwrap()
+        .clip(1.0);
     let store = Store::new(&stored, config(false, Some(Rule::Adam(AdamW::default())))).unwrap();
     add(&mut optimizer, &store, &plain, 1);
     land(&store, 1, 1.0);
     let expected = optimizer.step(0.1).unwrap();
-    let report = store.step(&Update { clip: Some(1.0), ..Update::new(0.1) }, 1, &store.abort()).unwrap();
+    let report = store
+        .step(
+            &Update {
+                clip: Some(1.0),
+                ..Update::new(0.1)
+            },
+            1,
+            &store.abort(),
+        )
+        .unwrap();
     assert_eq!(report, expected);
     assert!(bits(&stored) == bits(&plain));
 }
@@ -381,11 +552,20 @@ fn a_loss_scale_leaves_no_trace() {
     let (scaled, plain) = (model(DType::BF16), model(DType::BF16));
     let a = Store::new(&scaled, config(false, Some(rules()[0]))).unwrap();
     let b = Store::new(&plain, config(false, Some(rules()[0]))).unwrap();
-    let update = Update { clip: Some(1.0), ..Update::new(0.01) };
+    let update = Update {
+        clip: Some(1.0),
+        ..Update::new(0.01)
+    };
     land(&a, 1, 1024.0);
     land(&b, 1, 1.0);
-    let unscale = Update { grad_scale: 1.0 / 1024.0, ..update };
-    let norms = [a.step(&unscale, 1, &a.abort()).unwrap(), b.step(&update, 1, &b.abort()).unwrap()];
+    let unscale = Update {
+        grad_scale: 1.0 / 1024.0,
+        ..update
+    };
+    let norms = [
+        a.step(&unscale, 1, &a.abort()).unwrap(),
+        b.step(&update, 1, &b.abort()).unwrap(),
+    ];
     assert_eq!(norms[0], norms[1]);
     assert!(bits(&scaled) == bits(&plain));
 }
@@ -396,7 +576,10 @@ fn a_step_with_infinite_gradients_is_skipped() {
     for asynchronous in [false, true] {
         let model = model(DType::F16);
         let store = Store::new(&model, config(asynchronous, Some(rules()[0]))).unwrap();
-        let update = Update { skip_nonfinite: true, ..Update::new(0.01) };
+        let update = Update {
+            skip_nonfinite: true,
+            ..Update::new(0.01)
+        };
         land(&store, 1, 1.0);
         assert!(!store.step(&update, 1, &store.abort()).unwrap().skipped);
         let before = (bits(&model), state(&store));
@@ -413,7 +596,10 @@ fn a_step_with_infinite_gradients_is_skipped() {
 
 fn state(store: &Store) -> Vec<Vec<u8>> {
     let all = store.optim_params().unwrap();
-    all.iter().flat_map(|p| [p.value()].into_iter().chain(p.moments().to_vec())).map(|b| bytes(&b)).collect()
+    all.iter()
+        .flat_map(|p| [p.value()].into_iter().chain(p.moments().to_vec()))
+        .map(|b| bytes(&b))
+        .collect()
 }
 
 /// Gradient descent as a user would write it has the bits of the built-in one.
@@ -422,7 +608,11 @@ fn a_function_can_be_the_optimizer() {
     for dtype in [DType::BF16, DType::F32] {
         for asynchronous in [false, true] {
             let (by_rule, by_function) = (model(dtype), model(dtype));
-            let a = Store::new(&by_rule, config(asynchronous, Some(Rule::Sgd(Sgd::default())))).unwrap();
+            let a = Store::new(
+                &by_rule,
+                config(asynchronous, Some(Rule::Sgd(Sgd::default()))),
+            )
+            .unwrap();
             let b = Store::new(&by_function, config(asynchronous, None)).unwrap();
             for step in 1..=4 {
                 land(&a, step, 1.0);
@@ -431,8 +621,14 @@ fn a_function_can_be_the_optimizer() {
                 b.apply_fn(step, &b.abort(), &mut |params| {
                     assert_eq!(params.len(), 5);
                     for param in params.iter_mut() {
-                        let Some(grad) = param.grad_f32() else { continue };
-                        param.value.iter_mut().zip(grad).for_each(|(x, g)| *x -= 0.25 * g);
+                        let Some(grad) = param.grad_f32() else {
+                            continue;
+                        };
+                        param
+                            .value
+                            .iter_mut()
+                            .zip(grad)
+                            .for_each(|(x, g)| *x -= 0.25 * g);
                     }
                     Ok(())
                 })
@@ -444,7 +640,10 @@ fn a_function_can_be_the_optimizer() {
             }
             let values = b.optim_params().unwrap();
             assert_eq!(values[0].name, "l0.embed");
-            assert_eq!(values[0].to_vec().unwrap(), a.optim_params().unwrap()[0].to_vec().unwrap());
+            assert_eq!(
+                values[0].to_vec().unwrap(),
+                a.optim_params().unwrap()[0].to_vec().unwrap()
+            );
         }
     }
 }
@@ -452,9 +651,12 @@ fn a_function_can_be_the_optimizer() {
 /// A function that fails or panics half-way has changed nothing, and the step can be done again.
 #[test]
 fn a_failing_function_leaves_everything_as_before() {
-    for (dtype, asynchronous) in
-        [(DType::BF16, false), (DType::BF16, true), (DType::F32, false), (DType::F32, true)]
-    {
+    for (dtype, asynchronous) in [
+        (DType::BF16, false),
+        (DType::BF16, true),
+        (DType::F32, false),
+        (DType::F32, true),
+    ] {
         let model = model(dtype);
         let store = Store::new(&model, config(asynchronous, Some(rules()[0]))).unwrap();
         land(&store, 1, 1.0);
@@ -471,29 +673,49 @@ fn a_failing_function_leaves_everything_as_before() {
             })
         };
         assert!(spoil(false).unwrap_err().to_string().contains("on purpose"));
-        assert!((bits(&model), state(&store)) == before, "{dtype}, asynchronous {asynchronous}");
+        assert!(
+            (bits(&model), state(&store)) == before,
+            "{dtype}, asynchronous {asynchronous}"
+        );
         assert!(catch_unwind(AssertUnwindSafe(|| spoil(true))).is_err());
         assert!(
             (bits(&model), state(&store)) == before,
             "{dtype}, asynchronous {asynchronous}, after a panic"
         );
-        assert_eq!((store.layers()[0].versions().current(), store.layers()[1].filled(2)), (1, true));
+        assert_eq!(
+            (
+                store.layers()[0].versions().current(),
+                store.layers()[1].filled(2)
+            ),
+            (1, true)
+        );
         store.step(&Update::new(0.01), 2, &store.abort()).unwrap();
     }
 }
 
-/// A parameter that somebody reads stops the step before anything is written; afterwards it goes through.
+/// A parameter that somebody reads stops the step before anything is written; afterwards it goes
+/// through.
 #[test]
 fn a_busy_parameter_stops_the_whole_step() {
     let model = model(DType::BF16);
     let store = Store::new(&model, config(false, Some(rules()[0]))).unwrap();
     land(&store, 1, 1.0);
     let before = (bits(&model), state(&store));
-    let reading = store.layers()[2].params()[0].param.data().read_all().unwrap();
+    let reading = store.layers()[2].params()[0]
+        .param
+        .data()
+        .read_all()
+        .unwrap();
     assert!(store.step(&Update::new(0.01), 1, &store.abort()).is_err());
     assert!((bits(&model), state(&store)) == before);
     drop(reading);
-    assert_eq!(store.step(&Update::new(0.01), 1, &store.abort()).unwrap().step, 1);
+    assert_eq!(
+        store
+            .step(&Update::new(0.01), 1, &store.abort())
+            .unwrap()
+            .step,
+        1
+    );
 }
 
 /// While updates run beside readers, a ticket's version stays the same bits to the end.
@@ -506,9 +728,14 @@ fn readers_keep_their_version_while_updates_run() {
         let abort = store.abort();
         let steps = 20;
         let lag = u64::from(asynchronous);
-        let ticket = |step: u64| store.layers()[1].versions().reserve((step - 1).saturating_sub(lag));
+        let ticket = |step: u64| {
+            store.layers()[1]
+                .versions()
+                .reserve((step - 1).saturating_sub(lag))
+        };
         std::thread::scope(|scope| {
-            let (send, receive) = std::sync::mpsc::sync_channel::<roundpipe::version::ReadTicket>(1);
+            let (send, receive) =
+                std::sync::mpsc::sync_channel::<roundpipe::version::ReadTicket>(1);
             let reader = scope.spawn(|| {
                 for ticket in receive {
                     ticket.wait_readable(&abort).unwrap();
@@ -533,7 +760,8 @@ fn readers_keep_their_version_while_updates_run() {
     }
 }
 
-/// A checkpoint holds copies and moments; a run that goes on from them has the bits of one that never stopped.
+/// A checkpoint holds copies and moments; a run that goes on from them has the bits of one that
+/// never stopped.
 #[test]
 fn state_moves_to_another_store() {
     for dtype in [DType::BF16, DType::F32] {
@@ -544,26 +772,44 @@ fn state_moves_to_another_store() {
             a.step(&Update::new(0.1), step, &a.abort()).unwrap();
         }
         let b = Store::new(&second, config(false, Some(rules()[1]))).unwrap();
-        for (from, to) in a.optim_params().unwrap().iter().zip(b.optim_params().unwrap()) {
+        for (from, to) in a
+            .optim_params()
+            .unwrap()
+            .iter()
+            .zip(b.optim_params().unwrap())
+        {
             let copy = |src: &HostBuf, dst: &HostBuf| {
-                dst.write(0..dst.len()).unwrap().bytes().copy_from_slice(&bytes(src));
+                dst.write(0..dst.len())
+                    .unwrap()
+                    .bytes()
+                    .copy_from_slice(&bytes(src));
             };
             copy(&from.value(), &to.value());
-            from.moments().iter().zip(to.moments()).for_each(|(src, dst)| copy(src, dst));
+            from.moments()
+                .iter()
+                .zip(to.moments())
+                .for_each(|(src, dst)| copy(src, dst));
         }
         b.weights_from_copies().unwrap();
         b.set_steps(a.steps());
-        assert!(bits(&first) == bits(&second) && state(&a) == state(&b), "{dtype}");
+        assert!(
+            bits(&first) == bits(&second) && state(&a) == state(&b),
+            "{dtype}"
+        );
         // Versions of the new store start at 0: its next is 1.
         land(&a, 4, 1.0);
         a.step(&Update::new(0.1), 4, &a.abort()).unwrap();
         write_gradients(&b, 4, 1.0);
         b.step(&Update::new(0.1), 1, &b.abort()).unwrap();
-        assert!(bits(&first) == bits(&second) && state(&a) == state(&b), "{dtype}, one step on");
+        assert!(
+            bits(&first) == bits(&second) && state(&a) == state(&b),
+            "{dtype}, one step on"
+        );
     }
 }
 
-/// Weights loaded into the parameters after the store was made are what the next update starts from.
+/// Weights loaded into the parameters after the store was made are what the next update starts
+/// from.
 #[test]
 fn copies_follow_loaded_weights() {
     let model = model(DType::BF16);
@@ -571,25 +817,64 @@ fn copies_follow_loaded_weights() {
     store.prepare().unwrap();
     let weight = &store.layers()[1].params()[2].param;
     let values: Vec<bf16> = (0..70_003).map(|i| bf16::from_f32(i as f32)).collect();
-    weight.data().write(0..weight.bytes()).unwrap().as_mut_slice().copy_from_slice(&values);
+    weight
+        .data()
+        .write(0..weight.bytes())
+        .unwrap()
+        .as_mut_slice()
+        .copy_from_slice(&values);
     store.follow_writes().unwrap();
-    let copy = store.optim_params().unwrap().into_iter().find(|p| p.name == "l1.weight").unwrap();
-    assert!(copy.to_vec().unwrap().iter().zip(&values).all(|(copy, x)| *copy == x.to_f32()));
+    let copy = store
+        .optim_params()
+        .unwrap()
+        .into_iter()
+        .find(|p| p.name == "l1.weight")
+        .unwrap();
+    assert!(
+        copy.to_vec()
+            .unwrap()
+            .iter()
+            .zip(&values)
+            .all(|(copy, x)| *copy == x.to_f32())
+    );
 }
 
 #[test]
 fn what_cannot_be_trained_is_refused() {
-    let refuse = |layers: Layers, config: StoreConfig| Store::new(&layers, config).unwrap_err().to_string();
-    let text = refuse(layers(vec![vec![("w", param(DType::F64, 3, 1))]]), config(false, None));
-    assert!(text.contains("l0.w is f64") && text.contains("freeze"), "{text}");
-    let wrong = StoreConfig { grad_dtype: Some(DType::F16), ..config(false, None) };
+    let refuse =
+        |layers: Layers, config: StoreConfig| Store::new(&layers, config).unwrap_err().to_string();
+    let text = refuse(
+        layers(vec![vec![("w", param(DType::F64, 3, 1))]]),
+        config(false, None),
+    );
+    assert!(
+        text.contains("l0.w is f64") && text.contains("freeze"),
+        "{text}"
+    );
+    let wrong = StoreConfig {
+        grad_dtype: Some(DType::F16),
+        ..config(false, None)
+    };
     let text = refuse(model(DType::BF16), wrong);
-    assert!(text.contains("grad_dtype") && text.contains("l0.embed"), "{text}");
+    assert!(
+        text.contains("grad_dtype") && text.contains("l0.embed"),
+        "{text}"
+    );
     let store = Store::new(&model(DType::F32), config(false, None)).unwrap();
-    assert!(store.step(&Update::new(0.1), 1, &store.abort()).unwrap_err().to_string().contains("no rule"));
+    assert!(
+        store
+            .step(&Update::new(0.1), 1, &store.abort())
+            .unwrap_err()
+            .to_string()
+            .contains("no rule")
+    );
     let store = Store::new(&model(DType::F32), config(false, Some(rules()[0]))).unwrap();
     assert!(
-        store.step(&Update::new(0.1), 1, &store.abort()).unwrap_err().to_string().contains("no gradients")
+        store
+            .step(&Update::new(0.1), 1, &store.abort())
+            .unwrap_err()
+            .to_string()
+            .contains("no gradients")
     );
     assert_eq!(store.layers()[0].versions().current(), 0);
 }

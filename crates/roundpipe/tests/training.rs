@@ -4,8 +4,8 @@ use roundpipe::kernel::{ConvSpec, PoolSpec};
 use roundpipe::nn::{BatchNorm2d, Conv2d, Embedding, Func, Init, LayerNorm, Linear};
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, DeviceKind, Layer, Module, Optimizer, Param, Params, Sequential, Shape, Tensor,
-    TensorResult, Tree, Visit, Worker, bf16, cost,
+    Bytes, Cpu, Cx, DType, DeviceKind, Layer, Module, Optimizer, Param, Params, Sequential, Shape,
+    Tensor, TensorResult, Tree, Visit, Worker, bf16, cost,
 };
 use roundpipe_tensor::meta::Given;
 use roundpipe_tensor::ops::CrossEntropy;
@@ -25,7 +25,11 @@ struct Residual {
 
 impl Residual {
     fn new(init: &mut Init, inputs: usize, outputs: usize, stride: usize) -> TensorResult<Self> {
-        let spec = |stride, pad| ConvSpec { stride: [stride; 2], padding: [pad; 2], ..ConvSpec::default() };
+        let spec = |stride, pad| ConvSpec {
+            stride: [stride; 2],
+            padding: [pad; 2],
+            ..ConvSpec::default()
+        };
         let short = inputs != outputs || stride != 1;
         Ok(Self {
             conv1: Conv2d::new(init, inputs, outputs, 3, false, spec(stride, 1))?,
@@ -69,10 +73,16 @@ impl Module for Residual {
 
 fn resnet(classes: usize) -> TensorResult<Sequential> {
     let mut init = Init::new(3, DType::F32);
-    let stem = ConvSpec { padding: [1; 2], ..ConvSpec::default() };
+    let stem = ConvSpec {
+        padding: [1; 2],
+        ..ConvSpec::default()
+    };
     Ok(Sequential::new()
         .named("stem", Conv2d::new(&mut init, 1, 8, 3, true, stem)?)
-        .named("pool", Func(|cx: &mut Cx, x: &Tensor| cx.max_pool2d(x, PoolSpec::window([2, 2]))))
+        .named(
+            "pool",
+            Func(|cx: &mut Cx, x: &Tensor| cx.max_pool2d(x, PoolSpec::window([2, 2]))),
+        )
         .named("block1", Residual::new(&mut init, 8, 8, 1)?)
         .named("block2", Residual::new(&mut init, 8, 16, 2)?)
         .named(
@@ -87,7 +97,12 @@ fn resnet(classes: usize) -> TensorResult<Sequential> {
 
 /// Images of four classes: a bright quadrant on noise.
 fn images(step: u64, count: usize) -> (Vec<f32>, Vec<i64>) {
-    let key = roundpipe::RngSite { seed: 21, step, ..roundpipe::RngSite::default() }.key();
+    let key = roundpipe::RngSite {
+        seed: 21,
+        step,
+        ..roundpipe::RngSite::default()
+    }
+    .key();
     let (mut pixels, mut labels) = (Vec::new(), Vec::new());
     for n in 0..count as u64 {
         let class = u64::from(key.word(1_000_000 + n)) % 4;
@@ -105,7 +120,10 @@ fn images(step: u64, count: usize) -> (Vec<f32>, Vec<i64>) {
 fn train_resnet(threads: usize, steps: u64) -> (Vec<f64>, Sequential) {
     let worker = worker(threads);
     let model = resnet(4).unwrap();
-    let rule = Sgd { momentum: 0.9, ..Sgd::default() };
+    let rule = Sgd {
+        momentum: 0.9,
+        ..Sgd::default()
+    };
     let mut optimizer = Optimizer::sgd(model.trainable_params(), rule).unwrap();
     let mut losses = Vec::new();
     for step in 0..steps {
@@ -114,7 +132,9 @@ fn train_resnet(threads: usize, steps: u64) -> (Vec<f64>, Sequential) {
         let x = cx.tensor(&pixels, &[16, 1, 12, 12]).unwrap();
         let labels = cx.tensor(&labels, &[16]).unwrap();
         let logits = model.forward(&mut cx, x).unwrap().tensor().unwrap();
-        let loss = cx.cross_entropy(&logits, &labels, CrossEntropy::default()).unwrap();
+        let loss = cx
+            .cross_entropy(&logits, &labels, CrossEntropy::default())
+            .unwrap();
         let grads = cx.backward(&loss).unwrap();
         cx.commit_buffers().unwrap();
         losses.push(loss.item().unwrap());
@@ -124,7 +144,8 @@ fn train_resnet(threads: usize, steps: u64) -> (Vec<f64>, Sequential) {
     (losses, model)
 }
 
-/// A network with convolutions, batch norm and pooling learns, and the same bits come out for 1 and 2 threads.
+/// A network with convolutions, batch norm and pooling learns, and the same bits come out for 1 and
+/// 2 threads.
 #[test]
 fn a_small_resnet_learns_and_does_not_depend_on_threads() {
     let (one, model) = train_resnet(1, 30);
@@ -134,14 +155,21 @@ fn a_small_resnet_learns_and_does_not_depend_on_threads() {
         let bits = |p: &Param| p.data().read_all().unwrap().bytes().to_vec();
         assert_eq!(bits(a), bits(&b), "{name} differs between 1 and 2 threads");
     }
-    assert!(one[0] > 1.0 && one[25..].iter().all(|l| *l < 0.2), "{one:?}");
+    assert!(
+        one[0] > 1.0 && one[25..].iter().all(|l| *l < 0.2),
+        "{one:?}"
+    );
     // Running statistics moved, so inference works on unseen images.
     let worker = worker(2);
     let (pixels, labels) = images(999, 32);
     let mut cx = Cx::infer(&worker);
     let x = cx.tensor(&pixels, &[32, 1, 12, 12]).unwrap();
     let logits = model.forward(&mut cx, x).unwrap().tensor().unwrap();
-    let chosen = cx.argmax(&logits, 1, false).unwrap().to_vec::<i64>().unwrap();
+    let chosen = cx
+        .argmax(&logits, 1, false)
+        .unwrap()
+        .to_vec::<i64>()
+        .unwrap();
     let right = chosen.iter().zip(&labels).filter(|(a, b)| a == b).count();
     assert!(right >= 30, "{right} of 32");
 }
@@ -169,7 +197,10 @@ fn gradients_add_up_over_calls() {
     };
     let ((whole, norm), (halves, other)) = (run(1), run(2));
     assert!((norm - other).abs() < 1e-4 * norm);
-    assert!(whole.iter().zip(&halves).all(|(a, b)| (a - b).abs() < 1e-6), "{whole:?} {halves:?}");
+    assert!(
+        whole.iter().zip(&halves).all(|(a, b)| (a - b).abs() < 1e-6),
+        "{whole:?} {halves:?}"
+    );
 }
 
 /// bf16 weights move by less than their own precision a step; the f32 master must not lose it.
@@ -196,26 +227,59 @@ fn frozen_and_tied_parameters_are_treated_as_such() {
     let table = Embedding::new(&mut init, 5, 4, 0.5).unwrap();
     let frozen = LayerNorm::new(&mut init, 4, 1e-5).unwrap();
     frozen.set_trainable(false);
-    let tied = Linear { weight: table.weight.clone(), bias: None };
+    let tied = Linear {
+        weight: table.weight.clone(),
+        bias: None,
+    };
     let model = Sequential::new().with(table).with(frozen).with(tied);
-    let names: Vec<String> = model.trainable_params().into_iter().map(|(name, _)| name).collect();
-    assert_eq!(names, ["0.weight"], "a tied weight is named once, a frozen one not at all");
-    let mut optimizer = Optimizer::adamw(model.trainable_params(), AdamW::default()).unwrap().clip(1.0);
-    assert_eq!(optimizer.state_bytes(), 20 * 12, "gradient and two moments of one f32 table");
-    let before: Vec<Vec<f32>> = model.named_params().iter().map(|(_, p)| p.to_vec().unwrap()).collect();
+    let names: Vec<String> = model
+        .trainable_params()
+        .into_iter()
+        .map(|(name, _)| name)
+        .collect();
+    assert_eq!(
+        names,
+        ["0.weight"],
+        "a tied weight is named once, a frozen one not at all"
+    );
+    let mut optimizer = Optimizer::adamw(model.trainable_params(), AdamW::default())
+        .unwrap()
+        .clip(1.0);
+    assert_eq!(
+        optimizer.state_bytes(),
+        20 * 12,
+        "gradient and two moments of one f32 table"
+    );
+    let before: Vec<Vec<f32>> = model
+        .named_params()
+        .iter()
+        .map(|(_, p)| p.to_vec().unwrap())
+        .collect();
     let worker = worker(1);
     let mut cx = Cx::train(&worker);
     let ids = cx.tensor(&[1i64, 3, 3], &[3]).unwrap();
     let labels = cx.tensor(&[3i64, 1, 0], &[3]).unwrap();
     let logits = model.forward(&mut cx, ids).unwrap().tensor().unwrap();
-    let loss = cx.cross_entropy(&logits, &labels, CrossEntropy::default()).unwrap();
+    let loss = cx
+        .cross_entropy(&logits, &labels, CrossEntropy::default())
+        .unwrap();
     let grads = cx.backward(&loss).unwrap();
     assert_eq!(grads.params().count(), 1);
     optimizer.add(&grads).unwrap();
     assert!(optimizer.step(0.1).unwrap().grad_norm > 0.0);
-    let after: Vec<Vec<f32>> = model.named_params().iter().map(|(_, p)| p.to_vec().unwrap()).collect();
+    let after: Vec<Vec<f32>> = model
+        .named_params()
+        .iter()
+        .map(|(_, p)| p.to_vec().unwrap())
+        .collect();
     assert!(before[0] != after[0] && before[1..] == after[1..]);
-    assert!(optimizer.step(0.1).unwrap_err().to_string().contains("no gradients"));
+    assert!(
+        optimizer
+            .step(0.1)
+            .unwrap_err()
+            .to_string()
+            .contains("no gradients")
+    );
 }
 
 /// A step while a pass still reads the weights is refused whole.
@@ -233,7 +297,13 @@ fn a_step_during_a_pass_changes_nothing() {
     optimizer.add(&grads).unwrap();
     let held = cx.get(layer.bias.as_ref().unwrap()).unwrap();
     let before = layer.weight.to_vec::<f32>().unwrap();
-    assert!(optimizer.step(0.1).unwrap_err().to_string().contains("in use"));
+    assert!(
+        optimizer
+            .step(0.1)
+            .unwrap_err()
+            .to_string()
+            .contains("in use")
+    );
     assert_eq!(layer.weight.to_vec::<f32>().unwrap(), before);
     drop((held, cx));
     optimizer.step(0.1).unwrap();
@@ -252,9 +322,17 @@ fn a_failing_layer_is_named() {
     let error = model.forward(&mut cx, x).unwrap_err();
     assert_eq!(error.to_string(), "layer 1 (second)");
     let cause = std::error::Error::source(&error).unwrap().to_string();
-    assert!(cause.contains("linear") && cause.contains("[3, 8]") && cause.contains("[2, 9]"), "{cause}");
+    assert!(
+        cause.contains("linear") && cause.contains("[3, 8]") && cause.contains("[2, 9]"),
+        "{cause}"
+    );
     let text = model.forward(&mut cx, Tree::Int(3)).unwrap_err();
-    assert!(std::error::Error::source(&text).unwrap().to_string().contains("a number"));
+    assert!(
+        std::error::Error::source(&text)
+            .unwrap()
+            .to_string()
+            .contains("a number")
+    );
 }
 
 /// Costs are per layer, before anything runs.
@@ -263,7 +341,11 @@ fn a_layers_cost_is_known_beforehand() {
     let mut init = Init::new(1, DType::BF16);
     let layer = Linear::new(&mut init, 64, 128, false).unwrap();
     let shape = Shape::new(&[2, 16, 64]).unwrap();
-    let given = [Given { dtype: DType::BF16, shape, grad: true }];
+    let given = [Given {
+        dtype: DType::BF16,
+        shape,
+        grad: true,
+    }];
     let costs = cost::profile(&layer as &dyn Layer, DeviceKind::Cpu, &given).unwrap();
     assert_eq!(costs.forward.flops, 2 * 32 * 64 * 128);
     assert_eq!(costs.forward.peak, (32 * 64 + 32 * 128) * 2);
@@ -275,7 +357,12 @@ fn a_layers_cost_is_known_beforehand() {
 fn clipping_and_decay_do_what_they_say() {
     let worker = worker(1);
     let [wide, flat] = [&[2, 1][..], &[1]].map(|dims| Param::full(DType::F32, dims, 1.0).unwrap());
-    let params = || [("wide".to_owned(), wide.clone()), ("flat".to_owned(), flat.clone())];
+    let params = || {
+        [
+            ("wide".to_owned(), wide.clone()),
+            ("flat".to_owned(), flat.clone()),
+        ]
+    };
     let gradients = |factor: f64| {
         let mut cx = Cx::train(&worker);
         let (a, b) = (cx.get(&wide).unwrap(), cx.get(&flat).unwrap());
@@ -289,14 +376,29 @@ fn clipping_and_decay_do_what_they_say() {
     clipped.add(&gradients(3.0)).unwrap();
     let report = clipped.step(1.0).unwrap();
     let norm = 54.0f64.sqrt();
-    assert!((report.grad_norm - norm).abs() < 1e-5, "the norm before clipping, not {}", report.grad_norm);
-    let after = [wide.to_vec::<f32>().unwrap()[0], flat.to_vec::<f32>().unwrap()[0]];
+    assert!(
+        (report.grad_norm - norm).abs() < 1e-5,
+        "the norm before clipping, not {}",
+        report.grad_norm
+    );
+    let after = [
+        wide.to_vec::<f32>().unwrap()[0],
+        flat.to_vec::<f32>().unwrap()[0],
+    ];
     for (have, grad) in after.iter().zip([3.0, 6.0]) {
-        assert!((f64::from(*have) - (1.0 - grad / norm)).abs() < 1e-5, "{after:?}");
+        assert!(
+            (f64::from(*have) - (1.0 - grad / norm)).abs() < 1e-5,
+            "{after:?}"
+        );
     }
     // With no gradient to speak of only decay moves a weight, and only the wide one may decay.
-    let rule = Sgd { weight_decay: 0.5, ..Sgd::default() };
-    let mut decayed = Optimizer::sgd(params(), rule).unwrap().decay_where(|_, p| p.shape().rank() > 1);
+    let rule = Sgd {
+        weight_decay: 0.5,
+        ..Sgd::default()
+    };
+    let mut decayed = Optimizer::sgd(params(), rule)
+        .unwrap()
+        .decay_where(|_, p| p.shape().rank() > 1);
     decayed.add(&gradients(0.0)).unwrap();
     decayed.step(0.1).unwrap();
     assert!((wide.to_vec::<f32>().unwrap()[0] - after[0] * 0.95).abs() < 1e-6);

@@ -1,4 +1,5 @@
-//! Wrapping a tree of modules: the rules decide as documented, and what they make computes the model's bits.
+//! Wrapping a tree of modules: the rules decide as documented, and what they make computes the
+//! model's bits.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -9,9 +10,9 @@ use roundpipe::nn::{Dropout, Func, Init, Linear};
 use roundpipe::optim::AdamW;
 use roundpipe::wrap::{Action, Run, Value, Values, decide};
 use roundpipe::{
-    AutoWrapped, Bytes, Composite, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Lag, Layer, MergeOutput,
-    Module, Node, Param, Params, Pin, PlanKind, Ring, RingOptions, RoundPipe, Rule, RunConfig, Sequential,
-    Tensor, TensorResult, Tree, Update, Visit, WrapConfig, Wrapped, wrap,
+    AutoWrapped, Bytes, Composite, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Lag, Layer,
+    MergeOutput, Module, Node, Param, Params, Pin, PlanKind, Ring, RingOptions, RoundPipe, Rule,
+    RunConfig, Sequential, Tensor, TensorResult, Tree, Update, Visit, WrapConfig, Wrapped, wrap,
 };
 use roundpipe_tensor::SimWorld;
 
@@ -20,8 +21,18 @@ const BATCH: usize = 7;
 
 fn ring(workers: usize) -> Ring {
     let devices = Cpu::workers(workers, Some(1)).unwrap();
-    let devices: Vec<Arc<dyn Device>> = devices.into_iter().map(|cpu| cpu as Arc<dyn Device>).collect();
-    Ring::new(&devices, &RingOptions { memory: Some(Bytes::mib(16)), ..RingOptions::default() }).unwrap()
+    let devices: Vec<Arc<dyn Device>> = devices
+        .into_iter()
+        .map(|cpu| cpu as Arc<dyn Device>)
+        .collect();
+    Ring::new(
+        &devices,
+        &RingOptions {
+            memory: Some(Bytes::mib(16)),
+            ..RingOptions::default()
+        },
+    )
+    .unwrap()
 }
 
 /// Nothing runs as one microbatch only because it is small, as everything here is.
@@ -39,7 +50,10 @@ fn config(workers: usize) -> WrapConfig {
 }
 
 fn rule() -> Rule {
-    Rule::Adam(AdamW { weight_decay: 0.05, ..AdamW::default() })
+    Rule::Adam(AdamW {
+        weight_decay: 0.05,
+        ..AdamW::default()
+    })
 }
 
 fn auto(model: impl Into<Node>, config: &WrapConfig) -> AutoWrapped {
@@ -54,13 +68,19 @@ fn refusal(model: impl Into<Node>, config: &WrapConfig) -> String {
 }
 
 fn data(seed: usize) -> HostTensor {
-    let values: Vec<f32> =
-        (0..BATCH * WIDTH).map(|i| ((i * 37 + seed * 11) % 23) as f32 / 11.0 - 1.0).collect();
+    let values: Vec<f32> = (0..BATCH * WIDTH)
+        .map(|i| ((i * 37 + seed * 11) % 23) as f32 / 11.0 - 1.0)
+        .collect();
     HostTensor::from_slice(&values, &[BATCH, WIDTH]).unwrap()
 }
 
 fn bits(tensor: &HostTensor) -> Vec<u64> {
-    tensor.to_f64_vec().unwrap().into_iter().map(f64::to_bits).collect()
+    tensor
+        .to_f64_vec()
+        .unwrap()
+        .into_iter()
+        .map(f64::to_bits)
+        .collect()
 }
 
 fn output_bits(output: &Tree<HostTensor>) -> Vec<u64> {
@@ -102,13 +122,18 @@ fn tower(own: usize, children: Vec<(&'static str, Node)>) -> Node {
 impl Params for Tower {
     fn visit(&self, visit: &mut Visit<'_>) {
         visit.maybe("own", self.own.as_ref());
-        self.children.iter().for_each(|(name, child)| visit.child(name, child));
+        self.children
+            .iter()
+            .for_each(|(name, child)| visit.child(name, child));
     }
 }
 
 impl Composite for Tower {
     fn children(&self) -> Vec<(String, Node)> {
-        self.children.iter().map(|(name, child)| ((*name).to_owned(), child.clone())).collect()
+        self.children
+            .iter()
+            .map(|(name, child)| ((*name).to_owned(), child.clone()))
+            .collect()
     }
 
     fn forward(&self, run: &mut Run<'_>, input: Values) -> roundpipe::Result<Value> {
@@ -119,8 +144,12 @@ impl Composite for Tower {
 }
 
 fn sequence(sizes: &[usize]) -> Node {
-    let blobs = sizes.iter().map(|bytes| Param::zeros(DType::U8, &[*bytes]).unwrap());
-    blobs.fold(Sequential::new(), |model, param| model.with(Blob(param))).into()
+    let blobs = sizes
+        .iter()
+        .map(|bytes| Param::zeros(DType::U8, &[*bytes]).unwrap());
+    blobs
+        .fold(Sequential::new(), |model, param| model.with(Blob(param)))
+        .into()
 }
 
 /// One line per decision: path, action, and what is special.
@@ -130,36 +159,94 @@ fn told(model: &Node, config: &WrapConfig, workers: usize) -> Vec<String> {
         let unmerged = if d.unmerged { " unmerged" } else { "" };
         format!("{}={:?}{one}{unmerged}", d.path, d.action)
     };
-    decide(model, config, workers).unwrap().into_iter().map(line).collect()
+    decide(model, config, workers)
+        .unwrap()
+        .into_iter()
+        .map(line)
+        .collect()
 }
 
 /// Each rule at its threshold and one byte beside it.
 #[test]
 fn rules_decide_as_documented() {
-    let config =
-        |lower, upper| WrapConfig { lower_threshold: lower, upper_threshold: upper, ..WrapConfig::default() };
+    let config = |lower, upper| WrapConfig {
+        lower_threshold: lower,
+        upper_threshold: upper,
+        ..WrapConfig::default()
+    };
     let two = |own| tower(own, vec![("a", blob(300)), ("b", blob(200))]);
     let list = || Node::list([blob(900), sequence(&[50]), blob(50)]);
     let cases: Vec<(&str, Node, WrapConfig, &[&str])> = vec![
-        ("own at the lower threshold", two(100), config(100, Some(0)), &["=Whole"]),
-        ("own below it", two(99), config(100, Some(0)), &["=Recurse", "a=Whole", "b=Whole"]),
-        ("total at the upper threshold", two(10), config(100, Some(510)), &["=Whole"]),
-        ("total above it", two(10), config(100, Some(509)), &["=Recurse", "a=Whole", "b=Whole"]),
-        ("total below the lower threshold", two(10), config(511, Some(510)), &["=Whole one"]),
-        ("total at the lower threshold", two(10), config(510, Some(510)), &["=Whole"]),
-        ("a sequence, however small or large", sequence(&[1, 900]), config(5000, Some(0)), &["=Sequence"]),
-        ("a layer with nothing below it", blob(300), config(5000, Some(0)), &["=Whole one"]),
+        (
+            "own at the lower threshold",
+            two(100),
+            config(100, Some(0)),
+            &["=Whole"],
+        ),
+        (
+            "own below it",
+            two(99),
+            config(100, Some(0)),
+            &["=Recurse", "a=Whole", "b=Whole"],
+        ),
+        (
+            "total at the upper threshold",
+            two(10),
+            config(100, Some(510)),
+            &["=Whole"],
+        ),
+        (
+            "total above it",
+            two(10),
+            config(100, Some(509)),
+            &["=Recurse", "a=Whole", "b=Whole"],
+        ),
+        (
+            "total below the lower threshold",
+            two(10),
+            config(511, Some(510)),
+            &["=Whole one"],
+        ),
+        (
+            "total at the lower threshold",
+            two(10),
+            config(510, Some(510)),
+            &["=Whole"],
+        ),
+        (
+            "a sequence, however small or large",
+            sequence(&[1, 900]),
+            config(5000, Some(0)),
+            &["=Sequence"],
+        ),
+        (
+            "a layer with nothing below it",
+            blob(300),
+            config(5000, Some(0)),
+            &["=Whole one"],
+        ),
         (
             "elements of a list, whatever their size",
             list(),
             config(100, Some(0)),
-            &["=List", "0=Whole unmerged", "1=Sequence unmerged", "2=Whole one"],
+            &[
+                "=List",
+                "0=Whole unmerged",
+                "1=Sequence unmerged",
+                "2=Whole one",
+            ],
         ),
         (
             "a list in a list ends where the outer one goes on",
             Node::list([Node::list([blob(200), blob(200)]), blob(200)]),
             config(100, Some(0)),
-            &["=List", "0=List", "0.0=Whole unmerged", "0.1=Whole unmerged", "1=Whole"],
+            &[
+                "=List",
+                "0=List",
+                "0.0=Whole unmerged",
+                "0.1=Whole unmerged",
+                "1=Whole",
+            ],
         ),
         (
             "a composite in a list is one engine",
@@ -182,7 +269,13 @@ fn rules_decide_as_documented() {
         ),
         (
             "a group has no forward, its elements have",
-            tower(0, vec![("g", Node::Group(vec![("x".into(), blob(200)), ("y".into(), blob(200))]))]),
+            tower(
+                0,
+                vec![(
+                    "g",
+                    Node::Group(vec![("x".into(), blob(200)), ("y".into(), blob(200))]),
+                )],
+            ),
             config(100, Some(300)),
             &["=Recurse", "g=Recurse", "g.x=Whole", "g.y=Whole"],
         ),
@@ -198,11 +291,22 @@ fn the_upper_threshold_follows_the_workers() {
     let part = |own| tower(0, vec![("x", blob(own)), ("y", blob(100))]);
     let model = tower(0, vec![("a", part(200)), ("b", part(500))]);
     // 900 bytes: 450 for one worker, 300 for two, 225 for three.
-    let config = WrapConfig { lower_threshold: 1000, ..WrapConfig::default() };
+    let config = WrapConfig {
+        lower_threshold: 1000,
+        ..WrapConfig::default()
+    };
     let open = |d: &roundpipe::wrap::Decision| d.action == Action::Recurse;
-    for (workers, want) in [(1, vec!["", "b"]), (2, vec!["", "b"]), (3, vec!["", "a", "b"])] {
+    for (workers, want) in [
+        (1, vec!["", "b"]),
+        (2, vec!["", "b"]),
+        (3, vec!["", "a", "b"]),
+    ] {
         let decisions = decide(&model, &config, workers).unwrap();
-        let opened: Vec<&str> = decisions.iter().filter(|d| open(d)).map(|d| d.path.as_str()).collect();
+        let opened: Vec<&str> = decisions
+            .iter()
+            .filter(|d| open(d))
+            .map(|d| d.path.as_str())
+            .collect();
         assert_eq!(opened, want, "{workers} workers");
     }
     assert_eq!(WrapConfig::default().lower_threshold, 16 * 1024);
@@ -210,24 +314,48 @@ fn the_upper_threshold_follows_the_workers() {
 
 #[test]
 fn skipping_comes_first_and_names_must_be_right() {
-    let model = tower(0, vec![("a", sequence(&[300])), ("b", Node::list([blob(200), blob(100)]))]);
-    let mut config = WrapConfig { upper_threshold: Some(0), lower_threshold: 100, ..WrapConfig::default() };
+    let model = tower(
+        0,
+        vec![
+            ("a", sequence(&[300])),
+            ("b", Node::list([blob(200), blob(100)])),
+        ],
+    );
+    let mut config = WrapConfig {
+        upper_threshold: Some(0),
+        lower_threshold: 100,
+        ..WrapConfig::default()
+    };
     config.skip = vec!["a".into(), "b.0".into()];
-    assert_eq!(told(&model, &config, 1), ["=Recurse", "a=Skip", "b=List", "b.0=Skip", "b.1=Whole"]);
+    assert_eq!(
+        told(&model, &config, 1),
+        ["=Recurse", "a=Skip", "b=List", "b.0=Skip", "b.1=Whole"]
+    );
     config.skip = vec![String::new()];
     assert_eq!(told(&model, &config, 1), ["=Skip"]);
     config.skip = vec!["c".into()];
     let text = decide(&model, &config, 1).unwrap_err().to_string();
-    assert_eq!(text, "skip: no module `c` is decided on; there are ``, `a`, `b`, `b.0`, `b.1`");
+    assert_eq!(
+        text,
+        "skip: no module `c` is decided on; there are ``, `a`, `b`, `b.0`, `b.1`"
+    );
     config.skip.clear();
-    config.override_config.insert("b.7".into(), RunConfig::new());
+    config
+        .override_config
+        .insert("b.7".into(), RunConfig::new());
     assert!(
-        decide(&model, &config, 1).unwrap_err().to_string().starts_with("override_config: no module `b.7`")
+        decide(&model, &config, 1)
+            .unwrap_err()
+            .to_string()
+            .starts_with("override_config: no module `b.7`")
     );
     let twice = tower(0, vec![("a", blob(200)), ("a", blob(200))]);
     config.override_config.clear();
     let text = decide(&twice, &config, 1).unwrap_err().to_string();
-    assert_eq!(text, "wrap: child `a` of the model: names must differ, and have no dots");
+    assert_eq!(
+        text,
+        "wrap: child `a` of the model: names must differ, and have no dots"
+    );
 }
 
 // ---- chains ----
@@ -254,8 +382,10 @@ impl Module for Block {
 
 fn blocks(count: usize) -> Vec<Arc<Block>> {
     let mut init = Init::new(9, DType::F32);
-    let mut block =
-        || Block { linear: Linear::new(&mut init, WIDTH, WIDTH, true).unwrap(), dropout: Dropout { p: 0.2 } };
+    let mut block = || Block {
+        linear: Linear::new(&mut init, WIDTH, WIDTH, true).unwrap(),
+        dropout: Dropout { p: 0.2 },
+    };
     (0..count).map(|_| Arc::new(block())).collect()
 }
 
@@ -275,7 +405,9 @@ impl Layer for Same {
 }
 
 fn one_sequence(blocks: &[Arc<Block>]) -> Sequential {
-    blocks.iter().fold(Sequential::new(), |model, block| model.with(Same(block.clone())))
+    blocks.iter().fold(Sequential::new(), |model, block| {
+        model.with(Same(block.clone()))
+    })
 }
 
 fn one_list(blocks: &[Arc<Block>]) -> Node {
@@ -295,7 +427,11 @@ struct Trail {
 const STEPS: usize = 3;
 
 fn update() -> Update {
-    Update { clip: Some(0.7), skip_nonfinite: true, ..Update::new(0.01) }
+    Update {
+        clip: Some(0.7),
+        skip_nonfinite: true,
+        ..Update::new(0.01)
+    }
 }
 
 fn call_config() -> RunConfig {
@@ -304,17 +440,31 @@ fn call_config() -> RunConfig {
 
 fn values(blocks: &[Arc<Block>]) -> Vec<Vec<u64>> {
     let read = |(_, param): (String, Param)| {
-        param.to_vec::<f32>().unwrap().into_iter().map(|v| f64::from(v).to_bits()).collect()
+        param
+            .to_vec::<f32>()
+            .unwrap()
+            .into_iter()
+            .map(|v| f64::from(v).to_bits())
+            .collect()
     };
-    blocks.iter().flat_map(|block| block.named_params()).map(read).collect()
+    blocks
+        .iter()
+        .flat_map(|block| block.named_params())
+        .map(read)
+        .collect()
 }
 
 fn grads_of(grads: Vec<(String, Option<HostTensor>)>) -> Vec<(String, Vec<u64>)> {
-    grads.into_iter().map(|(name, grad)| (name, bits(&grad.unwrap()))).collect()
+    grads
+        .into_iter()
+        .map(|(name, grad)| (name, bits(&grad.unwrap())))
+        .collect()
 }
 
 fn inputs_of(grads: &roundpipe::engine::InputGrads) -> Vec<Vec<u64>> {
-    (0..grads.len()).map(|m| bits(grads.wait(m).unwrap()[0].as_ref().unwrap())).collect()
+    (0..grads.len())
+        .map(|m| bits(grads.wait(m).unwrap()[0].as_ref().unwrap()))
+        .collect()
 }
 
 fn by_one_engine(lag: Lag) -> Trail {
@@ -335,10 +485,24 @@ fn by_one_engine(lag: Lag) -> Trail {
         input_grads = inputs_of(&back);
         engine.synchronize().unwrap();
         grads = grads_of(engine.gradients().unwrap());
-        norms.push(engine.update(&update(), lag).unwrap().wait().unwrap().grad_norm.to_bits());
+        norms.push(
+            engine
+                .update(&update(), lag)
+                .unwrap()
+                .wait()
+                .unwrap()
+                .grad_norm
+                .to_bits(),
+        );
     }
     engine.synchronize().unwrap();
-    Trail { outputs, grads, input_grads, params: values(&blocks), norms }
+    Trail {
+        outputs,
+        grads,
+        input_grads,
+        params: values(&blocks),
+        norms,
+    }
 }
 
 fn by_chain(config: &WrapConfig, lag: Lag) -> Trail {
@@ -352,20 +516,39 @@ fn by_chain(config: &WrapConfig, lag: Lag) -> Trail {
         input_grads = inputs_of(&back.unwrap());
         model.synchronize().unwrap();
         grads = grads_of(model.gradients().unwrap());
-        norms.push(model.update(&update(), lag).unwrap().wait().unwrap().grad_norm.to_bits());
+        norms.push(
+            model
+                .update(&update(), lag)
+                .unwrap()
+                .wait()
+                .unwrap()
+                .grad_norm
+                .to_bits(),
+        );
     }
     model.synchronize().unwrap();
-    Trail { outputs, grads, input_grads, params: values(&blocks), norms }
+    Trail {
+        outputs,
+        grads,
+        input_grads,
+        params: values(&blocks),
+        norms,
+    }
 }
 
-/// A chain of engines is one engine over all layers, in every bit: dropout, clipping and lag included.
+/// A chain of engines is one engine over all layers, in every bit: dropout, clipping and lag
+/// included.
 #[test]
 fn a_chain_of_list_elements_equals_one_sequence() {
     for lag in [Lag::Zero, Lag::One] {
         let want = by_one_engine(lag);
         assert_eq!(want.grads[0].0, "0.linear.weight");
         for workers in [1, 2, 3] {
-            assert_eq!(by_chain(&config(workers), lag), want, "{workers} workers, {lag:?}");
+            assert_eq!(
+                by_chain(&config(workers), lag),
+                want,
+                "{workers} workers, {lag:?}"
+            );
         }
     }
 }
@@ -374,7 +557,9 @@ fn a_chain_of_list_elements_equals_one_sequence() {
 #[test]
 fn a_merged_element_changes_no_bit() {
     let mut config = config(2);
-    config.override_config.insert("1".into(), RunConfig::new().merge_output(MergeOutput::Auto));
+    config
+        .override_config
+        .insert("1".into(), RunConfig::new().merge_output(MergeOutput::Auto));
     assert_eq!(by_chain(&config, Lag::Zero), by_one_engine(Lag::Zero));
 }
 
@@ -404,8 +589,13 @@ fn the_next_element_starts_with_the_first_microbatch() {
     let mut config = config(2);
     let plan = ExecutePlan::from_sizes(PlanKind::Infer, &[1], &[]);
     config.run_config = RunConfig::new().num_microbatch(2).execute_plan(plan);
-    let model = auto(Node::list([Node::layer(first), Node::layer(second)]), &config);
-    let forward = model.forward(data(0), &RunConfig::new().requires_grad(false)).unwrap();
+    let model = auto(
+        Node::list([Node::layer(first), Node::layer(second)]),
+        &config,
+    );
+    let forward = model
+        .forward(data(0), &RunConfig::new().requires_grad(false))
+        .unwrap();
     assert_eq!(output_bits(forward.output()), bits(&data(0)));
 }
 
@@ -428,7 +618,10 @@ impl Params for Net {
 impl Composite for Net {
     fn children(&self) -> Vec<(String, Node)> {
         let first = Node::Layer(self.blocks[0].clone());
-        vec![("first".into(), first), ("rest".into(), one_list(&self.blocks[1..]))]
+        vec![
+            ("first".into(), first),
+            ("rest".into(), one_list(&self.blocks[1..])),
+        ]
     }
 
     fn forward(&self, run: &mut Run<'_>, input: Values) -> roundpipe::Result<Value> {
@@ -452,37 +645,69 @@ fn net() -> (Arc<Net>, Node) {
 }
 
 fn one_microbatch() -> WrapConfig {
-    WrapConfig { run_config: RunConfig::new().num_microbatch(1), ..config(2) }
+    WrapConfig {
+        run_config: RunConfig::new().num_microbatch(1),
+        ..config(2)
+    }
 }
 
 /// One forward for all: on a worker as a whole, and on the host over engines or what was skipped.
 #[test]
 fn a_module_computes_the_same_whole_and_in_parts() {
     let (net, node) = net();
-    let whole = WrapConfig { upper_threshold: Some(u64::MAX), ..one_microbatch() };
-    let Wrapped::Engine(engine) = wrap(node, &whole).unwrap() else { panic!("it fits as a whole") };
+    let whole = WrapConfig {
+        upper_threshold: Some(u64::MAX),
+        ..one_microbatch()
+    };
+    let Wrapped::Engine(engine) = wrap(node, &whole).unwrap() else {
+        panic!("it fits as a whole")
+    };
     let forward = engine.forward(data(1), &RunConfig::new()).unwrap();
     let want_output = output_bits(forward.output().unwrap());
     forward.backward(data(2)).unwrap();
     engine.synchronize().unwrap();
     let mut want = grads_of(engine.gradients().unwrap());
-    want.iter_mut().for_each(|(name, _)| *name = name.strip_prefix("model.").unwrap().to_owned());
+    want.iter_mut()
+        .for_each(|(name, _)| *name = name.strip_prefix("model.").unwrap().to_owned());
     want.sort();
     assert_eq!(want.len(), net.named_params().len());
 
     // What is too small for an engine by itself runs on the host, as does the module's own part.
-    let parts = WrapConfig { lower_threshold: 33, upper_threshold: Some(0), ..one_microbatch() };
-    for skip in [vec![], vec!["first".to_owned()], vec!["rest.0".to_owned()], vec!["rest".to_owned()]] {
+    let parts = WrapConfig {
+        lower_threshold: 33,
+        upper_threshold: Some(0),
+        ..one_microbatch()
+    };
+    for skip in [
+        vec![],
+        vec!["first".to_owned()],
+        vec!["rest.0".to_owned()],
+        vec!["rest".to_owned()],
+    ] {
         let (_, node) = self::net();
-        let model = auto(node, &WrapConfig { skip: skip.clone(), ..parts.clone() });
+        let model = auto(
+            node,
+            &WrapConfig {
+                skip: skip.clone(),
+                ..parts.clone()
+            },
+        );
         let forward = model.forward(data(1), &RunConfig::new()).unwrap();
-        assert_eq!(output_bits(forward.output()), want_output, "skipping {skip:?}");
+        assert_eq!(
+            output_bits(forward.output()),
+            want_output,
+            "skipping {skip:?}"
+        );
         forward.backward(data(2)).unwrap();
         model.synchronize().unwrap();
         let mut grads = grads_of(model.gradients().unwrap());
         let unwrapped = model.take_unwrapped_gradients();
         assert!(unwrapped.iter().any(|(name, _)| name == "scale"));
-        grads.extend(unwrapped.iter().map(|(name, grad)| (name.clone(), bits(grad))));
+        grads.extend(
+            unwrapped
+                .iter()
+                .map(|(name, grad)| (name.clone(), bits(grad))),
+        );
         grads.sort();
         assert_eq!(grads, want, "skipping {skip:?}");
     }
@@ -492,25 +717,58 @@ fn a_module_computes_the_same_whole_and_in_parts() {
 #[test]
 fn skipped_modules_stay_unwrapped() {
     let blocks = blocks(3);
-    let model = auto(one_list(&blocks), &WrapConfig { skip: vec!["1".into()], ..one_microbatch() });
+    let model = auto(
+        one_list(&blocks),
+        &WrapConfig {
+            skip: vec!["1".into()],
+            ..one_microbatch()
+        },
+    );
     let paths: Vec<&str> = model.engines().map(|(path, _)| path).collect();
     assert_eq!(paths, ["0", "2"]);
-    let names: Vec<String> =
-        model.optim_named_parameters("net", true).unwrap().map(|(name, _)| name).collect();
-    let want = ["0.linear.weight", "0.linear.bias", "2.linear.weight", "2.linear.bias"];
+    let names: Vec<String> = model
+        .optim_named_parameters("net", true)
+        .unwrap()
+        .map(|(name, _)| name)
+        .collect();
+    let want = [
+        "0.linear.weight",
+        "0.linear.bias",
+        "2.linear.weight",
+        "2.linear.bias",
+    ];
     assert_eq!(names, want.map(|name| format!("net.{name}")));
-    let unwrapped: Vec<&str> = model.unwrapped_params().iter().map(|(name, _)| name.as_str()).collect();
+    let unwrapped: Vec<&str> = model
+        .unwrapped_params()
+        .iter()
+        .map(|(name, _)| name.as_str())
+        .collect();
     assert_eq!(unwrapped, ["1.linear.weight", "1.linear.bias"]);
     let before = values(&blocks);
-    model.forward(data(0), &RunConfig::new()).unwrap().backward(data(1)).unwrap();
-    assert_eq!(model.update(&Update::new(0.1), Lag::Zero).unwrap().wait().unwrap().step, 1);
+    model
+        .forward(data(0), &RunConfig::new())
+        .unwrap()
+        .backward(data(1))
+        .unwrap();
+    assert_eq!(
+        model
+            .update(&Update::new(0.1), Lag::Zero)
+            .unwrap()
+            .wait()
+            .unwrap()
+            .step,
+        1
+    );
     model.synchronize().unwrap();
     let after = values(&blocks);
     let changed: Vec<bool> = before.iter().zip(&after).map(|(a, b)| a != b).collect();
     assert_eq!(changed, [true, true, false, false, true, true]);
     let grads = model.take_unwrapped_gradients();
     assert_eq!(
-        grads.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(),
+        grads
+            .iter()
+            .map(|(name, _)| name.as_str())
+            .collect::<Vec<_>>(),
         ["1.linear.bias", "1.linear.weight"]
     );
     assert!(model.take_unwrapped_gradients().is_empty());
@@ -521,9 +779,19 @@ fn skipped_modules_stay_unwrapped() {
 fn a_step_function_sees_every_engine() {
     let blocks = blocks(2);
     let model = auto(one_list(&blocks), &config(1));
-    let text = model.step(|_, _| Ok(()), Lag::Zero).unwrap_err().to_string();
-    assert_eq!(text, "step: no engine computed gradients since the last step");
-    model.forward(data(0), &RunConfig::new()).unwrap().backward(data(1)).unwrap();
+    let text = model
+        .step(|_, _| Ok(()), Lag::Zero)
+        .unwrap_err()
+        .to_string();
+    assert_eq!(
+        text,
+        "step: no engine computed gradients since the last step"
+    );
+    model
+        .forward(data(0), &RunConfig::new())
+        .unwrap()
+        .backward(data(1))
+        .unwrap();
     let seen = Arc::new(Mutex::new(Vec::new()));
     let into = seen.clone();
     let step = move |path: &str, _: &mut roundpipe::update::OptimParams<'_>| {
@@ -558,7 +826,9 @@ impl Composite for Fork {
         let right = run.child("right", input)?;
         let right = if self.detached { right.detach() } else { right };
         run.apply(Values::new().arg(left).named("right", right), |cx, both| {
-            let Tree::List(mut both) = both else { unreachable!("one by place, one by name") };
+            let Tree::List(mut both) = both else {
+                unreachable!("one by place, one by name")
+            };
             let right = both.pop().unwrap().take("right")?.tensor()?;
             Ok(cx.add(&both.remove(0).tensor()?, &right)?.into())
         })
@@ -567,22 +837,63 @@ impl Composite for Fork {
 
 #[test]
 fn the_way_back_is_a_chain_or_refused() {
-    let parts = WrapConfig { lower_threshold: 1, upper_threshold: Some(0), ..one_microbatch() };
-    let model = auto(Node::composite(Fork { detached: false, blocks: blocks(2) }), &parts);
+    let parts = WrapConfig {
+        lower_threshold: 1,
+        upper_threshold: Some(0),
+        ..one_microbatch()
+    };
+    let model = auto(
+        Node::composite(Fork {
+            detached: false,
+            blocks: blocks(2),
+        }),
+        &parts,
+    );
     let forward = model.forward(data(0), &RunConfig::new()).unwrap();
     let text = forward.backward(data(1)).unwrap_err().to_string();
     assert!(
-        text.starts_with("backward: the model takes outputs of several calls, so the calls are no chain;"),
+        text.starts_with(
+            "backward: the model takes outputs of several calls, so the calls are no chain;"
+        ),
         "{text}"
     );
-    let model = auto(Node::composite(Fork { detached: true, blocks: blocks(2) }), &parts);
-    model.forward(data(0), &RunConfig::new()).unwrap().backward(data(1)).unwrap();
+    let model = auto(
+        Node::composite(Fork {
+            detached: true,
+            blocks: blocks(2),
+        }),
+        &parts,
+    );
+    model
+        .forward(data(0), &RunConfig::new())
+        .unwrap()
+        .backward(data(1))
+        .unwrap();
     model.synchronize().unwrap();
-    let filled: Vec<bool> = model.gradients().unwrap().iter().map(|(_, grad)| grad.is_some()).collect();
-    assert_eq!(filled, [true, true, false, false], "only the left branch has a way back");
+    let filled: Vec<bool> = model
+        .gradients()
+        .unwrap()
+        .iter()
+        .map(|(_, grad)| grad.is_some())
+        .collect();
+    assert_eq!(
+        filled,
+        [true, true, false, false],
+        "only the left branch has a way back"
+    );
     // An engine without gradients takes no part in the step.
-    model.update(&Update::new(0.1), Lag::Zero).unwrap().wait().unwrap();
-    assert_eq!(model.engines().map(|(_, engine)| engine.steps()).collect::<Vec<_>>(), [1, 0]);
+    model
+        .update(&Update::new(0.1), Lag::Zero)
+        .unwrap()
+        .wait()
+        .unwrap();
+    assert_eq!(
+        model
+            .engines()
+            .map(|(_, engine)| engine.steps())
+            .collect::<Vec<_>>(),
+        [1, 0]
+    );
 }
 
 /// Inputs by name, of which one is only for the module's own part.
@@ -601,21 +912,34 @@ impl Composite for Masked {
 
     fn forward(&self, run: &mut Run<'_>, input: Values) -> roundpipe::Result<Value> {
         let y = run.child("block", input.get("x")?)?;
-        run.apply(Values::new().named("y", y).named("mask", input.get("mask")?), |cx, mut both| {
-            let mask = both.take("mask")?.tensor()?;
-            Ok(cx.mul(&both.take("y")?.tensor()?, &mask)?.into())
-        })
+        run.apply(
+            Values::new()
+                .named("y", y)
+                .named("mask", input.get("mask")?),
+            |cx, mut both| {
+                let mask = both.take("mask")?.tensor()?;
+                Ok(cx.mul(&both.take("y")?.tensor()?, &mask)?.into())
+            },
+        )
     }
 }
 
-/// Named inputs have the same names on a worker and on the host, and gradients find the one they belong to.
+/// Named inputs have the same names on a worker and on the host, and gradients find the one they
+/// belong to.
 #[test]
 fn inputs_keep_their_names() {
     let mut trails = Vec::new();
     for upper in [u64::MAX, 0] {
         let block = Arc::into_inner(blocks(1).remove(0)).unwrap();
-        let block = Arc::new(Block { dropout: Dropout { p: 0.0 }, ..block });
-        let config = WrapConfig { lower_threshold: 1, upper_threshold: Some(upper), ..one_microbatch() };
+        let block = Arc::new(Block {
+            dropout: Dropout { p: 0.0 },
+            ..block
+        });
+        let config = WrapConfig {
+            lower_threshold: 1,
+            upper_threshold: Some(upper),
+            ..one_microbatch()
+        };
         let inputs = Args::new().named("x", data(0)).named("mask", data(3));
         let node = Node::composite(Masked(block));
         trails.push(match wrap(node, &config).unwrap() {
@@ -626,7 +950,10 @@ fn inputs_keep_their_names() {
                 engine.synchronize().unwrap();
                 (
                     output,
-                    grads_of(engine.gradients().unwrap()).into_iter().map(|(_, g)| g).collect::<Vec<_>>(),
+                    grads_of(engine.gradients().unwrap())
+                        .into_iter()
+                        .map(|(_, g)| g)
+                        .collect::<Vec<_>>(),
                 )
             }
             Wrapped::Auto(model) => {
@@ -634,7 +961,13 @@ fn inputs_keep_their_names() {
                 let output = output_bits(forward.output());
                 forward.backward(data(1)).unwrap();
                 model.synchronize().unwrap();
-                (output, grads_of(model.gradients().unwrap()).into_iter().map(|(_, g)| g).collect::<Vec<_>>())
+                (
+                    output,
+                    grads_of(model.gradients().unwrap())
+                        .into_iter()
+                        .map(|(_, g)| g)
+                        .collect::<Vec<_>>(),
+                )
             }
         });
     }
@@ -650,12 +983,20 @@ fn a_skipped_step_is_skipped_by_all() {
     let mut grad = data(1).to_vec::<f32>().unwrap();
     grad[5] = f32::INFINITY;
     let grad = HostTensor::from_slice(&grad, &[BATCH, WIDTH]).unwrap();
-    model.forward(data(0), &RunConfig::new()).unwrap().backward(grad).unwrap();
+    model
+        .forward(data(0), &RunConfig::new())
+        .unwrap()
+        .backward(grad)
+        .unwrap();
     let report = model.update(&update(), Lag::Zero).unwrap().wait().unwrap();
     assert!(report.skipped && report.step == 0, "{report:?}");
     model.synchronize().unwrap();
     assert_eq!(values(&blocks), before);
-    model.forward(data(0), &RunConfig::new()).unwrap().backward(data(1)).unwrap();
+    model
+        .forward(data(0), &RunConfig::new())
+        .unwrap()
+        .backward(data(1))
+        .unwrap();
     let report = model.update(&update(), Lag::Zero).unwrap().wait().unwrap();
     assert!(!report.skipped && report.step == 1, "{report:?}");
 }
@@ -667,21 +1008,39 @@ fn what_cannot_work_says_why() {
     let blocks = blocks(2);
     let model = auto(one_list(&blocks), &config(1));
     let loss = |cx: &mut Cx, output: Tree, _: Tree| cx.sum(&output.tensor()?, &[0, 1], false);
-    let text = model.forward_backward(data(0), Tree::None, loss).unwrap_err().to_string();
+    let text = model
+        .forward_backward(data(0), Tree::None, loss)
+        .unwrap_err()
+        .to_string();
     assert_eq!(
         text,
         "forward_backward: the model was wrapped in 2 parts, not as one sequence, so there is no last layer to run \
          the loss behind; use `forward` and its `backward`, or give `wrap` a preset that makes a `Sequential` of it"
     );
-    let text = model.forward(data(0), &RunConfig::new().num_microbatch(2)).unwrap_err().to_string();
-    assert!(text.starts_with("num_microbatch: it belongs to single engines;"), "{text}");
+    let text = model
+        .forward(data(0), &RunConfig::new().num_microbatch(2))
+        .unwrap_err()
+        .to_string();
+    assert!(
+        text.starts_with("num_microbatch: it belongs to single engines;"),
+        "{text}"
+    );
 
-    let tied = Node::list([Node::Layer(blocks[0].clone()), Node::Layer(blocks[0].clone())]);
+    let tied = Node::list([
+        Node::Layer(blocks[0].clone()),
+        Node::Layer(blocks[0].clone()),
+    ]);
     let text = refusal(tied, &config(1));
-    assert!(text.starts_with("wrap: `0.linear.weight` and `1.linear.weight` are one parameter"), "{text}");
+    assert!(
+        text.starts_with("wrap: `0.linear.weight` and `1.linear.weight` are one parameter"),
+        "{text}"
+    );
     let grouped = Node::list([Node::Group(vec![("a".into(), blob(3))]), blob(3)]);
     let text = refusal(grouped, &config(1));
-    assert_eq!(text, "wrap: `0` stands in a list but has no forward; make it a list or a composite");
+    assert_eq!(
+        text,
+        "wrap: `0` stands in a list but has no forward; make it a list or a composite"
+    );
 }
 
 /// The pin of a wrap holds for activations too, whatever the options of its ring say.
@@ -689,19 +1048,38 @@ fn what_cannot_work_says_why() {
 fn a_pin_reaches_the_ring() {
     let loss = |cx: &mut Cx, output: Tree, _: Tree| cx.mean_all(&output.tensor()?);
     for pin in [Pin::Off, Pin::Alloc] {
-        let options =
-            RingOptions { memory: Some(Bytes::mib(16)), keep: Some(Bytes(0)), ..RingOptions::default() };
+        let options = RingOptions {
+            memory: Some(Bytes::mib(16)),
+            keep: Some(Bytes(0)),
+            ..RingOptions::default()
+        };
         let devices = SimWorld::seeded(3).unwrap().workers(2);
-        let devices = devices.into_iter().map(|sim| sim as Arc<dyn Device>).collect();
-        let config = WrapConfig { ring: None, devices, ring_options: options, pin, ..config(1) };
+        let devices = devices
+            .into_iter()
+            .map(|sim| sim as Arc<dyn Device>)
+            .collect();
+        let config = WrapConfig {
+            ring: None,
+            devices,
+            ring_options: options,
+            pin,
+            ..config(1)
+        };
         let Wrapped::Engine(engine) = wrap(one_sequence(&blocks(4)), &config).unwrap() else {
             panic!("it is a sequence")
         };
         engine.forward_backward(data(0), Tree::None, loss).unwrap();
         engine.synchronize().unwrap();
         let (pins, host) = (engine.ring().pins(), engine.ring().host_use());
-        let other = if pin == Pin::Off { pins.pinned } else { pins.pageable };
-        assert!(host.allocated > Bytes(0) && other == Bytes(0), "{pin:?}: {pins:?}, {host:?}");
+        let other = if pin == Pin::Off {
+            pins.pinned
+        } else {
+            pins.pageable
+        };
+        assert!(
+            host.allocated > Bytes(0) && other == Bytes(0),
+            "{pin:?}: {pins:?}, {host:?}"
+        );
     }
 }
 
@@ -709,27 +1087,64 @@ fn a_pin_reaches_the_ring() {
 #[test]
 fn a_preset_makes_a_sequence() {
     let (net, node) = net();
-    let insist = WrapConfig { use_sequential_preset: Some(true), ..config(1) };
+    let insist = WrapConfig {
+        use_sequential_preset: Some(true),
+        ..config(1)
+    };
     let text = refusal(node.clone(), &insist);
     assert_eq!(
         text,
         "use_sequential_preset: there is no preset; set `preset`, or leave it unset to use the rules"
     );
     let knows = |node: &Node| {
-        let Node::Composite(module) = node else { return None };
+        let Node::Composite(module) = node else {
+            return None;
+        };
         let net = (&**module as &dyn std::any::Any).downcast_ref::<Net>()?;
         Some(one_sequence(&net.blocks))
     };
-    let insist = WrapConfig { preset: Some(Arc::new(knows)), ..insist };
-    let Wrapped::Engine(engine) = wrap(node.clone(), &insist).unwrap() else { panic!("it is a sequence") };
+    let insist = WrapConfig {
+        preset: Some(Arc::new(knows)),
+        ..insist
+    };
+    let Wrapped::Engine(engine) = wrap(node.clone(), &insist).unwrap() else {
+        panic!("it is a sequence")
+    };
     let loss = |cx: &mut Cx, output: Tree, _: Tree| cx.sum(&output.tensor()?, &[0, 1], false);
-    assert!(engine.forward_backward(data(0), Tree::None, loss).unwrap().sum().is_finite());
-    assert_eq!(engine.named_params().len(), net.named_params().len(), "the original, with its scale");
+    assert!(
+        engine
+            .forward_backward(data(0), Tree::None, loss)
+            .unwrap()
+            .sum()
+            .is_finite()
+    );
+    assert_eq!(
+        engine.named_params().len(),
+        net.named_params().len(),
+        "the original, with its scale"
+    );
     let text = refusal(one_list(&blocks(2)), &insist);
-    assert!(text.starts_with("use_sequential_preset: the preset does not know this model;"), "{text}");
-    let ignores = WrapConfig { use_sequential_preset: Some(false), upper_threshold: Some(0), ..insist };
+    assert!(
+        text.starts_with("use_sequential_preset: the preset does not know this model;"),
+        "{text}"
+    );
+    let ignores = WrapConfig {
+        use_sequential_preset: Some(false),
+        upper_threshold: Some(0),
+        ..insist
+    };
     let (_, node) = self::net();
-    assert!(matches!(wrap(node, &WrapConfig { lower_threshold: 33, ..ignores }).unwrap(), Wrapped::Auto(_)));
+    assert!(matches!(
+        wrap(
+            node,
+            &WrapConfig {
+                lower_threshold: 33,
+                ..ignores
+            }
+        )
+        .unwrap(),
+        Wrapped::Auto(_)
+    ));
 }
 
 /// The cause is told, not what was called off for it; all engines work on.
@@ -737,17 +1152,26 @@ fn a_preset_makes_a_sequence() {
 fn a_failing_element_is_named_and_forgiven() {
     let fails = Arc::new(AtomicBool::new(true));
     let asked = fails.clone();
-    let broken = Func(move |cx: &mut Cx, x: &Tensor| match asked.load(Ordering::SeqCst) {
-        true => cx.reshape(x, &[3, 1]),
-        false => Ok(x.clone()),
-    });
+    let broken = Func(
+        move |cx: &mut Cx, x: &Tensor| match asked.load(Ordering::SeqCst) {
+            true => cx.reshape(x, &[3, 1]),
+            false => Ok(x.clone()),
+        },
+    );
     let blocks = blocks(2);
     let [first, last] = [0, 1].map(|i| Node::Layer(blocks[i].clone()));
     let model = auto(Node::list([first, Node::layer(broken), last]), &config(2));
-    let text = model.forward(data(0), &RunConfig::new()).unwrap_err().to_string();
+    let text = model
+        .forward(data(0), &RunConfig::new())
+        .unwrap_err()
+        .to_string();
     assert!(text.starts_with("model.1: forward stage 0"), "{text}");
     fails.store(false, Ordering::SeqCst);
-    model.forward(data(0), &RunConfig::new()).unwrap().backward(data(1)).unwrap();
+    model
+        .forward(data(0), &RunConfig::new())
+        .unwrap()
+        .backward(data(1))
+        .unwrap();
     model.update(&update(), Lag::Zero).unwrap().wait().unwrap();
     model.synchronize().unwrap();
 }

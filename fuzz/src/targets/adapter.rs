@@ -26,12 +26,21 @@ fn run(scratch: &mut Scratch, input: &[u8]) -> bool {
     scratch.fill(files.iter().map(|(name, bytes)| (*name, &bytes[..])));
     let mut model = model(config);
     if accepted(model.load_adapter(scratch.dir())).is_none() {
-        assert!(model.lora().is_none(), "a refused adapter left something behind");
+        assert!(
+            model.lora().is_none(),
+            "a refused adapter left something behind"
+        );
         return false;
     }
-    model.load_adapter(scratch.dir()).expect("the same adapter again");
+    model
+        .load_adapter(scratch.dir())
+        .expect("the same adapter again");
     // Slow next to the rest, so not every time.
-    if input.iter().fold(0u8, |sum, byte| sum.wrapping_add(*byte)).is_multiple_of(4) {
+    if input
+        .iter()
+        .fold(0u8, |sum, byte| sum.wrapping_add(*byte))
+        .is_multiple_of(4)
+    {
         save_again(scratch, &model, config);
     }
     model.merge_lora().expect("nobody else holds the model");
@@ -49,7 +58,9 @@ fn model(config: &str) -> Model {
 /// What is saved can be loaded.
 fn save_again(scratch: &Scratch, with_adapter: &Model, config: &str) {
     let dir = scratch.path("saved");
-    with_adapter.save_adapter(&dir).expect("a loaded adapter can be saved");
+    with_adapter
+        .save_adapter(&dir)
+        .expect("a loaded adapter can be saved");
     let result = model(config).load_adapter(&dir);
     std::fs::remove_dir_all(&dir).expect("the copy");
     result.expect("a saved adapter can be loaded");

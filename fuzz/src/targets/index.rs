@@ -1,4 +1,5 @@
-//! Indexes of shards: opened, read whole, loaded into a model. The shards are sound unless the input brings others.
+//! Indexes of shards: opened, read whole, loaded into a model. The shards are sound unless the
+//! input brings others.
 
 use roundpipe_models::{Folder, Model};
 
@@ -46,7 +47,12 @@ fn run(scratch: &mut Scratch, input: &[u8]) -> bool {
     if let Some(folder) = accepted(Folder::open(scratch.dir())) {
         read_all(&folder);
         for name in folder.tensors() {
-            assert!(folder.shard_of(name).is_some_and(|shard| shard.stored(name).is_some()), "{name}");
+            assert!(
+                folder
+                    .shard_of(name)
+                    .is_some_and(|shard| shard.stored(name).is_some()),
+                "{name}"
+            );
         }
     }
     accepted(Model::load(scratch.dir(), None)).is_some()

@@ -22,13 +22,21 @@ pub const TARGET: Target = Target {
     run,
 };
 
-/// A render's limits are its caller's to choose. These are small ones, as templates of the grammar like to use up what
-/// they are given; `tests/chat_limits.rs` holds others against the limits that are the default.
-const LIMITS: Limits = Limits { steps: 20_000, bytes: 1 << 20 };
+/// A render's limits are its caller's to choose. These are small ones, as templates of the grammar
+/// like to use up what they are given; `tests/chat_limits.rs` holds others against the limits that
+/// are the default.
+const LIMITS: Limits = Limits {
+    steps: 20_000,
+    bytes: 1 << 20,
+};
 
 /// Grown from a grammar by the input's bytes.
-pub const GRAMMAR: Target =
-    Target { name: "template_grammar", syntax: Syntax::Choices, run: run_grown, ..TARGET };
+pub const GRAMMAR: Target = Target {
+    name: "template_grammar",
+    syntax: Syntax::Choices,
+    run: run_grown,
+    ..TARGET
+};
 
 fn run(_: &mut Scratch, input: &[u8]) -> bool {
     render(&String::from_utf8_lossy(input))
@@ -41,10 +49,14 @@ fn run_grown(_: &mut Scratch, input: &[u8]) -> bool {
 /// Renders a conversation with a tool.
 fn render(source: &str) -> bool {
     let tokens = BTreeMap::from([("bos_token".to_owned(), "<s>".to_owned())]);
-    let Some(template) = accepted(ChatTemplate::parse(source, &tokens)) else { return false };
-    let messages = [Message::new("user", "hi  a,b\n<x>"), Message::new("assistant", "é 12")];
-    let tool =
-        json!({"type": "function", "function": {"name": "f", "parameters": {"a": [1, 2.5, null, true]}}});
+    let Some(template) = accepted(ChatTemplate::parse(source, &tokens)) else {
+        return false;
+    };
+    let messages = [
+        Message::new("user", "hi  a,b\n<x>"),
+        Message::new("assistant", "é 12"),
+    ];
+    let tool = json!({"type": "function", "function": {"name": "f", "parameters": {"a": [1, 2.5, null, true]}}});
     let options = RenderOptions {
         add_generation_prompt: true,
         tools: Some(vec![tool]),
@@ -52,8 +64,14 @@ fn render(source: &str) -> bool {
         ..RenderOptions::default()
     };
     let (rendered, _) = template.render_limited(&messages, &options, LIMITS);
-    let Some(rendered) = accepted(rendered) else { return false };
+    let Some(rendered) = accepted(rendered) else {
+        return false;
+    };
     let whole = |span: &std::ops::Range<usize>| rendered.text.get(span.clone()).is_some();
-    assert!(rendered.spans.iter().flatten().all(whole), "a span that is no text: {:?}", rendered.spans);
+    assert!(
+        rendered.spans.iter().flatten().all(whole),
+        "a span that is no text: {:?}",
+        rendered.spans
+    );
     true
 }

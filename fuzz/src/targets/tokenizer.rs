@@ -46,15 +46,17 @@ fn run(scratch: &mut Scratch, input: &[u8]) -> bool {
         files.push((FILE, PLAIN.as_bytes().to_vec()));
     }
     scratch.fill(files.iter().map(|(name, bytes)| (*name, &bytes[..])));
-    // The library keeps the words that each tokenizer has cut in memory of the thread, for as long as the thread lives:
-    // one that ends shows what else is left behind.
+    // The library keeps the words that each tokenizer has cut in memory of the thread, for as long
+    // as the thread lives: one that ends shows what else is left behind.
     let dir = scratch.dir();
     let done = std::thread::scope(|scope| scope.spawn(|| open_and_use(dir)).join());
     done.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
 fn open_and_use(dir: &Path) -> bool {
-    let Some(tokenizer) = accepted(Tokenizer::open(dir)) else { return false };
+    let Some(tokenizer) = accepted(Tokenizer::open(dir)) else {
+        return false;
+    };
     for text in TEXTS {
         for special in [false, true] {
             there_and_back(&tokenizer, text, special);
@@ -73,7 +75,9 @@ fn open_and_use(dir: &Path) -> bool {
 }
 
 fn there_and_back(tokenizer: &Tokenizer, text: &str, special: bool) {
-    let Some((ids, places)) = accepted(tokenizer.encode_with_offsets(text, special)) else { return };
+    let Some((ids, places)) = accepted(tokenizer.encode_with_offsets(text, special)) else {
+        return;
+    };
     assert_eq!(ids.len(), places.len());
     for skip in [false, true] {
         accepted(tokenizer.decode(&ids, skip));
@@ -88,8 +92,14 @@ fn labels(tokenizer: &Tokenizer) {
     let template = ChatTemplate::parse(CHATML, &BTreeMap::new()).expect("a template of ours");
     let messages = [Message::new("user", "ab"), Message::new("assistant", "a é")];
     let options = RenderOptions::default();
-    let labelled =
-        assistant_labels(tokenizer, &template, &messages, &options, TrainOn::All, "a conversation");
+    let labelled = assistant_labels(
+        tokenizer,
+        &template,
+        &messages,
+        &options,
+        TrainOn::All,
+        "a conversation",
+    );
     if let Some(labelled) = accepted(labelled) {
         assert_eq!(labelled.ids.len(), labelled.labels.len());
     }

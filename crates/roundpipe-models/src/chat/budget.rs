@@ -1,14 +1,15 @@
 //! What a render may use, and the only containers that can grow while it runs.
 //!
-//! A template is somebody else's program, so nothing that it asks for is done before it is paid for. [`Budget`]
-//! counts steps (work) and bytes (memory) and refuses what goes beyond, with a [`Fault`]. Text grows in a
-//! [`Buffer`], sequences in a [`Vector`], and what values share lies in a [`Shared`]. The three pay before they
-//! allocate and give back when they are dropped. All values are built from them alone, so a filter cannot make
-//! a large one without paying; a test of `chat.rs` looks for anything else in the interpreter's source.
+//! A template is somebody else's program, so nothing that it asks for is done before it is paid
+//! for. [`Budget`] counts steps (work) and bytes (memory) and refuses what goes beyond, with a
+//! [`Fault`]. Text grows in a [`Buffer`], sequences in a [`Vector`], and what values share lies in
+//! a [`Shared`]. The three pay before they allocate and give back when they are dropped. All values
+//! are built from them alone, so a filter cannot make a large one without paying; a test of
+//! `chat.rs` looks for anything else in the interpreter's source.
 //!
 //! # Invariants
-//! - The bytes counted as live are those that the allocator was asked for, old and new room together while
-//!   contents move.
+//! - The bytes counted as live are those that the allocator was asked for, old and new room
+//!   together while contents move.
 //! - Once the steps are used up, every further payment fails, so that no loop goes on.
 
 use std::cell::Cell;
@@ -18,7 +19,8 @@ use std::rc::Rc;
 
 use super::Fault;
 
-/// Small change: an expression or a statement costs a step, a look at an entry or a name some ticks.
+/// Small change: an expression or a statement costs a step, a look at an entry or a name some
+/// ticks.
 const TICKS_PER_STEP: u64 = 16;
 /// Bytes that one tick copies, compares or skips.
 const BYTES_PER_TICK: usize = 4;
@@ -60,7 +62,8 @@ impl Budget {
         }
     }
 
-    /// From now on at most `steps` may be done, and at most `bytes` live, those that live already included.
+    /// From now on at most `steps` may be done, and at most `bytes` live, those that live already
+    /// included.
     pub(super) fn limit(&self, steps: u64, bytes: usize) {
         let ticks = steps.saturating_mul(TICKS_PER_STEP);
         self.ticks_given.set(ticks);
@@ -74,7 +77,10 @@ impl Budget {
 
     pub(super) fn usage(&self) -> Usage {
         let ticks = self.ticks_given.get() - self.ticks_left.get();
-        Usage { steps: ticks.div_ceil(TICKS_PER_STEP), peak_bytes: self.peak_bytes.get() }
+        Usage {
+            steps: ticks.div_ceil(TICKS_PER_STEP),
+            peak_bytes: self.peak_bytes.get(),
+        }
     }
 
     /// Pays for an expression, a statement, or as much work.
@@ -91,7 +97,9 @@ impl Budget {
             }
             None => {
                 self.ticks_left.set(0);
-                Err(Fault::new("runs too long (a loop that does not end?); simplify the template"))
+                Err(Fault::new(
+                    "runs too long (a loop that does not end?); simplify the template",
+                ))
             }
         }
     }
@@ -123,18 +131,27 @@ impl Budget {
     /// Pays for memory that the standard library needs for a while.
     pub(super) fn hold(&self, bytes: usize) -> Result<Hold<'_>, Fault> {
         self.take(bytes)?;
-        Ok(Hold { budget: self, bytes })
+        Ok(Hold {
+            budget: self,
+            bytes,
+        })
     }
 
     /// Puts a value where several can refer to it.
     pub(super) fn share<T>(&self, value: T) -> Result<Shared<'_, T>, Fault> {
         self.ticks(ALLOCATION)?;
         self.take(boxed::<Paid<'_, T>>())?;
-        Ok(Rc::new(Paid { value, budget: self }))
+        Ok(Rc::new(Paid {
+            value,
+            budget: self,
+        }))
     }
 
     fn fits(&self, bytes: usize) -> bool {
-        self.live_bytes.get().checked_add(bytes).is_some_and(|live| live <= self.most_bytes.get())
+        self.live_bytes
+            .get()
+            .checked_add(bytes)
+            .is_some_and(|live| live <= self.most_bytes.get())
     }
 
     fn take(&self, bytes: usize) -> Result<(), Fault> {
@@ -148,17 +165,25 @@ impl Budget {
     }
 
     fn give_back(&self, bytes: usize) {
-        self.live_bytes.set(self.live_bytes.get().saturating_sub(bytes));
+        self.live_bytes
+            .set(self.live_bytes.get().saturating_sub(bytes));
     }
 
-    /// Pays for room of at least `need` items of `size` bytes where there is room for `have`, and for moving
-    /// them; says how many there will be room for. The old room is still paid for.
+    /// Pays for room of at least `need` items of `size` bytes where there is room for `have`, and
+    /// for moving them; says how many there will be room for. The old room is still paid for.
     fn grow(&self, have: usize, need: usize, size: usize) -> Result<usize, Fault> {
         let least = if size == 1 { 16 } else { 4 };
         let doubled = need.max(have.saturating_mul(2)).max(least);
-        let fits = |count: &usize| count.checked_mul(size).is_some_and(|bytes| self.fits(bytes));
+        let fits = |count: &usize| {
+            count
+                .checked_mul(size)
+                .is_some_and(|bytes| self.fits(bytes))
+        };
         // Near the limit by less, and in the end only as far as needed.
-        let count = [doubled, need.saturating_add(need / 8)].into_iter().find(fits).unwrap_or(need);
+        let count = [doubled, need.saturating_add(need / 8)]
+            .into_iter()
+            .find(fits)
+            .unwrap_or(need);
         let bytes = count.checked_mul(size).ok_or_else(too_large)?;
         self.ticks(ALLOCATION)?;
         self.pass(bytes)?;
@@ -228,7 +253,10 @@ pub(super) struct Vector<'r, T> {
 
 impl<'r, T> Vector<'r, T> {
     pub(super) fn new(budget: &'r Budget) -> Self {
-        Self { items: Vec::new(), budget }
+        Self {
+            items: Vec::new(),
+            budget,
+        }
     }
 
     pub(super) fn with_capacity(budget: &'r Budget, count: usize) -> Result<Self, Fault> {
@@ -282,10 +310,16 @@ impl<'r, T> Vector<'r, T> {
             return Ok(());
         }
         let old = self.room();
-        let count = self.budget.grow(self.items.capacity(), need, size_of::<T>())?;
+        let count = self
+            .budget
+            .grow(self.items.capacity(), need, size_of::<T>())?;
         let grown = self.items.try_reserve_exact(count - self.items.len());
         // What was paid is the new room, or nothing.
-        self.budget.give_back(if grown.is_ok() { old } else { count * size_of::<T>() });
+        self.budget.give_back(if grown.is_ok() {
+            old
+        } else {
+            count * size_of::<T>()
+        });
         grown.map_err(|_| too_large())
     }
 }
@@ -319,7 +353,10 @@ pub(super) struct Buffer<'r> {
 
 impl<'r> Buffer<'r> {
     pub(super) fn new(budget: &'r Budget) -> Self {
-        Self { text: String::new(), budget }
+        Self {
+            text: String::new(),
+            budget,
+        }
     }
 
     pub(super) fn with_capacity(budget: &'r Budget, bytes: usize) -> Result<Self, Fault> {
@@ -392,8 +429,9 @@ impl<'r> Buffer<'r> {
         }
         self.budget.char_pass(text.len())?;
         if text.contains('Σ') {
-            // A sigma at the end of a word is written differently; only the standard library knows words. It
-            // grows its result by doubling, from as long as the text to at most four times that.
+            // A sigma at the end of a word is written differently; only the standard library knows
+            // words. It grows its result by doubling, from as long as the text to at most four
+            // times that.
             let _held = self.budget.hold(text.len().saturating_mul(6))?;
             let lower = text.to_lowercase();
             return self.push_str(&lower);
@@ -422,7 +460,10 @@ impl<'r> Buffer<'r> {
 
     /// What `write!` calls.
     pub(super) fn write_fmt(&mut self, args: fmt::Arguments<'_>) -> Result<(), Fault> {
-        let mut printer = Printer { buffer: self, fault: None };
+        let mut printer = Printer {
+            buffer: self,
+            fault: None,
+        };
         match fmt::write(&mut printer, args) {
             Ok(()) => Ok(()),
             Err(_) => Err(printer.fault.unwrap_or_else(too_large)),
@@ -444,7 +485,8 @@ impl<'r> Buffer<'r> {
         let count = self.budget.grow(old, need, 1)?;
         let grown = self.text.try_reserve_exact(count - self.text.len());
         // What was paid is the new room, or nothing.
-        self.budget.give_back(if grown.is_ok() { old } else { count });
+        self.budget
+            .give_back(if grown.is_ok() { old } else { count });
         grown.map_err(|_| too_large())
     }
 }

@@ -1,14 +1,15 @@
 //! Walks a template's tree and writes its text.
 //!
-//! Scopes are Jinja2's: loops, macros, `with`, block sets and `generation` open one, `if` does not; what is set
-//! inside is gone after it, and macros see the scope they were defined in.
+//! Scopes are Jinja2's: loops, macros, `with`, block sets and `generation` open one, `if` does not;
+//! what is set inside is gone after it, and macros see the scope they were defined in.
 //!
 //! # Invariants
 //! - Every expression and statement takes a step of [`Budget`] before it does anything.
-//! - No more than [`MAX_DEPTH`] of them are nested, through macros too. Scopes lie in each other as blocks do in
-//!   the text, so the parser bounds them.
-//! - The interpreter owns all that can change: namespaces, scopes that macros and recursive loops go back to,
-//!   and what loops saw last. Values refer to these weakly, so nothing is left when the interpreter is dropped.
+//! - No more than [`MAX_DEPTH`] of them are nested, through macros too. Scopes lie in each other as
+//!   blocks do in the text, so the parser bounds them.
+//! - The interpreter owns all that can change: namespaces, scopes that macros and recursive loops
+//!   go back to, and what loops saw last. Values refer to these weakly, so nothing is left when the
+//!   interpreter is dropped.
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
@@ -16,7 +17,8 @@ use std::rc::{Rc, Weak};
 
 use super::budget::{Budget, Buffer, Paid, Shared, Vector};
 use super::parse::{
-    Args, Body, Chain, Cmp, Expr, ExprKind, For, Literal, MacroDef, Node, Op, Stmt, StmtKind, Target,
+    Args, Body, Chain, Cmp, Expr, ExprKind, For, Literal, MacroDef, Node, Op, Stmt, StmtKind,
+    Target,
 };
 use super::value::{Dict, Items, Missing, Name, Namespace, Value, items};
 use super::{Fault, filters, methods, ops, predicates};
@@ -36,14 +38,22 @@ pub(super) struct Scope<'r> {
 impl<'r> Scope<'r> {
     pub(super) fn root(vars: Vector<'r, (&'r str, Value<'r>)>) -> Result<Shared<'r, Self>, Fault> {
         let budget = vars.budget();
-        budget.share(Self { vars: RefCell::new(vars), parent: None, kept: Cell::new(false) })
+        budget.share(Self {
+            vars: RefCell::new(vars),
+            parent: None,
+            kept: Cell::new(false),
+        })
     }
 
     /// A new scope within `parent`.
     fn inside(parent: &Shared<'r, Self>) -> Result<Shared<'r, Self>, Fault> {
         let budget = parent.budget();
         let vars = RefCell::new(Vector::new(budget));
-        budget.share(Self { vars, parent: Some(parent.clone()), kept: Cell::new(false) })
+        budget.share(Self {
+            vars,
+            parent: Some(parent.clone()),
+            kept: Cell::new(false),
+        })
     }
 
     fn find(&self, name: &str) -> Result<Option<Value<'r>>, Fault> {
@@ -107,7 +117,10 @@ pub(super) struct Given<'r> {
 
 impl<'r> Given<'r> {
     pub(super) fn new(budget: &'r Budget) -> Self {
-        Self { positional: Vector::new(budget), named: Vector::new(budget) }
+        Self {
+            positional: Vector::new(budget),
+            named: Vector::new(budget),
+        }
     }
 
     /// The argument of that name.
@@ -128,7 +141,9 @@ impl<'r> Given<'r> {
         names: [&str; N],
     ) -> Result<[Option<Value<'r>>; N], Fault> {
         if self.positional.len() > N {
-            return Err(Fault::new(format_args!("{what} takes at most {N} arguments")));
+            return Err(Fault::new(format_args!(
+                "{what} takes at most {N} arguments"
+            )));
         }
         let mut bound = std::array::from_fn(|i| self.positional.get(i).cloned());
         for (name, value) in self.named.iter() {
@@ -136,7 +151,9 @@ impl<'r> Given<'r> {
                 Some(i) if bound[i].is_none() => bound[i] = Some(value.clone()),
                 _ => {
                     let name = name.as_str();
-                    return Err(Fault::new(format_args!("{what} has no argument '{name}' left")));
+                    return Err(Fault::new(format_args!(
+                        "{what} has no argument '{name}' left"
+                    )));
                 }
             }
         }
@@ -220,10 +237,15 @@ impl<'r> Interp<'r> {
     }
 
     /// The text that `inner` writes.
-    fn capture(&mut self, inner: impl FnOnce(&mut Self) -> Result<(), Fault>) -> Result<Buffer<'r>, Fault> {
+    fn capture(
+        &mut self,
+        inner: impl FnOnce(&mut Self) -> Result<(), Fault>,
+    ) -> Result<Buffer<'r>, Fault> {
         self.out.push(Buffer::new(self.budget))?;
         inner(self)?;
-        self.out.pop().ok_or_else(|| Fault::new("a capture has no text"))
+        self.out
+            .pop()
+            .ok_or_else(|| Fault::new("a capture has no text"))
     }
 
     /// Runs `inner` one level deeper, for one step.
@@ -353,10 +375,18 @@ impl<'r> Interp<'r> {
         self.emit(text.as_str())
     }
 
-    fn new_macro(&mut self, def: &'r MacroDef, scope: ScopeRef<'_, 'r>) -> Result<Value<'r>, Fault> {
+    fn new_macro(
+        &mut self,
+        def: &'r MacroDef,
+        scope: ScopeRef<'_, 'r>,
+    ) -> Result<Value<'r>, Fault> {
         let scope = self.keep(scope)?;
         self.macros = self.macros.wrapping_add(1);
-        Ok(Value::Macro(Macro { def, scope, serial: self.macros }))
+        Ok(Value::Macro(Macro {
+            def,
+            scope,
+            serial: self.macros,
+        }))
     }
 
     fn call_block(
@@ -391,13 +421,25 @@ impl<'r> Interp<'r> {
             self.body(&def.otherwise, &Scope::inside(scope)?)?;
             return Ok(());
         }
-        let recursive = if def.recursive { Some((def, self.keep(scope)?)) } else { None };
+        let recursive = if def.recursive {
+            Some((def, self.keep(scope)?))
+        } else {
+            None
+        };
         let (index, seen) = (Cell::new(0), Cell::new(None));
-        let state = self.budget.share(LoopState { items, index, depth, seen, recursive })?;
+        let state = self.budget.share(LoopState {
+            items,
+            index,
+            depth,
+            seen,
+            recursive,
+        })?;
         for at in 0..state.items.len() {
             self.budget.step()?;
             state.index.set(at);
-            let Some(item) = state.items.get(at).cloned() else { break };
+            let Some(item) = state.items.get(at).cloned() else {
+                break;
+            };
             let inner = Scope::inside(scope)?;
             inner.set("loop", Value::Loop(state.clone()))?;
             self.assign(&def.target, item, &inner)?;
@@ -427,7 +469,12 @@ impl<'r> Interp<'r> {
         items(kept)
     }
 
-    fn assign(&mut self, target: &'r Target, value: Value<'r>, scope: ScopeRef<'_, 'r>) -> Result<(), Fault> {
+    fn assign(
+        &mut self,
+        target: &'r Target,
+        value: Value<'r>,
+        scope: ScopeRef<'_, 'r>,
+    ) -> Result<(), Fault> {
         match target {
             Target::Name(name) => scope.set(name, value),
             Target::Field(name, field) => {
@@ -441,7 +488,9 @@ impl<'r> Interp<'r> {
                     )));
                 };
                 if field.starts_with('_') {
-                    return Err(Fault::new(format_args!("a namespace cannot have '{field}'; rename it")));
+                    return Err(Fault::new(format_args!(
+                        "a namespace cannot have '{field}'; rename it"
+                    )));
                 }
                 fields.set(self.budget, Name::Written(field), value)
             }
@@ -466,7 +515,11 @@ impl<'r> Interp<'r> {
         self.deeper(|i| i.eval_inner(&expr.kind, scope))
     }
 
-    fn eval_inner(&mut self, expr: &'r ExprKind, scope: ScopeRef<'_, 'r>) -> Result<Value<'r>, Fault> {
+    fn eval_inner(
+        &mut self,
+        expr: &'r ExprKind,
+        scope: ScopeRef<'_, 'r>,
+    ) -> Result<Value<'r>, Fault> {
         let budget = self.budget;
         match expr {
             ExprKind::Const(literal) => match literal {
@@ -483,7 +536,9 @@ impl<'r> Interp<'r> {
             ExprKind::List(items) => Value::list(self.eval_all(items, scope)?),
             ExprKind::Tuple(items) => Value::tuple(self.eval_all(items, scope)?),
             ExprKind::Dict(pairs) => self.eval_dict(pairs, scope),
-            ExprKind::Attr(of, name) => methods::written_attribute(budget, &self.eval(of, scope)?, name),
+            ExprKind::Attr(of, name) => {
+                methods::written_attribute(budget, &self.eval(of, scope)?, name)
+            }
             ExprKind::Item(of, index) => {
                 let of = self.eval(of, scope)?;
                 methods::item(budget, &of, &self.eval(index, scope)?)
@@ -499,16 +554,27 @@ impl<'r> Interp<'r> {
                 let given = self.args(args, scope)?;
                 filters::apply(self, name, &of, &given)
             }
-            ExprKind::Test { of, name, args, negated } => {
+            ExprKind::Test {
+                of,
+                name,
+                args,
+                negated,
+            } => {
                 let of = self.eval(of, scope)?;
                 let given = self.args(args, scope)?;
-                Ok(Value::Bool(predicates::check(budget, name, &of, &given.positional)? != *negated))
+                Ok(Value::Bool(
+                    predicates::check(budget, name, &of, &given.positional)? != *negated,
+                ))
             }
             _ => self.eval_operator(expr, scope),
         }
     }
 
-    fn eval_operator(&mut self, expr: &'r ExprKind, scope: ScopeRef<'_, 'r>) -> Result<Value<'r>, Fault> {
+    fn eval_operator(
+        &mut self,
+        expr: &'r ExprKind,
+        scope: ScopeRef<'_, 'r>,
+    ) -> Result<Value<'r>, Fault> {
         match expr {
             ExprKind::Binary(op, left, right) => {
                 let left = self.eval(left, scope)?;
@@ -517,11 +583,19 @@ impl<'r> Interp<'r> {
             ExprKind::Compare(left, rest) => Ok(Value::Bool(self.compare(left, rest, scope)?)),
             ExprKind::And(left, right) => {
                 let left = self.eval(left, scope)?;
-                if left.truthy() { self.eval(right, scope) } else { Ok(left) }
+                if left.truthy() {
+                    self.eval(right, scope)
+                } else {
+                    Ok(left)
+                }
             }
             ExprKind::Or(left, right) => {
                 let left = self.eval(left, scope)?;
-                if left.truthy() { Ok(left) } else { self.eval(right, scope) }
+                if left.truthy() {
+                    Ok(left)
+                } else {
+                    self.eval(right, scope)
+                }
             }
             ExprKind::Not(of) => Ok(Value::Bool(!self.eval(of, scope)?.truthy())),
             ExprKind::Neg(of) => match self.eval(of, scope)? {
@@ -529,7 +603,9 @@ impl<'r> Interp<'r> {
                 Value::Float(f) => Ok(Value::Float(-f)),
                 value => ops::binary(self.budget, Op::Sub, &Value::Int(0), &value),
             },
-            ExprKind::Pos(of) => ops::binary(self.budget, Op::Add, &Value::Int(0), &self.eval(of, scope)?),
+            ExprKind::Pos(of) => {
+                ops::binary(self.budget, Op::Add, &Value::Int(0), &self.eval(of, scope)?)
+            }
             ExprKind::Concat(parts) => {
                 let parts = self.eval_all(parts, scope)?;
                 let mut text = Buffer::new(self.budget);
@@ -551,7 +627,11 @@ impl<'r> Interp<'r> {
         }
     }
 
-    fn eval_dict(&mut self, pairs: &'r [(Node, Node)], scope: ScopeRef<'_, 'r>) -> Result<Value<'r>, Fault> {
+    fn eval_dict(
+        &mut self,
+        pairs: &'r [(Node, Node)],
+        scope: ScopeRef<'_, 'r>,
+    ) -> Result<Value<'r>, Fault> {
         let mut dict = Dict::new(self.budget);
         for (key, value) in pairs {
             let key = self.eval(key, scope)?;
@@ -609,7 +689,9 @@ impl<'r> Interp<'r> {
         let mut given = Given::new(self.budget);
         given.positional = self.eval_all(&args.positional, scope)?;
         for (name, value) in &args.named {
-            given.named.push((Name::Written(name), self.eval(value, scope)?))?;
+            given
+                .named
+                .push((Name::Written(name), self.eval(value, scope)?))?;
         }
         if let Some(star) = &args.star {
             let more = self.eval(star, scope)?.walk(self.budget)?;
@@ -620,7 +702,9 @@ impl<'r> Interp<'r> {
                 return Err(Fault::new("'**' needs a mapping"));
             };
             for (key, value) in dict.read()? {
-                given.named.push((Name::Made(key.printed(self.budget)?), value.clone()))?;
+                given
+                    .named
+                    .push((Name::Made(key.printed(self.budget)?), value.clone()))?;
             }
         }
         Ok(given)
@@ -638,7 +722,10 @@ impl<'r> Interp<'r> {
             Value::Function(name) => filters::call_global(self.budget, self.now_s, name, given),
             Value::Loop(state) => self.call_loop(state, given),
             Value::Undefined(what) => Err(Fault::new(format_args!("{what} is undefined"))),
-            other => Err(Fault::new(format_args!("'{}' object is not callable", other.kind()))),
+            other => Err(Fault::new(format_args!(
+                "'{}' object is not callable",
+                other.kind()
+            ))),
         }
     }
 
@@ -647,7 +734,9 @@ impl<'r> Interp<'r> {
         let namespace = budget.share(Namespace::new(budget))?;
         filters::each_pair(budget, "namespace", given, |name, value| {
             if name.as_str().starts_with('_') {
-                return Err(Fault::new("a namespace cannot have names that begin with '_'; rename them"));
+                return Err(Fault::new(
+                    "a namespace cannot have names that begin with '_'; rename them",
+                ));
             }
             namespace.set(budget, name, value)
         })?;
@@ -659,7 +748,9 @@ impl<'r> Interp<'r> {
     /// `loop(items)`: the loop again, over other items.
     fn call_loop(&mut self, state: &LoopState<'r>, given: &Given<'r>) -> Result<Value<'r>, Fault> {
         let Some((def, scope)) = &state.recursive else {
-            return Err(Fault::new("this loop is not recursive; write 'recursive' in its 'for'"));
+            return Err(Fault::new(
+                "this loop is not recursive; write 'recursive' in its 'for'",
+            ));
         };
         let scope = scope.upgrade().ok_or_else(gone)?;
         let [items] = given.bind("loop", ["iterable"])?;
@@ -670,7 +761,11 @@ impl<'r> Interp<'r> {
     }
 
     /// Whether the arguments differ from those of the last call.
-    fn loop_changed(&mut self, state: &LoopState<'r>, given: &Given<'r>) -> Result<Value<'r>, Fault> {
+    fn loop_changed(
+        &mut self,
+        state: &LoopState<'r>,
+        given: &Given<'r>,
+    ) -> Result<Value<'r>, Fault> {
         let mut now = Vector::new(self.budget);
         now.extend_from_slice(&given.positional)?;
         let Some(at) = state.seen.get() else {
@@ -726,7 +821,10 @@ impl<'r> Interp<'r> {
         for (i, (name, default)) in def.params.iter().enumerate() {
             let value = match (given.positional.get(i), by_name(name)?) {
                 (Some(_), Some(_)) => {
-                    return Err(Fault::new(format_args!("macro '{}' got '{name}' twice", def.name)));
+                    return Err(Fault::new(format_args!(
+                        "macro '{}' got '{name}' twice",
+                        def.name
+                    )));
                 }
                 (Some(value), None) => value.clone(),
                 (None, Some(value)) => value,
@@ -738,15 +836,24 @@ impl<'r> Interp<'r> {
             inner.set(name, value)?;
         }
         let caller = by_name("caller")?;
-        inner.set("caller", caller.unwrap_or_else(|| Value::undefined("No caller defined: 'caller'")))?;
+        inner.set(
+            "caller",
+            caller.unwrap_or_else(|| Value::undefined("No caller defined: 'caller'")),
+        )?;
         let extra = given.positional.get(def.params.len()..).unwrap_or_default();
         if !extra.is_empty() && !def.varargs {
             let most = def.params.len();
-            return Err(Fault::new(format_args!("macro '{}' takes at most {most} arguments", def.name)));
+            return Err(Fault::new(format_args!(
+                "macro '{}' takes at most {most} arguments",
+                def.name
+            )));
         }
         if let Some((name, _)) = named.iter().flatten().next().filter(|_| !def.kwargs) {
             let name = name.as_str();
-            return Err(Fault::new(format_args!("macro '{}' has no parameter '{name}'", def.name)));
+            return Err(Fault::new(format_args!(
+                "macro '{}' has no parameter '{name}'",
+                def.name
+            )));
         }
         // Only a body that reads these gets them.
         if def.varargs {
@@ -765,7 +872,8 @@ impl<'r> Interp<'r> {
     }
 }
 
-/// The interpreter keeps every scope that a value links to, so this says that it is at fault, not the template.
+/// The interpreter keeps every scope that a value links to, so this says that it is at fault, not
+/// the template.
 fn gone() -> Fault {
     Fault::new("the scope of a macro or loop is gone; please report this template")
 }

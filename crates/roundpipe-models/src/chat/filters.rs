@@ -66,10 +66,16 @@ pub(super) const NAMES: [&str; 47] = [
 
 /// A function of the environment.
 pub(super) fn global<'r>(name: &str) -> Option<Value<'r>> {
-    ["range", "dict", "namespace", "raise_exception", "strftime_now"]
-        .into_iter()
-        .find(|n| *n == name)
-        .map(Value::Function)
+    [
+        "range",
+        "dict",
+        "namespace",
+        "raise_exception",
+        "strftime_now",
+    ]
+    .into_iter()
+    .find(|n| *n == name)
+    .map(Value::Function)
 }
 
 /// Calls a function of the environment; `namespace` is the interpreter's.
@@ -82,8 +88,13 @@ pub(super) fn call_global<'r>(
     match name {
         "raise_exception" => {
             let [message] = given.bind(name, ["message"])?;
-            let message = message.unwrap_or_else(|| Value::undefined("the message")).printed(budget)?;
-            Err(Fault::new(format_args!("the template says: {}", message.unpaid())))
+            let message = message
+                .unwrap_or_else(|| Value::undefined("the message"))
+                .printed(budget)?;
+            Err(Fault::new(format_args!(
+                "the template says: {}",
+                message.unpaid()
+            )))
         }
         "strftime_now" => {
             let [format] = given.bind(name, ["format"])?;
@@ -94,7 +105,9 @@ pub(super) fn call_global<'r>(
         }
         "dict" => {
             let mut dict = Dict::new(budget);
-            each_pair(budget, name, given, |key, value| dict.insert(key.value(budget)?, value))?;
+            each_pair(budget, name, given, |key, value| {
+                dict.insert(key.value(budget)?, value)
+            })?;
             Value::dict(dict)
         }
         _ => range(budget, given),
@@ -124,7 +137,11 @@ pub(super) fn each_pair<'r>(
                 entry(Name::Made(key.printed(budget)?), value.clone())?;
             }
         }
-        _ => return Err(Fault::new(format_args!("{name}() takes at most one positional argument"))),
+        _ => {
+            return Err(Fault::new(format_args!(
+                "{name}() takes at most one positional argument"
+            )));
+        }
     }
     for (key, value) in given.named.iter() {
         entry(key.clone(), value.clone())?;
@@ -138,13 +155,23 @@ fn range<'r>(budget: &'r Budget, given: &Given<'r>) -> Result<Value<'r>, Fault> 
         (1, Some(stop), ..) => (0, stop, 1),
         (2, Some(start), Some(stop), _) => (start, stop, 1),
         (3, Some(start), Some(stop), Some(step)) if step != 0 => (start, stop, step),
-        _ => return Err(Fault::new("range() needs one to three integers and a step other than zero")),
+        _ => {
+            return Err(Fault::new(
+                "range() needs one to three integers and a step other than zero",
+            ));
+        }
     };
     let ahead = if step > 0 { stop > start } else { stop < start };
-    let count = if ahead { start.abs_diff(stop).div_ceil(step.unsigned_abs()) } else { 0 };
+    let count = if ahead {
+        start.abs_diff(stop).div_ceil(step.unsigned_abs())
+    } else {
+        0
+    };
     // The limit of Jinja2's sandbox.
     if count > 100_000 {
-        return Err(Fault::new(format_args!("range() of {count} numbers is too long; at most 100000")));
+        return Err(Fault::new(format_args!(
+            "range() of {count} numbers is too long; at most 100000"
+        )));
     }
     let mut out = Vector::with_capacity(budget, count as usize)?;
     let mut at = start;
@@ -180,8 +207,10 @@ pub(super) fn apply<'r>(
         "map" => map(interp, value, given),
         "select" | "reject" => select(budget, name == "select", None, value, &given.positional),
         "selectattr" | "rejectattr" => {
-            let (path, test) =
-                given.positional.split_first().ok_or_else(|| Fault::new("needs an attribute"))?;
+            let (path, test) = given
+                .positional
+                .split_first()
+                .ok_or_else(|| Fault::new("needs an attribute"))?;
             let path = Path::new(budget, path)?;
             select(budget, name == "selectattr", Some(&path), value, test)
         }
@@ -196,7 +225,10 @@ pub(super) fn apply<'r>(
         }
         "length" | "count" => match value.len()? {
             Some(len) => Ok(Value::Int(len as i128)),
-            None => Err(Fault::new(format_args!("object of type '{}' has no len()", value.kind()))),
+            None => Err(Fault::new(format_args!(
+                "object of type '{}' has no len()",
+                value.kind()
+            ))),
         },
         "abs" | "int" | "float" | "round" => number(budget, name, value, given),
         "attr" => {
@@ -235,7 +267,11 @@ const TEXT: [&str; 18] = [
     "reverse",
 ];
 
-fn format<'r>(budget: &'r Budget, value: &Value<'r>, given: &Given<'r>) -> Result<Value<'r>, Fault> {
+fn format<'r>(
+    budget: &'r Budget,
+    value: &Value<'r>,
+    given: &Given<'r>,
+) -> Result<Value<'r>, Fault> {
     let args = if given.named.is_empty() {
         let mut args = Vector::new(budget);
         args.extend_from_slice(&given.positional)?;
@@ -259,7 +295,9 @@ fn text<'r>(
     match name {
         "join" => return join_filter(budget, value, given),
         "reverse" => return reverse(budget, value),
-        "e" | "escape" if matches!(value, Value::Str(text) if text.safe) => return Ok(value.clone()),
+        "e" | "escape" if matches!(value, Value::Str(text) if text.safe) => {
+            return Ok(value.clone());
+        }
         _ => {}
     }
     let plain = value.printed(budget)?;
@@ -279,12 +317,21 @@ fn text<'r>(
                 return Err(Fault::new("replace needs two strings"));
             };
             let count = count.as_ref().and_then(Value::as_int);
-            return replace_text(budget, &plain, &*old.printed(budget)?, &*new.printed(budget)?, count);
+            return replace_text(
+                budget,
+                &plain,
+                &*old.printed(budget)?,
+                &*new.printed(budget)?,
+                count,
+            );
         }
         "string" => return Ok(Value::Str(plain)),
         "wordcount" => {
             let word = |c: char| c == '_' || c.is_alphanumeric();
-            let words = plain.read_chars()?.split(|c: char| !word(c)).filter(|w| !w.is_empty());
+            let words = plain
+                .read_chars()?
+                .split(|c: char| !word(c))
+                .filter(|w| !w.is_empty());
             return Ok(Value::Int(words.count() as i128));
         }
         "safe" => {
@@ -317,7 +364,11 @@ fn call_plain<'r>(
     if let Some(arg) = arg {
         given.positional.push(arg)?;
     }
-    let text = if text.safe { Value::str(budget, text.unpaid())? } else { Value::Str(text.clone()) };
+    let text = if text.safe {
+        Value::str(budget, text.unpaid())?
+    } else {
+        Value::Str(text.clone())
+    };
     methods::call(budget, &text, name, &given)
 }
 
@@ -350,11 +401,19 @@ fn title<'r>(out: &mut Buffer<'r>, text: &Text<'r>) -> Result<(), Fault> {
     Ok(())
 }
 
-fn join_filter<'r>(budget: &'r Budget, value: &Value<'r>, given: &Given<'r>) -> Result<Value<'r>, Fault> {
+fn join_filter<'r>(
+    budget: &'r Budget,
+    value: &Value<'r>,
+    given: &Given<'r>,
+) -> Result<Value<'r>, Fault> {
     let [separator, path] = given.bind("join", ["d", "attribute"])?;
-    let separator = separator.unwrap_or_else(|| Value::undefined("no separator")).printed(budget)?;
+    let separator = separator
+        .unwrap_or_else(|| Value::undefined("no separator"))
+        .printed(budget)?;
     let items = value.walk(budget)?;
-    let Some(path) = path else { return join(budget, separator.unpaid(), items.read()?) };
+    let Some(path) = path else {
+        return join(budget, separator.unpaid(), items.read()?);
+    };
     let path = Path::new(budget, &path)?;
     let mut found = Vector::with_capacity(budget, items.len())?;
     for item in items.read()? {
@@ -372,7 +431,11 @@ fn indent<'r>(out: &mut Buffer<'r>, text: &Text<'r>, given: &Given<'r>) -> Resul
         _ => (" ", usize::try_from(spaces).unwrap_or(usize::MAX)),
     };
     for (i, line) in text.read()?.split('\n').enumerate() {
-        let padded = if i == 0 { first } else { blank || !line.is_empty() };
+        let padded = if i == 0 {
+            first
+        } else {
+            blank || !line.is_empty()
+        };
         out.push_str(if i > 0 { "\n" } else { "" })?;
         if padded {
             out.repeat(pad, times)?;
@@ -383,9 +446,13 @@ fn indent<'r>(out: &mut Buffer<'r>, text: &Text<'r>, given: &Given<'r>) -> Resul
 }
 
 fn truncate<'r>(out: &mut Buffer<'r>, text: &Text<'r>, given: &Given<'r>) -> Result<(), Fault> {
-    let [length, kill, end, leeway] = given.bind("truncate", ["length", "killwords", "end", "leeway"])?;
+    let [length, kill, end, leeway] =
+        given.bind("truncate", ["length", "killwords", "end", "leeway"])?;
     let size = |v: Option<Value<'r>>, default: usize| {
-        v.as_ref().and_then(Value::as_int).and_then(|i| usize::try_from(i).ok()).unwrap_or(default)
+        v.as_ref()
+            .and_then(Value::as_int)
+            .and_then(|i| usize::try_from(i).ok())
+            .unwrap_or(default)
     };
     let (length, leeway) = (size(length, 255), size(leeway, 5));
     let mut tail = Buffer::new(out.budget());
@@ -450,14 +517,27 @@ fn parse_int(budget: &Budget, text: &Text<'_>, base: i128) -> Result<Option<i128
         clean.push(c)?;
     }
     let clean = clean.as_str();
-    let base = u32::try_from(base).ok().filter(|b| (2..=36).contains(b)).unwrap_or(10);
-    let float = || clean.parse::<f64>().ok().filter(|f| f.is_finite()).map(|f| f as i128);
+    let base = u32::try_from(base)
+        .ok()
+        .filter(|b| (2..=36).contains(b))
+        .unwrap_or(10);
+    let float = || {
+        clean
+            .parse::<f64>()
+            .ok()
+            .filter(|f| f.is_finite())
+            .map(|f| f as i128)
+    };
     Ok(i128::from_str_radix(clean, base).ok().or_else(float))
 }
 
 fn round<'r>(budget: &'r Budget, value: &Value<'r>, given: &Given<'r>) -> Result<Value<'r>, Fault> {
     let [precision, method] = given.bind("round", ["precision", "method"])?;
-    let precision = precision.as_ref().and_then(Value::as_int).unwrap_or(0).clamp(-300, 300) as i32;
+    let precision = precision
+        .as_ref()
+        .and_then(Value::as_int)
+        .unwrap_or(0)
+        .clamp(-300, 300) as i32;
     let method = method.map(|m| m.printed(budget)).transpose()?;
     let method = method.as_ref().map_or("common", |m| m.unpaid());
     let scale = 10f64.powi(precision);
@@ -476,7 +556,11 @@ fn round<'r>(budget: &'r Budget, value: &Value<'r>, given: &Given<'r>) -> Result
         ("common", _) => Value::Float((number * scale).round_ties_even() / scale),
         ("ceil", _) => Value::Float((number * scale).ceil() / scale),
         ("floor", _) => Value::Float((number * scale).floor() / scale),
-        _ => return Err(Fault::new("round: the method is 'common', 'ceil' or 'floor'")),
+        _ => {
+            return Err(Fault::new(
+                "round: the method is 'common', 'ceil' or 'floor'",
+            ));
+        }
     })
 }
 
@@ -504,7 +588,11 @@ impl<'r> Path<'r> {
     }
 }
 
-fn map<'r>(interp: &mut Interp<'r>, value: &Value<'r>, given: &Given<'r>) -> Result<Value<'r>, Fault> {
+fn map<'r>(
+    interp: &mut Interp<'r>,
+    value: &Value<'r>,
+    given: &Given<'r>,
+) -> Result<Value<'r>, Fault> {
     let budget = interp.budget;
     let mut out = Vector::new(budget);
     // Jinja2 asks whether there is anything before it asks whether that can be walked.
@@ -523,8 +611,10 @@ fn map<'r>(interp: &mut Interp<'r>, value: &Value<'r>, given: &Given<'r>) -> Res
         }
         return Value::iter(out);
     }
-    let (name, rest) =
-        given.positional.split_first().ok_or_else(|| Fault::new("map needs a filter's name"))?;
+    let (name, rest) = given
+        .positional
+        .split_first()
+        .ok_or_else(|| Fault::new("map needs a filter's name"))?;
     let name = string("map", Some(name.clone()))?;
     let mut args = Given::new(budget);
     args.positional.extend_from_slice(rest)?;
@@ -582,7 +672,11 @@ fn sequence<'r>(
                 return Err(Fault::new("'generator' object is not reversible"));
             }
             let items = value.walk(budget)?;
-            let last = items.len().checked_sub(1).and_then(|at| items.get(at)).cloned();
+            let last = items
+                .len()
+                .checked_sub(1)
+                .and_then(|at| items.get(at))
+                .cloned();
             Ok(last.unwrap_or_else(|| Value::undefined("the last of nothing")))
         }
         "list" => Ok(Value::List(value.walk(budget)?)),
@@ -596,7 +690,9 @@ fn sequence<'r>(
             let path = path_of(budget, path)?;
             let mut sum = start.unwrap_or(Value::Int(0));
             for item in value.walk(budget)?.read()? {
-                let item = path.as_ref().map_or_else(|| Ok(item.clone()), |p| p.lookup(budget, item))?;
+                let item = path
+                    .as_ref()
+                    .map_or_else(|| Ok(item.clone()), |p| p.lookup(budget, item))?;
                 sum = ops::binary(budget, Op::Add, &sum, &item)?;
             }
             Ok(sum)
@@ -609,7 +705,9 @@ fn sequence<'r>(
 
 /// The path of an argument that is given and not none.
 fn path_of<'r>(budget: &'r Budget, path: Option<Value<'r>>) -> Result<Option<Path<'r>>, Fault> {
-    path.filter(|p| !matches!(p, Value::None)).map(|p| Path::new(budget, &p)).transpose()
+    path.filter(|p| !matches!(p, Value::None))
+        .map(|p| Path::new(budget, &p))
+        .transpose()
 }
 
 /// `batch` and `slice`.
@@ -620,9 +718,13 @@ fn pieces<'r>(
     given: &Given<'r>,
 ) -> Result<Value<'r>, Fault> {
     let [size, fill] = given.bind(name, ["size", "fill_with"])?;
-    let size = size.as_ref().and_then(Value::as_int).and_then(|i| usize::try_from(i).ok());
-    let size =
-        size.filter(|s| (1..=100_000).contains(s)).ok_or_else(|| Fault::new("needs a size above zero"))?;
+    let size = size
+        .as_ref()
+        .and_then(Value::as_int)
+        .and_then(|i| usize::try_from(i).ok());
+    let size = size
+        .filter(|s| (1..=100_000).contains(s))
+        .ok_or_else(|| Fault::new("needs a size above zero"))?;
     let fill = fill.filter(|f| !matches!(f, Value::None));
     let items = value.walk(budget)?;
     let items = items.read()?;
@@ -655,8 +757,8 @@ fn pieces<'r>(
     Value::iter(out)
 }
 
-/// The places of `count` items in their order, equal ones as they stood: a merge sort whose comparisons can
-/// fail, and which needs no consistent order (a NaN has none).
+/// The places of `count` items in their order, equal ones as they stood: a merge sort whose
+/// comparisons can fail, and which needs no consistent order (a NaN has none).
 pub(super) fn sort_order<'r>(
     budget: &'r Budget,
     count: usize,
@@ -676,7 +778,8 @@ pub(super) fn sort_order<'r>(
             for slot in start..end {
                 budget.value_pass(1)?;
                 let from_right = right < end
-                    && (left == middle || order(sorted[left], sorted[right])? == Some(Ordering::Greater));
+                    && (left == middle
+                        || order(sorted[left], sorted[right])? == Some(Ordering::Greater));
                 let from = if from_right { &mut right } else { &mut left };
                 merged[slot] = sorted[*from];
                 *from += 1;
@@ -710,10 +813,18 @@ fn sort_key<'r>(
 }
 
 /// Sorts by keys, stable; the first comparison that fails is the error.
-fn sorted<'r>(budget: &'r Budget, keyed: &Keyed<'r>, reverse: bool) -> Result<Vector<'r, usize>, Fault> {
+fn sorted<'r>(
+    budget: &'r Budget,
+    keyed: &Keyed<'r>,
+    reverse: bool,
+) -> Result<Vector<'r, usize>, Fault> {
     sort_order(budget, keyed.len(), |a, b| {
         let order = keyed[a].0.order(&keyed[b].0)?;
-        Ok(if reverse { order.map(Ordering::reverse) } else { order })
+        Ok(if reverse {
+            order.map(Ordering::reverse)
+        } else {
+            order
+        })
     })
 }
 
@@ -725,7 +836,8 @@ fn ordered<'r>(
 ) -> Result<Value<'r>, Fault> {
     let (reverse, case, path) = match name {
         "sort" => {
-            let [reverse, case, path] = given.bind(name, ["reverse", "case_sensitive", "attribute"])?;
+            let [reverse, case, path] =
+                given.bind(name, ["reverse", "case_sensitive", "attribute"])?;
             (truth(&reverse), truth(&case), path)
         }
         "groupby" => {
@@ -753,13 +865,22 @@ fn ordered<'r>(
         }
         "groupby" => groupby(budget, &keyed, path.as_ref()),
         "unique" => unique(budget, &keyed),
-        _ => extreme(&keyed, if name == "max" { Ordering::Greater } else { Ordering::Less }),
+        _ => extreme(
+            &keyed,
+            if name == "max" {
+                Ordering::Greater
+            } else {
+                Ordering::Less
+            },
+        ),
     }
 }
 
 /// The first item whose key no other key is beyond.
 fn extreme<'r>(keyed: &Keyed<'r>, beyond: Ordering) -> Result<Value<'r>, Fault> {
-    let Some(mut best) = keyed.first() else { return Ok(Value::undefined("the extreme of nothing")) };
+    let Some(mut best) = keyed.first() else {
+        return Ok(Value::undefined("the extreme of nothing"));
+    };
     for candidate in &keyed[1..] {
         if candidate.0.order(&best.0)? == Some(beyond) {
             best = candidate;
@@ -786,7 +907,11 @@ fn unique<'r>(budget: &'r Budget, keyed: &Keyed<'r>) -> Result<Value<'r>, Fault>
 }
 
 /// Runs of equal keys, as tuples of the key and its items.
-fn groupby<'r>(budget: &'r Budget, keyed: &Keyed<'r>, path: Option<&Path<'r>>) -> Result<Value<'r>, Fault> {
+fn groupby<'r>(
+    budget: &'r Budget,
+    keyed: &Keyed<'r>,
+    path: Option<&Path<'r>>,
+) -> Result<Value<'r>, Fault> {
     let order = sorted(budget, keyed, false)?;
     let mut groups = Vector::new(budget);
     let mut at = 0;
@@ -798,22 +923,39 @@ fn groupby<'r>(budget: &'r Budget, keyed: &Keyed<'r>, path: Option<&Path<'r>>) -
             at += 1;
         }
         let name = sort_key(budget, first, path, true)?;
-        groups.push(Value::tuple(Vector::of(budget, [name, Value::list(items)?])?)?)?;
+        groups.push(Value::tuple(Vector::of(
+            budget,
+            [name, Value::list(items)?],
+        )?)?)?;
     }
     Value::list(groups)
 }
 
-fn dictsort<'r>(budget: &'r Budget, value: &Value<'r>, given: &Given<'r>) -> Result<Value<'r>, Fault> {
+fn dictsort<'r>(
+    budget: &'r Budget,
+    value: &Value<'r>,
+    given: &Given<'r>,
+) -> Result<Value<'r>, Fault> {
     let [case, by, reverse] = given.bind("dictsort", ["case_sensitive", "by", "reverse"])?;
-    let Value::Dict(dict) = value else { return Err(Fault::new("dictsort needs a mapping")) };
+    let Value::Dict(dict) = value else {
+        return Err(Fault::new("dictsort needs a mapping"));
+    };
     let by_value = match by {
         Some(by) => by.printed(budget)?.unpaid() == "value",
         None => false,
     };
     let mut keyed = Keyed::with_capacity(budget, dict.len())?;
     for (key, value) in dict.read()? {
-        let sort = sort_key(budget, if by_value { value } else { key }, None, truth(&case))?;
-        keyed.push((sort, Value::tuple(Vector::of(budget, [key.clone(), value.clone()])?)?))?;
+        let sort = sort_key(
+            budget,
+            if by_value { value } else { key },
+            None,
+            truth(&case),
+        )?;
+        keyed.push((
+            sort,
+            Value::tuple(Vector::of(budget, [key.clone(), value.clone()])?)?,
+        ))?;
     }
     let mut out = Vector::with_capacity(budget, keyed.len())?;
     for at in sorted(budget, &keyed, truth(&reverse))?.iter() {
@@ -822,15 +964,23 @@ fn dictsort<'r>(budget: &'r Budget, value: &Value<'r>, given: &Given<'r>) -> Res
     Value::list(out)
 }
 
-fn tojson<'r>(budget: &'r Budget, value: &Value<'r>, given: &Given<'r>) -> Result<Value<'r>, Fault> {
+fn tojson<'r>(
+    budget: &'r Budget,
+    value: &Value<'r>,
+    given: &Given<'r>,
+) -> Result<Value<'r>, Fault> {
     let names = ["ensure_ascii", "indent", "separators", "sort_keys"];
     let [ascii, indent, separators, sort] = given.bind("tojson", names)?;
     let indent = match indent {
         None | Some(Value::None) => None,
         Some(Value::Str(text)) => Some(Indent::Text(text)),
         Some(other) => {
-            let width = other.as_int().ok_or_else(|| Fault::new("tojson: indent is a number or a string"))?;
-            Some(Indent::Spaces(usize::try_from(width.max(0)).unwrap_or(usize::MAX)))
+            let width = other
+                .as_int()
+                .ok_or_else(|| Fault::new("tojson: indent is a number or a string"))?;
+            Some(Indent::Spaces(
+                usize::try_from(width.max(0)).unwrap_or(usize::MAX),
+            ))
         }
     };
     let separators = match separators {
@@ -845,7 +995,12 @@ fn tojson<'r>(budget: &'r Budget, value: &Value<'r>, given: &Given<'r>) -> Resul
             Some([item.clone(), key.clone()])
         }
     };
-    let style = JsonStyle { ascii: truth(&ascii), indent, separators, sort_keys: truth(&sort) };
+    let style = JsonStyle {
+        ascii: truth(&ascii),
+        indent,
+        separators,
+        sort_keys: truth(&sort),
+    };
     let mut out = Buffer::new(budget);
     style.write(&mut out, value, 0)?;
     Value::text(out)

@@ -45,7 +45,9 @@ impl Spec {
         }
         spec.kind = take(&mut rest, |_| true).unwrap_or('\0');
         if !rest.is_empty() {
-            return Err(Fault::new(format_args!("the format '{text}' is not understood")));
+            return Err(Fault::new(format_args!(
+                "the format '{text}' is not understood"
+            )));
         }
         Ok(spec)
     }
@@ -92,7 +94,12 @@ impl Spec {
     }
 
     fn number<'r>(&self, out: &mut Buffer<'r>, kind: char, value: &Value<'r>) -> Result<(), Fault> {
-        let wrong = || Fault::new(format_args!("format '{kind}' needs a number, not '{}'", value.kind()));
+        let wrong = || {
+            Fault::new(format_args!(
+                "format '{kind}' needs a number, not '{}'",
+                value.kind()
+            ))
+        };
         let float = || value.as_float().map(f64::abs).ok_or_else(wrong);
         let precision = self.precision.unwrap_or(6).min(MAX_PRECISION);
         let mut text = Buffer::new(out.budget());
@@ -122,7 +129,9 @@ impl Spec {
             'e' | 'E' => exponent(&mut text, float()?, precision, kind)?,
             'g' | 'G' => general(&mut text, float()?, precision)?,
             other => {
-                return Err(Fault::new(format_args!("the format character '{other}' is not understood")));
+                return Err(Fault::new(format_args!(
+                    "the format character '{other}' is not understood"
+                )));
             }
         }
         let negative = value.as_float().is_some_and(|f| f < 0.0);
@@ -132,7 +141,11 @@ impl Spec {
             () if self.space => " ",
             () => "",
         })?;
-        if self.comma { grouped(out, text.as_str()) } else { out.push_str(text.as_str()) }
+        if self.comma {
+            grouped(out, text.as_str())
+        } else {
+            out.push_str(text.as_str())
+        }
     }
 
     fn pad(&self, out: &mut Buffer<'_>, body: &str, number: bool) -> Result<(), Fault> {
@@ -176,7 +189,12 @@ fn take(rest: &mut &str, wanted: impl Fn(char) -> bool) -> Option<char> {
 fn digits(rest: &mut &str) -> Option<usize> {
     let mut value: Option<usize> = None;
     while let Some(digit) = take(rest, |c| c.is_ascii_digit()).and_then(|c| c.to_digit(10)) {
-        value = Some(value.unwrap_or(0).saturating_mul(10).saturating_add(digit as usize));
+        value = Some(
+            value
+                .unwrap_or(0)
+                .saturating_mul(10)
+                .saturating_add(digit as usize),
+        );
     }
     value
 }
@@ -185,7 +203,10 @@ fn char_of(value: &Value<'_>) -> Result<char, Fault> {
     let wrong = || Fault::new("format 'c' needs one character");
     if let Value::Str(text) = value {
         let mut chars = text.unpaid().chars();
-        return chars.next().filter(|_| chars.next().is_none()).ok_or_else(wrong);
+        return chars
+            .next()
+            .filter(|_| chars.next().is_none())
+            .ok_or_else(wrong);
     }
     let code = value.as_int().and_then(|i| u32::try_from(i).ok());
     code.and_then(char::from_u32).ok_or_else(wrong)
@@ -204,7 +225,12 @@ fn split_exponent(text: &str) -> (&str, &str) {
 }
 
 /// An exponent as Python writes it: with a sign and two digits.
-fn write_exponent(out: &mut Buffer<'_>, digits: &str, kind: char, power: &str) -> Result<(), Fault> {
+fn write_exponent(
+    out: &mut Buffer<'_>,
+    digits: &str,
+    kind: char,
+    power: &str,
+) -> Result<(), Fault> {
     let (sign, power) = power.strip_prefix('-').map_or(('+', power), |e| ('-', e));
     write!(out, "{digits}{kind}{sign}{power:0>2}")
 }
@@ -219,12 +245,20 @@ fn general(out: &mut Buffer<'_>, value: f64, precision: usize) -> Result<(), Fau
         return write_exponent(out, without_zeros(digits), 'e', power);
     }
     let mut plain = Buffer::new(out.budget());
-    write!(plain, "{value:.*}", (precision as i64 - 1 - power_of_ten).max(0) as usize)?;
+    write!(
+        plain,
+        "{value:.*}",
+        (precision as i64 - 1 - power_of_ten).max(0) as usize
+    )?;
     out.push_str(without_zeros(plain.as_str()))
 }
 
 fn without_zeros(text: &str) -> &str {
-    if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.') } else { text }
+    if text.contains('.') {
+        text.trim_end_matches('0').trim_end_matches('.')
+    } else {
+        text
+    }
 }
 
 /// Commas between groups of three digits of the whole part.
@@ -245,7 +279,11 @@ pub(super) fn percent<'r>(
     format: &Text<'r>,
     args: &Value<'r>,
 ) -> Result<Buffer<'r>, Fault> {
-    let count = if let Value::Tuple(items) = args { items.len() } else { 1 };
+    let count = if let Value::Tuple(items) = args {
+        items.len()
+    } else {
+        1
+    };
     let mut next = 0;
     let mut out = Buffer::new(budget);
     let mut rest = format.read_chars()?;
@@ -273,16 +311,27 @@ pub(super) fn percent<'r>(
     }
     out.push_str(rest)?;
     let all = next == count || matches!(args, Value::Dict(_) | Value::List(_)) && next <= 1;
-    if all { Ok(out) } else { Err(Fault::new("not all arguments converted during string formatting")) }
+    if all {
+        Ok(out)
+    } else {
+        Err(Fault::new(
+            "not all arguments converted during string formatting",
+        ))
+    }
 }
 
 /// What stands behind a '%': its layout, its value if it is named, and the rest of the format.
-fn directive<'f, 'r>(format: &'f str, args: &Value<'r>) -> Result<(Spec, Option<Value<'r>>, &'f str), Fault> {
+fn directive<'f, 'r>(
+    format: &'f str,
+    args: &Value<'r>,
+) -> Result<(Spec, Option<Value<'r>>, &'f str), Fault> {
     let mut rest = format;
     let mut named = None;
     if let Some(tail) = rest.strip_prefix('(') {
         let (key, tail) = tail.split_once(')').unwrap_or((tail, ""));
-        let Value::Dict(dict) = args else { return Err(Fault::new("format requires a mapping")) };
+        let Value::Dict(dict) = args else {
+            return Err(Fault::new("format requires a mapping"));
+        };
         let found = dict.find_str(key)?.cloned();
         named = Some(found.ok_or_else(|| Fault::new(format_args!("the mapping has no '{key}'")))?);
         rest = tail;
@@ -321,15 +370,22 @@ pub(super) fn braces<'r>(
             rest = &rest[at + 2..];
             continue;
         }
-        let close = rest[at..].find('}').map(|i| at + i).filter(|_| rest[at..].starts_with('{'));
-        let Some(close) = close else { return Err(Fault::new("format(): a brace is not balanced")) };
+        let close = rest[at..]
+            .find('}')
+            .map(|i| at + i)
+            .filter(|_| rest[at..].starts_with('{'));
+        let Some(close) = close else {
+            return Err(Fault::new("format(): a brace is not balanced"));
+        };
         let inner = &rest[at + 1..close];
         let (name, spec) = inner.split_once(':').unwrap_or((inner, ""));
         let (name, conversion) = name.split_once('!').unwrap_or((name, ""));
         manual |= name.starts_with(|c: char| c.is_ascii_digit());
         automatic |= name.is_empty() || name.starts_with(['.', '[']);
         if manual && automatic {
-            return Err(Fault::new("format(): numbered and unnumbered fields cannot be mixed"));
+            return Err(Fault::new(
+                "format(): numbered and unnumbered fields cannot be mixed",
+            ));
         }
         let mut value = field(budget, name, &mut next, given)?;
         if conversion == "r" {
@@ -377,7 +433,9 @@ fn field<'r>(
             path = &tail[end..];
         } else {
             let tail = path.strip_prefix('[').unwrap_or(path);
-            let Some(end) = tail.find(']') else { return Err(Fault::new("format(): ']' is missing")) };
+            let Some(end) = tail.find(']') else {
+                return Err(Fault::new("format(): ']' is missing"));
+            };
             let key = match tail[..end].parse() {
                 Ok(index) => Value::Int(index),
                 Err(_) => Value::str(budget, &tail[..end])?,

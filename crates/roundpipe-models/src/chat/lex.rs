@@ -1,4 +1,5 @@
-//! Source of a template to tokens, with Jinja2's rules for whitespace (`trim_blocks` and `lstrip_blocks` on).
+//! Source of a template to tokens, with Jinja2's rules for whitespace (`trim_blocks` and
+//! `lstrip_blocks` on).
 //!
 //! Refuses unbalanced brackets, unclosed tags and characters that Jinja2 has no token for.
 
@@ -31,8 +32,8 @@ pub(super) enum Token {
 
 /// Longest first, so that the first match is the right one.
 const OPERATORS: [&str; 26] = [
-    "//", "**", "==", "!=", ">=", "<=", "+", "-", "/", "*", "%", "~", "[", "]", "(", ")", "{", "}", ">", "<",
-    "=", ".", ":", "|", ",", ";",
+    "//", "**", "==", "!=", ">=", "<=", "+", "-", "/", "*", "%", "~", "[", "]", "(", ")", "{", "}",
+    ">", "<", "=", ".", ":", "|", ",", ";",
 ];
 
 /// Splits a template; each token with its line.
@@ -41,7 +42,13 @@ pub(super) fn lex(source: &str) -> Result<Vec<(Token, u32)>, Fault> {
     if text.ends_with('\n') {
         text.pop();
     }
-    let mut lexer = Lexer { text: &text, at: 0, line: 1, line_start: true, tokens: Vec::new() };
+    let mut lexer = Lexer {
+        text: &text,
+        at: 0,
+        line: 1,
+        line_start: true,
+        tokens: Vec::new(),
+    };
     while lexer.at < text.len() {
         lexer.data()?;
     }
@@ -65,7 +72,9 @@ impl<'s> Lexer<'s> {
     /// The one place where tokens are made: it refuses too many.
     fn push(&mut self, token: Token) -> Result<(), Fault> {
         if self.tokens.len() >= MAX_TOKENS {
-            return self.fault(format_args!("the template has more than {MAX_TOKENS} tokens; shorten it"));
+            return self.fault(format_args!(
+                "the template has more than {MAX_TOKENS} tokens; shorten it"
+            ));
         }
         self.tokens.push((token, self.line));
         Ok(())
@@ -92,7 +101,11 @@ impl<'s> Lexer<'s> {
             return Ok(());
         };
         let kind = rest.as_bytes()[open + 1];
-        let sign = rest.as_bytes().get(open + 2).copied().filter(|b| matches!(b, b'-' | b'+'));
+        let sign = rest
+            .as_bytes()
+            .get(open + 2)
+            .copied()
+            .filter(|b| matches!(b, b'-' | b'+'));
         let kept = kept_before_tag(&rest[..open], sign, kind != b'{', self.line_start);
         if !kept.is_empty() {
             self.push(Token::Data(kept.to_string()))?;
@@ -114,7 +127,9 @@ impl<'s> Lexer<'s> {
 
     fn comment(&mut self) -> Result<(), Fault> {
         let rest = self.rest();
-        let Some(close) = rest.find("#}") else { return self.fault("a comment is not closed; add '#}'") };
+        let Some(close) = rest.find("#}") else {
+            return self.fault("a comment is not closed; add '#}'");
+        };
         let end = after_close(rest, close + 2, rest[..close].ends_with('-'), true);
         self.advance(end);
         Ok(())
@@ -125,12 +140,20 @@ impl<'s> Lexer<'s> {
         let rest = self.rest();
         let mut from = 0;
         while let Some(open) = rest[from..].find("{%").map(|i| from + i) {
-            let sign = rest.as_bytes().get(open + 2).copied().filter(|b| matches!(b, b'-' | b'+'));
+            let sign = rest
+                .as_bytes()
+                .get(open + 2)
+                .copied()
+                .filter(|b| matches!(b, b'-' | b'+'));
             let inner = &rest[open + 2 + usize::from(sign.is_some())..];
             if let Some(tail) = inner.trim_start().strip_prefix("endraw") {
                 let tail = tail.trim_start();
                 let dash = tail.starts_with('-');
-                if let Some(after) = tail.strip_prefix(['-', '+']).unwrap_or(tail).strip_prefix("%}") {
+                if let Some(after) = tail
+                    .strip_prefix(['-', '+'])
+                    .unwrap_or(tail)
+                    .strip_prefix("%}")
+                {
                     let kept = kept_before_tag(&rest[..open], sign, true, self.line_start);
                     self.push(Token::Data(kept.to_string()))?;
                     let close = rest.len() - after.len();
@@ -164,7 +187,12 @@ impl<'s> Lexer<'s> {
                 let at = usize::from(sign);
                 if rest[at..].starts_with(close) {
                     self.push(end)?;
-                    self.advance(after_close(rest, at + 2, first == '-', block && first != '+'));
+                    self.advance(after_close(
+                        rest,
+                        at + 2,
+                        first == '-',
+                        block && first != '+',
+                    ));
                     return Ok(());
                 }
             }
@@ -175,7 +203,9 @@ impl<'s> Lexer<'s> {
     fn token(&mut self, first: char, open: &mut Vec<char>) -> Result<(), Fault> {
         let rest = self.rest();
         if first == '_' || first.is_alphabetic() {
-            let end = rest.find(|c: char| c != '_' && !c.is_alphanumeric()).unwrap_or(rest.len());
+            let end = rest
+                .find(|c: char| c != '_' && !c.is_alphanumeric())
+                .unwrap_or(rest.len());
             self.push(Token::Name(rest[..end].to_string()))?;
             self.advance(end);
             return Ok(());
@@ -194,7 +224,9 @@ impl<'s> Lexer<'s> {
             "[" => open.push(']'),
             "{" => open.push('}'),
             ")" | "]" | "}" if open.pop() != Some(first) => {
-                return self.fault(format_args!("'{first}' closes nothing; balance the brackets"));
+                return self.fault(format_args!(
+                    "'{first}' closes nothing; balance the brackets"
+                ));
             }
             _ => {}
         }
@@ -212,7 +244,8 @@ impl<'s> Lexer<'s> {
                 '\\' => escaped = true,
                 c if c == quote => {
                     let Some(text) = unescape(&rest[1..i]) else {
-                        return self.fault("a string has a broken escape; write it as \\\\ or \\uXXXX");
+                        return self
+                            .fault("a string has a broken escape; write it as \\\\ or \\uXXXX");
                     };
                     self.push(Token::Str(text))?;
                     self.advance(i + 1);
@@ -235,7 +268,9 @@ impl<'s> Lexer<'s> {
         };
         let digits = |from: usize| {
             let tail = &rest[from..];
-            from + tail.find(|c: char| !(c.is_digit(radix) || c == '_')).unwrap_or(tail.len())
+            from + tail
+                .find(|c: char| !(c.is_digit(radix) || c == '_'))
+                .unwrap_or(tail.len())
         };
         let start = if radix == 10 { 0 } else { 2 };
         let mut end = digits(start);
@@ -260,7 +295,10 @@ impl<'s> Lexer<'s> {
             i128::from_str_radix(&plain, radix).ok().map(Token::Int)
         };
         let Some(token) = token else {
-            return self.fault(format_args!("the number {} is too large", &rest[..end.min(40)]));
+            return self.fault(format_args!(
+                "the number {} is too large",
+                &rest[..end.min(40)]
+            ));
         };
         self.push(token)?;
         self.advance(end);
@@ -270,7 +308,9 @@ impl<'s> Lexer<'s> {
 
 /// Where the next `{{`, `{%` or `{#` begins.
 fn find_tag(text: &str) -> Option<usize> {
-    text.as_bytes().windows(2).position(|w| w[0] == b'{' && matches!(w[1], b'{' | b'%' | b'#'))
+    text.as_bytes()
+        .windows(2)
+        .position(|w| w[0] == b'{' && matches!(w[1], b'{' | b'%' | b'#'))
 }
 
 /// The text before a tag, less what its sign or `lstrip_blocks` takes away.
@@ -281,13 +321,18 @@ fn kept_before_tag(text: &str, sign: Option<u8>, lstrip: bool, line_start: bool)
         None if lstrip => {
             let line = text.rfind('\n').map_or(0, |i| i + 1);
             let blank = text[line..].chars().all(char::is_whitespace);
-            if (line > 0 || line_start) && blank { &text[..line] } else { text }
+            if (line > 0 || line_start) && blank {
+                &text[..line]
+            } else {
+                text
+            }
         }
         None => text,
     }
 }
 
-/// The end of a closing tag that ends at `close`: with the whitespace or the newline it takes along.
+/// The end of a closing tag that ends at `close`: with the whitespace or the newline it takes
+/// along.
 fn after_close(text: &str, close: usize, dash: bool, trim: bool) -> usize {
     let tail = &text[close..];
     if dash {
@@ -331,13 +376,19 @@ fn unescape(text: &str) -> Option<String> {
             'f' => out.push('\x0c'),
             'v' => out.push('\x0b'),
             '0'..='7' => {
-                let more = rest.bytes().take(2).take_while(|b| (b'0'..=b'7').contains(b)).count();
+                let more = rest
+                    .bytes()
+                    .take(2)
+                    .take_while(|b| (b'0'..=b'7').contains(b))
+                    .count();
                 let code = format!("{c}{}", &rest[..more]);
                 out.push(char::from_u32(u32::from_str_radix(&code, 8).ok()?)?);
                 rest = &rest[more..];
             }
             _ if hex > 0 => {
-                out.push(char::from_u32(u32::from_str_radix(rest.get(..hex)?, 16).ok()?)?);
+                out.push(char::from_u32(
+                    u32::from_str_radix(rest.get(..hex)?, 16).ok()?,
+                )?);
                 rest = &rest[hex..];
             }
             other => out.extend(['\\', other]),

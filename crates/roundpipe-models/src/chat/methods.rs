@@ -1,6 +1,7 @@
 //! Attributes, items and the methods that Python's strings, lists and dictionaries have.
 //!
-//! Refuses methods that change a value, as the immutable sandbox of Jinja2 does: they are undefined.
+//! Refuses methods that change a value, as the immutable sandbox of Jinja2 does: they are
+//! undefined.
 
 use super::Fault;
 use super::budget::{Budget, Buffer, Shared, Vector};
@@ -78,7 +79,11 @@ pub(super) fn written_attribute<'r>(
 }
 
 /// `of.name` with a name that the template computed.
-pub(super) fn attribute<'r>(budget: &'r Budget, of: &Value<'r>, name: &str) -> Result<Value<'r>, Fault> {
+pub(super) fn attribute<'r>(
+    budget: &'r Budget,
+    of: &Value<'r>,
+    name: &str,
+) -> Result<Value<'r>, Fault> {
     match find_attribute(budget, of, name)? {
         Some(value) => Ok(value),
         None => Value::missing(budget, of, name),
@@ -86,10 +91,16 @@ pub(super) fn attribute<'r>(budget: &'r Budget, of: &Value<'r>, name: &str) -> R
 }
 
 /// A method or field first, then an item, as Jinja2 looks.
-fn find_attribute<'r>(budget: &'r Budget, of: &Value<'r>, name: &str) -> Result<Option<Value<'r>>, Fault> {
+fn find_attribute<'r>(
+    budget: &'r Budget,
+    of: &Value<'r>,
+    name: &str,
+) -> Result<Option<Value<'r>>, Fault> {
     budget.ticks(2)?;
     if let Value::Undefined(what) = of {
-        return Err(Fault::new(format_args!("{what} is undefined, so it has no '{name}'")));
+        return Err(Fault::new(format_args!(
+            "{what} is undefined, so it has no '{name}'"
+        )));
     }
     if let Some(value) = method_or_field(budget, of, name)? {
         return Ok(Some(value));
@@ -101,11 +112,17 @@ fn find_attribute<'r>(budget: &'r Budget, of: &Value<'r>, name: &str) -> Result<
 }
 
 /// `of[index]`: an item first, then a method or field.
-pub(super) fn item<'r>(budget: &'r Budget, of: &Value<'r>, index: &Value<'r>) -> Result<Value<'r>, Fault> {
+pub(super) fn item<'r>(
+    budget: &'r Budget,
+    of: &Value<'r>,
+    index: &Value<'r>,
+) -> Result<Value<'r>, Fault> {
     budget.ticks(2)?;
     let found = match of {
         Value::Undefined(what) => {
-            return Err(Fault::new(format_args!("{what} is undefined, so it has no items")));
+            return Err(Fault::new(format_args!(
+                "{what} is undefined, so it has no items"
+            )));
         }
         Value::Dict(dict) => dict.find(index)?.cloned(),
         Value::List(items) | Value::Tuple(items) => {
@@ -130,19 +147,34 @@ pub(super) fn item<'r>(budget: &'r Budget, of: &Value<'r>, index: &Value<'r>) ->
 }
 
 fn char_at(text: &Text<'_>, index: &Value<'_>) -> Result<Option<char>, Fault> {
-    let Some(i) = index.as_int() else { return Ok(None) };
+    let Some(i) = index.as_int() else {
+        return Ok(None);
+    };
     let text = text.read()?;
-    let len = if i < 0 { text.chars().count() } else { usize::MAX };
+    let len = if i < 0 {
+        text.chars().count()
+    } else {
+        usize::MAX
+    };
     Ok(at(index, len).and_then(|i| text.chars().nth(i)))
 }
 
 /// An index as Python counts it, negative from the end.
 fn at(index: &Value<'_>, len: usize) -> Option<usize> {
     let index = index.as_int()?;
-    usize::try_from(if index < 0 { index + i128::try_from(len).ok()? } else { index }).ok()
+    usize::try_from(if index < 0 {
+        index + i128::try_from(len).ok()?
+    } else {
+        index
+    })
+    .ok()
 }
 
-fn method_or_field<'r>(budget: &'r Budget, of: &Value<'r>, name: &str) -> Result<Option<Value<'r>>, Fault> {
+fn method_or_field<'r>(
+    budget: &'r Budget,
+    of: &Value<'r>,
+    name: &str,
+) -> Result<Option<Value<'r>>, Fault> {
     if let Some(method) = method(budget, of, name)? {
         return Ok(Some(method));
     }
@@ -200,7 +232,9 @@ pub(super) fn call<'r>(
         }
         Value::Function("dict") => {
             let [keys, value] = given.bind("fromkeys", ["iterable", "value"])?;
-            let keys = keys.ok_or_else(|| Fault::new("fromkeys() needs keys"))?.walk(budget)?;
+            let keys = keys
+                .ok_or_else(|| Fault::new("fromkeys() needs keys"))?
+                .walk(budget)?;
             let value = value.unwrap_or(Value::None);
             let mut dict = Dict::new(budget);
             for key in keys.read()? {
@@ -208,7 +242,10 @@ pub(super) fn call<'r>(
             }
             Value::dict(dict)
         }
-        other => Err(Fault::new(format_args!("'{}' has no method '{name}'", other.kind()))),
+        other => Err(Fault::new(format_args!(
+            "'{}' has no method '{name}'",
+            other.kind()
+        ))),
     }
 }
 
@@ -259,10 +296,16 @@ fn call_dict<'r>(
 }
 
 /// Entries as tuples.
-pub(super) fn pairs<'r>(budget: &'r Budget, dict: &Dict<'r>) -> Result<Vector<'r, Value<'r>>, Fault> {
+pub(super) fn pairs<'r>(
+    budget: &'r Budget,
+    dict: &Dict<'r>,
+) -> Result<Vector<'r, Value<'r>>, Fault> {
     let mut out = Vector::with_capacity(budget, dict.len())?;
     for (key, value) in dict.read()? {
-        out.push(Value::tuple(Vector::of(budget, [key.clone(), value.clone()])?)?)?;
+        out.push(Value::tuple(Vector::of(
+            budget,
+            [key.clone(), value.clone()],
+        )?)?)?;
     }
     Ok(out)
 }
@@ -282,16 +325,25 @@ fn call_str<'r>(
         "removeprefix" | "removesuffix" => {
             let part = needed(name, given)?;
             let (text, safe, part) = (text.read()?, text.safe, part.read()?);
-            let rest = if name == "removeprefix" { text.strip_prefix(part) } else { text.strip_suffix(part) };
+            let rest = if name == "removeprefix" {
+                text.strip_prefix(part)
+            } else {
+                text.strip_suffix(part)
+            };
             Value::text_of(Buffer::of(budget, rest.unwrap_or(text))?, safe)
         }
         "replace" => replace(budget, text, given),
         "find" | "rfind" | "index" | "rindex" | "count" => search(text, name, given),
         "join" => {
             let [items] = given.bind("join", ["iterable"])?;
-            let items = items.ok_or_else(|| Fault::new("join() needs an iterable"))?.walk(budget)?;
+            let items = items
+                .ok_or_else(|| Fault::new("join() needs an iterable"))?
+                .walk(budget)?;
             if let Some(other) = items.read()?.iter().find(|v| !matches!(v, Value::Str(_))) {
-                return Err(Fault::new(format_args!("join() needs strings, not '{}'", other.kind())));
+                return Err(Fault::new(format_args!(
+                    "join() needs strings, not '{}'",
+                    other.kind()
+                )));
             }
             join(budget, text.unpaid(), items.read()?)
         }
@@ -299,7 +351,11 @@ fn call_str<'r>(
         "zfill" | "ljust" | "rjust" | "center" => justify(budget, text, name, given),
         _ => {
             given.bind::<0>(name, [])?;
-            if name.starts_with("is") { check_str(text, name) } else { recase(budget, text, name) }
+            if name.starts_with("is") {
+                check_str(text, name)
+            } else {
+                recase(budget, text, name)
+            }
         }
     }
 }
@@ -307,8 +363,9 @@ fn call_str<'r>(
 fn check_str<'r>(text: &Text<'r>, name: &str) -> Result<Value<'r>, Fault> {
     let text = text.read_chars()?;
     let all = |test: fn(char) -> bool| !text.is_empty() && text.chars().all(test);
-    let cased =
-        |other: fn(char) -> bool, this: fn(char) -> bool| !text.chars().any(other) && text.chars().any(this);
+    let cased = |other: fn(char) -> bool, this: fn(char) -> bool| {
+        !text.chars().any(other) && text.chars().any(this)
+    };
     Ok(Value::Bool(match name {
         "isdigit" | "isdecimal" => all(|c| c.is_ascii_digit() || (!c.is_ascii() && c.is_numeric())),
         "isnumeric" => all(char::is_numeric),
@@ -360,21 +417,37 @@ pub(super) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\x1c'..='\x1f').contains(&c)
 }
 
-fn strip<'r>(budget: &'r Budget, text: &Text<'r>, name: &str, given: &Given<'r>) -> Result<Value<'r>, Fault> {
+fn strip<'r>(
+    budget: &'r Budget,
+    text: &Text<'r>,
+    name: &str,
+    given: &Given<'r>,
+) -> Result<Value<'r>, Fault> {
     let [chars] = given.bind(name, ["chars"])?;
     let set = match &chars {
         None | Some(Value::None) => None,
         Some(Value::Str(chars)) => Some(chars),
         Some(other) => {
-            return Err(Fault::new(format_args!("{name}() needs a string, not '{}'", other.kind())));
+            return Err(Fault::new(format_args!(
+                "{name}() needs a string, not '{}'",
+                other.kind()
+            )));
         }
     };
     let safe = text.safe;
     let mut text = text.read_chars()?;
     match set {
         None => {
-            text = if name == "rstrip" { text } else { text.trim_start_matches(is_space) };
-            text = if name == "lstrip" { text } else { text.trim_end_matches(is_space) };
+            text = if name == "rstrip" {
+                text
+            } else {
+                text.trim_start_matches(is_space)
+            };
+            text = if name == "lstrip" {
+                text
+            } else {
+                text.trim_end_matches(is_space)
+            };
         }
         // The set is searched for every character, and pays every time.
         Some(set) => {
@@ -402,12 +475,17 @@ fn split<'r>(
     given: &Given<'r>,
 ) -> Result<Value<'r>, Fault> {
     let [separator, most] = given.bind("split", ["sep", "maxsplit"])?;
-    let most = most.as_ref().and_then(Value::as_int).and_then(|most| usize::try_from(most).ok());
+    let most = most
+        .as_ref()
+        .and_then(Value::as_int)
+        .and_then(|most| usize::try_from(most).ok());
     let most = most.unwrap_or(usize::MAX);
     let text = text.read_chars()?;
     let mut parts = Vector::new(budget);
     match separator {
-        Some(Value::Str(separator)) if separator.len() == 0 => return Err(Fault::new("empty separator")),
+        Some(Value::Str(separator)) if separator.len() == 0 => {
+            return Err(Fault::new("empty separator"));
+        }
         Some(Value::Str(separator)) => {
             let (separator, pieces) = (separator.read()?, most.saturating_add(1));
             if right {
@@ -423,7 +501,10 @@ fn split<'r>(
         None | Some(Value::None) if right => rsplit_space(&mut parts, text, most)?,
         None | Some(Value::None) => split_space(&mut parts, text, most)?,
         Some(other) => {
-            return Err(Fault::new(format_args!("split() needs a string, not '{}'", other.kind())));
+            return Err(Fault::new(format_args!(
+                "split() needs a string, not '{}'",
+                other.kind()
+            )));
         }
     }
     if right {
@@ -432,8 +513,13 @@ fn split<'r>(
     Value::list(parts)
 }
 
-/// Parts between runs of whitespace. What is left after the last split keeps the whitespace at its end.
-fn split_space<'r>(parts: &mut Vector<'r, Value<'r>>, text: &str, most: usize) -> Result<(), Fault> {
+/// Parts between runs of whitespace. What is left after the last split keeps the whitespace at its
+/// end.
+fn split_space<'r>(
+    parts: &mut Vector<'r, Value<'r>>,
+    text: &str,
+    most: usize,
+) -> Result<(), Fault> {
     let budget = parts.budget();
     let mut rest = text.trim_start_matches(is_space);
     while !rest.is_empty() {
@@ -452,13 +538,20 @@ fn split_space<'r>(parts: &mut Vector<'r, Value<'r>>, text: &str, most: usize) -
 }
 
 /// The same from the right, in reverse order.
-fn rsplit_space<'r>(parts: &mut Vector<'r, Value<'r>>, text: &str, most: usize) -> Result<(), Fault> {
+fn rsplit_space<'r>(
+    parts: &mut Vector<'r, Value<'r>>,
+    text: &str,
+    most: usize,
+) -> Result<(), Fault> {
     let budget = parts.budget();
     let mut rest = text.trim_end_matches(is_space);
     while !rest.is_empty() {
         match rest.rfind(is_space) {
             Some(cut) if parts.len() < most => {
-                parts.push(Value::str(budget, rest[cut..].trim_start_matches(is_space))?)?;
+                parts.push(Value::str(
+                    budget,
+                    rest[cut..].trim_start_matches(is_space),
+                )?)?;
                 rest = rest[..cut].trim_end_matches(is_space);
             }
             _ => {
@@ -470,10 +563,16 @@ fn rsplit_space<'r>(parts: &mut Vector<'r, Value<'r>>, text: &str, most: usize) 
     Ok(())
 }
 
-fn splitlines<'r>(budget: &'r Budget, text: &Text<'r>, given: &Given<'r>) -> Result<Value<'r>, Fault> {
+fn splitlines<'r>(
+    budget: &'r Budget,
+    text: &Text<'r>,
+    given: &Given<'r>,
+) -> Result<Value<'r>, Fault> {
     let [keep] = given.bind("splitlines", ["keepends"])?;
     let keep = keep.is_some_and(|k| k.truthy());
-    let ends = ['\n', '\r', '\x0b', '\x0c', '\x1c', '\x1d', '\x1e', '\u{85}', '\u{2028}', '\u{2029}'];
+    let ends = [
+        '\n', '\r', '\x0b', '\x0c', '\x1c', '\x1d', '\x1e', '\u{85}', '\u{2028}', '\u{2029}',
+    ];
     let mut lines = Vector::new(budget);
     let mut rest = text.read_chars()?;
     while !rest.is_empty() {
@@ -504,7 +603,11 @@ fn partition<'r>(
         return Err(Fault::new("empty separator"));
     }
     let first = name == "partition";
-    let found = if first { text.split_once(separator) } else { text.rsplit_once(separator) };
+    let found = if first {
+        text.split_once(separator)
+    } else {
+        text.rsplit_once(separator)
+    };
     let parts = match found {
         Some((before, after)) => [before, separator, after],
         None if first => [text, "", ""],
@@ -528,7 +631,11 @@ fn affix<'r>(text: &Text<'r>, name: &str, given: &Given<'r>) -> Result<Value<'r>
         };
         let part = part.read()?;
         let text = text.unpaid();
-        Ok(if name == "startswith" { text.starts_with(part) } else { text.ends_with(part) })
+        Ok(if name == "startswith" {
+            text.starts_with(part)
+        } else {
+            text.ends_with(part)
+        })
     };
     let mut hit = false;
     match &part {
@@ -548,7 +655,13 @@ fn replace<'r>(budget: &'r Budget, text: &Text<'r>, given: &Given<'r>) -> Result
     let (Some(Value::Str(old)), Some(Value::Str(new))) = (old, new) else {
         return Err(Fault::new("replace() needs two strings"));
     };
-    replace_text(budget, text, &old, &new, count.as_ref().and_then(Value::as_int))
+    replace_text(
+        budget,
+        text,
+        &old,
+        &new,
+        count.as_ref().and_then(Value::as_int),
+    )
 }
 
 /// Replaces at most `count` occurrences; all for none or a negative count.
@@ -559,7 +672,9 @@ pub(super) fn replace_text<'r>(
     new: &Text<'r>,
     count: Option<i128>,
 ) -> Result<Value<'r>, Fault> {
-    let most = count.and_then(|c| usize::try_from(c).ok()).unwrap_or(usize::MAX);
+    let most = count
+        .and_then(|c| usize::try_from(c).ok())
+        .unwrap_or(usize::MAX);
     let text = text.read_chars()?;
     let mut out = Buffer::with_capacity(budget, text.len())?;
     let mut done = 0;
@@ -585,8 +700,16 @@ fn search<'r>(text: &Text<'r>, name: &str, given: &Given<'r>) -> Result<Value<'r
         None => default,
     };
     let (start, end) = (bound(&start, 0), bound(&end, len));
-    let byte = |chars: usize| text.char_indices().nth(chars).map_or(text.len(), |(i, _)| i);
-    let window = if start <= end { &text[byte(start)..byte(end)] } else { "" };
+    let byte = |chars: usize| {
+        text.char_indices()
+            .nth(chars)
+            .map_or(text.len(), |(i, _)| i)
+    };
+    let window = if start <= end {
+        &text[byte(start)..byte(end)]
+    } else {
+        ""
+    };
     let position = |i: usize| (start + window[..i].chars().count()) as i128;
     let part = part.read()?;
     let found = match name {
@@ -602,7 +725,11 @@ fn search<'r>(text: &Text<'r>, name: &str, given: &Given<'r>) -> Result<Value<'r
 }
 
 /// The printed items with `separator` between them.
-pub(super) fn join<'r>(budget: &'r Budget, separator: &str, items: &[Value<'r>]) -> Result<Value<'r>, Fault> {
+pub(super) fn join<'r>(
+    budget: &'r Budget,
+    separator: &str,
+    items: &[Value<'r>],
+) -> Result<Value<'r>, Fault> {
     let mut out = Buffer::new(budget);
     for (i, item) in items.iter().enumerate() {
         out.push_str(if i > 0 { separator } else { "" })?;
@@ -618,13 +745,20 @@ fn justify<'r>(
     given: &Given<'r>,
 ) -> Result<Value<'r>, Fault> {
     let [width, fill] = given.bind(name, ["width", "fillchar"])?;
-    let width = width.as_ref().and_then(Value::as_int).ok_or_else(|| Fault::new("needs a width"))?;
+    let width = width
+        .as_ref()
+        .and_then(Value::as_int)
+        .ok_or_else(|| Fault::new("needs a width"))?;
     let width = usize::try_from(width.max(0)).unwrap_or(usize::MAX);
     let fill = match &fill {
         None if name == "zfill" => "0",
         None => " ",
         Some(Value::Str(fill)) if fill.unpaid().chars().take(2).count() == 1 => fill.unpaid(),
-        Some(_) => return Err(Fault::new(format_args!("{name}() fills with exactly one character"))),
+        Some(_) => {
+            return Err(Fault::new(format_args!(
+                "{name}() fills with exactly one character"
+            )));
+        }
     };
     let text = text.read()?;
     let missing = width.saturating_sub(text.chars().count());
@@ -632,7 +766,11 @@ fn justify<'r>(
     let (head, left, right) = match name {
         "ljust" => ("", 0, missing),
         "rjust" => ("", missing, 0),
-        "zfill" => (&text[..usize::from(text.starts_with(['-', '+']))], missing, 0),
+        "zfill" => (
+            &text[..usize::from(text.starts_with(['-', '+']))],
+            missing,
+            0,
+        ),
         // Python's rule for the odd one out.
         _ => {
             let left = missing / 2 + (missing & width & 1);
@@ -650,7 +788,9 @@ fn justify<'r>(
 /// First letter upper, the rest lower.
 pub(super) fn capitalize<'r>(out: &mut Buffer<'r>, text: &Text<'r>) -> Result<(), Fault> {
     let mut chars = text.read()?.chars();
-    let Some(first) = chars.next() else { return Ok(()) };
+    let Some(first) = chars.next() else {
+        return Ok(());
+    };
     out.push_mapped(first.to_uppercase())?;
     out.push_lower(chars.as_str())
 }

@@ -24,10 +24,14 @@ pub(super) fn binary<'r>(
         (Op::Add, Value::List(a), Value::List(b)) => Value::list(chain(budget, a, b)?),
         (Op::Add, Value::Tuple(a), Value::Tuple(b)) => Value::tuple(chain(budget, a, b)?),
         (Op::Rem, Value::Str(format), args) => Value::text(percent(budget, format, args)?),
-        (Op::Mul, Value::Str(_) | Value::List(_) | Value::Tuple(_), times) if times.as_int().is_some() => {
+        (Op::Mul, Value::Str(_) | Value::List(_) | Value::Tuple(_), times)
+            if times.as_int().is_some() =>
+        {
             repeat(budget, left, times)
         }
-        (Op::Mul, times, Value::Str(_) | Value::List(_) | Value::Tuple(_)) if times.as_int().is_some() => {
+        (Op::Mul, times, Value::Str(_) | Value::List(_) | Value::Tuple(_))
+            if times.as_int().is_some() =>
+        {
             repeat(budget, right, times)
         }
         _ => arithmetic(op, left, right),
@@ -48,14 +52,22 @@ fn add_texts<'r>(budget: &'r Budget, a: &Text<'r>, b: &Text<'r>) -> Result<Value
     Value::text_of(out, safe)
 }
 
-fn chain<'r>(budget: &'r Budget, a: &Items<'r>, b: &Items<'r>) -> Result<Vector<'r, Value<'r>>, Fault> {
+fn chain<'r>(
+    budget: &'r Budget,
+    a: &Items<'r>,
+    b: &Items<'r>,
+) -> Result<Vector<'r, Value<'r>>, Fault> {
     let mut out = Vector::with_capacity(budget, a.len() + b.len())?;
     out.extend_from_slice(a.read()?)?;
     out.extend_from_slice(b.read()?)?;
     Ok(out)
 }
 
-fn repeat<'r>(budget: &'r Budget, value: &Value<'r>, times: &Value<'r>) -> Result<Value<'r>, Fault> {
+fn repeat<'r>(
+    budget: &'r Budget,
+    value: &Value<'r>,
+    times: &Value<'r>,
+) -> Result<Value<'r>, Fault> {
     let times = usize::try_from(times.as_int().unwrap_or(0).max(0)).unwrap_or(usize::MAX);
     let all = |items: &Items<'r>| {
         let count = items.len().saturating_mul(times);
@@ -73,7 +85,10 @@ fn repeat<'r>(budget: &'r Budget, value: &Value<'r>, times: &Value<'r>) -> Resul
         }
         Value::List(items) => Value::list(all(items)?),
         Value::Tuple(items) => Value::tuple(all(items)?),
-        other => Err(Fault::new(format_args!("'{}' cannot be repeated", other.kind()))),
+        other => Err(Fault::new(format_args!(
+            "'{}' cannot be repeated",
+            other.kind()
+        ))),
     }
 }
 
@@ -101,7 +116,9 @@ fn arithmetic<'r>(op: Op, left: &Value<'r>, right: &Value<'r>) -> Result<Value<'
     }
     let (Some(a), Some(b)) = (left.as_float(), right.as_float()) else {
         let (left, right) = (left.kind(), right.kind());
-        return Err(Fault::new(format_args!("'{left}' and '{right}' cannot be combined with {op:?}")));
+        return Err(Fault::new(format_args!(
+            "'{left}' and '{right}' cannot be combined with {op:?}"
+        )));
     };
     let value = match op {
         Op::Add => a + b,
@@ -112,7 +129,11 @@ fn arithmetic<'r>(op: Op, left: &Value<'r>, right: &Value<'r>) -> Result<Value<'
         Op::FloorDiv => (a / b).floor(),
         Op::Rem => {
             let rest = a % b;
-            if rest != 0.0 && (rest < 0.0) != (b < 0.0) { rest + b } else { rest }
+            if rest != 0.0 && (rest < 0.0) != (b < 0.0) {
+                rest + b
+            } else {
+                rest
+            }
         }
         Op::Pow => a.powf(b),
     };
@@ -121,7 +142,11 @@ fn arithmetic<'r>(op: Op, left: &Value<'r>, right: &Value<'r>) -> Result<Value<'
 
 fn floor_div(a: i128, b: i128) -> i128 {
     let quotient = a.wrapping_div(b);
-    if a.wrapping_rem(b) != 0 && (a < 0) != (b < 0) { quotient - 1 } else { quotient }
+    if a.wrapping_rem(b) != 0 && (a < 0) != (b < 0) {
+        quotient - 1
+    } else {
+        quotient
+    }
 }
 
 /// `item in container`.
@@ -133,7 +158,10 @@ pub(super) fn contains<'r>(
     match container {
         Value::Str(text) => match item {
             Value::Str(part) => Ok(text.read_chars()?.contains(part.read()?)),
-            other => Err(Fault::new(format_args!("'in' of a string needs a string, not '{}'", other.kind()))),
+            other => Err(Fault::new(format_args!(
+                "'in' of a string needs a string, not '{}'",
+                other.kind()
+            ))),
         },
         Value::Dict(dict) => Ok(dict.find(item)?.is_some()),
         other => {
@@ -177,7 +205,10 @@ pub(super) fn slice<'r>(
         Value::List(items) => Value::list(sliced(items)?),
         Value::Tuple(items) => Value::tuple(sliced(items)?),
         Value::Undefined(what) => Err(Fault::new(format_args!("{what} is undefined"))),
-        other => Err(Fault::new(format_args!("'{}' cannot be sliced", other.kind()))),
+        other => Err(Fault::new(format_args!(
+            "'{}' cannot be sliced",
+            other.kind()
+        ))),
     }
 }
 
@@ -189,8 +220,16 @@ fn slice_text<'r>(
     let text = text.read_chars()?;
     let picked = Picked::new(text.chars().count(), bounds)?;
     if picked.step == 1 {
-        let byte = |at: i64| text.char_indices().nth(at as usize).map_or(text.len(), |(i, _)| i);
-        let range = if picked.at < picked.stop { byte(picked.at)..byte(picked.stop) } else { 0..0 };
+        let byte = |at: i64| {
+            text.char_indices()
+                .nth(at as usize)
+                .map_or(text.len(), |(i, _)| i)
+        };
+        let range = if picked.at < picked.stop {
+            byte(picked.at)..byte(picked.stop)
+        } else {
+            0..0
+        };
         return Buffer::of(budget, &text[range]);
     }
     let mut chars = Vector::with_capacity(budget, text.len())?;
@@ -219,7 +258,13 @@ impl Picked {
         }
         let len = len as i64;
         let (low, high) = if step > 0 { (0, len) } else { (-1, len - 1) };
-        let clamp = |at: i64| if at < 0 { (at.saturating_add(len)).max(low) } else { at.min(high) };
+        let clamp = |at: i64| {
+            if at < 0 {
+                (at.saturating_add(len)).max(low)
+            } else {
+                at.min(high)
+            }
+        };
         let at = start.map_or(if step > 0 { low } else { high }, clamp);
         let stop = stop.map_or(if step > 0 { high } else { low }, clamp);
         Ok(Self { at, stop, step })
@@ -230,7 +275,11 @@ impl Iterator for Picked {
     type Item = usize;
 
     fn next(&mut self) -> Option<usize> {
-        let more = if self.step > 0 { self.at < self.stop } else { self.at > self.stop };
+        let more = if self.step > 0 {
+            self.at < self.stop
+        } else {
+            self.at > self.stop
+        };
         let at = self.at;
         self.at = self.at.saturating_add(self.step);
         more.then_some(at as usize)

@@ -1,12 +1,14 @@
 //! Tokens to a tree, with Jinja2's grammar and precedences.
 //!
-//! Refuses tags that would read other templates (`include`, `import`, `extends`): a chat template is one file.
+//! Refuses tags that would read other templates (`include`, `import`, `extends`): a chat template
+//! is one file.
 //!
 //! # Invariants
-//! - The parser calls itself no deeper than [`MAX_DEPTH`], and expressions are no higher than [`MAX_HEIGHT`],
-//!   however they are written: [`Expr::new`] is the only way to make one. So neither parsing, walking nor
-//!   dropping a tree can exhaust a stack.
-//! - A template has at most [`super::lex::MAX_TOKENS`] tokens, and every node takes one, so the tree is bounded.
+//! - The parser calls itself no deeper than [`MAX_DEPTH`], and expressions are no higher than
+//!   [`MAX_HEIGHT`], however they are written: [`Expr::new`] is the only way to make one. So
+//!   neither parsing, walking nor dropping a tree can exhaust a stack.
+//! - A template has at most [`super::lex::MAX_TOKENS`] tokens, and every node takes one, so the
+//!   tree is bounded.
 
 use std::fmt::Display;
 
@@ -75,7 +77,12 @@ pub(super) enum ExprKind {
     Slice(Node, Box<[Option<Node>; 3]>),
     Call(Node, Args),
     Filter(Node, String, Args),
-    Test { of: Node, name: String, args: Args, negated: bool },
+    Test {
+        of: Node,
+        name: String,
+        args: Args,
+        negated: bool,
+    },
     Binary(Op, Node, Node),
     Compare(Node, Vec<(Cmp, Node)>),
     And(Node, Node),
@@ -84,7 +91,11 @@ pub(super) enum ExprKind {
     Neg(Node),
     Pos(Node),
     Concat(Vec<Node>),
-    If { test: Node, then: Node, other: Option<Node> },
+    If {
+        test: Node,
+        then: Node,
+        other: Option<Node>,
+    },
 }
 
 impl Expr {
@@ -110,12 +121,15 @@ impl ExprKind {
             Self::List(items) | Self::Tuple(items) | Self::Concat(items) => highest(items),
             Self::Dict(pairs) => highest(pairs.iter().flat_map(|(key, value)| [key, value])),
             Self::Attr(of, _) | Self::Not(of) | Self::Neg(of) | Self::Pos(of) => of.height,
-            Self::Item(a, b) | Self::Binary(_, a, b) | Self::And(a, b) | Self::Or(a, b) => highest([a, b]),
+            Self::Item(a, b) | Self::Binary(_, a, b) | Self::And(a, b) | Self::Or(a, b) => {
+                highest([a, b])
+            }
             Self::Slice(of, parts) => of.height.max(highest(parts.iter().flatten())),
             Self::Call(of, args) | Self::Filter(of, _, args) | Self::Test { of, args, .. } => {
                 let named = args.named.iter().map(|(_, value)| value);
                 let stars = args.star.iter().chain(&args.star_star);
-                of.height.max(highest(args.positional.iter().chain(named).chain(stars)))
+                of.height
+                    .max(highest(args.positional.iter().chain(named).chain(stars)))
             }
             Self::Compare(of, rest) => of.height.max(highest(rest.iter().map(|(_, right)| right))),
             Self::If { test, then, other } => highest([test, then].into_iter().chain(other)),
@@ -195,7 +209,12 @@ pub(super) struct MacroDef {
 
 /// Parses a whole template.
 pub(super) fn parse(source: &str) -> Result<Body, Fault> {
-    let mut parser = Parser { tokens: lex(source)?, at: 0, depth: 0, loops: 0 };
+    let mut parser = Parser {
+        tokens: lex(source)?,
+        at: 0,
+        depth: 0,
+        loops: 0,
+    };
     let (body, _) = parser.body(&[])?;
     Ok(body)
 }
@@ -242,7 +261,11 @@ impl Parser {
     }
 
     fn expect_op(&mut self, op: &str) -> Result<(), Fault> {
-        if self.take_op(op) { Ok(()) } else { self.fault(format_args!("expected '{op}' here")) }
+        if self.take_op(op) {
+            Ok(())
+        } else {
+            self.fault(format_args!("expected '{op}' here"))
+        }
     }
 
     fn expect(&mut self, token: Token, text: &str) -> Result<(), Fault> {
@@ -270,7 +293,9 @@ impl Parser {
     /// Runs `inner` one level deeper.
     fn deeper<T>(&mut self, inner: impl FnOnce(&mut Self) -> Result<T, Fault>) -> Result<T, Fault> {
         if self.depth >= MAX_DEPTH {
-            return self.fault(format_args!("nested deeper than {MAX_DEPTH} levels; write it flatter"));
+            return self.fault(format_args!(
+                "nested deeper than {MAX_DEPTH} levels; write it flatter"
+            ));
         }
         self.depth += 1;
         let result = inner(self);
@@ -278,8 +303,8 @@ impl Parser {
         result
     }
 
-    /// Statements up to a tag named in `ends` (or the end of the template when there are none); the tag's name
-    /// is consumed, the rest of the tag is not.
+    /// Statements up to a tag named in `ends` (or the end of the template when there are none); the
+    /// tag's name is consumed, the rest of the tag is not.
     fn body(&mut self, ends: &[&str]) -> Result<(Body, String), Fault> {
         self.deeper(|p| p.body_inner(ends))
     }
@@ -309,7 +334,9 @@ impl Parser {
         }
         match ends.last() {
             None => Ok((body, String::new())),
-            Some(end) => self.fault(format_args!("the template ends inside a block; add '{{% {end} %}}'")),
+            Some(end) => self.fault(format_args!(
+                "the template ends inside a block; add '{{% {end} %}}'"
+            )),
         }
     }
 
@@ -374,9 +401,17 @@ impl Parser {
         self.loops = outer;
         let body = body?;
         let reads = |name: &str| {
-            self.tokens[start..self.at].iter().any(|(t, _)| matches!(t, Token::Name(n) if n == name))
+            self.tokens[start..self.at]
+                .iter()
+                .any(|(t, _)| matches!(t, Token::Name(n) if n == name))
         };
-        Ok(MacroDef { name, params, body, varargs: reads("varargs"), kwargs: reads("kwargs") })
+        Ok(MacroDef {
+            name,
+            params,
+            body,
+            varargs: reads("varargs"),
+            kwargs: reads("kwargs"),
+        })
     }
 
     fn block_body(&mut self) -> Result<Body, Fault> {
@@ -397,7 +432,11 @@ impl Parser {
             return Ok(StmtKind::Set(target, value));
         }
         let chain = self.filter_chain(Vec::new())?;
-        Ok(StmtKind::SetBlock(target, chain, self.body_until("endset")?))
+        Ok(StmtKind::SetBlock(
+            target,
+            chain,
+            self.body_until("endset")?,
+        ))
     }
 
     fn branches(&mut self) -> Result<StmtKind, Fault> {
@@ -424,7 +463,11 @@ impl Parser {
             return self.fault("expected 'in' here");
         }
         let iter = self.tuple(false)?;
-        let filter = if self.take_name("if") { Some(self.expr()?) } else { None };
+        let filter = if self.take_name("if") {
+            Some(self.expr()?)
+        } else {
+            None
+        };
         let recursive = self.take_name("recursive");
         self.expect(Token::BlockEnd, "%}")?;
         self.loops += 1;
@@ -437,7 +480,14 @@ impl Parser {
             self.expect(Token::BlockEnd, "%}")?;
             Vec::new()
         };
-        Ok(StmtKind::For(Box::new(For { target, iter, filter, recursive, body, otherwise })))
+        Ok(StmtKind::For(Box::new(For {
+            target,
+            iter,
+            filter,
+            recursive,
+            body,
+            otherwise,
+        })))
     }
 
     fn with(&mut self) -> Result<StmtKind, Fault> {
@@ -461,7 +511,11 @@ impl Parser {
                 self.expect_op(",")?;
             }
             let name = self.name()?;
-            let default = if self.take_op("=") { Some(self.expr()?) } else { None };
+            let default = if self.take_op("=") {
+                Some(self.expr()?)
+            } else {
+                None
+            };
             if default.is_none() && params.last().is_some_and(|p| p.1.is_some()) {
                 return self.fault("a parameter without default follows one with a default");
             }
@@ -480,8 +534,13 @@ impl Parser {
                 targets.push(inner);
             } else {
                 let name = self.name()?;
-                if matches!(name.as_str(), "true" | "false" | "none" | "True" | "False" | "None") {
-                    return self.fault(format_args!("'{name}' cannot be assigned; choose another name"));
+                if matches!(
+                    name.as_str(),
+                    "true" | "false" | "none" | "True" | "False" | "None"
+                ) {
+                    return self.fault(format_args!(
+                        "'{name}' cannot be assigned; choose another name"
+                    ));
                 }
                 if fields && self.take_op(".") {
                     targets.push(Target::Field(name, self.name()?));
@@ -497,19 +556,32 @@ impl Parser {
                 break;
             }
         }
-        Ok(if many { Target::Many(targets) } else { targets.remove(0) })
+        Ok(if many {
+            Target::Many(targets)
+        } else {
+            targets.remove(0)
+        })
     }
 
     /// An expression, or several with commas between them as a tuple.
     fn tuple(&mut self, conditional: bool) -> Result<Node, Fault> {
-        let one = |p: &mut Self| if conditional { p.expr() } else { p.deeper(Self::or) };
+        let one = |p: &mut Self| {
+            if conditional {
+                p.expr()
+            } else {
+                p.deeper(Self::or)
+            }
+        };
         let first = one(self)?;
         if !self.is_op(",") {
             return Ok(first);
         }
         let mut items = vec![first];
         while self.take_op(",") {
-            let ends = matches!(self.peek(), None | Some(Token::BlockEnd | Token::PrintEnd | Token::Op(")")));
+            let ends = matches!(
+                self.peek(),
+                None | Some(Token::BlockEnd | Token::PrintEnd | Token::Op(")"))
+            );
             if ends {
                 break;
             }
@@ -524,8 +596,16 @@ impl Parser {
             let mut value = p.or()?;
             while p.take_name("if") {
                 let test = p.or()?;
-                let other = if p.take_name("else") { Some(p.expr()?) } else { None };
-                value = p.node(ExprKind::If { test, then: value, other })?;
+                let other = if p.take_name("else") {
+                    Some(p.expr()?)
+                } else {
+                    None
+                };
+                value = p.node(ExprKind::If {
+                    test,
+                    then: value,
+                    other,
+                })?;
             }
             Ok(value)
         })
@@ -561,7 +641,8 @@ impl Parser {
         let left = self.sum()?;
         let mut rest = Vec::new();
         loop {
-            let next_in = matches!(self.tokens.get(self.at + 1), Some((Token::Name(n), _)) if n == "in");
+            let next_in =
+                matches!(self.tokens.get(self.at + 1), Some((Token::Name(n), _)) if n == "in");
             let cmp = match self.peek() {
                 Some(Token::Op("==")) => Cmp::Eq,
                 Some(Token::Op("!=")) => Cmp::Ne,
@@ -579,7 +660,11 @@ impl Parser {
             self.at += 1;
             rest.push((cmp, self.sum()?));
         }
-        if rest.is_empty() { Ok(left) } else { self.node(ExprKind::Compare(left, rest)) }
+        if rest.is_empty() {
+            Ok(left)
+        } else {
+            self.node(ExprKind::Compare(left, rest))
+        }
     }
 
     fn sum(&mut self) -> Result<Node, Fault> {
@@ -644,7 +729,11 @@ impl Parser {
             self.primary()?
         };
         let node = self.postfix(node)?;
-        if filters { self.filters(node) } else { Ok(node) }
+        if filters {
+            self.filters(node)
+        } else {
+            Ok(node)
+        }
     }
 
     fn primary(&mut self) -> Result<Node, Fault> {
@@ -837,7 +926,11 @@ impl Parser {
             name.push('.');
             name.push_str(&self.name()?);
         }
-        let args = if self.is_op("(") { self.args()? } else { Args::default() };
+        let args = if self.is_op("(") {
+            self.args()?
+        } else {
+            Args::default()
+        };
         Ok((name, args))
     }
 
@@ -857,7 +950,9 @@ impl Parser {
                 args = self.args()?;
                 false
             }
-            Some(Token::Name(n)) if n == "is" => return self.fault("tests cannot be chained with 'is'"),
+            Some(Token::Name(n)) if n == "is" => {
+                return self.fault("tests cannot be chained with 'is'");
+            }
             Some(Token::Name(n)) => !matches!(n.as_str(), "else" | "or" | "and"),
             Some(Token::Str(_) | Token::Int(_) | Token::Float(_) | Token::Op("[" | "{")) => true,
             _ => false,
@@ -866,6 +961,11 @@ impl Parser {
             let arg = self.primary()?;
             args.positional = vec![self.postfix(arg)?];
         }
-        self.node(ExprKind::Test { of: node, name, args, negated })
+        self.node(ExprKind::Test {
+            of: node,
+            name,
+            args,
+            negated,
+        })
     }
 }

@@ -44,11 +44,15 @@ pub(super) fn check<'r>(
 ) -> Result<bool, Fault> {
     let needs_one = || Fault::new(format_args!("test '{name}' needs one argument"));
     if let Some(cmp) = comparison(name) {
-        let [other] = args else { return Err(needs_one()) };
+        let [other] = args else {
+            return Err(needs_one());
+        };
         return compare(budget, cmp, value, other);
     }
     if matches!(name, "divisibleby" | "sameas") {
-        let [other] = args else { return Err(needs_one()) };
+        let [other] = args else {
+            return Err(needs_one());
+        };
         return match name {
             "divisibleby" => ops::binary(budget, Op::Rem, value, other)?.equals(&Value::Int(0)),
             _ => Ok(value.kind() == other.kind() && value.equals(other)?),
@@ -57,7 +61,8 @@ pub(super) fn check<'r>(
     if !args.is_empty() {
         return Err(Fault::new(format_args!("test '{name}' takes no argument")));
     }
-    let parity = |odd: i128| ops::binary(budget, Op::Rem, value, &Value::Int(2))?.equals(&Value::Int(odd));
+    let parity =
+        |odd: i128| ops::binary(budget, Op::Rem, value, &Value::Int(2))?.equals(&Value::Int(odd));
     let cased = |other: fn(char) -> bool, this: fn(char) -> bool| {
         let text = value.printed(budget)?;
         let text = text.read_chars()?;
@@ -78,7 +83,10 @@ pub(super) fn check<'r>(
         "sequence" => has_len(value) && !matches!(value, Value::View(..) | Value::Loop(_)),
         "iterable" => has_len(value) || matches!(value, Value::Iter(_)),
         "callable" => {
-            matches!(value, Value::Macro(_) | Value::Function(_) | Value::Method(_) | Value::Loop(_))
+            matches!(
+                value,
+                Value::Macro(_) | Value::Function(_) | Value::Method(_) | Value::Loop(_)
+            )
         }
         "escaped" => matches!(value, Value::Str(text) if text.safe),
         "odd" => return parity(1),

@@ -1,7 +1,7 @@
 //! Values as text: Python's `str`, `repr` and `json.dumps`.
 //!
-//! Everything is written into a [`Buffer`], which pays as it grows: values that share parts can print far
-//! larger than they are.
+//! Everything is written into a [`Buffer`], which pays as it grows: values that share parts can
+//! print far larger than they are.
 
 use super::Fault;
 use super::budget::{Budget, Buffer, Shared};
@@ -68,7 +68,12 @@ impl<'r> Value<'r> {
     }
 }
 
-fn repr_items<'r>(out: &mut Buffer<'r>, open: &str, items: &Items<'r>, close: &str) -> Result<(), Fault> {
+fn repr_items<'r>(
+    out: &mut Buffer<'r>,
+    open: &str,
+    items: &Items<'r>,
+    close: &str,
+) -> Result<(), Fault> {
     out.push_str(open)?;
     for (i, item) in items.read()?.iter().enumerate() {
         out.push_str(if i > 0 { ", " } else { "" })?;
@@ -77,7 +82,8 @@ fn repr_items<'r>(out: &mut Buffer<'r>, open: &str, items: &Items<'r>, close: &s
     out.push_str(close)
 }
 
-/// Python's `repr` of a float: the shortest digits that read back, exponents from 1e16 and below 1e-4.
+/// Python's `repr` of a float: the shortest digits that read back, exponents from 1e16 and below
+/// 1e-4.
 pub(super) fn print_float(out: &mut Buffer<'_>, value: f64) -> Result<(), Fault> {
     if value.is_nan() {
         return out.push_str("nan");
@@ -90,8 +96,13 @@ pub(super) fn print_float(out: &mut Buffer<'_>, value: f64) -> Result<(), Fault>
     if size != 0.0 && !(1e-4..1e16).contains(&size) {
         let mut text = Buffer::new(out.budget());
         write!(text, "{value:e}")?;
-        let (digits, exponent) = text.as_str().split_once('e').unwrap_or((text.as_str(), "0"));
-        let (sign, exponent) = exponent.strip_prefix('-').map_or(('+', exponent), |e| ('-', e));
+        let (digits, exponent) = text
+            .as_str()
+            .split_once('e')
+            .unwrap_or((text.as_str(), "0"));
+        let (sign, exponent) = exponent
+            .strip_prefix('-')
+            .map_or(('+', exponent), |e| ('-', e));
         return write!(out, "{digits}e{sign}{exponent:0>2}");
     }
     write!(out, "{value}")?;
@@ -101,7 +112,11 @@ pub(super) fn print_float(out: &mut Buffer<'_>, value: f64) -> Result<(), Fault>
 
 /// Python's `repr` of a string.
 fn repr_str(out: &mut Buffer<'_>, text: &str) -> Result<(), Fault> {
-    let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+    let quote = if text.contains('\'') && !text.contains('"') {
+        '"'
+    } else {
+        '\''
+    };
     let plain = |c: char| c != quote && c != '\\' && ((' '..='~').contains(&c) || printable(c));
     out.push(quote)?;
     push_escaped(out, text, plain, |out, c| match c {
@@ -134,7 +149,8 @@ pub(super) fn push_escaped<'r>(
     out.push_str(rest)
 }
 
-/// Python's `str.isprintable` for one character, except for code points that Unicode has not assigned.
+/// Python's `str.isprintable` for one character, except for code points that Unicode has not
+/// assigned.
 fn printable(c: char) -> bool {
     if c == ' ' {
         return true;
@@ -171,11 +187,18 @@ impl<'r> JsonStyle<'r> {
     }
 
     fn key_separator(&self) -> &str {
-        self.separators.as_ref().map_or(": ", |[_, key]| key.unpaid())
+        self.separators
+            .as_ref()
+            .map_or(": ", |[_, key]| key.unpaid())
     }
 
     /// Python's `json.dumps`, appended to `out`.
-    pub(super) fn write(&self, out: &mut Buffer<'r>, value: &Value<'r>, depth: usize) -> Result<(), Fault> {
+    pub(super) fn write(
+        &self,
+        out: &mut Buffer<'r>,
+        value: &Value<'r>,
+        depth: usize,
+    ) -> Result<(), Fault> {
         out.budget().step()?;
         match value {
             Value::Str(text) => self.write_str(out, text),
@@ -185,7 +208,12 @@ impl<'r> JsonStyle<'r> {
         }
     }
 
-    fn write_list(&self, out: &mut Buffer<'r>, items: &Items<'r>, depth: usize) -> Result<(), Fault> {
+    fn write_list(
+        &self,
+        out: &mut Buffer<'r>,
+        items: &Items<'r>,
+        depth: usize,
+    ) -> Result<(), Fault> {
         out.push('[')?;
         for (i, item) in items.read()?.iter().enumerate() {
             self.separate(out, i, depth)?;
@@ -194,12 +222,21 @@ impl<'r> JsonStyle<'r> {
         self.close(out, items.len(), depth, ']')
     }
 
-    fn write_dict(&self, out: &mut Buffer<'r>, value: &Value<'r>, depth: usize) -> Result<(), Fault> {
-        let Value::Dict(dict) = value else { return Ok(()) };
+    fn write_dict(
+        &self,
+        out: &mut Buffer<'r>,
+        value: &Value<'r>,
+        depth: usize,
+    ) -> Result<(), Fault> {
+        let Value::Dict(dict) = value else {
+            return Ok(());
+        };
         out.push('{')?;
         let entries = dict.read()?;
         let order = if self.sort_keys {
-            Some(sort_order(out.budget(), entries.len(), |a, b| entries[a].0.order(&entries[b].0))?)
+            Some(sort_order(out.budget(), entries.len(), |a, b| {
+                entries[a].0.order(&entries[b].0)
+            })?)
         } else {
             None
         };
@@ -222,7 +259,10 @@ impl<'r> JsonStyle<'r> {
                 write_scalar(out, key)?;
                 out.push('"')
             }
-            other => Err(Fault::new(format_args!("keys of JSON must be strings, not {}", other.kind()))),
+            other => Err(Fault::new(format_args!(
+                "keys of JSON must be strings, not {}",
+                other.kind()
+            ))),
         }
     }
 
@@ -232,7 +272,13 @@ impl<'r> JsonStyle<'r> {
         self.line(out, depth + 1)
     }
 
-    fn close(&self, out: &mut Buffer<'r>, count: usize, depth: usize, bracket: char) -> Result<(), Fault> {
+    fn close(
+        &self,
+        out: &mut Buffer<'r>,
+        count: usize,
+        depth: usize,
+        bracket: char,
+    ) -> Result<(), Fault> {
         if count > 0 {
             self.line(out, depth)?;
         }
@@ -240,7 +286,9 @@ impl<'r> JsonStyle<'r> {
     }
 
     fn line(&self, out: &mut Buffer<'r>, depth: usize) -> Result<(), Fault> {
-        let Some(indent) = &self.indent else { return Ok(()) };
+        let Some(indent) = &self.indent else {
+            return Ok(());
+        };
         out.push('\n')?;
         match indent {
             Indent::Spaces(width) => out.repeat(" ", width.saturating_mul(depth)),
@@ -283,6 +331,9 @@ fn write_scalar<'r>(out: &mut Buffer<'r>, value: &Value<'r>) -> Result<(), Fault
         Value::Float(f64::INFINITY) => out.push_str("Infinity"),
         Value::Float(f64::NEG_INFINITY) => out.push_str("-Infinity"),
         Value::Float(f) => print_float(out, *f),
-        other => Err(Fault::new(format_args!("Object of type {} is not JSON serializable", other.kind()))),
+        other => Err(Fault::new(format_args!(
+            "Object of type {} is not JSON serializable",
+            other.kind()
+        ))),
     }
 }

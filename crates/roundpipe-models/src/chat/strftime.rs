@@ -17,7 +17,15 @@ const MONTHS: [&str; 12] = [
     "November",
     "December",
 ];
-const DAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
+const DAYS: [&str; 7] = [
+    "Sunday",
+    "Monday",
+    "Tuesday",
+    "Wednesday",
+    "Thursday",
+    "Friday",
+    "Saturday",
+];
 
 /// A point in time, taken apart.
 struct Moment {
@@ -37,14 +45,19 @@ impl Moment {
         let (days, rest) = (seconds.div_euclid(86400), seconds.rem_euclid(86400));
         let shifted = days + 719_468;
         let (era, day_of_era) = (shifted.div_euclid(146_097), shifted.rem_euclid(146_097));
-        let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+        let year_of_era =
+            (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
         let from_march = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
         let month_from_march = (5 * from_march + 2) / 153;
         let day = from_march - (153 * month_from_march + 2) / 5 + 1;
         let month = (month_from_march + 2) % 12;
         let year = year_of_era + era * 400 + i64::from(month < 2);
         let leap = year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
-        let day_of_year = if month < 2 { from_march - 306 } else { from_march + 59 + i64::from(leap) } + 1;
+        let day_of_year = if month < 2 {
+            from_march - 306
+        } else {
+            from_march + 59 + i64::from(leap)
+        } + 1;
         Self {
             year,
             month: month as usize,
@@ -114,5 +127,9 @@ fn field(out: &mut Buffer<'_>, now: &Moment, code: char, bare: bool) -> Result<(
 
 /// Two digits, or without a leading zero.
 fn two(out: &mut Buffer<'_>, value: i64, bare: bool) -> Result<(), Fault> {
-    if bare { write!(out, "{value}") } else { write!(out, "{value:02}") }
+    if bare {
+        write!(out, "{value}")
+    } else {
+        write!(out, "{value:02}")
+    }
 }

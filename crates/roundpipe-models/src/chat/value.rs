@@ -1,14 +1,15 @@
-//! Values as Python has them: truth, length, equality and order. [`super::print`] writes them as text.
+//! Values as Python has them: truth, length, equality and order. [`super::print`] writes them as
+//! text.
 //!
 //! # Invariants
-//! - Values never change after they are made, except the fields of a namespace and the place of an iterator
-//!   (transformers renders in Jinja2's immutable sandbox).
-//! - Every string, list and dictionary is made of [`super::budget`]'s containers, so it is paid for before it
-//!   exists. To look at its contents costs steps by its length.
-//! - Values hold each other no deeper than [`MAX_NESTING`], so neither printing nor dropping one can exhaust a
-//!   stack.
-//! - What can change (scopes, namespaces) is owned by the interpreter, and values refer to it weakly. So values
-//!   form no cycles, and all are gone when the render ends.
+//! - Values never change after they are made, except the fields of a namespace and the place of an
+//!   iterator (transformers renders in Jinja2's immutable sandbox).
+//! - Every string, list and dictionary is made of [`super::budget`]'s containers, so it is paid for
+//!   before it exists. To look at its contents costs steps by its length.
+//! - Values hold each other no deeper than [`MAX_NESTING`], so neither printing nor dropping one
+//!   can exhaust a stack.
+//! - What can change (scopes, namespaces) is owned by the interpreter, and values refer to it
+//!   weakly. So values form no cycles, and all are gone when the render ends.
 
 use std::cell::{Cell, RefCell};
 use std::cmp::Ordering;
@@ -42,7 +43,8 @@ impl<'r> Text<'r> {
         Ok(self.chars.as_str())
     }
 
-    /// The text, for whoever pays otherwise: a bounded look, a copy into a buffer, a name to compare.
+    /// The text, for whoever pays otherwise: a bounded look, a copy into a buffer, a name to
+    /// compare.
     pub(super) fn unpaid(&self) -> &str {
         self.chars.as_str()
     }
@@ -84,7 +86,10 @@ pub(super) struct Dict<'r> {
 
 impl<'r> Dict<'r> {
     pub(super) fn new(budget: &'r Budget) -> Self {
-        Self { entries: Vector::new(budget), depth: 1 }
+        Self {
+            entries: Vector::new(budget),
+            depth: 1,
+        }
     }
 
     /// A later entry replaces an earlier one with an equal key, which keeps its place.
@@ -215,7 +220,12 @@ impl<'r> Namespace<'r> {
         Ok(None)
     }
 
-    pub(super) fn set(&self, budget: &Budget, name: Name<'r>, value: Value<'r>) -> Result<(), Fault> {
+    pub(super) fn set(
+        &self,
+        budget: &Budget,
+        name: Name<'r>,
+        value: Value<'r>,
+    ) -> Result<(), Fault> {
         let mut fields = self.0.borrow_mut();
         for field in fields.iter_mut() {
             budget.ticks(2)?;
@@ -248,9 +258,15 @@ impl fmt::Display for Missing<'_> {
         match self {
             Self::Variable(name) => write!(f, "'{name}'"),
             Self::Parameter(name) => write!(f, "parameter '{name}' was not provided and"),
-            Self::Attribute(kind, name) => write!(f, "'{kind} object' has no attribute '{name}', which"),
+            Self::Attribute(kind, name) => {
+                write!(f, "'{kind} object' has no attribute '{name}', which")
+            }
             Self::Computed(kind, name) => {
-                write!(f, "'{kind} object' has no attribute '{}', which", name.unpaid())
+                write!(
+                    f,
+                    "'{kind} object' has no attribute '{}', which",
+                    name.unpaid()
+                )
             }
             Self::Because(what) => f.write_str(what),
         }
@@ -317,7 +333,10 @@ impl<'r> Value<'r> {
     pub(super) fn iter(of: Vector<'r, Value<'r>>) -> Result<Self, Fault> {
         let items = items(of)?;
         let budget = items.budget();
-        Ok(Self::Iter(budget.share(Rest { items, next: Cell::new(0) })?))
+        Ok(Self::Iter(budget.share(Rest {
+            items,
+            next: Cell::new(0),
+        })?))
     }
 
     pub(super) fn dict(dict: Dict<'r>) -> Result<Self, Fault> {
@@ -332,7 +351,10 @@ impl<'r> Value<'r> {
     /// What an attribute that is not there gives; `name` is cut, since only messages show it.
     pub(super) fn missing(budget: &'r Budget, of: &Self, name: &str) -> Result<Self, Fault> {
         let end = name.char_indices().nth(60).map_or(name.len(), |(i, _)| i);
-        let name = budget.share(Text { chars: Buffer::of(budget, &name[..end])?, safe: false })?;
+        let name = budget.share(Text {
+            chars: Buffer::of(budget, &name[..end])?,
+            safe: false,
+        })?;
         Ok(Self::Undefined(Missing::Computed(of.kind(), name)))
     }
 
@@ -357,7 +379,11 @@ impl<'r> Value<'r> {
         Self::from_json_at(budget, json, 0)
     }
 
-    fn from_json_at(budget: &'r Budget, json: &serde_json::Value, depth: u32) -> Result<Self, Fault> {
+    fn from_json_at(
+        budget: &'r Budget,
+        json: &serde_json::Value,
+        depth: u32,
+    ) -> Result<Self, Fault> {
         Ok(match json {
             serde_json::Value::Null => Self::None,
             serde_json::Value::Bool(b) => Self::Bool(*b),
@@ -388,9 +414,15 @@ impl<'r> Value<'r> {
         depth: u32,
     ) -> Result<Self, Fault> {
         let entries = Vector::with_capacity(budget, map.len())?;
-        let mut dict = Dict { entries, ..Dict::new(budget) };
+        let mut dict = Dict {
+            entries,
+            ..Dict::new(budget)
+        };
         for (key, value) in map {
-            dict.push(Self::str(budget, key)?, Self::from_json_at(budget, value, depth + 1)?)?;
+            dict.push(
+                Self::str(budget, key)?,
+                Self::from_json_at(budget, value, depth + 1)?,
+            )?;
         }
         Self::dict(dict)
     }
@@ -469,7 +501,9 @@ impl<'r> Value<'r> {
     pub(super) fn walk(&self, budget: &'r Budget) -> Result<Shared<'r, Items<'r>>, Fault> {
         let mut out = Vector::new(budget);
         match self {
-            Self::List(items) | Self::Tuple(items) | Self::View(_, items) => return Ok(items.clone()),
+            Self::List(items) | Self::Tuple(items) | Self::View(_, items) => {
+                return Ok(items.clone());
+            }
             Self::Iter(rest) => return rest.drain(),
             Self::Undefined(_) => {}
             Self::Str(text) => {
@@ -482,7 +516,12 @@ impl<'r> Value<'r> {
                     out.push(key.clone())?;
                 }
             }
-            other => return Err(Fault::new(format_args!("'{}' object is not iterable", other.kind()))),
+            other => {
+                return Err(Fault::new(format_args!(
+                    "'{}' object is not iterable",
+                    other.kind()
+                )));
+            }
         }
         items(out)
     }
@@ -545,7 +584,9 @@ pub(super) fn items<'r>(of: Vector<'r, Value<'r>>) -> Result<Shared<'r, Items<'r
 /// The depth of a value around one of `depth`.
 fn nested(depth: u32) -> Result<u32, Fault> {
     if depth >= MAX_NESTING {
-        return Err(Fault::new(format_args!("values hold each other deeper than {MAX_NESTING} levels")));
+        return Err(Fault::new(format_args!(
+            "values hold each other deeper than {MAX_NESTING} levels"
+        )));
     }
     Ok(depth + 1)
 }

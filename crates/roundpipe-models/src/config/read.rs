@@ -19,8 +19,8 @@ const MOST_LAYERS: usize = 4096;
 const MOST_EXPERTS: usize = 65_536;
 /// Wider than any head is.
 const MOST_HEAD_DIM: usize = 65_536;
-/// Elements of both rotary tables: 16 million positions of heads of 128, or 8 GiB. The longest context of a published
-/// model is 10 million.
+/// Elements of both rotary tables: 16 million positions of heads of 128, or 8 GiB. The longest
+/// context of a published model is 10 million.
 const MOST_ROPE: u64 = 1 << 31;
 
 /// A JSON object and its family.
@@ -34,14 +34,19 @@ impl<'a> Reader<'a> {
         let Value::Object(json) = json else {
             return Err("is not a JSON object; a config.json is expected".into());
         };
-        Ok(Self { json, family: family(json)? })
+        Ok(Self {
+            json,
+            family: family(json)?,
+        })
     }
 
     pub(super) fn config(&self) -> Read<ModelConfig> {
         self.refuse_unsupported()?;
         let (hidden, layers) = (self.size("hidden_size")?, self.size("num_hidden_layers")?);
         if layers > MOST_LAYERS {
-            return Err(format!("num_hidden_layers = {layers} is more than {MOST_LAYERS}"));
+            return Err(format!(
+                "num_hidden_layers = {layers} is more than {MOST_LAYERS}"
+            ));
         }
         let heads = self.size("num_attention_heads")?;
         let family = self.family;
@@ -77,16 +82,27 @@ impl<'a> Reader<'a> {
     /// Options that change the result and that nothing here computes.
     fn refuse_unsupported(&self) -> Read<()> {
         if let Some(act) = self.value("hidden_act").filter(|act| *act != "silu") {
-            return Err(format!("hidden_act = {act} is not supported; it must be \"silu\""));
+            return Err(format!(
+                "hidden_act = {act} is not supported; it must be \"silu\""
+            ));
         }
-        for (key, neutral) in
-            [("partial_rotary_factor", 1.0), ("pretraining_tp", 1.0), ("attention_dropout", 0.0)]
-        {
-            if let Some(value) = self.value(key).filter(|value| value.as_f64() != Some(neutral)) {
-                return Err(format!("{key} = {value} is not supported; it must be {neutral}"));
+        for (key, neutral) in [
+            ("partial_rotary_factor", 1.0),
+            ("pretraining_tp", 1.0),
+            ("attention_dropout", 0.0),
+        ] {
+            if let Some(value) = self
+                .value(key)
+                .filter(|value| value.as_f64() != Some(neutral))
+            {
+                return Err(format!(
+                    "{key} = {value} is not supported; it must be {neutral}"
+                ));
             }
         }
-        let Some(quantization) = self.value("quantization_config") else { return Ok(()) };
+        let Some(quantization) = self.value("quantization_config") else {
+            return Ok(());
+        };
         let method = &quantization["quant_method"];
         if self.family == Family::GptOss && method == "mxfp4" {
             return Ok(());
@@ -104,7 +120,9 @@ impl<'a> Reader<'a> {
         };
         if let (None, None) = (self.value("head_dim"), fixed) {
             if !hidden.is_multiple_of(heads) {
-                return Err(format!("num_attention_heads = {heads} does not divide hidden_size = {hidden}"));
+                return Err(format!(
+                    "num_attention_heads = {heads} does not divide hidden_size = {hidden}"
+                ));
             }
             return Ok(hidden / heads);
         }
@@ -117,12 +135,18 @@ impl<'a> Reader<'a> {
             Family::Mistral | Family::GptOss => true,
             _ => self.flag("use_sliding_window", false)?,
         };
-        let fallback = if self.family == Family::GptOss { Some(128) } else { None };
+        let fallback = if self.family == Family::GptOss {
+            Some(128)
+        } else {
+            None
+        };
         let window = match self.value("sliding_window") {
             Some(_) => Some(self.size("sliding_window")?),
             None => fallback,
         };
-        let (true, Some(window)) = (used, window) else { return Ok(vec![None; layers]) };
+        let (true, Some(window)) = (used, window) else {
+            return Ok(vec![None; layers]);
+        };
         let typed = matches!(self.family, Family::Qwen2 | Family::Qwen3 | Family::GptOss);
         if typed && let Some(types) = self.value("layer_types") {
             return self.layer_types(types, layers, window);
@@ -135,7 +159,10 @@ impl<'a> Reader<'a> {
             Family::GptOss => (0..layers).map(|i| i % 2 == 0).collect(),
             _ => vec![true; layers],
         };
-        Ok(slides.into_iter().map(|slides: bool| slides.then_some(window)).collect())
+        Ok(slides
+            .into_iter()
+            .map(|slides: bool| slides.then_some(window))
+            .collect())
     }
 
     fn layer_types(&self, types: &Value, layers: usize, window: usize) -> Read<Vec<Option<usize>>> {
@@ -153,13 +180,20 @@ impl<'a> Reader<'a> {
 
     fn moe(&self, layers: usize) -> Read<Option<MoeConfig>> {
         let (experts, coef) = (["num_experts", "num_local_experts"], "router_aux_loss_coef");
-        let named = experts.into_iter().find(|key| self.value(key).is_some()).unwrap_or(experts[0]);
+        let named = experts
+            .into_iter()
+            .find(|key| self.value(key).is_some())
+            .unwrap_or(experts[0]);
         let aux_coef = self.number(coef, Some(0.001))?;
         if !(0.0..=1e6).contains(&aux_coef) {
             return Err(format!("{coef} = {aux_coef} cannot be a share of a loss"));
         }
         // The switch that transformers has for it.
-        let aux_coef = if self.flag("output_router_logits", false)? { aux_coef } else { 0.0 };
+        let aux_coef = if self.flag("output_router_logits", false)? {
+            aux_coef
+        } else {
+            0.0
+        };
         let moe = match self.family {
             Family::Qwen3Moe => MoeConfig {
                 experts: self.size(named)?,
@@ -194,7 +228,9 @@ impl<'a> Reader<'a> {
         };
         if moe.experts > MOST_EXPERTS || moe.top_k > moe.experts {
             let (k, e) = (moe.top_k, moe.experts);
-            return Err(format!("num_experts_per_tok = {k} of {named} = {e} cannot be chosen"));
+            return Err(format!(
+                "num_experts_per_tok = {k} of {named} = {e} cannot be chosen"
+            ));
         }
         Ok(moe.sparse.contains(&true).then_some(moe))
     }
@@ -205,18 +241,23 @@ impl<'a> Reader<'a> {
         let dense: HashSet<u64> = match self.value("mlp_only_layers") {
             None => HashSet::new(),
             Some(list) => {
-                let items = list.as_array().map(|items| items.iter().map(Value::as_u64).collect());
-                items
-                    .flatten()
-                    .ok_or_else(|| format!("mlp_only_layers = {list} must be a list of block numbers"))?
+                let items = list
+                    .as_array()
+                    .map(|items| items.iter().map(Value::as_u64).collect());
+                items.flatten().ok_or_else(|| {
+                    format!("mlp_only_layers = {list} must be a list of block numbers")
+                })?
             }
         };
-        Ok((0..layers).map(|i| !dense.contains(&(i as u64)) && (i + 1).is_multiple_of(step)).collect())
+        Ok((0..layers)
+            .map(|i| !dense.contains(&(i as u64)) && (i + 1).is_multiple_of(step))
+            .collect())
     }
 
     fn dtype(&self) -> Read<Option<DType>> {
-        let Some((key, name)) =
-            ["dtype", "torch_dtype"].into_iter().find_map(|key| self.value(key).map(|value| (key, value)))
+        let Some((key, name)) = ["dtype", "torch_dtype"]
+            .into_iter()
+            .find_map(|key| self.value(key).map(|value| (key, value)))
         else {
             return Ok(None);
         };
@@ -224,42 +265,65 @@ impl<'a> Reader<'a> {
             Some("float32") => Ok(Some(DType::F32)),
             Some("bfloat16") => Ok(Some(DType::BF16)),
             Some("float16") => Ok(Some(DType::F16)),
-            _ => Err(format!("{key} = {name} is not supported; there are float32, bfloat16 and float16")),
+            _ => Err(format!(
+                "{key} = {name} is not supported; there are float32, bfloat16 and float16"
+            )),
         }
     }
 
     fn rope(&self) -> Read<RopeConfig> {
         let empty = Map::new();
         let places = ["rope_parameters", "rope_scaling"];
-        let (place, map) = match places.into_iter().find_map(|key| self.value(key).map(|v| (key, v))) {
+        let (place, map) = match places
+            .into_iter()
+            .find_map(|key| self.value(key).map(|v| (key, v)))
+        {
             None => ("rope_scaling", &empty),
             Some((key, Value::Object(map))) => (key, map),
             Some((key, value)) => return Err(format!("{key} = {value} must be an object")),
         };
-        let inner = Reader { json: map, family: self.family };
-        let default = if self.family == Family::GptOss { 150_000.0 } else { 10_000.0 };
+        let inner = Reader {
+            json: map,
+            family: self.family,
+        };
+        let default = if self.family == Family::GptOss {
+            150_000.0
+        } else {
+            10_000.0
+        };
         let theta = match inner.value("rope_theta") {
             Some(_) => inner.positive("rope_theta", None)?,
             None => self.positive("rope_theta", Some(default))?,
         };
-        if let Some(part) = inner.value("partial_rotary_factor").filter(|part| part.as_f64() != Some(1.0)) {
-            return Err(format!("{place}.partial_rotary_factor = {part} is not supported; it must be 1"));
+        if let Some(part) = inner
+            .value("partial_rotary_factor")
+            .filter(|part| part.as_f64() != Some(1.0))
+        {
+            return Err(format!(
+                "{place}.partial_rotary_factor = {part} is not supported; it must be 1"
+            ));
         }
         let named = inner.value("rope_type").or_else(|| inner.value("type"));
         let kind = match named {
-            None if map.is_empty() && self.family == Family::GptOss => return Ok(gpt_oss_rope(theta)),
+            None if map.is_empty() && self.family == Family::GptOss => {
+                return Ok(gpt_oss_rope(theta));
+            }
             None => "default",
             Some(Value::String(kind)) => kind.as_str(),
             Some(other) => return Err(format!("{place}.rope_type = {other} must be text")),
         };
         let scaling = match kind {
             "default" => Ok(RopeScaling::None),
-            "linear" => inner.positive("factor", None).map(|factor| RopeScaling::Linear { factor }),
+            "linear" => inner
+                .positive("factor", None)
+                .map(|factor| RopeScaling::Linear { factor }),
             "llama3" => inner.llama3(self.original()?),
             "yarn" => inner.yarn(self.original()?),
             other => {
                 let known = "default, linear, llama3 and yarn";
-                return Err(format!("{place}.rope_type = \"{other}\" is not supported; there are {known}"));
+                return Err(format!(
+                    "{place}.rope_type = \"{other}\" is not supported; there are {known}"
+                ));
             }
         };
         let scaling = scaling.map_err(|what| format!("{place}.{what}"))?;
@@ -276,9 +340,14 @@ impl<'a> Reader<'a> {
     }
 
     fn llama3(&self, original: f64) -> Read<RopeScaling> {
-        let (low, high) = (self.positive("low_freq_factor", None)?, self.positive("high_freq_factor", None)?);
+        let (low, high) = (
+            self.positive("low_freq_factor", None)?,
+            self.positive("high_freq_factor", None)?,
+        );
         if low >= high {
-            return Err(format!("low_freq_factor = {low} must be below high_freq_factor = {high}"));
+            return Err(format!(
+                "low_freq_factor = {low} must be below high_freq_factor = {high}"
+            ));
         }
         Ok(RopeScaling::Llama3 {
             factor: self.positive("factor", None)?,
@@ -290,7 +359,13 @@ impl<'a> Reader<'a> {
 
     fn yarn(&self, original: f64) -> Read<RopeScaling> {
         let factor = self.positive("factor", None)?;
-        let sharpen = |scale: f64, m: f64| if scale <= 1.0 { 1.0 } else { 0.1 * m * scale.ln() + 1.0 };
+        let sharpen = |scale: f64, m: f64| {
+            if scale <= 1.0 {
+                1.0
+            } else {
+                0.1 * m * scale.ln() + 1.0
+            }
+        };
         let optional = |key: &str| self.value(key).map(|_| self.number(key, None)).transpose();
         let scales = (optional("mscale")?, optional("mscale_all_dim")?);
         let attention_factor = match (optional("attention_factor")?, scales) {
@@ -319,12 +394,18 @@ impl<'a> Reader<'a> {
         let value = self.value(key).ok_or_else(|| format!("has no {key}"))?;
         match value.as_u64() {
             Some(size @ 1..MOST) => Ok(size as usize),
-            _ => Err(format!("{key} = {value} must be a whole number from 1 to 2^31")),
+            _ => Err(format!(
+                "{key} = {value} must be a whole number from 1 to 2^31"
+            )),
         }
     }
 
     fn size_or(&self, key: &str, default: usize) -> Read<usize> {
-        if self.value(key).is_some() { self.size(key) } else { Ok(default) }
+        if self.value(key).is_some() {
+            self.size(key)
+        } else {
+            Ok(default)
+        }
     }
 
     /// As a size, and 0 is allowed.
@@ -348,13 +429,19 @@ impl<'a> Reader<'a> {
 
     fn positive(&self, key: &str, default: Option<f64>) -> Read<f64> {
         let number = self.number(key, default)?;
-        if number > 0.0 { Ok(number) } else { Err(format!("{key} = {number} must be above 0")) }
+        if number > 0.0 {
+            Ok(number)
+        } else {
+            Err(format!("{key} = {number} must be above 0"))
+        }
     }
 
     fn flag(&self, key: &str, default: bool) -> Read<bool> {
         match self.value(key) {
             None => Ok(default),
-            Some(value) => value.as_bool().ok_or_else(|| format!("{key} = {value} must be true or false")),
+            Some(value) => value
+                .as_bool()
+                .ok_or_else(|| format!("{key} = {value} must be true or false")),
         }
     }
 }
@@ -373,9 +460,14 @@ fn gpt_oss_rope(theta: f64) -> RopeConfig {
 }
 
 fn family(json: &Map<String, Value>) -> Read<Family> {
-    let architecture = json.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str);
+    let architecture = json
+        .get("architectures")
+        .and_then(|list| list.get(0))
+        .and_then(Value::as_str);
     if let Some(name) = architecture.filter(|name| !name.ends_with("ForCausalLM")) {
-        return Err(format!("architectures = \"{name}\" is not supported; it must be a ...ForCausalLM"));
+        return Err(format!(
+            "architectures = \"{name}\" is not supported; it must be a ...ForCausalLM"
+        ));
     }
     let found = match json.get("model_type").filter(|value| !value.is_null()) {
         Some(kind) => {
@@ -383,15 +475,17 @@ fn family(json: &Map<String, Value>) -> Read<Family> {
             known.ok_or_else(|| format!("model_type = {kind}"))
         }
         None => {
-            let known = Family::ALL.iter().find(|(.., name)| Some(*name) == architecture);
+            let known = Family::ALL
+                .iter()
+                .find(|(.., name)| Some(*name) == architecture);
             known.ok_or_else(|| match architecture {
                 Some(name) => format!("architectures = \"{name}\""),
                 None => "a config without model_type and architectures".into(),
             })
         }
     };
-    let found =
-        found.map_err(|what| format!("{what} is not supported; there are {}", Family::supported()))?;
+    let found = found
+        .map_err(|what| format!("{what} is not supported; there are {}", Family::supported()))?;
     Ok(found.0)
 }
 
@@ -400,14 +494,25 @@ fn check(config: &ModelConfig) -> Read<()> {
     let c = config;
     if !c.heads.is_multiple_of(c.kv_heads) {
         let (kv, heads) = (c.kv_heads, c.heads);
-        return Err(format!("num_key_value_heads = {kv} does not divide num_attention_heads = {heads}"));
+        return Err(format!(
+            "num_key_value_heads = {kv} does not divide num_attention_heads = {heads}"
+        ));
     }
     if !c.head_dim.is_multiple_of(2) {
-        return Err(format!("head_dim = {} is odd; rotary pairs need an even one", c.head_dim));
+        return Err(format!(
+            "head_dim = {} is odd; rotary pairs need an even one",
+            c.head_dim
+        ));
     }
-    let widest = [c.vocab, c.intermediate, c.heads.saturating_mul(c.head_dim)].into_iter().max().unwrap_or(0);
-    let experts =
-        c.moe.as_ref().map_or(1, |moe| moe.experts.saturating_mul(moe.intermediate).saturating_mul(2));
+    let widest = [c.vocab, c.intermediate, c.heads.saturating_mul(c.head_dim)]
+        .into_iter()
+        .max()
+        .unwrap_or(0);
+    let experts = c.moe.as_ref().map_or(1, |moe| {
+        moe.experts
+            .saturating_mul(moe.intermediate)
+            .saturating_mul(2)
+    });
     for (wide, what) in [(widest, "widest projection"), (experts, "experts")] {
         let elements = (wide as u64).saturating_mul(c.hidden as u64);
         if elements >= 1 << 42 {
@@ -418,7 +523,10 @@ fn check(config: &ModelConfig) -> Read<()> {
         }
     }
     if c.head_dim > MOST_HEAD_DIM {
-        return Err(format!("head_dim = {} is more than {MOST_HEAD_DIM}", c.head_dim));
+        return Err(format!(
+            "head_dim = {} is more than {MOST_HEAD_DIM}",
+            c.head_dim
+        ));
     }
     if (c.max_positions as u64).saturating_mul(c.head_dim as u64) > MOST_ROPE {
         return Err(format!(

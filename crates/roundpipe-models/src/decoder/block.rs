@@ -20,7 +20,11 @@ const LONG_TOKENS: usize = 32_768;
 #[derive(Debug, Clone)]
 pub(crate) enum Unit {
     /// down(silu(gate) · up).
-    Dense { gate: Projection, up: Projection, down: Projection },
+    Dense {
+        gate: Projection,
+        up: Projection,
+        down: Projection,
+    },
     /// A choice of many such units.
     Sparse(Experts),
 }
@@ -65,18 +69,31 @@ impl Block {
         let v = Projection::new(make, &[keys, c.hidden], c.qkv_bias, into)?;
         let o = Projection::new(make, &[c.hidden, queries], c.o_bias, back)?;
         let unit = match &c.moe {
-            Some(moe) if moe.sparse[index] => Unit::Sparse(Experts::new(c, moe, make, [into, back])?),
+            Some(moe) if moe.sparse[index] => {
+                Unit::Sparse(Experts::new(c, moe, make, [into, back])?)
+            }
             _ => Unit::Dense {
                 gate: Projection::new(make, &[c.intermediate, c.hidden], c.mlp_bias, into)?,
                 up: Projection::new(make, &[c.intermediate, c.hidden], c.mlp_bias, into)?,
                 down: Projection::new(make, &[c.hidden, c.intermediate], c.mlp_bias, back)?,
             },
         };
-        let sinks = if c.sinks { Some(make.normal(&[c.heads], into)?) } else { None };
-        let mut norm = |width: usize| -> TensorResult<RmsNorm> {
-            Ok(RmsNorm { weight: make.full(&[width], 1.0)?, eps: c.eps })
+        let sinks = if c.sinks {
+            Some(make.normal(&[c.heads], into)?)
+        } else {
+            None
         };
-        let qk = if c.qk_norm { Some((norm(c.head_dim)?, norm(c.head_dim)?)) } else { None };
+        let mut norm = |width: usize| -> TensorResult<RmsNorm> {
+            Ok(RmsNorm {
+                weight: make.full(&[width], 1.0)?,
+                eps: c.eps,
+            })
+        };
+        let qk = if c.qk_norm {
+            Some((norm(c.head_dim)?, norm(c.head_dim)?))
+        } else {
+            None
+        };
         Ok(Self {
             attn_norm: norm(c.hidden)?,
             mlp_norm: norm(c.hidden)?,
@@ -108,9 +125,19 @@ impl Block {
         ];
         match &self.unit {
             Unit::Dense { gate, up, down } => {
-                all.extend([("mlp.gate_proj", gate), ("mlp.up_proj", up), ("mlp.down_proj", down)]);
+                all.extend([
+                    ("mlp.gate_proj", gate),
+                    ("mlp.up_proj", up),
+                    ("mlp.down_proj", down),
+                ]);
             }
-            Unit::Sparse(Experts { router, gate_up, down, router_name, .. }) => {
+            Unit::Sparse(Experts {
+                router,
+                gate_up,
+                down,
+                router_name,
+                ..
+            }) => {
                 all.extend([(*router_name, router), (GATE_UP, gate_up), (DOWN, down)]);
             }
         }
@@ -127,9 +154,19 @@ impl Block {
         ];
         match &mut self.unit {
             Unit::Dense { gate, up, down } => {
-                all.extend([("mlp.gate_proj", gate), ("mlp.up_proj", up), ("mlp.down_proj", down)]);
+                all.extend([
+                    ("mlp.gate_proj", gate),
+                    ("mlp.up_proj", up),
+                    ("mlp.down_proj", down),
+                ]);
             }
-            Unit::Sparse(Experts { router, gate_up, down, router_name, .. }) => {
+            Unit::Sparse(Experts {
+                router,
+                gate_up,
+                down,
+                router_name,
+                ..
+            }) => {
                 all.extend([(*router_name, router), (GATE_UP, gate_up), (DOWN, down)]);
             }
         }
@@ -151,7 +188,15 @@ impl Block {
         match norm {
             Some(norm) => {
                 let weight = cx.get(&norm.weight)?;
-                cx.rope_norm(&split, &weight, &cos, &sin, positions, RopeStyle::Half, norm.eps)
+                cx.rope_norm(
+                    &split,
+                    &weight,
+                    &cos,
+                    &sin,
+                    positions,
+                    RopeStyle::Half,
+                    norm.eps,
+                )
             }
             None => cx.rope(&split, &cos, &sin, positions, RopeStyle::Half),
         }
@@ -171,7 +216,10 @@ impl Block {
             }
             (given, _) => given,
         };
-        let (q_norm, k_norm) = self.qk.as_ref().map_or((None, None), |(q, k)| (Some(q), Some(k)));
+        let (q_norm, k_norm) = self
+            .qk
+            .as_ref()
+            .map_or((None, None), |(q, k)| (Some(q), Some(k)));
         let q = self.heads(cx, x, (&self.q, self.heads, q_norm), positions.as_ref())?;
         let mut k = self.heads(cx, x, (&self.k, self.kv_heads, k_norm), positions.as_ref())?;
         let flat = self.v.forward(cx, x)?;
@@ -198,7 +246,9 @@ impl Block {
         // Attention grows with the square of the length, what it gives does not.
         let keeps = x.dims()[1] >= self.keeps_from;
         let known = match keeps && cx.doing_recompute() {
-            true => <[Tensor; 2]>::try_from(cx.recompute_data()?).ok().map(|[o, lse]| (o, lse)),
+            true => <[Tensor; 2]>::try_from(cx.recompute_data()?)
+                .ok()
+                .map(|[o, lse]| (o, lse)),
             false => None,
         };
         let (mixed, lse) = cx.attention_known(&q, &k, &v, &how, known)?;
@@ -213,8 +263,8 @@ impl Block {
         self.o.forward(cx, &flat)
     }
 
-    /// Earlier keys and values, taken out of the flow; the outer `None` where none are kept, the inner where
-    /// there are none yet.
+    /// Earlier keys and values, taken out of the flow; the outer `None` where none are kept, the
+    /// inner where there are none yet.
     fn past(&self, flow: &mut Flow) -> TensorResult<Option<Option<(Tensor, Tensor)>>> {
         let names = ["k", "v"].map(|name| format!("past.{}.{name}", self.index));
         match flow.contains_key(&names[0]) {

@@ -24,7 +24,10 @@ impl Layer for Embed {
     fn run(&self, cx: &mut Cx, input: Tree) -> TensorResult<Tree> {
         let mut flow = fields(input)?;
         if let Some(Tree::Map(last)) = flow.remove("past") {
-            flow.extend(last.into_iter().filter(|(name, _)| name.starts_with("past.")));
+            flow.extend(
+                last.into_iter()
+                    .filter(|(name, _)| name.starts_with("past.")),
+            );
         }
         let ids = take(&mut flow, "ids")?;
         let weight = cx.get(&self.weight)?;
@@ -49,7 +52,10 @@ impl Head {
     pub(crate) fn new(config: &ModelConfig, make: &mut Maker, weight: Param) -> TensorResult<Self> {
         let moe = config.moe.as_ref();
         Ok(Self {
-            norm: RmsNorm { weight: make.full(&[config.hidden], 1.0)?, eps: config.eps },
+            norm: RmsNorm {
+                weight: make.full(&[config.hidden], 1.0)?,
+                eps: config.eps,
+            },
             weight,
             aux_coef: moe.map_or(0.0, |moe| moe.aux_coef),
             sparse: moe.map_or(0, |moe| moe.sparse.iter().filter(|sparse| **sparse).count()),
@@ -64,7 +70,9 @@ impl Head {
             let aux = self.balance(cx, &mut flow, labels.numel())?;
             loss = cx.add(&loss, &aux)?;
         }
-        let Some(divisor) = optional(&flow, "weight")? else { return Ok(loss) };
+        let Some(divisor) = optional(&flow, "weight")? else {
+            return Ok(loss);
+        };
         // A mean times its number of labels is the sum, and the balance counts by the same share.
         let labelled = cx.ne_scalar(&labels, CrossEntropy::default().ignore_index as f64)?;
         let labelled = cx.cast(&labelled, DType::F32)?;
@@ -75,13 +83,18 @@ impl Head {
         cx.mul(&loss, &share)
     }
 
-    /// Experts · Σ (choices per token) · (mean probability) over all blocks at once, as transformers has it.
+    /// Experts · Σ (choices per token) · (mean probability) over all blocks at once, as
+    /// transformers has it.
     fn balance(&self, cx: &mut Cx, flow: &mut Flow, tokens: usize) -> TensorResult<Tensor> {
         let (counts, shares) = (take(flow, "aux.counts")?, take(flow, "aux.shares")?);
         let product = cx.mul(&counts, &shares)?;
         let sum = cx.sum_all(&product)?;
         let rows = (self.sparse * tokens) as f64;
-        cx.affine(&sum, self.aux_coef * counts.numel() as f64 / (rows * rows), 0.0)
+        cx.affine(
+            &sum,
+            self.aux_coef * counts.numel() as f64 / (rows * rows),
+            0.0,
+        )
     }
 
     /// Logits, of the last `keep` positions where asked.

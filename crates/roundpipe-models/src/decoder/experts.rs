@@ -36,7 +36,11 @@ impl Experts {
             router: Projection::new(make, &[e, hidden], moe.bias, into)?,
             gate_up: Projection::new(make, &[e, 2 * inner, hidden], moe.bias, into)?,
             down: Projection::new(make, &[e, hidden, inner], moe.bias, back)?,
-            router_name: if config.family == Family::GptOss { "mlp.router" } else { "mlp.gate" },
+            router_name: if config.family == Family::GptOss {
+                "mlp.router"
+            } else {
+                "mlp.gate"
+            },
             top_k: moe.top_k,
             weights: moe.weights,
             glu: moe.glu,
@@ -44,7 +48,8 @@ impl Experts {
         })
     }
 
-    /// The experts' sum for x [B, S, H]; where a training loss will want them, `aux.*` are added to the flow.
+    /// The experts' sum for x [B, S, H]; where a training loss will want them, `aux.*` are added to
+    /// the flow.
     pub(crate) fn forward(&self, cx: &mut Cx, x: &Tensor, flow: &mut Flow) -> TensorResult<Tensor> {
         let flat = cx.reshape(x, &[-1, x.dims()[2] as isize])?;
         let logits = self.router.forward(cx, &flat)?;
@@ -75,7 +80,10 @@ impl Experts {
 fn count(cx: &mut Cx, logits: &Tensor, routing: &Routing, flow: &mut Flow) -> TensorResult<()> {
     let experts = routing.experts();
     let bounds = cx.cast(routing.offsets(), DType::F32)?;
-    let (ends, starts) = (cx.narrow(&bounds, 0, 1, experts)?, cx.narrow(&bounds, 0, 0, experts)?);
+    let (ends, starts) = (
+        cx.narrow(&bounds, 0, 1, experts)?,
+        cx.narrow(&bounds, 0, 0, experts)?,
+    );
     let counts = cx.sub(&ends, &starts)?;
     let wide = cx.cast(logits, DType::F32)?;
     let shares = cx.softmax(&wide, -1)?;

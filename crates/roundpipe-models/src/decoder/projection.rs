@@ -27,18 +27,38 @@ pub(crate) struct Projection {
 }
 
 impl Projection {
-    pub(crate) fn new(make: &mut Maker, dims: &[usize], bias: bool, std: f64) -> TensorResult<Self> {
+    pub(crate) fn new(
+        make: &mut Maker,
+        dims: &[usize],
+        bias: bool,
+        std: f64,
+    ) -> TensorResult<Self> {
         let weight = make.normal(dims, std)?;
-        let bias = if bias { Some(make.full(&dims[..dims.len() - 1], 0.0)?) } else { None };
-        Ok(Self { weight, bias, adapter: None })
+        let bias = if bias {
+            Some(make.full(&dims[..dims.len() - 1], 0.0)?)
+        } else {
+            None
+        };
+        Ok(Self {
+            weight,
+            bias,
+            adapter: None,
+        })
     }
 
     /// Rows sorted by expert, `offsets` between them, times each expert's matrix.
-    pub(crate) fn grouped(&self, cx: &mut Cx, rows: &Tensor, offsets: &Tensor) -> TensorResult<Tensor> {
+    pub(crate) fn grouped(
+        &self,
+        cx: &mut Cx,
+        rows: &Tensor,
+        offsets: &Tensor,
+    ) -> TensorResult<Tensor> {
         let weight = cx.get(&self.weight)?;
         let bias = self.bias.as_ref().map(|bias| cx.get(bias)).transpose()?;
         let base = cx.grouped_linear(rows, &weight, offsets, bias.as_ref())?;
-        let Some(adapter) = &self.adapter else { return Ok(base) };
+        let Some(adapter) = &self.adapter else {
+            return Ok(base);
+        };
         let (a, b) = (cx.get(&adapter.a)?, cx.get(&adapter.b)?);
         let input = cx.dropout(rows, adapter.dropout)?;
         let low = cx.grouped_linear(&input, &a, offsets, None)?;
@@ -49,7 +69,8 @@ impl Projection {
         cx.add(&base, &branch)
     }
 
-    /// Shows experts' matrices, which are parameters of one module in transformers: `name` and `name_bias`.
+    /// Shows experts' matrices, which are parameters of one module in transformers: `name` and
+    /// `name_bias`.
     pub(crate) fn visit_stacked(&self, visit: &mut Visit<'_>, name: &str) {
         visit.param(name, &self.weight);
         visit.maybe(&format!("{name}_bias"), self.bias.as_ref());
@@ -76,9 +97,16 @@ impl Module for Projection {
     fn forward(&self, cx: &mut Cx, x: &Tensor) -> TensorResult<Tensor> {
         let weight = cx.get(&self.weight)?;
         let bias = self.bias.as_ref().map(|bias| cx.get(bias)).transpose()?;
-        let Some(adapter) = &self.adapter else { return cx.linear(x, &weight, bias.as_ref()) };
+        let Some(adapter) = &self.adapter else {
+            return cx.linear(x, &weight, bias.as_ref());
+        };
         let (a, b) = (cx.get(&adapter.a)?, cx.get(&adapter.b)?);
-        let lora = Lora { a: &a, b: &b, scale: adapter.scale, dropout: adapter.dropout };
+        let lora = Lora {
+            a: &a,
+            b: &b,
+            scale: adapter.scale,
+            dropout: adapter.dropout,
+        };
         cx.linear_lora(x, &weight, bias.as_ref(), lora)
     }
 }

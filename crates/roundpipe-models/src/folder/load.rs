@@ -1,9 +1,9 @@
 //! From a folder into parameters.
 //!
-//! Everything is checked first: that every tensor is there in the right shape and a usable type, that the
-//! folder holds nothing the model has no place for, and that the parameters may be written. Then the files
-//! are read from front to back in windows; the pages of a window are given back when it has been read, so
-//! the memory in use is the model and one window.
+//! Everything is checked first: that every tensor is there in the right shape and a usable type,
+//! that the folder holds nothing the model has no place for, and that the parameters may be
+//! written. Then the files are read from front to back in windows; the pages of a window are given
+//! back when it has been read, so the memory in use is the model and one window.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -24,8 +24,8 @@ const OTHER_CONFIG: &str = "check that config.json belongs to these weights";
 /// What a user may choose about loading.
 #[derive(Debug, Clone)]
 pub struct LoadOptions {
-    /// Tensors that a folder may hold without the model having a place for them: whole names, or what a name
-    /// ends with after a dot.
+    /// Tensors that a folder may hold without the model having a place for them: whole names, or
+    /// what a name ends with after a dot.
     pub ignored: Vec<String>,
 }
 
@@ -33,7 +33,9 @@ impl Default for LoadOptions {
     /// Buffers that older versions of transformers saved and newer ones compute.
     fn default() -> Self {
         let known = ["rotary_emb.inv_freq", "attn.masked_bias", "attn.bias"];
-        Self { ignored: known.map(String::from).to_vec() }
+        Self {
+            ignored: known.map(String::from).to_vec(),
+        }
     }
 }
 
@@ -46,10 +48,12 @@ impl LoadOptions {
     }
 
     fn ignores(&self, tensor: &str) -> bool {
-        self.ignored.iter().any(|known| match tensor.strip_suffix(known.as_str()) {
-            Some(rest) => rest.is_empty() || rest.ends_with('.'),
-            None => false,
-        })
+        self.ignored
+            .iter()
+            .any(|known| match tensor.strip_suffix(known.as_str()) {
+                Some(rest) => rest.is_empty() || rest.ends_with('.'),
+                None => false,
+            })
     }
 }
 
@@ -71,9 +75,9 @@ pub struct LoadReport {
 /// Fills the parameters of `entries` from a folder.
 ///
 /// # Errors
-/// [`Error::File`] naming the tensor that is missing, has another shape or type, or has no place in the model;
-/// [`Error::Argument`] for entries that contradict themselves; [`Error::Tensor`] while somebody else uses a
-/// parameter. Nothing has been written then.
+/// [`Error::File`] naming the tensor that is missing, has another shape or type, or has no place in
+/// the model; [`Error::Argument`] for entries that contradict themselves; [`Error::Tensor`] while
+/// somebody else uses a parameter. Nothing has been written then.
 pub fn load(folder: &Folder, entries: &[Entry], options: &LoadOptions) -> Result<LoadReport> {
     check_entries(entries)?;
     let mut jobs = Vec::new();
@@ -82,7 +86,10 @@ pub fn load(folder: &Folder, entries: &[Entry], options: &LoadOptions) -> Result
             jobs.push(plan(folder, entry, piece)?);
         }
     }
-    let mut report = LoadReport { ignored: check_extra(folder, &jobs, options)?, ..Default::default() };
+    let mut report = LoadReport {
+        ignored: check_extra(folder, &jobs, options)?,
+        ..Default::default()
+    };
     // Taken before the first byte is written: a parameter in use refuses the whole load.
     let mut homes: Vec<HostMut> = jobs.iter().map(Job::claim).collect::<Result<_>>()?;
     let mut order: Vec<usize> = (0..jobs.len()).collect();
@@ -100,16 +107,22 @@ impl LoadReport {
         self.tensors += 1;
         self.bytes += (job.first.range.len() + job.scales.map_or(0, |(_, s)| s.range.len())) as u64;
         self.dequantised += usize::from(job.scales.is_some());
-        self.converted += usize::from(param_dtype(job.first.dtype) != Some(job.entry.param.dtype()));
+        self.converted +=
+            usize::from(param_dtype(job.first.dtype) != Some(job.entry.param.dtype()));
     }
 }
 
-/// Whether each parameter occurs once and its pieces cover it exactly: a mistake here is the model's, not the
-/// folder's.
+/// Whether each parameter occurs once and its pieces cover it exactly: a mistake here is the
+/// model's, not the folder's.
 pub(super) fn check_entries(entries: &[Entry]) -> Result<()> {
     let mut seen = HashSet::new();
     for entry in entries {
-        let fail = |why: &str| Err(Error::argument(format!("entry {}", shown(&entry.name)), why));
+        let fail = |why: &str| {
+            Err(Error::argument(
+                format!("entry {}", shown(&entry.name)),
+                why,
+            ))
+        };
         if !seen.insert(entry.param.id()) {
             return fail("its parameter occurs in another entry; give a tied weight one entry");
         }
@@ -119,7 +132,8 @@ pub(super) fn check_entries(entries: &[Entry]) -> Result<()> {
             let Some(end) = count.and_then(|n| n.checked_add(piece.at)) else {
                 return fail("a piece is larger than any memory; check its dims");
             };
-            if piece.layout != PieceLayout::Plain && (piece.dims.len() < 2 || !entry.param.dtype().is_float())
+            if piece.layout != PieceLayout::Plain
+                && (piece.dims.len() < 2 || !entry.param.dtype().is_float())
             {
                 return fail(
                     "only floats of two or more dimensions can be transposed; use PieceLayout::Plain",
@@ -128,9 +142,13 @@ pub(super) fn check_entries(entries: &[Entry]) -> Result<()> {
             spans.push(piece.at..end);
         }
         spans.sort_by_key(|s| (s.start, s.end));
-        let covered = spans.iter().try_fold(0, |at, s| (s.start == at).then_some(s.end));
+        let covered = spans
+            .iter()
+            .try_fold(0, |at, s| (s.start == at).then_some(s.end));
         if covered != Some(entry.param.shape().numel()) {
-            return fail("its pieces do not cover the parameter exactly once; check their places and dims");
+            return fail(
+                "its pieces do not cover the parameter exactly once; check their places and dims",
+            );
         }
     }
     Ok(())
@@ -160,7 +178,11 @@ fn plan<'a>(folder: &'a Folder, entry: &'a Entry, piece: &'a Piece) -> Result<Jo
         return Ok(job);
     }
     let Some((shard, first)) = find(folder, &piece.tensor) else {
-        let what = format!("has no tensor {} ({}); {OTHER_CONFIG}", shown(&piece.tensor), entry.name);
+        let what = format!(
+            "has no tensor {} ({}); {OTHER_CONFIG}",
+            shown(&piece.tensor),
+            entry.name
+        );
         return Err(Error::file(folder.path(), what));
     };
     check_dims(shard, first, &piece.dims)?;
@@ -173,11 +195,21 @@ fn plan<'a>(folder: &'a Folder, entry: &'a Entry, piece: &'a Piece) -> Result<Jo
         );
         return Err(Error::file(shard.path(), what));
     }
-    Ok(Job { entry, piece, shard, first, scales: None })
+    Ok(Job {
+        entry,
+        piece,
+        shard,
+        first,
+        scales: None,
+    })
 }
 
 /// The quantised form of a piece, where the folder has one.
-fn plan_mxfp4<'a>(folder: &'a Folder, entry: &'a Entry, piece: &'a Piece) -> Result<Option<Job<'a>>> {
+fn plan_mxfp4<'a>(
+    folder: &'a Folder,
+    entry: &'a Entry,
+    piece: &'a Piece,
+) -> Result<Option<Job<'a>>> {
     let names = ["blocks", "scales"].map(|part| format!("{}_{part}", piece.tensor));
     let [blocks, scales] = names.each_ref().map(|name| find(folder, name));
     let (blocks, scales) = match (blocks, scales) {
@@ -193,7 +225,9 @@ fn plan_mxfp4<'a>(folder: &'a Folder, entry: &'a Entry, piece: &'a Piece) -> Res
             return Err(Error::file(folder.path(), what));
         }
     };
-    let [outer @ .., inner, rows] = &piece.dims[..] else { unreachable!("checked: two or more dimensions") };
+    let [outer @ .., inner, rows] = &piece.dims[..] else {
+        unreachable!("checked: two or more dimensions")
+    };
     let grouped: Vec<usize> = [outer, &[*rows, inner / mxfp4::GROUP]].concat();
     if inner % mxfp4::GROUP != 0 {
         let what = format!(
@@ -202,17 +236,29 @@ fn plan_mxfp4<'a>(folder: &'a Folder, entry: &'a Entry, piece: &'a Piece) -> Res
         );
         return Err(Error::file(blocks.0.path(), what));
     }
-    check_dims(blocks.0, blocks.1, &[&grouped[..], &[mxfp4::GROUP_BYTES]].concat())?;
+    check_dims(
+        blocks.0,
+        blocks.1,
+        &[&grouped[..], &[mxfp4::GROUP_BYTES]].concat(),
+    )?;
     check_dims(scales.0, scales.1, &grouped)?;
     for (shard, part) in [blocks, scales] {
         if param_dtype(part.dtype) != Some(DType::U8) {
             let name = shown(&part.name);
-            let what =
-                format!("tensor {name} has type {}, MXFP4 needs U8; download the model again", part.dtype);
+            let what = format!(
+                "tensor {name} has type {}, MXFP4 needs U8; download the model again",
+                part.dtype
+            );
             return Err(Error::file(shard.path(), what));
         }
     }
-    Ok(Some(Job { entry, piece, shard: blocks.0, first: blocks.1, scales: Some(scales) }))
+    Ok(Some(Job {
+        entry,
+        piece,
+        shard: blocks.0,
+        first: blocks.1,
+        scales: Some(scales),
+    }))
 }
 
 fn check_dims(shard: &Weights, stored: &Stored, want: &[usize]) -> Result<()> {
@@ -220,7 +266,10 @@ fn check_dims(shard: &Weights, stored: &Stored, want: &[usize]) -> Result<()> {
         return Ok(());
     }
     let name = shown(&stored.name);
-    let what = format!("tensor {name} has shape {:?}, the model needs {want:?}; {OTHER_CONFIG}", stored.dims);
+    let what = format!(
+        "tensor {name} has shape {:?}, the model needs {want:?}; {OTHER_CONFIG}",
+        stored.dims
+    );
     Err(Error::file(shard.path(), what))
 }
 
@@ -232,12 +281,20 @@ fn check_extra(folder: &Folder, jobs: &[Job<'_>], options: &LoadOptions) -> Resu
         .flatten()
         .map(|s| s.name.as_str())
         .collect();
-    let (ignored, extra): (Vec<&str>, Vec<&str>) =
-        folder.tensors().filter(|name| !used.contains(name)).partition(|name| options.ignores(name));
+    let (ignored, extra): (Vec<&str>, Vec<&str>) = folder
+        .tensors()
+        .filter(|name| !used.contains(name))
+        .partition(|name| options.ignores(name));
     if let Some(first) = extra.first() {
-        let more = if extra.len() > 1 { format!(" and {} more", extra.len() - 1) } else { String::new() };
-        let what =
-            format!("holds tensor {}{more}, which the model has no place for; {OTHER_CONFIG}", shown(first));
+        let more = if extra.len() > 1 {
+            format!(" and {} more", extra.len() - 1)
+        } else {
+            String::new()
+        };
+        let what = format!(
+            "holds tensor {}{more}, which the model has no place for; {OTHER_CONFIG}",
+            shown(first)
+        );
         let path = folder.shard_of(first).map_or(folder.path(), Weights::path);
         return Err(Error::file(path, what));
     }
@@ -248,7 +305,11 @@ impl Job<'_> {
     fn claim(&self) -> Result<HostMut> {
         let size = self.entry.param.dtype().size();
         let start = self.piece.at * size;
-        Ok(self.entry.param.data().write(start..start + self.piece.numel() * size)?)
+        Ok(self
+            .entry
+            .param
+            .data()
+            .write(start..start + self.piece.numel() * size)?)
     }
 
     /// Reads the piece into its home.
@@ -257,8 +318,9 @@ impl Job<'_> {
         if same && self.piece.layout == PieceLayout::Plain {
             return self.copy(home.bytes());
         }
-        for_float!(self.entry.param.dtype(), |D| self.fill::<D>(home.as_mut_slice::<D>()))
-            .expect("checked: only floats change type or layout")
+        for_float!(self.entry.param.dtype(), |D| self
+            .fill::<D>(home.as_mut_slice::<D>()))
+        .expect("checked: only floats change type or layout")
     }
 
     fn fill<D: Float>(&self, dst: &mut [D]) -> Result<()> {
@@ -277,13 +339,17 @@ impl Job<'_> {
         let each = WINDOW / size_of::<S>();
         for (i, dst) in dst.chunks_mut(each).enumerate() {
             let at = i * WINDOW..i * WINDOW + dst.len() * size_of::<S>();
-            window(self.shard, self.first, at, |src| read_plain::<S, D>(src, dst))?;
+            window(self.shard, self.first, at, |src| {
+                read_plain::<S, D>(src, dst)
+            })?;
         }
         Ok(())
     }
 
     fn fill_transposed<S: Float, D: Float>(&self, dst: &mut [D]) -> Result<()> {
-        let [.., rows, cols] = self.piece.dims[..] else { unreachable!("checked: two or more dimensions") };
+        let [.., rows, cols] = self.piece.dims[..] else {
+            unreachable!("checked: two or more dimensions")
+        };
         if rows * cols == 0 {
             return Ok(());
         }
@@ -293,7 +359,9 @@ impl Job<'_> {
             for first in (0..rows).step_by(each) {
                 let last = rows.min(first + each);
                 let at = (m * rows + first) * line..(m * rows + last) * line;
-                window(self.shard, self.first, at, |src| read_transposed::<S, D>(src, first, cols, dst))?;
+                window(self.shard, self.first, at, |src| {
+                    read_transposed::<S, D>(src, first, cols, dst)
+                })?;
             }
         }
         Ok(())
@@ -305,7 +373,9 @@ impl Job<'_> {
             let groups = i * each..i * each + dst.len() / mxfp4::GROUP;
             let at = groups.start * mxfp4::GROUP_BYTES..groups.end * mxfp4::GROUP_BYTES;
             window(self.shard, self.first, at, |blocks| {
-                window(shard, scales, groups, |scales| read_mxfp4(blocks, scales, dst))
+                window(shard, scales, groups, |scales| {
+                    read_mxfp4(blocks, scales, dst)
+                })
             })??;
         }
         Ok(())
@@ -322,7 +392,12 @@ impl Job<'_> {
 }
 
 /// Shows `read` part of a tensor, then gives its pages back.
-fn window<R>(shard: &Weights, stored: &Stored, at: Range<usize>, read: impl FnOnce(&[u8]) -> R) -> Result<R> {
+fn window<R>(
+    shard: &Weights,
+    stored: &Stored,
+    at: Range<usize>,
+    read: impl FnOnce(&[u8]) -> R,
+) -> Result<R> {
     let result = read(&shard.bytes_of(stored)[at.clone()]);
     shard.let_go(stored.range.start + at.start..stored.range.start + at.end)?;
     Ok(result)

@@ -1,8 +1,9 @@
 //! From parameters into a folder that transformers opens unchanged.
 //!
-//! Tensors are written in the layout of the folder, piece by piece, through one small buffer: no file is ever
-//! in memory. Every file is complete and on the disk under a temporary name before the first of them gets its
-//! own, and the index comes last, so that a folder with an index has all its shards.
+//! Tensors are written in the layout of the folder, piece by piece, through one small buffer: no
+//! file is ever in memory. Every file is complete and on the disk under a temporary name before the
+//! first of them gets its own, and the index comes last, so that a folder with an index has all its
+//! shards.
 //!
 //! Refused: a folder that already holds something, unless `overwrite` says so.
 
@@ -60,15 +61,22 @@ pub struct SaveOptions {
 impl Default for SaveOptions {
     fn default() -> Self {
         let max_shard_bytes = 5_000_000_000;
-        Self { max_shard_bytes, dtype: None, config: Value::Null, copy_from: None, overwrite: false }
+        Self {
+            max_shard_bytes,
+            dtype: None,
+            config: Value::Null,
+            copy_from: None,
+            overwrite: false,
+        }
     }
 }
 
 /// Writes the parameters of `entries` into the folder `dir`, which is made if it is not there.
 ///
 /// # Errors
-/// [`Error::File`] when the folder is not empty or cannot be written; it then holds what it held before.
-/// [`Error::Argument`] for entries or options that cannot work; [`Error::Tensor`] while a parameter is written.
+/// [`Error::File`] when the folder is not empty or cannot be written; it then holds what it held
+/// before. [`Error::Argument`] for entries or options that cannot work; [`Error::Tensor`] while a
+/// parameter is written.
 pub fn save(dir: impl AsRef<Path>, entries: &[Entry], options: &SaveOptions) -> Result<()> {
     let dir = dir.as_ref();
     let shards = plan(entries, options)?;
@@ -91,7 +99,11 @@ struct Part<'a> {
 
 impl Part<'_> {
     fn planned(&self) -> Planned {
-        Planned { name: self.piece.tensor.clone(), dtype: self.dtype, dims: self.piece.dims.clone() }
+        Planned {
+            name: self.piece.tensor.clone(),
+            dtype: self.dtype,
+            dims: self.piece.dims.clone(),
+        }
     }
 
     fn bytes(&self) -> u64 {
@@ -111,13 +123,23 @@ fn plan<'a>(entries: &'a [Entry], options: &SaveOptions) -> Result<Vec<Vec<Part<
     let mut seen = HashSet::new();
     let mut shards: Vec<Vec<Part<'_>>> = vec![Vec::new()];
     let mut room = options.max_shard_bytes;
-    for (entry, piece) in entries.iter().flat_map(|e| e.pieces.iter().map(move |p| (e, p))) {
+    for (entry, piece) in entries
+        .iter()
+        .flat_map(|e| e.pieces.iter().map(move |p| (e, p)))
+    {
         if !seen.insert(&piece.tensor) {
             let why = "two pieces are saved under this name; give each its own";
-            return Err(Error::argument(format!("tensor {}", shown(&piece.tensor)), why));
+            return Err(Error::argument(
+                format!("tensor {}", shown(&piece.tensor)),
+                why,
+            ));
         }
         let own = entry.param.dtype();
-        let part = Part { entry, piece, dtype: options.dtype.filter(|_| own.is_float()).unwrap_or(own) };
+        let part = Part {
+            entry,
+            piece,
+            dtype: options.dtype.filter(|_| own.is_float()).unwrap_or(own),
+        };
         let shard = shards.last_mut().expect("never empty");
         if part.bytes() > room && !shard.is_empty() {
             shards.push(vec![part]);
@@ -142,7 +164,10 @@ fn prepare(dir: &Path, overwrite: bool) -> Result<bool> {
         }
         let mut held = std::fs::read_dir(dir).map_err(|e| Error::file(dir, unreadable(dir, &e)))?;
         if held.next().is_some() && !overwrite {
-            return Err(Error::file(dir, "is not empty; choose another folder or pass overwrite"));
+            return Err(Error::file(
+                dir,
+                "is not empty; choose another folder or pass overwrite",
+            ));
         }
         return Ok(false);
     }
@@ -154,7 +179,9 @@ fn prepare(dir: &Path, overwrite: bool) -> Result<bool> {
 fn write_all(dir: &Path, shards: &[Vec<Part<'_>>], options: &SaveOptions) -> Result<()> {
     let names: Vec<String> = match shards.len() {
         1 => vec![SINGLE.into()],
-        n => (1..=n).map(|i| format!("model-{i:05}-of-{n:05}.safetensors")).collect(),
+        n => (1..=n)
+            .map(|i| format!("model-{i:05}-of-{n:05}.safetensors"))
+            .collect(),
     };
     let mut ready = companions(dir, shards, options)?;
     for (name, parts) in names.iter().zip(shards) {
@@ -166,12 +193,14 @@ fn write_all(dir: &Path, shards: &[Vec<Part<'_>>], options: &SaveOptions) -> Res
     put_in_place(dir, ready, &names)?;
     // The names themselves are on the disk when the folder is.
     #[cfg(unix)]
-    File::open(dir).and_then(|d| d.sync_all()).map_err(|e| unwritten(dir, &e))?;
+    File::open(dir)
+        .and_then(|d| d.sync_all())
+        .map_err(|e| unwritten(dir, &e))?;
     Ok(())
 }
 
-/// Gives the new files their names; from here on only names change. What was there comes back unless all of
-/// them got theirs.
+/// Gives the new files their names; from here on only names change. What was there comes back
+/// unless all of them got theirs.
 fn put_in_place(dir: &Path, ready: Vec<Partial>, names: &[String]) -> Result<()> {
     let mut aside = Aside::default();
     // An old index goes first: it must never name new shards.
@@ -193,9 +222,15 @@ fn put_in_place(dir: &Path, ready: Vec<Partial>, names: &[String]) -> Result<()>
 /// Shards of a model that was here before, which would be taken for part of this one.
 fn stale(dir: &Path, names: &[String]) -> Result<Vec<PathBuf>> {
     let listing = std::fs::read_dir(dir).map_err(|e| Error::file(dir, unreadable(dir, &e)))?;
-    let is_shard = |n: &String| n == SINGLE || (n.starts_with("model-") && n.ends_with(".safetensors"));
-    let found = listing.flatten().map(|e| e.file_name().to_string_lossy().into_owned());
-    Ok(found.filter(|n| is_shard(n) && !names.contains(n)).map(|n| dir.join(n)).collect())
+    let is_shard =
+        |n: &String| n == SINGLE || (n.starts_with("model-") && n.ends_with(".safetensors"));
+    let found = listing
+        .flatten()
+        .map(|e| e.file_name().to_string_lossy().into_owned());
+    Ok(found
+        .filter(|n| is_shard(n) && !names.contains(n))
+        .map(|n| dir.join(n))
+        .collect())
 }
 
 /// Old files under other names, which get theirs back when this is dropped.
@@ -207,7 +242,9 @@ struct Aside {
 
 impl Aside {
     fn take(&mut self, path: PathBuf) -> Result<()> {
-        let Ok(meta) = path.symlink_metadata() else { return Ok(()) };
+        let Ok(meta) = path.symlink_metadata() else {
+            return Ok(());
+        };
         if meta.is_dir() {
             return Err(Error::file(
                 path,
@@ -246,34 +283,58 @@ impl Drop for Aside {
 fn companions(dir: &Path, shards: &[Vec<Part<'_>>], options: &SaveOptions) -> Result<Vec<Partial>> {
     let mut ready = Vec::new();
     for name in COMPANIONS {
-        let Some(src) = options.copy_from.as_ref().map(|d| d.join(name)).filter(|p| p.is_file()) else {
+        let Some(src) = options
+            .copy_from
+            .as_ref()
+            .map(|d| d.join(name))
+            .filter(|p| p.is_file())
+        else {
             continue;
         };
         let bytes = files::read(&src, Kind::Vocabulary)?;
         ready.push(write_bytes(&dir.join(name), &bytes)?);
     }
     if !options.config.is_null() {
-        ready.push(write_json(&dir.join("config.json"), &config(&options.config, shards))?);
+        ready.push(write_json(
+            &dir.join("config.json"),
+            &config(&options.config, shards),
+        )?);
     }
     Ok(ready)
 }
 
-/// The given configuration, true for these files: the type that most bytes have, and no quantisation.
+/// The given configuration, true for these files: the type that most bytes have, and no
+/// quantisation.
 fn config(given: &Value, shards: &[Vec<Part<'_>>]) -> Value {
     let mut config = given.clone();
-    let Some(map) = config.as_object_mut() else { return config };
+    let Some(map) = config.as_object_mut() else {
+        return config;
+    };
     map.shift_remove("quantization_config");
-    let bytes_as = |d: DType| shards.iter().flatten().filter(|p| p.dtype == d).map(Part::bytes).sum::<u64>();
+    let bytes_as = |d: DType| {
+        shards
+            .iter()
+            .flatten()
+            .filter(|p| p.dtype == d)
+            .map(Part::bytes)
+            .sum::<u64>()
+    };
     let named = [
         (DType::F64, "float64"),
         (DType::F16, "float16"),
         (DType::BF16, "bfloat16"),
         (DType::F32, "float32"),
     ];
-    let name = named.into_iter().max_by_key(|(d, _)| bytes_as(*d)).map_or("float32", |(_, name)| name);
+    let name = named
+        .into_iter()
+        .max_by_key(|(d, _)| bytes_as(*d))
+        .map_or("float32", |(_, name)| name);
     // The key has an older name; whichever is there must not contradict the files.
     let old = map.contains_key("torch_dtype");
-    let keys = [old.then_some("torch_dtype"), (!old || map.contains_key("dtype")).then_some("dtype")];
+    let keys = [
+        old.then_some("torch_dtype"),
+        (!old || map.contains_key("dtype")).then_some("dtype"),
+    ];
     for key in keys.into_iter().flatten() {
         map.insert(key.into(), name.into());
     }
@@ -296,7 +357,11 @@ fn index(names: &[String], shards: &[Vec<Part<'_>>]) -> Value {
     let map: BTreeMap<&str, &str> = names
         .iter()
         .zip(shards)
-        .flat_map(|(name, parts)| parts.iter().map(move |p| (p.piece.tensor.as_str(), name.as_str())))
+        .flat_map(|(name, parts)| {
+            parts
+                .iter()
+                .map(move |p| (p.piece.tensor.as_str(), name.as_str()))
+        })
         .collect();
     json!({ "metadata": { "total_size": total }, "weight_map": map })
 }
@@ -308,7 +373,11 @@ fn write_shard(path: &Path, parts: &[Part<'_>]) -> Result<Partial> {
     let partial = Partial::create(path)?;
     let mut file = partial.file()?;
     partial.check(file.write_all(&header))?;
-    let mut out = Sink { partial: &partial, file, buffer: Vec::new() };
+    let mut out = Sink {
+        partial: &partial,
+        file,
+        buffer: Vec::new(),
+    };
     for part in parts {
         out.write_part(part)?;
     }
@@ -334,23 +403,30 @@ impl Sink<'_> {
         if !transposed && part.dtype == param.dtype() {
             return self.partial.check(self.file.write_all(src.bytes()));
         }
-        let written = for_float!(param.dtype(), |S| for_float!(part.dtype, |D| if transposed {
-            self.write_transposed::<S, D>(src.as_slice::<S>(), &part.piece.dims)
-        } else {
-            self.write_plain::<S, D>(src.as_slice::<S>())
-        }));
+        let written = for_float!(param.dtype(), |S| for_float!(
+            part.dtype,
+            |D| if transposed {
+                self.write_transposed::<S, D>(src.as_slice::<S>(), &part.piece.dims)
+            } else {
+                self.write_plain::<S, D>(src.as_slice::<S>())
+            }
+        ));
         written.flatten().expect("checked: only floats are changed")
     }
 
     fn write_plain<S: Float, D: Float>(&mut self, src: &[S]) -> Result<()> {
         for src in src.chunks(BUFFER / size_of::<D>()) {
-            self.flush(src.len() * size_of::<D>(), |out| write_plain::<S, D>(src, out))?;
+            self.flush(src.len() * size_of::<D>(), |out| {
+                write_plain::<S, D>(src, out)
+            })?;
         }
         Ok(())
     }
 
     fn write_transposed<S: Float, D: Float>(&mut self, src: &[S], dims: &[usize]) -> Result<()> {
-        let [.., rows, cols] = *dims else { unreachable!("checked: two or more dimensions") };
+        let [.., rows, cols] = *dims else {
+            unreachable!("checked: two or more dimensions")
+        };
         if rows * cols == 0 {
             return Ok(());
         }
@@ -359,7 +435,9 @@ impl Sink<'_> {
         for src in src.chunks_exact(rows * cols) {
             for first in (0..rows).step_by(each) {
                 let count = each.min(rows - first);
-                self.flush(count * line, |out| write_transposed::<S, D>(src, first, cols, out))?;
+                self.flush(count * line, |out| {
+                    write_transposed::<S, D>(src, first, cols, out)
+                })?;
             }
         }
         Ok(())
@@ -369,6 +447,7 @@ impl Sink<'_> {
     fn flush(&mut self, bytes: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
         self.buffer.resize(self.buffer.len().max(bytes), 0);
         fill(&mut self.buffer[..bytes]);
-        self.partial.check(self.file.write_all(&self.buffer[..bytes]))
+        self.partial
+            .check(self.file.write_all(&self.buffer[..bytes]))
     }
 }

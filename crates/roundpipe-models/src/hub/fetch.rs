@@ -1,13 +1,14 @@
 //! Asking a server for the files of a model.
 //!
-//! A listing comes first, then one file at a time into `{blob}.incomplete`, and grows only by bytes that follow the ones
-//! it has. Programs that want the same file take turns:
+//! A listing comes first, then one file at a time into `{blob}.incomplete`, and grows only by bytes
+//! that follow the ones it has. Programs that want the same file take turns:
 //!
-//! 1. Whoever writes, empties or renames an incomplete file holds its lock, and has made sure since that the name still
-//!    leads to the file it has locked.
-//! 2. A damaged file is emptied, not removed, so that whoever waits for the lock waits for the file that has the name.
-//! 3. A file gets its final name only after its hash was found to be the listing's: SHA-256 for large files, git's own
-//!    hash (SHA-1) for the others.
+//! 1. Whoever writes, empties or renames an incomplete file holds its lock, and has made sure since
+//!    that the name still leads to the file it has locked.
+//! 2. A damaged file is emptied, not removed, so that whoever waits for the lock waits for the file
+//!    that has the name.
+//! 3. A file gets its final name only after its hash was found to be the listing's: SHA-256 for
+//!    large files, git's own hash (SHA-1) for the others.
 //!
 //! The token goes to the endpoint's own scheme, host and port, and nowhere else.
 
@@ -101,7 +102,11 @@ impl<'a> Repo<'a> {
             .timeout_per_read(Some(Duration::from_secs(60)))
             .build()
             .into();
-        Self { config, name, agent }
+        Self {
+            config,
+            name,
+            agent,
+        }
     }
 
     fn id(&self) -> String {
@@ -116,11 +121,19 @@ impl<'a> Repo<'a> {
     /// Which files the revision has.
     pub fn listing(&self) -> Result<Listing, NoListing> {
         let revision = self.name.revision.replace('/', "%2F");
-        let url = format!("{}/api/models/{}/revision/{revision}?blobs=true", self.config.endpoint, self.id());
-        let failed = |error| NoListing { error, unreachable: false };
-        let mut response = self
-            .get(&url, None)
-            .map_err(|e| NoListing { error: self.unreached(&e.why), unreachable: e.unreachable })?;
+        let url = format!(
+            "{}/api/models/{}/revision/{revision}?blobs=true",
+            self.config.endpoint,
+            self.id()
+        );
+        let failed = |error| NoListing {
+            error,
+            unreachable: false,
+        };
+        let mut response = self.get(&url, None).map_err(|e| NoListing {
+            error: self.unreached(&e.why),
+            unreachable: e.unreachable,
+        })?;
         let status = response.status().as_u16();
         if status != 200 {
             return Err(NoListing {
@@ -128,7 +141,11 @@ impl<'a> Repo<'a> {
                 unreachable: status >= 500 || status == 429,
             });
         }
-        let json = response.body_mut().with_config().limit(LISTING_CAP).read_to_vec();
+        let json = response
+            .body_mut()
+            .with_config()
+            .limit(LISTING_CAP)
+            .read_to_vec();
         let json = json.map_err(|e| failed(self.unreached(&e.to_string())))?;
         self.parse(&json).map_err(failed)
     }
@@ -136,17 +153,26 @@ impl<'a> Repo<'a> {
     fn parse(&self, json: &[u8]) -> Result<Listing> {
         let raw: RawListing = serde_json::from_slice(json).map_err(|e| {
             let e = one_line(&e.to_string());
-            self.refused(format!("{} sent no list of files ({e}); check HF_ENDPOINT", self.config.endpoint))
+            self.refused(format!(
+                "{} sent no list of files ({e}); check HF_ENDPOINT",
+                self.config.endpoint
+            ))
         })?;
         let odd = |what: &str, word: &str| {
             let server = &self.config.endpoint;
             let word = shown(word);
-            self.refused(format!("{server} sent {what} {word}, which is not safe to use; check HF_ENDPOINT"))
+            self.refused(format!(
+                "{server} sent {what} {word}, which is not safe to use; check HF_ENDPOINT"
+            ))
         };
         if !is_hash(&raw.sha) {
             return Err(odd("a commit", &raw.sha));
         }
-        let mut listing = Listing { commit: raw.sha, files: Vec::new(), pickled: false };
+        let mut listing = Listing {
+            commit: raw.sha,
+            files: Vec::new(),
+            pickled: false,
+        };
         for file in raw.siblings {
             let name = file.rfilename;
             if !name.split('/').all(is_plain_name) {
@@ -163,14 +189,23 @@ impl<'a> Repo<'a> {
             let Some(blob) = blob.filter(|b| is_hash(b) && b.len() == hash.digits()) else {
                 return Err(odd("no usable hash for", &name));
             };
-            listing.files.push(Wanted { name, blob, bytes, hash });
+            listing.files.push(Wanted {
+                name,
+                blob,
+                bytes,
+                hash,
+            });
         }
         Ok(listing)
     }
 
-    /// Asks for a URL and follows where it leads. Only requests to the endpoint itself carry the token.
+    /// Asks for a URL and follows where it leads. Only requests to the endpoint itself carry the
+    /// token.
     fn get(&self, url: &str, from: Option<u64>) -> Result<Response, NoAnswer> {
-        let stop = |why: String| NoAnswer { why, unreachable: false };
+        let stop = |why: String| NoAnswer {
+            why,
+            unreachable: false,
+        };
         let parse = |url: &str| url.parse::<Uri>().map_err(|e| stop(e.to_string()));
         let home = origin(&parse(&self.config.endpoint)?);
         let mut at = parse(url)?;
@@ -189,8 +224,13 @@ impl<'a> Repo<'a> {
             if !matches!(response.status().as_u16(), 301 | 302 | 303 | 307 | 308) {
                 return Ok(response);
             }
-            let target = response.headers().get("location").and_then(|value| value.to_str().ok());
-            let Some(target) = target else { return Err(stop("it redirects to nowhere".into())) };
+            let target = response
+                .headers()
+                .get("location")
+                .and_then(|value| value.to_str().ok());
+            let Some(target) = target else {
+                return Err(stop("it redirects to nowhere".into()));
+            };
             at = parse(&joined(&at, target))?;
         }
         Err(stop(format!("it redirects more than {REDIRECTS} times")))
@@ -199,7 +239,9 @@ impl<'a> Repo<'a> {
     fn unreached(&self, why: &str) -> Error {
         let server = &self.config.endpoint;
         let why = one_line(why);
-        self.refused(format!("{server} cannot be reached ({why}); check the network, or pass a folder"))
+        self.refused(format!(
+            "{server} cannot be reached ({why}); check the network, or pass a folder"
+        ))
     }
 
     /// What an answer other than success means for the user.
@@ -229,16 +271,33 @@ impl<'a> Repo<'a> {
         blob: &Path,
         progress: &mut dyn FnMut(Progress<'_>),
     ) -> Result<()> {
-        let whole = || blob.metadata().is_ok_and(|meta| file.bytes.is_none_or(|bytes| meta.len() == bytes));
+        let whole = || {
+            blob.metadata()
+                .is_ok_and(|meta| file.bytes.is_none_or(|bytes| meta.len() == bytes))
+        };
         if whole() {
             return Ok(());
         }
         let most = self.most_bytes(file)?;
         let partial = blob.with_extension("incomplete");
         let fail = |e: std::io::Error| unwritten(&partial, &e);
-        let Some(mut out) = lock(&partial, whole).map_err(fail)? else { return Ok(()) };
-        let url = format!("{}/{}/resolve/{commit}/{}", self.config.endpoint, self.id(), encoded(&file.name));
-        let mut download = Download { repo: self, url, file, most, out: &mut out, path: &partial };
+        let Some(mut out) = lock(&partial, whole).map_err(fail)? else {
+            return Ok(());
+        };
+        let url = format!(
+            "{}/{}/resolve/{commit}/{}",
+            self.config.endpoint,
+            self.id(),
+            encoded(&file.name)
+        );
+        let mut download = Download {
+            repo: self,
+            url,
+            file,
+            most,
+            out: &mut out,
+            path: &partial,
+        };
         download.fill(progress)?;
         if let Err(e) = download.verify() {
             // Going on from wrong bytes could never succeed.
@@ -253,8 +312,11 @@ impl<'a> Repo<'a> {
     fn most_bytes(&self, file: &Wanted) -> Result<u64> {
         let name = shown(&file.name);
         if file.name.ends_with(".safetensors") {
-            let unsized_file =
-                || self.refused(format!("the server names no size for {name}; check HF_ENDPOINT"));
+            let unsized_file = || {
+                self.refused(format!(
+                    "the server names no size for {name}; check HF_ENDPOINT"
+                ))
+            };
             return file.bytes.ok_or_else(unsized_file);
         }
         let most = Kind::Vocabulary.most_bytes();
@@ -292,7 +354,8 @@ impl Download<'_> {
         self.out.set_len(bytes).map_err(|e| self.fail(&e))
     }
 
-    /// Appends until the file is whole; a connection that breaks is made anew while it brings bytes.
+    /// Appends until the file is whole; a connection that breaks is made anew while it brings
+    /// bytes.
     fn fill(&mut self, progress: &mut dyn FnMut(Progress<'_>)) -> Result<()> {
         let mut idle = 0;
         loop {
@@ -311,7 +374,9 @@ impl Download<'_> {
             idle = if self.have()? > have { 0 } else { idle + 1 };
             if idle == TRIES {
                 let name = shown(&self.file.name);
-                return Err(self.repo.refused(format!("{name} did not arrive ({why}); run again to go on")));
+                return Err(self
+                    .repo
+                    .refused(format!("{name} did not arrive ({why}); run again to go on")));
             }
             if idle > 0 {
                 std::thread::sleep(Duration::from_millis(200) * idle);
@@ -337,7 +402,9 @@ impl Download<'_> {
             status => return Err(self.repo.status(status)),
         };
         self.cut(done)?;
-        self.out.seek(SeekFrom::Start(done)).map_err(|e| self.fail(&e))?;
+        self.out
+            .seek(SeekFrom::Start(done))
+            .map_err(|e| self.fail(&e))?;
         let mut body = response.body_mut().as_reader();
         let mut buffer = vec![0; 1 << 20];
         loop {
@@ -349,15 +416,25 @@ impl Download<'_> {
             done += read as u64;
             if done > self.most {
                 let name = shown(&self.file.name);
-                return Err(self
-                    .repo
-                    .refused(format!("{name} is longer than the server may send; run again")));
+                return Err(self.repo.refused(format!(
+                    "{name} is longer than the server may send; run again"
+                )));
             }
-            self.out.write_all(&buffer[..read]).map_err(|e| self.fail(&e))?;
-            progress(Progress { file: &self.file.name, done_bytes: done, total_bytes: self.file.bytes });
+            self.out
+                .write_all(&buffer[..read])
+                .map_err(|e| self.fail(&e))?;
+            progress(Progress {
+                file: &self.file.name,
+                done_bytes: done,
+                total_bytes: self.file.bytes,
+            });
         }
         let whole = self.file.bytes.is_none_or(|bytes| done == bytes);
-        Ok(if whole { Attempt::Whole } else { Attempt::Broken("the connection ended early".into()) })
+        Ok(if whole {
+            Attempt::Whole
+        } else {
+            Attempt::Broken("the connection ended early".into())
+        })
     }
 
     /// Compares the contents with the hash that the server gave.
@@ -373,12 +450,19 @@ impl Download<'_> {
                 read => hash.update(&buffer[..read]),
             }
         }
-        let found: String = hash.finish().as_ref().iter().map(|b| format!("{b:02x}")).collect();
+        let found: String = hash
+            .finish()
+            .as_ref()
+            .iter()
+            .map(|b| format!("{b:02x}"))
+            .collect();
         if found == self.file.blob {
             return Ok(());
         }
         let (name, kind) = (shown(&self.file.name), self.file.hash.name());
-        Err(self.repo.refused(format!("{name} arrived damaged (its {kind} is {found}); run again")))
+        Err(self.repo.refused(format!(
+            "{name} arrived damaged (its {kind} is {found}); run again"
+        )))
     }
 }
 
@@ -411,11 +495,16 @@ impl Hash {
     }
 }
 
-/// The incomplete file at `path`, locked; none when the whole one is there, which whoever held the lock may have seen
-/// to.
+/// The incomplete file at `path`, locked; none when the whole one is there, which whoever held the
+/// lock may have seen to.
 fn lock(path: &Path, whole: impl Fn() -> bool) -> std::io::Result<Option<File>> {
     loop {
-        let file = File::options().read(true).write(true).create(true).truncate(false).open(path)?;
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(path)?;
         if !file.metadata()?.is_file() {
             return Err(std::io::Error::other("it is no regular file"));
         }
@@ -450,8 +539,14 @@ fn has_name(_: &File, _: &Path) -> std::io::Result<bool> {
 /// Scheme, host and port of a URL: who answers there.
 fn origin(url: &Uri) -> (String, String, u16) {
     let scheme = url.scheme_str().unwrap_or_default().to_ascii_lowercase();
-    let port = url.port_u16().unwrap_or(if scheme == "https" { 443 } else { 80 });
-    (scheme, url.host().unwrap_or_default().to_ascii_lowercase(), port)
+    let port = url
+        .port_u16()
+        .unwrap_or(if scheme == "https" { 443 } else { 80 });
+    (
+        scheme,
+        url.host().unwrap_or_default().to_ascii_lowercase(),
+        port,
+    )
 }
 
 /// Where a `Location` leads from a URL.
@@ -465,7 +560,10 @@ fn joined(base: &Uri, target: &str) -> String {
     } else if target.starts_with('/') {
         format!("{scheme}://{host}{target}")
     } else {
-        let folder = base.path().rsplit_once('/').map_or("", |(folder, _)| folder);
+        let folder = base
+            .path()
+            .rsplit_once('/')
+            .map_or("", |(folder, _)| folder);
         format!("{scheme}://{host}{folder}/{target}")
     }
 }
@@ -478,8 +576,15 @@ enum Attempt {
 
 /// Whether a partial answer starts at the byte that was asked for.
 fn goes_on_from(response: &Response, have: u64) -> bool {
-    let range = response.headers().get("content-range").and_then(|v| v.to_str().ok());
-    range.is_some_and(|r| r.trim().strip_prefix("bytes ").is_some_and(|r| r.starts_with(&format!("{have}-"))))
+    let range = response
+        .headers()
+        .get("content-range")
+        .and_then(|v| v.to_str().ok());
+    range.is_some_and(|r| {
+        r.trim()
+            .strip_prefix("bytes ")
+            .is_some_and(|r| r.starts_with(&format!("{have}-")))
+    })
 }
 
 /// A file name as part of a URL.
@@ -487,7 +592,9 @@ fn encoded(name: &str) -> String {
     let mut out = String::new();
     for byte in name.bytes() {
         match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'.' | b'-' | b'_' => out.push(char::from(byte)),
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'.' | b'-' | b'_' => {
+                out.push(char::from(byte))
+            }
             _ => out.push_str(&format!("%{byte:02X}")),
         }
     }
@@ -522,25 +629,34 @@ mod tests {
 
     use super::{has_name, joined, lock, origin};
 
-    /// Whoever waits for a file that then loses its name gets the one that has the name, not the one it waited for.
+    /// Whoever waits for a file that then loses its name gets the one that has the name, not the
+    /// one it waited for.
     #[test]
     fn the_lock_is_that_of_the_file_with_the_name() {
-        let path = std::env::temp_dir().join(format!("roundpipe-lock-{}.incomplete", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("roundpipe-lock-{}.incomplete", std::process::id()));
         let first = lock(&path, || false).unwrap().unwrap();
         let waiting = {
             let path = path.clone();
             std::thread::spawn(move || lock(&path, || false).unwrap().unwrap())
         };
-        // Time for the other thread to open the file; without it the test proves less, and still passes.
+        // Time for the other thread to open the file; without it the test proves less, and still
+        // passes.
         std::thread::sleep(Duration::from_millis(200));
         std::fs::remove_file(&path).unwrap();
         let second = File::create(&path).unwrap();
         assert!(!has_name(&first, &path).unwrap() && has_name(&second, &path).unwrap());
         drop(first);
         let got = waiting.join().unwrap();
-        assert!(has_name(&got, &path).unwrap(), "the lock is on a file without a name");
+        assert!(
+            has_name(&got, &path).unwrap(),
+            "the lock is on a file without a name"
+        );
         drop(got);
-        assert!(lock(&path, || true).unwrap().is_none(), "a whole file needs no lock");
+        assert!(
+            lock(&path, || true).unwrap().is_none(),
+            "a whole file needs no lock"
+        );
         std::fs::remove_file(&path).unwrap();
     }
 
@@ -549,7 +665,12 @@ mod tests {
         let of = |url: &str| origin(&url.parse().unwrap());
         assert_eq!(of("https://Hub.co/x"), of("https://hub.co:443/y?z"));
         assert_eq!(of("http://hub.co"), of("http://hub.co:80/"));
-        for other in ["http://hub.co", "https://hub.co:8443", "https://cdn.hub.co", "https://hub.com"] {
+        for other in [
+            "http://hub.co",
+            "https://hub.co:8443",
+            "https://cdn.hub.co",
+            "https://hub.com",
+        ] {
             assert_ne!(of("https://hub.co"), of(other), "{other}");
         }
         let base = "https://hub.co:8/a/b?q".parse().unwrap();

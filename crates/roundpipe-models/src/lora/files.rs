@@ -1,9 +1,9 @@
 //! Adapters as PEFT has them on disk: `adapter_config.json` and `adapter_model.safetensors`.
 //!
-//! A linear map's tensors are named `base_model.model.{module}.lora_A.weight` and `..lora_B.weight`. Those of
-//! experts belong to the module `experts`: A is [experts · rank, in]; B is [out, rank · experts], where the expert
-//! counts fastest. Where both matrices of a block's experts have branches, `gate_up_proj`'s are one level deeper,
-//! under `base_layer`.
+//! A linear map's tensors are named `base_model.model.{module}.lora_A.weight` and
+//! `..lora_B.weight`. Those of experts belong to the module `experts`: A is [experts · rank, in]; B
+//! is [out, rank · experts], where the expert counts fastest. Where both matrices of a block's
+//! experts have branches, `gate_up_proj`'s are one level deeper, under `base_layer`.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -30,18 +30,28 @@ impl Model {
     pub fn save_adapter(&self, dir: impl AsRef<Path>) -> Result<()> {
         let dir = dir.as_ref();
         let config = self.lora.as_ref();
-        let config =
-            config.ok_or_else(|| Error::argument("adapter", "the model has none; add_lora makes them"))?;
-        std::fs::create_dir_all(dir).map_err(|e| Error::file(dir, format!("cannot be made: {e}")))?;
+        let config = config
+            .ok_or_else(|| Error::argument("adapter", "the model has none; add_lora makes them"))?;
+        std::fs::create_dir_all(dir)
+            .map_err(|e| Error::file(dir, format!("cannot be made: {e}")))?;
         let mut tensors = Vec::new();
         for (name, projection) in self.projections() {
             if let Some(adapter) = &projection.adapter {
                 let at = self.file_name(&name, |other| self.has_adapter(other));
                 let (a, b) = file_dims(&projection.weight, rank_of(adapter));
-                let data = if is_stacked(&name) { turned_out(&adapter.b)? } else { adapter.b.data() };
-                tensors
-                    .push((format!("{at}.lora_A.weight"), Param::new(adapter.a.data(), self.dtype(), &a)?));
-                tensors.push((format!("{at}.lora_B.weight"), Param::new(data, self.dtype(), &b)?));
+                let data = if is_stacked(&name) {
+                    turned_out(&adapter.b)?
+                } else {
+                    adapter.b.data()
+                };
+                tensors.push((
+                    format!("{at}.lora_A.weight"),
+                    Param::new(adapter.a.data(), self.dtype(), &a)?,
+                ));
+                tensors.push((
+                    format!("{at}.lora_B.weight"),
+                    Param::new(data, self.dtype(), &b)?,
+                ));
             }
         }
         write(&dir.join(CONFIG), &self.adapter_json(config))?;
@@ -49,8 +59,8 @@ impl Model {
         write_tensors(dir.join(TENSORS), &metadata, &tensors)
     }
 
-    /// Reads branches from `dir`. A model without any gets those of the files; one that has some must have the
-    /// same, and gets their values.
+    /// Reads branches from `dir`. A model without any gets those of the files; one that has some
+    /// must have the same, and gets their values.
     ///
     /// # Errors
     /// [`Error::File`] naming the key or tensor that does not fit; the model is as before then.
@@ -61,9 +71,13 @@ impl Model {
         let written = Written::read(&json).map_err(|what| Error::file(&path, what))?;
         let path = dir.join(TENSORS);
         let file = Weights::open(&path)?;
-        let adapters = self.read_adapters(&file, &written).map_err(|what| Error::file(&path, what))?;
+        let adapters = self
+            .read_adapters(&file, &written)
+            .map_err(|what| Error::file(&path, what))?;
         match self.lora.is_some() {
-            true => self.refill(adapters).map_err(|what| Error::file(&path, what)),
+            true => self
+                .refill(adapters)
+                .map_err(|what| Error::file(&path, what)),
             false => {
                 self.attach(adapters, written.config);
                 Ok(())
@@ -71,17 +85,32 @@ impl Model {
         }
     }
 
-    /// Branches for all linear maps that the file has tensors for; every tensor must find its place.
-    fn read_adapters(&self, file: &Weights, written: &Written) -> Result<Vec<(String, Adapter)>, String> {
+    /// Branches for all linear maps that the file has tensors for; every tensor must find its
+    /// place.
+    fn read_adapters(
+        &self,
+        file: &Weights,
+        written: &Written,
+    ) -> Result<Vec<(String, Adapter)>, String> {
         let names: BTreeSet<&str> = file.tensors().iter().map(|t| t.name.as_str()).collect();
         let mut left = names.clone();
         let inner = |other: &str| {
-            let block = other.strip_suffix(GATE_UP).or_else(|| other.strip_suffix(DOWN)).unwrap_or(other);
-            names.contains(format!("base_model.model.{block}mlp.experts.base_layer.lora_A.weight").as_str())
+            let block = other
+                .strip_suffix(GATE_UP)
+                .or_else(|| other.strip_suffix(DOWN))
+                .unwrap_or(other);
+            names.contains(
+                format!("base_model.model.{block}mlp.experts.base_layer.lora_A.weight").as_str(),
+            )
         };
         let places: Vec<(String, String)> = self
             .projections()
-            .map(|(name, _)| (self.file_name(&name, |other| inner(other) || written.has(other)), name))
+            .map(|(name, _)| {
+                (
+                    self.file_name(&name, |other| inner(other) || written.has(other)),
+                    name,
+                )
+            })
             .collect();
         let mut all = Vec::new();
         for ((at, name), (_, projection)) in places.into_iter().zip(self.projections()) {
@@ -110,13 +139,16 @@ impl Model {
 
     /// Values into branches that are there already.
     fn refill(&self, adapters: Vec<(String, Adapter)>) -> Result<(), String> {
-        let here: Vec<_> =
-            self.projections().filter_map(|(name, p)| p.adapter.as_ref().map(|a| (name, a))).collect();
+        let here: Vec<_> = self
+            .projections()
+            .filter_map(|(name, p)| p.adapter.as_ref().map(|a| (name, a)))
+            .collect();
         if let Some((name, _)) = adapters.iter().find(|(name, _)| !self.has_adapter(name)) {
             return Err(format!("has a branch for {name}, the model has none there"));
         }
-        if let Some((name, _)) =
-            here.iter().find(|(name, _)| !adapters.iter().any(|(other, _)| other == name))
+        if let Some((name, _)) = here
+            .iter()
+            .find(|(name, _)| !adapters.iter().any(|(other, _)| other == name))
         {
             return Err(format!("has no branch for {name}, the model has one there"));
         }
@@ -126,7 +158,10 @@ impl Model {
                 return Err(format!("has rank {have} for {name}, the model {want}"));
             }
             if from.scale != to.scale {
-                return Err(format!("has a scale of {} for {name}, the model {}", from.scale, to.scale));
+                return Err(format!(
+                    "has a scale of {} for {name}, the model {}",
+                    from.scale, to.scale
+                ));
             }
         }
         for ((_, to), (_, from)) in here.iter().zip(&adapters) {
@@ -138,16 +173,21 @@ impl Model {
     }
 
     fn has_adapter(&self, name: &str) -> bool {
-        self.projections().any(|(other, projection)| other == name && projection.adapter.is_some())
+        self.projections()
+            .any(|(other, projection)| other == name && projection.adapter.is_some())
     }
 
     /// Where PEFT has the branch of a linear map; `has` says which experts' matrices have one.
     fn file_name(&self, name: &str, has: impl Fn(&str) -> bool) -> String {
-        let Some(block) = name.strip_suffix(GATE_UP).or_else(|| name.strip_suffix(DOWN)) else {
+        let Some(block) = name
+            .strip_suffix(GATE_UP)
+            .or_else(|| name.strip_suffix(DOWN))
+        else {
             return format!("base_model.model.{name}");
         };
-        let deeper =
-            name.ends_with(GATE_UP) && has(&format!("{block}{GATE_UP}")) && has(&format!("{block}{DOWN}"));
+        let deeper = name.ends_with(GATE_UP)
+            && has(&format!("{block}{GATE_UP}"))
+            && has(&format!("{block}{DOWN}"));
         let level = if deeper { ".base_layer" } else { "" };
         format!("base_model.model.{block}mlp.experts{level}")
     }
@@ -156,7 +196,8 @@ impl Model {
         let (mut modules, mut parameters) = (BTreeSet::new(), BTreeSet::new());
         for (name, _) in self.projections().filter(|(_, p)| p.adapter.is_some()) {
             let short = name.splitn(4, '.').nth(3).unwrap_or(&name).to_owned();
-            // In a Qwen3-MoE, PEFT takes the names of dense units for those of experts, and routers are parameters.
+            // In a Qwen3-MoE, PEFT takes the names of dense units for those of experts, and routers
+            // are parameters.
             let weight = self.config.family == Family::Qwen3Moe && short.starts_with("mlp.");
             match (is_stacked(&name), weight || super::is_router(&name)) {
                 (true, _) => parameters.insert(short),
@@ -165,7 +206,11 @@ impl Model {
             };
         }
         // PEFT refuses dropout beside branches of experts; it matters in training only.
-        let dropout = if parameters.is_empty() { config.dropout } else { 0.0 };
+        let dropout = if parameters.is_empty() {
+            config.dropout
+        } else {
+            0.0
+        };
         json!({
             "base_model_name_or_path": null,
             "bias": "none",
@@ -193,7 +238,11 @@ impl Model {
     fn patterns(&self, config: &LoraConfig, value: impl Fn(&Adapter, bool) -> Value) -> Value {
         let mut all = Map::new();
         for (name, projection) in self.projections() {
-            if let Some(adapter) = projection.adapter.as_ref().filter(|a| rank_of(a) != config.rank) {
+            if let Some(adapter) = projection
+                .adapter
+                .as_ref()
+                .filter(|a| rank_of(a) != config.rank)
+            {
                 all.insert(name, value(adapter, config.rslora));
             }
         }
@@ -207,7 +256,9 @@ impl Model {
 /// [`Error::File`] when it is no config of LoRA, or of a variant that is not supported.
 pub fn parse_adapter_config(path: &Path, bytes: &[u8]) -> Result<LoraConfig> {
     let json = files::parse_json(path, bytes, Kind::Settings)?;
-    Written::read(&json).map(|written| written.config).map_err(|what| Error::file(path, what))
+    Written::read(&json)
+        .map(|written| written.config)
+        .map_err(|what| Error::file(path, what))
 }
 
 /// What an `adapter_config.json` says.
@@ -223,7 +274,9 @@ impl Written {
     fn read(json: &Value) -> Result<Self, String> {
         let kind = &json["peft_type"];
         if kind != "LORA" {
-            return Err(format!("peft_type = {kind} is not supported; it must be \"LORA\""));
+            return Err(format!(
+                "peft_type = {kind} is not supported; it must be \"LORA\""
+            ));
         }
         let off = [
             "use_dora",
@@ -242,10 +295,15 @@ impl Written {
             }
         }
         if let Some(bias) = json["bias"].as_str().filter(|bias| *bias != "none") {
-            return Err(format!("bias = \"{bias}\" is not supported; it must be \"none\""));
+            return Err(format!(
+                "bias = \"{bias}\" is not supported; it must be \"none\""
+            ));
         }
-        let number =
-            |key: &str| json[key].as_f64().ok_or_else(|| format!("{key} = {} must be a number", json[key]));
+        let number = |key: &str| {
+            json[key]
+                .as_f64()
+                .ok_or_else(|| format!("{key} = {} must be a number", json[key]))
+        };
         let rank = json["r"].as_u64().unwrap_or(0) as usize;
         let config = LoraConfig {
             rank,
@@ -260,7 +318,10 @@ impl Written {
             let items = json[key].as_object().into_iter().flatten();
             let number = |(name, value): (&String, &Value)| match value.as_f64() {
                 Some(number) => Ok((plain(name), number)),
-                None => Err(format!("{key} has {value} for {}; it must be a number", shown(name))),
+                None => Err(format!(
+                    "{key} has {value} for {}; it must be a number",
+                    shown(name)
+                )),
             };
             items.map(number).collect()
         };
@@ -276,7 +337,12 @@ impl Written {
             ranks.push((name, rank as usize));
         }
         let parameters = names(&json["target_parameters"]);
-        Ok(Self { config, ranks, alphas: pattern("alpha_pattern")?, parameters })
+        Ok(Self {
+            config,
+            ranks,
+            alphas: pattern("alpha_pattern")?,
+            parameters,
+        })
     }
 
     /// Whether the config names this matrix of experts.
@@ -285,30 +351,49 @@ impl Written {
     }
 
     fn rank(&self, name: &str) -> usize {
-        let own = self.ranks.iter().find(|(wanted, _)| ends_with(name, wanted));
+        let own = self
+            .ranks
+            .iter()
+            .find(|(wanted, _)| ends_with(name, wanted));
         own.map_or(self.config.rank, |(_, rank)| *rank)
     }
 
     fn alpha(&self, name: &str) -> f64 {
-        let own = self.alphas.iter().find(|(wanted, _)| ends_with(name, wanted));
+        let own = self
+            .alphas
+            .iter()
+            .find(|(wanted, _)| ends_with(name, wanted));
         own.map_or(self.config.alpha, |(_, alpha)| *alpha)
     }
 }
 
 /// A pattern without the marks of a regular expression that PEFT puts before a name.
 fn plain(pattern: &str) -> String {
-    pattern.trim_start_matches(['^', '(', '.', '*', '\\']).trim_end_matches('$').replace("\\.", ".")
+    pattern
+        .trim_start_matches(['^', '(', '.', '*', '\\'])
+        .trim_end_matches('$')
+        .replace("\\.", ".")
 }
 
 fn names(value: &Value) -> Vec<String> {
-    value.as_array().into_iter().flatten().filter_map(Value::as_str).map(str::to_owned).collect()
+    value
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(Value::as_str)
+        .map(str::to_owned)
+        .collect()
 }
 
 fn targets(json: &Value) -> LoraTargets {
     match &json["target_modules"] {
-        Value::Array(_) => {
-            LoraTargets::Names([names(&json["target_modules"]), names(&json["target_parameters"])].concat())
-        }
+        Value::Array(_) => LoraTargets::Names(
+            [
+                names(&json["target_modules"]),
+                names(&json["target_parameters"]),
+            ]
+            .concat(),
+        ),
         _ => LoraTargets::AllLinear,
     }
 }
@@ -336,12 +421,16 @@ fn read_pair(
     let (want_a, want_b) = file_dims(&projection.weight, rank);
     for (name, view, want) in [(a_name, &a, want_a), (b_name, &b, want_b)] {
         if view.dims != want {
-            return Err(format!("has {name} of shape {:?}; rank {rank} here needs {want:?}", view.dims));
+            return Err(format!(
+                "has {name} of shape {:?}; rank {rank} here needs {want:?}",
+                view.dims
+            ));
         }
     }
     let dtype = projection.weight.dtype();
     let (a_dims, b_dims) = branch_dims(&projection.weight, rank);
-    let read = |name: &str, view: &View<'_>| floats(view).map_err(|what| format!("has {name} {what}"));
+    let read =
+        |name: &str, view: &View<'_>| floats(view).map_err(|what| format!("has {name} {what}"));
     let (a, mut b) = (read(a_name, &a)?, read(b_name, &b)?);
     if let [experts, out, rank] = *b_dims {
         // The expert counts fastest in a file and slowest in the model.
@@ -350,21 +439,36 @@ fn read_pair(
             .map(|(e, i)| b[i * experts + e])
             .collect();
     }
-    let make = |values: &[f32], dims: &[usize]| param(values, dtype, dims).map_err(|e| e.to_string());
+    let make =
+        |values: &[f32], dims: &[usize]| param(values, dtype, dims).map_err(|e| e.to_string());
     let scale = scale(written.alpha(name), rank, written.config.rslora);
-    Ok(Adapter { a: make(&a, &a_dims)?, b: make(&b, &b_dims)?, scale, dropout: written.config.dropout })
+    Ok(Adapter {
+        a: make(&a, &a_dims)?,
+        b: make(&b, &b_dims)?,
+        scale,
+        dropout: written.config.dropout,
+    })
 }
 
 fn floats(view: &View<'_>) -> Result<Vec<f32>, String> {
     let bytes = view.bytes;
     let two = |b: &[u8]| [b[0], b[1]];
     match view.dtype {
-        Dtype::F32 => {
-            Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
-        }
-        Dtype::BF16 => Ok(bytes.chunks_exact(2).map(|b| bf16::from_le_bytes(two(b)).to_f32()).collect()),
-        Dtype::F16 => Ok(bytes.chunks_exact(2).map(|b| f16::from_le_bytes(two(b)).to_f32()).collect()),
-        other => Err(format!("of type {other:?}; F32, BF16 and F16 are supported")),
+        Dtype::F32 => Ok(bytes
+            .chunks_exact(4)
+            .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+            .collect()),
+        Dtype::BF16 => Ok(bytes
+            .chunks_exact(2)
+            .map(|b| bf16::from_le_bytes(two(b)).to_f32())
+            .collect()),
+        Dtype::F16 => Ok(bytes
+            .chunks_exact(2)
+            .map(|b| f16::from_le_bytes(two(b)).to_f32())
+            .collect()),
+        other => Err(format!(
+            "of type {other:?}; F32, BF16 and F16 are supported"
+        )),
     }
 }
 
@@ -396,7 +500,10 @@ fn turned_out(b: &Param) -> TensorResult<HostBuf> {
 
 fn copy(from: &Param, to: &Param) -> TensorResult<()> {
     let data = from.data().read_all()?;
-    to.data().write(0..to.bytes())?.bytes().copy_from_slice(data.bytes());
+    to.data()
+        .write(0..to.bytes())?
+        .bytes()
+        .copy_from_slice(data.bytes());
     Ok(())
 }
 

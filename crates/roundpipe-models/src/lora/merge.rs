@@ -7,8 +7,8 @@ use crate::decoder::{Adapter, Model};
 use crate::error::Result;
 
 impl Model {
-    /// Adds every branch to its weight and removes it. The base stays frozen. Engines made before keep the
-    /// branches and must not be used any more.
+    /// Adds every branch to its weight and removes it. The base stays frozen. Engines made before
+    /// keep the branches and must not be used any more.
     ///
     /// # Errors
     /// When somebody reads or writes the weights at the same time.
@@ -37,23 +37,31 @@ fn add_product<T: Element>(weight: &Param, adapter: &Adapter) -> TensorResult<()
     let dims = weight.shape().dims();
     let (out, inner) = (dims[dims.len() - 2], dims[dims.len() - 1]);
     let wide = |param: &Param| -> TensorResult<Vec<f32>> {
-        Ok(param.to_vec::<T>()?.into_iter().map(|x| x.to_f64() as f32).collect())
+        Ok(param
+            .to_vec::<T>()?
+            .into_iter()
+            .map(|x| x.to_f64() as f32)
+            .collect())
     };
     let (a, b) = (wide(&adapter.a)?, wide(&adapter.b)?);
     let rank = adapter.a.shape().dims()[dims.len() - 2];
     let scale = adapter.scale as f32;
     let mut data = weight.data().write(0..weight.bytes())?;
-    // One row of one expert at a time; every element is a sum in a fixed order, whatever the threads.
-    data.as_mut_slice::<T>().par_chunks_mut(inner).enumerate().for_each(|(row, values)| {
-        let a = &a[row / out * rank * inner..][..rank * inner];
-        let b = &b[row * rank..][..rank];
-        let mut sum = vec![0f32; inner];
-        for (factor, line) in b.iter().zip(a.chunks_exact(inner)) {
-            sum.iter_mut().zip(line).for_each(|(s, x)| *s += factor * x);
-        }
-        for (value, s) in values.iter_mut().zip(sum) {
-            *value = T::from_f64(f64::from(value.to_f64() as f32 + scale * s));
-        }
-    });
+    // One row of one expert at a time; every element is a sum in a fixed order, whatever the
+    // threads.
+    data.as_mut_slice::<T>()
+        .par_chunks_mut(inner)
+        .enumerate()
+        .for_each(|(row, values)| {
+            let a = &a[row / out * rank * inner..][..rank * inner];
+            let b = &b[row * rank..][..rank];
+            let mut sum = vec![0f32; inner];
+            for (factor, line) in b.iter().zip(a.chunks_exact(inner)) {
+                sum.iter_mut().zip(line).for_each(|(s, x)| *s += factor * x);
+            }
+            for (value, s) in values.iter_mut().zip(sum) {
+                *value = T::from_f64(f64::from(value.to_f64() as f32 + scale * s));
+            }
+        });
     Ok(())
 }

@@ -1,8 +1,8 @@
 //! The table of characters of a `Precompiled` normalizer (SentencePiece's).
 //!
-//! In base64: the length of a trie in bytes (u32, little-endian), the trie as u32 units of a double array, then the
-//! texts that replace what the trie finds, each ended by a zero byte. The library follows the units wherever they
-//! lead, so every place that some text can lead to is visited here.
+//! In base64: the length of a trie in bytes (u32, little-endian), the trie as u32 units of a double
+//! array, then the texts that replace what the trie finds, each ended by a zero byte. The library
+//! follows the units wherever they lead, so every place that some text can lead to is visited here.
 
 use std::collections::VecDeque;
 
@@ -19,12 +19,18 @@ pub(super) fn check(base64: &str) -> Result<(), String> {
     };
     let length = u32::from_le_bytes(*length) as usize;
     if !length.is_multiple_of(4) || length == 0 || length > rest.len() {
-        return Err(format!("its charsmap says that its trie has {length} bytes of {}", rest.len()));
+        return Err(format!(
+            "its charsmap says that its trie has {length} bytes of {}",
+            rest.len()
+        ));
     }
     let (trie, texts) = rest.split_at(length);
-    let texts = std::str::from_utf8(texts).map_err(|_| "its charsmap has texts that are not UTF-8")?;
-    let units: Vec<usize> =
-        trie.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]) as usize).collect();
+    let texts =
+        std::str::from_utf8(texts).map_err(|_| "its charsmap has texts that are not UTF-8")?;
+    let units: Vec<usize> = trie
+        .chunks_exact(4)
+        .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]) as usize)
+        .collect();
     walk(&units, texts)
 }
 
@@ -43,10 +49,15 @@ fn walk(units: &[usize], texts: &str) -> Result<(), String> {
             let next = at ^ offset(unit);
             if has_leaf(unit) {
                 let start = value(*units.get(next).ok_or_else(outside)?);
-                let text = texts.get(start..).ok_or("its charsmap names a text that it does not have")?;
+                let text = texts
+                    .get(start..)
+                    .ok_or("its charsmap names a text that it does not have")?;
                 let text = text.split('\0').next().unwrap_or_default();
                 if text.len() > MOST_GROWTH * length {
-                    return Err(format!("its charsmap makes {} bytes of {length}", text.len()));
+                    return Err(format!(
+                        "its charsmap makes {} bytes of {length}",
+                        text.len()
+                    ));
                 }
             }
             if let Some(seen) = seen.get_mut(next)
@@ -118,8 +129,8 @@ mod tests {
         let digits = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
         let mut out = String::new();
         for three in bytes.chunks(3) {
-            let word =
-                three.iter().fold(0u32, |word, b| word << 8 | u32::from(*b)) << (8 * (3 - three.len()));
+            let word = three.iter().fold(0u32, |word, b| word << 8 | u32::from(*b))
+                << (8 * (3 - three.len()));
             for i in 0..=three.len() {
                 out.push(char::from(digits[(word >> (18 - 6 * i) & 63) as usize]));
             }
@@ -131,7 +142,8 @@ mod tests {
     /// A trie of 256 units in which 'a' leads to the text at `start`.
     fn table(start: u32, texts: &[u8]) -> Vec<u8> {
         let mut units = vec![0u32; 256];
-        // The root's offset is 1: 'a' stands at 1 ^ 0x61, and its own offset leads to 2, where the leaf is.
+        // The root's offset is 1: 'a' stands at 1 ^ 0x61, and its own offset leads to 2, where the
+        // leaf is.
         units[0] = 1 << 10;
         units[1 ^ 0x61] = 0x61 | 1 << 8 | (1 ^ 0x61 ^ 2) << 10;
         units[2] = 1 << 31 | start;
@@ -143,15 +155,25 @@ mod tests {
 
     #[test]
     fn base64_has_one_form() {
-        for bytes in [&b""[..], b"a", b"ab", b"abc", &[0xff; 100], &[0, 0x80, 0x7f, 1]] {
+        for bytes in [
+            &b""[..],
+            b"a",
+            b"ab",
+            b"abc",
+            &[0xff; 100],
+            &[0, 0x80, 0x7f, 1],
+        ] {
             assert_eq!(decode(&encode(bytes)).as_deref(), Some(bytes));
         }
-        for text in ["a", "ab=", "ab=c", "abc", "====", "a===", "ab==cdef", "ab c", "é=", "YR=="] {
+        for text in [
+            "a", "ab=", "ab=c", "abc", "====", "a===", "ab==cdef", "ab c", "é=", "YR==",
+        ] {
             assert_eq!(decode(text), None, "{text}");
         }
     }
 
-    /// A sound table passes, and the library makes of a text what it says; each broken one is refused.
+    /// A sound table passes, and the library makes of a text what it says; each broken one is
+    /// refused.
     #[test]
     fn tables_are_followed_to_every_end() {
         let sound = table(0, "xyz\0é\0".as_bytes());

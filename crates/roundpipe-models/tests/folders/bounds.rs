@@ -27,12 +27,24 @@ fn llama(changes: Value) -> Result<ModelConfig, String> {
 fn rotary_tables_of_absurd_length_are_refused_at_once() {
     let before = address_space_peak();
     for (changes, word) in [
-        (json!({"max_position_embeddings": 2_147_483_647}), "max_position_embeddings = 2147483647"),
-        (json!({"max_position_embeddings": 600_000_000}), "max_position_embeddings = 600000000"),
-        (json!({"head_dim": 1 << 20, "max_position_embeddings": 1}), "head_dim = 1048576"),
+        (
+            json!({"max_position_embeddings": 2_147_483_647}),
+            "max_position_embeddings = 2147483647",
+        ),
+        (
+            json!({"max_position_embeddings": 600_000_000}),
+            "max_position_embeddings = 600000000",
+        ),
+        (
+            json!({"head_dim": 1 << 20, "max_position_embeddings": 1}),
+            "head_dim = 1048576",
+        ),
     ] {
         let error = llama(changes).unwrap_err();
-        assert!(error.starts_with("m/config.json: ") && error.contains(word), "{error}");
+        assert!(
+            error.starts_with("m/config.json: ") && error.contains(word),
+            "{error}"
+        );
         assert_eq!(error.lines().count(), 1);
     }
     assert!(address_space_peak() - before < ROOM);
@@ -51,9 +63,18 @@ fn configs_are_compared_with_memory() {
     });
     let cases = [
         (json!({"vocab_size": 2_000_000_000}), "vocab_size"),
-        (json!({"num_hidden_layers": 4000, "intermediate_size": 1 << 30}), "intermediate_size"),
-        (json!({"num_attention_heads": 1 << 30, "num_key_value_heads": 1 << 30}), "num_attention_heads"),
-        (json!({"max_position_embeddings": 500_000_000}), "max_position_embeddings"),
+        (
+            json!({"num_hidden_layers": 4000, "intermediate_size": 1 << 30}),
+            "intermediate_size",
+        ),
+        (
+            json!({"num_attention_heads": 1 << 30, "num_key_value_heads": 1 << 30}),
+            "num_attention_heads",
+        ),
+        (
+            json!({"max_position_embeddings": 500_000_000}),
+            "max_position_embeddings",
+        ),
         (moe, "num_experts"),
     ];
     for (changes, key) in cases {
@@ -67,8 +88,12 @@ fn configs_are_compared_with_memory() {
 #[test]
 fn counted_parameters_are_those_of_the_model() {
     let names = ["tiny", "qwen3-0.6b"];
-    let counted =
-        |name: &str| preset(name).unwrap().with(&json!({"vocab_size": 64, "num_hidden_layers": 1})).unwrap();
+    let counted = |name: &str| {
+        preset(name)
+            .unwrap()
+            .with(&json!({"vocab_size": 64, "num_hidden_layers": 1}))
+            .unwrap()
+    };
     for config in names.map(counted) {
         let model = Model::empty(config.clone(), DType::BF16).unwrap();
         let made: usize = model
@@ -88,16 +113,29 @@ fn a_model_that_does_not_fit_is_not_loaded() {
     let model = Model::random(llama(json!({})).unwrap(), DType::F32, 1).unwrap();
     model.save(dir.join("m"), SaveOptions::default()).unwrap();
     Model::load_within(dir.join("m"), None, Bytes(1 << 20)).unwrap();
-    let error = Model::load_within(dir.join("m"), None, Bytes(1000)).map(drop).unwrap_err().to_string();
-    assert!(error.contains("config.json: asks for") && error.contains("1000 B"), "{error}");
-    // The same folder with a config of another size: refused by the weights, with no table computed before.
+    let error = Model::load_within(dir.join("m"), None, Bytes(1000))
+        .map(drop)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("config.json: asks for") && error.contains("1000 B"),
+        "{error}"
+    );
+    // The same folder with a config of another size: refused by the weights, with no table computed
+    // before.
     let config = json!({
         "model_type": "llama", "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
         "intermediate_size": 32, "max_position_embeddings": 500_000_000
     });
     std::fs::write(dir.join("m/config.json"), config.to_string()).unwrap();
-    let error = Model::load_within(dir.join("m"), None, Bytes(u64::MAX)).map(drop).unwrap_err().to_string();
-    assert!(error.contains("model.safetensors") && error.contains("shape"), "{error}");
+    let error = Model::load_within(dir.join("m"), None, Bytes(u64::MAX))
+        .map(drop)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("model.safetensors") && error.contains("shape"),
+        "{error}"
+    );
 }
 
 /// The longest contexts that are published still have tables for all their positions.
@@ -105,7 +143,11 @@ fn a_model_that_does_not_fit_is_not_loaded() {
 fn a_million_positions_are_legal() {
     let config = llama(json!({"max_position_embeddings": 1_048_576})).unwrap();
     let model = Model::empty(config, DType::F32).unwrap();
-    let (_, table) = model.named_params().into_iter().find(|(name, _)| name.ends_with("rope.cos")).unwrap();
+    let (_, table) = model
+        .named_params()
+        .into_iter()
+        .find(|(name, _)| name.ends_with("rope.cos"))
+        .unwrap();
     assert_eq!(table.shape().dims(), [1_048_576, 2]);
     let values = table.to_vec::<f32>().unwrap();
     assert_eq!(values[2 * 1_048_575], 1_048_575f64.cos() as f32);
@@ -116,25 +158,38 @@ fn a_million_positions_are_legal() {
 #[test]
 fn ranks_of_adapters_are_bounded() {
     let with = |changes: Value| {
-        let mut base = json!({"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]});
+        let mut base =
+            json!({"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]});
         for (key, value) in changes.as_object().unwrap() {
             base[key] = value.clone();
         }
         let path = std::path::Path::new("a/adapter_config.json");
         parse_adapter_config(path, base.to_string().as_bytes()).map_err(|e| e.to_string())
     };
-    assert_eq!(with(json!({"rank_pattern": {"q_proj": 4}})).unwrap().rank, 8);
+    assert_eq!(
+        with(json!({"rank_pattern": {"q_proj": 4}})).unwrap().rank,
+        8
+    );
     for (changes, word) in [
         (json!({"r": 1u64 << 40}), "rank"),
         (json!({"r": 0}), "rank"),
         (json!({"rank_pattern": {"q_proj": 1e300}}), "rank_pattern"),
         (json!({"rank_pattern": {"q_proj": -1}}), "rank_pattern"),
         (json!({"rank_pattern": {"q_proj": 1.5}}), "rank_pattern"),
-        (json!({"rank_pattern": {"q_proj": u64::MAX}}), "rank_pattern"),
+        (
+            json!({"rank_pattern": {"q_proj": u64::MAX}}),
+            "rank_pattern",
+        ),
         (json!({"rank_pattern": {"q_proj": "many"}}), "rank_pattern"),
-        (json!({"alpha_pattern": {"q_proj": "much"}}), "alpha_pattern"),
+        (
+            json!({"alpha_pattern": {"q_proj": "much"}}),
+            "alpha_pattern",
+        ),
     ] {
         let error = with(changes.clone()).unwrap_err();
-        assert!(error.contains("adapter_config.json") && error.contains(word), "{changes}: {error}");
+        assert!(
+            error.contains("adapter_config.json") && error.contains(word),
+            "{changes}: {error}"
+        );
     }
 }

@@ -57,7 +57,12 @@ impl Server {
 
     fn config(&self, cache: &Scratch) -> HubConfig {
         let endpoint = self.endpoint.clone();
-        HubConfig { cache: cache.0.clone(), endpoint, token: None, offline: false }
+        HubConfig {
+            cache: cache.0.clone(),
+            endpoint,
+            token: None,
+            offline: false,
+        }
     }
 
     fn asked(&self) -> Vec<String> {
@@ -90,17 +95,27 @@ fn answer(stream: TcpStream, world: &Mutex<World>) -> std::io::Result<()> {
         write!(stream, "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")?;
         return stream.write_all(&bytes[..bytes.len() / 2]);
     }
-    if let Some(host) = world.elsewhere.as_ref().filter(|_| path.ends_with(".safetensors")) {
+    if let Some(host) = world
+        .elsewhere
+        .as_ref()
+        .filter(|_| path.ends_with(".safetensors"))
+    {
         let name = path.rsplit('/').next().unwrap_or_default();
         let mut stream = stream;
         let head = "HTTP/1.1 302 Found\r\nContent-Length: 0\r\nConnection: close";
-        return write!(stream, "{head}\r\nLocation: {host}/store/{name}?signed=1\r\n\r\n");
+        return write!(
+            stream,
+            "{head}\r\nLocation: {host}/store/{name}?signed=1\r\n\r\n"
+        );
     }
     let body = match (world.status, path.starts_with("/api/")) {
         (0, true) => Some(world.listing()),
-        (0, false) => {
-            world.contents(path.split('?').next().and_then(|p| p.rsplit('/').next()).unwrap_or_default())
-        }
+        (0, false) => world.contents(
+            path.split('?')
+                .next()
+                .and_then(|p| p.rsplit('/').next())
+                .unwrap_or_default(),
+        ),
         _ => None,
     };
     reply(stream, &mut world, body, range)
@@ -114,36 +129,67 @@ fn reply(
 ) -> std::io::Result<()> {
     let Some(body) = body else {
         let status = if world.status == 0 { 404 } else { world.status };
-        return write!(stream, "HTTP/1.1 {status} No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+        return write!(
+            stream,
+            "HTTP/1.1 {status} No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        );
     };
     let from = if world.ranges { range } else { 0 };
-    let head = if from > 0 { "206 Partial Content" } else { "200 OK" };
+    let head = if from > 0 {
+        "206 Partial Content"
+    } else {
+        "200 OK"
+    };
     let rest = &body[from.min(body.len())..];
-    write!(stream, "HTTP/1.1 {head}\r\nContent-Length: {}\r\nConnection: close\r\n", rest.len())?;
+    write!(
+        stream,
+        "HTTP/1.1 {head}\r\nContent-Length: {}\r\nConnection: close\r\n",
+        rest.len()
+    )?;
     if from > 0 {
-        write!(stream, "Content-Range: bytes {from}-{}/{}\r\n", body.len() - 1, body.len())?;
+        write!(
+            stream,
+            "Content-Range: bytes {from}-{}/{}\r\n",
+            body.len() - 1,
+            body.len()
+        )?;
     }
     write!(stream, "\r\n")?;
-    let cut = if rest.len() > 10_000 { world.breaks.pop().unwrap_or(rest.len()) } else { rest.len() };
+    let cut = if rest.len() > 10_000 {
+        world.breaks.pop().unwrap_or(rest.len())
+    } else {
+        rest.len()
+    };
     stream.write_all(&rest[..cut.min(rest.len())])
 }
 
 impl World {
     /// A small model in two shards, and things beside it that nobody asked for.
     fn model() -> Self {
-        let shard = |seed: usize| (0..50_000).map(|i| ((i * 7 + seed * 13 + i / 251) % 256) as u8).collect();
+        let shard = |seed: usize| {
+            (0..50_000)
+                .map(|i| ((i * 7 + seed * 13 + i / 251) % 256) as u8)
+                .collect()
+        };
         let files = HashMap::from([
             ("config.json".to_owned(), b"{}".to_vec()),
             ("tokenizer.json".to_owned(), b"{\"t\":1}".to_vec()),
             ("chat_template.jinja".to_owned(), b"{{ x }}".to_vec()),
-            ("model.safetensors.index.json".to_owned(), INDEX.as_bytes().to_vec()),
+            (
+                "model.safetensors.index.json".to_owned(),
+                INDEX.as_bytes().to_vec(),
+            ),
             ("model-1.safetensors".to_owned(), shard(1)),
             ("model-2.safetensors".to_owned(), shard(2)),
             ("consolidated.safetensors".to_owned(), vec![1; 10]),
             ("README.md".to_owned(), b"read me".to_vec()),
             ("original/model.safetensors".to_owned(), vec![2; 10]),
         ]);
-        Self { files, ranges: true, ..Default::default() }
+        Self {
+            files,
+            ranges: true,
+            ..Default::default()
+        }
     }
 
     fn contents(&self, name: &str) -> Option<Vec<u8>> {
@@ -169,12 +215,15 @@ impl World {
                     file["size"] = bytes.len().into();
                 }
                 if name.ends_with(".safetensors") {
-                    file["lfs"] = serde_json::json!({ "sha256": sha256(bytes), "size": bytes.len() });
+                    file["lfs"] =
+                        serde_json::json!({ "sha256": sha256(bytes), "size": bytes.len() });
                 }
                 file
             })
             .collect();
-        serde_json::json!({ "sha": COMMIT, "siblings": files }).to_string().into_bytes()
+        serde_json::json!({ "sha": COMMIT, "siblings": files })
+            .to_string()
+            .into_bytes()
     }
 }
 
@@ -185,7 +234,10 @@ fn sha256(bytes: &[u8]) -> String {
 /// What git calls a file of these bytes.
 fn git_hash(bytes: &[u8]) -> String {
     let object = [format!("blob {}\0", bytes.len()).as_bytes(), bytes].concat();
-    hex(ring::digest::digest(&ring::digest::SHA1_FOR_LEGACY_USE_ONLY, &object))
+    hex(ring::digest::digest(
+        &ring::digest::SHA1_FOR_LEGACY_USE_ONLY,
+        &object,
+    ))
 }
 
 fn hex(hash: ring::digest::Digest) -> String {
@@ -193,8 +245,11 @@ fn hex(hash: ring::digest::Digest) -> String {
 }
 
 fn names(folder: &PathBuf) -> Vec<String> {
-    let mut names: Vec<_> =
-        std::fs::read_dir(folder).unwrap().flatten().map(|e| e.file_name().into_string().unwrap()).collect();
+    let mut names: Vec<_> = std::fs::read_dir(folder)
+        .unwrap()
+        .flatten()
+        .map(|e| e.file_name().into_string().unwrap())
+        .collect();
     names.sort();
     names
 }
@@ -208,8 +263,8 @@ fn refused(config: &HubConfig, model: &str, words: &[&str]) {
     }
 }
 
-/// A first download brings what the model needs and nothing else, in the layout that other tools read; the second
-/// time only the listing is asked for, and offline nothing.
+/// A first download brings what the model needs and nothing else, in the layout that other tools
+/// read; the second time only the listing is asked for, and offline nothing.
 #[test]
 fn a_fresh_download_fills_the_cache() {
     let (server, cache) = (Server::start(World::model()), Scratch::new("hub"));
@@ -220,7 +275,10 @@ fn a_fresh_download_fills_the_cache() {
             last.insert(p.file.to_owned(), (p.done_bytes, p.total_bytes));
         })
         .unwrap();
-    assert_eq!(folder, cache.join(&format!("models--me--tiny/snapshots/{COMMIT}")));
+    assert_eq!(
+        folder,
+        cache.join(&format!("models--me--tiny/snapshots/{COMMIT}"))
+    );
     let want = [
         "chat_template.jinja",
         "config.json",
@@ -233,22 +291,45 @@ fn a_fresh_download_fills_the_cache() {
     assert_eq!(last["model-1.safetensors"], (50_000, Some(50_000)));
     let expected = World::model().files;
     for name in want {
-        assert_eq!(std::fs::read(folder.join(name)).unwrap(), expected[name], "{name}");
+        assert_eq!(
+            std::fs::read(folder.join(name)).unwrap(),
+            expected[name],
+            "{name}"
+        );
         #[cfg(unix)]
-        assert!(std::fs::read_link(folder.join(name)).unwrap().starts_with("../../blobs"));
+        assert!(
+            std::fs::read_link(folder.join(name))
+                .unwrap()
+                .starts_with("../../blobs")
+        );
     }
     let store = cache.join("models--me--tiny");
-    assert_eq!(std::fs::read_to_string(store.join("refs/main")).unwrap(), COMMIT);
-    assert!(store.join("blobs").join(sha256(&expected["model-1.safetensors"])).is_file());
+    assert_eq!(
+        std::fs::read_to_string(store.join("refs/main")).unwrap(),
+        COMMIT
+    );
+    assert!(
+        store
+            .join("blobs")
+            .join(sha256(&expected["model-1.safetensors"]))
+            .is_file()
+    );
     assert_eq!(server.asked().len(), 1 + want.len());
     assert_eq!(config.resolve("me/tiny").unwrap(), folder);
-    assert_eq!(server.asked(), ["/api/models/me/tiny/revision/main?blobs=true 0"]);
+    assert_eq!(
+        server.asked(),
+        ["/api/models/me/tiny/revision/main?blobs=true 0"]
+    );
     config.offline = true;
     for model in ["me/tiny".to_owned(), format!("me/tiny@{COMMIT}")] {
         assert_eq!(config.resolve(&model).unwrap(), folder);
     }
     assert!(server.asked().is_empty(), "offline must not ask");
-    refused(&config, "me/other", &["`me/other`", "not in the cache", "HF_HUB_OFFLINE"]);
+    refused(
+        &config,
+        "me/other",
+        &["`me/other`", "not in the cache", "HF_HUB_OFFLINE"],
+    );
     refused(&config, "me/tiny@v2", &["`me/tiny@v2`", "HF_HUB_OFFLINE"]);
     assert!(server.asked().is_empty(), "offline must not ask");
 }
@@ -256,57 +337,112 @@ fn a_fresh_download_fills_the_cache() {
 /// A connection that breaks is taken up where it stopped, within a call and between calls.
 #[test]
 fn downloads_go_on_where_they_stopped() {
-    let world = World { breaks: vec![7_000, 20_000], ..World::model() };
+    let world = World {
+        breaks: vec![7_000, 20_000],
+        ..World::model()
+    };
     let (server, cache) = (Server::start(world), Scratch::new("hub"));
     let expected = World::model().files;
     // Left by an earlier run.
     let blobs = cache.join("models--me--tiny/blobs");
     std::fs::create_dir_all(&blobs).unwrap();
     let second = &expected["model-2.safetensors"];
-    std::fs::write(blobs.join(format!("{}.incomplete", sha256(second))), &second[..12_345]).unwrap();
+    std::fs::write(
+        blobs.join(format!("{}.incomplete", sha256(second))),
+        &second[..12_345],
+    )
+    .unwrap();
     let folder = server.config(&cache).resolve("me/tiny@v1").unwrap();
     for name in ["model-1.safetensors", "model-2.safetensors"] {
-        assert_eq!(std::fs::read(folder.join(name)).unwrap(), expected[name], "{name}");
+        assert_eq!(
+            std::fs::read(folder.join(name)).unwrap(),
+            expected[name],
+            "{name}"
+        );
     }
     let asked = server.asked();
-    let shard = |i: u32, from: u32| format!("/me/tiny/resolve/{COMMIT}/model-{i}.safetensors {from}");
-    for line in [shard(1, 0), shard(1, 20_000), shard(1, 27_000), shard(2, 12_345)] {
+    let shard =
+        |i: u32, from: u32| format!("/me/tiny/resolve/{COMMIT}/model-{i}.safetensors {from}");
+    for line in [
+        shard(1, 0),
+        shard(1, 20_000),
+        shard(1, 27_000),
+        shard(2, 12_345),
+    ] {
         assert!(asked.contains(&line), "no {line} in {asked:?}");
     }
-    assert_eq!(std::fs::read_to_string(cache.join("models--me--tiny/refs/v1")).unwrap(), COMMIT);
+    assert_eq!(
+        std::fs::read_to_string(cache.join("models--me--tiny/refs/v1")).unwrap(),
+        COMMIT
+    );
     assert!(names(&blobs).iter().all(|n| !n.ends_with("incomplete")));
 }
 
-/// Weights come from another host: ranges are asked for there, too, and the token stays with the hub.
+/// Weights come from another host: ranges are asked for there, too, and the token stays with the
+/// hub.
 #[test]
 fn the_token_does_not_follow_to_another_host() {
     let store = Server::start(World::model());
     let other = store.endpoint.replace("127.0.0.1", "localhost");
-    let (server, cache) =
-        (Server::start(World { elsewhere: Some(other), ..World::model() }), Scratch::new("hub"));
-    let config = HubConfig { token: Some("hf_secret".into()), ..server.config(&cache) };
+    let (server, cache) = (
+        Server::start(World {
+            elsewhere: Some(other),
+            ..World::model()
+        }),
+        Scratch::new("hub"),
+    );
+    let config = HubConfig {
+        token: Some("hf_secret".into()),
+        ..server.config(&cache)
+    };
     let second = &World::model().files["model-2.safetensors"];
     let blobs = cache.join("models--me--tiny/blobs");
     std::fs::create_dir_all(&blobs).unwrap();
-    std::fs::write(blobs.join(format!("{}.incomplete", sha256(second))), &second[..12_345]).unwrap();
+    std::fs::write(
+        blobs.join(format!("{}.incomplete", sha256(second))),
+        &second[..12_345],
+    )
+    .unwrap();
     let folder = config.resolve("me/tiny").unwrap();
-    assert_eq!(&std::fs::read(folder.join("model-2.safetensors")).unwrap(), second);
+    assert_eq!(
+        &std::fs::read(folder.join("model-2.safetensors")).unwrap(),
+        second
+    );
     assert!(server.asked().iter().all(|line| line.contains("hf_secret")));
     let asked = store.asked();
-    assert_eq!(asked, ["/store/model-1.safetensors?signed=1 0", "/store/model-2.safetensors?signed=1 12345"]);
+    assert_eq!(
+        asked,
+        [
+            "/store/model-1.safetensors?signed=1 0",
+            "/store/model-2.safetensors?signed=1 12345"
+        ]
+    );
 }
 
-/// Another port of the same machine is another server, and another scheme is another listener: neither gets the token.
+/// Another port of the same machine is another server, and another scheme is another listener:
+/// neither gets the token.
 #[test]
 fn the_token_does_not_follow_to_another_port() {
     let store = Server::start(World::model());
     let elsewhere = Some(store.endpoint.clone());
-    let (server, cache) = (Server::start(World { elsewhere, ..World::model() }), Scratch::new("hub"));
-    let config = HubConfig { token: Some("hf_secret".into()), ..server.config(&cache) };
+    let (server, cache) = (
+        Server::start(World {
+            elsewhere,
+            ..World::model()
+        }),
+        Scratch::new("hub"),
+    );
+    let config = HubConfig {
+        token: Some("hf_secret".into()),
+        ..server.config(&cache)
+    };
     config.resolve("me/tiny").unwrap();
     assert!(server.asked().iter().all(|line| line.contains("hf_secret")));
     let asked = store.asked();
-    assert!(asked.len() == 2 && asked.iter().all(|line| !line.contains("hf_secret")), "{asked:?}");
+    assert!(
+        asked.len() == 2 && asked.iter().all(|line| !line.contains("hf_secret")),
+        "{asked:?}"
+    );
 }
 
 /// A redirect may name a path alone: it leads to the same server, which then sees the token again.
@@ -314,7 +450,10 @@ fn the_token_does_not_follow_to_another_port() {
 fn a_redirect_may_stay_on_the_server() {
     let (server, cache) = (Server::start(World::model()), Scratch::new("hub"));
     server.world.lock().unwrap().elsewhere = Some(String::new());
-    let config = HubConfig { token: Some("hf_secret".into()), ..server.config(&cache) };
+    let config = HubConfig {
+        token: Some("hf_secret".into()),
+        ..server.config(&cache)
+    };
     config.resolve("me/tiny").unwrap();
     let asked = server.asked();
     assert!(
@@ -326,7 +465,11 @@ fn a_redirect_may_stay_on_the_server() {
 /// A server that ignores ranges sends everything again: the file must not be both parts.
 #[test]
 fn a_server_without_ranges_starts_anew() {
-    let world = World { ranges: false, breaks: vec![20_000], ..World::model() };
+    let world = World {
+        ranges: false,
+        breaks: vec![20_000],
+        ..World::model()
+    };
     let (server, cache) = (Server::start(world), Scratch::new("hub"));
     let folder = server.config(&cache).resolve("me/tiny").unwrap();
     let got = std::fs::read(folder.join("model-1.safetensors")).unwrap();
@@ -336,69 +479,138 @@ fn a_server_without_ranges_starts_anew() {
 /// Contents that are not what the server promised never get a name in the cache.
 #[test]
 fn damaged_files_are_refused() {
-    for (end, hash) in [(".safetensors", "SHA-256"), ("config.json", "git hash"), (".jinja", "git hash")] {
-        let world = World { damaged: Some(end), ..World::model() };
+    for (end, hash) in [
+        (".safetensors", "SHA-256"),
+        ("config.json", "git hash"),
+        (".jinja", "git hash"),
+    ] {
+        let world = World {
+            damaged: Some(end),
+            ..World::model()
+        };
         let (server, cache) = (Server::start(world), Scratch::new("hub"));
         let config = server.config(&cache);
-        refused(&config, "me/tiny", &["`me/tiny`", end, hash, "damaged", "run again"]);
+        refused(
+            &config,
+            "me/tiny",
+            &["`me/tiny`", end, hash, "damaged", "run again"],
+        );
         let blobs = cache.join("models--me--tiny/blobs");
-        for name in names(&blobs).iter().filter(|name| name.ends_with("incomplete")) {
-            assert_eq!(std::fs::metadata(blobs.join(name)).unwrap().len(), 0, "{name} keeps wrong bytes");
+        for name in names(&blobs)
+            .iter()
+            .filter(|name| name.ends_with("incomplete"))
+        {
+            assert_eq!(
+                std::fs::metadata(blobs.join(name)).unwrap().len(),
+                0,
+                "{name} keeps wrong bytes"
+            );
         }
         let expected = World::model().files;
-        let whole: Vec<String> =
-            expected.values().flat_map(|bytes| [sha256(bytes), git_hash(bytes)]).collect();
-        for name in names(&blobs).iter().filter(|name| !name.ends_with("incomplete")) {
+        let whole: Vec<String> = expected
+            .values()
+            .flat_map(|bytes| [sha256(bytes), git_hash(bytes)])
+            .collect();
+        for name in names(&blobs)
+            .iter()
+            .filter(|name| !name.ends_with("incomplete"))
+        {
             assert!(whole.contains(name), "{name} is no hash of a file");
             let bytes = std::fs::read(blobs.join(name)).unwrap();
-            assert!([sha256(&bytes), git_hash(&bytes)].contains(name), "{name} has other contents");
+            assert!(
+                [sha256(&bytes), git_hash(&bytes)].contains(name),
+                "{name} has other contents"
+            );
         }
         server.world.lock().unwrap().damaged = None;
         let folder = config.resolve("me/tiny").unwrap();
-        assert_eq!(std::fs::read(folder.join("config.json")).unwrap(), expected["config.json"]);
+        assert_eq!(
+            std::fs::read(folder.join("config.json")).unwrap(),
+            expected["config.json"]
+        );
     }
 }
 
-/// Where the server names no size, a connection that ends early must not make half a file a whole one, and no file is
-/// endless.
+/// Where the server names no size, a connection that ends early must not make half a file a whole
+/// one, and no file is endless.
 #[test]
 fn files_without_a_size_are_not_believed() {
-    let mut world = World { unsized_files: true, halved: Some("config.json"), ..World::model() };
-    world.files.insert("config.json".into(), b"{\"a\": 1, \"b\": 2}".to_vec());
+    let mut world = World {
+        unsized_files: true,
+        halved: Some("config.json"),
+        ..World::model()
+    };
+    world
+        .files
+        .insert("config.json".into(), b"{\"a\": 1, \"b\": 2}".to_vec());
     let (server, cache) = (Server::start(world), Scratch::new("hub"));
     let config = server.config(&cache);
     refused(&config, "me/tiny", &["`config.json`", "damaged"]);
-    assert!(!cache.join(&format!("models--me--tiny/snapshots/{COMMIT}/config.json")).exists());
+    assert!(
+        !cache
+            .join(&format!("models--me--tiny/snapshots/{COMMIT}/config.json"))
+            .exists()
+    );
     server.world.lock().unwrap().halved = None;
     let folder = config.resolve("me/tiny").unwrap();
     assert_eq!(std::fs::read(folder.join("config.json")).unwrap().len(), 16);
     let hash = "a".repeat(40);
     let listed = |file: String| format!(r#"{{"sha":"{COMMIT}","siblings":[{file}]}}"#);
-    let huge = listed(format!(r#"{{"rfilename":"config.json","size":{},"blobId":"{hash}"}}"#, 1u64 << 40));
-    let unsized_weights =
-        listed(format!(r#"{{"rfilename":"model.safetensors","lfs":{{"sha256":"{}"}}}}"#, "b".repeat(64)));
-    for (listing, words) in [(huge, "1099511627776 bytes"), (unsized_weights, "names no size")] {
+    let huge = listed(format!(
+        r#"{{"rfilename":"config.json","size":{},"blobId":"{hash}"}}"#,
+        1u64 << 40
+    ));
+    let unsized_weights = listed(format!(
+        r#"{{"rfilename":"model.safetensors","lfs":{{"sha256":"{}"}}}}"#,
+        "b".repeat(64)
+    ));
+    for (listing, words) in [
+        (huge, "1099511627776 bytes"),
+        (unsized_weights, "names no size"),
+    ] {
         let (server, cache) = (Server::start(World::model()), Scratch::new("hub"));
         server.world.lock().unwrap().listing = Some(listing);
-        refused(&server.config(&cache), "me/tiny", &["`me/tiny`", words, "HF_ENDPOINT"]);
+        refused(
+            &server.config(&cache),
+            "me/tiny",
+            &["`me/tiny`", words, "HF_ENDPOINT"],
+        );
     }
 }
 
 /// Refusals say what to do; the token is sent, and never shown.
 #[test]
 fn refusals_name_the_fix() {
-    let (server, cache) = (Server::start(World { status: 401, ..World::model() }), Scratch::new("hub"));
+    let (server, cache) = (
+        Server::start(World {
+            status: 401,
+            ..World::model()
+        }),
+        Scratch::new("hub"),
+    );
     let mut config = server.config(&cache);
-    refused(&config, "me/gated", &["`me/gated`", "401", "HF_TOKEN", "licence"]);
+    refused(
+        &config,
+        "me/gated",
+        &["`me/gated`", "401", "HF_TOKEN", "licence"],
+    );
     config.token = Some("hf_secret".into());
     refused(&config, "me/gated", &["HF_TOKEN", "licence"]);
     assert!(server.asked()[1].contains("(bearer hf_secret)"));
     assert!(!format!("{config:?}").contains("hf_secret"));
-    for (status, words) in [(403, "licence"), (404, "check the name"), (429, "wait"), (500, "try again")] {
+    for (status, words) in [
+        (403, "licence"),
+        (404, "check the name"),
+        (429, "wait"),
+        (500, "try again"),
+    ] {
         server.world.lock().unwrap().status = status;
         refused(&config, "me/nothing", &["`me/nothing`", words]);
     }
-    assert!(!cache.join("models--me--nothing").exists(), "nothing is made for a model that is not there");
+    assert!(
+        !cache.join("models--me--nothing").exists(),
+        "nothing is made for a model that is not there"
+    );
 }
 
 /// A server that cannot be reached does no harm to a model that is here.
@@ -409,10 +621,20 @@ fn the_cache_serves_while_the_server_is_away() {
     let folder = config.resolve("me/tiny").unwrap();
     server.world.lock().unwrap().status = 503;
     assert_eq!(config.resolve("me/tiny").unwrap(), folder);
-    let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let away = HubConfig { endpoint: format!("http://{gone}"), ..config };
+    let gone = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap();
+    let away = HubConfig {
+        endpoint: format!("http://{gone}"),
+        ..config
+    };
     assert_eq!(away.resolve("me/tiny").unwrap(), folder);
-    refused(&away, "me/other", &["`me/other`", "cannot be reached", "network"]);
+    refused(
+        &away,
+        "me/other",
+        &["`me/other`", "cannot be reached", "network"],
+    );
 }
 
 /// No word of a server becomes a path that leads anywhere else.
@@ -420,7 +642,11 @@ fn the_cache_serves_while_the_server_is_away() {
 fn hostile_listings_are_refused() {
     let hash = "a".repeat(40);
     let with = |file: &str| format!(r#"{{"sha":"{COMMIT}","siblings":[{file}]}}"#);
-    let named = |name: &str| with(&format!(r#"{{"rfilename":"{name}","size":3,"blobId":"{hash}"}}"#));
+    let named = |name: &str| {
+        with(&format!(
+            r#"{{"rfilename":"{name}","size":3,"blobId":"{hash}"}}"#
+        ))
+    };
     let cases = [
         named("../config.json"),
         named("../../../.bashrc"),
@@ -433,8 +659,13 @@ fn hostile_listings_are_refused() {
         with(r#"{"rfilename":"config.json","size":3,"blobId":"../../x"}"#),
         with(r#"{"rfilename":"config.json","size":3}"#),
         with(r#"{"rfilename":"model.safetensors","size":3,"lfs":{"sha256":"/tmp/x"}}"#),
-        with(&format!(r#"{{"rfilename":"model.safetensors","size":3,"lfs":{{"sha256":"{hash}"}}}}"#)),
-        with(&format!(r#"{{"rfilename":"config.json","size":3,"blobId":"{hash}{}"}}"#, &hash[..24])),
+        with(&format!(
+            r#"{{"rfilename":"model.safetensors","size":3,"lfs":{{"sha256":"{hash}"}}}}"#
+        )),
+        with(&format!(
+            r#"{{"rfilename":"config.json","size":3,"blobId":"{hash}{}"}}"#,
+            &hash[..24]
+        )),
         r#"{"sha":"../../evil","siblings":[]}"#.to_owned(),
         r#"{"siblings":[]}"#.to_owned(),
         "<html>".to_owned(),
@@ -443,16 +674,35 @@ fn hostile_listings_are_refused() {
     for listing in cases {
         let (server, cache) = (Server::start(World::model()), Scratch::new("hub"));
         server.world.lock().unwrap().listing = Some(listing.clone());
-        refused(&server.config(&cache), "me/tiny", &["`me/tiny`", "HF_ENDPOINT"]);
+        refused(
+            &server.config(&cache),
+            "me/tiny",
+            &["`me/tiny`", "HF_ENDPOINT"],
+        );
         assert!(names(&cache.0).is_empty(), "{listing}");
     }
     let (server, cache) = (Server::start(World::model()), Scratch::new("hub"));
-    let pickled = with(&format!(r#"{{"rfilename":"pytorch_model.bin","size":3,"blobId":"{hash}"}}"#));
+    let pickled = with(&format!(
+        r#"{{"rfilename":"pytorch_model.bin","size":3,"blobId":"{hash}"}}"#
+    ));
     server.world.lock().unwrap().listing = Some(pickled);
-    refused(&server.config(&cache), "me/tiny", &["`me/tiny`", "pickled", "convert"]);
+    refused(
+        &server.config(&cache),
+        "me/tiny",
+        &["`me/tiny`", "pickled", "convert"],
+    );
     server.world.lock().unwrap().listing = None;
-    server.world.lock().unwrap().files.remove("model-2.safetensors");
-    refused(&server.config(&cache), "me/tiny", &["`me/tiny`", "model-2.safetensors"]);
+    server
+        .world
+        .lock()
+        .unwrap()
+        .files
+        .remove("model-2.safetensors");
+    refused(
+        &server.config(&cache),
+        "me/tiny",
+        &["`me/tiny`", "model-2.safetensors"],
+    );
 }
 
 /// A folder is itself; anything else that is no name is told so, whatever it tries.
@@ -462,9 +712,19 @@ fn names_and_folders() {
     let mut config = HubConfig::from_vars(|_| None);
     config.offline = true;
     assert_eq!(config.resolve(dir.0.to_str().unwrap()).unwrap(), dir.0);
-    for model in
-        ["tiny", "./none", "/none/here", "a/b/c", "../x/y", "a/..", "a/b@../../x", "a/b@", "", "a /b", "@"]
-    {
+    for model in [
+        "tiny",
+        "./none",
+        "/none/here",
+        "a/b/c",
+        "../x/y",
+        "a/..",
+        "a/b@../../x",
+        "a/b@",
+        "",
+        "a /b",
+        "@",
+    ] {
         refused(&config, model, &["neither a folder", "owner/name", "check"]);
     }
     // Both would be kept in `models--a--b--c`; the hub gives no such names.
@@ -483,10 +743,18 @@ fn variables() {
     dir.put("token", " hf_file \n");
     let home = dir.0.to_str().unwrap().to_owned();
     let with = |pairs: &[(&str, &str)]| {
-        HubConfig::from_vars(|name| pairs.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned()))
+        HubConfig::from_vars(|name| {
+            pairs
+                .iter()
+                .find(|(n, _)| *n == name)
+                .map(|(_, v)| (*v).to_owned())
+        })
     };
     let plain = with(&[("HOME", "/home/me")]);
-    assert_eq!(plain.cache, PathBuf::from("/home/me/.cache/huggingface/hub"));
+    assert_eq!(
+        plain.cache,
+        PathBuf::from("/home/me/.cache/huggingface/hub")
+    );
     assert_eq!(
         (plain.endpoint.as_str(), plain.token, plain.offline),
         ("https://huggingface.co", None, false)
@@ -497,16 +765,29 @@ fn variables() {
         ("HF_ENDPOINT", "http://x/"),
         ("HF_HUB_OFFLINE", "1"),
     ]);
-    assert_eq!((set.cache, set.endpoint.as_str(), set.offline), (dir.join("hub"), "http://x", true));
+    assert_eq!(
+        (set.cache, set.endpoint.as_str(), set.offline),
+        (dir.join("hub"), "http://x", true)
+    );
     assert_eq!(set.token.as_deref(), Some("hf_file"));
-    let over =
-        with(&[("HF_HOME", &home), ("HF_HUB_CACHE", "/c"), ("HF_TOKEN", "hf_env"), ("HF_HUB_OFFLINE", "0")]);
+    let over = with(&[
+        ("HF_HOME", &home),
+        ("HF_HUB_CACHE", "/c"),
+        ("HF_TOKEN", "hf_env"),
+        ("HF_HUB_OFFLINE", "0"),
+    ]);
     assert_eq!(
         (over.cache, over.token.as_deref(), over.offline),
         (PathBuf::from("/c"), Some("hf_env"), false)
     );
-    assert_eq!(with(&[("HOME", "/h"), ("XDG_CACHE_HOME", "/x")]).cache, PathBuf::from("/x/huggingface/hub"));
-    assert_eq!(with(&[("HOME", "/h"), ("HF_HOME", "~/hf")]).cache, PathBuf::from("/h/hf/hub"));
+    assert_eq!(
+        with(&[("HOME", "/h"), ("XDG_CACHE_HOME", "/x")]).cache,
+        PathBuf::from("/x/huggingface/hub")
+    );
+    assert_eq!(
+        with(&[("HOME", "/h"), ("HF_HOME", "~/hf")]).cache,
+        PathBuf::from("/h/hf/hub")
+    );
     assert_eq!(with(&[("HF_HOME", "~/hf")]).cache, PathBuf::new());
     assert_eq!(with(&[("HF_HOME", "/hf")]).cache, PathBuf::from("/hf/hub"));
 }

@@ -62,7 +62,11 @@ pub fn tensor(name: &str, dtype: &str, shape: &str, from: u64, to: u64) -> Strin
 pub fn whole<T: Element>(name: &str, values: &[T], dims: &[usize]) -> Entry {
     let param = Param::from_slice(values, dims).unwrap();
     let pieces = vec![Piece::whole(name, &param)];
-    Entry { name: name.into(), param, pieces }
+    Entry {
+        name: name.into(),
+        param,
+        pieces,
+    }
 }
 
 /// A parameter made of given pieces.
@@ -76,14 +80,21 @@ pub fn pieced(name: &str, param: Param, pieces: &[(&str, &[usize], usize, PieceL
             layout: *layout,
         })
         .collect();
-    Entry { name: name.into(), param, pieces }
+    Entry {
+        name: name.into(),
+        param,
+        pieces,
+    }
 }
 
 /// The same places with values of zero, to be loaded into.
 pub fn blank(entries: &[Entry]) -> Vec<Entry> {
     entries
         .iter()
-        .map(|e| Entry { param: Param::zeros(e.param.dtype(), e.param.shape().dims()).unwrap(), ..e.clone() })
+        .map(|e| Entry {
+            param: Param::zeros(e.param.dtype(), e.param.shape().dims()).unwrap(),
+            ..e.clone()
+        })
         .collect()
 }
 
@@ -96,5 +107,6 @@ pub fn bytes(entry: &Entry) -> Vec<u8> {
 pub fn address_space_peak() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|l| l.strip_prefix("VmPeak:"));
-    line.and_then(|l| l.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()).map_or(0, |kib| kib * 1024)
+    line.and_then(|l| l.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
+        .map_or(0, |kib| kib * 1024)
 }

@@ -12,15 +12,20 @@ const DIMS: [usize; 3] = [2, 256, 32];
 
 fn experts(dtype: DType) -> Entry {
     let param = Param::zeros(dtype, &[DIMS[0], DIMS[2], DIMS[1]]).unwrap();
-    pieced("experts", param, &[("e", &DIMS, 0, PieceLayout::Mxfp4OrTransposed)])
+    pieced(
+        "experts",
+        param,
+        &[("e", &DIMS, 0, PieceLayout::Mxfp4OrTransposed)],
+    )
 }
 
 fn golden() -> Folder {
-    Folder::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/mxfp4.safetensors")).unwrap()
+    Folder::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/mxfp4.safetensors"))
+        .unwrap()
 }
 
-/// Every scale and every byte gives the bits that transformers gives; a saved folder holds them in the layout
-/// that transformers reads, and loads to the same bits.
+/// Every scale and every byte gives the bits that transformers gives; a saved folder holds them in
+/// the layout that transformers reads, and loads to the same bits.
 #[test]
 fn bits_are_those_of_transformers() {
     let golden = golden();
@@ -30,16 +35,34 @@ fn bits_are_those_of_transformers() {
         let report = load(&golden, std::slice::from_ref(&entry), &options).unwrap();
         assert_eq!((report.tensors, report.dequantised), (1, 1));
         let dir = Scratch::new("mxfp4");
-        save(dir.join("m"), std::slice::from_ref(&entry), &SaveOptions::default()).unwrap();
+        save(
+            dir.join("m"),
+            std::slice::from_ref(&entry),
+            &SaveOptions::default(),
+        )
+        .unwrap();
         let saved = Folder::open(dir.join("m")).unwrap();
         let (want, got) = (golden.tensor(name).unwrap(), saved.tensor("e").unwrap());
         assert_eq!((want.dtype, want.dims), (got.dtype, got.dims));
-        for (i, (want, got)) in want.bytes.chunks_exact(2).zip(got.bytes.chunks_exact(2)).enumerate() {
+        for (i, (want, got)) in want
+            .bytes
+            .chunks_exact(2)
+            .zip(got.bytes.chunks_exact(2))
+            .enumerate()
+        {
             assert_eq!(want, got, "{name}, element {i}");
         }
         let again = experts(dtype);
-        let report = load(&saved, std::slice::from_ref(&again), &LoadOptions::default()).unwrap();
-        assert_eq!((report.dequantised, bytes(&again) == bytes(&entry)), (0, true));
+        let report = load(
+            &saved,
+            std::slice::from_ref(&again),
+            &LoadOptions::default(),
+        )
+        .unwrap();
+        assert_eq!(
+            (report.dequantised, bytes(&again) == bytes(&entry)),
+            (0, true)
+        );
     }
 }
 

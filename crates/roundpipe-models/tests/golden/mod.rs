@@ -32,7 +32,10 @@ pub struct Golden {
 impl Golden {
     pub fn open(name: &'static str) -> Self {
         let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models");
-        Self { name, bytes: std::fs::read(path.join(format!("{name}.safetensors"))).unwrap() }
+        Self {
+            name,
+            bytes: std::fs::read(path.join(format!("{name}.safetensors"))).unwrap(),
+        }
     }
 
     fn tensors(&self) -> SafeTensors<'_> {
@@ -41,7 +44,12 @@ impl Golden {
 
     pub fn names(&self, prefix: &str) -> BTreeSet<String> {
         let tensors = self.tensors();
-        tensors.names().into_iter().filter_map(|n| n.strip_prefix(prefix)).map(str::to_owned).collect()
+        tensors
+            .names()
+            .into_iter()
+            .filter_map(|n| n.strip_prefix(prefix))
+            .map(str::to_owned)
+            .collect()
     }
 
     pub fn meta(&self, key: &str) -> Option<Value> {
@@ -59,17 +67,27 @@ impl Golden {
 
     pub fn floats(&self, name: &str) -> Vec<f64> {
         let tensors = self.tensors();
-        let view = tensors.tensor(name).unwrap_or_else(|_| panic!("{}: no {name}", self.name));
+        let view = tensors
+            .tensor(name)
+            .unwrap_or_else(|_| panic!("{}: no {name}", self.name));
         let data = view.data();
         match view.dtype() {
-            Dtype::F32 => {
-                data.chunks(4).map(|b| f64::from(f32::from_le_bytes(b.try_into().unwrap()))).collect()
-            }
-            Dtype::F64 => data.chunks(8).map(|b| f64::from_le_bytes(b.try_into().unwrap())).collect(),
-            Dtype::I64 => data.chunks(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as f64).collect(),
-            Dtype::I32 => {
-                data.chunks(4).map(|b| f64::from(i32::from_le_bytes(b.try_into().unwrap()))).collect()
-            }
+            Dtype::F32 => data
+                .chunks(4)
+                .map(|b| f64::from(f32::from_le_bytes(b.try_into().unwrap())))
+                .collect(),
+            Dtype::F64 => data
+                .chunks(8)
+                .map(|b| f64::from_le_bytes(b.try_into().unwrap()))
+                .collect(),
+            Dtype::I64 => data
+                .chunks(8)
+                .map(|b| i64::from_le_bytes(b.try_into().unwrap()) as f64)
+                .collect(),
+            Dtype::I32 => data
+                .chunks(4)
+                .map(|b| f64::from(i32::from_le_bytes(b.try_into().unwrap())))
+                .collect(),
             other => panic!("{name} is {other:?}"),
         }
     }
@@ -94,15 +112,23 @@ impl Golden {
             match piece.layout {
                 PieceLayout::Plain => into.copy_from_slice(&values),
                 _ => {
-                    let [.., rows, columns] = *piece.dims else { panic!("{name}") };
+                    let [.., rows, columns] = *piece.dims else {
+                        panic!("{name}")
+                    };
                     for (i, value) in values.into_iter().enumerate() {
-                        let (matrix, row, column) = (i / (rows * columns), i / columns % rows, i % columns);
+                        let (matrix, row, column) =
+                            (i / (rows * columns), i / columns % rows, i % columns);
                         into[matrix * rows * columns + column * rows + row] = value;
                     }
                 }
             }
         }
-        assert!(all.iter().all(|x| !x.is_nan()), "{}: {} is not covered", self.name, entry.name);
+        assert!(
+            all.iter().all(|x| !x.is_nan()),
+            "{}: {} is not covered",
+            self.name,
+            entry.name
+        );
         all
     }
 
@@ -138,7 +164,11 @@ pub fn worker() -> Worker {
 
 /// Two cpu workers for an engine.
 pub fn cpus() -> Vec<Arc<dyn Device>> {
-    Cpu::workers(2, Some(1)).unwrap().into_iter().map(|cpu| cpu as Arc<dyn Device>).collect()
+    Cpu::workers(2, Some(1))
+        .unwrap()
+        .into_iter()
+        .map(|cpu| cpu as Arc<dyn Device>)
+        .collect()
 }
 
 pub fn norm(values: &[f64]) -> f64 {
@@ -155,7 +185,10 @@ pub fn rms_difference(a: &[f64], b: &[f64]) -> f64 {
 pub fn assert_close(what: &str, have: &[f64], want: &[f64]) {
     assert_eq!(have.len(), want.len(), "{what}");
     let scale = want.iter().fold(0f64, |m, x| m.max(x.abs()));
-    let worst = have.iter().zip(want).fold(0f64, |m, (a, b)| m.max((a - b).abs()));
+    let worst = have
+        .iter()
+        .zip(want)
+        .fold(0f64, |m, (a, b)| m.max((a - b).abs()));
     assert!(worst <= 1e-4 * scale, "{what}: off by {worst} of {scale}");
 }
 
@@ -174,8 +207,13 @@ pub fn assert_same_direction(what: &str, have: &[f64], want: &[f64]) {
 
 /// The name of a parameter under an engine or in `named_params`, by entry.
 pub fn param_name(model: &Model, entry: &Entry) -> String {
-    let found = model.named_params().into_iter().find(|(_, p)| p.id() == entry.param.id());
-    found.unwrap_or_else(|| panic!("{} is no parameter", entry.name)).0
+    let found = model
+        .named_params()
+        .into_iter()
+        .find(|(_, p)| p.id() == entry.param.id());
+    found
+        .unwrap_or_else(|| panic!("{} is no parameter", entry.name))
+        .0
 }
 
 /// A folder of its own, gone at the end.
@@ -195,7 +233,11 @@ impl AsRef<Path> for Temp {
 
 pub fn folder() -> Temp {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
-    let name = format!("roundpipe-models-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+    let name = format!(
+        "roundpipe-models-{}-{}",
+        std::process::id(),
+        NEXT.fetch_add(1, Ordering::Relaxed)
+    );
     let path = std::env::temp_dir().join(name);
     std::fs::create_dir_all(&path).unwrap();
     Temp(path)

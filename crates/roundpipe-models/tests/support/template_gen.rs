@@ -1,10 +1,10 @@
 //! Chat templates by chance: a grammar that is driven by bytes, and a mutator of texts.
 //!
-//! The bytes come from a seed (`tests/chat_limits.rs`) or from a fuzzer, which then learns which of them lead
-//! where. When they are used up, every choice is the first one, so that generation ends. The grammar keeps to
-//! types most of the time, since a template that fails at its first expression tests nothing behind it, and it
-//! likes what is dangerous: numbers at the edges, long texts and lists, things that hold themselves, filters
-//! with arguments far beyond what they are for.
+//! The bytes come from a seed (`tests/chat_limits.rs`) or from a fuzzer, which then learns which of
+//! them lead where. When they are used up, every choice is the first one, so that generation ends.
+//! The grammar keeps to types most of the time, since a template that fails at its first expression
+//! tests nothing behind it, and it likes what is dangerous: numbers at the edges, long texts and
+//! lists, things that hold themselves, filters with arguments far beyond what they are for.
 
 use std::fmt::Write as _;
 
@@ -27,7 +27,9 @@ impl<'b> Choices<'b> {
 
     /// A number below `n`, which is at most 256; zero when the bytes are used up.
     fn below(&mut self, n: usize) -> usize {
-        let Some((first, rest)) = self.bytes.split_first() else { return 0 };
+        let Some((first, rest)) = self.bytes.split_first() else {
+            return 0;
+        };
         self.bytes = rest;
         usize::from(*first) % n
     }
@@ -43,20 +45,28 @@ impl<'b> Choices<'b> {
     /// One of several words.
     fn word(&mut self, of: &'static str) -> &'static str {
         let count = of.split_whitespace().count();
-        of.split_whitespace().nth(self.below(count)).unwrap_or_default()
+        of.split_whitespace()
+            .nth(self.below(count))
+            .unwrap_or_default()
     }
 
     /// One of several words with a number behind it.
     fn call(&mut self, of: &'static str) -> (&'static str, usize) {
         let word = self.word(of);
-        let known = word.split_once('/').and_then(|(name, args)| Some((name, args.parse().ok()?)));
+        let known = word
+            .split_once('/')
+            .and_then(|(name, args)| Some((name, args.parse().ok()?)));
         known.unwrap_or((word, 0))
     }
 }
 
 /// A template.
 pub fn template(bytes: &[u8]) -> String {
-    let mut generator = Generator { choices: Choices::new(bytes), out: String::new(), loops: 0 };
+    let mut generator = Generator {
+        choices: Choices::new(bytes),
+        out: String::new(),
+        loops: 0,
+    };
     generator.prelude();
     let count = 1 + generator.choices.below(6);
     for _ in 0..count {
@@ -201,8 +211,10 @@ const METHODS: &str = "upper lower title capitalize swapcase casefold strip/1 ls
                        isalpha isupper islower isspace zfill/1 ljust/2 rjust/2 center/2 isalnum isnumeric isascii";
 const LOOP: &str = "loop.index loop.previtem loop.cycle('a',b) loop.changed(x) loop.changed(loop) loop loop.depth \
                     loop.length loop.last loop.revindex0";
-const ODD: &str = "none 1.5e300 'nan'|float -0.0 true missing ns f range dict messages caller varargs";
-const KEYS: &str = "attribute reverse case_sensitive width default indent x y first start by fill_with";
+const ODD: &str =
+    "none 1.5e300 'nan'|float -0.0 true missing ns f range dict messages caller varargs";
+const KEYS: &str =
+    "attribute reverse case_sensitive width default indent x y first start by fill_with";
 
 /// What an expression should give.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -297,7 +309,9 @@ impl Generator<'_> {
     }
 
     fn set_name(&mut self, depth: usize) {
-        let name = self.choices.pick(&["a", "b", "c", "x", "x, i", "(a, b)", "loop", "ns"]);
+        let name = self
+            .choices
+            .pick(&["a", "b", "c", "x", "x, i", "(a, b)", "loop", "ns"]);
         _ = write!(self.out, "{{% set {name} = ");
         self.expr(Kind::Any, depth);
         self.out.push_str(" %}");
@@ -348,7 +362,11 @@ impl Generator<'_> {
             self.out.push_str(" if ");
             self.nested(Kind::Any, depth);
         }
-        self.out.push_str(if self.choices.chance(4) { " recursive %}" } else { " %}" });
+        self.out.push_str(if self.choices.chance(4) {
+            " recursive %}"
+        } else {
+            " %}"
+        });
         self.loops += 1;
         self.statements(depth + 1);
         if self.choices.chance(6) {
@@ -376,7 +394,8 @@ impl Generator<'_> {
 
     fn call_block(&mut self, depth: usize) {
         self.out.push_str("{% call ");
-        self.out.push_str(self.choices.pick(&["", "(x) ", "(x=1, y=2) "]));
+        self.out
+            .push_str(self.choices.pick(&["", "(x) ", "(x=1, y=2) "]));
         self.out.push_str("f(");
         self.expr(Kind::Any, depth + 1);
         self.out.push_str(") %}");
@@ -410,7 +429,10 @@ impl Generator<'_> {
             "{{ ns.l }}{{ ns.s }}",
             "{% macro g() %}{% set p = ns.m %}{% macro h() %}{{ p }}{% endmacro %}{% set ns.m = h %}{% endmacro %}{{ g() }}",
         ]);
-        _ = write!(self.out, "{{%- for i in range({times}) %}}{body}{{% endfor -%}}");
+        _ = write!(
+            self.out,
+            "{{%- for i in range({times}) %}}{body}{{% endfor -%}}"
+        );
     }
 
     /// Things that hold themselves, or are used when their place is gone.
@@ -445,7 +467,11 @@ impl Generator<'_> {
             return;
         }
         // One in thirty is of another kind than asked for.
-        match if self.choices.chance(30) { Kind::Any } else { kind } {
+        match if self.choices.chance(30) {
+            Kind::Any
+        } else {
+            kind
+        } {
             Kind::Text => self.text(depth),
             Kind::Int => self.int(depth),
             Kind::List => self.list(depth),
@@ -502,7 +528,11 @@ impl Generator<'_> {
                 self.out.push_str(what);
             }
             14 => {
-                let of = if self.loops > 0 && self.choices.chance(4) { "loop" } else { "f" };
+                let of = if self.loops > 0 && self.choices.chance(4) {
+                    "loop"
+                } else {
+                    "f"
+                };
                 self.out.push_str(of);
                 self.args(2, depth);
             }
@@ -604,7 +634,9 @@ impl Generator<'_> {
                 _ = write!(self.out, " {op} ");
                 self.nested(Kind::Int, depth);
             }
-            _ => self.out.push_str("(-170141183460469231731687303715884105727 - 1)"),
+            _ => self
+                .out
+                .push_str("(-170141183460469231731687303715884105727 - 1)"),
         }
     }
 
@@ -747,18 +779,25 @@ impl Generator<'_> {
 
     fn args(&mut self, most: usize, depth: usize) {
         self.out.push('(');
-        let count = if most == 0 { 0 } else { self.choices.below(most + 1) };
+        let count = if most == 0 {
+            0
+        } else {
+            self.choices.below(most + 1)
+        };
         for i in 0..count {
             self.out.push_str(if i > 0 { ", " } else { "" });
             if i + 1 == count && self.choices.chance(6) {
                 let key = self.choices.word(KEYS);
                 _ = write!(self.out, "{key}=");
             }
-            let kind = self.choices.pick(&[Kind::Text, Kind::Int, Kind::Any, Kind::Text]);
+            let kind = self
+                .choices
+                .pick(&[Kind::Text, Kind::Int, Kind::Any, Kind::Text]);
             self.expr(kind, depth + 1);
         }
         if self.choices.chance(24) {
-            self.out.push_str(if count > 0 { ", *b, **c" } else { "*b" });
+            self.out
+                .push_str(if count > 0 { ", *b, **c" } else { "*b" });
         }
         self.out.push(')');
     }

@@ -15,24 +15,48 @@ pub fn cores() -> usize {
 /// Most memory this process ever had, where the system tells.
 pub fn peak_rss_mib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:")).unwrap_or("0");
-    line.trim().split(' ').next().and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) / 1024
+    let line = status
+        .lines()
+        .find_map(|l| l.strip_prefix("VmHWM:"))
+        .unwrap_or("0");
+    line.trim()
+        .split(' ')
+        .next()
+        .and_then(|kib| kib.parse::<u64>().ok())
+        .unwrap_or(0)
+        / 1024
 }
 
 fn random(dtype: DType, dims: &[usize], std: f64, site: u32) -> Param {
-    Param::normal(dtype, dims, std, RngSite { seed: 3, site, ..RngSite::default() }.key()).expect("memory")
+    Param::normal(
+        dtype,
+        dims,
+        std,
+        RngSite {
+            seed: 3,
+            site,
+            ..RngSite::default()
+        }
+        .key(),
+    )
+    .expect("memory")
 }
 
 /// A square product of random matrices.
 pub fn product(dtype: DType, size: usize, threads: usize) -> impl FnMut() {
-    let worker = Worker::new(Cpu::new(Some(threads)).expect("threads"), Bytes::mib(256)).expect("memory");
+    let worker =
+        Worker::new(Cpu::new(Some(threads)).expect("threads"), Bytes::mib(256)).expect("memory");
     let mut cx = Cx::infer(&worker);
-    let (a, b) = (random(dtype, &[size, size], 1.0, 1), random(dtype, &[size, size], 1.0, 2));
+    let (a, b) = (
+        random(dtype, &[size, size], 1.0, 1),
+        random(dtype, &[size, size], 1.0, 2),
+    );
     let (a, b) = (cx.get(&a).expect("memory"), cx.get(&b).expect("memory"));
     move || drop(cx.matmul(&a, &b).expect("shapes fit"))
 }
 
-/// Hidden 512, 8 heads, sequence 512, batch 4, f32: norm, rotary causal attention, norm, SwiGLU of 1536.
+/// Hidden 512, 8 heads, sequence 512, batch 4, f32: norm, rotary causal attention, norm, SwiGLU of
+/// 1536.
 pub struct Block {
     worker: Worker,
     norms: [Param; 2],
@@ -51,7 +75,15 @@ const INNER: usize = 1536;
 impl Block {
     pub fn new(threads: usize) -> Self {
         let h = HIDDEN;
-        let shapes = [[h, h], [h, h], [h, h], [h, h], [INNER, h], [INNER, h], [h, INNER]];
+        let shapes = [
+            [h, h],
+            [h, h],
+            [h, h],
+            [h, h],
+            [INNER, h],
+            [INNER, h],
+            [h, INNER],
+        ];
         let mut site = 0;
         let weights = shapes.map(|dims| {
             site += 1;
@@ -60,10 +92,13 @@ impl Block {
         let (cos, sin) = rope_tables(SEQ, h / HEADS, 10_000.0);
         let table = |t: Vec<f64>| {
             let t: Vec<f32> = t.into_iter().map(|x| x as f32).collect();
-            Param::from_slice(&t, &[SEQ, h / HEADS / 2]).expect("memory").frozen()
+            Param::from_slice(&t, &[SEQ, h / HEADS / 2])
+                .expect("memory")
+                .frozen()
         };
         Self {
-            worker: Worker::new(Cpu::new(Some(threads)).expect("threads"), Bytes::gib(2)).expect("memory"),
+            worker: Worker::new(Cpu::new(Some(threads)).expect("threads"), Bytes::gib(2))
+                .expect("memory"),
             norms: [(); 2].map(|()| Param::full(DType::F32, &[h], 1.0).expect("memory")),
             weights,
             tables: [table(cos), table(sin)],
@@ -94,7 +129,15 @@ impl Block {
         let k = self.heads(cx, &y, wk, true)?;
         let v = self.heads(cx, &y, wv, false)?;
         drop(y);
-        let o = cx.attention(&q, &k, &v, &Attention { causal: true, ..Attention::default() })?;
+        let o = cx.attention(
+            &q,
+            &k,
+            &v,
+            &Attention {
+                causal: true,
+                ..Attention::default()
+            },
+        )?;
         drop((q, k, v));
         let o = cx.reshape(&o, &[BATCH as isize, SEQ as isize, HIDDEN as isize])?;
         let w = cx.get(wo)?;
@@ -111,10 +154,19 @@ impl Block {
         cx.add(&x, &z)
     }
 
-    fn heads(&self, cx: &mut Cx, y: &Tensor, weight: &Param, turn: bool) -> roundpipe_tensor::Result<Tensor> {
+    fn heads(
+        &self,
+        cx: &mut Cx,
+        y: &Tensor,
+        weight: &Param,
+        turn: bool,
+    ) -> roundpipe_tensor::Result<Tensor> {
         let w = cx.get(weight)?;
         let flat = cx.linear(y, &w, None)?;
-        let split = cx.reshape(&flat, &[BATCH, SEQ, HEADS, HIDDEN / HEADS].map(|d| d as isize))?;
+        let split = cx.reshape(
+            &flat,
+            &[BATCH, SEQ, HEADS, HIDDEN / HEADS].map(|d| d as isize),
+        )?;
         if !turn {
             return Ok(split);
         }
@@ -137,15 +189,28 @@ impl Adam {
     pub fn new(count: usize, threads: usize) -> Self {
         let slab = |bytes: usize| HostBuf::zeroed("slab", count * bytes).expect("memory");
         let grad = slab(2);
-        grad.write(0..count * 2).expect("free").as_mut_slice::<bf16>().fill(bf16::from_f32(0.01));
+        grad.write(0..count * 2)
+            .expect("free")
+            .as_mut_slice::<bf16>()
+            .fill(bf16::from_f32(0.01));
         // Touch every page, so that the first timed pass does not pay for it.
         let state = [(); 3].map(|()| slab(4));
         for s in &state {
-            s.write(0..count * 4).expect("free").as_mut_slice::<f32>().fill(0.5);
+            s.write(0..count * 4)
+                .expect("free")
+                .as_mut_slice::<f32>()
+                .fill(0.5);
         }
         let working = slab(2);
         working.write(0..count * 2).expect("free").bytes().fill(1);
-        Self { threads: Threads::new(Some(threads)).expect("threads"), grad, working, state, count, steps: 0 }
+        Self {
+            threads: Threads::new(Some(threads)).expect("threads"),
+            grad,
+            working,
+            state,
+            count,
+            steps: 0,
+        }
     }
 
     /// Read gradient, master and two moments; write master, moments and working weights.
@@ -157,7 +222,11 @@ impl Adam {
         self.steps += 1;
         let all = |b: &HostBuf| b.write(0..b.len()).expect("free");
         let grad = self.grad.read_all().expect("free");
-        let (mut a, mut b, mut c) = (all(&self.state[0]), all(&self.state[1]), all(&self.state[2]));
+        let (mut a, mut b, mut c) = (
+            all(&self.state[0]),
+            all(&self.state[1]),
+            all(&self.state[2]),
+        );
         let mut working = all(&self.working);
         let slabs = AdamSlabs {
             grad: Floats::BF16(grad.as_slice()),
@@ -167,7 +236,9 @@ impl Adam {
             max_exp_avg_sq: None,
             working: Some(FloatsMut::BF16(working.as_mut_slice())),
         };
-        AdamW::default().step(&self.threads, self.steps, 1.0, slabs).expect("equal lengths");
+        AdamW::default()
+            .step(&self.threads, self.steps, 1.0, slabs)
+            .expect("equal lengths");
     }
 
     /// Bytes read and written by [`Adam::copy`].
@@ -182,8 +253,11 @@ impl Adam {
         let pieces = 64;
         let from = src.bytes();
         let part = from.len().div_ceil(pieces);
-        let to: Vec<std::sync::Mutex<&mut [u8]>> =
-            dst.bytes().chunks_mut(part).map(std::sync::Mutex::new).collect();
+        let to: Vec<std::sync::Mutex<&mut [u8]>> = dst
+            .bytes()
+            .chunks_mut(part)
+            .map(std::sync::Mutex::new)
+            .collect();
         self.threads.run(to.len(), |i| {
             let mut to = to[i].lock().expect("one task per piece");
             let len = to.len();

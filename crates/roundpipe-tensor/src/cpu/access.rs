@@ -22,7 +22,9 @@ pub(crate) struct Call<'a> {
 impl Call<'_> {
     /// Source `i`, which the kernel's description says is there.
     pub fn src(&self, i: usize) -> &View {
-        self.src[i].as_ref().unwrap_or_else(|| panic!("{:?}: source {i} is missing", self.kernel))
+        self.src[i]
+            .as_ref()
+            .unwrap_or_else(|| panic!("{:?}: source {i} is missing", self.kernel))
     }
 
     /// Source `i` if it was given.
@@ -32,7 +34,9 @@ impl Call<'_> {
 
     /// Destination `i`, which the kernel's description says is there.
     pub fn dst(&self, i: usize) -> &View {
-        self.dst[i].as_ref().unwrap_or_else(|| panic!("{:?}: destination {i} is missing", self.kernel))
+        self.dst[i]
+            .as_ref()
+            .unwrap_or_else(|| panic!("{:?}: destination {i} is missing", self.kernel))
     }
 
     /// Destination `i` if it was given.
@@ -44,16 +48,23 @@ impl Call<'_> {
     pub fn unsupported(&self) -> Error {
         let first = self.src.iter().chain(self.dst).flatten().next();
         Error::Unsupported {
-            device: DeviceId { kind: DeviceKind::Cpu, index: 0, worker: 0 },
+            device: DeviceId {
+                kind: DeviceKind::Cpu,
+                index: 0,
+                worker: 0,
+            },
             op: self.kernel.name(),
             dtype: first.map_or(DType::F32, |v| v.dtype),
         }
     }
 
-    /// Runs `body(start, end)` over `0..count` in pieces of `grain`, which must depend on sizes alone.
+    /// Runs `body(start, end)` over `0..count` in pieces of `grain`, which must depend on sizes
+    /// alone.
     pub fn pieces(&self, count: usize, grain: usize, body: impl Fn(usize, usize) + Sync + Send) {
         let grain = grain.max(1);
-        self.threads.run(count.div_ceil(grain), |i| body(i * grain, ((i + 1) * grain).min(count)));
+        self.threads.run(count.div_ceil(grain), |i| {
+            body(i * grain, ((i + 1) * grain).min(count))
+        });
     }
 }
 
@@ -141,7 +152,11 @@ macro_rules! real {
             }
             #[inline(always)]
             fn max_nan(self, other: Self) -> Self {
-                if self > other || self.is_nan() { self } else { other }
+                if self > other || self.is_nan() {
+                    self
+                } else {
+                    other
+                }
             }
         }
     };
@@ -169,7 +184,8 @@ macro_rules! narrow {
 narrow!(bf16);
 narrow!(f16);
 
-/// Runs `$body` with `$t` standing for the float type of `$dtype`; other types give the call's error.
+/// Runs `$body` with `$t` standing for the float type of `$dtype`; other types give the call's
+/// error.
 macro_rules! for_float {
     ($call:expr, $dtype:expr, $t:ident => $body:expr) => {
         match $dtype {
@@ -198,13 +214,15 @@ pub(crate) use for_float;
 /// The elements of a dense view.
 ///
 /// # Safety
-/// The view lies in live memory, is contiguous, holds `T`, and nobody writes it while the slice lives.
+/// The view lies in live memory, is contiguous, holds `T`, and nobody writes it while the slice
+/// lives.
 pub(crate) unsafe fn slice<'a, T: Element>(view: &View) -> &'a [T] {
     debug_assert!(view.layout.is_contiguous() && view.dtype.size() == size_of::<T>());
     if view.numel() == 0 {
         return &[];
     }
-    // SAFETY: promised by the caller; blocks are aligned to 256 bytes and views start at whole elements.
+    // SAFETY: promised by the caller; blocks are aligned to 256 bytes and views start at whole
+    // elements.
     unsafe { std::slice::from_raw_parts(view.ptr as *const T, view.numel()) }
 }
 
@@ -229,7 +247,8 @@ pub(crate) struct Shared<'a, T> {
     life: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: a `Shared` only gives out parts through `part`, whose caller promises that they are disjoint.
+// SAFETY: a `Shared` only gives out parts through `part`, whose caller promises that they are
+// disjoint.
 unsafe impl<T: Send> Send for Shared<'_, T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for Shared<'_, T> {}
@@ -237,7 +256,11 @@ unsafe impl<T: Send> Sync for Shared<'_, T> {}
 impl<'a, T> Shared<'a, T> {
     /// Over a slice that nobody else touches meanwhile.
     pub fn new(slice: &'a mut [T]) -> Self {
-        Self { ptr: slice.as_mut_ptr(), len: slice.len(), life: PhantomData }
+        Self {
+            ptr: slice.as_mut_ptr(),
+            len: slice.len(),
+            life: PhantomData,
+        }
     }
 
     /// Elements `start..end`.
@@ -246,7 +269,11 @@ impl<'a, T> Shared<'a, T> {
     /// No two live parts overlap.
     #[allow(clippy::mut_from_ref, reason = "disjointness is the caller's promise")]
     pub unsafe fn part(&self, start: usize, end: usize) -> &'a mut [T] {
-        assert!(start <= end && end <= self.len, "part {start}..{end} of {}", self.len);
+        assert!(
+            start <= end && end <= self.len,
+            "part {start}..{end} of {}",
+            self.len
+        );
         // SAFETY: in bounds by the assertion; disjoint by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.add(start), end - start) }
     }
@@ -258,9 +285,14 @@ impl<'a, T> Shared<'a, T> {
 /// As [`slice`].
 pub(crate) unsafe fn host_view<'a>(view: &View) -> HostView<'a> {
     let bytes = view.numel() * view.dtype.size();
-    // SAFETY: promised by the caller; a view of no elements gives an empty slice at an aligned address.
+    // SAFETY: promised by the caller; a view of no elements gives an empty slice at an aligned
+    // address.
     let bytes = unsafe { std::slice::from_raw_parts(view.ptr.max(1) as *const u8, bytes) };
-    HostView { bytes, dtype: view.dtype, shape: *view.shape() }
+    HostView {
+        bytes,
+        dtype: view.dtype,
+        shape: *view.shape(),
+    }
 }
 
 /// A user kernel's destination.
@@ -271,5 +303,9 @@ pub(crate) unsafe fn host_view_mut<'a>(view: &View) -> HostViewMut<'a> {
     let bytes = view.numel() * view.dtype.size();
     // SAFETY: as above.
     let bytes = unsafe { std::slice::from_raw_parts_mut(view.ptr.max(1) as *mut u8, bytes) };
-    HostViewMut { bytes, dtype: view.dtype, shape: *view.shape() }
+    HostViewMut {
+        bytes,
+        dtype: view.dtype,
+        shape: *view.shape(),
+    }
 }

@@ -1,20 +1,22 @@
 //! Attention in blocks: softmax(q kᵀ) v without ever holding the matrix of scores.
 //!
-//! A block of [`QUERIES`] queries meets one block of at most [`KEYS`] keys after the other. The forward
-//! keeps a running maximum and sum per query and saves only their logarithm (`lse`), from which the
-//! backward makes the same weights again. Memory is linear in the sequence.
+//! A block of [`QUERIES`] queries meets one block of at most [`KEYS`] keys after the other. The
+//! forward keeps a running maximum and sum per query and saves only their logarithm (`lse`), from
+//! which the backward makes the same weights again. Memory is linear in the sequence.
 //!
-//! The path of a block: tensor -> `load` (converted to f32, transposed where needed) -> `tile` (products)
-//! -> `softmax` -> `tile` -> tensor. Scores lie transposed, `[keys, QUERIES]`: vectors run along queries,
-//! so nothing is reduced inside a vector and products need no packing.
+//! The path of a block: tensor -> `load` (converted to f32, transposed where needed) -> `tile`
+//! (products) -> `softmax` -> `tile` -> tensor. Scores lie transposed, `[keys, QUERIES]`: vectors
+//! run along queries, so nothing is reduced inside a vector and products need no packing.
 //!
-//! Shapes and types were checked by the operation; cumulative lengths are data and are checked here.
+//! Shapes and types were checked by the operation; cumulative lengths are data and are checked
+//! here.
 //!
 //! # Invariants
-//! - Blocks are counted from each sequence's own first row, and every sum has one order that depends on the
-//!   sequence's lengths alone. So neither threads nor batch size nor the neighbours in a packed batch
-//!   change a row's bits.
-//! - Every element of a result is written by one task. Keys that no query of a block sees are skipped.
+//! - Blocks are counted from each sequence's own first row, and every sum has one order that
+//!   depends on the sequence's lengths alone. So neither threads nor batch size nor the neighbours
+//!   in a packed batch change a row's bits.
+//! - Every element of a result is written by one task. Keys that no query of a block sees are
+//!   skipped.
 
 mod backward;
 mod forward;
@@ -88,19 +90,29 @@ struct Operand {
 impl Operand {
     fn new(view: &View) -> Self {
         let s = view.layout.strides();
-        Self { ptr: view.ptr, strides: [s[0], s[1], s[2]], width: view.shape()[3] }
+        Self {
+            ptr: view.ptr,
+            strides: [s[0], s[1], s[2]],
+            width: view.shape()[3],
+        }
     }
 
     /// Where a row of a head begins.
     fn at<T>(&self, batch: usize, row: usize, head: usize) -> *mut T {
         let [b, r, h] = self.strides;
-        (self.ptr as *mut T).wrapping_offset(batch as isize * b + row as isize * r + head as isize * h)
+        (self.ptr as *mut T)
+            .wrapping_offset(batch as isize * b + row as isize * r + head as isize * h)
     }
 
     /// Consecutive rows of a head.
     fn rows<T>(&self, batch: usize, rows: Range<usize>, head: usize) -> Rows<T> {
         let ptr = self.at::<T>(batch, rows.start, head);
-        Rows { ptr, stride: self.strides[1], rows: rows.len(), width: self.width }
+        Rows {
+            ptr,
+            stride: self.strides[1],
+            rows: rows.len(),
+            width: self.width,
+        }
     }
 }
 
@@ -135,7 +147,9 @@ impl<'a, T: Value> Problem<'a, T> {
     /// As [`run`].
     unsafe fn new(call: &'a Call<'_>, spec: AttentionSpec, sinks: usize) -> Result<Self> {
         let (q, k, v) = (call.src(0), call.src(1), call.src(2));
-        let [batch, queries, heads, _] = *q.shape().dims() else { unreachable!("checked by the operation") };
+        let [batch, queries, heads, _] = *q.shape().dims() else {
+            unreachable!("checked by the operation")
+        };
         let (keys, key_heads) = (k.shape()[1], k.shape()[2]);
         // SAFETY: the caller's promise; both are dense.
         let (sinks, lens) = unsafe {
@@ -146,18 +160,36 @@ impl<'a, T: Value> Problem<'a, T> {
             )
         };
         let sequences = match lens {
-            Some((lens_q, lens_k)) => packed(call.kernel.name(), (lens_q, queries), (lens_k, keys))?,
+            Some((lens_q, lens_k)) => {
+                packed(call.kernel.name(), (lens_q, queries), (lens_k, keys))?
+            }
             None => (0..batch)
-                .map(|batch| Sequence { batch, first_query: 0, queries, first_key: 0, keys })
+                .map(|batch| Sequence {
+                    batch,
+                    first_query: 0,
+                    queries,
+                    first_key: 0,
+                    keys,
+                })
                 .collect(),
         };
         let (q, k, v) = (Operand::new(q), Operand::new(k), Operand::new(v));
-        Ok(Self { spec, q, k, v, heads, group: heads / key_heads.max(1), sinks, sequences })
+        Ok(Self {
+            spec,
+            q,
+            k,
+            v,
+            heads,
+            group: heads / key_heads.max(1),
+            sinks,
+            sequences,
+        })
     }
 
     /// The sink of a head in units of ln 2.
     fn sink(&self, head: usize) -> Option<T::Acc> {
-        self.sinks.map(|s| s[head].up() * T::Acc::of(std::f64::consts::LOG2_E))
+        self.sinks
+            .map(|s| s[head].up() * T::Acc::of(std::f64::consts::LOG2_E))
     }
 
     /// Factor that turns products of queries and keys into scores in units of ln 2.
@@ -166,8 +198,8 @@ impl<'a, T: Value> Problem<'a, T> {
     }
 }
 
-/// Sequences from cumulative lengths, then the rows before the first and after the last as sequences
-/// without a counterpart.
+/// Sequences from cumulative lengths, then the rows before the first and after the last as
+/// sequences without a counterpart.
 fn packed(op: &'static str, q: (&[i32], usize), k: (&[i32], usize)) -> Result<Vec<Sequence>> {
     let q = cumulative(op, "queries", q.0, q.1)?;
     let k = cumulative(op, "keys", k.0, k.1)?;
@@ -179,7 +211,9 @@ fn packed(op: &'static str, q: (&[i32], usize), k: (&[i32], usize)) -> Result<Ve
         keys: k.len(),
     };
     let inner = 1..q.len() - 2;
-    let mut all: Vec<Sequence> = inner.map(|i| part(q[i]..q[i + 1], k[i]..k[i + 1])).collect();
+    let mut all: Vec<Sequence> = inner
+        .map(|i| part(q[i]..q[i + 1], k[i]..k[i + 1]))
+        .collect();
     for i in [0, q.len() - 2] {
         all.extend([part(q[i]..q[i + 1], 0..0), part(0..0, k[i]..k[i + 1])]);
     }
@@ -206,7 +240,8 @@ fn cumulative(op: &'static str, what: &str, lens: &[i32], rows: usize) -> Result
     Ok(all)
 }
 
-/// Who sees whom in one sequence. Positions are those of keys; the last query stands at the last key.
+/// Who sees whom in one sequence. Positions are those of keys; the last query stands at the last
+/// key.
 #[derive(Clone, Copy)]
 struct Sight {
     keys: isize,
@@ -220,15 +255,29 @@ impl Sight {
     fn new(spec: &AttentionSpec, sequence: &Sequence) -> Self {
         let (queries, keys) = (sequence.queries as isize, sequence.keys as isize);
         // A window longer than both hides nothing; the bound keeps sums small.
-        let window = spec.window.filter(|w| *w < sequence.queries + sequence.keys).map(|w| w as isize);
-        Self { keys, shift: keys - queries, causal: spec.causal, window }
+        let window = spec
+            .window
+            .filter(|w| *w < sequence.queries + sequence.keys)
+            .map(|w| w as isize);
+        Self {
+            keys,
+            shift: keys - queries,
+            causal: spec.causal,
+            window,
+        }
     }
 
     /// The keys that query `i` sees.
     fn keys_of(&self, i: usize) -> Range<usize> {
         let position = i as isize + self.shift;
-        let end = if self.causal { (position + 1).clamp(0, self.keys) } else { self.keys };
-        let start = self.window.map_or(0, |w| (position - w + 1).clamp(0, self.keys));
+        let end = if self.causal {
+            (position + 1).clamp(0, self.keys)
+        } else {
+            self.keys
+        };
+        let start = self
+            .window
+            .map_or(0, |w| (position - w + 1).clamp(0, self.keys));
         start as usize..end as usize
     }
 
@@ -249,9 +298,14 @@ impl Sight {
 
     /// The blocks of keys that some of `queries` see.
     fn blocks<'a>(&'a self, queries: &'a Range<usize>) -> impl Iterator<Item = Range<usize>> + 'a {
-        let (start, end) = (self.keys_of(queries.start).start, self.keys_of(queries.end - 1).end);
+        let (start, end) = (
+            self.keys_of(queries.start).start,
+            self.keys_of(queries.end - 1).end,
+        );
         let first = start / KEYS * KEYS;
-        (first..end).step_by(KEYS).filter_map(|at| self.seen(queries, at..at + KEYS))
+        (first..end)
+            .step_by(KEYS)
+            .filter_map(|at| self.seen(queries, at..at + KEYS))
     }
 
     /// Sets the scores `[keys, QUERIES]` of pairs that do not see each other to -inf.
@@ -260,8 +314,10 @@ impl Sight {
         if last.start <= keys.start && keys.end <= first.end {
             return;
         }
-        let place =
-            |i: isize| i.saturating_sub(queries.start as isize).clamp(0, queries.len() as isize) as usize;
+        let place = |i: isize| {
+            i.saturating_sub(queries.start as isize)
+                .clamp(0, queries.len() as isize) as usize
+        };
         for (j, row) in keys.zip(scores.chunks_exact_mut(QUERIES)) {
             let seen = self.queries_of(j);
             row[..place(seen.start)].fill(T::NEG_INF);
@@ -272,14 +328,17 @@ impl Sight {
 
 /// `0..n` in blocks of [`QUERIES`].
 fn query_blocks(n: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..n).step_by(QUERIES).map(move |at| at..n.min(at + QUERIES))
+    (0..n)
+        .step_by(QUERIES)
+        .map(move |at| at..n.min(at + QUERIES))
 }
 
-/// The keys' or values' rows as a product reads them, first element and stride: in place, or converted into
-/// `buffer`.
+/// The keys' or values' rows as a product reads them, first element and stride: in place, or
+/// converted into `buffer`.
 ///
 /// # Safety
-/// The rows exist and nobody writes them; `buffer` holds them where the type is not its own accumulator.
+/// The rows exist and nobody writes them; `buffer` holds them where the type is not its own
+/// accumulator.
 unsafe fn readable<T: Value>(rows: Rows<T>, buffer: &mut [T::Acc]) -> (*const T::Acc, isize) {
     if T::is_acc() {
         return (rows.ptr.cast(), rows.stride);
@@ -300,8 +359,8 @@ thread_local! {
     static SHELF: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
 }
 
-/// Runs `body` with buffers of these lengths, which the thread keeps for the next task. Contents are
-/// whatever was there.
+/// Runs `body` with buffers of these lengths, which the thread keeps for the next task. Contents
+/// are whatever was there.
 fn with_buffers<A: Real, const N: usize>(lens: [usize; N], body: impl FnOnce([&mut [A]; N])) {
     let lines_of = |len: usize| (len * size_of::<A>()).div_ceil(size_of::<Line>());
     let mut lines = SHELF.take();
@@ -313,8 +372,8 @@ fn with_buffers<A: Real, const N: usize>(lens: [usize; N], body: impl FnOnce([&m
     let buffers = lens.map(|len| {
         let (part, after) = std::mem::take(&mut rest).split_at_mut(lines_of(len));
         rest = after;
-        // SAFETY: the lines are initialised, aligned for A, as long as `len` of them at least, exclusively
-        // borrowed; every bit pattern is an A, since A is a float.
+        // SAFETY: the lines are initialised, aligned for A, as long as `len` of them at least,
+        // exclusively borrowed; every bit pattern is an A, since A is a float.
         unsafe { std::slice::from_raw_parts_mut(part.as_mut_ptr().cast::<A>(), len) }
     });
     body(buffers);

@@ -1,10 +1,10 @@
 //! Elementwise kernels: fills, copies, arithmetic, comparisons, random numbers.
 //!
-//! Every kernel walks its destination in row-major order in blocks of [`BLOCK`] elements. An operand's
-//! block is borrowed where it lies side by side in memory in the type of the arithmetic (its *stage*:
-//! f64, f32 for the narrower floats, i64 for integers and bool); otherwise it is gathered and widened
-//! into a buffer that stays in the first-level cache. So the functions are compiled once per stage, not
-//! once per element type and stride pattern.
+//! Every kernel walks its destination in row-major order in blocks of [`BLOCK`] elements. An
+//! operand's block is borrowed where it lies side by side in memory in the type of the arithmetic
+//! (its *stage*: f64, f32 for the narrower floats, i64 for integers and bool); otherwise it is
+//! gathered and widened into a buffer that stays in the first-level cache. So the functions are
+//! compiled once per stage, not once per element type and stride pattern.
 //!
 //! Integer arithmetic wraps. Integer division truncates; dividing by zero gives 0 (an asynchronous
 //! device has nobody to report to).
@@ -76,8 +76,8 @@ thread_local! {
     static ROOM: RefCell<Room> = const { RefCell::new([[0; BLOCK]; 3]) };
 }
 
-/// Runs `body(buffers, start, len)` over `0..count` in blocks, tasks of [`GRAIN`] elements side by side. The
-/// buffers hold whatever was there before.
+/// Runs `body(buffers, start, len)` over `0..count` in blocks, tasks of [`GRAIN`] elements side by
+/// side. The buffers hold whatever was there before.
 fn blocks<T: Plain>(
     call: &Call<'_>,
     count: usize,
@@ -86,9 +86,9 @@ fn blocks<T: Plain>(
     call.pieces(count, GRAIN, |start, end| {
         ROOM.with_borrow_mut(|room| {
             for at in (start..end).step_by(BLOCK) {
-                // SAFETY: a block of u64 holds as many `T`, which are no larger nor more aligned and may have any
-                // bits (`Plain`); the cast keeps the borrow of the room, and each buffer comes from a block of its
-                // own.
+                // SAFETY: a block of u64 holds as many `T`, which are no larger nor more aligned
+                // and may have any bits (`Plain`); the cast keeps the borrow of the room, and each
+                // buffer comes from a block of its own.
                 let buffers = room
                     .each_mut()
                     .map(|block| unsafe { &mut *std::ptr::from_mut(block).cast::<[T; BLOCK]>() });

@@ -1,19 +1,19 @@
 //! Matrix products on the cpu: `c = alpha a b + bias + beta c`.
 //!
-//! The path of an operand: strided memory -> panels (`pack`, converted if need be) -> kernel. The path of
-//! a result: the kernel's registers -> sums in f32 (f64 for f64) -> rounded once to the output's type.
-//! Where the output has the type of the sums they are kept in place.
+//! The path of an operand: strided memory -> panels (`pack`, converted if need be) -> kernel. The
+//! path of a result: the kernel's registers -> sums in f32 (f64 for f64) -> rounded once to the
+//! output's type. Where the output has the type of the sums they are kept in place.
 //!
-//! A product is cut into blocks whose panels fit the shared cache, a block into tiles that fit a core's
-//! own cache. Threads first pack a block together, then multiply its tiles.
+//! A product is cut into blocks whose panels fit the shared cache, a block into tiles that fit a
+//! core's own cache. Threads first pack a block together, then multiply its tiles.
 //!
 //! This module checks nothing: shapes, bounds and overlaps are the caller's.
 //!
 //! # Invariants
 //!
-//! - An element is the sum, in rising order, of the sums of pieces of k. The pieces depend on k and the
-//!   instruction set alone; so neither the number of threads nor m and n nor the element's place change
-//!   its bits.
+//! - An element is the sum, in rising order, of the sums of pieces of k. The pieces depend on k and
+//!   the instruction set alone; so neither the number of threads nor m and n nor the element's
+//!   place change its bits.
 //! - Elements outside the described operands are neither read nor written.
 //! - Buffers are bounded (see [`Plan`]) and kept by their threads.
 
@@ -94,9 +94,12 @@ const WORTH_SHARING: usize = 1 << 20;
 /// Multiplies on `threads`.
 ///
 /// # Safety
-/// Every element that `product` describes exists; c does not overlap a, b, bias or itself, and nobody
-/// else touches it meanwhile.
-pub(crate) unsafe fn gemm<T: Element, O: Store<T::Sum>>(threads: &Threads, product: &Product<T, O>) {
+/// Every element that `product` describes exists; c does not overlap a, b, bias or itself, and
+/// nobody else touches it meanwhile.
+pub(crate) unsafe fn gemm<T: Element, O: Store<T::Sum>>(
+    threads: &Threads,
+    product: &Product<T, O>,
+) {
     // SAFETY: the caller's promises; the machine runs its best instruction set.
     unsafe { gemm_with(Isa::best(), Some(threads), product) }
 }
@@ -110,16 +113,19 @@ pub(crate) unsafe fn gemm_serial<T: Element, O: Store<T::Sum>>(product: &Product
     unsafe { gemm_with(Isa::best(), None, product) }
 }
 
-/// Does `count` products that do not touch each other's outputs: strided batches and groups of any sizes.
+/// Does `count` products that do not touch each other's outputs: strided batches and groups of any
+/// sizes.
 ///
 /// # Safety
-/// As for [`gemm`], for each of `product(0)` … `product(count - 1)`; no output overlaps another one.
+/// As for [`gemm`], for each of `product(0)` … `product(count - 1)`; no output overlaps another
+/// one.
 pub(crate) unsafe fn gemm_batch<T: Element, O: Store<T::Sum>>(
     threads: &Threads,
     count: usize,
     product: impl Fn(usize) -> Product<T, O> + Sync + Send,
 ) {
-    // Large ones are cut into tiles of their own; small ones are shared out whole, several to a task.
+    // Large ones are cut into tiles of their own; small ones are shared out whole, several to a
+    // task.
     const LARGE: usize = 1 << 23;
     const TASK: usize = 1 << 18;
     let work = |i: usize| {
@@ -180,29 +186,51 @@ unsafe fn gemm_by<T: Element, O: Store<T::Sum>>(
     let mut a = Scratch::take(Use::A, plan.a_bytes(kernel));
     let mut b = Scratch::take(Use::B, plan.b_bytes(kernel));
     let keeps_sums = !O::IS_SUM && plan.block_k < k;
-    let sums_bytes = if keeps_sums { plan.block_m * plan.block_n * size_of::<T::Sum>() } else { 0 };
+    let sums_bytes = if keeps_sums {
+        plan.block_m * plan.block_n * size_of::<T::Sum>()
+    } else {
+        0
+    };
     let mut sums = Scratch::take(Use::Sums, sums_bytes);
     let (a, b) = (a.ptr(), b.ptr());
     let sums = keeps_sums.then(|| sums.ptr().cast());
     let (down, deep) = (m.div_ceil(plan.block_m), k.div_ceil(plan.block_k));
     for cols in cut(n, plan.block_n) {
         for turn in 0..down * deep {
-            // Right panels serve all rows before the next steps, unless there is room for the sums of one
-            // block of rows only.
-            let (row, step) =
-                if keeps_sums { (turn / deep, turn % deep) } else { (turn % down, turn / down) };
+            // Right panels serve all rows before the next steps, unless there is room for the sums
+            // of one block of rows only.
+            let (row, step) = if keeps_sums {
+                (turn / deep, turn % deep)
+            } else {
+                (turn % down, turn / down)
+            };
             let rows = row * plan.block_m..m.min((row + 1) * plan.block_m);
             let steps = step * plan.block_k..k.min((step + 1) * plan.block_k);
             let pack_b = !plan.lean && (keeps_sums || row == 0);
             let cols = cols.clone();
-            Block { isa, product, kernel, plan: &plan, rows, cols, steps, a, b, sums, pack_b }.run(threads);
+            Block {
+                isa,
+                product,
+                kernel,
+                plan: &plan,
+                rows,
+                cols,
+                steps,
+                a,
+                b,
+                sums,
+                pack_b,
+            }
+            .run(threads);
         }
     }
 }
 
 /// `0..n` in pieces of `size`.
 fn cut(n: usize, size: usize) -> impl Iterator<Item = Range<usize>> + Clone {
-    (0..n).step_by(size).map(move |start| start..n.min(start + size))
+    (0..n)
+        .step_by(size)
+        .map(move |start| start..n.min(start + size))
 }
 
 /// `c = bias + beta c`.
@@ -225,7 +253,8 @@ unsafe fn without_sums<T: Element, O: Store<T::Sum>>(isa: Isa, product: &Product
 /// Writes one row of the output: `c = alpha sums + bias + beta c`. Spoils the sums.
 ///
 /// # Safety
-/// Row `i` has the columns `cols`, at most [`MAX_TILE_COLS`], `sums` holds as many; as for [`gemm`] else.
+/// Row `i` has the columns `cols`, at most [`MAX_TILE_COLS`], `sums` holds as many; as for [`gemm`]
+/// else.
 unsafe fn settle<T: Element, O: Store<T::Sum>>(
     isa: Isa,
     product: &Product<T, O>,
@@ -236,10 +265,16 @@ unsafe fn settle<T: Element, O: Store<T::Sum>>(
     let n = cols.len();
     // SAFETY: the caller's promises; `sums` is not part of any operand.
     unsafe {
-        let c = product.c.ptr.offset(i as isize * product.c.row).add(cols.start);
+        let c = product
+            .c
+            .ptr
+            .offset(i as isize * product.c.row)
+            .add(cols.start);
         if product.alpha != 1.0 {
             let alpha = T::Sum::of(product.alpha);
-            std::slice::from_raw_parts_mut(sums, n).iter_mut().for_each(|s| *s = alpha * *s);
+            std::slice::from_raw_parts_mut(sums, n)
+                .iter_mut()
+                .for_each(|s| *s = alpha * *s);
         }
         if let Some(bias) = product.bias {
             add(isa, sums, bias.add(cols.start), n, 1.0);
@@ -263,7 +298,9 @@ unsafe fn add<S: Sum, T: Store<S>>(isa: Isa, sums: *mut S, row: *const T, n: usi
         std::slice::from_raw_parts_mut(sums, n)
     };
     let factor = S::of(factor);
-    sums.iter_mut().zip(&wide).for_each(|(s, &x)| *s = *s + factor * x);
+    sums.iter_mut()
+        .zip(&wide)
+        .for_each(|(s, &x)| *s = *s + factor * x);
 }
 
 /// A part of a product whose panels are packed at one time.
@@ -291,7 +328,11 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
     /// Packs, then multiplies.
     fn run(&self, threads: Option<&Threads>) {
         let a_tasks = self.a_panels().div_ceil(self.plan.pack_a);
-        let b_tasks = if self.pack_b { self.b_panels().div_ceil(self.plan.pack_b) } else { 0 };
+        let b_tasks = if self.pack_b {
+            self.b_panels().div_ceil(self.plan.pack_b)
+        } else {
+            0
+        };
         let tiles = self.tile_rows() * self.cols.len().div_ceil(self.plan.tile_n);
         let pack = |task: usize| match task.checked_sub(b_tasks) {
             None => self.pack_b(task),
@@ -322,7 +363,13 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
     }
 
     /// Where a panel begins among `panels` panels of `width` lanes.
-    fn panel_bytes(&self, panels: usize, width: usize, piece: &Range<usize>, panel: usize) -> usize {
+    fn panel_bytes(
+        &self,
+        panels: usize,
+        width: usize,
+        piece: &Range<usize>,
+        panel: usize,
+    ) -> usize {
         // Every piece but the last is a multiple of `round`, so its start needs no rounding.
         let len = piece.len().next_multiple_of(self.kernel.round);
         (piece.start * panels + len * panel) * width * self.kernel.unit
@@ -330,13 +377,23 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
 
     fn pack_a(&self, task: usize) {
         let Product { a, .. } = self.product;
-        for panel in cut(self.a_panels(), self.plan.pack_a).nth(task).unwrap_or_default() {
+        for panel in cut(self.a_panels(), self.plan.pack_a)
+            .nth(task)
+            .unwrap_or_default()
+        {
             let row = self.rows.start + panel * self.kernel.mr;
             let lanes = self.kernel.mr.min(self.rows.end - row);
             for piece in cut(self.steps.len(), self.plan.piece) {
-                let offset = row as isize * a.row + (self.steps.start + piece.start) as isize * a.col;
+                let offset =
+                    row as isize * a.row + (self.steps.start + piece.start) as isize * a.col;
                 let ptr = a.ptr.wrapping_offset(offset);
-                let lines = Lines { ptr, lane: a.row, step: a.col, lanes, k: piece.len() };
+                let lines = Lines {
+                    ptr,
+                    lane: a.row,
+                    step: a.col,
+                    lanes,
+                    k: piece.len(),
+                };
                 let at = self.panel_bytes(self.a_panels(), self.kernel.mr, &piece, panel);
                 // SAFETY: the lines lie inside the operand; the panel inside the buffer, and this
                 // task alone writes it.
@@ -346,7 +403,10 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
     }
 
     fn pack_b(&self, task: usize) {
-        for panel in cut(self.b_panels(), self.plan.pack_b).nth(task).unwrap_or_default() {
+        for panel in cut(self.b_panels(), self.plan.pack_b)
+            .nth(task)
+            .unwrap_or_default()
+        {
             for piece in cut(self.steps.len(), self.plan.piece) {
                 let at = self.panel_bytes(self.b_panels(), self.kernel.nr, &piece, panel);
                 // SAFETY: the panel lies inside the buffer, and this task alone writes it.
@@ -363,7 +423,13 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
         let lanes = self.kernel.nr.min(self.cols.end - col);
         let offset = (self.steps.start + piece.start) as isize * b.row + col as isize * b.col;
         let ptr = b.ptr.wrapping_offset(offset);
-        let lines = Lines { ptr, lane: b.col, step: b.row, lanes, k: piece.len() };
+        let lines = Lines {
+            ptr,
+            lane: b.col,
+            step: b.row,
+            lanes,
+            k: piece.len(),
+        };
         // SAFETY: the lines lie inside the operand; the caller vouches for `dst`.
         unsafe { (self.kernel.pack_b)(&lines, dst) }
     }
@@ -371,16 +437,33 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
     /// One tile of the block, over all of its steps.
     fn multiply(&self, tile: usize) {
         let (across, down) = (tile / self.tile_rows(), tile % self.tile_rows());
-        let rows = cut(self.rows.len(), self.plan.tile_m).nth(down).unwrap_or_default();
-        let cols = cut(self.cols.len(), self.plan.tile_n).nth(across).unwrap_or_default();
+        let rows = cut(self.rows.len(), self.plan.tile_m)
+            .nth(down)
+            .unwrap_or_default();
+        let cols = cut(self.cols.len(), self.plan.tile_n)
+            .nth(across)
+            .unwrap_or_default();
         let (first, last) = (self.steps.start == 0, self.steps.end == self.product.k);
         let local_bytes = rows.len() * cols.len() * size_of::<T::Sum>();
-        let mut local =
-            Scratch::take(Use::Tile, if O::IS_SUM || self.sums.is_some() { 0 } else { local_bytes });
+        let mut local = Scratch::take(
+            Use::Tile,
+            if O::IS_SUM || self.sums.is_some() {
+                0
+            } else {
+                local_bytes
+            },
+        );
         let (ptr, row) = self.place(&rows, &cols, &mut local);
         let alpha = T::Sum::of(if O::IS_SUM { self.product.alpha } else { 1.0 });
         let add = !first || O::IS_SUM && self.start(&rows, &cols);
-        let dest = Dest { ptr, row, rows: 0, cols: 0, alpha, add };
+        let dest = Dest {
+            ptr,
+            row,
+            rows: 0,
+            cols: 0,
+            alpha,
+            add,
+        };
         // SAFETY: the machine runs the kernel; the destination was made for this tile.
         unsafe {
             (self.kernel.enter)();
@@ -400,14 +483,28 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
     }
 
     /// Where the sums of a tile go: first element, and elements from a row to the next.
-    fn place(&self, rows: &Range<usize>, cols: &Range<usize>, local: &mut Scratch) -> (*mut T::Sum, isize) {
+    fn place(
+        &self,
+        rows: &Range<usize>,
+        cols: &Range<usize>,
+        local: &mut Scratch,
+    ) -> (*mut T::Sum, isize) {
         let c = self.product.c;
         if O::IS_SUM {
             let offset = (self.rows.start + rows.start) as isize * c.row;
-            (c.ptr.wrapping_offset(offset).wrapping_add(self.cols.start + cols.start).cast(), c.row)
+            (
+                c.ptr
+                    .wrapping_offset(offset)
+                    .wrapping_add(self.cols.start + cols.start)
+                    .cast(),
+                c.row,
+            )
         } else if let Some(sums) = self.sums {
             let width = self.plan.block_n;
-            (sums.wrapping_add(rows.start * width + cols.start), width as isize)
+            (
+                sums.wrapping_add(rows.start * width + cols.start),
+                width as isize,
+            )
         } else {
             (local.ptr().cast(), cols.len() as isize)
         }
@@ -424,7 +521,15 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
             zeros.fill(T::Sum::default());
             let cols = self.cols.start + cols.start..self.cols.start + cols.end;
             // SAFETY: this task alone writes this part of the output.
-            unsafe { settle(self.isa, self.product, self.rows.start + i, cols, zeros.as_mut_ptr()) };
+            unsafe {
+                settle(
+                    self.isa,
+                    self.product,
+                    self.rows.start + i,
+                    cols,
+                    zeros.as_mut_ptr(),
+                )
+            };
         }
         true
     }
@@ -444,7 +549,9 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
                     for j in cols.clone().step_by(nr) {
                         let at = self.panel_bytes(self.b_panels(), nr, &piece, j / nr);
                         // SAFETY: tiles begin at whole panels, and both are packed.
-                        unsafe { self.sum_panels(rows, cols, &piece, (i, j), self.b.add(at), &dest) };
+                        unsafe {
+                            self.sum_panels(rows, cols, &piece, (i, j), self.b.add(at), &dest)
+                        };
                     }
                 }
             }
@@ -463,7 +570,13 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
         piece: &Range<usize>,
         dest: &Dest<T::Sum>,
     ) {
-        let Kernel { mr, nr, round, unit, .. } = *self.kernel;
+        let Kernel {
+            mr,
+            nr,
+            round,
+            unit,
+            ..
+        } = *self.kernel;
         let mut panel = Scratch::take(Use::Panel, piece.len().next_multiple_of(round) * nr * unit);
         let panel = panel.ptr();
         for j in cols.clone().step_by(nr) {
@@ -495,8 +608,16 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
         let at = self.panel_bytes(self.a_panels(), mr, piece, i / mr);
         // SAFETY: rows and columns of the destination lie inside the tile.
         unsafe {
-            let ptr = dest.ptr.offset((i - rows.start) as isize * dest.row).add(j - cols.start);
-            let dest = Dest { ptr, rows: mr.min(rows.end - i), cols: nr.min(cols.end - j), ..*dest };
+            let ptr = dest
+                .ptr
+                .offset((i - rows.start) as isize * dest.row)
+                .add(j - cols.start);
+            let dest = Dest {
+                ptr,
+                rows: mr.min(rows.end - i),
+                cols: nr.min(cols.end - j),
+                ..*dest
+            };
             (self.kernel.multiply)(piece.len(), self.a.add(at), b, &dest);
         }
     }

@@ -1,13 +1,14 @@
 //! Convolution and pooling of images `[n, c, h, w]`.
 //!
-//! A convolution becomes matrix products: the elements that the taps of the filter meet are laid out as
-//! columns (one per output position), a block of positions at a time, and multiplied by the filter. The
-//! gradient of the input is the same with the roles exchanged, once per residue of the stride, so that no
-//! product with a zero between the positions is done. Filters with one channel per group are applied
-//! directly.
+//! A convolution becomes matrix products: the elements that the taps of the filter meet are laid
+//! out as columns (one per output position), a block of positions at a time, and multiplied by the
+//! filter. The gradient of the input is the same with the roles exchanged, once per residue of the
+//! stride, so that no product with a zero between the positions is done. Filters with one channel
+//! per group are applied directly.
 //!
 //! # Invariants
-//! - An output element is one sum in the accumulator type in an order that the sizes fix, rounded once.
+//! - An output element is one sum in the accumulator type in an order that the sizes fix, rounded
+//!   once.
 //! - Scratch memory is bounded by the filter's sizes, not by the image's.
 
 mod conv;
@@ -45,7 +46,8 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
 
 /// Scratch bytes of a convolution; pooling needs none.
 pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
-    let (Some(Some(a)), Some(Some(b)), Some(Some(y))) = (src.first(), src.get(1), dst.first()) else {
+    let (Some(Some(a)), Some(Some(b)), Some(Some(y))) = (src.first(), src.get(1), dst.first())
+    else {
         return 0;
     };
     match kernel {

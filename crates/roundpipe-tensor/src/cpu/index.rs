@@ -1,11 +1,11 @@
 //! Kernels that read and add at indexed places.
 //!
-//! All indices are checked before the first element is touched, so a wrong one leaves the destination
-//! as it was.
+//! All indices are checked before the first element is touched, so a wrong one leaves the
+//! destination as it was.
 //!
 //! # Invariants
-//! - Additions to one element happen in the order of the indices: work is cut by destination, never by
-//!   index, so any number of threads gives the same bits.
+//! - Additions to one element happen in the order of the indices: work is cut by destination, never
+//!   by index, so any number of threads gives the same bits.
 
 use super::access::{Call, slice};
 use super::reduce::{Cell, Item, for_item, offset};
@@ -62,13 +62,23 @@ impl Index<'_> {
                 DType::U32 => Self::U32(slice(view)),
                 dtype => {
                     let expected = "indices are i64, i32 or u32";
-                    return Err(Error::DType { op, dtype, shape: *view.shape(), expected });
+                    return Err(Error::DType {
+                        op,
+                        dtype,
+                        shape: *view.shape(),
+                        expected,
+                    });
                 }
             }
         };
         let inside = |i: i64| usize::try_from(i).is_ok_and(|i| i < size);
         match (0..view.numel()).find(|&at| !inside(index.raw(at))) {
-            Some(at) => Err(Error::Index { op, index: index.raw(at), at, size }),
+            Some(at) => Err(Error::Index {
+                op,
+                index: index.raw(at),
+                at,
+                size,
+            }),
             None => Ok(index),
         }
     }
@@ -90,12 +100,19 @@ impl Index<'_> {
 
 /// Size and stride of every dimension.
 fn dims(view: &View) -> Vec<(usize, isize)> {
-    view.shape().iter().copied().zip(view.layout.strides().iter().copied()).collect()
+    view.shape()
+        .iter()
+        .copied()
+        .zip(view.layout.strides().iter().copied())
+        .collect()
 }
 
 /// Elements per slice along `dim`: how many dimensions before it give, and how many after.
 fn around(view: &View, dim: usize) -> (usize, usize) {
-    (view.shape()[..dim].iter().product(), view.shape()[dim + 1..].iter().product())
+    (
+        view.shape()[..dim].iter().product(),
+        view.shape()[dim + 1..].iter().product(),
+    )
 }
 
 /// Whether elements of dimensions after `dim` lie densely.
@@ -123,13 +140,16 @@ unsafe fn index_select<W: Copy>(call: &Call<'_>, dim: usize) -> Result<()> {
             let shift = offset(before, slot / many) + index.at(slot % many) as isize * stride;
             let src = (x.ptr as *const W).wrapping_offset(shift);
             let dst = (y.ptr as *mut W).wrapping_add(slot * inner);
-            // SAFETY: the index was checked, so all source places lie in live memory; slots are disjoint
-            // and lie inside the destination, which overlaps no source.
+            // SAFETY: the index was checked, so all source places lie in live memory; slots are
+            // disjoint and lie inside the destination, which overlaps no source.
             unsafe {
                 if dense {
                     std::ptr::copy_nonoverlapping(src, dst, inner);
                 } else {
-                    (0..inner).for_each(|i| dst.add(i).write(src.wrapping_offset(offset(after, i)).read()));
+                    (0..inner).for_each(|i| {
+                        dst.add(i)
+                            .write(src.wrapping_offset(offset(after, i)).read())
+                    });
                 }
             }
         }
@@ -151,8 +171,8 @@ unsafe fn gather<W: Copy>(call: &Call<'_>, dim: usize) -> Result<()> {
     call.pieces(y.numel(), 8192, |from, to| {
         for at in from..to {
             let shift = offset(&walk, at) + index.at(at) as isize * strides[dim];
-            // SAFETY: the index was checked and the operation checked the other sizes, so the source place
-            // is live; pieces of the destination are disjoint.
+            // SAFETY: the index was checked and the operation checked the other sizes, so the
+            // source place is live; pieces of the destination are disjoint.
             unsafe {
                 let value = (x.ptr as *const W).wrapping_offset(shift).read();
                 (y.ptr as *mut W).wrapping_add(at).write(value);
@@ -175,38 +195,52 @@ unsafe fn index_add<T: Item>(call: &Call<'_>, dim: usize) -> Result<()> {
     if outer * inner * many == 0 {
         return Ok(());
     }
-    // Tasks own destination columns and ranges of destination rows; each goes through all indices in order.
+    // Tasks own destination columns and ranges of destination rows; each goes through all indices
+    // in order.
     let tiles = inner.div_ceil(TILE);
     let small = outer * inner * many < 32768;
-    let ranges = if small { 1 } else { 32usize.div_ceil(outer * tiles).min(size) };
+    let ranges = if small {
+        1
+    } else {
+        32usize.div_ceil(outer * tiles).min(size)
+    };
     let each = size.div_ceil(ranges);
     let all = dims(&src);
     let (before, after, stride) = (&all[..dim], &all[dim + 1..], all[dim].1);
     let dense = dense_after(&src, dim);
-    call.pieces(outer * tiles * ranges, if small { usize::MAX } else { 1 }, |from, to| {
-        for task in from..to {
-            let (o, tile, range) = (task / (tiles * ranges), task / ranges % tiles, task % ranges);
-            let first = tile * TILE;
-            let width = TILE.min(inner - first);
-            let rows = range * each..((range + 1) * each).min(size);
-            let base = offset(before, o);
-            for i in (0..many).filter(|i| rows.contains(&index.at(*i))) {
-                let dst = (o * size + index.at(i)) * inner + first;
-                let row = (src.ptr as *const T).wrapping_offset(base + i as isize * stride);
-                // SAFETY: the index was checked, so both rows lie in live memory; this task alone touches
-                // these columns of these destination rows.
-                unsafe {
-                    if dense {
-                        let row = std::slice::from_raw_parts(row.wrapping_add(first), width);
-                        add_dense::<T>(&y, dst, row);
-                    } else {
-                        let at = |c: usize| row.wrapping_offset(offset(after, first + c)).read();
-                        (0..width).for_each(|c| add_one::<T>(&y, dst + c, at(c)));
+    call.pieces(
+        outer * tiles * ranges,
+        if small { usize::MAX } else { 1 },
+        |from, to| {
+            for task in from..to {
+                let (o, tile, range) = (
+                    task / (tiles * ranges),
+                    task / ranges % tiles,
+                    task % ranges,
+                );
+                let first = tile * TILE;
+                let width = TILE.min(inner - first);
+                let rows = range * each..((range + 1) * each).min(size);
+                let base = offset(before, o);
+                for i in (0..many).filter(|i| rows.contains(&index.at(*i))) {
+                    let dst = (o * size + index.at(i)) * inner + first;
+                    let row = (src.ptr as *const T).wrapping_offset(base + i as isize * stride);
+                    // SAFETY: the index was checked, so both rows lie in live memory; this task
+                    // alone touches these columns of these destination rows.
+                    unsafe {
+                        if dense {
+                            let row = std::slice::from_raw_parts(row.wrapping_add(first), width);
+                            add_dense::<T>(&y, dst, row);
+                        } else {
+                            let at =
+                                |c: usize| row.wrapping_offset(offset(after, first + c)).read();
+                            (0..width).for_each(|c| add_one::<T>(&y, dst + c, at(c)));
+                        }
                     }
                 }
             }
-        }
-    });
+        },
+    );
     Ok(())
 }
 
@@ -269,9 +303,13 @@ unsafe fn scatter_add<T: Item>(call: &Call<'_>, dim: usize) -> Result<()> {
     let index = unsafe { Index::checked("scatter_add", call.src(1), y.shape()[dim])? };
     let lines_of = |strides: &[isize]| -> Vec<(usize, isize)> {
         let axes = (0..src.shape().rank()).filter(|axis| *axis != dim);
-        axes.map(|axis| (src.shape()[axis], strides[axis])).collect()
+        axes.map(|axis| (src.shape()[axis], strides[axis]))
+            .collect()
     };
-    let (to_y, to_index) = (y.shape().contiguous_strides(), src.shape().contiguous_strides());
+    let (to_y, to_index) = (
+        y.shape().contiguous_strides(),
+        src.shape().contiguous_strides(),
+    );
     let walks = [src.layout.strides(), &to_y[..], &to_index[..]].map(lines_of);
     let (size, stride) = (src.shape()[dim], src.layout.strides()[dim]);
     let lines = src.numel().checked_div(size).unwrap_or(0);
@@ -281,10 +319,12 @@ unsafe fn scatter_add<T: Item>(call: &Call<'_>, dim: usize) -> Result<()> {
             let [at_src, at_y, at_index] = [0, 1, 2].map(|w| offset(&walks[w], line));
             for i in 0..size {
                 let target = index.at((at_index + i as isize * to_index[dim]) as usize);
-                // SAFETY: the index was checked and the operation checked the other sizes, so both places
-                // are live; this task alone touches this line.
+                // SAFETY: the index was checked and the operation checked the other sizes, so both
+                // places are live; this task alone touches this line.
                 unsafe {
-                    let value = (src.ptr as *const T).wrapping_offset(at_src + i as isize * stride).read();
+                    let value = (src.ptr as *const T)
+                        .wrapping_offset(at_src + i as isize * stride)
+                        .read();
                     add_one::<T>(&y, (at_y + target as isize * to_y[dim]) as usize, value);
                 }
             }

@@ -29,7 +29,9 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
                     (DType::F32, DType::F16) => backward::<f32, half::f16>(call, &rows),
                     (DType::BF16, DType::F32) => backward::<half::bf16, f32>(call, &rows),
                     (DType::F16, DType::F32) => backward::<half::f16, f32>(call, &rows),
-                    (from, to) if from == to => for_float!(call, dtype, T => backward::<T, T>(call, &rows)),
+                    (from, to) if from == to => {
+                        for_float!(call, dtype, T => backward::<T, T>(call, &rows))
+                    }
                     _ => return Err(call.unsupported()),
                 }
             }
@@ -54,10 +56,21 @@ impl Rows<'_> {
         let width = call.src(0).shape()[1];
         // SAFETY: promised by the caller; the kernel's description says i64.
         let labels = unsafe { slice::<i64>(call.src(1)) };
-        let inside = |label: i64| label == ignore || usize::try_from(label).is_ok_and(|l| l < width);
+        let inside =
+            |label: i64| label == ignore || usize::try_from(label).is_ok_and(|l| l < width);
         match labels.iter().position(|label| !inside(*label)) {
-            Some(at) => Err(Error::Index { op: "cross_entropy", index: labels[at], at, size: width }),
-            None => Ok(Self { labels, width, ignore, smoothing }),
+            Some(at) => Err(Error::Index {
+                op: "cross_entropy",
+                index: labels[at],
+                at,
+                size: width,
+            }),
+            None => Ok(Self {
+                labels,
+                width,
+                ignore,
+                smoothing,
+            }),
         }
     }
 
@@ -100,7 +113,8 @@ vectorize! {
         if smoothing == 0.0 {
             return (hard, lse);
         }
-        // Against the largest value, so that the sum neither overflows nor loses what the mean is made of.
+        // Against the largest value, so that the sum neither overflows nor loses what the mean is
+        // made of.
         let below = lanes(x.len(), T::Acc::ZERO, |i| peak - x[i].up(), |a, b| a + b);
         let soft = (lse - peak) + below / T::Acc::of(x.len() as f64);
         (T::Acc::of(1.0 - smoothing) * hard + T::Acc::of(smoothing) * soft, lse)
@@ -108,7 +122,8 @@ vectorize! {
 }
 
 /// # Safety
-/// As [`run`]; the logits hold `T`, the destination `D`, and they are the same memory only if `T` is `D`.
+/// As [`run`]; the logits hold `T`, the destination `D`, and they are the same memory only if `T`
+/// is `D`.
 unsafe fn backward<T: Float, D: Float<Acc = T::Acc>>(call: &Call<'_>, rows: &Rows<'_>) {
     let (x, dx, width) = (call.src(0).ptr, call.dst(0).ptr, rows.width);
     // SAFETY: both are dense and hold the accumulator type; nobody writes them.
@@ -118,7 +133,9 @@ unsafe fn backward<T: Float, D: Float<Acc = T::Acc>>(call: &Call<'_>, rows: &Row
             let src = (x as *const T).wrapping_add(row * width);
             let dst = (dx as *mut D).wrapping_add(row * width);
             match rows.label(row) {
-                Some(label) => row_grad::<T, D>(src, dst, width, label, lse[row], dloss[row], rows.smoothing),
+                Some(label) => {
+                    row_grad::<T, D>(src, dst, width, label, lse[row], dloss[row], rows.smoothing)
+                }
                 // SAFETY: the row lies inside the live destination and is this task's alone.
                 None => unsafe { std::slice::from_raw_parts_mut(dst, width).fill(D::default()) },
             }
@@ -130,8 +147,8 @@ unsafe fn backward<T: Float, D: Float<Acc = T::Acc>>(call: &Call<'_>, rows: &Row
 const BLOCK: usize = 256;
 
 vectorize! {
-    /// dlogits of one row: dloss · (softmax - target). The caller gives a live row of logits and one to
-    /// write that is this task's alone; they may be the same memory.
+    /// dlogits of one row: dloss · (softmax - target). The caller gives a live row of logits and
+    /// one to write that is this task's alone; they may be the same memory.
     fn row_grad<T: Float, D: Narrow<T>>(
         src: *const T, dst: *mut D, width: usize, label: usize, lse: T::Acc, dloss: T::Acc, smoothing: f64,
     ) {

@@ -21,7 +21,9 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
         match call.kernel {
             Kernel::MoeSort { experts } => sort(call, *experts),
             Kernel::MoeCombine => for_float!(call, call.src(0).dtype, T => combine::<T>(call)),
-            Kernel::MoeCombineGrad => for_float!(call, call.src(3).dtype, T => combine_grad::<T>(call)),
+            Kernel::MoeCombineGrad => {
+                for_float!(call, call.src(3).dtype, T => combine_grad::<T>(call))
+            }
             _ => Err(call.unsupported()),
         }
     }
@@ -29,17 +31,30 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
 
 /// `[choice] -> [rows, inverse, offsets]`: counts, then places, in order.
 unsafe fn sort(call: &Call<'_>, experts: usize) -> Result<()> {
-    // SAFETY: contiguous operands of these types by the kernel's description; destinations overlap nothing.
+    // SAFETY: contiguous operands of these types by the kernel's description; destinations overlap
+    // nothing.
     let (choice, rows, inverse, offsets) = unsafe {
         let (rows, inverse) = (slice_mut::<i32>(call.dst(0)), slice_mut::<i32>(call.dst(1)));
-        (slice::<i64>(call.src(0)), rows, inverse, slice_mut::<i32>(call.dst(2)))
+        (
+            slice::<i64>(call.src(0)),
+            rows,
+            inverse,
+            slice_mut::<i32>(call.dst(2)),
+        )
     };
     let per_token = call.src(0).shape()[1];
     offsets.fill(0);
     for (at, &index) in choice.iter().enumerate() {
         match usize::try_from(index) {
             Ok(expert) if expert < experts => offsets[expert + 1] += 1,
-            _ => return Err(Error::Index { op: call.kernel.name(), index, at, size: experts }),
+            _ => {
+                return Err(Error::Index {
+                    op: call.kernel.name(),
+                    index,
+                    at,
+                    size: experts,
+                });
+            }
         }
     }
     for expert in 0..experts {
@@ -63,9 +78,17 @@ unsafe fn places<'a>(call: &Call<'_>, view: &View) -> Result<&'a [i32]> {
     // SAFETY: the caller's promise.
     let places = unsafe { slice::<i32>(view) };
     let size = places.len();
-    match places.iter().position(|place| usize::try_from(*place).map_or(true, |p| p >= size)) {
+    match places
+        .iter()
+        .position(|place| usize::try_from(*place).map_or(true, |p| p >= size))
+    {
         None => Ok(places),
-        Some(at) => Err(Error::Index { op: call.kernel.name(), index: i64::from(places[at]), at, size }),
+        Some(at) => Err(Error::Index {
+            op: call.kernel.name(),
+            index: i64::from(places[at]),
+            at,
+            size,
+        }),
     }
 }
 
@@ -73,10 +96,16 @@ unsafe fn places<'a>(call: &Call<'_>, view: &View) -> Result<&'a [i32]> {
 unsafe fn combine<T: Float>(call: &Call<'_>) -> Result<()> {
     let out = call.dst(0);
     let (tokens, width) = (out.shape()[0], out.shape()[1]);
-    // SAFETY: contiguous operands of these types by the kernel's description; the destination overlaps none.
+    // SAFETY: contiguous operands of these types by the kernel's description; the destination
+    // overlaps none.
     let (y, places, weights, out) = unsafe {
         let weights = call.src_opt(2).map(|w| slice::<T>(w));
-        (slice::<T>(call.src(0)), places(call, call.src(1))?, weights, Shared::new(slice_mut::<T>(out)))
+        (
+            slice::<T>(call.src(0)),
+            places(call, call.src(1))?,
+            weights,
+            Shared::new(slice_mut::<T>(out)),
+        )
     };
     let choices = places.len() / tokens.max(1);
     call.pieces(tokens, TASK / (width * choices).max(1), |start, end| {
@@ -116,11 +145,20 @@ vectorize! {
 unsafe fn combine_grad<T: Float>(call: &Call<'_>) -> Result<()> {
     let dout = call.src(3);
     let (tokens, width) = (dout.shape()[0], dout.shape()[1]);
-    // SAFETY: contiguous operands of these types by the kernel's description; destinations overlap nothing.
+    // SAFETY: contiguous operands of these types by the kernel's description; destinations overlap
+    // nothing.
     let (places, weights, dout, dy, dweights) = unsafe {
         let dy = call.dst_opt(0).map(|v| Shared::new(slice_mut::<T>(v)));
-        let dweights = call.dst_opt(1).map(|v| (slice::<T>(call.src(0)), Shared::new(slice_mut::<T>(v))));
-        (places(call, call.src(1))?, slice::<T>(call.src(2)), slice::<T>(dout), dy, dweights)
+        let dweights = call
+            .dst_opt(1)
+            .map(|v| (slice::<T>(call.src(0)), Shared::new(slice_mut::<T>(v))));
+        (
+            places(call, call.src(1))?,
+            slice::<T>(call.src(2)),
+            slice::<T>(dout),
+            dy,
+            dweights,
+        )
     };
     let choices = places.len() / tokens.max(1);
     call.pieces(tokens, TASK / (2 * width * choices).max(1), |start, end| {
@@ -129,7 +167,8 @@ unsafe fn combine_grad<T: Float>(call: &Call<'_>) -> Result<()> {
             let row = place * width..(place + 1) * width;
             let dout = &dout[at / choices * width..][..width];
             if let Some(dy) = &dy {
-                // SAFETY: `inverse` is a permutation (`MoeSort` made it), so each place has one choice.
+                // SAFETY: `inverse` is a permutation (`MoeSort` made it), so each place has one
+                // choice.
                 let dy = unsafe { dy.part(row.start, row.end) };
                 scale(weights[at].up(), dout, dy);
             }

@@ -1,9 +1,10 @@
-//! Normalisation over rows (RMS norm, layer norm) and over planes of images (group norm, batch norm).
+//! Normalisation over rows (RMS norm, layer norm) and over planes of images (group norm, batch
+//! norm).
 //!
-//! A row or a plane is summed in a fixed number of lanes ([`lanes`]), weight gradients are summed over
-//! blocks of rows whose extent depends on the sizes alone and then over the blocks in order. Statistics
-//! are kept in the accumulator type; a mean is corrected by a second pass, so that a mean far from zero
-//! costs no digits of the variance.
+//! A row or a plane is summed in a fixed number of lanes ([`lanes`]), weight gradients are summed
+//! over blocks of rows whose extent depends on the sizes alone and then over the blocks in order.
+//! Statistics are kept in the accumulator type; a mean is corrected by a second pass, so that a
+//! mean far from zero costs no digits of the variance.
 
 pub(super) mod lanes;
 mod planes;
@@ -21,7 +22,9 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     // SAFETY: the caller's promise is passed on unchanged; `T` is the type of x.
     unsafe {
         match *call.kernel {
-            Kernel::RmsNorm { eps } => for_float!(call, call.src(0).dtype, T => rows::rms::<T>(call, eps)),
+            Kernel::RmsNorm { eps } => {
+                for_float!(call, call.src(0).dtype, T => rows::rms::<T>(call, eps))
+            }
             Kernel::RmsNormGrad { accumulate } => {
                 for_float!(call, call.src(0).dtype, T => rows::rms_grad::<T>(call, accumulate));
             }
@@ -40,7 +43,10 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
             Kernel::BatchNorm { eps } => {
                 for_float!(call, call.src(0).dtype, T => planes::batch::<T>(call, eps))
             }
-            Kernel::BatchNormGrad { batch_stats, accumulate } => {
+            Kernel::BatchNormGrad {
+                batch_stats,
+                accumulate,
+            } => {
                 for_float!(call, call.src(0).dtype, T => planes::batch_grad::<T>(call, batch_stats, accumulate));
             }
             _ => return Err(call.unsupported()),

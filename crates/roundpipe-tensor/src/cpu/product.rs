@@ -68,7 +68,11 @@ unsafe fn matmul(call: &Call<'_>, alpha: f64, beta: f64) -> Result<()> {
     let bias = call.src_opt(2);
     debug_assert!(c.shape().rank() >= 2 && c.shape().rank() <= MAX_RANK);
     let rank = c.shape().rank();
-    let (m, n, k) = (c.shape()[rank - 2], c.shape()[rank - 1], a.shape()[rank - 1]);
+    let (m, n, k) = (
+        c.shape()[rank - 2],
+        c.shape()[rank - 1],
+        a.shape()[rank - 1],
+    );
     let batches: usize = c.shape()[..rank - 2].iter().product();
     for_types!(call, a.dtype, c.dtype, T, O => {
         let one = |i: usize| Product::<T, O> {
@@ -82,23 +86,31 @@ unsafe fn matmul(call: &Call<'_>, alpha: f64, beta: f64) -> Result<()> {
             alpha,
             beta,
         };
-        // SAFETY: the launch contract gives live operands of these shapes and a result that overlaps none
-        // of them; batch i of the dense result is elements i·m·n..(i+1)·m·n, so batches do not overlap.
+        // SAFETY: the launch contract gives live operands of these shapes and a result that
+        // overlaps none of them; batch i of the dense result is elements i·m·n..(i+1)·m·n, so
+        // batches do not overlap.
         unsafe { gemm::gemm_batch(call.threads, batches, one) }
     });
     Ok(())
 }
 
-/// The group bounds, checked: ascending from 0 and within `rows`, so that every row is in a group or past them.
+/// The group bounds, checked: ascending from 0 and within `rows`, so that every row is in a group
+/// or past them.
 unsafe fn bounds(call: &Call<'_>, view: &View, rows: usize) -> Result<Vec<usize>> {
     debug_assert_eq!(view.dtype, DType::I32);
     // SAFETY: offsets are a dense i32 view by the kernel's contract.
     let raw = unsafe { slice::<i32>(view) };
-    let wide: Vec<usize> = raw.iter().map(|o| usize::try_from(*o).unwrap_or(usize::MAX)).collect();
+    let wide: Vec<usize> = raw
+        .iter()
+        .map(|o| usize::try_from(*o).unwrap_or(usize::MAX))
+        .collect();
     let ascending = wide.windows(2).all(|w| w[0] <= w[1]);
     if !ascending || wide.first() != Some(&0) || wide.last().is_none_or(|last| *last > rows) {
         let what = format!("offsets must ascend from 0 within {rows} rows, not {raw:?}");
-        return Err(Error::Invalid { op: call.kernel.name(), what });
+        return Err(Error::Invalid {
+            op: call.kernel.name(),
+            what,
+        });
     }
     Ok(wide)
 }
@@ -124,7 +136,8 @@ unsafe fn grouped(call: &Call<'_>) -> Result<()> {
                 beta: 0.0,
             }
         };
-        // SAFETY: the launch contract; groups are disjoint row ranges within the result (checked above).
+        // SAFETY: the launch contract; groups are disjoint row ranges within the result (checked
+        // above).
         unsafe { gemm::gemm_batch(call.threads, bounds.len() - 1, one) };
         let filled = bounds.last().map_or(0, |end| end * n);
         // SAFETY: the result is dense with `rows` · `n` elements and nobody else holds it.
@@ -140,9 +153,13 @@ unsafe fn grouped_grad(call: &Call<'_>, accumulate: bool) -> Result<()> {
     // SAFETY: the launch contract.
     let bounds = unsafe { bounds(call, call.src(2), rows)? };
     let stride = dw.layout.strides();
-    // The product writes rows of unit stride; a transposed dw is computed as dyᵀ x instead of xᵀ dy.
+    // The product writes rows of unit stride; a transposed dw is computed as dyᵀ x instead of xᵀ
+    // dy.
     let flipped = stride[2] != 1 && n > 1;
-    debug_assert!(!flipped || stride[1] == 1 || k <= 1, "dw needs one unit stride");
+    debug_assert!(
+        !flipped || stride[1] == 1 || k <= 1,
+        "dw needs one unit stride"
+    );
     for_types!(call, x.dtype, dw.dtype, T, O => {
         let one = |i: usize| {
             let start = bounds[i] as isize;

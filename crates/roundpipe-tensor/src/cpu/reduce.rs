@@ -1,11 +1,12 @@
 //! Kernels along dimensions: reductions here, scans, softmax and selection in [`lines`].
 //!
-//! A reduction first sorts the dimensions of its source into kept and folded ones and merges neighbours.
-//! Where the folded elements of one result lie densely they are folded as rows; where neighbouring
-//! results lie densely, whole stretches of results are folded together (column sums).
+//! A reduction first sorts the dimensions of its source into kept and folded ones and merges
+//! neighbours. Where the folded elements of one result lie densely they are folded as rows; where
+//! neighbouring results lie densely, whole stretches of results are folded together (column sums).
 //!
 //! # Invariants
-//! - How the work is cut, and the order in which parts are joined, depends on the operands' layouts alone.
+//! - How the work is cut, and the order in which parts are joined, depends on the operands' layouts
+//!   alone.
 //! - Floats are folded in the accumulator type and rounded once.
 
 pub(super) mod lines;
@@ -37,8 +38,16 @@ pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>
     match (kernel, src, dst) {
         (Kernel::Reduce { .. }, [Some(x)], [Some(y)]) => {
             let plan = Plan::new(x, y);
-            let partial = if x.dtype == DType::F64 || !x.dtype.is_float() { 8 } else { 4 };
-            if plan.parts == 1 { 0 } else { plan.parts * plan.kept * partial }
+            let partial = if x.dtype == DType::F64 || !x.dtype.is_float() {
+                8
+            } else {
+                4
+            };
+            if plan.parts == 1 {
+                0
+            } else {
+                plan.parts * plan.kept * partial
+            }
         }
         _ => 0,
     }
@@ -76,11 +85,19 @@ macro_rules! float_cell {
             }
             #[inline(always)]
             fn larger(self, other: Self) -> Self {
-                if self > other || self.is_nan() { self } else { other }
+                if self > other || self.is_nan() {
+                    self
+                } else {
+                    other
+                }
             }
             #[inline(always)]
             fn smaller(self, other: Self) -> Self {
-                if self < other || self.is_nan() { self } else { other }
+                if self < other || self.is_nan() {
+                    self
+                } else {
+                    other
+                }
             }
             #[inline(always)]
             fn over(self, count: usize) -> Self {
@@ -201,7 +218,8 @@ fold! {
     Smallest: HIGHEST, smaller;
 }
 
-/// Elements folded one after the other before their sum joins the next level: bounds rounding errors.
+/// Elements folded one after the other before their sum joins the next level: bounds rounding
+/// errors.
 const STRETCH: usize = 4096;
 /// Rows added up before their column sums join the next level.
 const STACK: usize = 256;
@@ -231,7 +249,12 @@ impl Plan {
         let (mut keep, mut fold) = (Vec::new(), Vec::new());
         for (axis, (&size, &stride)) in x.shape().iter().zip(x.layout.strides()).enumerate() {
             if size != 1 {
-                if y.shape()[axis] == 1 { &mut fold } else { &mut keep }.push((size, stride));
+                if y.shape()[axis] == 1 {
+                    &mut fold
+                } else {
+                    &mut keep
+                }
+                .push((size, stride));
             }
         }
         fold.sort_by_key(|(_, stride): &(usize, isize)| std::cmp::Reverse(stride.abs()));
@@ -246,14 +269,27 @@ impl Plan {
             _ => (kept, STRETCH),
         };
         let wanted = 32usize.div_ceil(units.max(1));
-        let parts = wanted.min(kept.saturating_mul(folded) >> 15).min(folded / least).max(1);
-        Self { keep, fold, kept, folded, columns, parts }
+        let parts = wanted
+            .min(kept.saturating_mul(folded) >> 15)
+            .min(folded / least)
+            .max(1);
+        Self {
+            keep,
+            fold,
+            kept,
+            folded,
+            columns,
+            parts,
+        }
     }
 
     /// The elements of part `p`, counted through the folded dimensions.
     fn part(&self, p: usize) -> (usize, usize) {
         let size = self.folded.div_ceil(self.parts);
-        ((p * size).min(self.folded), ((p + 1) * size).min(self.folded))
+        (
+            (p * size).min(self.folded),
+            ((p + 1) * size).min(self.folded),
+        )
     }
 }
 
@@ -294,10 +330,18 @@ unsafe fn reduce_as<T: Item>(call: &Call<'_>, op: Reduce, accumulate: bool) {
     let (x, y) = (call.src(0), call.dst(0));
     let plan = Plan::new(x, y);
     let count = if op == Reduce::Mean { plan.folded } else { 1 };
-    let out = Out { y: *y, accumulate, divide: (op == Reduce::Mean).then_some(count) };
+    let out = Out {
+        y: *y,
+        accumulate,
+        divide: (op == Reduce::Mean).then_some(count),
+    };
     // An empty "any" is false and an empty "all" true, which no element type's bounds say.
     if plan.folded == 0 && matches!(op, Reduce::Any | Reduce::All) {
-        let value = if op == Reduce::All { T::Cell::ONE } else { T::Cell::ZERO };
+        let value = if op == Reduce::All {
+            T::Cell::ONE
+        } else {
+            T::Cell::ZERO
+        };
         // SAFETY: every result is written once, by this thread.
         (0..plan.kept).for_each(|i| unsafe { out.put::<T>(i, value) });
         return;
@@ -324,8 +368,8 @@ impl Out {
     /// Writes result `i`.
     ///
     /// # Safety
-    /// `y` is live, dense, holds `T` or `T::Cell`, has more than `i` elements, and no other thread touches
-    /// element `i`.
+    /// `y` is live, dense, holds `T` or `T::Cell`, has more than `i` elements, and no other thread
+    /// touches element `i`.
     #[inline(always)]
     unsafe fn put<T: Item>(&self, i: usize, value: T::Cell) {
         let mut value = match self.divide {
@@ -360,7 +404,9 @@ unsafe fn fold_all<T: Item, F: Fold>(call: &Call<'_>, plan: &Plan, out: &Out) {
     if plan.parts == 1 {
         // SAFETY: tasks write disjoint results of a live destination; the source is live.
         let put = |i: usize, value: T::Cell| unsafe { out.put::<T>(i, value) };
-        return fold_part::<T, F>(call, plan, x, &|_| (0, plan.folded), 1, &|_, i, v| put(i, v));
+        return fold_part::<T, F>(call, plan, x, &|_| (0, plan.folded), 1, &|_, i, v| {
+            put(i, v)
+        });
     }
     let partials = call.scratch.expect("declared in `scratch`").ptr;
     let place = |p: usize, i: usize| (partials as *mut T::Cell).wrapping_add(p * plan.kept + i);
@@ -398,7 +444,10 @@ fn fold_part<T: Item, F: Fold>(
                 let many = TILE.min(width - unit % tiles * TILE);
                 let mut cells = [F::start::<T::Cell>(); TILE];
                 column_tile::<T, F>(plan, x, first, range(p), &mut cells[..many]);
-                cells[..many].iter().enumerate().for_each(|(c, v)| put(p, first + c, *v));
+                cells[..many]
+                    .iter()
+                    .enumerate()
+                    .for_each(|(c, v)| put(p, first + c, *v));
             }
         });
     }
@@ -436,7 +485,8 @@ vectorize! {
 #[inline(always)]
 fn stretch<T: Item, F: Fold>(first: *const T, len: usize, stride: isize) -> T::Cell {
     if stride == 1 {
-        // SAFETY: the plan's dimensions lie inside the source; the elements are dense and only read.
+        // SAFETY: the plan's dimensions lie inside the source; the elements are dense and only
+        // read.
         return dense::<T, F>(unsafe { std::slice::from_raw_parts(first, len) });
     }
     let mut total = F::start();
@@ -444,7 +494,10 @@ fn stretch<T: Item, F: Fold>(first: *const T, len: usize, stride: isize) -> T::C
         let mut part = F::start();
         for i in start..len.min(start + STRETCH) {
             // SAFETY: as above.
-            part = F::join(part, unsafe { first.wrapping_offset(i as isize * stride).read() }.up());
+            part = F::join(
+                part,
+                unsafe { first.wrapping_offset(i as isize * stride).read() }.up(),
+            );
         }
         total = F::join(total, part);
     }
@@ -543,7 +596,11 @@ mod tests {
             for (i, v) in values.iter().enumerate() {
                 let (mut rest, mut at, mut step) = (i, 0, 1);
                 for axis in (0..dims.len()).rev() {
-                    at += if out[axis] == 1 { 0 } else { rest % dims[axis] * step };
+                    at += if out[axis] == 1 {
+                        0
+                    } else {
+                        rest % dims[axis] * step
+                    };
                     step *= out[axis];
                     rest /= dims[axis];
                 }
@@ -551,7 +608,10 @@ mod tests {
             }
             let x = worker.upload(&values, shape).unwrap();
             let y = worker.upload(&vec![1.0f32; kept.numel()], kept).unwrap();
-            let kernel = Kernel::Reduce { op: Reduce::Sum, accumulate: true };
+            let kernel = Kernel::Reduce {
+                op: Reduce::Sum,
+                accumulate: true,
+            };
             worker.launch(&kernel, &[Some(&x)], &[Some(&y)]).unwrap();
             assert_eq!(y.to_vec::<f32>().unwrap(), want, "{dims:?} to {out:?}");
         }
@@ -561,11 +621,21 @@ mod tests {
     #[test]
     fn scratch_is_what_the_parts_need() {
         let worker = worker();
-        let x = worker.alloc("x", DType::BF16, Shape::new(&[4096, 768]).unwrap()).unwrap();
-        let y = worker.alloc("y", DType::F32, Shape::new(&[1, 768]).unwrap()).unwrap();
+        let x = worker
+            .alloc("x", DType::BF16, Shape::new(&[4096, 768]).unwrap())
+            .unwrap();
+        let y = worker
+            .alloc("y", DType::F32, Shape::new(&[1, 768]).unwrap())
+            .unwrap();
         let parts = Plan::new(&x.view(), &y.view()).parts;
         assert_eq!(parts, 16);
-        let kernel = Kernel::Reduce { op: Reduce::Sum, accumulate: false };
-        assert_eq!(scratch(&kernel, &[Some(x.view())], &[Some(y.view())]), 16 * 768 * 4);
+        let kernel = Kernel::Reduce {
+            op: Reduce::Sum,
+            accumulate: false,
+        };
+        assert_eq!(
+            scratch(&kernel, &[Some(x.view())], &[Some(y.view())]),
+            16 * 768 * 4
+        );
     }
 }

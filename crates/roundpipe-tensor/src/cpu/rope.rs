@@ -1,7 +1,8 @@
 //! Rotary embedding, alone and behind the RMS norm of a head, and gated linear units.
 //!
-//! Sources keep their strides except in the last dimension, so that queries and keys are read where a
-//! joint projection left them. Positions are checked against the table before anything is written.
+//! Sources keep their strides except in the last dimension, so that queries and keys are read where
+//! a joint projection left them. Positions are checked against the table before anything is
+//! written.
 
 mod glu;
 mod heads;
@@ -40,7 +41,9 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
 /// Scratch bytes of this family's kernels.
 pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
     let Some(Some(x)) = src.first() else { return 0 };
-    let Some(&width) = x.shape().last() else { return 0 };
+    let Some(&width) = x.shape().last() else {
+        return 0;
+    };
     let elements = match kernel {
         Kernel::RopeNorm { .. } => width,
         Kernel::RopeNormGrad { .. } => {

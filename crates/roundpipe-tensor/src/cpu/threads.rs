@@ -1,8 +1,8 @@
 //! The cores that one cpu device computes with.
 //!
-//! A kernel cuts its work into tasks whose number and extent depend on the sizes alone, never on the
-//! number of threads, and no task reads what another writes. So any number of threads gives the same
-//! bits; this type only decides who runs which task.
+//! A kernel cuts its work into tasks whose number and extent depend on the sizes alone, never on
+//! the number of threads, and no task reads what another writes. So any number of threads gives the
+//! same bits; this type only decides who runs which task.
 
 use std::sync::Arc;
 
@@ -38,7 +38,10 @@ impl Threads {
                 need: Bytes(0),
                 source: std::io::Error::other(e),
             })?;
-        Ok(Self { pool: Some(Arc::new(pool)), count })
+        Ok(Self {
+            pool: Some(Arc::new(pool)),
+            count,
+        })
     }
 
     /// How many there are.
@@ -46,7 +49,8 @@ impl Threads {
         self.count
     }
 
-    /// Runs `task(0)` … `task(tasks - 1)`, in any order, on these threads; returns when all are done.
+    /// Runs `task(0)` … `task(tasks - 1)`, in any order, on these threads; returns when all are
+    /// done.
     pub fn run(&self, tasks: usize, task: impl Fn(usize) + Sync + Send) {
         self.share(tasks, &task);
     }
@@ -64,11 +68,13 @@ impl Threads {
     }
 }
 
-/// Miri refuses the queues that rayon stands on, whatever runs in them; whether tasks meet shows on any threads.
+/// Miri refuses the queues that rayon stands on, whatever runs in them; whether tasks meet shows on
+/// any threads.
 #[cfg(miri)]
 fn plain_threads(threads: usize, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
     let next = std::sync::atomic::AtomicUsize::new(0);
-    let take = || Some(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)).filter(|i| *i < tasks);
+    let take =
+        || Some(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)).filter(|i| *i < tasks);
     std::thread::scope(|scope| {
         for _ in 0..threads.min(tasks) {
             scope.spawn(|| std::iter::from_fn(take).for_each(task));
@@ -90,7 +96,10 @@ mod tests {
             threads.run(hits.len(), |i| {
                 hits[i].fetch_add(1, Ordering::Relaxed);
             });
-            assert!(hits.iter().all(|h| h.load(Ordering::Relaxed) == 1), "{count} threads");
+            assert!(
+                hits.iter().all(|h| h.load(Ordering::Relaxed) == 1),
+                "{count} threads"
+            );
         }
     }
 }

@@ -1,16 +1,19 @@
-//! Attention: softmax(q kᵀ) v in blocks, forward and backward, without ever holding the matrix of scores.
+//! Attention: softmax(q kᵀ) v in blocks, forward and backward, without ever holding the matrix of
+//! scores.
 //!
-//! Three ways, chosen by the operands and by what is installed: cuDNN where it takes the case ([`fused`]), our kernels
-//! on tensor cores for other bf16 and f16, and a kernel that is right for every type, width and stride ([`own`]).
-//! The variable `ROUNDPIPE_ATTENTION` forces the first (`cudnn`: what it takes and cannot plan is an error) or
-//! forbids it (`own`). All ways save the same statistics, so forward and backward may go different ones.
+//! Three ways, chosen by the operands and by what is installed: cuDNN where it takes the case
+//! ([`fused`]), our kernels on tensor cores for other bf16 and f16, and a kernel that is right for
+//! every type, width and stride ([`own`]). The variable `ROUNDPIPE_ATTENTION` forces the first
+//! (`cudnn`: what it takes and cannot plan is an error) or forbids it (`own`). All ways save the
+//! same statistics, so forward and backward may go different ones.
 //!
 //! # Invariants
-//! - Every way repeats bit for bit: no atomics; cuDNN's backward is its deterministic one, unless the call says that
-//!   any order of its sums will do.
-//! - With our own kernels a row's bits depend on its own sequence alone: neither batch nor neighbours in a packed
-//!   batch change them.
-//! - Cumulative lengths that make no sense raise the alarm and reach no memory outside the operands.
+//! - Every way repeats bit for bit: no atomics; cuDNN's backward is its deterministic one, unless
+//!   the call says that any order of its sums will do.
+//! - With our own kernels a row's bits depend on its own sequence alone: neither batch nor
+//!   neighbours in a packed batch change them.
+//! - Cumulative lengths that make no sense raise the alarm and reach no memory outside the
+//!   operands.
 
 mod cut;
 mod fused;
@@ -37,24 +40,30 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     // SAFETY: the caller's promise is passed on unchanged.
     unsafe {
         match call.kernel {
-            Kernel::Attention(spec) => match wanted(call, Fused::forward(spec, call.src, call.dst))? {
-                Some(fused) if by_cudnn(call, &fused)? => match call.maybe_src(3) {
-                    Some(_) => own::add_sinks(call, spec),
-                    None => Ok(()),
-                },
-                _ => own::forward(call, spec),
-            },
-            Kernel::AttentionGrad(spec) => match wanted(call, Fused::backward(spec, call.src, call.dst))? {
-                // With o and the statistics as they are with sinks, the gradients of the others are what they are.
-                Some(fused) if by_cudnn(call, &fused)? => own::sink_gradient(call, spec),
-                _ => own::backward(call, spec),
-            },
+            Kernel::Attention(spec) => {
+                match wanted(call, Fused::forward(spec, call.src, call.dst))? {
+                    Some(fused) if by_cudnn(call, &fused)? => match call.maybe_src(3) {
+                        Some(_) => own::add_sinks(call, spec),
+                        None => Ok(()),
+                    },
+                    _ => own::forward(call, spec),
+                }
+            }
+            Kernel::AttentionGrad(spec) => {
+                match wanted(call, Fused::backward(spec, call.src, call.dst))? {
+                    // With o and the statistics as they are with sinks, the gradients of the others
+                    // are what they are.
+                    Some(fused) if by_cudnn(call, &fused)? => own::sink_gradient(call, spec),
+                    _ => own::backward(call, spec),
+                }
+            }
             _ => Err(Error::invalid(call.kernel.name(), "is no attention")),
         }
     }
 }
 
-/// Scratch bytes: enough for every way that may be gone. Of the backward, cuDNN's is the one that wants much.
+/// Scratch bytes: enough for every way that may be gone. Of the backward, cuDNN's is the one that
+/// wants much.
 pub(super) fn scratch(
     kernel: &Kernel,
     src: &[Option<View>],
@@ -66,7 +75,11 @@ pub(super) fn scratch(
         Kernel::Attention(spec) => bytes(Fused::forward(spec, src, dst)),
         Kernel::AttentionGrad(spec) => {
             let own = own::delta_bytes(src[0].as_ref().expect("q is always there"));
-            let fused = if library_backward { Fused::backward(spec, src, dst) } else { None };
+            let fused = if library_backward {
+                Fused::backward(spec, src, dst)
+            } else {
+                None
+            };
             own.max(bytes(fused))
         }
         _ => 0,
@@ -97,8 +110,11 @@ fn way() -> Way {
 
 /// A case that cuDNN takes, where cuDNN is here and wanted.
 fn wanted(call: &Call<'_>, fused: Option<Fused>) -> Result<Option<Fused>> {
-    let Some(fused) = fused.filter(|fused| fused.aligned && way() != Way::Own) else { return Ok(None) };
-    let taken = matches!(call.kernel, Kernel::Attention(_)) || is_backward_known(call.gpu.capability);
+    let Some(fused) = fused.filter(|fused| fused.aligned && way() != Way::Own) else {
+        return Ok(None);
+    };
+    let taken =
+        matches!(call.kernel, Kernel::Attention(_)) || is_backward_known(call.gpu.capability);
     match usable() {
         Err(why) if way() == Way::Cudnn => Err(Error::invalid(call.kernel.name(), why)),
         usable => Ok((taken && usable.is_ok()).then_some(fused)),
@@ -110,7 +126,8 @@ pub(super) fn may_take_backward(capability: (i32, i32)) -> bool {
     way() != Way::Own && is_backward_known(capability) && usable().is_ok()
 }
 
-/// Of the newest cards only one engine's backward repeats bit for bit, which the heuristics do not propose first.
+/// Of the newest cards only one engine's backward repeats bit for bit, which the heuristics do not
+/// propose first.
 fn is_backward_known((major, _): (i32, i32)) -> bool {
     matches!(major, 8 | 9)
 }
@@ -133,10 +150,13 @@ fn usable() -> &'static std::result::Result<(), Refused> {
     })
 }
 
-/// Why attention is not computed by cuDNN where it could be; `None` where it is, or where the user wants it so.
+/// Why attention is not computed by cuDNN where it could be; `None` where it is, or where the user
+/// wants it so.
 pub(super) fn note() -> Option<String> {
     let why = usable().as_ref().err().filter(|_| way() != Way::Own)?;
-    Some(format!("attention by our own kernels, which are slower than cuDNN's: {why}"))
+    Some(format!(
+        "attention by our own kernels, which are slower than cuDNN's: {why}"
+    ))
 }
 
 /// Plans of cuDNN by case, and a handle per stream.
@@ -183,7 +203,12 @@ impl State {
         Ok(())
     }
 
-    fn plan(&mut self, stream: usize, fused: &Fused, case: Case) -> std::result::Result<Arc<Plan>, Refused> {
+    fn plan(
+        &mut self,
+        stream: usize,
+        fused: &Fused,
+        case: Case,
+    ) -> std::result::Result<Arc<Plan>, Refused> {
         if let Some(known) = self.plans.get(&case) {
             return known.clone();
         }
@@ -203,11 +228,17 @@ unsafe fn by_cudnn(call: &Call<'_>, fused: &Fused) -> Result<bool> {
     let refuse = |why: Refused| Err(Error::invalid(call.kernel.name(), format!("cuDNN: {why}")));
     let mut state = lock(&call.gpu.attention.0);
     if let Err(why) = state.attach(call.stream.cast()) {
-        return if way() == Way::Cudnn { refuse(why) } else { Ok(false) };
+        return if way() == Way::Cudnn {
+            refuse(why)
+        } else {
+            Ok(false)
+        };
     }
     let pieces = fused.pieces();
     // All plans before the first piece runs: a refusal must not leave half a result.
-    let plans = pieces.iter().map(|piece| state.plan(stream, fused, fused.case(piece)));
+    let plans = pieces
+        .iter()
+        .map(|piece| state.plan(stream, fused, fused.case(piece)));
     let plans = match plans.collect::<std::result::Result<Vec<_>, _>>() {
         Ok(plans) => plans,
         Err(why) if way() == Way::Cudnn => return refuse(why),
@@ -215,16 +246,20 @@ unsafe fn by_cudnn(call: &Call<'_>, fused: &Fused) -> Result<bool> {
     };
     let scratch = call.scratch_ptr();
     for (piece, plan) in pieces.iter().zip(plans) {
-        debug_assert!(plan.workspace <= fused.workspace(), "plans that want more are refused");
+        debug_assert!(
+            plan.workspace <= fused.workspace(),
+            "plans that want more are refused"
+        );
         let (operands, workspace) = (fused.addresses(piece, scratch), fused.workspace_at(scratch));
         // Hopper's kernels were seen to need no zeros; of others that is not known.
         if let Some((sum, bytes)) = fused.sum(scratch).filter(|_| call.gpu.capability.0 != 9) {
             // SAFETY: the sum lies in scratch, behind whatever used that before on this stream.
-            let zeroed = unsafe { cudarc::driver::result::memset_d8_async(sum, 0, bytes, call.stream) };
+            let zeroed =
+                unsafe { cudarc::driver::result::memset_d8_async(sum, 0, bytes, call.stream) };
             zeroed.map_err(|e| call.gpu.failed("zero a sum", e))?;
         }
-        // SAFETY: the operands are the caller's promise, cut as the case says; scratch holds what `scratch` asked
-        // for, and a plan that wants more was refused.
+        // SAFETY: the operands are the caller's promise, cut as the case says; scratch holds what
+        // `scratch` asked for, and a plan that wants more was refused.
         let queued = unsafe { plan.run(&state.handles[&stream], &operands, workspace) };
         if let Err(why) = queued {
             return Err(call.failed(&format!("compute attention by cuDNN: {why}")));

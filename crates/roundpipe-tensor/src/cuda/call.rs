@@ -25,12 +25,16 @@ pub(crate) struct Call<'a> {
 impl Call<'_> {
     /// A source that the kernel's contract says is there.
     pub fn src(&self, i: usize) -> &View {
-        self.src[i].as_ref().expect("the kernel's contract names this source")
+        self.src[i]
+            .as_ref()
+            .expect("the kernel's contract names this source")
     }
 
     /// A destination that the kernel's contract says is there.
     pub fn dst(&self, i: usize) -> &View {
-        self.dst[i].as_ref().expect("the kernel's contract names this destination")
+        self.dst[i]
+            .as_ref()
+            .expect("the kernel's contract names this destination")
     }
 
     /// A source that may be absent.
@@ -53,9 +57,10 @@ impl Call<'_> {
         use sys::CUresult as R;
         // SAFETY: the stream is valid; the call only looks.
         match unsafe { sys::cuStreamQuery(self.stream) } {
-            R::CUDA_SUCCESS | R::CUDA_ERROR_NOT_READY => {
-                Error::Device { device: card(self.gpu.index), what: format!("cannot {what}") }
-            }
+            R::CUDA_SUCCESS | R::CUDA_ERROR_NOT_READY => Error::Device {
+                device: card(self.gpu.index),
+                what: format!("cannot {what}"),
+            },
             error => self.gpu.failed(what, result::DriverError(error)),
         }
     }
@@ -63,7 +68,8 @@ impl Call<'_> {
     /// Queues a compiled kernel. Nothing is queued for an empty grid.
     ///
     /// # Safety
-    /// The arguments are what the kernel's parameters say, in order, and its memory is the caller's promise.
+    /// The arguments are what the kernel's parameters say, in order, and its memory is the caller's
+    /// promise.
     pub unsafe fn launch(
         &self,
         unit: &Unit,
@@ -87,8 +93,17 @@ impl Call<'_> {
         }
         let (grid, block) = ((grid[0], grid[1], grid[2]), (block[0], block[1], block[2]));
         // SAFETY: promised by the caller; the arguments live past the call, which copies them.
-        unsafe { result::launch_kernel(function.0, grid, block, shared, self.stream, args.pointers()) }
-            .map_err(fail)
+        unsafe {
+            result::launch_kernel(
+                function.0,
+                grid,
+                block,
+                shared,
+                self.stream,
+                args.pointers(),
+            )
+        }
+        .map_err(fail)
     }
 
     /// One thread per element, in blocks of 256; as many as 2^31 blocks.
@@ -123,7 +138,11 @@ impl Drop for Args {
 
 impl Args {
     pub fn new() -> Self {
-        let mut lists = SPARE.try_with(Cell::take).ok().flatten().unwrap_or_default();
+        let mut lists = SPARE
+            .try_with(Cell::take)
+            .ok()
+            .flatten()
+            .unwrap_or_default();
         lists.words.clear();
         lists.starts.clear();
         Self(lists)
@@ -191,7 +210,9 @@ impl Args {
         let strides = view.layout.strides().iter().map(|s| *s as u64);
         let pad = |values: &mut dyn Iterator<Item = u64>, fill: u64| {
             let mut all = [fill; 8];
-            all.iter_mut().zip(values).for_each(|(slot, value)| *slot = value);
+            all.iter_mut()
+                .zip(values)
+                .for_each(|(slot, value)| *slot = value);
             all
         };
         self.0.words.extend(pad(&mut dims.into_iter(), 1));
@@ -200,11 +221,20 @@ impl Args {
     }
 
     pub(super) fn pointers(&mut self) -> &mut [*mut c_void] {
-        let Lists { words, starts, pointers } = &mut self.0;
+        let Lists {
+            words,
+            starts,
+            pointers,
+        } = &mut self.0;
         let base = words.as_mut_ptr();
         pointers.clear();
-        // Arguments start at words, and x86-64 and aarch64 are little-endian: a narrow one is its word's start.
-        pointers.extend(starts.iter().map(|start| base.wrapping_add(*start).cast::<c_void>()));
+        // Arguments start at words, and x86-64 and aarch64 are little-endian: a narrow one is its
+        // word's start.
+        pointers.extend(
+            starts
+                .iter()
+                .map(|start| base.wrapping_add(*start).cast::<c_void>()),
+        );
         pointers
     }
 }
@@ -212,8 +242,8 @@ impl Args {
 /// The types that kernels of real numbers come in.
 pub(crate) const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::BF16, DType::F16];
 
-/// Whether a processor with so much shared memory holds two blocks that want `block` bytes each. The driver keeps 1 KiB
-/// of every block for itself.
+/// Whether a processor with so much shared memory holds two blocks that want `block` bytes each.
+/// The driver keeps 1 KiB of every block for itself.
 pub fn holds_two(shared_memory: usize, block: u32) -> bool {
     2 * (block as usize + 1024) <= shared_memory
 }

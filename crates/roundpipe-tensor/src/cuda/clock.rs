@@ -1,25 +1,29 @@
 //! Times of events that stay exact however long the program runs.
 //!
-//! A driver tells the time between two events in f32 milliseconds. Counted from one origin for ever, its steps are
-//! 0.25 ms after an hour and 8 ms after a day, more than the layers take that are timed with it. So the origin is
-//! renewed: an event is counted from the newest origin of when it was recorded, and an origin's own time is the sum,
-//! in f64, of the times between it and all before it.
+//! A driver tells the time between two events in f32 milliseconds. Counted from one origin for
+//! ever, its steps are 0.25 ms after an hour and 8 ms after a day, more than the layers take that
+//! are timed with it. So the origin is renewed: an event is counted from the newest origin of when
+//! it was recorded, and an origin's own time is the sum, in f64, of the times between it and all
+//! before it.
 //!
-//! The difference of two times is then off by half a step of what was measured: 0.12 µs, or 3e-8 of the difference
-//! where that is longer. An origin made after a pause carries the rounding of that pause, but so does all after it.
+//! The difference of two times is then off by half a step of what was measured: 0.12 µs, or 3e-8 of
+//! the difference where that is longer. An origin made after a pause carries the rounding of that
+//! pause, but so does all after it.
 //!
 //! # Invariants
-//! - An origin has passed before an event that is counted from it is recorded, so no time is negative.
-//! - Nobody waits for the device while holding the lock. Of two threads that renew at once the first wins, and both count
-//!   from its origin.
+//! - An origin has passed before an event that is counted from it is recorded, so no time is
+//!   negative.
+//! - Nobody waits for the device while holding the lock. Of two threads that renew at once the
+//!   first wins, and both count from its origin.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::error::Result;
 
-/// How old the newest origin may be: below 4096 ms an f32 tells 0.24 µs apart, about what a GPU's clock does. Making
-/// one waits for a stream that nothing else uses, a few µs, while other threads go on.
+/// How old the newest origin may be: below 4096 ms an f32 tells 0.24 µs apart, about what a GPU's
+/// clock does. Making one waits for a stream that nothing else uses, a few µs, while other threads
+/// go on.
 const RENEW: Duration = Duration::from_secs(4);
 
 /// An event, and when it passed.
@@ -49,8 +53,8 @@ impl<E> Clock<E> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What an event recorded after this call, about `now`, is counted from. `fresh` gives an event that has passed,
-    /// `elapsed_ms` the time between two of them. The first origin is time 0.
+    /// What an event recorded after this call, about `now`, is counted from. `fresh` gives an event
+    /// that has passed, `elapsed_ms` the time between two of them. The first origin is time 0.
     pub(super) fn origin(
         &self,
         now: Instant,
@@ -72,7 +76,9 @@ impl<E> Clock<E> {
         let mut newest = self.lock();
         match &*newest {
             // Another thread was first; its origin has passed as well.
-            Some((other, _)) if before.is_none_or(|before| !Arc::ptr_eq(other, &before)) => Ok(other.clone()),
+            Some((other, _)) if before.is_none_or(|before| !Arc::ptr_eq(other, &before)) => {
+                Ok(other.clone())
+            }
             _ => {
                 *newest = Some((mine.clone(), now));
                 Ok(mine)
@@ -102,8 +108,8 @@ mod tests {
         ((to - from) as f64 / 1e6) as f32
     }
 
-    /// A layer takes 0.3 ms on the second day as on the first second, whether it was idle before or not, and time does
-    /// not run away from the device's own.
+    /// A layer takes 0.3 ms on the second day as on the first second, whether it was idle before or
+    /// not, and time does not run away from the device's own.
     #[test]
     fn times_are_as_exact_after_two_days_as_at_once() {
         let (clock, start) = (Clock::default(), Instant::now());
@@ -114,7 +120,9 @@ mod tests {
                 Ok(at)
             };
             let now = start + Duration::from_nanos(at);
-            let origin = clock.origin(now, fresh, |from, to| Ok(elapsed_ms(from, to))).unwrap();
+            let origin = clock
+                .origin(now, fresh, |from, to| Ok(elapsed_ms(from, to)))
+                .unwrap();
             origin.ns(elapsed_ms(&origin.event, &at))
         };
         assert_eq!(time(0), 0);
@@ -133,13 +141,20 @@ mod tests {
         (0..7200).for_each(|half| check(half * 500_000_000 + 77_777));
         (1..48).for_each(|hour| check(hour * HOUR + 1_234_567));
         let end = 48 * HOUR;
-        assert!(time(end).abs_diff(end) < 20_000_000, "off by {} ns", time(end).abs_diff(end));
+        assert!(
+            time(end).abs_diff(end) < 20_000_000,
+            "off by {} ns",
+            time(end).abs_diff(end)
+        );
         let made = made.into_inner();
-        assert!(made > 800 && made < stamps / 10, "{made} origins for {stamps} stamps");
+        assert!(
+            made > 800 && made < stamps / 10,
+            "{made} origins for {stamps} stamps"
+        );
     }
 
-    /// While one thread waits for a new origin another gets through, and both count from one and the same: a second
-    /// first origin would begin time anew.
+    /// While one thread waits for a new origin another gets through, and both count from one and
+    /// the same: a second first origin would begin time anew.
     #[test]
     fn two_threads_may_renew_at_once() {
         let (clock, start) = (Clock::default(), Instant::now());
@@ -149,7 +164,9 @@ mod tests {
                 Ok(at)
             };
             clock
-                .origin(start + Duration::from_nanos(at), fresh, |from, to| Ok(elapsed_ms(from, to)))
+                .origin(start + Duration::from_nanos(at), fresh, |from, to| {
+                    Ok(elapsed_ms(from, to))
+                })
                 .unwrap()
         };
         for at in [0, HOUR, 2 * HOUR] {
@@ -165,7 +182,12 @@ mod tests {
                 assert_eq!(outer.event, at + 100);
             });
             let later = take(at + 300_100, &mut || unreachable!("it was just renewed"));
-            assert!(later.ns(elapsed_ms(&later.event, &(at + 300_100))).abs_diff(at + 300_000) < 500_000);
+            assert!(
+                later
+                    .ns(elapsed_ms(&later.event, &(at + 300_100)))
+                    .abs_diff(at + 300_000)
+                    < 500_000
+            );
         }
     }
 
@@ -175,15 +197,22 @@ mod tests {
         let (clock, start) = (Clock::default(), Instant::now());
         let time = |at: u64| {
             let now = start + Duration::from_nanos(at);
-            let origin = clock.origin(now, || Ok(at), |from, to| Ok(elapsed_ms(from, to))).unwrap();
+            let origin = clock
+                .origin(now, || Ok(at), |from, to| Ok(elapsed_ms(from, to)))
+                .unwrap();
             origin.ns(elapsed_ms(&origin.event, &at))
         };
-        for (at, long) in
-            [(100, 6_000_000_001u64), (HOUR, 3_999_999_999), (HOUR + 9_000_000_000, 60_123_456_789)]
-        {
+        for (at, long) in [
+            (100, 6_000_000_001u64),
+            (HOUR, 3_999_999_999),
+            (HOUR + 9_000_000_000, 60_123_456_789),
+        ] {
             let took = time(at);
             let took = time(at + long) - took;
-            assert!(took.abs_diff(long) < 250 + long / 10_000_000, "{took} instead of {long}");
+            assert!(
+                took.abs_diff(long) < 250 + long / 10_000_000,
+                "{took} instead of {long}"
+            );
         }
     }
 }

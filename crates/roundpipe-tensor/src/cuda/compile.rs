@@ -1,10 +1,12 @@
-//! Kernels from CUDA C++ to machine code: compiled by NVRTC for the GPU at hand, once, and kept on disk.
+//! Kernels from CUDA C++ to machine code: compiled by NVRTC for the GPU at hand, once, and kept on
+//! disk.
 //!
-//! A [`Unit`] is one kernel file with its macros. The name of its image on disk is a hash of everything that the
-//! machine code depends on: text, macros, architecture, compiler (its version and the size of its file). Images are
-//! written beside and renamed into place, so that two processes never see half of one, and end in a check sum: a broken
-//! file is compiled anew, and a broken or unwritable folder only costs time. In one process a unit is compiled once for
-//! an architecture, however many cards of it start together.
+//! A [`Unit`] is one kernel file with its macros. The name of its image on disk is a hash of
+//! everything that the machine code depends on: text, macros, architecture, compiler (its version
+//! and the size of its file). Images are written beside and renamed into place, so that two
+//! processes never see half of one, and end in a check sum: a broken file is compiled anew, and a
+//! broken or unwritable folder only costs time. In one process a unit is compiled once for an
+//! architecture, however many cards of it start together.
 //!
 //! # Invariants
 //! - To name a unit and to find what was made of it allocates nothing: launches do it every time.
@@ -50,7 +52,9 @@ impl Defines {
     }
 
     fn lines(&self) -> std::str::Lines<'_> {
-        std::str::from_utf8(self.as_bytes()).expect("whole strings were written").lines()
+        std::str::from_utf8(self.as_bytes())
+            .expect("whole strings were written")
+            .lines()
     }
 }
 
@@ -58,7 +62,9 @@ impl Defines {
     /// False where there is no room.
     fn push(&mut self, text: &[u8]) -> bool {
         let end = self.length + text.len();
-        let Some(room) = self.bytes.get_mut(self.length..end) else { return false };
+        let Some(room) = self.bytes.get_mut(self.length..end) else {
+            return false;
+        };
         room.copy_from_slice(text);
         self.length = end;
         true
@@ -111,7 +117,15 @@ numbers!(bool u8 u16 u32 u64 usize i32 i64);
 impl Unit {
     /// The kernel `entry` (declared `extern "C" __global__`) of a file.
     pub fn new(name: &'static str, text: &'static str, entry: &'static str) -> Self {
-        Self { name, text, entry, defines: Defines { bytes: [0; Defines::ROOM], length: 0 } }
+        Self {
+            name,
+            text,
+            entry,
+            defines: Defines {
+                bytes: [0; Defines::ROOM],
+                length: 0,
+            },
+        }
     }
 
     /// Defines a macro.
@@ -140,7 +154,11 @@ impl Unit {
 
     /// For errors: file, kernel and macros.
     pub fn name(&self) -> String {
-        let defines: Vec<String> = self.defines.lines().map(|line| line.replacen(' ', "=", 1)).collect();
+        let defines: Vec<String> = self
+            .defines
+            .lines()
+            .map(|line| line.replacen(' ', "=", 1))
+            .collect();
         format!("{}:{} [{}]", self.name, self.entry, defines.join(" "))
     }
 
@@ -220,7 +238,10 @@ impl Hasher for Quick {
 pub fn image(unit: &Unit, capability: (i32, i32)) -> Result<Vec<u8>> {
     let nvrtc = library::nvrtc()?;
     let source = unit.source();
-    let arch = format!("sm_{}", nvrtc.target((capability.0 * 10 + capability.1).unsigned_abs())?);
+    let arch = format!(
+        "sm_{}",
+        nvrtc.target((capability.0 * 10 + capability.1).unsigned_abs())?
+    );
     let sum = hash([&source, &arch, nvrtc.identity()].map(|part| part.as_bytes()));
     let name = format!("{}-{arch}-{sum:032x}.cubin", unit.entry);
     let path = folder().map(|folder| folder.join(&name));
@@ -233,8 +254,9 @@ pub fn image(unit: &Unit, capability: (i32, i32)) -> Result<Vec<u8>> {
     })
 }
 
-/// Values that are made once, by name: cards of one kind start together and want the same kernels. Who comes while one
-/// is being made waits for it. What could not be kept elsewhere stays here; an error does not.
+/// Values that are made once, by name: cards of one kind start together and want the same kernels.
+/// Who comes while one is being made waits for it. What could not be kept elsewhere stays here; an
+/// error does not.
 struct Once<V>(Mutex<BTreeMap<String, Place<V>>>);
 
 type Place<V> = Arc<Mutex<Option<V>>>;
@@ -244,14 +266,18 @@ impl<V: Clone> Once<V> {
         Self(Mutex::new(BTreeMap::new()))
     }
 
-    /// What is here, else what `find` finds, else what `make` makes; that says whether `find` will find it from now on.
+    /// What is here, else what `find` finds, else what `make` makes; that says whether `find` will
+    /// find it from now on.
     fn value(
         &self,
         name: &str,
         find: impl FnOnce() -> Option<V>,
         make: impl FnOnce() -> Result<(V, bool)>,
     ) -> Result<V> {
-        let place = super::lock(&self.0).entry(name.to_owned()).or_default().clone();
+        let place = super::lock(&self.0)
+            .entry(name.to_owned())
+            .or_default()
+            .clone();
         let mut here = super::lock(&place);
         if let Some(value) = here.clone().or_else(find) {
             return Ok(value);
@@ -267,17 +293,27 @@ impl<V: Clone> Once<V> {
 /// Compiles a unit for an architecture such as `sm_90`; no GPU is needed.
 ///
 /// # Errors
-/// One line: the kernel, the architecture and the compiler's first complaint, or which library is missing or too old.
+/// One line: the kernel, the architecture and the compiler's first complaint, or which library is
+/// missing or too old.
 pub fn check(unit: &Unit, arch: &str) -> Result<usize> {
     let nvrtc = library::nvrtc()?;
-    if let Some(card) = arch.strip_prefix("sm_").and_then(|number| number.parse().ok()) {
+    if let Some(card) = arch
+        .strip_prefix("sm_")
+        .and_then(|number| number.parse().ok())
+    {
         nvrtc.target(card)?;
     }
     compile(nvrtc, unit, &unit.source(), arch).map(|image| image.len())
 }
 
-fn compile(nvrtc: &'static Loaded<Nvrtc>, unit: &Unit, source: &str, arch: &str) -> Result<Vec<u8>> {
-    let refuse = |what: String| Error::invalid("compile", format!("{} for {arch}: {what}", unit.name()));
+fn compile(
+    nvrtc: &'static Loaded<Nvrtc>,
+    unit: &Unit,
+    source: &str,
+    arch: &str,
+) -> Result<Vec<u8>> {
+    let refuse =
+        |what: String| Error::invalid("compile", format!("{} for {arch}: {what}", unit.name()));
     let say = |status: Status| refuse(nvrtc.text(status));
     let text = CString::new(source).map_err(|_| refuse("the source holds a zero".to_owned()))?;
     let name = CString::new(format!("{}.cu", unit.name)).expect("names have no zero");
@@ -301,18 +337,27 @@ fn compile(nvrtc: &'static Loaded<Nvrtc>, unit: &Unit, source: &str, arch: &str)
         "--extra-device-vectorization".to_owned(),
         "-default-device".to_owned(),
     ];
-    let options: Vec<CString> = options.iter().map(|o| CString::new(o.as_str()).expect("no zero")).collect();
+    let options: Vec<CString> = options
+        .iter()
+        .map(|o| CString::new(o.as_str()).expect("no zero"))
+        .collect();
     let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
     // SAFETY: the program is alive, the options live past the call.
     let compiled =
         unsafe { nvrtc.nvrtcCompileProgram(program.0, pointers.len() as c_int, pointers.as_ptr()) };
-    compiled.result().map_err(|e| complaint(&program.log()).map_or_else(|| say(e), refuse))?;
+    compiled
+        .result()
+        .map_err(|e| complaint(&program.log()).map_or_else(|| say(e), refuse))?;
     let mut size = 0;
     // SAFETY: the program is alive and compiled.
-    unsafe { nvrtc.nvrtcGetCUBINSize(program.0, &mut size) }.result().map_err(say)?;
+    unsafe { nvrtc.nvrtcGetCUBINSize(program.0, &mut size) }
+        .result()
+        .map_err(say)?;
     let mut image = vec![0u8; size];
     // SAFETY: the buffer has the size just asked for.
-    unsafe { nvrtc.nvrtcGetCUBIN(program.0, image.as_mut_ptr().cast()) }.result().map_err(say)?;
+    unsafe { nvrtc.nvrtcGetCUBIN(program.0, image.as_mut_ptr().cast()) }
+        .result()
+        .map_err(say)?;
     Ok(image)
 }
 
@@ -322,13 +367,18 @@ impl Program {
     fn log(&self) -> String {
         let mut size = 0;
         // SAFETY: the program is alive.
-        if unsafe { self.1.nvrtcGetProgramLogSize(self.0, &mut size) }.result().is_err() {
+        if unsafe { self.1.nvrtcGetProgramLogSize(self.0, &mut size) }
+            .result()
+            .is_err()
+        {
             return String::new();
         }
         let mut log = vec![0u8; size];
         // SAFETY: the buffer has the size just asked for.
         let _ = unsafe { self.1.nvrtcGetProgramLog(self.0, log.as_mut_ptr().cast()) };
-        String::from_utf8_lossy(&log).trim_end_matches(['\0', '\n']).to_owned()
+        String::from_utf8_lossy(&log)
+            .trim_end_matches(['\0', '\n'])
+            .to_owned()
     }
 }
 
@@ -341,25 +391,43 @@ impl Drop for Program {
 
 /// The first error of a compiler's log, and how many follow it.
 fn complaint(log: &str) -> Option<String> {
-    let mut errors = log.lines().map(str::trim).filter(|line| line.contains("error"));
+    let mut errors = log
+        .lines()
+        .map(str::trim)
+        .filter(|line| line.contains("error"));
     let first = errors.next()?.to_owned();
     // The last line of a log counts the errors.
-    let more = errors.filter(|line| !line.contains(" detected in the compilation of")).count();
-    Some(if more == 0 { first } else { format!("{first} (and {more} more)") })
+    let more = errors
+        .filter(|line| !line.contains(" detected in the compilation of"))
+        .count();
+    Some(if more == 0 {
+        first
+    } else {
+        format!("{first} (and {more} more)")
+    })
 }
 
 /// Where images are kept: a folder of the user's choice, or the usual place for such things.
 pub(super) fn folder() -> Option<PathBuf> {
-    let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let variable = |name: &str| {
+        std::env::var_os(name)
+            .filter(|value| !value.is_empty())
+            .map(PathBuf::from)
+    };
     variable("ROUNDPIPE_KERNEL_CACHE")
         .or_else(|| variable("XDG_CACHE_HOME").map(|cache| cache.join("roundpipe").join("kernels")))
-        .or_else(|| variable("HOME").map(|home| home.join(".cache").join("roundpipe").join("kernels")))
+        .or_else(|| {
+            variable("HOME").map(|home| home.join(".cache").join("roundpipe").join("kernels"))
+        })
 }
 
 /// A kept image whose check sum fits.
 fn kept(path: &std::path::Path) -> Option<Vec<u8>> {
     let mut file = std::fs::read(path).ok()?;
-    let image = file.len().checked_sub(SUM_BYTES).filter(|length| *length > 0)?;
+    let image = file
+        .len()
+        .checked_sub(SUM_BYTES)
+        .filter(|length| *length > 0)?;
     let sum = hash([&file[..image]]).to_le_bytes();
     if file[image..] != sum {
         return None;
@@ -374,12 +442,19 @@ const SUM_BYTES: usize = 16;
 /// Writes beside and renames; whether that worked. If not, the kernel is in memory.
 fn keep(path: &std::path::Path, image: &[u8]) -> bool {
     static NEXT: AtomicU64 = AtomicU64::new(0);
-    let Some(folder) = path.parent() else { return false };
-    let beside =
-        folder.join(format!(".{}-{}.part", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
+    let Some(folder) = path.parent() else {
+        return false;
+    };
+    let beside = folder.join(format!(
+        ".{}-{}.part",
+        std::process::id(),
+        NEXT.fetch_add(1, Ordering::Relaxed)
+    ));
     let file = [image, &hash([image]).to_le_bytes()].concat();
     let written = std::fs::create_dir_all(folder).and_then(|()| std::fs::write(&beside, file));
-    let is_kept = written.and_then(|()| std::fs::rename(&beside, path)).is_ok();
+    let is_kept = written
+        .and_then(|()| std::fs::rename(&beside, path))
+        .is_ok();
     if !is_kept {
         let _ = std::fs::remove_file(&beside);
     }
@@ -390,9 +465,10 @@ fn keep(path: &std::path::Path, image: &[u8]) -> bool {
 pub(super) fn hash<const N: usize>(parts: [&[u8]; N]) -> u128 {
     const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013B;
     let bytes = parts.iter().flat_map(|part| part.iter().chain(&[0]));
-    bytes.fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d, |hash: u128, byte| {
-        (hash ^ u128::from(*byte)).wrapping_mul(PRIME)
-    })
+    bytes.fold(
+        0x6c62_272e_07bb_0142_62b8_2175_6295_c58d,
+        |hash: u128, byte| (hash ^ u128::from(*byte)).wrapping_mul(PRIME),
+    )
 }
 
 #[cfg(test)]
@@ -403,7 +479,8 @@ mod tests {
     use super::{Once, Unit, complaint};
     use crate::error::Error;
 
-    /// Eight cards want the same kernel at once: it is compiled once, found on disk or not, and others meanwhile.
+    /// Eight cards want the same kernel at once: it is compiled once, found on disk or not, and
+    /// others meanwhile.
     #[test]
     fn what_many_want_at_once_is_made_once() {
         for is_kept in [true, false] {
@@ -433,22 +510,40 @@ mod tests {
     #[test]
     fn failures_are_not_kept() {
         let once = Once::new();
-        let fails = once.value("kernel", || None, || Err(Error::invalid("compile", "no memory")));
+        let fails = once.value(
+            "kernel",
+            || None,
+            || Err(Error::invalid("compile", "no memory")),
+        );
         assert!(fails.is_err());
         for made in [1, 2] {
-            assert_eq!(once.value("kernel", || None, || Ok((made, true))).unwrap(), made);
+            assert_eq!(
+                once.value("kernel", || None, || Ok((made, true))).unwrap(),
+                made
+            );
         }
-        assert_eq!(once.value("kernel", || Some(3), || Ok((4, true))).unwrap(), 3);
+        assert_eq!(
+            once.value("kernel", || Some(3), || Ok((4, true))).unwrap(),
+            3
+        );
     }
 
     #[test]
     fn a_unit_is_told_apart_by_file_kernel_and_macros() {
-        let unit = |entry, value: u8| Unit::new("file", "", entry).with("T", "float").with("N", value);
+        let unit = |entry, value: u8| {
+            Unit::new("file", "", entry)
+                .with("T", "float")
+                .with("N", value)
+        };
         assert_eq!(unit("go", 1), unit("go", 1));
         assert_ne!(unit("go", 1), unit("go", 12));
         assert_ne!(unit("go", 1), unit("come", 1));
         assert_eq!(unit("go", 1).name(), "file:go [T=float N=1]");
-        assert!(unit("go", 1).source().starts_with("#define T float\n#define N 1\n#line 1"));
+        assert!(
+            unit("go", 1)
+                .source()
+                .starts_with("#define T float\n#define N 1\n#line 1")
+        );
     }
 
     #[test]
@@ -465,7 +560,10 @@ mod tests {
     fn a_log_of_errors_is_one_line() {
         let log = "x.cu(3): warning #177-D: unused\n\nx.cu(4): error: no such thing\n  a b;\n\nx.cu(9): error: nor this\n\n\
                    2 errors detected in the compilation of \"x.cu\".\n";
-        assert_eq!(complaint(log).unwrap(), "x.cu(4): error: no such thing (and 1 more)");
+        assert_eq!(
+            complaint(log).unwrap(),
+            "x.cu(4): error: no such thing (and 1 more)"
+        );
         assert_eq!(complaint("nothing wrong"), None);
     }
 }

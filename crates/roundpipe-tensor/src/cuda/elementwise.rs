@@ -1,13 +1,15 @@
 //! Elementwise kernels on a GPU: fills, copies, arithmetic, comparisons, random numbers.
 //!
-//! One kernel file (`map.cu`) computes every function of up to three sources: operands are laid over each other with
-//! dimensions merged where all of them allow it, then walked in packs of neighbours where they lie side by side and
-//! element by element elsewhere. Sequences (`sequence.cu`) and transposed copies (`turn.cu`) have kernels of their own.
+//! One kernel file (`map.cu`) computes every function of up to three sources: operands are laid
+//! over each other with dimensions merged where all of them allow it, then walked in packs of
+//! neighbours where they lie side by side and element by element elsewhere. Sequences
+//! (`sequence.cu`) and transposed copies (`turn.cu`) have kernels of their own.
 //!
 //! It refuses, like the cpu, element types that a function does not have.
 //!
 //! # Invariants
-//! - An element's value depends on its sources and its row-major index alone, not on how it was reached.
+//! - An element's value depends on its sources and its row-major index alone, not on how it was
+//!   reached.
 //! - Random words are the cpu's: element i takes word i of its key.
 
 use half::{bf16, f16};
@@ -55,7 +57,11 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
 pub(super) fn unsupported(call: &Call<'_>) -> Error {
     let first = call.src.iter().chain(call.dst).flatten().next();
     Error::Unsupported {
-        device: DeviceId { kind: DeviceKind::Cuda, index: call.gpu.index, worker: 0 },
+        device: DeviceId {
+            kind: DeviceKind::Cuda,
+            index: call.gpu.index,
+            worker: 0,
+        },
         op: call.kernel.name(),
         dtype: first.map_or(DType::F32, |v| v.dtype),
     }
@@ -93,7 +99,13 @@ struct Map {
 
 impl Map {
     fn new(kind: &'static str, types: Vec<&'static str>) -> Self {
-        Self { kind, function: "none".to_owned(), types, stage: "float", fast: false }
+        Self {
+            kind,
+            function: "none".to_owned(),
+            types,
+            stage: "float",
+            fast: false,
+        }
     }
 
     fn unit(&self, width: usize) -> Unit {
@@ -113,9 +125,14 @@ impl Map {
     }
 
     /// # Safety
-    /// As [`run`]; `operands` are sources, then the destination, of one shape that is not empty, with elements of the
-    /// size of `types`.
-    unsafe fn launch(&self, call: &Call<'_>, operands: &[View], constants: &Constants) -> Result<()> {
+    /// As [`run`]; `operands` are sources, then the destination, of one shape that is not empty,
+    /// with elements of the size of `types`.
+    unsafe fn launch(
+        &self,
+        call: &Call<'_>,
+        operands: &[View],
+        constants: &Constants,
+    ) -> Result<()> {
         let operands = merged(operands)?;
         let width = width(&operands);
         let (y, sources) = operands.split_last().expect("there is a destination");
@@ -134,8 +151,8 @@ impl Map {
             .u64(constants.high);
         let each = if width == 1 { 4 * 256 } else { 2 * 256 };
         let grid = [count.div_ceil(width).div_ceil(each) as u32, 1, 1];
-        // SAFETY: the arguments are those of `map_elements`; the operands are the caller's promise, and `width` packs
-        // only what lies side by side and aligned.
+        // SAFETY: the arguments are those of `map_elements`; the operands are the caller's promise,
+        // and `width` packs only what lies side by side and aligned.
         unsafe { call.launch(&self.unit(width), grid, [256, 1, 1], 0, &mut args) }
     }
 }
@@ -150,8 +167,8 @@ struct Constants {
     high: u64,
 }
 
-/// The operands over one shape, with dimensions of size 1 dropped and neighbours merged where every operand's strides
-/// allow it; at least one dimension is left.
+/// The operands over one shape, with dimensions of size 1 dropped and neighbours merged where every
+/// operand's strides allow it; at least one dimension is left.
 fn merged(operands: &[View]) -> Result<Vec<View>> {
     let shape = *operands[0].shape();
     let (mut sizes, mut strides) = (Vec::new(), vec![Vec::new(); operands.len()]);
@@ -178,17 +195,24 @@ fn merged(operands: &[View]) -> Result<Vec<View>> {
         strides.iter_mut().for_each(|strides| strides.push(1));
     }
     let shape = Shape::new(&sizes)?;
-    let lay =
-        |(view, strides): (&View, &Vec<isize>)| View { layout: Layout::strided(shape, strides), ..*view };
+    let lay = |(view, strides): (&View, &Vec<isize>)| View {
+        layout: Layout::strided(shape, strides),
+        ..*view
+    };
     Ok(operands.iter().zip(&strides).map(lay).collect())
 }
 
-/// How many neighbours a thread moves at once: 8 or 4 where every operand's lie side by side (or are one repeated
-/// element) at multiples of what is moved, else 1. The last operand is the destination.
+/// How many neighbours a thread moves at once: 8 or 4 where every operand's lie side by side (or
+/// are one repeated element) at multiples of what is moved, else 1. The last operand is the
+/// destination.
 fn width(operands: &[View]) -> usize {
     let smallest = operands.iter().map(|v| v.dtype.size()).min().unwrap_or(8);
-    let inner =
-        |v: &View| (v.shape().last().copied().unwrap_or(1), v.layout.strides().last().copied().unwrap_or(1));
+    let inner = |v: &View| {
+        (
+            v.shape().last().copied().unwrap_or(1),
+            v.layout.strides().last().copied().unwrap_or(1),
+        )
+    };
     let fits = |width: usize| {
         operands.iter().enumerate().all(|(i, v)| {
             let (size, stride) = inner(v);
@@ -197,13 +221,18 @@ fn width(operands: &[View]) -> usize {
             let whole = outer.is_empty() || size.is_multiple_of(width);
             let aligned = || {
                 v.ptr.is_multiple_of(step as u64)
-                    && outer.iter().all(|s| (s.unsigned_abs() * v.dtype.size()).is_multiple_of(step))
+                    && outer
+                        .iter()
+                        .all(|s| (s.unsigned_abs() * v.dtype.size()).is_multiple_of(step))
             };
             whole && ((stride == 1 && aligned()) || (stride == 0 && i + 1 < operands.len()))
         })
     };
     let most = (16 / smallest).clamp(4, 8);
-    [most, 4].into_iter().find(|width| fits(*width)).unwrap_or(1)
+    [most, 4]
+        .into_iter()
+        .find(|width| fits(*width))
+        .unwrap_or(1)
 }
 
 /// `[] -> [y]`.
@@ -220,7 +249,10 @@ unsafe fn fill(call: &Call<'_>, value: f64) -> Result<()> {
         DType::U8 => u64::from(u8::from_f64(value)),
         DType::Bool => u64::from(value != 0.0),
     };
-    let constants = Constants { word, ..Constants::default() };
+    let constants = Constants {
+        word,
+        ..Constants::default()
+    };
     // SAFETY: promised by the caller.
     unsafe { Map::new("FILL", vec![bits(y.dtype)]).launch(call, &[*y], &constants) }
 }
@@ -268,15 +300,21 @@ impl Turned {
         let sizes = from.shape().dims().to_vec();
         let (along, across) = (from.layout.strides().to_vec(), to.layout.strides().to_vec());
         let dense = |strides: &[isize]| strides.iter().rposition(|stride| *stride == 1);
-        let (Some(row), Some(column)) = (dense(&along), dense(&across)) else { return Ok(None) };
+        let (Some(row), Some(column)) = (dense(&along), dense(&across)) else {
+            return Ok(None);
+        };
         if row == column || sizes[row] < 8 || sizes[column] < 8 || x.numel() < 4096 {
             return Ok(None);
         }
-        let rest: Vec<usize> = (0..sizes.len()).filter(|axis| *axis != row && *axis != column).collect();
+        let rest: Vec<usize> = (0..sizes.len())
+            .filter(|axis| *axis != row && *axis != column)
+            .collect();
         let pick = |values: &[isize]| rest.iter().map(|axis| values[*axis]).collect::<Vec<_>>();
         let shape = Shape::new(&rest.iter().map(|axis| sizes[*axis]).collect::<Vec<_>>())?;
-        let outer =
-            |view: View, strides: &[isize]| View { layout: Layout::strided(shape, &pick(strides)), ..view };
+        let outer = |view: View, strides: &[isize]| View {
+            layout: Layout::strided(shape, &pick(strides)),
+            ..view
+        };
         Ok(Some(Self {
             dtype: x.dtype,
             planes: [outer(from, &along), outer(to, &across)],
@@ -303,7 +341,15 @@ impl Turned {
             .i64(self.x_column as i64)
             .i64(self.y_row as i64);
         // SAFETY: the arguments are those of `turn_planes`; the views are the caller's promise.
-        unsafe { call.launch(&Self::unit(self.dtype), [squares as u32, 1, 1], [32, 8, 1], 0, &mut args) }
+        unsafe {
+            call.launch(
+                &Self::unit(self.dtype),
+                [squares as u32, 1, 1],
+                [32, 8, 1],
+                0,
+                &mut args,
+            )
+        }
     }
 }
 
@@ -313,14 +359,20 @@ unsafe fn accumulate(call: &Call<'_>, alpha: f64) -> Result<()> {
     if x.dtype.is_float() && !y.dtype.is_float() {
         return Err(unsupported(call));
     }
-    let constants = Constants { p: alpha, ..Constants::default() };
+    let constants = Constants {
+        p: alpha,
+        ..Constants::default()
+    };
     // SAFETY: promised by the caller; y is read before it is written, by the same thread.
     unsafe { accumulate_map(x.dtype, y.dtype).launch(call, &[x, y, y], &constants) }
 }
 
 fn accumulate_map(x: DType, y: DType) -> Map {
     let wide = if x == DType::F64 { x } else { y };
-    Map { stage: stage(wide), ..Map::new("ACCUMULATE", vec![c_type(x), c_type(y), c_type(y)]) }
+    Map {
+        stage: stage(wide),
+        ..Map::new("ACCUMULATE", vec![c_type(x), c_type(y), c_type(y)])
+    }
 }
 
 /// The name of a function in `map.cu` and the numbers it carries.
@@ -373,15 +425,26 @@ fn has(op: Unary, dtype: DType) -> bool {
             | Unary::Affine { .. }
             | Unary::Clamp { .. }
     );
-    if dtype.is_float() { op != Unary::Not } else { whole || op == Unary::Not }
+    if dtype.is_float() {
+        op != Unary::Not
+    } else {
+        whole || op == Unary::Not
+    }
 }
 
 fn unary_map(op: Unary, dtype: DType, grad: bool) -> Map {
     let t = c_type(dtype);
-    let (kind, prefix, types) =
-        if grad { ("UNARY_GRAD", "d", vec![t; 3]) } else { ("UNARY", "f", vec![t; 2]) };
+    let (kind, prefix, types) = if grad {
+        ("UNARY_GRAD", "d", vec![t; 3])
+    } else {
+        ("UNARY", "f", vec![t; 2])
+    };
     let fast = matches!(dtype, DType::BF16 | DType::F16);
-    Map { function: format!("{prefix}_{}", function(op).0), fast, ..Map::new(kind, types) }
+    Map {
+        function: format!("{prefix}_{}", function(op).0),
+        fast,
+        ..Map::new(kind, types)
+    }
 }
 
 /// `[x] -> [y]`, same types.
@@ -391,7 +454,11 @@ unsafe fn unary(call: &Call<'_>, op: Unary) -> Result<()> {
         return Err(unsupported(call));
     }
     let [p, q] = function(op).1;
-    let constants = Constants { p, q, ..Constants::default() };
+    let constants = Constants {
+        p,
+        q,
+        ..Constants::default()
+    };
     // SAFETY: promised by the caller.
     unsafe { unary_map(op, y.dtype, false).launch(call, &[x, y], &constants) }
 }
@@ -403,7 +470,11 @@ unsafe fn unary_grad(call: &Call<'_>, op: Unary) -> Result<()> {
         return Err(unsupported(call));
     }
     let [p, q] = function(op).1;
-    let constants = Constants { p, q, ..Constants::default() };
+    let constants = Constants {
+        p,
+        q,
+        ..Constants::default()
+    };
     // SAFETY: promised by the caller.
     unsafe { unary_map(op, dx.dtype, true).launch(call, &[x, dy, dx], &constants) }
 }
@@ -421,7 +492,10 @@ fn binary_map(op: Binary, dtype: DType) -> Map {
         Binary::Or => "b_or",
         Binary::Xor => "b_xor",
     };
-    Map { function: name.to_owned(), ..Map::new("BINARY", vec![c_type(dtype); 3]) }
+    Map {
+        function: name.to_owned(),
+        ..Map::new("BINARY", vec![c_type(dtype); 3])
+    }
 }
 
 /// `[a, b] -> [y]`, same types.
@@ -444,7 +518,10 @@ fn compare_map(op: Compare, dtype: DType) -> Map {
         Compare::Gt => "c_gt",
         Compare::Ge => "c_ge",
     };
-    Map { function: name.to_owned(), ..Map::new("COMPARE", vec![c_type(dtype), c_type(dtype), "u8"]) }
+    Map {
+        function: name.to_owned(),
+        ..Map::new("COMPARE", vec![c_type(dtype), c_type(dtype), "u8"])
+    }
 }
 
 /// `[a, b] -> [y: bool]`, same types.
@@ -484,7 +561,13 @@ unsafe fn dropout(call: &Call<'_>, p: f64, key: RngKey) -> Result<()> {
     }
     let scale = if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 };
     let (key, high) = key.parts();
-    let constants = Constants { p: scale, q: 0.0, word: threshold(p), key, high };
+    let constants = Constants {
+        p: scale,
+        q: 0.0,
+        word: threshold(p),
+        key,
+        high,
+    };
     // SAFETY: promised by the caller.
     unsafe { dropout_map(y.dtype).launch(call, &[x, y], &constants) }
 }
@@ -502,10 +585,23 @@ fn packed(y: &View) -> i32 {
 unsafe fn arange(call: &Call<'_>, start: f64, step: f64) -> Result<()> {
     let y = call.dst(0);
     let count = y.numel();
-    let mut args = Args::new().ptr(y.ptr).size(count).i32(packed(y)).f64(start).f64(step);
+    let mut args = Args::new()
+        .ptr(y.ptr)
+        .size(count)
+        .i32(packed(y))
+        .f64(start)
+        .f64(step);
     let unit = sequence("fill_arange", y.dtype);
     // SAFETY: the arguments are those of `fill_arange`; y is dense by contract.
-    unsafe { call.launch(&unit, Call::blocks(count.div_ceil(4)), [256, 1, 1], 0, &mut args) }
+    unsafe {
+        call.launch(
+            &unit,
+            Call::blocks(count.div_ceil(4)),
+            [256, 1, 1],
+            0,
+            &mut args,
+        )
+    }
 }
 
 fn random_unit(dist: Dist, dtype: DType) -> Unit {
@@ -530,12 +626,27 @@ unsafe fn random(call: &Call<'_>, dist: Dist, key: RngKey) -> Result<()> {
     };
     let (key, high) = key.parts();
     let count = y.numel();
-    let mut args =
-        Args::new().ptr(y.ptr).size(count).i32(packed(y)).f64(p).f64(q).f64(top).u64(limit).u64(key);
+    let mut args = Args::new()
+        .ptr(y.ptr)
+        .size(count)
+        .i32(packed(y))
+        .f64(p)
+        .f64(q)
+        .f64(top)
+        .u64(limit)
+        .u64(key);
     args = args.u64(high);
     let unit = random_unit(dist, y.dtype);
     // SAFETY: the arguments are those of `fill_random`; y is dense by contract.
-    unsafe { call.launch(&unit, Call::blocks(count.div_ceil(4)), [256, 1, 1], 0, &mut args) }
+    unsafe {
+        call.launch(
+            &unit,
+            Call::blocks(count.div_ceil(4)),
+            [256, 1, 1],
+            0,
+            &mut args,
+        )
+    }
 }
 
 /// Every function in the types that have it.
@@ -548,7 +659,9 @@ pub(super) fn units() -> Vec<Unit> {
         units.push(Map::new("SAME", vec![name; 2]).unit(1));
     }
     for from in DType::ALL {
-        let others = [DType::F32, DType::BF16, DType::I64, DType::Bool].into_iter().filter(|to| *to != from);
+        let others = [DType::F32, DType::BF16, DType::I64, DType::Bool]
+            .into_iter()
+            .filter(|to| *to != from);
         units.extend(others.map(|to| cast_map(from, to).unit(8)));
     }
     units.extend(
@@ -566,10 +679,29 @@ pub(super) fn units() -> Vec<Unit> {
         units.extend([DType::F64, DType::F32].map(|y| accumulate_map(x, y).unit(8)));
         units.push(dropout_map(x).unit(8));
         units.push(dropout_map(x).unit(1));
-        units.push(random_unit(Dist::Uniform { low: 0.0, high: 1.0 }, x));
-        units.push(random_unit(Dist::Normal { mean: 0.0, std: 1.0 }, x));
-        let numbers =
-            [Binary::Add, Binary::Sub, Binary::Mul, Binary::Div, Binary::Pow, Binary::Max, Binary::Min];
+        units.push(random_unit(
+            Dist::Uniform {
+                low: 0.0,
+                high: 1.0,
+            },
+            x,
+        ));
+        units.push(random_unit(
+            Dist::Normal {
+                mean: 0.0,
+                std: 1.0,
+            },
+            x,
+        ));
+        let numbers = [
+            Binary::Add,
+            Binary::Sub,
+            Binary::Mul,
+            Binary::Div,
+            Binary::Pow,
+            Binary::Max,
+            Binary::Min,
+        ];
         units.extend(numbers.map(|op| binary_map(op, x).unit(if x.size() > 2 { 4 } else { 8 })));
         for op in FUNCTIONS.into_iter().filter(|op| has(*op, x)) {
             units.push(unary_map(op, x, false).unit(if x.size() > 2 { 4 } else { 8 }));
@@ -577,10 +709,20 @@ pub(super) fn units() -> Vec<Unit> {
         }
     }
     for x in [DType::I64, DType::Bool] {
-        units
-            .extend(FUNCTIONS.into_iter().filter(|op| has(*op, x)).map(|op| unary_map(op, x, false).unit(1)));
+        units.extend(
+            FUNCTIONS
+                .into_iter()
+                .filter(|op| has(*op, x))
+                .map(|op| unary_map(op, x, false).unit(1)),
+        );
     }
-    let logic = [Binary::And, Binary::Or, Binary::Xor, Binary::Pow, Binary::Div];
+    let logic = [
+        Binary::And,
+        Binary::Or,
+        Binary::Xor,
+        Binary::Pow,
+        Binary::Div,
+    ];
     units.extend(logic.map(|op| binary_map(op, DType::Bool).unit(8)));
     units.extend(logic.map(|op| binary_map(op, DType::I32).unit(4)));
     units
@@ -626,7 +768,11 @@ mod tests {
     use crate::shape::{Layout, Shape};
 
     fn view(dtype: DType, sizes: &[usize], strides: &[isize]) -> View {
-        View { ptr: 4096, dtype, layout: Layout::strided(Shape::new(sizes).unwrap(), strides) }
+        View {
+            ptr: 4096,
+            dtype,
+            layout: Layout::strided(Shape::new(sizes).unwrap(), strides),
+        }
     }
 
     fn offset(sizes: &[usize], strides: &[isize], mut i: usize) -> isize {
@@ -657,7 +803,11 @@ mod tests {
                 assert_eq!(merged.numel(), count);
                 for i in 0..count {
                     let now = offset(merged.shape(), merged.layout.strides(), i);
-                    assert_eq!(now, offset(sizes, strides, i), "{sizes:?} {strides:?} element {i}");
+                    assert_eq!(
+                        now,
+                        offset(sizes, strides, i),
+                        "{sizes:?} {strides:?} element {i}"
+                    );
                 }
             }
         }
@@ -670,15 +820,39 @@ mod tests {
         let dense = view(DType::BF16, &[64, 48], &[48, 1]);
         assert_eq!(wide(&[dense, dense]), 8);
         assert_eq!(wide(&[view(DType::BF16, &[48], &[1]); 2]), 8);
-        assert_eq!(wide(&[view(DType::F32, &[7], &[1]); 2]), 4, "one row may end anywhere");
-        assert_eq!(wide(&[view(DType::BF16, &[64, 48], &[0, 1]), dense]), 8, "a repeated row");
-        assert_eq!(wide(&[view(DType::BF16, &[64, 48], &[1, 0]), dense]), 8, "a repeated column");
+        assert_eq!(
+            wide(&[view(DType::F32, &[7], &[1]); 2]),
+            4,
+            "one row may end anywhere"
+        );
+        assert_eq!(
+            wide(&[view(DType::BF16, &[64, 48], &[0, 1]), dense]),
+            8,
+            "a repeated row"
+        );
+        assert_eq!(
+            wide(&[view(DType::BF16, &[64, 48], &[1, 0]), dense]),
+            8,
+            "a repeated column"
+        );
         let odd = view(DType::BF16, &[64, 47], &[47, 1]);
         assert_eq!(wide(&[view(DType::BF16, &[64, 47], &[0, 1]), odd]), 1);
         assert_eq!(wide(&[view(DType::BF16, &[64, 48], &[52, 1]), dense]), 4);
         assert_eq!(wide(&[View { ptr: 4098, ..dense }, dense]), 1);
-        assert_eq!(wide(&[view(DType::U8, &[64, 48], &[48, 1]), view(DType::F32, &[64, 48], &[48, 1])]), 8);
-        assert_eq!(wide(&[view(DType::F32, &[64, 48], &[1, 64]), view(DType::F32, &[64, 48], &[48, 1])]), 1);
+        assert_eq!(
+            wide(&[
+                view(DType::U8, &[64, 48], &[48, 1]),
+                view(DType::F32, &[64, 48], &[48, 1])
+            ]),
+            8
+        );
+        assert_eq!(
+            wide(&[
+                view(DType::F32, &[64, 48], &[1, 64]),
+                view(DType::F32, &[64, 48], &[48, 1])
+            ]),
+            1
+        );
     }
 
     /// The squares of a transposed copy cover every element once, on both sides.
@@ -690,7 +864,9 @@ mod tests {
         let turned = Turned::new(&x, &y).unwrap().unwrap();
         let mut pairs = Vec::new();
         for plane in 0..turned.planes[0].numel() {
-            let [from, to] = turned.planes.map(|v| offset(v.shape(), v.layout.strides(), plane));
+            let [from, to] = turned
+                .planes
+                .map(|v| offset(v.shape(), v.layout.strides(), plane));
             for r in 0..turned.rows {
                 for c in 0..turned.columns {
                     let from = from + r as isize + c as isize * turned.x_column;
@@ -699,7 +875,9 @@ mod tests {
             }
         }
         let place = |v: &View, i| offset(v.shape(), v.layout.strides(), i);
-        let mut want: Vec<_> = (0..x.numel()).map(|i| (place(&y, i), place(&x, i))).collect();
+        let mut want: Vec<_> = (0..x.numel())
+            .map(|i| (place(&y, i), place(&x, i)))
+            .collect();
         pairs.sort_unstable();
         want.sort_unstable();
         assert_eq!(pairs, want);

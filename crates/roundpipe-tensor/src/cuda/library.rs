@@ -1,18 +1,20 @@
 //! CUDA's libraries, found at run time and bound from the files that were found.
 //!
-//! Where a library may lie, and in which order, is said in [`places`]: what the user lists comes first, then what the
-//! shell has chosen, then the loader's places, then the usual ones. The first that goes with the driver is taken
-//! ([`version`]): of a major version that is not newer, with all the functions that we call ([`calls`]). One that also
-//! compiles for the cards here, or is new enough for attention, comes before others that go with the driver. Libraries
-//! of several files are taken from one folder ([`parts`]). What is passed over is told only where nothing was found.
+//! Where a library may lie, and in which order, is said in [`places`]: what the user lists comes
+//! first, then what the shell has chosen, then the loader's places, then the usual ones. The first
+//! that goes with the driver is taken ([`version`]): of a major version that is not newer, with all
+//! the functions that we call ([`calls`]). One that also compiles for the cards here, or is new
+//! enough for attention, comes before others that go with the driver. Libraries of several files
+//! are taken from one folder ([`parts`]). What is passed over is told only where nothing was found.
 //!
-//! The driver's library is the bindings' own business; only its version is asked here, and the one function that the
-//! bindings know by a name newer than the oldest driver.
+//! The driver's library is the bindings' own business; only its version is asked here, and the one
+//! function that the bindings know by a name newer than the oldest driver.
 //!
 //! # Invariants
-//! - Asked once per process and library: the answer stays, and what was taken is never unloaded. What was passed over
-//!   is closed, and stands in nobody's way.
-//! - A library that is missing, too new, too old or broken is an error of one line that names it; nothing panics.
+//! - Asked once per process and library: the answer stays, and what was taken is never unloaded.
+//!   What was passed over is closed, and stands in nobody's way.
+//! - A library that is missing, too new, too old or broken is an error of one line that names it;
+//!   nothing panics.
 
 mod calls;
 mod parts;
@@ -71,7 +73,10 @@ impl<C> Deref for Loaded<C> {
 }
 
 fn refused(what: &Complaint) -> Error {
-    Error::Invalid { op: "cuda", what: what.clone() }
+    Error::Invalid {
+        op: "cuda",
+        what: what.clone(),
+    }
 }
 
 fn places() -> &'static Places {
@@ -85,13 +90,18 @@ fn places() -> &'static Places {
 /// One line that says how to get it, or a newer one.
 pub fn driver() -> Result<Version> {
     static FOUND: OnceLock<std::result::Result<Version, Complaint>> = OnceLock::new();
-    FOUND.get_or_init(|| find_driver(places())).as_ref().copied().map_err(refused)
+    FOUND
+        .get_or_init(|| find_driver(places()))
+        .as_ref()
+        .copied()
+        .map_err(refused)
 }
 
 fn find_driver(places: &Places) -> std::result::Result<Version, Complaint> {
     // SAFETY: asks the loader for the library; its start-up code is the driver's own.
     let present = || unsafe { sys::is_culib_present() };
-    // A library that was loaded by its path is found by name afterwards, which is how the bindings get it.
+    // A library that was loaded by its path is found by name afterwards, which is how the bindings
+    // get it.
     let found = || present() || (load_first(&places.of_driver()) && present());
     if places.no_driver {
         return Err(missing(
@@ -100,12 +110,16 @@ fn find_driver(places: &Places) -> std::result::Result<Version, Complaint> {
         ));
     }
     if !found() {
-        return Err(missing("libcuda", "install NVIDIA's driver, or run on the CPU"));
+        return Err(missing(
+            "libcuda",
+            "install NVIDIA's driver, or run on the CPU",
+        ));
     }
     // SAFETY: as above; it was found a moment ago.
     let library = unsafe { sys::culib() };
     // SAFETY: the function of this name has this type in every driver.
-    let ask = unsafe { library.get::<unsafe extern "C" fn(*mut c_int) -> u32>(b"cuDriverGetVersion\0") };
+    let ask =
+        unsafe { library.get::<unsafe extern "C" fn(*mut c_int) -> u32>(b"cuDriverGetVersion\0") };
     let mut number = 0;
     // SAFETY: the number is written by the call.
     let status = ask.map(|ask| unsafe { ask(&mut number) });
@@ -123,12 +137,15 @@ fn find_driver(places: &Places) -> std::result::Result<Version, Complaint> {
 /// Loads the first of these files that loads.
 fn load_first(files: &[PathBuf]) -> bool {
     static DRIVER: OnceLock<Option<Library>> = OnceLock::new();
-    // SAFETY: loading runs the library's start-up code, which is the driver's own.
-    let load = || files.iter().find_map(|file| unsafe { Library::new(file) }.ok());
-    DRIVER.get_or_init(load).is_some()
+    let load = |file| {
+        // SAFETY: loading runs the library's start-up code, which is the driver's own.
+        unsafe { Library::new(file) }.ok()
+    };
+    DRIVER.get_or_init(|| files.iter().find_map(load)).is_some()
 }
 
-/// The compute capabilities of the cards that we may use, 90 for 9.0; none where the driver does not tell.
+/// The compute capabilities of the cards that we may use, 90 for 9.0; none where the driver does
+/// not tell.
 fn cards() -> &'static [u32] {
     static CARDS: OnceLock<Vec<u32>> = OnceLock::new();
     CARDS.get_or_init(|| {
@@ -146,11 +163,19 @@ fn ask_cards(library: &Library) -> Option<Vec<u32>> {
     // SAFETY: the functions of these names have these types in every driver.
     let (init, count, device, attribute) = unsafe {
         (
-            library.get::<unsafe extern "C" fn(u32) -> u32>(b"cuInit\0").ok()?,
-            library.get::<unsafe extern "C" fn(*mut c_int) -> u32>(b"cuDeviceGetCount\0").ok()?,
-            library.get::<unsafe extern "C" fn(*mut c_int, c_int) -> u32>(b"cuDeviceGet\0").ok()?,
             library
-                .get::<unsafe extern "C" fn(*mut c_int, c_int, c_int) -> u32>(b"cuDeviceGetAttribute\0")
+                .get::<unsafe extern "C" fn(u32) -> u32>(b"cuInit\0")
+                .ok()?,
+            library
+                .get::<unsafe extern "C" fn(*mut c_int) -> u32>(b"cuDeviceGetCount\0")
+                .ok()?,
+            library
+                .get::<unsafe extern "C" fn(*mut c_int, c_int) -> u32>(b"cuDeviceGet\0")
+                .ok()?,
+            library
+                .get::<unsafe extern "C" fn(*mut c_int, c_int, c_int) -> u32>(
+                    b"cuDeviceGetAttribute\0",
+                )
                 .ok()?,
         )
     };
@@ -162,7 +187,8 @@ fn ask_cards(library: &Library) -> Option<Vec<u32>> {
     if unsafe { init(0) } != 0 {
         return None;
     }
-    // SAFETY: of these calls, each writes the number that it is given; cards are named by what the driver told.
+    // SAFETY: of these calls, each writes the number that it is given; cards are named by what the
+    // driver told.
     let capability = |index| unsafe {
         let card = told(&|number| device(number, index))?;
         let of = |what: A| told(&|number| attribute(number, what as c_int, card));
@@ -171,7 +197,12 @@ fn ask_cards(library: &Library) -> Option<Vec<u32>> {
     };
     // SAFETY: as above.
     let cards = told(&|number| unsafe { count(number) })?;
-    Some((0..cards).filter_map(capability).filter(|card| *card >= OLDEST_CARD).collect())
+    Some(
+        (0..cards)
+            .filter_map(capability)
+            .filter(|card| *card >= OLDEST_CARD)
+            .collect(),
+    )
 }
 
 /// Ampere, as compute capability 8.0; older cards are left out.
@@ -179,11 +210,13 @@ pub(crate) const OLDEST_CARD: u32 = 80;
 
 type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys::CUresult;
 
-/// The function that tells the time between events, by the name that every driver knows: the bindings ask for a newer
-/// one, which drivers before 570 do not have.
+/// The function that tells the time between events, by the name that every driver knows: the
+/// bindings ask for a newer one, which drivers before 570 do not have.
 fn bind_elapsed(library: &Library) -> Option<Elapsed> {
     // SAFETY: the function of this name has this type in every driver.
-    unsafe { library.get::<Elapsed>(b"cuEventElapsedTime\0") }.ok().map(|function| *function)
+    unsafe { library.get::<Elapsed>(b"cuEventElapsedTime\0") }
+        .ok()
+        .map(|function| *function)
 }
 
 /// Milliseconds from one event to another.
@@ -210,7 +243,10 @@ pub(crate) unsafe fn elapsed(
 /// One line that says how to get it, or one that goes with the driver.
 pub fn nvrtc() -> Result<&'static Loaded<Nvrtc>> {
     static FOUND: OnceLock<std::result::Result<Loaded<Nvrtc>, Complaint>> = OnceLock::new();
-    FOUND.get_or_init(|| choose(places(), driver().ok())).as_ref().map_err(refused)
+    FOUND
+        .get_or_init(|| choose(places(), driver().ok()))
+        .as_ref()
+        .map_err(refused)
 }
 
 /// The library of products.
@@ -219,7 +255,10 @@ pub fn nvrtc() -> Result<&'static Loaded<Nvrtc>> {
 /// As [`nvrtc`].
 pub fn cublaslt() -> Result<&'static Loaded<CublasLt>> {
     static FOUND: OnceLock<std::result::Result<Loaded<CublasLt>, Complaint>> = OnceLock::new();
-    FOUND.get_or_init(|| choose(places(), driver().ok())).as_ref().map_err(refused)
+    FOUND
+        .get_or_init(|| choose(places(), driver().ok()))
+        .as_ref()
+        .map_err(refused)
 }
 
 /// The library of attention and convolutions; optional.
@@ -229,7 +268,8 @@ pub fn cublaslt() -> Result<&'static Loaded<CublasLt>> {
 pub fn cudnn() -> Result<&'static Loaded<Cudnn>> {
     static FOUND: OnceLock<std::result::Result<Loaded<Cudnn>, Complaint>> = OnceLock::new();
     let find = || {
-        // It asks the loader for both of these by name: whichever we have chosen is to be its own too.
+        // It asks the loader for both of these by name: whichever we have chosen is to be its own
+        // too.
         let _ = (nvrtc(), cublaslt());
         choose(places(), driver().ok())
     };
@@ -240,7 +280,8 @@ impl Loaded<Nvrtc> {
     /// For which architecture the kernels of a card are compiled, such as 90 for `sm_90`.
     ///
     /// # Errors
-    /// One line with both versions, the library's file and the fix, where it knows none that the card runs.
+    /// One line with both versions, the library's file and the fix, where it knows none that the
+    /// card runs.
     pub(crate) fn target(&self, card: u32) -> Result<u32> {
         static KNOWN: OnceLock<Vec<u32>> = OnceLock::new();
         let known = KNOWN.get_or_init(|| self.architectures());
@@ -249,11 +290,17 @@ impl Loaded<Nvrtc> {
         }
         version::target(known, card).ok_or_else(|| {
             let file = self.path.display().to_string();
-            refused(&version::architecture_complaint(&file, self.version, card, driver().ok()))
+            refused(&version::architecture_complaint(
+                &file,
+                self.version,
+                card,
+                driver().ok(),
+            ))
         })
     }
 
-    /// What the machine code that it makes depends on: its version, and the size of its file for builds of one version.
+    /// What the machine code that it makes depends on: its version, and the size of its file for
+    /// builds of one version.
     pub(crate) fn identity(&self) -> &'static str {
         static IDENTITY: OnceLock<String> = OnceLock::new();
         IDENTITY.get_or_init(|| {
@@ -276,13 +323,17 @@ fn missing(library: &str, way: &str) -> Complaint {
 #[derive(Debug, Clone, Copy)]
 struct Wish {
     driver: Option<Version>,
-    /// Not only with the driver: with the cards that are here too, and new enough for all that we use it for.
+    /// Not only with the driver: with the cards that are here too, and new enough for all that we
+    /// use it for.
     best: bool,
 }
 
-/// The first library in the order of search that goes with everything, else the first that goes with the driver; else
-/// what is wrong with the first one there is.
-fn choose<C: Calls>(places: &Places, driver: Option<Version>) -> std::result::Result<Loaded<C>, Complaint> {
+/// The first library in the order of search that goes with everything, else the first that goes
+/// with the driver; else what is wrong with the first one there is.
+fn choose<C: Calls>(
+    places: &Places,
+    driver: Option<Version>,
+) -> std::result::Result<Loaded<C>, Complaint> {
     let mut first = None;
     let places = places.of_library(C::FILE, &majors::<C>(driver));
     for best in [true, false] {
@@ -295,18 +346,28 @@ fn choose<C: Calls>(places: &Places, driver: Option<Version>) -> std::result::Re
         }
     }
     Err(first.unwrap_or_else(|| {
-        let toolkit = if C::PACKAGE == Package::Cudnn { "" } else { "install the CUDA toolkit, or " };
-        missing(C::NAME, &format!("{toolkit}`pip install {}`", C::PACKAGE.name(driver)))
+        let toolkit = if C::PACKAGE == Package::Cudnn {
+            ""
+        } else {
+            "install the CUDA toolkit, or "
+        };
+        missing(
+            C::NAME,
+            &format!("{toolkit}`pip install {}`", C::PACKAGE.name(driver)),
+        )
     }))
 }
 
-/// The versions in files' names that the loader is asked for: the driver's CUDA and older ones; cuDNN has its own.
+/// The versions in files' names that the loader is asked for: the driver's CUDA and older ones;
+/// cuDNN has its own.
 fn majors<C: Calls>(driver: Option<Version>) -> Vec<u32> {
     let oldest = Version::OLDEST.major;
     if !C::NUMBERED_AS_CUDA {
         return vec![9];
     }
-    (oldest..=driver.map_or(13, |driver| driver.major.clamp(oldest, 99))).rev().collect()
+    (oldest..=driver.map_or(13, |driver| driver.major.clamp(oldest, 99)))
+        .rev()
+        .collect()
 }
 
 /// Loads what lies at a place and sees that it will do. `None` where there is nothing.
@@ -318,7 +379,8 @@ fn load<C: Calls>(place: &Place, wish: Wish) -> std::result::Result<Loaded<C>, O
         }
     }
     let (file, mut libraries) = parts::open::<C>(place, wish)?;
-    // SAFETY: loading runs the library's start-up code; these are NVIDIA's own, which we are about to call.
+    // SAFETY: loading runs the library's start-up code; these are NVIDIA's own, which we are about
+    // to call.
     let library = unsafe { Library::new(&file) }.map_err(|e| match place {
         Place::Named(_) => None,
         Place::At(path) => Some(one_line(&format!("cannot load {}: {e}", path.display()))),
@@ -335,10 +397,18 @@ fn load<C: Calls>(place: &Place, wish: Wish) -> std::result::Result<Loaded<C>, O
     let version = calls.made_for().ok_or_else(unknown)?;
     fits::<C>(&path, (version.major, &version.to_string()), wish.driver)?;
     if wish.best && !calls.knows(cards()) {
-        return Err(Some(format!("{} does not know the cards here", path.display())));
+        return Err(Some(format!(
+            "{} does not know the cards here",
+            path.display()
+        )));
     }
     libraries.push(library);
-    Ok(Loaded { calls, path, version, _libraries: libraries })
+    Ok(Loaded {
+        calls,
+        path,
+        version,
+        _libraries: libraries,
+    })
 }
 
 fn fits<C: Calls>(
@@ -346,7 +416,8 @@ fn fits<C: Calls>(
     made_for: (u32, &str),
     driver: Option<Version>,
 ) -> std::result::Result<(), Option<Complaint>> {
-    version::library_verdict(&path.display().to_string(), made_for, driver, C::PACKAGE).map_err(Some)
+    version::library_verdict(&path.display().to_string(), made_for, driver, C::PACKAGE)
+        .map_err(Some)
 }
 
 /// The file that a function came from.

@@ -1,10 +1,12 @@
 //! Mixture of experts: sorting choices by expert, and adding up what the experts gave.
 //!
-//! The sort is that of the indices: stable, in scratch memory. How many tokens an expert got stays on the device.
-//! A choice of no expert is reported and sent to expert 0; a place outside the rows is reported and left out.
+//! The sort is that of the indices: stable, in scratch memory. How many tokens an expert got stays
+//! on the device. A choice of no expert is reported and sent to expert 0; a place outside the rows
+//! is reported and left out.
 //!
 //! # Invariants
-//! - A token's results are added in the order of its choices, in the accumulator type, and rounded once.
+//! - A token's results are added in the order of its choices, in the accumulator type, and rounded
+//!   once.
 
 use super::call::{Args, Call, c_type};
 use super::compile::Unit;
@@ -22,7 +24,10 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
             Kernel::MoeSort { experts } => sort(call, *experts),
             Kernel::MoeCombine => combine(call),
             Kernel::MoeCombineGrad => combine_grad(call),
-            _ => Err(Error::invalid(call.kernel.name(), "not an operation of experts")),
+            _ => Err(Error::invalid(
+                call.kernel.name(),
+                "not an operation of experts",
+            )),
         }
     }
 }
@@ -37,11 +42,17 @@ pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], _dst: &[Option<View
 }
 
 fn places() -> Unit {
-    Unit::new("moe_places", include_str!("kernels/moe_places.cu"), "moe_places")
+    Unit::new(
+        "moe_places",
+        include_str!("kernels/moe_places.cu"),
+        "moe_places",
+    )
 }
 
 fn sums(entry: &'static str, dtype: DType, columns: usize) -> Unit {
-    Unit::new("moe", include_str!("kernels/moe.cu"), entry).with("REAL", c_type(dtype)).with("FEW", columns)
+    Unit::new("moe", include_str!("kernels/moe.cu"), entry)
+        .with("REAL", c_type(dtype))
+        .with("FEW", columns)
 }
 
 /// `[choice] -> [rows, inverse, offsets]`.
@@ -52,25 +63,65 @@ unsafe fn sort(call: &Call<'_>, experts: usize) -> Result<()> {
     let (choice, name) = (call.src(0), call.kernel.name());
     let (count, scratch) = (choice.numel(), call.scratch_ptr());
     let sort = Sort::checked(name, count, experts)?;
-    let args = Args::new().ptr(choice.ptr).i32(0).size(count).size(experts).u32(0);
-    let mut args = args.ptr(sort.keys(scratch)).ptr(call.alarm.device).u32(call.alarm.code(name));
-    // SAFETY: the arguments are the kernels' parameters; the scratch memory is as large as the sort asks; keys are
-    // below the number of experts and items below that of choices. Without choices only the offsets are written.
+    let args = Args::new()
+        .ptr(choice.ptr)
+        .i32(0)
+        .size(count)
+        .size(experts)
+        .u32(0);
+    let mut args = args
+        .ptr(sort.keys(scratch))
+        .ptr(call.alarm.device)
+        .u32(call.alarm.code(name));
+    // SAFETY: the arguments are the kernels' parameters; the scratch memory is as large as the sort
+    // asks; keys are below the number of experts and items below that of choices. Without choices
+    // only the offsets are written.
     unsafe {
-        call.launch(&sort::unit("index_keys"), Call::blocks(count), [256, 1, 1], 0, &mut args)?;
-        let sorted = if count > 0 { sort.run(call, scratch)? } else { sort::Sorted { keys: 0, items: 0 } };
+        call.launch(
+            &sort::unit("index_keys"),
+            Call::blocks(count),
+            [256, 1, 1],
+            0,
+            &mut args,
+        )?;
+        let sorted = if count > 0 {
+            sort.run(call, scratch)?
+        } else {
+            sort::Sorted { keys: 0, items: 0 }
+        };
         let per_token = choice.shape()[1].max(1);
-        let args = Args::new().ptr(sorted.keys).ptr(sorted.items).size(count).size(per_token).size(experts);
-        let mut args = args.ptr(call.dst(0).ptr).ptr(call.dst(1).ptr).ptr(call.dst(2).ptr);
-        call.launch(&places(), Call::blocks(count + 1), [256, 1, 1], 0, &mut args)
+        let args = Args::new()
+            .ptr(sorted.keys)
+            .ptr(sorted.items)
+            .size(count)
+            .size(per_token)
+            .size(experts);
+        let mut args = args
+            .ptr(call.dst(0).ptr)
+            .ptr(call.dst(1).ptr)
+            .ptr(call.dst(2).ptr);
+        call.launch(
+            &places(),
+            Call::blocks(count + 1),
+            [256, 1, 1],
+            0,
+            &mut args,
+        )
     }
 }
 
 /// Columns that a thread takes at once: 16 bytes where rows and addresses allow.
 fn columns(width: usize, views: &[Option<&View>], dtype: DType) -> usize {
     let most = 16 / dtype.size();
-    let even = views.iter().flatten().all(|view| view.ptr.is_multiple_of(16));
-    if even && width.is_multiple_of(most) { most } else { 1 }
+    let even = views
+        .iter()
+        .flatten()
+        .all(|view| view.ptr.is_multiple_of(16));
+    if even && width.is_multiple_of(most) {
+        most
+    } else {
+        1
+    }
 }
 
 /// `[y, inverse, weight?] -> [out]`.
@@ -85,13 +136,26 @@ unsafe fn combine(call: &Call<'_>) -> Result<()> {
     }
     let few = columns(width, &[Some(y), Some(out)], y.dtype);
     let (packs, choices) = (width / few, inverse.numel() / tokens);
-    let args = Args::new().ptr(y.ptr).ptr(inverse.ptr).maybe(weight).ptr(out.ptr).size(tokens);
+    let args = Args::new()
+        .ptr(y.ptr)
+        .ptr(inverse.ptr)
+        .maybe(weight)
+        .ptr(out.ptr)
+        .size(tokens);
     let args = args.i32(choices as i32).size(packs).ptr(call.alarm.device);
     let mut args = args.u32(call.alarm.code(call.kernel.name()));
     let unit = sums("moe_combine", y.dtype, few);
-    // SAFETY: the arguments are the kernel's parameters; packs are aligned, as found by `columns`; places are
-    // checked there.
-    unsafe { call.launch(&unit, Call::blocks(tokens * packs), [256, 1, 1], 0, &mut args) }
+    // SAFETY: the arguments are the kernel's parameters; packs are aligned, as found by `columns`;
+    // places are checked there.
+    unsafe {
+        call.launch(
+            &unit,
+            Call::blocks(tokens * packs),
+            [256, 1, 1],
+            0,
+            &mut args,
+        )
+    }
 }
 
 /// `[y?, inverse, weight, dout] -> [dy?, dweight?]`.
@@ -106,8 +170,18 @@ unsafe fn combine_grad(call: &Call<'_>) -> Result<()> {
         return Ok(());
     }
     let few = columns(width, &[y, Some(dout), dy], dout.dtype);
-    let args = Args::new().maybe(y).ptr(inverse.ptr).ptr(weight.ptr).ptr(dout.ptr).maybe(dy).maybe(dweight);
-    let args = args.size(total).i32((total / tokens) as i32).size(width / few).ptr(call.alarm.device);
+    let args = Args::new()
+        .maybe(y)
+        .ptr(inverse.ptr)
+        .ptr(weight.ptr)
+        .ptr(dout.ptr)
+        .maybe(dy)
+        .maybe(dweight);
+    let args = args
+        .size(total)
+        .i32((total / tokens) as i32)
+        .size(width / few)
+        .ptr(call.alarm.device);
     let mut args = args.u32(call.alarm.code(call.kernel.name()));
     let unit = sums("moe_combine_grad", dout.dtype, few);
     let grid = [total.div_ceil(8) as u32, 1, 1];

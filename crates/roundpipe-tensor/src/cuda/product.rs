@@ -1,17 +1,19 @@
-//! Matrix products: cuBLASLt for whole products, tensor-core kernels of our own for products of groups.
+//! Matrix products: cuBLASLt for whole products, tensor-core kernels of our own for products of
+//! groups.
 //!
-//! A [`Way`] is chosen from shapes, strides and types alone, so that the scratch it wants is known before the
-//! memory is: the library where both operands lie as it wants them; the library over dense copies where one does
-//! not and the product is worth a copy; else the plain kernel, which takes everything. That one also steps in
-//! where the library knows no algorithm.
+//! A [`Way`] is chosen from shapes, strides and types alone, so that the scratch it wants is known
+//! before the memory is: the library where both operands lie as it wants them; the library over
+//! dense copies where one does not and the product is worth a copy; else the plain kernel, which
+//! takes everything. That one also steps in where the library knows no algorithm.
 //!
 //! # Bias
-//! The sum is rounded once, after the bias. The library adds it where result and operands share a type; for
-//! results in the accumulator's type, `bias + beta c` is written first and the product added to it.
+//! The sum is rounded once, after the bias. The library adds it where result and operands share a
+//! type; for results in the accumulator's type, `bias + beta c` is written first and the product
+//! added to it.
 //!
 //! # Invariants
-//! - A call over the same operands takes the same way and the library's same algorithm, which is measured and
-//!   stored at the first call of a shape ([`tune`]); only that call waits.
+//! - A call over the same operands takes the same way and the library's same algorithm, which is
+//!   measured and stored at the first call of a shape ([`tune`]); only that call waits.
 //! - `c` is not read when beta is 0, and is written even where there is nothing to sum.
 
 mod grouped;
@@ -28,12 +30,16 @@ use crate::kernel::{Kernel, View};
 use crate::shape::{Layout, MAX_RANK};
 use lt::{Lie, Task};
 
-const TILE_TEXT: &str = concat!(include_str!("kernels/product_tile.cuh"), include_str!("kernels/product.cu"));
+const TILE_TEXT: &str = concat!(
+    include_str!("kernels/product_tile.cuh"),
+    include_str!("kernels/product.cu")
+);
 
 /// Rows and columns of a tile of the plain kernel.
 const TILE: usize = 64;
 
-/// Operands that the library does not take are copied for products of more multiplications than this.
+/// Operands that the library does not take are copied for products of more multiplications than
+/// this.
 const WORTH_A_COPY: usize = 1 << 22;
 
 /// # Safety
@@ -51,7 +57,9 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
 }
 
 pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
-    let (Kernel::MatMul { .. }, [Some(a), Some(b), ..], [Some(c), ..]) = (kernel, src, dst) else { return 0 };
+    let (Kernel::MatMul { .. }, [Some(a), Some(b), ..], [Some(c), ..]) = (kernel, src, dst) else {
+        return 0;
+    };
     match Way::of(a, b, c) {
         Way::Library { copies } => Rooms::of(a, b, c, copies).total,
         _ => 0,
@@ -60,10 +68,17 @@ pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>
 
 pub(super) fn units() -> Vec<Unit> {
     let types = [DType::F64, DType::F32, DType::BF16, DType::F16];
-    let pairs =
-        types.into_iter().flat_map(|t| [(t, t), (t, t.accumulator())].into_iter().take(1 + narrow(t)));
-    let plain =
-        pairs.flat_map(|(src, dst)| [plain(src, dst, "plain_product"), plain(src, dst, "settle_product")]);
+    let pairs = types.into_iter().flat_map(|t| {
+        [(t, t), (t, t.accumulator())]
+            .into_iter()
+            .take(1 + narrow(t))
+    });
+    let plain = pairs.flat_map(|(src, dst)| {
+        [
+            plain(src, dst, "plain_product"),
+            plain(src, dst, "settle_product"),
+        ]
+    });
     let copies = [2, 4, 8].map(dense);
     plain.chain(copies).chain(grouped::units()).collect()
 }
@@ -74,7 +89,9 @@ fn narrow(dtype: DType) -> usize {
 }
 
 fn plain(src: DType, dst: DType, entry: &'static str) -> Unit {
-    Unit::new("product", TILE_TEXT, entry).with("IN", c_type(src)).with("OUT", c_type(dst))
+    Unit::new("product", TILE_TEXT, entry)
+        .with("IN", c_type(src))
+        .with("OUT", c_type(dst))
 }
 
 fn dense(element_bytes: usize) -> Unit {
@@ -99,11 +116,19 @@ impl Sizes {
     fn of(a: &View, c: &View) -> Self {
         let (a, c) = (a.shape(), c.shape());
         let rank = c.rank();
-        Self { batches: c[..rank - 2].iter().product(), m: c[rank - 2], n: c[rank - 1], k: a[rank - 1] }
+        Self {
+            batches: c[..rank - 2].iter().product(),
+            m: c[rank - 2],
+            n: c[rank - 1],
+            k: a[rank - 1],
+        }
     }
 
     fn multiplications(&self) -> usize {
-        self.batches.saturating_mul(self.m).saturating_mul(self.n).saturating_mul(self.k)
+        self.batches
+            .saturating_mul(self.m)
+            .saturating_mul(self.n)
+            .saturating_mul(self.k)
     }
 }
 
@@ -130,7 +155,9 @@ impl Way {
             return Self::Settle;
         }
         let copies = [Lie::of(&a.layout).is_none(), Lie::of(&b.layout).is_none()];
-        let huge = [sizes.m, sizes.n, sizes.k].into_iter().any(|size| size > i32::MAX as usize);
+        let huge = [sizes.m, sizes.n, sizes.k]
+            .into_iter()
+            .any(|size| size > i32::MAX as usize);
         if huge || (copies != [false; 2] && sizes.multiplications() <= WORTH_A_COPY) {
             return Self::Plain;
         }
@@ -154,14 +181,24 @@ impl Rooms {
             false => 0,
         };
         let left = workspace + bytes(a, copies[0]);
-        Self { workspace, copies: [workspace, left], total: left + bytes(b, copies[1]) }
+        Self {
+            workspace,
+            copies: [workspace, left],
+            total: left + bytes(b, copies[1]),
+        }
     }
 }
 
-/// What the library may use: sixteen times the result's sums (products cut along their depth), from 1 to 32 MiB.
+/// What the library may use: sixteen times the result's sums (products cut along their depth), from
+/// 1 to 32 MiB.
 fn workspace(sizes: &Sizes) -> usize {
-    let sums = sizes.batches.saturating_mul(sizes.m).saturating_mul(sizes.n);
-    sums.saturating_mul(4 * 16).clamp(1 << 20, 32 << 20).next_power_of_two()
+    let sums = sizes
+        .batches
+        .saturating_mul(sizes.m)
+        .saturating_mul(sizes.n);
+    sums.saturating_mul(4 * 16)
+        .clamp(1 << 20, 32 << 20)
+        .next_power_of_two()
 }
 
 /// The view without its repetitions: batch dimensions of stride 0 count once.
@@ -173,7 +210,10 @@ fn distinct(view: &View) -> View {
             shape = shape.cut(axis, 1);
         }
     }
-    View { layout: Layout::strided(shape, view.layout.strides()), ..*view }
+    View {
+        layout: Layout::strided(shape, view.layout.strides()),
+        ..*view
+    }
 }
 
 /// The same values in dense matrices at `ptr`, after `distinct` was copied there.
@@ -185,7 +225,11 @@ fn packed(view: &View, ptr: u64) -> View {
             strides[axis] = 0;
         }
     }
-    View { ptr, layout: Layout::strided(*view.shape(), &strides), ..*view }
+    View {
+        ptr,
+        layout: Layout::strided(*view.shape(), &strides),
+        ..*view
+    }
 }
 
 /// A whole call of [`Kernel::MatMul`].
@@ -201,7 +245,14 @@ struct Product<'a> {
 
 unsafe fn matmul(call: &Call<'_>, alpha: f64, beta: f64) -> Result<()> {
     let (a, b, c) = (call.src(0), call.src(1), call.dst(0));
-    let product = Product { a, b, c, bias: call.maybe_src(2), alpha, beta };
+    let product = Product {
+        a,
+        b,
+        c,
+        bias: call.maybe_src(2),
+        alpha,
+        beta,
+    };
     // SAFETY: the launch contract, passed on.
     unsafe {
         match Way::of(a, b, c) {
@@ -215,33 +266,73 @@ unsafe fn matmul(call: &Call<'_>, alpha: f64, beta: f64) -> Result<()> {
 
 /// c = bias + beta c.
 unsafe fn settle(call: &Call<'_>, product: &Product<'_>) -> Result<()> {
-    let Product { a, c, bias, beta, .. } = *product;
+    let Product {
+        a, c, bias, beta, ..
+    } = *product;
     let n = c.shape()[c.shape().rank() - 1];
     let rows = c.numel() / n;
-    let mut args = Args::new().maybe(bias).ptr(c.ptr).size(rows).size(n).f64(beta);
+    let mut args = Args::new()
+        .maybe(bias)
+        .ptr(c.ptr)
+        .size(rows)
+        .size(n)
+        .f64(beta);
     let grid = [n.div_ceil(256) as u32, rows.min(65_535) as u32, 1];
-    // SAFETY: the arguments are the kernel's; c is dense with `rows` rows of `n`, the bias has `n` elements.
-    unsafe { call.launch(&plain(a.dtype, c.dtype, "settle_product"), grid, [256, 1, 1], 0, &mut args) }
+    // SAFETY: the arguments are the kernel's; c is dense with `rows` rows of `n`, the bias has `n`
+    // elements.
+    unsafe {
+        call.launch(
+            &plain(a.dtype, c.dtype, "settle_product"),
+            grid,
+            [256, 1, 1],
+            0,
+            &mut args,
+        )
+    }
 }
 
 /// The whole product by the kernel that takes everything.
 unsafe fn plainly(call: &Call<'_>, product: &Product<'_>) -> Result<()> {
-    let Product { a, b, c, bias, alpha, beta } = *product;
+    let Product {
+        a,
+        b,
+        c,
+        bias,
+        alpha,
+        beta,
+    } = *product;
     let Sizes { batches, m, n, k } = Sizes::of(a, c);
     let tiles = m.div_ceil(TILE) * n.div_ceil(TILE);
     let grid = [fit(call, tiles)?, batches.min(65_535) as u32, 1];
     let args = Args::new().view(a).view(b).maybe(bias).ptr(c.ptr);
-    let mut args = args.size(batches).size(m).size(n).size(k).f64(alpha).f64(beta);
-    // SAFETY: the arguments are the kernel's; the launch contract gives operands of these shapes, and each block
-    // writes its own tile.
-    unsafe { call.launch(&plain(a.dtype, c.dtype, "plain_product"), grid, [256, 1, 1], 0, &mut args) }
+    let mut args = args
+        .size(batches)
+        .size(m)
+        .size(n)
+        .size(k)
+        .f64(alpha)
+        .f64(beta);
+    // SAFETY: the arguments are the kernel's; the launch contract gives operands of these shapes,
+    // and each block writes its own tile.
+    unsafe {
+        call.launch(
+            &plain(a.dtype, c.dtype, "plain_product"),
+            grid,
+            [256, 1, 1],
+            0,
+            &mut args,
+        )
+    }
 }
 
 /// A number of blocks, if a grid has as many.
 fn fit(call: &Call<'_>, blocks: usize) -> Result<u32> {
     let fits = i32::try_from(blocks).map(|blocks| blocks as u32);
     fits.map_err(|_| {
-        Error::invalid(call.kernel.name(), format!("{blocks} tiles are too many for one product"))
+        Error::invalid(
+            call.kernel.name(),
+            format!("{blocks} tiles are too many for one product"),
+        )
     })
 }
 
@@ -252,15 +343,24 @@ unsafe fn by_library(call: &Call<'_>, product: &Product<'_>, copies: [bool; 2]) 
         false => *view,
     };
     let (a, b) = (side(0, product.a), side(1, product.b));
-    let direct = Product { a: &a, b: &b, ..*product };
+    let direct = Product {
+        a: &a,
+        b: &b,
+        ..*product
+    };
     let shares_type = a.dtype == product.c.dtype && a.dtype != DType::F64;
     let mut tasks = Tasks::of(&direct, call.scratch_ptr(), rooms.workspace);
-    // SAFETY: operands and workspace are as large as the tasks say; operands that are copied later hold anything.
+    // SAFETY: operands and workspace are as large as the tasks say; operands that are copied later
+    // hold anything.
     let takes = |tasks: &Tasks<'_>| unsafe { tasks.all(|task| lt::takes(call, task)) };
     let mut taken = (product.bias.is_none() || shares_type) && takes(&tasks)?;
     let mut first = None;
     if !taken && product.bias.is_some() && narrow(product.c.dtype) == 0 {
-        tasks.product = Product { bias: None, beta: 1.0, ..direct };
+        tasks.product = Product {
+            bias: None,
+            beta: 1.0,
+            ..direct
+        };
         taken = takes(&tasks)?;
         first = Some(&direct);
     }
@@ -278,8 +378,11 @@ unsafe fn by_library(call: &Call<'_>, product: &Product<'_>, copies: [bool; 2]) 
         // SAFETY: the launch contract.
         unsafe { settle(call, first)? };
     }
-    // SAFETY: operands and result are as large as the tasks say; the workspace is the scratch memory's start.
-    tasks.all(|task| unsafe { lt::run(call, task) }.map(|()| true)).map(|_| ())
+    // SAFETY: operands and result are as large as the tasks say; the workspace is the scratch
+    // memory's start.
+    tasks
+        .all(|task| unsafe { lt::run(call, task) }.map(|()| true))
+        .map(|_| ())
 }
 
 /// Copies a view into dense memory.
@@ -287,7 +390,15 @@ unsafe fn copy(call: &Call<'_>, view: &View, to: u64) -> Result<()> {
     let count = view.numel();
     let mut args = Args::new().view(view).ptr(to).size(count);
     // SAFETY: the arguments are the kernel's; the caller has room for `count` elements at `to`.
-    unsafe { call.launch(&dense(view.dtype.size()), Call::blocks(count), [256, 1, 1], 0, &mut args) }
+    unsafe {
+        call.launch(
+            &dense(view.dtype.size()),
+            Call::blocks(count),
+            [256, 1, 1],
+            0,
+            &mut args,
+        )
+    }
 }
 
 /// One dimension of batches: how many, and the elements from one to the next.
@@ -309,20 +420,38 @@ struct Steps {
 impl Steps {
     /// The batch dimensions, innermost first, neighbours merged where one stride serves both.
     fn of(a: &View, b: &View, sizes: &Sizes) -> Self {
-        let mut steps = Self { all: [Step { count: 1, a: 0, b: 0, c: 0 }; MAX_RANK], count: 0 };
+        let mut steps = Self {
+            all: [Step {
+                count: 1,
+                a: 0,
+                b: 0,
+                c: 0,
+            }; MAX_RANK],
+            count: 0,
+        };
         let mut dense = (sizes.m * sizes.n) as i64;
         for axis in (0..a.shape().rank() - 2).rev() {
             let count = a.shape()[axis];
             if count == 1 {
                 continue;
             }
-            let (sa, sb) = (a.layout.strides()[axis] as i64, b.layout.strides()[axis] as i64);
+            let (sa, sb) = (
+                a.layout.strides()[axis] as i64,
+                b.layout.strides()[axis] as i64,
+            );
             match steps.all[..steps.count].last_mut() {
-                Some(last) if sa == last.a * last.count as i64 && sb == last.b * last.count as i64 => {
+                Some(last)
+                    if sa == last.a * last.count as i64 && sb == last.b * last.count as i64 =>
+                {
                     last.count *= count
                 }
                 _ => {
-                    steps.all[steps.count] = Step { count, a: sa, b: sb, c: dense };
+                    steps.all[steps.count] = Step {
+                        count,
+                        a: sa,
+                        b: sb,
+                        c: dense,
+                    };
                     steps.count += 1;
                 }
             }
@@ -338,7 +467,14 @@ impl Steps {
     /// Takes the longest dimension out; one of one batch where there is none.
     fn take_longest(&mut self) -> Step {
         let longest = (0..self.count).max_by_key(|i| self.all[*i].count);
-        let Some(longest) = longest else { return Step { count: 1, a: 0, b: 0, c: 0 } };
+        let Some(longest) = longest else {
+            return Step {
+                count: 1,
+                a: 0,
+                b: 0,
+                c: 0,
+            };
+        };
         let step = self.all[longest];
         self.all.copy_within(longest + 1..self.count, longest);
         self.count -= 1;
@@ -377,12 +513,24 @@ impl<'a> Tasks<'a> {
             steps.count = 0;
         }
         let batch = steps.take_longest();
-        Self { product: *product, sizes, lies: [left, right], batch, steps, workspace: (scratch, workspace) }
+        Self {
+            product: *product,
+            sizes,
+            lies: [left, right],
+            batch,
+            steps,
+            workspace: (scratch, workspace),
+        }
     }
 
     /// Calls `f` with one task after the other while it says true; whether it always did.
     fn all(&self, mut f: impl FnMut(&Task) -> Result<bool>) -> Result<bool> {
-        let turns: usize = self.steps.as_slice().iter().map(|step| step.count).product();
+        let turns: usize = self
+            .steps
+            .as_slice()
+            .iter()
+            .map(|step| step.count)
+            .product();
         for turn in 0..turns {
             for start in (0..self.batch.count).step_by(lt::MOST_BATCHES) {
                 if !f(&self.task(turn, start))? {
@@ -395,7 +543,14 @@ impl<'a> Tasks<'a> {
 
     /// The batches from `start` on, at a place in the other dimensions.
     fn task(&self, turn: usize, start: usize) -> Task {
-        let Product { a, b, c, bias, alpha, beta } = self.product;
+        let Product {
+            a,
+            b,
+            c,
+            bias,
+            alpha,
+            beta,
+        } = self.product;
         let (batch, mut rest, mut at) = (self.batch, turn, [0; 3]);
         for step in self.steps.as_slice() {
             let i = (rest % step.count) as i64;
@@ -404,13 +559,26 @@ impl<'a> Tasks<'a> {
         }
         let batches = lt::MOST_BATCHES.min(batch.count - start);
         let place = |view: &View, offset: i64, step: i64| {
-            view.ptr.wrapping_add_signed((offset + start as i64 * step) * view.dtype.size() as i64)
+            view.ptr
+                .wrapping_add_signed((offset + start as i64 * step) * view.dtype.size() as i64)
         };
         let Sizes { m, n, k, .. } = self.sizes;
         Task::new(
-            lt::Shape { m, n, k, batches, steps: [batch.a, batch.b, batch.c] },
-            lt::Side { ptr: place(a, at[0], batch.a), lie: self.lies[0] },
-            lt::Side { ptr: place(b, at[1], batch.b), lie: self.lies[1] },
+            lt::Shape {
+                m,
+                n,
+                k,
+                batches,
+                steps: [batch.a, batch.b, batch.c],
+            },
+            lt::Side {
+                ptr: place(a, at[0], batch.a),
+                lie: self.lies[0],
+            },
+            lt::Side {
+                ptr: place(b, at[1], batch.b),
+                lie: self.lies[1],
+            },
             (a.dtype, c.dtype, place(c, at[2], batch.c)),
             bias.map(|bias| bias.ptr),
             [alpha, beta],

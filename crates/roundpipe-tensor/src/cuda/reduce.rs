@@ -1,13 +1,14 @@
-//! Kernels along dimensions on a GPU: reductions, positions of extremes, running sums, softmax, the k largest.
+//! Kernels along dimensions on a GPU: reductions, positions of extremes, running sums, softmax, the
+//! k largest.
 //!
-//! A reduction sorts the dimensions of its source into kept and folded ones and merges neighbours ([`Plan`]). Where
-//! neighbouring results lie side by side, threads fold whole stretches of results (column sums); elsewhere a thread, a
-//! warp or a block folds one result. Few results of many elements are cut into parts, which meet in scratch memory and
-//! are folded by a second launch.
+//! A reduction sorts the dimensions of its source into kept and folded ones and merges neighbours
+//! ([`Plan`]). Where neighbouring results lie side by side, threads fold whole stretches of results
+//! (column sums); elsewhere a thread, a warp or a block folds one result. Few results of many
+//! elements are cut into parts, which meet in scratch memory and are folded by a second launch.
 //!
 //! # Invariants
-//! - How the work is cut, and the order in which parts are joined, depends on the operands' layouts alone: neither on
-//!   addresses nor on the GPU.
+//! - How the work is cut, and the order in which parts are joined, depends on the operands' layouts
+//!   alone: neither on addresses nor on the GPU.
 //! - Floats are folded in the accumulator type and rounded once.
 
 use super::call::{Args, Call, FLOATS, c_type};
@@ -49,7 +50,11 @@ pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>
     match (kernel, src, dst) {
         (Kernel::Reduce { .. }, [Some(x)], [Some(y)]) => {
             let plan = Plan::new(x, y);
-            if plan.parts == 1 { 0 } else { plan.parts * plan.kept * stage_size(x.dtype) }
+            if plan.parts == 1 {
+                0
+            } else {
+                plan.parts * plan.kept * stage_size(x.dtype)
+            }
         }
         _ => 0,
     }
@@ -57,12 +62,20 @@ pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>
 
 /// Bytes of the type that a type is folded in.
 fn stage_size(dtype: DType) -> usize {
-    if matches!(dtype, DType::F32 | DType::BF16 | DType::F16) { 4 } else { 8 }
+    if matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
+        4
+    } else {
+        8
+    }
 }
 
 /// Bools are bytes here: 0 and 1 are folded like any numbers.
 fn item(dtype: DType) -> &'static str {
-    if dtype == DType::Bool { c_type(DType::U8) } else { c_type(dtype) }
+    if dtype == DType::Bool {
+        c_type(DType::U8)
+    } else {
+        c_type(dtype)
+    }
 }
 
 /// A dimension: size and stride.
@@ -94,7 +107,12 @@ impl Plan {
         let (mut keep, mut fold) = (Vec::new(), Vec::new());
         for (axis, (&size, &stride)) in x.shape().iter().zip(x.layout.strides()).enumerate() {
             if size != 1 {
-                if y.shape()[axis] == 1 { &mut fold } else { &mut keep }.push((size, stride));
+                if y.shape()[axis] == 1 {
+                    &mut fold
+                } else {
+                    &mut keep
+                }
+                .push((size, stride));
             }
         }
         fold.sort_by_key(|(_, stride): &Dim| std::cmp::Reverse(stride.abs()));
@@ -102,12 +120,18 @@ impl Plan {
         let count = |dims: &[Dim]| dims.iter().map(|d| d.0).product::<usize>();
         let (kept, folded) = (count(&keep), count(&fold));
         let dense = fold.last().is_some_and(|d| d.1 == 1);
-        let width = keep.last().filter(|d| d.1 == 1 && !dense && !fold.is_empty()).map_or(0, |d| d.0);
+        let width = keep
+            .last()
+            .filter(|d| d.1 == 1 && !dense && !fold.is_empty())
+            .map_or(0, |d| d.0);
         let columns = width >= 32;
         let (threads, parts) = if columns {
             let stretches = kept / width * width.div_ceil(256);
             let threads = folded.next_power_of_two().min(8);
-            (threads, 1024usize.div_ceil(stretches.max(1)).min(folded / 64))
+            (
+                threads,
+                1024usize.div_ceil(stretches.max(1)).min(folded / 64),
+            )
         } else {
             match folded {
                 0..=8 => (1, 1),
@@ -118,7 +142,16 @@ impl Plan {
         // Parts begin at multiples of any pack.
         let each = folded.div_ceil(parts.max(1)).next_multiple_of(16).max(1);
         let parts = folded.div_ceil(each).max(1);
-        Self { keep, fold, kept, folded, columns, threads, parts, each }
+        Self {
+            keep,
+            fold,
+            kept,
+            folded,
+            columns,
+            threads,
+            parts,
+            each,
+        }
     }
 
     /// Elements of a result that lie side by side and are folded at once.
@@ -132,11 +165,17 @@ impl Plan {
 
     /// Whether packs of rows (or columns) lie at multiples of 16 bytes.
     fn aligned(&self, ptr: u64, size: usize) -> bool {
-        let whole = |dims: &[Dim]| dims.iter().all(|d| (d.1.unsigned_abs() * size).is_multiple_of(16));
+        let whole = |dims: &[Dim]| {
+            dims.iter()
+                .all(|d| (d.1.unsigned_abs() * size).is_multiple_of(16))
+        };
         let last = usize::from(!self.keep.is_empty());
         let [keep, fold] = match self.columns {
             true => [&self.keep[..self.keep.len() - last], &self.fold[..]],
-            false => [&self.keep[..], &self.fold[..self.fold.len().saturating_sub(1)]],
+            false => [
+                &self.keep[..],
+                &self.fold[..self.fold.len().saturating_sub(1)],
+            ],
         };
         ptr.is_multiple_of(16) && whole(keep) && whole(fold)
     }
@@ -158,7 +197,11 @@ fn merged(dims: &[Dim]) -> Vec<Dim> {
 fn laid(ptr: u64, dtype: DType, dims: &[Dim]) -> Result<View> {
     let sizes: Vec<usize> = dims.iter().map(|d| d.0).collect();
     let strides: Vec<isize> = dims.iter().map(|d| d.1).collect();
-    Ok(View { ptr, dtype, layout: Layout::strided(Shape::new(&sizes)?, &strides) })
+    Ok(View {
+        ptr,
+        dtype,
+        layout: Layout::strided(Shape::new(&sizes)?, &strides),
+    })
 }
 
 /// The macro that `fold.cu` knows an operation by.
@@ -173,9 +216,18 @@ fn op_name(op: Reduce) -> &'static str {
     }
 }
 
-fn fold_unit(entry: &'static str, op: Reduce, x: &'static str, y: &'static str, pack: usize) -> Unit {
+fn fold_unit(
+    entry: &'static str,
+    op: Reduce,
+    x: &'static str,
+    y: &'static str,
+    pack: usize,
+) -> Unit {
     let columns = u8::from(entry == "fold_columns");
-    let unit = Unit::new("fold", FOLD, entry).with("OP", op_name(op)).with("X_T", x).with("Y_T", y);
+    let unit = Unit::new("fold", FOLD, entry)
+        .with("OP", op_name(op))
+        .with("X_T", x)
+        .with("Y_T", y);
     unit.with("WIDTH", pack).with("COLUMNS", columns)
 }
 
@@ -190,7 +242,9 @@ struct Finish {
 
 impl Finish {
     fn args(&self, args: Args) -> Args {
-        args.i32(i32::from(self.mean)).size(self.count).i32(i32::from(self.accumulate))
+        args.i32(i32::from(self.mean))
+            .size(self.count)
+            .i32(i32::from(self.accumulate))
     }
 }
 
@@ -200,10 +254,20 @@ unsafe fn reduce(call: &Call<'_>, op: Reduce, accumulate: bool) -> Result<()> {
     let (x, y) = (call.src(0), call.dst(0));
     let plan = Plan::new(x, y);
     let wide = stage(x.dtype);
-    let name = if item(y.dtype) == wide { wide } else { item(x.dtype) };
-    let last = Finish { ptr: y.ptr, name, mean: op == Reduce::Mean, count: plan.folded, accumulate };
-    // SAFETY: the caller's promise; scratch holds `parts · kept` values in the stage, written whole by the first
-    // launch before the second reads them on the same stream.
+    let name = if item(y.dtype) == wide {
+        wide
+    } else {
+        item(x.dtype)
+    };
+    let last = Finish {
+        ptr: y.ptr,
+        name,
+        mean: op == Reduce::Mean,
+        count: plan.folded,
+        accumulate,
+    };
+    // SAFETY: the caller's promise; scratch holds `parts · kept` values in the stage, written whole
+    // by the first launch before the second reads them on the same stream.
     unsafe {
         if plan.parts == 1 {
             return fold(call, &plan, op, x, &last);
@@ -214,7 +278,13 @@ unsafe fn reduce(call: &Call<'_>, op: Reduce, accumulate: bool) -> Result<()> {
             &plan,
             op,
             x,
-            &Finish { ptr: parts, name: wide, mean: false, count: 0, accumulate: false },
+            &Finish {
+                ptr: parts,
+                name: wide,
+                mean: false,
+                count: 0,
+                accumulate: false,
+            },
         )?;
         join(call, &plan, op, wide, parts, &last)
     }
@@ -229,23 +299,52 @@ unsafe fn fold(call: &Call<'_>, plan: &Plan, op: Reduce, x: &View, out: &Finish)
     let fold = laid(x.ptr, x.dtype, &plan.fold)?;
     if plan.columns {
         let pack = if aligned { 16 / x.dtype.size() } else { 1 };
-        let (&(width, _), outer) = plan.keep.split_last().expect("columns are a kept dimension");
+        let (&(width, _), outer) = plan
+            .keep
+            .split_last()
+            .expect("columns are a kept dimension");
         let stretch = 256 / plan.threads;
         let tiles = plan.kept / width * width.div_ceil(stretch * pack);
-        let args = Args::new().view(&laid(x.ptr, x.dtype, outer)?).view(&fold).ptr(out.ptr);
-        let args = args.size(plan.kept).size(width).size(plan.folded).size(plan.each).i32(i32::from(aligned));
+        let args = Args::new()
+            .view(&laid(x.ptr, x.dtype, outer)?)
+            .view(&fold)
+            .ptr(out.ptr);
+        let args = args
+            .size(plan.kept)
+            .size(width)
+            .size(plan.folded)
+            .size(plan.each)
+            .i32(i32::from(aligned));
         let unit = fold_unit("fold_columns", op, item(x.dtype), out.name, pack);
-        let (grid, block) = ([tiles as u32, plan.parts as u32, 1], [stretch as u32, plan.threads as u32, 1]);
+        let (grid, block) = (
+            [tiles as u32, plan.parts as u32, 1],
+            [stretch as u32, plan.threads as u32, 1],
+        );
         // SAFETY: the arguments are those of `fold_columns`; the rest is the caller's promise.
         return unsafe { call.launch(&unit, grid, block, 0, &mut out.args(args)) };
     }
     let pack = plan.row_pack(x.dtype.size());
-    let args = Args::new().view(&laid(x.ptr, x.dtype, &plan.keep)?).view(&fold).ptr(out.ptr);
-    let args = args.size(plan.kept).size(plan.folded).size(plan.each).i32(i32::from(aligned));
+    let args = Args::new()
+        .view(&laid(x.ptr, x.dtype, &plan.keep)?)
+        .view(&fold)
+        .ptr(out.ptr);
+    let args = args
+        .size(plan.kept)
+        .size(plan.folded)
+        .size(plan.each)
+        .i32(i32::from(aligned));
     let unit = fold_unit("fold_rows", op, item(x.dtype), out.name, pack);
     let (grid, block) = team(plan.kept, plan.threads);
     // SAFETY: the arguments are those of `fold_rows`; the rest is the caller's promise.
-    unsafe { call.launch(&unit, [grid, plan.parts as u32, 1], block, 0, &mut out.args(args)) }
+    unsafe {
+        call.launch(
+            &unit,
+            [grid, plan.parts as u32, 1],
+            block,
+            0,
+            &mut out.args(args),
+        )
+    }
 }
 
 /// The second launch: the parts of each result, in order.
@@ -268,7 +367,11 @@ unsafe fn join(
         _ => 256,
     };
     let args = Args::new().view(&keep).view(&fold).ptr(out.ptr);
-    let args = args.size(plan.kept).size(plan.parts).size(plan.parts).i32(0);
+    let args = args
+        .size(plan.kept)
+        .size(plan.parts)
+        .size(plan.parts)
+        .i32(0);
     let unit = fold_unit("fold_rows", op, wide, out.name, 1);
     let (grid, block) = team(plan.kept, threads);
     // SAFETY: the arguments are those of `fold_rows`; the rest is the caller's promise.
@@ -278,19 +381,31 @@ unsafe fn join(
 /// Blocks of 256 threads, `threads` of which take one of `count` lines.
 fn team(count: usize, threads: usize) -> (u32, [u32; 3]) {
     let lines = 256 / threads;
-    (count.div_ceil(lines) as u32, [threads as u32, lines as u32, 1])
+    (
+        count.div_ceil(lines) as u32,
+        [threads as u32, lines as u32, 1],
+    )
 }
 
 /// Every dimension but `dim`, merged.
 fn others(view: &View, dim: usize) -> Result<View> {
-    let dims = view.shape().iter().copied().zip(view.layout.strides().iter().copied());
-    let dims: Vec<Dim> =
-        dims.enumerate().filter(|(axis, d)| *axis != dim && d.0 != 1).map(|(_, d)| d).collect();
+    let dims = view
+        .shape()
+        .iter()
+        .copied()
+        .zip(view.layout.strides().iter().copied());
+    let dims: Vec<Dim> = dims
+        .enumerate()
+        .filter(|(axis, d)| *axis != dim && d.0 != 1)
+        .map(|(_, d)| d)
+        .collect();
     laid(view.ptr, view.dtype, &merged(&dims))
 }
 
 fn arg_unit(dtype: DType, largest: bool) -> Unit {
-    Unit::new("arg", ARG, "arg_line").with("X_T", item(dtype)).with("LARGEST", u8::from(largest))
+    Unit::new("arg", ARG, "arg_line")
+        .with("X_T", item(dtype))
+        .with("LARGEST", u8::from(largest))
 }
 
 /// `[x any strides] -> [y: i64]`.
@@ -306,10 +421,24 @@ unsafe fn arg_reduce(call: &Call<'_>, largest: bool, dim: usize) -> Result<()> {
         17..=2048 => 32,
         _ => 256,
     };
-    let mut args = Args::new().view(&others(x, dim)?).ptr(y.ptr).size(count).size(size).i64(stride as i64);
+    let mut args = Args::new()
+        .view(&others(x, dim)?)
+        .ptr(y.ptr)
+        .size(count)
+        .size(size)
+        .i64(stride as i64);
     let (grid, block) = team(count, threads);
-    // SAFETY: the arguments are those of `arg_line`; y is dense, and the dimension is not empty by contract.
-    unsafe { call.launch(&arg_unit(x.dtype, largest), [grid, 1, 1], block, 0, &mut args) }
+    // SAFETY: the arguments are those of `arg_line`; y is dense, and the dimension is not empty by
+    // contract.
+    unsafe {
+        call.launch(
+            &arg_unit(x.dtype, largest),
+            [grid, 1, 1],
+            block,
+            0,
+            &mut args,
+        )
+    }
 }
 
 fn scan_unit(entry: &'static str, dtype: DType) -> Unit {
@@ -328,11 +457,19 @@ unsafe fn cumsum(call: &Call<'_>, dim: usize, reverse: bool) -> Result<()> {
     // Strided lines go side by side if there are enough of them; short ones are not worth a block.
     let alone = size <= 16 || (stride != 1 && count >= 4096);
     let args = Args::new().view(&others(x, dim)?).view(&others(y, dim)?);
-    let args = args.size(count).size(size).i64(stride as i64).i64(step as i64);
+    let args = args
+        .size(count)
+        .size(size)
+        .i64(stride as i64)
+        .i64(step as i64);
     let mut args = args.i32(i32::from(reverse));
-    let (entry, grid) =
-        if alone { ("scan_one", Call::blocks(count)) } else { ("scan_many", [count as u32, 1, 1]) };
-    // SAFETY: the arguments are those of either kernel; y is dense by contract and of x's shape and type.
+    let (entry, grid) = if alone {
+        ("scan_one", Call::blocks(count))
+    } else {
+        ("scan_many", [count as u32, 1, 1])
+    };
+    // SAFETY: the arguments are those of either kernel; y is dense by contract and of x's shape and
+    // type.
     unsafe { call.launch(&scan_unit(entry, x.dtype), grid, [256, 1, 1], 0, &mut args) }
 }
 
@@ -355,7 +492,9 @@ fn softmax_cut(width: usize, size: usize) -> (usize, usize) {
 
 fn softmax_unit(entry: &'static str, dtype: DType, log: bool, hold: usize) -> Unit {
     let unit = Unit::new("softmax", SOFTMAX, entry).with("X_T", c_type(dtype));
-    unit.with("LOG", u8::from(log)).with("HOLD", hold).with("GRAD", u8::from(entry == "softmax_grad"))
+    unit.with("LOG", u8::from(log))
+        .with("HOLD", hold)
+        .with("GRAD", u8::from(entry == "softmax_grad"))
 }
 
 /// `[x contiguous] -> [y]`.
@@ -373,29 +512,51 @@ unsafe fn softmax(call: &Call<'_>, log: bool) -> Result<()> {
 /// As [`run`].
 unsafe fn softmax_grad(call: &Call<'_>, log: bool) -> Result<()> {
     // SAFETY: the caller's promise is passed on.
-    unsafe { along_rows(call, "softmax_grad", log, &[*call.src(0), *call.src(1), *call.dst(0)]) }
+    unsafe {
+        along_rows(
+            call,
+            "softmax_grad",
+            log,
+            &[*call.src(0), *call.src(1), *call.dst(0)],
+        )
+    }
 }
 
 /// # Safety
 /// As [`run`]; the operands are dense, in the order of the kernel's arguments.
-unsafe fn along_rows(call: &Call<'_>, entry: &'static str, log: bool, operands: &[View]) -> Result<()> {
+unsafe fn along_rows(
+    call: &Call<'_>,
+    entry: &'static str,
+    log: bool,
+    operands: &[View],
+) -> Result<()> {
     let dtype = operands[0].dtype;
     if !dtype.is_float() || operands.iter().any(|v| v.dtype != dtype) {
         return Err(unsupported(call));
     }
     let (rows, width) = rows(&operands[0]);
     let (threads, hold) = softmax_cut(width, dtype.size());
-    let packed =
-        (width * dtype.size()).is_multiple_of(16) && operands.iter().all(|v| v.ptr.is_multiple_of(16));
+    let packed = (width * dtype.size()).is_multiple_of(16)
+        && operands.iter().all(|v| v.ptr.is_multiple_of(16));
     let args = operands.iter().fold(Args::new(), |args, v| args.ptr(v.ptr));
     let mut args = args.size(rows).size(width).i32(i32::from(packed));
     let (grid, block) = team(rows, threads);
     // SAFETY: the arguments are those of the kernel; the operands are the caller's promise.
-    unsafe { call.launch(&softmax_unit(entry, dtype, log, hold), [grid, 1, 1], block, 0, &mut args) }
+    unsafe {
+        call.launch(
+            &softmax_unit(entry, dtype, log, hold),
+            [grid, 1, 1],
+            block,
+            0,
+            &mut args,
+        )
+    }
 }
 
 fn topk_unit(entry: &'static str, dtype: DType, largest: bool) -> Unit {
-    Unit::new("topk", TOPK, entry).with("X_T", item(dtype)).with("LARGEST", u8::from(largest))
+    Unit::new("topk", TOPK, entry)
+        .with("X_T", item(dtype))
+        .with("LARGEST", u8::from(largest))
 }
 
 /// `[x contiguous] -> [values, indices: i64]`.
@@ -411,11 +572,23 @@ unsafe fn topk(call: &Call<'_>, largest: bool) -> Result<()> {
         if k <= 64 {
             let (grid, block) = team(count, if width <= 2048 { 32 } else { 256 });
             let mut args = args.size(count).size(width).size(k);
-            return call.launch(&topk_unit("topk_pick", x.dtype, largest), [grid, 1, 1], block, 0, &mut args);
+            return call.launch(
+                &topk_unit("topk_pick", x.dtype, largest),
+                [grid, 1, 1],
+                block,
+                0,
+                &mut args,
+            );
         }
         let grid = [(count * width.div_ceil(256)) as u32, 1, 1];
         let mut args = args.size(width).size(k);
-        call.launch(&topk_unit("topk_rank", x.dtype, largest), grid, [256, 1, 1], 0, &mut args)
+        call.launch(
+            &topk_unit("topk_rank", x.dtype, largest),
+            grid,
+            [256, 1, 1],
+            0,
+            &mut args,
+        )
     }
 }
 
@@ -447,8 +620,20 @@ pub(super) fn units() -> Vec<Unit> {
         }
     }
     for op in [Reduce::Any, Reduce::All] {
-        units.push(fold_unit("fold_rows", op, item(DType::Bool), item(DType::Bool), 16));
-        units.push(fold_unit("fold_columns", op, item(DType::Bool), item(DType::Bool), 16));
+        units.push(fold_unit(
+            "fold_rows",
+            op,
+            item(DType::Bool),
+            item(DType::Bool),
+            16,
+        ));
+        units.push(fold_unit(
+            "fold_columns",
+            op,
+            item(DType::Bool),
+            item(DType::Bool),
+            16,
+        ));
     }
     for x in DType::ALL.into_iter().filter(|x| *x != DType::Bool) {
         for largest in [false, true] {
@@ -468,7 +653,11 @@ mod tests {
     use crate::shape::{Layout, Shape};
 
     fn dense(dtype: DType, sizes: &[usize]) -> View {
-        View { ptr: 1 << 20, dtype, layout: Layout::contiguous(Shape::new(sizes).unwrap()) }
+        View {
+            ptr: 1 << 20,
+            dtype,
+            layout: Layout::contiguous(Shape::new(sizes).unwrap()),
+        }
     }
 
     fn offset(dims: &[(usize, isize)], mut i: usize) -> isize {
@@ -483,19 +672,38 @@ mod tests {
     /// The shapes that training folds: what is cut how.
     #[test]
     fn plans_of_the_shapes_that_matter() {
-        let plan = |x: &[usize], y: &[usize]| Plan::new(&dense(DType::BF16, x), &dense(DType::F32, y));
+        let plan =
+            |x: &[usize], y: &[usize]| Plan::new(&dense(DType::BF16, x), &dense(DType::F32, y));
         let bias = plan(&[8192, 4096], &[1, 4096]);
-        assert!(bias.columns && bias.threads == 8 && bias.parts == 64 && bias.each == 128, "{bias:?}");
+        assert!(
+            bias.columns && bias.threads == 8 && bias.parts == 64 && bias.each == 128,
+            "{bias:?}"
+        );
         let total = plan(&[1 << 20, 64], &[1, 1]);
-        assert!(!total.columns && total.parts == 1024 && total.row_pack(2) == 8, "{total:?}");
+        assert!(
+            !total.columns && total.parts == 1024 && total.row_pack(2) == 8,
+            "{total:?}"
+        );
         let last = plan(&[8192, 4096], &[8192, 1]);
-        assert!(!last.columns && last.threads == 256 && last.parts == 1, "{last:?}");
+        assert!(
+            !last.columns && last.threads == 256 && last.parts == 1,
+            "{last:?}"
+        );
         let narrow = plan(&[40_000, 2], &[1, 2]);
         assert!(!narrow.columns && narrow.row_pack(2) == 1, "{narrow:?}");
         let planes = plan(&[8, 3, 16, 16], &[1, 3, 1, 1]);
-        assert!(!planes.columns && planes.row_pack(2) == 8 && planes.fold.len() == 2, "{planes:?}");
-        let kernel = Kernel::Reduce { op: Reduce::Sum, accumulate: false };
-        let (x, y) = (dense(DType::BF16, &[8192, 4096]), dense(DType::F32, &[1, 4096]));
+        assert!(
+            !planes.columns && planes.row_pack(2) == 8 && planes.fold.len() == 2,
+            "{planes:?}"
+        );
+        let kernel = Kernel::Reduce {
+            op: Reduce::Sum,
+            accumulate: false,
+        };
+        let (x, y) = (
+            dense(DType::BF16, &[8192, 4096]),
+            dense(DType::F32, &[1, 4096]),
+        );
         assert_eq!(scratch(&kernel, &[Some(x)], &[Some(y)]), 64 * 4096 * 4);
     }
 
@@ -522,7 +730,10 @@ mod tests {
                 }
             }
             assert_eq!(plan.kept, y.numel(), "{sizes:?}");
-            assert!(seen.iter().all(|n| *n == 1), "{sizes:?} to {kept:?}: {plan:?}");
+            assert!(
+                seen.iter().all(|n| *n == 1),
+                "{sizes:?} to {kept:?}: {plan:?}"
+            );
         }
     }
 
@@ -532,7 +743,10 @@ mod tests {
         for size in [2, 4, 8] {
             for width in [1, 7, 128, 1031, 4096, 8192, 150_000] {
                 let (threads, hold) = softmax_cut(width, size);
-                assert!(hold == 0 || threads * hold * 16 / size >= width, "{width} of {size}");
+                assert!(
+                    hold == 0 || threads * hold * 16 / size >= width,
+                    "{width} of {size}"
+                );
             }
         }
     }

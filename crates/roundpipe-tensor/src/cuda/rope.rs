@@ -1,7 +1,8 @@
-//! Rotary embedding, alone and behind the RMS norm of a head (`rope.cu`), and gated linear units (`glu.cu`).
+//! Rotary embedding, alone and behind the RMS norm of a head (`rope.cu`), and gated linear units
+//! (`glu.cu`).
 //!
-//! Operands keep their strides except in the last dimension, so that queries, keys and gates are read where a joint
-//! projection left them. A position that is not in the table raises the alarm.
+//! Operands keep their strides except in the last dimension, so that queries, keys and gates are
+//! read where a joint projection left them. A position that is not in the table raises the alarm.
 
 use super::call::{Args, Call, FLOATS, c_type};
 use super::compile::Unit;
@@ -11,8 +12,14 @@ use crate::error::{Error, Result};
 use crate::kernel::{Glu, Kernel, RopeStyle, View};
 use crate::shape::{Layout, Shape};
 
-const ROPE: &str = concat!(include_str!("kernels/rows.cuh"), include_str!("kernels/rope.cu"));
-const GLU: &str = concat!(include_str!("kernels/rows.cuh"), include_str!("kernels/glu.cu"));
+const ROPE: &str = concat!(
+    include_str!("kernels/rows.cuh"),
+    include_str!("kernels/rope.cu")
+);
+const GLU: &str = concat!(
+    include_str!("kernels/rows.cuh"),
+    include_str!("kernels/glu.cu")
+);
 
 /// # Safety
 /// As [`Ops::launch`](crate::device::Ops::launch).
@@ -25,10 +32,19 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
             Kernel::RopeNormGrad { style, accumulate } => rope_norm_grad(call, style, accumulate),
             Kernel::Glu(kind) => gated(call, kind, "glu", &[call.src(0), call.src(1), call.dst(0)]),
             Kernel::GluGrad(kind) => {
-                let operands = [call.src(0), call.src(1), call.src(2), call.dst(0), call.dst(1)];
+                let operands = [
+                    call.src(0),
+                    call.src(1),
+                    call.src(2),
+                    call.dst(0),
+                    call.dst(1),
+                ];
                 gated(call, kind, "glu_grad", &operands)
             }
-            _ => Err(Error::invalid(call.kernel.name(), "is neither a rotary embedding nor a gated unit")),
+            _ => Err(Error::invalid(
+                call.kernel.name(),
+                "is neither a rotary embedding nor a gated unit",
+            )),
         }
     }
 }
@@ -53,7 +69,14 @@ pub(super) fn units() -> Vec<Unit> {
                 units.push(rope_unit("rope_heads", dtype, style, true, wide));
                 units.push(rope_unit("rope_heads_grad", dtype, style, true, wide));
             }
-            for kind in [Glu::Silu, Glu::GeluTanh, Glu::Clamped { alpha: 1.0, limit: 1.0 }] {
+            for kind in [
+                Glu::Silu,
+                Glu::GeluTanh,
+                Glu::Clamped {
+                    alpha: 1.0,
+                    limit: 1.0,
+                },
+            ] {
                 units.extend(["glu", "glu_grad"].map(|entry| glu_unit(entry, dtype, kind, wide)));
             }
         }
@@ -62,8 +85,11 @@ pub(super) fn units() -> Vec<Unit> {
 }
 
 fn rope_unit(entry: &'static str, dtype: DType, style: RopeStyle, norm: bool, wide: bool) -> Unit {
-    let unit = Unit::new("rope", ROPE, entry).with("ELEMENT", c_type(dtype)).with("WIDE", u8::from(wide));
-    unit.with("STYLE", u8::from(style == RopeStyle::Interleaved)).with("NORM", u8::from(norm))
+    let unit = Unit::new("rope", ROPE, entry)
+        .with("ELEMENT", c_type(dtype))
+        .with("WIDE", u8::from(wide));
+    unit.with("STYLE", u8::from(style == RopeStyle::Interleaved))
+        .with("NORM", u8::from(norm))
 }
 
 fn glu_unit(entry: &'static str, dtype: DType, kind: Glu, wide: bool) -> Unit {
@@ -89,8 +115,14 @@ struct Heads<'a> {
 }
 
 impl<'a> Heads<'a> {
-    /// Of sources 0, `cos`, `cos + 1` and `positions`; `others` are the operands that lie like heads.
-    fn new(call: &'a Call<'_>, cos: usize, positions: usize, others: &[Option<&View>]) -> Result<Self> {
+    /// Of sources 0, `cos`, `cos + 1` and `positions`; `others` are the operands that lie like
+    /// heads.
+    fn new(
+        call: &'a Call<'_>,
+        cos: usize,
+        positions: usize,
+        others: &[Option<&View>],
+    ) -> Result<Self> {
         let (x, table, sin) = (call.src(0), call.src(cos), call.src(cos + 1));
         let (width, half) = (x.shape()[3], table.shape()[1]);
         let rows: usize = x.shape()[..3].iter().product();
@@ -104,20 +136,39 @@ impl<'a> Heads<'a> {
         let table_bytes = (n * table.dtype.size()) as u64;
         let wide = half.is_multiple_of(n)
             && others.iter().flatten().chain([&x]).all(|v| steps_of(v, n))
-            && [table, sin].iter().all(|v| v.ptr.is_multiple_of(table_bytes));
+            && [table, sin]
+                .iter()
+                .all(|v| v.ptr.is_multiple_of(table_bytes));
         let n = if wide { n } else { 1 };
         let units = half / n + (width - 2 * half).div_ceil(2 * n);
         let lanes = units.next_power_of_two().min(32) as u32;
         let positions = call.maybe_src(positions);
-        Ok(Self { x, rows: rows as u32, cos: table, sin, positions, wide, lanes })
+        Ok(Self {
+            x,
+            rows: rows as u32,
+            cos: table,
+            sin,
+            positions,
+            wide,
+            lanes,
+        })
     }
 
     /// The parameters `HEADS` of `rope.cu`.
     fn args(&self, call: &Call<'_>, args: Args) -> Args {
         let (dims, table) = (self.x.shape().dims(), self.cos.shape());
-        let args = args.size(dims[1]).size(dims[2]).size(dims[3]).size(table[1]).size(table[0]);
-        let args = args.ptr(self.cos.ptr).ptr(self.sin.ptr).maybe(self.positions);
-        args.ptr(call.alarm.device).u32(call.alarm.code(call.kernel.name()))
+        let args = args
+            .size(dims[1])
+            .size(dims[2])
+            .size(dims[3])
+            .size(table[1])
+            .size(table[0]);
+        let args = args
+            .ptr(self.cos.ptr)
+            .ptr(self.sin.ptr)
+            .maybe(self.positions);
+        args.ptr(call.alarm.device)
+            .u32(call.alarm.code(call.kernel.name()))
     }
 
     /// Blocks of 256 threads for all heads.
@@ -139,7 +190,10 @@ fn steps_of(view: &View, n: usize) -> bool {
 /// A view and its three outer strides, as `rope.cu` takes heads.
 fn strided(args: Args, view: &View) -> Args {
     let strides = view.layout.strides();
-    args.ptr(view.ptr).i64(strides[0] as i64).i64(strides[1] as i64).i64(strides[2] as i64)
+    args.ptr(view.ptr)
+        .i64(strides[0] as i64)
+        .i64(strides[1] as i64)
+        .i64(strides[2] as i64)
 }
 
 /// [`Kernel::Rope`].
@@ -153,10 +207,14 @@ unsafe fn rope(call: &Call<'_>, style: RopeStyle, inverse: bool) -> Result<()> {
     }
     let heads = Heads::new(call, 1, 3, &[Some(y)])?;
     let args = strided(Args::new(), heads.x).ptr(0).ptr(y.ptr).ptr(0);
-    let args = heads.args(call, args).u32(heads.rows).i32(heads.lanes as i32);
+    let args = heads
+        .args(call, args)
+        .u32(heads.rows)
+        .i32(heads.lanes as i32);
     let args = args.f64(if inverse { -1.0 } else { 1.0 }).f64(0.0);
     let unit = rope_unit("rope_heads", heads.x.dtype, style, false, heads.wide);
-    // SAFETY: the arguments are those of `rope_heads`, which uses no weight without NORM; heads are dense.
+    // SAFETY: the arguments are those of `rope_heads`, which uses no weight without NORM; heads are
+    // dense.
     unsafe { call.launch(&unit, heads.grid(), [256, 1, 1], 0, &mut { args }) }
 }
 
@@ -167,8 +225,16 @@ unsafe fn rope(call: &Call<'_>, style: RopeStyle, inverse: bool) -> Result<()> {
 unsafe fn rope_norm(call: &Call<'_>, style: RopeStyle, eps: f64) -> Result<()> {
     let (w, y, rstd) = (call.src(1), call.dst(0), call.dst(1));
     let heads = Heads::new(call, 2, 4, &[Some(y), Some(w)])?;
-    let args = strided(Args::new(), heads.x).ptr(w.ptr).ptr(y.ptr).ptr(rstd.ptr);
-    let args = heads.args(call, args).u32(heads.rows).i32(heads.lanes as i32).f64(1.0).f64(eps);
+    let args = strided(Args::new(), heads.x)
+        .ptr(w.ptr)
+        .ptr(y.ptr)
+        .ptr(rstd.ptr);
+    let args = heads
+        .args(call, args)
+        .u32(heads.rows)
+        .i32(heads.lanes as i32)
+        .f64(1.0)
+        .f64(eps);
     let unit = rope_unit("rope_heads", heads.x.dtype, style, true, heads.wide);
     // SAFETY: the arguments are those of `rope_heads`; heads, weight and rstd are dense.
     unsafe { call.launch(&unit, heads.grid(), [256, 1, 1], 0, &mut { args }) }
@@ -188,13 +254,27 @@ unsafe fn rope_norm_grad(call: &Call<'_>, style: RopeStyle, accumulate: bool) ->
     // Every group of threads keeps a sum of every column; wide heads have fewer groups in a block.
     let bytes = width * heads.x.dtype.accumulator().size();
     let room = |threads: u32| (threads / heads.lanes) as usize * bytes;
-    let threads = [256, 128, 64].into_iter().find(|threads| room(*threads) <= 32 << 10).unwrap_or(32);
-    let args = strided(strided(Args::new(), heads.x), dy).ptr(w.ptr).ptr(rstd.ptr).maybe(dx).ptr(partial);
-    let args = heads.args(call, args).u32(heads.rows).i32(heads.lanes as i32).u32(cut.per as u32);
+    let threads = [256, 128, 64]
+        .into_iter()
+        .find(|threads| room(*threads) <= 32 << 10)
+        .unwrap_or(32);
+    let args = strided(strided(Args::new(), heads.x), dy)
+        .ptr(w.ptr)
+        .ptr(rstd.ptr)
+        .maybe(dx)
+        .ptr(partial);
+    let args = heads
+        .args(call, args)
+        .u32(heads.rows)
+        .i32(heads.lanes as i32)
+        .u32(cut.per as u32);
     let unit = rope_unit("rope_heads_grad", heads.x.dtype, style, true, heads.wide);
-    let (grid, shared) = ([cut.count as u32, 1, 1], dw.map_or(0, |_| room(threads)) as u32);
-    // SAFETY: the arguments are those of `rope_heads_grad`; heads, weight and rstd are dense; `scratch` asked for
-    // the partial sums.
+    let (grid, shared) = (
+        [cut.count as u32, 1, 1],
+        dw.map_or(0, |_| room(threads)) as u32,
+    );
+    // SAFETY: the arguments are those of `rope_heads_grad`; heads, weight and rstd are dense;
+    // `scratch` asked for the partial sums.
     unsafe { call.launch(&unit, grid, [threads, 1, 1], shared, &mut { args }) }?;
     match dw {
         // SAFETY: the kernel before left `count` rows of partial sums there.
@@ -208,7 +288,11 @@ fn rows_of(view: &View) -> Result<View> {
     let (dims, strides) = (view.shape().dims(), view.layout.strides());
     let outer = dims.len().saturating_sub(1);
     let (dims, strides) = (&dims[..outer], &strides[..outer]);
-    let mut apart = dims.iter().zip(strides).rev().filter(|(size, _)| **size != 1);
+    let mut apart = dims
+        .iter()
+        .zip(strides)
+        .rev()
+        .filter(|(size, _)| **size != 1);
     let (&size, &step) = apart.next().unwrap_or((&1, &0));
     let mut reach = step * size as isize;
     let one = apart.all(|(&size, &stride)| {
@@ -235,7 +319,11 @@ unsafe fn gated(call: &Call<'_>, kind: Glu, entry: &'static str, operands: &[&Vi
     let n = piece(dtype);
     // What is dense as a whole is one long row.
     let whole = operands.iter().all(|v| v.layout.is_contiguous());
-    let cols = if whole { numel } else { operands[0].shape().last().copied().unwrap_or(1) };
+    let cols = if whole {
+        numel
+    } else {
+        operands[0].shape().last().copied().unwrap_or(1)
+    };
     let wide = match whole {
         true => numel.is_multiple_of(n) && operands.iter().all(|v| v.ptr.is_multiple_of(16)),
         false => operands.iter().all(|v| steps_of(v, n)),
@@ -247,14 +335,34 @@ unsafe fn gated(call: &Call<'_>, kind: Glu, entry: &'static str, operands: &[&Vi
     let mut args = Args::new();
     for operand in operands {
         let one = || Layout::strided(Shape::default(), &[]);
-        args = args.view(&if whole { View { layout: one(), ..**operand } } else { rows_of(operand)? });
+        args = args.view(&if whole {
+            View {
+                layout: one(),
+                ..**operand
+            }
+        } else {
+            rows_of(operand)?
+        });
     }
     let (alpha, limit) = match kind {
         Glu::Clamped { alpha, limit } => (alpha, limit),
         _ => (0.0, 0.0),
     };
-    let args = args.size(rows).size(cols).u32(across as u32).f64(alpha).f64(limit);
-    let (grid, block) = ([(across * down) as u32, 1, 1], [tx as u32, (256 / tx) as u32, 1]);
-    // SAFETY: the arguments are those of `glu` or `glu_grad`; last dimensions are dense, shapes are equal.
-    unsafe { call.launch(&glu_unit(entry, dtype, kind, wide), grid, block, 0, &mut { args }) }
+    let args = args
+        .size(rows)
+        .size(cols)
+        .u32(across as u32)
+        .f64(alpha)
+        .f64(limit);
+    let (grid, block) = (
+        [(across * down) as u32, 1, 1],
+        [tx as u32, (256 / tx) as u32, 1],
+    );
+    // SAFETY: the arguments are those of `glu` or `glu_grad`; last dimensions are dense, shapes are
+    // equal.
+    unsafe {
+        call.launch(&glu_unit(entry, dtype, kind, wide), grid, block, 0, &mut {
+            args
+        })
+    }
 }

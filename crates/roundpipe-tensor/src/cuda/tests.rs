@@ -1,4 +1,5 @@
-//! Launches of known kernels do without the allocator: what the host pays per launch, checked without a GPU.
+//! Launches of known kernels do without the allocator: what the host pays per launch, checked
+//! without a GPU.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -46,9 +47,18 @@ pub(super) fn allocations(mut f: impl FnMut()) -> usize {
 
 /// A unit as large as they come.
 fn unit(width: usize) -> Unit {
-    let unit = Unit::new("map", "", "map_elements").with("KIND", "BINARY").with("FUNCTION", "take_larger");
-    let unit = unit.with("SOURCES", 3).with("A_T", "unsigned char").with("B_T", "bf16").with("C_T", "float");
-    unit.with("Y_T", "long long").with("STAGE_T", "double").with("WIDTH", width).with("FAST", u8::from(true))
+    let unit = Unit::new("map", "", "map_elements")
+        .with("KIND", "BINARY")
+        .with("FUNCTION", "take_larger");
+    let unit = unit
+        .with("SOURCES", 3)
+        .with("A_T", "unsigned char")
+        .with("B_T", "bf16")
+        .with("C_T", "float");
+    unit.with("Y_T", "long long")
+        .with("STAGE_T", "double")
+        .with("WIDTH", width)
+        .with("FAST", u8::from(true))
 }
 
 /// Cards of before Ampere are refused by their capability, and it is said which.
@@ -56,14 +66,24 @@ fn unit(width: usize) -> Unit {
 fn old_cards_are_refused() {
     for capability in [(6, 1), (7, 5)] {
         let why = super::too_old(capability).unwrap();
-        assert!(why.contains(&format!("{}.{}", capability.0, capability.1)) && why.contains("8.0"), "{why}");
+        assert!(
+            why.contains(&format!("{}.{}", capability.0, capability.1)) && why.contains("8.0"),
+            "{why}"
+        );
     }
-    assert!([(8, 0), (8, 9), (12, 0)].into_iter().all(|new| super::too_old(new).is_none()));
+    assert!(
+        [(8, 0), (8, 9), (12, 0)]
+            .into_iter()
+            .all(|new| super::too_old(new).is_none())
+    );
 }
 
 #[test]
 fn a_known_kernel_is_found_without_allocating() {
-    let table: Table<Unit, usize> = [1, 2, 4, 8].map(|width| (unit(width), width)).into_iter().collect();
+    let table: Table<Unit, usize> = [1, 2, 4, 8]
+        .map(|width| (unit(width), width))
+        .into_iter()
+        .collect();
     assert_eq!(allocations(|| assert_eq!(table.get(&unit(4)), Some(&4))), 0);
     assert_eq!(table.get(&unit(3)), None);
 }
@@ -71,9 +91,20 @@ fn a_known_kernel_is_found_without_allocating() {
 #[test]
 fn arguments_use_their_memory_again() {
     let layout = crate::shape::Layout::contiguous(Shape::new(&[3, 5, 7]).unwrap());
-    let view = View { ptr: 4096, dtype: DType::F32, layout };
+    let view = View {
+        ptr: 4096,
+        dtype: DType::F32,
+        layout,
+    };
     let launch = || {
-        let mut args = Args::new().view(&view).view(&view).ptr(1).size(2).f64(0.5).i32(-1).words(&[1, 2, 3]);
+        let mut args = Args::new()
+            .view(&view)
+            .view(&view)
+            .ptr(1)
+            .size(2)
+            .f64(0.5)
+            .i32(-1)
+            .words(&[1, 2, 3]);
         assert_eq!(args.pointers().len(), 7);
     };
     assert_eq!(allocations(launch), 0);
@@ -94,12 +125,17 @@ fn a_lost_card_is_told_from_a_refusal() {
     ] {
         assert!(is_fatal(lost), "{lost:?}");
     }
-    for refused in [E::CUDA_ERROR_OUT_OF_MEMORY, E::CUDA_ERROR_NOT_READY, E::CUDA_ERROR_INVALID_VALUE] {
+    for refused in [
+        E::CUDA_ERROR_OUT_OF_MEMORY,
+        E::CUDA_ERROR_NOT_READY,
+        E::CUDA_ERROR_INVALID_VALUE,
+    ] {
         assert!(!is_fatal(refused), "{refused:?}");
     }
 }
 
-/// Host time of what every launch does before the driver's call; run with `--ignored --nocapture` to read it.
+/// Host time of what every launch does before the driver's call; run with `--ignored --nocapture`
+/// to read it.
 #[test]
 #[ignore = "a measurement"]
 #[expect(clippy::print_stderr, reason = "a measurement")]

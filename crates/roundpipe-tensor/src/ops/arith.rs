@@ -1,7 +1,7 @@
 //! Elementwise arithmetic with broadcasting.
 //!
-//! Integers wrap on overflow; an integer divided by zero is 0. Bool tensors take part in comparisons,
-//! choices and logic, not in arithmetic: convert them with [`Cx::cast`].
+//! Integers wrap on overflow; an integer divided by zero is 0. Bool tensors take part in
+//! comparisons, choices and logic, not in arithmetic: convert them with [`Cx::cast`].
 
 mod choose;
 mod unary;
@@ -113,7 +113,8 @@ impl Cx {
         })
     }
 
-    /// The larger of a and b; NaN where either is. The gradient of equal elements is shared half and half.
+    /// The larger of a and b; NaN where either is. The gradient of equal elements is shared half
+    /// and half.
     ///
     /// # Errors
     /// When types differ or shapes do not broadcast.
@@ -121,7 +122,8 @@ impl Cx {
         self.extremum("maximum", Binary::Max, Compare::Gt, a, b)
     }
 
-    /// The smaller of a and b; NaN where either is. The gradient of equal elements is shared half and half.
+    /// The smaller of a and b; NaN where either is. The gradient of equal elements is shared half
+    /// and half.
     ///
     /// # Errors
     /// When types differ or shapes do not broadcast.
@@ -162,7 +164,15 @@ impl Cx {
 /// dy · b · a^(b - 1).
 fn base_grad(worker: &Worker, base: &Tensor, exponent: &Tensor, dy: &Tensor) -> Result<Tensor> {
     const OP: &str = "pow";
-    let less = raw_unary(worker, OP, Unary::Affine { mul: 1.0, add: -1.0 }, exponent)?;
+    let less = raw_unary(
+        worker,
+        OP,
+        Unary::Affine {
+            mul: 1.0,
+            add: -1.0,
+        },
+        exponent,
+    )?;
     let power = raw_binary(worker, OP, Binary::Pow, base, &less)?;
     drop(less);
     let slope = raw_binary(worker, OP, Binary::Mul, &power, exponent)?;
@@ -214,11 +224,13 @@ fn winner_grad(
 
 /// The gradient of the only output, as it lies: elementwise kernels take any strides.
 fn incoming(bx: &mut Back<'_>) -> Tensor {
-    bx.grad_strided(0).expect("a node runs only with a gradient")
+    bx.grad_strided(0)
+        .expect("a node runs only with a gradient")
 }
 
-/// Contributes `full`, summed over the dimensions that broadcasting stretched, to input `i` of `shape`. Sums
-/// are written in the accumulator type, straight into a parameter's gradient where there is one.
+/// Contributes `full`, summed over the dimensions that broadcasting stretched, to input `i` of
+/// `shape`. Sums are written in the accumulator type, straight into a parameter's gradient where
+/// there is one.
 fn give_sum(bx: &mut Back<'_>, i: usize, full: Tensor, shape: Shape) -> Result<()> {
     if !bx.needs(i) {
         return Ok(());
@@ -227,19 +239,29 @@ fn give_sum(bx: &mut Back<'_>, i: usize, full: Tensor, shape: Shape) -> Result<(
         return bx.give(i, full.detach());
     }
     let lead = full.rank() - shape.rank();
-    let kept = (0..full.rank())
-        .fold(*full.shape(), |kept, axis| kept.cut(axis, if axis < lead { 1 } else { shape[axis - lead] }));
+    let kept = (0..full.rank()).fold(*full.shape(), |kept, axis| {
+        kept.cut(axis, if axis < lead { 1 } else { shape[axis - lead] })
+    });
     let sink = bx.sink(i)?;
-    let kernel = Kernel::Reduce { op: Reduce::Sum, accumulate: sink.accumulate };
+    let kernel = Kernel::Reduce {
+        op: Reduce::Sum,
+        accumulate: sink.accumulate,
+    };
     let into = sink.tensor.relaid(Layout::contiguous(kept));
-    bx.worker().launch(&kernel, &[Some(&full)], &[Some(&into)])?;
+    bx.worker()
+        .launch(&kernel, &[Some(&full)], &[Some(&into)])?;
     drop((full, into));
     bx.settle(i, sink)
 }
 
 /// The refusal of arithmetic on truth values.
 fn no_bool(op: &'static str, x: &Tensor) -> Error {
-    Error::DType { op, dtype: x.dtype(), shape: *x.shape(), expected: "convert it with `cast`" }
+    Error::DType {
+        op,
+        dtype: x.dtype(),
+        shape: *x.shape(),
+        expected: "convert it with `cast`",
+    }
 }
 
 /// A constant that broadcasts.
@@ -248,7 +270,12 @@ fn scalar(worker: &Worker, dtype: DType, value: f64) -> Result<Tensor> {
 }
 
 /// The kernel alone, unrecorded.
-pub(crate) fn raw_unary(worker: &Worker, op: &'static str, kind: Unary, x: &Tensor) -> Result<Tensor> {
+pub(crate) fn raw_unary(
+    worker: &Worker,
+    op: &'static str,
+    kind: Unary,
+    x: &Tensor,
+) -> Result<Tensor> {
     let out = worker.alloc(op, x.dtype(), *x.shape())?;
     worker.launch(&Kernel::Unary(kind), &[Some(x)], &[Some(&out)])?;
     Ok(out)
@@ -267,6 +294,10 @@ pub(crate) fn raw_binary(
     let left = a.relaid(a.layout().broadcast_to(shape, op)?);
     let right = b.relaid(b.layout().broadcast_to(shape, op)?);
     let out = worker.alloc(op, a.dtype(), shape)?;
-    worker.launch(&Kernel::Binary(kind), &[Some(&left), Some(&right)], &[Some(&out)])?;
+    worker.launch(
+        &Kernel::Binary(kind),
+        &[Some(&left), Some(&right)],
+        &[Some(&out)],
+    )?;
     Ok(out)
 }

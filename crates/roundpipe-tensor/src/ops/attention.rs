@@ -22,28 +22,34 @@ pub struct Attention<'a> {
     pub window: Option<usize>,
     /// One more score per query head, `[heads]`, which takes weight and gives no value.
     pub sinks: Option<&'a Tensor>,
-    /// Cumulative lengths (i32) of the queries and keys of sequences packed into one row of the batch:
-    /// sequence i has rows `lens[i]..lens[i + 1]`. Rows outside attend to nothing.
+    /// Cumulative lengths (i32) of the queries and keys of sequences packed into one row of the
+    /// batch: sequence i has rows `lens[i]..lens[i + 1]`. Rows outside attend to nothing.
     pub lens: Option<(&'a Tensor, &'a Tensor)>,
-    /// The backward may add in an order that is not the same every time, where a device is faster so: gradients of
-    /// equal operands then differ in their last bits from run to run.
+    /// The backward may add in an order that is not the same every time, where a device is faster
+    /// so: gradients of equal operands then differ in their last bits from run to run.
     pub any_order: bool,
 }
 
 impl Cx {
-    /// softmax(scale · q kᵀ) v per head, in memory linear in the sequence: q `[b, sq, hq, d]`,
-    /// k `[b, sk, hk, d]`, v `[b, sk, hk, dv]` give `[b, sq, hq, dv]`. hq is a multiple of hk: query heads share
-    /// key heads in order. A query that sees no key gives 0.
+    /// softmax(scale · q kᵀ) v per head, in memory linear in the sequence: q `[b, sq, hq, d]`, k
+    /// `[b, sk, hk, d]`, v `[b, sk, hk, dv]` give `[b, sq, hq, dv]`. hq is a multiple of hk: query
+    /// heads share key heads in order. A query that sees no key gives 0.
     ///
     /// # Errors
     /// When shapes or types do not fit, or cumulative lengths do not ascend or leave the rows.
-    pub fn attention(&mut self, q: &Tensor, k: &Tensor, v: &Tensor, how: &Attention<'_>) -> Result<Tensor> {
+    pub fn attention(
+        &mut self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        how: &Attention<'_>,
+    ) -> Result<Tensor> {
         Ok(self.attention_known(q, k, v, how, None)?.0)
     }
 
-    /// As [`Cx::attention`], with the logarithm of each query's sum of weights, `[b, hq, sq]` in the accumulator
-    /// type, beside the result. Given both as `known`, of the same operands, nothing is computed: for a recompute
-    /// of long sequences, whose forward kept them.
+    /// As [`Cx::attention`], with the logarithm of each query's sum of weights, `[b, hq, sq]` in
+    /// the accumulator type, beside the result. Given both as `known`, of the same operands,
+    /// nothing is computed: for a recompute of long sequences, whose forward kept them.
     ///
     /// # Errors
     /// As [`Cx::attention`], and for known values of other shapes or types.
@@ -56,7 +62,9 @@ impl Cx {
         known: Option<(Tensor, Tensor)>,
     ) -> Result<(Tensor, Tensor)> {
         check(q, k, v, how)?;
-        let [b, sq, hq, d] = *q.dims() else { unreachable!("checked above") };
+        let [b, sq, hq, d] = *q.dims() else {
+            unreachable!("checked above")
+        };
         let spec = AttentionSpec {
             scale: how.scale.unwrap_or(1.0 / (d as f64).sqrt()),
             causal: how.causal,
@@ -75,22 +83,39 @@ impl Cx {
             lens_k: dense(how.lens.map(|l| l.1))?,
             spec,
         };
-        let shapes = (Shape::new(&[b, sq, hq, v.dims()[3]])?, Shape::new(&[b, hq, sq])?);
+        let shapes = (
+            Shape::new(&[b, sq, hq, v.dims()[3]])?,
+            Shape::new(&[b, hq, sq])?,
+        );
         let (o, lse) = match known {
             Some((o, lse)) => {
                 let types = (q.dtype(), q.dtype().accumulator());
                 if (*o.shape(), *lse.shape()) != shapes || (o.dtype(), lse.dtype()) != types {
-                    let what =
-                        format!("known results {} {} of queries {}", o.shape(), lse.shape(), q.shape());
+                    let what = format!(
+                        "known results {} {} of queries {}",
+                        o.shape(),
+                        lse.shape(),
+                        q.shape()
+                    );
                     return Err(Error::invalid(OP, what));
                 }
-                (worker.contiguous(&o)?.detach(), worker.contiguous(&lse)?.detach())
+                (
+                    worker.contiguous(&o)?.detach(),
+                    worker.contiguous(&lse)?.detach(),
+                )
             }
             None => {
                 let o = worker.alloc(OP, q.dtype(), shapes.0)?;
                 let lse = worker.alloc(OP, q.dtype().accumulator(), shapes.1)?;
                 let [sinks, lens_q, lens_k] = saved.options();
-                let src = [Some(&saved.q), Some(&saved.k), Some(&saved.v), sinks, lens_q, lens_k];
+                let src = [
+                    Some(&saved.q),
+                    Some(&saved.k),
+                    Some(&saved.v),
+                    sinks,
+                    lens_q,
+                    lens_k,
+                ];
                 worker.launch(&Kernel::Attention(spec), &src, &[Some(&o), Some(&lse)])?;
                 (o, lse)
             }
@@ -115,7 +140,11 @@ struct Saved {
 
 impl Saved {
     fn options(&self) -> [Option<&Tensor>; 3] {
-        [self.sinks.as_ref(), self.lens_q.as_ref(), self.lens_k.as_ref()]
+        [
+            self.sinks.as_ref(),
+            self.lens_q.as_ref(),
+            self.lens_k.as_ref(),
+        ]
     }
 
     fn backward(self, bx: &mut Back<'_>, o: &Tensor, lse: &Tensor) -> Result<()> {
@@ -124,7 +153,9 @@ impl Saved {
         let like = |t: &Tensor| worker.alloc(OP, t.dtype(), *t.shape());
         let (dq, dk, dv) = (like(&self.q)?, like(&self.k)?, like(&self.v)?);
         let d_sinks = match &self.sinks {
-            Some(s) if bx.needs(3) => Some(worker.alloc(OP, s.dtype().accumulator(), *s.shape())?),
+            Some(s) if bx.needs(3) => {
+                Some(worker.alloc(OP, s.dtype().accumulator(), *s.shape())?)
+            }
             _ => None,
         };
         let [sinks, lens_q, lens_k] = self.options();
@@ -145,7 +176,11 @@ impl Saved {
 fn rows_dense(worker: &Worker, t: &Tensor) -> Result<Tensor> {
     let last = t.rank() - 1;
     let dense = t.layout().strides()[last] == 1 || t.dims()[last] <= 1;
-    if dense { Ok(t.detach()) } else { Ok(worker.contiguous(t)?.detach()) }
+    if dense {
+        Ok(t.detach())
+    } else {
+        Ok(worker.contiguous(t)?.detach())
+    }
 }
 
 fn check(q: &Tensor, k: &Tensor, v: &Tensor, how: &Attention<'_>) -> Result<()> {
@@ -154,21 +189,38 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, how: &Attention<'_>) -> Result<()> 
         same_dtype(OP, q, other)?;
     }
     let (&[b, _, hq, d], &[kb, sk, hk, kd]) = (q.dims(), k.dims()) else {
-        return Err(Error::Shape { op: OP, left: *q.shape(), right: *k.shape() });
+        return Err(Error::Shape {
+            op: OP,
+            left: *q.shape(),
+            right: *k.shape(),
+        });
     };
     let grouped = if hk == 0 { hq == 0 } else { hq % hk == 0 };
     if (b, d) != (kb, kd) || !grouped {
-        return Err(Error::Shape { op: OP, left: *q.shape(), right: *k.shape() });
+        return Err(Error::Shape {
+            op: OP,
+            left: *q.shape(),
+            right: *k.shape(),
+        });
     }
     if v.rank() != 4 || v.dims()[..3] != [b, sk, hk] {
-        return Err(Error::Shape { op: OP, left: *k.shape(), right: *v.shape() });
+        return Err(Error::Shape {
+            op: OP,
+            left: *k.shape(),
+            right: *v.shape(),
+        });
     }
     if let Some(sinks) = how.sinks
         && sinks.dims() != [hq]
     {
-        return Err(Error::Shape { op: OP, left: *q.shape(), right: *sinks.shape() });
+        return Err(Error::Shape {
+            op: OP,
+            left: *q.shape(),
+            right: *sinks.shape(),
+        });
     }
-    how.lens.map_or(Ok(()), |(lens_q, lens_k)| check_lens(b, lens_q, lens_k))
+    how.lens
+        .map_or(Ok(()), |(lens_q, lens_k)| check_lens(b, lens_q, lens_k))
 }
 
 /// Types and sizes only: the values are the device's and checked there.
@@ -176,14 +228,26 @@ fn check_lens(batch: usize, lens_q: &Tensor, lens_k: &Tensor) -> Result<()> {
     for lens in [lens_q, lens_k] {
         if lens.dtype() != DType::I32 {
             let (dtype, shape) = (lens.dtype(), *lens.shape());
-            return Err(Error::DType { op: OP, dtype, shape, expected: "cumulative lengths are i32" });
+            return Err(Error::DType {
+                op: OP,
+                dtype,
+                shape,
+                expected: "cumulative lengths are i32",
+            });
         }
     }
     if lens_q.rank() != 1 || lens_q.shape() != lens_k.shape() || lens_q.numel() == 0 {
-        return Err(Error::Shape { op: OP, left: *lens_q.shape(), right: *lens_k.shape() });
+        return Err(Error::Shape {
+            op: OP,
+            left: *lens_q.shape(),
+            right: *lens_k.shape(),
+        });
     }
     if batch != 1 {
-        return Err(Error::invalid(OP, format!("packed sequences need a batch of 1, not {batch}")));
+        return Err(Error::invalid(
+            OP,
+            format!("packed sequences need a batch of 1, not {batch}"),
+        ));
     }
     Ok(())
 }

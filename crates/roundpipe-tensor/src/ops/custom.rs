@@ -10,8 +10,9 @@ use crate::shape::Shape;
 use crate::tensor::Tensor;
 
 impl Cx {
-    /// Runs a kernel that a user wrote for host memory; `outputs` are the types and shapes of its results.
-    /// Nothing is recorded: call it from a [`CustomOp`](crate::cx::CustomOp), which brings the gradient.
+    /// Runs a kernel that a user wrote for host memory; `outputs` are the types and shapes of its
+    /// results. Nothing is recorded: call it from a [`CustomOp`](crate::cx::CustomOp), which brings
+    /// the gradient.
     ///
     /// # Errors
     /// What the kernel reports, or when memory runs out.
@@ -23,13 +24,18 @@ impl Cx {
     ) -> Result<Vec<Tensor>> {
         let name = kernel.name();
         let worker = self.worker();
-        let dense = inputs.iter().map(|t| worker.contiguous(&t.detach())).collect::<Result<Vec<_>>>()?;
+        let dense = inputs
+            .iter()
+            .map(|t| worker.contiguous(&t.detach()))
+            .collect::<Result<Vec<_>>>()?;
         let results = outputs
             .iter()
             .map(|(dtype, shape)| worker.alloc(name, *dtype, *shape))
             .collect::<Result<Vec<_>>>()?;
-        let (src, dst): (Vec<_>, Vec<_>) =
-            (dense.iter().map(Some).collect(), results.iter().map(Some).collect());
+        let (src, dst): (Vec<_>, Vec<_>) = (
+            dense.iter().map(Some).collect(),
+            results.iter().map(Some).collect(),
+        );
         worker.launch(&Kernel::Host(kernel), &src, &dst)?;
         Ok(results)
     }

@@ -1,7 +1,8 @@
 //! Convolution and pooling of images `[n, c, h, w]`.
 //!
-//! Everything about the geometry is checked here: a window that is larger than the image with its border, a
-//! step of zero, groups that do not divide the channels, a border wider than half a pooling window.
+//! Everything about the geometry is checked here: a window that is larger than the image with its
+//! border, a step of zero, groups that do not divide the channels, a border wider than half a
+//! pooling window.
 
 use crate::cx::{Cx, float, same_dtype, same_shape};
 use crate::dtype::DType;
@@ -12,8 +13,8 @@ use crate::tape::Back;
 use crate::tensor::Tensor;
 
 impl Cx {
-    /// 2-d convolution (cross-correlation) of `x: [n, c, h, w]` with `filter: [o, c/groups, kh, kw]`, plus
-    /// `bias: [o]`.
+    /// 2-d convolution (cross-correlation) of `x: [n, c, h, w]` with `filter: [o, c/groups, kh,
+    /// kw]`, plus `bias: [o]`.
     ///
     /// # Errors
     /// When shapes, types or geometry do not fit.
@@ -32,12 +33,18 @@ impl Cx {
             same_dtype(OP, x, bias)?;
             same_shape(OP, bias, Shape::new(&[shape[1]])?)?;
         }
-        let (dense, taps) =
-            (self.worker().contiguous(x)?.detach(), self.worker().contiguous(filter)?.detach());
+        let (dense, taps) = (
+            self.worker().contiguous(x)?.detach(),
+            self.worker().contiguous(filter)?.detach(),
+        );
         let added = bias.map(|b| self.worker().contiguous(b)).transpose()?;
         let y = self.worker().alloc(OP, x.dtype(), shape)?;
         let kernel = Kernel::Conv2d(spec);
-        self.worker().launch(&kernel, &[Some(&dense), Some(&taps), added.as_ref()], &[Some(&y)])?;
+        self.worker().launch(
+            &kernel,
+            &[Some(&dense), Some(&taps), added.as_ref()],
+            &[Some(&y)],
+        )?;
         // The gradient of one operand needs the other: keep what somebody will ask for.
         let kept_x = self.tracks(&[filter]).then_some(dense);
         let kept_filter = self.tracks(&[x]).then_some(taps);
@@ -55,7 +62,8 @@ impl Cx {
             if let Some(filter) = kept_filter {
                 let dx = bx.worker().alloc(OP, dy.dtype(), from)?;
                 let kernel = Kernel::Conv2dGradInput(spec);
-                bx.worker().launch(&kernel, &[Some(&dy), Some(&filter)], &[Some(&dx)])?;
+                bx.worker()
+                    .launch(&kernel, &[Some(&dy), Some(&filter)], &[Some(&dx)])?;
                 drop((dy, filter));
                 bx.give(0, dx)?;
             }
@@ -63,8 +71,8 @@ impl Cx {
         })
     }
 
-    /// 1-d convolution of `x: [n, c, l]` with `filter: [o, c/groups, k]`, plus `bias: [o]`: [`Cx::conv2d`] over
-    /// images of height 1; stride, padding and dilation are those of the width.
+    /// 1-d convolution of `x: [n, c, l]` with `filter: [o, c/groups, k]`, plus `bias: [o]`:
+    /// [`Cx::conv2d`] over images of height 1; stride, padding and dilation are those of the width.
     ///
     /// # Errors
     /// As [`Cx::conv2d`].
@@ -77,20 +85,34 @@ impl Cx {
     ) -> Result<Tensor> {
         const OP: &str = "conv1d";
         if x.rank() != 3 || filter.rank() != 3 {
-            return Err(Error::Shape { op: OP, left: *x.shape(), right: *filter.shape() });
+            return Err(Error::Shape {
+                op: OP,
+                left: *x.shape(),
+                right: *filter.shape(),
+            });
         }
         let flat = |[_, across]: [usize; 2], one: usize| [one, across];
         let (stride, padding) = (flat(spec.stride, 1), flat(spec.padding, 0));
-        let spec = ConvSpec { stride, padding, dilation: flat(spec.dilation, 1), groups: spec.groups };
+        let spec = ConvSpec {
+            stride,
+            padding,
+            dilation: flat(spec.dilation, 1),
+            groups: spec.groups,
+        };
         let raised = |d: &[usize]| [d[0] as isize, d[1] as isize, 1, d[2] as isize];
         let x = self.reshape(x, &raised(x.dims()))?;
         let filter = self.reshape(filter, &raised(filter.dims()))?;
         let y = self.conv2d(&x, &filter, bias, spec)?;
-        let dims = [y.dims()[0] as isize, y.dims()[1] as isize, y.dims()[3] as isize];
+        let dims = [
+            y.dims()[0] as isize,
+            y.dims()[1] as isize,
+            y.dims()[3] as isize,
+        ];
         self.reshape(&y, &dims)
     }
 
-    /// The largest element of every window of `x: [n, c, h, w]`; the border counts as -inf, NaN wins.
+    /// The largest element of every window of `x: [n, c, h, w]`; the border counts as -inf, NaN
+    /// wins.
     ///
     /// # Errors
     /// When shape or geometry do not fit.
@@ -104,13 +126,21 @@ impl Cx {
         let dense = self.worker().contiguous(x)?;
         let y = self.worker().alloc(OP, x.dtype(), shape)?;
         let at = self.worker().alloc(OP, DType::I32, shape)?;
-        self.worker().launch(&Kernel::MaxPool2d(spec), &[Some(&dense)], &[Some(&y), Some(&at)])?;
+        self.worker().launch(
+            &Kernel::MaxPool2d(spec),
+            &[Some(&dense)],
+            &[Some(&y), Some(&at)],
+        )?;
         drop(dense);
         let from = *x.shape();
         self.record_one(OP, &[x], y, move |bx| {
             let dy = bx.dy()?;
             let dx = bx.worker().alloc(OP, dy.dtype(), from)?;
-            bx.worker().launch(&Kernel::MaxPool2dGrad(spec), &[Some(&dy), Some(&at)], &[Some(&dx)])?;
+            bx.worker().launch(
+                &Kernel::MaxPool2dGrad(spec),
+                &[Some(&dy), Some(&at)],
+                &[Some(&dx)],
+            )?;
             drop((dy, at));
             bx.give(0, dx)
         })
@@ -123,10 +153,19 @@ impl Cx {
     pub fn avg_pool2d(&mut self, x: &Tensor, spec: PoolSpec) -> Result<Tensor> {
         const OP: &str = "avg_pool2d";
         if spec.dilation != [1, 1] {
-            return Err(Error::invalid(OP, format!("dilation {:?}; only max_pool2d has one", spec.dilation)));
+            return Err(Error::invalid(
+                OP,
+                format!("dilation {:?}; only max_pool2d has one", spec.dilation),
+            ));
         }
         let shape = pool_shape(OP, x, &spec)?;
-        self.average(OP, x, shape, Kernel::AvgPool2d(spec), Kernel::AvgPool2dGrad(spec))
+        self.average(
+            OP,
+            x,
+            shape,
+            Kernel::AvgPool2d(spec),
+            Kernel::AvgPool2dGrad(spec),
+        )
     }
 
     /// `x: [n, c, h, w]` averaged down to `[n, c, size[0], size[1]]`: windows of about equal size.
@@ -137,10 +176,19 @@ impl Cx {
         const OP: &str = "adaptive_avg_pool2d";
         image(OP, x)?;
         if x.dims()[2] == 0 || x.dims()[3] == 0 {
-            return Err(Error::invalid(OP, format!("planes of {} are empty", x.shape())));
+            return Err(Error::invalid(
+                OP,
+                format!("planes of {} are empty", x.shape()),
+            ));
         }
         let shape = Shape::new(&[x.dims()[0], x.dims()[1], size[0], size[1]])?;
-        self.average(OP, x, shape, Kernel::AdaptiveAvgPool2d, Kernel::AdaptiveAvgPool2dGrad)
+        self.average(
+            OP,
+            x,
+            shape,
+            Kernel::AdaptiveAvgPool2d,
+            Kernel::AdaptiveAvgPool2dGrad,
+        )
     }
 
     /// The average of every plane of `x: [n, c, h, w]`, as `[n, c, 1, 1]`.
@@ -161,7 +209,8 @@ impl Cx {
     ) -> Result<Tensor> {
         let dense = self.worker().contiguous(x)?;
         let y = self.worker().alloc(op, x.dtype(), shape)?;
-        self.worker().launch(&forward, &[Some(&dense)], &[Some(&y)])?;
+        self.worker()
+            .launch(&forward, &[Some(&dense)], &[Some(&y)])?;
         drop(dense);
         let from = *x.shape();
         self.record_one(op, &[x], y, move |bx| {
@@ -176,8 +225,12 @@ impl Cx {
 
 fn filter_gradient(bx: &mut Back<'_>, x: &Tensor, dy: &Tensor, spec: ConvSpec) -> Result<()> {
     let sink = bx.sink(1)?;
-    let kernel = Kernel::Conv2dGradFilter { spec, accumulate: sink.accumulate };
-    bx.worker().launch(&kernel, &[Some(x), Some(dy)], &[Some(&sink.tensor)])?;
+    let kernel = Kernel::Conv2dGradFilter {
+        spec,
+        accumulate: sink.accumulate,
+    };
+    bx.worker()
+        .launch(&kernel, &[Some(x), Some(dy)], &[Some(&sink.tensor)])?;
     bx.settle(1, sink)
 }
 
@@ -186,7 +239,10 @@ fn bias_gradient(bx: &mut Back<'_>, dy: &Tensor) -> Result<()> {
     let sink = bx.sink(2)?;
     let shape = Shape::new(&[1, dy.dims()[1], 1, 1])?;
     let into = sink.tensor.relaid(Layout::contiguous(shape));
-    let kernel = Kernel::Reduce { op: Reduce::Sum, accumulate: sink.accumulate };
+    let kernel = Kernel::Reduce {
+        op: Reduce::Sum,
+        accumulate: sink.accumulate,
+    };
     bx.worker().launch(&kernel, &[Some(dy)], &[Some(&into)])?;
     drop(into);
     bx.settle(2, sink)
@@ -198,17 +254,25 @@ fn image(op: &'static str, x: &Tensor) -> Result<()> {
     if x.rank() == 4 {
         return Ok(());
     }
-    Err(Error::invalid(op, format!("{} is not a batch of images [n, c, h, w]", x.shape())))
+    Err(Error::invalid(
+        op,
+        format!("{} is not a batch of images [n, c, h, w]", x.shape()),
+    ))
 }
 
 /// The shape of a convolution's result.
 fn conv_shape(op: &'static str, x: &Shape, f: &Shape, spec: &ConvSpec) -> Result<Shape> {
     if x.rank() != 4 || f.rank() != 4 {
-        return Err(Error::Shape { op, left: *x, right: *f });
+        return Err(Error::Shape {
+            op,
+            left: *x,
+            right: *f,
+        });
     }
     let groups = spec.groups;
     if groups == 0 || !x[1].is_multiple_of(groups) || !f[0].is_multiple_of(groups) {
-        let what = format!("{groups} groups do not divide the channels of input {x} and filter {f}");
+        let what =
+            format!("{groups} groups do not divide the channels of input {x} and filter {f}");
         return Err(Error::invalid(op, what));
     }
     if x[1] / groups != f[1] {
@@ -222,32 +286,48 @@ fn conv_shape(op: &'static str, x: &Shape, f: &Shape, spec: &ConvSpec) -> Result
     check_taps(op, [f[2], f[3]])?;
     let size = |a: usize| {
         let (stride, padding, dilation) = (spec.stride[a], spec.padding[a], spec.dilation[a]);
-        let window = Window { kernel: f[2 + a], stride, padding, dilation };
+        let window = Window {
+            kernel: f[2 + a],
+            stride,
+            padding,
+            dilation,
+        };
         window.count(op, x, x[2 + a], false)
     };
     Shape::new(&[x[0], f[0], size(0)?, size(1)?])
 }
 
-/// Refuses windows whose taps alone, of which kernels keep a list, would take memory: a filter without channels has any
-/// size.
+/// Refuses windows whose taps alone, of which kernels keep a list, would take memory: a filter
+/// without channels has any size.
 fn check_taps(op: &'static str, window: [usize; 2]) -> Result<()> {
     if window[0].saturating_mul(window[1]) <= 1 << 20 {
         return Ok(());
     }
-    Err(Error::invalid(op, format!("a window of {window:?} is larger than any image needs")))
+    Err(Error::invalid(
+        op,
+        format!("a window of {window:?} is larger than any image needs"),
+    ))
 }
 
 /// The shape of a pooling's result.
 fn pool_shape(op: &'static str, x: &Tensor, spec: &PoolSpec) -> Result<Shape> {
     image(op, x)?;
     if (0..2).any(|a| spec.padding[a] > spec.kernel[a] / 2) {
-        let what = format!("padding {:?} is more than half the window {:?}", spec.padding, spec.kernel);
+        let what = format!(
+            "padding {:?} is more than half the window {:?}",
+            spec.padding, spec.kernel
+        );
         return Err(Error::invalid(op, what));
     }
     check_taps(op, spec.kernel)?;
     let size = |a: usize| {
         let (stride, padding, dilation) = (spec.stride[a], spec.padding[a], spec.dilation[a]);
-        let window = Window { kernel: spec.kernel[a], stride, padding, dilation };
+        let window = Window {
+            kernel: spec.kernel[a],
+            stride,
+            padding,
+            dilation,
+        };
         window.count(op, x.shape(), x.dims()[2 + a], spec.ceil_mode)
     };
     Shape::new(&[x.dims()[0], x.dims()[1], size(0)?, size(1)?])
@@ -262,25 +342,43 @@ struct Window {
 }
 
 impl Window {
-    /// How many fit along `size` elements of `x`; with `ceil` one more may reach over the end, if it
-    /// begins before it.
+    /// How many fit along `size` elements of `x`; with `ceil` one more may reach over the end, if
+    /// it begins before it.
     fn count(&self, op: &'static str, x: &Shape, size: usize, ceil: bool) -> Result<usize> {
-        let Self { kernel, stride, padding, dilation } = *self;
+        let Self {
+            kernel,
+            stride,
+            padding,
+            dilation,
+        } = *self;
         if kernel == 0 || stride == 0 || dilation == 0 {
-            let what = format!("window {kernel}, stride {stride} and dilation {dilation} must not be 0");
+            let what =
+                format!("window {kernel}, stride {stride} and dilation {dilation} must not be 0");
             return Err(Error::invalid(op, what));
         }
         // Sizes beyond this have no meaning and would overflow below.
         const MOST: usize = 1 << 31;
-        let huge = [kernel, stride, padding, dilation].iter().any(|n| *n >= MOST);
+        let huge = [kernel, stride, padding, dilation]
+            .iter()
+            .any(|n| *n >= MOST);
         let padded = size.saturating_add(2 * padding.min(MOST));
-        let span = if huge { usize::MAX } else { dilation * (kernel - 1) + 1 };
+        let span = if huge {
+            usize::MAX
+        } else {
+            dilation * (kernel - 1) + 1
+        };
         if span > padded {
-            let what = format!("a window of {span} is larger than {padded}, a side of {x} with its padding");
+            let what = format!(
+                "a window of {span} is larger than {padded}, a side of {x} with its padding"
+            );
             return Err(Error::invalid(op, what));
         }
         let room = padded - span;
-        let count = if ceil { room.div_ceil(stride) } else { room / stride } + 1;
+        let count = if ceil {
+            room.div_ceil(stride)
+        } else {
+            room / stride
+        } + 1;
         let over = ceil && (count - 1) * stride >= size + padding;
         Ok(count - usize::from(over))
     }

@@ -1,7 +1,8 @@
 //! Reading and adding at indexed places.
 //!
-//! Indices are i64, i32 or u32 and count from 0; one outside its dimension is refused before anything is
-//! written. Gradients that add up at one place do so in the accumulator type, in the order of the indices.
+//! Indices are i64, i32 or u32 and count from 0; one outside its dimension is refused before
+//! anything is written. Gradients that add up at one place do so in the accumulator type, in the
+//! order of the indices.
 
 use super::arith::{raw_compare, raw_select};
 use crate::cx::{Cx, same_dtype};
@@ -46,11 +47,23 @@ impl Cx {
         const OP: &str = "embedding";
         check_index(OP, ids, None)?;
         if weight.rank() != 2 {
-            return Err(Error::Shape { op: OP, left: *weight.shape(), right: *ids.shape() });
+            return Err(Error::Shape {
+                op: OP,
+                left: *weight.shape(),
+                right: *ids.shape(),
+            });
         }
-        let flat = self.worker().contiguous(ids)?.relaid(Layout::contiguous(Shape::new(&[ids.numel()])?));
+        let flat = self
+            .worker()
+            .contiguous(ids)?
+            .relaid(Layout::contiguous(Shape::new(&[ids.numel()])?));
         let y = self.take(OP, weight, 0, &flat, padding)?;
-        let dims: Vec<isize> = ids.dims().iter().chain(&weight.dims()[1..]).map(|d| *d as isize).collect();
+        let dims: Vec<isize> = ids
+            .dims()
+            .iter()
+            .chain(&weight.dims()[1..])
+            .map(|d| *d as isize)
+            .collect();
         self.reshape(&y, &dims)
     }
 
@@ -63,8 +76,14 @@ impl Cx {
         padding: Option<usize>,
     ) -> Result<Tensor> {
         let index = self.worker().contiguous(index)?;
-        let y = self.worker().alloc(op, x.dtype(), x.shape().with(op, dim, index.numel())?)?;
-        self.worker().launch(&Kernel::IndexSelect { dim }, &[Some(x), Some(&index)], &[Some(&y)])?;
+        let y = self
+            .worker()
+            .alloc(op, x.dtype(), x.shape().with(op, dim, index.numel())?)?;
+        self.worker().launch(
+            &Kernel::IndexSelect { dim },
+            &[Some(x), Some(&index)],
+            &[Some(&y)],
+        )?;
         self.record_one(op, &[x], y, move |bx| {
             let mut dy = bx.dy()?;
             if let Some(padding) = padding {
@@ -74,8 +93,8 @@ impl Cx {
         })
     }
 
-    /// y\[.., i, ..\] = x\[.., index\[.., i, ..\], ..\] along `dim`; `index` has x's rank and, apart from `dim`,
-    /// sizes not above x's.
+    /// y\[.., i, ..\] = x\[.., index\[.., i, ..\], ..\] along `dim`; `index` has x's rank and,
+    /// apart from `dim`, sizes not above x's.
     ///
     /// # Errors
     /// When shapes do not fit or an index lies outside the dimension.
@@ -91,22 +110,36 @@ impl Cx {
         })
     }
 
-    /// `x` with every element of `src` added at its index along `dim`; `index` has src's shape, and both,
-    /// apart from `dim`, sizes not above x's.
+    /// `x` with every element of `src` added at its index along `dim`; `index` has src's shape, and
+    /// both, apart from `dim`, sizes not above x's.
     ///
     /// # Errors
     /// As [`Cx::gather`], and when types differ.
-    pub fn scatter_add(&mut self, x: &Tensor, dim: isize, index: &Tensor, src: &Tensor) -> Result<Tensor> {
+    pub fn scatter_add(
+        &mut self,
+        x: &Tensor,
+        dim: isize,
+        index: &Tensor,
+        src: &Tensor,
+    ) -> Result<Tensor> {
         const OP: &str = "scatter_add";
         let dim = x.shape().axis(OP, dim)?;
         addable(OP, x, src)?;
         fits(OP, x, dim, index)?;
         if src.shape() != index.shape() {
-            return Err(Error::Shape { op: OP, left: *index.shape(), right: *src.shape() });
+            return Err(Error::Shape {
+                op: OP,
+                left: *index.shape(),
+                right: *src.shape(),
+            });
         }
         let index = self.worker().contiguous(index)?;
         let y = copy_of(self.worker(), OP, x)?;
-        self.worker().launch(&Kernel::ScatterAdd { dim }, &[Some(src), Some(&index)], &[Some(&y)])?;
+        self.worker().launch(
+            &Kernel::ScatterAdd { dim },
+            &[Some(src), Some(&index)],
+            &[Some(&y)],
+        )?;
         self.record_one(OP, &[x, src], y, move |bx| {
             let dy = bx.dy()?;
             if bx.needs(1) {
@@ -121,23 +154,40 @@ impl Cx {
     ///
     /// # Errors
     /// When shapes or types do not fit or an index lies outside the dimension.
-    pub fn index_add(&mut self, x: &Tensor, dim: isize, index: &Tensor, src: &Tensor) -> Result<Tensor> {
+    pub fn index_add(
+        &mut self,
+        x: &Tensor,
+        dim: isize,
+        index: &Tensor,
+        src: &Tensor,
+    ) -> Result<Tensor> {
         const OP: &str = "index_add";
         let dim = x.shape().axis(OP, dim)?;
         addable(OP, x, src)?;
         check_index(OP, index, Some(1))?;
         if *src.shape() != x.shape().with(OP, dim, index.numel())? {
-            return Err(Error::Shape { op: OP, left: *x.shape(), right: *src.shape() });
+            return Err(Error::Shape {
+                op: OP,
+                left: *x.shape(),
+                right: *src.shape(),
+            });
         }
         let index = self.worker().contiguous(index)?;
         let y = copy_of(self.worker(), OP, x)?;
-        self.worker().launch(&Kernel::IndexAdd { dim }, &[Some(src), Some(&index)], &[Some(&y)])?;
+        self.worker().launch(
+            &Kernel::IndexAdd { dim },
+            &[Some(src), Some(&index)],
+            &[Some(&y)],
+        )?;
         self.record_one(OP, &[x, src], y, move |bx| {
             let dy = bx.dy()?;
             if bx.needs(1) {
-                let dsrc = bx.worker().alloc(OP, dy.dtype(), dy.shape().with(OP, dim, index.numel())?)?;
+                let dsrc =
+                    bx.worker()
+                        .alloc(OP, dy.dtype(), dy.shape().with(OP, dim, index.numel())?)?;
                 let kernel = Kernel::IndexSelect { dim };
-                bx.worker().launch(&kernel, &[Some(&dy), Some(&index)], &[Some(&dsrc)])?;
+                bx.worker()
+                    .launch(&kernel, &[Some(&dy), Some(&index)], &[Some(&dsrc)])?;
                 bx.give(1, dsrc)?;
             }
             bx.give(0, dy)
@@ -149,12 +199,18 @@ impl Cx {
 pub(super) fn check_index(op: &'static str, index: &Tensor, rank: Option<usize>) -> Result<()> {
     if !matches!(index.dtype(), DType::I64 | DType::I32 | DType::U32) {
         let expected = "indices are i64, i32 or u32";
-        return Err(Error::DType { op, dtype: index.dtype(), shape: *index.shape(), expected });
+        return Err(Error::DType {
+            op,
+            dtype: index.dtype(),
+            shape: *index.shape(),
+            expected,
+        });
     }
     match rank {
-        Some(rank) if index.rank() != rank => {
-            Err(Error::invalid(op, format!("the index {} must have {rank} dimension", index.shape())))
-        }
+        Some(rank) if index.rank() != rank => Err(Error::invalid(
+            op,
+            format!("the index {} must have {rank} dimension", index.shape()),
+        )),
         _ => Ok(()),
     }
 }
@@ -163,7 +219,12 @@ pub(super) fn check_index(op: &'static str, index: &Tensor, rank: Option<usize>)
 fn addable(op: &'static str, x: &Tensor, src: &Tensor) -> Result<()> {
     if x.dtype() == DType::Bool {
         let expected = "convert it with `cast`";
-        return Err(Error::DType { op, dtype: x.dtype(), shape: *x.shape(), expected });
+        return Err(Error::DType {
+            op,
+            dtype: x.dtype(),
+            shape: *x.shape(),
+            expected,
+        });
     }
     same_dtype(op, x, src)
 }
@@ -175,12 +236,26 @@ fn fits(op: &'static str, x: &Tensor, dim: usize, index: &Tensor) -> Result<()> 
     if index.rank() == x.rank() && (0..x.rank()).all(inside) {
         return Ok(());
     }
-    Err(Error::Shape { op, left: *x.shape(), right: *index.shape() })
+    Err(Error::Shape {
+        op,
+        left: *x.shape(),
+        right: *index.shape(),
+    })
 }
 
-fn picked(worker: &Worker, op: &'static str, x: &Tensor, dim: usize, index: &Tensor) -> Result<Tensor> {
+fn picked(
+    worker: &Worker,
+    op: &'static str,
+    x: &Tensor,
+    dim: usize,
+    index: &Tensor,
+) -> Result<Tensor> {
     let y = worker.alloc(op, x.dtype(), *index.shape())?;
-    worker.launch(&Kernel::Gather { dim }, &[Some(x), Some(index)], &[Some(&y)])?;
+    worker.launch(
+        &Kernel::Gather { dim },
+        &[Some(x), Some(index)],
+        &[Some(&y)],
+    )?;
     Ok(y)
 }
 
@@ -192,17 +267,31 @@ fn copy_of(worker: &Worker, op: &'static str, x: &Tensor) -> Result<Tensor> {
 }
 
 /// Adds `dy` at the indexed places of input `i`'s gradient, in the accumulator type.
-fn add_into(bx: &mut Back<'_>, i: usize, kernel: &Kernel, dy: &Tensor, index: &Tensor) -> Result<()> {
+fn add_into(
+    bx: &mut Back<'_>,
+    i: usize,
+    kernel: &Kernel,
+    dy: &Tensor,
+    index: &Tensor,
+) -> Result<()> {
     let sink = bx.sink(i)?;
     if !sink.accumulate {
-        bx.worker().launch(&Kernel::Fill { value: 0.0 }, &[], &[Some(&sink.tensor)])?;
+        bx.worker()
+            .launch(&Kernel::Fill { value: 0.0 }, &[], &[Some(&sink.tensor)])?;
     }
-    bx.worker().launch(kernel, &[Some(dy), Some(index)], &[Some(&sink.tensor)])?;
+    bx.worker()
+        .launch(kernel, &[Some(dy), Some(index)], &[Some(&sink.tensor)])?;
     bx.settle(i, sink)
 }
 
 /// The rows of `dy` [n, c], 0 where the index is `padding`.
-fn without(worker: &Worker, op: &'static str, dy: &Tensor, index: &Tensor, padding: usize) -> Result<Tensor> {
+fn without(
+    worker: &Worker,
+    op: &'static str,
+    dy: &Tensor,
+    index: &Tensor,
+    padding: usize,
+) -> Result<Tensor> {
     let padding = worker.full(index.dtype(), Shape::default(), padding as f64)?;
     let real = raw_compare(worker, op, Compare::Ne, index, &padding)?;
     let column = real.relaid(Layout::contiguous(Shape::new(&[index.numel(), 1])?));

@@ -1,10 +1,11 @@
 //! Losses: cross entropy here, those made of other operations in [`simple`].
 //!
-//! Cross entropy gives its loss in the accumulator type (f32 for bf16), so that a reported loss is not
-//! rounded to three digits. Fused with the projection before it ([`Cx::linear_cross_entropy`]) it never
-//! holds the logits of all tokens: forward and backward work through chunks of tokens, and between them only
-//! one number per token is kept. Where the projection is frozen, the forward has the rows' gradients but for one
-//! common factor while it has a chunk's logits, and keeps those: nothing is computed twice.
+//! Cross entropy gives its loss in the accumulator type (f32 for bf16), so that a reported loss is
+//! not rounded to three digits. Fused with the projection before it ([`Cx::linear_cross_entropy`])
+//! it never holds the logits of all tokens: forward and backward work through chunks of tokens, and
+//! between them only one number per token is kept. Where the projection is frozen, the forward has
+//! the rows' gradients but for one common factor while it has a chunk's logits, and keeps those:
+//! nothing is computed twice.
 
 mod simple;
 
@@ -35,47 +36,66 @@ pub enum Reduction {
 /// What a cross entropy computes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CrossEntropy {
-    /// How the losses of tokens become one. The mean is over the tokens that are not ignored; where all are
-    /// ignored it is 0 with zero gradients (PyTorch: NaN), so that an empty batch does not poison a run.
+    /// How the losses of tokens become one. The mean is over the tokens that are not ignored; where
+    /// all are ignored it is 0 with zero gradients (PyTorch: NaN), so that an empty batch does not
+    /// poison a run.
     pub reduction: Reduction,
     /// Tokens with this label give no loss and no gradient.
     pub ignore_index: i64,
     /// Share of the target spread evenly over all classes, 0 to 1.
     pub label_smoothing: f64,
-    /// [`Cx::linear_cross_entropy`] only: tokens per chunk; `None` chooses by the number of classes.
+    /// [`Cx::linear_cross_entropy`] only: tokens per chunk; `None` chooses by the number of
+    /// classes.
     pub chunk_tokens: Option<usize>,
 }
 
 impl Default for CrossEntropy {
     fn default() -> Self {
-        Self { reduction: Reduction::Mean, ignore_index: -100, label_smoothing: 0.0, chunk_tokens: None }
+        Self {
+            reduction: Reduction::Mean,
+            ignore_index: -100,
+            label_smoothing: 0.0,
+            chunk_tokens: None,
+        }
     }
 }
 
 impl CrossEntropy {
     fn kernel(&self) -> Kernel {
-        Kernel::CrossEntropy { ignore: self.ignore_index, smoothing: self.label_smoothing }
+        Kernel::CrossEntropy {
+            ignore: self.ignore_index,
+            smoothing: self.label_smoothing,
+        }
     }
 
     fn grad_kernel(&self) -> Kernel {
-        Kernel::CrossEntropyGrad { ignore: self.ignore_index, smoothing: self.label_smoothing }
+        Kernel::CrossEntropyGrad {
+            ignore: self.ignore_index,
+            smoothing: self.label_smoothing,
+        }
     }
 
     fn check(&self, op: &'static str) -> Result<()> {
         if !(0.0..=1.0).contains(&self.label_smoothing) {
-            let what = format!("label_smoothing {} is not between 0 and 1", self.label_smoothing);
+            let what = format!(
+                "label_smoothing {} is not between 0 and 1",
+                self.label_smoothing
+            );
             return Err(Error::invalid(op, what));
         }
         if self.chunk_tokens == Some(0) {
-            return Err(Error::invalid(op, "chunk_tokens is 0; at least one token goes at a time"));
+            return Err(Error::invalid(
+                op,
+                "chunk_tokens is 0; at least one token goes at a time",
+            ));
         }
         Ok(())
     }
 }
 
 impl Cx {
-    /// Cross entropy of `logits` [.., v] against integer `labels` [..]. The loss has the accumulator type; with
-    /// [`Reduction::None`] it has the labels' shape.
+    /// Cross entropy of `logits` [.., v] against integer `labels` [..]. The loss has the
+    /// accumulator type; with [`Reduction::None`] it has the labels' shape.
     ///
     /// # Errors
     /// When shapes or types do not fit, or a label is neither a class nor ignored.
@@ -95,20 +115,26 @@ impl Cx {
         let rows = dense.relaid(Layout::contiguous(flat));
         let (losses, lse) = target.alloc(self.worker(), OP, logits.dtype().accumulator())?;
         let outputs = [Some(&losses), Some(&lse)];
-        self.worker().launch(&options.kernel(), &[Some(&rows), Some(&target.labels)], &outputs)?;
+        self.worker().launch(
+            &options.kernel(),
+            &[Some(&rows), Some(&target.labels)],
+            &outputs,
+        )?;
         let (y, count) = target.reduce(self.worker(), OP, losses)?;
         let from = *logits.shape();
         self.record_one(OP, &[&dense], y, move |bx| {
             let dloss = target.dloss(bx, OP, count.as_ref())?;
             let dx = bx.worker().alloc(OP, rows.dtype(), flat)?;
             let sources = [Some(&rows), Some(&target.labels), Some(&lse), Some(&dloss)];
-            bx.worker().launch(&options.grad_kernel(), &sources, &[Some(&dx)])?;
+            bx.worker()
+                .launch(&options.grad_kernel(), &sources, &[Some(&dx)])?;
             bx.give(0, dx.relaid(Layout::contiguous(from)))
         })
     }
 
-    /// [`Cx::cross_entropy`] of the logits `x` [.., h] times `weight` [v, h] transposed, without ever holding
-    /// all of them: they are computed chunk by chunk, and again in the backward pass if `weight` needs a gradient.
+    /// [`Cx::cross_entropy`] of the logits `x` [.., h] times `weight` [v, h] transposed, without
+    /// ever holding all of them: they are computed chunk by chunk, and again in the backward pass
+    /// if `weight` needs a gradient.
     ///
     /// # Errors
     /// As [`Cx::cross_entropy`].
@@ -124,15 +150,23 @@ impl Cx {
         same_dtype(OP, x, weight)?;
         options.check(OP)?;
         if weight.rank() != 2 || x.rank() == 0 || x.dims()[x.rank() - 1] != weight.dims()[1] {
-            return Err(Error::Shape { op: OP, left: *x.shape(), right: *weight.shape() });
+            return Err(Error::Shape {
+                op: OP,
+                left: *x.shape(),
+                right: *weight.shape(),
+            });
         }
         let target = Target::new(self.worker(), OP, x, labels, options)?;
         let dense = self.contiguous(x)?;
         let rows = Shape::new(&[target.tokens, weight.dims()[1]])?;
-        let fused =
-            Fused { x: dense.detach().relaid(Layout::contiguous(rows)), weight: weight.detach(), target };
+        let fused = Fused {
+            x: dense.detach().relaid(Layout::contiguous(rows)),
+            weight: weight.detach(),
+            target,
+        };
         let from = *x.shape();
-        if self.tracks(&[&dense]) && !weight.requires_grad() && options.reduction != Reduction::None {
+        if self.tracks(&[&dense]) && !weight.requires_grad() && options.reduction != Reduction::None
+        {
             let (losses, grads) = fused.forward_and_grads(self.worker())?;
             let (y, count) = fused.target.reduce(self.worker(), OP, losses)?;
             let dtype = x.dtype();
@@ -178,12 +212,21 @@ impl Target {
     ) -> Result<Self> {
         check_index(op, labels, None)?;
         if x.rank() == 0 || x.dims()[..x.rank() - 1] != *labels.dims() {
-            return Err(Error::Shape { op, left: *x.shape(), right: *labels.shape() });
+            return Err(Error::Shape {
+                op,
+                left: *x.shape(),
+                right: *labels.shape(),
+            });
         }
         let (tokens, shape) = (labels.numel(), *labels.shape());
         let labels = worker.contiguous(&worker.cast(labels, DType::I64)?)?;
         let labels = labels.relaid(Layout::contiguous(Shape::new(&[tokens])?));
-        Ok(Self { labels, tokens, shape, options })
+        Ok(Self {
+            labels,
+            tokens,
+            shape,
+            options,
+        })
     }
 
     /// Room for losses and log-sum-exps.
@@ -194,7 +237,11 @@ impl Target {
 
     /// 1 for each label that counts, else 0, and how many count, at least 1; on the device.
     fn used(&self, worker: &Worker, op: &'static str, dtype: DType) -> Result<(Tensor, Tensor)> {
-        let ignore = worker.full(DType::I64, Shape::default(), self.options.ignore_index as f64)?;
+        let ignore = worker.full(
+            DType::I64,
+            Shape::default(),
+            self.options.ignore_index as f64,
+        )?;
         let used = raw_compare(worker, op, Compare::Ne, &self.labels, &ignore)?;
         let used = worker.cast(&used, dtype)?;
         let count = worker.sum_to(&used, Shape::default())?;
@@ -203,14 +250,22 @@ impl Target {
     }
 
     /// The loss, and the divisor if it is a mean.
-    fn reduce(&self, worker: &Worker, op: &'static str, losses: Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    fn reduce(
+        &self,
+        worker: &Worker,
+        op: &'static str,
+        losses: Tensor,
+    ) -> Result<(Tensor, Option<Tensor>)> {
         match self.options.reduction {
             Reduction::None => Ok((losses.relaid(Layout::contiguous(self.shape)), None)),
             Reduction::Sum => Ok((worker.sum_to(&losses, Shape::default())?, None)),
             Reduction::Mean => {
                 let sum = worker.sum_to(&losses, Shape::default())?;
                 let (_, count) = self.used(worker, op, losses.dtype())?;
-                Ok((raw_binary(worker, op, Binary::Div, &sum, &count)?, Some(count)))
+                Ok((
+                    raw_binary(worker, op, Binary::Div, &sum, &count)?,
+                    Some(count),
+                ))
             }
         }
     }
@@ -236,8 +291,8 @@ fn factor(bx: &mut Back<'_>, op: &'static str, count: Option<&Tensor>) -> Result
     }
 }
 
-/// Bytes that the logits of one chunk may take, unless that would leave the matrix products too thin
-/// ([`Ops::thick`](crate::device::Ops::thick)).
+/// Bytes that the logits of one chunk may take, unless that would leave the matrix products too
+/// thin ([`Ops::thick`](crate::device::Ops::thick)).
 const CHUNK_BYTES: usize = 32 << 20;
 const MOST_TOKENS: usize = 4096;
 
@@ -258,7 +313,11 @@ impl Fused {
         let row = self.weight.dims()[0] * self.acc().size();
         let least = worker.device().ops().thick().min(MOST_TOKENS);
         let chosen = (CHUNK_BYTES / row.max(1)).clamp(least, MOST_TOKENS);
-        self.target.options.chunk_tokens.unwrap_or(chosen).min(self.target.tokens.max(1))
+        self.target
+            .options
+            .chunk_tokens
+            .unwrap_or(chosen)
+            .min(self.target.tokens.max(1))
     }
 
     fn acc(&self) -> DType {
@@ -268,11 +327,17 @@ impl Fused {
     /// First token and number of tokens of each chunk.
     fn chunks(&self, worker: &Worker) -> impl Iterator<Item = (usize, usize)> + use<> {
         let (tokens, chunk) = (self.target.tokens, self.chunk(worker));
-        (0..tokens).step_by(chunk).map(move |at| (at, chunk.min(tokens - at)))
+        (0..tokens)
+            .step_by(chunk)
+            .map(move |at| (at, chunk.min(tokens - at)))
     }
 
     fn buffer(&self, worker: &Worker, dtype: DType) -> Result<Tensor> {
-        worker.alloc(Self::OP, dtype, Shape::new(&[self.chunk(worker), self.weight.dims()[0]])?)
+        worker.alloc(
+            Self::OP,
+            dtype,
+            Shape::new(&[self.chunk(worker), self.weight.dims()[0]])?,
+        )
     }
 
     /// The logits of a chunk, in the accumulator type, into the buffer.
@@ -293,7 +358,8 @@ impl Fused {
         Ok((losses, lse))
     }
 
-    /// Loss and log-sum-exp of a chunk's tokens, into their places; its logits are left in the buffer.
+    /// Loss and log-sum-exp of a chunk's tokens, into their places; its logits are left in the
+    /// buffer.
     fn chunk_losses(
         &self,
         worker: &Worker,
@@ -306,11 +372,16 @@ impl Fused {
         let labels = self.target.labels.narrowed(0, at, many);
         let [losses, lse] = to.map(|t| t.narrowed(0, at, many));
         let kernel = self.target.options.kernel();
-        worker.launch(&kernel, &[Some(&logits), Some(&labels)], &[Some(&losses), Some(&lse)])?;
+        worker.launch(
+            &kernel,
+            &[Some(&logits), Some(&labels)],
+            &[Some(&losses), Some(&lse)],
+        )?;
         Ok(logits)
     }
 
-    /// Loss of every token, and the gradient of every row by its token's loss, in the accumulator type.
+    /// Loss of every token, and the gradient of every row by its token's loss, in the accumulator
+    /// type.
     fn forward_and_grads(&self, worker: &Worker) -> Result<(Tensor, Tensor)> {
         let buffer = self.buffer(worker, self.acc())?;
         let narrow = self.narrow_buffer(worker)?;
@@ -322,7 +393,14 @@ impl Fused {
             let [labels, lse] = [&self.target.labels, &lse].map(|t| t.narrowed(0, at, many));
             let ones = ones.narrowed(0, 0, many);
             let dlogits = self.dlogits(worker, narrow.as_ref(), &logits, [&labels, &lse, &ones])?;
-            multiply_into(worker, &dlogits, &self.weight, &grads.narrowed(0, at, many), 1.0, 0.0)?;
+            multiply_into(
+                worker,
+                &dlogits,
+                &self.weight,
+                &grads.narrowed(0, at, many),
+                1.0,
+                0.0,
+            )?;
         }
         Ok((losses, grads))
     }
@@ -330,7 +408,9 @@ impl Fused {
     /// Where the accumulator is wider the products take gradients rounded to the type itself.
     fn narrow_buffer(&self, worker: &Worker) -> Result<Option<Tensor>> {
         let dtype = self.x.dtype();
-        (self.acc() != dtype).then(|| self.buffer(worker, dtype)).transpose()
+        (self.acc() != dtype)
+            .then(|| self.buffer(worker, dtype))
+            .transpose()
     }
 
     /// The gradients of a chunk's logits, in place or in the narrow buffer.
@@ -343,7 +423,11 @@ impl Fused {
     ) -> Result<Tensor> {
         let dlogits = narrow.map_or_else(|| logits.clone(), |b| b.narrowed(0, 0, logits.dims()[0]));
         let sources = [Some(logits), Some(labels), Some(lse), Some(dloss)];
-        worker.launch(&self.target.options.grad_kernel(), &sources, &[Some(&dlogits)])?;
+        worker.launch(
+            &self.target.options.grad_kernel(),
+            &sources,
+            &[Some(&dlogits)],
+        )?;
         Ok(dlogits)
     }
 
@@ -351,17 +435,31 @@ impl Fused {
     fn backward(&self, bx: &mut Back<'_>, lse: &Tensor, dloss: &Tensor) -> Result<Option<Tensor>> {
         let worker = bx.worker().clone();
         let dtype = self.x.dtype();
-        let dx = bx.needs(0).then(|| worker.alloc(Self::OP, dtype, *self.x.shape())).transpose()?;
+        let dx = bx
+            .needs(0)
+            .then(|| worker.alloc(Self::OP, dtype, *self.x.shape()))
+            .transpose()?;
         let sink = bx.needs(1).then(|| bx.sink(1)).transpose()?;
-        let mut beta = sink.as_ref().map_or(0.0, |s| f64::from(u8::from(s.accumulate)));
+        let mut beta = sink
+            .as_ref()
+            .map_or(0.0, |s| f64::from(u8::from(s.accumulate)));
         let buffer = self.buffer(&worker, self.acc())?;
         let narrow = self.narrow_buffer(&worker)?;
         for (at, many) in self.chunks(&worker) {
             let logits = self.logits(&worker, &buffer, at, many)?;
-            let [labels, lse, dloss] = [&self.target.labels, lse, dloss].map(|t| t.narrowed(0, at, many));
-            let dlogits = self.dlogits(&worker, narrow.as_ref(), &logits, [&labels, &lse, &dloss])?;
+            let [labels, lse, dloss] =
+                [&self.target.labels, lse, dloss].map(|t| t.narrowed(0, at, many));
+            let dlogits =
+                self.dlogits(&worker, narrow.as_ref(), &logits, [&labels, &lse, &dloss])?;
             if let Some(dx) = &dx {
-                multiply_into(&worker, &dlogits, &self.weight, &dx.narrowed(0, at, many), 1.0, 0.0)?;
+                multiply_into(
+                    &worker,
+                    &dlogits,
+                    &self.weight,
+                    &dx.narrowed(0, at, many),
+                    1.0,
+                    0.0,
+                )?;
             }
             if let Some(sink) = &sink {
                 let x = self.x.narrowed(0, at, many);

@@ -1,9 +1,9 @@
 //! Mixture of experts: routing, sorting tokens by expert, grouped products, adding up.
 //!
-//! The path of a token: [`Cx::moe_route`] chooses its experts and weighs them, [`Cx::moe_dispatch`] puts one
-//! copy of it into the rows of each, [`Cx::grouped_linear`] multiplies every expert's rows by its matrix,
-//! [`Cx::moe_combine`] adds the results up. How many tokens an expert got stays on the device: nothing here
-//! waits for it.
+//! The path of a token: [`Cx::moe_route`] chooses its experts and weighs them, [`Cx::moe_dispatch`]
+//! puts one copy of it into the rows of each, [`Cx::grouped_linear`] multiplies every expert's rows
+//! by its matrix, [`Cx::moe_combine`] adds the results up. How many tokens an expert got stays on
+//! the device: nothing here waits for it.
 
 use crate::cx::{Cx, float, same_dtype, same_shape};
 use crate::dtype::DType;
@@ -14,10 +14,12 @@ use crate::shape::{Layout, Shape};
 use crate::tape::Back;
 use crate::tensor::Tensor;
 
-/// How the weights of the chosen experts come from the router's logits; computed in the accumulator type.
+/// How the weights of the chosen experts come from the router's logits; computed in the accumulator
+/// type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum RouteWeights {
-    /// Softmax over all experts, the chosen ones divided by their sum (Qwen3-MoE with `norm_topk_prob`).
+    /// Softmax over all experts, the chosen ones divided by their sum (Qwen3-MoE with
+    /// `norm_topk_prob`).
     #[default]
     Renormalized,
     /// Softmax over all experts as it is (Qwen3-MoE without, OLMoE).
@@ -77,7 +79,8 @@ pub struct Experts<'a> {
     pub router: &'a Tensor,
     /// `[e]`.
     pub router_bias: Option<&'a Tensor>,
-    /// `[e, 2i, c]`: the gate's rows, then up's; for [`Glu::Clamped`] they alternate (GPT-OSS), gate first.
+    /// `[e, 2i, c]`: the gate's rows, then up's; for [`Glu::Clamped`] they alternate (GPT-OSS),
+    /// gate first.
     pub gate_up: &'a Tensor,
     /// `[e, 2i]`.
     pub gate_up_bias: Option<&'a Tensor>,
@@ -103,12 +106,19 @@ impl Cx {
     ///
     /// # Errors
     /// When `logits` is not a float matrix, or has fewer than `k` experts.
-    pub fn moe_route(&mut self, logits: &Tensor, k: usize, weights: RouteWeights) -> Result<Routing> {
+    pub fn moe_route(
+        &mut self,
+        logits: &Tensor,
+        k: usize,
+        weights: RouteWeights,
+    ) -> Result<Routing> {
         const OP: &str = "moe_route";
         float(OP, logits)?;
         if logits.rank() != 2 || k == 0 || k > logits.dims()[1] {
-            let what =
-                format!("{k} experts per token by logits {}; they must be [tokens, experts]", logits.shape());
+            let what = format!(
+                "{k} experts per token by logits {}; they must be [tokens, experts]",
+                logits.shape()
+            );
             return Err(Error::invalid(OP, what));
         }
         let wide = self.cast(logits, logits.dtype().accumulator())?;
@@ -131,7 +141,13 @@ impl Cx {
         };
         let weights = self.cast(&shares, logits.dtype())?;
         let [rows, inverse, offsets] = sort(self.worker(), OP, &choice, logits.dims()[1])?;
-        Ok(Routing { weights, choice, rows, inverse, offsets })
+        Ok(Routing {
+            weights,
+            choice,
+            rows,
+            inverse,
+            offsets,
+        })
     }
 
     /// The rows of `x: [t, c]` sorted by expert, `[t · k, c]`: each token once per choice.
@@ -142,24 +158,34 @@ impl Cx {
         const OP: &str = "moe_dispatch";
         float(OP, x)?;
         if x.rank() != 2 || x.dims()[0] != routing.tokens() {
-            return Err(Error::Shape { op: OP, left: *x.shape(), right: *routing.choice.shape() });
+            return Err(Error::Shape {
+                op: OP,
+                left: *x.shape(),
+                right: *routing.choice.shape(),
+            });
         }
         let shape = Shape::new(&[routing.choice.numel(), x.dims()[1]])?;
         let y = self.worker().alloc(OP, x.dtype(), shape)?;
         let kernel = Kernel::IndexSelect { dim: 0 };
-        self.worker().launch(&kernel, &[Some(x), Some(&routing.rows)], &[Some(&y)])?;
+        self.worker()
+            .launch(&kernel, &[Some(x), Some(&routing.rows)], &[Some(&y)])?;
         let (inverse, from) = (routing.inverse.clone(), *x.shape());
         self.record_one(OP, &[x], y, move |bx| {
             let dy = bx.dy()?;
             let dx = bx.worker().alloc(OP, dy.dtype(), from)?;
-            bx.worker().launch(&Kernel::MoeCombine, &[Some(&dy), Some(&inverse), None], &[Some(&dx)])?;
+            bx.worker().launch(
+                &Kernel::MoeCombine,
+                &[Some(&dy), Some(&inverse), None],
+                &[Some(&dx)],
+            )?;
             drop((dy, inverse));
             bx.give(0, dx)
         })
     }
 
-    /// Rows `offsets[i]..offsets[i + 1]` of `x: [t, c]` times the transpose of `weight[i]`, `weight: [e, n, c]`,
-    /// plus `bias[i]`, `bias: [e, n]`. `offsets` is i32 `[e + 1]` from 0 on; rows past its end become 0.
+    /// Rows `offsets[i]..offsets[i + 1]` of `x: [t, c]` times the transpose of `weight[i]`,
+    /// `weight: [e, n, c]`, plus `bias[i]`, `bias: [e, n]`. `offsets` is i32 `[e + 1]` from 0 on;
+    /// rows past its end become 0.
     ///
     /// # Errors
     /// When sizes or types do not fit.
@@ -175,9 +201,12 @@ impl Cx {
         let (rows, out) = (x.dims()[0], weight.dims()[1]);
         let dense = self.worker().contiguous(x)?.detach();
         let offsets = self.worker().contiguous(offsets)?.detach();
-        let y = self.worker().alloc(OP, x.dtype(), Shape::new(&[rows, out])?)?;
+        let y = self
+            .worker()
+            .alloc(OP, x.dtype(), Shape::new(&[rows, out])?)?;
         let src = [Some(&dense), Some(&turned(weight)), Some(&offsets)];
-        self.worker().launch(&Kernel::GroupedMatMul, &src, &[Some(&y)])?;
+        self.worker()
+            .launch(&Kernel::GroupedMatMul, &src, &[Some(&y)])?;
         if let Some(bias) = bias {
             add_bias(self.worker(), OP, &y, bias, &offsets)?;
         }
@@ -199,7 +228,8 @@ impl Cx {
             if let Some(weight) = kept_weight {
                 let dx = bx.worker().alloc(OP, dy.dtype(), from)?;
                 let src = [Some(&dy), Some(&weight), Some(&offsets)];
-                bx.worker().launch(&Kernel::GroupedMatMul, &src, &[Some(&dx)])?;
+                bx.worker()
+                    .launch(&Kernel::GroupedMatMul, &src, &[Some(&dx)])?;
                 drop((dy, weight));
                 bx.give(0, dx)?;
             }
@@ -207,8 +237,8 @@ impl Cx {
         })
     }
 
-    /// The experts' results `y: [t · k, c]`, sorted as [`Cx::moe_dispatch`] gave them, weighed and added up per
-    /// token: `[t, c]`.
+    /// The experts' results `y: [t · k, c]`, sorted as [`Cx::moe_dispatch`] gave them, weighed and
+    /// added up per token: `[t, c]`.
     ///
     /// # Errors
     /// When `y` has not the routing's rows or type.
@@ -217,7 +247,11 @@ impl Cx {
         float(OP, y)?;
         same_dtype(OP, y, &routing.weights)?;
         if y.rank() != 2 || y.dims()[0] != routing.choice.numel() {
-            return Err(Error::Shape { op: OP, left: *y.shape(), right: *routing.choice.shape() });
+            return Err(Error::Shape {
+                op: OP,
+                left: *y.shape(),
+                right: *routing.choice.shape(),
+            });
         }
         let dense = self.worker().contiguous(y)?.detach();
         let weights = self.worker().contiguous(&routing.weights)?.detach();
@@ -225,7 +259,8 @@ impl Cx {
         let shape = Shape::new(&[routing.tokens(), y.dims()[1]])?;
         let out = self.worker().alloc(OP, y.dtype(), shape)?;
         let src = [Some(&dense), Some(&inverse), Some(&weights)];
-        self.worker().launch(&Kernel::MoeCombine, &src, &[Some(&out)])?;
+        self.worker()
+            .launch(&Kernel::MoeCombine, &src, &[Some(&out)])?;
         let kept = self.tracks(&[&routing.weights]).then_some(dense);
         let from = *y.shape();
         self.record_one(OP, &[y, &routing.weights], out, move |bx| {
@@ -234,15 +269,19 @@ impl Cx {
             let dy = bx.needs(0).then(|| fresh(from)).transpose()?;
             let dweights = kept.as_ref().map(|_| fresh(*weights.shape())).transpose()?;
             let src = [kept.as_ref(), Some(&inverse), Some(&weights), Some(&dout)];
-            bx.worker().launch(&Kernel::MoeCombineGrad, &src, &[dy.as_ref(), dweights.as_ref()])?;
+            bx.worker().launch(
+                &Kernel::MoeCombineGrad,
+                &src,
+                &[dy.as_ref(), dweights.as_ref()],
+            )?;
             drop((kept, inverse, weights, dout));
             dy.map_or(Ok(()), |dy| bx.give(0, dy))?;
             dweights.map_or(Ok(()), |dweights| bx.give(1, dweights))
         })
     }
 
-    /// A whole block of gated experts over `x: [.., c]`: the result, the router's logits `[tokens, e]` (for
-    /// [`Cx::load_balancing_loss`]) and the routing.
+    /// A whole block of gated experts over `x: [.., c]`: the result, the router's logits `[tokens,
+    /// e]` (for [`Cx::load_balancing_loss`]) and the routing.
     ///
     /// # Errors
     /// When sizes or types do not fit.
@@ -257,25 +296,33 @@ impl Cx {
         let routing = self.moe_route(&logits, options.top_k, options.weights)?;
         let rows = self.moe_dispatch(&flat, &routing)?;
         drop(flat);
-        let both = self.grouped_linear(&rows, experts.gate_up, &routing.offsets, experts.gate_up_bias)?;
+        let both = self.grouped_linear(
+            &rows,
+            experts.gate_up,
+            &routing.offsets,
+            experts.gate_up_bias,
+        )?;
         drop(rows);
         let inner = match options.glu {
             Glu::Silu => self.swiglu_packed(&both)?,
             Glu::GeluTanh => self.geglu_packed(&both)?,
-            Glu::Clamped { alpha, limit } => self.swiglu_clamped_interleaved(&both, alpha, limit)?,
+            Glu::Clamped { alpha, limit } => {
+                self.swiglu_clamped_interleaved(&both, alpha, limit)?
+            }
         };
         drop(both);
-        let down = self.grouped_linear(&inner, experts.down, &routing.offsets, experts.down_bias)?;
+        let down =
+            self.grouped_linear(&inner, experts.down, &routing.offsets, experts.down_bias)?;
         drop(inner);
         let out = self.moe_combine(&down, &routing)?;
         let dims: Vec<isize> = x.dims().iter().map(|d| *d as isize).collect();
         Ok((self.reshape(&out, &dims)?, logits, routing))
     }
 
-    /// The number of experts times the sum over experts of (choices per token) · (mean probability); 1 · k when
-    /// all experts are used alike. `logits: [t, e]` are the router's, `choice: [t, k]` the chosen experts; several
-    /// layers are given one after the other along t. The result has the accumulator type. No gradient flows
-    /// through the choices.
+    /// The number of experts times the sum over experts of (choices per token) · (mean
+    /// probability); 1 · k when all experts are used alike. `logits: [t, e]` are the router's,
+    /// `choice: [t, k]` the chosen experts; several layers are given one after the other along t.
+    /// The result has the accumulator type. No gradient flows through the choices.
     ///
     /// # Errors
     /// When the shapes do not fit or a choice is no expert.
@@ -283,14 +330,21 @@ impl Cx {
         const OP: &str = "load_balancing_loss";
         float(OP, logits)?;
         if logits.rank() != 2 || choice.rank() != 2 || logits.dims()[0] != choice.dims()[0] {
-            return Err(Error::Shape { op: OP, left: *logits.shape(), right: *choice.shape() });
+            return Err(Error::Shape {
+                op: OP,
+                left: *logits.shape(),
+                right: *choice.shape(),
+            });
         }
         let (tokens, experts) = (logits.dims()[0], logits.dims()[1]);
         let acc = logits.dtype().accumulator();
         let choice = self.worker().contiguous(choice)?.detach();
         let [_, _, offsets] = sort(self.worker(), OP, &choice, experts)?;
         let bounds = self.worker().cast(&offsets, acc)?;
-        let counts = self.sub(&bounds.narrowed(0, 1, experts), &bounds.narrowed(0, 0, experts))?;
+        let counts = self.sub(
+            &bounds.narrowed(0, 1, experts),
+            &bounds.narrowed(0, 0, experts),
+        )?;
         let wide = self.cast(logits, acc)?;
         let probabilities = self.softmax(&wide, -1)?;
         let mean = self.mean(&probabilities, &[0], false)?;
@@ -304,13 +358,25 @@ impl Cx {
 fn sort(worker: &Worker, op: &'static str, choice: &Tensor, experts: usize) -> Result<[Tensor; 3]> {
     if choice.dtype() != DType::I64 {
         let expected = "choices of experts are i64";
-        return Err(Error::DType { op, dtype: choice.dtype(), shape: *choice.shape(), expected });
+        return Err(Error::DType {
+            op,
+            dtype: choice.dtype(),
+            shape: *choice.shape(),
+            expected,
+        });
     }
     if i32::try_from(choice.numel()).is_err() {
-        return Err(Error::invalid(op, format!("{} has more than 2^31 - 1 choices", choice.shape())));
+        return Err(Error::invalid(
+            op,
+            format!("{} has more than 2^31 - 1 choices", choice.shape()),
+        ));
     }
     let line = |len: usize| worker.alloc(op, DType::I32, Shape::new(&[len])?);
-    let [rows, inverse, offsets] = [line(choice.numel())?, line(choice.numel())?, line(experts + 1)?];
+    let [rows, inverse, offsets] = [
+        line(choice.numel())?,
+        line(choice.numel())?,
+        line(experts + 1)?,
+    ];
     let into = [Some(&rows), Some(&inverse), Some(&offsets)];
     worker.launch(&Kernel::MoeSort { experts }, &[Some(choice)], &into)?;
     Ok([rows, inverse, offsets])
@@ -321,25 +387,52 @@ fn turned(weight: &Tensor) -> Tensor {
     weight.relaid(weight.layout().permuted(&[0, 2, 1]))
 }
 
-/// Adds each group's row of `bias` to the group's rows of `y`: as a product with a column of ones, so that
-/// nobody has to know which rows those are.
-fn add_bias(worker: &Worker, op: &'static str, y: &Tensor, bias: &Tensor, offsets: &Tensor) -> Result<()> {
+/// Adds each group's row of `bias` to the group's rows of `y`: as a product with a column of ones,
+/// so that nobody has to know which rows those are.
+fn add_bias(
+    worker: &Worker,
+    op: &'static str,
+    y: &Tensor,
+    bias: &Tensor,
+    offsets: &Tensor,
+) -> Result<()> {
     let bias = worker.contiguous(bias)?;
-    let bias = bias.relaid(Layout::contiguous(Shape::new(&[bias.dims()[0], 1, bias.dims()[1]])?));
+    let bias = bias.relaid(Layout::contiguous(Shape::new(&[
+        bias.dims()[0],
+        1,
+        bias.dims()[1],
+    ])?));
     let ones = worker.full(y.dtype(), Shape::new(&[y.dims()[0], 1])?, 1.0)?;
     let rows = worker.alloc(op, y.dtype(), *y.shape())?;
-    worker.launch(&Kernel::GroupedMatMul, &[Some(&ones), Some(&bias), Some(offsets)], &[Some(&rows)])?;
-    worker.launch(&Kernel::Accumulate { alpha: 1.0 }, &[Some(&rows)], &[Some(y)])
+    worker.launch(
+        &Kernel::GroupedMatMul,
+        &[Some(&ones), Some(&bias), Some(offsets)],
+        &[Some(&rows)],
+    )?;
+    worker.launch(
+        &Kernel::Accumulate { alpha: 1.0 },
+        &[Some(&rows)],
+        &[Some(y)],
+    )
 }
 
 /// The gradient of input `i`, a weight `[e, n, c]` or a bias `[e, n]` that met a column of ones.
-fn grouped_gradient(bx: &mut Back<'_>, i: usize, x: &Tensor, dy: &Tensor, offsets: &Tensor) -> Result<()> {
+fn grouped_gradient(
+    bx: &mut Back<'_>,
+    i: usize,
+    x: &Tensor,
+    dy: &Tensor,
+    offsets: &Tensor,
+) -> Result<()> {
     let sink = bx.sink(i)?;
     let (groups, out) = (sink.tensor.dims()[0], sink.tensor.dims()[1]);
     let full = Layout::contiguous(Shape::new(&[groups, out, x.dims()[1]])?);
     let into = turned(&sink.tensor.relaid(full));
-    let kernel = Kernel::GroupedMatMulGrad { accumulate: sink.accumulate };
-    bx.worker().launch(&kernel, &[Some(x), Some(dy), Some(offsets)], &[Some(&into)])?;
+    let kernel = Kernel::GroupedMatMulGrad {
+        accumulate: sink.accumulate,
+    };
+    bx.worker()
+        .launch(&kernel, &[Some(x), Some(dy), Some(offsets)], &[Some(&into)])?;
     drop(into);
     bx.settle(i, sink)
 }
@@ -354,7 +447,11 @@ fn check_grouped(
     float(op, x)?;
     same_dtype(op, x, weight)?;
     if x.rank() != 2 || weight.rank() != 3 || weight.dims()[2] != x.dims()[1] {
-        return Err(Error::Shape { op, left: *x.shape(), right: *weight.shape() });
+        return Err(Error::Shape {
+            op,
+            left: *x.shape(),
+            right: *weight.shape(),
+        });
     }
     if let Some(bias) = bias {
         same_dtype(op, x, bias)?;
@@ -364,5 +461,10 @@ fn check_grouped(
     if offsets.dtype() == DType::I32 {
         return Ok(());
     }
-    Err(Error::DType { op, dtype: offsets.dtype(), shape: *offsets.shape(), expected: "offsets are i32" })
+    Err(Error::DType {
+        op,
+        dtype: offsets.dtype(),
+        shape: *offsets.shape(),
+        expected: "offsets are i32",
+    })
 }

@@ -1,5 +1,5 @@
-//! Normalisation: RMS norm (alone and with the residual added first), layer, group, instance and batch
-//! norm.
+//! Normalisation: RMS norm (alone and with the residual added first), layer, group, instance and
+//! batch norm.
 //!
 //! Statistics are kept in the accumulator type, for the backward pass too; gradients of weights and
 //! biases are summed there.
@@ -25,7 +25,10 @@ pub struct BatchNorm {
 
 impl Default for BatchNorm {
     fn default() -> Self {
-        Self { momentum: 0.1, eps: 1e-5 }
+        Self {
+            momentum: 0.1,
+            eps: 1e-5,
+        }
     }
 }
 
@@ -41,7 +44,11 @@ impl Cx {
         let y = self.worker().alloc(OP, x.dtype(), *x.shape())?;
         let rstd = self.worker().alloc(OP, x.dtype().accumulator(), rows)?;
         let src = [Some(&x), weight.as_ref(), None];
-        self.worker().launch(&Kernel::RmsNorm { eps }, &src, &[Some(&y), Some(&rstd), None])?;
+        self.worker().launch(
+            &Kernel::RmsNorm { eps },
+            &src,
+            &[Some(&y), Some(&rstd), None],
+        )?;
         let saved = Saved::new(&x, weight.as_ref(), vec![rstd]);
         let inputs: Vec<&Tensor> = [&x].into_iter().chain(&weight).collect();
         self.record_one(OP, &inputs, y, move |bx| {
@@ -76,7 +83,11 @@ impl Cx {
         let rstd = self.worker().alloc(OP, x.dtype().accumulator(), rows)?;
         let sum = self.worker().alloc(OP, x.dtype(), *x.shape())?;
         let src = [Some(&x), weight.as_ref(), Some(&residual)];
-        self.worker().launch(&Kernel::RmsNorm { eps }, &src, &[Some(&y), Some(&rstd), Some(&sum)])?;
+        self.worker().launch(
+            &Kernel::RmsNorm { eps },
+            &src,
+            &[Some(&y), Some(&rstd), Some(&sum)],
+        )?;
         let saved = Saved::new(&sum, weight.as_ref(), vec![rstd]);
         let inputs: Vec<&Tensor> = [&x, &residual].into_iter().chain(&weight).collect();
         let outputs = self.record(OP, &inputs, vec![sum, y], move |bx| {
@@ -109,11 +120,14 @@ impl Cx {
     ) -> Result<Tensor> {
         const OP: &str = "layer_norm";
         let stats = check_rows(OP, x, [weight, bias])?;
-        let kernels = (Kernel::LayerNorm { eps }, |accumulate| Kernel::LayerNormGrad { accumulate });
+        let kernels = (Kernel::LayerNorm { eps }, |accumulate| {
+            Kernel::LayerNormGrad { accumulate }
+        });
         self.centered(OP, x, [weight, bias], stats, kernels)
     }
 
-    /// Layer norm of `[n, c, ..]` over each of `groups` groups of channels, with weight and bias per channel.
+    /// Layer norm of `[n, c, ..]` over each of `groups` groups of channels, with weight and bias
+    /// per channel.
     ///
     /// # Errors
     /// When the groups do not divide the channels, or weight or bias is not one value per channel.
@@ -128,12 +142,21 @@ impl Cx {
         const OP: &str = "group_norm";
         let channels = check_channels(OP, x, [weight, bias])?;
         if groups == 0 || channels % groups != 0 {
-            let what = format!("{groups} groups do not divide the {channels} channels of {}", x.shape());
+            let what = format!(
+                "{groups} groups do not divide the {channels} channels of {}",
+                x.shape()
+            );
             return Err(Error::invalid(OP, what));
         }
         let stats = Shape::new(&[x.dims()[0], groups])?;
         let grad = move |accumulate| Kernel::GroupNormGrad { groups, accumulate };
-        self.centered(OP, x, [weight, bias], stats, (Kernel::GroupNorm { groups, eps }, grad))
+        self.centered(
+            OP,
+            x,
+            [weight, bias],
+            stats,
+            (Kernel::GroupNorm { groups, eps }, grad),
+        )
     }
 
     /// Layer norm of `[n, c, ..]` over each channel of each sample.
@@ -151,13 +174,14 @@ impl Cx {
         self.group_norm(x, channels.max(1), weight, bias, eps)
     }
 
-    /// Norm of every channel of `[n, c, ..]` over samples and places. In training, or without running
-    /// statistics, by those of the batch; the running ones (accumulator type, `[c]`) move towards them by
-    /// `momentum`, the variance unbiased, once [`Cx::commit_buffers`] is called. Else by the running ones.
+    /// Norm of every channel of `[n, c, ..]` over samples and places. In training, or without
+    /// running statistics, by those of the batch; the running ones (accumulator type, `[c]`) move
+    /// towards them by `momentum`, the variance unbiased, once [`Cx::commit_buffers`] is called.
+    /// Else by the running ones.
     ///
     /// # Errors
-    /// When weight, bias or a running statistic is not one value per channel, or a batch has one value per
-    /// channel and so no variance.
+    /// When weight, bias or a running statistic is not one value per channel, or a batch has one
+    /// value per channel and so no variance.
     pub fn batch_norm(
         &mut self,
         x: &Tensor,
@@ -176,7 +200,10 @@ impl Cx {
             // `bind` takes any strides.
             Some((mean, var)) if !batch_stats => {
                 let [mean, var] = [self.get(mean)?, self.get(var)?];
-                Some((self.worker().contiguous(&mean)?, self.worker().contiguous(&var)?))
+                Some((
+                    self.worker().contiguous(&mean)?,
+                    self.worker().contiguous(&var)?,
+                ))
             }
             _ => None,
         };
@@ -186,7 +213,13 @@ impl Cx {
         let (given_mean, given_var) = given.as_ref().map(|(m, v)| (m, v)).unzip();
         self.worker().launch(
             &Kernel::BatchNorm { eps: options.eps },
-            &[Some(&x), weight.as_ref(), bias.as_ref(), given_mean, given_var],
+            &[
+                Some(&x),
+                weight.as_ref(),
+                bias.as_ref(),
+                given_mean,
+                given_var,
+            ],
             &[Some(&y), Some(&mean), Some(&rstd), Some(&var)],
         )?;
         if let Some(running) = running.filter(|_| batch_stats && x.numel() > 0) {
@@ -195,21 +228,36 @@ impl Cx {
             self.follow(running.1, &var, options.momentum, count / (count - 1.0))?;
         }
         let saved = Saved::new(&x, weight.as_ref(), vec![mean, rstd]);
-        let grad = move |accumulate| Kernel::BatchNormGrad { batch_stats, accumulate };
-        self.record_centered(OP, [Some(&x), weight.as_ref(), bias.as_ref()], y, saved, grad)
+        let grad = move |accumulate| Kernel::BatchNormGrad {
+            batch_stats,
+            accumulate,
+        };
+        self.record_centered(
+            OP,
+            [Some(&x), weight.as_ref(), bias.as_ref()],
+            y,
+            saved,
+            grad,
+        )
     }
 
     /// Moves a running statistic towards `value · scale` by `momentum`.
     fn follow(&mut self, buffer: &Param, value: &Tensor, momentum: f64, scale: f64) -> Result<()> {
         let old = self.get(buffer)?.detach();
-        let keep = Unary::Affine { mul: 1.0 - momentum, add: 0.0 };
+        let keep = Unary::Affine {
+            mul: 1.0 - momentum,
+            add: 0.0,
+        };
         let new = raw_unary(self.worker(), "batch_norm", keep, &old)?;
-        let step = Kernel::Accumulate { alpha: momentum * scale };
+        let step = Kernel::Accumulate {
+            alpha: momentum * scale,
+        };
         self.worker().launch(&step, &[Some(value)], &[Some(&new)])?;
         self.set_buffer(buffer, &new)
     }
 
-    /// The common course of layer and group norm: their kernels differ in how they group elements only.
+    /// The common course of layer and group norm: their kernels differ in how they group elements
+    /// only.
     fn centered(
         &mut self,
         op: &'static str,
@@ -224,7 +272,8 @@ impl Cx {
         let mean = self.worker().alloc(op, acc, stats)?;
         let rstd = self.worker().alloc(op, acc, stats)?;
         let src = [Some(&x), weight.as_ref(), bias.as_ref()];
-        self.worker().launch(&kernel, &src, &[Some(&y), Some(&mean), Some(&rstd)])?;
+        self.worker()
+            .launch(&kernel, &src, &[Some(&y), Some(&mean), Some(&rstd)])?;
         let saved = Saved::new(&x, weight.as_ref(), vec![mean, rstd]);
         self.record_centered(op, src, y, saved, grad)
     }
@@ -246,10 +295,20 @@ impl Cx {
             let sinks = [wanted(bx, weight_at)?, wanted(bx, bias_at)?];
             let accumulate = align(bx, &sinks)?;
             let Saved { x, weight, stats } = saved;
-            let dx = bx.needs(0).then(|| bx.worker().alloc(op, x.dtype(), *x.shape())).transpose()?;
-            let src = [Some(&x), weight.as_ref(), Some(&stats[0]), Some(&stats[1]), Some(&dy)];
+            let dx = bx
+                .needs(0)
+                .then(|| bx.worker().alloc(op, x.dtype(), *x.shape()))
+                .transpose()?;
+            let src = [
+                Some(&x),
+                weight.as_ref(),
+                Some(&stats[0]),
+                Some(&stats[1]),
+                Some(&dy),
+            ];
             let into = |i: usize| sinks[i].as_ref().map(|s| &s.tensor);
-            bx.worker().launch(&grad(accumulate), &src, &[dx.as_ref(), into(0), into(1)])?;
+            bx.worker()
+                .launch(&grad(accumulate), &src, &[dx.as_ref(), into(0), into(1)])?;
             drop((x, dy));
             for (at, sink) in [weight_at, bias_at].into_iter().zip(sinks) {
                 settle(bx, at, sink)?;
@@ -274,12 +333,16 @@ struct Saved {
 
 impl Saved {
     fn new(x: &Tensor, weight: Option<&Tensor>, stats: Vec<Tensor>) -> Self {
-        Self { x: x.detach(), weight: weight.map(Tensor::detach), stats }
+        Self {
+            x: x.detach(),
+            weight: weight.map(Tensor::detach),
+            stats,
+        }
     }
 }
 
-/// Gradient of an RMS norm: settles the weight's (input `at`), returns that of what was normalised with
-/// `dsum` added, when anybody wants it.
+/// Gradient of an RMS norm: settles the weight's (input `at`), returns that of what was normalised
+/// with `dsum` added, when anybody wants it.
 fn rms_backward(
     bx: &mut Back<'_>,
     op: &'static str,
@@ -291,10 +354,24 @@ fn rms_backward(
     let Saved { x, weight, stats } = saved;
     let sink = wanted(bx, at)?;
     let needed = (0..bx.inputs()).any(|i| Some(i) != at && bx.needs(i));
-    let dx = needed.then(|| bx.worker().alloc(op, x.dtype(), *x.shape())).transpose()?;
-    let kernel = Kernel::RmsNormGrad { accumulate: sink.as_ref().is_some_and(|s| s.accumulate) };
-    let src = [Some(&x), weight.as_ref(), Some(&stats[0]), Some(dy), dsum.as_ref()];
-    bx.worker().launch(&kernel, &src, &[dx.as_ref(), sink.as_ref().map(|s| &s.tensor)])?;
+    let dx = needed
+        .then(|| bx.worker().alloc(op, x.dtype(), *x.shape()))
+        .transpose()?;
+    let kernel = Kernel::RmsNormGrad {
+        accumulate: sink.as_ref().is_some_and(|s| s.accumulate),
+    };
+    let src = [
+        Some(&x),
+        weight.as_ref(),
+        Some(&stats[0]),
+        Some(dy),
+        dsum.as_ref(),
+    ];
+    bx.worker().launch(
+        &kernel,
+        &src,
+        &[dx.as_ref(), sink.as_ref().map(|s| &s.tensor)],
+    )?;
     settle(bx, at, sink)?;
     Ok(dx)
 }
@@ -318,8 +395,13 @@ pub(super) fn settle(bx: &mut Back<'_>, at: Option<usize>, sink: Option<Sink>) -
 /// One answer to whether both sinks are added to: when only one is, the other starts from zero.
 fn align(bx: &Back<'_>, sinks: &[Option<Sink>]) -> Result<bool> {
     let accumulate = sinks.iter().flatten().any(|s| s.accumulate);
-    for sink in sinks.iter().flatten().filter(|s| accumulate && !s.accumulate) {
-        bx.worker().launch(&Kernel::Fill { value: 0.0 }, &[], &[Some(&sink.tensor)])?;
+    for sink in sinks
+        .iter()
+        .flatten()
+        .filter(|s| accumulate && !s.accumulate)
+    {
+        bx.worker()
+            .launch(&Kernel::Fill { value: 0.0 }, &[], &[Some(&sink.tensor)])?;
     }
     Ok(accumulate)
 }
@@ -328,7 +410,10 @@ fn align(bx: &Back<'_>, sinks: &[Option<Sink>]) -> Result<bool> {
 fn check_rows(op: &'static str, x: &Tensor, weights: [Option<&Tensor>; 2]) -> Result<Shape> {
     float(op, x)?;
     let Some((&last, rest)) = x.dims().split_last() else {
-        return Err(Error::invalid(op, "a scalar has no dimension to normalise over"));
+        return Err(Error::invalid(
+            op,
+            "a scalar has no dimension to normalise over",
+        ));
     };
     check_weights(op, x, last, weights)?;
     Shape::new(&[rest.iter().product()])
@@ -338,23 +423,40 @@ fn check_rows(op: &'static str, x: &Tensor, weights: [Option<&Tensor>; 2]) -> Re
 fn check_channels(op: &'static str, x: &Tensor, weights: [Option<&Tensor>; 2]) -> Result<usize> {
     float(op, x)?;
     if x.rank() < 2 {
-        return Err(Error::invalid(op, format!("{} has no channels: it takes [n, c, ..]", x.shape())));
+        return Err(Error::invalid(
+            op,
+            format!("{} has no channels: it takes [n, c, ..]", x.shape()),
+        ));
     }
     check_weights(op, x, x.dims()[1], weights)?;
     Ok(x.dims()[1])
 }
 
-fn check_weights(op: &'static str, x: &Tensor, size: usize, weights: [Option<&Tensor>; 2]) -> Result<()> {
+fn check_weights(
+    op: &'static str,
+    x: &Tensor,
+    size: usize,
+    weights: [Option<&Tensor>; 2],
+) -> Result<()> {
     for weight in weights.into_iter().flatten() {
         same_dtype(op, x, weight)?;
         if weight.dims() != [size] {
-            return Err(Error::Shape { op, left: *x.shape(), right: *weight.shape() });
+            return Err(Error::Shape {
+                op,
+                left: *x.shape(),
+                right: *weight.shape(),
+            });
         }
     }
     Ok(())
 }
 
-fn check_running(x: &Tensor, channels: usize, running: Option<(&Param, &Param)>, batch: bool) -> Result<()> {
+fn check_running(
+    x: &Tensor,
+    channels: usize,
+    running: Option<(&Param, &Param)>,
+    batch: bool,
+) -> Result<()> {
     const OP: &str = "batch_norm";
     let acc: DType = x.dtype().accumulator();
     for buffer in running.into_iter().flat_map(|(m, v)| [m, v]) {
@@ -370,7 +472,10 @@ fn check_running(x: &Tensor, channels: usize, running: Option<(&Param, &Param)>,
         }
     }
     if batch && x.numel() > 0 && x.numel() == channels {
-        let what = format!("{} has one value per channel, which has no variance", x.shape());
+        let what = format!(
+            "{} has one value per channel, which has no variance",
+            x.shape()
+        );
         return Err(Error::invalid(OP, what));
     }
     Ok(())

@@ -23,8 +23,8 @@ pub struct Lora<'a> {
 }
 
 impl Cx {
-    /// Matrix product over the last two dimensions; leading ones broadcast. A vector counts as a row on the
-    /// left and as a column on the right, as in PyTorch.
+    /// Matrix product over the last two dimensions; leading ones broadcast. A vector counts as a
+    /// row on the left and as a column on the right, as in PyTorch.
     ///
     /// # Errors
     /// When inner sizes or batches do not fit, or types differ.
@@ -32,14 +32,19 @@ impl Cx {
         const OP: &str = "matmul";
         float(OP, a)?;
         same_dtype(OP, a, b)?;
-        let mismatch = Error::Shape { op: OP, left: *a.shape(), right: *b.shape() };
+        let mismatch = Error::Shape {
+            op: OP,
+            left: *a.shape(),
+            right: *b.shape(),
+        };
         if a.rank() == 0 || b.rank() == 0 {
             return Err(mismatch);
         }
         if a.rank() == 1 {
             let row = self.reshape(a, &[1, -1])?;
             let y = self.matmul(&row, b)?;
-            let keep: Vec<isize> = drop_axis(y.dims(), if b.rank() == 1 { 0 } else { y.rank() - 2 });
+            let keep: Vec<isize> =
+                drop_axis(y.dims(), if b.rank() == 1 { 0 } else { y.rank() - 2 });
             return self.reshape(&y, &keep);
         }
         if b.rank() == 1 {
@@ -51,7 +56,11 @@ impl Cx {
             return Err(mismatch);
         }
         // Many rows against one matrix are one product.
-        if b.rank() == 2 && a.rank() > 2 && a.numel() > 0 && a.layout().reshaped(rows_of(a)?).is_some() {
+        if b.rank() == 2
+            && a.rank() > 2
+            && a.numel() > 0
+            && a.layout().reshaped(rows_of(a)?).is_some()
+        {
             let flat = self.reshape(a, &[-1, a.dims()[a.rank() - 1] as isize])?;
             let y = self.matmul(&flat, b)?;
             let mut dims: Vec<isize> = a.dims().iter().map(|d| *d as isize).collect();
@@ -63,12 +72,20 @@ impl Cx {
 
     fn batched(&mut self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         const OP: &str = "matmul";
-        let batch = lead(a)?.broadcast(&lead(b)?, OP).map_err(|_| Error::Shape {
-            op: OP,
-            left: *a.shape(),
-            right: *b.shape(),
-        })?;
-        let y = multiply(self.worker(), OP, &spread(a, &batch)?, &spread(b, &batch)?, a.dtype())?;
+        let batch = lead(a)?
+            .broadcast(&lead(b)?, OP)
+            .map_err(|_| Error::Shape {
+                op: OP,
+                left: *a.shape(),
+                right: *b.shape(),
+            })?;
+        let y = multiply(
+            self.worker(),
+            OP,
+            &spread(a, &batch)?,
+            &spread(b, &batch)?,
+            a.dtype(),
+        )?;
         // Each side is kept only for the other side's gradient.
         let right = a.requires_grad().then(|| b.detach());
         let left = b.requires_grad().then(|| a.detach());
@@ -76,7 +93,9 @@ impl Cx {
         self.record_one(OP, &[a, b], y, move |bx| {
             let dy = bx.dy()?;
             for (i, other) in [right, left].into_iter().enumerate() {
-                let (Some(other), this) = (other, shapes[i]) else { continue };
+                let (Some(other), this) = (other, shapes[i]) else {
+                    continue;
+                };
                 let other = turned(&spread(&other, &batch)?);
                 let (x, y) = if i == 0 { (&dy, &other) } else { (&other, &dy) };
                 if this.rank() == batch.rank() + 2 && this[..batch.rank()] == *batch {
@@ -110,10 +129,13 @@ impl Cx {
         let (rows, out) = check_linear(OP, x, weight, bias)?;
         let dense = self.contiguous(x)?;
         let flat = dense.relaid(Layout::contiguous(rows)).detach();
-        let y = self.worker().alloc(OP, x.dtype(), Shape::new(&[rows[0], weight.dims()[0]])?)?;
+        let y = self
+            .worker()
+            .alloc(OP, x.dtype(), Shape::new(&[rows[0], weight.dims()[0]])?)?;
         affine(self.worker(), &flat, weight, bias, &y)?;
         let y = y.relaid(Layout::contiguous(out));
-        // Each side is kept only for the other side's gradient: a frozen weight keeps no activations.
+        // Each side is kept only for the other side's gradient: a frozen weight keeps no
+        // activations.
         let flat = weight.requires_grad().then_some(flat);
         let kept = weight.detach();
         let shape = *x.shape();
@@ -136,7 +158,8 @@ impl Cx {
         })
     }
 
-    /// [`Cx::linear`] with a LoRA branch beside it; the weight is usually frozen, and then keeps no activations.
+    /// [`Cx::linear`] with a LoRA branch beside it; the weight is usually frozen, and then keeps no
+    /// activations.
     ///
     /// # Errors
     /// When sizes or types do not fit.
@@ -164,7 +187,11 @@ impl Cx {
 
 /// Sizes without `axis`, as reshape takes them.
 fn drop_axis(dims: &[usize], axis: usize) -> Vec<isize> {
-    dims.iter().enumerate().filter(|(i, _)| *i != axis).map(|(_, d)| *d as isize).collect()
+    dims.iter()
+        .enumerate()
+        .filter(|(i, _)| *i != axis)
+        .map(|(_, d)| *d as isize)
+        .collect()
 }
 
 /// [rows, last].
@@ -181,7 +208,12 @@ fn lead(x: &Tensor) -> Result<Shape> {
 
 /// The matrices of `x` under the batch dimensions `batch`.
 fn spread(x: &Tensor, batch: &Shape) -> Result<Tensor> {
-    let dims: Vec<usize> = batch.dims().iter().chain(&x.dims()[x.rank() - 2..]).copied().collect();
+    let dims: Vec<usize> = batch
+        .dims()
+        .iter()
+        .chain(&x.dims()[x.rank() - 2..])
+        .copied()
+        .collect();
     Ok(x.relaid(x.layout().broadcast_to(Shape::new(&dims)?, "matmul")?))
 }
 
@@ -218,7 +250,11 @@ pub(crate) fn multiply_into(
     alpha: f64,
     beta: f64,
 ) -> Result<()> {
-    worker.launch(&Kernel::MatMul { alpha, beta }, &[Some(a), Some(b), None], &[Some(out)])
+    worker.launch(
+        &Kernel::MatMul { alpha, beta },
+        &[Some(a), Some(b), None],
+        &[Some(out)],
+    )
 }
 
 /// Shapes of [`Cx::linear`]: x as rows, and the result.
@@ -231,7 +267,11 @@ fn check_linear(
     float(op, x)?;
     same_dtype(op, x, weight)?;
     if weight.rank() != 2 || x.rank() == 0 || x.dims()[x.rank() - 1] != weight.dims()[1] {
-        return Err(Error::Shape { op, left: *x.shape(), right: *weight.shape() });
+        return Err(Error::Shape {
+            op,
+            left: *x.shape(),
+            right: *weight.shape(),
+        });
     }
     if let Some(bias) = bias {
         same_dtype(op, x, bias)?;
@@ -243,10 +283,23 @@ fn check_linear(
 }
 
 /// y = x Wᵀ + bias on rows.
-fn affine(worker: &Worker, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, y: &Tensor) -> Result<()> {
-    let kernel = Kernel::MatMul { alpha: 1.0, beta: 0.0 };
+fn affine(
+    worker: &Worker,
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    y: &Tensor,
+) -> Result<()> {
+    let kernel = Kernel::MatMul {
+        alpha: 1.0,
+        beta: 0.0,
+    };
     let bias = bias.map(|b| worker.contiguous(b)).transpose()?;
-    worker.launch(&kernel, &[Some(x), Some(&turned(weight)), bias.as_ref()], &[Some(y)])
+    worker.launch(
+        &kernel,
+        &[Some(x), Some(&turned(weight)), bias.as_ref()],
+        &[Some(y)],
+    )
 }
 
 /// dW += dyᵀ x for input `i` of a node.
@@ -260,8 +313,13 @@ fn weight_grad(bx: &mut Back<'_>, i: usize, dy: &Tensor, x: &Tensor) -> Result<(
 /// db += column sums of dy [rows, out] for input `i` of a node.
 pub(crate) fn bias_grad(bx: &mut Back<'_>, i: usize, dy: &Tensor) -> Result<()> {
     let sink = bx.sink(i)?;
-    let row = sink.tensor.relaid(Layout::contiguous(Shape::new(&[1, dy.dims()[1]])?));
-    let kernel = Kernel::Reduce { op: Reduce::Sum, accumulate: sink.accumulate };
+    let row = sink
+        .tensor
+        .relaid(Layout::contiguous(Shape::new(&[1, dy.dims()[1]])?));
+    let kernel = Kernel::Reduce {
+        op: Reduce::Sum,
+        accumulate: sink.accumulate,
+    };
     bx.worker().launch(&kernel, &[Some(dy)], &[Some(&row)])?;
     drop(row);
     bx.settle(i, sink)

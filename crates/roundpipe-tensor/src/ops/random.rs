@@ -1,7 +1,7 @@
 //! Tensors made from nothing: random, counted, filled like another; and dropout.
 //!
-//! Every random operation takes the next key of its context ([`Cx::next_key`]), so that the same place
-//! of the same run draws the same numbers again.
+//! Every random operation takes the next key of its context ([`Cx::next_key`]), so that the same
+//! place of the same run draws the same numbers again.
 
 use crate::cx::{Cx, float};
 use crate::dtype::DType;
@@ -18,7 +18,15 @@ impl Cx {
     /// # Errors
     /// When `dtype` is not a float or memory runs out.
     pub fn rand(&mut self, dtype: DType, dims: &[usize]) -> Result<Tensor> {
-        self.draw("rand", Dist::Uniform { low: 0.0, high: 1.0 }, dtype, dims)
+        self.draw(
+            "rand",
+            Dist::Uniform {
+                low: 0.0,
+                high: 1.0,
+            },
+            dtype,
+            dims,
+        )
     }
 
     /// Uniform in [low, high).
@@ -27,7 +35,10 @@ impl Cx {
     /// When the bounds are not finite and in order, `dtype` is not a float, or memory runs out.
     pub fn uniform(&mut self, dtype: DType, dims: &[usize], low: f64, high: f64) -> Result<Tensor> {
         if !(low < high && (high - low).is_finite()) {
-            return Err(Error::invalid("uniform", format!("no numbers from {low} up to below {high}")));
+            return Err(Error::invalid(
+                "uniform",
+                format!("no numbers from {low} up to below {high}"),
+            ));
         }
         self.draw("uniform", Dist::Uniform { low, high }, dtype, dims)
     }
@@ -37,7 +48,15 @@ impl Cx {
     /// # Errors
     /// When `dtype` is not a float or memory runs out.
     pub fn randn(&mut self, dtype: DType, dims: &[usize]) -> Result<Tensor> {
-        self.draw("randn", Dist::Normal { mean: 0.0, std: 1.0 }, dtype, dims)
+        self.draw(
+            "randn",
+            Dist::Normal {
+                mean: 0.0,
+                std: 1.0,
+            },
+            dtype,
+            dims,
+        )
     }
 
     /// Normal with a mean and a standard deviation.
@@ -57,18 +76,31 @@ impl Cx {
         self.draw("bernoulli", Dist::Bernoulli { p }, dtype, dims)
     }
 
-    fn draw(&mut self, op: &'static str, dist: Dist, dtype: DType, dims: &[usize]) -> Result<Tensor> {
+    fn draw(
+        &mut self,
+        op: &'static str,
+        dist: Dist,
+        dtype: DType,
+        dims: &[usize],
+    ) -> Result<Tensor> {
         let shape = Shape::new(dims)?;
         if !dtype.is_float() && !matches!(dist, Dist::Bernoulli { .. }) {
-            return Err(Error::DType { op, dtype, shape, expected: "it makes floats" });
+            return Err(Error::DType {
+                op,
+                dtype,
+                shape,
+                expected: "it makes floats",
+            });
         }
         let key = self.next_key();
         let y = self.worker().alloc(op, dtype, shape)?;
-        self.worker().launch(&Kernel::Random { dist, key }, &[], &[Some(&y)])?;
+        self.worker()
+            .launch(&Kernel::Random { dist, key }, &[], &[Some(&y)])?;
         Ok(y)
     }
 
-    /// In training, zeroes each element with probability p and divides the others by 1 - p; else passes x on.
+    /// In training, zeroes each element with probability p and divides the others by 1 - p; else
+    /// passes x on.
     ///
     /// # Errors
     /// When p is not in 0..=1 or `x` is not a float.
@@ -79,11 +111,16 @@ impl Cx {
         if !self.is_training() || p == 0.0 {
             return Ok(x.clone());
         }
-        let kernel = Kernel::Dropout { p, key: self.next_key() };
+        let kernel = Kernel::Dropout {
+            p,
+            key: self.next_key(),
+        };
         let y = self.worker().alloc(OP, x.dtype(), *x.shape())?;
         self.worker().launch(&kernel, &[Some(x)], &[Some(&y)])?;
         self.record_one(OP, &[x], y, move |bx| {
-            let dy = bx.grad_strided(0).expect("a node runs only with a gradient");
+            let dy = bx
+                .grad_strided(0)
+                .expect("a node runs only with a gradient");
             let dx = bx.worker().alloc(OP, dy.dtype(), *dy.shape())?;
             bx.worker().launch(&kernel, &[Some(&dy)], &[Some(&dx)])?;
             drop(dy);
@@ -94,17 +131,29 @@ impl Cx {
     /// start, start + step, … below `end` (above it, for a negative step).
     ///
     /// # Errors
-    /// When step is 0, a number is not finite, an integer type is given fractions, or memory runs out.
+    /// When step is 0, a number is not finite, an integer type is given fractions, or memory runs
+    /// out.
     pub fn arange(&mut self, dtype: DType, start: f64, end: f64, step: f64) -> Result<Tensor> {
         const OP: &str = "arange";
         let finite = [start, end, step].iter().all(|number| number.is_finite());
         let count = ((end - start) / step).ceil().max(0.0);
         let fractions = start.fract() != 0.0 || step.fract() != 0.0;
-        if !finite || step == 0.0 || !count.is_finite() || count > 9e15 || (fractions && !dtype.is_float()) {
-            return Err(Error::invalid(OP, format!("from {start} to {end} by {step} in {dtype}")));
+        if !finite
+            || step == 0.0
+            || !count.is_finite()
+            || count > 9e15
+            || (fractions && !dtype.is_float())
+        {
+            return Err(Error::invalid(
+                OP,
+                format!("from {start} to {end} by {step} in {dtype}"),
+            ));
         }
-        let y = self.worker().alloc(OP, dtype, Shape::new(&[count as usize])?)?;
-        self.worker().launch(&Kernel::Arange { start, step }, &[], &[Some(&y)])?;
+        let y = self
+            .worker()
+            .alloc(OP, dtype, Shape::new(&[count as usize])?)?;
+        self.worker()
+            .launch(&Kernel::Arange { start, step }, &[], &[Some(&y)])?;
         Ok(y)
     }
 
@@ -140,8 +189,8 @@ impl Cx {
         self.full(dtype, dims, 1.0)
     }
 
-    /// For each index a row of `classes` elements, 1 at the index and 0 elsewhere; an index outside gives a
-    /// row of 0.
+    /// For each index a row of `classes` elements, 1 at the index and 0 elsewhere; an index outside
+    /// gives a row of 0.
     ///
     /// # Errors
     /// When `index` does not hold integers or memory runs out.
@@ -149,7 +198,12 @@ impl Cx {
         const OP: &str = "one_hot";
         if index.dtype().is_float() || index.dtype() == DType::Bool {
             let (dtype, shape) = (index.dtype(), *index.shape());
-            return Err(Error::DType { op: OP, dtype, shape, expected: "it takes integers" });
+            return Err(Error::DType {
+                op: OP,
+                dtype,
+                shape,
+                expected: "it takes integers",
+            });
         }
         // Counted in a type that holds every class, whatever the indices' own does.
         let index = self.worker().cast(index, DType::I64)?;

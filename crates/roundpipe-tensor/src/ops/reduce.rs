@@ -1,7 +1,7 @@
 //! Reductions, softmax, running sums and selection along dimensions.
 //!
-//! Where an operation takes several dimensions, none given means all. Statistics of 16-bit floats are
-//! computed in f32 and rounded once.
+//! Where an operation takes several dimensions, none given means all. Statistics of 16-bit floats
+//! are computed in f32 and rounded once.
 
 use super::arith::{raw_binary, raw_compare, raw_select, raw_unary};
 use crate::cx::{Cx, float};
@@ -31,20 +31,50 @@ impl Fold {
         for &dim in dims {
             let axis = from.axis(op, dim)?;
             if std::mem::replace(&mut folded[axis], true) {
-                return Err(Error::invalid(op, format!("dimension {dim} of {from} is named twice")));
+                return Err(Error::invalid(
+                    op,
+                    format!("dimension {dim} of {from} is named twice"),
+                ));
             }
         }
         let axes = || folded.iter().enumerate();
-        let kept = axes().filter(|(_, f)| **f).fold(from, |shape, (axis, _)| shape.cut(axis, 1));
-        let rest: Vec<usize> = axes().filter(|(_, f)| !**f).map(|(axis, _)| from[axis]).collect();
-        let count = axes().filter(|(_, f)| **f).map(|(axis, _)| from[axis]).product();
-        Ok(Self { from, kept, out: if keep { kept } else { Shape::new(&rest)? }, count })
+        let kept = axes()
+            .filter(|(_, f)| **f)
+            .fold(from, |shape, (axis, _)| shape.cut(axis, 1));
+        let rest: Vec<usize> = axes()
+            .filter(|(_, f)| !**f)
+            .map(|(axis, _)| from[axis])
+            .collect();
+        let count = axes()
+            .filter(|(_, f)| **f)
+            .map(|(axis, _)| from[axis])
+            .product();
+        Ok(Self {
+            from,
+            kept,
+            out: if keep { kept } else { Shape::new(&rest)? },
+            count,
+        })
     }
 
     /// Runs the kernel; the result has the kept shape.
-    fn run(&self, worker: &Worker, op: &'static str, kind: Reduce, x: &Tensor, to: DType) -> Result<Tensor> {
+    fn run(
+        &self,
+        worker: &Worker,
+        op: &'static str,
+        kind: Reduce,
+        x: &Tensor,
+        to: DType,
+    ) -> Result<Tensor> {
         let y = worker.alloc(op, to, self.kept)?;
-        worker.launch(&Kernel::Reduce { op: kind, accumulate: false }, &[Some(x)], &[Some(&y)])?;
+        worker.launch(
+            &Kernel::Reduce {
+                op: kind,
+                accumulate: false,
+            },
+            &[Some(x)],
+            &[Some(&y)],
+        )?;
         Ok(y)
     }
 
@@ -68,7 +98,10 @@ impl Fold {
         if self.count > 0 || self.out.numel() == 0 {
             return Ok(());
         }
-        Err(Error::invalid(op, format!("{} has no elements to choose from", self.from)))
+        Err(Error::invalid(
+            op,
+            format!("{} has no elements to choose from", self.from),
+        ))
     }
 }
 
@@ -117,11 +150,23 @@ impl Cx {
         let fold = Fold::new(op, x, dims, keep)?;
         let wide = countable(self.worker(), x)?;
         let y = fold.run(self.worker(), op, kind, &wide, wide.dtype())?;
-        let share = if kind == Reduce::Mean { 1.0 / fold.count as f64 } else { 1.0 };
+        let share = if kind == Reduce::Mean {
+            1.0 / fold.count as f64
+        } else {
+            1.0
+        };
         self.record_one(op, &[x], fold.shown(&y), move |bx| {
             let mut dy = bx.dy()?;
             if kind == Reduce::Mean {
-                dy = raw_unary(bx.worker(), op, Unary::Affine { mul: share, add: 0.0 }, &dy)?;
+                dy = raw_unary(
+                    bx.worker(),
+                    op,
+                    Unary::Affine {
+                        mul: share,
+                        add: 0.0,
+                    },
+                    &dy,
+                )?;
             }
             bx.give(0, fold.spread(op, &dy)?)
         })
@@ -135,7 +180,8 @@ impl Cx {
         self.extreme("max", Reduce::Max, x, dims, keep)
     }
 
-    /// The smallest value over `dims`; NaN if there is one. Equal smallest values share the gradient.
+    /// The smallest value over `dims`; NaN if there is one. Equal smallest values share the
+    /// gradient.
     ///
     /// # Errors
     /// As [`Cx::max`].
@@ -162,7 +208,13 @@ impl Cx {
             let hits = worker.cast(&equal, dy.dtype().accumulator())?;
             let ties = fold.run(worker, op, Reduce::Sum, &hits, hits.dtype())?;
             drop(hits);
-            let share = raw_binary(worker, op, Binary::Div, &worker.cast(&dy, ties.dtype())?, &ties)?;
+            let share = raw_binary(
+                worker,
+                op,
+                Binary::Div,
+                &worker.cast(&dy, ties.dtype())?,
+                &ties,
+            )?;
             let share = worker.cast(&share, dy.dtype())?;
             let zero = worker.full(dy.dtype(), Shape::default(), 0.0)?;
             let dx = raw_select(worker, op, &equal, &share, &zero)?;
@@ -191,7 +243,13 @@ impl Cx {
     ///
     /// # Errors
     /// As [`Cx::sum`]; floats only.
-    pub fn var(&mut self, x: &Tensor, dims: &[isize], unbiased: bool, keep: bool) -> Result<Tensor> {
+    pub fn var(
+        &mut self,
+        x: &Tensor,
+        dims: &[isize],
+        unbiased: bool,
+        keep: bool,
+    ) -> Result<Tensor> {
         self.deviation("var", x, dims, unbiased, keep)
     }
 
@@ -199,7 +257,13 @@ impl Cx {
     ///
     /// # Errors
     /// As [`Cx::var`].
-    pub fn std(&mut self, x: &Tensor, dims: &[isize], unbiased: bool, keep: bool) -> Result<Tensor> {
+    pub fn std(
+        &mut self,
+        x: &Tensor,
+        dims: &[isize],
+        unbiased: bool,
+        keep: bool,
+    ) -> Result<Tensor> {
         self.deviation("std", x, dims, unbiased, keep)
     }
 
@@ -234,7 +298,12 @@ impl Cx {
                 slope = over_length(&worker, op, &slope, &spread)?;
             }
             // d var = 2 (x - mean) / over; d std has the 2 cancelled by the root's.
-            let slope = divide(&worker, op, &slope, if op == "std" { over } else { over / 2.0 })?;
+            let slope = divide(
+                &worker,
+                op,
+                &slope,
+                if op == "std" { over } else { over / 2.0 },
+            )?;
             let centred = raw_binary(&worker, op, Binary::Sub, &worker.cast(&source, acc)?, &mean)?;
             let dx = raw_binary(&worker, op, Binary::Mul, &centred, &slope)?;
             drop(centred);
@@ -262,7 +331,13 @@ impl Cx {
             let worker = bx.worker().clone();
             let dy = worker.cast(&fold.held(&bx.dy()?), acc)?;
             let slope = over_length(&worker, OP, &dy, &length)?;
-            let dx = raw_binary(&worker, OP, Binary::Mul, &worker.cast(&source, acc)?, &slope)?;
+            let dx = raw_binary(
+                &worker,
+                OP,
+                Binary::Mul,
+                &worker.cast(&source, acc)?,
+                &slope,
+            )?;
             let dx = worker.cast(&dx, dtype)?;
             bx.give(0, dx)
         })
@@ -310,7 +385,13 @@ impl Cx {
         self.softmax_of("log_softmax", x, dim, true)
     }
 
-    fn softmax_of(&mut self, op: &'static str, x: &Tensor, dim: isize, log: bool) -> Result<Tensor> {
+    fn softmax_of(
+        &mut self,
+        op: &'static str,
+        x: &Tensor,
+        dim: isize,
+        log: bool,
+    ) -> Result<Tensor> {
         float(op, x)?;
         if x.shape().axis(op, dim)? + 1 != x.rank() {
             let turned = self.transpose(x, dim, -1)?;
@@ -319,12 +400,17 @@ impl Cx {
         }
         let dense = self.contiguous(x)?;
         let y = self.worker().alloc(op, x.dtype(), *x.shape())?;
-        self.worker().launch(&Kernel::Softmax { log }, &[Some(&dense)], &[Some(&y)])?;
+        self.worker()
+            .launch(&Kernel::Softmax { log }, &[Some(&dense)], &[Some(&y)])?;
         let kept = y.clone();
         self.record_one(op, &[&dense], y, move |bx| {
             let dy = bx.dy()?;
             let dx = bx.worker().alloc(op, kept.dtype(), *kept.shape())?;
-            bx.worker().launch(&Kernel::SoftmaxGrad { log }, &[Some(&kept), Some(&dy)], &[Some(&dx)])?;
+            bx.worker().launch(
+                &Kernel::SoftmaxGrad { log },
+                &[Some(&kept), Some(&dy)],
+                &[Some(&dx)],
+            )?;
             drop(dy);
             bx.give(0, dx)
         })
@@ -346,13 +432,21 @@ impl Cx {
         self.arg("argmin", x, dim, keep, false)
     }
 
-    fn arg(&mut self, op: &'static str, x: &Tensor, dim: isize, keep: bool, largest: bool) -> Result<Tensor> {
+    fn arg(
+        &mut self,
+        op: &'static str,
+        x: &Tensor,
+        dim: isize,
+        keep: bool,
+        largest: bool,
+    ) -> Result<Tensor> {
         let shown = Fold::new(op, x, &[dim], keep)?.out;
         let fold = Fold::new(op, x, &[dim], false)?;
         fold.nonempty(op)?;
         let dim = x.shape().axis(op, dim)?;
         let y = self.worker().alloc(op, DType::I64, fold.out)?;
-        self.worker().launch(&Kernel::ArgReduce { largest, dim }, &[Some(x)], &[Some(&y)])?;
+        self.worker()
+            .launch(&Kernel::ArgReduce { largest, dim }, &[Some(x)], &[Some(&y)])?;
         Ok(y.relaid(Layout::contiguous(shown)))
     }
 
@@ -393,44 +487,58 @@ impl Cx {
         })
     }
 
-    /// The `k` largest (or smallest) values along `dim` in order, and their indices as i64. Equal values come
-    /// in order of their index; NaN counts as largest.
+    /// The `k` largest (or smallest) values along `dim` in order, and their indices as i64. Equal
+    /// values come in order of their index; NaN counts as largest.
     ///
     /// # Errors
     /// When the dimension does not exist or is shorter than `k`.
-    pub fn topk(&mut self, x: &Tensor, k: usize, dim: isize, largest: bool) -> Result<(Tensor, Tensor)> {
+    pub fn topk(
+        &mut self,
+        x: &Tensor,
+        k: usize,
+        dim: isize,
+        largest: bool,
+    ) -> Result<(Tensor, Tensor)> {
         const OP: &str = "topk";
         let axis = x.shape().axis(OP, dim)?;
         let size = x.dims()[axis];
         if k > size {
-            let what = format!("asked for {k} of {size} values along dimension {axis} of {}", x.shape());
+            let what = format!(
+                "asked for {k} of {size} values along dimension {axis} of {}",
+                x.shape()
+            );
             return Err(Error::invalid(OP, what));
         }
         if axis + 1 != x.rank() {
             let turned = self.transpose(x, dim, -1)?;
             let (values, places) = self.topk(&turned, k, -1, largest)?;
-            return Ok((self.transpose(&values, dim, -1)?, self.transpose(&places, dim, -1)?));
+            return Ok((
+                self.transpose(&values, dim, -1)?,
+                self.transpose(&places, dim, -1)?,
+            ));
         }
         let dense = self.contiguous(x)?;
         let (from, shape) = (*x.shape(), x.shape().cut(axis, k));
         let values = self.worker().alloc(OP, x.dtype(), shape)?;
         let places = self.worker().alloc(OP, DType::I64, shape)?;
         let outputs = [Some(&values), Some(&places)];
-        self.worker().launch(&Kernel::TopK { largest }, &[Some(&dense)], &outputs)?;
+        self.worker()
+            .launch(&Kernel::TopK { largest }, &[Some(&dense)], &outputs)?;
         let at = places.clone();
         let values = self.record_one(OP, &[&dense], values, move |bx| {
             let dy = bx.dy()?;
             let dx = bx.worker().full(dy.dtype(), from, 0.0)?;
             let kernel = Kernel::ScatterAdd { dim: axis };
-            bx.worker().launch(&kernel, &[Some(&dy), Some(&at)], &[Some(&dx)])?;
+            bx.worker()
+                .launch(&kernel, &[Some(&dy), Some(&at)], &[Some(&dx)])?;
             drop(dy);
             bx.give(0, dx)
         })?;
         Ok((values, places))
     }
 
-    /// The values along `dim` in ascending (or descending) order, and their indices as i64. Equal values keep
-    /// their order; NaN counts as largest.
+    /// The values along `dim` in ascending (or descending) order, and their indices as i64. Equal
+    /// values keep their order; NaN counts as largest.
     ///
     /// # Errors
     /// When the dimension does not exist.
@@ -442,7 +550,11 @@ impl Cx {
 
 /// Floats as they are, whole numbers and truth values as i64: what sums are made of.
 fn countable(worker: &Worker, x: &Tensor) -> Result<Tensor> {
-    if x.dtype().is_float() { Ok(x.detach()) } else { worker.cast(x, DType::I64) }
+    if x.dtype().is_float() {
+        Ok(x.detach())
+    } else {
+        worker.cast(x, DType::I64)
+    }
 }
 
 fn running(worker: &Worker, x: &Tensor, dim: usize, reverse: bool) -> Result<Tensor> {
@@ -472,23 +584,33 @@ fn last(fold: &Fold, x: &Tensor) -> Tensor {
     x.relaid(x.layout().permuted(&order))
 }
 
-/// Log-sum-exp of rows of `fold.count` elements, in the accumulator type and the kept shape. The kernel of
-/// cross entropy computes it on the way; with every label left out it computes nothing else.
+/// Log-sum-exp of rows of `fold.count` elements, in the accumulator type and the kept shape. The
+/// kernel of cross entropy computes it on the way; with every label left out it computes nothing
+/// else.
 fn row_lse(worker: &Worker, x: &Tensor, fold: &Fold) -> Result<Tensor> {
     const OP: &str = "logsumexp";
     let rows = fold.kept.numel();
-    let x = worker.contiguous(x)?.relaid(Layout::contiguous(Shape::new(&[rows, fold.count])?));
+    let x = worker
+        .contiguous(x)?
+        .relaid(Layout::contiguous(Shape::new(&[rows, fold.count])?));
     let labels = worker.full(DType::I64, Shape::new(&[rows])?, -1.0)?;
     let acc = x.dtype().accumulator();
     let loss = worker.alloc(OP, acc, Shape::new(&[rows])?)?;
     let lse = worker.alloc(OP, acc, Shape::new(&[rows])?)?;
-    let kernel = Kernel::CrossEntropy { ignore: -1, smoothing: 0.0 };
-    worker.launch(&kernel, &[Some(&x), Some(&labels)], &[Some(&loss), Some(&lse)])?;
+    let kernel = Kernel::CrossEntropy {
+        ignore: -1,
+        smoothing: 0.0,
+    };
+    worker.launch(
+        &kernel,
+        &[Some(&x), Some(&labels)],
+        &[Some(&loss), Some(&lse)],
+    )?;
     Ok(fold.held(&lse))
 }
 
-/// dx of a product: dy times the product of the others, which a division gives where nothing is 0. With one
-/// 0 only that element has a gradient, with more none has.
+/// dx of a product: dy times the product of the others, which a division gives where nothing is 0.
+/// With one 0 only that element has a gradient, with more none has.
 fn prod_grad(worker: &Worker, fold: &Fold, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
     const OP: &str = "prod";
     let acc = x.dtype().accumulator();

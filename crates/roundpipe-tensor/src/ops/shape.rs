@@ -10,8 +10,8 @@ use crate::tensor::Tensor;
 
 use super::arith::raw_compare;
 
-/// The most pieces that a tensor is split into: each is a tensor of its own, and one that takes no memory (no elements,
-/// or one element stretched) has dimensions of any size.
+/// The most pieces that a tensor is split into: each is a tensor of its own, and one that takes no
+/// memory (no elements, or one element stretched) has dimensions of any size.
 const MOST_PIECES: usize = 1 << 20;
 
 impl Cx {
@@ -59,7 +59,10 @@ impl Cx {
         let shape = resolve(x, dims)?;
         let y = match x.layout().reshaped(shape) {
             Some(layout) => x.relaid(layout),
-            None => self.worker().contiguous(x)?.relaid(Layout::contiguous(shape)),
+            None => self
+                .worker()
+                .contiguous(x)?
+                .relaid(Layout::contiguous(shape)),
         };
         let from = *x.shape();
         self.record_one("reshape", &[x], y, move |bx| {
@@ -80,13 +83,18 @@ impl Cx {
             }
         }
         if order.len() != x.rank() || inverse[..x.rank()].contains(&usize::MAX) {
-            let what = format!("{order:?} is not an order of the dimensions of {}", x.shape());
+            let what = format!(
+                "{order:?} is not an order of the dimensions of {}",
+                x.shape()
+            );
             return Err(Error::invalid("permute", what));
         }
         let y = x.relaid(x.layout().permuted(order));
         let rank = x.rank();
         self.record_one("permute", &[x], y, move |bx| {
-            let dy = bx.grad_strided(0).expect("a node runs only with a gradient");
+            let dy = bx
+                .grad_strided(0)
+                .expect("a node runs only with a gradient");
             bx.give(0, dy.relaid(dy.layout().permuted(&inverse[..rank])))
         })
     }
@@ -96,7 +104,10 @@ impl Cx {
     /// # Errors
     /// When a dimension does not exist.
     pub fn transpose(&mut self, x: &Tensor, a: isize, b: isize) -> Result<Tensor> {
-        let (a, b) = (x.shape().axis("transpose", a)?, x.shape().axis("transpose", b)?);
+        let (a, b) = (
+            x.shape().axis("transpose", a)?,
+            x.shape().axis("transpose", b)?,
+        );
         let mut order: Vec<usize> = (0..x.rank()).collect();
         order.swap(a, b);
         self.permute(x, &order)
@@ -109,17 +120,26 @@ impl Cx {
     pub fn narrow(&mut self, x: &Tensor, dim: isize, start: usize, len: usize) -> Result<Tensor> {
         const OP: &str = "narrow";
         let axis = x.shape().axis(OP, dim)?;
-        if start.checked_add(len).is_none_or(|end| end > x.dims()[axis]) {
-            let what = format!("{len} elements from {start} on along dimension {axis} of {}", x.shape());
+        if start
+            .checked_add(len)
+            .is_none_or(|end| end > x.dims()[axis])
+        {
+            let what = format!(
+                "{len} elements from {start} on along dimension {axis} of {}",
+                x.shape()
+            );
             return Err(Error::invalid(OP, what));
         }
         let y = x.narrowed(axis, start, len);
         let (shape, dtype) = (*x.shape(), x.dtype());
         self.record_one(OP, &[x], y, move |bx| {
-            let dy = bx.grad_strided(0).expect("a node runs only with a gradient");
+            let dy = bx
+                .grad_strided(0)
+                .expect("a node runs only with a gradient");
             let dx = bx.worker().full(dtype, shape, 0.0)?;
             let part = dx.narrowed(axis, start, len);
-            bx.worker().launch(&Kernel::Copy, &[Some(&dy)], &[Some(&part)])?;
+            bx.worker()
+                .launch(&Kernel::Copy, &[Some(&dy)], &[Some(&part)])?;
             drop((dy, part));
             bx.give(0, dx)
         })
@@ -131,13 +151,19 @@ impl Cx {
     /// When there is none, or types or the other sizes differ.
     pub fn cat(&mut self, parts: &[&Tensor], dim: isize) -> Result<Tensor> {
         const OP: &str = "cat";
-        let first = parts.first().ok_or_else(|| Error::invalid(OP, "no tensors given"))?;
+        let first = parts
+            .first()
+            .ok_or_else(|| Error::invalid(OP, "no tensors given"))?;
         let axis = first.shape().axis(OP, dim)?;
         let mut total = 0usize;
         for part in parts {
             same_dtype(OP, first, part)?;
             if part.rank() != first.rank() {
-                return Err(Error::Shape { op: OP, left: *first.shape(), right: *part.shape() });
+                return Err(Error::Shape {
+                    op: OP,
+                    left: *first.shape(),
+                    right: *part.shape(),
+                });
             }
             same_shape(OP, part, first.shape().with(OP, axis, part.dims()[axis])?)?;
             total = total.saturating_add(part.dims()[axis]);
@@ -148,11 +174,14 @@ impl Cx {
         let mut start = 0;
         for part in parts {
             let place = y.narrowed(axis, start, part.dims()[axis]);
-            self.worker().launch(&Kernel::Copy, &[Some(part)], &[Some(&place)])?;
+            self.worker()
+                .launch(&Kernel::Copy, &[Some(part)], &[Some(&place)])?;
             start += part.dims()[axis];
         }
         self.record_one(OP, parts, y, move |bx| {
-            let dy = bx.grad_strided(0).expect("a node runs only with a gradient");
+            let dy = bx
+                .grad_strided(0)
+                .expect("a node runs only with a gradient");
             let mut start = 0;
             for (i, len) in sizes.into_iter().enumerate() {
                 bx.give(i, dy.narrowed(axis, start, len))?;
@@ -194,7 +223,11 @@ impl Cx {
     pub fn squeeze(&mut self, x: &Tensor, dim: isize) -> Result<Tensor> {
         let axis = x.shape().axis("squeeze", dim)?;
         if x.dims()[axis] != 1 {
-            let what = format!("dimension {axis} of {} has size {}, not 1", x.shape(), x.dims()[axis]);
+            let what = format!(
+                "dimension {axis} of {} has size {}, not 1",
+                x.shape(),
+                x.dims()[axis]
+            );
             return Err(Error::invalid("squeeze", what));
         }
         let mut dims = signed(x);
@@ -231,7 +264,10 @@ impl Cx {
         }
         let (from, to) = (x.shape().axis(OP, first)?, x.shape().axis(OP, last)?);
         if from > to {
-            return Err(Error::invalid(OP, format!("dimensions {from} to {to} of {}", x.shape())));
+            return Err(Error::invalid(
+                OP,
+                format!("dimensions {from} to {to} of {}", x.shape()),
+            ));
         }
         let mut dims = signed(x);
         let merged = dims.drain(from..=to).product();
@@ -239,7 +275,8 @@ impl Cx {
         self.reshape(x, &dims)
     }
 
-    /// Tensors of one shape one after the other along a new dimension before `dim`; -1 puts it last.
+    /// Tensors of one shape one after the other along a new dimension before `dim`; -1 puts it
+    /// last.
     ///
     /// # Errors
     /// When there is none, or types or shapes differ.
@@ -247,7 +284,10 @@ impl Cx {
         for part in parts {
             same_shape("stack", part, *parts[0].shape())?;
         }
-        let parts = parts.iter().map(|p| self.unsqueeze(p, dim)).collect::<Result<Vec<_>>>()?;
+        let parts = parts
+            .iter()
+            .map(|p| self.unsqueeze(p, dim))
+            .collect::<Result<Vec<_>>>()?;
         let axis = match parts.first() {
             Some(first) if dim < 0 => dim + first.rank() as isize,
             _ => dim,
@@ -262,14 +302,24 @@ impl Cx {
     pub fn split_sizes(&mut self, x: &Tensor, sizes: &[usize], dim: isize) -> Result<Vec<Tensor>> {
         const OP: &str = "split";
         let axis = x.shape().axis(OP, dim)?;
-        let total = sizes.iter().try_fold(0usize, |sum, size| sum.checked_add(*size));
+        let total = sizes
+            .iter()
+            .try_fold(0usize, |sum, size| sum.checked_add(*size));
         if total != Some(x.dims()[axis]) {
-            let what = format!("{sizes:?} do not add up to dimension {axis} of {}", x.shape());
+            let what = format!(
+                "{sizes:?} do not add up to dimension {axis} of {}",
+                x.shape()
+            );
             return Err(Error::invalid(OP, what));
         }
-        let starts = sizes.iter().scan(0, |next, size| Some(std::mem::replace(next, *next + size)));
+        let starts = sizes
+            .iter()
+            .scan(0, |next, size| Some(std::mem::replace(next, *next + size)));
         let places: Vec<(usize, usize)> = starts.zip(sizes.iter().copied()).collect();
-        let parts = places.iter().map(|(start, len)| x.narrowed(axis, *start, *len)).collect();
+        let parts = places
+            .iter()
+            .map(|(start, len)| x.narrowed(axis, *start, *len))
+            .collect();
         let (shape, dtype) = (*x.shape(), x.dtype());
         // One node for all pieces: their gradients are written side by side instead of summed.
         self.record(OP, &[x], parts, move |bx| {
@@ -277,8 +327,13 @@ impl Cx {
             for (i, (start, len)) in places.into_iter().enumerate() {
                 let place = dx.narrowed(axis, start, len);
                 match bx.grad_strided(i) {
-                    Some(dy) => bx.worker().launch(&Kernel::Copy, &[Some(&dy)], &[Some(&place)])?,
-                    None => bx.worker().launch(&Kernel::Fill { value: 0.0 }, &[], &[Some(&place)])?,
+                    Some(dy) => bx
+                        .worker()
+                        .launch(&Kernel::Copy, &[Some(&dy)], &[Some(&place)])?,
+                    None => {
+                        bx.worker()
+                            .launch(&Kernel::Fill { value: 0.0 }, &[], &[Some(&place)])?
+                    }
                 }
             }
             bx.give(0, dx)
@@ -292,14 +347,23 @@ impl Cx {
     pub fn split(&mut self, x: &Tensor, size: usize, dim: isize) -> Result<Vec<Tensor>> {
         let axis = x.shape().axis("split", dim)?;
         if size == 0 {
-            return Err(Error::invalid("split", format!("pieces of size 0 of {}", x.shape())));
+            return Err(Error::invalid(
+                "split",
+                format!("pieces of size 0 of {}", x.shape()),
+            ));
         }
         let whole = x.dims()[axis];
         if whole.div_ceil(size) > MOST_PIECES {
-            let what = format!("pieces of size {size} of {}: more than {MOST_PIECES}", x.shape());
+            let what = format!(
+                "pieces of size {size} of {}: more than {MOST_PIECES}",
+                x.shape()
+            );
             return Err(Error::invalid("split", what));
         }
-        let mut sizes: Vec<usize> = (0..whole).step_by(size).map(|at| size.min(whole - at)).collect();
+        let mut sizes: Vec<usize> = (0..whole)
+            .step_by(size)
+            .map(|at| size.min(whole - at))
+            .collect();
         if sizes.is_empty() {
             sizes.push(0);
         }
@@ -313,7 +377,10 @@ impl Cx {
     pub fn chunk(&mut self, x: &Tensor, count: usize, dim: isize) -> Result<Vec<Tensor>> {
         let axis = x.shape().axis("chunk", dim)?;
         if count == 0 {
-            return Err(Error::invalid("chunk", format!("0 pieces of {}", x.shape())));
+            return Err(Error::invalid(
+                "chunk",
+                format!("0 pieces of {}", x.shape()),
+            ));
         }
         self.split(x, x.dims()[axis].div_ceil(count).max(1), dim)
     }
@@ -339,13 +406,19 @@ impl Cx {
     pub fn repeat(&mut self, x: &Tensor, counts: &[usize]) -> Result<Tensor> {
         const OP: &str = "repeat";
         if counts.len() != x.rank() {
-            return Err(Error::invalid(OP, format!("{} counts for {}", counts.len(), x.shape())));
+            return Err(Error::invalid(
+                OP,
+                format!("{} counts for {}", counts.len(), x.shape()),
+            ));
         }
         let mut y = x.clone();
         for (axis, &count) in counts.iter().enumerate().filter(|(_, count)| **count != 1) {
             let mut dims = y.dims().to_vec();
-            let size = dims[axis].checked_mul(count).and_then(|n| isize::try_from(n).ok());
-            let size = size.ok_or_else(|| Error::invalid(OP, format!("{} {count} times", y.shape())))?;
+            let size = dims[axis]
+                .checked_mul(count)
+                .and_then(|n| isize::try_from(n).ok());
+            let size =
+                size.ok_or_else(|| Error::invalid(OP, format!("{} {count} times", y.shape())))?;
             let mut merged = signed(&y);
             merged[axis] = size;
             // A stretched dimension in front of the one to repeat, then both as one.
@@ -367,12 +440,17 @@ impl Cx {
         for &dim in dims {
             let axis = x.shape().axis(OP, dim)?;
             if std::mem::replace(&mut axes[axis], true) {
-                return Err(Error::invalid(OP, format!("dimension {axis} of {} twice", x.shape())));
+                return Err(Error::invalid(
+                    OP,
+                    format!("dimension {axis} of {} twice", x.shape()),
+                ));
             }
         }
         let y = reversed(self.worker(), x, &axes)?;
         self.record_one(OP, &[x], y, move |bx| {
-            let dy = bx.grad_strided(0).expect("a node runs only with a gradient");
+            let dy = bx
+                .grad_strided(0)
+                .expect("a node runs only with a gradient");
             let dx = reversed(bx.worker(), &dy, &axes)?;
             drop(dy);
             bx.give(0, dx)
@@ -386,7 +464,10 @@ impl Cx {
     pub fn pad(&mut self, x: &Tensor, around: &[(usize, usize)], value: f64) -> Result<Tensor> {
         const OP: &str = "pad";
         if around.len() != x.rank() {
-            return Err(Error::invalid(OP, format!("{} pairs for {}", around.len(), x.shape())));
+            return Err(Error::invalid(
+                OP,
+                format!("{} pairs for {}", around.len(), x.shape()),
+            ));
         }
         let grown = x.dims().iter().zip(around);
         let grown: Vec<usize> = grown
@@ -398,17 +479,22 @@ impl Cx {
             around
                 .iter()
                 .enumerate()
-                .fold(whole.detach(), |t, (axis, (before, _))| t.narrowed(axis, *before, from[axis]))
+                .fold(whole.detach(), |t, (axis, (before, _))| {
+                    t.narrowed(axis, *before, from[axis])
+                })
         };
-        self.worker().launch(&Kernel::Copy, &[Some(x)], &[Some(&inside(&y))])?;
+        self.worker()
+            .launch(&Kernel::Copy, &[Some(x)], &[Some(&inside(&y))])?;
         self.record_one(OP, &[x], y, move |bx| {
-            let dy = bx.grad_strided(0).expect("a node runs only with a gradient");
+            let dy = bx
+                .grad_strided(0)
+                .expect("a node runs only with a gradient");
             bx.give(0, inside(&dy))
         })
     }
 
-    /// The elements on and below a diagonal of the last two dimensions, 0 elsewhere; diagonal 0 is the main
-    /// one, positive ones lie above it.
+    /// The elements on and below a diagonal of the last two dimensions, 0 elsewhere; diagonal 0 is
+    /// the main one, positive ones lie above it.
     ///
     /// # Errors
     /// When there are fewer than two dimensions.
@@ -417,7 +503,8 @@ impl Cx {
         self.masked_fill(x, &above, 0.0)
     }
 
-    /// The elements on and above a diagonal of the last two dimensions, 0 elsewhere; as [`Cx::tril`].
+    /// The elements on and above a diagonal of the last two dimensions, 0 elsewhere; as
+    /// [`Cx::tril`].
     ///
     /// # Errors
     /// When there are fewer than two dimensions.
@@ -427,9 +514,18 @@ impl Cx {
     }
 
     /// A mask of the last two dimensions: whether column - row is beyond `diagonal`.
-    fn beyond(&mut self, op: &'static str, x: &Tensor, diagonal: i64, how: Compare) -> Result<Tensor> {
+    fn beyond(
+        &mut self,
+        op: &'static str,
+        x: &Tensor,
+        diagonal: i64,
+        how: Compare,
+    ) -> Result<Tensor> {
         let [.., rows, columns] = *x.dims() else {
-            return Err(Error::invalid(op, format!("{} has fewer than two dimensions", x.shape())));
+            return Err(Error::invalid(
+                op,
+                format!("{} has fewer than two dimensions", x.shape()),
+            ));
         };
         let column = self.arange(DType::I64, 0.0, columns as f64, 1.0)?;
         // Diagonals further out than the corners all mean the same.
@@ -464,10 +560,16 @@ fn reversed(worker: &Worker, x: &Tensor, axes: &[bool; MAX_RANK]) -> Result<Tens
 
 /// The shape that `dims` asks for, with -1 worked out.
 fn resolve(x: &Tensor, dims: &[isize]) -> Result<Shape> {
-    let fail =
-        || Error::invalid("reshape", format!("{} has {} elements, not {dims:?}", x.shape(), x.numel()));
+    let fail = || {
+        Error::invalid(
+            "reshape",
+            format!("{} has {} elements, not {dims:?}", x.shape(), x.numel()),
+        )
+    };
     let known = dims.iter().filter(|d| **d != -1);
-    let known = known.map(|d| usize::try_from(*d).map_err(|_| fail())).collect::<Result<Vec<_>>>()?;
+    let known = known
+        .map(|d| usize::try_from(*d).map_err(|_| fail()))
+        .collect::<Result<Vec<_>>>()?;
     let open = dims.len() - known.len();
     let product = Shape::new(&known)?.numel();
     let rest = match open {
@@ -475,7 +577,14 @@ fn resolve(x: &Tensor, dims: &[isize]) -> Result<Shape> {
         1 if product > 0 && x.numel().is_multiple_of(product) => x.numel() / product,
         _ => return Err(fail()),
     };
-    let full: Vec<usize> = dims.iter().map(|d| usize::try_from(*d).unwrap_or(rest)).collect();
+    let full: Vec<usize> = dims
+        .iter()
+        .map(|d| usize::try_from(*d).unwrap_or(rest))
+        .collect();
     let shape = Shape::new(&full)?;
-    if shape.numel() == x.numel() { Ok(shape) } else { Err(fail()) }
+    if shape.numel() == x.numel() {
+        Ok(shape)
+    } else {
+        Err(fail())
+    }
 }

@@ -12,8 +12,8 @@
 //! p = p - (lr / (1 - beta1^t) * m) / (sqrt(x) / sqrt(1 - beta2^t) + eps)
 //! ```
 //!
-//! What depends on the hyperparameters alone is computed once, in f64, and rounded to f32; the division
-//! by `sqrt(1 - beta2^t)` is a multiplication by its inverse.
+//! What depends on the hyperparameters alone is computed once, in f64, and rounded to f32; the
+//! division by `sqrt(1 - beta2^t)` is a multiplication by its inverse.
 
 use half::{bf16, f16};
 
@@ -88,14 +88,20 @@ pub struct AdamSlabs<'a> {
 }
 
 impl AdamW {
-    /// Step number `t`, the first being 1. Gradients are multiplied by `grad_scale` first: 1, or what
-    /// clipping and loss scaling ask for. An element whose new weight or moment would not be finite keeps what it has;
-    /// returns whether any did.
+    /// Step number `t`, the first being 1. Gradients are multiplied by `grad_scale` first: 1, or
+    /// what clipping and loss scaling ask for. An element whose new weight or moment would not be
+    /// finite keeps what it has; returns whether any did.
     ///
     /// # Errors
-    /// For a hyperparameter outside its range and for slabs that do not fit together; nothing is written
-    /// then.
-    pub fn step(&self, threads: &Threads, t: u64, grad_scale: f32, slabs: AdamSlabs<'_>) -> Result<bool> {
+    /// For a hyperparameter outside its range and for slabs that do not fit together; nothing is
+    /// written then.
+    pub fn step(
+        &self,
+        threads: &Threads,
+        t: u64,
+        grad_scale: f32,
+        slabs: AdamSlabs<'_>,
+    ) -> Result<bool> {
         self.step_with(Isa::best(), threads, t, grad_scale, slabs)
     }
 
@@ -110,7 +116,14 @@ impl AdamW {
         self.check(t)?;
         self.check_slabs(&slabs)?;
         let factors = self.factors(t, grad_scale);
-        let AdamSlabs { grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq, working } = slabs;
+        let AdamSlabs {
+            grad,
+            master,
+            exp_avg,
+            exp_avg_sq,
+            max_exp_avg_sq,
+            working,
+        } = slabs;
         Ok(with_slice!(Floats, grad, grad => {
             let state = State { grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq };
             match working {
@@ -146,19 +159,35 @@ impl AdamW {
         match (&slabs.max_exp_avg_sq, self.amsgrad) {
             (Some(max), true) => check_len(OP, "largest second moment", max.len(), len),
             (None, false) => Ok(()),
-            (None, true) => Err(Error::invalid(OP, "amsgrad needs a slab for the largest second moment")),
-            (Some(_), false) => {
-                Err(Error::invalid(OP, "a slab for the largest second moment is of use with amsgrad only"))
-            }
+            (None, true) => Err(Error::invalid(
+                OP,
+                "amsgrad needs a slab for the largest second moment",
+            )),
+            (Some(_), false) => Err(Error::invalid(
+                OP,
+                "a slab for the largest second moment is of use with amsgrad only",
+            )),
         }
     }
 
     fn factors(&self, t: u64, grad_scale: f32) -> Factors {
         let decoupled = self.decay == WeightDecay::Decoupled;
         Factors {
-            grad: if self.maximize { -grad_scale } else { grad_scale },
-            keep: if decoupled { (1.0 - self.lr * self.weight_decay) as f32 } else { 1.0 },
-            penalty: if decoupled { 0.0 } else { self.weight_decay as f32 },
+            grad: if self.maximize {
+                -grad_scale
+            } else {
+                grad_scale
+            },
+            keep: if decoupled {
+                (1.0 - self.lr * self.weight_decay) as f32
+            } else {
+                1.0
+            },
+            penalty: if decoupled {
+                0.0
+            } else {
+                self.weight_decay as f32
+            },
             beta1: self.beta1 as f32,
             rest1: (1.0 - self.beta1) as f32,
             beta2: self.beta2 as f32,
@@ -224,11 +253,19 @@ impl<G: Element> State<'_, G> {
             .zip(self.exp_avg_sq.chunks_mut(CHUNK))
             .zip(optional_chunks(self.max_exp_avg_sq))
             .zip(optional_chunks(working))
-            .map(|(((((grad, master), exp_avg), exp_avg_sq), max_exp_avg_sq), working)| AdamPass {
-                state: State { grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq },
-                working,
-                factors,
-            });
+            .map(
+                |(((((grad, master), exp_avg), exp_avg_sq), max_exp_avg_sq), working)| AdamPass {
+                    state: State {
+                        grad,
+                        master,
+                        exp_avg,
+                        exp_avg_sq,
+                        max_exp_avg_sq,
+                    },
+                    working,
+                    factors,
+                },
+            );
         any(threads, chunks, |pass| isa.run(pass))
     }
 }
@@ -266,7 +303,12 @@ impl<G: Element, W: Element> Pass for AdamPass<'_, G, W> {
         let (mut p, mut m, mut v) = (padded(p_rest), padded(m_rest), padded(v_rest));
         let mut x = x_rest.as_deref().map(padded);
         let mut w = w_rest.as_ref().map(|_| [W::default(); LANES]);
-        let state = Block { p: &mut p, m: &mut m, v: &mut v, x: x.as_mut() };
+        let state = Block {
+            p: &mut p,
+            m: &mut m,
+            v: &mut v,
+            x: x.as_mut(),
+        };
         kept |= update.block(len, &padded(grad_rest), state, w.as_mut());
         p_rest.copy_from_slice(&p[..len]);
         m_rest.copy_from_slice(&m[..len]);
@@ -325,8 +367,8 @@ impl<S: Simd> Update<S> {
         }
     }
 
-    /// Updates one block, of which `live` elements count. Returns whether one kept its values because new ones were not
-    /// finite.
+    /// Updates one block, of which `live` elements count. Returns whether one kept its values
+    /// because new ones were not finite.
     #[inline(always)]
     fn block<G: Element, W: Element>(
         &self,
@@ -348,6 +390,12 @@ impl<S: Simd> Update<S> {
         let denominator = s.add(s.mul(s.sqrt(largest), self.root), self.eps);
         let change = s.div(s.mul(first, self.step), denominator);
         let new = s.sub(s.mul(old, self.keep), change);
-        commit(s, live, [new, first, second, largest], [Some(p), Some(m), Some(v), x], w)
+        commit(
+            s,
+            live,
+            [new, first, second, largest],
+            [Some(p), Some(m), Some(v), x],
+            w,
+        )
     }
 }

@@ -1,8 +1,8 @@
 //! What keeps infinities and NaN out of weights and moments.
 //!
-//! A pass computes the new values of a block and hands them to [`commit`], which writes them: all of an element, or,
-//! when one of them is not finite or the weight would round to an infinity, none. It never asks why; the pass reports
-//! that it happened.
+//! A pass computes the new values of a block and hands them to [`commit`], which writes them: all
+//! of an element, or, when one of them is not finite or the weight would round to an infinity,
+//! none. It never asks why; the pass reports that it happened.
 //!
 //! # Invariants
 //! - An element whose values were finite stays so, whatever the gradient and the settings.
@@ -10,8 +10,9 @@
 
 use super::simd::{Element, LANES, Simd};
 
-/// Writes the new values of a block to their slabs, the weights first, and the weights rounded to `working`. Returns
-/// whether one of the first `live` elements kept old values that were finite, because a new one was not.
+/// Writes the new values of a block to their slabs, the weights first, and the weights rounded to
+/// `working`. Returns whether one of the first `live` elements kept old values that were finite,
+/// because a new one was not.
 #[inline(always)]
 pub(super) fn commit<S: Simd, W: Element, const N: usize>(
     s: S,
@@ -20,7 +21,8 @@ pub(super) fn commit<S: Simd, W: Element, const N: usize>(
     slabs: [Option<&mut [f32; LANES]>; N],
     working: Option<&mut [W; LANES]>,
 ) -> bool {
-    // Zero times a finite number is a zero; times anything else it is a NaN, and that stays in a sum.
+    // Zero times a finite number is a zero; times anything else it is a NaN, and that stays in a
+    // sum.
     let zero = s.splat(0.0);
     let mut probe = s.mul(new[0], zero);
     for value in &new[1..] {
@@ -55,7 +57,8 @@ pub(super) fn commit<S: Simd, W: Element, const N: usize>(
     kept
 }
 
-/// The same one by one: elements whose `bad` is NaN keep what they had. Returns the weights that the block has now.
+/// The same one by one: elements whose `bad` is NaN keep what they had. Returns the weights that
+/// the block has now.
 #[cold]
 fn write_finite<const N: usize>(
     live: usize,
@@ -65,7 +68,10 @@ fn write_finite<const N: usize>(
 ) -> ([f32; LANES], bool) {
     let mut kept = false;
     for (i, bad) in bad.iter().enumerate() {
-        let present = slabs.iter_mut().zip(values).filter_map(|(slab, new)| Some((slab.as_mut()?, new)));
+        let present = slabs
+            .iter_mut()
+            .zip(values)
+            .filter_map(|(slab, new)| Some((slab.as_mut()?, new)));
         if bad.is_nan() {
             let mut was_finite = true;
             present.for_each(|(slab, _)| was_finite &= slab[i].is_finite());

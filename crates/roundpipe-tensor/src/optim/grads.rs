@@ -1,7 +1,8 @@
 //! Passes over gradient slabs: norm, scaling, finiteness, accumulation, casts.
 //!
-//! The squared norm is a sum of f64 in a fixed order: within a chunk, sixteen running sums (element `i`
-//! goes to sum `i % 16`) that are then added in order; the chunks' sums are added in order as well.
+//! The squared norm is a sum of f64 in a fixed order: within a chunk, sixteen running sums (element
+//! `i` goes to sum `i % 16`) that are then added in order; the chunks' sums are added in order as
+//! well.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -15,14 +16,15 @@ pub fn squared_norm(threads: &Threads, slab: Floats<'_>) -> f64 {
     squared_norm_with(Isa::best(), threads, slab)
 }
 
-/// The sums that [`squared_norm`] adds up in order, one per chunk of 65,536 elements. For slabs that are
-/// computed piece by piece: pieces of whole chunks, added in order, give the bits of the whole.
+/// The sums that [`squared_norm`] adds up in order, one per chunk of 65,536 elements. For slabs
+/// that are computed piece by piece: pieces of whole chunks, added in order, give the bits of the
+/// whole.
 pub fn chunk_squares(threads: &Threads, slab: Floats<'_>) -> Vec<f64> {
     chunk_squares_with(Isa::best(), threads, slab)
 }
 
-/// What to multiply gradients with so that their norm is at most `max_norm`, as `clip_grad_norm_` does:
-/// `max_norm / (norm + 1e-6)`, at most 1. NaN when the norm is NaN.
+/// What to multiply gradients with so that their norm is at most `max_norm`, as `clip_grad_norm_`
+/// does: `max_norm / (norm + 1e-6)`, at most 1. NaN when the norm is NaN.
 pub fn clip_factor(squared_norm: f64, max_norm: f64) -> f32 {
     let factor = max_norm / (squared_norm.sqrt() + 1e-6);
     // Not `min`, which would turn a NaN into 1 and hide it.
@@ -55,7 +57,8 @@ pub fn cast(threads: &Threads, src: Floats<'_>, dst: FloatsMut<'_>) -> Result<()
     cast_with(Isa::best(), threads, src, dst)
 }
 
-/// Makes `master` follow weights that somebody wrote: an element that does not round to its weight becomes the weight.
+/// Makes `master` follow weights that somebody wrote: an element that does not round to its weight
+/// becomes the weight.
 ///
 /// # Errors
 /// When the slabs differ in length.
@@ -102,7 +105,12 @@ pub(super) fn all_finite_with(isa: Isa, threads: &Threads, slab: Floats<'_>) -> 
     finite.into_inner()
 }
 
-pub(super) fn accumulate_with(isa: Isa, threads: &Threads, src: Floats<'_>, acc: &mut [f32]) -> Result<()> {
+pub(super) fn accumulate_with(
+    isa: Isa,
+    threads: &Threads,
+    src: Floats<'_>,
+    acc: &mut [f32],
+) -> Result<()> {
     check_len("accumulate", "source", src.len(), acc.len())?;
     with_slice!(Floats, src, src => {
         for_each(threads, src.chunks(CHUNK).zip(acc.chunks_mut(CHUNK)), |(src, acc)| {
@@ -112,7 +120,12 @@ pub(super) fn accumulate_with(isa: Isa, threads: &Threads, src: Floats<'_>, acc:
     Ok(())
 }
 
-pub(super) fn cast_with(isa: Isa, threads: &Threads, src: Floats<'_>, dst: FloatsMut<'_>) -> Result<()> {
+pub(super) fn cast_with(
+    isa: Isa,
+    threads: &Threads,
+    src: Floats<'_>,
+    dst: FloatsMut<'_>,
+) -> Result<()> {
     check_len("cast", "source", src.len(), dst.len())?;
     with_slice!(Floats, src, src => with_slice!(FloatsMut, dst, dst => {
         for_each(threads, src.chunks(CHUNK).zip(dst.chunks_mut(CHUNK)), |(src, dst)| {
@@ -163,7 +176,8 @@ struct FinitePass<'a, T>(&'a [T]);
 impl<T: Element> Pass for FinitePass<'_, T> {
     type Output = bool;
 
-    /// Zero times a finite number is a zero; times an infinity or a NaN it is a NaN, and that stays.
+    /// Zero times a finite number is a zero; times an infinity or a NaN it is a NaN, and that
+    /// stays.
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> bool {
         let zero = s.splat(0.0);
@@ -204,7 +218,8 @@ impl<T: Element> Pass for FollowPass<'_, T> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         for (weights, master) in self.0.chunks(LANES).zip(self.1.chunks_mut(LANES)) {
-            let (mut rounded, mut back, mut values) = ([T::default(); LANES], [0.0; LANES], [0.0; LANES]);
+            let (mut rounded, mut back, mut values) =
+                ([T::default(); LANES], [0.0; LANES], [0.0; LANES]);
             T::store(s, s.load(&padded(master)), &mut rounded);
             s.store(T::load(s, &rounded), &mut back);
             s.store(T::load(s, &padded(weights)), &mut values);

@@ -39,7 +39,14 @@ pub struct Sgd {
 
 impl Default for Sgd {
     fn default() -> Self {
-        Self { lr: 1e-3, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, maximize: false }
+        Self {
+            lr: 1e-3,
+            momentum: 0.0,
+            dampening: 0.0,
+            weight_decay: 0.0,
+            nesterov: false,
+            maximize: false,
+        }
     }
 }
 
@@ -57,14 +64,20 @@ pub struct SgdSlabs<'a> {
 }
 
 impl Sgd {
-    /// Step number `t`, the first being 1. Gradients are multiplied by `grad_scale` first: 1, or what
-    /// clipping and loss scaling ask for. An element whose new weight or momentum would not be finite keeps what it
-    /// has; returns whether any did.
+    /// Step number `t`, the first being 1. Gradients are multiplied by `grad_scale` first: 1, or
+    /// what clipping and loss scaling ask for. An element whose new weight or momentum would not be
+    /// finite keeps what it has; returns whether any did.
     ///
     /// # Errors
-    /// For a hyperparameter outside its range and for slabs that do not fit together; nothing is written
-    /// then.
-    pub fn step(&self, threads: &Threads, t: u64, grad_scale: f32, slabs: SgdSlabs<'_>) -> Result<bool> {
+    /// For a hyperparameter outside its range and for slabs that do not fit together; nothing is
+    /// written then.
+    pub fn step(
+        &self,
+        threads: &Threads,
+        t: u64,
+        grad_scale: f32,
+        slabs: SgdSlabs<'_>,
+    ) -> Result<bool> {
         self.step_with(Isa::best(), threads, t, grad_scale, slabs)
     }
 
@@ -79,7 +92,12 @@ impl Sgd {
         self.check(t)?;
         self.check_slabs(&slabs)?;
         let factors = self.factors(t, grad_scale);
-        let SgdSlabs { grad, master, momentum, working } = slabs;
+        let SgdSlabs {
+            grad,
+            master,
+            momentum,
+            working,
+        } = slabs;
         Ok(with_slice!(Floats, grad, grad => {
             let state = State { grad, master, momentum };
             match working {
@@ -97,7 +115,10 @@ impl Sgd {
         check_range(OP, "dampening", self.dampening, f64::MIN, f64::INFINITY)?;
         check_range(OP, "weight_decay", self.weight_decay, 0.0, f64::INFINITY)?;
         if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
-            return Err(Error::invalid(OP, "nesterov needs momentum above 0 and dampening 0"));
+            return Err(Error::invalid(
+                OP,
+                "nesterov needs momentum above 0 and dampening 0",
+            ));
         }
         if t == 0 {
             return Err(Error::invalid(OP, "steps count from 1, this is step 0"));
@@ -115,7 +136,10 @@ impl Sgd {
             (Some(momentum), true) => check_len(OP, "momentum", momentum.len(), len),
             (None, false) => Ok(()),
             (None, true) => Err(Error::invalid(OP, "momentum needs a slab of its own")),
-            (Some(_), false) => Err(Error::invalid(OP, "a momentum slab is of no use with momentum 0")),
+            (Some(_), false) => Err(Error::invalid(
+                OP,
+                "a momentum slab is of no use with momentum 0",
+            )),
         }
     }
 
@@ -123,7 +147,11 @@ impl Sgd {
         Factors {
             first: t == 1,
             nesterov: self.nesterov,
-            grad: if self.maximize { -grad_scale } else { grad_scale },
+            grad: if self.maximize {
+                -grad_scale
+            } else {
+                grad_scale
+            },
             penalty: self.weight_decay as f32,
             momentum: self.momentum as f32,
             rest: (1.0 - self.dampening) as f32,
@@ -166,7 +194,11 @@ impl<G: Element> State<'_, G> {
             .zip(optional_chunks(self.momentum))
             .zip(optional_chunks(working))
             .map(|(((grad, master), momentum), working)| SgdPass {
-                state: State { grad, master, momentum },
+                state: State {
+                    grad,
+                    master,
+                    momentum,
+                },
                 working,
                 factors,
             });
@@ -246,8 +278,8 @@ impl<S: Simd> Update<S> {
         }
     }
 
-    /// Updates one block, of which `live` elements count. Returns whether one kept its values because new ones were not
-    /// finite.
+    /// Updates one block, of which `live` elements count. Returns whether one kept its values
+    /// because new ones were not finite.
     #[inline(always)]
     fn block<G: Element, W: Element>(
         &self,
@@ -266,12 +298,17 @@ impl<S: Simd> Update<S> {
         let mut direction = g;
         if let Some(b) = &mut b {
             if self.first {
-                // What lies there means nothing yet, and an element that keeps its weight would keep it.
+                // What lies there means nothing yet, and an element that keeps its weight would
+                // keep it.
                 **b = [0.0; LANES];
             } else {
                 direction = s.add(s.mul(s.load(b), self.momentum), s.mul(g, self.rest));
             }
-            g = if self.nesterov { s.add(g, s.mul(direction, self.momentum)) } else { direction };
+            g = if self.nesterov {
+                s.add(g, s.mul(direction, self.momentum))
+            } else {
+                direction
+            };
         }
         let new = s.sub(old, s.mul(g, self.lr));
         commit(s, live, [new, direction], [Some(p), b], w)

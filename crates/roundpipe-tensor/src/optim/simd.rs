@@ -1,14 +1,14 @@
 //! Sixteen f32 lanes, the same on every instruction set.
 //!
-//! A pass is written once, over [`Simd`], and [`Isa::run`] compiles it for each instruction set. The
-//! operations are those IEEE 754 defines to the last bit (add, subtract, multiply, divide, square root,
-//! conversions to nearest even), and nothing is fused: so every instruction set gives the same bits,
-//! the payload of a NaN aside.
+//! A pass is written once, over [`Simd`], and [`Isa::run`] compiles it for each instruction set.
+//! The operations are those IEEE 754 defines to the last bit (add, subtract, multiply, divide,
+//! square root, conversions to nearest even), and nothing is fused: so every instruction set gives
+//! the same bits, the payload of a NaN aside.
 //!
 //! # Invariants
 //!
-//! - A value of a type that implements [`Simd`] exists only on a processor that has its instructions;
-//!   it is the permit to use them.
+//! - A value of a type that implements [`Simd`] exists only on a processor that has its
+//!   instructions; it is the permit to use them.
 //! - Element `i` of a block is lane `i`, also of the sixteen f64 sums.
 
 #[cfg(target_arch = "x86_64")]
@@ -106,7 +106,8 @@ impl Element for f16 {
 /// Work that is written over any instruction set.
 pub(super) trait Pass {
     type Output;
-    /// Must be `#[inline(always)]`, as all it calls: only then is it compiled for the instructions of `S`.
+    /// Must be `#[inline(always)]`, as all it calls: only then is it compiled for the instructions
+    /// of `S`.
     fn run<S: Simd>(self, s: S) -> Self::Output;
 }
 

@@ -7,7 +7,18 @@ use super::simd::Isa;
 use super::*;
 
 /// Around the block's and the chunk's borders.
-const LENGTHS: [usize; 10] = [0, 1, 15, 16, 17, 31, 100, CHUNK - 1, CHUNK + 17, 2 * CHUNK + 16];
+const LENGTHS: [usize; 10] = [
+    0,
+    1,
+    15,
+    16,
+    17,
+    31,
+    100,
+    CHUNK - 1,
+    CHUNK + 17,
+    2 * CHUNK + 16,
+];
 
 fn one_thread() -> Threads {
     Threads::new(Some(1)).unwrap()
@@ -32,9 +43,26 @@ fn noise(len: usize, seed: u64) -> Vec<f32> {
 
 /// `noise` with every kind of special number in it.
 fn wild(len: usize, seed: u64) -> Vec<f32> {
-    let special = [0.0, -0.0, 1e-40, -1e-45, 6e-8, 1e38, -3e38, 65504.0, 65520.0, f32::INFINITY, f32::NAN];
+    let special = [
+        0.0,
+        -0.0,
+        1e-40,
+        -1e-45,
+        6e-8,
+        1e38,
+        -3e38,
+        65504.0,
+        65520.0,
+        f32::INFINITY,
+        f32::NAN,
+    ];
     let mut values = noise(len, seed);
-    for (i, value) in values.iter_mut().enumerate().skip(seed as usize % 5).step_by(7) {
+    for (i, value) in values
+        .iter_mut()
+        .enumerate()
+        .skip(seed as usize % 5)
+        .step_by(7)
+    {
         *value = special[i / 7 % special.len()];
     }
     values
@@ -50,7 +78,10 @@ fn to_f16(values: &[f32]) -> Vec<f16> {
 
 /// The bits, with one NaN for all: payloads are not promised.
 fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|x| if x.is_nan() { u32::MAX } else { x.to_bits() }).collect()
+    values
+        .iter()
+        .map(|x| if x.is_nan() { u32::MAX } else { x.to_bits() })
+        .collect()
 }
 
 /// Slabs of all types with the same numbers, each starting `offset` elements into its memory.
@@ -81,12 +112,22 @@ impl Case {
     /// All that a pass may have written.
     fn written(&self) -> Vec<Vec<u32>> {
         let wide = |x: &[u16]| x.iter().map(|&x| u32::from(x)).collect();
-        let b: Vec<u16> =
-            self.working.1.iter().map(|x| if x.is_nan() { 0x7fff } else { x.to_bits() }).collect();
-        let h: Vec<u16> =
-            self.working.2.iter().map(|x| if x.is_nan() { 0x7fff } else { x.to_bits() }).collect();
+        let b: Vec<u16> = self
+            .working
+            .1
+            .iter()
+            .map(|x| if x.is_nan() { 0x7fff } else { x.to_bits() })
+            .collect();
+        let h: Vec<u16> = self
+            .working
+            .2
+            .iter()
+            .map(|x| if x.is_nan() { 0x7fff } else { x.to_bits() })
+            .collect();
         let state = self.state.iter().map(|s| bits(s));
-        state.chain([bits(&self.working.0), wide(&b), wide(&h)]).collect()
+        state
+            .chain([bits(&self.working.0), wide(&b), wide(&h)])
+            .collect()
     }
 }
 
@@ -120,7 +161,9 @@ fn adam_run(
 ) -> Vec<Vec<u32>> {
     for t in 1..=2 {
         let offset = case.offset;
-        let [master, first, second, largest] = &mut case.state[..] else { unreachable!() };
+        let [master, first, second, largest] = &mut case.state[..] else {
+            unreachable!()
+        };
         let slabs = AdamSlabs {
             grad: grad_of(&case.grad, kinds.0, offset),
             master: &mut master[offset..],
@@ -134,10 +177,18 @@ fn adam_run(
     case.written()
 }
 
-fn sgd_run(isa: Isa, threads: &Threads, sgd: Sgd, mut case: Case, kinds: (usize, usize)) -> Vec<Vec<u32>> {
+fn sgd_run(
+    isa: Isa,
+    threads: &Threads,
+    sgd: Sgd,
+    mut case: Case,
+    kinds: (usize, usize),
+) -> Vec<Vec<u32>> {
     for t in 1..=2 {
         let offset = case.offset;
-        let [master, momentum, ..] = &mut case.state[..] else { unreachable!() };
+        let [master, momentum, ..] = &mut case.state[..] else {
+            unreachable!()
+        };
         let slabs = SgdSlabs {
             grad: grad_of(&case.grad, kinds.0, offset),
             master: &mut master[offset..],
@@ -150,18 +201,48 @@ fn sgd_run(isa: Isa, threads: &Threads, sgd: Sgd, mut case: Case, kinds: (usize,
 }
 
 fn adams() -> [AdamW; 3] {
-    let base = AdamW { lr: 1e-2, ..AdamW::default() };
+    let base = AdamW {
+        lr: 1e-2,
+        ..AdamW::default()
+    };
     [
         base,
-        AdamW { amsgrad: true, maximize: true, ..base },
-        AdamW { amsgrad: true, weight_decay: 0.1, decay: WeightDecay::Gradient, ..base },
+        AdamW {
+            amsgrad: true,
+            maximize: true,
+            ..base
+        },
+        AdamW {
+            amsgrad: true,
+            weight_decay: 0.1,
+            decay: WeightDecay::Gradient,
+            ..base
+        },
     ]
 }
 
 fn sgds() -> [Sgd; 3] {
-    let base = Sgd { lr: 0.1, weight_decay: 0.01, maximize: true, ..Sgd::default() };
-    let momentum = Sgd { momentum: 0.9, ..base };
-    [base, Sgd { dampening: 0.2, ..momentum }, Sgd { nesterov: true, ..momentum }]
+    let base = Sgd {
+        lr: 0.1,
+        weight_decay: 0.01,
+        maximize: true,
+        ..Sgd::default()
+    };
+    let momentum = Sgd {
+        momentum: 0.9,
+        ..base
+    };
+    [
+        base,
+        Sgd {
+            dampening: 0.2,
+            ..momentum
+        },
+        Sgd {
+            nesterov: true,
+            ..momentum
+        },
+    ]
 }
 
 /// Which instructions a processor has must not show in the weights.
@@ -171,17 +252,24 @@ fn every_isa_gives_the_bits_of_the_portable_one() {
     let threads = one_thread();
     for isa in Isa::available() {
         for len in LENGTHS {
-            // The large lengths differ in their borders only; the types are covered by the small ones.
+            // The large lengths differ in their borders only; the types are covered by the small
+            // ones.
             let kinds = if len < CHUNK / 2 { 0..12 } else { 5..6 };
             for kinds in kinds.map(|k| (k / 4, k % 4)) {
                 let offset = (len + kinds.1) % 4;
                 for adam in adams() {
                     let run = |isa| adam_run(isa, &threads, adam, Case::new(len, offset), kinds);
-                    assert!(run(isa) == run(Isa::Portable), "{isa:?}, {len} elements, {kinds:?}, {adam:?}");
+                    assert!(
+                        run(isa) == run(Isa::Portable),
+                        "{isa:?}, {len} elements, {kinds:?}, {adam:?}"
+                    );
                 }
                 for sgd in sgds() {
                     let run = |isa| sgd_run(isa, &threads, sgd, Case::new(len, offset), kinds);
-                    assert!(run(isa) == run(Isa::Portable), "{isa:?}, {len} elements, {kinds:?}, {sgd:?}");
+                    assert!(
+                        run(isa) == run(Isa::Portable),
+                        "{isa:?}, {len} elements, {kinds:?}, {sgd:?}"
+                    );
                 }
             }
         }
@@ -198,7 +286,11 @@ fn any_number_of_threads_gives_the_same_bits() {
             let threads = Threads::new(Some(count)).unwrap();
             let adam = adam_run(Isa::best(), &threads, adams()[1], Case::new(len, 1), (1, 1));
             let sgd = sgd_run(Isa::best(), &threads, sgds()[1], Case::new(len, 1), (1, 1));
-            (adam, sgd, squared_norm(&threads, noise(len, 6).as_slice().into()).to_bits())
+            (
+                adam,
+                sgd,
+                squared_norm(&threads, noise(len, 6).as_slice().into()).to_bits(),
+            )
         })
         .into();
     assert!(runs[0] == runs[1] && runs[1] == runs[2]);
@@ -211,8 +303,16 @@ fn adam_agrees_with_f64() {
     let len = 77;
     for adam in adams() {
         let start = noise(len, 2);
-        let (mut p, mut m, mut v, mut x) = (start.clone(), vec![0.0; len], vec![0.0; len], vec![0.0; len]);
-        let mut reference: Vec<[f64; 4]> = start.iter().map(|&p| [f64::from(p), 0.0, 0.0, 0.0]).collect();
+        let (mut p, mut m, mut v, mut x) = (
+            start.clone(),
+            vec![0.0; len],
+            vec![0.0; len],
+            vec![0.0; len],
+        );
+        let mut reference: Vec<[f64; 4]> = start
+            .iter()
+            .map(|&p| [f64::from(p), 0.0, 0.0, 0.0])
+            .collect();
         for t in 1..=20 {
             let grad = noise(len, 100 + t);
             let slabs = AdamSlabs {
@@ -230,7 +330,11 @@ fn adam_agrees_with_f64() {
         }
         for (i, [want, ..]) in reference.iter().enumerate() {
             let diff = (f64::from(p[i]) - want).abs();
-            assert!(diff <= 3e-6 * want.abs().max(0.1), "element {i}: {} and {want}, {adam:?}", p[i]);
+            assert!(
+                diff <= 3e-6 * want.abs().max(0.1),
+                "element {i}: {} and {want}, {adam:?}",
+                p[i]
+            );
         }
     }
 }
@@ -254,25 +358,58 @@ fn adam_f64(adam: &AdamW, t: i32, [p, m, v, x]: &mut [f64; 4], grad: f64) {
 fn rounding_is_to_nearest_even() {
     let threads = one_thread();
     let halves = (0..=u16::MAX).flat_map(|high| {
-        let around_bf16 = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| u32::from(high) << 16 | low);
+        let around_bf16 =
+            [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| u32::from(high) << 16 | low);
         let exact = f16::from_bits(high).to_f32_const().to_bits();
         let around_f16 = [0, 0xfff, 0x1000, 0x1001].map(|low| exact.wrapping_add(low));
         around_bf16.into_iter().chain(around_f16)
     });
     let values: Vec<f32> = halves.map(f32::from_bits).collect();
     let (want_b, want_h) = (to_bf16(&values), to_f16(&values));
-    let (mut b, mut h) = (vec![bf16::ZERO; values.len()], vec![f16::ZERO; values.len()]);
+    let (mut b, mut h) = (
+        vec![bf16::ZERO; values.len()],
+        vec![f16::ZERO; values.len()],
+    );
     let mut wide = vec![0.0; values.len()];
     for isa in Isa::available() {
-        cast_with(isa, &threads, values.as_slice().into(), b.as_mut_slice().into()).unwrap();
-        cast_with(isa, &threads, values.as_slice().into(), h.as_mut_slice().into()).unwrap();
-        let differ = (0..values.len())
-            .find(|&i| b[i].to_bits() != want_b[i].to_bits() || h[i].to_bits() != want_h[i].to_bits());
-        assert!(differ.is_none(), "{isa:?}: {:08x}", values[differ.unwrap_or(0)].to_bits());
-        cast_with(isa, &threads, h.as_slice().into(), wide.as_mut_slice().into()).unwrap();
+        cast_with(
+            isa,
+            &threads,
+            values.as_slice().into(),
+            b.as_mut_slice().into(),
+        )
+        .unwrap();
+        cast_with(
+            isa,
+            &threads,
+            values.as_slice().into(),
+            h.as_mut_slice().into(),
+        )
+        .unwrap();
+        let differ = (0..values.len()).find(|&i| {
+            b[i].to_bits() != want_b[i].to_bits() || h[i].to_bits() != want_h[i].to_bits()
+        });
+        assert!(
+            differ.is_none(),
+            "{isa:?}: {:08x}",
+            values[differ.unwrap_or(0)].to_bits()
+        );
+        cast_with(
+            isa,
+            &threads,
+            h.as_slice().into(),
+            wide.as_mut_slice().into(),
+        )
+        .unwrap();
         let want: Vec<f32> = h.iter().map(|x| x.to_f32_const()).collect();
         assert!(bits(&wide) == bits(&want), "{isa:?}: f16 to f32");
-        cast_with(isa, &threads, b.as_slice().into(), wide.as_mut_slice().into()).unwrap();
+        cast_with(
+            isa,
+            &threads,
+            b.as_slice().into(),
+            wide.as_mut_slice().into(),
+        )
+        .unwrap();
         let want: Vec<f32> = b.iter().map(|x| x.to_f32()).collect();
         assert!(bits(&wide) == bits(&want), "{isa:?}: bf16 to f32");
     }
@@ -283,9 +420,11 @@ fn rounding_is_to_nearest_even() {
 #[cfg_attr(miri, ignore = "slabs of several chunks")]
 fn gradient_passes_agree_on_every_isa() {
     let threads = one_thread();
-    for (isa, len, kind) in Isa::available()
-        .flat_map(|isa| LENGTHS.into_iter().flat_map(move |len| (0..3).map(move |kind| (isa, len, kind))))
-    {
+    for (isa, len, kind) in Isa::available().flat_map(|isa| {
+        LENGTHS
+            .into_iter()
+            .flat_map(move |len| (0..3).map(move |kind| (isa, len, kind)))
+    }) {
         let run = |isa| {
             let mut case = Case::new(len, len % 3);
             let start = case.offset;
@@ -299,11 +438,19 @@ fn gradient_passes_agree_on_every_isa() {
             let src = case.grad.0.clone();
             let dst = working_of(&mut case.working, kind, start).unwrap();
             cast_with(isa, &threads, src[start..].into(), dst).unwrap();
-            scale_with(isa, &threads, working_of(&mut case.working, kind, start).unwrap(), 0.3);
+            scale_with(
+                isa,
+                &threads,
+                working_of(&mut case.working, kind, start).unwrap(),
+                0.3,
+            );
             assert!(all_finite_with(isa, &threads, case.grad(kind)));
             (norm.to_bits(), bits(&acc), case.written())
         };
-        assert!(run(isa) == run(Isa::Portable), "{isa:?}, {len} elements, type {kind}");
+        assert!(
+            run(isa) == run(Isa::Portable),
+            "{isa:?}, {len} elements, type {kind}"
+        );
     }
 }
 
@@ -316,7 +463,10 @@ fn squared_norm_is_accurate() {
     let want: f64 = values.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
     let norm = squared_norm(&threads, values.as_slice().into());
     assert!((norm - want).abs() <= 1e-13 * want, "{norm} and {want}");
-    assert_eq!(squared_norm(&threads, [1e30f32, 1e30].as_slice().into()), 2.0 * f64::from(1e30f32).powi(2));
+    assert_eq!(
+        squared_norm(&threads, [1e30f32, 1e30].as_slice().into()),
+        2.0 * f64::from(1e30f32).powi(2)
+    );
     assert_eq!(squared_norm(&threads, Floats::F32(&[])), 0.0);
 }
 
@@ -330,9 +480,20 @@ fn all_finite_finds_each_bad_element() {
                 let mut values = vec![3e38; 101];
                 assert!(all_finite_with(isa, &threads, values.as_slice().into()));
                 values[at] = bad;
-                assert!(!all_finite_with(isa, &threads, values.as_slice().into()), "{isa:?}: {bad} at {at}");
-                assert!(!all_finite_with(isa, &threads, to_f16(&values).as_slice().into()));
-                assert!(!all_finite_with(isa, &threads, to_bf16(&values).as_slice().into()));
+                assert!(
+                    !all_finite_with(isa, &threads, values.as_slice().into()),
+                    "{isa:?}: {bad} at {at}"
+                );
+                assert!(!all_finite_with(
+                    isa,
+                    &threads,
+                    to_f16(&values).as_slice().into()
+                ));
+                assert!(!all_finite_with(
+                    isa,
+                    &threads,
+                    to_bf16(&values).as_slice().into()
+                ));
             }
         }
     }
@@ -361,38 +522,89 @@ fn wrong_arguments_are_refused() {
             max_exp_avg_sq: largest.then_some(x.as_mut_slice()),
             working: None,
         };
-        let error = adam.step(&one_thread(), t, 1.0, slabs).unwrap_err().to_string();
+        let error = adam
+            .step(&one_thread(), t, 1.0, slabs)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains(words), "{error}");
         assert!(p.iter().chain(&m).chain(&v).all(|&x| x == 0.5));
     };
     let adam = AdamW::default();
-    let ams = AdamW { amsgrad: true, ..adam };
+    let ams = AdamW {
+        amsgrad: true,
+        ..adam
+    };
     refuse(adam, 0, [4, 4, 4], false, "step 0");
     refuse(adam, 1, [5, 4, 4], false, "gradient slab has 4 elements");
-    refuse(adam, 1, [4, 3, 4], false, "first moment slab has 3 elements");
+    refuse(
+        adam,
+        1,
+        [4, 3, 4],
+        false,
+        "first moment slab has 3 elements",
+    );
     refuse(adam, 1, [4, 4, 4], true, "amsgrad only");
     refuse(ams, 1, [4, 4, 4], false, "amsgrad needs");
     refuse(ams, 1, [4, 4, 5], true, "largest second moment slab has 5");
-    refuse(AdamW { lr: f64::NAN, ..adam }, 1, [4, 4, 4], false, "lr is NaN");
-    refuse(AdamW { beta2: 1.0, ..adam }, 1, [4, 4, 4], false, "beta2 is 1");
-    refuse(AdamW { eps: -1.0, ..adam }, 1, [4, 4, 4], false, "eps is -1");
+    refuse(
+        AdamW {
+            lr: f64::NAN,
+            ..adam
+        },
+        1,
+        [4, 4, 4],
+        false,
+        "lr is NaN",
+    );
+    refuse(
+        AdamW { beta2: 1.0, ..adam },
+        1,
+        [4, 4, 4],
+        false,
+        "beta2 is 1",
+    );
+    refuse(
+        AdamW { eps: -1.0, ..adam },
+        1,
+        [4, 4, 4],
+        false,
+        "eps is -1",
+    );
 
     let refuse = |sgd: Sgd, momentum: Option<&mut [f32]>, words: &str| {
-        let slabs =
-            SgdSlabs { grad: [1.0; 4].as_slice().into(), master: &mut [0.5; 4], momentum, working: None };
-        let error = sgd.step(&one_thread(), 1, 1.0, slabs).unwrap_err().to_string();
+        let slabs = SgdSlabs {
+            grad: [1.0; 4].as_slice().into(),
+            master: &mut [0.5; 4],
+            momentum,
+            working: None,
+        };
+        let error = sgd
+            .step(&one_thread(), 1, 1.0, slabs)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains(words), "{error}");
     };
-    let sgd = Sgd { momentum: 0.9, ..Sgd::default() };
+    let sgd = Sgd {
+        momentum: 0.9,
+        ..Sgd::default()
+    };
     refuse(sgd, None, "momentum needs a slab");
     refuse(sgd, Some(&mut [0.0; 3]), "momentum slab has 3 elements");
     refuse(Sgd::default(), Some(&mut [0.0; 4]), "no use");
-    refuse(Sgd { nesterov: true, ..Sgd::default() }, None, "nesterov needs momentum");
+    refuse(
+        Sgd {
+            nesterov: true,
+            ..Sgd::default()
+        },
+        None,
+        "nesterov needs momentum",
+    );
     assert!(accumulate(&one_thread(), [1.0f32; 2].as_slice().into(), &mut [0.0; 3]).is_err());
 }
 
-/// What is finite stays finite, element by element, on every instruction set and in every type of working weights: an
-/// element whose new values are not keeps all of its old ones, its neighbours are updated, and the pass says so.
+/// What is finite stays finite, element by element, on every instruction set and in every type of
+/// working weights: an element whose new values are not keeps all of its old ones, its neighbours
+/// are updated, and the pass says so.
 #[test]
 fn elements_that_would_not_be_finite_keep_their_values() {
     let threads = one_thread();
@@ -413,19 +625,30 @@ fn elements_that_would_not_be_finite_keep_their_values() {
                         max_exp_avg_sq: None,
                         working: Some(w.as_mut_slice().into()),
                     };
-                    assert!(AdamW::default().step_with(isa, &threads, 1, 1.0, slabs).unwrap());
+                    assert!(
+                        AdamW::default()
+                            .step_with(isa, &threads, 1, 1.0, slabs)
+                            .unwrap()
+                    );
                     for i in 0..len {
                         assert_eq!(
                             (p[i] == start[i], m[i] == 0.25, v[i] == 0.25),
                             (i == at, i == at, i == at)
                         );
-                        assert_eq!(w[i], bf16::from_f32(p[i]), "{isa:?}, {len} elements, {bad} at {at}");
+                        assert_eq!(
+                            w[i],
+                            bf16::from_f32(p[i]),
+                            "{isa:?}, {len} elements, {bad} at {at}"
+                        );
                     }
                 }
             }
         }
         // 0 / 0, and weights that f16 cannot hold.
-        let none = AdamW { eps: 0.0, ..AdamW::default() };
+        let none = AdamW {
+            eps: 0.0,
+            ..AdamW::default()
+        };
         let (mut p, mut m, mut v) = ([1.0f32; 3], [0.0; 3], [0.0; 3]);
         let slabs = AdamSlabs {
             grad: [0.0f32, 0.0, 1.0].as_slice().into(),
@@ -437,7 +660,11 @@ fn elements_that_would_not_be_finite_keep_their_values() {
         };
         assert!(none.step_with(isa, &threads, 1, 1.0, slabs).unwrap());
         assert!(p[0] == 1.0 && p[1] == 1.0 && p[2] < 1.0, "{p:?}");
-        let sgd = Sgd { lr: 1e5, momentum: 0.9, ..Sgd::default() };
+        let sgd = Sgd {
+            lr: 1e5,
+            momentum: 0.9,
+            ..Sgd::default()
+        };
         let (mut p, mut momentum, mut w) = ([1.0f32; 3], [f32::NAN; 3], [f16::ONE; 3]);
         let slabs = SgdSlabs {
             grad: [0.5f32, 1.0, 0.0].as_slice().into(),
@@ -447,7 +674,10 @@ fn elements_that_would_not_be_finite_keep_their_values() {
         };
         assert!(sgd.step_with(isa, &threads, 1, 1.0, slabs).unwrap());
         assert_eq!((p[1], p[2], momentum[1], momentum[2]), (1.0, 1.0, 0.0, 0.0));
-        assert!(p[0] < -40_000.0 && momentum[0] == 0.5 && w.iter().all(|w| w.is_finite()), "{p:?} {w:?}");
+        assert!(
+            p[0] < -40_000.0 && momentum[0] == 0.5 && w.iter().all(|w| w.is_finite()),
+            "{p:?} {w:?}"
+        );
         // An element that was not finite before is left alone and is nothing new.
         let (mut p, mut w) = ([f32::NEG_INFINITY, 1.0], [bf16::ONE; 2]);
         let slabs = SgdSlabs {
@@ -456,7 +686,11 @@ fn elements_that_would_not_be_finite_keep_their_values() {
             momentum: None,
             working: Some(w.as_mut_slice().into()),
         };
-        assert!(!Sgd::default().step_with(isa, &threads, 1, 1.0, slabs).unwrap());
+        assert!(
+            !Sgd::default()
+                .step_with(isa, &threads, 1, 1.0, slabs)
+                .unwrap()
+        );
         assert!(p[0] == f32::NEG_INFINITY && p[1] < 1.0 && w[0] == bf16::NEG_INFINITY);
     }
 }

@@ -22,8 +22,8 @@ pub enum FaultKind {
     Record,
     /// Queuing a wait for an event.
     Wait,
-    /// An event that is recorded and never passes. Whoever waits for it is told of the dead-lock once;
-    /// then the event is let pass.
+    /// An event that is recorded and never passes. Whoever waits for it is told of the dead-lock
+    /// once; then the event is let pass.
     Lost,
 }
 
@@ -67,12 +67,22 @@ pub struct Fault {
 impl Fault {
     /// The n-th call of a kind, counted from 1, on any worker and lane.
     pub fn nth(kind: FaultKind, n: u64) -> Self {
-        Self { kind, when: When::Nth(n), worker: None, lane: None }
+        Self {
+            kind,
+            when: When::Nth(n),
+            worker: None,
+            lane: None,
+        }
     }
 
     /// Any call of a kind with probability `p`.
     pub fn chance(kind: FaultKind, p: f64) -> Self {
-        Self { kind, when: When::Chance(p), worker: None, lane: None }
+        Self {
+            kind,
+            when: When::Chance(p),
+            worker: None,
+            lane: None,
+        }
     }
 
     /// Narrows it to one worker.
@@ -112,14 +122,21 @@ impl Plan {
     }
 
     /// Whether this call fails; every planned fault that it meets counts it.
-    pub fn strikes(&mut self, seed: u64, kind: FaultKind, worker: u32, lane: Option<LaneKind>) -> bool {
+    pub fn strikes(
+        &mut self,
+        seed: u64,
+        kind: FaultKind,
+        worker: u32,
+        lane: Option<LaneKind>,
+    ) -> bool {
         let mut hit = false;
         for (number, (fault, met)) in self.rules.iter_mut().enumerate() {
             if fault.meets(kind, worker, lane) {
                 *met += 1;
                 hit |= match fault.when {
                     When::Nth(n) => *met == n,
-                    // Lanes are numbered from 0 up; rules from the other end, so that throws differ.
+                    // Lanes are numbered from 0 up; rules from the other end, so that throws
+                    // differ.
                     When::Chance(p) => throw(seed, u32::MAX as usize - number, *met, 3) < p,
                 };
             }

@@ -1,9 +1,10 @@
-//! Happens-before: who accessed which bytes last, and whether the next access is ordered after that.
+//! Happens-before: who accessed which bytes last, and whether the next access is ordered after
+//! that.
 //!
-//! Every lane counts its items. A [`Clock`] says, per lane, up to which item everything has happened
-//! before the owner of the clock. An access is ordered after another exactly when its clock has reached
-//! the other's item. Per byte range the last write is kept, and those reads since that no later read is
-//! ordered after.
+//! Every lane counts its items. A [`Clock`] says, per lane, up to which item everything has
+//! happened before the owner of the clock. An access is ordered after another exactly when its
+//! clock has reached the other's item. Per byte range the last write is kept, and those reads since
+//! that no later read is ordered after.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -35,7 +36,11 @@ impl Clock {
 
     /// Whether joining `other` would change nothing.
     pub fn covers(&self, other: &Self) -> bool {
-        other.0.iter().enumerate().all(|(lane, seq)| *seq == 0 || self.has(lane, *seq))
+        other
+            .0
+            .iter()
+            .enumerate()
+            .all(|(lane, seq)| *seq == 0 || self.has(lane, *seq))
     }
 }
 
@@ -73,7 +78,13 @@ pub(super) struct Ledger {
 
 impl Ledger {
     /// Notes a read; gives the writes it is not ordered after.
-    pub fn read(&mut self, range: Range<u64>, access: &Access, clock: &Clock, clashes: &mut Vec<Clash>) {
+    pub fn read(
+        &mut self,
+        range: Range<u64>,
+        access: &Access,
+        clock: &Clock,
+        clashes: &mut Vec<Clash>,
+    ) {
         self.cut(&range);
         let mut gaps = Vec::new();
         let mut at = range.start;
@@ -83,7 +94,11 @@ impl Ledger {
             }
             at = cell.end;
             if let Some(write) = cell.write.as_ref().filter(|w| !clock.has(w.lane, w.seq)) {
-                clashes.push(Clash { range: start..cell.end, first: write.clone(), first_wrote: true });
+                clashes.push(Clash {
+                    range: start..cell.end,
+                    first: write.clone(),
+                    first_wrote: true,
+                });
             }
             // A write ordered after this read is ordered after all that this read is ordered after.
             cell.reads.retain(|r| !clock.has(r.lane, r.seq));
@@ -91,23 +106,44 @@ impl Ledger {
         }
         gaps.push(at..range.end);
         for gap in gaps.into_iter().filter(|g| !g.is_empty()) {
-            self.cells.insert(gap.start, Cell { end: gap.end, write: None, reads: vec![access.clone()] });
+            self.cells.insert(
+                gap.start,
+                Cell {
+                    end: gap.end,
+                    write: None,
+                    reads: vec![access.clone()],
+                },
+            );
         }
     }
 
     /// Notes a write; gives the writes and reads it is not ordered after.
-    pub fn write(&mut self, range: Range<u64>, access: &Access, clock: &Clock, clashes: &mut Vec<Clash>) {
+    pub fn write(
+        &mut self,
+        range: Range<u64>,
+        access: &Access,
+        clock: &Clock,
+        clashes: &mut Vec<Clash>,
+    ) {
         let cells = self.forget(range.clone());
         for (start, cell) in cells {
             let reads = cell.reads.into_iter().map(|r| (r, false));
             for (first, first_wrote) in cell.write.into_iter().map(|w| (w, true)).chain(reads) {
                 if !clock.has(first.lane, first.seq) {
-                    clashes.push(Clash { range: start..cell.end, first, first_wrote });
+                    clashes.push(Clash {
+                        range: start..cell.end,
+                        first,
+                        first_wrote,
+                    });
                 }
             }
         }
         if !range.is_empty() {
-            let cell = Cell { end: range.end, write: Some(access.clone()), reads: Vec::new() };
+            let cell = Cell {
+                end: range.end,
+                write: Some(access.clone()),
+                reads: Vec::new(),
+            };
             self.cells.insert(range.start, cell);
         }
     }
@@ -116,7 +152,10 @@ impl Ledger {
     fn forget(&mut self, range: Range<u64>) -> Vec<(u64, Cell)> {
         self.cut(&range);
         let starts: Vec<u64> = self.cells.range(range).map(|(start, _)| *start).collect();
-        starts.into_iter().filter_map(|start| Some((start, self.cells.remove(&start)?))).collect()
+        starts
+            .into_iter()
+            .filter_map(|start| Some((start, self.cells.remove(&start)?)))
+            .collect()
     }
 
     /// Forgets a range that is no memory any more.
@@ -143,7 +182,9 @@ pub(super) const MOST_RANGES: usize = 4096;
 
 /// The byte ranges a view touches: dense runs, at most `most` of them.
 pub(super) fn ranges(view: &View, most: usize) -> Vec<Range<u64>> {
-    let Some((low, _)) = view.extent() else { return Vec::new() };
+    let Some((low, _)) = view.extent() else {
+        return Vec::new();
+    };
     let size = view.dtype.size() as u64;
     let dims = view.shape().dims().iter().zip(view.layout.strides());
     let mut dims: Vec<(u64, u64)> = dims
@@ -161,9 +202,15 @@ pub(super) fn ranges(view: &View, most: usize) -> Vec<Range<u64>> {
     }
     let mut starts = vec![low];
     for (n, stride) in rest.iter().rev() {
-        starts = starts.iter().flat_map(|s| (0..*n).map(move |i| s + i * stride * size)).collect();
+        starts = starts
+            .iter()
+            .flat_map(|s| (0..*n).map(move |i| s + i * stride * size))
+            .collect();
     }
-    starts.into_iter().map(|start| start..start + run * size).collect()
+    starts
+        .into_iter()
+        .map(|start| start..start + run * size)
+        .collect()
 }
 
 #[cfg(test)]
@@ -178,26 +225,59 @@ mod tests {
     fn access(lane: usize, seq: u64) -> (Access, Clock) {
         let mut clock = Clock::default();
         clock.reach(lane, seq);
-        (Access { lane, seq, name: Arc::from("x"), free: false }, clock)
+        (
+            Access {
+                lane,
+                seq,
+                name: Arc::from("x"),
+                free: false,
+            },
+            clock,
+        )
     }
 
     fn view(shape: &[usize], strides: &[isize]) -> View {
         let layout = Layout::strided(Shape::new(shape).unwrap(), strides);
-        View { ptr: 1000, dtype: DType::F32, layout }
+        View {
+            ptr: 1000,
+            dtype: DType::F32,
+            layout,
+        }
     }
 
     /// Two halves of one tensor must not seem to touch each other's bytes.
     #[test]
     fn strided_views_are_cut_into_rows() {
         let rows = |shape: &[usize], strides: &[isize], most: usize| -> Vec<(u64, u64)> {
-            ranges(&view(shape, strides), most).into_iter().map(|r| (r.start, r.end)).collect()
+            ranges(&view(shape, strides), most)
+                .into_iter()
+                .map(|r| (r.start, r.end))
+                .collect()
         };
-        assert_eq!(rows(&[3, 2], &[4, 1], MOST_RANGES), [(1000, 1008), (1016, 1024), (1032, 1040)]);
-        assert_eq!(rows(&[2, 3], &[1, 2], MOST_RANGES), [(1000, 1024)], "a transposed dense view");
-        assert_eq!(rows(&[5, 2], &[0, 1], MOST_RANGES), [(1000, 1008)], "broadcast");
-        assert_eq!(rows(&[3, 2], &[-4, 1], MOST_RANGES), [(968, 976), (984, 992), (1000, 1008)]);
+        assert_eq!(
+            rows(&[3, 2], &[4, 1], MOST_RANGES),
+            [(1000, 1008), (1016, 1024), (1032, 1040)]
+        );
+        assert_eq!(
+            rows(&[2, 3], &[1, 2], MOST_RANGES),
+            [(1000, 1024)],
+            "a transposed dense view"
+        );
+        assert_eq!(
+            rows(&[5, 2], &[0, 1], MOST_RANGES),
+            [(1000, 1008)],
+            "broadcast"
+        );
+        assert_eq!(
+            rows(&[3, 2], &[-4, 1], MOST_RANGES),
+            [(968, 976), (984, 992), (1000, 1008)]
+        );
         assert_eq!(rows(&[0, 2], &[2, 1], MOST_RANGES), []);
-        assert_eq!(rows(&[2, 9, 2], &[100, 4, 1], 8), [(1000, 1136), (1400, 1536)], "too many rows");
+        assert_eq!(
+            rows(&[2, 9, 2], &[100, 4, 1], 8),
+            [(1000, 1136), (1400, 1536)],
+            "too many rows"
+        );
     }
 
     /// Reads share; a write must come after the last write and after every read since.
@@ -209,10 +289,16 @@ mod tests {
         ledger.write(0..100, &writer, &clock, &mut clashes);
         let (reader, mut clock) = access(1, 1);
         ledger.read(100..120, &reader, &clock, &mut clashes);
-        assert!(clashes.is_empty(), "bytes beside the written ones are free to read");
+        assert!(
+            clashes.is_empty(),
+            "bytes beside the written ones are free to read"
+        );
         ledger.read(40..60, &reader, &clock, &mut clashes);
         assert_eq!(clashes.len(), 1);
-        assert_eq!((clashes[0].range.clone(), clashes[0].first.lane), (40..60, 0));
+        assert_eq!(
+            (clashes[0].range.clone(), clashes[0].first.lane),
+            (40..60, 0)
+        );
         clock.join(&access(0, 1).1);
         clashes.clear();
         ledger.read(40..60, &reader, &clock, &mut clashes);

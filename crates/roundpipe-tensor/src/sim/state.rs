@@ -1,13 +1,13 @@
 //! The queues of all lanes of a world, and what runs next.
 //!
 //! # Rules
-//! 1. Queuing an item runs nothing. Items run, one at a time, when a host thread fences or polls an event,
-//!    or when too many are queued.
-//! 2. Of all lanes whose head is not waiting, the head that ends first on the virtual clock runs; equal
-//!    ends are decided by the seed. Its effect falls on its end.
-//! 3. A virtual start is the latest of: the end of the item before it in its lane, the passing of the events
-//!    waited for, and the clock of the host thread that queued it. So one seed gives one timing, whatever
-//!    the host threads do, as long as each lane is fed by one thread.
+//! 1. Queuing an item runs nothing. Items run, one at a time, when a host thread fences or polls an
+//!    event, or when too many are queued.
+//! 2. Of all lanes whose head is not waiting, the head that ends first on the virtual clock runs;
+//!    equal ends are decided by the seed. Its effect falls on its end.
+//! 3. A virtual start is the latest of: the end of the item before it in its lane, the passing of
+//!    the events waited for, and the clock of the host thread that queued it. So one seed gives one
+//!    timing, whatever the host threads do, as long as each lane is fed by one thread.
 //! 4. When a fence returns, with an error or without, the lane has passed the event.
 //! 5. What an executed item held is dropped after the lock is released.
 
@@ -138,12 +138,24 @@ struct Pending {
 impl Pending {
     fn new(at: Option<(usize, u64)>, device: DeviceId, error: Error) -> Self {
         let words = error.to_string();
-        let words = words.strip_prefix(&format!("{device}: ")).unwrap_or(&words).to_owned();
-        Self { at, device, words, error: Some(error), forgotten: None }
+        let words = words
+            .strip_prefix(&format!("{device}: "))
+            .unwrap_or(&words)
+            .to_owned();
+        Self {
+            at,
+            device,
+            words,
+            error: Some(error),
+            forgotten: None,
+        }
     }
 
     fn tell(&mut self) -> Error {
-        let again = || Error::Device { device: self.device, what: self.words.clone() };
+        let again = || Error::Device {
+            device: self.device,
+            what: self.words.clone(),
+        };
         self.error.take().unwrap_or_else(again)
     }
 }
@@ -213,7 +225,11 @@ impl State {
     pub fn add_worker(&mut self) -> (usize, DeviceId) {
         let first = self.lanes.len();
         let index = (first / LaneKind::ALL.len()) as u32;
-        let device = DeviceId { kind: crate::device::DeviceKind::Sim, index, worker: 0 };
+        let device = DeviceId {
+            kind: crate::device::DeviceKind::Sim,
+            index,
+            worker: 0,
+        };
         self.lanes.extend(LaneKind::ALL.map(|kind| Queue {
             device,
             kind,
@@ -234,7 +250,11 @@ impl State {
 
     /// A lane for people.
     pub fn place(&self, lane: usize) -> String {
-        format!("{} {}", self.lanes[lane].device, self.lanes[lane].kind.name())
+        format!(
+            "{} {}",
+            self.lanes[lane].device,
+            self.lanes[lane].kind.name()
+        )
     }
 
     /// The virtual time of the calling thread.
@@ -243,13 +263,23 @@ impl State {
     }
 
     /// Whether a planned fault strikes this call; if so, the error for it.
-    pub fn strike(&mut self, kind: FaultKind, lane: Option<usize>, worker: u32, what: &str) -> Option<Error> {
+    pub fn strike(
+        &mut self,
+        kind: FaultKind,
+        lane: Option<usize>,
+        worker: u32,
+        what: &str,
+    ) -> Option<Error> {
         let lane_kind = lane.map(|l| self.lanes[l].kind);
         if !self.plan.strikes(self.seed, kind, worker, lane_kind) {
             return None;
         }
         let place = match lane {
-            Some(lane) => format!("{what} (item {} of {})", self.lanes[lane].next, self.place(lane)),
+            Some(lane) => format!(
+                "{what} (item {} of {})",
+                self.lanes[lane].next,
+                self.place(lane)
+            ),
             None => what.to_owned(),
         };
         let what = format!("injected {} fault: {place}", kind.name());
@@ -281,12 +311,23 @@ impl State {
         let seq = self.lanes[lane].next;
         let fails = error.is_some();
         let device = self.lanes[lane].device;
-        self.pending.extend(error.map(|error| Pending::new(Some((lane, seq)), device, error)));
+        self.pending
+            .extend(error.map(|error| Pending::new(Some((lane, seq)), device, error)));
         let cost = self.timing.queue_ns;
         *self.host_time() += cost;
         self.use_after_free(lane, what, &reads, false);
         self.use_after_free(lane, what, &writes, true);
-        self.push(lane, what, Item { nanos, reads, writes, fails, ..Item::of(work) });
+        self.push(
+            lane,
+            what,
+            Item {
+                nanos,
+                reads,
+                writes,
+                fails,
+                ..Item::of(work)
+            },
+        );
     }
 
     /// Queues the return of a block: it is poisoned in the order of the lane.
@@ -294,17 +335,38 @@ impl State {
         let name = self.label(lane, "free");
         self.freed.insert(range.start, (range.end, name));
         let writes = vec![range.clone()];
-        self.push(lane, "free", Item { writes, ..Item::of(Work::Free(range)) });
+        self.push(
+            lane,
+            "free",
+            Item {
+                writes,
+                ..Item::of(Work::Free(range))
+            },
+        );
     }
 
     /// Queues a mark behind all work so far.
     pub fn push_record(&mut self, lane: usize) -> Arc<Mark> {
         let worker = self.lanes[lane].device.index;
-        let lost = self.strike(FaultKind::Lost, Some(lane), worker, "event").is_some();
+        let lost = self
+            .strike(FaultKind::Lost, Some(lane), worker, "event")
+            .is_some();
         let (seq, number) = (self.lanes[lane].next, self.marks);
         self.marks += 1;
-        let mark = Arc::new(Mark { lane, seq, number, passed: OnceLock::new() });
-        self.push(lane, "event", Item::of(Work::Record { mark: mark.clone(), lost }));
+        let mark = Arc::new(Mark {
+            lane,
+            seq,
+            number,
+            passed: OnceLock::new(),
+        });
+        self.push(
+            lane,
+            "event",
+            Item::of(Work::Record {
+                mark: mark.clone(),
+                lost,
+            }),
+        );
         mark
     }
 
@@ -328,7 +390,12 @@ impl State {
 
     /// How reports name the item that the lane gets next.
     fn label(&self, lane: usize, what: &str) -> Arc<str> {
-        format!("{what} (item {} of {})", self.lanes[lane].next, self.place(lane)).into()
+        format!(
+            "{what} (item {} of {})",
+            self.lanes[lane].next,
+            self.place(lane)
+        )
+        .into()
     }
 
     // ---- running ----
@@ -352,8 +419,11 @@ impl State {
             let lot = throw(self.seed, lane, queue.done, 4);
             Some((end, lot, lane, start))
         });
-        let first = heads.min_by(|a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)).then(a.2.cmp(&b.2)));
-        let Some((end, _, lane, start)) = first else { return false };
+        let first =
+            heads.min_by(|a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)).then(a.2.cmp(&b.2)));
+        let Some((end, _, lane, start)) = first else {
+            return false;
+        };
         let queue = &mut self.lanes[lane];
         let item = queue.items.pop_front().expect("the head was looked at");
         self.queued -= 1;
@@ -372,11 +442,17 @@ impl State {
     fn perform(&mut self, lane: usize, item: &Item, start: u64, end: u64) {
         match &item.work {
             Work::Wait(mark) => {
-                let passed = mark.passed.get().expect("a lane goes past a wait after its event only");
+                let passed = mark
+                    .passed
+                    .get()
+                    .expect("a lane goes past a wait after its event only");
                 self.lanes[lane].clock.join(&passed.clock);
             }
             Work::Record { mark, lost } => {
-                let passed = Passed { time: end, clock: Arc::new(self.lanes[lane].clock.clone()) };
+                let passed = Passed {
+                    time: end,
+                    clock: Arc::new(self.lanes[lane].clock.clone()),
+                };
                 if *lost {
                     self.lost.push((mark.clone(), passed));
                 } else {
@@ -386,8 +462,9 @@ impl State {
             }
             Work::Free(range) => {
                 self.note(lane, item);
-                // SAFETY: the block lies in an arena, which is kept until every lane has passed what was
-                // queued while it lived; its owner gave it back and runs are serialised by the lock.
+                // SAFETY: the block lies in an arena, which is kept until every lane has passed
+                // what was queued while it lived; its owner gave it back and runs are serialised by
+                // the lock.
                 unsafe { poison(range) };
             }
             Work::Copy(..) | Work::Kernel(_) => {
@@ -411,18 +488,27 @@ impl State {
         let outcome = match &item.work {
             _ if item.fails => Err(None),
             Work::Copy(copy, staged) => {
-                let src = staged.as_ref().map_or(copy.src as *const u8, |bytes| bytes.as_ptr());
+                let src = staged
+                    .as_ref()
+                    .map_or(copy.src as *const u8, |bytes| bytes.as_ptr());
                 let dst = copy.dst as *mut u8;
-                // SAFETY: whoever queued the copy promised that both ranges stay valid until the lane has
-                // passed it, which is now; runs are serialised by the lock, so nothing else moves them. What was
-                // staged has the size of the copy.
+                // SAFETY: whoever queued the copy promised that both ranges stay valid until the
+                // lane has passed it, which is now; runs are serialised by the lock, so nothing
+                // else moves them. What was staged has the size of the copy.
                 unsafe { std::ptr::copy(src, dst, copy.bytes as usize) };
                 Ok(())
             }
             Work::Kernel(call) => {
-                let Called { kernel, src, dst, scratch, faults } = &**call;
-                // SAFETY: whoever queued the kernel promised operands as its documentation asks and memory
-                // that stays until the lane has passed it, which is now; runs are serialised by the lock.
+                let Called {
+                    kernel,
+                    src,
+                    dst,
+                    scratch,
+                    faults,
+                } = &**call;
+                // SAFETY: whoever queued the kernel promised operands as its documentation asks and
+                // memory that stays until the lane has passed it, which is now; runs are serialised
+                // by the lock.
                 let computed = unsafe { self.ops.compute(kernel, src, dst, *scratch) };
                 // What a kernel refuses is the data: only the work that it belongs to is concerned.
                 computed.map_err(|error| match faults {
@@ -441,7 +527,8 @@ impl State {
                 unsafe { poison(&range) };
             }
             let device = self.lanes[lane].device;
-            self.pending.extend(error.map(|error| Pending::new(Some((lane, item.seq)), device, error)));
+            self.pending
+                .extend(error.map(|error| Pending::new(Some((lane, item.seq)), device, error)));
         }
     }
 
@@ -450,7 +537,12 @@ impl State {
     /// Notes what an item touches and reports what it is not ordered after.
     fn note(&mut self, lane: usize, item: &Item) {
         let free = matches!(item.work, Work::Free(_));
-        let access = Access { lane, seq: item.seq, name: item.name.clone(), free };
+        let access = Access {
+            lane,
+            seq: item.seq,
+            name: item.name.clone(),
+            free,
+        };
         let clock = &self.lanes[lane].clock;
         let (mut read, mut wrote) = (Vec::new(), Vec::new());
         for range in &item.reads {
@@ -467,8 +559,15 @@ impl State {
     }
 
     fn clash(&mut self, clash: &Clash, second: &Access, writes: bool) {
-        let Clash { range, first, first_wrote } = clash;
-        if !self.told.insert((first.lane, first.seq, second.lane, second.seq)) {
+        let Clash {
+            range,
+            first,
+            first_wrote,
+        } = clash;
+        if !self
+            .told
+            .insert((first.lane, first.seq, second.lane, second.seq))
+        {
             return;
         }
         let verb = if writes { "write" } else { "read" };
@@ -506,27 +605,48 @@ impl State {
         };
         let found = self.lanes.iter().enumerate().find_map(|(lane, queue)| {
             let item = queue.items.iter().find(|item| writes(item))?;
-            Some((lane, item.writes[0].clone(), format!("write by {}", item.name)))
+            Some((
+                lane,
+                item.writes[0].clone(),
+                format!("write by {}", item.name),
+            ))
         });
         if let Some((first, range, by)) = found {
-            let second = format!("early read of pageable memory by {}", self.label(lane, what));
+            let second = format!(
+                "early read of pageable memory by {}",
+                self.label(lane, what)
+            );
             self.report(first, &range, by, second);
         }
     }
 
     fn report(&mut self, lane: usize, range: &Range<u64>, first: String, second: String) {
-        let home = self.arenas.range(..=range.start).next_back().filter(|(_, a)| a.end >= range.end);
+        let home = self
+            .arenas
+            .range(..=range.start)
+            .next_back()
+            .filter(|(_, a)| a.end >= range.end);
         let at = format!("{:#x}..{:#x}", range.start, range.end);
         let (device, region) = match home {
             Some((base, arena)) => (
                 self.lanes[arena.worker as usize * LaneKind::ALL.len()].device,
-                format!("arena bytes {:#x}..{:#x} (address {at})", range.start - base, range.end - base),
+                format!(
+                    "arena bytes {:#x}..{:#x} (address {at})",
+                    range.start - base,
+                    range.end - base
+                ),
             ),
             None => (self.lanes[lane].device, format!("host memory {at}")),
         };
-        let race = Race { device, region, first, second };
+        let race = Race {
+            device,
+            region,
+            first,
+            second,
+        };
         if self.races.len() < MOST_RACES {
-            self.pending.push(Pending::new(None, race.device, race.error()));
+            self.pending
+                .push(Pending::new(None, race.device, race.error()));
             self.races.push(race);
         }
     }
@@ -560,9 +680,12 @@ impl State {
         passed
     }
 
-    /// The first error that happened before a passed mark; with the others before it, later marks forget it if asked to.
+    /// The first error that happened before a passed mark; with the others before it, later marks
+    /// forget it if asked to.
     pub fn told_at(&mut self, mark: &Mark, forget: bool) -> Result<()> {
-        let Some(passed) = mark.passed.get() else { return Ok(()) };
+        let Some(passed) = mark.passed.get() else {
+            return Ok(());
+        };
         let clock = passed.clock.clone();
         let covers = |p: &&mut Pending| {
             p.forgotten.is_none_or(|from| mark.number < from)
@@ -571,7 +694,10 @@ impl State {
         let told = self.pending.iter_mut().find(covers).map(Pending::tell);
         if forget {
             let marks = self.marks;
-            self.pending.iter_mut().filter(covers).for_each(|p| p.forgotten = p.forgotten.or(Some(marks)));
+            self.pending
+                .iter_mut()
+                .filter(covers)
+                .for_each(|p| p.forgotten = p.forgotten.or(Some(marks)));
         }
         told.map_or(Ok(()), Err)
     }
@@ -598,19 +724,31 @@ impl State {
     fn unblock(&mut self, wanted: &Mark) {
         let waits = self.lanes.iter().enumerate().filter_map(|(lane, queue)| {
             let item = queue.items.front()?;
-            let Work::Wait(mark) = &item.work else { return None };
+            let Work::Wait(mark) = &item.work else {
+                return None;
+            };
             let (who, whom) = (self.place(lane), self.place(mark.lane));
-            Some(format!("{who} waits at item {} for event {} of {whom}", item.seq, mark.seq))
+            Some(format!(
+                "{who} waits at item {} for event {} of {whom}",
+                item.seq, mark.seq
+            ))
         });
-        let host = format!("the host waits for event {} of {}", wanted.seq, self.place(wanted.lane));
-        let lost =
-            self.lost.iter().map(|(m, _)| format!("event {} of {} was lost", m.seq, self.place(m.lane)));
+        let host = format!(
+            "the host waits for event {} of {}",
+            wanted.seq,
+            self.place(wanted.lane)
+        );
+        let lost = self
+            .lost
+            .iter()
+            .map(|(m, _)| format!("event {} of {} was lost", m.seq, self.place(m.lane)));
         let what: Vec<String> = std::iter::once(host).chain(waits).chain(lost).collect();
         let what = format!("dead-lock: {}", what.join("; "));
         // Waits refer to records queued before them, so only a lost event can hold everybody up.
         assert!(!self.lost.is_empty(), "{what}");
         let device = self.lanes[wanted.lane].device;
-        self.pending.push(Pending::new(None, device, Error::Device { device, what }));
+        self.pending
+            .push(Pending::new(None, device, Error::Device { device, what }));
         for (mark, passed) in self.lost.drain(..) {
             let first = mark.passed.set(passed).is_ok();
             debug_assert!(first, "a lost event has not passed");
@@ -622,7 +760,14 @@ impl State {
     /// Notes a new arena.
     pub fn adopt(&mut self, worker: u32, range: Range<u64>) {
         self.ledger.clear(range.clone());
-        self.arenas.insert(range.start, Reserved { worker, end: range.end, fresh: range.start });
+        self.arenas.insert(
+            range.start,
+            Reserved {
+                worker,
+                end: range.end,
+                fresh: range.start,
+            },
+        );
     }
 
     /// Takes an arena back; its memory goes when every lane has passed what is queued now.
@@ -636,21 +781,34 @@ impl State {
     }
 
     fn bury(&mut self) {
-        let gone = |r: &Retired| self.lanes.iter().zip(&r.until).all(|(queue, until)| queue.done >= *until);
-        let (gone, kept) = std::mem::take(&mut self.retired).into_iter().partition(gone);
+        let gone = |r: &Retired| {
+            self.lanes
+                .iter()
+                .zip(&r.until)
+                .all(|(queue, until)| queue.done >= *until)
+        };
+        let (gone, kept) = std::mem::take(&mut self.retired)
+            .into_iter()
+            .partition(gone);
         self.retired = kept;
         let gone: Vec<Retired> = gone;
         for Retired { arena, .. } in gone {
-            self.ledger.clear(arena.base()..arena.base() + arena.bytes().0);
+            self.ledger
+                .clear(arena.base()..arena.base() + arena.bytes().0);
         }
     }
 
     /// A block is handed out: what was never handed out before is poisoned, contents are undefined.
     pub fn hand_out(&mut self, range: &Range<u64>) {
         self.unfree(range);
-        let arena = self.arenas.range_mut(..=range.start).next_back().map(|(_, arena)| arena);
+        let arena = self
+            .arenas
+            .range_mut(..=range.start)
+            .next_back()
+            .map(|(_, arena)| arena);
         if let Some(arena) = arena.filter(|a| range.end <= a.end && a.fresh < range.end) {
-            // SAFETY: inside a live arena, at addresses that no block has had: nobody reads or writes there.
+            // SAFETY: inside a live arena, at addresses that no block has had: nobody reads or
+            // writes there.
             unsafe { poison(&(arena.fresh..range.end)) };
             arena.fresh = range.end;
         }
@@ -679,12 +837,17 @@ impl State {
     /// Whether all of these ranges are pinned host memory.
     pub fn is_pinned(&self, ranges: &[Range<u64>]) -> bool {
         let home = |r: &Range<u64>| self.pinned.range(..=r.start).next_back();
-        ranges.iter().all(|r| home(r).is_some_and(|(_, end)| r.end <= *end))
+        ranges
+            .iter()
+            .all(|r| home(r).is_some_and(|(_, end)| r.end <= *end))
     }
 
     /// Whether any of a range lies in an arena.
     pub fn meets_device(&self, range: &Range<u64>) -> bool {
-        self.arenas.range(..range.end).next_back().is_some_and(|(_, a)| a.end > range.start)
+        self.arenas
+            .range(..range.end)
+            .next_back()
+            .is_some_and(|(_, a)| a.end > range.start)
     }
 }
 
@@ -709,7 +872,12 @@ impl Item {
 /// The bytes an item writes, row by row, however many rows there are.
 fn exact_writes(item: &Item) -> Vec<Range<u64>> {
     match &item.work {
-        Work::Kernel(call) => call.dst.iter().flatten().flat_map(|v| ranges(v, usize::MAX)).collect(),
+        Work::Kernel(call) => call
+            .dst
+            .iter()
+            .flatten()
+            .flat_map(|v| ranges(v, usize::MAX))
+            .collect(),
         _ => item.writes.clone(),
     }
 }
@@ -718,12 +886,21 @@ fn exact_writes(item: &Item) -> Vec<Range<u64>> {
 /// The range must be valid for writes and nobody may read or write it meanwhile.
 unsafe fn poison(range: &Range<u64>) {
     // SAFETY: promised by the caller.
-    unsafe { std::ptr::write_bytes(range.start as *mut u8, POISON, (range.end - range.start) as usize) };
+    unsafe {
+        std::ptr::write_bytes(
+            range.start as *mut u8,
+            POISON,
+            (range.end - range.start) as usize,
+        )
+    };
 }
 
 /// The bytes a copy reads and writes.
 pub(super) fn copy_ranges(copy: &Copy) -> (Range<u64>, Range<u64>) {
-    (copy.src..copy.src + copy.bytes, copy.dst..copy.dst + copy.bytes)
+    (
+        copy.src..copy.src + copy.bytes,
+        copy.dst..copy.dst + copy.bytes,
+    )
 }
 
 /// What a copy is called in reports.

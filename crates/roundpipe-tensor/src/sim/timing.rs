@@ -1,7 +1,7 @@
 //! How long things take on the virtual clock, and the dice that vary it.
 //!
-//! A throw depends on the seed and on what it is thrown for (lane and item number), never on which host
-//! thread came first: one seed gives one timing.
+//! A throw depends on the seed and on what it is thrown for (lane and item number), never on which
+//! host thread came first: one seed gives one timing.
 
 use crate::device::{Copy, DeviceId, Direction};
 use crate::kernel::{Kernel, View};
@@ -69,7 +69,11 @@ pub type KernelTime = dyn Fn(&Launch<'_>) -> Option<u64> + Send + Sync;
 impl Timing {
     /// No dice: every duration is exactly what the model says.
     pub fn exact() -> Self {
-        Self { spread: 1.0, stall_chance: 0.0, ..Self::default() }
+        Self {
+            spread: 1.0,
+            stall_chance: 0.0,
+            ..Self::default()
+        }
     }
 
     pub(super) fn copy(&self, copy: &Copy) -> u64 {
@@ -100,6 +104,12 @@ impl Timing {
 
 /// A number in [0, 1) fixed by the seed and by what it is for.
 pub(super) fn throw(seed: u64, lane: usize, seq: u64, purpose: u32) -> f64 {
-    let site = RngSite { seed, step: seq, microbatch: purpose, layer: lane as u32, site: 0 };
+    let site = RngSite {
+        seed,
+        step: seq,
+        microbatch: purpose,
+        layer: lane as u32,
+        site: 0,
+    };
     f64::from(unit(site.key().word(0)))
 }

@@ -2,7 +2,9 @@
 
 use roundpipe_tensor::{Cx, DType, Result, Tensor, bf16, f16};
 
-use crate::bed::{Input, Lie, Strict, check, check_with, fixed, noise, randn, run, upload, values, worker};
+use crate::bed::{
+    Input, Lie, Strict, check, check_with, fixed, noise, randn, run, upload, values, worker,
+};
 use crate::golden;
 
 type Two = fn(&mut Cx, &Tensor, &Tensor) -> Result<Tensor>;
@@ -36,7 +38,9 @@ fn functions_of_two_on_every_lie() {
             // The offset keeps the two from being equal, where the extrema have kinks.
             let a = positive(1, &[3, 5, 7]).map(|x| x + 0.0078125).lying(lie);
             let b = positive(2, &[3, 5, 7]).lying(lie);
-            check(&format!("{name} {lie:?}"), &[a, b], |cx, x| Ok(vec![f(cx, &x[0], &x[1])?]));
+            check(&format!("{name} {lie:?}"), &[a, b], |cx, x| {
+                Ok(vec![f(cx, &x[0], &x[1])?])
+            });
         }
     }
 }
@@ -56,7 +60,9 @@ fn functions_of_two_broadcast_both_ways() {
     for (name, f) in PAIRS {
         for [left, right] in shapes {
             let inputs = [positive(3, left).map(|x| x + 0.0078125), positive(4, right)];
-            check(&format!("{name} {left:?} {right:?}"), &inputs, |cx, x| Ok(vec![f(cx, &x[0], &x[1])?]));
+            check(&format!("{name} {left:?} {right:?}"), &inputs, |cx, x| {
+                Ok(vec![f(cx, &x[0], &x[1])?])
+            });
         }
     }
 }
@@ -91,11 +97,15 @@ fn functions_of_one() {
     for (name, f) in FUNCTIONS {
         for lie in LIES {
             let x = randn(5, &[3, 9, 5]).map(off_zero).lying(lie);
-            check(&format!("{name} {lie:?}"), &[x], |cx, x| Ok(vec![f(cx, &x[0])?]));
+            check(&format!("{name} {lie:?}"), &[x], |cx, x| {
+                Ok(vec![f(cx, &x[0])?])
+            });
         }
         for dims in [&[][..], &[0], &[1, 1], &[33]] {
             let x = randn(6, dims).map(off_zero);
-            check(&format!("{name} {dims:?}"), &[x], |cx, x| Ok(vec![f(cx, &x[0])?]));
+            check(&format!("{name} {dims:?}"), &[x], |cx, x| {
+                Ok(vec![f(cx, &x[0])?])
+            });
         }
     }
 }
@@ -112,17 +122,31 @@ fn functions_of_positive_numbers() {
         ("powf 0", |cx, x| cx.powf(x, 0.0)),
     ];
     for (name, f) in functions {
-        check(name, &[positive(7, &[5, 13])], |cx, x| Ok(vec![f(cx, &x[0])?]));
+        check(name, &[positive(7, &[5, 13])], |cx, x| {
+            Ok(vec![f(cx, &x[0])?])
+        });
     }
 }
 
 /// Whole numbers from floats have no slope, so differences say nothing near the steps.
 #[test]
 fn rounding() {
-    let strict = Strict { differences: false, ..Strict::default() };
+    let strict = Strict {
+        differences: false,
+        ..Strict::default()
+    };
     let x = values(&[-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 0.25, -0.75], &[8]);
-    let all = |cx: &mut Cx, x: &[Tensor]| Ok(vec![cx.round(&x[0])?, cx.floor(&x[0])?, cx.ceil(&x[0])?]);
-    let outputs = run(&worker(1), std::slice::from_ref(&x), DType::F32, &all, false).unwrap().outputs;
+    let all =
+        |cx: &mut Cx, x: &[Tensor]| Ok(vec![cx.round(&x[0])?, cx.floor(&x[0])?, cx.ceil(&x[0])?]);
+    let outputs = run(
+        &worker(1),
+        std::slice::from_ref(&x),
+        DType::F32,
+        &all,
+        false,
+    )
+    .unwrap()
+    .outputs;
     assert_eq!(outputs[0], [-2.0, -2.0, 0.0, 0.0, 2.0, 2.0, 0.0, -1.0]);
     assert_eq!(outputs[1], [-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 0.0, -1.0]);
     assert_eq!(outputs[2], [-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 1.0, 0.0]);
@@ -133,16 +157,29 @@ fn rounding() {
 #[test]
 fn large_tensors_in_every_broadcast_pattern() {
     // The scalar's gradient is a sum of 70,000 rounded numbers of either sign.
-    let strict = Strict { differences: false, slack: 4.0, ..Strict::default() };
+    let strict = Strict {
+        differences: false,
+        slack: 4.0,
+        ..Strict::default()
+    };
     for (rows, columns) in [(70, 1031), (1031, 70), (40_000, 2)] {
-        let inputs =
-            [randn(8, &[rows, columns]), randn(9, &[columns]), randn(10, &[rows, 1]), randn(11, &[])];
-        check_with(&format!("large {rows} {columns}"), &inputs, strict, |cx, x| {
-            let y = cx.mul(&x[0], &x[1])?;
-            let y = cx.add(&y, &x[2])?;
-            let y = cx.sub(&y, &x[3])?;
-            Ok(vec![cx.silu(&y)?])
-        });
+        let inputs = [
+            randn(8, &[rows, columns]),
+            randn(9, &[columns]),
+            randn(10, &[rows, 1]),
+            randn(11, &[]),
+        ];
+        check_with(
+            &format!("large {rows} {columns}"),
+            &inputs,
+            strict,
+            |cx, x| {
+                let y = cx.mul(&x[0], &x[1])?;
+                let y = cx.add(&y, &x[2])?;
+                let y = cx.sub(&y, &x[3])?;
+                Ok(vec![cx.silu(&y)?])
+            },
+        );
     }
 }
 
@@ -167,8 +204,9 @@ fn extremes_and_clamps_keep_nan() -> Result<()> {
     let mut cx = Cx::infer(&worker(1));
     let a = cx.tensor(&[f32::NAN, 1.0, f32::NAN, 3.0], &[4])?;
     let b = cx.tensor(&[1.0, f32::NAN, f32::NAN, 2.0], &[4])?;
-    let bits =
-        |t: Tensor| -> Result<Vec<bool>> { Ok(t.to_vec::<f32>()?.iter().map(|x| x.is_nan()).collect()) };
+    let bits = |t: Tensor| -> Result<Vec<bool>> {
+        Ok(t.to_vec::<f32>()?.iter().map(|x| x.is_nan()).collect())
+    };
     assert_eq!(bits(cx.maximum(&a, &b)?)?, [true, true, true, false]);
     assert_eq!(bits(cx.minimum(&a, &b)?)?, [true, true, true, false]);
     assert_eq!(bits(cx.clamp(&a, 0.0, 2.0)?)?, [true, false, true, false]);
@@ -182,14 +220,20 @@ fn extremes_and_clamps_keep_nan() -> Result<()> {
 #[test]
 fn powers_of_zero() -> Result<()> {
     let mut cx = Cx::train(&worker(1));
-    let (a, b) = (cx.tensor(&[0.0f64, 0.0, 2.0], &[3])?, cx.tensor(&[2.0f64, 0.0, 0.0], &[3])?);
+    let (a, b) = (
+        cx.tensor(&[0.0f64, 0.0, 2.0], &[3])?,
+        cx.tensor(&[2.0f64, 0.0, 0.0], &[3])?,
+    );
     let (a, b) = (cx.input(&a)?, cx.input(&b)?);
     let y = cx.pow(&a, &b)?;
     assert_eq!(y.to_vec::<f64>()?, [0.0, 1.0, 1.0]);
     let one = cx.ones_like(&y)?;
     let grads = cx.backward_from(&[(y, one)])?;
     assert_eq!(grads.of(&a).unwrap().to_vec::<f64>()?, [0.0, 0.0, 0.0]);
-    assert_eq!(grads.of(&b).unwrap().to_vec::<f64>()?, [0.0, 0.0, 2.0f64.ln()]);
+    assert_eq!(
+        grads.of(&b).unwrap().to_vec::<f64>()?,
+        [0.0, 0.0, 2.0f64.ln()]
+    );
     Ok(())
 }
 
@@ -210,7 +254,10 @@ fn integers_wrap_and_never_fault() -> Result<()> {
     assert_eq!(vec(cx.abs(&b)?)?, [1, 1, 0, 2]);
     let wide = cx.tensor(&[i64::MIN, 3, i64::MAX], &[3])?;
     let by = cx.tensor(&[-1i64, 0, 2], &[3])?;
-    assert_eq!(cx.div(&wide, &by)?.to_vec::<i64>()?, [i64::MIN, 0, i64::MAX / 2]);
+    assert_eq!(
+        cx.div(&wide, &by)?.to_vec::<i64>()?,
+        [i64::MIN, 0, i64::MAX / 2]
+    );
     let small = cx.tensor(&[200u8, 5], &[2])?;
     assert_eq!(cx.add(&small, &small)?.to_vec::<u8>()?, [144, 10]);
     let unsigned = cx.tensor(&[1u32, 5], &[2])?;
@@ -228,7 +275,13 @@ fn casts_between_all_types() -> Result<()> {
         for to in DType::ALL {
             let x = upload(&mut cx, &whole, &[2, 3], from)?;
             let held = x.to_f64_vec()?;
-            let flag = |v: &f64| if to == DType::Bool { f64::from(u8::from(*v != 0.0)) } else { *v };
+            let flag = |v: &f64| {
+                if to == DType::Bool {
+                    f64::from(u8::from(*v != 0.0))
+                } else {
+                    *v
+                }
+            };
             let want: Vec<f64> = held.iter().map(flag).collect();
             assert_eq!(cx.cast(&x, to)?.to_f64_vec()?, want, "{from} to {to}");
             let turned = cx.transpose(&x, 0, 1)?;
@@ -238,18 +291,33 @@ fn casts_between_all_types() -> Result<()> {
         }
     }
     let x = cx.tensor(&[-1.5f32, 1e20, f32::NAN, 0.5, 300.0, -0.0], &[6])?;
-    assert_eq!(cx.cast(&x, DType::I32)?.to_vec::<i32>()?, [-1, i32::MAX, 0, 0, 300, 0]);
-    assert_eq!(cx.cast(&x, DType::U8)?.to_vec::<u8>()?, [0, 255, 0, 0, 255, 0]);
-    assert_eq!(cx.cast(&x, DType::Bool)?.to_vec::<u8>()?, [1, 1, 1, 1, 1, 0]);
+    assert_eq!(
+        cx.cast(&x, DType::I32)?.to_vec::<i32>()?,
+        [-1, i32::MAX, 0, 0, 300, 0]
+    );
+    assert_eq!(
+        cx.cast(&x, DType::U8)?.to_vec::<u8>()?,
+        [0, 255, 0, 0, 255, 0]
+    );
+    assert_eq!(
+        cx.cast(&x, DType::Bool)?.to_vec::<u8>()?,
+        [1, 1, 1, 1, 1, 0]
+    );
     let exact = cx.tensor(&[i64::MAX, -1], &[2])?;
-    assert_eq!(cx.cast(&exact, DType::U32)?.to_vec::<u32>()?, [u32::MAX, u32::MAX]);
+    assert_eq!(
+        cx.cast(&exact, DType::U32)?.to_vec::<u32>()?,
+        [u32::MAX, u32::MAX]
+    );
     Ok(())
 }
 
 #[test]
 fn narrow_floats_round_once_to_nearest_even() -> Result<()> {
     let mut cx = Cx::infer(&worker(1));
-    let numbers: Vec<f32> = noise(12, 3000).iter().map(|x| (x * 1.234567).exp() as f32).collect();
+    let numbers: Vec<f32> = noise(12, 3000)
+        .iter()
+        .map(|x| (x * 1.234567).exp() as f32)
+        .collect();
     let x = cx.tensor(&numbers, &[3000])?;
     let want: Vec<bf16> = numbers.iter().map(|v| bf16::from_f32(*v)).collect();
     assert_eq!(cx.cast(&x, DType::BF16)?.to_vec::<bf16>()?, want);
@@ -274,7 +342,10 @@ fn comparisons_in_every_type() -> Result<()> {
             DType::Bool => ([0.0, 1.0, 1.0], [1.0, 1.0, 0.0]),
             _ => ([1.0, 2.0, 3.0], [2.0, 2.0, 2.0]),
         };
-        let (a, b) = (upload(&mut cx, &a, &[3], dtype)?, upload(&mut cx, &b, &[3], dtype)?);
+        let (a, b) = (
+            upload(&mut cx, &a, &[3], dtype)?,
+            upload(&mut cx, &b, &[3], dtype)?,
+        );
         for (name, f, want) in tests {
             assert_eq!(f(&mut cx, &a, &b)?.to_vec::<u8>()?, want, "{name} {dtype}");
         }
@@ -282,7 +353,11 @@ fn comparisons_in_every_type() -> Result<()> {
     let x = cx.tensor(&[1i64, 2, 3], &[3])?;
     assert_eq!(cx.gt_scalar(&x, 1.0)?.to_vec::<u8>()?, [0, 1, 1]);
     let nan = cx.tensor(&[f32::NAN], &[1])?;
-    assert_eq!(cx.ne(&nan, &nan)?.to_vec::<u8>()?, [1], "NaN differs from itself");
+    assert_eq!(
+        cx.ne(&nan, &nan)?.to_vec::<u8>()?,
+        [1],
+        "NaN differs from itself"
+    );
     Ok(())
 }
 
@@ -302,13 +377,21 @@ fn logic() -> Result<()> {
 fn choices_and_their_gradients() {
     let cond = fixed(DType::Bool, &[1, 0, 0, 1, 1, 0], &[2, 3]);
     for lie in LIES {
-        let inputs = [cond.clone().lying(lie), randn(13, &[4, 2, 3]).lying(lie), randn(14, &[3])];
-        check("where_cond", &inputs, |cx, x| Ok(vec![cx.where_cond(&x[0], &x[1], &x[2])?]));
+        let inputs = [
+            cond.clone().lying(lie),
+            randn(13, &[4, 2, 3]).lying(lie),
+            randn(14, &[3]),
+        ];
+        check("where_cond", &inputs, |cx, x| {
+            Ok(vec![cx.where_cond(&x[0], &x[1], &x[2])?])
+        });
         check("where_cond, broadcast condition", &inputs, |cx, x| {
             let cond = cx.narrow(&x[0], 0, 0, 1)?;
             Ok(vec![cx.where_cond(&cond, &x[2], &x[1])?])
         });
-        check("masked_fill", &inputs, |cx, x| Ok(vec![cx.masked_fill(&x[1], &x[0], -3.0)?]));
+        check("masked_fill", &inputs, |cx, x| {
+            Ok(vec![cx.masked_fill(&x[1], &x[0], -3.0)?])
+        });
     }
 }
 
@@ -320,15 +403,39 @@ fn refusals_name_the_operation_and_what_it_got() -> Result<()> {
     let i = cx.zeros(DType::I32, &[2, 3])?;
     let t = cx.zeros(DType::Bool, &[2, 3])?;
     let refusals = [
-        (cx.sub(&a, &b), "sub: shapes [2, 3] and [4] do not fit together"),
-        (cx.mul(&a, &i), "mul: f32 [2, 3] and i32 [2, 3] differ in dtype; convert one with `cast`"),
-        (cx.add(&t, &t), "add: bool [2, 3] is not supported; convert it with `cast`"),
-        (cx.exp(&i), "exp: i32 [2, 3] is not supported; it takes floats"),
-        (cx.logical_not(&a), "logical_not: f32 [2, 3] is not supported; it takes bool"),
-        (cx.affine(&i, 0.5, 0.0), "affine: 0.5 is not a whole number, but i32 [2, 3] holds those"),
+        (
+            cx.sub(&a, &b),
+            "sub: shapes [2, 3] and [4] do not fit together",
+        ),
+        (
+            cx.mul(&a, &i),
+            "mul: f32 [2, 3] and i32 [2, 3] differ in dtype; convert one with `cast`",
+        ),
+        (
+            cx.add(&t, &t),
+            "add: bool [2, 3] is not supported; convert it with `cast`",
+        ),
+        (
+            cx.exp(&i),
+            "exp: i32 [2, 3] is not supported; it takes floats",
+        ),
+        (
+            cx.logical_not(&a),
+            "logical_not: f32 [2, 3] is not supported; it takes bool",
+        ),
+        (
+            cx.affine(&i, 0.5, 0.0),
+            "affine: 0.5 is not a whole number, but i32 [2, 3] holds those",
+        ),
         (cx.clamp(&a, f64::NAN, 1.0), "clamp: bounds NaN and 1"),
-        (cx.where_cond(&a, &a, &a), "where_cond: f32 [2, 3] is not supported; it takes bool"),
-        (cx.masked_fill(&b, &t, 0.0), "masked_fill: shapes [4] and [2, 3] do not fit together"),
+        (
+            cx.where_cond(&a, &a, &a),
+            "where_cond: f32 [2, 3] is not supported; it takes bool",
+        ),
+        (
+            cx.masked_fill(&b, &t, 0.0),
+            "masked_fill: shapes [4] and [2, 3] do not fit together",
+        ),
     ];
     for (have, want) in refusals {
         assert_eq!(have.unwrap_err().to_string(), want);
@@ -378,7 +485,8 @@ fn golden_arithmetic() {
         ("minimum_row", Cx::minimum),
     ];
     for (case, f) in two {
-        file.case(case).check(|cx, x| f(cx, x.of("in.x"), x.of("in.y")));
+        file.case(case)
+            .check(|cx, x| f(cx, x.of("in.x"), x.of("in.y")));
     }
     file.case("tanh").check(|cx, x| cx.tanh(x.of("in.x")));
     file.case("where").check(|cx, x| {

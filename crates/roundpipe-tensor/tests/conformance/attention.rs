@@ -1,17 +1,36 @@
-//! Attention: every variant against finite differences and PyTorch, and what packing must not change.
+//! Attention: every variant against finite differences and PyTorch, and what packing must not
+//! change.
 
 use roundpipe_tensor::ops::Attention;
 use roundpipe_tensor::{Bytes, Cpu, Cx, DType, Result, Tensor, Worker, bf16};
 
-use crate::bed::{self, Input, Lie, Strict, check, check_with, close, fixed, noise, run, values, worker};
+use crate::bed::{
+    self, Input, Lie, Strict, check, check_with, close, fixed, noise, run, values, worker,
+};
 use crate::golden;
 
-const FULL: Attention<'_> =
-    Attention { scale: None, causal: false, window: None, sinks: None, lens: None, any_order: false };
-const CAUSAL: Attention<'_> = Attention { causal: true, ..FULL };
+const FULL: Attention<'_> = Attention {
+    scale: None,
+    causal: false,
+    window: None,
+    sinks: None,
+    lens: None,
+    any_order: false,
+};
+const CAUSAL: Attention<'_> = Attention {
+    causal: true,
+    ..FULL
+};
 
 /// Inputs q, k, v of these sizes, quiet enough that softmax does not saturate.
-fn qkv(batch: usize, sq: usize, sk: usize, heads: (usize, usize), d: usize, dv: usize) -> Vec<Input> {
+fn qkv(
+    batch: usize,
+    sq: usize,
+    sk: usize,
+    heads: (usize, usize),
+    d: usize,
+    dv: usize,
+) -> Vec<Input> {
     let input = |seed, dims: [usize; 4]| values(&quiet(seed, dims.iter().product()), &dims);
     vec![
         input(1, [batch, sq, heads.0, d]),
@@ -31,7 +50,12 @@ fn attend(how: Attention<'static>) -> impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<
             4 | 6 => (Some(&x[3]), x.get(4).zip(x.get(5))),
             _ => (None, x.get(3).zip(x.get(4))),
         };
-        Ok(vec![cx.attention(&x[0], &x[1], &x[2], &Attention { sinks, lens, ..how })?])
+        Ok(vec![cx.attention(
+            &x[0],
+            &x[1],
+            &x[2],
+            &Attention { sinks, lens, ..how },
+        )?])
     }
 }
 
@@ -39,13 +63,37 @@ fn attend(how: Attention<'static>) -> impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<
 fn variants() {
     check("full", &qkv(2, 5, 7, (2, 2), 8, 8), attend(FULL));
     check("causal", &qkv(2, 9, 9, (4, 2), 8, 8), attend(CAUSAL));
-    check("scale", &qkv(1, 6, 6, (3, 1), 4, 4), attend(Attention { scale: Some(0.3), ..CAUSAL }));
-    check("window", &qkv(1, 9, 9, (2, 1), 4, 5), attend(Attention { window: Some(3), ..CAUSAL }));
-    check("window alone", &qkv(1, 9, 9, (2, 1), 4, 5), attend(Attention { window: Some(3), ..FULL }));
+    check(
+        "scale",
+        &qkv(1, 6, 6, (3, 1), 4, 4),
+        attend(Attention {
+            scale: Some(0.3),
+            ..CAUSAL
+        }),
+    );
+    check(
+        "window",
+        &qkv(1, 9, 9, (2, 1), 4, 5),
+        attend(Attention {
+            window: Some(3),
+            ..CAUSAL
+        }),
+    );
+    check(
+        "window alone",
+        &qkv(1, 9, 9, (2, 1), 4, 5),
+        attend(Attention {
+            window: Some(3),
+            ..FULL
+        }),
+    );
     check(
         "wide window",
         &qkv(1, 4, 4, (2, 1), 4, 5),
-        attend(Attention { window: Some(usize::MAX), ..CAUSAL }),
+        attend(Attention {
+            window: Some(usize::MAX),
+            ..CAUSAL
+        }),
     );
     check("causal end", &qkv(2, 3, 8, (2, 2), 5, 3), attend(CAUSAL));
 }
@@ -68,16 +116,34 @@ fn odd_sizes() {
 #[test]
 fn block_borders() {
     let step = if bed::brief() { 2 } else { 1 };
-    for (sq, sk) in
-        [(65, 129), (63, 127), (200, 70), (64, 128), (130, 260), (1, 300)].into_iter().step_by(step)
+    for (sq, sk) in [
+        (65, 129),
+        (63, 127),
+        (200, 70),
+        (64, 128),
+        (130, 260),
+        (1, 300),
+    ]
+    .into_iter()
+    .step_by(step)
     {
         for causal in [false, true] {
-            for window in [None, Some(1), Some(40), Some(150)].into_iter().step_by(step) {
-                let how = Attention { causal, window, ..FULL };
+            for window in [None, Some(1), Some(40), Some(150)]
+                .into_iter()
+                .step_by(step)
+            {
+                let how = Attention {
+                    causal,
+                    window,
+                    ..FULL
+                };
                 let name = format!("{sq} by {sk}, causal {causal}, window {window:?}");
                 let mut inputs = qkv(1, sq, sk, (2, 1), 5, 3);
                 inputs.push(values(&quiet(4, 2), &[2]));
-                let strict = Strict { differences: causal && window == Some(40), ..Strict::default() };
+                let strict = Strict {
+                    differences: causal && window == Some(40),
+                    ..Strict::default()
+                };
                 check_with(&name, &inputs, strict, attend(how));
                 let have = run(&worker(2), &inputs, DType::F64, &attend(how), true).unwrap();
                 close(&name, &have.outputs, &[naive(sq, sk, &how)], 1e-13);
@@ -86,20 +152,52 @@ fn block_borders() {
     }
 }
 
-/// Half precision at the widths of tensor cores, around the borders of their tiles: all masks, scores that are turned
-/// around or do not count, sequences in a row.
+/// Half precision at the widths of tensor cores, around the borders of their tiles: all masks,
+/// scores that are turned around or do not count, sequences in a row.
 #[test]
 fn tensor_core_tiles() {
-    let strict = Strict { differences: false, dtypes: &[DType::BF16, DType::F16], ..Strict::default() };
-    let sizes = [(63, 63), (64, 64), (65, 129), (127, 128), (129, 129), (200, 70), (1, 300), (260, 260)];
-    let widths = [(64, 64), (128, 128), (96, 96), (40, 24), (128, 64), (32, 32)];
+    let strict = Strict {
+        differences: false,
+        dtypes: &[DType::BF16, DType::F16],
+        ..Strict::default()
+    };
+    let sizes = [
+        (63, 63),
+        (64, 64),
+        (65, 129),
+        (127, 128),
+        (129, 129),
+        (200, 70),
+        (1, 300),
+        (260, 260),
+    ];
+    let widths = [
+        (64, 64),
+        (128, 128),
+        (96, 96),
+        (40, 24),
+        (128, 64),
+        (32, 32),
+    ];
     let hows = [
         CAUSAL,
         FULL,
-        Attention { window: Some(40), ..CAUSAL },
-        Attention { window: Some(150), ..FULL },
-        Attention { scale: Some(-0.2), ..CAUSAL },
-        Attention { scale: Some(0.0), ..CAUSAL },
+        Attention {
+            window: Some(40),
+            ..CAUSAL
+        },
+        Attention {
+            window: Some(150),
+            ..FULL
+        },
+        Attention {
+            scale: Some(-0.2),
+            ..CAUSAL
+        },
+        Attention {
+            scale: Some(0.0),
+            ..CAUSAL
+        },
     ];
     let widths = if bed::brief() { &widths[..2] } else { &widths };
     let step = if bed::brief() { 3 } else { 1 };
@@ -110,43 +208,79 @@ fn tensor_core_tiles() {
             if (i + j) % 2 == 0 {
                 inputs.push(values(&quiet(4, 4), &[4]));
             }
-            check_with(&format!("{sq} by {sk}, {d} and {dv} wide, {how:?}"), &inputs, strict, attend(how));
+            check_with(
+                &format!("{sq} by {sk}, {d} and {dv} wide, {how:?}"),
+                &inputs,
+                strict,
+                attend(how),
+            );
         }
     }
     // Windows that are wide enough for large tiles.
-    let wide = Attention { window: Some(520), ..CAUSAL };
-    check_with("a wide window", &qkv(1, 700, 900, (2, 1), 128, 128), strict, attend(wide));
+    let wide = Attention {
+        window: Some(520),
+        ..CAUSAL
+    };
+    check_with(
+        "a wide window",
+        &qkv(1, 700, 900, (2, 1), 128, 128),
+        strict,
+        attend(wide),
+    );
     check_with(
         "a wide window alone",
         &qkv(1, 900, 700, (2, 1), 64, 64),
         strict,
-        attend(Attention { causal: false, ..wide }),
+        attend(Attention {
+            causal: false,
+            ..wide
+        }),
     );
     let mut inputs = qkv(1, 1000, 1000, (2, 1), 64, 64);
     inputs.extend([lens(&[0, 800, 1000]), lens(&[0, 800, 1000])]);
     check_with("wide windows in a row", &inputs, strict, attend(wide));
     for (d, how) in [(64, hows[0]), (128, hows[2]), (128, hows[1])] {
         let mut inputs = qkv(1, 330, 400, (4, 2), d, d);
-        inputs.extend([lens(&[2, 2, 65, 194, 195, 320]), lens(&[0, 7, 71, 199, 199, 390])]);
-        check_with(&format!("in a row, {d} wide, {how:?}"), &inputs, strict, attend(how));
+        inputs.extend([
+            lens(&[2, 2, 65, 194, 195, 320]),
+            lens(&[0, 7, 71, 199, 199, 390]),
+        ]);
+        check_with(
+            &format!("in a row, {d} wide, {how:?}"),
+            &inputs,
+            strict,
+            attend(how),
+        );
     }
 }
 
 /// softmax(q kᵀ) v with a sink, written as its definition, for the inputs of [`block_borders`].
 fn naive(sq: usize, sk: usize, how: &Attention<'_>) -> Vec<f64> {
     let (heads, d, dv) = (2, 5, 3);
-    let (q, k, v) = (quiet(1, sq * heads * d), quiet(2, sk * d), quiet(3, sk * dv));
+    let (q, k, v) = (
+        quiet(1, sq * heads * d),
+        quiet(2, sk * d),
+        quiet(3, sk * dv),
+    );
     let sinks = quiet(4, heads);
     let mut out = Vec::new();
     for (i, h) in (0..sq).flat_map(|i| (0..heads).map(move |h| (i, h))) {
         let at = i as isize + sk as isize - sq as isize;
-        let seen = |j: isize| (!how.causal || j <= at) && how.window.is_none_or(|w| j > at - w as isize);
+        let seen =
+            |j: isize| (!how.causal || j <= at) && how.window.is_none_or(|w| j > at - w as isize);
         let score = |j: usize| -> f64 {
             let q = &q[(i * heads + h) * d..][..d];
             q.iter().zip(&k[j * d..]).map(|(q, k)| q * k).sum::<f64>() / (d as f64).sqrt()
         };
-        let weights: Vec<f64> =
-            (0..sk).map(|j| if seen(j as isize) { score(j).exp() } else { 0.0 }).collect();
+        let weights: Vec<f64> = (0..sk)
+            .map(|j| {
+                if seen(j as isize) {
+                    score(j).exp()
+                } else {
+                    0.0
+                }
+            })
+            .collect();
         let sum = weights.iter().sum::<f64>() + sinks[h].exp();
         out.extend((0..dv).map(|c| (0..sk).map(|j| weights[j] * v[j * dv + c]).sum::<f64>() / sum));
     }
@@ -156,13 +290,21 @@ fn naive(sq: usize, sk: usize, how: &Attention<'_>) -> Vec<f64> {
 #[test]
 fn strided_operands() {
     for lie in [Lie::Transposed, Lie::CutOut] {
-        let inputs: Vec<Input> = qkv(2, 4, 5, (2, 2), 4, 3).into_iter().map(|i| i.lying(lie)).collect();
+        let inputs: Vec<Input> = qkv(2, 4, 5, (2, 2), 4, 3)
+            .into_iter()
+            .map(|i| i.lying(lie))
+            .collect();
         check(&format!("{lie:?}"), &inputs, attend(CAUSAL));
     }
     // Heads before rows, as other systems keep them.
     check("heads first", &qkv(2, 4, 2, (5, 5), 4, 4), |cx, x| {
-        let turned = x.iter().map(|t| cx.transpose(t, 1, 2)).collect::<Result<Vec<_>>>()?;
-        Ok(vec![cx.attention(&turned[0], &turned[1], &turned[2], &FULL)?])
+        let turned = x
+            .iter()
+            .map(|t| cx.transpose(t, 1, 2))
+            .collect::<Result<Vec<_>>>()?;
+        Ok(vec![
+            cx.attention(&turned[0], &turned[1], &turned[2], &FULL)?,
+        ])
     });
 }
 
@@ -171,7 +313,14 @@ fn sinks() {
     let mut inputs = qkv(2, 7, 9, (4, 2), 4, 4);
     inputs.push(values(&quiet(4, 4), &[4]));
     check("sinks", &inputs, attend(CAUSAL));
-    check("sinks, window", &inputs, attend(Attention { window: Some(2), ..CAUSAL }));
+    check(
+        "sinks, window",
+        &inputs,
+        attend(Attention {
+            window: Some(2),
+            ..CAUSAL
+        }),
+    );
     inputs[0] = inputs[0].clone().constant();
     check("only some gradients", &inputs, attend(CAUSAL));
 }
@@ -183,10 +332,33 @@ fn queries_that_see_nothing_give_zero() {
     check("sees nothing", &inputs, attend(CAUSAL));
     let out = run(&worker(1), &inputs, DType::F32, &attend(CAUSAL), true).unwrap();
     let row = 2 * 4;
-    assert!(out.outputs[0][..4 * row].iter().all(|x| *x == 0.0), "{:?}", out.outputs[0]);
-    assert!(out.grads[0][..4 * row].iter().all(|x| *x == 0.0), "{:?}", out.grads[0]);
-    assert!(out.outputs.iter().chain(&out.grads).flatten().all(|x| x.is_finite()));
-    let none = run(&worker(1), &inputs, DType::F32, &attend(Attention { window: Some(0), ..CAUSAL }), true);
+    assert!(
+        out.outputs[0][..4 * row].iter().all(|x| *x == 0.0),
+        "{:?}",
+        out.outputs[0]
+    );
+    assert!(
+        out.grads[0][..4 * row].iter().all(|x| *x == 0.0),
+        "{:?}",
+        out.grads[0]
+    );
+    assert!(
+        out.outputs
+            .iter()
+            .chain(&out.grads)
+            .flatten()
+            .all(|x| x.is_finite())
+    );
+    let none = run(
+        &worker(1),
+        &inputs,
+        DType::F32,
+        &attend(Attention {
+            window: Some(0),
+            ..CAUSAL
+        }),
+        true,
+    );
     assert!(none.unwrap().grads.iter().flatten().all(|x| *x == 0.0));
 }
 
@@ -195,7 +367,11 @@ fn queries_that_see_nothing_give_zero() {
 fn large_scores() {
     let mut inputs = qkv(1, 5, 5, (1, 1), 4, 4);
     inputs[0] = inputs[0].clone().map(|x| x * 100.0);
-    let strict = Strict { differences: false, slack: 20.0, dtypes: &[DType::F32] };
+    let strict = Strict {
+        differences: false,
+        slack: 20.0,
+        dtypes: &[DType::F32],
+    };
     check_with("large", &inputs, strict, attend(CAUSAL));
 }
 
@@ -209,7 +385,14 @@ fn packed_sequences() {
     inputs.push(values(&quiet(4, 4), &[4]));
     inputs.extend([lens(&[0, 3, 3, 4, 10]), lens(&[0, 2, 5, 6, 13])]);
     check("packed", &inputs, attend(CAUSAL));
-    check("packed, window", &inputs, attend(Attention { window: Some(2), ..CAUSAL }));
+    check(
+        "packed, window",
+        &inputs,
+        attend(Attention {
+            window: Some(2),
+            ..CAUSAL
+        }),
+    );
     check("packed, full", &inputs, attend(FULL));
     // Rows before the first and after the last sequence attend to nothing.
     inputs[4] = lens(&[1, 4, 8]);
@@ -227,8 +410,15 @@ fn packing_and_batching_change_no_bits() {
         packing_changes_no_bits(&worker(2), &worker(1), dtype, width);
     }
     // Widths of every kind of kernel, which are no sizes of a library.
-    let Some((worker, _turn)) = bed::gpu_alone() else { return };
-    for (dtype, width) in [(DType::F32, 9), (DType::BF16, 9), (DType::BF16, 64), (DType::F16, 128)] {
+    let Some((worker, _turn)) = bed::gpu_alone() else {
+        return;
+    };
+    for (dtype, width) in [
+        (DType::F32, 9),
+        (DType::BF16, 9),
+        (DType::BF16, 64),
+        (DType::F16, 128),
+    ] {
         packing_changes_no_bits(worker, worker, dtype, width);
     }
 }
@@ -257,13 +447,20 @@ fn packing_changes_no_bits(worker: &Worker, other: &Worker, dtype: DType, d: usi
             values(&one.repeat(copies), &[copies, rows, heads, d])
         };
         for copies in [1, 3] {
-            let alone =
-                [part(1, &lens_q, sq, copies), part(2, &lens_k, sk, copies), part(3, &lens_k, sk, copies)];
+            let alone = [
+                part(1, &lens_q, sq, copies),
+                part(2, &lens_k, sk, copies),
+                part(3, &lens_k, sk, copies),
+            ];
             let out = run(other, &alone, dtype, &forward_only, true).unwrap();
             for (t, lens, rows) in [(0, &lens_q, sq), (1, &lens_k, sk), (2, &lens_k, sk)] {
                 let (at, len) = (lens[i] as usize * heads * d, rows * heads * d);
-                let name = format!("{dtype}, {d} wide, sequence {i}, {copies} copies, gradient {t}");
-                assert!(out.grads[t][..len] == packed.grads[t][at..at + len], "{name}");
+                let name =
+                    format!("{dtype}, {d} wide, sequence {i}, {copies} copies, gradient {t}");
+                assert!(
+                    out.grads[t][..len] == packed.grads[t][at..at + len],
+                    "{name}"
+                );
             }
             let (at, len) = (lens_q[i] as usize * heads * d, sq * heads * d);
             let same = out.outputs[0][..len] == packed.outputs[0][at..at + len];
@@ -272,8 +469,8 @@ fn packing_changes_no_bits(worker: &Worker, other: &Worker, dtype: DType, d: usi
     }
 }
 
-/// Causal attention whose output's gradient is a function of the output, so that it is the same however
-/// sequences are arranged.
+/// Causal attention whose output's gradient is a function of the output, so that it is the same
+/// however sequences are arranged.
 fn forward_only(cx: &mut Cx, x: &[Tensor]) -> Result<Vec<Tensor>> {
     let lens = x.get(3).zip(x.get(4));
     let o = cx.attention(&x[0], &x[1], &x[2], &Attention { lens, ..CAUSAL })?;
@@ -287,12 +484,19 @@ fn errors_name_the_operation_and_both_shapes() {
     let worker = worker(1);
     let mut cx = Cx::train(&worker);
     let mut zeros = |dims: &[usize]| cx.zeros(DType::F32, dims).unwrap();
-    let (q, k, v) = (zeros(&[1, 4, 4, 8]), zeros(&[1, 6, 2, 8]), zeros(&[1, 6, 2, 8]));
+    let (q, k, v) = (
+        zeros(&[1, 4, 4, 8]),
+        zeros(&[1, 6, 2, 8]),
+        zeros(&[1, 6, 2, 8]),
+    );
     let (odd, flat, two) = (zeros(&[1, 6, 3, 8]), zeros(&[6, 8]), zeros(&[2]));
     let wide = zeros(&[2, 4, 4, 8]);
     let text = |r: Result<Tensor>| r.unwrap_err().to_string();
     let error = text(cx.attention(&q, &odd, &odd, &FULL));
-    assert_eq!(error, "attention: shapes [1, 4, 4, 8] and [1, 6, 3, 8] do not fit together");
+    assert_eq!(
+        error,
+        "attention: shapes [1, 4, 4, 8] and [1, 6, 3, 8] do not fit together"
+    );
     assert!(text(cx.attention(&q, &flat, &v, &FULL)).contains("[6, 8]"));
     assert!(text(cx.attention(&q, &k, &odd, &FULL)).contains("[1, 6, 3, 8]"));
     assert!(text(cx.attention(&wide, &k, &v, &FULL)).contains("[2, 4, 4, 8]"));
@@ -304,8 +508,16 @@ fn errors_name_the_operation_and_both_shapes() {
     let lens = Some((&long, &long));
     assert!(text(cx.attention(&q, &k, &v, &Attention { lens, ..FULL })).contains("i32"));
     // Values are checked where they are read.
-    for (q_ends, k_ends) in [([0, 5], [0, 6]), ([0, 4], [0, 7]), ([3, 1], [0, 6]), ([-1, 4], [0, 6])] {
-        let lens = (cx.tensor::<i32>(&q_ends, &[2]).unwrap(), cx.tensor::<i32>(&k_ends, &[2]).unwrap());
+    for (q_ends, k_ends) in [
+        ([0, 5], [0, 6]),
+        ([0, 4], [0, 7]),
+        ([3, 1], [0, 6]),
+        ([-1, 4], [0, 6]),
+    ] {
+        let lens = (
+            cx.tensor::<i32>(&q_ends, &[2]).unwrap(),
+            cx.tensor::<i32>(&k_ends, &[2]).unwrap(),
+        );
         let lens = Some((&lens.0, &lens.1));
         let error = text(cx.attention(&q, &k, &v, &Attention { lens, ..FULL }));
         assert!(error.contains("cumulative length"), "{error}");
@@ -321,13 +533,18 @@ fn memory_is_linear_in_the_sequence() {
         let dims = [1, rows, 1, 16];
         let x = bed::upload(&mut cx, &noise(1, rows * 16), &dims, dtype).unwrap();
         let inputs = [0; 3].map(|_| cx.input(&x).unwrap());
-        let o = cx.attention(&inputs[0], &inputs[1], &inputs[2], &CAUSAL).unwrap();
+        let o = cx
+            .attention(&inputs[0], &inputs[1], &inputs[2], &CAUSAL)
+            .unwrap();
         cx.backward_from(&[(o, x)]).unwrap();
         worker.usage().high_water.0
     };
     for dtype in [DType::F32, DType::BF16] {
         let (short, long) = (peak(1024, dtype), peak(4096, dtype));
-        assert!(long <= 4 * short + 4096, "{dtype}: {short} bytes for 1,024 rows, {long} for 4,096");
+        assert!(
+            long <= 4 * short + 4096,
+            "{dtype}: {short} bytes for 1,024 rows, {long} for 4,096"
+        );
         assert!(long < 8 << 20, "{dtype}: {long} bytes");
     }
 }
@@ -335,12 +552,27 @@ fn memory_is_linear_in_the_sequence() {
 /// All cases that PyTorch computed.
 #[test]
 fn golden() {
-    let end = Attention { window: Some(4), ..CAUSAL };
+    let end = Attention {
+        window: Some(4),
+        ..CAUSAL
+    };
     let cases = [
         ("causal", CAUSAL),
-        ("causal_scale", Attention { scale: Some(0.3), ..CAUSAL }),
+        (
+            "causal_scale",
+            Attention {
+                scale: Some(0.3),
+                ..CAUSAL
+            },
+        ),
         ("window", end),
-        ("window_one", Attention { window: Some(1), ..CAUSAL }),
+        (
+            "window_one",
+            Attention {
+                window: Some(1),
+                ..CAUSAL
+            },
+        ),
         ("sinks", CAUSAL),
         ("window_sinks", end),
         ("full_cross", FULL),
@@ -348,7 +580,13 @@ fn golden() {
         ("causal_end", CAUSAL),
         ("causal_end_window_sinks", end),
         ("varlen", CAUSAL),
-        ("varlen_window", Attention { window: Some(3), ..CAUSAL }),
+        (
+            "varlen_window",
+            Attention {
+                window: Some(3),
+                ..CAUSAL
+            },
+        ),
         ("varlen_full", FULL),
     ];
     let file = golden::open("attention");
@@ -356,8 +594,13 @@ fn golden() {
         let case = file.case(name);
         let attend = |cx: &mut Cx, inputs: &golden::Inputs| golden_case(cx, inputs, &how);
         case.check_in(DType::F64, 1e-7, &attend);
-        // With one key the gradients of queries and keys are zero by mathematics, compared absolutely.
-        case.check_in(DType::F32, if name == "window_one" { 1e-4 } else { 2e-6 }, &attend);
+        // With one key the gradients of queries and keys are zero by mathematics, compared
+        // absolutely.
+        case.check_in(
+            DType::F32,
+            if name == "window_one" { 1e-4 } else { 2e-6 },
+            &attend,
+        );
     }
 }
 
@@ -365,19 +608,40 @@ fn golden() {
 fn golden_case(cx: &mut Cx, inputs: &golden::Inputs, how: &Attention<'_>) -> Result<Tensor> {
     let [q, k, v] = ["in.q", "in.k", "in.v"].map(|name| inputs.of(name));
     let Some(lens) = inputs.get("in.cu_seqlens") else {
-        return cx.attention(q, k, v, &Attention { sinks: inputs.get("in.sinks"), ..*how });
+        return cx.attention(
+            q,
+            k,
+            v,
+            &Attention {
+                sinks: inputs.get("in.sinks"),
+                ..*how
+            },
+        );
     };
-    let mut batch = |t: &Tensor| cx.reshape(t, &[1, -1, t.dims()[1] as isize, t.dims()[2] as isize]);
+    let mut batch =
+        |t: &Tensor| cx.reshape(t, &[1, -1, t.dims()[1] as isize, t.dims()[2] as isize]);
     let (q, k, v) = (batch(q)?, batch(k)?, batch(v)?);
     let lens = cx.cast(lens, DType::I32)?;
-    let o = cx.attention(&q, &k, &v, &Attention { lens: Some((&lens, &lens)), ..*how })?;
+    let o = cx.attention(
+        &q,
+        &k,
+        &v,
+        &Attention {
+            lens: Some((&lens, &lens)),
+            ..*how
+        },
+    )?;
     cx.reshape(&o, &[-1, o.dims()[2] as isize, o.dims()[3] as isize])
 }
 
 /// Sizes that the libraries of GPUs take: whole blocks of the usual widths, with grouped heads.
 #[test]
 fn library_sizes() {
-    let strict = Strict { differences: false, dtypes: &[DType::BF16, DType::F16], ..Strict::default() };
+    let strict = Strict {
+        differences: false,
+        dtypes: &[DType::BF16, DType::F16],
+        ..Strict::default()
+    };
     for d in [64, 128] {
         for causal in [false, true] {
             let how = Attention { causal, ..FULL };
@@ -395,11 +659,14 @@ fn library_sizes() {
     }
 }
 
-/// Sequences so long that a GPU's library takes them in blocks of queries and keys, the last of them shorter: the
-/// same gradients as from kernels that go over them whole, which packed sequences have.
+/// Sequences so long that a GPU's library takes them in blocks of queries and keys, the last of
+/// them shorter: the same gradients as from kernels that go over them whole, which packed sequences
+/// have.
 #[test]
 fn long_sequences_in_blocks() {
-    let Some((worker, _turn)) = bed::gpu_alone() else { return };
+    let Some((worker, _turn)) = bed::gpu_alone() else {
+        return;
+    };
     let long = if bed::brief() { 640 } else { 16768 };
     for (queries, causal, d) in [(long, true, 64), (long, true, 128), (256, false, 64)] {
         let name = format!("{queries} by {long}, {d} wide, causal {causal}");
@@ -410,7 +677,12 @@ fn long_sequences_in_blocks() {
         assert!(one == again, "{name}: a GPU does not repeat itself");
         inputs.extend([lens(&[0, queries as i64]), lens(&[0, long as i64])]);
         let whole = run(worker, &inputs, DType::BF16, &attend, true).unwrap();
-        close(&format!("{name}, output"), &one.outputs, &whole.outputs, 1e-2);
+        close(
+            &format!("{name}, output"),
+            &one.outputs,
+            &whole.outputs,
+            1e-2,
+        );
         close(&format!("{name}, gradient"), &one.grads, &whole.grads, 1e-2);
     }
 }
@@ -418,23 +690,47 @@ fn long_sequences_in_blocks() {
 /// Where any order of additions will do, gradients are the same but for rounding.
 #[test]
 fn any_order_is_as_close() {
-    let Some((worker, _turn)) = bed::gpu_alone() else { return };
+    let Some((worker, _turn)) = bed::gpu_alone() else {
+        return;
+    };
     let count = if bed::brief() { 1 } else { 3 };
-    let sizes = [(256, 3, (4, 2), 64), (1024, 2, (4, 4), 128), (4096, 1, (4, 1), 128)];
+    let sizes = [
+        (256, 3, (4, 2), 64),
+        (1024, 2, (4, 4), 128),
+        (4096, 1, (4, 1), 128),
+    ];
     for (rows, batch, heads, d) in sizes.into_iter().take(count) {
         for causal in [false, true] {
             let how = Attention { causal, ..FULL };
             let inputs = qkv(batch, rows, rows, heads, d, d);
             let exact = run(worker, &inputs, DType::BF16, &attend(how), true).unwrap();
-            let any = run(worker, &inputs, DType::BF16, &attend(Attention { any_order: true, ..how }), true)
-                .unwrap();
-            assert_eq!(exact.outputs, any.outputs, "{rows} rows: a forward has one order");
-            close(&format!("{rows} rows, {d} wide, causal {causal}"), &any.grads, &exact.grads, 5e-3);
+            let any = run(
+                worker,
+                &inputs,
+                DType::BF16,
+                &attend(Attention {
+                    any_order: true,
+                    ..how
+                }),
+                true,
+            )
+            .unwrap();
+            assert_eq!(
+                exact.outputs, any.outputs,
+                "{rows} rows: a forward has one order"
+            );
+            close(
+                &format!("{rows} rows, {d} wide, causal {causal}"),
+                &any.grads,
+                &exact.grads,
+                5e-3,
+            );
         }
     }
 }
 
-/// What a forward gave can be given to its repetition: the same results and gradients, and no forward.
+/// What a forward gave can be given to its repetition: the same results and gradients, and no
+/// forward.
 #[test]
 fn known_results_are_not_computed_again() {
     let worker = worker(2);
@@ -449,7 +745,9 @@ fn known_results_are_not_computed_again() {
             cx.input(&tensor).unwrap()
         });
         let given = known.then(|| {
-            let (o, lse) = Cx::infer(&worker).attention_known(&q, &k, &v, &CAUSAL, None).unwrap();
+            let (o, lse) = Cx::infer(&worker)
+                .attention_known(&q, &k, &v, &CAUSAL, None)
+                .unwrap();
             (o.detach(), lse.detach())
         });
         let (o, lse) = cx.attention_known(&q, &k, &v, &CAUSAL, given).unwrap();
@@ -462,7 +760,10 @@ fn known_results_are_not_computed_again() {
     };
     assert_eq!(run(true), run(false));
     let mut cx = Cx::infer(&worker);
-    let (q, k) = (tensor(&mut cx, 1, [1, 3, 2, 8]), tensor(&mut cx, 2, [1, 3, 2, 8]));
+    let (q, k) = (
+        tensor(&mut cx, 1, [1, 3, 2, 8]),
+        tensor(&mut cx, 2, [1, 3, 2, 8]),
+    );
     let wrong = cx.attention_known(&q, &k, &k, &CAUSAL, Some((q.clone(), k.clone())));
     assert!(wrong.unwrap_err().to_string().contains("known results"));
 }

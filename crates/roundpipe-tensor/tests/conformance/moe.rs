@@ -7,7 +7,11 @@ use roundpipe_tensor::{Cx, DType, Result, Tensor};
 use crate::bed::{Lie, Strict, check, check_with, fixed, randn, values, worker};
 use crate::golden;
 
-const QWEN: MoeOptions = MoeOptions { top_k: 2, weights: RouteWeights::Renormalized, glu: Glu::Silu };
+const QWEN: MoeOptions = MoeOptions {
+    top_k: 2,
+    weights: RouteWeights::Renormalized,
+    glu: Glu::Silu,
+};
 
 /// Logits that differ enough that no type and no small change picks other experts.
 fn logits(tokens: usize, experts: usize) -> crate::bed::Input {
@@ -17,18 +21,26 @@ fn logits(tokens: usize, experts: usize) -> crate::bed::Input {
     values(&all, &[tokens, experts])
 }
 
-/// Routing, dispatch and combination, over more and fewer tokens than experts and all ways to weigh.
+/// Routing, dispatch and combination, over more and fewer tokens than experts and all ways to
+/// weigh.
 #[test]
 fn tokens_go_to_their_experts_and_back() {
     for (tokens, experts, k) in [(7, 5, 2), (1, 3, 3), (9, 8, 1), (40, 3, 2), (0, 4, 2)] {
-        for weights in [RouteWeights::Renormalized, RouteWeights::Plain, RouteWeights::Chosen] {
+        for weights in [
+            RouteWeights::Renormalized,
+            RouteWeights::Plain,
+            RouteWeights::Chosen,
+        ] {
             let name = format!("{tokens} tokens, {k} of {experts} experts, {weights:?}");
             let inputs = [randn(1, &[tokens, 37]), logits(tokens, experts)];
             check(&name, &inputs, |cx, x| {
                 let routing = cx.moe_route(&x[1], k, weights)?;
                 let rows = cx.moe_dispatch(&x[0], &routing)?;
                 let twice = cx.mul(&rows, &rows)?;
-                Ok(vec![cx.moe_combine(&twice, &routing)?, routing.weights().clone()])
+                Ok(vec![
+                    cx.moe_combine(&twice, &routing)?,
+                    routing.weights().clone(),
+                ])
             });
         }
     }
@@ -38,7 +50,10 @@ fn tokens_go_to_their_experts_and_back() {
 #[test]
 fn large_combinations_do_not_depend_on_threads() {
     let inputs = [randn(1, &[150, 300]), logits(150, 6)];
-    let strict = Strict { differences: false, ..Strict::default() };
+    let strict = Strict {
+        differences: false,
+        ..Strict::default()
+    };
     check_with("large", &inputs, strict, |cx, x| {
         let routing = cx.moe_route(&x[1], 3, RouteWeights::Plain)?;
         let rows = cx.moe_dispatch(&x[0], &routing)?;
@@ -49,25 +64,49 @@ fn large_combinations_do_not_depend_on_threads() {
 #[test]
 fn routing_sorts_stably_by_expert() {
     let mut cx = Cx::infer(&worker(1));
-    let scores = [0.1f32, 0.9, 0.5, 0.9, 0.2, 0.1, 0.3, 0.9, 0.4, 0.0, 0.5, 0.6];
+    let scores = [
+        0.1f32, 0.9, 0.5, 0.9, 0.2, 0.1, 0.3, 0.9, 0.4, 0.0, 0.5, 0.6,
+    ];
     let logits = cx.tensor(&scores, &[4, 3]).unwrap();
     let routing = cx.moe_route(&logits, 2, RouteWeights::Chosen).unwrap();
-    assert_eq!(routing.choice().to_vec::<i64>().unwrap(), [1, 2, 0, 1, 1, 2, 2, 1]);
+    assert_eq!(
+        routing.choice().to_vec::<i64>().unwrap(),
+        [1, 2, 0, 1, 1, 2, 2, 1]
+    );
     assert_eq!(routing.offsets().to_vec::<i32>().unwrap(), [0, 1, 5, 8]);
-    assert_eq!((routing.tokens(), routing.top_k(), routing.experts()), (4, 2, 3));
+    assert_eq!(
+        (routing.tokens(), routing.top_k(), routing.experts()),
+        (4, 2, 3)
+    );
     let tokens = cx.tensor(&[10.0f32, 11.0, 12.0, 13.0], &[4, 1]).unwrap();
     let rows = cx.moe_dispatch(&tokens, &routing).unwrap();
-    assert_eq!(rows.to_vec::<f32>().unwrap(), [11.0, 10.0, 11.0, 12.0, 13.0, 10.0, 12.0, 13.0]);
+    assert_eq!(
+        rows.to_vec::<f32>().unwrap(),
+        [11.0, 10.0, 11.0, 12.0, 13.0, 10.0, 12.0, 13.0]
+    );
     // Weights of a token sum to 1, so combining its own copies gives it back.
-    let back = cx.moe_combine(&rows, &routing).unwrap().to_vec::<f32>().unwrap();
-    assert!(back.iter().zip([10.0, 11.0, 12.0, 13.0]).all(|(b, t)| (b - t).abs() < 1e-5), "{back:?}");
+    let back = cx
+        .moe_combine(&rows, &routing)
+        .unwrap()
+        .to_vec::<f32>()
+        .unwrap();
+    assert!(
+        back.iter()
+            .zip([10.0, 11.0, 12.0, 13.0])
+            .all(|(b, t)| (b - t).abs() < 1e-5),
+        "{back:?}"
+    );
 }
 
 #[test]
 fn grouped_linear_and_its_gradients() {
     let offsets = |all: &[i64]| fixed(DType::I32, all, &[all.len()]);
-    for (rows, bounds) in [(7, &[0, 3, 3, 7][..]), (6, &[0, 0, 2, 5]), (1, &[0, 1, 1, 1]), (0, &[0, 0, 0, 0])]
-    {
+    for (rows, bounds) in [
+        (7, &[0, 3, 3, 7][..]),
+        (6, &[0, 0, 2, 5]),
+        (1, &[0, 1, 1, 1]),
+        (0, &[0, 0, 0, 0]),
+    ] {
         let name = format!("{bounds:?} of {rows}");
         for lie in [Lie::Dense, Lie::Transposed, Lie::CutOut] {
             let inputs = [
@@ -76,19 +115,35 @@ fn grouped_linear_and_its_gradients() {
                 randn(3, &[3, 4]),
                 offsets(bounds),
             ];
-            check(&name, &inputs, |cx, x| Ok(vec![cx.grouped_linear(&x[0], &x[1], &x[3], Some(&x[2]))?]));
-            check(&name, &inputs, |cx, x| Ok(vec![cx.grouped_linear(&x[0], &x[1], &x[3], None)?]));
+            check(&name, &inputs, |cx, x| {
+                Ok(vec![cx.grouped_linear(&x[0], &x[1], &x[3], Some(&x[2]))?])
+            });
+            check(&name, &inputs, |cx, x| {
+                Ok(vec![cx.grouped_linear(&x[0], &x[1], &x[3], None)?])
+            });
         }
         let one = [randn(1, &[rows, 1]), randn(2, &[3, 1, 1]), offsets(bounds)];
-        check(&name, &one, |cx, x| Ok(vec![cx.grouped_linear(&x[0], &x[1], &x[2], None)?]));
+        check(&name, &one, |cx, x| {
+            Ok(vec![cx.grouped_linear(&x[0], &x[1], &x[2], None)?])
+        });
     }
 }
 
 /// The whole block with biases and GPT-OSS's unit.
 #[test]
 fn blocks_of_experts_have_their_gradients() {
-    let glu = Glu::Clamped { alpha: 1.702, limit: 7.0 };
-    for options in [QWEN, MoeOptions { top_k: 1, weights: RouteWeights::Chosen, glu }] {
+    let glu = Glu::Clamped {
+        alpha: 1.702,
+        limit: 7.0,
+    };
+    for options in [
+        QWEN,
+        MoeOptions {
+            top_k: 1,
+            weights: RouteWeights::Chosen,
+            glu,
+        },
+    ] {
         let small = |x: f64| x / 2.0;
         let inputs = [
             randn(1, &[2, 3, 6]),
@@ -100,7 +155,10 @@ fn blocks_of_experts_have_their_gradients() {
             randn(7, &[4, 6]).map(small),
         ];
         // Narrow types may pick other experts, and then nothing agrees.
-        let strict = Strict { dtypes: &[DType::F32], ..Strict::default() };
+        let strict = Strict {
+            dtypes: &[DType::F32],
+            ..Strict::default()
+        };
         check_with("moe", &inputs, strict, |cx, x| {
             let experts = Experts {
                 router: &x[1],
@@ -123,8 +181,17 @@ fn blocks_agree_with_pytorch() {
         let case = file.case(name);
         case.check(|cx, t| {
             let (y, _, routing) = cx.moe(t.of("in.x"), experts(t), QWEN)?;
-            assert_eq!(routing.choice().to_f64_vec()?, case.f64("chosen").0, "{name}: chosen experts");
-            crate::bed::close(name, &[routing.weights().to_f64_vec()?], &[case.f64("weights").0], 4e-6);
+            assert_eq!(
+                routing.choice().to_f64_vec()?,
+                case.f64("chosen").0,
+                "{name}: chosen experts"
+            );
+            crate::bed::close(
+                name,
+                &[routing.weights().to_f64_vec()?],
+                &[case.f64("weights").0],
+                4e-6,
+            );
             Ok(y)
         });
     }
@@ -153,17 +220,29 @@ fn what_does_not_fit_is_named() {
     let text = |result: Result<Tensor>| result.unwrap_err().to_string();
     let logits = cx.zeros(DType::F32, &[4, 3]).unwrap();
     for k in [0, 4] {
-        let error = cx.moe_route(&logits, k, RouteWeights::Plain).unwrap_err().to_string();
-        assert!(error.contains("moe_route") && error.contains("[4, 3]"), "{error}");
+        let error = cx
+            .moe_route(&logits, k, RouteWeights::Plain)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("moe_route") && error.contains("[4, 3]"),
+            "{error}"
+        );
     }
     let routing = cx.moe_route(&logits, 2, RouteWeights::Plain).unwrap();
     let x = cx.zeros(DType::F32, &[5, 6]).unwrap();
     let error = text(cx.moe_dispatch(&x, &routing));
-    assert!(error.contains("[5, 6]") && error.contains("[4, 2]"), "{error}");
+    assert!(
+        error.contains("[5, 6]") && error.contains("[4, 2]"),
+        "{error}"
+    );
     assert!(text(cx.moe_combine(&x, &routing)).contains("[5, 6]"));
     let w = cx.zeros(DType::F32, &[3, 2, 7]).unwrap();
     let error = text(cx.grouped_linear(&x, &w, routing.offsets(), None));
-    assert!(error.contains("[5, 6]") && error.contains("[3, 2, 7]"), "{error}");
+    assert!(
+        error.contains("[5, 6]") && error.contains("[3, 2, 7]"),
+        "{error}"
+    );
     let w = cx.zeros(DType::F32, &[3, 2, 6]).unwrap();
     let error = text(cx.grouped_linear(&x, &w, routing.choice(), None));
     assert!(error.contains("[4, 2]"), "{error}");

@@ -82,7 +82,9 @@ fn rope_norm_is_a_norm_and_a_rope() {
             let inputs = [randn(1, dims), randn(2, &[dims[3]]), cos, sin];
             let name = format!("rope_norm {style:?} {dims:?}");
             check(&name, &inputs, |cx, t| {
-                Ok(vec![cx.rope_norm(&t[0], &t[1], &t[2], &t[3], None, style, 1e-5)?])
+                Ok(vec![cx.rope_norm(
+                    &t[0], &t[1], &t[2], &t[3], None, style, 1e-5,
+                )?])
             });
             let worker = worker(2);
             let mut cx = Cx::infer(&worker);
@@ -91,14 +93,27 @@ fn rope_norm_is_a_norm_and_a_rope() {
             let w = upload(&mut cx, &noise(2, dims[3]), &dims[3..], DType::F64).unwrap();
             let (cos, sin) = rope_tables(dims[1], turned, 10.0);
             let table = [cos, sin].map(|v| cx.tensor(&v, &[dims[1], turned / 2]).unwrap());
-            let fused = cx.rope_norm(&x, &w, &table[0], &table[1], None, style, 1e-5).unwrap();
+            let fused = cx
+                .rope_norm(&x, &w, &table[0], &table[1], None, style, 1e-5)
+                .unwrap();
             let normed = cx.rms_norm(&x, Some(&w), 1e-5).unwrap();
             let apart = cx.rope(&normed, &table[0], &table[1], None, style).unwrap();
-            close(&name, &[fused.to_f64_vec().unwrap()], &[apart.to_f64_vec().unwrap()], 1e-14);
+            close(
+                &name,
+                &[fused.to_f64_vec().unwrap()],
+                &[apart.to_f64_vec().unwrap()],
+                1e-14,
+            );
         }
         let [cos, sin] = tables(9, 4);
         let at = fixed(DType::I64, &[8, 0, 3, 3, 1, 7], &[2, 3]);
-        let inputs = [randn(1, &[2, 3, 2, 5]).lying(Lie::CutOut), randn(2, &[5]), cos, sin, at];
+        let inputs = [
+            randn(1, &[2, 3, 2, 5]).lying(Lie::CutOut),
+            randn(2, &[5]),
+            cos,
+            sin,
+            at,
+        ];
         check("rope_norm at positions", &inputs, |cx, t| {
             let y = cx.rope_norm(&t[0], &t[1], &t[2], &t[3], Some(&t[4]), style, 1e-5)?;
             Ok(vec![cx.transpose(&y, 1, 2)?])
@@ -112,17 +127,23 @@ fn gated_units_on_every_lie() {
     let units: [(&str, Unit); 3] = [
         ("swiglu", |cx, g, u| cx.swiglu(g, u)),
         ("geglu", |cx, g, u| cx.geglu(g, u)),
-        ("swiglu_clamped", |cx, g, u| cx.swiglu_clamped(g, u, 1.702, 1.7)),
+        ("swiglu_clamped", |cx, g, u| {
+            cx.swiglu_clamped(g, u, 1.702, 1.7)
+        }),
     ];
     let shapes: [&[usize]; 6] = [&[3, 5], &[2, 3, 33], &[1], &[0, 4], &[4, 0], &[70, 1000]];
     for (name, unit) in units {
         for dims in shapes {
             // Clamped values are kinks only at the limit itself, which no input has.
-            check(name, &[randn(1, dims), randn(2, dims)], |cx, t| Ok(vec![unit(cx, &t[0], &t[1])?]));
+            check(name, &[randn(1, dims), randn(2, dims)], |cx, t| {
+                Ok(vec![unit(cx, &t[0], &t[1])?])
+            });
         }
         for lie in [Lie::Transposed, Lie::CutOut] {
             let inputs = [randn(1, &[2, 4, 9]).lying(lie), randn(2, &[2, 4, 9])];
-            check(name, &inputs, |cx, t| Ok(vec![unit(cx, &t[0], &t[1])?, unit(cx, &t[1], &t[0])?]));
+            check(name, &inputs, |cx, t| {
+                Ok(vec![unit(cx, &t[0], &t[1])?, unit(cx, &t[1], &t[0])?])
+            });
         }
     }
 }
@@ -133,7 +154,9 @@ fn packed_gated_units() {
     let units: [(&str, Unit); 3] = [
         ("swiglu_packed", |cx, x| cx.swiglu_packed(x)),
         ("geglu_packed", |cx, x| cx.geglu_packed(x)),
-        ("swiglu_clamped_interleaved", |cx, x| cx.swiglu_clamped_interleaved(x, 1.702, 1.7)),
+        ("swiglu_clamped_interleaved", |cx, x| {
+            cx.swiglu_clamped_interleaved(x, 1.702, 1.7)
+        }),
     ];
     let shapes: [&[usize]; 6] = [&[3, 10], &[2, 3, 2], &[8], &[0, 4], &[4, 0], &[70, 1000]];
     for (name, unit) in units {
@@ -141,7 +164,9 @@ fn packed_gated_units() {
             check(name, &[randn(1, dims)], |cx, t| Ok(vec![unit(cx, &t[0])?]));
         }
         for lie in [Lie::Transposed, Lie::CutOut] {
-            check(name, &[randn(1, &[2, 4, 6]).lying(lie)], |cx, t| Ok(vec![unit(cx, &t[0])?]));
+            check(name, &[randn(1, &[2, 4, 6]).lying(lie)], |cx, t| {
+                Ok(vec![unit(cx, &t[0])?])
+            });
         }
     }
 }
@@ -167,7 +192,12 @@ fn units_are_finite_far_out() {
         let dy = cx.full(DType::F32, &[6], 1.0).unwrap();
         let grads = cx.backward_from(&[(y, dy)]).unwrap();
         let have = grads.of(&gate).unwrap().to_f64_vec().unwrap();
-        close("far out, gradient", &[have], &[vec![0.0, 0.0, 0.0, 1.0, 1.0, 1.0]], 1e-6);
+        close(
+            "far out, gradient",
+            &[have],
+            &[vec![0.0, 0.0, 0.0, 1.0, 1.0, 1.0]],
+            1e-6,
+        );
     }
 }
 
@@ -176,30 +206,69 @@ fn what_does_not_fit_is_refused_in_words() {
     let worker = worker(1);
     let mut cx = Cx::train(&worker);
     let x = cx.zeros(DType::BF16, &[2, 5, 3, 4]).unwrap();
-    let (table, wide) = (cx.zeros(DType::F32, &[5, 2]).unwrap(), cx.zeros(DType::F32, &[5, 3]).unwrap());
-    let (short, half) = (cx.zeros(DType::F32, &[4, 2]).unwrap(), cx.zeros(DType::BF16, &[5, 2]).unwrap());
-    let (flat, odd) = (cx.zeros(DType::BF16, &[5, 4]).unwrap(), cx.zeros(DType::BF16, &[5, 3]).unwrap());
+    let (table, wide) = (
+        cx.zeros(DType::F32, &[5, 2]).unwrap(),
+        cx.zeros(DType::F32, &[5, 3]).unwrap(),
+    );
+    let (short, half) = (
+        cx.zeros(DType::F32, &[4, 2]).unwrap(),
+        cx.zeros(DType::BF16, &[5, 2]).unwrap(),
+    );
+    let (flat, odd) = (
+        cx.zeros(DType::BF16, &[5, 4]).unwrap(),
+        cx.zeros(DType::BF16, &[5, 3]).unwrap(),
+    );
     let out = cx.tensor(&[0i32, 1, 2, 3, 5], &[5]).unwrap();
     let negative = cx.tensor(&[0i64, 1, 2, 3, -1], &[5]).unwrap();
     let few = cx.tensor(&[0i32, 1], &[2]).unwrap();
     let style = RopeStyle::Half;
     let refused: [(Result<Tensor>, &[&str]); 12] = [
-        (cx.rope(&flat, &table, &table, None, style), &["rope", "[5, 4]"]),
-        (cx.rope(&x, &wide, &wide, None, style), &["rope", "[2, 5, 3, 4]", "[5, 3]"]),
-        (cx.rope(&x, &half, &half, None, style), &["rope", "bf16", "f32"]),
-        (cx.rope(&x, &short, &short, None, style), &["rope", "5 steps", "4 positions"]),
-        (cx.rope(&x, &table, &table, Some(&out), style), &["rope", "index 5", "0..5"]),
-        (cx.rope(&x, &table, &table, Some(&negative), style), &["rope", "index -1"]),
-        (cx.rope(&x, &table, &table, Some(&few), style), &["rope", "[2, 5, 3, 4]", "[2]"]),
-        (cx.rope(&x, &table, &table, Some(&table), style), &["rope", "positions are"]),
-        (cx.rope_norm(&x, &flat, &table, &table, None, style, 0.0), &["rope_norm", "[5, 4]"]),
+        (
+            cx.rope(&flat, &table, &table, None, style),
+            &["rope", "[5, 4]"],
+        ),
+        (
+            cx.rope(&x, &wide, &wide, None, style),
+            &["rope", "[2, 5, 3, 4]", "[5, 3]"],
+        ),
+        (
+            cx.rope(&x, &half, &half, None, style),
+            &["rope", "bf16", "f32"],
+        ),
+        (
+            cx.rope(&x, &short, &short, None, style),
+            &["rope", "5 steps", "4 positions"],
+        ),
+        (
+            cx.rope(&x, &table, &table, Some(&out), style),
+            &["rope", "index 5", "0..5"],
+        ),
+        (
+            cx.rope(&x, &table, &table, Some(&negative), style),
+            &["rope", "index -1"],
+        ),
+        (
+            cx.rope(&x, &table, &table, Some(&few), style),
+            &["rope", "[2, 5, 3, 4]", "[2]"],
+        ),
+        (
+            cx.rope(&x, &table, &table, Some(&table), style),
+            &["rope", "positions are"],
+        ),
+        (
+            cx.rope_norm(&x, &flat, &table, &table, None, style, 0.0),
+            &["rope_norm", "[5, 4]"],
+        ),
         (cx.swiglu(&flat, &odd), &["swiglu", "[5, 4]", "[5, 3]"]),
         (cx.swiglu_packed(&odd), &["swiglu", "[5, 3]"]),
         (cx.geglu(&flat, &table), &["geglu", "bf16", "f32"]),
     ];
     for (result, words) in refused {
         let text = result.unwrap_err().to_string();
-        assert!(words.iter().all(|w| text.contains(w)), "{text} should name {words:?}");
+        assert!(
+            words.iter().all(|w| text.contains(w)),
+            "{text} should name {words:?}"
+        );
     }
 }
 
@@ -216,7 +285,12 @@ fn ropes_agree_with_pytorch() {
     ];
     for (name, turned, theta) in cases {
         let case = file.case(name);
-        let size = case.f64("in.positions").0.iter().fold(0.0f64, |a, b| a.max(*b)) as usize + 1;
+        let size = case
+            .f64("in.positions")
+            .0
+            .iter()
+            .fold(0.0f64, |a, b| a.max(*b)) as usize
+            + 1;
         let (cos, sin) = rope_tables(size, turned, theta);
         let style = STYLES[usize::from(name.contains("interleaved"))];
         case.check(|cx, t| {
@@ -231,7 +305,8 @@ fn ropes_agree_with_pytorch() {
 #[test]
 fn clamped_units_agree_with_pytorch() {
     let file = golden::open("fused_ops");
-    file.case("clamped_swiglu").check(|cx, t| cx.swiglu_clamped_interleaved(t.of("in.gate_up"), 1.702, 7.0));
+    file.case("clamped_swiglu")
+        .check(|cx, t| cx.swiglu_clamped_interleaved(t.of("in.gate_up"), 1.702, 7.0));
     file.case("clamped_swiglu_apart")
         .check(|cx, t| cx.swiglu_clamped(t.of("in.gate"), t.of("in.up"), 1.702, 7.0));
 }

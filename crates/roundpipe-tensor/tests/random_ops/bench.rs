@@ -1,13 +1,25 @@
-//! Where a program makes its tensors. Every choice follows from the dice and from shapes, never from values.
+//! Where a program makes its tensors. Every choice follows from the dice and from shapes, never
+//! from values.
 
-use roundpipe_tensor::{Cx, DType, Error, HostTensor, Param, Result, RngKey, RngSite, Shape, Tensor};
+use roundpipe_tensor::{
+    Cx, DType, Error, HostTensor, Param, Result, RngKey, RngSite, Shape, Tensor,
+};
 
 /// Dice of one program.
 pub struct Dice(RngKey, u64);
 
 impl Dice {
     pub fn new(seed: u64, stream: u32) -> Self {
-        Self(RngSite { seed, step: 7, layer: stream, ..RngSite::default() }.key(), 0)
+        Self(
+            RngSite {
+                seed,
+                step: 7,
+                layer: stream,
+                ..RngSite::default()
+            }
+            .key(),
+            0,
+        )
     }
 
     fn word(&mut self) -> u32 {
@@ -27,13 +39,18 @@ impl Dice {
         from[self.below(from.len())]
     }
 
-    /// A dimension that there is in `rank` of them, counted from either end; rarely one that there is not.
+    /// A dimension that there is in `rank` of them, counted from either end; rarely one that there
+    /// is not.
     pub fn dim(&mut self, rank: usize) -> isize {
         if rank == 0 || self.one_in(40) {
             return self.pick(&[-9, -1, 0, 8, isize::MIN, isize::MAX]);
         }
         let dim = self.below(rank) as isize;
-        if self.one_in(2) { dim } else { dim - rank as isize }
+        if self.one_in(2) {
+            dim
+        } else {
+            dim - rank as isize
+        }
     }
 
     /// Sizes of `rank` dimensions that hold at most `budget` elements.
@@ -90,7 +107,16 @@ pub struct Bench<'a> {
 impl<'a> Bench<'a> {
     pub fn new(cx: &'a mut Cx, dice: Dice, dtype: DType, budget: usize) -> Self {
         let (leaves, made) = (Vec::new(), Vec::new());
-        Self { cx, dice, dtype, budget, odd_values: false, odd_indices: false, leaves, made }
+        Self {
+            cx,
+            dice,
+            dtype,
+            budget,
+            odd_values: false,
+            odd_indices: false,
+            leaves,
+            made,
+        }
     }
 
     /// Results are operands of later operations.
@@ -100,7 +126,17 @@ impl<'a> Bench<'a> {
 
     /// Numbers in about [-2, 2] that every float type holds.
     fn values(&mut self, count: usize) -> Vec<f64> {
-        let odd = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.0, -0.0, 3e-8, -6e4, 1e30, 1e-40];
+        let odd = [
+            f64::NAN,
+            f64::INFINITY,
+            f64::NEG_INFINITY,
+            0.0,
+            -0.0,
+            3e-8,
+            -6e4,
+            1e30,
+            1e-40,
+        ];
         let with_odd = self.odd_values;
         let dice = &mut self.dice;
         let value = |_| {
@@ -174,7 +210,10 @@ impl<'a> Bench<'a> {
 
     /// A tensor with one element along some dimensions, repeated.
     fn stretched(&mut self, dims: &[usize]) -> Result<Tensor> {
-        let narrow: Vec<usize> = dims.iter().map(|d| if self.dice.one_in(2) { 1 } else { *d }).collect();
+        let narrow: Vec<usize> = dims
+            .iter()
+            .map(|d| if self.dice.one_in(2) { 1 } else { *d })
+            .collect();
         let values = self.values(narrow.iter().product());
         let host = HostTensor::from_f64s(&values, self.dtype, &narrow)?;
         let tensor = self.upload(&host)?;
@@ -192,7 +231,10 @@ impl<'a> Bench<'a> {
     pub fn typed(&mut self, dtype: DType, values: &[f64], dims: &[usize]) -> Result<Tensor> {
         use roundpipe_tensor::{Element, bf16, f16};
         fn of<T: Element>(cx: &mut Cx, values: &[f64], dims: &[usize]) -> Result<Tensor> {
-            cx.tensor(&values.iter().map(|v| T::from_f64(*v)).collect::<Vec<_>>(), dims)
+            cx.tensor(
+                &values.iter().map(|v| T::from_f64(*v)).collect::<Vec<_>>(),
+                dims,
+            )
         }
         match dtype {
             DType::F64 => of::<f64>(self.cx, values, dims),
@@ -203,7 +245,9 @@ impl<'a> Bench<'a> {
             DType::I32 => of::<i32>(self.cx, values, dims),
             DType::U32 => of::<u32>(self.cx, values, dims),
             DType::U8 => of::<u8>(self.cx, values, dims),
-            _ => self.cx.tensor_bool(&values.iter().map(|v| *v != 0.0).collect::<Vec<_>>(), dims),
+            _ => self
+                .cx
+                .tensor_bool(&values.iter().map(|v| *v != 0.0).collect::<Vec<_>>(), dims),
         }
     }
 
@@ -215,7 +259,8 @@ impl<'a> Bench<'a> {
             let at = self.dice.below(count);
             values[at] = self.dice.pick(&[-1.0, -1e9, size as f64, 1e9, 4e18]);
         } else if size == 0 && count > 0 {
-            // Nothing to point at: any number is wrong, and only programs with wrong ones have them.
+            // Nothing to point at: any number is wrong, and only programs with wrong ones have
+            // them.
             return self.cx.zeros(dtype, &[0]);
         }
         self.typed(dtype, &values, dims)
@@ -233,7 +278,12 @@ impl<'a> Bench<'a> {
 
     /// Any tensor of the program's type.
     pub fn any_float(&mut self) -> Result<Tensor> {
-        let known: Vec<Tensor> = self.made.iter().filter(|t| t.dtype() == self.dtype).cloned().collect();
+        let known: Vec<Tensor> = self
+            .made
+            .iter()
+            .filter(|t| t.dtype() == self.dtype)
+            .cloned()
+            .collect();
         match known.is_empty() || self.dice.one_in(2) {
             true => {
                 let dims = self.dice.shape(self.budget);
@@ -250,13 +300,21 @@ impl<'a> Bench<'a> {
         }
         let (dtype, dims) = (self.dice.pick(&DType::ALL), self.dice.shape(self.budget));
         let count = dims.iter().product();
-        let whole: Vec<f64> = (0..count).map(|_| self.dice.below(9) as f64 - 2.0).collect();
+        let whole: Vec<f64> = (0..count)
+            .map(|_| self.dice.below(9) as f64 - 2.0)
+            .collect();
         self.typed(dtype, &whole, &dims)
     }
 
-    /// Gradients of the leaves, given random ones of some results; none where nothing depends on a leaf.
+    /// Gradients of the leaves, given random ones of some results; none where nothing depends on a
+    /// leaf.
     pub fn backward(&mut self) -> Result<Vec<Tensor>> {
-        let outputs: Vec<Tensor> = self.made.iter().filter(|t| t.requires_grad()).cloned().collect();
+        let outputs: Vec<Tensor> = self
+            .made
+            .iter()
+            .filter(|t| t.requires_grad())
+            .cloned()
+            .collect();
         if outputs.is_empty() {
             return Ok(Vec::new());
         }

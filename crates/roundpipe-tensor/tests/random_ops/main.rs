@@ -1,12 +1,13 @@
 //! Random operations over random shapes, types and layouts, forward and backward.
 //!
-//! A program is a seed. It makes a few tensors (sizes with 0 and 1 among them, strided and stretched ones, parameters)
-//! and applies operations to them, some of which do not fit: every outcome is a tensor or an error, never a panic. The
-//! same program gives the same bits and the same errors on one thread, on three, and on a simulated worker, and leaves
-//! no memory behind. Single operations are also compared with the same ones in f64.
+//! A program is a seed. It makes a few tensors (sizes with 0 and 1 among them, strided and
+//! stretched ones, parameters) and applies operations to them, some of which do not fit: every
+//! outcome is a tensor or an error, never a panic. The same program gives the same bits and the
+//! same errors on one thread, on three, and on a simulated worker, and leaves no memory behind.
+//! Single operations are also compared with the same ones in f64.
 //!
-//! A share of the seeds runs by default; `ROUNDPIPE_SEEDS=0..10000` runs as many as one likes, and says how many
-//! operations that were.
+//! A share of the seeds runs by default; `ROUNDPIPE_SEEDS=0..10000` runs as many as one likes, and
+//! says how many operations that were.
 
 mod bench;
 mod ops;
@@ -44,13 +45,16 @@ fn for_seeds(what: &str, share: Range<u64>, program: impl Fn(u64)) {
     for seed in seeds.clone() {
         if let Err(cause) = catch_unwind(AssertUnwindSafe(|| program(seed))) {
             let text = cause.downcast_ref::<String>().map(String::as_str);
-            let text = text.or(cause.downcast_ref::<&str>().copied()).unwrap_or("a panic");
+            let text = text
+                .or(cause.downcast_ref::<&str>().copied())
+                .unwrap_or("a panic");
             panic!("{what}, ROUNDPIPE_SEEDS={seed}..{}: {text}", seed + 1);
         }
     }
     if asked {
         let (tried, done) = (TRIED.load(Ordering::Relaxed), DONE.load(Ordering::Relaxed));
-        let line = format!("{what} {seeds:?}: {tried} operations so far, {done} of them with a result\n");
+        let line =
+            format!("{what} {seeds:?}: {tried} operations so far, {done} of them with a result\n");
         // Not through the runner, which hides what passing tests print.
         let _ = std::io::stderr().write_all(line.as_bytes());
     }
@@ -61,7 +65,11 @@ fn cpu(threads: usize) -> Worker {
     static ONE: OnceLock<Arc<Cpu>> = OnceLock::new();
     static THREE: OnceLock<Arc<Cpu>> = OnceLock::new();
     let device = if threads == 1 { &ONE } else { &THREE };
-    worker(device.get_or_init(|| Cpu::new(Some(threads)).unwrap()).clone())
+    worker(
+        device
+            .get_or_init(|| Cpu::new(Some(threads)).unwrap())
+            .clone(),
+    )
 }
 
 fn worker(device: Arc<dyn Device>) -> Worker {
@@ -83,8 +91,9 @@ impl std::fmt::Display for Told {
         match self {
             Self::Error(_, error) => write!(f, "error {error:?}"),
             Self::Values(_, values) => values.iter().try_for_each(|(dtype, dims, bytes)| {
-                let sum =
-                    bytes.iter().fold(7u64, |sum, byte| sum.wrapping_mul(31).wrapping_add(u64::from(*byte)));
+                let sum = bytes.iter().fold(7u64, |sum, byte| {
+                    sum.wrapping_mul(31).wrapping_add(u64::from(*byte))
+                });
                 write!(f, "{dtype} {dims:?} with checksum {sum:x} ")
             }),
         }
@@ -118,13 +127,16 @@ fn read(tensors: &[Tensor]) -> Result<Values> {
     tensors.iter().map(bytes).collect()
 }
 
-/// Runs the program `seed` and tells what came of every step. Values are read at the end, so that a simulated worker's
-/// lanes run behind the host.
+/// Runs the program `seed` and tells what came of every step. Values are read at the end, so that a
+/// simulated worker's lanes run behind the host.
 fn run(worker: &Worker, seed: u64) -> Vec<Told> {
     let mut dice = Dice::new(seed, 0);
     let dtype = FLOATS[dice.below(4)];
     let budget = if dice.one_in(12) { 60_000 } else { 800 };
-    let mut cx = Cx::train(worker).at(RngSite { seed, ..RngSite::default() });
+    let mut cx = Cx::train(worker).at(RngSite {
+        seed,
+        ..RngSite::default()
+    });
     let mut bench = Bench::new(&mut cx, dice, dtype, budget);
     bench.odd_values = bench.dice.one_in(4);
     bench.odd_indices = bench.dice.one_in(6);
@@ -140,25 +152,43 @@ fn run(worker: &Worker, seed: u64) -> Vec<Told> {
         steps.push((name, outcome));
     }
     let gradients = bench.backward();
-    let mut told: Vec<Told> =
-        steps.into_iter().map(|(name, outcome)| Told::new(name, outcome.and_then(|t| read(&t)))).collect();
-    told.push(Told::new("backward", gradients.and_then(|grads| read(&grads))));
+    let mut told: Vec<Told> = steps
+        .into_iter()
+        .map(|(name, outcome)| Told::new(name, outcome.and_then(|t| read(&t))))
+        .collect();
+    told.push(Told::new(
+        "backward",
+        gradients.and_then(|grads| read(&grads)),
+    ));
     told
 }
 
-/// Whether another kind of device may say so later, or not at all: only a kernel that has run knows of wrong indices,
-/// and parameters take memory of a worker that does not read them in place.
+/// Whether another kind of device may say so later, or not at all: only a kernel that has run knows
+/// of wrong indices, and parameters take memory of a worker that does not read them in place.
 fn is_of_the_device(told: &Told) -> bool {
-    let words = ["index ", "offsets must", "cumulative length", "is not available", "reserve more"];
+    let words = [
+        "index ",
+        "offsets must",
+        "cumulative length",
+        "is not available",
+        "reserve more",
+    ];
     matches!(told, Told::Error(_, error) if words.iter().any(|words| error.contains(words)))
 }
 
 /// Refuses a difference, in a line.
 fn same(what: &str, have: &[Told], want: &[Told]) {
     let names: Vec<&str> = want.iter().map(Told::step).collect();
-    assert_eq!(have.len(), want.len(), "{what}: number of steps of {names:?}");
+    assert_eq!(
+        have.len(),
+        want.len(),
+        "{what}: number of steps of {names:?}"
+    );
     for (at, (have, want)) in have.iter().zip(want).enumerate() {
-        assert!(have == want, "{what}: step {at} of {names:?}: {have} is not {want}");
+        assert!(
+            have == want,
+            "{what}: step {at} of {names:?}: {have} is not {want}"
+        );
     }
 }
 
@@ -181,7 +211,10 @@ fn programs_agree_everywhere() {
         assert!(world.races().is_empty(), "{:?}", world.races());
         if plain.iter().chain(&simulated).any(is_of_the_device) {
             let told = simulated.iter().any(|told| matches!(told, Told::Error(..)));
-            assert!(told || end.is_err(), "the simulated worker keeps an error to itself");
+            assert!(
+                told || end.is_err(),
+                "the simulated worker keeps an error to itself"
+            );
             return;
         }
         same("sim and cpu", &simulated, &plain);
@@ -198,12 +231,20 @@ fn operations_agree_with_f64() {
         let dtype = FLOATS[Dice::new(seed, 1).below(3)];
         let once = |dtype: DType| -> Result<[Vec<Vec<f64>>; 2]> {
             let worker = cpu(1);
-            let mut cx = Cx::train(&worker).at(RngSite { seed, ..RngSite::default() });
+            let mut cx = Cx::train(&worker).at(RngSite {
+                seed,
+                ..RngSite::default()
+            });
             let mut bench = Bench::new(&mut cx, Dice::new(seed, 2), dtype, 300);
             let outputs = operation(&mut bench)?;
             bench.keep(&outputs);
             let grads = bench.backward()?;
-            let all = |tensors: &[Tensor]| tensors.iter().map(Tensor::to_f64_vec).collect::<Result<Vec<_>>>();
+            let all = |tensors: &[Tensor]| {
+                tensors
+                    .iter()
+                    .map(Tensor::to_f64_vec)
+                    .collect::<Result<Vec<_>>>()
+            };
             Ok([all(&outputs)?, all(&grads)?])
         };
         TRIED.fetch_add(1, Ordering::Relaxed);
@@ -211,14 +252,30 @@ fn operations_agree_with_f64() {
         match (have, want) {
             (Ok(have), Ok(want)) => {
                 DONE.fetch_add(1, Ordering::Relaxed);
-                close(&format!("{name} {dtype} value"), dtype, 1.0, &have[0], &want[0]);
+                close(
+                    &format!("{name} {dtype} value"),
+                    dtype,
+                    1.0,
+                    &have[0],
+                    &want[0],
+                );
                 // Results that were rounded go into gradients again.
-                close(&format!("{name} {dtype} gradient"), dtype, 10.0, &have[1], &want[1]);
+                close(
+                    &format!("{name} {dtype} gradient"),
+                    dtype,
+                    10.0,
+                    &have[1],
+                    &want[1],
+                );
             }
             (Err(_), Err(_)) => {}
             // Twice or four times the memory.
             (Ok(_), Err(Error::DeviceMemory { .. })) => {}
-            (have, want) => panic!("{name} {dtype}: {:?}, in f64 {:?}", have.map(drop), want.map(drop)),
+            (have, want) => panic!(
+                "{name} {dtype}: {:?}, in f64 {:?}",
+                have.map(drop),
+                want.map(drop)
+            ),
         }
     });
 }

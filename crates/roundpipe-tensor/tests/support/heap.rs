@@ -1,7 +1,8 @@
 //! A global allocator that counts, and refuses what goes beyond a limit.
 //!
-//! A program that includes this file gets it as its allocator. Counts are of the whole process: whoever measures
-//! lets nothing else run beside it. Memory that is mapped (`HostBuf`) does not pass through here.
+//! A program that includes this file gets it as its allocator. Counts are of the whole process:
+//! whoever measures lets nothing else run beside it. Memory that is mapped (`HostBuf`) does not
+//! pass through here.
 #![allow(dead_code, reason = "each program uses its part")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -31,8 +32,8 @@ pub fn start(room: usize) {
     LIMIT.store(live.saturating_add(room), Relaxed);
 }
 
-/// Ends a measurement: the most bytes that were allocated at once, and the size of the request that was refused, 0 for
-/// none. The first that goes beyond the limit is refused, and none after it.
+/// Ends a measurement: the most bytes that were allocated at once, and the size of the request that
+/// was refused, 0 for none. The first that goes beyond the limit is refused, and none after it.
 pub fn stop() -> (usize, usize) {
     LIMIT.store(usize::MAX, Relaxed);
     (PEAK.load(Relaxed), REFUSED.load(Relaxed))
@@ -58,8 +59,8 @@ impl Heap {
     }
 }
 
-// SAFETY: all memory is the system allocator's, asked with the caller's own layout; counting neither touches it nor
-// unwinds, and null is a permitted answer.
+// SAFETY: all memory is the system allocator's, asked with the caller's own layout; counting
+// neither touches it nor unwinds, and null is a permitted answer.
 unsafe impl GlobalAlloc for Heap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if !Self::claim(layout.size()) {
@@ -96,9 +97,14 @@ unsafe impl GlobalAlloc for Heap {
         if !Self::claim(new_size) {
             return std::ptr::null_mut();
         }
-        // SAFETY: as in `dealloc`; the caller promises that `new_size` is not 0 and fits the alignment.
+        // SAFETY: as in `dealloc`; the caller promises that `new_size` is not 0 and fits the
+        // alignment.
         let new = unsafe { System.realloc(ptr, layout, new_size) };
-        Self::release(if new.is_null() { new_size } else { layout.size() });
+        Self::release(if new.is_null() {
+            new_size
+        } else {
+            layout.size()
+        });
         new
     }
 }

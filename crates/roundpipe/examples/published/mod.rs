@@ -1,5 +1,5 @@
-//! The figures that RoundPipe's authors published for 8 GPUs and 16 microbatches: times per layer measured on
-//! RTX 4090, the plans they simulated, and the bubbles they got.
+//! The figures that RoundPipe's authors published for 8 GPUs and 16 microbatches: times per layer
+//! measured on RTX 4090, the plans they simulated, and the bubbles they got.
 
 use roundpipe::{ExecutePlan, LayerCost, LayerCosts, PlanKind};
 
@@ -58,7 +58,9 @@ impl Model {
             hop_ms: self.hop_ms,
             ..LayerCost::default()
         };
-        LayerCosts { layers: (0..self.layers).map(layer).chain([head]).collect() }
+        LayerCosts {
+            layers: (0..self.layers).map(layer).chain([head]).collect(),
+        }
     }
 
     /// RoundPipe's published plan: the head alone is the fused stage.
@@ -87,7 +89,9 @@ impl Model {
 }
 
 fn sizes(runs: &[(usize, usize)]) -> Vec<usize> {
-    runs.iter().flat_map(|&(stages, layers)| std::iter::repeat_n(layers, stages)).collect()
+    runs.iter()
+        .flat_map(|&(stages, layers)| std::iter::repeat_n(layers, stages))
+        .collect()
 }
 
 /// All published models.

@@ -1,4 +1,5 @@
-//! Merging: check that the microbatches' outputs nest alike, then put each tensor together by its rule.
+//! Merging: check that the microbatches' outputs nest alike, then put each tensor together by its
+//! rule.
 
 use roundpipe_tensor::{HostTensor, Shape};
 
@@ -12,8 +13,9 @@ const ROOT: &str = "outputs";
 /// Puts the outputs of microbatches, in their order, together.
 ///
 /// # Errors
-/// [`Error::Config`] naming the place, like `outputs.loss[1]`, when the outputs do not go together or the spec
-/// does not fit them; what a reducer or a function reports; always for [`MergeOutput::Off`].
+/// [`Error::Config`] naming the place, like `outputs.loss[1]`, when the outputs do not go together
+/// or the spec does not fit them; what a reducer or a function reports; always for
+/// [`MergeOutput::Off`].
 pub fn merge(parts: Vec<Tree<HostTensor>>, how: &MergeOutput) -> Result<Tree<HostTensor>> {
     let Some(first) = parts.first() else {
         return Err(Error::config(NAME, "there are no microbatches to merge"));
@@ -22,31 +24,37 @@ pub fn merge(parts: Vec<Tree<HostTensor>>, how: &MergeOutput) -> Result<Tree<Hos
         MergeOutput::Off => return Err(Error::config(NAME, "outputs are to stay unmerged")),
         MergeOutput::Function(f) => return f(parts),
         MergeOutput::Auto => vec![None; first.leaves().len()],
-        MergeOutput::Spec(spec) => {
-            spread(NAME, ROOT, first, spec)?.into_iter().map(|ruled| Some(ruled.rule)).collect()
-        }
+        MergeOutput::Spec(spec) => spread(NAME, ROOT, first, spec)?
+            .into_iter()
+            .map(|ruled| Some(ruled.rule))
+            .collect(),
     };
     for (m, part) in parts.iter().enumerate().skip(1) {
         agree(first, part, ROOT, m)?;
     }
     let paths = first.paths(ROOT);
     let columns: Vec<Vec<&HostTensor>> = parts.iter().map(Tree::leaves).collect();
-    let merged = rules.into_iter().zip(paths).enumerate().map(|(i, (rule, path))| {
-        let column: Vec<_> = columns.iter().map(|leaves| leaves[i].clone()).collect();
-        let auto = auto_rule(&column[0]);
-        merge_leaf(&column, rule.unwrap_or(&auto), &path)
-    });
+    let merged = rules
+        .into_iter()
+        .zip(paths)
+        .enumerate()
+        .map(|(i, (rule, path))| {
+            let column: Vec<_> = columns.iter().map(|leaves| leaves[i].clone()).collect();
+            let auto = auto_rule(&column[0]);
+            merge_leaf(&column, rule.unwrap_or(&auto), &path)
+        });
     let merged = merged.collect::<Result<Vec<_>>>()?;
     Ok(first.with_leaves(merged)?)
 }
 
-/// Gradients of the microbatches' outputs from those of the merged output: the inverse of [`merge`] for
-/// tensors that were concatenated or averaged. `shapes` has the shapes of each microbatch's output leaves;
-/// the result has the gradients in the same order. A missing gradient is missing for every microbatch.
+/// Gradients of the microbatches' outputs from those of the merged output: the inverse of [`merge`]
+/// for tensors that were concatenated or averaged. `shapes` has the shapes of each microbatch's
+/// output leaves; the result has the gradients in the same order. A missing gradient is missing for
+/// every microbatch.
 ///
 /// # Errors
-/// [`Error::Config`] when a gradient has not its output's shape, or belongs to an output that was merged in a
-/// way that has no inverse.
+/// [`Error::Config`] when a gradient has not its output's shape, or belongs to an output that was
+/// merged in a way that has no inverse.
 pub fn split_grads(
     grad: &Tree<Option<HostTensor>>,
     shapes: &[Vec<Shape>],
@@ -55,13 +63,17 @@ pub fn split_grads(
     let leaves = grad.leaves();
     let rules: Vec<Option<&Merge>> = match how {
         MergeOutput::Off => {
-            return Err(Error::config(NAME, "outputs are unmerged; so must their gradients be"));
+            return Err(Error::config(
+                NAME,
+                "outputs are unmerged; so must their gradients be",
+            ));
         }
         MergeOutput::Function(_) => return Err(no_inverse("a function", ROOT)),
         MergeOutput::Auto => vec![None; leaves.len()],
-        MergeOutput::Spec(spec) => {
-            spread(NAME, ROOT, grad, spec)?.into_iter().map(|ruled| Some(ruled.rule)).collect()
-        }
+        MergeOutput::Spec(spec) => spread(NAME, ROOT, grad, spec)?
+            .into_iter()
+            .map(|ruled| Some(ruled.rule))
+            .collect(),
     };
     let mut parts = Vec::new();
     for shapes in shapes {
@@ -71,10 +83,18 @@ pub fn split_grads(
         }
         parts.push(Vec::with_capacity(leaves.len()));
     }
-    for (i, ((rule, leaf), path)) in rules.into_iter().zip(leaves).zip(grad.paths(ROOT)).enumerate() {
+    for (i, ((rule, leaf), path)) in rules
+        .into_iter()
+        .zip(leaves)
+        .zip(grad.paths(ROOT))
+        .enumerate()
+    {
         let column: Vec<_> = shapes.iter().map(|shapes| shapes[i]).collect();
         let grads = match leaf {
-            Some(grad) => split_leaf(grad, &column, rule, &path)?.into_iter().map(Some).collect(),
+            Some(grad) => split_leaf(grad, &column, rule, &path)?
+                .into_iter()
+                .map(Some)
+                .collect(),
             None => vec![None; shapes.len()],
         };
         for (part, grad) in parts.iter_mut().zip(grads) {
@@ -84,7 +104,8 @@ pub fn split_grads(
     Ok(parts)
 }
 
-/// Refuses outputs of microbatch `m` that do not nest like those of microbatch 0 or have other plain values.
+/// Refuses outputs of microbatch `m` that do not nest like those of microbatch 0 or have other
+/// plain values.
 fn agree(first: &Tree<HostTensor>, other: &Tree<HostTensor>, path: &str, m: usize) -> Result<()> {
     let differ = |a: String, b: String| {
         let what = format!("{path} is {a} in microbatch 0 and {b} in microbatch {m}");
@@ -148,25 +169,35 @@ fn merge_leaf(column: &[HostTensor], rule: &Merge, path: &str) -> Result<HostTen
             }
             Ok(column[0].clone())
         }
-        Merge::Reduce { init, f } => column.iter().try_fold(init.clone(), |sum, next| f(sum, next.clone())),
+        Merge::Reduce { init, f } => column
+            .iter()
+            .try_fold(init.clone(), |sum, next| f(sum, next.clone())),
     }
 }
 
 fn mean(column: &[HostTensor], path: &str) -> Result<HostTensor> {
     let first = &column[0];
     if !first.dtype().is_float() {
-        return Err(Error::config(NAME, format!("{path} is {}; only floats have a mean", show(first))));
+        return Err(Error::config(
+            NAME,
+            format!("{path} is {}; only floats have a mean", show(first)),
+        ));
     }
     let mut same = true;
     let mut sums = first.to_f64_vec()?;
     for (m, other) in column.iter().enumerate().skip(1) {
         if (other.dtype(), other.shape()) != (first.dtype(), first.shape()) {
-            let what =
-                format!("{path} is {} in microbatch 0 and {} in microbatch {m}", show(first), show(other));
+            let what = format!(
+                "{path} is {} in microbatch 0 and {} in microbatch {m}",
+                show(first),
+                show(other)
+            );
             return Err(Error::config(NAME, what));
         }
         same &= first.same_bits(other)?;
-        sums.iter_mut().zip(other.to_f64_vec()?).for_each(|(sum, x)| *sum += x);
+        sums.iter_mut()
+            .zip(other.to_f64_vec()?)
+            .for_each(|(sum, x)| *sum += x);
     }
     if same {
         // The mean of equal values is that value; in f64 the sum could round.
@@ -190,7 +221,10 @@ fn split_leaf(
         if *grad.shape() == want {
             return Ok(());
         }
-        let what = format!("the gradient of {path} must have its shape {want}, not {}", grad.shape());
+        let what = format!(
+            "the gradient of {path} must have its shape {want}, not {}",
+            grad.shape()
+        );
         Err(Error::config(NAME, what))
     };
     let alike = |check: &dyn Fn(&Shape) -> bool| match shapes.iter().find(|shape| !check(shape)) {

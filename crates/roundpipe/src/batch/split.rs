@@ -26,8 +26,8 @@ pub struct Split<T> {
 /// Splits inputs into `n` microbatches, or fewer when the batch is smaller.
 ///
 /// # Errors
-/// [`Error::Config`] when `n` is 0, the spec does not fit the inputs, or sizes do not go together; what a
-/// split function reports.
+/// [`Error::Config`] when `n` is 0, the spec does not fit the inputs, or sizes do not go together;
+/// what a split function reports.
 pub fn split_inputs(inputs: &Inputs, how: &SplitInput, n: usize) -> Result<Split<Inputs>> {
     check_count(INPUT, n)?;
     let (leaves, exact) = match how {
@@ -35,7 +35,11 @@ pub fn split_inputs(inputs: &Inputs, how: &SplitInput, n: usize) -> Result<Split
         SplitInput::Auto => (auto_inputs(inputs)?, true),
         SplitInput::Spec { args, named } => (spec_inputs(inputs, args, named)?, false),
     };
-    let Plan { cuts, batch, warnings } = plan(INPUT, &leaves, n, exact)?;
+    let Plan {
+        cuts,
+        batch,
+        warnings,
+    } = plan(INPUT, &leaves, n, exact)?;
     let mut parts = vec![Inputs::new(); cuts.parts];
     let mut axes = leaves.iter().map(|leaf| leaf.axis);
     for arg in &inputs.args {
@@ -48,19 +52,28 @@ pub fn split_inputs(inputs: &Inputs, how: &SplitInput, n: usize) -> Result<Split
             part.named.insert(name.clone(), cut);
         }
     }
-    Ok(Split { parts, batch, warnings })
+    Ok(Split {
+        parts,
+        batch,
+        warnings,
+    })
 }
 
 /// Splits labels into as many microbatches as the inputs gave.
 ///
 /// # Errors
 /// As [`split_inputs`], and when the labels give another number of microbatches.
-pub fn split_label(label: &Tree<HostTensor>, how: &SplitLabel, n: usize) -> Result<Split<Tree<HostTensor>>> {
+pub fn split_label(
+    label: &Tree<HostTensor>,
+    how: &SplitLabel,
+    n: usize,
+) -> Result<Split<Tree<HostTensor>>> {
     split_label_of(label, how, n, None)
 }
 
-/// As [`split_label`], for inputs that were a batch of `batch` samples ([`Split::batch`]): labels with several
-/// rows per sample are cut at the same samples even when the microbatches are not equally large.
+/// As [`split_label`], for inputs that were a batch of `batch` samples ([`Split::batch`]): labels
+/// with several rows per sample are cut at the same samples even when the microbatches are not
+/// equally large.
 ///
 /// # Errors
 /// As [`split_label`], and when automatic labels have no whole number of rows per sample.
@@ -75,7 +88,11 @@ pub fn split_label_of(
         SplitLabel::Function(f) => {
             let parts = f(label, n)?;
             check_labels(parts.len(), n, "the function")?;
-            return Ok(Split { parts, batch: None, warnings: Vec::new() });
+            return Ok(Split {
+                parts,
+                batch: None,
+                warnings: Vec::new(),
+            });
         }
         SplitLabel::Auto => (auto(label, "label"), true),
         SplitLabel::Spec(spec) => (by_spec(LABEL, label, spec, "label")?, false),
@@ -86,7 +103,10 @@ pub fn split_label_of(
             Cuts { batch, parts: n }
         }
         Some(batch)
-            if exact && let Some(leaf) = leaves.iter().find(|l| l.size().is_some_and(|s| s % batch != 0)) =>
+            if exact
+                && let Some(leaf) = leaves
+                    .iter()
+                    .find(|l| l.size().is_some_and(|s| s % batch != 0)) =>
         {
             return Err(leaf.misfit(LABEL, &format!("the inputs' batch of {batch}")));
         }
@@ -95,7 +115,11 @@ pub fn split_label_of(
     check_labels(cuts.parts, n, "the label")?;
     let mut axes = leaves.iter().map(|leaf| leaf.axis);
     let cut = sizes().next().map(|_| cuts.batch);
-    Ok(Split { parts: cuts.cut(label, &mut axes)?, batch: cut, warnings: Vec::new() })
+    Ok(Split {
+        parts: cuts.cut(label, &mut axes)?,
+        batch: cut,
+        warnings: Vec::new(),
+    })
 }
 
 fn check_count(name: &'static str, n: usize) -> Result<()> {
@@ -109,7 +133,10 @@ fn check_labels(found: usize, want: usize, who: &str) -> Result<()> {
     if found == want {
         return Ok(());
     }
-    Err(Error::config(LABEL, format!("{who} gives {found} microbatches, but the inputs give {want}")))
+    Err(Error::config(
+        LABEL,
+        format!("{who} gives {found} microbatches, but the inputs give {want}"),
+    ))
 }
 
 fn by_function(parts: Vec<Inputs>, n: usize) -> Result<Split<Inputs>> {
@@ -121,9 +148,15 @@ fn by_function(parts: Vec<Inputs>, n: usize) -> Result<Split<Inputs>> {
             ));
         }
         found if found == n => Vec::new(),
-        found => vec![format!("{INPUT}: the function gave {found} microbatches; {n} were asked for")],
+        found => vec![format!(
+            "{INPUT}: the function gave {found} microbatches; {n} were asked for"
+        )],
     };
-    Ok(Split { parts, batch: None, warnings })
+    Ok(Split {
+        parts,
+        batch: None,
+        warnings,
+    })
 }
 
 /// A tensor among the inputs and where it is cut; no axis means that it is repeated.
@@ -152,17 +185,30 @@ impl Leaf {
 fn auto(tree: &Tree<HostTensor>, path: &str) -> Vec<Leaf> {
     let leaf = |(path, tensor): (String, &HostTensor)| {
         let shape = *tensor.shape();
-        Leaf { path, shape, axis: (shape.rank() > 0).then_some(0) }
+        Leaf {
+            path,
+            shape,
+            axis: (shape.rank() > 0).then_some(0),
+        }
     };
-    tree.paths(path).into_iter().zip(tree.leaves()).map(leaf).collect()
+    tree.paths(path)
+        .into_iter()
+        .zip(tree.leaves())
+        .map(leaf)
+        .collect()
 }
 
 /// Rule 3: named tensors follow the batch of the positional ones.
 fn auto_inputs(inputs: &Inputs) -> Result<Vec<Leaf>> {
     let args = inputs.args.iter().enumerate();
-    let mut leaves: Vec<_> = args.flat_map(|(i, arg)| auto(arg, &format!("args[{i}]"))).collect();
-    let mut named: Vec<_> =
-        inputs.named.iter().flat_map(|(name, value)| auto(value, &format!("named.{name}"))).collect();
+    let mut leaves: Vec<_> = args
+        .flat_map(|(i, arg)| auto(arg, &format!("args[{i}]")))
+        .collect();
+    let mut named: Vec<_> = inputs
+        .named
+        .iter()
+        .flat_map(|(name, value)| auto(value, &format!("named.{name}")))
+        .collect();
     let batch = match leaves.iter().filter_map(Leaf::size).min() {
         Some(batch) => Some(batch),
         None => named_batch(&named)?,
@@ -180,7 +226,9 @@ fn named_batch(leaves: &[Leaf]) -> Result<Option<usize>> {
     for leaf in leaves.iter().filter(|leaf| leaf.axis.is_some()) {
         match found {
             Some(other)
-                if other.size() != Some(1) && leaf.size() != Some(1) && other.size() != leaf.size() =>
+                if other.size() != Some(1)
+                    && leaf.size() != Some(1)
+                    && other.size() != leaf.size() =>
             {
                 let what = format!(
                     "the batch is not clear: {} {} or {} {}; say with a spec what to cut and what to repeat",
@@ -201,26 +249,37 @@ fn spec_inputs(
     named: &BTreeMap<String, Tree<Cut>>,
 ) -> Result<Vec<Leaf>> {
     if args.len() != inputs.args.len() {
-        let what =
-            format!("a spec for {} positional inputs, but there are {}", args.len(), inputs.args.len());
+        let what = format!(
+            "a spec for {} positional inputs, but there are {}",
+            args.len(),
+            inputs.args.len()
+        );
         return Err(Error::config(INPUT, what));
     }
     if !named.keys().eq(inputs.named.keys()) {
-        let what =
-            format!("among named inputs there {}, in their spec there {}", keys(&inputs.named), keys(named));
+        let what = format!(
+            "among named inputs there {}, in their spec there {}",
+            keys(&inputs.named),
+            keys(named)
+        );
         return Err(Error::config(INPUT, what));
     }
     let positional = inputs.args.iter().zip(args).enumerate();
     let mut leaves =
         flat(positional.map(|(i, (arg, spec))| by_spec(INPUT, arg, spec, &format!("args[{i}]"))))?;
     let pairs = inputs.named.iter().zip(named.values());
-    leaves.extend(flat(
-        pairs.map(|((name, value), spec)| by_spec(INPUT, value, spec, &format!("named.{name}"))),
-    )?);
+    leaves.extend(flat(pairs.map(|((name, value), spec)| {
+        by_spec(INPUT, value, spec, &format!("named.{name}"))
+    }))?);
     Ok(leaves)
 }
 
-fn by_spec(name: &'static str, tree: &Tree<HostTensor>, spec: &Tree<Cut>, path: &str) -> Result<Vec<Leaf>> {
+fn by_spec(
+    name: &'static str,
+    tree: &Tree<HostTensor>,
+    spec: &Tree<Cut>,
+    path: &str,
+) -> Result<Vec<Leaf>> {
     let rules = spread(name, path, tree, spec)?;
     let leaves = tree.paths(path).into_iter().zip(tree.leaves()).zip(rules);
     leaves
@@ -231,7 +290,10 @@ fn by_spec(name: &'static str, tree: &Tree<HostTensor>, spec: &Tree<Cut>, path: 
                 // A rule for everything below a place means what can be cut there.
                 Cut::Along(_) if !ruled.direct && shape.rank() == 0 => None,
                 Cut::Along(dim) => Some(shape.axis(name, *dim).map_err(|_| {
-                    Error::config(name, format!("{path} {shape} has no dimension {dim} to cut along"))
+                    Error::config(
+                        name,
+                        format!("{path} {shape} has no dimension {dim} to cut along"),
+                    )
                 })?),
             };
             Ok(Leaf { path, shape, axis })
@@ -245,13 +307,13 @@ struct Plan {
     warnings: Vec<String>,
 }
 
-/// Rules 2 and 4. `exact` refuses sizes that are no multiple of the batch; a spec that asks for it may cut
-/// them evenly.
+/// Rules 2 and 4. `exact` refuses sizes that are no multiple of the batch; a spec that asks for it
+/// may cut them evenly.
 fn plan(name: &'static str, leaves: &[Leaf], n: usize, exact: bool) -> Result<Plan> {
     let cut = || leaves.iter().filter_map(|leaf| Some((leaf, leaf.size()?)));
     let Some((smallest, batch)) = cut().min_by_key(|(_, size)| *size) else {
-        let warning =
-            (n > 1).then(|| format!("{name}: nothing to cut; each of {n} microbatches gets everything"));
+        let warning = (n > 1)
+            .then(|| format!("{name}: nothing to cut; each of {n} microbatches gets everything"));
         return Ok(Plan {
             cuts: Cuts { batch: 1, parts: n },
             batch: None,
@@ -260,15 +322,23 @@ fn plan(name: &'static str, leaves: &[Leaf], n: usize, exact: bool) -> Result<Pl
     };
     let shown = format!("{} {}", smallest.path, smallest.shape);
     if batch == 0 {
-        return Err(Error::config(name, format!("{shown} is empty; there is nothing to cut")));
+        return Err(Error::config(
+            name,
+            format!("{shown} is empty; there is nothing to cut"),
+        ));
     }
     if exact && let Some((leaf, _)) = cut().find(|(_, size)| size % batch != 0) {
         return Err(leaf.misfit(name, &shown));
     }
     let parts = n.min(batch);
-    let warning = (parts < n)
-        .then(|| format!("{name}: a batch of {batch} ({shown}) gives {parts} microbatches, not {n}"));
-    Ok(Plan { cuts: Cuts { batch, parts }, batch: Some(batch), warnings: warning.into_iter().collect() })
+    let warning = (parts < n).then(|| {
+        format!("{name}: a batch of {batch} ({shown}) gives {parts} microbatches, not {n}")
+    });
+    Ok(Plan {
+        cuts: Cuts { batch, parts },
+        batch: Some(batch),
+        warnings: warning.into_iter().collect(),
+    })
 }
 
 /// Where a batch is cut.
@@ -294,7 +364,11 @@ impl Cuts {
                 }
                 None => Ok((*leaf).clone()),
             };
-            let cut = leaves.iter().zip(&axes).map(cut).collect::<Result<_, _>>()?;
+            let cut = leaves
+                .iter()
+                .zip(&axes)
+                .map(cut)
+                .collect::<Result<_, _>>()?;
             Ok(tree.with_leaves(cut)?)
         };
         (0..self.parts).map(part).collect()

@@ -1,4 +1,5 @@
-//! What goes into a call and what comes out: host values, and outputs of other calls that have not come yet.
+//! What goes into a call and what comes out: host values, and outputs of other calls that have not
+//! come yet.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -63,7 +64,9 @@ impl Args {
             Arg::Outputs(outputs) => Some(outputs.len()),
             Arg::Value(_) => None,
         });
-        let Some(first) = counts.next() else { return Ok(None) };
+        let Some(first) = counts.next() else {
+            return Ok(None);
+        };
         match counts.find(|count| *count != first) {
             None => Ok(Some(first)),
             Some(other) => {
@@ -110,12 +113,15 @@ impl From<Inputs> for Args {
 
 impl<const N: usize> From<[HostTensor; N]> for Args {
     fn from(tensors: [HostTensor; N]) -> Self {
-        Self { args: tensors.into_iter().map(Arg::from).collect(), named: BTreeMap::new() }
+        Self {
+            args: tensors.into_iter().map(Arg::from).collect(),
+            named: BTreeMap::new(),
+        }
     }
 }
 
-/// The outputs of a call, one tree per microbatch, some of which may not have been computed yet; cloning
-/// shares them. As an input of another engine they chain both without a host wait.
+/// The outputs of a call, one tree per microbatch, some of which may not have been computed yet;
+/// cloning shares them. As an input of another engine they chain both without a host wait.
 #[derive(Clone)]
 pub struct Unmerged(pub(crate) Arc<Call>);
 
@@ -151,7 +157,10 @@ impl Unmerged {
                 self.0.confirm()?;
                 Ok(entry)
             }
-            _ => Err(Error::config("outputs", format!("there is no `{name}` in the output"))),
+            _ => Err(Error::config(
+                "outputs",
+                format!("there is no `{name}` in the output"),
+            )),
         }
     }
 
@@ -161,19 +170,26 @@ impl Unmerged {
             return Err(Error::config("outputs", what));
         }
         let call = &self.0;
-        let flow = call.wait("caller", "waiting for outputs", |state| state.outputs[microbatch].clone());
+        let flow = call.wait("caller", "waiting for outputs", |state| {
+            state.outputs[microbatch].clone()
+        });
         flow.map_err(|error| call.take_error().unwrap_or(error))
     }
 }
 
 impl std::fmt::Debug for Unmerged {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Unmerged({} microbatches of {})", self.len(), self.0.terms.model.name)
+        write!(
+            f,
+            "Unmerged({} microbatches of {})",
+            self.len(),
+            self.0.terms.model.name
+        )
     }
 }
 
-/// The gradients of a call's inputs, one list of leaves per microbatch, some of which may not have been
-/// computed yet; cloning shares them.
+/// The gradients of a call's inputs, one list of leaves per microbatch, some of which may not have
+/// been computed yet; cloning shares them.
 #[derive(Clone)]
 pub struct InputGrads {
     pub(crate) call: Arc<Call>,
@@ -217,10 +233,15 @@ impl InputGrads {
         let counts: Vec<usize> = self.args[..=index].iter().map(Leaves::count).collect();
         let start = counts[..index].iter().sum();
         let args = std::iter::once(self.args[index].clone()).collect();
-        Ok(Self { call: self.call.clone(), args, leaves: Some(start..start + counts[index]) })
+        Ok(Self {
+            call: self.call.clone(),
+            args,
+            leaves: Some(start..start + counts[index]),
+        })
     }
 
-    /// Waits for one microbatch's gradients, a value per leaf; `None` where the loss does not depend on it.
+    /// Waits for one microbatch's gradients, a value per leaf; `None` where the loss does not
+    /// depend on it.
     ///
     /// # Errors
     /// What went wrong in the call.
@@ -231,7 +252,9 @@ impl InputGrads {
         }
         let call = &self.call;
         let what = "waiting for input gradients";
-        let grads = call.wait("caller", what, |state| state.input_grads[microbatch].clone());
+        let grads = call.wait("caller", what, |state| {
+            state.input_grads[microbatch].clone()
+        });
         let grads = grads.map_err(|error| call.take_error().unwrap_or(error))?;
         let host = |parcel: &Option<Parcel>| parcel.as_ref().map(host_tensor).transpose();
         let leaves = self.leaves.clone().unwrap_or(0..grads.len());
@@ -243,13 +266,22 @@ impl InputGrads {
 
 impl std::fmt::Debug for InputGrads {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "InputGrads({} microbatches of {})", self.len(), self.call.terms.model.name)
+        write!(
+            f,
+            "InputGrads({} microbatches of {})",
+            self.len(),
+            self.call.terms.model.name
+        )
     }
 }
 
 /// Waits for a parcel and gives its bytes as a tensor.
 pub(crate) fn host_tensor(parcel: &Parcel) -> Result<HostTensor> {
-    Ok(HostTensor::new(parcel.fence()?, parcel.dtype(), parcel.shape())?)
+    Ok(HostTensor::new(
+        parcel.fence()?,
+        parcel.dtype(),
+        parcel.shape(),
+    )?)
 }
 
 pub(crate) fn to_host(flow: &Flow) -> Result<Tree<HostTensor>> {
@@ -266,14 +298,23 @@ pub(crate) fn to_host(flow: &Flow) -> Result<Tree<HostTensor>> {
 
 /// A user's tensor as lanes read it.
 pub(crate) fn parcel(tensor: &HostTensor) -> Result<Parcel> {
-    Ok(Parcel::given(tensor.buf().slice(tensor.byte_range())?, tensor.dtype(), *tensor.shape())?)
+    Ok(Parcel::given(
+        tensor.buf().slice(tensor.byte_range())?,
+        tensor.dtype(),
+        *tensor.shape(),
+    )?)
 }
 
 /// The parcels of several microbatches' trees. What all of them share becomes one parcel.
 pub(crate) fn parcels(parts: &[Tree<HostTensor>]) -> Result<Vec<Tree<(Parcel, bool)>>> {
-    let Some(first) = parts.first() else { return Ok(Vec::new()) };
-    let known: Vec<(HostTensor, Parcel)> =
-        first.leaves().into_iter().map(|t| Ok((t.clone(), parcel(t)?))).collect::<Result<_>>()?;
+    let Some(first) = parts.first() else {
+        return Ok(Vec::new());
+    };
+    let known: Vec<(HostTensor, Parcel)> = first
+        .leaves()
+        .into_iter()
+        .map(|t| Ok((t.clone(), parcel(t)?)))
+        .collect::<Result<_>>()?;
     let mut out = Vec::with_capacity(parts.len());
     for part in parts {
         let mut at = 0;
@@ -316,17 +357,32 @@ pub(crate) fn split(args: &Args, how: &SplitInput, wanted: usize, grads: bool) -
     };
     let inputs = Inputs {
         args: args.args.iter().map(blank).collect(),
-        named: args.named.iter().map(|(name, arg)| (name.clone(), blank(arg))).collect(),
+        named: args
+            .named
+            .iter()
+            .map(|(name, arg)| (name.clone(), blank(arg)))
+            .collect(),
     };
     let n = given.unwrap_or(wanted);
     let only_outputs = args.all().all(|arg| matches!(arg, Arg::Outputs(_))) && given.is_some();
-    let Split { parts, batch, mut warnings } = if only_outputs {
-        Split { parts: vec![inputs; n], batch: None, warnings: Vec::new() }
+    let Split {
+        parts,
+        batch,
+        mut warnings,
+    } = if only_outputs {
+        Split {
+            parts: vec![inputs; n],
+            batch: None,
+            warnings: Vec::new(),
+        }
     } else {
         split_inputs(&inputs, how, n)?
     };
     if let Some(given) = given.filter(|given| *given != parts.len()) {
-        let what = format!("{} microbatches beside an unmerged input of {given}", parts.len());
+        let what = format!(
+            "{} microbatches beside an unmerged input of {given}",
+            parts.len()
+        );
         return Err(Error::config("split_input", what));
     }
     if given.is_some() {
@@ -335,15 +391,25 @@ pub(crate) fn split(args: &Args, how: &SplitInput, wanted: usize, grads: bool) -
     let example = given.is_none().then(|| parts[0].clone().into_tree());
     let mut columns = Vec::new();
     for at in 0..args.args.len() {
-        columns.push(parcels(&parts.iter().map(|p| p.args[at].clone()).collect::<Vec<_>>())?);
+        columns.push(parcels(
+            &parts.iter().map(|p| p.args[at].clone()).collect::<Vec<_>>(),
+        )?);
     }
     for name in args.named.keys() {
-        columns.push(parcels(&parts.iter().map(|p| p.named[name].clone()).collect::<Vec<_>>())?);
+        columns.push(parcels(
+            &parts
+                .iter()
+                .map(|p| p.named[name].clone())
+                .collect::<Vec<_>>(),
+        )?);
     }
     let source = |tree: &Tree<(Parcel, bool)>| {
         tree.map_ref(|(parcel, constant)| {
             let grad = grads && parcel.dtype().is_float();
-            Source::Value(Leaf { constant: *constant, ..Leaf::new(parcel.clone(), grad) })
+            Source::Value(Leaf {
+                constant: *constant,
+                ..Leaf::new(parcel.clone(), grad)
+            })
         })
     };
     let mut sources = Vec::with_capacity(parts.len());
@@ -361,7 +427,13 @@ pub(crate) fn split(args: &Args, how: &SplitInput, wanted: usize, grads: bool) -
         Arg::Outputs(outputs) => Leaves::Of(outputs.clone()),
     });
     let args = leaves.collect();
-    Ok(Parts { sources, example, args, batch, warnings })
+    Ok(Parts {
+        sources,
+        example,
+        args,
+        batch,
+        warnings,
+    })
 }
 
 impl Leaves {
@@ -370,9 +442,10 @@ impl Leaves {
         let of = |state: &mut State| state.outputs[0].as_ref().map(|flow| flow.leaves().len());
         match self {
             Self::Known(count) => *count,
-            Self::Of(outputs) => {
-                outputs.0.wait("caller", "waiting for the structure of an output", of).unwrap_or(0)
-            }
+            Self::Of(outputs) => outputs
+                .0
+                .wait("caller", "waiting for the structure of an output", of)
+                .unwrap_or(0),
         }
     }
 }

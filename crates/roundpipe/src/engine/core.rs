@@ -1,19 +1,23 @@
 //! How calls and steps of one engine follow each other.
 //!
-//! The caller's thread does little: it splits a batch, looks up the plan, queues the jobs and waits for what it
-//! was asked for. Whatever fails after that is found by the next call of the engine: it waits until nothing
-//! moves, puts the engine back to where it was before the call that failed, and returns the error.
+//! The caller's thread does little: it splits a batch, looks up the plan, queues the jobs and waits
+//! for what it was asked for. Whatever fails after that is found by the next call of the engine: it
+//! waits until nothing moves, puts the engine back to where it was before the call that failed, and
+//! returns the error.
 //!
 //! # Invariants
-//! - `steps` counts the steps that were asked for and not called off; calls read version `visible`: the newest, or
-//!   after a step at lag 1 the one before it, until the caller has waited for the step.
-//! - After a failure the weights, all versions of them, and the optimizer's state are as before the step that failed, or
-//!   that the call which failed belongs to; its gradients are gone, and the random stream is where it was when its
-//!   first call was submitted, but never before the last step that stands.
-//! - Every failure is told: by whoever waits for what failed, or by the next call. A step that does not happen although
-//!   its caller was told that it would is an error of its own ([`Error::Undone`]).
-//! - No step function, loss function or layer enters the engine that runs it: that is refused, since it would wait for
-//!   itself.
+//! - `steps` counts the steps that were asked for and not called off; calls read version `visible`:
+//!   the newest, or after a step at lag 1 the one before it, until the caller has waited for the
+//!   step.
+//! - After a failure the weights, all versions of them, and the optimizer's state are as before the
+//!   step that failed, or that the call which failed belongs to; its gradients are gone, and the
+//!   random stream is where it was when its first call was submitted, but never before the last
+//!   step that stands.
+//! - Every failure is told: by whoever waits for what failed, or by the next call. A step that does
+//!   not happen although its caller was told that it would is an error of its own
+//!   ([`Error::Undone`]).
+//! - No step function, loss function or layer enters the engine that runs it: that is refused,
+//!   since it would wait for itself.
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -108,7 +112,8 @@ struct State {
     nonfinite_in_a_row: u64,
 }
 
-/// Stages per pass, at least, where each step waits for the update of the one before, or where layers are large.
+/// Stages per pass, at least, where each step waits for the update of the one before, or where
+/// layers are large.
 const SHORT_STAGES: usize = 12;
 
 /// What a plan was made for.
@@ -133,7 +138,8 @@ pub(crate) struct Ask {
     pub labels: Tree<HostTensor>,
     pub loss: Option<LossFn>,
     pub wants_outputs: bool,
-    /// Whether the caller reads results before anything else: it is a part of the call then, and ends it.
+    /// Whether the caller reads results before anything else: it is a part of the call then, and
+    /// ends it.
     pub reads: bool,
     pub config: RunConfig,
 }
@@ -147,7 +153,9 @@ pub(crate) struct Submitted {
 
 /// What a call is told that came while another failed.
 fn called_off() -> Error {
-    Error::CalledOff { why: "another call failed before it began".to_owned() }
+    Error::CalledOff {
+        why: "another call failed before it began".to_owned(),
+    }
 }
 
 impl Core {
@@ -182,7 +190,18 @@ impl Core {
         };
         let (origin, state) = (Instant::now(), Mutex::new(state));
         let _trainer = Trainer(model.clone());
-        Ok(Self { model, ring, config, asynchronous, trace, peers, stepper, _trainer, origin, state })
+        Ok(Self {
+            model,
+            ring,
+            config,
+            asynchronous,
+            trace,
+            peers,
+            stepper,
+            _trainer,
+            origin,
+            state,
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -232,7 +251,10 @@ impl Core {
         self.enter("loss_scale")?;
         let mut state = self.lock();
         let version = state.visible();
-        let mut pending = state.outcomes.iter().filter(|outcome| outcome.version <= version);
+        let mut pending = state
+            .outcomes
+            .iter()
+            .filter(|outcome| outcome.version <= version);
         if pending.any(|outcome| !outcome.settle()) {
             self.check(&mut state)?;
         }
@@ -256,7 +278,12 @@ impl Core {
         self.notice_writes(&mut state)?;
         let config = ask.config.over(&self.config).resolve(self.ring.len())?;
         let wants_input_grads = config.input_grads && ask.kind != PlanKind::Infer;
-        let parts = split(&ask.args, &config.split_input, config.num_microbatch, wants_input_grads)?;
+        let parts = split(
+            &ask.args,
+            &config.split_input,
+            config.num_microbatch,
+            wants_input_grads,
+        )?;
         let labels = self.split_labels(&ask, &config, &parts)?;
         state.warnings.extend(parts.warnings.iter().cloned());
         let plan = self.plan(&mut state, ask.kind, &config, &parts)?;
@@ -268,7 +295,12 @@ impl Core {
             id: state.next_call,
             model: self.model.clone(),
             workers: self.ring.assign(stages.len(), ask.kind),
-            devices: self.ring.workers().iter().map(|w| w.device().id()).collect(),
+            devices: self
+                .ring
+                .workers()
+                .iter()
+                .map(|w| w.device().id())
+                .collect(),
             stages,
             forward_slots,
             microbatches: parts.sources.len(),
@@ -294,7 +326,8 @@ impl Core {
         let call = Call::new(terms, &self.peers, parts.sources, labels);
         state.watched.push(call.clone());
         if self.has_failed(&state) {
-            // It is on the list now: whatever fails from here on fails it too. What failed since the look above did not.
+            // It is on the list now: whatever fails from here on fails it too. What failed since
+            // the look above did not.
             call.fail(called_off());
             return Err(self.recover(&mut state).unwrap_or_else(called_off));
         }
@@ -313,10 +346,15 @@ impl Core {
             state.since_step.push(call.clone());
         }
         self.queue(&call, slots);
-        Ok(Submitted { call, config, args: parts.args })
+        Ok(Submitted {
+            call,
+            config,
+            args: parts.args,
+        })
     }
 
-    /// Waits for calls that may set buffers: what is submitted next reads them, and must not while they are written.
+    /// Waits for calls that may set buffers: what is submitted next reads them, and must not while
+    /// they are written.
     fn wait_for_buffers(&self, state: &mut State) -> Result<()> {
         if !self.may_set_buffers(state) {
             return Ok(());
@@ -327,24 +365,41 @@ impl Core {
         self.check(state)
     }
 
-    /// Whether the calls under way may set buffers, which the next one is to read. Before the first has ended, every
-    /// model with something frozen is taken for one that does.
+    /// Whether the calls under way may set buffers, which the next one is to read. Before the first
+    /// has ended, every model with something frozen is taken for one that does.
     fn may_set_buffers(&self, state: &State) -> bool {
-        let mut params = self.model.store.layers().iter().flat_map(|layer| layer.params());
-        self.model.sets_buffers.load(Ordering::SeqCst) || (!state.trained && params.any(|p| !p.trainable))
+        let mut params = self
+            .model
+            .store
+            .layers()
+            .iter()
+            .flat_map(|layer| layer.params());
+        self.model.sets_buffers.load(Ordering::SeqCst)
+            || (!state.trained && params.any(|p| !p.trainable))
     }
 
-    fn split_labels(&self, ask: &Ask, config: &Resolved, parts: &Parts) -> Result<Vec<Tree<Parcel>>> {
+    fn split_labels(
+        &self,
+        ask: &Ask,
+        config: &Resolved,
+        parts: &Parts,
+    ) -> Result<Vec<Tree<Parcel>>> {
         let count = parts.sources.len();
         if ask.kind != PlanKind::Fused || matches!(ask.labels, Tree::None) {
             return Ok((0..count).map(|_| Tree::None).collect());
         }
         let labels = split_label_of(&ask.labels, &config.split_label, count, parts.batch)?;
         if labels.parts.len() != count {
-            let what = format!("{} parts of labels for {count} microbatches", labels.parts.len());
+            let what = format!(
+                "{} parts of labels for {count} microbatches",
+                labels.parts.len()
+            );
             return Err(Error::config("split_label", what));
         }
-        Ok(parcels(&labels.parts)?.iter().map(|tree| tree.map_ref(|(parcel, _)| parcel.clone())).collect())
+        Ok(parcels(&labels.parts)?
+            .iter()
+            .map(|tree| tree.map_ref(|(parcel, _)| parcel.clone()))
+            .collect())
     }
 
     /// Queues a call's jobs, each with the right to read its weights.
@@ -354,9 +409,19 @@ impl Core {
         for slot in slots {
             let ticket = |home: &usize| store.layer(*home).versions().reserve(call.terms.version);
             let tickets = call.terms.stages[slot].layers.clone();
-            let tickets = tickets.map(|l| (l, store.layer(l).homes().iter().map(ticket).collect())).collect();
+            let tickets = tickets
+                .map(|l| (l, store.layer(l).homes().iter().map(ticket).collect()))
+                .collect();
             call.open_part();
-            jobs.push((call.terms.workers[slot], Job { call: call.clone(), slot, tickets, ordered: false }));
+            jobs.push((
+                call.terms.workers[slot],
+                Job {
+                    call: call.clone(),
+                    slot,
+                    tickets,
+                    ordered: false,
+                },
+            ));
         }
         self.ring.submit(jobs);
     }
@@ -367,7 +432,8 @@ impl Core {
         let mut state = self.lock();
         self.check(&mut state)?;
         if call.terms.step != state.steps + 1 {
-            let what = "a step was made since this forward; run the forward again with the new weights";
+            let what =
+                "a step was made since this forward; run the forward again with the new weights";
             return Err(Error::config("backward", what));
         }
         // The forward's own among them: they are written although the backward may fail.
@@ -391,28 +457,48 @@ impl Core {
         self.check(&mut state)?;
         self.notice_writes(&mut state)?;
         if lag_one && !self.asynchronous {
-            let what =
-                "lag 1 needs a second version of the weights; build the engine with asynchronous(true)";
+            let what = "lag 1 needs a second version of the weights; build the engine with asynchronous(true)";
             return Err(Error::config("step", what));
         }
         if state.since_step.is_empty() {
-            return Err(Error::config("step", "no gradients were computed since the last step"));
+            return Err(Error::config(
+                "step",
+                "no gradients were computed since the last step",
+            ));
         }
         let calls = std::mem::take(&mut state.since_step);
         let version = state.steps + 1;
         // A kept forward may have been submitted before calls whose gradients came first.
-        let first_number = calls.iter().map(|call| call.terms.number).min().unwrap_or(state.number);
+        let first_number = calls
+            .iter()
+            .map(|call| call.terms.number)
+            .min()
+            .unwrap_or(state.number);
         let outcome = Outcome::new(version, first_number);
         let whole = matches!(work, Work::Function(_));
         let (next_call, kept) = (state.next_call, outcome.clone());
         state.steps = version;
         let number = state.number;
-        state.history.push_back(Asked { version, lag_one, number });
+        state.history.push_back(Asked {
+            version,
+            lag_one,
+            number,
+        });
         state.outcomes.push(outcome.clone());
         self.model.store.set_asked(version);
-        self.stepper.order(Order { version, calls, next_call, work, outcome });
+        self.stepper.order(Order {
+            version,
+            calls,
+            next_call,
+            work,
+            outcome,
+        });
         if !lag_one {
-            let ready = if whole { kept.wait().map(drop) } else { kept.wait_begun() };
+            let ready = if whole {
+                kept.wait().map(drop)
+            } else {
+                kept.wait_begun()
+            };
             if let Err(error) = ready {
                 // This caller is told by this very error that the step did not happen.
                 let strip = |error: Error| match error {
@@ -421,7 +507,9 @@ impl Core {
                 };
                 let (error, first) = (strip(error), self.recover(&mut state).map(strip));
                 return Err(match first {
-                    Some(first) if error.is_echo() || matches!(first, Error::Undone { .. }) => first,
+                    Some(first) if error.is_echo() || matches!(first, Error::Undone { .. }) => {
+                        first
+                    }
                     _ => error,
                 });
             }
@@ -429,7 +517,8 @@ impl Core {
         Ok(kept)
     }
 
-    /// Who writes the newest weights means the calls that follow to read them, so these have the newest then.
+    /// Who writes the newest weights means the calls that follow to read them, so these have the
+    /// newest then.
     fn notice_writes(&self, state: &mut State) -> Result<()> {
         match self.model.store.notice_writes() {
             true => self.settle_steps(state),
@@ -439,7 +528,10 @@ impl Core {
 
     /// Waits for the steps that were asked for: from then on calls read the newest weights.
     fn settle_steps(&self, state: &mut State) -> Result<()> {
-        state.outcomes.iter().for_each(|outcome| _ = outcome.settle());
+        state
+            .outcomes
+            .iter()
+            .for_each(|outcome| _ = outcome.settle());
         self.check(state)?;
         if let Some(last) = state.history.back() {
             state.settled_number = last.number;
@@ -455,7 +547,10 @@ impl Core {
         for call in &self.peers.active() {
             call.wait_quiet("caller");
         }
-        state.outcomes.iter().for_each(|outcome| _ = outcome.settle());
+        state
+            .outcomes
+            .iter()
+            .for_each(|outcome| _ = outcome.settle());
         self.ring.tidy();
         self.settle_steps(&mut state)?;
         if !state.moves.is_empty() {
@@ -465,11 +560,15 @@ impl Core {
         Ok(())
     }
 
-    /// Waits for the steps that were asked for and for calls that may set buffers, then lets another engine train the
-    /// weights: from then on this engine writes nothing. Forwards that the user still holds can be read.
+    /// Waits for the steps that were asked for and for calls that may set buffers, then lets
+    /// another engine train the weights: from then on this engine writes nothing. Forwards that the
+    /// user still holds can be read.
     pub fn retire(&self) {
         let state = self.lock();
-        state.outcomes.iter().for_each(|outcome| _ = outcome.settle());
+        state
+            .outcomes
+            .iter()
+            .for_each(|outcome| _ = outcome.settle());
         // A layer that drops its own engine would wait for itself.
         if self.enter("drop").is_ok() && self.may_set_buffers(&state) {
             for call in &self.peers.active() {
@@ -487,14 +586,18 @@ impl Core {
             return self.recover(state).map_or(Ok(()), Err);
         }
         // Each is asked once: what fails just now stays for the next look.
-        let (ended, open) =
-            std::mem::take(&mut state.watched).into_iter().partition(|call| call.has_succeeded());
+        let (ended, open) = std::mem::take(&mut state.watched)
+            .into_iter()
+            .partition(|call| call.has_succeeded());
         state.watched = open;
         let ended: Vec<Arc<Call>> = ended;
         state.trained |= ended.iter().any(|call| call.terms.training);
         ended.iter().for_each(|call| self.learn(state, call));
         let outcomes = std::mem::take(&mut state.outcomes);
-        state.outcomes = outcomes.into_iter().filter(|outcome| !state.note_step(outcome)).collect();
+        state.outcomes = outcomes
+            .into_iter()
+            .filter(|outcome| !state.note_step(outcome))
+            .collect();
         // Which version calls read depends on the last step alone.
         while state.history.len() > HISTORY {
             state.settled_number = state.history.pop_front().map_or(0, |asked| asked.number);
@@ -511,7 +614,11 @@ impl Core {
     pub fn failed(&self, seen: Error) -> Error {
         match self.recover(&mut self.lock()) {
             Some(Error::Undone { first, source }) => {
-                let source = if seen.is_echo() { source } else { Box::new(seen) };
+                let source = if seen.is_echo() {
+                    source
+                } else {
+                    Box::new(seen)
+                };
                 Error::Undone { first, source }
             }
             Some(first) if seen.is_echo() => first,
@@ -519,35 +626,52 @@ impl Core {
         }
     }
 
-    /// Waits until nothing moves, then forgets what failed and gives the error that nobody was told yet.
+    /// Waits until nothing moves, then forgets what failed and gives the error that nobody was told
+    /// yet.
     fn recover(&self, state: &mut State) -> Option<Error> {
         for call in &self.peers.active() {
             call.wait_quiet("caller");
         }
         // Steps behind a failed one have failed calls themselves.
-        state.outcomes.iter().for_each(|outcome| _ = outcome.settle());
+        state
+            .outcomes
+            .iter()
+            .for_each(|outcome| _ = outcome.settle());
         self.ring.drain();
-        let (calls, watched) =
-            std::mem::take(&mut state.watched).into_iter().partition(|call| call.has_failed());
+        let (calls, watched) = std::mem::take(&mut state.watched)
+            .into_iter()
+            .partition(|call| call.has_failed());
         state.watched = watched;
         let calls: Vec<Arc<Call>> = calls;
         let outcomes = std::mem::take(&mut state.outcomes);
-        outcomes.iter().for_each(|outcome| _ = state.note_step(outcome));
-        let steps: Vec<&Arc<Outcome>> = outcomes.iter().filter(|outcome| outcome.has_failed()).collect();
+        outcomes
+            .iter()
+            .for_each(|outcome| _ = state.note_step(outcome));
+        let steps: Vec<&Arc<Outcome>> = outcomes
+            .iter()
+            .filter(|outcome| outcome.has_failed())
+            .collect();
         if let Some(failed) = steps.iter().map(|step| step.version).min() {
             state.steps = failed - 1;
             state.history.retain(|asked| asked.version < failed);
             self.model.store.set_asked(state.steps);
         }
-        let earliest = state.history.back().map_or(state.settled_number, |asked| asked.number);
+        let earliest = state
+            .history
+            .back()
+            .map_or(state.settled_number, |asked| asked.number);
         let mut numbers: Vec<u64> = calls.iter().map(|call| call.terms.number).collect();
         numbers.extend(steps.iter().map(|step| step.number));
         if !steps.is_empty() || state.since_step.iter().any(|call| call.has_failed()) {
             numbers.extend(state.since_step.drain(..).map(|call| call.terms.number));
             self.model.store.clear_gradients();
         }
-        // A kept forward that failed may be older than the last step: that one keeps its random numbers.
-        state.number = numbers.into_iter().fold(state.number, u64::min).max(earliest);
+        // A kept forward that failed may be older than the last step: that one keeps its random
+        // numbers.
+        state.number = numbers
+            .into_iter()
+            .fold(state.number, u64::min)
+            .max(earliest);
         let mut undone: Option<u64> = None;
         let mut errors = Vec::new();
         for error in steps.iter().filter_map(|step| step.take_error()) {
@@ -560,10 +684,16 @@ impl Core {
             }
         }
         errors.extend(calls.iter().filter_map(|call| call.take_error()));
-        let at = errors.iter().position(|error| !error.is_echo()).unwrap_or(0);
+        let at = errors
+            .iter()
+            .position(|error| !error.is_echo())
+            .unwrap_or(0);
         let error = errors.into_iter().nth(at)?;
         Some(match undone {
-            Some(first) => Error::Undone { first, source: Box::new(error) },
+            Some(first) => Error::Undone {
+                first,
+                source: Box::new(error),
+            },
             None => error,
         })
     }
@@ -591,7 +721,8 @@ impl Core {
         };
         if let Some(planned) = state.plans.get_mut(&key) {
             planned.calls += 1;
-            let stale = planned.calls % LOOK_EVERY == 1 && state.times.drift(&planned.costs) > DRIFT;
+            let stale =
+                planned.calls % LOOK_EVERY == 1 && state.times.drift(&planned.costs) > DRIFT;
             if !stale {
                 return Ok(planned.plan.clone());
             }
@@ -599,22 +730,36 @@ impl Core {
         let guess = self.guess(state.training, parts.example.as_ref());
         let costs = state.times.to_costs(&guess);
         let mut options = self.options(&key, config);
-        // A layer that needs more than a stage's usual share may have it, as long as weights and values find room.
-        let most = (0..layers).map(|l| costs.visit_bytes(l..l + 1)).max().unwrap_or(0);
-        let (room, usual) = (self.ring.least_memory() / 10 * 8, options.stage_memory_limit);
+        // A layer that needs more than a stage's usual share may have it, as long as weights and
+        // values find room.
+        let most = (0..layers)
+            .map(|l| costs.visit_bytes(l..l + 1))
+            .max()
+            .unwrap_or(0);
+        let (room, usual) = (
+            self.ring.least_memory() / 10 * 8,
+            options.stage_memory_limit,
+        );
         options.stage_memory_limit = usual.map(|limit| limit.max(most.min(room)));
         let mut plan = ExecutePlan::auto(kind, &[&costs], &options)?.remove(0);
         let large = usual.is_some_and(|limit| most > limit);
         if !self.ring.is_host() && kind != PlanKind::Infer && (large || !self.asynchronous) {
-            // Gradients leave and new weights come stage by stage: an exact update hides behind short ones only. And
-            // they leave room.
+            // Gradients leave and new weights come stage by stage: an exact update hides behind
+            // short ones only. And they leave room.
             plan = plan.cut(kind, layers.div_ceil(SHORT_STAGES));
         }
         if state.plans.len() >= MOST_PLANS {
             // Batches of ever new sizes: a plan is soon made again.
             state.plans.clear();
         }
-        state.plans.insert(key, Planned { plan: plan.clone(), costs, calls: 1 });
+        state.plans.insert(
+            key,
+            Planned {
+                plan: plan.clone(),
+                costs,
+                calls: 1,
+            },
+        );
         Ok(plan)
     }
 
@@ -622,7 +767,12 @@ impl Core {
         let workers = self.ring.workers();
         let smallest = self.ring.least_memory();
         let mut options = AutoOptions::for_memory(workers.len(), key.microbatches, smallest);
-        let id = |i: usize| (workers[i].device().id().kind, workers[i].device().id().index);
+        let id = |i: usize| {
+            (
+                workers[i].device().id().kind,
+                workers[i].device().id().index,
+            )
+        };
         let host = self.ring.is_host();
         options.asynchronous = self.asynchronous;
         options.layer_grain = config.recompute_grain == Grain::Layer;
@@ -636,7 +786,8 @@ impl Core {
         options
     }
 
-    /// Costs before anything was measured: by the meta device, or by sizes where layers look at values.
+    /// Costs before anything was measured: by the meta device, or by sizes where layers look at
+    /// values.
     fn guess(&self, training: bool, example: Option<&Tree<HostTensor>>) -> LayerCosts {
         let device = match self.ring.workers()[0].device().stands_for() {
             card if card.kind == DeviceKind::Cuda => card,
@@ -644,14 +795,22 @@ impl Core {
         };
         let by_meta = example.and_then(|example| {
             let spec = |t: &HostTensor| -> Spec { (t.dtype(), *t.shape(), false) };
-            let costs = || model_costs(&self.model.layers, device, &example.map_ref(spec), training).ok();
+            let costs =
+                || model_costs(&self.model.layers, device, &example.map_ref(spec), training).ok();
             // A layer that panics here will do so again in its task, and be reported there.
             catch_unwind(AssertUnwindSafe(costs)).ok().flatten()
         });
         by_meta.unwrap_or_else(|| {
             let bytes = |(name, layer): &(String, Arc<dyn crate::layer::Layer>)| {
                 let params = layer.named_params();
-                (name.clone(), params.iter().map(|(_, p)| p.bytes() as u64).sum::<u64>().max(1))
+                (
+                    name.clone(),
+                    params
+                        .iter()
+                        .map(|(_, p)| p.bytes() as u64)
+                        .sum::<u64>()
+                        .max(1),
+                )
             };
             LayerCosts::from_bytes(self.model.layers.iter().map(bytes))
         })
@@ -661,7 +820,8 @@ impl Core {
     fn learn(&self, state: &mut State, call: &Call) {
         let timed = std::mem::take(&mut call.lock().timed);
         for piece in timed {
-            let (Some(start), Some(end)) = (piece.from.ns(self.origin), piece.to.ns(self.origin)) else {
+            let (Some(start), Some(end)) = (piece.from.ns(self.origin), piece.to.ns(self.origin))
+            else {
                 continue;
             };
             let part = match piece.category {
@@ -671,27 +831,43 @@ impl Core {
                 _ => None,
             };
             if let (Some(layer), Some(part)) = (piece.layer, part) {
-                state.times.record(layer, part, end.saturating_sub(start) as f64 / 1e6);
+                state
+                    .times
+                    .record(layer, part, end.saturating_sub(start) as f64 / 1e6);
             }
             self.trace.record(|| self.span(call, &piece, start, end));
         }
         let id = call.terms.id;
-        state.moves.extend(self.ring.take_moves().into_iter().map(|(worker, moved)| (id, worker, moved)));
+        state.moves.extend(
+            self.ring
+                .take_moves()
+                .into_iter()
+                .map(|(worker, moved)| (id, worker, moved)),
+        );
         self.note_moves(state);
     }
 
     /// Records the copies whose ends the lanes have passed; the others stay for the next look.
     fn note_moves(&self, state: &mut State) {
         state.moves.retain(|(call, worker, moved)| {
-            let (Some(start), Some(end)) = (moved.from.ns(self.origin), moved.to.ns(self.origin)) else {
+            let (Some(start), Some(end)) = (moved.from.ns(self.origin), moved.to.ns(self.origin))
+            else {
                 return true;
             };
-            self.trace.record(|| self.transfer(*call, *worker, moved, start, end));
+            self.trace
+                .record(|| self.transfer(*call, *worker, moved, start, end));
             false
         });
     }
 
-    fn transfer(&self, call: u64, worker: usize, moved: &Moved, start_ns: u64, end_ns: u64) -> Span {
+    fn transfer(
+        &self,
+        call: u64,
+        worker: usize,
+        moved: &Moved,
+        start_ns: u64,
+        end_ns: u64,
+    ) -> Span {
         let lane = match moved.lane {
             LaneKind::Compute => Lane::Compute,
             LaneKind::ParamUpload => Lane::ParamUpload,
@@ -701,7 +877,11 @@ impl Core {
         };
         let worker_name = self.ring.workers()[worker].device().id().to_string();
         Span {
-            track: Track { worker, worker_name, lane },
+            track: Track {
+                worker,
+                worker_name,
+                lane,
+            },
             name: moved.what.clone(),
             category: Category::Transfer,
             start_ns,
@@ -715,7 +895,9 @@ impl Core {
     }
 
     fn span(&self, call: &Call, piece: &Timed, start_ns: u64, end_ns: u64) -> Span {
-        let layer = piece.layer.map_or("loss", |l| self.model.layers[l].0.as_str());
+        let layer = piece
+            .layer
+            .map_or("loss", |l| self.model.layers[l].0.as_str());
         Span {
             track: Track {
                 worker: piece.worker,
@@ -738,7 +920,9 @@ impl Core {
 impl State {
     /// Notes a step that is done and was not finite; whether it is done.
     fn note_step(&mut self, outcome: &Outcome) -> bool {
-        let Some(report) = outcome.report() else { return false };
+        let Some(report) = outcome.report() else {
+            return false;
+        };
         if !report.skipped && !report.partial {
             self.nonfinite_in_a_row = 0;
             return true;
@@ -747,7 +931,11 @@ impl State {
         self.nonfinite_in_a_row += 1;
         // A user who asks for no report is told too, once for a row of them.
         if self.nonfinite_in_a_row == 1 {
-            let what = if report.skipped { "was skipped" } else { "left some weights out" };
+            let what = if report.skipped {
+                "was skipped"
+            } else {
+                "left some weights out"
+            };
             let norm = report.grad_norm;
             self.warnings.push(format!(
                 "optimizer step {} {what}, because it was not finite (gradient norm {norm})",

@@ -1,15 +1,16 @@
 //! One call of an engine: what its tasks pass to each other, and how it ends.
 //!
-//! The threads of all workers meet here. A value is put once by the task that made it and taken once by the
-//! task that needs it, so that host memory is let go as early as it can be.
+//! The threads of all workers meet here. A value is put once by the task that made it and taken
+//! once by the task that needs it, so that host memory is let go as early as it can be.
 //!
 //! # Invariants
-//! - A call ends exactly once, after each of its parts (jobs, transfers, a caller that reads results) has ended,
-//!   whether it failed or not.
+//! - A call ends exactly once, after each of its parts (jobs, transfers, a caller that reads
+//!   results) has ended, whether it failed or not.
 //! - The first failure is kept; every wait of the call returns after it.
-//! - A failing call fails all calls of its engine that were submitted after it. What went wrong in a lane may
-//!   belong to any call of the ring that has not ended: whoever sees it first fails them all. Bad data, such as an
-//!   index out of range, belongs to the call whose kernel met it, and to those that took its values ([`DataCheck`]).
+//! - A failing call fails all calls of its engine that were submitted after it. What went wrong in
+//!   a lane may belong to any call of the ring that has not ended: whoever sees it first fails them
+//!   all. Bad data, such as an index out of range, belongs to the call whose kernel met it, and to
+//!   those that took its values ([`DataCheck`]).
 
 use std::collections::HashMap;
 use std::sync::atomic::AtomicBool;
@@ -31,7 +32,8 @@ use crate::tree::Tree;
 use crate::version::Abort;
 
 /// Turns a microbatch's outputs and labels into losses.
-pub(crate) type LossFn = Arc<dyn Fn(&mut Cx, Tree, Tree) -> TensorResult<Vec<Tensor>> + Send + Sync>;
+pub(crate) type LossFn =
+    Arc<dyn Fn(&mut Cx, Tree, Tree) -> TensorResult<Vec<Tensor>> + Send + Sync>;
 
 /// A model as executors see it.
 pub(crate) struct Model {
@@ -56,14 +58,20 @@ pub(crate) struct Leaf {
     pub grad: bool,
     /// Whether every microbatch has the same: it is sent to a worker once.
     pub constant: bool,
-    /// Where it stayed, with an empty parcel: an output that its worker keeps for the calls that follow.
+    /// Where it stayed, with an empty parcel: an output that its worker keeps for the calls that
+    /// follow.
     pub here: Option<Arc<(usize, Tensor)>>,
 }
 
 impl Leaf {
     /// A value that is on its way or on the host.
     pub fn new(parcel: Parcel, grad: bool) -> Self {
-        Self { parcel, grad, constant: false, here: None }
+        Self {
+            parcel,
+            grad,
+            constant: false,
+            here: None,
+        }
     }
 }
 
@@ -93,7 +101,11 @@ pub(crate) struct Extra {
 impl Extra {
     /// What it takes on a worker.
     pub fn bytes(&self) -> usize {
-        self.data.iter().chain(self.buffers.iter().map(|(_, parcel)| parcel)).map(Parcel::size_bytes).sum()
+        self.data
+            .iter()
+            .chain(self.buffers.iter().map(|(_, parcel)| parcel))
+            .map(Parcel::size_bytes)
+            .sum()
     }
 }
 
@@ -117,8 +129,8 @@ pub(crate) struct Timed {
 
 /// Bad data of a call: where its kernels report it, and those of the calls whose values it took.
 ///
-/// Kernels report later than they are launched, so a call looks at the reports before it hands out results and before
-/// it ends: all kernels that these depend on have run then.
+/// Kernels report later than they are launched, so a call looks at the reports before it hands out
+/// results and before it ends: all kernels that these depend on have run then.
 #[derive(Default)]
 pub(crate) struct DataCheck(Mutex<DataState>);
 
@@ -172,7 +184,10 @@ impl DataCheck {
         let state = self.lock();
         let failed = |reports: &Reports| {
             let source = Box::new(Error::Tensor(reports.faults.check().err()?));
-            Some(Error::Task { place: Box::new(reports.place.clone()), source })
+            Some(Error::Task {
+                place: Box::new(reports.place.clone()),
+                source,
+            })
         };
         if let Some(error) = state.own.iter().find_map(failed) {
             return Err(error);
@@ -180,7 +195,10 @@ impl DataCheck {
         match state.taken.iter().find_map(failed) {
             None => Ok(()),
             Some(error) => {
-                let why = format!("its input comes from a call that failed: {}", error.in_full());
+                let why = format!(
+                    "its input comes from a call that failed: {}",
+                    error.in_full()
+                );
                 Err(Error::CalledOff { why })
             }
         }
@@ -210,7 +228,8 @@ pub(crate) struct Terms {
     pub step: u64,
     /// Its number among the calls of the model: the random stream.
     pub number: u64,
-    /// Whether every layer's output is looked at for values that are not finite: steps before it were not.
+    /// Whether every layer's output is looked at for values that are not finite: steps before it
+    /// were not.
     pub probes: bool,
     pub loss: Option<LossFn>,
     pub wants_outputs: bool,
@@ -314,7 +333,9 @@ impl Peers {
     pub fn fail_from(&self, id: u64, why: &str) {
         for call in self.active() {
             if call.terms.id >= id {
-                call.fail_alone(Error::CalledOff { why: why.to_owned() });
+                call.fail_alone(Error::CalledOff {
+                    why: why.to_owned(),
+                });
             }
         }
     }
@@ -388,12 +409,19 @@ impl Call {
     ///
     /// # Errors
     /// [`Error::CalledOff`] when the call fails.
-    pub fn wait<R>(&self, who: &str, what: &str, mut take: impl FnMut(&mut State) -> Option<R>) -> Result<R> {
+    pub fn wait<R>(
+        &self,
+        who: &str,
+        what: &str,
+        mut take: impl FnMut(&mut State) -> Option<R>,
+    ) -> Result<R> {
         let mut state = self.lock();
         let mut watched = None;
         loop {
             if state.failed {
-                return Err(Error::CalledOff { why: "the call failed".to_owned() });
+                return Err(Error::CalledOff {
+                    why: "the call failed".to_owned(),
+                });
             }
             if let Some(found) = take(&mut state) {
                 return Ok(found);
@@ -414,11 +442,16 @@ impl Call {
         let (last, buffers, failed) = {
             let mut state = self.lock();
             let last = state.open == 1;
-            // Still counted, so that nobody takes the call for ended before its buffers are written.
+            // Still counted, so that nobody takes the call for ended before its buffers are
+            // written.
             if !last {
                 state.open -= 1;
             }
-            let buffers = if last { std::mem::take(&mut state.buffers) } else { Vec::new() };
+            let buffers = if last {
+                std::mem::take(&mut state.buffers)
+            } else {
+                Vec::new()
+            };
             (last, buffers, state.failed)
         };
         if !last {
@@ -438,12 +471,15 @@ impl Call {
         self.changed.notify_all();
     }
 
-    /// Whether what was read of this call so far is right. Bad data fails the call, and its error is returned here.
+    /// Whether what was read of this call so far is right. Bad data fails the call, and its error
+    /// is returned here.
     ///
     /// # Errors
     /// What its kernels reported.
     pub fn confirm(&self) -> Result<()> {
-        let Err(error) = self.data.check() else { return Ok(()) };
+        let Err(error) = self.data.check() else {
+            return Ok(());
+        };
         self.fail(error);
         Err(self.take_error().unwrap_or_else(|| self.called_off()))
     }
@@ -455,16 +491,20 @@ impl Call {
         }
     }
 
-    /// The first layer whose output was not finite, and its microbatch; `None` when none was looked at or all were.
+    /// The first layer whose output was not finite, and its microbatch; `None` when none was looked
+    /// at or all were.
     pub fn first_nonfinite(&self) -> Option<(usize, usize)> {
         let mut probes = std::mem::take(&mut self.lock().probes);
         probes.sort_by_key(|(layer, microbatch, _)| (*layer, *microbatch));
         let finite = |parcel: &Parcel| -> TensorResult<bool> {
-            let values = HostTensor::new(parcel.fence()?, parcel.dtype(), parcel.shape())?.to_f64_vec()?;
+            let values =
+                HostTensor::new(parcel.fence()?, parcel.dtype(), parcel.shape())?.to_f64_vec()?;
             Ok(values.iter().all(|x| x.is_finite()))
         };
         // One that cannot be read says nothing.
-        let found = probes.into_iter().find(|(.., parcel)| !finite(parcel).unwrap_or(true));
+        let found = probes
+            .into_iter()
+            .find(|(.., parcel)| !finite(parcel).unwrap_or(true));
         found.map(|(layer, microbatch, _)| (layer, microbatch))
     }
 
@@ -531,7 +571,13 @@ impl Call {
 
     /// What another call says that depends on this one, which failed.
     pub fn called_off(&self) -> Error {
-        Error::CalledOff { why: format!("the call of {} failed: {}", self.terms.model.name, self.lock().why) }
+        Error::CalledOff {
+            why: format!(
+                "the call of {} failed: {}",
+                self.terms.model.name,
+                self.lock().why
+            ),
+        }
     }
 
     /// Whether it ended as it should.
@@ -555,12 +601,17 @@ impl Call {
         self.wait_until(who, |state| state.ended)
     }
 
-    /// Waits until gradients of some of `open` have landed, and takes these layers out: those whose every gradient
-    /// layer, listed beside them, is there, or all that are left once the call has ended.
+    /// Waits until gradients of some of `open` have landed, and takes these layers out: those whose
+    /// every gradient layer, listed beside them, is there, or all that are left once the call has
+    /// ended.
     ///
     /// # Errors
     /// [`Error::CalledOff`] when the call fails.
-    pub fn wait_landed(&self, who: &str, open: &mut Vec<(usize, Vec<usize>)>) -> Result<Vec<usize>> {
+    pub fn wait_landed(
+        &self,
+        who: &str,
+        open: &mut Vec<(usize, Vec<usize>)>,
+    ) -> Result<Vec<usize>> {
         self.wait(who, "waiting for gradients", |state| {
             let mut here = Vec::new();
             open.retain(|(layer, needs)| {
@@ -603,11 +654,19 @@ impl Call {
         source: impl Into<Error>,
     ) -> Error {
         let place = self.task_place(slot, layer, microbatch);
-        Error::Task { place: Box::new(place), source: Box::new(source.into()) }
+        Error::Task {
+            place: Box::new(place),
+            source: Box::new(source.into()),
+        }
     }
 
     /// What errors call a task.
-    pub fn task_place(&self, slot: usize, layer: Option<usize>, microbatch: Option<usize>) -> TaskPlace {
+    pub fn task_place(
+        &self,
+        slot: usize,
+        layer: Option<usize>,
+        microbatch: Option<usize>,
+    ) -> TaskPlace {
         let terms = &self.terms;
         let stage = &terms.stages[slot];
         TaskPlace {
@@ -627,14 +686,19 @@ impl Call {
         if !terms.trains {
             return None;
         }
-        let back = |stage: &Stage| stage.pass != crate::plan::Pass::Forward && stage.layers.contains(&layer);
+        let back = |stage: &Stage| {
+            stage.pass != crate::plan::Pass::Forward && stage.layers.contains(&layer)
+        };
         terms.stages.iter().position(back)
     }
 }
 
 fn write_buffers(buffers: Vec<(Param, Parcel)>) -> Result<()> {
     // All have landed before the first is written.
-    let landed: Vec<_> = buffers.iter().map(|(_, parcel)| parcel.fence()).collect::<TensorResult<_>>()?;
+    let landed: Vec<_> = buffers
+        .iter()
+        .map(|(_, parcel)| parcel.fence())
+        .collect::<TensorResult<_>>()?;
     for ((param, _), value) in buffers.iter().zip(landed) {
         let data = param.data();
         let mut into = data.write(0..data.len())?;

@@ -1,13 +1,15 @@
 //! Weights on their way in and gradients on their way out, beside the launcher.
 //!
-//! Each worker has two threads here, so that a prefetch never waits behind launches, and a gradient never
-//! behind a prefetch that waits for a new version of the weights. The serial executor does both on the spot.
+//! Each worker has two threads here, so that a prefetch never waits behind launches, and a gradient
+//! never behind a prefetch that waits for a new version of the weights. The serial executor does
+//! both on the spot.
 //!
 //! # Order
-//! 1. Weights are read once the version that the call asks for has been published, under a ticket that keeps
-//!    the optimizer from writing there until the last chunk has landed.
+//! 1. Weights are read once the version that the call asks for has been published, under a ticket
+//!    that keeps the optimizer from writing there until the last chunk has landed.
 //! 2. A gradient is written once the update before has read the one that lies there.
-//! 3. At most [`MOST_UNLOADS`] jobs' gradients of a worker are on their way; the launcher waits for room.
+//! 3. At most [`MOST_UNLOADS`] jobs' gradients of a worker are on their way; the launcher waits for
+//!    room.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -58,7 +60,11 @@ pub(crate) enum Mover {
     /// Whoever asks.
     Inline(Arc<Port>),
     /// Two threads.
-    Threads { loads: Sender<Load>, unloads: Sender<Unload>, room: Room },
+    Threads {
+        loads: Sender<Load>,
+        unloads: Sender<Unload>,
+        room: Room,
+    },
 }
 
 impl Mover {
@@ -71,11 +77,24 @@ impl Mover {
         let (up, down, freed) = (port.clone(), port.clone(), room.clone());
         let spawn = |name: String, body: Box<dyn FnOnce() + Send>| {
             let fail = |e| Error::config("threads", format!("cannot start the thread {name}: {e}"));
-            std::thread::Builder::new().name(name.clone()).spawn(body).map_err(fail)
+            std::thread::Builder::new()
+                .name(name.clone())
+                .spawn(body)
+                .map_err(fail)
         };
-        threads.push(spawn(format!("{id} up"), Box::new(move || load_all(&up, &to_load)))?);
-        threads.push(spawn(format!("{id} down"), Box::new(move || unload_all(&down, &to_unload, &freed)))?);
-        Ok(Self::Threads { loads, unloads, room })
+        threads.push(spawn(
+            format!("{id} up"),
+            Box::new(move || load_all(&up, &to_load)),
+        )?);
+        threads.push(spawn(
+            format!("{id} down"),
+            Box::new(move || unload_all(&down, &to_unload, &freed)),
+        )?);
+        Ok(Self::Threads {
+            loads,
+            unloads,
+            room,
+        })
     }
 
     /// Brings a layer's weights; they appear in the call, and a part of it ends.
@@ -139,18 +158,30 @@ fn bring(port: &Port, load: Load) {
 }
 
 fn try_bring(port: &Port, load: Load) -> Result<()> {
-    let Load { call, slot, layer, memory, tickets } = load;
+    let Load {
+        call,
+        slot,
+        layer,
+        memory,
+        tickets,
+    } = load;
     let terms = &call.terms;
     let who = || format!("{} up", port.worker().device().id());
     {
-        let _watched = terms.board.wait(&who(), "waiting for a new version of the weights");
+        let _watched = terms
+            .board
+            .wait(&who(), "waiting for a new version of the weights");
         for ticket in &tickets {
             ticket.wait_readable(&call.abort)?;
         }
     }
     let segments = terms.model.store.segments(layer, terms.version)?;
-    let part =
-        |s: crate::store::Segment| Ok(Part { host: s.data.read_all()?, offset: s.block_offset as u64 });
+    let part = |s: crate::store::Segment| {
+        Ok(Part {
+            host: s.data.read_all()?,
+            offset: s.block_offset as u64,
+        })
+    };
     let parts = segments.into_iter().map(part).collect::<Result<Vec<_>>>()?;
     let (loaded, flight) = memory.fill(&terms.model.layers[layer].0, parts, CHUNK, port.log())?;
     call.put(|state| state.loaded.insert((slot, layer), loaded));
@@ -169,7 +200,12 @@ fn take_away(port: &Port, unload: Unload) {
 }
 
 fn try_take_away(port: &Port, unload: Unload) -> Result<()> {
-    let Unload { call, gradients, after, .. } = unload;
+    let Unload {
+        call,
+        gradients,
+        after,
+        ..
+    } = unload;
     if call.has_failed() {
         // The gradients' memory goes back once the kernels that write it have run.
         let _ = after.fence();
@@ -177,15 +213,32 @@ fn try_take_away(port: &Port, unload: Unload) -> Result<()> {
     }
     let terms = &call.terms;
     let mut flights = Vec::with_capacity(gradients.len());
-    for Gradient { layer, param, tensor } in gradients {
+    for Gradient {
+        layer,
+        param,
+        tensor,
+    } in gradients
+    {
         let stored = terms.model.store.layer(layer);
         {
-            let _watched = terms.board.wait("gradients", "waiting for the optimizer to read the last ones");
-            terms.model.store.wait_grad_free(layer, terms.step, &call.abort)?;
+            let _watched = terms.board.wait(
+                "gradients",
+                "waiting for the optimizer to read the last ones",
+            );
+            terms
+                .model
+                .store
+                .wait_grad_free(layer, terms.step, &call.abort)?;
         }
-        let Some(range) = stored.grad_range(param)? else { continue };
+        let Some(range) = stored.grad_range(param)? else {
+            continue;
+        };
         let host = range.write(0..range.len())?;
-        flights.push((layer, param, port.unload("gradient", tensor, &after, host, CHUNK)?));
+        flights.push((
+            layer,
+            param,
+            port.unload("gradient", tensor, &after, host, CHUNK)?,
+        ));
     }
     if flights.is_empty() {
         // Nothing else says that the kernels of the job have run.

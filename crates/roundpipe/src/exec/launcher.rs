@@ -1,16 +1,17 @@
 //! One worker's tasks, in the order of its jobs.
 //!
-//! A job is one slot of a call: a stage, all microbatches in order. The launcher seats each layer's weights
-//! when its first microbatch gets there, so that compute starts with the first layer that has landed, and asks
-//! for the next job's weights before it starts this one's tasks. The input of the next microbatch is sent for
-//! before the current one is computed; so is what the first microbatch of a backward job that follows has saved.
+//! A job is one slot of a call: a stage, all microbatches in order. The launcher seats each layer's
+//! weights when its first microbatch gets there, so that compute starts with the first layer that
+//! has landed, and asks for the next job's weights before it starts this one's tasks. The input of
+//! the next microbatch is sent for before the current one is computed; so is what the first
+//! microbatch of a backward job that follows has saved.
 //!
 //! # What stays on the worker
 //! - A value whose every reader is on this worker, while the budget lasts: it is never downloaded.
 //! - A value that a stage passed on unchanged (positions, masks): uploaded once per call.
 //!
-//! Both are let go when their last reader has them, or after their call has ended: another call's jobs may run
-//! between a forward and its backward.
+//! Both are let go when their last reader has them, or after their call has ended: another call's
+//! jobs may run between a forward and its backward.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -35,8 +36,9 @@ use crate::trace::Category;
 use crate::tree::Tree;
 use crate::version::ReadTicket;
 
-/// What stays until the backward, and constants, leave one part in so many of what may stay to values that the next
-/// stage takes: those come and go with every stage, and the others would push them out for a whole step.
+/// What stays until the backward, and constants, leave one part in so many of what may stay to
+/// values that the next stage takes: those come and go with every stage, and the others would push
+/// them out for a whole step.
 const SOON_SHARE: u64 = 4;
 /// Values on their way out may hold one part in so many of a worker's memory.
 const OUTBOX_SHARE: u64 = 16;
@@ -126,7 +128,10 @@ fn passed_grads(state: &mut State, visit: &Visit<'_>) -> Option<Vec<Option<Parce
 pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
     let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
-    format!("it panicked: {}", text.unwrap_or_else(|| "without a message".to_owned()))
+    format!(
+        "it panicked: {}",
+        text.unwrap_or_else(|| "without a message".to_owned())
+    )
 }
 
 /// One worker's hands.
@@ -192,7 +197,8 @@ impl fmt::Display for Doing<'_> {
 /// A microbatch's values on their way to the worker.
 type Coming = Tree<Awaited>;
 
-/// What a forward saved for a layer's recompute, on its way: its input, and the rest once that is known.
+/// What a forward saved for a layer's recompute, on its way: its input, and the rest once that is
+/// known.
 struct Ahead {
     input: Coming,
     extra: Option<Extras>,
@@ -256,7 +262,11 @@ impl Launcher {
     pub fn run(&mut self, mut job: Job) {
         let call = job.call.clone();
         self.enter(&call);
-        let error = if call.has_failed() { None } else { self.survive(&mut job).err() };
+        let error = if call.has_failed() {
+            None
+        } else {
+            self.survive(&mut job).err()
+        };
         let here = error.is_some();
         if let Some(error) = error {
             call.fail(error);
@@ -285,13 +295,18 @@ impl Launcher {
     /// Values of calls that have ended are let go.
     fn enter(&mut self, call: &Arc<Call>) {
         if !std::ptr::addr_eq(self.call.as_ptr(), Arc::as_ptr(call)) {
-            self.forget(|call| call.upgrade().is_some_and(|call| !call.has_ended() && !call.has_failed()));
+            self.forget(|call| {
+                call.upgrade()
+                    .is_some_and(|call| !call.has_ended() && !call.has_failed())
+            });
             // Weights of engines that are gone, and older versions of this one's.
             let (model, version) = (Arc::as_ptr(&call.terms.model), call.terms.version);
-            self.settled.retain(|settled| match std::ptr::addr_eq(settled.model.as_ptr(), model) {
-                true => settled.version == version,
-                false => settled.model.strong_count() > 0,
-            });
+            self.settled.retain(
+                |settled| match std::ptr::addr_eq(settled.model.as_ptr(), model) {
+                    true => settled.version == version,
+                    false => settled.model.strong_count() > 0,
+                },
+            );
             self.call = Arc::downgrade(call);
         }
     }
@@ -301,7 +316,11 @@ impl Launcher {
         // Jobs of one call take all that was sent for, unless it failed.
         self.coming.clear();
         self.kept.retain(|_, kept| but(&kept.call));
-        self.kept_bytes = self.kept.values().map(|kept| kept.tensor.size_bytes() as u64).sum();
+        self.kept_bytes = self
+            .kept
+            .values()
+            .map(|kept| kept.tensor.size_bytes() as u64)
+            .sum();
     }
 
     /// Asks for the weights of the job that follows, as soon as there is one.
@@ -309,7 +328,9 @@ impl Launcher {
         if self.next.is_some() {
             return;
         }
-        let Some(mut next) = self.line.as_ref().and_then(|line| line.try_pop()) else { return };
+        let Some(mut next) = self.line.as_ref().and_then(|line| line.try_pop()) else {
+            return;
+        };
         if !next.call.has_failed() {
             // Without room for two stages the next one waits for this one to end.
             let _ = self.order(&mut next);
@@ -320,9 +341,14 @@ impl Launcher {
     fn run_job(&mut self, job: &mut Job) -> Result<()> {
         self.order(job)?;
         let call = job.call.clone();
-        let faults = self.port.worker().open_faults().map_err(|e| call.place(job.slot, None, None, e))?;
+        let faults = self
+            .port
+            .worker()
+            .open_faults()
+            .map_err(|e| call.place(job.slot, None, None, e))?;
         if let Some(faults) = &faults {
-            call.data.watch(call.task_place(job.slot, None, None), faults.clone());
+            call.data
+                .watch(call.task_place(job.slot, None, None), faults.clone());
         }
         self.worker = self.port.worker().reporting_to(faults);
         let pass = call.terms.stages[job.slot].pass;
@@ -336,7 +362,11 @@ impl Launcher {
         let mut ahead = None;
         for microbatch in 0..call.terms.microbatches {
             self.look_ahead();
-            let visit = Visit { call: &call, slot: job.slot, microbatch };
+            let visit = Visit {
+                call: &call,
+                slot: job.slot,
+                microbatch,
+            };
             self.port.turn().map_err(|e| self.place(&visit, None, e))?;
             match pass {
                 Pass::Forward => self.forward(job, &mut seats, &visit, &mut ahead)?,
@@ -348,14 +378,21 @@ impl Launcher {
     }
 
     /// Adds the place to an error.
-    fn place(&self, visit: &Visit<'_>, layer: Option<usize>, source: roundpipe_tensor::Error) -> Error {
-        visit.call.place(visit.slot, layer, Some(visit.microbatch), source)
+    fn place(
+        &self,
+        visit: &Visit<'_>,
+        layer: Option<usize>,
+        source: roundpipe_tensor::Error,
+    ) -> Error {
+        visit
+            .call
+            .place(visit.slot, layer, Some(visit.microbatch), source)
     }
 
     // ---- weights ----
 
-    /// Asks for the weights of a job's layers, in the order they are needed. A worker that reads host memory
-    /// in place needs no copies.
+    /// Asks for the weights of a job's layers, in the order they are needed. A worker that reads
+    /// host memory in place needs no copies.
     fn order(&mut self, job: &mut Job) -> Result<()> {
         if job.ordered || self.worker().device().aliases_host() {
             return Ok(());
@@ -366,18 +403,29 @@ impl Launcher {
         if stage.pass == Pass::Backward && call.terms.grain == Grain::Layer {
             layers.reverse();
         }
-        let visit = Visit { call: &call, slot: job.slot, microbatch: 0 };
+        let visit = Visit {
+            call: &call,
+            slot: job.slot,
+            microbatch: 0,
+        };
         layers.retain(|layer| !self.settled.iter().any(|settled| settled.is(&call, *layer)));
         let mut slots = Vec::new();
         for layer in layers {
             let bytes = call.terms.model.store.layer(layer).block_bytes() as u64;
-            let slot = Slot::reserve(self.worker(), bytes).map_err(|e| self.place(&visit, Some(layer), e))?;
+            let slot = Slot::reserve(self.worker(), bytes)
+                .map_err(|e| self.place(&visit, Some(layer), e))?;
             slots.push((layer, slot));
         }
         job.ordered = true;
         for (layer, memory) in slots {
             let tickets = job.tickets.remove(&layer).unwrap_or_default();
-            self.mover.load(Load { call: call.clone(), slot: job.slot, layer, memory, tickets });
+            self.mover.load(Load {
+                call: call.clone(),
+                slot: job.slot,
+                layer,
+                memory,
+                tickets,
+            });
         }
         Ok(())
     }
@@ -402,7 +450,10 @@ impl Launcher {
         let fail = |e| self.place(visit, Some(layer), e);
         let tensors = if self.worker().device().aliases_host() {
             for ticket in job.tickets.get(&layer).into_iter().flatten() {
-                let _watched = call.terms.board.wait(&self.who, "waiting for a layer's weights");
+                let _watched = call
+                    .terms
+                    .board
+                    .wait(&self.who, "waiting for a layer's weights");
                 ticket.wait_readable(&call.abort)?;
             }
             let worker = self.worker();
@@ -416,26 +467,53 @@ impl Launcher {
             settled.tensors.clone()
         } else {
             let what = "waiting for a layer's weights to be sent";
-            let loaded = call.wait(&self.who, what, |state| state.loaded.remove(&(visit.slot, layer)))?;
-            let places: Vec<(u64, DType, Shape)> =
-                stored.params().iter().map(|p| (p.block_offset as u64, p.dtype, p.shape)).collect();
+            let loaded = call.wait(&self.who, what, |state| {
+                state.loaded.remove(&(visit.slot, layer))
+            })?;
+            let places: Vec<(u64, DType, Shape)> = stored
+                .params()
+                .iter()
+                .map(|p| (p.block_offset as u64, p.dtype, p.shape))
+                .collect();
             let tensors = loaded.tensors(&places).map_err(fail)?;
             let model = &call.terms.model;
             // A layer that sets buffers has new ones without a new version.
-            if model.resident && !call.terms.training && !model.sets_buffers.load(Ordering::SeqCst) {
+            if model.resident && !call.terms.training && !model.sets_buffers.load(Ordering::SeqCst)
+            {
                 let writes = model.store.writes(layer);
                 let (model, version) = (Arc::downgrade(model), call.terms.version);
-                self.settled.push(Settled { model, layer, version, writes, tensors: tensors.clone() });
+                self.settled.push(Settled {
+                    model,
+                    layer,
+                    version,
+                    writes,
+                    tensors: tensors.clone(),
+                });
             }
             tensors
         };
         let sums = self.sums(visit, layer, tensors.len())?;
-        let params = stored.params().iter().map(|p| p.param.clone()).zip(tensors).collect();
-        Ok(Seated { index: layer, params, set: vec![false; sums.len()], sums })
+        let params = stored
+            .params()
+            .iter()
+            .map(|p| p.param.clone())
+            .zip(tensors)
+            .collect();
+        Ok(Seated {
+            index: layer,
+            params,
+            set: vec![false; sums.len()],
+            sums,
+        })
     }
 
     /// Gradients of earlier calls since the last step, as the start of the sums.
-    fn sums(&mut self, visit: &Visit<'_>, layer: usize, count: usize) -> Result<Vec<Option<Tensor>>> {
+    fn sums(
+        &mut self,
+        visit: &Visit<'_>,
+        layer: usize,
+        count: usize,
+    ) -> Result<Vec<Option<Tensor>>> {
         let terms = &visit.call.terms;
         let mut sums: Vec<Option<Tensor>> = (0..count).map(|_| None).collect();
         if visit.call.lock().adds_to.is_none() || terms.stages[visit.slot].pass == Pass::Forward {
@@ -443,7 +521,9 @@ impl Launcher {
         }
         let stored = terms.model.store.layer(layer);
         for (i, sum) in sums.iter_mut().enumerate() {
-            let Some(grad) = stored.grad_range(i)?.filter(|_| stored.filled(i)) else { continue };
+            let Some(grad) = stored.grad_range(i)?.filter(|_| stored.filled(i)) else {
+                continue;
+            };
             let start = || {
                 let p = &stored.params()[i];
                 let parcel = Parcel::given(grad, p.grad_dtype, p.shape)?;
@@ -486,7 +566,12 @@ impl Launcher {
 
     fn hold(&mut self, parcel: &Parcel, tensor: &Tensor, uses: Option<usize>) {
         self.kept_bytes += tensor.size_bytes() as u64;
-        let kept = Kept { tensor: tensor.clone(), _parcel: parcel.clone(), call: self.call.clone(), uses };
+        let kept = Kept {
+            tensor: tensor.clone(),
+            _parcel: parcel.clone(),
+            call: self.call.clone(),
+            uses,
+        };
         self.kept.insert(parcel.id(), kept);
     }
 
@@ -508,11 +593,21 @@ impl Launcher {
     fn receive(&mut self, visit: &Visit<'_>, flow: Flow) -> Result<Coming> {
         let mut bring = |leaf: Leaf| -> Result<Awaited> {
             let kept = leaf.here.as_ref().filter(|here| here.0 == self.index);
-            if let Some(tensor) = kept.map(|here| here.1.clone()).or_else(|| self.find(&leaf.parcel)) {
-                return Ok(Awaited::Here(Held { tensor, grad: leaf.grad, parcel: Some(leaf.parcel) }));
+            if let Some(tensor) = kept
+                .map(|here| here.1.clone())
+                .or_else(|| self.find(&leaf.parcel))
+            {
+                return Ok(Awaited::Here(Held {
+                    tensor,
+                    grad: leaf.grad,
+                    parcel: Some(leaf.parcel),
+                }));
             }
             let arrival = self.port.receive("activation", &leaf.parcel);
-            Ok(Awaited::Coming(arrival.map_err(|e| self.place(visit, None, e))?, leaf))
+            Ok(Awaited::Coming(
+                arrival.map_err(|e| self.place(visit, None, e))?,
+                leaf,
+            ))
         };
         flow.try_map(&mut bring)
     }
@@ -525,13 +620,17 @@ impl Launcher {
                 if leaf.constant && self.has_room(leaf.parcel.size_bytes(), Until::Later) {
                     self.hold(&leaf.parcel, &tensor, None);
                 }
-                Ok(Held { tensor, grad: leaf.grad, parcel: Some(leaf.parcel) })
+                Ok(Held {
+                    tensor,
+                    grad: leaf.grad,
+                    parcel: Some(leaf.parcel),
+                })
             }
         })
     }
 
-    /// Makes a value available to its readers (the host, when there are none): kept here, already elsewhere, or
-    /// downloaded.
+    /// Makes a value available to its readers (the host, when there are none): kept here, already
+    /// elsewhere, or downloaded.
     fn send(
         &mut self,
         visit: &Visit<'_>,
@@ -544,7 +643,9 @@ impl Launcher {
             // What stayed here alone is nothing to others, nor to the host (no readers).
             let local = self.stays(readers);
             let parcel = match &held.parcel {
-                Some(parcel) if local || !parcel.is_hollow() => self.pass_on(parcel, &held.tensor, readers),
+                Some(parcel) if local || !parcel.is_hollow() => {
+                    self.pass_on(parcel, &held.tensor, readers)
+                }
                 _ => match self.keep(&held.tensor, readers, until) {
                     Some(parcel) => parcel,
                     None => {
@@ -559,12 +660,15 @@ impl Launcher {
         Ok(here.with_leaves(leaves)?)
     }
 
-    /// A value that came here and goes on unchanged is not sent again, and stays for the next stage here.
+    /// A value that came here and goes on unchanged is not sent again, and stays for the next stage
+    /// here.
     fn pass_on(&mut self, parcel: &Parcel, tensor: &Tensor, readers: &[usize]) -> Parcel {
         let here = readers.contains(&self.index);
         let room = self.has_room(tensor.size_bytes(), Until::Later);
         match self.kept.get_mut(&parcel.id()) {
-            Some(Kept { uses: Some(uses), .. }) => *uses += readers.len(),
+            Some(Kept {
+                uses: Some(uses), ..
+            }) => *uses += readers.len(),
             Some(_) => {}
             // A hollow one must stay, whatever it takes: it is nowhere else.
             None if parcel.is_hollow() => self.hold(parcel, tensor, Some(readers.len())),
@@ -577,7 +681,10 @@ impl Launcher {
     /// The workers that will read the value in front of `layer` after slot `slot` ran.
     fn readers(&self, call: &Call, slot: usize, layer: usize) -> Vec<usize> {
         let terms = &call.terms;
-        let next = terms.stages.get(slot + 1).filter(|next| next.layers.start == layer);
+        let next = terms
+            .stages
+            .get(slot + 1)
+            .filter(|next| next.layers.start == layer);
         let mut readers: Vec<usize> = next
             .filter(|next| next.pass != Pass::Backward && terms.stages[slot].layers.end == layer)
             .map(|_| terms.workers[slot + 1])
@@ -591,7 +698,8 @@ impl Launcher {
 
     // ---- forward ----
 
-    /// The input of a microbatch, from the call or from the slot before; `None` when it is not there yet.
+    /// The input of a microbatch, from the call or from the slot before; `None` when it is not
+    /// there yet.
     fn input(&self, visit: &Visit<'_>, wait: bool) -> Result<Option<Flow>> {
         let call = visit.call;
         let microbatch = visit.microbatch;
@@ -600,7 +708,9 @@ impl Launcher {
                 return Ok(None);
             }
             let source = call.lock().inputs[microbatch].take();
-            let Some(source) = source else { return Ok(None) };
+            let Some(source) = source else {
+                return Ok(None);
+            };
             return self.resolve(visit, source).map(Some);
         }
         let take = |state: &mut State| match state.passed[visit.slot - 1][microbatch].take() {
@@ -613,7 +723,10 @@ impl Launcher {
         if !wait {
             return Ok(take(&mut call.lock()));
         }
-        let what = format!("waiting for microbatch {microbatch} of stage {}", visit.slot - 1);
+        let what = format!(
+            "waiting for microbatch {microbatch} of stage {}",
+            visit.slot - 1
+        );
         call.wait(&self.who, &what, take).map(Some)
     }
 
@@ -622,12 +735,18 @@ impl Launcher {
         source.try_flat_map(&mut |source| match source {
             Source::Value(leaf) => Ok(Tree::Tensor(leaf)),
             Source::Output(other, microbatch) => {
-                let what = format!("waiting for microbatch {microbatch} of {}", other.terms.model.name);
+                let what = format!(
+                    "waiting for microbatch {microbatch} of {}",
+                    other.terms.model.name
+                );
                 let found = other.wait(&self.who, &what, |state| state.outputs[microbatch].clone());
                 let found = found.map_err(|_| other.called_off())?;
                 visit.call.depend_on(&other);
                 let grads = visit.call.terms.wants_input_grads;
-                Ok(found.map_ref(|leaf| Leaf { grad: leaf.grad && grads, ..leaf.clone() }))
+                Ok(found.map_ref(|leaf| Leaf {
+                    grad: leaf.grad && grads,
+                    ..leaf.clone()
+                }))
             }
         })
     }
@@ -638,13 +757,17 @@ impl Launcher {
             Some(coming) => coming,
             None => {
                 let flow = self.input(visit, true)?;
-                let flow =
-                    flow.ok_or_else(|| Error::CalledOff { why: "an input was taken twice".to_owned() })?;
+                let flow = flow.ok_or_else(|| Error::CalledOff {
+                    why: "an input was taken twice".to_owned(),
+                })?;
                 self.receive(visit, flow)?
             }
         };
         let here = self.land(visit, coming)?;
-        let next = Visit { microbatch: visit.microbatch + 1, ..*visit };
+        let next = Visit {
+            microbatch: visit.microbatch + 1,
+            ..*visit
+        };
         if next.microbatch < visit.call.terms.microbatches
             && let Some(flow) = self.input(&next, false)?
         {
@@ -672,7 +795,11 @@ impl Launcher {
                 call.put(|state| state.saved.insert((layer, m), flow));
             }
             let seated = self.seat(job, seats, layer, visit)?;
-            let mode = if terms.trains { Mode::Ahead } else { Mode::Plain };
+            let mode = if terms.trains {
+                Mode::Ahead
+            } else {
+                Mode::Plain
+            };
             let ran = self.run_layer(visit, seated, Category::Forward, mode, &here)?;
             if terms.trains {
                 self.save_extras(visit, layer, &ran)?;
@@ -680,7 +807,10 @@ impl Launcher {
             here = ran.output;
         }
         let end = stage.layers.end;
-        let last = terms.stages.get(visit.slot + 1).is_none_or(|next| next.pass == Pass::Backward);
+        let last = terms
+            .stages
+            .get(visit.slot + 1)
+            .is_none_or(|next| next.pass == Pass::Backward);
         if last {
             let flow = match terms.keeps_outputs {
                 true => here.map_ref(|held| self.kept_output(held)),
@@ -690,7 +820,11 @@ impl Launcher {
             return Ok(());
         }
         let readers = self.readers(call, visit.slot, end);
-        let until = if call.saves(end) { Until::Later } else { Until::NextStage };
+        let until = if call.saves(end) {
+            Until::Later
+        } else {
+            Until::NextStage
+        };
         let flow = self.send(visit, &mut here, &readers, until)?;
         call.put(|state| {
             if call.saves(end) {
@@ -704,15 +838,20 @@ impl Launcher {
     /// An output that stays where it is.
     fn kept_output(&self, held: &Held) -> Leaf {
         let here = Some(Arc::new((self.index, held.tensor.clone())));
-        Leaf { here, ..Leaf::new(Parcel::hollow(&held.tensor), held.grad) }
+        Leaf {
+            here,
+            ..Leaf::new(Parcel::hollow(&held.tensor), held.grad)
+        }
     }
 
-    /// What a layer saved for its recompute goes to the host. There is an entry even for nothing: the recompute
-    /// may come here first, and waits for it.
+    /// What a layer saved for its recompute goes to the host. There is an entry even for nothing:
+    /// the recompute may come here first, and waits for it.
     fn save_extras(&mut self, visit: &Visit<'_>, layer: usize, ran: &Ran) -> Result<()> {
         let mut extra = Extra::default();
         let send = |tensor: &Tensor| {
-            self.port.send("saved for recompute", tensor).map_err(|e| self.place(visit, Some(layer), e))
+            self.port
+                .send("saved for recompute", tensor)
+                .map_err(|e| self.place(visit, Some(layer), e))
         };
         for tensor in ran.saved.iter().flatten() {
             extra.data.push(send(tensor)?);
@@ -720,7 +859,9 @@ impl Launcher {
         for (place, before) in &ran.buffers {
             extra.buffers.push((*place, send(before)?));
         }
-        visit.call.put(|state| state.extras.insert((layer, visit.microbatch), extra));
+        visit
+            .call
+            .put(|state| state.extras.insert((layer, visit.microbatch), extra));
         Ok(())
     }
 
@@ -739,7 +880,9 @@ impl Launcher {
         }
         let layer = seated.index;
         let room = self.worker().pool().capacity().0 / OUTBOX_SHARE;
-        self.port.make_room(room).map_err(|e| self.place(visit, Some(layer), e))?;
+        self.port
+            .make_room(room)
+            .map_err(|e| self.place(visit, Some(layer), e))?;
         let site = visit.site(layer);
         let module = &*terms.model.layers[layer].1;
         let ran = self.timed(visit, Some(layer), category, || {
@@ -755,16 +898,27 @@ impl Launcher {
         Ok(ran)
     }
 
-    /// Notes the largest and the smallest value of a layer's output: they tell whether all are finite. What cannot be
-    /// looked at for want of memory is left out.
+    /// Notes the largest and the smallest value of a layer's output: they tell whether all are
+    /// finite. What cannot be looked at for want of memory is left out.
     fn probe(&self, visit: &Visit<'_>, layer: usize, output: &Tree<Held>) {
         // Values that no gradient flows through, such as masks, may well be infinite.
-        for held in output.leaves().into_iter().filter(|held| held.grad && held.tensor.numel() > 0) {
+        for held in output
+            .leaves()
+            .into_iter()
+            .filter(|held| held.grad && held.tensor.numel() > 0)
+        {
             let mut cx = Cx::infer(self.worker());
-            let extremes = [cx.max(&held.tensor, &[], false), cx.min(&held.tensor, &[], false)];
+            let extremes = [
+                cx.max(&held.tensor, &[], false),
+                cx.min(&held.tensor, &[], false),
+            ];
             for value in extremes.into_iter().flatten() {
                 if let Ok(parcel) = self.port.send("probe", &value) {
-                    visit.call.lock().probes.push((layer, visit.microbatch, parcel));
+                    visit
+                        .call
+                        .lock()
+                        .probes
+                        .push((layer, visit.microbatch, parcel));
                 }
             }
         }
@@ -782,8 +936,9 @@ impl Launcher {
         // A user's layer or loss function may panic: it fails its call, not the worker.
         let work = || {
             let what = if layer.is_some() { "layer" } else { "loss_fn" };
-            let failed =
-                |panic: Box<dyn Any + Send>| roundpipe_tensor::Error::invalid(what, panic_text(&*panic));
+            let failed = |panic: Box<dyn Any + Send>| {
+                roundpipe_tensor::Error::invalid(what, panic_text(&*panic))
+            };
             catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(failed(panic)))
         };
         let _doing = visit.call.terms.board.enter(&self.who, Doing(visit, layer));
@@ -792,7 +947,15 @@ impl Launcher {
         let out = work().map_err(fail)?;
         let to = lane.stamp().map_err(fail)?;
         let (worker, slot, microbatch) = (self.index, visit.slot, visit.microbatch);
-        visit.call.lock().timed.push(Timed { worker, slot, layer, microbatch, category, from, to });
+        visit.call.lock().timed.push(Timed {
+            worker,
+            slot,
+            layer,
+            microbatch,
+            category,
+            from,
+            to,
+        });
         Ok(out)
     }
 
@@ -821,16 +984,29 @@ impl Launcher {
         let label = call.lock().labels[m].take().unwrap_or(Tree::None);
         let label = label.map_ref(|parcel| Leaf::new(parcel.clone(), false));
         let coming = self.receive(visit, label)?;
-        let label = self.land(visit, coming)?.map_ref(|held| held.tensor.clone());
-        let loss = terms.loss.clone().ok_or_else(|| Error::config("loss_fn", "a fused stage needs one"))?;
+        let label = self
+            .land(visit, coming)?
+            .map_ref(|held| held.tensor.clone());
+        let loss = terms
+            .loss
+            .clone()
+            .ok_or_else(|| Error::config("loss_fn", "a fused stage needs one"))?;
         // The loss draws behind the last layer.
         let site = visit.site(terms.model.layers.len());
-        let (losses, grads) = self
-            .timed(visit, None, Category::Loss, || visit::losses(&loss, self.worker(), site, &here, label))?;
-        let outputs =
-            if terms.wants_outputs { Some(self.send(visit, &mut here, &[], Until::Later)?) } else { None };
+        let (losses, grads) = self.timed(visit, None, Category::Loss, || {
+            visit::losses(&loss, self.worker(), site, &here, label)
+        })?;
+        let outputs = if terms.wants_outputs {
+            Some(self.send(visit, &mut here, &[], Until::Later)?)
+        } else {
+            None
+        };
         drop(here);
-        let send = |loss: &Tensor| self.port.send("loss", loss).map_err(|e| self.place(visit, None, e));
+        let send = |loss: &Tensor| {
+            self.port
+                .send("loss", loss)
+                .map_err(|e| self.place(visit, None, e))
+        };
         let losses = losses.iter().map(send).collect::<Result<Vec<_>>>()?;
         call.put(|state| {
             state.losses[m] = Some(losses);
@@ -851,7 +1027,9 @@ impl Launcher {
         let layers = visit.call.terms.stages[visit.slot].layers.clone();
         for (layer, tape) in layers.zip(tapes).rev() {
             let seated = seats.0.get_mut(&layer).expect("it was run in this visit");
-            grads = self.timed(visit, Some(layer), Category::Backward, || seated.back(tape, grads))?;
+            grads = self.timed(visit, Some(layer), Category::Backward, || {
+                seated.back(tape, grads)
+            })?;
         }
         Ok(grads)
     }
@@ -893,13 +1071,15 @@ impl Launcher {
             drop(ran.output);
             let tape = ran.tape.expect("a recompute is recorded");
             let seated = seats.0.get_mut(&layer).expect("just run");
-            grads = Some(self.timed(visit, Some(layer), Category::Backward, || seated.back(tape, given))?);
+            grads = Some(self.timed(visit, Some(layer), Category::Backward, || {
+                seated.back(tape, given)
+            })?);
         }
         self.pass_grads(visit, grads.unwrap_or_default())
     }
 
-    /// Starts bringing what was saved for a layer that is needed next, if it is there; behind the last microbatch that
-    /// is the next job's.
+    /// Starts bringing what was saved for a layer that is needed next, if it is there; behind the
+    /// last microbatch that is the next job's.
     fn send_for(&mut self, visit: &Visit<'_>, layer: usize, microbatch: usize) -> Result<()> {
         if microbatch == visit.call.terms.microbatches {
             return self.send_for_next(visit);
@@ -907,28 +1087,47 @@ impl Launcher {
         let key = (layer, microbatch);
         let (saved, extra) = {
             let mut state = visit.call.lock();
-            let Some(saved) = state.saved.remove(&key) else { return Ok(()) };
+            let Some(saved) = state.saved.remove(&key) else {
+                return Ok(());
+            };
             let bytes = state.extras.get(&key).map_or(0, Extra::bytes);
-            (saved, if self.is_roomy(bytes) { state.extras.remove(&key) } else { None })
+            (
+                saved,
+                if self.is_roomy(bytes) {
+                    state.extras.remove(&key)
+                } else {
+                    None
+                },
+            )
         };
         let input = self.receive(visit, saved)?;
-        let extra = extra.map(|extra| self.receive_extra(visit, layer, &extra)).transpose()?;
+        let extra = extra
+            .map(|extra| self.receive_extra(visit, layer, &extra))
+            .transpose()?;
         self.coming.insert(key, Ahead { input, extra });
         Ok(())
     }
 
-    /// Whether so much may come before it is needed: half of the worker stays free for the visit under way, and what was
-    /// ever in use at once fits beside it.
+    /// Whether so much may come before it is needed: half of the worker stays free for the visit
+    /// under way, and what was ever in use at once fits beside it.
     fn is_roomy(&self, bytes: usize) -> bool {
-        let (usage, capacity) = (self.worker().pool().usage(), self.worker().pool().capacity().0);
+        let (usage, capacity) = (
+            self.worker().pool().usage(),
+            self.worker().pool().capacity().0,
+        );
         let with = |used: u64| used.saturating_add(bytes as u64);
         with(usage.used.0) <= capacity / 2 && with(usage.peak_used.0) <= capacity
     }
 
-    /// Starts bringing what the first microbatch of the next job needs, if that job goes backward in the same call.
+    /// Starts bringing what the first microbatch of the next job needs, if that job goes backward
+    /// in the same call.
     fn send_for_next(&mut self, visit: &Visit<'_>) -> Result<()> {
         let (call, terms) = (visit.call, &visit.call.terms);
-        let Some(next) = self.next.as_ref().filter(|next| Arc::ptr_eq(&next.call, call)) else {
+        let Some(next) = self
+            .next
+            .as_ref()
+            .filter(|next| Arc::ptr_eq(&next.call, call))
+        else {
             return Ok(());
         };
         let (slot, stage) = (next.slot, &terms.stages[next.slot]);
@@ -941,13 +1140,25 @@ impl Launcher {
         };
         let bytes: usize = {
             let state = call.lock();
-            let saved = state.saved.get(&(layer, 0)).map(Tree::leaves).unwrap_or_default();
+            let saved = state
+                .saved
+                .get(&(layer, 0))
+                .map(Tree::leaves)
+                .unwrap_or_default();
             saved.iter().map(|leaf| leaf.parcel.size_bytes()).sum()
         };
         if !self.is_roomy(bytes) {
             return Ok(());
         }
-        self.send_for(&Visit { call, slot, microbatch: 0 }, layer, 0)
+        self.send_for(
+            &Visit {
+                call,
+                slot,
+                microbatch: 0,
+            },
+            layer,
+            0,
+        )
     }
 
     /// Starts bringing what a layer saved for its recompute.
@@ -957,8 +1168,14 @@ impl Launcher {
             arrival.map_err(|e| self.place(visit, Some(layer), e))
         };
         let data = extra.data.iter().map(bring).collect::<Result<Vec<_>>>()?;
-        let buffers = extra.buffers.iter().map(|(place, parcel)| Ok((*place, bring(parcel)?)));
-        Ok(Extras { data, buffers: buffers.collect::<Result<Vec<_>>>()? })
+        let buffers = extra
+            .buffers
+            .iter()
+            .map(|(place, parcel)| Ok((*place, bring(parcel)?)));
+        Ok(Extras {
+            data,
+            buffers: buffers.collect::<Result<Vec<_>>>()?,
+        })
     }
 
     /// The saved input of a layer, on the worker, and what else was sent for with it.
@@ -968,7 +1185,9 @@ impl Launcher {
             return Ok((self.land(visit, input)?, extra));
         }
         let what = format!("waiting for the saved input of layer {layer}, microbatch {m}");
-        let saved = visit.call.wait(&self.who, &what, |state| state.saved.remove(&(layer, m)))?;
+        let saved = visit
+            .call
+            .wait(&self.who, &what, |state| state.saved.remove(&(layer, m)))?;
         let coming = self.receive(visit, saved)?;
         Ok((self.land(visit, coming)?, None))
     }
@@ -986,14 +1205,30 @@ impl Launcher {
             Some(extra) => extra,
             None => {
                 let key = (layer, visit.microbatch);
-                let what = format!("waiting for the forward of layer {layer}, microbatch {}", key.1);
-                let extra = visit.call.wait(&self.who, &what, |state| state.extras.remove(&key))?;
+                let what = format!(
+                    "waiting for the forward of layer {layer}, microbatch {}",
+                    key.1
+                );
+                let extra = visit
+                    .call
+                    .wait(&self.who, &what, |state| state.extras.remove(&key))?;
                 self.receive_extra(visit, layer, &extra)?
             }
         };
-        let land = |arrival: Arrival| arrival.land().map_err(|e| self.place(visit, Some(layer), e));
-        let data = extra.data.into_iter().map(land).collect::<Result<Vec<_>>>()?;
-        let buffers = extra.buffers.into_iter().map(|(place, arrival)| Ok((place, land(arrival)?)));
+        let land = |arrival: Arrival| {
+            arrival
+                .land()
+                .map_err(|e| self.place(visit, Some(layer), e))
+        };
+        let data = extra
+            .data
+            .into_iter()
+            .map(land)
+            .collect::<Result<Vec<_>>>()?;
+        let buffers = extra
+            .buffers
+            .into_iter()
+            .map(|(place, arrival)| Ok((place, land(arrival)?)));
         let buffers = buffers.collect::<Result<Vec<_>>>()?;
         let seated = self.seat(job, seats, layer, visit)?;
         // The forward saw these buffers; the next microbatch brings its own.
@@ -1003,8 +1238,8 @@ impl Launcher {
         self.run_layer(visit, seated, Category::Recompute, Mode::Again(data), input)
     }
 
-    /// Starts bringing the gradients of this stage's outputs, if the slot before has passed them on: they are needed
-    /// before anything else that is sent for.
+    /// Starts bringing the gradients of this stage's outputs, if the slot before has passed them
+    /// on: they are needed before anything else that is sent for.
     fn ask_grads(&mut self, visit: &Visit<'_>) -> Result<Option<Vec<Option<Grad>>>> {
         if takes_seed(visit) {
             return Ok(None);
@@ -1015,9 +1250,15 @@ impl Launcher {
                 Some(Passed::Grads(grads)) => grads.iter().flatten().map(Parcel::size_bytes).sum(),
                 _ => 0,
             };
-            if self.is_roomy(bytes) { passed_grads(&mut state, visit) } else { None }
+            if self.is_roomy(bytes) {
+                passed_grads(&mut state, visit)
+            } else {
+                None
+            }
         };
-        passed.map(|parcels| self.bring_grads(visit, parcels)).transpose()
+        passed
+            .map(|parcels| self.bring_grads(visit, parcels))
+            .transpose()
     }
 
     /// The gradients of this stage's outputs, on the worker.
@@ -1037,18 +1278,30 @@ impl Launcher {
             Grad::Here(tensor) => Ok(tensor),
             Grad::Coming(arrival) => arrival.land().map_err(|e| self.place(visit, None, e)),
         };
-        grads.into_iter().map(|grad| grad.map(land).transpose()).collect()
+        grads
+            .into_iter()
+            .map(|grad| grad.map(land).transpose())
+            .collect()
     }
 
-    fn bring_grads(&mut self, visit: &Visit<'_>, parcels: Vec<Option<Parcel>>) -> Result<Vec<Option<Grad>>> {
+    fn bring_grads(
+        &mut self,
+        visit: &Visit<'_>,
+        parcels: Vec<Option<Parcel>>,
+    ) -> Result<Vec<Option<Grad>>> {
         let mut bring = |parcel: Parcel| match self.find(&parcel) {
             Some(tensor) => Ok(Grad::Here(tensor)),
             None => {
                 let arrival = self.port.receive("gradient", &parcel);
-                Ok(Grad::Coming(arrival.map_err(|e| self.place(visit, None, e))?))
+                Ok(Grad::Coming(
+                    arrival.map_err(|e| self.place(visit, None, e))?,
+                ))
             }
         };
-        parcels.into_iter().map(|parcel| parcel.map(&mut bring).transpose()).collect()
+        parcels
+            .into_iter()
+            .map(|parcel| parcel.map(&mut bring).transpose())
+            .collect()
     }
 
     /// The same where they are: from the slot before, from the user, or from another call.
@@ -1059,18 +1312,28 @@ impl Launcher {
             return match seed {
                 Some(Seed::Given(grads)) => Ok(grads),
                 Some(Seed::Of(other, leaves)) => {
-                    let what = format!("waiting for the input gradients of {}", other.terms.model.name);
+                    let what = format!(
+                        "waiting for the input gradients of {}",
+                        other.terms.model.name
+                    );
                     let found = other.wait(&self.who, &what, |state| state.input_grads[m].clone());
                     let found = found.map_err(|_| other.called_off())?;
                     visit.call.depend_on(&other);
                     let leaves = leaves.unwrap_or(0..found.len());
                     Ok(found[leaves].to_vec())
                 }
-                None => Err(Error::CalledOff { why: "the gradients were taken twice".to_owned() }),
+                None => Err(Error::CalledOff {
+                    why: "the gradients were taken twice".to_owned(),
+                }),
             };
         }
-        let what = format!("waiting for the gradients of microbatch {m} from stage {}", visit.slot - 1);
-        visit.call.wait(&self.who, &what, |state| passed_grads(state, visit))
+        let what = format!(
+            "waiting for the gradients of microbatch {m} from stage {}",
+            visit.slot - 1
+        );
+        visit
+            .call
+            .wait(&self.who, &what, |state| passed_grads(state, visit))
     }
 
     /// The gradients of this stage's inputs go to the slot that runs the layers before.
@@ -1089,7 +1352,10 @@ impl Launcher {
             let readers: Vec<usize> = next.into_iter().collect();
             let parcel = match self.keep(&grad, &readers, Until::NextStage) {
                 Some(parcel) => parcel,
-                None => self.port.send("gradient", &grad).map_err(|e| self.place(visit, None, e))?,
+                None => self
+                    .port
+                    .send("gradient", &grad)
+                    .map_err(|e| self.place(visit, None, e))?,
             };
             parcels.push(Some(parcel));
         }
@@ -1107,7 +1373,11 @@ impl Launcher {
         let call = job.call.clone();
         let terms = &call.terms;
         let stage = &terms.stages[job.slot];
-        let visit = Visit { call: &call, slot: job.slot, microbatch: terms.microbatches - 1 };
+        let visit = Visit {
+            call: &call,
+            slot: job.slot,
+            microbatch: terms.microbatches - 1,
+        };
         if stage.pass != Pass::Backward && terms.training {
             self.send_buffers(&visit, &seats)?;
         }
@@ -1117,24 +1387,39 @@ impl Launcher {
         let mut gradients = Vec::new();
         let mut seated: Vec<Seated> = seats.0.into_values().collect();
         seated.sort_by_key(|seated| std::cmp::Reverse(seated.index));
-        for Seated { index, params, sums, .. } in seated {
+        for Seated {
+            index,
+            params,
+            sums,
+            ..
+        } in seated
+        {
             let stored = terms.model.store.layer(index);
             for (i, sum) in sums.into_iter().enumerate() {
                 let Some(sum) = sum else { continue };
                 let rounded = self.worker().cast(&sum, stored.params()[i].grad_dtype);
                 let tensor = rounded.map_err(|e| self.place(&visit, Some(index), e))?;
-                gradients.push(Gradient { layer: index, param: i, tensor });
+                gradients.push(Gradient {
+                    layer: index,
+                    param: i,
+                    tensor,
+                });
             }
             drop(params);
         }
         let lane = self.worker().device().lane(LaneKind::Compute);
         let after = lane.record().map_err(|e| self.place(&visit, None, e))?;
-        self.mover.unload(Unload { call: call.clone(), slot: job.slot, gradients, after });
+        self.mover.unload(Unload {
+            call: call.clone(),
+            slot: job.slot,
+            gradients,
+            after,
+        });
         Ok(())
     }
 
-    /// Where kernels report bad data later than they are launched, a call that may end without a backward ends behind
-    /// them.
+    /// Where kernels report bad data later than they are launched, a call that may end without a
+    /// backward ends behind them.
     fn finish_forward(&mut self, job: &Job) -> Result<()> {
         let call = &job.call;
         let goes_on = call.terms.trains && call.terms.loss.is_some();
@@ -1142,8 +1427,15 @@ impl Launcher {
             return Ok(());
         }
         let lane = self.worker().device().lane(LaneKind::Compute);
-        let after = lane.record().map_err(|e| call.place(job.slot, None, None, e))?;
-        self.mover.unload(Unload { call: call.clone(), slot: job.slot, gradients: Vec::new(), after });
+        let after = lane
+            .record()
+            .map_err(|e| call.place(job.slot, None, None, e))?;
+        self.mover.unload(Unload {
+            call: call.clone(),
+            slot: job.slot,
+            gradients: Vec::new(),
+            after,
+        });
         Ok(())
     }
 
@@ -1153,8 +1445,10 @@ impl Launcher {
             for ((param, tensor), set) in seated.params.iter().zip(&seated.set) {
                 if *set {
                     let sent = self.port.send("buffer", tensor);
-                    buffers
-                        .push((param.clone(), sent.map_err(|e| self.place(visit, Some(seated.index), e))?));
+                    buffers.push((
+                        param.clone(),
+                        sent.map_err(|e| self.place(visit, Some(seated.index), e))?,
+                    ));
                 }
             }
         }

@@ -1,11 +1,11 @@
 //! The workers in round-robin order, and the threads that serve them.
 //!
-//! A ring may serve several engines: stage slots of all their calls go to its workers one after another, in
-//! the order of submission, starting where the last call left off.
+//! A ring may serve several engines: stage slots of all their calls go to its workers one after
+//! another, in the order of submission, starting where the last call left off.
 //!
 //! # Invariants
-//! - Every worker's queue has the calls in the same order, so that a job only ever waits for jobs that stand
-//!   earlier in some queue: no two workers can wait for each other.
+//! - Every worker's queue has the calls in the same order, so that a job only ever waits for jobs
+//!   that stand earlier in some queue: no two workers can wait for each other.
 //! - All device memory is reserved when the ring is made.
 
 use std::cell::Cell;
@@ -107,7 +107,10 @@ impl Line {
             if queue.closed {
                 return None;
             }
-            queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            queue = self
+                .changed
+                .wait(queue)
+                .unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
@@ -115,8 +118,8 @@ impl Line {
 /// What a ring is made from.
 #[derive(Debug, Clone, Default)]
 pub struct RingOptions {
-    /// Memory to reserve on each worker; by default half of what the device has free when the ring is made, in equal
-    /// parts for its workers.
+    /// Memory to reserve on each worker; by default half of what the device has free when the ring
+    /// is made, in equal parts for its workers.
     pub memory: Option<Bytes>,
     /// Bytes of activations that may stay on a worker; by default a tenth of its memory, or a
     /// quarter where weights are read in place.
@@ -131,12 +134,14 @@ impl Ring {
     /// Reserves memory on each device and starts its threads.
     ///
     /// # Errors
-    /// [`Error::Config`] without devices; when a device has less memory than asked for or no thread starts.
+    /// [`Error::Config`] without devices; when a device has less memory than asked for or no thread
+    /// starts.
     pub fn new(devices: &[Arc<dyn Device>], options: &RingOptions) -> Result<Self> {
         Self::with_notes(devices, options, Vec::new())
     }
 
-    /// As [`Ring::new`], of devices that were looked for; what was noted on the way is kept for [`Ring::notes`].
+    /// As [`Ring::new`], of devices that were looked for; what was noted on the way is kept for
+    /// [`Ring::notes`].
     ///
     /// # Errors
     /// As [`Ring::new`].
@@ -144,9 +149,16 @@ impl Ring {
         Self::with_notes(&devices.workers, options, devices.notes())
     }
 
-    fn with_notes(devices: &[Arc<dyn Device>], options: &RingOptions, notes: Vec<String>) -> Result<Self> {
+    fn with_notes(
+        devices: &[Arc<dyn Device>],
+        options: &RingOptions,
+        notes: Vec<String>,
+    ) -> Result<Self> {
         let Some(host_device) = host_device(devices) else {
-            return Err(Error::config("devices", "there is none; a ring needs at least one worker"));
+            return Err(Error::config(
+                "devices",
+                "there is none; a ring needs at least one worker",
+            ));
         };
         let board = Board::new();
         let host = HostPool::new(host_device.clone(), options.pin);
@@ -154,19 +166,37 @@ impl Ring {
         let open = |(device, part): (&Arc<dyn Device>, Bytes)| {
             Worker::new(device.clone(), options.memory.unwrap_or(part))
         };
-        let workers = devices.iter().zip(offered).map(open).collect::<Result<Vec<_>, _>>()?;
+        let workers = devices
+            .iter()
+            .zip(offered)
+            .map(open)
+            .collect::<Result<Vec<_>, _>>()?;
         let port = |worker: &Worker| Arc::new(Port::new(worker.clone(), host.clone()));
         let ports: Vec<Arc<Port>> = workers.iter().map(port).collect();
         let calls = Arc::<Peers>::default();
         let mut threads = Vec::new();
         let limit = |worker: &Worker| {
-            // Beside weights and the working memory of a stage; where weights are read in place there is more.
-            let share = if worker.device().aliases_host() { 4 } else { 10 };
-            options.keep.unwrap_or(Bytes(worker.pool().capacity().0 / share)).0
+            // Beside weights and the working memory of a stage; where weights are read in place
+            // there is more.
+            let share = if worker.device().aliases_host() {
+                4
+            } else {
+                10
+            };
+            options
+                .keep
+                .unwrap_or(Bytes(worker.pool().capacity().0 / share))
+                .0
         };
         let hands = if options.serial {
             let inline = |(i, port): (usize, &Arc<Port>)| {
-                Launcher::new(i, port.clone(), Mover::Inline(port.clone()), limit(port.worker()), None)
+                Launcher::new(
+                    i,
+                    port.clone(),
+                    Mover::Inline(port.clone()),
+                    limit(port.worker()),
+                    None,
+                )
             };
             Hands::Serial(Mutex::new(ports.iter().enumerate().map(inline).collect()))
         } else {
@@ -174,15 +204,31 @@ impl Ring {
             for (i, port) in ports.iter().enumerate() {
                 let line = Arc::new(Line::default());
                 let mover = Mover::start(port, &mut threads)?;
-                let launcher =
-                    Launcher::new(i, port.clone(), mover, limit(port.worker()), Some(line.clone()));
+                let launcher = Launcher::new(
+                    i,
+                    port.clone(),
+                    mover,
+                    limit(port.worker()),
+                    Some(line.clone()),
+                );
                 threads.push(start(launcher, line.clone(), ring_id(&calls))?);
                 lines.push(line);
             }
             Hands::Threaded(lines)
         };
         let (next, threads) = (Mutex::new(0), Mutex::new(threads));
-        let inner = Inner { workers, ports, host_device, host, next, hands, threads, board, notes, calls };
+        let inner = Inner {
+            workers,
+            ports,
+            host_device,
+            host,
+            next,
+            hands,
+            threads,
+            board,
+            notes,
+            calls,
+        };
         Ok(Self(Arc::new(inner)))
     }
 
@@ -203,22 +249,29 @@ impl Ring {
 
     /// Whether every worker computes in host memory, and so on the host's cores.
     pub(crate) fn is_host(&self) -> bool {
-        self.workers().iter().all(|worker| worker.device().aliases_host())
+        self.workers()
+            .iter()
+            .all(|worker| worker.device().aliases_host())
     }
 
     /// What the smallest worker has reserved.
     pub(crate) fn least_memory(&self) -> u64 {
-        self.workers().iter().map(|worker| worker.pool().capacity().0).min().unwrap_or(0)
+        self.workers()
+            .iter()
+            .map(|worker| worker.pool().capacity().0)
+            .min()
+            .unwrap_or(0)
     }
 
-    /// Why there is no GPU among the workers and which GPUs were left out, a line each, where the devices were looked
-    /// for: by [`Ring::of`], or by an engine that was given none.
+    /// Why there is no GPU among the workers and which GPUs were left out, a line each, where the
+    /// devices were looked for: by [`Ring::of`], or by an engine that was given none.
     pub fn notes(&self) -> &[String] {
         &self.0.notes
     }
 
-    /// How much is pinned of the host memory that the ring's device for it gave: activations, and the weights and
-    /// gradients of engines on this ring. That device is the first that copies from host memory, where there is one.
+    /// How much is pinned of the host memory that the ring's device for it gave: activations, and
+    /// the weights and gradients of engines on this ring. That device is the first that copies from
+    /// host memory, where there is one.
     pub fn pins(&self) -> Pins {
         self.0.host_device.pins()
     }
@@ -241,14 +294,19 @@ impl Ring {
         &self.0.board
     }
 
-    /// The workers of the next `slots` slots; the ring moves on by as many. Workers that compute in host memory
-    /// share its cores: a fused call of one slot then stays where the last one was, whose arena is still in the
-    /// caches. (Chained engines, which wait for each other's microbatches, are never fused but for the last.)
+    /// The workers of the next `slots` slots; the ring moves on by as many. Workers that compute in
+    /// host memory share its cores: a fused call of one slot then stays where the last one was,
+    /// whose arena is still in the caches. (Chained engines, which wait for each other's
+    /// microbatches, are never fused but for the last.)
     pub(crate) fn assign(&self, slots: usize, kind: PlanKind) -> Vec<usize> {
         let mut next = lock(&self.0.next);
         let first = *next;
         let stays = slots == 1 && kind == PlanKind::Fused && self.is_host();
-        *next = if stays { first } else { (first + slots) % self.len() };
+        *next = if stays {
+            first
+        } else {
+            (first + slots) % self.len()
+        };
         (0..slots).map(|i| (first + i) % self.len()).collect()
     }
 
@@ -260,7 +318,11 @@ impl Ring {
     /// The copies noted since the last call, with their workers.
     pub(crate) fn take_moves(&self) -> Vec<(usize, Moved)> {
         let of = |(worker, port): (usize, &Arc<Port>)| {
-            port.log().take().into_iter().map(move |moved| (worker, moved)).collect::<Vec<_>>()
+            port.log()
+                .take()
+                .into_iter()
+                .map(move |moved| (worker, moved))
+                .collect::<Vec<_>>()
         };
         self.0.ports.iter().enumerate().flat_map(of).collect()
     }
@@ -275,19 +337,27 @@ impl Ring {
         &self.0.calls
     }
 
-    /// Waits for all lanes. What went wrong in them belongs to calls that have failed, or to others under way, which
-    /// fail now.
+    /// Waits for all lanes. What went wrong in them belongs to calls that have failed, or to others
+    /// under way, which fail now.
     pub(crate) fn drain(&self) {
-        self.0.ports.iter().for_each(|port| self.0.calls.drain(port));
+        self.0
+            .ports
+            .iter()
+            .for_each(|port| self.0.calls.drain(port));
     }
 
-    /// Puts workers in order where something went wrong that no call will meet: in work of calls that have ended.
+    /// Puts workers in order where something went wrong that no call will meet: in work of calls
+    /// that have ended.
     pub(crate) fn tidy(&self) {
         if !self.0.calls.active().is_empty() {
             return;
         }
         let ails = |port: &&Arc<Port>| port.worker().device().ails();
-        self.0.ports.iter().filter(ails).for_each(|port| self.0.calls.drain(port));
+        self.0
+            .ports
+            .iter()
+            .filter(ails)
+            .for_each(|port| self.0.calls.drain(port));
     }
 
     /// Queues the jobs of one call (or of its backward), each on its worker.
@@ -312,18 +382,27 @@ impl Ring {
     }
 }
 
-/// Whose host memory suits all: that of the first device that copies from it, since one that reads it in place gains
-/// nothing by pins and gives none.
+/// Whose host memory suits all: that of the first device that copies from it, since one that reads
+/// it in place gains nothing by pins and gives none.
 fn host_device(devices: &[Arc<dyn Device>]) -> Option<Arc<dyn Device>> {
-    devices.iter().find(|device| !device.aliases_host()).or(devices.first()).cloned()
+    devices
+        .iter()
+        .find(|device| !device.aliases_host())
+        .or(devices.first())
+        .cloned()
 }
 
-/// What each worker reserves when nobody says how much. All are asked before anything is reserved: what the first takes
-/// is no longer free for the second.
+/// What each worker reserves when nobody says how much. All are asked before anything is reserved:
+/// what the first takes is no longer free for the second.
 fn parts(devices: &[Arc<dyn Device>]) -> Vec<Bytes> {
     let free: Vec<u64> = devices.iter().map(|device| device.memory().0).collect();
     let part = |device: &Arc<dyn Device>| {
-        let same = || devices.iter().zip(&free).filter(|(other, _)| same_memory(&***other, &**device));
+        let same = || {
+            devices
+                .iter()
+                .zip(&free)
+                .filter(|(other, _)| same_memory(&***other, &**device))
+        };
         // Another process may take some between two questions.
         let least = same().map(|(_, free)| *free).min().unwrap_or(0);
         Bytes(least / (2 * same().count() as u64))
@@ -345,7 +424,10 @@ fn start(mut launcher: Launcher, line: Arc<Line>, ring: usize) -> Result<JoinHan
             launcher.run(job);
         }
     };
-    std::thread::Builder::new().name(name).spawn(body).map_err(fail)
+    std::thread::Builder::new()
+        .name(name)
+        .spawn(body)
+        .map_err(fail)
 }
 
 impl Drop for Inner {

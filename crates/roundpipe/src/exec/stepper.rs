@@ -1,17 +1,19 @@
 //! The optimizer beside the workers.
 //!
-//! A step is ordered when its calls are submitted, and begins when all of them have ended: every gradient has
-//! landed then, so the step is sure to happen. Until that moment it can be called off without a trace. Layers
-//! are updated from the first to the last, each published as soon as it is done, so that the next call's
-//! forward follows layer by layer behind the update instead of waiting for all of it. What needs all gradients
-//! before, their norm, is summed as they land.
+//! A step is ordered when its calls are submitted, and begins when all of them have ended: every
+//! gradient has landed then, so the step is sure to happen. Until that moment it can be called off
+//! without a trace. Layers are updated from the first to the last, each published as soon as it is
+//! done, so that the next call's forward follows layer by layer behind the update instead of
+//! waiting for all of it. What needs all gradients before, their norm, is summed as they land.
 //!
 //! # Invariants
 //! - Steps are done one after another, in the order they were asked for.
 //! - A step whose calls failed publishes nothing, and fails the calls that were submitted after it.
-//! - A step of the rule that has begun is done, even when the engine is dropped: no model is left half updated.
-//! - A step whose gradients are not finite changes no weight. After [`Streak::most`] of them in a row the step fails,
-//!   with the first layer that was not finite: from the second on, calls look at the output of every layer.
+//! - A step of the rule that has begun is done, even when the engine is dropped: no model is left
+//!   half updated.
+//! - A step whose gradients are not finite changes no weight. After [`Streak::most`] of them in a
+//!   row the step fails, with the first layer that was not finite: from the second on, calls look
+//!   at the output of every layer.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -40,8 +42,9 @@ pub(crate) type StepFn = Box<dyn FnOnce(&mut OptimParams<'_>) -> Result<()> + Se
 pub(crate) enum Work {
     /// The store's rule, with the scale that the losses were multiplied with.
     Rule(Update, Option<(GradScaler, f64)>),
-    /// Nothing: the gradients are dropped, and the next version is equal to the newest. Perhaps because some of them are
-    /// not finite, or some of another engine that is updated together with this one.
+    /// Nothing: the gradients are dropped, and the next version is equal to the newest. Perhaps
+    /// because some of them are not finite, or some of another engine that is updated together with
+    /// this one.
     Skip { nonfinite: bool },
     /// A user's function.
     Function(StepFn),
@@ -82,7 +85,12 @@ pub(crate) struct Outcome {
 
 impl Outcome {
     pub fn new(version: u64, number: u64) -> Arc<Self> {
-        Arc::new(Self { version, number, phase: Mutex::new(Phase::Waiting), changed: Condvar::new() })
+        Arc::new(Self {
+            version,
+            number,
+            phase: Mutex::new(Phase::Waiting),
+            changed: Condvar::new(),
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, Phase> {
@@ -101,7 +109,12 @@ impl Outcome {
             match &mut *phase {
                 Phase::Done(report) => return Ok(*report),
                 Phase::Failed(error) => return Err(error.take().unwrap_or_else(failed_before)),
-                _ => phase = self.changed.wait(phase).unwrap_or_else(PoisonError::into_inner),
+                _ => {
+                    phase = self
+                        .changed
+                        .wait(phase)
+                        .unwrap_or_else(PoisonError::into_inner)
+                }
             }
         }
     }
@@ -114,7 +127,10 @@ impl Outcome {
                 Phase::Begun | Phase::Done(_) => return Ok(()),
                 Phase::Failed(error) => return Err(error.take().unwrap_or_else(failed_before)),
                 Phase::Waiting | Phase::Failing => {
-                    phase = self.changed.wait(phase).unwrap_or_else(PoisonError::into_inner);
+                    phase = self
+                        .changed
+                        .wait(phase)
+                        .unwrap_or_else(PoisonError::into_inner);
                 }
             }
         }
@@ -124,7 +140,10 @@ impl Outcome {
     pub fn settle(&self) -> bool {
         let mut phase = self.lock();
         while matches!(*phase, Phase::Waiting | Phase::Begun | Phase::Failing) {
-            phase = self.changed.wait(phase).unwrap_or_else(PoisonError::into_inner);
+            phase = self
+                .changed
+                .wait(phase)
+                .unwrap_or_else(PoisonError::into_inner);
         }
         matches!(*phase, Phase::Done(_))
     }
@@ -152,7 +171,9 @@ impl Outcome {
 }
 
 fn failed_before() -> Error {
-    Error::CalledOff { why: "the step failed before".to_owned() }
+    Error::CalledOff {
+        why: "the step failed before".to_owned(),
+    }
 }
 
 /// Steps in a row that were not finite.
@@ -165,7 +186,10 @@ pub(crate) struct Streak {
 
 impl Streak {
     fn new(most: u64) -> Self {
-        Self { most, seen: Mutex::default() }
+        Self {
+            most,
+            seen: Mutex::default(),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, (u64, String)> {
@@ -241,9 +265,18 @@ impl Stepper {
         };
         let name = format!("{} optimizer", model.name);
         let fail = |e| Error::config("threads", format!("cannot start the optimizer thread: {e}"));
-        let thread = std::thread::Builder::new().name(name).spawn(move || bench.run(&to_do)).map_err(fail)?;
+        let thread = std::thread::Builder::new()
+            .name(name)
+            .spawn(move || bench.run(&to_do))
+            .map_err(fail)?;
         let id = thread.thread().id();
-        Ok(Self { orders: Some(orders), thread: Some(thread), abort, streak, id })
+        Ok(Self {
+            orders: Some(orders),
+            thread: Some(thread),
+            abort,
+            streak,
+            id,
+        })
     }
 
     /// Whether the calling thread is the one that runs steps.
@@ -272,18 +305,27 @@ impl Drop for Stepper {
 impl Bench {
     fn run(&self, orders: &Receiver<Order>) {
         for order in orders {
-            let Order { version, calls, next_call, work, outcome } = order;
+            let Order {
+                version,
+                calls,
+                next_call,
+                work,
+                outcome,
+            } = order;
             // A function of the user may panic; the store is then as before.
-            let step = catch_unwind(AssertUnwindSafe(|| self.step(version, &calls, work, &outcome)));
+            let step = catch_unwind(AssertUnwindSafe(|| {
+                self.step(version, &calls, work, &outcome)
+            }));
             let step = step.unwrap_or_else(|panic| Err(Error::config("step", panic_text(&*panic))));
             match step {
                 Ok(report) => outcome.set(Phase::Done(report)),
                 Err(error) => {
                     let why = format!("the optimizer step before it failed: {error}");
-                    // First the calls that wait for this version: once the failure is settled, new ones may come. One
-                    // that comes in between sees that it is failing.
+                    // First the calls that wait for this version: once the failure is settled, new
+                    // ones may come. One that comes in between sees that it is failing.
                     outcome.set(Phase::Failing);
-                    // Engines that read these weights wait for what was asked for; that is no more than there is now.
+                    // Engines that read these weights wait for what was asked for; that is no more
+                    // than there is now.
                     let store = &self.model.store;
                     store.set_asked(store.layer(0).versions().current());
                     self.peers.fail_from(next_call, &why);
@@ -294,12 +336,21 @@ impl Bench {
         }
     }
 
-    fn step(&self, version: u64, calls: &[Arc<Call>], work: Work, outcome: &Outcome) -> Result<StepReport> {
+    fn step(
+        &self,
+        version: u64,
+        calls: &[Arc<Call>],
+        work: Work,
+        outcome: &Outcome,
+    ) -> Result<StepReport> {
         let measured = self.measure(calls);
         for call in calls {
             if !call.wait_end("optimizer") {
                 let source = Box::new(call.take_error().unwrap_or_else(|| call.called_off()));
-                return Err(Error::Undone { first: version, source });
+                return Err(Error::Undone {
+                    first: version,
+                    source,
+                });
             }
         }
         let squares = measured?;
@@ -320,10 +371,16 @@ impl Bench {
                     self.streak.add(self.nonfinite_place(calls, &squares));
                     self.streak.check()?;
                 }
-                let decision = Decision { factor: 0.0, grad_norm: squared.sqrt(), skip: true };
+                let decision = Decision {
+                    factor: 0.0,
+                    grad_norm: squared.sqrt(),
+                    skip: true,
+                };
                 self.apply(version, decision, &Update::new(0.0), None, outcome)
             }
-            Work::Function(function) => self.call(version, Store::total(&squares), function, outcome),
+            Work::Function(function) => {
+                self.call(version, Store::total(&squares), function, outcome)
+            }
         }
     }
 
@@ -334,24 +391,35 @@ impl Bench {
     /// Where the first value of a step that was not finite came from.
     fn nonfinite_place(&self, calls: &[Arc<Call>], squares: &[Vec<f64>]) -> String {
         if let Some((layer, microbatch)) = calls.iter().find_map(|call| call.first_nonfinite()) {
-            return format!("the first is the output of {}, microbatch {microbatch}", self.layer_name(layer));
+            return format!(
+                "the first is the output of {}, microbatch {microbatch}",
+                self.layer_name(layer)
+            );
         }
         // The backward comes to the last layer first.
-        match squares.iter().rposition(|layer| !layer.iter().sum::<f64>().is_finite()) {
+        match squares
+            .iter()
+            .rposition(|layer| !layer.iter().sum::<f64>().is_finite())
+        {
             Some(layer) => format!("the first is the gradient of {}", self.layer_name(layer)),
             None => "only their sum is".to_owned(),
         }
     }
 
-    /// The squares of all gradients, layer by layer as they land: the last call before a step makes them final.
+    /// The squares of all gradients, layer by layer as they land: the last call before a step makes
+    /// them final.
     fn measure(&self, calls: &[Arc<Call>]) -> Result<Vec<Vec<f64>>> {
         let store = &self.model.store;
-        let Some((last, before)) = calls.split_last() else { return store.all_squares() };
+        let Some((last, before)) = calls.split_last() else {
+            return store.all_squares();
+        };
         if !before.iter().all(|call| call.wait_end("optimizer")) {
             return Ok(Vec::new());
         }
         let mut squares = vec![Vec::new(); store.layers().len()];
-        let mut open: Vec<_> = (0..squares.len()).map(|layer| (layer, store.grad_layers(layer))).collect();
+        let mut open: Vec<_> = (0..squares.len())
+            .map(|layer| (layer, store.grad_layers(layer)))
+            .collect();
         while !open.is_empty() {
             for layer in last.wait_landed("optimizer", &mut open)? {
                 squares[layer] = store.squares(layer)?;
@@ -371,7 +439,12 @@ impl Bench {
         let store = &self.model.store;
         let layers = 0..store.layers().len();
         let step = store.steps() + u64::from(!decision.skip);
-        let apply = Apply { step, lr: update.lr, factor: decision.factor, next_version: version };
+        let apply = Apply {
+            step,
+            lr: update.lr,
+            factor: decision.factor,
+            next_version: version,
+        };
         if !decision.skip {
             store.check(&apply)?;
         }
@@ -395,17 +468,31 @@ impl Bench {
         store.set_steps(step);
         let partial = first_partial.is_some();
         match first_partial {
-            Some(layer) => self.streak.add(format!("the first is the update of {}", self.layer_name(layer))),
+            Some(layer) => self.streak.add(format!(
+                "the first is the update of {}",
+                self.layer_name(layer)
+            )),
             None if !decision.skip => self.streak.end(),
             None => {}
         }
         if let Some((scaler, used)) = scaler {
             scaler.update_from(used, decision.skip);
         }
-        Ok(StepReport { step, grad_norm: decision.grad_norm, skipped: decision.skip, partial })
+        Ok(StepReport {
+            step,
+            grad_norm: decision.grad_norm,
+            skipped: decision.skip,
+            partial,
+        })
     }
 
-    fn call(&self, version: u64, squared: f64, function: StepFn, outcome: &Outcome) -> Result<StepReport> {
+    fn call(
+        &self,
+        version: u64,
+        squared: f64,
+        function: StepFn,
+        outcome: &Outcome,
+    ) -> Result<StepReport> {
         let store = &self.model.store;
         let mut function = Some(function);
         self.patiently(Some(PATIENCE), || store.check_open(version, &self.abort))?;
@@ -416,12 +503,21 @@ impl Bench {
         })?;
         self.note(0, version, start);
         outcome.set(Phase::Begun);
-        Ok(StepReport { step: store.steps(), grad_norm: squared.sqrt(), skipped: false, partial: false })
+        Ok(StepReport {
+            step: store.steps(),
+            grad_norm: squared.sqrt(),
+            skipped: false,
+            partial: false,
+        })
     }
 
-    /// Somebody may be looking at a parameter just now; an update that could not begin has changed nothing. It is tried
-    /// again for so long, or until it begins.
-    fn patiently<R>(&self, patience: Option<Duration>, mut update: impl FnMut() -> Result<R>) -> Result<R> {
+    /// Somebody may be looking at a parameter just now; an update that could not begin has changed
+    /// nothing. It is tried again for so long, or until it begins.
+    fn patiently<R>(
+        &self,
+        patience: Option<Duration>,
+        mut update: impl FnMut() -> Result<R>,
+    ) -> Result<R> {
         let start = Instant::now();
         loop {
             let patient = patience.is_none_or(|patience| start.elapsed() < patience);
@@ -438,7 +534,11 @@ impl Bench {
 
     fn note(&self, layer: usize, version: u64, start_ns: u64) {
         self.trace.record(|| Span {
-            track: Track { worker: usize::MAX, worker_name: "host".to_owned(), lane: Lane::Optimizer },
+            track: Track {
+                worker: usize::MAX,
+                worker_name: "host".to_owned(),
+                lane: Lane::Optimizer,
+            },
             name: self.model.layers[layer].0.clone(),
             category: Category::Optimizer,
             start_ns,

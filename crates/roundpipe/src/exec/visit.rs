@@ -1,8 +1,8 @@
 //! One layer of one microbatch on one worker: forward, recompute and backward.
 //!
-//! Every layer has a tape of its own, so that its gradients never mix with those of a layer that shares a
-//! parameter, and stage cuts cannot change the order of any sum. Values between layers are trees whose
-//! leaves know whether a gradient will come back for them.
+//! Every layer has a tape of its own, so that its gradients never mix with those of a layer that
+//! shares a parameter, and stage cuts cannot change the order of any sum. Values between layers are
+//! trees whose leaves know whether a gradient will come back for them.
 //!
 //! Nothing here waits, sends or receives; [`super::launcher`] does.
 
@@ -64,24 +64,39 @@ pub(crate) struct Ran {
 }
 
 impl Seated {
-    fn context(&mut self, worker: &Worker, training: bool, site: RngSite, mode: Mode) -> Result<Cx> {
+    fn context(
+        &mut self,
+        worker: &Worker,
+        training: bool,
+        site: RngSite,
+        mode: Mode,
+    ) -> Result<Cx> {
         let (cx, records) = match mode {
             Mode::Plain => (Cx::new(worker, false, training), false),
-            Mode::Ahead => (Cx::ahead(worker, training).with_recompute(Recompute::Later(None)), false),
+            Mode::Ahead => (
+                Cx::ahead(worker, training).with_recompute(Recompute::Later(None)),
+                false,
+            ),
             Mode::Record => (Cx::new(worker, true, training), true),
-            Mode::Again(saved) => {
-                (Cx::new(worker, true, training).with_recompute(Recompute::Now(saved)), true)
-            }
+            Mode::Again(saved) => (
+                Cx::new(worker, true, training).with_recompute(Recompute::Now(saved)),
+                true,
+            ),
         };
         let mut cx = cx.at(site);
         for ((param, tensor), sum) in self.params.iter().zip(&mut self.sums) {
-            let into = if records && param.is_trainable() { sum.take() } else { None };
+            let into = if records && param.is_trainable() {
+                sum.take()
+            } else {
+                None
+            };
             cx.bind(param, tensor.clone(), into)?;
         }
         Ok(cx)
     }
 
-    /// Runs the layer on a value. Buffers that it sets hold for later microbatches, except in a recompute.
+    /// Runs the layer on a value. Buffers that it sets hold for later microbatches, except in a
+    /// recompute.
     pub fn run(
         &mut self,
         layer: &dyn Layer,
@@ -93,9 +108,13 @@ impl Seated {
     ) -> Result<Ran> {
         let repeats = matches!(mode, Mode::Again(_));
         let mut cx = self.context(worker, training, site, mode)?;
-        let given = input
-            .clone()
-            .try_map(|held| if held.grad { cx.input(&held.tensor) } else { Ok(held.tensor.detach()) })?;
+        let given = input.clone().try_map(|held| {
+            if held.grad {
+                cx.input(&held.tensor)
+            } else {
+                Ok(held.tensor.detach())
+            }
+        })?;
         let kept: Vec<Tensor> = given.leaves().into_iter().cloned().collect();
         let output = layer.run(&mut cx, given)?;
         let saved = cx.take_saved();
@@ -123,16 +142,33 @@ impl Seated {
         });
         let tape = cx.is_recording().then(|| {
             let grads = sources.iter().map(|held| held.grad);
-            let inputs = kept.into_iter().zip(grads).map(|(t, grad)| grad.then_some(t)).collect();
-            Taped { cx, inputs, outputs }
+            let inputs = kept
+                .into_iter()
+                .zip(grads)
+                .map(|(t, grad)| grad.then_some(t))
+                .collect();
+            Taped {
+                cx,
+                inputs,
+                outputs,
+            }
         });
-        Ok(Ran { output: held, tape, saved, buffers })
+        Ok(Ran {
+            output: held,
+            tape,
+            saved,
+            buffers,
+        })
     }
 
-    /// Walks a recorded layer back: gradients of its outputs in, of its inputs out; those of its parameters
-    /// are added to the sums.
+    /// Walks a recorded layer back: gradients of its outputs in, of its inputs out; those of its
+    /// parameters are added to the sums.
     pub fn back(&mut self, tape: Taped, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
-        let Taped { mut cx, inputs, outputs } = tape;
+        let Taped {
+            mut cx,
+            inputs,
+            outputs,
+        } = tape;
         let seeds: Vec<(Tensor, Tensor)> = outputs
             .into_iter()
             .zip(grads)
@@ -146,7 +182,10 @@ impl Seated {
                 *sum = Some(grad);
             }
         }
-        Ok(inputs.into_iter().map(|input| input.and_then(|input| gradients.take(&input))).collect())
+        Ok(inputs
+            .into_iter()
+            .map(|input| input.and_then(|input| gradients.take(&input)))
+            .collect())
     }
 }
 
@@ -159,15 +198,22 @@ pub(crate) fn losses(
     label: Tree<Tensor>,
 ) -> Result<(Vec<Tensor>, Vec<Option<Tensor>>)> {
     let mut cx = Cx::new(worker, true, true).at(site);
-    let given = output
-        .clone()
-        .try_map(|held| if held.grad { cx.input(&held.tensor) } else { Ok(held.tensor.detach()) })?;
+    let given = output.clone().try_map(|held| {
+        if held.grad {
+            cx.input(&held.tensor)
+        } else {
+            Ok(held.tensor.detach())
+        }
+    })?;
     let kept: Vec<Tensor> = given.leaves().into_iter().cloned().collect();
     let losses = loss(&mut cx, given, label)?;
     let mut seeds = Vec::new();
     for loss in &losses {
         if loss.numel() != 1 {
-            let what = format!("a loss has the shape {}; reduce it to one number", loss.shape());
+            let what = format!(
+                "a loss has the shape {}; reduce it to one number",
+                loss.shape()
+            );
             return Err(roundpipe_tensor::Error::invalid("loss_fn", what));
         }
         if loss.requires_grad() {
@@ -177,5 +223,8 @@ pub(crate) fn losses(
     let values = losses.iter().map(Tensor::detach).collect();
     drop(losses);
     let mut gradients = cx.backward_if_any(&seeds)?;
-    Ok((values, kept.iter().map(|input| gradients.take(input)).collect()))
+    Ok((
+        values,
+        kept.iter().map(|input| gradients.take(input)).collect(),
+    ))
 }

@@ -1,19 +1,21 @@
-//! A model of which parts are engines: its forward runs on the host and passes values from engine to engine.
+//! A model of which parts are engines: its forward runs on the host and passes values from engine
+//! to engine.
 //!
-//! A forward keeps a record of its calls, each with the calls that its inputs come from. The way back follows
-//! the record from the output, and is there as long as each call takes the outputs of at most one other: a
-//! chain. Unmerged outputs and their gradients pass from engine to engine microbatch by microbatch, without a
-//! host wait.
+//! A forward keeps a record of its calls, each with the calls that its inputs come from. The way
+//! back follows the record from the output, and is there as long as each call takes the outputs of
+//! at most one other: a chain. Unmerged outputs and their gradients pass from engine to engine
+//! microbatch by microbatch, without a host wait.
 //!
-//! It refuses `forward_backward` (a loss needs to run behind the last layer, and there is no last layer) and
-//! the way back through anything that is not a chain.
+//! It refuses `forward_backward` (a loss needs to run behind the last layer, and there is no last
+//! layer) and the way back through anything that is not a chain.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use roundpipe_tensor::{
-    Bytes, Cpu, Cx, Device, Gradients, HostTensor, Param, Result as TensorResult, RngSite, Tensor, Worker,
+    Bytes, Cpu, Cx, Device, Gradients, HostTensor, Param, Result as TensorResult, RngSite, Tensor,
+    Worker,
 };
 
 use super::run::{Kind, Origin, Run, Value, Values, run_inside};
@@ -66,8 +68,11 @@ impl AutoWrapped {
         ring: Ring,
         seed: u64,
     ) -> Self {
-        let wrapped: HashSet<_> =
-            engines.iter().flat_map(|(_, engine)| engine.named_params()).map(|(_, p)| p.id()).collect();
+        let wrapped: HashSet<_> = engines
+            .iter()
+            .flat_map(|(_, engine)| engine.named_params())
+            .map(|(_, p)| p.id())
+            .collect();
         let mut unwrapped = model.named_params();
         unwrapped.retain(|(_, param)| !wrapped.contains(&param.id()));
         Self(Arc::new(Shared {
@@ -85,23 +90,35 @@ impl AutoWrapped {
         }))
     }
 
-    /// Runs the model's forward over its engines. Of the configuration `requires_grad`, `input_grads`,
-    /// `preserve_rng_state` and `recompute_grain` hold for every engine.
+    /// Runs the model's forward over its engines. Of the configuration `requires_grad`,
+    /// `input_grads`, `preserve_rng_state` and `recompute_grain` hold for every engine.
     ///
     /// # Errors
-    /// [`Error::Config`] for other settings, which belong to single engines; what goes wrong in an engine.
+    /// [`Error::Config`] for other settings, which belong to single engines; what goes wrong in an
+    /// engine.
     pub fn forward(&self, inputs: impl Into<Args>, config: &RunConfig) -> Result<AutoForward> {
         refuse_settings(config)?;
         let training = self.0.training.load(Ordering::Relaxed);
-        let number = self.0.number.fetch_add(u64::from(training), Ordering::Relaxed);
-        let mut recorder =
-            Recorder { shared: self.0.clone(), config: config.clone(), training, number, calls: Vec::new() };
+        let number = self
+            .0
+            .number
+            .fetch_add(u64::from(training), Ordering::Relaxed);
+        let mut recorder = Recorder {
+            shared: self.0.clone(),
+            config: config.clone(),
+            training,
+            number,
+            calls: Vec::new(),
+        };
         let run = recorder.call(&self.0.place, "", Values::from_args(inputs.into()));
         let output = run.and_then(|value| Ok((value.to_host()?, value.origin)));
         match output {
-            Ok((output, origin)) => {
-                Ok(AutoForward { shared: self.0.clone(), calls: recorder.calls, output, origin })
-            }
+            Ok((output, origin)) => Ok(AutoForward {
+                shared: self.0.clone(),
+                calls: recorder.calls,
+                output,
+                origin,
+            }),
             Err(error) => {
                 drop(recorder);
                 Err(self.0.failed(error))
@@ -127,12 +144,14 @@ impl AutoWrapped {
         Err(Error::config("forward_backward", what))
     }
 
-    /// Updates the weights of all engines that computed gradients since their last step. With `clip` or
-    /// `skip_nonfinite` it first waits for all gradients, since their norm is taken over all engines.
-    /// Parameters that are in no engine are left alone: see [`AutoWrapped::take_unwrapped_gradients`].
+    /// Updates the weights of all engines that computed gradients since their last step. With
+    /// `clip` or `skip_nonfinite` it first waits for all gradients, since their norm is taken over
+    /// all engines. Parameters that are in no engine are left alone: see
+    /// [`AutoWrapped::take_unwrapped_gradients`].
     ///
     /// # Errors
-    /// As [`RoundPipe::update`]. Engines before the one that failed, in their order, are updated then.
+    /// As [`RoundPipe::update`]. Engines before the one that failed, in their order, are updated
+    /// then.
     pub fn update(&self, update: &Update, lag: Lag) -> Result<AutoStepping> {
         update.check()?;
         let (update, decision) = self.together(update)?;
@@ -141,14 +160,18 @@ impl AutoWrapped {
             true => engine.skip_nonfinite_step(lag),
             false => engine.update(&update, lag),
         })?;
-        Ok(AutoStepping { steps, grad_norm: decision.map(|decision| decision.grad_norm) })
+        Ok(AutoStepping {
+            steps,
+            grad_norm: decision.map(|decision| decision.grad_norm),
+        })
     }
 
-    /// Calls a function over the optimizer copies of each engine that computed gradients since its last step,
-    /// with the engine's path.
+    /// Calls a function over the optimizer copies of each engine that computed gradients since its
+    /// last step, with the engine's path.
     ///
     /// # Errors
-    /// As [`RoundPipe::step`]. Engines before the one that failed, in their order, are updated then.
+    /// As [`RoundPipe::step`]. Engines before the one that failed, in their order, are updated
+    /// then.
     pub fn step(
         &self,
         step_fn: impl Fn(&str, &mut OptimParams<'_>) -> Result<()> + Send + Sync + 'static,
@@ -159,7 +182,10 @@ impl AutoWrapped {
             let (step_fn, path) = (step_fn.clone(), path.to_owned());
             engine.step(move |params| step_fn(&path, params), lag)
         })?;
-        Ok(AutoStepping { steps, grad_norm: None })
+        Ok(AutoStepping {
+            steps,
+            grad_norm: None,
+        })
     }
 
     fn each_with_gradients(
@@ -167,11 +193,19 @@ impl AutoWrapped {
         step: impl Fn(&str, &RoundPipe<Node>) -> Result<Stepping>,
     ) -> Result<Vec<Stepping>> {
         let mut steps = Vec::new();
-        for (path, engine) in self.0.engines.iter().filter(|(_, engine)| engine.has_gradients()) {
+        for (path, engine) in self
+            .0
+            .engines
+            .iter()
+            .filter(|(_, engine)| engine.has_gradients())
+        {
             steps.push(step(path, engine).map_err(|error| self.0.failed(error))?);
         }
         if steps.is_empty() {
-            return Err(Error::config("step", "no engine computed gradients since the last step"));
+            return Err(Error::config(
+                "step",
+                "no engine computed gradients since the last step",
+            ));
         }
         Ok(steps)
     }
@@ -183,11 +217,20 @@ impl AutoWrapped {
         }
         self.synchronize()?;
         let mut squares = Vec::new();
-        for (_, engine) in self.0.engines.iter().filter(|(_, engine)| engine.has_gradients()) {
+        for (_, engine) in self
+            .0
+            .engines
+            .iter()
+            .filter(|(_, engine)| engine.has_gradients())
+        {
             squares.extend(engine.squares()?);
         }
         let decision = update.decide(Store::total(&squares));
-        let each = Update { clip: None, grad_scale: f64::from(decision.factor), ..*update };
+        let each = Update {
+            clip: None,
+            grad_scale: f64::from(decision.factor),
+            ..*update
+        };
         Ok((each, Some(decision)))
     }
 
@@ -210,8 +253,8 @@ impl AutoWrapped {
         Ok(self.optim_named_parameters("", true)?.map(|(_, copy)| copy))
     }
 
-    /// The same with their names in the tree, `prefix` in front. Shared parameters are listed once, or under
-    /// each of their names.
+    /// The same with their names in the tree, `prefix` in front. Shared parameters are listed once,
+    /// or under each of their names.
     ///
     /// # Errors
     /// When memory runs out.
@@ -222,7 +265,11 @@ impl AutoWrapped {
     ) -> Result<impl Iterator<Item = (String, OptimHandle)>> {
         let mut all = Vec::new();
         for (path, engine) in &self.0.engines {
-            let path = if path.is_empty() { prefix.to_owned() } else { join(prefix, path) };
+            let path = if path.is_empty() {
+                prefix.to_owned()
+            } else {
+                join(prefix, path)
+            };
             let single = engine.sequence().is_none();
             let named = engine.optim_named_parameters("", remove_duplicate)?;
             all.extend(named.map(|(name, copy)| (full_name(&path, &name, single), copy)));
@@ -250,9 +297,12 @@ impl AutoWrapped {
         &self.0.unwrapped
     }
 
-    /// The gradients of parameters in no engine, summed over backwards since they were last taken, by name.
+    /// The gradients of parameters in no engine, summed over backwards since they were last taken,
+    /// by name.
     pub fn take_unwrapped_gradients(&self) -> Vec<(String, HostTensor)> {
-        let mut grads: Vec<_> = std::mem::take(&mut *lock(&self.0.grads)).into_iter().collect();
+        let mut grads: Vec<_> = std::mem::take(&mut *lock(&self.0.grads))
+            .into_iter()
+            .collect();
         grads.sort_by(|a, b| a.0.cmp(&b.0));
         grads
     }
@@ -260,12 +310,18 @@ impl AutoWrapped {
     /// Whether layers behave as in training; on by default.
     pub fn set_training(&self, training: bool) {
         self.0.training.store(training, Ordering::Relaxed);
-        self.0.engines.iter().for_each(|(_, engine)| engine.set_training(training));
+        self.0
+            .engines
+            .iter()
+            .for_each(|(_, engine)| engine.set_training(training));
     }
 
     /// The engines with their paths, in the order of the tree.
     pub fn engines(&self) -> impl Iterator<Item = (&str, &RoundPipe<Node>)> {
-        self.0.engines.iter().map(|(path, engine)| (path.as_str(), engine))
+        self.0
+            .engines
+            .iter()
+            .map(|(path, engine)| (path.as_str(), engine))
     }
 
     /// What was decided on each module.
@@ -286,7 +342,11 @@ impl AutoWrapped {
     /// What the user should know and has not asked for, of all engines; each is told once.
     pub fn take_warnings(&self) -> Vec<String> {
         let of = |(path, engine): &(String, RoundPipe<Node>)| {
-            engine.take_warnings().into_iter().map(|text| format!("{path}: {text}")).collect::<Vec<_>>()
+            engine
+                .take_warnings()
+                .into_iter()
+                .map(|text| format!("{path}: {text}"))
+                .collect::<Vec<_>>()
         };
         self.0.engines.iter().flat_map(of).collect()
     }
@@ -324,7 +384,9 @@ impl Shared {
         let mut found: Option<Error> = None;
         for (_, engine) in &self.engines {
             if let Err(error) = engine.synchronize()
-                && found.as_ref().is_none_or(|have| is_consequence(have) && !is_consequence(&error))
+                && found
+                    .as_ref()
+                    .is_none_or(|have| is_consequence(have) && !is_consequence(&error))
             {
                 found = Some(error);
             }
@@ -364,12 +426,20 @@ impl Shared {
         }
         let mut sums = lock(&self.grads);
         for (param, grad) in gradients.params() {
-            let Some((name, _)) = name(param) else { continue };
+            let Some((name, _)) = name(param) else {
+                continue;
+            };
             let mut values = grad.to_f64_vec()?;
             if let Some(sum) = sums.get(name) {
-                values.iter_mut().zip(sum.to_f64_vec()?).for_each(|(value, sum)| *value += sum);
+                values
+                    .iter_mut()
+                    .zip(sum.to_f64_vec()?)
+                    .for_each(|(value, sum)| *value += sum);
             }
-            sums.insert(name.clone(), HostTensor::from_f64s(&values, grad.dtype(), grad.dims())?);
+            sums.insert(
+                name.clone(),
+                HostTensor::from_f64s(&values, grad.dtype(), grad.dims())?,
+            );
         }
         Ok(())
     }
@@ -420,20 +490,29 @@ impl Recorder {
     pub fn call(&mut self, place: &Place, path: &str, input: Values) -> Result<Value> {
         match place {
             Place::Engine(index) => self.engine(*index, path, input),
-            Place::Unwrapped(node) => self.on_host(path, input, |cx, tree| run_inside(node, cx, tree)),
-            Place::Composite(module, children) => module.forward(&mut Run::host(self, children, path), input),
+            Place::Unwrapped(node) => {
+                self.on_host(path, input, |cx, tree| run_inside(node, cx, tree))
+            }
+            Place::Composite(module, children) => {
+                module.forward(&mut Run::host(self, children, path), input)
+            }
             Place::Group(_) => {
-                let what = format!("`{path}` has no forward; call its elements by their dotted paths");
+                let what =
+                    format!("`{path}` has no forward; call its elements by their dotted paths");
                 Err(Error::config("wrap", what))
             }
             Place::List(elements) => {
                 let mut elements = elements.iter();
                 let Some((name, first)) = elements.next() else {
-                    return Err(Error::config("wrap", format!("the list `{path}` has no elements")));
+                    return Err(Error::config(
+                        "wrap",
+                        format!("the list `{path}` has no elements"),
+                    ));
                 };
                 let value = self.call(first, &join(path, name), input)?;
-                elements
-                    .try_fold(value, |value, (name, next)| self.call(next, &join(path, name), value.into()))
+                elements.try_fold(value, |value, (name, next)| {
+                    self.call(next, &join(path, name), value.into())
+                })
             }
         }
     }
@@ -444,7 +523,9 @@ impl Recorder {
         if origins.iter().any(|origin| *origin != Origin::Outside) {
             config.input_grads = Some(true);
         }
-        let forward = self.shared.engines[index].1.forward(input.into_args()?, &config)?;
+        let forward = self.shared.engines[index]
+            .1
+            .forward(input.into_args()?, &config)?;
         let kind = match forward.output() {
             Ok(output) => Kind::Host(output.clone()),
             Err(_) => Kind::Unmerged(forward.unmerged()),
@@ -453,8 +534,15 @@ impl Recorder {
     }
 
     fn note(&mut self, path: &str, origins: Vec<Origin>, body: Body, kind: Kind) -> Value {
-        self.calls.push(Called { path: path.to_owned(), origins, body });
-        Value { kind, origin: Origin::Call(self.calls.len() - 1) }
+        self.calls.push(Called {
+            path: path.to_owned(),
+            origins,
+            body,
+        });
+        Value {
+            kind,
+            origin: Origin::Call(self.calls.len() - 1),
+        }
     }
 
     /// Computes on the host, whole batches at a time.
@@ -468,7 +556,13 @@ impl Recorder {
         let record = self.config.requires_grad.unwrap_or(true);
         // No layer of an engine has such a number.
         let layer = u32::MAX - self.calls.len() as u32;
-        let site = RngSite { seed: self.shared.seed, step: self.number, microbatch: 0, layer, site: 0 };
+        let site = RngSite {
+            seed: self.shared.seed,
+            step: self.number,
+            microbatch: 0,
+            layer,
+            site: 0,
+        };
         let mut cx = Cx::new(&worker, record, self.training).at(site);
         let origins: Vec<Origin> = input.all().map(|value| value.origin).collect();
         let all_grads = self.config.input_grads == Some(true);
@@ -478,13 +572,26 @@ impl Recorder {
             let tree = value.to_host()?.try_map(|tensor| -> Result<Tensor> {
                 let buf = tensor.buf().slice(tensor.byte_range())?;
                 let here = worker.alias(&buf, tensor.dtype(), *tensor.shape())?;
-                Ok(if wanted && here.dtype().is_float() { cx.input(&here)? } else { here })
+                Ok(if wanted && here.dtype().is_float() {
+                    cx.input(&here)?
+                } else {
+                    here
+                })
             })?;
-            inputs.push(tree.map_ref(|tensor| (wanted && tensor.requires_grad()).then(|| tensor.clone())));
+            inputs.push(
+                tree.map_ref(|tensor| (wanted && tensor.requires_grad()).then(|| tensor.clone())),
+            );
             Ok(tree)
         };
-        let args = input.args.iter().map(|value| bring(&mut cx, value)).collect::<Result<Vec<_>>>()?;
-        let named = input.named.iter().map(|(name, value)| Ok((name.clone(), bring(&mut cx, value)?)));
+        let args = input
+            .args
+            .iter()
+            .map(|value| bring(&mut cx, value))
+            .collect::<Result<Vec<_>>>()?;
+        let named = input
+            .named
+            .iter()
+            .map(|(name, value)| Ok((name.clone(), bring(&mut cx, value)?)));
         let named = named.collect::<Result<_>>()?;
         let outputs = compute(&mut cx, assemble(args, named)).map_err(|source| Error::Layer {
             index: self.calls.len(),
@@ -495,7 +602,12 @@ impl Recorder {
         if !record {
             cx.commit_buffers()?;
         }
-        let body = HostCall { cx, inputs, outputs, value: value.clone() };
+        let body = HostCall {
+            cx,
+            inputs,
+            outputs,
+            value: value.clone(),
+        };
         Ok(self.note(path, origins, Body::Host(Box::new(body)), Kind::Host(value)))
     }
 }
@@ -533,19 +645,22 @@ impl AutoForward {
         &self.output
     }
 
-    /// Walks the calls of the forward back from gradients of its output. Gradients of parameters are added to
-    /// those since the last step; those of the model's inputs are returned if `input_grads` asked for them,
-    /// and if the first call was one of an engine.
+    /// Walks the calls of the forward back from gradients of its output. Gradients of parameters
+    /// are added to those since the last step; those of the model's inputs are returned if
+    /// `input_grads` asked for them, and if the first call was one of an engine.
     ///
     /// # Errors
-    /// [`Error::Config`], and nothing is computed, when the calls are no chain; as [`Forward::backward`].
+    /// [`Error::Config`], and nothing is computed, when the calls are no chain; as
+    /// [`Forward::backward`].
     pub fn backward(self, grads: impl Into<Tree<HostTensor>>) -> Result<Option<InputGrads>> {
         let chain = self.chain()?;
         let Self { shared, calls, .. } = self;
         let mut calls: Vec<Option<Called>> = calls.into_iter().map(Some).collect();
         let mut flow = Flow::Merged(grads.into().map_ref(|tensor| Some(tensor.clone())));
         for (at, arg) in chain {
-            let Some(called) = calls[at].take() else { continue };
+            let Some(called) = calls[at].take() else {
+                continue;
+            };
             let back = match called.body {
                 Body::Engine(forward) => back_engine(*forward, flow, arg),
                 Body::Host(call) => back_host(&shared, *call, flow, arg).map(Flow::Merged),
@@ -558,7 +673,8 @@ impl AutoForward {
         }
     }
 
-    /// The calls from the last to the first, each with the place of the input that comes from the next.
+    /// The calls from the last to the first, each with the place of the input that comes from the
+    /// next.
     fn chain(&self) -> Result<Vec<(usize, Option<usize>)>> {
         let part = |call: usize, by: &str| {
             let what = format!(
@@ -572,13 +688,20 @@ impl AutoForward {
             Origin::Call(call) => Some(call),
             Origin::Part(call) => return part(call, "the model's output"),
             Origin::Outside => {
-                return Err(Error::config("backward", "the output does not come from any call"));
+                return Err(Error::config(
+                    "backward",
+                    "the output does not come from any call",
+                ));
             }
         };
         let mut chain = Vec::new();
         while let Some(at) = next {
             let called = &self.calls[at];
-            let mut from = called.origins.iter().enumerate().filter(|(_, o)| **o != Origin::Outside);
+            let mut from = called
+                .origins
+                .iter()
+                .enumerate()
+                .filter(|(_, o)| **o != Origin::Outside);
             let (first, second) = (from.next(), from.next());
             if second.is_some() {
                 let what = format!(
@@ -603,7 +726,12 @@ impl AutoForward {
 fn back_engine(forward: Forward, flow: Flow, arg: Option<usize>) -> Result<Flow> {
     let grads = match flow {
         Flow::Merged(grads) => forward.backward_some(&grads)?,
-        Flow::Later(grads) => match forward.output().ok().map(|output| gather(&grads, output)).transpose()? {
+        Flow::Later(grads) => match forward
+            .output()
+            .ok()
+            .map(|output| gather(&grads, output))
+            .transpose()?
+        {
             Some(grads) => forward.backward_some(&grads)?,
             None => forward.backward_from(&grads)?,
         },
@@ -615,7 +743,12 @@ fn back_engine(forward: Forward, flow: Flow, arg: Option<usize>) -> Result<Flow>
 }
 
 fn back_host(shared: &Shared, call: HostCall, flow: Flow, arg: Option<usize>) -> Result<Grads> {
-    let HostCall { mut cx, inputs, outputs, value } = call;
+    let HostCall {
+        mut cx,
+        inputs,
+        outputs,
+        value,
+    } = call;
     let grads = match flow {
         Flow::Merged(grads) => grads,
         Flow::Later(grads) => gather(&grads, &value)?,
@@ -637,7 +770,9 @@ fn back_host(shared: &Shared, call: HostCall, flow: Flow, arg: Option<usize>) ->
     drop(seeds);
     shared.add_grads(&gradients)?;
     cx.commit_buffers()?;
-    let Some(arg) = arg else { return Ok(Tree::None) };
+    let Some(arg) = arg else {
+        return Ok(Tree::None);
+    };
     let mut take = |tensor: &Option<Tensor>| tensor.as_ref().and_then(|t| gradients.take(t));
     let taken: Tree<Option<Tensor>> = inputs[arg].map_ref(&mut take);
     taken.try_map(|grad| grad.map(|grad| download(&grad)).transpose())
@@ -645,11 +780,15 @@ fn back_host(shared: &Shared, call: HostCall, flow: Flow, arg: Option<usize>) ->
 
 /// The gradients of a merged value from those of the microbatches that it was cut into.
 fn gather(grads: &InputGrads, value: &Tree<HostTensor>) -> Result<Grads> {
-    let parts = (0..grads.len()).map(|m| grads.wait(m)).collect::<Result<Vec<_>>>()?;
+    let parts = (0..grads.len())
+        .map(|m| grads.wait(m))
+        .collect::<Result<Vec<_>>>()?;
     let mut merged = Vec::new();
     for (i, whole) in value.leaves().into_iter().enumerate() {
-        let column: Vec<HostTensor> =
-            parts.iter().filter_map(|part| part.get(i).cloned().flatten()).collect();
+        let column: Vec<HostTensor> = parts
+            .iter()
+            .filter_map(|part| part.get(i).cloned().flatten())
+            .collect();
         let rows: usize = column.iter().filter_map(|part| part.dims().first()).sum();
         merged.push(match column.as_slice() {
             [] => None,
@@ -678,8 +817,15 @@ impl AutoStepping {
     /// # Errors
     /// What went wrong in one of them.
     pub fn wait(&self) -> Result<StepReport> {
-        let reports = self.steps.iter().map(Stepping::wait).collect::<Result<Vec<_>>>()?;
-        let squared: f64 = reports.iter().map(|report| report.grad_norm * report.grad_norm).sum();
+        let reports = self
+            .steps
+            .iter()
+            .map(Stepping::wait)
+            .collect::<Result<Vec<_>>>()?;
+        let squared: f64 = reports
+            .iter()
+            .map(|report| report.grad_norm * report.grad_norm)
+            .sum();
         Ok(StepReport {
             step: reports.iter().map(|report| report.step).max().unwrap_or(0),
             grad_norm: self.grad_norm.unwrap_or(squared.sqrt()),

@@ -1,8 +1,8 @@
 //! How a module's forward calls its children, on a worker or on the host.
 //!
-//! On a worker (the module is one layer of an engine) values are tensors and children run in place. On the
-//! host, children are engines or stay unwrapped; values are host tensors, or outputs that are still being
-//! computed.
+//! On a worker (the module is one layer of an engine) values are tensors and children run in place.
+//! On the host, children are engines or stay unwrapped; values are host tensors, or outputs that
+//! are still being computed.
 
 use std::collections::BTreeMap;
 
@@ -43,7 +43,10 @@ pub(super) enum Origin {
 
 impl Value {
     pub(super) fn worker(tree: Tree) -> Self {
-        Self { kind: Kind::Worker(tree), origin: Origin::Outside }
+        Self {
+            kind: Kind::Worker(tree),
+            origin: Origin::Outside,
+        }
     }
 
     /// The same as a constant: no gradient goes back through it.
@@ -53,7 +56,10 @@ impl Value {
             Kind::Worker(tree) => Kind::Worker(tree.map_ref(Tensor::detach)),
             other => other.clone(),
         };
-        Self { kind, origin: Origin::Outside }
+        Self {
+            kind,
+            origin: Origin::Outside,
+        }
     }
 
     /// What a map has under `name`. Waits for outputs that are not there yet.
@@ -61,7 +67,10 @@ impl Value {
     /// # Errors
     /// When it is no map, or has no such key.
     pub fn get(&self, name: &str) -> Result<Self> {
-        self.part(|tree| tree.get(name).cloned(), |tree| tree.get(name).cloned())
+        self.part(
+            |tree| tree.get(name).cloned(),
+            |tree| tree.get(name).cloned(),
+        )
     }
 
     /// The element of a list. Waits for outputs that are not there yet.
@@ -93,17 +102,25 @@ impl Value {
         match &self.kind {
             Kind::Host(tree) => Ok(tree.clone()),
             Kind::Unmerged(outputs) => {
-                let parts = (0..outputs.len()).map(|m| outputs.wait(m)).collect::<Result<_>>()?;
+                let parts = (0..outputs.len())
+                    .map(|m| outputs.wait(m))
+                    .collect::<Result<_>>()?;
                 merge(parts, &MergeOutput::Auto)
             }
-            Kind::Worker(_) => Err(Error::config("wrap", "a value on a worker was taken to the host")),
+            Kind::Worker(_) => Err(Error::config(
+                "wrap",
+                "a value on a worker was taken to the host",
+            )),
         }
     }
 
     fn on_worker(self) -> TensorResult<Tree> {
         match self.kind {
             Kind::Worker(tree) => Ok(tree),
-            _ => Err(TensorError::invalid("wrap", "a value on the host was taken to a worker")),
+            _ => Err(TensorError::invalid(
+                "wrap",
+                "a value on the host was taken to a worker",
+            )),
         }
     }
 }
@@ -112,7 +129,10 @@ fn element<T: Clone>(tree: &Tree<T>, index: usize) -> TensorResult<Tree<T>> {
     match tree {
         Tree::List(items) if index < items.len() => Ok(items[index].clone()),
         other => {
-            let what = format!("expected a list with element {index}, found {}", other.kind());
+            let what = format!(
+                "expected a list with element {index}, found {}",
+                other.kind()
+            );
             Err(TensorError::invalid("tree", what))
         }
     }
@@ -154,10 +174,15 @@ impl Values {
             (Some(value), _) => Ok(value.clone()),
             // On a worker, named inputs come as a map: the only input, or the last of a list.
             (None, Some(only)) if self.args.len() == 1 => match &only.kind {
-                Kind::Worker(Tree::List(items)) if !items.is_empty() => only.at(items.len() - 1)?.get(name),
+                Kind::Worker(Tree::List(items)) if !items.is_empty() => {
+                    only.at(items.len() - 1)?.get(name)
+                }
                 _ => only.get(name),
             },
-            _ => Err(Error::config("inputs", format!("there is no input `{name}`"))),
+            _ => Err(Error::config(
+                "inputs",
+                format!("there is no input `{name}`"),
+            )),
         }
     }
 
@@ -169,7 +194,10 @@ impl Values {
         match (self.args.get(index), self.args.as_slice()) {
             (_, [only]) if matches!(&only.kind, Kind::Worker(Tree::List(_))) => only.at(index),
             (Some(value), _) => Ok(value.clone()),
-            _ => Err(Error::config("inputs", format!("there is no input {index} of {}", self.args.len()))),
+            _ => Err(Error::config(
+                "inputs",
+                format!("there is no input {index} of {}", self.args.len()),
+            )),
         }
     }
 
@@ -179,8 +207,15 @@ impl Values {
     }
 
     fn on_worker(self) -> TensorResult<Tree> {
-        let args = self.args.into_iter().map(Value::on_worker).collect::<TensorResult<_>>()?;
-        let named = self.named.into_iter().map(|(name, value)| Ok((name, value.on_worker()?)));
+        let args = self
+            .args
+            .into_iter()
+            .map(Value::on_worker)
+            .collect::<TensorResult<_>>()?;
+        let named = self
+            .named
+            .into_iter()
+            .map(|(name, value)| Ok((name, value.on_worker()?)));
         Ok(assemble(args, named.collect::<TensorResult<_>>()?))
     }
 
@@ -190,12 +225,18 @@ impl Values {
                 Arg::Value(tree) => Kind::Host(tree),
                 Arg::Outputs(outputs) => Kind::Unmerged(outputs),
             };
-            Value { kind, origin: Origin::Outside }
+            Value {
+                kind,
+                origin: Origin::Outside,
+            }
         };
         let (args, named) = args.into_parts();
         Self {
             args: args.into_iter().map(value).collect(),
-            named: named.into_iter().map(|(name, arg)| (name, value(arg))).collect(),
+            named: named
+                .into_iter()
+                .map(|(name, arg)| (name, value(arg)))
+                .collect(),
         }
     }
 
@@ -203,7 +244,10 @@ impl Values {
         let arg = |value: Value| match value.kind {
             Kind::Host(tree) => Ok(Arg::Value(tree)),
             Kind::Unmerged(outputs) => Ok(Arg::Outputs(outputs)),
-            Kind::Worker(_) => Err(Error::config("wrap", "a value on a worker was given to an engine")),
+            Kind::Worker(_) => Err(Error::config(
+                "wrap",
+                "a value on a worker was given to an engine",
+            )),
         };
         let mut all = Args::new();
         for value in self.args {
@@ -227,12 +271,24 @@ pub struct Run<'a>(Mode<'a>);
 
 enum Mode<'a> {
     Worker(&'a mut Cx, &'a [(String, Node)]),
-    Host { recorder: &'a mut Recorder, children: &'a [(String, Place)], path: &'a str },
+    Host {
+        recorder: &'a mut Recorder,
+        children: &'a [(String, Place)],
+        path: &'a str,
+    },
 }
 
 impl<'a> Run<'a> {
-    pub(super) fn host(recorder: &'a mut Recorder, children: &'a [(String, Place)], path: &'a str) -> Self {
-        Self(Mode::Host { recorder, children, path })
+    pub(super) fn host(
+        recorder: &'a mut Recorder,
+        children: &'a [(String, Place)],
+        path: &'a str,
+    ) -> Self {
+        Self(Mode::Host {
+            recorder,
+            children,
+            path,
+        })
     }
 
     /// Calls a child by its name, or something below it by its dotted path.
@@ -246,15 +302,19 @@ impl<'a> Run<'a> {
                 let node = find_node(children, name).ok_or_else(|| no_child(name, children))?;
                 Ok(Value::worker(run_inside(&node, cx, input.on_worker()?)?))
             }
-            Mode::Host { recorder, children, path } => {
+            Mode::Host {
+                recorder,
+                children,
+                path,
+            } => {
                 let place = find_place(children, name).ok_or_else(|| no_child(name, children))?;
                 recorder.call(place, &super::join(path, name), input)
             }
         }
     }
 
-    /// A computation of the module's own, on its inputs as a layer sees them: on the worker, or else on the
-    /// host.
+    /// A computation of the module's own, on its inputs as a layer sees them: on the worker, or
+    /// else on the host.
     ///
     /// # Errors
     /// What `compute` reports.
@@ -272,8 +332,14 @@ impl<'a> Run<'a> {
 }
 
 fn no_child<T>(name: &str, children: &[(String, T)]) -> Error {
-    let names: Vec<String> = children.iter().map(|(name, _)| format!("`{name}`")).collect();
-    Error::config("wrap", format!("no child `{name}`; there are {}", names.join(", ")))
+    let names: Vec<String> = children
+        .iter()
+        .map(|(name, _)| format!("`{name}`"))
+        .collect();
+    Error::config(
+        "wrap",
+        format!("no child `{name}`; there are {}", names.join(", ")),
+    )
 }
 
 fn find_node(children: &[(String, Node)], path: &str) -> Option<Node> {
@@ -287,7 +353,9 @@ fn find_place<'p>(children: &'p [(String, Place)], path: &str) -> Option<&'p Pla
     let place = &children.iter().find(|(child, _)| child == name)?.1;
     match place {
         _ if rest.is_empty() => Some(place),
-        Place::List(below) | Place::Group(below) | Place::Composite(_, below) => find_place(below, rest),
+        Place::List(below) | Place::Group(below) | Place::Composite(_, below) => {
+            find_place(below, rest)
+        }
         Place::Engine(_) | Place::Unwrapped(_) => None,
     }
 }
@@ -296,9 +364,9 @@ fn find_place<'p>(children: &'p [(String, Place)], path: &str) -> Option<&'p Pla
 pub(super) fn run_inside(node: &Node, cx: &mut Cx, input: Tree) -> TensorResult<Tree> {
     match node {
         Node::Layer(layer) => layer.run(cx, input),
-        Node::List(elements) => {
-            elements.iter().try_fold(input, |value, (_, element)| run_inside(element, cx, value))
-        }
+        Node::List(elements) => elements
+            .iter()
+            .try_fold(input, |value, (_, element)| run_inside(element, cx, value)),
         Node::Group(_) => {
             let what = "a group has no forward; call its elements by their dotted paths";
             Err(TensorError::invalid("wrap", what))

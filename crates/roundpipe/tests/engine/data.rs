@@ -1,13 +1,13 @@
-//! Bad data of one call, an index out of range, concerns that call and those that use its values. Simulated workers
-//! report it late, as GPUs do.
+//! Bad data of one call, an index out of range, concerns that call and those that use its values.
+//! Simulated workers report it late, as GPUs do.
 
 use std::sync::Arc;
 
 use roundpipe::nn::{Dropout, Embedding, Init, Linear};
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    Bytes, Cx, DType, Device, Error, HostTensor, Lag, MergeOutput, Ring, RingOptions, RoundPipe, Rule,
-    RunConfig, Sequential, TensorResult, Tree, Update,
+    Bytes, Cx, DType, Device, Error, HostTensor, Lag, MergeOutput, Ring, RingOptions, RoundPipe,
+    Rule, RunConfig, Sequential, TensorResult, Tree, Update,
 };
 use roundpipe_tensor::SimWorld;
 
@@ -25,15 +25,29 @@ fn model() -> Sequential {
 fn rings() -> Vec<(String, Vec<Arc<dyn Device>>)> {
     let sims = |seed: u64| -> Vec<Arc<dyn Device>> {
         let world = SimWorld::seeded(seed).unwrap();
-        world.workers(2).into_iter().map(|worker| worker as Arc<dyn Device>).collect()
+        world
+            .workers(2)
+            .into_iter()
+            .map(|worker| worker as Arc<dyn Device>)
+            .collect()
     };
-    let mut rings = vec![("1 cpu".to_owned(), models::cpus(1)), ("3 cpus".to_owned(), models::cpus(3))];
+    let mut rings = vec![
+        ("1 cpu".to_owned(), models::cpus(1)),
+        ("3 cpus".to_owned(), models::cpus(3)),
+    ];
     rings.extend((0..12).map(|seed| (format!("2 sims, seed {seed}"), sims(seed))));
     rings
 }
 
 fn ring(devices: &[Arc<dyn Device>]) -> Ring {
-    Ring::new(devices, &RingOptions { memory: Some(Bytes::mib(8)), ..RingOptions::default() }).unwrap()
+    Ring::new(
+        devices,
+        &RingOptions {
+            memory: Some(Bytes::mib(8)),
+            ..RingOptions::default()
+        },
+    )
+    .unwrap()
 }
 
 fn engine(model: &Sequential, ring: &Ring) -> RoundPipe {
@@ -50,7 +64,10 @@ fn engine(model: &Sequential, ring: &Ring) -> RoundPipe {
 fn batch() -> (HostTensor, HostTensor) {
     let x: Vec<f64> = (0..24).map(|i| (f64::from(i) * 0.37).sin()).collect();
     let x = HostTensor::from_f64s(&x, DType::F32, &[6, 4]).unwrap();
-    (x, HostTensor::from_slice(&[0i64, 1, 2, 0, 1, 2], &[6]).unwrap())
+    (
+        x,
+        HostTensor::from_slice(&[0i64, 1, 2, 0, 1, 2], &[6]).unwrap(),
+    )
 }
 
 /// Labels of which one is no class.
@@ -62,11 +79,15 @@ fn loss(cx: &mut Cx, output: Tree, labels: Tree) -> TensorResult<roundpipe::Tens
     cx.cross_entropy(&output.tensor()?, &labels.tensor()?, Default::default())
 }
 
-/// Trains on labels that are wrong; the error names the place and the index, and nothing else is said of it.
+/// Trains on labels that are wrong; the error names the place and the index, and nothing else is
+/// said of it.
 fn fail(engine: &RoundPipe) {
     let failed = engine.forward_backward(batch().0, bad_labels(), loss);
     let text = chain(&failed.map(|losses| losses.sum()).unwrap_err());
-    assert!(text.contains("stage") && text.contains("index 77"), "{text}");
+    assert!(
+        text.contains("stage") && text.contains("index 77"),
+        "{text}"
+    );
     assert!(!text.contains("did not happen"), "{text}");
     engine.synchronize().unwrap();
 }
@@ -89,14 +110,18 @@ fn wrong_labels_undo_no_step_before_them() {
             assert_eq!(engine.steps(), 1, "{name}");
             static WANT: std::sync::OnceLock<Vec<(String, Vec<u64>)>> = std::sync::OnceLock::new();
             let params = models::params(&model);
-            assert_eq!(WANT.get_or_init(|| params.clone()), &params, "{name}, fails {fails}");
+            assert_eq!(
+                WANT.get_or_init(|| params.clone()),
+                &params,
+                "{name}, fails {fails}"
+            );
             drop(kept);
         }
     }
 }
 
-/// Calls after the failed one draw the random numbers that they would have drawn without it: not those of an earlier
-/// step again, also when a forward from before the step is kept.
+/// Calls after the failed one draw the random numbers that they would have drawn without it: not
+/// those of an earlier step again, also when a forward from before the step is kept.
 #[test]
 fn the_random_stream_goes_on_behind_the_last_step() {
     let (x, y) = batch();
@@ -118,7 +143,8 @@ fn the_random_stream_goes_on_behind_the_last_step() {
     }
 }
 
-/// A forward that is kept over the failure of a later call has its backward, with the same gradients.
+/// A forward that is kept over the failure of a later call has its backward, with the same
+/// gradients.
 #[test]
 fn a_kept_forward_outlives_the_failure_of_a_later_call() {
     let (x, _) = batch();
@@ -134,7 +160,11 @@ fn a_kept_forward_outlives_the_failure_of_a_later_call() {
             kept.backward(seed.clone()).unwrap();
             engine.synchronize().unwrap();
             let got = models::grads(&engine);
-            assert_eq!(want.get_or_insert_with(|| got.clone()), &got, "{name}, fails {fails}");
+            assert_eq!(
+                want.get_or_insert_with(|| got.clone()),
+                &got,
+                "{name}, fails {fails}"
+            );
         }
     }
 }
@@ -155,8 +185,8 @@ fn wrong_labels_of_one_engine_are_nothing_to_another() {
     }
 }
 
-/// A call that takes its input from one that failed fails with it, whichever reports first; and an output that is read
-/// is never one of bad data.
+/// A call that takes its input from one that failed fails with it, whichever reports first; and an
+/// output that is read is never one of bad data.
 #[test]
 fn calls_that_use_bad_values_fail_with_them() {
     let ids = HostTensor::from_slice(&[0i64, 1, 9, 2, 3, 4], &[6]).unwrap();
@@ -165,7 +195,9 @@ fn calls_that_use_bad_values_fail_with_them() {
         let mut init = Init::new(3, DType::F32);
         let words = Sequential::new().named("words", Embedding::new(&mut init, 5, 4, 0.3).unwrap());
         let (first, second) = (engine(&words, &ring), engine(&model(), &ring));
-        let unmerged = RunConfig::default().merge_output(MergeOutput::Off).requires_grad(false);
+        let unmerged = RunConfig::default()
+            .merge_output(MergeOutput::Off)
+            .requires_grad(false);
         let failures: Vec<Error> = (0..3)
             .filter_map(|round| {
                 let forward = first.forward(ids.clone(), &unmerged);
@@ -174,7 +206,9 @@ fn calls_that_use_bad_values_fail_with_them() {
                     if round == 0 {
                         return outputs.wait(1).map(drop);
                     }
-                    second.forward(outputs, &RunConfig::default().requires_grad(false)).map(drop)
+                    second
+                        .forward(outputs, &RunConfig::default().requires_grad(false))
+                        .map(drop)
                 });
                 // Each engine tells its own part.
                 let _ = (first.synchronize(), second.synchronize());
@@ -183,15 +217,22 @@ fn calls_that_use_bad_values_fail_with_them() {
             .collect();
         assert_eq!(failures.len(), 3, "{name}");
         for error in failures {
-            assert!(chain(&error).contains("index 9"), "{name}: {}", chain(&error));
+            assert!(
+                chain(&error).contains("index 9"),
+                "{name}: {}",
+                chain(&error)
+            );
         }
         let good = HostTensor::from_slice(&[0i64, 1, 2, 2, 3, 4], &[6]).unwrap();
         let forward = first.forward(good, &unmerged).unwrap();
-        second.forward(forward.unmerged(), &RunConfig::default()).unwrap();
+        second
+            .forward(forward.unmerged(), &RunConfig::default())
+            .unwrap();
     }
 }
 
-/// An inference call whose output nobody reads still reports its data, at the latest when the engine is waited for.
+/// An inference call whose output nobody reads still reports its data, at the latest when the
+/// engine is waited for.
 #[test]
 fn bad_data_is_reported_though_nobody_reads_the_output() {
     for (name, devices) in rings() {
@@ -199,8 +240,13 @@ fn bad_data_is_reported_though_nobody_reads_the_output() {
         let words = Sequential::new().named("words", Embedding::new(&mut init, 5, 4, 0.3).unwrap());
         let engine = engine(&words, &ring(&devices));
         let ids = HostTensor::from_slice(&[0i64, 1, 9, 2, 3, 4], &[6]).unwrap();
-        let unmerged = RunConfig::default().merge_output(MergeOutput::Off).requires_grad(false);
-        let told = engine.forward(ids, &unmerged).map(drop).and_then(|()| engine.synchronize());
+        let unmerged = RunConfig::default()
+            .merge_output(MergeOutput::Off)
+            .requires_grad(false);
+        let told = engine
+            .forward(ids, &unmerged)
+            .map(drop)
+            .and_then(|()| engine.synchronize());
         assert!(chain(&told.unwrap_err()).contains("index 9"), "{name}");
         engine.synchronize().unwrap();
     }

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 use roundpipe::nn::{Func, Init, Linear};
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    Bytes, Cx, DType, Device, Error, ExecutePlan, HostTensor, Lag, MergeOutput, PlanKind, RingOptions,
-    RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorError, TensorResult, Tree, Update,
+    Bytes, Cx, DType, Device, Error, ExecutePlan, HostTensor, Lag, MergeOutput, PlanKind,
+    RingOptions, RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorError, TensorResult, Tree,
+    Update,
 };
 use roundpipe_tensor::SimWorld;
 use roundpipe_tensor::sim::{Fault, FaultKind, SimConfig};
@@ -31,7 +32,10 @@ struct Trap {
 
 impl Trap {
     fn new(panics: bool) -> Arc<Self> {
-        Arc::new(Self { at: AtomicUsize::new(0), panics })
+        Arc::new(Self {
+            at: AtomicUsize::new(0),
+            panics,
+        })
     }
 
     fn arm(&self, at: usize) {
@@ -39,7 +43,9 @@ impl Trap {
     }
 
     fn step(&self, op: &'static str) -> TensorResult<()> {
-        let left = self.at.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |at| at.checked_sub(1));
+        let left = self
+            .at
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |at| at.checked_sub(1));
         match left {
             Ok(1) if self.panics => panic!("the trap snapped"),
             Ok(1) => Err(TensorError::invalid(op, "the trap snapped")),
@@ -58,7 +64,11 @@ fn trapped(trap: &Arc<Trap>) -> Sequential {
         trap.step("trap")?;
         cx.relu(x)
     };
-    Sequential::new().named("first", a).named("trap", Func(check)).named("second", b).named("third", c)
+    Sequential::new()
+        .named("first", a)
+        .named("trap", Func(check))
+        .named("second", b)
+        .named("third", c)
 }
 
 fn plan() -> RunConfig {
@@ -74,14 +84,21 @@ fn engine(model: &Sequential, devices: Vec<Arc<dyn Device>>) -> RoundPipe {
         .run_config(plan())
         .on_stall(Duration::from_secs(20), models::show_stall)
         .devices(devices)
-        .ring_options(RingOptions { memory: Some(Bytes::mib(4)), ..RingOptions::default() })
+        .ring_options(RingOptions {
+            memory: Some(Bytes::mib(4)),
+            ..RingOptions::default()
+        })
         .build()
         .unwrap()
 }
 
 fn train(engine: &RoundPipe, step: u64) -> Result<u64, Error> {
     let (x, weights) = models::numbers(step, 6, DType::BF16);
-    Ok(models::bits(&engine.forward_backward(x, weights, models::weighted)?))
+    Ok(models::bits(&engine.forward_backward(
+        x,
+        weights,
+        models::weighted,
+    )?))
 }
 
 /// Weights, the optimizer's copies and its state.
@@ -90,14 +107,21 @@ fn state(engine: &RoundPipe, model: &Sequential) -> (Bits, Vec<Vec<u32>>) {
     let mut copies = Vec::new();
     for param in engine.optim_parameters().unwrap() {
         for buf in std::iter::once(param.value()).chain(param.moments().iter().cloned()) {
-            copies.push(buf.read_all().unwrap().as_slice::<f32>().iter().map(|v| v.to_bits()).collect());
+            copies.push(
+                buf.read_all()
+                    .unwrap()
+                    .as_slice::<f32>()
+                    .iter()
+                    .map(|v| v.to_bits())
+                    .collect(),
+            );
         }
     }
     (models::params(model), copies)
 }
 
-/// Three steps without any failure: losses and what they leave. The first is waited for, as most troubled runs do: at
-/// lag 1 the second call reads its weights then.
+/// Three steps without any failure: losses and what they leave. The first is waited for, as most
+/// troubled runs do: at lag 1 the second call reads its weights then.
 fn untroubled(lag: Lag) -> (Vec<u64>, (Bits, Vec<Vec<u32>>)) {
     untroubled_with(lag, true)
 }
@@ -119,8 +143,8 @@ fn train_and_step(engine: &RoundPipe, step: u64, lag: Lag) -> Result<u64, Error>
     Ok(loss)
 }
 
-/// A layer that fails, in its forward or its recompute, by an error or a panic: the error says where, and the step can
-/// be repeated as if nothing had been.
+/// A layer that fails, in its forward or its recompute, by an error or a panic: the error says
+/// where, and the step can be repeated as if nothing had been.
 #[test]
 fn a_failing_layer_is_named_and_the_step_can_be_repeated() {
     for lag in [Lag::Zero, Lag::One] {
@@ -135,15 +159,24 @@ fn a_failing_layer_is_named_and_the_step_can_be_repeated() {
             trap.arm(at);
             let failed = train_and_step(&engine, 1, lag).and_then(|_| engine.synchronize());
             let text = chain(&failed.expect_err("the trap was armed"));
-            let pass = if at <= 3 { "forward stage 1" } else { "backward stage 3" };
-            let place = format!("net: {pass} (layers 1..3), layer 1 (trap), microbatch {}", (at - 1) % 3);
+            let pass = if at <= 3 {
+                "forward stage 1"
+            } else {
+                "backward stage 3"
+            };
+            let place = format!(
+                "net: {pass} (layers 1..3), layer 1 (trap), microbatch {}",
+                (at - 1) % 3
+            );
             assert!(
                 text.contains(&place) && text.contains("on cpu") && text.contains("trap snapped"),
                 "{text}"
             );
             assert_eq!(state(&engine, &model), before, "{text}");
             assert_eq!(engine.steps(), 1);
-            let rest: Vec<u64> = (1..3).map(|step| train_and_step(&engine, step, lag).unwrap()).collect();
+            let rest: Vec<u64> = (1..3)
+                .map(|step| train_and_step(&engine, step, lag).unwrap())
+                .collect();
             assert_eq!(rest, losses[1..], "{text}");
             assert_eq!(state(&engine, &model), end, "{text}");
         }
@@ -154,10 +187,16 @@ fn a_failing_layer_is_named_and_the_step_can_be_repeated() {
 #[test]
 fn a_layer_that_panics_fails_its_call_under_an_automatic_plan_too() {
     let model = Sequential::new().named("bad", Func(|_: &mut Cx, _: &Tensor| panic!("always")));
-    let engine = RoundPipe::builder(model).devices(models::cpus(1)).build().unwrap();
+    let engine = RoundPipe::builder(model)
+        .devices(models::cpus(1))
+        .build()
+        .unwrap();
     let (x, _) = models::numbers(0, 4, DType::F32);
     let text = chain(&engine.forward(x, &RunConfig::default()).unwrap_err());
-    assert!(text.contains("layer 0 (bad), microbatch 0") && text.contains("it panicked: always"), "{text}");
+    assert!(
+        text.contains("layer 0 (bad), microbatch 0") && text.contains("it panicked: always"),
+        "{text}"
+    );
 }
 
 /// A loss function that fails, panics or gives no number fails the call, and says so.
@@ -176,17 +215,29 @@ fn a_failing_loss_function_fails_the_call() {
         };
         let text = chain(&engine.forward_backward(x, weights, loss).unwrap_err());
         let place = format!("fused stage 2 (layers 3..4), microbatch {}", at - 1);
-        assert!(text.contains(&place) && text.contains("trap snapped"), "{text}");
+        assert!(
+            text.contains(&place) && text.contains("trap snapped"),
+            "{text}"
+        );
     }
     let (x, weights) = models::numbers(0, 6, DType::BF16);
-    let wrong = |cx: &mut Cx, output: Tree, weights: Tree| cx.mul(&output.tensor()?, &weights.tensor()?);
+    let wrong =
+        |cx: &mut Cx, output: Tree, weights: Tree| cx.mul(&output.tensor()?, &weights.tensor()?);
     let text = chain(&engine.forward_backward(x, weights, wrong).unwrap_err());
-    assert!(text.contains("[2, 3]") && text.contains("reduce it to one number"), "{text}");
-    assert!(models::grads(&engine).iter().all(|(_, grad)| grad.is_empty()));
+    assert!(
+        text.contains("[2, 3]") && text.contains("reduce it to one number"),
+        "{text}"
+    );
+    assert!(
+        models::grads(&engine)
+            .iter()
+            .all(|(_, grad)| grad.is_empty())
+    );
     assert_eq!(train(&engine, 0).unwrap(), losses[0]);
 }
 
-/// A step function that fails or panics leaves weights, copies and state as they were, at either lag.
+/// A step function that fails or panics leaves weights, copies and state as they were, at either
+/// lag.
 #[test]
 fn a_failing_step_function_changes_nothing() {
     for lag in [Lag::Zero, Lag::One] {
@@ -200,13 +251,18 @@ fn a_failing_step_function_changes_nothing() {
             let step = move |params: &mut roundpipe::update::OptimParams<'_>| {
                 params.iter_mut().for_each(|param| param.value.fill(7.0));
                 assert!(!panics, "no step");
-                Err(Error::Config { name: "step", what: "no step".to_owned() })
+                Err(Error::Config {
+                    name: "step",
+                    what: "no step".to_owned(),
+                })
             };
             let failed = engine.step(step, lag).and_then(|_| engine.synchronize());
             let text = failed.expect_err("the function failed").to_string();
             assert!(text.contains("no step"), "{text}");
             assert_eq!(state(&engine, &model), before, "{lag:?}, panics {panics}");
-            let rest: Vec<u64> = (1..3).map(|step| train_and_step(&engine, step, lag).unwrap()).collect();
+            let rest: Vec<u64> = (1..3)
+                .map(|step| train_and_step(&engine, step, lag).unwrap())
+                .collect();
             assert_eq!(rest, losses[1..], "{lag:?}, panics {panics}");
             assert_eq!(state(&engine, &model), end);
         }
@@ -219,8 +275,17 @@ fn a_failed_step_is_told_once() {
     let model = trapped(&Trap::new(false));
     let engine = engine(&model, models::cpus(1));
     train(&engine, 0).unwrap();
-    let stepping =
-        engine.step(|_| Err(Error::Config { name: "step", what: "no".to_owned() }), Lag::One).unwrap();
+    let stepping = engine
+        .step(
+            |_| {
+                Err(Error::Config {
+                    name: "step",
+                    what: "no".to_owned(),
+                })
+            },
+            Lag::One,
+        )
+        .unwrap();
     assert!(stepping.wait().unwrap_err().to_string().contains("no"));
     train_and_step(&engine, 0, Lag::One).unwrap();
     engine.synchronize().unwrap();
@@ -235,16 +300,24 @@ fn a_refused_rate_is_no_step() {
         .with(Func(|cx: &mut Cx, x: &Tensor| cx.relu(x)))
         .with(Linear::new(&mut init, 5, 3, true).unwrap());
     let config = RunConfig::default().num_microbatch(2);
-    let engine = RoundPipe::builder(model.clone()).optimizer(Rule::Adam(AdamW::default())).run_config(config);
+    let engine = RoundPipe::builder(model.clone())
+        .optimizer(Rule::Adam(AdamW::default()))
+        .run_config(config);
     let engine = engine.devices(models::cpus(2)).build().unwrap();
     for lag in [Lag::Zero, Lag::One] {
         let before = state(&engine, &model);
         let (x, weights) = models::numbers(0, 4, DType::F32);
-        engine.forward_backward(x.clone(), weights.clone(), models::weighted).unwrap();
-        let failed = engine.update(&Update::new(f64::NAN), lag).and_then(|_| engine.synchronize());
+        engine
+            .forward_backward(x.clone(), weights.clone(), models::weighted)
+            .unwrap();
+        let failed = engine
+            .update(&Update::new(f64::NAN), lag)
+            .and_then(|_| engine.synchronize());
         assert!(chain(&failed.unwrap_err()).contains("lr"), "{lag:?}");
         assert_eq!(state(&engine, &model), before);
-        engine.forward_backward(x, weights, models::weighted).unwrap();
+        engine
+            .forward_backward(x, weights, models::weighted)
+            .unwrap();
         engine.update(&Update::new(0.1), lag).unwrap();
         engine.synchronize().unwrap();
         assert_ne!(state(&engine, &model), before);
@@ -256,25 +329,45 @@ fn a_refused_rate_is_no_step() {
 fn out_of_memory_is_an_error_and_a_smaller_batch_works() {
     let model = models::perceptron(DType::F32);
     let world = SimWorld::seeded(3).unwrap();
-    let simulated = world.workers(2).into_iter().map(|worker| worker as Arc<dyn Device>).collect();
+    let simulated = world
+        .workers(2)
+        .into_iter()
+        .map(|worker| worker as Arc<dyn Device>)
+        .collect();
     for devices in [models::cpus(2), simulated] {
-        let options = RingOptions { memory: Some(Bytes(48 << 10)), ..RingOptions::default() };
+        let options = RingOptions {
+            memory: Some(Bytes(48 << 10)),
+            ..RingOptions::default()
+        };
         let config = RunConfig::default().num_microbatch(2);
-        let engine =
-            RoundPipe::builder(model.clone()).run_config(config).devices(devices).ring_options(options);
+        let engine = RoundPipe::builder(model.clone())
+            .run_config(config)
+            .devices(devices)
+            .ring_options(options);
         let engine = engine.build().unwrap();
         let run = |batch: usize, plan: &[&[usize]; 2]| {
             let (x, weights) = models::numbers(0, batch, DType::F32);
-            let plan =
-                RunConfig::default().execute_plan(ExecutePlan::from_sizes(PlanKind::Fused, plan[0], plan[1]));
-            let trained = engine.train(x).labels(weights).loss(models::weighted).config(plan).run()?;
+            let plan = RunConfig::default().execute_plan(ExecutePlan::from_sizes(
+                PlanKind::Fused,
+                plan[0],
+                plan[1],
+            ));
+            let trained = engine
+                .train(x)
+                .labels(weights)
+                .loss(models::weighted)
+                .config(plan)
+                .run()?;
             engine.synchronize()?;
             Ok::<_, Error>(trained.losses.sum())
         };
         for plan in [[&[][..], &[4][..]], [&[2, 1], &[1, 2, 1]]] {
             let error = run(4000, &plan).unwrap_err();
             let text = chain(&error);
-            assert!(text.contains("stage") && text.contains("microbatch"), "{text}");
+            assert!(
+                text.contains("stage") && text.contains("microbatch"),
+                "{text}"
+            );
             assert!(text.contains("MiB") || text.contains("KiB"), "{text}");
             assert!(run(8, &plan).unwrap().is_finite());
         }
@@ -282,8 +375,17 @@ fn out_of_memory_is_an_error_and_a_smaller_batch_works() {
 }
 
 fn sim(memory: Bytes) -> (SimWorld, Vec<Arc<dyn Device>>) {
-    let world = SimWorld::new(SimConfig { seed: 1, memory, ..SimConfig::default() }).unwrap();
-    let devices = world.workers(2).into_iter().map(|worker| worker as Arc<dyn Device>).collect();
+    let world = SimWorld::new(SimConfig {
+        seed: 1,
+        memory,
+        ..SimConfig::default()
+    })
+    .unwrap();
+    let devices = world
+        .workers(2)
+        .into_iter()
+        .map(|worker| worker as Arc<dyn Device>)
+        .collect();
     (world, devices)
 }
 
@@ -310,12 +412,15 @@ fn train_through(engine: &RoundPipe, to: u64, lag: Lag, failures: &mut Vec<Strin
             Ok(Some(loss)) => losses[step as usize] = loss,
             Err(error) => failures.push(chain(&error)),
         }
-        assert!(failures.len() < 5, "one fault, told again and again: {failures:#?}");
+        assert!(
+            failures.len() < 5,
+            "one fault, told again and again: {failures:#?}"
+        );
     }
 }
 
-/// One fault of each kind at every place of a training with two calls under way: training goes on from where the engine
-/// says it is, to the same end.
+/// One fault of each kind at every place of a training with two calls under way: training goes on
+/// from where the engine says it is, to the same end.
 #[test]
 fn a_fault_at_every_place_is_an_error_and_leaves_no_trace() {
     let (losses, end) = untroubled_with(Lag::One, false);
@@ -340,15 +445,17 @@ fn a_fault_at_every_place_is_an_error_and_leaves_no_trace() {
             if failures.is_empty() {
                 assert!(harmless(fault), "nobody was told: {what}");
             } else {
-                let place = failures.iter().any(|text| text.contains("stage") && text.contains("injected"));
+                let place = failures
+                    .iter()
+                    .any(|text| text.contains("stage") && text.contains("injected"));
                 assert!(place, "{what}");
             }
         }
     }
 }
 
-/// Whether nobody need be told of a fault: weights that are fetched ahead are asked for again, and memory whose last
-/// use could not be marked was waited for.
+/// Whether nobody need be told of a fault: weights that are fetched ahead are asked for again, and
+/// memory whose last use could not be marked was waited for.
 pub fn harmless(fault: &str) -> bool {
     let ahead = fault.contains("alloc") && fault.contains("for weights");
     ahead || (fault.contains("record fault") && fault.contains("compute"))
@@ -358,7 +465,12 @@ pub fn harmless(fault: &str) -> bool {
 #[test]
 fn an_engine_may_be_dropped_at_any_time() {
     let witness = Arc::new(());
-    for (case, lag) in [("call", None), ("step", Some(Lag::One)), ("forward", None), ("unmerged", None)] {
+    for (case, lag) in [
+        ("call", None),
+        ("step", Some(Lag::One)),
+        ("forward", None),
+        ("unmerged", None),
+    ] {
         let seen = witness.clone();
         let model = trapped(&Trap::new(false)).named(
             "witness",
@@ -367,8 +479,9 @@ fn an_engine_may_be_dropped_at_any_time() {
                 Ok(x.clone())
             }),
         );
-        let engine =
-            RoundPipe::builder(model).devices(models::cpus(2)).optimizer(Rule::Adam(AdamW::default()));
+        let engine = RoundPipe::builder(model)
+            .devices(models::cpus(2))
+            .optimizer(Rule::Adam(AdamW::default()));
         let engine = engine.build().unwrap();
         let (x, _) = models::numbers(0, 6, DType::BF16);
         let start = Instant::now();
@@ -380,7 +493,11 @@ fn an_engine_may_be_dropped_at_any_time() {
                 drop(engine);
                 drop(forward);
                 assert!(start.elapsed() < PATIENCE, "{case}");
-                assert_eq!(Arc::strong_count(&witness), 1, "{case}: somebody still holds the model");
+                assert_eq!(
+                    Arc::strong_count(&witness),
+                    1,
+                    "{case}: somebody still holds the model"
+                );
                 continue;
             }
             _ => {
@@ -392,7 +509,11 @@ fn an_engine_may_be_dropped_at_any_time() {
         }
         drop(engine);
         assert!(start.elapsed() < PATIENCE, "{case}");
-        assert_eq!(Arc::strong_count(&witness), 1, "{case}: somebody still holds the model");
+        assert_eq!(
+            Arc::strong_count(&witness),
+            1,
+            "{case}: somebody still holds the model"
+        );
     }
 }
 
@@ -426,11 +547,19 @@ fn a_busy_layer_is_all_that_a_drop_waits_for() {
         enter.send(()).unwrap();
         Ok(x.clone())
     });
-    let model = models::perceptron(DType::F32).named("enter", enter).named("gate", gated(gate));
-    let engine = RoundPipe::builder(model).devices(models::cpus(2)).build().unwrap();
+    let model = models::perceptron(DType::F32)
+        .named("enter", enter)
+        .named("gate", gated(gate));
+    let engine = RoundPipe::builder(model)
+        .devices(models::cpus(2))
+        .build()
+        .unwrap();
     let (x, _) = models::numbers(0, 6, DType::F32);
     let plan = ExecutePlan::from_sizes(PlanKind::Infer, &[2, 4], &[]);
-    let config = RunConfig::default().requires_grad(false).merge_output(MergeOutput::Off).execute_plan(plan);
+    let config = RunConfig::default()
+        .requires_grad(false)
+        .merge_output(MergeOutput::Off)
+        .execute_plan(plan);
     let forward = engine.forward(x, &config).unwrap();
     entered.recv().unwrap();
     std::thread::sleep(Duration::from_millis(20));
@@ -457,7 +586,9 @@ fn a_stall_is_reported_with_who_waits_for_what() {
     let told = lines.clone();
     let engine = RoundPipe::builder(model)
         .devices(models::cpus(2))
-        .on_stall(Duration::from_millis(150), move |report| told.lock().unwrap().push(report.to_string()))
+        .on_stall(Duration::from_millis(150), move |report| {
+            told.lock().unwrap().push(report.to_string())
+        })
         .build()
         .unwrap();
     let (x, _) = models::numbers(0, 6, DType::F32);
@@ -474,8 +605,14 @@ fn a_stall_is_reported_with_who_waits_for_what() {
     });
     let lines = lines.lock().unwrap();
     let text = lines.first().expect("a stall was reported");
-    assert!(text.contains("caller: waiting for the outputs of microbatch 0"), "{text}");
-    assert!(text.contains("launcher") && text.contains("layer 4 (gate), microbatch 0"), "{text}");
+    assert!(
+        text.contains("caller: waiting for the outputs of microbatch 0"),
+        "{text}"
+    );
+    assert!(
+        text.contains("launcher") && text.contains("layer 4 (gate), microbatch 0"),
+        "{text}"
+    );
 }
 
 /// An engine whose input fails in another engine says so, and both work on.
@@ -484,7 +621,10 @@ fn a_failure_of_a_chained_engine_reaches_the_other() {
     let trap = Trap::new(false);
     let ring = roundpipe::Ring::new(
         &models::cpus(2),
-        &RingOptions { memory: Some(Bytes::mib(4)), ..RingOptions::default() },
+        &RingOptions {
+            memory: Some(Bytes::mib(4)),
+            ..RingOptions::default()
+        },
     )
     .unwrap();
     let build = |model: Sequential| RoundPipe::builder(model).ring(&ring).build().unwrap();
@@ -497,12 +637,19 @@ fn a_failure_of_a_chained_engine_reaches_the_other() {
         let plan = ExecutePlan::from_sizes(PlanKind::Train, &[4], &[4]);
         trap.arm(if fails { 2 } else { 0 });
         let forward = front.forward(x.clone(), &off.clone().execute_plan(plan))?;
-        let call = back.train(roundpipe::engine::Arg::from(forward.unmerged())).labels(weights.clone());
-        let trained = call.loss(models::weighted).config(RunConfig::default().input_grads(true)).run()?;
+        let call = back
+            .train(roundpipe::engine::Arg::from(forward.unmerged()))
+            .labels(weights.clone());
+        let trained = call
+            .loss(models::weighted)
+            .config(RunConfig::default().input_grads(true))
+            .run()?;
         let grads = trained.input_grads.unwrap();
         forward.backward_from(&grads)?;
         front.synchronize()?;
-        (0..grads.len()).map(|m| Ok(grads.wait(m)?.remove(0).unwrap())).collect()
+        (0..grads.len())
+            .map(|m| Ok(grads.wait(m)?.remove(0).unwrap()))
+            .collect()
     };
     let whole = run(false).unwrap();
     let text = chain(&run(true).unwrap_err());
@@ -510,5 +657,10 @@ fn a_failure_of_a_chained_engine_reaches_the_other() {
     let own = chain(&front.synchronize().unwrap_err());
     assert!(own.contains("layer 1 (trap), microbatch 1"), "{own}");
     let again = run(false).unwrap();
-    assert!(whole.iter().zip(&again).all(|(a, b)| a.same_bits(b).unwrap()));
+    assert!(
+        whole
+            .iter()
+            .zip(&again)
+            .all(|(a, b)| a.same_bits(b).unwrap())
+    );
 }

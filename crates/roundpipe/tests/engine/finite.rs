@@ -6,8 +6,8 @@ use roundpipe::nn::{Func, Init, Linear};
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::scaler::ScalerState;
 use roundpipe::{
-    Bytes, Cx, DType, Device, Error, GradScaler, HostTensor, Lag, RoundPipe, Rule, RunConfig, Sequential,
-    Tensor, TensorResult, Tree, Update,
+    Bytes, Cx, DType, Device, Error, GradScaler, HostTensor, Lag, RoundPipe, Rule, RunConfig,
+    Sequential, Tensor, TensorResult, Tree, Update,
 };
 use roundpipe_tensor::SimWorld;
 
@@ -41,7 +41,11 @@ fn adam() -> Rule {
 
 fn sims() -> Vec<Arc<dyn Device>> {
     let world = SimWorld::seeded(5).unwrap();
-    world.workers(2).into_iter().map(|worker| worker as Arc<dyn Device>).collect()
+    world
+        .workers(2)
+        .into_iter()
+        .map(|worker| worker as Arc<dyn Device>)
+        .collect()
 }
 
 /// Six rows of numbers, of which one may be something else.
@@ -49,11 +53,16 @@ fn batch(dtype: DType, odd: f64) -> (HostTensor, HostTensor) {
     let mut x: Vec<f64> = (0..24).map(|i| (f64::from(i) * 0.37).sin()).collect();
     x[17] = odd;
     let x = HostTensor::from_f64s(&x, dtype, &[6, 4]).unwrap();
-    (x, HostTensor::from_slice(&[0i64, 1, 2, 0, 1, 2], &[6]).unwrap())
+    (
+        x,
+        HostTensor::from_slice(&[0i64, 1, 2, 0, 1, 2], &[6]).unwrap(),
+    )
 }
 
 /// The loss, times a number.
-fn times(factor: f64) -> impl Fn(&mut Cx, Tree, Tree) -> TensorResult<Tensor> + Send + Sync + 'static {
+fn times(
+    factor: f64,
+) -> impl Fn(&mut Cx, Tree, Tree) -> TensorResult<Tensor> + Send + Sync + 'static {
     move |cx, output, labels| {
         let logits = cx.cast(&output.tensor()?, DType::F32)?;
         let loss = cx.cross_entropy(&logits, &labels.tensor()?, Default::default())?;
@@ -62,23 +71,30 @@ fn times(factor: f64) -> impl Fn(&mut Cx, Tree, Tree) -> TensorResult<Tensor> + 
 }
 
 fn all_finite(model: &Sequential) -> bool {
-    let finite = |(_, bits): &(String, Vec<u64>)| bits.iter().all(|bits| f64::from_bits(*bits).is_finite());
+    let finite =
+        |(_, bits): &(String, Vec<u64>)| bits.iter().all(|bits| f64::from_bits(*bits).is_finite());
     models::params(model).iter().all(finite)
 }
 
-/// A loss or an input that is not finite: the step is skipped and says so, and the next good one goes on as if the bad
-/// one had not been.
+/// A loss or an input that is not finite: the step is skipped and says so, and the next good one
+/// goes on as if the bad one had not been.
 #[test]
 fn a_step_that_is_not_finite_is_skipped_and_reported() {
     for dtype in [DType::F32, DType::BF16] {
         for lag in [Lag::Zero, Lag::One] {
-            for (factor, odd) in
-                [(f64::NAN, 0.5), (f64::INFINITY, 0.5), (1.0, f64::NAN), (1.0, f64::INFINITY)]
-            {
+            for (factor, odd) in [
+                (f64::NAN, 0.5),
+                (f64::INFINITY, 0.5),
+                (1.0, f64::NAN),
+                (1.0, f64::INFINITY),
+            ] {
                 for clip in [None, Some(1.0)] {
                     let (model, untroubled) = (model(dtype), model(dtype));
                     let engine_ = engine(&model, adam(), models::cpus(2));
-                    let update = Update { clip, ..Update::new(0.01) };
+                    let update = Update {
+                        clip,
+                        ..Update::new(0.01)
+                    };
                     let before = models::params(&model);
                     let (x, y) = batch(dtype, odd);
                     engine_.forward_backward(x, y, times(factor)).unwrap();
@@ -88,13 +104,20 @@ fn a_step_that_is_not_finite_is_skipped_and_reported() {
                         "{report:?}"
                     );
                     engine_.synchronize().unwrap();
-                    assert_eq!(models::params(&model), before, "{dtype} {lag:?} {factor} {odd}");
+                    assert_eq!(
+                        models::params(&model),
+                        before,
+                        "{dtype} {lag:?} {factor} {odd}"
+                    );
                     let plain = engine(&untroubled, adam(), models::cpus(1));
                     for engine in [&engine_, &plain] {
                         let (x, y) = batch(dtype, 0.5);
                         engine.forward_backward(x, y, times(1.0)).unwrap();
                         let report = engine.update(&update, lag).unwrap().wait().unwrap();
-                        assert!(!report.skipped && !report.partial && report.step == 1, "{report:?}");
+                        assert!(
+                            !report.skipped && !report.partial && report.step == 1,
+                            "{report:?}"
+                        );
                         engine.synchronize().unwrap();
                     }
                     assert_eq!(models::params(&model), models::params(&untroubled));
@@ -105,8 +128,8 @@ fn a_step_that_is_not_finite_is_skipped_and_reported() {
     }
 }
 
-/// After as many in a row as the builder allows, training stops with the layer that was the first; good steps between
-/// start the count anew, and the engine works on afterwards.
+/// After as many in a row as the builder allows, training stops with the layer that was the first;
+/// good steps between start the count anew, and the engine works on afterwards.
 #[test]
 fn training_stops_when_steps_go_on_being_not_finite() {
     for devices in [models::cpus(2), sims()] {
@@ -131,16 +154,29 @@ fn training_stops_when_steps_go_on_being_not_finite() {
                     assert!(step(factor, odd).unwrap().skipped);
                 }
                 let error = step(factor, odd).unwrap_err();
-                assert!(matches!(error, Error::NotFinite { steps: 4, .. }), "{error:?}");
+                assert!(
+                    matches!(error, Error::NotFinite { steps: 4, .. }),
+                    "{error:?}"
+                );
                 let text = chain(&error);
-                assert!(text.contains(place) && text.contains("learning rate"), "{lag:?}: {text}");
+                assert!(
+                    text.contains(place) && text.contains("learning rate"),
+                    "{lag:?}: {text}"
+                );
                 assert!(!step(1.0, 0.5).unwrap().skipped);
                 engine.synchronize().unwrap();
                 assert_eq!(models::params(&model), before);
                 // Six were skipped in two rows; the seventh failed.
                 let warnings = engine.take_warnings();
-                assert_eq!((engine.nonfinite_steps(), warnings.len()), (6, 2), "{warnings:?}");
-                assert!(warnings.iter().all(|text| text.contains("was skipped")), "{warnings:?}");
+                assert_eq!(
+                    (engine.nonfinite_steps(), warnings.len()),
+                    (6, 2),
+                    "{warnings:?}"
+                );
+                assert!(
+                    warnings.iter().all(|text| text.contains("was skipped")),
+                    "{warnings:?}"
+                );
             }
         }
     }
@@ -150,13 +186,21 @@ fn training_stops_when_steps_go_on_being_not_finite() {
 #[test]
 fn a_scaler_may_skip_as_often_as_it_lowers_its_scale() {
     let engine = engine(&model(DType::F16), adam(), models::cpus(1));
-    let scaler = GradScaler::new(ScalerState { scale: 256.0, ..ScalerState::default() }).unwrap();
+    let scaler = GradScaler::new(ScalerState {
+        scale: 256.0,
+        ..ScalerState::default()
+    })
+    .unwrap();
     let (x, y) = batch(DType::F16, f64::NAN);
     let mut skipped = 0;
     let error = loop {
         let scale = engine.loss_scale(&scaler).unwrap();
-        engine.forward_backward(x.clone(), y.clone(), times(scale)).unwrap();
-        let step = engine.update_scaled(&Update::new(0.01), &scaler, Lag::Zero).and_then(|step| step.wait());
+        engine
+            .forward_backward(x.clone(), y.clone(), times(scale))
+            .unwrap();
+        let step = engine
+            .update_scaled(&Update::new(0.01), &scaler, Lag::Zero)
+            .and_then(|step| step.wait());
         match step {
             Ok(report) => assert!(report.skipped),
             Err(error) => break error,
@@ -168,13 +212,25 @@ fn a_scaler_may_skip_as_often_as_it_lowers_its_scale() {
     assert!(matches!(error, Error::NotFinite { .. }), "{error:?}");
 }
 
-/// Settings under which finite gradients make weights that are not finite: these elements keep their value, the report
-/// says so, and training stops when it goes on.
+/// Settings under which finite gradients make weights that are not finite: these elements keep
+/// their value, the report says so, and training stops when it goes on.
 #[test]
 fn an_update_that_would_not_be_finite_is_left_out() {
-    let zero_eps = Rule::Adam(AdamW { eps: 0.0, ..AdamW::default() });
-    let cases =
-        [(zero_eps, 0.01), (adam(), 1e300), (Rule::Sgd(Sgd { momentum: 0.9, ..Sgd::default() }), 1e300)];
+    let zero_eps = Rule::Adam(AdamW {
+        eps: 0.0,
+        ..AdamW::default()
+    });
+    let cases = [
+        (zero_eps, 0.01),
+        (adam(), 1e300),
+        (
+            Rule::Sgd(Sgd {
+                momentum: 0.9,
+                ..Sgd::default()
+            }),
+            1e300,
+        ),
+    ];
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         for (rule, lr) in cases {
             let model = model(dtype);
@@ -184,11 +240,20 @@ fn an_update_that_would_not_be_finite_is_left_out() {
             let mut stopped = None;
             for _ in 0..6 {
                 // Rows of zeros: gradients of the first weights are exactly zero.
-                let x =
-                    if matches!(rule, Rule::Adam(AdamW { eps: 0.0, .. })) { dead.clone() } else { x.clone() };
+                let x = if matches!(rule, Rule::Adam(AdamW { eps: 0.0, .. })) {
+                    dead.clone()
+                } else {
+                    x.clone()
+                };
                 engine.forward_backward(x, y.clone(), times(1.0)).unwrap();
-                match engine.update(&Update::new(lr), Lag::Zero).and_then(|step| step.wait()) {
-                    Ok(report) => assert!(report.partial && !report.skipped, "{dtype} {rule:?}: {report:?}"),
+                match engine
+                    .update(&Update::new(lr), Lag::Zero)
+                    .and_then(|step| step.wait())
+                {
+                    Ok(report) => assert!(
+                        report.partial && !report.skipped,
+                        "{dtype} {rule:?}: {report:?}"
+                    ),
                     Err(error) => {
                         stopped = Some(chain(&error));
                         break;
@@ -228,14 +293,18 @@ fn a_step_function_cannot_write_what_is_not_finite() {
                 lag,
             );
             let text = chain(&step.and_then(|step| step.wait()).unwrap_err());
-            assert!(text.contains("element 1 of c.bias") && text.contains("not finite"), "{text}");
+            assert!(
+                text.contains("element 1 of c.bias") && text.contains("not finite"),
+                "{text}"
+            );
             let _ = engine.synchronize();
             assert_eq!(models::params(&model), before, "{dtype} {value} {lag:?}");
         }
     }
 }
 
-/// Options that would ruin the weights are refused when they are given, and rules when the engine is built.
+/// Options that would ruin the weights are refused when they are given, and rules when the engine
+/// is built.
 #[test]
 fn options_are_checked_when_they_are_given() {
     let model = model(DType::F32);
@@ -243,7 +312,15 @@ fn options_are_checked_when_they_are_given() {
     let (x, y) = batch(DType::F32, 0.5);
     engine.forward_backward(x, y, times(1.0)).unwrap();
     let good = Update::new(0.1);
-    let clip = |clip| ("clip", Update { clip: Some(clip), ..good });
+    let clip = |clip| {
+        (
+            "clip",
+            Update {
+                clip: Some(clip),
+                ..good
+            },
+        )
+    };
     let scale = |grad_scale| ("grad_scale", Update { grad_scale, ..good });
     let lr = |lr| ("lr", Update { lr, ..good });
     let wrong = [
@@ -255,20 +332,38 @@ fn options_are_checked_when_they_are_given() {
         scale(0.0),
         scale(-1.0),
     ];
-    for (name, update) in wrong.into_iter().chain([lr(f64::NAN), lr(-1.0), lr(f64::INFINITY)]) {
+    for (name, update) in wrong
+        .into_iter()
+        .chain([lr(f64::NAN), lr(-1.0), lr(f64::INFINITY)])
+    {
         for lag in [Lag::Zero, Lag::One] {
-            let text = engine.update(&update, lag).map(drop).unwrap_err().to_string();
+            let text = engine
+                .update(&update, lag)
+                .map(drop)
+                .unwrap_err()
+                .to_string();
             assert!(text.starts_with(&format!("{name}: ")), "{text}");
         }
     }
     engine.update(&good, Lag::Zero).unwrap().wait().unwrap();
     for rule in [
-        Rule::Adam(AdamW { beta1: 1.0, ..AdamW::default() }),
-        Rule::Adam(AdamW { weight_decay: -0.1, ..AdamW::default() }),
-        Rule::Sgd(Sgd { momentum: f64::NAN, ..Sgd::default() }),
+        Rule::Adam(AdamW {
+            beta1: 1.0,
+            ..AdamW::default()
+        }),
+        Rule::Adam(AdamW {
+            weight_decay: -0.1,
+            ..AdamW::default()
+        }),
+        Rule::Sgd(Sgd {
+            momentum: f64::NAN,
+            ..Sgd::default()
+        }),
     ] {
-        let built =
-            RoundPipe::builder(self::model(DType::F32)).optimizer(rule).devices(models::cpus(1)).build();
+        let built = RoundPipe::builder(self::model(DType::F32))
+            .optimizer(rule)
+            .devices(models::cpus(1))
+            .build();
         assert!(built.is_err(), "{rule:?}");
     }
 }

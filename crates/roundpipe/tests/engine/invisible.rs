@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    DType, Device, ExecutePlan, Grain, HostTensor, Inputs, Lag, PlanKind, RingOptions, RoundPipe, Rule,
-    RunConfig, Sequential, Tree, Update,
+    DType, Device, ExecutePlan, Grain, HostTensor, Inputs, Lag, PlanKind, RingOptions, RoundPipe,
+    Rule, RunConfig, Sequential, Tree, Update,
 };
 
 use crate::models::{self, Trail};
@@ -14,7 +14,10 @@ const STEPS: u64 = 5;
 const LR: f64 = 0.01;
 
 pub fn rule() -> Rule {
-    Rule::Adam(AdamW { weight_decay: 0.05, ..AdamW::default() })
+    Rule::Adam(AdamW {
+        weight_decay: 0.05,
+        ..AdamW::default()
+    })
 }
 
 /// How a model is run.
@@ -32,14 +35,24 @@ pub struct Way {
 impl Way {
     pub fn threaded(devices: Vec<Arc<dyn Device>>) -> Self {
         let (grain, lag) = (Grain::Stage, Lag::Zero);
-        Self { devices, serial: false, grain, plan: None, lag, microbatches: 4, keep: None }
+        Self {
+            devices,
+            serial: false,
+            grain,
+            plan: None,
+            lag,
+            microbatches: 4,
+            keep: None,
+        }
     }
 }
 
 type Batch = dyn Fn(u64) -> (Inputs, HostTensor);
 
 pub fn engine(model: &Sequential, way: &Way) -> RoundPipe {
-    let mut config = RunConfig::default().num_microbatch(way.microbatches).recompute_grain(way.grain);
+    let mut config = RunConfig::default()
+        .num_microbatch(way.microbatches)
+        .recompute_grain(way.grain);
     config.execute_plan = way.plan.clone();
     let memory = Some(roundpipe::Bytes::mib(48));
     RoundPipe::builder(model.clone())
@@ -50,7 +63,12 @@ pub fn engine(model: &Sequential, way: &Way) -> RoundPipe {
         .on_stall(std::time::Duration::from_secs(20), models::show_stall)
         .run_config(config)
         .devices(way.devices.clone())
-        .ring_options(RingOptions { memory, serial: way.serial, keep: way.keep, ..RingOptions::default() })
+        .ring_options(RingOptions {
+            memory,
+            serial: way.serial,
+            keep: way.keep,
+            ..RingOptions::default()
+        })
         .build()
         .unwrap()
 }
@@ -65,7 +83,11 @@ pub fn run(model: &Sequential, way: &Way, batch: &Batch, loss: Loss) -> Trail {
 /// Steps by the engine.
 pub fn run_for(steps: u64, model: &Sequential, way: &Way, batch: &Batch, loss: Loss) -> Trail {
     let engine = engine(model, way);
-    let mut trail = Trail { losses: Vec::new(), grads: Vec::new(), params: Vec::new() };
+    let mut trail = Trail {
+        losses: Vec::new(),
+        grads: Vec::new(),
+        params: Vec::new(),
+    };
     for step in 0..steps {
         let (inputs, labels) = batch(step);
         let losses = engine.forward_backward(inputs, labels, loss).unwrap();
@@ -111,17 +133,32 @@ fn ways() -> Vec<(String, Way)> {
         for (p, plan) in plans.iter().enumerate() {
             for (grain, name) in [(Grain::Stage, "stage"), (Grain::Layer, "layer")] {
                 let devices = models::cpus(workers);
-                let way = Way { grain, plan: Some(plan.clone()), ..Way::threaded(devices) };
+                let way = Way {
+                    grain,
+                    plan: Some(plan.clone()),
+                    ..Way::threaded(devices)
+                };
                 ways.push((format!("{workers} workers, plan {p}, grain {name}"), way));
             }
         }
-        ways.push((format!("{workers} workers, automatic"), Way::threaded(models::cpus(workers))));
+        ways.push((
+            format!("{workers} workers, automatic"),
+            Way::threaded(models::cpus(workers)),
+        ));
     }
     let keep = Some(roundpipe::Bytes(0));
-    let none = Way { keep, plan: Some(plans[1].clone()), ..Way::threaded(models::cpus(1)) };
+    let none = Way {
+        keep,
+        plan: Some(plans[1].clone()),
+        ..Way::threaded(models::cpus(1))
+    };
     ways.push(("nothing kept".into(), none));
     for workers in [1, 3] {
-        let way = Way { serial: true, plan: Some(plans[1].clone()), ..Way::threaded(models::cpus(workers)) };
+        let way = Way {
+            serial: true,
+            plan: Some(plans[1].clone()),
+            ..Way::threaded(models::cpus(workers))
+        };
         ways.push((format!("serial, {workers} workers"), way));
     }
     ways
@@ -131,12 +168,17 @@ fn ways() -> Vec<(String, Way)> {
 #[track_caller]
 pub fn same(name: &str, want: &Trail, got: &Trail) {
     assert_eq!(want.losses, got.losses, "losses: {name}");
-    for (what, want, got) in [("gradient", &want.grads, &got.grads), ("parameter", &want.params, &got.params)]
-    {
+    for (what, want, got) in [
+        ("gradient", &want.grads, &got.grads),
+        ("parameter", &want.params, &got.params),
+    ] {
         assert_eq!(want.len(), got.len(), "{what}s: {name}");
         for ((path, a), (_, b)) in want.iter().zip(got) {
             let at = a.iter().zip(b).position(|(a, b)| a != b);
-            assert!(a.len() == b.len() && at.is_none(), "{name}: {what} {path} differs at {at:?}");
+            assert!(
+                a.len() == b.len() && at.is_none(),
+                "{name}: {what} {path} differs at {at:?}"
+            );
         }
     }
 }
@@ -144,16 +186,40 @@ pub fn same(name: &str, want: &Trail, got: &Trail) {
 #[test]
 fn a_transformer_is_trained_to_the_same_bits_however_it_is_run() {
     let model = || models::transformer(DType::F32, false);
-    let want = models::plain_loop(&model(), rule(), LR, STEPS, &token_batch, 4, models::token_loss);
+    let want = models::plain_loop(
+        &model(),
+        rule(),
+        LR,
+        STEPS,
+        &token_batch,
+        4,
+        models::token_loss,
+    );
     for (name, way) in ways() {
-        same(&name, &want, &run(&model(), &way, &token_batch, models::token_loss));
+        same(
+            &name,
+            &want,
+            &run(&model(), &way, &token_batch, models::token_loss),
+        );
     }
 }
 
 #[test]
 fn a_resnet_is_trained_to_the_same_bits_however_it_is_run() {
-    let want = models::plain_loop(&models::resnet(), rule(), LR, STEPS, &image_batch, 4, models::image_loss);
+    let want = models::plain_loop(
+        &models::resnet(),
+        rule(),
+        LR,
+        STEPS,
+        &image_batch,
+        4,
+        models::image_loss,
+    );
     for (name, way) in ways() {
-        same(&name, &want, &run(&models::resnet(), &way, &image_batch, models::image_loss));
+        same(
+            &name,
+            &want,
+            &run(&models::resnet(), &way, &image_batch, models::image_loss),
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! Memory: host bytes per parameter by kind, one reservation per worker, nothing that grows with steps.
+//! Memory: host bytes per parameter by kind, one reservation per worker, nothing that grows with
+//! steps.
 //!
 //! What the process really takes is measured in `tests/host_memory.rs`, where nothing else runs.
 
@@ -9,8 +10,9 @@ use roundpipe::nn::{Init, Linear};
 use roundpipe::ops::Attention;
 use roundpipe::trace::Lane as TraceLane;
 use roundpipe::{
-    Bytes, Cx, DType, Device, ExecutePlan, Grain, HostTensor, Lag, Likeness, Module, Params, Pin, PlanKind,
-    Ring, RingOptions, RoundPipe, RunConfig, Sequential, Tensor, TensorResult, Tree, Update, Visit, bf16,
+    Bytes, Cx, DType, Device, ExecutePlan, Grain, HostTensor, Lag, Likeness, Module, Params, Pin,
+    PlanKind, Ring, RingOptions, RoundPipe, RunConfig, Sequential, Tensor, TensorResult, Tree,
+    Update, Visit, bf16,
 };
 use roundpipe_tensor::device::{Arena, DeviceId, Lane, LaneKind, Ops};
 use roundpipe_tensor::sim::{SimConfig, Timing};
@@ -29,7 +31,11 @@ fn products(dtype: DType) -> Sequential {
     let mut linear = || Linear::new(&mut init, WIDTH, WIDTH, false).unwrap();
     let frozen = linear();
     frozen.set_trainable(false);
-    Sequential::new().with(linear()).with(frozen).with(linear()).with(linear())
+    Sequential::new()
+        .with(linear())
+        .with(frozen)
+        .with(linear())
+        .with(linear())
 }
 
 fn square(cx: &mut Cx, output: Tree, _: Tree) -> TensorResult<Tensor> {
@@ -37,21 +43,23 @@ fn square(cx: &mut Cx, output: Tree, _: Tree) -> TensorResult<Tensor> {
     cx.mean_all(&squared)
 }
 
-/// What the store holds is 16 bytes per trainable bf16 parameter (18 with a second version) and 2 per frozen
-/// one; activations in host memory are the inputs of stages and their gradients, no more.
+/// What the store holds is 16 bytes per trainable bf16 parameter (18 with a second version) and 2
+/// per frozen one; activations in host memory are the inputs of stages and their gradients, no
+/// more.
 #[test]
 fn a_bf16_parameter_takes_16_bytes_or_18_and_a_frozen_one_2() {
     for (lag, per_param) in [(Lag::Zero, 16), (Lag::One, 18)] {
         let model = products(DType::BF16);
-        let options = RingOptions { keep: Some(Bytes(0)), ..small() };
+        let options = RingOptions {
+            keep: Some(Bytes(0)),
+            ..small()
+        };
         let engine = RoundPipe::builder(model.clone())
             .optimizer(rule())
             .asynchronous(lag == Lag::One)
-            .run_config(RunConfig::new().num_microbatch(MICROBATCHES).execute_plan(ExecutePlan::from_sizes(
-                PlanKind::Fused,
-                &[1, 1, 1],
-                &[1, 1, 1, 1],
-            )))
+            .run_config(RunConfig::new().num_microbatch(MICROBATCHES).execute_plan(
+                ExecutePlan::from_sizes(PlanKind::Fused, &[1, 1, 1], &[1, 1, 1, 1]),
+            ))
             .devices(models::cpus(2))
             .ring_options(options)
             .build()
@@ -62,21 +70,35 @@ fn a_bf16_parameter_takes_16_bytes_or_18_and_a_frozen_one_2() {
             engine.update(&Update::new(0.01), lag).unwrap();
         }
         engine.synchronize().unwrap();
-        let trainable: usize = model.trainable_params().iter().map(|(_, p)| p.shape().numel()).sum();
+        let trainable: usize = model
+            .trainable_params()
+            .iter()
+            .map(|(_, p)| p.shape().numel())
+            .sum();
         let frozen = model.num_params() - trainable;
         assert_eq!((trainable, frozen), (3 * WIDTH * WIDTH, WIDTH * WIDTH));
         let bytes = engine.host_bytes();
-        assert_eq!(bytes.total(), per_param * trainable + 2 * frozen, "{bytes:?}");
+        assert_eq!(
+            bytes.total(),
+            per_param * trainable + 2 * frozen,
+            "{bytes:?}"
+        );
         // Every stage's input and its gradient, of each microbatch of two calls, in whole pages.
         let flow = (ROWS / MICROBATCHES * WIDTH * 2).next_multiple_of(4096);
         let activations = 2 * MICROBATCHES * 2 * model.len() * flow;
         let host = engine.ring().host_use();
-        assert!(host.lent == Bytes(0) && host.peak.0 as usize <= activations, "{host:?} > {activations}");
+        assert!(
+            host.lent == Bytes(0) && host.peak.0 as usize <= activations,
+            "{host:?} > {activations}"
+        );
     }
 }
 
 fn small() -> RingOptions {
-    RingOptions { memory: Some(Bytes::mib(48)), ..RingOptions::default() }
+    RingOptions {
+        memory: Some(Bytes::mib(48)),
+        ..RingOptions::default()
+    }
 }
 
 /// A device that counts how often memory is reserved on it, and how much.
@@ -92,12 +114,23 @@ struct Counted {
 unsafe impl Device for Counted {
     fn id(&self) -> DeviceId {
         let id = self.device.id();
-        if self.card.is_some() { DeviceId { index: 0, worker: id.index, ..id } } else { id }
+        if self.card.is_some() {
+            DeviceId {
+                index: 0,
+                worker: id.index,
+                ..id
+            }
+        } else {
+            id
+        }
     }
 
     fn memory(&self) -> Bytes {
-        let free = |(whole, taken): &(u64, Arc<AtomicU64>)| Bytes(whole - taken.load(Ordering::Relaxed));
-        self.card.as_ref().map_or_else(|| self.device.memory(), free)
+        let free =
+            |(whole, taken): &(u64, Arc<AtomicU64>)| Bytes(whole - taken.load(Ordering::Relaxed));
+        self.card
+            .as_ref()
+            .map_or_else(|| self.device.memory(), free)
     }
 
     fn reserve(&self, bytes: Bytes) -> TensorResult<Arena> {
@@ -136,18 +169,31 @@ unsafe impl Device for Counted {
 }
 
 fn sims(workers: usize) -> Vec<Arc<dyn Device>> {
-    let config =
-        SimConfig { seed: 3, memory: Bytes::mib(512), timing: Timing::default(), ..SimConfig::default() };
+    let config = SimConfig {
+        seed: 3,
+        memory: Bytes::mib(512),
+        timing: Timing::default(),
+        ..SimConfig::default()
+    };
     let world = SimWorld::new(config).unwrap();
-    world.workers(workers).into_iter().map(|worker| worker as Arc<dyn Device>).collect()
+    world
+        .workers(workers)
+        .into_iter()
+        .map(|worker| worker as Arc<dyn Device>)
+        .collect()
 }
 
-/// Memory is reserved when the ring is made, once per worker, and never again. How much of it is used is the same
-/// in every step when jobs run one after another; threads may bring the next stage in early, which takes at most
-/// as much again.
+/// Memory is reserved when the ring is made, once per worker, and never again. How much of it is
+/// used is the same in every step when jobs run one after another; threads may bring the next stage
+/// in early, which takes at most as much again.
 #[test]
 fn nothing_is_reserved_after_the_start_and_the_high_water_settles() {
-    let plans = [(&[][..], &[6][..]), (&[2, 3], &[1, 2, 3]), (&[1; 5], &[1; 6]), (&[4], &[2, 1, 3])];
+    let plans = [
+        (&[][..], &[6][..]),
+        (&[2, 3], &[1, 2, 3]),
+        (&[1; 5], &[1; 6]),
+        (&[4], &[2, 1, 3]),
+    ];
     for (forward, backward) in plans {
         let plan = ExecutePlan::from_sizes(PlanKind::Fused, forward, backward);
         let (second, last) = water(models::cpus(2), &plan, true, Lag::Zero);
@@ -160,91 +206,169 @@ fn nothing_is_reserved_after_the_start_and_the_high_water_settles() {
             );
         }
         let (_, alone) = water(sims(2), &plan, true, Lag::Zero);
-        at_most_twice(&alone, &water(sims(2), &plan, false, Lag::One).1, &format!("sim, {plan}"));
+        at_most_twice(
+            &alone,
+            &water(sims(2), &plan, false, Lag::One).1,
+            &format!("sim, {plan}"),
+        );
     }
 }
 
-/// Workers on one card get equal parts of it, half of its free memory together, though the first to reserve leaves less
-/// for the others to be asked about.
+/// Workers on one card get equal parts of it, half of its free memory together, though the first to
+/// reserve leaves less for the others to be asked about.
 #[test]
 fn workers_on_one_card_share_it_equally() {
     let taken = Arc::new(AtomicU64::new(0));
     let whole = 400 << 20;
     let on_card = |device| {
         let card = Some((whole, taken.clone()));
-        Arc::new(Counted { device, reserves: Arc::default(), card }) as Arc<dyn Device>
+        Arc::new(Counted {
+            device,
+            reserves: Arc::default(),
+            card,
+        }) as Arc<dyn Device>
     };
     let mut devices: Vec<Arc<dyn Device>> = sims(3).into_iter().map(on_card).collect();
     devices.extend(models::cpus(1));
-    let ring = Ring::new(&devices, &RingOptions { serial: true, ..RingOptions::default() }).unwrap();
-    let parts: Vec<u64> = ring.workers().iter().map(|worker| worker.pool().capacity().0).collect();
+    let ring = Ring::new(
+        &devices,
+        &RingOptions {
+            serial: true,
+            ..RingOptions::default()
+        },
+    )
+    .unwrap();
+    let parts: Vec<u64> = ring
+        .workers()
+        .iter()
+        .map(|worker| worker.pool().capacity().0)
+        .collect();
     assert_eq!(parts[..3], [whole / 6; 3]);
-    assert_eq!(parts[3], models::cpus(1)[0].memory().0 / 2, "another device has nothing to do with it");
+    assert_eq!(
+        parts[3],
+        models::cpus(1)[0].memory().0 / 2,
+        "another device has nothing to do with it"
+    );
 }
 
 /// The most memory in use on each worker up to the second step, and up to the last of fifty.
-fn water(devices: Vec<Arc<dyn Device>>, plan: &ExecutePlan, serial: bool, lag: Lag) -> (Vec<u64>, Vec<u64>) {
+fn water(
+    devices: Vec<Arc<dyn Device>>,
+    plan: &ExecutePlan,
+    serial: bool,
+    lag: Lag,
+) -> (Vec<u64>, Vec<u64>) {
     let reserves = Arc::new(AtomicUsize::new(0));
-    let count =
-        |device| Arc::new(Counted { device, reserves: reserves.clone(), card: None }) as Arc<dyn Device>;
+    let count = |device| {
+        Arc::new(Counted {
+            device,
+            reserves: reserves.clone(),
+            card: None,
+        }) as Arc<dyn Device>
+    };
     let devices: Vec<Arc<dyn Device>> = devices.into_iter().map(count).collect();
     let workers = devices.len();
-    let way = Way { serial, plan: Some(plan.clone()), lag, ..Way::threaded(devices) };
+    let way = Way {
+        serial,
+        plan: Some(plan.clone()),
+        lag,
+        ..Way::threaded(devices)
+    };
     let engine = engine(&models::transformer(DType::F32, false), &way);
     steps(&engine, 0..2, lag);
     let second = high_water(&engine);
     steps(&engine, 2..50, lag);
-    assert_eq!(reserves.load(Ordering::Relaxed), workers, "{plan}, serial {serial}, {lag:?}");
+    assert_eq!(
+        reserves.load(Ordering::Relaxed),
+        workers,
+        "{plan}, serial {serial}, {lag:?}"
+    );
     (second, high_water(&engine))
 }
 
 fn at_most_twice(alone: &[u64], threaded: &[u64], name: &str) {
     let most = 2 * alone.iter().max().unwrap();
-    assert!(threaded.iter().all(|bytes| *bytes <= most), "{name}: {threaded:?}, alone {alone:?}");
+    assert!(
+        threaded.iter().all(|bytes| *bytes <= most),
+        "{name}: {threaded:?}, alone {alone:?}"
+    );
 }
 
 fn steps(engine: &RoundPipe, range: std::ops::Range<u64>, lag: Lag) {
     for step in range {
         let (inputs, labels) = models::tokens(step, 9, DType::F32);
-        engine.forward_backward(inputs, labels, models::token_loss).unwrap();
+        engine
+            .forward_backward(inputs, labels, models::token_loss)
+            .unwrap();
         engine.update(&Update::new(0.01), lag).unwrap();
     }
     engine.synchronize().unwrap();
 }
 
 fn high_water(engine: &RoundPipe) -> Vec<u64> {
-    engine.ring().workers().iter().map(|worker| worker.usage().high_water.0).collect()
+    engine
+        .ring()
+        .workers()
+        .iter()
+        .map(|worker| worker.usage().high_water.0)
+        .collect()
 }
 
-/// An engine on workers that only count states what workers that compute use: to the byte where jobs run one after
-/// another. With threads the order of a few requests is not the same every time, which among tensors as small as these
-/// was seen to make a tenth; among those of models that fill a GPU it made 2%.
+/// An engine on workers that only count states what workers that compute use: to the byte where
+/// jobs run one after another. With threads the order of a few requests is not the same every time,
+/// which among tensors as small as these was seen to make a tenth; among those of models that fill
+/// a GPU it made 2%.
 #[test]
 fn meta_states_the_high_water_of_a_worker() {
-    let plans = [(&[][..], &[6][..]), (&[2, 3], &[1, 2, 3]), (&[1; 5], &[1; 6]), (&[4], &[2, 1, 3])];
+    let plans = [
+        (&[][..], &[6][..]),
+        (&[2, 3], &[1, 2, 3]),
+        (&[1; 5], &[1; 6]),
+        (&[4], &[2, 1, 3]),
+    ];
     for (forward, backward) in plans {
         let plan = ExecutePlan::from_sizes(PlanKind::Fused, forward, backward);
         for grain in [Grain::Stage, Grain::Layer] {
             for keep in [None, Some(Bytes(0))] {
                 let used = |devices: Vec<Arc<dyn Device>>, serial: bool| {
-                    let way = Way { plan: Some(plan.clone()), grain, keep, serial, ..Way::threaded(devices) };
+                    let way = Way {
+                        plan: Some(plan.clone()),
+                        grain,
+                        keep,
+                        serial,
+                        ..Way::threaded(devices)
+                    };
                     let engine = engine(&models::transformer(DType::F32, false), &way);
                     for step in 0..3 {
                         let (inputs, labels) = models::tokens(step, 40, DType::F32);
-                        engine.forward_backward(inputs, labels, models::token_loss).unwrap();
+                        engine
+                            .forward_backward(inputs, labels, models::token_loss)
+                            .unwrap();
                         engine.synchronize().unwrap();
                     }
                     high_water(&engine)
                 };
                 let metas = |count: usize| -> Vec<Arc<dyn Device>> {
-                    (0..count).map(|_| Meta::like(DeviceKind::Sim) as Arc<dyn Device>).collect()
+                    (0..count)
+                        .map(|_| Meta::like(DeviceKind::Sim) as Arc<dyn Device>)
+                        .collect()
                 };
                 let name = format!("{plan}, {grain:?}, {keep:?}");
                 for workers in [1, 3] {
-                    assert_eq!(used(metas(workers), true), used(sims(workers), true), "{name}, {workers}");
+                    assert_eq!(
+                        used(metas(workers), true),
+                        used(sims(workers), true),
+                        "{name}, {workers}"
+                    );
                 }
-                let (stated, real) = (used(metas(1), false)[0] as f64, used(sims(1), false)[0] as f64);
-                assert!((stated / real - 1.0).abs() < 0.25, "{name}: {stated} stated, {real} used");
+                let (stated, real) = (
+                    used(metas(1), false)[0] as f64,
+                    used(sims(1), false)[0] as f64,
+                );
+                assert!(
+                    (stated / real - 1.0).abs() < 0.25,
+                    "{name}: {stated} stated, {real} used"
+                );
             }
         }
     }
@@ -257,16 +381,34 @@ fn values_that_stay_go_with_their_last_reader() {
     for grain in [Grain::Stage, Grain::Layer] {
         // Four microbatches of two sequences; room for 12 of their values.
         let keep = Some(Bytes((12 * 2 * models::SEQ * models::WIDTH * 4) as u64));
-        let way = Way { plan: plan.clone(), grain, keep, ..Way::threaded(sims(1)) };
+        let way = Way {
+            plan: plan.clone(),
+            grain,
+            keep,
+            ..Way::threaded(sims(1))
+        };
         let engine = engine(&models::transformer(DType::F32, false), &way);
         engine.trace().on();
         let (inputs, labels) = models::tokens(0, 8, DType::F32);
-        engine.forward_backward(inputs, labels, models::token_loss).unwrap();
+        engine
+            .forward_backward(inputs, labels, models::token_loss)
+            .unwrap();
         engine.synchronize().unwrap();
-        let lane = |lane: TraceLane| engine.trace().spans().into_iter().filter(move |s| s.track.lane == lane);
-        let gradients = lane(TraceLane::ActivationUpload).filter(|s| s.name == "gradient").count();
+        let lane = |lane: TraceLane| {
+            engine
+                .trace()
+                .spans()
+                .into_iter()
+                .filter(move |s| s.track.lane == lane)
+        };
+        let gradients = lane(TraceLane::ActivationUpload)
+            .filter(|s| s.name == "gradient")
+            .count();
         // Five stages hand four gradients on.
-        assert!(gradients <= 3, "{grain:?}: {gradients} of 20 gradients went through host memory");
+        assert!(
+            gradients <= 3,
+            "{grain:?}: {gradients} of 20 gradients went through host memory"
+        );
     }
 }
 
@@ -280,46 +422,75 @@ impl Params for Attends {
 impl Module for Attends {
     fn forward(&self, cx: &mut Cx, x: &Tensor) -> TensorResult<Tensor> {
         let heads = cx.reshape(x, &[1, -1, 8, 64])?;
-        let causal = Attention { causal: true, ..Attention::default() };
+        let causal = Attention {
+            causal: true,
+            ..Attention::default()
+        };
         let y = cx.attention(&heads, &heads, &heads, &causal)?;
         cx.reshape(&y, &[1, -1, 512])
     }
 }
 
-/// A plan counts the scratch of a library's attention for a card that uses one, and for no other: with 2,048 tokens
-/// that is 64 MiB, too much for this worker.
+/// A plan counts the scratch of a library's attention for a card that uses one, and for no other:
+/// with 2,048 tokens that is 64 MiB, too much for this worker.
 #[test]
 fn plans_know_whose_attention_a_card_has() {
     let mut init = Init::new(1, DType::BF16);
     let linear = Linear::new(&mut init, 512, 512, false).unwrap();
     let model = Sequential::new().with(linear).with(Attends);
     let step = |like: Likeness| {
-        let builder = RoundPipe::builder(model.clone()).devices(vec![Meta::like(like) as Arc<dyn Device>]);
-        let engine = builder.memory(Bytes::mib(64)).run_config(RunConfig::new().num_microbatch(1)).build()?;
+        let builder =
+            RoundPipe::builder(model.clone()).devices(vec![Meta::like(like) as Arc<dyn Device>]);
+        let engine = builder
+            .memory(Bytes::mib(64))
+            .run_config(RunConfig::new().num_microbatch(1))
+            .build()?;
         let x = HostTensor::from_slice(&vec![bf16::ONE; 2048 * 512], &[1, 2048, 512])?;
         engine.forward_backward(x.clone(), x, square).map(drop)
     };
     let any = Likeness::from(DeviceKind::Cuda);
-    step(Likeness { library_attention: false, ..any }).unwrap();
+    step(Likeness {
+        library_attention: false,
+        ..any
+    })
+    .unwrap();
     let refused = step(any).unwrap_err().to_string();
     assert!(refused.contains("use more microbatches"), "{refused}");
 }
 
-/// A layer that needs more than a stage's usual share of a worker runs, with the bits it has in a large one; one that
-/// no worker of this size could run is refused with its need.
+/// A layer that needs more than a stage's usual share of a worker runs, with the bits it has in a
+/// large one; one that no worker of this size could run is refused with its need.
 #[test]
 fn a_large_layer_may_have_most_of_a_worker() {
     let model = models::transformer(DType::F32, false);
     let losses = |memory: Bytes| {
-        let ring = RingOptions { memory: Some(memory), ..RingOptions::default() };
-        let engine = RoundPipe::builder(model.clone()).devices(sims(1)).ring_options(ring);
-        let engine = engine.run_config(RunConfig::new().num_microbatch(2)).build().unwrap();
+        let ring = RingOptions {
+            memory: Some(memory),
+            ..RingOptions::default()
+        };
+        let engine = RoundPipe::builder(model.clone())
+            .devices(sims(1))
+            .ring_options(ring);
+        let engine = engine
+            .run_config(RunConfig::new().num_microbatch(2))
+            .build()
+            .unwrap();
         let (inputs, labels) = models::tokens(0, 64, DType::F32);
-        engine.forward_backward(inputs, labels, models::token_loss).map(|losses| losses.each()[0].to_bits())
+        engine
+            .forward_backward(inputs, labels, models::token_loss)
+            .map(|losses| losses.each()[0].to_bits())
     };
     let refused = losses(Bytes(64 << 10)).unwrap_err().to_string();
-    let need = refused.split("needs ").nth(1).and_then(|rest| rest.split(' ').next());
-    let need: u64 = need.and_then(|n| n.parse().ok()).unwrap_or_else(|| panic!("{refused}"));
+    let need = refused
+        .split("needs ")
+        .nth(1)
+        .and_then(|rest| rest.split(' ').next());
+    let need: u64 = need
+        .and_then(|n| n.parse().ok())
+        .unwrap_or_else(|| panic!("{refused}"));
     // Three tenths are the usual share.
-    assert_eq!(losses(Bytes(need * 2)).unwrap(), losses(Bytes::mib(64)).unwrap());
+    assert_eq!(
+        losses(Bytes(need * 2)).unwrap(),
+        losses(Bytes::mib(64)).unwrap()
+    );
 }

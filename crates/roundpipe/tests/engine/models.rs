@@ -1,4 +1,5 @@
-//! Small models with everything that could tell workers, plans and grains apart, and a plain loop over them.
+//! Small models with everything that could tell workers, plans and grains apart, and a plain loop
+//! over them.
 
 use std::sync::Arc;
 
@@ -6,8 +7,8 @@ use roundpipe::kernel::{ConvSpec, PoolSpec};
 use roundpipe::nn::{BatchNorm2d, Conv2d, Dropout, Embedding, Func, Init, LayerNorm, Linear};
 use roundpipe::ops::{Attention, CrossEntropy};
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, Device, HostTensor, Inputs, Layer, Losses, Module, Optimizer, Param, Params,
-    RngSite, Rule, Sequential, Tensor, TensorResult, Tree, Visit, Worker,
+    Bytes, Cpu, Cx, DType, Device, HostTensor, Inputs, Layer, Losses, Module, Optimizer, Param,
+    Params, RngSite, Rule, Sequential, Tensor, TensorResult, Tree, Visit, Worker,
 };
 
 pub const SEED: u64 = 5;
@@ -31,7 +32,9 @@ impl Layer for Embed {
     fn run(&self, cx: &mut Cx, mut input: Tree) -> TensorResult<Tree> {
         let ids = input.take("ids")?.tensor()?;
         let hidden = self.tokens.forward(cx, &ids)?;
-        let Tree::Map(mut map) = input else { unreachable!("it had ids") };
+        let Tree::Map(mut map) = input else {
+            unreachable!("it had ids")
+        };
         map.insert("hidden".into(), hidden.into());
         Ok(Tree::Map(map))
     }
@@ -74,10 +77,15 @@ impl Layer for Block {
     fn run(&self, cx: &mut Cx, mut input: Tree) -> TensorResult<Tree> {
         let x = input.take("hidden")?.tensor()?;
         let scale = input.get("scale")?.clone().tensor()?;
-        // A forward that will be repeated leaves its row sums; the repetition must find the very same.
+        // A forward that will be repeated leaves its row sums; the repetition must find the very
+        // same.
         if cx.doing_recompute() {
             let saved = cx.recompute_data()?;
-            assert_eq!(saved.len(), 1, "saved in the forward, given in the recompute");
+            assert_eq!(
+                saved.len(),
+                1,
+                "saved in the forward, given in the recompute"
+            );
             assert_eq!(saved[0].dims(), &x.dims()[..2]);
         } else {
             let sums = cx.no_grad(|cx| cx.sum(&x, &[2], false))?;
@@ -87,10 +95,21 @@ impl Layer for Block {
         let y = self.norm.forward(cx, &x)?;
         let y = cx.mul(&y, &scale)?;
         let qkv = self.qkv.forward(cx, &y)?;
-        let qkv = cx.reshape(&qkv, &[batch, seq, 3 * HEADS as isize, width / HEADS as isize])?;
+        let qkv = cx.reshape(
+            &qkv,
+            &[batch, seq, 3 * HEADS as isize, width / HEADS as isize],
+        )?;
         let heads = |cx: &mut Cx, i: usize| cx.narrow(&qkv, 2, i * HEADS, HEADS);
         let (q, k, v) = (heads(cx, 0)?, heads(cx, 1)?, heads(cx, 2)?);
-        let y = cx.attention(&q, &k, &v, &Attention { causal: true, ..Attention::default() })?;
+        let y = cx.attention(
+            &q,
+            &k,
+            &v,
+            &Attention {
+                causal: true,
+                ..Attention::default()
+            },
+        )?;
         let y = cx.reshape(&y, &[batch, seq, width])?;
         let y = self.out.forward(cx, &y)?;
         let y = self.dropout.forward(cx, &y)?;
@@ -99,7 +118,9 @@ impl Layer for Block {
         let y = cx.gelu(&y)?;
         let y = self.down.forward(cx, &y)?;
         let x = cx.add(&x, &y)?;
-        let Tree::Map(mut map) = input else { unreachable!("it had hidden") };
+        let Tree::Map(mut map) = input else {
+            unreachable!("it had hidden")
+        };
         map.insert("hidden".into(), x.into());
         Ok(Tree::Map(map))
     }
@@ -127,7 +148,9 @@ impl Layer for Head {
 /// Embedding, four blocks, head: six layers.
 pub fn transformer(dtype: DType, tied: bool) -> Sequential {
     let mut init = Init::new(11, dtype);
-    let embed = Embed { tokens: Embedding::new(&mut init, VOCAB, WIDTH, 0.5).unwrap() };
+    let embed = Embed {
+        tokens: Embedding::new(&mut init, VOCAB, WIDTH, 0.5).unwrap(),
+    };
     let weight = match tied {
         true => embed.tokens.weight.clone(),
         false => init.normal(&[VOCAB, WIDTH], 0.3).unwrap(),
@@ -141,10 +164,23 @@ pub fn transformer(dtype: DType, tied: bool) -> Sequential {
 
 /// A batch of tokens for [`transformer`]: inputs and labels.
 pub fn tokens(step: u64, batch: usize, dtype: DType) -> (Inputs, HostTensor) {
-    let key = RngSite { seed: 77, step, ..RngSite::default() }.key();
-    let ids: Vec<i64> = (0..batch * SEQ).map(|i| i64::from(key.word(i as u64)) % VOCAB as i64).collect();
+    let key = RngSite {
+        seed: 77,
+        step,
+        ..RngSite::default()
+    }
+    .key();
+    let ids: Vec<i64> = (0..batch * SEQ)
+        .map(|i| i64::from(key.word(i as u64)) % VOCAB as i64)
+        .collect();
     let labels: Vec<i64> = (0..batch * SEQ)
-        .map(|i| if i % 5 == 3 { -100 } else { i64::from(key.word(9000 + i as u64)) % VOCAB as i64 })
+        .map(|i| {
+            if i % 5 == 3 {
+                -100
+            } else {
+                i64::from(key.word(9000 + i as u64)) % VOCAB as i64
+            }
+        })
         .collect();
     // One row for all samples: it is repeated, not cut.
     let scale: Vec<f64> = (0..WIDTH).map(|i| 1.0 + i as f64 / 64.0).collect();
@@ -183,14 +219,21 @@ impl Module for Unit {
         let y = self.conv.forward(cx, x)?;
         let y = self.norm.forward(cx, &y)?;
         let y = cx.relu(&y)?;
-        if y.shape() == x.shape() { cx.add(&y, x) } else { Ok(y) }
+        if y.shape() == x.shape() {
+            cx.add(&y, x)
+        } else {
+            Ok(y)
+        }
     }
 }
 
 /// A small ResNet: six layers, three of them with running statistics.
 pub fn resnet() -> Sequential {
     let mut init = Init::new(3, DType::F32);
-    let spec = ConvSpec { padding: [1; 2], ..ConvSpec::default() };
+    let spec = ConvSpec {
+        padding: [1; 2],
+        ..ConvSpec::default()
+    };
     let mut unit = |inputs: usize, outputs: usize| Unit {
         conv: Conv2d::new(&mut init, inputs, outputs, 3, false, spec).unwrap(),
         norm: BatchNorm2d::new(&mut init, outputs).unwrap(),
@@ -198,7 +241,10 @@ pub fn resnet() -> Sequential {
     let (a, b, c) = (unit(1, 6), unit(6, 6), unit(6, 8));
     Sequential::new()
         .named("unit1", a)
-        .named("pool", Func(|cx: &mut Cx, x: &Tensor| cx.max_pool2d(x, PoolSpec::window([2, 2]))))
+        .named(
+            "pool",
+            Func(|cx: &mut Cx, x: &Tensor| cx.max_pool2d(x, PoolSpec::window([2, 2]))),
+        )
         .named("unit2", b)
         .named("unit3", c)
         .named(
@@ -213,10 +259,18 @@ pub fn resnet() -> Sequential {
 
 /// Noise images and classes.
 pub fn images(step: u64, batch: usize) -> (HostTensor, HostTensor) {
-    let key = RngSite { seed: 31, step, ..RngSite::default() }.key();
-    let pixels: Vec<f32> =
-        (0..batch * 64).map(|i| (key.word(i as u64) >> 8) as f32 / 16_777_216.0 - 0.5).collect();
-    let labels: Vec<i64> = (0..batch).map(|i| i64::from(key.word(90_000 + i as u64)) % 4).collect();
+    let key = RngSite {
+        seed: 31,
+        step,
+        ..RngSite::default()
+    }
+    .key();
+    let pixels: Vec<f32> = (0..batch * 64)
+        .map(|i| (key.word(i as u64) >> 8) as f32 / 16_777_216.0 - 0.5)
+        .collect();
+    let labels: Vec<i64> = (0..batch)
+        .map(|i| i64::from(key.word(90_000 + i as u64)) % 4)
+        .collect();
     let pixels = HostTensor::from_slice(&pixels, &[batch, 1, 8, 8]).unwrap();
     (pixels, HostTensor::from_slice(&labels, &[batch]).unwrap())
 }
@@ -227,7 +281,11 @@ pub fn image_loss(cx: &mut Cx, output: Tree, label: Tree) -> TensorResult<Tensor
 
 /// Cpu workers that share one thread.
 pub fn cpus(count: usize) -> Vec<Arc<dyn Device>> {
-    Cpu::workers(count, Some(1)).unwrap().into_iter().map(|cpu| cpu as Arc<dyn Device>).collect()
+    Cpu::workers(count, Some(1))
+        .unwrap()
+        .into_iter()
+        .map(|cpu| cpu as Arc<dyn Device>)
+        .collect()
 }
 
 /// Everything a run leaves: losses of each step, gradients of the last, parameters and buffers.
@@ -256,8 +314,9 @@ pub fn params(model: &Sequential) -> Vec<(String, Vec<u64>)> {
     model.named_params().into_iter().map(read).collect()
 }
 
-/// A training loop that knows no engine: microbatches one after another on one worker, gradients summed in
-/// place, an optimizer step at the end. `lag` is the number of steps that weights are behind.
+/// A training loop that knows no engine: microbatches one after another on one worker, gradients
+/// summed in place, an optimizer step at the end. `lag` is the number of steps that weights are
+/// behind.
 pub fn plain_loop(
     model: &Sequential,
     rule: Rule,
@@ -269,7 +328,11 @@ pub fn plain_loop(
 ) -> Trail {
     let worker = Worker::new(Cpu::new(Some(1)).unwrap(), Bytes::mib(64)).unwrap();
     let mut optimizer = Optimizer::new(model.trainable_params(), rule).unwrap();
-    let mut trail = Trail { losses: Vec::new(), grads: Vec::new(), params: Vec::new() };
+    let mut trail = Trail {
+        losses: Vec::new(),
+        grads: Vec::new(),
+        params: Vec::new(),
+    };
     for step in 0..steps {
         let (inputs, labels) = batch(step);
         let mut sums: Vec<Option<Tensor>> = model.trainable_params().iter().map(|_| None).collect();
@@ -280,15 +343,24 @@ pub fn plain_loop(
             let mut cx = Cx::train(&worker);
             for ((_, param), sum) in model.trainable_params().iter().zip(&mut sums) {
                 let host = param.data().read_all().unwrap();
-                let values =
-                    HostTensor::from_f64s(&read(param.dtype(), host.bytes()), param.dtype(), param.shape());
+                let values = HostTensor::from_f64s(
+                    &read(param.dtype(), host.bytes()),
+                    param.dtype(),
+                    param.shape(),
+                );
                 let tensor = self::upload(&worker, &values.unwrap());
                 cx.bind(param, tensor, sum.take()).unwrap();
             }
             let mut value = inputs.clone().into_tree().map_ref(upload);
             for (index, (_, layer)) in model.layers().enumerate() {
                 let (microbatch, layer_index) = (m as u32, index as u32);
-                cx = cx.at(RngSite { seed: SEED, step, microbatch, layer: layer_index, site: 0 });
+                cx = cx.at(RngSite {
+                    seed: SEED,
+                    step,
+                    microbatch,
+                    layer: layer_index,
+                    site: 0,
+                });
                 value = layer.run(&mut cx, value).unwrap();
             }
             let label = upload(&labels);
@@ -304,9 +376,18 @@ pub fn plain_loop(
         trail.grads.clear();
         for ((name, param), sum) in model.trainable_params().iter().zip(&sums) {
             let rounded = worker.cast(sum.as_ref().unwrap(), param.dtype()).unwrap();
-            trail.grads.push((name.clone(), f64_bits(rounded.to_f64_vec().unwrap())));
-            let values: Vec<f32> = rounded.to_f64_vec().unwrap().iter().map(|v| *v as f32).collect();
-            optimizer.add_grad(param, roundpipe_tensor::optim::Floats::F32(&values)).unwrap();
+            trail
+                .grads
+                .push((name.clone(), f64_bits(rounded.to_f64_vec().unwrap())));
+            let values: Vec<f32> = rounded
+                .to_f64_vec()
+                .unwrap()
+                .iter()
+                .map(|v| *v as f32)
+                .collect();
+            optimizer
+                .add_grad(param, roundpipe_tensor::optim::Floats::F32(&values))
+                .unwrap();
         }
         optimizer.step(lr).unwrap();
     }
@@ -316,7 +397,10 @@ pub fn plain_loop(
 
 fn read(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     match dtype {
-        DType::F32 => bytes.chunks(4).map(|b| f64::from(f32::from_le_bytes(b.try_into().unwrap()))).collect(),
+        DType::F32 => bytes
+            .chunks(4)
+            .map(|b| f64::from(f32::from_le_bytes(b.try_into().unwrap())))
+            .collect(),
         DType::BF16 => bytes
             .chunks(2)
             .map(|b| f64::from(roundpipe::bf16::from_le_bytes(b.try_into().unwrap()).to_f32()))
@@ -338,15 +422,21 @@ pub fn piece(tensor: &HostTensor, batch: usize, parts: usize, part: usize) -> Ho
 pub fn upload(worker: &Worker, tensor: &HostTensor) -> Tensor {
     let shape = *tensor.shape();
     match tensor.dtype() {
-        DType::F32 => worker.upload(&tensor.to_vec::<f32>().unwrap(), shape).unwrap(),
-        DType::BF16 => worker.upload(&tensor.to_vec::<roundpipe::bf16>().unwrap(), shape).unwrap(),
-        DType::I64 => worker.upload(&tensor.to_vec::<i64>().unwrap(), shape).unwrap(),
+        DType::F32 => worker
+            .upload(&tensor.to_vec::<f32>().unwrap(), shape)
+            .unwrap(),
+        DType::BF16 => worker
+            .upload(&tensor.to_vec::<roundpipe::bf16>().unwrap(), shape)
+            .unwrap(),
+        DType::I64 => worker
+            .upload(&tensor.to_vec::<i64>().unwrap(), shape)
+            .unwrap(),
         other => panic!("{other} is not used here"),
     }
 }
 
-/// The outputs of all microbatches of a forward that knows no engine, one after another. `number` is the place in
-/// the random stream.
+/// The outputs of all microbatches of a forward that knows no engine, one after another. `number`
+/// is the place in the random stream.
 pub fn plain_forward(
     model: &Sequential,
     inputs: &Inputs,
@@ -362,7 +452,13 @@ pub fn plain_forward(
         let mut value = inputs.clone().into_tree().map_ref(cut);
         for (index, (_, layer)) in model.layers().enumerate() {
             let (microbatch, layer_index) = (m as u32, index as u32);
-            cx = cx.at(RngSite { seed: SEED, step: number, microbatch, layer: layer_index, site: 0 });
+            cx = cx.at(RngSite {
+                seed: SEED,
+                step: number,
+                microbatch,
+                layer: layer_index,
+                site: 0,
+            });
             value = layer.run(&mut cx, value).unwrap();
         }
         all.extend(f64_bits(value.tensor().unwrap().to_f64_vec().unwrap()));
@@ -374,7 +470,11 @@ pub fn plain_forward(
 pub fn grads(engine: &roundpipe::RoundPipe) -> Vec<(String, Vec<u64>)> {
     engine.synchronize().unwrap();
     let read = |(name, grad): (String, Option<HostTensor>)| {
-        (name, grad.map(|grad| f64_bits(grad.to_f64_vec().unwrap())).unwrap_or_default())
+        (
+            name,
+            grad.map(|grad| f64_bits(grad.to_f64_vec().unwrap()))
+                .unwrap_or_default(),
+        )
     };
     engine.gradients().unwrap().into_iter().map(read).collect()
 }
@@ -393,12 +493,22 @@ pub fn perceptron(dtype: DType) -> Sequential {
 
 /// A batch for [`perceptron`] and weights of its outputs.
 pub fn numbers(step: u64, batch: usize, dtype: DType) -> (HostTensor, HostTensor) {
-    let key = RngSite { seed: 13, step, ..RngSite::default() }.key();
+    let key = RngSite {
+        seed: 13,
+        step,
+        ..RngSite::default()
+    }
+    .key();
     let values = |from: u64, count: usize| -> Vec<f64> {
-        (0..count).map(|i| f64::from(key.word(from + i as u64) >> 8) / 16_777_216.0 - 0.5).collect()
+        (0..count)
+            .map(|i| f64::from(key.word(from + i as u64) >> 8) / 16_777_216.0 - 0.5)
+            .collect()
     };
     let x = HostTensor::from_f64s(&values(0, batch * 5), dtype, &[batch, 5]).unwrap();
-    (x, HostTensor::from_f64s(&values(4000, batch * 3), dtype, &[batch, 3]).unwrap())
+    (
+        x,
+        HostTensor::from_f64s(&values(4000, batch * 3), dtype, &[batch, 3]).unwrap(),
+    )
 }
 
 /// The sum of outputs, each weighted: the gradient of an output is its weight.
@@ -408,7 +518,10 @@ pub fn weighted(cx: &mut Cx, output: Tree, weights: Tree) -> TensorResult<Tensor
 }
 
 /// A test that hangs says why before the runner's patience ends.
-#[expect(clippy::print_stderr, reason = "a hanging test has no other way to speak")]
+#[expect(
+    clippy::print_stderr,
+    reason = "a hanging test has no other way to speak"
+)]
 pub fn show_stall(report: &roundpipe::status::Report) {
     eprintln!("{report}");
 }

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    Bytes, DType, Device, ExecutePlan, Grain, Lag, Pin, PlanKind, RingOptions, RoundPipe, Rule, RunConfig,
-    Sequential, Update,
+    Bytes, DType, Device, ExecutePlan, Grain, Lag, Pin, PlanKind, RingOptions, RoundPipe, Rule,
+    RunConfig, Sequential, Update,
 };
 use roundpipe_tensor::sim::{Fault, FaultKind, SimConfig, Timing};
 use roundpipe_tensor::{RngSite, SimWorld};
@@ -32,7 +32,15 @@ struct Dice(roundpipe::RngKey, u64);
 
 impl Dice {
     fn new(seed: u64) -> Self {
-        Self(RngSite { seed, step: 99, ..RngSite::default() }.key(), 0)
+        Self(
+            RngSite {
+                seed,
+                step: 99,
+                ..RngSite::default()
+            }
+            .key(),
+            0,
+        )
     }
 
     fn below(&mut self, n: usize) -> usize {
@@ -86,13 +94,22 @@ fn case(seed: u64) -> Case {
     }
 }
 
-fn engine(model: &Sequential, case: &Case, devices: Vec<Arc<dyn Device>>, serial: bool) -> RoundPipe {
+fn engine(
+    model: &Sequential,
+    case: &Case,
+    devices: Vec<Arc<dyn Device>>,
+    serial: bool,
+) -> RoundPipe {
     let config = RunConfig::default()
         .num_microbatch(case.microbatches)
         .recompute_grain(case.grain)
         .execute_plan(case.plan.clone());
-    let options =
-        RingOptions { memory: Some(Bytes::mib(16)), keep: Some(case.keep), serial, ..RingOptions::default() };
+    let options = RingOptions {
+        memory: Some(Bytes::mib(16)),
+        keep: Some(case.keep),
+        serial,
+        ..RingOptions::default()
+    };
     RoundPipe::builder(model.clone())
         .optimizer(Rule::Adam(AdamW::default()))
         .optimizer_threads(1)
@@ -107,10 +124,16 @@ fn engine(model: &Sequential, case: &Case, devices: Vec<Arc<dyn Device>>, serial
 }
 
 fn run(engine: &RoundPipe, model: &Sequential, case: &Case, from: u64, to: u64) -> Trail {
-    let mut trail = Trail { losses: Vec::new(), grads: Vec::new(), params: Vec::new() };
+    let mut trail = Trail {
+        losses: Vec::new(),
+        grads: Vec::new(),
+        params: Vec::new(),
+    };
     for step in from..to {
         let (inputs, labels) = models::tokens(step, case.batch, case.dtype);
-        let losses = engine.forward_backward(inputs, labels, models::token_loss).unwrap();
+        let losses = engine
+            .forward_backward(inputs, labels, models::token_loss)
+            .unwrap();
         trail.losses.push(models::bits(&losses));
         engine.update(&Update::new(0.01), case.lag).unwrap();
     }
@@ -124,11 +147,17 @@ fn oracle(case: &Case) -> Trail {
     synchronized_oracle(case, &[])
 }
 
-/// The same with a wait behind some steps: at lag 1 the call that follows reads the newest weights then.
+/// The same with a wait behind some steps: at lag 1 the call that follows reads the newest weights
+/// then.
 fn synchronized_oracle(case: &Case, waits: &[u64]) -> Trail {
     let model = models::transformer(case.dtype, case.tied);
     let plan = ExecutePlan::from_sizes(PlanKind::Fused, &[], &[6]);
-    let plain = Case { plan, grain: Grain::Stage, workers: 1, ..case.clone() };
+    let plain = Case {
+        plan,
+        grain: Grain::Stage,
+        workers: 1,
+        ..case.clone()
+    };
     let engine = engine(&model, &plain, models::cpus(1), true);
     let mut losses = Vec::new();
     let mut from = 0;
@@ -148,9 +177,19 @@ fn world(seed: u64, workers: usize) -> (SimWorld, Vec<Arc<dyn Device>>) {
 /// A world whose workers pin so much host memory at most.
 fn world_with(seed: u64, workers: usize, pinned: Bytes) -> (SimWorld, Vec<Arc<dyn Device>>) {
     let memory = Bytes::mib(64);
-    let config = SimConfig { seed, memory, pinned, timing: Timing::default(), ..SimConfig::default() };
+    let config = SimConfig {
+        seed,
+        memory,
+        pinned,
+        timing: Timing::default(),
+        ..SimConfig::default()
+    };
     let world = SimWorld::new(config).unwrap();
-    let devices = world.workers(workers).into_iter().map(|worker| worker as Arc<dyn Device>).collect();
+    let devices = world
+        .workers(workers)
+        .into_iter()
+        .map(|worker| worker as Arc<dyn Device>)
+        .collect();
     (world, devices)
 }
 
@@ -169,32 +208,47 @@ fn delays_change_no_bit_and_order_is_never_broken() {
     }
 }
 
-/// Where a driver pins little or nothing, the rest is pageable: uploads read it when they are queued, and still the bits
-/// are the oracle's and no order is broken. What could not be pinned is known afterwards.
+/// Where a driver pins little or nothing, the rest is pageable: uploads read it when they are
+/// queued, and still the bits are the oracle's and no order is broken. What could not be pinned is
+/// known afterwards.
 #[test]
 fn little_pinned_memory_changes_no_bit() {
     for seed in seeds(0..30) {
-        // None, enough for a few weights, enough for all weights and more: for everything in the smallest cases.
+        // None, enough for a few weights, enough for all weights and more: for everything in the
+        // smallest cases.
         let most = [Bytes(0), Bytes(10_000), Bytes(60_000)][seed as usize % 3];
         // The memory of many activations passes through the host.
-        let case = Case { keep: Bytes(0), ..case(seed) };
+        let case = Case {
+            keep: Bytes(0),
+            ..case(seed)
+        };
         let model = models::transformer(case.dtype, case.tied);
         let (world, devices) = world_with(seed, case.workers, most);
         let engine = engine(&model, &case, devices, false);
         let got = run(&engine, &model, &case, 0, STEPS);
         let pins = engine.ring().pins();
         let why = pins.note();
-        assert!(why.is_some() || most == Bytes(60_000), "seed {seed}: all of it was pinned, {pins:?}");
-        assert!(why.is_none_or(|why| why.contains("cannot pin") && !why.contains('\n')), "{pins:?}");
+        assert!(
+            why.is_some() || most == Bytes(60_000),
+            "seed {seed}: all of it was pinned, {pins:?}"
+        );
+        assert!(
+            why.is_none_or(|why| why.contains("cannot pin") && !why.contains('\n')),
+            "{pins:?}"
+        );
         let refused = pins.refused.is_some();
-        assert!(pins.pinned <= most && (pins.pageable > Bytes(0)) == refused, "seed {seed}: {pins:?}");
+        assert!(
+            pins.pinned <= most && (pins.pageable > Bytes(0)) == refused,
+            "seed {seed}: {pins:?}"
+        );
         drop(engine);
         assert_eq!(world.races(), [], "seed {seed}: {}", case.plan);
         crate::invisible::same(&format!("seed {seed}, {most} pinned"), &oracle(&case), &got);
     }
 }
 
-/// Who insists on pinned memory is told that there is too little, with the way out; who wants none gets none.
+/// Who insists on pinned memory is told that there is too little, with the way out; who wants none
+/// gets none.
 #[test]
 fn a_pin_asked_for_by_name_is_had_or_refused() {
     let model = models::transformer(DType::F32, false);
@@ -205,37 +259,69 @@ fn a_pin_asked_for_by_name_is_had_or_refused() {
         (Pin::Off, Bytes(0), true),
     ] {
         let (_, devices) = world_with(1, 1, most);
-        let built =
-            RoundPipe::builder(model.clone()).memory(Bytes::mib(16)).pin(pin).devices(devices).build();
+        let built = RoundPipe::builder(model.clone())
+            .memory(Bytes::mib(16))
+            .pin(pin)
+            .devices(devices)
+            .build();
         match built {
             Ok(engine) => {
                 let pins = engine.ring().pins();
-                assert!(works && pins.note().is_none() && (pins.pinned > Bytes(0)) == (pin != Pin::Off));
+                assert!(
+                    works && pins.note().is_none() && (pins.pinned > Bytes(0)) == (pin != Pin::Off)
+                );
             }
             Err(error) => {
                 let text = chain(&error);
-                assert!(!works && text.contains("cannot pin") && text.contains("Pin::Try"), "{text}");
+                assert!(
+                    !works && text.contains("cannot pin") && text.contains("Pin::Try"),
+                    "{text}"
+                );
             }
         }
     }
 }
 
-/// A processor in front of a GPU reads host memory in place and pins none: what is pinned is the GPU's all the same, for
-/// weights and for activations, and a pin that was asked for by name is had or refused.
+/// A processor in front of a GPU reads host memory in place and pins none: what is pinned is the
+/// GPU's all the same, for weights and for activations, and a pin that was asked for by name is had
+/// or refused.
 #[test]
 fn host_memory_is_that_of_the_device_that_copies() {
     for seed in 0..4 {
-        let case = Case { keep: Bytes(0), workers: 2, ..case(seed) };
+        let case = Case {
+            keep: Bytes(0),
+            workers: 2,
+            ..case(seed)
+        };
         let model = models::transformer(case.dtype, case.tied);
         let (world, sims) = world(seed, 1);
-        let engine = engine(&model, &case, models::cpus(1).into_iter().chain(sims).collect(), false);
+        let engine = engine(
+            &model,
+            &case,
+            models::cpus(1).into_iter().chain(sims).collect(),
+            false,
+        );
         let weights = engine.ring().pins();
-        assert!(weights.pinned > Bytes(0) && weights.pageable == Bytes(0), "{weights:?}");
+        assert!(
+            weights.pinned > Bytes(0) && weights.pageable == Bytes(0),
+            "{weights:?}"
+        );
         let got = run(&engine, &model, &case, 0, STEPS);
-        let (pins, host, store) = (engine.ring().pins(), engine.ring().host_use(), engine.host_bytes());
+        let (pins, host, store) = (
+            engine.ring().pins(),
+            engine.ring().host_use(),
+            engine.host_bytes(),
+        );
         let slabs = (store.weights + store.frozen + store.gradients) as u64;
-        assert!(host.allocated > Bytes(0) && pins.pageable == Bytes(0), "{pins:?}, {host:?}");
-        assert_eq!(pins.pinned.0, slabs + host.allocated.0, "{pins:?}, {host:?}, {store:?}");
+        assert!(
+            host.allocated > Bytes(0) && pins.pageable == Bytes(0),
+            "{pins:?}, {host:?}"
+        );
+        assert_eq!(
+            pins.pinned.0,
+            slabs + host.allocated.0,
+            "{pins:?}, {host:?}, {store:?}"
+        );
         drop(engine);
         assert_eq!(world.races(), [], "seed {seed}: {}", case.plan);
         crate::invisible::same(&format!("seed {seed}"), &oracle(&case), &got);
@@ -243,7 +329,11 @@ fn host_memory_is_that_of_the_device_that_copies() {
     let (_, sims) = world_with(1, 1, Bytes(20_000));
     let devices = models::cpus(1).into_iter().chain(sims);
     let model = models::transformer(DType::F32, false);
-    let built = RoundPipe::builder(model).memory(Bytes::mib(16)).pin(Pin::Alloc).devices(devices).build();
+    let built = RoundPipe::builder(model)
+        .memory(Bytes::mib(16))
+        .pin(Pin::Alloc)
+        .devices(devices)
+        .build();
     assert!(chain(&built.err().unwrap()).contains("cannot pin"));
 }
 
@@ -264,7 +354,11 @@ fn faults_are_errors_and_leave_no_trace() {
         let mut dice = Dice::new(seed ^ 0xfa);
         let model = models::transformer(case.dtype, case.tied);
         // Every third without pinned memory, whose copies fail elsewhere.
-        let pinned = if seed % 3 == 0 { Bytes(0) } else { SimConfig::default().pinned };
+        let pinned = if seed % 3 == 0 {
+            Bytes(0)
+        } else {
+            SimConfig::default().pinned
+        };
         let (world, devices) = world_with(seed, case.workers, pinned);
         let engine = engine(&model, &case, devices, false);
         let first = run(&engine, &model, &case, 0, 1);
@@ -278,7 +372,10 @@ fn faults_are_errors_and_leave_no_trace() {
         let from = match ended {
             Ok(()) => {
                 for fault in world.faults() {
-                    assert!(crate::faults::harmless(&fault), "seed {seed}: nobody was told of {fault}");
+                    assert!(
+                        crate::faults::harmless(&fault),
+                        "seed {seed}: nobody was told of {fault}"
+                    );
                 }
                 2
             }
@@ -286,7 +383,10 @@ fn faults_are_errors_and_leave_no_trace() {
                 struck += 1;
                 // The fault itself, or what poisoned values led to, and where.
                 let text = chain(&error);
-                assert!(text.contains("sim:") && text.contains("stage"), "seed {seed}: {text}");
+                assert!(
+                    text.contains("sim:") && text.contains("stage"),
+                    "seed {seed}: {text}"
+                );
                 1
             }
         };

@@ -1,4 +1,5 @@
-//! What calls read: the newest weights when they were waited for, what somebody wrote, and never what was refused.
+//! What calls read: the newest weights when they were waited for, what somebody wrote, and never
+//! what was refused.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,8 +7,8 @@ use std::time::Duration;
 use roundpipe::nn::{Init, Linear};
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::{
-    Bytes, Cx, DType, Device, Error, HostTensor, Lag, MergeOutput, Module, Param, Params, RoundPipe, Rule,
-    RunConfig, Sequential, Tensor, TensorResult, Tree, Update, Visit,
+    Bytes, Cx, DType, Device, Error, HostTensor, Lag, MergeOutput, Module, Param, Params,
+    RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update, Visit,
 };
 use roundpipe_tensor::SimWorld;
 
@@ -23,10 +24,17 @@ fn model(dtype: DType) -> Sequential {
 
 fn sims() -> Vec<Arc<dyn Device>> {
     let world = SimWorld::seeded(5).unwrap();
-    world.workers(2).into_iter().map(|worker| worker as Arc<dyn Device>).collect()
+    world
+        .workers(2)
+        .into_iter()
+        .map(|worker| worker as Arc<dyn Device>)
+        .collect()
 }
 
-fn builder(model: &Sequential, devices: Vec<Arc<dyn Device>>) -> roundpipe::engine::Builder<Sequential> {
+fn builder(
+    model: &Sequential,
+    devices: Vec<Arc<dyn Device>>,
+) -> roundpipe::engine::Builder<Sequential> {
     RoundPipe::builder(model.clone())
         .name("first")
         .optimizer(Rule::Sgd(Sgd::default()))
@@ -39,7 +47,10 @@ fn builder(model: &Sequential, devices: Vec<Arc<dyn Device>>) -> roundpipe::engi
 fn batch(dtype: DType) -> (HostTensor, HostTensor) {
     let x: Vec<f64> = (0..24).map(|i| (f64::from(i) * 0.37).sin()).collect();
     let x = HostTensor::from_f64s(&x, dtype, &[6, 4]).unwrap();
-    (x, HostTensor::from_slice(&[0i64, 1, 2, 0, 1, 2], &[6]).unwrap())
+    (
+        x,
+        HostTensor::from_slice(&[0i64, 1, 2, 0, 1, 2], &[6]).unwrap(),
+    )
 }
 
 fn loss(cx: &mut Cx, output: Tree, labels: Tree) -> TensorResult<Tensor> {
@@ -56,7 +67,16 @@ fn train(engine: &RoundPipe, dtype: DType) {
 fn outputs(engine: &RoundPipe, dtype: DType) -> Vec<u64> {
     let config = RunConfig::default().requires_grad(false);
     let forward = engine.forward(batch(dtype).0, &config).unwrap();
-    models::f64_bits(forward.output().unwrap().clone().tensor().unwrap().to_f64_vec().unwrap())
+    models::f64_bits(
+        forward
+            .output()
+            .unwrap()
+            .clone()
+            .tensor()
+            .unwrap()
+            .to_f64_vec()
+            .unwrap(),
+    )
 }
 
 /// What an engine that never knew another version says of the weights that the parameters hold.
@@ -64,24 +84,39 @@ fn saved(from: &Sequential, dtype: DType) -> Vec<u64> {
     let copy = model(dtype);
     for ((_, from), (_, to)) in from.named_params().into_iter().zip(copy.named_params()) {
         let bytes = from.data().read_all().unwrap().bytes().to_vec();
-        to.data().write(0..to.bytes()).unwrap().bytes().copy_from_slice(&bytes);
+        to.data()
+            .write(0..to.bytes())
+            .unwrap()
+            .bytes()
+            .copy_from_slice(&bytes);
     }
     outputs(&builder(&copy, models::cpus(1)).build().unwrap(), dtype)
 }
 
 fn write(param: &Param, value: f64) {
-    let values =
-        HostTensor::from_f64s(&vec![value; param.shape().numel()], param.dtype(), &[param.shape().numel()]);
+    let values = HostTensor::from_f64s(
+        &vec![value; param.shape().numel()],
+        param.dtype(),
+        &[param.shape().numel()],
+    );
     let bytes = values.unwrap().buf().read_all().unwrap().bytes().to_vec();
-    param.data().write(0..param.bytes()).unwrap().bytes().copy_from_slice(&bytes);
+    param
+        .data()
+        .write(0..param.bytes())
+        .unwrap()
+        .bytes()
+        .copy_from_slice(&bytes);
 }
 
 fn read(param: &Param) -> Vec<f64> {
-    HostTensor::new(param.data(), param.dtype(), param.shape().dims()).unwrap().to_f64_vec().unwrap()
+    HostTensor::new(param.data(), param.dtype(), param.shape().dims())
+        .unwrap()
+        .to_f64_vec()
+        .unwrap()
 }
 
-/// Without a wait the call after a step at lag 1 reads the version before; with one, what is evaluated is what is saved,
-/// and the next training call starts from it too.
+/// Without a wait the call after a step at lag 1 reads the version before; with one, what is
+/// evaluated is what is saved, and the next training call starts from it too.
 #[test]
 fn what_is_evaluated_after_a_wait_is_what_is_saved() {
     for dtype in [DType::F32, DType::BF16] {
@@ -102,7 +137,11 @@ fn what_is_evaluated_after_a_wait_is_what_is_saved() {
             let copy = self::model(dtype);
             for ((_, from), (_, to)) in model.named_params().into_iter().zip(copy.named_params()) {
                 let bytes = from.data().read_all().unwrap().bytes().to_vec();
-                to.data().write(0..to.bytes()).unwrap().bytes().copy_from_slice(&bytes);
+                to.data()
+                    .write(0..to.bytes())
+                    .unwrap()
+                    .bytes()
+                    .copy_from_slice(&bytes);
             }
             let fresh = builder(&copy, models::cpus(1)).build().unwrap();
             train(&fresh, dtype);
@@ -112,12 +151,15 @@ fn what_is_evaluated_after_a_wait_is_what_is_saved() {
     }
 }
 
-/// A step function that is refused, by an error or a panic, changes nothing that any call reads: not the newest weights,
-/// not the version before, not the copies, for every type and lag; and a forward that was kept has its gradients.
+/// A step function that is refused, by an error or a panic, changes nothing that any call reads:
+/// not the newest weights, not the version before, not the copies, for every type and lag; and a
+/// forward that was kept has its gradients.
 #[test]
 fn a_refused_step_function_leaves_every_version_as_it_was() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
-        for (first, second) in [Lag::Zero, Lag::One].into_iter().flat_map(|a| [(a, Lag::Zero), (a, Lag::One)])
+        for (first, second) in [Lag::Zero, Lag::One]
+            .into_iter()
+            .flat_map(|a| [(a, Lag::Zero), (a, Lag::One)])
         {
             for devices in [models::cpus(2), sims()] {
                 let run = |refused: Option<bool>| {
@@ -125,7 +167,9 @@ fn a_refused_step_function_leaves_every_version_as_it_was() {
                     train(&engine, dtype);
                     engine.update(&Update::new(0.1), first).unwrap();
                     let before = outputs(&engine, dtype);
-                    let kept = engine.forward(batch(dtype).0, &RunConfig::default()).unwrap();
+                    let kept = engine
+                        .forward(batch(dtype).0, &RunConfig::default())
+                        .unwrap();
                     if let Some(panics) = refused {
                         train(&engine, dtype);
                         let step = engine.step(
@@ -138,26 +182,42 @@ fn a_refused_step_function_leaves_every_version_as_it_was() {
                         );
                         let text = chain(&step.and_then(|step| step.wait()).unwrap_err());
                         assert!(text.contains("no step"), "{text}");
-                        assert_eq!(outputs(&engine, dtype), before, "{dtype} {first:?} {second:?}");
+                        assert_eq!(
+                            outputs(&engine, dtype),
+                            before,
+                            "{dtype} {first:?} {second:?}"
+                        );
                     }
                     let seed = HostTensor::from_f64s(&[0.125; 18], dtype, &[6, 3]).unwrap();
                     kept.backward(seed).unwrap();
                     engine.synchronize().unwrap();
-                    let copies: Vec<Vec<f32>> =
-                        engine.optim_parameters().unwrap().map(|param| param.to_vec().unwrap()).collect();
-                    (models::grads(&engine), outputs(&engine, dtype), copies, engine.steps())
+                    let copies: Vec<Vec<f32>> = engine
+                        .optim_parameters()
+                        .unwrap()
+                        .map(|param| param.to_vec().unwrap())
+                        .collect();
+                    (
+                        models::grads(&engine),
+                        outputs(&engine, dtype),
+                        copies,
+                        engine.steps(),
+                    )
                 };
                 let want = run(None);
                 for panics in [false, true] {
-                    assert!(run(Some(panics)) == want, "{dtype} {first:?} {second:?}, panics {panics}");
+                    assert!(
+                        run(Some(panics)) == want,
+                        "{dtype} {first:?} {second:?}, panics {panics}"
+                    );
                 }
             }
         }
     }
 }
 
-/// Values written into a parameter between steps are what calls read, at either lag, and what the next step starts
-/// from, also where the optimizer has copies; what was not written keeps its full precision.
+/// Values written into a parameter between steps are what calls read, at either lag, and what the
+/// next step starts from, also where the optimizer has copies; what was not written keeps its full
+/// precision.
 #[test]
 fn written_values_are_read_and_trained_on() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
@@ -172,13 +232,18 @@ fn written_values_are_read_and_trained_on() {
                 engine.synchronize().unwrap();
                 let copies = || -> Vec<(String, Vec<f32>)> {
                     let all = engine.optim_parameters().unwrap();
-                    all.map(|param| (param.name.clone(), param.to_vec().unwrap())).collect()
+                    all.map(|param| (param.name.clone(), param.to_vec().unwrap()))
+                        .collect()
                 };
                 let before = copies();
                 let params = model.named_params();
                 let (_, bias) = params.iter().find(|(name, _)| name == "a.bias").unwrap();
                 write(bias, 0.75);
-                assert_eq!(outputs(&engine, dtype), saved(&model, dtype), "{dtype} {lag:?}");
+                assert_eq!(
+                    outputs(&engine, dtype),
+                    saved(&model, dtype),
+                    "{dtype} {lag:?}"
+                );
                 train(&engine, dtype);
                 engine.update(&Update::new(0.0), lag).unwrap();
                 engine.synchronize().unwrap();
@@ -194,8 +259,8 @@ fn written_values_are_read_and_trained_on() {
     }
 }
 
-/// A write through a handle from before a step goes to memory that the parameter has left: the next step refuses it
-/// with a line instead of losing it without one.
+/// A write through a handle from before a step goes to memory that the parameter has left: the next
+/// step refuses it with a line instead of losing it without one.
 #[test]
 fn a_write_to_old_memory_is_reported() {
     let model = model(DType::F32);
@@ -204,19 +269,29 @@ fn a_write_to_old_memory_is_reported() {
     let old = bias.data();
     let step = || {
         train(&engine, DType::F32);
-        engine.update(&Update::new(0.01), Lag::One).map(drop).and_then(|()| engine.synchronize())
+        engine
+            .update(&Update::new(0.01), Lag::One)
+            .map(drop)
+            .and_then(|()| engine.synchronize())
     };
     step().unwrap();
-    old.write(0..old.len()).unwrap().as_mut_slice::<f32>().fill(1.0);
+    old.write(0..old.len())
+        .unwrap()
+        .as_mut_slice::<f32>()
+        .fill(1.0);
     let before = models::params(&model);
     let text = chain(&step().unwrap_err());
-    assert!(text.contains("a.bias") && text.contains("lost") && text.contains("synchronize"), "{text}");
+    assert!(
+        text.contains("a.bias") && text.contains("lost") && text.contains("synchronize"),
+        "{text}"
+    );
     assert_eq!((models::params(&model), engine.steps()), (before, 1));
     step().unwrap();
     assert_eq!(engine.steps(), 2);
 }
 
-/// A step that has to wait because the user writes a parameter takes none of its own attempts for a user's write.
+/// A step that has to wait because the user writes a parameter takes none of its own attempts for a
+/// user's write.
 #[test]
 fn a_step_waits_for_a_write_that_is_under_way() {
     let model = model(DType::BF16);
@@ -256,17 +331,27 @@ impl Module for SlowCount {
     }
 }
 
-/// Once an engine is dropped it writes nothing, also where the user keeps a forward that was still running.
+/// Once an engine is dropped it writes nothing, also where the user keeps a forward that was still
+/// running.
 #[test]
 fn a_dropped_engine_sets_no_buffer_later() {
     for merge in [MergeOutput::Auto, MergeOutput::Off] {
         let count = Param::zeros(DType::F32, &[1]).unwrap().frozen();
-        let model = model(DType::F32).named("count", SlowCount { count: count.clone() });
+        let model = model(DType::F32).named(
+            "count",
+            SlowCount {
+                count: count.clone(),
+            },
+        );
         let engine = builder(&model, models::cpus(1)).build().unwrap();
         let config = RunConfig::default().merge_output(merge);
         let kept = engine.forward(batch(DType::F32).0, &config).unwrap();
         drop(engine);
-        assert_eq!(count.to_vec::<f32>().unwrap(), [2.0], "one for each microbatch");
+        assert_eq!(
+            count.to_vec::<f32>().unwrap(),
+            [2.0],
+            "one for each microbatch"
+        );
         drop(kept);
         assert_eq!(count.to_vec::<f32>().unwrap(), [2.0]);
     }
@@ -277,7 +362,11 @@ fn a_dropped_engine_sets_no_buffer_later() {
 fn a_second_engine_over_the_same_weights_is_refused() {
     let model = model(DType::BF16);
     let first = builder(&model, models::cpus(1)).build().unwrap();
-    let text = builder(&model, models::cpus(1)).build().err().unwrap().to_string();
+    let text = builder(&model, models::cpus(1))
+        .build()
+        .err()
+        .unwrap()
+        .to_string();
     assert!(
         text.contains("a.weight") && text.contains("first") && text.contains("inference(true)"),
         "{text}"
@@ -285,7 +374,9 @@ fn a_second_engine_over_the_same_weights_is_refused() {
     train(&first, DType::BF16);
     first.update(&Update::new(0.1), Lag::Zero).unwrap();
     // Outputs that somebody still holds are no reason to refuse the next one.
-    let kept = first.forward(batch(DType::BF16).0, &RunConfig::default()).unwrap();
+    let kept = first
+        .forward(batch(DType::BF16).0, &RunConfig::default())
+        .unwrap();
     let unmerged = kept.unmerged();
     train(&first, DType::BF16);
     first.update(&Update::new(0.1), Lag::One).unwrap();
@@ -301,8 +392,8 @@ fn a_second_engine_over_the_same_weights_is_refused() {
     assert_ne!(models::params(&model), newest);
 }
 
-/// An engine for inference reads the newest weights of the one that trains, whatever the lag and where weights stay,
-/// and training goes on as if it were not there.
+/// An engine for inference reads the newest weights of the one that trains, whatever the lag and
+/// where weights stay, and training goes on as if it were not there.
 #[test]
 fn an_engine_for_inference_follows_the_one_that_trains() {
     for dtype in [DType::F32, DType::BF16] {
@@ -310,8 +401,11 @@ fn an_engine_for_inference_follows_the_one_that_trains() {
             for devices in [models::cpus(1), sims()] {
                 let (model, alone) = (model(dtype), model(dtype));
                 let reader_of = |model: &Sequential| {
-                    let reader =
-                        builder(model, devices.clone()).inference(true).resident(true).build().unwrap();
+                    let reader = builder(model, devices.clone())
+                        .inference(true)
+                        .resident(true)
+                        .build()
+                        .unwrap();
                     reader.set_training(false);
                     reader
                 };
@@ -333,10 +427,15 @@ fn an_engine_for_inference_follows_the_one_that_trains() {
                         trainer.synchronize().unwrap();
                         assert_eq!(said, saved(&model, dtype), "{dtype} {lag:?} step {step}");
                     }
-                    // The other one is waited for as often, since that changes what the next call reads.
+                    // The other one is waited for as often, since that changes what the next call
+                    // reads.
                     plain.synchronize().unwrap();
                 }
-                assert_eq!(models::params(&model), models::params(&alone), "{dtype} {lag:?}");
+                assert_eq!(
+                    models::params(&model),
+                    models::params(&alone),
+                    "{dtype} {lag:?}"
+                );
                 let refused = readers[0].forward_backward(batch(dtype).0, batch(dtype).1, loss);
                 assert!(refused.unwrap_err().to_string().contains("inference(true)"));
             }
@@ -344,17 +443,24 @@ fn an_engine_for_inference_follows_the_one_that_trains() {
     }
 }
 
-/// A layer, loss or step function that calls its own engine would wait for itself: it gets an error instead.
+/// A layer, loss or step function that calls its own engine would wait for itself: it gets an error
+/// instead.
 #[test]
 fn calls_from_within_are_refused() {
     let model = model(DType::F32);
-    let engine =
-        Arc::new(builder(&model, models::cpus(2)).optimizer(Rule::Adam(AdamW::default())).build().unwrap());
+    let engine = Arc::new(
+        builder(&model, models::cpus(2))
+            .optimizer(Rule::Adam(AdamW::default()))
+            .build()
+            .unwrap(),
+    );
     let (x, y) = batch(DType::F32);
     let inner = engine.clone();
     let again = move |cx: &mut Cx, output: Tree, labels: Tree| {
-        let called =
-            inner.forward(batch(DType::F32).0, &RunConfig::default()).map(drop).and(inner.synchronize());
+        let called = inner
+            .forward(batch(DType::F32).0, &RunConfig::default())
+            .map(drop)
+            .and(inner.synchronize());
         let text = called.unwrap_err().to_string();
         assert!(text.contains("would wait for itself"), "{text}");
         loss(cx, output, labels)
@@ -368,7 +474,12 @@ fn calls_from_within_are_refused() {
         },
         Lag::Zero,
     );
-    assert!(step.map(drop).unwrap_err().to_string().contains("would wait for itself"));
+    assert!(
+        step.map(drop)
+            .unwrap_err()
+            .to_string()
+            .contains("would wait for itself")
+    );
     engine.synchronize().unwrap();
 }
 
@@ -377,10 +488,15 @@ fn calls_from_within_are_refused() {
 fn a_failed_step_holds_up_nobody_who_reads_its_weights() {
     let model = model(DType::F32);
     let trainer = builder(&model, models::cpus(1)).build().unwrap();
-    let reader = builder(&model, models::cpus(1)).inference(true).build().unwrap();
+    let reader = builder(&model, models::cpus(1))
+        .inference(true)
+        .build()
+        .unwrap();
     let before = outputs(&reader, DType::F32);
     train(&trainer, DType::F32);
-    trainer.step(|_| Err(Error::config("step", "no step")), Lag::One).unwrap();
+    trainer
+        .step(|_| Err(Error::config("step", "no step")), Lag::One)
+        .unwrap();
     assert_eq!(outputs(&reader, DType::F32), before);
     assert!(trainer.synchronize().is_err());
 }
@@ -388,8 +504,12 @@ fn a_failed_step_holds_up_nobody_who_reads_its_weights() {
 /// Gradients are floats.
 #[test]
 fn a_gradient_of_integers_is_refused() {
-    let engine = builder(&model(DType::F32), models::cpus(1)).build().unwrap();
-    let forward = engine.forward(batch(DType::F32).0, &RunConfig::default()).unwrap();
+    let engine = builder(&model(DType::F32), models::cpus(1))
+        .build()
+        .unwrap();
+    let forward = engine
+        .forward(batch(DType::F32).0, &RunConfig::default())
+        .unwrap();
     let grads = HostTensor::from_slice(&[1i64; 18], &[6, 3]).unwrap();
     let text = forward.backward(grads).map(drop).unwrap_err().to_string();
     assert!(text.contains("i64") && text.contains("floats"), "{text}");

@@ -1,20 +1,25 @@
-//! What an engine promises, as a state machine that knows no threads: it follows what was seen on a ring, reply by
-//! reply, and objects to the first that cannot be.
+//! What an engine promises, as a state machine that knows no threads: it follows what was seen on a
+//! ring, reply by reply, and objects to the first that cannot be.
 //!
-//! An engine may tell of a failure when it happens or with its next call. So a failure that was not told yet is
-//! [`Pending`]: the machine goes on as if all were well, since a call whose results came before the failure returns
-//! them, and keeps the state that the engine goes back to once the failure is told.
+//! An engine may tell of a failure when it happens or with its next call. So a failure that was not
+//! told yet is [`Pending`]: the machine goes on as if all were well, since a call whose results
+//! came before the failure returns them, and keeps the state that the engine goes back to once the
+//! failure is told.
 //!
 //! # Rules
-//! 1. A call that fails leaves nothing. If it has gradients, those of all calls since the last step are gone, and the
-//!    random stream is where it was at the first of them, but not before the last step.
-//! 2. It fails the calls of its engine that were submitted after it, until it is told. It is told once, and not again
-//!    unless whoever waited for a handle (a report, input gradients) was told first.
-//! 3. A step that fails leaves weights, copies and state as they were; gradients since the step before are gone.
-//! 4. Calls read the newest weights; after a step at lag 1, and until the engine synchronizes or somebody writes them,
-//!    those from before it. A failure changes nothing about that.
-//! 5. A step of the rule whose gradients are not finite changes nothing and counts as a step; the last of
-//!    [`MOST_NONFINITE`] in a row fails, and they are counted anew. A function that writes what is not finite fails.
+//! 1. A call that fails leaves nothing. If it has gradients, those of all calls since the last step
+//!    are gone, and the random stream is where it was at the first of them, but not before the last
+//!    step.
+//! 2. It fails the calls of its engine that were submitted after it, until it is told. It is told
+//!    once, and not again unless whoever waited for a handle (a report, input gradients) was told
+//!    first.
+//! 3. A step that fails leaves weights, copies and state as they were; gradients since the step
+//!    before are gone.
+//! 4. Calls read the newest weights; after a step at lag 1, and until the engine synchronizes or
+//!    somebody writes them, those from before it. A failure changes nothing about that.
+//! 5. A step of the rule whose gradients are not finite changes nothing and counts as a step; the
+//!    last of [`MOST_NONFINITE`] in a row fails, and they are counted anew. A function that writes
+//!    what is not finite fails.
 //! 6. Whoever was told that a step is on its way is told when it is not.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -25,7 +30,8 @@ use roundpipe::{Bytes, Cpu, Lag, Tensor, Worker};
 use crate::models;
 use crate::plain::{self, Copies, Grads, Plain, Terms, Values};
 use crate::program::{
-    Batch, EngineSpec, Fault, ForwardKind, Function, Loss, Odd, Op, Program, RuleKind, Side, UpdateSpec, What,
+    Batch, EngineSpec, Fault, ForwardKind, Function, Loss, Odd, Op, Program, RuleKind, Side,
+    UpdateSpec, What,
 };
 use crate::run::{Named, Reply, Told, Trace, Value, bits};
 
@@ -44,14 +50,23 @@ pub type Verdict<T = ()> = Result<T, String>;
 /// Judges what was seen on a ring.
 pub fn judge(program: &Program, trace: &Trace) -> Verdict {
     let worker = Worker::new(Cpu::new(Some(1)).expect("a cpu"), Bytes::mib(1)).expect("a worker");
-    let mut minds: Vec<Mind> = program.engines.iter().map(|spec| Mind::new(spec, &worker)).collect();
+    let mut minds: Vec<Mind> = program
+        .engines
+        .iter()
+        .map(|spec| Mind::new(spec, &worker))
+        .collect();
     let ops = program.ops.iter().map(Some).chain([None]);
     for (op, replies) in ops.zip(&trace.ops) {
         let place = op.map_or("at the end".to_owned(), |op| format!("#{}", op.tag));
         let mut replies = Replies(replies.iter().collect());
         let judged = op.map_or(Ok(()), |op| follow(&mut minds, op, &mut replies));
         // What is left is the engines coming to rest.
-        let judged = judged.and_then(|()| replies.0.drain(..).try_for_each(|reply| rest(&mut minds, reply)));
+        let judged = judged.and_then(|()| {
+            replies
+                .0
+                .drain(..)
+                .try_for_each(|reply| rest(&mut minds, reply))
+        });
         judged.map_err(|what| format!("{place}: {what}"))?;
     }
     match trace.races.first() {
@@ -70,7 +85,8 @@ impl<'a> Replies<'a> {
     }
 
     fn get(&mut self, call: &str) -> Verdict<&'a Reply> {
-        self.take(call).ok_or_else(|| format!("there is no reply of `{call}`"))
+        self.take(call)
+            .ok_or_else(|| format!("there is no reply of `{call}`"))
     }
 }
 
@@ -90,9 +106,23 @@ fn follow(minds: &mut [Mind], op: &Op, replies: &mut Replies<'_>) -> Verdict {
     let Op { tag, engine, what } = *op;
     let mind = &mut minds[engine];
     let judged = match what {
-        What::Train { batch, loss, fault, outputs, input_grads } => {
-            mind.train(&Train { tag, batch, loss, fault, outputs, input_grads }, replies)
-        }
+        What::Train {
+            batch,
+            loss,
+            fault,
+            outputs,
+            input_grads,
+        } => mind.train(
+            &Train {
+                tag,
+                batch,
+                loss,
+                fault,
+                outputs,
+                input_grads,
+            },
+            replies,
+        ),
         What::Forward { batch, fault, kind } => mind.forward(tag, batch, fault, kind, replies),
         What::Read { of } => mind.read(of, replies),
         What::Backward { of, odd } => mind.backward(of, odd, replies),
@@ -100,9 +130,22 @@ fn follow(minds: &mut [Mind], op: &Op, replies: &mut Replies<'_>) -> Verdict {
             mind.state.kept.remove(&of);
             Ok(())
         }
-        What::Chain { back, batch, loss, fault, .. } => {
-            let call = Chain { tag, batch, loss, fault };
-            let [front, back] = minds.get_disjoint_mut([engine, back]).map_err(|e| e.to_string())?;
+        What::Chain {
+            back,
+            batch,
+            loss,
+            fault,
+            ..
+        } => {
+            let call = Chain {
+                tag,
+                batch,
+                loss,
+                fault,
+            };
+            let [front, back] = minds
+                .get_disjoint_mut([engine, back])
+                .map_err(|e| e.to_string())?;
             chain(front, back, &call, replies)
         }
         What::Update { lag, update, .. } => mind.step(Work::Rule(update), lag, replies),
@@ -116,7 +159,12 @@ fn follow(minds: &mut [Mind], op: &Op, replies: &mut Replies<'_>) -> Verdict {
             Err(_) => Ok(()),
             Ok(_) => Err("a second engine over the same parameters was built".to_owned()),
         },
-        What::Race { param, data, lag, update } => mind.race(param, data, lag, update, replies),
+        What::Race {
+            param,
+            data,
+            lag,
+            update,
+        } => mind.race(param, data, lag, update, replies),
         What::Rebuild { holds } => {
             while let Some(reply) = replies.take("synchronize") {
                 rest(minds, reply)?;
@@ -193,7 +241,8 @@ struct State {
 }
 
 impl State {
-    /// After a failure of call `id`, which drew at `number`; `with_grads` if it is among the calls since the step.
+    /// After a failure of call `id`, which drew at `number`; `with_grads` if it is among the calls
+    /// since the step.
     fn after_failure(&self, plain: &Plain, id: u64, number: u64, with_grads: bool) -> Self {
         let mut state = self.clone();
         state.number = state.number.min(number);
@@ -201,7 +250,11 @@ impl State {
             state.forget_grads(plain);
         }
         state.number = state.number.max(state.floor);
-        state.kept.values_mut().filter(|kept| kept.id > id).for_each(Kept::fail);
+        state
+            .kept
+            .values_mut()
+            .filter(|kept| kept.id > id)
+            .for_each(Kept::fail);
         state
     }
 
@@ -214,7 +267,11 @@ impl State {
 
     /// Gradients since the last step are gone, and the calls can be made again.
     fn forget_grads(&mut self, plain: &Plain) {
-        self.number = self.since.drain(..).fold(self.number, u64::min).max(self.floor);
+        self.number = self
+            .since
+            .drain(..)
+            .fold(self.number, u64::min)
+            .max(self.floor);
         self.grads = plain.no_grads();
     }
 }
@@ -294,13 +351,21 @@ impl Mind {
         let (weights, frozen) = plain.start();
         let state = fresh(&plain, weights.clone(), frozen.clone());
         let (weights, buffers) = (vec![weights], vec![frozen]);
-        Self { plain, state, pending: None, told: Vec::new(), next_call: 0, weights, buffers }
+        Self {
+            plain,
+            state,
+            pending: None,
+            told: Vec::new(),
+            next_call: 0,
+            weights,
+            buffers,
+        }
     }
 
     // ---- failures ----
 
-    /// Follows the reply of a call that has a fate. `compute` says what it returns and what state it leaves; `restore`
-    /// is the state if it fails.
+    /// Follows the reply of a call that has a fate. `compute` says what it returns and what state
+    /// it leaves; `restore` is the state if it fails.
     fn settle(
         &mut self,
         reply: &Reply,
@@ -337,9 +402,10 @@ impl Mind {
                 }
                 Ok(Followed::Failed)
             }
-            Fate::Fails(marks) | Fate::FailsLate(marks) => {
-                Err(format!("{} must fail with one of {marks:?}, not with: {}", reply.call, told.text))
-            }
+            Fate::Fails(marks) | Fate::FailsLate(marks) => Err(format!(
+                "{} must fail with one of {marks:?}, not with: {}",
+                reply.call, told.text
+            )),
             Fate::Fine => Err(format!("{} failed: {}", reply.call, told.text)),
         }
     }
@@ -355,7 +421,9 @@ impl Mind {
         self.told.clear();
         let marks = match fate {
             Fate::Refused => return Err("it was not refused".to_owned()),
-            Fate::Fails(marks) => return Err(format!("it succeeded, but must fail with one of {marks:?}")),
+            Fate::Fails(marks) => {
+                return Err(format!("it succeeded, but must fail with one of {marks:?}"));
+            }
             Fate::FailsLate(marks) => Some(marks),
             Fate::Fine => None,
         };
@@ -369,7 +437,11 @@ impl Mind {
             self.pend(marks, restore);
         }
         self.state = after;
-        if self.buffers.last().is_none_or(|last| !Rc::ptr_eq(last, &self.state.frozen)) {
+        if self
+            .buffers
+            .last()
+            .is_none_or(|last| !Rc::ptr_eq(last, &self.state.frozen))
+        {
             self.buffers.push(self.state.frozen.clone());
         }
         Ok(())
@@ -379,7 +451,13 @@ impl Mind {
         match &mut self.pending {
             // The first failure decides what is left.
             Some(pending) => pending.marks.extend(marks),
-            None => self.pending = Some(Pending { marks, undone: false, restore }),
+            None => {
+                self.pending = Some(Pending {
+                    marks,
+                    undone: false,
+                    restore,
+                })
+            }
         }
     }
 
@@ -398,7 +476,10 @@ impl Mind {
 
     /// A handle told of the failure; the engine goes back by its next call.
     fn told_by_handle(&mut self, told: &Told) -> bool {
-        match self.pending.take_if(|pending| names(&pending.marks, told) || told.echo) {
+        match self
+            .pending
+            .take_if(|pending| names(&pending.marks, told) || told.echo)
+        {
             Some(pending) => {
                 self.restore(pending.restore);
                 self.told = pending.marks;
@@ -434,7 +515,11 @@ impl Mind {
 
     fn synchronize(&mut self, reply: &Reply) -> Verdict {
         if let Err(told) = &reply.result {
-            return if self.is_told(told) { Ok(()) } else { Err(format!("it failed: {}", told.text)) };
+            return if self.is_told(told) {
+                Ok(())
+            } else {
+                Err(format!("it failed: {}", told.text))
+            };
         }
         if let Some(pending) = &self.pending {
             return Err(format!("nobody was told of a failure, {:?}", pending.marks));
@@ -449,18 +534,29 @@ impl Mind {
     fn gradients(&self, reply: &Reply) -> Verdict {
         let value = reply.result.as_ref().map_err(|told| told.text.clone())?;
         let named = self.plain.named_grads(&self.state.grads).into_iter();
-        let want = named.map(|(name, grad)| (name, grad.map(|grad| wide(&grad)))).collect();
+        let want = named
+            .map(|(name, grad)| (name, grad.map(|grad| wide(&grad))))
+            .collect();
         same(&Value::Gradients(want), value)
     }
 
     fn weights(&self, reply: &Reply) -> Verdict {
         let value = reply.result.as_ref().map_err(|told| told.text.clone())?;
-        let Value::Left(left) = value else { return Err("it gave something else".to_owned()) };
+        let Value::Left(left) = value else {
+            return Err("it gave something else".to_owned());
+        };
         let state = &self.state;
-        let newest = state.newest.as_ref().ok_or("a step that failed was not told")?;
+        let newest = state
+            .newest
+            .as_ref()
+            .ok_or("a step that failed was not told")?;
         same_count("steps", state.steps, left.steps)?;
         same_count("nonfinite_steps", state.skipped, left.nonfinite)?;
-        same_named("weight", &self.named_weights(newest, &state.frozen), &left.weights)?;
+        same_named(
+            "weight",
+            &self.named_weights(newest, &state.frozen),
+            &left.weights,
+        )?;
         match &left.copies {
             Some(copies) => self.same_copies(copies),
             None => Ok(()),
@@ -478,7 +574,12 @@ impl Mind {
 
     fn same_copies(&self, left: &[Named<Vec<Vec<u64>>>]) -> Verdict {
         let copies = &self.state.copies;
-        let trained = self.plain.params.iter().enumerate().filter(|(_, (_, param))| param.is_trainable());
+        let trained = self
+            .plain
+            .params
+            .iter()
+            .enumerate()
+            .filter(|(_, (_, param))| param.is_trainable());
         for ((at, (name, _)), (_, got)) in trained.zip(left) {
             let values = std::iter::once(&copies.values[at]).chain(&copies.moments[at]);
             for (which, (want, got)) in values.zip(got).enumerate() {
@@ -497,9 +598,19 @@ impl Mind {
 
     /// What a call that is submitted now reads; `None` if those weights will never be.
     fn terms(&self) -> Option<Terms> {
-        let State { frozen, number, training, .. } = &self.state;
+        let State {
+            frozen,
+            number,
+            training,
+            ..
+        } = &self.state;
         let weights = self.state.visible.clone()?;
-        Some(Terms { weights, frozen: frozen.clone(), number: *number, training: *training })
+        Some(Terms {
+            weights,
+            frozen: frozen.clone(),
+            number: *number,
+            training: *training,
+        })
     }
 
     /// The state after a call was submitted.
@@ -517,7 +628,10 @@ impl Mind {
         let followed = self.settle(
             reply,
             fate(call.tag, call.fault),
-            |mind| mind.state.after_failure(&mind.plain, id, mind.state.number, true),
+            |mind| {
+                mind.state
+                    .after_failure(&mind.plain, id, mind.state.number, true)
+            },
             |mind| {
                 let parts = mind.plain.parts(&x, call.batch.parts(), call.input_grads);
                 let (want, after, found) = mind.fused(call, &parts);
@@ -532,12 +646,26 @@ impl Mind {
     }
 
     /// Forward, loss and backward over `parts`.
-    fn fused(&self, call: &Train, parts: &[crate::plain::Part]) -> (Want, State, Vec<Option<Tensor>>) {
+    fn fused(
+        &self,
+        call: &Train,
+        parts: &[crate::plain::Part],
+    ) -> (Want, State, Vec<Option<Tensor>>) {
         let mut state = self.after_submission();
         let Some(terms) = self.terms() else {
-            return (Want::Never("the step whose weights it reads failed"), state, Vec::new());
+            return (
+                Want::Never("the step whose weights it reads failed"),
+                state,
+                Vec::new(),
+            );
         };
-        let labels = models::labels(self.plain.spec.dtype, &call.batch, call.loss, call.tag, None);
+        let labels = models::labels(
+            self.plain.spec.dtype,
+            &call.batch,
+            call.loss,
+            call.tag,
+            None,
+        );
         let mut losses = Vec::new();
         let mut seed = |m: usize, output: &Tensor| {
             let label = self.plain.cut(&labels, parts.len(), m);
@@ -545,14 +673,24 @@ impl Mind {
             losses.push(loss);
             grad
         };
-        let passed = self.plain.call(&terms, parts, &state.grads, Some(&mut seed));
+        let passed = self
+            .plain
+            .call(&terms, parts, &state.grads, Some(&mut seed));
         let total: f64 = losses.iter().fold(0.0, |sum, loss| sum + loss);
-        let losses = losses.iter().chain([&total]).map(|loss| bits(*loss)).collect();
+        let losses = losses
+            .iter()
+            .chain([&total])
+            .map(|loss| bits(*loss))
+            .collect();
         let outputs = call.outputs.then(|| all_rows(&passed.outputs));
         state.frozen = keep_if_same(&terms.frozen, passed.frozen);
         state.grads = passed.grads;
         state.since.push(terms.number);
-        (Want::Value(Value::Losses(losses, outputs)), state, passed.input_grads)
+        (
+            Want::Value(Value::Losses(losses, outputs)),
+            state,
+            passed.input_grads,
+        )
     }
 
     /// Input gradients that are waited for.
@@ -587,7 +725,10 @@ impl Mind {
         self.settle(
             reply,
             fate,
-            |mind| mind.state.after_failure(&mind.plain, id, mind.state.number, false),
+            |mind| {
+                mind.state
+                    .after_failure(&mind.plain, id, mind.state.number, false)
+            },
             |mind| {
                 mind.run_forward(Kept {
                     id,
@@ -608,7 +749,12 @@ impl Mind {
 
     /// Terms whose weights do not matter where they will never be.
     fn terms_or_stale(&self) -> Terms {
-        let State { frozen, number, training, .. } = &self.state;
+        let State {
+            frozen,
+            number,
+            training,
+            ..
+        } = &self.state;
         let weights = self.state.copies.values.clone();
         self.terms().unwrap_or(Terms {
             weights,
@@ -623,7 +769,9 @@ impl Mind {
         let readable = self.state.visible.is_some();
         let x = models::input(&self.plain.spec, &kept.batch, kept.tag, None);
         let parts = self.plain.parts(&x, kept.batch.parts(), false);
-        let passed = self.plain.call(&kept.terms, &parts, &self.plain.no_grads(), None);
+        let passed = self
+            .plain
+            .call(&kept.terms, &parts, &self.plain.no_grads(), None);
         let rows = all_rows(&passed.outputs);
         let want = match (kept.kind.merged, readable) {
             (true, true) => Want::Value(Value::Rows(rows.clone())),
@@ -639,16 +787,23 @@ impl Mind {
     }
 
     fn read(&mut self, of: usize, replies: &mut Replies<'_>) -> Verdict {
-        let Some(kept) = self.state.kept.get(&of) else { return Ok(()) };
+        let Some(kept) = self.state.kept.get(&of) else {
+            return Ok(());
+        };
         let reply = replies.get("read")?;
         match (&reply.result, &kept.outputs) {
-            (Ok(_), _) if kept.life == Life::Dead => Err("a forward that failed gave outputs".to_owned()),
+            (Ok(_), _) if kept.life == Life::Dead => {
+                Err("a forward that failed gave outputs".to_owned())
+            }
             (Ok(_), None) => Err("a forward over weights that never were gave outputs".to_owned()),
             (Ok(value), Some(rows)) => same(&Value::Rows(rows.clone()), value),
             (Err(_), _) if kept.life != Life::Alive || self.pending.is_some() => Ok(()),
             // What it waited for may be gone with the engine.
             (Err(_), _) if kept.orphan && !kept.kind.merged => Ok(()),
-            (Err(told), _) => Err(format!("reading a forward that did not fail: {}", told.text)),
+            (Err(told), _) => Err(format!(
+                "reading a forward that did not fail: {}",
+                told.text
+            )),
         }
     }
 
@@ -680,19 +835,31 @@ impl Mind {
             state.number = state.number.min(number).max(state.floor);
         }
         match (followed, grads) {
-            (Followed::Done, Some(grads)) if kept.kind.input_grads => self.input_grads(grads, replies),
+            (Followed::Done, Some(grads)) if kept.kind.input_grads => {
+                self.input_grads(grads, replies)
+            }
             _ => Ok(()),
         }
     }
 
     fn run_backward(&self, kept: &Kept, odd: Odd) -> (State, Vec<Option<Tensor>>) {
         let batch = Batch { odd, ..kept.batch };
-        let grads = models::labels(self.plain.spec.dtype, &batch, Loss::Weighted, kept.tag, None);
+        let grads = models::labels(
+            self.plain.spec.dtype,
+            &batch,
+            Loss::Weighted,
+            kept.tag,
+            None,
+        );
         let x = models::input(&self.plain.spec, &kept.batch, kept.tag, None);
-        let parts = self.plain.parts(&x, kept.batch.parts(), kept.kind.input_grads);
+        let parts = self
+            .plain
+            .parts(&x, kept.batch.parts(), kept.kind.input_grads);
         let mut seed = |m: usize, _: &Tensor| self.plain.cut(&grads, parts.len(), m);
         let mut state = self.state.clone();
-        let passed = self.plain.call(&kept.terms, &parts, &state.grads, Some(&mut seed));
+        let passed = self
+            .plain
+            .call(&kept.terms, &parts, &state.grads, Some(&mut seed));
         state.grads = passed.grads;
         state.since.push(kept.terms.number);
         (state, passed.input_grads)
@@ -709,7 +876,11 @@ impl Mind {
         let too_late = lag == Lag::One && !self.plain.spec.asynchronous;
         if refused || too_late || self.state.since.is_empty() {
             let same = |mind: &Self| mind.state.clone();
-            return self.settle(reply, Fate::Refused, same, |mind| (Want::Never("it"), same(mind))).map(drop);
+            return self
+                .settle(reply, Fate::Refused, same, |mind| {
+                    (Want::Never("it"), same(mind))
+                })
+                .map(drop);
         }
         let planned = self.plan_step(work, lag);
         let fate = match (&planned.fails, lag) {
@@ -726,7 +897,11 @@ impl Mind {
         let restore = |mind: &Self| {
             let state = mind.state.after_failed_step(&mind.plain);
             // Both are told once.
-            State { nonfinite: if streak_ends { 0 } else { state.nonfinite }, lost: false, ..state }
+            State {
+                nonfinite: if streak_ends { 0 } else { state.nonfinite },
+                lost: false,
+                ..state
+            }
         };
         let followed = self.settle(reply, fate, restore, |_| (want, planned.after))?;
         if let Followed::Failed = followed {
@@ -765,7 +940,11 @@ impl Mind {
             Lag::One => self.state.newest.clone(),
         };
         after.newest = newest;
-        PlannedStep { after, fails, report }
+        PlannedStep {
+            after,
+            fails,
+            report,
+        }
     }
 
     fn plan_update(
@@ -784,8 +963,10 @@ impl Mind {
             after.nonfinite = 0;
         }
         let updated = newest.as_ref().filter(|_| !skipped);
-        let updated =
-            updated.map(|weights| self.plain.update(&after.copies, weights, &self.state.grads, update));
+        let updated = updated.map(|weights| {
+            self.plain
+                .update(&after.copies, weights, &self.state.grads, update)
+        });
         let newest = match updated {
             Some(updated) => {
                 after.copies = updated.copies;
@@ -794,8 +975,13 @@ impl Mind {
             None => newest,
         };
         let norm = (!skipped).then(|| bits(squared.sqrt()));
-        let report = Value::Report { step: after.copies.steps, norm, skipped };
-        let fails = (after.nonfinite == MOST_NONFINITE).then(|| vec!["in a row were not finite".to_owned()]);
+        let report = Value::Report {
+            step: after.copies.steps,
+            norm,
+            skipped,
+        };
+        let fails = (after.nonfinite == MOST_NONFINITE)
+            .then(|| vec!["in a row were not finite".to_owned()]);
         (newest, fails, report)
     }
 
@@ -807,15 +993,30 @@ impl Mind {
         after: &mut State,
     ) -> (Option<Values>, Option<Vec<String>>, Value) {
         let norm = squared.is_finite().then(|| bits(squared.sqrt()));
-        let report = |step| Value::Report { step, norm, skipped: false };
+        let report = |step| Value::Report {
+            step,
+            norm,
+            skipped: false,
+        };
         if let Function::Fail { .. } = function {
             return (None, Some(vec![models::planned(tag)]), report(0));
         }
-        let Some(newest) = &self.state.newest else { return (None, None, report(0)) };
+        let Some(newest) = &self.state.newest else {
+            return (None, None, report(0));
+        };
         let before = after.copies.clone();
-        let updated = self.plain.apply(&before, newest, &self.state.grads, function);
-        let values = before.values.iter().flatten().zip(updated.copies.values.iter().flatten());
-        if values.into_iter().any(|(old, new)| old.is_finite() && !new.is_finite()) {
+        let updated = self
+            .plain
+            .apply(&before, newest, &self.state.grads, function);
+        let values = before
+            .values
+            .iter()
+            .flatten()
+            .zip(updated.copies.values.iter().flatten());
+        if values
+            .into_iter()
+            .any(|(old, new)| old.is_finite() && !new.is_finite())
+        {
             return (None, Some(vec!["not finite".to_owned()]), report(0));
         }
         after.copies = updated.copies;
@@ -825,7 +1026,9 @@ impl Mind {
     /// The report of a step that was ordered.
     fn report(&mut self, reply: &Reply, want: &Value) -> Verdict {
         match &reply.result {
-            Ok(_) if self.pending.is_some() => Err("a step that cannot happen was reported done".to_owned()),
+            Ok(_) if self.pending.is_some() => {
+                Err("a step that cannot happen was reported done".to_owned())
+            }
             Ok(value) => {
                 // It is done, whatever happens to the engine.
                 self.weights = self.state.newest.iter().cloned().collect();
@@ -855,8 +1058,10 @@ impl Mind {
         let state = &mut self.state;
         let at = param % self.plain.params.len();
         let param = &self.plain.params[at].1;
-        let values: Vec<f32> =
-            models::written(data, param.shape().numel()).into_iter().map(|value| value as f32).collect();
+        let values: Vec<f32> = models::written(data, param.shape().numel())
+            .into_iter()
+            .map(|value| value as f32)
+            .collect();
         if !param.is_trainable() {
             Rc::make_mut(&mut state.frozen)[at] = values;
         } else if let Some(newest) = &mut state.newest {
@@ -874,7 +1079,8 @@ impl Mind {
         }
     }
 
-    /// A write beside a step comes before it or after it, or is refused, or makes the next step fail.
+    /// A write beside a step comes before it or after it, or is refused, or makes the next step
+    /// fail.
     fn race(
         &mut self,
         param: usize,
@@ -893,7 +1099,9 @@ impl Mind {
         let stepped = std::mem::replace(&mut self.state, before);
         if write.result.is_err() {
             self.state = stepped;
-            return self.weights(weights).map_err(|what| format!("after a write that was refused: {what}"));
+            return self
+                .weights(weights)
+                .map_err(|what| format!("after a write that was refused: {what}"));
         }
         let happened = stepped.steps > self.state.steps;
         // Before the step.
@@ -911,22 +1119,36 @@ impl Mind {
         self.set_param(param, data);
         let found = self.weights(weights);
         if found.is_err() && happened && self.plain.spec.asynchronous {
-            self.state = State { lost: true, ..stepped };
+            self.state = State {
+                lost: true,
+                ..stepped
+            };
         }
         self.at_rest();
-        found
-            .or_else(|what| self.weights(weights).map_err(|_| format!("after a write beside a step: {what}")))
+        found.or_else(|what| {
+            self.weights(weights)
+                .map_err(|_| format!("after a write beside a step: {what}"))
+        })
     }
 
-    /// An engine that was dropped leaves the weights of some step that was asked for, and nothing in between.
+    /// An engine that was dropped leaves the weights of some step that was asked for, and nothing
+    /// in between.
     fn rebuild(&mut self, holds: bool, replies: &mut Replies<'_>) -> Verdict {
         let reply = replies.get("drop")?;
-        let Ok(Value::Left(left)) = &reply.result else { return Err("nothing was left".to_owned()) };
-        let found =
-            self.weights.iter().flat_map(|weights| self.buffers.iter().map(move |frozen| (weights, frozen)));
+        let Ok(Value::Left(left)) = &reply.result else {
+            return Err("nothing was left".to_owned());
+        };
+        let found = self
+            .weights
+            .iter()
+            .flat_map(|weights| self.buffers.iter().map(move |frozen| (weights, frozen)));
         let mut closest = Err("no weights are known".to_owned());
         for (weights, frozen) in found {
-            closest = same_named("weight", &self.named_weights(weights, frozen), &left.weights);
+            closest = same_named(
+                "weight",
+                &self.named_weights(weights, frozen),
+                &left.weights,
+            );
             if closest.is_ok() {
                 let (weights, frozen) = (weights.clone(), frozen.clone());
                 let mut kept = std::mem::take(&mut self.state.kept);
@@ -940,7 +1162,10 @@ impl Mind {
                         kept.life = Life::Unsure;
                     }
                 }
-                self.state = State { kept, ..fresh(&self.plain, weights, frozen) };
+                self.state = State {
+                    kept,
+                    ..fresh(&self.plain, weights, frozen)
+                };
                 (self.pending, self.told) = (None, Vec::new());
                 self.at_rest();
                 return Ok(());
@@ -989,7 +1214,9 @@ fn fate(tag: usize, fault: Option<Fault>) -> Fate {
         None => Fate::Fine,
         Some(Fault::Forward { .. } | Fault::Loss { .. }) => Fate::Fails(vec![models::planned(tag)]),
         Some(Fault::Backward { .. }) => Fate::FailsLate(vec![models::planned(tag)]),
-        Some(Fault::Label { .. } | Fault::Token { .. }) => Fate::Fails(vec![models::out_of_range(tag)]),
+        Some(Fault::Label { .. } | Fault::Token { .. }) => {
+            Fate::Fails(vec![models::out_of_range(tag)])
+        }
     }
 }
 
@@ -1004,7 +1231,9 @@ struct Chain {
 
 impl Chain {
     fn fault(&self, side: Side) -> Option<Fault> {
-        self.fault.filter(|(at, _)| *at == side).map(|(_, fault)| fault)
+        self.fault
+            .filter(|(at, _)| *at == side)
+            .map(|(_, fault)| fault)
     }
 }
 
@@ -1013,8 +1242,12 @@ fn chain(front: &mut Mind, back: &mut Mind, call: &Chain, replies: &mut Replies<
     if let Some(reply) = replies.take("synchronize") {
         back.synchronize(reply)?;
     }
-    let Some(forward) = chain_forward(front, call, replies)? else { return Ok(()) };
-    let Some(grads) = chain_train(front, back, &forward, call, replies)? else { return Ok(()) };
+    let Some(forward) = chain_forward(front, call, replies)? else {
+        return Ok(());
+    };
+    let Some(grads) = chain_train(front, back, &forward, call, replies)? else {
+        return Ok(());
+    };
     let mut dead = false;
     if let Some(reply) = replies.take("synchronize") {
         let failed = front.pending.is_some();
@@ -1022,8 +1255,15 @@ fn chain(front: &mut Mind, back: &mut Mind, call: &Chain, replies: &mut Replies<
         dead = failed;
     }
     let reply = replies.get("chain backward")?;
-    let late = call.fault.map(|(_, fault)| fault).filter(|fault| fault.is_late());
-    let fate = if dead { Fate::Refused } else { fate(call.tag, late) };
+    let late = call
+        .fault
+        .map(|(_, fault)| fault)
+        .filter(|fault| fault.is_late());
+    let fate = if dead {
+        Fate::Refused
+    } else {
+        fate(call.tag, late)
+    };
     let (id, number) = (forward.id, forward.terms.number);
     let followed = front.settle(
         reply,
@@ -1032,7 +1272,12 @@ fn chain(front: &mut Mind, back: &mut Mind, call: &Chain, replies: &mut Replies<
         |mind| {
             let mut state = mind.state.clone();
             let mut seed = |m: usize, _: &Tensor| grads[m].clone().expect("the loss depends on it");
-            let passed = mind.plain.call(&forward.terms, &forward.parts, &state.grads, Some(&mut seed));
+            let passed = mind.plain.call(
+                &forward.terms,
+                &forward.parts,
+                &state.grads,
+                Some(&mut seed),
+            );
             state.grads = passed.grads;
             state.since.push(number);
             (Want::Value(Value::Done), state)
@@ -1050,7 +1295,11 @@ struct ChainForward {
     outputs: Option<Vec<Tensor>>,
 }
 
-fn chain_forward(front: &mut Mind, call: &Chain, replies: &mut Replies<'_>) -> Verdict<Option<ChainForward>> {
+fn chain_forward(
+    front: &mut Mind,
+    call: &Chain,
+    replies: &mut Replies<'_>,
+) -> Verdict<Option<ChainForward>> {
     let reply = replies.get("chain forward")?;
     let id = front.number_call();
     let fault = call.fault(Side::Front).filter(|fault| !fault.is_late());
@@ -1065,10 +1314,15 @@ fn chain_forward(front: &mut Mind, call: &Chain, replies: &mut Replies<'_>) -> V
     let followed = front.settle(
         reply,
         fate,
-        |mind| mind.state.after_failure(&mind.plain, id, mind.state.number, false),
+        |mind| {
+            mind.state
+                .after_failure(&mind.plain, id, mind.state.number, false)
+        },
         |mind| {
             let mut state = mind.after_submission();
-            let passed = mind.plain.call(&terms, &parts, &mind.plain.no_grads(), None);
+            let passed = mind
+                .plain
+                .call(&terms, &parts, &mind.plain.no_grads(), None);
             outputs = Some(passed.outputs);
             state.frozen = keep_if_same(&terms.frozen, passed.frozen);
             (Want::Value(Value::Done), state)
@@ -1076,7 +1330,12 @@ fn chain_forward(front: &mut Mind, call: &Chain, replies: &mut Replies<'_>) -> V
     )?;
     let readable = front.state.visible.is_some() && fault.is_none();
     Ok(match followed {
-        Followed::Done => Some(ChainForward { id, terms, parts, outputs: outputs.filter(|_| readable) }),
+        Followed::Done => Some(ChainForward {
+            id,
+            terms,
+            parts,
+            outputs: outputs.filter(|_| readable),
+        }),
         Followed::Failed => None,
     })
 }
@@ -1091,7 +1350,10 @@ fn chain_train(
 ) -> Verdict<Option<Vec<Option<Tensor>>>> {
     let reply = replies.get("chain train")?;
     let id = back.number_call();
-    let front_marks = front.pending.as_ref().map_or(Vec::new(), |pending| pending.marks.clone());
+    let front_marks = front
+        .pending
+        .as_ref()
+        .map_or(Vec::new(), |pending| pending.marks.clone());
     let fate = match (&forward.outputs, &reply.result) {
         (None, _) => Fate::Fails(front_marks),
         // The front's failure may reach it or not.
@@ -1110,10 +1372,19 @@ fn chain_train(
     let followed = back.settle(
         reply,
         fate,
-        |mind| mind.state.after_failure(&mind.plain, id, mind.state.number, true),
         |mind| {
-            let outputs = forward.outputs.as_ref().expect("a call without its input fails");
-            let parts: Vec<_> = outputs.iter().map(|x| mind.plain.part(x.clone(), true)).collect();
+            mind.state
+                .after_failure(&mind.plain, id, mind.state.number, true)
+        },
+        |mind| {
+            let outputs = forward
+                .outputs
+                .as_ref()
+                .expect("a call without its input fails");
+            let parts: Vec<_> = outputs
+                .iter()
+                .map(|x| mind.plain.part(x.clone(), true))
+                .collect();
             let (want, after, found) = mind.fused(&train, &parts);
             grads = Some(found);
             (want, after)
@@ -1137,7 +1408,12 @@ fn wide(values: &[f32]) -> Vec<u64> {
 }
 
 fn tensor_bits(tensor: &Tensor) -> Vec<u64> {
-    tensor.to_f64_vec().expect("a tensor of the plain worker").into_iter().map(bits).collect()
+    tensor
+        .to_f64_vec()
+        .expect("a tensor of the plain worker")
+        .into_iter()
+        .map(bits)
+        .collect()
 }
 
 fn all_rows(outputs: &[Tensor]) -> Vec<u64> {
@@ -1157,13 +1433,30 @@ fn same(want: &Value, got: &Value) -> Verdict {
         (Value::Rows(want), Value::Rows(got)) => same_bits("outputs", want, got),
         (Value::Gradients(want), Value::Gradients(got)) => {
             let some = |all: &[Named<Option<Vec<u64>>>]| -> Vec<Named<Vec<u64>>> {
-                all.iter().map(|(name, grad)| (name.clone(), grad.clone().unwrap_or_default())).collect()
+                all.iter()
+                    .map(|(name, grad)| (name.clone(), grad.clone().unwrap_or_default()))
+                    .collect()
             };
             same_named("gradient", &some(want), &some(got))
         }
-        (Value::Report { skipped: true, step, .. }, Value::Report { skipped: true, step: got, .. }) => {
+        (
+            Value::Report {
+                skipped: true,
+                step,
+                ..
+            },
+            Value::Report {
+                skipped: true,
+                step: got,
+                ..
+            },
+        ) => {
             // A norm that is not finite may be any.
-            if step == got { Ok(()) } else { Err(format!("step {got} instead of {step}")) }
+            if step == got {
+                Ok(())
+            } else {
+                Err(format!("step {got} instead of {step}"))
+            }
         }
         _ if want == got => Ok(()),
         _ => Err(format!("{got:?} instead of {want:?}")),
@@ -1192,13 +1485,21 @@ fn same_named(what: &str, want: &[Named<Vec<u64>>], got: &[Named<Vec<u64>>]) -> 
 
 fn same_bits(what: &str, want: &[u64], got: &[u64]) -> Verdict {
     if want.len() != got.len() {
-        return Err(format!("{what}: {} values instead of {}", got.len(), want.len()));
+        return Err(format!(
+            "{what}: {} values instead of {}",
+            got.len(),
+            want.len()
+        ));
     }
     match want.iter().zip(got).position(|(want, got)| want != got) {
         None => Ok(()),
         Some(at) => {
             let number = |bits: &[u64]| f64::from_bits(bits[at]);
-            Err(format!("{what}: value {at} is {} instead of {}", number(got), number(want)))
+            Err(format!(
+                "{what}: value {at} is {} instead of {}",
+                number(got),
+                number(want)
+            ))
         }
     }
 }

@@ -1,8 +1,9 @@
 //! Tiny models whose layers fail when they are told to, and their data.
 //!
-//! Every model takes a map: `x`, and `tag`, whose width is the tag of the operation. A layer that is to fail in one call
-//! knows the call by it, whenever the call runs. All models but [`ModelKind::Embed`] turn [rows, WIDTH] into
-//! [rows, WIDTH], so that any of them may stand behind another.
+//! Every model takes a map: `x`, and `tag`, whose width is the tag of the operation. A layer that
+//! is to fail in one call knows the call by it, whenever the call runs. All models but
+//! [`ModelKind::Embed`] turn [rows, WIDTH] into [rows, WIDTH], so that any of them may stand behind
+//! another.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,8 +12,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use roundpipe::nn::{Dropout, Embedding, Func, Init, Linear};
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::{
-    CustomOp, Cx, DType, DeviceKind, HostTensor, Layer, Module, Param, Params, Rule, Sequential, Tensor,
-    TensorError, TensorResult, Tree, Visit,
+    CustomOp, Cx, DType, DeviceKind, HostTensor, Layer, Module, Param, Params, Rule, Sequential,
+    Tensor, TensorError, TensorResult, Tree, Visit,
 };
 
 use crate::program::{Batch, Dice, EngineSpec, Fault, Function, Loss, ModelKind, Odd, RuleKind};
@@ -48,20 +49,40 @@ struct Armed {
 impl Traps {
     pub fn arm(&self, tag: usize, fault: Fault, parts: usize) {
         let fault = match fault {
-            Fault::Forward { micro, panics } => Fault::Forward { micro: micro % parts, panics },
-            Fault::Backward { micro, panics } => Fault::Backward { micro: micro % parts, panics },
+            Fault::Forward { micro, panics } => Fault::Forward {
+                micro: micro % parts,
+                panics,
+            },
+            Fault::Backward { micro, panics } => Fault::Backward {
+                micro: micro % parts,
+                panics,
+            },
             other => other,
         };
-        let armed = Armed { fault, forwards: 0, backwards: 0 };
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(tag, armed);
+        let armed = Armed {
+            fault,
+            forwards: 0,
+            backwards: 0,
+        };
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(tag, armed);
     }
 
-    /// Counts a forward, or a backward, of the microbatches of a call. Forwards before recomputes, each in order.
+    /// Counts a forward, or a backward, of the microbatches of a call. Forwards before recomputes,
+    /// each in order.
     fn pass(&self, tag: usize, backward: bool) -> TensorResult<()> {
         let panics = {
             let mut traps = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            let Some(armed) = traps.get_mut(&tag) else { return Ok(()) };
-            let count = if backward { &mut armed.backwards } else { &mut armed.forwards };
+            let Some(armed) = traps.get_mut(&tag) else {
+                return Ok(());
+            };
+            let count = if backward {
+                &mut armed.backwards
+            } else {
+                &mut armed.forwards
+            };
             *count += 1;
             let at = *count - 1;
             match armed.fault {
@@ -86,7 +107,10 @@ impl Layer for Trap {
     fn run(&self, cx: &mut Cx, mut input: Tree) -> TensorResult<Tree> {
         let tag = input.get("tag")?.clone().tensor()?.dims()[1];
         let x = input.take("x")?.tensor()?;
-        let op = TrapOp { traps: self.0.clone(), tag };
+        let op = TrapOp {
+            traps: self.0.clone(),
+            tag,
+        };
         let y = cx.custom(Arc::new(op), &[&x])?.remove(0);
         put(input, y)
     }
@@ -126,7 +150,9 @@ impl CustomOp for TrapOp {
 
 /// Puts `x` back into the map it was taken from.
 fn put(rest: Tree, x: Tensor) -> TensorResult<Tree> {
-    let Tree::Map(mut map) = rest else { return Err(TensorError::invalid("model", "a map is expected")) };
+    let Tree::Map(mut map) = rest else {
+        return Err(TensorError::invalid("model", "a map is expected"));
+    };
     map.insert("x".to_owned(), x.into());
     Ok(Tree::Map(map))
 }
@@ -217,24 +243,31 @@ pub struct Built {
 /// A model without its faults.
 struct Parts {
     layers: Vec<Arc<dyn Layer>>,
-    /// The first place behind a trained layer: a fault in a backward needs a gradient that comes by.
+    /// The first place behind a trained layer: a fault in a backward needs a gradient that comes
+    /// by.
     first_trap: usize,
 }
 
 /// The model of an engine.
 pub fn build(spec: &EngineSpec) -> Built {
     let mut init = Init::new(spec.seed, spec.dtype);
-    let Parts { mut layers, first_trap } = parts(spec.model, &mut init);
+    let Parts {
+        mut layers,
+        first_trap,
+    } = parts(spec.model, &mut init);
     let traps = Traps::default();
     let at = (first_trap + spec.trap).min(layers.len());
     layers.insert(at, Arc::new(Trap(traps.clone())));
     layers.push(Arc::new(Out));
-    let model = layers.into_iter().fold(Sequential::new(), |model, layer| model.with(Held(layer)));
+    let model = layers
+        .into_iter()
+        .fold(Sequential::new(), |model, layer| model.with(Held(layer)));
     Built { model, traps }
 }
 
 fn parts(kind: ModelKind, init: &mut Init) -> Parts {
-    let mut linear = |inputs, outputs| Linear::new(init, inputs, outputs, true).expect("a small layer");
+    let mut linear =
+        |inputs, outputs| Linear::new(init, inputs, outputs, true).expect("a small layer");
     let (first, last) = (linear(WIDTH, INNER), linear(INNER, WIDTH));
     let bend = || -> Arc<dyn Layer> { Arc::new(On(Func(|cx: &mut Cx, x: &Tensor| cx.gelu(x)))) };
     let dropout = || -> Arc<dyn Layer> { Arc::new(On(Dropout { p: 0.25 })) };
@@ -242,7 +275,10 @@ fn parts(kind: ModelKind, init: &mut Init) -> Parts {
         ModelKind::Mlp => {
             let layers: Vec<Arc<dyn Layer>> =
                 vec![Arc::new(On(first)), bend(), dropout(), Arc::new(On(last))];
-            Parts { layers, first_trap: 1 }
+            Parts {
+                layers,
+                first_trap: 1,
+            }
         }
         ModelKind::Tied => {
             let weight = init.normal(&[INNER, INNER], 0.4).expect("a small weight");
@@ -253,32 +289,58 @@ fn parts(kind: ModelKind, init: &mut Init) -> Parts {
                 Arc::new(On(Shared(weight))),
                 Arc::new(On(last)),
             ];
-            Parts { layers, first_trap: 1 }
+            Parts {
+                layers,
+                first_trap: 1,
+            }
         }
         ModelKind::Embed => {
             let table = Embedding::new(init, VOCABULARY, INNER, 0.5).expect("a small table");
-            let layers: Vec<Arc<dyn Layer>> = vec![Arc::new(On(table)), dropout(), Arc::new(On(last))];
-            Parts { layers, first_trap: 1 }
+            let layers: Vec<Arc<dyn Layer>> =
+                vec![Arc::new(On(table)), dropout(), Arc::new(On(last))];
+            Parts {
+                layers,
+                first_trap: 1,
+            }
         }
         ModelKind::Running => {
-            let mean = Param::zeros(DType::F32, &[INNER]).expect("a small buffer").frozen();
-            let layers: Vec<Arc<dyn Layer>> =
-                vec![Arc::new(On(first)), Arc::new(On(Centre { mean })), bend(), Arc::new(On(last))];
-            Parts { layers, first_trap: 1 }
+            let mean = Param::zeros(DType::F32, &[INNER])
+                .expect("a small buffer")
+                .frozen();
+            let layers: Vec<Arc<dyn Layer>> = vec![
+                Arc::new(On(first)),
+                Arc::new(On(Centre { mean })),
+                bend(),
+                Arc::new(On(last)),
+            ];
+            Parts {
+                layers,
+                first_trap: 1,
+            }
         }
         ModelKind::Frozen => {
             first.set_trainable(false);
             let inner = linear_with_frozen_bias(init);
-            let layers: Vec<Arc<dyn Layer>> =
-                vec![Arc::new(On(first)), Arc::new(On(inner)), dropout(), Arc::new(On(last))];
-            Parts { layers, first_trap: 2 }
+            let layers: Vec<Arc<dyn Layer>> = vec![
+                Arc::new(On(first)),
+                Arc::new(On(inner)),
+                dropout(),
+                Arc::new(On(last)),
+            ];
+            Parts {
+                layers,
+                first_trap: 2,
+            }
         }
     }
 }
 
 fn linear_with_frozen_bias(init: &mut Init) -> Linear {
     let linear = Linear::new(init, INNER, INNER, true).expect("a small layer");
-    linear.bias.iter().for_each(|bias| bias.set_trainable(false));
+    linear
+        .bias
+        .iter()
+        .for_each(|bias| bias.set_trainable(false));
     linear
 }
 
@@ -300,8 +362,14 @@ impl Layer for Held {
 /// The rule of an engine.
 pub fn rule(kind: RuleKind) -> Option<Rule> {
     match kind {
-        RuleKind::Adam => Some(Rule::Adam(AdamW { weight_decay: 0.05, ..AdamW::default() })),
-        RuleKind::Momentum => Some(Rule::Sgd(Sgd { momentum: 0.9, ..Sgd::default() })),
+        RuleKind::Adam => Some(Rule::Adam(AdamW {
+            weight_decay: 0.05,
+            ..AdamW::default()
+        })),
+        RuleKind::Momentum => Some(Rule::Sgd(Sgd {
+            momentum: 0.9,
+            ..Sgd::default()
+        })),
         RuleKind::Sgd => Some(Rule::Sgd(Sgd::default())),
         RuleKind::None => None,
     }
@@ -311,7 +379,9 @@ pub fn rule(kind: RuleKind) -> Option<Rule> {
 pub fn input(spec: &EngineSpec, batch: &Batch, tag: usize, fault: Option<Fault>) -> HostTensor {
     let mut dice = Dice::new(batch.data, 2);
     if spec.model == ModelKind::Embed {
-        let mut ids: Vec<i64> = (0..batch.rows).map(|_| dice.below(VOCABULARY) as i64).collect();
+        let mut ids: Vec<i64> = (0..batch.rows)
+            .map(|_| dice.below(VOCABULARY) as i64)
+            .collect();
         if let Some(Fault::Token { row }) = fault {
             ids[row % batch.rows] = (OUT_OF_RANGE + tag) as i64;
         }
@@ -333,7 +403,13 @@ pub fn tag_rows(rows: usize, tag: usize) -> HostTensor {
 }
 
 /// The labels of a batch, or the gradients of its outputs.
-pub fn labels(dtype: DType, batch: &Batch, loss: Loss, tag: usize, fault: Option<Fault>) -> HostTensor {
+pub fn labels(
+    dtype: DType,
+    batch: &Batch,
+    loss: Loss,
+    tag: usize,
+    fault: Option<Fault>,
+) -> HostTensor {
     let mut dice = Dice::new(batch.data, 3);
     if loss == Loss::CrossEntropy {
         let mut classes: Vec<i64> = (0..batch.rows).map(|_| dice.below(WIDTH) as i64).collect();
@@ -396,11 +472,16 @@ pub fn change(
     for (at, (value, grad)) in params.iter_mut().enumerate() {
         match (function, grad) {
             (Function::Descend, Some(grad)) => {
-                value.iter_mut().zip(grad.iter()).for_each(|(v, g)| *v -= 0.05 * g);
+                value
+                    .iter_mut()
+                    .zip(grad.iter())
+                    .for_each(|(v, g)| *v -= 0.05 * g);
             }
             (Function::Descend, None) => {}
             (Function::Fail { half: true, .. }, _) if at % 2 == 1 => {}
-            (Function::Shrink | Function::Fail { .. }, _) => value.iter_mut().for_each(|v| *v *= 0.875),
+            (Function::Shrink | Function::Fail { .. }, _) => {
+                value.iter_mut().for_each(|v| *v *= 0.875)
+            }
             (Function::WriteNan, _) if at == 0 => value[0] = f32::NAN,
             (Function::WriteNan, _) => {}
         }
@@ -418,5 +499,7 @@ pub fn change(
 pub fn written(data: u64, count: usize) -> Vec<f64> {
     let mut dice = Dice::new(data, 4);
     // A quarter of an integer is the same in every type.
-    (0..count).map(|_| (dice.below(9) as f64 - 4.0) / 4.0).collect()
+    (0..count)
+        .map(|_| (dice.below(9) as f64 - 4.0) / 4.0)
+        .collect()
 }

@@ -1,12 +1,12 @@
-//! A model without an engine: tapes on one worker, one microbatch and one layer after another, and an update over
-//! plain vectors. What is computed here is what every ring must compute.
+//! A model without an engine: tapes on one worker, one microbatch and one layer after another, and
+//! an update over plain vectors. What is computed here is what every ring must compute.
 
 use std::rc::Rc;
 
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::{
-    Cx, DType, Element, HostTensor, Layer, Param, Params, RngSite, Rule, Shape, Tensor, Tree, Worker, bf16,
-    f16,
+    Cx, DType, Element, HostTensor, Layer, Param, Params, RngSite, Rule, Shape, Tensor, Tree,
+    Worker, bf16, f16,
 };
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::optim::{AdamSlabs, Floats, SgdSlabs, clip_factor, squared_norm};
@@ -104,11 +104,20 @@ impl Plain {
     pub fn new(spec: &EngineSpec, worker: &Worker) -> Self {
         let built = models::build(spec);
         let params = built.model.named_params();
-        let place = |param: &Param| params.iter().position(|(_, known)| known.id() == param.id());
+        let place = |param: &Param| {
+            params
+                .iter()
+                .position(|(_, known)| known.id() == param.id())
+        };
         let of = |(name, layer): (&str, &std::sync::Arc<dyn Layer>)| -> Vec<(usize, String)> {
             let own = layer.named_params().into_iter();
-            own.map(|(param, at)| (place(&at).expect("it is the model's"), format!("{name}.{param}")))
-                .collect()
+            own.map(|(param, at)| {
+                (
+                    place(&at).expect("it is the model's"),
+                    format!("{name}.{param}"),
+                )
+            })
+            .collect()
         };
         let layers = built.model.layers().map(of).collect();
         Self {
@@ -125,13 +134,21 @@ impl Plain {
     /// The values that parameters have at first: trainable ones, and the others.
     pub fn start(&self) -> (Values, Values) {
         let read = |trainable: bool| {
-            let values = self.params.iter().map(|(_, param)| match param.is_trainable() == trainable {
-                true => {
-                    let tensor = HostTensor::new(param.data(), param.dtype(), param.shape());
-                    narrow(&tensor.and_then(|tensor| tensor.to_f64_vec()).expect("a parameter"))
-                }
-                false => Vec::new(),
-            });
+            let values =
+                self.params
+                    .iter()
+                    .map(|(_, param)| match param.is_trainable() == trainable {
+                        true => {
+                            let tensor =
+                                HostTensor::new(param.data(), param.dtype(), param.shape());
+                            narrow(
+                                &tensor
+                                    .and_then(|tensor| tensor.to_f64_vec())
+                                    .expect("a parameter"),
+                            )
+                        }
+                        false => Vec::new(),
+                    });
             Rc::new(values.collect())
         };
         (read(true), read(false))
@@ -140,12 +157,22 @@ impl Plain {
     /// The optimizer's state at first.
     pub fn fresh_copies(&self, weights: &Values) -> Copies {
         let count = self.rule.map_or(0, |rule| rule.moments());
-        let moments = weights.iter().map(|values| vec![vec![0.0; values.len()]; count]).collect();
-        Copies { values: weights.clone(), moments: Rc::new(moments), steps: 0 }
+        let moments = weights
+            .iter()
+            .map(|values| vec![vec![0.0; values.len()]; count])
+            .collect();
+        Copies {
+            values: weights.clone(),
+            moments: Rc::new(moments),
+            steps: 0,
+        }
     }
 
     pub fn no_grads(&self) -> Grads {
-        self.layers.iter().map(|layer| vec![None; layer.len()]).collect()
+        self.layers
+            .iter()
+            .map(|layer| vec![None; layer.len()])
+            .collect()
     }
 
     /// Names of gradients, in the engine's order: those that can be, by layer and place.
@@ -168,8 +195,15 @@ impl Plain {
         let rows = tensor.dims()[0];
         let size = |at: usize| rows / parts + usize::from(at < rows % parts);
         let start = (0..part).map(size).sum();
-        let piece = tensor.narrow(0, start, size(part)).expect("rows of a batch");
-        upload(&self.worker, &piece.to_f64_vec().expect("a batch"), piece.dtype(), *piece.shape())
+        let piece = tensor
+            .narrow(0, start, size(part))
+            .expect("rows of a batch");
+        upload(
+            &self.worker,
+            &piece.to_f64_vec().expect("a batch"),
+            piece.dtype(),
+            *piece.shape(),
+        )
     }
 
     /// The microbatches of an input.
@@ -179,12 +213,15 @@ impl Plain {
     }
 
     pub fn part(&self, x: Tensor, grad: bool) -> Part {
-        let tag = self.worker.upload(&[0u8], Shape::new(&[1, 1]).expect("a shape")).expect("a tag");
+        let tag = self
+            .worker
+            .upload(&[0u8], Shape::new(&[1, 1]).expect("a shape"))
+            .expect("a tag");
         Part { x, grad, tag }
     }
 
-    /// Runs a call: forward, and backward where `seed` gives gradients of the outputs. `before` are gradients that its
-    /// own are added to.
+    /// Runs a call: forward, and backward where `seed` gives gradients of the outputs. `before` are
+    /// gradients that its own are added to.
     pub fn call(
         &self,
         terms: &Terms,
@@ -192,19 +229,35 @@ impl Plain {
         before: &Grads,
         mut seed: Option<&mut Seed<'_>>,
     ) -> Passed {
-        let mut seats: Vec<Seated> =
-            (0..self.layers.len()).map(|layer| self.seat(terms, layer, before)).collect();
+        let mut seats: Vec<Seated> = (0..self.layers.len())
+            .map(|layer| self.seat(terms, layer, before))
+            .collect();
         let mut frozen = (*terms.frozen).clone();
         let (mut outputs, mut input_grads) = (Vec::new(), Vec::new());
         for (m, part) in parts.iter().enumerate() {
-            let x = Leaf { tensor: part.x.clone(), grad: part.grad };
-            let tag = Leaf { tensor: part.tag.clone(), grad: false };
+            let x = Leaf {
+                tensor: part.x.clone(),
+                grad: part.grad,
+            };
+            let tag = Leaf {
+                tensor: part.tag.clone(),
+                grad: false,
+            };
             let mut value = Tree::map([("x", Tree::Tensor(x)), ("tag", Tree::Tensor(tag))]);
             let mut tapes = Vec::new();
-            #[expect(clippy::needless_range_loop, reason = "the layer is more than a place among the seats")]
+            #[expect(
+                clippy::needless_range_loop,
+                reason = "the layer is more than a place among the seats"
+            )]
             for layer in 0..self.layers.len() {
-                let (output, tape) =
-                    self.run_layer(terms, (layer, m), &mut seats[layer], &value, seed.is_some(), &mut frozen);
+                let (output, tape) = self.run_layer(
+                    terms,
+                    (layer, m),
+                    &mut seats[layer],
+                    &value,
+                    seed.is_some(),
+                    &mut frozen,
+                );
                 tapes.push(tape);
                 value = output;
             }
@@ -219,17 +272,36 @@ impl Plain {
             }
             outputs.push(output);
         }
-        let grads = if seed.is_some() { self.collect(before, seats) } else { before.clone() };
-        Passed { outputs, input_grads, frozen: Rc::new(frozen), grads }
+        let grads = if seed.is_some() {
+            self.collect(before, seats)
+        } else {
+            before.clone()
+        };
+        Passed {
+            outputs,
+            input_grads,
+            frozen: Rc::new(frozen),
+            grads,
+        }
     }
 
     fn seat(&self, terms: &Terms, layer: usize, before: &Grads) -> Seated {
         let (mut tensors, mut sums) = (Vec::new(), Vec::new());
         for ((at, _), grad) in self.layers[layer].iter().zip(&before[layer]) {
             let param = &self.params[*at].1;
-            let values = if param.is_trainable() { &terms.weights[*at] } else { &terms.frozen[*at] };
-            tensors.push(upload(&self.worker, &widen(values), param.dtype(), *param.shape()));
-            let sum = |grad: &Vec<f32>| upload(&self.worker, &widen(grad), DType::F32, *param.shape());
+            let values = if param.is_trainable() {
+                &terms.weights[*at]
+            } else {
+                &terms.frozen[*at]
+            };
+            tensors.push(upload(
+                &self.worker,
+                &widen(values),
+                param.dtype(),
+                *param.shape(),
+            ));
+            let sum =
+                |grad: &Vec<f32>| upload(&self.worker, &widen(grad), DType::F32, *param.shape());
             sums.push(grad.as_ref().map(sum));
         }
         Seated { tensors, sums }
@@ -245,29 +317,57 @@ impl Plain {
         frozen: &mut [Vec<f32>],
     ) -> (Tree<Leaf>, Taped) {
         let (seed, step) = (self.spec.seed, terms.number);
-        let site = RngSite { seed, step, microbatch: m as u32, layer: layer as u32, site: 0 };
+        let site = RngSite {
+            seed,
+            step,
+            microbatch: m as u32,
+            layer: layer as u32,
+            site: 0,
+        };
         let mut cx = Cx::new(&self.worker, record, terms.training).at(site);
         for (i, (at, _)) in self.layers[layer].iter().enumerate() {
             let into = if record { seated.sums[i].take() } else { None };
-            cx.bind(&self.params[*at].1, seated.tensors[i].clone(), into).expect("a parameter");
+            cx.bind(&self.params[*at].1, seated.tensors[i].clone(), into)
+                .expect("a parameter");
         }
         let given = input.map_ref(|leaf| match leaf.grad {
             true => cx.input(&leaf.tensor).expect("an input"),
             false => leaf.tensor.detach(),
         });
         let inputs = given.leaves().into_iter().zip(input.leaves());
-        let inputs = inputs.map(|(tensor, leaf)| leaf.grad.then(|| tensor.clone())).collect();
-        let (_, module) = self.built.model.layers().nth(layer).expect("a layer of the model");
-        let output = module.run(&mut cx, given).expect("a layer that does not fail");
+        let inputs = inputs
+            .map(|(tensor, leaf)| leaf.grad.then(|| tensor.clone()))
+            .collect();
+        let (_, module) = self
+            .built
+            .model
+            .layers()
+            .nth(layer)
+            .expect("a layer of the model");
+        let output = module
+            .run(&mut cx, given)
+            .expect("a layer that does not fail");
         for (param, value) in cx.take_buffers() {
-            let place = self.layers[layer].iter().position(|(at, _)| self.params[*at].1.id() == param.id());
+            let place = self.layers[layer]
+                .iter()
+                .position(|(at, _)| self.params[*at].1.id() == param.id());
             let place = place.expect("a buffer of this layer");
             frozen[self.layers[layer][place].0] = narrow(&value.to_f64_vec().expect("a buffer"));
             seated.tensors[place] = value;
         }
         let outputs = output.leaves().into_iter().cloned().collect();
-        let leaf = |tensor: &Tensor| Leaf { tensor: tensor.detach(), grad: tensor.requires_grad() };
-        (output.map_ref(leaf), Taped { cx, inputs, outputs })
+        let leaf = |tensor: &Tensor| Leaf {
+            tensor: tensor.detach(),
+            grad: tensor.requires_grad(),
+        };
+        (
+            output.map_ref(leaf),
+            Taped {
+                cx,
+                inputs,
+                outputs,
+            },
+        )
     }
 
     fn back(
@@ -277,21 +377,30 @@ impl Plain {
         tape: Taped,
         grads: Vec<Option<Tensor>>,
     ) -> Vec<Option<Tensor>> {
-        let Taped { mut cx, inputs, outputs } = tape;
+        let Taped {
+            mut cx,
+            inputs,
+            outputs,
+        } = tape;
         let seeds: Vec<(Tensor, Tensor)> = outputs
             .into_iter()
             .zip(grads)
             .filter(|(output, _)| output.requires_grad())
             .filter_map(|(output, grad)| Some((output, grad?)))
             .collect();
-        let mut found = cx.backward_if_any(&seeds).expect("a backward that does not fail");
+        let mut found = cx
+            .backward_if_any(&seeds)
+            .expect("a backward that does not fail");
         drop(seeds);
         for (i, (at, _)) in self.layers[layer].iter().enumerate() {
             if let Some(grad) = found.take_param(&self.params[*at].1) {
                 seated.sums[i] = Some(grad);
             }
         }
-        inputs.into_iter().map(|input| input.and_then(|input| found.take(&input))).collect()
+        inputs
+            .into_iter()
+            .map(|input| input.and_then(|input| found.take(&input)))
+            .collect()
     }
 
     /// Sums are rounded once, when a call ends.
@@ -315,10 +424,19 @@ impl Plain {
     pub fn loss(&self, kind: Loss, output: &Tensor, label: &Tensor) -> (f64, Tensor) {
         let mut cx = Cx::new(&self.worker, true, true);
         let given = cx.input(output).expect("an output");
-        let loss = models::loss(kind, &mut cx, given.clone().into(), label.clone().into()).expect("a loss");
-        let one = self.worker.full(loss.dtype(), *loss.shape(), 1.0).expect("a number");
-        let mut grads = cx.backward_from(&[(loss.clone(), one)]).expect("a backward");
-        (loss.item().expect("a loss"), grads.take(&given).expect("the loss depends on the output"))
+        let loss = models::loss(kind, &mut cx, given.clone().into(), label.clone().into())
+            .expect("a loss");
+        let one = self
+            .worker
+            .full(loss.dtype(), *loss.shape(), 1.0)
+            .expect("a number");
+        let mut grads = cx
+            .backward_from(&[(loss.clone(), one)])
+            .expect("a backward");
+        (
+            loss.item().expect("a loss"),
+            grads.take(&given).expect("the loss depends on the output"),
+        )
     }
 
     // ---- steps ----
@@ -328,10 +446,15 @@ impl Plain {
         let mut all: Vec<Option<Vec<f32>>> = vec![None; self.params.len()];
         for (layer, of) in self.layers.iter().enumerate().rev() {
             for (i, (at, _)) in of.iter().enumerate() {
-                let Some(grad) = &grads[layer][i] else { continue };
+                let Some(grad) = &grads[layer][i] else {
+                    continue;
+                };
                 match &mut all[*at] {
                     None => all[*at] = Some(grad.clone()),
-                    Some(sum) => sum.iter_mut().zip(grad).for_each(|(sum, grad)| *sum += grad),
+                    Some(sum) => sum
+                        .iter_mut()
+                        .zip(grad)
+                        .for_each(|(sum, grad)| *sum += grad),
                 }
             }
         }
@@ -341,19 +464,31 @@ impl Plain {
     /// The squared norm of all gradients.
     pub fn squared(&self, grads: &Grads) -> f64 {
         let summed = self.summed(grads);
-        let squares = summed.iter().flatten().map(|grad| squared_norm(&self.threads, Floats::F32(grad)));
+        let squares = summed
+            .iter()
+            .flatten()
+            .map(|grad| squared_norm(&self.threads, Floats::F32(grad)));
         squares.fold(0.0, |sum, square| sum + square)
     }
 
     /// One update by the rule.
-    pub fn update(&self, copies: &Copies, weights: &Values, grads: &Grads, spec: &UpdateSpec) -> Updated {
+    pub fn update(
+        &self,
+        copies: &Copies,
+        weights: &Values,
+        grads: &Grads,
+        spec: &UpdateSpec,
+    ) -> Updated {
         let rule = self.rule.expect("a rule");
         let squared = self.squared(grads) * spec.grad_scale * spec.grad_scale;
         let clip = spec.clip.map_or(1.0, |most| clip_factor(squared, most));
         let factor = (f64::from(clip) * spec.grad_scale) as f32;
         let mut copies = copies.clone();
         copies.steps += 1;
-        let (values, moments) = (Rc::make_mut(&mut copies.values), Rc::make_mut(&mut copies.moments));
+        let (values, moments) = (
+            Rc::make_mut(&mut copies.values),
+            Rc::make_mut(&mut copies.moments),
+        );
         for (at, grad) in self.summed(grads).iter().enumerate() {
             let Some(grad) = grad else { continue };
             let mut moments = moments[at].iter_mut();
@@ -362,14 +497,33 @@ impl Plain {
                 Rule::Adam(rule) => {
                     let (exp_avg, exp_avg_sq) = (moments.next().expect("a moment"), moments.next());
                     let exp_avg_sq = exp_avg_sq.expect("a second moment");
-                    let slabs =
-                        AdamSlabs { grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq: None, working };
-                    AdamW { lr: spec.lr, ..rule }.step(&self.threads, copies.steps, factor, slabs)
+                    let slabs = AdamSlabs {
+                        grad,
+                        master,
+                        exp_avg,
+                        exp_avg_sq,
+                        max_exp_avg_sq: None,
+                        working,
+                    };
+                    AdamW {
+                        lr: spec.lr,
+                        ..rule
+                    }
+                    .step(&self.threads, copies.steps, factor, slabs)
                 }
                 Rule::Sgd(rule) => {
                     let momentum = moments.next().map(|moment| &mut moment[..]);
-                    let slabs = SgdSlabs { grad, master, momentum, working };
-                    Sgd { lr: spec.lr, ..rule }.step(&self.threads, copies.steps, factor, slabs)
+                    let slabs = SgdSlabs {
+                        grad,
+                        master,
+                        momentum,
+                        working,
+                    };
+                    Sgd {
+                        lr: spec.lr,
+                        ..rule
+                    }
+                    .step(&self.threads, copies.steps, factor, slabs)
                 }
             }
             .expect("an update");
@@ -378,14 +532,25 @@ impl Plain {
     }
 
     /// One update by a function that does not fail.
-    pub fn apply(&self, copies: &Copies, weights: &Values, grads: &Grads, function: Function) -> Updated {
+    pub fn apply(
+        &self,
+        copies: &Copies,
+        weights: &Values,
+        grads: &Grads,
+        function: Function,
+    ) -> Updated {
         let mut copies = copies.clone();
         copies.steps += 1;
         let grads = self.summed(grads);
         let trained = |at: usize| self.params[at].1.is_trainable();
-        let values = Rc::make_mut(&mut copies.values).iter_mut().zip(grads).enumerate();
-        let mut views: Vec<(&mut [f32], Option<Vec<f32>>)> =
-            values.filter(|(at, _)| trained(*at)).map(|(_, (value, grad))| (&mut value[..], grad)).collect();
+        let values = Rc::make_mut(&mut copies.values)
+            .iter_mut()
+            .zip(grads)
+            .enumerate();
+        let mut views: Vec<(&mut [f32], Option<Vec<f32>>)> = values
+            .filter(|(at, _)| trained(*at))
+            .map(|(_, (value, grad))| (&mut value[..], grad))
+            .collect();
         models::change(function, 0, &mut views).expect("a function that does not fail");
         self.rounded(copies, weights)
     }
@@ -411,8 +576,14 @@ fn widen(values: &[f32]) -> Vec<f64> {
 /// Values in a type.
 pub fn round(values: &[f32], dtype: DType) -> Vec<f32> {
     match dtype {
-        DType::BF16 => values.iter().map(|value| bf16::from_f32(*value).to_f32()).collect(),
-        DType::F16 => values.iter().map(|value| f16::from_f32(*value).to_f32()).collect(),
+        DType::BF16 => values
+            .iter()
+            .map(|value| bf16::from_f32(*value).to_f32())
+            .collect(),
+        DType::F16 => values
+            .iter()
+            .map(|value| f16::from_f32(*value).to_f32())
+            .collect(),
         _ => values.to_vec(),
     }
 }

@@ -9,7 +9,15 @@ pub struct Dice(RngKey, u64);
 
 impl Dice {
     pub fn new(seed: u64, stream: u64) -> Self {
-        Self(RngSite { seed, step: stream, ..RngSite::default() }.key(), 0)
+        Self(
+            RngSite {
+                seed,
+                step: stream,
+                ..RngSite::default()
+            }
+            .key(),
+            0,
+        )
     }
 
     pub fn below(&mut self, n: usize) -> usize {
@@ -33,7 +41,8 @@ impl Dice {
     }
 }
 
-/// What programs may contain. `ROUNDPIPE_WITHOUT=labels,chains` leaves classes out, to find the one that fails.
+/// What programs may contain. `ROUNDPIPE_WITHOUT=labels,chains` leaves classes out, to find the one
+/// that fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
     /// Labels and tokens out of range.
@@ -102,9 +111,17 @@ impl Without {
         let find = |name: &str| {
             let found = CLASSES.iter().find(|(_, known)| *known == name);
             let known = || CLASSES.map(|(_, name)| name).join(", ");
-            found.unwrap_or_else(|| panic!("there is no class `{name}`; there are {}", known())).0
+            found
+                .unwrap_or_else(|| panic!("there is no class `{name}`; there are {}", known()))
+                .0
         };
-        Self(text.split(',').map(str::trim).filter(|name| !name.is_empty()).map(find).collect())
+        Self(
+            text.split(',')
+                .map(str::trim)
+                .filter(|name| !name.is_empty())
+                .map(find)
+                .collect(),
+        )
     }
 
     fn has(&self, class: Class) -> bool {
@@ -198,7 +215,8 @@ pub enum What {
     Drop {
         of: usize,
     },
-    /// The engine's outputs go to the engine `back`, whose input gradients come back. A fault is in the front or back.
+    /// The engine's outputs go to the engine `back`, whose input gradients come back. A fault is in
+    /// the front or back.
     Chain {
         back: usize,
         batch: Batch,
@@ -238,7 +256,8 @@ pub enum What {
     },
     /// Builds a second engine over the same model, which must be refused.
     Second,
-    /// Drops the engine, whatever it is doing, and builds it anew. Forwards that are kept go with it or stay.
+    /// Drops the engine, whatever it is doing, and builds it anew. Forwards that are kept go with
+    /// it or stay.
     Rebuild {
         holds: bool,
     },
@@ -350,8 +369,13 @@ impl fmt::Display for Program {
 
 /// The program of a seed.
 pub fn generate(seed: u64, without: &Without) -> Program {
-    let mut maker =
-        Maker { dice: Dice::new(seed, 1), without, kept: Vec::new(), engines: Vec::new(), next: 1 };
+    let mut maker = Maker {
+        dice: Dice::new(seed, 1),
+        without,
+        kept: Vec::new(),
+        engines: Vec::new(),
+        next: 1,
+    };
     maker.engines = maker.engines();
     let strict = !without.has(Class::Loose) || maker.dice.percent(50);
     let after_errors = maker.dice.percent(50);
@@ -359,7 +383,13 @@ pub fn generate(seed: u64, without: &Without) -> Program {
     for _ in 0..4 + maker.dice.below(12) {
         maker.push(&mut ops);
     }
-    Program { seed, strict, after_errors, engines: maker.engines, ops }
+    Program {
+        seed,
+        strict,
+        after_errors,
+        engines: maker.engines,
+        ops,
+    }
 }
 
 /// Makes a program op by op.
@@ -378,10 +408,16 @@ impl Maker<'_> {
     }
 
     fn engines(&mut self) -> Vec<EngineSpec> {
-        let count = if self.has(Class::Several) { self.dice.of(&[1, 1, 1, 2, 2, 3]) } else { 1 };
+        let count = if self.has(Class::Several) {
+            self.dice.of(&[1, 1, 1, 2, 2, 3])
+        } else {
+            1
+        };
         // Engines in a chain pass values on, so all have one type.
         let dtype = match self.has(Class::Narrow) {
-            true => self.dice.of(&[DType::F32, DType::F32, DType::BF16, DType::F16]),
+            true => self
+                .dice
+                .of(&[DType::F32, DType::F32, DType::BF16, DType::F16]),
             false => DType::F32,
         };
         (0..count).map(|_| self.engine(dtype)).collect()
@@ -422,7 +458,9 @@ impl Maker<'_> {
         if self.has(Class::Nonfinite) && self.dice.below(300) == 0 {
             return self.nonfinite_run(engine, ops);
         }
-        let Some(what) = self.what(engine) else { return };
+        let Some(what) = self.what(engine) else {
+            return;
+        };
         let tag = self.tag();
         if let What::Forward { kind, .. } = what
             && kind.keep
@@ -453,12 +491,19 @@ impl Maker<'_> {
             79..82 => What::Gradients,
             82..85 => What::Weights,
             85..88 => What::SetTraining(self.dice.percent(60)),
-            88..91 => What::Read { of: self.some_kept(engine)? },
-            91..93 => What::Drop { of: self.some_kept(engine)? },
-            93..96 if self.has(Class::Writes) => {
-                What::Write { param: self.dice.below(16), data: self.dice.below(1000) as u64 }
-            }
-            96 | 97 if self.has(Class::Rebuild) => What::Rebuild { holds: self.dice.percent(40) },
+            88..91 => What::Read {
+                of: self.some_kept(engine)?,
+            },
+            91..93 => What::Drop {
+                of: self.some_kept(engine)?,
+            },
+            93..96 if self.has(Class::Writes) => What::Write {
+                param: self.dice.below(16),
+                data: self.dice.below(1000) as u64,
+            },
+            96 | 97 if self.has(Class::Rebuild) => What::Rebuild {
+                holds: self.dice.percent(40),
+            },
             98 if self.has(Class::Second) => What::Second,
             99 if self.has(Class::Races) => self.race(engine),
             _ => return None,
@@ -466,9 +511,17 @@ impl Maker<'_> {
     }
 
     fn batch(&mut self) -> Batch {
-        let (rows, micro, data) =
-            (1 + self.dice.below(7), 1 + self.dice.below(4), self.dice.below(50) as u64);
-        Batch { rows, micro, data, odd: Odd::None }
+        let (rows, micro, data) = (
+            1 + self.dice.below(7),
+            1 + self.dice.below(4),
+            self.dice.below(50) as u64,
+        );
+        Batch {
+            rows,
+            micro,
+            data,
+            odd: Odd::None,
+        }
     }
 
     /// A fault for a call of `engine`, of the classes that are in.
@@ -491,7 +544,11 @@ impl Maker<'_> {
         if self.has(Class::Labels) && self.engines[engine].model == ModelKind::Embed {
             faults.extend([Fault::Token { row: at }; 2]);
         }
-        if faults.is_empty() { None } else { Some(self.dice.of(&faults)) }
+        if faults.is_empty() {
+            None
+        } else {
+            Some(self.dice.of(&faults))
+        }
     }
 
     /// A loss, and perhaps something not finite in the batch.
@@ -503,7 +560,9 @@ impl Maker<'_> {
         let tokens = self.engines[engine].model == ModelKind::Embed;
         batch.odd = match tokens {
             true => self.dice.of(&[Odd::NanLabel, Odd::InfLabel]),
-            false => self.dice.of(&[Odd::NanInput, Odd::InfInput, Odd::NanLabel, Odd::InfLabel]),
+            false => self
+                .dice
+                .of(&[Odd::NanInput, Odd::InfInput, Odd::NanLabel, Odd::InfLabel]),
         };
         match batch.odd {
             Odd::NanLabel | Odd::InfLabel => Loss::Weighted,
@@ -516,7 +575,13 @@ impl Maker<'_> {
         let loss = self.loss(engine, &mut batch);
         let fault = self.fault(engine, Some(loss));
         let (outputs, input_grads) = (self.dice.percent(20), self.dice.percent(15));
-        What::Train { batch, loss, fault, outputs, input_grads }
+        What::Train {
+            batch,
+            loss,
+            fault,
+            outputs,
+            input_grads,
+        }
     }
 
     fn forward(&mut self, engine: usize) -> What {
@@ -533,8 +598,17 @@ impl Maker<'_> {
     }
 
     fn some_kept(&mut self, engine: usize) -> Option<usize> {
-        let of: Vec<usize> = self.kept.iter().filter(|kept| kept.1 == engine).map(|kept| kept.0).collect();
-        if of.is_empty() { None } else { Some(self.dice.of(&of)) }
+        let of: Vec<usize> = self
+            .kept
+            .iter()
+            .filter(|kept| kept.1 == engine)
+            .map(|kept| kept.0)
+            .collect();
+        if of.is_empty() {
+            None
+        } else {
+            Some(self.dice.of(&of))
+        }
     }
 
     fn backward(&mut self, engine: usize) -> Option<What> {
@@ -559,9 +633,17 @@ impl Maker<'_> {
         let loss = self.loss(engine, &mut batch);
         let fault = match self.dice.of(&[Side::Front, Side::Back]) {
             Side::Front => self.fault(engine, None).map(|fault| (Side::Front, fault)),
-            Side::Back => self.fault(back, Some(loss)).map(|fault| (Side::Back, fault)),
+            Side::Back => self
+                .fault(back, Some(loss))
+                .map(|fault| (Side::Back, fault)),
         };
-        Some(What::Chain { back, batch, loss, fault, pause: self.dice.percent(20) })
+        Some(What::Chain {
+            back,
+            batch,
+            loss,
+            fault,
+            pause: self.dice.percent(20),
+        })
     }
 
     fn step(&mut self, engine: usize) -> What {
@@ -571,9 +653,17 @@ impl Maker<'_> {
         };
         let wait = self.dice.percent(30);
         if self.engines[engine].rule == RuleKind::None || self.dice.percent(25) {
-            return What::Step { lag, function: self.function(), wait };
+            return What::Step {
+                lag,
+                function: self.function(),
+                wait,
+            };
         }
-        What::Update { lag, update: self.update(), wait }
+        What::Update {
+            lag,
+            update: self.update(),
+            wait,
+        }
     }
 
     fn race(&mut self, engine: usize) -> What {
@@ -581,8 +671,18 @@ impl Maker<'_> {
             true => Lag::One,
             false => Lag::Zero,
         };
-        let update = UpdateSpec { lr: 0.05, clip: None, grad_scale: 1.0, refused: false };
-        What::Race { param: self.dice.below(16), data: self.dice.below(1000) as u64, lag, update }
+        let update = UpdateSpec {
+            lr: 0.05,
+            clip: None,
+            grad_scale: 1.0,
+            refused: false,
+        };
+        What::Race {
+            param: self.dice.below(16),
+            data: self.dice.below(1000) as u64,
+            lag,
+            update,
+        }
     }
 
     fn function(&mut self) -> Function {
@@ -591,7 +691,10 @@ impl Maker<'_> {
         }
         match self.has(Class::Nonfinite) && self.dice.percent(20) {
             true => Function::WriteNan,
-            false => Function::Fail { panics: self.dice.percent(40), half: self.dice.percent(50) },
+            false => Function::Fail {
+                panics: self.dice.percent(40),
+                half: self.dice.percent(50),
+            },
         }
     }
 
@@ -616,9 +719,18 @@ impl Maker<'_> {
     /// Enough steps in a row without a finite gradient that the last are refused.
     fn nonfinite_run(&mut self, engine: usize, ops: &mut Vec<Op>) {
         for _ in 0..12 {
-            let batch = Batch { odd: Odd::NanLabel, ..self.batch() };
+            let batch = Batch {
+                odd: Odd::NanLabel,
+                ..self.batch()
+            };
             let (outputs, input_grads) = (false, false);
-            let train = What::Train { batch, loss: Loss::Weighted, fault: None, outputs, input_grads };
+            let train = What::Train {
+                batch,
+                loss: Loss::Weighted,
+                fault: None,
+                outputs,
+                input_grads,
+            };
             let step = self.step(engine);
             for what in [train, step, What::Synchronize] {
                 let tag = self.tag();

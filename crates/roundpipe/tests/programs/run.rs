@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use roundpipe::engine::{Args, InputGrads, Stepping, Unmerged};
 use roundpipe::update::OptimParams;
 use roundpipe::{
-    Bytes, Cpu, DType, Device, Error, ExecutePlan, Forward, Grain, HostTensor, Lag, Losses, MergeOutput,
-    Param, Params, PlanKind, Result, Ring, RingOptions, RoundPipe, RunConfig, Tree, Update,
+    Bytes, Cpu, DType, Device, Error, ExecutePlan, Forward, Grain, HostTensor, Lag, Losses,
+    MergeOutput, Param, Params, PlanKind, Result, Ring, RingOptions, RoundPipe, RunConfig, Tree,
+    Update,
 };
 use roundpipe_tensor::SimWorld;
 
@@ -26,7 +27,12 @@ pub enum RingKind {
     Sims(u64),
 }
 
-pub const RINGS: [RingKind; 4] = [RingKind::Cpus(1), RingKind::Cpus(3), RingKind::Sims(0), RingKind::Sims(1)];
+pub const RINGS: [RingKind; 4] = [
+    RingKind::Cpus(1),
+    RingKind::Cpus(3),
+    RingKind::Sims(0),
+    RingKind::Sims(1),
+];
 
 /// What one call to an engine returned.
 #[derive(Debug, Clone)]
@@ -106,7 +112,12 @@ impl Watch {
         let watched = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let mut lines = vec![watched.doing.clone()];
         for engine in watched.engines.iter().filter_map(Weak::upgrade) {
-            lines.extend(engine.status().iter().map(|line| format!("    {}: {line:?}", engine.name())));
+            lines.extend(
+                engine
+                    .status()
+                    .iter()
+                    .map(|line| format!("    {}: {line:?}", engine.name())),
+            );
         }
         lines.join("\n")
     }
@@ -114,11 +125,20 @@ impl Watch {
 
 /// The bits of a number; all NaNs are one.
 pub fn bits(value: f64) -> u64 {
-    if value.is_nan() { f64::NAN.to_bits() } else { value.to_bits() }
+    if value.is_nan() {
+        f64::NAN.to_bits()
+    } else {
+        value.to_bits()
+    }
 }
 
 fn tensor_bits(tensor: &HostTensor) -> Vec<u64> {
-    tensor.to_f64_vec().expect("a tensor that nobody writes").into_iter().map(bits).collect()
+    tensor
+        .to_f64_vec()
+        .expect("a tensor that nobody writes")
+        .into_iter()
+        .map(bits)
+        .collect()
 }
 
 pub fn loss_bits(losses: &Losses) -> Vec<u64> {
@@ -129,7 +149,8 @@ pub fn loss_bits(losses: &Losses) -> Vec<u64> {
 /// The values of all parameters and buffers.
 pub fn weights(model: &impl Params) -> Vec<Named<Vec<u64>>> {
     let read = |(name, param): (String, Param)| {
-        let tensor = HostTensor::new(param.data(), param.dtype(), param.shape()).expect("a parameter");
+        let tensor =
+            HostTensor::new(param.data(), param.dtype(), param.shape()).expect("a parameter");
         (name, tensor_bits(&tensor))
     };
     model.named_params().into_iter().map(read).collect()
@@ -150,7 +171,11 @@ pub fn run(program: &Program, ring: RingKind, watch: &Watch) -> Trace {
     let world = session.world.clone();
     drop(session);
     watch.set(|watched| watched.doing = format!("{ring:?}, done; what was seen is judged"));
-    let races = world.iter().flat_map(|world| world.races()).map(|race| format!("{race:?}")).collect();
+    let races = world
+        .iter()
+        .flat_map(|world| world.races())
+        .map(|race| format!("{race:?}"))
+        .collect();
     Trace { ops, races }
 }
 
@@ -182,7 +207,11 @@ impl<'a> Session<'a> {
     fn new(program: &'a Program, kind: RingKind, watch: &'a Watch) -> Self {
         let (devices, world, dice_seed) = devices(program.seed, kind);
         let keep = [None, Some(Bytes(0))][Dice::new(dice_seed, 5).below(2)];
-        let options = RingOptions { memory: Some(Bytes::mib(1)), keep, ..RingOptions::default() };
+        let options = RingOptions {
+            memory: Some(Bytes::mib(1)),
+            keep,
+            ..RingOptions::default()
+        };
         let ring = Ring::new(&devices, &options).expect("a ring");
         let models: Vec<Built> = program.engines.iter().map(models::build).collect();
         let mut session = Self {
@@ -253,23 +282,56 @@ impl<'a> Session<'a> {
         let Op { tag, engine, what } = *op;
         self.troubled[engine] |= may_fail(self.program, &what);
         match what {
-            What::Train { batch, loss, fault, outputs, input_grads } => {
-                let call = TrainCall { tag, batch, loss, fault, outputs, input_grads };
+            What::Train {
+                batch,
+                loss,
+                fault,
+                outputs,
+                input_grads,
+            } => {
+                let call = TrainCall {
+                    tag,
+                    batch,
+                    loss,
+                    fault,
+                    outputs,
+                    input_grads,
+                };
                 self.train(engine, &call, replies);
             }
-            What::Forward { batch, fault, kind } => self.forward(engine, tag, batch, fault, kind, replies),
+            What::Forward { batch, fault, kind } => {
+                self.forward(engine, tag, batch, fault, kind, replies)
+            }
             What::Read { of } => self.read(of, replies),
             What::Backward { of, odd } => self.backward(of, odd, replies),
             What::Drop { of } => drop(self.kept.remove(&of)),
-            What::Chain { back, batch, loss, fault, pause } => {
-                let call = ChainCall { tag, front: engine, back, batch, loss, fault, pause };
+            What::Chain {
+                back,
+                batch,
+                loss,
+                fault,
+                pause,
+            } => {
+                let call = ChainCall {
+                    tag,
+                    front: engine,
+                    back,
+                    batch,
+                    loss,
+                    fault,
+                    pause,
+                };
                 self.chain(&call, replies);
             }
             What::Update { lag, update, wait } => {
                 let stepping = self.engines[engine].update(&options(&update), lag);
                 wait_for(engine, stepping, wait, replies);
             }
-            What::Step { lag, function, wait } => {
+            What::Step {
+                lag,
+                function,
+                wait,
+            } => {
                 let stepping = self.step(engine, tag, function, lag);
                 wait_for(engine, stepping, wait, replies);
             }
@@ -293,7 +355,12 @@ impl<'a> Session<'a> {
                 let second = self.build(engine).map(|_| Value::Done);
                 replies.push(reply(engine, "second engine", second));
             }
-            What::Race { param, data, lag, update } => {
+            What::Race {
+                param,
+                data,
+                lag,
+                update,
+            } => {
                 self.synchronize(engine, replies);
                 self.drop_kept(engine);
                 let stepping = self.engines[engine].update(&options(&update), lag);
@@ -302,7 +369,11 @@ impl<'a> Session<'a> {
                 let mut dice = Dice::new(self.dice_seed, 2000 + tag as u64);
                 let mut moments = || dice.below(4) * dice.below(30);
                 pass(moments());
-                replies.push(reply(engine, "write", self.write(engine, param, data, moments())));
+                replies.push(reply(
+                    engine,
+                    "write",
+                    self.write(engine, param, data, moments()),
+                ));
                 self.synchronize(engine, replies);
                 replies.push(reply(engine, "weights", self.left(engine)));
             }
@@ -330,14 +401,22 @@ impl<'a> Session<'a> {
     }
 
     fn train(&self, engine: usize, call: &TrainCall, replies: &mut Vec<Reply>) {
-        let TrainCall { tag, batch, loss, fault, .. } = *call;
+        let TrainCall {
+            tag,
+            batch,
+            loss,
+            fault,
+            ..
+        } = *call;
         let spec = self.spec(engine);
         self.arm(engine, tag, fault, &batch);
         let labels = models::labels(spec.dtype, &batch, loss, tag, fault);
         let args = Args::new()
             .named("x", models::input(spec, &batch, tag, fault))
             .named("tag", models::tag_rows(batch.rows, tag));
-        let config = self.config(engine, tag, PlanKind::Fused, &batch).input_grads(call.input_grads);
+        let config = self
+            .config(engine, tag, PlanKind::Fused, &batch)
+            .input_grads(call.input_grads);
         let mut train = self.engines[engine]
             .train(args)
             .labels(labels)
@@ -347,7 +426,10 @@ impl<'a> Session<'a> {
             train = train.return_outputs();
         }
         let trained = train.run();
-        let grads = trained.as_ref().ok().and_then(|trained| trained.input_grads.clone());
+        let grads = trained
+            .as_ref()
+            .ok()
+            .and_then(|trained| trained.input_grads.clone());
         let value = trained.map(|trained| {
             let outputs = trained.outputs.map(rows);
             Value::Losses(loss_bits(&trained.losses), outputs)
@@ -372,41 +454,77 @@ impl<'a> Session<'a> {
         let args = Args::new()
             .named("x", models::input(spec, &batch, tag, fault))
             .named("tag", models::tag_rows(batch.rows, tag));
-        let kind = if how.requires_grad { PlanKind::Train } else { PlanKind::Infer };
-        let merge = if how.merged { MergeOutput::Auto } else { MergeOutput::Off };
+        let kind = if how.requires_grad {
+            PlanKind::Train
+        } else {
+            PlanKind::Infer
+        };
+        let merge = if how.merged {
+            MergeOutput::Auto
+        } else {
+            MergeOutput::Off
+        };
         let config = self
             .config(engine, tag, kind, &batch)
             .requires_grad(how.requires_grad)
             .input_grads(how.input_grads)
             .merge_output(merge);
         let forward = self.engines[engine].forward(args, &config);
-        let value = forward.as_ref().map_err(told).map(|forward| match forward.output() {
-            Ok(output) => Value::Rows(rows(output.clone())),
-            Err(_) => Value::Done,
+        let value = forward
+            .as_ref()
+            .map_err(told)
+            .map(|forward| match forward.output() {
+                Ok(output) => Value::Rows(rows(output.clone())),
+                Err(_) => Value::Done,
+            });
+        replies.push(Reply {
+            engine,
+            call: "forward",
+            result: value,
         });
-        replies.push(Reply { engine, call: "forward", result: value });
         if let (Ok(forward), true) = (forward, how.keep) {
             let input_grads = how.input_grads;
-            self.kept.insert(tag, KeptForward { engine, batch, input_grads, orphan: false, forward });
+            self.kept.insert(
+                tag,
+                KeptForward {
+                    engine,
+                    batch,
+                    input_grads,
+                    orphan: false,
+                    forward,
+                },
+            );
         }
     }
 
     /// Forwards of an engine and of those before it are gone.
     fn drop_kept(&mut self, engine: usize) {
         // The engine that would wait for these is gone, and they may still read the weights.
-        for kept in self.kept.values().filter(|kept| kept.engine == engine && kept.orphan) {
+        for kept in self
+            .kept
+            .values()
+            .filter(|kept| kept.engine == engine && kept.orphan)
+        {
             let _ = read_rows(&kept.forward.unmerged());
         }
         self.kept.retain(|_, kept| kept.engine != engine);
     }
 
     fn read(&self, of: usize, replies: &mut Vec<Reply>) {
-        let Some(kept) = self.kept.get(&of) else { return };
-        replies.push(reply(kept.engine, "read", read_rows(&kept.forward.unmerged())));
+        let Some(kept) = self.kept.get(&of) else {
+            return;
+        };
+        replies.push(reply(
+            kept.engine,
+            "read",
+            read_rows(&kept.forward.unmerged()),
+        ));
     }
 
     fn backward(&mut self, of: usize, odd: Odd, replies: &mut Vec<Reply>) {
-        let Some(kept) = self.kept.remove(&of).filter(|kept| !kept.orphan) else { return };
+        let Some(kept) = self.kept.remove(&of).filter(|kept| !kept.orphan) else {
+            return;
+        };
         let engine = kept.engine;
         let batch = Batch { odd, ..kept.batch };
         let grads = models::labels(self.spec(engine).dtype, &batch, Loss::Weighted, of, None);
@@ -419,7 +537,15 @@ impl<'a> Session<'a> {
     }
 
     fn chain(&mut self, call: &ChainCall, replies: &mut Vec<Reply>) {
-        let ChainCall { tag, front, back, batch, loss, fault, pause } = *call;
+        let ChainCall {
+            tag,
+            front,
+            back,
+            batch,
+            loss,
+            fault,
+            pause,
+        } = *call;
         if self.troubled[back] {
             // Whether its input gradients come before it fails depends on how far it is.
             self.synchronize(back, replies);
@@ -429,9 +555,14 @@ impl<'a> Session<'a> {
         self.arm(front, tag, of(Side::Front), &batch);
         self.arm(back, tag, of(Side::Back), &batch);
         let args = Args::new()
-            .named("x", models::input(self.spec(front), &batch, tag, of(Side::Front)))
+            .named(
+                "x",
+                models::input(self.spec(front), &batch, tag, of(Side::Front)),
+            )
             .named("tag", models::tag_rows(batch.rows, tag));
-        let config = self.config(front, tag, PlanKind::Train, &batch).merge_output(MergeOutput::Off);
+        let config = self
+            .config(front, tag, PlanKind::Train, &batch)
+            .merge_output(MergeOutput::Off);
         let forward = self.engines[front].forward(args, &config);
         let forward = match forward {
             Ok(forward) => forward,
@@ -439,14 +570,22 @@ impl<'a> Session<'a> {
         };
         replies.push(reply(front, "chain forward", Ok(Value::Done)));
         let labels = models::labels(self.spec(back).dtype, &batch, loss, tag, of(Side::Back));
-        let args = Args::new().named("x", forward.unmerged()).named("tag", models::tag_rows(batch.rows, tag));
+        let args = Args::new()
+            .named("x", forward.unmerged())
+            .named("tag", models::tag_rows(batch.rows, tag));
         let trained = self.engines[back]
             .train(args)
             .labels(labels)
             .loss(models::loss_with(loss, tag, of(Side::Back), batch.parts()))
-            .config(self.config(back, tag, PlanKind::Fused, &batch).input_grads(true))
+            .config(
+                self.config(back, tag, PlanKind::Fused, &batch)
+                    .input_grads(true),
+            )
             .run();
-        let grads = trained.as_ref().ok().and_then(|trained| trained.input_grads.clone());
+        let grads = trained
+            .as_ref()
+            .ok()
+            .and_then(|trained| trained.input_grads.clone());
         let value = trained.map(|trained| Value::Losses(loss_bits(&trained.losses), None));
         replies.push(reply(back, "chain train", value));
         let Some(grads) = grads else { return };
@@ -461,9 +600,15 @@ impl<'a> Session<'a> {
     fn step(&self, engine: usize, tag: usize, function: Function, lag: Lag) -> Result<Stepping> {
         let step = move |params: &mut OptimParams<'_>| {
             // The views are taken one by one, so the values travel.
-            let grads: Vec<Option<Vec<f32>>> = params.iter_mut().map(|param| param.grad_f32()).collect();
-            let mut views: Vec<_> = params.iter_mut().map(|param| param.value).zip(grads).collect();
-            models::change(function, tag, &mut views).map_err(|what| Error::Config { name: "step", what })
+            let grads: Vec<Option<Vec<f32>>> =
+                params.iter_mut().map(|param| param.grad_f32()).collect();
+            let mut views: Vec<_> = params
+                .iter_mut()
+                .map(|param| param.value)
+                .zip(grads)
+                .collect();
+            models::change(function, tag, &mut views)
+                .map_err(|what| Error::Config { name: "step", what })
         };
         self.engines[engine].step(step, lag)
     }
@@ -488,27 +633,49 @@ impl<'a> Session<'a> {
             self.synchronize(other, replies);
         }
         if holds {
-            self.kept.values_mut().filter(|kept| kept.engine == engine).for_each(|kept| kept.orphan = true);
+            self.kept
+                .values_mut()
+                .filter(|kept| kept.engine == engine)
+                .for_each(|kept| kept.orphan = true);
         } else {
             self.drop_kept(engine);
         }
         let old = self.engines.remove(engine);
         drop(Arc::into_inner(old));
         let weights = weights(&self.models[engine].model);
-        let left = Left { weights, copies: None, steps: None, nonfinite: None };
+        let left = Left {
+            weights,
+            copies: None,
+            steps: None,
+            nonfinite: None,
+        };
         replies.push(reply(engine, "drop", Ok(Value::Left(left))));
-        let built = self.build(engine).expect("an engine after the first is gone");
+        let built = self
+            .build(engine)
+            .expect("an engine after the first is gone");
         self.engines.insert(engine, Arc::new(built));
         self.tell();
     }
 
     fn gradients(&self, engine: usize) -> Result<Value> {
-        let read = |(name, grad): (String, Option<HostTensor>)| (name, grad.as_ref().map(tensor_bits));
-        Ok(Value::Gradients(self.engines[engine].gradients()?.into_iter().map(read).collect()))
+        let read =
+            |(name, grad): (String, Option<HostTensor>)| (name, grad.as_ref().map(tensor_bits));
+        Ok(Value::Gradients(
+            self.engines[engine]
+                .gradients()?
+                .into_iter()
+                .map(read)
+                .collect(),
+        ))
     }
 
     fn left(&self, engine: usize) -> Result<Value> {
-        let wide = |values: Vec<f32>| values.into_iter().map(|value| bits(f64::from(value))).collect();
+        let wide = |values: Vec<f32>| {
+            values
+                .into_iter()
+                .map(|value| bits(f64::from(value)))
+                .collect()
+        };
         let mut copies = Vec::new();
         for copy in self.engines[engine].optim_parameters()? {
             let mut all: Vec<Vec<u64>> = vec![wide(copy.to_vec()?)];
@@ -520,7 +687,12 @@ impl<'a> Session<'a> {
         let weights = weights(&self.models[engine].model);
         let engine = &self.engines[engine];
         let (steps, nonfinite) = (Some(engine.steps()), Some(engine.nonfinite_steps()));
-        Ok(Value::Left(Left { weights, copies: Some(copies), steps, nonfinite }))
+        Ok(Value::Left(Left {
+            weights,
+            copies: Some(copies),
+            steps,
+            nonfinite,
+        }))
     }
 
     // ---- options ----
@@ -535,7 +707,9 @@ impl<'a> Session<'a> {
     fn config(&self, engine: usize, tag: usize, kind: PlanKind, batch: &Batch) -> RunConfig {
         let mut dice = Dice::new(self.dice_seed, 1000 + (tag * 8 + engine) as u64);
         let grain = dice.of(&[Grain::Stage, Grain::Layer]);
-        let config = RunConfig::new().num_microbatch(batch.micro).recompute_grain(grain);
+        let config = RunConfig::new()
+            .num_microbatch(batch.micro)
+            .recompute_grain(grain);
         match dice.percent(25) {
             true => config,
             false => config.execute_plan(plan(&mut dice, kind, self.models[engine].model.len())),
@@ -564,11 +738,16 @@ struct ChainCall {
     pause: bool,
 }
 
-/// Whether an operation must come to rest before the next for its effect to be certain: whether calls behind a failed
-/// forward fail with it depends on how far they are, and whether a buffer is set beside a failing step as well.
+/// Whether an operation must come to rest before the next for its effect to be certain: whether
+/// calls behind a failed forward fail with it depends on how far they are, and whether a buffer is
+/// set beside a failing step as well.
 pub fn needs_rest(program: &Program, op: &Op) -> bool {
     match op.what {
-        What::Forward { fault: Some(fault), kind, .. } => !kind.merged && !fault.is_late(),
+        What::Forward {
+            fault: Some(fault),
+            kind,
+            ..
+        } => !kind.merged && !fault.is_late(),
         What::Step { lag: Lag::One, .. } => program.engines[op.engine].model == ModelKind::Running,
         _ => false,
     }
@@ -598,11 +777,19 @@ fn devices(seed: u64, kind: RingKind) -> (Vec<Arc<dyn Device>>, Option<SimWorld>
     match kind {
         RingKind::Cpus(count) => {
             let cpus = Cpu::workers(count, Some(1)).expect("cpu workers");
-            (cpus.into_iter().map(|cpu| cpu as Arc<dyn Device>).collect(), None, seed * 8 + count as u64)
+            (
+                cpus.into_iter().map(|cpu| cpu as Arc<dyn Device>).collect(),
+                None,
+                seed * 8 + count as u64,
+            )
         }
         RingKind::Sims(which) => {
             let world = SimWorld::seeded(seed * 2 + which).expect("a simulated world");
-            let sims = world.workers(2).into_iter().map(|sim| sim as Arc<dyn Device>).collect();
+            let sims = world
+                .workers(2)
+                .into_iter()
+                .map(|sim| sim as Arc<dyn Device>)
+                .collect();
             (sims, Some(world), seed * 8 + 4 + which)
         }
     }
@@ -628,7 +815,11 @@ fn plan(dice: &mut Dice, kind: PlanKind, layers: usize) -> ExecutePlan {
 }
 
 fn options(spec: &UpdateSpec) -> Update {
-    Update { clip: spec.clip, grad_scale: spec.grad_scale, ..Update::new(spec.lr) }
+    Update {
+        clip: spec.clip,
+        grad_scale: spec.grad_scale,
+        ..Update::new(spec.lr)
+    }
 }
 
 fn told(error: &Error) -> Told {
@@ -638,11 +829,18 @@ fn told(error: &Error) -> Told {
         text = format!("{text}: {cause}");
         source = cause.source();
     }
-    Told { text, echo: matches!(error, Error::CalledOff { .. } | Error::Aborted(_)) }
+    Told {
+        text,
+        echo: matches!(error, Error::CalledOff { .. } | Error::Aborted(_)),
+    }
 }
 
 fn reply(engine: usize, call: &'static str, result: Result<Value>) -> Reply {
-    Reply { engine, call, result: result.map_err(|error| told(&error)) }
+    Reply {
+        engine,
+        call,
+        result: result.map_err(|error| told(&error)),
+    }
 }
 
 /// What a step returned, and its report where it is waited for.
@@ -676,6 +874,13 @@ fn read_rows(outputs: &Unmerged) -> Result<Value> {
 
 fn read_grads(grads: &InputGrads) -> Result<Value> {
     // Of `tag`, which has none, and `x`.
-    let part = |part| Ok(grads.wait(part)?.last().and_then(|grad| grad.as_ref().map(tensor_bits)));
-    Ok(Value::InputGrads((0..grads.len()).map(part).collect::<Result<_>>()?))
+    let part = |part| {
+        Ok(grads
+            .wait(part)?
+            .last()
+            .and_then(|grad| grad.as_ref().map(tensor_bits)))
+    };
+    Ok(Value::InputGrads(
+        (0..grads.len()).map(part).collect::<Result<_>>()?,
+    ))
 }

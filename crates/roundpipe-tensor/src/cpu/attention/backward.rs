@@ -1,14 +1,14 @@
 //! The backward pass, in one of two ways that give the same bits.
 //!
-//! Together: one task per key head of a sequence. It walks over the blocks of queries of all its query
-//! heads, and for each over the blocks of keys it sees: five products per pair of blocks.
+//! Together: one task per key head of a sequence. It walks over the blocks of queries of all its
+//! query heads, and for each over the blocks of keys it sees: five products per pair of blocks.
 //!
-//! Apart: first one task per block of queries for dq, then one per block of keys for dk and dv. Seven
-//! products per pair, but as many tasks as there are blocks: for few heads and many threads.
+//! Apart: first one task per block of queries for dq, then one per block of keys for dk and dv.
+//! Seven products per pair, but as many tasks as there are blocks: for few heads and many threads.
 //!
-//! The gradient of a block of queries is summed in a buffer of the task over rising keys. Those of keys and
-//! values are summed over rising heads and queries where they end up, or in scratch where the tensor's
-//! type is narrower than its sums.
+//! The gradient of a block of queries is summed in a buffer of the task over rising keys. Those of
+//! keys and values are summed over rising heads and queries where they end up, or in scratch where
+//! the tensor's type is narrower than its sums.
 
 use std::ops::Range;
 
@@ -16,14 +16,15 @@ use super::load::{Rows, store_transposed};
 use super::softmax::weigh_back;
 use super::tile::{LANES, Left, Product, multiply};
 use super::{
-    KEYS, Operand, PerQuery, Problem, QUERIES, Sequence, Sight, Value, converted, grain, lanes, query_blocks,
-    readable, with_buffers,
+    KEYS, Operand, PerQuery, Problem, QUERIES, Sequence, Sight, Value, converted, grain, lanes,
+    query_blocks, readable, with_buffers,
 };
 use crate::cpu::access::{Call, Real, Shared, slice_mut};
 use crate::error::Result;
 use crate::kernel::{AttentionSpec, View};
 
-/// Scratch memory: `[sequences, heads]` f64 sums of the sinks' gradients, then the sums of dk and dv.
+/// Scratch memory: `[sequences, heads]` f64 sums of the sinks' gradients, then the sums of dk and
+/// dv.
 pub(super) struct Scratch {
     sinks_bytes: usize,
     dk_bytes: usize,
@@ -42,7 +43,11 @@ impl Scratch {
             _ => 0,
         };
         let sinks_bytes = of(dst, 3).map_or(0, |_| sequences * q.shape()[2] * size_of::<f64>());
-        Self { sinks_bytes, dk_bytes: sums(1), dv_bytes: sums(2) }
+        Self {
+            sinks_bytes,
+            dk_bytes: sums(1),
+            dv_bytes: sums(2),
+        }
     }
 
     /// All of it.
@@ -79,11 +84,16 @@ pub(super) unsafe fn run<T: Value>(call: &Call<'_>, spec: AttentionSpec) -> Resu
     let problem = unsafe { Problem::<T>::new(call, spec, 6)? };
     let sizes = Scratch::new(call.src, call.dst);
     let scratch = call.scratch.map_or(0, |s| s.ptr);
-    let real = call.src_opt(7).map_or(problem.sequences.len(), |lens| lens.numel().saturating_sub(1));
+    let real = call.src_opt(7).map_or(problem.sequences.len(), |lens| {
+        lens.numel().saturating_sub(1)
+    });
     let (dk, dv) = (Operand::new(call.dst(1)), Operand::new(call.dst(2)));
     let sums = |tensor: Operand, offset: usize| match T::is_acc() {
         true => tensor,
-        false => Operand { ptr: scratch + offset as u64, ..tensor },
+        false => Operand {
+            ptr: scratch + offset as u64,
+            ..tensor
+        },
     };
     let pass = Pass {
         o: Operand::new(call.src(3)),
@@ -171,25 +181,32 @@ impl<T: Value> Pass<'_, T> {
     /// One task per key head of a sequence.
     ///
     /// # Safety
-    /// Operands and results exist and nobody else writes the results; this holds for all functions here.
+    /// Operands and results exist and nobody else writes the results; this holds for all functions
+    /// here.
     unsafe fn run_together(&self, call: &Call<'_>) {
         let units = self.key_heads();
-        call.pieces(units, grain(units, self.work().saturating_mul(self.problem.group)), |start, end| {
-            for unit in start..end {
-                let (sequence, head) =
-                    (&self.problem.sequences[unit / self.key_heads], unit % self.key_heads);
-                // SAFETY: the caller's promise; every unit has rows of its own.
-                self.with_buffers(|buffers| unsafe {
-                    self.clear(sequence, head, 0..sequence.keys);
-                    for head in self.query_heads(head) {
-                        for queries in query_blocks(sequence.queries) {
-                            self.queries_block(sequence, head, queries, Want::All, buffers);
+        call.pieces(
+            units,
+            grain(units, self.work().saturating_mul(self.problem.group)),
+            |start, end| {
+                for unit in start..end {
+                    let (sequence, head) = (
+                        &self.problem.sequences[unit / self.key_heads],
+                        unit % self.key_heads,
+                    );
+                    // SAFETY: the caller's promise; every unit has rows of its own.
+                    self.with_buffers(|buffers| unsafe {
+                        self.clear(sequence, head, 0..sequence.keys);
+                        for head in self.query_heads(head) {
+                            for queries in query_blocks(sequence.queries) {
+                                self.queries_block(sequence, head, queries, Want::All, buffers);
+                            }
                         }
-                    }
-                    self.settle(sequence, head, 0..sequence.keys);
-                });
-            }
-        });
+                        self.settle(sequence, head, 0..sequence.keys);
+                    });
+                }
+            },
+        );
     }
 
     /// One task per block of queries, then one per block of keys.
@@ -200,7 +217,9 @@ impl<T: Value> Pass<'_, T> {
         let mut units = Vec::new();
         for sequence in &self.problem.sequences {
             for head in 0..self.problem.heads {
-                units.extend(query_blocks(sequence.queries).map(|queries| (sequence, head, queries)));
+                units.extend(
+                    query_blocks(sequence.queries).map(|queries| (sequence, head, queries)),
+                );
             }
         }
         call.pieces(units.len(), 1, |unit, _| {
@@ -213,7 +232,11 @@ impl<T: Value> Pass<'_, T> {
         let mut units = Vec::new();
         for sequence in &self.problem.sequences {
             for head in 0..self.key_heads {
-                units.extend((0..sequence.keys).step_by(KEYS).map(|first| (sequence, head, first)));
+                units.extend(
+                    (0..sequence.keys)
+                        .step_by(KEYS)
+                        .map(|first| (sequence, head, first)),
+                );
             }
         }
         call.pieces(units.len(), 1, |unit, _| {
@@ -242,12 +265,22 @@ impl<T: Value> Pass<'_, T> {
             converted::<T>(KEYS * dv),
         ];
         with_buffers(lens, |[q_t, dq_t, q, do_t, d_o, weights, grads, k, v]| {
-            body(&mut Buffers { q_t, dq_t, q, do_t, d_o, weights, grads, k, v });
+            body(&mut Buffers {
+                q_t,
+                dq_t,
+                q,
+                do_t,
+                d_o,
+                weights,
+                grads,
+                k,
+                v,
+            });
         });
     }
 
-    /// One block of queries with all blocks of keys it sees: its dq and, with [`Want::All`], its part of dk
-    /// and dv.
+    /// One block of queries with all blocks of keys it sees: its dq and, with [`Want::All`], its
+    /// part of dk and dv.
     ///
     /// # Safety
     /// As [`Pass::run_together`]; the rows written are this task's.
@@ -272,7 +305,13 @@ impl<T: Value> Pass<'_, T> {
         // SAFETY: as above; dq is contiguous.
         unsafe {
             let to = self.dq.at::<T>(sequence.batch, row, head);
-            store_transposed(buffers.dq_t, &scale, to, self.dq.strides[1] as usize, queries.len());
+            store_transposed(
+                buffers.dq_t,
+                &scale,
+                to,
+                self.dq.strides[1] as usize,
+                queries.len(),
+            );
         }
     }
 
@@ -323,7 +362,11 @@ impl<T: Value> Pass<'_, T> {
             q.transposed(buffers.q_t, p.binary_scale());
             d_o.transposed(buffers.do_t, T::Acc::ONE);
             if q.width > 0 {
-                q.dense(buffers.q, q.width.next_multiple_of(LANES), T::Acc::of(p.spec.scale));
+                q.dense(
+                    buffers.q,
+                    q.width.next_multiple_of(LANES),
+                    T::Acc::of(p.spec.scale),
+                );
             }
             if d_o.width > 0 {
                 d_o.dense(buffers.d_o, d_o.width.next_multiple_of(LANES), T::Acc::ONE);
@@ -347,7 +390,12 @@ impl<T: Value> Pass<'_, T> {
     ///
     /// # Safety
     /// As [`Pass::run_together`].
-    unsafe fn stats(&self, sequence: &Sequence, head: usize, queries: &Range<usize>) -> Stats<T::Acc> {
+    unsafe fn stats(
+        &self,
+        sequence: &Sequence,
+        head: usize,
+        queries: &Range<usize>,
+    ) -> Stats<T::Acc> {
         let of = |operand: &Operand| self.rows_of(operand, sequence, head, queries);
         // A query that saw nothing has weights 0, as have the lanes past the last query.
         let mut lse = [-T::Acc::NEG_INF; QUERIES];
@@ -390,32 +438,76 @@ impl<T: Value> Pass<'_, T> {
         let (batch, head) = (sequence.batch, head / p.group);
         let first = sequence.first_key + keys.start;
         let rows = first..first + count;
-        let (weights, grads) =
-            (&mut buffers.weights[..count * QUERIES], &mut buffers.grads[..count * QUERIES]);
+        let (weights, grads) = (
+            &mut buffers.weights[..count * QUERIES],
+            &mut buffers.grads[..count * QUERIES],
+        );
         // Products into buffers, and sums of keys' rows.
-        let inner = |m, k, a, b, c, add| Product { m, n, k, a, b: (b, QUERIES), c: (c, QUERIES), add };
+        let inner = |m, k, a, b, c, add| Product {
+            m,
+            n,
+            k,
+            a,
+            b: (b, QUERIES),
+            c: (c, QUERIES),
+            add,
+        };
         let outer = |n: usize, a, b, c: &Operand| {
             let c = (c.at::<T::Acc>(batch, first, head), c.strides[1] as usize);
             let a = Left::Rows(a, QUERIES as isize);
-            Product { m: count, n, k: queries.len(), a, b: (b, n.next_multiple_of(LANES)), c, add: true }
+            Product {
+                m: count,
+                n,
+                k: queries.len(),
+                a,
+                b: (b, n.next_multiple_of(LANES)),
+                c,
+                add: true,
+            }
         };
-        // SAFETY: the rows exist; buffers hold these blocks, dense ones padded to whole lanes; the rows of
-        // dk and dv are this task's.
+        // SAFETY: the rows exist; buffers hold these blocks, dense ones padded to whole lanes; the
+        // rows of dk and dv are this task's.
         unsafe {
             let k = readable(p.k.rows::<T>(batch, rows.clone(), head), buffers.k);
             let v = readable(p.v.rows::<T>(batch, rows, head), buffers.v);
             let (q_t, do_t) = (buffers.q_t.as_ptr(), buffers.do_t.as_ptr());
-            multiply(inner(count, d, Left::Rows(k.0, k.1), q_t, weights.as_mut_ptr(), false));
-            multiply(inner(count, dv, Left::Rows(v.0, v.1), do_t, grads.as_mut_ptr(), false));
+            multiply(inner(
+                count,
+                d,
+                Left::Rows(k.0, k.1),
+                q_t,
+                weights.as_mut_ptr(),
+                false,
+            ));
+            multiply(inner(
+                count,
+                dv,
+                Left::Rows(v.0, v.1),
+                do_t,
+                grads.as_mut_ptr(),
+                false,
+            ));
             Sight::new(&p.spec, sequence).hide(weights, keys, queries);
             weigh_back(weights, grads, &stats.lse, &stats.delta);
             if want != Want::Queries {
-                multiply(outer(dv, weights.as_ptr(), buffers.d_o.as_ptr(), &self.dv_sums));
+                multiply(outer(
+                    dv,
+                    weights.as_ptr(),
+                    buffers.d_o.as_ptr(),
+                    &self.dv_sums,
+                ));
                 multiply(outer(d, grads.as_ptr(), buffers.q.as_ptr(), &self.dk_sums));
             }
             if want != Want::Keys {
                 let dq_t = buffers.dq_t.as_mut_ptr();
-                multiply(inner(d, count, Left::Cols(k.0, k.1), grads.as_ptr(), dq_t, true));
+                multiply(inner(
+                    d,
+                    count,
+                    Left::Cols(k.0, k.1),
+                    grads.as_ptr(),
+                    dq_t,
+                    true,
+                ));
             }
         }
     }
@@ -444,7 +536,11 @@ impl<T: Value> Pass<'_, T> {
         }
         for (sums, tensor) in [(&self.dk_sums, &self.dk), (&self.dv_sums, &self.dv)] {
             // Without elements there may be no scratch either, and so no address for a slice.
-            let keys = if tensor.width == 0 { 0..0 } else { keys.clone() };
+            let keys = if tensor.width == 0 {
+                0..0
+            } else {
+                keys.clone()
+            };
             for key in keys {
                 let row = sequence.first_key + key;
                 let from = sums.at::<T::Acc>(sequence.batch, row, head);
@@ -456,13 +552,15 @@ impl<T: Value> Pass<'_, T> {
                         std::slice::from_raw_parts_mut(to, tensor.width),
                     )
                 };
-                to.iter_mut().zip(from).for_each(|(to, x)| *to = T::down(*x));
+                to.iter_mut()
+                    .zip(from)
+                    .for_each(|(to, x)| *to = T::down(*x));
             }
         }
     }
 
-    /// The gradients of the sinks, -weight · delta summed over a head's queries: first per sequence, then over
-    /// sequences.
+    /// The gradients of the sinks, -weight · delta summed over a head's queries: first per
+    /// sequence, then over sequences.
     ///
     /// # Safety
     /// As [`Pass::run_together`]; `view` is the sinks' gradient.
@@ -499,13 +597,17 @@ impl<T: Value> Pass<'_, T> {
     /// # Safety
     /// As [`Pass::run_together`].
     unsafe fn sink_part(&self, sequence: &Sequence, head: usize) -> f64 {
-        let Some(sink) = self.problem.sink(head) else { return 0.0 };
+        let Some(sink) = self.problem.sink(head) else {
+            return 0.0;
+        };
         let mut sum = 0.0;
         for queries in query_blocks(sequence.queries) {
             // SAFETY: the caller's promise.
             let Stats { lse, delta } = unsafe { self.stats(sequence, head, &queries) };
             let weight = |i: usize| (sink - lse[i]).f64().exp2();
-            sum -= (0..queries.len()).map(|i| weight(i) * delta[i].f64()).sum::<f64>();
+            sum -= (0..queries.len())
+                .map(|i| weight(i) * delta[i].f64())
+                .sum::<f64>();
         }
         sum
     }

@@ -6,8 +6,8 @@ use super::load::store_transposed;
 use super::softmax::{Running, scale, weigh};
 use super::tile::{Left, Product, multiply};
 use super::{
-    KEYS, Operand, PerQuery, Problem, QUERIES, Sequence, Sight, Value, converted, grain, lanes, query_blocks,
-    readable, with_buffers,
+    KEYS, Operand, PerQuery, Problem, QUERIES, Sequence, Sight, Value, converted, grain, lanes,
+    query_blocks, readable, with_buffers,
 };
 use crate::cpu::access::{Call, Real};
 use crate::error::Result;
@@ -34,17 +34,33 @@ struct Output {
 pub(super) unsafe fn run<T: Value>(call: &Call<'_>, spec: AttentionSpec) -> Result<()> {
     // SAFETY: the caller's promise.
     let problem = unsafe { Problem::<T>::new(call, spec, 3)? };
-    let (o, lse, queries) = (Operand::new(call.dst(0)), call.dst(1).ptr, call.src(0).shape()[1]);
-    let output = Output { o, lse, heads: problem.heads, queries };
+    let (o, lse, queries) = (
+        Operand::new(call.dst(0)),
+        call.dst(1).ptr,
+        call.src(0).shape()[1],
+    );
+    let output = Output {
+        o,
+        lse,
+        heads: problem.heads,
+        queries,
+    };
     let mut units = Vec::new();
     for &sequence in &problem.sequences {
         for head in 0..problem.heads {
-            units.extend(query_blocks(sequence.queries).map(|queries| Unit { sequence, head, queries }));
+            units.extend(query_blocks(sequence.queries).map(|queries| Unit {
+                sequence,
+                head,
+                queries,
+            }));
         }
     }
     let longest = problem.sequences.iter().map(|s| s.keys).max().unwrap_or(0);
     let d_total = problem.q.width + problem.v.width;
-    let work = QUERIES.min(output.queries).saturating_mul(longest).saturating_mul(d_total);
+    let work = QUERIES
+        .min(output.queries)
+        .saturating_mul(longest)
+        .saturating_mul(d_total);
     call.pieces(units.len(), grain(units.len(), work), |start, end| {
         for unit in &units[start..end] {
             // SAFETY: operands live during the launch; every unit has rows of its own.
@@ -60,8 +76,13 @@ pub(super) unsafe fn run<T: Value>(call: &Call<'_>, spec: AttentionSpec) -> Resu
 /// Operands and outputs exist; nobody else writes this unit's rows.
 unsafe fn attend<T: Value>(problem: &Problem<'_, T>, unit: &Unit, output: &Output) {
     let (d, dv) = (problem.q.width, problem.v.width);
-    let lens =
-        [d * QUERIES, dv * QUERIES, KEYS * QUERIES, converted::<T>(KEYS * d), converted::<T>(KEYS * dv)];
+    let lens = [
+        d * QUERIES,
+        dv * QUERIES,
+        KEYS * QUERIES,
+        converted::<T>(KEYS * d),
+        converted::<T>(KEYS * dv),
+    ];
     with_buffers(lens, |[q, o, scores, k, v]| {
         // SAFETY: the caller's promise.
         let running = unsafe { blocks(problem, unit, q, o, scores, (k, v)) };
@@ -82,15 +103,28 @@ unsafe fn blocks<T: Value>(
     scores: &mut [T::Acc],
     (k, v): (&mut [T::Acc], &mut [T::Acc]),
 ) -> Running<T::Acc> {
-    let Unit { sequence, head, queries } = unit;
+    let Unit {
+        sequence,
+        head,
+        queries,
+    } = unit;
     let (d, dv, n) = (problem.q.width, problem.v.width, lanes(queries.len()));
     let rows = sequence.first_query + queries.start..sequence.first_query + queries.end;
     // SAFETY: the rows exist; at most QUERIES.
-    unsafe { problem.q.rows::<T>(sequence.batch, rows, *head).transposed(q, problem.binary_scale()) };
+    unsafe {
+        problem
+            .q
+            .rows::<T>(sequence.batch, rows, *head)
+            .transposed(q, problem.binary_scale())
+    };
     let sink = problem.sink(*head);
     let mut running = Running {
         max: [sink.unwrap_or(T::Acc::NEG_INF); QUERIES],
-        sum: [if sink.is_some() { T::Acc::ONE } else { T::Acc::ZERO }; QUERIES],
+        sum: [if sink.is_some() {
+            T::Acc::ONE
+        } else {
+            T::Acc::ZERO
+        }; QUERIES],
     };
     let mut fade = [T::Acc::ONE; QUERIES];
     let sight = Sight::new(&problem.spec, sequence);
@@ -98,7 +132,8 @@ unsafe fn blocks<T: Value>(
     for keys in sight.blocks(queries) {
         let count = keys.len();
         let rows = sequence.first_key + keys.start..sequence.first_key + keys.end;
-        // SAFETY: the rows exist and are only read; buffers hold KEYS rows and products of QUERIES columns.
+        // SAFETY: the rows exist and are only read; buffers hold KEYS rows and products of QUERIES
+        // columns.
         let (k, v) = unsafe {
             let head = head / problem.group;
             (
@@ -147,10 +182,19 @@ unsafe fn blocks<T: Value>(
 /// # Safety
 /// As [`attend`].
 unsafe fn finish<T: Value>(unit: &Unit, o: &[T::Acc], running: &Running<T::Acc>, output: &Output) {
-    let Unit { sequence, head, queries } = unit;
+    let Unit {
+        sequence,
+        head,
+        queries,
+    } = unit;
     let row = sequence.first_query + queries.start;
-    let inverse: PerQuery<T::Acc> =
-        running.sum.map(|s| if s == T::Acc::ZERO { T::Acc::ZERO } else { T::Acc::ONE / s });
+    let inverse: PerQuery<T::Acc> = running.sum.map(|s| {
+        if s == T::Acc::ZERO {
+            T::Acc::ZERO
+        } else {
+            T::Acc::ONE / s
+        }
+    });
     let lse = (sequence.batch * output.heads + head) * output.queries + row;
     // SAFETY: the caller's promise; o is contiguous, lse `[batch, heads, queries]`.
     unsafe {

@@ -1,8 +1,9 @@
 //! The inner loops of attention compiled for what the processor has.
 //!
-//! As [`vectorize!`](crate::cpu::simd::vectorize), but the loop is told what it is compiled for: whether
-//! multiply-add is one instruction (without it, asking for one would be a library call per element) and
-//! how wide vectors are. So bits may differ between kinds of processors, as those of products do.
+//! As [`vectorize!`](crate::cpu::simd::vectorize), but the loop is told what it is compiled for:
+//! whether multiply-add is one instruction (without it, asking for one would be a library call per
+//! element) and how wide vectors are. So bits may differ between kinds of processors, as those of
+//! products do.
 
 #[cfg(not(target_arch = "x86_64"))]
 use super::vector::Quad;
@@ -68,14 +69,25 @@ impl Lane for f32 {
 
     #[inline(always)]
     fn mul_add<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
-        if FMA { f32::mul_add(a, b, c) } else { a * b + c }
+        if FMA {
+            f32::mul_add(a, b, c)
+        } else {
+            a * b + c
+        }
     }
 
     #[inline(always)]
     fn exp2<const FMA: bool>(x: f32) -> f32 {
-        // 2^x = 2^n · 2^r with |r| <= 1/2 and a polynomial for 2^r, whose own error is 2e-9 (minimax).
-        const TERMS: [f32; 6] =
-            [1.339_993_1e-3, 9.618_489e-3, 5.550_328_6e-2, 0.240_226_46, std::f32::consts::LN_2, 1.0];
+        // 2^x = 2^n · 2^r with |r| <= 1/2 and a polynomial for 2^r, whose own error is 2e-9
+        // (minimax).
+        const TERMS: [f32; 6] = [
+            1.339_993_1e-3,
+            9.618_489e-3,
+            5.550_328_6e-2,
+            0.240_226_46,
+            std::f32::consts::LN_2,
+            1.0,
+        ];
         // Adding and subtracting 1.5 · 2^23 rounds to the nearest integer.
         const ROUND: f32 = 12_582_912.0;
         // Written so that NaN passes.
@@ -103,7 +115,11 @@ impl Lane for f64 {
 
     #[inline(always)]
     fn mul_add<const FMA: bool>(a: f64, b: f64, c: f64) -> f64 {
-        if FMA { f64::mul_add(a, b, c) } else { a * b + c }
+        if FMA {
+            f64::mul_add(a, b, c)
+        } else {
+            a * b + c
+        }
     }
 
     #[inline(always)]
@@ -117,12 +133,18 @@ mod tests {
     use super::Lane;
 
     #[test]
-    #[cfg_attr(miri, ignore = "arithmetic without memory, and Miri rounds the standard functions at random")]
+    #[cfg_attr(
+        miri,
+        ignore = "arithmetic without memory, and Miri rounds the standard functions at random"
+    )]
     fn exp2_is_close_below_zero_and_right_at_the_ends() {
         for i in 0..=126_000 {
             let x = -(i as f32) * 1e-3;
             let exact = f64::from(x).exp2();
-            for have in [<f32 as Lane>::exp2::<false>(x), <f32 as Lane>::exp2::<true>(x)] {
+            for have in [
+                <f32 as Lane>::exp2::<false>(x),
+                <f32 as Lane>::exp2::<true>(x),
+            ] {
                 let error = (f64::from(have) - exact).abs() / exact;
                 assert!(error < 2e-7, "2^{x}: {error:e}");
             }

@@ -32,15 +32,25 @@ impl<T: Value> Rows<T> {
     /// # Safety
     /// The rows exist and nobody writes them.
     pub unsafe fn dense(self, to: &mut [T::Acc], padded: usize, factor: T::Acc) {
-        level::run(Dense { from: self, to, padded, factor });
+        level::run(Dense {
+            from: self,
+            to,
+            padded,
+            factor,
+        });
     }
 
-    /// Writes the transpose times `factor` to `to` `[width, QUERIES]`; columns past the rows are zero.
+    /// Writes the transpose times `factor` to `to` `[width, QUERIES]`; columns past the rows are
+    /// zero.
     ///
     /// # Safety
     /// The rows exist, at most [`QUERIES`], and nobody writes them.
     pub unsafe fn transposed(self, to: &mut [T::Acc], factor: T::Acc) {
-        level::run(Transposed { from: self, to, factor });
+        level::run(Transposed {
+            from: self,
+            to,
+            factor,
+        });
     }
 
     /// The sum of products of each row with the same row of `other`; 0 past the rows.
@@ -48,7 +58,11 @@ impl<T: Value> Rows<T> {
     /// # Safety
     /// The rows of both exist, at most [`QUERIES`] of equal width, and nobody writes them.
     pub unsafe fn dots(self, other: Self, to: &mut PerQuery<T::Acc>) {
-        level::run(Dots { a: self, b: other, to });
+        level::run(Dots {
+            a: self,
+            b: other,
+            to,
+        });
     }
 }
 
@@ -62,11 +76,18 @@ struct Dense<'a, T: Value> {
 impl<T: Value> Job for Dense<'_, T> {
     #[inline(always)]
     fn run<const FMA: bool, const BYTES: usize>(self) {
-        for (i, to) in self.to.chunks_exact_mut(self.padded).take(self.from.rows).enumerate() {
+        for (i, to) in self
+            .to
+            .chunks_exact_mut(self.padded)
+            .take(self.from.rows)
+            .enumerate()
+        {
             // SAFETY: promised to `dense`; i < rows.
             let row = unsafe { self.from.row(i) };
             let (to, pad) = to.split_at_mut(row.len());
-            to.iter_mut().zip(row).for_each(|(t, x)| *t = x.up() * self.factor);
+            to.iter_mut()
+                .zip(row)
+                .for_each(|(t, x)| *t = x.up() * self.factor);
             pad.fill(T::Acc::ZERO);
         }
     }
@@ -132,7 +153,8 @@ impl<T: Value> Job for Dots<'_, T> {
     }
 }
 
-/// Writes the transpose of `from` `[width, QUERIES]` times a factor per query to `rows` rows at `to`.
+/// Writes the transpose of `from` `[width, QUERIES]` times a factor per query to `rows` rows at
+/// `to`.
 ///
 /// # Safety
 /// The rows exist, `stride` apart, at most [`QUERIES`], and nobody else touches them.
@@ -143,7 +165,13 @@ pub(super) unsafe fn store_transposed<T: Value>(
     stride: usize,
     rows: usize,
 ) {
-    level::run(Store { from, factor, to, stride, rows });
+    level::run(Store {
+        from,
+        factor,
+        to,
+        stride,
+        rows,
+    });
 }
 
 struct Store<'a, T: Value> {
@@ -160,7 +188,8 @@ impl<T: Value> Job for Store<'_, T> {
         let width = self.from.len() / QUERIES;
         for i in 0..self.rows {
             let row = self.to.wrapping_add(i * self.stride);
-            // SAFETY: promised to `store_transposed`; i < rows. Rows of no elements may lie anywhere.
+            // SAFETY: promised to `store_transposed`; i < rows. Rows of no elements may lie
+            // anywhere.
             let row = unsafe { std::slice::from_raw_parts_mut(row, width) };
             for (to, from) in row.iter_mut().zip(self.from.chunks_exact(QUERIES)) {
                 *to = T::down(from[i] * self.factor[i]);

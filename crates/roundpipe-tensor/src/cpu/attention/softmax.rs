@@ -1,8 +1,8 @@
 //! The parts of attention that work on a block of scores, element by element.
 //!
 //! A block of scores lies transposed, `[keys, QUERIES]`: a vector holds one key's scores with many
-//! queries, so that maxima and sums over keys need no reduction inside a vector. Scores are in units of
-//! ln 2 (the queries were multiplied by log2 e), so that e^x is 2^x here.
+//! queries, so that maxima and sums over keys need no reduction inside a vector. Scores are in
+//! units of ln 2 (the queries were multiplied by log2 e), so that e^x is 2^x here.
 
 use super::QUERIES;
 use super::level::{self, Job, Lane};
@@ -19,15 +19,21 @@ pub(super) struct Running<T> {
     pub sum: PerQuery<T>,
 }
 
-/// Turns scores `[keys, QUERIES]` into weights 2^(score - max) after raising the running maximum, adds
-/// them to the running sum, and gives in `fade` the factor of everything summed under the old maximum.
+/// Turns scores `[keys, QUERIES]` into weights 2^(score - max) after raising the running maximum,
+/// adds them to the running sum, and gives in `fade` the factor of everything summed under the old
+/// maximum.
 pub(super) fn weigh<T: Lane>(
     scores: &mut [T],
     lanes: usize,
     running: &mut Running<T>,
     fade: &mut PerQuery<T>,
 ) {
-    level::run(Weigh { scores, lanes, running, fade });
+    level::run(Weigh {
+        scores,
+        lanes,
+        running,
+        fade,
+    });
 }
 
 struct Weigh<'a, T> {
@@ -43,7 +49,9 @@ impl<T: Lane> Job for Weigh<'_, T> {
         if self.lanes == QUERIES {
             self.strip::<FMA, QUERIES>(0);
         } else {
-            (0..self.lanes).step_by(LANES).for_each(|at| self.strip::<FMA, LANES>(at));
+            (0..self.lanes)
+                .step_by(LANES)
+                .for_each(|at| self.strip::<FMA, LANES>(at));
         }
     }
 }
@@ -98,10 +106,20 @@ impl<T: Lane> Job for Scale<'_, T> {
     }
 }
 
-/// The backward step of a block: scores become weights 2^(score - lse), and the weights' gradients `grads`
-/// become those of the scores, weight · (gradient - delta).
-pub(super) fn weigh_back<T: Lane>(scores: &mut [T], grads: &mut [T], lse: &PerQuery<T>, delta: &PerQuery<T>) {
-    level::run(WeighBack { scores, grads, lse, delta });
+/// The backward step of a block: scores become weights 2^(score - lse), and the weights' gradients
+/// `grads` become those of the scores, weight · (gradient - delta).
+pub(super) fn weigh_back<T: Lane>(
+    scores: &mut [T],
+    grads: &mut [T],
+    lse: &PerQuery<T>,
+    delta: &PerQuery<T>,
+) {
+    level::run(WeighBack {
+        scores,
+        grads,
+        lse,
+        delta,
+    });
 }
 
 struct WeighBack<'a, T> {

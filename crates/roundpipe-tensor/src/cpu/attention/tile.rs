@@ -1,12 +1,13 @@
 //! Products of small matrices that lie in a core's caches: `c = a b` or `c += a b`.
 //!
-//! Nothing is packed. Elements of `a` are read one by one and spread over a vector, rows of `b` are read
-//! as vectors: attention keeps its blocks so that this is how they lie already.
+//! Nothing is packed. Elements of `a` are read one by one and spread over a vector, rows of `b` are
+//! read as vectors: attention keeps its blocks so that this is how they lie already.
 //!
 //! # Invariants
-//! - An element is the sum over k in rising order, added to `c` at the end; so its bits do not depend on
-//!   m, n or its place.
-//! - No element of `c` outside `[m, n]` is written. Of `b`, rows are read up to a multiple of [`LANES`].
+//! - An element is the sum over k in rising order, added to `c` at the end; so its bits do not
+//!   depend on m, n or its place.
+//! - No element of `c` outside `[m, n]` is written. Of `b`, rows are read up to a multiple of
+//!   [`LANES`].
 
 use super::level::{self, Job, Lane};
 use super::vector::{Quad, Vector};
@@ -40,8 +41,8 @@ pub(super) struct Product<T> {
 /// Multiplies on the calling thread.
 ///
 /// # Safety
-/// All elements described exist, rows of `b` up to a multiple of [`LANES`]; `c` overlaps neither `a` nor
-/// `b`, and nobody else touches it meanwhile.
+/// All elements described exist, rows of `b` up to a multiple of [`LANES`]; `c` overlaps neither
+/// `a` nor `b`, and nobody else touches it meanwhile.
 pub(super) unsafe fn multiply<T: Lane>(product: Product<T>) {
     level::run(Checked(product));
 }
@@ -64,8 +65,8 @@ impl<T: Lane> Job for Checked<T> {
     }
 }
 
-/// Strips of two registers' columns, each over all rows in steps of `MR`: as many sums as leave registers
-/// for the operands.
+/// Strips of two registers' columns, each over all rows in steps of `MR`: as many sums as leave
+/// registers for the operands.
 ///
 /// # Safety
 /// As [`multiply`]; the processor has the register.
@@ -73,8 +74,8 @@ impl<T: Lane> Job for Checked<T> {
 unsafe fn strips<T: Lane, V: Vector<T>, const MR: usize>(p: &Product<T>) {
     let mut j = 0;
     while j < p.n {
-        // SAFETY: j < n, and reading stays below n rounded up to LANES: of that, one or two registers are
-        // a divisor, or two are taken only where one would not do.
+        // SAFETY: j < n, and reading stays below n rounded up to LANES: of that, one or two
+        // registers are a divisor, or two are taken only where one would not do.
         unsafe {
             if p.n - j <= V::LANES {
                 strip::<T, V, MR, 1>(p, j);
@@ -119,18 +120,26 @@ unsafe fn strip<T: Lane, V: Vector<T>, const MR: usize, const N: usize>(p: &Prod
 /// # Safety
 /// As [`strips`].
 #[inline(always)]
-unsafe fn spot<T: Lane, V: Vector<T>, const R: usize, const N: usize>(p: &Product<T>, i: usize, j: usize) {
+unsafe fn spot<T: Lane, V: Vector<T>, const R: usize, const N: usize>(
+    p: &Product<T>,
+    i: usize,
+    j: usize,
+) {
     // SAFETY: rows and columns lie in the operands; see `multiply`.
     unsafe {
         let b = p.b.0.add(j);
         let sums: [[V; N]; R] = match p.a {
             Left::Rows(a, stride) => {
                 let a = a.offset(i as isize * stride);
-                sum(p.k, b, p.b.1, |row, step| a.offset(row as isize * stride).add(step))
+                sum(p.k, b, p.b.1, |row, step| {
+                    a.offset(row as isize * stride).add(step)
+                })
             }
             Left::Cols(a, stride) => {
                 let a = a.add(i);
-                sum(p.k, b, p.b.1, |row, step| a.offset(step as isize * stride).add(row))
+                sum(p.k, b, p.b.1, |row, step| {
+                    a.offset(step as isize * stride).add(row)
+                })
             }
         };
         for (row, sums) in sums.iter().enumerate() {
@@ -165,7 +174,12 @@ unsafe fn put<T: Lane, V: Vector<T>, const N: usize>(c: *mut T, sums: &[V; N], a
 /// # Safety
 /// `c` has `n` elements, fewer than the registers.
 #[inline(always)]
-unsafe fn put_some<T: Lane, V: Vector<T>, const N: usize>(c: *mut T, n: usize, sums: &[V; N], add: bool) {
+unsafe fn put_some<T: Lane, V: Vector<T>, const N: usize>(
+    c: *mut T,
+    n: usize,
+    sums: &[V; N],
+    add: bool,
+) {
     let mut all = [T::ZERO; 2 * LANES];
     // SAFETY: two registers hold at most twice LANES elements; `c` has n.
     unsafe {

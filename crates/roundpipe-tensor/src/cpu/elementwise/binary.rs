@@ -14,7 +14,13 @@ use crate::kernel::Binary;
 /// As [`super::run`].
 pub(super) unsafe fn binary(call: &Call<'_>, op: Binary) -> Result<()> {
     // SAFETY: promised by the caller.
-    let (a, b, y) = unsafe { (Source::new(call, 0), Source::new(call, 1), Target::new(call, 0)) };
+    let (a, b, y) = unsafe {
+        (
+            Source::new(call, 0),
+            Source::new(call, 1),
+            Target::new(call, 0),
+        )
+    };
     if a.dtype() != y.dtype() || b.dtype() != y.dtype() {
         return Err(call.unsupported());
     }

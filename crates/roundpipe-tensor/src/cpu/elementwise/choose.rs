@@ -14,7 +14,13 @@ use crate::kernel::Compare;
 /// As [`super::run`].
 pub(super) unsafe fn compare(call: &Call<'_>, op: Compare) -> Result<()> {
     // SAFETY: promised by the caller.
-    let (a, b, y) = unsafe { (Source::new(call, 0), Source::new(call, 1), Target::new(call, 0)) };
+    let (a, b, y) = unsafe {
+        (
+            Source::new(call, 0),
+            Source::new(call, 1),
+            Target::new(call, 0),
+        )
+    };
     if a.dtype() != b.dtype() {
         return Err(call.unsupported());
     }
@@ -90,7 +96,9 @@ fn pick<T: Plain>(call: &Call<'_>, [cond, a, b]: [Source; 3], y: Target) {
         let mask = cond.read(start, &mut mask[..len]);
         let left = a.read(start, &mut left[..len]);
         let right = b.read(start, &mut right[..len]);
-        y.write(start, &mut out[..len], |out| pick_block(mask, left, right, out));
+        y.write(start, &mut out[..len], |out| {
+            pick_block(mask, left, right, out)
+        });
     });
 }
 

@@ -32,12 +32,14 @@ pub(super) unsafe fn fill(call: &Call<'_>, value: f64) -> Result<()> {
 }
 
 fn spread<T: Element>(call: &Call<'_>, y: Target, value: T) {
-    call.pieces(y.numel(), GRAIN, |start, end| match y.lend::<T>(start, end - start) {
-        Some(place) => place.fill(value),
-        None => {
-            let block = [value; BLOCK];
-            for at in (start..end).step_by(BLOCK) {
-                y.scatter(at, &block[..BLOCK.min(end - at)]);
+    call.pieces(y.numel(), GRAIN, |start, end| {
+        match y.lend::<T>(start, end - start) {
+            Some(place) => place.fill(value),
+            None => {
+                let block = [value; BLOCK];
+                for at in (start..end).step_by(BLOCK) {
+                    y.scatter(at, &block[..BLOCK.min(end - at)]);
+                }
             }
         }
     });
@@ -87,32 +89,40 @@ fn same<T: Plain>(call: &Call<'_>, x: Source, y: Target) {
 /// Sides of the squares that a transposed source is copied by.
 const TILE: usize = 32;
 
-/// Copies a source whose neighbours in memory are not neighbours in order, if this is one: by squares, so that
-/// both sides move whole cache lines. Returns whether it did.
+/// Copies a source whose neighbours in memory are not neighbours in order, if this is one: by
+/// squares, so that both sides move whole cache lines. Returns whether it did.
 fn turn<T: Plain>(call: &Call<'_>, x: &Source, y: &Target) -> bool {
-    let Some(turned) = x.turned() else { return false };
+    let Some(turned) = x.turned() else {
+        return false;
+    };
     if y.lend::<T>(0, y.numel()).is_none() {
         return false;
     }
     let [rows, columns] = turned.sizes;
     let strips = rows.div_ceil(TILE);
-    call.pieces(turned.planes * strips, GRAIN / (TILE * columns), |start, end| {
-        let mut tile = [[T::default(); TILE]; TILE];
-        for strip in start..end {
-            let (plane, row) = (strip / strips, strip % strips * TILE);
-            let height = TILE.min(rows - row);
-            for column in (0..columns).step_by(TILE) {
-                let width = TILE.min(columns - column);
-                for i in 0..width {
-                    let from = x.run::<T>(&turned, plane, row, column + i, height);
-                    from.iter().zip(&mut tile).for_each(|(value, line)| line[i] = *value);
-                }
-                for (r, line) in tile[..height].iter().enumerate() {
-                    y.scatter(turned.index(plane, row + r, column), &line[..width]);
+    call.pieces(
+        turned.planes * strips,
+        GRAIN / (TILE * columns),
+        |start, end| {
+            let mut tile = [[T::default(); TILE]; TILE];
+            for strip in start..end {
+                let (plane, row) = (strip / strips, strip % strips * TILE);
+                let height = TILE.min(rows - row);
+                for column in (0..columns).step_by(TILE) {
+                    let width = TILE.min(columns - column);
+                    for i in 0..width {
+                        let from = x.run::<T>(&turned, plane, row, column + i, height);
+                        from.iter()
+                            .zip(&mut tile)
+                            .for_each(|(value, line)| line[i] = *value);
+                    }
+                    for (r, line) in tile[..height].iter().enumerate() {
+                        y.scatter(turned.index(plane, row + r, column), &line[..width]);
+                    }
                 }
             }
-        }
-    });
+        },
+    );
     true
 }
 
@@ -132,7 +142,10 @@ fn truth<S: Stage>(call: &Call<'_>, x: Source, y: Target) {
     blocks(call, y.numel(), |[buf, ..], start, len| {
         let values = S::read(&x, start, &mut buf[..len]);
         i64::write(&y, start, &mut [0; BLOCK][..len], |place| {
-            place.iter_mut().zip(values).for_each(|(y, x)| *y = i64::from(!x.is_zero()));
+            place
+                .iter_mut()
+                .zip(values)
+                .for_each(|(y, x)| *y = i64::from(!x.is_zero()));
         });
     });
 }
@@ -160,7 +173,11 @@ fn saturate(call: &Call<'_>, x: Source, y: Target) {
 pub(super) unsafe fn accumulate(call: &Call<'_>, alpha: f64) -> Result<()> {
     // SAFETY: promised by the caller.
     let (x, y) = unsafe { (Source::new(call, 0), Target::new(call, 0)) };
-    let wide = if x.dtype() == DType::F64 { DType::F64 } else { y.dtype() };
+    let wide = if x.dtype() == DType::F64 {
+        DType::F64
+    } else {
+        y.dtype()
+    };
     if x.dtype().is_float() && !y.dtype().is_float() {
         return Err(call.unsupported());
     }
@@ -189,7 +206,9 @@ fn store<S: Sum>(y: &Target, start: usize, values: &[S]) {
         return S::put(y, start, values);
     }
     let mut buf = [0.0f32; BLOCK];
-    buf.iter_mut().zip(values).for_each(|(to, from)| *to = from.to_f32());
+    buf.iter_mut()
+        .zip(values)
+        .for_each(|(to, from)| *to = from.to_f32());
     f32::put(y, start, &buf[..values.len()]);
 }
 

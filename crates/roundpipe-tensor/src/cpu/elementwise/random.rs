@@ -91,16 +91,23 @@ pub(crate) fn threshold(p: f64) -> u64 {
     (p * 4_294_967_296.0) as u64
 }
 
-/// The largest value of a float type below `high`: rounding must not reach a bound that is excluded.
+/// The largest value of a float type below `high`: rounding must not reach a bound that is
+/// excluded.
 pub(crate) fn below(dtype: DType, high: f64) -> f64 {
     let (nearest, next) = match dtype {
         DType::BF16 => {
             let x = bf16::from_f64(high);
-            (x.to_f64(), bf16::from_bits(step_down(u64::from(x.to_bits()), 15) as u16).to_f64())
+            (
+                x.to_f64(),
+                bf16::from_bits(step_down(u64::from(x.to_bits()), 15) as u16).to_f64(),
+            )
         }
         DType::F16 => {
             let x = f16::from_f64(high);
-            (x.to_f64(), f16::from_bits(step_down(u64::from(x.to_bits()), 15) as u16).to_f64())
+            (
+                x.to_f64(),
+                f16::from_bits(step_down(u64::from(x.to_bits()), 15) as u16).to_f64(),
+            )
         }
         DType::F32 => (f64::from(high as f32), f64::from((high as f32).next_down())),
         _ => (high, high.next_down()),
@@ -142,7 +149,9 @@ fn drop_out<S: Keep>(call: &Call<'_>, x: Source, y: Target, p: f64, key: RngKey)
         let mut bits = [0; BLOCK];
         words(key, start, &mut bits);
         let values = S::read(&x, start, &mut buf[..len]);
-        S::write(&y, start, &mut out[..len], |out| S::keep(limit, scale, &bits, values, out));
+        S::write(&y, start, &mut out[..len], |out| {
+            S::keep(limit, scale, &bits, values, out)
+        });
     });
 }
 

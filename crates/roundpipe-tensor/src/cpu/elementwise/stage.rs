@@ -1,4 +1,5 @@
-//! The three types that elementwise arithmetic is done in, and the way to and from what memory holds.
+//! The three types that elementwise arithmetic is done in, and the way to and from what memory
+//! holds.
 
 use half::{bf16, f16};
 
@@ -69,7 +70,8 @@ pub(super) trait Stage: Element + Plain {
     /// Copies `values` to the elements of `dst` from `start` on; `dst` has a type of this stage.
     fn put(dst: &Target, start: usize, values: &[Self]);
 
-    /// Elements of `src` from `start` on, lent or copied into `buf`; `src` has a type of this stage.
+    /// Elements of `src` from `start` on, lent or copied into `buf`; `src` has a type of this
+    /// stage.
     fn read<'b>(src: &'b Source, start: usize, buf: &'b mut [Self]) -> &'b [Self] {
         if src.dtype() == Self::DTYPE
             && let Some(lent) = src.lend(start, buf.len())
@@ -179,8 +181,8 @@ vectorize! {
     }
 }
 
-/// Copies elements of `src` from `start` on, converted from whatever stage its type has. Floats become
-/// integers by truncation, saturating; NaN becomes 0.
+/// Copies elements of `src` from `start` on, converted from whatever stage its type has. Floats
+/// become integers by truncation, saturating; NaN becomes 0.
 pub(super) fn fetch<S: Stage>(src: &Source, start: usize, out: &mut [S]) {
     let (dtype, len) = (src.dtype(), out.len());
     if S::stands_for(dtype) {

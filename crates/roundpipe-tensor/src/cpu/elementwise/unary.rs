@@ -36,7 +36,13 @@ pub(super) unsafe fn unary(call: &Call<'_>, op: Unary) -> Result<()> {
 /// As [`super::run`].
 pub(super) unsafe fn unary_grad(call: &Call<'_>, op: Unary) -> Result<()> {
     // SAFETY: promised by the caller.
-    let (x, dy, dx) = unsafe { (Source::new(call, 0), Source::new(call, 1), Target::new(call, 0)) };
+    let (x, dy, dx) = unsafe {
+        (
+            Source::new(call, 0),
+            Source::new(call, 1),
+            Target::new(call, 0),
+        )
+    };
     if x.dtype() != dx.dtype() || dy.dtype() != dx.dtype() {
         return Err(call.unsupported());
     }

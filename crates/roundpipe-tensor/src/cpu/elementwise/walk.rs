@@ -5,8 +5,8 @@ use crate::dtype::DType;
 use crate::kernel::View;
 use crate::shape::MAX_RANK;
 
-/// A layout with dimensions of size 1 dropped and neighbours merged where one stride covers the next
-/// dimension; at least one dimension is left.
+/// A layout with dimensions of size 1 dropped and neighbours merged where one stride covers the
+/// next dimension; at least one dimension is left.
 #[derive(Clone, Copy)]
 struct Walk {
     base: u64,
@@ -61,8 +61,9 @@ impl Walk {
         (offset, index)
     }
 
-    /// Calls `line(offset, done, count)` for each run of elements along the innermost dimension within
-    /// `start..start + len`: `count` elements from `offset` on are elements `done..` of the range.
+    /// Calls `line(offset, done, count)` for each run of elements along the innermost dimension
+    /// within `start..start + len`: `count` elements from `offset` on are elements `done..` of the
+    /// range.
     #[inline(always)]
     fn lines(&self, start: usize, len: usize, mut line: impl FnMut(isize, usize, usize)) {
         let (size, stride) = self.inner();
@@ -98,7 +99,10 @@ impl Walk {
     }
 
     fn check<T>(&self, start: usize, len: usize) {
-        assert!(start + len <= self.numel && self.dtype.size() == size_of::<T>(), "a block outside its view");
+        assert!(
+            start + len <= self.numel && self.dtype.size() == size_of::<T>(),
+            "a block outside its view"
+        );
     }
 
     fn at<T>(&self, offset: isize) -> *mut T {
@@ -106,7 +110,8 @@ impl Walk {
     }
 }
 
-/// How a transposed source lies: planes of rows and columns in order, where a *column* is a run in memory.
+/// How a transposed source lies: planes of rows and columns in order, where a *column* is a run in
+/// memory.
 pub(super) struct Turned {
     /// Rows and columns of a plane.
     pub sizes: [usize; 2],
@@ -148,8 +153,8 @@ impl Source {
     pub fn lend<T: Copy>(&self, start: usize, len: usize) -> Option<&[T]> {
         self.0.check::<T>(start, len);
         let offset = self.0.together(start, len)?;
-        // SAFETY: the elements are inside the view by `check` and `together`, live and unwritten by the
-        // promise of `new`; blocks are aligned to 256 bytes and views start at whole elements.
+        // SAFETY: the elements are inside the view by `check` and `together`, live and unwritten by
+        // the promise of `new`; blocks are aligned to 256 bytes and views start at whole elements.
         Some(unsafe { std::slice::from_raw_parts(self.0.at::<T>(offset), len) })
     }
 
@@ -165,14 +170,17 @@ impl Source {
                 match stride {
                     1 => out.copy_from_slice(std::slice::from_raw_parts(from, count)),
                     0 => out.fill(*from),
-                    _ => out.iter_mut().enumerate().for_each(|(i, x)| *x = *from.offset(i as isize * stride)),
+                    _ => out
+                        .iter_mut()
+                        .enumerate()
+                        .for_each(|(i, x)| *x = *from.offset(i as isize * stride)),
                 }
             }
         });
     }
 
-    /// How the source is transposed: another dimension than the last lies side by side in memory. `None` for
-    /// others, and for those too small to matter.
+    /// How the source is transposed: another dimension than the last lies side by side in memory.
+    /// `None` for others, and for those too small to matter.
     pub fn turned(&self) -> Option<Turned> {
         let walk = &self.0;
         let last = walk.rank - 1;
@@ -183,7 +191,12 @@ impl Source {
         let axis = (0..last).rfind(|axis| walk.strides[*axis] == 1)?;
         let rows = walk.sizes[axis];
         let between = walk.sizes[axis + 1..last].iter().product();
-        Some(Turned { sizes: [rows, columns], planes: walk.numel / (rows * columns), axis, between })
+        Some(Turned {
+            sizes: [rows, columns],
+            planes: walk.numel / (rows * columns),
+            axis,
+            between,
+        })
     }
 
     /// `count` rows of one column of a transposed source, which lie side by side.
@@ -198,9 +211,12 @@ impl Source {
         let start = turned.index(plane, row, column);
         self.0.check::<T>(start, 1);
         let (offset, index) = self.0.locate(start);
-        assert!(index[turned.axis] + count <= self.0.sizes[turned.axis], "rows outside their plane");
-        // SAFETY: the first element is inside the view by `check`, the others along a dimension of stride 1 by
-        // the assertion and `turned`; live and unwritten by the promise of `new`.
+        assert!(
+            index[turned.axis] + count <= self.0.sizes[turned.axis],
+            "rows outside their plane"
+        );
+        // SAFETY: the first element is inside the view by `check`, the others along a dimension of
+        // stride 1 by the assertion and `turned`; live and unwritten by the promise of `new`.
         unsafe { std::slice::from_raw_parts(self.0.at::<T>(offset), count) }
     }
 
@@ -224,8 +240,9 @@ impl Target {
     /// Destination `i` of a call.
     ///
     /// # Safety
-    /// The view lies in live memory, no two of its elements share an address, and nobody else reads or
-    /// writes it while this and what it lends live. Calls of one task at a time touch disjoint ranges.
+    /// The view lies in live memory, no two of its elements share an address, and nobody else reads
+    /// or writes it while this and what it lends live. Calls of one task at a time touch disjoint
+    /// ranges.
     pub unsafe fn new(call: &Call<'_>, i: usize) -> Self {
         Self(Walk::new(call.dst(i)))
     }
@@ -244,12 +261,15 @@ impl Target {
     }
 
     /// Elements `start..start + len` where they lie, if side by side.
-    #[allow(clippy::mut_from_ref, reason = "tasks touch disjoint ranges, as `new` was promised")]
+    #[allow(
+        clippy::mut_from_ref,
+        reason = "tasks touch disjoint ranges, as `new` was promised"
+    )]
     pub fn lend<T: Copy>(&self, start: usize, len: usize) -> Option<&mut [T]> {
         self.0.check::<T>(start, len);
         let offset = self.0.together(start, len)?;
-        // SAFETY: inside the view by `check` and `together`; live, and touched by this task alone, by the
-        // promise of `new`; aligned as for sources.
+        // SAFETY: inside the view by `check` and `together`; live, and touched by this task alone,
+        // by the promise of `new`; aligned as for sources.
         Some(unsafe { std::slice::from_raw_parts_mut(self.0.at::<T>(offset), len) })
     }
 
@@ -260,18 +280,22 @@ impl Target {
         self.0.lines(start, values.len(), |offset, done, count| {
             let to = self.0.at::<T>(offset);
             let values = &values[done..done + count];
-            // SAFETY: as in `lend`; `lines` stays inside the view, and a borrowed slice is no part of it.
+            // SAFETY: as in `lend`; `lines` stays inside the view, and a borrowed slice is no part
+            // of it.
             unsafe {
                 match stride {
                     1 => std::ptr::copy_nonoverlapping(values.as_ptr(), to, count),
-                    _ => values.iter().enumerate().for_each(|(i, x)| *to.offset(i as isize * stride) = *x),
+                    _ => values
+                        .iter()
+                        .enumerate()
+                        .for_each(|(i, x)| *to.offset(i as isize * stride) = *x),
                 }
             }
         });
     }
 
-    /// Lets `fill` write the elements from `start` on, in place where they lie side by side, else by way of
-    /// `buf`.
+    /// Lets `fill` write the elements from `start` on, in place where they lie side by side, else
+    /// by way of `buf`.
     pub fn write<T: Copy>(&self, start: usize, buf: &mut [T], fill: impl FnOnce(&mut [T])) {
         match self.lend(start, buf.len()) {
             Some(place) => fill(place),

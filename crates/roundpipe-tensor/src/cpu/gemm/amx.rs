@@ -1,8 +1,8 @@
 //! The bf16 kernel for AMX: four tiles of 16 by 16 sums, multiplied 32 steps at a time.
 //!
-//! A left panel is `[k / 32][32 rows][32 steps]`, a right panel `[k / 2][32 columns][2 steps]`, both with
-//! zeros up to the next multiple of 32 steps. Tiles are configured on entry to a series of products and
-//! released after it; between the two nothing else on the thread may use tiles.
+//! A left panel is `[k / 32][32 rows][32 steps]`, a right panel `[k / 2][32 columns][2 steps]`,
+//! both with zeros up to the next multiple of 32 steps. Tiles are configured on entry to a series
+//! of products and released after it; between the two nothing else on the thread may use tiles.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -17,10 +17,21 @@ use super::pack::Lines;
 /// Rows and columns of a panel, and steps of a tile.
 const SIDE: usize = 32;
 
-pub(super) static BF16: Kernel<bf16> =
-    Kernel { mr: SIDE, nr: SIDE, round: SIDE, kc: 512, unit: 2, pack_a, pack_b, multiply, enter, leave };
+pub(super) static BF16: Kernel<bf16> = Kernel {
+    mr: SIDE,
+    nr: SIDE,
+    round: SIDE,
+    kc: 512,
+    unit: 2,
+    pack_a,
+    pack_b,
+    multiply,
+    enter,
+    leave,
+};
 
-/// Whether the machine has AMX for bf16, the system lets this process use it, and it multiplies right.
+/// Whether the machine has AMX for bf16, the system lets this process use it, and it multiplies
+/// right.
 ///
 /// The leaves that describe the tiles are not asked: some virtual machines hide them. A product is
 /// tried instead.
@@ -38,7 +49,9 @@ fn present() -> bool {
     }
     let enabled: u32;
     // SAFETY: `osxsave` says that xgetbv exists; it only writes eax and edx.
-    unsafe { asm!("xgetbv", in("ecx") 0, out("eax") enabled, out("edx") _, options(nomem, nostack)) };
+    unsafe {
+        asm!("xgetbv", in("ecx") 0, out("eax") enabled, out("edx") _, options(nomem, nostack))
+    };
     // Bits 17 and 18: the tile configuration and the tile data.
     enabled >> 17 & 3 == 3
 }
@@ -49,7 +62,13 @@ fn permitted() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
     const XFEATURE_XTILEDATA: libc::c_long = 18;
     // SAFETY: this call takes two numbers and touches no memory of ours.
-    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
+    unsafe {
+        libc::syscall(
+            libc::SYS_arch_prctl,
+            ARCH_REQ_XCOMP_PERM,
+            XFEATURE_XTILEDATA,
+        ) == 0
+    }
 }
 
 /// Not known how to ask here.
@@ -62,13 +81,29 @@ fn permitted() -> bool {
 fn multiplies() -> bool {
     const K: usize = 2 * SIDE;
     let value = |i: usize, p: usize| ((i * 7 + p * 3) % 11) as f32 - 5.0;
-    let numbers: Vec<bf16> = (0..SIDE * K).map(|x| bf16::from_f32(value(x / K, x % K))).collect();
-    let lines = Lines { ptr: numbers.as_ptr(), lane: K as isize, step: 1, lanes: SIDE, k: K };
+    let numbers: Vec<bf16> = (0..SIDE * K)
+        .map(|x| bf16::from_f32(value(x / K, x % K)))
+        .collect();
+    let lines = Lines {
+        ptr: numbers.as_ptr(),
+        lane: K as isize,
+        step: 1,
+        lanes: SIDE,
+        k: K,
+    };
     let (mut a, mut b) = (vec![bf16::ZERO; SIDE * K], vec![bf16::ZERO; SIDE * K]);
     let mut got = vec![0.0_f32; SIDE * SIDE];
     let row = SIDE as isize;
-    let dest = Dest { ptr: got.as_mut_ptr(), row, rows: SIDE, cols: SIDE, alpha: 1.0, add: false };
-    // SAFETY: `present` and `permitted` came before; all buffers have the sizes that the kernel states.
+    let dest = Dest {
+        ptr: got.as_mut_ptr(),
+        row,
+        rows: SIDE,
+        cols: SIDE,
+        alpha: 1.0,
+        add: false,
+    };
+    // SAFETY: `present` and `permitted` came before; all buffers have the sizes that the kernel
+    // states.
     unsafe {
         pack_a(&lines, a.as_mut_ptr().cast());
         pack_b(&lines, b.as_mut_ptr().cast());
@@ -93,8 +128,13 @@ unsafe fn enter() {
         row_bytes: [u16; 16],
         rows: [u8; 16],
     }
-    let mut config =
-        Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+    let mut config = Config {
+        palette: 1,
+        start_row: 0,
+        reserved: [0; 14],
+        row_bytes: [0; 16],
+        rows: [0; 16],
+    };
     config.row_bytes[..8].fill(64);
     config.rows[..8].fill(16);
     // SAFETY: the caller vouches for AMX; the instruction reads these 64 bytes.
@@ -119,8 +159,8 @@ unsafe fn multiply(k: usize, a: *const u8, b: *const u8, dest: &Dest<f32>) {
     unsafe { multiply_with(tiles, k, a, b, dest) }
 }
 
-/// Sums go on from what is in the destination: loading tiles is cheaper than adding to memory. With a
-/// factor they cannot, and are added afterwards. `tiles` is [`tiles`], or stands for it in tests.
+/// Sums go on from what is in the destination: loading tiles is cheaper than adding to memory. With
+/// a factor they cannot, and are added afterwards. `tiles` is [`tiles`], or stands for it in tests.
 ///
 /// # Safety
 /// As for [`multiply`].
@@ -131,18 +171,32 @@ unsafe fn multiply_with(tiles: Tiles, k: usize, a: *const u8, b: *const u8, dest
     let square = square.as_mut_ptr().cast::<f32>();
     let steps = k.div_ceil(SIDE);
     let plain = dest.alpha == 1.0;
-    // SAFETY: the panels hold `steps` blocks; the square and a whole destination hold 32 rows of 32.
+    // SAFETY: the panels hold `steps` blocks; the square and a whole destination hold 32 rows of
+    // 32.
     unsafe {
         if plain && dest.rows == SIDE && dest.cols == SIDE {
             return tiles(steps, a, b, dest.ptr, dest.row * 4, dest.add);
         }
         let row = SIDE as isize;
         if plain && dest.add {
-            let held = Dest { ptr: square, row, alpha: 1.0, add: false, ..*dest };
+            let held = Dest {
+                ptr: square,
+                row,
+                alpha: 1.0,
+                add: false,
+                ..*dest
+            };
             avx512::store(&held, dest.ptr, dest.row);
         }
         tiles(steps, a, b, square, row * 4, plain && dest.add);
-        avx512::store(&Dest { add: dest.add && !plain, ..*dest }, square, row);
+        avx512::store(
+            &Dest {
+                add: dest.add && !plain,
+                ..*dest
+            },
+            square,
+            row,
+        );
     }
 }
 
@@ -152,10 +206,11 @@ type Tiles = unsafe fn(usize, *const u8, *const u8, *mut f32, isize, bool);
 /// `c = a b`, or `c += a b` if `add`: 32 rows by 32 columns, rows of c `c_row` bytes apart.
 ///
 /// # Safety
-/// Both panels hold `steps` blocks of 2048 bytes, c its 32 rows; this thread is between [`enter`] and
-/// [`leave`].
+/// Both panels hold `steps` blocks of 2048 bytes, c its 32 rows; this thread is between [`enter`]
+/// and [`leave`].
 unsafe fn tiles(steps: usize, a: *const u8, b: *const u8, c: *mut f32, c_row: isize, add: bool) {
-    // SAFETY: each pass reads 2048 bytes of either panel; c is read and written as the caller allows.
+    // SAFETY: each pass reads 2048 bytes of either panel; c is read and written as the caller
+    // allows.
     unsafe {
         asm!(
             "test {add:e}, {add:e}",
@@ -208,8 +263,8 @@ unsafe fn tiles(steps: usize, a: *const u8, b: *const u8, c: *mut f32, c_row: is
 }
 
 /// # Safety
-/// The elements of `lines` exist, at most 32 lanes; `dst` holds 64 bytes for each of 32 rows and each
-/// 32 steps begun; the machine has AVX-512.
+/// The elements of `lines` exist, at most 32 lanes; `dst` holds 64 bytes for each of 32 rows and
+/// each 32 steps begun; the machine has AVX-512.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
 unsafe fn pack_a(lines: &Lines<bf16>, dst: *mut u8) {
     for p in (0..lines.k).step_by(SIDE) {
@@ -233,12 +288,13 @@ unsafe fn pack_b(lines: &Lines<bf16>, dst: *mut u8) {
     // SAFETY: the caller's promises; both parts lie inside the panel.
     unsafe {
         avx512::pack_pairs::<SIDE>(lines, dst);
-        dst.add(pairs * 4 * SIDE).write_bytes(0, (all - pairs) * 4 * SIDE);
+        dst.add(pairs * 4 * SIDE)
+            .write_bytes(0, (all - pairs) * 4 * SIDE);
     }
 }
 
-/// The same kernel with tiles in plain Rust, to test everything around the instructions on any machine
-/// with AVX-512.
+/// The same kernel with tiles in plain Rust, to test everything around the instructions on any
+/// machine with AVX-512.
 #[cfg(test)]
 pub(super) static IMITATED: Kernel<bf16> = {
     #[target_feature(enable = "avx512f")]
@@ -246,12 +302,24 @@ pub(super) static IMITATED: Kernel<bf16> = {
         // SAFETY: the caller's promises.
         unsafe { multiply_with(imitated_tiles, k, a, b, dest) }
     }
-    Kernel { multiply, enter: super::element::nothing, leave: super::element::nothing, ..BF16 }
+    Kernel {
+        multiply,
+        enter: super::element::nothing,
+        leave: super::element::nothing,
+        ..BF16
+    }
 };
 
 /// What the instructions of [`tiles`] do, by the book.
 #[cfg(test)]
-unsafe fn imitated_tiles(steps: usize, a: *const u8, b: *const u8, c: *mut f32, c_row: isize, add: bool) {
+unsafe fn imitated_tiles(
+    steps: usize,
+    a: *const u8,
+    b: *const u8,
+    c: *mut f32,
+    c_row: isize,
+    add: bool,
+) {
     let (a, b) = (a.cast::<bf16>(), b.cast::<bf16>());
     for i in 0..SIDE {
         for j in 0..SIDE {

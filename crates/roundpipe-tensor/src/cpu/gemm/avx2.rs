@@ -81,9 +81,17 @@ macro_rules! multiply {
                     let place = dest.ptr.offset(i as isize * dest.row);
                     for (half, &sum) in sum.iter().enumerate() {
                         let place = place.add(half * $lanes);
-                        // Not fused, as at the edges: an element's bits must not depend on where it lies.
+                        // Not fused, as at the edges: an element's bits must not depend on where it
+                        // lies.
                         let sum = $mul(alpha, sum);
-                        $store(place, if dest.add { add::$name(sum, $load(place)) } else { sum });
+                        $store(
+                            place,
+                            if dest.add {
+                                add::$name(sum, $load(place))
+                            } else {
+                                sum
+                            },
+                        );
                     }
                 }
             }
@@ -92,7 +100,9 @@ macro_rules! multiply {
 }
 
 mod add {
-    pub(super) use std::arch::x86_64::{_mm256_add_pd as multiply_f64, _mm256_add_ps as multiply_f32};
+    pub(super) use std::arch::x86_64::{
+        _mm256_add_pd as multiply_f64, _mm256_add_ps as multiply_f32,
+    };
 }
 
 multiply!(

@@ -45,7 +45,12 @@ macro_rules! multiply {
         #[target_feature(enable = $features)]
         unsafe fn $name(k: usize, a: *const u8, b: *const u8, dest: &Dest<$sum>) {
             #[target_feature(enable = $features)]
-            unsafe fn rows<const R: usize>(k: usize, a: *const u8, b: *const u8, dest: &Dest<$sum>) {
+            unsafe fn rows<const R: usize>(
+                k: usize,
+                a: *const u8,
+                b: *const u8,
+                dest: &Dest<$sum>,
+            ) {
                 let (mut a, mut b) = (a.cast::<$packed>(), b.cast::<$packed>());
                 let mut sums = [[$zero(); 2]; R];
                 for _ in 0..k.div_ceil($steps) {
@@ -66,10 +71,13 @@ macro_rules! multiply {
                 let masks = [first(dest.cols), first(dest.cols.saturating_sub($lanes))];
                 for (i, sum) in sums.iter().enumerate() {
                     for (half, &sum) in sum.iter().enumerate() {
-                        // SAFETY: the destination has R rows; a whole row holds two vectors, and the
-                        // masks keep to `cols` in any other.
+                        // SAFETY: the destination has R rows; a whole row holds two vectors, and
+                        // the masks keep to `cols` in any other.
                         unsafe {
-                            let place = dest.ptr.offset(i as isize * dest.row).wrapping_add(half * $lanes);
+                            let place = dest
+                                .ptr
+                                .offset(i as isize * dest.row)
+                                .wrapping_add(half * $lanes);
                             let mask = masks[half] as _;
                             if whole {
                                 let sum = if dest.add {
@@ -261,10 +269,15 @@ unsafe fn pack_f16<const W: usize>(lines: &Lines<f16>, dst: *mut u8) {
     unsafe {
         if lines.step == 1 && lines.lane != 1 {
             transpose::<W>(lines.lanes, lines.k, dst.cast(), |lane, p| {
-                _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(lines.k - p), lines.at(lane, p).cast()))
+                _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(
+                    first(lines.k - p),
+                    lines.at(lane, p).cast(),
+                ))
             });
         } else {
-            pack::panel::<_, f32, W>(lines, dst.cast(), |s, d, n| cast::x86::widen_f16_avx2(s, d, n));
+            pack::panel::<_, f32, W>(lines, dst.cast(), |s, d, n| {
+                cast::x86::widen_f16_avx2(s, d, n)
+            });
         }
     }
 }
@@ -279,11 +292,19 @@ pub(super) unsafe fn pack_pairs<const W: usize>(lines: &Lines<bf16>, dst: *mut u
             interleave::<W>(lines, dst.cast());
         } else if lines.step == 1 {
             // A pair fills one 32-bit lane, so this is the transpose of f32.
-            transpose::<W>(lines.lanes, lines.k.div_ceil(2), dst.cast(), |lane, pair| {
-                let left = lines.k - 2 * pair;
-                let mask = if left >= 32 { !0 } else { (1 << left) - 1 };
-                _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, lines.at(lane, 2 * pair).cast()))
-            });
+            transpose::<W>(
+                lines.lanes,
+                lines.k.div_ceil(2),
+                dst.cast(),
+                |lane, pair| {
+                    let left = lines.k - 2 * pair;
+                    let mask = if left >= 32 { !0 } else { (1 << left) - 1 };
+                    _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(
+                        mask,
+                        lines.at(lane, 2 * pair).cast(),
+                    ))
+                },
+            );
         } else {
             pack::pairs::<W>(lines, dst.cast());
         }
@@ -358,7 +379,10 @@ pub(super) unsafe fn bf16_rows(lines: &Lines<bf16>, lane: usize, p: usize) -> [_
 unsafe fn woven(lines: &Lines<bf16>, lane: usize, p: usize) -> __m512i {
     let mask = first(lines.lanes.saturating_sub(lane));
     let odd_mask = if p + 1 < lines.k { mask } else { 0 };
-    let src = lines.ptr.wrapping_offset(p as isize * lines.step).wrapping_add(lane);
+    let src = lines
+        .ptr
+        .wrapping_offset(p as isize * lines.step)
+        .wrapping_add(lane);
     let next = src.wrapping_offset(lines.step);
     // SAFETY: the masks keep the reads to lanes and steps that exist.
     unsafe {
@@ -421,8 +445,9 @@ unsafe fn transpose<const W: usize>(
             }
             let block = transpose_16(block);
             for (q, &row) in block.iter().enumerate().take(steps - p) {
-                // SAFETY: the step is below `steps`. A store wider than what is left of the row runs
-                // into the next one, which is written after it; the last row has none, so it is masked.
+                // SAFETY: the step is below `steps`. A store wider than what is left of the row
+                // runs into the next one, which is written after it; the last row has none, so it
+                // is masked.
                 unsafe {
                     let place = dst.add((p + q) * W + lane);
                     if W - lane >= 16 || (lane == 0 && p + q + 1 < steps) {
@@ -448,7 +473,8 @@ fn transpose_16(r: [__m512; 16]) -> [__m512; 16] {
     }
     let mut t = s;
     for i in 0..4 {
-        let [a, b, c, d] = [s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]].map(|x| _mm512_castps_pd(x));
+        let [a, b, c, d] =
+            [s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]].map(|x| _mm512_castps_pd(x));
         t[4 * i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
         t[4 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
         t[4 * i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));

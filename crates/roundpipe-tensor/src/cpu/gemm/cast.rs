@@ -1,7 +1,8 @@
 //! Conversions of rows between 16-bit floats and f32, by instruction set.
 //!
 //! Rounding is to nearest, ties to even; NaN stays NaN. All sets give the same bits, except for the
-//! payload of a NaN and for numbers below bf16's normal range, which `vcvtneps2bf16` flushes to zero.
+//! payload of a NaN and for numbers below bf16's normal range, which `vcvtneps2bf16` flushes to
+//! zero.
 
 use half::{bf16, f16};
 
@@ -82,7 +83,11 @@ unsafe fn narrow_bf16(src: *const f32, dst: *mut bf16, n: usize) {
             let bits = x.to_bits();
             let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
             // Rounding could turn a NaN into an infinity: it is cut and made quiet instead.
-            let bits = if x.is_nan() { (bits >> 16) | 0x40 } else { rounded };
+            let bits = if x.is_nan() {
+                (bits >> 16) | 0x40
+            } else {
+                rounded
+            };
             *dst.add(i) = bf16::from_bits(bits as u16);
         }
     }
@@ -126,7 +131,12 @@ pub(super) mod x86 {
         let whole = n - n % 8;
         for i in (0..whole).step_by(8) {
             // SAFETY: i + 8 <= n.
-            unsafe { _mm256_storeu_ps(dst.add(i), _mm256_cvtph_ps(_mm_loadu_si128(src.add(i).cast()))) }
+            unsafe {
+                _mm256_storeu_ps(
+                    dst.add(i),
+                    _mm256_cvtph_ps(_mm_loadu_si128(src.add(i).cast())),
+                )
+            }
         }
         for i in whole..n {
             // SAFETY: i < n.
@@ -146,7 +156,10 @@ pub(super) mod x86 {
         for i in (0..whole).step_by(8) {
             // SAFETY: i + 8 <= n.
             unsafe {
-                _mm_storeu_si128(dst.add(i).cast(), _mm256_cvtps_ph::<NEAREST>(_mm256_loadu_ps(src.add(i))))
+                _mm_storeu_si128(
+                    dst.add(i).cast(),
+                    _mm256_cvtps_ph::<NEAREST>(_mm256_loadu_ps(src.add(i))),
+                )
             }
         }
         for i in whole..n {
@@ -210,13 +223,20 @@ pub(super) mod x86 {
         for i in (0..whole).step_by(32) {
             // SAFETY: i + 32 <= n; both vector types are 64 bytes of plain data.
             unsafe {
-                let pair = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(src.add(i + 16)), _mm512_loadu_ps(src.add(i)));
-                _mm512_storeu_si512(dst.add(i).cast(), std::mem::transmute::<__m512bh, __m512i>(pair));
+                let pair = _mm512_cvtne2ps_pbh(
+                    _mm512_loadu_ps(src.add(i + 16)),
+                    _mm512_loadu_ps(src.add(i)),
+                );
+                _mm512_storeu_si512(
+                    dst.add(i).cast(),
+                    std::mem::transmute::<__m512bh, __m512i>(pair),
+                );
             }
         }
         for i in (whole..n).step_by(16) {
             let mask = tail(n - i);
-            // SAFETY: the mask keeps the access below n; both vector types are 32 bytes of plain data.
+            // SAFETY: the mask keeps the access below n; both vector types are 32 bytes of plain
+            // data.
             unsafe {
                 let x = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, src.add(i)));
                 _mm256_mask_storeu_epi16(

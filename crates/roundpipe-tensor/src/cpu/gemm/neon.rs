@@ -73,5 +73,21 @@ macro_rules! multiply {
     };
 }
 
-multiply!(multiply_f32, f32, 4, vdupq_n_f32, vld1q_f32, vst1q_f32, vfmaq_n_f32);
-multiply!(multiply_f64, f64, 2, vdupq_n_f64, vld1q_f64, vst1q_f64, vfmaq_n_f64);
+multiply!(
+    multiply_f32,
+    f32,
+    4,
+    vdupq_n_f32,
+    vld1q_f32,
+    vst1q_f32,
+    vfmaq_n_f32
+);
+multiply!(
+    multiply_f64,
+    f64,
+    2,
+    vdupq_n_f64,
+    vld1q_f64,
+    vst1q_f64,
+    vfmaq_n_f64
+);

@@ -1,8 +1,8 @@
-//! Copies an operand into panels: `W` lanes (rows of the left or columns of the right operand) side by
-//! side for each step along k, so that a kernel reads both operands front to back.
+//! Copies an operand into panels: `W` lanes (rows of the left or columns of the right operand) side
+//! by side for each step along k, so that a kernel reads both operands front to back.
 //!
-//! Lanes beyond the operand and steps beyond k are written as zeros. A type that the kernel does not
-//! multiply directly is converted on the way.
+//! Lanes beyond the operand and steps beyond k are written as zeros. A type that the kernel does
+//! not multiply directly is converted on the way.
 
 #[cfg(target_arch = "x86_64")]
 use half::bf16;
@@ -27,7 +27,10 @@ impl<T: Copy> Lines<T> {
     #[inline(always)]
     pub(super) unsafe fn at(&self, lane: usize, p: usize) -> *const T {
         // SAFETY: the caller vouches that this element exists.
-        unsafe { self.ptr.offset(lane as isize * self.lane + p as isize * self.step) }
+        unsafe {
+            self.ptr
+                .offset(lane as isize * self.lane + p as isize * self.step)
+        }
     }
 }
 
@@ -98,7 +101,11 @@ pub(super) unsafe fn pairs<const W: usize>(lines: &Lines<bf16>, dst: *mut bf16) 
                 // SAFETY: the element is read only if lane < lanes and p < k; the write is below
                 // the end of the last pair.
                 unsafe {
-                    let x = if lane < lanes && p < k { *lines.at(lane, p) } else { bf16::ZERO };
+                    let x = if lane < lanes && p < k {
+                        *lines.at(lane, p)
+                    } else {
+                        bf16::ZERO
+                    };
                     *dst.add((pair * W + lane) * 2 + half) = x;
                 }
             }

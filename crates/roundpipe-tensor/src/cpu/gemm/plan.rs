@@ -1,15 +1,16 @@
 //! How a product is cut.
 //!
-//! Pieces of k follow from k and the kernel alone, since the order of a sum decides its bits. All other
-//! cuts may follow from anything, even the number of threads: they only decide who does what when.
+//! Pieces of k follow from k and the kernel alone, since the order of a sum decides its bits. All
+//! other cuts may follow from anything, even the number of threads: they only decide who does what
+//! when.
 
 use super::element::{Element, Kernel};
 
 /// Most columns of a tile, for buffers of one row.
 pub(super) const MAX_TILE_COLS: usize = 512;
 
-/// Rows of a block. Few enough that its panels are still in the shared cache when they are multiplied,
-/// more with more threads, which would else wait for each other too often.
+/// Rows of a block. Few enough that its panels are still in the shared cache when they are
+/// multiplied, more with more threads, which would else wait for each other too often.
 const BLOCK_M_PER_THREAD: usize = 576;
 const MAX_BLOCK_THREADS: usize = 4;
 /// Bounds of a block: its panels take at most about 10 MB per operand, its sums 20 MB.
@@ -45,11 +46,27 @@ pub(super) struct Plan {
 
 impl Plan {
     /// For a product of `[m, k]` and `[k, n]`, none of them 0.
-    pub(super) fn new<T: Element>(kernel: &Kernel<T>, threads: usize, [m, n, k]: [usize; 3]) -> Self {
-        let Kernel { mr, nr, round, kc, unit, .. } = *kernel;
+    pub(super) fn new<T: Element>(
+        kernel: &Kernel<T>,
+        threads: usize,
+        [m, n, k]: [usize; 3],
+    ) -> Self {
+        let Kernel {
+            mr,
+            nr,
+            round,
+            kc,
+            unit,
+            ..
+        } = *kernel;
         let piece = even(k, kc, round);
-        let block_k = ((MAX_BLOCK_BYTES_K / unit / piece).max(1) * piece).min(k.next_multiple_of(piece));
-        let block_m = even(m, BLOCK_M_PER_THREAD * threads.clamp(1, MAX_BLOCK_THREADS), mr);
+        let block_k =
+            ((MAX_BLOCK_BYTES_K / unit / piece).max(1) * piece).min(k.next_multiple_of(piece));
+        let block_m = even(
+            m,
+            BLOCK_M_PER_THREAD * threads.clamp(1, MAX_BLOCK_THREADS),
+            mr,
+        );
         let block_n = even(n, MAX_BLOCK_N, nr);
         let (mut across, mut down) = (TILE_PANELS, TILE_PANELS);
         loop {
@@ -59,7 +76,11 @@ impl Plan {
             if tiles >= MANY_TILES || work < 2 * SMALL_TILE || across * down == 1 {
                 break;
             }
-            if across > 1 && tile_n >= tile_m || down == 1 { across /= 2 } else { down /= 2 }
+            if across > 1 && tile_n >= tile_m || down == 1 {
+                across /= 2
+            } else {
+                down /= 2
+            }
         }
         let per_task = |width: usize| ((1 << 16) / (width * block_k.min(k))).max(1);
         Self {
@@ -82,11 +103,16 @@ impl Plan {
 
     /// Bytes of a block's right panels, if they are packed together.
     pub(super) fn b_bytes<T: Element>(&self, kernel: &Kernel<T>) -> usize {
-        if self.lean { 0 } else { self.block_n * self.block_k * kernel.unit }
+        if self.lean {
+            0
+        } else {
+            self.block_n * self.block_k * kernel.unit
+        }
     }
 }
 
-/// The length of the equal parts of `n`, as few as `most` allows, rounded up to a multiple of `unit`.
+/// The length of the equal parts of `n`, as few as `most` allows, rounded up to a multiple of
+/// `unit`.
 fn even(n: usize, most: usize, unit: usize) -> usize {
     n.div_ceil(n.div_ceil(most)).next_multiple_of(unit)
 }

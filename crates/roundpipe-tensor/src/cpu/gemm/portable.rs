@@ -69,7 +69,10 @@ unsafe fn multiply<S: Sum>(k: usize, a: *const u8, b: *const u8, dest: &Dest<S>)
 /// # Safety
 /// The destination exists.
 #[inline(always)]
-pub(super) unsafe fn store<S: Sum, const R: usize, const C: usize>(dest: &Dest<S>, sums: &[[S; C]; R]) {
+pub(super) unsafe fn store<S: Sum, const R: usize, const C: usize>(
+    dest: &Dest<S>,
+    sums: &[[S; C]; R],
+) {
     for (i, row) in sums[..dest.rows].iter().enumerate() {
         for (j, &sum) in row[..dest.cols].iter().enumerate() {
             // SAFETY: i < rows and j < cols.

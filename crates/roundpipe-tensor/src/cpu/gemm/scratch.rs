@@ -62,7 +62,11 @@ impl Drop for Scratch {
         let _ = SHELF.try_with(|shelf| {
             let place = &shelf[self.usage as usize];
             let other = place.take();
-            place.set(if other.capacity() > lines.capacity() { other } else { lines });
+            place.set(if other.capacity() > lines.capacity() {
+                other
+            } else {
+                lines
+            });
         });
     }
 }

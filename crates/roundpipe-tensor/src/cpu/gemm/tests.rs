@@ -48,7 +48,10 @@ struct Random(u64);
 
 impl Random {
     fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         self.0 >> 33
     }
     fn below(&mut self, n: usize) -> usize {
@@ -71,12 +74,22 @@ struct Held<T> {
 impl<T: Number> Held<T> {
     fn new(random: &mut Random, rows: usize, cols: usize, (row, col): (isize, isize)) -> Self {
         let extent = |n: usize, stride: isize| n.saturating_sub(1) as isize * stride;
-        let ends = [0, extent(rows, row), extent(cols, col), extent(rows, row) + extent(cols, col)];
+        let ends = [
+            0,
+            extent(rows, row),
+            extent(cols, col),
+            extent(rows, row) + extent(cols, col),
+        ];
         let (low, high) = (ends.iter().min().unwrap(), ends.iter().max().unwrap());
         let guard = 70;
         let origin = guard + low.unsigned_abs();
         let data = vec![T::of(f64::NAN); origin + high.unsigned_abs() + 1 + guard];
-        let mut held = Self { data, origin, row, col };
+        let mut held = Self {
+            data,
+            origin,
+            row,
+            col,
+        };
         for i in 0..rows {
             for j in 0..cols {
                 let at = held.index(i, j);
@@ -92,10 +105,17 @@ impl<T: Number> Held<T> {
         self.data[self.index(i, j)].f64()
     }
     fn mat(&self) -> Mat<T> {
-        Mat { ptr: self.data.as_ptr().wrapping_add(self.origin), row: self.row, col: self.col }
+        Mat {
+            ptr: self.data.as_ptr().wrapping_add(self.origin),
+            row: self.row,
+            col: self.col,
+        }
     }
     fn mat_mut(&mut self) -> MatMut<T> {
-        MatMut { ptr: self.data.as_mut_ptr().wrapping_add(self.origin), row: self.row }
+        MatMut {
+            ptr: self.data.as_mut_ptr().wrapping_add(self.origin),
+            row: self.row,
+        }
     }
 }
 
@@ -157,32 +177,50 @@ fn check_kernel<T: Number + Element, O: Number + Store<T::Sum>>(
     };
     // SAFETY: the operands are the vectors above, with all strides inside them.
     unsafe { gemm_by(isa, kernel, Some(threads), &product) };
-    let what = format!("{isa:?} {sizes:?} strides {sa:?} {sb:?} alpha {alpha} beta {beta} seed {seed}");
+    let what =
+        format!("{isa:?} {sizes:?} strides {sa:?} {sb:?} alpha {alpha} beta {beta} seed {seed}");
     for i in 0..m {
         for j in 0..n {
             let terms = || (0..k).map(|p| alpha * a.at(i, p) * b.at(p, j));
             let bias = bias.as_ref().map_or(0.0, |b| b[j].f64());
-            let old = if beta == 0.0 { 0.0 } else { beta * before.at(i, j) };
+            let old = if beta == 0.0 {
+                0.0
+            } else {
+                beta * before.at(i, j)
+            };
             let want = terms().sum::<f64>() + bias + old;
             let scale = terms().map(f64::abs).sum::<f64>() + bias.abs() + old.abs();
             let rounded = (want.abs() * O::EPSILON).max(O::tiny());
             let bound = rounded + scale * (8.0 + k as f64 / 4.0) * sum_epsilon::<T>();
             let got = c.at(i, j);
-            assert!((got - want).abs() <= bound, "({i}, {j}) is {got}, not {want}: {what}");
+            assert!(
+                (got - want).abs() <= bound,
+                "({i}, {j}) is {got}, not {want}: {what}"
+            );
         }
     }
-    let inside: Vec<usize> =
-        (0..m).flat_map(|i| (0..n).map(move |j| (i, j))).map(|(i, j)| c.index(i, j)).collect();
+    let inside: Vec<usize> = (0..m)
+        .flat_map(|i| (0..n).map(move |j| (i, j)))
+        .map(|(i, j)| c.index(i, j))
+        .collect();
     let mut outside = vec![true; c.data.len()];
     inside.iter().for_each(|&x| outside[x] = false);
     for x in (0..c.data.len()).filter(|&x| outside[x]) {
-        assert_eq!(c.data[x].bits(), O::of(f64::NAN).bits(), "element {x} outside the output: {what}");
+        assert_eq!(
+            c.data[x].bits(),
+            O::of(f64::NAN).bits(),
+            "element {x} outside the output: {what}"
+        );
     }
 }
 
 /// Half a unit in the last place of what `T` is summed in.
 fn sum_epsilon<T: Element>() -> f64 {
-    if size_of::<T::Sum>() == 8 { f64::EPSILON } else { f32::EPSILON.into() }
+    if size_of::<T::Sum>() == 8 {
+        f64::EPSILON
+    } else {
+        f32::EPSILON.into()
+    }
 }
 
 fn check_all_types(isa: Isa, threads: &Threads, seed: u64, sizes: [usize; 3]) {
@@ -194,24 +232,30 @@ fn check_all_types(isa: Isa, threads: &Threads, seed: u64, sizes: [usize; 3]) {
     check::<f16, f32>(isa, threads, seed, sizes);
 }
 
-/// Small sizes meet every edge of every kernel, with strides of every kind; outside the operands lie
-/// NaNs that must be neither used nor overwritten.
+/// Small sizes meet every edge of every kernel, with strides of every kind; outside the operands
+/// lie NaNs that must be neither used nor overwritten.
 #[test]
 fn small_products_agree_with_f64() {
     let threads = Threads::new(Some(1)).unwrap();
     for isa in Isa::available() {
-        // The same cases for every set, so that a machine with more of them meets none that others did not.
+        // The same cases for every set, so that a machine with more of them meets none that others
+        // did not.
         let random = &mut Random(1);
         let (count, most) = if cfg!(miri) { (3, 12) } else { (60, 70) };
         for seed in 0..count {
-            let sizes = [1 + random.below(most), 1 + random.below(most), random.below(most)];
+            let sizes = [
+                1 + random.below(most),
+                1 + random.below(most),
+                random.below(most),
+            ];
             check_all_types(isa, &threads, seed, sizes);
         }
     }
 }
 
-/// A result between two subnormals of f16 is rounded to one of them, half their distance away at most. (This case
-/// once stood above the bound on machines with AMX alone, which had sizes of their own.)
+/// A result between two subnormals of f16 is rounded to one of them, half their distance away at
+/// most. (This case once stood above the bound on machines with AMX alone, which had sizes of their
+/// own.)
 #[test]
 fn results_among_the_subnormals_agree_with_f64() {
     let threads = Threads::new(Some(1)).unwrap();
@@ -226,15 +270,17 @@ fn results_among_the_subnormals_agree_with_f64() {
 fn large_products_agree_with_f64() {
     let threads = Threads::new(Some(2)).unwrap();
     for isa in Isa::available() {
-        for (seed, sizes) in
-            [[2500, 33, 9], [5, 2100, 20], [15, 35, 4500], [150, 70, 700]].into_iter().enumerate()
+        for (seed, sizes) in [[2500, 33, 9], [5, 2100, 20], [15, 35, 4500], [150, 70, 700]]
+            .into_iter()
+            .enumerate()
         {
             check_all_types(isa, &threads, seed as u64, sizes);
         }
     }
 }
 
-/// Several blocks along m and k at once: right panels are shared by rows, or sums kept per block of rows.
+/// Several blocks along m and k at once: right panels are shared by rows, or sums kept per block of
+/// rows.
 #[test]
 #[cfg_attr(miri, ignore = "millions of multiplications")]
 fn blocks_of_rows_and_steps_agree_with_f64() {
@@ -255,7 +301,11 @@ fn amx_kernel_agrees_with_f64_without_its_instructions() {
     let kernel = &super::amx::IMITATED;
     let random = &mut Random(77);
     for seed in 0..40 {
-        let sizes = [1 + random.below(90), 1 + random.below(90), random.below(150)];
+        let sizes = [
+            1 + random.below(90),
+            1 + random.below(90),
+            random.below(150),
+        ];
         check_kernel::<bf16, bf16>(Isa::Avx512, kernel, &threads, seed, sizes);
         check_kernel::<bf16, f32>(Isa::Avx512, kernel, &threads, seed, sizes);
     }
@@ -264,17 +314,33 @@ fn amx_kernel_agrees_with_f64_without_its_instructions() {
 }
 
 /// A contiguous product with `T` as output; gives the bits.
-fn bits<T: Number + Element>(isa: Isa, threads: Option<&Threads>, [m, n, k]: [usize; 3]) -> Vec<u64> {
+fn bits<T: Number + Element>(
+    isa: Isa,
+    threads: Option<&Threads>,
+    [m, n, k]: [usize; 3],
+) -> Vec<u64> {
     let random = &mut Random(9);
     // The rows of `a` come first, so that fewer rows are the same rows.
     let b = Held::<T>::new(random, k, n, (1, k as isize));
     let a = Held::<T>::new(random, m, k, (k as isize, 1));
     let mut c = Held::<T>::new(random, m, n, (n as isize, 1));
     let (mat_a, mat_b, mat_c) = (a.mat(), b.mat(), c.mat_mut());
-    let product = Product { m, n, k, a: mat_a, b: mat_b, c: mat_c, bias: None, alpha: 1.0, beta: 0.0 };
+    let product = Product {
+        m,
+        n,
+        k,
+        a: mat_a,
+        b: mat_b,
+        c: mat_c,
+        bias: None,
+        alpha: 1.0,
+        beta: 0.0,
+    };
     // SAFETY: the operands are the vectors above.
     unsafe { gemm_with(isa, threads, &product) };
-    (0..m * n).map(|x| T::of(c.at(x / n, x % n)).bits()).collect()
+    (0..m * n)
+        .map(|x| T::of(c.at(x / n, x % n)).bits())
+        .collect()
 }
 
 /// Neither the number of threads nor the number of rows changes a bit.
@@ -286,7 +352,11 @@ fn bits_depend_on_neither_threads_nor_rows() {
         let alone = bits::<T>(isa, None, sizes);
         for count in [1, 2, 3, 7] {
             let threads = Threads::new(Some(count)).unwrap();
-            assert_eq!(bits::<T>(isa, Some(&threads), sizes), alone, "{isa:?} with {count} threads");
+            assert_eq!(
+                bits::<T>(isa, Some(&threads), sizes),
+                alone,
+                "{isa:?} with {count} threads"
+            );
         }
         for m in [1, 3, 16, 57] {
             let fewer = bits::<T>(isa, None, [m, sizes[1], sizes[2]]);
@@ -314,7 +384,17 @@ fn not_a_number_stays_in_its_row() {
         a.data[nan] = T::of(f64::NAN);
         a.data[inf] = T::of(f64::INFINITY);
         let (mat_a, mat_b, mat_c) = (a.mat(), b.mat(), c.mat_mut());
-        let product = Product { m, n, k, a: mat_a, b: mat_b, c: mat_c, bias: None, alpha: 1.0, beta: 0.0 };
+        let product = Product {
+            m,
+            n,
+            k,
+            a: mat_a,
+            b: mat_b,
+            c: mat_c,
+            bias: None,
+            alpha: 1.0,
+            beta: 0.0,
+        };
         // SAFETY: the operands are the vectors above.
         unsafe { gemm_with(isa, None, &product) };
         for i in 0..m {
@@ -349,10 +429,26 @@ fn batch_equals_single_products() {
         let mut single = together.clone();
         let product = |c: usize, i: usize| {
             let shift = i * size * size;
-            let at = |m: Mat<f32>| Mat { ptr: m.ptr.wrapping_add(shift), ..m };
-            let c = MatMut { ptr: (c as *mut f32).wrapping_add(shift), row: size as isize };
+            let at = |m: Mat<f32>| Mat {
+                ptr: m.ptr.wrapping_add(shift),
+                ..m
+            };
+            let c = MatMut {
+                ptr: (c as *mut f32).wrapping_add(shift),
+                row: size as isize,
+            };
             let (a, b) = (at(a.mat()), at(b.mat()));
-            Product { m: size, n: size, k: size, a, b, c, bias: None, alpha: 1.0, beta: 1.0 }
+            Product {
+                m: size,
+                n: size,
+                k: size,
+                a,
+                b,
+                c,
+                bias: None,
+                alpha: 1.0,
+                beta: 1.0,
+            }
         };
         let out = together.mat_mut().ptr as usize;
         // SAFETY: each product has its own part of every vector.
@@ -364,7 +460,11 @@ fn batch_equals_single_products() {
         }
         for x in 0..count * size * size {
             let (i, j) = (x / size, x % size);
-            assert_eq!(together.at(i, j), single.at(i, j), "{count} of {size}: ({i}, {j})");
+            assert_eq!(
+                together.at(i, j),
+                single.at(i, j),
+                "{count} of {size}: ({i}, {j})"
+            );
         }
     }
 }

@@ -16,7 +16,10 @@ pub(super) trait Value:
     Float<Acc: Factor<Sum = <Self as Float>::Acc>> + Factor<Sum = <Self as Float>::Acc>
 {
 }
-impl<T> Value for T where T: Float<Acc: Factor<Sum = <T as Float>::Acc>> + Factor<Sum = <T as Float>::Acc> {}
+impl<T> Value for T where
+    T: Float<Acc: Factor<Sum = <T as Float>::Acc>> + Factor<Sum = <T as Float>::Acc>
+{
+}
 
 /// A filter moved over a batch of images: what meets what, in which direction does not matter.
 pub(super) struct Job {
@@ -36,18 +39,40 @@ impl Job {
     fn forward(spec: &ConvSpec, x: &Shape, f: &Shape, y: &Shape) -> Self {
         let axis = |a: usize| Axis::forward(x[2 + a], y[2 + a], window(spec, f, a));
         let (rows, cols) = (axis(0), axis(1));
-        Self { images: x[0], from: x[1], to: y[1], groups: spec.groups, rows, cols, plane: [y[2], y[3]] }
+        Self {
+            images: x[0],
+            from: x[1],
+            to: y[1],
+            groups: spec.groups,
+            rows,
+            cols,
+            plane: [y[2], y[3]],
+        }
     }
 
-    /// From the outputs' gradient to the images', for the elements with these residues of the stride.
+    /// From the outputs' gradient to the images', for the elements with these residues of the
+    /// stride.
     fn backward(spec: &ConvSpec, dy: &Shape, f: &Shape, dx: &Shape, residue: [usize; 2]) -> Self {
         let axis = |a: usize| Axis::backward(dx[2 + a], dy[2 + a], window(spec, f, a), residue[a]);
         let (rows, cols) = (axis(0), axis(1));
-        Self { images: dy[0], from: dy[1], to: dx[1], groups: spec.groups, rows, cols, plane: [dx[2], dx[3]] }
+        Self {
+            images: dy[0],
+            from: dy[1],
+            to: dx[1],
+            groups: spec.groups,
+            rows,
+            cols,
+            plane: [dx[2], dx[3]],
+        }
     }
 
     /// [`Job::backward`] for every residue that has elements.
-    fn all_backward(spec: &ConvSpec, dy: &Shape, f: &Shape, dx: &Shape) -> impl Iterator<Item = Self> {
+    fn all_backward(
+        spec: &ConvSpec,
+        dy: &Shape,
+        f: &Shape,
+        dx: &Shape,
+    ) -> impl Iterator<Item = Self> {
         let reach = |a: usize| spec.stride[a].min(dx[2 + a]);
         let (spec, dy, f, dx, across) = (*spec, *dy, *f, *dx, reach(1));
         let residues = (0..reach(0)).flat_map(move |i| (0..across).map(move |j| [i, j]));
@@ -86,8 +111,18 @@ impl Job {
 }
 
 fn window(spec: &ConvSpec, f: &Shape, a: usize) -> Window {
-    let ConvSpec { stride, padding, dilation, .. } = spec;
-    Window { kernel: f[2 + a], stride: stride[a], padding: padding[a], dilation: dilation[a] }
+    let ConvSpec {
+        stride,
+        padding,
+        dilation,
+        ..
+    } = spec;
+    Window {
+        kernel: f[2 + a],
+        stride: stride[a],
+        padding: padding[a],
+        dilation: dilation[a],
+    }
 }
 
 /// One channel per group: too little to share between outputs for a matrix product.
@@ -111,9 +146,14 @@ unsafe fn carve<'a, T: Element>(call: &Call<'_>, used: &mut usize, len: usize) -
     let scratch = call.scratch.as_ref().expect("declared by `scratch`");
     let start = *used;
     *used += room(len, T::DTYPE);
-    assert!(*used <= scratch.numel(), "{:?}: scratch of {} bytes is too small", call.kernel, scratch.numel());
-    // SAFETY: inside the scratch by the assertion; parts do not overlap because `used` only grows; starts
-    // are multiples of 64 of an aligned block; every bit pattern is an element.
+    assert!(
+        *used <= scratch.numel(),
+        "{:?}: scratch of {} bytes is too small",
+        call.kernel,
+        scratch.numel()
+    );
+    // SAFETY: inside the scratch by the assertion; parts do not overlap because `used` only grows;
+    // starts are multiples of 64 of an aligned block; every bit pattern is an element.
     unsafe { std::slice::from_raw_parts_mut((scratch.ptr as usize + start) as *mut T, len) }
 }
 
@@ -168,8 +208,8 @@ pub(super) unsafe fn forward<T: Value>(call: &Call<'_>, spec: &ConvSpec) {
 pub(super) unsafe fn grad_input<T: Value>(call: &Call<'_>, spec: &ConvSpec) {
     let (dy, f, dx) = (call.src(0), call.src(1), call.dst(0));
     let mut used = 0;
-    // SAFETY: contiguous operands of T by the kernel's description; the destination overlaps none; the
-    // filter's copy is the first part of the scratch.
+    // SAFETY: contiguous operands of T by the kernel's description; the destination overlaps none;
+    // the filter's copy is the first part of the scratch.
     unsafe {
         let turned = carve::<T>(call, &mut used, f.numel());
         let out = Shared::new(slice_mut::<T>(dx));
@@ -207,8 +247,8 @@ fn turn<T: Float>(call: &Call<'_>, job: &Job, shape: &Shape, f: &[T], out: &mut 
     });
 }
 
-/// Moves `filter: [to, depth]` over `src`, a block of positions at a time, and writes the job's elements of
-/// `dst`. Scratch is taken from `used` on.
+/// Moves `filter: [to, depth]` over `src`, a block of positions at a time, and writes the job's
+/// elements of `dst`. Scratch is taken from `used` on.
 fn correlate<T: Value>(
     call: &Call<'_>,
     job: &Job,
@@ -220,25 +260,41 @@ fn correlate<T: Value>(
 ) {
     let (columns, sums) = job.buffers(T::DTYPE);
     // SAFETY: `Job::bytes` declared both parts.
-    let (columns, sums) = unsafe { (carve::<T>(call, used, columns), carve::<T::Acc>(call, used, sums)) };
-    let source = Source { data: src, channels: job.from, rows: &job.rows, cols: &job.cols };
+    let (columns, sums) = unsafe {
+        (
+            carve::<T>(call, used, columns),
+            carve::<T::Acc>(call, used, sums),
+        )
+    };
+    let source = Source {
+        data: src,
+        channels: job.from,
+        rows: &job.rows,
+        cols: &job.cols,
+    };
     let (rows, depth) = (job.to / job.groups, job.depth());
     for block in job.cut(T::DTYPE).blocks() {
         let width = block.columns();
         let columns = source.columns(call, &block, columns);
         let sums = &mut sums[..job.to * width];
         let out = Shared::new(sums);
-        // SAFETY: the filter has `to` rows of `depth`, the columns `from · taps` rows of `width`, the sums
-        // `to` rows of `width`; each group's rows of them are its own.
+        // SAFETY: the filter has `to` rows of `depth`, the columns `from · taps` rows of `width`,
+        // the sums `to` rows of `width`; each group's rows of them are its own.
         unsafe {
             gemm_batch(call.threads, job.groups, |g| Product {
                 m: rows,
                 n: width,
                 k: depth,
-                a: Mat { ptr: filter.as_ptr().wrapping_add(g * rows * depth), row: depth as isize, col: 1 },
+                a: Mat {
+                    ptr: filter.as_ptr().wrapping_add(g * rows * depth),
+                    row: depth as isize,
+                    col: 1,
+                },
                 b: columns.rows_from(g * depth),
                 c: MatMut {
-                    ptr: out.part(g * rows * width, (g + 1) * rows * width).as_mut_ptr(),
+                    ptr: out
+                        .part(g * rows * width, (g + 1) * rows * width)
+                        .as_mut_ptr(),
                     row: width as isize,
                 },
                 bias: None,
@@ -270,8 +326,8 @@ fn settle<T: Float>(
                 let here;
                 (here, sums) = sums.split_at(block.positions.len());
                 let plane = (image * job.to + channel) * height * across;
-                // SAFETY: a plane belongs to one image and channel, hence to one task; blocks run one
-                // after the other.
+                // SAFETY: a plane belongs to one image and channel, hence to one task; blocks run
+                // one after the other.
                 let plane = unsafe { dst.part(plane, plane + height * across) };
                 if dense {
                     round::<T>(here, bias, &mut plane[block.positions.clone()]);
@@ -280,7 +336,8 @@ fn settle<T: Float>(
                 for (p, sum) in block.positions.clone().zip(here) {
                     let (i, j) = (p / job.cols.count, p % job.cols.count);
                     let row = job.rows.first + i * job.rows.stride;
-                    plane[row * across + job.cols.first + j * job.cols.stride] = T::down(*sum + bias);
+                    plane[row * across + job.cols.first + j * job.cols.stride] =
+                        T::down(*sum + bias);
                 }
             }
         }
@@ -298,7 +355,8 @@ vectorize! {
 /// `[x, dy] -> [df]`: blocks of positions are added in order.
 ///
 /// # Safety
-/// As [`Ops::launch`](crate::device::Ops::launch); the sources are T, the destination its accumulator.
+/// As [`Ops::launch`](crate::device::Ops::launch); the sources are T, the destination its
+/// accumulator.
 pub(super) unsafe fn grad_filter<T: Value>(call: &Call<'_>, spec: &ConvSpec, accumulate: bool) {
     let (x, dy, df) = (call.src(0), call.src(1), call.dst(0));
     let job = Job::forward(spec, x.shape(), df.shape(), dy.shape());
@@ -313,18 +371,32 @@ pub(super) unsafe fn grad_filter<T: Value>(call: &Call<'_>, spec: &ConvSpec, acc
     let (columns, gathered) = job.buffers(T::DTYPE);
     let mut used = 0;
     // SAFETY: `grad_filter_scratch` declared both parts.
-    let (columns, gathered) =
-        unsafe { (carve::<T>(call, &mut used, columns), carve::<T>(call, &mut used, gathered)) };
-    let source = Source { data: x, channels: job.from, rows: &job.rows, cols: &job.cols };
+    let (columns, gathered) = unsafe {
+        (
+            carve::<T>(call, &mut used, columns),
+            carve::<T>(call, &mut used, gathered),
+        )
+    };
+    let source = Source {
+        data: x,
+        channels: job.from,
+        rows: &job.rows,
+        cols: &job.cols,
+    };
     let same = [Axis::identity(job.plane[0]), Axis::identity(job.plane[1])];
-    let gradient = Source { data: dy, channels: job.to, rows: &same[0], cols: &same[1] };
+    let gradient = Source {
+        data: dy,
+        channels: job.to,
+        rows: &same[0],
+        cols: &same[1],
+    };
     let (rows, depth) = (job.to / job.groups, job.depth());
     let df = Shared::new(df);
     for block in job.cut(T::DTYPE).blocks() {
         let columns = source.columns(call, &block, columns);
         let gradient = gradient.columns(call, &block, gathered);
-        // SAFETY: the gradient has `to` rows, the columns `from · taps` rows of one block's columns; each
-        // group writes its own rows of the filter's gradient.
+        // SAFETY: the gradient has `to` rows, the columns `from · taps` rows of one block's
+        // columns; each group writes its own rows of the filter's gradient.
         unsafe {
             gemm_batch(call.threads, job.groups, |g| Product {
                 m: rows,
@@ -333,7 +405,9 @@ pub(super) unsafe fn grad_filter<T: Value>(call: &Call<'_>, spec: &ConvSpec, acc
                 a: gradient.rows_from(g * rows),
                 b: transposed(columns.rows_from(g * depth)),
                 c: MatMut {
-                    ptr: df.part(g * rows * depth, (g + 1) * rows * depth).as_mut_ptr(),
+                    ptr: df
+                        .part(g * rows * depth, (g + 1) * rows * depth)
+                        .as_mut_ptr(),
                     row: depth as isize,
                 },
                 bias: None,
@@ -366,25 +440,41 @@ unsafe impl<T: Sync> Send for Columns<T> {}
 
 impl<T> Columns<T> {
     fn rows_from(&self, first: usize) -> Mat<T> {
-        Mat { ptr: self.ptr.wrapping_add(first * self.row), row: self.row as isize, col: 1 }
+        Mat {
+            ptr: self.ptr.wrapping_add(first * self.row),
+            row: self.row as isize,
+            col: 1,
+        }
     }
 }
 
 fn transposed<T>(mat: Mat<T>) -> Mat<T> {
-    Mat { ptr: mat.ptr, row: mat.col, col: mat.row }
+    Mat {
+        ptr: mat.ptr,
+        row: mat.col,
+        col: mat.row,
+    }
 }
 
 impl<T: Float> Source<'_, T> {
-    /// The columns of a block: the images themselves where that is the same, else copied to `buffer`.
+    /// The columns of a block: the images themselves where that is the same, else copied to
+    /// `buffer`.
     fn columns(&self, call: &Call<'_>, block: &Block, buffer: &mut [T]) -> Columns<T> {
         let plane = self.rows.size * self.cols.size;
         if self.rows.is_identity() && self.cols.is_identity() && block.images.len() == 1 {
             let first = block.images.start * self.channels * plane + block.positions.start;
-            return Columns { ptr: self.data[first..].as_ptr(), row: plane };
+            return Columns {
+                ptr: self.data[first..].as_ptr(),
+                row: plane,
+            };
         }
         let width = block.columns();
-        let taps: Vec<(Tap, Tap)> =
-            self.rows.taps.iter().flat_map(|r| self.cols.taps.iter().map(|c| (*r, *c))).collect();
+        let taps: Vec<(Tap, Tap)> = self
+            .rows
+            .taps
+            .iter()
+            .flat_map(|r| self.cols.taps.iter().map(|c| (*r, *c)))
+            .collect();
         let lines = self.channels * taps.len();
         let out = Shared::new(&mut buffer[..lines * width]);
         call.pieces(lines, (1 << 15) / width.max(1), |start, end| {
@@ -396,15 +486,29 @@ impl<T: Float> Source<'_, T> {
                     let here;
                     (here, rest) = rest.split_at_mut(block.positions.len());
                     let first = (image * self.channels + channel) * plane;
-                    self.line(&self.data[first..first + plane], tap, block.positions.clone(), here);
+                    self.line(
+                        &self.data[first..first + plane],
+                        tap,
+                        block.positions.clone(),
+                        here,
+                    );
                 }
             }
         });
-        Columns { ptr: buffer.as_ptr(), row: width }
+        Columns {
+            ptr: buffer.as_ptr(),
+            row: width,
+        }
     }
 
     /// What one tap meets at some positions of one plane.
-    fn line(&self, plane: &[T], (tap_row, tap_col): (Tap, Tap), positions: Range<usize>, out: &mut [T]) {
+    fn line(
+        &self,
+        plane: &[T],
+        (tap_row, tap_col): (Tap, Tap),
+        positions: Range<usize>,
+        out: &mut [T],
+    ) {
         let valid = self.cols.valid(tap_col);
         let (mut at, mut rest) = (positions.start, out);
         while at < positions.end {
@@ -419,7 +523,11 @@ impl<T: Float> Source<'_, T> {
                     let first = (tap_col.offset + (low * self.cols.step) as isize) as usize;
                     let row = &plane[row * self.cols.size..(row + 1) * self.cols.size];
                     here[..low - start].fill(T::default());
-                    take(&row[first..], self.cols.step, &mut here[low - start..high - start]);
+                    take(
+                        &row[first..],
+                        self.cols.step,
+                        &mut here[low - start..high - start],
+                    );
                     here[high - start..].fill(T::default());
                 }
                 _ => here.fill(T::default()),
@@ -434,7 +542,13 @@ impl<T: Float> Source<'_, T> {
 fn take<T: Copy>(src: &[T], step: usize, out: &mut [T]) {
     match step {
         1 => out.copy_from_slice(&src[..out.len()]),
-        2 => out.iter_mut().zip(src.iter().step_by(2)).for_each(|(y, x)| *y = *x),
-        _ => out.iter_mut().zip(src.iter().step_by(step)).for_each(|(y, x)| *y = *x),
+        2 => out
+            .iter_mut()
+            .zip(src.iter().step_by(2))
+            .for_each(|(y, x)| *y = *x),
+        _ => out
+            .iter_mut()
+            .zip(src.iter().step_by(step))
+            .for_each(|(y, x)| *y = *x),
     }
 }

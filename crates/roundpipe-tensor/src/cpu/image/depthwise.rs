@@ -25,8 +25,17 @@ pub(super) fn correlate<T: Float>(
     dst: Shared<'_, T>,
 ) {
     let (from, to) = (job.from / job.groups, job.to / job.groups);
-    let (plane, area, depth) = (job.rows.size * job.cols.size, job.plane[0] * job.plane[1], job.depth());
-    let valid: Vec<Range<usize>> = job.cols.taps.iter().map(|tap| job.cols.valid(*tap)).collect();
+    let (plane, area, depth) = (
+        job.rows.size * job.cols.size,
+        job.plane[0] * job.plane[1],
+        job.depth(),
+    );
+    let valid: Vec<Range<usize>> = job
+        .cols
+        .taps
+        .iter()
+        .map(|tap| job.cols.valid(*tap))
+        .collect();
     let work = job.rows.count * job.cols.count * (depth + 1);
     call.pieces(job.images * job.to, TASK / work.max(1), |start, end| {
         for p in start..end {
@@ -36,7 +45,14 @@ pub(super) fn correlate<T: Float>(
             let filter = &filter[channel * depth..(channel + 1) * depth];
             // SAFETY: each plane of the destination is written by one task.
             let out = unsafe { dst.part(p * area, (p + 1) * area) };
-            correlate_plane(job, &valid, &src[first..first + from * plane], filter, bias, out);
+            correlate_plane(
+                job,
+                &valid,
+                &src[first..first + from * plane],
+                filter,
+                bias,
+                out,
+            );
         }
     });
 }
@@ -89,13 +105,23 @@ vectorize! {
 #[inline(always)]
 fn add_scaled<T: Float>(sums: &mut [T::Acc], weight: T::Acc, x: &[T], step: usize) {
     match step {
-        1 => sums.iter_mut().zip(x).for_each(|(s, x)| *s += weight * x.up()),
-        2 => sums.iter_mut().zip(x.iter().step_by(2)).for_each(|(s, x)| *s += weight * x.up()),
-        _ => sums.iter_mut().zip(x.iter().step_by(step)).for_each(|(s, x)| *s += weight * x.up()),
+        1 => sums
+            .iter_mut()
+            .zip(x)
+            .for_each(|(s, x)| *s += weight * x.up()),
+        2 => sums
+            .iter_mut()
+            .zip(x.iter().step_by(2))
+            .for_each(|(s, x)| *s += weight * x.up()),
+        _ => sums
+            .iter_mut()
+            .zip(x.iter().step_by(step))
+            .for_each(|(s, x)| *s += weight * x.up()),
     }
 }
 
-/// `df: [to, taps]` from the images and the outputs' gradient: rows are summed, then images, in order.
+/// `df: [to, taps]` from the images and the outputs' gradient: rows are summed, then images, in
+/// order.
 pub(super) fn grad_filter<T: Float>(
     call: &Call<'_>,
     job: &Job,
@@ -106,7 +132,12 @@ pub(super) fn grad_filter<T: Float>(
 ) {
     let (taps, per_group) = (job.taps(), job.to / job.groups);
     let (plane, area) = (job.rows.size * job.cols.size, job.plane[0] * job.plane[1]);
-    let valid: Vec<Range<usize>> = job.cols.taps.iter().map(|tap| job.cols.valid(*tap)).collect();
+    let valid: Vec<Range<usize>> = job
+        .cols
+        .taps
+        .iter()
+        .map(|tap| job.cols.valid(*tap))
+        .collect();
     let df = Shared::new(df);
     let work = job.images * area * taps;
     call.pieces(job.to, TASK / work.max(1), |start, end| {
@@ -122,7 +153,9 @@ pub(super) fn grad_filter<T: Float>(
                 let dy = &dy[(image * job.to + channel) * area..][..area];
                 sums.fill(T::Acc::ZERO);
                 plane_products(job, &valid, x, dy, &mut sums);
-                out.iter_mut().zip(&sums).for_each(|(total, sum)| *total += *sum);
+                out.iter_mut()
+                    .zip(&sums)
+                    .for_each(|(total, sum)| *total += *sum);
             }
         }
     });

@@ -37,28 +37,69 @@ pub(super) struct Window {
 impl Axis {
     /// From `size` elements to `count` windows.
     pub fn forward(size: usize, count: usize, window: Window) -> Self {
-        let Window { kernel, stride, padding, dilation } = window;
+        let Window {
+            kernel,
+            stride,
+            padding,
+            dilation,
+        } = window;
         let offset = |k: usize| (k * dilation) as isize - padding as isize;
-        let taps = (0..kernel).map(|at| Tap { at, offset: offset(at) }).collect();
-        Self { count, size, step: stride, first: 0, stride: 1, taps }
+        let taps = (0..kernel)
+            .map(|at| Tap {
+                at,
+                offset: offset(at),
+            })
+            .collect();
+        Self {
+            count,
+            size,
+            step: stride,
+            first: 0,
+            stride: 1,
+            taps,
+        }
     }
 
-    /// From `count` windows back to the elements `residue`, `residue + stride`, … of `size`: the taps
-    /// that reach such elements meet neighbouring windows, the other taps none.
+    /// From `count` windows back to the elements `residue`, `residue + stride`, … of `size`: the
+    /// taps that reach such elements meet neighbouring windows, the other taps none.
     pub fn backward(size: usize, count: usize, window: Window, residue: usize) -> Self {
-        let Window { kernel, stride, padding, dilation } = window;
+        let Window {
+            kernel,
+            stride,
+            padding,
+            dilation,
+        } = window;
         let place = |k: usize| (residue + padding) as isize - (k * dilation) as isize;
         let taps = (0..kernel)
             .filter(|&k| place(k).rem_euclid(stride as isize) == 0)
-            .map(|at| Tap { at, offset: place(at).div_euclid(stride as isize) })
+            .map(|at| Tap {
+                at,
+                offset: place(at).div_euclid(stride as isize),
+            })
             .collect();
         let positions = size.saturating_sub(residue).div_ceil(stride);
-        Self { count: positions, size: count, step: 1, first: residue, stride, taps }
+        Self {
+            count: positions,
+            size: count,
+            step: 1,
+            first: residue,
+            stride,
+            taps,
+        }
     }
 
     /// Every element is its own window.
     pub fn identity(size: usize) -> Self {
-        Self::forward(size, size, Window { kernel: 1, stride: 1, padding: 0, dilation: 1 })
+        Self::forward(
+            size,
+            size,
+            Window {
+                kernel: 1,
+                stride: 1,
+                padding: 0,
+                dilation: 1,
+            },
+        )
     }
 
     /// Whether columns would be the source itself.
@@ -124,7 +165,12 @@ impl Cut {
             p if p >= most => (1, p.div_ceil(p.div_ceil(most))),
             p => ((most / p).min(images.max(1)), p),
         };
-        Self { images, positions, images_each, positions_each }
+        Self {
+            images,
+            positions,
+            images_each,
+            positions_each,
+        }
     }
 
     /// Most columns of a block.
@@ -137,10 +183,12 @@ impl Cut {
         let images = (0..self.images).step_by(self.images_each);
         images.flat_map(move |image| {
             let images = image..(image + self.images_each).min(self.images);
-            (0..self.positions).step_by(self.positions_each).map(move |start| Block {
-                images: images.clone(),
-                positions: start..(start + self.positions_each).min(self.positions),
-            })
+            (0..self.positions)
+                .step_by(self.positions_each)
+                .map(move |start| Block {
+                    images: images.clone(),
+                    positions: start..(start + self.positions_each).min(self.positions),
+                })
         })
     }
 }
@@ -160,7 +208,12 @@ mod tests {
             (5, 1, 2, 0, 1),
             (1, 3, 1, 1, 1),
         ] {
-            let window = Window { kernel, stride, padding, dilation };
+            let window = Window {
+                kernel,
+                stride,
+                padding,
+                dilation,
+            };
             let count = (size + 2 * padding - dilation * (kernel - 1) - 1) / stride + 1;
             let mut there = Vec::new();
             let forward = Axis::forward(size, count, window);
@@ -188,16 +241,28 @@ mod tests {
 
     #[test]
     fn blocks_cover_every_position_once() {
-        for (images, positions, bytes) in [(3, 49, 400), (2, 5000, 40_000), (1, 1, 1), (0, 9, 9), (4, 0, 9)] {
+        for (images, positions, bytes) in [
+            (3, 49, 400),
+            (2, 5000, 40_000),
+            (1, 1, 1),
+            (0, 9, 9),
+            (4, 0, 9),
+        ] {
             let cut = Cut::new(images, positions, bytes);
             let mut hits = vec![0; images * positions];
             for block in cut.blocks() {
                 assert!(block.columns() <= cut.columns());
                 for image in block.images {
-                    block.positions.clone().for_each(|p| hits[image * positions + p] += 1);
+                    block
+                        .positions
+                        .clone()
+                        .for_each(|p| hits[image * positions + p] += 1);
                 }
             }
-            assert!(hits.iter().all(|h| *h == 1), "{images} images of {positions}");
+            assert!(
+                hits.iter().all(|h| *h == 1),
+                "{images} images of {positions}"
+            );
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Pooling: planes are tasks; gradients are gathered band by band of a plane, so that overlapping windows add
-//! up in the accumulator type.
+//! Pooling: planes are tasks; gradients are gathered band by band of a plane, so that overlapping
+//! windows add up in the accumulator type.
 
 use std::ops::Range;
 
@@ -20,7 +20,9 @@ const TASK: usize = 1 << 15;
 /// Runs `body(plane)` over the planes of `[n, c, h, w]`, `work` element operations each.
 fn planes(call: &Call<'_>, view: &View, work: usize, body: impl Fn(usize) + Sync + Send) {
     let count = view.shape()[0] * view.shape()[1];
-    call.pieces(count, TASK / work.max(1), |start, end| (start..end).for_each(&body));
+    call.pieces(count, TASK / work.max(1), |start, end| {
+        (start..end).for_each(&body)
+    });
 }
 
 /// Elements of a plane.
@@ -58,7 +60,10 @@ pub(super) unsafe fn max<T: Float>(call: &Call<'_>, spec: &PoolSpec) {
         // SAFETY: each plane is written by one task.
         let (values, places) = unsafe {
             let range = p * out..(p + 1) * out;
-            (values.part(range.start, range.end), places.part(range.start, range.end))
+            (
+                values.part(range.start, range.end),
+                places.part(range.start, range.end),
+            )
         };
         max_plane(&axes, &data[p * size..(p + 1) * size], values, places);
     });
@@ -94,11 +99,16 @@ vectorize! {
     }
 }
 
-/// Takes x\[first + i · step\] where it is larger than what is there; the first element always, and the
-/// first NaN.
+/// Takes x\[first + i · step\] where it is larger than what is there; the first element always, and
+/// the first NaN.
 #[inline(always)]
 fn raise<T: Float>(best: &mut [T::Acc], at: &mut [i32], x: &[T], first: usize, step: usize) {
-    for (i, ((best, at), x)) in best.iter_mut().zip(at).zip(x[first..].iter().step_by(step)).enumerate() {
+    for (i, ((best, at), x)) in best
+        .iter_mut()
+        .zip(at)
+        .zip(x[first..].iter().step_by(step))
+        .enumerate()
+    {
         let value = x.up();
         #[allow(clippy::eq_op, reason = "only NaN differs from itself")]
         let new_nan = value != value && *best == *best;
@@ -140,7 +150,9 @@ pub(super) unsafe fn max_grad<T: Float>(call: &Call<'_>, spec: &PoolSpec) {
 
 /// Whether window `i` spans some of `lines`.
 fn reaches(axis: &Axis, i: usize, lines: &Range<usize>) -> bool {
-    let (Some(first), Some(last)) = (axis.taps.first(), axis.taps.last()) else { return false };
+    let (Some(first), Some(last)) = (axis.taps.first(), axis.taps.last()) else {
+        return false;
+    };
     let at = (i * axis.step) as isize;
     first.offset + at < lines.end as isize && last.offset + at >= lines.start as isize
 }
@@ -167,7 +179,9 @@ unsafe fn gather<T: Float>(
             add(p, band.clone(), sums);
             // SAFETY: each plane is written by one task.
             let out = unsafe { out.part(p * size + band.start, p * size + band.end) };
-            out.iter_mut().zip(sums).for_each(|(dx, sum)| *dx = T::down(*sum));
+            out.iter_mut()
+                .zip(sums)
+                .for_each(|(dx, sum)| *dx = T::down(*sum));
         }
     });
 }
@@ -185,13 +199,23 @@ fn spans(spec: Option<&PoolSpec>, x: &View, y: &View) -> [Vec<Span>; 2] {
         let span = |i: usize| match spec {
             None => {
                 let elements = i * size / count..((i + 1) * size).div_ceil(count);
-                Span { size: elements.len(), elements }
+                Span {
+                    size: elements.len(),
+                    elements,
+                }
             }
             Some(spec) => {
                 let (pad, start) = (spec.padding[a], i * spec.stride[a]);
                 let end = (start + spec.kernel[a]).min(size + 2 * pad);
                 let elements = start.max(pad) - pad..end.clamp(pad, size + pad) - pad;
-                Span { size: if spec.count_include_pad { end - start } else { elements.len() }, elements }
+                Span {
+                    size: if spec.count_include_pad {
+                        end - start
+                    } else {
+                        elements.len()
+                    },
+                    elements,
+                }
             }
         };
         (0..count).map(span).collect()
@@ -276,7 +300,9 @@ pub(super) unsafe fn average_grad<T: Float>(call: &Call<'_>, spec: Option<&PoolS
                         let at = i * width + col.elements.start..i * width + col.elements.end;
                         let low = at.start.clamp(band.start, band.end) - band.start;
                         let high = at.end.clamp(band.start, band.end) - band.start;
-                        sums[low..high.max(low)].iter_mut().for_each(|sum| *sum += share);
+                        sums[low..high.max(low)]
+                            .iter_mut()
+                            .for_each(|sum| *sum += share);
                     }
                 }
             }

@@ -1,8 +1,8 @@
 //! Sums over rows in a fixed order, and how rows are cut into tasks.
 //!
 //! # Invariants
-//! - Element i of a row is added to lane i mod [`LANES`]; the lanes are added in a fixed tree. So a sum
-//!   vectorises and has the same bits on every processor.
+//! - Element i of a row is added to lane i mod [`LANES`]; the lanes are added in a fixed tree. So a
+//!   sum vectorises and has the same bits on every processor.
 //! - Blocks depend on the number of rows and columns alone.
 
 use crate::cpu::access::{Call, Float, Real, Shared};
@@ -33,7 +33,10 @@ pub(in crate::cpu) fn grain(cols: usize) -> usize {
 /// The cut for sums over rows: a bounded number of blocks, so that partial sums stay small.
 pub(in crate::cpu) fn blocks(rows: usize, cols: usize) -> Blocks {
     let per = grain(cols).max(rows.div_ceil(MOST_BLOCKS));
-    Blocks { rows: per, count: rows.div_ceil(per) }
+    Blocks {
+        rows: per,
+        count: rows.div_ceil(per),
+    }
 }
 
 /// Number of rows along the last dimension.
@@ -50,10 +53,17 @@ pub(in crate::cpu) unsafe fn carve<'a, A: Real>(call: &Call<'_>, len: usize) -> 
     if len == 0 {
         return &mut [];
     }
-    let view = call.scratch.as_ref().expect("scratch was declared for this kernel");
-    assert!(len * size_of::<A>() <= view.numel(), "{:?}: scratch is too small", call.kernel);
-    // SAFETY: long enough by the assertion; blocks of a pool are aligned to 256 bytes; any bits are a float;
-    // sole use by the caller's promise.
+    let view = call
+        .scratch
+        .as_ref()
+        .expect("scratch was declared for this kernel");
+    assert!(
+        len * size_of::<A>() <= view.numel(),
+        "{:?}: scratch is too small",
+        call.kernel
+    );
+    // SAFETY: long enough by the assertion; blocks of a pool are aligned to 256 bytes; any bits are
+    // a float; sole use by the caller's promise.
     unsafe { std::slice::from_raw_parts_mut(view.ptr as *mut A, len) }
 }
 
@@ -61,8 +71,14 @@ pub(in crate::cpu) unsafe fn carve<'a, A: Real>(call: &Call<'_>, len: usize) -> 
 ///
 /// # Safety
 /// As [`slice`](crate::cpu::access::slice) of `T`.
-pub(in crate::cpu) unsafe fn widen<T: Float>(weight: Option<&View>, out: &mut [T::Acc], fill: T::Acc) {
-    let Some(view) = weight else { return out.fill(fill) };
+pub(in crate::cpu) unsafe fn widen<T: Float>(
+    weight: Option<&View>,
+    out: &mut [T::Acc],
+    fill: T::Acc,
+) {
+    let Some(view) = weight else {
+        return out.fill(fill);
+    };
     // SAFETY: promised by the caller.
     let weight = unsafe { crate::cpu::access::slice::<T>(view) };
     for (o, w) in out.iter_mut().zip(weight) {
@@ -70,12 +86,12 @@ pub(in crate::cpu) unsafe fn widen<T: Float>(weight: Option<&View>, out: &mut [T
     }
 }
 
-/// Elements whose terms are worked out at a time, a multiple of [`LANES`]. Working them out and adding them
-/// up are loops that vectorise; in one loop, unrolled over the lanes, they do not.
+/// Elements whose terms are worked out at a time, a multiple of [`LANES`]. Working them out and
+/// adding them up are loops that vectorise; in one loop, unrolled over the lanes, they do not.
 const STAGE: usize = 128;
 
-/// A sum under way. Its methods are always inlined, as closures are not: a loop that is not inlined into its
-/// vectorised caller is compiled for the plainest processor.
+/// A sum under way. Its methods are always inlined, as closures are not: a loop that is not inlined
+/// into its vectorised caller is compiled for the plainest processor.
 struct Sum<A> {
     lanes: [A; LANES],
     stage: [A; STAGE],
@@ -84,7 +100,10 @@ struct Sum<A> {
 impl<A: Real> Sum<A> {
     #[inline(always)]
     fn new() -> Self {
-        Self { lanes: [A::ZERO; LANES], stage: [A::ZERO; STAGE] }
+        Self {
+            lanes: [A::ZERO; LANES],
+            stage: [A::ZERO; STAGE],
+        }
     }
 
     #[inline(always)]
@@ -162,7 +181,11 @@ pub(in crate::cpu) fn sum1<T: Float>(x: &[T], f: impl Fn(T::Acc) -> T::Acc) -> T
 
 /// Sum of f over two rows of one length.
 #[inline(always)]
-pub(in crate::cpu) fn sum2<T: Float>(x: &[T], y: &[T], f: impl Fn(T::Acc, T::Acc) -> T::Acc) -> T::Acc {
+pub(in crate::cpu) fn sum2<T: Float>(
+    x: &[T],
+    y: &[T],
+    f: impl Fn(T::Acc, T::Acc) -> T::Acc,
+) -> T::Acc {
     let mut sum = Sum::new();
     let ((xs, x_rest), (ys, y_rest)) = (x.as_chunks::<STAGE>(), y.as_chunks::<STAGE>());
     for (x, y) in xs.iter().zip(ys) {
@@ -191,7 +214,12 @@ pub(in crate::cpu) fn sum3<T: Float, U: Float<Acc = T::Acc>>(
 }
 
 /// Adds partial sums `[count, cols]` in order into `out`, which is overwritten unless `accumulate`.
-pub(in crate::cpu) fn combine<A: Real>(call: &Call<'_>, partial: &[A], out: &mut [A], accumulate: bool) {
+pub(in crate::cpu) fn combine<A: Real>(
+    call: &Call<'_>,
+    partial: &[A],
+    out: &mut [A],
+    accumulate: bool,
+) {
     let cols = out.len();
     let count = partial.len().checked_div(cols).unwrap_or(0);
     let out = Shared::new(out);

@@ -1,4 +1,5 @@
-//! Group norm and batch norm of `[n, c, ..]`: a plane is what lies under one sample and one channel.
+//! Group norm and batch norm of `[n, c, ..]`: a plane is what lies under one sample and one
+//! channel.
 //!
 //! A group's planes lie side by side and are normalised as one row. Batch norm's tasks are runs of
 //! channels; each goes over all samples, so no two tasks share a sum.
@@ -20,13 +21,25 @@ struct Sizes {
 impl Sizes {
     fn of(view: &View) -> Self {
         let dims = view.shape().dims();
-        Self { samples: dims[0], channels: dims[1], plane: dims[2..].iter().product() }
+        Self {
+            samples: dims[0],
+            channels: dims[1],
+            plane: dims[2..].iter().product(),
+        }
     }
 
-    /// Those of a sum over samples: empty ones, which take no memory and may be any number, have nothing to add.
+    /// Those of a sum over samples: empty ones, which take no memory and may be any number, have
+    /// nothing to add.
     fn summed(view: &View) -> Self {
         let sizes = Self::of(view);
-        if sizes.plane == 0 { Self { samples: 0, ..sizes } } else { sizes }
+        if sizes.plane == 0 {
+            Self {
+                samples: 0,
+                ..sizes
+            }
+        } else {
+            sizes
+        }
     }
 }
 
@@ -47,7 +60,8 @@ pub(super) unsafe fn group<T: Float>(call: &Call<'_>, groups: usize, eps: f64) {
     let sizes = Sizes::of(call.src(0));
     let width = sizes.channels / groups;
     let row = width * sizes.plane;
-    // SAFETY: the kernel's description gives types, sizes and density; destinations overlap nothing.
+    // SAFETY: the kernel's description gives types, sizes and density; destinations overlap
+    // nothing.
     let (x, w, b, y, mean, rstd) = unsafe {
         (
             slice::<T>(call.src(0)),
@@ -60,11 +74,21 @@ pub(super) unsafe fn group<T: Float>(call: &Call<'_>, groups: usize, eps: f64) {
     };
     call.pieces(sizes.samples * groups, grain(row), |first, last| {
         // SAFETY: pieces of groups are disjoint.
-        let (y, mean, rstd) =
-            unsafe { (y.part(first * row, last * row), mean.part(first, last), rstd.part(first, last)) };
+        let (y, mean, rstd) = unsafe {
+            (
+                y.part(first * row, last * row),
+                mean.part(first, last),
+                rstd.part(first, last),
+            )
+        };
         for i in 0..last - first {
             let channel = (first + i) % groups * width;
-            let affine = Affine { w, b, channel, plane: sizes.plane };
+            let affine = Affine {
+                w,
+                b,
+                channel,
+                plane: sizes.plane,
+            };
             let at = i * row..(i + 1) * row;
             let x = &x[(first + i) * row..(first + i + 1) * row];
             (mean[i], rstd[i]) = group_row::<T>(x, affine, &mut y[at], eps);
@@ -148,15 +172,35 @@ pub(super) unsafe fn group_grad<T: Float>(call: &Call<'_>, groups: usize, accumu
                     sums.1.part(own.0, own.1),
                 )
             };
-            let affine = Affine { w, b: None, channel: i % groups * width, plane: sizes.plane };
+            let affine = Affine {
+                w,
+                b: None,
+                channel: i % groups * width,
+                plane: sizes.plane,
+            };
             let (x, dy) = (&x[at.0..at.1], &dy[at.0..at.1]);
-            group_row_grad::<T>(GroupRow { x, dy, affine, mean: mean[i], rstd: rstd[i], dx, along, flat });
+            group_row_grad::<T>(GroupRow {
+                x,
+                dy,
+                affine,
+                mean: mean[i],
+                rstd: rstd[i],
+                dx,
+                along,
+                flat,
+            });
         }
     });
     for (dst, partial) in [(1, along), (2, flat)] {
         if let Some(grad) = call.dst_opt(dst) {
-            // SAFETY: dw and db are dense, in the accumulator type; the tasks that wrote the sums are done.
-            combine(call, partial, unsafe { slice_mut::<T::Acc>(grad) }, accumulate);
+            // SAFETY: dw and db are dense, in the accumulator type; the tasks that wrote the sums
+            // are done.
+            combine(
+                call,
+                partial,
+                unsafe { slice_mut::<T::Acc>(grad) },
+                accumulate,
+            );
         }
     }
 }
@@ -233,8 +277,13 @@ pub(super) unsafe fn batch<T: Float>(call: &Call<'_>, eps: f64) {
     };
     call.pieces(sizes.channels, run_of(sizes), |first, last| {
         // SAFETY: runs of channels are disjoint.
-        let (mean, rstd, var) =
-            unsafe { (mean.part(first, last), rstd.part(first, last), var.part(first, last)) };
+        let (mean, rstd, var) = unsafe {
+            (
+                mean.part(first, last),
+                rstd.part(first, last),
+                var.part(first, last),
+            )
+        };
         match given {
             Some((m, v)) => {
                 mean.copy_from_slice(&m[first..last]);
@@ -245,7 +294,12 @@ pub(super) unsafe fn batch<T: Float>(call: &Call<'_>, eps: f64) {
         for (rstd, var) in rstd.iter_mut().zip(var) {
             *rstd = T::Acc::ONE / (*var + T::Acc::of(eps)).sqrt();
         }
-        let affine = Affine { w, b, channel: first, plane: sizes.plane };
+        let affine = Affine {
+            w,
+            b,
+            channel: first,
+            plane: sizes.plane,
+        };
         for sample in 0..sizes.samples {
             let (from, to) = slab(sizes, sample, first, last);
             // SAFETY: runs of channels are disjoint in every sample.
@@ -263,14 +317,23 @@ fn slab(sizes: Sizes, sample: usize, first: usize, last: usize) -> (usize, usize
 
 /// Adds the sum of f over every plane of a slab to its channel's sum.
 #[inline(always)]
-fn add_planes<T: Float>(x: &[T], plane: usize, sums: &mut [T::Acc], f: impl Fn(usize, T::Acc) -> T::Acc) {
+fn add_planes<T: Float>(
+    x: &[T],
+    plane: usize,
+    sums: &mut [T::Acc],
+    f: impl Fn(usize, T::Acc) -> T::Acc,
+) {
     if plane == 1 {
         for (i, (sum, x)) in sums.iter_mut().zip(x).enumerate() {
             *sum += f(i, x.up());
         }
         return;
     }
-    for (i, (sum, x)) in sums.iter_mut().zip(x.chunks_exact(plane.max(1))).enumerate() {
+    for (i, (sum, x)) in sums
+        .iter_mut()
+        .zip(x.chunks_exact(plane.max(1)))
+        .enumerate()
+    {
         *sum += sum1(x, |x| f(i, x));
     }
 }
@@ -335,8 +398,20 @@ pub(super) unsafe fn batch_grad<T: Float>(call: &Call<'_>, batch_stats: bool, ac
         )
     };
     call.pieces(sizes.channels, run_of(sizes), |first, last| {
-        let affine = Affine { w, b: None, channel: first, plane: sizes.plane };
-        let run = Run { x, dy, sizes, affine, mean: &mean[first..last], rstd: &rstd[first..last] };
+        let affine = Affine {
+            w,
+            b: None,
+            channel: first,
+            plane: sizes.plane,
+        };
+        let run = Run {
+            x,
+            dy,
+            sizes,
+            affine,
+            mean: &mean[first..last],
+            rstd: &rstd[first..last],
+        };
         let mut sums = [[T::Acc::ZERO; RUN]; 2];
         let [along, flat] = &mut sums;
         let (along, flat) = (&mut along[..last - first], &mut flat[..last - first]);
@@ -351,7 +426,8 @@ pub(super) unsafe fn batch_grad<T: Float>(call: &Call<'_>, batch_stats: bool, ac
         }
         let Some(dx) = &dx else { return };
         // With constant statistics nothing flows through them.
-        let share = T::Acc::of(if batch_stats { 1.0 } else { 0.0 } / (sizes.samples * sizes.plane) as f64);
+        let share =
+            T::Acc::of(if batch_stats { 1.0 } else { 0.0 } / (sizes.samples * sizes.plane) as f64);
         along.iter_mut().chain(&mut *flat).for_each(|s| *s *= share);
         for sample in 0..sizes.samples {
             let (from, to) = slab(sizes, sample, first, last);

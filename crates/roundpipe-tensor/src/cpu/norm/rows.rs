@@ -9,7 +9,8 @@ use crate::cpu::simd::vectorize;
 /// # Safety
 /// As [`Ops::launch`](crate::device::Ops::launch), `T` is the type of x.
 pub(super) unsafe fn rms<T: Float>(call: &Call<'_>, eps: f64) {
-    // SAFETY: the kernel's description gives types, sizes and density; destinations overlap nothing.
+    // SAFETY: the kernel's description gives types, sizes and density; destinations overlap
+    // nothing.
     let (x, residual, w, y, rstd, sum) = unsafe {
         let w = carve::<T::Acc>(call, call.src(0).shape().last().copied().unwrap_or(1));
         widen::<T>(call.src_opt(1), w, T::Acc::ONE);
@@ -26,8 +27,13 @@ pub(super) unsafe fn rms<T: Float>(call: &Call<'_>, eps: f64) {
     call.pieces(rows, grain(cols), |a, b| {
         let (from, to) = (a * cols, b * cols);
         // SAFETY: pieces of rows are disjoint.
-        let (y, rstd, sum) =
-            unsafe { (y.part(from, to), rstd.part(a, b), sum.as_ref().map(|s| s.part(from, to))) };
+        let (y, rstd, sum) = unsafe {
+            (
+                y.part(from, to),
+                rstd.part(a, b),
+                sum.as_ref().map(|s| s.part(from, to)),
+            )
+        };
         let joined = residual.zip(sum).map(|(r, s)| (&r[from..to], s));
         rms_rows::<T>(&x[from..to], joined, w, y, rstd, eps);
     });
@@ -97,11 +103,25 @@ pub(super) unsafe fn rms_grad<T: Float>(call: &Call<'_>, accumulate: bool) {
             (dx.as_ref().map(|d| d.part(from, to)), dw)
         };
         let (x, dy, dsum) = (&x[from..to], &dy[from..to], dsum.map(|d| &d[from..to]));
-        rms_rows_grad::<T>(RmsBlock { x, dy, dsum, w, rstd: &rstd[a..b], dx, dw });
+        rms_rows_grad::<T>(RmsBlock {
+            x,
+            dy,
+            dsum,
+            w,
+            rstd: &rstd[a..b],
+            dx,
+            dw,
+        });
     });
     if let Some(dw) = call.dst_opt(1) {
-        // SAFETY: dw is dense, in the accumulator type, and the tasks that wrote the partial sums are done.
-        combine(call, partial, unsafe { slice_mut::<T::Acc>(dw) }, accumulate);
+        // SAFETY: dw is dense, in the accumulator type, and the tasks that wrote the partial sums
+        // are done.
+        combine(
+            call,
+            partial,
+            unsafe { slice_mut::<T::Acc>(dw) },
+            accumulate,
+        );
     }
 }
 
@@ -174,13 +194,19 @@ pub(super) unsafe fn layer<T: Float>(call: &Call<'_>, eps: f64) {
     call.pieces(call.dst(1).numel(), grain(cols), |first, last| {
         let (from, to) = (first * cols, last * cols);
         // SAFETY: pieces of rows are disjoint.
-        let (y, mean, rstd) = unsafe { (y.part(from, to), mean.part(first, last), rstd.part(first, last)) };
+        let (y, mean, rstd) = unsafe {
+            (
+                y.part(from, to),
+                mean.part(first, last),
+                rstd.part(first, last),
+            )
+        };
         layer_rows::<T>(&x[from..to], w, b, y, mean, rstd, eps);
     });
 }
 
-/// Mean and variance of a row. The first mean is rounded; the second pass finds what it missed, corrects
-/// it, and takes the error out of the variance.
+/// Mean and variance of a row. The first mean is rounded; the second pass finds what it missed,
+/// corrects it, and takes the error out of the variance.
 #[inline(always)]
 pub(super) fn moments<T: Float>(row: &[T]) -> (T::Acc, T::Acc) {
     let count = T::Acc::of(row.len() as f64);
@@ -251,12 +277,27 @@ pub(super) unsafe fn layer_grad<T: Float>(call: &Call<'_>, accumulate: bool) {
             )
         };
         let (x, dy) = (&x[from..to], &dy[from..to]);
-        layer_rows_grad::<T>(LayerBlock { x, dy, w, mean: &mean[a..b], rstd: &rstd[a..b], dx, dw, db });
+        layer_rows_grad::<T>(LayerBlock {
+            x,
+            dy,
+            w,
+            mean: &mean[a..b],
+            rstd: &rstd[a..b],
+            dx,
+            dw,
+            db,
+        });
     });
     for (dst, partial) in [(1, partial_w), (2, partial_b)] {
         if let Some(grad) = call.dst_opt(dst) {
-            // SAFETY: dw and db are dense, in the accumulator type; the tasks that wrote the sums are done.
-            combine(call, partial, unsafe { slice_mut::<T::Acc>(grad) }, accumulate);
+            // SAFETY: dw and db are dense, in the accumulator type; the tasks that wrote the sums
+            // are done.
+            combine(
+                call,
+                partial,
+                unsafe { slice_mut::<T::Acc>(grad) },
+                accumulate,
+            );
         }
     }
 }
@@ -285,7 +326,8 @@ vectorize! {
             let at = i * cols..(i + 1) * cols;
             let (x, dy) = (&x[at.clone()], &dy[at.clone()]);
             if let Some(dx) = &mut dx {
-                // dx = rstd · (g - mean(g) - x̂ · mean(g · x̂)) with g = dy · w and x̂ = (x - mean) · rstd.
+                // dx = rstd · (g - mean(g) - x̂ · mean(g · x̂)) with g = dy · w and x̂ = (x - mean)
+                // · rstd.
                 let flat = sum3(x, dy, w, |_, dy, w| dy * w) / count;
                 let along = sum3(x, dy, w, |x, dy, w| dy * w * (x - mean)) * rstd / count;
                 for (((d, x), dy), w) in dx[at].iter_mut().zip(x).zip(dy).zip(w) {

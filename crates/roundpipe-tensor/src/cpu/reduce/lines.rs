@@ -21,9 +21,13 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
             Kernel::ArgReduce { largest, dim } => {
                 for_item!(dtype, T => arg_reduce::<T>(call, *largest, *dim));
             }
-            Kernel::CumSum { dim, reverse } => for_item!(dtype, T => cumsum::<T>(call, *dim, *reverse)),
+            Kernel::CumSum { dim, reverse } => {
+                for_item!(dtype, T => cumsum::<T>(call, *dim, *reverse))
+            }
             Kernel::Softmax { log } => for_float!(call, dtype, T => softmax::<T>(call, *log)),
-            Kernel::SoftmaxGrad { log } => for_float!(call, dtype, T => softmax_grad::<T>(call, *log)),
+            Kernel::SoftmaxGrad { log } => {
+                for_float!(call, dtype, T => softmax_grad::<T>(call, *log))
+            }
             Kernel::TopK { largest } => for_item!(dtype, T => topk::<T>(call, *largest)),
             _ => return Err(call.unsupported()),
         }
@@ -33,8 +37,15 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
 
 /// Size and stride of every dimension but `dim`.
 fn others(view: &View, dim: usize) -> Vec<(usize, isize)> {
-    let dims = view.shape().iter().copied().zip(view.layout.strides().iter().copied());
-    dims.enumerate().filter(|(axis, _)| *axis != dim).map(|(_, d)| d).collect()
+    let dims = view
+        .shape()
+        .iter()
+        .copied()
+        .zip(view.layout.strides().iter().copied());
+    dims.enumerate()
+        .filter(|(axis, _)| *axis != dim)
+        .map(|(_, d)| d)
+        .collect()
 }
 
 /// # Safety
@@ -72,7 +83,10 @@ fn extreme<C: Cell>(size: usize, largest: bool, at: impl Fn(usize) -> C) -> usiz
 }
 
 #[inline(always)]
-#[allow(clippy::eq_op, reason = "only NaN differs from itself, and integers have none")]
+#[allow(
+    clippy::eq_op,
+    reason = "only NaN differs from itself, and integers have none"
+)]
 fn is_nan<C: Cell>(x: C) -> bool {
     x != x
 }
@@ -103,11 +117,14 @@ unsafe fn cumsum<T: Item>(call: &Call<'_>, dim: usize, reverse: bool) {
             for i in 0..size {
                 let i = if reverse { size - 1 - i } else { i } as isize;
                 for (sum, (src, dst)) in sums[..many].iter_mut().zip(&at) {
-                    // SAFETY: both places lie inside live operands; each line is written by one task.
+                    // SAFETY: both places lie inside live operands; each line is written by one
+                    // task.
                     unsafe {
                         let value = (x.ptr as *const T).wrapping_offset(src + i * stride).read();
                         *sum = sum.plus(value.up());
-                        (y.ptr as *mut T).wrapping_offset(dst + i * step).write(T::down(*sum));
+                        (y.ptr as *mut T)
+                            .wrapping_offset(dst + i * step)
+                            .write(T::down(*sum));
                     }
                 }
             }
@@ -149,8 +166,17 @@ pub(in crate::cpu) fn lanes<A: Real>(
 #[inline(always)]
 pub(in crate::cpu) fn peak_and_sum<T: Float>(x: &[T]) -> (T::Acc, T::Acc) {
     let peak = lanes(x.len(), T::Acc::NEG_INF, |i| x[i].up(), Real::max_nan);
-    let peak = if peak.abs() == -T::Acc::NEG_INF { T::Acc::ZERO } else { peak };
-    let sum = lanes(x.len(), T::Acc::ZERO, |i| (x[i].up() - peak).exp(), |a, b| a + b);
+    let peak = if peak.abs() == -T::Acc::NEG_INF {
+        T::Acc::ZERO
+    } else {
+        peak
+    };
+    let sum = lanes(
+        x.len(),
+        T::Acc::ZERO,
+        |i| (x[i].up() - peak).exp(),
+        |a, b| a + b,
+    );
     (peak, sum)
 }
 
@@ -165,7 +191,12 @@ fn rows(view: &View) -> (usize, usize) {
 unsafe fn softmax<T: Float>(call: &Call<'_>, log: bool) {
     let (rows, width) = rows(call.src(0));
     // SAFETY: both are dense and hold `T`; the destination is this call's alone.
-    let (x, y) = unsafe { (slice::<T>(call.src(0)), Shared::new(slice_mut::<T>(call.dst(0)))) };
+    let (x, y) = unsafe {
+        (
+            slice::<T>(call.src(0)),
+            Shared::new(slice_mut::<T>(call.dst(0))),
+        )
+    };
     call.pieces(rows, 8192 / width.max(1), |from, to| {
         // SAFETY: pieces are disjoint.
         let y = unsafe { y.part(from * width, to * width) };
@@ -198,7 +229,11 @@ unsafe fn softmax_grad<T: Float>(call: &Call<'_>, log: bool) {
     let (rows, width) = rows(call.src(0));
     // SAFETY: all are dense and hold `T`; the destination is this call's alone.
     let (y, dy, dx) = unsafe {
-        (slice::<T>(call.src(0)), slice::<T>(call.src(1)), Shared::new(slice_mut::<T>(call.dst(0))))
+        (
+            slice::<T>(call.src(0)),
+            slice::<T>(call.src(1)),
+            Shared::new(slice_mut::<T>(call.dst(0))),
+        )
     };
     call.pieces(rows, 16384 / width.max(1), |from, to| {
         let range = from * width..to * width;
@@ -227,9 +262,19 @@ unsafe fn topk<T: Item>(call: &Call<'_>, largest: bool) {
     let ((rows, width), k) = (rows(call.src(0)), rows(call.dst(0)).1);
     // SAFETY: all are dense; bool reads as u8; the destinations are this call's alone.
     let (x, values, places) = unsafe {
-        let source = View { dtype: T::DTYPE, ..*call.src(0) };
-        let values = View { dtype: T::DTYPE, ..*call.dst(0) };
-        (slice::<T>(&source), Shared::new(slice_mut::<T>(&values)), slice_mut::<i64>(call.dst(1)))
+        let source = View {
+            dtype: T::DTYPE,
+            ..*call.src(0)
+        };
+        let values = View {
+            dtype: T::DTYPE,
+            ..*call.dst(0)
+        };
+        (
+            slice::<T>(&source),
+            Shared::new(slice_mut::<T>(&values)),
+            slice_mut::<i64>(call.dst(1)),
+        )
     };
     debug_assert_eq!(call.dst(1).dtype, DType::I64);
     let places = Shared::new(places);
@@ -240,8 +285,12 @@ unsafe fn topk<T: Item>(call: &Call<'_>, largest: bool) {
         for row in from..to {
             let x = &x[row * width..(row + 1) * width];
             // SAFETY: rows are disjoint.
-            let (values, places) =
-                unsafe { (values.part(row * k, (row + 1) * k), places.part(row * k, (row + 1) * k)) };
+            let (values, places) = unsafe {
+                (
+                    values.part(row * k, (row + 1) * k),
+                    places.part(row * k, (row + 1) * k),
+                )
+            };
             select(x, places, largest);
             for (value, place) in values.iter_mut().zip(places) {
                 *value = x[*place as usize];
@@ -254,14 +303,24 @@ unsafe fn topk<T: Item>(call: &Call<'_>, largest: bool) {
 fn select<T: Item>(x: &[T], places: &mut [i64], largest: bool) {
     let order = |a: &i64, b: &i64| {
         let (left, right) = (x[*a as usize].up(), x[*b as usize].up());
-        let (first, second) = if largest { (right, left) } else { (left, right) };
-        let values = first.partial_cmp(&second).unwrap_or_else(|| is_nan(first).cmp(&is_nan(second)));
+        let (first, second) = if largest {
+            (right, left)
+        } else {
+            (left, right)
+        };
+        let values = first
+            .partial_cmp(&second)
+            .unwrap_or_else(|| is_nan(first).cmp(&is_nan(second)));
         values.then(a.cmp(b))
     };
     let k = places.len();
-    places.iter_mut().enumerate().for_each(|(i, p)| *p = i as i64);
+    places
+        .iter_mut()
+        .enumerate()
+        .for_each(|(i, p)| *p = i as i64);
     if k < x.len() {
-        // A heap with the last of the chosen on top, so that one comparison dismisses most elements.
+        // A heap with the last of the chosen on top, so that one comparison dismisses most
+        // elements.
         for root in (0..k / 2).rev() {
             sift(places, root, &order);
         }

@@ -15,7 +15,13 @@ pub(super) unsafe fn forward<T: Float>(call: &Call<'_>, kind: Glu) -> Result<()>
     let (gate, up, y) = (call.src(0), call.src(1), call.dst(0));
     if [gate, up].iter().all(|v| v.layout.is_contiguous()) {
         // SAFETY: dense by the test above and the kernel's description; y overlaps nothing.
-        let (gate, up, y) = unsafe { (slice::<T>(gate), slice::<T>(up), Shared::new(slice_mut::<T>(y))) };
+        let (gate, up, y) = unsafe {
+            (
+                slice::<T>(gate),
+                slice::<T>(up),
+                Shared::new(slice_mut::<T>(y)),
+            )
+        };
         call.pieces(gate.len(), grain(1), |a, b| {
             // SAFETY: pieces are disjoint.
             gate_row::<T>(&gate[a..b], &up[a..b], unsafe { y.part(a, b) }, kind);
@@ -23,10 +29,20 @@ pub(super) unsafe fn forward<T: Float>(call: &Call<'_>, kind: Glu) -> Result<()>
         return Ok(());
     }
     // SAFETY: the last dimensions are dense by the kernel's description; y overlaps nothing.
-    let (from, to) = unsafe { ((Rows::<T>::new(gate), Rows::<T>::new(up)), RowsMut::<T>::new(y)) };
+    let (from, to) = unsafe {
+        (
+            (Rows::<T>::new(gate), Rows::<T>::new(up)),
+            RowsMut::<T>::new(y),
+        )
+    };
     each_row(call, gate, |row| {
         // SAFETY: every row is visited once.
-        gate_row::<T>(from.0.row(row), from.1.row(row), unsafe { to.row(row) }, kind);
+        gate_row::<T>(
+            from.0.row(row),
+            from.1.row(row),
+            unsafe { to.row(row) },
+            kind,
+        );
     });
     Ok(())
 }
@@ -39,8 +55,12 @@ pub(super) unsafe fn backward<T: Float>(call: &Call<'_>, kind: Glu) -> Result<()
     let (src, dst) = ([0, 1, 2].map(|i| call.src(i)), [0, 1].map(|i| call.dst(i)));
     if src.iter().chain(&dst).all(|v| v.layout.is_contiguous()) {
         // SAFETY: as in `forward`.
-        let ([gate, up, dy], [dgate, dup]) =
-            unsafe { (src.map(|v| slice::<T>(v)), dst.map(|v| Shared::new(slice_mut::<T>(v)))) };
+        let ([gate, up, dy], [dgate, dup]) = unsafe {
+            (
+                src.map(|v| slice::<T>(v)),
+                dst.map(|v| Shared::new(slice_mut::<T>(v))),
+            )
+        };
         call.pieces(gate.len(), grain(1), |a, b| {
             // SAFETY: pieces are disjoint.
             let (dgate, dup) = unsafe { (dgate.part(a, b), dup.part(a, b)) };
@@ -49,8 +69,12 @@ pub(super) unsafe fn backward<T: Float>(call: &Call<'_>, kind: Glu) -> Result<()
         return Ok(());
     }
     // SAFETY: as in `forward`; halves of one tensor share no element.
-    let ([gate, up, dy], [dgate, dup]) =
-        unsafe { (src.map(|v| Rows::<T>::new(v)), dst.map(|v| RowsMut::<T>::new(v))) };
+    let ([gate, up, dy], [dgate, dup]) = unsafe {
+        (
+            src.map(|v| Rows::<T>::new(v)),
+            dst.map(|v| RowsMut::<T>::new(v)),
+        )
+    };
     each_row(call, src[0], |row| {
         // SAFETY: every row is visited once.
         let (dgate, dup) = unsafe { (dgate.row(row), dup.row(row)) };
@@ -63,7 +87,9 @@ pub(super) unsafe fn backward<T: Float>(call: &Call<'_>, kind: Glu) -> Result<()
 fn each_row(call: &Call<'_>, view: &View, body: impl Fn(usize) + Sync + Send) {
     let width = view.shape().last().copied().unwrap_or(1);
     let rows = if width == 0 { 0 } else { rows_of(view) };
-    call.pieces(rows, grain(width), |first, last| (first..last).for_each(&body));
+    call.pieces(rows, grain(width), |first, last| {
+        (first..last).for_each(&body)
+    });
 }
 
 /// The unit's value and its derivatives by gate and up.
@@ -112,7 +138,10 @@ impl<A: Real> Unit<A> for GeluTanh {
         let slope = A::of(GELU.0) * (A::ONE + A::of(3.0 * GELU.1) * gate * gate);
         let t = inner.tanh();
         let half = A::of(0.5) * (A::ONE + t);
-        (up * (half + A::of(0.5) * gate * (A::ONE - t * t) * slope), gate * half)
+        (
+            up * (half + A::of(0.5) * gate * (A::ONE - t * t) * slope),
+            gate * half,
+        )
     }
 }
 
@@ -146,7 +175,14 @@ impl<A: Real> Unit<A> for Clamped<A> {
         let by_gate = (u + A::ONE) * s * (A::ONE + self.alpha * g * (A::ONE - s));
         // A value on the bound passes its gradient.
         let by_gate = if gate > self.limit { A::ZERO } else { by_gate };
-        (by_gate, if up.abs() > self.limit { A::ZERO } else { g * s })
+        (
+            by_gate,
+            if up.abs() > self.limit {
+                A::ZERO
+            } else {
+                g * s
+            },
+        )
     }
 }
 
@@ -158,7 +194,12 @@ fn values<T: Float>(gate: &[T], up: &[T], y: &mut [T], unit: impl Unit<T::Acc>) 
 }
 
 #[inline(always)]
-fn slopes<T: Float>([gate, up, dy]: [&[T]; 3], dgate: &mut [T], dup: &mut [T], unit: impl Unit<T::Acc>) {
+fn slopes<T: Float>(
+    [gate, up, dy]: [&[T]; 3],
+    dgate: &mut [T],
+    dup: &mut [T],
+    unit: impl Unit<T::Acc>,
+) {
     for ((((dg, du), g), u), dy) in dgate.iter_mut().zip(dup).zip(gate).zip(up).zip(dy) {
         let (by_gate, by_up) = unit.slopes(g.up(), u.up());
         *dg = T::down(dy.up() * by_gate);

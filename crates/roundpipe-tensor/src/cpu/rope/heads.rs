@@ -24,18 +24,25 @@ impl<T: Float> Rows<'_, T> {
     /// Over the rows of `view`.
     ///
     /// # Safety
-    /// The view lies in live memory, holds `T`, its last dimension is dense, and nobody writes its elements
-    /// while this lives.
+    /// The view lies in live memory, holds `T`, its last dimension is dense, and nobody writes its
+    /// elements while this lives.
     pub unsafe fn new(view: &View) -> Self {
-        Self { base: view.ptr as *const T, view: *view, step: step(view), life: PhantomData }
+        Self {
+            base: view.ptr as *const T,
+            view: *view,
+            step: step(view),
+            life: PhantomData,
+        }
     }
 
     /// Row `i`.
     pub fn row(&self, i: usize) -> &[T] {
         let width = width(&self.view);
-        // SAFETY: `offset` checks that there is a row `i`; its elements are dense and readable by the promise
-        // of `new`.
-        unsafe { std::slice::from_raw_parts(self.base.offset(offset(&self.view, self.step, i)), width) }
+        // SAFETY: `offset` checks that there is a row `i`; its elements are dense and readable by
+        // the promise of `new`.
+        unsafe {
+            std::slice::from_raw_parts(self.base.offset(offset(&self.view, self.step, i)), width)
+        }
     }
 }
 
@@ -58,7 +65,12 @@ impl<T: Float> RowsMut<'_, T> {
     /// # Safety
     /// As [`Rows::new`], nobody else touches the elements, and no two rows share one.
     pub unsafe fn new(view: &View) -> Self {
-        Self { base: view.ptr as *mut T, view: *view, step: step(view), life: PhantomData }
+        Self {
+            base: view.ptr as *mut T,
+            view: *view,
+            step: step(view),
+            life: PhantomData,
+        }
     }
 
     /// Row `i`.
@@ -69,7 +81,12 @@ impl<T: Float> RowsMut<'_, T> {
     pub unsafe fn row(&self, i: usize) -> &mut [T] {
         let width = width(&self.view);
         // SAFETY: as in `Rows::row`; sole access by the caller's promise.
-        unsafe { std::slice::from_raw_parts_mut(self.base.offset(offset(&self.view, self.step, i)), width) }
+        unsafe {
+            std::slice::from_raw_parts_mut(
+                self.base.offset(offset(&self.view, self.step, i)),
+                width,
+            )
+        }
     }
 }
 
@@ -80,7 +97,12 @@ fn width(view: &View) -> usize {
 /// The distance between rows if one number says it all.
 fn step(view: &View) -> Option<isize> {
     let (dims, strides) = (view.shape().dims(), view.layout.strides());
-    let mut rows = dims.iter().zip(strides).rev().skip(1).filter(|(d, _)| **d != 1);
+    let mut rows = dims
+        .iter()
+        .zip(strides)
+        .rev()
+        .skip(1)
+        .filter(|(d, _)| **d != 1);
     let (&size, &first) = rows.next().unwrap_or((&1, &0));
     let mut reach = first * size as isize;
     for (&size, &stride) in rows {
@@ -94,12 +116,23 @@ fn step(view: &View) -> Option<isize> {
 
 /// Where row `i` begins.
 fn offset(view: &View, step: Option<isize>, i: usize) -> isize {
-    debug_assert!(i < super::lanes::rows_of(view), "row {i} of {}", view.shape());
+    debug_assert!(
+        i < super::lanes::rows_of(view),
+        "row {i} of {}",
+        view.shape()
+    );
     if let Some(step) = step {
         return i as isize * step;
     }
     let (mut left, mut at) = (i, 0);
-    for (&size, &stride) in view.shape().dims().iter().zip(view.layout.strides()).rev().skip(1) {
+    for (&size, &stride) in view
+        .shape()
+        .dims()
+        .iter()
+        .zip(view.layout.strides())
+        .rev()
+        .skip(1)
+    {
         at += (left % size) as isize * stride;
         left /= size;
     }

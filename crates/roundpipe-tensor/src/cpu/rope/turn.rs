@@ -31,23 +31,44 @@ impl<'a, A: Real> Table<'a, A> {
         // SAFETY: the kernel's description gives types, sizes and density.
         let (cos, sin, positions) = unsafe {
             let positions = call.src_opt(positions).map(|v| slice::<i32>(v));
-            (slice::<A>(call.src(cos)), slice::<A>(call.src(cos + 1)), positions)
+            (
+                slice::<A>(call.src(cos)),
+                slice::<A>(call.src(cos + 1)),
+                positions,
+            )
         };
         for (at, &index) in positions.unwrap_or_default().iter().enumerate() {
             if !usize::try_from(index).is_ok_and(|i| i < size) {
-                return Err(Error::Index { op: call.kernel.name(), index: i64::from(index), at, size });
+                return Err(Error::Index {
+                    op: call.kernel.name(),
+                    index: i64::from(index),
+                    at,
+                    size,
+                });
             }
         }
-        Ok(Self { cos, sin, angles, positions, steps: dims[1], heads: dims[2] })
+        Ok(Self {
+            cos,
+            sin,
+            angles,
+            positions,
+            steps: dims[1],
+            heads: dims[2],
+        })
     }
 
     /// The angles of row `i` of `[b, s, h]`.
     #[inline(always)]
     fn angle(&self, i: usize) -> Angle<'a, A> {
         let place = i / self.heads;
-        let position = self.positions.map_or(place % self.steps, |p| p[place] as usize);
+        let position = self
+            .positions
+            .map_or(place % self.steps, |p| p[place] as usize);
         let at = position * self.angles..(position + 1) * self.angles;
-        Angle { cos: &self.cos[at.clone()], sin: &self.sin[at] }
+        Angle {
+            cos: &self.cos[at.clone()],
+            sin: &self.sin[at],
+        }
     }
 }
 
@@ -67,9 +88,9 @@ type Stage<A> = [[A; STAGE]; 2];
 /// A weight of every element of a head, in the order of [`paired`], and a common factor.
 type Scale<'a, A> = Option<(&'a [A], A)>;
 
-/// Turns one head by the angle, or by minus the angle with `sign` -1, after scaling it; elements past the
-/// turned ones are only scaled. Loading, turning and storing are separate loops over a small stage, so that
-/// each vectorises for every type and style.
+/// Turns one head by the angle, or by minus the angle with `sign` -1, after scaling it; elements
+/// past the turned ones are only scaled. Loading, turning and storing are separate loops over a
+/// small stage, so that each vectorises for every type and style.
 #[inline(always)]
 fn turn<T: Float, U: Float<Acc = T::Acc>>(
     (x, y): (&[T], &mut [U]),
@@ -114,15 +135,17 @@ fn turn<T: Float, U: Float<Acc = T::Acc>>(
     }
 }
 
-/// Widens a weight in the order in which [`turn`] holds a head: first elements of the pairs, second ones,
-/// the rest.
+/// Widens a weight in the order in which [`turn`] holds a head: first elements of the pairs, second
+/// ones, the rest.
 ///
 /// # Safety
 /// As [`widen`].
 unsafe fn paired<T: Float>(call: &Call<'_>, half: usize, style: RopeStyle, out: &mut [T::Acc]) {
     // SAFETY: passed on.
     unsafe { widen::<T>(call.src_opt(1), out, T::Acc::ONE) };
-    let Some(weight) = call.src_opt(1).filter(|_| style == RopeStyle::Interleaved) else { return };
+    let Some(weight) = call.src_opt(1).filter(|_| style == RopeStyle::Interleaved) else {
+        return;
+    };
     // SAFETY: as above.
     let weight = unsafe { slice::<T>(weight) };
     let (a, b) = out[..2 * half].split_at_mut(half);
@@ -131,7 +154,14 @@ unsafe fn paired<T: Float>(call: &Call<'_>, half: usize, style: RopeStyle, out: 
 
 /// Reads the pairs from `from` on.
 #[inline(always)]
-fn load<T: Float>(x: &[T], half: usize, from: usize, style: RopeStyle, a: &mut [T::Acc], b: &mut [T::Acc]) {
+fn load<T: Float>(
+    x: &[T],
+    half: usize,
+    from: usize,
+    style: RopeStyle,
+    a: &mut [T::Acc],
+    b: &mut [T::Acc],
+) {
     match style {
         RopeStyle::Half => {
             let (first, second) = (&x[from..half], &x[half + from..2 * half]);
@@ -153,7 +183,14 @@ fn load<T: Float>(x: &[T], half: usize, from: usize, style: RopeStyle, a: &mut [
 
 /// Writes the pairs from `from` on.
 #[inline(always)]
-fn store<U: Float>(y: &mut [U], half: usize, from: usize, style: RopeStyle, a: &[U::Acc], b: &[U::Acc]) {
+fn store<U: Float>(
+    y: &mut [U],
+    half: usize,
+    from: usize,
+    style: RopeStyle,
+    a: &[U::Acc],
+    b: &[U::Acc],
+) {
     match style {
         RopeStyle::Half => {
             let (first, second) = y[..2 * half].split_at_mut(half);
@@ -177,12 +214,20 @@ fn store<U: Float>(y: &mut [U], half: usize, from: usize, style: RopeStyle, a: &
 ///
 /// # Safety
 /// As [`Ops::launch`](crate::device::Ops::launch), `T` is the type of x.
-pub(super) unsafe fn rope<T: Float>(call: &Call<'_>, style: RopeStyle, inverse: bool) -> Result<()> {
+pub(super) unsafe fn rope<T: Float>(
+    call: &Call<'_>,
+    style: RopeStyle,
+    inverse: bool,
+) -> Result<()> {
     let width = call.src(0).shape()[3];
     // SAFETY: the kernel's description gives types, sizes and density; y overlaps nothing.
     let (x, table, y) = unsafe {
         let y = Shared::new(slice_mut::<T>(call.dst(0)));
-        (Rows::<T>::new(call.src(0)), Table::<T::Acc>::of(call, 1, 3)?, y)
+        (
+            Rows::<T>::new(call.src(0)),
+            Table::<T::Acc>::of(call, 1, 3)?,
+            y,
+        )
     };
     let sign = T::Acc::of(if inverse { -1.0 } else { 1.0 });
     let rows = call.dst(0).numel().checked_div(width).unwrap_or(0);
@@ -215,7 +260,11 @@ vectorize! {
 ///
 /// # Safety
 /// As [`rope`].
-pub(super) unsafe fn rope_norm<T: Float>(call: &Call<'_>, style: RopeStyle, eps: f64) -> Result<()> {
+pub(super) unsafe fn rope_norm<T: Float>(
+    call: &Call<'_>,
+    style: RopeStyle,
+    eps: f64,
+) -> Result<()> {
     let width = call.src(0).shape()[3];
     // SAFETY: as in `rope`; the scratch is used here alone.
     let (x, table, w, y, rstd) = unsafe {
@@ -232,7 +281,18 @@ pub(super) unsafe fn rope_norm<T: Float>(call: &Call<'_>, style: RopeStyle, eps:
     call.pieces(call.dst(1).numel(), grain(width), |first, last| {
         // SAFETY: pieces of rows are disjoint.
         let (y, rstd) = unsafe { (y.part(first * width, last * width), rstd.part(first, last)) };
-        norm_rows::<T>(NormRows { x, table, w, first, y, rstd }, style, eps);
+        norm_rows::<T>(
+            NormRows {
+                x,
+                table,
+                w,
+                first,
+                y,
+                rstd,
+            },
+            style,
+            eps,
+        );
     });
     Ok(())
 }
@@ -296,14 +356,37 @@ pub(super) unsafe fn rope_norm_grad<T: Float>(
         // SAFETY: pieces of rows, and so blocks, are disjoint.
         let (dx, turned, dw) = unsafe {
             let dx = dx.as_ref().map(|d| d.part(first * width, last * width));
-            (dx, turned.part(block, block + width), want.then(|| sums.part(block, block + width)))
+            (
+                dx,
+                turned.part(block, block + width),
+                want.then(|| sums.part(block, block + width)),
+            )
         };
         let rstd = &rstd[first..last];
-        norm_rows_grad::<T>(NormBlock { x, dy, table, w, first, rstd, turned, dx, dw }, style);
+        norm_rows_grad::<T>(
+            NormBlock {
+                x,
+                dy,
+                table,
+                w,
+                first,
+                rstd,
+                turned,
+                dx,
+                dw,
+            },
+            style,
+        );
     });
     if let Some(dw) = call.dst_opt(1) {
-        // SAFETY: dw is dense, in the accumulator type; the tasks that wrote the partial sums are done.
-        combine(call, partial, unsafe { slice_mut::<T::Acc>(dw) }, accumulate);
+        // SAFETY: dw is dense, in the accumulator type; the tasks that wrote the partial sums are
+        // done.
+        combine(
+            call,
+            partial,
+            unsafe { slice_mut::<T::Acc>(dw) },
+            accumulate,
+        );
     }
     Ok(())
 }

@@ -1,23 +1,27 @@
-//! How a call of attention is cut for cuDNN: which batches, heads, queries and keys go together, and where things lie
-//! in scratch. Plain arithmetic, nothing is launched here.
+//! How a call of attention is cut for cuDNN: which batches, heads, queries and keys go together,
+//! and where things lie in scratch. Plain arithmetic, nothing is launched here.
 //!
-//! The forward is never cut. The backward that repeats bit for bit keeps the scores' gradients in its workspace, 2
-//! bytes per pair of a query and a key, so what goes together is bounded by [`SCRATCH_BYTES`]:
+//! The forward is never cut. The backward that repeats bit for bit keeps the scores' gradients in
+//! its workspace, 2 bytes per pair of a query and a key, so what goes together is bounded by
+//! [`SCRATCH_BYTES`]:
 //!
-//! - Short sequences are cut over batches and over heads: never through a group of heads that share keys. Every piece
-//!   writes its part of the gradients and is done.
-//! - Sequences longer than [`BLOCK`], or whose group of heads is too much, are cut into blocks of queries and of keys
-//!   as well. A block of queries meets every block of keys that it sees: squares without a mask below the diagonal,
-//!   causal ones on it, nothing above. What a piece adds to a gradient goes to a part in scratch, is added to a sum in
-//!   f32, in the order of the pieces, and is rounded when the last is in.
+//! - Short sequences are cut over batches and over heads: never through a group of heads that share
+//!   keys. Every piece writes its part of the gradients and is done.
+//! - Sequences longer than [`BLOCK`], or whose group of heads is too much, are cut into blocks of
+//!   queries and of keys as well. A block of queries meets every block of keys that it sees:
+//!   squares without a mask below the diagonal, causal ones on it, nothing above. What a piece adds
+//!   to a gradient goes to a part in scratch, is added to a sum in f32, in the order of the pieces,
+//!   and is rounded when the last is in.
 //!
-//! Why these bounds: 4 × 16 heads × 4,096² are 2 GiB of pairs, and cuDNN is a tenth slower on two halves of it than
-//! on the whole. Fewer tokens take less, so a card that is too small for 2.5 GiB beside a layer of 16,384 tokens gets
-//! there by its microbatch. A block of 16,384 by four heads has 512 tiles of 128 keys, several for every processor of
-//! the largest GPU, and its additions take 3% of its time; longer blocks of fewer heads would wait for their last tile.
+//! Why these bounds: 4 × 16 heads × 4,096² are 2 GiB of pairs, and cuDNN is a tenth slower on two
+//! halves of it than on the whole. Fewer tokens take less, so a card that is too small for 2.5 GiB
+//! beside a layer of 16,384 tokens gets there by its microbatch. A block of 16,384 by four heads
+//! has 512 tiles of 128 keys, several for every processor of the largest GPU, and its additions
+//! take 3% of its time; longer blocks of fewer heads would wait for their last tile.
 //!
-//! Where gradients may be added in any order there are no such pairs, only a sum of dq in f32 beside the workspace:
-//! a call is cut over batches and heads alone, and hardly ever. What is too long even so goes as the exact one does.
+//! Where gradients may be added in any order there are no such pairs, only a sum of dq in f32
+//! beside the workspace: a call is cut over batches and heads alone, and hardly ever. What is too
+//! long even so goes as the exact one does.
 //!
 //! # Invariants
 //! - Cut and scratch depend on the sizes alone.
@@ -87,8 +91,8 @@ pub(super) struct Turn {
     pub last: bool,
 }
 
-/// Offsets in scratch, and its bytes. Sums and parts are those of dq, dk, dv; sums of dk, dv hold all keys. Of what is
-/// added in any order there is the sum of dq alone.
+/// Offsets in scratch, and its bytes. Sums and parts are those of dq, dk, dv; sums of dk, dv hold
+/// all keys. Of what is added in any order there is the sum of dq alone.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Places {
     pub sums: [usize; 3],
@@ -152,7 +156,11 @@ impl Cut {
         let (queries, keys) = (self.queries as u128, self.keys as u128);
         // Gradients per query head before they are summed over the group.
         let full = 8 * heads * queries.max(keys) * self.sizes.width as u128;
-        let pairs = if self.sizes.any_order && !self.adds() { 0 } else { 2 * heads * queries * keys };
+        let pairs = if self.sizes.any_order && !self.adds() {
+            0
+        } else {
+            2 * heads * queries * keys
+        };
         pairs + full + SLACK_BYTES as u128
     }
 
@@ -170,8 +178,9 @@ impl Cut {
         };
         let (mut sums, mut parts) = ([0; 3], [0; 3]);
         if self.sizes.backward && self.adds() {
-            for (i, (sum, part)) in
-                [(queries, queries), (all_keys, keys), (all_keys, keys)].into_iter().enumerate()
+            for (i, (sum, part)) in [(queries, queries), (all_keys, keys), (all_keys, keys)]
+                .into_iter()
+                .enumerate()
             {
                 sums[i] = place(4 * sum * width).ok()?;
                 parts[i] = place(2 * part * width).ok()?;
@@ -182,12 +191,21 @@ impl Cut {
         }
         let rows = place(if self.sizes.backward { 4 * queries } else { 0 }).ok()?;
         let workspace = place(self.workspace()).ok()?;
-        Some(Places { sums, parts, rows, workspace, bytes: usize::try_from(end).ok()? })
+        Some(Places {
+            sums,
+            parts,
+            rows,
+            workspace,
+            bytes: usize::try_from(end).ok()?,
+        })
     }
 
     /// All pieces, in the order in which they run and are added.
     pub fn pieces(&self) -> Vec<Piece> {
-        let (queries, keys) = (cuts(self.sizes.queries, self.queries), cuts(self.sizes.keys, self.keys));
+        let (queries, keys) = (
+            cuts(self.sizes.queries, self.queries),
+            cuts(self.sizes.keys, self.keys),
+        );
         let mut pieces = Vec::new();
         for batch in (0..self.sizes.batch).step_by(self.batch) {
             for key_head in (0..self.sizes.key_heads).step_by(self.key_heads) {
@@ -201,8 +219,14 @@ impl Cut {
                             queries: rows.clone(),
                             keys: columns.clone(),
                             causal: self.sizes.causal && i == j,
-                            dq: Turn { first: j == 0, last: j + 1 == seen },
-                            dkv: Turn { first, last: i + 1 == queries.len() },
+                            dq: Turn {
+                                first: j == 0,
+                                last: j + 1 == seen,
+                            },
+                            dkv: Turn {
+                                first,
+                                last: i + 1 == queries.len(),
+                            },
                         });
                     }
                 }
@@ -214,12 +238,17 @@ impl Cut {
 
 /// Blocks of `block`, the last of what remains.
 fn cuts(length: usize, block: usize) -> Vec<Range<usize>> {
-    (0..length).step_by(block).map(|at| at..(at + block).min(length)).collect()
+    (0..length)
+        .step_by(block)
+        .map(|at| at..(at + block).min(length))
+        .collect()
 }
 
 /// The largest divisor of `n` that fits.
 fn largest(n: usize, fits: impl Fn(usize) -> bool) -> Option<usize> {
-    (1..=n).rev().find(|part| n.is_multiple_of(*part) && fits(*part))
+    (1..=n)
+        .rev()
+        .find(|part| n.is_multiple_of(*part) && fits(*part))
 }
 
 #[cfg(test)]
@@ -244,36 +273,60 @@ mod tests {
         }
     }
 
-    /// Every visible pair of tiles is in one piece, sums begin once and end once, and scratch is what was allowed.
+    /// Every visible pair of tiles is in one piece, sums begin once and end once, and scratch is
+    /// what was allowed.
     fn check(sizes: &Sizes, longest: usize, limit: usize) {
-        let Some(cut) = Cut::within(sizes, longest, limit) else { return };
+        let Some(cut) = Cut::within(sizes, longest, limit) else {
+            return;
+        };
         let places = cut.places().unwrap();
         assert!(places.bytes <= limit, "{sizes:?}: {places:?}");
         let (mut pairs, mut begun, mut open) = (HashSet::new(), HashSet::new(), HashSet::new());
         for piece in cut.pieces() {
             assert!(piece.queries.len() <= cut.queries && piece.keys.len() <= cut.keys);
             assert!(!piece.causal || piece.queries == piece.keys);
-            for (kind, at, turn) in [(0, piece.queries.start, piece.dq), (1, piece.keys.start, piece.dkv)] {
+            for (kind, at, turn) in [
+                (0, piece.queries.start, piece.dq),
+                (1, piece.keys.start, piece.dkv),
+            ] {
                 let sum = (kind, piece.batch, piece.key_head, at);
                 assert_eq!(turn.first, begun.insert(sum), "{sizes:?}: {piece:?}");
                 open.insert(sum);
                 assert!(!turn.last || open.remove(&sum), "{sizes:?}: {piece:?}");
             }
-            let heads = (piece.batch..piece.batch + cut.batch)
-                .flat_map(|b| (piece.key_head..piece.key_head + cut.key_heads).map(move |h| (b, h)));
+            let heads = (piece.batch..piece.batch + cut.batch).flat_map(|b| {
+                (piece.key_head..piece.key_head + cut.key_heads).map(move |h| (b, h))
+            });
             for (batch, head) in heads {
                 for (q, k) in piece.queries.clone().step_by(TILE).flat_map(|q| {
-                    let seen = if piece.causal { piece.keys.start..q + 1 } else { piece.keys.clone() };
+                    let seen = if piece.causal {
+                        piece.keys.start..q + 1
+                    } else {
+                        piece.keys.clone()
+                    };
                     seen.step_by(TILE).map(move |k| (q, k))
                 }) {
-                    assert!(pairs.insert((batch, head, q, k)), "{sizes:?}: {q}, {k} twice");
+                    assert!(
+                        pairs.insert((batch, head, q, k)),
+                        "{sizes:?}: {q}, {k} twice"
+                    );
                 }
             }
         }
         assert!(open.is_empty(), "{sizes:?}: sums without an end");
-        let seen = |q: usize| if sizes.causal { q + 1 } else { sizes.keys / TILE };
+        let seen = |q: usize| {
+            if sizes.causal {
+                q + 1
+            } else {
+                sizes.keys / TILE
+            }
+        };
         let visible: usize = (0..sizes.queries / TILE).map(seen).sum();
-        assert_eq!(pairs.len(), sizes.batch * sizes.key_heads * visible, "{sizes:?}");
+        assert_eq!(
+            pairs.len(),
+            sizes.batch * sizes.key_heads * visible,
+            "{sizes:?}"
+        );
     }
 
     proptest! {
@@ -316,11 +369,19 @@ mod tests {
             ([1, 2, 1, 1 << 20, 128], 64 * 65 / 2, 16384),
         ] {
             let cut = Cut::new(&sizes(dims, true)).unwrap();
-            assert_eq!((cut.pieces().len(), cut.queries), (pieces, block), "{dims:?}");
+            assert_eq!(
+                (cut.pieces().len(), cut.queries),
+                (pieces, block),
+                "{dims:?}"
+            );
             let bytes = cut.places().unwrap().bytes;
             assert!(bytes <= SCRATCH_BYTES, "{dims:?}: {bytes}");
         }
-        for dims in [[4, 16, 8, 4096, 128], [1, 16, 8, 40960, 128], [1, 4, 1, 16512, 64]] {
+        for dims in [
+            [4, 16, 8, 4096, 128],
+            [1, 16, 8, 40960, 128],
+            [1, 4, 1, 16512, 64],
+        ] {
             check(&sizes(dims, true), BLOCK, SCRATCH_BYTES);
         }
         // The sums alone would be more.

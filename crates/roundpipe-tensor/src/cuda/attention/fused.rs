@@ -1,17 +1,20 @@
 //! Attention by cuDNN: which cases it takes, and its graphs.
 //!
-//! Taken: bf16 and f16, widths 64 and 128 alike for keys and values, lengths that are multiples of 128, full or causal
-//! with as many queries as keys, grouped heads, sinks (which the caller adds). Not taken: windows, packed sequences; our
-//! own kernels have them. Other lengths would be taken too, but every length wants plans of its own, up to a second
-//! each, and batches whose lengths differ would wait for new plans at every step.
+//! Taken: bf16 and f16, widths 64 and 128 alike for keys and values, lengths that are multiples of
+//! 128, full or causal with as many queries as keys, grouped heads, sinks (which the caller adds).
+//! Not taken: windows, packed sequences; our own kernels have them. Other lengths would be taken
+//! too, but every length wants plans of its own, up to a second each, and batches whose lengths
+//! differ would wait for new plans at every step.
 //!
-//! The backward is the one that repeats bit for bit, unless any order of its sums will do: dq is multiplied straight
-//! from the scores' gradients, which the library then keeps in its workspace, so it goes in pieces ([`Cut`]). A piece's graph takes the statistics of whole
-//! rows, so the weights of its pairs are those of the whole, whichever keys it holds.
+//! The backward is the one that repeats bit for bit, unless any order of its sums will do: dq is
+//! multiplied straight from the scores' gradients, which the library then keeps in its workspace,
+//! so it goes in pieces ([`Cut`]). A piece's graph takes the statistics of whole rows, so the
+//! weights of its pairs are those of the whole, whichever keys it holds.
 //!
 //! # Invariants
 //! - What is taken, and in which pieces, depends on the operands alone; scratch on their sizes.
-//! - Scratch holds whatever a plan may need; a plan that wants more is refused, and the refusal is remembered.
+//! - Scratch holds whatever a plan may need; a plan that wants more is refused, and the refusal is
+//!   remembered.
 
 use super::cut::{Cut, Piece, Places, Sizes};
 use super::graph::{Data, Function as F, Graph, Plan, Refused, Sum, Target, Tensor};
@@ -40,7 +43,8 @@ const NUMBERS: [i64; 8] = [Q, K, V, O, D_O, DQ, DK, DV];
 /// `[batch, rows, heads]` strides of an operand.
 type Strides = [i64; 3];
 
-/// All that a plan depends on. Sizes are those of a piece, strides those of what it reads and writes.
+/// All that a plan depends on. Sizes are those of a piece, strides those of what it reads and
+/// writes.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Case {
     dtype: DType,
@@ -68,7 +72,8 @@ pub(super) struct Fused {
     dtype: DType,
     /// Addresses and strides of the whole: q, k, v, o, then do, dq, dk, dv.
     operands: Vec<(u64, Strides)>,
-    /// Whether all rows lie as cuDNN reads them. Not part of what is taken, so that scratch depends on sizes alone.
+    /// Whether all rows lie as cuDNN reads them. Not part of what is taken, so that scratch depends
+    /// on sizes alone.
     pub aligned: bool,
     lse: u64,
     scale: f32,
@@ -78,16 +83,26 @@ pub(super) struct Fused {
 
 impl Fused {
     /// The forward, if cuDNN takes such sizes.
-    pub fn forward(spec: &AttentionSpec, src: &[Option<View>], dst: &[Option<View>]) -> Option<Self> {
+    pub fn forward(
+        spec: &AttentionSpec,
+        src: &[Option<View>],
+        dst: &[Option<View>],
+    ) -> Option<Self> {
         plain(&src[4..])?;
         let [q, k, v] = [src[0]?, src[1]?, src[2]?];
         Self::new(spec, &[q, k, v, dst[0]?], &dst[1]?)
     }
 
     /// The backward, if cuDNN takes such sizes.
-    pub fn backward(spec: &AttentionSpec, src: &[Option<View>], dst: &[Option<View>]) -> Option<Self> {
+    pub fn backward(
+        spec: &AttentionSpec,
+        src: &[Option<View>],
+        dst: &[Option<View>],
+    ) -> Option<Self> {
         plain(&src[7..])?;
-        let operands = [src[0]?, src[1]?, src[2]?, src[3]?, src[5]?, dst[0]?, dst[1]?, dst[2]?];
+        let operands = [
+            src[0]?, src[1]?, src[2]?, src[3]?, src[5]?, dst[0]?, dst[1]?, dst[2]?,
+        ];
         Self::new(spec, &operands, &src[4]?)
     }
 
@@ -108,14 +123,27 @@ impl Fused {
         }
         let (causal, backward) = (spec.causal, operands.len() > 4);
         let any_order = backward && spec.any_order;
-        let sizes = Sizes { batch, heads, key_heads, queries, keys, width, causal, backward, any_order };
+        let sizes = Sizes {
+            batch,
+            heads,
+            key_heads,
+            queries,
+            keys,
+            width,
+            causal,
+            backward,
+            any_order,
+        };
         let cut = Cut::new(&sizes)?;
         Some(Self {
             sizes,
             cut,
             places: cut.places()?,
             dtype: q.dtype,
-            operands: operands.iter().map(|view| (view.ptr, strides(view))).collect(),
+            operands: operands
+                .iter()
+                .map(|view| (view.ptr, strides(view)))
+                .collect(),
             aligned: operands.iter().all(aligned),
             lse: lse.ptr,
             scale: spec.scale as f32,
@@ -151,9 +179,15 @@ impl Fused {
         if cut.adds() && sizes.backward {
             strides.truncate(5);
             let (rows, columns) = (piece.queries.len(), piece.keys.len());
-            for (heads, rows) in [(cut.heads, rows), (cut.key_heads, columns), (cut.key_heads, columns)] {
-                strides
-                    .push([rows * heads * sizes.width, heads * sizes.width, sizes.width].map(|n| n as i64));
+            for (heads, rows) in [
+                (cut.heads, rows),
+                (cut.key_heads, columns),
+                (cut.key_heads, columns),
+            ] {
+                strides.push(
+                    [rows * heads * sizes.width, heads * sizes.width, sizes.width]
+                        .map(|n| n as i64),
+                );
             }
         }
         Case {
@@ -174,7 +208,11 @@ impl Fused {
 
     /// Makes the plan of a case.
     pub fn plan(&self, case: &Case, target: &Target<'_>) -> Result<Plan, Refused> {
-        let graph = if case.backward { case.backward()? } else { case.forward()? };
+        let graph = if case.backward {
+            case.backward()?
+        } else {
+            case.forward()?
+        };
         Plan::new(graph, target, self.workspace())
     }
 
@@ -186,7 +224,8 @@ impl Fused {
     /// Where cuDNN adds dq up, and its bytes.
     pub fn sum(&self, scratch: u64) -> Option<(u64, usize)> {
         let bytes = 4 * self.cut.batch * self.cut.heads * self.cut.queries * self.sizes.width;
-        self.sums_up().then(|| (scratch + self.places.sums[0] as u64, bytes))
+        self.sums_up()
+            .then(|| (scratch + self.places.sums[0] as u64, bytes))
     }
 
     /// The first head of queries of a piece.
@@ -216,7 +255,8 @@ impl Fused {
             };
             all.push((number, address));
         }
-        let lse = (piece.batch * sizes.heads + self.head(piece)) * sizes.queries + piece.queries.start;
+        let lse =
+            (piece.batch * sizes.heads + self.head(piece)) * sizes.queries + piece.queries.start;
         all.push((LSE, self.lse + 4 * lse as u64));
         all.push((SCALE, (&raw const self.scale) as u64));
         if piece.causal {
@@ -246,18 +286,21 @@ impl Fused {
             (keys, key_heads, piece.dkv, keys_at),
             (keys, key_heads, piece.dkv, keys_at),
         ];
-        let additions = each.into_iter().enumerate().map(|(i, (rows, heads, turn, at))| Addition {
-            dtype: self.dtype,
-            part: scratch + self.places.parts[i] as u64,
-            sum: scratch + (self.places.sums[i] + at) as u64,
-            out: self.address(5 + i, piece),
-            rows,
-            heads,
-            width,
-            row_stride: self.operands[5 + i].1[1],
-            head_stride: self.operands[5 + i].1[2],
-            turn,
-        });
+        let additions = each
+            .into_iter()
+            .enumerate()
+            .map(|(i, (rows, heads, turn, at))| Addition {
+                dtype: self.dtype,
+                part: scratch + self.places.parts[i] as u64,
+                sum: scratch + (self.places.sums[i] + at) as u64,
+                out: self.address(5 + i, piece),
+                rows,
+                heads,
+                width,
+                row_stride: self.operands[5 + i].1[1],
+                head_stride: self.operands[5 + i].1[2],
+                turn,
+            });
         additions.collect()
     }
 }
@@ -281,7 +324,8 @@ fn plain(options: &[Option<View>]) -> Option<()> {
 /// Whether every row of every head starts at a multiple of 16 bytes and steps forward.
 fn aligned(view: &View) -> bool {
     let mut rows = view.shape().iter().zip(view.layout.strides()).take(3);
-    view.ptr.is_multiple_of(16) && rows.all(|(n, stride)| *n <= 1 || (*stride > 0 && stride % 8 == 0))
+    view.ptr.is_multiple_of(16)
+        && rows.all(|(n, stride)| *n <= 1 || (*stride > 0 && stride % 8 == 0))
 }
 
 /// Tensors lie as `[batch, rows, heads, width]`; graphs see `[batch, heads, rows, width]`.
@@ -312,9 +356,19 @@ impl Case {
     }
 
     /// Operand `i` of `strides`; its matrices transposed where the graph wants them so.
-    fn operand(&self, graph: &mut Graph, number: i64, i: usize, turned: bool) -> Result<Tensor, Refused> {
+    fn operand(
+        &self,
+        graph: &mut Graph,
+        number: i64,
+        i: usize,
+        turned: bool,
+    ) -> Result<Tensor, Refused> {
         let [batch, row, head] = self.strides[i];
-        let mut dims = if matches!(number, K | V | DK | DV) { self.of_keys() } else { self.of_queries() };
+        let mut dims = if matches!(number, K | V | DK | DV) {
+            self.of_keys()
+        } else {
+            self.of_queries()
+        };
         let mut strides = [batch, head, row, 1];
         if turned {
             dims.swap(2, 3);
@@ -324,7 +378,12 @@ impl Case {
     }
 
     fn lse(&self, graph: &mut Graph) -> Result<Tensor, Refused> {
-        graph.operand(LSE, Data::CUDNN_DATA_FLOAT, self.rows(), [self.lse[0], self.lse[1], 1, 1])
+        graph.operand(
+            LSE,
+            Data::CUDNN_DATA_FLOAT,
+            self.rows(),
+            [self.lse[0], self.lse[1], 1, 1],
+        )
     }
 
     /// softmax in steps, its statistics, and the product with v.
@@ -413,8 +472,8 @@ impl Case {
         Ok(graph)
     }
 
-    /// The row sums of do · o, kept in scratch. The factor 1 is where the library's pattern has dropout's: without
-    /// it, plans keep two more matrices of pairs.
+    /// The row sums of do · o, kept in scratch. The factor 1 is where the library's pattern has
+    /// dropout's: without it, plans keep two more matrices of pairs.
     fn row_sums(&self, g: &mut Graph, d_o: Tensor, o: Tensor) -> Result<Tensor, Refused> {
         let float = Data::CUDNN_DATA_FLOAT;
         let to = g.step(float, self.of_queries())?;
@@ -422,7 +481,12 @@ impl Case {
         let to = g.step(float, self.rows())?;
         let sums = g.sum(Sum::CUDNN_REDUCE_TENSOR_ADD, products, to)?;
         let one = g.number(ONE)?;
-        let to = g.operand(ROWS, float, self.rows(), [self.heads * self.queries, self.queries, 1, 1])?;
+        let to = g.operand(
+            ROWS,
+            float,
+            self.rows(),
+            [self.heads * self.queries, self.queries, 1, 1],
+        )?;
         g.each(F::CUDNN_POINTWISE_MUL, sums, Some(one), to)
     }
 

@@ -1,8 +1,9 @@
-//! cuDNN's graph API, as much of it as attention needs: a graph of products, sums and functions of elements is
-//! described, and the library makes one plan of the whole.
+//! cuDNN's graph API, as much of it as attention needs: a graph of products, sums and functions of
+//! elements is described, and the library makes one plan of the whole.
 //!
-//! The order is the library's: tensors, operations, the graph, what its heuristics propose, a plan, and per call the
-//! addresses. All refusals are text for whoever asks why; nothing here is a user's error.
+//! The order is the library's: tensors, operations, the graph, what its heuristics propose, a plan,
+//! and per call the addresses. All refusals are text for whoever asks why; nothing here is a user's
+//! error.
 //!
 //! # Invariants
 //! - Descriptors live as long as the plan that was made of them.
@@ -30,7 +31,9 @@ fn api() -> Result<&'static Loaded<Cudnn>, Refused> {
 
 /// A refusal: what was wanted, and the library's words.
 fn said(api: &Cudnn, what: &str, status: Status) -> Result<(), Refused> {
-    status.result().map_err(|status| format!("{what}: {}", api.text(status)))
+    status
+        .result()
+        .map_err(|status| format!("{what}: {}", api.text(status)))
 }
 
 /// The library's state for one stream.
@@ -59,7 +62,9 @@ impl Handle {
     /// Queues on another stream from now on.
     pub fn queue_on(&self, stream: Stream) -> Result<(), Refused> {
         // SAFETY: both are alive.
-        said(self.1, "cudnnSetStream", unsafe { self.1.cudnnSetStream(self.0, stream) })
+        said(self.1, "cudnnSetStream", unsafe {
+            self.1.cudnnSetStream(self.0, stream)
+        })
     }
 }
 
@@ -92,7 +97,8 @@ impl Descriptor {
         let (api, mut raw) = (api()?, std::ptr::null_mut());
         // SAFETY: written by the call.
         let made = unsafe { api.cudnnBackendCreateDescriptor(kind, &mut raw) };
-        made.result().map_err(|status| format!("{kind:?}: {}", api.text(status)))?;
+        made.result()
+            .map_err(|status| format!("{kind:?}: {}", api.text(status)))?;
         Ok(Self(raw, api))
     }
 
@@ -100,9 +106,16 @@ impl Descriptor {
     fn set<V>(self, name: Name, kind: Type, values: &[V]) -> Result<Self, Refused> {
         // SAFETY: the library copies `values.len()` values of the type that `kind` names.
         let set = unsafe {
-            self.1.cudnnBackendSetAttribute(self.0, name, kind, values.len() as i64, values.as_ptr().cast())
+            self.1.cudnnBackendSetAttribute(
+                self.0,
+                name,
+                kind,
+                values.len() as i64,
+                values.as_ptr().cast(),
+            )
         };
-        set.result().map_err(|status| format!("{name:?}: {}", self.1.text(status)))?;
+        set.result()
+            .map_err(|status| format!("{name:?}: {}", self.1.text(status)))?;
         Ok(self)
     }
 
@@ -129,7 +142,9 @@ impl Descriptor {
 
     fn finish(self) -> Result<Self, Refused> {
         // SAFETY: the descriptor is alive.
-        said(self.1, "finish a descriptor", unsafe { self.1.cudnnBackendFinalize(self.0) })?;
+        said(self.1, "finish a descriptor", unsafe {
+            self.1.cudnnBackendFinalize(self.0)
+        })?;
         Ok(self)
     }
 }
@@ -240,10 +255,15 @@ impl Graph {
         Ok(c)
     }
 
-    /// y = the sum, or maximum, over the dimensions in which y has size 1, or one per group of heads.
+    /// y = the sum, or maximum, over the dimensions in which y has size 1, or one per group of
+    /// heads.
     pub fn sum(&mut self, sum: Sum, x: Tensor, y: Tensor) -> Result<Tensor, Refused> {
         let how = Descriptor::new(Kind::CUDNN_BACKEND_REDUCTION_DESCRIPTOR)?
-            .set(Name::CUDNN_ATTR_REDUCTION_OPERATOR, Type::CUDNN_TYPE_REDUCTION_OPERATOR_TYPE, &[sum])?
+            .set(
+                Name::CUDNN_ATTR_REDUCTION_OPERATOR,
+                Type::CUDNN_TYPE_REDUCTION_OPERATOR_TYPE,
+                &[sum],
+            )?
             .data(Name::CUDNN_ATTR_REDUCTION_COMP_TYPE, Data::CUDNN_DATA_FLOAT)?
             .finish()?;
         let made = Descriptor::new(Kind::CUDNN_BACKEND_OPERATION_REDUCTION_DESCRIPTOR)?
@@ -257,7 +277,13 @@ impl Graph {
     }
 
     /// y = f(x) or f(x, b).
-    pub fn each(&mut self, f: Function, x: Tensor, b: Option<Tensor>, y: Tensor) -> Result<Tensor, Refused> {
+    pub fn each(
+        &mut self,
+        f: Function,
+        x: Tensor,
+        b: Option<Tensor>,
+        y: Tensor,
+    ) -> Result<Tensor, Refused> {
         let how = function(f, Data::CUDNN_DATA_FLOAT)?.finish()?;
         self.pointwise(how, x, b, None, y)
     }
@@ -266,7 +292,9 @@ impl Graph {
     pub fn causal(&mut self, x: Tensor, other: Tensor, dims: [i64; 4]) -> Result<Tensor, Refused> {
         let mut index = |axis: i64| {
             let how = function(Function::CUDNN_POINTWISE_GEN_INDEX, Data::CUDNN_DATA_INT32)?;
-            let how = how.ints(Name::CUDNN_ATTR_POINTWISE_AXIS, &[axis])?.finish()?;
+            let how = how
+                .ints(Name::CUDNN_ATTR_POINTWISE_AXIS, &[axis])?
+                .finish()?;
             let y = self.step(Data::CUDNN_DATA_INT32, dims)?;
             self.pointwise(how, x, None, None, y)
         };
@@ -274,7 +302,11 @@ impl Graph {
         let how = function(Function::CUDNN_POINTWISE_CMP_GE, Data::CUDNN_DATA_BOOLEAN)?.finish()?;
         let seen = self.step(Data::CUDNN_DATA_BOOLEAN, dims)?;
         let seen = self.pointwise(how, row, Some(column), None, seen)?;
-        let how = function(Function::CUDNN_POINTWISE_BINARY_SELECT, Data::CUDNN_DATA_FLOAT)?.finish()?;
+        let how = function(
+            Function::CUDNN_POINTWISE_BINARY_SELECT,
+            Data::CUDNN_DATA_FLOAT,
+        )?
+        .finish()?;
         let y = self.step(Data::CUDNN_DATA_FLOAT, dims)?;
         self.pointwise(how, x, Some(other), Some(seen), y)
     }
@@ -296,7 +328,9 @@ impl Graph {
         if let Some(t) = t {
             made = made.descriptors(Name::CUDNN_ATTR_OPERATION_POINTWISE_TDESC, &[self.at(t)])?;
         }
-        let made = made.descriptors(Name::CUDNN_ATTR_OPERATION_POINTWISE_YDESC, &[self.at(y)])?.finish()?;
+        let made = made
+            .descriptors(Name::CUDNN_ATTR_OPERATION_POINTWISE_YDESC, &[self.at(y)])?
+            .finish()?;
         self.keep(how);
         self.operation(made);
         Ok(y)
@@ -305,7 +339,11 @@ impl Graph {
 
 fn function(f: Function, precision: Data) -> Result<Descriptor, Refused> {
     Descriptor::new(Kind::CUDNN_BACKEND_POINTWISE_DESCRIPTOR)?
-        .set(Name::CUDNN_ATTR_POINTWISE_MODE, Type::CUDNN_TYPE_POINTWISE_MODE, &[f])?
+        .set(
+            Name::CUDNN_ATTR_POINTWISE_MODE,
+            Type::CUDNN_TYPE_POINTWISE_MODE,
+            &[f],
+        )?
         .data(Name::CUDNN_ATTR_POINTWISE_MATH_PREC, precision)
 }
 
@@ -331,16 +369,19 @@ impl Plan {
     /// How many proposals are looked at.
     const PROPOSALS: usize = 8;
 
-    /// The first plan that the library proposes and can make, with a workspace of at most `limit` bytes.
+    /// The first plan that the library proposes and can make, with a workspace of at most `limit`
+    /// bytes.
     pub fn new(graph: Graph, target: &Target<'_>, limit: usize) -> Result<Self, Refused> {
         let mut parts = graph.descriptors;
         let operations: Vec<&Descriptor> = graph.operations.iter().map(|at| &parts[*at]).collect();
         let whole = Descriptor::new(Kind::CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR)?
             .descriptors(Name::CUDNN_ATTR_OPERATIONGRAPH_OPS, &operations)?;
         let whole = match target {
-            Target::Handle(handle) => {
-                whole.set(Name::CUDNN_ATTR_OPERATIONGRAPH_HANDLE, Type::CUDNN_TYPE_HANDLE, &[handle.0])?
-            }
+            Target::Handle(handle) => whole.set(
+                Name::CUDNN_ATTR_OPERATIONGRAPH_HANDLE,
+                Type::CUDNN_TYPE_HANDLE,
+                &[handle.0],
+            )?,
             #[cfg(test)]
             Target::Properties(_) => whole,
         };
@@ -358,7 +399,9 @@ impl Plan {
                 &[sys::cudnnBackendHeurMode_t::CUDNN_HEUR_MODE_A],
             )?;
         let advice = match &device {
-            Some(device) => advice.descriptors(Name::CUDNN_ATTR_ENGINEHEUR_DEVICEPROP, &[device])?,
+            Some(device) => {
+                advice.descriptors(Name::CUDNN_ATTR_ENGINEHEUR_DEVICEPROP, &[device])?
+            }
             None => advice,
         };
         let advice = advice.finish()?;
@@ -368,7 +411,11 @@ impl Plan {
             match Self::made(&config, target, device.as_ref()) {
                 Ok((plan, workspace)) if workspace <= limit => {
                     parts.extend([whole, advice, config].into_iter().chain(device));
-                    return Ok(Self { plan, workspace, _parts: parts });
+                    return Ok(Self {
+                        plan,
+                        workspace,
+                        _parts: parts,
+                    });
                 }
                 Ok((_, workspace)) => why = format!("needs {workspace} bytes, {limit} are given"),
                 Err(refused) => why = refused,
@@ -385,14 +432,18 @@ impl Plan {
         let plan = Descriptor::new(Kind::CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)?
             .descriptors(Name::CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, &[config])?;
         let plan = match target {
-            Target::Handle(handle) => {
-                plan.set(Name::CUDNN_ATTR_EXECUTION_PLAN_HANDLE, Type::CUDNN_TYPE_HANDLE, &[handle.0])?
-            }
+            Target::Handle(handle) => plan.set(
+                Name::CUDNN_ATTR_EXECUTION_PLAN_HANDLE,
+                Type::CUDNN_TYPE_HANDLE,
+                &[handle.0],
+            )?,
             #[cfg(test)]
             Target::Properties(_) => plan,
         };
         let plan = match device {
-            Some(device) => plan.descriptors(Name::CUDNN_ATTR_EXECUTION_PLAN_DEVICEPROP, &[device])?,
+            Some(device) => {
+                plan.descriptors(Name::CUDNN_ATTR_EXECUTION_PLAN_DEVICEPROP, &[device])?
+            }
             None => plan,
         };
         let plan = plan.finish()?;
@@ -412,11 +463,12 @@ impl Plan {
         Ok((plan, bytes as usize))
     }
 
-    /// Queues the plan on the handle's stream: operands by number, numbers as addresses in host memory.
+    /// Queues the plan on the handle's stream: operands by number, numbers as addresses in host
+    /// memory.
     ///
     /// # Safety
-    /// The addresses are what the graph says of the tensors with these numbers; numbers in host memory live past the
-    /// call; `workspace` is device memory of [`Plan::workspace`] bytes.
+    /// The addresses are what the graph says of the tensors with these numbers; numbers in host
+    /// memory live past the call; `workspace` is device memory of [`Plan::workspace`] bytes.
     pub unsafe fn run(
         &self,
         handle: &Handle,
@@ -424,12 +476,17 @@ impl Plan {
         workspace: u64,
     ) -> Result<(), Refused> {
         let ids: Vec<i64> = operands.iter().map(|(id, _)| *id).collect();
-        let pointers: Vec<*mut c_void> =
-            operands.iter().map(|(_, address)| *address as usize as *mut c_void).collect();
+        let pointers: Vec<*mut c_void> = operands
+            .iter()
+            .map(|(_, address)| *address as usize as *mut c_void)
+            .collect();
         let pack = Descriptor::new(Kind::CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR)?
             .ints(Name::CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, &ids)?
             .pointers(Name::CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, &pointers)?
-            .pointers(Name::CUDNN_ATTR_VARIANT_PACK_WORKSPACE, &[workspace as usize as *mut c_void])?
+            .pointers(
+                Name::CUDNN_ATTR_VARIANT_PACK_WORKSPACE,
+                &[workspace as usize as *mut c_void],
+            )?
             .finish()?;
         // SAFETY: handle, plan and pack are alive; the addresses are the caller's promise.
         let queued = unsafe { handle.1.cudnnBackendExecute(handle.0, self.plan.0, pack.0) };
@@ -464,6 +521,10 @@ fn proposals(advice: &Descriptor) -> Result<Vec<Descriptor>, Refused> {
 fn properties(json: &str) -> Result<Descriptor, Refused> {
     let text: Vec<u8> = json.bytes().chain([0]).collect();
     Descriptor::new(Kind::CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR)?
-        .set(Name::CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION, Type::CUDNN_TYPE_CHAR, &text)?
+        .set(
+            Name::CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION,
+            Type::CUDNN_TYPE_CHAR,
+            &text,
+        )?
         .finish()
 }

@@ -6,10 +6,14 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernel::{AttentionSpec, View};
 
-const GENERAL: &str =
-    concat!(include_str!("../kernels/attention.cuh"), include_str!("../kernels/attention.cu"));
-const TENSOR: &str =
-    concat!(include_str!("../kernels/attention.cuh"), include_str!("../kernels/attention_mma.cu"));
+const GENERAL: &str = concat!(
+    include_str!("../kernels/attention.cuh"),
+    include_str!("../kernels/attention.cu")
+);
+const TENSOR: &str = concat!(
+    include_str!("../kernels/attention.cuh"),
+    include_str!("../kernels/attention_mma.cu")
+);
 
 /// Rows of a general block, and columns of its result.
 const TILE: usize = 64;
@@ -48,7 +52,14 @@ struct Tiles {
 }
 
 impl General {
-    const ALL: [Self; 6] = [Self::Forward, Self::Delta, Self::Dq, Self::Dkv, Self::Dsinks, Self::Sinks];
+    const ALL: [Self; 6] = [
+        Self::Forward,
+        Self::Delta,
+        Self::Dq,
+        Self::Dkv,
+        Self::Dsinks,
+        Self::Sinks,
+    ];
 
     fn unit(self, dtype: DType) -> Unit {
         let entry = match self {
@@ -59,7 +70,9 @@ impl General {
             Self::Dsinks => "attention_dsinks",
             Self::Sinks => "attention_sinks",
         };
-        Unit::new("attention", GENERAL, entry).with("TYPE", c_type(dtype)).with("PART", self as u32)
+        Unit::new("attention", GENERAL, entry)
+            .with("TYPE", c_type(dtype))
+            .with("PART", self as u32)
     }
 
     /// Shared memory: two staged slices of 64 by 16, and one or two tiles of weights.
@@ -87,8 +100,8 @@ impl Tensor {
             .with("COLS", tiles.columns)
     }
 
-    /// The sizes of its tiles: large ones, smaller ones for cards with less shared memory, and small ones for narrow
-    /// windows.
+    /// The sizes of its tiles: large ones, smaller ones for cards with less shared memory, and
+    /// small ones for narrow windows.
     fn choices(self, widths: (usize, usize)) -> [Tiles; 3] {
         let narrow = widths.0.max(widths.1) <= TILE;
         let sizes = match (self, narrow) {
@@ -98,11 +111,16 @@ impl Tensor {
             (Self::Dq, false) => [(128, 32), (64, 32), (64, 32)],
             (Self::Dkv, _) => [(64, 64), (64, 32), (64, 32)],
         };
-        sizes.map(|(rows, columns)| Tiles { rows, columns, widths })
+        sizes.map(|(rows, columns)| Tiles {
+            rows,
+            columns,
+            widths,
+        })
     }
 
-    /// The first choice of which a processor holds two blocks, so that one multiplies while the other waits; the
-    /// first of all where it holds two of none. Of a narrow window a large tile would mostly compute what is hidden.
+    /// The first choice of which a processor holds two blocks, so that one multiplies while the
+    /// other waits; the first of all where it holds two of none. Of a narrow window a large tile
+    /// would mostly compute what is hidden.
     fn tiles(self, widths: (usize, usize), window: Option<usize>, shared_memory: usize) -> Tiles {
         let choices = self.choices(widths);
         if window.is_some_and(|window| window < NARROW) {
@@ -112,14 +130,19 @@ impl Tensor {
         *choices.iter().find(twice).unwrap_or(&choices[0])
     }
 
-    /// Shared memory: what stays, what passes by (twice, in the backward), and in dk, dv the statistics of that.
+    /// Shared memory: what stays, what passes by (twice, in the backward), and in dk, dv the
+    /// statistics of that.
     fn shared(self, tiles: &Tiles) -> u32 {
         let (d, dv) = tiles.widths;
         let (stays, passes) = match self {
             Self::Forward => (tiles.rows * d.max(dv), tiles.columns * (d + dv)),
             _ => (tiles.rows * (d + dv), 2 * tiles.columns * (d + dv)),
         };
-        let stats = if self == Self::Dkv { 4 * tiles.columns * 4 } else { 0 };
+        let stats = if self == Self::Dkv {
+            4 * tiles.columns * 4
+        } else {
+            0
+        };
         ((stays + passes) * 2 + stats) as u32
     }
 }
@@ -131,10 +154,15 @@ pub(super) fn units() -> Vec<Unit> {
         units.extend(General::ALL.map(|kernel| kernel.unit(dtype)));
     }
     for (dtype, widths) in [
-        (DType::BF16, [(64, 64), (96, 96), (128, 128), (32, 32), (128, 64)].as_slice()),
+        (
+            DType::BF16,
+            [(64, 64), (96, 96), (128, 128), (32, 32), (128, 64)].as_slice(),
+        ),
         (DType::F16, &[(64, 64), (128, 128)]),
     ] {
-        for (kernel, widths) in Tensor::ALL.iter().flat_map(|kernel| widths.iter().map(move |w| (kernel, w)))
+        for (kernel, widths) in Tensor::ALL
+            .iter()
+            .flat_map(|kernel| widths.iter().map(move |w| (kernel, w)))
         {
             let mut choices = kernel.choices(*widths).to_vec();
             choices.dedup();
@@ -161,7 +189,11 @@ struct Problem {
 impl Problem {
     /// From `[q, k, v]` and the lengths at `lens`, `lens + 1`.
     fn new(call: &Call<'_>, spec: &AttentionSpec, lens: usize) -> Self {
-        let (q, k, v) = (call.src(0).shape(), call.src(1).shape(), call.src(2).shape());
+        let (q, k, v) = (
+            call.src(0).shape(),
+            call.src(1).shape(),
+            call.src(2).shape(),
+        );
         let pair = call.maybe_src(lens).zip(call.maybe_src(lens + 1));
         Self {
             batch: q[0],
@@ -195,7 +227,12 @@ impl Problem {
             u64::from(self.spec.causal),
             window as u64,
             // Heads of no width have scores of 0, whatever 1/√0 is.
-            (if self.width == 0 { 0.0 } else { self.spec.scale }).to_bits(),
+            (if self.width == 0 {
+                0.0
+            } else {
+                self.spec.scale
+            })
+            .to_bits(),
         ]
     }
 
@@ -216,7 +253,8 @@ impl Problem {
         [(slots * heads * self.batch) as u32, columns as u32, 1]
     }
 
-    /// The widths that the tensor cores' kernels are made for, where they fit all of these operands.
+    /// The widths that the tensor cores' kernels are made for, where they fit all of these
+    /// operands.
     fn tensor_widths(&self, operands: &[&View]) -> Option<(usize, usize)> {
         let half = matches!(operands[0].dtype, DType::BF16 | DType::F16);
         let fits = |width: usize| width > 0 && width <= WIDEST && width.is_multiple_of(8);
@@ -226,14 +264,22 @@ impl Problem {
             && fits(self.width)
             && fits(self.value_width)
             && operands.iter().all(|v| aligned(v));
-        all.then(|| (self.width.next_multiple_of(32), self.value_width.next_multiple_of(32)))
+        all.then(|| {
+            (
+                self.width.next_multiple_of(32),
+                self.value_width.next_multiple_of(32),
+            )
+        })
     }
 }
 
 /// Whether every row of every head starts at a multiple of 16 bytes.
 fn aligned(view: &View) -> bool {
     let rows = view.shape().iter().zip(view.layout.strides()).take(3);
-    view.ptr.is_multiple_of(16) && rows.into_iter().all(|(n, stride)| *n <= 1 || stride % 8 == 0)
+    view.ptr.is_multiple_of(16)
+        && rows
+            .into_iter()
+            .all(|(n, stride)| *n <= 1 || stride % 8 == 0)
 }
 
 /// Bytes of the row sums of do · o.
@@ -247,20 +293,41 @@ pub(super) fn delta_bytes(q: &View) -> usize {
 pub(super) unsafe fn forward(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> {
     let p = Problem::new(call, spec, 4);
     let (q, k, v, o) = (call.src(0), call.src(1), call.src(2), call.dst(0));
-    let tiles = p.tensor_widths(&[q, k, v, o]).map(|widths| p.tiles(Tensor::Forward, widths, call));
+    let tiles = p
+        .tensor_widths(&[q, k, v, o])
+        .map(|widths| p.tiles(Tensor::Forward, widths, call));
     let (unit, block, shared, columns) = match &tiles {
-        Some(tiles) => (Tensor::Forward.unit(q.dtype, tiles), 128, Tensor::Forward.shared(tiles), 1),
+        Some(tiles) => (
+            Tensor::Forward.unit(q.dtype, tiles),
+            128,
+            Tensor::Forward.shared(tiles),
+            1,
+        ),
         None => {
             let columns = p.value_width.div_ceil(TILE).max(1);
-            (General::Forward.unit(q.dtype), 256, General::Forward.shared(q.dtype), columns)
+            (
+                General::Forward.unit(q.dtype),
+                256,
+                General::Forward.shared(q.dtype),
+                columns,
+            )
         }
     };
     let slots = p.slots(p.queries, tiles.map_or(TILE, |tiles| tiles.rows));
-    let mut args = Args::new().words(&p.words()).view(q).view(k).view(v).maybe(call.maybe_src(3)).view(o);
+    let mut args = Args::new()
+        .words(&p.words())
+        .view(q)
+        .view(k)
+        .view(v)
+        .maybe(call.maybe_src(3))
+        .view(o);
     args = args.ptr(call.dst(1).ptr).size(slots);
-    args = args.ptr(call.alarm.device).u32(call.alarm.code(call.kernel.name()));
+    args = args
+        .ptr(call.alarm.device)
+        .u32(call.alarm.code(call.kernel.name()));
     let grid = p.grid(slots, p.heads, columns);
-    // SAFETY: the arguments are those of both kernels' parameters; the operands are the caller's promise.
+    // SAFETY: the arguments are those of both kernels' parameters; the operands are the caller's
+    // promise.
     unsafe { call.launch(&unit, grid, [block, 1, 1], shared, &mut args) }
 }
 
@@ -282,10 +349,22 @@ pub(super) unsafe fn backward(call: &Call<'_>, spec: &AttentionSpec) -> Result<(
 pub(super) unsafe fn add_sinks(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> {
     let p = Problem::new(call, spec, 4);
     let (sinks, o, lse) = (call.src(3), call.dst(0), call.dst(1));
-    let mut args = Args::new().words(&p.words()).view(o).ptr(sinks.ptr).ptr(lse.ptr);
+    let mut args = Args::new()
+        .words(&p.words())
+        .view(o)
+        .ptr(sinks.ptr)
+        .ptr(lse.ptr);
     let grid = [(p.batch * p.heads * p.queries).div_ceil(8) as u32, 1, 1];
     // SAFETY: the arguments are the kernel's parameters; the operands are the caller's promise.
-    unsafe { call.launch(&General::Sinks.unit(o.dtype), grid, [256, 1, 1], 0, &mut args) }
+    unsafe {
+        call.launch(
+            &General::Sinks.unit(o.dtype),
+            grid,
+            [256, 1, 1],
+            0,
+            &mut args,
+        )
+    }
 }
 
 /// The gradient of the sinks alone, where it is wanted; scratch is free again behind it.
@@ -313,10 +392,23 @@ unsafe fn row_sums(call: &Call<'_>, p: &Problem) -> Result<()> {
     // SAFETY: the arguments are the kernel's parameters; scratch holds one value per row.
     unsafe { call.launch(&General::Delta.unit(dtype), grid, [256, 1, 1], 0, &mut args)? };
     if let (Some(sinks), Some(to)) = (call.maybe_src(6), call.maybe_dst(3)) {
-        let mut args = Args::new().words(&p.words()).ptr(sinks.ptr).ptr(lse.ptr).ptr(delta).ptr(to.ptr);
+        let mut args = Args::new()
+            .words(&p.words())
+            .ptr(sinks.ptr)
+            .ptr(lse.ptr)
+            .ptr(delta)
+            .ptr(to.ptr);
         let grid = [p.heads as u32, 1, 1];
         // SAFETY: as above; the row sums are written by the kernel before.
-        unsafe { call.launch(&General::Dsinks.unit(dtype), grid, [256, 1, 1], 0, &mut args)? };
+        unsafe {
+            call.launch(
+                &General::Dsinks.unit(dtype),
+                grid,
+                [256, 1, 1],
+                0,
+                &mut args,
+            )?
+        };
     }
     Ok(())
 }
@@ -326,9 +418,24 @@ unsafe fn row_sums(call: &Call<'_>, p: &Problem) -> Result<()> {
 /// # Safety
 /// As [`super::run`]; `delta` holds the row sums.
 unsafe fn products(call: &Call<'_>, p: &Problem, delta: u64) -> Result<()> {
-    let (q, k, v, lse, d_o) = (call.src(0), call.src(1), call.src(2), call.src(4), call.src(5));
+    let (q, k, v, lse, d_o) = (
+        call.src(0),
+        call.src(1),
+        call.src(2),
+        call.src(4),
+        call.src(5),
+    );
     let (dq, dk, dv) = (call.dst(0), call.dst(1), call.dst(2));
-    let args = || Args::new().words(&p.words()).view(q).view(k).view(v).view(d_o).ptr(lse.ptr).ptr(delta);
+    let args = || {
+        Args::new()
+            .words(&p.words())
+            .view(q)
+            .view(k)
+            .view(v)
+            .view(d_o)
+            .ptr(lse.ptr)
+            .ptr(delta)
+    };
     let tensor = p.tensor_widths(&[q, k, v, d_o, dq, dk, dv]);
     let [by_query, by_key] =
         [Tensor::Dq, Tensor::Dkv].map(|part| tensor.map(|widths| p.tiles(part, widths, call)));
@@ -338,9 +445,15 @@ unsafe fn products(call: &Call<'_>, p: &Problem, delta: u64) -> Result<()> {
     let mut dq_args = args().view(dq).size(dq_slots);
     let mut dkv_args = args().view(dk).view(dv).size(dkv_slots);
     if let Some((by_query, by_key)) = by_query.zip(by_key) {
-        let (dq, dkv) = (Tensor::Dq.unit(q.dtype, &by_query), Tensor::Dkv.unit(q.dtype, &by_key));
+        let (dq, dkv) = (
+            Tensor::Dq.unit(q.dtype, &by_query),
+            Tensor::Dkv.unit(q.dtype, &by_key),
+        );
         let (dq_shared, dkv_shared) = (Tensor::Dq.shared(&by_query), Tensor::Dkv.shared(&by_key));
-        let (dq_grid, dkv_grid) = (p.grid(dq_slots, p.heads, 1), p.grid(dkv_slots, p.key_heads, 1));
+        let (dq_grid, dkv_grid) = (
+            p.grid(dq_slots, p.heads, 1),
+            p.grid(dkv_slots, p.key_heads, 1),
+        );
         // SAFETY: the arguments are the kernels' parameters; the operands are the caller's promise.
         return unsafe {
             call.launch(&dq, dq_grid, [128, 1, 1], dq_shared, &mut dq_args)?;
@@ -348,12 +461,28 @@ unsafe fn products(call: &Call<'_>, p: &Problem, delta: u64) -> Result<()> {
         };
     }
     let dq_grid = p.grid(dq_slots, p.heads, p.width.div_ceil(TILE));
-    let dkv_grid = p.grid(dkv_slots, p.key_heads, p.width.max(p.value_width).div_ceil(TILE));
+    let dkv_grid = p.grid(
+        dkv_slots,
+        p.key_heads,
+        p.width.max(p.value_width).div_ceil(TILE),
+    );
     let (dq, dkv) = (General::Dq.unit(q.dtype), General::Dkv.unit(q.dtype));
     // SAFETY: as above.
     unsafe {
-        call.launch(&dq, dq_grid, [256, 1, 1], General::Dq.shared(q.dtype), &mut dq_args)?;
-        call.launch(&dkv, dkv_grid, [256, 1, 1], General::Dkv.shared(q.dtype), &mut dkv_args)
+        call.launch(
+            &dq,
+            dq_grid,
+            [256, 1, 1],
+            General::Dq.shared(q.dtype),
+            &mut dq_args,
+        )?;
+        call.launch(
+            &dkv,
+            dkv_grid,
+            [256, 1, 1],
+            General::Dkv.shared(q.dtype),
+            &mut dkv_args,
+        )
     }
 }
 
@@ -361,20 +490,37 @@ unsafe fn products(call: &Call<'_>, p: &Problem, delta: u64) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Which tiles cards get, by their shared memory per processor: no block asks for more than the card gives one.
+    /// Which tiles cards get, by their shared memory per processor: no block asks for more than the
+    /// card gives one.
     #[test]
     fn tiles_fit_every_card() {
-        for (kib, rows) in [(228, [128, 128, 64]), (164, [128, 64, 64]), (100, [64, 128, 64])] {
+        for (kib, rows) in [
+            (228, [128, 128, 64]),
+            (164, [128, 64, 64]),
+            (100, [64, 128, 64]),
+        ] {
             let wide = Tensor::ALL.map(|part| part.tiles((128, 128), None, kib << 10).rows);
             assert_eq!(wide, rows, "{kib} KiB");
         }
-        for widths in [(32, 32), (64, 64), (96, 96), (128, 64), (64, 128), (128, 128)] {
-            for (part, kib) in Tensor::ALL.iter().flat_map(|part| [100, 128, 164, 228].map(|kib| (part, kib)))
+        for widths in [
+            (32, 32),
+            (64, 64),
+            (96, 96),
+            (128, 64),
+            (64, 128),
+            (128, 128),
+        ] {
+            for (part, kib) in Tensor::ALL
+                .iter()
+                .flat_map(|part| [100, 128, 164, 228].map(|kib| (part, kib)))
             {
                 for window in [None, Some(1), Some(1 << 20)] {
                     let tiles = part.tiles(widths, window, kib << 10);
                     // All but 1 KiB of it is a block's.
-                    assert!(part.shared(&tiles) as usize <= (kib - 1) << 10, "{tiles:?}, {kib} KiB");
+                    assert!(
+                        part.shared(&tiles) as usize <= (kib - 1) << 10,
+                        "{tiles:?}, {kib} KiB"
+                    );
                     assert!(window != Some(1) || tiles.rows == 64);
                 }
             }

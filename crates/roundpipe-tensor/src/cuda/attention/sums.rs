@@ -1,5 +1,5 @@
-//! Sums of gradients over pieces: a part in the operands' type is added to a sum in f32, which is rounded once, with
-//! the last part.
+//! Sums of gradients over pieces: a part in the operands' type is added to a sum in f32, which is
+//! rounded once, with the last part.
 
 use super::cut::Turn;
 use crate::cuda::call::{Args, Call, c_type};
@@ -12,7 +12,8 @@ const THREADS: usize = 256;
 /// Elements that a thread adds: 16 bytes of a part.
 const PACK: usize = 8;
 
-/// One part that joins its sum. Part and sum lie densely as `[rows, heads, width]`, the gradient at strides.
+/// One part that joins its sum. Part and sum lie densely as `[rows, heads, width]`, the gradient at
+/// strides.
 pub(super) struct Addition {
     pub dtype: DType,
     pub part: u64,
@@ -31,7 +32,8 @@ impl Addition {
     /// Queues the addition.
     ///
     /// # Safety
-    /// The addresses are memory of these sizes, aligned to 16 bytes, which work queued before has filled.
+    /// The addresses are memory of these sizes, aligned to 16 bytes, which work queued before has
+    /// filled.
     pub unsafe fn launch(&self, call: &Call<'_>) -> Result<()> {
         let packs = self.rows * self.heads * self.width / PACK;
         let mut args = Args::new()
@@ -47,7 +49,15 @@ impl Addition {
             .i32(i32::from(self.turn.last));
         let grid = [packs.div_ceil(THREADS) as u32, 1, 1];
         // SAFETY: the arguments are the kernel's parameters; the memory is the caller's promise.
-        unsafe { call.launch(&unit(self.dtype), grid, [THREADS as u32, 1, 1], 0, &mut args) }
+        unsafe {
+            call.launch(
+                &unit(self.dtype),
+                grid,
+                [THREADS as u32, 1, 1],
+                0,
+                &mut args,
+            )
+        }
     }
 }
 

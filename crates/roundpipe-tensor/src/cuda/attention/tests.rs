@@ -1,4 +1,5 @@
-//! What can be said without a GPU: which cases cuDNN takes, in which pieces, and that it makes plans of them.
+//! What can be said without a GPU: which cases cuDNN takes, in which pieces, and that it makes
+//! plans of them.
 
 use std::collections::HashSet;
 
@@ -9,10 +10,19 @@ use crate::dtype::DType;
 use crate::kernel::{AttentionSpec, View};
 use crate::shape::{Layout, Shape};
 
-const CAUSAL: AttentionSpec = AttentionSpec { scale: 0.125, causal: true, window: None, any_order: false };
+const CAUSAL: AttentionSpec = AttentionSpec {
+    scale: 0.125,
+    causal: true,
+    window: None,
+    any_order: false,
+};
 
 fn view(ptr: u64, dtype: DType, dims: &[usize]) -> Option<View> {
-    Some(View { ptr, dtype, layout: Layout::contiguous(Shape::new(dims).unwrap()) })
+    Some(View {
+        ptr,
+        dtype,
+        layout: Layout::contiguous(Shape::new(dims).unwrap()),
+    })
 }
 
 /// A contiguous case: batch, query heads, key heads, length, width.
@@ -33,21 +43,51 @@ fn only_what_was_compared_is_taken() {
     let taken = |spec: &AttentionSpec, dims, dtype| {
         [false, true].map(|backward| case(spec, dims, dtype, backward).is_some())
     };
-    assert_eq!(taken(&CAUSAL, [2, 4, 2, 256, 64], DType::BF16), [true, true]);
-    assert_eq!(taken(&CAUSAL, [2, 4, 2, 256, 128], DType::F16), [true, true]);
-    assert_eq!(taken(&CAUSAL, [2, 4, 2, 256, 64], DType::F32), [false, false]);
-    assert_eq!(taken(&CAUSAL, [2, 4, 2, 250, 64], DType::BF16), [false, false]);
-    assert_eq!(taken(&CAUSAL, [2, 4, 2, 256, 96], DType::BF16), [false, false]);
-    assert_eq!(taken(&CAUSAL, [0, 4, 2, 256, 64], DType::BF16), [false, false]);
-    let window = AttentionSpec { window: Some(100), ..CAUSAL };
-    assert_eq!(taken(&window, [2, 4, 2, 256, 64], DType::BF16), [false, false]);
-    assert_eq!(taken(&CAUSAL, [1, 16, 8, 131072, 128], DType::BF16), [true, true]);
+    assert_eq!(
+        taken(&CAUSAL, [2, 4, 2, 256, 64], DType::BF16),
+        [true, true]
+    );
+    assert_eq!(
+        taken(&CAUSAL, [2, 4, 2, 256, 128], DType::F16),
+        [true, true]
+    );
+    assert_eq!(
+        taken(&CAUSAL, [2, 4, 2, 256, 64], DType::F32),
+        [false, false]
+    );
+    assert_eq!(
+        taken(&CAUSAL, [2, 4, 2, 250, 64], DType::BF16),
+        [false, false]
+    );
+    assert_eq!(
+        taken(&CAUSAL, [2, 4, 2, 256, 96], DType::BF16),
+        [false, false]
+    );
+    assert_eq!(
+        taken(&CAUSAL, [0, 4, 2, 256, 64], DType::BF16),
+        [false, false]
+    );
+    let window = AttentionSpec {
+        window: Some(100),
+        ..CAUSAL
+    };
+    assert_eq!(
+        taken(&window, [2, 4, 2, 256, 64], DType::BF16),
+        [false, false]
+    );
+    assert_eq!(
+        taken(&CAUSAL, [1, 16, 8, 131072, 128], DType::BF16),
+        [true, true]
+    );
     // Sums of gradients of such a sequence are more than scratch may be.
-    assert_eq!(taken(&CAUSAL, [1, 1, 1, 1 << 24, 128], DType::BF16), [true, false]);
+    assert_eq!(
+        taken(&CAUSAL, [1, 1, 1, 1 << 24, 128], DType::BF16),
+        [true, false]
+    );
 }
 
-/// Addresses of the pieces of a backward: where their heads and rows begin in the operands, and gradients that are
-/// sums beside each other in scratch.
+/// Addresses of the pieces of a backward: where their heads and rows begin in the operands, and
+/// gradients that are sums beside each other in scratch.
 #[test]
 fn pieces_begin_where_their_rows_are() {
     for (dims, count) in [
@@ -67,13 +107,26 @@ fn pieces_begin_where_their_rows_are() {
             let of_queries = ((b * s + piece.queries.start) * hq + h * g) * d * 2;
             let of_keys = ((b * s + piece.keys.start) * hk + h) * d * 2;
             // The numbers of operands in graphs are their places here, but for o's and do's.
-            for (id, at) in [(1, of_queries), (2, of_keys), (3, of_keys), (4, of_queries), (8, of_queries)] {
-                assert_eq!(address(id) - ((id as u64) << 40), at as u64, "{dims:?}: {piece:?}, {id}");
+            for (id, at) in [
+                (1, of_queries),
+                (2, of_keys),
+                (3, of_keys),
+                (4, of_queries),
+                (8, of_queries),
+            ] {
+                assert_eq!(
+                    address(id) - ((id as u64) << 40),
+                    at as u64,
+                    "{dims:?}: {piece:?}, {id}"
+                );
             }
             let lse = ((b * hq + h * g) * s + piece.queries.start) * 4;
             assert_eq!(address(5) - (5 << 40), lse as u64, "{dims:?}: {piece:?}");
             let additions = fused.additions(piece, scratch);
-            for (i, (id, at)) in [(9, of_queries), (10, of_keys), (11, of_keys)].into_iter().enumerate() {
+            for (i, (id, at)) in [(9, of_queries), (10, of_keys), (11, of_keys)]
+                .into_iter()
+                .enumerate()
+            {
                 let there = (id as u64) << 40;
                 match additions.get(i) {
                     Some(add) => assert_eq!((add.part, add.out), (address(id), there + at as u64)),
@@ -82,22 +135,28 @@ fn pieces_begin_where_their_rows_are() {
             }
             let ends = fused.workspace_at(scratch)..scratch + fused.scratch() as u64;
             for add in &additions {
-                let (part, sum) =
-                    (add.rows * add.heads * add.width * 2, add.rows * add.heads * add.width * 4);
+                let (part, sum) = (
+                    add.rows * add.heads * add.width * 2,
+                    add.rows * add.heads * add.width * 4,
+                );
                 assert!(add.part + part as u64 <= ends.start && add.sum + sum as u64 <= ends.start);
             }
         }
     }
 }
 
-/// cuDNN makes a plan of every kind of case for GPUs that are not here, within the scratch that was counted.
-/// Skipped where cuDNN or a driver's library is missing; ROUNDPIPE_CUDNN=required makes that a failure.
+/// cuDNN makes a plan of every kind of case for GPUs that are not here, within the scratch that was
+/// counted. Skipped where cuDNN or a driver's library is missing; ROUNDPIPE_CUDNN=required makes
+/// that a failure.
 #[test]
 #[expect(clippy::print_stderr, reason = "a skipped test says why")]
 fn plans_are_made_without_a_gpu() {
     let here = library::driver().is_ok() && library::nvrtc().is_ok() && library::cudnn().is_ok();
     if !here {
-        assert!(std::env::var("ROUNDPIPE_CUDNN").as_deref() != Ok("required"), "cuDNN or libcuda is missing");
+        assert!(
+            std::env::var("ROUNDPIPE_CUDNN").as_deref() != Ok("required"),
+            "cuDNN or libcuda is missing"
+        );
         eprintln!("skipped: cuDNN or libcuda is missing");
         return;
     }
@@ -105,7 +164,10 @@ fn plans_are_made_without_a_gpu() {
         eprintln!("skipped: there is a GPU, whose driver refuses plans for others");
         return;
     }
-    let full = AttentionSpec { causal: false, ..CAUSAL };
+    let full = AttentionSpec {
+        causal: false,
+        ..CAUSAL
+    };
     for device in [H200, A100] {
         for (spec, dims, dtype) in [
             (&CAUSAL, [2, 16, 8, 1024, 128], DType::BF16),
@@ -119,7 +181,10 @@ fn plans_are_made_without_a_gpu() {
             for (backward, any_order) in [(false, false), (true, false), (true, true)] {
                 let spec = AttentionSpec { any_order, ..*spec };
                 let fused = case(&spec, dims, dtype, backward).unwrap();
-                assert!(!any_order || fused.pieces().len() == 1, "{dims:?}: any order is not cut");
+                assert!(
+                    !any_order || fused.pieces().len() == 1,
+                    "{dims:?}: any order is not cut"
+                );
                 let mut seen = HashSet::new();
                 for piece in fused.pieces() {
                     let case = fused.case(&piece);
@@ -127,8 +192,9 @@ fn plans_are_made_without_a_gpu() {
                         continue;
                     }
                     let plan = fused.plan(&case, &Target::Properties(device));
-                    let name =
-                        format!("{dims:?}, {piece:?}, {dtype}, backward {backward}, any order {any_order}");
+                    let name = format!(
+                        "{dims:?}, {piece:?}, {dtype}, backward {backward}, any order {any_order}"
+                    );
                     let plan = plan.unwrap_or_else(|why| panic!("{name}: {why}"));
                     eprintln!("{name}: {} of {} bytes", plan.workspace, fused.workspace());
                 }

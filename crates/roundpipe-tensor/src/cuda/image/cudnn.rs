@@ -1,12 +1,14 @@
 //! Convolutions by cuDNN, where it is here and takes them.
 //!
-//! One algorithm per operation, each of those that repeat bit for bit; the library computes in float, never TF32.
-//! Which cases are given to it, and how much workspace it may use, follows from the operands alone, so that scratch
-//! is the same without the library; what wants more workspace, or is refused, goes to our own kernels. So do
+//! One algorithm per operation, each of those that repeat bit for bit; the library computes in
+//! float, never TF32. Which cases are given to it, and how much workspace it may use, follows from
+//! the operands alone, so that scratch is the same without the library; what wants more workspace,
+//! or is refused, goes to our own kernels. So do
 //!
 //! - f64, and groups that our kernels sum directly;
 //! - gradients of filters in 16-bit types: the library would round the sums to the operands' type;
-//! - borders as wide as the filter or wider, empty operands, and those not at multiples of 16 bytes.
+//! - borders as wide as the filter or wider, empty operands, and those not at multiples of 16
+//!   bytes.
 //!
 //! `ROUNDPIPE_CONV=own` leaves the library out.
 //!
@@ -67,11 +69,19 @@ pub(super) struct Case {
 impl Case {
     /// A convolution that is to be given to cuDNN.
     pub fn of(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> Option<Self> {
-        let (a, b, out) = (src.first()?.as_ref()?, src.get(1)?.as_ref()?, dst.first()?.as_ref()?);
+        let (a, b, out) = (
+            src.first()?.as_ref()?,
+            src.get(1)?.as_ref()?,
+            dst.first()?.as_ref()?,
+        );
         let (kind, spec, [x, f, y]) = match kernel {
-            Kernel::Conv2d(spec) => {
-                (Kind::Forward { bias: src.get(2).is_some_and(Option::is_some) }, spec, [a, b, out])
-            }
+            Kernel::Conv2d(spec) => (
+                Kind::Forward {
+                    bias: src.get(2).is_some_and(Option::is_some),
+                },
+                spec,
+                [a, b, out],
+            ),
             Kernel::Conv2dGradInput(spec) => (Kind::GradInput, spec, [out, b, a]),
             Kernel::Conv2dGradFilter { spec, .. } => (Kind::GradFilter, spec, [a, out, b]),
             _ => return None,
@@ -97,8 +107,8 @@ impl Case {
         })
     }
 
-    /// Most bytes of workspace that the library may use. Tensor cores want the channels innermost: room for all
-    /// operands in that order.
+    /// Most bytes of workspace that the library may use. Tensor cores want the channels innermost:
+    /// room for all operands in that order.
     pub fn workspace(&self) -> usize {
         let bytes = |dims: [i32; 4]| {
             let count: usize = dims.iter().map(|n| *n as usize).product();
@@ -112,10 +122,12 @@ impl Case {
     }
 }
 
-/// Neither empty nor beyond the library's 32-bit counting, a border narrower than the filter, groups of some size.
+/// Neither empty nor beyond the library's 32-bit counting, a border narrower than the filter,
+/// groups of some size.
 fn is_usual(spec: &ConvSpec, x: &Shape, f: &Shape, y: &Shape) -> bool {
     let countable = |shape: &Shape| (1..1 << 30).contains(&shape.numel());
-    let border = |a: usize| spec.padding[a] <= spec.dilation[a].saturating_mul(f[2 + a].saturating_sub(1));
+    let border =
+        |a: usize| spec.padding[a] <= spec.dilation[a].saturating_mul(f[2 + a].saturating_sub(1));
     let small = |n: usize| (1..1 << 20).contains(&n);
     let windows = spec.stride.into_iter().chain(spec.dilation).all(small);
     let broad = spec.groups == 1 || (f[1] >= 8 && f[0] / spec.groups.max(1) >= 8);
@@ -132,12 +144,18 @@ fn api() -> Option<&'static Cudnn> {
     *HERE.get_or_init(|| {
         let wanted = std::env::var("ROUNDPIPE_CONV").as_deref() != Ok("own");
         // Some of the library's kernels are compiled by NVRTC, which has to be found first.
-        let here = if wanted && library::nvrtc().is_ok() { library::cudnn().ok() } else { None };
-        here.map(|library| &**library).filter(|api| api.number() >= OLDEST)
+        let here = if wanted && library::nvrtc().is_ok() {
+            library::cudnn().ok()
+        } else {
+            None
+        };
+        here.map(|library| &**library)
+            .filter(|api| api.number() >= OLDEST)
     })
 }
 
-/// Whether the library failed at what it takes: an error within it (4000 and on) or in what it queued (5000 and on).
+/// Whether the library failed at what it takes: an error within it (4000 and on) or in what it
+/// queued (5000 and on).
 fn is_failure(status: Status) -> bool {
     (4000..6000).contains(&status.0)
 }
@@ -154,30 +172,36 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<bool> {
     if !operands.all(|view| view.ptr.is_multiple_of(16)) {
         return Ok(false);
     }
-    let queued = call.gpu.attention.with_handle(call.stream.cast(), |handle| {
-        let mut plans = lock(&call.gpu.convolutions.0);
-        let known = plans.get(&case).cloned();
-        let plan = known.unwrap_or_else(|| {
-            let made = Plan::new(api, handle, &case).ok().flatten().map(Arc::new);
-            plans.insert(case, made.clone());
-            made
-        });
-        let Some(plan) = plan else { return Ok(false) };
-        // SAFETY: the operands are the caller's promise and as large as the case says; scratch holds what
-        // `workspace` asks for, and a plan that wants more was refused.
-        match unsafe { plan.run(handle, call, &case) } {
-            Status(0) => Ok(true),
-            status if is_failure(status) => Err(status),
-            // What the library only finds out now it has not begun.
-            _ => {
-                plans.insert(case, None);
-                Ok(false)
+    let queued = call
+        .gpu
+        .attention
+        .with_handle(call.stream.cast(), |handle| {
+            let mut plans = lock(&call.gpu.convolutions.0);
+            let known = plans.get(&case).cloned();
+            let plan = known.unwrap_or_else(|| {
+                let made = Plan::new(api, handle, &case).ok().flatten().map(Arc::new);
+                plans.insert(case, made.clone());
+                made
+            });
+            let Some(plan) = plan else { return Ok(false) };
+            // SAFETY: the operands are the caller's promise and as large as the case says; scratch
+            // holds what `workspace` asks for, and a plan that wants more was refused.
+            match unsafe { plan.run(handle, call, &case) } {
+                Status(0) => Ok(true),
+                status if is_failure(status) => Err(status),
+                // What the library only finds out now it has not begun.
+                _ => {
+                    plans.insert(case, None);
+                    Ok(false)
+                }
             }
-        }
-    });
+        });
     match queued {
         Ok(Ok(done)) => Ok(done),
-        Ok(Err(status)) => Err(call.failed(&format!("compute a convolution by cuDNN: {}", api.text(status)))),
+        Ok(Err(status)) => Err(call.failed(&format!(
+            "compute a convolution by cuDNN: {}",
+            api.text(status)
+        ))),
         // No handle, no library.
         Err(_) => Ok(false),
     }
@@ -229,7 +253,10 @@ fn tensor(
     dtype: sys::cudnnDataType_t,
     [n, c, h, w]: [i32; 4],
 ) -> std::result::Result<Owned<sys::cudnnTensorStruct>, Status> {
-    let made = Owned::new(api.cudnnCreateTensorDescriptor, api.cudnnDestroyTensorDescriptor)?;
+    let made = Owned::new(
+        api.cudnnCreateTensorDescriptor,
+        api.cudnnDestroyTensorDescriptor,
+    )?;
     let dense = sys::cudnnTensorFormat_t::CUDNN_TENSOR_NCHW;
     // SAFETY: the descriptor is alive.
     unsafe { api.cudnnSetTensor4dDescriptor(made.0, dense, dtype, n, c, h, w) }.result()?;
@@ -251,13 +278,32 @@ impl Plan {
             _ => Data::CUDNN_DATA_FLOAT,
         };
         // Without tensor cores for f32: they would round the operands.
-        let math = if case.dtype == DType::F32 { Math::CUDNN_FMA_MATH } else { Math::CUDNN_TENSOR_OP_MATH };
-        let f = Owned::new(api.cudnnCreateFilterDescriptor, api.cudnnDestroyFilterDescriptor)?;
-        let convolution =
-            Owned::new(api.cudnnCreateConvolutionDescriptor, api.cudnnDestroyConvolutionDescriptor)?;
-        let activation =
-            Owned::new(api.cudnnCreateActivationDescriptor, api.cudnnDestroyActivationDescriptor)?;
-        let ([o, c, h, w], Case { stride, padding, dilation, .. }) = (case.f, *case);
+        let math = if case.dtype == DType::F32 {
+            Math::CUDNN_FMA_MATH
+        } else {
+            Math::CUDNN_TENSOR_OP_MATH
+        };
+        let f = Owned::new(
+            api.cudnnCreateFilterDescriptor,
+            api.cudnnDestroyFilterDescriptor,
+        )?;
+        let convolution = Owned::new(
+            api.cudnnCreateConvolutionDescriptor,
+            api.cudnnDestroyConvolutionDescriptor,
+        )?;
+        let activation = Owned::new(
+            api.cudnnCreateActivationDescriptor,
+            api.cudnnDestroyActivationDescriptor,
+        )?;
+        let (
+            [o, c, h, w],
+            Case {
+                stride,
+                padding,
+                dilation,
+                ..
+            },
+        ) = (case.f, *case);
         let dense = sys::cudnnTensorFormat_t::CUDNN_TENSOR_NCHW;
         // The filter is not turned around: what this field calls a convolution.
         let mode = sys::cudnnConvolutionMode_t::CUDNN_CROSS_CORRELATION;
@@ -265,7 +311,8 @@ impl Plan {
         let nan = sys::cudnnNanPropagation_t::CUDNN_PROPAGATE_NAN;
         // SAFETY: the descriptors are alive.
         unsafe {
-            api.cudnnSetFilter4dDescriptor(f.0, dtype, dense, o, c, h, w).result()?;
+            api.cudnnSetFilter4dDescriptor(f.0, dtype, dense, o, c, h, w)
+                .result()?;
             api.cudnnSetConvolution2dDescriptor(
                 convolution.0,
                 padding[0],
@@ -278,13 +325,28 @@ impl Plan {
                 Data::CUDNN_DATA_FLOAT,
             )
             .result()?;
-            api.cudnnSetConvolutionGroupCount(convolution.0, case.groups).result()?;
-            api.cudnnSetConvolutionMathType(convolution.0, math).result()?;
-            api.cudnnSetActivationDescriptor(activation.0, none, nan, 0.0).result()?;
+            api.cudnnSetConvolutionGroupCount(convolution.0, case.groups)
+                .result()?;
+            api.cudnnSetConvolutionMathType(convolution.0, math)
+                .result()?;
+            api.cudnnSetActivationDescriptor(activation.0, none, nan, 0.0)
+                .result()?;
         }
-        let (x, y, bias) =
-            (tensor(api, dtype, case.x)?, tensor(api, dtype, case.y)?, tensor(api, dtype, [1, o, 1, 1])?);
-        let mut plan = Self { api, x, f, y, bias, convolution, activation, workspace: 0 };
+        let (x, y, bias) = (
+            tensor(api, dtype, case.x)?,
+            tensor(api, dtype, case.y)?,
+            tensor(api, dtype, [1, o, 1, 1])?,
+        );
+        let mut plan = Self {
+            api,
+            x,
+            f,
+            y,
+            bias,
+            convolution,
+            activation,
+            workspace: 0,
+        };
         plan.workspace = plan.wanted(handle, case.kind)?;
         Ok((plan.workspace <= case.workspace()).then_some(plan))
     }
@@ -331,38 +393,49 @@ impl Plan {
     /// # Safety
     /// The call's operands are as large as the case says, and its scratch memory as the plan wants.
     unsafe fn run(&self, handle: sys::cudnnHandle_t, call: &Call<'_>, case: &Case) -> Status {
-        let again = matches!(call.kernel, Kernel::Conv2dGradFilter { accumulate: true, .. });
+        let again = matches!(
+            call.kernel,
+            Kernel::Conv2dGradFilter {
+                accumulate: true,
+                ..
+            }
+        );
         let (one, nothing, beta) = (1.0f32, 0.0f32, if again { 1.0f32 } else { 0.0 });
         let number = |number: &f32| std::ptr::from_ref(number).cast::<c_void>();
-        let (a, b) = (call.src(0).ptr as *const c_void, call.src(1).ptr as *const c_void);
+        let (a, b) = (
+            call.src(0).ptr as *const c_void,
+            call.src(1).ptr as *const c_void,
+        );
         let out = call.dst(0).ptr as *mut c_void;
         let (workspace, bytes) = (call.scratch_ptr() as *mut c_void, self.workspace);
         let (one, nothing, beta) = (number(&one), number(&nothing), number(&beta));
         let (x, f, y, convolution) = (self.x.0, self.f.0, self.y.0, self.convolution.0);
-        // SAFETY: the caller's promise; the descriptors are alive and say what lies there; the numbers live past the
-        // call, which reads them.
+        // SAFETY: the caller's promise; the descriptors are alive and say what lies there; the
+        // numbers live past the call, which reads them.
         unsafe {
             match (case.kind, call.maybe_src(2)) {
-                (Kind::Forward { bias: true }, Some(bias)) => self.api.cudnnConvolutionBiasActivationForward(
-                    handle,
-                    one,
-                    x,
-                    a,
-                    f,
-                    b,
-                    convolution,
-                    FORWARD,
-                    workspace,
-                    bytes,
-                    nothing,
-                    y,
-                    out.cast_const(),
-                    self.bias.0,
-                    bias.ptr as *const c_void,
-                    self.activation.0,
-                    y,
-                    out,
-                ),
+                (Kind::Forward { bias: true }, Some(bias)) => {
+                    self.api.cudnnConvolutionBiasActivationForward(
+                        handle,
+                        one,
+                        x,
+                        a,
+                        f,
+                        b,
+                        convolution,
+                        FORWARD,
+                        workspace,
+                        bytes,
+                        nothing,
+                        y,
+                        out.cast_const(),
+                        self.bias.0,
+                        bias.ptr as *const c_void,
+                        self.activation.0,
+                        y,
+                        out,
+                    )
+                }
                 (Kind::Forward { .. }, _) => self.api.cudnnConvolutionForward(
                     handle,
                     one,
@@ -421,10 +494,19 @@ mod tests {
     use crate::shape::{Layout, Shape};
 
     fn dense(dtype: DType, dims: &[usize]) -> Option<View> {
-        Some(View { ptr: 0, dtype, layout: Layout::contiguous(Shape::new(dims).unwrap()) })
+        Some(View {
+            ptr: 0,
+            dtype,
+            layout: Layout::contiguous(Shape::new(dims).unwrap()),
+        })
     }
 
-    const SPEC: ConvSpec = ConvSpec { stride: [2, 1], padding: [1, 1], dilation: [1, 1], groups: 1 };
+    const SPEC: ConvSpec = ConvSpec {
+        stride: [2, 1],
+        padding: [1, 1],
+        dilation: [1, 1],
+        groups: 1,
+    };
     const X: [usize; 4] = [2, 16, 9, 8];
     const F: [usize; 4] = [32, 16, 3, 3];
     const Y: [usize; 4] = [2, 32, 5, 8];
@@ -436,16 +518,28 @@ mod tests {
             let [x, f, y] = [X, F, Y].map(|dims| dense(dtype, &dims));
             let forward = Case::of(&Kernel::Conv2d(SPEC), &[x, f, None], &[y]).unwrap();
             let input = Case::of(&Kernel::Conv2dGradInput(SPEC), &[y, f], &[x]).unwrap();
-            assert_eq!(Case { kind: Kind::GradInput, ..forward }, input);
+            assert_eq!(
+                Case {
+                    kind: Kind::GradInput,
+                    ..forward
+                },
+                input
+            );
             assert_eq!(
                 (forward.x, forward.f, forward.y),
                 (X.map(|n| n as i32), F.map(|n| n as i32), [2, 32, 5, 8])
             );
             assert_eq!((forward.stride, forward.padding), ([2, 1], [1, 1]));
-            let kernel = Kernel::Conv2dGradFilter { spec: SPEC, accumulate: true };
+            let kernel = Kernel::Conv2dGradFilter {
+                spec: SPEC,
+                accumulate: true,
+            };
             let filter = Case::of(&kernel, &[x, y], &[dense(DType::F32, &F)]);
             // The library would round the sums of 16-bit types.
-            let want = (dtype == DType::F32).then_some(Case { kind: Kind::GradFilter, ..forward });
+            let want = (dtype == DType::F32).then_some(Case {
+                kind: Kind::GradFilter,
+                ..forward
+            });
             assert_eq!(filter, want, "{dtype}");
             assert_eq!(forward.workspace() > TABLE_BYTES, dtype == DType::BF16);
             assert!(filter.is_none_or(|case| case.workspace() == PARTS_BYTES));
@@ -471,11 +565,23 @@ mod tests {
         };
         assert!(takes(DType::F16, &X, &F, &Y, SPEC));
         assert!(!takes(DType::F64, &X, &F, &Y, SPEC));
-        let wide = ConvSpec { padding: [1, 3], ..SPEC };
-        assert!(!takes(DType::F32, &X, &F, &[2, 32, 5, 12], wide), "a border wider than the filter");
-        assert!(!takes(DType::F32, &[0, 16, 9, 8], &F, &[0, 32, 5, 8], SPEC), "nothing");
+        let wide = ConvSpec {
+            padding: [1, 3],
+            ..SPEC
+        };
+        assert!(
+            !takes(DType::F32, &X, &F, &[2, 32, 5, 12], wide),
+            "a border wider than the filter"
+        );
+        assert!(
+            !takes(DType::F32, &[0, 16, 9, 8], &F, &[0, 32, 5, 8], SPEC),
+            "nothing"
+        );
         let groups = |groups| ConvSpec { groups, ..SPEC };
         assert!(takes(DType::F32, &X, &[32, 8, 3, 3], &Y, groups(2)));
-        assert!(!takes(DType::F32, &X, &[16, 1, 3, 3], &[2, 16, 5, 8], groups(16)), "depthwise");
+        assert!(
+            !takes(DType::F32, &X, &[16, 1, 3, 3], &[2, 16, 5, 8], groups(16)),
+            "depthwise"
+        );
     }
 }

@@ -1,8 +1,9 @@
 //! A stable sort of keys on the device, with the places they came from.
 //!
-//! Who adds at indexed places needs the indices in order of their destination, and equal ones in their own order;
-//! who sends tokens to experts needs the same. Keys are u32, sorted by digits of up to [`DIGIT_BITS`] bits, all in
-//! scratch memory: two lists of keys and two of items, which take turns, and the counters.
+//! Who adds at indexed places needs the indices in order of their destination, and equal ones in
+//! their own order; who sends tokens to experts needs the same. Keys are u32, sorted by digits of
+//! up to [`DIGIT_BITS`] bits, all in scratch memory: two lists of keys and two of items, which take
+//! turns, and the counters.
 //!
 //! # Invariants
 //! - The order is a function of the keys alone.
@@ -42,7 +43,11 @@ impl Sort {
     pub fn new(count: usize, largest: usize) -> Self {
         let width = (usize::BITS - largest.leading_zeros()).max(1);
         let passes = width.div_ceil(DIGIT_BITS);
-        Self { count, passes, bits: width.div_ceil(passes).max(LEAST_BITS) }
+        Self {
+            count,
+            passes,
+            bits: width.div_ceil(passes).max(LEAST_BITS),
+        }
     }
 
     /// Whether keys and places fit into 32 bits.
@@ -54,9 +59,10 @@ impl Sort {
     pub fn checked(op: &'static str, count: usize, largest: usize) -> Result<Self> {
         match Self::fits(count, largest) {
             true => Ok(Self::new(count, largest)),
-            false => {
-                Err(Error::invalid(op, format!("{count} indices up to {largest} are too many for a GPU")))
-            }
+            false => Err(Error::invalid(
+                op,
+                format!("{count} indices up to {largest} are too many for a GPU"),
+            )),
         }
     }
 
@@ -89,7 +95,16 @@ impl Sort {
     /// `scratch` has [`Sort::bytes`] and is nobody else's until what was queued has run.
     pub unsafe fn run(&self, call: &Call<'_>, scratch: u64) -> Result<Sorted> {
         let at = |list: usize| scratch + (list * self.list()) as u64;
-        let sides = [Sorted { keys: at(0), items: at(1) }, Sorted { keys: at(2), items: at(3) }];
+        let sides = [
+            Sorted {
+                keys: at(0),
+                items: at(1),
+            },
+            Sorted {
+                keys: at(2),
+                items: at(3),
+            },
+        ];
         let totals = at(4);
         let counts = totals + (self.digits() * 4) as u64;
         let (tiles, digits) = (self.tiles(), self.digits());
@@ -98,21 +113,54 @@ impl Sort {
             let (from, to) = (sides[pass as usize % 2], sides[(pass as usize + 1) % 2]);
             let items = if pass == 0 { 0 } else { from.items };
             let shift = (pass * self.bits) as i32;
-            let count =
-                || Args::new().ptr(from.keys).size(self.count).i32(shift).i32(digits as i32).size(tiles);
-            let place = || {
-                let args =
-                    Args::new().ptr(from.keys).ptr(items).size(self.count).i32(shift).i32(digits as i32);
-                args.size(tiles).ptr(counts).ptr(totals).ptr(to.keys).ptr(to.items)
+            let count = || {
+                Args::new()
+                    .ptr(from.keys)
+                    .size(self.count)
+                    .i32(shift)
+                    .i32(digits as i32)
+                    .size(tiles)
             };
-            let scan = || Args::new().ptr(counts).size(tiles).i32(digits as i32).ptr(totals);
+            let place = || {
+                let args = Args::new()
+                    .ptr(from.keys)
+                    .ptr(items)
+                    .size(self.count)
+                    .i32(shift)
+                    .i32(digits as i32);
+                args.size(tiles)
+                    .ptr(counts)
+                    .ptr(totals)
+                    .ptr(to.keys)
+                    .ptr(to.items)
+            };
+            let scan = || {
+                Args::new()
+                    .ptr(counts)
+                    .size(tiles)
+                    .i32(digits as i32)
+                    .ptr(totals)
+            };
             let warps = digits.div_ceil(8) as u32;
-            // SAFETY: the arguments are the kernels' parameters; lists and counters are parts of the scratch memory
-            // that do not overlap; every kernel reads what the one before it in the same lane has written.
+            // SAFETY: the arguments are the kernels' parameters; lists and counters are parts of
+            // the scratch memory that do not overlap; every kernel reads what the one before it in
+            // the same lane has written.
             unsafe {
                 let grid = [tiles as u32, 1, 1];
-                call.launch(&unit("sort_count"), grid, [256, 1, 1], shared, &mut count().ptr(counts))?;
-                call.launch(&unit("sort_scan"), [warps, 1, 1], [256, 1, 1], 0, &mut scan())?;
+                call.launch(
+                    &unit("sort_count"),
+                    grid,
+                    [256, 1, 1],
+                    shared,
+                    &mut count().ptr(counts),
+                )?;
+                call.launch(
+                    &unit("sort_scan"),
+                    [warps, 1, 1],
+                    [256, 1, 1],
+                    0,
+                    &mut scan(),
+                )?;
                 call.launch(&unit("sort_place"), grid, [32, 1, 1], shared, &mut place())?;
             }
         }
@@ -122,11 +170,24 @@ impl Sort {
 
 /// A kernel of the file.
 pub(in crate::cuda) fn unit(entry: &'static str) -> Unit {
-    Unit::new("index_sort", include_str!("../kernels/index_sort.cu"), entry).with("TILE", TILE)
+    Unit::new(
+        "index_sort",
+        include_str!("../kernels/index_sort.cu"),
+        entry,
+    )
+    .with("TILE", TILE)
 }
 
 pub(super) fn units() -> Vec<Unit> {
-    ["index_keys", "scatter_keys", "sort_count", "sort_scan", "sort_place"].map(unit).to_vec()
+    [
+        "index_keys",
+        "scatter_keys",
+        "sort_count",
+        "sort_scan",
+        "sort_place",
+    ]
+    .map(unit)
+    .to_vec()
 }
 
 #[cfg(test)]
@@ -140,7 +201,10 @@ mod tests {
         for pass in 0..sort.passes {
             let digit = |key: u32| (key >> (pass * sort.bits)) as usize & (digits - 1);
             let mut counts = vec![0u32; digits * tiles];
-            now.0.iter().enumerate().for_each(|(i, key)| counts[digit(*key) * tiles + i / TILE] += 1);
+            now.0
+                .iter()
+                .enumerate()
+                .for_each(|(i, key)| counts[digit(*key) * tiles + i / TILE] += 1);
             let mut totals = vec![0u32; digits];
             for (d, total) in totals.iter_mut().enumerate() {
                 for count in &mut counts[d * tiles..(d + 1) * tiles] {
@@ -173,13 +237,23 @@ mod tests {
     /// Any number of keys and any bound, with the largest key among them.
     #[test]
     fn sorts_stably() {
-        for (count, largest) in
-            [(0, 3), (1, 0), (5, 1), (3000, 31), (5000, 1023), (2500, 1024), (4100, 150_000)]
-        {
+        for (count, largest) in [
+            (0, 3),
+            (1, 0),
+            (5, 1),
+            (3000, 31),
+            (5000, 1023),
+            (2500, 1024),
+            (4100, 150_000),
+        ] {
             let sort = Sort::new(count, largest);
-            assert!(sort.bits >= LEAST_BITS && sort.bits <= super::DIGIT_BITS, "{sort:?}");
-            let keys: Vec<u32> =
-                (0..count).map(|i| ((largest + i * i * 7919) % (largest + 1)) as u32).collect();
+            assert!(
+                sort.bits >= LEAST_BITS && sort.bits <= super::DIGIT_BITS,
+                "{sort:?}"
+            );
+            let keys: Vec<u32> = (0..count)
+                .map(|i| ((largest + i * i * 7919) % (largest + 1)) as u32)
+                .collect();
             let mut want: Vec<u32> = (0..count as u32).collect();
             want.sort_by_key(|i| keys[*i as usize]);
             let (have_keys, have) = sorted(sort, &keys);
@@ -192,8 +266,13 @@ mod tests {
     fn passes_cover_the_largest_key() {
         for largest in [0usize, 1, 31, 32, 1023, 1024, 1 << 20, u32::MAX as usize] {
             let sort = Sort::new(9, largest);
-            assert!(u64::from(sort.passes * sort.bits) >= 64 - (largest as u64).leading_zeros() as u64);
-            assert!((sort.passes - 1) * sort.bits < 32, "a shift of {sort:?} is too far");
+            assert!(
+                u64::from(sort.passes * sort.bits) >= 64 - (largest as u64).leading_zeros() as u64
+            );
+            assert!(
+                (sort.passes - 1) * sort.bits < 32,
+                "a shift of {sort:?} is too far"
+            );
         }
     }
 }

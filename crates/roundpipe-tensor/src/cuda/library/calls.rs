@@ -1,9 +1,12 @@
 //! The functions that we call of each library, bound from the file that was chosen.
 //!
-//! Types are the bindings' own; what a call returns is a number, since a newer library may return one that the
-//! bindings do not know. A function that is not there is an error that names it.
+//! Types are the bindings' own; what a call returns is a number, since a newer library may return
+//! one that the bindings do not know. A function that is not there is an error that names it.
 
-#![allow(non_snake_case, reason = "functions keep the names that the libraries give them")]
+#![allow(
+    non_snake_case,
+    reason = "functions keep the names that the libraries give them"
+)]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
@@ -371,7 +374,9 @@ impl Calls for Nvrtc {
     fn made_for(&self) -> Option<Version> {
         let (mut major, mut minor) = (0, 0);
         // SAFETY: both numbers are written by the call.
-        unsafe { self.nvrtcVersion(&mut major, &mut minor) }.result().ok()?;
+        unsafe { self.nvrtcVersion(&mut major, &mut minor) }
+            .result()
+            .ok()?;
         Some(Version::new(major.try_into().ok()?, minor.try_into().ok()?))
     }
 
@@ -381,7 +386,10 @@ impl Calls for Nvrtc {
 
     fn knows(&self, cards: &[u32]) -> bool {
         let known = self.architectures();
-        known.is_empty() || cards.iter().all(|card| version::target(&known, *card).is_some())
+        known.is_empty()
+            || cards
+                .iter()
+                .all(|card| version::target(&known, *card).is_some())
     }
 }
 
@@ -390,7 +398,11 @@ impl Nvrtc {
     pub(super) fn architectures(&self) -> Vec<u32> {
         let mut count = 0;
         // SAFETY: the number is written by the call.
-        if unsafe { self.nvrtcGetNumSupportedArchs(&mut count) }.result().is_err() || count <= 0 {
+        if unsafe { self.nvrtcGetNumSupportedArchs(&mut count) }
+            .result()
+            .is_err()
+            || count <= 0
+        {
             return Vec::new();
         }
         let mut archs = vec![0; count as usize];
@@ -474,5 +486,7 @@ fn words(text: *const c_char, status: Status) -> String {
         return format!("status {}", status.0);
     }
     // SAFETY: libraries return constant texts that end in a zero.
-    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+    unsafe { CStr::from_ptr(text) }
+        .to_string_lossy()
+        .into_owned()
 }

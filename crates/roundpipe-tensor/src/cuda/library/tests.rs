@@ -1,20 +1,29 @@
-//! Libraries made by a C compiler at test time stand for NVIDIA's; without one, such tests are skipped.
+//! Libraries made by a C compiler at test time stand for NVIDIA's; without one, such tests are
+//! skipped.
 
 use std::path::PathBuf;
 use std::process::Command;
 
 use super::*;
 
-const WISH: Wish = Wish { driver: None, best: false };
+const WISH: Wish = Wish {
+    driver: None,
+    best: false,
+};
 
 /// A shared library of this text, in a folder of the test's own; `None` without a C compiler.
 #[expect(clippy::print_stderr, reason = "a skipped test says why")]
 fn made(test: &str, file: &str, text: &str) -> Option<PathBuf> {
-    let folder = std::env::temp_dir().join(format!("roundpipe-library-{test}-{}", std::process::id()));
+    let folder =
+        std::env::temp_dir().join(format!("roundpipe-library-{test}-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let (source, library) = (folder.join("made.c"), folder.join(file));
     std::fs::write(&source, text).unwrap();
-    let made = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
+    let made = Command::new("cc")
+        .args(["-shared", "-fPIC", "-o"])
+        .arg(&library)
+        .arg(&source)
+        .status();
     match made {
         Ok(status) if status.success() => Some(library),
         _ => {
@@ -32,7 +41,9 @@ fn remove(library: &Path) {
 #[test]
 fn the_time_between_events_is_asked_by_the_name_that_all_drivers_know() {
     let text = "int cuEventElapsedTime(float* ms, void* a, void* b) { *ms = 2.5f; return a == b ? 400 : 0; }";
-    let Some(path) = made("elapsed", "libdriver.so", text) else { return };
+    let Some(path) = made("elapsed", "libdriver.so", text) else {
+        return;
+    };
     // SAFETY: the library is the one above.
     let library = unsafe { Library::new(&path) }.unwrap();
     let function = bind_elapsed(&library).expect("the plain name is there");
@@ -46,18 +57,36 @@ fn the_time_between_events_is_asked_by_the_name_that_all_drivers_know() {
 /// A file that is no library, and one without the functions, are told in one line with their names.
 #[test]
 fn broken_libraries_are_named_in_one_line() {
-    let Some(path) = made("broken", "libnvrtc.so.12", "int nvrtcVersion(int* a, int* b) { return 0; }")
-    else {
+    let Some(path) = made(
+        "broken",
+        "libnvrtc.so.12",
+        "int nvrtcVersion(int* a, int* b) { return 0; }",
+    ) else {
         return;
     };
-    let why = load::<Nvrtc>(&Place::At(path.clone()), WISH).unwrap_err().unwrap();
-    for word in [path.to_str().unwrap(), "nvrtcGetNumSupportedArchs", "nvidia-cuda-nvrtc"] {
+    let why = load::<Nvrtc>(&Place::At(path.clone()), WISH)
+        .unwrap_err()
+        .unwrap();
+    for word in [
+        path.to_str().unwrap(),
+        "nvrtcGetNumSupportedArchs",
+        "nvidia-cuda-nvrtc",
+    ] {
         assert!(why.contains(word) && !why.contains('\n'), "{word}: {why}");
     }
     std::fs::write(&path, "no library\n").unwrap();
-    let why = load::<Nvrtc>(&Place::At(path.clone()), WISH).unwrap_err().unwrap();
-    assert!(why.contains(path.to_str().unwrap()) && !why.contains('\n'), "{why}");
-    assert!(load::<Nvrtc>(&Place::Named("libno-such-thing.so".to_owned()), WISH).unwrap_err().is_none());
+    let why = load::<Nvrtc>(&Place::At(path.clone()), WISH)
+        .unwrap_err()
+        .unwrap();
+    assert!(
+        why.contains(path.to_str().unwrap()) && !why.contains('\n'),
+        "{why}"
+    );
+    assert!(
+        load::<Nvrtc>(&Place::Named("libno-such-thing.so".to_owned()), WISH)
+            .unwrap_err()
+            .is_none()
+    );
     remove(&path);
 }
 

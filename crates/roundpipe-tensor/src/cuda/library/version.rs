@@ -1,4 +1,5 @@
-//! Which versions go together: driver, libraries and cards, as values. Nothing here asks the machine.
+//! Which versions go together: driver, libraries and cards, as values. Nothing here asks the
+//! machine.
 
 use std::fmt;
 
@@ -27,7 +28,10 @@ impl Version {
 
     /// The same of what a library says that it was made for; `None` for what is no version.
     pub(super) fn of_library(number: usize) -> Option<Self> {
-        u32::try_from(number).ok().filter(|number| *number >= 1000).map(Self::of_number)
+        u32::try_from(number)
+            .ok()
+            .filter(|number| *number >= 1000)
+            .map(Self::of_number)
     }
 }
 
@@ -40,11 +44,17 @@ impl fmt::Display for Version {
 /// The oldest cuDNN whose attention was compared, as cuDNN counts.
 pub(crate) const OLDEST_CUDNN: usize = 91_400;
 
-/// A version of cuDNN in words, of its number: 91400 is 9.14.0, and before 9 there was a digit less.
+/// A version of cuDNN in words, of its number: 91400 is 9.14.0, and before 9 there was a digit
+/// less.
 pub fn cudnn_version(number: usize) -> String {
     match number {
         0..=9_999 => format!("{}.{}.{}", number / 1000, number / 100 % 10, number % 100),
-        _ => format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100),
+        _ => format!(
+            "{}.{}.{}",
+            number / 10_000,
+            number / 100 % 100,
+            number % 100
+        ),
     }
 }
 
@@ -83,8 +93,8 @@ pub(super) fn driver_verdict(driver: Version) -> Result<(), String> {
     ))
 }
 
-/// Why a library does not go with the driver. `file` is what was found where; of `made_for`, `major.minor` or less, the
-/// first number is compared.
+/// Why a library does not go with the driver. `file` is what was found where; of `made_for`,
+/// `major.minor` or less, the first number is compared.
 pub(super) fn library_verdict(
     file: &str,
     (major, made_for): (u32, &str),
@@ -107,13 +117,18 @@ pub(super) fn library_verdict(
     }
 }
 
-/// For which of NVRTC's architectures a card's kernels are compiled: its own, or the newest before it of the same
-/// major number, whose machine code it runs too. `known` is sorted by nobody.
+/// For which of NVRTC's architectures a card's kernels are compiled: its own, or the newest before
+/// it of the same major number, whose machine code it runs too. `known` is sorted by nobody.
 pub(super) fn target(known: &[u32], card: u32) -> Option<u32> {
-    known.iter().copied().filter(|arch| arch / 10 == card / 10 && *arch <= card).max()
+    known
+        .iter()
+        .copied()
+        .filter(|arch| arch / 10 == card / 10 && *arch <= card)
+        .max()
 }
 
-/// The first NVRTC that compiles for an architecture; `None` for those that nobody has heard of here.
+/// The first NVRTC that compiles for an architecture; `None` for those that nobody has heard of
+/// here.
 fn first_for(card: u32) -> Option<Version> {
     Some(match card {
         80 => Version::new(11, 0),
@@ -139,7 +154,9 @@ pub(super) fn architecture_complaint(
         _ => "a newer one is needed".to_owned(),
     };
     let get = Package::Nvrtc.name(driver);
-    let driver = driver.map_or(String::new(), |driver| format!("; the driver is for CUDA {driver}"));
+    let driver = driver.map_or(String::new(), |driver| {
+        format!("; the driver is for CUDA {driver}")
+    });
     format!(
         "{file} is of CUDA {version} and does not compile for sm_{card}; {needed}: `pip install -U {get}`, or name \
          the folder of another in ROUNDPIPE_CUDA_LIBS{driver}"
@@ -166,7 +183,13 @@ mod tests {
     #[test]
     fn libraries_are_not_newer_than_the_driver() {
         let runs = |library: Version, driver| {
-            library_verdict("lib", (library.major, &library.to_string()), driver, Package::Nvrtc).is_ok()
+            library_verdict(
+                "lib",
+                (library.major, &library.to_string()),
+                driver,
+                Package::Nvrtc,
+            )
+            .is_ok()
         };
         assert!(runs(V(12, 9), Some(V(12, 0))), "minors do not matter");
         assert!(runs(V(12, 4), Some(V(13, 0))));
@@ -176,19 +199,38 @@ mod tests {
         assert!(!runs(V(11, 8), None));
         assert!(driver_verdict(V(12, 0)).is_ok() && driver_verdict(V(13, 1)).is_ok());
         let why = driver_verdict(V(11, 8)).unwrap_err();
-        assert!(why.contains("11.8") && why.contains("12.0") && !why.contains('\n'), "{why}");
+        assert!(
+            why.contains("11.8") && why.contains("12.0") && !why.contains('\n'),
+            "{why}"
+        );
     }
 
     /// A complaint names both versions, the file, and the package that goes with the driver.
     #[test]
     fn complaints_name_versions_file_and_package() {
-        let why =
-            library_verdict("/x/libnvrtc.so.13", (13, "13.0"), Some(V(12, 4)), Package::Nvrtc).unwrap_err();
-        for word in ["/x/libnvrtc.so.13", "13.0", "12.4", "nvidia-cuda-nvrtc-cu12"] {
+        let why = library_verdict(
+            "/x/libnvrtc.so.13",
+            (13, "13.0"),
+            Some(V(12, 4)),
+            Package::Nvrtc,
+        )
+        .unwrap_err();
+        for word in [
+            "/x/libnvrtc.so.13",
+            "13.0",
+            "12.4",
+            "nvidia-cuda-nvrtc-cu12",
+        ] {
             assert!(why.contains(word) && !why.contains('\n'), "{word}: {why}");
         }
         let why = architecture_complaint("/x/libnvrtc.so.12", V(12, 4), 120, Some(V(12, 8)));
-        for word in ["/x/libnvrtc.so.12", "12.4", "sm_120", "12.8 or newer", "nvidia-cuda-nvrtc-cu12"] {
+        for word in [
+            "/x/libnvrtc.so.12",
+            "12.4",
+            "sm_120",
+            "12.8 or newer",
+            "nvidia-cuda-nvrtc-cu12",
+        ] {
             assert!(why.contains(word) && !why.contains('\n'), "{word}: {why}");
         }
     }
@@ -196,7 +238,11 @@ mod tests {
     #[test]
     fn packages_go_with_the_driver() {
         for (package, new, old) in [
-            (Package::Nvrtc, "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
+            (
+                Package::Nvrtc,
+                "nvidia-cuda-nvrtc",
+                "nvidia-cuda-nvrtc-cu12",
+            ),
             (Package::Cublas, "nvidia-cublas", "nvidia-cublas-cu12"),
             (Package::Cudnn, "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
         ] {
@@ -210,9 +256,13 @@ mod tests {
     #[test]
     fn a_card_runs_code_of_its_major_number() {
         let known = [50, 80, 86, 89, 90, 100, 120];
-        for (card, want) in
-            [(86, Some(86)), (87, Some(86)), (90, Some(90)), (103, Some(100)), (121, Some(120))]
-        {
+        for (card, want) in [
+            (86, Some(86)),
+            (87, Some(86)),
+            (90, Some(90)),
+            (103, Some(100)),
+            (121, Some(120)),
+        ] {
             assert_eq!(target(&known, card), want, "sm_{card}");
         }
         assert_eq!(target(&[80, 90], 120), None);

@@ -1,19 +1,21 @@
 //! cuBLASLt: products of dense matrices, planned once per shape.
 //!
 //! # From rows to columns
-//! The library thinks in columns. Our c `[m, n]` in rows is cᵀ `[n, m]` in columns with leading dimension n, and
-//! cᵀ = bᵀ aᵀ: the library's first operand is our b, its second our a, and its result is `n` by `m`.
-//! - b has element (l, j) at `l · row + j · col`. With col = 1 that memory, read in columns, is bᵀ `[n, k]` itself
-//!   with leading dimension `row`: taken as it is. With row = 1 it is b `[k, n]` with leading dimension `col`:
-//!   the library transposes.
-//! - a likewise: element (i, l) at `i · row + l · col`. With col = 1 it is aᵀ `[k, m]`, as it is; with row = 1 it is
-//!   a `[m, k]`, transposed.
+//! The library thinks in columns. Our c `[m, n]` in rows is cᵀ `[n, m]` in columns with leading
+//! dimension n, and cᵀ = bᵀ aᵀ: the library's first operand is our b, its second our a, and its
+//! result is `n` by `m`.
+//! - b has element (l, j) at `l · row + j · col`. With col = 1 that memory, read in columns, is bᵀ
+//!   `[n, k]` itself with leading dimension `row`: taken as it is. With row = 1 it is b `[k, n]`
+//!   with leading dimension `col`: the library transposes.
+//! - a likewise: element (i, l) at `i · row + l · col`. With col = 1 it is aᵀ `[k, m]`, as it is;
+//!   with row = 1 it is a `[m, k]`, transposed.
 //! - A bias `[n]` belongs to the rows of cᵀ, which is where the library adds one.
 //!
 //! # The algorithm
-//! Of the heuristic's candidates whose workspace fits, the one that [`tune`](super::tune) chose: the same for the
-//! same library, GPU and shape. Sums in float or double, never TF32; cuts along the depth are added up in a fixed
-//! order and in the accumulator's type, so schemes that add in place or in the result's type are excluded.
+//! Of the heuristic's candidates whose workspace fits, the one that [`tune`](super::tune) chose:
+//! the same for the same library, GPU and shape. Sums in float or double, never TF32; cuts along
+//! the depth are added up in a fixed order and in the accumulator's type, so schemes that add in
+//! place or in the result's type are excluded.
 //!
 //! # Invariants
 //! - A plan is made once per shape, under a lock: workers of one card agree.
@@ -49,18 +51,28 @@ pub(super) struct Lie {
 }
 
 impl Lie {
-    /// How the matrices of the last two dimensions lie, if one of their strides is 1 and lines do not overlap.
+    /// How the matrices of the last two dimensions lie, if one of their strides is 1 and lines do
+    /// not overlap.
     pub fn of(layout: &Layout) -> Option<Self> {
         let rank = layout.shape().rank();
-        let (rows, cols) = (layout.shape()[rank - 2] as i64, layout.shape()[rank - 1] as i64);
-        let (row, col) = (layout.strides()[rank - 2] as i64, layout.strides()[rank - 1] as i64);
+        let (rows, cols) = (
+            layout.shape()[rank - 2] as i64,
+            layout.shape()[rank - 1] as i64,
+        );
+        let (row, col) = (
+            layout.strides()[rank - 2] as i64,
+            layout.strides()[rank - 1] as i64,
+        );
         // Strides of dimensions of size 1 mean nothing.
         let line = |count: i64, length: i64, stride: i64, step: i64| {
             let unit = step == 1 || length == 1;
             let apart = if count == 1 { length } else { stride };
             (unit && apart >= length).then_some(apart)
         };
-        let straight = line(rows, cols, row, col).map(|line| Self { turned: false, line });
+        let straight = line(rows, cols, row, col).map(|line| Self {
+            turned: false,
+            line,
+        });
         straight.or_else(|| line(cols, rows, col, row).map(|line| Self { turned: true, line }))
     }
 }
@@ -108,11 +120,30 @@ struct Columns {
 impl Key {
     /// The library's operands and result: our right, left and c as their memory reads in columns.
     fn matrices(&self) -> [Columns; 3] {
-        let Shape { m, n, k, steps: [step_a, step_b, step_c], .. } = self.shape;
+        let Shape {
+            m,
+            n,
+            k,
+            steps: [step_a, step_b, step_c],
+            ..
+        } = self.shape;
         let [a, b] = self.lies;
-        let columns = |rows, cols, line, step| Columns { rows, cols, line, step };
-        let first = if b.turned { columns(k, n, b.line, step_b) } else { columns(n, k, b.line, step_b) };
-        let second = if a.turned { columns(m, k, a.line, step_a) } else { columns(k, m, a.line, step_a) };
+        let columns = |rows, cols, line, step| Columns {
+            rows,
+            cols,
+            line,
+            step,
+        };
+        let first = if b.turned {
+            columns(k, n, b.line, step_b)
+        } else {
+            columns(n, k, b.line, step_b)
+        };
+        let second = if a.turned {
+            columns(m, k, a.line, step_a)
+        } else {
+            columns(k, m, a.line, step_a)
+        };
         [first, second, columns(n, m, n as i64, step_c)]
     }
 }
@@ -146,10 +177,23 @@ impl Task {
             types: [src, dst],
             has_bias: bias.is_some(),
             overwrites: beta == 0.0,
-            aligned: [alignment(a.ptr), alignment(b.ptr), alignment(c | bias.unwrap_or(0))],
+            aligned: [
+                alignment(a.ptr),
+                alignment(b.ptr),
+                alignment(c | bias.unwrap_or(0)),
+            ],
             workspace: workspace_bytes,
         };
-        Self { key, a: a.ptr, b: b.ptr, c, bias, alpha, beta, workspace }
+        Self {
+            key,
+            a: a.ptr,
+            b: b.ptr,
+            c,
+            bias,
+            alpha,
+            beta,
+            workspace,
+        }
     }
 
     /// A part of it, with the result elsewhere.
@@ -158,8 +202,8 @@ impl Task {
     }
 }
 
-/// The largest power of two, up to 64, that divides an address. Weights lie at multiples of 64, by the plan at this
-/// one or that: more would be told apart, chosen for apart, and differ in bits.
+/// The largest power of two, up to 64, that divides an address. Weights lie at multiples of 64, by
+/// the plan at this one or that: more would be told apart, chosen for apart, and differ in bits.
 fn alignment(ptr: u64) -> u32 {
     1 << ptr.trailing_zeros().min(6)
 }
@@ -182,7 +226,8 @@ impl Drop for Handle {
     }
 }
 
-/// Whether the library knows an algorithm for a task, which is planned if it is the first of its kind.
+/// Whether the library knows an algorithm for a task, which is planned if it is the first of its
+/// kind.
 ///
 /// # Safety
 /// As for [`run`]; the result is not touched.
@@ -194,12 +239,15 @@ pub(super) unsafe fn takes(call: &Call<'_>, task: &Task) -> Result<bool> {
 /// Queues a product that the library [`takes`].
 ///
 /// # Safety
-/// The task's memory is as large as its shape says, its workspace too, and nobody else writes the result.
+/// The task's memory is as large as its shape says, its workspace too, and nobody else writes the
+/// result.
 pub(super) unsafe fn run(call: &Call<'_>, task: &Task) -> Result<()> {
     // SAFETY: the caller's promise; the plan was made for tasks of this key.
     unsafe {
         let plan = plan(call, task)?.expect("asked before");
-        let queued = plan.described.queue(plan.handle, call.stream, task, &plan.algorithm);
+        let queued = plan
+            .described
+            .queue(plan.handle, call.stream, task, &plan.algorithm);
         queued.map_err(|e| failed(call, "launch", e))
     }
 }
@@ -219,7 +267,11 @@ unsafe fn plan(call: &Call<'_>, task: &Task) -> Result<Option<Arc<Plan>>> {
     if !found.is_empty() {
         // SAFETY: the caller's promise.
         let chosen = unsafe { tune::choose(call, handle, task, &found)? };
-        made = Some(Arc::new(Plan { handle, described, algorithm: found[chosen].algorithm }));
+        made = Some(Arc::new(Plan {
+            handle,
+            described,
+            algorithm: found[chosen].algorithm,
+        }));
     }
     plans.insert(task.key, made.clone());
     Ok(made)
@@ -235,14 +287,18 @@ fn handle(call: &Call<'_>) -> Result<sys::cublasLtHandle_t> {
     gpu.enter()?;
     let mut made = std::ptr::null_mut();
     // SAFETY: written by the call; a context is current.
-    unsafe { lt.cublasLtCreate(&mut made) }.result().map_err(|e| failed(call, "start", e))?;
+    unsafe { lt.cublasLtCreate(&mut made) }
+        .result()
+        .map_err(|e| failed(call, "start", e))?;
     *handle = Some(Handle(made, lt));
     Ok(made)
 }
 
 /// The library, for what is only reached once it was found.
 fn api() -> std::result::Result<&'static CublasLt, Status> {
-    library::cublaslt().map(|library| &**library).map_err(|_| NOT_INITIALIZED)
+    library::cublaslt()
+        .map(|library| &**library)
+        .map_err(|_| NOT_INITIALIZED)
 }
 
 const NOT_INITIALIZED: Status = Status(sys::cublasStatus_t::CUBLAS_STATUS_NOT_INITIALIZED as u32);
@@ -259,7 +315,12 @@ struct Matrix(sys::cublasLtMatrixLayout_t, &'static CublasLt);
 impl Matrix {
     fn new(dtype: DType, columns: Columns, batches: usize) -> std::result::Result<Self, Status> {
         use sys::cublasLtMatrixLayoutAttribute_t as A;
-        let Columns { rows, cols, line, step } = columns;
+        let Columns {
+            rows,
+            cols,
+            line,
+            step,
+        } = columns;
         let (lt, mut raw) = (api()?, std::ptr::null_mut());
         let (dtype, rows, cols) = (data_type(dtype), rows as u64, cols as u64);
         // SAFETY: written by the call.
@@ -270,9 +331,11 @@ impl Matrix {
             // SAFETY: the layout is alive; the attributes are an i32 and an i64.
             unsafe {
                 let what = A::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT;
-                lt.cublasLtMatrixLayoutSetAttribute(raw, what, bytes(&count), 4).result()?;
+                lt.cublasLtMatrixLayoutSetAttribute(raw, what, bytes(&count), 4)
+                    .result()?;
                 let what = A::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET;
-                lt.cublasLtMatrixLayoutSetAttribute(raw, what, bytes(&step), 8).result()?;
+                lt.cublasLtMatrixLayoutSetAttribute(raw, what, bytes(&step), 8)
+                    .result()?;
             }
         }
         Ok(made)
@@ -293,8 +356,14 @@ impl Operation {
     fn new(key: &Key) -> std::result::Result<Self, Status> {
         use sys::cublasLtMatmulDescAttributes_t as A;
         let (compute, scale) = match key.types[0] {
-            DType::F64 => (sys::cublasComputeType_t::CUBLAS_COMPUTE_64F, sys::cudaDataType::CUDA_R_64F),
-            _ => (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType::CUDA_R_32F),
+            DType::F64 => (
+                sys::cublasComputeType_t::CUBLAS_COMPUTE_64F,
+                sys::cudaDataType::CUDA_R_64F,
+            ),
+            _ => (
+                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                sys::cudaDataType::CUDA_R_32F,
+            ),
         };
         let (lt, mut raw) = (api()?, std::ptr::null_mut());
         // SAFETY: written by the call.
@@ -302,8 +371,12 @@ impl Operation {
         let made = Self(raw, lt);
         // 1 is CUBLAS_OP_T, 0 is CUBLAS_OP_N. The library's first operand is our right one.
         let turns = [i32::from(key.lies[1].turned), i32::from(key.lies[0].turned)];
-        for (what, turn) in
-            [A::CUBLASLT_MATMUL_DESC_TRANSA, A::CUBLASLT_MATMUL_DESC_TRANSB].into_iter().zip(turns)
+        for (what, turn) in [
+            A::CUBLASLT_MATMUL_DESC_TRANSA,
+            A::CUBLASLT_MATMUL_DESC_TRANSB,
+        ]
+        .into_iter()
+        .zip(turns)
         {
             // SAFETY: the description is alive; the attribute is an i32.
             unsafe { lt.cublasLtMatmulDescSetAttribute(raw, what, bytes(&turn), 4) }.result()?;
@@ -312,7 +385,8 @@ impl Operation {
             let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32;
             let what = A::CUBLASLT_MATMUL_DESC_EPILOGUE;
             // SAFETY: as above; the attribute is a u32.
-            unsafe { lt.cublasLtMatmulDescSetAttribute(raw, what, bytes(&epilogue), 4) }.result()?;
+            unsafe { lt.cublasLtMatmulDescSetAttribute(raw, what, bytes(&epilogue), 4) }
+                .result()?;
         }
         Ok(made)
     }
@@ -320,7 +394,11 @@ impl Operation {
     fn set_bias(&self, bias: u64) -> std::result::Result<(), Status> {
         let what = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
         // SAFETY: the description is alive; the attribute is an address.
-        unsafe { self.1.cublasLtMatmulDescSetAttribute(self.0, what, bytes(&bias), 8) }.result()
+        unsafe {
+            self.1
+                .cublasLtMatmulDescSetAttribute(self.0, what, bytes(&bias), 8)
+        }
+        .result()
     }
 }
 
@@ -344,10 +422,12 @@ impl Preference {
         let workspace = key.workspace as u64;
         let what = A::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
         // SAFETY: the preference is alive; the attribute is a u64.
-        unsafe { lt.cublasLtMatmulPreferenceSetAttribute(raw, what, bytes(&workspace), 8) }.result()?;
+        unsafe { lt.cublasLtMatmulPreferenceSetAttribute(raw, what, bytes(&workspace), 8) }
+            .result()?;
         let [a, b, c] = key.aligned;
         let words = [
-            // Cuts along the depth: none, or added up in the accumulator's type in a step of their own.
+            // Cuts along the depth: none, or added up in the accumulator's type in a step of their
+            // own.
             (
                 A::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
                 sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32,
@@ -359,7 +439,8 @@ impl Preference {
         ];
         for (what, word) in words {
             // SAFETY: the preference is alive; these attributes are u32.
-            unsafe { lt.cublasLtMatmulPreferenceSetAttribute(raw, what, bytes(&word), 4) }.result()?;
+            unsafe { lt.cublasLtMatmulPreferenceSetAttribute(raw, what, bytes(&word), 4) }
+                .result()?;
         }
         Ok(made)
     }
@@ -379,8 +460,8 @@ struct Plan {
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
-// SAFETY: descriptions are plain memory of the library's, only read after `new` but for the locked one; the handle
-// may be used from any thread.
+// SAFETY: descriptions are plain memory of the library's, only read after `new` but for the locked
+// one; the handle may be used from any thread.
 unsafe impl Send for Plan {}
 // SAFETY: as above.
 unsafe impl Sync for Plan {}
@@ -403,9 +484,17 @@ impl Described {
             operation.set_bias(bias)?;
         }
         let [first, second, out] = key.matrices();
-        let (first, second) = (Matrix::new(src, first, batches)?, Matrix::new(src, second, batches)?);
+        let (first, second) = (
+            Matrix::new(src, first, batches)?,
+            Matrix::new(src, second, batches)?,
+        );
         let out = Matrix::new(dst, out, batches)?;
-        Ok(Self { operation: Mutex::new(operation), first, second, out })
+        Ok(Self {
+            operation: Mutex::new(operation),
+            first,
+            second,
+            out,
+        })
     }
 
     /// # Safety
@@ -428,8 +517,8 @@ impl Described {
             _ => (bytes(&narrow[0]), bytes(&narrow[1])),
         };
         let c = task.c as *mut c_void;
-        // SAFETY: the descriptions are alive and those that the algorithm was found for; the factors live past the
-        // call; the memory is the caller's promise.
+        // SAFETY: the descriptions are alive and those that the algorithm was found for; the
+        // factors live past the call; the memory is the caller's promise.
         unsafe {
             let queued = operation.1.cublasLtMatmul(
                 handle,
@@ -506,7 +595,11 @@ fn candidates(
         algorithm: found.algo,
         workspace: found.workspaceSize,
     };
-    Ok(found[..count as usize].iter().filter(fits).map(candidate).collect())
+    Ok(found[..count as usize]
+        .iter()
+        .filter(fits)
+        .map(candidate)
+        .collect())
 }
 
 fn data_type(dtype: DType) -> sys::cudaDataType {
@@ -525,7 +618,10 @@ fn bytes<T>(value: &T) -> *const c_void {
 #[cfg(test)]
 impl Default for Candidate {
     fn default() -> Self {
-        Self { algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] }, workspace: 0 }
+        Self {
+            algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
+            workspace: 0,
+        }
     }
 }
 
@@ -534,7 +630,9 @@ impl Task {
     /// What the library would do, over `f64` elements whose addresses are eight times their index.
     pub fn emulate(&self, memory: &mut [f64]) {
         let [first, second, out] = self.key.matrices();
-        let Shape { m, n, k, batches, .. } = self.key.shape;
+        let Shape {
+            m, n, k, batches, ..
+        } = self.key.shape;
         let at = |ptr: u64, matrix: &Columns, batch: usize, row: usize, col: usize| {
             assert!(row < matrix.rows && col < matrix.cols && matrix.line >= matrix.rows as i64);
             (ptr as i64 / 8 + batch as i64 * matrix.step + col as i64 * matrix.line) as usize + row
@@ -542,9 +640,17 @@ impl Task {
         for (batch, i, j) in (0..batches * n * m).map(|x| (x / (n * m), x / m % n, x % m)) {
             let mut sum = 0.0;
             for l in 0..k {
-                let (r, c) = if self.key.lies[1].turned { (l, i) } else { (i, l) };
+                let (r, c) = if self.key.lies[1].turned {
+                    (l, i)
+                } else {
+                    (i, l)
+                };
                 let left = memory[at(self.b, &first, batch, r, c)];
-                let (r, c) = if self.key.lies[0].turned { (j, l) } else { (l, j) };
+                let (r, c) = if self.key.lies[0].turned {
+                    (j, l)
+                } else {
+                    (l, j)
+                };
                 sum += left * memory[at(self.a, &second, batch, r, c)];
             }
             let bias = self.bias.map_or(0.0, |bias| memory[bias as usize / 8 + i]);

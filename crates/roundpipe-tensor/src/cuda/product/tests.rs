@@ -7,18 +7,29 @@ use crate::shape::{Layout, Shape};
 
 fn view(first: usize, dims: &[usize], strides: &[isize]) -> View {
     let layout = Layout::strided(Shape::new(dims).unwrap(), strides);
-    View { ptr: first as u64 * 8, dtype: DType::F64, layout }
+    View {
+        ptr: first as u64 * 8,
+        dtype: DType::F64,
+        layout,
+    }
 }
 
 fn dense(first: usize, dims: &[usize]) -> View {
-    View { ptr: first as u64 * 8, dtype: DType::F64, layout: Layout::contiguous(Shape::new(dims).unwrap()) }
+    View {
+        ptr: first as u64 * 8,
+        dtype: DType::F64,
+        layout: Layout::contiguous(Shape::new(dims).unwrap()),
+    }
 }
 
 /// Every element of a view, row-major, as an index into memory.
 fn places(view: &View) -> Vec<usize> {
     let mut all = vec![view.ptr as isize / 8];
     for (&size, &stride) in view.shape().dims().iter().zip(view.layout.strides()) {
-        all = all.iter().flat_map(|at| (0..size as isize).map(move |i| at + i * stride)).collect();
+        all = all
+            .iter()
+            .flat_map(|at| (0..size as isize).map(move |i| at + i * stride))
+            .collect();
     }
     all.into_iter().map(|at| at as usize).collect()
 }
@@ -44,7 +55,9 @@ const COPY: usize = 7000;
 
 /// Whole numbers, so that no order of sums rounds.
 fn check(name: &str, a: &View, b: &View, calls: usize) {
-    let mut memory: Vec<f64> = (0..12_000).map(|i| f64::from((i * 37 + 11) % 19 - 9)).collect();
+    let mut memory: Vec<f64> = (0..12_000)
+        .map(|i| f64::from((i * 37 + 11) % 19 - 9))
+        .collect();
     let mut dims = a.shape().dims().to_vec();
     *dims.last_mut().unwrap() = b.shape().dims()[dims.len() - 1];
     let (c, bias) = (dense(C, &dims), dense(BIAS, &dims[dims.len() - 1..]));
@@ -56,12 +69,21 @@ fn check(name: &str, a: &View, b: &View, calls: usize) {
             return *view;
         }
         let from = places(&distinct(view));
-        from.iter().enumerate().for_each(|(i, at)| memory[room + i] = memory[*at]);
+        from.iter()
+            .enumerate()
+            .for_each(|(i, at)| memory[room + i] = memory[*at]);
         room += from.len();
         packed(view, (room - from.len()) as u64 * 8)
     };
     let (a, b) = (settled(a), settled(b));
-    let product = Product { a: &a, b: &b, c: &c, bias: Some(&bias), alpha: ALPHA, beta: BETA };
+    let product = Product {
+        a: &a,
+        b: &b,
+        c: &c,
+        bias: Some(&bias),
+        alpha: ALPHA,
+        beta: BETA,
+    };
     let mut made = 0;
     let emulate = |task: &super::Task| {
         task.emulate(&mut memory);
@@ -73,61 +95,183 @@ fn check(name: &str, a: &View, b: &View, calls: usize) {
     assert_eq!(&memory[C..C + want.len()], want, "{name}");
 }
 
-/// Rows and columns, leading dimensions and batches reach the library so that its columns give our rows.
+/// Rows and columns, leading dimensions and batches reach the library so that its columns give our
+/// rows.
 #[test]
 fn the_librarys_columns_are_our_rows() {
     let turned = |first, [m, k]: [usize; 2]| view(first, &[m, k], &[1, m as isize]);
     check("dense", &dense(0, &[5, 7]), &dense(1000, &[7, 3]), 1);
     check("left turned", &turned(0, [5, 7]), &dense(1000, &[7, 3]), 1);
     check("right turned", &dense(0, &[5, 7]), &turned(1000, [7, 3]), 1);
-    check("both turned, cut out", &view(3, &[5, 7], &[1, 9]), &view(1001, &[7, 3], &[1, 11]), 1);
-    check("neither stride is 1", &view(0, &[5, 7], &[30, 2]), &view(1000, &[7, 3], &[2, 40]), 1);
-    check("backwards", &view(99, &[5, 7], &[8, -1]), &view(1200, &[7, 3], &[-4, 1]), 1);
-    check("one row", &view(0, &[1, 7], &[0, 1]), &dense(1000, &[7, 3]), 1);
-    check("a strided row", &view(0, &[1, 7], &[0, 5]), &dense(1000, &[7, 3]), 1);
-    check("one column", &dense(0, &[5, 7]), &view(1000, &[7, 1], &[4, 9]), 1);
-    check("depth 1", &view(0, &[5, 1], &[2, 77]), &view(1000, &[1, 3], &[77, 1]), 1);
-    check("a repeated row", &view(0, &[5, 7], &[0, 1]), &dense(1000, &[7, 3]), 1);
+    check(
+        "both turned, cut out",
+        &view(3, &[5, 7], &[1, 9]),
+        &view(1001, &[7, 3], &[1, 11]),
+        1,
+    );
+    check(
+        "neither stride is 1",
+        &view(0, &[5, 7], &[30, 2]),
+        &view(1000, &[7, 3], &[2, 40]),
+        1,
+    );
+    check(
+        "backwards",
+        &view(99, &[5, 7], &[8, -1]),
+        &view(1200, &[7, 3], &[-4, 1]),
+        1,
+    );
+    check(
+        "one row",
+        &view(0, &[1, 7], &[0, 1]),
+        &dense(1000, &[7, 3]),
+        1,
+    );
+    check(
+        "a strided row",
+        &view(0, &[1, 7], &[0, 5]),
+        &dense(1000, &[7, 3]),
+        1,
+    );
+    check(
+        "one column",
+        &dense(0, &[5, 7]),
+        &view(1000, &[7, 1], &[4, 9]),
+        1,
+    );
+    check(
+        "depth 1",
+        &view(0, &[5, 1], &[2, 77]),
+        &view(1000, &[1, 3], &[77, 1]),
+        1,
+    );
+    check(
+        "a repeated row",
+        &view(0, &[5, 7], &[0, 1]),
+        &dense(1000, &[7, 3]),
+        1,
+    );
     check("all ones", &dense(0, &[1, 1]), &dense(1000, &[1, 1]), 1);
 }
 
 #[test]
 fn batches_are_one_call_where_one_stride_serves() {
-    check("batch", &dense(0, &[2, 3, 5, 4]), &dense(1000, &[2, 3, 4, 3]), 1);
-    check("one matrix on the right", &dense(0, &[2, 3, 5, 4]), &view(1000, &[2, 3, 4, 3], &[0, 0, 3, 1]), 1);
-    check("one matrix on the left", &view(0, &[6, 5, 4], &[0, 4, 1]), &dense(1000, &[6, 4, 3]), 1);
-    check("rows apart", &view(0, &[6, 1, 4], &[9, 0, 1]), &view(1000, &[6, 4, 3], &[0, 3, 1]), 1);
-    check("crossed", &view(0, &[2, 3, 5, 4], &[20, 0, 4, 1]), &view(1000, &[2, 3, 4, 3], &[0, 12, 3, 1]), 2);
-    check("heads", &view(0, &[2, 3, 5, 4], &[60, 4, 12, 1]), &view(1000, &[2, 3, 4, 5], &[60, 4, 1, 12]), 2);
-    check("repeated and strided", &view(0, &[3, 5, 4], &[0, 9, 2]), &view(1000, &[3, 4, 2], &[20, 5, 2]), 1);
-    let sizes = Sizes { batches: 6, m: 5, n: 3, k: 4 };
-    let merged = Steps::of(&dense(0, &[2, 1, 3, 5, 4]), &dense(0, &[2, 1, 3, 4, 3]), &sizes);
-    assert_eq!(merged.as_slice(), [Step { count: 6, a: 20, b: 12, c: 15 }]);
+    check(
+        "batch",
+        &dense(0, &[2, 3, 5, 4]),
+        &dense(1000, &[2, 3, 4, 3]),
+        1,
+    );
+    check(
+        "one matrix on the right",
+        &dense(0, &[2, 3, 5, 4]),
+        &view(1000, &[2, 3, 4, 3], &[0, 0, 3, 1]),
+        1,
+    );
+    check(
+        "one matrix on the left",
+        &view(0, &[6, 5, 4], &[0, 4, 1]),
+        &dense(1000, &[6, 4, 3]),
+        1,
+    );
+    check(
+        "rows apart",
+        &view(0, &[6, 1, 4], &[9, 0, 1]),
+        &view(1000, &[6, 4, 3], &[0, 3, 1]),
+        1,
+    );
+    check(
+        "crossed",
+        &view(0, &[2, 3, 5, 4], &[20, 0, 4, 1]),
+        &view(1000, &[2, 3, 4, 3], &[0, 12, 3, 1]),
+        2,
+    );
+    check(
+        "heads",
+        &view(0, &[2, 3, 5, 4], &[60, 4, 12, 1]),
+        &view(1000, &[2, 3, 4, 5], &[60, 4, 1, 12]),
+        2,
+    );
+    check(
+        "repeated and strided",
+        &view(0, &[3, 5, 4], &[0, 9, 2]),
+        &view(1000, &[3, 4, 2], &[20, 5, 2]),
+        1,
+    );
+    let sizes = Sizes {
+        batches: 6,
+        m: 5,
+        n: 3,
+        k: 4,
+    };
+    let merged = Steps::of(
+        &dense(0, &[2, 1, 3, 5, 4]),
+        &dense(0, &[2, 1, 3, 4, 3]),
+        &sizes,
+    );
+    assert_eq!(
+        merged.as_slice(),
+        [Step {
+            count: 6,
+            a: 20,
+            b: 12,
+            c: 15
+        }]
+    );
 }
 
 /// Sums over nothing still write; empty results ask for nothing.
 #[test]
 fn ways_and_scratch_follow_from_shapes() {
-    let way = |a: &[usize], b: &[usize], c: &[usize]| Way::of(&dense(0, a), &dense(0, b), &dense(0, c));
+    let way =
+        |a: &[usize], b: &[usize], c: &[usize]| Way::of(&dense(0, a), &dense(0, b), &dense(0, c));
     assert_eq!(way(&[5, 0], &[0, 3], &[5, 3]), Way::Settle);
     assert_eq!(way(&[0, 4], &[4, 3], &[0, 3]), Way::Nothing);
-    assert_eq!(way(&[5, 4], &[4, 3], &[5, 3]), Way::Library { copies: [false; 2] });
+    assert_eq!(
+        way(&[5, 4], &[4, 3], &[5, 3]),
+        Way::Library { copies: [false; 2] }
+    );
     let scratch = |a: View, n: usize| {
         let (m, k) = (a.shape()[0], a.shape()[1]);
         let operands = [Some(a), Some(dense(0, &[k, n])), None];
-        scratch(&Kernel::MatMul { alpha: 1.0, beta: 0.0 }, &operands, &[Some(dense(0, &[m, n]))])
+        scratch(
+            &Kernel::MatMul {
+                alpha: 1.0,
+                beta: 0.0,
+            },
+            &operands,
+            &[Some(dense(0, &[m, n]))],
+        )
     };
-    assert_eq!(scratch(view(0, &[8, 4], &[9, 2]), 8), 0, "too small for a copy");
+    assert_eq!(
+        scratch(view(0, &[8, 4], &[9, 2]), 8),
+        0,
+        "too small for a copy"
+    );
     assert_eq!(scratch(dense(0, &[8, 4]), 8), 1 << 20);
     assert_eq!(scratch(dense(0, &[4096, 64]), 4096), 32 << 20);
-    assert_eq!(scratch(view(0, &[512, 512], &[2048, 2]), 512), (16 << 20) + 512 * 512 * 8);
+    assert_eq!(
+        scratch(view(0, &[512, 512], &[2048, 2]), 512),
+        (16 << 20) + 512 * 512 * 8
+    );
 }
 
 /// Tasks are made for every product that is launched.
 #[test]
 fn a_products_tasks_allocate_nothing() {
-    let (a, b, c) = (dense(0, &[2, 3, 5, 4]), dense(1000, &[2, 3, 4, 3]), dense(C, &[2, 3, 5, 3]));
-    let product = Product { a: &a, b: &b, c: &c, bias: None, alpha: ALPHA, beta: BETA };
+    let (a, b, c) = (
+        dense(0, &[2, 3, 5, 4]),
+        dense(1000, &[2, 3, 4, 3]),
+        dense(C, &[2, 3, 5, 3]),
+    );
+    let product = Product {
+        a: &a,
+        b: &b,
+        c: &c,
+        bias: None,
+        alpha: ALPHA,
+        beta: BETA,
+    };
     let mut keys = crate::cuda::compile::Table::default();
     let count = crate::cuda::tests::allocations(|| {
         let known = |task: &super::Task| Ok(*keys.entry(task.key).or_insert(true));

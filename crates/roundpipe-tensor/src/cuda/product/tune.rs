@@ -1,22 +1,26 @@
 //! Which of the library's algorithms computes a shape: measured at its first use, and stored.
 //!
-//! The heuristic's candidates are timed on the real operands, and the fastest is written to a file beside the kept
-//! kernels, `products-<device>-<library version>.txt`. Whoever computes that shape later, in this process or another,
-//! takes what stands there: a rerun and a resumed run make the same choice and give the same bits. So do several
-//! processes that measure at once, since each adds its line and then takes the first one of the file.
+//! The heuristic's candidates are timed on the real operands, and the fastest is written to a file
+//! beside the kept kernels, `products-<device>-<library version>.txt`. Whoever computes that shape
+//! later, in this process or another, takes what stands there: a rerun and a resumed run make the
+//! same choice and give the same bits. So do several processes that measure at once, since each
+//! adds its line and then takes the first one of the file.
 //!
-//! `ROUNDPIPE_TUNE=off` leaves it at the heuristic's first, and so does a folder that cannot be written: a choice
-//! that is not stored would not be made again. Products too small to matter are not measured.
+//! `ROUNDPIPE_TUNE=off` leaves it at the heuristic's first, and so does a folder that cannot be
+//! written: a choice that is not stored would not be made again. Products too small to matter are
+//! not measured.
 //!
 //! # What it costs
-//! The first call of a shape waits for its lane and runs each candidate some times, up to a few hundred ms.
-//! No memory is taken but the driver's for the candidates' code: results go to the workspace that the call has
-//! anyway, and where they are larger than that, a part of the product is measured that fits. The call's own result is
-//! not touched. A candidate that fails, or wants more than half of the workspace, is passed over.
+//! The first call of a shape waits for its lane and runs each candidate some times, up to a few
+//! hundred ms. No memory is taken but the driver's for the candidates' code: results go to the
+//! workspace that the call has anyway, and where they are larger than that, a part of the product
+//! is measured that fits. The call's own result is not touched. A candidate that fails, or wants
+//! more than half of the workspace, is passed over.
 //!
 //! # Invariants
 //! - A shape is chosen before it is computed for the first time, never anew in one process.
-//! - Only algorithms that the heuristic proposes now are run: a stored line that is none of them counts as absent.
+//! - Only algorithms that the heuristic proposes now are run: a stored line that is none of them
+//!   counts as absent.
 
 use std::fmt::Write as _;
 use std::fs::File;
@@ -73,12 +77,19 @@ pub(super) unsafe fn choose(
     task: &Task,
     found: &[Candidate],
 ) -> Result<usize> {
-    let Shape { m, n, k, batches, .. } = task.key.shape;
+    let Shape {
+        m, n, k, batches, ..
+    } = task.key.shape;
     let size = [m, n, k].into_iter().fold(batches, usize::saturating_mul);
-    let path = (found.len() > 1 && size >= WORTH_MEASURING).then(|| call.gpu.products.choices.path(call.gpu));
-    let Some(path) = path.flatten() else { return Ok(0) };
+    let path = (found.len() > 1 && size >= WORTH_MEASURING)
+        .then(|| call.gpu.products.choices.path(call.gpu));
+    let Some(path) = path.flatten() else {
+        return Ok(0);
+    };
     // SAFETY: the caller's promise.
-    settle(path, &name(&task.key), found, || unsafe { measure(call, handle, task, found) })
+    settle(path, &name(&task.key), found, || unsafe {
+        measure(call, handle, task, found)
+    })
 }
 
 /// What the file says of a shape, after what was measured is added to it where it says nothing.
@@ -91,7 +102,8 @@ fn settle(
     if let Some(known) = stored(path, key, found) {
         return Ok(known);
     }
-    // First, since what cannot be stored is not worth measuring: the next process would measure it again.
+    // First, since what cannot be stored is not worth measuring: the next process would measure it
+    // again.
     let Some(file) = open(path) else { return Ok(0) };
     let fastest = measure()?;
     add(file, key, &found[fastest]);
@@ -100,18 +112,37 @@ fn settle(
 
 /// A shape in the file.
 fn name(key: &Key) -> String {
-    let Shape { m, n, k, batches, steps } = key.shape;
-    let [a, b] = key.lies.map(|lie| format!("{}{}", if lie.turned { 't' } else { 'n' }, lie.line));
+    let Shape {
+        m,
+        n,
+        k,
+        batches,
+        steps,
+    } = key.shape;
+    let [a, b] = key
+        .lies
+        .map(|lie| format!("{}{}", if lie.turned { 't' } else { 'n' }, lie.line));
     let [src, dst] = key.types;
     let aligned = key.aligned;
-    let mut name = format!("{src} {dst} {m}x{n}x{k} {a} {b} batches {batches} {steps:?} aligned {aligned:?}");
-    let _ = write!(name, " bias {} beta {}", u8::from(key.has_bias), u8::from(!key.overwrites));
+    let mut name =
+        format!("{src} {dst} {m}x{n}x{k} {a} {b} batches {batches} {steps:?} aligned {aligned:?}");
+    let _ = write!(
+        name,
+        " bias {} beta {}",
+        u8::from(key.has_bias),
+        u8::from(!key.overwrites)
+    );
     let _ = write!(name, " workspace {}", key.workspace);
     name
 }
 
 fn hex(candidate: &Candidate) -> String {
-    candidate.algorithm.data.iter().map(|word| format!("{word:016x}")).collect()
+    candidate
+        .algorithm
+        .data
+        .iter()
+        .map(|word| format!("{word:016x}"))
+        .collect()
 }
 
 /// `key = algorithm sum`, without its end.
@@ -125,14 +156,22 @@ fn line(key: &str, candidate: &Candidate) -> String {
 fn stored(path: &Path, key: &str, found: &[Candidate]) -> Option<usize> {
     let file = std::fs::read(path).ok()?;
     let lines: Vec<String> = found.iter().map(|candidate| line(key, candidate)).collect();
-    let known = |text: &[u8]| lines.iter().position(|line| line.as_bytes() == text.trim_ascii_end());
+    let known = |text: &[u8]| {
+        lines
+            .iter()
+            .position(|line| line.as_bytes() == text.trim_ascii_end())
+    };
     file.split(|byte| *byte == b'\n').find_map(known)
 }
 
 /// The file to add lines to; `None` where nothing can be stored.
 fn open(path: &Path) -> Option<File> {
     std::fs::create_dir_all(path.parent()?).ok()?;
-    std::fs::OpenOptions::new().append(true).create(true).open(path).ok()
+    std::fs::OpenOptions::new()
+        .append(true)
+        .create(true)
+        .open(path)
+        .ok()
 }
 
 /// Adds a line, in one piece. The end before it closes what a process that died may have left.
@@ -142,11 +181,19 @@ fn add(mut file: File, key: &str, candidate: &Candidate) {
 
 /// The first of the candidates that are as good as the fastest; those without a time failed.
 fn pick(times: &[Option<f32>]) -> usize {
-    let fastest = times.iter().flatten().copied().fold(f32::INFINITY, f32::min);
-    times.iter().position(|time| time.is_some_and(|time| time <= fastest * TIE)).unwrap_or(0)
+    let fastest = times
+        .iter()
+        .flatten()
+        .copied()
+        .fold(f32::INFINITY, f32::min);
+    times
+        .iter()
+        .position(|time| time.is_some_and(|time| time <= fastest * TIE))
+        .unwrap_or(0)
 }
 
-/// Sizes of which a result of `element` bytes fits into `room`: whole matrices where one fits, a part of one else.
+/// Sizes of which a result of `element` bytes fits into `room`: whole matrices where one fits, a
+/// part of one else.
 fn part(shape: Shape, element: usize, room: usize) -> Option<Shape> {
     let (mut m, mut n) = (shape.m, shape.n);
     let bytes = |m: usize, n: usize| m.saturating_mul(n).saturating_mul(element);
@@ -159,7 +206,13 @@ fn part(shape: Shape, element: usize, room: usize) -> Option<Shape> {
     }
     let batches = (room / bytes(m, n).max(1)).clamp(1, shape.batches);
     let [a, b, _] = shape.steps;
-    Some(Shape { m, n, batches, steps: [a, b, (m * n) as i64], ..shape })
+    Some(Shape {
+        m,
+        n,
+        batches,
+        steps: [a, b, (m * n) as i64],
+        ..shape
+    })
 }
 
 /// Times the candidates with results in the workspace.
@@ -174,19 +227,39 @@ unsafe fn measure(
 ) -> Result<usize> {
     let whole = task.key.workspace;
     let able = |candidate: &Candidate| candidate.workspace <= whole / 2;
-    let own = found.iter().filter(|c| able(c)).map(|c| c.workspace).max().unwrap_or(0).next_multiple_of(256);
-    let part = part(task.key.shape, task.key.types[1].size(), whole - own.min(whole));
-    let (true, Some(shape)) = (able(&found[0]), part) else { return Ok(0) };
+    let own = found
+        .iter()
+        .filter(|c| able(c))
+        .map(|c| c.workspace)
+        .max()
+        .unwrap_or(0)
+        .next_multiple_of(256);
+    let part = part(
+        task.key.shape,
+        task.key.types[1].size(),
+        whole - own.min(whole),
+    );
+    let (true, Some(shape)) = (able(&found[0]), part) else {
+        return Ok(0);
+    };
     // The algorithms' own workspace first, the results behind it.
-    let key = Key { shape, workspace: own, ..task.key };
+    let key = Key {
+        shape,
+        workspace: own,
+        ..task.key
+    };
     let trial = task.of(key, task.workspace + own as u64);
-    let Ok(described) = Described::new(&trial) else { return Ok(0) };
+    let Ok(described) = Described::new(&trial) else {
+        return Ok(0);
+    };
     let clock = Clock::new(call)?;
     let sample = |candidate: &Candidate, count: usize| -> Result<Option<f32>> {
         clock.start()?;
         for _ in 0..count {
-            // SAFETY: a part of the task's operands is read; workspace and result lie in the task's workspace.
-            let queued = unsafe { described.queue(handle, call.stream, &trial, &candidate.algorithm) };
+            // SAFETY: a part of the task's operands is read; workspace and result lie in the task's
+            // workspace.
+            let queued =
+                unsafe { described.queue(handle, call.stream, &trial, &candidate.algorithm) };
             if queued.is_err() {
                 return Ok(None);
             }
@@ -194,15 +267,25 @@ unsafe fn measure(
         Ok(Some(clock.stop()? / count as f32))
     };
     let mut times = vec![None; found.len()];
-    for (time, candidate) in times.iter_mut().zip(found).filter(|(_, candidate)| able(candidate)) {
+    for (time, candidate) in times
+        .iter_mut()
+        .zip(found)
+        .filter(|(_, candidate)| able(candidate))
+    {
         // The first run loads the code.
         if sample(candidate, 1)?.is_some() {
             *time = sample(candidate, 1)?;
         }
     }
-    let fastest = times.iter().flatten().copied().fold(f32::INFINITY, f32::min);
+    let fastest = times
+        .iter()
+        .flatten()
+        .copied()
+        .fold(f32::INFINITY, f32::min);
     let count = (SAMPLE_MS / fastest.max(1e-3)).ceil().clamp(1.0, 32.0) as usize;
-    times.iter_mut().for_each(|time| *time = time.filter(|time| *time <= 2.0 * fastest));
+    times
+        .iter_mut()
+        .for_each(|time| *time = time.filter(|time| *time <= 2.0 * fastest));
     let rivals: Vec<usize> = (0..found.len()).filter(|i| times[*i].is_some()).collect();
     let mut best = vec![None; found.len()];
     // In turns, so that a clock that drifts favours nobody.
@@ -223,7 +306,10 @@ struct Clock<'a> {
 
 impl<'a> Clock<'a> {
     fn new(call: &'a Call<'a>) -> Result<Self> {
-        Ok(Self { call, events: [call.gpu.event(true)?, call.gpu.event(true)?] })
+        Ok(Self {
+            call,
+            events: [call.gpu.event(true)?, call.gpu.event(true)?],
+        })
     }
 
     fn record(&self, at: usize) -> Result<()> {
@@ -241,7 +327,8 @@ impl<'a> Clock<'a> {
         self.record(1)?;
         let [start, end] = self.events;
         // SAFETY: both events are alive and recorded.
-        let time = unsafe { result::event::synchronize(end.0).and_then(|()| elapsed_ms(start, end)) };
+        let time =
+            unsafe { result::event::synchronize(end.0).and_then(|()| elapsed_ms(start, end)) };
         time.map_err(|e| self.call.gpu.failed("time a product", e))
     }
 }
@@ -281,13 +368,37 @@ mod tests {
     /// What is measured fits where it goes, and is the whole where that fits.
     #[test]
     fn a_part_fits_the_room() {
-        let shape = |m, n, batches| Shape { m, n, k: 512, batches, steps: [7, 8, (m * n) as i64] };
-        assert_eq!(part(shape(300, 200, 5), 2, 1 << 20), Some(shape(300, 200, 5)));
-        assert_eq!(part(shape(300, 200, 20), 4, 1 << 20), Some(shape(300, 200, 4)));
-        assert_eq!(part(shape(16_384, 2048, 1), 2, 32 << 20), Some(shape(8192, 2048, 1)));
-        for (m, n) in [(16_384, 151_936), (151_936, 1), (1, 10_000_000), (65, 65), (100_000, 100_000)] {
+        let shape = |m, n, batches| Shape {
+            m,
+            n,
+            k: 512,
+            batches,
+            steps: [7, 8, (m * n) as i64],
+        };
+        assert_eq!(
+            part(shape(300, 200, 5), 2, 1 << 20),
+            Some(shape(300, 200, 5))
+        );
+        assert_eq!(
+            part(shape(300, 200, 20), 4, 1 << 20),
+            Some(shape(300, 200, 4))
+        );
+        assert_eq!(
+            part(shape(16_384, 2048, 1), 2, 32 << 20),
+            Some(shape(8192, 2048, 1))
+        );
+        for (m, n) in [
+            (16_384, 151_936),
+            (151_936, 1),
+            (1, 10_000_000),
+            (65, 65),
+            (100_000, 100_000),
+        ] {
             let cut = part(shape(m, n, 3), 4, 1 << 20).unwrap();
-            assert!(cut.m <= m.next_multiple_of(64) && cut.n <= n.next_multiple_of(64), "{m} x {n}");
+            assert!(
+                cut.m <= m.next_multiple_of(64) && cut.n <= n.next_multiple_of(64),
+                "{m} x {n}"
+            );
             assert!(
                 cut.m <= m && cut.n <= n && cut.m * cut.n * cut.batches * 4 <= 1 << 20,
                 "{m} x {n}: {cut:?}"
@@ -312,7 +423,12 @@ mod tests {
         let broken = line("a", &candidate(3)).replacen('3', "1", 1);
         std::fs::write(
             &path,
-            [&std::fs::read(&path).unwrap()[..], broken.as_bytes(), b"\na = 00\xff"].concat(),
+            [
+                &std::fs::read(&path).unwrap()[..],
+                broken.as_bytes(),
+                b"\na = 00\xff",
+            ]
+            .concat(),
         )
         .unwrap();
         assert_eq!(stored(&path, "a", &found), None, "broken lines");

@@ -104,14 +104,18 @@ impl Cx {
     /// `value` where `mask` holds, else x. The mask broadcasts to x.
     ///
     /// # Errors
-    /// When `mask` is not bool or does not broadcast to x's shape, or `x` holds integers and the value is
-    /// not one of its type.
+    /// When `mask` is not bool or does not broadcast to x's shape, or `x` holds integers and the
+    /// value is not one of its type.
     pub fn masked_fill(&mut self, x: &Tensor, mask: &Tensor, value: f64) -> Result<Tensor> {
         const OP: &str = "masked_fill";
         truth(OP, mask)?;
         held(OP, x, value)?;
         if x.shape().broadcast(mask.shape(), OP)? != *x.shape() {
-            return Err(Error::Shape { op: OP, left: *x.shape(), right: *mask.shape() });
+            return Err(Error::Shape {
+                op: OP,
+                left: *x.shape(),
+                right: *mask.shape(),
+            });
         }
         let value = scalar(self.worker(), x.dtype(), value)?;
         let y = raw_select(self.worker(), OP, mask, &value, x)?;
@@ -131,7 +135,12 @@ fn truth(op: &'static str, x: &Tensor) -> Result<()> {
     if x.dtype() == DType::Bool {
         return Ok(());
     }
-    Err(Error::DType { op, dtype: x.dtype(), shape: *x.shape(), expected: "it takes bool" })
+    Err(Error::DType {
+        op,
+        dtype: x.dtype(),
+        shape: *x.shape(),
+        expected: "it takes bool",
+    })
 }
 
 /// The kernel alone, with broadcasting.
@@ -146,7 +155,11 @@ pub(crate) fn raw_compare(
     let shape = a.shape().broadcast(b.shape(), op)?;
     let [left, right] = [a, b].map(|t| t.layout().broadcast_to(shape, op).map(|l| t.relaid(l)));
     let out = worker.alloc(op, DType::Bool, shape)?;
-    worker.launch(&Kernel::Compare(kind), &[Some(&left?), Some(&right?)], &[Some(&out)])?;
+    worker.launch(
+        &Kernel::Compare(kind),
+        &[Some(&left?), Some(&right?)],
+        &[Some(&out)],
+    )?;
     Ok(out)
 }
 
@@ -159,9 +172,17 @@ pub(crate) fn raw_select(
     b: &Tensor,
 ) -> Result<Tensor> {
     same_dtype(op, a, b)?;
-    let shape = a.shape().broadcast(b.shape(), op)?.broadcast(cond.shape(), op)?;
-    let [cond, left, right] = [cond, a, b].map(|t| t.layout().broadcast_to(shape, op).map(|l| t.relaid(l)));
+    let shape = a
+        .shape()
+        .broadcast(b.shape(), op)?
+        .broadcast(cond.shape(), op)?;
+    let [cond, left, right] =
+        [cond, a, b].map(|t| t.layout().broadcast_to(shape, op).map(|l| t.relaid(l)));
     let out = worker.alloc(op, a.dtype(), shape)?;
-    worker.launch(&Kernel::Select, &[Some(&cond?), Some(&left?), Some(&right?)], &[Some(&out)])?;
+    worker.launch(
+        &Kernel::Select,
+        &[Some(&cond?), Some(&left?), Some(&right?)],
+        &[Some(&out)],
+    )?;
     Ok(out)
 }

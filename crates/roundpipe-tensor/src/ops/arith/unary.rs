@@ -83,7 +83,8 @@ impl Cx {
         self.unary("powf", kind, x)
     }
 
-    /// x held between `min` and `max` (infinities leave a side open); `max` wins if they cross. NaN stays.
+    /// x held between `min` and `max` (infinities leave a side open); `max` wins if they cross. NaN
+    /// stays.
     ///
     /// # Errors
     /// When a bound is NaN, or `x` holds integers and a finite bound is not whole.
@@ -146,7 +147,11 @@ impl Cx {
         self.record_one(op, &[x], y, move |bx| {
             let dy = incoming(bx);
             let dx = bx.worker().alloc(op, kept.dtype(), *kept.shape())?;
-            bx.worker().launch(&Kernel::UnaryGrad(kind), &[Some(&kept), Some(&dy)], &[Some(&dx)])?;
+            bx.worker().launch(
+                &Kernel::UnaryGrad(kind),
+                &[Some(&kept), Some(&dy)],
+                &[Some(&dx)],
+            )?;
             drop((kept, dy));
             bx.give(0, dx)
         })
@@ -155,7 +160,11 @@ impl Cx {
 
 /// Refuses truth values.
 fn number(op: &'static str, x: &Tensor) -> Result<()> {
-    if x.dtype() == DType::Bool { Err(no_bool(op, x)) } else { Ok(()) }
+    if x.dtype() == DType::Bool {
+        Err(no_bool(op, x))
+    } else {
+        Ok(())
+    }
 }
 
 /// Refuses a number that an integer tensor cannot hold.
@@ -171,7 +180,14 @@ pub(super) fn held(op: &'static str, x: &Tensor, number: f64) -> Result<()> {
     if inside {
         return Ok(());
     }
-    Err(Error::invalid(op, format!("{number} is outside the range of {} {}", x.dtype(), x.shape())))
+    Err(Error::invalid(
+        op,
+        format!(
+            "{number} is outside the range of {} {}",
+            x.dtype(),
+            x.shape()
+        ),
+    ))
 }
 
 /// Refuses a number that an integer tensor cannot be combined with.
@@ -179,6 +195,10 @@ pub(super) fn whole(op: &'static str, x: &Tensor, number: f64) -> Result<()> {
     if x.dtype().is_float() || (number.fract() == 0.0 && number.abs() < 9.3e18) {
         return Ok(());
     }
-    let what = format!("{number} is not a whole number, but {} {} holds those", x.dtype(), x.shape());
+    let what = format!(
+        "{number} is not a whole number, but {} {} holds those",
+        x.dtype(),
+        x.shape()
+    );
     Err(Error::invalid(op, what))
 }

@@ -10,22 +10,32 @@ use crate::shape::{Layout, Shape};
 use crate::tensor::Tensor;
 
 impl Cx {
-    /// -x\[label\] of `log_probs` [.., v] against integer `labels` [..], as [`Cx::log_softmax`] gives them.
-    /// The loss has the accumulator type. `options.label_smoothing` has no meaning here and must be 0.
+    /// -x\[label\] of `log_probs` [.., v] against integer `labels` [..], as [`Cx::log_softmax`]
+    /// gives them. The loss has the accumulator type. `options.label_smoothing` has no meaning here
+    /// and must be 0.
     ///
     /// # Errors
     /// As [`Cx::cross_entropy`].
-    pub fn nll_loss(&mut self, log_probs: &Tensor, labels: &Tensor, options: CrossEntropy) -> Result<Tensor> {
+    pub fn nll_loss(
+        &mut self,
+        log_probs: &Tensor,
+        labels: &Tensor,
+        options: CrossEntropy,
+    ) -> Result<Tensor> {
         const OP: &str = "nll_loss";
         float(OP, log_probs)?;
         options.check(OP)?;
         if options.label_smoothing != 0.0 {
-            return Err(Error::invalid(OP, "label smoothing needs logits: use cross_entropy"));
+            return Err(Error::invalid(
+                OP,
+                "label smoothing needs logits: use cross_entropy",
+            ));
         }
         let target = Target::new(self.worker(), OP, log_probs, labels, options)?;
         let acc = log_probs.dtype().accumulator();
         let (used, count) = target.used(self.worker(), OP, acc)?;
-        // Ignored labels may lie outside the classes; any class will do, since what it gives is not used.
+        // Ignored labels may lie outside the classes; any class will do, since what it gives is not
+        // used.
         let class = self.worker().cast(&used, DType::I64)?;
         let class = raw_binary(self.worker(), OP, Binary::Mul, &target.labels, &class)?;
         let classes = log_probs.dims()[log_probs.rank() - 1];
@@ -34,7 +44,8 @@ impl Cx {
         let picked = self.gather(&flat, 1, &column)?;
         let picked = self.reshape(&picked, &[target.tokens as isize])?;
         let picked = self.cast(&picked, acc)?;
-        // A probability of 0 at an unused class must not turn into NaN, so it is cut off, not multiplied.
+        // A probability of 0 at an unused class must not turn into NaN, so it is cut off, not
+        // multiplied.
         let zero = self.zeros(acc, &[])?;
         let truth = self.worker().cast(&used, DType::Bool)?;
         let picked = self.where_cond(&truth, &picked, &zero)?;
@@ -56,7 +67,12 @@ impl Cx {
     ///
     /// # Errors
     /// When shapes or types differ.
-    pub fn mse_loss(&mut self, x: &Tensor, target: &Tensor, reduction: Reduction) -> Result<Tensor> {
+    pub fn mse_loss(
+        &mut self,
+        x: &Tensor,
+        target: &Tensor,
+        reduction: Reduction,
+    ) -> Result<Tensor> {
         let gap = self.gap("mse_loss", x, target)?;
         let losses = self.mul(&gap, &gap)?;
         self.reduced(&losses, reduction)
@@ -72,7 +88,8 @@ impl Cx {
         self.reduced(&losses, reduction)
     }
 
-    /// Half the square of the difference up to `delta`, from there on a straight line of slope `delta`.
+    /// Half the square of the difference up to `delta`, from there on a straight line of slope
+    /// `delta`.
     ///
     /// # Errors
     /// When shapes or types differ or `delta` is not positive.
@@ -84,7 +101,10 @@ impl Cx {
         reduction: Reduction,
     ) -> Result<Tensor> {
         if delta <= 0.0 || delta.is_nan() {
-            return Err(Error::invalid("huber_loss", format!("delta {delta} is not positive")));
+            return Err(Error::invalid(
+                "huber_loss",
+                format!("delta {delta} is not positive"),
+            ));
         }
         let gap = self.gap("huber_loss", x, target)?;
         let size = self.abs(&gap)?;
@@ -129,12 +149,17 @@ impl Cx {
         self.reduced(&losses, reduction)
     }
 
-    /// target · (ln target - log_probs), 0 where the target is 0. [`Reduction::Mean`] is over elements; for
-    /// PyTorch's "batchmean" divide the sum by the batch.
+    /// target · (ln target - log_probs), 0 where the target is 0. [`Reduction::Mean`] is over
+    /// elements; for PyTorch's "batchmean" divide the sum by the batch.
     ///
     /// # Errors
     /// When shapes or types differ.
-    pub fn kl_div(&mut self, log_probs: &Tensor, target: &Tensor, reduction: Reduction) -> Result<Tensor> {
+    pub fn kl_div(
+        &mut self,
+        log_probs: &Tensor,
+        target: &Tensor,
+        reduction: Reduction,
+    ) -> Result<Tensor> {
         self.pair("kl_div", log_probs, target)?;
         // ln of the smallest normal number stands for ln 0: times a target of 0 it is 0.
         let least = match target.dtype() {

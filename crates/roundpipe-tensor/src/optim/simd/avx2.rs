@@ -29,9 +29,9 @@ impl Avx2 {
 /// Runs intrinsics of the features that `Avx2` proves.
 macro_rules! proven {
     ($($body:tt)*) => {
-        // SAFETY: the caller has an `Avx2`, which exists only where `detect` found the features; the
-        // pointers, where there are any, come from references to as many elements as are read or
-        // written, and the unaligned forms of the loads and stores are used.
+        // SAFETY: the caller has an `Avx2`, which exists only where `detect` found the features;
+        // the pointers, where there are any, come from references to as many elements as are read
+        // or written, and the unaligned forms of the loads and stores are used.
         unsafe { $($body)* }
     };
 }
@@ -88,7 +88,10 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn load(self, src: &[f32; LANES]) -> V {
         let [low, high] = halves(src);
-        proven!([_mm256_loadu_ps(low.as_ptr()), _mm256_loadu_ps(high.as_ptr())])
+        proven!([
+            _mm256_loadu_ps(low.as_ptr()),
+            _mm256_loadu_ps(high.as_ptr())
+        ])
     }
     #[inline(always)]
     fn load_bf16(self, src: &[bf16; LANES]) -> V {

@@ -33,8 +33,8 @@ impl Avx512 {
 macro_rules! proven {
     ($($body:tt)*) => {
         // SAFETY: the caller has `self`, which exists only where `detect` found the features; the
-        // pointers, where there are any, come from references to whole blocks, and the unaligned forms
-        // of the loads and stores are used.
+        // pointers, where there are any, come from references to whole blocks, and the unaligned
+        // forms of the loads and stores are used.
         unsafe { $($body)* }
     };
 }

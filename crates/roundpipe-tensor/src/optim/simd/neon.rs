@@ -104,8 +104,11 @@ impl Simd for Neon {
     }
     #[inline(always)]
     fn load_bf16(self, src: &[bf16; LANES]) -> V {
-        quarters(src)
-            .map(|part| proven!(vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(part.as_ptr().cast())))))
+        quarters(src).map(|part| {
+            proven!(vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(
+                part.as_ptr().cast()
+            ))))
+        })
     }
     #[inline(always)]
     fn load_f16(self, src: &[f16; LANES]) -> V {
@@ -155,7 +158,8 @@ impl Simd for Neon {
     }
     #[inline(always)]
     fn is_ordered(self, a: V) -> bool {
-        a.iter().all(|part| proven!(vminvq_u32(vceqq_f32(*part, *part)) != 0))
+        a.iter()
+            .all(|part| proven!(vminvq_u32(vceqq_f32(*part, *part)) != 0))
     }
 
     #[inline(always)]
