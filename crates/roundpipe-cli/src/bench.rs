@@ -17,7 +17,7 @@ use roundpipe::{
     RoundPipe, Rule, RunConfig, Update, Worker,
 };
 use roundpipe_models::memory::host_memory;
-use roundpipe_models::{LoraConfig, LoraTargets, Model, Trains, preset};
+use roundpipe_models::{LoraConfig, LoraTargets, Model, TrainMode, preset};
 
 use crate::place::Place;
 use crate::{bounds, open};
@@ -122,9 +122,9 @@ impl BenchCmd {
         let engine = self.engine(&model, &devices.workers)?;
         let (seconds, loss) = self.measure(&engine, model.config.vocab, out)?;
         let trains = if self.mode == Mode::Full {
-            Trains::All
+            TrainMode::All
         } else {
-            Trains::Adapters
+            TrainMode::Adapters
         };
         let tokens = tokens as f64;
         let pins = engine.ring().pins();
@@ -459,7 +459,7 @@ fn gpu_peak(engine: &RoundPipe) -> f64 {
         .ring()
         .workers()
         .iter()
-        .filter(|w| w.device().stands_for().kind == DeviceKind::Cuda);
+        .filter(|w| w.device().cost_model().kind == DeviceKind::Cuda);
     gpus.map(|w| w.usage().high_water.0).max().unwrap_or(0) as f64 / f64::from(1 << 30)
 }
 

@@ -11,7 +11,7 @@ use roundpipe::lr::LrDecay;
 use roundpipe::optim::AdamW;
 use roundpipe::{Bytes, Cpu, Cx, DType, LrSchedule, Meta, Optimizer, Params, RngSite, Worker};
 use roundpipe_models::memory::host_memory;
-use roundpipe_models::{HARBOR, Model, Sampler, Windows, continue_text, preset};
+use roundpipe_models::{DEMO_TEXT, Model, Sampler, Windows, continue_text, preset};
 
 use crate::bounds;
 
@@ -81,7 +81,7 @@ impl DemoCmd {
         bounds::tokens(self.batch, seq, memory)?;
         let text = match &self.text {
             Some(path) => read_text(path)?,
-            None => HARBOR.to_owned(),
+            None => DEMO_TEXT.to_owned(),
         };
         let windows = Windows::new(&text, seq, self.seed)?;
         let model = Model::random(config, DType::F32, self.seed)?;

@@ -31,8 +31,8 @@ use std::collections::BTreeMap;
 
 use roundpipe::nn::Init;
 use roundpipe::{
-    Cx, DType, Param, Params, Result as EngineResult, Sequential, Tensor, TensorError,
-    TensorResult, Tree, Visit,
+    Cx, DType, Param, ParamVisitor, Params, Result as EngineResult, Sequential, Tensor,
+    TensorError, TensorResult, Tree,
 };
 
 use crate::config::ModelConfig;
@@ -211,7 +211,7 @@ impl Model {
 }
 
 impl Params for Model {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         self.layers.visit(visit);
     }
 }

@@ -16,7 +16,7 @@
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use roundpipe::engine::{Args, Unmerged};
+use roundpipe::engine::{Args, MicrobatchOutputs};
 use roundpipe::{
     Device, HostTensor, MergeOutput, OutputDevice, Params, Ring, RingOptions, RoundPipe, RunConfig,
     Sequential, Tree,
@@ -198,7 +198,7 @@ impl Generator {
     }
 
     /// Runs some tokens behind the past and gives the logits of the last.
-    fn feed(&self, ids: &[u32], past: &mut Option<Unmerged>) -> Result<Vec<f32>> {
+    fn feed(&self, ids: &[u32], past: &mut Option<MicrobatchOutputs>) -> Result<Vec<f32>> {
         for part in ids.chunks(PROMPT_STEP) {
             let mut args = Args::new().named("ids", tensor(part)?);
             args = args

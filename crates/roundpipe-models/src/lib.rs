@@ -17,7 +17,7 @@ pub mod mxfp4;
 pub mod hub;
 
 pub mod config;
-pub mod floor;
+pub mod flops;
 pub mod presets;
 
 mod rope;
@@ -37,7 +37,7 @@ pub use config::{Family, ModelConfig};
 pub use decoder::Model;
 pub use entry::{Entry, Piece, PieceLayout};
 pub use error::{Error, Result};
-pub use floor::Trains;
+pub use flops::TrainMode;
 pub use folder::{Folder, LoadOptions, LoadReport, SaveOptions, load, save};
 pub use generate::{Finish, GenerateOptions, Generator};
 pub use hub::HubConfig;
@@ -45,7 +45,7 @@ pub use lora::{LoraConfig, LoraTargets};
 pub use presets::preset;
 pub use pretrained::read_config;
 pub use sample::Sampler;
-pub use text::{HARBOR, Windows, continue_text};
+pub use text::{DEMO_TEXT, Windows, continue_text};
 pub use weights::{Tensors, View, Weights, read_tensors, write_tensors};
 
 /// The programs of the README, run as tests.

@@ -7,7 +7,7 @@ use crate::decoder::Model;
 use crate::sample::Sampler;
 
 /// A story written for this project, small enough to learn in a minute.
-pub const HARBOR: &str = include_str!("../assets/harbor.txt");
+pub const DEMO_TEXT: &str = include_str!("../assets/harbor.txt");
 
 /// Random windows of a text: inputs and the bytes that follow them.
 #[derive(Debug, Clone)]

@@ -47,8 +47,8 @@ use cudarc::driver::{result, sys};
 
 use crate::bytes::Bytes;
 use crate::device::{
-    Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, EventState, FaultReport, Faults,
-    Lane, LaneKind, Likeness, Ops, Stamp,
+    Arena, Copy, CostModel, Device, DeviceId, DeviceKind, Direction, Event, EventState,
+    FaultReport, Faults, Lane, LaneKind, Ops, Stamp,
 };
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
@@ -195,7 +195,7 @@ impl Gpu {
         let shared_memory = unsafe { result::device::get_attribute(device, attribute) };
         let shared_memory = shared_memory.map_err(fail("ask the device"))?;
         // From here on nothing fails before the card owns both.
-        let ticks = soonest_stream().map_err(fail("make a stream"))?;
+        let ticks = highest_priority_stream().map_err(fail("make a stream"))?;
         let gpu = Arc::new(Self {
             index,
             device,
@@ -341,7 +341,7 @@ impl Drop for Gpu {
 
 /// A stream that waits for no other and comes before them, in the current context. Streams of other
 /// priorities have other hardware queues, so that it does not stand behind a lane's kernels.
-fn soonest_stream() -> std::result::Result<sys::CUstream, result::DriverError> {
+fn highest_priority_stream() -> std::result::Result<sys::CUstream, result::DriverError> {
     let (_, soonest) = result::stream::get_priority_range()?;
     result::stream::create_with_priority(result::stream::StreamKind::NonBlocking, soonest)
 }
@@ -445,7 +445,7 @@ impl Report {
 
 /// Words that the kernels of a worker write when they meet what they must refuse: a slot for each
 /// [`Faults`], and slot 0 for all other work, which the events of the lanes tell of.
-pub(crate) struct Alarm {
+pub(crate) struct ErrorWord {
     /// Its context must be there when the words are given back, whoever holds the alarm last.
     gpu: Arc<Gpu>,
     host: *mut u32,
@@ -462,7 +462,7 @@ pub(crate) struct Alarm {
 /// Where a launch reports to.
 #[derive(Clone, Copy)]
 pub(crate) struct AlarmSlot<'a> {
-    alarm: &'a Alarm,
+    alarm: &'a ErrorWord,
     /// The address of its words, as kernels see it.
     pub(crate) device: u64,
 }
@@ -476,7 +476,7 @@ impl AlarmSlot<'_> {
 
 /// One slot of an alarm.
 struct CudaFaults {
-    alarm: Arc<Alarm>,
+    alarm: Arc<ErrorWord>,
     slot: usize,
 }
 
@@ -508,11 +508,11 @@ impl FaultReport for CudaFaults {
 }
 
 // SAFETY: the words are read and written as atomics.
-unsafe impl Send for Alarm {}
+unsafe impl Send for ErrorWord {}
 // SAFETY: as above.
-unsafe impl Sync for Alarm {}
+unsafe impl Sync for ErrorWord {}
 
-impl Alarm {
+impl ErrorWord {
     const WORDS: usize = 8;
     /// A call of the engine takes one per job, so this is for dozens of calls under way.
     const SLOTS: usize = 4096;
@@ -658,7 +658,7 @@ impl Alarm {
     }
 }
 
-impl Drop for Alarm {
+impl Drop for ErrorWord {
     fn drop(&mut self) {
         lock(&self.gpu.spare).extend(lock(&self.free).drain(..).filter_map(|(_, event)| event));
         if self.gpu.current().is_ok() {
@@ -725,7 +725,7 @@ impl Cuda {
             worker,
             ..card(gpu.index)
         };
-        let alarm = Arc::new(Alarm::new(gpu)?);
+        let alarm = Arc::new(ErrorWord::new(gpu)?);
         let range = result::stream::get_priority_range()
             .map_err(|e| gpu.failed("ask for priorities", e))?;
         let lane = |kind: LaneKind| {
@@ -855,9 +855,9 @@ unsafe impl Device for Cuda {
         self.id
     }
 
-    fn stands_for(&self) -> Likeness {
+    fn cost_model(&self) -> CostModel {
         let library_attention = attention::may_take_backward(self.gpu.capability);
-        Likeness {
+        CostModel {
             kind: DeviceKind::Cuda,
             library_attention,
         }
@@ -900,7 +900,7 @@ unsafe impl Device for Cuda {
         Ok(unsafe { Arena::new(ptr, bytes, Box::new(owner)) })
     }
 
-    fn ails(&self) -> bool {
+    fn has_failed(&self) -> bool {
         self.ops.alarm.rings()
     }
 
@@ -1001,7 +1001,7 @@ fn is_scarce(error: sys::CUresult) -> bool {
 pub(crate) struct CudaLane {
     kind: LaneKind,
     stream: sys::CUstream,
-    alarm: Arc<Alarm>,
+    alarm: Arc<ErrorWord>,
     gpu: Arc<Gpu>,
     id: DeviceId,
 }
@@ -1147,7 +1147,7 @@ struct CudaEvent {
     event: RawEvent,
     /// What its time is counted from, where it has a clock. Before the card, which must go last.
     origin: Option<Arc<Origin<Moment>>>,
-    alarm: Arc<Alarm>,
+    alarm: Arc<ErrorWord>,
     gpu: Arc<Gpu>,
     id: DeviceId,
     /// How many of the alarm's reports were taken when it was recorded.
@@ -1230,7 +1230,7 @@ pub(crate) const THICK: usize = 1024;
 
 /// The GPU's mathematics.
 pub(crate) struct CudaOps {
-    alarm: Arc<Alarm>,
+    alarm: Arc<ErrorWord>,
     gpu: Arc<Gpu>,
 }
 
@@ -1291,7 +1291,7 @@ unsafe impl Ops for CudaOps {
         scratch(kernel, src, dst, library_attention)
     }
 
-    fn thick(&self) -> usize {
+    fn min_gemm_rows(&self) -> usize {
         THICK
     }
 }

@@ -9,13 +9,13 @@ use std::sync::Arc;
 
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
-use crate::exec::Worker;
 use crate::kernel::Kernel;
 use crate::param::{Param, ParamId};
 use crate::rng::{RngKey, RngSite};
 use crate::shape::Shape;
 use crate::tape::{Back, Leaves, NodeRef, Tape};
 use crate::tensor::Tensor;
+use crate::worker::Worker;
 
 const BACKWARD: &str = "backward";
 

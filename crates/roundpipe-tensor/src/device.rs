@@ -64,7 +64,7 @@ pub enum DeviceKind {
 
 /// What a device's costs depend on, and so what a stand-in for it must know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Likeness {
+pub struct CostModel {
     /// Backend.
     pub kind: DeviceKind,
     /// Of a GPU: whether the backward of attention may be a library's, which wants gigabytes of
@@ -72,7 +72,7 @@ pub struct Likeness {
     pub library_attention: bool,
 }
 
-impl From<DeviceKind> for Likeness {
+impl From<DeviceKind> for CostModel {
     /// Any device of a kind: one that wants the most.
     fn from(kind: DeviceKind) -> Self {
         Self {
@@ -189,7 +189,7 @@ pub unsafe trait Device: Send + Sync + fmt::Debug {
     }
 
     /// The device whose costs this one has: itself, unless it only counts for another.
-    fn stands_for(&self) -> Likeness {
+    fn cost_model(&self) -> CostModel {
         self.id().kind.into()
     }
 
@@ -200,7 +200,7 @@ pub unsafe trait Device: Send + Sync + fmt::Debug {
 
     /// Whether something went wrong that no [`Lane::fence`] has forgotten yet, as far as is known
     /// without waiting.
-    fn ails(&self) -> bool {
+    fn has_failed(&self) -> bool {
         false
     }
 
@@ -369,7 +369,7 @@ pub unsafe trait Ops: Send + Sync {
     /// From how many rows on a product that is added to a large f32 matrix takes longer to multiply
     /// than to read and write the matrix: products that are cut into chunks of rows have at least
     /// so many.
-    fn thick(&self) -> usize {
+    fn min_gemm_rows(&self) -> usize {
         THICK
     }
 }

@@ -39,8 +39,8 @@ mod sync;
 
 pub mod pool;
 
-pub mod exec;
 pub mod tensor;
+pub mod worker;
 
 pub mod transfer;
 
@@ -60,10 +60,9 @@ pub use bytes::Bytes;
 pub use cpu::Cpu;
 pub use cuda::Cuda;
 pub use cx::{CustomOp, Cx, Gradients, Recompute};
-pub use device::{Device, DeviceId, DeviceKind, Faults, LaneKind, Likeness};
+pub use device::{CostModel, Device, DeviceId, DeviceKind, Faults, LaneKind};
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
-pub use exec::Worker;
 pub use half::{bf16, f16};
 pub use host::{HostBuf, HostMut, HostRef, Pin};
 pub use host_tensor::HostTensor;
@@ -74,3 +73,4 @@ pub use rng::{RngKey, RngSite};
 pub use shape::Shape;
 pub use sim::SimWorld;
 pub use tensor::Tensor;
+pub use worker::Worker;

@@ -21,15 +21,15 @@ use crate::cpu;
 use crate::cuda;
 use crate::cx::Cx;
 use crate::device::{
-    Arena, Copy, Device, DeviceId, DeviceKind, Direction, Event, Faults, Lane, LaneKind, Likeness,
+    Arena, Copy, CostModel, Device, DeviceId, DeviceKind, Direction, Event, Faults, Lane, LaneKind,
     Ops,
 };
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::exec::Worker;
 use crate::kernel::{AttentionSpec, Kernel, View};
 use crate::shape::Shape;
 use crate::tensor::Tensor;
+use crate::worker::Worker;
 
 /// What a piece of work costs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -73,14 +73,14 @@ pub struct Given {
 
 /// A device that counts instead of computing.
 pub struct Meta {
-    like: Likeness,
+    like: CostModel,
     lanes: [MetaLane; 5],
     ops: MetaOps,
 }
 
 impl Meta {
     /// Stands for another device, or for any of a kind; `sim` counts like `cpu`.
-    pub fn like(device: impl Into<Likeness>) -> Arc<Self> {
+    pub fn like(device: impl Into<CostModel>) -> Arc<Self> {
         let like = device.into();
         let ops = MetaOps {
             like,
@@ -104,7 +104,7 @@ impl Meta {
 /// # Errors
 /// What `body` reports.
 pub fn measure<R>(
-    device: impl Into<Likeness>,
+    device: impl Into<CostModel>,
     body: impl FnOnce(&Worker) -> Result<R>,
 ) -> Result<(R, Cost)> {
     let meta = Meta::like(device);
@@ -126,7 +126,7 @@ pub fn measure<R>(
 /// # Errors
 /// What the function reports.
 pub fn profile(
-    device: impl Into<Likeness>,
+    device: impl Into<CostModel>,
     given: &[Given],
     f: impl Fn(&mut Cx, &[Tensor]) -> Result<Vec<Tensor>>,
 ) -> Result<Profile> {
@@ -216,7 +216,7 @@ unsafe impl Device for Meta {
         &self.ops
     }
 
-    fn stands_for(&self) -> Likeness {
+    fn cost_model(&self) -> CostModel {
         self.like
     }
 
@@ -256,7 +256,7 @@ unsafe impl Lane for MetaLane {
 }
 
 struct MetaOps {
-    like: Likeness,
+    like: CostModel,
     cost: Mutex<Cost>,
 }
 
@@ -285,7 +285,7 @@ unsafe impl Ops for MetaOps {
         }
     }
 
-    fn thick(&self) -> usize {
+    fn min_gemm_rows(&self) -> usize {
         if self.like.kind == DeviceKind::Cuda {
             cuda::THICK
         } else {

@@ -406,8 +406,8 @@ unsafe impl Device for Sim {
         })
     }
 
-    fn ails(&self) -> bool {
-        self.world.with(|state| state.ails())
+    fn has_failed(&self) -> bool {
+        self.world.with(|state| state.has_failed())
     }
 
     fn open_faults(&self) -> Result<Option<Box<dyn FaultReport>>> {

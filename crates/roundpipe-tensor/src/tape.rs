@@ -19,10 +19,10 @@ use std::sync::Arc;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::exec::Worker;
 use crate::kernel::Kernel;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
+use crate::worker::Worker;
 
 /// A tensor's place on a tape.
 #[derive(Debug, Clone)]

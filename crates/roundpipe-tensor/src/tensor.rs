@@ -10,12 +10,12 @@ use std::sync::Arc;
 use crate::device::{Copy, Device, Direction, LaneKind};
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
-use crate::exec::Worker;
 use crate::host::{HostBuf, HostMut, HostRef};
 use crate::kernel::View;
 use crate::pool::{Block, Pool};
 use crate::shape::{Layout, Shape};
 use crate::tape::NodeRef;
+use crate::worker::Worker;
 
 /// A typed, shaped piece of device memory.
 #[derive(Clone)]

@@ -1,6 +1,6 @@
 //! Moving tensors between host memory and workers without host waits.
 //!
-//! A [`Parcel`] is a dense tensor in host memory that a lane may still be writing. A [`Port`] is a
+//! A [`HostValue`] is a dense tensor in host memory that a lane may still be writing. A [`Port`] is a
 //! worker's door: [`Port::send`] turns a tensor into a parcel, [`Port::receive`] a parcel into a
 //! tensor on its way, on any worker of the same backend. A [`Slot`] is device memory for the
 //! weights of one layer, filled in chunks. Nothing here waits on the host unless it says so; order
@@ -18,7 +18,7 @@
 //! 6. A parcel's host memory is written again only by a download that waits for all uploads that
 //!    read it ([`HostPool`]); memory that others hold is let go only after the host saw these
 //!    uploads land. Until then each upload has a claim on what it reads, so that whoever was given
-//!    the bytes ([`Parcel::fence`]) cannot write them.
+//!    the bytes ([`HostValue::fence`]) cannot write them.
 //! 7. The host reads a parcel only after it saw its download land.
 //! 8. The chunks of a slot follow each other with at most four under way, so that an activation
 //!    never queues behind more than four chunks of weights; the host memory they read is held until
@@ -37,10 +37,10 @@ use crate::bytes::Bytes;
 use crate::device::{Copy, Device, DeviceKind, Direction, Event, Flight, Lane, LaneKind, Stamp};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::exec::Worker;
 use crate::host::{HostBuf, HostMut, HostRef, Pin};
 use crate::shape::Shape;
 use crate::tensor::{Storage, Tensor};
+use crate::worker::Worker;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -48,7 +48,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// One copy as it happened.
 #[derive(Debug, Clone)]
-pub struct Moved {
+pub struct CopyRecord {
     /// In which lane.
     pub lane: LaneKind,
     /// What was copied.
@@ -63,19 +63,19 @@ pub struct Moved {
 
 /// Notes copies while it is on; off, it costs a look at a flag.
 #[derive(Debug, Default)]
-pub struct MoveLog {
+pub struct CopyLog {
     on: AtomicBool,
-    moves: Mutex<Vec<Moved>>,
+    moves: Mutex<Vec<CopyRecord>>,
 }
 
-impl MoveLog {
+impl CopyLog {
     /// Switches it on or off.
     pub fn set(&self, on: bool) {
         self.on.store(on, Ordering::Relaxed);
     }
 
     /// What was noted since the last call.
-    pub fn take(&self) -> Vec<Moved> {
+    pub fn take(&self) -> Vec<CopyRecord> {
         std::mem::take(&mut lock(&self.moves))
     }
 
@@ -91,7 +91,7 @@ impl MoveLog {
         if let Some(from) = from
             && let Ok(to) = lane.stamp()
         {
-            lock(&self.moves).push(Moved {
+            lock(&self.moves).push(CopyRecord {
                 lane: lane.kind(),
                 what: what.to_owned(),
                 bytes,
@@ -259,9 +259,9 @@ struct Reader {
 
 /// A dense tensor in host memory that a lane may still be writing; cloning shares it.
 #[derive(Clone)]
-pub struct Parcel(Arc<Contents>);
+pub struct HostValue(Arc<Contents>);
 
-impl Parcel {
+impl HostValue {
     /// A user's values; `buf` is exactly as large as type and shape say, and is not written while
     /// this lives.
     ///
@@ -274,7 +274,7 @@ impl Parcel {
     }
 
     /// A parcel without bytes, for a value that stays on its worker.
-    pub fn hollow(tensor: &Tensor) -> Self {
+    pub fn device_only(tensor: &Tensor) -> Self {
         Self::new(tensor.dtype(), *tensor.shape(), Place::Hollow)
     }
 
@@ -303,7 +303,7 @@ impl Parcel {
     }
 
     /// Whether there are no bytes in host memory.
-    pub fn is_hollow(&self) -> bool {
+    pub fn is_device_only(&self) -> bool {
         matches!(self.0.place, Place::Hollow)
     }
 
@@ -370,9 +370,9 @@ impl Drop for Contents {
     }
 }
 
-impl fmt::Debug for Parcel {
+impl fmt::Debug for HostValue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Parcel({} {})", self.dtype(), self.shape())
+        write!(f, "HostValue({} {})", self.dtype(), self.shape())
     }
 }
 
@@ -403,7 +403,7 @@ impl Arrival {
 
 /// The host waits for a lane; what went wrong stays to be told. (A lane that refuses an event has
 /// run dry.)
-fn run_dry(lane: &dyn Lane) {
+fn drain_lane(lane: &dyn Lane) {
     if let Ok(event) = lane.record() {
         event.state().settle();
     }
@@ -440,7 +440,7 @@ pub struct Port {
     worker: Worker,
     host: Arc<HostPool>,
     outbox: Mutex<Outbox>,
-    log: MoveLog,
+    log: CopyLog,
 }
 
 impl Port {
@@ -450,7 +450,7 @@ impl Port {
             worker,
             host,
             outbox: Mutex::default(),
-            log: MoveLog::default(),
+            log: CopyLog::default(),
         }
     }
 
@@ -460,7 +460,7 @@ impl Port {
     }
 
     /// What passes through.
-    pub fn log(&self) -> &MoveLog {
+    pub fn log(&self) -> &CopyLog {
         &self.log
     }
 
@@ -531,14 +531,14 @@ impl Port {
     ///
     /// # Errors
     /// When memory runs out or the device refuses.
-    pub fn send(&self, what: &str, tensor: &Tensor) -> Result<Parcel> {
+    pub fn send(&self, what: &str, tensor: &Tensor) -> Result<HostValue> {
         let dense = self.worker.contiguous(&tensor.detach())?;
         self.worker.check_home("send", &dense)?;
         let (dtype, shape) = (dense.dtype(), *dense.shape());
         if self.worker.device().id().kind == DeviceKind::Meta {
             let written = self.lane(LaneKind::ActivationDownload).record()?;
             self.hold(dense, written);
-            return Ok(Parcel::new(dtype, shape, Place::Counted));
+            return Ok(HostValue::new(dtype, shape, Place::Counted));
         }
         let bytes = shape.numel() * dtype.size();
         let (buf, free) = self.host.take(bytes)?;
@@ -554,7 +554,7 @@ impl Port {
         if !written.is_past() {
             self.hold(dense, written.clone());
         }
-        Ok(Parcel::new(
+        Ok(HostValue::new(
             dtype,
             shape,
             Place::Pooled {
@@ -607,7 +607,7 @@ impl Port {
     ///
     /// # Errors
     /// [`Error::Invalid`] for a parcel without bytes; when memory runs out or the device refuses.
-    pub fn receive(&self, what: &str, parcel: &Parcel) -> Result<Arrival> {
+    pub fn receive(&self, what: &str, parcel: &HostValue) -> Result<Arrival> {
         let contents = &*parcel.0;
         let (dtype, shape) = (contents.dtype, contents.shape);
         let device = self.worker.device();
@@ -713,7 +713,7 @@ impl Port {
             // (and a failed copy or record leaves the lane dry); the lane waits for whoever wrote
             // the tensor.
             if let Err(error) = unsafe { lane.copy(&copy) } {
-                run_dry(lane);
+                drain_lane(lane);
                 return Err(error);
             }
         }
@@ -795,7 +795,7 @@ impl Slot {
         what: &str,
         parts: Vec<Part>,
         chunk: u64,
-        log: &MoveLog,
+        log: &CopyLog,
     ) -> Result<(Loaded, Flight<Vec<Part>>)> {
         let Storage::Block(block) = &*self.storage else {
             unreachable!("a slot is a block")
@@ -822,7 +822,7 @@ impl Slot {
         let event = match fill(lane, what, base, &parts, chunk.max(1)) {
             Ok(event) => event,
             Err(error) => {
-                run_dry(lane);
+                drain_lane(lane);
                 return Err(error);
             }
         };

@@ -18,7 +18,7 @@ use loom::sync::{Condvar, Mutex};
 use loom::thread;
 use roundpipe_tensor::device::{Arena, Copy, Device, Event, EventState, Lane, LaneKind, Ops};
 use roundpipe_tensor::pool::ALIGN;
-use roundpipe_tensor::transfer::{MoveLog, Part, Slot};
+use roundpipe_tensor::transfer::{CopyLog, Part, Slot};
 use roundpipe_tensor::{
     Bytes, DType, DeviceId, DeviceKind, HostBuf, Result, Shape, Tensor, Worker,
 };
@@ -269,7 +269,7 @@ fn fill(slot: Slot, host: &HostBuf, value: u64) -> roundpipe_tensor::transfer::L
         offset: 0,
     };
     let (loaded, flight) = slot
-        .fill(&value.to_string(), vec![part], ALIGN, &MoveLog::default())
+        .fill(&value.to_string(), vec![part], ALIGN, &CopyLog::default())
         .unwrap();
     flight.land().unwrap();
     loaded

@@ -3,7 +3,7 @@
 use roundpipe_tensor::meta::{Given, measure, profile};
 use roundpipe_tensor::ops::{Attention, CrossEntropy};
 use roundpipe_tensor::{
-    Bytes, Cpu, Cx, DType, DeviceKind, Likeness, Meta, Param, Result, RngSite, Shape, Tensor,
+    Bytes, CostModel, Cpu, Cx, DType, DeviceKind, Meta, Param, Result, RngSite, Shape, Tensor,
     Worker,
 };
 
@@ -199,11 +199,11 @@ fn a_likeness_knows_who_computes_attention() {
         ..Attention::default()
     };
     let run = |cx: &mut Cx, x: &[Tensor]| Ok(vec![cx.attention(&x[0], &x[1], &x[2], &causal)?]);
-    let peak = |like: Likeness| profile(like, &given, run).unwrap().backward.peak;
-    let any = Likeness::from(DeviceKind::Cuda);
+    let peak = |like: CostModel| profile(like, &given, run).unwrap().backward.peak;
+    let any = CostModel::from(DeviceKind::Cuda);
     let (library, own) = (
         peak(any),
-        peak(Likeness {
+        peak(CostModel {
             library_attention: false,
             ..any
         }),

@@ -5,7 +5,7 @@
 use roundpipe_tensor::kernel::{ConvSpec, PoolSpec};
 use roundpipe_tensor::ops::{Attention, BatchNorm};
 use roundpipe_tensor::sim::SimConfig;
-use roundpipe_tensor::transfer::{HostPool, MoveLog, Parcel, Part, Port, Slot};
+use roundpipe_tensor::transfer::{CopyLog, HostPool, HostValue, Part, Port, Slot};
 use roundpipe_tensor::{
     Bytes, Cpu, Cx, DType, Error, HostBuf, HostTensor, Meta, Param, Pin, Result, Shape, SimWorld,
     Tensor, Worker,
@@ -50,7 +50,7 @@ fn a_part_does_not_begin_before_its_slot() {
                 "w",
                 vec![Part { host, offset }],
                 1 << 20,
-                &MoveLog::default(),
+                &CopyLog::default(),
             );
             let at = offset.to_string();
             refused(
@@ -113,7 +113,7 @@ fn memory_is_as_large_as_its_elements() {
     refused("an alias", worker.alias(&small, DType::F32, shape), &words);
     refused(
         "a parcel",
-        Parcel::given(small.clone(), DType::F32, shape),
+        HostValue::given(small.clone(), DType::F32, shape),
         &words,
     );
     refused(
@@ -137,7 +137,7 @@ fn memory_is_as_large_as_its_elements() {
         &["4 bytes of 64"],
     );
     let slot = Slot::reserve(&worker, 256).unwrap();
-    let (loaded, flight) = slot.fill("w", vec![], 1, &MoveLog::default()).unwrap();
+    let (loaded, flight) = slot.fill("w", vec![], 1, &CopyLog::default()).unwrap();
     flight.land().unwrap();
     let places = [(256, DType::U8, Shape::new(&[1]).unwrap())];
     refused(
@@ -171,7 +171,7 @@ fn crooked_memory_is_refused() {
                 ("an alias", worker.alias(&home, dtype, shape).map(drop)),
                 (
                     "a parcel",
-                    Parcel::given(home.clone(), dtype, shape).map(drop),
+                    HostValue::given(home.clone(), dtype, shape).map(drop),
                 ),
                 (
                     "a host tensor",

@@ -14,8 +14,8 @@ use roundpipe::nn::{Embedding, Init, Linear, RmsNorm};
 use roundpipe::ops::Attention;
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, Device, HostTensor, Lag, Module, Optimizer, Params, RngSite, RoundPipe,
-    Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update, Visit, Worker,
+    Bytes, Cpu, Cx, DType, Device, HostTensor, Lag, Module, Optimizer, ParamVisitor, Params,
+    RngSite, RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update, Worker,
 };
 
 const VOCAB: usize = 512;
@@ -202,7 +202,7 @@ impl Block {
 }
 
 impl Params for Block {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.child("norm1", &self.norm1);
         visit.child("qkv", &self.qkv);
         visit.child("out", &self.out);

@@ -9,7 +9,7 @@
 
 use std::io::Write;
 
-use roundpipe::simulate::Ahead;
+use roundpipe::timeline::EarlyWork;
 use roundpipe::{AutoOptions, ExecutePlan, PlanKind, Schedule, Setting, simulate};
 
 mod published;
@@ -97,7 +97,7 @@ fn bubbles(model: &Model, schedule: Schedule) -> roundpipe::Result<Vec<f64>> {
             };
             let mut bubbles = vec![repeated, fused(schedule, &model.plan(), &ours)?.bubble];
             let early = Setting {
-                ahead: Ahead::Recompute,
+                ahead: EarlyWork::Recompute,
                 ..ours.clone()
             };
             let rounds = Setting {

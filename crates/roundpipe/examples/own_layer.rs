@@ -11,8 +11,8 @@ use std::sync::Arc;
 use roundpipe::nn::{Init, Linear};
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    CustomOp, Cx, DType, HostTensor, Lag, Module, Param, Params, RoundPipe, Rule, RunConfig,
-    Sequential, Tensor, TensorResult, Update, Visit,
+    CustomOp, Cx, DType, HostTensor, Lag, Module, Param, ParamVisitor, Params, RoundPipe, Rule,
+    RunConfig, Sequential, Tensor, TensorResult, Update,
 };
 
 /// The sign forward; backward as if it had not been there (a straight-through estimator).
@@ -45,7 +45,7 @@ struct SignLinear {
 }
 
 impl Params for SignLinear {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("weight", &self.weight);
         visit.param("bias", &self.bias);
     }

@@ -12,8 +12,8 @@ use roundpipe::kernel::{ConvSpec, PoolSpec};
 use roundpipe::nn::{BatchNorm2d, Conv2d, Func, Init, Linear};
 use roundpipe::optim::Sgd;
 use roundpipe::{
-    Cx, DType, HostTensor, Lag, Module, Params, RngSite, RoundPipe, Rule, RunConfig, Sequential,
-    Tensor, TensorResult, Update, Visit,
+    Cx, DType, HostTensor, Lag, Module, ParamVisitor, Params, RngSite, RoundPipe, Rule, RunConfig,
+    Sequential, Tensor, TensorResult, Update,
 };
 
 const BATCH: usize = 32;
@@ -114,7 +114,7 @@ impl Residual {
 }
 
 impl Params for Residual {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.child("conv1", &self.conv1);
         visit.child("norm1", &self.norm1);
         visit.child("conv2", &self.conv2);

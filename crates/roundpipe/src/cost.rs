@@ -1,135 +1,167 @@
-//! What a layer costs, known before anything is computed.
+//! What planning and simulation know about a model: times and bytes of each layer, as plain data.
+//!
+//! Times are milliseconds for one microbatch on one device. They come from timers, from the meta
+//! device or, before anything was measured, from sizes alone ([`LayerCosts::from_bytes`]). Nothing
+//! here measures. Sizes that nobody knows stay 0 and count for nothing.
 
-use std::sync::Arc;
+mod from_shapes;
+mod measured;
 
-use roundpipe_tensor::meta::{self, Cost, Given, Profile};
-use roundpipe_tensor::{Cx, DType, DeviceKind, Likeness, Param, Result, Shape, Tensor, Worker};
+use std::ops::Range;
 
-use crate::costs::{LayerCost, LayerCosts};
-use crate::layer::Layer;
-use crate::tree::Tree;
+use crate::error::{Error, Result};
 
-/// A value between layers as the meta device needs it: type, shape, and whether its gradient is
-/// wanted.
-pub(crate) type Spec = (DType, Shape, bool);
+pub use from_shapes::profile;
+pub(crate) use from_shapes::{Spec, model_costs};
+pub use measured::{LayerTime, LayerTimes, Phase};
 
-/// Bytes and FLOPs of a layer's forward, recompute and backward on a device, for inputs of these
-/// types and shapes. One input is passed as a tensor, several as a list.
-///
-/// # Errors
-/// What the layer reports for such inputs.
-pub fn profile(
-    layer: &dyn Layer,
-    device: impl Into<Likeness>,
-    inputs: &[Given],
-) -> Result<Profile> {
-    meta::profile(device, inputs, |cx: &mut Cx, tensors: &[Tensor]| {
-        let input = match tensors {
-            [one] => Tree::Tensor(one.clone()),
-            many => Tree::List(many.iter().cloned().map(Tree::Tensor).collect()),
+/// One layer, for one microbatch.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct LayerCost {
+    /// What errors call it.
+    pub name: String,
+    /// Its forward.
+    pub forward_ms: f64,
+    /// Its forward again, before its backward; 0 for a layer that keeps what its backward needs.
+    pub recompute_ms: f64,
+    /// Its backward alone.
+    pub backward_ms: f64,
+    /// Its parameters.
+    pub bytes: u64,
+    /// Its output, or that output's gradient, on the way from one device to the next.
+    pub hop_ms: f64,
+    /// Its output's size, from which a known transfer rate derives the hop.
+    pub activation_bytes: u64,
+    /// What its tape keeps between forward and backward.
+    pub keep_bytes: u64,
+    /// Working memory while it alone runs, without what it keeps.
+    pub peak_bytes: u64,
+    /// Its gradients on the device: 4 bytes per trainable element.
+    pub grad_bytes: u64,
+}
+
+/// The layers of one model, in order.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct LayerCosts {
+    /// From the input to the loss.
+    pub layers: Vec<LayerCost>,
+}
+
+impl LayerCosts {
+    /// Guesses for a model that was never timed: a forward costs a layer's bytes, a backward twice
+    /// that.
+    pub fn from_bytes<S: Into<String>>(layers: impl IntoIterator<Item = (S, u64)>) -> Self {
+        let guess = |(name, bytes): (S, u64)| LayerCost {
+            name: name.into(),
+            forward_ms: bytes as f64,
+            recompute_ms: bytes as f64,
+            backward_ms: 2.0 * bytes as f64,
+            bytes,
+            ..LayerCost::default()
         };
-        let output = layer.run(cx, input)?;
-        Ok(output.leaves().into_iter().cloned().collect())
-    })
-}
-
-/// What a device of a kind does in a millisecond: operations, and bytes of operands. Only ratios
-/// matter to a plan; measured times replace these after the first step.
-fn rates(kind: DeviceKind) -> (f64, f64) {
-    match kind {
-        DeviceKind::Cuda => (300e9, 1.5e9),
-        _ => (1e8, 2e7),
+        Self {
+            layers: layers.into_iter().map(guess).collect(),
+        }
     }
-}
 
-/// Guesses the costs of every layer for one microbatch by running the model on the meta device.
-/// Layers that look at values cannot be run there: that is the error, and sizes have to do.
-pub(crate) fn model_costs(
-    layers: &[(String, Arc<dyn Layer>)],
-    device: Likeness,
-    input: &Tree<Spec>,
-    training: bool,
-) -> Result<LayerCosts> {
-    let mut value = input.clone();
-    let mut costs = Vec::with_capacity(layers.len());
-    for (name, layer) in layers {
-        let params: Vec<Param> = layer
-            .named_params()
-            .into_iter()
-            .map(|(_, param)| param)
-            .collect();
-        let run = |worker: &Worker, record: bool| -> Result<(Cx, Tree<Tensor>)> {
-            let cx = if record {
-                Cx::new(worker, true, training)
-            } else {
-                Cx::ahead(worker, training)
-            };
-            let mut cx = cx;
-            for param in &params {
-                let tensor = worker.full(param.dtype(), *param.shape(), 0.0)?;
-                cx.bind(param, tensor, None)?;
+    /// How many layers.
+    pub fn len(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Whether there is no layer at all.
+    pub fn is_empty(&self) -> bool {
+        self.layers.is_empty()
+    }
+
+    /// Forward of consecutive layers.
+    pub fn forward_ms(&self, range: Range<usize>) -> f64 {
+        self.layers[range]
+            .iter()
+            .map(|layer| layer.forward_ms)
+            .sum()
+    }
+
+    /// Recompute of consecutive layers.
+    pub fn recompute_ms(&self, range: Range<usize>) -> f64 {
+        self.layers[range]
+            .iter()
+            .map(|layer| layer.recompute_ms)
+            .sum()
+    }
+
+    /// Backward of consecutive layers, without recompute.
+    pub fn backward_ms(&self, range: Range<usize>) -> f64 {
+        self.layers[range]
+            .iter()
+            .map(|layer| layer.backward_ms)
+            .sum()
+    }
+
+    /// Parameters of consecutive layers.
+    pub fn bytes(&self, range: Range<usize>) -> u64 {
+        self.layers[range]
+            .iter()
+            .fold(0, |sum, layer| layer.bytes.saturating_add(sum))
+    }
+
+    /// Gradients of consecutive layers.
+    pub fn grad_bytes(&self, range: Range<usize>) -> u64 {
+        self.layers[range]
+            .iter()
+            .fold(0, |sum, layer| layer.grad_bytes.saturating_add(sum))
+    }
+
+    /// Memory that a backward or fused visit of these layers works in, beside their parameters:
+    /// every tape, the hungriest layer at work, all gradients.
+    pub fn visit_bytes(&self, range: Range<usize>) -> u64 {
+        let layers = &self.layers[range.clone()];
+        let kept = layers
+            .iter()
+            .fold(0_u64, |sum, layer| sum.saturating_add(layer.keep_bytes));
+        let peak = layers
+            .iter()
+            .map(|layer| layer.peak_bytes)
+            .max()
+            .unwrap_or(0);
+        kept.saturating_add(peak)
+            .saturating_add(self.grad_bytes(range))
+    }
+
+    /// The same for a backward visit that recomputes layer by layer: one tape at a time.
+    pub fn layerwise_visit_bytes(&self, range: Range<usize>) -> u64 {
+        let alone = |layer: &LayerCost| layer.keep_bytes.saturating_add(layer.peak_bytes);
+        let most = self.layers[range.clone()]
+            .iter()
+            .map(alone)
+            .max()
+            .unwrap_or(0);
+        most.saturating_add(self.grad_bytes(range))
+    }
+
+    /// Refuses no layers at all, and times that are negative or not finite.
+    ///
+    /// # Errors
+    /// [`Error::Config`], with the layer's name.
+    pub fn check(&self) -> Result<()> {
+        if self.is_empty() {
+            return Err(Error::config(
+                "layer costs",
+                "a model without layers cannot be planned",
+            ));
+        }
+        for (index, layer) in self.layers.iter().enumerate() {
+            let times = [
+                layer.forward_ms,
+                layer.recompute_ms,
+                layer.backward_ms,
+                layer.hop_ms,
+            ];
+            if let Some(wrong) = times.iter().find(|ms| !(ms.is_finite() && **ms >= 0.0)) {
+                let what = format!("layer {index} ({}) has a time of {wrong} ms", layer.name);
+                return Err(Error::config("layer costs", what));
             }
-            let place = |(dtype, shape, grad): Spec| {
-                let tensor = worker.full(dtype, shape, 0.0)?;
-                if grad { cx.input(&tensor) } else { Ok(tensor) }
-            };
-            let given = value.clone().try_map(place)?;
-            let output = layer.run(&mut cx, given)?;
-            Ok((cx, output))
-        };
-        let (next, forward) = meta::measure(device, |worker| {
-            let (_cx, output) = run(worker, false)?;
-            Ok(output.map_ref(|t| (t.dtype(), *t.shape(), t.requires_grad())))
-        })?;
-        let (_tape, recompute) = meta::measure(device, |worker| run(worker, true))?;
-        let ((), both) = meta::measure(device, |worker| {
-            let (mut cx, output) = run(worker, true)?;
-            let seeds = output.leaves().into_iter().filter(|t| t.requires_grad());
-            let seed = |t: &Tensor| Ok((t.clone(), worker.full(t.dtype(), *t.shape(), 1.0)?));
-            let seeds = seeds.map(seed).collect::<Result<Vec<_>>>()?;
-            cx.backward_if_any(&seeds).map(drop)
-        })?;
-        costs.push(layer_cost(
-            name,
-            device.kind,
-            &params,
-            &next,
-            [forward, recompute, both],
-        ));
-        value = next;
-    }
-    Ok(LayerCosts { layers: costs })
-}
-
-fn layer_cost(
-    name: &str,
-    kind: DeviceKind,
-    params: &[Param],
-    output: &Tree<Spec>,
-    [forward, recompute, both]: [Cost; 3],
-) -> LayerCost {
-    let (flops, traffic) = rates(kind);
-    let ms = |f: u64, t: u64| f as f64 / flops + t as f64 / traffic;
-    let weights: u64 = params.iter().map(|p| p.bytes() as u64).sum();
-    let trained = params
-        .iter()
-        .filter(|p| p.is_trainable())
-        .map(|p| p.shape().numel() as u64);
-    let size = |(dtype, shape, _): &&Spec| (shape.numel() * dtype.size()) as u64;
-    let kept = recompute.kept.saturating_sub(weights);
-    LayerCost {
-        name: name.to_owned(),
-        forward_ms: ms(forward.flops, forward.traffic),
-        recompute_ms: ms(recompute.flops, recompute.traffic),
-        backward_ms: ms(
-            both.flops - recompute.flops,
-            both.traffic - recompute.traffic,
-        ),
-        bytes: weights,
-        hop_ms: 0.0,
-        activation_bytes: output.leaves().iter().map(size).sum(),
-        keep_bytes: kept,
-        peak_bytes: both.peak.saturating_sub(weights + kept),
-        grad_bytes: 4 * trained.sum::<u64>(),
+        }
+        Ok(())
     }
 }

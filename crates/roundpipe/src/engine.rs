@@ -46,23 +46,24 @@ use roundpipe_tensor::{
     Bytes, Cx, DType, Device, HostTensor, Param, Pin, Result as TensorResult, Tensor,
 };
 
-pub use self::args::{Arg, Args, InputGrads, Unmerged};
+pub use self::args::{Arg, Args, InputGrads, MicrobatchOutputs};
 use self::args::{host_tensor, parcel, to_host};
-use self::core::{Ask, Core, Submitted};
+use self::core::{CallRequest, Core, PendingCall};
 use crate::batch::{MergeOutput, merge, split_grads};
 use crate::config::{OutputDevice, RunConfig};
+use crate::cost::LayerTimes;
 use crate::devices::Devices;
 use crate::error::{Error, Result};
 use crate::exec::call::{Call, LossFn, Model, Seed};
+use crate::exec::optimizer_thread::{Outcome, Work};
 use crate::exec::ring::{Ring, RingOptions};
-use crate::exec::stepper::{Outcome, Work};
 use crate::layer::{Layer, Sequential};
 use crate::optim::{Rule, StepReport};
 use crate::plan::PlanKind;
 use crate::scaler::GradScaler;
 use crate::status::{Report, StatusLine, Watchdog};
 use crate::store::{Store, StoreBytes, StoreConfig};
-use crate::trace::{LayerTimes, Trace};
+use crate::trace::Trace;
 use crate::tree::Tree;
 use crate::update::{OptimHandle, OptimParams, Update};
 
@@ -444,7 +445,7 @@ impl Losses {
 
 /// What a forward and backward in one call gives.
 #[derive(Debug)]
-pub struct Trained {
+pub struct TrainOutput {
     /// The losses.
     pub losses: Losses,
     /// The merged outputs, if they were asked for.
@@ -503,7 +504,7 @@ impl<M> TrainCall<'_, M> {
     /// # Errors
     /// [`Error::Config`] for inputs and options that cannot work; [`Error::Task`] with the place of
     /// what failed.
-    pub fn run(self) -> Result<Trained> {
+    pub fn run(self) -> Result<TrainOutput> {
         let Self {
             engine,
             args,
@@ -514,7 +515,7 @@ impl<M> TrainCall<'_, M> {
         } = self;
         let core = &engine.core;
         let (kind, loss) = (PlanKind::Fused, Some(loss));
-        let ask = Ask {
+        let request = CallRequest {
             kind,
             args,
             labels,
@@ -523,7 +524,7 @@ impl<M> TrainCall<'_, M> {
             reads: true,
             config,
         };
-        let Submitted { call, config, args } = core.submit(ask)?;
+        let PendingCall { call, config, args } = core.submit(request)?;
         let (losses, outputs) = read(core, &call, |call| {
             let losses = wait_losses(call)?;
             let outputs =
@@ -535,7 +536,7 @@ impl<M> TrainCall<'_, M> {
             args,
             leaves: None,
         });
-        Ok(Trained {
+        Ok(TrainOutput {
             losses,
             outputs,
             input_grads,
@@ -547,9 +548,9 @@ impl<M> TrainCall<'_, M> {
 fn read<R>(core: &Core, call: &Call, results: impl FnOnce(&Call) -> Result<R>) -> Result<R> {
     let results = results(call);
     if let Err(error) = &results
-        && !error.is_echo()
+        && !error.is_secondary()
     {
-        call.fail(Error::CalledOff {
+        call.fail(Error::Cancelled {
             why: error.to_string(),
         });
     }
@@ -557,7 +558,7 @@ fn read<R>(core: &Core, call: &Call, results: impl FnOnce(&Call) -> Result<R>) -
     results.map_err(|error| core.failed(error))
 }
 
-/// Unmerged outputs make no sense where outputs are returned at once.
+/// MicrobatchOutputs outputs make no sense where outputs are returned at once.
 fn merged(how: &MergeOutput) -> MergeOutput {
     match how {
         MergeOutput::Off => MergeOutput::Auto,
@@ -570,7 +571,7 @@ fn wait_losses(call: &Call) -> Result<Losses> {
         sums: Vec::new(),
         microbatches: Vec::new(),
     };
-    for m in 0..call.terms.microbatches {
+    for m in 0..call.spec.microbatches {
         let what = format!("waiting for the loss of microbatch {m}");
         let parcels = call.wait("caller", &what, |state| state.losses[m].take())?;
         let values = parcels
@@ -578,7 +579,7 @@ fn wait_losses(call: &Call) -> Result<Losses> {
             .map(|p| Ok(host_tensor(p)?.item()?))
             .collect::<Result<Vec<f64>>>();
         let values =
-            values.map_err(|error| call.place(call.terms.forward_slots, None, Some(m), error))?;
+            values.map_err(|error| call.place(call.spec.forward_stages, None, Some(m), error))?;
         call.confirm()?;
         losses.sums.resize(losses.sums.len().max(values.len()), 0.0);
         for (sum, value) in losses.sums.iter_mut().zip(&values) {
@@ -597,7 +598,7 @@ fn wait_outputs(call: &Call) -> Result<Vec<Tree<HostTensor>>> {
         call.confirm()?;
         Ok(output)
     };
-    (0..call.terms.microbatches).map(wait).collect()
+    (0..call.spec.microbatches).map(wait).collect()
 }
 
 /// What a forward gave, and the way back.
@@ -659,12 +660,12 @@ impl Forward {
                 None => Ok(port.receive("output", &leaf.parcel)?.land()?),
             })
         };
-        (0..self.call.terms.microbatches).map(bring).collect()
+        (0..self.call.spec.microbatches).map(bring).collect()
     }
 
     /// The output of each microbatch, whether merged or not.
-    pub fn unmerged(&self) -> Unmerged {
-        Unmerged(self.call.clone())
+    pub fn unmerged(&self) -> MicrobatchOutputs {
+        MicrobatchOutputs(self.call.clone())
     }
 
     /// Runs the backward from gradients of the merged output. Gradients of parameters are added to
@@ -688,7 +689,7 @@ impl Forward {
             );
             return Err(Error::config("backward", what));
         }
-        let shapes = (0..self.call.terms.microbatches).map(|m| {
+        let shapes = (0..self.call.spec.microbatches).map(|m| {
             let flow = self.call.wait("caller", "waiting for outputs", |state| {
                 state.outputs[m].clone()
             })?;
@@ -717,8 +718,8 @@ impl Forward {
     /// # Errors
     /// As [`Forward::backward`].
     pub fn backward_from(self, grads: &InputGrads) -> Result<InputGrads> {
-        if grads.len() != self.call.terms.microbatches {
-            let (there, here) = (grads.len(), self.call.terms.microbatches);
+        if grads.len() != self.call.spec.microbatches {
+            let (there, here) = (grads.len(), self.call.spec.microbatches);
             return Err(Error::config(
                 "backward",
                 format!("gradients of {there} microbatches for {here}"),
@@ -747,9 +748,9 @@ impl Forward {
 
 /// A step that was ordered.
 #[derive(Debug)]
-pub struct Stepping(Arc<Outcome>);
+pub struct StepHandle(Arc<Outcome>);
 
-impl Stepping {
+impl StepHandle {
     /// Waits until it is done.
     ///
     /// # Errors
@@ -778,7 +779,7 @@ impl<M> RoundPipe<M> {
         };
         let (args, config) = (inputs.into(), config.clone());
         let reads = !matches!(resolved.merge_output, MergeOutput::Off);
-        let ask = Ask {
+        let request = CallRequest {
             kind,
             args,
             labels: Tree::None,
@@ -787,7 +788,7 @@ impl<M> RoundPipe<M> {
             reads,
             config,
         };
-        let Submitted { call, config, args } = core.submit(ask)?;
+        let PendingCall { call, config, args } = core.submit(request)?;
         let (merge_output, on) = (config.merge_output, config.output_device);
         let mut forward = Forward {
             core: core.clone(),
@@ -843,10 +844,10 @@ impl<M> RoundPipe<M> {
     /// [`Error::Config`] without a rule, without gradients or for options that make no sense; what
     /// went wrong in the calls before; [`Error::NotFinite`] after too many steps in a row that were
     /// not finite ([`Builder::max_nonfinite_steps`]). Nothing is updated then.
-    pub fn update(&self, update: &Update, lag: Lag) -> Result<Stepping> {
+    pub fn update(&self, update: &Update, lag: Lag) -> Result<StepHandle> {
         self.check_rule()?;
         update.check()?;
-        Ok(Stepping(
+        Ok(StepHandle(
             self.core.step(Work::Rule(*update, None), lag == Lag::One)?,
         ))
     }
@@ -861,7 +862,7 @@ impl<M> RoundPipe<M> {
         update: &Update,
         scaler: &GradScaler,
         lag: Lag,
-    ) -> Result<Stepping> {
+    ) -> Result<StepHandle> {
         self.check_rule()?;
         update.check()?;
         let used = self.loss_scale(scaler)?;
@@ -872,7 +873,7 @@ impl<M> RoundPipe<M> {
             ..*update
         };
         update.check()?;
-        Ok(Stepping(self.core.step(
+        Ok(StepHandle(self.core.step(
             Work::Rule(update, Some((scaler.clone(), used))),
             lag == Lag::One,
         )?))
@@ -883,8 +884,8 @@ impl<M> RoundPipe<M> {
     ///
     /// # Errors
     /// [`Error::Config`] without gradients; what went wrong in the calls before.
-    pub fn skip_step(&self, lag: Lag) -> Result<Stepping> {
-        Ok(Stepping(
+    pub fn skip_step(&self, lag: Lag) -> Result<StepHandle> {
+        Ok(StepHandle(
             self.core
                 .step(Work::Skip { nonfinite: false }, lag == Lag::One)?,
         ))
@@ -892,8 +893,8 @@ impl<M> RoundPipe<M> {
 
     /// The same because gradients of this engine, or of one that is updated together with it, are
     /// not finite.
-    pub(crate) fn skip_nonfinite_step(&self, lag: Lag) -> Result<Stepping> {
-        Ok(Stepping(
+    pub(crate) fn skip_nonfinite_step(&self, lag: Lag) -> Result<StepHandle> {
+        Ok(StepHandle(
             self.core
                 .step(Work::Skip { nonfinite: true }, lag == Lag::One)?,
         ))
@@ -933,8 +934,8 @@ impl<M> RoundPipe<M> {
         &self,
         step_fn: impl FnOnce(&mut OptimParams<'_>) -> Result<()> + Send + 'static,
         lag: Lag,
-    ) -> Result<Stepping> {
-        Ok(Stepping(self.core.step(
+    ) -> Result<StepHandle> {
+        Ok(StepHandle(self.core.step(
             Work::Function(Box::new(step_fn)),
             lag == Lag::One,
         )?))

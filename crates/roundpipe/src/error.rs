@@ -79,7 +79,7 @@ pub enum Error {
     },
     /// The call was called off because of something else; `why` says what.
     #[error("called off: {why}")]
-    CalledOff {
+    Cancelled {
         /// What happened.
         why: String,
     },
@@ -118,10 +118,10 @@ pub enum Error {
 
 impl Error {
     /// Whether it only says that something else failed.
-    pub(crate) fn is_echo(&self) -> bool {
+    pub(crate) fn is_secondary(&self) -> bool {
         match self {
-            Self::CalledOff { .. } | Self::Aborted(_) => true,
-            Self::Undone { source, .. } => source.is_echo(),
+            Self::Cancelled { .. } | Self::Aborted(_) => true,
+            Self::Undone { source, .. } => source.is_secondary(),
             _ => false,
         }
     }

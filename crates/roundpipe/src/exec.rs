@@ -23,8 +23,8 @@
 //! updates is [`crate::version`]'s.
 
 pub(crate) mod call;
-pub(crate) mod copier;
+pub(crate) mod copy_threads;
 pub(crate) mod launcher;
+pub(crate) mod optimizer_thread;
 pub mod ring;
-pub(crate) mod stepper;
-pub(crate) mod visit;
+pub(crate) mod run_layer;

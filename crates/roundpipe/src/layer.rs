@@ -6,7 +6,7 @@
 //! a [`Tree`].
 //!
 //! ```
-//! use roundpipe::{Cx, DType, Module, Param, Params, Tensor, Visit};
+//! use roundpipe::{Cx, DType, Module, Param, Params, Tensor, ParamVisitor};
 //!
 //! /// y = x · scale, with one number to learn.
 //! struct Scale {
@@ -14,7 +14,7 @@
 //! }
 //!
 //! impl Params for Scale {
-//!     fn visit(&self, visit: &mut Visit<'_>) {
+//!     fn visit(&self, visit: &mut ParamVisitor<'_>) {
 //!         visit.param("scale", &self.scale);
 //!     }
 //! }
@@ -41,7 +41,7 @@ use crate::tree::Tree;
 /// Something with named parameters.
 pub trait Params {
     /// Shows every parameter, buffer and child to `visit`, always in the same order.
-    fn visit(&self, visit: &mut Visit<'_>);
+    fn visit(&self, visit: &mut ParamVisitor<'_>);
 
     /// All parameters and buffers with their dotted names, first mention only.
     fn named_params(&self) -> Vec<(String, Param)> {
@@ -52,7 +52,7 @@ pub trait Params {
                 all.push((name, param.clone()));
             }
         };
-        self.visit(&mut Visit {
+        self.visit(&mut ParamVisitor {
             prefix: String::new(),
             sink: &mut sink,
         });
@@ -84,12 +84,12 @@ pub trait Params {
 }
 
 /// Collects names while walking a model.
-pub struct Visit<'a> {
+pub struct ParamVisitor<'a> {
     prefix: String,
     sink: &'a mut dyn FnMut(String, &Param),
 }
 
-impl Visit<'_> {
+impl ParamVisitor<'_> {
     /// Shows a parameter or buffer.
     pub fn param(&mut self, name: &str, param: &Param) {
         (self.sink)(format!("{}{name}", self.prefix), param);
@@ -105,7 +105,7 @@ impl Visit<'_> {
     /// Shows a child; its names get `name` and a dot in front.
     pub fn child(&mut self, name: &str, child: &dyn Params) {
         let prefix = format!("{}{name}.", self.prefix);
-        child.visit(&mut Visit {
+        child.visit(&mut ParamVisitor {
             prefix,
             sink: self.sink,
         });
@@ -203,10 +203,10 @@ impl Sequential {
 }
 
 impl Params for Sequential {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         for (name, layer) in &self.layers {
             let prefix = format!("{}{name}.", visit.prefix);
-            layer.visit(&mut Visit {
+            layer.visit(&mut ParamVisitor {
                 prefix,
                 sink: visit.sink,
             });

@@ -20,10 +20,10 @@ pub mod layer;
 pub mod nn;
 
 pub mod cost;
-pub mod costs;
 pub mod plan;
+pub mod schedule;
 pub mod search;
-pub mod simulate;
+pub mod timeline;
 
 pub mod config;
 
@@ -48,27 +48,27 @@ pub mod wrap;
 
 pub use batch::{Cut, Inputs, Merge, MergeOutput, SplitInput, SplitLabel};
 pub use config::{Grain, OutputDevice, RunConfig};
-pub use costs::{LayerCost, LayerCosts};
+pub use cost::{LayerCost, LayerCosts, LayerTimes};
 pub use devices::Devices;
-pub use engine::{Forward, Lag, Losses, RoundPipe, Trained};
+pub use engine::{Forward, Lag, Losses, RoundPipe, TrainOutput};
 pub use error::{Error, Result, TaskPlace};
 pub use exec::ring::{Ring, RingOptions};
-pub use layer::{Layer, Module, Params, Sequential, Visit};
+pub use layer::{Layer, Module, ParamVisitor, Params, Sequential};
 pub use lr::LrSchedule;
 pub use optim::{Optimizer, Rule};
 pub use plan::{ExecutePlan, Pass, PlanKind, Stage};
 pub use roundpipe_tensor::{
-    Bytes, Cpu, Cuda, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients, HostBuf,
-    HostMut, HostRef, HostTensor, Likeness, Meta, Param, Pin, Pins, RngKey, RngSite, Shape, Tensor,
+    Bytes, CostModel, Cpu, Cuda, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients,
+    HostBuf, HostMut, HostRef, HostTensor, Meta, Param, Pin, Pins, RngKey, RngSite, Shape, Tensor,
     Worker, bf16, f16, kernel, ops,
 };
 pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
 pub use scaler::GradScaler;
 pub use search::AutoOptions;
-pub use simulate::{Schedule, Setting, Timeline, simulate, simulate_models};
 pub use status::{Board, Watchdog};
 pub use store::{Store, StoreConfig};
-pub use trace::{LayerTimes, Span, Trace};
+pub use timeline::{Schedule, Setting, Timeline, simulate, simulate_models};
+pub use trace::{Span, Trace};
 pub use tree::Tree;
 pub use update::Update;
 pub use wrap::{AutoWrapped, Composite, Node, WrapConfig, Wrapped, wrap};

@@ -4,7 +4,7 @@ use roundpipe_tensor::kernel::ConvSpec;
 use roundpipe_tensor::ops::BatchNorm;
 use roundpipe_tensor::{Cx, DType, Param, Result, RngSite, Tensor};
 
-use crate::layer::{Module, Params, Visit};
+use crate::layer::{Module, ParamVisitor, Params};
 
 /// Gives each parameter of a model its own random numbers, by the order in which they are made.
 #[derive(Debug, Clone)]
@@ -86,7 +86,7 @@ impl Linear {
 }
 
 impl Params for Linear {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("weight", &self.weight);
         visit.maybe("bias", self.bias.as_ref());
     }
@@ -120,7 +120,7 @@ impl Embedding {
 }
 
 impl Params for Embedding {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("weight", &self.weight);
     }
 }
@@ -155,7 +155,7 @@ impl RmsNorm {
 }
 
 impl Params for RmsNorm {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("weight", &self.weight);
     }
 }
@@ -193,7 +193,7 @@ impl LayerNorm {
 }
 
 impl Params for LayerNorm {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("weight", &self.weight);
         visit.param("bias", &self.bias);
     }
@@ -247,7 +247,7 @@ impl Conv2d {
 }
 
 impl Params for Conv2d {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("weight", &self.weight);
         visit.maybe("bias", self.bias.as_ref());
     }
@@ -297,7 +297,7 @@ impl BatchNorm2d {
 }
 
 impl Params for BatchNorm2d {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("weight", &self.weight);
         visit.param("bias", &self.bias);
         visit.param("running_mean", &self.running_mean);
@@ -325,7 +325,7 @@ pub struct Dropout {
 }
 
 impl Params for Dropout {
-    fn visit(&self, _: &mut Visit<'_>) {}
+    fn visit(&self, _: &mut ParamVisitor<'_>) {}
 }
 
 impl Module for Dropout {
@@ -338,7 +338,7 @@ impl Module for Dropout {
 pub struct Func<F>(pub F);
 
 impl<F> Params for Func<F> {
-    fn visit(&self, _: &mut Visit<'_>) {}
+    fn visit(&self, _: &mut ParamVisitor<'_>) {}
 }
 
 impl<F: Fn(&mut Cx, &Tensor) -> Result<Tensor> + Send + Sync> Module for Func<F> {

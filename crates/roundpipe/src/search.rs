@@ -26,10 +26,10 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
-use crate::costs::{LayerCost, LayerCosts};
+use crate::cost::{LayerCost, LayerCosts};
 use crate::error::{Error, Result};
 use crate::plan::{ExecutePlan, Pass, PlanKind};
-use crate::simulate::{Setting, mean_step_ms, ring, slots};
+use crate::timeline::{Setting, mean_step_ms, ring, sim_stages};
 
 /// Stage counts that survive the formula.
 const KEPT: usize = 48;
@@ -671,7 +671,7 @@ impl<'a> Search<'a> {
     fn step_ms(&self, plans: &[ExecutePlan], steady: usize) -> f64 {
         let pairs: Vec<_> = plans.iter().zip(self.models.iter().copied()).collect();
         let setting = &self.options.setting;
-        let slots = slots(self.kind, &pairs, setting);
+        let slots = sim_stages(self.kind, &pairs, setting);
         let (warm_up, measured) = setting.sample(self.lag(), steady);
         mean_step_ms(
             &ring(&slots, setting, self.lag(), warm_up + measured, |_| {}),

@@ -17,7 +17,7 @@
 //! 5. The gradient slab of a layer is written for step s (from 1 on) only once version s - 1 is
 //!    published: the update before has read it then ([`Versions::wait_grad_free`]).
 //! 6. Every wait ends when its [`Abort`] is set, at once for waits on the abort's own gate and
-//!    within [`PATIENCE`] for others.
+//!    within [`POLL`] for others.
 
 use std::fmt;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, Ordering};
 
 /// The longest time a wait sleeps before it looks at its [`Abort`] again.
-pub const PATIENCE: Duration = Duration::from_millis(100);
+pub const POLL: Duration = Duration::from_millis(100);
 
 /// A wait was called off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -95,7 +95,7 @@ impl Gate {
         let mut state = self.lock();
         while !state.layers.iter().all(|layer| ready(layer.version)) {
             // Whoever takes `ready` back does not wake this.
-            let woken = self.changed.wait_timeout(state, PATIENCE);
+            let woken = self.changed.wait_timeout(state, POLL);
             state = woken.unwrap_or_else(std::sync::PoisonError::into_inner).0;
         }
     }
@@ -139,7 +139,7 @@ impl Gate {
                     since: Instant::now(),
                 });
             }
-            let woken = self.changed.wait_timeout(state, PATIENCE);
+            let woken = self.changed.wait_timeout(state, POLL);
             state = woken.unwrap_or_else(std::sync::PoisonError::into_inner).0;
         }
     }

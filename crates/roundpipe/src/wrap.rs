@@ -21,7 +21,7 @@
 //! use std::sync::Arc;
 //! use roundpipe::nn::{Init, Linear};
 //! use roundpipe::wrap::{Run, Value, Values};
-//! use roundpipe::{Composite, DType, HostTensor, Node, Params, RunConfig, Visit, WrapConfig, Wrapped, wrap};
+//! use roundpipe::{Composite, DType, HostTensor, Node, Params, RunConfig, ParamVisitor, WrapConfig, Wrapped, wrap};
 //!
 //! struct Mlp {
 //!     up: Arc<Linear>,
@@ -29,7 +29,7 @@
 //! }
 //!
 //! impl Params for Mlp {
-//!     fn visit(&self, visit: &mut Visit<'_>) {
+//!     fn visit(&self, visit: &mut ParamVisitor<'_>) {
 //!         visit.child("up", &*self.up);
 //!         visit.child("down", &*self.down);
 //!     }
@@ -85,7 +85,7 @@ use crate::config::RunConfig;
 use crate::engine::RoundPipe;
 use crate::error::{Error, Result};
 use crate::exec::ring::{Ring, RingOptions};
-use crate::layer::{Layer, Params, Sequential, Visit};
+use crate::layer::{Layer, ParamVisitor, Params, Sequential};
 use crate::optim::Rule;
 use crate::tree::Tree;
 
@@ -190,7 +190,7 @@ impl From<Sequential> for Node {
 }
 
 impl Params for Node {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         match self {
             Self::Layer(layer) => layer.visit(visit),
             Self::List(children) | Self::Group(children) => {
@@ -220,7 +220,7 @@ impl fmt::Debug for Node {
 struct Whole(Node);
 
 impl Params for Whole {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         self.0.visit(visit);
     }
 }

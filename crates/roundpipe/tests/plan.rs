@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
 use proptest::prelude::*;
-use roundpipe::simulate::{Ahead, Task};
+use roundpipe::timeline::{EarlyWork, Task};
 use roundpipe::{
     AutoOptions, ExecutePlan, LayerCost, LayerCosts, Pass, PlanKind, Schedule, Setting, Stage,
     Timeline, simulate, simulate_models,
@@ -82,7 +82,7 @@ fn found_plans_are_at_least_as_good_as_the_published() {
         let costs = model.costs();
         let ours = Setting::new(DEVICES, MICROBATCHES);
         let early = Setting {
-            ahead: Ahead::Recompute,
+            ahead: EarlyWork::Recompute,
             ..ours.clone()
         };
         for setting in [ours, early, Setting::published(DEVICES, MICROBATCHES)] {
@@ -204,9 +204,9 @@ fn kinds() -> impl Strategy<Value = PlanKind> {
 
 fn settings() -> impl Strategy<Value = Setting> {
     let ahead = prop_oneof![
-        Just(Ahead::Nothing),
-        Just(Ahead::Recompute),
-        Just(Ahead::RecomputeAndFused)
+        Just(EarlyWork::Nothing),
+        Just(EarlyWork::Recompute),
+        Just(EarlyWork::RecomputeAndFused)
     ];
     (1..6_usize, 1..8_usize, 1..9_usize, ahead).prop_map(|(devices, microbatches, visit, ahead)| {
         Setting {
@@ -310,7 +310,7 @@ proptest! {
         let busy_ms: f64 = one.tasks.iter().map(|task| task.end_ms - task.start_ms).sum();
         prop_assert!((busy_ms - work_ms).abs() < 1e-6);
         prop_assert!(one.step_ms >= work_ms / setting.devices as f64 - 1e-6);
-        if setting.ahead == Ahead::Nothing {
+        if setting.ahead == EarlyWork::Nothing {
             prop_assert!(one.step_ms >= times.iter().sum::<f64>() - 1e-6, "all stages in turn");
             for (earlier, later) in chains(&one) {
                 prop_assert!(later.start_ms >= earlier.end_ms - 1e-6, "{:?} before {:?}", later, earlier);
@@ -328,7 +328,7 @@ proptest! {
         costs in costs_of(12..13),
         devices in 1..5_usize,
         rounds in 1..4_usize,
-        ahead in prop_oneof![Just(Ahead::Nothing), Just(Ahead::Recompute)],
+        ahead in prop_oneof![Just(EarlyWork::Nothing), Just(EarlyWork::Recompute)],
     ) {
         let setting = Setting { ahead, ..Setting::new(devices, rounds * devices) };
         let stages = |count: usize| ExecutePlan::from_sizes(PlanKind::Infer, &vec![12 / count; count], &[]);

@@ -8,8 +8,8 @@ use roundpipe::optim::{AdamW, Sgd, WeightDecay};
 use roundpipe::store::{Segment, Store, StoreConfig};
 use roundpipe::update::{Apply, Update};
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, Error, HostBuf, Layer, Optimizer, Param, Params, Pin, RngKey, RngSite,
-    Rule, TensorResult, Tree, Visit, bf16, f16,
+    Bytes, Cpu, Cx, DType, Error, HostBuf, Layer, Optimizer, Param, ParamVisitor, Params, Pin,
+    RngKey, RngSite, Rule, TensorResult, Tree, bf16, f16,
 };
 use roundpipe_tensor::SimWorld;
 use roundpipe_tensor::optim::{CHUNK, Floats};
@@ -19,7 +19,7 @@ use roundpipe_tensor::sim::SimConfig;
 struct Plain(Vec<(&'static str, Param)>);
 
 impl Params for Plain {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         for (name, param) in &self.0 {
             visit.param(name, param);
         }

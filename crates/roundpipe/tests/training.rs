@@ -4,8 +4,8 @@ use roundpipe::kernel::{ConvSpec, PoolSpec};
 use roundpipe::nn::{BatchNorm2d, Conv2d, Embedding, Func, Init, LayerNorm, Linear};
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, DeviceKind, Layer, Module, Optimizer, Param, Params, Sequential, Shape,
-    Tensor, TensorResult, Tree, Visit, Worker, bf16, cost,
+    Bytes, Cpu, Cx, DType, DeviceKind, Layer, Module, Optimizer, Param, ParamVisitor, Params,
+    Sequential, Shape, Tensor, TensorResult, Tree, Worker, bf16, cost,
 };
 use roundpipe_tensor::meta::Given;
 use roundpipe_tensor::ops::CrossEntropy;
@@ -44,7 +44,7 @@ impl Residual {
 }
 
 impl Params for Residual {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.child("conv1", &self.conv1);
         visit.child("norm1", &self.norm1);
         visit.child("conv2", &self.conv2);

@@ -11,8 +11,9 @@ use roundpipe::optim::AdamW;
 use roundpipe::wrap::{Action, Run, Value, Values, decide};
 use roundpipe::{
     AutoWrapped, Bytes, Composite, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Lag, Layer,
-    MergeOutput, Module, Node, Param, Params, Pin, PlanKind, Ring, RingOptions, RoundPipe, Rule,
-    RunConfig, Sequential, Tensor, TensorResult, Tree, Update, Visit, WrapConfig, Wrapped, wrap,
+    MergeOutput, Module, Node, Param, ParamVisitor, Params, Pin, PlanKind, Ring, RingOptions,
+    RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update, WrapConfig,
+    Wrapped, wrap,
 };
 use roundpipe_tensor::SimWorld;
 
@@ -97,7 +98,7 @@ fn blob(bytes: usize) -> Node {
 }
 
 impl Params for Blob {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("blob", &self.0);
     }
 }
@@ -120,7 +121,7 @@ fn tower(own: usize, children: Vec<(&'static str, Node)>) -> Node {
 }
 
 impl Params for Tower {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.maybe("own", self.own.as_ref());
         self.children
             .iter()
@@ -367,7 +368,7 @@ struct Block {
 }
 
 impl Params for Block {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.child("linear", &self.linear);
     }
 }
@@ -393,7 +394,7 @@ fn blocks(count: usize) -> Vec<Arc<Block>> {
 struct Same(Arc<Block>);
 
 impl Params for Same {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         self.0.visit(visit);
     }
 }
@@ -608,7 +609,7 @@ struct Net {
 }
 
 impl Params for Net {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("scale", &self.scale);
         visit.child("first", &*self.blocks[0]);
         visit.child("rest", &one_list(&self.blocks[1..]));
@@ -809,7 +810,7 @@ struct Fork {
 }
 
 impl Params for Fork {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.child("left", &*self.blocks[0]);
         visit.child("right", &*self.blocks[1]);
     }
@@ -900,7 +901,7 @@ fn the_way_back_is_a_chain_or_refused() {
 struct Masked(Arc<Block>);
 
 impl Params for Masked {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.child("block", &*self.0);
     }
 }

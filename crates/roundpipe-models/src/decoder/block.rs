@@ -3,7 +3,9 @@
 use roundpipe::kernel::RopeStyle;
 use roundpipe::nn::RmsNorm;
 use roundpipe::ops::Attention;
-use roundpipe::{Cx, DType, Layer, Module, Param, Params, Tensor, TensorResult, Tree, Visit};
+use roundpipe::{
+    Cx, DType, Layer, Module, Param, ParamVisitor, Params, Tensor, TensorResult, Tree,
+};
 
 use super::{Experts, Flow, Maker, Projection, fields, optional, take};
 use crate::config::ModelConfig;
@@ -290,7 +292,7 @@ impl Unit {
 }
 
 impl Params for Block {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.child("input_layernorm", &self.attn_norm);
         for (name, projection) in &self.projections()[..4] {
             visit.child(name, *projection);

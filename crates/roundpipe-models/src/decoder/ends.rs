@@ -2,7 +2,9 @@
 
 use roundpipe::nn::RmsNorm;
 use roundpipe::ops::CrossEntropy;
-use roundpipe::{Cx, DType, Layer, Module, Param, Params, Tensor, TensorResult, Tree, Visit};
+use roundpipe::{
+    Cx, DType, Layer, Module, Param, ParamVisitor, Params, Tensor, TensorResult, Tree,
+};
 
 use super::{Flow, Maker, fields, optional, take};
 use crate::config::ModelConfig;
@@ -15,7 +17,7 @@ pub(crate) struct Embed {
 }
 
 impl Params for Embed {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("weight", &self.weight);
     }
 }
@@ -113,7 +115,7 @@ impl Head {
 }
 
 impl Params for Head {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.child("norm", &self.norm);
         visit.param("weight", &self.weight);
     }

@@ -1,7 +1,7 @@
 //! A linear map, or one per expert, that may carry a trainable low-rank branch.
 
 use roundpipe::ops::Lora;
-use roundpipe::{Cx, Module, Param, Params, Tensor, TensorResult, Visit};
+use roundpipe::{Cx, Module, Param, ParamVisitor, Params, Tensor, TensorResult};
 
 use super::Maker;
 
@@ -71,13 +71,13 @@ impl Projection {
 
     /// Shows experts' matrices, which are parameters of one module in transformers: `name` and
     /// `name_bias`.
-    pub(crate) fn visit_stacked(&self, visit: &mut Visit<'_>, name: &str) {
+    pub(crate) fn visit_stacked(&self, visit: &mut ParamVisitor<'_>, name: &str) {
         visit.param(name, &self.weight);
         visit.maybe(&format!("{name}_bias"), self.bias.as_ref());
         self.visit_adapter(visit, &format!("{name}."));
     }
 
-    fn visit_adapter(&self, visit: &mut Visit<'_>, prefix: &str) {
+    fn visit_adapter(&self, visit: &mut ParamVisitor<'_>, prefix: &str) {
         if let Some(adapter) = &self.adapter {
             visit.param(&format!("{prefix}lora_A.weight"), &adapter.a);
             visit.param(&format!("{prefix}lora_B.weight"), &adapter.b);
@@ -86,7 +86,7 @@ impl Projection {
 }
 
 impl Params for Projection {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("weight", &self.weight);
         visit.maybe("bias", self.bias.as_ref());
         self.visit_adapter(visit, "");

@@ -561,9 +561,9 @@ vectorize! {
 mod tests {
     use super::{Plan, scratch};
     use crate::dtype::DType;
-    use crate::exec::Worker;
     use crate::kernel::{Kernel, Reduce};
     use crate::shape::Shape;
+    use crate::worker::Worker;
     use crate::{Bytes, Cpu};
 
     fn worker() -> Worker {

@@ -9,11 +9,11 @@ mod unary;
 use crate::cx::{Cx, same_dtype};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::exec::Worker;
 use crate::kernel::{Binary, Compare, Kernel, Reduce, Unary};
 use crate::shape::{Layout, Shape};
 use crate::tape::Back;
 use crate::tensor::Tensor;
+use crate::worker::Worker;
 
 pub(crate) use choose::{raw_compare, raw_select};
 

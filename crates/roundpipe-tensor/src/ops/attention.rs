@@ -3,11 +3,11 @@
 use crate::cx::{Cx, float, same_dtype};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::exec::Worker;
 use crate::kernel::{AttentionSpec, Kernel};
 use crate::shape::Shape;
 use crate::tape::Back;
 use crate::tensor::Tensor;
+use crate::worker::Worker;
 
 const OP: &str = "attention";
 

@@ -8,11 +8,11 @@ use super::arith::{raw_compare, raw_select};
 use crate::cx::{Cx, same_dtype};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::exec::Worker;
 use crate::kernel::{Compare, Kernel};
 use crate::shape::{Layout, Shape};
 use crate::tape::Back;
 use crate::tensor::Tensor;
+use crate::worker::Worker;
 
 impl Cx {
     /// The slices of `x` along `dim` that `index` (1-d) names, in its order.

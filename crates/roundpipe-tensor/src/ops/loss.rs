@@ -15,11 +15,11 @@ use super::product::{multiply_into, turned};
 use crate::cx::{Cx, float, same_dtype};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::exec::Worker;
 use crate::kernel::{Binary, Compare, Kernel};
 use crate::shape::{Layout, Shape};
 use crate::tape::Back;
 use crate::tensor::Tensor;
+use crate::worker::Worker;
 
 /// How the losses of single elements become one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -311,7 +311,7 @@ impl Fused {
     /// Tokens per chunk: a function of sizes and the kind of device alone.
     fn chunk(&self, worker: &Worker) -> usize {
         let row = self.weight.dims()[0] * self.acc().size();
-        let least = worker.device().ops().thick().min(MOST_TOKENS);
+        let least = worker.device().ops().min_gemm_rows().min(MOST_TOKENS);
         let chosen = (CHUNK_BYTES / row.max(1)).clamp(least, MOST_TOKENS);
         self.target
             .options

@@ -8,11 +8,11 @@
 use crate::cx::{Cx, float, same_dtype, same_shape};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::exec::Worker;
 use crate::kernel::{Glu, Kernel};
 use crate::shape::{Layout, Shape};
 use crate::tape::Back;
 use crate::tensor::Tensor;
+use crate::worker::Worker;
 
 /// How the weights of the chosen experts come from the router's logits; computed in the accumulator
 /// type.

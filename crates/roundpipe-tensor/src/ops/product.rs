@@ -3,11 +3,11 @@
 use crate::cx::{Cx, float, same_dtype, same_shape};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::exec::Worker;
 use crate::kernel::{Kernel, Reduce};
 use crate::shape::{Layout, Shape};
 use crate::tape::Back;
 use crate::tensor::Tensor;
+use crate::worker::Worker;
 
 /// The trainable branch beside a frozen weight: y += scale · (dropout(x) Aᵀ) Bᵀ.
 #[derive(Debug, Clone, Copy)]

@@ -7,10 +7,10 @@ use super::arith::{raw_binary, raw_compare, raw_select, raw_unary};
 use crate::cx::{Cx, float};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::exec::Worker;
 use crate::kernel::{Binary, Compare, Kernel, Reduce, Unary};
 use crate::shape::{Layout, Shape};
 use crate::tensor::Tensor;
+use crate::worker::Worker;
 
 /// What a reduction leaves of a shape.
 #[derive(Debug, Clone, Copy)]

@@ -6,12 +6,12 @@
 use crate::cx::{Cx, float, same_dtype, same_shape};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::exec::Worker;
 use crate::kernel::{Glu, Kernel, RopeStyle, Unary};
 use crate::ops::arith::raw_unary;
 use crate::ops::norm::{settle, wanted};
 use crate::shape::{Layout, Shape};
 use crate::tensor::Tensor;
+use crate::worker::Worker;
 
 /// Cosines and sines of a rotary embedding, `[positions, rotary_dim / 2]` each: pair i turns by
 /// theta^(-2i / rotary_dim) per position. In f64, to be scaled or rounded by the caller.

@@ -3,10 +3,10 @@
 use crate::cx::{Cx, same_dtype, same_shape};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::exec::Worker;
 use crate::kernel::{Compare, Kernel};
 use crate::shape::{Layout, MAX_RANK, Shape};
 use crate::tensor::Tensor;
+use crate::worker::Worker;
 
 use super::arith::raw_compare;
 

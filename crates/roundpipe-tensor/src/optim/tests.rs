@@ -357,13 +357,15 @@ fn adam_f64(adam: &AdamW, t: i32, [p, m, v, x]: &mut [f64; 4], grad: f64) {
 #[test]
 fn rounding_is_to_nearest_even() {
     let threads = one_thread();
-    let halves = (0..=u16::MAX).flat_map(|high| {
-        let around_bf16 =
-            [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| u32::from(high) << 16 | low);
-        let exact = f16::from_bits(high).to_f32_const().to_bits();
-        let around_f16 = [0, 0xfff, 0x1000, 0x1001].map(|low| exact.wrapping_add(low));
-        around_bf16.into_iter().chain(around_f16)
-    });
+    let halves = (0..=u16::MAX)
+        .step_by(if cfg!(miri) { 997 } else { 1 })
+        .flat_map(|high| {
+            let around_bf16 =
+                [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| u32::from(high) << 16 | low);
+            let exact = f16::from_bits(high).to_f32_const().to_bits();
+            let around_f16 = [0, 0xfff, 0x1000, 0x1001].map(|low| exact.wrapping_add(low));
+            around_bf16.into_iter().chain(around_f16)
+        });
     let values: Vec<f32> = halves.map(f32::from_bits).collect();
     let (want_b, want_h) = (to_bf16(&values), to_f16(&values));
     let (mut b, mut h) = (

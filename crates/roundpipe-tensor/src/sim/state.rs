@@ -703,7 +703,7 @@ impl State {
     }
 
     /// Whether something went wrong that is not forgotten.
-    pub fn ails(&self) -> bool {
+    pub fn has_failed(&self) -> bool {
         self.pending.iter().any(|p| p.forgotten.is_none())
     }
 

@@ -5,12 +5,12 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use roundpipe_tensor::transfer::Parcel;
+use roundpipe_tensor::transfer::HostValue;
 use roundpipe_tensor::{HostBuf, HostTensor};
 
 use crate::batch::{Inputs, Split, SplitInput, assemble, split_inputs};
 use crate::error::{Error, Result};
-use crate::exec::call::{Call, Flow, Leaf, Source, State};
+use crate::exec::call::{Call, Leaf, Source, StageValue, State};
 use crate::tree::Tree;
 
 /// One input of a model.
@@ -19,7 +19,7 @@ pub enum Arg {
     /// Values in host memory, split into microbatches.
     Value(Tree<HostTensor>),
     /// The outputs of another call, taken microbatch by microbatch as they come.
-    Outputs(Unmerged),
+    Outputs(MicrobatchOutputs),
 }
 
 /// All inputs of a call, by position and by name.
@@ -89,8 +89,8 @@ impl From<Tree<HostTensor>> for Arg {
     }
 }
 
-impl From<Unmerged> for Arg {
-    fn from(outputs: Unmerged) -> Self {
+impl From<MicrobatchOutputs> for Arg {
+    fn from(outputs: MicrobatchOutputs) -> Self {
         Self::Outputs(outputs)
     }
 }
@@ -123,12 +123,12 @@ impl<const N: usize> From<[HostTensor; N]> for Args {
 /// The outputs of a call, one tree per microbatch, some of which may not have been computed yet;
 /// cloning shares them. As an input of another engine they chain both without a host wait.
 #[derive(Clone)]
-pub struct Unmerged(pub(crate) Arc<Call>);
+pub struct MicrobatchOutputs(pub(crate) Arc<Call>);
 
-impl Unmerged {
+impl MicrobatchOutputs {
     /// How many microbatches.
     pub fn len(&self) -> usize {
-        self.0.terms.microbatches
+        self.0.spec.microbatches
     }
 
     /// Never: a call has at least one microbatch.
@@ -164,7 +164,7 @@ impl Unmerged {
         }
     }
 
-    fn flow(&self, microbatch: usize) -> Result<Flow> {
+    fn flow(&self, microbatch: usize) -> Result<StageValue> {
         if microbatch >= self.len() {
             let what = format!("there is no microbatch {microbatch} of {}", self.len());
             return Err(Error::config("outputs", what));
@@ -177,13 +177,13 @@ impl Unmerged {
     }
 }
 
-impl std::fmt::Debug for Unmerged {
+impl std::fmt::Debug for MicrobatchOutputs {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "Unmerged({} microbatches of {})",
+            "MicrobatchOutputs({} microbatches of {})",
             self.len(),
-            self.0.terms.model.name
+            self.0.spec.model.name
         )
     }
 }
@@ -204,13 +204,13 @@ pub struct InputGrads {
 pub(crate) enum Leaves {
     Known(usize),
     /// As many as the outputs of another call.
-    Of(Unmerged),
+    Of(MicrobatchOutputs),
 }
 
 impl InputGrads {
     /// How many microbatches.
     pub fn len(&self) -> usize {
-        self.call.terms.microbatches
+        self.call.spec.microbatches
     }
 
     /// Never: a call has at least one microbatch.
@@ -256,7 +256,7 @@ impl InputGrads {
             state.input_grads[microbatch].clone()
         });
         let grads = grads.map_err(|error| call.take_error().unwrap_or(error))?;
-        let host = |parcel: &Option<Parcel>| parcel.as_ref().map(host_tensor).transpose();
+        let host = |parcel: &Option<HostValue>| parcel.as_ref().map(host_tensor).transpose();
         let leaves = self.leaves.clone().unwrap_or(0..grads.len());
         let grads = grads[leaves].iter().map(host).collect::<Result<_>>()?;
         call.confirm()?;
@@ -270,13 +270,13 @@ impl std::fmt::Debug for InputGrads {
             f,
             "InputGrads({} microbatches of {})",
             self.len(),
-            self.call.terms.model.name
+            self.call.spec.model.name
         )
     }
 }
 
 /// Waits for a parcel and gives its bytes as a tensor.
-pub(crate) fn host_tensor(parcel: &Parcel) -> Result<HostTensor> {
+pub(crate) fn host_tensor(parcel: &HostValue) -> Result<HostTensor> {
     Ok(HostTensor::new(
         parcel.fence()?,
         parcel.dtype(),
@@ -284,7 +284,7 @@ pub(crate) fn host_tensor(parcel: &Parcel) -> Result<HostTensor> {
     )?)
 }
 
-pub(crate) fn to_host(flow: &Flow) -> Result<Tree<HostTensor>> {
+pub(crate) fn to_host(flow: &StageValue) -> Result<Tree<HostTensor>> {
     flow.clone().try_map(|leaf| match &leaf.here {
         Some(here) => {
             let tensor = &here.1;
@@ -297,8 +297,8 @@ pub(crate) fn to_host(flow: &Flow) -> Result<Tree<HostTensor>> {
 }
 
 /// A user's tensor as lanes read it.
-pub(crate) fn parcel(tensor: &HostTensor) -> Result<Parcel> {
-    Ok(Parcel::given(
+pub(crate) fn parcel(tensor: &HostTensor) -> Result<HostValue> {
+    Ok(HostValue::given(
         tensor.buf().slice(tensor.byte_range())?,
         tensor.dtype(),
         *tensor.shape(),
@@ -306,11 +306,11 @@ pub(crate) fn parcel(tensor: &HostTensor) -> Result<Parcel> {
 }
 
 /// The parcels of several microbatches' trees. What all of them share becomes one parcel.
-pub(crate) fn parcels(parts: &[Tree<HostTensor>]) -> Result<Vec<Tree<(Parcel, bool)>>> {
+pub(crate) fn parcels(parts: &[Tree<HostTensor>]) -> Result<Vec<Tree<(HostValue, bool)>>> {
     let Some(first) = parts.first() else {
         return Ok(Vec::new());
     };
-    let known: Vec<(HostTensor, Parcel)> = first
+    let known: Vec<(HostTensor, HostValue)> = first
         .leaves()
         .into_iter()
         .map(|t| Ok((t.clone(), parcel(t)?)))
@@ -318,7 +318,7 @@ pub(crate) fn parcels(parts: &[Tree<HostTensor>]) -> Result<Vec<Tree<(Parcel, bo
     let mut out = Vec::with_capacity(parts.len());
     for part in parts {
         let mut at = 0;
-        let leaf = |tensor: HostTensor| -> Result<(Parcel, bool)> {
+        let leaf = |tensor: HostTensor| -> Result<(HostValue, bool)> {
             let same = known.get(at).filter(|(other, _)| other.is_same(&tensor));
             at += 1;
             match same {
@@ -403,7 +403,7 @@ pub(crate) fn split(args: &Args, how: &SplitInput, wanted: usize, grads: bool) -
                 .collect::<Vec<_>>(),
         )?);
     }
-    let source = |tree: &Tree<(Parcel, bool)>| {
+    let source = |tree: &Tree<(HostValue, bool)>| {
         tree.map_ref(|(parcel, constant)| {
             let grad = grads && parcel.dtype().is_float();
             Source::Value(Leaf {

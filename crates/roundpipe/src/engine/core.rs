@@ -25,22 +25,21 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use roundpipe_tensor::transfer::{Moved, Parcel};
+use roundpipe_tensor::transfer::{CopyRecord, HostValue};
 use roundpipe_tensor::{DType, DeviceKind, HostTensor, LaneKind, Shape};
 
 use super::args::{Args, Parts, parcels, split};
 use crate::batch::split_label_of;
 use crate::config::{Grain, OutputDevice, Resolved, RunConfig};
-use crate::cost::{Spec, model_costs};
-use crate::costs::LayerCosts;
+use crate::cost::{LayerCosts, LayerTimes, Phase, Spec, model_costs};
 use crate::error::{Error, Result};
-use crate::exec::call::{Call, LossFn, Model, Peers, Seed, Terms, Timed};
+use crate::exec::call::{Call, CallList, CallSpec, LossFn, Model, Seed, Timed};
 use crate::exec::launcher::Job;
+use crate::exec::optimizer_thread::{Outcome, StepRequest, Stepper, Work};
 use crate::exec::ring::Ring;
-use crate::exec::stepper::{Order, Outcome, Stepper, Work};
 use crate::plan::{ExecutePlan, PlanKind};
 use crate::search::AutoOptions;
-use crate::trace::{Category, Lane, LayerTimes, Part, Span, Trace, Track};
+use crate::trace::{Category, Lane, Span, Trace, Track};
 use crate::tree::Tree;
 
 /// Steps whose places in the random stream are remembered: more than can be under way.
@@ -59,7 +58,7 @@ pub(crate) struct Core {
     pub config: RunConfig,
     pub asynchronous: bool,
     pub trace: Arc<Trace>,
-    peers: Arc<Peers>,
+    call_list: Arc<CallList>,
     stepper: Stepper,
     /// Behind the stepper, which may still be at work when the engine is dropped.
     _trainer: Trainer,
@@ -105,7 +104,7 @@ struct State {
     plans: HashMap<Key, Planned>,
     times: LayerTimes,
     /// Copies whose ends were not known yet: call, worker, copy.
-    moves: Vec<(u64, usize, Moved)>,
+    moves: Vec<(u64, usize, CopyRecord)>,
     warnings: Vec<String>,
     /// Steps that were done and not finite, in all and since the last that was.
     nonfinite_steps: u64,
@@ -132,7 +131,7 @@ struct Planned {
 }
 
 /// What a call is to do.
-pub(crate) struct Ask {
+pub(crate) struct CallRequest {
     pub kind: PlanKind,
     pub args: Args,
     pub labels: Tree<HostTensor>,
@@ -145,15 +144,15 @@ pub(crate) struct Ask {
 }
 
 /// A call that was submitted.
-pub(crate) struct Submitted {
+pub(crate) struct PendingCall {
     pub call: Arc<Call>,
     pub config: Resolved,
     pub args: Vec<super::args::Leaves>,
 }
 
 /// What a call is told that came while another failed.
-fn called_off() -> Error {
-    Error::CalledOff {
+fn cancelled() -> Error {
+    Error::Cancelled {
         why: "another call failed before it began".to_owned(),
     }
 }
@@ -168,8 +167,8 @@ impl Core {
         most_nonfinite: u64,
     ) -> Result<Self> {
         let model = Arc::new(model);
-        let peers = Arc::<Peers>::default();
-        let stepper = Stepper::start(&model, &peers, ring.board(), &trace, most_nonfinite)?;
+        let call_list = Arc::<CallList>::default();
+        let stepper = Stepper::start(&model, &call_list, ring.board(), &trace, most_nonfinite)?;
         let state = State {
             next_call: 0,
             number: 0,
@@ -196,7 +195,7 @@ impl Core {
             config,
             asynchronous,
             trace,
-            peers,
+            call_list,
             stepper,
             _trainer,
             origin,
@@ -264,9 +263,9 @@ impl Core {
     // ---- calls ----
 
     /// Splits, plans and queues a call.
-    pub fn submit(&self, ask: Ask) -> Result<Submitted> {
+    pub fn submit(&self, request: CallRequest) -> Result<PendingCall> {
         self.enter("call")?;
-        if self.model.inference && ask.kind != PlanKind::Infer {
+        if self.model.inference && request.kind != PlanKind::Infer {
             let what = "the engine was built with inference(true), so it computes no gradients; run it with \
                         requires_grad off, or build one that trains";
             return Err(Error::config("requires_grad", what));
@@ -276,25 +275,25 @@ impl Core {
         self.ring.tidy();
         self.check(&mut state)?;
         self.notice_writes(&mut state)?;
-        let config = ask.config.over(&self.config).resolve(self.ring.len())?;
-        let wants_input_grads = config.input_grads && ask.kind != PlanKind::Infer;
+        let config = request.config.over(&self.config).resolve(self.ring.len())?;
+        let wants_input_grads = config.input_grads && request.kind != PlanKind::Infer;
         let parts = split(
-            &ask.args,
+            &request.args,
             &config.split_input,
             config.num_microbatch,
             wants_input_grads,
         )?;
-        let labels = self.split_labels(&ask, &config, &parts)?;
+        let labels = self.split_labels(&request, &config, &parts)?;
         state.warnings.extend(parts.warnings.iter().cloned());
-        let plan = self.plan(&mut state, ask.kind, &config, &parts)?;
+        let plan = self.plan(&mut state, request.kind, &config, &parts)?;
         self.wait_for_buffers(&mut state)?;
         self.ring.log_moves(self.trace.is_on());
-        let stages = plan.stages(ask.kind);
-        let forward_slots = plan.forward.len();
-        let terms = Terms {
+        let stages = plan.stages(request.kind);
+        let forward_stages = plan.forward.len();
+        let spec = CallSpec {
             id: state.next_call,
             model: self.model.clone(),
-            workers: self.ring.assign(stages.len(), ask.kind),
+            workers: self.ring.assign(&stages),
             devices: self
                 .ring
                 .workers()
@@ -302,51 +301,51 @@ impl Core {
                 .map(|w| w.device().id())
                 .collect(),
             stages,
-            forward_slots,
+            forward_stages,
             microbatches: parts.sources.len(),
             grain: config.recompute_grain,
             training: state.training,
-            trains: ask.kind != PlanKind::Infer,
+            trains: request.kind != PlanKind::Infer,
             version: state.visible(),
             step: state.steps + 1,
             number: state.number,
-            probes: ask.kind != PlanKind::Infer && self.stepper.streak.is_on(),
-            loss: ask.loss,
-            wants_outputs: ask.wants_outputs,
-            keeps_outputs: ask.kind == PlanKind::Infer
-                && !ask.reads
+            probes: request.kind != PlanKind::Infer && self.stepper.streak.is_on(),
+            loss: request.loss,
+            wants_outputs: request.wants_outputs,
+            keeps_outputs: request.kind == PlanKind::Infer
+                && !request.reads
                 && self.ring.len() == 1
                 && config.output_device != OutputDevice::Host,
             wants_input_grads,
             board: self.ring.board().clone(),
-            neighbours: self.ring.calls().clone(),
+            ring_calls: self.ring.calls().clone(),
         };
         state.next_call += 1;
         state.number += u64::from(state.training);
-        let call = Call::new(terms, &self.peers, parts.sources, labels);
+        let call = Call::new(spec, &self.call_list, parts.sources, labels);
         state.watched.push(call.clone());
         if self.has_failed(&state) {
             // It is on the list now: whatever fails from here on fails it too. What failed since
             // the look above did not.
-            call.fail(called_off());
-            return Err(self.recover(&mut state).unwrap_or_else(called_off));
+            call.fail(cancelled());
+            return Err(self.recover(&mut state).unwrap_or_else(cancelled));
         }
-        let slots = match ask.kind {
-            PlanKind::Train => 0..forward_slots,
-            _ => 0..call.terms.stages.len(),
+        let slots = match request.kind {
+            PlanKind::Train => 0..forward_stages,
+            _ => 0..call.spec.stages.len(),
         };
-        if ask.kind == PlanKind::Train {
+        if request.kind == PlanKind::Train {
             call.hold();
         }
-        if ask.reads {
+        if request.reads {
             call.open_part();
         }
-        if ask.kind == PlanKind::Fused {
+        if request.kind == PlanKind::Fused {
             call.lock().adds_to = state.since_step.last().cloned();
             state.since_step.push(call.clone());
         }
         self.queue(&call, slots);
-        Ok(Submitted {
+        Ok(PendingCall {
             call,
             config,
             args: parts.args,
@@ -359,7 +358,7 @@ impl Core {
         if !self.may_set_buffers(state) {
             return Ok(());
         }
-        for call in &self.peers.active() {
+        for call in &self.call_list.active() {
             call.wait_quiet("caller");
         }
         self.check(state)
@@ -380,15 +379,15 @@ impl Core {
 
     fn split_labels(
         &self,
-        ask: &Ask,
+        request: &CallRequest,
         config: &Resolved,
         parts: &Parts,
-    ) -> Result<Vec<Tree<Parcel>>> {
+    ) -> Result<Vec<Tree<HostValue>>> {
         let count = parts.sources.len();
-        if ask.kind != PlanKind::Fused || matches!(ask.labels, Tree::None) {
+        if request.kind != PlanKind::Fused || matches!(request.labels, Tree::None) {
             return Ok((0..count).map(|_| Tree::None).collect());
         }
-        let labels = split_label_of(&ask.labels, &config.split_label, count, parts.batch)?;
+        let labels = split_label_of(&request.labels, &config.split_label, count, parts.batch)?;
         if labels.parts.len() != count {
             let what = format!(
                 "{} parts of labels for {count} microbatches",
@@ -406,18 +405,18 @@ impl Core {
     fn queue(&self, call: &Arc<Call>, slots: std::ops::Range<usize>) {
         let store = &self.model.store;
         let mut jobs = Vec::with_capacity(slots.len());
-        for slot in slots {
-            let ticket = |home: &usize| store.layer(*home).versions().reserve(call.terms.version);
-            let tickets = call.terms.stages[slot].layers.clone();
+        for stage in slots {
+            let ticket = |home: &usize| store.layer(*home).versions().reserve(call.spec.version);
+            let tickets = call.spec.stages[stage].layers.clone();
             let tickets = tickets
                 .map(|l| (l, store.layer(l).homes().iter().map(ticket).collect()))
                 .collect();
             call.open_part();
             jobs.push((
-                call.terms.workers[slot],
+                call.spec.workers[stage],
                 Job {
                     call: call.clone(),
-                    slot,
+                    stage,
                     tickets,
                     ordered: false,
                 },
@@ -431,7 +430,7 @@ impl Core {
         self.enter("backward")?;
         let mut state = self.lock();
         self.check(&mut state)?;
-        if call.terms.step != state.steps + 1 {
+        if call.spec.step != state.steps + 1 {
             let what =
                 "a step was made since this forward; run the forward again with the new weights";
             return Err(Error::config("backward", what));
@@ -444,7 +443,7 @@ impl Core {
             inner.adds_to = state.since_step.last().cloned();
         }
         state.since_step.push(call.clone());
-        self.queue(call, call.terms.forward_slots..call.terms.stages.len());
+        self.queue(call, call.spec.forward_stages..call.spec.stages.len());
         Ok(())
     }
 
@@ -471,7 +470,7 @@ impl Core {
         // A kept forward may have been submitted before calls whose gradients came first.
         let first_number = calls
             .iter()
-            .map(|call| call.terms.number)
+            .map(|call| call.spec.number)
             .min()
             .unwrap_or(state.number);
         let outcome = Outcome::new(version, first_number);
@@ -486,7 +485,7 @@ impl Core {
         });
         state.outcomes.push(outcome.clone());
         self.model.store.set_asked(version);
-        self.stepper.order(Order {
+        self.stepper.order(StepRequest {
             version,
             calls,
             next_call,
@@ -507,7 +506,9 @@ impl Core {
                 };
                 let (error, first) = (strip(error), self.recover(&mut state).map(strip));
                 return Err(match first {
-                    Some(first) if error.is_echo() || matches!(first, Error::Undone { .. }) => {
+                    Some(first)
+                        if error.is_secondary() || matches!(first, Error::Undone { .. }) =>
+                    {
                         first
                     }
                     _ => error,
@@ -544,7 +545,7 @@ impl Core {
     pub fn synchronize(&self) -> Result<()> {
         self.enter("synchronize")?;
         let mut state = self.lock();
-        for call in &self.peers.active() {
+        for call in &self.call_list.active() {
             call.wait_quiet("caller");
         }
         state
@@ -571,7 +572,7 @@ impl Core {
             .for_each(|outcome| _ = outcome.settle());
         // A layer that drops its own engine would wait for itself.
         if self.enter("drop").is_ok() && self.may_set_buffers(&state) {
-            for call in &self.peers.active() {
+            for call in &self.call_list.active() {
                 call.wait_quiet("caller");
             }
         }
@@ -591,7 +592,7 @@ impl Core {
             .partition(|call| call.has_succeeded());
         state.watched = open;
         let ended: Vec<Arc<Call>> = ended;
-        state.trained |= ended.iter().any(|call| call.terms.training);
+        state.trained |= ended.iter().any(|call| call.spec.training);
         ended.iter().for_each(|call| self.learn(state, call));
         let outcomes = std::mem::take(&mut state.outcomes);
         state.outcomes = outcomes
@@ -614,14 +615,14 @@ impl Core {
     pub fn failed(&self, seen: Error) -> Error {
         match self.recover(&mut self.lock()) {
             Some(Error::Undone { first, source }) => {
-                let source = if seen.is_echo() {
+                let source = if seen.is_secondary() {
                     source
                 } else {
                     Box::new(seen)
                 };
                 Error::Undone { first, source }
             }
-            Some(first) if seen.is_echo() => first,
+            Some(first) if seen.is_secondary() => first,
             _ => seen,
         }
     }
@@ -629,7 +630,7 @@ impl Core {
     /// Waits until nothing moves, then forgets what failed and gives the error that nobody was told
     /// yet.
     fn recover(&self, state: &mut State) -> Option<Error> {
-        for call in &self.peers.active() {
+        for call in &self.call_list.active() {
             call.wait_quiet("caller");
         }
         // Steps behind a failed one have failed calls themselves.
@@ -660,10 +661,10 @@ impl Core {
             .history
             .back()
             .map_or(state.settled_number, |asked| asked.number);
-        let mut numbers: Vec<u64> = calls.iter().map(|call| call.terms.number).collect();
+        let mut numbers: Vec<u64> = calls.iter().map(|call| call.spec.number).collect();
         numbers.extend(steps.iter().map(|step| step.number));
         if !steps.is_empty() || state.since_step.iter().any(|call| call.has_failed()) {
-            numbers.extend(state.since_step.drain(..).map(|call| call.terms.number));
+            numbers.extend(state.since_step.drain(..).map(|call| call.spec.number));
             self.model.store.clear_gradients();
         }
         // A kept forward that failed may be older than the last step: that one keeps its random
@@ -686,7 +687,7 @@ impl Core {
         errors.extend(calls.iter().filter_map(|call| call.take_error()));
         let at = errors
             .iter()
-            .position(|error| !error.is_echo())
+            .position(|error| !error.is_secondary())
             .unwrap_or(0);
         let error = errors.into_iter().nth(at)?;
         Some(match undone {
@@ -789,7 +790,7 @@ impl Core {
     /// Costs before anything was measured: by the meta device, or by sizes where layers look at
     /// values.
     fn guess(&self, training: bool, example: Option<&Tree<HostTensor>>) -> LayerCosts {
-        let device = match self.ring.workers()[0].device().stands_for() {
+        let device = match self.ring.workers()[0].device().cost_model() {
             card if card.kind == DeviceKind::Cuda => card,
             _ => DeviceKind::Cpu.into(),
         };
@@ -825,9 +826,9 @@ impl Core {
                 continue;
             };
             let part = match piece.category {
-                Category::Forward | Category::Fused => Some(Part::Forward),
-                Category::Recompute => Some(Part::Recompute),
-                Category::Backward => Some(Part::Backward),
+                Category::Forward | Category::Fused => Some(Phase::Forward),
+                Category::Recompute => Some(Phase::Recompute),
+                Category::Backward => Some(Phase::Backward),
                 _ => None,
             };
             if let (Some(layer), Some(part)) = (piece.layer, part) {
@@ -837,7 +838,7 @@ impl Core {
             }
             self.trace.record(|| self.span(call, &piece, start, end));
         }
-        let id = call.terms.id;
+        let id = call.spec.id;
         state.moves.extend(
             self.ring
                 .take_moves()
@@ -864,7 +865,7 @@ impl Core {
         &self,
         call: u64,
         worker: usize,
-        moved: &Moved,
+        moved: &CopyRecord,
         start_ns: u64,
         end_ns: u64,
     ) -> Span {
@@ -887,7 +888,7 @@ impl Core {
             start_ns,
             end_ns,
             call,
-            slot: None,
+            stage: None,
             layer: None,
             microbatch: None,
             bytes: Some(moved.bytes),
@@ -908,8 +909,8 @@ impl Core {
             category: piece.category,
             start_ns,
             end_ns,
-            call: call.terms.id,
-            slot: Some(piece.slot),
+            call: call.spec.id,
+            stage: Some(piece.stage),
             layer: piece.layer,
             microbatch: Some(piece.microbatch),
             bytes: None,
@@ -957,8 +958,8 @@ impl State {
 
 impl Drop for Core {
     fn drop(&mut self) {
-        self.peers.fail_from(0, "the engine was dropped");
-        for call in &self.peers.active() {
+        self.call_list.fail_from(0, "the engine was dropped");
+        for call in &self.call_list.active() {
             // A forward whose handle is alive ends with the handle.
             if call.has_failed() {
                 call.wait_end("caller");

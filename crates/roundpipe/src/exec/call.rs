@@ -18,7 +18,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use roundpipe_tensor::device::Stamp;
-use roundpipe_tensor::transfer::{Loaded, Parcel, Port};
+use roundpipe_tensor::transfer::{HostValue, Loaded, Port};
 use roundpipe_tensor::{Cx, DeviceId, Faults, HostTensor, Param, Result as TensorResult, Tensor};
 
 use crate::config::Grain;
@@ -54,7 +54,7 @@ pub(crate) struct Model {
 /// A leaf of a value between stages.
 #[derive(Debug, Clone)]
 pub(crate) struct Leaf {
-    pub parcel: Parcel,
+    pub parcel: HostValue,
     pub grad: bool,
     /// Whether every microbatch has the same: it is sent to a worker once.
     pub constant: bool,
@@ -65,7 +65,7 @@ pub(crate) struct Leaf {
 
 impl Leaf {
     /// A value that is on its way or on the host.
-    pub fn new(parcel: Parcel, grad: bool) -> Self {
+    pub fn new(parcel: HostValue, grad: bool) -> Self {
         Self {
             parcel,
             grad,
@@ -76,7 +76,7 @@ impl Leaf {
 }
 
 /// A value between stages.
-pub(crate) type Flow = Tree<Leaf>;
+pub(crate) type StageValue = Tree<Leaf>;
 
 /// A leaf of a call's input: a value, or the whole output of another call's microbatch.
 #[derive(Clone)]
@@ -85,33 +85,33 @@ pub(crate) enum Source {
     Output(Arc<Call>, usize),
 }
 
-/// What one slot passes to the next for a microbatch.
+/// What one stage passes to the next for a microbatch.
 pub(crate) enum Passed {
-    Flow(Flow),
-    Grads(Vec<Option<Parcel>>),
+    StageValue(StageValue),
+    Grads(Vec<Option<HostValue>>),
 }
 
 /// What a layer's recompute needs beside its input.
 #[derive(Default)]
-pub(crate) struct Extra {
-    pub data: Vec<Parcel>,
-    pub buffers: Vec<(usize, Parcel)>,
+pub(crate) struct SavedForRecompute {
+    pub data: Vec<HostValue>,
+    pub buffers: Vec<(usize, HostValue)>,
 }
 
-impl Extra {
+impl SavedForRecompute {
     /// What it takes on a worker.
     pub fn bytes(&self) -> usize {
         self.data
             .iter()
             .chain(self.buffers.iter().map(|(_, parcel)| parcel))
-            .map(Parcel::size_bytes)
+            .map(HostValue::size_bytes)
             .sum()
     }
 }
 
 /// Gradients of a microbatch's outputs.
 pub(crate) enum Seed {
-    Given(Vec<Option<Parcel>>),
+    Given(Vec<Option<HostValue>>),
     /// Those of some leaves of another call's input.
     Of(Arc<Call>, Option<std::ops::Range<usize>>),
 }
@@ -119,7 +119,7 @@ pub(crate) enum Seed {
 /// One timed piece of work.
 pub(crate) struct Timed {
     pub worker: usize,
-    pub slot: usize,
+    pub stage: usize,
     pub layer: Option<usize>,
     pub microbatch: usize,
     pub category: Category,
@@ -179,7 +179,7 @@ impl DataCheck {
     }
 
     /// # Errors
-    /// The first report, with its place; [`Error::CalledOff`] for that of another call.
+    /// The first report, with its place; [`Error::Cancelled`] for that of another call.
     fn check(&self) -> Result<()> {
         let state = self.lock();
         let failed = |reports: &Reports| {
@@ -199,21 +199,21 @@ impl DataCheck {
                     "its input comes from a call that failed: {}",
                     error.in_full()
                 );
-                Err(Error::CalledOff { why })
+                Err(Error::Cancelled { why })
             }
         }
     }
 }
 
 /// What is fixed about a call.
-pub(crate) struct Terms {
+pub(crate) struct CallSpec {
     pub id: u64,
     pub model: Arc<Model>,
     /// Forward slots, then backward ones.
     pub stages: Vec<Stage>,
     /// How many slots the forward has; a fused one counts as backward.
-    pub forward_slots: usize,
-    /// The worker of each slot.
+    pub forward_stages: usize,
+    /// The worker of each stage.
     pub workers: Vec<usize>,
     /// All workers.
     pub devices: Vec<DeviceId>,
@@ -238,37 +238,37 @@ pub(crate) struct Terms {
     pub wants_input_grads: bool,
     pub board: Board,
     /// The calls of all engines on the same workers.
-    pub neighbours: Arc<Peers>,
+    pub ring_calls: Arc<CallList>,
 }
 
 /// A call under way.
 pub(crate) struct Call {
-    pub terms: Terms,
+    pub spec: CallSpec,
     pub abort: Abort,
     pub data: DataCheck,
-    peers: Arc<Peers>,
+    call_list: Arc<CallList>,
     state: Mutex<State>,
     changed: Condvar,
 }
 
 pub(crate) struct State {
     pub inputs: Vec<Option<Tree<Source>>>,
-    pub labels: Vec<Option<Tree<Parcel>>>,
+    pub labels: Vec<Option<Tree<HostValue>>>,
     pub passed: Vec<Vec<Option<Passed>>>,
     /// Inputs of layers, by layer and microbatch.
-    pub saved: HashMap<(usize, usize), Flow>,
-    pub extras: HashMap<(usize, usize), Extra>,
+    pub saved: HashMap<(usize, usize), StageValue>,
+    pub extras: HashMap<(usize, usize), SavedForRecompute>,
     pub loaded: HashMap<(usize, usize), Loaded>,
-    pub losses: Vec<Option<Vec<Parcel>>>,
-    pub outputs: Vec<Option<Flow>>,
-    pub input_grads: Vec<Option<Vec<Option<Parcel>>>>,
+    pub losses: Vec<Option<Vec<HostValue>>>,
+    pub outputs: Vec<Option<StageValue>>,
+    pub input_grads: Vec<Option<Vec<Option<HostValue>>>>,
     /// Gradients of the outputs, for a backward of its own.
     pub seeds: Vec<Option<Seed>>,
     /// An earlier call whose gradients this one adds to.
     pub adds_to: Option<Arc<Call>>,
-    buffers: Vec<(Param, Parcel)>,
+    buffers: Vec<(Param, HostValue)>,
     /// The largest and the smallest value of layers' outputs, by layer and microbatch.
-    pub probes: Vec<(usize, usize, Parcel)>,
+    pub probes: Vec<(usize, usize, HostValue)>,
     /// Layers whose gradients of this call have all landed.
     pub landed: Vec<bool>,
     pub timed: Vec<Timed>,
@@ -307,9 +307,9 @@ impl State {
 
 /// The calls of an engine, or of a ring, in the order of their submission.
 #[derive(Default)]
-pub(crate) struct Peers(Mutex<Vec<Weak<Call>>>);
+pub(crate) struct CallList(Mutex<Vec<Weak<Call>>>);
 
-impl Peers {
+impl CallList {
     fn list(&self) -> MutexGuard<'_, Vec<Weak<Call>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -332,8 +332,8 @@ impl Peers {
     /// Fails all calls whose number is at least `id`.
     pub fn fail_from(&self, id: u64, why: &str) {
         for call in self.active() {
-            if call.terms.id >= id {
-                call.fail_alone(Error::CalledOff {
+            if call.spec.id >= id {
+                call.fail_alone(Error::Cancelled {
                     why: why.to_owned(),
                 });
             }
@@ -343,20 +343,20 @@ impl Peers {
 
 impl Call {
     pub fn new(
-        terms: Terms,
-        peers: &Arc<Peers>,
+        spec: CallSpec,
+        call_list: &Arc<CallList>,
         inputs: Vec<Tree<Source>>,
-        labels: Vec<Tree<Parcel>>,
+        labels: Vec<Tree<HostValue>>,
     ) -> Arc<Self> {
-        let (m, layers) = (terms.microbatches, terms.model.layers.len());
-        let abort = terms.model.store.abort();
+        let (m, layers) = (spec.microbatches, spec.model.layers.len());
+        let abort = spec.model.store.abort();
         fn none<T>(m: usize) -> Vec<Option<T>> {
             (0..m).map(|_| None).collect()
         }
         let state = State {
             inputs: inputs.into_iter().map(Some).collect(),
             labels: labels.into_iter().map(Some).collect(),
-            passed: terms.stages.iter().map(|_| none(m)).collect(),
+            passed: spec.stages.iter().map(|_| none(m)).collect(),
             saved: HashMap::new(),
             extras: HashMap::new(),
             loaded: HashMap::new(),
@@ -377,14 +377,14 @@ impl Call {
             ended: false,
         };
         let call = Arc::new(Self {
-            terms,
+            spec,
             abort,
             data: DataCheck::default(),
-            peers: peers.clone(),
+            call_list: call_list.clone(),
             state: Mutex::new(state),
             changed: Condvar::new(),
         });
-        for list in [peers, &call.terms.neighbours] {
+        for list in [call_list, &call.spec.ring_calls] {
             let mut list = list.list();
             // Those that are gone would pile up otherwise.
             list.retain(|call| call.strong_count() > 0);
@@ -401,14 +401,14 @@ impl Call {
     pub fn put<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
         let out = change(&mut self.lock());
         self.changed.notify_all();
-        self.terms.board.tick();
+        self.spec.board.tick();
         out
     }
 
     /// Waits until `take` finds what it looks for.
     ///
     /// # Errors
-    /// [`Error::CalledOff`] when the call fails.
+    /// [`Error::Cancelled`] when the call fails.
     pub fn wait<R>(
         &self,
         who: &str,
@@ -419,14 +419,14 @@ impl Call {
         let mut watched = None;
         loop {
             if state.failed {
-                return Err(Error::CalledOff {
+                return Err(Error::Cancelled {
                     why: "the call failed".to_owned(),
                 });
             }
             if let Some(found) = take(&mut state) {
                 return Ok(found);
             }
-            watched.get_or_insert_with(|| self.terms.board.wait(who, what));
+            watched.get_or_insert_with(|| self.spec.board.wait(who, what));
             let woken = self.changed.wait_timeout(state, Duration::from_millis(200));
             state = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -481,7 +481,7 @@ impl Call {
             return Ok(());
         };
         self.fail(error);
-        Err(self.take_error().unwrap_or_else(|| self.called_off()))
+        Err(self.take_error().unwrap_or_else(|| self.cancelled()))
     }
 
     /// Values of `other` are used: what is wrong with them is wrong with this call.
@@ -496,7 +496,7 @@ impl Call {
     pub fn first_nonfinite(&self) -> Option<(usize, usize)> {
         let mut probes = std::mem::take(&mut self.lock().probes);
         probes.sort_by_key(|(layer, microbatch, _)| (*layer, *microbatch));
-        let finite = |parcel: &Parcel| -> TensorResult<bool> {
+        let finite = |parcel: &HostValue| -> TensorResult<bool> {
             let values =
                 HostTensor::new(parcel.fence()?, parcel.dtype(), parcel.shape())?.to_f64_vec()?;
             Ok(values.iter().all(|x| x.is_finite()))
@@ -523,7 +523,7 @@ impl Call {
     }
 
     /// Notes values of buffers at the end of a forward.
-    pub fn set_buffers(&self, buffers: Vec<(Param, Parcel)>) {
+    pub fn set_buffers(&self, buffers: Vec<(Param, HostValue)>) {
         if !buffers.is_empty() {
             self.lock().buffers.extend(buffers);
         }
@@ -538,8 +538,8 @@ impl Call {
             return;
         }
         match of_device {
-            true => self.terms.neighbours.fail_from(0, &why),
-            false => self.peers.fail_from(self.terms.id + 1, &why),
+            true => self.spec.ring_calls.fail_from(0, &why),
+            false => self.call_list.fail_from(self.spec.id + 1, &why),
         }
     }
 
@@ -570,11 +570,11 @@ impl Call {
     }
 
     /// What another call says that depends on this one, which failed.
-    pub fn called_off(&self) -> Error {
-        Error::CalledOff {
+    pub fn cancelled(&self) -> Error {
+        Error::Cancelled {
             why: format!(
                 "the call of {} failed: {}",
-                self.terms.model.name,
+                self.spec.model.name,
                 self.lock().why
             ),
         }
@@ -606,7 +606,7 @@ impl Call {
     /// ended.
     ///
     /// # Errors
-    /// [`Error::CalledOff`] when the call fails.
+    /// [`Error::Cancelled`] when the call fails.
     pub fn wait_landed(
         &self,
         who: &str,
@@ -629,7 +629,7 @@ impl Call {
         let mut state = self.lock();
         let mut watched = None;
         while !done(&state) {
-            watched.get_or_insert_with(|| self.terms.board.wait(who, "waiting for a call to end"));
+            watched.get_or_insert_with(|| self.spec.board.wait(who, "waiting for a call to end"));
             let woken = self.changed.wait_timeout(state, Duration::from_millis(200));
             state = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -638,22 +638,22 @@ impl Call {
 
     /// Whether a layer's input is kept for a recompute.
     pub fn saves(&self, layer: usize) -> bool {
-        self.backward_slot(layer).is_some_and(|slot| {
-            let stage = &self.terms.stages[slot];
+        self.backward_stage(layer).is_some_and(|stage| {
+            let stage = &self.spec.stages[stage];
             stage.pass == crate::plan::Pass::Backward
-                && (self.terms.grain == Grain::Layer || stage.layers.start == layer)
+                && (self.spec.grain == Grain::Layer || stage.layers.start == layer)
         })
     }
 
     /// Adds the place to an error of a task.
     pub fn place(
         &self,
-        slot: usize,
+        stage: usize,
         layer: Option<usize>,
         microbatch: Option<usize>,
         source: impl Into<Error>,
     ) -> Error {
-        let place = self.task_place(slot, layer, microbatch);
+        let place = self.task_place(stage, layer, microbatch);
         Error::Task {
             place: Box::new(place),
             source: Box::new(source.into()),
@@ -663,37 +663,37 @@ impl Call {
     /// What errors call a task.
     pub fn task_place(
         &self,
-        slot: usize,
+        stage: usize,
         layer: Option<usize>,
         microbatch: Option<usize>,
     ) -> TaskPlace {
-        let terms = &self.terms;
-        let stage = &terms.stages[slot];
+        let spec = &self.spec;
+        let Stage { pass, layers, .. } = &spec.stages[stage];
         TaskPlace {
-            model: terms.model.name.clone(),
-            pass: stage.pass,
-            stage: slot,
-            layers: stage.layers.clone(),
-            layer: layer.map(|l| (l, terms.model.layers[l].0.clone())),
+            model: spec.model.name.clone(),
+            pass: *pass,
+            stage,
+            layers: layers.clone(),
+            layer: layer.map(|l| (l, spec.model.layers[l].0.clone())),
             microbatch,
-            device: terms.devices[terms.workers[slot]],
+            device: spec.devices[spec.workers[stage]],
         }
     }
 
-    /// The backward or fused slot of a layer.
-    pub fn backward_slot(&self, layer: usize) -> Option<usize> {
-        let terms = &self.terms;
-        if !terms.trains {
+    /// The backward or fused stage of a layer.
+    pub fn backward_stage(&self, layer: usize) -> Option<usize> {
+        let spec = &self.spec;
+        if !spec.trains {
             return None;
         }
         let back = |stage: &Stage| {
             stage.pass != crate::plan::Pass::Forward && stage.layers.contains(&layer)
         };
-        terms.stages.iter().position(back)
+        spec.stages.iter().position(back)
     }
 }
 
-fn write_buffers(buffers: Vec<(Param, Parcel)>) -> Result<()> {
+fn write_buffers(buffers: Vec<(Param, HostValue)>) -> Result<()> {
     // All have landed before the first is written.
     let landed: Vec<_> = buffers
         .iter()

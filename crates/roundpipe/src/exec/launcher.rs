@@ -1,6 +1,6 @@
 //! One worker's tasks, in the order of its jobs.
 //!
-//! A job is one slot of a call: a stage, all microbatches in order. The launcher seats each layer's
+//! A job is one stage of a call: a stage, all microbatches in order. The launcher seats each layer's
 //! weights when its first microbatch gets there, so that compute starts with the first layer that
 //! has landed, and asks for the next job's weights before it starts this one's tasks. The input of
 //! the next microbatch is sent for before the current one is computed; so is what the first
@@ -22,13 +22,15 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use roundpipe_tensor::device::Stamp;
-use roundpipe_tensor::transfer::{Arrival, Parcel, Port, Slot};
+use roundpipe_tensor::transfer::{Arrival, HostValue, Port, Slot};
 use roundpipe_tensor::{Cx, DType, LaneKind, RngSite, Shape, Tensor, Worker};
 
-use super::call::{Call, Extra, Flow, Leaf, Model, Passed, Seed, Source, State, Timed};
-use super::copier::{Gradient, Load, Mover, Unload};
-use super::ring::Line;
-use super::visit::{self, Held, Mode, Ran, Seated, Taped};
+use super::call::{
+    Call, Leaf, Model, Passed, SavedForRecompute, Seed, Source, StageValue, State, Timed,
+};
+use super::copy_threads::{CopyThreads, Gradient, GradientDownload, WeightUpload};
+use super::ring::JobQueue;
+use super::run_layer::{self, Activation, LoadedLayer, Mode, Ran, Taped};
 use crate::config::Grain;
 use crate::error::{Error, Result};
 use crate::plan::Pass;
@@ -43,10 +45,10 @@ const SOON_SHARE: u64 = 4;
 /// Values on their way out may hold one part in so many of a worker's memory.
 const OUTBOX_SHARE: u64 = 16;
 
-/// One slot of a call, and the right to read the weights of its layers.
+/// One stage of a call, and the right to read the weights of its layers.
 pub(crate) struct Job {
     pub call: Arc<Call>,
-    pub slot: usize,
+    pub stage: usize,
     /// By layer of the stage, in the order of upload.
     pub tickets: HashMap<usize, Vec<ReadTicket>>,
     /// Whether its weights were asked for already.
@@ -57,7 +59,7 @@ pub(crate) struct Job {
 struct Kept {
     tensor: Tensor,
     /// Keeps the address, by which it is found, from being used again.
-    _parcel: Parcel,
+    _parcel: HostValue,
     /// Whose value it is.
     call: Weak<Call>,
     /// Readers to come; `None` until the call ends.
@@ -74,7 +76,7 @@ enum Until {
 }
 
 /// A layer's weights that stay on the worker.
-struct Settled {
+struct ResidentWeights {
     model: Weak<Model>,
     layer: usize,
     version: u64,
@@ -83,13 +85,13 @@ struct Settled {
     tensors: Vec<Tensor>,
 }
 
-impl Settled {
+impl ResidentWeights {
     fn is(&self, call: &Call, layer: usize) -> bool {
-        !call.terms.training
-            && std::ptr::addr_eq(self.model.as_ptr(), Arc::as_ptr(&call.terms.model))
+        !call.spec.training
+            && std::ptr::addr_eq(self.model.as_ptr(), Arc::as_ptr(&call.spec.model))
             && self.layer == layer
-            && self.version == call.terms.version
-            && self.writes == call.terms.model.store.writes(layer)
+            && self.version == call.spec.version
+            && self.writes == call.spec.model.store.writes(layer)
     }
 }
 
@@ -107,14 +109,14 @@ fn has_come(call: &Call, microbatch: usize) -> bool {
 }
 
 /// Whether a visit starts from gradients of the caller's.
-fn takes_seed(visit: &Visit<'_>) -> bool {
-    let terms = &visit.call.terms;
-    terms.loss.is_none() && visit.slot == terms.forward_slots
+fn takes_seed(task: &Task<'_>) -> bool {
+    let spec = &task.call.spec;
+    spec.loss.is_none() && task.stage == spec.forward_stages
 }
 
-/// The gradients that the slot before has passed on for a visit, once.
-fn passed_grads(state: &mut State, visit: &Visit<'_>) -> Option<Vec<Option<Parcel>>> {
-    let passed = &mut state.passed[visit.slot - 1][visit.microbatch];
+/// The gradients that the stage before has passed on for a visit, once.
+fn passed_grads(state: &mut State, task: &Task<'_>) -> Option<Vec<Option<HostValue>>> {
+    let passed = &mut state.passed[task.stage - 1][task.microbatch];
     match passed.take() {
         Some(Passed::Grads(grads)) => Some(grads),
         other => {
@@ -141,112 +143,112 @@ pub(crate) struct Launcher {
     pub port: Arc<Port>,
     /// The port's worker, whose kernels report bad data to the current job.
     worker: Worker,
-    pub mover: Mover,
+    pub copies: CopyThreads,
     /// Bytes of values that may stay on the worker.
     pub keep_limit: u64,
     kept: HashMap<usize, Kept>,
     kept_bytes: u64,
     /// What forwards saved, on its way, by layer and microbatch.
-    coming: HashMap<(usize, usize), Ahead>,
+    prefetched: HashMap<(usize, usize), Prefetched>,
     /// Weights that stay from call to call.
-    settled: Vec<Settled>,
+    settled: Vec<ResidentWeights>,
     /// The call of the current job.
     call: Weak<Call>,
     /// Where jobs come from, and the one that follows the current one.
-    line: Option<Arc<Line>>,
+    line: Option<Arc<JobQueue>>,
     pub next: Option<Job>,
 }
 
 /// What a microbatch's visit is called in errors.
-struct Visit<'a> {
+struct Task<'a> {
     call: &'a Arc<Call>,
-    slot: usize,
+    stage: usize,
     microbatch: usize,
 }
 
-impl Visit<'_> {
+impl Task<'_> {
     /// Where a layer's random numbers begin.
     fn site(&self, layer: usize) -> RngSite {
-        let terms = &self.call.terms;
+        let spec = &self.call.spec;
         RngSite {
-            seed: terms.model.seed,
-            step: terms.number,
+            seed: spec.model.seed,
+            step: spec.number,
             microbatch: self.microbatch as u32,
-            layer: (terms.model.first_layer + layer) as u32,
+            layer: (spec.model.first_layer + layer) as u32,
             site: 0,
         }
     }
 }
 
 /// What a launcher is busy with, for people.
-struct Doing<'a>(&'a Visit<'a>, Option<usize>);
+struct Doing<'a>(&'a Task<'a>, Option<usize>);
 
 impl fmt::Display for Doing<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(visit, layer) = self;
-        let model = &visit.call.terms.model;
-        write!(f, "{}: stage {}, ", model.name, visit.slot)?;
+        let Self(task, layer) = self;
+        let model = &task.call.spec.model;
+        write!(f, "{}: stage {}, ", model.name, task.stage)?;
         match layer {
             Some(layer) => write!(f, "layer {layer} ({})", model.layers[*layer].0)?,
             None => write!(f, "loss")?,
         }
-        write!(f, ", microbatch {}", visit.microbatch)
+        write!(f, ", microbatch {}", task.microbatch)
     }
 }
 
 /// A microbatch's values on their way to the worker.
-type Coming = Tree<Awaited>;
+type Arriving = Tree<Awaited>;
 
 /// What a forward saved for a layer's recompute, on its way: its input, and the rest once that is
 /// known.
-struct Ahead {
-    input: Coming,
-    extra: Option<Extras>,
+struct Prefetched {
+    input: Arriving,
+    extra: Option<ArrivingSaved>,
 }
 
 /// A gradient that is on the worker, or on its way.
 enum Grad {
     Here(Tensor),
-    Coming(Arrival),
+    Arriving(Arrival),
 }
 
 /// What a layer itself saved, and its buffers by place.
-struct Extras {
+struct ArrivingSaved {
     data: Vec<Arrival>,
     buffers: Vec<(usize, Arrival)>,
 }
 
 enum Awaited {
-    Here(Held),
-    Coming(Arrival, Leaf),
+    Here(Activation),
+    Arriving(Arrival, Leaf),
 }
 
 /// The layers of a job that are on the worker.
 #[derive(Default)]
-struct Seats(HashMap<usize, Seated>);
+struct LoadedLayers(HashMap<usize, LoadedLayer>);
 
 impl Launcher {
     pub fn new(
         index: usize,
         port: Arc<Port>,
-        mover: Mover,
+        copies: CopyThreads,
         keep_limit: u64,
-        line: Option<Arc<Line>>,
+        line: Option<Arc<JobQueue>>,
     ) -> Self {
         let who = format!("{} launcher", port.worker().device().id());
         let kept = HashMap::new();
-        let (coming, settled, call, next) = (HashMap::new(), Vec::new(), Weak::new(), None);
+        let (prefetched, settled, call, next) = (HashMap::new(), Vec::new(), Weak::new(), None);
         let worker = port.worker().clone();
         Self {
             index,
             who,
             port,
             worker,
-            mover,
+            copies,
             keep_limit,
             kept,
             kept_bytes: 0,
-            coming,
+            prefetched,
             settled,
             call,
             line,
@@ -265,7 +267,7 @@ impl Launcher {
         let error = if call.has_failed() {
             None
         } else {
-            self.survive(&mut job).err()
+            self.run_catching(&mut job).err()
         };
         let here = error.is_some();
         if let Some(error) = error {
@@ -275,7 +277,7 @@ impl Launcher {
             self.forget(|kept| !std::ptr::addr_eq(kept.as_ptr(), Arc::as_ptr(&call)));
         }
         if here {
-            call.terms.neighbours.drain(&self.port);
+            call.spec.ring_calls.drain(&self.port);
         }
         self.worker = self.port.worker().clone();
         drop(job);
@@ -283,12 +285,12 @@ impl Launcher {
     }
 
     /// Whatever panics fails its call, not the worker.
-    fn survive(&mut self, job: &mut Job) -> Result<()> {
-        let (call, slot) = (job.call.clone(), job.slot);
+    fn run_catching(&mut self, job: &mut Job) -> Result<()> {
+        let (call, stage) = (job.call.clone(), job.stage);
         let ran = catch_unwind(AssertUnwindSafe(|| self.run_job(job)));
         ran.unwrap_or_else(|panic| {
             let what = roundpipe_tensor::Error::invalid("task", panic_text(&*panic));
-            Err(call.place(slot, None, None, what))
+            Err(call.place(stage, None, None, what))
         })
     }
 
@@ -300,7 +302,7 @@ impl Launcher {
                     .is_some_and(|call| !call.has_ended() && !call.has_failed())
             });
             // Weights of engines that are gone, and older versions of this one's.
-            let (model, version) = (Arc::as_ptr(&call.terms.model), call.terms.version);
+            let (model, version) = (Arc::as_ptr(&call.spec.model), call.spec.version);
             self.settled.retain(
                 |settled| match std::ptr::addr_eq(settled.model.as_ptr(), model) {
                     true => settled.version == version,
@@ -314,7 +316,7 @@ impl Launcher {
     /// Lets go of all values but those of some calls.
     fn forget(&mut self, but: impl Fn(&Weak<Call>) -> bool) {
         // Jobs of one call take all that was sent for, unless it failed.
-        self.coming.clear();
+        self.prefetched.clear();
         self.kept.retain(|_, kept| but(&kept.call));
         self.kept_bytes = self
             .kept
@@ -345,14 +347,14 @@ impl Launcher {
             .port
             .worker()
             .open_faults()
-            .map_err(|e| call.place(job.slot, None, None, e))?;
+            .map_err(|e| call.place(job.stage, None, None, e))?;
         if let Some(faults) = &faults {
             call.data
-                .watch(call.task_place(job.slot, None, None), faults.clone());
+                .watch(call.task_place(job.stage, None, None), faults.clone());
         }
         self.worker = self.port.worker().reporting_to(faults);
-        let pass = call.terms.stages[job.slot].pass;
-        let mut seats = Seats::default();
+        let pass = call.spec.stages[job.stage].pass;
+        let mut loaded = LoadedLayers::default();
         let earlier = call.lock().adds_to.clone();
         if pass != Pass::Forward
             && let Some(earlier) = earlier
@@ -360,33 +362,32 @@ impl Launcher {
             earlier.wait_end(&self.who);
         }
         let mut ahead = None;
-        for microbatch in 0..call.terms.microbatches {
+        for microbatch in 0..call.spec.microbatches {
             self.look_ahead();
-            let visit = Visit {
+            let task = Task {
                 call: &call,
-                slot: job.slot,
+                stage: job.stage,
                 microbatch,
             };
-            self.port.turn().map_err(|e| self.place(&visit, None, e))?;
+            self.port.turn().map_err(|e| self.place(&task, None, e))?;
             match pass {
-                Pass::Forward => self.forward(job, &mut seats, &visit, &mut ahead)?,
-                Pass::Fused => self.fused(job, &mut seats, &visit, &mut ahead)?,
-                Pass::Backward => self.backward(job, &mut seats, &visit)?,
+                Pass::Forward => self.forward(job, &mut loaded, &task, &mut ahead)?,
+                Pass::Fused => self.fused(job, &mut loaded, &task, &mut ahead)?,
+                Pass::Backward => self.backward(job, &mut loaded, &task)?,
             }
         }
-        self.finish(job, seats)
+        self.finish(job, loaded)
     }
 
     /// Adds the place to an error.
     fn place(
         &self,
-        visit: &Visit<'_>,
+        task: &Task<'_>,
         layer: Option<usize>,
         source: roundpipe_tensor::Error,
     ) -> Error {
-        visit
-            .call
-            .place(visit.slot, layer, Some(visit.microbatch), source)
+        task.call
+            .place(task.stage, layer, Some(task.microbatch), source)
     }
 
     // ---- weights ----
@@ -398,30 +399,30 @@ impl Launcher {
             return Ok(());
         }
         let call = job.call.clone();
-        let stage = &call.terms.stages[job.slot];
+        let stage = &call.spec.stages[job.stage];
         let mut layers: Vec<usize> = stage.layers.clone().collect();
-        if stage.pass == Pass::Backward && call.terms.grain == Grain::Layer {
+        if stage.pass == Pass::Backward && call.spec.grain == Grain::Layer {
             layers.reverse();
         }
-        let visit = Visit {
+        let task = Task {
             call: &call,
-            slot: job.slot,
+            stage: job.stage,
             microbatch: 0,
         };
         layers.retain(|layer| !self.settled.iter().any(|settled| settled.is(&call, *layer)));
         let mut slots = Vec::new();
         for layer in layers {
-            let bytes = call.terms.model.store.layer(layer).block_bytes() as u64;
-            let slot = Slot::reserve(self.worker(), bytes)
-                .map_err(|e| self.place(&visit, Some(layer), e))?;
-            slots.push((layer, slot));
+            let bytes = call.spec.model.store.layer(layer).block_bytes() as u64;
+            let stage = Slot::reserve(self.worker(), bytes)
+                .map_err(|e| self.place(&task, Some(layer), e))?;
+            slots.push((layer, stage));
         }
         job.ordered = true;
         for (layer, memory) in slots {
             let tickets = job.tickets.remove(&layer).unwrap_or_default();
-            self.mover.load(Load {
+            self.copies.load(WeightUpload {
                 call: call.clone(),
-                slot: job.slot,
+                stage: job.stage,
                 layer,
                 memory,
                 tickets,
@@ -431,27 +432,32 @@ impl Launcher {
     }
 
     /// Waits for a layer's weights and makes tensors of them.
-    fn seat<'s>(
+    fn weights_of<'s>(
         &mut self,
         job: &mut Job,
-        seats: &'s mut Seats,
+        loaded: &'s mut LoadedLayers,
         layer: usize,
-        visit: &Visit<'_>,
-    ) -> Result<&'s mut Seated> {
-        match seats.0.entry(layer) {
-            Entry::Occupied(seated) => Ok(seated.into_mut()),
-            Entry::Vacant(free) => Ok(free.insert(self.seat_now(job, layer, visit)?)),
+        task: &Task<'_>,
+    ) -> Result<&'s mut LoadedLayer> {
+        match loaded.0.entry(layer) {
+            Entry::Occupied(layer_here) => Ok(layer_here.into_mut()),
+            Entry::Vacant(free) => Ok(free.insert(self.load_weights(job, layer, task)?)),
         }
     }
 
-    fn seat_now(&mut self, job: &mut Job, layer: usize, visit: &Visit<'_>) -> Result<Seated> {
-        let call = visit.call;
-        let stored = call.terms.model.store.layer(layer);
-        let fail = |e| self.place(visit, Some(layer), e);
+    fn load_weights(
+        &mut self,
+        job: &mut Job,
+        layer: usize,
+        task: &Task<'_>,
+    ) -> Result<LoadedLayer> {
+        let call = task.call;
+        let stored = call.spec.model.store.layer(layer);
+        let fail = |e| self.place(task, Some(layer), e);
         let tensors = if self.worker().device().aliases_host() {
             for ticket in job.tickets.get(&layer).into_iter().flatten() {
                 let _watched = call
-                    .terms
+                    .spec
                     .board
                     .wait(&self.who, "waiting for a layer's weights");
                 ticket.wait_readable(&call.abort)?;
@@ -459,7 +465,7 @@ impl Launcher {
             let worker = self.worker();
             let mut tensors = Vec::new();
             for (i, p) in stored.params().iter().enumerate() {
-                let data = call.terms.model.store.data(layer, i, call.terms.version)?;
+                let data = call.spec.model.store.data(layer, i, call.spec.version)?;
                 tensors.push(worker.alias(&data, p.dtype, p.shape).map_err(fail)?);
             }
             tensors
@@ -468,7 +474,7 @@ impl Launcher {
         } else {
             let what = "waiting for a layer's weights to be sent";
             let loaded = call.wait(&self.who, what, |state| {
-                state.loaded.remove(&(visit.slot, layer))
+                state.loaded.remove(&(task.stage, layer))
             })?;
             let places: Vec<(u64, DType, Shape)> = stored
                 .params()
@@ -476,13 +482,12 @@ impl Launcher {
                 .map(|p| (p.block_offset as u64, p.dtype, p.shape))
                 .collect();
             let tensors = loaded.tensors(&places).map_err(fail)?;
-            let model = &call.terms.model;
+            let model = &call.spec.model;
             // A layer that sets buffers has new ones without a new version.
-            if model.resident && !call.terms.training && !model.sets_buffers.load(Ordering::SeqCst)
-            {
+            if model.resident && !call.spec.training && !model.sets_buffers.load(Ordering::SeqCst) {
                 let writes = model.store.writes(layer);
-                let (model, version) = (Arc::downgrade(model), call.terms.version);
-                self.settled.push(Settled {
+                let (model, version) = (Arc::downgrade(model), call.spec.version);
+                self.settled.push(ResidentWeights {
                     model,
                     layer,
                     version,
@@ -492,14 +497,14 @@ impl Launcher {
             }
             tensors
         };
-        let sums = self.sums(visit, layer, tensors.len())?;
+        let sums = self.sums(task, layer, tensors.len())?;
         let params = stored
             .params()
             .iter()
             .map(|p| p.param.clone())
             .zip(tensors)
             .collect();
-        Ok(Seated {
+        Ok(LoadedLayer {
             index: layer,
             params,
             set: vec![false; sums.len()],
@@ -508,32 +513,27 @@ impl Launcher {
     }
 
     /// Gradients of earlier calls since the last step, as the start of the sums.
-    fn sums(
-        &mut self,
-        visit: &Visit<'_>,
-        layer: usize,
-        count: usize,
-    ) -> Result<Vec<Option<Tensor>>> {
-        let terms = &visit.call.terms;
+    fn sums(&mut self, task: &Task<'_>, layer: usize, count: usize) -> Result<Vec<Option<Tensor>>> {
+        let spec = &task.call.spec;
         let mut sums: Vec<Option<Tensor>> = (0..count).map(|_| None).collect();
-        if visit.call.lock().adds_to.is_none() || terms.stages[visit.slot].pass == Pass::Forward {
+        if task.call.lock().adds_to.is_none() || spec.stages[task.stage].pass == Pass::Forward {
             return Ok(sums);
         }
-        let stored = terms.model.store.layer(layer);
+        let stored = spec.model.store.layer(layer);
         for (i, sum) in sums.iter_mut().enumerate() {
             let Some(grad) = stored.grad_range(i)?.filter(|_| stored.filled(i)) else {
                 continue;
             };
             let start = || {
                 let p = &stored.params()[i];
-                let parcel = Parcel::given(grad, p.grad_dtype, p.shape)?;
+                let parcel = HostValue::given(grad, p.grad_dtype, p.shape)?;
                 let here = self.port.receive("gradient so far", &parcel)?.land()?;
                 // A sum is written to, so it must be the worker's own memory.
                 let own = self.worker().copied(&here, p.dtype.accumulator())?;
                 drop(here);
                 Ok(own)
             };
-            *sum = Some(start().map_err(|e| self.place(visit, Some(layer), e))?);
+            *sum = Some(start().map_err(|e| self.place(task, Some(layer), e))?);
         }
         Ok(sums)
     }
@@ -541,11 +541,11 @@ impl Launcher {
     // ---- values ----
 
     /// Keeps a value on the worker if every reader is here and the budget allows.
-    fn keep(&mut self, tensor: &Tensor, readers: &[usize], until: Until) -> Option<Parcel> {
+    fn keep(&mut self, tensor: &Tensor, readers: &[usize], until: Until) -> Option<HostValue> {
         if !self.stays(readers) || !self.has_room(tensor.size_bytes(), until) {
             return None;
         }
-        let parcel = Parcel::hollow(tensor);
+        let parcel = HostValue::device_only(tensor);
         self.hold(&parcel, tensor, Some(readers.len()));
         Some(parcel)
     }
@@ -564,7 +564,7 @@ impl Launcher {
         self.kept_bytes + bytes as u64 <= limit
     }
 
-    fn hold(&mut self, parcel: &Parcel, tensor: &Tensor, uses: Option<usize>) {
+    fn hold(&mut self, parcel: &HostValue, tensor: &Tensor, uses: Option<usize>) {
         self.kept_bytes += tensor.size_bytes() as u64;
         let kept = Kept {
             tensor: tensor.clone(),
@@ -576,7 +576,7 @@ impl Launcher {
     }
 
     /// A value that is on the worker already.
-    fn find(&mut self, parcel: &Parcel) -> Option<Tensor> {
+    fn find(&mut self, parcel: &HostValue) -> Option<Tensor> {
         let kept = self.kept.get_mut(&parcel.id())?;
         let tensor = kept.tensor.clone();
         if let Some(uses) = &mut kept.uses {
@@ -590,37 +590,37 @@ impl Launcher {
     }
 
     /// Starts bringing a value here.
-    fn receive(&mut self, visit: &Visit<'_>, flow: Flow) -> Result<Coming> {
+    fn receive(&mut self, task: &Task<'_>, flow: StageValue) -> Result<Arriving> {
         let mut bring = |leaf: Leaf| -> Result<Awaited> {
             let kept = leaf.here.as_ref().filter(|here| here.0 == self.index);
             if let Some(tensor) = kept
                 .map(|here| here.1.clone())
                 .or_else(|| self.find(&leaf.parcel))
             {
-                return Ok(Awaited::Here(Held {
+                return Ok(Awaited::Here(Activation {
                     tensor,
                     grad: leaf.grad,
                     parcel: Some(leaf.parcel),
                 }));
             }
             let arrival = self.port.receive("activation", &leaf.parcel);
-            Ok(Awaited::Coming(
-                arrival.map_err(|e| self.place(visit, None, e))?,
+            Ok(Awaited::Arriving(
+                arrival.map_err(|e| self.place(task, None, e))?,
                 leaf,
             ))
         };
         flow.try_map(&mut bring)
     }
 
-    fn land(&mut self, visit: &Visit<'_>, coming: Coming) -> Result<Tree<Held>> {
-        coming.try_map(|awaited| match awaited {
+    fn land(&mut self, task: &Task<'_>, prefetched: Arriving) -> Result<Tree<Activation>> {
+        prefetched.try_map(|awaited| match awaited {
             Awaited::Here(held) => Ok(held),
-            Awaited::Coming(arrival, leaf) => {
-                let tensor = arrival.land().map_err(|e| self.place(visit, None, e))?;
+            Awaited::Arriving(arrival, leaf) => {
+                let tensor = arrival.land().map_err(|e| self.place(task, None, e))?;
                 if leaf.constant && self.has_room(leaf.parcel.size_bytes(), Until::Later) {
                     self.hold(&leaf.parcel, &tensor, None);
                 }
-                Ok(Held {
+                Ok(Activation {
                     tensor,
                     grad: leaf.grad,
                     parcel: Some(leaf.parcel),
@@ -633,24 +633,24 @@ impl Launcher {
     /// elsewhere, or downloaded.
     fn send(
         &mut self,
-        visit: &Visit<'_>,
-        here: &mut Tree<Held>,
+        task: &Task<'_>,
+        here: &mut Tree<Activation>,
         readers: &[usize],
         until: Until,
-    ) -> Result<Flow> {
+    ) -> Result<StageValue> {
         let mut leaves = Vec::new();
         for held in here.leaves_mut() {
             // What stayed here alone is nothing to others, nor to the host (no readers).
             let local = self.stays(readers);
             let parcel = match &held.parcel {
-                Some(parcel) if local || !parcel.is_hollow() => {
+                Some(parcel) if local || !parcel.is_device_only() => {
                     self.pass_on(parcel, &held.tensor, readers)
                 }
                 _ => match self.keep(&held.tensor, readers, until) {
                     Some(parcel) => parcel,
                     None => {
                         let sent = self.port.send("activation", &held.tensor);
-                        sent.map_err(|e| self.place(visit, None, e))?
+                        sent.map_err(|e| self.place(task, None, e))?
                     }
                 },
             };
@@ -662,7 +662,7 @@ impl Launcher {
 
     /// A value that came here and goes on unchanged is not sent again, and stays for the next stage
     /// here.
-    fn pass_on(&mut self, parcel: &Parcel, tensor: &Tensor, readers: &[usize]) -> Parcel {
+    fn pass_on(&mut self, parcel: &HostValue, tensor: &Tensor, readers: &[usize]) -> HostValue {
         let here = readers.contains(&self.index);
         let room = self.has_room(tensor.size_bytes(), Until::Later);
         match self.kept.get_mut(&parcel.id()) {
@@ -671,39 +671,39 @@ impl Launcher {
             }) => *uses += readers.len(),
             Some(_) => {}
             // A hollow one must stay, whatever it takes: it is nowhere else.
-            None if parcel.is_hollow() => self.hold(parcel, tensor, Some(readers.len())),
+            None if parcel.is_device_only() => self.hold(parcel, tensor, Some(readers.len())),
             None if here && room => self.hold(parcel, tensor, None),
             None => {}
         }
         parcel.clone()
     }
 
-    /// The workers that will read the value in front of `layer` after slot `slot` ran.
-    fn readers(&self, call: &Call, slot: usize, layer: usize) -> Vec<usize> {
-        let terms = &call.terms;
-        let next = terms
+    /// The workers that will read the value in front of `layer` after stage `stage` ran.
+    fn readers(&self, call: &Call, stage: usize, layer: usize) -> Vec<usize> {
+        let spec = &call.spec;
+        let next = spec
             .stages
-            .get(slot + 1)
+            .get(stage + 1)
             .filter(|next| next.layers.start == layer);
         let mut readers: Vec<usize> = next
-            .filter(|next| next.pass != Pass::Backward && terms.stages[slot].layers.end == layer)
-            .map(|_| terms.workers[slot + 1])
+            .filter(|next| next.pass != Pass::Backward && spec.stages[stage].layers.end == layer)
+            .map(|_| spec.workers[stage + 1])
             .into_iter()
             .collect();
         if call.saves(layer) {
-            readers.extend(call.backward_slot(layer).map(|back| terms.workers[back]));
+            readers.extend(call.backward_stage(layer).map(|back| spec.workers[back]));
         }
         readers
     }
 
     // ---- forward ----
 
-    /// The input of a microbatch, from the call or from the slot before; `None` when it is not
+    /// The input of a microbatch, from the call or from the stage before; `None` when it is not
     /// there yet.
-    fn input(&self, visit: &Visit<'_>, wait: bool) -> Result<Option<Flow>> {
-        let call = visit.call;
-        let microbatch = visit.microbatch;
-        if visit.slot == 0 {
+    fn input(&self, task: &Task<'_>, wait: bool) -> Result<Option<StageValue>> {
+        let call = task.call;
+        let microbatch = task.microbatch;
+        if task.stage == 0 {
             if !wait && !has_come(call, microbatch) {
                 return Ok(None);
             }
@@ -711,12 +711,12 @@ impl Launcher {
             let Some(source) = source else {
                 return Ok(None);
             };
-            return self.resolve(visit, source).map(Some);
+            return self.resolve(task, source).map(Some);
         }
-        let take = |state: &mut State| match state.passed[visit.slot - 1][microbatch].take() {
-            Some(Passed::Flow(flow)) => Some(flow),
+        let take = |state: &mut State| match state.passed[task.stage - 1][microbatch].take() {
+            Some(Passed::StageValue(flow)) => Some(flow),
             other => {
-                state.passed[visit.slot - 1][microbatch] = other;
+                state.passed[task.stage - 1][microbatch] = other;
                 None
             }
         };
@@ -725,24 +725,24 @@ impl Launcher {
         }
         let what = format!(
             "waiting for microbatch {microbatch} of stage {}",
-            visit.slot - 1
+            task.stage - 1
         );
         call.wait(&self.who, &what, take).map(Some)
     }
 
     /// Outputs of other calls, microbatch by microbatch, as they come.
-    fn resolve(&self, visit: &Visit<'_>, source: Tree<Source>) -> Result<Flow> {
+    fn resolve(&self, task: &Task<'_>, source: Tree<Source>) -> Result<StageValue> {
         source.try_flat_map(&mut |source| match source {
             Source::Value(leaf) => Ok(Tree::Tensor(leaf)),
             Source::Output(other, microbatch) => {
                 let what = format!(
                     "waiting for microbatch {microbatch} of {}",
-                    other.terms.model.name
+                    other.spec.model.name
                 );
                 let found = other.wait(&self.who, &what, |state| state.outputs[microbatch].clone());
-                let found = found.map_err(|_| other.called_off())?;
-                visit.call.depend_on(&other);
-                let grads = visit.call.terms.wants_input_grads;
+                let found = found.map_err(|_| other.cancelled())?;
+                task.call.depend_on(&other);
+                let grads = task.call.spec.wants_input_grads;
                 Ok(found.map_ref(|leaf| Leaf {
                     grad: leaf.grad && grads,
                     ..leaf.clone()
@@ -752,23 +752,27 @@ impl Launcher {
     }
 
     /// The input of this visit on the worker, and the next one's on its way.
-    fn take_input(&mut self, visit: &Visit<'_>, ahead: &mut Option<Coming>) -> Result<Tree<Held>> {
-        let coming = match ahead.take() {
-            Some(coming) => coming,
+    fn take_input(
+        &mut self,
+        task: &Task<'_>,
+        ahead: &mut Option<Arriving>,
+    ) -> Result<Tree<Activation>> {
+        let prefetched = match ahead.take() {
+            Some(prefetched) => prefetched,
             None => {
-                let flow = self.input(visit, true)?;
-                let flow = flow.ok_or_else(|| Error::CalledOff {
+                let flow = self.input(task, true)?;
+                let flow = flow.ok_or_else(|| Error::Cancelled {
                     why: "an input was taken twice".to_owned(),
                 })?;
-                self.receive(visit, flow)?
+                self.receive(task, flow)?
             }
         };
-        let here = self.land(visit, coming)?;
-        let next = Visit {
-            microbatch: visit.microbatch + 1,
-            ..*visit
+        let here = self.land(task, prefetched)?;
+        let next = Task {
+            microbatch: task.microbatch + 1,
+            ..*task
         };
-        if next.microbatch < visit.call.terms.microbatches
+        if next.microbatch < task.call.spec.microbatches
             && let Some(flow) = self.input(&next, false)?
         {
             *ahead = Some(self.receive(&next, flow)?);
@@ -779,79 +783,79 @@ impl Launcher {
     fn forward(
         &mut self,
         job: &mut Job,
-        seats: &mut Seats,
-        visit: &Visit<'_>,
-        ahead: &mut Option<Coming>,
+        loaded: &mut LoadedLayers,
+        task: &Task<'_>,
+        ahead: &mut Option<Arriving>,
     ) -> Result<()> {
-        let (call, m) = (visit.call, visit.microbatch);
-        let terms = &call.terms;
-        let stage = &terms.stages[visit.slot];
-        let mut here = self.take_input(visit, ahead)?;
+        let (call, m) = (task.call, task.microbatch);
+        let spec = &call.spec;
+        let stage = &spec.stages[task.stage];
+        let mut here = self.take_input(task, ahead)?;
         for layer in stage.layers.clone() {
-            // What came from the slot before was saved there.
-            if call.saves(layer) && (layer > stage.layers.start || visit.slot == 0) {
-                let readers = self.readers(call, visit.slot, layer);
-                let flow = self.send(visit, &mut here, &readers, Until::Later)?;
+            // What came from the stage before was saved there.
+            if call.saves(layer) && (layer > stage.layers.start || task.stage == 0) {
+                let readers = self.readers(call, task.stage, layer);
+                let flow = self.send(task, &mut here, &readers, Until::Later)?;
                 call.put(|state| state.saved.insert((layer, m), flow));
             }
-            let seated = self.seat(job, seats, layer, visit)?;
-            let mode = if terms.trains {
-                Mode::Ahead
+            let layer_here = self.weights_of(job, loaded, layer, task)?;
+            let mode = if spec.trains {
+                Mode::Forward
             } else {
-                Mode::Plain
+                Mode::Infer
             };
-            let ran = self.run_layer(visit, seated, Category::Forward, mode, &here)?;
-            if terms.trains {
-                self.save_extras(visit, layer, &ran)?;
+            let ran = self.run_layer(task, layer_here, Category::Forward, mode, &here)?;
+            if spec.trains {
+                self.save_for_recompute(task, layer, &ran)?;
             }
             here = ran.output;
         }
         let end = stage.layers.end;
-        let last = terms
+        let last = spec
             .stages
-            .get(visit.slot + 1)
+            .get(task.stage + 1)
             .is_none_or(|next| next.pass == Pass::Backward);
         if last {
-            let flow = match terms.keeps_outputs {
+            let flow = match spec.keeps_outputs {
                 true => here.map_ref(|held| self.kept_output(held)),
-                false => self.send(visit, &mut here, &[], Until::Later)?,
+                false => self.send(task, &mut here, &[], Until::Later)?,
             };
             call.put(|state| state.outputs[m] = Some(flow));
             return Ok(());
         }
-        let readers = self.readers(call, visit.slot, end);
+        let readers = self.readers(call, task.stage, end);
         let until = if call.saves(end) {
             Until::Later
         } else {
             Until::NextStage
         };
-        let flow = self.send(visit, &mut here, &readers, until)?;
+        let flow = self.send(task, &mut here, &readers, until)?;
         call.put(|state| {
             if call.saves(end) {
                 state.saved.insert((end, m), flow.clone());
             }
-            state.passed[visit.slot][m] = Some(Passed::Flow(flow));
+            state.passed[task.stage][m] = Some(Passed::StageValue(flow));
         });
         Ok(())
     }
 
     /// An output that stays where it is.
-    fn kept_output(&self, held: &Held) -> Leaf {
+    fn kept_output(&self, held: &Activation) -> Leaf {
         let here = Some(Arc::new((self.index, held.tensor.clone())));
         Leaf {
             here,
-            ..Leaf::new(Parcel::hollow(&held.tensor), held.grad)
+            ..Leaf::new(HostValue::device_only(&held.tensor), held.grad)
         }
     }
 
     /// What a layer saved for its recompute goes to the host. There is an entry even for nothing:
     /// the recompute may come here first, and waits for it.
-    fn save_extras(&mut self, visit: &Visit<'_>, layer: usize, ran: &Ran) -> Result<()> {
-        let mut extra = Extra::default();
+    fn save_for_recompute(&mut self, task: &Task<'_>, layer: usize, ran: &Ran) -> Result<()> {
+        let mut extra = SavedForRecompute::default();
         let send = |tensor: &Tensor| {
             self.port
                 .send("saved for recompute", tensor)
-                .map_err(|e| self.place(visit, Some(layer), e))
+                .map_err(|e| self.place(task, Some(layer), e))
         };
         for tensor in ran.saved.iter().flatten() {
             extra.data.push(send(tensor)?);
@@ -859,48 +863,47 @@ impl Launcher {
         for (place, before) in &ran.buffers {
             extra.buffers.push((*place, send(before)?));
         }
-        visit
-            .call
-            .put(|state| state.extras.insert((layer, visit.microbatch), extra));
+        task.call
+            .put(|state| state.extras.insert((layer, task.microbatch), extra));
         Ok(())
     }
 
     fn run_layer(
         &self,
-        visit: &Visit<'_>,
-        seated: &mut Seated,
+        task: &Task<'_>,
+        layer_here: &mut LoadedLayer,
         category: Category,
         mode: Mode,
-        input: &Tree<Held>,
+        input: &Tree<Activation>,
     ) -> Result<Ran> {
-        let terms = &visit.call.terms;
-        if visit.call.has_failed() {
+        let spec = &task.call.spec;
+        if task.call.has_failed() {
             // Nobody waits for the rest, which may take long.
-            return Err(visit.call.called_off());
+            return Err(task.call.cancelled());
         }
-        let layer = seated.index;
+        let layer = layer_here.index;
         let room = self.worker().pool().capacity().0 / OUTBOX_SHARE;
         self.port
             .make_room(room)
-            .map_err(|e| self.place(visit, Some(layer), e))?;
-        let site = visit.site(layer);
-        let module = &*terms.model.layers[layer].1;
-        let ran = self.timed(visit, Some(layer), category, || {
-            seated.run(module, self.worker(), terms.training, site, mode, input)
+            .map_err(|e| self.place(task, Some(layer), e))?;
+        let site = task.site(layer);
+        let module = &*spec.model.layers[layer].1;
+        let ran = self.timed(task, Some(layer), category, || {
+            layer_here.run(module, self.worker(), spec.training, site, mode, input)
         })?;
-        if terms.probes && category != Category::Recompute {
-            self.probe(visit, layer, &ran.output);
+        if spec.probes && category != Category::Recompute {
+            self.probe(task, layer, &ran.output);
         }
         if !ran.buffers.is_empty() {
             // Known before the caller sees a result of this call, so before it can submit the next.
-            terms.model.sets_buffers.store(true, Ordering::SeqCst);
+            spec.model.sets_buffers.store(true, Ordering::SeqCst);
         }
         Ok(ran)
     }
 
     /// Notes the largest and the smallest value of a layer's output: they tell whether all are
     /// finite. What cannot be looked at for want of memory is left out.
-    fn probe(&self, visit: &Visit<'_>, layer: usize, output: &Tree<Held>) {
+    fn probe(&self, task: &Task<'_>, layer: usize, output: &Tree<Activation>) {
         // Values that no gradient flows through, such as masks, may well be infinite.
         for held in output
             .leaves()
@@ -914,11 +917,10 @@ impl Launcher {
             ];
             for value in extremes.into_iter().flatten() {
                 if let Ok(parcel) = self.port.send("probe", &value) {
-                    visit
-                        .call
+                    task.call
                         .lock()
                         .probes
-                        .push((layer, visit.microbatch, parcel));
+                        .push((layer, task.microbatch, parcel));
                 }
             }
         }
@@ -927,12 +929,12 @@ impl Launcher {
     /// Runs a piece of work between two stamps.
     fn timed<R>(
         &self,
-        visit: &Visit<'_>,
+        task: &Task<'_>,
         layer: Option<usize>,
         category: Category,
         work: impl FnOnce() -> roundpipe_tensor::Result<R>,
     ) -> Result<R> {
-        let fail = |e| self.place(visit, layer, e);
+        let fail = |e| self.place(task, layer, e);
         // A user's layer or loss function may panic: it fails its call, not the worker.
         let work = || {
             let what = if layer.is_some() { "layer" } else { "loss_fn" };
@@ -941,15 +943,15 @@ impl Launcher {
             };
             catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(failed(panic)))
         };
-        let _doing = visit.call.terms.board.enter(&self.who, Doing(visit, layer));
+        let _doing = task.call.spec.board.enter(&self.who, Doing(task, layer));
         let lane = self.worker().device().lane(LaneKind::Compute);
         let from: Stamp = lane.stamp().map_err(fail)?;
         let out = work().map_err(fail)?;
         let to = lane.stamp().map_err(fail)?;
-        let (worker, slot, microbatch) = (self.index, visit.slot, visit.microbatch);
-        visit.call.lock().timed.push(Timed {
+        let (worker, stage, microbatch) = (self.index, task.stage, task.microbatch);
+        task.call.lock().timed.push(Timed {
             worker,
-            slot,
+            stage,
             layer,
             microbatch,
             category,
@@ -964,40 +966,40 @@ impl Launcher {
     fn fused(
         &mut self,
         job: &mut Job,
-        seats: &mut Seats,
-        visit: &Visit<'_>,
-        ahead: &mut Option<Coming>,
+        loaded: &mut LoadedLayers,
+        task: &Task<'_>,
+        ahead: &mut Option<Arriving>,
     ) -> Result<()> {
-        let (call, m) = (visit.call, visit.microbatch);
-        let terms = &call.terms;
-        let mut here = self.take_input(visit, ahead)?;
-        if visit.microbatch + 1 == terms.microbatches {
-            self.send_for_next(visit)?;
+        let (call, m) = (task.call, task.microbatch);
+        let spec = &call.spec;
+        let mut here = self.take_input(task, ahead)?;
+        if task.microbatch + 1 == spec.microbatches {
+            self.prefetch_for_next_job(task)?;
         }
         let mut tapes: Vec<Taped> = Vec::new();
-        for layer in terms.stages[visit.slot].layers.clone() {
-            let seated = self.seat(job, seats, layer, visit)?;
-            let ran = self.run_layer(visit, seated, Category::Fused, Mode::Record, &here)?;
+        for layer in spec.stages[task.stage].layers.clone() {
+            let layer_here = self.weights_of(job, loaded, layer, task)?;
+            let ran = self.run_layer(task, layer_here, Category::Fused, Mode::Record, &here)?;
             tapes.extend(ran.tape);
             here = ran.output;
         }
         let label = call.lock().labels[m].take().unwrap_or(Tree::None);
         let label = label.map_ref(|parcel| Leaf::new(parcel.clone(), false));
-        let coming = self.receive(visit, label)?;
+        let prefetched = self.receive(task, label)?;
         let label = self
-            .land(visit, coming)?
+            .land(task, prefetched)?
             .map_ref(|held| held.tensor.clone());
-        let loss = terms
+        let loss = spec
             .loss
             .clone()
             .ok_or_else(|| Error::config("loss_fn", "a fused stage needs one"))?;
         // The loss draws behind the last layer.
-        let site = visit.site(terms.model.layers.len());
-        let (losses, grads) = self.timed(visit, None, Category::Loss, || {
-            visit::losses(&loss, self.worker(), site, &here, label)
+        let site = task.site(spec.model.layers.len());
+        let (losses, grads) = self.timed(task, None, Category::Loss, || {
+            run_layer::losses(&loss, self.worker(), site, &here, label)
         })?;
-        let outputs = if terms.wants_outputs {
-            Some(self.send(visit, &mut here, &[], Until::Later)?)
+        let outputs = if spec.wants_outputs {
+            Some(self.send(task, &mut here, &[], Until::Later)?)
         } else {
             None
         };
@@ -1005,112 +1007,117 @@ impl Launcher {
         let send = |loss: &Tensor| {
             self.port
                 .send("loss", loss)
-                .map_err(|e| self.place(visit, None, e))
+                .map_err(|e| self.place(task, None, e))
         };
         let losses = losses.iter().map(send).collect::<Result<Vec<_>>>()?;
         call.put(|state| {
             state.losses[m] = Some(losses);
             state.outputs[m] = outputs;
         });
-        let grads = self.walk_back(visit, seats, tapes, grads)?;
-        self.pass_grads(visit, grads)
+        let grads = self.walk_back(task, loaded, tapes, grads)?;
+        self.pass_grads(task, grads)
     }
 
     /// Layers of a visit from the last to the first.
     fn walk_back(
         &self,
-        visit: &Visit<'_>,
-        seats: &mut Seats,
+        task: &Task<'_>,
+        loaded: &mut LoadedLayers,
         tapes: Vec<Taped>,
         mut grads: Vec<Option<Tensor>>,
     ) -> Result<Vec<Option<Tensor>>> {
-        let layers = visit.call.terms.stages[visit.slot].layers.clone();
+        let layers = task.call.spec.stages[task.stage].layers.clone();
         for (layer, tape) in layers.zip(tapes).rev() {
-            let seated = seats.0.get_mut(&layer).expect("it was run in this visit");
-            grads = self.timed(visit, Some(layer), Category::Backward, || {
-                seated.back(tape, grads)
+            let layer_here = loaded.0.get_mut(&layer).expect("it was run in this task");
+            grads = self.timed(task, Some(layer), Category::Backward, || {
+                layer_here.back(tape, grads)
             })?;
         }
         Ok(grads)
     }
 
-    fn backward(&mut self, job: &mut Job, seats: &mut Seats, visit: &Visit<'_>) -> Result<()> {
-        let terms = &visit.call.terms;
-        let layers = terms.stages[visit.slot].layers.clone();
-        if terms.grain == Grain::Stage {
-            let (mut here, mut extra) = self.saved(visit, layers.start)?;
-            let asked = self.ask_grads(visit)?;
-            self.send_for(visit, layers.start, visit.microbatch + 1)?;
+    fn backward(
+        &mut self,
+        job: &mut Job,
+        loaded: &mut LoadedLayers,
+        task: &Task<'_>,
+    ) -> Result<()> {
+        let spec = &task.call.spec;
+        let layers = spec.stages[task.stage].layers.clone();
+        if spec.grain == Grain::Stage {
+            let (mut here, mut extra) = self.saved(task, layers.start)?;
+            let asked = self.prefetch_grads(task)?;
+            self.prefetch_saved(task, layers.start, task.microbatch + 1)?;
             let mut tapes = Vec::new();
             for layer in layers {
-                let ran = self.recompute(job, seats, visit, layer, &here, extra.take())?;
+                let ran = self.recompute(job, loaded, task, layer, &here, extra.take())?;
                 tapes.extend(ran.tape);
                 here = ran.output;
             }
             drop(here);
-            let grads = self.take_grads(visit, asked)?;
-            let grads = self.walk_back(visit, seats, tapes, grads)?;
-            return self.pass_grads(visit, grads);
+            let grads = self.take_grads(task, asked)?;
+            let grads = self.walk_back(task, loaded, tapes, grads)?;
+            return self.pass_grads(task, grads);
         }
         let (mut grads, mut asked) = (None, None);
         for layer in layers.clone().rev() {
-            let (here, extra) = self.saved(visit, layer)?;
+            let (here, extra) = self.saved(task, layer)?;
             if grads.is_none() {
-                asked = self.ask_grads(visit)?;
+                asked = self.prefetch_grads(task)?;
             }
             match layer > layers.start {
-                true => self.send_for(visit, layer - 1, visit.microbatch)?,
-                false => self.send_for(visit, layers.end - 1, visit.microbatch + 1)?,
+                true => self.prefetch_saved(task, layer - 1, task.microbatch)?,
+                false => self.prefetch_saved(task, layers.end - 1, task.microbatch + 1)?,
             }
-            let ran = self.recompute(job, seats, visit, layer, &here, extra)?;
+            let ran = self.recompute(job, loaded, task, layer, &here, extra)?;
             drop(here);
             let given = match grads.take() {
                 Some(grads) => grads,
-                None => self.take_grads(visit, asked.take())?,
+                None => self.take_grads(task, asked.take())?,
             };
             drop(ran.output);
             let tape = ran.tape.expect("a recompute is recorded");
-            let seated = seats.0.get_mut(&layer).expect("just run");
-            grads = Some(self.timed(visit, Some(layer), Category::Backward, || {
-                seated.back(tape, given)
+            let layer_here = loaded.0.get_mut(&layer).expect("just run");
+            grads = Some(self.timed(task, Some(layer), Category::Backward, || {
+                layer_here.back(tape, given)
             })?);
         }
-        self.pass_grads(visit, grads.unwrap_or_default())
+        self.pass_grads(task, grads.unwrap_or_default())
     }
 
     /// Starts bringing what was saved for a layer that is needed next, if it is there; behind the
     /// last microbatch that is the next job's.
-    fn send_for(&mut self, visit: &Visit<'_>, layer: usize, microbatch: usize) -> Result<()> {
-        if microbatch == visit.call.terms.microbatches {
-            return self.send_for_next(visit);
+    fn prefetch_saved(&mut self, task: &Task<'_>, layer: usize, microbatch: usize) -> Result<()> {
+        if microbatch == task.call.spec.microbatches {
+            return self.prefetch_for_next_job(task);
         }
         let key = (layer, microbatch);
         let (saved, extra) = {
-            let mut state = visit.call.lock();
+            let mut state = task.call.lock();
             let Some(saved) = state.saved.remove(&key) else {
                 return Ok(());
             };
-            let bytes = state.extras.get(&key).map_or(0, Extra::bytes);
+            let bytes = state.extras.get(&key).map_or(0, SavedForRecompute::bytes);
             (
                 saved,
-                if self.is_roomy(bytes) {
+                if self.has_headroom(bytes) {
                     state.extras.remove(&key)
                 } else {
                     None
                 },
             )
         };
-        let input = self.receive(visit, saved)?;
+        let input = self.receive(task, saved)?;
         let extra = extra
-            .map(|extra| self.receive_extra(visit, layer, &extra))
+            .map(|extra| self.receive_saved(task, layer, &extra))
             .transpose()?;
-        self.coming.insert(key, Ahead { input, extra });
+        self.prefetched.insert(key, Prefetched { input, extra });
         Ok(())
     }
 
     /// Whether so much may come before it is needed: half of the worker stays free for the visit
     /// under way, and what was ever in use at once fits beside it.
-    fn is_roomy(&self, bytes: usize) -> bool {
+    fn has_headroom(&self, bytes: usize) -> bool {
         let (usage, capacity) = (
             self.worker().pool().usage(),
             self.worker().pool().capacity().0,
@@ -1121,8 +1128,8 @@ impl Launcher {
 
     /// Starts bringing what the first microbatch of the next job needs, if that job goes backward
     /// in the same call.
-    fn send_for_next(&mut self, visit: &Visit<'_>) -> Result<()> {
-        let (call, terms) = (visit.call, &visit.call.terms);
+    fn prefetch_for_next_job(&mut self, task: &Task<'_>) -> Result<()> {
+        let (call, spec) = (task.call, &task.call.spec);
         let Some(next) = self
             .next
             .as_ref()
@@ -1130,11 +1137,12 @@ impl Launcher {
         else {
             return Ok(());
         };
-        let (slot, stage) = (next.slot, &terms.stages[next.slot]);
+        let next_stage = next.stage;
+        let stage = &spec.stages[next_stage];
         if stage.pass != Pass::Backward {
             return Ok(());
         }
-        let layer = match terms.grain {
+        let layer = match spec.grain {
             Grain::Stage => stage.layers.start,
             Grain::Layer => stage.layers.end - 1,
         };
@@ -1147,13 +1155,13 @@ impl Launcher {
                 .unwrap_or_default();
             saved.iter().map(|leaf| leaf.parcel.size_bytes()).sum()
         };
-        if !self.is_roomy(bytes) {
+        if !self.has_headroom(bytes) {
             return Ok(());
         }
-        self.send_for(
-            &Visit {
+        self.prefetch_saved(
+            &Task {
                 call,
-                slot,
+                stage: next_stage,
                 microbatch: 0,
             },
             layer,
@@ -1162,64 +1170,69 @@ impl Launcher {
     }
 
     /// Starts bringing what a layer saved for its recompute.
-    fn receive_extra(&self, visit: &Visit<'_>, layer: usize, extra: &Extra) -> Result<Extras> {
-        let bring = |parcel: &Parcel| {
+    fn receive_saved(
+        &self,
+        task: &Task<'_>,
+        layer: usize,
+        extra: &SavedForRecompute,
+    ) -> Result<ArrivingSaved> {
+        let bring = |parcel: &HostValue| {
             let arrival = self.port.receive("saved for recompute", parcel);
-            arrival.map_err(|e| self.place(visit, Some(layer), e))
+            arrival.map_err(|e| self.place(task, Some(layer), e))
         };
         let data = extra.data.iter().map(bring).collect::<Result<Vec<_>>>()?;
         let buffers = extra
             .buffers
             .iter()
             .map(|(place, parcel)| Ok((*place, bring(parcel)?)));
-        Ok(Extras {
+        Ok(ArrivingSaved {
             data,
             buffers: buffers.collect::<Result<Vec<_>>>()?,
         })
     }
 
     /// The saved input of a layer, on the worker, and what else was sent for with it.
-    fn saved(&mut self, visit: &Visit<'_>, layer: usize) -> Result<(Tree<Held>, Option<Extras>)> {
-        let m = visit.microbatch;
-        if let Some(Ahead { input, extra }) = self.coming.remove(&(layer, m)) {
-            return Ok((self.land(visit, input)?, extra));
+    fn saved(
+        &mut self,
+        task: &Task<'_>,
+        layer: usize,
+    ) -> Result<(Tree<Activation>, Option<ArrivingSaved>)> {
+        let m = task.microbatch;
+        if let Some(Prefetched { input, extra }) = self.prefetched.remove(&(layer, m)) {
+            return Ok((self.land(task, input)?, extra));
         }
         let what = format!("waiting for the saved input of layer {layer}, microbatch {m}");
-        let saved = visit
+        let saved = task
             .call
             .wait(&self.who, &what, |state| state.saved.remove(&(layer, m)))?;
-        let coming = self.receive(visit, saved)?;
-        Ok((self.land(visit, coming)?, None))
+        let prefetched = self.receive(task, saved)?;
+        Ok((self.land(task, prefetched)?, None))
     }
 
     fn recompute(
         &mut self,
         job: &mut Job,
-        seats: &mut Seats,
-        visit: &Visit<'_>,
+        loaded: &mut LoadedLayers,
+        task: &Task<'_>,
         layer: usize,
-        input: &Tree<Held>,
-        extra: Option<Extras>,
+        input: &Tree<Activation>,
+        extra: Option<ArrivingSaved>,
     ) -> Result<Ran> {
         let extra = match extra {
             Some(extra) => extra,
             None => {
-                let key = (layer, visit.microbatch);
+                let key = (layer, task.microbatch);
                 let what = format!(
                     "waiting for the forward of layer {layer}, microbatch {}",
                     key.1
                 );
-                let extra = visit
+                let extra = task
                     .call
                     .wait(&self.who, &what, |state| state.extras.remove(&key))?;
-                self.receive_extra(visit, layer, &extra)?
+                self.receive_saved(task, layer, &extra)?
             }
         };
-        let land = |arrival: Arrival| {
-            arrival
-                .land()
-                .map_err(|e| self.place(visit, Some(layer), e))
-        };
+        let land = |arrival: Arrival| arrival.land().map_err(|e| self.place(task, Some(layer), e));
         let data = extra
             .data
             .into_iter()
@@ -1230,53 +1243,61 @@ impl Launcher {
             .into_iter()
             .map(|(place, arrival)| Ok((place, land(arrival)?)));
         let buffers = buffers.collect::<Result<Vec<_>>>()?;
-        let seated = self.seat(job, seats, layer, visit)?;
+        let layer_here = self.weights_of(job, loaded, layer, task)?;
         // The forward saw these buffers; the next microbatch brings its own.
         for (place, before) in buffers {
-            seated.params[place].1 = before;
+            layer_here.params[place].1 = before;
         }
-        self.run_layer(visit, seated, Category::Recompute, Mode::Again(data), input)
+        self.run_layer(
+            task,
+            layer_here,
+            Category::Recompute,
+            Mode::Recompute(data),
+            input,
+        )
     }
 
-    /// Starts bringing the gradients of this stage's outputs, if the slot before has passed them
+    /// Starts bringing the gradients of this stage's outputs, if the stage before has passed them
     /// on: they are needed before anything else that is sent for.
-    fn ask_grads(&mut self, visit: &Visit<'_>) -> Result<Option<Vec<Option<Grad>>>> {
-        if takes_seed(visit) {
+    fn prefetch_grads(&mut self, task: &Task<'_>) -> Result<Option<Vec<Option<Grad>>>> {
+        if takes_seed(task) {
             return Ok(None);
         }
         let passed = {
-            let mut state = visit.call.lock();
-            let bytes = match &state.passed[visit.slot - 1][visit.microbatch] {
-                Some(Passed::Grads(grads)) => grads.iter().flatten().map(Parcel::size_bytes).sum(),
+            let mut state = task.call.lock();
+            let bytes = match &state.passed[task.stage - 1][task.microbatch] {
+                Some(Passed::Grads(grads)) => {
+                    grads.iter().flatten().map(HostValue::size_bytes).sum()
+                }
                 _ => 0,
             };
-            if self.is_roomy(bytes) {
-                passed_grads(&mut state, visit)
+            if self.has_headroom(bytes) {
+                passed_grads(&mut state, task)
             } else {
                 None
             }
         };
         passed
-            .map(|parcels| self.bring_grads(visit, parcels))
+            .map(|parcels| self.bring_grads(task, parcels))
             .transpose()
     }
 
     /// The gradients of this stage's outputs, on the worker.
     fn take_grads(
         &mut self,
-        visit: &Visit<'_>,
+        task: &Task<'_>,
         asked: Option<Vec<Option<Grad>>>,
     ) -> Result<Vec<Option<Tensor>>> {
         let grads = match asked {
             Some(grads) => grads,
             None => {
-                let parcels = self.grads(visit)?;
-                self.bring_grads(visit, parcels)?
+                let parcels = self.grads(task)?;
+                self.bring_grads(task, parcels)?
             }
         };
         let land = |grad: Grad| match grad {
             Grad::Here(tensor) => Ok(tensor),
-            Grad::Coming(arrival) => arrival.land().map_err(|e| self.place(visit, None, e)),
+            Grad::Arriving(arrival) => arrival.land().map_err(|e| self.place(task, None, e)),
         };
         grads
             .into_iter()
@@ -1286,15 +1307,15 @@ impl Launcher {
 
     fn bring_grads(
         &mut self,
-        visit: &Visit<'_>,
-        parcels: Vec<Option<Parcel>>,
+        task: &Task<'_>,
+        parcels: Vec<Option<HostValue>>,
     ) -> Result<Vec<Option<Grad>>> {
-        let mut bring = |parcel: Parcel| match self.find(&parcel) {
+        let mut bring = |parcel: HostValue| match self.find(&parcel) {
             Some(tensor) => Ok(Grad::Here(tensor)),
             None => {
                 let arrival = self.port.receive("gradient", &parcel);
-                Ok(Grad::Coming(
-                    arrival.map_err(|e| self.place(visit, None, e))?,
+                Ok(Grad::Arriving(
+                    arrival.map_err(|e| self.place(task, None, e))?,
                 ))
             }
         };
@@ -1304,43 +1325,42 @@ impl Launcher {
             .collect()
     }
 
-    /// The same where they are: from the slot before, from the user, or from another call.
-    fn grads(&self, visit: &Visit<'_>) -> Result<Vec<Option<Parcel>>> {
-        let m = visit.microbatch;
-        if takes_seed(visit) {
-            let seed = visit.call.lock().seeds[m].take();
+    /// The same where they are: from the stage before, from the user, or from another call.
+    fn grads(&self, task: &Task<'_>) -> Result<Vec<Option<HostValue>>> {
+        let m = task.microbatch;
+        if takes_seed(task) {
+            let seed = task.call.lock().seeds[m].take();
             return match seed {
                 Some(Seed::Given(grads)) => Ok(grads),
                 Some(Seed::Of(other, leaves)) => {
                     let what = format!(
                         "waiting for the input gradients of {}",
-                        other.terms.model.name
+                        other.spec.model.name
                     );
                     let found = other.wait(&self.who, &what, |state| state.input_grads[m].clone());
-                    let found = found.map_err(|_| other.called_off())?;
-                    visit.call.depend_on(&other);
+                    let found = found.map_err(|_| other.cancelled())?;
+                    task.call.depend_on(&other);
                     let leaves = leaves.unwrap_or(0..found.len());
                     Ok(found[leaves].to_vec())
                 }
-                None => Err(Error::CalledOff {
+                None => Err(Error::Cancelled {
                     why: "the gradients were taken twice".to_owned(),
                 }),
             };
         }
         let what = format!(
             "waiting for the gradients of microbatch {m} from stage {}",
-            visit.slot - 1
+            task.stage - 1
         );
-        visit
-            .call
-            .wait(&self.who, &what, |state| passed_grads(state, visit))
+        task.call
+            .wait(&self.who, &what, |state| passed_grads(state, task))
     }
 
-    /// The gradients of this stage's inputs go to the slot that runs the layers before.
-    fn pass_grads(&mut self, visit: &Visit<'_>, grads: Vec<Option<Tensor>>) -> Result<()> {
-        let terms = &visit.call.terms;
-        let next = terms.workers.get(visit.slot + 1).copied();
-        if next.is_none() && !terms.wants_input_grads {
+    /// The gradients of this stage's inputs go to the stage that runs the layers before.
+    fn pass_grads(&mut self, task: &Task<'_>, grads: Vec<Option<Tensor>>) -> Result<()> {
+        let spec = &task.call.spec;
+        let next = spec.workers.get(task.stage + 1).copied();
+        if next.is_none() && !spec.wants_input_grads {
             return Ok(());
         }
         let mut parcels = Vec::with_capacity(grads.len());
@@ -1355,13 +1375,13 @@ impl Launcher {
                 None => self
                     .port
                     .send("gradient", &grad)
-                    .map_err(|e| self.place(visit, None, e))?,
+                    .map_err(|e| self.place(task, None, e))?,
             };
             parcels.push(Some(parcel));
         }
-        visit.call.put(|state| match next {
-            Some(_) => state.passed[visit.slot][visit.microbatch] = Some(Passed::Grads(parcels)),
-            None => state.input_grads[visit.microbatch] = Some(parcels),
+        task.call.put(|state| match next {
+            Some(_) => state.passed[task.stage][task.microbatch] = Some(Passed::Grads(parcels)),
+            None => state.input_grads[task.microbatch] = Some(parcels),
         });
         Ok(())
     }
@@ -1369,36 +1389,36 @@ impl Launcher {
     // ---- the end of a job ----
 
     /// Sums of gradients, rounded once, and buffers leave the worker.
-    fn finish(&mut self, job: &mut Job, seats: Seats) -> Result<()> {
+    fn finish(&mut self, job: &mut Job, loaded: LoadedLayers) -> Result<()> {
         let call = job.call.clone();
-        let terms = &call.terms;
-        let stage = &terms.stages[job.slot];
-        let visit = Visit {
+        let spec = &call.spec;
+        let stage = &spec.stages[job.stage];
+        let task = Task {
             call: &call,
-            slot: job.slot,
-            microbatch: terms.microbatches - 1,
+            stage: job.stage,
+            microbatch: spec.microbatches - 1,
         };
-        if stage.pass != Pass::Backward && terms.training {
-            self.send_buffers(&visit, &seats)?;
+        if stage.pass != Pass::Backward && spec.training {
+            self.send_buffers(&task, &loaded)?;
         }
         if stage.pass == Pass::Forward {
             return self.finish_forward(job);
         }
         let mut gradients = Vec::new();
-        let mut seated: Vec<Seated> = seats.0.into_values().collect();
-        seated.sort_by_key(|seated| std::cmp::Reverse(seated.index));
-        for Seated {
+        let mut layer_here: Vec<LoadedLayer> = loaded.0.into_values().collect();
+        layer_here.sort_by_key(|layer_here| std::cmp::Reverse(layer_here.index));
+        for LoadedLayer {
             index,
             params,
             sums,
             ..
-        } in seated
+        } in layer_here
         {
-            let stored = terms.model.store.layer(index);
+            let stored = spec.model.store.layer(index);
             for (i, sum) in sums.into_iter().enumerate() {
                 let Some(sum) = sum else { continue };
                 let rounded = self.worker().cast(&sum, stored.params()[i].grad_dtype);
-                let tensor = rounded.map_err(|e| self.place(&visit, Some(index), e))?;
+                let tensor = rounded.map_err(|e| self.place(&task, Some(index), e))?;
                 gradients.push(Gradient {
                     layer: index,
                     param: i,
@@ -1408,10 +1428,10 @@ impl Launcher {
             drop(params);
         }
         let lane = self.worker().device().lane(LaneKind::Compute);
-        let after = lane.record().map_err(|e| self.place(&visit, None, e))?;
-        self.mover.unload(Unload {
+        let after = lane.record().map_err(|e| self.place(&task, None, e))?;
+        self.copies.unload(GradientDownload {
             call: call.clone(),
-            slot: job.slot,
+            stage: job.stage,
             gradients,
             after,
         });
@@ -1422,37 +1442,37 @@ impl Launcher {
     /// backward ends behind them.
     fn finish_forward(&mut self, job: &Job) -> Result<()> {
         let call = &job.call;
-        let goes_on = call.terms.trains && call.terms.loss.is_some();
+        let goes_on = call.spec.trains && call.spec.loss.is_some();
         if goes_on || self.worker().device().aliases_host() {
             return Ok(());
         }
         let lane = self.worker().device().lane(LaneKind::Compute);
         let after = lane
             .record()
-            .map_err(|e| call.place(job.slot, None, None, e))?;
-        self.mover.unload(Unload {
+            .map_err(|e| call.place(job.stage, None, None, e))?;
+        self.copies.unload(GradientDownload {
             call: call.clone(),
-            slot: job.slot,
+            stage: job.stage,
             gradients: Vec::new(),
             after,
         });
         Ok(())
     }
 
-    fn send_buffers(&mut self, visit: &Visit<'_>, seats: &Seats) -> Result<()> {
+    fn send_buffers(&mut self, task: &Task<'_>, loaded: &LoadedLayers) -> Result<()> {
         let mut buffers = Vec::new();
-        for seated in seats.0.values() {
-            for ((param, tensor), set) in seated.params.iter().zip(&seated.set) {
+        for layer_here in loaded.0.values() {
+            for ((param, tensor), set) in layer_here.params.iter().zip(&layer_here.set) {
                 if *set {
                     let sent = self.port.send("buffer", tensor);
                     buffers.push((
                         param.clone(),
-                        sent.map_err(|e| self.place(visit, Some(seated.index), e))?,
+                        sent.map_err(|e| self.place(task, Some(layer_here.index), e))?,
                     ));
                 }
             }
         }
-        visit.call.set_buffers(buffers);
+        task.call.set_buffers(buffers);
         Ok(())
     }
 }

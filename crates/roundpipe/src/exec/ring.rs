@@ -14,15 +14,16 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use roundpipe_tensor::host::Pin;
-use roundpipe_tensor::transfer::{HostPool, HostUse, Moved, Port};
+use roundpipe_tensor::transfer::{CopyRecord, HostPool, HostUse, Port};
 use roundpipe_tensor::{Bytes, Device, Pins, Worker};
 
-use super::call::Peers;
-use super::copier::Mover;
+use super::call::CallList;
+use super::copy_threads::CopyThreads;
 use super::launcher::{Job, Launcher};
 use crate::devices::Devices;
 use crate::error::{Error, Result};
-use crate::plan::PlanKind;
+use crate::plan::{Pass, Stage};
+use crate::schedule::RoundRobin;
 use crate::status::Board;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -35,7 +36,7 @@ thread_local! {
 }
 
 /// Tells rings apart while they live; never 0.
-fn ring_id(calls: &Arc<Peers>) -> usize {
+fn ring_id(calls: &Arc<CallList>) -> usize {
     Arc::as_ptr(calls) as usize
 }
 
@@ -49,28 +50,29 @@ struct Inner {
     /// Whose host memory is used.
     host_device: Arc<dyn Device>,
     host: Arc<HostPool>,
-    /// The worker of the next slot, and the order of submission.
-    next: Mutex<usize>,
-    hands: Hands,
+    /// Gives each stage its worker. Held while a call's jobs are queued, so that all queues have
+    /// calls in the same order.
+    schedule: Mutex<RoundRobin>,
+    hands: Executor,
     threads: Mutex<Vec<JoinHandle<()>>>,
     board: Board,
     /// What its devices were found with.
     notes: Vec<String>,
     /// The calls of all engines.
-    calls: Arc<Peers>,
+    calls: Arc<CallList>,
 }
 
 /// Who runs jobs.
-enum Hands {
+enum Executor {
     /// The caller, one job after another: the oracle.
     Serial(Mutex<Vec<Launcher>>),
     /// A launcher thread per worker.
-    Threaded(Vec<Arc<Line>>),
+    Threaded(Vec<Arc<JobQueue>>),
 }
 
 /// A worker's jobs in order.
 #[derive(Default)]
-pub(crate) struct Line {
+pub(crate) struct JobQueue {
     queue: Mutex<Queue>,
     changed: Condvar,
 }
@@ -81,7 +83,7 @@ struct Queue {
     closed: bool,
 }
 
-impl Line {
+impl JobQueue {
     fn push(&self, job: Job) {
         lock(&self.queue).jobs.push_back(job);
         self.changed.notify_all();
@@ -173,7 +175,7 @@ impl Ring {
             .collect::<Result<Vec<_>, _>>()?;
         let port = |worker: &Worker| Arc::new(Port::new(worker.clone(), host.clone()));
         let ports: Vec<Arc<Port>> = workers.iter().map(port).collect();
-        let calls = Arc::<Peers>::default();
+        let calls = Arc::<CallList>::default();
         let mut threads = Vec::new();
         let limit = |worker: &Worker| {
             // Beside weights and the working memory of a stage; where weights are read in place
@@ -193,36 +195,37 @@ impl Ring {
                 Launcher::new(
                     i,
                     port.clone(),
-                    Mover::Inline(port.clone()),
+                    CopyThreads::Inline(port.clone()),
                     limit(port.worker()),
                     None,
                 )
             };
-            Hands::Serial(Mutex::new(ports.iter().enumerate().map(inline).collect()))
+            Executor::Serial(Mutex::new(ports.iter().enumerate().map(inline).collect()))
         } else {
             let mut lines = Vec::new();
             for (i, port) in ports.iter().enumerate() {
-                let line = Arc::new(Line::default());
-                let mover = Mover::start(port, &mut threads)?;
+                let line = Arc::new(JobQueue::default());
+                let copies = CopyThreads::start(port, &mut threads)?;
                 let launcher = Launcher::new(
                     i,
                     port.clone(),
-                    mover,
+                    copies,
                     limit(port.worker()),
                     Some(line.clone()),
                 );
                 threads.push(start(launcher, line.clone(), ring_id(&calls))?);
                 lines.push(line);
             }
-            Hands::Threaded(lines)
+            Executor::Threaded(lines)
         };
-        let (next, threads) = (Mutex::new(0), Mutex::new(threads));
+        let schedule = RoundRobin::new(workers.len()).shares_cores(is_host(&workers));
+        let threads = Mutex::new(threads);
         let inner = Inner {
             workers,
             ports,
             host_device,
             host,
-            next,
+            schedule: Mutex::new(schedule),
             hands,
             threads,
             board,
@@ -249,9 +252,7 @@ impl Ring {
 
     /// Whether every worker computes in host memory, and so on the host's cores.
     pub(crate) fn is_host(&self) -> bool {
-        self.workers()
-            .iter()
-            .all(|worker| worker.device().aliases_host())
+        is_host(self.workers())
     }
 
     /// What the smallest worker has reserved.
@@ -294,20 +295,10 @@ impl Ring {
         &self.0.board
     }
 
-    /// The workers of the next `slots` slots; the ring moves on by as many. Workers that compute in
-    /// host memory share its cores: a fused call of one slot then stays where the last one was,
-    /// whose arena is still in the caches. (Chained engines, which wait for each other's
-    /// microbatches, are never fused but for the last.)
-    pub(crate) fn assign(&self, slots: usize, kind: PlanKind) -> Vec<usize> {
-        let mut next = lock(&self.0.next);
-        let first = *next;
-        let stays = slots == 1 && kind == PlanKind::Fused && self.is_host();
-        *next = if stays {
-            first
-        } else {
-            (first + slots) % self.len()
-        };
-        (0..slots).map(|i| (first + i) % self.len()).collect()
+    /// The workers of a call's stages.
+    pub(crate) fn assign(&self, stages: &[Stage]) -> Vec<usize> {
+        let passes: Vec<Pass> = stages.iter().map(|stage| stage.pass).collect();
+        lock(&self.0.schedule).take(&passes)
     }
 
     /// Whether copies are noted.
@@ -316,7 +307,7 @@ impl Ring {
     }
 
     /// The copies noted since the last call, with their workers.
-    pub(crate) fn take_moves(&self) -> Vec<(usize, Moved)> {
+    pub(crate) fn take_moves(&self) -> Vec<(usize, CopyRecord)> {
         let of = |(worker, port): (usize, &Arc<Port>)| {
             port.log()
                 .take()
@@ -333,7 +324,7 @@ impl Ring {
     }
 
     /// The calls of all engines that use this ring.
-    pub(crate) fn calls(&self) -> &Arc<Peers> {
+    pub(crate) fn calls(&self) -> &Arc<CallList> {
         &self.0.calls
     }
 
@@ -352,18 +343,18 @@ impl Ring {
         if !self.0.calls.active().is_empty() {
             return;
         }
-        let ails = |port: &&Arc<Port>| port.worker().device().ails();
+        let has_failed = |port: &&Arc<Port>| port.worker().device().has_failed();
         self.0
             .ports
             .iter()
-            .filter(ails)
+            .filter(has_failed)
             .for_each(|port| self.0.calls.drain(port));
     }
 
     /// Queues the jobs of one call (or of its backward), each on its worker.
     pub(crate) fn submit(&self, jobs: Vec<(usize, Job)>) {
         match &self.0.hands {
-            Hands::Serial(launchers) => {
+            Executor::Serial(launchers) => {
                 let mut launchers = lock(launchers);
                 AT_WORK.set(ring_id(&self.0.calls));
                 for (worker, job) in jobs {
@@ -371,9 +362,9 @@ impl Ring {
                 }
                 AT_WORK.set(0);
             }
-            Hands::Threaded(lines) => {
+            Executor::Threaded(lines) => {
                 // One call at a time, so that every queue has the calls in the same order.
-                let _order = lock(&self.0.next);
+                let _order = lock(&self.0.schedule);
                 for (worker, job) in jobs {
                     lines[worker].push(job);
                 }
@@ -415,7 +406,7 @@ fn same_memory(a: &dyn Device, b: &dyn Device) -> bool {
     (a.id().kind, a.id().index) == (b.id().kind, b.id().index)
 }
 
-fn start(mut launcher: Launcher, line: Arc<Line>, ring: usize) -> Result<JoinHandle<()>> {
+fn start(mut launcher: Launcher, line: Arc<JobQueue>, ring: usize) -> Result<JoinHandle<()>> {
     let name = launcher.who.clone();
     let fail = |e| Error::config("threads", format!("cannot start a launcher thread: {e}"));
     let body = move || {
@@ -432,7 +423,7 @@ fn start(mut launcher: Launcher, line: Arc<Line>, ring: usize) -> Result<JoinHan
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if let Hands::Threaded(lines) = &self.hands {
+        if let Executor::Threaded(lines) = &self.hands {
             lines.iter().for_each(|line| line.close());
         }
         for thread in std::mem::take(&mut *lock(&self.threads)) {
@@ -441,4 +432,9 @@ impl Drop for Inner {
         }
         self.ports.iter().for_each(|port| self.calls.drain(port));
     }
+}
+
+/// Whether all workers compute in host memory.
+fn is_host(workers: &[Worker]) -> bool {
+    workers.iter().all(|worker| worker.device().aliases_host())
 }

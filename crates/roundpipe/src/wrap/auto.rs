@@ -3,7 +3,7 @@
 //!
 //! A forward keeps a record of its calls, each with the calls that its inputs come from. The way
 //! back follows the record from the output, and is there as long as each call takes the outputs of
-//! at most one other: a chain. Unmerged outputs and their gradients pass from engine to engine
+//! at most one other: a chain. MicrobatchOutputs outputs and their gradients pass from engine to engine
 //! microbatch by microbatch, without a host wait.
 //!
 //! It refuses `forward_backward` (a loss needs to run behind the last layer, and there is no last
@@ -23,7 +23,7 @@ use super::{Decision, Node, Place, full_name, join, shown};
 use crate::batch::assemble;
 use crate::config::RunConfig;
 use crate::engine::args::{Args, InputGrads};
-use crate::engine::{Forward, IntoLosses, Lag, Losses, RoundPipe, Stepping};
+use crate::engine::{Forward, IntoLosses, Lag, Losses, RoundPipe, StepHandle};
 use crate::error::{Error, Result};
 use crate::exec::ring::Ring;
 use crate::layer::Params;
@@ -190,8 +190,8 @@ impl AutoWrapped {
 
     fn each_with_gradients(
         &self,
-        step: impl Fn(&str, &RoundPipe<Node>) -> Result<Stepping>,
-    ) -> Result<Vec<Stepping>> {
+        step: impl Fn(&str, &RoundPipe<Node>) -> Result<StepHandle>,
+    ) -> Result<Vec<StepHandle>> {
         let mut steps = Vec::new();
         for (path, engine) in self
             .0
@@ -448,7 +448,7 @@ impl Shared {
 /// Whether an error only says that another came first.
 fn is_consequence(error: &Error) -> bool {
     match error {
-        Error::CalledOff { .. } | Error::Aborted(_) => true,
+        Error::Cancelled { .. } | Error::Aborted(_) => true,
         Error::Task { source, .. } => is_consequence(source),
         _ => false,
     }
@@ -528,7 +528,7 @@ impl Recorder {
             .forward(input.into_args()?, &config)?;
         let kind = match forward.output() {
             Ok(output) => Kind::Host(output.clone()),
-            Err(_) => Kind::Unmerged(forward.unmerged()),
+            Err(_) => Kind::MicrobatchOutputs(forward.unmerged()),
         };
         Ok(self.note(path, origins, Body::Engine(Box::new(forward)), kind))
     }
@@ -807,7 +807,7 @@ fn gather(grads: &InputGrads, value: &Tree<HostTensor>) -> Result<Grads> {
 /// Steps that were ordered.
 #[derive(Debug)]
 pub struct AutoStepping {
-    steps: Vec<Stepping>,
+    steps: Vec<StepHandle>,
     grad_norm: Option<f64>,
 }
 
@@ -820,7 +820,7 @@ impl AutoStepping {
         let reports = self
             .steps
             .iter()
-            .map(Stepping::wait)
+            .map(StepHandle::wait)
             .collect::<Result<Vec<_>>>()?;
         let squared: f64 = reports
             .iter()

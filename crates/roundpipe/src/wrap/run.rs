@@ -11,7 +11,7 @@ use roundpipe_tensor::{Cx, Error as TensorError, HostTensor, Result as TensorRes
 use super::auto::Recorder;
 use super::{Node, Place};
 use crate::batch::{MergeOutput, assemble, merge};
-use crate::engine::Unmerged;
+use crate::engine::MicrobatchOutputs;
 use crate::engine::args::{Arg, Args};
 use crate::error::{Error, Result};
 use crate::tree::Tree;
@@ -27,7 +27,7 @@ pub struct Value {
 pub(super) enum Kind {
     Worker(Tree),
     Host(Tree<HostTensor>),
-    Unmerged(Unmerged),
+    MicrobatchOutputs(MicrobatchOutputs),
 }
 
 /// Which call a value comes from.
@@ -101,7 +101,7 @@ impl Value {
     pub(super) fn to_host(&self) -> Result<Tree<HostTensor>> {
         match &self.kind {
             Kind::Host(tree) => Ok(tree.clone()),
-            Kind::Unmerged(outputs) => {
+            Kind::MicrobatchOutputs(outputs) => {
                 let parts = (0..outputs.len())
                     .map(|m| outputs.wait(m))
                     .collect::<Result<_>>()?;
@@ -223,7 +223,7 @@ impl Values {
         let value = |arg: Arg| {
             let kind = match arg {
                 Arg::Value(tree) => Kind::Host(tree),
-                Arg::Outputs(outputs) => Kind::Unmerged(outputs),
+                Arg::Outputs(outputs) => Kind::MicrobatchOutputs(outputs),
             };
             Value {
                 kind,
@@ -243,7 +243,7 @@ impl Values {
     pub(super) fn into_args(self) -> Result<Args> {
         let arg = |value: Value| match value.kind {
             Kind::Host(tree) => Ok(Arg::Value(tree)),
-            Kind::Unmerged(outputs) => Ok(Arg::Outputs(outputs)),
+            Kind::MicrobatchOutputs(outputs) => Ok(Arg::Outputs(outputs)),
             Kind::Worker(_) => Err(Error::config(
                 "wrap",
                 "a value on a worker was given to an engine",

@@ -11,8 +11,8 @@ use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::scaler::ScalerState;
 use roundpipe::{
     Bytes, Cx, DType, Device, Devices, ExecutePlan, GradScaler, Grain, HostTensor, Inputs, Lag,
-    Layer, Merge, MergeOutput, Module, Param, Params, PlanKind, Ring, RingOptions, RoundPipe, Rule,
-    RunConfig, Sequential, Tensor, TensorError, TensorResult, Tree, Update, Visit,
+    Layer, Merge, MergeOutput, Module, Param, ParamVisitor, Params, PlanKind, Ring, RingOptions,
+    RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorError, TensorResult, Tree, Update,
 };
 use roundpipe_tensor::SimWorld;
 
@@ -357,7 +357,7 @@ fn chained_engines_are_one_engine() {
 struct Shared(Arc<dyn Layer>);
 
 impl Params for Shared {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         self.0.visit(visit);
     }
 }
@@ -647,7 +647,7 @@ impl Adapter {
 }
 
 impl Params for Adapter {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("base", &self.base);
         visit.param("down", &self.down);
         visit.param("up", &self.up);
@@ -723,7 +723,7 @@ struct Counter {
 }
 
 impl Params for Counter {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("count", &self.count);
     }
 }
@@ -951,7 +951,7 @@ fn a_closure_can_be_the_built_in_rule() {
 struct Scale(Param);
 
 impl Params for Scale {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("w", &self.0);
     }
 }

@@ -8,9 +8,9 @@ use roundpipe::engine::Args;
 use roundpipe::nn::{Init, Linear};
 use roundpipe::trace::{Category, Lane};
 use roundpipe::{
-    Cx, DType, Device, ExecutePlan, HostTensor, Layer, MergeOutput, Module, OutputDevice, Params,
-    PlanKind, RingOptions, RoundPipe, RunConfig, Sequential, TensorError, TensorResult, Tree,
-    Visit,
+    Cx, DType, Device, ExecutePlan, HostTensor, Layer, MergeOutput, Module, OutputDevice,
+    ParamVisitor, Params, PlanKind, RingOptions, RoundPipe, RunConfig, Sequential, TensorError,
+    TensorResult, Tree,
 };
 use roundpipe_tensor::SimWorld;
 use roundpipe_tensor::sim::{Fault, FaultKind};
@@ -25,7 +25,7 @@ struct Adds {
 }
 
 impl Params for Adds {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.child("linear", &self.linear);
     }
 }

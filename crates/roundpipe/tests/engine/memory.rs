@@ -10,9 +10,9 @@ use roundpipe::nn::{Init, Linear};
 use roundpipe::ops::Attention;
 use roundpipe::trace::Lane as TraceLane;
 use roundpipe::{
-    Bytes, Cx, DType, Device, ExecutePlan, Grain, HostTensor, Lag, Likeness, Module, Params, Pin,
-    PlanKind, Ring, RingOptions, RoundPipe, RunConfig, Sequential, Tensor, TensorResult, Tree,
-    Update, Visit, bf16,
+    Bytes, CostModel, Cx, DType, Device, ExecutePlan, Grain, HostTensor, Lag, Module, ParamVisitor,
+    Params, Pin, PlanKind, Ring, RingOptions, RoundPipe, RunConfig, Sequential, Tensor,
+    TensorResult, Tree, Update, bf16,
 };
 use roundpipe_tensor::device::{Arena, DeviceId, Lane, LaneKind, Ops};
 use roundpipe_tensor::sim::{SimConfig, Timing};
@@ -416,7 +416,7 @@ fn values_that_stay_go_with_their_last_reader() {
 struct Attends;
 
 impl Params for Attends {
-    fn visit(&self, _: &mut Visit<'_>) {}
+    fn visit(&self, _: &mut ParamVisitor<'_>) {}
 }
 
 impl Module for Attends {
@@ -438,7 +438,7 @@ fn plans_know_whose_attention_a_card_has() {
     let mut init = Init::new(1, DType::BF16);
     let linear = Linear::new(&mut init, 512, 512, false).unwrap();
     let model = Sequential::new().with(linear).with(Attends);
-    let step = |like: Likeness| {
+    let step = |like: CostModel| {
         let builder =
             RoundPipe::builder(model.clone()).devices(vec![Meta::like(like) as Arc<dyn Device>]);
         let engine = builder
@@ -448,8 +448,8 @@ fn plans_know_whose_attention_a_card_has() {
         let x = HostTensor::from_slice(&vec![bf16::ONE; 2048 * 512], &[1, 2048, 512])?;
         engine.forward_backward(x.clone(), x, square).map(drop)
     };
-    let any = Likeness::from(DeviceKind::Cuda);
-    step(Likeness {
+    let any = CostModel::from(DeviceKind::Cuda);
+    step(CostModel {
         library_attention: false,
         ..any
     })

@@ -8,7 +8,7 @@ use roundpipe::nn::{BatchNorm2d, Conv2d, Dropout, Embedding, Func, Init, LayerNo
 use roundpipe::ops::{Attention, CrossEntropy};
 use roundpipe::{
     Bytes, Cpu, Cx, DType, Device, HostTensor, Inputs, Layer, Losses, Module, Optimizer, Param,
-    Params, RngSite, Rule, Sequential, Tensor, TensorResult, Tree, Visit, Worker,
+    ParamVisitor, Params, RngSite, Rule, Sequential, Tensor, TensorResult, Tree, Worker,
 };
 
 pub const SEED: u64 = 5;
@@ -23,7 +23,7 @@ struct Embed {
 }
 
 impl Params for Embed {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.child("tokens", &self.tokens);
     }
 }
@@ -64,7 +64,7 @@ impl Block {
 }
 
 impl Params for Block {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.child("norm", &self.norm);
         visit.child("qkv", &self.qkv);
         visit.child("out", &self.out);
@@ -132,7 +132,7 @@ struct Head {
 }
 
 impl Params for Head {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("weight", &self.weight);
     }
 }
@@ -208,7 +208,7 @@ struct Unit {
 }
 
 impl Params for Unit {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.child("conv", &self.conv);
         visit.child("norm", &self.norm);
     }

@@ -7,8 +7,8 @@ use std::time::Duration;
 use roundpipe::nn::{Init, Linear};
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::{
-    Bytes, Cx, DType, Device, Error, HostTensor, Lag, MergeOutput, Module, Param, Params,
-    RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update, Visit,
+    Bytes, Cx, DType, Device, Error, HostTensor, Lag, MergeOutput, Module, Param, ParamVisitor,
+    Params, RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update,
 };
 use roundpipe_tensor::SimWorld;
 
@@ -315,7 +315,7 @@ struct SlowCount {
 }
 
 impl Params for SlowCount {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("count", &self.count);
     }
 }

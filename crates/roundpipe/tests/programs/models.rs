@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use roundpipe::nn::{Dropout, Embedding, Func, Init, Linear};
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::{
-    CustomOp, Cx, DType, DeviceKind, HostTensor, Layer, Module, Param, Params, Rule, Sequential,
-    Tensor, TensorError, TensorResult, Tree, Visit,
+    CustomOp, Cx, DType, DeviceKind, HostTensor, Layer, Module, Param, ParamVisitor, Params, Rule,
+    Sequential, Tensor, TensorError, TensorResult, Tree,
 };
 
 use crate::program::{Batch, Dice, EngineSpec, Fault, Function, Loss, ModelKind, Odd, RuleKind};
@@ -100,7 +100,7 @@ impl Traps {
 struct Trap(Traps);
 
 impl Params for Trap {
-    fn visit(&self, _: &mut Visit<'_>) {}
+    fn visit(&self, _: &mut ParamVisitor<'_>) {}
 }
 
 impl Layer for Trap {
@@ -161,7 +161,7 @@ fn put(rest: Tree, x: Tensor) -> TensorResult<Tree> {
 struct On<M>(M);
 
 impl<M: Params> Params for On<M> {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         self.0.visit(visit);
     }
 }
@@ -178,7 +178,7 @@ impl<M: Module> Layer for On<M> {
 struct Out;
 
 impl Params for Out {
-    fn visit(&self, _: &mut Visit<'_>) {}
+    fn visit(&self, _: &mut ParamVisitor<'_>) {}
 }
 
 impl Layer for Out {
@@ -191,7 +191,7 @@ impl Layer for Out {
 struct Shared(Param);
 
 impl Params for Shared {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("weight", &self.0);
     }
 }
@@ -209,7 +209,7 @@ struct Centre {
 }
 
 impl Params for Centre {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         visit.param("mean", &self.mean);
     }
 }
@@ -348,7 +348,7 @@ fn linear_with_frozen_bias(init: &mut Init) -> Linear {
 struct Held(Arc<dyn Layer>);
 
 impl Params for Held {
-    fn visit(&self, visit: &mut Visit<'_>) {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
         self.0.visit(visit);
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use roundpipe::engine::{Args, InputGrads, Stepping, Unmerged};
+use roundpipe::engine::{Args, InputGrads, MicrobatchOutputs, StepHandle};
 use roundpipe::update::OptimParams;
 use roundpipe::{
     Bytes, Cpu, DType, Device, Error, ExecutePlan, Forward, Grain, HostTensor, Lag, Losses,
@@ -597,7 +597,7 @@ impl<'a> Session<'a> {
         replies.push(reply(front, "chain backward", done.map(|_| Value::Done)));
     }
 
-    fn step(&self, engine: usize, tag: usize, function: Function, lag: Lag) -> Result<Stepping> {
+    fn step(&self, engine: usize, tag: usize, function: Function, lag: Lag) -> Result<StepHandle> {
         let step = move |params: &mut OptimParams<'_>| {
             // The views are taken one by one, so the values travel.
             let grads: Vec<Option<Vec<f32>>> =
@@ -831,7 +831,7 @@ fn told(error: &Error) -> Told {
     }
     Told {
         text,
-        echo: matches!(error, Error::CalledOff { .. } | Error::Aborted(_)),
+        echo: matches!(error, Error::Cancelled { .. } | Error::Aborted(_)),
     }
 }
 
@@ -844,7 +844,7 @@ fn reply(engine: usize, call: &'static str, result: Result<Value>) -> Reply {
 }
 
 /// What a step returned, and its report where it is waited for.
-fn wait_for(engine: usize, stepping: Result<Stepping>, wait: bool, replies: &mut Vec<Reply>) {
+fn wait_for(engine: usize, stepping: Result<StepHandle>, wait: bool, replies: &mut Vec<Reply>) {
     let stepping = match stepping {
         Ok(stepping) => stepping,
         Err(error) => return replies.push(reply(engine, "step", Err(error))),
@@ -864,7 +864,7 @@ fn rows(tree: Tree<HostTensor>) -> Vec<u64> {
     tensor_bits(&tree.tensor().expect("one output"))
 }
 
-fn read_rows(outputs: &Unmerged) -> Result<Value> {
+fn read_rows(outputs: &MicrobatchOutputs) -> Result<Value> {
     let mut all = Vec::new();
     for part in 0..outputs.len() {
         all.extend(rows(outputs.wait(part)?));

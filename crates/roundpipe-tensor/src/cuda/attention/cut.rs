@@ -356,6 +356,10 @@ mod tests {
 
     /// What training meets: pieces, the lengths of their blocks, and scratch within the bound.
     #[test]
+    #[cfg_attr(
+        miri,
+        ignore = "arithmetic without memory, and half a million pairs of tiles"
+    )]
     fn long_sequences_fit() {
         for (dims, pieces, block) in [
             ([4, 16, 8, 4096, 128], 1, 4096),

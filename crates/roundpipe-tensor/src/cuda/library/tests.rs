@@ -39,6 +39,7 @@ fn remove(library: &Path) {
 
 /// Drivers before 570 know the time between events by its first name only.
 #[test]
+#[cfg_attr(miri, ignore = "Miri starts no compiler")]
 fn the_time_between_events_is_asked_by_the_name_that_all_drivers_know() {
     let text = "int cuEventElapsedTime(float* ms, void* a, void* b) { *ms = 2.5f; return a == b ? 400 : 0; }";
     let Some(path) = made("elapsed", "libdriver.so", text) else {
@@ -56,6 +57,7 @@ fn the_time_between_events_is_asked_by_the_name_that_all_drivers_know() {
 
 /// A file that is no library, and one without the functions, are told in one line with their names.
 #[test]
+#[cfg_attr(miri, ignore = "Miri starts no compiler")]
 fn broken_libraries_are_named_in_one_line() {
     let Some(path) = made(
         "broken",

@@ -5,9 +5,9 @@ use super::{give_sum, incoming, raw_binary, raw_unary, scalar};
 use crate::cx::{Cx, same_dtype};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::exec::Worker;
 use crate::kernel::{Binary, Compare, Kernel, Unary};
 use crate::tensor::Tensor;
+use crate::worker::Worker;
 
 /// Methods that only name a comparison: of two tensors, and of a tensor with a number.
 macro_rules! comparisons {

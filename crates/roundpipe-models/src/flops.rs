@@ -7,7 +7,7 @@ use crate::config::ModelConfig;
 
 /// What is trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Trains {
+pub enum TrainMode {
     /// Every weight.
     All,
     /// Branches beside frozen weights; their own few operations are not counted.
@@ -18,15 +18,15 @@ pub enum Trains {
 
 impl ModelConfig {
     /// Floating-point operations per token of sequences of `seq` tokens.
-    pub fn flops_per_token(&self, seq: usize, trains: Trains) -> f64 {
+    pub fn flops_per_token(&self, seq: usize, trains: TrainMode) -> f64 {
         let (products, attention) = (self.block_products(), self.attention(seq));
         let head = 2.0 * self.vocab as f64 * self.hidden as f64;
         // Forward, recompute, and gradients of inputs and of weights; attention's backward is 2.5
         // forwards.
         match trains {
-            Trains::All => 4.0 * products + 4.5 * attention + 3.0 * head,
-            Trains::Adapters => 3.0 * products + 4.5 * attention + 2.0 * head,
-            Trains::Nothing => products + attention + head,
+            TrainMode::All => 4.0 * products + 4.5 * attention + 3.0 * head,
+            TrainMode::Adapters => 3.0 * products + 4.5 * attention + 2.0 * head,
+            TrainMode::Nothing => products + attention + head,
         }
     }
 
@@ -65,21 +65,21 @@ impl ModelConfig {
 
 #[cfg(test)]
 mod tests {
-    use super::Trains;
+    use super::TrainMode;
     use crate::presets::preset;
 
     /// Qwen3-1.7B at 4096 tokens takes 15.3 GFLOP per token with its blocks recomputed.
     #[test]
     fn a_known_model_takes_what_is_known() {
         let config = preset("qwen3-1.7b").unwrap();
-        let giga = config.flops_per_token(4096, Trains::All) / 1e9;
+        let giga = config.flops_per_token(4096, TrainMode::All) / 1e9;
         assert!((giga - 15.3).abs() < 0.1, "{giga}");
         assert!(
-            config.flops_per_token(4096, Trains::Adapters)
-                < config.flops_per_token(4096, Trains::All)
+            config.flops_per_token(4096, TrainMode::Adapters)
+                < config.flops_per_token(4096, TrainMode::All)
         );
         let sparse = preset("qwen3-30b-a3b").unwrap();
-        let active = sparse.flops_per_token(1, Trains::Nothing) / 2e9;
+        let active = sparse.flops_per_token(1, TrainMode::Nothing) / 2e9;
         assert!(
             (2.5..3.5).contains(&active),
             "about 3 billion active parameters: {active}"

@@ -12,20 +12,20 @@ use super::call::LossFn;
 use crate::layer::Layer;
 use crate::tree::Tree;
 
-use roundpipe_tensor::transfer::Parcel;
+use roundpipe_tensor::transfer::HostValue;
 
 /// A leaf of a value on a worker.
 #[derive(Debug, Clone)]
-pub(crate) struct Held {
+pub(crate) struct Activation {
     pub tensor: Tensor,
     /// Whether a gradient will come back for it.
     pub grad: bool,
     /// Where it also is, when it was received or sent.
-    pub parcel: Option<Parcel>,
+    pub parcel: Option<HostValue>,
 }
 
 /// A layer whose weights are on the worker.
-pub(crate) struct Seated {
+pub(crate) struct LoadedLayer {
     pub index: usize,
     pub params: Vec<(Param, Tensor)>,
     /// Sums of gradients over microbatches, in the accumulator type; `None` before the first.
@@ -37,13 +37,13 @@ pub(crate) struct Seated {
 /// How a layer is run.
 pub(crate) enum Mode {
     /// Nothing is kept, no backward follows.
-    Plain,
+    Infer,
     /// Nothing is kept; a recompute follows.
-    Ahead,
+    Forward,
     /// Recorded for the backward that follows in the same visit.
     Record,
     /// As `Record`, repeating an earlier forward that saved these.
-    Again(Vec<Tensor>),
+    Recompute(Vec<Tensor>),
 }
 
 /// What a layer left behind for its backward.
@@ -55,7 +55,7 @@ pub(crate) struct Taped {
 
 /// What running a layer gives.
 pub(crate) struct Ran {
-    pub output: Tree<Held>,
+    pub output: Tree<Activation>,
     pub tape: Option<Taped>,
     /// Saved for its recompute.
     pub saved: Option<Vec<Tensor>>,
@@ -63,7 +63,7 @@ pub(crate) struct Ran {
     pub buffers: Vec<(usize, Tensor)>,
 }
 
-impl Seated {
+impl LoadedLayer {
     fn context(
         &mut self,
         worker: &Worker,
@@ -72,13 +72,13 @@ impl Seated {
         mode: Mode,
     ) -> Result<Cx> {
         let (cx, records) = match mode {
-            Mode::Plain => (Cx::new(worker, false, training), false),
-            Mode::Ahead => (
+            Mode::Infer => (Cx::new(worker, false, training), false),
+            Mode::Forward => (
                 Cx::ahead(worker, training).with_recompute(Recompute::Later(None)),
                 false,
             ),
             Mode::Record => (Cx::new(worker, true, training), true),
-            Mode::Again(saved) => (
+            Mode::Recompute(saved) => (
                 Cx::new(worker, true, training).with_recompute(Recompute::Now(saved)),
                 true,
             ),
@@ -104,9 +104,9 @@ impl Seated {
         training: bool,
         site: RngSite,
         mode: Mode,
-        input: &Tree<Held>,
+        input: &Tree<Activation>,
     ) -> Result<Ran> {
-        let repeats = matches!(mode, Mode::Again(_));
+        let repeats = matches!(mode, Mode::Recompute(_));
         let mut cx = self.context(worker, training, site, mode)?;
         let given = input.clone().try_map(|held| {
             if held.grad {
@@ -134,7 +134,7 @@ impl Seated {
         let outputs: Vec<Tensor> = output.leaves().into_iter().cloned().collect();
         let held = output.map_ref(|tensor| {
             let passed_on = kept.iter().position(|k| k.is_same(tensor));
-            Held {
+            Activation {
                 tensor: tensor.detach(),
                 grad: tensor.requires_grad(),
                 parcel: passed_on.and_then(|i| sources[i].parcel.clone()),
@@ -194,7 +194,7 @@ pub(crate) fn losses(
     loss: &LossFn,
     worker: &Worker,
     site: RngSite,
-    output: &Tree<Held>,
+    output: &Tree<Activation>,
     label: Tree<Tensor>,
 ) -> Result<(Vec<Tensor>, Vec<Option<Tensor>>)> {
     let mut cx = Cx::new(worker, true, true).at(site);

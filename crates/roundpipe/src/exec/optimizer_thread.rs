@@ -21,7 +21,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
-use super::call::{Call, Model, Peers};
+use super::call::{Call, CallList, Model};
 use super::launcher::panic_text;
 use crate::error::{Error, Result};
 use crate::optim::StepReport;
@@ -33,7 +33,7 @@ use crate::update::{Apply, Decision, OptimParams, Update};
 use crate::version::Abort;
 
 /// How long a step waits for somebody who looks at a parameter.
-const PATIENCE: Duration = Duration::from_secs(60);
+const BUSY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A user's update.
 pub(crate) type StepFn = Box<dyn FnOnce(&mut OptimParams<'_>) -> Result<()> + Send>;
@@ -51,7 +51,7 @@ pub(crate) enum Work {
 }
 
 /// One step to do.
-pub(crate) struct Order {
+pub(crate) struct StepRequest {
     /// The version that it makes.
     pub version: u64,
     pub calls: Vec<Arc<Call>>,
@@ -171,7 +171,7 @@ impl Outcome {
 }
 
 fn failed_before() -> Error {
-    Error::CalledOff {
+    Error::Cancelled {
         why: "the step failed before".to_owned(),
     }
 }
@@ -226,7 +226,7 @@ impl Streak {
 
 /// The thread that updates one engine's model.
 pub(crate) struct Stepper {
-    orders: Option<Sender<Order>>,
+    orders: Option<Sender<StepRequest>>,
     thread: Option<JoinHandle<()>>,
     abort: Abort,
     pub streak: Arc<Streak>,
@@ -234,9 +234,9 @@ pub(crate) struct Stepper {
 }
 
 /// What the thread works with.
-struct Bench {
+struct OptimizerThread {
     model: Arc<Model>,
-    peers: Arc<Peers>,
+    call_list: Arc<CallList>,
     board: Board,
     trace: Arc<Trace>,
     abort: Abort,
@@ -247,7 +247,7 @@ impl Stepper {
     /// Starts the thread. It fails a step after `most_nonfinite` in a row that were not finite.
     pub fn start(
         model: &Arc<Model>,
-        peers: &Arc<Peers>,
+        call_list: &Arc<CallList>,
         board: &Board,
         trace: &Arc<Trace>,
         most_nonfinite: u64,
@@ -255,9 +255,9 @@ impl Stepper {
         let streak = Arc::new(Streak::new(most_nonfinite));
         let (orders, to_do) = channel();
         let abort = model.store.abort();
-        let bench = Bench {
+        let bench = OptimizerThread {
             model: model.clone(),
-            peers: peers.clone(),
+            call_list: call_list.clone(),
             board: board.clone(),
             trace: trace.clone(),
             abort: abort.clone(),
@@ -284,7 +284,7 @@ impl Stepper {
         std::thread::current().id() == self.id
     }
 
-    pub fn order(&self, order: Order) {
+    pub fn order(&self, order: StepRequest) {
         if let Some(orders) = &self.orders {
             // The thread ends only after this sender is gone.
             drop(orders.send(order));
@@ -302,10 +302,10 @@ impl Drop for Stepper {
     }
 }
 
-impl Bench {
-    fn run(&self, orders: &Receiver<Order>) {
+impl OptimizerThread {
+    fn run(&self, orders: &Receiver<StepRequest>) {
         for order in orders {
-            let Order {
+            let StepRequest {
                 version,
                 calls,
                 next_call,
@@ -328,7 +328,7 @@ impl Bench {
                     // than there is now.
                     let store = &self.model.store;
                     store.set_asked(store.layer(0).versions().current());
-                    self.peers.fail_from(next_call, &why);
+                    self.call_list.fail_from(next_call, &why);
                     outcome.set(Phase::Failed(Some(error)));
                 }
             }
@@ -346,7 +346,7 @@ impl Bench {
         let measured = self.measure(calls);
         for call in calls {
             if !call.wait_end("optimizer") {
-                let source = Box::new(call.take_error().unwrap_or_else(|| call.called_off()));
+                let source = Box::new(call.take_error().unwrap_or_else(|| call.cancelled()));
                 return Err(Error::Undone {
                     first: version,
                     source,
@@ -450,7 +450,7 @@ impl Bench {
         }
         // Never set: all calls before have ended, and those behind it read what it writes.
         let never = store.abort();
-        self.patiently(Some(PATIENCE), || store.check_open(version, &never))?;
+        self.patiently(Some(BUSY_TIMEOUT), || store.check_open(version, &never))?;
         outcome.set(Phase::Begun);
         let mut first_partial = None;
         for layer in layers {
@@ -495,7 +495,9 @@ impl Bench {
     ) -> Result<StepReport> {
         let store = &self.model.store;
         let mut function = Some(function);
-        self.patiently(Some(PATIENCE), || store.check_open(version, &self.abort))?;
+        self.patiently(Some(BUSY_TIMEOUT), || {
+            store.check_open(version, &self.abort)
+        })?;
         let start = self.trace.now_ns();
         store.apply_fn(version, &self.abort, &mut |params| match function.take() {
             Some(function) => function(params),
@@ -544,7 +546,7 @@ impl Bench {
             start_ns,
             end_ns: self.trace.now_ns(),
             call: version,
-            slot: None,
+            stage: None,
             layer: Some(layer),
             microbatch: None,
             bytes: None,

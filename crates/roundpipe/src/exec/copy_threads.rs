@@ -4,7 +4,7 @@
 //! never behind a prefetch that waits for a new version of the weights. The serial executor does
 //! both on the spot.
 //!
-//! # Order
+//! # StepRequest
 //! 1. Weights are read once the version that the call asks for has been published, under a ticket
 //!    that keeps the optimizer from writing there until the last chunk has landed.
 //! 2. A gradient is written once the update before has read the one that lies there.
@@ -28,18 +28,18 @@ const CHUNK: u64 = 16 << 20;
 const MOST_UNLOADS: usize = 2;
 
 /// A layer's weights to bring.
-pub(crate) struct Load {
+pub(crate) struct WeightUpload {
     pub call: Arc<Call>,
-    pub slot: usize,
+    pub stage: usize,
     pub layer: usize,
     pub memory: Slot,
     pub tickets: Vec<ReadTicket>,
 }
 
 /// The gradients of a job to take away.
-pub(crate) struct Unload {
+pub(crate) struct GradientDownload {
     pub call: Arc<Call>,
-    pub slot: usize,
+    pub stage: usize,
     pub gradients: Vec<Gradient>,
     /// Behind the kernels that made them.
     pub after: Event,
@@ -56,22 +56,22 @@ pub(crate) struct Gradient {
 type Room = Arc<(Mutex<usize>, Condvar)>;
 
 /// Who moves weights and gradients of a worker.
-pub(crate) enum Mover {
+pub(crate) enum CopyThreads {
     /// Whoever asks.
     Inline(Arc<Port>),
     /// Two threads.
     Threads {
-        loads: Sender<Load>,
-        unloads: Sender<Unload>,
+        loads: Sender<WeightUpload>,
+        unloads: Sender<GradientDownload>,
         room: Room,
     },
 }
 
-impl Mover {
+impl CopyThreads {
     /// Starts the threads of a worker.
     pub fn start(port: &Arc<Port>, threads: &mut Vec<JoinHandle<()>>) -> Result<Self> {
-        let (loads, to_load) = channel::<Load>();
-        let (unloads, to_unload) = channel::<Unload>();
+        let (loads, to_load) = channel::<WeightUpload>();
+        let (unloads, to_unload) = channel::<GradientDownload>();
         let room: Room = Arc::default();
         let id = port.worker().device().id();
         let (up, down, freed) = (port.clone(), port.clone(), room.clone());
@@ -98,7 +98,7 @@ impl Mover {
     }
 
     /// Brings a layer's weights; they appear in the call, and a part of it ends.
-    pub fn load(&self, load: Load) {
+    pub fn load(&self, load: WeightUpload) {
         load.call.open_part();
         match self {
             Self::Inline(port) => bring(port, load),
@@ -108,7 +108,7 @@ impl Mover {
     }
 
     /// Takes a job's gradients away; then a part of the call ends.
-    pub fn unload(&self, unload: Unload) {
+    pub fn unload(&self, unload: GradientDownload) {
         unload.call.open_part();
         match self {
             Self::Inline(port) => take_away(port, unload),
@@ -126,13 +126,13 @@ impl Mover {
     }
 }
 
-fn load_all(port: &Port, loads: &Receiver<Load>) {
+fn load_all(port: &Port, loads: &Receiver<WeightUpload>) {
     for load in loads {
         bring(port, load);
     }
 }
 
-fn unload_all(port: &Port, unloads: &Receiver<Unload>, room: &Room) {
+fn unload_all(port: &Port, unloads: &Receiver<GradientDownload>, room: &Room) {
     for unload in unloads {
         take_away(port, unload);
         *room.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
@@ -140,42 +140,42 @@ fn unload_all(port: &Port, unloads: &Receiver<Unload>, room: &Room) {
     }
 }
 
-fn fail(call: &Call, slot: usize, layer: usize, error: Error) {
-    match error.is_echo() {
+fn fail(call: &Call, stage: usize, layer: usize, error: Error) {
+    match error.is_secondary() {
         true => call.fail(error),
-        false => call.fail(call.place(slot, Some(layer), None, error)),
+        false => call.fail(call.place(stage, Some(layer), None, error)),
     }
 }
 
-fn bring(port: &Port, load: Load) {
-    let (call, slot, layer) = (load.call.clone(), load.slot, load.layer);
+fn bring(port: &Port, load: WeightUpload) {
+    let (call, stage, layer) = (load.call.clone(), load.stage, load.layer);
     if !call.has_failed()
         && let Err(error) = try_bring(port, load)
     {
-        fail(&call, slot, layer, error);
+        fail(&call, stage, layer, error);
     }
     call.end_part();
 }
 
-fn try_bring(port: &Port, load: Load) -> Result<()> {
-    let Load {
+fn try_bring(port: &Port, load: WeightUpload) -> Result<()> {
+    let WeightUpload {
         call,
-        slot,
+        stage,
         layer,
         memory,
         tickets,
     } = load;
-    let terms = &call.terms;
+    let spec = &call.spec;
     let who = || format!("{} up", port.worker().device().id());
     {
-        let _watched = terms
+        let _watched = spec
             .board
             .wait(&who(), "waiting for a new version of the weights");
         for ticket in &tickets {
             ticket.wait_readable(&call.abort)?;
         }
     }
-    let segments = terms.model.store.segments(layer, terms.version)?;
+    let segments = spec.model.store.segments(layer, spec.version)?;
     let part = |s: crate::store::Segment| {
         Ok(Part {
             host: s.data.read_all()?,
@@ -183,24 +183,24 @@ fn try_bring(port: &Port, load: Load) -> Result<()> {
         })
     };
     let parts = segments.into_iter().map(part).collect::<Result<Vec<_>>>()?;
-    let (loaded, flight) = memory.fill(&terms.model.layers[layer].0, parts, CHUNK, port.log())?;
-    call.put(|state| state.loaded.insert((slot, layer), loaded));
+    let (loaded, flight) = memory.fill(&spec.model.layers[layer].0, parts, CHUNK, port.log())?;
+    call.put(|state| state.loaded.insert((stage, layer), loaded));
     flight.land()?;
     drop(tickets);
     Ok(())
 }
 
-fn take_away(port: &Port, unload: Unload) {
-    let (call, slot) = (unload.call.clone(), unload.slot);
-    let layer = call.terms.stages[slot].layers.start;
+fn take_away(port: &Port, unload: GradientDownload) {
+    let (call, stage) = (unload.call.clone(), unload.stage);
+    let layer = call.spec.stages[stage].layers.start;
     if let Err(error) = try_take_away(port, unload) {
-        fail(&call, slot, layer, error);
+        fail(&call, stage, layer, error);
     }
     call.end_part();
 }
 
-fn try_take_away(port: &Port, unload: Unload) -> Result<()> {
-    let Unload {
+fn try_take_away(port: &Port, unload: GradientDownload) -> Result<()> {
+    let GradientDownload {
         call,
         gradients,
         after,
@@ -211,7 +211,7 @@ fn try_take_away(port: &Port, unload: Unload) -> Result<()> {
         let _ = after.fence();
         return Ok(());
     }
-    let terms = &call.terms;
+    let spec = &call.spec;
     let mut flights = Vec::with_capacity(gradients.len());
     for Gradient {
         layer,
@@ -219,16 +219,15 @@ fn try_take_away(port: &Port, unload: Unload) -> Result<()> {
         tensor,
     } in gradients
     {
-        let stored = terms.model.store.layer(layer);
+        let stored = spec.model.store.layer(layer);
         {
-            let _watched = terms.board.wait(
+            let _watched = spec.board.wait(
                 "gradients",
                 "waiting for the optimizer to read the last ones",
             );
-            terms
-                .model
+            spec.model
                 .store
-                .wait_grad_free(layer, terms.step, &call.abort)?;
+                .wait_grad_free(layer, spec.step, &call.abort)?;
         }
         let Some(range) = stored.grad_range(param)? else {
             continue;
@@ -247,7 +246,7 @@ fn try_take_away(port: &Port, unload: Unload) -> Result<()> {
     let mut flights = flights.into_iter().peekable();
     while let Some((layer, param, flight)) = flights.next() {
         flight.land()?;
-        terms.model.store.layer(layer).set_filled(param, true);
+        spec.model.store.layer(layer).set_filled(param, true);
         if flights.peek().is_none_or(|(next, ..)| *next != layer) {
             call.put(|state| state.landed[layer] = true);
         }

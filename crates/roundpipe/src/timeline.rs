@@ -2,7 +2,7 @@
 //!
 //! RoundPipe's rules, as the engine follows them:
 //!
-//! 1. Stage slot `i` of a call runs on device `(g0 + i) mod N`; `g0` carries over from call to
+//! 1. Stage `i` of a call runs on device `(g0 + i) mod N`; `g0` carries over from call to
 //!    call.
 //! 2. A device runs all microbatches of its slot, in order, before its next slot.
 //! 3. Microbatch `m` of a slot needs microbatch `m` of the slot before it, plus a hop between
@@ -30,9 +30,10 @@
 
 use std::ops::Range;
 
-use crate::costs::{LayerCost, LayerCosts};
+use crate::cost::{LayerCost, LayerCosts};
 use crate::error::{Error, Result};
 use crate::plan::{ExecutePlan, Pass, PlanKind};
+use crate::schedule::RoundRobin;
 
 /// Who runs what when.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -54,7 +55,7 @@ pub enum Schedule {
 
 /// What may run on a device before a stage's input has arrived there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Ahead {
+pub enum EarlyWork {
     /// Nothing: a task is one piece.
     #[default]
     Nothing,
@@ -75,7 +76,10 @@ pub struct Setting {
     /// Microbatches that one visit of a stage takes; the engine takes all.
     pub visit: usize,
     /// What may run early.
-    pub ahead: Ahead,
+    pub ahead: EarlyWork,
+    /// Whether all devices compute on the same cores, as workers on the host do: see
+    /// [`RoundRobin::shares_cores`].
+    pub shares_cores: bool,
     /// Speed of each device, relative to the one that the costs were taken on; nothing means 1.0
     /// for all.
     pub speeds: Vec<f64>,
@@ -95,7 +99,8 @@ impl Setting {
             devices,
             microbatches,
             visit: microbatches,
-            ahead: Ahead::Nothing,
+            ahead: EarlyWork::Nothing,
+            shares_cores: false,
             speeds: Vec::new(),
             upload_bytes_per_ms: None,
             grad_bytes_per_ms: None,
@@ -107,7 +112,7 @@ impl Setting {
     pub fn published(devices: usize, microbatches: usize) -> Self {
         Self {
             visit: devices,
-            ahead: Ahead::RecomputeAndFused,
+            ahead: EarlyWork::RecomputeAndFused,
             ..Self::new(devices, microbatches)
         }
     }
@@ -270,7 +275,7 @@ pub fn simulate_models(
         let fused = kind == PlanKind::Fused && index + 1 < models.len();
         plan.check(if fused { PlanKind::Train } else { kind }, costs.len())?;
     }
-    Ok(replay(&slots(kind, models, setting), setting, lag))
+    Ok(replay(&sim_stages(kind, models, setting), setting, lag))
 }
 
 /// Forward stages and layers of several models as those of one.
@@ -289,9 +294,9 @@ fn joined(models: &[(&ExecutePlan, &LayerCosts)]) -> (Vec<Range<usize>>, LayerCo
     (stages, all)
 }
 
-/// One stage slot of a call: what the ring needs to know about it.
+/// One stage of a call: what the ring needs to know about it.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Slot {
+pub(crate) struct SimStage {
     pass: Pass,
     /// What may run before the input has arrived.
     ahead_ms: f64,
@@ -301,12 +306,12 @@ pub(crate) struct Slot {
     body_ms: f64,
     /// The input's way from the slot before.
     hop_ms: f64,
-    moved: Moved,
+    moved: Copies,
 }
 
 /// What a visit moves between host and device beside activations.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-struct Moved {
+struct Copies {
     /// Upload of the first layer's parameters.
     first_ms: f64,
     /// Upload of the whole stage's.
@@ -317,7 +322,7 @@ struct Moved {
     download_ms: f64,
 }
 
-impl Moved {
+impl Copies {
     fn new(pass: Pass, layers: &Range<usize>, costs: &LayerCosts, setting: &Setting) -> Self {
         let mut moved = Self::default();
         if let Some(rate) = setting.upload_bytes_per_ms {
@@ -336,35 +341,35 @@ impl Moved {
     }
 }
 
-/// The slots of one call over several models: forward from the first to the last, backward in
+/// The stages of one call over several models: forward from the first to the last, backward in
 /// reverse. Only the last model is fused when `kind` says so.
-pub(crate) fn slots(
+pub(crate) fn sim_stages(
     kind: PlanKind,
     models: &[(&ExecutePlan, &LayerCosts)],
     setting: &Setting,
-) -> Vec<Slot> {
-    let mut slots = Vec::new();
+) -> Vec<SimStage> {
+    let mut stages = Vec::new();
     let mut saved_at = Vec::new();
     for (model, (plan, costs)) in models.iter().enumerate() {
-        saved_at.push(slots.len());
-        slots.extend(plan.forward.iter().map(|layers| Slot {
+        saved_at.push(stages.len());
+        stages.extend(plan.forward.iter().map(|layers| SimStage {
             pass: Pass::Forward,
             ahead_ms: 0.0,
             saved_by: None,
             body_ms: costs.forward_ms(layers.clone()),
             hop_ms: hop_up(models, model, layers.start, setting),
-            moved: Moved::new(Pass::Forward, layers, costs, setting),
+            moved: Copies::new(Pass::Forward, layers, costs, setting),
         }));
     }
     if kind == PlanKind::Infer {
-        return slots;
+        return stages;
     }
     for (model, (plan, costs)) in models.iter().enumerate().rev() {
         for (index, layers) in plan.backward.iter().enumerate() {
             let fused = kind == PlanKind::Fused && model + 1 == models.len() && index == 0;
-            slots.push(if fused {
+            stages.push(if fused {
                 let hop_ms = hop_up(models, model, layers.start, setting);
-                fused_slot(layers, costs, hop_ms, setting)
+                fused_stage(layers, costs, hop_ms, setting)
             } else {
                 // A stage's input was saved by the forward stage that ran its first layer.
                 let run_by = plan
@@ -372,11 +377,11 @@ pub(crate) fn slots(
                     .iter()
                     .position(|forward| forward.contains(&layers.start));
                 let saved_by = run_by.map(|slot| saved_at[model] + slot);
-                backward_slot(layers, costs, saved_by, setting)
+                backward_stage(layers, costs, saved_by, setting)
             });
         }
     }
-    slots
+    stages
 }
 
 /// The way of a layer's input: the first layer of a model gets it from the model before.
@@ -395,11 +400,16 @@ fn hop_up(
     source.map_or(0.0, |layer| setting.hop_ms(layer))
 }
 
-fn fused_slot(layers: &Range<usize>, costs: &LayerCosts, hop_ms: f64, setting: &Setting) -> Slot {
+fn fused_stage(
+    layers: &Range<usize>,
+    costs: &LayerCosts,
+    hop_ms: f64,
+    setting: &Setting,
+) -> SimStage {
     let forward_ms = costs.forward_ms(layers.clone());
     let backward_ms = costs.backward_ms(layers.clone());
-    let early = setting.ahead == Ahead::RecomputeAndFused;
-    Slot {
+    let early = setting.ahead == EarlyWork::RecomputeAndFused;
+    SimStage {
         pass: Pass::Fused,
         ahead_ms: if early { forward_ms } else { 0.0 },
         saved_by: None,
@@ -409,20 +419,20 @@ fn fused_slot(layers: &Range<usize>, costs: &LayerCosts, hop_ms: f64, setting: &
             forward_ms + backward_ms
         },
         hop_ms,
-        moved: Moved::new(Pass::Fused, layers, costs, setting),
+        moved: Copies::new(Pass::Fused, layers, costs, setting),
     }
 }
 
-fn backward_slot(
+fn backward_stage(
     layers: &Range<usize>,
     costs: &LayerCosts,
     saved_by: Option<usize>,
     setting: &Setting,
-) -> Slot {
+) -> SimStage {
     let recompute_ms = costs.recompute_ms(layers.clone());
     let backward_ms = costs.backward_ms(layers.clone());
-    let early = setting.ahead != Ahead::Nothing;
-    Slot {
+    let early = setting.ahead != EarlyWork::Nothing;
+    SimStage {
         pass: Pass::Backward,
         ahead_ms: if early { recompute_ms } else { 0.0 },
         saved_by: if early { saved_by } else { None },
@@ -432,17 +442,17 @@ fn backward_slot(
             recompute_ms + backward_ms
         },
         hop_ms: setting.hop_ms(&costs.layers[layers.end - 1]),
-        moved: Moved::new(Pass::Backward, layers, costs, setting),
+        moved: Copies::new(Pass::Backward, layers, costs, setting),
     }
 }
 
 /// One step (lag 0), or the steady state of many (lag 1).
-fn replay(slots: &[Slot], setting: &Setting, lag: usize) -> Timeline {
+fn replay(stages: &[SimStage], setting: &Setting, lag: usize) -> Timeline {
     let mut tasks = Vec::new();
     // Every device has seen every `g0` several times before the clock is read, and again while it
     // is.
     let (warm_up, measured) = setting.sample(lag, 2 * setting.devices);
-    let ends = ring(slots, setting, lag, warm_up + measured, |task| {
+    let ends = ring(stages, setting, lag, warm_up + measured, |task| {
         tasks.push(task)
     });
     let step_ms = mean_step_ms(&ends, warm_up);
@@ -479,7 +489,7 @@ struct Lanes {
 impl Lanes {
     /// When the next visit may start, as far as the device and its parameters are concerned (rules
     /// 2 and 5).
-    fn start_ms(&mut self, moved: &Moved, gate_ms: f64, speed: f64) -> f64 {
+    fn start_ms(&mut self, moved: &Copies, gate_ms: f64, speed: f64) -> f64 {
         let from_ms = gate_ms.max(self.uploaded_ms).max(self.room_ms);
         self.uploaded_ms = from_ms + moved.upload_ms;
         // Waiting for the last layer inside the visit is the same as starting later.
@@ -494,7 +504,7 @@ impl Lanes {
     }
 
     /// The visit's end; returns when its gradients are on the host (rule 6).
-    fn end(&mut self, moved: &Moved, end_ms: f64) -> f64 {
+    fn end(&mut self, moved: &Copies, end_ms: f64) -> f64 {
         (self.room_ms, self.free_ms) = (self.free_ms, end_ms);
         if moved.download_ms > 0.0 {
             self.downloaded_ms = self.downloaded_ms.max(end_ms) + moved.download_ms;
@@ -506,16 +516,17 @@ impl Lanes {
 
 /// Runs `steps` steps by the rules of the module header; returns when each ended.
 pub(crate) fn ring(
-    slots: &[Slot],
+    stages: &[SimStage],
     setting: &Setting,
     lag: usize,
     steps: usize,
     mut seen: impl FnMut(Task),
 ) -> Vec<f64> {
     let mut lanes = vec![Lanes::default(); setting.devices];
-    let mut device = 0;
+    let passes: Vec<Pass> = stages.iter().map(|stage| stage.pass).collect();
+    let mut schedule = RoundRobin::new(setting.devices).shares_cores(setting.shares_cores);
     let mut ends: Vec<f64> = Vec::with_capacity(steps);
-    let mut done_ms = vec![0.0_f64; slots.len() * setting.visit.min(setting.microbatches)];
+    let mut done_ms = vec![0.0_f64; stages.len() * setting.visit.min(setting.microbatches)];
     for step in 0..steps {
         let gate_ms = (step + 1)
             .checked_sub(lag + 2)
@@ -523,20 +534,24 @@ pub(crate) fn ring(
         let mut step_end_ms = gate_ms;
         for first in (0..setting.microbatches).step_by(setting.visit) {
             let count = setting.visit.min(setting.microbatches - first);
-            for (stage, slot) in slots.iter().enumerate() {
-                let (before, now) = done_ms.split_at_mut(stage * count);
-                let input = stage
+            let devices = schedule.take(&passes);
+            for (index, stage) in stages.iter().enumerate() {
+                let device = devices[index];
+                let (before, now) = done_ms.split_at_mut(index * count);
+                let input = index
                     .checked_sub(1)
-                    .map(|slot| &before[slot * count..][..count]);
-                let saved = slot.saved_by.map(|slot| &before[slot * count..][..count]);
+                    .map(|earlier| &before[earlier * count..][..count]);
+                let saved = stage
+                    .saved_by
+                    .map(|earlier| &before[earlier * count..][..count]);
                 let hop_ms = if setting.devices > 1 {
-                    slot.hop_ms
+                    stage.hop_ms
                 } else {
                     0.0
                 };
                 let speed = setting.speed(device);
-                let (ahead_ms, body_ms) = (slot.ahead_ms / speed, slot.body_ms / speed);
-                let mut at_ms = lanes[device].start_ms(&slot.moved, gate_ms, speed);
+                let (ahead_ms, body_ms) = (stage.ahead_ms / speed, stage.body_ms / speed);
+                let mut at_ms = lanes[device].start_ms(&stage.moved, gate_ms, speed);
                 for microbatch in 0..count {
                     let ready_ms = input.map_or(gate_ms, |done| done[microbatch] + hop_ms);
                     let early_ms = saved.map_or(at_ms, |done| at_ms.max(done[microbatch]));
@@ -550,13 +565,12 @@ pub(crate) fn ring(
                         start_ms,
                         end_ms: at_ms,
                         step,
-                        stage,
+                        stage: index,
                         microbatch,
-                        pass: slot.pass,
+                        pass: stage.pass,
                     });
                 }
-                step_end_ms = step_end_ms.max(lanes[device].end(&slot.moved, at_ms));
-                device = (device + 1) % setting.devices;
+                step_end_ms = step_end_ms.max(lanes[device].end(&stage.moved, at_ms));
             }
         }
         ends.push(step_end_ms);
@@ -602,7 +616,7 @@ fn bound(
                     0.0
                 };
                 let (ahead_ms, rest_ms) =
-                    bound_slot(entry.pass, &stages[entry.stage], costs, setting.ahead);
+                    bound_stage(entry.pass, &stages[entry.stage], costs, setting.ahead);
                 let (ahead_ms, rest_ms) = (
                     ahead_ms / setting.speed(device),
                     rest_ms / setting.speed(device),
@@ -788,7 +802,12 @@ impl Done {
 }
 
 /// The early part and the rest of one task of a bound schedule.
-fn bound_slot(pass: Pass, layers: &Range<usize>, costs: &LayerCosts, ahead: Ahead) -> (f64, f64) {
+fn bound_stage(
+    pass: Pass,
+    layers: &Range<usize>,
+    costs: &LayerCosts,
+    ahead: EarlyWork,
+) -> (f64, f64) {
     if pass == Pass::Forward {
         return (0.0, costs.forward_ms(layers.clone()));
     }
@@ -796,7 +815,7 @@ fn bound_slot(pass: Pass, layers: &Range<usize>, costs: &LayerCosts, ahead: Ahea
         costs.recompute_ms(layers.clone()),
         costs.backward_ms(layers.clone()),
     );
-    if ahead == Ahead::Nothing {
+    if ahead == EarlyWork::Nothing {
         (0.0, recompute_ms + backward_ms)
     } else {
         (recompute_ms, backward_ms)

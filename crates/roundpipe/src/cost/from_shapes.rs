@@ -1,0 +1,135 @@
+//! What a layer costs, known before anything is computed.
+
+use std::sync::Arc;
+
+use roundpipe_tensor::meta::{self, Cost, Given, Profile};
+use roundpipe_tensor::{CostModel, Cx, DType, DeviceKind, Param, Result, Shape, Tensor, Worker};
+
+use super::{LayerCost, LayerCosts};
+use crate::layer::Layer;
+use crate::tree::Tree;
+
+/// A value between layers as the meta device needs it: type, shape, and whether its gradient is
+/// wanted.
+pub(crate) type Spec = (DType, Shape, bool);
+
+/// Bytes and FLOPs of a layer's forward, recompute and backward on a device, for inputs of these
+/// types and shapes. One input is passed as a tensor, several as a list.
+///
+/// # Errors
+/// What the layer reports for such inputs.
+pub fn profile(
+    layer: &dyn Layer,
+    device: impl Into<CostModel>,
+    inputs: &[Given],
+) -> Result<Profile> {
+    meta::profile(device, inputs, |cx: &mut Cx, tensors: &[Tensor]| {
+        let input = match tensors {
+            [one] => Tree::Tensor(one.clone()),
+            many => Tree::List(many.iter().cloned().map(Tree::Tensor).collect()),
+        };
+        let output = layer.run(cx, input)?;
+        Ok(output.leaves().into_iter().cloned().collect())
+    })
+}
+
+/// What a device of a kind does in a millisecond: operations, and bytes of operands. Only ratios
+/// matter to a plan; measured times replace these after the first step.
+fn rates(kind: DeviceKind) -> (f64, f64) {
+    match kind {
+        DeviceKind::Cuda => (300e9, 1.5e9),
+        _ => (1e8, 2e7),
+    }
+}
+
+/// Guesses the costs of every layer for one microbatch by running the model on the meta device.
+/// Layers that look at values cannot be run there: that is the error, and sizes have to do.
+pub(crate) fn model_costs(
+    layers: &[(String, Arc<dyn Layer>)],
+    device: CostModel,
+    input: &Tree<Spec>,
+    training: bool,
+) -> Result<LayerCosts> {
+    let mut value = input.clone();
+    let mut costs = Vec::with_capacity(layers.len());
+    for (name, layer) in layers {
+        let params: Vec<Param> = layer
+            .named_params()
+            .into_iter()
+            .map(|(_, param)| param)
+            .collect();
+        let run = |worker: &Worker, record: bool| -> Result<(Cx, Tree<Tensor>)> {
+            let cx = if record {
+                Cx::new(worker, true, training)
+            } else {
+                Cx::ahead(worker, training)
+            };
+            let mut cx = cx;
+            for param in &params {
+                let tensor = worker.full(param.dtype(), *param.shape(), 0.0)?;
+                cx.bind(param, tensor, None)?;
+            }
+            let place = |(dtype, shape, grad): Spec| {
+                let tensor = worker.full(dtype, shape, 0.0)?;
+                if grad { cx.input(&tensor) } else { Ok(tensor) }
+            };
+            let given = value.clone().try_map(place)?;
+            let output = layer.run(&mut cx, given)?;
+            Ok((cx, output))
+        };
+        let (next, forward) = meta::measure(device, |worker| {
+            let (_cx, output) = run(worker, false)?;
+            Ok(output.map_ref(|t| (t.dtype(), *t.shape(), t.requires_grad())))
+        })?;
+        let (_tape, recompute) = meta::measure(device, |worker| run(worker, true))?;
+        let ((), both) = meta::measure(device, |worker| {
+            let (mut cx, output) = run(worker, true)?;
+            let seeds = output.leaves().into_iter().filter(|t| t.requires_grad());
+            let seed = |t: &Tensor| Ok((t.clone(), worker.full(t.dtype(), *t.shape(), 1.0)?));
+            let seeds = seeds.map(seed).collect::<Result<Vec<_>>>()?;
+            cx.backward_if_any(&seeds).map(drop)
+        })?;
+        costs.push(layer_cost(
+            name,
+            device.kind,
+            &params,
+            &next,
+            [forward, recompute, both],
+        ));
+        value = next;
+    }
+    Ok(LayerCosts { layers: costs })
+}
+
+fn layer_cost(
+    name: &str,
+    kind: DeviceKind,
+    params: &[Param],
+    output: &Tree<Spec>,
+    [forward, recompute, both]: [Cost; 3],
+) -> LayerCost {
+    let (flops, traffic) = rates(kind);
+    let ms = |f: u64, t: u64| f as f64 / flops + t as f64 / traffic;
+    let weights: u64 = params.iter().map(|p| p.bytes() as u64).sum();
+    let trained = params
+        .iter()
+        .filter(|p| p.is_trainable())
+        .map(|p| p.shape().numel() as u64);
+    let size = |(dtype, shape, _): &&Spec| (shape.numel() * dtype.size()) as u64;
+    let kept = recompute.kept.saturating_sub(weights);
+    LayerCost {
+        name: name.to_owned(),
+        forward_ms: ms(forward.flops, forward.traffic),
+        recompute_ms: ms(recompute.flops, recompute.traffic),
+        backward_ms: ms(
+            both.flops - recompute.flops,
+            both.traffic - recompute.traffic,
+        ),
+        bytes: weights,
+        hop_ms: 0.0,
+        activation_bytes: output.leaves().iter().map(size).sum(),
+        keep_bytes: kept,
+        peak_bytes: both.peak.saturating_sub(weights + kept),
+        grad_bytes: 4 * trained.sum::<u64>(),
+    }
+}
