@@ -47,16 +47,18 @@ use roundpipe_tensor::{
 };
 
 pub use self::args::{Arg, Args, InputGrads, MicrobatchOutputs};
-use self::args::{host_tensor, parcel, to_host};
+use self::args::{host_tensor, host_value, to_host};
 use self::core::{CallRequest, Core, PendingCall};
 use crate::batch::{MergeOutput, merge, split_grads};
 use crate::config::{OutputDevice, RunConfig};
 use crate::cost::LayerTimes;
 use crate::devices::Devices;
 use crate::error::{Error, Result};
-use crate::exec::call::{Call, LossFn, Model, Seed};
+use crate::exec::call::Call;
+use crate::exec::model::{LossFn, Model};
 use crate::exec::optimizer_thread::{Outcome, Work};
 use crate::exec::ring::{Ring, RingOptions};
+use crate::exec::value::Seed;
 use crate::layer::{Layer, Sequential};
 use crate::optim::{Rule, StepReport};
 use crate::plan::PlanKind;
@@ -572,14 +574,13 @@ fn wait_losses(call: &Call) -> Result<Losses> {
         microbatches: Vec::new(),
     };
     for m in 0..call.spec.microbatches {
-        let what = format!("waiting for the loss of microbatch {m}");
-        let parcels = call.wait("caller", &what, |state| state.losses[m].take())?;
-        let values = parcels
+        let host_values = call.wait_losses("caller", m)?;
+        let values = host_values
             .iter()
             .map(|p| Ok(host_tensor(p)?.item()?))
             .collect::<Result<Vec<f64>>>();
-        let values =
-            values.map_err(|error| call.place(call.spec.forward_stages, None, Some(m), error))?;
+        let values = values
+            .map_err(|error| call.error_at(call.spec.forward_stages, None, Some(m), error))?;
         call.confirm()?;
         losses.sums.resize(losses.sums.len().max(values.len()), 0.0);
         for (sum, value) in losses.sums.iter_mut().zip(&values) {
@@ -592,9 +593,8 @@ fn wait_losses(call: &Call) -> Result<Losses> {
 
 fn wait_outputs(call: &Call) -> Result<Vec<Tree<HostTensor>>> {
     let wait = |m: usize| {
-        let what = format!("waiting for the outputs of microbatch {m}");
-        let flow = call.wait("caller", &what, |state| state.outputs[m].clone())?;
-        let output = to_host(&flow)?;
+        let value = call.wait_output("caller", m)?;
+        let output = to_host(&value)?;
         call.confirm()?;
         Ok(output)
     };
@@ -651,13 +651,11 @@ impl Forward {
         };
         let port = self.core.ring.port(worker);
         let bring = |m: usize| {
-            let flow = self.call.wait("caller", "waiting for outputs", |state| {
-                state.outputs[m].clone()
-            });
-            let flow = flow.map_err(|error| self.core.failed(error))?;
-            flow.try_map(|leaf| match leaf.here {
-                Some(here) => Ok(here.1.clone()),
-                None => Ok(port.receive("output", &leaf.parcel)?.land()?),
+            let value = self.call.wait_output("caller", m);
+            let value = value.map_err(|error| self.core.failed(error))?;
+            value.try_map(|leaf| match leaf.resident {
+                Some(resident) => Ok(resident.tensor.clone()),
+                None => Ok(port.receive("output", &leaf.host)?.land()?),
             })
         };
         (0..self.call.spec.microbatches).map(bring).collect()
@@ -690,13 +688,11 @@ impl Forward {
             return Err(Error::config("backward", what));
         }
         let shapes = (0..self.call.spec.microbatches).map(|m| {
-            let flow = self.call.wait("caller", "waiting for outputs", |state| {
-                state.outputs[m].clone()
-            })?;
-            Ok(flow
+            let value = self.call.wait_output("caller", m)?;
+            Ok(value
                 .leaves()
                 .iter()
-                .map(|leaf| *leaf.parcel.shape())
+                .map(|leaf| *leaf.host.shape())
                 .collect())
         });
         let shapes = shapes.collect::<Result<Vec<Vec<roundpipe_tensor::Shape>>>>();
@@ -705,7 +701,7 @@ impl Forward {
         let seeds = parts.into_iter().map(|leaves| {
             let given = leaves
                 .into_iter()
-                .map(|leaf| leaf.as_ref().map(parcel).transpose());
+                .map(|leaf| leaf.as_ref().map(host_value).transpose());
             Ok(Seed::Given(given.collect::<Result<_>>()?))
         });
         let seeds = seeds.collect::<Result<Vec<_>>>()?;

@@ -41,6 +41,8 @@ pub mod store;
 pub mod update;
 
 mod exec;
+#[cfg(loom)]
+pub use exec::ending;
 
 pub mod devices;
 pub mod engine;

@@ -1,5 +1,9 @@
-//! The version protocol in every order that threads can run: no reader sees a torn or overwritten
-//! version, and no writer waits for ever (loom reports a deadlock; its waits have no timeout).
+//! Protocols in every order that threads can run (loom reports a deadlock; its waits have no
+//! timeout).
+//!
+//! - Versions: no reader sees a torn or overwritten version, and no writer waits for ever.
+//! - The end of a call: it ends once, committed or failed, and a failure has reached the other calls
+//!   before it does.
 //!
 //! Run with `RUSTFLAGS="--cfg loom" cargo test --release -p roundpipe --test loom`.
 #![cfg(loom)]
@@ -8,7 +12,9 @@ use std::sync::Arc;
 
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU64, Ordering};
+use loom::sync::{Condvar, Mutex};
 use loom::thread;
+use roundpipe::ending::{Ending, PartEnd};
 use roundpipe::version::{Abort, Aborted, Gate, Versions};
 
 /// A slab of weights: loom's cell reports a read beside a write, the number says which version is
@@ -157,5 +163,102 @@ fn an_abort_is_never_missed() {
         writer.join().unwrap();
         drop(held);
         assert_eq!(layer.versions.current(), 0);
+    });
+}
+
+/// A call as far as its end is concerned, locked as the engine locks it.
+struct Call {
+    ending: Mutex<Ending>,
+    changed: Condvar,
+    commits: AtomicU64,
+    passed_on: AtomicU64,
+}
+
+impl Call {
+    fn new(parts: usize) -> Arc<Self> {
+        let mut ending = Ending::default();
+        (0..parts).for_each(|_| ending.add_part());
+        Arc::new(Self {
+            ending: Mutex::new(ending),
+            changed: Condvar::new(),
+            commits: AtomicU64::new(0),
+            passed_on: AtomicU64::new(0),
+        })
+    }
+
+    fn update<R>(&self, change: impl FnOnce(&mut Ending) -> R) -> R {
+        let out = change(&mut self.ending.lock().unwrap());
+        self.changed.notify_all();
+        out
+    }
+
+    fn end_part(&self) {
+        if self.update(Ending::end_part) == PartEnd::Commit {
+            self.commits.fetch_add(1, Ordering::Relaxed);
+            self.update(Ending::end_commit);
+        }
+    }
+
+    fn fail(&self) {
+        if self.update(Ending::fail) {
+            self.passed_on.fetch_add(1, Ordering::Relaxed);
+            self.end_part();
+        }
+    }
+
+    /// Waits for the end; whether it failed.
+    fn wait_end(&self) -> bool {
+        let mut ending = self.ending.lock().unwrap();
+        while !ending.has_ended() {
+            ending = self.changed.wait(ending).unwrap();
+        }
+        ending.has_failed()
+    }
+}
+
+#[test]
+fn a_call_ends_once_committed_or_failed() {
+    loom::model(|| {
+        let call = Call::new(2);
+        let spawn = |work: fn(&Call)| {
+            let call = call.clone();
+            thread::spawn(move || work(&call))
+        };
+        let threads = [
+            spawn(Call::end_part),
+            spawn(Call::end_part),
+            spawn(Call::fail),
+        ];
+        let failed = call.wait_end();
+        // Before any other thread is waited for: this is what a caller sees.
+        let commits = call.commits.load(Ordering::Relaxed);
+        assert_eq!(commits, u64::from(!failed), "committed or failed, not both");
+        if failed {
+            assert_eq!(call.passed_on.load(Ordering::Relaxed), 1);
+        }
+        threads
+            .into_iter()
+            .for_each(|thread| thread.join().unwrap());
+        assert_eq!(call.commits.load(Ordering::Relaxed), commits);
+    });
+}
+
+#[test]
+fn two_failures_are_one_end() {
+    loom::model(|| {
+        let call = Call::new(1);
+        let spawn = |work: fn(&Call)| {
+            let call = call.clone();
+            thread::spawn(move || work(&call))
+        };
+        let failing = |call: &Call| {
+            call.fail();
+        };
+        let threads = [spawn(failing), spawn(Call::fail), spawn(Call::end_part)];
+        let failed = call.wait_end();
+        assert_eq!(call.passed_on.load(Ordering::Relaxed), u64::from(failed));
+        threads
+            .into_iter()
+            .for_each(|thread| thread.join().unwrap());
     });
 }

@@ -10,7 +10,8 @@ use roundpipe_tensor::{HostBuf, HostTensor};
 
 use crate::batch::{Inputs, Split, SplitInput, assemble, split_inputs};
 use crate::error::{Error, Result};
-use crate::exec::call::{Call, Leaf, Source, StageValue, State};
+use crate::exec::call::Call;
+use crate::exec::value::{Leaf, Source, StageValue};
 use crate::tree::Tree;
 
 /// One input of a model.
@@ -141,7 +142,7 @@ impl MicrobatchOutputs {
     /// # Errors
     /// What went wrong in the call.
     pub fn wait(&self, microbatch: usize) -> Result<Tree<HostTensor>> {
-        let output = to_host(&self.flow(microbatch)?)?;
+        let output = to_host(&self.value(microbatch)?)?;
         self.0.confirm()?;
         Ok(output)
     }
@@ -151,7 +152,7 @@ impl MicrobatchOutputs {
     /// # Errors
     /// [`Error::Config`] when there is no such entry; what went wrong in the call.
     pub fn wait_entry(&self, microbatch: usize, name: &str) -> Result<Tree<HostTensor>> {
-        match self.flow(microbatch)? {
+        match self.value(microbatch)? {
             Tree::Map(map) if map.contains_key(name) => {
                 let entry = to_host(&map[name])?;
                 self.0.confirm()?;
@@ -164,16 +165,14 @@ impl MicrobatchOutputs {
         }
     }
 
-    fn flow(&self, microbatch: usize) -> Result<StageValue> {
+    fn value(&self, microbatch: usize) -> Result<StageValue> {
         if microbatch >= self.len() {
             let what = format!("there is no microbatch {microbatch} of {}", self.len());
             return Err(Error::config("outputs", what));
         }
         let call = &self.0;
-        let flow = call.wait("caller", "waiting for outputs", |state| {
-            state.outputs[microbatch].clone()
-        });
-        flow.map_err(|error| call.take_error().unwrap_or(error))
+        let output = call.wait_output("caller", microbatch);
+        output.map_err(|error| call.take_error().unwrap_or(error))
     }
 }
 
@@ -251,12 +250,10 @@ impl InputGrads {
             return Err(Error::config("input_grads", what));
         }
         let call = &self.call;
-        let what = "waiting for input gradients";
-        let grads = call.wait("caller", what, |state| {
-            state.input_grads[microbatch].clone()
-        });
+        let grads = call.wait_input_grads("caller", microbatch);
         let grads = grads.map_err(|error| call.take_error().unwrap_or(error))?;
-        let host = |parcel: &Option<HostValue>| parcel.as_ref().map(host_tensor).transpose();
+        let host =
+            |host_value: &Option<HostValue>| host_value.as_ref().map(host_tensor).transpose();
         let leaves = self.leaves.clone().unwrap_or(0..grads.len());
         let grads = grads[leaves].iter().map(host).collect::<Result<_>>()?;
         call.confirm()?;
@@ -275,29 +272,29 @@ impl std::fmt::Debug for InputGrads {
     }
 }
 
-/// Waits for a parcel and gives its bytes as a tensor.
-pub(crate) fn host_tensor(parcel: &HostValue) -> Result<HostTensor> {
+/// Waits for a host_value and gives its bytes as a tensor.
+pub(crate) fn host_tensor(host_value: &HostValue) -> Result<HostTensor> {
     Ok(HostTensor::new(
-        parcel.fence()?,
-        parcel.dtype(),
-        parcel.shape(),
+        host_value.fence()?,
+        host_value.dtype(),
+        host_value.shape(),
     )?)
 }
 
-pub(crate) fn to_host(flow: &StageValue) -> Result<Tree<HostTensor>> {
-    flow.clone().try_map(|leaf| match &leaf.here {
-        Some(here) => {
-            let tensor = &here.1;
+pub(crate) fn to_host(value: &StageValue) -> Result<Tree<HostTensor>> {
+    value.clone().try_map(|leaf| match &leaf.resident {
+        Some(resident) => {
+            let tensor = &resident.tensor;
             let host = HostBuf::zeroed("output", tensor.size_bytes())?;
             tensor.read_into(&mut host.write(0..host.len())?)?;
             Ok(HostTensor::new(host, tensor.dtype(), tensor.dims())?)
         }
-        None => host_tensor(&leaf.parcel),
+        None => host_tensor(&leaf.host),
     })
 }
 
 /// A user's tensor as lanes read it.
-pub(crate) fn parcel(tensor: &HostTensor) -> Result<HostValue> {
+pub(crate) fn host_value(tensor: &HostTensor) -> Result<HostValue> {
     Ok(HostValue::given(
         tensor.buf().slice(tensor.byte_range())?,
         tensor.dtype(),
@@ -305,15 +302,15 @@ pub(crate) fn parcel(tensor: &HostTensor) -> Result<HostValue> {
     )?)
 }
 
-/// The parcels of several microbatches' trees. What all of them share becomes one parcel.
-pub(crate) fn parcels(parts: &[Tree<HostTensor>]) -> Result<Vec<Tree<(HostValue, bool)>>> {
+/// The host_values of several microbatches' trees. What all of them share becomes one host_value.
+pub(crate) fn host_values(parts: &[Tree<HostTensor>]) -> Result<Vec<Tree<(HostValue, bool)>>> {
     let Some(first) = parts.first() else {
         return Ok(Vec::new());
     };
     let known: Vec<(HostTensor, HostValue)> = first
         .leaves()
         .into_iter()
-        .map(|t| Ok((t.clone(), parcel(t)?)))
+        .map(|t| Ok((t.clone(), host_value(t)?)))
         .collect::<Result<_>>()?;
     let mut out = Vec::with_capacity(parts.len());
     for part in parts {
@@ -323,7 +320,7 @@ pub(crate) fn parcels(parts: &[Tree<HostTensor>]) -> Result<Vec<Tree<(HostValue,
             at += 1;
             match same {
                 Some((_, shared)) => Ok((shared.clone(), parts.len() > 1)),
-                None => Ok((parcel(&tensor)?, false)),
+                None => Ok((host_value(&tensor)?, false)),
             }
         };
         out.push(part.clone().try_map(leaf)?);
@@ -391,12 +388,12 @@ pub(crate) fn split(args: &Args, how: &SplitInput, wanted: usize, grads: bool) -
     let example = given.is_none().then(|| parts[0].clone().into_tree());
     let mut columns = Vec::new();
     for at in 0..args.args.len() {
-        columns.push(parcels(
+        columns.push(host_values(
             &parts.iter().map(|p| p.args[at].clone()).collect::<Vec<_>>(),
         )?);
     }
     for name in args.named.keys() {
-        columns.push(parcels(
+        columns.push(host_values(
             &parts
                 .iter()
                 .map(|p| p.named[name].clone())
@@ -404,11 +401,11 @@ pub(crate) fn split(args: &Args, how: &SplitInput, wanted: usize, grads: bool) -
         )?);
     }
     let source = |tree: &Tree<(HostValue, bool)>| {
-        tree.map_ref(|(parcel, constant)| {
-            let grad = grads && parcel.dtype().is_float();
+        tree.map_ref(|(host_value, constant)| {
+            let grad = grads && host_value.dtype().is_float();
             Source::Value(Leaf {
                 constant: *constant,
-                ..Leaf::new(parcel.clone(), grad)
+                ..Leaf::new(host_value.clone(), grad)
             })
         })
     };
@@ -439,13 +436,12 @@ pub(crate) fn split(args: &Args, how: &SplitInput, wanted: usize, grads: bool) -
 impl Leaves {
     /// Waits where it is not known yet.
     fn count(&self) -> usize {
-        let of = |state: &mut State| state.outputs[0].as_ref().map(|flow| flow.leaves().len());
         match self {
             Self::Known(count) => *count,
-            Self::Of(outputs) => outputs
-                .0
-                .wait("caller", "waiting for the structure of an output", of)
-                .unwrap_or(0),
+            Self::Of(outputs) => match outputs.0.wait_output("caller", 0) {
+                Ok(output) => output.leaves().len(),
+                Err(_) => 0,
+            },
         }
     }
 }

@@ -28,15 +28,17 @@ use std::time::Instant;
 use roundpipe_tensor::transfer::{CopyRecord, HostValue};
 use roundpipe_tensor::{DType, DeviceKind, HostTensor, LaneKind, Shape};
 
-use super::args::{Args, Parts, parcels, split};
+use super::args::{Args, Parts, host_values, split};
 use crate::batch::split_label_of;
 use crate::config::{Grain, OutputDevice, Resolved, RunConfig};
 use crate::cost::{LayerCosts, LayerTimes, Phase, Spec, model_costs};
 use crate::error::{Error, Result};
-use crate::exec::call::{Call, CallList, CallSpec, LossFn, Model, Seed, Timed};
-use crate::exec::launcher::Job;
+use crate::exec::call::{Call, CallList, CallSpec, Timed};
+use crate::exec::model::{LossFn, Model};
 use crate::exec::optimizer_thread::{Outcome, StepRequest, Stepper, Work};
+use crate::exec::queue::Job;
 use crate::exec::ring::Ring;
+use crate::exec::value::Seed;
 use crate::plan::{ExecutePlan, PlanKind};
 use crate::search::AutoOptions;
 use crate::trace::{Category, Lane, Span, Trace, Track};
@@ -330,7 +332,7 @@ impl Core {
             call.fail(cancelled());
             return Err(self.recover(&mut state).unwrap_or_else(cancelled));
         }
-        let slots = match request.kind {
+        let stages = match request.kind {
             PlanKind::Train => 0..forward_stages,
             _ => 0..call.spec.stages.len(),
         };
@@ -341,10 +343,10 @@ impl Core {
             call.open_part();
         }
         if request.kind == PlanKind::Fused {
-            call.lock().adds_to = state.since_step.last().cloned();
+            call.set_adds_to(state.since_step.last().cloned());
             state.since_step.push(call.clone());
         }
-        self.queue(&call, slots);
+        self.queue(&call, stages);
         Ok(PendingCall {
             call,
             config,
@@ -395,32 +397,27 @@ impl Core {
             );
             return Err(Error::config("split_label", what));
         }
-        Ok(parcels(&labels.parts)?
+        Ok(host_values(&labels.parts)?
             .iter()
-            .map(|tree| tree.map_ref(|(parcel, _)| parcel.clone()))
+            .map(|tree| tree.map_ref(|(host_value, _)| host_value.clone()))
             .collect())
     }
 
-    /// Queues a call's jobs, each with the right to read its weights.
-    fn queue(&self, call: &Arc<Call>, slots: std::ops::Range<usize>) {
+    /// Queues the jobs of some stages, each with the right to read its weights.
+    fn queue(&self, call: &Arc<Call>, stages: std::ops::Range<usize>) {
         let store = &self.model.store;
-        let mut jobs = Vec::with_capacity(slots.len());
-        for stage in slots {
-            let ticket = |home: &usize| store.layer(*home).versions().reserve(call.spec.version);
-            let tickets = call.spec.stages[stage].layers.clone();
-            let tickets = tickets
-                .map(|l| (l, store.layer(l).homes().iter().map(ticket).collect()))
-                .collect();
+        let mut jobs = Vec::with_capacity(stages.len());
+        for stage in stages {
+            let mut tickets = HashMap::new();
+            for layer in call.spec.stages[stage].layers.clone() {
+                let homes = store.layer(layer).homes().iter();
+                let version = call.spec.version;
+                let reserve = |home: &usize| store.layer(*home).versions().reserve(version);
+                tickets.insert(layer, homes.map(reserve).collect());
+            }
             call.open_part();
-            jobs.push((
-                call.spec.workers[stage],
-                Job {
-                    call: call.clone(),
-                    stage,
-                    tickets,
-                    ordered: false,
-                },
-            ));
+            let job = Job::new(call.clone(), stage, tickets);
+            jobs.push((call.spec.workers[stage], job));
         }
         self.ring.submit(jobs);
     }
@@ -437,11 +434,8 @@ impl Core {
         }
         // The forward's own among them: they are written although the backward may fail.
         self.wait_for_buffers(&mut state)?;
-        {
-            let mut inner = call.lock();
-            inner.seeds = seeds.into_iter().map(Some).collect();
-            inner.adds_to = state.since_step.last().cloned();
-        }
+        call.set_seeds(seeds);
+        call.set_adds_to(state.since_step.last().cloned());
         state.since_step.push(call.clone());
         self.queue(call, call.spec.forward_stages..call.spec.stages.len());
         Ok(())
@@ -819,8 +813,7 @@ impl Core {
 
     /// Takes the times of a call that ended.
     fn learn(&self, state: &mut State, call: &Call) {
-        let timed = std::mem::take(&mut call.lock().timed);
-        for piece in timed {
+        for piece in call.take_times() {
             let (Some(start), Some(end)) = (piece.from.ns(self.origin), piece.to.ns(self.origin))
             else {
                 continue;

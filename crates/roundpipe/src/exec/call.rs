@@ -1,120 +1,37 @@
 //! One call of an engine: what its tasks pass to each other, and how it ends.
 //!
-//! The threads of all workers meet here. A value is put once by the task that made it and taken
-//! once by the task that needs it, so that host memory is let go as early as it can be.
+//! The threads of all workers meet here. Every edge between tasks is a mailbox: the task that makes
+//! a value puts it once, the task that needs it takes it once, and host memory is freed as early as
+//! possible. All mailboxes of a call share one lock; nothing is computed, copied or waited for while
+//! it is held.
 //!
 //! # Invariants
-//! - A call ends exactly once, after each of its parts (jobs, transfers, a caller that reads
-//!   results) has ended, whether it failed or not.
-//! - The first failure is kept; every wait of the call returns after it.
-//! - A failing call fails all calls of its engine that were submitted after it. What went wrong in
-//!   a lane may belong to any call of the ring that has not ended: whoever sees it first fails them
-//!   all. Bad data, such as an index out of range, belongs to the call whose kernel met it, and to
-//!   those that took its values ([`DataCheck`]).
+//! - A call ends exactly once, after each of its parts (jobs, copies, a caller that reads results)
+//!   has ended, whether it failed or not ([`Ending`]).
+//! - The first failure is kept. Every wait of the call returns after it.
+//! - Every change wakes all waiters, so waits need no timeout.
+//! - A failing call fails all calls of its engine that were submitted after it. A device failure may
+//!   belong to any unfinished call of the ring, so the first thread that sees it fails them all. Bad
+//!   data belongs to the call whose kernel met it, and to calls that took its values ([`DataCheck`]).
 
 use std::collections::HashMap;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
 
 use roundpipe_tensor::device::Stamp;
 use roundpipe_tensor::transfer::{HostValue, Loaded, Port};
-use roundpipe_tensor::{Cx, DeviceId, Faults, HostTensor, Param, Result as TensorResult, Tensor};
+use roundpipe_tensor::{DeviceId, HostTensor, Param, Result as TensorResult};
 
+use super::data_check::DataCheck;
+use super::ending::{Ending, PartEnd};
+use super::model::{LossFn, Model};
+use super::value::{Grads, SavedForRecompute, Seed, Source, StageValue};
 use crate::config::Grain;
 use crate::error::{Error, Result, TaskPlace};
-use crate::layer::Layer;
-use crate::plan::Stage;
+use crate::plan::{Pass, Stage};
 use crate::status::Board;
-use crate::store::Store;
 use crate::trace::Category;
 use crate::tree::Tree;
 use crate::version::Abort;
-
-/// Turns a microbatch's outputs and labels into losses.
-pub(crate) type LossFn =
-    Arc<dyn Fn(&mut Cx, Tree, Tree) -> TensorResult<Vec<Tensor>> + Send + Sync>;
-
-/// A model as executors see it.
-pub(crate) struct Model {
-    pub name: String,
-    pub layers: Vec<(String, Arc<dyn Layer>)>,
-    pub store: Store,
-    pub seed: u64,
-    /// The number of its first layer in the random stream.
-    pub first_layer: usize,
-    /// Whether a layer was seen to set a buffer: calls then run one after another.
-    pub sets_buffers: AtomicBool,
-    /// Whether weights stay on a worker from call to call, while they do not change.
-    pub resident: bool,
-    /// Whether weights are only read.
-    pub inference: bool,
-}
-
-/// A leaf of a value between stages.
-#[derive(Debug, Clone)]
-pub(crate) struct Leaf {
-    pub parcel: HostValue,
-    pub grad: bool,
-    /// Whether every microbatch has the same: it is sent to a worker once.
-    pub constant: bool,
-    /// Where it stayed, with an empty parcel: an output that its worker keeps for the calls that
-    /// follow.
-    pub here: Option<Arc<(usize, Tensor)>>,
-}
-
-impl Leaf {
-    /// A value that is on its way or on the host.
-    pub fn new(parcel: HostValue, grad: bool) -> Self {
-        Self {
-            parcel,
-            grad,
-            constant: false,
-            here: None,
-        }
-    }
-}
-
-/// A value between stages.
-pub(crate) type StageValue = Tree<Leaf>;
-
-/// A leaf of a call's input: a value, or the whole output of another call's microbatch.
-#[derive(Clone)]
-pub(crate) enum Source {
-    Value(Leaf),
-    Output(Arc<Call>, usize),
-}
-
-/// What one stage passes to the next for a microbatch.
-pub(crate) enum Passed {
-    StageValue(StageValue),
-    Grads(Vec<Option<HostValue>>),
-}
-
-/// What a layer's recompute needs beside its input.
-#[derive(Default)]
-pub(crate) struct SavedForRecompute {
-    pub data: Vec<HostValue>,
-    pub buffers: Vec<(usize, HostValue)>,
-}
-
-impl SavedForRecompute {
-    /// What it takes on a worker.
-    pub fn bytes(&self) -> usize {
-        self.data
-            .iter()
-            .chain(self.buffers.iter().map(|(_, parcel)| parcel))
-            .map(HostValue::size_bytes)
-            .sum()
-    }
-}
-
-/// Gradients of a microbatch's outputs.
-pub(crate) enum Seed {
-    Given(Vec<Option<HostValue>>),
-    /// Those of some leaves of another call's input.
-    Of(Arc<Call>, Option<std::ops::Range<usize>>),
-}
 
 /// One timed piece of work.
 pub(crate) struct Timed {
@@ -127,91 +44,13 @@ pub(crate) struct Timed {
     pub to: Stamp,
 }
 
-/// Bad data of a call: where its kernels report it, and those of the calls whose values it took.
-///
-/// Kernels report later than they are launched, so a call looks at the reports before it hands out
-/// results and before it ends: all kernels that these depend on have run then.
-#[derive(Default)]
-pub(crate) struct DataCheck(Mutex<DataState>);
-
-#[derive(Default)]
-struct DataState {
-    own: Vec<Reports>,
-    /// Of other calls. They are copied from there, since two calls may take values of each other.
-    taken: Vec<Reports>,
-}
-
-/// Where the kernels of one job report.
-#[derive(Clone)]
-struct Reports {
-    place: TaskPlace,
-    faults: Arc<Faults>,
-}
-
-impl DataCheck {
-    fn lock(&self) -> MutexGuard<'_, DataState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Kernels of a job report here.
-    pub fn watch(&self, place: TaskPlace, faults: Arc<Faults>) {
-        self.lock().own.push(Reports { place, faults });
-    }
-
-    /// Values of another call are used: what is wrong with them is wrong with these.
-    fn depend_on(&self, source: &DataCheck) {
-        let theirs: Vec<Reports> = {
-            let state = source.lock();
-            state.own.iter().chain(&state.taken).cloned().collect()
-        };
-        let mut state = self.lock();
-        for reports in theirs {
-            let same = |known: &Reports| Arc::ptr_eq(&known.faults, &reports.faults);
-            if !state.own.iter().chain(&state.taken).any(same) {
-                state.taken.push(reports);
-            }
-        }
-    }
-
-    /// All is known to be good.
-    fn clear(&self) {
-        *self.lock() = DataState::default();
-    }
-
-    /// # Errors
-    /// The first report, with its place; [`Error::Cancelled`] for that of another call.
-    fn check(&self) -> Result<()> {
-        let state = self.lock();
-        let failed = |reports: &Reports| {
-            let source = Box::new(Error::Tensor(reports.faults.check().err()?));
-            Some(Error::Task {
-                place: Box::new(reports.place.clone()),
-                source,
-            })
-        };
-        if let Some(error) = state.own.iter().find_map(failed) {
-            return Err(error);
-        }
-        match state.taken.iter().find_map(failed) {
-            None => Ok(()),
-            Some(error) => {
-                let why = format!(
-                    "its input comes from a call that failed: {}",
-                    error.in_full()
-                );
-                Err(Error::Cancelled { why })
-            }
-        }
-    }
-}
-
 /// What is fixed about a call.
 pub(crate) struct CallSpec {
     pub id: u64,
     pub model: Arc<Model>,
-    /// Forward slots, then backward ones.
+    /// Forward stages, then backward ones.
     pub stages: Vec<Stage>,
-    /// How many slots the forward has; a fused one counts as backward.
+    /// How many of them are forward; a fused stage counts as backward.
     pub forward_stages: usize,
     /// The worker of each stage.
     pub workers: Vec<usize>,
@@ -228,8 +67,8 @@ pub(crate) struct CallSpec {
     pub step: u64,
     /// Its number among the calls of the model: the random stream.
     pub number: u64,
-    /// Whether every layer's output is looked at for values that are not finite: steps before it
-    /// were not.
+    /// Whether every layer's output is checked for values that are not finite, because earlier
+    /// steps were not.
     pub probes: bool,
     pub loss: Option<LossFn>,
     pub wants_outputs: bool,
@@ -241,9 +80,69 @@ pub(crate) struct CallSpec {
     pub ring_calls: Arc<CallList>,
 }
 
+impl CallSpec {
+    /// The backward or fused stage of a layer.
+    pub fn backward_stage(&self, layer: usize) -> Option<usize> {
+        if !self.trains {
+            return None;
+        }
+        self.stages
+            .iter()
+            .position(|stage| stage.pass != Pass::Forward && stage.layers.contains(&layer))
+    }
+
+    /// Whether a layer's input is kept for a recompute.
+    pub fn saves(&self, layer: usize) -> bool {
+        let Some(stage) = self.backward_stage(layer) else {
+            return false;
+        };
+        let stage = &self.stages[stage];
+        let begins_a_recompute = self.grain == Grain::Layer || stage.layers.start == layer;
+        stage.pass == Pass::Backward && begins_a_recompute
+    }
+
+    /// The workers that read the value in front of `layer` after `stage` has run: the next stage,
+    /// and the backward that recomputes from it.
+    pub fn readers(&self, stage: usize, layer: usize) -> Vec<usize> {
+        let mut readers = Vec::new();
+        if let Some(next) = self.stages.get(stage + 1) {
+            let takes_it = next.layers.start == layer && self.stages[stage].layers.end == layer;
+            if takes_it && next.pass != Pass::Backward {
+                readers.push(self.workers[stage + 1]);
+            }
+        }
+        if self.saves(layer)
+            && let Some(back) = self.backward_stage(layer)
+        {
+            readers.push(self.workers[back]);
+        }
+        readers
+    }
+
+    /// The place of a task in an error.
+    pub fn task_place(
+        &self,
+        stage: usize,
+        layer: Option<usize>,
+        microbatch: Option<usize>,
+    ) -> TaskPlace {
+        let Stage { pass, layers, .. } = &self.stages[stage];
+        TaskPlace {
+            model: self.model.name.clone(),
+            pass: *pass,
+            stage,
+            layers: layers.clone(),
+            layer: layer.map(|layer| (layer, self.model.layers[layer].0.clone())),
+            microbatch,
+            device: self.devices[self.workers[stage]],
+        }
+    }
+}
+
 /// A call under way.
 pub(crate) struct Call {
     pub spec: CallSpec,
+    /// Set when the call fails: ends its waits for weights.
     pub abort: Abort,
     pub data: DataCheck,
     call_list: Arc<CallList>,
@@ -251,57 +150,74 @@ pub(crate) struct Call {
     changed: Condvar,
 }
 
-pub(crate) struct State {
-    pub inputs: Vec<Option<Tree<Source>>>,
-    pub labels: Vec<Option<Tree<HostValue>>>,
-    pub passed: Vec<Vec<Option<Passed>>>,
-    /// Inputs of layers, by layer and microbatch.
-    pub saved: HashMap<(usize, usize), StageValue>,
-    pub extras: HashMap<(usize, usize), SavedForRecompute>,
-    pub loaded: HashMap<(usize, usize), Loaded>,
-    pub losses: Vec<Option<Vec<HostValue>>>,
-    pub outputs: Vec<Option<StageValue>>,
-    pub input_grads: Vec<Option<Vec<Option<HostValue>>>>,
-    /// Gradients of the outputs, for a backward of its own.
-    pub seeds: Vec<Option<Seed>>,
+struct State {
+    boxes: Mailboxes,
+    ending: Ending,
     /// An earlier call whose gradients this one adds to.
-    pub adds_to: Option<Arc<Call>>,
+    adds_to: Option<Arc<Call>>,
+    /// Buffers to write when the call is committed.
     buffers: Vec<(Param, HostValue)>,
     /// The largest and the smallest value of layers' outputs, by layer and microbatch.
-    pub probes: Vec<(usize, usize, HostValue)>,
-    /// Layers whose gradients of this call have all landed.
-    pub landed: Vec<bool>,
-    pub timed: Vec<Timed>,
-    /// Parts that have not ended.
-    open: usize,
-    /// Whether a backward may still be asked for.
-    held: bool,
-    failed: bool,
+    probes: Vec<(usize, usize, HostValue)>,
+    timed: Vec<Timed>,
     error: Option<Error>,
-    /// What the error said, for those who depend on this call.
+    /// The error's text, for calls that depend on this one.
     why: String,
-    ended: bool,
 }
 
-impl State {
-    pub fn has_failed(&self) -> bool {
-        self.failed
+/// The edges between tasks. Lists are by microbatch.
+struct Mailboxes {
+    inputs: Vec<Option<Tree<Source>>>,
+    labels: Vec<Option<Tree<HostValue>>>,
+    /// What a forward stage passes to the next, by stage and microbatch.
+    passed: HashMap<(usize, usize), StageValue>,
+    /// Gradients that a stage passes to the one behind it, by stage and microbatch.
+    grads: HashMap<(usize, usize), Grads>,
+    /// Inputs of layers, by layer and microbatch.
+    saved: HashMap<(usize, usize), StageValue>,
+    /// By layer and microbatch.
+    for_recompute: HashMap<(usize, usize), SavedForRecompute>,
+    /// Uploaded weights, by stage and layer.
+    weights: HashMap<(usize, usize), Loaded>,
+    losses: Vec<Option<Vec<HostValue>>>,
+    outputs: Vec<Option<StageValue>>,
+    input_grads: Vec<Option<Grads>>,
+    /// Gradients of the outputs, for a call whose backward the user starts.
+    seeds: Vec<Option<Seed>>,
+    /// Layers whose gradients of this call are all in host memory.
+    landed: Vec<bool>,
+}
+
+impl Mailboxes {
+    fn new(spec: &CallSpec, inputs: Vec<Tree<Source>>, labels: Vec<Tree<HostValue>>) -> Self {
+        fn none<T>(count: usize) -> Vec<Option<T>> {
+            (0..count).map(|_| None).collect()
+        }
+        let microbatches = spec.microbatches;
+        Self {
+            inputs: inputs.into_iter().map(Some).collect(),
+            labels: labels.into_iter().map(Some).collect(),
+            passed: HashMap::new(),
+            grads: HashMap::new(),
+            saved: HashMap::new(),
+            for_recompute: HashMap::new(),
+            weights: HashMap::new(),
+            losses: none(microbatches),
+            outputs: none(microbatches),
+            input_grads: none(microbatches),
+            seeds: none(microbatches),
+            landed: vec![false; spec.model.layers.len()],
+        }
     }
 
-    /// Ends the call when nothing is left to do.
-    fn settle(&mut self) {
-        // A failed call is never continued.
-        if self.open > 0 || (self.held && !self.failed) {
-            return;
-        }
-        self.ended = true;
-        if self.failed {
-            // Values that nobody will take hold memory of workers and of the host.
-            self.passed.clear();
-            self.saved.clear();
-            self.extras.clear();
-            self.loaded.clear();
-        }
+    /// Drops values between tasks: in a failed call no task takes them, and they hold memory of
+    /// workers and of the host.
+    fn clear(&mut self) {
+        self.passed.clear();
+        self.grads.clear();
+        self.saved.clear();
+        self.for_recompute.clear();
+        self.weights.clear();
     }
 }
 
@@ -310,18 +226,26 @@ impl State {
 pub(crate) struct CallList(Mutex<Vec<Weak<Call>>>);
 
 impl CallList {
-    fn list(&self) -> MutexGuard<'_, Vec<Weak<Call>>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<Weak<Call>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn add(&self, call: &Arc<Call>) {
+        let mut list = self.lock();
+        // Calls that are gone would pile up otherwise.
+        list.retain(|call| call.strong_count() > 0);
+        list.push(Arc::downgrade(call));
     }
 
     /// All calls that have not ended.
     pub fn active(&self) -> Vec<Arc<Call>> {
-        let mut list = self.list();
+        let mut list = self.lock();
         list.retain(|call| call.upgrade().is_some_and(|call| !call.has_ended()));
         list.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Waits for a worker's lanes; what they tell fails all calls, and is forgotten then.
+    /// Waits for a worker's lanes. A failure in them fails all calls; the worker can be used again
+    /// then.
     pub fn drain(&self, port: &Port) {
         if let Err(error) = port.drain() {
             self.fail_from(0, &format!("a device failed: {error}"));
@@ -333,9 +257,8 @@ impl CallList {
     pub fn fail_from(&self, id: u64, why: &str) {
         for call in self.active() {
             if call.spec.id >= id {
-                call.fail_alone(Error::Cancelled {
-                    why: why.to_owned(),
-                });
+                let why = why.to_owned();
+                call.fail_alone(Error::Cancelled { why });
             }
         }
     }
@@ -348,127 +271,423 @@ impl Call {
         inputs: Vec<Tree<Source>>,
         labels: Vec<Tree<HostValue>>,
     ) -> Arc<Self> {
-        let (m, layers) = (spec.microbatches, spec.model.layers.len());
-        let abort = spec.model.store.abort();
-        fn none<T>(m: usize) -> Vec<Option<T>> {
-            (0..m).map(|_| None).collect()
-        }
         let state = State {
-            inputs: inputs.into_iter().map(Some).collect(),
-            labels: labels.into_iter().map(Some).collect(),
-            passed: spec.stages.iter().map(|_| none(m)).collect(),
-            saved: HashMap::new(),
-            extras: HashMap::new(),
-            loaded: HashMap::new(),
-            losses: none(m),
-            outputs: none(m),
-            input_grads: none(m),
-            seeds: none(m),
+            boxes: Mailboxes::new(&spec, inputs, labels),
+            ending: Ending::default(),
             adds_to: None,
             buffers: Vec::new(),
             probes: Vec::new(),
-            landed: vec![false; layers],
             timed: Vec::new(),
-            open: 0,
-            held: false,
-            failed: false,
             error: None,
             why: String::new(),
-            ended: false,
         };
         let call = Arc::new(Self {
+            abort: spec.model.store.abort(),
             spec,
-            abort,
             data: DataCheck::default(),
             call_list: call_list.clone(),
             state: Mutex::new(state),
             changed: Condvar::new(),
         });
-        for list in [call_list, &call.spec.ring_calls] {
-            let mut list = list.list();
-            // Those that are gone would pile up otherwise.
-            list.retain(|call| call.strong_count() > 0);
-            list.push(Arc::downgrade(&call));
-        }
+        call_list.add(&call);
+        call.spec.ring_calls.add(&call);
         call
     }
 
-    pub fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the state and wakes whoever waits.
-    pub fn put<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
+    /// Changes the state and wakes all waiters.
+    fn update<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
         let out = change(&mut self.lock());
         self.changed.notify_all();
+        out
+    }
+
+    /// Puts something into a mailbox.
+    fn put<R>(&self, put: impl FnOnce(&mut Mailboxes) -> R) -> R {
+        let out = self.update(|state| put(&mut state.boxes));
         self.spec.board.tick();
         out
     }
 
-    /// Waits until `take` finds what it looks for.
-    ///
-    /// # Errors
-    /// [`Error::Cancelled`] when the call fails.
-    pub fn wait<R>(
+    /// Waits until `look` finds what it looks for.
+    fn wait_until<R>(
         &self,
         who: &str,
         what: &str,
-        mut take: impl FnMut(&mut State) -> Option<R>,
-    ) -> Result<R> {
+        mut look: impl FnMut(&mut State) -> Option<R>,
+    ) -> R {
         let mut state = self.lock();
-        let mut watched = None;
+        let mut on_board = None;
         loop {
-            if state.failed {
-                return Err(Error::Cancelled {
-                    why: "the call failed".to_owned(),
-                });
+            if let Some(found) = look(&mut state) {
+                return found;
             }
-            if let Some(found) = take(&mut state) {
-                return Ok(found);
-            }
-            watched.get_or_insert_with(|| self.spec.board.wait(who, what));
-            let woken = self.changed.wait_timeout(state, Duration::from_millis(200));
-            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+            on_board.get_or_insert_with(|| self.spec.board.wait(who, what));
+            state = self
+                .changed
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
         }
     }
+
+    /// Waits until `take` finds something in a mailbox.
+    fn wait<R>(
+        &self,
+        who: &str,
+        what: &str,
+        mut take: impl FnMut(&mut Mailboxes) -> Option<R>,
+    ) -> Result<R> {
+        self.wait_until(who, what, |state| {
+            if state.ending.has_failed() {
+                let why = "the call failed".to_owned();
+                return Some(Err(Error::Cancelled { why }));
+            }
+            take(&mut state.boxes).map(Ok)
+        })
+    }
+
+    // ---- inputs and labels ----
+
+    /// The input of a microbatch, once.
+    pub fn take_input(&self, microbatch: usize) -> Option<Tree<Source>> {
+        self.lock().boxes.inputs[microbatch].take()
+    }
+
+    /// Whether a microbatch's input is complete: the outputs of other calls that it contains have
+    /// been made, or never will be.
+    pub fn input_is_ready(&self, microbatch: usize) -> bool {
+        // The locks of two calls are never held together.
+        let Some(input) = self.lock().boxes.inputs[microbatch].clone() else {
+            return false;
+        };
+        input.leaves().into_iter().all(|source| match source {
+            Source::Value(_) => true,
+            Source::Output(other, microbatch) => {
+                let state = other.lock();
+                state.boxes.outputs[*microbatch].is_some() || state.ending.has_failed()
+            }
+        })
+    }
+
+    /// The labels of a microbatch, once.
+    pub fn take_labels(&self, microbatch: usize) -> Tree<HostValue> {
+        let labels = self.lock().boxes.labels[microbatch].take();
+        labels.unwrap_or(Tree::None)
+    }
+
+    // ---- from stage to stage ----
+
+    /// The output of a forward stage, for the next one.
+    pub fn pass_value(&self, stage: usize, microbatch: usize, value: StageValue) {
+        self.put(|boxes| boxes.passed.insert((stage, microbatch), value));
+    }
+
+    /// What `stage` has passed on, if it has.
+    pub fn try_take_value(&self, stage: usize, microbatch: usize) -> Option<StageValue> {
+        self.lock().boxes.passed.remove(&(stage, microbatch))
+    }
+
+    /// # Errors
+    /// [`Error::Cancelled`] when the call fails.
+    pub fn wait_value(&self, who: &str, stage: usize, microbatch: usize) -> Result<StageValue> {
+        let what = format!("waiting for microbatch {microbatch} of stage {stage}");
+        self.wait(who, &what, |boxes| {
+            boxes.passed.remove(&(stage, microbatch))
+        })
+    }
+
+    /// The gradients of a stage's inputs, for the stage that runs the layers before it.
+    pub fn pass_grads(&self, stage: usize, microbatch: usize, grads: Grads) {
+        self.put(|boxes| boxes.grads.insert((stage, microbatch), grads));
+    }
+
+    /// The gradients that `stage` has passed on, if it has and they fit.
+    pub fn try_take_grads(
+        &self,
+        stage: usize,
+        microbatch: usize,
+        fits: impl FnOnce(usize) -> bool,
+    ) -> Option<Grads> {
+        let mut state = self.lock();
+        let grads = state.boxes.grads.get(&(stage, microbatch))?;
+        let bytes = grads.iter().flatten().map(HostValue::size_bytes).sum();
+        if !fits(bytes) {
+            return None;
+        }
+        state.boxes.grads.remove(&(stage, microbatch))
+    }
+
+    /// # Errors
+    /// [`Error::Cancelled`] when the call fails.
+    pub fn wait_grads(&self, who: &str, stage: usize, microbatch: usize) -> Result<Grads> {
+        let what =
+            format!("waiting for the gradients of microbatch {microbatch} from stage {stage}");
+        self.wait(who, &what, |boxes| boxes.grads.remove(&(stage, microbatch)))
+    }
+
+    // ---- from forward to backward ----
+
+    /// The input of a layer, for its recompute.
+    pub fn save_input(&self, layer: usize, microbatch: usize, value: StageValue) {
+        self.put(|boxes| boxes.saved.insert((layer, microbatch), value));
+    }
+
+    /// Bytes of a layer's saved input; 0 while it is not there.
+    pub fn saved_bytes(&self, layer: usize, microbatch: usize) -> usize {
+        let state = self.lock();
+        let Some(saved) = state.boxes.saved.get(&(layer, microbatch)) else {
+            return 0;
+        };
+        let leaves = saved.leaves();
+        leaves.iter().map(|leaf| leaf.host.size_bytes()).sum()
+    }
+
+    /// A layer's saved input, if it is there.
+    pub fn try_take_saved(&self, layer: usize, microbatch: usize) -> Option<StageValue> {
+        self.lock().boxes.saved.remove(&(layer, microbatch))
+    }
+
+    /// # Errors
+    /// [`Error::Cancelled`] when the call fails.
+    pub fn wait_saved(&self, who: &str, layer: usize, microbatch: usize) -> Result<StageValue> {
+        let what = format!("waiting for the saved input of layer {layer}, microbatch {microbatch}");
+        self.wait(who, &what, |boxes| boxes.saved.remove(&(layer, microbatch)))
+    }
+
+    /// What a layer saved for its recompute. There is an entry even for nothing: the recompute may
+    /// come first, and waits for it.
+    pub fn save_for_recompute(&self, layer: usize, microbatch: usize, saved: SavedForRecompute) {
+        self.put(|boxes| boxes.for_recompute.insert((layer, microbatch), saved));
+    }
+
+    /// What a layer saved for its recompute, if it is there and fits.
+    pub fn try_take_for_recompute(
+        &self,
+        layer: usize,
+        microbatch: usize,
+        fits: impl FnOnce(usize) -> bool,
+    ) -> Option<SavedForRecompute> {
+        let mut state = self.lock();
+        let saved = state.boxes.for_recompute.get(&(layer, microbatch))?;
+        if !fits(saved.bytes()) {
+            return None;
+        }
+        state.boxes.for_recompute.remove(&(layer, microbatch))
+    }
+
+    /// # Errors
+    /// [`Error::Cancelled`] when the call fails.
+    pub fn wait_for_recompute(
+        &self,
+        who: &str,
+        layer: usize,
+        microbatch: usize,
+    ) -> Result<SavedForRecompute> {
+        let what = format!("waiting for the forward of layer {layer}, microbatch {microbatch}");
+        self.wait(who, &what, |boxes| {
+            boxes.for_recompute.remove(&(layer, microbatch))
+        })
+    }
+
+    // ---- weights and gradients ----
+
+    /// Weights whose upload has been queued.
+    pub fn put_weights(&self, stage: usize, layer: usize, weights: Loaded) {
+        self.put(|boxes| boxes.weights.insert((stage, layer), weights));
+    }
+
+    /// # Errors
+    /// [`Error::Cancelled`] when the call fails.
+    pub fn wait_weights(&self, who: &str, stage: usize, layer: usize) -> Result<Loaded> {
+        let what = "waiting for a layer's weights to be sent";
+        self.wait(who, what, |boxes| boxes.weights.remove(&(stage, layer)))
+    }
+
+    /// All gradients of a layer are in host memory.
+    pub fn mark_landed(&self, layer: usize) {
+        self.put(|boxes| boxes.landed[layer] = true);
+    }
+
+    /// Waits until the gradients of some of `open` have landed, and takes these layers out: those
+    /// whose every gradient layer, listed beside them, is there, or all that are left once the call
+    /// has ended.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`] when the call fails.
+    pub fn wait_landed(
+        &self,
+        who: &str,
+        open: &mut Vec<(usize, Vec<usize>)>,
+    ) -> Result<Vec<usize>> {
+        self.wait_until(who, "waiting for gradients", |state| {
+            if state.ending.has_failed() {
+                let why = "the call failed".to_owned();
+                return Some(Err(Error::Cancelled { why }));
+            }
+            let ended = state.ending.has_ended();
+            let landed = &state.boxes.landed;
+            let mut ready = Vec::new();
+            open.retain(|(layer, needs)| {
+                let is_ready = ended || needs.iter().all(|from| landed[*from]);
+                if is_ready {
+                    ready.push(*layer);
+                }
+                !is_ready
+            });
+            let is_done = !ready.is_empty() || open.is_empty();
+            is_done.then_some(Ok(ready))
+        })
+    }
+
+    // ---- results ----
+
+    /// The output of a microbatch.
+    pub fn put_output(&self, microbatch: usize, value: StageValue) {
+        self.put(|boxes| boxes.outputs[microbatch] = Some(value));
+    }
+
+    /// The losses of a microbatch, and its output if it is wanted.
+    pub fn put_losses(
+        &self,
+        microbatch: usize,
+        losses: Vec<HostValue>,
+        output: Option<StageValue>,
+    ) {
+        self.put(|boxes| {
+            boxes.losses[microbatch] = Some(losses);
+            boxes.outputs[microbatch] = output;
+        });
+    }
+
+    /// The gradients of the call's inputs for a microbatch.
+    pub fn put_input_grads(&self, microbatch: usize, grads: Grads) {
+        self.put(|boxes| boxes.input_grads[microbatch] = Some(grads));
+    }
+
+    /// # Errors
+    /// [`Error::Cancelled`] when the call fails.
+    pub fn wait_losses(&self, who: &str, microbatch: usize) -> Result<Vec<HostValue>> {
+        let what = format!("waiting for the loss of microbatch {microbatch}");
+        self.wait(who, &what, |boxes| boxes.losses[microbatch].take())
+    }
+
+    /// # Errors
+    /// [`Error::Cancelled`] when the call fails.
+    pub fn wait_output(&self, who: &str, microbatch: usize) -> Result<StageValue> {
+        let what = format!(
+            "waiting for the outputs of microbatch {microbatch} of {}",
+            self.spec.model.name
+        );
+        self.wait(who, &what, |boxes| boxes.outputs[microbatch].clone())
+    }
+
+    /// # Errors
+    /// [`Error::Cancelled`] when the call fails.
+    pub fn wait_input_grads(&self, who: &str, microbatch: usize) -> Result<Grads> {
+        let what = format!(
+            "waiting for the input gradients of {}",
+            self.spec.model.name
+        );
+        self.wait(who, &what, |boxes| boxes.input_grads[microbatch].clone())
+    }
+
+    // ---- the backward that the user starts ----
+
+    /// Gradients of the outputs by microbatch, before the backward is queued.
+    pub fn set_seeds(&self, seeds: Vec<Seed>) {
+        self.put(|boxes| boxes.seeds = seeds.into_iter().map(Some).collect());
+    }
+
+    /// The gradients that a microbatch's backward starts from, once.
+    pub fn take_seed(&self, microbatch: usize) -> Option<Seed> {
+        self.lock().boxes.seeds[microbatch].take()
+    }
+
+    /// Gradients are added to those of `earlier`, a call of the same step.
+    pub fn set_adds_to(&self, earlier: Option<Arc<Call>>) {
+        self.lock().adds_to = earlier;
+    }
+
+    /// The call whose gradients this one adds to.
+    pub fn adds_to(&self) -> Option<Arc<Call>> {
+        self.lock().adds_to.clone()
+    }
+
+    // ---- notes ----
+
+    /// An extreme value of a layer's output.
+    pub fn note_probe(&self, layer: usize, microbatch: usize, value: HostValue) {
+        self.lock().probes.push((layer, microbatch, value));
+    }
+
+    /// The first layer whose output was not finite, and its microbatch; `None` when none was
+    /// probed or all were finite.
+    pub fn first_nonfinite(&self) -> Option<(usize, usize)> {
+        let mut probes = std::mem::take(&mut self.lock().probes);
+        probes.sort_by_key(|(layer, microbatch, _)| (*layer, *microbatch));
+        for (layer, microbatch, value) in probes {
+            // A probe that cannot be read says nothing.
+            if !is_finite(&value).unwrap_or(true) {
+                return Some((layer, microbatch));
+            }
+        }
+        None
+    }
+
+    pub fn note_time(&self, timed: Timed) {
+        self.lock().timed.push(timed);
+    }
+
+    pub fn take_times(&self) -> Vec<Timed> {
+        std::mem::take(&mut self.lock().timed)
+    }
+
+    /// Values of buffers at the end of a forward; they are written when the call is committed.
+    pub fn set_buffers(&self, buffers: Vec<(Param, HostValue)>) {
+        if !buffers.is_empty() {
+            self.lock().buffers.extend(buffers);
+        }
+    }
+
+    // ---- the end ----
 
     /// One more part must end before the call does.
     pub fn open_part(&self) {
-        self.lock().open += 1;
+        self.lock().ending.add_part();
     }
 
-    /// A part has ended. The last one writes the buffers that layers set.
+    /// A part has ended. The last one commits the call: it writes the buffers that layers set.
     pub fn end_part(&self) {
-        let (last, buffers, failed) = {
-            let mut state = self.lock();
-            let last = state.open == 1;
-            // Still counted, so that nobody takes the call for ended before its buffers are
-            // written.
-            if !last {
-                state.open -= 1;
+        let (end, buffers) = self.update(|state| match state.ending.end_part() {
+            PartEnd::Commit => (PartEnd::Commit, std::mem::take(&mut state.buffers)),
+            PartEnd::Nothing => {
+                state.clear_if_over();
+                (PartEnd::Nothing, Vec::new())
             }
-            let buffers = if last {
-                std::mem::take(&mut state.buffers)
-            } else {
-                Vec::new()
-            };
-            (last, buffers, state.failed)
-        };
-        if !last {
+        });
+        if end == PartEnd::Nothing {
             return;
         }
-        if !failed && let Err(error) = self.data.check().and_then(|()| write_buffers(buffers)) {
-            self.fail(error);
+        if let Err(error) = self.data.check().and_then(|()| write_buffers(buffers)) {
+            let of_device = error.is_of_device();
+            let why = error.in_full();
+            self.update(|state| {
+                state.ending.fail_commit();
+                state.fail(error);
+            });
+            self.abort.set();
+            self.spread(of_device, &why);
         }
-        let mut state = self.lock();
-        state.open -= 1;
-        state.settle();
-        let good = state.ended && !state.failed;
-        drop(state);
-        if good {
+        self.update(|state| {
+            state.ending.end_commit();
+            state.clear_if_over();
+        });
+        if self.has_succeeded() {
             self.data.clear();
         }
-        self.changed.notify_all();
     }
 
     /// Whether what was read of this call so far is right. Bad data fails the call, and its error
@@ -484,221 +703,151 @@ impl Call {
         Err(self.take_error().unwrap_or_else(|| self.cancelled()))
     }
 
-    /// Values of `other` are used: what is wrong with them is wrong with this call.
+    /// Values of `other` are used, so its bad data is bad data of this call.
     pub fn depend_on(&self, other: &Call) {
         if !other.has_succeeded() {
             self.data.depend_on(&other.data);
         }
     }
 
-    /// The first layer whose output was not finite, and its microbatch; `None` when none was looked
-    /// at or all were.
-    pub fn first_nonfinite(&self) -> Option<(usize, usize)> {
-        let mut probes = std::mem::take(&mut self.lock().probes);
-        probes.sort_by_key(|(layer, microbatch, _)| (*layer, *microbatch));
-        let finite = |parcel: &HostValue| -> TensorResult<bool> {
-            let values =
-                HostTensor::new(parcel.fence()?, parcel.dtype(), parcel.shape())?.to_f64_vec()?;
-            Ok(values.iter().all(|x| x.is_finite()))
-        };
-        // One that cannot be read says nothing.
-        let found = probes
-            .into_iter()
-            .find(|(.., parcel)| !finite(parcel).unwrap_or(true));
-        found.map(|(layer, microbatch, _)| (layer, microbatch))
-    }
-
     /// The call does not end before [`Call::let_go`]: a backward may follow.
     pub fn hold(&self) {
-        self.lock().held = true;
+        self.lock().ending.hold();
     }
 
-    /// No backward will be asked for any more.
+    /// No backward will follow.
     pub fn let_go(&self) {
-        let mut state = self.lock();
-        state.held = false;
-        state.settle();
-        drop(state);
-        self.changed.notify_all();
+        self.update(|state| {
+            state.ending.let_go();
+            state.clear_if_over();
+        });
     }
 
-    /// Notes values of buffers at the end of a forward.
-    pub fn set_buffers(&self, buffers: Vec<(Param, HostValue)>) {
-        if !buffers.is_empty() {
-            self.lock().buffers.extend(buffers);
-        }
-    }
-
-    /// Ends all waits of this call and of those that fail with it.
+    /// Fails this call, and those that fail with it.
     pub fn fail(&self, error: Error) {
-        let why = format!("another call failed: {}", error.in_full());
         let of_device = error.is_of_device();
-        // Only the first failure reaches others: by the second, the engine may be at work again.
-        if !self.fail_alone(error) {
-            return;
-        }
-        match of_device {
-            true => self.spec.ring_calls.fail_from(0, &why),
-            false => self.call_list.fail_from(self.spec.id + 1, &why),
+        let why = error.in_full();
+        // Only the first failure is passed on: by a second, the engine may have recovered and be at
+        // work again.
+        if self.begin_failure(error) {
+            self.spread(of_device, &why);
+            self.end_part();
         }
     }
 
-    fn fail_alone(&self, error: Error) -> bool {
-        {
-            let mut state = self.lock();
-            if state.failed || state.ended {
-                return false;
-            }
-            state.failed = true;
-            state.why = error.in_full();
-            state.error = Some(error);
-            if state.open == 0 {
-                state.settle();
-            }
+    /// Fails this call and no other.
+    fn fail_alone(&self, error: Error) {
+        if self.begin_failure(error) {
+            self.end_part();
         }
-        self.abort.set();
-        self.changed.notify_all();
-        true
+    }
+
+    /// Marks the call as failed; `false` if it is too late. The caller ends the part that this is.
+    fn begin_failure(&self, error: Error) -> bool {
+        let fails = self.update(|state| {
+            let fails = state.ending.fail();
+            if fails {
+                state.fail(error);
+            }
+            fails
+        });
+        if fails {
+            self.abort.set();
+        }
+        fails
+    }
+
+    /// Fails the calls that fail with this one.
+    fn spread(&self, of_device: bool, why: &str) {
+        let why = format!("another call failed: {why}");
+        if of_device {
+            self.spec.ring_calls.fail_from(0, &why);
+        } else {
+            self.call_list.fail_from(self.spec.id + 1, &why);
+        }
     }
 
     pub fn has_failed(&self) -> bool {
-        self.lock().failed
+        self.lock().ending.has_failed()
     }
 
     pub fn has_ended(&self) -> bool {
-        self.lock().ended
+        self.lock().ending.has_ended()
     }
 
-    /// What another call says that depends on this one, which failed.
-    pub fn cancelled(&self) -> Error {
-        Error::Cancelled {
-            why: format!(
-                "the call of {} failed: {}",
-                self.spec.model.name,
-                self.lock().why
-            ),
-        }
-    }
-
-    /// Whether it ended as it should.
+    /// Whether it has ended without a failure.
     pub fn has_succeeded(&self) -> bool {
         let state = self.lock();
-        state.ended && !state.failed
+        state.ending.has_ended() && !state.ending.has_failed()
     }
 
-    /// The error that ended it; `None` when there is none, or it was told already.
+    /// The error of a call that depends on this one, which failed.
+    pub fn cancelled(&self) -> Error {
+        let name = &self.spec.model.name;
+        let why = format!("the call of {name} failed: {}", self.lock().why);
+        Error::Cancelled { why }
+    }
+
+    /// The error that ended it, once.
     pub fn take_error(&self) -> Option<Error> {
         self.lock().error.take()
     }
 
     /// Waits until nothing of it is under way, though a backward may still follow.
-    pub fn wait_quiet(&self, who: &str) -> bool {
-        self.wait_until(who, |state| state.open == 0)
+    pub fn wait_quiet(&self, who: &str) {
+        self.wait_until(who, "waiting for a call to end", |state| {
+            state.ending.is_quiet().then_some(())
+        });
     }
 
     /// Waits until every part has ended; whether it succeeded.
     pub fn wait_end(&self, who: &str) -> bool {
-        self.wait_until(who, |state| state.ended)
-    }
-
-    /// Waits until gradients of some of `open` have landed, and takes these layers out: those whose
-    /// every gradient layer, listed beside them, is there, or all that are left once the call has
-    /// ended.
-    ///
-    /// # Errors
-    /// [`Error::Cancelled`] when the call fails.
-    pub fn wait_landed(
-        &self,
-        who: &str,
-        open: &mut Vec<(usize, Vec<usize>)>,
-    ) -> Result<Vec<usize>> {
-        self.wait(who, "waiting for gradients", |state| {
-            let mut here = Vec::new();
-            open.retain(|(layer, needs)| {
-                let landed = state.ended || needs.iter().all(|from| state.landed[*from]);
-                if landed {
-                    here.push(*layer);
-                }
-                !landed
-            });
-            (!here.is_empty() || open.is_empty()).then_some(here)
+        self.wait_until(who, "waiting for a call to end", |state| {
+            let failed = state.ending.has_failed();
+            state.ending.has_ended().then_some(!failed)
         })
     }
 
-    fn wait_until(&self, who: &str, done: impl Fn(&State) -> bool) -> bool {
-        let mut state = self.lock();
-        let mut watched = None;
-        while !done(&state) {
-            watched.get_or_insert_with(|| self.spec.board.wait(who, "waiting for a call to end"));
-            let woken = self.changed.wait_timeout(state, Duration::from_millis(200));
-            state = woken.unwrap_or_else(PoisonError::into_inner).0;
-        }
-        !state.failed
-    }
-
-    /// Whether a layer's input is kept for a recompute.
-    pub fn saves(&self, layer: usize) -> bool {
-        self.backward_stage(layer).is_some_and(|stage| {
-            let stage = &self.spec.stages[stage];
-            stage.pass == crate::plan::Pass::Backward
-                && (self.spec.grain == Grain::Layer || stage.layers.start == layer)
-        })
-    }
-
-    /// Adds the place to an error of a task.
-    pub fn place(
+    /// Says in an error where it happened.
+    pub fn error_at(
         &self,
         stage: usize,
         layer: Option<usize>,
         microbatch: Option<usize>,
         source: impl Into<Error>,
     ) -> Error {
-        let place = self.task_place(stage, layer, microbatch);
         Error::Task {
-            place: Box::new(place),
+            place: Box::new(self.spec.task_place(stage, layer, microbatch)),
             source: Box::new(source.into()),
         }
     }
+}
 
-    /// What errors call a task.
-    pub fn task_place(
-        &self,
-        stage: usize,
-        layer: Option<usize>,
-        microbatch: Option<usize>,
-    ) -> TaskPlace {
-        let spec = &self.spec;
-        let Stage { pass, layers, .. } = &spec.stages[stage];
-        TaskPlace {
-            model: spec.model.name.clone(),
-            pass: *pass,
-            stage,
-            layers: layers.clone(),
-            layer: layer.map(|l| (l, spec.model.layers[l].0.clone())),
-            microbatch,
-            device: spec.devices[spec.workers[stage]],
-        }
+impl State {
+    fn fail(&mut self, error: Error) {
+        self.why = error.in_full();
+        self.error = Some(error);
+        self.clear_if_over();
     }
 
-    /// The backward or fused stage of a layer.
-    pub fn backward_stage(&self, layer: usize) -> Option<usize> {
-        let spec = &self.spec;
-        if !spec.trains {
-            return None;
+    fn clear_if_over(&mut self) {
+        if self.ending.has_ended() && self.ending.has_failed() {
+            self.boxes.clear();
         }
-        let back = |stage: &Stage| {
-            stage.pass != crate::plan::Pass::Forward && stage.layers.contains(&layer)
-        };
-        spec.stages.iter().position(back)
     }
+}
+
+fn is_finite(value: &HostValue) -> TensorResult<bool> {
+    let tensor = HostTensor::new(value.fence()?, value.dtype(), value.shape())?;
+    Ok(tensor.to_f64_vec()?.iter().all(|x| x.is_finite()))
 }
 
 fn write_buffers(buffers: Vec<(Param, HostValue)>) -> Result<()> {
     // All have landed before the first is written.
-    let landed: Vec<_> = buffers
-        .iter()
-        .map(|(_, parcel)| parcel.fence())
-        .collect::<TensorResult<_>>()?;
+    let mut landed = Vec::with_capacity(buffers.len());
+    for (_, value) in &buffers {
+        landed.push(value.fence()?);
+    }
     for ((param, _), value) in buffers.iter().zip(landed) {
         let data = param.data();
         let mut into = data.write(0..data.len())?;

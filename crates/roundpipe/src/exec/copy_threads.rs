@@ -4,11 +4,11 @@
 //! never behind a prefetch that waits for a new version of the weights. The serial executor does
 //! both on the spot.
 //!
-//! # StepRequest
+//! # Order
 //! 1. Weights are read once the version that the call asks for has been published, under a ticket
 //!    that keeps the optimizer from writing there until the last chunk has landed.
 //! 2. A gradient is written once the update before has read the one that lies there.
-//! 3. At most [`MOST_UNLOADS`] jobs' gradients of a worker are on their way; the launcher waits for
+//! 3. At most [`MOST_DOWNLOADS`] jobs' gradients of a worker are on their way; the launcher waits for
 //!    room.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -25,14 +25,14 @@ use crate::version::ReadTicket;
 
 /// Weights and gradients travel in pieces of this size, so that activations can pass between them.
 const CHUNK: u64 = 16 << 20;
-const MOST_UNLOADS: usize = 2;
+const MOST_DOWNLOADS: usize = 2;
 
 /// A layer's weights to bring.
 pub(crate) struct WeightUpload {
     pub call: Arc<Call>,
     pub stage: usize,
     pub layer: usize,
-    pub memory: Slot,
+    pub slot: Slot,
     pub tickets: Vec<ReadTicket>,
 }
 
@@ -61,8 +61,8 @@ pub(crate) enum CopyThreads {
     Inline(Arc<Port>),
     /// Two threads.
     Threads {
-        loads: Sender<WeightUpload>,
-        unloads: Sender<GradientDownload>,
+        uploads: Sender<WeightUpload>,
+        downloads: Sender<GradientDownload>,
         room: Room,
     },
 }
@@ -70,185 +70,185 @@ pub(crate) enum CopyThreads {
 impl CopyThreads {
     /// Starts the threads of a worker.
     pub fn start(port: &Arc<Port>, threads: &mut Vec<JoinHandle<()>>) -> Result<Self> {
-        let (loads, to_load) = channel::<WeightUpload>();
-        let (unloads, to_unload) = channel::<GradientDownload>();
+        let (uploads, to_upload) = channel::<WeightUpload>();
+        let (downloads, to_download) = channel::<GradientDownload>();
         let room: Room = Arc::default();
         let id = port.worker().device().id();
-        let (up, down, freed) = (port.clone(), port.clone(), room.clone());
-        let spawn = |name: String, body: Box<dyn FnOnce() + Send>| {
-            let fail = |e| Error::config("threads", format!("cannot start the thread {name}: {e}"));
-            std::thread::Builder::new()
-                .name(name.clone())
-                .spawn(body)
-                .map_err(fail)
-        };
-        threads.push(spawn(
-            format!("{id} up"),
-            Box::new(move || load_all(&up, &to_load)),
-        )?);
-        threads.push(spawn(
-            format!("{id} down"),
-            Box::new(move || unload_all(&down, &to_unload, &freed)),
-        )?);
+        let up = port.clone();
+        let down = port.clone();
+        let freed = room.clone();
+        threads.push(spawn(format!("{id} up"), move || {
+            upload_all(&up, &to_upload);
+        })?);
+        threads.push(spawn(format!("{id} down"), move || {
+            download_all(&down, &to_download, &freed);
+        })?);
         Ok(Self::Threads {
-            loads,
-            unloads,
+            uploads,
+            downloads,
             room,
         })
     }
 
     /// Brings a layer's weights; they appear in the call, and a part of it ends.
-    pub fn load(&self, load: WeightUpload) {
-        load.call.open_part();
+    pub fn upload(&self, upload: WeightUpload) {
+        upload.call.open_part();
         match self {
-            Self::Inline(port) => bring(port, load),
-            // The thread ends only after this sender is gone.
-            Self::Threads { loads, .. } => drop(loads.send(load)),
+            Self::Inline(port) => upload_weights(port, upload),
+            // The thread ends only after this sender is gone, so the message arrives.
+            Self::Threads { uploads, .. } => drop(uploads.send(upload)),
         }
     }
 
     /// Takes a job's gradients away; then a part of the call ends.
-    pub fn unload(&self, unload: GradientDownload) {
-        unload.call.open_part();
+    pub fn download(&self, download: GradientDownload) {
+        download.call.open_part();
         match self {
-            Self::Inline(port) => take_away(port, unload),
-            Self::Threads { unloads, room, .. } => {
+            Self::Inline(port) => download_gradients(port, download),
+            Self::Threads {
+                downloads, room, ..
+            } => {
                 let (count, freed) = &**room;
                 let mut count = count.lock().unwrap_or_else(PoisonError::into_inner);
-                while *count >= MOST_UNLOADS {
+                while *count >= MOST_DOWNLOADS {
                     count = freed.wait(count).unwrap_or_else(PoisonError::into_inner);
                 }
                 *count += 1;
                 drop(count);
-                drop(unloads.send(unload));
+                drop(downloads.send(download));
             }
         }
     }
 }
 
-fn load_all(port: &Port, loads: &Receiver<WeightUpload>) {
-    for load in loads {
-        bring(port, load);
+fn spawn(name: String, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+    let started = std::thread::Builder::new().name(name.clone()).spawn(body);
+    started.map_err(|error| {
+        let what = format!("cannot start the thread {name}: {error}");
+        Error::config("threads", what)
+    })
+}
+
+fn upload_all(port: &Port, uploads: &Receiver<WeightUpload>) {
+    for upload in uploads {
+        upload_weights(port, upload);
     }
 }
 
-fn unload_all(port: &Port, unloads: &Receiver<GradientDownload>, room: &Room) {
-    for unload in unloads {
-        take_away(port, unload);
+fn download_all(port: &Port, downloads: &Receiver<GradientDownload>, room: &Room) {
+    for download in downloads {
+        download_gradients(port, download);
         *room.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
         room.1.notify_all();
     }
 }
 
+/// Fails a call with the layer that was being copied, unless the error is a consequence of another.
 fn fail(call: &Call, stage: usize, layer: usize, error: Error) {
-    match error.is_secondary() {
-        true => call.fail(error),
-        false => call.fail(call.place(stage, Some(layer), None, error)),
+    if error.is_secondary() {
+        call.fail(error);
+    } else {
+        call.fail(call.error_at(stage, Some(layer), None, error));
     }
 }
 
-fn bring(port: &Port, load: WeightUpload) {
-    let (call, stage, layer) = (load.call.clone(), load.stage, load.layer);
+fn upload_weights(port: &Port, upload: WeightUpload) {
+    let call = upload.call.clone();
+    let stage = upload.stage;
+    let layer = upload.layer;
     if !call.has_failed()
-        && let Err(error) = try_bring(port, load)
+        && let Err(error) = try_upload(port, upload)
     {
         fail(&call, stage, layer, error);
     }
     call.end_part();
 }
 
-fn try_bring(port: &Port, load: WeightUpload) -> Result<()> {
+fn try_upload(port: &Port, upload: WeightUpload) -> Result<()> {
     let WeightUpload {
         call,
         stage,
         layer,
-        memory,
+        slot,
         tickets,
-    } = load;
+    } = upload;
     let spec = &call.spec;
-    let who = || format!("{} up", port.worker().device().id());
     {
-        let _watched = spec
-            .board
-            .wait(&who(), "waiting for a new version of the weights");
+        let who = format!("{} up", port.worker().device().id());
+        let what = "waiting for a new version of the weights";
+        let _on_board = spec.board.wait(&who, what);
         for ticket in &tickets {
             ticket.wait_readable(&call.abort)?;
         }
     }
-    let segments = spec.model.store.segments(layer, spec.version)?;
-    let part = |s: crate::store::Segment| {
-        Ok(Part {
-            host: s.data.read_all()?,
-            offset: s.block_offset as u64,
-        })
-    };
-    let parts = segments.into_iter().map(part).collect::<Result<Vec<_>>>()?;
-    let (loaded, flight) = memory.fill(&spec.model.layers[layer].0, parts, CHUNK, port.log())?;
-    call.put(|state| state.loaded.insert((stage, layer), loaded));
+    let mut parts = Vec::new();
+    for segment in spec.model.store.segments(layer, spec.version)? {
+        parts.push(Part {
+            host: segment.data.read_all()?,
+            offset: segment.block_offset as u64,
+        });
+    }
+    let name = &spec.model.layers[layer].0;
+    let (weights, flight) = slot.fill(name, parts, CHUNK, port.log())?;
+    // Kernels may be queued behind the copy now; only the tickets wait for its end.
+    call.put_weights(stage, layer, weights);
     flight.land()?;
     drop(tickets);
     Ok(())
 }
 
-fn take_away(port: &Port, unload: GradientDownload) {
-    let (call, stage) = (unload.call.clone(), unload.stage);
-    let layer = call.spec.stages[stage].layers.start;
-    if let Err(error) = try_take_away(port, unload) {
+fn download_gradients(port: &Port, download: GradientDownload) {
+    let call = download.call.clone();
+    let stage = download.stage;
+    // The layer being copied: an error names it.
+    let mut layer = call.spec.stages[stage].layers.start;
+    if let Err(error) = try_download(port, download, &mut layer) {
         fail(&call, stage, layer, error);
     }
     call.end_part();
 }
 
-fn try_take_away(port: &Port, unload: GradientDownload) -> Result<()> {
+fn try_download(port: &Port, download: GradientDownload, current: &mut usize) -> Result<()> {
     let GradientDownload {
         call,
         gradients,
         after,
         ..
-    } = unload;
+    } = download;
     if call.has_failed() {
-        // The gradients' memory goes back once the kernels that write it have run.
+        // The gradients' memory is freed once the kernels that write it have run.
         let _ = after.fence();
         return Ok(());
     }
-    let spec = &call.spec;
+    let store = &call.spec.model.store;
     let mut flights = Vec::with_capacity(gradients.len());
-    for Gradient {
-        layer,
-        param,
-        tensor,
-    } in gradients
-    {
-        let stored = spec.model.store.layer(layer);
+    for gradient in gradients {
+        let layer = gradient.layer;
+        *current = layer;
         {
-            let _watched = spec.board.wait(
-                "gradients",
-                "waiting for the optimizer to read the last ones",
-            );
-            spec.model
-                .store
-                .wait_grad_free(layer, spec.step, &call.abort)?;
+            let what = "waiting for the optimizer to read the last ones";
+            let _on_board = call.spec.board.wait("gradients", what);
+            store.wait_grad_free(layer, call.spec.step, &call.abort)?;
         }
-        let Some(range) = stored.grad_range(param)? else {
+        let Some(range) = store.layer(layer).grad_range(gradient.param)? else {
             continue;
         };
         let host = range.write(0..range.len())?;
-        flights.push((
-            layer,
-            param,
-            port.unload("gradient", tensor, &after, host, CHUNK)?,
-        ));
+        let flight = port.unload("gradient", gradient.tensor, &after, host, CHUNK)?;
+        flights.push((layer, gradient.param, flight));
     }
     if flights.is_empty() {
-        // Nothing else says that the kernels of the job have run.
+        // Nothing else shows that the kernels of the job have run.
         after.fence()?;
     }
     let mut flights = flights.into_iter().peekable();
     while let Some((layer, param, flight)) = flights.next() {
+        *current = layer;
         flight.land()?;
-        spec.model.store.layer(layer).set_filled(param, true);
-        if flights.peek().is_none_or(|(next, ..)| *next != layer) {
-            call.put(|state| state.landed[layer] = true);
+        store.layer(layer).set_filled(param, true);
+        let is_last = flights.peek().is_none_or(|(next, ..)| *next != layer);
+        if is_last {
+            call.mark_landed(layer);
         }
     }
     Ok(())

@@ -21,8 +21,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
-use super::call::{Call, CallList, Model};
-use super::launcher::panic_text;
+use super::call::{Call, CallList};
+use super::model::Model;
+use super::task::panic_text;
 use crate::error::{Error, Result};
 use crate::optim::StepReport;
 use crate::scaler::GradScaler;

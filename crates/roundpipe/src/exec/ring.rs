@@ -9,8 +9,7 @@
 //! - All device memory is reserved when the ring is made.
 
 use std::cell::Cell;
-use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use roundpipe_tensor::host::Pin;
@@ -19,7 +18,8 @@ use roundpipe_tensor::{Bytes, Device, Pins, Worker};
 
 use super::call::CallList;
 use super::copy_threads::CopyThreads;
-use super::launcher::{Job, Launcher};
+use super::launcher::Launcher;
+use super::queue::{Job, JobQueue};
 use crate::devices::Devices;
 use crate::error::{Error, Result};
 use crate::plan::{Pass, Stage};
@@ -53,7 +53,7 @@ struct Inner {
     /// Gives each stage its worker. Held while a call's jobs are queued, so that all queues have
     /// calls in the same order.
     schedule: Mutex<RoundRobin>,
-    hands: Executor,
+    executor: Executor,
     threads: Mutex<Vec<JoinHandle<()>>>,
     board: Board,
     /// What its devices were found with.
@@ -68,53 +68,6 @@ enum Executor {
     Serial(Mutex<Vec<Launcher>>),
     /// A launcher thread per worker.
     Threaded(Vec<Arc<JobQueue>>),
-}
-
-/// A worker's jobs in order.
-#[derive(Default)]
-pub(crate) struct JobQueue {
-    queue: Mutex<Queue>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct Queue {
-    jobs: VecDeque<Job>,
-    closed: bool,
-}
-
-impl JobQueue {
-    fn push(&self, job: Job) {
-        lock(&self.queue).jobs.push_back(job);
-        self.changed.notify_all();
-    }
-
-    fn close(&self) {
-        lock(&self.queue).closed = true;
-        self.changed.notify_all();
-    }
-
-    /// The next job if there is one.
-    pub fn try_pop(&self) -> Option<Job> {
-        lock(&self.queue).jobs.pop_front()
-    }
-
-    /// Waits for the next job; `None` when there will be none.
-    fn pop(&self) -> Option<Job> {
-        let mut queue = lock(&self.queue);
-        loop {
-            if let Some(job) = queue.jobs.pop_front() {
-                return Some(job);
-            }
-            if queue.closed {
-                return None;
-            }
-            queue = self
-                .changed
-                .wait(queue)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
-    }
 }
 
 /// What a ring is made from.
@@ -190,7 +143,7 @@ impl Ring {
                 .unwrap_or(Bytes(worker.pool().capacity().0 / share))
                 .0
         };
-        let hands = if options.serial {
+        let executor = if options.serial {
             let inline = |(i, port): (usize, &Arc<Port>)| {
                 Launcher::new(
                     i,
@@ -202,21 +155,21 @@ impl Ring {
             };
             Executor::Serial(Mutex::new(ports.iter().enumerate().map(inline).collect()))
         } else {
-            let mut lines = Vec::new();
+            let mut queues = Vec::new();
             for (i, port) in ports.iter().enumerate() {
-                let line = Arc::new(JobQueue::default());
+                let queue = Arc::new(JobQueue::default());
                 let copies = CopyThreads::start(port, &mut threads)?;
                 let launcher = Launcher::new(
                     i,
                     port.clone(),
                     copies,
                     limit(port.worker()),
-                    Some(line.clone()),
+                    Some(queue.clone()),
                 );
-                threads.push(start(launcher, line.clone(), ring_id(&calls))?);
-                lines.push(line);
+                threads.push(start(launcher, ring_id(&calls))?);
+                queues.push(queue);
             }
-            Executor::Threaded(lines)
+            Executor::Threaded(queues)
         };
         let schedule = RoundRobin::new(workers.len()).shares_cores(is_host(&workers));
         let threads = Mutex::new(threads);
@@ -226,7 +179,7 @@ impl Ring {
             host_device,
             host,
             schedule: Mutex::new(schedule),
-            hands,
+            executor,
             threads,
             board,
             notes,
@@ -264,7 +217,7 @@ impl Ring {
             .unwrap_or(0)
     }
 
-    /// Why there is no GPU among the workers and which GPUs were left out, a line each, where the
+    /// Why there is no GPU among the workers and which GPUs were left out, a queue each, where the
     /// devices were looked for: by [`Ring::of`], or by an engine that was given none.
     pub fn notes(&self) -> &[String] {
         &self.0.notes
@@ -353,7 +306,7 @@ impl Ring {
 
     /// Queues the jobs of one call (or of its backward), each on its worker.
     pub(crate) fn submit(&self, jobs: Vec<(usize, Job)>) {
-        match &self.0.hands {
+        match &self.0.executor {
             Executor::Serial(launchers) => {
                 let mut launchers = lock(launchers);
                 AT_WORK.set(ring_id(&self.0.calls));
@@ -362,11 +315,11 @@ impl Ring {
                 }
                 AT_WORK.set(0);
             }
-            Executor::Threaded(lines) => {
+            Executor::Threaded(queues) => {
                 // One call at a time, so that every queue has the calls in the same order.
                 let _order = lock(&self.0.schedule);
                 for (worker, job) in jobs {
-                    lines[worker].push(job);
+                    queues[worker].push(job);
                 }
             }
         }
@@ -406,25 +359,24 @@ fn same_memory(a: &dyn Device, b: &dyn Device) -> bool {
     (a.id().kind, a.id().index) == (b.id().kind, b.id().index)
 }
 
-fn start(mut launcher: Launcher, line: Arc<JobQueue>, ring: usize) -> Result<JoinHandle<()>> {
-    let name = launcher.who.clone();
-    let fail = |e| Error::config("threads", format!("cannot start a launcher thread: {e}"));
-    let body = move || {
-        AT_WORK.set(ring);
-        while let Some(job) = launcher.next.take().or_else(|| line.pop()) {
-            launcher.run(job);
-        }
+fn start(mut launcher: Launcher, ring: usize) -> Result<JoinHandle<()>> {
+    let body = {
+        let name = launcher.who.clone();
+        std::thread::Builder::new().name(name).spawn(move || {
+            AT_WORK.set(ring);
+            launcher.run_all();
+        })
     };
-    std::thread::Builder::new()
-        .name(name)
-        .spawn(body)
-        .map_err(fail)
+    body.map_err(|error| {
+        let what = format!("cannot start a launcher thread: {error}");
+        Error::config("threads", what)
+    })
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if let Executor::Threaded(lines) = &self.hands {
-            lines.iter().for_each(|line| line.close());
+        if let Executor::Threaded(queues) = &self.executor {
+            queues.iter().for_each(|queue| queue.close());
         }
         for thread in std::mem::take(&mut *lock(&self.threads)) {
             // A thread that panicked has told so; here only its end matters.

@@ -8,7 +8,7 @@
 
 use roundpipe_tensor::{Cx, Param, Recompute, Result, RngSite, Tensor, Worker};
 
-use super::call::LossFn;
+use super::model::LossFn;
 use crate::layer::Layer;
 use crate::tree::Tree;
 
@@ -20,8 +20,8 @@ pub(crate) struct Activation {
     pub tensor: Tensor,
     /// Whether a gradient will come back for it.
     pub grad: bool,
-    /// Where it also is, when it was received or sent.
-    pub parcel: Option<HostValue>,
+    /// Its value in host memory, when it was received or sent.
+    pub host: Option<HostValue>,
 }
 
 /// A layer whose weights are on the worker.
@@ -137,7 +137,7 @@ impl LoadedLayer {
             Activation {
                 tensor: tensor.detach(),
                 grad: tensor.requires_grad(),
-                parcel: passed_on.and_then(|i| sources[i].parcel.clone()),
+                host: passed_on.and_then(|i| sources[i].host.clone()),
             }
         });
         let tape = cx.is_recording().then(|| {

@@ -1,0 +1,347 @@
+//! The backward of a stage: recompute, then the layers from the last to the first.
+//!
+//! The layers of a stage are taken in groups: the whole stage, or one layer at a time
+//! ([`Grain`]). For each group the saved input and the gradients of its output are awaited, in an
+//! order that keeps the copy lanes busy: what is needed first is asked for first, and what the next
+//! group needs starts on its way before this group is computed.
+
+use std::ops::Range;
+
+use roundpipe_tensor::Tensor;
+use roundpipe_tensor::transfer::{Arrival, HostValue};
+
+use super::launcher::Launcher;
+use super::queue::Job;
+use super::run_layer::{Activation, Mode, Ran, Taped};
+use super::task::Task;
+use super::value::{Grads, SavedForRecompute, Seed};
+use super::values::{Arriving, ArrivingGrad, Until};
+use super::weights::LoadedLayers;
+use crate::config::Grain;
+use crate::error::{Error, Result};
+use crate::plan::{Pass, Stage};
+use crate::trace::Category;
+use crate::tree::Tree;
+
+/// What a forward saved for a layer's recompute, on its way here.
+pub(super) struct Prefetched {
+    input: Arriving,
+    /// `None` if there was no room for it, or the forward has not saved it yet.
+    saved: Option<ArrivingSaved>,
+}
+
+/// [`SavedForRecompute`] on its way here.
+struct ArrivingSaved {
+    data: Vec<Arrival>,
+    buffers: Vec<(usize, Arrival)>,
+}
+
+/// The gradients of a stage's outputs, on their way here.
+type ArrivingGrads = Vec<Option<ArrivingGrad>>;
+
+/// The groups of layers that a backward stage recomputes at once, in their order.
+fn groups(stage: &Stage, grain: Grain) -> Vec<Range<usize>> {
+    match grain {
+        Grain::Stage => vec![stage.layers.clone()],
+        Grain::Layer => {
+            let layers = stage.layers.clone().rev();
+            layers.map(|layer| layer..layer + 1).collect()
+        }
+    }
+}
+
+impl Launcher {
+    pub(super) fn backward(
+        &mut self,
+        job: &Job,
+        loaded: &mut LoadedLayers,
+        task: &Task<'_>,
+    ) -> Result<()> {
+        let groups = groups(task.stage(), task.spec().grain);
+        let mut grads: Option<Vec<Option<Tensor>>> = None;
+        let mut arriving_grads = None;
+        for (index, group) in groups.iter().enumerate() {
+            let (mut value, mut saved) = self.wait_saved(task, group.start)?;
+            if index == 0 {
+                arriving_grads = self.prefetch_grads(task)?;
+            }
+            match groups.get(index + 1) {
+                Some(next) => self.prefetch_saved(task, next.start)?,
+                None if task.is_last() => self.prefetch_for_next_job(task)?,
+                None => self.prefetch_saved(&task.at(task.microbatch + 1), groups[0].start)?,
+            }
+            let mut tapes = Vec::new();
+            for layer in group.clone() {
+                let ran = self.recompute(job, loaded, task, layer, &value, saved.take())?;
+                tapes.extend(ran.tape);
+                value = ran.output;
+            }
+            // The output of a recompute is not needed; its memory is, by the backward.
+            drop(value);
+            let given = match grads.take() {
+                Some(grads) => grads,
+                None => self.wait_grads(task, arriving_grads.take())?,
+            };
+            grads = Some(self.walk_back(task, loaded, group.clone(), tapes, given)?);
+        }
+        self.pass_grads(task, grads.unwrap_or_default())
+    }
+
+    /// Runs the backward of some layers, from the last to the first.
+    pub(super) fn walk_back(
+        &self,
+        task: &Task<'_>,
+        loaded: &mut LoadedLayers,
+        layers: Range<usize>,
+        tapes: Vec<Taped>,
+        mut grads: Vec<Option<Tensor>>,
+    ) -> Result<Vec<Option<Tensor>>> {
+        for (layer, tape) in layers.zip(tapes).rev() {
+            let here = loaded.0.get_mut(&layer);
+            let here = here.expect("the layer was run in this task");
+            grads = self.timed(task, Some(layer), Category::Backward, || {
+                here.back(tape, grads)
+            })?;
+        }
+        Ok(grads)
+    }
+
+    /// Runs a layer forward again, as its forward did, and records it.
+    fn recompute(
+        &mut self,
+        job: &Job,
+        loaded: &mut LoadedLayers,
+        task: &Task<'_>,
+        layer: usize,
+        input: &Tree<Activation>,
+        saved: Option<ArrivingSaved>,
+    ) -> Result<Ran> {
+        let saved = match saved {
+            Some(saved) => saved,
+            None => {
+                let saved = task
+                    .call
+                    .wait_for_recompute(&self.who, layer, task.microbatch)?;
+                self.receive_saved(task, layer, &saved)?
+            }
+        };
+        let land = |arrival: Arrival| {
+            let landed = arrival.land();
+            landed.map_err(|error| task.error(Some(layer), error))
+        };
+        let mut data = Vec::with_capacity(saved.data.len());
+        for arrival in saved.data {
+            data.push(land(arrival)?);
+        }
+        let mut buffers = Vec::with_capacity(saved.buffers.len());
+        for (index, arrival) in saved.buffers {
+            buffers.push((index, land(arrival)?));
+        }
+        let here = self.load_layer(job, loaded, task, layer)?;
+        // The forward saw these buffers; the next microbatch brings its own.
+        for (index, before) in buffers {
+            here.params[index].1 = before;
+        }
+        self.run_layer(
+            task,
+            here,
+            Category::Recompute,
+            Mode::Recompute(data),
+            input,
+        )
+    }
+
+    // ---- what the forward saved ----
+
+    /// The saved input of a layer, on the worker, and what else was prefetched with it.
+    fn wait_saved(
+        &mut self,
+        task: &Task<'_>,
+        layer: usize,
+    ) -> Result<(Tree<Activation>, Option<ArrivingSaved>)> {
+        if let Some(prefetched) = self.prefetched.remove(&(layer, task.microbatch)) {
+            let input = self.land(task, prefetched.input)?;
+            return Ok((input, prefetched.saved));
+        }
+        let saved = task.call.wait_saved(&self.who, layer, task.microbatch)?;
+        let arriving = self.receive(task, saved)?;
+        Ok((self.land(task, arriving)?, None))
+    }
+
+    /// Starts bringing what was saved for a layer, if it is there.
+    fn prefetch_saved(&mut self, task: &Task<'_>, layer: usize) -> Result<()> {
+        let Some(input) = task.call.try_take_saved(layer, task.microbatch) else {
+            return Ok(());
+        };
+        let saved = task
+            .call
+            .try_take_for_recompute(layer, task.microbatch, |bytes| self.has_headroom(bytes));
+        let input = self.receive(task, input)?;
+        let saved = match saved {
+            Some(saved) => Some(self.receive_saved(task, layer, &saved)?),
+            None => None,
+        };
+        let key = (layer, task.microbatch);
+        self.prefetched.insert(key, Prefetched { input, saved });
+        Ok(())
+    }
+
+    /// Starts bringing what the first microbatch of the next job needs, if that job goes backward
+    /// in the same call and there is room.
+    pub(super) fn prefetch_for_next_job(&mut self, task: &Task<'_>) -> Result<()> {
+        let Some(next) = &self.next else {
+            return Ok(());
+        };
+        let stage = &next.call.spec.stages[next.stage];
+        let is_same_call = std::sync::Arc::ptr_eq(&next.call, task.call);
+        if !is_same_call || stage.pass != Pass::Backward {
+            return Ok(());
+        }
+        let first = Task {
+            call: task.call,
+            stage: next.stage,
+            microbatch: 0,
+        };
+        let layer = groups(stage, task.spec().grain)[0].start;
+        if !self.has_headroom(task.call.saved_bytes(layer, 0)) {
+            return Ok(());
+        }
+        self.prefetch_saved(&first, layer)
+    }
+
+    /// Starts bringing what a layer saved for its recompute.
+    fn receive_saved(
+        &self,
+        task: &Task<'_>,
+        layer: usize,
+        saved: &SavedForRecompute,
+    ) -> Result<ArrivingSaved> {
+        let receive = |value: &HostValue| {
+            let arrival = self.port.receive("saved for recompute", value);
+            arrival.map_err(|error| task.error(Some(layer), error))
+        };
+        let mut data = Vec::with_capacity(saved.data.len());
+        for value in &saved.data {
+            data.push(receive(value)?);
+        }
+        let mut buffers = Vec::with_capacity(saved.buffers.len());
+        for (index, value) in &saved.buffers {
+            buffers.push((*index, receive(value)?));
+        }
+        Ok(ArrivingSaved { data, buffers })
+    }
+
+    // ---- gradients between stages ----
+
+    /// Starts bringing the gradients of this stage's outputs, if they are there and fit: nothing
+    /// that is prefetched is needed earlier.
+    fn prefetch_grads(&mut self, task: &Task<'_>) -> Result<Option<ArrivingGrads>> {
+        if starts_from_seeds(task) {
+            return Ok(None);
+        }
+        let from = task.stage - 1;
+        let grads = task
+            .call
+            .try_take_grads(from, task.microbatch, |bytes| self.has_headroom(bytes));
+        grads
+            .map(|grads| self.receive_grads(task, &grads))
+            .transpose()
+    }
+
+    /// The gradients of this stage's outputs, on the worker.
+    fn wait_grads(
+        &mut self,
+        task: &Task<'_>,
+        arriving: Option<ArrivingGrads>,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let arriving = match arriving {
+            Some(arriving) => arriving,
+            None => {
+                let grads = self.grads(task)?;
+                self.receive_grads(task, &grads)?
+            }
+        };
+        let mut landed = Vec::with_capacity(arriving.len());
+        for grad in arriving {
+            let tensor = grad.map(|grad| self.land_grad(task, grad)).transpose()?;
+            landed.push(tensor);
+        }
+        Ok(landed)
+    }
+
+    fn receive_grads(&mut self, task: &Task<'_>, grads: &Grads) -> Result<ArrivingGrads> {
+        let mut arriving = Vec::with_capacity(grads.len());
+        for grad in grads {
+            let grad = grad.as_ref();
+            arriving.push(grad.map(|grad| self.receive_grad(task, grad)).transpose()?);
+        }
+        Ok(arriving)
+    }
+
+    /// The gradients of this stage's outputs, from the previous stage, the user or another call.
+    fn grads(&self, task: &Task<'_>) -> Result<Grads> {
+        if !starts_from_seeds(task) {
+            let from = task.stage - 1;
+            return task.call.wait_grads(&self.who, from, task.microbatch);
+        }
+        match task.call.take_seed(task.microbatch) {
+            Some(Seed::Given(grads)) => Ok(grads),
+            Some(Seed::Of(other, leaves)) => {
+                let grads = other.wait_input_grads(&self.who, task.microbatch);
+                let grads = grads.map_err(|_| other.cancelled())?;
+                task.call.depend_on(&other);
+                let leaves = leaves.unwrap_or(0..grads.len());
+                Ok(grads[leaves].to_vec())
+            }
+            None => Err(Error::Cancelled {
+                why: "the gradients were taken twice".to_owned(),
+            }),
+        }
+    }
+
+    /// The gradients of this stage's inputs go to the stage that runs the layers before, or to the
+    /// caller.
+    pub(super) fn pass_grads(&mut self, task: &Task<'_>, grads: Vec<Option<Tensor>>) -> Result<()> {
+        let next = task.spec().workers.get(task.stage + 1).copied();
+        if next.is_none() && !task.spec().wants_input_grads {
+            return Ok(());
+        }
+        let readers: Vec<usize> = next.into_iter().collect();
+        let mut passed = Vec::with_capacity(grads.len());
+        for grad in grads {
+            let Some(grad) = grad else {
+                passed.push(None);
+                continue;
+            };
+            let value = self.keep_or_send(task, "gradient", &grad, &readers, Until::NextStage)?;
+            passed.push(Some(value));
+        }
+        if next.is_some() {
+            task.call.pass_grads(task.stage, task.microbatch, passed);
+        } else {
+            task.call.put_input_grads(task.microbatch, passed);
+        }
+        Ok(())
+    }
+}
+
+/// Whether a task starts from gradients that the user gives, or that another engine computes.
+fn starts_from_seeds(task: &Task<'_>) -> bool {
+    let spec = task.spec();
+    spec.loss.is_none() && task.stage == spec.forward_stages
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_go_from_the_last_layer_to_the_first() {
+        let stage = Stage {
+            pass: Pass::Backward,
+            layers: 3..6,
+        };
+        assert_eq!(groups(&stage, Grain::Stage), [3..6]);
+        assert_eq!(groups(&stage, Grain::Layer), [5..6, 4..5, 3..4]);
+    }
+}

@@ -1,0 +1,285 @@
+//! The forward of a stage, and the fused forward and backward of the last one.
+
+use std::sync::atomic::Ordering;
+
+use roundpipe_tensor::{Cx, Tensor};
+
+use super::launcher::Launcher;
+use super::queue::Job;
+use super::run_layer::{self, Activation, LoadedLayer, Mode, Ran, Taped};
+use super::task::Task;
+use super::value::{Leaf, SavedForRecompute, Source, StageValue};
+use super::values::{Arriving, Until};
+use super::weights::LoadedLayers;
+use crate::error::{Error, Result};
+use crate::plan::Pass;
+use crate::trace::Category;
+use crate::tree::Tree;
+
+/// Values on their way out may hold one part in so many of a worker's memory.
+const OUTBOX_SHARE: u64 = 16;
+
+impl Launcher {
+    /// Runs the layers of a stage; their inputs are saved where a recompute starts.
+    pub(super) fn forward(
+        &mut self,
+        job: &Job,
+        loaded: &mut LoadedLayers,
+        task: &Task<'_>,
+        next_input: &mut Option<Arriving>,
+    ) -> Result<()> {
+        let spec = task.spec();
+        let layers = task.stage().layers.clone();
+        let mut value = self.take_input(task, next_input)?;
+        for layer in layers.clone() {
+            // The previous stage has saved the input of this one.
+            let is_new = layer > layers.start || task.stage == 0;
+            if spec.saves(layer) && is_new {
+                let readers = spec.readers(task.stage, layer);
+                let saved = self.send(task, &mut value, &readers, Until::Later)?;
+                task.call.save_input(layer, task.microbatch, saved);
+            }
+            let mode = if spec.trains {
+                Mode::Forward
+            } else {
+                Mode::Infer
+            };
+            let here = self.load_layer(job, loaded, task, layer)?;
+            let ran = self.run_layer(task, here, Category::Forward, mode, &value)?;
+            if spec.trains {
+                self.save_for_recompute(task, layer, &ran)?;
+            }
+            value = ran.output;
+        }
+        self.hand_on(task, value, layers.end)
+    }
+
+    /// The output of a forward stage goes to the next stage, or to the caller.
+    fn hand_on(&mut self, task: &Task<'_>, mut value: Tree<Activation>, end: usize) -> Result<()> {
+        let spec = task.spec();
+        let next = spec.stages.get(task.stage + 1);
+        if next.is_none_or(|next| next.pass == Pass::Backward) {
+            let output = if spec.keeps_outputs {
+                value.map_ref(|activation| self.resident_output(activation))
+            } else {
+                self.send(task, &mut value, &[], Until::Later)?
+            };
+            task.call.put_output(task.microbatch, output);
+            return Ok(());
+        }
+        let is_saved = spec.saves(end);
+        let until = if is_saved {
+            Until::Later
+        } else {
+            Until::NextStage
+        };
+        let readers = spec.readers(task.stage, end);
+        let passed = self.send(task, &mut value, &readers, until)?;
+        if is_saved {
+            task.call.save_input(end, task.microbatch, passed.clone());
+        }
+        task.call.pass_value(task.stage, task.microbatch, passed);
+        Ok(())
+    }
+
+    /// Runs the last layers forward, the loss, and the same layers backward.
+    pub(super) fn fused(
+        &mut self,
+        job: &Job,
+        loaded: &mut LoadedLayers,
+        task: &Task<'_>,
+        next_input: &mut Option<Arriving>,
+    ) -> Result<()> {
+        let layers = task.stage().layers.clone();
+        let mut value = self.take_input(task, next_input)?;
+        if task.is_last() {
+            self.prefetch_for_next_job(task)?;
+        }
+        let mut tapes: Vec<Taped> = Vec::new();
+        for layer in layers.clone() {
+            let here = self.load_layer(job, loaded, task, layer)?;
+            let ran = self.run_layer(task, here, Category::Fused, Mode::Record, &value)?;
+            tapes.extend(ran.tape);
+            value = ran.output;
+        }
+        let grads = self.loss(task, value)?;
+        let grads = self.walk_back(task, loaded, layers, tapes, grads)?;
+        self.pass_grads(task, grads)
+    }
+
+    /// Computes the losses of a microbatch and the gradients of its output.
+    fn loss(
+        &mut self,
+        task: &Task<'_>,
+        mut output: Tree<Activation>,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let spec = task.spec();
+        let Some(loss) = spec.loss.clone() else {
+            return Err(Error::config("loss_fn", "a fused stage needs one"));
+        };
+        let labels = self.labels(task)?;
+        // The loss draws its random numbers behind the last layer.
+        let site = task.site(spec.model.layers.len());
+        let (losses, grads) = self.timed(task, None, Category::Loss, || {
+            run_layer::losses(&loss, self.worker(), site, &output, labels)
+        })?;
+        let output = if spec.wants_outputs {
+            Some(self.send(task, &mut output, &[], Until::Later)?)
+        } else {
+            None
+        };
+        let mut sent = Vec::with_capacity(losses.len());
+        for loss in &losses {
+            let loss = self.port.send("loss", loss);
+            sent.push(loss.map_err(|error| task.error(None, error))?);
+        }
+        task.call.put_losses(task.microbatch, sent, output);
+        Ok(grads)
+    }
+
+    fn labels(&mut self, task: &Task<'_>) -> Result<Tree> {
+        let labels = task.call.take_labels(task.microbatch);
+        let labels = labels.map_ref(|label| Leaf::new(label.clone(), false));
+        let arriving = self.receive(task, labels)?;
+        let labels = self.land(task, arriving)?;
+        Ok(labels.map_ref(|activation| activation.tensor.clone()))
+    }
+
+    // ---- input ----
+
+    /// The input of this task on the worker; the next microbatch's starts on its way.
+    fn take_input(
+        &mut self,
+        task: &Task<'_>,
+        next_input: &mut Option<Arriving>,
+    ) -> Result<Tree<Activation>> {
+        let arriving = match next_input.take() {
+            Some(arriving) => arriving,
+            None => {
+                let input = self.wait_input(task)?;
+                self.receive(task, input)?
+            }
+        };
+        let value = self.land(task, arriving)?;
+        if !task.is_last() {
+            let next = task.at(task.microbatch + 1);
+            if let Some(input) = self.try_input(&next)? {
+                *next_input = Some(self.receive(&next, input)?);
+            }
+        }
+        Ok(value)
+    }
+
+    fn wait_input(&self, task: &Task<'_>) -> Result<StageValue> {
+        if task.stage > 0 {
+            let from = task.stage - 1;
+            return task.call.wait_value(&self.who, from, task.microbatch);
+        }
+        match task.call.take_input(task.microbatch) {
+            Some(input) => self.resolve(task, input),
+            None => Err(Error::Cancelled {
+                why: "an input was taken twice".to_owned(),
+            }),
+        }
+    }
+
+    /// The input of a task if it is there.
+    fn try_input(&self, task: &Task<'_>) -> Result<Option<StageValue>> {
+        if task.stage > 0 {
+            let from = task.stage - 1;
+            return Ok(task.call.try_take_value(from, task.microbatch));
+        }
+        if !task.call.input_is_ready(task.microbatch) {
+            return Ok(None);
+        }
+        let input = task.call.take_input(task.microbatch);
+        input.map(|input| self.resolve(task, input)).transpose()
+    }
+
+    /// Puts the outputs of other calls in their places; waits for them.
+    fn resolve(&self, task: &Task<'_>, input: Tree<Source>) -> Result<StageValue> {
+        let wants_grads = task.spec().wants_input_grads;
+        input.try_flat_map(&mut |source| match source {
+            Source::Value(leaf) => Ok(Tree::Tensor(leaf)),
+            Source::Output(other, microbatch) => {
+                let output = other.wait_output(&self.who, microbatch);
+                let output = output.map_err(|_| other.cancelled())?;
+                task.call.depend_on(&other);
+                Ok(output.map_ref(|leaf| Leaf {
+                    grad: leaf.grad && wants_grads,
+                    ..leaf.clone()
+                }))
+            }
+        })
+    }
+
+    // ---- layers ----
+
+    /// Runs one layer on a value.
+    pub(super) fn run_layer(
+        &self,
+        task: &Task<'_>,
+        here: &mut LoadedLayer,
+        category: Category,
+        mode: Mode,
+        input: &Tree<Activation>,
+    ) -> Result<Ran> {
+        if task.call.has_failed() {
+            // The rest may take long, and its results are not needed.
+            return Err(task.call.cancelled());
+        }
+        let spec = task.spec();
+        let layer = here.index;
+        let outbox_bytes = self.worker().pool().capacity().0 / OUTBOX_SHARE;
+        let room = self.port.make_room(outbox_bytes);
+        room.map_err(|error| task.error(Some(layer), error))?;
+        let module = &*spec.model.layers[layer].1;
+        let ran = self.timed(task, Some(layer), category, || {
+            let site = task.site(layer);
+            here.run(module, self.worker(), spec.training, site, mode, input)
+        })?;
+        if spec.probes && category != Category::Recompute {
+            self.probe(task, layer, &ran.output);
+        }
+        if !ran.buffers.is_empty() {
+            // Known before the caller sees a result of this call, so before it can submit the next.
+            spec.model.sets_buffers.store(true, Ordering::SeqCst);
+        }
+        Ok(ran)
+    }
+
+    /// Notes the largest and the smallest value of a layer's output, which show whether all are
+    /// finite. A layer that cannot be probed for want of memory is left out.
+    fn probe(&self, task: &Task<'_>, layer: usize, output: &Tree<Activation>) {
+        for activation in output.leaves() {
+            // Values without gradients, such as masks, may well be infinite.
+            if !activation.grad || activation.tensor.numel() == 0 {
+                continue;
+            }
+            let mut cx = Cx::infer(self.worker());
+            let largest = cx.max(&activation.tensor, &[], false);
+            let smallest = cx.min(&activation.tensor, &[], false);
+            for extreme in [largest, smallest].into_iter().flatten() {
+                if let Ok(value) = self.port.send("probe", &extreme) {
+                    task.call.note_probe(layer, task.microbatch, value);
+                }
+            }
+        }
+    }
+
+    /// Sends what a layer saved for its recompute to the host.
+    fn save_for_recompute(&self, task: &Task<'_>, layer: usize, ran: &Ran) -> Result<()> {
+        let what = "saved for recompute";
+        let mut saved = SavedForRecompute::default();
+        for tensor in ran.saved.iter().flatten() {
+            saved.data.push(self.send_value(task, layer, what, tensor)?);
+        }
+        for (index, before) in &ran.buffers {
+            let sent = self.send_value(task, layer, what, before)?;
+            saved.buffers.push((*index, sent));
+        }
+        let call = task.call;
+        call.save_for_recompute(layer, task.microbatch, saved);
+        Ok(())
+    }
+}

@@ -1,0 +1,30 @@
+//! A model as executors see it.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use roundpipe_tensor::{Cx, Result as TensorResult, Tensor};
+
+use crate::layer::Layer;
+use crate::store::Store;
+use crate::tree::Tree;
+
+/// Turns a microbatch's outputs and labels into losses.
+pub(crate) type LossFn =
+    Arc<dyn Fn(&mut Cx, Tree, Tree) -> TensorResult<Vec<Tensor>> + Send + Sync>;
+
+/// The layers of an engine and the host memory of their state.
+pub(crate) struct Model {
+    pub name: String,
+    pub layers: Vec<(String, Arc<dyn Layer>)>,
+    pub store: Store,
+    pub seed: u64,
+    /// The number of its first layer in the random stream.
+    pub first_layer: usize,
+    /// Set once a layer has set a buffer. Calls then run one after another.
+    pub sets_buffers: AtomicBool,
+    /// Whether unchanged weights stay on a worker from call to call.
+    pub resident: bool,
+    /// Whether weights are only read.
+    pub inference: bool,
+}

@@ -1,0 +1,81 @@
+//! A worker's jobs, in the order of submission.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use super::call::Call;
+use super::weights::WeightSource;
+use crate::version::ReadTicket;
+
+/// One stage of a call, and the right to read the weights of its layers.
+pub(crate) struct Job {
+    pub call: Arc<Call>,
+    pub stage: usize,
+    /// By layer of the stage.
+    pub tickets: HashMap<usize, Vec<ReadTicket>>,
+    /// Where each layer's weights come from, once they are requested.
+    pub weights: Option<HashMap<usize, WeightSource>>,
+}
+
+impl Job {
+    pub fn new(call: Arc<Call>, stage: usize, tickets: HashMap<usize, Vec<ReadTicket>>) -> Self {
+        Self {
+            call,
+            stage,
+            tickets,
+            weights: None,
+        }
+    }
+}
+
+/// Jobs of one worker.
+#[derive(Default)]
+pub(crate) struct JobQueue {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    jobs: VecDeque<Job>,
+    closed: bool,
+}
+
+impl JobQueue {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn push(&self, job: Job) {
+        self.lock().jobs.push_back(job);
+        self.changed.notify_all();
+    }
+
+    /// No job will come any more.
+    pub fn close(&self) {
+        self.lock().closed = true;
+        self.changed.notify_all();
+    }
+
+    /// The next job, if there is one.
+    pub fn try_pop(&self) -> Option<Job> {
+        self.lock().jobs.pop_front()
+    }
+
+    /// Waits for the next job; `None` when the queue is closed and empty.
+    pub fn pop(&self) -> Option<Job> {
+        let mut state = self.lock();
+        loop {
+            if let Some(job) = state.jobs.pop_front() {
+                return Some(job);
+            }
+            if state.closed {
+                return None;
+            }
+            state = self
+                .changed
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
