@@ -35,6 +35,9 @@
 
 pub mod args;
 pub(crate) mod core;
+mod planner;
+mod recorder;
+mod recover;
 
 use std::ops::Deref;
 use std::panic::Location;

@@ -19,6 +19,7 @@ pub mod batch;
 pub mod layer;
 pub mod nn;
 
+pub mod budget;
 pub mod cost;
 pub mod plan;
 pub mod schedule;

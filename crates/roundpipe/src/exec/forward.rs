@@ -16,9 +16,6 @@ use crate::plan::Pass;
 use crate::trace::Category;
 use crate::tree::Tree;
 
-/// Values on their way out may hold one part in so many of a worker's memory.
-const OUTBOX_SHARE: u64 = 16;
-
 impl Launcher {
     /// Runs the layers of a stage; their inputs are saved where a recompute starts.
     pub(super) fn forward(
@@ -230,8 +227,7 @@ impl Launcher {
         }
         let spec = task.spec();
         let layer = here.index;
-        let outbox_bytes = self.worker().pool().capacity().0 / OUTBOX_SHARE;
-        let room = self.port.make_room(outbox_bytes);
+        let room = self.port.make_room(self.budget.outbox);
         room.map_err(|error| task.error(Some(layer), error))?;
         let module = &*spec.model.layers[layer].1;
         let ran = self.timed(task, Some(layer), category, || {

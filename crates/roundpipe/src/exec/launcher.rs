@@ -25,6 +25,7 @@ use super::run_layer::LoadedLayer;
 use super::task::{Task, TaskLabel, panic_text};
 use super::values::KeptValues;
 use super::weights::{LoadedLayers, ResidentWeights};
+use crate::budget::WorkerBudget;
 use crate::error::Result;
 use crate::plan::Pass;
 use crate::trace::Category;
@@ -39,6 +40,7 @@ pub(crate) struct Launcher {
     /// The port's worker, whose kernels report bad data to the current job.
     worker: Worker,
     pub(super) copies: CopyThreads,
+    pub(super) budget: WorkerBudget,
     pub(super) kept: KeptValues,
     /// What forwards saved, on its way here, by layer and microbatch.
     pub(super) prefetched: HashMap<(usize, usize), Prefetched>,
@@ -56,7 +58,7 @@ impl Launcher {
         index: usize,
         port: Arc<Port>,
         copies: CopyThreads,
-        activation_budget: u64,
+        budget: WorkerBudget,
         queue: Option<Arc<JobQueue>>,
     ) -> Self {
         let worker = port.worker().clone();
@@ -66,7 +68,8 @@ impl Launcher {
             port,
             worker,
             copies,
-            kept: KeptValues::new(activation_budget),
+            kept: KeptValues::new(&budget),
+            budget,
             prefetched: HashMap::new(),
             resident: Vec::new(),
             call: Weak::new(),

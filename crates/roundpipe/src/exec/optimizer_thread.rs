@@ -138,7 +138,7 @@ impl Outcome {
     }
 
     /// Waits until it is over, whatever came of it; whether it was done.
-    pub fn settle(&self) -> bool {
+    pub fn wait_over(&self) -> bool {
         let mut phase = self.lock();
         while matches!(*phase, Phase::Waiting | Phase::Begun | Phase::Failing) {
             phase = self
@@ -226,7 +226,7 @@ impl Streak {
 }
 
 /// The thread that updates one engine's model.
-pub(crate) struct Stepper {
+pub(crate) struct OptimizerHandle {
     orders: Option<Sender<StepRequest>>,
     thread: Option<JoinHandle<()>>,
     abort: Abort,
@@ -244,7 +244,7 @@ struct OptimizerThread {
     streak: Arc<Streak>,
 }
 
-impl Stepper {
+impl OptimizerHandle {
     /// Starts the thread. It fails a step after `most_nonfinite` in a row that were not finite.
     pub fn start(
         model: &Arc<Model>,
@@ -285,7 +285,7 @@ impl Stepper {
         std::thread::current().id() == self.id
     }
 
-    pub fn order(&self, order: StepRequest) {
+    pub fn request(&self, order: StepRequest) {
         if let Some(orders) = &self.orders {
             // The thread ends only after this sender is gone.
             drop(orders.send(order));
@@ -293,7 +293,7 @@ impl Stepper {
     }
 }
 
-impl Drop for Stepper {
+impl Drop for OptimizerHandle {
     fn drop(&mut self) {
         self.abort.set();
         drop(self.orders.take());

@@ -20,6 +20,7 @@ use super::call::CallList;
 use super::copy_threads::CopyThreads;
 use super::launcher::Launcher;
 use super::queue::{Job, JobQueue};
+use crate::budget::WorkerBudget;
 use crate::devices::Devices;
 use crate::error::{Error, Result};
 use crate::plan::{Pass, Stage};
@@ -46,6 +47,8 @@ pub struct Ring(Arc<Inner>);
 
 struct Inner {
     workers: Vec<Worker>,
+    /// By worker.
+    budgets: Vec<WorkerBudget>,
     ports: Vec<Arc<Port>>,
     /// Whose host memory is used.
     host_device: Arc<dyn Device>,
@@ -130,18 +133,11 @@ impl Ring {
         let ports: Vec<Arc<Port>> = workers.iter().map(port).collect();
         let calls = Arc::<CallList>::default();
         let mut threads = Vec::new();
-        let limit = |worker: &Worker| {
-            // Beside weights and the working memory of a stage; where weights are read in place
-            // there is more.
-            let share = if worker.device().aliases_host() {
-                4
-            } else {
-                10
-            };
-            options
-                .keep
-                .unwrap_or(Bytes(worker.pool().capacity().0 / share))
-                .0
+        let budget = |worker: &Worker| {
+            let arena = worker.pool().capacity().0;
+            let reads_host = worker.device().aliases_host();
+            let kept = options.keep.map(|bytes| bytes.0);
+            WorkerBudget::new(arena, reads_host, kept)
         };
         let executor = if options.serial {
             let inline = |(i, port): (usize, &Arc<Port>)| {
@@ -149,7 +145,7 @@ impl Ring {
                     i,
                     port.clone(),
                     CopyThreads::Inline(port.clone()),
-                    limit(port.worker()),
+                    budget(port.worker()),
                     None,
                 )
             };
@@ -163,7 +159,7 @@ impl Ring {
                     i,
                     port.clone(),
                     copies,
-                    limit(port.worker()),
+                    budget(port.worker()),
                     Some(queue.clone()),
                 );
                 threads.push(start(launcher, ring_id(&calls))?);
@@ -174,6 +170,7 @@ impl Ring {
         let schedule = RoundRobin::new(workers.len()).shares_cores(is_host(&workers));
         let threads = Mutex::new(threads);
         let inner = Inner {
+            budgets: workers.iter().map(budget).collect(),
             workers,
             ports,
             host_device,
@@ -208,16 +205,18 @@ impl Ring {
         is_host(self.workers())
     }
 
-    /// What the smallest worker has reserved.
-    pub(crate) fn least_memory(&self) -> u64 {
-        self.workers()
-            .iter()
-            .map(|worker| worker.pool().capacity().0)
-            .min()
-            .unwrap_or(0)
+    /// How each worker's memory is divided.
+    pub fn budgets(&self) -> &[WorkerBudget] {
+        &self.0.budgets
     }
 
-    /// Why there is no GPU among the workers and which GPUs were left out, a queue each, where the
+    /// The budget that a plan for all workers must fit.
+    pub(crate) fn least_budget(&self) -> WorkerBudget {
+        let least = WorkerBudget::least(self.budgets());
+        least.expect("a ring has at least one worker")
+    }
+
+    /// Why there is no GPU among the workers and which GPUs were left out, a line each, where the
     /// devices were looked for: by [`Ring::of`], or by an engine that was given none.
     pub fn notes(&self) -> &[String] {
         &self.0.notes

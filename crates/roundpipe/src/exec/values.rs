@@ -16,13 +16,9 @@ use super::launcher::Launcher;
 use super::run_layer::Activation;
 use super::task::Task;
 use super::value::{Leaf, Resident, StageValue};
+use crate::budget::WorkerBudget;
 use crate::error::Result;
 use crate::tree::Tree;
-
-/// Values that stay until the backward, and constants, leave this part of the budget to values that
-/// the next stage takes. Those come and go with every stage; without the reserve, the others would
-/// push them out for a whole step.
-const NEXT_STAGE_SHARE: u64 = 4;
 
 /// How long a value stays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,6 +52,8 @@ fn is_local(worker: usize, readers: &[usize]) -> bool {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct KeepBudget {
     pub limit: u64,
+    /// The part of `limit` that is left to values for the next stage.
+    pub for_next_stage: u64,
     pub used: u64,
 }
 
@@ -63,7 +61,7 @@ impl KeepBudget {
     fn has_room(&self, bytes: u64, until: Until) -> bool {
         let limit = match until {
             Until::NextStage => self.limit,
-            Until::Later => self.limit - self.limit / NEXT_STAGE_SHARE,
+            Until::Later => self.limit - self.for_next_stage,
         };
         self.used + bytes <= limit
     }
@@ -86,9 +84,13 @@ pub(super) struct KeptValues {
 }
 
 impl KeptValues {
-    pub fn new(limit: u64) -> Self {
+    pub fn new(budget: &WorkerBudget) -> Self {
         Self {
-            budget: KeepBudget { limit, used: 0 },
+            budget: KeepBudget {
+                limit: budget.kept,
+                for_next_stage: budget.kept_for_next_stage,
+                used: 0,
+            },
             by_id: HashMap::new(),
         }
     }
@@ -296,15 +298,11 @@ impl Launcher {
         }
     }
 
-    /// Whether `bytes` may come before they are needed: half of the worker stays free for the task
-    /// under way, and what was ever in use at once fits beside them.
+    /// Whether `bytes` may come before they are needed.
     pub(super) fn has_headroom(&self, bytes: usize) -> bool {
         let usage = self.worker().pool().usage();
-        let capacity = self.worker().pool().capacity().0;
-        let bytes = bytes as u64;
-        let now = usage.used.0.saturating_add(bytes);
-        let at_peak = usage.peak_used.0.saturating_add(bytes);
-        now <= capacity / 2 && at_peak <= capacity
+        self.budget
+            .allows_prefetch(bytes as u64, usage.used.0, usage.peak_used.0)
     }
 }
 
@@ -316,6 +314,7 @@ mod tests {
     fn a_value_stays_only_where_all_its_readers_are() {
         let budget = KeepBudget {
             limit: 100,
+            for_next_stage: 25,
             used: 0,
         };
         let decide = |readers: &[usize]| stays(1, readers, 10, Until::NextStage, &budget);
@@ -327,7 +326,11 @@ mod tests {
     #[test]
     fn later_values_leave_a_part_of_the_budget_to_the_next_stage() {
         let decide = |used, bytes, until| {
-            let budget = KeepBudget { limit: 100, used };
+            let budget = KeepBudget {
+                limit: 100,
+                for_next_stage: 25,
+                used,
+            };
             stays(0, &[0], bytes, until, &budget)
         };
         assert!(decide(0, 75, Until::Later));

@@ -1,0 +1,220 @@
+//! Plans of an engine: made once per shape of the input, and again when measured times differ from
+//! those that a plan was made with.
+//!
+//! The planner knows the model, the workers and what calls have taken so far. It has its own lock,
+//! under which it computes and never waits.
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use roundpipe_tensor::{DType, DeviceKind, HostTensor, Shape};
+
+use crate::budget::WorkerBudget;
+use crate::config::{Grain, Resolved};
+use crate::cost::{LayerCosts, LayerTimes, Phase, Spec, model_costs};
+use crate::error::Result;
+use crate::exec::model::Model;
+use crate::exec::ring::Ring;
+use crate::plan::{ExecutePlan, PlanKind};
+use crate::search::AutoOptions;
+use crate::tree::Tree;
+
+/// Measured shares may move by this much before a plan is made again.
+const DRIFT: f64 = 0.3;
+/// Plans that are kept, one for each shape of the input.
+const MOST_PLANS: usize = 1024;
+/// Calls between two looks at the drift.
+const LOOK_EVERY: u64 = 16;
+/// Stages per pass, at least, where each step waits for the update of the one before, or where
+/// layers are large.
+const SHORT_STAGES: usize = 12;
+
+/// Makes and remembers plans.
+pub(super) struct Planner {
+    model: Arc<Model>,
+    ring: Ring,
+    asynchronous: bool,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    plans: HashMap<Key, Planned>,
+    times: LayerTimes,
+}
+
+/// What a plan is made for.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Key {
+    kind: PlanKind,
+    grain: Grain,
+    microbatches: usize,
+    input: Vec<(DType, Shape)>,
+}
+
+struct Planned {
+    plan: ExecutePlan,
+    costs: LayerCosts,
+    calls: u64,
+}
+
+/// The batch that a plan is for.
+pub(super) struct Batch<'a> {
+    pub microbatches: usize,
+    /// One microbatch, where it is known before other calls have run.
+    pub example: Option<&'a Tree<HostTensor>>,
+    pub training: bool,
+}
+
+impl Planner {
+    pub fn new(model: Arc<Model>, ring: Ring, asynchronous: bool) -> Self {
+        Self {
+            model,
+            ring,
+            asynchronous,
+            state: Mutex::default(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Measured times so far.
+    pub fn times(&self) -> LayerTimes {
+        self.lock().times.clone()
+    }
+
+    /// A layer took so long.
+    pub fn record(&self, layer: usize, phase: Phase, ms: f64) {
+        self.lock().times.record(layer, phase, ms);
+    }
+
+    /// The plan of a call: the user's, the one made before, or a new one.
+    ///
+    /// # Errors
+    /// When the user's does not suit the model, or nothing fits the workers.
+    pub fn plan(
+        &self,
+        kind: PlanKind,
+        config: &Resolved,
+        batch: &Batch<'_>,
+    ) -> Result<ExecutePlan> {
+        if let Some(plan) = &config.execute_plan {
+            plan.check(kind, self.model.layers.len())?;
+            return Ok(plan.clone());
+        }
+        let leaves = batch.example.map(Tree::leaves).unwrap_or_default();
+        let key = Key {
+            kind,
+            grain: config.recompute_grain,
+            microbatches: batch.microbatches,
+            input: leaves
+                .iter()
+                .map(|tensor| (tensor.dtype(), *tensor.shape()))
+                .collect(),
+        };
+        let mut state = self.lock();
+        if let Some(plan) = state.known(&key) {
+            return Ok(plan);
+        }
+        let guess = self.guess(batch);
+        let costs = state.times.to_costs(&guess);
+        let plan = self.search(&key, &costs)?;
+        if state.plans.len() >= MOST_PLANS {
+            // Batches of ever new sizes: a plan is soon made again.
+            state.plans.clear();
+        }
+        let planned = Planned {
+            plan: plan.clone(),
+            costs,
+            calls: 1,
+        };
+        state.plans.insert(key, planned);
+        Ok(plan)
+    }
+
+    /// The best plan for these costs that fits the workers.
+    fn search(&self, key: &Key, costs: &LayerCosts) -> Result<ExecutePlan> {
+        let layers = self.model.layers.len();
+        let budget = self.ring.least_budget();
+        let largest_layer = (0..layers)
+            .map(|layer| costs.visit_bytes(layer..layer + 1))
+            .max()
+            .unwrap_or(0);
+        let options = self.options(key, &budget, largest_layer);
+        let plan = ExecutePlan::auto(key.kind, &[costs], &options)?.remove(0);
+        let trains_on_a_device = !self.ring.is_host() && key.kind != PlanKind::Infer;
+        if trains_on_a_device && (largest_layer > budget.task || !self.asynchronous) {
+            // Gradients leave and new weights come stage by stage. At lag 0 the update overlaps
+            // only if stages are short; short stages also need less memory.
+            return Ok(plan.cut(key.kind, layers.div_ceil(SHORT_STAGES)));
+        }
+        Ok(plan)
+    }
+
+    fn options(&self, key: &Key, budget: &WorkerBudget, largest_layer: u64) -> AutoOptions {
+        let workers = self.ring.workers();
+        let is_host = self.ring.is_host();
+        let first = workers[0].device().id();
+        let share_a_device = workers.iter().all(|worker| {
+            let id = worker.device().id();
+            (id.kind, id.index) == (first.kind, first.index)
+        });
+        let mut options = AutoOptions::new(workers.len(), key.microbatches);
+        options.asynchronous = self.asynchronous;
+        options.layer_grain = key.grain == Grain::Layer;
+        options.shared_compute = is_host || share_a_device;
+        options.stage_memory_limit = Some(budget.task_limit(largest_layer));
+        if !is_host {
+            options.model_memory_limit = Some(budget.weights);
+        }
+        options
+    }
+
+    /// Costs before anything was measured: from the meta device, or from sizes where layers look at
+    /// values.
+    fn guess(&self, batch: &Batch<'_>) -> LayerCosts {
+        if let Some(costs) = batch
+            .example
+            .and_then(|example| self.guess_by_meta(example, batch.training))
+        {
+            return costs;
+        }
+        let sizes = self.model.layers.iter().map(|(name, layer)| {
+            let params = layer.named_params();
+            let bytes: u64 = params.iter().map(|(_, param)| param.bytes() as u64).sum();
+            (name.clone(), bytes.max(1))
+        });
+        LayerCosts::from_bytes(sizes)
+    }
+
+    fn guess_by_meta(&self, example: &Tree<HostTensor>, training: bool) -> Option<LayerCosts> {
+        let card = self.ring.workers()[0].device().cost_model();
+        let device = if card.kind == DeviceKind::Cuda {
+            card
+        } else {
+            DeviceKind::Cpu.into()
+        };
+        let input = example.map_ref(|tensor| -> Spec { (tensor.dtype(), *tensor.shape(), false) });
+        // A layer that panics here will do so again in its task, and be reported there.
+        let guessed = catch_unwind(AssertUnwindSafe(|| {
+            model_costs(&self.model.layers, device, &input, training)
+        }));
+        guessed.ok()?.ok()
+    }
+}
+
+impl State {
+    /// The plan made before, unless times have drifted since.
+    fn known(&mut self, key: &Key) -> Option<ExecutePlan> {
+        let planned = self.plans.get_mut(key)?;
+        planned.calls += 1;
+        let is_time_to_look = planned.calls % LOOK_EVERY == 1;
+        if is_time_to_look && self.times.drift(&planned.costs) > DRIFT {
+            return None;
+        }
+        Some(planned.plan.clone())
+    }
+}

@@ -1,0 +1,152 @@
+//! What calls took: measured times for the planner, spans for the trace.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use roundpipe_tensor::LaneKind;
+use roundpipe_tensor::transfer::CopyRecord;
+
+use super::planner::Planner;
+use crate::cost::Phase;
+use crate::exec::call::{Call, Timed};
+use crate::exec::ring::Ring;
+use crate::trace::{Category, Lane, Span, Trace, Track};
+
+/// Reads the clocks of calls that have ended.
+pub(super) struct Recorder {
+    ring: Ring,
+    trace: Arc<Trace>,
+    origin: Instant,
+    /// Copies whose ends were not known yet.
+    copies: Mutex<Vec<PendingCopy>>,
+}
+
+struct PendingCopy {
+    call: u64,
+    worker: usize,
+    copy: CopyRecord,
+}
+
+impl Recorder {
+    pub fn new(ring: Ring, trace: Arc<Trace>) -> Self {
+        Self {
+            ring,
+            trace,
+            origin: Instant::now(),
+            copies: Mutex::default(),
+        }
+    }
+
+    /// Copies are noted from now on if the trace is on.
+    pub fn begin_call(&self) {
+        self.ring.log_moves(self.trace.is_on());
+    }
+
+    /// Takes the times of a call that has ended.
+    pub fn learn(&self, call: &Call, planner: &Planner) {
+        for piece in call.take_times() {
+            let (Some(start), Some(end)) = (piece.from.ns(self.origin), piece.to.ns(self.origin))
+            else {
+                continue;
+            };
+            if let (Some(layer), Some(phase)) = (piece.layer, phase_of(piece.category)) {
+                planner.record(layer, phase, end.saturating_sub(start) as f64 / 1e6);
+            }
+            self.trace.record(|| self.span(call, &piece, start, end));
+        }
+        let taken = self.ring.take_moves();
+        let id = call.spec.id;
+        let pending = taken.into_iter().map(|(worker, copy)| PendingCopy {
+            call: id,
+            worker,
+            copy,
+        });
+        self.copies().extend(pending);
+        self.note_copies();
+    }
+
+    /// Waits for the copies that were noted, so that all of them are in the trace.
+    pub fn finish(&self) {
+        if !self.copies().is_empty() {
+            self.ring.drain();
+            self.note_copies();
+        }
+    }
+
+    fn copies(&self) -> std::sync::MutexGuard<'_, Vec<PendingCopy>> {
+        self.copies.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records the copies whose ends the lanes have passed; the others stay for the next look.
+    fn note_copies(&self) {
+        self.copies().retain(|pending| {
+            let copy = &pending.copy;
+            let (Some(start), Some(end)) = (copy.from.ns(self.origin), copy.to.ns(self.origin))
+            else {
+                return true;
+            };
+            self.trace.record(|| self.copy_span(pending, start, end));
+            false
+        });
+    }
+
+    fn track(&self, worker: usize, lane: Lane) -> Track {
+        Track {
+            worker,
+            worker_name: self.ring.workers()[worker].device().id().to_string(),
+            lane,
+        }
+    }
+
+    fn copy_span(&self, pending: &PendingCopy, start_ns: u64, end_ns: u64) -> Span {
+        let copy = &pending.copy;
+        let lane = match copy.lane {
+            LaneKind::Compute => Lane::Compute,
+            LaneKind::ParamUpload => Lane::ParamUpload,
+            LaneKind::ActivationUpload => Lane::ActivationUpload,
+            LaneKind::ActivationDownload => Lane::ActivationDownload,
+            LaneKind::GradDownload => Lane::GradDownload,
+        };
+        Span {
+            track: self.track(pending.worker, lane),
+            name: copy.what.clone(),
+            category: Category::Transfer,
+            start_ns,
+            end_ns,
+            call: pending.call,
+            stage: None,
+            layer: None,
+            microbatch: None,
+            bytes: Some(copy.bytes),
+        }
+    }
+
+    fn span(&self, call: &Call, piece: &Timed, start_ns: u64, end_ns: u64) -> Span {
+        let layers = &call.spec.model.layers;
+        let name = match piece.layer {
+            Some(layer) => layers[layer].0.clone(),
+            None => "loss".to_owned(),
+        };
+        Span {
+            track: self.track(piece.worker, Lane::Compute),
+            name,
+            category: piece.category,
+            start_ns,
+            end_ns,
+            call: call.spec.id,
+            stage: Some(piece.stage),
+            layer: piece.layer,
+            microbatch: Some(piece.microbatch),
+            bytes: None,
+        }
+    }
+}
+
+fn phase_of(category: Category) -> Option<Phase> {
+    match category {
+        Category::Forward | Category::Fused => Some(Phase::Forward),
+        Category::Recompute => Some(Phase::Recompute),
+        Category::Backward => Some(Phase::Backward),
+        _ => None,
+    }
+}

@@ -1,0 +1,177 @@
+//! What a caller does when something failed before its turn.
+//!
+//! A failure puts the engine back: the weights and the optimizer's state are as before the step that
+//! failed, its gradients are dropped, and the random stream is where it was when the first call of
+//! that step was submitted.
+
+use std::sync::Arc;
+
+use super::core::{Core, Notes, Sequence};
+use crate::error::{Error, Result};
+use crate::exec::call::Call;
+use crate::exec::optimizer_thread::Outcome;
+
+/// Steps whose places in the random stream are remembered: more than can be under way.
+const HISTORY: usize = 8;
+
+impl Core {
+    /// Returns what failed since the last call, once, and puts the engine in order.
+    pub(super) fn check(&self, sequence: &mut Sequence) -> Result<()> {
+        if self.has_failed(sequence) {
+            return self.recover(sequence).map_or(Ok(()), Err);
+        }
+        // Each call is asked once: one that fails at this moment stays for the next look.
+        let watched = std::mem::take(&mut sequence.watched);
+        for call in watched {
+            if call.has_succeeded() {
+                sequence.trained |= call.spec.training;
+                self.recorder.learn(&call, &self.planner);
+            } else {
+                sequence.watched.push(call);
+            }
+        }
+        let mut notes = self.notes();
+        sequence
+            .outcomes
+            .retain(|outcome| !notes.note_step(outcome));
+        // Which version calls read depends on the last step alone.
+        while sequence.history.len() > HISTORY
+            && let Some(step) = sequence.history.pop_front()
+        {
+            sequence.settled_number = step.number;
+        }
+        Ok(())
+    }
+
+    pub(super) fn has_failed(&self, sequence: &Sequence) -> bool {
+        let mut outcomes = sequence.outcomes.iter();
+        let mut calls = sequence.watched.iter();
+        outcomes.any(|outcome| outcome.has_failed()) || calls.any(|call| call.has_failed())
+    }
+
+    /// A caller has met a failed call: puts the engine in order and says why it failed.
+    pub fn failed(&self, seen: Error) -> Error {
+        match self.recover(&mut self.turn()) {
+            Some(Error::Undone { first, source }) => {
+                let source = if seen.is_secondary() {
+                    source
+                } else {
+                    Box::new(seen)
+                };
+                Error::Undone { first, source }
+            }
+            Some(first) if seen.is_secondary() => first,
+            _ => seen,
+        }
+    }
+
+    /// Waits until nothing moves, then forgets what failed. Returns the error that no caller has
+    /// received yet.
+    pub(super) fn recover(&self, sequence: &mut Sequence) -> Option<Error> {
+        self.wait_quiet();
+        // Steps behind a failed one have failed calls, so all of them end.
+        sequence.wait_steps();
+        self.ring.drain();
+        let watched = std::mem::take(&mut sequence.watched);
+        let (failed_calls, others): (Vec<Arc<Call>>, Vec<Arc<Call>>) =
+            watched.into_iter().partition(|call| call.has_failed());
+        sequence.watched = others;
+        let outcomes = std::mem::take(&mut sequence.outcomes);
+        for outcome in &outcomes {
+            self.notes().note_step(outcome);
+        }
+        let failed_steps: Vec<Arc<Outcome>> = outcomes
+            .into_iter()
+            .filter(|outcome| outcome.has_failed())
+            .collect();
+        self.go_back(sequence, &failed_calls, &failed_steps);
+        first_error(&failed_calls, &failed_steps)
+    }
+
+    /// Puts the counters back to before what failed, and drops gradients that belong to it.
+    fn go_back(
+        &self,
+        sequence: &mut Sequence,
+        failed_calls: &[Arc<Call>],
+        failed_steps: &[Arc<Outcome>],
+    ) {
+        if let Some(failed) = failed_steps.iter().map(|step| step.version).min() {
+            sequence.steps = failed - 1;
+            sequence.history.retain(|step| step.version < failed);
+            self.model.store.set_asked(sequence.steps);
+        }
+        let mut first = sequence.number;
+        for call in failed_calls {
+            first = first.min(call.spec.number);
+        }
+        for step in failed_steps {
+            first = first.min(step.number);
+        }
+        let mut since_step = sequence.since_step.iter();
+        if !failed_steps.is_empty() || since_step.any(|call| call.has_failed()) {
+            for call in sequence.since_step.drain(..) {
+                first = first.min(call.spec.number);
+            }
+            self.notes().has_gradients = false;
+            self.model.store.clear_gradients();
+        }
+        // A kept forward that failed may be older than the last step, which keeps its random
+        // numbers.
+        let last_step = sequence.history.back();
+        let earliest = last_step.map_or(sequence.settled_number, |step| step.number);
+        sequence.number = first.max(earliest);
+    }
+}
+
+/// The error to return: the first that is not a consequence of another, or else the first.
+fn first_error(failed_calls: &[Arc<Call>], failed_steps: &[Arc<Outcome>]) -> Option<Error> {
+    let mut first_undone: Option<u64> = None;
+    let mut errors = Vec::new();
+    for error in failed_steps.iter().filter_map(|step| step.take_error()) {
+        match error {
+            Error::Undone { first, source } => {
+                first_undone = Some(first_undone.map_or(first, |known| known.min(first)));
+                errors.push(*source);
+            }
+            other => errors.push(other),
+        }
+    }
+    errors.extend(failed_calls.iter().filter_map(|call| call.take_error()));
+    let cause = errors.iter().position(|error| !error.is_secondary());
+    let error = errors.into_iter().nth(cause.unwrap_or(0))?;
+    Some(match first_undone {
+        Some(first) => Error::Undone {
+            first,
+            source: Box::new(error),
+        },
+        None => error,
+    })
+}
+
+impl Notes {
+    /// Notes a step that was made and was not finite; whether it was made.
+    fn note_step(&mut self, outcome: &Outcome) -> bool {
+        let Some(report) = outcome.report() else {
+            return false;
+        };
+        if !report.skipped && !report.partial {
+            self.nonfinite_in_a_row = 0;
+            return true;
+        }
+        self.nonfinite_steps += 1;
+        self.nonfinite_in_a_row += 1;
+        // For users who ask for no report: once for a row of them.
+        if self.nonfinite_in_a_row == 1 {
+            let what = if report.skipped {
+                "was skipped"
+            } else {
+                "left some weights out"
+            };
+            self.warnings.push(format!(
+                "optimizer step {} {what}, because it was not finite (gradient norm {})",
+                outcome.version, report.grad_norm
+            ));
+        }
+        true
+    }
+}
