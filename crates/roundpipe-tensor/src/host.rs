@@ -390,6 +390,12 @@ impl HostBuf {
             .sum()
     }
 
+    /// Whether this is memory of [`HostBuf::zeroed`] that was never lent for writing: all zeros, and
+    /// pages of it take no memory yet.
+    pub fn is_untouched(&self) -> bool {
+        self.memory.owner.is::<Pages>() && self.writes() == 0
+    }
+
     /// Tells buffers apart while they live; clones and views of one memory agree.
     pub fn id(&self) -> u64 {
         Arc::as_ptr(&self.memory) as u64
@@ -631,6 +637,21 @@ mod tests {
     }
 
     /// Writes are counted where they may have changed something, through whichever view.
+    #[test]
+    fn zeros_are_untouched_until_they_are_lent_for_writing() {
+        let slab = HostBuf::zeroed("slab", 4096).unwrap();
+        let (first, second) = (slab.slice(0..16).unwrap(), slab.slice(16..32).unwrap());
+        drop(first.read_all().unwrap());
+        assert!(slab.is_untouched() && first.is_untouched());
+        drop(first.write(0..4).unwrap());
+        assert!(!slab.is_untouched() && !first.is_untouched() && second.is_untouched());
+        assert!(
+            !HostBuf::from_slice("values", &[0.0_f32])
+                .unwrap()
+                .is_untouched()
+        );
+    }
+
     #[test]
     fn writes_are_counted_by_range() {
         let slab = HostBuf::zeroed("slab", 4096).unwrap();

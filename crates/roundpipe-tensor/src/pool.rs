@@ -1,22 +1,28 @@
 //! The sub-allocator: carves a worker's reserved arena into blocks.
 //!
 //! Blocks are taken and given back in the host order of the worker's compute lane, so reuse is
-//! ordered by that lane without any wait. Requests are rounded up to [`ALIGN`]; the smallest hole
-//! below the top that fits is used, the lowest of equals; only when there is none the top rises. So
-//! the same sequence of requests always gives the same addresses, on any device and in an arena of
-//! any size that is enough: that is how the meta device knows the peak of a real one exactly.
+//! ordered by that lane without any wait. Requests are rounded up to [`ALIGN`].
 //!
-//! Blocks that another lane fills (uploads) come from [`Pool::lend`]. When such a block is dropped
-//! it is set aside with an event of the compute lane, so that the next upload into it starts as
-//! soon as its last reader has ended, not when everything queued so far has. Blocks set aside go
-//! back to the arena when it runs short.
+//! The arena has two ends, one for each life time, so that long-lived blocks do not cut the space of
+//! short-lived ones into pieces. Working memory of kernels ([`Pool::alloc`]) grows up from the start;
+//! what is uploaded ([`Pool::lend`]: weights, inputs) or stays between tasks ([`Pool::alloc_long`])
+//! grows down from the end. In each end the smallest hole that fits is used, the outermost of equals;
+//! only when there is none the end grows. So the same sequence of requests always gives the same
+//! layout, on any device and in an arena of any size that is enough: that is how the meta device
+//! knows the peak of a real one exactly. A request that its own end has no room for takes a hole of
+//! the other.
+//!
+//! When a block that was lent is dropped, it is set aside with an event of the compute lane, so that
+//! the next upload into it starts as soon as its last reader has ended, not when everything queued
+//! so far has. Blocks set aside go back to the arena when it runs short.
 //!
 //! `tests/loom.rs` runs lending, filling and setting aside in every order that threads and lanes
 //! can take.
 //!
 //! # Invariants
-//! - Live blocks never overlap; neighbouring holes are always merged; no hole ends at the top.
-//! - `high_water` is one past the highest byte ever in use, relative to the arena's base.
+//! - Live blocks never overlap; neighbouring holes of an end are always merged; no hole lies at its
+//!   frontier.
+//! - `high_water` is the most that both ends have spanned together.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -37,13 +43,29 @@ pub struct Pool {
     state: Mutex<State>,
 }
 
+/// The two ends of an arena.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    /// Working memory, up from the start.
+    Short,
+    /// Uploads and what stays between tasks, down from the end.
+    Long,
+}
+
+/// One end of an arena. Distances are from that end, so both grow alike.
 #[derive(Default)]
-struct State {
+struct Region {
     /// Everything from here on is free.
     top: u64,
-    /// Free holes below the top by offset, and the same by (size, offset) for best fit.
+    /// Free holes below the top by distance, and the same by (size, distance) for best fit.
     holes: BTreeMap<u64, u64>,
     by_size: BTreeSet<(u64, u64)>,
+}
+
+#[derive(Default)]
+struct State {
+    short: Region,
+    long: Region,
     used: u64,
     peak_used: u64,
     high_water: u64,
@@ -54,10 +76,18 @@ struct State {
 
 /// A block that is kept for the next upload.
 struct Aside {
-    start: u64,
-    bytes: u64,
+    place: Place,
     /// Behind the last use; `None` when the lane had run dry.
     free: Option<Event>,
+}
+
+/// A piece of the arena.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    end: End,
+    /// Distance of its nearer side from that end.
+    start: u64,
+    bytes: u64,
 }
 
 /// What a pool has given out.
@@ -67,7 +97,8 @@ pub struct PoolUse {
     pub used: Bytes,
     /// Most ever in use at once.
     pub peak_used: Bytes,
-    /// One past the highest byte ever in use: what an arena must have to repeat the same requests.
+    /// The most that both ends of the arena have spanned: what an arena must have to repeat the same
+    /// requests.
     pub high_water: Bytes,
     /// Blocks ever handed out.
     pub allocations: u64,
@@ -98,21 +129,46 @@ impl Pool {
         &self.device
     }
 
-    /// A block of at least `bytes`; `op` is named if there is none.
+    /// A block of at least `bytes` for working memory; `op` is named if there is none.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`] when no hole is large enough; otherwise what the device reports.
     pub fn alloc(self: &Arc<Self>, op: &'static str, bytes: u64) -> Result<Block> {
-        let (start, bytes) = self.place(op, bytes)?;
+        self.alloc_at(End::Short, op, bytes, 0)
+    }
+
+    /// As [`Pool::alloc`], for a block that stays while other tasks run.
+    ///
+    /// # Errors
+    /// As [`Pool::alloc`].
+    pub fn alloc_long(self: &Arc<Self>, op: &'static str, bytes: u64) -> Result<Block> {
+        self.alloc_at(End::Long, op, bytes, 0)
+    }
+
+    /// As [`Pool::alloc_long`], but in a hole between other such blocks only.
+    ///
+    /// # Errors
+    /// As [`Pool::alloc`], and when no hole is large enough.
+    pub fn alloc_in_hole(self: &Arc<Self>, op: &'static str, bytes: u64) -> Result<Block> {
+        self.alloc_at(End::Long, op, bytes, u64::MAX)
+    }
+
+    fn alloc_at(
+        self: &Arc<Self>,
+        end: End,
+        op: &'static str,
+        bytes: u64,
+        working: u64,
+    ) -> Result<Block> {
+        let place = self.place(end, op, bytes, working)?;
         let block = Block {
             pool: self.clone(),
-            start,
-            bytes,
+            place,
             lent: false,
         };
         if bytes > 0 {
             // SAFETY: `place` gave this piece of the device's arena to nobody else.
-            unsafe { self.device.handing_out(op, block.addr(), bytes)? };
+            unsafe { self.device.handing_out(op, block.addr(), place.bytes)? };
         }
         Ok(block)
     }
@@ -123,61 +179,76 @@ impl Pool {
     /// # Errors
     /// As [`Pool::alloc`].
     pub fn lend(self: &Arc<Self>, op: &'static str, bytes: u64) -> Result<(Block, Option<Event>)> {
-        let fits = |a: &Aside| {
-            a.bytes >= bytes && a.bytes <= bytes.saturating_add(bytes / 4).saturating_add(ALIGN)
-        };
-        let known = {
-            let mut state = self.lock();
-            let best = state
-                .aside
-                .iter()
-                .enumerate()
-                .filter(|(_, a)| fits(a))
-                .min_by_key(|(_, a)| a.bytes);
-            best.map(|(at, _)| at).map(|at| state.aside.remove(at))
-        };
-        if let Some(Aside { start, bytes, free }) = known {
-            return Ok((
-                Block {
-                    pool: self.clone(),
-                    start,
-                    bytes,
-                    lent: true,
-                },
-                free,
-            ));
+        self.lend_beside(op, bytes, 0)
+    }
+
+    /// As [`Pool::lend`], but the space of working memory keeps at least `working` bytes: for what
+    /// is not needed yet.
+    ///
+    /// # Errors
+    /// As [`Pool::lend`], and when only that space is left.
+    pub fn lend_beside(
+        self: &Arc<Self>,
+        op: &'static str,
+        bytes: u64,
+        working: u64,
+    ) -> Result<(Block, Option<Event>)> {
+        if let Some(Aside { place, free }) = self.take_aside(bytes) {
+            let block = Block {
+                pool: self.clone(),
+                place,
+                lent: true,
+            };
+            return Ok((block, free));
         }
-        let mut block = self.alloc(op, bytes)?;
+        let mut block = self.alloc_at(End::Long, op, bytes, working)?;
         block.lent = true;
-        // Whoever had this memory before may still be queued in the compute lane.
+        // Kernels that use this memory may still be queued in the compute lane.
         let free = self.device.lane(LaneKind::Compute).record()?;
         Ok((block, Some(free)))
+    }
+
+    /// The smallest block set aside that has `bytes` and not much more.
+    fn take_aside(&self, bytes: u64) -> Option<Aside> {
+        let most = bytes.saturating_add(bytes / 4).saturating_add(ALIGN);
+        let mut state = self.lock();
+        let best = state
+            .aside
+            .iter()
+            .enumerate()
+            .filter(|(_, aside)| (bytes..=most).contains(&aside.place.bytes))
+            .min_by_key(|(_, aside)| aside.place.bytes)
+            .map(|(index, _)| index)?;
+        Some(state.aside.remove(best))
     }
 
     /// Gives blocks that were set aside back to the arena.
     pub fn trim(&self) {
         let aside = std::mem::take(&mut self.lock().aside);
-        for Aside { start, bytes, .. } in aside {
-            self.release(start, bytes);
+        for Aside { place, .. } in aside {
+            self.release(place);
         }
     }
 
-    fn set_aside(&self, start: u64, bytes: u64) {
-        if bytes == 0 {
+    fn set_aside(&self, place: Place) {
+        if place.bytes == 0 {
             return;
         }
         let free = self.device.lane(LaneKind::Compute).record().ok();
-        self.lock().aside.push(Aside { start, bytes, free });
+        self.lock().aside.push(Aside { place, free });
     }
 
-    fn place(&self, op: &'static str, bytes: u64) -> Result<(u64, u64)> {
+    fn place(&self, end: End, op: &'static str, bytes: u64, working: u64) -> Result<Place> {
         if bytes == 0 {
-            return Ok((0, 0));
+            return Ok(Place {
+                end,
+                start: 0,
+                bytes,
+            });
         }
+        let cap = self.usable();
         let size = bytes.checked_next_multiple_of(ALIGN);
-        let take = |state: &mut State| {
-            size.and_then(|size| Some((state.take(size, self.arena.bytes().0)?, size)))
-        };
+        let take = |state: &mut State| size.and_then(|size| state.take(end, size, cap, working));
         let mut state = self.lock();
         let mut found = take(&mut state);
         if found.is_none() && !state.aside.is_empty() {
@@ -186,7 +257,7 @@ impl Pool {
             state = self.lock();
             found = take(&mut state);
         }
-        let Some((start, size)) = found else {
+        let Some(place) = found else {
             return Err(Error::DeviceMemory {
                 device: self.device.id(),
                 op,
@@ -195,38 +266,37 @@ impl Pool {
                 cap: self.arena.bytes(),
             });
         };
-        state.used += size;
+        state.used += place.bytes;
         state.allocations += 1;
         state.peak_used = state.peak_used.max(state.used);
-        state.high_water = state.high_water.max(start + size);
-        Ok((start, size))
+        state.high_water = state.high_water.max(state.span());
+        Ok(place)
     }
 
-    fn release(&self, start: u64, bytes: u64) {
-        if bytes == 0 {
+    /// Bytes that blocks can have: both ends are aligned.
+    fn usable(&self) -> u64 {
+        self.arena.bytes().0 / ALIGN * ALIGN
+    }
+
+    /// The first address of a place.
+    fn addr(&self, place: Place) -> u64 {
+        let base = self.arena.base();
+        match place.end {
+            End::Short => base + place.start,
+            End::Long => base + (self.usable() - place.start - place.bytes),
+        }
+    }
+
+    fn release(&self, place: Place) {
+        if place.bytes == 0 {
             return;
         }
         // SAFETY: blocks come from `place` and are released once, by their owner or out of those
         // set aside.
-        unsafe { self.device.freed(self.arena.base() + start, bytes) };
+        unsafe { self.device.freed(self.addr(place), place.bytes) };
         let mut state = self.lock();
-        state.used -= bytes;
-        let (mut start, mut bytes) = (start, bytes);
-        if let Some((&before, &size)) = state.holes.range(..start).next_back()
-            && before + size == start
-        {
-            state.remove_hole(before, size);
-            (start, bytes) = (before, bytes + size);
-        }
-        if let Some(&size) = state.holes.get(&(start + bytes)) {
-            state.remove_hole(start + bytes, size);
-            bytes += size;
-        }
-        if start + bytes == state.top {
-            state.top = start;
-        } else {
-            state.add_hole(start, bytes);
-        }
+        state.used -= place.bytes;
+        state.region(place.end).give_back(place.start, place.bytes);
     }
 
     /// All that may ever be in use.
@@ -245,11 +315,19 @@ impl Pool {
         }
     }
 
+    /// The largest block that working memory can have now.
+    pub fn working_room(&self) -> Bytes {
+        let state = self.lock();
+        let between = self.usable().saturating_sub(state.span());
+        let hole = state.short.by_size.last().map_or(0, |(bytes, _)| *bytes);
+        Bytes(between.max(hole))
+    }
+
     /// Starts the peaks anew from what is in use now.
     pub fn reset_peaks(&self) {
         let mut state = self.lock();
         state.peak_used = state.used;
-        state.high_water = state.top;
+        state.high_water = state.span();
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -264,16 +342,80 @@ impl fmt::Debug for Pool {
 }
 
 impl State {
-    /// Where `size` bytes go in an arena of `cap`.
-    fn take(&mut self, size: u64, cap: u64) -> Option<u64> {
-        let Some((room, start)) = self.by_size.range((size, 0)..).next().copied() else {
-            let start = self.top;
-            self.top = start.checked_add(size).filter(|end| *end <= cap)?;
-            return Some(start);
+    fn region(&mut self, end: End) -> &mut Region {
+        match end {
+            End::Short => &mut self.short,
+            End::Long => &mut self.long,
+        }
+    }
+
+    /// What both ends reach over.
+    fn span(&self) -> u64 {
+        self.short.top + self.long.top
+    }
+
+    /// Where `size` bytes go in an arena of `cap`, of which the short end keeps at least `working`.
+    fn take(&mut self, end: End, size: u64, cap: u64, working: u64) -> Option<Place> {
+        let short = self.short.top.max(working);
+        let free = cap.saturating_sub(short.saturating_add(self.long.top));
+        let other = match end {
+            End::Short => End::Long,
+            End::Long => End::Short,
         };
+        let place = |end, start| Place {
+            end,
+            start,
+            bytes: size,
+        };
+        if let Some(start) = self.region(end).take_hole(size) {
+            return Some(place(end, start));
+        }
+        if size <= free {
+            return Some(place(end, self.region(end).grow(size)));
+        }
+        if working > 0 {
+            return None;
+        }
+        let start = self.region(other).take_hole(size)?;
+        Some(place(other, start))
+    }
+}
+
+impl Region {
+    /// The smallest hole that has `size` bytes.
+    fn take_hole(&mut self, size: u64) -> Option<u64> {
+        let (room, start) = self.by_size.range((size, 0)..).next().copied()?;
         self.remove_hole(start, room);
         self.add_hole(start + size, room - size);
         Some(start)
+    }
+
+    /// `size` bytes at the frontier.
+    fn grow(&mut self, size: u64) -> u64 {
+        let start = self.top;
+        self.top += size;
+        start
+    }
+
+    fn give_back(&mut self, start: u64, bytes: u64) {
+        let mut start = start;
+        let mut bytes = bytes;
+        if let Some((&before, &size)) = self.holes.range(..start).next_back()
+            && before + size == start
+        {
+            self.remove_hole(before, size);
+            start = before;
+            bytes += size;
+        }
+        if let Some(&size) = self.holes.get(&(start + bytes)) {
+            self.remove_hole(start + bytes, size);
+            bytes += size;
+        }
+        if start + bytes == self.top {
+            self.top = start;
+        } else {
+            self.add_hole(start, bytes);
+        }
     }
 
     fn add_hole(&mut self, start: u64, bytes: u64) {
@@ -292,8 +434,7 @@ impl State {
 /// A piece of a worker's arena; goes back to the pool when dropped.
 pub struct Block {
     pool: Arc<Pool>,
-    start: u64,
-    bytes: u64,
+    place: Place,
     /// Filled by another lane: set aside when dropped.
     lent: bool,
 }
@@ -301,12 +442,12 @@ pub struct Block {
 impl Block {
     /// First device address.
     pub fn addr(&self) -> u64 {
-        self.pool.arena.base() + self.start
+        self.pool.addr(self.place)
     }
 
     /// Size, rounded up to [`ALIGN`].
     pub fn bytes(&self) -> u64 {
-        self.bytes
+        self.place.bytes
     }
 
     /// Where it came from.
@@ -317,9 +458,10 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        match self.lent {
-            true => self.pool.set_aside(self.start, self.bytes),
-            false => self.pool.release(self.start, self.bytes),
+        if self.lent {
+            self.pool.set_aside(self.place);
+        } else {
+            self.pool.release(self.place);
         }
     }
 }
@@ -331,7 +473,7 @@ impl fmt::Debug for Block {
             "Block({}, {:#x}, {})",
             self.pool.device.id(),
             self.addr(),
-            Bytes(self.bytes)
+            Bytes(self.place.bytes)
         )
     }
 }

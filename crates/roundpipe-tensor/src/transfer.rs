@@ -777,7 +777,16 @@ impl Slot {
     /// # Errors
     /// When memory runs out.
     pub fn reserve(worker: &Worker, bytes: u64) -> Result<Self> {
-        let (block, free) = worker.pool().lend("weights", bytes)?;
+        Self::reserve_beside(worker, bytes, 0)
+    }
+
+    /// As [`Slot::reserve`], but at least `working` bytes stay for kernels: for weights that are not
+    /// needed yet.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn reserve_beside(worker: &Worker, bytes: u64, working: u64) -> Result<Self> {
+        let (block, free) = worker.pool().lend_beside("weights", bytes, working)?;
         Ok(Self {
             worker: worker.clone(),
             storage: Arc::new(Storage::Block(block)),

@@ -10,7 +10,7 @@ use crate::device::{Copy, Device, Direction, Faults, LaneKind};
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::kernel::{Kernel, View};
-use crate::pool::{Pool, PoolUse};
+use crate::pool::{Block, Pool, PoolUse};
 use crate::shape::{Layout, Shape};
 use crate::tensor::Tensor;
 
@@ -229,6 +229,31 @@ impl Worker {
     /// When memory runs out.
     pub fn copied(&self, x: &Tensor, dtype: DType) -> Result<Tensor> {
         self.cast_dense("copy", x, dtype)
+    }
+
+    /// As [`Worker::copied`], in memory for values that stay while other tasks run.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn copied_long(&self, x: &Tensor, dtype: DType) -> Result<Tensor> {
+        let bytes = (x.numel() * dtype.size()) as u64;
+        let block = self.pool.alloc_long("keep", bytes)?;
+        self.copied_to(x, dtype, block)
+    }
+
+    /// A copy of `x` in a hole between long-lived blocks, so that its old place can go back.
+    ///
+    /// # Errors
+    /// When no hole is large enough.
+    pub fn copied_into_hole(&self, x: &Tensor) -> Result<Tensor> {
+        let block = self.pool.alloc_in_hole("keep", x.size_bytes() as u64)?;
+        self.copied_to(x, x.dtype(), block)
+    }
+
+    fn copied_to(&self, x: &Tensor, dtype: DType, block: Block) -> Result<Tensor> {
+        let out = Tensor::from_block(block, dtype, *x.shape());
+        self.launch(&Kernel::Copy, &[Some(x)], &[Some(&out)])?;
+        Ok(out)
     }
 
     fn cast_dense(&self, op: &'static str, x: &Tensor, dtype: DType) -> Result<Tensor> {

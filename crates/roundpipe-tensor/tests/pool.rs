@@ -77,3 +77,53 @@ fn running_out_is_an_error_value() {
     drop(half);
     assert!(pool.alloc("again", CAP).is_ok());
 }
+
+/// Long-lived blocks that come and go between short-lived ones leave the working memory whole: as
+/// much as is free can be had in one piece.
+#[test]
+fn long_lived_blocks_do_not_cut_working_memory_into_pieces() {
+    let device = Meta::like(DeviceKind::Cpu);
+    let pool = Pool::reserve(device, Bytes(CAP)).unwrap();
+    let part = CAP / 16;
+    let mut kept = Vec::new();
+    for round in 0..6 {
+        let work: Vec<Block> = (0..4).map(|_| pool.alloc("work", part).unwrap()).collect();
+        kept.push(if round % 2 == 0 {
+            pool.lend("weights", part).unwrap().0
+        } else {
+            pool.alloc_long("kept", part).unwrap()
+        });
+        drop(work);
+        let free = CAP - pool.usage().used.0;
+        drop(pool.alloc("all that is free", free).unwrap());
+    }
+    kept.remove(2);
+    pool.trim();
+    // Another long-lived block finds the hole; the working memory stays whole.
+    kept.push(pool.alloc_long("kept", part).unwrap());
+    drop(pool.alloc("work", CAP - 6 * part).unwrap());
+    assert_eq!(pool.usage().high_water, Bytes(CAP));
+}
+
+/// A block that its own end has no room for takes a hole of the other.
+#[test]
+fn the_last_room_may_be_at_the_other_end() {
+    let device = Meta::like(DeviceKind::Cpu);
+    let pool = Pool::reserve(device, Bytes(CAP)).unwrap();
+    let quarter = CAP / 4;
+    let far = pool.alloc_long("far", quarter).unwrap();
+    let near = pool.alloc_long("near", quarter).unwrap();
+    let work = pool.alloc("work", 2 * quarter).unwrap();
+    drop(far);
+    let more = pool.alloc("more", quarter).unwrap();
+    let ranges = [&near, &work, &more].map(|block| block.addr()..block.addr() + block.bytes());
+    for (i, a) in ranges.iter().enumerate() {
+        for b in &ranges[i + 1..] {
+            assert!(a.end <= b.start || b.end <= a.start, "{a:?} {b:?}");
+        }
+    }
+    assert!(pool.alloc("none", 1).is_err());
+    drop((near, work, more));
+    assert_eq!(pool.usage().used, Bytes(0));
+    drop(pool.alloc("whole", CAP).unwrap());
+}

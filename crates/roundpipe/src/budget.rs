@@ -34,6 +34,15 @@ pub struct WorkerBudget {
     pub prefetch_below: u64,
 }
 
+/// What a call needs of every worker, and what it leaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CallNeeds {
+    /// What its tasks work in at most, beside weights.
+    pub task_bytes: u64,
+    /// Activations that may stay on a worker beside its largest stage.
+    pub kept_bytes: u64,
+}
+
 impl WorkerBudget {
     /// The budget of an arena. A worker that reads host memory in place needs no room for weights.
     /// `kept` is what the user chose for activations that stay, if anything.
@@ -54,10 +63,15 @@ impl WorkerBudget {
             },
             largest_task: arena / 10 * 8,
             kept,
-            kept_for_next_stage: kept / 4,
+            kept_for_next_stage: Self::for_next_stage(kept),
             outbox: arena / 16,
             prefetch_below: arena / 2,
         }
+    }
+
+    /// The part of `kept` bytes that only values for the next stage may use.
+    pub fn for_next_stage(kept: u64) -> u64 {
+        kept / 4
     }
 
     /// The smallest of several workers' budgets, for a plan that must fit all of them.
@@ -71,6 +85,16 @@ impl WorkerBudget {
     /// What a task may work in when the largest layer of a model needs `largest_layer` bytes.
     pub fn task_limit(&self, largest_layer: u64) -> u64 {
         self.task.max(largest_layer.min(self.largest_task))
+    }
+
+    /// The needs of a call whose tasks work in at most `task_bytes`, and whose stages need at most
+    /// `stage_bytes` together with their weights; `None` if it does not fit.
+    pub fn needs(&self, task_bytes: u64, stage_bytes: u64) -> Option<CallNeeds> {
+        let rest = self.arena.checked_sub(stage_bytes)?;
+        Some(CallNeeds {
+            task_bytes,
+            kept_bytes: rest.saturating_sub(self.outbox).min(self.kept),
+        })
     }
 
     /// Whether `bytes` may come before they are needed, with `used` bytes in use now and `peak` at
@@ -130,6 +154,16 @@ mod tests {
         assert_eq!(budget.task_limit(10), 300);
         assert_eq!(budget.task_limit(500), 500);
         assert_eq!(budget.task_limit(5000), 800);
+    }
+
+    #[test]
+    fn what_stays_shrinks_beside_a_large_stage() {
+        let budget = WorkerBudget::new(1600, false, None);
+        let kept = |stage| budget.needs(1, stage).map(|needs| needs.kept_bytes);
+        assert_eq!(kept(100), Some(160));
+        assert_eq!(kept(1400), Some(100));
+        assert_eq!(kept(1550), Some(0));
+        assert_eq!(kept(1601), None, "it does not fit");
     }
 
     #[test]

@@ -10,6 +10,7 @@ mod measured;
 use std::ops::Range;
 
 use crate::error::{Error, Result};
+use crate::plan::{Pass, Stage};
 
 pub use from_shapes::profile;
 pub(crate) use from_shapes::{Spec, model_costs};
@@ -137,6 +138,22 @@ impl LayerCosts {
             .max()
             .unwrap_or(0);
         most.saturating_add(self.grad_bytes(range))
+    }
+
+    /// The most that a task of a plan works in beside weights.
+    pub fn task_bytes(&self, stages: &[Stage], layer_grain: bool) -> u64 {
+        let bytes = |stage: &Stage| {
+            let layers = stage.layers.clone();
+            match stage.pass {
+                Pass::Forward => {
+                    let peaks = self.layers[layers].iter().map(|layer| layer.peak_bytes);
+                    peaks.max().unwrap_or(0)
+                }
+                Pass::Backward if layer_grain => self.layerwise_visit_bytes(layers),
+                Pass::Backward | Pass::Fused => self.visit_bytes(layers),
+            }
+        };
+        stages.iter().map(bytes).max().unwrap_or(0)
     }
 
     /// Refuses no layers at all, and times that are negative or not finite.

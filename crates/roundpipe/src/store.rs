@@ -576,10 +576,14 @@ impl StoreLayer {
             };
             let Some(slab) = slab else { continue };
             let home = slab.slice(param.offset..param.offset + param.param.bytes())?;
-            let old = param.param.data().read_all()?;
-            home.write(0..home.len())?
-                .bytes()
-                .copy_from_slice(old.bytes());
+            let old = param.param.data();
+            // Zeros that were never written need not be copied to zeros, and take no memory.
+            if !(old.is_untouched() && home.is_untouched()) {
+                let old = old.read_all()?;
+                home.write(0..home.len())?
+                    .bytes()
+                    .copy_from_slice(old.bytes());
+            }
             param.param.rehome(home)?;
             let keeper: Arc<dyn Keeper> = self.shared.keeper.clone();
             param.param.set_keeper(Arc::downgrade(&keeper));
@@ -826,6 +830,9 @@ impl Training {
         let masters = HostBuf::zeroed(format!("{name} masters"), sizes.masters)?;
         for (_, param) in layer.own_trainable() {
             if let Some(at) = param.master {
+                if param.param.data().is_untouched() {
+                    continue;
+                }
                 let master = masters.slice(at..at + param.copy_bytes())?;
                 fill_master(&layer.shared.threads, &param.param, &master)?;
             }

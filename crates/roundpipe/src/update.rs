@@ -523,7 +523,10 @@ impl OpenParam<'_> {
 
     /// Makes the next version equal to the newest.
     fn keep(&mut self) {
-        if let Some(old) = &self.old {
+        // Reading zeros that were never written takes no memory; writing them does.
+        if let Some(old) = &self.old
+            && *self.working.bytes() != *old.bytes()
+        {
             self.working.bytes().copy_from_slice(old.bytes());
         }
     }

@@ -35,6 +35,7 @@ use super::args::{Args, Parts, host_values, split};
 use super::planner::{Batch, Planner};
 use super::recorder::Recorder;
 use crate::batch::split_label_of;
+use crate::budget::CallNeeds;
 use crate::config::{OutputDevice, Resolved, RunConfig};
 use crate::cost::LayerTimes;
 use crate::error::{Error, Result};
@@ -275,12 +276,12 @@ impl Core {
         self.check(&mut sequence)?;
         self.notice_writes(&mut sequence)?;
         let prepared = self.prepare(&request)?;
-        let plan = self.plan(&request, &prepared)?;
+        let (plan, needs) = self.plan(&request, &prepared)?;
         self.wait_for_buffers(&mut sequence)?;
         self.recorder.begin_call();
         let config = prepared.config.clone();
         let args = prepared.parts.args.clone();
-        let call = self.register(&mut sequence, &request, prepared, &plan)?;
+        let call = self.register(&mut sequence, &request, prepared, &plan, needs)?;
         self.enqueue(&mut sequence, &request, &call);
         Ok(PendingCall { call, config, args })
     }
@@ -329,7 +330,7 @@ impl Core {
         Ok(split)
     }
 
-    fn plan(&self, request: &CallRequest, prepared: &Prepared) -> Result<ExecutePlan> {
+    fn plan(&self, request: &CallRequest, prepared: &Prepared) -> Result<(ExecutePlan, CallNeeds)> {
         let training = {
             let mut notes = self.notes();
             let warnings = prepared.parts.warnings.iter().cloned();
@@ -351,6 +352,7 @@ impl Core {
         request: &CallRequest,
         prepared: Prepared,
         plan: &ExecutePlan,
+        needs: CallNeeds,
     ) -> Result<Arc<Call>> {
         let training = !self.notes().evaluating;
         let trains = request.kind != PlanKind::Infer;
@@ -363,6 +365,7 @@ impl Core {
             devices: workers.map(|worker| worker.device().id()).collect(),
             stages,
             forward_stages: plan.forward.len(),
+            needs,
             microbatches: prepared.parts.sources.len(),
             grain: prepared.config.recompute_grain,
             training,

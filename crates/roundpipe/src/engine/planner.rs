@@ -8,15 +8,15 @@ use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use roundpipe_tensor::{DType, DeviceKind, HostTensor, Shape};
+use roundpipe_tensor::{Bytes, DType, DeviceKind, HostTensor, Shape};
 
-use crate::budget::WorkerBudget;
+use crate::budget::{CallNeeds, WorkerBudget};
 use crate::config::{Grain, Resolved};
 use crate::cost::{LayerCosts, LayerTimes, Phase, Spec, model_costs};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::exec::model::Model;
 use crate::exec::ring::Ring;
-use crate::plan::{ExecutePlan, PlanKind};
+use crate::plan::{ExecutePlan, PlanKind, Stage};
 use crate::search::AutoOptions;
 use crate::tree::Tree;
 
@@ -55,6 +55,7 @@ struct Key {
 
 struct Planned {
     plan: ExecutePlan,
+    needs: CallNeeds,
     costs: LayerCosts,
     calls: u64,
 }
@@ -91,7 +92,8 @@ impl Planner {
         self.lock().times.record(layer, phase, ms);
     }
 
-    /// The plan of a call: the user's, the one made before, or a new one.
+    /// The plan of a call (the user's, the one made before, or a new one), and what it needs of
+    /// every worker.
     ///
     /// # Errors
     /// When the user's does not suit the model, or nothing fits the workers.
@@ -100,10 +102,16 @@ impl Planner {
         kind: PlanKind,
         config: &Resolved,
         batch: &Batch<'_>,
-    ) -> Result<ExecutePlan> {
+    ) -> Result<(ExecutePlan, CallNeeds)> {
         if let Some(plan) = &config.execute_plan {
             plan.check(kind, self.model.layers.len())?;
-            return Ok(plan.clone());
+            // What a user's plan needs is not known; the usual shares hold.
+            let budget = self.ring.least_budget();
+            let needs = CallNeeds {
+                task_bytes: budget.task,
+                kept_bytes: budget.kept,
+            };
+            return Ok((plan.clone(), needs));
         }
         let leaves = batch.example.map(Tree::leaves).unwrap_or_default();
         let key = Key {
@@ -116,8 +124,8 @@ impl Planner {
                 .collect(),
         };
         let mut state = self.lock();
-        if let Some(plan) = state.known(&key) {
-            return Ok(plan);
+        if let Some(known) = state.known(&key) {
+            return Ok(known);
         }
         let guess = self.guess(batch);
         let costs = state.times.to_costs(&guess);
@@ -126,13 +134,15 @@ impl Planner {
             // Batches of ever new sizes: a plan is soon made again.
             state.plans.clear();
         }
+        let needs = self.needs(&key, &plan, &costs)?;
         let planned = Planned {
             plan: plan.clone(),
+            needs,
             costs,
             calls: 1,
         };
         state.plans.insert(key, planned);
-        Ok(plan)
+        Ok((plan, needs))
     }
 
     /// The best plan for these costs that fits the workers.
@@ -152,6 +162,45 @@ impl Planner {
             return Ok(plan.cut(key.kind, layers.div_ceil(SHORT_STAGES)));
         }
         Ok(plan)
+    }
+
+    /// What a plan needs of every worker.
+    ///
+    /// # Errors
+    /// When a stage's weights and working memory do not fit together.
+    fn needs(&self, key: &Key, plan: &ExecutePlan, costs: &LayerCosts) -> Result<CallNeeds> {
+        let budget = self.ring.least_budget();
+        let is_host = self.ring.is_host();
+        let layer_grain = key.grain == Grain::Layer;
+        let mut largest: Option<(u64, u64, Stage)> = None;
+        let mut most_task_bytes = 0;
+        for stage in plan.stages(key.kind) {
+            let task_bytes = costs.task_bytes(std::slice::from_ref(&stage), layer_grain);
+            most_task_bytes = most_task_bytes.max(task_bytes);
+            let weights = if is_host {
+                0
+            } else {
+                costs.bytes(stage.layers.clone())
+            };
+            let total = weights.saturating_add(task_bytes);
+            if largest.as_ref().is_none_or(|(known, ..)| total > *known) {
+                largest = Some((total, weights, stage));
+            }
+        }
+        let (total, weights, stage) = largest.expect("a plan has stages");
+        budget.needs(most_task_bytes, total).ok_or_else(|| {
+            let Stage { layers, .. } = stage;
+            let what = format!(
+                "layers {}..{} need {} of weights and {} to work in, but a worker has {}; use more \
+                 microbatches or shorter sequences, or reserve more",
+                layers.start,
+                layers.end,
+                Bytes(weights),
+                Bytes(total - weights),
+                Bytes(budget.arena)
+            );
+            Error::config("memory", what)
+        })
     }
 
     fn options(&self, key: &Key, budget: &WorkerBudget, largest_layer: u64) -> AutoOptions {
@@ -208,13 +257,13 @@ impl Planner {
 
 impl State {
     /// The plan made before, unless times have drifted since.
-    fn known(&mut self, key: &Key) -> Option<ExecutePlan> {
+    fn known(&mut self, key: &Key) -> Option<(ExecutePlan, CallNeeds)> {
         let planned = self.plans.get_mut(key)?;
         planned.calls += 1;
         let is_time_to_look = planned.calls % LOOK_EVERY == 1;
         if is_time_to_look && self.times.drift(&planned.costs) > DRIFT {
             return None;
         }
-        Some(planned.plan.clone())
+        Some((planned.plan.clone(), planned.needs))
     }
 }

@@ -102,6 +102,13 @@ impl Launcher {
             grads = self.timed(task, Some(layer), Category::Backward, || {
                 here.back(tape, grads)
             })?;
+            if task.microbatch == 0 && !task.is_last() {
+                // The sums of gradients stay until the job ends.
+                for sum in here.sums.iter_mut().flatten() {
+                    let moved = self.moved_aside(sum);
+                    *sum = moved.map_err(|error| task.error(Some(layer), error))?;
+                }
+            }
         }
         Ok(grads)
     }

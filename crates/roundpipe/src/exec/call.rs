@@ -25,6 +25,7 @@ use super::data_check::DataCheck;
 use super::ending::{Ending, PartEnd};
 use super::model::{LossFn, Model};
 use super::value::{Grads, SavedForRecompute, Seed, Source, StageValue};
+use crate::budget::CallNeeds;
 use crate::config::Grain;
 use crate::error::{Error, Result, TaskPlace};
 use crate::plan::{Pass, Stage};
@@ -52,6 +53,8 @@ pub(crate) struct CallSpec {
     pub stages: Vec<Stage>,
     /// How many of them are forward; a fused stage counts as backward.
     pub forward_stages: usize,
+    /// What it needs of every worker.
+    pub needs: CallNeeds,
     /// The worker of each stage.
     pub workers: Vec<usize>,
     /// All workers.

@@ -100,6 +100,18 @@ impl CopyThreads {
         }
     }
 
+    /// Waits until no gradients are on their way.
+    pub fn wait_downloads(&self) {
+        let Self::Threads { room, .. } = self else {
+            return;
+        };
+        let (count, freed) = &**room;
+        let mut count = count.lock().unwrap_or_else(PoisonError::into_inner);
+        while *count > 0 {
+            count = freed.wait(count).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
     /// Takes a job's gradients away; then a part of the call ends.
     pub fn download(&self, download: GradientDownload) {
         download.call.open_part();

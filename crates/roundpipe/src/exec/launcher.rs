@@ -15,7 +15,7 @@ use std::sync::{Arc, Weak};
 
 use roundpipe_tensor::device::Stamp;
 use roundpipe_tensor::transfer::Port;
-use roundpipe_tensor::{LaneKind, Tensor, Worker};
+use roundpipe_tensor::{DType, LaneKind, Tensor, Worker};
 
 use super::backward::Prefetched;
 use super::call::{Call, Timed};
@@ -23,7 +23,7 @@ use super::copy_threads::{CopyThreads, Gradient, GradientDownload};
 use super::queue::{Job, JobQueue};
 use super::run_layer::LoadedLayer;
 use super::task::{Task, TaskLabel, panic_text};
-use super::values::KeptValues;
+use super::values::{KeptValues, unless_full};
 use super::weights::{LoadedLayers, ResidentWeights};
 use crate::budget::WorkerBudget;
 use crate::error::Result;
@@ -142,6 +142,7 @@ impl Launcher {
         let spec = &call.spec;
         self.resident
             .retain(|weights| weights.are_current(&spec.model, spec.version));
+        self.kept.set_limit(spec.needs.kept_bytes);
         self.call = Arc::downgrade(call);
     }
 
@@ -161,16 +162,29 @@ impl Launcher {
             return;
         };
         if !next.call.has_failed() {
+            let working = self.working_bytes(&next);
             // An error is not lost: the job requests its weights again when it starts. Usually
-            // there is no room for two stages.
-            let _ = self.request_weights(&mut next);
+            // there is no room for two stages beside the working memory of the tasks.
+            let _ = self.request_weights(&mut next, working);
         }
         self.next = Some(next);
     }
 
+    /// What tasks of the current call and of a job may work in: weights leave it free.
+    fn working_bytes(&self, job: &Job) -> u64 {
+        let current = self.call.upgrade();
+        let task_bytes = current.map_or(0, |call| call.spec.needs.task_bytes);
+        // Inputs and outputs on their way come on top.
+        task_bytes.max(job.call.spec.needs.task_bytes) + self.budget.outbox
+    }
+
     fn run_job(&mut self, job: &mut Job) -> Result<()> {
         let call = job.call.clone();
-        self.request_weights(job)?;
+        let working = self.working_bytes(job);
+        if self.request_weights(job, working).is_err() {
+            // The estimate may be too large for this worker; then the tasks see what is left.
+            self.request_weights(job, 0)?;
+        }
         self.report_to(&call, job.stage)?;
         let pass = call.spec.stages[job.stage].pass;
         if pass != Pass::Forward
@@ -190,6 +204,9 @@ impl Launcher {
             };
             let begun = self.port.turn();
             begun.map_err(|error| task.error(None, error))?;
+            if microbatch == 0 {
+                self.make_working_room(&task)?;
+            }
             match pass {
                 Pass::Forward => self.forward(job, &mut loaded, &task, &mut next_input)?,
                 Pass::Fused => self.fused(job, &mut loaded, &task, &mut next_input)?,
@@ -284,8 +301,9 @@ impl Launcher {
                 let Some(sum) = sum else {
                     continue;
                 };
-                let rounded = self.worker().cast(&sum, stored.params()[param].grad_dtype);
-                let tensor = rounded.map_err(|error| task.error(Some(index), error))?;
+                let dtype = stored.params()[param].grad_dtype;
+                let tensor = self.rounded(sum, dtype);
+                let tensor = tensor.map_err(|error| task.error(Some(index), error))?;
                 gradients.push(Gradient {
                     layer: index,
                     param,
@@ -294,6 +312,38 @@ impl Launcher {
             }
         }
         Ok(gradients)
+    }
+
+    /// A sum in another type. It outlives the job, so it leaves the working memory if it can.
+    fn rounded(&self, sum: Tensor, dtype: DType) -> roundpipe_tensor::Result<Tensor> {
+        if self.worker().device().aliases_host() {
+            return self.worker().cast(&sum, dtype);
+        }
+        match unless_full(self.worker().copied_long(&sum, dtype))? {
+            Some(tensor) => Ok(tensor),
+            None => self.worker().cast(&sum, dtype),
+        }
+    }
+
+    /// Waits for what leaves the worker until a task of the call finds its working memory in one
+    /// piece, or nothing is left to wait for.
+    fn make_working_room(&mut self, task: &Task<'_>) -> Result<()> {
+        let pool = self.worker().pool().clone();
+        let has_room = || pool.working_room().0 >= task.spec().needs.task_bytes;
+        if has_room() {
+            return Ok(());
+        }
+        let drained = self.port.make_room(0);
+        drained.map_err(|error| task.error(None, error))?;
+        if !has_room() {
+            self.copies.wait_downloads();
+        }
+        if !has_room() {
+            self.worker().pool().trim();
+            let compacted = self.kept.compact(&self.worker);
+            compacted.map_err(|error| task.error(None, error))?;
+        }
+        Ok(())
     }
 
     /// Downloads gradients behind all kernels so far.

@@ -8,8 +8,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
-use roundpipe_tensor::Tensor;
 use roundpipe_tensor::transfer::{Arrival, HostValue};
+use roundpipe_tensor::{Tensor, Worker};
 
 use super::call::Call;
 use super::launcher::Launcher;
@@ -67,6 +67,17 @@ impl KeepBudget {
     }
 }
 
+/// `None` where the worker has no room; other errors stay.
+pub(super) fn unless_full(
+    made: roundpipe_tensor::Result<Tensor>,
+) -> roundpipe_tensor::Result<Option<Tensor>> {
+    match made {
+        Ok(tensor) => Ok(Some(tensor)),
+        Err(roundpipe_tensor::Error::DeviceMemory { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
 /// A value that stays on the worker.
 struct Kept {
     tensor: Tensor,
@@ -93,6 +104,12 @@ impl KeptValues {
             },
             by_id: HashMap::new(),
         }
+    }
+
+    /// Values of a call may take so much.
+    pub fn set_limit(&mut self, limit: u64) {
+        self.budget.limit = limit;
+        self.budget.for_next_stage = WorkerBudget::for_next_stage(limit);
     }
 
     fn insert(
@@ -124,6 +141,19 @@ impl KeptValues {
             }
         }
         Some(tensor)
+    }
+
+    /// Moves values into holes between long-lived blocks, so that these take up less of the worker.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn compact(&mut self, worker: &Worker) -> roundpipe_tensor::Result<()> {
+        for kept in self.by_id.values_mut() {
+            if let Some(tensor) = unless_full(worker.copied_into_hole(&kept.tensor))? {
+                kept.tensor = tensor;
+            }
+        }
+        Ok(())
     }
 
     /// Frees all values but those of the calls that `keep` names.
@@ -161,13 +191,25 @@ impl Launcher {
     ) -> Result<HostValue> {
         let bytes = tensor.size_bytes() as u64;
         if stays(self.index, readers, bytes, until, &self.kept.budget) {
-            let value = HostValue::device_only(tensor);
+            let tensor = self.moved_aside(tensor);
+            let tensor = tensor.map_err(|error| task.error(None, error))?;
+            let value = HostValue::device_only(&tensor);
             self.kept
-                .insert(&value, tensor, &self.call, Some(readers.len()));
+                .insert(&value, &tensor, &self.call, Some(readers.len()));
             return Ok(value);
         }
         let sent = self.port.send(what, tensor);
         sent.map_err(|error| task.error(None, error))
+    }
+
+    /// A copy of a value that stays, away from the working memory: in the middle of it, it would cut
+    /// that into pieces. Where the copy finds no room, the value stays where it is.
+    pub(super) fn moved_aside(&self, tensor: &Tensor) -> roundpipe_tensor::Result<Tensor> {
+        if self.worker().device().aliases_host() {
+            return Ok(tensor.clone());
+        }
+        let copy = unless_full(self.worker().copied_long(tensor, tensor.dtype()))?;
+        Ok(copy.unwrap_or_else(|| tensor.clone()))
     }
 
     /// Makes a value available to its readers (the host, when there are none): it stays, is already

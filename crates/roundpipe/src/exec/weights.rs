@@ -84,10 +84,11 @@ impl Launcher {
     }
 
     /// Reserves memory for a job's weights and requests their upload, in the order they are needed.
+    /// At least `working` bytes stay free for tasks.
     ///
     /// # Errors
     /// When the worker has no room; nothing is requested then.
-    pub(super) fn request_weights(&mut self, job: &mut Job) -> Result<()> {
+    pub(super) fn request_weights(&mut self, job: &mut Job, working: u64) -> Result<()> {
         if job.weights.is_some() {
             return Ok(());
         }
@@ -103,7 +104,7 @@ impl Launcher {
             let source = self.weight_source(&call, layer);
             if let WeightSource::Upload = source {
                 let bytes = call.spec.model.store.layer(layer).block_bytes() as u64;
-                let slot = Slot::reserve(self.worker(), bytes)
+                let slot = Slot::reserve_beside(self.worker(), bytes, working)
                     .map_err(|error| call.error_at(job.stage, Some(layer), Some(0), error))?;
                 slots.push((layer, slot));
             }
@@ -234,7 +235,7 @@ impl Launcher {
                 let grad = HostValue::given(grad, param.grad_dtype, param.shape)?;
                 let here = self.port.receive("gradient so far", &grad)?.land()?;
                 // A sum is written to, so it must be memory of the worker's own.
-                self.worker().copied(&here, param.dtype.accumulator())
+                self.worker().copied_long(&here, param.dtype.accumulator())
             };
             *sum = Some(start().map_err(|error| task.error(Some(layer), error))?);
         }
