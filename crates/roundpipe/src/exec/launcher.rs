@@ -174,8 +174,9 @@ impl Launcher {
     fn working_bytes(&self, job: &Job) -> u64 {
         let current = self.call.upgrade();
         let task_bytes = current.map_or(0, |call| call.spec.needs.task_bytes);
-        // Inputs and outputs on their way come on top.
-        task_bytes.max(job.call.spec.needs.task_bytes) + self.budget.outbox
+        let task_bytes = task_bytes.max(job.call.spec.needs.task_bytes);
+        // Inputs and outputs on their way, and values that will stay, come on top.
+        task_bytes + self.budget.outbox + self.kept.room()
     }
 
     fn run_job(&mut self, job: &mut Job) -> Result<()> {

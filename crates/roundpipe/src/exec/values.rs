@@ -106,6 +106,11 @@ impl KeptValues {
         }
     }
 
+    /// Bytes that may still stay.
+    pub fn room(&self) -> u64 {
+        self.budget.limit.saturating_sub(self.budget.used)
+    }
+
     /// Values of a call may take so much.
     pub fn set_limit(&mut self, limit: u64) {
         self.budget.limit = limit;
