@@ -1,7 +1,7 @@
 //! Moving tensors between host memory and workers without host waits.
 //!
 //! A [`HostValue`] is a dense tensor in host memory that a lane may still be writing. A [`Port`] is a
-//! worker's door: [`Port::send`] turns a tensor into a parcel, [`Port::receive`] a parcel into a
+//! worker's door: [`Port::send`] turns a tensor into a host value, [`Port::receive`] a host value into a
 //! tensor on its way, on any worker of the same backend. A [`Slot`] is device memory for the
 //! weights of one layer, filled in chunks. Nothing here waits on the host unless it says so; order
 //! is kept by events, and every end of a copy stays alive until the copy has landed.
@@ -14,12 +14,12 @@
 //! 3. An upload waits for the event behind the last use of the block it fills ([`Pool::lend`]).
 //! 4. The compute lane waits for an upload before the first kernel that reads it, and before the
 //!    block of an upload that nobody used is given back.
-//! 5. An upload of a parcel waits for the download that wrote it, on whichever worker that was.
-//! 6. A parcel's host memory is written again only by a download that waits for all uploads that
+//! 5. An upload of a host value waits for the download that wrote it, on whichever worker that was.
+//! 6. A host value's host memory is written again only by a download that waits for all uploads that
 //!    read it ([`HostPool`]); memory that others hold is let go only after the host saw these
 //!    uploads land. Until then each upload has a claim on what it reads, so that whoever was given
 //!    the bytes ([`HostValue::fence`]) cannot write them.
-//! 7. The host reads a parcel only after it saw its download land.
+//! 7. The host reads a host value only after it saw its download land.
 //! 8. The chunks of a slot follow each other with at most four under way, so that an activation
 //!    never queues behind more than four chunks of weights; the host memory they read is held until
 //!    the last has landed.
@@ -102,7 +102,7 @@ impl CopyLog {
     }
 }
 
-/// Host memory for parcels, used again and again.
+/// Host memory for host values, used again and again.
 pub struct HostPool {
     device: Arc<dyn Device>,
     pin: Pin,
@@ -122,7 +122,7 @@ struct HostState {
 pub struct HostUse {
     /// Mapped from the system now.
     pub allocated: Bytes,
-    /// Lent to parcels now.
+    /// Lent to host values now.
     pub lent: Bytes,
     /// Most ever lent at once.
     pub peak: Bytes,
@@ -148,7 +148,7 @@ impl HostPool {
         }
     }
 
-    /// Lets go of all memory that no parcel holds; the host waits for copies that still read it.
+    /// Lets go of all memory that no host value holds; the host waits for copies that still read it.
     pub fn trim(&self) {
         let spare = {
             let mut state = lock(&self.state);
@@ -224,7 +224,7 @@ impl fmt::Debug for HostPool {
     }
 }
 
-/// Where a parcel's bytes are.
+/// Where a host value's bytes are.
 enum Place {
     /// Nowhere: it was kept on its worker.
     Hollow,
@@ -268,12 +268,12 @@ impl HostValue {
     /// # Errors
     /// When size or alignment are wrong or somebody is writing the buffer.
     pub fn given(buf: HostBuf, dtype: DType, shape: Shape) -> Result<Self> {
-        buf.place_all("parcel", dtype, &shape)?;
+        buf.place_all("host value", dtype, &shape)?;
         let claim = Some(buf.read_all()?);
         Ok(Self::new(dtype, shape, Place::Given { buf, claim }))
     }
 
-    /// A parcel without bytes, for a value that stays on its worker.
+    /// A host value without bytes, for a value that stays on its worker.
     pub fn device_only(tensor: &Tensor) -> Self {
         Self::new(tensor.dtype(), *tensor.shape(), Place::Hollow)
     }
@@ -307,7 +307,7 @@ impl HostValue {
         matches!(self.0.place, Place::Hollow)
     }
 
-    /// Tells parcels apart while they live; clones agree.
+    /// Tells host values apart while they live; clones agree.
     pub fn id(&self) -> usize {
         Arc::as_ptr(&self.0) as usize
     }
@@ -324,10 +324,13 @@ impl HostValue {
     /// cannot be written while an upload still reads them.
     ///
     /// # Errors
-    /// What went wrong in the lane; [`Error::Invalid`] for a parcel without bytes.
+    /// What went wrong in the lane; [`Error::Invalid`] for a host value without bytes.
     pub fn fence(&self) -> Result<HostBuf> {
         match &self.0.place {
-            Place::Hollow => Err(Error::invalid("parcel", "the value was kept on its worker")),
+            Place::Hollow => Err(Error::invalid(
+                "host value",
+                "the value was kept on its worker",
+            )),
             Place::Counted => HostBuf::zeroed("what a meta worker gives", self.size_bytes()),
             Place::Pooled { buf, written, .. } => {
                 written.fence()?;
@@ -341,7 +344,7 @@ impl HostValue {
 
 impl Contents {
     /// Lets go of the claims of uploads that have landed. One that failed keeps its claim until the
-    /// parcel goes.
+    /// host value goes.
     fn forget_landed(&self) {
         lock(&self.readers).retain(|reader| !matches!(reader.landed.passed(), Ok(true)));
     }
@@ -444,7 +447,7 @@ pub struct Port {
 }
 
 impl Port {
-    /// Parcels sent here use memory of `host`.
+    /// Values sent here use memory of `host`.
     pub fn new(worker: Worker, host: Arc<HostPool>) -> Self {
         Self {
             worker,
@@ -593,7 +596,7 @@ impl Port {
                 bytes: bytes as u64,
             };
             // SAFETY: the lane waits for the kernel that wrote `dense` and for every copy that used
-            // `buf`, which nobody else holds; the outbox keeps `dense`, and the parcel (or its
+            // `buf`, which nobody else holds; the outbox keeps `dense`, and the host value (or its
             // pool) `buf`, behind the event.
             unsafe { lane.copy(&copy)? };
         }
@@ -606,12 +609,12 @@ impl Port {
     /// nothing is copied.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a parcel without bytes; when memory runs out or the device refuses.
-    pub fn receive(&self, what: &str, parcel: &HostValue) -> Result<Arrival> {
-        let contents = &*parcel.0;
+    /// [`Error::Invalid`] for a host value without bytes; when memory runs out or the device refuses.
+    pub fn receive(&self, what: &str, value: &HostValue) -> Result<Arrival> {
+        let contents = &*value.0;
         let (dtype, shape) = (contents.dtype, contents.shape);
         let device = self.worker.device();
-        let bytes = parcel.size_bytes();
+        let bytes = value.size_bytes();
         if device.id().kind == DeviceKind::Meta {
             let (block, _) = self.worker.pool().lend("receive", bytes as u64)?;
             let tensor = Some(Tensor::from_block(block, dtype, shape));
@@ -625,7 +628,7 @@ impl Port {
             Place::Hollow | Place::Counted => {
                 return Err(Error::invalid(
                     "receive",
-                    format!("{what}: {parcel:?} was kept elsewhere"),
+                    format!("{what}: {value:?} was kept elsewhere"),
                 ));
             }
             Place::Pooled { buf, written, .. } => (buf, Some(written)),
@@ -746,7 +749,7 @@ fn copy_in(lane: &dyn Lane, what: &str, src: u64, dst: u64, bytes: u64) -> Resul
             dst,
             bytes,
         };
-        // SAFETY: the callers hold the source (a parcel or a claimed range) and the destination (a
+        // SAFETY: the callers hold the source (a host value or a claimed range) and the destination (a
         // lent block, which the lane was put behind) until the event that is recorded next has
         // passed.
         unsafe { lane.copy(&copy)? };

@@ -2,7 +2,7 @@
 //!
 //! Times are milliseconds for one microbatch on one device. They come from timers, from the meta
 //! device or, before anything was measured, from sizes alone ([`LayerCosts::from_bytes`]). Nothing
-//! here measures. Sizes that nobody knows stay 0 and count for nothing.
+//! here measures. Unknown sizes are 0 and count for nothing.
 
 mod from_shapes;
 mod measured;

@@ -95,7 +95,7 @@ struct Handle(Arc<Core>);
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // Where nobody keeps a forward, the engine itself is dropped now, which calls steps off
+        // Where the user keeps no forward, the engine itself is dropped now, which cancels steps
         // instead.
         if Arc::strong_count(&self.0) > 1 {
             self.0.retire();
@@ -103,7 +103,7 @@ impl Drop for Handle {
     }
 }
 
-/// What a stalled engine is told to do.
+/// What to do when an engine stalls.
 type OnStall = Arc<dyn Fn(&Report) + Send + Sync>;
 
 /// Which parameters decay.
@@ -242,8 +242,8 @@ impl<M: Layer + 'static> Builder<M> {
     }
 
     /// The devices to run on; one listed twice gives two workers. By default every GPU that can be
-    /// used, or the processor where there is none; which were left out, and why, is told by
-    /// [`Ring::notes`].
+    /// used, or the processor where there is none; [`Ring::notes`] says which were left out, and
+    /// why.
     #[must_use]
     pub fn devices(mut self, devices: impl IntoIterator<Item = Arc<dyn Device>>) -> Self {
         self.devices = devices.into_iter().collect();
@@ -278,8 +278,8 @@ impl<M: Layer + 'static> Builder<M> {
         self
     }
 
-    /// Calls `report` when nothing has moved for `after` although somebody waits, with what
-    /// everybody waits for.
+    /// Calls `report` when nothing has moved for `after` although a thread waits, with what
+    /// each of them waits for.
     #[must_use]
     pub fn on_stall(
         mut self,
@@ -1057,7 +1057,7 @@ impl<M> RoundPipe<M> {
         self.core.model.store.host_bytes()
     }
 
-    /// What everybody is doing or waiting for.
+    /// What every thread is doing or waiting for.
     pub fn status(&self) -> Vec<StatusLine> {
         self.core.ring.board().report()
     }
@@ -1073,7 +1073,7 @@ impl<M> RoundPipe<M> {
     }
 
     /// What the user should know and has not asked for, e.g. a batch that gave fewer microbatches;
-    /// each is told once.
+    /// each is returned once.
     pub fn take_warnings(&self) -> Vec<String> {
         self.core.take_warnings()
     }

@@ -19,12 +19,15 @@ pub mod batch;
 pub mod layer;
 pub mod nn;
 
+pub mod plan;
+
 pub mod budget;
 pub mod cost;
-pub mod plan;
 pub mod schedule;
-pub mod search;
+
 pub mod timeline;
+
+pub mod search;
 
 pub mod config;
 
@@ -41,11 +44,12 @@ pub mod version;
 pub mod store;
 pub mod update;
 
+pub mod devices;
+
 mod exec;
 #[cfg(loom)]
 pub use exec::ending;
 
-pub mod devices;
 pub mod engine;
 pub mod wrap;
 

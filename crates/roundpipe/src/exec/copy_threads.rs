@@ -57,7 +57,7 @@ type Room = Arc<(Mutex<usize>, Condvar)>;
 
 /// Who moves weights and gradients of a worker.
 pub(crate) enum CopyThreads {
-    /// Whoever asks.
+    /// The calling thread, on the spot.
     Inline(Arc<Port>),
     /// Two threads.
     Threads {

@@ -8,8 +8,8 @@
 //!    counts as pending, so no waiter takes the call for finished too early.
 //! 3. A failure before the commit wins: nothing is committed. A failure during or after it comes too
 //!    late and changes nothing. The commit itself may fail.
-//! 4. A failure reaches the other calls that fail with this one before this one ends: whoever sees
-//!    its end may recover and submit new calls, which must not fail.
+//! 4. A failure reaches the other calls that fail with this one before this one ends: a caller
+//!    that sees its end may recover and submit new calls, which must not fail.
 //! 5. A held call (its backward may follow) does not end until it is let go or fails.
 //!
 //! This is a value without a lock; [`Call`](super::call::Call) keeps it in its own. `tests/loom.rs`

@@ -115,7 +115,7 @@ impl Launcher {
             call.spec.ring_calls.drain(&self.port);
         }
         self.worker = self.port.worker().clone();
-        // Its tickets first: whoever waits for the call's end may write the weights then.
+        // Its tickets first: a thread that waits for the call's end may write the weights then.
         drop(job);
         call.end_part();
     }

@@ -33,7 +33,7 @@ use crate::trace::{Category, Lane, Span, Trace, Track};
 use crate::update::{Apply, Decision, OptimParams, Update};
 use crate::version::Abort;
 
-/// How long a step waits for somebody who looks at a parameter.
+/// How long a step waits for a user who holds a parameter.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A user's update.
@@ -162,7 +162,7 @@ impl Outcome {
         }
     }
 
-    /// Why it failed; `None` when it did not, or it was told already.
+    /// Why it failed; `None` when it did not, or the error was returned already.
     pub fn take_error(&self) -> Option<Error> {
         match &mut *self.lock() {
             Phase::Failed(error) => error.take(),
@@ -456,7 +456,7 @@ impl OptimizerThread {
         let mut first_partial = None;
         for layer in layers {
             let start = self.trace.now_ns();
-            // A step that has begun is done, however long somebody looks at a parameter.
+            // A step that has begun is finished, however long a user holds a parameter.
             let kept = self.patiently(None, || match decision.skip {
                 true => store.skip(layer, version, &never).map(|()| false),
                 false => store.apply(layer, &apply, &never),
@@ -514,7 +514,7 @@ impl OptimizerThread {
         })
     }
 
-    /// Somebody may be looking at a parameter just now; an update that could not begin has changed
+    /// A user may be looking at a parameter just now; an update that could not begin has changed
     /// nothing. It is tried again for so long, or until it begins.
     fn patiently<R>(
         &self,
@@ -526,7 +526,7 @@ impl OptimizerThread {
             let patient = patience.is_none_or(|patience| start.elapsed() < patience);
             match update() {
                 Err(Error::Tensor(roundpipe_tensor::Error::Busy { name, .. })) if patient => {
-                    let what = format!("waiting for whoever holds {name}");
+                    let what = format!("waiting for the user who holds {name}");
                     let _watched = self.board.wait("optimizer", &what);
                     std::thread::sleep(Duration::from_millis(1));
                 }

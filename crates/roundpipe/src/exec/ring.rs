@@ -335,7 +335,7 @@ fn host_device(devices: &[Arc<dyn Device>]) -> Option<Arc<dyn Device>> {
         .cloned()
 }
 
-/// What each worker reserves when nobody says how much. All are asked before anything is reserved:
+/// What each worker reserves by default. All devices are asked before anything is reserved:
 /// what the first takes is no longer free for the second.
 fn parts(devices: &[Arc<dyn Device>]) -> Vec<Bytes> {
     let free: Vec<u64> = devices.iter().map(|device| device.memory().0).collect();
