@@ -563,7 +563,7 @@ fn read<R>(core: &Core, call: &Call, results: impl FnOnce(&Call) -> Result<R>) -
     results.map_err(|error| core.failed(error))
 }
 
-/// MicrobatchOutputs outputs make no sense where outputs are returned at once.
+/// How outputs that are returned at once are merged: they always are.
 fn merged(how: &MergeOutput) -> MergeOutput {
     match how {
         MergeOutput::Off => MergeOutput::Auto,

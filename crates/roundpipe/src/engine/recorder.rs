@@ -39,7 +39,7 @@ impl Recorder {
 
     /// Copies are noted from now on if the trace is on.
     pub fn begin_call(&self) {
-        self.ring.log_moves(self.trace.is_on());
+        self.ring.log_copies(self.trace.is_on());
     }
 
     /// Takes the times of a call that has ended.
@@ -54,7 +54,7 @@ impl Recorder {
             }
             self.trace.record(|| self.span(call, &piece, start, end));
         }
-        let taken = self.ring.take_moves();
+        let taken = self.ring.take_copies();
         let id = call.spec.id;
         let pending = taken.into_iter().map(|(worker, copy)| PendingCopy {
             call: id,

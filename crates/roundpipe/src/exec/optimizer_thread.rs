@@ -227,7 +227,7 @@ impl Streak {
 
 /// The thread that updates one engine's model.
 pub(crate) struct OptimizerHandle {
-    orders: Option<Sender<StepRequest>>,
+    requests: Option<Sender<StepRequest>>,
     thread: Option<JoinHandle<()>>,
     abort: Abort,
     pub streak: Arc<Streak>,
@@ -254,9 +254,9 @@ impl OptimizerHandle {
         most_nonfinite: u64,
     ) -> Result<Self> {
         let streak = Arc::new(Streak::new(most_nonfinite));
-        let (orders, to_do) = channel();
+        let (requests, to_do) = channel();
         let abort = model.store.abort();
-        let bench = OptimizerThread {
+        let thread_body = OptimizerThread {
             model: model.clone(),
             call_list: call_list.clone(),
             board: board.clone(),
@@ -268,11 +268,11 @@ impl OptimizerHandle {
         let fail = |e| Error::config("threads", format!("cannot start the optimizer thread: {e}"));
         let thread = std::thread::Builder::new()
             .name(name)
-            .spawn(move || bench.run(&to_do))
+            .spawn(move || thread_body.run(&to_do))
             .map_err(fail)?;
         let id = thread.thread().id();
         Ok(Self {
-            orders: Some(orders),
+            requests: Some(requests),
             thread: Some(thread),
             abort,
             streak,
@@ -285,10 +285,10 @@ impl OptimizerHandle {
         std::thread::current().id() == self.id
     }
 
-    pub fn request(&self, order: StepRequest) {
-        if let Some(orders) = &self.orders {
+    pub fn request(&self, request: StepRequest) {
+        if let Some(requests) = &self.requests {
             // The thread ends only after this sender is gone.
-            drop(orders.send(order));
+            drop(requests.send(request));
         }
     }
 }
@@ -296,7 +296,7 @@ impl OptimizerHandle {
 impl Drop for OptimizerHandle {
     fn drop(&mut self) {
         self.abort.set();
-        drop(self.orders.take());
+        drop(self.requests.take());
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -304,15 +304,15 @@ impl Drop for OptimizerHandle {
 }
 
 impl OptimizerThread {
-    fn run(&self, orders: &Receiver<StepRequest>) {
-        for order in orders {
+    fn run(&self, requests: &Receiver<StepRequest>) {
+        for request in requests {
             let StepRequest {
                 version,
                 calls,
                 next_call,
                 work,
                 outcome,
-            } = order;
+            } = request;
             // A function of the user may panic; the store is then as before.
             let step = catch_unwind(AssertUnwindSafe(|| {
                 self.step(version, &calls, work, &outcome)

@@ -1,6 +1,6 @@
 //! The workers in round-robin order, and the threads that serve them.
 //!
-//! A ring may serve several engines: stage slots of all their calls go to its workers one after
+//! A ring may serve several engines: the stages of all their calls go to its workers one after
 //! another, in the order of submission, starting where the last call left off.
 //!
 //! # Invariants
@@ -254,12 +254,12 @@ impl Ring {
     }
 
     /// Whether copies are noted.
-    pub(crate) fn log_moves(&self, on: bool) {
+    pub(crate) fn log_copies(&self, on: bool) {
         self.0.ports.iter().for_each(|port| port.log().set(on));
     }
 
     /// The copies noted since the last call, with their workers.
-    pub(crate) fn take_moves(&self) -> Vec<(usize, CopyRecord)> {
+    pub(crate) fn take_copies(&self) -> Vec<(usize, CopyRecord)> {
         let of = |(worker, port): (usize, &Arc<Port>)| {
             port.log()
                 .take()
