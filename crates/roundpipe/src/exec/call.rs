@@ -703,6 +703,11 @@ impl Call {
             return Ok(());
         };
         self.fail(error);
+        // A commit under way finds the same reports, and fails the call itself.
+        self.wait_until("caller", "waiting for a call to end", |state| {
+            let is_over = !state.ending.is_committing();
+            is_over.then_some(())
+        });
         Err(self.take_error().unwrap_or_else(|| self.cancelled()))
     }
 

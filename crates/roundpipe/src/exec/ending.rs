@@ -102,6 +102,11 @@ impl Ending {
         self.ended
     }
 
+    /// Whether a thread is committing the call.
+    pub fn is_committing(&self) -> bool {
+        self.committing
+    }
+
     /// Whether no part is pending, though a backward may still follow.
     pub fn is_quiet(&self) -> bool {
         self.pending == 0
