@@ -138,6 +138,17 @@ impl Error {
         }
     }
 
+    /// Whether a worker had no room.
+    pub(crate) fn is_device_full(&self) -> bool {
+        match self {
+            Self::Task { source, .. } => source.is_device_full(),
+            Self::Tensor(source) => {
+                matches!(source, roundpipe_tensor::Error::DeviceMemory { .. })
+            }
+            _ => false,
+        }
+    }
+
     /// Itself and its causes in one line.
     pub(crate) fn in_full(&self) -> String {
         let mut text = self.to_string();

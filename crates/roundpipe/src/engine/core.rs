@@ -149,6 +149,8 @@ pub(crate) struct CallRequest {
 /// A request that is checked and split.
 struct Prepared {
     config: Resolved,
+    /// Whether layers run in training mode.
+    training: bool,
     wants_input_grads: bool,
     parts: Parts,
     labels: Vec<Tree<HostValue>>,
@@ -276,6 +278,8 @@ impl Core {
         self.check(&mut sequence)?;
         self.notice_writes(&mut sequence)?;
         let prepared = self.prepare(&request)?;
+        let warnings = prepared.parts.warnings.iter().cloned();
+        self.notes().warnings.extend(warnings);
         let (plan, needs) = self.plan(&request, &prepared)?;
         self.wait_for_buffers(&mut sequence)?;
         self.recorder.begin_call();
@@ -299,6 +303,7 @@ impl Core {
         let labels = self.split_labels(request, &config, &parts)?;
         Ok(Prepared {
             config,
+            training: !self.notes().evaluating,
             wants_input_grads,
             parts,
             labels,
@@ -331,16 +336,10 @@ impl Core {
     }
 
     fn plan(&self, request: &CallRequest, prepared: &Prepared) -> Result<(ExecutePlan, CallNeeds)> {
-        let training = {
-            let mut notes = self.notes();
-            let warnings = prepared.parts.warnings.iter().cloned();
-            notes.warnings.extend(warnings);
-            !notes.evaluating
-        };
         let batch = Batch {
             microbatches: prepared.parts.sources.len(),
             example: prepared.parts.example.as_ref(),
-            training,
+            training: prepared.training,
         };
         self.planner.plan(request.kind, &prepared.config, &batch)
     }
@@ -354,7 +353,7 @@ impl Core {
         plan: &ExecutePlan,
         needs: CallNeeds,
     ) -> Result<Arc<Call>> {
-        let training = !self.notes().evaluating;
+        let training = prepared.training;
         let trains = request.kind != PlanKind::Infer;
         let stages = plan.stages(request.kind);
         let workers = self.ring.workers().iter();

@@ -14,7 +14,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 
 use roundpipe_tensor::device::Stamp;
-use roundpipe_tensor::transfer::Port;
+use roundpipe_tensor::transfer::{HostValue, Port};
 use roundpipe_tensor::{DType, LaneKind, Tensor, Worker};
 
 use super::backward::Prefetched;
@@ -182,9 +182,10 @@ impl Launcher {
     fn run_job(&mut self, job: &mut Job) -> Result<()> {
         let call = job.call.clone();
         let working = self.working_bytes(job);
-        if self.request_weights(job, working).is_err() {
+        match self.request_weights(job, working) {
             // The estimate may be too large for this worker; then the tasks see what is left.
-            self.request_weights(job, 0)?;
+            Err(error) if error.is_device_full() => self.request_weights(job, 0)?,
+            requested => requested?,
         }
         self.report_to(&call, job.stage)?;
         let pass = call.spec.stages[job.stage].pass;
@@ -381,7 +382,7 @@ impl Launcher {
         layer: usize,
         what: &str,
         tensor: &Tensor,
-    ) -> Result<roundpipe_tensor::transfer::HostValue> {
+    ) -> Result<HostValue> {
         let sent = self.port.send(what, tensor);
         sent.map_err(|error| task.error(Some(layer), error))
     }

@@ -52,8 +52,6 @@ fn is_local(worker: usize, readers: &[usize]) -> bool {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct KeepBudget {
     pub limit: u64,
-    /// The part of `limit` that is left to values for the next stage.
-    pub for_next_stage: u64,
     pub used: u64,
 }
 
@@ -61,7 +59,7 @@ impl KeepBudget {
     fn has_room(&self, bytes: u64, until: Until) -> bool {
         let limit = match until {
             Until::NextStage => self.limit,
-            Until::Later => self.limit - self.for_next_stage,
+            Until::Later => self.limit - WorkerBudget::for_next_stage(self.limit),
         };
         self.used + bytes <= limit
     }
@@ -99,7 +97,6 @@ impl KeptValues {
         Self {
             budget: KeepBudget {
                 limit: budget.kept,
-                for_next_stage: budget.kept_for_next_stage,
                 used: 0,
             },
             by_id: HashMap::new(),
@@ -114,7 +111,6 @@ impl KeptValues {
     /// Values of a call may take so much.
     pub fn set_limit(&mut self, limit: u64) {
         self.budget.limit = limit;
-        self.budget.for_next_stage = WorkerBudget::for_next_stage(limit);
     }
 
     fn insert(
@@ -361,7 +357,6 @@ mod tests {
     fn a_value_stays_only_where_all_its_readers_are() {
         let budget = KeepBudget {
             limit: 100,
-            for_next_stage: 25,
             used: 0,
         };
         let decide = |readers: &[usize]| stays(1, readers, 10, Until::NextStage, &budget);
@@ -373,11 +368,7 @@ mod tests {
     #[test]
     fn later_values_leave_a_part_of_the_budget_to_the_next_stage() {
         let decide = |used, bytes, until| {
-            let budget = KeepBudget {
-                limit: 100,
-                for_next_stage: 25,
-                used,
-            };
+            let budget = KeepBudget { limit: 100, used };
             stays(0, &[0], bytes, until, &budget)
         };
         assert!(decide(0, 75, Until::Later));
