@@ -14,10 +14,12 @@ use roundpipe_tensor::{
 
 const COUNT: usize = 256;
 const SIZE: u64 = 4 * COUNT as u64;
+/// Miri takes a second for each MiB that sim fills with NaN.
+const ARENA: Bytes = Bytes(if cfg!(miri) { 64 << 10 } else { 1 << 20 });
 
 fn one_worker(seed: u64) -> (SimWorld, Worker) {
     let world = SimWorld::seeded(seed).unwrap();
-    let worker = Worker::new(world.worker(), Bytes::mib(8)).unwrap();
+    let worker = Worker::new(world.worker(), ARENA).unwrap();
     (world, worker)
 }
 
@@ -155,7 +157,7 @@ fn training_bits(worker: &Worker) -> Result<Vec<u32>> {
 /// Virtual time, poison and reuse of memory change no bit of what is computed.
 #[test]
 fn training_gives_the_bits_of_the_cpu() {
-    let cpu = Worker::new(Cpu::new(Some(1)).unwrap(), Bytes::mib(8)).unwrap();
+    let cpu = Worker::new(Cpu::new(Some(1)).unwrap(), ARENA).unwrap();
     let want = training_bits(&cpu).unwrap();
     for seed in seeds(20) {
         let (world, worker) = one_worker(seed);
@@ -354,7 +356,7 @@ fn use_after_free_is_reported() {
 
 /// One program that makes every kind of call.
 fn every_call(world: &SimWorld) -> Result<Vec<f32>> {
-    let worker = Worker::new(world.worker(), Bytes::mib(1))?;
+    let worker = Worker::new(world.worker(), ARENA)?;
     let (outcome, values) = three_lanes(&worker, None);
     outcome?;
     world.fence_all()?;
@@ -366,7 +368,7 @@ fn every_call(world: &SimWorld) -> Result<Vec<f32>> {
 #[test]
 fn everybody_behind_a_failure_is_told() {
     let world = SimWorld::seeded(3).unwrap();
-    let worker = Worker::new(world.worker(), Bytes::mib(1)).unwrap();
+    let worker = Worker::new(world.worker(), ARENA).unwrap();
     let lane = worker.device().lane(LaneKind::Compute);
     let before = lane.record().unwrap();
     world.inject(Fault::nth(FaultKind::Kernel, 1));
@@ -449,7 +451,7 @@ fn a_failed_copy_poisons_its_destination() {
     let workers: Vec<Worker> = world
         .workers(2)
         .into_iter()
-        .map(|d| Worker::new(d, Bytes::mib(1)).unwrap())
+        .map(|d| Worker::new(d, ARENA).unwrap())
         .collect();
     world.inject(
         Fault::nth(FaultKind::Copy, 1)
@@ -504,7 +506,7 @@ fn a_dead_lock_is_an_error() {
     let workers: Vec<Worker> = world
         .workers(2)
         .into_iter()
-        .map(|d| Worker::new(d, Bytes::mib(1)).unwrap())
+        .map(|d| Worker::new(d, ARENA).unwrap())
         .collect();
     world.inject(Fault::nth(FaultKind::Lost, 1));
     let never = lane(&workers[0], LaneKind::ParamUpload).record().unwrap();
@@ -530,7 +532,7 @@ fn events_cross_workers_but_not_worlds() {
     let workers: Vec<Worker> = world
         .workers(3)
         .into_iter()
-        .map(|d| Worker::new(d, Bytes::mib(1)).unwrap())
+        .map(|d| Worker::new(d, ARENA).unwrap())
         .collect();
     let blocks: Vec<Block> = workers.iter().map(block).collect();
     let mut before: Option<Event> = None;
@@ -568,7 +570,7 @@ fn memory_of_others_is_refused() {
     let workers: Vec<Worker> = world
         .workers(2)
         .into_iter()
-        .map(|d| Worker::new(d, Bytes::mib(1)).unwrap())
+        .map(|d| Worker::new(d, ARENA).unwrap())
         .collect();
     let (here, there) = (block(&workers[0]), block(&workers[1]));
     let text = negate(&workers[0], LaneKind::Compute, there.addr(), here.addr())
@@ -608,7 +610,7 @@ fn the_clock_adds_up() {
         ..SimConfig::default()
     })
     .unwrap();
-    let worker = Worker::new(world.worker(), Bytes::mib(1)).unwrap();
+    let worker = Worker::new(world.worker(), ARENA).unwrap();
     world.set_kernel_time(Arc::new(|launch| {
         (launch.kernel.name() == "unary").then_some(10_000)
     }));
@@ -704,7 +706,7 @@ fn many_threads_do_not_hang() {
     let workers: Vec<Worker> = world
         .workers(3)
         .into_iter()
-        .map(|d| Worker::new(d, Bytes::mib(1)).unwrap())
+        .map(|d| Worker::new(d, ARENA).unwrap())
         .collect();
     let board: std::sync::Mutex<Vec<Event>> = std::sync::Mutex::default();
     std::thread::scope(|scope| {
