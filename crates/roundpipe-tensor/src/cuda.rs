@@ -40,7 +40,7 @@ use std::collections::VecDeque;
 use std::ffi::{CString, c_void};
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use cudarc::driver::{result, sys};
@@ -54,13 +54,10 @@ use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
 use crate::kernel::{Family, Kernel, View};
 use crate::pins::{Ledger, Pins, Refusal};
+use crate::sync::lock;
 use call::Call;
 use clock::{Clock, Origin};
 use compile::{Table, Unit};
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A card's context, given back when dropped.
 struct Context {

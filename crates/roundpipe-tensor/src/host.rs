@@ -16,13 +16,14 @@ use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{Ordering, fence};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::bytes::Bytes;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::pages::{PAGE, Pages};
 use crate::shape::Shape;
+use crate::sync::lock;
 
 /// Large buffers start a few pages apart from where the system puts them: slabs of one size mapped
 /// back to back would otherwise fall on the same cache sets, and a pass over several of them takes
@@ -374,11 +375,7 @@ impl HostBuf {
     /// How often bytes of this view were lent for writing, through any view of the memory. Who
     /// keeps a copy of the bytes sees by this number whether they may have changed.
     pub fn writes(&self) -> u64 {
-        let claims = self
-            .memory
-            .claims
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let claims = lock(&self.memory.claims);
         let meets = |(range, _): &&(Range<usize>, u64)| {
             range.start < self.view.end && self.view.start < range.end
         };
@@ -445,11 +442,7 @@ impl HostBuf {
     fn claim(&self, range: Range<usize>, write: bool) -> Result<Guard> {
         self.check(&range)?;
         let at = self.view.start + range.start..self.view.start + range.end;
-        let mut claims = self
-            .memory
-            .claims
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut claims = lock(&self.memory.claims);
         let clash = |(_, other, writes): &(u64, Range<usize>, bool)| {
             (write || *writes) && other.start < at.end && at.start < other.end
         };
@@ -516,11 +509,7 @@ impl Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        let mut claims = self
-            .buf
-            .claims
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut claims = lock(&self.buf.claims);
         claims.live.retain(|(id, ..)| *id != self.id);
     }
 }

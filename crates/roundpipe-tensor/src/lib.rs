@@ -26,6 +26,7 @@ pub mod error;
 pub mod shape;
 
 mod pages;
+mod sync;
 
 pub mod host;
 pub mod host_tensor;
@@ -35,7 +36,6 @@ pub mod rng;
 pub mod kernel;
 
 pub mod device;
-mod sync;
 
 pub mod pool;
 

@@ -14,7 +14,7 @@
 
 use std::any::Any;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::bytes::Bytes;
 use crate::cpu;
@@ -28,6 +28,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernel::{AttentionSpec, Kernel, View};
 use crate::shape::Shape;
+use crate::sync::lock;
 use crate::tensor::Tensor;
 use crate::worker::Worker;
 
@@ -95,7 +96,7 @@ impl Meta {
 
     /// What was counted so far; `peak` and `kept` are a worker's and stay 0 here.
     pub fn cost(&self) -> Cost {
-        *self.ops.cost.lock().unwrap_or_else(PoisonError::into_inner)
+        *lock(&self.ops.cost)
     }
 }
 
@@ -271,7 +272,7 @@ unsafe impl Ops for MetaOps {
         _scratch: Option<View>,
         _faults: Option<&Faults>,
     ) -> Result<()> {
-        let mut cost = self.cost.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cost = lock(&self.cost);
         cost.flops = cost.flops.saturating_add(flops(kernel, src, dst));
         cost.traffic += src.iter().chain(dst).flatten().map(bytes).sum::<u64>();
         cost.kernels += 1;

@@ -7,7 +7,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, Weak};
+use std::sync::{Arc, RwLock, Weak};
 
 use half::{bf16, f16};
 
@@ -16,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::host::HostBuf;
 use crate::rng::{RngKey, normal_pair, unit};
 use crate::shape::Shape;
+use crate::sync::unpoisoned;
 
 /// The name under which parameters ask for memory and refuse it.
 const NAME: &str = "parameter";
@@ -199,11 +200,7 @@ impl Param {
 
     /// Its memory.
     pub fn data(&self) -> HostBuf {
-        self.0
-            .data
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        unpoisoned(self.0.data.read()).clone()
     }
 
     /// Makes `home` its memory, for all clones. What `home` holds is the value from now on; nothing
@@ -213,27 +210,18 @@ impl Param {
     /// As [`Param::new`].
     pub fn rehome(&self, home: HostBuf) -> Result<()> {
         home.place_all(NAME, self.0.dtype, &self.0.shape)?;
-        *self.0.data.write().unwrap_or_else(PoisonError::into_inner) = home;
+        *unpoisoned(self.0.data.write()) = home;
         Ok(())
     }
 
     /// Who keeps its memory, while they live.
     pub fn keeper(&self) -> Option<Arc<dyn Keeper>> {
-        self.0
-            .keeper
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .as_ref()?
-            .upgrade()
+        unpoisoned(self.0.keeper.read()).as_ref()?.upgrade()
     }
 
     /// Says who keeps its memory from now on.
     pub fn set_keeper(&self, keeper: Weak<dyn Keeper>) {
-        *self
-            .0
-            .keeper
-            .write()
-            .unwrap_or_else(PoisonError::into_inner) = Some(keeper);
+        *unpoisoned(self.0.keeper.write()) = Some(keeper);
     }
 
     /// Size in bytes.

@@ -40,7 +40,7 @@ use std::any::Any;
 use std::cell::Cell;
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 pub use fault::{Fault, FaultKind, When};
 pub use timing::{KernelTime, Launch, Timing};
@@ -56,6 +56,7 @@ use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
 use crate::kernel::{Kernel, View};
 use crate::pins::{Ledger, Pins, Refusal};
+use crate::sync::lock;
 use order::{MOST_RANGES, ranges};
 use state::{Called, Mark, State, Work};
 
@@ -315,7 +316,7 @@ impl Shared {
             me,
             "a kernel must not call into the sim world that runs it"
         );
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         let holding = Holding(HELD.replace(me));
         let out = body(&mut state);
         let spent = state.take_spent();
@@ -705,14 +706,14 @@ struct SimFaults(Arc<Mutex<Option<Error>>>);
 impl SimFaults {
     /// Keeps the first report.
     fn put(&self, error: Error) {
-        let mut found = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut found = lock(&self.0);
         found.get_or_insert(error);
     }
 }
 
 impl FaultReport for SimFaults {
     fn check(&self) -> Result<()> {
-        let found = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = lock(&self.0);
         match &*found {
             None => Ok(()),
             Some(Error::Index {

@@ -31,7 +31,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::bytes::Bytes;
 use crate::device::{Copy, Device, DeviceKind, Direction, Event, Flight, Lane, LaneKind, Stamp};
@@ -39,12 +39,9 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, HostMut, HostRef, Pin};
 use crate::shape::Shape;
+use crate::sync::{lock, unpoisoned};
 use crate::tensor::{Storage, Tensor};
 use crate::worker::Worker;
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// One copy as it happened.
 #[derive(Debug, Clone)]
@@ -352,11 +349,7 @@ impl Contents {
 
 impl Drop for Contents {
     fn drop(&mut self) {
-        let readers = std::mem::take(
-            self.readers
-                .get_mut()
-                .unwrap_or_else(PoisonError::into_inner),
-        );
+        let readers = std::mem::take(unpoisoned(self.readers.get_mut()));
         let (mut events, claims): (Vec<_>, Vec<_>) =
             readers.into_iter().map(|r| (r.landed, r.claim)).unzip();
         match std::mem::replace(&mut self.place, Place::Hollow) {

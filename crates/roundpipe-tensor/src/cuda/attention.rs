@@ -26,9 +26,10 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use super::call::Call;
 use super::compile::Unit;
-use super::{library, lock};
+use super::library;
 use crate::error::{Error, Result};
 use crate::kernel::{Kernel, View};
+use crate::sync::lock;
 use fused::{Case, Fused};
 use graph::{Handle, Plan, Refused, Stream, Target};
 

@@ -16,10 +16,11 @@
 //! - Nobody waits for the device while holding the lock. Of two threads that renew at once the
 //!   first wins, and both count from its origin.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::error::Result;
+use crate::sync::lock;
 
 /// How old the newest origin may be: below 4096 ms an f32 tells 0.24 µs apart, about what a GPU's
 /// clock does. Making one waits for a stream that nothing else uses, a few µs, while other threads
@@ -50,7 +51,7 @@ impl<E> Default for Clock<E> {
 
 impl<E> Clock<E> {
     fn lock(&self) -> MutexGuard<'_, Option<(Arc<Origin<E>>, Instant)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// What an event recorded after this call, about `now`, is counted from. `fresh` gives an event

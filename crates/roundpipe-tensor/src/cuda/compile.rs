@@ -23,6 +23,7 @@ use cudarc::nvrtc::sys;
 
 use super::library::{self, Loaded, Nvrtc, Status};
 use crate::error::{Error, Result};
+use crate::sync::lock;
 
 /// In front of every kernel file.
 const COMMON: &str = include_str!("kernels/common.cuh");
@@ -274,11 +275,8 @@ impl<V: Clone> Once<V> {
         find: impl FnOnce() -> Option<V>,
         make: impl FnOnce() -> Result<(V, bool)>,
     ) -> Result<V> {
-        let place = super::lock(&self.0)
-            .entry(name.to_owned())
-            .or_default()
-            .clone();
-        let mut here = super::lock(&place);
+        let place = lock(&self.0).entry(name.to_owned()).or_default().clone();
+        let mut here = lock(&place);
         if let Some(value) = here.clone().or_else(find) {
             return Ok(value);
         }

@@ -24,11 +24,11 @@ use cudarc::cudnn::sys;
 use crate::cuda::call::Call;
 use crate::cuda::compile::Table;
 use crate::cuda::library::{self, Cudnn, Status};
-use crate::cuda::lock;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernel::{ConvSpec, Kernel, View};
 use crate::shape::Shape;
+use crate::sync::lock;
 
 const FORWARD: sys::cudnnConvolutionFwdAlgo_t =
     sys::cudnnConvolutionFwdAlgo_t::CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM;

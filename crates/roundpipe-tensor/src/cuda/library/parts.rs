@@ -18,7 +18,7 @@
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use libloading::Library;
 
@@ -26,6 +26,7 @@ use super::calls::{Calls, Cudnn};
 use super::places::{self, Place};
 use super::version::{self, Package, Version, cudnn_version};
 use super::{Complaint, Wish, file_of, fits, one_line};
+use crate::sync::lock;
 
 /// The first file of the library at a place, which is yet to be opened, and the others. `None`
 /// where nothing is there.
@@ -207,7 +208,7 @@ fn ask(graph: &Path) -> Result<Graph, Complaint> {
     } else {
         None
     };
-    let mut asked = ASKED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut asked = lock(&ASKED);
     let answer = asked
         .entry(key.unwrap_or_else(|| graph.to_owned()))
         .or_insert_with(|| ask_anew(graph));

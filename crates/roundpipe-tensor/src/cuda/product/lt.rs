@@ -30,10 +30,10 @@ use super::tune::{self, Choices};
 use crate::cuda::call::Call;
 use crate::cuda::compile::Table;
 use crate::cuda::library::{self, CublasLt, Status};
-use crate::cuda::lock;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::shape::Layout;
+use crate::sync::lock;
 
 /// Batches in one call; more are cut.
 pub(super) const MOST_BATCHES: usize = 65_535;
