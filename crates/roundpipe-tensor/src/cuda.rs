@@ -1200,7 +1200,7 @@ unsafe impl EventState for CudaEvent {
         self.alarm.look(self.reports)
     }
 
-    fn settle(&self) {
+    fn wait_quietly(&self) {
         if self.gpu.current().is_ok() {
             // SAFETY: the event is alive.
             let _ = unsafe { result::event::synchronize(self.event.0) };

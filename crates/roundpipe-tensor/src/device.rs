@@ -193,6 +193,12 @@ pub unsafe trait Device: Send + Sync + fmt::Debug {
         self.id().kind.into()
     }
 
+    /// Whether memory of this device has contents. A device that only counts moves no bytes, and
+    /// values that come from it have none.
+    fn moves_bytes(&self) -> bool {
+        true
+    }
+
     /// Whether kernels can read host memory in place, so that an upload may be no copy at all.
     fn aliases_host(&self) -> bool {
         false
@@ -492,7 +498,7 @@ pub struct Event(Arc<dyn EventState>);
 /// What a backend knows about a point in one of its lanes.
 ///
 /// # Safety
-/// [`EventState::fence`] and [`EventState::settle`] return when the lane has passed the point,
+/// [`EventState::fence`] and [`EventState::wait_quietly`] return when the lane has passed the point,
 /// whether with an error or without; [`EventState::passed`] says `Ok(true)` only then.
 pub unsafe trait EventState: Send + Sync + fmt::Debug {
     /// Whether the lane has passed it.
@@ -510,7 +516,7 @@ pub unsafe trait EventState: Send + Sync + fmt::Debug {
 
     /// The host waits as in [`EventState::fence`]; what went wrong stays for the next fence of the
     /// lane.
-    fn settle(&self) {
+    fn wait_quietly(&self) {
         let _ = self.fence();
     }
 
@@ -644,7 +650,7 @@ impl<T> Drop for Flight<T> {
         if self.hold.is_some() {
             // An error was or will be reported by the lane's next fence; here only the wait
             // matters.
-            self.event.0.settle();
+            self.event.0.wait_quietly();
         }
     }
 }

@@ -221,6 +221,10 @@ unsafe impl Device for Meta {
         self.like
     }
 
+    fn moves_bytes(&self) -> bool {
+        false
+    }
+
     fn aliases_host(&self) -> bool {
         self.like.kind == DeviceKind::Cpu
     }

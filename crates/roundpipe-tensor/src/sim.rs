@@ -686,7 +686,7 @@ unsafe impl EventState for SimEvent {
         })
     }
 
-    fn settle(&self) {
+    fn wait_quietly(&self) {
         self.world.with(|state| state.pass(&self.mark));
     }
 

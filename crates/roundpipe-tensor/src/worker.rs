@@ -9,6 +9,7 @@ use crate::bytes::Bytes;
 use crate::device::{Copy, Device, Direction, Faults, LaneKind};
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
+use crate::host::HostBuf;
 use crate::kernel::{Kernel, View};
 use crate::pool::{Block, Pool, PoolUse};
 use crate::shape::{Layout, Shape};
@@ -292,6 +293,24 @@ impl Worker {
         };
         self.launch(&kernel, &[Some(x)], &[Some(&out)])?;
         Ok(out.relaid(Layout::contiguous(shape)))
+    }
+
+    /// A host buffer as a tensor that this worker reads in place.
+    ///
+    /// # Errors
+    /// When the worker cannot read host memory, the buffer is too small or not aligned for the
+    /// type, or while it is being written.
+    pub fn alias(&self, buf: &HostBuf, dtype: DType, shape: Shape) -> Result<Tensor> {
+        const OP: &str = "alias";
+        if !self.device().aliases_host() {
+            let what = format!(
+                "{} cannot read {dtype} {shape} in place",
+                self.device().id()
+            );
+            return Err(Error::invalid(OP, what));
+        }
+        let bytes = buf.place(OP, 0, dtype, &shape)?;
+        Tensor::from_host(buf.read(bytes)?, self.pool().clone(), dtype, shape)
     }
 }
 

@@ -18,7 +18,7 @@ use loom::sync::{Condvar, Mutex};
 use loom::thread;
 use roundpipe_tensor::device::{Arena, Copy, Device, Event, EventState, Lane, LaneKind, Ops};
 use roundpipe_tensor::pool::ALIGN;
-use roundpipe_tensor::transfer::{CopyLog, Part, Slot};
+use roundpipe_tensor::transfer::{CopyLog, FilledSlot, Slot, SlotSegment};
 use roundpipe_tensor::{
     Bytes, DType, DeviceId, DeviceKind, HostBuf, Result, Shape, Tensor, Worker,
 };
@@ -263,8 +263,8 @@ fn worker(machine: &Arc<Machine>) -> Worker {
 }
 
 /// Fills a slot with a number, in the order of the parameter lane.
-fn fill(slot: Slot, host: &HostBuf, value: u64) -> roundpipe_tensor::transfer::Loaded {
-    let part = Part {
+fn fill(slot: Slot, host: &HostBuf, value: u64) -> FilledSlot {
+    let part = SlotSegment {
         host: host.read_all().unwrap(),
         offset: 0,
     };
@@ -275,7 +275,7 @@ fn fill(slot: Slot, host: &HostBuf, value: u64) -> roundpipe_tensor::transfer::L
     loaded
 }
 
-fn tensor(loaded: roundpipe_tensor::transfer::Loaded) -> Tensor {
+fn tensor(loaded: FilledSlot) -> Tensor {
     let shape = Shape::new(&[ALIGN as usize / 4]).unwrap();
     loaded.tensors(&[(0, DType::F32, shape)]).unwrap().remove(0)
 }

@@ -5,7 +5,7 @@
 use roundpipe_tensor::kernel::{ConvSpec, PoolSpec};
 use roundpipe_tensor::ops::{Attention, BatchNorm};
 use roundpipe_tensor::sim::SimConfig;
-use roundpipe_tensor::transfer::{CopyLog, HostPool, HostValue, Part, Port, Slot};
+use roundpipe_tensor::transfer::{CopyLog, HostPool, HostValue, Port, Slot, SlotSegment};
 use roundpipe_tensor::{
     Bytes, Cpu, Cx, DType, Error, HostBuf, HostTensor, Meta, Param, Pin, Result, Shape, SimWorld,
     Tensor, Worker,
@@ -48,7 +48,7 @@ fn a_part_does_not_begin_before_its_slot() {
                 .unwrap();
             let filled = slot.fill(
                 "w",
-                vec![Part { host, offset }],
+                vec![SlotSegment { host, offset }],
                 1 << 20,
                 &CopyLog::default(),
             );

@@ -204,7 +204,7 @@ impl Launcher {
                 stage: job.stage,
                 microbatch,
             };
-            let begun = self.port.turn();
+            let begun = self.port.begin_task();
             begun.map_err(|error| task.error(None, error))?;
             if microbatch == 0 {
                 self.make_working_room(&task)?;
