@@ -33,7 +33,9 @@ use cudarc::driver::result;
 
 use super::lt::{Candidate, Described, Key, Shape, Task};
 use crate::cuda::call::Call;
-use crate::cuda::{Gpu, RawEvent, compile, elapsed_ms, library};
+use crate::cuda::context::Gpu;
+use crate::cuda::event::{RawEvent, elapsed_ms};
+use crate::cuda::{compile, library};
 use crate::error::Result;
 
 /// Products of fewer multiplications are not measured: launching them takes as long.
