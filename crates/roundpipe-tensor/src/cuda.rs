@@ -13,7 +13,7 @@
 //! | `lane.rs`, `event.rs`, `clock.rs` | streams, points in them, and when they were passed |
 //! | `memory.rs`, `faults.rs` | reserved and pinned memory; where kernels report bad data |
 //! | `library.rs`, `compile.rs`, `call.rs` | CUDA's libraries; kernels from text; launches |
-//! | `ops.rs` | from a kernel to its family |
+//! | `ops.rs`, `costs.rs` | from a kernel to its family; what planning knows of a GPU |
 //! | all others | one family of kernels each, as in `kernel.rs` |
 //!
 //! # What kernels report
@@ -34,6 +34,7 @@ mod call;
 mod clock;
 pub mod compile;
 mod context;
+mod costs;
 mod device;
 mod elementwise;
 mod event;
@@ -51,9 +52,9 @@ mod product;
 mod reduce;
 mod rope;
 
+pub(crate) use costs::WITH_CUDNN;
 pub use device::Cuda;
 pub use ops::units;
-pub(crate) use ops::{THICK, scratch};
 
 #[cfg(test)]
 mod tests;

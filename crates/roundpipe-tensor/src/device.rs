@@ -38,6 +38,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -62,23 +63,54 @@ pub enum DeviceKind {
     Meta,
 }
 
-/// What a device's costs depend on, and so what a stand-in for it must know.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct CostModel {
-    /// Backend.
-    pub kind: DeviceKind,
-    /// Of a GPU: whether the backward of attention may be a library's, which wants gigabytes of
-    /// scratch.
-    pub library_attention: bool,
+impl DeviceKind {
+    /// Whether it has memory of its own beside the host's and computes by itself.
+    pub const fn is_gpu(self) -> bool {
+        matches!(self, Self::Cuda)
+    }
 }
 
-impl From<DeviceKind> for CostModel {
-    /// Any device of a kind: one that wants the most.
-    fn from(kind: DeviceKind) -> Self {
-        Self {
-            kind,
-            library_attention: true,
-        }
+/// What planning knows about the devices of a backend before anything runs: memory that kernels
+/// want, and rough rates. Each backend has one in its folder; `backends.rs` lists them.
+pub trait BackendCosts: Send + Sync + fmt::Debug {
+    /// Backend.
+    fn kind(&self) -> DeviceKind;
+
+    /// As [`Ops::scratch`].
+    fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize;
+
+    /// As [`Ops::min_gemm_rows`].
+    fn min_gemm_rows(&self) -> usize;
+
+    /// Floating-point operations in a millisecond. Only ratios matter to a plan; measured times
+    /// replace these after the first step.
+    fn flops_per_ms(&self) -> f64;
+
+    /// Bytes of operands in a millisecond; as rough as [`BackendCosts::flops_per_ms`].
+    fn bytes_per_ms(&self) -> f64;
+
+    /// As [`Device::aliases_host`].
+    fn aliases_host(&self) -> bool {
+        false
+    }
+}
+
+/// The costs of one device, as a value that a stand-in for it holds ([`Device::cost_model`]).
+#[derive(Debug, Clone, Copy)]
+pub struct CostModel(&'static dyn BackendCosts);
+
+impl CostModel {
+    /// For backends.
+    pub fn new(costs: &'static dyn BackendCosts) -> Self {
+        Self(costs)
+    }
+}
+
+impl Deref for CostModel {
+    type Target = dyn BackendCosts;
+
+    fn deref(&self) -> &Self::Target {
+        self.0
     }
 }
 
@@ -372,16 +404,11 @@ pub unsafe trait Ops: Send + Sync {
     /// Bytes of scratch memory the kernel wants for these operands.
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize;
 
-    /// From how many rows on a product that is added to a large f32 matrix takes longer to multiply
-    /// than to read and write the matrix: products that are cut into chunks of rows have at least
-    /// so many.
-    fn min_gemm_rows(&self) -> usize {
-        THICK
-    }
+    /// Rows above which a product that is added to a large f32 matrix is bound by arithmetic, not
+    /// by reading and writing the matrix. Products that are cut into chunks of rows have at least
+    /// this many.
+    fn min_gemm_rows(&self) -> usize;
 }
-
-/// [`Ops::thick`] of a processor.
-pub(crate) const THICK: usize = 256;
 
 /// What a backend keeps for one [`Faults`].
 pub trait FaultReport: Send + Sync {

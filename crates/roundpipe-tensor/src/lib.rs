@@ -56,6 +56,8 @@ pub mod meta;
 pub mod optim;
 pub mod sim;
 
+mod backends;
+
 pub use bytes::Bytes;
 pub use cpu::Cpu;
 pub use cuda::Cuda;

@@ -17,8 +17,6 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use crate::bytes::Bytes;
-use crate::cpu;
-use crate::cuda;
 use crate::cx::Cx;
 use crate::device::{
     Arena, Copy, CostModel, Device, DeviceId, DeviceKind, Direction, Event, Faults, Lane, LaneKind,
@@ -226,7 +224,7 @@ unsafe impl Device for Meta {
     }
 
     fn aliases_host(&self) -> bool {
-        self.like.kind == DeviceKind::Cpu
+        self.like.aliases_host()
     }
 }
 
@@ -284,18 +282,11 @@ unsafe impl Ops for MetaOps {
     }
 
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
-        match self.like.kind {
-            DeviceKind::Cuda => cuda::scratch(kernel, src, dst, self.like.library_attention),
-            _ => cpu::scratch(kernel, src, dst),
-        }
+        self.like.scratch(kernel, src, dst)
     }
 
     fn min_gemm_rows(&self) -> usize {
-        if self.like.kind == DeviceKind::Cuda {
-            cuda::THICK
-        } else {
-            crate::device::THICK
-        }
+        self.like.min_gemm_rows()
     }
 }
 

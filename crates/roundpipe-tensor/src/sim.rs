@@ -31,6 +31,7 @@
 //! It never reads the wall clock, and it is no model of a processor: kernels of one worker never
 //! overlap. A user's kernel must not call back into the world it runs in (that panics).
 
+mod costs;
 mod fault;
 mod order;
 mod state;
@@ -42,6 +43,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
+pub(crate) use costs::SimCosts;
 pub use fault::{Fault, FaultKind, When};
 pub use timing::{KernelTime, Launch, Timing};
 
@@ -49,8 +51,8 @@ use crate::bytes::Bytes;
 use crate::cpu::threads::Threads;
 use crate::cpu::{self, CpuOps};
 use crate::device::{
-    Arena, Copy, Device, DeviceId, Direction, Event, EventState, FaultReport, Faults, Lane,
-    LaneKind, Ops, Stamp,
+    Arena, BackendCosts, Copy, Device, DeviceId, Direction, Event, EventState, FaultReport, Faults,
+    Lane, LaneKind, Ops, Stamp,
 };
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
@@ -809,6 +811,10 @@ unsafe impl Ops for SimOps {
     }
 
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
-        cpu::scratch(kernel, src, dst)
+        SimCosts.scratch(kernel, src, dst)
+    }
+
+    fn min_gemm_rows(&self) -> usize {
+        SimCosts.min_gemm_rows()
     }
 }

@@ -13,14 +13,13 @@ use std::sync::Arc;
 use cudarc::driver::result;
 
 use super::context::{Gpu, card, failed, find, too_old};
+use super::costs::cost_model;
 use super::faults::ErrorWord;
 use super::lane::CudaLane;
 use super::ops::{CudaOps, trap};
 use super::{attention, library};
 use crate::bytes::Bytes;
-use crate::device::{
-    Arena, CostModel, Device, DeviceId, DeviceKind, FaultReport, Lane, LaneKind, Ops,
-};
+use crate::device::{Arena, CostModel, Device, DeviceId, FaultReport, Lane, LaneKind, Ops};
 use crate::error::Result;
 use crate::host::{HostBuf, Pin};
 use crate::pins::Pins;
@@ -126,6 +125,12 @@ impl Cuda {
         }))
     }
 
+    /// The costs of any GPU on a machine where cuDNN does not run the backward of attention, which
+    /// then wants less memory. `DeviceKind::Cuda.into()` are those where it may.
+    pub fn costs_without_cudnn() -> CostModel {
+        cost_model(false)
+    }
+
     /// Why attention is slower than it could be on this machine's GPUs, in one line: which cuDNN
     /// was found where, its version, and what computes instead. `None` where cuDNN is used.
     pub fn attention_note() -> Option<String> {
@@ -169,11 +174,7 @@ unsafe impl Device for Cuda {
     }
 
     fn cost_model(&self) -> CostModel {
-        let library_attention = attention::may_take_backward(self.gpu.capability);
-        CostModel {
-            kind: DeviceKind::Cuda,
-            library_attention,
-        }
+        cost_model(attention::may_take_backward(self.gpu.capability))
     }
 
     fn memory(&self) -> Bytes {

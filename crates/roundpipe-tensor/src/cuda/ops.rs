@@ -8,17 +8,13 @@ use std::sync::Arc;
 use super::call::Call;
 use super::compile::Unit;
 use super::context::Gpu;
+use super::costs::MIN_GEMM_ROWS;
 use super::faults::ErrorWord;
 use super::lane::CudaLane;
 use super::{attention, elementwise, image, index, loss, moe, norm, product, reduce, rope};
 use crate::device::{Faults, Lane, Ops};
 use crate::error::{Error, Result};
 use crate::kernel::{Family, Kernel, View};
-
-/// An element of the sum costs 2 operations per row and 8 bytes; an H200 does 700e12 of the former
-/// in the time of 4e12 of the latter, so both are equal at 700 rows. Its head of 151,936 classes
-/// takes 107, 76, 61–67 and 60 ms for 16,384 tokens with 256, 512, 1,024 and 2,048 rows at a time.
-pub(crate) const THICK: usize = 1024;
 
 /// The GPU's mathematics.
 pub(crate) struct CudaOps {
@@ -77,20 +73,20 @@ unsafe impl Ops for CudaOps {
     }
 
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
-        // Of attention alone, for the first time this is asked cuDNN is looked for.
+        // Only attention asks for cuDNN: the first time, the library is searched for.
         let library_attention = matches!(kernel, Kernel::AttentionGrad(_))
             && attention::may_take_backward(self.gpu.capability);
         scratch(kernel, src, dst, library_attention)
     }
 
     fn min_gemm_rows(&self) -> usize {
-        THICK
+        MIN_GEMM_ROWS
     }
 }
 
-/// Scratch bytes that kernels want: of the operands and of what a likeness tells, so that meta can
-/// ask too.
-pub(crate) fn scratch(
+/// Scratch bytes that kernels want: by their operands and by whether cuDNN may run the backward of
+/// attention, so that a plan can ask without a GPU.
+pub(super) fn scratch(
     kernel: &Kernel,
     src: &[Option<View>],
     dst: &[Option<View>],
