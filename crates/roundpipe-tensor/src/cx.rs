@@ -273,12 +273,12 @@ impl Cx {
 
     /// Says where a parameter lies on this worker, and the accumulator its gradients are added to
     /// (dense, in the accumulator type, zeroed or holding earlier microbatches). The accumulator is
-    /// given away, so that nobody can look while it is being written; [`Gradients::take_param`]
-    /// gives it back.
+    /// given away, so that no other code can read it while it is being written;
+    /// [`Gradients::take_param`] gives it back.
     ///
     /// # Errors
-    /// When shapes or types disagree, the tensors live on another worker, or somebody else holds
-    /// the accumulator.
+    /// When shapes or types disagree, the tensors live on another worker, or the accumulator
+    /// has another holder.
     pub fn bind(&mut self, param: &Param, tensor: Tensor, into: Option<Tensor>) -> Result<Tensor> {
         const OP: &str = "bind";
         for t in std::iter::once(&tensor).chain(&into) {

@@ -251,11 +251,11 @@ pub unsafe trait Device: Send + Sync + fmt::Debug {
         Ok(None)
     }
 
-    /// Told when a block is about to leave the pool for `op`, and may refuse. `sim` injects faults
-    /// here.
+    /// Called when a block is about to leave the pool for `op`; the device may refuse. `sim`
+    /// injects faults here.
     ///
     /// # Safety
-    /// For the pool: nobody holds these bytes of an arena of this device.
+    /// For the pool: no block holds these bytes of an arena of this device.
     ///
     /// # Errors
     /// When the device refuses; the block goes back to the pool.
@@ -263,7 +263,7 @@ pub unsafe trait Device: Send + Sync + fmt::Debug {
         Ok(())
     }
 
-    /// Told when a block goes back to the pool. `sim` poisons it.
+    /// Called when a block goes back to the pool. `sim` poisons it.
     ///
     /// # Safety
     /// For the pool: these bytes were a block of an arena of this device, and their holder has let
@@ -274,8 +274,8 @@ pub unsafe trait Device: Send + Sync + fmt::Debug {
 /// A queue that runs in order. Only events order two lanes.
 ///
 /// # Safety
-/// - The lane touches the two ranges of a copy and nothing else, not before the events that it was
-///   told to wait for have passed, and not after an event that was recorded behind the copy has.
+/// - The lane touches the two ranges of a copy and nothing else, not before the events that it
+///   waits for have passed, and not after an event that was recorded behind the copy has.
 /// - When [`Lane::record`] fails, the lane has done all that was queued.
 pub unsafe trait Lane: Send + Sync + fmt::Debug {
     /// Which of the worker's lanes this is.
@@ -284,8 +284,8 @@ pub unsafe trait Lane: Send + Sync + fmt::Debug {
     /// Queues a copy.
     ///
     /// # Safety
-    /// Both ranges must stay valid until the lane has passed the copy; nobody may write the source
-    /// or touch the destination meanwhile, except in order by events.
+    /// Both ranges must stay valid until the lane has passed the copy; until then nothing else
+    /// writes the source or touches the destination, unless events order it.
     ///
     /// # Errors
     /// When the device refuses.
@@ -304,10 +304,10 @@ pub unsafe trait Lane: Send + Sync + fmt::Debug {
     /// When the device refuses or the event belongs to another backend.
     fn wait(&self, event: &Event) -> Result<()>;
 
-    /// The host waits until all work queued so far has ended. What went wrong is told and
-    /// forgotten: events recorded from now on say nothing of it. Those recorded before tell it to
-    /// everyone who asks, now and later, so that nobody whose work it spoiled takes that for done
-    /// because another was told first.
+    /// The host waits until all work queued so far has ended. An error is returned and forgotten:
+    /// events recorded from now on do not report it. Events recorded before go on reporting it to
+    /// every waiter, so that a waiter whose work it spoiled does not take that work for done
+    /// because another received the error first.
     ///
     /// # Errors
     /// What went wrong in the lane since the last such fence.
@@ -418,7 +418,8 @@ pub trait FaultReport: Send + Sync {
     /// The report.
     fn check(&self) -> Result<()>;
 
-    /// Nobody asks any more. Kernels that were queued in `lane` before may still report.
+    /// Called when nothing will ask any more. Kernels that were queued in `lane` before may still
+    /// report.
     fn retire(&self, lane: &dyn Lane);
 
     /// For backends to recognise their own.
@@ -430,7 +431,8 @@ pub trait FaultReport: Send + Sync {
 ///
 /// Bad data spoils the results of the work it belongs to and nothing else: the device goes on, and
 /// work of others on the same lane is not concerned. So it is reported here and not by the lane's
-/// events, which everybody shares. [`Worker::open_faults`](crate::Worker::open_faults) makes one.
+/// events, which all work on the lane shares. [`Worker::open_faults`](crate::Worker::open_faults)
+/// makes one.
 ///
 /// A report is visible once the host knows by a fence that the kernel has run.
 pub struct Faults {
@@ -491,8 +493,8 @@ impl Arena {
     ///
     /// # Safety
     /// `base` is aligned to [`ALIGN`](crate::pool::ALIGN); the device that gives the arena away may
-    /// read and write `bytes` bytes from there until `owner` is dropped, and nobody else does.
-    /// (Meta touches nothing.)
+    /// read and write `bytes` bytes from there until `owner` is dropped, and nothing
+    /// else does. (Meta touches nothing.)
     pub unsafe fn new(base: u64, bytes: Bytes, owner: Box<dyn Any + Send + Sync>) -> Self {
         Self {
             base,
@@ -603,7 +605,7 @@ impl Event {
         self.0.fence()
     }
 
-    /// Whether this is the past of a synchronous lane, which nobody has to wait for.
+    /// Whether this is the past of a synchronous lane, which needs no wait.
     pub fn is_past(&self) -> bool {
         self.0.as_any().is::<Past>()
     }

@@ -3,9 +3,10 @@
 //! A buffer is anonymous memory (zero-filled, committed by the system when first touched), a mapped
 //! file (read-only), or memory that a device driver gave. Its bytes are reachable only through
 //! [`HostRef`] and [`HostMut`], which hold their range until dropped: a transfer keeps its guard,
-//! so nobody can write what a copy still reads. There is no padding: a buffer of n bytes takes n
-//! bytes, rounded to pages by the system alone. A [`HostBuf::slice`] is a view of part of a buffer:
-//! it shares the memory and the claims on it, so a flat slab can be the home of many parameters.
+//! so no other code can write what a copy still reads. There is no padding: a buffer of n bytes
+//! takes n bytes, rounded to pages by the system alone. A [`HostBuf::slice`] is a view of part of a
+//! buffer: it shares the memory and the claims on it, so a flat slab can be the home of many
+//! parameters.
 //!
 //! # Invariants
 //! - At any time a byte is either unclaimed, claimed by readers, or claimed by one writer.
@@ -72,8 +73,8 @@ struct Claims {
     live: Vec<(u64, Range<usize>, bool)>,
 }
 
-/// Ranges that are told apart by [`HostBuf::writes`]; more are counted as one.
-const TOLD_APART: usize = 4096;
+/// Ranges that [`HostBuf::writes`] counts apart; more are counted as one.
+const COUNTED_APART: usize = 4096;
 
 impl Claims {
     fn count_write(&mut self, range: &Range<usize>) {
@@ -84,11 +85,11 @@ impl Claims {
             *count += 1;
             return;
         }
-        if self.written.len() < TOLD_APART {
+        if self.written.len() < COUNTED_APART {
             self.written.push((range.clone(), 1));
             return;
         }
-        // Too coarse is safe: whoever looks takes bytes for changed that are not.
+        // Too coarse is safe: a reader of the count takes unchanged bytes for changed.
         let whole =
             self.written
                 .drain(..)
@@ -204,7 +205,7 @@ impl HostBuf {
             let end = (self.view.start + range.end) / PAGE * PAGE;
             if start < end {
                 // SAFETY: the map is a shared, read-only view of a file, so a page that is dropped
-                // comes back with the file's bytes: nobody who holds a slice of it can see a
+                // comes back with the file's bytes: a holder of a slice of it sees no
                 // difference. Failure leaves everything as it was and costs memory only.
                 let _ = unsafe {
                     map.unchecked_advise_range(
@@ -222,7 +223,7 @@ impl HostBuf {
     ///
     /// # Safety
     /// `ptr` must be valid for reads and writes of `bytes` bytes, initialised, page-aligned,
-    /// reached by nobody else, and must stay so until `owner` is dropped.
+    /// reached through this value alone, and must stay so until `owner` is dropped.
     pub unsafe fn from_owner(
         name: impl Into<String>,
         ptr: *mut u8,
@@ -253,9 +254,8 @@ impl HostBuf {
         }
     }
 
-    /// This memory, of which nobody else holds anything, said to be pinned or not, and `more` to be
-    /// dropped before it: whoever is given the same pages afterwards must not meet what was said of
-    /// these.
+    /// This memory, which has no other holder, marked as pinned or not, and `more` to be dropped
+    /// before it: the next owner of the same pages must not find what `more` records about these.
     pub(crate) fn owned_by(self, pinned: bool, more: Box<dyn Any + Send + Sync>) -> Self {
         assert!(
             self.is_sole(),
@@ -301,16 +301,16 @@ impl HostBuf {
         Arc::ptr_eq(&self.memory, &other.memory) && self.view == other.view
     }
 
-    /// Whether nobody else holds the memory: no clone, no other view, no guard.
+    /// Whether this value is the only holder of the memory: no clone, no other view, no guard.
     pub fn is_sole(&self) -> bool {
         self.is_sole_but(0)
     }
 
-    /// Whether nobody holds the memory but this value and `guards` guards of the caller's own.
+    /// Whether only this value and `guards` guards of the caller hold the memory.
     pub(crate) fn is_sole_but(&self, guards: usize) -> bool {
         let sole = Arc::strong_count(&self.memory) == 1 + guards;
-        // Whoever held it last on another thread is done with the bytes: pairs with the release of
-        // its drop.
+        // The last holder on another thread is done with the bytes: pairs with the release of its
+        // drop.
         fence(Ordering::Acquire);
         sole
     }
@@ -401,7 +401,8 @@ impl HostBuf {
     /// Lends `range` for reading.
     ///
     /// # Errors
-    /// [`Error::Busy`] while somebody writes there; [`Error::Invalid`] when it is out of bounds.
+    /// [`Error::Busy`] while the range is being written; [`Error::Invalid`] when it is out of
+    /// bounds.
     pub fn read(&self, range: Range<usize>) -> Result<HostRef> {
         Ok(HostRef(self.claim(range, false)?))
     }
@@ -409,7 +410,7 @@ impl HostBuf {
     /// Lends the whole buffer for reading.
     ///
     /// # Errors
-    /// [`Error::Busy`] while somebody writes any of it.
+    /// [`Error::Busy`] while any of it is being written.
     pub fn read_all(&self) -> Result<HostRef> {
         self.read(0..self.len())
     }
@@ -417,8 +418,8 @@ impl HostBuf {
     /// Lends `range` for writing.
     ///
     /// # Errors
-    /// [`Error::Busy`] while somebody reads or writes there; [`Error::Invalid`] when it is out of
-    /// bounds or the buffer is a mapped file.
+    /// [`Error::Busy`] while the range is being read or written; [`Error::Invalid`] when it is out
+    /// of bounds or the buffer is a mapped file.
     pub fn write(&self, range: Range<usize>) -> Result<HostMut> {
         if !self.memory.writable {
             let what = format!("{} is a mapped file, read-only", self.name());
@@ -663,8 +664,8 @@ mod tests {
         assert!(second.writes() > before);
     }
 
-    /// Whoever finds that nobody else holds the memory may write it without a claim: all reads are
-    /// over. (A machine rarely shows the difference; Miri does.)
+    /// A holder that finds itself alone may write the memory without a claim: all reads are over.
+    /// (A machine rarely shows the difference; Miri does.)
     #[test]
     fn reads_are_over_when_memory_is_sole() {
         let buf = HostBuf::from_slice("b", &[7u8; 64]).unwrap();
@@ -674,7 +675,7 @@ mod tests {
             while !buf.is_sole() {
                 std::thread::yield_now();
             }
-            // SAFETY: inside the buffer, which nobody else holds.
+            // SAFETY: inside the buffer, which has no other holder.
             unsafe { (buf.addr() as *mut u8).write(8) };
         });
         assert_eq!(buf.read(0..2).unwrap().bytes(), [8, 7]);

@@ -239,7 +239,7 @@ unsafe impl Lane for MetaLane {
 
     unsafe fn copy(&self, copy: &Copy) -> Result<()> {
         match copy.direction {
-            // The other lanes move what nobody looks at.
+            // The other lanes move values that the host does not read.
             Direction::Download if self.0 == LaneKind::Compute => Err(Error::Meta { op: "read" }),
             _ => Ok(()),
         }

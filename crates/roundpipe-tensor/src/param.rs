@@ -3,7 +3,7 @@
 //! A parameter's home is host memory. A pass over a model borrows it for reading; an optimizer
 //! writes it between passes. The guards of [`HostBuf`] keep the two apart: writing while a pass
 //! still reads is an error, not a race. A store may move a parameter to another home
-//! ([`Param::rehome`]); whoever holds the old memory keeps it alive.
+//! ([`Param::rehome`]); holders of the old memory keep it alive.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,8 +34,7 @@ struct Inner {
     keeper: RwLock<Option<Weak<dyn Keeper>>>,
 }
 
-/// Whoever moved a parameter's memory and knows where its newest values are: the state of an
-/// engine.
+/// The state of an engine that moved a parameter's memory and knows where its newest values are.
 pub trait Keeper: Send + Sync + fmt::Debug {
     /// What errors call it.
     fn name(&self) -> &str;
@@ -249,7 +248,7 @@ impl Param {
     /// A copy of the values.
     ///
     /// # Errors
-    /// When `T` is not the parameter's type, or somebody is writing it.
+    /// When `T` is not the parameter's type, or while it is being written.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         if T::DTYPE != self.0.dtype {
             return Err(Error::invalid(

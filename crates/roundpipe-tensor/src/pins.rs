@@ -385,8 +385,8 @@ mod tests {
         Some(entries.chunks_exact(8).filter(there).count())
     }
 
-    /// A buffer that nobody has written yet must be missing from what is left when the next one is
-    /// asked for.
+    /// A buffer that has not been written yet must be missing from what is left when the next one
+    /// is asked for.
     #[test]
     #[cfg_attr(miri, ignore = "the system counts no pages of Miri's memory")]
     fn pages_that_could_not_be_pinned_are_taken_at_once() {
@@ -411,7 +411,7 @@ mod tests {
         }
     }
 
-    /// Only scarcity is got over, and only where nobody insisted.
+    /// Only scarcity falls back to pageable memory, and only where `pin` does not insist.
     #[test]
     fn other_refusals_are_errors() {
         for (pin, scarce) in [(Pin::Alloc, true), (Pin::Register, true), (Pin::Try, false)] {

@@ -21,9 +21,8 @@
 //!
 //! A violation is a [`Race`] in [`SimWorld::races`] and the error of the next fence. A fence
 //! returns only after the lane has passed, even when it returns an error. Events behind a failed
-//! item tell its error, in whichever lane they are, unless a fence of a lane behind it
-//! ([`Lane::fence`]) had forgotten it when they were recorded. When several are due, the first is
-//! told.
+//! item return its error, in any lane, unless a fence of a lane behind it ([`Lane::fence`]) had
+//! forgotten it when they were recorded. When several are due, the first is returned.
 //!
 //! Fresh memory, freed memory and the destinations of what failed hold NaN (-1 as integers).
 //!
@@ -260,19 +259,19 @@ impl SimWorld {
     /// Runs all that is queued.
     ///
     /// # Errors
-    /// What went wrong in any lane and was not told yet.
+    /// The first error of any lane that no fence has returned yet.
     pub fn fence_all(&self) -> Result<()> {
-        let told = self.0.with(|state| {
+        let results = self.0.with(|state| {
             let marks: Vec<Arc<Mark>> = (0..state.lanes.len())
                 .map(|lane| state.push_record(lane))
                 .collect();
             marks.iter().for_each(|mark| state.pass(mark));
             marks
                 .iter()
-                .map(|mark| state.told_at(mark, true))
+                .map(|mark| state.result_at(mark, true))
                 .collect::<Vec<_>>()
         });
-        told.into_iter().collect()
+        results.into_iter().collect()
     }
 }
 
@@ -403,8 +402,8 @@ unsafe impl Device for Sim {
                 world: self.world.clone(),
                 arena: Some(arena),
             };
-            // SAFETY: the host arena inside the lease has this base and size and is used by nobody
-            // else.
+            // SAFETY: the host arena inside the lease has this base and size, and nothing else
+            // uses it.
             Ok(unsafe { Arena::new(base, bytes, Box::new(lease)) })
         })
     }
@@ -617,7 +616,7 @@ unsafe impl Lane for SimLane {
         let mark = self.mark()?;
         self.world.with(|state| {
             state.pass(&mark);
-            state.told_at(&mark, true)
+            state.result_at(&mark, true)
         })
     }
 
@@ -676,7 +675,7 @@ impl fmt::Debug for SimEvent {
 unsafe impl EventState for SimEvent {
     fn passed(&self) -> Result<bool> {
         self.world.with(|state| match state.poll(&self.mark) {
-            true => state.told_at(&self.mark, false).map(|()| true),
+            true => state.result_at(&self.mark, false).map(|()| true),
             false => Ok(false),
         })
     }
@@ -684,7 +683,7 @@ unsafe impl EventState for SimEvent {
     fn fence(&self) -> Result<()> {
         self.world.with(|state| {
             state.pass(&self.mark);
-            state.told_at(&self.mark, false)
+            state.result_at(&self.mark, false)
         })
     }
 
@@ -786,8 +785,8 @@ unsafe impl Ops for SimOps {
                 src,
                 dst,
             };
-            let told = state.kernel_time.as_ref().and_then(|time| time(&launch));
-            let nanos = told.unwrap_or_else(|| state.timing.kernel(&launch));
+            let given = state.kernel_time.as_ref().and_then(|time| time(&launch));
+            let nanos = given.unwrap_or_else(|| state.timing.kernel(&launch));
             let faults = faults
                 .and_then(|f| f.report().as_any().downcast_ref::<SimFaults>())
                 .cloned();

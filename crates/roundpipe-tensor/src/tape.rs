@@ -7,8 +7,7 @@
 //! # Rules
 //! 1. Values are numbered; a node only mentions values that need a gradient.
 //! 2. The first gradient of a value is moved in; later ones are added, in the order of the walk.
-//! 3. Memory that somebody else holds is never added to in place; accumulators of parameters always
-//!    are.
+//! 3. Memory with another holder is never added to in place; accumulators of parameters always are.
 //! 4. Gradients of parameters are kept in the accumulator type (f32 for bf16), all others in the
 //!    value's.
 //! 5. A node none of whose outputs has a gradient is dropped without running.
@@ -305,8 +304,8 @@ impl Back<'_> {
         self.grad(0)?.ok_or(missing)
     }
 
-    /// Contributes to the gradient of input `i`; nothing happens when nobody wants it. The type may
-    /// be the input's or its accumulator's.
+    /// Contributes to the gradient of input `i`; nothing happens when it is not wanted. The type
+    /// may be the input's or its accumulator's.
     ///
     /// # Errors
     /// When memory runs out.
@@ -329,7 +328,7 @@ impl Back<'_> {
     /// accumulator if it is one. Hand it back with [`Back::settle`].
     ///
     /// # Errors
-    /// When memory runs out or nobody wants the gradient.
+    /// When memory runs out or the gradient is not wanted.
     pub fn sink(&mut self, i: usize) -> Result<Sink> {
         let unwanted = || Error::invalid(self.op, format!("no gradient of input {i} is wanted"));
         let value = &mut self.values[self.inputs[i].ok_or_else(unwanted)? as usize];
@@ -415,7 +414,7 @@ fn add(worker: &Worker, value: &mut Value, grad: Tensor) -> Result<()> {
     Ok(())
 }
 
-/// A dense tensor that nobody else holds, so that it may serve as an accumulator.
+/// A dense tensor without another holder, so that it may serve as an accumulator.
 fn owned(worker: &Worker, grad: Tensor) -> Result<Tensor> {
     if grad.is_unique() && grad.is_contiguous() {
         return Ok(grad);

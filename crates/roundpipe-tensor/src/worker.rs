@@ -76,8 +76,8 @@ impl Worker {
         self.pool.usage()
     }
 
-    /// The host waits for all kernels queued so far. This is how to go on after a failure, which
-    /// reads and uploads of values tell again until then.
+    /// The host waits for all kernels queued so far. This is how to go on after a failure: until
+    /// then, reads and uploads of values return it again.
     ///
     /// # Errors
     /// What went wrong since the last such wait.
@@ -92,7 +92,7 @@ impl Worker {
     }
 
     /// Queues a kernel on the compute lane. The caller has checked the operands and owns the
-    /// destinations (fresh, or accumulators that nobody else writes).
+    /// destinations (fresh, or accumulators that only this launch writes).
     pub(crate) fn launch(
         &self,
         kernel: &Kernel,
@@ -124,7 +124,7 @@ impl Worker {
         let lane = self.device().lane(LaneKind::Compute);
         // SAFETY: the views come from live tensors of this worker; their blocks go back to the pool
         // in the host order of this same lane, so the memory stays theirs until the kernel has run;
-        // the caller checked shapes and types and nobody else writes the destinations.
+        // the caller checked shapes and types and owns the destinations.
         unsafe {
             ops.launch(
                 lane,

@@ -1,5 +1,5 @@
 //! The protocol of slots in every order that threads and lanes can take: no upload touches memory
-//! that a kernel still reads, no kernel reads what has not landed, and nobody waits for ever.
+//! that a kernel still reads, no kernel reads what has not landed, and no thread waits for ever.
 //!
 //! The pool, the slots and their events are the real ones; the device is a model whose two lanes
 //! are threads of loom, and whose memory is cells that report any access not ordered after the last
@@ -242,7 +242,7 @@ unsafe impl Device for Machine {
     }
 
     fn reserve(&self, bytes: Bytes) -> Result<Arena> {
-        // SAFETY: the addresses are names of cells; nobody reads or writes there.
+        // SAFETY: the addresses are names of cells; nothing reads or writes there.
         Ok(unsafe { Arena::new(BASE, bytes, Box::new(())) })
     }
 
@@ -328,7 +328,7 @@ fn an_upload_waits_for_the_last_reader_of_its_block() {
     });
 }
 
-/// Weights of a call that failed: an upload that nobody used gives its block back to kernels only
+/// Weights of a call that failed: an unused upload gives its block back to kernels only
 /// behind itself.
 #[test]
 fn an_upload_that_nobody_used_is_out_of_the_way_of_kernels() {

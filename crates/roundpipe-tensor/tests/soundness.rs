@@ -34,7 +34,7 @@ fn refused<T>(what: &str, outcome: Result<T>, words: &[&str]) {
 }
 
 /// A part of a slot whose end comes round to a small number would be written before the slot, into
-/// somebody else's tensor.
+/// another tensor.
 #[test]
 fn a_part_does_not_begin_before_its_slot() {
     for worker in [worker(), sim().1] {
@@ -313,8 +313,8 @@ fn sizes_without_memory_cost_nothing() {
     }
 }
 
-/// Whoever is given a parcel's bytes cannot write them while an upload that was queued still reads
-/// them.
+/// A caller who got a host value's bytes cannot write them while an upload that was queued still
+/// reads them.
 #[test]
 fn bytes_are_not_written_under_an_upload() {
     let world = SimWorld::new(SimConfig {
@@ -357,8 +357,8 @@ fn bytes_are_not_written_under_an_upload() {
         parcel.fence().unwrap().write(0..4).is_ok(),
         "the host has seen it land"
     );
-    // One under way when the parcel goes: whoever holds the bytes may write them, since the host
-    // waited.
+    // An upload is under way when the host value goes: the holder of the bytes may write them,
+    // since the host waited.
     let arrival = ports[1].receive("value", &parcel).unwrap();
     drop(parcel);
     bytes.write(0..256).unwrap().as_mut_slice::<f32>().fill(9.0);

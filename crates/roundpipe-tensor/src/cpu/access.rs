@@ -214,7 +214,7 @@ pub(crate) use for_float;
 /// The elements of a dense view.
 ///
 /// # Safety
-/// The view lies in live memory, is contiguous, holds `T`, and nobody writes it while the slice
+/// The view lies in live memory, is contiguous, holds `T`, and nothing writes it while the slice
 /// lives.
 pub(crate) unsafe fn slice<'a, T: Element>(view: &View) -> &'a [T] {
     debug_assert!(view.layout.is_contiguous() && view.dtype.size() == size_of::<T>());
@@ -229,7 +229,7 @@ pub(crate) unsafe fn slice<'a, T: Element>(view: &View) -> &'a [T] {
 /// The elements of a dense view, for writing by one task.
 ///
 /// # Safety
-/// As [`slice`], and nobody else reads or writes it while the slice lives.
+/// As [`slice`], and nothing else reads or writes it while the slice lives.
 pub(crate) unsafe fn slice_mut<'a, T: Element>(view: &View) -> &'a mut [T] {
     debug_assert!(view.layout.is_contiguous() && view.dtype.size() == size_of::<T>());
     if view.numel() == 0 {
@@ -254,7 +254,7 @@ unsafe impl<T: Send> Send for Shared<'_, T> {}
 unsafe impl<T: Send> Sync for Shared<'_, T> {}
 
 impl<'a, T> Shared<'a, T> {
-    /// Over a slice that nobody else touches meanwhile.
+    /// Over a slice that only the holders of this value touch.
     pub fn new(slice: &'a mut [T]) -> Self {
         Self {
             ptr: slice.as_mut_ptr(),

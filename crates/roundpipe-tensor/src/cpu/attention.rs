@@ -337,7 +337,7 @@ fn query_blocks(n: usize) -> impl Iterator<Item = Range<usize>> {
 /// converted into `buffer`.
 ///
 /// # Safety
-/// The rows exist and nobody writes them; `buffer` holds them where the type is not its own
+/// The rows exist and nothing writes them; `buffer` holds them where the type is not its own
 /// accumulator.
 unsafe fn readable<T: Value>(rows: Rows<T>, buffer: &mut [T::Acc]) -> (*const T::Acc, isize) {
     if T::is_acc() {

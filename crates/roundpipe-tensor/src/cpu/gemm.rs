@@ -95,7 +95,7 @@ const WORTH_SHARING: usize = 1 << 20;
 ///
 /// # Safety
 /// Every element that `product` describes exists; c does not overlap a, b, bias or itself, and
-/// nobody else touches it meanwhile.
+/// nothing else touches it during the call.
 pub(crate) unsafe fn gemm<T: Element, O: Store<T::Sum>>(
     threads: &Threads,
     product: &Product<T, O>,

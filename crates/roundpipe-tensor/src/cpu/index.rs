@@ -52,7 +52,7 @@ enum Index<'a> {
 
 impl Index<'_> {
     /// # Safety
-    /// The view is live, dense, and nobody writes it meanwhile.
+    /// The view is live and dense, and nothing writes it while this lives.
     unsafe fn checked(op: &'static str, view: &View, size: usize) -> Result<Self> {
         // SAFETY: promised by the caller; the types are the view's.
         let index = unsafe {

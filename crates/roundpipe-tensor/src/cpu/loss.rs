@@ -51,7 +51,7 @@ struct Rows<'a> {
 
 impl Rows<'_> {
     /// # Safety
-    /// The label view is live, dense and nobody writes it meanwhile.
+    /// The label view is live and dense, and nothing writes it while this lives.
     unsafe fn checked(call: &Call<'_>, ignore: i64, smoothing: f64) -> Result<Self> {
         let width = call.src(0).shape()[1];
         // SAFETY: promised by the caller; the kernel's description says i64.
@@ -126,7 +126,7 @@ vectorize! {
 /// is `D`.
 unsafe fn backward<T: Float, D: Float<Acc = T::Acc>>(call: &Call<'_>, rows: &Rows<'_>) {
     let (x, dx, width) = (call.src(0).ptr, call.dst(0).ptr, rows.width);
-    // SAFETY: both are dense and hold the accumulator type; nobody writes them.
+    // SAFETY: both are dense and hold the accumulator type; a kernel only reads its sources.
     let (lse, dloss) = unsafe { (slice::<T::Acc>(call.src(2)), slice::<T::Acc>(call.src(3))) };
     call.pieces(rows.labels.len(), 16384 / width.max(1), |from, to| {
         for row in from..to {
@@ -158,7 +158,8 @@ vectorize! {
         let mut block = [T::Acc::ZERO; BLOCK];
         for start in (0..width).step_by(BLOCK) {
             let block = &mut block[..BLOCK.min(width - start)];
-            // SAFETY: inside the live row, which nobody writes while this slice lives.
+            // SAFETY: inside the live row, which this task alone writes, and not while this slice
+            // lives.
             let xs = unsafe { std::slice::from_raw_parts(src.add(start), block.len()) };
             for (b, x) in block.iter_mut().zip(xs) {
                 *b = dloss * ((x.up() - lse).exp() - share);

@@ -73,7 +73,7 @@ unsafe fn sort(call: &Call<'_>, experts: usize) -> Result<()> {
 /// The places of all choices, checked.
 ///
 /// # Safety
-/// The view is dense i32 in live memory that nobody writes.
+/// The view is dense i32 in live memory that nothing writes.
 unsafe fn places<'a>(call: &Call<'_>, view: &View) -> Result<&'a [i32]> {
     // SAFETY: the caller's promise.
     let places = unsafe { slice::<i32>(view) };

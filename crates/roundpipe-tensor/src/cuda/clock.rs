@@ -13,7 +13,7 @@
 //! # Invariants
 //! - An origin has passed before an event that is counted from it is recorded, so no time is
 //!   negative.
-//! - Nobody waits for the device while holding the lock. Of two threads that renew at once the
+//! - No thread waits for the device while it holds the lock. Of two threads that renew at once the
 //!   first wins, and both count from its origin.
 
 use std::sync::{Arc, Mutex, MutexGuard};

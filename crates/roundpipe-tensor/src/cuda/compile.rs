@@ -184,7 +184,7 @@ impl fmt::Debug for Unit {
     }
 }
 
-/// Units are told apart by file, kernel and macros; the text belongs to the file.
+/// File, kernel and macros identify a unit; the text belongs to the file.
 impl PartialEq for Unit {
     fn eq(&self, other: &Self) -> bool {
         (self.name, self.entry) == (other.name, other.entry)
@@ -202,7 +202,8 @@ impl Hash for Unit {
     }
 }
 
-/// What was made of units and of other short keys: a map for keys that nobody chooses to collide.
+/// What was made of units and of other short keys: a map with a quick hash, since
+/// no user chooses the keys and could make them collide.
 pub(crate) type Table<K, V> = HashMap<K, V, BuildHasherDefault<Quick>>;
 
 /// Eight bytes at a time: rotate, mix in, multiply.
@@ -527,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn a_unit_is_told_apart_by_file_kernel_and_macros() {
+    fn file_kernel_and_macros_identify_a_unit() {
         let unit = |entry, value: u8| {
             Unit::new("file", "", entry)
                 .with("T", "float")

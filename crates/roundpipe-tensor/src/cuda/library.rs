@@ -5,14 +5,15 @@
 //! that goes with the driver is taken ([`version`]): of a major version that is not newer, with all
 //! the functions that we call ([`calls`]). One that also compiles for the cards here, or is new
 //! enough for attention, comes before others that go with the driver. Libraries of several files
-//! are taken from one folder ([`parts`]). What is passed over is told only where nothing was found.
+//! are taken from one folder ([`parts`]). Errors list the candidates that were passed over, but
+//! only where none was taken.
 //!
 //! The driver's library is the bindings' own business; only its version is asked here, and the one
 //! function that the bindings know by a name newer than the oldest driver.
 //!
 //! # Invariants
 //! - Asked once per process and library: the answer stays, and what was taken is never unloaded.
-//!   What was passed over is closed, and stands in nobody's way.
+//!   A library that was passed over is closed again.
 //! - A library that is missing, too new, too old or broken is an error of one line that names it;
 //!   nothing panics.
 
@@ -145,7 +146,7 @@ fn load_first(files: &[PathBuf]) -> bool {
 }
 
 /// The compute capabilities of the cards that we may use, 90 for 9.0; none where the driver does
-/// not tell.
+/// not say.
 fn cards() -> &'static [u32] {
     static CARDS: OnceLock<Vec<u32>> = OnceLock::new();
     CARDS.get_or_init(|| {
@@ -179,7 +180,7 @@ fn ask_cards(library: &Library) -> Option<Vec<u32>> {
                 .ok()?,
         )
     };
-    let told = |ask: &dyn Fn(*mut c_int) -> u32| {
+    let number_of = |ask: &dyn Fn(*mut c_int) -> u32| {
         let mut number = 0;
         (ask(&mut number) == 0).then_some(number)
     };
@@ -187,16 +188,16 @@ fn ask_cards(library: &Library) -> Option<Vec<u32>> {
     if unsafe { init(0) } != 0 {
         return None;
     }
-    // SAFETY: of these calls, each writes the number that it is given; cards are named by what the
-    // driver told.
+    // SAFETY: each of these calls writes the number that it is given; the driver gave the handles
+    // of the cards.
     let capability = |index| unsafe {
-        let card = told(&|number| device(number, index))?;
-        let of = |what: A| told(&|number| attribute(number, what as c_int, card));
+        let card = number_of(&|number| device(number, index))?;
+        let of = |what: A| number_of(&|number| attribute(number, what as c_int, card));
         let major = of(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         u32::try_from(major * 10 + of(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?).ok()
     };
     // SAFETY: as above.
-    let cards = told(&|number| unsafe { count(number) })?;
+    let cards = number_of(&|number| unsafe { count(number) })?;
     Some(
         (0..cards)
             .filter_map(capability)

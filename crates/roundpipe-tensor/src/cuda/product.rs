@@ -370,7 +370,7 @@ unsafe fn by_library(call: &Call<'_>, product: &Product<'_>, copies: [bool; 2]) 
     }
     for (view, dense, copied) in [(product.a, &a, copies[0]), (product.b, &b, copies[1])] {
         if copied {
-            // SAFETY: the scratch memory has this room, which nobody else uses during the call.
+            // SAFETY: the scratch memory has this room, and the call alone uses it.
             unsafe { copy(call, &distinct(view), dense.ptr)? };
         }
     }

@@ -45,7 +45,7 @@ impl Cx {
             &[Some(&dense), Some(&taps), added.as_ref()],
             &[Some(&y)],
         )?;
-        // The gradient of one operand needs the other: keep what somebody will ask for.
+        // The gradient of one operand needs the other: keep what a wanted gradient needs.
         let kept_x = self.tracks(&[filter]).then_some(dense);
         let kept_filter = self.tracks(&[x]).then_some(taps);
         let (from, mut inputs) = (*x.shape(), vec![x, filter]);

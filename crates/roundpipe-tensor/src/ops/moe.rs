@@ -388,7 +388,7 @@ fn turned(weight: &Tensor) -> Tensor {
 }
 
 /// Adds each group's row of `bias` to the group's rows of `y`: as a product with a column of ones,
-/// so that nobody has to know which rows those are.
+/// so that the host need not know which rows those are.
 fn add_bias(
     worker: &Worker,
     op: &'static str,

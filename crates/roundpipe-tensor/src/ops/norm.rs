@@ -376,7 +376,7 @@ fn rms_backward(
     Ok(dx)
 }
 
-/// Where to write the gradient of an input, if there is such an input and somebody wants it.
+/// Where to write the gradient of an input, if there is such an input and its gradient is wanted.
 pub(super) fn wanted(bx: &mut Back<'_>, at: Option<usize>) -> Result<Option<Sink>> {
     match at {
         Some(i) if bx.needs(i) => bx.sink(i).map(Some),

@@ -1,7 +1,7 @@
 //! Rotary embedding, alone and behind the RMS norm of queries and keys, and gated linear units.
 //!
-//! Tables of cosines and sines are plain tensors, so any scaling of the angles is done by whoever
-//! makes them; they get no gradient.
+//! Tables of cosines and sines are plain tensors, so the code that makes them may scale the
+//! angles in any way; they get no gradient.
 
 use crate::cx::{Cx, float, same_dtype, same_shape};
 use crate::dtype::DType;

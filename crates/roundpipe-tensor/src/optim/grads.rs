@@ -57,7 +57,7 @@ pub fn cast(threads: &Threads, src: Floats<'_>, dst: FloatsMut<'_>) -> Result<()
     cast_with(Isa::best(), threads, src, dst)
 }
 
-/// Makes `master` follow weights that somebody wrote: an element that does not round to its weight
+/// Makes `master` follow weights that the user wrote: an element that does not round to its weight
 /// becomes the weight.
 ///
 /// # Errors

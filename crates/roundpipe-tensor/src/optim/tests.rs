@@ -697,7 +697,7 @@ fn elements_that_would_not_be_finite_keep_their_values() {
     }
 }
 
-/// A master follows weights that somebody wrote, and keeps its low bits where nobody did.
+/// A master follows weights that the user wrote, and keeps its low bits for the others.
 #[test]
 fn a_master_follows_written_weights_only() {
     for len in [1, 16, 37] {

@@ -18,12 +18,12 @@ pub enum FaultKind {
     Kernel,
     /// A copy while it runs; its destination is poisoned, a fence returns the error.
     Copy,
-    /// Recording an event; the lane is drained first, so that nobody is left waiting.
+    /// Recording an event; the lane is drained first, so that no thread is left waiting.
     Record,
     /// Queuing a wait for an event.
     Wait,
-    /// An event that is recorded and never passes. Whoever waits for it is told of the dead-lock
-    /// once; then the event is let pass.
+    /// An event that is recorded and never passes. The first wait for it returns the dead-lock as
+    /// an error; then the event passes.
     Lost,
 }
 

@@ -151,7 +151,8 @@ impl Pending {
         }
     }
 
-    fn tell(&mut self) -> Error {
+    /// The error itself, then copies of it.
+    fn error(&mut self) -> Error {
         let again = || Error::Device {
             device: self.device,
             what: self.words.clone(),
@@ -182,7 +183,8 @@ pub(super) struct State {
     ledger: Ledger,
     /// Blocks given back and not handed out again, in host order, with who freed them.
     freed: BTreeMap<u64, (u64, Arc<str>)>,
-    told: HashSet<(usize, u64, usize, u64)>,
+    /// Pairs of accesses that were reported, by lane and number.
+    reported: HashSet<(usize, u64, usize, u64)>,
     pending: Vec<Pending>,
     /// Marks ever made.
     marks: u64,
@@ -212,7 +214,7 @@ impl State {
             threads: HashMap::new(),
             ledger: Ledger::default(),
             freed: BTreeMap::new(),
-            told: HashSet::new(),
+            reported: HashSet::new(),
             pending: Vec::new(),
             marks: 0,
             lost: Vec::new(),
@@ -492,9 +494,9 @@ impl State {
                     .as_ref()
                     .map_or(copy.src as *const u8, |bytes| bytes.as_ptr());
                 let dst = copy.dst as *mut u8;
-                // SAFETY: whoever queued the copy promised that both ranges stay valid until the
-                // lane has passed it, which is now; runs are serialised by the lock, so nothing
-                // else moves them. What was staged has the size of the copy.
+                // SAFETY: the caller that queued the copy promised that both ranges stay valid
+                // until the lane has passed it, which is now; runs are serialised by the lock, so
+                // nothing else moves them. What was staged has the size of the copy.
                 unsafe { std::ptr::copy(src, dst, copy.bytes as usize) };
                 Ok(())
             }
@@ -506,9 +508,9 @@ impl State {
                     scratch,
                     faults,
                 } = &**call;
-                // SAFETY: whoever queued the kernel promised operands as its documentation asks and
-                // memory that stays until the lane has passed it, which is now; runs are serialised
-                // by the lock.
+                // SAFETY: the caller that queued the kernel promised operands as its documentation
+                // asks and memory that stays until the lane has passed it, which is now; runs are
+                // serialised by the lock.
                 let computed = unsafe { self.ops.compute(kernel, src, dst, *scratch) };
                 // What a kernel refuses is the data: only the work that it belongs to is concerned.
                 computed.map_err(|error| match faults {
@@ -565,7 +567,7 @@ impl State {
             first_wrote,
         } = clash;
         if !self
-            .told
+            .reported
             .insert((first.lane, first.seq, second.lane, second.seq))
         {
             return;
@@ -682,7 +684,7 @@ impl State {
 
     /// The first error that happened before a passed mark; with the others before it, later marks
     /// forget it if asked to.
-    pub fn told_at(&mut self, mark: &Mark, forget: bool) -> Result<()> {
+    pub fn result_at(&mut self, mark: &Mark, forget: bool) -> Result<()> {
         let Some(passed) = mark.passed.get() else {
             return Ok(());
         };
@@ -691,7 +693,7 @@ impl State {
             p.forgotten.is_none_or(|from| mark.number < from)
                 && p.at.is_none_or(|(lane, seq)| clock.has(lane, seq))
         };
-        let told = self.pending.iter_mut().find(covers).map(Pending::tell);
+        let found = self.pending.iter_mut().find(covers).map(Pending::error);
         if forget {
             let marks = self.marks;
             self.pending
@@ -699,7 +701,7 @@ impl State {
                 .filter(covers)
                 .for_each(|p| p.forgotten = p.forgotten.or(Some(marks)));
         }
-        told.map_or(Ok(()), Err)
+        found.map_or(Ok(()), Err)
     }
 
     /// Whether something went wrong that is not forgotten.
@@ -744,7 +746,7 @@ impl State {
             .map(|(m, _)| format!("event {} of {} was lost", m.seq, self.place(m.lane)));
         let what: Vec<String> = std::iter::once(host).chain(waits).chain(lost).collect();
         let what = format!("dead-lock: {}", what.join("; "));
-        // Waits refer to records queued before them, so only a lost event can hold everybody up.
+        // Waits refer to records queued before them, so only a lost event can stop all lanes.
         assert!(!self.lost.is_empty(), "{what}");
         let device = self.lanes[wanted.lane].device;
         self.pending
@@ -807,7 +809,7 @@ impl State {
             .next_back()
             .map(|(_, arena)| arena);
         if let Some(arena) = arena.filter(|a| range.end <= a.end && a.fresh < range.end) {
-            // SAFETY: inside a live arena, at addresses that no block has had: nobody reads or
+            // SAFETY: inside a live arena, at addresses that no block has had: nothing reads or
             // writes there.
             unsafe { poison(&(arena.fresh..range.end)) };
             arena.fresh = range.end;
@@ -883,7 +885,7 @@ fn exact_writes(item: &Item) -> Vec<Range<u64>> {
 }
 
 /// # Safety
-/// The range must be valid for writes and nobody may read or write it meanwhile.
+/// The range is valid for writes, and nothing else reads or writes it during the call.
 unsafe fn poison(range: &Range<u64>) {
     // SAFETY: promised by the caller.
     unsafe {

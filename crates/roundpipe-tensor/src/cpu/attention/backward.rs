@@ -181,8 +181,8 @@ impl<T: Value> Pass<'_, T> {
     /// One task per key head of a sequence.
     ///
     /// # Safety
-    /// Operands and results exist and nobody else writes the results; this holds for all functions
-    /// here.
+    /// Operands and results exist and nothing else writes the results; all functions here rely on
+    /// this.
     unsafe fn run_together(&self, call: &Call<'_>) {
         let units = self.key_heads();
         call.pieces(

@@ -73,7 +73,7 @@ pub(super) unsafe fn run<T: Value>(call: &Call<'_>, spec: AttentionSpec) -> Resu
 /// Computes the rows of one unit.
 ///
 /// # Safety
-/// Operands and outputs exist; nobody else writes this unit's rows.
+/// Operands and outputs exist; nothing else writes this unit's rows.
 unsafe fn attend<T: Value>(problem: &Problem<'_, T>, unit: &Unit, output: &Output) {
     let (d, dv) = (problem.q.width, problem.v.width);
     let lens = [

@@ -1,6 +1,6 @@
 //! The inner loops of attention compiled for what the processor has.
 //!
-//! As [`vectorize!`](crate::cpu::simd::vectorize), but the loop is told what it is compiled for:
+//! As [`vectorize!`](crate::cpu::simd::vectorize), but the loop knows what it is compiled for:
 //! whether multiply-add is one instruction (without it, asking for one would be a library call per
 //! element) and how wide vectors are. So bits may differ between kinds of processors, as those of
 //! products do.

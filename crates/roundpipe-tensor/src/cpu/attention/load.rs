@@ -18,7 +18,7 @@ impl<T: Value> Rows<T> {
     /// Row `i`.
     ///
     /// # Safety
-    /// The rows exist and nobody writes them; `i` is one of them.
+    /// The rows exist and nothing writes them; `i` is one of them.
     #[inline(always)]
     unsafe fn row(&self, i: usize) -> &[T] {
         // Rows of no elements lie anywhere, also outside of their tensor's memory.
@@ -30,7 +30,7 @@ impl<T: Value> Rows<T> {
     /// Writes the rows times `factor` to `to`, `padded` apart, the padding zero.
     ///
     /// # Safety
-    /// The rows exist and nobody writes them.
+    /// The rows exist and nothing writes them.
     pub unsafe fn dense(self, to: &mut [T::Acc], padded: usize, factor: T::Acc) {
         level::run(Dense {
             from: self,
@@ -44,7 +44,7 @@ impl<T: Value> Rows<T> {
     /// zero.
     ///
     /// # Safety
-    /// The rows exist, at most [`QUERIES`], and nobody writes them.
+    /// The rows exist, at most [`QUERIES`], and nothing writes them.
     pub unsafe fn transposed(self, to: &mut [T::Acc], factor: T::Acc) {
         level::run(Transposed {
             from: self,
@@ -56,7 +56,7 @@ impl<T: Value> Rows<T> {
     /// The sum of products of each row with the same row of `other`; 0 past the rows.
     ///
     /// # Safety
-    /// The rows of both exist, at most [`QUERIES`] of equal width, and nobody writes them.
+    /// The rows of both exist, at most [`QUERIES`] of equal width, and nothing writes them.
     pub unsafe fn dots(self, other: Self, to: &mut PerQuery<T::Acc>) {
         level::run(Dots {
             a: self,
@@ -157,7 +157,7 @@ impl<T: Value> Job for Dots<'_, T> {
 /// `to`.
 ///
 /// # Safety
-/// The rows exist, `stride` apart, at most [`QUERIES`], and nobody else touches them.
+/// The rows exist, `stride` apart, at most [`QUERIES`], and nothing else touches them.
 pub(super) unsafe fn store_transposed<T: Value>(
     from: &[T::Acc],
     factor: &PerQuery<T::Acc>,

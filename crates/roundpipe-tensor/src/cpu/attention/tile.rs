@@ -42,7 +42,7 @@ pub(super) struct Product<T> {
 ///
 /// # Safety
 /// All elements described exist, rows of `b` up to a multiple of [`LANES`]; `c` overlaps neither
-/// `a` nor `b`, and nobody else touches it meanwhile.
+/// `a` nor `b`, and nothing else touches it during the call.
 pub(super) unsafe fn multiply<T: Lane>(product: Product<T>) {
     level::run(Checked(product));
 }

@@ -140,7 +140,7 @@ impl Source {
     /// Source `i` of a call.
     ///
     /// # Safety
-    /// The view lies in live memory, and nobody writes it while this and what it lends live.
+    /// The view lies in live memory, and nothing writes it while this and what it lends live.
     pub unsafe fn new(call: &Call<'_>, i: usize) -> Self {
         Self(Walk::new(call.src(i)))
     }
@@ -240,9 +240,9 @@ impl Target {
     /// Destination `i` of a call.
     ///
     /// # Safety
-    /// The view lies in live memory, no two of its elements share an address, and nobody else reads
-    /// or writes it while this and what it lends live. Calls of one task at a time touch disjoint
-    /// ranges.
+    /// The view lies in live memory, no two of its elements share an address, and nothing else
+    /// reads or writes it while this and what it lends live. Calls of one task at a time touch
+    /// disjoint ranges.
     pub unsafe fn new(call: &Call<'_>, i: usize) -> Self {
         Self(Walk::new(call.dst(i)))
     }

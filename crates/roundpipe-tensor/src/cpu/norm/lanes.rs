@@ -48,7 +48,7 @@ pub(in crate::cpu) fn rows_of(view: &View) -> usize {
 /// The call's scratch as `len` values.
 ///
 /// # Safety
-/// `scratch` of this family promised at least that much, and nobody else holds a slice of it.
+/// `scratch` of this family promised at least that much, and no other slice of it exists.
 pub(in crate::cpu) unsafe fn carve<'a, A: Real>(call: &Call<'_>, len: usize) -> &'a mut [A] {
     if len == 0 {
         return &mut [];

@@ -24,7 +24,7 @@ impl<T: Float> Rows<'_, T> {
     /// Over the rows of `view`.
     ///
     /// # Safety
-    /// The view lies in live memory, holds `T`, its last dimension is dense, and nobody writes its
+    /// The view lies in live memory, holds `T`, its last dimension is dense, and nothing writes its
     /// elements while this lives.
     pub unsafe fn new(view: &View) -> Self {
         Self {
@@ -63,7 +63,7 @@ impl<T: Float> RowsMut<'_, T> {
     /// Over the rows of `view`.
     ///
     /// # Safety
-    /// As [`Rows::new`], nobody else touches the elements, and no two rows share one.
+    /// As [`Rows::new`], nothing else touches the elements, and no two rows share one.
     pub unsafe fn new(view: &View) -> Self {
         Self {
             base: view.ptr as *mut T,

@@ -2,8 +2,8 @@
 //! elements is described, and the library makes one plan of the whole.
 //!
 //! The order is the library's: tensors, operations, the graph, what its heuristics propose, a plan,
-//! and per call the addresses. All refusals are text for whoever asks why; nothing here is a user's
-//! error.
+//! and per call the addresses. Every refusal is a text that explains why another
+//! implementation runs; none of them is an error for the user.
 //!
 //! # Invariants
 //! - Descriptors live as long as the plan that was made of them.

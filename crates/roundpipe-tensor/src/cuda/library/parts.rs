@@ -217,9 +217,9 @@ fn ask(graph: &Path) -> Result<Graph, Complaint> {
     } else {
         None
     };
-    answer.clone().map(|told| Graph {
-        path: path.unwrap_or(told.path),
-        ..told
+    answer.clone().map(|known| Graph {
+        path: path.unwrap_or(known.path),
+        ..known
     })
 }
 
@@ -263,7 +263,7 @@ fn open_apart(file: &Path) -> Result<Library, String> {
         )
     };
     if !handle.is_null() {
-        // SAFETY: the loader gave this handle, and nobody else closes it.
+        // SAFETY: the loader gave this handle, and only the library made here closes it.
         return Ok(unsafe { libloading::os::unix::Library::from_raw(handle) }.into());
     }
     // SAFETY: asks for this thread's last failure.

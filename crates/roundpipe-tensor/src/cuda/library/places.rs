@@ -2,8 +2,8 @@
 //!
 //! 1. the folders of `ROUNDPIPE_CUDA_LIBS`; an entry `only` among them leaves out all that follows,
 //!    but not the driver, which is the system's: `ROUNDPIPE_CUDA_DRIVER=off` leaves that out;
-//! 2. `CUDA_HOME`, `CUDA_PATH`, `VIRTUAL_ENV`, `CONDA_PREFIX`: what somebody has chosen for this
-//!    shell;
+//! 2. `CUDA_HOME`, `CUDA_PATH`, `VIRTUAL_ENV`, `CONDA_PREFIX`: what the user has chosen for
+//!    this shell;
 //! 3. the loader's own places, by name;
 //! 4. `/usr/local/cuda`, the environment of the `python3` in `PATH`, and the users' and system's
 //!    Python packages.

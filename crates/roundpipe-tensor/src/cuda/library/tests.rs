@@ -55,7 +55,8 @@ fn the_time_between_events_is_asked_by_the_name_that_all_drivers_know() {
     remove(&path);
 }
 
-/// A file that is no library, and one without the functions, are told in one line with their names.
+/// A file that is no library, and one without the functions, are errors of one line with their
+/// names.
 #[test]
 #[cfg_attr(miri, ignore = "Miri starts no compiler")]
 fn broken_libraries_are_named_in_one_line() {

@@ -239,7 +239,7 @@ pub(super) unsafe fn takes(call: &Call<'_>, task: &Task) -> Result<bool> {
 /// Queues a product that the library [`takes`].
 ///
 /// # Safety
-/// The task's memory is as large as its shape says, its workspace too, and nobody else writes the
+/// The task's memory is as large as its shape says, its workspace too, and nothing else writes the
 /// result.
 pub(super) unsafe fn run(call: &Call<'_>, task: &Task) -> Result<()> {
     // SAFETY: the caller's promise; the plan was made for tasks of this key.
@@ -466,7 +466,7 @@ unsafe impl Send for Plan {}
 // SAFETY: as above.
 unsafe impl Sync for Plan {}
 
-/// What the library is told about products of one shape.
+/// The library's description of products of one shape.
 pub(super) struct Described {
     /// Locked for a call: the bias's address is part of it.
     operation: Mutex<Operation>,

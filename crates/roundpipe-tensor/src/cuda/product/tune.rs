@@ -1,9 +1,9 @@
 //! Which of the library's algorithms computes a shape: measured at its first use, and stored.
 //!
 //! The heuristic's candidates are timed on the real operands, and the fastest is written to a file
-//! beside the kept kernels, `products-<device>-<library version>.txt`. Whoever computes that shape
-//! later, in this process or another, takes what stands there: a rerun and a resumed run make the
-//! same choice and give the same bits. So do several processes that measure at once, since each
+//! beside the kept kernels, `products-<device>-<library version>.txt`. Every later product of
+//! that shape, in this process or another, takes the stored choice: a rerun and a resumed run make
+//! the same choice and give the same bits. So do several processes that measure at once, since each
 //! adds its line and then takes the first one of the file.
 //!
 //! `ROUNDPIPE_TUNE=off` leaves it at the heuristic's first, and so does a folder that cannot be
@@ -72,7 +72,7 @@ impl Choices {
 /// The algorithm for a task, of the heuristic's candidates in their order; there is one at least.
 ///
 /// # Safety
-/// The task's operands are as large as its shape says, and nobody else uses its workspace.
+/// The task's operands are as large as its shape says, and nothing else uses its workspace.
 pub(super) unsafe fn choose(
     call: &Call<'_>,
     handle: sys::cublasLtHandle_t,
@@ -290,7 +290,7 @@ unsafe fn measure(
         .for_each(|time| *time = time.filter(|time| *time <= 2.0 * fastest));
     let rivals: Vec<usize> = (0..found.len()).filter(|i| times[*i].is_some()).collect();
     let mut best = vec![None; found.len()];
-    // In turns, so that a clock that drifts favours nobody.
+    // In turns, so that a clock that drifts favours no candidate.
     for _ in 0..SAMPLES {
         for i in &rivals {
             let time = sample(&found[*i], count)?;
@@ -409,9 +409,9 @@ mod tests {
         assert_eq!(part(shape(64, 64, 1), 4, 100), None);
     }
 
-    /// The first line counts, for whoever reads; what is broken or of another time is passed over.
+    /// The first line counts for every reader; broken or outdated lines are passed over.
     #[test]
-    fn the_first_stored_line_is_everybodys_choice() {
+    fn every_reader_takes_the_first_stored_line() {
         let folder = std::env::temp_dir().join(format!("roundpipe-tune-{}", std::process::id()));
         let path = folder.join("new").join("products.txt");
         let found = [candidate(1), candidate(2), candidate(3)];
@@ -459,7 +459,7 @@ mod tests {
             assert_eq!(settle(&good, "a", &found, measure).unwrap(), 1);
         }
         assert_eq!(count.get(), 1, "the second time it is read");
-        // A file where the folder should be stops everybody, whoever they are.
+        // A file where the folder should be stops every user, root included.
         std::fs::write(folder.join("file"), "").unwrap();
         let bad = folder.join("file").join("products.txt");
         assert_eq!(settle(&bad, "a", &found, measure).unwrap(), 0);
