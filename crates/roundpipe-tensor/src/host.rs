@@ -440,7 +440,7 @@ impl HostBuf {
         Err(Error::invalid("host buffer", what))
     }
 
-    fn claim(&self, range: Range<usize>, write: bool) -> Result<Guard> {
+    fn claim(&self, range: Range<usize>, write: bool) -> Result<RangeGuard> {
         self.check(&range)?;
         let at = self.view.start + range.start..self.view.start + range.end;
         let mut claims = lock(&self.memory.claims);
@@ -460,7 +460,7 @@ impl HostBuf {
             claims.count_write(&at);
         }
         claims.live.push((id, at.clone(), write));
-        Ok(Guard {
+        Ok(RangeGuard {
             buf: self.memory.clone(),
             range: at,
             id,
@@ -474,13 +474,13 @@ impl fmt::Debug for HostBuf {
     }
 }
 
-struct Guard {
+struct RangeGuard {
     buf: Arc<Inner>,
     range: Range<usize>,
     id: u64,
 }
 
-impl Guard {
+impl RangeGuard {
     fn ptr(&self) -> *mut u8 {
         // SAFETY: `range` was checked against the view when the claim was made, and every view
         // against the one it was cut from, the first of which is the whole memory.
@@ -508,14 +508,14 @@ impl Guard {
     }
 }
 
-impl Drop for Guard {
+impl Drop for RangeGuard {
     fn drop(&mut self) {
         let mut claims = lock(&self.buf.claims);
         claims.live.retain(|(id, ..)| *id != self.id);
     }
 }
 
-impl fmt::Debug for Guard {
+impl fmt::Debug for RangeGuard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}[{:?}]", self.buf.name, self.range)
     }
@@ -523,7 +523,7 @@ impl fmt::Debug for Guard {
 
 /// The right to read a range of a [`HostBuf`].
 #[derive(Debug)]
-pub struct HostRef(Guard);
+pub struct HostRef(RangeGuard);
 
 impl HostRef {
     /// The bytes.
@@ -549,7 +549,7 @@ impl HostRef {
 
 /// The right to write a range of a [`HostBuf`].
 #[derive(Debug)]
-pub struct HostMut(Guard);
+pub struct HostMut(RangeGuard);
 
 impl HostMut {
     /// The bytes.

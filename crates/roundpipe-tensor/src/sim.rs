@@ -59,7 +59,7 @@ use crate::kernel::{Kernel, View};
 use crate::pins::{Ledger, Pins, Refusal};
 use crate::sync::lock;
 use order::{MOST_RANGES, ranges};
-use state::{Called, Mark, State, Work};
+use state::{ItemWork, Mark, QueuedKernel, State};
 
 /// What a world is made from.
 #[derive(Debug, Clone)]
@@ -96,7 +96,7 @@ impl Default for SimConfig {
 
 /// Several sim workers with one virtual clock; cloning shares it.
 #[derive(Clone)]
-pub struct SimWorld(Arc<Shared>);
+pub struct SimWorld(Arc<SharedWorld>);
 
 /// An order violation.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -159,7 +159,7 @@ impl SimWorld {
             .faults
             .into_iter()
             .for_each(|fault| state.plan.add(fault));
-        Ok(Self(Arc::new(Shared {
+        Ok(Self(Arc::new(SharedWorld {
             memory: config.memory,
             pinned: config.pinned,
             state: Mutex::new(state),
@@ -289,7 +289,7 @@ impl fmt::Debug for SimWorld {
 }
 
 /// What the workers of a world share.
-struct Shared {
+struct SharedWorld {
     memory: Bytes,
     pinned: Bytes,
     state: Mutex<State>,
@@ -309,7 +309,7 @@ impl Drop for Holding {
     }
 }
 
-impl Shared {
+impl SharedWorld {
     fn with<R>(&self, body: impl FnOnce(&mut State) -> R) -> R {
         let me = std::ptr::from_ref(self) as usize;
         assert_ne!(
@@ -335,7 +335,7 @@ pub struct Sim {
     lanes: [SimLane; 5],
     ops: SimOps,
     pins: Ledger,
-    world: Arc<Shared>,
+    world: Arc<SharedWorld>,
 }
 
 impl Sim {
@@ -488,7 +488,7 @@ unsafe impl Device for Sim {
 
 /// Pinned host memory, until it goes.
 struct Locked {
-    world: Arc<Shared>,
+    world: Arc<SharedWorld>,
     start: u64,
 }
 
@@ -500,7 +500,7 @@ impl Drop for Locked {
 
 /// Keeps an arena until the lanes have passed what was queued while it lived.
 struct Lease {
-    world: Arc<Shared>,
+    world: Arc<SharedWorld>,
     arena: Option<Arena>,
 }
 
@@ -512,7 +512,7 @@ impl Drop for Lease {
 }
 
 struct SimLane {
-    world: Arc<Shared>,
+    world: Arc<SharedWorld>,
     /// Place among all lanes of the world.
     number: usize,
     kind: LaneKind,
@@ -597,7 +597,7 @@ unsafe impl Lane for SimLane {
                 self.number,
                 &name,
                 nanos,
-                Work::Copy(copy.clone(), staged),
+                ItemWork::Copy(copy.clone(), staged),
                 touched,
             );
             Ok(())
@@ -656,7 +656,7 @@ unsafe impl Lane for SimLane {
 }
 
 struct SimEvent {
-    world: Arc<Shared>,
+    world: Arc<SharedWorld>,
     mark: Arc<Mark>,
 }
 
@@ -791,7 +791,7 @@ unsafe impl Ops for SimOps {
                 .and_then(|f| f.report().as_any().downcast_ref::<SimFaults>())
                 .cloned();
             let (src, dst) = (src.to_vec(), dst.to_vec());
-            let call = Called {
+            let call = QueuedKernel {
                 kernel: kernel.clone(),
                 src,
                 dst,
@@ -802,7 +802,7 @@ unsafe impl Ops for SimOps {
                 lane.number,
                 &name,
                 nanos,
-                Work::Kernel(Box::new(call)),
+                ItemWork::Kernel(Box::new(call)),
                 (reads, writes),
             );
             Ok(())

@@ -33,14 +33,14 @@ pub(crate) struct NodeRef {
 /// The function that carries gradients through one operation.
 pub(crate) type Backward = Box<dyn FnOnce(&mut Back<'_>) -> Result<()> + Send>;
 
-struct Node {
+struct TapeNode {
     op: &'static str,
     inputs: Vec<Option<u32>>,
     outputs: Vec<u32>,
     backward: Backward,
 }
 
-struct Value {
+struct TapeValue {
     dtype: DType,
     shape: Shape,
     leaf: bool,
@@ -54,8 +54,8 @@ struct Value {
 /// A recording.
 pub(crate) struct Tape {
     stamp: Arc<()>,
-    values: Vec<Value>,
-    nodes: Vec<Node>,
+    values: Vec<TapeValue>,
+    nodes: Vec<TapeNode>,
     /// Only notes which values need a gradient; keeps nothing for a walk back.
     dry: bool,
 }
@@ -105,7 +105,7 @@ impl Tape {
     ) -> Tensor {
         let value = u32::try_from(self.values.len()).expect("fewer than 2^32 values on a tape");
         let (dtype, shape) = (tensor.dtype(), *tensor.shape());
-        self.values.push(Value {
+        self.values.push(TapeValue {
             dtype,
             shape,
             leaf,
@@ -155,7 +155,7 @@ impl Tape {
         if self.dry {
             return outputs;
         }
-        self.nodes.push(Node {
+        self.nodes.push(TapeNode {
             op,
             inputs,
             outputs: (first..first + count).collect(),
@@ -165,7 +165,11 @@ impl Tape {
     }
 
     /// Walks back from the seeds (value, gradient) and returns the gradients of the leaves.
-    pub(crate) fn backward(mut self, worker: &Worker, seeds: Vec<(u32, Tensor)>) -> Result<Leaves> {
+    pub(crate) fn backward(
+        mut self,
+        worker: &Worker,
+        seeds: Vec<(u32, Tensor)>,
+    ) -> Result<LeafGrads> {
         for (value, grad) in seeds {
             add(worker, &mut self.values[value as usize], grad)?;
         }
@@ -195,7 +199,7 @@ impl Tape {
             .into_iter()
             .map(|v| if v.leaf { v.grad } else { None })
             .collect();
-        Ok(Leaves {
+        Ok(LeafGrads {
             stamp: self.stamp,
             grads,
         })
@@ -214,12 +218,12 @@ impl fmt::Debug for Tape {
 }
 
 /// The gradients of a tape's leaves.
-pub(crate) struct Leaves {
+pub(crate) struct LeafGrads {
     stamp: Arc<()>,
     grads: Vec<Option<Tensor>>,
 }
 
-impl Leaves {
+impl LeafGrads {
     /// Takes the gradient of a leaf out.
     pub(crate) fn take(&mut self, leaf: &Tensor) -> Option<Tensor> {
         self.take_at(leaf.node.as_ref()?)
@@ -247,7 +251,7 @@ impl Leaves {
 /// What a backward function works with: gradients of its outputs in, gradients of its inputs out.
 pub struct Back<'a> {
     worker: &'a Worker,
-    values: &'a mut [Value],
+    values: &'a mut [TapeValue],
     op: &'static str,
     inputs: &'a [Option<u32>],
     outputs: &'a [u32],
@@ -380,7 +384,7 @@ impl Back<'_> {
 }
 
 /// Rules 2 to 4.
-fn add(worker: &Worker, value: &mut Value, grad: Tensor) -> Result<()> {
+fn add(worker: &Worker, value: &mut TapeValue, grad: Tensor) -> Result<()> {
     let dtype = if value.accumulator {
         value.dtype.accumulator()
     } else {

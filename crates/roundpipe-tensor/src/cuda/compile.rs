@@ -84,20 +84,20 @@ impl Defines {
 
 /// What a macro stands for.
 #[derive(Debug, Clone, Copy)]
-pub enum Value<'a> {
+pub enum MacroValue<'a> {
     /// A name or an expression, on one line.
     Text(&'a str),
     /// A number.
     Number(i64),
 }
 
-impl<'a> From<&'a str> for Value<'a> {
+impl<'a> From<&'a str> for MacroValue<'a> {
     fn from(text: &'a str) -> Self {
         Self::Text(text)
     }
 }
 
-impl<'a> From<&'a String> for Value<'a> {
+impl<'a> From<&'a String> for MacroValue<'a> {
     fn from(text: &'a String) -> Self {
         Self::Text(text)
     }
@@ -105,7 +105,7 @@ impl<'a> From<&'a String> for Value<'a> {
 
 macro_rules! numbers {
     ($($number:ty)*) => {$(
-        impl From<$number> for Value<'_> {
+        impl From<$number> for MacroValue<'_> {
             fn from(number: $number) -> Self {
                 Self::Number(number as i64)
             }
@@ -134,11 +134,11 @@ impl Unit {
     /// # Panics
     /// When a kernel has more macros than a unit has room for.
     #[must_use]
-    pub fn with<'a>(mut self, macro_name: &'static str, value: impl Into<Value<'a>>) -> Self {
+    pub fn with<'a>(mut self, macro_name: &'static str, value: impl Into<MacroValue<'a>>) -> Self {
         let named = self.defines.push(macro_name.as_bytes()) && self.defines.push(b" ");
         let written = match value.into() {
-            Value::Text(text) => self.defines.push(text.as_bytes()),
-            Value::Number(number) => self.defines.push_number(number),
+            MacroValue::Text(text) => self.defines.push(text.as_bytes()),
+            MacroValue::Number(number) => self.defines.push_number(number),
         };
         assert!(
             named && written && self.defines.push(b"\n"),

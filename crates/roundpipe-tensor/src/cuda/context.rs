@@ -15,9 +15,9 @@ use std::time::Instant;
 
 use cudarc::driver::{result, sys};
 
-use super::clock::{Clock, Origin};
+use super::clock::{Clock, ClockOrigin};
 use super::compile::{self, Table, Unit};
-use super::event::{Moment, RawEvent, elapsed_ms};
+use super::event::{ClockEvent, RawEvent, elapsed_ms};
 use super::{attention, image, library, product};
 use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Result};
@@ -60,12 +60,12 @@ pub(crate) struct Gpu {
     /// Host memory that it gave.
     pub(super) pins: Ledger,
     /// What times are counted from.
-    clock: Clock<Moment>,
+    clock: Clock<ClockEvent>,
     /// Where origins of the clock are recorded, behind nothing.
     ticks: sys::CUstream,
     pub(crate) products: product::Products,
-    pub(crate) attention: attention::Plans,
-    pub(crate) convolutions: image::Plans,
+    pub(crate) attention: attention::AttentionPlans,
+    pub(crate) convolutions: image::ConvPlans,
     /// The last field, so that everything else is gone before it.
     context: Context,
 }
@@ -126,8 +126,8 @@ impl Gpu {
             clock: Clock::default(),
             ticks,
             products: product::Products::default(),
-            attention: attention::Plans::default(),
-            convolutions: image::Plans::default(),
+            attention: attention::AttentionPlans::default(),
+            convolutions: image::ConvPlans::default(),
             context,
         });
         // Time begins here.
@@ -136,9 +136,9 @@ impl Gpu {
     }
 
     /// What the time of an event recorded from now on is counted from.
-    pub(super) fn origin(&self) -> Result<Arc<Origin<Moment>>> {
+    pub(super) fn origin(&self) -> Result<Arc<ClockOrigin<ClockEvent>>> {
         let fresh = || {
-            let moment = Moment {
+            let moment = ClockEvent {
                 event: self.event(true)?,
                 context: self.context.raw,
             };
@@ -151,7 +151,7 @@ impl Gpu {
             passed.map_err(|e| self.failed("start the clock", e))?;
             Ok(moment)
         };
-        let between = |from: &Moment, to: &Moment| {
+        let between = |from: &ClockEvent, to: &ClockEvent| {
             // SAFETY: both are alive and have passed; `fresh` made the context current.
             unsafe { elapsed_ms(from.event, to.event) }
                 .map_err(|e| self.failed("read the clock", e))

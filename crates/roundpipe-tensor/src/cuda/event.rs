@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 
-use super::clock::Origin;
+use super::clock::ClockOrigin;
 use super::context::Gpu;
 use super::faults::ErrorWord;
 use super::library;
@@ -31,17 +31,17 @@ unsafe impl Send for RawEvent {}
 unsafe impl Sync for RawEvent {}
 
 /// An event that times are counted from.
-pub(super) struct Moment {
+pub(super) struct ClockEvent {
     pub(super) event: RawEvent,
     pub(super) context: sys::CUcontext,
 }
 
 // SAFETY: driver handles may be used from any thread while their context is current there.
-unsafe impl Send for Moment {}
+unsafe impl Send for ClockEvent {}
 // SAFETY: as above.
-unsafe impl Sync for Moment {}
+unsafe impl Sync for ClockEvent {}
 
-impl Drop for Moment {
+impl Drop for ClockEvent {
     fn drop(&mut self) {
         // SAFETY: the context is retained by a card that lives longer than its clock and its
         // events; this value is the event's only owner.
@@ -68,7 +68,7 @@ pub(super) unsafe fn elapsed_ms(
 pub(super) struct CudaEvent {
     pub(super) event: RawEvent,
     /// What its time is counted from, where it has a clock. Before the card, which must go last.
-    pub(super) origin: Option<Arc<Origin<Moment>>>,
+    pub(super) origin: Option<Arc<ClockOrigin<ClockEvent>>>,
     pub(super) alarm: Arc<ErrorWord>,
     pub(super) gpu: Arc<Gpu>,
     pub(super) id: DeviceId,

@@ -24,14 +24,14 @@ use crate::sync::lock;
 
 /// What a kernel reported: an index out of range.
 #[derive(Clone, Copy)]
-struct Report {
+struct IndexReport {
     op: &'static str,
     index: i64,
     at: usize,
     size: usize,
 }
 
-impl Report {
+impl IndexReport {
     fn error(self) -> Error {
         let Self {
             op,
@@ -58,7 +58,7 @@ pub(crate) struct ErrorWord {
     /// Which operation a code stands for.
     codes: Mutex<Vec<&'static str>>,
     /// How many reports of slot 0 were taken, and the last of them.
-    taken: Mutex<(u64, Option<Report>)>,
+    taken: Mutex<(u64, Option<IndexReport>)>,
     /// Slots to be given out, each behind an event once kernels may have written it, the oldest
     /// first.
     free: Mutex<VecDeque<(usize, Option<RawEvent>)>>,
@@ -244,7 +244,7 @@ impl ErrorWord {
             .map_or(Ok(()), |report| Err(report.error()))
     }
 
-    fn report(&self, slot: usize) -> Option<Report> {
+    fn report(&self, slot: usize) -> Option<IndexReport> {
         let code = self.word(slot, 0).load(Ordering::Acquire);
         if code == 0 {
             return None;
@@ -255,7 +255,7 @@ impl ErrorWord {
             .get(code as usize - 1)
             .copied()
             .unwrap_or("kernel");
-        Some(Report {
+        Some(IndexReport {
             op,
             index: value(1) as i64,
             at: value(3) as usize,

@@ -35,7 +35,7 @@ use crate::error::{Error, Result};
 use calls::Calls;
 pub(crate) use calls::Status;
 pub use calls::{CublasLt, Cudnn, Nvrtc};
-use places::{Place, Places};
+use places::{LibraryPlace, SearchInputs};
 pub(crate) use version::OLDEST_CUDNN;
 use version::Package;
 pub use version::{Version, cudnn_version};
@@ -80,9 +80,9 @@ fn refused(what: &Complaint) -> Error {
     }
 }
 
-fn places() -> &'static Places {
-    static PLACES: OnceLock<Places> = OnceLock::new();
-    PLACES.get_or_init(Places::here)
+fn places() -> &'static SearchInputs {
+    static PLACES: OnceLock<SearchInputs> = OnceLock::new();
+    PLACES.get_or_init(SearchInputs::here)
 }
 
 /// The driver's library, which comes with the driver; the version of CUDA that it is for.
@@ -98,7 +98,7 @@ pub fn driver() -> Result<Version> {
         .map_err(refused)
 }
 
-fn find_driver(places: &Places) -> std::result::Result<Version, Complaint> {
+fn find_driver(places: &SearchInputs) -> std::result::Result<Version, Complaint> {
     // SAFETY: asks the loader for the library; its start-up code is the driver's own.
     let present = || unsafe { sys::is_culib_present() };
     // A library that was loaded by its path is found by name afterwards, which is how the bindings
@@ -332,7 +332,7 @@ struct Wish {
 /// The first library in the order of search that goes with everything, else the first that goes
 /// with the driver; else what is wrong with the first one there is.
 fn choose<C: Calls>(
-    places: &Places,
+    places: &SearchInputs,
     driver: Option<Version>,
 ) -> std::result::Result<Loaded<C>, Complaint> {
     let mut first = None;
@@ -372,8 +372,11 @@ fn majors<C: Calls>(driver: Option<Version>) -> Vec<u32> {
 }
 
 /// Loads what lies at a place and sees that it will do. `None` where there is nothing.
-fn load<C: Calls>(place: &Place, wish: Wish) -> std::result::Result<Loaded<C>, Option<Complaint>> {
-    if let (Place::At(path), true) = (place, C::NUMBERED_AS_CUDA) {
+fn load<C: Calls>(
+    place: &LibraryPlace,
+    wish: Wish,
+) -> std::result::Result<Loaded<C>, Option<Complaint>> {
+    if let (LibraryPlace::At(path), true) = (place, C::NUMBERED_AS_CUDA) {
         // What its name already says to be too new is not even loaded.
         if let Some(&major) = places::file_version(path).first() {
             fits::<C>(path, (major, &major.to_string()), wish.driver)?;
@@ -383,8 +386,8 @@ fn load<C: Calls>(place: &Place, wish: Wish) -> std::result::Result<Loaded<C>, O
     // SAFETY: loading runs the library's start-up code; these are NVIDIA's own, which we are about
     // to call.
     let library = unsafe { Library::new(&file) }.map_err(|e| match place {
-        Place::Named(_) => None,
-        Place::At(path) => Some(one_line(&format!("cannot load {}: {e}", path.display()))),
+        LibraryPlace::Named(_) => None,
+        LibraryPlace::At(path) => Some(one_line(&format!("cannot load {}: {e}", path.display()))),
     })?;
     let calls = C::bind(&library).map_err(|function| {
         let package = C::PACKAGE.name(wish.driver);

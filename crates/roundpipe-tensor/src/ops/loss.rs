@@ -108,7 +108,7 @@ impl Cx {
         const OP: &str = "cross_entropy";
         float(OP, logits)?;
         options.check(OP)?;
-        let target = Target::new(self.worker(), OP, logits, labels, options)?;
+        let target = LossTarget::new(self.worker(), OP, logits, labels, options)?;
         let dense = self.contiguous(logits)?;
         let classes = logits.dims()[logits.rank() - 1];
         let flat = Shape::new(&[target.tokens, classes])?;
@@ -156,10 +156,10 @@ impl Cx {
                 right: *weight.shape(),
             });
         }
-        let target = Target::new(self.worker(), OP, x, labels, options)?;
+        let target = LossTarget::new(self.worker(), OP, x, labels, options)?;
         let dense = self.contiguous(x)?;
         let rows = Shape::new(&[target.tokens, weight.dims()[1]])?;
-        let fused = Fused {
+        let fused = FusedHead {
             x: dense.detach().relaid(Layout::contiguous(rows)),
             weight: weight.detach(),
             target,
@@ -192,7 +192,7 @@ impl Cx {
 }
 
 /// What tokens are measured against.
-struct Target {
+struct LossTarget {
     /// i64 [tokens], dense.
     labels: Tensor,
     tokens: usize,
@@ -201,7 +201,7 @@ struct Target {
     options: CrossEntropy,
 }
 
-impl Target {
+impl LossTarget {
     /// Labels for `x` [.., c].
     fn new(
         worker: &Worker,
@@ -297,15 +297,15 @@ const CHUNK_BYTES: usize = 32 << 20;
 const MOST_TOKENS: usize = 4096;
 
 /// A projection and the cross entropy of its result.
-struct Fused {
+struct FusedHead {
     /// [tokens, h], dense.
     x: Tensor,
     /// [v, h].
     weight: Tensor,
-    target: Target,
+    target: LossTarget,
 }
 
-impl Fused {
+impl FusedHead {
     const OP: &'static str = "linear_cross_entropy";
 
     /// Tokens per chunk: a function of sizes and the kind of device alone.

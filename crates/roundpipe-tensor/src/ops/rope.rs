@@ -23,7 +23,7 @@ pub fn rope_tables(positions: usize, rotary_dim: usize, theta: f64) -> (Vec<f64>
 }
 
 /// How heads are turned: checked, and dense as kernels want it.
-struct Turn {
+struct Rotation {
     cos: Tensor,
     sin: Tensor,
     positions: Option<Tensor>,
@@ -79,7 +79,7 @@ impl Cx {
         eps: f64,
     ) -> Result<Tensor> {
         const OP: &str = "rope_norm";
-        let Turn {
+        let Rotation {
             cos,
             sin,
             positions,
@@ -299,7 +299,7 @@ fn dense_last(worker: &Worker, x: &Tensor) -> Result<Tensor> {
 }
 
 /// The rotary kernel alone.
-fn turned(worker: &Worker, x: &Tensor, turn: &Turn, inverse: bool) -> Result<Tensor> {
+fn turned(worker: &Worker, x: &Tensor, turn: &Rotation, inverse: bool) -> Result<Tensor> {
     let y = worker.alloc("rope", x.dtype(), *x.shape())?;
     let src = [
         Some(x),
@@ -325,7 +325,7 @@ fn check_rotary(
     [cos, sin]: [&Tensor; 2],
     positions: Option<&Tensor>,
     style: RopeStyle,
-) -> Result<Turn> {
+) -> Result<Rotation> {
     float(op, x)?;
     let &[batch, steps, _, width] = x.dims() else {
         return Err(Error::invalid(
@@ -365,7 +365,7 @@ fn check_rotary(
         None => None,
     };
     let dense = |t: &Tensor| worker.contiguous(&t.detach());
-    Ok(Turn {
+    Ok(Rotation {
         cos: dense(cos)?,
         sin: dense(sin)?,
         positions,

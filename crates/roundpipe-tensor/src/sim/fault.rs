@@ -108,11 +108,11 @@ impl Fault {
 
 /// All planned faults, each with the number of calls it has met.
 #[derive(Debug, Default)]
-pub(super) struct Plan {
+pub(super) struct FaultPlan {
     rules: Vec<(Fault, u64)>,
 }
 
-impl Plan {
+impl FaultPlan {
     pub fn add(&mut self, fault: Fault) {
         self.rules.push((fault, 0));
     }

@@ -16,8 +16,8 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::thread::ThreadId;
 
-use super::fault::{FaultKind, Plan};
-use super::order::{Access, Clash, Clock, Ledger, ranges};
+use super::fault::{FaultKind, FaultPlan};
+use super::order::{Access, AccessHistory, Clash, VectorClock, ranges};
 use super::timing::{KernelTime, Timing, throw};
 use super::{Race, Span};
 use crate::cpu::CpuOps;
@@ -52,12 +52,12 @@ impl Mark {
 #[derive(Debug)]
 struct Passed {
     time: u64,
-    clock: Arc<Clock>,
+    clock: Arc<VectorClock>,
 }
 
 /// What an item does.
-pub(super) enum Work {
-    Kernel(Box<Called>),
+pub(super) enum ItemWork {
+    Kernel(Box<QueuedKernel>),
     /// A copy, and what it reads where that was staged when it was queued.
     Copy(Copy, Option<Box<[u8]>>),
     Free(Range<u64>),
@@ -69,7 +69,7 @@ pub(super) enum Work {
 }
 
 /// A kernel with its operands.
-pub(super) struct Called {
+pub(super) struct QueuedKernel {
     pub kernel: Kernel,
     pub src: Vec<Option<View>>,
     pub dst: Vec<Option<View>>,
@@ -79,17 +79,17 @@ pub(super) struct Called {
 }
 
 /// One queued piece of work.
-struct Item {
+struct QueuedItem {
     seq: u64,
     what: String,
     /// `what` with its place, for reports.
     name: Arc<str>,
-    work: Work,
+    work: ItemWork,
     /// The clock of the host thread that queued it.
     ready: u64,
     nanos: u64,
     /// What had happened before it by the host's fences.
-    host: Arc<Clock>,
+    host: Arc<VectorClock>,
     reads: Vec<Range<u64>>,
     writes: Vec<Range<u64>>,
     /// Fails when it runs.
@@ -100,9 +100,9 @@ struct Item {
 pub(super) struct Queue {
     pub device: DeviceId,
     pub kind: LaneKind,
-    items: VecDeque<Item>,
+    items: VecDeque<QueuedItem>,
     time: u64,
-    clock: Clock,
+    clock: VectorClock,
     next: u64,
     done: u64,
     /// Kernels and copies ever queued: what dice are thrown by, so that frees do not shift them.
@@ -167,7 +167,7 @@ pub(super) struct State {
     pub bound: usize,
     pub timing: Timing,
     pub kernel_time: Option<Arc<KernelTime>>,
-    pub plan: Plan,
+    pub plan: FaultPlan,
     pub lanes: Vec<Queue>,
     pub arenas: BTreeMap<u64, Reserved>,
     /// Host memory that is pinned, by where it starts: where it ends.
@@ -178,9 +178,9 @@ pub(super) struct State {
     pub now: u64,
     ops: CpuOps,
     queued: usize,
-    host: Arc<Clock>,
+    host: Arc<VectorClock>,
     threads: HashMap<ThreadId, u64>,
-    ledger: Ledger,
+    ledger: AccessHistory,
     /// Blocks given back and not handed out again, in host order, with who freed them.
     freed: BTreeMap<u64, (u64, Arc<str>)>,
     /// Pairs of accesses that were reported, by lane and number.
@@ -190,7 +190,7 @@ pub(super) struct State {
     marks: u64,
     lost: Vec<(Arc<Mark>, Passed)>,
     retired: Vec<Retired>,
-    spent: Vec<Item>,
+    spent: Vec<QueuedItem>,
 }
 
 impl State {
@@ -200,7 +200,7 @@ impl State {
             bound,
             timing,
             kernel_time: None,
-            plan: Plan::default(),
+            plan: FaultPlan::default(),
             lanes: Vec::new(),
             arenas: BTreeMap::new(),
             pinned: BTreeMap::new(),
@@ -212,7 +212,7 @@ impl State {
             queued: 0,
             host: Arc::default(),
             threads: HashMap::new(),
-            ledger: Ledger::default(),
+            ledger: AccessHistory::default(),
             freed: BTreeMap::new(),
             reported: HashSet::new(),
             pending: Vec::new(),
@@ -237,7 +237,7 @@ impl State {
             kind,
             items: VecDeque::new(),
             time: 0,
-            clock: Clock::default(),
+            clock: VectorClock::default(),
             next: 1,
             done: 0,
             works: 0,
@@ -298,14 +298,14 @@ impl State {
         lane: usize,
         what: &str,
         nanos: u64,
-        work: Work,
+        work: ItemWork,
         (reads, writes): (Vec<Range<u64>>, Vec<Range<u64>>),
     ) {
         let queue = &mut self.lanes[lane];
         queue.works += 1;
         let nanos = self.timing.thrown(nanos, self.seed, lane, queue.works);
         let kind = match &work {
-            Work::Copy(..) => FaultKind::Copy,
+            ItemWork::Copy(..) => FaultKind::Copy,
             _ => FaultKind::Kernel,
         };
         let worker = queue.device.index;
@@ -322,12 +322,12 @@ impl State {
         self.push(
             lane,
             what,
-            Item {
+            QueuedItem {
                 nanos,
                 reads,
                 writes,
                 fails,
-                ..Item::of(work)
+                ..QueuedItem::of(work)
             },
         );
     }
@@ -340,9 +340,9 @@ impl State {
         self.push(
             lane,
             "free",
-            Item {
+            QueuedItem {
                 writes,
-                ..Item::of(Work::Free(range))
+                ..QueuedItem::of(ItemWork::Free(range))
             },
         );
     }
@@ -364,7 +364,7 @@ impl State {
         self.push(
             lane,
             "event",
-            Item::of(Work::Record {
+            QueuedItem::of(ItemWork::Record {
                 mark: mark.clone(),
                 lost,
             }),
@@ -374,10 +374,10 @@ impl State {
 
     /// Puts later work of the lane behind a mark.
     pub fn push_wait(&mut self, lane: usize, mark: Arc<Mark>) {
-        self.push(lane, "wait", Item::of(Work::Wait(mark)));
+        self.push(lane, "wait", QueuedItem::of(ItemWork::Wait(mark)));
     }
 
-    fn push(&mut self, lane: usize, what: &str, mut item: Item) {
+    fn push(&mut self, lane: usize, what: &str, mut item: QueuedItem) {
         item.what = what.to_owned();
         item.name = self.label(lane, what);
         item.ready = *self.host_time();
@@ -406,10 +406,10 @@ impl State {
     fn due(&self, queue: &Queue) -> Option<(u64, u64)> {
         let item = queue.items.front()?;
         let start = match &item.work {
-            Work::Wait(mark) => queue.time.max(mark.passed.get()?.time),
+            ItemWork::Wait(mark) => queue.time.max(mark.passed.get()?.time),
             // A device knows nothing of these; they take the lane as it is.
-            Work::Record { .. } | Work::Free(_) => queue.time,
-            Work::Kernel(_) | Work::Copy(..) => queue.time.max(item.ready),
+            ItemWork::Record { .. } | ItemWork::Free(_) => queue.time,
+            ItemWork::Kernel(_) | ItemWork::Copy(..) => queue.time.max(item.ready),
         };
         Some((start, start + item.nanos))
     }
@@ -441,16 +441,16 @@ impl State {
         true
     }
 
-    fn perform(&mut self, lane: usize, item: &Item, start: u64, end: u64) {
+    fn perform(&mut self, lane: usize, item: &QueuedItem, start: u64, end: u64) {
         match &item.work {
-            Work::Wait(mark) => {
+            ItemWork::Wait(mark) => {
                 let passed = mark
                     .passed
                     .get()
                     .expect("a lane goes past a wait after its event only");
                 self.lanes[lane].clock.join(&passed.clock);
             }
-            Work::Record { mark, lost } => {
+            ItemWork::Record { mark, lost } => {
                 let passed = Passed {
                     time: end,
                     clock: Arc::new(self.lanes[lane].clock.clone()),
@@ -462,14 +462,14 @@ impl State {
                     debug_assert!(first, "a record runs once");
                 }
             }
-            Work::Free(range) => {
+            ItemWork::Free(range) => {
                 self.note(lane, item);
                 // SAFETY: the block lies in an arena, which is kept until every lane has passed
                 // what was queued while it lived; its owner gave it back and runs are serialised by
                 // the lock.
                 unsafe { poison(range) };
             }
-            Work::Copy(..) | Work::Kernel(_) => {
+            ItemWork::Copy(..) | ItemWork::Kernel(_) => {
                 self.note(lane, item);
                 self.execute(lane, item);
                 let queue = &self.lanes[lane];
@@ -486,10 +486,10 @@ impl State {
     }
 
     /// Moves or computes the data of an item.
-    fn execute(&mut self, lane: usize, item: &Item) {
+    fn execute(&mut self, lane: usize, item: &QueuedItem) {
         let outcome = match &item.work {
             _ if item.fails => Err(None),
-            Work::Copy(copy, staged) => {
+            ItemWork::Copy(copy, staged) => {
                 let src = staged
                     .as_ref()
                     .map_or(copy.src as *const u8, |bytes| bytes.as_ptr());
@@ -500,8 +500,8 @@ impl State {
                 unsafe { std::ptr::copy(src, dst, copy.bytes as usize) };
                 Ok(())
             }
-            Work::Kernel(call) => {
-                let Called {
+            ItemWork::Kernel(call) => {
+                let QueuedKernel {
                     kernel,
                     src,
                     dst,
@@ -521,7 +521,7 @@ impl State {
                     None => Some(error),
                 })
             }
-            Work::Free(_) | Work::Record { .. } | Work::Wait(_) => Ok(()),
+            ItemWork::Free(_) | ItemWork::Record { .. } | ItemWork::Wait(_) => Ok(()),
         };
         if let Err(error) = outcome {
             for range in exact_writes(item) {
@@ -537,8 +537,8 @@ impl State {
     // ---- order ----
 
     /// Notes what an item touches and reports what it is not ordered after.
-    fn note(&mut self, lane: usize, item: &Item) {
-        let free = matches!(item.work, Work::Free(_));
+    fn note(&mut self, lane: usize, item: &QueuedItem) {
+        let free = matches!(item.work, ItemWork::Free(_));
         let access = Access {
             lane,
             seq: item.seq,
@@ -601,9 +601,9 @@ impl State {
 
     /// Reports downloads under way to what a staged upload reads now.
     pub fn too_early(&mut self, lane: usize, what: &str, reads: &[Range<u64>]) {
-        let writes = |item: &Item| {
+        let writes = |item: &QueuedItem| {
             let meets = |w: &Range<u64>| reads.iter().any(|r| w.start < r.end && r.start < w.end);
-            matches!(item.work, Work::Copy(..)) && item.writes.iter().any(meets)
+            matches!(item.work, ItemWork::Copy(..)) && item.writes.iter().any(meets)
         };
         let found = self.lanes.iter().enumerate().find_map(|(lane, queue)| {
             let item = queue.items.iter().find(|item| writes(item))?;
@@ -726,7 +726,7 @@ impl State {
     fn unblock(&mut self, wanted: &Mark) {
         let waits = self.lanes.iter().enumerate().filter_map(|(lane, queue)| {
             let item = queue.items.front()?;
-            let Work::Wait(mark) = &item.work else {
+            let ItemWork::Wait(mark) = &item.work else {
                 return None;
             };
             let (who, whom) = (self.place(lane), self.place(mark.lane));
@@ -853,9 +853,9 @@ impl State {
     }
 }
 
-impl Item {
+impl QueuedItem {
     /// An item that takes no time and touches nothing; queuing gives it its place.
-    fn of(work: Work) -> Self {
+    fn of(work: ItemWork) -> Self {
         Self {
             seq: 0,
             what: String::new(),
@@ -872,9 +872,9 @@ impl Item {
 }
 
 /// The bytes an item writes, row by row, however many rows there are.
-fn exact_writes(item: &Item) -> Vec<Range<u64>> {
+fn exact_writes(item: &QueuedItem) -> Vec<Range<u64>> {
     match &item.work {
-        Work::Kernel(call) => call
+        ItemWork::Kernel(call) => call
             .dst
             .iter()
             .flatten()

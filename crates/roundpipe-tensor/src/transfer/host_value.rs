@@ -44,11 +44,11 @@ struct Contents {
     shape: Shape,
     backing: Backing,
     /// Uploads that read it.
-    readers: Mutex<Vec<Reader>>,
+    readers: Mutex<Vec<UploadReader>>,
 }
 
 /// An upload under way, and its claim on what it reads.
-struct Reader {
+struct UploadReader {
     landed: Event,
     claim: HostRef,
 }
@@ -120,7 +120,7 @@ impl HostValue {
 
     /// Keeps `claim` until the upload behind `landed` has read the bytes.
     pub(super) fn add_reader(&self, landed: Event, claim: HostRef) {
-        lock(&self.0.readers).push(Reader { landed, claim });
+        lock(&self.0.readers).push(UploadReader { landed, claim });
     }
 
     /// The point behind the copy that fills it; `None` when it is filled.

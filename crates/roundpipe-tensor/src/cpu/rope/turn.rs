@@ -1,7 +1,7 @@
 //! Rotary embedding: pairs of a head's elements turned by an angle of the head's position.
 
-use super::heads::Rows;
-use crate::cpu::access::{Call, Float, Real, Shared, slice, slice_mut};
+use super::heads::HeadRows;
+use crate::cpu::access::{Call, Float, Real, SharedSlice, slice, slice_mut};
 use crate::cpu::norm::lanes::{blocks, carve, combine, grain, sum1, sum3, widen};
 use crate::cpu::simd::vectorize;
 use crate::error::{Error, Result};
@@ -222,9 +222,9 @@ pub(super) unsafe fn rope<T: Float>(
     let width = call.src(0).shape()[3];
     // SAFETY: the kernel's description gives types, sizes and density; y overlaps nothing.
     let (x, table, y) = unsafe {
-        let y = Shared::new(slice_mut::<T>(call.dst(0)));
+        let y = SharedSlice::new(slice_mut::<T>(call.dst(0)));
         (
-            Rows::<T>::new(call.src(0)),
+            HeadRows::<T>::new(call.src(0)),
             Table::<T::Acc>::of(call, 1, 3)?,
             y,
         )
@@ -241,7 +241,7 @@ pub(super) unsafe fn rope<T: Float>(
 
 vectorize! {
     fn rope_rows<T: Float>(
-        x: Rows<'_, T>,
+        x: HeadRows<'_, T>,
         table: Table<'_, T::Acc>,
         first: usize,
         y: &mut [T],
@@ -271,11 +271,11 @@ pub(super) unsafe fn rope_norm<T: Float>(
         let w = carve::<T::Acc>(call, width);
         paired::<T>(call, call.src(2).shape()[1], style, w);
         (
-            Rows::<T>::new(call.src(0)),
+            HeadRows::<T>::new(call.src(0)),
             Table::<T::Acc>::of(call, 2, 4)?,
             &*w,
-            Shared::new(slice_mut::<T>(call.dst(0))),
-            Shared::new(slice_mut::<T::Acc>(call.dst(1))),
+            SharedSlice::new(slice_mut::<T>(call.dst(0))),
+            SharedSlice::new(slice_mut::<T::Acc>(call.dst(1))),
         )
     };
     call.pieces(call.dst(1).numel(), grain(width), |first, last| {
@@ -299,7 +299,7 @@ pub(super) unsafe fn rope_norm<T: Float>(
 
 /// A piece of [`rope_norm`].
 struct NormRows<'a, T: Float> {
-    x: Rows<'a, T>,
+    x: HeadRows<'a, T>,
     table: Table<'a, T::Acc>,
     w: &'a [T::Acc],
     first: usize,
@@ -341,16 +341,16 @@ pub(super) unsafe fn rope_norm_grad<T: Float>(
         let scratch = carve::<T::Acc>(call, width * (1 + cut.count * (1 + usize::from(want))));
         widen::<T>(call.src_opt(1), &mut scratch[..width], T::Acc::ONE);
         (
-            Rows::<T>::new(call.src(0)),
+            HeadRows::<T>::new(call.src(0)),
             slice::<T::Acc>(call.src(2)),
             Table::<T::Acc>::of(call, 3, 6)?,
-            Rows::<T>::new(call.src(5)),
-            call.dst_opt(0).map(|v| Shared::new(slice_mut::<T>(v))),
+            HeadRows::<T>::new(call.src(5)),
+            call.dst_opt(0).map(|v| SharedSlice::new(slice_mut::<T>(v))),
             scratch.split_at_mut(width),
         )
     };
     let (turned, partial) = rest.split_at_mut(width * cut.count);
-    let (w, turned, sums) = (&*w, Shared::new(turned), Shared::new(partial));
+    let (w, turned, sums) = (&*w, SharedSlice::new(turned), SharedSlice::new(partial));
     call.pieces(rows, cut.rows, |first, last| {
         let block = first / cut.rows * width;
         // SAFETY: pieces of rows, and so blocks, are disjoint.
@@ -393,8 +393,8 @@ pub(super) unsafe fn rope_norm_grad<T: Float>(
 
 /// A block of [`rope_norm_grad`].
 struct NormBlock<'a, T: Float> {
-    x: Rows<'a, T>,
-    dy: Rows<'a, T>,
+    x: HeadRows<'a, T>,
+    dy: HeadRows<'a, T>,
     table: Table<'a, T::Acc>,
     w: &'a [T::Acc],
     first: usize,

@@ -79,7 +79,7 @@ impl Lie {
 
 /// Sizes of a call; from one batch to the next in elements: of a, b and c.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Shape {
+pub(super) struct ProductShape {
     pub m: usize,
     pub n: usize,
     pub k: usize,
@@ -97,7 +97,7 @@ pub(super) struct Side {
 /// What a plan depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Key {
-    pub shape: Shape,
+    pub shape: ProductShape,
     pub lies: [Lie; 2],
     /// Of the operands and of the result.
     pub types: [DType; 2],
@@ -110,7 +110,7 @@ pub(super) struct Key {
 
 /// A matrix in columns: its size, and the elements from one column and from one batch to the next.
 #[derive(Debug, Clone, Copy)]
-struct Columns {
+struct ColumnMatrix {
     rows: usize,
     cols: usize,
     line: i64,
@@ -119,8 +119,8 @@ struct Columns {
 
 impl Key {
     /// The library's operands and result: our right, left and c as their memory reads in columns.
-    fn matrices(&self) -> [Columns; 3] {
-        let Shape {
+    fn matrices(&self) -> [ColumnMatrix; 3] {
+        let ProductShape {
             m,
             n,
             k,
@@ -128,7 +128,7 @@ impl Key {
             ..
         } = self.shape;
         let [a, b] = self.lies;
-        let columns = |rows, cols, line, step| Columns {
+        let columns = |rows, cols, line, step| ColumnMatrix {
             rows,
             cols,
             line,
@@ -150,7 +150,7 @@ impl Key {
 
 /// One call of the library.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Task {
+pub(super) struct LtTask {
     pub key: Key,
     a: u64,
     b: u64,
@@ -161,9 +161,9 @@ pub(super) struct Task {
     pub workspace: u64,
 }
 
-impl Task {
+impl LtTask {
     pub fn new(
-        shape: Shape,
+        shape: ProductShape,
         a: Side,
         b: Side,
         (src, dst, c): (DType, DType, u64),
@@ -211,15 +211,15 @@ fn alignment(ptr: u64) -> u32 {
 /// The library's handle and the plans made so far.
 #[derive(Default)]
 pub(crate) struct Products {
-    handle: Mutex<Option<Handle>>,
+    handle: Mutex<Option<LtHandle>>,
     /// `None` where the library knows no algorithm.
-    plans: Mutex<Table<Key, Option<Arc<Plan>>>>,
+    plans: Mutex<Table<Key, Option<Arc<ProductPlan>>>>,
     pub(super) choices: Choices,
 }
 
-struct Handle(sys::cublasLtHandle_t, &'static CublasLt);
+struct LtHandle(sys::cublasLtHandle_t, &'static CublasLt);
 
-impl Drop for Handle {
+impl Drop for LtHandle {
     fn drop(&mut self) {
         // SAFETY: made in `handle` and destroyed once.
         let _ = unsafe { self.1.cublasLtDestroy(self.0) };
@@ -231,7 +231,7 @@ impl Drop for Handle {
 ///
 /// # Safety
 /// As for [`run`]; the result is not touched.
-pub(super) unsafe fn takes(call: &Call<'_>, task: &Task) -> Result<bool> {
+pub(super) unsafe fn takes(call: &Call<'_>, task: &LtTask) -> Result<bool> {
     // SAFETY: the caller's promise.
     unsafe { plan(call, task).map(|plan| plan.is_some()) }
 }
@@ -241,7 +241,7 @@ pub(super) unsafe fn takes(call: &Call<'_>, task: &Task) -> Result<bool> {
 /// # Safety
 /// The task's memory is as large as its shape says, its workspace too, and nothing else writes the
 /// result.
-pub(super) unsafe fn run(call: &Call<'_>, task: &Task) -> Result<()> {
+pub(super) unsafe fn run(call: &Call<'_>, task: &LtTask) -> Result<()> {
     // SAFETY: the caller's promise; the plan was made for tasks of this key.
     unsafe {
         let plan = plan(call, task)?.expect("asked before");
@@ -254,7 +254,7 @@ pub(super) unsafe fn run(call: &Call<'_>, task: &Task) -> Result<()> {
 
 /// # Safety
 /// As for [`run`]; the result is not touched.
-unsafe fn plan(call: &Call<'_>, task: &Task) -> Result<Option<Arc<Plan>>> {
+unsafe fn plan(call: &Call<'_>, task: &LtTask) -> Result<Option<Arc<ProductPlan>>> {
     let mut plans = lock(&call.gpu.products.plans);
     if let Some(known) = plans.get(&task.key) {
         return Ok(known.clone());
@@ -267,7 +267,7 @@ unsafe fn plan(call: &Call<'_>, task: &Task) -> Result<Option<Arc<Plan>>> {
     if !found.is_empty() {
         // SAFETY: the caller's promise.
         let chosen = unsafe { tune::choose(call, handle, task, &found)? };
-        made = Some(Arc::new(Plan {
+        made = Some(Arc::new(ProductPlan {
             handle,
             described,
             algorithm: found[chosen].algorithm,
@@ -290,7 +290,7 @@ fn handle(call: &Call<'_>) -> Result<sys::cublasLtHandle_t> {
     unsafe { lt.cublasLtCreate(&mut made) }
         .result()
         .map_err(|e| failed(call, "start", e))?;
-    *handle = Some(Handle(made, lt));
+    *handle = Some(LtHandle(made, lt));
     Ok(made)
 }
 
@@ -313,9 +313,13 @@ fn failed(call: &Call<'_>, what: &str, status: Status) -> Error {
 struct Matrix(sys::cublasLtMatrixLayout_t, &'static CublasLt);
 
 impl Matrix {
-    fn new(dtype: DType, columns: Columns, batches: usize) -> std::result::Result<Self, Status> {
+    fn new(
+        dtype: DType,
+        columns: ColumnMatrix,
+        batches: usize,
+    ) -> std::result::Result<Self, Status> {
         use sys::cublasLtMatrixLayoutAttribute_t as A;
-        let Columns {
+        let ColumnMatrix {
             rows,
             cols,
             line,
@@ -454,7 +458,7 @@ impl Drop for Preference {
 }
 
 /// A product of one shape, ready to run.
-struct Plan {
+struct ProductPlan {
     handle: sys::cublasLtHandle_t,
     described: Described,
     algorithm: sys::cublasLtMatmulAlgo_t,
@@ -462,9 +466,9 @@ struct Plan {
 
 // SAFETY: descriptions are plain memory of the library's, only read after `new` but for the locked
 // one; the handle may be used from any thread.
-unsafe impl Send for Plan {}
+unsafe impl Send for ProductPlan {}
 // SAFETY: as above.
-unsafe impl Sync for Plan {}
+unsafe impl Sync for ProductPlan {}
 
 /// The library's description of products of one shape.
 pub(super) struct Described {
@@ -476,7 +480,7 @@ pub(super) struct Described {
 }
 
 impl Described {
-    pub fn new(task: &Task) -> std::result::Result<Self, Status> {
+    pub fn new(task: &LtTask) -> std::result::Result<Self, Status> {
         let key = &task.key;
         let ([src, dst], batches) = (key.types, key.shape.batches);
         let operation = Operation::new(key)?;
@@ -503,7 +507,7 @@ impl Described {
         &self,
         handle: sys::cublasLtHandle_t,
         stream: cudarc::driver::sys::CUstream,
-        task: &Task,
+        task: &LtTask,
         algorithm: &sys::cublasLtMatmulAlgo_t,
     ) -> std::result::Result<(), Status> {
         let operation = lock(&self.operation);
@@ -545,7 +549,7 @@ impl Described {
 
 /// An algorithm that the heuristic proposes.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Candidate {
+pub(super) struct LtCandidate {
     pub algorithm: sys::cublasLtMatmulAlgo_t,
     /// Bytes that it wants.
     pub workspace: usize,
@@ -556,7 +560,7 @@ fn candidates(
     handle: sys::cublasLtHandle_t,
     described: &Described,
     key: &Key,
-) -> std::result::Result<Vec<Candidate>, Status> {
+) -> std::result::Result<Vec<LtCandidate>, Status> {
     let preference = Preference::new(key)?;
     let mut found = [sys::cublasLtMatmulHeuristicResult_t {
         algo: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
@@ -591,7 +595,7 @@ fn candidates(
     let fits = |found: &&sys::cublasLtMatmulHeuristicResult_t| {
         found.state == S::CUBLAS_STATUS_SUCCESS && found.workspaceSize <= key.workspace
     };
-    let candidate = |found: &sys::cublasLtMatmulHeuristicResult_t| Candidate {
+    let candidate = |found: &sys::cublasLtMatmulHeuristicResult_t| LtCandidate {
         algorithm: found.algo,
         workspace: found.workspaceSize,
     };
@@ -616,7 +620,7 @@ fn bytes<T>(value: &T) -> *const c_void {
 }
 
 #[cfg(test)]
-impl Default for Candidate {
+impl Default for LtCandidate {
     fn default() -> Self {
         Self {
             algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
@@ -626,14 +630,14 @@ impl Default for Candidate {
 }
 
 #[cfg(test)]
-impl Task {
+impl LtTask {
     /// What the library would do, over `f64` elements whose addresses are eight times their index.
     pub fn emulate(&self, memory: &mut [f64]) {
         let [first, second, out] = self.key.matrices();
-        let Shape {
+        let ProductShape {
             m, n, k, batches, ..
         } = self.key.shape;
-        let at = |ptr: u64, matrix: &Columns, batch: usize, row: usize, col: usize| {
+        let at = |ptr: u64, matrix: &ColumnMatrix, batch: usize, row: usize, col: usize| {
             assert!(row < matrix.rows && col < matrix.cols && matrix.line >= matrix.rows as i64);
             (ptr as i64 / 8 + batch as i64 * matrix.step + col as i64 * matrix.line) as usize + row
         };

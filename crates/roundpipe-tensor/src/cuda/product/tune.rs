@@ -31,7 +31,7 @@ use std::sync::OnceLock;
 use cudarc::cublaslt::sys;
 use cudarc::driver::result;
 
-use super::lt::{Candidate, Described, Key, Shape, Task};
+use super::lt::{Described, Key, LtCandidate, LtTask, ProductShape};
 use crate::cuda::call::Call;
 use crate::cuda::context::Gpu;
 use crate::cuda::event::{RawEvent, elapsed_ms};
@@ -76,10 +76,10 @@ impl Choices {
 pub(super) unsafe fn choose(
     call: &Call<'_>,
     handle: sys::cublasLtHandle_t,
-    task: &Task,
-    found: &[Candidate],
+    task: &LtTask,
+    found: &[LtCandidate],
 ) -> Result<usize> {
-    let Shape {
+    let ProductShape {
         m, n, k, batches, ..
     } = task.key.shape;
     let size = [m, n, k].into_iter().fold(batches, usize::saturating_mul);
@@ -98,7 +98,7 @@ pub(super) unsafe fn choose(
 fn settle(
     path: &Path,
     key: &str,
-    found: &[Candidate],
+    found: &[LtCandidate],
     measure: impl FnOnce() -> Result<usize>,
 ) -> Result<usize> {
     if let Some(known) = stored(path, key, found) {
@@ -114,7 +114,7 @@ fn settle(
 
 /// A shape in the file.
 fn name(key: &Key) -> String {
-    let Shape {
+    let ProductShape {
         m,
         n,
         k,
@@ -138,7 +138,7 @@ fn name(key: &Key) -> String {
     name
 }
 
-fn hex(candidate: &Candidate) -> String {
+fn hex(candidate: &LtCandidate) -> String {
     candidate
         .algorithm
         .data
@@ -148,14 +148,14 @@ fn hex(candidate: &Candidate) -> String {
 }
 
 /// `key = algorithm sum`, without its end.
-fn line(key: &str, candidate: &Candidate) -> String {
+fn line(key: &str, candidate: &LtCandidate) -> String {
     let text = format!("{key} = {}", hex(candidate));
     let sum = compile::hash([text.as_bytes()]) as u32;
     format!("{text} {sum:08x}")
 }
 
 /// The candidate on the first line that names the shape and a candidate; broken lines name none.
-fn stored(path: &Path, key: &str, found: &[Candidate]) -> Option<usize> {
+fn stored(path: &Path, key: &str, found: &[LtCandidate]) -> Option<usize> {
     let file = std::fs::read(path).ok()?;
     let lines: Vec<String> = found.iter().map(|candidate| line(key, candidate)).collect();
     let known = |text: &[u8]| {
@@ -177,7 +177,7 @@ fn open(path: &Path) -> Option<File> {
 }
 
 /// Adds a line, in one piece. The end before it closes what a process that died may have left.
-fn add(mut file: File, key: &str, candidate: &Candidate) {
+fn add(mut file: File, key: &str, candidate: &LtCandidate) {
     let _ = file.write_all(format!("\n{}\n", line(key, candidate)).as_bytes());
 }
 
@@ -196,7 +196,7 @@ fn pick(times: &[Option<f32>]) -> usize {
 
 /// Sizes of which a result of `element` bytes fits into `room`: whole matrices where one fits, a
 /// part of one else.
-fn part(shape: Shape, element: usize, room: usize) -> Option<Shape> {
+fn part(shape: ProductShape, element: usize, room: usize) -> Option<ProductShape> {
     let (mut m, mut n) = (shape.m, shape.n);
     let bytes = |m: usize, n: usize| m.saturating_mul(n).saturating_mul(element);
     let half = |size: usize| size.div_ceil(2).next_multiple_of(64);
@@ -208,7 +208,7 @@ fn part(shape: Shape, element: usize, room: usize) -> Option<Shape> {
     }
     let batches = (room / bytes(m, n).max(1)).clamp(1, shape.batches);
     let [a, b, _] = shape.steps;
-    Some(Shape {
+    Some(ProductShape {
         m,
         n,
         batches,
@@ -224,11 +224,11 @@ fn part(shape: Shape, element: usize, room: usize) -> Option<Shape> {
 unsafe fn measure(
     call: &Call<'_>,
     handle: sys::cublasLtHandle_t,
-    task: &Task,
-    found: &[Candidate],
+    task: &LtTask,
+    found: &[LtCandidate],
 ) -> Result<usize> {
     let whole = task.key.workspace;
-    let able = |candidate: &Candidate| candidate.workspace <= whole / 2;
+    let able = |candidate: &LtCandidate| candidate.workspace <= whole / 2;
     let own = found
         .iter()
         .filter(|c| able(c))
@@ -254,8 +254,8 @@ unsafe fn measure(
     let Ok(described) = Described::new(&trial) else {
         return Ok(0);
     };
-    let clock = Clock::new(call)?;
-    let sample = |candidate: &Candidate, count: usize| -> Result<Option<f32>> {
+    let clock = Stopwatch::new(call)?;
+    let sample = |candidate: &LtCandidate, count: usize| -> Result<Option<f32>> {
         clock.start()?;
         for _ in 0..count {
             // SAFETY: a part of the task's operands is read; workspace and result lie in the task's
@@ -301,12 +301,12 @@ unsafe fn measure(
 }
 
 /// Two events around what is timed.
-struct Clock<'a> {
+struct Stopwatch<'a> {
     call: &'a Call<'a>,
     events: [RawEvent; 2],
 }
 
-impl<'a> Clock<'a> {
+impl<'a> Stopwatch<'a> {
     fn new(call: &'a Call<'a>) -> Result<Self> {
         Ok(Self {
             call,
@@ -335,7 +335,7 @@ impl<'a> Clock<'a> {
     }
 }
 
-impl Drop for Clock<'_> {
+impl Drop for Stopwatch<'_> {
     fn drop(&mut self) {
         for event in self.events {
             // SAFETY: made in `new`, destroyed once; the driver keeps what is under way.
@@ -349,11 +349,11 @@ mod tests {
     use std::cell::Cell;
     use std::path::Path;
 
-    use super::super::lt::{Candidate, Shape};
+    use super::super::lt::{LtCandidate, ProductShape};
     use super::{line, open, part, pick, settle, stored};
 
-    fn candidate(number: u64) -> Candidate {
-        let mut candidate = Candidate::default();
+    fn candidate(number: u64) -> LtCandidate {
+        let mut candidate = LtCandidate::default();
         candidate.algorithm.data[3] = number;
         candidate
     }
@@ -370,7 +370,7 @@ mod tests {
     /// What is measured fits where it goes, and is the whole where that fits.
     #[test]
     fn a_part_fits_the_room() {
-        let shape = |m, n, batches| Shape {
+        let shape = |m, n, batches| ProductShape {
             m,
             n,
             k: 512,
@@ -416,7 +416,7 @@ mod tests {
         let path = folder.join("new").join("products.txt");
         let found = [candidate(1), candidate(2), candidate(3)];
         assert_eq!(stored(&path, "a", &found), None, "there is no file yet");
-        let add = |path: &Path, key: &str, candidate: &Candidate| {
+        let add = |path: &Path, key: &str, candidate: &LtCandidate| {
             super::add(open(path).unwrap(), key, candidate);
         };
         add(&path, "a", &candidate(9));
