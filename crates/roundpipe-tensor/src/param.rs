@@ -44,7 +44,7 @@ pub trait Keeper: Send + Sync + fmt::Debug {
 
     /// Waits until the updates that were asked for are done, so that [`Param::data`] is the newest
     /// value of every parameter.
-    fn settle(&self);
+    fn wait_for_updates(&self);
 }
 
 /// Tells parameters apart; clones share it.

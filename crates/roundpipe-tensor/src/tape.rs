@@ -329,7 +329,7 @@ impl Back<'_> {
     }
 
     /// Where to write the gradient of input `i` in the accumulator type: the parameter's own
-    /// accumulator if it is one. Hand it back with [`Back::settle`].
+    /// accumulator if it is one. Hand it back with [`Back::give_back`].
     ///
     /// # Errors
     /// When memory runs out or the gradient is not wanted.
@@ -360,7 +360,7 @@ impl Back<'_> {
     ///
     /// # Errors
     /// When memory runs out.
-    pub fn settle(&mut self, i: usize, sink: Sink) -> Result<()> {
+    pub fn give_back(&mut self, i: usize, sink: Sink) -> Result<()> {
         let Some(number) = self.inputs[i] else {
             return Ok(());
         };

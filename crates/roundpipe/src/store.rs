@@ -122,7 +122,7 @@ impl Keeper for StoreKeeper {
         !self.retired.load(Ordering::SeqCst) && trained()
     }
 
-    fn settle(&self) {
+    fn wait_for_updates(&self) {
         self.gate
             .wait_all(|version| version >= self.asked.load(Ordering::SeqCst));
     }
@@ -327,7 +327,7 @@ impl Store {
                 continue;
             };
             if !settled.iter().any(|known| Arc::ptr_eq(known, &keeper)) {
-                keeper.settle();
+                keeper.wait_for_updates();
                 settled.push(keeper);
             }
         }

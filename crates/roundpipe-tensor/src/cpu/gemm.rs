@@ -244,7 +244,7 @@ unsafe fn without_sums<T: GemmElement, O: SumTarget<T::Sum>>(isa: Isa, product: 
             // SAFETY: the caller's promises; the row holds as many columns as the cut.
             unsafe {
                 zeros.fill(T::Sum::default());
-                settle(isa, product, i, cols.clone(), zeros.as_mut_ptr());
+                store_row(isa, product, i, cols.clone(), zeros.as_mut_ptr());
             }
         }
     }
@@ -255,7 +255,7 @@ unsafe fn without_sums<T: GemmElement, O: SumTarget<T::Sum>>(isa: Isa, product: 
 /// # Safety
 /// Row `i` has the columns `cols`, at most [`MAX_TILE_COLS`], `sums` holds as many; as for [`gemm`]
 /// else.
-unsafe fn settle<T: GemmElement, O: SumTarget<T::Sum>>(
+unsafe fn store_row<T: GemmElement, O: SumTarget<T::Sum>>(
     isa: Isa,
     product: &Product<T, O>,
     i: usize,
@@ -482,7 +482,7 @@ impl<T: GemmElement, O: SumTarget<T::Sum>> PackedBlock<'_, T, O> {
                 // SAFETY: this task alone writes this part of the output; the sums are complete.
                 unsafe {
                     let sums = ptr.offset((i - rows.start) as isize * row);
-                    settle(self.isa, self.product, self.rows.start + i, cols, sums);
+                    store_row(self.isa, self.product, self.rows.start + i, cols, sums);
                 }
             }
         }
@@ -528,7 +528,7 @@ impl<T: GemmElement, O: SumTarget<T::Sum>> PackedBlock<'_, T, O> {
             let cols = self.cols.start + cols.start..self.cols.start + cols.end;
             // SAFETY: this task alone writes this part of the output.
             unsafe {
-                settle(
+                store_row(
                     self.isa,
                     self.product,
                     self.rows.start + i,

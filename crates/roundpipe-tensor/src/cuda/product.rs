@@ -138,7 +138,7 @@ enum ProductMethod {
     /// The result is empty.
     Nothing,
     /// There is nothing to sum: c = bias + beta c.
-    Settle,
+    WithoutProduct,
     /// By the plain kernel.
     Plain,
     /// By the library; of left and right, whether a dense copy is made first.
@@ -152,7 +152,7 @@ impl ProductMethod {
             return Self::Nothing;
         }
         if sizes.k == 0 {
-            return Self::Settle;
+            return Self::WithoutProduct;
         }
         let copies = [Lie::of(&a.layout).is_none(), Lie::of(&b.layout).is_none()];
         let huge = [sizes.m, sizes.n, sizes.k]
@@ -257,7 +257,7 @@ unsafe fn matmul(call: &Call<'_>, alpha: f64, beta: f64) -> Result<()> {
     unsafe {
         match ProductMethod::of(a, b, c) {
             ProductMethod::Nothing => Ok(()),
-            ProductMethod::Settle => settle(call, &product),
+            ProductMethod::WithoutProduct => without_product(call, &product),
             ProductMethod::Plain => plainly(call, &product),
             ProductMethod::Library { copies } => by_library(call, &product, copies),
         }
@@ -265,7 +265,7 @@ unsafe fn matmul(call: &Call<'_>, alpha: f64, beta: f64) -> Result<()> {
 }
 
 /// c = bias + beta c.
-unsafe fn settle(call: &Call<'_>, product: &MatMulCall<'_>) -> Result<()> {
+unsafe fn without_product(call: &Call<'_>, product: &MatMulCall<'_>) -> Result<()> {
     let MatMulCall {
         a, c, bias, beta, ..
     } = *product;
@@ -376,7 +376,7 @@ unsafe fn by_library(call: &Call<'_>, product: &MatMulCall<'_>, copies: [bool; 2
     }
     if let Some(first) = first {
         // SAFETY: the launch contract.
-        unsafe { settle(call, first)? };
+        unsafe { without_product(call, first)? };
     }
     // SAFETY: operands and result are as large as the tasks say; the workspace is the scratch
     // memory's start.

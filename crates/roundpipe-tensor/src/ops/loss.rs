@@ -472,7 +472,7 @@ impl FusedHead {
                 worker.launch(&Kernel::Fill { value: 0.0 }, &[], &[Some(&sink.tensor)])?;
             }
             drop((buffer, narrow));
-            bx.settle(1, sink)?;
+            bx.give_back(1, sink)?;
         }
         Ok(dx)
     }

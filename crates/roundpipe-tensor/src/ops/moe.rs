@@ -434,7 +434,7 @@ fn grouped_gradient(
     bx.worker()
         .launch(&kernel, &[Some(x), Some(dy), Some(offsets)], &[Some(&into)])?;
     drop(into);
-    bx.settle(i, sink)
+    bx.give_back(i, sink)
 }
 
 fn check_grouped(

@@ -311,7 +311,7 @@ impl Cx {
                 .launch(&grad(accumulate), &src, &[dx.as_ref(), into(0), into(1)])?;
             drop((x, dy));
             for (at, sink) in [weight_at, bias_at].into_iter().zip(sinks) {
-                settle(bx, at, sink)?;
+                give_back(bx, at, sink)?;
             }
             dx.map_or(Ok(()), |dx| bx.give(0, dx))
         })
@@ -372,7 +372,7 @@ fn rms_backward(
         &src,
         &[dx.as_ref(), sink.as_ref().map(|s| &s.tensor)],
     )?;
-    settle(bx, at, sink)?;
+    give_back(bx, at, sink)?;
     Ok(dx)
 }
 
@@ -385,9 +385,9 @@ pub(super) fn wanted(bx: &mut Back<'_>, at: Option<usize>) -> Result<Option<Sink
 }
 
 /// Takes back what [`wanted`] gave.
-pub(super) fn settle(bx: &mut Back<'_>, at: Option<usize>, sink: Option<Sink>) -> Result<()> {
+pub(super) fn give_back(bx: &mut Back<'_>, at: Option<usize>, sink: Option<Sink>) -> Result<()> {
     match at.zip(sink) {
-        Some((i, sink)) => bx.settle(i, sink),
+        Some((i, sink)) => bx.give_back(i, sink),
         None => Ok(()),
     }
 }

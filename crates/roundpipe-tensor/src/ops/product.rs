@@ -108,7 +108,7 @@ impl Cx {
                         1.0,
                         f64::from(u8::from(sink.accumulate)),
                     )?;
-                    bx.settle(i, sink)?;
+                    bx.give_back(i, sink)?;
                 } else {
                     let full = multiply(bx.worker(), OP, x, y, dy.dtype().accumulator())?;
                     let grad = bx.worker().sum_to(&full, this)?;
@@ -307,7 +307,7 @@ fn weight_grad(bx: &mut Back<'_>, i: usize, dy: &Tensor, x: &Tensor) -> Result<(
     let sink = bx.sink(i)?;
     let beta = f64::from(u8::from(sink.accumulate));
     multiply_into(bx.worker(), &turned(dy), x, &sink.tensor, 1.0, beta)?;
-    bx.settle(i, sink)
+    bx.give_back(i, sink)
 }
 
 /// db += column sums of dy [rows, out] for input `i` of a node.
@@ -322,5 +322,5 @@ pub(crate) fn bias_grad(bx: &mut Back<'_>, i: usize, dy: &Tensor) -> Result<()> 
     };
     bx.worker().launch(&kernel, &[Some(dy)], &[Some(&row)])?;
     drop(row);
-    bx.settle(i, sink)
+    bx.give_back(i, sink)
 }

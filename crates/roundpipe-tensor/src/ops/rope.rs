@@ -8,7 +8,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernel::{Glu, Kernel, RopeStyle, Unary};
 use crate::ops::arith::raw_unary;
-use crate::ops::norm::{settle, wanted};
+use crate::ops::norm::{give_back, wanted};
 use crate::shape::{Layout, Shape};
 use crate::tensor::Tensor;
 use crate::worker::Worker;
@@ -136,7 +136,7 @@ impl Cx {
                 &[dx.as_ref(), sink.as_ref().map(|s| &s.tensor)],
             )?;
             drop((kept, dy));
-            settle(bx, Some(1), sink)?;
+            give_back(bx, Some(1), sink)?;
             dx.map_or(Ok(()), |dx| bx.give(0, dx))
         })
     }

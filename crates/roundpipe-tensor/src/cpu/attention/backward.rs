@@ -202,7 +202,7 @@ impl<T: AttentionFloat> BackwardPass<'_, T> {
                                 self.queries_block(sequence, head, queries, Want::All, buffers);
                             }
                         }
-                        self.settle(sequence, head, 0..sequence.keys);
+                        self.round_keys(sequence, head, 0..sequence.keys);
                     });
                 }
             },
@@ -339,7 +339,7 @@ impl<T: AttentionFloat> BackwardPass<'_, T> {
                     self.meet(sequence, head, &queries, keys, Want::Keys, &stats, buffers);
                 }
             }
-            self.settle(sequence, key_head, keys);
+            self.round_keys(sequence, key_head, keys);
         }
     }
 
@@ -530,7 +530,7 @@ impl<T: AttentionFloat> BackwardPass<'_, T> {
     ///
     /// # Safety
     /// As [`BackwardPass::queries_block`].
-    unsafe fn settle(&self, sequence: &RowSequence, head: usize, keys: Range<usize>) {
+    unsafe fn round_keys(&self, sequence: &RowSequence, head: usize, keys: Range<usize>) {
         if T::is_acc() {
             return;
         }

@@ -302,12 +302,12 @@ fn correlate<T: ConvFloat>(
                 beta: 0.0,
             });
         }
-        settle(call, job, &block, sums, bias, dst);
+        store_block(call, job, &block, sums, bias, dst);
     }
 }
 
 /// Rounds a block's sums `[to, columns]` into their places, with the bias.
-fn settle<T: Float>(
+fn store_block<T: Float>(
     call: &Call<'_>,
     job: &ConvJob,
     block: &PositionBlock,

@@ -228,7 +228,10 @@ fn ways_and_scratch_follow_from_shapes() {
     let way = |a: &[usize], b: &[usize], c: &[usize]| {
         ProductMethod::of(&dense(0, a), &dense(0, b), &dense(0, c))
     };
-    assert_eq!(way(&[5, 0], &[0, 3], &[5, 3]), ProductMethod::Settle);
+    assert_eq!(
+        way(&[5, 0], &[0, 3], &[5, 3]),
+        ProductMethod::WithoutProduct
+    );
     assert_eq!(way(&[0, 4], &[4, 3], &[0, 3]), ProductMethod::Nothing);
     assert_eq!(
         way(&[5, 4], &[4, 3], &[5, 3]),

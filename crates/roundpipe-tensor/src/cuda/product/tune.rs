@@ -89,13 +89,13 @@ pub(super) unsafe fn choose(
         return Ok(0);
     };
     // SAFETY: the caller's promise.
-    settle(path, &name(&task.key), found, || unsafe {
+    stored_or_measured(path, &name(&task.key), found, || unsafe {
         measure(call, handle, task, found)
     })
 }
 
 /// What the file says of a shape, after what was measured is added to it where it says nothing.
-fn settle(
+fn stored_or_measured(
     path: &Path,
     key: &str,
     found: &[LtCandidate],
@@ -350,7 +350,7 @@ mod tests {
     use std::path::Path;
 
     use super::super::lt::{LtCandidate, ProductShape};
-    use super::{line, open, part, pick, settle, stored};
+    use super::{line, open, part, pick, stored, stored_or_measured};
 
     fn candidate(number: u64) -> LtCandidate {
         let mut candidate = LtCandidate::default();
@@ -446,7 +446,8 @@ mod tests {
     /// A shape is measured once where that can be stored, and never where it cannot.
     #[test]
     fn what_cannot_be_stored_is_not_measured() {
-        let folder = std::env::temp_dir().join(format!("roundpipe-settle-{}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("roundpipe-tune-choice-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let found = [candidate(1), candidate(2)];
         let count = Cell::new(0);
@@ -456,13 +457,13 @@ mod tests {
         };
         let good = folder.join("new").join("products.txt");
         for _ in 0..2 {
-            assert_eq!(settle(&good, "a", &found, measure).unwrap(), 1);
+            assert_eq!(stored_or_measured(&good, "a", &found, measure).unwrap(), 1);
         }
         assert_eq!(count.get(), 1, "the second time it is read");
         // A file where the folder should be stops every user, root included.
         std::fs::write(folder.join("file"), "").unwrap();
         let bad = folder.join("file").join("products.txt");
-        assert_eq!(settle(&bad, "a", &found, measure).unwrap(), 0);
+        assert_eq!(stored_or_measured(&bad, "a", &found, measure).unwrap(), 0);
         assert_eq!(count.get(), 1, "measured for nothing");
         std::fs::remove_dir_all(&folder).unwrap();
     }
