@@ -770,10 +770,10 @@ fn pageable_memory_is_sent_on_when_it_is_there() {
             let value = workers[0]
                 .full(DType::F32, Shape::new(&[COUNT]).unwrap(), f64::from(i))
                 .unwrap();
-            let parcel = ports[0].send("value", &value).unwrap();
+            let sent = ports[0].send("value", &value).unwrap();
             there.push((
-                ports[1].receive("value", &parcel).unwrap().land().unwrap(),
-                parcel,
+                ports[1].receive("value", &sent).unwrap().land().unwrap(),
+                sent,
             ));
         }
         for (i, (value, _)) in there.iter().enumerate() {
@@ -830,12 +830,12 @@ fn room_is_made_behind_downloads() {
             worker.clone(),
             HostPool::new(worker.device().clone(), Pin::Off),
         );
-        let mut parcels = Vec::new();
+        let mut host_values = Vec::new();
         for i in 0..10 {
             let value = worker
                 .full(DType::F32, Shape::new(&[COUNT]).unwrap(), f64::from(i))
                 .unwrap();
-            parcels.push(port.send("value", &value).unwrap());
+            host_values.push(port.send("value", &value).unwrap());
             drop(value);
             port.make_room(2 * SIZE).unwrap();
             assert!(
@@ -844,8 +844,8 @@ fn room_is_made_behind_downloads() {
                 worker.usage()
             );
         }
-        for (i, parcel) in parcels.iter().enumerate() {
-            let bytes = parcel.fence().unwrap().read_all().unwrap();
+        for (i, sent) in host_values.iter().enumerate() {
+            let bytes = sent.fence().unwrap().read_all().unwrap();
             assert_eq!(bytes.as_slice::<f32>(), [i as f32; COUNT], "seed {seed}");
         }
         assert!(world.races().is_empty(), "seed {seed}: {:?}", world.races());

@@ -243,7 +243,7 @@ fn cumulative(op: &'static str, what: &str, lens: &[i32], rows: usize) -> Result
 /// Who sees whom in one sequence. Positions are those of keys; the last query stands at the last
 /// key.
 #[derive(Clone, Copy)]
-struct Sight {
+struct Mask {
     keys: isize,
     /// Position of the first query.
     shift: isize,
@@ -251,7 +251,7 @@ struct Sight {
     window: Option<isize>,
 }
 
-impl Sight {
+impl Mask {
     fn new(spec: &AttentionSpec, sequence: &RowSequence) -> Self {
         let (queries, keys) = (sequence.queries as isize, sequence.keys as isize);
         // A window longer than both hides nothing; the bound keeps sums small.
@@ -309,7 +309,7 @@ impl Sight {
     }
 
     /// Sets the scores `[keys, QUERIES]` of pairs that do not see each other to -inf.
-    fn hide<T: Real>(&self, scores: &mut [T], keys: Range<usize>, queries: &Range<usize>) {
+    fn apply<T: Real>(&self, scores: &mut [T], keys: Range<usize>, queries: &Range<usize>) {
         let (first, last) = (self.keys_of(queries.start), self.keys_of(queries.end - 1));
         if last.start <= keys.start && keys.end <= first.end {
             return;

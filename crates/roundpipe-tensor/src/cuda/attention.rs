@@ -3,7 +3,7 @@
 //!
 //! Three ways, chosen by the operands and by what is installed: cuDNN where it takes the case
 //! ([`fused`]), our kernels on tensor cores for other bf16 and f16, and a kernel that is right for
-//! every type, width and stride ([`own`]). The variable `ROUNDPIPE_ATTENTION` forces the first
+//! every type, width and stride ([`native`]). The variable `ROUNDPIPE_ATTENTION` forces the first
 //! (`cudnn`: what it takes and cannot plan is an error) or forbids it (`own`). All ways save the
 //! same statistics, so forward and backward may go different ones.
 //!
@@ -18,7 +18,7 @@
 mod cut;
 mod fused;
 mod graph;
-mod own;
+mod native;
 mod sums;
 
 use std::collections::HashMap;
@@ -44,18 +44,18 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
             Kernel::Attention(spec) => {
                 match wanted(call, FusedAttention::forward(spec, call.src, call.dst))? {
                     Some(fused) if by_cudnn(call, &fused)? => match call.maybe_src(3) {
-                        Some(_) => own::add_sinks(call, spec),
+                        Some(_) => native::add_sinks(call, spec),
                         None => Ok(()),
                     },
-                    _ => own::forward(call, spec),
+                    _ => native::forward(call, spec),
                 }
             }
             Kernel::AttentionGrad(spec) => {
                 match wanted(call, FusedAttention::backward(spec, call.src, call.dst))? {
                     // With o and the statistics as they are with sinks, the gradients of the others
                     // are what they are.
-                    Some(fused) if by_cudnn(call, &fused)? => own::sink_gradient(call, spec),
-                    _ => own::backward(call, spec),
+                    Some(fused) if by_cudnn(call, &fused)? => native::sink_gradient(call, spec),
+                    _ => native::backward(call, spec),
                 }
             }
             _ => Err(Error::invalid(call.kernel.name(), "is no attention")),
@@ -75,13 +75,13 @@ pub(super) fn scratch(
     match kernel {
         Kernel::Attention(spec) => bytes(FusedAttention::forward(spec, src, dst)),
         Kernel::AttentionGrad(spec) => {
-            let own = own::delta_bytes(src[0].as_ref().expect("q is always there"));
+            let native = native::delta_bytes(src[0].as_ref().expect("q is always there"));
             let fused = if library_backward {
                 FusedAttention::backward(spec, src, dst)
             } else {
                 None
             };
-            own.max(bytes(fused))
+            native.max(bytes(fused))
         }
         _ => 0,
     }
@@ -89,21 +89,21 @@ pub(super) fn scratch(
 
 /// Every variant that models use.
 pub(super) fn units() -> Vec<Unit> {
-    own::units().into_iter().chain(sums::units()).collect()
+    native::units().into_iter().chain(sums::units()).collect()
 }
 
 /// What the user wants of the ways.
 #[derive(Clone, Copy, PartialEq)]
 enum AttentionChoice {
     Best,
-    Own,
+    Native,
     Cudnn,
 }
 
 fn way() -> AttentionChoice {
     static WAY: OnceLock<AttentionChoice> = OnceLock::new();
     *WAY.get_or_init(|| match std::env::var("ROUNDPIPE_ATTENTION").as_deref() {
-        Ok("own") => AttentionChoice::Own,
+        Ok("own") => AttentionChoice::Native,
         Ok("cudnn") => AttentionChoice::Cudnn,
         _ => AttentionChoice::Best,
     })
@@ -111,7 +111,8 @@ fn way() -> AttentionChoice {
 
 /// A case that cuDNN takes, where cuDNN is here and wanted.
 fn wanted(call: &Call<'_>, fused: Option<FusedAttention>) -> Result<Option<FusedAttention>> {
-    let Some(fused) = fused.filter(|fused| fused.aligned && way() != AttentionChoice::Own) else {
+    let Some(fused) = fused.filter(|fused| fused.aligned && way() != AttentionChoice::Native)
+    else {
         return Ok(None);
     };
     let taken =
@@ -124,7 +125,7 @@ fn wanted(call: &Call<'_>, fused: Option<FusedAttention>) -> Result<Option<Fused
 
 /// Whether cuDNN's backward may be taken on such a card.
 pub(super) fn may_take_backward(capability: (i32, i32)) -> bool {
-    way() != AttentionChoice::Own && is_backward_known(capability) && usable().is_ok()
+    way() != AttentionChoice::Native && is_backward_known(capability) && usable().is_ok()
 }
 
 /// Of the newest cards only one engine's backward repeats bit for bit, which the heuristics do not
@@ -157,7 +158,7 @@ pub(super) fn note() -> Option<String> {
     let why = usable()
         .as_ref()
         .err()
-        .filter(|_| way() != AttentionChoice::Own)?;
+        .filter(|_| way() != AttentionChoice::Native)?;
     Some(format!(
         "attention by our own kernels, which are slower than cuDNN's: {why}"
     ))

@@ -266,7 +266,7 @@ unsafe fn copy(call: &Call<'_>) -> Result<()> {
             return cast_map(x.dtype, y.dtype).launch(call, &[x, y], &Constants::default());
         }
         match TransposedCopy::new(&x, &y)? {
-            Some(turned) => turned.launch(call),
+            Some(transposed) => transposed.launch(call),
             None => Map::new("SAME", vec![bits(x.dtype), bits(y.dtype)]).launch(
                 call,
                 &[x, y],
@@ -866,16 +866,16 @@ mod tests {
         let [_, b, c, d] = sizes.map(|size| size as isize);
         let x = view(DType::F32, &sizes, &[b * c * d, 1, b, b * c]);
         let y = view(DType::F32, &sizes, &[b * c * d, c * d, d, 1]);
-        let turned = TransposedCopy::new(&x, &y).unwrap().unwrap();
+        let transposed = TransposedCopy::new(&x, &y).unwrap().unwrap();
         let mut pairs = Vec::new();
-        for plane in 0..turned.planes[0].numel() {
-            let [from, to] = turned
+        for plane in 0..transposed.planes[0].numel() {
+            let [from, to] = transposed
                 .planes
                 .map(|v| offset(v.shape(), v.layout.strides(), plane));
-            for r in 0..turned.rows {
-                for c in 0..turned.columns {
-                    let from = from + r as isize + c as isize * turned.x_column;
-                    pairs.push((to + r as isize * turned.y_row + c as isize, from));
+            for r in 0..transposed.rows {
+                for c in 0..transposed.columns {
+                    let from = from + r as isize + c as isize * transposed.x_column;
+                    pairs.push((to + r as isize * transposed.y_row + c as isize, from));
                 }
             }
         }

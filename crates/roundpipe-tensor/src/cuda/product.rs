@@ -504,7 +504,7 @@ impl<'a> Tasks<'a> {
         // Many rows against one matrix are one product.
         if let [only] = *steps.as_slice()
             && only.b == 0
-            && !left.turned
+            && !left.transposed
             && (only.a == sizes.m as i64 * left.line || (sizes.m == 1 && only.a >= sizes.k as i64))
             && sizes.m * only.count <= i32::MAX as usize
         {

@@ -11,7 +11,7 @@ mod simple;
 
 use super::arith::{raw_binary, raw_compare};
 use super::index::check_index;
-use super::product::{multiply_into, turned};
+use super::product::{multiply_into, transposed};
 use crate::cx::{Cx, float, same_dtype};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -292,7 +292,7 @@ fn factor(bx: &mut Back<'_>, op: &'static str, count: Option<&Tensor>) -> Result
 }
 
 /// Bytes that the logits of one chunk may take, unless that would leave the matrix products too
-/// thin ([`Ops::thick`](crate::device::Ops::thick)).
+/// thin ([`Ops::min_gemm_rows`](crate::device::Ops::min_gemm_rows)).
 const CHUNK_BYTES: usize = 32 << 20;
 const MOST_TOKENS: usize = 4096;
 
@@ -344,7 +344,7 @@ impl FusedHead {
     fn logits(&self, worker: &Worker, buffer: &Tensor, at: usize, many: usize) -> Result<Tensor> {
         let logits = buffer.narrowed(0, 0, many);
         let x = self.x.narrowed(0, at, many);
-        multiply_into(worker, &x, &turned(&self.weight), &logits, 1.0, 0.0)?;
+        multiply_into(worker, &x, &transposed(&self.weight), &logits, 1.0, 0.0)?;
         Ok(logits)
     }
 
@@ -463,7 +463,7 @@ impl FusedHead {
             }
             if let Some(sink) = &sink {
                 let x = self.x.narrowed(0, at, many);
-                multiply_into(&worker, &turned(&dlogits), &x, &sink.tensor, 1.0, beta)?;
+                multiply_into(&worker, &transposed(&dlogits), &x, &sink.tensor, 1.0, beta)?;
                 beta = 1.0;
             }
         }

@@ -204,7 +204,7 @@ impl Cx {
         let y = self
             .worker()
             .alloc(OP, x.dtype(), Shape::new(&[rows, out])?)?;
-        let src = [Some(&dense), Some(&turned(weight)), Some(&offsets)];
+        let src = [Some(&dense), Some(&transposed(weight)), Some(&offsets)];
         self.worker()
             .launch(&Kernel::GroupedMatMul, &src, &[Some(&y)])?;
         if let Some(bias) = bias {
@@ -383,7 +383,7 @@ fn sort(worker: &Worker, op: &'static str, choice: &Tensor, experts: usize) -> R
 }
 
 /// `[e, n, c]` seen as `[e, c, n]`.
-fn turned(weight: &Tensor) -> Tensor {
+fn transposed(weight: &Tensor) -> Tensor {
     weight.relaid(weight.layout().permuted(&[0, 2, 1]))
 }
 
@@ -427,7 +427,7 @@ fn grouped_gradient(
     let sink = bx.sink(i)?;
     let (groups, out) = (sink.tensor.dims()[0], sink.tensor.dims()[1]);
     let full = Layout::contiguous(Shape::new(&[groups, out, x.dims()[1]])?);
-    let into = turned(&sink.tensor.relaid(full));
+    let into = transposed(&sink.tensor.relaid(full));
     let kernel = Kernel::GroupedMatMulGrad {
         accumulate: sink.accumulate,
     };

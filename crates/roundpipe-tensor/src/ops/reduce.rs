@@ -394,8 +394,8 @@ impl Cx {
     ) -> Result<Tensor> {
         float(op, x)?;
         if x.shape().axis(op, dim)? + 1 != x.rank() {
-            let turned = self.transpose(x, dim, -1)?;
-            let y = self.softmax_of(op, &turned, -1, log)?;
+            let transposed = self.transpose(x, dim, -1)?;
+            let y = self.softmax_of(op, &transposed, -1, log)?;
             return self.transpose(&y, dim, -1);
         }
         let dense = self.contiguous(x)?;
@@ -510,8 +510,8 @@ impl Cx {
             return Err(Error::invalid(OP, what));
         }
         if axis + 1 != x.rank() {
-            let turned = self.transpose(x, dim, -1)?;
-            let (values, places) = self.topk(&turned, k, -1, largest)?;
+            let transposed = self.transpose(x, dim, -1)?;
+            let (values, places) = self.topk(&transposed, k, -1, largest)?;
             return Ok((
                 self.transpose(&values, dim, -1)?,
                 self.transpose(&places, dim, -1)?,

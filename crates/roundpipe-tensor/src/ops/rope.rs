@@ -22,7 +22,7 @@ pub fn rope_tables(positions: usize, rotary_dim: usize, theta: f64) -> (Vec<f64>
     angles.map(|angle| (angle.cos(), angle.sin())).unzip()
 }
 
-/// How heads are turned: checked, and dense as kernels want it.
+/// How heads are rotated: checked, and dense as kernels want it.
 struct Rotation {
     cos: Tensor,
     sin: Tensor,
@@ -46,15 +46,15 @@ impl Cx {
         style: RopeStyle,
     ) -> Result<Tensor> {
         const OP: &str = "rope";
-        let turn = check_rotary(self.worker(), OP, x, [cos, sin], positions, style)?;
+        let rotation = check_rotary(self.worker(), OP, x, [cos, sin], positions, style)?;
         let x = self.dense_last(x)?;
-        let y = turned(self.worker(), &x, &turn, false)?;
+        let y = rotated(self.worker(), &x, &rotation, false)?;
         self.record_one(OP, &[&x], y, move |bx| {
             let dy = bx
                 .grad_strided(0)
                 .expect("a node runs only with a gradient");
             let dy = dense_last(bx.worker(), &dy)?;
-            let dx = turned(bx.worker(), &dy, &turn, true)?;
+            let dx = rotated(bx.worker(), &dy, &rotation, true)?;
             drop(dy);
             bx.give(0, dx)
         })
@@ -299,17 +299,17 @@ fn dense_last(worker: &Worker, x: &Tensor) -> Result<Tensor> {
 }
 
 /// The rotary kernel alone.
-fn turned(worker: &Worker, x: &Tensor, turn: &Rotation, inverse: bool) -> Result<Tensor> {
+fn rotated(worker: &Worker, x: &Tensor, rotation: &Rotation, inverse: bool) -> Result<Tensor> {
     let y = worker.alloc("rope", x.dtype(), *x.shape())?;
     let src = [
         Some(x),
-        Some(&turn.cos),
-        Some(&turn.sin),
-        turn.positions.as_ref(),
+        Some(&rotation.cos),
+        Some(&rotation.sin),
+        rotation.positions.as_ref(),
     ];
     worker.launch(
         &Kernel::Rope {
-            style: turn.style,
+            style: rotation.style,
             inverse,
         },
         &src,

@@ -16,8 +16,8 @@ use super::load::{DenseRows, store_transposed};
 use super::softmax::weigh_back;
 use super::tile::{LANES, Left, TileProduct, multiply};
 use super::{
-    AttentionFloat, KEYS, Operand, PerQuery, Problem, QUERIES, RowSequence, Sight, converted,
-    grain, lanes, query_blocks, readable, with_buffers,
+    AttentionFloat, KEYS, Mask, Operand, PerQuery, Problem, QUERIES, RowSequence, converted, grain,
+    lanes, query_blocks, readable, with_buffers,
 };
 use crate::cpu::access::{Call, Real, SharedSlice, slice_mut};
 use crate::error::Result;
@@ -294,11 +294,11 @@ impl<T: AttentionFloat> BackwardPass<'_, T> {
     ) {
         // SAFETY: the caller's promise.
         let stats = unsafe { self.load(sequence, head, &queries, buffers) };
-        let sight = Sight::new(&self.problem.spec, sequence);
+        let mask = Mask::new(&self.problem.spec, sequence);
         buffers.dq_t.fill(T::Acc::ZERO);
-        for keys in sight.blocks(&queries) {
+        for keys in mask.blocks(&queries) {
             // SAFETY: as above.
-            unsafe { self.meet(sequence, head, &queries, keys, want, &stats, buffers) };
+            unsafe { self.block_pair(sequence, head, &queries, keys, want, &stats, buffers) };
         }
         let row = sequence.first_query + queries.start;
         let scale = [T::Acc::of(self.problem.spec.scale); QUERIES];
@@ -326,17 +326,17 @@ impl<T: AttentionFloat> BackwardPass<'_, T> {
         keys: Range<usize>,
         buffers: &mut Buffers<'_, T::Acc>,
     ) {
-        let sight = Sight::new(&self.problem.spec, sequence);
+        let mask = Mask::new(&self.problem.spec, sequence);
         // SAFETY: the caller's promise.
         unsafe {
             self.clear(sequence, key_head, keys.clone());
             for head in self.query_heads(key_head) {
                 for queries in query_blocks(sequence.queries) {
-                    let Some(keys) = sight.seen(&queries, keys.clone()) else {
+                    let Some(keys) = mask.seen(&queries, keys.clone()) else {
                         continue;
                     };
                     let stats = self.load(sequence, head, &queries, buffers);
-                    self.meet(sequence, head, &queries, keys, Want::Keys, &stats, buffers);
+                    self.block_pair(sequence, head, &queries, keys, Want::Keys, &stats, buffers);
                 }
             }
             self.round_keys(sequence, key_head, keys);
@@ -423,7 +423,7 @@ impl<T: AttentionFloat> BackwardPass<'_, T> {
         clippy::too_many_arguments,
         reason = "the coordinates of a pair of blocks and what is known of it"
     )]
-    unsafe fn meet(
+    unsafe fn block_pair(
         &self,
         sequence: &RowSequence,
         head: usize,
@@ -487,7 +487,7 @@ impl<T: AttentionFloat> BackwardPass<'_, T> {
                 grads.as_mut_ptr(),
                 false,
             ));
-            Sight::new(&p.spec, sequence).hide(weights, keys, queries);
+            Mask::new(&p.spec, sequence).apply(weights, keys, queries);
             weigh_back(weights, grads, &stats.lse, &stats.delta);
             if want != Want::Queries {
                 multiply(outer(

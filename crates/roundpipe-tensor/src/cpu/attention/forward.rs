@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use super::load::store_transposed;
-use super::softmax::{Running, scale, weigh};
+use super::softmax::{Running, online_softmax, scale};
 use super::tile::{Left, TileProduct, multiply};
 use super::{
-    AttentionFloat, KEYS, Operand, PerQuery, Problem, QUERIES, RowSequence, Sight, converted,
-    grain, lanes, query_blocks, readable, with_buffers,
+    AttentionFloat, KEYS, Mask, Operand, PerQuery, Problem, QUERIES, RowSequence, converted, grain,
+    lanes, query_blocks, readable, with_buffers,
 };
 use crate::cpu::access::{Call, Real};
 use crate::error::Result;
@@ -130,10 +130,10 @@ unsafe fn blocks<T: AttentionFloat>(
             T::Acc::ZERO
         }; QUERIES],
     };
-    let mut fade = [T::Acc::ONE; QUERIES];
-    let sight = Sight::new(&problem.spec, sequence);
+    let mut rescale = [T::Acc::ONE; QUERIES];
+    let mask = Mask::new(&problem.spec, sequence);
     let mut add = false;
-    for keys in sight.blocks(queries) {
+    for keys in mask.blocks(queries) {
         let count = keys.len();
         let rows = sequence.first_key + keys.start..sequence.first_key + keys.end;
         // SAFETY: the rows exist and are only read; buffers hold KEYS rows and products of QUERIES
@@ -157,10 +157,10 @@ unsafe fn blocks<T: AttentionFloat>(
         // SAFETY: as above.
         unsafe { multiply(to_scores) };
         let scores = &mut scores[..count * QUERIES];
-        sight.hide(scores, keys, queries);
-        weigh(scores, n, &mut running, &mut fade);
+        mask.apply(scores, keys, queries);
+        online_softmax(scores, n, &mut running, &mut rescale);
         if add {
-            scale(o, &fade);
+            scale(o, &rescale);
         }
         let to_output = TileProduct {
             m: dv,

@@ -20,30 +20,30 @@ pub(super) struct Running<T> {
 }
 
 /// Turns scores `[keys, QUERIES]` into weights 2^(score - max) after raising the running maximum,
-/// adds them to the running sum, and gives in `fade` the factor of everything summed under the old
-/// maximum.
-pub(super) fn weigh<T: AttentionAcc>(
+/// adds them to the running sum, and gives in `rescale` the factor of everything summed under the
+/// old maximum.
+pub(super) fn online_softmax<T: AttentionAcc>(
     scores: &mut [T],
     lanes: usize,
     running: &mut Running<T>,
-    fade: &mut PerQuery<T>,
+    rescale: &mut PerQuery<T>,
 ) {
-    level::run(Weigh {
+    level::run(OnlineSoftmax {
         scores,
         lanes,
         running,
-        fade,
+        rescale,
     });
 }
 
-struct Weigh<'a, T> {
+struct OnlineSoftmax<'a, T> {
     scores: &'a mut [T],
     lanes: usize,
     running: &'a mut Running<T>,
-    fade: &'a mut PerQuery<T>,
+    rescale: &'a mut PerQuery<T>,
 }
 
-impl<T: AttentionAcc> LevelLoop for Weigh<'_, T> {
+impl<T: AttentionAcc> LevelLoop for OnlineSoftmax<'_, T> {
     #[inline(always)]
     fn run<const FMA: bool, const BYTES: usize>(mut self) {
         if self.lanes == QUERIES {
@@ -56,7 +56,7 @@ impl<T: AttentionAcc> LevelLoop for Weigh<'_, T> {
     }
 }
 
-impl<T: AttentionAcc> Weigh<'_, T> {
+impl<T: AttentionAcc> OnlineSoftmax<'_, T> {
     #[inline(always)]
     fn strip<const FMA: bool, const W: usize>(&mut self, at: usize) {
         let old: [T; W] = take(&self.running.max, at);
@@ -72,9 +72,9 @@ impl<T: AttentionAcc> Weigh<'_, T> {
         let base = max.map(|m| if m == T::NEG_INF { T::ZERO } else { m });
         let mut sum: [T; W] = take(&self.running.sum, at);
         for i in 0..W {
-            let fade = T::exp2::<FMA>(old[i] - base[i]);
-            self.fade[at + i] = fade;
-            sum[i] *= fade;
+            let rescale = T::exp2::<FMA>(old[i] - base[i]);
+            self.rescale[at + i] = rescale;
+            sum[i] *= rescale;
         }
         for row in self.scores.chunks_exact_mut(QUERIES) {
             let row = &mut row[at..at + W];

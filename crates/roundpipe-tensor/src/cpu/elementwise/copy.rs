@@ -71,7 +71,7 @@ pub(super) unsafe fn copy(call: &Call<'_>) -> Result<()> {
 
 /// Moves bits of one size.
 fn same<T: Plain>(call: &Call<'_>, x: ReadOperand, y: WriteOperand) {
-    if turn::<T>(call, &x, &y) {
+    if transpose::<T>(call, &x, &y) {
         return;
     }
     blocks::<T>(call, y.numel(), |[buf, ..], start, len| {
@@ -91,17 +91,17 @@ const TILE: usize = 32;
 
 /// Copies a source whose neighbours in memory are not neighbours in order, if this is one: by
 /// squares, so that both sides move whole cache lines. Returns whether it did.
-fn turn<T: Plain>(call: &Call<'_>, x: &ReadOperand, y: &WriteOperand) -> bool {
-    let Some(turned) = x.turned() else {
+fn transpose<T: Plain>(call: &Call<'_>, x: &ReadOperand, y: &WriteOperand) -> bool {
+    let Some(transposed) = x.transposed() else {
         return false;
     };
     if y.lend::<T>(0, y.numel()).is_none() {
         return false;
     }
-    let [rows, columns] = turned.sizes;
+    let [rows, columns] = transposed.sizes;
     let strips = rows.div_ceil(TILE);
     call.pieces(
-        turned.planes * strips,
+        transposed.planes * strips,
         GRAIN / (TILE * columns),
         |start, end| {
             let mut tile = [[T::default(); TILE]; TILE];
@@ -111,13 +111,13 @@ fn turn<T: Plain>(call: &Call<'_>, x: &ReadOperand, y: &WriteOperand) -> bool {
                 for column in (0..columns).step_by(TILE) {
                     let width = TILE.min(columns - column);
                     for i in 0..width {
-                        let from = x.run::<T>(&turned, plane, row, column + i, height);
+                        let from = x.run::<T>(&transposed, plane, row, column + i, height);
                         from.iter()
                             .zip(&mut tile)
                             .for_each(|(value, line)| line[i] = *value);
                     }
                     for (r, line) in tile[..height].iter().enumerate() {
-                        y.scatter(turned.index(plane, row + r, column), &line[..width]);
+                        y.scatter(transposed.index(plane, row + r, column), &line[..width]);
                     }
                 }
             }

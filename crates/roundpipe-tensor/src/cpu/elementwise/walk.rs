@@ -181,7 +181,7 @@ impl ReadOperand {
 
     /// How the source is transposed: another dimension than the last lies side by side in memory.
     /// `None` for others, and for those too small to matter.
-    pub fn turned(&self) -> Option<TransposedSource> {
+    pub fn transposed(&self) -> Option<TransposedSource> {
         let walk = &self.0;
         let last = walk.rank - 1;
         let (columns, stride) = walk.inner();
@@ -202,21 +202,21 @@ impl ReadOperand {
     /// `count` rows of one column of a transposed source, which lie side by side.
     pub fn run<T: Copy>(
         &self,
-        turned: &TransposedSource,
+        transposed: &TransposedSource,
         plane: usize,
         row: usize,
         column: usize,
         count: usize,
     ) -> &[T] {
-        let start = turned.index(plane, row, column);
+        let start = transposed.index(plane, row, column);
         self.0.check::<T>(start, 1);
         let (offset, index) = self.0.locate(start);
         assert!(
-            index[turned.axis] + count <= self.0.sizes[turned.axis],
+            index[transposed.axis] + count <= self.0.sizes[transposed.axis],
             "rows outside their plane"
         );
         // SAFETY: the first element is inside the view by `check`, the others along a dimension of
-        // stride 1 by the assertion and `turned`; live and unwritten by the promise of `new`.
+        // stride 1 by the assertion and `transposed`; live and unwritten by the promise of `new`.
         unsafe { std::slice::from_raw_parts(self.0.at::<T>(offset), count) }
     }
 

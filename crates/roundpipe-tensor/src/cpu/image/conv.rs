@@ -211,27 +211,41 @@ pub(super) unsafe fn grad_input<T: ConvFloat>(call: &Call<'_>, spec: &ConvSpec) 
     // SAFETY: contiguous operands of T by the kernel's description; the destination overlaps none;
     // the filter's copy is the first part of the scratch.
     unsafe {
-        let turned = carve::<T>(call, &mut used, f.numel());
+        let transposed = carve::<T>(call, &mut used, f.numel());
         let out = SharedSlice::new(slice_mut::<T>(dx));
         for job in ConvJob::all_backward(spec, dy.shape(), f.shape(), dx.shape()) {
-            turn(call, &job, f.shape(), slice(f), turned);
+            transpose_filter(call, &job, f.shape(), slice(f), transposed);
             if is_depthwise(f.shape()) {
-                depthwise::correlate(call, &job, slice(dy), turned, None, out);
+                depthwise::correlate(call, &job, slice(dy), transposed, None, out);
             } else {
-                correlate(call, &job, slice(dy), turned, None, out, &mut used.clone());
+                correlate(
+                    call,
+                    &job,
+                    slice(dy),
+                    transposed,
+                    None,
+                    out,
+                    &mut used.clone(),
+                );
             }
         }
     }
 }
 
 /// Brings the filter `[o, c/g, kh, kw]` into the order `[c, o/g, taps]` of the way back.
-fn turn<T: Float>(call: &Call<'_>, job: &ConvJob, shape: &Shape, f: &[T], out: &mut [T]) {
+fn transpose_filter<T: Float>(
+    call: &Call<'_>,
+    job: &ConvJob,
+    shape: &Shape,
+    f: &[T],
+    out: &mut [T],
+) {
     let (per_group, kernel) = (shape[1], [shape[2], shape[3]]);
     let (out_group, depth) = (job.from / job.groups, job.depth());
     let out = SharedSlice::new(&mut out[..job.to * depth]);
     call.pieces(job.to, (1 << 15) / depth.max(1), |start, end| {
         for c in start..end {
-            // SAFETY: each channel is turned by one task.
+            // SAFETY: each channel is transposed by one task.
             let line = unsafe { out.part(c * depth, (c + 1) * depth) };
             let mut line = line.iter_mut();
             for o in 0..out_group {

@@ -361,7 +361,7 @@ impl AttentionCase {
         graph: &mut Graph,
         number: i64,
         i: usize,
-        turned: bool,
+        transposed: bool,
     ) -> Result<GraphTensor, Refused> {
         let [batch, row, head] = self.strides[i];
         let mut dims = if matches!(number, K | V | DK | DV) {
@@ -370,7 +370,7 @@ impl AttentionCase {
             self.of_queries()
         };
         let mut strides = [batch, head, row, 1];
-        if turned {
+        if transposed {
             dims.swap(2, 3);
             strides.swap(2, 3);
         }
@@ -459,7 +459,7 @@ impl AttentionCase {
         let ds = g.each(F::CUDNN_POINTWISE_MUL, ds, Some(scale), to)?;
         self.to_keys(g, ds, q, dk)?;
         let [batch, row, head] = self.strides[1];
-        let k = g.turned(k, self.data(), self.of_keys(), [batch, head, row, 1])?;
+        let k = g.transposed(k, self.data(), self.of_keys(), [batch, head, row, 1])?;
         if !self.any_order {
             g.product(ds, k, dq)?;
             return Ok(graph);
@@ -505,13 +505,14 @@ impl AttentionCase {
     ) -> Result<(), Refused> {
         let [batch, heads, queries, keys] = self.pairs();
         let strides = [heads * queries * keys, queries * keys, 1, keys];
-        let turned = g.turned(pairs, self.data(), [batch, heads, keys, queries], strides)?;
+        let transposed =
+            g.transposed(pairs, self.data(), [batch, heads, keys, queries], strides)?;
         if self.heads == self.key_heads {
-            g.product(turned, x, out)?;
+            g.product(transposed, x, out)?;
             return Ok(());
         }
         let to = g.step(self.data(), [batch, heads, keys, self.width])?;
-        let full = g.product(turned, x, to)?;
+        let full = g.product(transposed, x, to)?;
         g.sum(Sum::CUDNN_REDUCE_TENSOR_ADD, full, out)?;
         Ok(())
     }

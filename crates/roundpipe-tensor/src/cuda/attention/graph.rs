@@ -218,7 +218,7 @@ impl Graph {
     }
 
     /// y = the matrices of x with these sizes and strides: a transposition.
-    pub fn turned(
+    pub fn transposed(
         &mut self,
         x: GraphTensor,
         data: Data,

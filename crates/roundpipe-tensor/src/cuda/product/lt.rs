@@ -45,7 +45,7 @@ const CANDIDATES: usize = 8;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Lie {
     /// Lines are the matrix's columns instead of its rows.
-    pub turned: bool,
+    pub transposed: bool,
     /// Elements from one line to the next; at least a line's length.
     pub line: i64,
 }
@@ -70,10 +70,15 @@ impl Lie {
             (unit && apart >= length).then_some(apart)
         };
         let straight = line(rows, cols, row, col).map(|line| Self {
-            turned: false,
+            transposed: false,
             line,
         });
-        straight.or_else(|| line(cols, rows, col, row).map(|line| Self { turned: true, line }))
+        straight.or_else(|| {
+            line(cols, rows, col, row).map(|line| Self {
+                transposed: true,
+                line,
+            })
+        })
     }
 }
 
@@ -134,12 +139,12 @@ impl Key {
             line,
             step,
         };
-        let first = if b.turned {
+        let first = if b.transposed {
             columns(k, n, b.line, step_b)
         } else {
             columns(n, k, b.line, step_b)
         };
-        let second = if a.turned {
+        let second = if a.transposed {
             columns(m, k, a.line, step_a)
         } else {
             columns(k, m, a.line, step_a)
@@ -374,7 +379,10 @@ impl Operation {
         unsafe { lt.cublasLtMatmulDescCreate(&mut raw, compute, scale) }.result()?;
         let made = Self(raw, lt);
         // 1 is CUBLAS_OP_T, 0 is CUBLAS_OP_N. The library's first operand is our right one.
-        let turns = [i32::from(key.lies[1].turned), i32::from(key.lies[0].turned)];
+        let turns = [
+            i32::from(key.lies[1].transposed),
+            i32::from(key.lies[0].transposed),
+        ];
         for (what, turn) in [
             A::CUBLASLT_MATMUL_DESC_TRANSA,
             A::CUBLASLT_MATMUL_DESC_TRANSB,
@@ -644,13 +652,13 @@ impl LtTask {
         for (batch, i, j) in (0..batches * n * m).map(|x| (x / (n * m), x / m % n, x % m)) {
             let mut sum = 0.0;
             for l in 0..k {
-                let (r, c) = if self.key.lies[1].turned {
+                let (r, c) = if self.key.lies[1].transposed {
                     (l, i)
                 } else {
                     (i, l)
                 };
                 let left = memory[at(self.b, &first, batch, r, c)];
-                let (r, c) = if self.key.lies[0].turned {
+                let (r, c) = if self.key.lies[0].transposed {
                     (j, l)
                 } else {
                     (l, j)

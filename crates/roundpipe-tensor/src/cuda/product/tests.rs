@@ -101,12 +101,22 @@ fn check(name: &str, a: &View, b: &View, calls: usize) {
 /// rows.
 #[test]
 fn the_librarys_columns_are_our_rows() {
-    let turned = |first, [m, k]: [usize; 2]| view(first, &[m, k], &[1, m as isize]);
+    let transposed = |first, [m, k]: [usize; 2]| view(first, &[m, k], &[1, m as isize]);
     check("dense", &dense(0, &[5, 7]), &dense(1000, &[7, 3]), 1);
-    check("left turned", &turned(0, [5, 7]), &dense(1000, &[7, 3]), 1);
-    check("right turned", &dense(0, &[5, 7]), &turned(1000, [7, 3]), 1);
     check(
-        "both turned, cut out",
+        "left transposed",
+        &transposed(0, [5, 7]),
+        &dense(1000, &[7, 3]),
+        1,
+    );
+    check(
+        "right transposed",
+        &dense(0, &[5, 7]),
+        &transposed(1000, [7, 3]),
+        1,
+    );
+    check(
+        "both transposed, cut out",
         &view(3, &[5, 7], &[1, 9]),
         &view(1001, &[7, 3], &[1, 11]),
         1,

@@ -123,7 +123,7 @@ fn name(key: &Key) -> String {
     } = key.shape;
     let [a, b] = key
         .lies
-        .map(|lie| format!("{}{}", if lie.turned { 't' } else { 'n' }, lie.line));
+        .map(|lie| format!("{}{}", if lie.transposed { 't' } else { 'n' }, lie.line));
     let [src, dst] = key.types;
     let aligned = key.aligned;
     let mut name =

@@ -1,4 +1,4 @@
-//! Our own kernels: which of them fits, and how they are launched.
+//! Our kernels: which of them fits, and how they are launched.
 
 use crate::cuda::call::{Args, Call, c_type, holds_two};
 use crate::cuda::compile::Unit;

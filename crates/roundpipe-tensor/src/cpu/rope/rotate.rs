@@ -1,4 +1,4 @@
-//! Rotary embedding: pairs of a head's elements turned by an angle of the head's position.
+//! Rotary embedding: pairs of a head's elements rotated by an angle of the head's position.
 
 use super::heads::HeadRows;
 use crate::cpu::access::{Call, Float, Real, SharedSlice, slice, slice_mut};
@@ -12,7 +12,7 @@ use crate::kernel::RopeStyle;
 struct Table<'a, A> {
     cos: &'a [A],
     sin: &'a [A],
-    /// Angles per position: half the elements turned.
+    /// Angles per position: half the elements rotated.
     angles: usize,
     positions: Option<&'a [i32]>,
     steps: usize,
@@ -79,7 +79,7 @@ struct Angle<'a, A> {
     sin: &'a [A],
 }
 
-/// Pairs of a head that are turned at a time.
+/// Pairs of a head that are rotated at a time.
 const STAGE: usize = 64;
 
 /// First and second elements of the pairs at hand.
@@ -89,10 +89,10 @@ type Stage<A> = [[A; STAGE]; 2];
 type Scale<'a, A> = Option<(&'a [A], A)>;
 
 /// Turns one head by the angle, or by minus the angle with `sign` -1, after scaling it; elements
-/// past the turned ones are only scaled. Loading, turning and storing are separate loops over a
+/// past the rotated ones are only scaled. Loading, rotating and storing are separate loops over a
 /// small stage, so that each vectorises for every type and style.
 #[inline(always)]
-fn turn<T: Float, U: Float<Acc = T::Acc>>(
+fn rotate<T: Float, U: Float<Acc = T::Acc>>(
     (x, y): (&[T], &mut [U]),
     angle: Angle<'_, T::Acc>,
     sign: T::Acc,
@@ -135,8 +135,8 @@ fn turn<T: Float, U: Float<Acc = T::Acc>>(
     }
 }
 
-/// Widens a weight in the order in which [`turn`] holds a head: first elements of the pairs, second
-/// ones, the rest.
+/// Widens a weight in the order in which [`rotate`] holds a head: first elements of the pairs,
+/// second ones, the rest.
 ///
 /// # Safety
 /// As [`widen`].
@@ -251,7 +251,7 @@ vectorize! {
         let width = x.row(first).len();
         let mut stage = [[T::Acc::ZERO; STAGE]; 2];
         for (i, y) in y.chunks_exact_mut(width).enumerate() {
-            turn((x.row(first + i), y), table.angle(first + i), sign, style, None, &mut stage);
+            rotate((x.row(first + i), y), table.angle(first + i), sign, style, None, &mut stage);
         }
     }
 }
@@ -318,7 +318,7 @@ vectorize! {
             *rstd = T::Acc::ONE / (sum1(head, |x| x * x) / count + eps).sqrt();
             let y = &mut y[i * width..(i + 1) * width];
             let scale = Some((w, *rstd));
-            turn((head, y), table.angle(first + i), T::Acc::ONE, style, scale, &mut stage);
+            rotate((head, y), table.angle(first + i), T::Acc::ONE, style, scale, &mut stage);
         }
     }
 }
@@ -349,16 +349,16 @@ pub(super) unsafe fn rope_norm_grad<T: Float>(
             scratch.split_at_mut(width),
         )
     };
-    let (turned, partial) = rest.split_at_mut(width * cut.count);
-    let (w, turned, sums) = (&*w, SharedSlice::new(turned), SharedSlice::new(partial));
+    let (rotated, partial) = rest.split_at_mut(width * cut.count);
+    let (w, rotated, sums) = (&*w, SharedSlice::new(rotated), SharedSlice::new(partial));
     call.pieces(rows, cut.rows, |first, last| {
         let block = first / cut.rows * width;
         // SAFETY: pieces of rows, and so blocks, are disjoint.
-        let (dx, turned, dw) = unsafe {
+        let (dx, rotated, dw) = unsafe {
             let dx = dx.as_ref().map(|d| d.part(first * width, last * width));
             (
                 dx,
-                turned.part(block, block + width),
+                rotated.part(block, block + width),
                 want.then(|| sums.part(block, block + width)),
             )
         };
@@ -371,7 +371,7 @@ pub(super) unsafe fn rope_norm_grad<T: Float>(
                 w,
                 first,
                 rstd,
-                turned,
+                rotated,
                 dx,
                 dw,
             },
@@ -400,14 +400,14 @@ struct NormBlock<'a, T: Float> {
     first: usize,
     rstd: &'a [T::Acc],
     /// Room for the gradient of one normalised head.
-    turned: &'a mut [T::Acc],
+    rotated: &'a mut [T::Acc],
     dx: Option<&'a mut [T]>,
     dw: Option<&'a mut [T::Acc]>,
 }
 
 vectorize! {
     fn norm_rows_grad<T: Float>(block: NormBlock<'_, T>, style: RopeStyle) {
-        let NormBlock { x, dy, table, w, first, rstd, turned, mut dx, mut dw } = block;
+        let NormBlock { x, dy, table, w, first, rstd, rotated, mut dx, mut dw } = block;
         let width = w.len();
         if let Some(dw) = &mut dw {
             dw.fill(T::Acc::ZERO);
@@ -416,16 +416,16 @@ vectorize! {
         for (i, &rstd) in rstd.iter().enumerate() {
             let x = x.row(first + i);
             let (head, angle) = (dy.row(first + i), table.angle(first + i));
-            turn((head, &mut *turned), angle, -T::Acc::ONE, style, None, &mut stage);
+            rotate((head, &mut *rotated), angle, -T::Acc::ONE, style, None, &mut stage);
             if let Some(dx) = &mut dx {
-                let mean = sum3(x, turned, w, |x, g, w| g * w * x) * rstd / T::Acc::of(width as f64);
+                let mean = sum3(x, rotated, w, |x, g, w| g * w * x) * rstd / T::Acc::of(width as f64);
                 let dx = &mut dx[i * width..(i + 1) * width];
-                for (((d, x), g), w) in dx.iter_mut().zip(x).zip(&*turned).zip(w) {
+                for (((d, x), g), w) in dx.iter_mut().zip(x).zip(&*rotated).zip(w) {
                     *d = T::down(rstd * (*g * *w - x.up() * rstd * mean));
                 }
             }
             if let Some(dw) = &mut dw {
-                for ((dw, x), g) in dw.iter_mut().zip(x).zip(&*turned) {
+                for ((dw, x), g) in dw.iter_mut().zip(x).zip(&*rotated) {
                     *dw += *g * (x.up() * rstd);
                 }
             }
