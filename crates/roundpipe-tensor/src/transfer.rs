@@ -38,6 +38,7 @@ use crate::device::{Copy, Device, DeviceKind, Direction, Event, Flight, Lane, La
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, HostMut, HostRef, Pin};
+use crate::pool::Block;
 use crate::shape::Shape;
 use crate::tensor::{Storage, Tensor};
 use crate::worker::Worker;
@@ -611,12 +612,39 @@ impl Port {
     /// # Errors
     /// [`Error::Invalid`] for a host value without bytes; when memory runs out or the device refuses.
     pub fn receive(&self, what: &str, value: &HostValue) -> Result<Arrival> {
+        self.receive_at(what, value, None)
+    }
+
+    /// As [`Port::receive`], for a value that is not needed yet: the working memory of the task
+    /// under way stays whole, and so does that of a task which needs `working` bytes. `None` when
+    /// there is no room.
+    ///
+    /// # Errors
+    /// As [`Port::receive`].
+    pub fn receive_beside(
+        &self,
+        what: &str,
+        value: &HostValue,
+        working: u64,
+    ) -> Result<Option<Arrival>> {
+        match self.receive_at(what, value, Some(working)) {
+            Ok(arrival) => Ok(Some(arrival)),
+            Err(Error::DeviceMemory { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn receive_at(&self, what: &str, value: &HostValue, beside: Option<u64>) -> Result<Arrival> {
+        let lend = |bytes: u64| match beside {
+            Some(working) => self.worker.pool().lend_beside("receive", bytes, working),
+            None => self.worker.pool().lend("receive", bytes),
+        };
         let contents = &*value.0;
         let (dtype, shape) = (contents.dtype, contents.shape);
         let device = self.worker.device();
         let bytes = value.size_bytes();
         if device.id().kind == DeviceKind::Meta {
-            let (block, _) = self.worker.pool().lend("receive", bytes as u64)?;
+            let (block, _) = lend(bytes as u64)?;
             let tensor = Some(Tensor::from_block(block, dtype, shape));
             return Ok(Arrival {
                 worker: self.worker.clone(),
@@ -652,7 +680,7 @@ impl Port {
             });
         }
         let claim = buf.read(0..bytes)?;
-        let (block, free) = self.worker.pool().lend("receive", bytes as u64)?;
+        let (block, free) = lend(bytes as u64)?;
         let lane = self.lane(LaneKind::ActivationUpload);
         // Rule 9. The bytes are there when pageable memory was written by a staged copy, so this
         // rarely waits.
@@ -780,21 +808,26 @@ impl Slot {
     /// # Errors
     /// When memory runs out.
     pub fn reserve(worker: &Worker, bytes: u64) -> Result<Self> {
-        Self::reserve_beside(worker, bytes, 0)
+        let lent = worker.pool().lend("weights", bytes)?;
+        Ok(Self::new(worker, lent))
     }
 
-    /// As [`Slot::reserve`], but at least `working` bytes stay for kernels: for weights that are not
-    /// needed yet.
+    /// As [`Slot::reserve`], for weights that are not needed yet: the working memory of the task
+    /// under way stays whole, and so does that of a task which needs `working` bytes.
     ///
     /// # Errors
     /// When memory runs out.
     pub fn reserve_beside(worker: &Worker, bytes: u64, working: u64) -> Result<Self> {
-        let (block, free) = worker.pool().lend_beside("weights", bytes, working)?;
-        Ok(Self {
+        let lent = worker.pool().lend_beside("weights", bytes, working)?;
+        Ok(Self::new(worker, lent))
+    }
+
+    fn new(worker: &Worker, (block, free): (Block, Option<Event>)) -> Self {
+        Self {
             worker: worker.clone(),
             storage: Arc::new(Storage::Block(block)),
             free,
-        })
+        }
     }
 
     /// Starts filling it in the parameter lane, in chunks of at most `chunk` bytes (rule 8; the
