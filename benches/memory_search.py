@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Searches for plans that are accepted and then run out of memory.
 
-Random models, batches, caps, grains and lags run three steps on workers that only count
+Random models, batches, caps, grains and lags run 20 steps on workers that only count
 (`roundpipe bench --dry-run`). Each case must be refused by the planner or run; what fails later is
 printed with its command, and the exit status is 1.
 
@@ -35,7 +35,7 @@ def main() -> int:
     dice = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else 1)
     ran = refused = failed = 0
     for _ in range(count):
-        command = ["target/release/roundpipe", "bench", *case(dice), "--dry-run"]
+        command = ["target/release/roundpipe", "bench", *case(dice), "--dry-run", "--steps", "20"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         last = (done.stdout + done.stderr).strip().splitlines()[-1]
         if done.returncode == 0:

@@ -281,12 +281,13 @@ impl BenchCmd {
         Ok((start.elapsed().as_secs_f64() / self.steps as f64, loss))
     }
 
-    /// What steps take of a GPU, by a worker that only counts: as many as may overlap and one more.
+    /// What steps take of a GPU, by a worker that only counts: as many as may overlap and one more,
+    /// or as many as asked for.
     /// Their updates are skipped: weights that are not there need not be changed.
     fn predict(&self, out: &mut impl Write) -> anyhow::Result<()> {
         let model = self.model(out)?;
         let engine = self.engine(&model, &[Meta::like(DeviceKind::Cuda)])?;
-        for step in 0..3 {
+        for step in 0..self.steps.max(3) {
             self.step_of(&engine, model.config.vocab, step)?;
             engine.skip_step(self.lag())?;
         }

@@ -72,8 +72,8 @@ pub enum Error {
     },
     /// The reserved device memory is used up.
     #[error(
-        "{device}: {op} needs {need}, but {used} of the {cap} reserved are in use; \
-         use more microbatches or reserve more"
+        "{device}: {op} needs {need} of {line}, but the largest free piece has {largest} ({used} of the \
+         {cap} reserved are in use); use more microbatches or reserve more"
     )]
     DeviceMemory {
         /// Where.
@@ -82,6 +82,10 @@ pub enum Error {
         op: &'static str,
         /// What it asked for.
         need: Bytes,
+        /// The part of the worker's memory that it is for.
+        line: &'static str,
+        /// The largest piece that is free.
+        largest: Bytes,
         /// What is taken.
         used: Bytes,
         /// What was reserved.

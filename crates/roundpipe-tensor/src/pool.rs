@@ -12,6 +12,10 @@
 //! knows the peak of a real one exactly. A request that its own end has no room for takes a hole of
 //! the other.
 //!
+//! A task may claim its working memory before it starts ([`Pool::claim_working`]). What can wait or
+//! live elsewhere (the next weights, values that may stay) then asks with `beside`, and gets room
+//! only where it leaves the claim whole. What a task itself needs may use the claim.
+//!
 //! When a block that was lent is dropped, it is set aside with an event of the compute lane, so that
 //! the next upload into it starts as soon as its last reader has ended, not when everything queued
 //! so far has. Blocks set aside go back to the arena when it runs short.
@@ -70,6 +74,8 @@ struct State {
     peak_used: u64,
     high_water: u64,
     allocations: u64,
+    /// How far the short end may grow for the task under way.
+    claim: u64,
     /// Blocks set aside for uploads, oldest first.
     aside: Vec<Aside>,
 }
@@ -134,7 +140,7 @@ impl Pool {
     /// # Errors
     /// [`Error::DeviceMemory`] when no hole is large enough; otherwise what the device reports.
     pub fn alloc(self: &Arc<Self>, op: &'static str, bytes: u64) -> Result<Block> {
-        self.alloc_at(End::Short, op, bytes, 0)
+        self.alloc_at(End::Short, op, bytes, None)
     }
 
     /// As [`Pool::alloc`], for a block that stays while other tasks run.
@@ -142,15 +148,21 @@ impl Pool {
     /// # Errors
     /// As [`Pool::alloc`].
     pub fn alloc_long(self: &Arc<Self>, op: &'static str, bytes: u64) -> Result<Block> {
-        self.alloc_at(End::Long, op, bytes, 0)
+        self.alloc_at(End::Long, op, bytes, None)
     }
 
-    /// As [`Pool::alloc_long`], but in a hole between other such blocks only.
+    /// As [`Pool::alloc_long`], for what could do without: the claim of the task under way stays
+    /// whole, and working memory has room for `beside` bytes in all.
     ///
     /// # Errors
-    /// As [`Pool::alloc`], and when no hole is large enough.
-    pub fn alloc_in_hole(self: &Arc<Self>, op: &'static str, bytes: u64) -> Result<Block> {
-        self.alloc_at(End::Long, op, bytes, u64::MAX)
+    /// As [`Pool::alloc`], and when only that space is left.
+    pub fn alloc_beside(
+        self: &Arc<Self>,
+        op: &'static str,
+        bytes: u64,
+        beside: u64,
+    ) -> Result<Block> {
+        self.alloc_at(End::Long, op, bytes, Some(beside))
     }
 
     fn alloc_at(
@@ -158,9 +170,9 @@ impl Pool {
         end: End,
         op: &'static str,
         bytes: u64,
-        working: u64,
+        beside: Option<u64>,
     ) -> Result<Block> {
-        let place = self.place(end, op, bytes, working)?;
+        let place = self.place(end, op, bytes, beside)?;
         let block = Block {
             pool: self.clone(),
             place,
@@ -179,21 +191,29 @@ impl Pool {
     /// # Errors
     /// As [`Pool::alloc`].
     pub fn lend(self: &Arc<Self>, op: &'static str, bytes: u64) -> Result<(Block, Option<Event>)> {
-        self.lend_beside(op, bytes, 0)
+        self.lend_at(op, bytes, None)
     }
 
-    /// As [`Pool::lend`], but the space of working memory keeps at least `working` bytes: for what
-    /// is not needed yet.
+    /// As [`Pool::lend`], for what is not needed yet; see [`Pool::alloc_beside`].
     ///
     /// # Errors
-    /// As [`Pool::lend`], and when only that space is left.
+    /// As [`Pool::alloc_beside`].
     pub fn lend_beside(
         self: &Arc<Self>,
         op: &'static str,
         bytes: u64,
-        working: u64,
+        beside: u64,
     ) -> Result<(Block, Option<Event>)> {
-        if let Some(Aside { place, free }) = self.take_aside(bytes) {
+        self.lend_at(op, bytes, Some(beside))
+    }
+
+    fn lend_at(
+        self: &Arc<Self>,
+        op: &'static str,
+        bytes: u64,
+        beside: Option<u64>,
+    ) -> Result<(Block, Option<Event>)> {
+        if let Some(Aside { place, free }) = self.take_aside(bytes, beside) {
             let block = Block {
                 pool: self.clone(),
                 place,
@@ -201,22 +221,41 @@ impl Pool {
             };
             return Ok((block, free));
         }
-        let mut block = self.alloc_at(End::Long, op, bytes, working)?;
+        let mut block = self.alloc_at(End::Long, op, bytes, beside)?;
         block.lent = true;
         // Kernels that use this memory may still be queued in the compute lane.
         let free = self.device.lane(LaneKind::Compute).record()?;
         Ok((block, Some(free)))
     }
 
+    /// Claims `bytes` in one piece for the working memory of a task that starts now, in place of
+    /// the claim before. Without so much room all that is left is claimed, and the answer is
+    /// `false`.
+    pub fn claim_working(&self, bytes: u64) -> bool {
+        let has_claimed = self.lock().claim(bytes, self.usable());
+        if has_claimed {
+            return true;
+        }
+        self.trim();
+        self.lock().claim(bytes, self.usable())
+    }
+
+    /// The task has ended.
+    pub fn end_claim(&self) {
+        self.lock().claim = 0;
+    }
+
     /// The smallest block set aside that has `bytes` and not much more.
-    fn take_aside(&self, bytes: u64) -> Option<Aside> {
+    fn take_aside(&self, bytes: u64, beside: Option<u64>) -> Option<Aside> {
         let most = bytes.saturating_add(bytes / 4).saturating_add(ALIGN);
         let mut state = self.lock();
+        let limit = state.long_limit(self.usable(), beside);
         let best = state
             .aside
             .iter()
             .enumerate()
             .filter(|(_, aside)| (bytes..=most).contains(&aside.place.bytes))
+            .filter(|(_, aside)| aside.place.is_within(limit))
             .min_by_key(|(_, aside)| aside.place.bytes)
             .map(|(index, _)| index)?;
         Some(state.aside.remove(best))
@@ -238,7 +277,7 @@ impl Pool {
         self.lock().aside.push(Aside { place, free });
     }
 
-    fn place(&self, end: End, op: &'static str, bytes: u64, working: u64) -> Result<Place> {
+    fn place(&self, end: End, op: &'static str, bytes: u64, beside: Option<u64>) -> Result<Place> {
         if bytes == 0 {
             return Ok(Place {
                 end,
@@ -248,7 +287,7 @@ impl Pool {
         }
         let cap = self.usable();
         let size = bytes.checked_next_multiple_of(ALIGN);
-        let take = |state: &mut State| size.and_then(|size| state.take(end, size, cap, working));
+        let take = |state: &mut State| size.and_then(|size| state.take(end, size, cap, beside));
         let mut state = self.lock();
         let mut found = take(&mut state);
         if found.is_none() && !state.aside.is_empty() {
@@ -262,6 +301,11 @@ impl Pool {
                 device: self.device.id(),
                 op,
                 need: Bytes(bytes),
+                line: match end {
+                    End::Short => "working memory",
+                    End::Long => "memory for weights and values",
+                },
+                largest: Bytes(state.largest(cap)),
                 used: Bytes(state.used),
                 cap: self.arena.bytes(),
             });
@@ -315,14 +359,6 @@ impl Pool {
         }
     }
 
-    /// The largest block that working memory can have now.
-    pub fn working_room(&self) -> Bytes {
-        let state = self.lock();
-        let between = self.usable().saturating_sub(state.span());
-        let hole = state.short.by_size.last().map_or(0, |(bytes, _)| *bytes);
-        Bytes(between.max(hole))
-    }
-
     /// Starts the peaks anew from what is in use now.
     pub fn reset_peaks(&self) {
         let mut state = self.lock();
@@ -354,40 +390,80 @@ impl State {
         self.short.top + self.long.top
     }
 
-    /// Where `size` bytes go in an arena of `cap`, of which the short end keeps at least `working`.
-    fn take(&mut self, end: End, size: u64, cap: u64, working: u64) -> Option<Place> {
-        let short = self.short.top.max(working);
-        let free = cap.saturating_sub(short.saturating_add(self.long.top));
-        let other = match end {
-            End::Short => End::Long,
-            End::Long => End::Short,
+    /// The largest block that an arena of `cap` bytes has now.
+    fn largest(&self, cap: u64) -> u64 {
+        let holes = [&self.short, &self.long].map(Region::largest_hole);
+        let between = cap.saturating_sub(self.span());
+        holes.into_iter().fold(between, u64::max)
+    }
+
+    fn claim(&mut self, bytes: u64, cap: u64) -> bool {
+        let claim = self.short.top.saturating_add(bytes);
+        let left = cap - self.long.top;
+        self.claim = claim.min(left);
+        claim <= left
+    }
+
+    /// How far blocks of the long end may reach. With `beside`, the short end keeps the claim and at
+    /// least so much.
+    fn long_limit(&self, cap: u64, beside: Option<u64>) -> u64 {
+        match beside {
+            Some(working) => cap.saturating_sub(self.short.top.max(self.claim).max(working)),
+            None => cap.saturating_sub(self.short.top),
+        }
+    }
+
+    /// Where `size` bytes go in an arena of `cap`.
+    fn take(&mut self, end: End, size: u64, cap: u64, beside: Option<u64>) -> Option<Place> {
+        let limit = match end {
+            End::Short => cap - self.long.top,
+            End::Long => self.long_limit(cap, beside),
         };
         let place = |end, start| Place {
             end,
             start,
             bytes: size,
         };
-        if let Some(start) = self.region(end).take_hole(size) {
+        let own = self.region(end);
+        // A hole behind the limit would keep the frontier there after its neighbours have gone.
+        if let Some(start) = own.take_hole(size, limit) {
             return Some(place(end, start));
         }
-        if size <= free {
-            return Some(place(end, self.region(end).grow(size)));
+        if own.top.saturating_add(size) <= limit {
+            return Some(place(end, own.grow(size)));
         }
-        if working > 0 {
+        if beside.is_some() {
             return None;
         }
-        let start = self.region(other).take_hole(size)?;
+        let other = match end {
+            End::Short => End::Long,
+            End::Long => End::Short,
+        };
+        let start = self.region(other).take_hole(size, cap)?;
         Some(place(other, start))
     }
 }
 
+impl Place {
+    /// Whether it is a piece of the long end that reaches no further than `limit`. A block that was
+    /// lent may lie at the other end, for want of room.
+    fn is_within(&self, limit: u64) -> bool {
+        self.end == End::Long && self.start + self.bytes <= limit
+    }
+}
+
 impl Region {
-    /// The smallest hole that has `size` bytes.
-    fn take_hole(&mut self, size: u64) -> Option<u64> {
-        let (room, start) = self.by_size.range((size, 0)..).next().copied()?;
+    /// The smallest hole that has `size` bytes and ends within `limit`, the outermost of equals.
+    fn take_hole(&mut self, size: u64, limit: u64) -> Option<u64> {
+        let mut holes = self.by_size.range((size, 0)..).copied();
+        let (room, start) = holes.find(|(_, start)| start + size <= limit)?;
         self.remove_hole(start, room);
         self.add_hole(start + size, room - size);
         Some(start)
+    }
+
+    fn largest_hole(&self) -> u64 {
+        self.by_size.last().map_or(0, |(bytes, _)| *bytes)
     }
 
     /// `size` bytes at the frontier.

@@ -242,13 +242,18 @@ impl Worker {
         self.copied_to(x, dtype, block)
     }
 
-    /// A copy of `x` in a hole between long-lived blocks, so that its old place can go back.
+    /// As [`Worker::copied_long`], but beside the working memory of tasks, for which `working` bytes
+    /// or more stay; `None` when there is no room.
     ///
     /// # Errors
-    /// When no hole is large enough.
-    pub fn copied_into_hole(&self, x: &Tensor) -> Result<Tensor> {
-        let block = self.pool.alloc_in_hole("keep", x.size_bytes() as u64)?;
-        self.copied_to(x, x.dtype(), block)
+    /// When the device fails.
+    pub fn copied_beside(&self, x: &Tensor, dtype: DType, working: u64) -> Result<Option<Tensor>> {
+        let bytes = (x.numel() * dtype.size()) as u64;
+        match self.pool.alloc_beside("keep", bytes, working) {
+            Ok(block) => self.copied_to(x, dtype, block).map(Some),
+            Err(Error::DeviceMemory { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     fn copied_to(&self, x: &Tensor, dtype: DType, block: Block) -> Result<Tensor> {

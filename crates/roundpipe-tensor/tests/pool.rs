@@ -127,3 +127,40 @@ fn the_last_room_may_be_at_the_other_end() {
     assert_eq!(pool.usage().used, Bytes(0));
     drop(pool.alloc("whole", CAP).unwrap());
 }
+
+/// What could wait leaves a task's claim whole, also when it would find a hole behind the limit; what
+/// the task needs may use the claim.
+#[test]
+fn a_claim_keeps_working_memory_in_one_piece() {
+    let device = Meta::like(DeviceKind::Cpu);
+    let pool = Pool::reserve(device, Bytes(CAP)).unwrap();
+    let eighth = CAP / 8;
+    let far = pool.alloc_long("weights", eighth).unwrap();
+    assert!(pool.claim_working(5 * eighth));
+    let beside = pool.alloc_beside("kept", 2 * eighth, 0).unwrap();
+    assert!(pool.alloc_beside("no room", 1, 0).is_err());
+    assert!(pool.lend_beside("no room", 1, 0).is_err());
+    // The task's own blocks come from the claim.
+    let input = pool.lend("input", eighth).unwrap().0;
+    let work = pool.alloc("work", 4 * eighth).unwrap();
+    drop((work, input, beside, far));
+    pool.trim();
+    assert!(pool.claim_working(CAP));
+    assert!(!pool.claim_working(CAP + 1), "there is no such room");
+    assert!(pool.alloc_beside("all is claimed", 1, 0).is_err());
+    pool.end_claim();
+
+    // A hole that lies too near to the working memory is not used: its block would keep the
+    // frontier there.
+    let far = pool.alloc_long("far", 4 * eighth).unwrap();
+    let hole = pool.alloc_long("hole", eighth).unwrap();
+    let near = pool.alloc_long("near", eighth).unwrap();
+    drop(hole);
+    assert!(
+        pool.alloc_beside("in the hole", eighth, 4 * eighth)
+            .is_err()
+    );
+    assert!(pool.alloc_beside("in the hole", eighth, 3 * eighth).is_ok());
+    drop((far, near));
+    assert!(pool.claim_working(CAP));
+}

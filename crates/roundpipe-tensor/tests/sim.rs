@@ -15,7 +15,7 @@ use roundpipe_tensor::{
 const COUNT: usize = 256;
 const SIZE: u64 = 4 * COUNT as u64;
 /// Miri takes a second for each MiB that sim fills with NaN.
-const ARENA: Bytes = Bytes(if cfg!(miri) { 64 << 10 } else { 1 << 20 });
+const ARENA: Bytes = Bytes(if cfg!(miri) { 16 << 10 } else { 1 << 20 });
 
 fn one_worker(seed: u64) -> (SimWorld, Worker) {
     let world = SimWorld::seeded(seed).unwrap();
@@ -437,8 +437,9 @@ fn faults_are_errors_and_pass() {
         let _ = world.fence_all();
         failed
     };
-    let failed = (0..20).filter(fails).count();
-    assert!((1..20).contains(&failed), "{failed} of 20");
+    let tries = if cfg!(miri) { 6 } else { 20 };
+    let failed = (0..tries).filter(fails).count() as i32;
+    assert!((1..tries).contains(&failed), "{failed} of {tries}");
     world.heal();
     let _ = world.fence_all();
     assert!(every_call(&world).is_ok());

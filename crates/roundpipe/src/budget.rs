@@ -4,12 +4,17 @@
 //! it how large a stage may be, the launcher what may stay on the worker, what may come early and
 //! how much may wait to be copied out. It prints itself line by line.
 //!
-//! The lines are limits, not reservations, and all but `weights` and `task` are soft: a value that
-//! does not fit its line goes to host memory, a prefetch that does not fit comes later.
+//! What a stage must have ([`StageNeeds`]) is checked when a call is planned: its weights, what one
+//! task works in, and what is on its way out fit the arena together. Everything else is optional and
+//! never stands in its way: a value that may stay goes to host memory, weights of the next stage and
+//! other prefetches come later.
 
 use std::fmt;
 
 use roundpipe_tensor::Bytes;
+
+/// A task's blocks may leave gaps of this part of what they take.
+const GAPS: u64 = 8;
 
 /// The memory of one worker, by what it is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,15 +35,41 @@ pub struct WorkerBudget {
     pub kept_for_next_stage: u64,
     /// Values on their way to host memory.
     pub outbox: u64,
-    /// Up to this much may be in use when something comes before it is needed.
-    pub prefetch_below: u64,
+}
+
+/// What a stage of a call needs of its worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StageNeeds {
+    /// Its weights; 0 where the device reads host memory in place.
+    pub weights: u64,
+    /// What a task works in beside weights, values on their way out and the sums of gradients
+    /// included.
+    pub task: u64,
+    /// The part of `task` that the sums of gradients take from the first microbatch on.
+    pub sums: u64,
+}
+
+impl StageNeeds {
+    /// What the task of a microbatch still has to find. The first one leaves its sums behind.
+    pub fn of_microbatch(&self, microbatch: usize) -> u64 {
+        if microbatch == 0 {
+            self.task
+        } else {
+            self.task.saturating_sub(self.sums)
+        }
+    }
+
+    /// Weights and working memory together.
+    pub fn total(&self) -> u64 {
+        self.weights.saturating_add(self.task)
+    }
 }
 
 /// What a call needs of every worker, and what it leaves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallNeeds {
-    /// What its tasks work in at most, beside weights.
-    pub task_bytes: u64,
+    /// By stage.
+    pub stages: Vec<StageNeeds>,
     /// Activations that may stay on a worker beside its largest stage.
     pub kept_bytes: u64,
 }
@@ -65,7 +96,6 @@ impl WorkerBudget {
             kept,
             kept_for_next_stage: Self::for_next_stage(kept),
             outbox: arena / 16,
-            prefetch_below: arena / 2,
         }
     }
 
@@ -87,22 +117,30 @@ impl WorkerBudget {
         self.task.max(largest_layer.min(self.largest_task))
     }
 
-    /// The needs of a call whose tasks work in at most `task_bytes`, and whose stages need at most
-    /// `stage_bytes` together with their weights; `None` if it does not fit.
-    pub fn needs(&self, task_bytes: u64, stage_bytes: u64) -> Option<CallNeeds> {
-        let rest = self.arena.checked_sub(stage_bytes)?;
-        Some(CallNeeds {
-            task_bytes,
-            kept_bytes: rest.saturating_sub(self.outbox).min(self.kept),
-        })
+    /// The needs of a stage whose tasks work in `task` bytes, of which `sums` stay.
+    pub fn stage_needs(&self, weights: u64, task: u64, sums: u64) -> StageNeeds {
+        // Blocks are rounded up and leave gaps, and what is sent waits for its copy.
+        let gaps = task / GAPS;
+        StageNeeds {
+            weights,
+            task: task.saturating_add(gaps).saturating_add(self.outbox),
+            sums,
+        }
     }
 
-    /// Whether `bytes` may come before they are needed, with `used` bytes in use now and `peak` at
-    /// most so far: half of the worker stays free for the task under way, and what was ever in use
-    /// at once fits beside them.
-    pub fn allows_prefetch(&self, bytes: u64, used: u64, peak: u64) -> bool {
-        used.saturating_add(bytes) <= self.prefetch_below
-            && peak.saturating_add(bytes) <= self.arena
+    /// The needs of a call; the stage that does not fit if there is one.
+    ///
+    /// # Errors
+    /// The place of the largest stage.
+    pub fn call_needs(&self, stages: Vec<StageNeeds>) -> Result<CallNeeds, usize> {
+        let totals = stages.iter().map(StageNeeds::total);
+        let largest = totals.enumerate().max_by_key(|(_, total)| *total);
+        let (place, total) = largest.unwrap_or((0, 0));
+        let rest = self.arena.checked_sub(total).ok_or(place)?;
+        Ok(CallNeeds {
+            stages,
+            kept_bytes: rest.min(self.kept),
+        })
     }
 }
 
@@ -115,7 +153,6 @@ impl fmt::Display for WorkerBudget {
             ("kept activations", self.kept),
             ("  of these for the next stage", self.kept_for_next_stage),
             ("outgoing copies", self.outbox),
-            ("prefetch below", self.prefetch_below),
             ("reserved in all", self.arena),
         ];
         for (name, bytes) in lines {
@@ -159,29 +196,35 @@ mod tests {
     #[test]
     fn what_stays_shrinks_beside_a_large_stage() {
         let budget = WorkerBudget::new(1600, false, None);
-        let kept = |stage| budget.needs(1, stage).map(|needs| needs.kept_bytes);
-        assert_eq!(kept(100), Some(160));
-        assert_eq!(kept(1400), Some(100));
-        assert_eq!(kept(1550), Some(0));
-        assert_eq!(kept(1601), None, "it does not fit");
+        let call = |weights| {
+            let stage = StageNeeds {
+                weights,
+                task: 100,
+                sums: 30,
+            };
+            budget.call_needs(vec![stage])
+        };
+        let kept = |weights| call(weights).map(|needs| needs.kept_bytes);
+        assert_eq!(kept(100), Ok(160));
+        assert_eq!(kept(1400), Ok(100));
+        assert_eq!(kept(1500), Ok(0));
+        assert_eq!(kept(1501), Err(0), "it does not fit");
     }
 
     #[test]
-    fn a_prefetch_leaves_room_for_the_task_under_way() {
-        let budget = WorkerBudget::new(1000, false, None);
-        assert!(budget.allows_prefetch(100, 400, 900));
-        assert!(
-            !budget.allows_prefetch(101, 400, 500),
-            "half must stay free"
-        );
-        assert!(!budget.allows_prefetch(100, 0, 901), "the peak comes again");
-        assert!(!budget.allows_prefetch(u64::MAX, 1, 1));
+    fn a_task_has_room_for_gaps_and_for_what_leaves() {
+        let budget = WorkerBudget::new(1600, false, None);
+        let needs = budget.stage_needs(7, 320, 200);
+        assert_eq!(needs.task, 320 + 40 + 100);
+        assert_eq!(needs.total(), 467);
+        let of = |microbatch| needs.of_microbatch(microbatch);
+        assert_eq!([of(0), of(1), of(2)], [460, 260, 260]);
     }
 
     #[test]
     fn the_budget_prints_a_line_for_each_use() {
         let text = WorkerBudget::new(1 << 30, false, None).to_string();
-        assert_eq!(text.lines().count(), 8);
+        assert_eq!(text.lines().count(), 7);
         assert!(
             text.contains("kept activations") && text.contains("1.00 GiB"),
             "{text}"

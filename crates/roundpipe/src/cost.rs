@@ -16,6 +16,10 @@ pub use from_shapes::profile;
 pub(crate) use from_shapes::{Spec, model_costs};
 pub use measured::{LayerTime, LayerTimes, Phase};
 
+/// What a loss works in, in sizes of the model's output: its gradient, and two values in single
+/// precision. The function is the user's, so it is not run before it has to be.
+const LOSS: u64 = 5;
+
 /// One layer, for one microbatch.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct LayerCost {
@@ -33,6 +37,8 @@ pub struct LayerCost {
     pub hop_ms: f64,
     /// Its output's size, from which a known transfer rate derives the hop.
     pub activation_bytes: u64,
+    /// Working memory of its forward alone, its input and output included.
+    pub forward_bytes: u64,
     /// What its tape keeps between forward and backward.
     pub keep_bytes: u64,
     /// Working memory while it alone runs, without what it keeps.
@@ -140,20 +146,39 @@ impl LayerCosts {
         most.saturating_add(self.grad_bytes(range))
     }
 
-    /// The most that a task of a plan works in beside weights.
-    pub fn task_bytes(&self, stages: &[Stage], layer_grain: bool) -> u64 {
-        let bytes = |stage: &Stage| {
-            let layers = stage.layers.clone();
-            match stage.pass {
-                Pass::Forward => {
-                    let peaks = self.layers[layers].iter().map(|layer| layer.peak_bytes);
-                    peaks.max().unwrap_or(0)
-                }
-                Pass::Backward if layer_grain => self.layerwise_visit_bytes(layers),
-                Pass::Backward | Pass::Fused => self.visit_bytes(layers),
-            }
+    /// What a task of a stage works in beside weights and outgoing copies: its input, the next
+    /// microbatch's, and for a backward the gradient that comes in.
+    pub fn task_bytes(&self, stage: &Stage, layer_grain: bool) -> u64 {
+        let layers = stage.layers.clone();
+        let Some(last) = layers.clone().last() else {
+            return 0;
         };
-        stages.iter().map(bytes).max().unwrap_or(0)
+        let output = |layer: usize| self.layers[layer].activation_bytes;
+        let input = layers.start.checked_sub(1).map_or(0, output);
+        match stage.pass {
+            Pass::Forward => {
+                let works_in = |layer: &LayerCost| layer.forward_bytes.max(layer.peak_bytes);
+                let most = self.layers[layers].iter().map(works_in).max();
+                most.unwrap_or(0).saturating_add(input)
+            }
+            Pass::Backward if layer_grain => {
+                // Each layer has an input of its own, and the next one's is on its way.
+                let inputs = layers.clone().map(output).max().unwrap_or(0).max(input);
+                self.layerwise_visit_bytes(layers)
+                    .saturating_add(2 * inputs + output(last))
+            }
+            Pass::Backward => self
+                .visit_bytes(layers)
+                .saturating_add(2 * input + output(last)),
+            Pass::Fused => self
+                .visit_bytes(layers)
+                .saturating_add(2 * input + LOSS * output(last)),
+        }
+    }
+
+    /// Whether it is known what the layers work in, not only how large they are.
+    pub fn know_memory(&self) -> bool {
+        self.layers.iter().any(|layer| layer.peak_bytes > 0)
     }
 
     /// Refuses no layers at all, and times that are negative or not finite.

@@ -21,6 +21,7 @@ use super::{abandon, copy_in, drain_lane};
 use crate::device::{Copy, Direction, Event, Flight, Lane, LaneKind};
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, HostMut};
+use crate::pool::Block;
 use crate::sync::lock;
 use crate::tensor::Tensor;
 use crate::worker::Worker;
@@ -238,12 +239,32 @@ impl Port {
     /// # Errors
     /// [`Error::Invalid`] for a host value without bytes; when memory runs out or the device refuses.
     pub fn receive(&self, what: &str, value: &HostValue) -> Result<Arrival> {
+        self.receive_at(what, value, None)
+    }
+
+    /// As [`Port::receive`], for a value that is not needed yet: the working memory of the task
+    /// under way stays whole, and so does that of a task which needs `working` bytes. `None` when
+    /// there is no room.
+    ///
+    /// # Errors
+    /// As [`Port::receive`].
+    pub fn receive_beside(
+        &self,
+        what: &str,
+        value: &HostValue,
+        working: u64,
+    ) -> Result<Option<Arrival>> {
+        match self.receive_at(what, value, Some(working)) {
+            Ok(arrival) => Ok(Some(arrival)),
+            Err(Error::DeviceMemory { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn receive_at(&self, what: &str, value: &HostValue, beside: Option<u64>) -> Result<Arrival> {
         let device = self.worker.device();
         if !device.moves_bytes() {
-            let (block, _) = self
-                .worker
-                .pool()
-                .lend("receive", value.size_bytes() as u64)?;
+            let (block, _) = self.lend(value.size_bytes() as u64, beside)?;
             let tensor = Tensor::from_block(block, value.dtype(), *value.shape());
             return Ok(self.arrival(tensor, None));
         }
@@ -260,7 +281,15 @@ impl Port {
             let tensor = Tensor::from_host(host, pool, value.dtype(), *value.shape())?;
             return Ok(self.arrival(tensor, None));
         }
-        self.upload(what, value, buf, written)
+        self.upload(what, value, (buf, written), beside)
+    }
+
+    /// Memory for an arrival; with `beside`, only where a task of that size still fits.
+    fn lend(&self, bytes: u64, beside: Option<u64>) -> Result<(Block, Option<Event>)> {
+        match beside {
+            Some(working) => self.worker.pool().lend_beside("receive", bytes, working),
+            None => self.worker.pool().lend("receive", bytes),
+        }
     }
 
     /// The copy of [`Port::receive`]: `buf` holds the bytes of `value` once `written` has passed.
@@ -268,12 +297,12 @@ impl Port {
         &self,
         what: &str,
         value: &HostValue,
-        buf: &HostBuf,
-        written: Option<&Event>,
+        (buf, written): (&HostBuf, Option<&Event>),
+        beside: Option<u64>,
     ) -> Result<Arrival> {
         let bytes = value.size_bytes();
         let claim = buf.read(0..bytes)?;
-        let (block, free) = self.worker.pool().lend("receive", bytes as u64)?;
+        let (block, free) = self.lend(bytes as u64, beside)?;
         let lane = self.lane(LaneKind::ActivationUpload);
         // Rule 9. The bytes are there when pageable memory was written by a staged copy, so this
         // rarely waits.

@@ -18,6 +18,7 @@ use crate::device::{Event, Flight, Lane, LaneKind};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::host::HostRef;
+use crate::pool::Block;
 use crate::shape::Shape;
 use crate::tensor::{Storage, Tensor};
 use crate::worker::Worker;
@@ -45,21 +46,26 @@ impl Slot {
     /// # Errors
     /// When memory runs out.
     pub fn reserve(worker: &Worker, bytes: u64) -> Result<Self> {
-        Self::reserve_beside(worker, bytes, 0)
+        let lent = worker.pool().lend("weights", bytes)?;
+        Ok(Self::new(worker, lent))
     }
 
-    /// As [`Slot::reserve`], but at least `working` bytes stay for kernels: for weights that are not
-    /// needed yet.
+    /// As [`Slot::reserve`], for weights that are not needed yet: the working memory of the task
+    /// under way stays whole, and so does that of a task which needs `working` bytes.
     ///
     /// # Errors
     /// When memory runs out.
     pub fn reserve_beside(worker: &Worker, bytes: u64, working: u64) -> Result<Self> {
-        let (block, free) = worker.pool().lend_beside("weights", bytes, working)?;
-        Ok(Self {
+        let lent = worker.pool().lend_beside("weights", bytes, working)?;
+        Ok(Self::new(worker, lent))
+    }
+
+    fn new(worker: &Worker, (block, free): (Block, Option<Event>)) -> Self {
+        Self {
             worker: worker.clone(),
             storage: Arc::new(Storage::Block(block)),
             free,
-        })
+        }
     }
 
     /// Starts filling it in the parameter lane, in chunks of at most `chunk` bytes (rule 8; the

@@ -120,6 +120,7 @@ fn layer_cost(
         bytes: weights,
         hop_ms: 0.0,
         activation_bytes: output.leaves().iter().map(size).sum(),
+        forward_bytes: forward.peak.saturating_sub(weights),
         keep_bytes: kept,
         peak_bytes: both.peak.saturating_sub(weights + kept),
         grad_bytes: 4 * trained.sum::<u64>(),

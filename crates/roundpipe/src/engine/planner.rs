@@ -10,13 +10,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use roundpipe_tensor::{Bytes, DType, DeviceKind, HostTensor, Shape};
 
-use crate::budget::{CallNeeds, WorkerBudget};
+use crate::budget::{CallNeeds, StageNeeds, WorkerBudget};
 use crate::config::{Grain, Resolved};
 use crate::cost::{LayerCosts, LayerTimes, Phase, Spec, model_costs};
 use crate::error::{Error, Result};
 use crate::exec::model::Model;
 use crate::exec::ring::Ring;
-use crate::plan::{ExecutePlan, PlanKind, Stage};
+use crate::plan::{ExecutePlan, Pass, PlanKind, Stage};
 use crate::search::AutoOptions;
 use crate::tree::Tree;
 
@@ -51,6 +51,8 @@ struct Key {
     grain: Grain,
     microbatches: usize,
     input: Vec<(DType, Shape)>,
+    /// The plan that the user gave, if any.
+    given: Option<ExecutePlan>,
 }
 
 struct Planned {
@@ -103,16 +105,6 @@ impl Planner {
         config: &Resolved,
         batch: &Batch<'_>,
     ) -> Result<(ExecutePlan, CallNeeds)> {
-        if let Some(plan) = &config.execute_plan {
-            plan.check(kind, self.model.layers.len())?;
-            // What a user's plan needs is not known; the usual shares hold.
-            let budget = self.ring.least_budget();
-            let needs = CallNeeds {
-                task_bytes: budget.task,
-                kept_bytes: budget.kept,
-            };
-            return Ok((plan.clone(), needs));
-        }
         let leaves = batch.example.map(Tree::leaves).unwrap_or_default();
         let key = Key {
             kind,
@@ -122,6 +114,7 @@ impl Planner {
                 .iter()
                 .map(|tensor| (tensor.dtype(), *tensor.shape()))
                 .collect(),
+            given: config.execute_plan.clone(),
         };
         let mut state = self.lock();
         if let Some(known) = state.known(&key) {
@@ -129,7 +122,13 @@ impl Planner {
         }
         let guess = self.guess(batch);
         let costs = state.times.to_costs(&guess);
-        let plan = self.search(&key, &costs)?;
+        let plan = match &config.execute_plan {
+            Some(plan) => {
+                plan.check(kind, self.model.layers.len())?;
+                plan.clone()
+            }
+            None => self.search(&key, &costs)?,
+        };
         if state.plans.len() >= MOST_PLANS {
             // Batches of ever new sizes: a plan is soon made again.
             state.plans.clear();
@@ -137,7 +136,7 @@ impl Planner {
         let needs = self.needs(&key, &plan, &costs)?;
         let planned = Planned {
             plan: plan.clone(),
-            needs,
+            needs: needs.clone(),
             costs,
             calls: 1,
         };
@@ -172,32 +171,44 @@ impl Planner {
         let budget = self.ring.least_budget();
         let is_host = self.ring.is_host();
         let layer_grain = key.grain == Grain::Layer;
-        let mut largest: Option<(u64, u64, Stage)> = None;
-        let mut most_task_bytes = 0;
-        for stage in plan.stages(key.kind) {
-            let task_bytes = costs.task_bytes(std::slice::from_ref(&stage), layer_grain);
-            most_task_bytes = most_task_bytes.max(task_bytes);
+        let stages = plan.stages(key.kind);
+        let stage_needs = |stage: &Stage| {
+            let layers = stage.layers.clone();
             let weights = if is_host {
                 0
             } else {
-                costs.bytes(stage.layers.clone())
+                costs.bytes(layers.clone())
             };
-            let total = weights.saturating_add(task_bytes);
-            if largest.as_ref().is_none_or(|(known, ..)| total > *known) {
-                largest = Some((total, weights, stage));
+            if !costs.know_memory() {
+                // Layers that look at values do not run on the meta device; the usual share holds.
+                let task = budget.task.min(budget.arena.saturating_sub(weights));
+                return StageNeeds {
+                    weights,
+                    task,
+                    sums: 0,
+                };
             }
-        }
-        let (total, weights, stage) = largest.expect("a plan has stages");
-        budget.needs(most_task_bytes, total).ok_or_else(|| {
-            let Stage { layers, .. } = stage;
+            let sums = match stage.pass {
+                Pass::Forward => 0,
+                Pass::Backward | Pass::Fused => costs.grad_bytes(layers),
+            };
+            budget.stage_needs(weights, costs.task_bytes(stage, layer_grain), sums)
+        };
+        let needs: Vec<StageNeeds> = stages.iter().map(stage_needs).collect();
+        let checked = budget.call_needs(needs.clone());
+        checked.map_err(|place| {
+            let Stage { layers, .. } = &stages[place];
+            let StageNeeds { weights, task, .. } = needs[place];
             let what = format!(
-                "layers {}..{} need {} of weights and {} to work in, but a worker has {}; use more \
-                 microbatches or shorter sequences, or reserve more",
+                "stage {place} (layers {}..{}) needs {} of weights and {} to work in for one \
+                 microbatch, but a worker has {}; use more microbatches or shorter sequences, or \
+                 reserve {}",
                 layers.start,
                 layers.end,
                 Bytes(weights),
-                Bytes(total - weights),
-                Bytes(budget.arena)
+                Bytes(task),
+                Bytes(budget.arena),
+                Bytes(needs[place].total()),
             );
             Error::config("memory", what)
         })
@@ -227,7 +238,7 @@ impl Planner {
     fn guess(&self, batch: &Batch<'_>) -> LayerCosts {
         if let Some(costs) = batch
             .example
-            .and_then(|example| self.guess_by_meta(example, batch.training))
+            .and_then(|example| self.guess_by_meta(example, batch))
         {
             return costs;
         }
@@ -239,7 +250,7 @@ impl Planner {
         LayerCosts::from_bytes(sizes)
     }
 
-    fn guess_by_meta(&self, example: &Tree<HostTensor>, training: bool) -> Option<LayerCosts> {
+    fn guess_by_meta(&self, example: &Tree<HostTensor>, batch: &Batch<'_>) -> Option<LayerCosts> {
         let card = self.ring.workers()[0].device().cost_model();
         let device = if card.kind() == DeviceKind::Cuda {
             card
@@ -249,7 +260,7 @@ impl Planner {
         let input = example.map_ref(|tensor| -> Spec { (tensor.dtype(), *tensor.shape(), false) });
         // A layer that panics here will do so again in its task, and be reported there.
         let guessed = catch_unwind(AssertUnwindSafe(|| {
-            model_costs(&self.model.layers, device, &input, training)
+            model_costs(&self.model.layers, device, &input, batch.training)
         }));
         guessed.ok()?.ok()
     }
@@ -264,6 +275,6 @@ impl State {
         if is_time_to_look && self.times.drift(&planned.costs) > DRIFT {
             return None;
         }
-        Some((planned.plan.clone(), planned.needs))
+        Some((planned.plan.clone(), planned.needs.clone()))
     }
 }

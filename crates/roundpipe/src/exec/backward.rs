@@ -8,14 +8,14 @@
 use std::ops::Range;
 
 use roundpipe_tensor::Tensor;
-use roundpipe_tensor::transfer::{Arrival, HostValue};
+use roundpipe_tensor::transfer::HostValue;
 
 use super::launcher::Launcher;
 use super::queue::Job;
 use super::run_layer::{Activation, Mode, Ran, Taped};
 use super::task::Task;
 use super::value::{Grads, SavedForRecompute, Seed};
-use super::values::{Arriving, ArrivingGrad, Until};
+use super::values::{Arriving, ArrivingGrad, Incoming, Until, When};
 use super::weights::LoadedLayers;
 use crate::config::Grain;
 use crate::error::{Error, Result};
@@ -23,17 +23,20 @@ use crate::plan::{Pass, Stage};
 use crate::trace::Category;
 use crate::tree::Tree;
 
+/// How a trace names values that a forward saved for its recompute.
+const RECOMPUTE: &str = "saved for recompute";
+
 /// What a forward saved for a layer's recompute, on its way here.
 pub(super) struct Prefetched {
     input: Arriving,
-    /// `None` if there was no room for it, or the forward has not saved it yet.
+    /// `None` if the forward has not saved it yet.
     saved: Option<ArrivingSaved>,
 }
 
 /// [`SavedForRecompute`] on its way here.
 struct ArrivingSaved {
-    data: Vec<Arrival>,
-    buffers: Vec<(usize, Arrival)>,
+    data: Vec<Incoming>,
+    buffers: Vec<(usize, Incoming)>,
 }
 
 /// The gradients of a stage's outputs, on their way here.
@@ -105,12 +108,23 @@ impl Launcher {
             if task.microbatch == 0 && !task.is_last() {
                 // The sums of gradients stay until the job ends.
                 for sum in here.sums.iter_mut().flatten() {
-                    let moved = self.moved_aside(sum);
+                    let moved = self.moved_sum(sum);
                     *sum = moved.map_err(|error| task.error(Some(layer), error))?;
                 }
             }
         }
         Ok(grads)
+    }
+
+    /// A sum of gradients, away from the working memory if there is room.
+    fn moved_sum(&self, sum: &Tensor) -> roundpipe_tensor::Result<Tensor> {
+        if self.worker().device().aliases_host() {
+            return Ok(sum.clone());
+        }
+        match self.worker().copied_long(sum, sum.dtype()) {
+            Err(roundpipe_tensor::Error::DeviceMemory { .. }) => Ok(sum.clone()),
+            moved => moved,
+        }
     }
 
     /// Runs a layer forward again, as its forward did, and records it.
@@ -129,11 +143,11 @@ impl Launcher {
                 let saved = task
                     .call
                     .wait_for_recompute(&self.who, layer, task.microbatch)?;
-                self.receive_saved(task, layer, &saved)?
+                self.receive_saved(task, layer, &saved, When::Now)?
             }
         };
-        let land = |arrival: Arrival| {
-            let landed = arrival.land();
+        let land = |incoming: Incoming| {
+            let landed = self.landed(RECOMPUTE, incoming);
             landed.map_err(|error| task.error(Some(layer), error))
         };
         let mut data = Vec::with_capacity(saved.data.len());
@@ -171,7 +185,7 @@ impl Launcher {
             return Ok((input, prefetched.saved));
         }
         let saved = task.call.wait_saved(&self.who, layer, task.microbatch)?;
-        let arriving = self.receive(task, saved)?;
+        let arriving = self.receive(task, saved, When::Now)?;
         Ok((self.land(task, arriving)?, None))
     }
 
@@ -180,12 +194,10 @@ impl Launcher {
         let Some(input) = task.call.try_take_saved(layer, task.microbatch) else {
             return Ok(());
         };
-        let saved = task
-            .call
-            .try_take_for_recompute(layer, task.microbatch, |bytes| self.has_headroom(bytes));
-        let input = self.receive(task, input)?;
+        let saved = task.call.try_take_for_recompute(layer, task.microbatch);
+        let input = self.receive(task, input, When::Later)?;
         let saved = match saved {
-            Some(saved) => Some(self.receive_saved(task, layer, &saved)?),
+            Some(saved) => Some(self.receive_saved(task, layer, &saved, When::Later)?),
             None => None,
         };
         let key = (layer, task.microbatch);
@@ -196,7 +208,8 @@ impl Launcher {
     /// Starts bringing what the first microbatch of the next job needs, if that job goes backward
     /// in the same call and there is room.
     pub(super) fn prefetch_for_next_job(&mut self, task: &Task<'_>) -> Result<()> {
-        let Some(next) = &self.next else {
+        // Values wait for the weights of their job: these need the larger pieces.
+        let Some(next) = self.next.as_ref().filter(|next| next.weights.is_some()) else {
             return Ok(());
         };
         let stage = &next.call.spec.stages[next.stage];
@@ -210,9 +223,6 @@ impl Launcher {
             microbatch: 0,
         };
         let layer = groups(stage, task.spec().grain)[0].start;
-        if !self.has_headroom(task.call.saved_bytes(layer, 0)) {
-            return Ok(());
-        }
         self.prefetch_saved(&first, layer)
     }
 
@@ -222,10 +232,11 @@ impl Launcher {
         task: &Task<'_>,
         layer: usize,
         saved: &SavedForRecompute,
+        when: When,
     ) -> Result<ArrivingSaved> {
         let receive = |value: &HostValue| {
-            let arrival = self.port.receive("saved for recompute", value);
-            arrival.map_err(|error| task.error(Some(layer), error))
+            let incoming = self.bring(RECOMPUTE, value, when);
+            incoming.map_err(|error| task.error(Some(layer), error))
         };
         let mut data = Vec::with_capacity(saved.data.len());
         for value in &saved.data {
@@ -240,16 +251,13 @@ impl Launcher {
 
     // ---- gradients between stages ----
 
-    /// Starts bringing the gradients of this stage's outputs, if they are there and fit: nothing
-    /// that is prefetched is needed earlier.
+    /// Starts bringing the gradients of this stage's outputs, if they are there.
     fn prefetch_grads(&mut self, task: &Task<'_>) -> Result<Option<ArrivingGrads>> {
         if starts_from_seeds(task) {
             return Ok(None);
         }
         let from = task.stage - 1;
-        let grads = task
-            .call
-            .try_take_grads(from, task.microbatch, |bytes| self.has_headroom(bytes));
+        let grads = task.call.try_take_grads(from, task.microbatch);
         grads
             .map(|grads| self.receive_grads(task, &grads))
             .transpose()

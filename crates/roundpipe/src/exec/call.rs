@@ -407,20 +407,9 @@ impl Call {
         self.put(|boxes| boxes.grads.insert((stage, microbatch), grads));
     }
 
-    /// The gradients that `stage` has passed on, if it has and they fit.
-    pub fn try_take_grads(
-        &self,
-        stage: usize,
-        microbatch: usize,
-        fits: impl FnOnce(usize) -> bool,
-    ) -> Option<Grads> {
-        let mut state = self.lock();
-        let grads = state.boxes.grads.get(&(stage, microbatch))?;
-        let bytes = grads.iter().flatten().map(HostValue::size_bytes).sum();
-        if !fits(bytes) {
-            return None;
-        }
-        state.boxes.grads.remove(&(stage, microbatch))
+    /// The gradients that `stage` has passed on, if it has.
+    pub fn try_take_grads(&self, stage: usize, microbatch: usize) -> Option<Grads> {
+        self.lock().boxes.grads.remove(&(stage, microbatch))
     }
 
     /// # Errors
@@ -436,16 +425,6 @@ impl Call {
     /// The input of a layer, for its recompute.
     pub fn save_input(&self, layer: usize, microbatch: usize, value: StageValue) {
         self.put(|boxes| boxes.saved.insert((layer, microbatch), value));
-    }
-
-    /// Bytes of a layer's saved input; 0 while it is not there.
-    pub fn saved_bytes(&self, layer: usize, microbatch: usize) -> usize {
-        let state = self.lock();
-        let Some(saved) = state.boxes.saved.get(&(layer, microbatch)) else {
-            return 0;
-        };
-        let leaves = saved.leaves();
-        leaves.iter().map(|leaf| leaf.host.size_bytes()).sum()
     }
 
     /// A layer's saved input, if it is there.
@@ -466,19 +445,13 @@ impl Call {
         self.put(|boxes| boxes.for_recompute.insert((layer, microbatch), saved));
     }
 
-    /// What a layer saved for its recompute, if it is there and fits.
+    /// What a layer saved for its recompute, if it is there.
     pub fn try_take_for_recompute(
         &self,
         layer: usize,
         microbatch: usize,
-        fits: impl FnOnce(usize) -> bool,
     ) -> Option<SavedForRecompute> {
-        let mut state = self.lock();
-        let saved = state.boxes.for_recompute.get(&(layer, microbatch))?;
-        if !fits(saved.bytes()) {
-            return None;
-        }
-        state.boxes.for_recompute.remove(&(layer, microbatch))
+        self.lock().boxes.for_recompute.remove(&(layer, microbatch))
     }
 
     /// # Errors

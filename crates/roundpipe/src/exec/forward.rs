@@ -9,7 +9,7 @@ use super::queue::Job;
 use super::run_layer::{self, Activation, LoadedLayer, Mode, Ran, Taped};
 use super::task::Task;
 use super::value::{Leaf, SavedForRecompute, Source, StageValue};
-use super::values::{Arriving, Until};
+use super::values::{Arriving, Until, When};
 use super::weights::LoadedLayers;
 use crate::error::{Error, Result};
 use crate::plan::Pass;
@@ -137,7 +137,7 @@ impl Launcher {
     fn labels(&mut self, task: &Task<'_>) -> Result<Tree> {
         let labels = task.call.take_labels(task.microbatch);
         let labels = labels.map_ref(|label| Leaf::new(label.clone(), false));
-        let arriving = self.receive(task, labels)?;
+        let arriving = self.receive(task, labels, When::Now)?;
         let labels = self.land(task, arriving)?;
         Ok(labels.map_ref(|activation| activation.tensor.clone()))
     }
@@ -154,14 +154,14 @@ impl Launcher {
             Some(arriving) => arriving,
             None => {
                 let input = self.wait_input(task)?;
-                self.receive(task, input)?
+                self.receive(task, input, When::Now)?
             }
         };
         let value = self.land(task, arriving)?;
         if !task.is_last() {
             let next = task.at(task.microbatch + 1);
             if let Some(input) = self.try_input(&next)? {
-                *next_input = Some(self.receive(&next, input)?);
+                *next_input = Some(self.receive(&next, input, When::Later)?);
             }
         }
         Ok(value)

@@ -23,7 +23,7 @@ use super::copy_threads::{CopyThreads, Gradient, GradientDownload};
 use super::queue::{Job, JobQueue};
 use super::run_layer::LoadedLayer;
 use super::task::{Task, TaskLabel, panic_text};
-use super::values::{KeptValues, unless_full};
+use super::values::KeptValues;
 use super::weights::{LoadedLayers, ResidentWeights};
 use crate::budget::WorkerBudget;
 use crate::error::Result;
@@ -115,6 +115,7 @@ impl Launcher {
             call.spec.ring_calls.drain(&self.port);
         }
         self.worker = self.port.worker().clone();
+        self.worker.pool().end_claim();
         // Its tickets first: a thread that waits for the call's end may write the weights then.
         drop(job);
         call.end_part();
@@ -153,40 +154,27 @@ impl Launcher {
         self.kept.retain(keep);
     }
 
-    /// Requests the weights of the job that follows, as soon as there is one.
+    /// Requests the weights of the job that follows, as soon as there is one and they have room.
     fn look_ahead(&mut self) {
-        if self.next.is_some() {
-            return;
+        if self.next.is_none() {
+            self.next = self.queue.as_ref().and_then(|queue| queue.try_pop());
         }
-        let Some(mut next) = self.queue.as_ref().and_then(|queue| queue.try_pop()) else {
+        let Some(mut next) = self.next.take() else {
             return;
         };
         if !next.call.has_failed() {
-            let working = self.working_bytes(&next);
+            // Values that will stay come on top of what the tasks of the job work in.
+            let working = next.needs().task.saturating_add(self.kept.room());
             // An error is not lost: the job requests its weights again when it starts. Usually
             // there is no room for two stages beside the working memory of the tasks.
-            let _ = self.request_weights(&mut next, working);
+            let _ = self.request_weights(&mut next, Some(working));
         }
         self.next = Some(next);
     }
 
-    /// What tasks of the current call and of a job may work in: weights leave it free.
-    fn working_bytes(&self, job: &Job) -> u64 {
-        let current = self.call.upgrade();
-        let task_bytes = current.map_or(0, |call| call.spec.needs.task_bytes);
-        let task_bytes = task_bytes.max(job.call.spec.needs.task_bytes);
-        // Inputs and outputs on their way, and values that will stay, come on top.
-        task_bytes + self.budget.outbox + self.kept.room()
-    }
-
     fn run_job(&mut self, job: &mut Job) -> Result<()> {
         let call = job.call.clone();
-        let working = self.working_bytes(job);
-        match self.request_weights(job, working) {
-            // The estimate may be too large for this worker; then the tasks see what is left.
-            Err(error) if error.is_device_full() => self.request_weights(job, 0)?,
-            requested => requested?,
-        }
+        self.place_weights(job)?;
         self.report_to(&call, job.stage)?;
         let pass = call.spec.stages[job.stage].pass;
         if pass != Pass::Forward
@@ -198,7 +186,6 @@ impl Launcher {
         let mut loaded = LoadedLayers::default();
         let mut next_input = None;
         for microbatch in 0..call.spec.microbatches {
-            self.look_ahead();
             let task = Task {
                 call: &call,
                 stage: job.stage,
@@ -206,9 +193,9 @@ impl Launcher {
             };
             let begun = self.port.begin_task();
             begun.map_err(|error| task.error(None, error))?;
-            if microbatch == 0 {
-                self.make_working_room(&task)?;
-            }
+            self.claim_working(&task)?;
+            // Behind the claim, so that the next weights leave this task its room.
+            self.look_ahead();
             match pass {
                 Pass::Forward => self.forward(job, &mut loaded, &task, &mut next_input)?,
                 Pass::Fused => self.fused(job, &mut loaded, &task, &mut next_input)?,
@@ -321,30 +308,61 @@ impl Launcher {
         if self.worker().device().aliases_host() {
             return self.worker().cast(&sum, dtype);
         }
-        match unless_full(self.worker().copied_long(&sum, dtype))? {
+        match self
+            .worker()
+            .copied_beside(&sum, dtype, self.next_working())?
+        {
             Some(tensor) => Ok(tensor),
             None => self.worker().cast(&sum, dtype),
         }
     }
 
-    /// Waits for what leaves the worker until a task of the call finds its working memory in one
-    /// piece, or nothing is left to wait for.
-    fn make_working_room(&mut self, task: &Task<'_>) -> Result<()> {
-        let pool = self.worker().pool().clone();
-        let has_room = || pool.working_room().0 >= task.spec().needs.task_bytes;
-        if has_room() {
+    // ---- room ----
+
+    /// Requests the weights of a job that starts now, unless they were requested before it.
+    fn place_weights(&mut self, job: &mut Job) -> Result<()> {
+        let working = job.needs().task;
+        match self.request_weights(job, Some(working)) {
+            Err(error) if error.is_device_full() => {}
+            requested => return requested,
+        }
+        // Nothing else is needed at this moment, and then the weights and the working memory of
+        // the job fit: that was checked when the call was planned.
+        let freed = self.free_optional();
+        freed.map_err(|error| job.call.error_at(job.stage, None, None, error))?;
+        match self.request_weights(job, Some(working)) {
+            // The user holds outputs on the worker, or what the layers work in is not known.
+            Err(error) if error.is_device_full() => self.request_weights(job, None),
+            requested => requested,
+        }
+    }
+
+    /// Claims the working memory of a task in one piece. What is optional makes room.
+    fn claim_working(&mut self, task: &Task<'_>) -> Result<()> {
+        let bytes = task.spec().needs.stages[task.stage].of_microbatch(task.microbatch);
+        if self.worker.pool().claim_working(bytes) {
             return Ok(());
         }
         let drained = self.port.make_room(0);
         drained.map_err(|error| task.error(None, error))?;
-        if !has_room() {
-            self.copies.wait_downloads();
+        if self.worker.pool().claim_working(bytes) {
+            return Ok(());
         }
-        if !has_room() {
-            self.worker().pool().trim();
-            let compacted = self.kept.compact(&self.worker);
-            compacted.map_err(|error| task.error(None, error))?;
-        }
+        let freed = self.free_optional();
+        freed.map_err(|error| task.error(None, error))?;
+        // Without a claim the task takes what there is.
+        let _ = self.worker.pool().claim_working(bytes);
+        Ok(())
+    }
+
+    /// Frees what the worker can do without: values that stay go to the host, and what is on its
+    /// way out is awaited.
+    fn free_optional(&mut self) -> roundpipe_tensor::Result<()> {
+        self.resident.clear();
+        self.kept.spill(&self.port)?;
+        self.port.make_room(0)?;
+        self.copies.wait_downloads();
+        self.worker.pool().trim();
         Ok(())
     }
 

@@ -5,6 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use super::call::Call;
 use super::weights::WeightSource;
+use crate::budget::StageNeeds;
 use crate::version::ReadTicket;
 
 /// One stage of a call, and the right to read the weights of its layers.
@@ -18,6 +19,11 @@ pub(crate) struct Job {
 }
 
 impl Job {
+    /// What it needs of its worker.
+    pub fn needs(&self) -> StageNeeds {
+        self.call.spec.needs.stages[self.stage]
+    }
+
     pub fn new(call: Arc<Call>, stage: usize, tickets: HashMap<usize, Vec<ReadTicket>>) -> Self {
         Self {
             call,

@@ -68,12 +68,3 @@ pub(crate) struct SavedForRecompute {
     /// Buffers by their index among the layer's parameters, as the forward saw them.
     pub buffers: Vec<(usize, HostValue)>,
 }
-
-impl SavedForRecompute {
-    /// Bytes that it takes on a worker.
-    pub fn bytes(&self) -> usize {
-        let buffers = self.buffers.iter().map(|(_, value)| value);
-        let values = self.data.iter().chain(buffers);
-        values.map(HostValue::size_bytes).sum()
-    }
-}

@@ -8,8 +8,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
-use roundpipe_tensor::transfer::{Arrival, HostValue};
-use roundpipe_tensor::{Tensor, Worker};
+use roundpipe_tensor::Tensor;
+use roundpipe_tensor::transfer::{Arrival, HostValue, Port};
 
 use super::call::Call;
 use super::launcher::Launcher;
@@ -65,25 +65,32 @@ impl KeepBudget {
     }
 }
 
-/// `None` where the worker has no room; other errors stay.
-pub(super) fn unless_full(
-    made: roundpipe_tensor::Result<Tensor>,
-) -> roundpipe_tensor::Result<Option<Tensor>> {
-    match made {
-        Ok(tensor) => Ok(Some(tensor)),
-        Err(roundpipe_tensor::Error::DeviceMemory { .. }) => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
-/// A value that stays on the worker.
+/// A value that stays, for as long as its worker has room.
 struct Kept {
-    tensor: Tensor,
+    place: KeptPlace,
     /// Keeps its id from being given to another value.
     _host: HostValue,
     call: Weak<Call>,
     /// Readers to come; `None` if it stays until the call ends.
     readers: Option<usize>,
+}
+
+/// Where a kept value is.
+#[derive(Clone)]
+enum KeptPlace {
+    Worker(Tensor),
+    /// The worker needed its room.
+    Host(HostValue),
+}
+
+impl KeptPlace {
+    /// Bytes on the worker.
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Worker(tensor) => tensor.size_bytes() as u64,
+            Self::Host(_) => 0,
+        }
+    }
 }
 
 /// The values that stay on a worker.
@@ -120,9 +127,10 @@ impl KeptValues {
         call: &Weak<Call>,
         readers: Option<usize>,
     ) {
-        self.budget.used += tensor.size_bytes() as u64;
+        let place = KeptPlace::Worker(tensor.clone());
+        self.budget.used += place.bytes();
         let kept = Kept {
-            tensor: tensor.clone(),
+            place,
             _host: host.clone(),
             call: call.clone(),
             readers,
@@ -130,28 +138,30 @@ impl KeptValues {
         self.by_id.insert(host.id(), kept);
     }
 
-    /// The tensor of a value, for one reader. The last reader takes it out.
-    fn take(&mut self, host: &HostValue) -> Option<Tensor> {
+    /// Where a value is, for one reader. The last reader takes it out.
+    fn take(&mut self, host: &HostValue) -> Option<KeptPlace> {
         let kept = self.by_id.get_mut(&host.id())?;
-        let tensor = kept.tensor.clone();
+        let place = kept.place.clone();
         if let Some(readers) = &mut kept.readers {
             *readers -= 1;
             if *readers == 0 {
                 self.by_id.remove(&host.id());
-                self.budget.used -= tensor.size_bytes() as u64;
+                self.budget.used -= place.bytes();
             }
         }
-        Some(tensor)
+        Some(place)
     }
 
-    /// Moves values into holes between long-lived blocks, so that these take up less of the worker.
+    /// Sends all values to the host. Their readers bring them back.
     ///
     /// # Errors
-    /// When the device fails.
-    pub fn compact(&mut self, worker: &Worker) -> roundpipe_tensor::Result<()> {
+    /// When the device fails or the host has no memory; the rest stays.
+    pub fn spill(&mut self, port: &Port) -> roundpipe_tensor::Result<()> {
         for kept in self.by_id.values_mut() {
-            if let Some(tensor) = unless_full(worker.copied_into_hole(&kept.tensor))? {
-                kept.tensor = tensor;
+            if let KeptPlace::Worker(tensor) = &kept.place {
+                let sent = port.send("kept value", tensor)?;
+                self.budget.used -= kept.place.bytes();
+                kept.place = KeptPlace::Host(sent);
             }
         }
         Ok(())
@@ -160,15 +170,30 @@ impl KeptValues {
     /// Frees all values but those of the calls that `keep` names.
     pub fn retain(&mut self, keep: impl Fn(&Weak<Call>) -> bool) {
         self.by_id.retain(|_, kept| keep(&kept.call));
-        let kept = self.by_id.values();
-        self.budget.used = kept.map(|kept| kept.tensor.size_bytes() as u64).sum();
+        self.budget.used = self.by_id.values().map(|kept| kept.place.bytes()).sum();
     }
+}
+
+/// When a value is needed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum When {
+    /// By the task under way, whose working memory has room for it.
+    Now,
+    /// By a later task: it comes early only where tasks do not need the room.
+    Later,
+}
+
+/// A value on its way to the worker.
+pub(super) enum Incoming {
+    Arriving(Arrival),
+    /// There was no room to bring it early.
+    OnHost(HostValue),
 }
 
 /// A leaf on the worker or on its way there.
 pub(super) enum Awaited {
     Here(Activation),
-    Arriving(Arrival, Leaf),
+    Incoming(Incoming, Leaf),
 }
 
 /// A value on its way to the worker.
@@ -192,25 +217,59 @@ impl Launcher {
     ) -> Result<HostValue> {
         let bytes = tensor.size_bytes() as u64;
         if stays(self.index, readers, bytes, until, &self.kept.budget) {
-            let tensor = self.moved_aside(tensor);
-            let tensor = tensor.map_err(|error| task.error(None, error))?;
-            let value = HostValue::device_only(&tensor);
-            self.kept
-                .insert(&value, &tensor, &self.call, Some(readers.len()));
-            return Ok(value);
+            let moved = self.moved_aside(tensor);
+            if let Some(tensor) = moved.map_err(|error| task.error(None, error))? {
+                let value = HostValue::device_only(&tensor);
+                self.kept
+                    .insert(&value, &tensor, &self.call, Some(readers.len()));
+                return Ok(value);
+            }
         }
         let sent = self.port.send(what, tensor);
         sent.map_err(|error| task.error(None, error))
     }
 
     /// A copy of a value that stays, away from the working memory: in the middle of it, it would cut
-    /// that into pieces. Where the copy finds no room, the value stays where it is.
-    pub(super) fn moved_aside(&self, tensor: &Tensor) -> roundpipe_tensor::Result<Tensor> {
+    /// that into pieces. `None` where the copy finds no room beside the working memory.
+    pub(super) fn moved_aside(&self, tensor: &Tensor) -> roundpipe_tensor::Result<Option<Tensor>> {
         if self.worker().device().aliases_host() {
-            return Ok(tensor.clone());
+            return Ok(Some(tensor.clone()));
         }
-        let copy = unless_full(self.worker().copied_long(tensor, tensor.dtype()))?;
-        Ok(copy.unwrap_or_else(|| tensor.clone()))
+        let working = self.next_working();
+        self.worker().copied_beside(tensor, tensor.dtype(), working)
+    }
+
+    /// What the tasks of the next job work in, once its weights are on their way.
+    pub(super) fn next_working(&self) -> u64 {
+        let next = self.next.as_ref().filter(|next| next.weights.is_some());
+        next.map_or(0, |next| next.needs().task)
+    }
+
+    /// Starts bringing a value here.
+    pub(super) fn bring(
+        &self,
+        what: &str,
+        value: &HostValue,
+        when: When,
+    ) -> roundpipe_tensor::Result<Incoming> {
+        if when == When::Now {
+            return self.port.receive(what, value).map(Incoming::Arriving);
+        }
+        let working = self.next_working();
+        let arrival = self.port.receive_beside(what, value, working)?;
+        Ok(arrival.map_or_else(|| Incoming::OnHost(value.clone()), Incoming::Arriving))
+    }
+
+    /// Makes the kernels that follow wait for a value.
+    pub(super) fn landed(
+        &self,
+        what: &str,
+        incoming: Incoming,
+    ) -> roundpipe_tensor::Result<Tensor> {
+        match incoming {
+            Incoming::Arriving(arrival) => arrival.land(),
+            Incoming::OnHost(value) => self.port.receive(what, &value)?.land(),
+        }
     }
 
     /// Makes a value available to its readers (the host, when there are none): it stays, is already
@@ -278,23 +337,32 @@ impl Launcher {
     }
 
     /// Starts bringing a value here.
-    pub(super) fn receive(&mut self, task: &Task<'_>, value: StageValue) -> Result<Arriving> {
+    pub(super) fn receive(
+        &mut self,
+        task: &Task<'_>,
+        value: StageValue,
+        when: When,
+    ) -> Result<Arriving> {
         value.try_map(|leaf| {
             let resident = leaf.resident.as_ref();
-            let here = match resident.filter(|resident| resident.worker == self.index) {
-                Some(resident) => Some(resident.tensor.clone()),
+            let known = match resident.filter(|resident| resident.worker == self.index) {
+                Some(resident) => Some(KeptPlace::Worker(resident.tensor.clone())),
                 None => self.kept.take(&leaf.host),
             };
-            if let Some(tensor) = here {
-                return Ok(Awaited::Here(Activation {
-                    tensor,
-                    grad: leaf.grad,
-                    host: Some(leaf.host),
-                }));
-            }
-            let arrival = self.port.receive("activation", &leaf.host);
-            let arrival = arrival.map_err(|error| task.error(None, error))?;
-            Ok(Awaited::Arriving(arrival, leaf))
+            let host = match known {
+                Some(KeptPlace::Worker(tensor)) => {
+                    return Ok(Awaited::Here(Activation {
+                        tensor,
+                        grad: leaf.grad,
+                        host: Some(leaf.host),
+                    }));
+                }
+                Some(KeptPlace::Host(spilled)) => spilled,
+                None => leaf.host.clone(),
+            };
+            let incoming = self.bring("activation", &host, when);
+            let incoming = incoming.map_err(|error| task.error(None, error))?;
+            Ok(Awaited::Incoming(incoming, leaf))
         })
     }
 
@@ -302,8 +370,9 @@ impl Launcher {
     pub(super) fn land(&mut self, task: &Task<'_>, value: Arriving) -> Result<Tree<Activation>> {
         value.try_map(|awaited| match awaited {
             Awaited::Here(activation) => Ok(activation),
-            Awaited::Arriving(arrival, leaf) => {
-                let tensor = arrival.land().map_err(|error| task.error(None, error))?;
+            Awaited::Incoming(incoming, leaf) => {
+                let tensor = self.landed("activation", incoming);
+                let tensor = tensor.map_err(|error| task.error(None, error))?;
                 let bytes = leaf.host.size_bytes() as u64;
                 if leaf.constant && self.kept.budget.has_room(bytes, Until::Later) {
                     self.kept.insert(&leaf.host, &tensor, &self.call, None);
@@ -323,10 +392,16 @@ impl Launcher {
         task: &Task<'_>,
         grad: &HostValue,
     ) -> Result<ArrivingGrad> {
-        if let Some(tensor) = self.kept.take(grad) {
-            return Ok(ArrivingGrad::Here(tensor));
-        }
-        let arrival = self.port.receive("gradient", grad);
+        let spilled;
+        let host = match self.kept.take(grad) {
+            Some(KeptPlace::Worker(tensor)) => return Ok(ArrivingGrad::Here(tensor)),
+            Some(KeptPlace::Host(value)) => {
+                spilled = value;
+                &spilled
+            }
+            None => grad,
+        };
+        let arrival = self.port.receive("gradient", host);
         let arrival = arrival.map_err(|error| task.error(None, error))?;
         Ok(ArrivingGrad::Arriving(arrival))
     }
@@ -339,13 +414,6 @@ impl Launcher {
                 arrival.land().map_err(|error| task.error(None, error))
             }
         }
-    }
-
-    /// Whether `bytes` may come before they are needed.
-    pub(super) fn has_headroom(&self, bytes: usize) -> bool {
-        let usage = self.worker().pool().usage();
-        self.budget
-            .allows_prefetch(bytes as u64, usage.used.0, usage.peak_used.0)
     }
 }
 

@@ -84,11 +84,12 @@ impl Launcher {
     }
 
     /// Reserves memory for a job's weights and requests their upload, in the order they are needed.
-    /// At least `working` bytes stay free for tasks.
+    /// With `beside`, the claim of the task under way stays whole and at least so many bytes are left
+    /// to tasks.
     ///
     /// # Errors
     /// When the worker has no room; nothing is requested then.
-    pub(super) fn request_weights(&mut self, job: &mut Job, working: u64) -> Result<()> {
+    pub(super) fn request_weights(&mut self, job: &mut Job, beside: Option<u64>) -> Result<()> {
         if job.weights.is_some() {
             return Ok(());
         }
@@ -104,8 +105,12 @@ impl Launcher {
             let source = self.weight_source(&call, layer);
             if let WeightSource::Upload = source {
                 let bytes = call.spec.model.store.layer(layer).block_bytes() as u64;
-                let slot = Slot::reserve_beside(self.worker(), bytes, working)
-                    .map_err(|error| call.error_at(job.stage, Some(layer), Some(0), error))?;
+                let slot = match beside {
+                    Some(working) => Slot::reserve_beside(self.worker(), bytes, working),
+                    None => Slot::reserve(self.worker(), bytes),
+                };
+                let slot =
+                    slot.map_err(|error| call.error_at(job.stage, Some(layer), Some(0), error))?;
                 slots.push((layer, slot));
             }
             sources.insert(layer, source);

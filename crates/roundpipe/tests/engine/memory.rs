@@ -20,6 +20,7 @@ use roundpipe_tensor::{Cuda, DeviceKind, HostBuf, Meta, SimWorld};
 
 use crate::invisible::{Way, engine, rule};
 use crate::models;
+use crate::simulation::{chain, seeds};
 
 const WIDTH: usize = 1024;
 const ROWS: usize = 8;
@@ -488,5 +489,152 @@ fn a_large_layer_may_have_most_of_a_worker() {
     assert_eq!(
         losses(Bytes(need * 2)).unwrap(),
         losses(Bytes::mib(64)).unwrap()
+    );
+}
+
+/// Two products with a random width between them.
+struct Feed {
+    up: Linear,
+    down: Linear,
+}
+
+impl Params for Feed {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
+        visit.child("up", &self.up);
+        visit.child("down", &self.down);
+    }
+}
+
+impl Module for Feed {
+    fn forward(&self, cx: &mut Cx, x: &Tensor) -> TensorResult<Tensor> {
+        let y = self.up.forward(cx, x)?;
+        let y = cx.gelu(&y)?;
+        let y = self.down.forward(cx, &y)?;
+        cx.add(x, &y)
+    }
+}
+
+/// One random way to train a random model in a random amount of memory.
+#[derive(Debug)]
+struct Tight {
+    seed: u64,
+    hidden: Vec<usize>,
+    frozen: Vec<bool>,
+    width: usize,
+    rows: usize,
+    microbatches: usize,
+    arena: Bytes,
+    grain: Grain,
+    lag: Lag,
+    workers: usize,
+    dtype: DType,
+}
+
+impl Tight {
+    fn new(seed: u64) -> Self {
+        let mut dice = models::Dice::new(seed);
+        let layers = 1 + dice.below(7);
+        let microbatches = 1 + dice.below(4);
+        Self {
+            seed,
+            hidden: (0..layers).map(|_| 8 << dice.below(6)).collect(),
+            frozen: (0..layers).map(|_| dice.below(3) == 0).collect(),
+            width: 8 << dice.below(4),
+            rows: microbatches * (1 + dice.below(40)),
+            microbatches,
+            // From what holds almost no layer to what holds most models whole.
+            arena: Bytes((8 << 10 << dice.below(7)) * (64 + dice.below(64) as u64) / 64),
+            grain: [Grain::Stage, Grain::Layer][dice.below(2)],
+            lag: [Lag::Zero, Lag::One][dice.below(2)],
+            workers: 1 + dice.below(3),
+            dtype: [DType::F32, DType::BF16][dice.below(2)],
+        }
+    }
+
+    fn model(&self) -> Sequential {
+        let mut init = Init::new(self.seed, self.dtype);
+        let mut model = Sequential::new();
+        for (hidden, frozen) in self.hidden.iter().zip(&self.frozen) {
+            let feed = Feed {
+                up: Linear::new(&mut init, self.width, *hidden, true).unwrap(),
+                down: Linear::new(&mut init, *hidden, self.width, false).unwrap(),
+            };
+            // The first product of a frozen layer keeps its gradient, as an adapter would.
+            feed.down.set_trainable(!frozen);
+            model = model.with(feed);
+        }
+        model
+    }
+
+    /// The losses of 20 steps, in bits.
+    fn train(&self, devices: Vec<Arc<dyn Device>>, arena: Bytes) -> roundpipe::Result<Vec<u64>> {
+        let ring = RingOptions {
+            memory: Some(arena),
+            ..RingOptions::default()
+        };
+        let config = RunConfig::new()
+            .num_microbatch(self.microbatches)
+            .recompute_grain(self.grain);
+        let engine = RoundPipe::builder(self.model())
+            .optimizer(rule())
+            .optimizer_threads(1)
+            .asynchronous(self.lag == Lag::One)
+            .devices(devices)
+            .ring_options(ring)
+            .run_config(config)
+            .build()?;
+        let count = self.rows * self.width;
+        let shape = [self.rows, self.width];
+        let x = match self.dtype {
+            DType::BF16 => HostTensor::from_slice(&vec![bf16::ONE; count], &shape)?,
+            _ => HostTensor::from_slice(&vec![1.0_f32; count], &shape)?,
+        };
+        let mut bits = Vec::new();
+        for _ in 0..20 {
+            let losses = engine.forward_backward(x.clone(), x.clone(), square)?;
+            bits.extend(losses.each().iter().map(|loss| loss.to_bits()));
+            engine.update(&Update::new(0.001), self.lag)?;
+        }
+        engine.synchronize()?;
+        Ok(bits)
+    }
+}
+
+/// Random models, batches, grains, lags and workers in random amounts of memory: the planner refuses
+/// a case with a line that says what would fit, or its 20 steps run, with the bits of a large worker.
+#[test]
+fn an_accepted_plan_runs() {
+    let mut refused = 0;
+    let seeds = seeds(0..60);
+    let cases = seeds.end - seeds.start;
+    for seed in seeds {
+        let case = Tight::new(seed);
+        let world = SimWorld::new(SimConfig {
+            seed,
+            memory: Bytes::mib(64),
+            ..SimConfig::default()
+        })
+        .unwrap();
+        let devices = world.workers(case.workers).into_iter().map(|d| d as _);
+        match case.train(devices.collect(), case.arena) {
+            Ok(bits) => {
+                let plain = case.train(models::cpus(1), Bytes::mib(64)).unwrap();
+                assert_eq!(bits, plain, "{case:?}");
+            }
+            Err(error) => {
+                let text = error.to_string();
+                let is_refusal = ["memory:", "stage_memory_limit:", "model_memory_limit:"]
+                    .iter()
+                    .any(|line| text.starts_with(line));
+                assert!(is_refusal, "{case:?} was accepted: {}", chain(&error));
+                refused += 1;
+            }
+        }
+        assert_eq!(world.races(), [], "{case:?}");
+    }
+    let some = cases / 10..=cases * 8 / 10;
+    assert!(
+        cases < 60 || some.contains(&refused),
+        "{refused} of {cases} refused"
     );
 }

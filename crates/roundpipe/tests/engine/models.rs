@@ -17,6 +17,28 @@ pub const SEQ: usize = 7;
 pub const WIDTH: usize = 16;
 const HEADS: usize = 2;
 
+/// Dice of one case.
+pub struct Dice(roundpipe::RngKey, u64);
+
+impl Dice {
+    pub fn new(seed: u64) -> Self {
+        Self(
+            RngSite {
+                seed,
+                step: 99,
+                ..RngSite::default()
+            }
+            .key(),
+            0,
+        )
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        self.1 += 1;
+        self.0.word(self.1) as usize % n
+    }
+}
+
 /// Tokens and their mask come in; hidden states, the mask and a scale that no layer changes go on.
 struct Embed {
     tokens: Embedding,

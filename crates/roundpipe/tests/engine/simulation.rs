@@ -10,43 +10,21 @@ use roundpipe::{
     Bytes, DType, Device, ExecutePlan, Grain, Lag, Pin, PlanKind, RingOptions, RoundPipe, Rule,
     RunConfig, Sequential, Update,
 };
+use roundpipe_tensor::SimWorld;
 use roundpipe_tensor::sim::{Fault, FaultKind, SimConfig, Timing};
-use roundpipe_tensor::{RngSite, SimWorld};
 
-use crate::models::{self, Trail};
+use crate::models::{self, Dice, Trail};
 
 const STEPS: u64 = 3;
 
 /// The seeds to run: a share, or what the environment asks for.
-fn seeds(share: Range<u64>) -> Range<u64> {
+pub fn seeds(share: Range<u64>) -> Range<u64> {
     let asked = std::env::var("ROUNDPIPE_SEEDS").ok();
     let range = asked
         .as_deref()
         .and_then(|text| text.split_once(".."))
         .and_then(|(from, to)| Some(from.parse().ok()?..to.parse().ok()?));
     range.unwrap_or(share)
-}
-
-/// Dice of one case.
-struct Dice(roundpipe::RngKey, u64);
-
-impl Dice {
-    fn new(seed: u64) -> Self {
-        Self(
-            RngSite {
-                seed,
-                step: 99,
-                ..RngSite::default()
-            }
-            .key(),
-            0,
-        )
-    }
-
-    fn below(&mut self, n: usize) -> usize {
-        self.1 += 1;
-        self.0.word(self.1) as usize % n
-    }
 }
 
 /// Random cuts of six layers.
