@@ -412,11 +412,7 @@ fn round(x: f64, digits: i32) -> f64 {
 
 /// Operations per second of a large product on this device: what a floor is computed with.
 fn product_rate(device: Arc<dyn Device>, dtype: DType) -> anyhow::Result<f64> {
-    let size: usize = if device.id().kind == DeviceKind::Cuda {
-        8192
-    } else {
-        512
-    };
+    let size: usize = if device.id().kind.is_gpu() { 8192 } else { 512 };
     let worker = Worker::new(
         device,
         Bytes((4 * size * size * dtype.size() + (64 << 20)) as u64),
@@ -442,7 +438,7 @@ fn product_rate(device: Arc<dyn Device>, dtype: DType) -> anyhow::Result<f64> {
 /// Devices that compute by themselves: workers on one card, or on the host's cores, share it.
 fn processors(engine: &RoundPipe) -> usize {
     let id = |worker: &Worker| match worker.device().id() {
-        id if id.kind == DeviceKind::Cuda => id.index,
+        id if id.kind.is_gpu() => id.index,
         _ => 0,
     };
     engine
@@ -460,7 +456,7 @@ fn gpu_peak(engine: &RoundPipe) -> f64 {
         .ring()
         .workers()
         .iter()
-        .filter(|w| w.device().cost_model().kind == DeviceKind::Cuda);
+        .filter(|w| w.device().cost_model().kind().is_gpu());
     gpus.map(|w| w.usage().high_water.0).max().unwrap_or(0) as f64 / f64::from(1 << 30)
 }
 

@@ -9,7 +9,9 @@ use anyhow::{Context, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 use roundpipe::lr::LrDecay;
 use roundpipe::optim::AdamW;
-use roundpipe::{Bytes, Cpu, Cx, DType, LrSchedule, Meta, Optimizer, Params, RngSite, Worker};
+use roundpipe::{
+    Bytes, CostModel, Cpu, Cx, DType, Device, LrSchedule, Meta, Optimizer, Params, RngSite, Worker,
+};
 use roundpipe_models::memory::host_memory;
 use roundpipe_models::{DEMO_TEXT, Model, Sampler, Windows, continue_text, preset};
 
@@ -85,13 +87,14 @@ impl DemoCmd {
         };
         let windows = Windows::new(&text, seq, self.seed)?;
         let model = Model::random(config, DType::F32, self.seed)?;
-        let peak = self.predict(&model)?;
+        let cpu = Cpu::new(self.threads)?;
+        let peak = self.predict(&model, cpu.cost_model())?;
         ensure!(
             peak <= memory,
             "--batch {}: a step would take {peak} of memory, this machine has {memory}",
             self.batch
         );
-        let worker = Worker::new(Cpu::new(self.threads)?, peak)?;
+        let worker = Worker::new(cpu, peak)?;
         writeln!(
             out,
             "{} parameters, {} layers; {} bytes of text; a step takes {} x {seq} tokens and {peak} beside the weights",
@@ -120,8 +123,8 @@ impl DemoCmd {
 
     /// Peak of a training step, from shapes alone. A sample needs less: one sequence and no
     /// gradients.
-    fn predict(&self, model: &Model) -> anyhow::Result<Bytes> {
-        let worker = Worker::new(Meta::like(roundpipe::DeviceKind::Cpu), Bytes(1 << 60))?;
+    fn predict(&self, model: &Model, costs: CostModel) -> anyhow::Result<Bytes> {
+        let worker = Worker::new(Meta::like(costs), Bytes(1 << 60))?;
         let ids = vec![0i64; self.batch * model.config.max_positions];
         step(
             model,

@@ -4,7 +4,7 @@ use std::io::Write;
 
 use anyhow::Context;
 use clap::ValueEnum;
-use roundpipe::{Bytes, Cuda, DeviceKind, Devices, Pin, RingOptions};
+use roundpipe::{Bytes, Cuda, Devices, Pin, RingOptions};
 
 /// Options that every command with an engine has.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -59,7 +59,7 @@ impl Place {
         let has_gpu = devices
             .workers
             .iter()
-            .any(|device| device.id().kind == DeviceKind::Cuda);
+            .any(|device| device.id().kind.is_gpu());
         let slower = if has_gpu {
             Cuda::attention_note()
         } else {

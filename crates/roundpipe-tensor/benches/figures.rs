@@ -53,7 +53,7 @@ fn main() {
     }
 }
 
-/// The best of several runs after a warm-up: what the machine can do when nobody disturbs it.
+/// The best of several runs after a warm-up: what the machine can do when nothing disturbs it.
 fn best(run: &mut dyn FnMut()) -> f64 {
     run();
     let start = Instant::now();

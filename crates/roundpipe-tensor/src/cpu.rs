@@ -11,6 +11,7 @@
 
 pub(crate) mod access;
 mod attention;
+mod costs;
 pub(crate) mod elementwise;
 pub(crate) mod gemm;
 mod image;
@@ -35,6 +36,7 @@ use crate::device::{
 use crate::error::{Error, Result};
 use crate::kernel::{Family, HostView, HostViewMut, Kernel, View};
 use crate::pages::Pages;
+pub(crate) use costs::CpuCosts;
 use threads::Threads;
 
 /// A worker on the host's cores.
@@ -217,11 +219,15 @@ unsafe impl Ops for CpuOps {
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
         scratch(kernel, src, dst)
     }
+
+    fn min_gemm_rows(&self) -> usize {
+        costs::MIN_GEMM_ROWS
+    }
 }
 
-/// Scratch bytes the cpu's kernels want: a function of the operands alone, so that meta can ask
-/// too.
-pub(crate) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
+/// Scratch bytes the cpu's kernels want: a function of the operands alone, so that a plan can ask
+/// without a device.
+fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
     match kernel {
         Kernel::Conv2d(_) | Kernel::Conv2dGradInput(_) | Kernel::Conv2dGradFilter { .. } => {
             image::scratch(kernel, src, dst)

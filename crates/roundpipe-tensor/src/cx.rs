@@ -13,7 +13,7 @@ use crate::kernel::Kernel;
 use crate::param::{Param, ParamId};
 use crate::rng::{RngKey, RngSite};
 use crate::shape::Shape;
-use crate::tape::{Back, Leaves, NodeRef, Tape};
+use crate::tape::{Back, LeafGrads, NodeRef, Tape};
 use crate::tensor::Tensor;
 use crate::worker::Worker;
 
@@ -273,12 +273,12 @@ impl Cx {
 
     /// Says where a parameter lies on this worker, and the accumulator its gradients are added to
     /// (dense, in the accumulator type, zeroed or holding earlier microbatches). The accumulator is
-    /// given away, so that nobody can look while it is being written; [`Gradients::take_param`]
-    /// gives it back.
+    /// given away, so that no other code can read it while it is being written;
+    /// [`Gradients::take_param`] gives it back.
     ///
     /// # Errors
-    /// When shapes or types disagree, the tensors live on another worker, or somebody else holds
-    /// the accumulator.
+    /// When shapes or types disagree, the tensors live on another worker, or the accumulator
+    /// has another holder.
     pub fn bind(&mut self, param: &Param, tensor: Tensor, into: Option<Tensor>) -> Result<Tensor> {
         const OP: &str = "bind";
         for t in std::iter::once(&tensor).chain(&into) {
@@ -486,7 +486,7 @@ impl Cx {
 
     /// The gradients of parameters in the order of their first use; one that stood at several
     /// places of the tape has one gradient.
-    fn collect(&self, owners: Vec<Owner>, leaves: &mut Leaves) -> Result<Vec<(Param, Tensor)>> {
+    fn collect(&self, owners: Vec<Owner>, leaves: &mut LeafGrads) -> Result<Vec<(Param, Tensor)>> {
         let mut params: Vec<(Param, Tensor)> = Vec::with_capacity(owners.len());
         let mut at = HashMap::new();
         for Owner { param, place } in owners {
@@ -511,7 +511,7 @@ impl Cx {
 
 /// What a backward pass gives.
 pub struct Gradients {
-    leaves: Leaves,
+    leaves: LeafGrads,
     params: Vec<(Param, Tensor)>,
 }
 

@@ -38,6 +38,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -62,23 +63,54 @@ pub enum DeviceKind {
     Meta,
 }
 
-/// What a device's costs depend on, and so what a stand-in for it must know.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct CostModel {
-    /// Backend.
-    pub kind: DeviceKind,
-    /// Of a GPU: whether the backward of attention may be a library's, which wants gigabytes of
-    /// scratch.
-    pub library_attention: bool,
+impl DeviceKind {
+    /// Whether it has memory of its own beside the host's and computes by itself.
+    pub const fn is_gpu(self) -> bool {
+        matches!(self, Self::Cuda)
+    }
 }
 
-impl From<DeviceKind> for CostModel {
-    /// Any device of a kind: one that wants the most.
-    fn from(kind: DeviceKind) -> Self {
-        Self {
-            kind,
-            library_attention: true,
-        }
+/// What planning knows about the devices of a backend before anything runs: memory that kernels
+/// want, and rough rates. Each backend has one in its folder; `backends.rs` lists them.
+pub trait BackendCosts: Send + Sync + fmt::Debug {
+    /// Backend.
+    fn kind(&self) -> DeviceKind;
+
+    /// As [`Ops::scratch`].
+    fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize;
+
+    /// As [`Ops::min_gemm_rows`].
+    fn min_gemm_rows(&self) -> usize;
+
+    /// Floating-point operations in a millisecond. Only ratios matter to a plan; measured times
+    /// replace these after the first step.
+    fn flops_per_ms(&self) -> f64;
+
+    /// Bytes of operands in a millisecond; as rough as [`BackendCosts::flops_per_ms`].
+    fn bytes_per_ms(&self) -> f64;
+
+    /// As [`Device::aliases_host`].
+    fn aliases_host(&self) -> bool {
+        false
+    }
+}
+
+/// The costs of one device, as a value that a stand-in for it holds ([`Device::cost_model`]).
+#[derive(Debug, Clone, Copy)]
+pub struct CostModel(&'static dyn BackendCosts);
+
+impl CostModel {
+    /// For backends.
+    pub fn new(costs: &'static dyn BackendCosts) -> Self {
+        Self(costs)
+    }
+}
+
+impl Deref for CostModel {
+    type Target = dyn BackendCosts;
+
+    fn deref(&self) -> &Self::Target {
+        self.0
     }
 }
 
@@ -193,6 +225,12 @@ pub unsafe trait Device: Send + Sync + fmt::Debug {
         self.id().kind.into()
     }
 
+    /// Whether memory of this device has contents. A device that only counts moves no bytes, and
+    /// values that come from it have none.
+    fn moves_bytes(&self) -> bool {
+        true
+    }
+
     /// Whether kernels can read host memory in place, so that an upload may be no copy at all.
     fn aliases_host(&self) -> bool {
         false
@@ -213,11 +251,11 @@ pub unsafe trait Device: Send + Sync + fmt::Debug {
         Ok(None)
     }
 
-    /// Told when a block is about to leave the pool for `op`, and may refuse. `sim` injects faults
-    /// here.
+    /// Called when a block is about to leave the pool for `op`; the device may refuse. `sim`
+    /// injects faults here.
     ///
     /// # Safety
-    /// For the pool: nobody holds these bytes of an arena of this device.
+    /// For the pool: no block holds these bytes of an arena of this device.
     ///
     /// # Errors
     /// When the device refuses; the block goes back to the pool.
@@ -225,7 +263,7 @@ pub unsafe trait Device: Send + Sync + fmt::Debug {
         Ok(())
     }
 
-    /// Told when a block goes back to the pool. `sim` poisons it.
+    /// Called when a block goes back to the pool. `sim` poisons it.
     ///
     /// # Safety
     /// For the pool: these bytes were a block of an arena of this device, and their holder has let
@@ -236,8 +274,8 @@ pub unsafe trait Device: Send + Sync + fmt::Debug {
 /// A queue that runs in order. Only events order two lanes.
 ///
 /// # Safety
-/// - The lane touches the two ranges of a copy and nothing else, not before the events that it was
-///   told to wait for have passed, and not after an event that was recorded behind the copy has.
+/// - The lane touches the two ranges of a copy and nothing else, not before the events that it
+///   waits for have passed, and not after an event that was recorded behind the copy has.
 /// - When [`Lane::record`] fails, the lane has done all that was queued.
 pub unsafe trait Lane: Send + Sync + fmt::Debug {
     /// Which of the worker's lanes this is.
@@ -246,8 +284,8 @@ pub unsafe trait Lane: Send + Sync + fmt::Debug {
     /// Queues a copy.
     ///
     /// # Safety
-    /// Both ranges must stay valid until the lane has passed the copy; nobody may write the source
-    /// or touch the destination meanwhile, except in order by events.
+    /// Both ranges must stay valid until the lane has passed the copy; until then nothing else
+    /// writes the source or touches the destination, unless events order it.
     ///
     /// # Errors
     /// When the device refuses.
@@ -266,10 +304,10 @@ pub unsafe trait Lane: Send + Sync + fmt::Debug {
     /// When the device refuses or the event belongs to another backend.
     fn wait(&self, event: &Event) -> Result<()>;
 
-    /// The host waits until all work queued so far has ended. What went wrong is told and
-    /// forgotten: events recorded from now on say nothing of it. Those recorded before tell it to
-    /// everyone who asks, now and later, so that nobody whose work it spoiled takes that for done
-    /// because another was told first.
+    /// The host waits until all work queued so far has ended. An error is returned and forgotten:
+    /// events recorded from now on do not report it. Events recorded before go on reporting it to
+    /// every waiter, so that a waiter whose work it spoiled does not take that work for done
+    /// because another received the error first.
     ///
     /// # Errors
     /// What went wrong in the lane since the last such fence.
@@ -366,16 +404,11 @@ pub unsafe trait Ops: Send + Sync {
     /// Bytes of scratch memory the kernel wants for these operands.
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize;
 
-    /// From how many rows on a product that is added to a large f32 matrix takes longer to multiply
-    /// than to read and write the matrix: products that are cut into chunks of rows have at least
-    /// so many.
-    fn min_gemm_rows(&self) -> usize {
-        THICK
-    }
+    /// Rows above which a product that is added to a large f32 matrix is bound by arithmetic, not
+    /// by reading and writing the matrix. Products that are cut into chunks of rows have at least
+    /// this many.
+    fn min_gemm_rows(&self) -> usize;
 }
-
-/// [`Ops::thick`] of a processor.
-pub(crate) const THICK: usize = 256;
 
 /// What a backend keeps for one [`Faults`].
 pub trait FaultReport: Send + Sync {
@@ -385,7 +418,8 @@ pub trait FaultReport: Send + Sync {
     /// The report.
     fn check(&self) -> Result<()>;
 
-    /// Nobody asks any more. Kernels that were queued in `lane` before may still report.
+    /// Called when nothing will ask any more. Kernels that were queued in `lane` before may still
+    /// report.
     fn retire(&self, lane: &dyn Lane);
 
     /// For backends to recognise their own.
@@ -397,7 +431,8 @@ pub trait FaultReport: Send + Sync {
 ///
 /// Bad data spoils the results of the work it belongs to and nothing else: the device goes on, and
 /// work of others on the same lane is not concerned. So it is reported here and not by the lane's
-/// events, which everybody shares. [`Worker::open_faults`](crate::Worker::open_faults) makes one.
+/// events, which all work on the lane shares. [`Worker::open_faults`](crate::Worker::open_faults)
+/// makes one.
 ///
 /// A report is visible once the host knows by a fence that the kernel has run.
 pub struct Faults {
@@ -458,8 +493,8 @@ impl Arena {
     ///
     /// # Safety
     /// `base` is aligned to [`ALIGN`](crate::pool::ALIGN); the device that gives the arena away may
-    /// read and write `bytes` bytes from there until `owner` is dropped, and nobody else does.
-    /// (Meta touches nothing.)
+    /// read and write `bytes` bytes from there until `owner` is dropped, and nothing
+    /// else does. (Meta touches nothing.)
     pub unsafe fn new(base: u64, bytes: Bytes, owner: Box<dyn Any + Send + Sync>) -> Self {
         Self {
             base,
@@ -492,7 +527,7 @@ pub struct Event(Arc<dyn EventState>);
 /// What a backend knows about a point in one of its lanes.
 ///
 /// # Safety
-/// [`EventState::fence`] and [`EventState::settle`] return when the lane has passed the point,
+/// [`EventState::fence`] and [`EventState::wait_quietly`] return when the lane has passed the point,
 /// whether with an error or without; [`EventState::passed`] says `Ok(true)` only then.
 pub unsafe trait EventState: Send + Sync + fmt::Debug {
     /// Whether the lane has passed it.
@@ -510,7 +545,7 @@ pub unsafe trait EventState: Send + Sync + fmt::Debug {
 
     /// The host waits as in [`EventState::fence`]; what went wrong stays for the next fence of the
     /// lane.
-    fn settle(&self) {
+    fn wait_quietly(&self) {
         let _ = self.fence();
     }
 
@@ -570,7 +605,7 @@ impl Event {
         self.0.fence()
     }
 
-    /// Whether this is the past of a synchronous lane, which nobody has to wait for.
+    /// Whether this is the past of a synchronous lane, which needs no wait.
     pub fn is_past(&self) -> bool {
         self.0.as_any().is::<Past>()
     }
@@ -644,7 +679,7 @@ impl<T> Drop for Flight<T> {
         if self.hold.is_some() {
             // An error was or will be reported by the lane's next fence; here only the wait
             // matters.
-            self.event.0.settle();
+            self.event.0.wait_quietly();
         }
     }
 }

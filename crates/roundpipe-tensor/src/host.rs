@@ -3,9 +3,10 @@
 //! A buffer is anonymous memory (zero-filled, committed by the system when first touched), a mapped
 //! file (read-only), or memory that a device driver gave. Its bytes are reachable only through
 //! [`HostRef`] and [`HostMut`], which hold their range until dropped: a transfer keeps its guard,
-//! so nobody can write what a copy still reads. There is no padding: a buffer of n bytes takes n
-//! bytes, rounded to pages by the system alone. A [`HostBuf::slice`] is a view of part of a buffer:
-//! it shares the memory and the claims on it, so a flat slab can be the home of many parameters.
+//! so no other code can write what a copy still reads. There is no padding: a buffer of n bytes
+//! takes n bytes, rounded to pages by the system alone. A [`HostBuf::slice`] is a view of part of a
+//! buffer: it shares the memory and the claims on it, so a flat slab can be the home of many
+//! parameters.
 //!
 //! # Invariants
 //! - At any time a byte is either unclaimed, claimed by readers, or claimed by one writer.
@@ -16,13 +17,14 @@ use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{Ordering, fence};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::bytes::Bytes;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::pages::{PAGE, Pages};
 use crate::shape::Shape;
+use crate::sync::lock;
 
 /// Large buffers start a few pages apart from where the system puts them: slabs of one size mapped
 /// back to back would otherwise fall on the same cache sets, and a pass over several of them takes
@@ -71,8 +73,8 @@ struct Claims {
     live: Vec<(u64, Range<usize>, bool)>,
 }
 
-/// Ranges that are told apart by [`HostBuf::writes`]; more are counted as one.
-const TOLD_APART: usize = 4096;
+/// Ranges that [`HostBuf::writes`] counts apart; more are counted as one.
+const COUNTED_APART: usize = 4096;
 
 impl Claims {
     fn count_write(&mut self, range: &Range<usize>) {
@@ -83,11 +85,11 @@ impl Claims {
             *count += 1;
             return;
         }
-        if self.written.len() < TOLD_APART {
+        if self.written.len() < COUNTED_APART {
             self.written.push((range.clone(), 1));
             return;
         }
-        // Too coarse is safe: whoever looks takes bytes for changed that are not.
+        // Too coarse is safe: a reader of the count takes unchanged bytes for changed.
         let whole =
             self.written
                 .drain(..)
@@ -203,7 +205,7 @@ impl HostBuf {
             let end = (self.view.start + range.end) / PAGE * PAGE;
             if start < end {
                 // SAFETY: the map is a shared, read-only view of a file, so a page that is dropped
-                // comes back with the file's bytes: nobody who holds a slice of it can see a
+                // comes back with the file's bytes: a holder of a slice of it sees no
                 // difference. Failure leaves everything as it was and costs memory only.
                 let _ = unsafe {
                     map.unchecked_advise_range(
@@ -221,7 +223,7 @@ impl HostBuf {
     ///
     /// # Safety
     /// `ptr` must be valid for reads and writes of `bytes` bytes, initialised, page-aligned,
-    /// reached by nobody else, and must stay so until `owner` is dropped.
+    /// reached through this value alone, and must stay so until `owner` is dropped.
     pub unsafe fn from_owner(
         name: impl Into<String>,
         ptr: *mut u8,
@@ -252,9 +254,8 @@ impl HostBuf {
         }
     }
 
-    /// This memory, of which nobody else holds anything, said to be pinned or not, and `more` to be
-    /// dropped before it: whoever is given the same pages afterwards must not meet what was said of
-    /// these.
+    /// This memory, which has no other holder, marked as pinned or not, and `more` to be dropped
+    /// before it: the next owner of the same pages must not find what `more` records about these.
     pub(crate) fn owned_by(self, pinned: bool, more: Box<dyn Any + Send + Sync>) -> Self {
         assert!(
             self.is_sole(),
@@ -300,16 +301,16 @@ impl HostBuf {
         Arc::ptr_eq(&self.memory, &other.memory) && self.view == other.view
     }
 
-    /// Whether nobody else holds the memory: no clone, no other view, no guard.
+    /// Whether this value is the only holder of the memory: no clone, no other view, no guard.
     pub fn is_sole(&self) -> bool {
         self.is_sole_but(0)
     }
 
-    /// Whether nobody holds the memory but this value and `guards` guards of the caller's own.
+    /// Whether only this value and `guards` guards of the caller hold the memory.
     pub(crate) fn is_sole_but(&self, guards: usize) -> bool {
         let sole = Arc::strong_count(&self.memory) == 1 + guards;
-        // Whoever held it last on another thread is done with the bytes: pairs with the release of
-        // its drop.
+        // The last holder on another thread is done with the bytes: pairs with the release of its
+        // drop.
         fence(Ordering::Acquire);
         sole
     }
@@ -374,11 +375,7 @@ impl HostBuf {
     /// How often bytes of this view were lent for writing, through any view of the memory. Who
     /// keeps a copy of the bytes sees by this number whether they may have changed.
     pub fn writes(&self) -> u64 {
-        let claims = self
-            .memory
-            .claims
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let claims = lock(&self.memory.claims);
         let meets = |(range, _): &&(Range<usize>, u64)| {
             range.start < self.view.end && self.view.start < range.end
         };
@@ -404,7 +401,8 @@ impl HostBuf {
     /// Lends `range` for reading.
     ///
     /// # Errors
-    /// [`Error::Busy`] while somebody writes there; [`Error::Invalid`] when it is out of bounds.
+    /// [`Error::Busy`] while the range is being written; [`Error::Invalid`] when it is out of
+    /// bounds.
     pub fn read(&self, range: Range<usize>) -> Result<HostRef> {
         Ok(HostRef(self.claim(range, false)?))
     }
@@ -412,7 +410,7 @@ impl HostBuf {
     /// Lends the whole buffer for reading.
     ///
     /// # Errors
-    /// [`Error::Busy`] while somebody writes any of it.
+    /// [`Error::Busy`] while any of it is being written.
     pub fn read_all(&self) -> Result<HostRef> {
         self.read(0..self.len())
     }
@@ -420,8 +418,8 @@ impl HostBuf {
     /// Lends `range` for writing.
     ///
     /// # Errors
-    /// [`Error::Busy`] while somebody reads or writes there; [`Error::Invalid`] when it is out of
-    /// bounds or the buffer is a mapped file.
+    /// [`Error::Busy`] while the range is being read or written; [`Error::Invalid`] when it is out
+    /// of bounds or the buffer is a mapped file.
     pub fn write(&self, range: Range<usize>) -> Result<HostMut> {
         if !self.memory.writable {
             let what = format!("{} is a mapped file, read-only", self.name());
@@ -442,14 +440,10 @@ impl HostBuf {
         Err(Error::invalid("host buffer", what))
     }
 
-    fn claim(&self, range: Range<usize>, write: bool) -> Result<Guard> {
+    fn claim(&self, range: Range<usize>, write: bool) -> Result<RangeGuard> {
         self.check(&range)?;
         let at = self.view.start + range.start..self.view.start + range.end;
-        let mut claims = self
-            .memory
-            .claims
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut claims = lock(&self.memory.claims);
         let clash = |(_, other, writes): &(u64, Range<usize>, bool)| {
             (write || *writes) && other.start < at.end && at.start < other.end
         };
@@ -466,7 +460,7 @@ impl HostBuf {
             claims.count_write(&at);
         }
         claims.live.push((id, at.clone(), write));
-        Ok(Guard {
+        Ok(RangeGuard {
             buf: self.memory.clone(),
             range: at,
             id,
@@ -480,13 +474,13 @@ impl fmt::Debug for HostBuf {
     }
 }
 
-struct Guard {
+struct RangeGuard {
     buf: Arc<Inner>,
     range: Range<usize>,
     id: u64,
 }
 
-impl Guard {
+impl RangeGuard {
     fn ptr(&self) -> *mut u8 {
         // SAFETY: `range` was checked against the view when the claim was made, and every view
         // against the one it was cut from, the first of which is the whole memory.
@@ -514,18 +508,14 @@ impl Guard {
     }
 }
 
-impl Drop for Guard {
+impl Drop for RangeGuard {
     fn drop(&mut self) {
-        let mut claims = self
-            .buf
-            .claims
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut claims = lock(&self.buf.claims);
         claims.live.retain(|(id, ..)| *id != self.id);
     }
 }
 
-impl fmt::Debug for Guard {
+impl fmt::Debug for RangeGuard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}[{:?}]", self.buf.name, self.range)
     }
@@ -533,7 +523,7 @@ impl fmt::Debug for Guard {
 
 /// The right to read a range of a [`HostBuf`].
 #[derive(Debug)]
-pub struct HostRef(Guard);
+pub struct HostRef(RangeGuard);
 
 impl HostRef {
     /// The bytes.
@@ -559,7 +549,7 @@ impl HostRef {
 
 /// The right to write a range of a [`HostBuf`].
 #[derive(Debug)]
-pub struct HostMut(Guard);
+pub struct HostMut(RangeGuard);
 
 impl HostMut {
     /// The bytes.
@@ -674,8 +664,8 @@ mod tests {
         assert!(second.writes() > before);
     }
 
-    /// Whoever finds that nobody else holds the memory may write it without a claim: all reads are
-    /// over. (A machine rarely shows the difference; Miri does.)
+    /// A holder that finds itself alone may write the memory without a claim: all reads are over.
+    /// (A machine rarely shows the difference; Miri does.)
     #[test]
     fn reads_are_over_when_memory_is_sole() {
         let buf = HostBuf::from_slice("b", &[7u8; 64]).unwrap();
@@ -685,7 +675,7 @@ mod tests {
             while !buf.is_sole() {
                 std::thread::yield_now();
             }
-            // SAFETY: inside the buffer, which nobody else holds.
+            // SAFETY: inside the buffer, which has no other holder.
             unsafe { (buf.addr() as *mut u8).write(8) };
         });
         assert_eq!(buf.read(0..2).unwrap().bytes(), [8, 7]);

@@ -186,7 +186,7 @@ impl HostTensor {
     /// Lends the elements for reading.
     ///
     /// # Errors
-    /// [`Error::Busy`] while somebody writes them.
+    /// [`Error::Busy`] while they are being written.
     pub fn read(&self) -> Result<HostRef> {
         self.buf.read(self.byte_range())
     }
@@ -194,7 +194,7 @@ impl HostTensor {
     /// Lends the elements for writing; every tensor that shares them sees the change.
     ///
     /// # Errors
-    /// [`Error::Busy`] while somebody uses them; [`Error::Invalid`] when they are a mapped file.
+    /// [`Error::Busy`] while they are in use; [`Error::Invalid`] when they are a mapped file.
     pub fn write(&self) -> Result<HostMut> {
         self.buf.write(self.byte_range())
     }
@@ -202,7 +202,7 @@ impl HostTensor {
     /// A copy of the elements.
     ///
     /// # Errors
-    /// When `T` is not this tensor's type (bool reads as u8), or somebody is writing.
+    /// When `T` is not this tensor's type (bool reads as u8), or while it is being written.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         if T::DTYPE != self.dtype && !(self.dtype == DType::Bool && T::DTYPE == DType::U8) {
             let what = format!(
@@ -219,7 +219,7 @@ impl HostTensor {
     /// A copy of the elements as f64, whatever their type.
     ///
     /// # Errors
-    /// When somebody is writing.
+    /// While the tensor is being written.
     pub fn to_f64_vec(&self) -> Result<Vec<f64>> {
         fn widen<T: Element>(t: &HostTensor) -> Result<Vec<f64>> {
             Ok(t.read()?
@@ -337,7 +337,7 @@ impl HostTensor {
     /// Whether type, shape and every bit agree.
     ///
     /// # Errors
-    /// When somebody is writing one of them.
+    /// While one of them is being written.
     pub fn same_bits(&self, other: &Self) -> Result<bool> {
         if self.dtype != other.dtype || self.shape != other.shape {
             return Ok(false);

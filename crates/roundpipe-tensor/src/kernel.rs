@@ -10,7 +10,7 @@
 //! parameter gradients are kept in `Acc`. A flag `accumulate` means the destination is added to
 //! instead of overwritten.
 //!
-//! This module launches nothing and checks nothing: [`exec`](crate::exec) does.
+//! This module launches nothing and checks nothing: [`worker`](crate::worker) does.
 
 use std::fmt;
 use std::sync::Arc;

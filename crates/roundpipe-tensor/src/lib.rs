@@ -26,6 +26,7 @@ pub mod error;
 pub mod shape;
 
 mod pages;
+mod sync;
 
 pub mod host;
 pub mod host_tensor;
@@ -35,7 +36,6 @@ pub mod rng;
 pub mod kernel;
 
 pub mod device;
-mod sync;
 
 pub mod pool;
 
@@ -55,6 +55,8 @@ pub mod cuda;
 pub mod meta;
 pub mod optim;
 pub mod sim;
+
+mod backends;
 
 pub use bytes::Bytes;
 pub use cpu::Cpu;

@@ -14,11 +14,9 @@
 
 use std::any::Any;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::bytes::Bytes;
-use crate::cpu;
-use crate::cuda;
 use crate::cx::Cx;
 use crate::device::{
     Arena, Copy, CostModel, Device, DeviceId, DeviceKind, Direction, Event, Faults, Lane, LaneKind,
@@ -28,6 +26,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernel::{AttentionSpec, Kernel, View};
 use crate::shape::Shape;
+use crate::sync::lock;
 use crate::tensor::Tensor;
 use crate::worker::Worker;
 
@@ -95,7 +94,7 @@ impl Meta {
 
     /// What was counted so far; `peak` and `kept` are a worker's and stay 0 here.
     pub fn cost(&self) -> Cost {
-        *self.ops.cost.lock().unwrap_or_else(PoisonError::into_inner)
+        *lock(&self.ops.cost)
     }
 }
 
@@ -220,8 +219,12 @@ unsafe impl Device for Meta {
         self.like
     }
 
+    fn moves_bytes(&self) -> bool {
+        false
+    }
+
     fn aliases_host(&self) -> bool {
-        self.like.kind == DeviceKind::Cpu
+        self.like.aliases_host()
     }
 }
 
@@ -236,7 +239,7 @@ unsafe impl Lane for MetaLane {
 
     unsafe fn copy(&self, copy: &Copy) -> Result<()> {
         match copy.direction {
-            // The other lanes move what nobody looks at.
+            // The other lanes move values that the host does not read.
             Direction::Download if self.0 == LaneKind::Compute => Err(Error::Meta { op: "read" }),
             _ => Ok(()),
         }
@@ -271,7 +274,7 @@ unsafe impl Ops for MetaOps {
         _scratch: Option<View>,
         _faults: Option<&Faults>,
     ) -> Result<()> {
-        let mut cost = self.cost.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cost = lock(&self.cost);
         cost.flops = cost.flops.saturating_add(flops(kernel, src, dst));
         cost.traffic += src.iter().chain(dst).flatten().map(bytes).sum::<u64>();
         cost.kernels += 1;
@@ -279,18 +282,11 @@ unsafe impl Ops for MetaOps {
     }
 
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
-        match self.like.kind {
-            DeviceKind::Cuda => cuda::scratch(kernel, src, dst, self.like.library_attention),
-            _ => cpu::scratch(kernel, src, dst),
-        }
+        self.like.scratch(kernel, src, dst)
     }
 
     fn min_gemm_rows(&self) -> usize {
-        if self.like.kind == DeviceKind::Cuda {
-            cuda::THICK
-        } else {
-            crate::device::THICK
-        }
+        self.like.min_gemm_rows()
     }
 }
 

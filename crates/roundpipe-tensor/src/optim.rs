@@ -22,8 +22,8 @@ mod sgd;
 mod simd;
 
 use std::ops::Range;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use half::{bf16, f16};
 
@@ -35,6 +35,7 @@ pub use sgd::{Sgd, SgdSlabs};
 
 use crate::cpu::threads::Threads;
 use crate::error::{Error, Result};
+use crate::sync::lock;
 
 /// Elements of a task: large enough for the hardware's prefetchers, small enough to share out
 /// evenly.
@@ -150,10 +151,7 @@ fn for_each<T: Send>(
 ) {
     let parts: Vec<Mutex<Option<T>>> = parts.map(|part| Mutex::new(Some(part))).collect();
     threads.run(parts.len(), |i| {
-        let part = parts[i]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let part = lock(&parts[i]).take();
         if let Some(part) = part {
             task(part);
         }

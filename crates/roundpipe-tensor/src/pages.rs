@@ -53,7 +53,7 @@ impl Pages {
 struct Memory(std::ptr::NonNull<u8>, std::alloc::Layout);
 
 #[cfg(miri)]
-// SAFETY: the pointer is the value's own, and used by whoever holds the value.
+// SAFETY: the value owns what the pointer points to, and only its holder uses it.
 unsafe impl Send for Memory {}
 #[cfg(miri)]
 // SAFETY: as above; nothing is read or written by way of a shared reference.

@@ -3,11 +3,11 @@
 //! A parameter's home is host memory. A pass over a model borrows it for reading; an optimizer
 //! writes it between passes. The guards of [`HostBuf`] keep the two apart: writing while a pass
 //! still reads is an error, not a race. A store may move a parameter to another home
-//! ([`Param::rehome`]); whoever holds the old memory keeps it alive.
+//! ([`Param::rehome`]); holders of the old memory keep it alive.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, Weak};
+use std::sync::{Arc, RwLock, Weak};
 
 use half::{bf16, f16};
 
@@ -16,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::host::HostBuf;
 use crate::rng::{RngKey, normal_pair, unit};
 use crate::shape::Shape;
+use crate::sync::unpoisoned;
 
 /// The name under which parameters ask for memory and refuse it.
 const NAME: &str = "parameter";
@@ -33,8 +34,7 @@ struct Inner {
     keeper: RwLock<Option<Weak<dyn Keeper>>>,
 }
 
-/// Whoever moved a parameter's memory and knows where its newest values are: the state of an
-/// engine.
+/// The state of an engine that moved a parameter's memory and knows where its newest values are.
 pub trait Keeper: Send + Sync + fmt::Debug {
     /// What errors call it.
     fn name(&self) -> &str;
@@ -44,7 +44,7 @@ pub trait Keeper: Send + Sync + fmt::Debug {
 
     /// Waits until the updates that were asked for are done, so that [`Param::data`] is the newest
     /// value of every parameter.
-    fn settle(&self);
+    fn wait_for_updates(&self);
 }
 
 /// Tells parameters apart; clones share it.
@@ -199,11 +199,7 @@ impl Param {
 
     /// Its memory.
     pub fn data(&self) -> HostBuf {
-        self.0
-            .data
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        unpoisoned(self.0.data.read()).clone()
     }
 
     /// Makes `home` its memory, for all clones. What `home` holds is the value from now on; nothing
@@ -213,27 +209,18 @@ impl Param {
     /// As [`Param::new`].
     pub fn rehome(&self, home: HostBuf) -> Result<()> {
         home.place_all(NAME, self.0.dtype, &self.0.shape)?;
-        *self.0.data.write().unwrap_or_else(PoisonError::into_inner) = home;
+        *unpoisoned(self.0.data.write()) = home;
         Ok(())
     }
 
     /// Who keeps its memory, while they live.
     pub fn keeper(&self) -> Option<Arc<dyn Keeper>> {
-        self.0
-            .keeper
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .as_ref()?
-            .upgrade()
+        unpoisoned(self.0.keeper.read()).as_ref()?.upgrade()
     }
 
     /// Says who keeps its memory from now on.
     pub fn set_keeper(&self, keeper: Weak<dyn Keeper>) {
-        *self
-            .0
-            .keeper
-            .write()
-            .unwrap_or_else(PoisonError::into_inner) = Some(keeper);
+        *unpoisoned(self.0.keeper.write()) = Some(keeper);
     }
 
     /// Size in bytes.
@@ -261,7 +248,7 @@ impl Param {
     /// A copy of the values.
     ///
     /// # Errors
-    /// When `T` is not the parameter's type, or somebody is writing it.
+    /// When `T` is not the parameter's type, or while it is being written.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         if T::DTYPE != self.0.dtype {
             return Err(Error::invalid(

@@ -28,12 +28,13 @@
 
 use std::fmt;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::bytes::Bytes;
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
 use crate::pages::PAGE;
+use crate::sync::lock;
 
 /// Held from the question whether there is room until the pages are taken: two buffers must not
 /// count on the same room.
@@ -87,20 +88,20 @@ pub(crate) struct Ledger(Arc<Mutex<Pins>>);
 
 impl Ledger {
     fn lock(&self) -> MutexGuard<'_, Pins> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     pub(crate) fn pins(&self) -> Pins {
         self.lock().clone()
     }
 
-    /// A buffer as `pin` wants it; `lock` asks the driver for a pinned one.
+    /// A buffer as `pin` wants it; `make_pinned` asks the driver for a pinned one.
     pub(crate) fn buffer(
         &self,
         name: &str,
         bytes: usize,
         pin: Pin,
-        lock: impl FnOnce() -> std::result::Result<HostBuf, Refusal>,
+        make_pinned: impl FnOnce() -> std::result::Result<HostBuf, Refusal>,
     ) -> Result<HostBuf> {
         if bytes == 0 {
             return HostBuf::zeroed(name, 0);
@@ -112,7 +113,7 @@ impl Ledger {
         if let (Pin::Try, Some(why)) = (pin, refused) {
             return self.pageable(name, bytes, &why);
         }
-        match lock() {
+        match make_pinned() {
             Ok(buf) => Ok(self.count(buf, true)),
             Err(Refusal {
                 error,
@@ -135,7 +136,7 @@ impl Ledger {
 
     /// A buffer whose pages are there, since `why` it cannot be pinned.
     fn pageable(&self, name: &str, bytes: usize, why: &str) -> Result<HostBuf> {
-        let _taking = TAKING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _taking = lock(&TAKING);
         has_room(name, bytes as u64, why, left())?;
         let buf = HostBuf::zeroed(name, bytes)?;
         buf.write(0..bytes)?
@@ -384,8 +385,8 @@ mod tests {
         Some(entries.chunks_exact(8).filter(there).count())
     }
 
-    /// A buffer that nobody has written yet must be missing from what is left when the next one is
-    /// asked for.
+    /// A buffer that has not been written yet must be missing from what is left when the next one
+    /// is asked for.
     #[test]
     #[cfg_attr(miri, ignore = "the system counts no pages of Miri's memory")]
     fn pages_that_could_not_be_pinned_are_taken_at_once() {
@@ -410,7 +411,7 @@ mod tests {
         }
     }
 
-    /// Only scarcity is got over, and only where nobody insisted.
+    /// Only scarcity falls back to pageable memory, and only where `pin` does not insist.
     #[test]
     fn other_refusals_are_errors() {
         for (pin, scarce) in [(Pin::Alloc, true), (Pin::Register, true), (Pin::Try, false)] {

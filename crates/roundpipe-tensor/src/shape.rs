@@ -6,8 +6,8 @@
 //! # Invariants
 //! - The elements of every [`Shape`] can be counted, and so can their bytes in any type: a shape is
 //!   made by [`Shape::new`] or out of one that was, without growing.
-//! - Bytes become elements in one place, [`Shape::place`]: whoever shows memory as a type and a
-//!   shape asks it.
+//! - Bytes become elements in one place, [`Shape::place`]: all code that shows memory as a type
+//!   and a shape asks it.
 
 use std::fmt;
 use std::ops::{Deref, Range};

@@ -21,9 +21,8 @@
 //!
 //! A violation is a [`Race`] in [`SimWorld::races`] and the error of the next fence. A fence
 //! returns only after the lane has passed, even when it returns an error. Events behind a failed
-//! item tell its error, in whichever lane they are, unless a fence of a lane behind it
-//! ([`Lane::fence`]) had forgotten it when they were recorded. When several are due, the first is
-//! told.
+//! item return its error, in any lane, unless a fence of a lane behind it ([`Lane::fence`]) had
+//! forgotten it when they were recorded. When several are due, the first is returned.
 //!
 //! Fresh memory, freed memory and the destinations of what failed hold NaN (-1 as integers).
 //!
@@ -31,6 +30,7 @@
 //! It never reads the wall clock, and it is no model of a processor: kernels of one worker never
 //! overlap. A user's kernel must not call back into the world it runs in (that panics).
 
+mod costs;
 mod fault;
 mod order;
 mod state;
@@ -40,8 +40,9 @@ use std::any::Any;
 use std::cell::Cell;
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
+pub(crate) use costs::SimCosts;
 pub use fault::{Fault, FaultKind, When};
 pub use timing::{KernelTime, Launch, Timing};
 
@@ -49,15 +50,16 @@ use crate::bytes::Bytes;
 use crate::cpu::threads::Threads;
 use crate::cpu::{self, CpuOps};
 use crate::device::{
-    Arena, Copy, Device, DeviceId, Direction, Event, EventState, FaultReport, Faults, Lane,
-    LaneKind, Ops, Stamp,
+    Arena, BackendCosts, Copy, Device, DeviceId, Direction, Event, EventState, FaultReport, Faults,
+    Lane, LaneKind, Ops, Stamp,
 };
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
 use crate::kernel::{Kernel, View};
 use crate::pins::{Ledger, Pins, Refusal};
+use crate::sync::lock;
 use order::{MOST_RANGES, ranges};
-use state::{Called, Mark, State, Work};
+use state::{ItemWork, Mark, QueuedKernel, State};
 
 /// What a world is made from.
 #[derive(Debug, Clone)]
@@ -94,7 +96,7 @@ impl Default for SimConfig {
 
 /// Several sim workers with one virtual clock; cloning shares it.
 #[derive(Clone)]
-pub struct SimWorld(Arc<Shared>);
+pub struct SimWorld(Arc<SharedWorld>);
 
 /// An order violation.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -157,7 +159,7 @@ impl SimWorld {
             .faults
             .into_iter()
             .for_each(|fault| state.plan.add(fault));
-        Ok(Self(Arc::new(Shared {
+        Ok(Self(Arc::new(SharedWorld {
             memory: config.memory,
             pinned: config.pinned,
             state: Mutex::new(state),
@@ -257,19 +259,19 @@ impl SimWorld {
     /// Runs all that is queued.
     ///
     /// # Errors
-    /// What went wrong in any lane and was not told yet.
+    /// The first error of any lane that no fence has returned yet.
     pub fn fence_all(&self) -> Result<()> {
-        let told = self.0.with(|state| {
+        let results = self.0.with(|state| {
             let marks: Vec<Arc<Mark>> = (0..state.lanes.len())
                 .map(|lane| state.push_record(lane))
                 .collect();
             marks.iter().for_each(|mark| state.pass(mark));
             marks
                 .iter()
-                .map(|mark| state.told_at(mark, true))
+                .map(|mark| state.result_at(mark, true))
                 .collect::<Vec<_>>()
         });
-        told.into_iter().collect()
+        results.into_iter().collect()
     }
 }
 
@@ -287,7 +289,7 @@ impl fmt::Debug for SimWorld {
 }
 
 /// What the workers of a world share.
-struct Shared {
+struct SharedWorld {
     memory: Bytes,
     pinned: Bytes,
     state: Mutex<State>,
@@ -307,7 +309,7 @@ impl Drop for Holding {
     }
 }
 
-impl Shared {
+impl SharedWorld {
     fn with<R>(&self, body: impl FnOnce(&mut State) -> R) -> R {
         let me = std::ptr::from_ref(self) as usize;
         assert_ne!(
@@ -315,7 +317,7 @@ impl Shared {
             me,
             "a kernel must not call into the sim world that runs it"
         );
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         let holding = Holding(HELD.replace(me));
         let out = body(&mut state);
         let spent = state.take_spent();
@@ -333,7 +335,7 @@ pub struct Sim {
     lanes: [SimLane; 5],
     ops: SimOps,
     pins: Ledger,
-    world: Arc<Shared>,
+    world: Arc<SharedWorld>,
 }
 
 impl Sim {
@@ -400,8 +402,8 @@ unsafe impl Device for Sim {
                 world: self.world.clone(),
                 arena: Some(arena),
             };
-            // SAFETY: the host arena inside the lease has this base and size and is used by nobody
-            // else.
+            // SAFETY: the host arena inside the lease has this base and size, and nothing else
+            // uses it.
             Ok(unsafe { Arena::new(base, bytes, Box::new(lease)) })
         })
     }
@@ -486,7 +488,7 @@ unsafe impl Device for Sim {
 
 /// Pinned host memory, until it goes.
 struct Locked {
-    world: Arc<Shared>,
+    world: Arc<SharedWorld>,
     start: u64,
 }
 
@@ -498,7 +500,7 @@ impl Drop for Locked {
 
 /// Keeps an arena until the lanes have passed what was queued while it lived.
 struct Lease {
-    world: Arc<Shared>,
+    world: Arc<SharedWorld>,
     arena: Option<Arena>,
 }
 
@@ -510,7 +512,7 @@ impl Drop for Lease {
 }
 
 struct SimLane {
-    world: Arc<Shared>,
+    world: Arc<SharedWorld>,
     /// Place among all lanes of the world.
     number: usize,
     kind: LaneKind,
@@ -595,7 +597,7 @@ unsafe impl Lane for SimLane {
                 self.number,
                 &name,
                 nanos,
-                Work::Copy(copy.clone(), staged),
+                ItemWork::Copy(copy.clone(), staged),
                 touched,
             );
             Ok(())
@@ -614,7 +616,7 @@ unsafe impl Lane for SimLane {
         let mark = self.mark()?;
         self.world.with(|state| {
             state.pass(&mark);
-            state.told_at(&mark, true)
+            state.result_at(&mark, true)
         })
     }
 
@@ -654,7 +656,7 @@ unsafe impl Lane for SimLane {
 }
 
 struct SimEvent {
-    world: Arc<Shared>,
+    world: Arc<SharedWorld>,
     mark: Arc<Mark>,
 }
 
@@ -673,7 +675,7 @@ impl fmt::Debug for SimEvent {
 unsafe impl EventState for SimEvent {
     fn passed(&self) -> Result<bool> {
         self.world.with(|state| match state.poll(&self.mark) {
-            true => state.told_at(&self.mark, false).map(|()| true),
+            true => state.result_at(&self.mark, false).map(|()| true),
             false => Ok(false),
         })
     }
@@ -681,11 +683,11 @@ unsafe impl EventState for SimEvent {
     fn fence(&self) -> Result<()> {
         self.world.with(|state| {
             state.pass(&self.mark);
-            state.told_at(&self.mark, false)
+            state.result_at(&self.mark, false)
         })
     }
 
-    fn settle(&self) {
+    fn wait_quietly(&self) {
         self.world.with(|state| state.pass(&self.mark));
     }
 
@@ -705,14 +707,14 @@ struct SimFaults(Arc<Mutex<Option<Error>>>);
 impl SimFaults {
     /// Keeps the first report.
     fn put(&self, error: Error) {
-        let mut found = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut found = lock(&self.0);
         found.get_or_insert(error);
     }
 }
 
 impl FaultReport for SimFaults {
     fn check(&self) -> Result<()> {
-        let found = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = lock(&self.0);
         match &*found {
             None => Ok(()),
             Some(Error::Index {
@@ -783,13 +785,13 @@ unsafe impl Ops for SimOps {
                 src,
                 dst,
             };
-            let told = state.kernel_time.as_ref().and_then(|time| time(&launch));
-            let nanos = told.unwrap_or_else(|| state.timing.kernel(&launch));
+            let given = state.kernel_time.as_ref().and_then(|time| time(&launch));
+            let nanos = given.unwrap_or_else(|| state.timing.kernel(&launch));
             let faults = faults
                 .and_then(|f| f.report().as_any().downcast_ref::<SimFaults>())
                 .cloned();
             let (src, dst) = (src.to_vec(), dst.to_vec());
-            let call = Called {
+            let call = QueuedKernel {
                 kernel: kernel.clone(),
                 src,
                 dst,
@@ -800,7 +802,7 @@ unsafe impl Ops for SimOps {
                 lane.number,
                 &name,
                 nanos,
-                Work::Kernel(Box::new(call)),
+                ItemWork::Kernel(Box::new(call)),
                 (reads, writes),
             );
             Ok(())
@@ -808,6 +810,10 @@ unsafe impl Ops for SimOps {
     }
 
     fn scratch(&self, kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
-        cpu::scratch(kernel, src, dst)
+        SimCosts.scratch(kernel, src, dst)
+    }
+
+    fn min_gemm_rows(&self) -> usize {
+        SimCosts.min_gemm_rows()
     }
 }

@@ -4,3 +4,15 @@
 pub(crate) use loom::sync::{Mutex, MutexGuard};
 #[cfg(not(loom))]
 pub(crate) use std::sync::{Mutex, MutexGuard};
+
+/// Takes a lock, also one that a panicking thread held: every change under the locks of this crate
+/// is whole, so such a thread left nothing half-made.
+pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    unpoisoned(mutex.lock())
+}
+
+/// [`lock`] for everything else that a panic can poison: condition variables, read-write locks,
+/// loom's locks.
+pub(crate) fn unpoisoned<G>(result: std::sync::LockResult<G>) -> G {
+    result.unwrap_or_else(std::sync::PoisonError::into_inner)
+}

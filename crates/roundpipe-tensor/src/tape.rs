@@ -7,8 +7,7 @@
 //! # Rules
 //! 1. Values are numbered; a node only mentions values that need a gradient.
 //! 2. The first gradient of a value is moved in; later ones are added, in the order of the walk.
-//! 3. Memory that somebody else holds is never added to in place; accumulators of parameters always
-//!    are.
+//! 3. Memory with another holder is never added to in place; accumulators of parameters always are.
 //! 4. Gradients of parameters are kept in the accumulator type (f32 for bf16), all others in the
 //!    value's.
 //! 5. A node none of whose outputs has a gradient is dropped without running.
@@ -34,14 +33,14 @@ pub(crate) struct NodeRef {
 /// The function that carries gradients through one operation.
 pub(crate) type Backward = Box<dyn FnOnce(&mut Back<'_>) -> Result<()> + Send>;
 
-struct Node {
+struct TapeNode {
     op: &'static str,
     inputs: Vec<Option<u32>>,
     outputs: Vec<u32>,
     backward: Backward,
 }
 
-struct Value {
+struct TapeValue {
     dtype: DType,
     shape: Shape,
     leaf: bool,
@@ -55,8 +54,8 @@ struct Value {
 /// A recording.
 pub(crate) struct Tape {
     stamp: Arc<()>,
-    values: Vec<Value>,
-    nodes: Vec<Node>,
+    values: Vec<TapeValue>,
+    nodes: Vec<TapeNode>,
     /// Only notes which values need a gradient; keeps nothing for a walk back.
     dry: bool,
 }
@@ -106,7 +105,7 @@ impl Tape {
     ) -> Tensor {
         let value = u32::try_from(self.values.len()).expect("fewer than 2^32 values on a tape");
         let (dtype, shape) = (tensor.dtype(), *tensor.shape());
-        self.values.push(Value {
+        self.values.push(TapeValue {
             dtype,
             shape,
             leaf,
@@ -156,7 +155,7 @@ impl Tape {
         if self.dry {
             return outputs;
         }
-        self.nodes.push(Node {
+        self.nodes.push(TapeNode {
             op,
             inputs,
             outputs: (first..first + count).collect(),
@@ -166,7 +165,11 @@ impl Tape {
     }
 
     /// Walks back from the seeds (value, gradient) and returns the gradients of the leaves.
-    pub(crate) fn backward(mut self, worker: &Worker, seeds: Vec<(u32, Tensor)>) -> Result<Leaves> {
+    pub(crate) fn backward(
+        mut self,
+        worker: &Worker,
+        seeds: Vec<(u32, Tensor)>,
+    ) -> Result<LeafGrads> {
         for (value, grad) in seeds {
             add(worker, &mut self.values[value as usize], grad)?;
         }
@@ -196,7 +199,7 @@ impl Tape {
             .into_iter()
             .map(|v| if v.leaf { v.grad } else { None })
             .collect();
-        Ok(Leaves {
+        Ok(LeafGrads {
             stamp: self.stamp,
             grads,
         })
@@ -215,12 +218,12 @@ impl fmt::Debug for Tape {
 }
 
 /// The gradients of a tape's leaves.
-pub(crate) struct Leaves {
+pub(crate) struct LeafGrads {
     stamp: Arc<()>,
     grads: Vec<Option<Tensor>>,
 }
 
-impl Leaves {
+impl LeafGrads {
     /// Takes the gradient of a leaf out.
     pub(crate) fn take(&mut self, leaf: &Tensor) -> Option<Tensor> {
         self.take_at(leaf.node.as_ref()?)
@@ -248,7 +251,7 @@ impl Leaves {
 /// What a backward function works with: gradients of its outputs in, gradients of its inputs out.
 pub struct Back<'a> {
     worker: &'a Worker,
-    values: &'a mut [Value],
+    values: &'a mut [TapeValue],
     op: &'static str,
     inputs: &'a [Option<u32>],
     outputs: &'a [u32],
@@ -305,8 +308,8 @@ impl Back<'_> {
         self.grad(0)?.ok_or(missing)
     }
 
-    /// Contributes to the gradient of input `i`; nothing happens when nobody wants it. The type may
-    /// be the input's or its accumulator's.
+    /// Contributes to the gradient of input `i`; nothing happens when it is not wanted. The type
+    /// may be the input's or its accumulator's.
     ///
     /// # Errors
     /// When memory runs out.
@@ -326,10 +329,10 @@ impl Back<'_> {
     }
 
     /// Where to write the gradient of input `i` in the accumulator type: the parameter's own
-    /// accumulator if it is one. Hand it back with [`Back::settle`].
+    /// accumulator if it is one. Hand it back with [`Back::give_back`].
     ///
     /// # Errors
-    /// When memory runs out or nobody wants the gradient.
+    /// When memory runs out or the gradient is not wanted.
     pub fn sink(&mut self, i: usize) -> Result<Sink> {
         let unwanted = || Error::invalid(self.op, format!("no gradient of input {i} is wanted"));
         let value = &mut self.values[self.inputs[i].ok_or_else(unwanted)? as usize];
@@ -357,7 +360,7 @@ impl Back<'_> {
     ///
     /// # Errors
     /// When memory runs out.
-    pub fn settle(&mut self, i: usize, sink: Sink) -> Result<()> {
+    pub fn give_back(&mut self, i: usize, sink: Sink) -> Result<()> {
         let Some(number) = self.inputs[i] else {
             return Ok(());
         };
@@ -381,7 +384,7 @@ impl Back<'_> {
 }
 
 /// Rules 2 to 4.
-fn add(worker: &Worker, value: &mut Value, grad: Tensor) -> Result<()> {
+fn add(worker: &Worker, value: &mut TapeValue, grad: Tensor) -> Result<()> {
     let dtype = if value.accumulator {
         value.dtype.accumulator()
     } else {
@@ -415,7 +418,7 @@ fn add(worker: &Worker, value: &mut Value, grad: Tensor) -> Result<()> {
     Ok(())
 }
 
-/// A dense tensor that nobody else holds, so that it may serve as an accumulator.
+/// A dense tensor without another holder, so that it may serve as an accumulator.
 fn owned(worker: &Worker, grad: Tensor) -> Result<Tensor> {
     if grad.is_unique() && grad.is_contiguous() {
         return Ok(grad);

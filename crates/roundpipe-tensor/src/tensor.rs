@@ -205,13 +205,12 @@ impl Tensor {
         self.storage.pool()
     }
 
-    /// Whether nobody else holds this memory, so that it may be written again.
+    /// Whether this tensor is the only holder of its memory, so that it may be written again.
     pub(crate) fn is_unique(&self) -> bool {
         if Arc::strong_count(&self.storage) != 1 {
             return false;
         }
-        // Whoever held it last on another thread has read it by now: pairs with the release of its
-        // drop.
+        // The last holder on another thread has read it by now: pairs with the release of its drop.
         std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
         matches!(*self.storage, Storage::Block(_))
     }

@@ -9,6 +9,7 @@ use crate::bytes::Bytes;
 use crate::device::{Copy, Device, Direction, Faults, LaneKind};
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
+use crate::host::HostBuf;
 use crate::kernel::{Kernel, View};
 use crate::pool::{Block, Pool, PoolUse};
 use crate::shape::{Layout, Shape};
@@ -75,8 +76,8 @@ impl Worker {
         self.pool.usage()
     }
 
-    /// The host waits for all kernels queued so far. This is how to go on after a failure, which
-    /// reads and uploads of values tell again until then.
+    /// The host waits for all kernels queued so far. This is how to go on after a failure: until
+    /// then, reads and uploads of values return it again.
     ///
     /// # Errors
     /// What went wrong since the last such wait.
@@ -91,7 +92,7 @@ impl Worker {
     }
 
     /// Queues a kernel on the compute lane. The caller has checked the operands and owns the
-    /// destinations (fresh, or accumulators that nobody else writes).
+    /// destinations (fresh, or accumulators that only this launch writes).
     pub(crate) fn launch(
         &self,
         kernel: &Kernel,
@@ -123,7 +124,7 @@ impl Worker {
         let lane = self.device().lane(LaneKind::Compute);
         // SAFETY: the views come from live tensors of this worker; their blocks go back to the pool
         // in the host order of this same lane, so the memory stays theirs until the kernel has run;
-        // the caller checked shapes and types and nobody else writes the destinations.
+        // the caller checked shapes and types and owns the destinations.
         unsafe {
             ops.launch(
                 lane,
@@ -297,6 +298,24 @@ impl Worker {
         };
         self.launch(&kernel, &[Some(x)], &[Some(&out)])?;
         Ok(out.relaid(Layout::contiguous(shape)))
+    }
+
+    /// A host buffer as a tensor that this worker reads in place.
+    ///
+    /// # Errors
+    /// When the worker cannot read host memory, the buffer is too small or not aligned for the
+    /// type, or while it is being written.
+    pub fn alias(&self, buf: &HostBuf, dtype: DType, shape: Shape) -> Result<Tensor> {
+        const OP: &str = "alias";
+        if !self.device().aliases_host() {
+            let what = format!(
+                "{} cannot read {dtype} {shape} in place",
+                self.device().id()
+            );
+            return Err(Error::invalid(OP, what));
+        }
+        let bytes = buf.place(OP, 0, dtype, &shape)?;
+        Tensor::from_host(buf.read(bytes)?, self.pool().clone(), dtype, shape)
     }
 }
 

@@ -392,8 +392,8 @@ fn a_library_without_a_function_is_passed_over() {
     );
 }
 
-/// A card that the compiler is too old for is told before it is tried, with both versions and the
-/// file.
+/// A card that the compiler is too old for is an error before anything is compiled, with both
+/// versions and the file.
 #[test]
 fn a_compiler_that_does_not_know_the_card_says_so() {
     let Some(machine) = Machine::new("card") else {
@@ -571,7 +571,7 @@ fn the_parts_of_cudnn_are_those_beside_it() {
             "{word}: {why}"
         );
     }
-    // A link to one's own is no other.
+    // A link to the folder's own file is no other library.
     std::os::unix::fs::symlink(
         "libcudnn_graph.so.9",
         machine.0.join("mine/libcudnn_graph.so.9.15.0"),

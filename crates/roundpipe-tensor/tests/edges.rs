@@ -104,7 +104,7 @@ fn letting_go_of_parameters_keeps_their_gradients() {
     assert_eq!(grads.params().count(), 1);
 }
 
-/// A buffer that somebody reads can be written by a second try.
+/// A buffer that is being read can be written by a second try.
 #[test]
 fn buffers_that_could_not_be_written_wait() {
     let w = worker();
@@ -161,7 +161,7 @@ fn a_lane_refuses_blocks_of_another_device() {
     );
 }
 
-/// Rows before the first group would be nobody's and keep whatever memory held.
+/// Rows before the first group would belong to no group and keep what the memory held.
 #[test]
 fn groups_begin_at_row_zero() {
     let mut cx = Cx::infer(&worker());

@@ -1,5 +1,5 @@
 //! The protocol of slots in every order that threads and lanes can take: no upload touches memory
-//! that a kernel still reads, no kernel reads what has not landed, and nobody waits for ever.
+//! that a kernel still reads, no kernel reads what has not landed, and no thread waits for ever.
 //!
 //! The pool, the slots and their events are the real ones; the device is a model whose two lanes
 //! are threads of loom, and whose memory is cells that report any access not ordered after the last
@@ -18,7 +18,7 @@ use loom::sync::{Condvar, Mutex};
 use loom::thread;
 use roundpipe_tensor::device::{Arena, Copy, Device, Event, EventState, Lane, LaneKind, Ops};
 use roundpipe_tensor::pool::ALIGN;
-use roundpipe_tensor::transfer::{CopyLog, Part, Slot};
+use roundpipe_tensor::transfer::{CopyLog, FilledSlot, Slot, SlotSegment};
 use roundpipe_tensor::{
     Bytes, DType, DeviceId, DeviceKind, HostBuf, Result, Shape, Tensor, Worker,
 };
@@ -242,7 +242,7 @@ unsafe impl Device for Machine {
     }
 
     fn reserve(&self, bytes: Bytes) -> Result<Arena> {
-        // SAFETY: the addresses are names of cells; nobody reads or writes there.
+        // SAFETY: the addresses are names of cells; nothing reads or writes there.
         Ok(unsafe { Arena::new(BASE, bytes, Box::new(())) })
     }
 
@@ -263,8 +263,8 @@ fn worker(machine: &Arc<Machine>) -> Worker {
 }
 
 /// Fills a slot with a number, in the order of the parameter lane.
-fn fill(slot: Slot, host: &HostBuf, value: u64) -> roundpipe_tensor::transfer::Loaded {
-    let part = Part {
+fn fill(slot: Slot, host: &HostBuf, value: u64) -> FilledSlot {
+    let part = SlotSegment {
         host: host.read_all().unwrap(),
         offset: 0,
     };
@@ -275,7 +275,7 @@ fn fill(slot: Slot, host: &HostBuf, value: u64) -> roundpipe_tensor::transfer::L
     loaded
 }
 
-fn tensor(loaded: roundpipe_tensor::transfer::Loaded) -> Tensor {
+fn tensor(loaded: FilledSlot) -> Tensor {
     let shape = Shape::new(&[ALIGN as usize / 4]).unwrap();
     loaded.tensors(&[(0, DType::F32, shape)]).unwrap().remove(0)
 }
@@ -328,7 +328,7 @@ fn an_upload_waits_for_the_last_reader_of_its_block() {
     });
 }
 
-/// Weights of a call that failed: an upload that nobody used gives its block back to kernels only
+/// Weights of a call that failed: an unused upload gives its block back to kernels only
 /// behind itself.
 #[test]
 fn an_upload_that_nobody_used_is_out_of_the_way_of_kernels() {

@@ -3,8 +3,8 @@
 use roundpipe_tensor::meta::{Given, measure, profile};
 use roundpipe_tensor::ops::{Attention, CrossEntropy};
 use roundpipe_tensor::{
-    Bytes, CostModel, Cpu, Cx, DType, DeviceKind, Meta, Param, Result, RngSite, Shape, Tensor,
-    Worker,
+    Bytes, CostModel, Cpu, Cuda, Cx, DType, DeviceKind, Meta, Param, Result, RngSite, Shape,
+    Tensor, Worker,
 };
 
 /// A pre-norm transformer block with a loss behind it: every kind of allocation a training step
@@ -201,13 +201,7 @@ fn a_likeness_knows_who_computes_attention() {
     let run = |cx: &mut Cx, x: &[Tensor]| Ok(vec![cx.attention(&x[0], &x[1], &x[2], &causal)?]);
     let peak = |like: CostModel| profile(like, &given, run).unwrap().backward.peak;
     let any = CostModel::from(DeviceKind::Cuda);
-    let (library, own) = (
-        peak(any),
-        peak(CostModel {
-            library_attention: false,
-            ..any
-        }),
-    );
+    let (library, own) = (peak(any), peak(Cuda::costs_without_cudnn()));
     assert!(
         library - own > 2 * 2 * 8 * 1024 * 1024,
         "{library} bytes with a library, {own} without"

@@ -312,7 +312,8 @@ fn halves_of_one_tensor_are_apart() {
     assert!(world.fence_all().is_err(), "these share a column");
 }
 
-/// Memory that went back is nobody's: a later use is reported, and a use still under way as well.
+/// Memory that went back belongs to no tensor: a later use is reported, and a use still under way
+/// as well.
 #[test]
 fn use_after_free_is_reported() {
     let (world, worker) = one_worker(5);
@@ -363,10 +364,10 @@ fn every_call(world: &SimWorld) -> Result<Vec<f32>> {
     Ok(values)
 }
 
-/// What went wrong is told to everyone whose work is behind it, however late; after a fence of the
-/// lane, to nobody new.
+/// Every waiter whose work is behind a failure receives its error, however late; after a fence of
+/// the lane, no new event reports it.
 #[test]
-fn everybody_behind_a_failure_is_told() {
+fn every_event_behind_a_failure_reports_it() {
     let world = SimWorld::seeded(3).unwrap();
     let worker = Worker::new(world.worker(), ARENA).unwrap();
     let lane = worker.device().lane(LaneKind::Compute);
@@ -418,7 +419,7 @@ fn faults_are_errors_and_pass() {
                     "{text}"
                 );
             }
-            // What a dropped flight left untold is told by the next fence, then it is over.
+            // The next fence returns what a dropped flight did not, then it is over.
             world.heal();
             let _ = world.fence_all();
             assert_eq!(every_call(&world).unwrap(), [-1.0; COUNT], "{kind:?} {nth}");
@@ -500,7 +501,7 @@ fn a_failed_copy_poisons_its_destination() {
     drop(x);
 }
 
-/// Nobody hangs on an event that never comes: lanes and events are named, and the lanes go on.
+/// No thread hangs on an event that never comes: lanes and events are named, and the lanes go on.
 #[test]
 fn a_dead_lock_is_an_error() {
     let world = SimWorld::seeded(2).unwrap();
@@ -770,10 +771,10 @@ fn pageable_memory_is_sent_on_when_it_is_there() {
             let value = workers[0]
                 .full(DType::F32, Shape::new(&[COUNT]).unwrap(), f64::from(i))
                 .unwrap();
-            let parcel = ports[0].send("value", &value).unwrap();
+            let sent = ports[0].send("value", &value).unwrap();
             there.push((
-                ports[1].receive("value", &parcel).unwrap().land().unwrap(),
-                parcel,
+                ports[1].receive("value", &sent).unwrap().land().unwrap(),
+                sent,
             ));
         }
         for (i, (value, _)) in there.iter().enumerate() {
@@ -830,12 +831,12 @@ fn room_is_made_behind_downloads() {
             worker.clone(),
             HostPool::new(worker.device().clone(), Pin::Off),
         );
-        let mut parcels = Vec::new();
+        let mut host_values = Vec::new();
         for i in 0..10 {
             let value = worker
                 .full(DType::F32, Shape::new(&[COUNT]).unwrap(), f64::from(i))
                 .unwrap();
-            parcels.push(port.send("value", &value).unwrap());
+            host_values.push(port.send("value", &value).unwrap());
             drop(value);
             port.make_room(2 * SIZE).unwrap();
             assert!(
@@ -844,8 +845,8 @@ fn room_is_made_behind_downloads() {
                 worker.usage()
             );
         }
-        for (i, parcel) in parcels.iter().enumerate() {
-            let bytes = parcel.fence().unwrap().read_all().unwrap();
+        for (i, sent) in host_values.iter().enumerate() {
+            let bytes = sent.fence().unwrap().read_all().unwrap();
             assert_eq!(bytes.as_slice::<f32>(), [i as f32; COUNT], "seed {seed}");
         }
         assert!(world.races().is_empty(), "seed {seed}: {:?}", world.races());

@@ -5,7 +5,7 @@
 use roundpipe_tensor::kernel::{ConvSpec, PoolSpec};
 use roundpipe_tensor::ops::{Attention, BatchNorm};
 use roundpipe_tensor::sim::SimConfig;
-use roundpipe_tensor::transfer::{CopyLog, HostPool, HostValue, Part, Port, Slot};
+use roundpipe_tensor::transfer::{CopyLog, HostPool, HostValue, Port, Slot, SlotSegment};
 use roundpipe_tensor::{
     Bytes, Cpu, Cx, DType, Error, HostBuf, HostTensor, Meta, Param, Pin, Result, Shape, SimWorld,
     Tensor, Worker,
@@ -34,7 +34,7 @@ fn refused<T>(what: &str, outcome: Result<T>, words: &[&str]) {
 }
 
 /// A part of a slot whose end comes round to a small number would be written before the slot, into
-/// somebody else's tensor.
+/// another tensor.
 #[test]
 fn a_part_does_not_begin_before_its_slot() {
     for worker in [worker(), sim().1] {
@@ -48,7 +48,7 @@ fn a_part_does_not_begin_before_its_slot() {
                 .unwrap();
             let filled = slot.fill(
                 "w",
-                vec![Part { host, offset }],
+                vec![SlotSegment { host, offset }],
                 1 << 20,
                 &CopyLog::default(),
             );
@@ -103,7 +103,7 @@ fn no_shape_wraps() {
     refused("a selection", cx.index_select(&tall, 0, &index), &[]);
 }
 
-/// A buffer smaller than type and shape ask is no tensor, parameter or parcel.
+/// A buffer smaller than type and shape ask is no tensor, parameter or host value.
 #[test]
 fn memory_is_as_large_as_its_elements() {
     let worker = worker();
@@ -112,7 +112,7 @@ fn memory_is_as_large_as_its_elements() {
     let words = ["f32 [17]", "68 bytes", "64"];
     refused("an alias", worker.alias(&small, DType::F32, shape), &words);
     refused(
-        "a parcel",
+        "a host value",
         HostValue::given(small.clone(), DType::F32, shape),
         &words,
     );
@@ -170,7 +170,7 @@ fn crooked_memory_is_refused() {
                 ("a parameter's new home", param.rehome(home.clone())),
                 ("an alias", worker.alias(&home, dtype, shape).map(drop)),
                 (
-                    "a parcel",
+                    "a host value",
                     HostValue::given(home.clone(), dtype, shape).map(drop),
                 ),
                 (
@@ -313,8 +313,8 @@ fn sizes_without_memory_cost_nothing() {
     }
 }
 
-/// Whoever is given a parcel's bytes cannot write them while an upload that was queued still reads
-/// them.
+/// A caller who got a host value's bytes cannot write them while an upload that was queued still
+/// reads them.
 #[test]
 fn bytes_are_not_written_under_an_upload() {
     let world = SimWorld::new(SimConfig {
@@ -336,10 +336,10 @@ fn bytes_are_not_written_under_an_upload() {
     let value = workers[0]
         .full(DType::F32, Shape::new(&[64]).unwrap(), 3.0)
         .unwrap();
-    let parcel = ports[0].send("value", &value).unwrap();
-    let bytes = parcel.fence().unwrap();
+    let sent = ports[0].send("value", &value).unwrap();
+    let bytes = sent.fence().unwrap();
     assert!(bytes.write(0..4).is_ok(), "nothing reads it yet");
-    let arrival = ports[1].receive("value", &parcel).unwrap();
+    let arrival = ports[1].receive("value", &sent).unwrap();
     for range in [0..4, 252..256, 0..256] {
         assert!(
             matches!(bytes.write(range), Err(Error::Busy { .. })),
@@ -354,13 +354,13 @@ fn bytes_are_not_written_under_an_upload() {
     );
     assert_eq!(there.to_vec::<f32>().unwrap(), [3.0; 64]);
     assert!(
-        parcel.fence().unwrap().write(0..4).is_ok(),
+        sent.fence().unwrap().write(0..4).is_ok(),
         "the host has seen it land"
     );
-    // One under way when the parcel goes: whoever holds the bytes may write them, since the host
-    // waited.
-    let arrival = ports[1].receive("value", &parcel).unwrap();
-    drop(parcel);
+    // An upload is under way when the host value goes: the holder of the bytes may write them,
+    // since the host waited.
+    let arrival = ports[1].receive("value", &sent).unwrap();
+    drop(sent);
     bytes.write(0..256).unwrap().as_mut_slice::<f32>().fill(9.0);
     assert_eq!(arrival.land().unwrap().to_vec::<f32>().unwrap(), [3.0; 64]);
     assert_eq!(host.usage().lent, Bytes(0));
@@ -370,7 +370,7 @@ fn bytes_are_not_written_under_an_upload() {
 /// Memory that lanes alone still read goes back to its pool at once, claims or not, and is used
 /// again.
 #[test]
-fn a_parcel_under_way_gives_its_memory_back() {
+fn a_host_value_under_way_gives_its_memory_back() {
     let (world, worker) = sim();
     let host = HostPool::new(worker.device().clone(), Pin::Alloc);
     let port = Port::new(worker.clone(), host.clone());
@@ -379,8 +379,8 @@ fn a_parcel_under_way_gives_its_memory_back() {
         .unwrap();
     let mut arrivals = Vec::new();
     for _ in 0..4 {
-        let parcel = port.send("value", &value).unwrap();
-        arrivals.push(port.receive("value", &parcel).unwrap());
+        let sent = port.send("value", &value).unwrap();
+        arrivals.push(port.receive("value", &sent).unwrap());
     }
     let (usage, one) = (host.usage(), Bytes(256));
     assert_eq!(

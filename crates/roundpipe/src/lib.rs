@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 pub mod error;
+mod sync;
 pub mod tree;
 
 pub mod batch;
@@ -38,7 +39,6 @@ pub mod lr;
 pub mod optim;
 pub mod scaler;
 
-mod sync;
 pub mod version;
 
 pub mod store;

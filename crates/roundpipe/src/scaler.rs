@@ -7,9 +7,10 @@
 //! the scale they were computed with, and an asynchronous run gives the same bits every time.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::error::{Error, Result};
+use crate::sync::lock;
 
 /// Scales that are remembered: more than versions can be alive.
 const REMEMBERED: usize = 4;
@@ -161,7 +162,7 @@ impl GradScaler {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

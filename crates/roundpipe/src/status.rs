@@ -14,9 +14,11 @@
 
 use std::fmt::{self, Write as _};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
+
+use crate::sync::{lock, unpoisoned};
 
 /// How often a watchdog looks while a stall could become old enough, and how rarely at most.
 const LOOKS: u32 = 8;
@@ -63,7 +65,7 @@ impl Level {
 impl Entry {
     /// The innermost status.
     fn line(&self, now: Instant) -> Option<StatusLine> {
-        let levels = locked(&self.levels);
+        let levels = lock(&self.levels);
         let level = levels.iter().rev().find(|level| level.active)?;
         let since = now.saturating_duration_since(level.since);
         Some(StatusLine {
@@ -75,18 +77,13 @@ impl Entry {
     }
 
     fn waiting_since(&self) -> Option<Instant> {
-        let levels = locked(&self.levels);
+        let levels = lock(&self.levels);
         levels
             .iter()
             .filter(|level| level.active && level.waiting)
             .map(|level| level.since)
             .min()
     }
-}
-
-/// Every change under these locks is whole, so a thread that panicked left nothing half-made.
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Board {
@@ -97,7 +94,7 @@ impl Board {
 
     /// A thread's place under its name: the same name has the same place.
     pub fn place(&self, who: &str) -> Place {
-        let mut entries = locked(&self.shared.entries);
+        let mut entries = lock(&self.shared.entries);
         let known = entries.iter().find(|entry| entry.who == who).cloned();
         let entry = known.unwrap_or_else(|| {
             let entry = Arc::new(Entry {
@@ -134,7 +131,7 @@ impl Board {
     /// What everyone is doing, in the order they first appeared. Who does nothing has no line.
     pub fn report(&self) -> Vec<StatusLine> {
         let now = Instant::now();
-        locked(&self.shared.entries)
+        lock(&self.shared.entries)
             .iter()
             .filter_map(|entry| entry.line(now))
             .collect()
@@ -142,7 +139,7 @@ impl Board {
 
     /// Since when someone has been waiting.
     fn waiting_since(&self) -> Option<Instant> {
-        locked(&self.shared.entries)
+        lock(&self.shared.entries)
             .iter()
             .filter_map(|entry| entry.waiting_since())
             .min()
@@ -167,7 +164,7 @@ impl Place {
     }
 
     fn status(&self, waiting: bool, what: impl fmt::Display) -> Guard {
-        let mut levels = locked(&self.entry.levels);
+        let mut levels = lock(&self.entry.levels);
         let level = levels
             .iter()
             .rposition(|level| level.active)
@@ -200,18 +197,18 @@ pub struct Guard {
 impl Guard {
     /// Now does something else.
     pub fn enter(&self, what: impl fmt::Display) {
-        locked(&self.entry.levels)[self.level].set(false, what);
+        lock(&self.entry.levels)[self.level].set(false, what);
     }
 
     /// Now waits for something.
     pub fn wait(&self, what: impl fmt::Display) {
-        locked(&self.entry.levels)[self.level].set(true, what);
+        lock(&self.entry.levels)[self.level].set(true, what);
     }
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        locked(&self.entry.levels)[self.level].active = false;
+        lock(&self.entry.levels)[self.level].active = false;
     }
 }
 
@@ -300,7 +297,7 @@ impl Watchdog {
 impl Drop for Watchdog {
     fn drop(&mut self) {
         let (stop, wake) = &*self.stop;
-        *locked(stop) = true;
+        *lock(stop) = true;
         wake.notify_all();
         // `on_stall` may own the last handle; a thread cannot wait for itself.
         if let Some(thread) = self
@@ -330,11 +327,9 @@ impl Watch {
     fn run(mut self, stop: &(Mutex<bool>, Condvar), on_stall: &dyn Fn(&Report)) {
         let pause = (self.stall_after / LOOKS).clamp(SHORTEST_LOOK, LONGEST_LOOK);
         let (stop, wake) = stop;
-        let mut stopped = locked(stop);
+        let mut stopped = lock(stop);
         while !*stopped {
-            let (held, _) = wake
-                .wait_timeout(stopped, pause)
-                .unwrap_or_else(PoisonError::into_inner);
+            let (held, _) = unpoisoned(wake.wait_timeout(stopped, pause));
             if *held {
                 return;
             }
@@ -346,7 +341,7 @@ impl Watch {
                     lines: self.board.report(),
                 });
             }
-            stopped = locked(stop);
+            stopped = lock(stop);
         }
     }
 
@@ -436,14 +431,14 @@ mod tests {
         let board = Board::new();
         let place = board.place("host");
         drop(place.enter("microbatch 10000"));
-        let buffer = || locked(&place.entry.levels)[0].what.as_ptr();
+        let buffer = || lock(&place.entry.levels)[0].what.as_ptr();
         let before = buffer();
         for microbatch in 0..100 {
             let guard = place.wait(format_args!("microbatch {microbatch}"));
             guard.enter(format_args!("microbatch {}", microbatch * 10));
             assert_eq!(buffer(), before);
         }
-        assert_eq!(locked(&place.entry.levels).len(), 1);
+        assert_eq!(lock(&place.entry.levels).len(), 1);
     }
 
     /// One line per name, with what and how long.
@@ -526,7 +521,7 @@ mod tests {
         let place = board.place("host");
         let guard = place.wait("waiting");
         assert_eq!(watch.look(), None, "the wait is new");
-        locked(&place.entry.levels)[0].since = long_ago;
+        lock(&place.entry.levels)[0].since = long_ago;
         board.tick();
         assert_eq!(watch.look(), None, "progress is new");
         watch.moved = long_ago;
@@ -535,7 +530,7 @@ mod tests {
         drop(guard);
         assert_eq!(watch.look(), None);
         let _again = place.wait("waiting again");
-        locked(&place.entry.levels)[0].since = long_ago;
+        lock(&place.entry.levels)[0].since = long_ago;
         assert!(
             watch.look().is_some(),
             "after nobody waited, a stall is a new one"
@@ -560,14 +555,14 @@ mod tests {
         let (sender, done) = mpsc::channel();
         let (held, kept) = (own.clone(), sender);
         let on_stall = move |_: &Report| {
-            let watchdog = locked(&held).take();
+            let watchdog = lock(&held).take();
             drop(watchdog);
             let _ = kept.send(());
         };
-        let mut slot = locked(&own);
+        let mut slot = lock(&own);
         *slot = Some(Watchdog::start(board.clone(), SOON, Arc::new(on_stall)));
         drop(slot);
         done.recv_timeout(LATE).expect("the callback came back");
-        assert!(locked(&own).is_none());
+        assert!(lock(&own).is_none());
     }
 }

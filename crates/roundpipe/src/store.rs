@@ -26,7 +26,7 @@ use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::{DType, Device, HostBuf, Keeper, Param, ParamId, Pin, Shape};
@@ -34,6 +34,7 @@ use roundpipe_tensor::{DType, Device, HostBuf, Keeper, Param, ParamId, Pin, Shap
 use crate::error::{Error, Result};
 use crate::layer::Layer;
 use crate::optim::{Rule, fill_master, needs_master};
+use crate::sync::lock;
 use crate::version::{Abort, Aborted, Gate, Versions};
 
 /// Where a parameter may start in a slab that devices copy from or to, in bytes.
@@ -121,7 +122,7 @@ impl Keeper for StoreKeeper {
         !self.retired.load(Ordering::SeqCst) && trained()
     }
 
-    fn settle(&self) {
+    fn wait_for_updates(&self) {
         self.gate
             .wait_all(|version| version >= self.asked.load(Ordering::SeqCst));
     }
@@ -326,7 +327,7 @@ impl Store {
                 continue;
             };
             if !settled.iter().any(|known| Arc::ptr_eq(known, &keeper)) {
-                keeper.settle();
+                keeper.wait_for_updates();
                 settled.push(keeper);
             }
         }
@@ -606,7 +607,7 @@ impl StoreLayer {
     }
 
     pub(crate) fn lock_seen(&self) -> MutexGuard<'_, Seen> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.seen)
     }
 
     /// Whether somebody else wrote the newest weights since an update last looked.

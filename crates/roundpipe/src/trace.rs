@@ -16,10 +16,11 @@ use std::fmt::{self, Write as _};
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
 use crate::cost::{LayerTimes, Phase};
+use crate::sync::lock;
 
 /// Spans that a trace keeps if nobody says how many: some hundred megabytes.
 const DEFAULT_LIMIT: usize = 1 << 20;
@@ -241,9 +242,8 @@ impl Trace {
         self.dropped.store(0, Ordering::Relaxed);
     }
 
-    /// A span is pushed whole, so a thread that panicked elsewhere left none half-made.
     fn kept(&self) -> MutexGuard<'_, Vec<Span>> {
-        self.spans.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.spans)
     }
 
     /// All spans in the trace event format that Perfetto and chrome://tracing read: a process per

@@ -18,7 +18,7 @@
 //!   that for its layer alone.
 
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::{HostMut, HostRef};
@@ -29,6 +29,7 @@ use crate::error::{Error, Result};
 pub use crate::optim::{Decision, Update};
 use crate::optim::{Rule, Shared, Slabs, StepReport, floats, floats_mut, floats_of};
 use crate::store::{Store, StoredParam};
+use crate::sync::{lock, unpoisoned};
 use crate::version::{Abort, WriteTicket};
 
 /// One layer's part of a step.
@@ -644,19 +645,16 @@ fn each_chunk<T: Send, R: Send>(
     let chunks: Vec<Mutex<Option<T>>> = chunks.map(|chunk| Mutex::new(Some(chunk))).collect();
     let results: Vec<Mutex<Option<Result<R>>>> = chunks.iter().map(|_| Mutex::new(None)).collect();
     threads.run(chunks.len(), |i| {
-        let chunk = chunks[i]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let chunk = lock(&chunks[i]).take();
         let range = i * CHUNK..len.min((i + 1) * CHUNK);
         let mut sum = vec![0.0f32; range.len()];
         let summed = sum_into(&one, grads, range, &mut sum);
         let done = chunk.map(|chunk| summed.and_then(|()| task(&one, chunk, Floats::F32(&sum))));
-        *results[i].lock().unwrap_or_else(PoisonError::into_inner) = done;
+        *lock(&results[i]) = done;
     });
     let done = results
         .into_iter()
-        .filter_map(|r| r.into_inner().unwrap_or_else(PoisonError::into_inner));
+        .filter_map(|r| unpoisoned(r.into_inner()));
     done.collect()
 }
 

@@ -23,7 +23,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, Ordering};
+use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, Ordering, unpoisoned};
 
 /// The longest time a wait sleeps before it looks at its [`Abort`] again.
 pub const POLL: Duration = Duration::from_millis(100);
@@ -96,15 +96,13 @@ impl Gate {
         while !state.layers.iter().all(|layer| ready(layer.version)) {
             // Whoever takes `ready` back does not wake this.
             let woken = self.changed.wait_timeout(state, POLL);
-            state = woken.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+            state = unpoisoned(woken).0;
         }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // A panic elsewhere leaves counts that are whole: each is changed in one statement.
-        self.state
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
+        unpoisoned(self.state.lock())
     }
 
     /// Sleeps until `ready`, then returns the lock.
@@ -140,7 +138,7 @@ impl Gate {
                 });
             }
             let woken = self.changed.wait_timeout(state, POLL);
-            state = woken.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+            state = unpoisoned(woken).0;
         }
     }
 }

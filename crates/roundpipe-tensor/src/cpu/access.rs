@@ -214,7 +214,7 @@ pub(crate) use for_float;
 /// The elements of a dense view.
 ///
 /// # Safety
-/// The view lies in live memory, is contiguous, holds `T`, and nobody writes it while the slice
+/// The view lies in live memory, is contiguous, holds `T`, and nothing writes it while the slice
 /// lives.
 pub(crate) unsafe fn slice<'a, T: Element>(view: &View) -> &'a [T] {
     debug_assert!(view.layout.is_contiguous() && view.dtype.size() == size_of::<T>());
@@ -229,7 +229,7 @@ pub(crate) unsafe fn slice<'a, T: Element>(view: &View) -> &'a [T] {
 /// The elements of a dense view, for writing by one task.
 ///
 /// # Safety
-/// As [`slice`], and nobody else reads or writes it while the slice lives.
+/// As [`slice`], and nothing else reads or writes it while the slice lives.
 pub(crate) unsafe fn slice_mut<'a, T: Element>(view: &View) -> &'a mut [T] {
     debug_assert!(view.layout.is_contiguous() && view.dtype.size() == size_of::<T>());
     if view.numel() == 0 {
@@ -239,22 +239,27 @@ pub(crate) unsafe fn slice_mut<'a, T: Element>(view: &View) -> &'a mut [T] {
     unsafe { std::slice::from_raw_parts_mut(view.ptr as *mut T, view.numel()) }
 }
 
+/// One cache line, so that memory made of it is aligned.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(crate) struct CacheLine(pub [u8; 64]);
+
 /// A dense destination that tasks write disjoint parts of.
 #[derive(Clone, Copy)]
-pub(crate) struct Shared<'a, T> {
+pub(crate) struct SharedSlice<'a, T> {
     ptr: *mut T,
     len: usize,
     life: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: a `Shared` only gives out parts through `part`, whose caller promises that they are
+// SAFETY: a `SharedSlice` only gives out parts through `part`, whose caller promises that they are
 // disjoint.
-unsafe impl<T: Send> Send for Shared<'_, T> {}
+unsafe impl<T: Send> Send for SharedSlice<'_, T> {}
 // SAFETY: as above.
-unsafe impl<T: Send> Sync for Shared<'_, T> {}
+unsafe impl<T: Send> Sync for SharedSlice<'_, T> {}
 
-impl<'a, T> Shared<'a, T> {
-    /// Over a slice that nobody else touches meanwhile.
+impl<'a, T> SharedSlice<'a, T> {
+    /// Over a slice that only the holders of this value touch.
     pub fn new(slice: &'a mut [T]) -> Self {
         Self {
             ptr: slice.as_mut_ptr(),

@@ -30,11 +30,11 @@ use std::any::TypeId;
 use std::cell::Cell;
 use std::ops::Range;
 
-use super::access::{Call, Float, Real, for_float, slice};
+use super::access::{CacheLine, Call, Float, Real, for_float, slice};
 use crate::error::{Error, Result};
 use crate::kernel::{AttentionSpec, Kernel, View};
-use level::Lane;
-use load::Rows;
+use level::AttentionAcc;
+use load::DenseRows;
 use softmax::PerQuery;
 
 /// Queries of a block.
@@ -64,20 +64,20 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
 /// Scratch bytes: see [`backward`].
 pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
     match kernel {
-        Kernel::AttentionGrad(_) => backward::Scratch::new(src, dst).bytes(),
+        Kernel::AttentionGrad(_) => backward::GradScratch::new(src, dst).bytes(),
         _ => 0,
     }
 }
 
 /// A float whose accumulator attention computes in.
-trait Value: Float<Acc: Lane> {
+trait AttentionFloat: Float<Acc: AttentionAcc> {
     /// Whether the type is its own accumulator, so that tensors are read and added to in place.
     fn is_acc() -> bool {
         TypeId::of::<Self>() == TypeId::of::<Self::Acc>()
     }
 }
 
-impl<T: Float<Acc: Lane>> Value for T {}
+impl<T: Float<Acc: AttentionAcc>> AttentionFloat for T {}
 
 /// A tensor `[batch, rows, heads, width]` with a contiguous last dimension.
 #[derive(Clone, Copy)]
@@ -105,9 +105,9 @@ impl Operand {
     }
 
     /// Consecutive rows of a head.
-    fn rows<T>(&self, batch: usize, rows: Range<usize>, head: usize) -> Rows<T> {
+    fn rows<T>(&self, batch: usize, rows: Range<usize>, head: usize) -> DenseRows<T> {
         let ptr = self.at::<T>(batch, rows.start, head);
-        Rows {
+        DenseRows {
             ptr,
             stride: self.strides[1],
             rows: rows.len(),
@@ -118,7 +118,7 @@ impl Operand {
 
 /// Rows that attend to each other: `queries` rows from `first_query` on, and likewise keys.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Sequence {
+struct RowSequence {
     batch: usize,
     first_query: usize,
     queries: usize,
@@ -127,7 +127,7 @@ struct Sequence {
 }
 
 /// The operands both directions share.
-struct Problem<'a, T: Value> {
+struct Problem<'a, T: AttentionFloat> {
     spec: AttentionSpec,
     q: Operand,
     k: Operand,
@@ -137,10 +137,10 @@ struct Problem<'a, T: Value> {
     group: usize,
     sinks: Option<&'a [T]>,
     /// The sequences, then rows that belong to none.
-    sequences: Vec<Sequence>,
+    sequences: Vec<RowSequence>,
 }
 
-impl<'a, T: Value> Problem<'a, T> {
+impl<'a, T: AttentionFloat> Problem<'a, T> {
     /// From `[q, k, v]` and the optional operands at `sinks`, `sinks + 1`, `sinks + 2`.
     ///
     /// # Safety
@@ -164,7 +164,7 @@ impl<'a, T: Value> Problem<'a, T> {
                 packed(call.kernel.name(), (lens_q, queries), (lens_k, keys))?
             }
             None => (0..batch)
-                .map(|batch| Sequence {
+                .map(|batch| RowSequence {
                     batch,
                     first_query: 0,
                     queries,
@@ -200,10 +200,10 @@ impl<'a, T: Value> Problem<'a, T> {
 
 /// Sequences from cumulative lengths, then the rows before the first and after the last as
 /// sequences without a counterpart.
-fn packed(op: &'static str, q: (&[i32], usize), k: (&[i32], usize)) -> Result<Vec<Sequence>> {
+fn packed(op: &'static str, q: (&[i32], usize), k: (&[i32], usize)) -> Result<Vec<RowSequence>> {
     let q = cumulative(op, "queries", q.0, q.1)?;
     let k = cumulative(op, "keys", k.0, k.1)?;
-    let part = |q: Range<usize>, k: Range<usize>| Sequence {
+    let part = |q: Range<usize>, k: Range<usize>| RowSequence {
         batch: 0,
         first_query: q.start,
         queries: q.len(),
@@ -211,7 +211,7 @@ fn packed(op: &'static str, q: (&[i32], usize), k: (&[i32], usize)) -> Result<Ve
         keys: k.len(),
     };
     let inner = 1..q.len() - 2;
-    let mut all: Vec<Sequence> = inner
+    let mut all: Vec<RowSequence> = inner
         .map(|i| part(q[i]..q[i + 1], k[i]..k[i + 1]))
         .collect();
     for i in [0, q.len() - 2] {
@@ -243,7 +243,7 @@ fn cumulative(op: &'static str, what: &str, lens: &[i32], rows: usize) -> Result
 /// Who sees whom in one sequence. Positions are those of keys; the last query stands at the last
 /// key.
 #[derive(Clone, Copy)]
-struct Sight {
+struct Mask {
     keys: isize,
     /// Position of the first query.
     shift: isize,
@@ -251,8 +251,8 @@ struct Sight {
     window: Option<isize>,
 }
 
-impl Sight {
-    fn new(spec: &AttentionSpec, sequence: &Sequence) -> Self {
+impl Mask {
+    fn new(spec: &AttentionSpec, sequence: &RowSequence) -> Self {
         let (queries, keys) = (sequence.queries as isize, sequence.keys as isize);
         // A window longer than both hides nothing; the bound keeps sums small.
         let window = spec
@@ -309,7 +309,7 @@ impl Sight {
     }
 
     /// Sets the scores `[keys, QUERIES]` of pairs that do not see each other to -inf.
-    fn hide<T: Real>(&self, scores: &mut [T], keys: Range<usize>, queries: &Range<usize>) {
+    fn apply<T: Real>(&self, scores: &mut [T], keys: Range<usize>, queries: &Range<usize>) {
         let (first, last) = (self.keys_of(queries.start), self.keys_of(queries.end - 1));
         if last.start <= keys.start && keys.end <= first.end {
             return;
@@ -337,9 +337,12 @@ fn query_blocks(n: usize) -> impl Iterator<Item = Range<usize>> {
 /// converted into `buffer`.
 ///
 /// # Safety
-/// The rows exist and nobody writes them; `buffer` holds them where the type is not its own
+/// The rows exist and nothing writes them; `buffer` holds them where the type is not its own
 /// accumulator.
-unsafe fn readable<T: Value>(rows: Rows<T>, buffer: &mut [T::Acc]) -> (*const T::Acc, isize) {
+unsafe fn readable<T: AttentionFloat>(
+    rows: DenseRows<T>,
+    buffer: &mut [T::Acc],
+) -> (*const T::Acc, isize) {
     if T::is_acc() {
         return (rows.ptr.cast(), rows.stride);
     }
@@ -350,23 +353,18 @@ unsafe fn readable<T: Value>(rows: Rows<T>, buffer: &mut [T::Acc]) -> (*const T:
     (buffer.as_ptr(), rows.width as isize)
 }
 
-/// One cache line, for the alignment.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Line([u8; 64]);
-
 thread_local! {
-    static SHELF: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
+    static SHELF: Cell<Vec<CacheLine>> = const { Cell::new(Vec::new()) };
 }
 
 /// Runs `body` with buffers of these lengths, which the thread keeps for the next task. Contents
 /// are whatever was there.
 fn with_buffers<A: Real, const N: usize>(lens: [usize; N], body: impl FnOnce([&mut [A]; N])) {
-    let lines_of = |len: usize| (len * size_of::<A>()).div_ceil(size_of::<Line>());
+    let lines_of = |len: usize| (len * size_of::<A>()).div_ceil(size_of::<CacheLine>());
     let mut lines = SHELF.take();
     let need = lens.iter().map(|len| lines_of(*len)).sum();
     if lines.len() < need {
-        lines.resize(need, Line([0; 64]));
+        lines.resize(need, CacheLine([0; 64]));
     }
     let mut rest = &mut lines[..];
     let buffers = lens.map(|len| {
@@ -381,7 +379,7 @@ fn with_buffers<A: Real, const N: usize>(lens: [usize; N], body: impl FnOnce([&m
 }
 
 /// The buffer length for converted rows: none where tensors are read in place.
-fn converted<T: Value>(len: usize) -> usize {
+fn converted<T: AttentionFloat>(len: usize) -> usize {
     if T::is_acc() { 0 } else { len }
 }
 

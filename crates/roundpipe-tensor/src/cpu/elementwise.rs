@@ -7,7 +7,7 @@
 //! compiled once per stage, not once per element type and stride pattern.
 //!
 //! Integer arithmetic wraps. Integer division truncates; dividing by zero gives 0 (an asynchronous
-//! device has nobody to report to).
+//! device could not return the error from the call).
 
 mod binary;
 mod choose;

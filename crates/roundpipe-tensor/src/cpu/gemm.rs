@@ -15,7 +15,7 @@
 //!   the instruction set alone; so neither the number of threads nor m and n nor the element's
 //!   place change its bits.
 //! - Elements outside the described operands are neither read nor written.
-//! - Buffers are bounded (see [`Plan`]) and kept by their threads.
+//! - Buffers are bounded (see [`BlockExtents`]) and kept by their threads.
 
 mod cast;
 mod element;
@@ -38,13 +38,13 @@ mod tests;
 
 use std::ops::Range;
 
-use self::element::{Dest, Kernel, Sum};
+use self::element::{Dest, PanelKernel, Sum};
 use self::pack::Lines;
-use self::plan::{MAX_TILE_COLS, Plan};
+use self::plan::{BlockExtents, MAX_TILE_COLS};
 use self::scratch::{Scratch, Use};
 use super::threads::Threads;
 
-pub(crate) use self::element::{Element, Store};
+pub(crate) use self::element::{GemmElement, SumTarget};
 pub(crate) use self::isa::Isa;
 
 /// An operand: element `(i, j)` lies at `ptr + i * row + j * col`.
@@ -95,8 +95,8 @@ const WORTH_SHARING: usize = 1 << 20;
 ///
 /// # Safety
 /// Every element that `product` describes exists; c does not overlap a, b, bias or itself, and
-/// nobody else touches it meanwhile.
-pub(crate) unsafe fn gemm<T: Element, O: Store<T::Sum>>(
+/// nothing else touches it during the call.
+pub(crate) unsafe fn gemm<T: GemmElement, O: SumTarget<T::Sum>>(
     threads: &Threads,
     product: &Product<T, O>,
 ) {
@@ -108,7 +108,7 @@ pub(crate) unsafe fn gemm<T: Element, O: Store<T::Sum>>(
 ///
 /// # Safety
 /// As for [`gemm`].
-pub(crate) unsafe fn gemm_serial<T: Element, O: Store<T::Sum>>(product: &Product<T, O>) {
+pub(crate) unsafe fn gemm_serial<T: GemmElement, O: SumTarget<T::Sum>>(product: &Product<T, O>) {
     // SAFETY: the caller's promises; the machine runs its best instruction set.
     unsafe { gemm_with(Isa::best(), None, product) }
 }
@@ -119,7 +119,7 @@ pub(crate) unsafe fn gemm_serial<T: Element, O: Store<T::Sum>>(product: &Product
 /// # Safety
 /// As for [`gemm`], for each of `product(0)` … `product(count - 1)`; no output overlaps another
 /// one.
-pub(crate) unsafe fn gemm_batch<T: Element, O: Store<T::Sum>>(
+pub(crate) unsafe fn gemm_batch<T: GemmElement, O: SumTarget<T::Sum>>(
     threads: &Threads,
     count: usize,
     product: impl Fn(usize) -> Product<T, O> + Sync + Send,
@@ -154,7 +154,7 @@ pub(crate) unsafe fn gemm_batch<T: Element, O: Store<T::Sum>>(
 ///
 /// # Safety
 /// As for [`gemm`]; the machine runs `isa`.
-unsafe fn gemm_with<T: Element, O: Store<T::Sum>>(
+unsafe fn gemm_with<T: GemmElement, O: SumTarget<T::Sum>>(
     isa: Isa,
     threads: Option<&Threads>,
     product: &Product<T, O>,
@@ -167,9 +167,9 @@ unsafe fn gemm_with<T: Element, O: Store<T::Sum>>(
 ///
 /// # Safety
 /// As for [`gemm`]; the machine runs `isa` and the kernel.
-unsafe fn gemm_by<T: Element, O: Store<T::Sum>>(
+unsafe fn gemm_by<T: GemmElement, O: SumTarget<T::Sum>>(
     isa: Isa,
-    kernel: &Kernel<T>,
+    kernel: &PanelKernel<T>,
     threads: Option<&Threads>,
     product: &Product<T, O>,
 ) {
@@ -182,7 +182,7 @@ unsafe fn gemm_by<T: Element, O: Store<T::Sum>>(
         return unsafe { without_sums(isa, product) };
     }
     let threads = threads.filter(|_| (m * n).saturating_mul(k) >= WORTH_SHARING);
-    let plan = Plan::new(kernel, threads.map_or(1, Threads::count), [m, n, k]);
+    let plan = BlockExtents::new(kernel, threads.map_or(1, Threads::count), [m, n, k]);
     let mut a = Scratch::take(Use::A, plan.a_bytes(kernel));
     let mut b = Scratch::take(Use::B, plan.b_bytes(kernel));
     let keeps_sums = !O::IS_SUM && plan.block_k < k;
@@ -208,7 +208,7 @@ unsafe fn gemm_by<T: Element, O: Store<T::Sum>>(
             let steps = step * plan.block_k..k.min((step + 1) * plan.block_k);
             let pack_b = !plan.lean && (keeps_sums || row == 0);
             let cols = cols.clone();
-            Block {
+            PackedBlock {
                 isa,
                 product,
                 kernel,
@@ -237,14 +237,14 @@ fn cut(n: usize, size: usize) -> impl Iterator<Item = Range<usize>> + Clone {
 ///
 /// # Safety
 /// As for [`gemm`].
-unsafe fn without_sums<T: Element, O: Store<T::Sum>>(isa: Isa, product: &Product<T, O>) {
+unsafe fn without_sums<T: GemmElement, O: SumTarget<T::Sum>>(isa: Isa, product: &Product<T, O>) {
     let mut zeros = [T::Sum::default(); MAX_TILE_COLS];
     for cols in cut(product.n, MAX_TILE_COLS) {
         for i in 0..product.m {
             // SAFETY: the caller's promises; the row holds as many columns as the cut.
             unsafe {
                 zeros.fill(T::Sum::default());
-                settle(isa, product, i, cols.clone(), zeros.as_mut_ptr());
+                store_row(isa, product, i, cols.clone(), zeros.as_mut_ptr());
             }
         }
     }
@@ -255,7 +255,7 @@ unsafe fn without_sums<T: Element, O: Store<T::Sum>>(isa: Isa, product: &Product
 /// # Safety
 /// Row `i` has the columns `cols`, at most [`MAX_TILE_COLS`], `sums` holds as many; as for [`gemm`]
 /// else.
-unsafe fn settle<T: Element, O: Store<T::Sum>>(
+unsafe fn store_row<T: GemmElement, O: SumTarget<T::Sum>>(
     isa: Isa,
     product: &Product<T, O>,
     i: usize,
@@ -290,7 +290,13 @@ unsafe fn settle<T: Element, O: Store<T::Sum>>(
 ///
 /// # Safety
 /// Both hold `n` elements, at most [`MAX_TILE_COLS`]; the machine runs `isa`.
-unsafe fn add<S: Sum, T: Store<S>>(isa: Isa, sums: *mut S, row: *const T, n: usize, factor: f64) {
+unsafe fn add<S: Sum, T: SumTarget<S>>(
+    isa: Isa,
+    sums: *mut S,
+    row: *const T,
+    n: usize,
+    factor: f64,
+) {
     let mut wide = [S::default(); MAX_TILE_COLS];
     // SAFETY: the caller's promises.
     let sums = unsafe {
@@ -304,11 +310,11 @@ unsafe fn add<S: Sum, T: Store<S>>(isa: Isa, sums: *mut S, row: *const T, n: usi
 }
 
 /// A part of a product whose panels are packed at one time.
-struct Block<'a, T: Element, O> {
+struct PackedBlock<'a, T: GemmElement, O> {
     isa: Isa,
     product: &'a Product<T, O>,
-    kernel: &'a Kernel<T>,
-    plan: &'a Plan,
+    kernel: &'a PanelKernel<T>,
+    plan: &'a BlockExtents,
     rows: Range<usize>,
     cols: Range<usize>,
     steps: Range<usize>,
@@ -322,9 +328,9 @@ struct Block<'a, T: Element, O> {
 }
 
 // SAFETY: the threads that share a block write disjoint panels, then disjoint tiles.
-unsafe impl<T: Element, O: Sync> Sync for Block<'_, T, O> {}
+unsafe impl<T: GemmElement, O: Sync> Sync for PackedBlock<'_, T, O> {}
 
-impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
+impl<T: GemmElement, O: SumTarget<T::Sum>> PackedBlock<'_, T, O> {
     /// Packs, then multiplies.
     fn run(&self, threads: Option<&Threads>) {
         let a_tasks = self.a_panels().div_ceil(self.plan.pack_a);
@@ -476,7 +482,7 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
                 // SAFETY: this task alone writes this part of the output; the sums are complete.
                 unsafe {
                     let sums = ptr.offset((i - rows.start) as isize * row);
-                    settle(self.isa, self.product, self.rows.start + i, cols, sums);
+                    store_row(self.isa, self.product, self.rows.start + i, cols, sums);
                 }
             }
         }
@@ -522,7 +528,7 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
             let cols = self.cols.start + cols.start..self.cols.start + cols.end;
             // SAFETY: this task alone writes this part of the output.
             unsafe {
-                settle(
+                store_row(
                     self.isa,
                     self.product,
                     self.rows.start + i,
@@ -539,7 +545,7 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
     /// # Safety
     /// `dest` begins at the tile's sums; the kernel has been entered.
     unsafe fn sum_tile(&self, rows: &Range<usize>, cols: &Range<usize>, mut dest: Dest<T::Sum>) {
-        let Kernel { mr, nr, .. } = *self.kernel;
+        let PanelKernel { mr, nr, .. } = *self.kernel;
         for piece in cut(self.steps.len(), self.plan.piece) {
             if self.plan.lean {
                 // SAFETY: the caller's promises.
@@ -570,7 +576,7 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
         piece: &Range<usize>,
         dest: &Dest<T::Sum>,
     ) {
-        let Kernel {
+        let PanelKernel {
             mr,
             nr,
             round,
@@ -604,7 +610,7 @@ impl<T: Element, O: Store<T::Sum>> Block<'_, T, O> {
         b: *const u8,
         dest: &Dest<T::Sum>,
     ) {
-        let Kernel { mr, nr, .. } = *self.kernel;
+        let PanelKernel { mr, nr, .. } = *self.kernel;
         let at = self.panel_bytes(self.a_panels(), mr, piece, i / mr);
         // SAFETY: rows and columns of the destination lie inside the tile.
         unsafe {

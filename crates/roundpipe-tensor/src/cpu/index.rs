@@ -8,7 +8,7 @@
 //!   by index, so any number of threads gives the same bits.
 
 use super::access::{Call, slice};
-use super::reduce::{Cell, Item, for_item, offset};
+use super::reduce::{FoldItem, FoldType, for_item, offset};
 use super::simd::vectorize;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
@@ -44,15 +44,15 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
 }
 
 /// Dense indices of any integer type, all inside the dimension they point into.
-enum Index<'a> {
+enum CheckedIndex<'a> {
     I64(&'a [i64]),
     I32(&'a [i32]),
     U32(&'a [u32]),
 }
 
-impl Index<'_> {
+impl CheckedIndex<'_> {
     /// # Safety
-    /// The view is live, dense, and nobody writes it meanwhile.
+    /// The view is live and dense, and nothing writes it while this lives.
     unsafe fn checked(op: &'static str, view: &View, size: usize) -> Result<Self> {
         // SAFETY: promised by the caller; the types are the view's.
         let index = unsafe {
@@ -130,7 +130,7 @@ fn dense_after(view: &View, dim: usize) -> bool {
 unsafe fn index_select<W: Copy>(call: &Call<'_>, dim: usize) -> Result<()> {
     let (x, y) = (*call.src(0), *call.dst(0));
     // SAFETY: promised by the caller.
-    let index = unsafe { Index::checked("index_select", call.src(1), x.shape()[dim])? };
+    let index = unsafe { CheckedIndex::checked("index_select", call.src(1), x.shape()[dim])? };
     let ((outer, inner), many) = (around(&y, dim), y.shape()[dim]);
     let all = dims(&x);
     let (before, after, stride) = (&all[..dim], &all[dim + 1..], all[dim].1);
@@ -162,7 +162,7 @@ unsafe fn index_select<W: Copy>(call: &Call<'_>, dim: usize) -> Result<()> {
 unsafe fn gather<W: Copy>(call: &Call<'_>, dim: usize) -> Result<()> {
     let (x, y) = (*call.src(0), *call.dst(0));
     // SAFETY: promised by the caller.
-    let index = unsafe { Index::checked("gather", call.src(1), x.shape()[dim])? };
+    let index = unsafe { CheckedIndex::checked("gather", call.src(1), x.shape()[dim])? };
     let strides = x.layout.strides();
     // Walks the result's elements through the source, the gathered dimension standing still.
     let walk: Vec<(usize, isize)> = (0..y.shape().rank())
@@ -187,10 +187,10 @@ const TILE: usize = 1024;
 
 /// # Safety
 /// As [`run`], and `T` is the source's type; the destination holds `T` or its accumulator.
-unsafe fn index_add<T: Item>(call: &Call<'_>, dim: usize) -> Result<()> {
+unsafe fn index_add<T: FoldItem>(call: &Call<'_>, dim: usize) -> Result<()> {
     let (src, y) = (*call.src(0), *call.dst(0));
     // SAFETY: promised by the caller.
-    let index = unsafe { Index::checked("index_add", call.src(1), y.shape()[dim])? };
+    let index = unsafe { CheckedIndex::checked("index_add", call.src(1), y.shape()[dim])? };
     let ((outer, inner), size, many) = (around(&y, dim), y.shape()[dim], src.shape()[dim]);
     if outer * inner * many == 0 {
         return Ok(());
@@ -248,7 +248,7 @@ unsafe fn index_add<T: Item>(call: &Call<'_>, dim: usize) -> Result<()> {
 ///
 /// # Safety
 /// The places exist, hold `T` or its accumulator, and no other thread touches them.
-unsafe fn add_dense<T: Item>(y: &View, at: usize, row: &[T]) {
+unsafe fn add_dense<T: FoldItem>(y: &View, at: usize, row: &[T]) {
     // SAFETY: promised by the caller; the type is checked here.
     unsafe {
         if y.dtype == T::Cell::DTYPE {
@@ -262,7 +262,7 @@ unsafe fn add_dense<T: Item>(y: &View, at: usize, row: &[T]) {
 }
 
 vectorize! {
-    fn add_row<T: Item>(out: &mut [T::Cell], row: &[T]) {
+    fn add_row<T: FoldItem>(out: &mut [T::Cell], row: &[T]) {
         for (y, x) in out.iter_mut().zip(row) {
             *y = y.plus(x.up());
         }
@@ -270,7 +270,7 @@ vectorize! {
 }
 
 vectorize! {
-    fn add_row_same<T: Item>(out: &mut [T], row: &[T]) {
+    fn add_row_same<T: FoldItem>(out: &mut [T], row: &[T]) {
         for (y, x) in out.iter_mut().zip(row) {
             *y = T::down(y.up().plus(x.up()));
         }
@@ -282,7 +282,7 @@ vectorize! {
 /// # Safety
 /// As [`add_dense`].
 #[inline(always)]
-unsafe fn add_one<T: Item>(y: &View, at: usize, value: T) {
+unsafe fn add_one<T: FoldItem>(y: &View, at: usize, value: T) {
     // SAFETY: promised by the caller; the type is checked here.
     unsafe {
         if y.dtype == T::Cell::DTYPE {
@@ -297,10 +297,10 @@ unsafe fn add_one<T: Item>(y: &View, at: usize, value: T) {
 
 /// # Safety
 /// As [`run`], and `T` is the source's type; the destination holds `T` or its accumulator.
-unsafe fn scatter_add<T: Item>(call: &Call<'_>, dim: usize) -> Result<()> {
+unsafe fn scatter_add<T: FoldItem>(call: &Call<'_>, dim: usize) -> Result<()> {
     let (src, y) = (*call.src(0), *call.dst(0));
     // SAFETY: promised by the caller.
-    let index = unsafe { Index::checked("scatter_add", call.src(1), y.shape()[dim])? };
+    let index = unsafe { CheckedIndex::checked("scatter_add", call.src(1), y.shape()[dim])? };
     let lines_of = |strides: &[isize]| -> Vec<(usize, isize)> {
         let axes = (0..src.shape().rank()).filter(|axis| *axis != dim);
         axes.map(|axis| (src.shape()[axis], strides[axis]))

@@ -2,7 +2,7 @@
 //!
 //! All labels are checked before the first row is computed. Rows are independent tasks.
 
-use super::access::{Call, Float, Real, Shared, for_float, slice, slice_mut};
+use super::access::{Call, Float, Real, SharedSlice, for_float, slice, slice_mut};
 use super::reduce::lines::{lanes, peak_and_sum};
 use super::simd::vectorize;
 use crate::dtype::DType;
@@ -19,11 +19,11 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     unsafe {
         match *call.kernel {
             Kernel::CrossEntropy { ignore, smoothing } => {
-                let rows = Rows::checked(call, ignore, smoothing)?;
+                let rows = LabelRows::checked(call, ignore, smoothing)?;
                 for_float!(call, dtype, T => forward::<T>(call, &rows));
             }
             Kernel::CrossEntropyGrad { ignore, smoothing } => {
-                let rows = Rows::checked(call, ignore, smoothing)?;
+                let rows = LabelRows::checked(call, ignore, smoothing)?;
                 match (dtype, call.dst(0).dtype) {
                     (DType::F32, DType::BF16) => backward::<f32, half::bf16>(call, &rows),
                     (DType::F32, DType::F16) => backward::<f32, half::f16>(call, &rows),
@@ -42,16 +42,16 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
 }
 
 /// What rows are measured against.
-struct Rows<'a> {
+struct LabelRows<'a> {
     labels: &'a [i64],
     width: usize,
     ignore: i64,
     smoothing: f64,
 }
 
-impl Rows<'_> {
+impl LabelRows<'_> {
     /// # Safety
-    /// The label view is live, dense and nobody writes it meanwhile.
+    /// The label view is live and dense, and nothing writes it while this lives.
     unsafe fn checked(call: &Call<'_>, ignore: i64, smoothing: f64) -> Result<Self> {
         let width = call.src(0).shape()[1];
         // SAFETY: promised by the caller; the kernel's description says i64.
@@ -84,13 +84,13 @@ impl Rows<'_> {
 
 /// # Safety
 /// As [`run`], and the logits hold `T`.
-unsafe fn forward<T: Float>(call: &Call<'_>, rows: &Rows<'_>) {
+unsafe fn forward<T: Float>(call: &Call<'_>, rows: &LabelRows<'_>) {
     // SAFETY: all operands are dense; the destinations hold `T::Acc` and are this call's alone.
     let (x, loss, lse) = unsafe {
         (
             slice::<T>(call.src(0)),
-            Shared::new(slice_mut::<T::Acc>(call.dst(0))),
-            Shared::new(slice_mut::<T::Acc>(call.dst(1))),
+            SharedSlice::new(slice_mut::<T::Acc>(call.dst(0))),
+            SharedSlice::new(slice_mut::<T::Acc>(call.dst(1))),
         )
     };
     call.pieces(rows.labels.len(), 8192 / rows.width.max(1), |from, to| {
@@ -124,9 +124,9 @@ vectorize! {
 /// # Safety
 /// As [`run`]; the logits hold `T`, the destination `D`, and they are the same memory only if `T`
 /// is `D`.
-unsafe fn backward<T: Float, D: Float<Acc = T::Acc>>(call: &Call<'_>, rows: &Rows<'_>) {
+unsafe fn backward<T: Float, D: Float<Acc = T::Acc>>(call: &Call<'_>, rows: &LabelRows<'_>) {
     let (x, dx, width) = (call.src(0).ptr, call.dst(0).ptr, rows.width);
-    // SAFETY: both are dense and hold the accumulator type; nobody writes them.
+    // SAFETY: both are dense and hold the accumulator type; a kernel only reads its sources.
     let (lse, dloss) = unsafe { (slice::<T::Acc>(call.src(2)), slice::<T::Acc>(call.src(3))) };
     call.pieces(rows.labels.len(), 16384 / width.max(1), |from, to| {
         for row in from..to {
@@ -158,7 +158,8 @@ vectorize! {
         let mut block = [T::Acc::ZERO; BLOCK];
         for start in (0..width).step_by(BLOCK) {
             let block = &mut block[..BLOCK.min(width - start)];
-            // SAFETY: inside the live row, which nobody writes while this slice lives.
+            // SAFETY: inside the live row, which this task alone writes, and not while this slice
+            // lives.
             let xs = unsafe { std::slice::from_raw_parts(src.add(start), block.len()) };
             for (b, x) in block.iter_mut().zip(xs) {
                 *b = dloss * ((x.up() - lse).exp() - share);

@@ -1,6 +1,6 @@
 //! Mixture of experts: sorting choices by expert, and adding up what the experts gave.
 
-use super::access::{Call, Float, Real, Shared, for_float, slice, slice_mut};
+use super::access::{Call, Float, Real, SharedSlice, for_float, slice, slice_mut};
 use super::simd::vectorize;
 use crate::error::{Error, Result};
 use crate::kernel::{Kernel, View};
@@ -73,7 +73,7 @@ unsafe fn sort(call: &Call<'_>, experts: usize) -> Result<()> {
 /// The places of all choices, checked.
 ///
 /// # Safety
-/// The view is dense i32 in live memory that nobody writes.
+/// The view is dense i32 in live memory that nothing writes.
 unsafe fn places<'a>(call: &Call<'_>, view: &View) -> Result<&'a [i32]> {
     // SAFETY: the caller's promise.
     let places = unsafe { slice::<i32>(view) };
@@ -104,7 +104,7 @@ unsafe fn combine<T: Float>(call: &Call<'_>) -> Result<()> {
             slice::<T>(call.src(0)),
             places(call, call.src(1))?,
             weights,
-            Shared::new(slice_mut::<T>(out)),
+            SharedSlice::new(slice_mut::<T>(out)),
         )
     };
     let choices = places.len() / tokens.max(1);
@@ -148,10 +148,10 @@ unsafe fn combine_grad<T: Float>(call: &Call<'_>) -> Result<()> {
     // SAFETY: contiguous operands of these types by the kernel's description; destinations overlap
     // nothing.
     let (places, weights, dout, dy, dweights) = unsafe {
-        let dy = call.dst_opt(0).map(|v| Shared::new(slice_mut::<T>(v)));
+        let dy = call.dst_opt(0).map(|v| SharedSlice::new(slice_mut::<T>(v)));
         let dweights = call
             .dst_opt(1)
-            .map(|v| (slice::<T>(call.src(0)), Shared::new(slice_mut::<T>(v))));
+            .map(|v| (slice::<T>(call.src(0)), SharedSlice::new(slice_mut::<T>(v))));
         (
             places(call, call.src(1))?,
             slice::<T>(call.src(2)),

@@ -140,7 +140,7 @@ unsafe fn grouped(call: &Call<'_>) -> Result<()> {
         // above).
         unsafe { gemm::gemm_batch(call.threads, bounds.len() - 1, one) };
         let filled = bounds.last().map_or(0, |end| end * n);
-        // SAFETY: the result is dense with `rows` · `n` elements and nobody else holds it.
+        // SAFETY: the result is dense with `rows` · `n` elements, and only this call holds it.
         let rest = unsafe { std::slice::from_raw_parts_mut((y.ptr as *mut O).wrapping_add(filled), rows * n - filled) };
         rest.fill(O::default());
     });

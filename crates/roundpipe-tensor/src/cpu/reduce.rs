@@ -37,7 +37,7 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
 pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
     match (kernel, src, dst) {
         (Kernel::Reduce { .. }, [Some(x)], [Some(y)]) => {
-            let plan = Plan::new(x, y);
+            let plan = FoldPlan::new(x, y);
             let partial = if x.dtype == DType::F64 || !x.dtype.is_float() {
                 8
             } else {
@@ -54,7 +54,7 @@ pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>
 }
 
 /// A type that values are folded in.
-pub(super) trait Cell: Element + PartialOrd {
+pub(super) trait FoldType: Element + PartialOrd {
     const ZERO: Self;
     const ONE: Self;
     const LOWEST: Self;
@@ -70,7 +70,7 @@ pub(super) trait Cell: Element + PartialOrd {
 
 macro_rules! float_cell {
     ($t:ty) => {
-        impl Cell for $t {
+        impl FoldType for $t {
             const ZERO: Self = 0.0;
             const ONE: Self = 1.0;
             const LOWEST: Self = <$t>::NEG_INFINITY;
@@ -109,7 +109,7 @@ macro_rules! float_cell {
 float_cell!(f32);
 float_cell!(f64);
 
-impl Cell for i64 {
+impl FoldType for i64 {
     const ZERO: Self = 0;
     const ONE: Self = 1;
     const LOWEST: Self = Self::MIN;
@@ -137,15 +137,15 @@ impl Cell for i64 {
 }
 
 /// A type that tensors hold, with the type it is folded in.
-pub(super) trait Item: Element {
-    type Cell: Cell;
+pub(super) trait FoldItem: Element {
+    type Cell: FoldType;
     fn up(self) -> Self::Cell;
     fn down(cell: Self::Cell) -> Self;
 }
 
 macro_rules! item {
     ($($t:ty => $cell:ty, $up:expr, $down:expr;)*) => {$(
-        impl Item for $t {
+        impl FoldItem for $t {
             type Cell = $cell;
             #[inline(always)]
             fn up(self) -> $cell {
@@ -189,8 +189,8 @@ pub(super) use for_item;
 
 /// How two values become one.
 trait Fold: Send + Sync + 'static {
-    fn start<C: Cell>() -> C;
-    fn join<C: Cell>(a: C, b: C) -> C;
+    fn start<C: FoldType>() -> C;
+    fn join<C: FoldType>(a: C, b: C) -> C;
 }
 
 macro_rules! fold {
@@ -199,11 +199,11 @@ macro_rules! fold {
         struct $name;
         impl Fold for $name {
             #[inline(always)]
-            fn start<C: Cell>() -> C {
+            fn start<C: FoldType>() -> C {
                 C::$start
             }
             #[inline(always)]
-            fn join<C: Cell>(a: C, b: C) -> C {
+            fn join<C: FoldType>(a: C, b: C) -> C {
                 a.$join(b)
             }
         }
@@ -229,7 +229,7 @@ const LANES: usize = 32;
 
 /// A reduction, independent of types.
 #[derive(Debug)]
-struct Plan {
+struct FoldPlan {
     /// Size and stride of the kept dimensions, in order.
     keep: Vec<(usize, isize)>,
     /// Size and stride of the folded dimensions, largest stride first.
@@ -244,7 +244,7 @@ struct Plan {
     parts: usize,
 }
 
-impl Plan {
+impl FoldPlan {
     fn new(x: &View, y: &View) -> Self {
         let (mut keep, mut fold) = (Vec::new(), Vec::new());
         for (axis, (&size, &stride)) in x.shape().iter().zip(x.layout.strides()).enumerate() {
@@ -326,9 +326,9 @@ unsafe fn reduce(call: &Call<'_>, op: Reduce, accumulate: bool) -> Result<()> {
 
 /// # Safety
 /// As [`run`], and `T` is the source's type.
-unsafe fn reduce_as<T: Item>(call: &Call<'_>, op: Reduce, accumulate: bool) {
+unsafe fn reduce_as<T: FoldItem>(call: &Call<'_>, op: Reduce, accumulate: bool) {
     let (x, y) = (call.src(0), call.dst(0));
-    let plan = Plan::new(x, y);
+    let plan = FoldPlan::new(x, y);
     let count = if op == Reduce::Mean { plan.folded } else { 1 };
     let out = Out {
         y: *y,
@@ -371,7 +371,7 @@ impl Out {
     /// `y` is live, dense, holds `T` or `T::Cell`, has more than `i` elements, and no other thread
     /// touches element `i`.
     #[inline(always)]
-    unsafe fn put<T: Item>(&self, i: usize, value: T::Cell) {
+    unsafe fn put<T: FoldItem>(&self, i: usize, value: T::Cell) {
         let mut value = match self.divide {
             Some(count) => value.over(count),
             None => value,
@@ -399,7 +399,7 @@ impl Out {
 ///
 /// # Safety
 /// As [`run`], and `T` is the source's type.
-unsafe fn fold_all<T: Item, F: Fold>(call: &Call<'_>, plan: &Plan, out: &Out) {
+unsafe fn fold_all<T: FoldItem, F: Fold>(call: &Call<'_>, plan: &FoldPlan, out: &Out) {
     let x = call.src(0).ptr;
     if plan.parts == 1 {
         // SAFETY: tasks write disjoint results of a live destination; the source is live.
@@ -423,9 +423,9 @@ unsafe fn fold_all<T: Item, F: Fold>(call: &Call<'_>, plan: &Plan, out: &Out) {
 }
 
 /// Folds `parts` parts of every result and hands each (part, result, value) to `put` once.
-fn fold_part<T: Item, F: Fold>(
+fn fold_part<T: FoldItem, F: Fold>(
     call: &Call<'_>,
-    plan: &Plan,
+    plan: &FoldPlan,
     x: u64,
     range: &(impl Fn(usize) -> (usize, usize) + Sync),
     parts: usize,
@@ -462,7 +462,7 @@ fn fold_part<T: Item, F: Fold>(
 
 vectorize! {
     /// Folds elements `range` of result `i`.
-    fn row<T: Item, F: Fold>(plan: &Plan, x: u64, i: usize, range: (usize, usize)) -> T::Cell {
+    fn row<T: FoldItem, F: Fold>(plan: &FoldPlan, x: u64, i: usize, range: (usize, usize)) -> T::Cell {
         let base = (x as *const T).wrapping_offset(offset(&plan.keep, i));
         let Some((&(inner, stride), outer)) = plan.fold.split_last() else {
             // SAFETY: no folded dimension: the result is one element of the live source.
@@ -483,7 +483,7 @@ vectorize! {
 
 /// Folds `len` elements that lie `stride` apart.
 #[inline(always)]
-fn stretch<T: Item, F: Fold>(first: *const T, len: usize, stride: isize) -> T::Cell {
+fn stretch<T: FoldItem, F: Fold>(first: *const T, len: usize, stride: isize) -> T::Cell {
     if stride == 1 {
         // SAFETY: the plan's dimensions lie inside the source; the elements are dense and only
         // read.
@@ -506,7 +506,7 @@ fn stretch<T: Item, F: Fold>(first: *const T, len: usize, stride: isize) -> T::C
 
 /// Folds a slice in lanes, which a fixed tree joins.
 #[inline(always)]
-fn dense<T: Item, F: Fold>(xs: &[T]) -> T::Cell {
+fn dense<T: FoldItem, F: Fold>(xs: &[T]) -> T::Cell {
     let mut total = F::start();
     for chunk in xs.chunks(STRETCH) {
         let mut lanes = [F::start::<T::Cell>(); LANES];
@@ -533,8 +533,8 @@ fn dense<T: Item, F: Fold>(xs: &[T]) -> T::Cell {
 
 vectorize! {
     /// Folds elements `range` of neighbouring results from `first` on into `cells`.
-    fn column_tile<T: Item, F: Fold>(
-        plan: &Plan, x: u64, first: usize, range: (usize, usize), cells: &mut [T::Cell],
+    fn column_tile<T: FoldItem, F: Fold>(
+        plan: &FoldPlan, x: u64, first: usize, range: (usize, usize), cells: &mut [T::Cell],
     ) {
         let base = (x as *const T).wrapping_offset(offset(&plan.keep, first));
         let many = cells.len();
@@ -559,7 +559,7 @@ vectorize! {
 
 #[cfg(test)]
 mod tests {
-    use super::{Plan, scratch};
+    use super::{FoldPlan, scratch};
     use crate::dtype::DType;
     use crate::kernel::{Kernel, Reduce};
     use crate::shape::Shape;
@@ -627,7 +627,7 @@ mod tests {
         let y = worker
             .alloc("y", DType::F32, Shape::new(&[1, 768]).unwrap())
             .unwrap();
-        let parts = Plan::new(&x.view(), &y.view()).parts;
+        let parts = FoldPlan::new(&x.view(), &y.view()).parts;
         assert_eq!(parts, 16);
         let kernel = Kernel::Reduce {
             op: Reduce::Sum,

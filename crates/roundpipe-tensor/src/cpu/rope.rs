@@ -6,7 +6,7 @@
 
 mod glu;
 mod heads;
-mod turn;
+mod rotate;
 
 use super::access::{Call, for_float};
 use super::norm::lanes;
@@ -23,13 +23,13 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     unsafe {
         match *call.kernel {
             Kernel::Rope { style, inverse } => {
-                for_float!(call, dtype, T => turn::rope::<T>(call, style, inverse))
+                for_float!(call, dtype, T => rotate::rope::<T>(call, style, inverse))
             }
             Kernel::RopeNorm { style, eps } => {
-                for_float!(call, dtype, T => turn::rope_norm::<T>(call, style, eps))
+                for_float!(call, dtype, T => rotate::rope_norm::<T>(call, style, eps))
             }
             Kernel::RopeNormGrad { style, accumulate } => {
-                for_float!(call, dtype, T => turn::rope_norm_grad::<T>(call, style, accumulate))
+                for_float!(call, dtype, T => rotate::rope_norm_grad::<T>(call, style, accumulate))
             }
             Kernel::Glu(kind) => for_float!(call, dtype, T => glu::forward::<T>(call, kind)),
             Kernel::GluGrad(kind) => for_float!(call, dtype, T => glu::backward::<T>(call, kind)),
@@ -48,7 +48,7 @@ pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>
         Kernel::RopeNorm { .. } => width,
         Kernel::RopeNormGrad { .. } => {
             let blocks = lanes::blocks(lanes::rows_of(x), width).count;
-            // The weight; of every block one turned-back head and perhaps a partial dw.
+            // The weight; of every block one head rotated back and perhaps a partial dw.
             let sums = usize::from(dst.get(1).is_some_and(Option::is_some));
             width * (1 + blocks * (1 + sums))
         }

@@ -3,7 +3,7 @@
 //!
 //! Three ways, chosen by the operands and by what is installed: cuDNN where it takes the case
 //! ([`fused`]), our kernels on tensor cores for other bf16 and f16, and a kernel that is right for
-//! every type, width and stride ([`own`]). The variable `ROUNDPIPE_ATTENTION` forces the first
+//! every type, width and stride ([`native`]). The variable `ROUNDPIPE_ATTENTION` forces the first
 //! (`cudnn`: what it takes and cannot plan is an error) or forbids it (`own`). All ways save the
 //! same statistics, so forward and backward may go different ones.
 //!
@@ -18,7 +18,7 @@
 mod cut;
 mod fused;
 mod graph;
-mod own;
+mod native;
 mod sums;
 
 use std::collections::HashMap;
@@ -26,11 +26,12 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use super::call::Call;
 use super::compile::Unit;
-use super::{library, lock};
+use super::library;
 use crate::error::{Error, Result};
 use crate::kernel::{Kernel, View};
-use fused::{Case, Fused};
-use graph::{Handle, Plan, Refused, Stream, Target};
+use crate::sync::lock;
+use fused::{AttentionCase, FusedAttention};
+use graph::{CudnnHandle, GraphPlan, Refused, Stream, TargetGpu};
 
 /// Runs one kernel of this family.
 ///
@@ -41,20 +42,20 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     unsafe {
         match call.kernel {
             Kernel::Attention(spec) => {
-                match wanted(call, Fused::forward(spec, call.src, call.dst))? {
+                match wanted(call, FusedAttention::forward(spec, call.src, call.dst))? {
                     Some(fused) if by_cudnn(call, &fused)? => match call.maybe_src(3) {
-                        Some(_) => own::add_sinks(call, spec),
+                        Some(_) => native::add_sinks(call, spec),
                         None => Ok(()),
                     },
-                    _ => own::forward(call, spec),
+                    _ => native::forward(call, spec),
                 }
             }
             Kernel::AttentionGrad(spec) => {
-                match wanted(call, Fused::backward(spec, call.src, call.dst))? {
+                match wanted(call, FusedAttention::backward(spec, call.src, call.dst))? {
                     // With o and the statistics as they are with sinks, the gradients of the others
                     // are what they are.
-                    Some(fused) if by_cudnn(call, &fused)? => own::sink_gradient(call, spec),
-                    _ => own::backward(call, spec),
+                    Some(fused) if by_cudnn(call, &fused)? => native::sink_gradient(call, spec),
+                    _ => native::backward(call, spec),
                 }
             }
             _ => Err(Error::invalid(call.kernel.name(), "is no attention")),
@@ -70,17 +71,17 @@ pub(super) fn scratch(
     dst: &[Option<View>],
     library_backward: bool,
 ) -> usize {
-    let bytes = |fused: Option<Fused>| fused.map_or(0, |fused| fused.scratch());
+    let bytes = |fused: Option<FusedAttention>| fused.map_or(0, |fused| fused.scratch());
     match kernel {
-        Kernel::Attention(spec) => bytes(Fused::forward(spec, src, dst)),
+        Kernel::Attention(spec) => bytes(FusedAttention::forward(spec, src, dst)),
         Kernel::AttentionGrad(spec) => {
-            let own = own::delta_bytes(src[0].as_ref().expect("q is always there"));
+            let native = native::delta_bytes(src[0].as_ref().expect("q is always there"));
             let fused = if library_backward {
-                Fused::backward(spec, src, dst)
+                FusedAttention::backward(spec, src, dst)
             } else {
                 None
             };
-            own.max(bytes(fused))
+            native.max(bytes(fused))
         }
         _ => 0,
     }
@@ -88,42 +89,43 @@ pub(super) fn scratch(
 
 /// Every variant that models use.
 pub(super) fn units() -> Vec<Unit> {
-    own::units().into_iter().chain(sums::units()).collect()
+    native::units().into_iter().chain(sums::units()).collect()
 }
 
 /// What the user wants of the ways.
 #[derive(Clone, Copy, PartialEq)]
-enum Way {
+enum AttentionChoice {
     Best,
-    Own,
+    Native,
     Cudnn,
 }
 
-fn way() -> Way {
-    static WAY: OnceLock<Way> = OnceLock::new();
+fn way() -> AttentionChoice {
+    static WAY: OnceLock<AttentionChoice> = OnceLock::new();
     *WAY.get_or_init(|| match std::env::var("ROUNDPIPE_ATTENTION").as_deref() {
-        Ok("own") => Way::Own,
-        Ok("cudnn") => Way::Cudnn,
-        _ => Way::Best,
+        Ok("own") => AttentionChoice::Native,
+        Ok("cudnn") => AttentionChoice::Cudnn,
+        _ => AttentionChoice::Best,
     })
 }
 
 /// A case that cuDNN takes, where cuDNN is here and wanted.
-fn wanted(call: &Call<'_>, fused: Option<Fused>) -> Result<Option<Fused>> {
-    let Some(fused) = fused.filter(|fused| fused.aligned && way() != Way::Own) else {
+fn wanted(call: &Call<'_>, fused: Option<FusedAttention>) -> Result<Option<FusedAttention>> {
+    let Some(fused) = fused.filter(|fused| fused.aligned && way() != AttentionChoice::Native)
+    else {
         return Ok(None);
     };
     let taken =
         matches!(call.kernel, Kernel::Attention(_)) || is_backward_known(call.gpu.capability);
     match usable() {
-        Err(why) if way() == Way::Cudnn => Err(Error::invalid(call.kernel.name(), why)),
+        Err(why) if way() == AttentionChoice::Cudnn => Err(Error::invalid(call.kernel.name(), why)),
         usable => Ok((taken && usable.is_ok()).then_some(fused)),
     }
 }
 
 /// Whether cuDNN's backward may be taken on such a card.
 pub(super) fn may_take_backward(capability: (i32, i32)) -> bool {
-    way() != Way::Own && is_backward_known(capability) && usable().is_ok()
+    way() != AttentionChoice::Native && is_backward_known(capability) && usable().is_ok()
 }
 
 /// Of the newest cards only one engine's backward repeats bit for bit, which the heuristics do not
@@ -153,7 +155,10 @@ fn usable() -> &'static std::result::Result<(), Refused> {
 /// Why attention is not computed by cuDNN where it could be; `None` where it is, or where the user
 /// wants it so.
 pub(super) fn note() -> Option<String> {
-    let why = usable().as_ref().err().filter(|_| way() != Way::Own)?;
+    let why = usable()
+        .as_ref()
+        .err()
+        .filter(|_| way() != AttentionChoice::Native)?;
     Some(format!(
         "attention by our own kernels, which are slower than cuDNN's: {why}"
     ))
@@ -161,17 +166,17 @@ pub(super) fn note() -> Option<String> {
 
 /// Plans of cuDNN by case, and a handle per stream.
 #[derive(Default)]
-pub(crate) struct Plans(Mutex<State>);
+pub(crate) struct AttentionPlans(Mutex<State>);
 
 #[derive(Default)]
 struct State {
     /// By the stream's address.
-    handles: HashMap<usize, Handle>,
+    handles: HashMap<usize, CudnnHandle>,
     /// Refusals are remembered, for making a plan takes up to a second.
-    plans: HashMap<Case, std::result::Result<Arc<Plan>, Refused>>,
+    plans: HashMap<AttentionCase, std::result::Result<Arc<GraphPlan>, Refused>>,
 }
 
-impl Plans {
+impl AttentionPlans {
     /// Gives back what belongs to the context, before the context goes.
     pub(crate) fn close(&self) {
         let state = std::mem::take(&mut *lock(&self.0));
@@ -198,7 +203,7 @@ impl State {
         if let Some(handle) = self.handles.get(&(stream as usize)) {
             return handle.queue_on(stream);
         }
-        let handle = Handle::new(stream)?;
+        let handle = CudnnHandle::new(stream)?;
         self.handles.insert(stream as usize, handle);
         Ok(())
     }
@@ -206,14 +211,14 @@ impl State {
     fn plan(
         &mut self,
         stream: usize,
-        fused: &Fused,
-        case: Case,
-    ) -> std::result::Result<Arc<Plan>, Refused> {
+        fused: &FusedAttention,
+        case: AttentionCase,
+    ) -> std::result::Result<Arc<GraphPlan>, Refused> {
         if let Some(known) = self.plans.get(&case) {
             return known.clone();
         }
         let handle = &self.handles[&stream];
-        let made = fused.plan(&case, &Target::Handle(handle)).map(Arc::new);
+        let made = fused.plan(&case, &TargetGpu::Handle(handle)).map(Arc::new);
         self.plans.insert(case, made.clone());
         made
     }
@@ -223,12 +228,12 @@ impl State {
 ///
 /// # Safety
 /// As [`run`].
-unsafe fn by_cudnn(call: &Call<'_>, fused: &Fused) -> Result<bool> {
+unsafe fn by_cudnn(call: &Call<'_>, fused: &FusedAttention) -> Result<bool> {
     let stream = call.stream as usize;
     let refuse = |why: Refused| Err(Error::invalid(call.kernel.name(), format!("cuDNN: {why}")));
     let mut state = lock(&call.gpu.attention.0);
     if let Err(why) = state.attach(call.stream.cast()) {
-        return if way() == Way::Cudnn {
+        return if way() == AttentionChoice::Cudnn {
             refuse(why)
         } else {
             Ok(false)
@@ -241,7 +246,7 @@ unsafe fn by_cudnn(call: &Call<'_>, fused: &Fused) -> Result<bool> {
         .map(|piece| state.plan(stream, fused, fused.case(piece)));
     let plans = match plans.collect::<std::result::Result<Vec<_>, _>>() {
         Ok(plans) => plans,
-        Err(why) if way() == Way::Cudnn => return refuse(why),
+        Err(why) if way() == AttentionChoice::Cudnn => return refuse(why),
         Err(_) => return Ok(false),
     };
     let scratch = call.scratch_ptr();

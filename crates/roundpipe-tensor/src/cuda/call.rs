@@ -6,7 +6,8 @@ use std::ffi::c_void;
 use cudarc::driver::{result, sys};
 
 use super::compile::Unit;
-use super::{AlarmSlot, Gpu, card};
+use super::context::{Gpu, card};
+use super::faults::AlarmSlot;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernel::{Kernel, View};

@@ -13,13 +13,14 @@
 //! # Invariants
 //! - An origin has passed before an event that is counted from it is recorded, so no time is
 //!   negative.
-//! - Nobody waits for the device while holding the lock. Of two threads that renew at once the
+//! - No thread waits for the device while it holds the lock. Of two threads that renew at once the
 //!   first wins, and both count from its origin.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::error::Result;
+use crate::sync::lock;
 
 /// How old the newest origin may be: below 4096 ms an f32 tells 0.24 µs apart, about what a GPU's
 /// clock does. Making one waits for a stream that nothing else uses, a few µs, while other threads
@@ -27,12 +28,12 @@ use crate::error::Result;
 const RENEW: Duration = Duration::from_secs(4);
 
 /// An event, and when it passed.
-pub(super) struct Origin<E> {
+pub(super) struct ClockOrigin<E> {
     pub(super) event: E,
     at_ms: f64,
 }
 
-impl<E> Origin<E> {
+impl<E> ClockOrigin<E> {
     /// The time of an event so many milliseconds behind this one.
     pub(super) fn ns(&self, behind_ms: f32) -> u64 {
         ((self.at_ms + f64::from(behind_ms)) * 1e6).round() as u64
@@ -40,7 +41,7 @@ impl<E> Origin<E> {
 }
 
 /// The newest origin of a card, and the host's time when it was made.
-pub(super) struct Clock<E>(Mutex<Option<(Arc<Origin<E>>, Instant)>>);
+pub(super) struct Clock<E>(Mutex<Option<(Arc<ClockOrigin<E>>, Instant)>>);
 
 impl<E> Default for Clock<E> {
     fn default() -> Self {
@@ -49,8 +50,8 @@ impl<E> Default for Clock<E> {
 }
 
 impl<E> Clock<E> {
-    fn lock(&self) -> MutexGuard<'_, Option<(Arc<Origin<E>>, Instant)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Option<(Arc<ClockOrigin<E>>, Instant)>> {
+        lock(&self.0)
     }
 
     /// What an event recorded after this call, about `now`, is counted from. `fresh` gives an event
@@ -60,7 +61,7 @@ impl<E> Clock<E> {
         now: Instant,
         fresh: impl FnOnce() -> Result<E>,
         elapsed_ms: impl FnOnce(&E, &E) -> Result<f32>,
-    ) -> Result<Arc<Origin<E>>> {
+    ) -> Result<Arc<ClockOrigin<E>>> {
         let before = match &*self.lock() {
             Some((origin, made)) if now.saturating_duration_since(*made) <= RENEW => {
                 return Ok(origin.clone());
@@ -72,7 +73,7 @@ impl<E> Clock<E> {
             Some(before) => before.at_ms + f64::from(elapsed_ms(&before.event, &event)?),
             None => 0.0,
         };
-        let mine = Arc::new(Origin { event, at_ms });
+        let mine = Arc::new(ClockOrigin { event, at_ms });
         let mut newest = self.lock();
         match &*newest {
             // Another thread was first; its origin has passed as well.

@@ -23,6 +23,7 @@ use cudarc::nvrtc::sys;
 
 use super::library::{self, Loaded, Nvrtc, Status};
 use crate::error::{Error, Result};
+use crate::sync::lock;
 
 /// In front of every kernel file.
 const COMMON: &str = include_str!("kernels/common.cuh");
@@ -83,20 +84,20 @@ impl Defines {
 
 /// What a macro stands for.
 #[derive(Debug, Clone, Copy)]
-pub enum Value<'a> {
+pub enum MacroValue<'a> {
     /// A name or an expression, on one line.
     Text(&'a str),
     /// A number.
     Number(i64),
 }
 
-impl<'a> From<&'a str> for Value<'a> {
+impl<'a> From<&'a str> for MacroValue<'a> {
     fn from(text: &'a str) -> Self {
         Self::Text(text)
     }
 }
 
-impl<'a> From<&'a String> for Value<'a> {
+impl<'a> From<&'a String> for MacroValue<'a> {
     fn from(text: &'a String) -> Self {
         Self::Text(text)
     }
@@ -104,7 +105,7 @@ impl<'a> From<&'a String> for Value<'a> {
 
 macro_rules! numbers {
     ($($number:ty)*) => {$(
-        impl From<$number> for Value<'_> {
+        impl From<$number> for MacroValue<'_> {
             fn from(number: $number) -> Self {
                 Self::Number(number as i64)
             }
@@ -133,11 +134,11 @@ impl Unit {
     /// # Panics
     /// When a kernel has more macros than a unit has room for.
     #[must_use]
-    pub fn with<'a>(mut self, macro_name: &'static str, value: impl Into<Value<'a>>) -> Self {
+    pub fn with<'a>(mut self, macro_name: &'static str, value: impl Into<MacroValue<'a>>) -> Self {
         let named = self.defines.push(macro_name.as_bytes()) && self.defines.push(b" ");
         let written = match value.into() {
-            Value::Text(text) => self.defines.push(text.as_bytes()),
-            Value::Number(number) => self.defines.push_number(number),
+            MacroValue::Text(text) => self.defines.push(text.as_bytes()),
+            MacroValue::Number(number) => self.defines.push_number(number),
         };
         assert!(
             named && written && self.defines.push(b"\n"),
@@ -183,7 +184,7 @@ impl fmt::Debug for Unit {
     }
 }
 
-/// Units are told apart by file, kernel and macros; the text belongs to the file.
+/// File, kernel and macros identify a unit; the text belongs to the file.
 impl PartialEq for Unit {
     fn eq(&self, other: &Self) -> bool {
         (self.name, self.entry) == (other.name, other.entry)
@@ -201,7 +202,8 @@ impl Hash for Unit {
     }
 }
 
-/// What was made of units and of other short keys: a map for keys that nobody chooses to collide.
+/// What was made of units and of other short keys: a map with a quick hash, since
+/// no user chooses the keys and could make them collide.
 pub(crate) type Table<K, V> = HashMap<K, V, BuildHasherDefault<Quick>>;
 
 /// Eight bytes at a time: rotate, mix in, multiply.
@@ -274,11 +276,8 @@ impl<V: Clone> Once<V> {
         find: impl FnOnce() -> Option<V>,
         make: impl FnOnce() -> Result<(V, bool)>,
     ) -> Result<V> {
-        let place = super::lock(&self.0)
-            .entry(name.to_owned())
-            .or_default()
-            .clone();
-        let mut here = super::lock(&place);
+        let place = lock(&self.0).entry(name.to_owned()).or_default().clone();
+        let mut here = lock(&place);
         if let Some(value) = here.clone().or_else(find) {
             return Ok(value);
         }
@@ -529,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn a_unit_is_told_apart_by_file_kernel_and_macros() {
+    fn file_kernel_and_macros_identify_a_unit() {
         let unit = |entry, value: u8| {
             Unit::new("file", "", entry)
                 .with("T", "float")

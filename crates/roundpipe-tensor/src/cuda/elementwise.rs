@@ -265,8 +265,8 @@ unsafe fn copy(call: &Call<'_>) -> Result<()> {
         if x.dtype != y.dtype {
             return cast_map(x.dtype, y.dtype).launch(call, &[x, y], &Constants::default());
         }
-        match Turned::new(&x, &y)? {
-            Some(turned) => turned.launch(call),
+        match TransposedCopy::new(&x, &y)? {
+            Some(transposed) => transposed.launch(call),
             None => Map::new("SAME", vec![bits(x.dtype), bits(y.dtype)]).launch(
                 call,
                 &[x, y],
@@ -281,7 +281,7 @@ fn cast_map(from: DType, to: DType) -> Map {
 }
 
 /// A copy whose two sides lie side by side along different dimensions.
-struct Turned {
+struct TransposedCopy {
     dtype: DType,
     /// The other dimensions of both sides.
     planes: [View; 2],
@@ -292,7 +292,7 @@ struct Turned {
     y_row: isize,
 }
 
-impl Turned {
+impl TransposedCopy {
     /// `None` for other copies, and for those too small to matter.
     fn new(x: &View, y: &View) -> Result<Option<Self>> {
         let merged = merged(&[*x, *y])?;
@@ -652,7 +652,7 @@ unsafe fn random(call: &Call<'_>, dist: Dist, key: RngKey) -> Result<()> {
 /// Every function in the types that have it.
 pub(super) fn units() -> Vec<Unit> {
     let mut units = Vec::new();
-    units.extend([DType::F64, DType::F32, DType::F16, DType::U8].map(Turned::unit));
+    units.extend([DType::F64, DType::F32, DType::F16, DType::U8].map(TransposedCopy::unit));
     for name in ["u8", "u16", "u32", "u64"] {
         units.push(Map::new("FILL", vec![name]).unit(8));
         units.push(Map::new("SAME", vec![name; 2]).unit(8));
@@ -762,7 +762,7 @@ const FUNCTIONS: [Unary; 28] = [
 
 #[cfg(test)]
 mod tests {
-    use super::{Turned, merged, width};
+    use super::{TransposedCopy, merged, width};
     use crate::dtype::DType;
     use crate::kernel::View;
     use crate::shape::{Layout, Shape};
@@ -866,16 +866,16 @@ mod tests {
         let [_, b, c, d] = sizes.map(|size| size as isize);
         let x = view(DType::F32, &sizes, &[b * c * d, 1, b, b * c]);
         let y = view(DType::F32, &sizes, &[b * c * d, c * d, d, 1]);
-        let turned = Turned::new(&x, &y).unwrap().unwrap();
+        let transposed = TransposedCopy::new(&x, &y).unwrap().unwrap();
         let mut pairs = Vec::new();
-        for plane in 0..turned.planes[0].numel() {
-            let [from, to] = turned
+        for plane in 0..transposed.planes[0].numel() {
+            let [from, to] = transposed
                 .planes
                 .map(|v| offset(v.shape(), v.layout.strides(), plane));
-            for r in 0..turned.rows {
-                for c in 0..turned.columns {
-                    let from = from + r as isize + c as isize * turned.x_column;
-                    pairs.push((to + r as isize * turned.y_row + c as isize, from));
+            for r in 0..transposed.rows {
+                for c in 0..transposed.columns {
+                    let from = from + r as isize + c as isize * transposed.x_column;
+                    pairs.push((to + r as isize * transposed.y_row + c as isize, from));
                 }
             }
         }
@@ -886,6 +886,6 @@ mod tests {
         pairs.sort_unstable();
         want.sort_unstable();
         assert_eq!(pairs, want);
-        assert!(Turned::new(&y, &y).unwrap().is_none());
+        assert!(TransposedCopy::new(&y, &y).unwrap().is_none());
     }
 }

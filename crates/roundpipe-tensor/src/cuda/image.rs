@@ -13,7 +13,7 @@
 
 mod cudnn;
 
-pub(crate) use cudnn::Plans;
+pub(crate) use cudnn::ConvPlans;
 
 use super::call::{Args, Call, c_type};
 use super::compile::Unit;
@@ -52,14 +52,14 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
 
 /// Scratch bytes: enough for either way, whatever is installed.
 pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
-    let library = cudnn::Case::of(kernel, src, dst).map_or(0, |case| case.workspace());
+    let library = cudnn::ConvCase::of(kernel, src, dst).map_or(0, |case| case.workspace());
     library.max(own_scratch(kernel, src, dst))
 }
 
 fn own_scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
     match (kernel, src, dst) {
         (Kernel::Conv2dGradFilter { spec, .. }, [Some(x), Some(dy)], [Some(df)]) => {
-            let product = Product::of_filter(spec, x.shape(), dy.shape(), df.shape());
+            let product = ConvProduct::of_filter(spec, x.shape(), dy.shape(), df.shape());
             if product.is_direct() || product.parts == 1 {
                 return 0;
             }
@@ -74,7 +74,7 @@ const TILE: usize = 64;
 
 /// A convolution as a product of matrices per group.
 #[derive(Debug, Clone, Copy)]
-struct Product {
+struct ConvProduct {
     groups: usize,
     rows: usize,
     cols: usize,
@@ -85,7 +85,7 @@ struct Product {
     parts: usize,
 }
 
-impl Product {
+impl ConvProduct {
     fn new(groups: usize, rows: usize, cols: usize, terms: usize) -> Self {
         Self {
             groups,
@@ -173,7 +173,7 @@ unsafe fn forward(call: &Call<'_>, spec: &ConvSpec) -> Result<()> {
     let (xs, fs, ys) = (x.shape(), f.shape(), y.shape());
     countable(call, spec, xs, fs, ys)?;
     let cols = ys[0] * ys[2] * ys[3];
-    let product = Product::new(
+    let product = ConvProduct::new(
         spec.groups,
         fs[0] / spec.groups,
         cols,
@@ -200,7 +200,7 @@ unsafe fn grad_input(call: &Call<'_>, spec: &ConvSpec) -> Result<()> {
     let (xs, fs, ys) = (dx.shape(), f.shape(), dy.shape());
     countable(call, spec, xs, fs, ys)?;
     let (cols, terms) = (xs[0] * xs[2] * xs[3], fs[0] / spec.groups * fs[2] * fs[3]);
-    let product = Product::new(spec.groups, fs[1], cols, terms);
+    let product = ConvProduct::new(spec.groups, fs[1], cols, terms);
     let args = Args::new().ptr(f.ptr).ptr(dy.ptr).ptr(0).ptr(dx.ptr);
     if product.is_direct() {
         let mut args = geometry(args, spec, xs, fs, ys).size(dx.numel());
@@ -229,7 +229,7 @@ unsafe fn grad_filter(call: &Call<'_>, spec: &ConvSpec, accumulate: bool) -> Res
     let (x, dy, df) = (call.src(0), call.src(1), call.dst(0));
     let (xs, fs, ys) = (x.shape(), df.shape(), dy.shape());
     countable(call, spec, xs, fs, ys)?;
-    let product = Product::of_filter(spec, xs, ys, fs);
+    let product = ConvProduct::of_filter(spec, xs, ys, fs);
     let (partial, again) = (call.scratch_ptr(), i32::from(accumulate));
     let args = Args::new().ptr(dy.ptr).ptr(x.ptr);
     if product.is_direct() {
@@ -272,7 +272,7 @@ unsafe fn tiles(
     call: &Call<'_>,
     unit: &Unit,
     args: Args,
-    product: &Product,
+    product: &ConvProduct,
     accumulate: bool,
 ) -> Result<()> {
     let blocks = product.tiles() * product.parts;
@@ -475,7 +475,7 @@ pub(super) fn units() -> Vec<Unit> {
 
 #[cfg(test)]
 mod tests {
-    use super::Product;
+    use super::ConvProduct;
     use crate::kernel::ConvSpec;
     use crate::shape::Shape;
 
@@ -495,7 +495,7 @@ mod tests {
                 shape([images, channels, side, side]),
                 shape([channels, channels, 1, 1]),
             );
-            let product = Product::of_filter(&ConvSpec::default(), &x, &x, &f);
+            let product = ConvProduct::of_filter(&ConvSpec::default(), &x, &x, &f);
             assert!(
                 product.chunk.is_multiple_of(16) && product.parts >= 1,
                 "{product:?}"

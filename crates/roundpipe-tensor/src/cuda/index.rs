@@ -1,8 +1,8 @@
 //! Kernels that read and add at indexed places.
 //!
 //! Reading copies words: whole rows where they lie densely, elements otherwise. Adding first sorts
-//! the indices by destination ([`sort`]) and then lets whoever finds the first of a run of equal
-//! ones add the run in order; short lines of a scatter are added by one thread each. An index
+//! the indices by destination ([`sort`]) and then the thread that finds the first of a run of equal
+//! ones adds the run in order; short lines of a scatter are added by one thread each. An index
 //! outside its dimension is reported and left out.
 //!
 //! # Invariants

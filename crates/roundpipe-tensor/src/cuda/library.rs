@@ -5,14 +5,15 @@
 //! that goes with the driver is taken ([`version`]): of a major version that is not newer, with all
 //! the functions that we call ([`calls`]). One that also compiles for the cards here, or is new
 //! enough for attention, comes before others that go with the driver. Libraries of several files
-//! are taken from one folder ([`parts`]). What is passed over is told only where nothing was found.
+//! are taken from one folder ([`parts`]). Errors list the candidates that were passed over, but
+//! only where none was taken.
 //!
 //! The driver's library is the bindings' own business; only its version is asked here, and the one
 //! function that the bindings know by a name newer than the oldest driver.
 //!
 //! # Invariants
 //! - Asked once per process and library: the answer stays, and what was taken is never unloaded.
-//!   What was passed over is closed, and stands in nobody's way.
+//!   A library that was passed over is closed again.
 //! - A library that is missing, too new, too old or broken is an error of one line that names it;
 //!   nothing panics.
 
@@ -34,7 +35,7 @@ use crate::error::{Error, Result};
 use calls::Calls;
 pub(crate) use calls::Status;
 pub use calls::{CublasLt, Cudnn, Nvrtc};
-use places::{Place, Places};
+use places::{LibraryPlace, SearchInputs};
 pub(crate) use version::OLDEST_CUDNN;
 use version::Package;
 pub use version::{Version, cudnn_version};
@@ -79,9 +80,9 @@ fn refused(what: &Complaint) -> Error {
     }
 }
 
-fn places() -> &'static Places {
-    static PLACES: OnceLock<Places> = OnceLock::new();
-    PLACES.get_or_init(Places::here)
+fn places() -> &'static SearchInputs {
+    static PLACES: OnceLock<SearchInputs> = OnceLock::new();
+    PLACES.get_or_init(SearchInputs::here)
 }
 
 /// The driver's library, which comes with the driver; the version of CUDA that it is for.
@@ -97,7 +98,7 @@ pub fn driver() -> Result<Version> {
         .map_err(refused)
 }
 
-fn find_driver(places: &Places) -> std::result::Result<Version, Complaint> {
+fn find_driver(places: &SearchInputs) -> std::result::Result<Version, Complaint> {
     // SAFETY: asks the loader for the library; its start-up code is the driver's own.
     let present = || unsafe { sys::is_culib_present() };
     // A library that was loaded by its path is found by name afterwards, which is how the bindings
@@ -145,7 +146,7 @@ fn load_first(files: &[PathBuf]) -> bool {
 }
 
 /// The compute capabilities of the cards that we may use, 90 for 9.0; none where the driver does
-/// not tell.
+/// not say.
 fn cards() -> &'static [u32] {
     static CARDS: OnceLock<Vec<u32>> = OnceLock::new();
     CARDS.get_or_init(|| {
@@ -179,7 +180,7 @@ fn ask_cards(library: &Library) -> Option<Vec<u32>> {
                 .ok()?,
         )
     };
-    let told = |ask: &dyn Fn(*mut c_int) -> u32| {
+    let number_of = |ask: &dyn Fn(*mut c_int) -> u32| {
         let mut number = 0;
         (ask(&mut number) == 0).then_some(number)
     };
@@ -187,16 +188,16 @@ fn ask_cards(library: &Library) -> Option<Vec<u32>> {
     if unsafe { init(0) } != 0 {
         return None;
     }
-    // SAFETY: of these calls, each writes the number that it is given; cards are named by what the
-    // driver told.
+    // SAFETY: each of these calls writes the number that it is given; the driver gave the handles
+    // of the cards.
     let capability = |index| unsafe {
-        let card = told(&|number| device(number, index))?;
-        let of = |what: A| told(&|number| attribute(number, what as c_int, card));
+        let card = number_of(&|number| device(number, index))?;
+        let of = |what: A| number_of(&|number| attribute(number, what as c_int, card));
         let major = of(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         u32::try_from(major * 10 + of(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?).ok()
     };
     // SAFETY: as above.
-    let cards = told(&|number| unsafe { count(number) })?;
+    let cards = number_of(&|number| unsafe { count(number) })?;
     Some(
         (0..cards)
             .filter_map(capability)
@@ -331,7 +332,7 @@ struct Wish {
 /// The first library in the order of search that goes with everything, else the first that goes
 /// with the driver; else what is wrong with the first one there is.
 fn choose<C: Calls>(
-    places: &Places,
+    places: &SearchInputs,
     driver: Option<Version>,
 ) -> std::result::Result<Loaded<C>, Complaint> {
     let mut first = None;
@@ -371,8 +372,11 @@ fn majors<C: Calls>(driver: Option<Version>) -> Vec<u32> {
 }
 
 /// Loads what lies at a place and sees that it will do. `None` where there is nothing.
-fn load<C: Calls>(place: &Place, wish: Wish) -> std::result::Result<Loaded<C>, Option<Complaint>> {
-    if let (Place::At(path), true) = (place, C::NUMBERED_AS_CUDA) {
+fn load<C: Calls>(
+    place: &LibraryPlace,
+    wish: Wish,
+) -> std::result::Result<Loaded<C>, Option<Complaint>> {
+    if let (LibraryPlace::At(path), true) = (place, C::NUMBERED_AS_CUDA) {
         // What its name already says to be too new is not even loaded.
         if let Some(&major) = places::file_version(path).first() {
             fits::<C>(path, (major, &major.to_string()), wish.driver)?;
@@ -382,8 +386,8 @@ fn load<C: Calls>(place: &Place, wish: Wish) -> std::result::Result<Loaded<C>, O
     // SAFETY: loading runs the library's start-up code; these are NVIDIA's own, which we are about
     // to call.
     let library = unsafe { Library::new(&file) }.map_err(|e| match place {
-        Place::Named(_) => None,
-        Place::At(path) => Some(one_line(&format!("cannot load {}: {e}", path.display()))),
+        LibraryPlace::Named(_) => None,
+        LibraryPlace::At(path) => Some(one_line(&format!("cannot load {}: {e}", path.display()))),
     })?;
     let calls = C::bind(&library).map_err(|function| {
         let package = C::PACKAGE.name(wish.driver);

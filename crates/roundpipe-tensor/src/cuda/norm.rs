@@ -146,12 +146,12 @@ fn block_of(pieces: usize, held: usize) -> [u32; 3] {
 
 /// How sums over rows are cut: `count` blocks of `per` rows, the last may be shorter.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Cut {
+pub(super) struct RowSplit {
     pub per: usize,
     pub count: usize,
 }
 
-impl Cut {
+impl RowSplit {
     /// Enough blocks to fill a GPU, few enough that partial sums stay small beside the rows.
     pub fn new(rows: usize, cols: usize) -> Self {
         let most = ((2 << 20) / cols.max(1)).clamp(256, 1024);
@@ -173,7 +173,7 @@ pub(super) fn extent(x: &View) -> (usize, usize) {
 /// Elements of one operand's partial sums.
 pub(super) fn partial(x: &View) -> usize {
     let (rows, cols) = extent(x);
-    Cut::new(rows, cols).count * cols
+    RowSplit::new(rows, cols).count * cols
 }
 
 /// Adds partial sums `[chunks, out]` at `partial` into `out`.
@@ -255,7 +255,7 @@ unsafe fn rows_grad(call: &Call<'_>, accumulate: bool) -> Result<()> {
     let db = call.maybe_dst(2).filter(|_| center);
     let wide = wide(cols, [Some(x), w, Some(dy), dsum, dx]);
     let block = block_of(if wide { cols / piece(x.dtype) } else { cols }, 1);
-    let cut = Cut::new(rows, cols);
+    let cut = RowSplit::new(rows, cols);
     let bytes = x.dtype.accumulator().size();
     let (for_w, for_b) = (
         call.scratch_ptr(),

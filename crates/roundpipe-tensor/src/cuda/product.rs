@@ -1,10 +1,10 @@
 //! Matrix products: cuBLASLt for whole products, tensor-core kernels of our own for products of
 //! groups.
 //!
-//! A [`Way`] is chosen from shapes, strides and types alone, so that the scratch it wants is known
-//! before the memory is: the library where both operands lie as it wants them; the library over
-//! dense copies where one does not and the product is worth a copy; else the plain kernel, which
-//! takes everything. That one also steps in where the library knows no algorithm.
+//! A [`ProductMethod`] is chosen from shapes, strides and types alone, so that the scratch it wants
+//! is known before the memory is: the library where both operands lie as it wants them; the library
+//! over dense copies where one does not and the product is worth a copy; else the plain kernel,
+//! which takes everything. That one also steps in where the library knows no algorithm.
 //!
 //! # Bias
 //! The sum is rounded once, after the bias. The library adds it where result and operands share a
@@ -28,7 +28,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernel::{Kernel, View};
 use crate::shape::{Layout, MAX_RANK};
-use lt::{Lie, Task};
+use lt::{Lie, LtTask};
 
 const TILE_TEXT: &str = concat!(
     include_str!("kernels/product_tile.cuh"),
@@ -60,8 +60,8 @@ pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>
     let (Kernel::MatMul { .. }, [Some(a), Some(b), ..], [Some(c), ..]) = (kernel, src, dst) else {
         return 0;
     };
-    match Way::of(a, b, c) {
-        Way::Library { copies } => Rooms::of(a, b, c, copies).total,
+    match ProductMethod::of(a, b, c) {
+        ProductMethod::Library { copies } => Rooms::of(a, b, c, copies).total,
         _ => 0,
     }
 }
@@ -105,14 +105,14 @@ fn dense(element_bytes: usize) -> Unit {
 
 /// c = alpha a b + bias + beta c in numbers.
 #[derive(Debug, Clone, Copy)]
-struct Sizes {
+struct ProductSizes {
     batches: usize,
     m: usize,
     n: usize,
     k: usize,
 }
 
-impl Sizes {
+impl ProductSizes {
     fn of(a: &View, c: &View) -> Self {
         let (a, c) = (a.shape(), c.shape());
         let rank = c.rank();
@@ -134,25 +134,25 @@ impl Sizes {
 
 /// How a product is computed.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Way {
+enum ProductMethod {
     /// The result is empty.
     Nothing,
     /// There is nothing to sum: c = bias + beta c.
-    Settle,
+    WithoutProduct,
     /// By the plain kernel.
     Plain,
     /// By the library; of left and right, whether a dense copy is made first.
     Library { copies: [bool; 2] },
 }
 
-impl Way {
+impl ProductMethod {
     fn of(a: &View, b: &View, c: &View) -> Self {
-        let sizes = Sizes::of(a, c);
+        let sizes = ProductSizes::of(a, c);
         if c.numel() == 0 {
             return Self::Nothing;
         }
         if sizes.k == 0 {
-            return Self::Settle;
+            return Self::WithoutProduct;
         }
         let copies = [Lie::of(&a.layout).is_none(), Lie::of(&b.layout).is_none()];
         let huge = [sizes.m, sizes.n, sizes.k]
@@ -174,7 +174,7 @@ struct Rooms {
 
 impl Rooms {
     fn of(a: &View, b: &View, c: &View, copies: [bool; 2]) -> Self {
-        let sizes = Sizes::of(a, c);
+        let sizes = ProductSizes::of(a, c);
         let workspace = workspace(&sizes);
         let bytes = |view: &View, copied: bool| match copied {
             true => (distinct(view).numel() * view.dtype.size()).next_multiple_of(256),
@@ -191,7 +191,7 @@ impl Rooms {
 
 /// What the library may use: sixteen times the result's sums (products cut along their depth), from
 /// 1 to 32 MiB.
-fn workspace(sizes: &Sizes) -> usize {
+fn workspace(sizes: &ProductSizes) -> usize {
     let sums = sizes
         .batches
         .saturating_mul(sizes.m)
@@ -234,7 +234,7 @@ fn packed(view: &View, ptr: u64) -> View {
 
 /// A whole call of [`Kernel::MatMul`].
 #[derive(Clone, Copy)]
-struct Product<'a> {
+struct MatMulCall<'a> {
     a: &'a View,
     b: &'a View,
     c: &'a View,
@@ -245,7 +245,7 @@ struct Product<'a> {
 
 unsafe fn matmul(call: &Call<'_>, alpha: f64, beta: f64) -> Result<()> {
     let (a, b, c) = (call.src(0), call.src(1), call.dst(0));
-    let product = Product {
+    let product = MatMulCall {
         a,
         b,
         c,
@@ -255,18 +255,18 @@ unsafe fn matmul(call: &Call<'_>, alpha: f64, beta: f64) -> Result<()> {
     };
     // SAFETY: the launch contract, passed on.
     unsafe {
-        match Way::of(a, b, c) {
-            Way::Nothing => Ok(()),
-            Way::Settle => settle(call, &product),
-            Way::Plain => plainly(call, &product),
-            Way::Library { copies } => by_library(call, &product, copies),
+        match ProductMethod::of(a, b, c) {
+            ProductMethod::Nothing => Ok(()),
+            ProductMethod::WithoutProduct => without_product(call, &product),
+            ProductMethod::Plain => plainly(call, &product),
+            ProductMethod::Library { copies } => by_library(call, &product, copies),
         }
     }
 }
 
 /// c = bias + beta c.
-unsafe fn settle(call: &Call<'_>, product: &Product<'_>) -> Result<()> {
-    let Product {
+unsafe fn without_product(call: &Call<'_>, product: &MatMulCall<'_>) -> Result<()> {
+    let MatMulCall {
         a, c, bias, beta, ..
     } = *product;
     let n = c.shape()[c.shape().rank() - 1];
@@ -292,8 +292,8 @@ unsafe fn settle(call: &Call<'_>, product: &Product<'_>) -> Result<()> {
 }
 
 /// The whole product by the kernel that takes everything.
-unsafe fn plainly(call: &Call<'_>, product: &Product<'_>) -> Result<()> {
-    let Product {
+unsafe fn plainly(call: &Call<'_>, product: &MatMulCall<'_>) -> Result<()> {
+    let MatMulCall {
         a,
         b,
         c,
@@ -301,7 +301,7 @@ unsafe fn plainly(call: &Call<'_>, product: &Product<'_>) -> Result<()> {
         alpha,
         beta,
     } = *product;
-    let Sizes { batches, m, n, k } = Sizes::of(a, c);
+    let ProductSizes { batches, m, n, k } = ProductSizes::of(a, c);
     let tiles = m.div_ceil(TILE) * n.div_ceil(TILE);
     let grid = [fit(call, tiles)?, batches.min(65_535) as u32, 1];
     let args = Args::new().view(a).view(b).maybe(bias).ptr(c.ptr);
@@ -336,14 +336,14 @@ fn fit(call: &Call<'_>, blocks: usize) -> Result<u32> {
     })
 }
 
-unsafe fn by_library(call: &Call<'_>, product: &Product<'_>, copies: [bool; 2]) -> Result<()> {
+unsafe fn by_library(call: &Call<'_>, product: &MatMulCall<'_>, copies: [bool; 2]) -> Result<()> {
     let rooms = Rooms::of(product.a, product.b, product.c, copies);
     let side = |i: usize, view: &View| match copies[i] {
         true => packed(view, call.scratch_ptr() + rooms.copies[i] as u64),
         false => *view,
     };
     let (a, b) = (side(0, product.a), side(1, product.b));
-    let direct = Product {
+    let direct = MatMulCall {
         a: &a,
         b: &b,
         ..*product
@@ -356,7 +356,7 @@ unsafe fn by_library(call: &Call<'_>, product: &Product<'_>, copies: [bool; 2]) 
     let mut taken = (product.bias.is_none() || shares_type) && takes(&tasks)?;
     let mut first = None;
     if !taken && product.bias.is_some() && narrow(product.c.dtype) == 0 {
-        tasks.product = Product {
+        tasks.product = MatMulCall {
             bias: None,
             beta: 1.0,
             ..direct
@@ -370,13 +370,13 @@ unsafe fn by_library(call: &Call<'_>, product: &Product<'_>, copies: [bool; 2]) 
     }
     for (view, dense, copied) in [(product.a, &a, copies[0]), (product.b, &b, copies[1])] {
         if copied {
-            // SAFETY: the scratch memory has this room, which nobody else uses during the call.
+            // SAFETY: the scratch memory has this room, and the call alone uses it.
             unsafe { copy(call, &distinct(view), dense.ptr)? };
         }
     }
     if let Some(first) = first {
         // SAFETY: the launch contract.
-        unsafe { settle(call, first)? };
+        unsafe { without_product(call, first)? };
     }
     // SAFETY: operands and result are as large as the tasks say; the workspace is the scratch
     // memory's start.
@@ -403,7 +403,7 @@ unsafe fn copy(call: &Call<'_>, view: &View, to: u64) -> Result<()> {
 
 /// One dimension of batches: how many, and the elements from one to the next.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Step {
+struct BatchStep {
     count: usize,
     a: i64,
     b: i64,
@@ -413,15 +413,15 @@ struct Step {
 /// Some of the batch dimensions.
 #[derive(Debug, Clone, Copy)]
 struct Steps {
-    all: [Step; MAX_RANK],
+    all: [BatchStep; MAX_RANK],
     count: usize,
 }
 
 impl Steps {
     /// The batch dimensions, innermost first, neighbours merged where one stride serves both.
-    fn of(a: &View, b: &View, sizes: &Sizes) -> Self {
+    fn of(a: &View, b: &View, sizes: &ProductSizes) -> Self {
         let mut steps = Self {
-            all: [Step {
+            all: [BatchStep {
                 count: 1,
                 a: 0,
                 b: 0,
@@ -446,7 +446,7 @@ impl Steps {
                     last.count *= count
                 }
                 _ => {
-                    steps.all[steps.count] = Step {
+                    steps.all[steps.count] = BatchStep {
                         count,
                         a: sa,
                         b: sb,
@@ -460,15 +460,15 @@ impl Steps {
         steps
     }
 
-    fn as_slice(&self) -> &[Step] {
+    fn as_slice(&self) -> &[BatchStep] {
         &self.all[..self.count]
     }
 
     /// Takes the longest dimension out; one of one batch where there is none.
-    fn take_longest(&mut self) -> Step {
+    fn take_longest(&mut self) -> BatchStep {
         let longest = (0..self.count).max_by_key(|i| self.all[*i].count);
         let Some(longest) = longest else {
-            return Step {
+            return BatchStep {
                 count: 1,
                 a: 0,
                 b: 0,
@@ -484,27 +484,27 @@ impl Steps {
 
 /// The library's calls that make up a product.
 struct Tasks<'a> {
-    product: Product<'a>,
-    sizes: Sizes,
+    product: MatMulCall<'a>,
+    sizes: ProductSizes,
     lies: [Lie; 2],
     /// The library's batches, and the dimensions that are walked here.
-    batch: Step,
+    batch: BatchStep,
     steps: Steps,
     /// The workspace's address and bytes.
     workspace: (u64, usize),
 }
 
 impl<'a> Tasks<'a> {
-    fn of(product: &Product<'a>, scratch: u64, workspace: usize) -> Self {
-        let Product { a, b, c, .. } = *product;
-        let mut sizes = Sizes::of(a, c);
+    fn of(product: &MatMulCall<'a>, scratch: u64, workspace: usize) -> Self {
+        let MatMulCall { a, b, c, .. } = *product;
+        let mut sizes = ProductSizes::of(a, c);
         let mut left = Lie::of(&a.layout).expect("lies as the library wants, or was copied");
         let right = Lie::of(&b.layout).expect("lies as the library wants, or was copied");
         let mut steps = Steps::of(a, b, &sizes);
         // Many rows against one matrix are one product.
         if let [only] = *steps.as_slice()
             && only.b == 0
-            && !left.turned
+            && !left.transposed
             && (only.a == sizes.m as i64 * left.line || (sizes.m == 1 && only.a >= sizes.k as i64))
             && sizes.m * only.count <= i32::MAX as usize
         {
@@ -524,7 +524,7 @@ impl<'a> Tasks<'a> {
     }
 
     /// Calls `f` with one task after the other while it says true; whether it always did.
-    fn all(&self, mut f: impl FnMut(&Task) -> Result<bool>) -> Result<bool> {
+    fn all(&self, mut f: impl FnMut(&LtTask) -> Result<bool>) -> Result<bool> {
         let turns: usize = self
             .steps
             .as_slice()
@@ -542,8 +542,8 @@ impl<'a> Tasks<'a> {
     }
 
     /// The batches from `start` on, at a place in the other dimensions.
-    fn task(&self, turn: usize, start: usize) -> Task {
-        let Product {
+    fn task(&self, turn: usize, start: usize) -> LtTask {
+        let MatMulCall {
             a,
             b,
             c,
@@ -562,9 +562,9 @@ impl<'a> Tasks<'a> {
             view.ptr
                 .wrapping_add_signed((offset + start as i64 * step) * view.dtype.size() as i64)
         };
-        let Sizes { m, n, k, .. } = self.sizes;
-        Task::new(
-            lt::Shape {
+        let ProductSizes { m, n, k, .. } = self.sizes;
+        LtTask::new(
+            lt::ProductShape {
                 m,
                 n,
                 k,

@@ -2,9 +2,10 @@
 //! k largest.
 //!
 //! A reduction sorts the dimensions of its source into kept and folded ones and merges neighbours
-//! ([`Plan`]). Where neighbouring results lie side by side, threads fold whole stretches of results
-//! (column sums); elsewhere a thread, a warp or a block folds one result. Few results of many
-//! elements are cut into parts, which meet in scratch memory and are folded by a second launch.
+//! ([`ReducePlan`]). Where neighbouring results lie side by side, threads fold whole stretches of
+//! results (column sums); elsewhere a thread, a warp or a block folds one result. Few results of
+//! many elements are cut into parts, which meet in scratch memory and are folded by a second
+//! launch.
 //!
 //! # Invariants
 //! - How the work is cut, and the order in which parts are joined, depends on the operands' layouts
@@ -49,7 +50,7 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
 pub(super) fn scratch(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> usize {
     match (kernel, src, dst) {
         (Kernel::Reduce { .. }, [Some(x)], [Some(y)]) => {
-            let plan = Plan::new(x, y);
+            let plan = ReducePlan::new(x, y);
             if plan.parts == 1 {
                 0
             } else {
@@ -83,7 +84,7 @@ type Dim = (usize, isize);
 
 /// A reduction, independent of types but for the size of an element.
 #[derive(Debug)]
-struct Plan {
+struct ReducePlan {
     /// The kept dimensions, in order.
     keep: Vec<Dim>,
     /// The folded dimensions, largest stride first.
@@ -102,7 +103,7 @@ struct Plan {
     each: usize,
 }
 
-impl Plan {
+impl ReducePlan {
     fn new(x: &View, y: &View) -> Self {
         let (mut keep, mut fold) = (Vec::new(), Vec::new());
         for (axis, (&size, &stride)) in x.shape().iter().zip(x.layout.strides()).enumerate() {
@@ -232,7 +233,7 @@ fn fold_unit(
 }
 
 /// What the last launch of a reduction does to a result, and where it goes.
-struct Finish {
+struct ReduceFinish {
     ptr: u64,
     name: &'static str,
     mean: bool,
@@ -240,7 +241,7 @@ struct Finish {
     accumulate: bool,
 }
 
-impl Finish {
+impl ReduceFinish {
     fn args(&self, args: Args) -> Args {
         args.i32(i32::from(self.mean))
             .size(self.count)
@@ -252,14 +253,14 @@ impl Finish {
 /// As [`run`].
 unsafe fn reduce(call: &Call<'_>, op: Reduce, accumulate: bool) -> Result<()> {
     let (x, y) = (call.src(0), call.dst(0));
-    let plan = Plan::new(x, y);
+    let plan = ReducePlan::new(x, y);
     let wide = stage(x.dtype);
     let name = if item(y.dtype) == wide {
         wide
     } else {
         item(x.dtype)
     };
-    let last = Finish {
+    let last = ReduceFinish {
         ptr: y.ptr,
         name,
         mean: op == Reduce::Mean,
@@ -278,7 +279,7 @@ unsafe fn reduce(call: &Call<'_>, op: Reduce, accumulate: bool) -> Result<()> {
             &plan,
             op,
             x,
-            &Finish {
+            &ReduceFinish {
                 ptr: parts,
                 name: wide,
                 mean: false,
@@ -294,7 +295,13 @@ unsafe fn reduce(call: &Call<'_>, op: Reduce, accumulate: bool) -> Result<()> {
 ///
 /// # Safety
 /// As [`run`]; `out` is room for `parts · kept` values of its type.
-unsafe fn fold(call: &Call<'_>, plan: &Plan, op: Reduce, x: &View, out: &Finish) -> Result<()> {
+unsafe fn fold(
+    call: &Call<'_>,
+    plan: &ReducePlan,
+    op: Reduce,
+    x: &View,
+    out: &ReduceFinish,
+) -> Result<()> {
     let aligned = plan.aligned(x.ptr, x.dtype.size());
     let fold = laid(x.ptr, x.dtype, &plan.fold)?;
     if plan.columns {
@@ -353,11 +360,11 @@ unsafe fn fold(call: &Call<'_>, plan: &Plan, op: Reduce, x: &View, out: &Finish)
 /// As [`run`]; `parts` holds `parts · kept` values of type `wide`.
 unsafe fn join(
     call: &Call<'_>,
-    plan: &Plan,
+    plan: &ReducePlan,
     op: Reduce,
     wide: &'static str,
     parts: u64,
-    out: &Finish,
+    out: &ReduceFinish,
 ) -> Result<()> {
     let keep = laid(parts, DType::F32, &[(plan.kept, 1)])?;
     let fold = laid(parts, DType::F32, &[(plan.parts, plan.kept as isize)])?;
@@ -647,7 +654,7 @@ pub(super) fn units() -> Vec<Unit> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Plan, scratch, softmax_cut};
+    use super::{ReducePlan, scratch, softmax_cut};
     use crate::dtype::DType;
     use crate::kernel::{Kernel, Reduce, View};
     use crate::shape::{Layout, Shape};
@@ -672,8 +679,9 @@ mod tests {
     /// The shapes that training folds: what is cut how.
     #[test]
     fn plans_of_the_shapes_that_matter() {
-        let plan =
-            |x: &[usize], y: &[usize]| Plan::new(&dense(DType::BF16, x), &dense(DType::F32, y));
+        let plan = |x: &[usize], y: &[usize]| {
+            ReducePlan::new(&dense(DType::BF16, x), &dense(DType::F32, y))
+        };
         let bias = plan(&[8192, 4096], &[1, 4096]);
         assert!(
             bias.columns && bias.threads == 8 && bias.parts == 64 && bias.each == 128,
@@ -720,7 +728,7 @@ mod tests {
             (&[0, 3], &[1, 3]),
         ] {
             let (x, y) = (dense(DType::F32, sizes), dense(DType::F32, kept));
-            let plan = Plan::new(&x, &y);
+            let plan = ReducePlan::new(&x, &y);
             let mut seen = vec![0; x.numel()];
             for result in 0..plan.kept {
                 for part in 0..plan.parts {

@@ -6,7 +6,7 @@
 
 use super::call::{Args, Call, FLOATS, c_type};
 use super::compile::Unit;
-use super::norm::{Cut, partial, piece, sum_chunks};
+use super::norm::{RowSplit, partial, piece, sum_chunks};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernel::{Glu, Kernel, RopeStyle, View};
@@ -249,7 +249,7 @@ unsafe fn rope_norm_grad(call: &Call<'_>, style: RopeStyle, accumulate: bool) ->
     let (dx, dw) = (call.maybe_dst(0), call.maybe_dst(1));
     let heads = Heads::new(call, 3, 6, &[Some(w), Some(dy), dx])?;
     let width = heads.x.shape()[3];
-    let cut = Cut::new(heads.rows as usize, width);
+    let cut = RowSplit::new(heads.rows as usize, width);
     let partial = dw.map_or(0, |_| call.scratch_ptr());
     // Every group of threads keeps a sum of every column; wide heads have fewer groups in a block.
     let bytes = width * heads.x.dtype.accumulator().size();

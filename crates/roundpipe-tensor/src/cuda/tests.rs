@@ -8,7 +8,7 @@ use cudarc::driver::sys::CUresult as E;
 
 use super::call::Args;
 use super::compile::{Table, Unit};
-use super::is_fatal;
+use super::context::{is_fatal, too_old};
 use crate::dtype::DType;
 use crate::kernel::View;
 use crate::shape::Shape;
@@ -65,7 +65,7 @@ fn unit(width: usize) -> Unit {
 #[test]
 fn old_cards_are_refused() {
     for capability in [(6, 1), (7, 5)] {
-        let why = super::too_old(capability).unwrap();
+        let why = too_old(capability).unwrap();
         assert!(
             why.contains(&format!("{}.{}", capability.0, capability.1)) && why.contains("8.0"),
             "{why}"
@@ -74,7 +74,7 @@ fn old_cards_are_refused() {
     assert!(
         [(8, 0), (8, 9), (12, 0)]
             .into_iter()
-            .all(|new| super::too_old(new).is_none())
+            .all(|new| too_old(new).is_none())
     );
 }
 

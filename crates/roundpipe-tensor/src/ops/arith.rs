@@ -251,7 +251,7 @@ fn give_sum(bx: &mut Back<'_>, i: usize, full: Tensor, shape: Shape) -> Result<(
     bx.worker()
         .launch(&kernel, &[Some(&full)], &[Some(&into)])?;
     drop((full, into));
-    bx.settle(i, sink)
+    bx.give_back(i, sink)
 }
 
 /// The refusal of arithmetic on truth values.

@@ -74,7 +74,7 @@ impl Cx {
         let worker = self.worker();
         let [dense_q, dense_k, dense_v] = [q, k, v].map(|t| rows_dense(worker, t));
         let dense = |t: Option<&Tensor>| t.map(|t| worker.contiguous(&t.detach())).transpose();
-        let saved = Saved {
+        let saved = SavedAttention {
             q: dense_q?,
             k: dense_k?,
             v: dense_v?,
@@ -128,7 +128,7 @@ impl Cx {
 }
 
 /// What the backward needs beside output and lse.
-struct Saved {
+struct SavedAttention {
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -138,7 +138,7 @@ struct Saved {
     spec: AttentionSpec,
 }
 
-impl Saved {
+impl SavedAttention {
     fn options(&self) -> [Option<&Tensor>; 3] {
         [
             self.sinks.as_ref(),

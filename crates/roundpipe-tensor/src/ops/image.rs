@@ -45,7 +45,7 @@ impl Cx {
             &[Some(&dense), Some(&taps), added.as_ref()],
             &[Some(&y)],
         )?;
-        // The gradient of one operand needs the other: keep what somebody will ask for.
+        // The gradient of one operand needs the other: keep what a wanted gradient needs.
         let kept_x = self.tracks(&[filter]).then_some(dense);
         let kept_filter = self.tracks(&[x]).then_some(taps);
         let (from, mut inputs) = (*x.shape(), vec![x, filter]);
@@ -231,7 +231,7 @@ fn filter_gradient(bx: &mut Back<'_>, x: &Tensor, dy: &Tensor, spec: ConvSpec) -
     };
     bx.worker()
         .launch(&kernel, &[Some(x), Some(dy)], &[Some(&sink.tensor)])?;
-    bx.settle(1, sink)
+    bx.give_back(1, sink)
 }
 
 /// The sum of dy over images and positions.
@@ -245,7 +245,7 @@ fn bias_gradient(bx: &mut Back<'_>, dy: &Tensor) -> Result<()> {
     };
     bx.worker().launch(&kernel, &[Some(dy)], &[Some(&into)])?;
     drop(into);
-    bx.settle(2, sink)
+    bx.give_back(2, sink)
 }
 
 /// Refuses what is not a batch of float images.

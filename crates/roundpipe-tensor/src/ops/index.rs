@@ -281,7 +281,7 @@ fn add_into(
     }
     bx.worker()
         .launch(kernel, &[Some(dy), Some(index)], &[Some(&sink.tensor)])?;
-    bx.settle(i, sink)
+    bx.give_back(i, sink)
 }
 
 /// The rows of `dy` [n, c], 0 where the index is `padding`.

@@ -11,7 +11,7 @@ mod simple;
 
 use super::arith::{raw_binary, raw_compare};
 use super::index::check_index;
-use super::product::{multiply_into, turned};
+use super::product::{multiply_into, transposed};
 use crate::cx::{Cx, float, same_dtype};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -108,7 +108,7 @@ impl Cx {
         const OP: &str = "cross_entropy";
         float(OP, logits)?;
         options.check(OP)?;
-        let target = Target::new(self.worker(), OP, logits, labels, options)?;
+        let target = LossTarget::new(self.worker(), OP, logits, labels, options)?;
         let dense = self.contiguous(logits)?;
         let classes = logits.dims()[logits.rank() - 1];
         let flat = Shape::new(&[target.tokens, classes])?;
@@ -156,10 +156,10 @@ impl Cx {
                 right: *weight.shape(),
             });
         }
-        let target = Target::new(self.worker(), OP, x, labels, options)?;
+        let target = LossTarget::new(self.worker(), OP, x, labels, options)?;
         let dense = self.contiguous(x)?;
         let rows = Shape::new(&[target.tokens, weight.dims()[1]])?;
-        let fused = Fused {
+        let fused = FusedHead {
             x: dense.detach().relaid(Layout::contiguous(rows)),
             weight: weight.detach(),
             target,
@@ -192,7 +192,7 @@ impl Cx {
 }
 
 /// What tokens are measured against.
-struct Target {
+struct LossTarget {
     /// i64 [tokens], dense.
     labels: Tensor,
     tokens: usize,
@@ -201,7 +201,7 @@ struct Target {
     options: CrossEntropy,
 }
 
-impl Target {
+impl LossTarget {
     /// Labels for `x` [.., c].
     fn new(
         worker: &Worker,
@@ -292,20 +292,20 @@ fn factor(bx: &mut Back<'_>, op: &'static str, count: Option<&Tensor>) -> Result
 }
 
 /// Bytes that the logits of one chunk may take, unless that would leave the matrix products too
-/// thin ([`Ops::thick`](crate::device::Ops::thick)).
+/// thin ([`Ops::min_gemm_rows`](crate::device::Ops::min_gemm_rows)).
 const CHUNK_BYTES: usize = 32 << 20;
 const MOST_TOKENS: usize = 4096;
 
 /// A projection and the cross entropy of its result.
-struct Fused {
+struct FusedHead {
     /// [tokens, h], dense.
     x: Tensor,
     /// [v, h].
     weight: Tensor,
-    target: Target,
+    target: LossTarget,
 }
 
-impl Fused {
+impl FusedHead {
     const OP: &'static str = "linear_cross_entropy";
 
     /// Tokens per chunk: a function of sizes and the kind of device alone.
@@ -344,7 +344,7 @@ impl Fused {
     fn logits(&self, worker: &Worker, buffer: &Tensor, at: usize, many: usize) -> Result<Tensor> {
         let logits = buffer.narrowed(0, 0, many);
         let x = self.x.narrowed(0, at, many);
-        multiply_into(worker, &x, &turned(&self.weight), &logits, 1.0, 0.0)?;
+        multiply_into(worker, &x, &transposed(&self.weight), &logits, 1.0, 0.0)?;
         Ok(logits)
     }
 
@@ -463,7 +463,7 @@ impl Fused {
             }
             if let Some(sink) = &sink {
                 let x = self.x.narrowed(0, at, many);
-                multiply_into(&worker, &turned(&dlogits), &x, &sink.tensor, 1.0, beta)?;
+                multiply_into(&worker, &transposed(&dlogits), &x, &sink.tensor, 1.0, beta)?;
                 beta = 1.0;
             }
         }
@@ -472,7 +472,7 @@ impl Fused {
                 worker.launch(&Kernel::Fill { value: 0.0 }, &[], &[Some(&sink.tensor)])?;
             }
             drop((buffer, narrow));
-            bx.settle(1, sink)?;
+            bx.give_back(1, sink)?;
         }
         Ok(dx)
     }

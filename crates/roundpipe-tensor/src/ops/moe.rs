@@ -204,7 +204,7 @@ impl Cx {
         let y = self
             .worker()
             .alloc(OP, x.dtype(), Shape::new(&[rows, out])?)?;
-        let src = [Some(&dense), Some(&turned(weight)), Some(&offsets)];
+        let src = [Some(&dense), Some(&transposed(weight)), Some(&offsets)];
         self.worker()
             .launch(&Kernel::GroupedMatMul, &src, &[Some(&y)])?;
         if let Some(bias) = bias {
@@ -383,12 +383,12 @@ fn sort(worker: &Worker, op: &'static str, choice: &Tensor, experts: usize) -> R
 }
 
 /// `[e, n, c]` seen as `[e, c, n]`.
-fn turned(weight: &Tensor) -> Tensor {
+fn transposed(weight: &Tensor) -> Tensor {
     weight.relaid(weight.layout().permuted(&[0, 2, 1]))
 }
 
 /// Adds each group's row of `bias` to the group's rows of `y`: as a product with a column of ones,
-/// so that nobody has to know which rows those are.
+/// so that the host need not know which rows those are.
 fn add_bias(
     worker: &Worker,
     op: &'static str,
@@ -427,14 +427,14 @@ fn grouped_gradient(
     let sink = bx.sink(i)?;
     let (groups, out) = (sink.tensor.dims()[0], sink.tensor.dims()[1]);
     let full = Layout::contiguous(Shape::new(&[groups, out, x.dims()[1]])?);
-    let into = turned(&sink.tensor.relaid(full));
+    let into = transposed(&sink.tensor.relaid(full));
     let kernel = Kernel::GroupedMatMulGrad {
         accumulate: sink.accumulate,
     };
     bx.worker()
         .launch(&kernel, &[Some(x), Some(dy), Some(offsets)], &[Some(&into)])?;
     drop(into);
-    bx.settle(i, sink)
+    bx.give_back(i, sink)
 }
 
 fn check_grouped(

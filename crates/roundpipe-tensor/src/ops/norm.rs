@@ -49,7 +49,7 @@ impl Cx {
             &src,
             &[Some(&y), Some(&rstd), None],
         )?;
-        let saved = Saved::new(&x, weight.as_ref(), vec![rstd]);
+        let saved = SavedNorm::new(&x, weight.as_ref(), vec![rstd]);
         let inputs: Vec<&Tensor> = [&x].into_iter().chain(&weight).collect();
         self.record_one(OP, &inputs, y, move |bx| {
             let dy = bx.dy()?;
@@ -88,7 +88,7 @@ impl Cx {
             &src,
             &[Some(&y), Some(&rstd), Some(&sum)],
         )?;
-        let saved = Saved::new(&sum, weight.as_ref(), vec![rstd]);
+        let saved = SavedNorm::new(&sum, weight.as_ref(), vec![rstd]);
         let inputs: Vec<&Tensor> = [&x, &residual].into_iter().chain(&weight).collect();
         let outputs = self.record(OP, &inputs, vec![sum, y], move |bx| {
             let (dsum, dy) = (bx.grad(0)?, bx.grad(1)?);
@@ -227,7 +227,7 @@ impl Cx {
             self.follow(running.0, &mean, options.momentum, 1.0)?;
             self.follow(running.1, &var, options.momentum, count / (count - 1.0))?;
         }
-        let saved = Saved::new(&x, weight.as_ref(), vec![mean, rstd]);
+        let saved = SavedNorm::new(&x, weight.as_ref(), vec![mean, rstd]);
         let grad = move |accumulate| Kernel::BatchNormGrad {
             batch_stats,
             accumulate,
@@ -274,7 +274,7 @@ impl Cx {
         let src = [Some(&x), weight.as_ref(), bias.as_ref()];
         self.worker()
             .launch(&kernel, &src, &[Some(&y), Some(&mean), Some(&rstd)])?;
-        let saved = Saved::new(&x, weight.as_ref(), vec![mean, rstd]);
+        let saved = SavedNorm::new(&x, weight.as_ref(), vec![mean, rstd]);
         self.record_centered(op, src, y, saved, grad)
     }
 
@@ -284,7 +284,7 @@ impl Cx {
         op: &'static str,
         inputs: [Option<&Tensor>; 3],
         y: Tensor,
-        saved: Saved,
+        saved: SavedNorm,
         grad: impl Fn(bool) -> Kernel + Send + 'static,
     ) -> Result<Tensor> {
         let weight_at = inputs[1].map(|_| 1);
@@ -294,7 +294,7 @@ impl Cx {
             let dy = bx.dy()?;
             let sinks = [wanted(bx, weight_at)?, wanted(bx, bias_at)?];
             let accumulate = align(bx, &sinks)?;
-            let Saved { x, weight, stats } = saved;
+            let SavedNorm { x, weight, stats } = saved;
             let dx = bx
                 .needs(0)
                 .then(|| bx.worker().alloc(op, x.dtype(), *x.shape()))
@@ -311,7 +311,7 @@ impl Cx {
                 .launch(&grad(accumulate), &src, &[dx.as_ref(), into(0), into(1)])?;
             drop((x, dy));
             for (at, sink) in [weight_at, bias_at].into_iter().zip(sinks) {
-                settle(bx, at, sink)?;
+                give_back(bx, at, sink)?;
             }
             dx.map_or(Ok(()), |dx| bx.give(0, dx))
         })
@@ -324,14 +324,14 @@ impl Cx {
 }
 
 /// What a backward pass of a norm reads again.
-struct Saved {
+struct SavedNorm {
     x: Tensor,
     weight: Option<Tensor>,
     /// rstd, or mean and rstd.
     stats: Vec<Tensor>,
 }
 
-impl Saved {
+impl SavedNorm {
     fn new(x: &Tensor, weight: Option<&Tensor>, stats: Vec<Tensor>) -> Self {
         Self {
             x: x.detach(),
@@ -346,12 +346,12 @@ impl Saved {
 fn rms_backward(
     bx: &mut Back<'_>,
     op: &'static str,
-    saved: Saved,
+    saved: SavedNorm,
     dy: &Tensor,
     dsum: Option<Tensor>,
     at: Option<usize>,
 ) -> Result<Option<Tensor>> {
-    let Saved { x, weight, stats } = saved;
+    let SavedNorm { x, weight, stats } = saved;
     let sink = wanted(bx, at)?;
     let needed = (0..bx.inputs()).any(|i| Some(i) != at && bx.needs(i));
     let dx = needed
@@ -372,11 +372,11 @@ fn rms_backward(
         &src,
         &[dx.as_ref(), sink.as_ref().map(|s| &s.tensor)],
     )?;
-    settle(bx, at, sink)?;
+    give_back(bx, at, sink)?;
     Ok(dx)
 }
 
-/// Where to write the gradient of an input, if there is such an input and somebody wants it.
+/// Where to write the gradient of an input, if there is such an input and its gradient is wanted.
 pub(super) fn wanted(bx: &mut Back<'_>, at: Option<usize>) -> Result<Option<Sink>> {
     match at {
         Some(i) if bx.needs(i) => bx.sink(i).map(Some),
@@ -385,9 +385,9 @@ pub(super) fn wanted(bx: &mut Back<'_>, at: Option<usize>) -> Result<Option<Sink
 }
 
 /// Takes back what [`wanted`] gave.
-pub(super) fn settle(bx: &mut Back<'_>, at: Option<usize>, sink: Option<Sink>) -> Result<()> {
+pub(super) fn give_back(bx: &mut Back<'_>, at: Option<usize>, sink: Option<Sink>) -> Result<()> {
     match at.zip(sink) {
-        Some((i, sink)) => bx.settle(i, sink),
+        Some((i, sink)) => bx.give_back(i, sink),
         None => Ok(()),
     }
 }

@@ -96,7 +96,7 @@ impl Cx {
                 let (Some(other), this) = (other, shapes[i]) else {
                     continue;
                 };
-                let other = turned(&spread(&other, &batch)?);
+                let other = transposed(&spread(&other, &batch)?);
                 let (x, y) = if i == 0 { (&dy, &other) } else { (&other, &dy) };
                 if this.rank() == batch.rank() + 2 && this[..batch.rank()] == *batch {
                     let sink = bx.sink(i)?;
@@ -108,7 +108,7 @@ impl Cx {
                         1.0,
                         f64::from(u8::from(sink.accumulate)),
                     )?;
-                    bx.settle(i, sink)?;
+                    bx.give_back(i, sink)?;
                 } else {
                     let full = multiply(bx.worker(), OP, x, y, dy.dtype().accumulator())?;
                     let grad = bx.worker().sum_to(&full, this)?;
@@ -218,7 +218,7 @@ fn spread(x: &Tensor, batch: &Shape) -> Result<Tensor> {
 }
 
 /// The transpose of every matrix.
-pub(crate) fn turned(x: &Tensor) -> Tensor {
+pub(crate) fn transposed(x: &Tensor) -> Tensor {
     let mut order: Vec<usize> = (0..x.rank()).collect();
     let rank = order.len();
     order.swap(rank - 1, rank - 2);
@@ -297,7 +297,7 @@ fn affine(
     let bias = bias.map(|b| worker.contiguous(b)).transpose()?;
     worker.launch(
         &kernel,
-        &[Some(x), Some(&turned(weight)), bias.as_ref()],
+        &[Some(x), Some(&transposed(weight)), bias.as_ref()],
         &[Some(y)],
     )
 }
@@ -306,8 +306,8 @@ fn affine(
 fn weight_grad(bx: &mut Back<'_>, i: usize, dy: &Tensor, x: &Tensor) -> Result<()> {
     let sink = bx.sink(i)?;
     let beta = f64::from(u8::from(sink.accumulate));
-    multiply_into(bx.worker(), &turned(dy), x, &sink.tensor, 1.0, beta)?;
-    bx.settle(i, sink)
+    multiply_into(bx.worker(), &transposed(dy), x, &sink.tensor, 1.0, beta)?;
+    bx.give_back(i, sink)
 }
 
 /// db += column sums of dy [rows, out] for input `i` of a node.
@@ -322,5 +322,5 @@ pub(crate) fn bias_grad(bx: &mut Back<'_>, i: usize, dy: &Tensor) -> Result<()> 
     };
     bx.worker().launch(&kernel, &[Some(dy)], &[Some(&row)])?;
     drop(row);
-    bx.settle(i, sink)
+    bx.give_back(i, sink)
 }

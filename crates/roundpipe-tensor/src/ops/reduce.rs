@@ -14,7 +14,7 @@ use crate::worker::Worker;
 
 /// What a reduction leaves of a shape.
 #[derive(Debug, Clone, Copy)]
-struct Fold {
+struct ReducedShape {
     from: Shape,
     /// `from` with 1 in place of each reduced dimension.
     kept: Shape,
@@ -24,7 +24,7 @@ struct Fold {
     count: usize,
 }
 
-impl Fold {
+impl ReducedShape {
     fn new(op: &'static str, x: &Tensor, dims: &[isize], keep: bool) -> Result<Self> {
         let from = *x.shape();
         let mut folded = vec![dims.is_empty(); from.rank()];
@@ -147,7 +147,7 @@ impl Cx {
         dims: &[isize],
         keep: bool,
     ) -> Result<Tensor> {
-        let fold = Fold::new(op, x, dims, keep)?;
+        let fold = ReducedShape::new(op, x, dims, keep)?;
         let wide = countable(self.worker(), x)?;
         let y = fold.run(self.worker(), op, kind, &wide, wide.dtype())?;
         let share = if kind == Reduce::Mean {
@@ -197,7 +197,7 @@ impl Cx {
         dims: &[isize],
         keep: bool,
     ) -> Result<Tensor> {
-        let fold = Fold::new(op, x, dims, keep)?;
+        let fold = ReducedShape::new(op, x, dims, keep)?;
         fold.nonempty(op)?;
         let y = fold.run(self.worker(), op, kind, x, x.dtype())?;
         let (source, best) = (x.detach(), y.clone());
@@ -228,7 +228,7 @@ impl Cx {
     /// As [`Cx::sum`].
     pub fn prod(&mut self, x: &Tensor, dims: &[isize], keep: bool) -> Result<Tensor> {
         const OP: &str = "prod";
-        let fold = Fold::new(OP, x, dims, keep)?;
+        let fold = ReducedShape::new(OP, x, dims, keep)?;
         let wide = countable(self.worker(), x)?;
         let y = fold.run(self.worker(), OP, Reduce::Prod, &wide, wide.dtype())?;
         let source = x.detach();
@@ -276,7 +276,7 @@ impl Cx {
         keep: bool,
     ) -> Result<Tensor> {
         float(op, x)?;
-        let fold = Fold::new(op, x, dims, keep)?;
+        let fold = ReducedShape::new(op, x, dims, keep)?;
         let (worker, dtype, acc) = (self.worker().clone(), x.dtype(), x.dtype().accumulator());
         let over = fold.count as f64 - f64::from(u8::from(unbiased));
         let mean = fold.run(&worker, op, Reduce::Mean, x, acc)?;
@@ -319,7 +319,7 @@ impl Cx {
     pub fn norm(&mut self, x: &Tensor, dims: &[isize], keep: bool) -> Result<Tensor> {
         const OP: &str = "norm";
         float(OP, x)?;
-        let fold = Fold::new(OP, x, dims, keep)?;
+        let fold = ReducedShape::new(OP, x, dims, keep)?;
         let (worker, dtype, acc) = (self.worker().clone(), x.dtype(), x.dtype().accumulator());
         let squares = raw_unary(&worker, OP, Unary::Square, &worker.cast(x, acc)?)?;
         let sum = fold.run(&worker, OP, Reduce::Sum, &squares, acc)?;
@@ -350,7 +350,7 @@ impl Cx {
     pub fn logsumexp(&mut self, x: &Tensor, dims: &[isize], keep: bool) -> Result<Tensor> {
         const OP: &str = "logsumexp";
         float(OP, x)?;
-        let fold = Fold::new(OP, x, dims, keep)?;
+        let fold = ReducedShape::new(OP, x, dims, keep)?;
         fold.nonempty(OP)?;
         let (worker, dtype, acc) = (self.worker().clone(), x.dtype(), x.dtype().accumulator());
         let lse = row_lse(&worker, &last(&fold, x), &fold)?;
@@ -394,8 +394,8 @@ impl Cx {
     ) -> Result<Tensor> {
         float(op, x)?;
         if x.shape().axis(op, dim)? + 1 != x.rank() {
-            let turned = self.transpose(x, dim, -1)?;
-            let y = self.softmax_of(op, &turned, -1, log)?;
+            let transposed = self.transpose(x, dim, -1)?;
+            let y = self.softmax_of(op, &transposed, -1, log)?;
             return self.transpose(&y, dim, -1);
         }
         let dense = self.contiguous(x)?;
@@ -440,8 +440,8 @@ impl Cx {
         keep: bool,
         largest: bool,
     ) -> Result<Tensor> {
-        let shown = Fold::new(op, x, &[dim], keep)?.out;
-        let fold = Fold::new(op, x, &[dim], false)?;
+        let shown = ReducedShape::new(op, x, &[dim], keep)?.out;
+        let fold = ReducedShape::new(op, x, &[dim], false)?;
         fold.nonempty(op)?;
         let dim = x.shape().axis(op, dim)?;
         let y = self.worker().alloc(op, DType::I64, fold.out)?;
@@ -455,7 +455,7 @@ impl Cx {
     /// # Errors
     /// As [`Cx::sum`].
     pub fn any(&mut self, x: &Tensor, dims: &[isize], keep: bool) -> Result<Tensor> {
-        let fold = Fold::new("any", x, dims, keep)?;
+        let fold = ReducedShape::new("any", x, dims, keep)?;
         let truth = self.worker().cast(x, DType::Bool)?;
         Ok(fold.shown(&fold.run(self.worker(), "any", Reduce::Any, &truth, DType::Bool)?))
     }
@@ -465,7 +465,7 @@ impl Cx {
     /// # Errors
     /// As [`Cx::sum`].
     pub fn all(&mut self, x: &Tensor, dims: &[isize], keep: bool) -> Result<Tensor> {
-        let fold = Fold::new("all", x, dims, keep)?;
+        let fold = ReducedShape::new("all", x, dims, keep)?;
         let truth = self.worker().cast(x, DType::Bool)?;
         Ok(fold.shown(&fold.run(self.worker(), "all", Reduce::All, &truth, DType::Bool)?))
     }
@@ -510,8 +510,8 @@ impl Cx {
             return Err(Error::invalid(OP, what));
         }
         if axis + 1 != x.rank() {
-            let turned = self.transpose(x, dim, -1)?;
-            let (values, places) = self.topk(&turned, k, -1, largest)?;
+            let transposed = self.transpose(x, dim, -1)?;
+            let (values, places) = self.topk(&transposed, k, -1, largest)?;
             return Ok((
                 self.transpose(&values, dim, -1)?,
                 self.transpose(&places, dim, -1)?,
@@ -577,7 +577,7 @@ fn over_length(worker: &Worker, op: &'static str, dy: &Tensor, length: &Tensor) 
 }
 
 /// `x` with the reduced dimensions of `fold` moved behind the others.
-fn last(fold: &Fold, x: &Tensor) -> Tensor {
+fn last(fold: &ReducedShape, x: &Tensor) -> Tensor {
     let reduced = |axis: &usize| fold.kept[*axis] != fold.from[*axis];
     let mut order: Vec<usize> = (0..x.rank()).filter(|axis| !reduced(axis)).collect();
     order.extend((0..x.rank()).filter(reduced));
@@ -587,7 +587,7 @@ fn last(fold: &Fold, x: &Tensor) -> Tensor {
 /// Log-sum-exp of rows of `fold.count` elements, in the accumulator type and the kept shape. The
 /// kernel of cross entropy computes it on the way; with every label left out it computes nothing
 /// else.
-fn row_lse(worker: &Worker, x: &Tensor, fold: &Fold) -> Result<Tensor> {
+fn row_lse(worker: &Worker, x: &Tensor, fold: &ReducedShape) -> Result<Tensor> {
     const OP: &str = "logsumexp";
     let rows = fold.kept.numel();
     let x = worker
@@ -611,7 +611,7 @@ fn row_lse(worker: &Worker, x: &Tensor, fold: &Fold) -> Result<Tensor> {
 
 /// dx of a product: dy times the product of the others, which a division gives where nothing is 0.
 /// With one 0 only that element has a gradient, with more none has.
-fn prod_grad(worker: &Worker, fold: &Fold, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+fn prod_grad(worker: &Worker, fold: &ReducedShape, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
     const OP: &str = "prod";
     let acc = x.dtype().accumulator();
     let constant = |value: f64| worker.full(acc, Shape::default(), value);

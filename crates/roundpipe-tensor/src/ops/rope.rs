@@ -1,14 +1,14 @@
 //! Rotary embedding, alone and behind the RMS norm of queries and keys, and gated linear units.
 //!
-//! Tables of cosines and sines are plain tensors, so any scaling of the angles is done by whoever
-//! makes them; they get no gradient.
+//! Tables of cosines and sines are plain tensors, so the code that makes them may scale the
+//! angles in any way; they get no gradient.
 
 use crate::cx::{Cx, float, same_dtype, same_shape};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernel::{Glu, Kernel, RopeStyle, Unary};
 use crate::ops::arith::raw_unary;
-use crate::ops::norm::{settle, wanted};
+use crate::ops::norm::{give_back, wanted};
 use crate::shape::{Layout, Shape};
 use crate::tensor::Tensor;
 use crate::worker::Worker;
@@ -22,8 +22,8 @@ pub fn rope_tables(positions: usize, rotary_dim: usize, theta: f64) -> (Vec<f64>
     angles.map(|angle| (angle.cos(), angle.sin())).unzip()
 }
 
-/// How heads are turned: checked, and dense as kernels want it.
-struct Turn {
+/// How heads are rotated: checked, and dense as kernels want it.
+struct Rotation {
     cos: Tensor,
     sin: Tensor,
     positions: Option<Tensor>,
@@ -46,15 +46,15 @@ impl Cx {
         style: RopeStyle,
     ) -> Result<Tensor> {
         const OP: &str = "rope";
-        let turn = check_rotary(self.worker(), OP, x, [cos, sin], positions, style)?;
+        let rotation = check_rotary(self.worker(), OP, x, [cos, sin], positions, style)?;
         let x = self.dense_last(x)?;
-        let y = turned(self.worker(), &x, &turn, false)?;
+        let y = rotated(self.worker(), &x, &rotation, false)?;
         self.record_one(OP, &[&x], y, move |bx| {
             let dy = bx
                 .grad_strided(0)
                 .expect("a node runs only with a gradient");
             let dy = dense_last(bx.worker(), &dy)?;
-            let dx = turned(bx.worker(), &dy, &turn, true)?;
+            let dx = rotated(bx.worker(), &dy, &rotation, true)?;
             drop(dy);
             bx.give(0, dx)
         })
@@ -79,7 +79,7 @@ impl Cx {
         eps: f64,
     ) -> Result<Tensor> {
         const OP: &str = "rope_norm";
-        let Turn {
+        let Rotation {
             cos,
             sin,
             positions,
@@ -136,7 +136,7 @@ impl Cx {
                 &[dx.as_ref(), sink.as_ref().map(|s| &s.tensor)],
             )?;
             drop((kept, dy));
-            settle(bx, Some(1), sink)?;
+            give_back(bx, Some(1), sink)?;
             dx.map_or(Ok(()), |dx| bx.give(0, dx))
         })
     }
@@ -299,17 +299,17 @@ fn dense_last(worker: &Worker, x: &Tensor) -> Result<Tensor> {
 }
 
 /// The rotary kernel alone.
-fn turned(worker: &Worker, x: &Tensor, turn: &Turn, inverse: bool) -> Result<Tensor> {
+fn rotated(worker: &Worker, x: &Tensor, rotation: &Rotation, inverse: bool) -> Result<Tensor> {
     let y = worker.alloc("rope", x.dtype(), *x.shape())?;
     let src = [
         Some(x),
-        Some(&turn.cos),
-        Some(&turn.sin),
-        turn.positions.as_ref(),
+        Some(&rotation.cos),
+        Some(&rotation.sin),
+        rotation.positions.as_ref(),
     ];
     worker.launch(
         &Kernel::Rope {
-            style: turn.style,
+            style: rotation.style,
             inverse,
         },
         &src,
@@ -325,7 +325,7 @@ fn check_rotary(
     [cos, sin]: [&Tensor; 2],
     positions: Option<&Tensor>,
     style: RopeStyle,
-) -> Result<Turn> {
+) -> Result<Rotation> {
     float(op, x)?;
     let &[batch, steps, _, width] = x.dims() else {
         return Err(Error::invalid(
@@ -365,7 +365,7 @@ fn check_rotary(
         None => None,
     };
     let dense = |t: &Tensor| worker.contiguous(&t.detach());
-    Ok(Turn {
+    Ok(Rotation {
         cos: dense(cos)?,
         sin: dense(sin)?,
         positions,

@@ -18,7 +18,7 @@
 use half::{bf16, f16};
 
 use super::finite::commit;
-use super::simd::{Element, Isa, LANES, Pass, Simd, padded};
+use super::simd::{LANES, PassIsa, Simd, SlabElement, SlabPass, padded};
 use super::{CHUNK, Floats, FloatsMut, any, check_len, check_range, optional_chunks, with_slice};
 use crate::cpu::threads::Threads;
 use crate::error::{Error, Result};
@@ -102,12 +102,12 @@ impl AdamW {
         grad_scale: f32,
         slabs: AdamSlabs<'_>,
     ) -> Result<bool> {
-        self.step_with(Isa::best(), threads, t, grad_scale, slabs)
+        self.step_with(PassIsa::best(), threads, t, grad_scale, slabs)
     }
 
     pub(super) fn step_with(
         &self,
-        isa: Isa,
+        isa: PassIsa,
         threads: &Threads,
         t: u64,
         grad_scale: f32,
@@ -125,7 +125,7 @@ impl AdamW {
             working,
         } = slabs;
         Ok(with_slice!(Floats, grad, grad => {
-            let state = State { grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq };
+            let state = TypedAdamSlabs { grad, master, exp_avg, exp_avg_sq, max_exp_avg_sq };
             match working {
                 None => state.run::<f32>(isa, threads, factors, None),
                 Some(FloatsMut::F32(working)) => state.run(isa, threads, factors, Some(working)),
@@ -170,9 +170,9 @@ impl AdamW {
         }
     }
 
-    fn factors(&self, t: u64, grad_scale: f32) -> Factors {
+    fn factors(&self, t: u64, grad_scale: f32) -> AdamFactors {
         let decoupled = self.decay == WeightDecay::Decoupled;
-        Factors {
+        AdamFactors {
             grad: if self.maximize {
                 -grad_scale
             } else {
@@ -214,7 +214,7 @@ fn power(mut base: f64, mut exponent: u64) -> f64 {
 
 /// What all parameters share in one step.
 #[derive(Debug, Clone, Copy)]
-struct Factors {
+struct AdamFactors {
     grad: f32,
     keep: f32,
     /// 0 when weight decay does not go through the gradient.
@@ -229,7 +229,7 @@ struct Factors {
 }
 
 /// The slabs with the gradient's type known.
-struct State<'a, G> {
+struct TypedAdamSlabs<'a, G> {
     grad: &'a [G],
     master: &'a mut [f32],
     exp_avg: &'a mut [f32],
@@ -237,12 +237,12 @@ struct State<'a, G> {
     max_exp_avg_sq: Option<&'a mut [f32]>,
 }
 
-impl<G: Element> State<'_, G> {
-    fn run<W: Element>(
+impl<G: SlabElement> TypedAdamSlabs<'_, G> {
+    fn run<W: SlabElement>(
         self,
-        isa: Isa,
+        isa: PassIsa,
         threads: &Threads,
-        factors: Factors,
+        factors: AdamFactors,
         working: Option<&mut [W]>,
     ) -> bool {
         let chunks = self
@@ -255,7 +255,7 @@ impl<G: Element> State<'_, G> {
             .zip(optional_chunks(working))
             .map(
                 |(((((grad, master), exp_avg), exp_avg_sq), max_exp_avg_sq), working)| AdamPass {
-                    state: State {
+                    state: TypedAdamSlabs {
                         grad,
                         master,
                         exp_avg,
@@ -272,17 +272,17 @@ impl<G: Element> State<'_, G> {
 
 /// One chunk.
 struct AdamPass<'a, G, W> {
-    state: State<'a, G>,
+    state: TypedAdamSlabs<'a, G>,
     working: Option<&'a mut [W]>,
-    factors: Factors,
+    factors: AdamFactors,
 }
 
-impl<G: Element, W: Element> Pass for AdamPass<'_, G, W> {
+impl<G: SlabElement, W: SlabElement> SlabPass for AdamPass<'_, G, W> {
     type Output = bool;
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> bool {
-        let update = Update::new(s, self.factors);
+        let update = AdamUpdate::new(s, self.factors);
         let state = self.state;
         let (grad, grad_rest) = state.grad.as_chunks();
         let (p, p_rest) = state.master.as_chunks_mut();
@@ -293,7 +293,7 @@ impl<G: Element, W: Element> Pass for AdamPass<'_, G, W> {
         let mut kept = false;
         for (i, (((grad, p), m), v)) in grad.iter().zip(p).zip(m).zip(v).enumerate() {
             let (x, w) = (x.as_mut().map(|x| &mut x[i]), w.as_mut().map(|w| &mut w[i]));
-            kept |= update.block(LANES, grad, Block { p, m, v, x }, w);
+            kept |= update.block(LANES, grad, AdamBlock { p, m, v, x }, w);
         }
         if p_rest.is_empty() {
             return kept;
@@ -303,7 +303,7 @@ impl<G: Element, W: Element> Pass for AdamPass<'_, G, W> {
         let (mut p, mut m, mut v) = (padded(p_rest), padded(m_rest), padded(v_rest));
         let mut x = x_rest.as_deref().map(padded);
         let mut w = w_rest.as_ref().map(|_| [W::default(); LANES]);
-        let state = Block {
+        let state = AdamBlock {
             p: &mut p,
             m: &mut m,
             v: &mut v,
@@ -324,16 +324,16 @@ impl<G: Element, W: Element> Pass for AdamPass<'_, G, W> {
 }
 
 /// Weights and moments of one block, the largest second moment with `amsgrad` only.
-struct Block<'a> {
+struct AdamBlock<'a> {
     p: &'a mut [f32; LANES],
     m: &'a mut [f32; LANES],
     v: &'a mut [f32; LANES],
     x: Option<&'a mut [f32; LANES]>,
 }
 
-/// [`Factors`] in every lane.
+/// [`AdamFactors`] in every lane.
 #[derive(Clone, Copy)]
-struct Update<S: Simd> {
+struct AdamUpdate<S: Simd> {
     s: S,
     with_penalty: bool,
     grad: S::V,
@@ -348,9 +348,9 @@ struct Update<S: Simd> {
     eps: S::V,
 }
 
-impl<S: Simd> Update<S> {
+impl<S: Simd> AdamUpdate<S> {
     #[inline(always)]
-    fn new(s: S, f: Factors) -> Self {
+    fn new(s: S, f: AdamFactors) -> Self {
         Self {
             s,
             with_penalty: f.penalty != 0.0,
@@ -370,15 +370,15 @@ impl<S: Simd> Update<S> {
     /// Updates one block, of which `live` elements count. Returns whether one kept its values
     /// because new ones were not finite.
     #[inline(always)]
-    fn block<G: Element, W: Element>(
+    fn block<G: SlabElement, W: SlabElement>(
         &self,
         live: usize,
         grad: &[G; LANES],
-        state: Block<'_>,
+        state: AdamBlock<'_>,
         w: Option<&mut [W; LANES]>,
     ) -> bool {
         let s = self.s;
-        let Block { p, m, v, x } = state;
+        let AdamBlock { p, m, v, x } = state;
         let mut g = s.mul(G::load(s, grad), self.grad);
         let old = s.load(p);
         if self.with_penalty {

@@ -8,13 +8,13 @@
 //! - An element whose values were finite stays so, whatever the gradient and the settings.
 //! - Where all new values are finite, the bits written are those of the formulas.
 
-use super::simd::{Element, LANES, Simd};
+use super::simd::{LANES, Simd, SlabElement};
 
 /// Writes the new values of a block to their slabs, the weights first, and the weights rounded to
 /// `working`. Returns whether one of the first `live` elements kept old values that were finite,
 /// because a new one was not.
 #[inline(always)]
-pub(super) fn commit<S: Simd, W: Element, const N: usize>(
+pub(super) fn commit<S: Simd, W: SlabElement, const N: usize>(
     s: S,
     live: usize,
     new: [S::V; N],

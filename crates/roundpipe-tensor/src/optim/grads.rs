@@ -6,21 +6,21 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::simd::{Element, Isa, LANES, Pass, Simd, padded};
+use super::simd::{LANES, PassIsa, Simd, SlabElement, SlabPass, padded};
 use super::{CHUNK, Floats, FloatsMut, check_len, for_each, with_slice};
 use crate::cpu::threads::Threads;
 use crate::error::Result;
 
 /// The sum of the squares of all elements. Not finite when an element is not.
 pub fn squared_norm(threads: &Threads, slab: Floats<'_>) -> f64 {
-    squared_norm_with(Isa::best(), threads, slab)
+    squared_norm_with(PassIsa::best(), threads, slab)
 }
 
 /// The sums that [`squared_norm`] adds up in order, one per chunk of 65,536 elements. For slabs
 /// that are computed piece by piece: pieces of whole chunks, added in order, give the bits of the
 /// whole.
 pub fn chunk_squares(threads: &Threads, slab: Floats<'_>) -> Vec<f64> {
-    chunk_squares_with(Isa::best(), threads, slab)
+    chunk_squares_with(PassIsa::best(), threads, slab)
 }
 
 /// What to multiply gradients with so that their norm is at most `max_norm`, as `clip_grad_norm_`
@@ -33,12 +33,12 @@ pub fn clip_factor(squared_norm: f64, max_norm: f64) -> f32 {
 
 /// Multiplies every element by `factor`, in f32.
 pub fn scale(threads: &Threads, slab: FloatsMut<'_>, factor: f32) {
-    scale_with(Isa::best(), threads, slab, factor);
+    scale_with(PassIsa::best(), threads, slab, factor);
 }
 
 /// Whether no element is infinite or NaN.
 pub fn all_finite(threads: &Threads, slab: Floats<'_>) -> bool {
-    all_finite_with(Isa::best(), threads, slab)
+    all_finite_with(PassIsa::best(), threads, slab)
 }
 
 /// Adds `src` to `acc`, in f32.
@@ -46,7 +46,7 @@ pub fn all_finite(threads: &Threads, slab: Floats<'_>) -> bool {
 /// # Errors
 /// When the slabs differ in length.
 pub fn accumulate(threads: &Threads, src: Floats<'_>, acc: &mut [f32]) -> Result<()> {
-    accumulate_with(Isa::best(), threads, src, acc)
+    accumulate_with(PassIsa::best(), threads, src, acc)
 }
 
 /// Writes `src` to `dst` in the type of `dst`, rounded to nearest even.
@@ -54,10 +54,10 @@ pub fn accumulate(threads: &Threads, src: Floats<'_>, acc: &mut [f32]) -> Result
 /// # Errors
 /// When the slabs differ in length.
 pub fn cast(threads: &Threads, src: Floats<'_>, dst: FloatsMut<'_>) -> Result<()> {
-    cast_with(Isa::best(), threads, src, dst)
+    cast_with(PassIsa::best(), threads, src, dst)
 }
 
-/// Makes `master` follow weights that somebody wrote: an element that does not round to its weight
+/// Makes `master` follow weights that the user wrote: an element that does not round to its weight
 /// becomes the weight.
 ///
 /// # Errors
@@ -66,17 +66,17 @@ pub fn follow(threads: &Threads, weights: Floats<'_>, master: &mut [f32]) -> Res
     check_len("follow", "weights", weights.len(), master.len())?;
     with_slice!(Floats, weights, weights => {
         for_each(threads, weights.chunks(CHUNK).zip(master.chunks_mut(CHUNK)), |(weights, master)| {
-            Isa::Portable.run(FollowPass(weights, master));
+            PassIsa::Portable.run(FollowPass(weights, master));
         });
     });
     Ok(())
 }
 
-pub(super) fn squared_norm_with(isa: Isa, threads: &Threads, slab: Floats<'_>) -> f64 {
+pub(super) fn squared_norm_with(isa: PassIsa, threads: &Threads, slab: Floats<'_>) -> f64 {
     chunk_squares_with(isa, threads, slab).iter().sum()
 }
 
-fn chunk_squares_with(isa: Isa, threads: &Threads, slab: Floats<'_>) -> Vec<f64> {
+fn chunk_squares_with(isa: PassIsa, threads: &Threads, slab: Floats<'_>) -> Vec<f64> {
     let mut sums = vec![0.0; slab.len().div_ceil(CHUNK)];
     with_slice!(Floats, slab, slab => {
         for_each(threads, slab.chunks(CHUNK).zip(&mut sums), |(chunk, sum)| {
@@ -86,13 +86,13 @@ fn chunk_squares_with(isa: Isa, threads: &Threads, slab: Floats<'_>) -> Vec<f64>
     sums
 }
 
-pub(super) fn scale_with(isa: Isa, threads: &Threads, slab: FloatsMut<'_>, factor: f32) {
+pub(super) fn scale_with(isa: PassIsa, threads: &Threads, slab: FloatsMut<'_>, factor: f32) {
     with_slice!(FloatsMut, slab, slab => {
         for_each(threads, slab.chunks_mut(CHUNK), |chunk| isa.run(ScalePass(chunk, factor)));
     });
 }
 
-pub(super) fn all_finite_with(isa: Isa, threads: &Threads, slab: Floats<'_>) -> bool {
+pub(super) fn all_finite_with(isa: PassIsa, threads: &Threads, slab: Floats<'_>) -> bool {
     let finite = AtomicBool::new(true);
     with_slice!(Floats, slab, slab => {
         for_each(threads, slab.chunks(CHUNK), |chunk| {
@@ -106,7 +106,7 @@ pub(super) fn all_finite_with(isa: Isa, threads: &Threads, slab: Floats<'_>) -> 
 }
 
 pub(super) fn accumulate_with(
-    isa: Isa,
+    isa: PassIsa,
     threads: &Threads,
     src: Floats<'_>,
     acc: &mut [f32],
@@ -121,7 +121,7 @@ pub(super) fn accumulate_with(
 }
 
 pub(super) fn cast_with(
-    isa: Isa,
+    isa: PassIsa,
     threads: &Threads,
     src: Floats<'_>,
     dst: FloatsMut<'_>,
@@ -137,7 +137,7 @@ pub(super) fn cast_with(
 
 struct SquaresPass<'a, T>(&'a [T]);
 
-impl<T: Element> Pass for SquaresPass<'_, T> {
+impl<T: SlabElement> SlabPass for SquaresPass<'_, T> {
     type Output = f64;
 
     #[inline(always)]
@@ -155,7 +155,7 @@ impl<T: Element> Pass for SquaresPass<'_, T> {
 
 struct ScalePass<'a, T>(&'a mut [T], f32);
 
-impl<T: Element> Pass for ScalePass<'_, T> {
+impl<T: SlabElement> SlabPass for ScalePass<'_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -173,7 +173,7 @@ impl<T: Element> Pass for ScalePass<'_, T> {
 
 struct FinitePass<'a, T>(&'a [T]);
 
-impl<T: Element> Pass for FinitePass<'_, T> {
+impl<T: SlabElement> SlabPass for FinitePass<'_, T> {
     type Output = bool;
 
     /// Zero times a finite number is a zero; times an infinity or a NaN it is a NaN, and that
@@ -194,7 +194,7 @@ impl<T: Element> Pass for FinitePass<'_, T> {
 
 struct AccumulatePass<'a, T>(&'a [T], &'a mut [f32]);
 
-impl<T: Element> Pass for AccumulatePass<'_, T> {
+impl<T: SlabElement> SlabPass for AccumulatePass<'_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -212,7 +212,7 @@ impl<T: Element> Pass for AccumulatePass<'_, T> {
 
 struct FollowPass<'a, T>(&'a [T], &'a mut [f32]);
 
-impl<T: Element> Pass for FollowPass<'_, T> {
+impl<T: SlabElement> SlabPass for FollowPass<'_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -234,7 +234,7 @@ impl<T: Element> Pass for FollowPass<'_, T> {
 
 struct CastPass<'a, A, B>(&'a [A], &'a mut [B]);
 
-impl<A: Element, B: Element> Pass for CastPass<'_, A, B> {
+impl<A: SlabElement, B: SlabElement> SlabPass for CastPass<'_, A, B> {
     type Output = ();
 
     #[inline(always)]

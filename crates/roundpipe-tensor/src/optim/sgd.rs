@@ -13,7 +13,7 @@
 use half::{bf16, f16};
 
 use super::finite::commit;
-use super::simd::{Element, Isa, LANES, Pass, Simd, padded};
+use super::simd::{LANES, PassIsa, Simd, SlabElement, SlabPass, padded};
 use super::{CHUNK, Floats, FloatsMut, any, check_len, check_range, optional_chunks, with_slice};
 use crate::cpu::threads::Threads;
 use crate::error::{Error, Result};
@@ -78,12 +78,12 @@ impl Sgd {
         grad_scale: f32,
         slabs: SgdSlabs<'_>,
     ) -> Result<bool> {
-        self.step_with(Isa::best(), threads, t, grad_scale, slabs)
+        self.step_with(PassIsa::best(), threads, t, grad_scale, slabs)
     }
 
     pub(super) fn step_with(
         &self,
-        isa: Isa,
+        isa: PassIsa,
         threads: &Threads,
         t: u64,
         grad_scale: f32,
@@ -99,7 +99,7 @@ impl Sgd {
             working,
         } = slabs;
         Ok(with_slice!(Floats, grad, grad => {
-            let state = State { grad, master, momentum };
+            let state = TypedSgdSlabs { grad, master, momentum };
             match working {
                 None => state.run::<f32>(isa, threads, factors, None),
                 Some(FloatsMut::F32(working)) => state.run(isa, threads, factors, Some(working)),
@@ -143,8 +143,8 @@ impl Sgd {
         }
     }
 
-    fn factors(&self, t: u64, grad_scale: f32) -> Factors {
-        Factors {
+    fn factors(&self, t: u64, grad_scale: f32) -> SgdFactors {
+        SgdFactors {
             first: t == 1,
             nesterov: self.nesterov,
             grad: if self.maximize {
@@ -162,7 +162,7 @@ impl Sgd {
 
 /// What all parameters share in one step.
 #[derive(Debug, Clone, Copy)]
-struct Factors {
+struct SgdFactors {
     first: bool,
     nesterov: bool,
     grad: f32,
@@ -173,18 +173,18 @@ struct Factors {
 }
 
 /// The slabs with the gradient's type known.
-struct State<'a, G> {
+struct TypedSgdSlabs<'a, G> {
     grad: &'a [G],
     master: &'a mut [f32],
     momentum: Option<&'a mut [f32]>,
 }
 
-impl<G: Element> State<'_, G> {
-    fn run<W: Element>(
+impl<G: SlabElement> TypedSgdSlabs<'_, G> {
+    fn run<W: SlabElement>(
         self,
-        isa: Isa,
+        isa: PassIsa,
         threads: &Threads,
-        factors: Factors,
+        factors: SgdFactors,
         working: Option<&mut [W]>,
     ) -> bool {
         let chunks = self
@@ -194,7 +194,7 @@ impl<G: Element> State<'_, G> {
             .zip(optional_chunks(self.momentum))
             .zip(optional_chunks(working))
             .map(|(((grad, master), momentum), working)| SgdPass {
-                state: State {
+                state: TypedSgdSlabs {
                     grad,
                     master,
                     momentum,
@@ -208,17 +208,17 @@ impl<G: Element> State<'_, G> {
 
 /// One chunk.
 struct SgdPass<'a, G, W> {
-    state: State<'a, G>,
+    state: TypedSgdSlabs<'a, G>,
     working: Option<&'a mut [W]>,
-    factors: Factors,
+    factors: SgdFactors,
 }
 
-impl<G: Element, W: Element> Pass for SgdPass<'_, G, W> {
+impl<G: SlabElement, W: SlabElement> SlabPass for SgdPass<'_, G, W> {
     type Output = bool;
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> bool {
-        let update = Update::new(s, self.factors);
+        let update = SgdUpdate::new(s, self.factors);
         let state = self.state;
         let (grad, grad_rest) = state.grad.as_chunks();
         let (p, p_rest) = state.master.as_chunks_mut();
@@ -248,9 +248,9 @@ impl<G: Element, W: Element> Pass for SgdPass<'_, G, W> {
     }
 }
 
-/// [`Factors`] in every lane.
+/// [`SgdFactors`] in every lane.
 #[derive(Clone, Copy)]
-struct Update<S: Simd> {
+struct SgdUpdate<S: Simd> {
     s: S,
     first: bool,
     nesterov: bool,
@@ -262,9 +262,9 @@ struct Update<S: Simd> {
     lr: S::V,
 }
 
-impl<S: Simd> Update<S> {
+impl<S: Simd> SgdUpdate<S> {
     #[inline(always)]
-    fn new(s: S, f: Factors) -> Self {
+    fn new(s: S, f: SgdFactors) -> Self {
         Self {
             s,
             first: f.first,
@@ -281,7 +281,7 @@ impl<S: Simd> Update<S> {
     /// Updates one block, of which `live` elements count. Returns whether one kept its values
     /// because new ones were not finite.
     #[inline(always)]
-    fn block<G: Element, W: Element>(
+    fn block<G: SlabElement, W: SlabElement>(
         &self,
         live: usize,
         grad: &[G; LANES],

@@ -1,7 +1,7 @@
 //! Sixteen f32 lanes, the same on every instruction set.
 //!
-//! A pass is written once, over [`Simd`], and [`Isa::run`] compiles it for each instruction set.
-//! The operations are those IEEE 754 defines to the last bit (add, subtract, multiply, divide,
+//! A pass is written once, over [`Simd`], and [`PassIsa::run`] compiles it for each instruction
+//! set. The operations are those IEEE 754 defines to the last bit (add, subtract, multiply, divide,
 //! square root, conversions to nearest even), and nothing is fused: so every instruction set gives
 //! the same bits, the payload of a NaN aside.
 //!
@@ -57,14 +57,14 @@ pub(super) trait Simd: Copy {
 }
 
 /// An element type of slabs: how a block of it becomes f32 lanes and back.
-pub(super) trait Element: Copy + Default + Send + Sync + 'static {
+pub(super) trait SlabElement: Copy + Default + Send + Sync + 'static {
     /// Whether a finite f32 may be an infinity here.
     const NARROW: bool;
     fn load<S: Simd>(s: S, src: &[Self; LANES]) -> S::V;
     fn store<S: Simd>(s: S, v: S::V, dst: &mut [Self; LANES]);
 }
 
-impl Element for f32 {
+impl SlabElement for f32 {
     const NARROW: bool = false;
 
     #[inline(always)]
@@ -77,7 +77,7 @@ impl Element for f32 {
     }
 }
 
-impl Element for bf16 {
+impl SlabElement for bf16 {
     const NARROW: bool = true;
 
     #[inline(always)]
@@ -90,7 +90,7 @@ impl Element for bf16 {
     }
 }
 
-impl Element for f16 {
+impl SlabElement for f16 {
     const NARROW: bool = true;
 
     #[inline(always)]
@@ -104,7 +104,7 @@ impl Element for f16 {
 }
 
 /// Work that is written over any instruction set.
-pub(super) trait Pass {
+pub(super) trait SlabPass {
     type Output;
     /// Must be `#[inline(always)]`, as all it calls: only then is it compiled for the instructions
     /// of `S`.
@@ -113,7 +113,7 @@ pub(super) trait Pass {
 
 /// An instruction set a pass can be run with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Isa {
+pub(super) enum PassIsa {
     /// Whatever the build targets.
     Portable,
     /// AVX2 and F16C.
@@ -127,7 +127,7 @@ pub(super) enum Isa {
     Neon,
 }
 
-impl Isa {
+impl PassIsa {
     /// All that this processor has, the best one last.
     pub(super) fn available() -> impl Iterator<Item = Self> {
         let all = [
@@ -160,7 +160,7 @@ impl Isa {
     }
 
     /// Runs `pass` with this instruction set, or portably where the processor lacks it.
-    pub(super) fn run<P: Pass>(self, pass: P) -> P::Output {
+    pub(super) fn run<P: SlabPass>(self, pass: P) -> P::Output {
         #[cfg(target_arch = "x86_64")]
         match self {
             Self::Portable => {}
@@ -187,7 +187,7 @@ impl Isa {
 
 /// Reads up to [`LANES`] elements, zeros after them.
 #[inline(always)]
-pub(super) fn padded<T: Element>(src: &[T]) -> [T; LANES] {
+pub(super) fn padded<T: SlabElement>(src: &[T]) -> [T; LANES] {
     let mut block = [T::default(); LANES];
     block[..src.len()].copy_from_slice(src);
     block

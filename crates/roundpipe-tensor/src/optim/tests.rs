@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use super::grads::{accumulate_with, all_finite_with, cast_with, scale_with, squared_norm_with};
-use super::simd::Isa;
+use super::simd::PassIsa;
 use super::*;
 
 /// Around the block's and the chunk's borders.
@@ -153,7 +153,7 @@ fn working_of(
 }
 
 fn adam_run(
-    isa: Isa,
+    isa: PassIsa,
     threads: &Threads,
     adam: AdamW,
     mut case: Case,
@@ -178,7 +178,7 @@ fn adam_run(
 }
 
 fn sgd_run(
-    isa: Isa,
+    isa: PassIsa,
     threads: &Threads,
     sgd: Sgd,
     mut case: Case,
@@ -250,7 +250,7 @@ fn sgds() -> [Sgd; 3] {
 #[cfg_attr(miri, ignore = "slabs of several chunks")]
 fn every_isa_gives_the_bits_of_the_portable_one() {
     let threads = one_thread();
-    for isa in Isa::available() {
+    for isa in PassIsa::available() {
         for len in LENGTHS {
             // The large lengths differ in their borders only; the types are covered by the small
             // ones.
@@ -260,14 +260,14 @@ fn every_isa_gives_the_bits_of_the_portable_one() {
                 for adam in adams() {
                     let run = |isa| adam_run(isa, &threads, adam, Case::new(len, offset), kinds);
                     assert!(
-                        run(isa) == run(Isa::Portable),
+                        run(isa) == run(PassIsa::Portable),
                         "{isa:?}, {len} elements, {kinds:?}, {adam:?}"
                     );
                 }
                 for sgd in sgds() {
                     let run = |isa| sgd_run(isa, &threads, sgd, Case::new(len, offset), kinds);
                     assert!(
-                        run(isa) == run(Isa::Portable),
+                        run(isa) == run(PassIsa::Portable),
                         "{isa:?}, {len} elements, {kinds:?}, {sgd:?}"
                     );
                 }
@@ -284,8 +284,20 @@ fn any_number_of_threads_gives_the_same_bits() {
     let runs: Vec<_> = [1, 2, 5]
         .map(|count| {
             let threads = Threads::new(Some(count)).unwrap();
-            let adam = adam_run(Isa::best(), &threads, adams()[1], Case::new(len, 1), (1, 1));
-            let sgd = sgd_run(Isa::best(), &threads, sgds()[1], Case::new(len, 1), (1, 1));
+            let adam = adam_run(
+                PassIsa::best(),
+                &threads,
+                adams()[1],
+                Case::new(len, 1),
+                (1, 1),
+            );
+            let sgd = sgd_run(
+                PassIsa::best(),
+                &threads,
+                sgds()[1],
+                Case::new(len, 1),
+                (1, 1),
+            );
             (
                 adam,
                 sgd,
@@ -373,7 +385,7 @@ fn rounding_is_to_nearest_even() {
         vec![f16::ZERO; values.len()],
     );
     let mut wide = vec![0.0; values.len()];
-    for isa in Isa::available() {
+    for isa in PassIsa::available() {
         cast_with(
             isa,
             &threads,
@@ -422,7 +434,7 @@ fn rounding_is_to_nearest_even() {
 #[cfg_attr(miri, ignore = "slabs of several chunks")]
 fn gradient_passes_agree_on_every_isa() {
     let threads = one_thread();
-    for (isa, len, kind) in Isa::available().flat_map(|isa| {
+    for (isa, len, kind) in PassIsa::available().flat_map(|isa| {
         LENGTHS
             .into_iter()
             .flat_map(move |len| (0..3).map(move |kind| (isa, len, kind)))
@@ -450,7 +462,7 @@ fn gradient_passes_agree_on_every_isa() {
             (norm.to_bits(), bits(&acc), case.written())
         };
         assert!(
-            run(isa) == run(Isa::Portable),
+            run(isa) == run(PassIsa::Portable),
             "{isa:?}, {len} elements, type {kind}"
         );
     }
@@ -476,7 +488,7 @@ fn squared_norm_is_accurate() {
 #[test]
 fn all_finite_finds_each_bad_element() {
     let threads = one_thread();
-    for isa in Isa::available() {
+    for isa in PassIsa::available() {
         for at in [0, 15, 16, 99, 100] {
             for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
                 let mut values = vec![3e38; 101];
@@ -610,7 +622,7 @@ fn wrong_arguments_are_refused() {
 #[test]
 fn elements_that_would_not_be_finite_keep_their_values() {
     let threads = one_thread();
-    for isa in Isa::available() {
+    for isa in PassIsa::available() {
         for len in [1, 16, 21, 40] {
             for at in [0, len / 2, len - 1] {
                 for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e30] {
@@ -697,7 +709,7 @@ fn elements_that_would_not_be_finite_keep_their_values() {
     }
 }
 
-/// A master follows weights that somebody wrote, and keeps its low bits where nobody did.
+/// A master follows weights that the user wrote, and keeps its low bits for the others.
 #[test]
 fn a_master_follows_written_weights_only() {
     for len in [1, 16, 37] {

@@ -18,12 +18,12 @@ pub enum FaultKind {
     Kernel,
     /// A copy while it runs; its destination is poisoned, a fence returns the error.
     Copy,
-    /// Recording an event; the lane is drained first, so that nobody is left waiting.
+    /// Recording an event; the lane is drained first, so that no thread is left waiting.
     Record,
     /// Queuing a wait for an event.
     Wait,
-    /// An event that is recorded and never passes. Whoever waits for it is told of the dead-lock
-    /// once; then the event is let pass.
+    /// An event that is recorded and never passes. The first wait for it returns the dead-lock as
+    /// an error; then the event passes.
     Lost,
 }
 
@@ -108,11 +108,11 @@ impl Fault {
 
 /// All planned faults, each with the number of calls it has met.
 #[derive(Debug, Default)]
-pub(super) struct Plan {
+pub(super) struct FaultPlan {
     rules: Vec<(Fault, u64)>,
 }
 
-impl Plan {
+impl FaultPlan {
     pub fn add(&mut self, fault: Fault) {
         self.rules.push((fault, 0));
     }

@@ -1,7 +1,7 @@
 //! Happens-before: who accessed which bytes last, and whether the next access is ordered after
 //! that.
 //!
-//! Every lane counts its items. A [`Clock`] says, per lane, up to which item everything has
+//! Every lane counts its items. A [`VectorClock`] says, per lane, up to which item everything has
 //! happened before the owner of the clock. An access is ordered after another exactly when its
 //! clock has reached the other's item. Per byte range the last write is kept, and those reads since
 //! that no later read is ordered after.
@@ -14,9 +14,9 @@ use crate::kernel::View;
 
 /// Per lane, the number of the last item that has happened before.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Clock(Vec<u64>);
+pub(super) struct VectorClock(Vec<u64>);
 
-impl Clock {
+impl VectorClock {
     pub fn has(&self, lane: usize, seq: u64) -> bool {
         self.0.get(lane).is_some_and(|at| *at >= seq)
     }
@@ -64,7 +64,7 @@ pub(super) struct Clash {
 }
 
 #[derive(Debug, Clone, Default)]
-struct Cell {
+struct ByteHistory {
     end: u64,
     write: Option<Access>,
     reads: Vec<Access>,
@@ -72,17 +72,17 @@ struct Cell {
 
 /// The history of every byte, as disjoint ranges by address.
 #[derive(Debug, Default)]
-pub(super) struct Ledger {
-    cells: BTreeMap<u64, Cell>,
+pub(super) struct AccessHistory {
+    cells: BTreeMap<u64, ByteHistory>,
 }
 
-impl Ledger {
+impl AccessHistory {
     /// Notes a read; gives the writes it is not ordered after.
     pub fn read(
         &mut self,
         range: Range<u64>,
         access: &Access,
-        clock: &Clock,
+        clock: &VectorClock,
         clashes: &mut Vec<Clash>,
     ) {
         self.cut(&range);
@@ -108,7 +108,7 @@ impl Ledger {
         for gap in gaps.into_iter().filter(|g| !g.is_empty()) {
             self.cells.insert(
                 gap.start,
-                Cell {
+                ByteHistory {
                     end: gap.end,
                     write: None,
                     reads: vec![access.clone()],
@@ -122,7 +122,7 @@ impl Ledger {
         &mut self,
         range: Range<u64>,
         access: &Access,
-        clock: &Clock,
+        clock: &VectorClock,
         clashes: &mut Vec<Clash>,
     ) {
         let cells = self.forget(range.clone());
@@ -139,7 +139,7 @@ impl Ledger {
             }
         }
         if !range.is_empty() {
-            let cell = Cell {
+            let cell = ByteHistory {
                 end: range.end,
                 write: Some(access.clone()),
                 reads: Vec::new(),
@@ -149,7 +149,7 @@ impl Ledger {
     }
 
     /// Takes the history of a range out.
-    fn forget(&mut self, range: Range<u64>) -> Vec<(u64, Cell)> {
+    fn forget(&mut self, range: Range<u64>) -> Vec<(u64, ByteHistory)> {
         self.cut(&range);
         let starts: Vec<u64> = self.cells.range(range).map(|(start, _)| *start).collect();
         starts
@@ -217,13 +217,13 @@ pub(super) fn ranges(view: &View, most: usize) -> Vec<Range<u64>> {
 mod tests {
     use std::sync::Arc;
 
-    use super::{Access, Clash, Clock, Ledger, MOST_RANGES, ranges};
+    use super::{Access, AccessHistory, Clash, MOST_RANGES, VectorClock, ranges};
     use crate::dtype::DType;
     use crate::kernel::View;
     use crate::shape::{Layout, Shape};
 
-    fn access(lane: usize, seq: u64) -> (Access, Clock) {
-        let mut clock = Clock::default();
+    fn access(lane: usize, seq: u64) -> (Access, VectorClock) {
+        let mut clock = VectorClock::default();
         clock.reach(lane, seq);
         (
             Access {
@@ -283,7 +283,7 @@ mod tests {
     /// Reads share; a write must come after the last write and after every read since.
     #[test]
     fn unordered_accesses_are_found_by_range() {
-        let mut ledger = Ledger::default();
+        let mut ledger = AccessHistory::default();
         let mut clashes: Vec<Clash> = Vec::new();
         let (writer, clock) = access(0, 1);
         ledger.write(0..100, &writer, &clock, &mut clashes);

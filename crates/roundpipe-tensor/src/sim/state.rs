@@ -16,8 +16,8 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::thread::ThreadId;
 
-use super::fault::{FaultKind, Plan};
-use super::order::{Access, Clash, Clock, Ledger, ranges};
+use super::fault::{FaultKind, FaultPlan};
+use super::order::{Access, AccessHistory, Clash, VectorClock, ranges};
 use super::timing::{KernelTime, Timing, throw};
 use super::{Race, Span};
 use crate::cpu::CpuOps;
@@ -52,12 +52,12 @@ impl Mark {
 #[derive(Debug)]
 struct Passed {
     time: u64,
-    clock: Arc<Clock>,
+    clock: Arc<VectorClock>,
 }
 
 /// What an item does.
-pub(super) enum Work {
-    Kernel(Box<Called>),
+pub(super) enum ItemWork {
+    Kernel(Box<QueuedKernel>),
     /// A copy, and what it reads where that was staged when it was queued.
     Copy(Copy, Option<Box<[u8]>>),
     Free(Range<u64>),
@@ -69,7 +69,7 @@ pub(super) enum Work {
 }
 
 /// A kernel with its operands.
-pub(super) struct Called {
+pub(super) struct QueuedKernel {
     pub kernel: Kernel,
     pub src: Vec<Option<View>>,
     pub dst: Vec<Option<View>>,
@@ -79,17 +79,17 @@ pub(super) struct Called {
 }
 
 /// One queued piece of work.
-struct Item {
+struct QueuedItem {
     seq: u64,
     what: String,
     /// `what` with its place, for reports.
     name: Arc<str>,
-    work: Work,
+    work: ItemWork,
     /// The clock of the host thread that queued it.
     ready: u64,
     nanos: u64,
     /// What had happened before it by the host's fences.
-    host: Arc<Clock>,
+    host: Arc<VectorClock>,
     reads: Vec<Range<u64>>,
     writes: Vec<Range<u64>>,
     /// Fails when it runs.
@@ -100,9 +100,9 @@ struct Item {
 pub(super) struct Queue {
     pub device: DeviceId,
     pub kind: LaneKind,
-    items: VecDeque<Item>,
+    items: VecDeque<QueuedItem>,
     time: u64,
-    clock: Clock,
+    clock: VectorClock,
     next: u64,
     done: u64,
     /// Kernels and copies ever queued: what dice are thrown by, so that frees do not shift them.
@@ -151,7 +151,8 @@ impl Pending {
         }
     }
 
-    fn tell(&mut self) -> Error {
+    /// The error itself, then copies of it.
+    fn error(&mut self) -> Error {
         let again = || Error::Device {
             device: self.device,
             what: self.words.clone(),
@@ -166,7 +167,7 @@ pub(super) struct State {
     pub bound: usize,
     pub timing: Timing,
     pub kernel_time: Option<Arc<KernelTime>>,
-    pub plan: Plan,
+    pub plan: FaultPlan,
     pub lanes: Vec<Queue>,
     pub arenas: BTreeMap<u64, Reserved>,
     /// Host memory that is pinned, by where it starts: where it ends.
@@ -177,18 +178,19 @@ pub(super) struct State {
     pub now: u64,
     ops: CpuOps,
     queued: usize,
-    host: Arc<Clock>,
+    host: Arc<VectorClock>,
     threads: HashMap<ThreadId, u64>,
-    ledger: Ledger,
+    ledger: AccessHistory,
     /// Blocks given back and not handed out again, in host order, with who freed them.
     freed: BTreeMap<u64, (u64, Arc<str>)>,
-    told: HashSet<(usize, u64, usize, u64)>,
+    /// Pairs of accesses that were reported, by lane and number.
+    reported: HashSet<(usize, u64, usize, u64)>,
     pending: Vec<Pending>,
     /// Marks ever made.
     marks: u64,
     lost: Vec<(Arc<Mark>, Passed)>,
     retired: Vec<Retired>,
-    spent: Vec<Item>,
+    spent: Vec<QueuedItem>,
 }
 
 impl State {
@@ -198,7 +200,7 @@ impl State {
             bound,
             timing,
             kernel_time: None,
-            plan: Plan::default(),
+            plan: FaultPlan::default(),
             lanes: Vec::new(),
             arenas: BTreeMap::new(),
             pinned: BTreeMap::new(),
@@ -210,9 +212,9 @@ impl State {
             queued: 0,
             host: Arc::default(),
             threads: HashMap::new(),
-            ledger: Ledger::default(),
+            ledger: AccessHistory::default(),
             freed: BTreeMap::new(),
-            told: HashSet::new(),
+            reported: HashSet::new(),
             pending: Vec::new(),
             marks: 0,
             lost: Vec::new(),
@@ -235,7 +237,7 @@ impl State {
             kind,
             items: VecDeque::new(),
             time: 0,
-            clock: Clock::default(),
+            clock: VectorClock::default(),
             next: 1,
             done: 0,
             works: 0,
@@ -296,14 +298,14 @@ impl State {
         lane: usize,
         what: &str,
         nanos: u64,
-        work: Work,
+        work: ItemWork,
         (reads, writes): (Vec<Range<u64>>, Vec<Range<u64>>),
     ) {
         let queue = &mut self.lanes[lane];
         queue.works += 1;
         let nanos = self.timing.thrown(nanos, self.seed, lane, queue.works);
         let kind = match &work {
-            Work::Copy(..) => FaultKind::Copy,
+            ItemWork::Copy(..) => FaultKind::Copy,
             _ => FaultKind::Kernel,
         };
         let worker = queue.device.index;
@@ -320,12 +322,12 @@ impl State {
         self.push(
             lane,
             what,
-            Item {
+            QueuedItem {
                 nanos,
                 reads,
                 writes,
                 fails,
-                ..Item::of(work)
+                ..QueuedItem::of(work)
             },
         );
     }
@@ -338,9 +340,9 @@ impl State {
         self.push(
             lane,
             "free",
-            Item {
+            QueuedItem {
                 writes,
-                ..Item::of(Work::Free(range))
+                ..QueuedItem::of(ItemWork::Free(range))
             },
         );
     }
@@ -362,7 +364,7 @@ impl State {
         self.push(
             lane,
             "event",
-            Item::of(Work::Record {
+            QueuedItem::of(ItemWork::Record {
                 mark: mark.clone(),
                 lost,
             }),
@@ -372,10 +374,10 @@ impl State {
 
     /// Puts later work of the lane behind a mark.
     pub fn push_wait(&mut self, lane: usize, mark: Arc<Mark>) {
-        self.push(lane, "wait", Item::of(Work::Wait(mark)));
+        self.push(lane, "wait", QueuedItem::of(ItemWork::Wait(mark)));
     }
 
-    fn push(&mut self, lane: usize, what: &str, mut item: Item) {
+    fn push(&mut self, lane: usize, what: &str, mut item: QueuedItem) {
         item.what = what.to_owned();
         item.name = self.label(lane, what);
         item.ready = *self.host_time();
@@ -404,10 +406,10 @@ impl State {
     fn due(&self, queue: &Queue) -> Option<(u64, u64)> {
         let item = queue.items.front()?;
         let start = match &item.work {
-            Work::Wait(mark) => queue.time.max(mark.passed.get()?.time),
+            ItemWork::Wait(mark) => queue.time.max(mark.passed.get()?.time),
             // A device knows nothing of these; they take the lane as it is.
-            Work::Record { .. } | Work::Free(_) => queue.time,
-            Work::Kernel(_) | Work::Copy(..) => queue.time.max(item.ready),
+            ItemWork::Record { .. } | ItemWork::Free(_) => queue.time,
+            ItemWork::Kernel(_) | ItemWork::Copy(..) => queue.time.max(item.ready),
         };
         Some((start, start + item.nanos))
     }
@@ -439,16 +441,16 @@ impl State {
         true
     }
 
-    fn perform(&mut self, lane: usize, item: &Item, start: u64, end: u64) {
+    fn perform(&mut self, lane: usize, item: &QueuedItem, start: u64, end: u64) {
         match &item.work {
-            Work::Wait(mark) => {
+            ItemWork::Wait(mark) => {
                 let passed = mark
                     .passed
                     .get()
                     .expect("a lane goes past a wait after its event only");
                 self.lanes[lane].clock.join(&passed.clock);
             }
-            Work::Record { mark, lost } => {
+            ItemWork::Record { mark, lost } => {
                 let passed = Passed {
                     time: end,
                     clock: Arc::new(self.lanes[lane].clock.clone()),
@@ -460,14 +462,14 @@ impl State {
                     debug_assert!(first, "a record runs once");
                 }
             }
-            Work::Free(range) => {
+            ItemWork::Free(range) => {
                 self.note(lane, item);
                 // SAFETY: the block lies in an arena, which is kept until every lane has passed
                 // what was queued while it lived; its owner gave it back and runs are serialised by
                 // the lock.
                 unsafe { poison(range) };
             }
-            Work::Copy(..) | Work::Kernel(_) => {
+            ItemWork::Copy(..) | ItemWork::Kernel(_) => {
                 self.note(lane, item);
                 self.execute(lane, item);
                 let queue = &self.lanes[lane];
@@ -484,31 +486,31 @@ impl State {
     }
 
     /// Moves or computes the data of an item.
-    fn execute(&mut self, lane: usize, item: &Item) {
+    fn execute(&mut self, lane: usize, item: &QueuedItem) {
         let outcome = match &item.work {
             _ if item.fails => Err(None),
-            Work::Copy(copy, staged) => {
+            ItemWork::Copy(copy, staged) => {
                 let src = staged
                     .as_ref()
                     .map_or(copy.src as *const u8, |bytes| bytes.as_ptr());
                 let dst = copy.dst as *mut u8;
-                // SAFETY: whoever queued the copy promised that both ranges stay valid until the
-                // lane has passed it, which is now; runs are serialised by the lock, so nothing
-                // else moves them. What was staged has the size of the copy.
+                // SAFETY: the caller that queued the copy promised that both ranges stay valid
+                // until the lane has passed it, which is now; runs are serialised by the lock, so
+                // nothing else moves them. What was staged has the size of the copy.
                 unsafe { std::ptr::copy(src, dst, copy.bytes as usize) };
                 Ok(())
             }
-            Work::Kernel(call) => {
-                let Called {
+            ItemWork::Kernel(call) => {
+                let QueuedKernel {
                     kernel,
                     src,
                     dst,
                     scratch,
                     faults,
                 } = &**call;
-                // SAFETY: whoever queued the kernel promised operands as its documentation asks and
-                // memory that stays until the lane has passed it, which is now; runs are serialised
-                // by the lock.
+                // SAFETY: the caller that queued the kernel promised operands as its documentation
+                // asks and memory that stays until the lane has passed it, which is now; runs are
+                // serialised by the lock.
                 let computed = unsafe { self.ops.compute(kernel, src, dst, *scratch) };
                 // What a kernel refuses is the data: only the work that it belongs to is concerned.
                 computed.map_err(|error| match faults {
@@ -519,7 +521,7 @@ impl State {
                     None => Some(error),
                 })
             }
-            Work::Free(_) | Work::Record { .. } | Work::Wait(_) => Ok(()),
+            ItemWork::Free(_) | ItemWork::Record { .. } | ItemWork::Wait(_) => Ok(()),
         };
         if let Err(error) = outcome {
             for range in exact_writes(item) {
@@ -535,8 +537,8 @@ impl State {
     // ---- order ----
 
     /// Notes what an item touches and reports what it is not ordered after.
-    fn note(&mut self, lane: usize, item: &Item) {
-        let free = matches!(item.work, Work::Free(_));
+    fn note(&mut self, lane: usize, item: &QueuedItem) {
+        let free = matches!(item.work, ItemWork::Free(_));
         let access = Access {
             lane,
             seq: item.seq,
@@ -565,7 +567,7 @@ impl State {
             first_wrote,
         } = clash;
         if !self
-            .told
+            .reported
             .insert((first.lane, first.seq, second.lane, second.seq))
         {
             return;
@@ -599,9 +601,9 @@ impl State {
 
     /// Reports downloads under way to what a staged upload reads now.
     pub fn too_early(&mut self, lane: usize, what: &str, reads: &[Range<u64>]) {
-        let writes = |item: &Item| {
+        let writes = |item: &QueuedItem| {
             let meets = |w: &Range<u64>| reads.iter().any(|r| w.start < r.end && r.start < w.end);
-            matches!(item.work, Work::Copy(..)) && item.writes.iter().any(meets)
+            matches!(item.work, ItemWork::Copy(..)) && item.writes.iter().any(meets)
         };
         let found = self.lanes.iter().enumerate().find_map(|(lane, queue)| {
             let item = queue.items.iter().find(|item| writes(item))?;
@@ -682,7 +684,7 @@ impl State {
 
     /// The first error that happened before a passed mark; with the others before it, later marks
     /// forget it if asked to.
-    pub fn told_at(&mut self, mark: &Mark, forget: bool) -> Result<()> {
+    pub fn result_at(&mut self, mark: &Mark, forget: bool) -> Result<()> {
         let Some(passed) = mark.passed.get() else {
             return Ok(());
         };
@@ -691,7 +693,7 @@ impl State {
             p.forgotten.is_none_or(|from| mark.number < from)
                 && p.at.is_none_or(|(lane, seq)| clock.has(lane, seq))
         };
-        let told = self.pending.iter_mut().find(covers).map(Pending::tell);
+        let found = self.pending.iter_mut().find(covers).map(Pending::error);
         if forget {
             let marks = self.marks;
             self.pending
@@ -699,7 +701,7 @@ impl State {
                 .filter(covers)
                 .for_each(|p| p.forgotten = p.forgotten.or(Some(marks)));
         }
-        told.map_or(Ok(()), Err)
+        found.map_or(Ok(()), Err)
     }
 
     /// Whether something went wrong that is not forgotten.
@@ -724,7 +726,7 @@ impl State {
     fn unblock(&mut self, wanted: &Mark) {
         let waits = self.lanes.iter().enumerate().filter_map(|(lane, queue)| {
             let item = queue.items.front()?;
-            let Work::Wait(mark) = &item.work else {
+            let ItemWork::Wait(mark) = &item.work else {
                 return None;
             };
             let (who, whom) = (self.place(lane), self.place(mark.lane));
@@ -744,7 +746,7 @@ impl State {
             .map(|(m, _)| format!("event {} of {} was lost", m.seq, self.place(m.lane)));
         let what: Vec<String> = std::iter::once(host).chain(waits).chain(lost).collect();
         let what = format!("dead-lock: {}", what.join("; "));
-        // Waits refer to records queued before them, so only a lost event can hold everybody up.
+        // Waits refer to records queued before them, so only a lost event can stop all lanes.
         assert!(!self.lost.is_empty(), "{what}");
         let device = self.lanes[wanted.lane].device;
         self.pending
@@ -807,7 +809,7 @@ impl State {
             .next_back()
             .map(|(_, arena)| arena);
         if let Some(arena) = arena.filter(|a| range.end <= a.end && a.fresh < range.end) {
-            // SAFETY: inside a live arena, at addresses that no block has had: nobody reads or
+            // SAFETY: inside a live arena, at addresses that no block has had: nothing reads or
             // writes there.
             unsafe { poison(&(arena.fresh..range.end)) };
             arena.fresh = range.end;
@@ -851,9 +853,9 @@ impl State {
     }
 }
 
-impl Item {
+impl QueuedItem {
     /// An item that takes no time and touches nothing; queuing gives it its place.
-    fn of(work: Work) -> Self {
+    fn of(work: ItemWork) -> Self {
         Self {
             seq: 0,
             what: String::new(),
@@ -870,9 +872,9 @@ impl Item {
 }
 
 /// The bytes an item writes, row by row, however many rows there are.
-fn exact_writes(item: &Item) -> Vec<Range<u64>> {
+fn exact_writes(item: &QueuedItem) -> Vec<Range<u64>> {
     match &item.work {
-        Work::Kernel(call) => call
+        ItemWork::Kernel(call) => call
             .dst
             .iter()
             .flatten()
@@ -883,7 +885,7 @@ fn exact_writes(item: &Item) -> Vec<Range<u64>> {
 }
 
 /// # Safety
-/// The range must be valid for writes and nobody may read or write it meanwhile.
+/// The range is valid for writes, and nothing else reads or writes it during the call.
 unsafe fn poison(range: &Range<u64>) {
     // SAFETY: promised by the caller.
     unsafe {

@@ -263,8 +263,8 @@ fn left_out(name: &str, dtype: DType) {
     );
 }
 
-/// The GPU, with nobody else at it: one arena for the whole binary, whose counts one case at a time
-/// may read.
+/// The GPU, with no other test at it: one arena for the whole binary, whose counts one case at a
+/// time may read.
 pub fn gpu_alone() -> Option<(&'static Worker, MutexGuard<'static, ()>)> {
     static TURN: Mutex<()> = Mutex::new(());
     Some((gpu()?, TURN.lock().unwrap_or_else(PoisonError::into_inner)))

@@ -226,7 +226,7 @@ fn convolutions_take_any_lie() {
     });
 }
 
-/// Gradients that nobody asked for are not computed, and those that were asked for do not need the
+/// Gradients that are not wanted are not computed, and those that are wanted do not need the
 /// others.
 #[test]
 fn frozen_operands_change_nothing() {

@@ -110,7 +110,7 @@ impl Told {
     fn new(step: &'static str, outcome: Result<Values>) -> Self {
         match outcome {
             Ok(values) => Self::Values(step, values),
-            // The same words whoever computes.
+            // The same words on every device.
             Err(error) => Self::Error(step, error.to_string().replace("sim:0", "cpu:0")),
         }
     }

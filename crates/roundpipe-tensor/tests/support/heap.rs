@@ -1,7 +1,7 @@
 //! A global allocator that counts, and refuses what goes beyond a limit.
 //!
 //! A program that includes this file gets it as its allocator. Counts are of the whole process:
-//! whoever measures lets nothing else run beside it. Memory that is mapped (`HostBuf`) does not
+//! a test that measures lets nothing else run beside it. Memory that is mapped (`HostBuf`) does not
 //! pass through here.
 #![allow(dead_code, reason = "each program uses its part")]
 
@@ -45,7 +45,7 @@ impl Heap {
         let now = LIVE.fetch_add(bytes, Relaxed).saturating_add(bytes);
         if now > LIMIT.load(Relaxed) {
             LIVE.fetch_sub(bytes, Relaxed);
-            // Once is enough to be found, and whoever reports it needs memory.
+            // Once is enough to be found, and reporting it needs memory.
             REFUSED.store(bytes, Relaxed);
             LIMIT.store(usize::MAX, Relaxed);
             return false;

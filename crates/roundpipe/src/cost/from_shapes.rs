@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use roundpipe_tensor::meta::{self, Cost, Given, Profile};
-use roundpipe_tensor::{CostModel, Cx, DType, DeviceKind, Param, Result, Shape, Tensor, Worker};
+use roundpipe_tensor::{CostModel, Cx, DType, Param, Result, Shape, Tensor, Worker};
 
 use super::{LayerCost, LayerCosts};
 use crate::layer::Layer;
@@ -31,15 +31,6 @@ pub fn profile(
         let output = layer.run(cx, input)?;
         Ok(output.leaves().into_iter().cloned().collect())
     })
-}
-
-/// What a device of a kind does in a millisecond: operations, and bytes of operands. Only ratios
-/// matter to a plan; measured times replace these after the first step.
-fn rates(kind: DeviceKind) -> (f64, f64) {
-    match kind {
-        DeviceKind::Cuda => (300e9, 1.5e9),
-        _ => (1e8, 2e7),
-    }
 }
 
 /// Guesses the costs of every layer for one microbatch by running the model on the meta device.
@@ -91,7 +82,7 @@ pub(crate) fn model_costs(
         })?;
         costs.push(layer_cost(
             name,
-            device.kind,
+            device,
             &params,
             &next,
             [forward, recompute, both],
@@ -103,13 +94,14 @@ pub(crate) fn model_costs(
 
 fn layer_cost(
     name: &str,
-    kind: DeviceKind,
+    device: CostModel,
     params: &[Param],
     output: &Tree<Spec>,
     [forward, recompute, both]: [Cost; 3],
 ) -> LayerCost {
-    let (flops, traffic) = rates(kind);
-    let ms = |f: u64, t: u64| f as f64 / flops + t as f64 / traffic;
+    let ms = |flops: u64, traffic: u64| {
+        flops as f64 / device.flops_per_ms() + traffic as f64 / device.bytes_per_ms()
+    };
     let weights: u64 = params.iter().map(|p| p.bytes() as u64).sum();
     let trained = params
         .iter()

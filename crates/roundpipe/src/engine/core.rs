@@ -26,7 +26,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use roundpipe_tensor::HostTensor;
 use roundpipe_tensor::transfer::HostValue;
@@ -46,6 +46,7 @@ use crate::exec::queue::Job;
 use crate::exec::ring::Ring;
 use crate::exec::value::Seed;
 use crate::plan::{ExecutePlan, PlanKind};
+use crate::sync::lock;
 use crate::trace::Trace;
 use crate::tree::Tree;
 
@@ -201,11 +202,11 @@ impl Core {
 
     /// Waits for the caller's turn.
     pub(super) fn turn(&self) -> MutexGuard<'_, Sequence> {
-        self.sequence.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.sequence)
     }
 
     pub(super) fn notes(&self) -> MutexGuard<'_, Notes> {
-        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.notes)
     }
 
     /// Refuses calls from within the engine's own work, which would wait for themselves.

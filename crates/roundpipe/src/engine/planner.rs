@@ -252,7 +252,7 @@ impl Planner {
 
     fn guess_by_meta(&self, example: &Tree<HostTensor>, batch: &Batch<'_>) -> Option<LayerCosts> {
         let card = self.ring.workers()[0].device().cost_model();
-        let device = if card.kind == DeviceKind::Cuda {
+        let device = if card.kind() == DeviceKind::Cuda {
             card
         } else {
             DeviceKind::Cpu.into()

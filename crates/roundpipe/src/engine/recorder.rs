@@ -1,6 +1,6 @@
 //! What calls took: measured times for the planner, spans for the trace.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use roundpipe_tensor::LaneKind;
@@ -10,6 +10,7 @@ use super::planner::Planner;
 use crate::cost::Phase;
 use crate::exec::call::{Call, Timed};
 use crate::exec::ring::Ring;
+use crate::sync::lock;
 use crate::trace::{Category, Lane, Span, Trace, Track};
 
 /// Reads the clocks of calls that have ended.
@@ -74,7 +75,7 @@ impl Recorder {
     }
 
     fn copies(&self) -> std::sync::MutexGuard<'_, Vec<PendingCopy>> {
-        self.copies.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.copies)
     }
 
     /// Records the copies whose ends the lanes have passed; the others stay for the next look.

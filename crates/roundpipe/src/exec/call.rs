@@ -18,7 +18,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 
 use roundpipe_tensor::device::Stamp;
-use roundpipe_tensor::transfer::{HostValue, Loaded, Port};
+use roundpipe_tensor::transfer::{FilledSlot, HostValue, Port};
 use roundpipe_tensor::{DeviceId, HostTensor, Param, Result as TensorResult};
 
 use super::data_check::DataCheck;
@@ -181,7 +181,7 @@ struct Mailboxes {
     /// By layer and microbatch.
     for_recompute: HashMap<(usize, usize), SavedForRecompute>,
     /// Uploaded weights, by stage and layer.
-    weights: HashMap<(usize, usize), Loaded>,
+    weights: HashMap<(usize, usize), FilledSlot>,
     losses: Vec<Option<Vec<HostValue>>>,
     outputs: Vec<Option<StageValue>>,
     input_grads: Vec<Option<Grads>>,
@@ -471,13 +471,13 @@ impl Call {
     // ---- weights and gradients ----
 
     /// Weights whose upload has been queued.
-    pub fn put_weights(&self, stage: usize, layer: usize, weights: Loaded) {
+    pub fn put_weights(&self, stage: usize, layer: usize, weights: FilledSlot) {
         self.put(|boxes| boxes.weights.insert((stage, layer), weights));
     }
 
     /// # Errors
     /// [`Error::Cancelled`] when the call fails.
-    pub fn wait_weights(&self, who: &str, stage: usize, layer: usize) -> Result<Loaded> {
+    pub fn wait_weights(&self, who: &str, stage: usize, layer: usize) -> Result<FilledSlot> {
         let what = "waiting for a layer's weights to be sent";
         self.wait(who, what, |boxes| boxes.weights.remove(&(stage, layer)))
     }

@@ -17,7 +17,7 @@ use std::thread::JoinHandle;
 
 use roundpipe_tensor::Tensor;
 use roundpipe_tensor::device::Event;
-use roundpipe_tensor::transfer::{Part, Port, Slot};
+use roundpipe_tensor::transfer::{Port, Slot, SlotSegment};
 
 use super::call::Call;
 use crate::error::{Error, Result};
@@ -195,7 +195,7 @@ fn try_upload(port: &Port, upload: WeightUpload) -> Result<()> {
     }
     let mut parts = Vec::new();
     for segment in spec.model.store.segments(layer, spec.version)? {
-        parts.push(Part {
+        parts.push(SlotSegment {
             host: segment.data.read_all()?,
             offset: segment.block_offset as u64,
         });

@@ -191,7 +191,7 @@ impl Launcher {
                 stage: job.stage,
                 microbatch,
             };
-            let begun = self.port.turn();
+            let begun = self.port.begin_task();
             begun.map_err(|error| task.error(None, error))?;
             self.claim_working(&task)?;
             // Behind the claim, so that the next weights leave this task its room.

@@ -11,7 +11,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use roundpipe_tensor::{
     Bytes, Cpu, Cx, Device, Gradients, HostTensor, Param, Result as TensorResult, RngSite, Tensor,
@@ -29,6 +29,7 @@ use crate::exec::ring::Ring;
 use crate::layer::Params;
 use crate::optim::StepReport;
 use crate::store::Store;
+use crate::sync::lock;
 use crate::tree::Tree;
 use crate::update::{self, OptimHandle, OptimParams, Update};
 
@@ -53,10 +54,6 @@ pub(super) struct Shared {
     training: AtomicBool,
     /// Training forwards so far: the place in the random stream.
     number: AtomicU64,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl AutoWrapped {

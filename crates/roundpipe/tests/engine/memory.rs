@@ -16,7 +16,7 @@ use roundpipe::{
 };
 use roundpipe_tensor::device::{Arena, DeviceId, Lane, LaneKind, Ops};
 use roundpipe_tensor::sim::{SimConfig, Timing};
-use roundpipe_tensor::{DeviceKind, HostBuf, Meta, SimWorld};
+use roundpipe_tensor::{Cuda, DeviceKind, HostBuf, Meta, SimWorld};
 
 use crate::invisible::{Way, engine, rule};
 use crate::models;
@@ -450,11 +450,7 @@ fn plans_know_whose_attention_a_card_has() {
         engine.forward_backward(x.clone(), x, square).map(drop)
     };
     let any = CostModel::from(DeviceKind::Cuda);
-    step(CostModel {
-        library_attention: false,
-        ..any
-    })
-    .unwrap();
+    step(Cuda::costs_without_cudnn()).unwrap();
     let refused = step(any).unwrap_err().to_string();
     assert!(refused.contains("use more microbatches"), "{refused}");
 }

@@ -12,26 +12,26 @@
 
 use std::ops::Range;
 
-use super::load::{Rows, store_transposed};
+use super::load::{DenseRows, store_transposed};
 use super::softmax::weigh_back;
-use super::tile::{LANES, Left, Product, multiply};
+use super::tile::{LANES, Left, TileProduct, multiply};
 use super::{
-    KEYS, Operand, PerQuery, Problem, QUERIES, Sequence, Sight, Value, converted, grain, lanes,
-    query_blocks, readable, with_buffers,
+    AttentionFloat, KEYS, Mask, Operand, PerQuery, Problem, QUERIES, RowSequence, converted, grain,
+    lanes, query_blocks, readable, with_buffers,
 };
-use crate::cpu::access::{Call, Real, Shared, slice_mut};
+use crate::cpu::access::{Call, Real, SharedSlice, slice_mut};
 use crate::error::Result;
 use crate::kernel::{AttentionSpec, View};
 
 /// Scratch memory: `[sequences, heads]` f64 sums of the sinks' gradients, then the sums of dk and
 /// dv.
-pub(super) struct Scratch {
+pub(super) struct GradScratch {
     sinks_bytes: usize,
     dk_bytes: usize,
     dv_bytes: usize,
 }
 
-impl Scratch {
+impl GradScratch {
     /// From the operands of the kernel.
     pub fn new(src: &[Option<View>], dst: &[Option<View>]) -> Self {
         let of = |all: &[Option<View>], i: usize| all.get(i).copied().flatten();
@@ -57,7 +57,7 @@ impl Scratch {
 }
 
 /// Operands and results beside those of [`Problem`].
-struct Pass<'a, T: Value> {
+struct BackwardPass<'a, T: AttentionFloat> {
     problem: Problem<'a, T>,
     o: Operand,
     d_o: Operand,
@@ -79,10 +79,10 @@ struct Pass<'a, T: Value> {
 
 /// # Safety
 /// As [`super::run`].
-pub(super) unsafe fn run<T: Value>(call: &Call<'_>, spec: AttentionSpec) -> Result<()> {
+pub(super) unsafe fn run<T: AttentionFloat>(call: &Call<'_>, spec: AttentionSpec) -> Result<()> {
     // SAFETY: the caller's promise.
     let problem = unsafe { Problem::<T>::new(call, spec, 6)? };
-    let sizes = Scratch::new(call.src, call.dst);
+    let sizes = GradScratch::new(call.src, call.dst);
     let scratch = call.scratch.map_or(0, |s| s.ptr);
     let real = call.src_opt(7).map_or(problem.sequences.len(), |lens| {
         lens.numel().saturating_sub(1)
@@ -95,7 +95,7 @@ pub(super) unsafe fn run<T: Value>(call: &Call<'_>, spec: AttentionSpec) -> Resu
             ..tensor
         },
     };
-    let pass = Pass {
+    let pass = BackwardPass {
         o: Operand::new(call.src(3)),
         d_o: Operand::new(call.src(5)),
         lse: call.src(4).ptr,
@@ -158,7 +158,7 @@ struct Buffers<'a, A> {
     v: &'a mut [A],
 }
 
-impl<T: Value> Pass<'_, T> {
+impl<T: AttentionFloat> BackwardPass<'_, T> {
     /// Key heads of all sequences.
     fn key_heads(&self) -> usize {
         self.problem.sequences.len() * self.key_heads
@@ -166,7 +166,7 @@ impl<T: Value> Pass<'_, T> {
 
     /// Multiplications of one query head of the longest sequence.
     fn work(&self) -> usize {
-        let pairs = |s: &Sequence| s.keys.saturating_mul(s.queries);
+        let pairs = |s: &RowSequence| s.keys.saturating_mul(s.queries);
         let longest = self.problem.sequences.iter().map(pairs).max().unwrap_or(0);
         longest.saturating_mul(self.problem.q.width + self.problem.v.width)
     }
@@ -181,8 +181,8 @@ impl<T: Value> Pass<'_, T> {
     /// One task per key head of a sequence.
     ///
     /// # Safety
-    /// Operands and results exist and nobody else writes the results; this holds for all functions
-    /// here.
+    /// Operands and results exist and nothing else writes the results; all functions here rely on
+    /// this.
     unsafe fn run_together(&self, call: &Call<'_>) {
         let units = self.key_heads();
         call.pieces(
@@ -202,7 +202,7 @@ impl<T: Value> Pass<'_, T> {
                                 self.queries_block(sequence, head, queries, Want::All, buffers);
                             }
                         }
-                        self.settle(sequence, head, 0..sequence.keys);
+                        self.round_keys(sequence, head, 0..sequence.keys);
                     });
                 }
             },
@@ -212,7 +212,7 @@ impl<T: Value> Pass<'_, T> {
     /// One task per block of queries, then one per block of keys.
     ///
     /// # Safety
-    /// As [`Pass::run_together`].
+    /// As [`BackwardPass::run_together`].
     unsafe fn run_apart(&self, call: &Call<'_>) {
         let mut units = Vec::new();
         for sequence in &self.problem.sequences {
@@ -283,10 +283,10 @@ impl<T: Value> Pass<'_, T> {
     /// part of dk and dv.
     ///
     /// # Safety
-    /// As [`Pass::run_together`]; the rows written are this task's.
+    /// As [`BackwardPass::run_together`]; the rows written are this task's.
     unsafe fn queries_block(
         &self,
-        sequence: &Sequence,
+        sequence: &RowSequence,
         head: usize,
         queries: Range<usize>,
         want: Want,
@@ -294,11 +294,11 @@ impl<T: Value> Pass<'_, T> {
     ) {
         // SAFETY: the caller's promise.
         let stats = unsafe { self.load(sequence, head, &queries, buffers) };
-        let sight = Sight::new(&self.problem.spec, sequence);
+        let mask = Mask::new(&self.problem.spec, sequence);
         buffers.dq_t.fill(T::Acc::ZERO);
-        for keys in sight.blocks(&queries) {
+        for keys in mask.blocks(&queries) {
             // SAFETY: as above.
-            unsafe { self.meet(sequence, head, &queries, keys, want, &stats, buffers) };
+            unsafe { self.block_pair(sequence, head, &queries, keys, want, &stats, buffers) };
         }
         let row = sequence.first_query + queries.start;
         let scale = [T::Acc::of(self.problem.spec.scale); QUERIES];
@@ -318,38 +318,38 @@ impl<T: Value> Pass<'_, T> {
     /// One block of keys with all blocks of queries that see it: its dk and dv.
     ///
     /// # Safety
-    /// As [`Pass::queries_block`].
+    /// As [`BackwardPass::queries_block`].
     unsafe fn keys_block(
         &self,
-        sequence: &Sequence,
+        sequence: &RowSequence,
         key_head: usize,
         keys: Range<usize>,
         buffers: &mut Buffers<'_, T::Acc>,
     ) {
-        let sight = Sight::new(&self.problem.spec, sequence);
+        let mask = Mask::new(&self.problem.spec, sequence);
         // SAFETY: the caller's promise.
         unsafe {
             self.clear(sequence, key_head, keys.clone());
             for head in self.query_heads(key_head) {
                 for queries in query_blocks(sequence.queries) {
-                    let Some(keys) = sight.seen(&queries, keys.clone()) else {
+                    let Some(keys) = mask.seen(&queries, keys.clone()) else {
                         continue;
                     };
                     let stats = self.load(sequence, head, &queries, buffers);
-                    self.meet(sequence, head, &queries, keys, Want::Keys, &stats, buffers);
+                    self.block_pair(sequence, head, &queries, keys, Want::Keys, &stats, buffers);
                 }
             }
-            self.settle(sequence, key_head, keys);
+            self.round_keys(sequence, key_head, keys);
         }
     }
 
     /// Brings a block of queries with its gradient.
     ///
     /// # Safety
-    /// As [`Pass::run_together`].
+    /// As [`BackwardPass::run_together`].
     unsafe fn load(
         &self,
-        sequence: &Sequence,
+        sequence: &RowSequence,
         head: usize,
         queries: &Range<usize>,
         buffers: &mut Buffers<'_, T::Acc>,
@@ -378,10 +378,10 @@ impl<T: Value> Pass<'_, T> {
     fn rows_of(
         &self,
         operand: &Operand,
-        sequence: &Sequence,
+        sequence: &RowSequence,
         head: usize,
         queries: &Range<usize>,
-    ) -> Rows<T> {
+    ) -> DenseRows<T> {
         let first = sequence.first_query + queries.start;
         operand.rows(sequence.batch, first..first + queries.len(), head)
     }
@@ -389,10 +389,10 @@ impl<T: Value> Pass<'_, T> {
     /// What is known of each query of a block.
     ///
     /// # Safety
-    /// As [`Pass::run_together`].
+    /// As [`BackwardPass::run_together`].
     unsafe fn stats(
         &self,
-        sequence: &Sequence,
+        sequence: &RowSequence,
         head: usize,
         queries: &Range<usize>,
     ) -> Stats<T::Acc> {
@@ -418,14 +418,14 @@ impl<T: Value> Pass<'_, T> {
     /// A block of queries meets a block of keys.
     ///
     /// # Safety
-    /// As [`Pass::queries_block`].
+    /// As [`BackwardPass::queries_block`].
     #[allow(
         clippy::too_many_arguments,
         reason = "the coordinates of a pair of blocks and what is known of it"
     )]
-    unsafe fn meet(
+    unsafe fn block_pair(
         &self,
-        sequence: &Sequence,
+        sequence: &RowSequence,
         head: usize,
         queries: &Range<usize>,
         keys: Range<usize>,
@@ -443,7 +443,7 @@ impl<T: Value> Pass<'_, T> {
             &mut buffers.grads[..count * QUERIES],
         );
         // Products into buffers, and sums of keys' rows.
-        let inner = |m, k, a, b, c, add| Product {
+        let inner = |m, k, a, b, c, add| TileProduct {
             m,
             n,
             k,
@@ -455,7 +455,7 @@ impl<T: Value> Pass<'_, T> {
         let outer = |n: usize, a, b, c: &Operand| {
             let c = (c.at::<T::Acc>(batch, first, head), c.strides[1] as usize);
             let a = Left::Rows(a, QUERIES as isize);
-            Product {
+            TileProduct {
                 m: count,
                 n,
                 k: queries.len(),
@@ -487,7 +487,7 @@ impl<T: Value> Pass<'_, T> {
                 grads.as_mut_ptr(),
                 false,
             ));
-            Sight::new(&p.spec, sequence).hide(weights, keys, queries);
+            Mask::new(&p.spec, sequence).apply(weights, keys, queries);
             weigh_back(weights, grads, &stats.lse, &stats.delta);
             if want != Want::Queries {
                 multiply(outer(
@@ -515,8 +515,8 @@ impl<T: Value> Pass<'_, T> {
     /// Sets the sums of keys to zero.
     ///
     /// # Safety
-    /// As [`Pass::queries_block`].
-    unsafe fn clear(&self, sequence: &Sequence, head: usize, keys: Range<usize>) {
+    /// As [`BackwardPass::queries_block`].
+    unsafe fn clear(&self, sequence: &RowSequence, head: usize, keys: Range<usize>) {
         for operand in [&self.dk_sums, &self.dv_sums] {
             for key in keys.clone() {
                 let at = operand.at::<T::Acc>(sequence.batch, sequence.first_key + key, head);
@@ -529,8 +529,8 @@ impl<T: Value> Pass<'_, T> {
     /// Rounds the sums of keys to the tensor's type, where they are apart.
     ///
     /// # Safety
-    /// As [`Pass::queries_block`].
-    unsafe fn settle(&self, sequence: &Sequence, head: usize, keys: Range<usize>) {
+    /// As [`BackwardPass::queries_block`].
+    unsafe fn round_keys(&self, sequence: &RowSequence, head: usize, keys: Range<usize>) {
         if T::is_acc() {
             return;
         }
@@ -563,7 +563,7 @@ impl<T: Value> Pass<'_, T> {
     /// sequence, then over sequences.
     ///
     /// # Safety
-    /// As [`Pass::run_together`]; `view` is the sinks' gradient.
+    /// As [`BackwardPass::run_together`]; `view` is the sinks' gradient.
     unsafe fn run_sinks(&self, call: &Call<'_>, view: &View) {
         let (sequences, heads) = (&self.problem.sequences[..self.real], self.problem.heads);
         // SAFETY: the caller's promise; scratch holds `[sequences, heads]` first.
@@ -574,7 +574,7 @@ impl<T: Value> Pass<'_, T> {
             };
             (parts, slice_mut::<T::Acc>(view))
         };
-        let shared = Shared::new(parts);
+        let shared = SharedSlice::new(parts);
         let work = self.queries * self.problem.v.width;
         let units = sequences.len() * heads;
         call.pieces(units, grain(units, work), |start, end| {
@@ -595,8 +595,8 @@ impl<T: Value> Pass<'_, T> {
     /// One head's queries of one sequence.
     ///
     /// # Safety
-    /// As [`Pass::run_together`].
-    unsafe fn sink_part(&self, sequence: &Sequence, head: usize) -> f64 {
+    /// As [`BackwardPass::run_together`].
+    unsafe fn sink_part(&self, sequence: &RowSequence, head: usize) -> f64 {
         let Some(sink) = self.problem.sink(head) else {
             return 0.0;
         };

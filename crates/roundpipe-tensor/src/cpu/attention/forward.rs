@@ -3,25 +3,25 @@
 use std::ops::Range;
 
 use super::load::store_transposed;
-use super::softmax::{Running, scale, weigh};
-use super::tile::{Left, Product, multiply};
+use super::softmax::{Running, online_softmax, scale};
+use super::tile::{Left, TileProduct, multiply};
 use super::{
-    KEYS, Operand, PerQuery, Problem, QUERIES, Sequence, Sight, Value, converted, grain, lanes,
-    query_blocks, readable, with_buffers,
+    AttentionFloat, KEYS, Mask, Operand, PerQuery, Problem, QUERIES, RowSequence, converted, grain,
+    lanes, query_blocks, readable, with_buffers,
 };
 use crate::cpu::access::{Call, Real};
 use crate::error::Result;
 use crate::kernel::AttentionSpec;
 
 /// A block of queries of one head.
-struct Unit {
-    sequence: Sequence,
+struct QueryBlock {
+    sequence: RowSequence,
     head: usize,
     queries: Range<usize>,
 }
 
 /// Where results go.
-struct Output {
+struct ForwardOutput {
     o: Operand,
     /// Address of `[batch, heads, queries]`.
     lse: u64,
@@ -31,7 +31,7 @@ struct Output {
 
 /// # Safety
 /// As [`super::run`].
-pub(super) unsafe fn run<T: Value>(call: &Call<'_>, spec: AttentionSpec) -> Result<()> {
+pub(super) unsafe fn run<T: AttentionFloat>(call: &Call<'_>, spec: AttentionSpec) -> Result<()> {
     // SAFETY: the caller's promise.
     let problem = unsafe { Problem::<T>::new(call, spec, 3)? };
     let (o, lse, queries) = (
@@ -39,7 +39,7 @@ pub(super) unsafe fn run<T: Value>(call: &Call<'_>, spec: AttentionSpec) -> Resu
         call.dst(1).ptr,
         call.src(0).shape()[1],
     );
-    let output = Output {
+    let output = ForwardOutput {
         o,
         lse,
         heads: problem.heads,
@@ -48,7 +48,7 @@ pub(super) unsafe fn run<T: Value>(call: &Call<'_>, spec: AttentionSpec) -> Resu
     let mut units = Vec::new();
     for &sequence in &problem.sequences {
         for head in 0..problem.heads {
-            units.extend(query_blocks(sequence.queries).map(|queries| Unit {
+            units.extend(query_blocks(sequence.queries).map(|queries| QueryBlock {
                 sequence,
                 head,
                 queries,
@@ -73,8 +73,12 @@ pub(super) unsafe fn run<T: Value>(call: &Call<'_>, spec: AttentionSpec) -> Resu
 /// Computes the rows of one unit.
 ///
 /// # Safety
-/// Operands and outputs exist; nobody else writes this unit's rows.
-unsafe fn attend<T: Value>(problem: &Problem<'_, T>, unit: &Unit, output: &Output) {
+/// Operands and outputs exist; nothing else writes this unit's rows.
+unsafe fn attend<T: AttentionFloat>(
+    problem: &Problem<'_, T>,
+    unit: &QueryBlock,
+    output: &ForwardOutput,
+) {
     let (d, dv) = (problem.q.width, problem.v.width);
     let lens = [
         d * QUERIES,
@@ -95,15 +99,15 @@ unsafe fn attend<T: Value>(problem: &Problem<'_, T>, unit: &Unit, output: &Outpu
 ///
 /// # Safety
 /// As [`attend`].
-unsafe fn blocks<T: Value>(
+unsafe fn blocks<T: AttentionFloat>(
     problem: &Problem<'_, T>,
-    unit: &Unit,
+    unit: &QueryBlock,
     q: &mut [T::Acc],
     o: &mut [T::Acc],
     scores: &mut [T::Acc],
     (k, v): (&mut [T::Acc], &mut [T::Acc]),
 ) -> Running<T::Acc> {
-    let Unit {
+    let QueryBlock {
         sequence,
         head,
         queries,
@@ -126,10 +130,10 @@ unsafe fn blocks<T: Value>(
             T::Acc::ZERO
         }; QUERIES],
     };
-    let mut fade = [T::Acc::ONE; QUERIES];
-    let sight = Sight::new(&problem.spec, sequence);
+    let mut rescale = [T::Acc::ONE; QUERIES];
+    let mask = Mask::new(&problem.spec, sequence);
     let mut add = false;
-    for keys in sight.blocks(queries) {
+    for keys in mask.blocks(queries) {
         let count = keys.len();
         let rows = sequence.first_key + keys.start..sequence.first_key + keys.end;
         // SAFETY: the rows exist and are only read; buffers hold KEYS rows and products of QUERIES
@@ -141,7 +145,7 @@ unsafe fn blocks<T: Value>(
                 readable(problem.v.rows::<T>(sequence.batch, rows, head), v),
             )
         };
-        let to_scores = Product {
+        let to_scores = TileProduct {
             m: count,
             n,
             k: d,
@@ -153,12 +157,12 @@ unsafe fn blocks<T: Value>(
         // SAFETY: as above.
         unsafe { multiply(to_scores) };
         let scores = &mut scores[..count * QUERIES];
-        sight.hide(scores, keys, queries);
-        weigh(scores, n, &mut running, &mut fade);
+        mask.apply(scores, keys, queries);
+        online_softmax(scores, n, &mut running, &mut rescale);
         if add {
-            scale(o, &fade);
+            scale(o, &rescale);
         }
-        let to_output = Product {
+        let to_output = TileProduct {
             m: dv,
             n,
             k: count,
@@ -181,8 +185,13 @@ unsafe fn blocks<T: Value>(
 ///
 /// # Safety
 /// As [`attend`].
-unsafe fn finish<T: Value>(unit: &Unit, o: &[T::Acc], running: &Running<T::Acc>, output: &Output) {
-    let Unit {
+unsafe fn finish<T: AttentionFloat>(
+    unit: &QueryBlock,
+    o: &[T::Acc],
+    running: &Running<T::Acc>,
+    output: &ForwardOutput,
+) {
+    let QueryBlock {
         sequence,
         head,
         queries,

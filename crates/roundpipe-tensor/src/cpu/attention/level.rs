@@ -1,6 +1,6 @@
 //! The inner loops of attention compiled for what the processor has.
 //!
-//! As [`vectorize!`](crate::cpu::simd::vectorize), but the loop is told what it is compiled for:
+//! As [`vectorize!`](crate::cpu::simd::vectorize), but the loop knows what it is compiled for:
 //! whether multiply-add is one instruction (without it, asking for one would be a library call per
 //! element) and how wide vectors are. So bits may differ between kinds of processors, as those of
 //! products do.
@@ -12,13 +12,13 @@ use crate::cpu::access::Real;
 use crate::cpu::simd;
 
 /// A loop and its operands.
-pub(super) trait Job {
+pub(super) trait LevelLoop {
     /// Does the work with vectors of `BYTES`. Must be `#[inline(always)]`.
     fn run<const FMA: bool, const BYTES: usize>(self);
 }
 
 /// Runs `job` compiled for the best level of this processor.
-pub(super) fn run(job: impl Job) {
+pub(super) fn run(job: impl LevelLoop) {
     match simd::level() {
         // SAFETY: `level` found these features on this processor.
         #[cfg(target_arch = "x86_64")]
@@ -33,18 +33,18 @@ pub(super) fn run(job: impl Job) {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-fn avx512(job: impl Job) {
+fn avx512(job: impl LevelLoop) {
     job.run::<true, 64>();
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn avx2(job: impl Job) {
+fn avx2(job: impl LevelLoop) {
     job.run::<true, 32>();
 }
 
 /// What attention computes in: f32, or f64 for f64.
-pub(super) trait Lane: Real {
+pub(super) trait AttentionAcc: Real {
     /// The registers of 32 and of 64 bytes, where they exist.
     type Wide: Vector<Self>;
     /// As above.
@@ -57,7 +57,7 @@ pub(super) trait Lane: Real {
     fn exp2<const FMA: bool>(x: Self) -> Self;
 }
 
-impl Lane for f32 {
+impl AttentionAcc for f32 {
     #[cfg(target_arch = "x86_64")]
     type Wide = std::arch::x86_64::__m256;
     #[cfg(target_arch = "x86_64")]
@@ -96,14 +96,14 @@ impl Lane for f32 {
         let r = x - (shifted - ROUND);
         let mut p = 1.534_581_2e-4;
         for term in TERMS {
-            p = Lane::mul_add::<FMA>(p, r, term);
+            p = AttentionAcc::mul_add::<FMA>(p, r, term);
         }
         // For n = -127 these bits are those of 0.
         p * f32::from_bits(shifted.to_bits().wrapping_add(127) << 23)
     }
 }
 
-impl Lane for f64 {
+impl AttentionAcc for f64 {
     #[cfg(target_arch = "x86_64")]
     type Wide = std::arch::x86_64::__m256d;
     #[cfg(target_arch = "x86_64")]
@@ -130,7 +130,7 @@ impl Lane for f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::Lane;
+    use super::AttentionAcc;
 
     #[test]
     #[cfg_attr(
@@ -142,16 +142,16 @@ mod tests {
             let x = -(i as f32) * 1e-3;
             let exact = f64::from(x).exp2();
             for have in [
-                <f32 as Lane>::exp2::<false>(x),
-                <f32 as Lane>::exp2::<true>(x),
+                <f32 as AttentionAcc>::exp2::<false>(x),
+                <f32 as AttentionAcc>::exp2::<true>(x),
             ] {
                 let error = (f64::from(have) - exact).abs() / exact;
                 assert!(error < 2e-7, "2^{x}: {error:e}");
             }
         }
-        assert_eq!(<f32 as Lane>::exp2::<false>(0.0), 1.0);
-        assert_eq!(<f32 as Lane>::exp2::<false>(-127.0), 0.0);
-        assert_eq!(<f32 as Lane>::exp2::<false>(f32::NEG_INFINITY), 0.0);
-        assert!(<f32 as Lane>::exp2::<false>(f32::NAN).is_nan());
+        assert_eq!(<f32 as AttentionAcc>::exp2::<false>(0.0), 1.0);
+        assert_eq!(<f32 as AttentionAcc>::exp2::<false>(-127.0), 0.0);
+        assert_eq!(<f32 as AttentionAcc>::exp2::<false>(f32::NEG_INFINITY), 0.0);
+        assert!(<f32 as AttentionAcc>::exp2::<false>(f32::NAN).is_nan());
     }
 }

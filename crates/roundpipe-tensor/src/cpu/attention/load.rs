@@ -1,24 +1,24 @@
 //! Blocks on their way between tensors and the buffers of a task: converted, transposed, padded.
 
-use super::level::{self, Job, Lane};
+use super::level::{self, AttentionAcc, LevelLoop};
 use super::softmax::PerQuery;
-use super::{QUERIES, Value};
+use super::{AttentionFloat, QUERIES};
 use crate::cpu::access::Real;
 
 /// `rows` rows of `width` elements with a contiguous last dimension, `stride` apart.
 #[derive(Clone, Copy)]
-pub(super) struct Rows<T> {
+pub(super) struct DenseRows<T> {
     pub ptr: *const T,
     pub stride: isize,
     pub rows: usize,
     pub width: usize,
 }
 
-impl<T: Value> Rows<T> {
+impl<T: AttentionFloat> DenseRows<T> {
     /// Row `i`.
     ///
     /// # Safety
-    /// The rows exist and nobody writes them; `i` is one of them.
+    /// The rows exist and nothing writes them; `i` is one of them.
     #[inline(always)]
     unsafe fn row(&self, i: usize) -> &[T] {
         // Rows of no elements lie anywhere, also outside of their tensor's memory.
@@ -30,7 +30,7 @@ impl<T: Value> Rows<T> {
     /// Writes the rows times `factor` to `to`, `padded` apart, the padding zero.
     ///
     /// # Safety
-    /// The rows exist and nobody writes them.
+    /// The rows exist and nothing writes them.
     pub unsafe fn dense(self, to: &mut [T::Acc], padded: usize, factor: T::Acc) {
         level::run(Dense {
             from: self,
@@ -44,7 +44,7 @@ impl<T: Value> Rows<T> {
     /// zero.
     ///
     /// # Safety
-    /// The rows exist, at most [`QUERIES`], and nobody writes them.
+    /// The rows exist, at most [`QUERIES`], and nothing writes them.
     pub unsafe fn transposed(self, to: &mut [T::Acc], factor: T::Acc) {
         level::run(Transposed {
             from: self,
@@ -56,7 +56,7 @@ impl<T: Value> Rows<T> {
     /// The sum of products of each row with the same row of `other`; 0 past the rows.
     ///
     /// # Safety
-    /// The rows of both exist, at most [`QUERIES`] of equal width, and nobody writes them.
+    /// The rows of both exist, at most [`QUERIES`] of equal width, and nothing writes them.
     pub unsafe fn dots(self, other: Self, to: &mut PerQuery<T::Acc>) {
         level::run(Dots {
             a: self,
@@ -66,14 +66,14 @@ impl<T: Value> Rows<T> {
     }
 }
 
-struct Dense<'a, T: Value> {
-    from: Rows<T>,
+struct Dense<'a, T: AttentionFloat> {
+    from: DenseRows<T>,
     to: &'a mut [T::Acc],
     padded: usize,
     factor: T::Acc,
 }
 
-impl<T: Value> Job for Dense<'_, T> {
+impl<T: AttentionFloat> LevelLoop for Dense<'_, T> {
     #[inline(always)]
     fn run<const FMA: bool, const BYTES: usize>(self) {
         for (i, to) in self
@@ -93,16 +93,16 @@ impl<T: Value> Job for Dense<'_, T> {
     }
 }
 
-struct Transposed<'a, T: Value> {
-    from: Rows<T>,
+struct Transposed<'a, T: AttentionFloat> {
+    from: DenseRows<T>,
     to: &'a mut [T::Acc],
     factor: T::Acc,
 }
 
-impl<T: Value> Job for Transposed<'_, T> {
+impl<T: AttentionFloat> LevelLoop for Transposed<'_, T> {
     #[inline(always)]
     fn run<const FMA: bool, const BYTES: usize>(self) {
-        let Rows { rows, width, .. } = self.from;
+        let DenseRows { rows, width, .. } = self.from;
         if rows < QUERIES {
             self.to[..width * QUERIES].fill(T::Acc::ZERO);
         }
@@ -123,13 +123,13 @@ impl<T: Value> Job for Transposed<'_, T> {
     }
 }
 
-struct Dots<'a, T: Value> {
-    a: Rows<T>,
-    b: Rows<T>,
+struct Dots<'a, T: AttentionFloat> {
+    a: DenseRows<T>,
+    b: DenseRows<T>,
     to: &'a mut PerQuery<T::Acc>,
 }
 
-impl<T: Value> Job for Dots<'_, T> {
+impl<T: AttentionFloat> LevelLoop for Dots<'_, T> {
     #[inline(always)]
     fn run<const FMA: bool, const BYTES: usize>(self) {
         const WAYS: usize = 16;
@@ -142,11 +142,11 @@ impl<T: Value> Job for Dots<'_, T> {
             let (b, b_tail) = b.as_chunks::<WAYS>();
             for (a, b) in a.iter().zip(b) {
                 for w in 0..WAYS {
-                    sums[w] = Lane::mul_add::<FMA>(a[w].up(), b[w].up(), sums[w]);
+                    sums[w] = AttentionAcc::mul_add::<FMA>(a[w].up(), b[w].up(), sums[w]);
                 }
             }
             for (w, (a, b)) in a_tail.iter().zip(b_tail).enumerate() {
-                sums[w] = Lane::mul_add::<FMA>(a.up(), b.up(), sums[w]);
+                sums[w] = AttentionAcc::mul_add::<FMA>(a.up(), b.up(), sums[w]);
             }
             *to = sums.into_iter().sum();
         }
@@ -157,15 +157,15 @@ impl<T: Value> Job for Dots<'_, T> {
 /// `to`.
 ///
 /// # Safety
-/// The rows exist, `stride` apart, at most [`QUERIES`], and nobody else touches them.
-pub(super) unsafe fn store_transposed<T: Value>(
+/// The rows exist, `stride` apart, at most [`QUERIES`], and nothing else touches them.
+pub(super) unsafe fn store_transposed<T: AttentionFloat>(
     from: &[T::Acc],
     factor: &PerQuery<T::Acc>,
     to: *mut T,
     stride: usize,
     rows: usize,
 ) {
-    level::run(Store {
+    level::run(StoreTransposed {
         from,
         factor,
         to,
@@ -174,7 +174,7 @@ pub(super) unsafe fn store_transposed<T: Value>(
     });
 }
 
-struct Store<'a, T: Value> {
+struct StoreTransposed<'a, T: AttentionFloat> {
     from: &'a [T::Acc],
     factor: &'a PerQuery<T::Acc>,
     to: *mut T,
@@ -182,7 +182,7 @@ struct Store<'a, T: Value> {
     rows: usize,
 }
 
-impl<T: Value> Job for Store<'_, T> {
+impl<T: AttentionFloat> LevelLoop for StoreTransposed<'_, T> {
     #[inline(always)]
     fn run<const FMA: bool, const BYTES: usize>(self) {
         let width = self.from.len() / QUERIES;

@@ -5,7 +5,7 @@
 //! units of ln 2 (the queries were multiplied by log2 e), so that e^x is 2^x here.
 
 use super::QUERIES;
-use super::level::{self, Job, Lane};
+use super::level::{self, AttentionAcc, LevelLoop};
 use super::tile::LANES;
 
 /// One number per query of a block.
@@ -20,30 +20,30 @@ pub(super) struct Running<T> {
 }
 
 /// Turns scores `[keys, QUERIES]` into weights 2^(score - max) after raising the running maximum,
-/// adds them to the running sum, and gives in `fade` the factor of everything summed under the old
-/// maximum.
-pub(super) fn weigh<T: Lane>(
+/// adds them to the running sum, and gives in `rescale` the factor of everything summed under the
+/// old maximum.
+pub(super) fn online_softmax<T: AttentionAcc>(
     scores: &mut [T],
     lanes: usize,
     running: &mut Running<T>,
-    fade: &mut PerQuery<T>,
+    rescale: &mut PerQuery<T>,
 ) {
-    level::run(Weigh {
+    level::run(OnlineSoftmax {
         scores,
         lanes,
         running,
-        fade,
+        rescale,
     });
 }
 
-struct Weigh<'a, T> {
+struct OnlineSoftmax<'a, T> {
     scores: &'a mut [T],
     lanes: usize,
     running: &'a mut Running<T>,
-    fade: &'a mut PerQuery<T>,
+    rescale: &'a mut PerQuery<T>,
 }
 
-impl<T: Lane> Job for Weigh<'_, T> {
+impl<T: AttentionAcc> LevelLoop for OnlineSoftmax<'_, T> {
     #[inline(always)]
     fn run<const FMA: bool, const BYTES: usize>(mut self) {
         if self.lanes == QUERIES {
@@ -56,7 +56,7 @@ impl<T: Lane> Job for Weigh<'_, T> {
     }
 }
 
-impl<T: Lane> Weigh<'_, T> {
+impl<T: AttentionAcc> OnlineSoftmax<'_, T> {
     #[inline(always)]
     fn strip<const FMA: bool, const W: usize>(&mut self, at: usize) {
         let old: [T; W] = take(&self.running.max, at);
@@ -72,9 +72,9 @@ impl<T: Lane> Weigh<'_, T> {
         let base = max.map(|m| if m == T::NEG_INF { T::ZERO } else { m });
         let mut sum: [T; W] = take(&self.running.sum, at);
         for i in 0..W {
-            let fade = T::exp2::<FMA>(old[i] - base[i]);
-            self.fade[at + i] = fade;
-            sum[i] *= fade;
+            let rescale = T::exp2::<FMA>(old[i] - base[i]);
+            self.rescale[at + i] = rescale;
+            sum[i] *= rescale;
         }
         for row in self.scores.chunks_exact_mut(QUERIES) {
             let row = &mut row[at..at + W];
@@ -88,16 +88,16 @@ impl<T: Lane> Weigh<'_, T> {
 }
 
 /// Multiplies each query's column of `rows` `[n, QUERIES]` by its factor.
-pub(super) fn scale<T: Lane>(rows: &mut [T], factor: &PerQuery<T>) {
-    level::run(Scale { rows, factor });
+pub(super) fn scale<T: AttentionAcc>(rows: &mut [T], factor: &PerQuery<T>) {
+    level::run(ScaleRow { rows, factor });
 }
 
-struct Scale<'a, T> {
+struct ScaleRow<'a, T> {
     rows: &'a mut [T],
     factor: &'a PerQuery<T>,
 }
 
-impl<T: Lane> Job for Scale<'_, T> {
+impl<T: AttentionAcc> LevelLoop for ScaleRow<'_, T> {
     #[inline(always)]
     fn run<const FMA: bool, const BYTES: usize>(self) {
         for row in self.rows.chunks_exact_mut(QUERIES) {
@@ -108,7 +108,7 @@ impl<T: Lane> Job for Scale<'_, T> {
 
 /// The backward step of a block: scores become weights 2^(score - lse), and the weights' gradients
 /// `grads` become those of the scores, weight · (gradient - delta).
-pub(super) fn weigh_back<T: Lane>(
+pub(super) fn weigh_back<T: AttentionAcc>(
     scores: &mut [T],
     grads: &mut [T],
     lse: &PerQuery<T>,
@@ -129,7 +129,7 @@ struct WeighBack<'a, T> {
     delta: &'a PerQuery<T>,
 }
 
-impl<T: Lane> Job for WeighBack<'_, T> {
+impl<T: AttentionAcc> LevelLoop for WeighBack<'_, T> {
     #[inline(always)]
     fn run<const FMA: bool, const BYTES: usize>(self) {
         let (lse, delta) = (*self.lse, *self.delta);

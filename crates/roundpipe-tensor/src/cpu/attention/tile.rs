@@ -9,7 +9,7 @@
 //! - No element of `c` outside `[m, n]` is written. Of `b`, rows are read up to a multiple of
 //!   [`LANES`].
 
-use super::level::{self, Job, Lane};
+use super::level::{self, AttentionAcc, LevelLoop};
 use super::vector::{Quad, Vector};
 
 /// Rows of a right operand are readable up to a multiple of this many elements.
@@ -26,7 +26,7 @@ pub(super) enum Left<T> {
 
 /// `c = a b`, or `c += a b` with `add`: a [m, k], b [k, n], c [m, n].
 #[derive(Clone, Copy)]
-pub(super) struct Product<T> {
+pub(super) struct TileProduct<T> {
     pub m: usize,
     pub n: usize,
     pub k: usize,
@@ -42,15 +42,15 @@ pub(super) struct Product<T> {
 ///
 /// # Safety
 /// All elements described exist, rows of `b` up to a multiple of [`LANES`]; `c` overlaps neither
-/// `a` nor `b`, and nobody else touches it meanwhile.
-pub(super) unsafe fn multiply<T: Lane>(product: Product<T>) {
+/// `a` nor `b`, and nothing else touches it during the call.
+pub(super) unsafe fn multiply<T: AttentionAcc>(product: TileProduct<T>) {
     level::run(Checked(product));
 }
 
 /// A product whose maker vouches for the memory.
-struct Checked<T>(Product<T>);
+struct Checked<T>(TileProduct<T>);
 
-impl<T: Lane> Job for Checked<T> {
+impl<T: AttentionAcc> LevelLoop for Checked<T> {
     #[inline(always)]
     fn run<const FMA: bool, const BYTES: usize>(self) {
         let p = self.0;
@@ -71,7 +71,7 @@ impl<T: Lane> Job for Checked<T> {
 /// # Safety
 /// As [`multiply`]; the processor has the register.
 #[inline(always)]
-unsafe fn strips<T: Lane, V: Vector<T>, const MR: usize>(p: &Product<T>) {
+unsafe fn strips<T: AttentionAcc, V: Vector<T>, const MR: usize>(p: &TileProduct<T>) {
     let mut j = 0;
     while j < p.n {
         // SAFETY: j < n, and reading stays below n rounded up to LANES: of that, one or two
@@ -92,7 +92,10 @@ unsafe fn strips<T: Lane, V: Vector<T>, const MR: usize>(p: &Product<T>) {
 /// # Safety
 /// As [`strips`].
 #[inline(always)]
-unsafe fn strip<T: Lane, V: Vector<T>, const MR: usize, const N: usize>(p: &Product<T>, j: usize) {
+unsafe fn strip<T: AttentionAcc, V: Vector<T>, const MR: usize, const N: usize>(
+    p: &TileProduct<T>,
+    j: usize,
+) {
     let mut i = 0;
     // SAFETY: i + the rows of each call <= m.
     unsafe {
@@ -120,8 +123,8 @@ unsafe fn strip<T: Lane, V: Vector<T>, const MR: usize, const N: usize>(p: &Prod
 /// # Safety
 /// As [`strips`].
 #[inline(always)]
-unsafe fn spot<T: Lane, V: Vector<T>, const R: usize, const N: usize>(
-    p: &Product<T>,
+unsafe fn spot<T: AttentionAcc, V: Vector<T>, const R: usize, const N: usize>(
+    p: &TileProduct<T>,
     i: usize,
     j: usize,
 ) {
@@ -158,7 +161,7 @@ unsafe fn spot<T: Lane, V: Vector<T>, const R: usize, const N: usize>(
 /// # Safety
 /// `c` has as many elements as the registers.
 #[inline(always)]
-unsafe fn put<T: Lane, V: Vector<T>, const N: usize>(c: *mut T, sums: &[V; N], add: bool) {
+unsafe fn put<T: AttentionAcc, V: Vector<T>, const N: usize>(c: *mut T, sums: &[V; N], add: bool) {
     for (v, &sum) in sums.iter().enumerate() {
         // SAFETY: the caller's promise.
         unsafe {
@@ -174,7 +177,7 @@ unsafe fn put<T: Lane, V: Vector<T>, const N: usize>(c: *mut T, sums: &[V; N], a
 /// # Safety
 /// `c` has `n` elements, fewer than the registers.
 #[inline(always)]
-unsafe fn put_some<T: Lane, V: Vector<T>, const N: usize>(
+unsafe fn put_some<T: AttentionAcc, V: Vector<T>, const N: usize>(
     c: *mut T,
     n: usize,
     sums: &[V; N],
@@ -195,7 +198,7 @@ unsafe fn put_some<T: Lane, V: Vector<T>, const N: usize>(
 /// # Safety
 /// `b` has `k` rows of as many elements, `row` apart; `a(r, p)` is readable for all r < R, p < k.
 #[inline(always)]
-unsafe fn sum<T: Lane, V: Vector<T>, const R: usize, const N: usize>(
+unsafe fn sum<T: AttentionAcc, V: Vector<T>, const R: usize, const N: usize>(
     k: usize,
     b: *const T,
     row: usize,

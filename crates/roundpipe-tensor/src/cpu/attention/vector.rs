@@ -1,6 +1,6 @@
 //! Vector registers by name, for the one loop where the compiler must not choose.
 
-use super::level::Lane;
+use super::level::AttentionAcc;
 
 /// A register of lanes.
 pub(super) trait Vector<T>: Copy {
@@ -38,7 +38,7 @@ pub(super) trait Vector<T>: Copy {
 #[derive(Clone, Copy)]
 pub(super) struct Quad<T>([T; 4]);
 
-impl<T: Lane> Vector<T> for Quad<T> {
+impl<T: AttentionAcc> Vector<T> for Quad<T> {
     const LANES: usize = 4;
 
     #[inline(always)]

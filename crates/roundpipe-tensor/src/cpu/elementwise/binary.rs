@@ -4,7 +4,7 @@ use super::super::access::Call;
 use super::super::simd::vectorize;
 use super::blocks;
 use super::stage::{Stage, for_stage};
-use super::walk::{Source, Target};
+use super::walk::{ReadOperand, WriteOperand};
 use crate::error::Result;
 use crate::kernel::Binary;
 
@@ -16,9 +16,9 @@ pub(super) unsafe fn binary(call: &Call<'_>, op: Binary) -> Result<()> {
     // SAFETY: promised by the caller.
     let (a, b, y) = unsafe {
         (
-            Source::new(call, 0),
-            Source::new(call, 1),
-            Target::new(call, 0),
+            ReadOperand::new(call, 0),
+            ReadOperand::new(call, 1),
+            WriteOperand::new(call, 0),
         )
     };
     if a.dtype() != y.dtype() || b.dtype() != y.dtype() {

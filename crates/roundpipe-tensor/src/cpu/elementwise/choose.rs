@@ -3,7 +3,7 @@
 use super::super::access::Call;
 use super::super::simd::vectorize;
 use super::stage::{Stage, for_stage};
-use super::walk::{Source, Target};
+use super::walk::{ReadOperand, WriteOperand};
 use super::{BLOCK, Plain, blocks};
 use crate::error::Result;
 use crate::kernel::Compare;
@@ -16,9 +16,9 @@ pub(super) unsafe fn compare(call: &Call<'_>, op: Compare) -> Result<()> {
     // SAFETY: promised by the caller.
     let (a, b, y) = unsafe {
         (
-            Source::new(call, 0),
-            Source::new(call, 1),
-            Target::new(call, 0),
+            ReadOperand::new(call, 0),
+            ReadOperand::new(call, 1),
+            WriteOperand::new(call, 0),
         )
     };
     if a.dtype() != b.dtype() {
@@ -39,13 +39,13 @@ pub(super) unsafe fn compare(call: &Call<'_>, op: Compare) -> Result<()> {
 type Test<S> = fn(&[S], &[S], &mut [u8]);
 
 /// Stages with comparisons.
-trait Order: Stage {
+trait OrderedStage: Stage {
     fn test(op: Compare) -> Test<Self>;
 }
 
 macro_rules! order {
     ($($t:ty),*) => {$(
-        impl Order for $t {
+        impl OrderedStage for $t {
             fn test(op: Compare) -> Test<$t> {
                 order!(@loops $t, op, { Eq ==, Ne !=, Lt <, Le <=, Gt >, Ge >= })
             }
@@ -75,9 +75,9 @@ order!(f64, f32, i64);
 /// As [`super::run`].
 pub(super) unsafe fn select(call: &Call<'_>) -> Result<()> {
     // SAFETY: promised by the caller.
-    let [cond, a, b] = unsafe { [0, 1, 2].map(|i| Source::new(call, i)) };
+    let [cond, a, b] = unsafe { [0, 1, 2].map(|i| ReadOperand::new(call, i)) };
     // SAFETY: as above.
-    let y = unsafe { Target::new(call, 0) };
+    let y = unsafe { WriteOperand::new(call, 0) };
     if a.dtype() != y.dtype() || b.dtype() != y.dtype() || cond.dtype().size() != 1 {
         return Err(call.unsupported());
     }
@@ -90,7 +90,7 @@ pub(super) unsafe fn select(call: &Call<'_>) -> Result<()> {
     Ok(())
 }
 
-fn pick<T: Plain>(call: &Call<'_>, [cond, a, b]: [Source; 3], y: Target) {
+fn pick<T: Plain>(call: &Call<'_>, [cond, a, b]: [ReadOperand; 3], y: WriteOperand) {
     blocks::<T>(call, y.numel(), |[left, right, out], start, len| {
         let mut mask = [0u8; BLOCK];
         let mask = cond.read(start, &mut mask[..len]);

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use super::super::access::Call;
 use super::super::simd::vectorize;
 use super::stage::{Stage, fetch, for_stage, load};
-use super::walk::{Source, Target};
+use super::walk::{ReadOperand, WriteOperand};
 use super::{BLOCK, GRAIN, Plain, blocks};
 use crate::dtype::{DType, Element};
 use crate::error::Result;
@@ -16,7 +16,7 @@ use crate::error::Result;
 /// As [`super::run`].
 pub(super) unsafe fn fill(call: &Call<'_>, value: f64) -> Result<()> {
     // SAFETY: promised by the caller.
-    let y = unsafe { Target::new(call, 0) };
+    let y = unsafe { WriteOperand::new(call, 0) };
     match y.dtype() {
         DType::F64 => spread(call, y, value),
         DType::F32 => spread(call, y, f32::from_f64(value)),
@@ -31,7 +31,7 @@ pub(super) unsafe fn fill(call: &Call<'_>, value: f64) -> Result<()> {
     Ok(())
 }
 
-fn spread<T: Element>(call: &Call<'_>, y: Target, value: T) {
+fn spread<T: Element>(call: &Call<'_>, y: WriteOperand, value: T) {
     call.pieces(y.numel(), GRAIN, |start, end| {
         match y.lend::<T>(start, end - start) {
             Some(place) => place.fill(value),
@@ -51,7 +51,7 @@ fn spread<T: Element>(call: &Call<'_>, y: Target, value: T) {
 /// As [`super::run`].
 pub(super) unsafe fn copy(call: &Call<'_>) -> Result<()> {
     // SAFETY: promised by the caller.
-    let (x, y) = unsafe { (Source::new(call, 0), Target::new(call, 0)) };
+    let (x, y) = unsafe { (ReadOperand::new(call, 0), WriteOperand::new(call, 0)) };
     if x.dtype() == y.dtype() {
         match y.dtype().size() {
             8 => same::<u64>(call, x, y),
@@ -70,8 +70,8 @@ pub(super) unsafe fn copy(call: &Call<'_>) -> Result<()> {
 }
 
 /// Moves bits of one size.
-fn same<T: Plain>(call: &Call<'_>, x: Source, y: Target) {
-    if turn::<T>(call, &x, &y) {
+fn same<T: Plain>(call: &Call<'_>, x: ReadOperand, y: WriteOperand) {
+    if transpose::<T>(call, &x, &y) {
         return;
     }
     blocks::<T>(call, y.numel(), |[buf, ..], start, len| {
@@ -91,17 +91,17 @@ const TILE: usize = 32;
 
 /// Copies a source whose neighbours in memory are not neighbours in order, if this is one: by
 /// squares, so that both sides move whole cache lines. Returns whether it did.
-fn turn<T: Plain>(call: &Call<'_>, x: &Source, y: &Target) -> bool {
-    let Some(turned) = x.turned() else {
+fn transpose<T: Plain>(call: &Call<'_>, x: &ReadOperand, y: &WriteOperand) -> bool {
+    let Some(transposed) = x.transposed() else {
         return false;
     };
     if y.lend::<T>(0, y.numel()).is_none() {
         return false;
     }
-    let [rows, columns] = turned.sizes;
+    let [rows, columns] = transposed.sizes;
     let strips = rows.div_ceil(TILE);
     call.pieces(
-        turned.planes * strips,
+        transposed.planes * strips,
         GRAIN / (TILE * columns),
         |start, end| {
             let mut tile = [[T::default(); TILE]; TILE];
@@ -111,13 +111,13 @@ fn turn<T: Plain>(call: &Call<'_>, x: &Source, y: &Target) -> bool {
                 for column in (0..columns).step_by(TILE) {
                     let width = TILE.min(columns - column);
                     for i in 0..width {
-                        let from = x.run::<T>(&turned, plane, row, column + i, height);
+                        let from = x.run::<T>(&transposed, plane, row, column + i, height);
                         from.iter()
                             .zip(&mut tile)
                             .for_each(|(value, line)| line[i] = *value);
                     }
                     for (r, line) in tile[..height].iter().enumerate() {
-                        y.scatter(turned.index(plane, row + r, column), &line[..width]);
+                        y.scatter(transposed.index(plane, row + r, column), &line[..width]);
                     }
                 }
             }
@@ -127,7 +127,7 @@ fn turn<T: Plain>(call: &Call<'_>, x: &Source, y: &Target) -> bool {
 }
 
 /// By way of the destination's stage.
-fn convert<S: Stage>(call: &Call<'_>, x: Source, y: Target) {
+fn convert<S: Stage>(call: &Call<'_>, x: ReadOperand, y: WriteOperand) {
     blocks(call, y.numel(), |[buf, ..], start, len| {
         if y.dtype() == S::DTYPE {
             S::write(&y, start, &mut buf[..len], |place| fetch(&x, start, place));
@@ -138,7 +138,7 @@ fn convert<S: Stage>(call: &Call<'_>, x: Source, y: Target) {
 }
 
 /// Anything to bool: whether it is not 0.
-fn truth<S: Stage>(call: &Call<'_>, x: Source, y: Target) {
+fn truth<S: Stage>(call: &Call<'_>, x: ReadOperand, y: WriteOperand) {
     blocks(call, y.numel(), |[buf, ..], start, len| {
         let values = S::read(&x, start, &mut buf[..len]);
         i64::write(&y, start, &mut [0; BLOCK][..len], |place| {
@@ -151,7 +151,7 @@ fn truth<S: Stage>(call: &Call<'_>, x: Source, y: Target) {
 }
 
 /// Floats to integers: truncated, and held inside the destination's range.
-fn saturate(call: &Call<'_>, x: Source, y: Target) {
+fn saturate(call: &Call<'_>, x: ReadOperand, y: WriteOperand) {
     let (low, high) = match y.dtype() {
         DType::I32 => (i64::from(i32::MIN), i64::from(i32::MAX)),
         DType::U32 => (0, i64::from(u32::MAX)),
@@ -172,7 +172,7 @@ fn saturate(call: &Call<'_>, x: Source, y: Target) {
 /// As [`super::run`].
 pub(super) unsafe fn accumulate(call: &Call<'_>, alpha: f64) -> Result<()> {
     // SAFETY: promised by the caller.
-    let (x, y) = unsafe { (Source::new(call, 0), Target::new(call, 0)) };
+    let (x, y) = unsafe { (ReadOperand::new(call, 0), WriteOperand::new(call, 0)) };
     let wide = if x.dtype() == DType::F64 {
         DType::F64
     } else {
@@ -185,7 +185,7 @@ pub(super) unsafe fn accumulate(call: &Call<'_>, alpha: f64) -> Result<()> {
     Ok(())
 }
 
-fn add_to<S: Sum>(call: &Call<'_>, x: Source, y: Target, alpha: S) {
+fn add_to<S: SummedStage>(call: &Call<'_>, x: ReadOperand, y: WriteOperand, alpha: S) {
     blocks(call, y.numel(), |[buf, sum, _], start, len| {
         let values = load(&x, start, &mut buf[..len]);
         if y.dtype() == S::DTYPE
@@ -201,7 +201,7 @@ fn add_to<S: Sum>(call: &Call<'_>, x: Source, y: Target, alpha: S) {
 }
 
 /// Writes values of any stage that is at least as wide as the destination's.
-fn store<S: Sum>(y: &Target, start: usize, values: &[S]) {
+fn store<S: SummedStage>(y: &WriteOperand, start: usize, values: &[S]) {
     if S::stands_for(y.dtype()) {
         return S::put(y, start, values);
     }
@@ -213,7 +213,7 @@ fn store<S: Sum>(y: &Target, start: usize, values: &[S]) {
 }
 
 /// Stages that sum.
-trait Sum: Stage {
+trait SummedStage: Stage {
     /// y += alpha · x.
     fn axpy(alpha: Self, x: &[Self], y: &mut [Self]);
     fn to_f32(self) -> f32;
@@ -221,7 +221,7 @@ trait Sum: Stage {
 
 macro_rules! sums {
     ($($t:ty, $y:ident, $x:ident, $alpha:ident => $e:expr;)*) => {$(
-        impl Sum for $t {
+        impl SummedStage for $t {
             fn axpy(alpha: Self, x: &[Self], y: &mut [Self]) {
                 vectorize! {
                     fn run($alpha: $t, x: &[$t], y: &mut [$t]) {

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use super::super::access::Call;
 use super::super::simd::vectorize;
 use super::stage::{Stage, for_stage};
-use super::walk::{Source, Target};
+use super::walk::{ReadOperand, WriteOperand};
 use super::{BLOCK, blocks};
 use crate::dtype::{DType, Element};
 use crate::error::Result;
@@ -18,7 +18,7 @@ use crate::rng::{RngKey, normal_pair, unit};
 /// As [`super::run`].
 pub(super) unsafe fn arange(call: &Call<'_>, start: f64, step: f64) -> Result<()> {
     // SAFETY: promised by the caller.
-    let y = unsafe { Target::new(call, 0) };
+    let y = unsafe { WriteOperand::new(call, 0) };
     for_stage!(y.dtype(), S => blocks(call, y.numel(), |[out, ..], first, len| {
         S::write(&y, first, &mut out[..len], |out| {
             for (i, y) in out.iter_mut().enumerate() {
@@ -35,7 +35,7 @@ pub(super) unsafe fn arange(call: &Call<'_>, start: f64, step: f64) -> Result<()
 /// As [`super::run`].
 pub(super) unsafe fn random(call: &Call<'_>, dist: Dist, key: RngKey) -> Result<()> {
     // SAFETY: promised by the caller.
-    let y = unsafe { Target::new(call, 0) };
+    let y = unsafe { WriteOperand::new(call, 0) };
     let top = match dist {
         Dist::Uniform { high, .. } => below(y.dtype(), high),
         _ => 0.0,
@@ -130,7 +130,7 @@ fn step_down(bits: u64, sign: u32) -> u64 {
 /// As [`super::run`].
 pub(super) unsafe fn dropout(call: &Call<'_>, p: f64, key: RngKey) -> Result<()> {
     // SAFETY: promised by the caller.
-    let (x, y) = unsafe { (Source::new(call, 0), Target::new(call, 0)) };
+    let (x, y) = unsafe { (ReadOperand::new(call, 0), WriteOperand::new(call, 0)) };
     if x.dtype() != y.dtype() {
         return Err(call.unsupported());
     }
@@ -142,7 +142,7 @@ pub(super) unsafe fn dropout(call: &Call<'_>, p: f64, key: RngKey) -> Result<()>
     Ok(())
 }
 
-fn drop_out<S: Keep>(call: &Call<'_>, x: Source, y: Target, p: f64, key: RngKey) {
+fn drop_out<S: Keep>(call: &Call<'_>, x: ReadOperand, y: WriteOperand, p: f64, key: RngKey) {
     let scale = S::from_f64(if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 });
     let limit = threshold(p);
     blocks(call, y.numel(), |[buf, out, _], start, len| {

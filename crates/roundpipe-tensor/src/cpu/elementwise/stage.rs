@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 
 use super::super::simd::{Widen, vectorize};
-use super::walk::{Source, Target};
+use super::walk::{ReadOperand, WriteOperand};
 use super::{BLOCK, Plain};
 use crate::dtype::{DType, Element};
 
@@ -13,14 +13,14 @@ use crate::dtype::{DType, Element};
 pub(super) struct Truth(u8);
 
 /// What memory holds, seen from its stage `S`.
-pub(super) trait Cell<S>: Copy + Default {
+pub(super) trait StageCell<S>: Copy + Default {
     fn up(self) -> S;
     fn down(stage: S) -> Self;
 }
 
 macro_rules! cells {
     ($($t:ty, $s:ty, $x:ident => $up:expr, $down:expr;)*) => {$(
-        impl Cell<$s> for $t {
+        impl StageCell<$s> for $t {
             #[inline(always)]
             fn up(self) -> $s {
                 let $x = self;
@@ -44,7 +44,7 @@ cells! {
 }
 
 vectorize! {
-    fn widen<T: Cell<S>, S: Copy>(from: &[T], to: &mut [S]) {
+    fn widen<T: StageCell<S>, S: Copy>(from: &[T], to: &mut [S]) {
         for (to, from) in to.iter_mut().zip(from) {
             *to = from.up();
         }
@@ -52,7 +52,7 @@ vectorize! {
 }
 
 vectorize! {
-    fn narrow<T: Cell<S>, S: Copy>(from: &[S], to: &mut [T]) {
+    fn narrow<T: StageCell<S>, S: Copy>(from: &[S], to: &mut [T]) {
         for (to, from) in to.iter_mut().zip(from) {
             *to = T::down(*from);
         }
@@ -65,14 +65,14 @@ pub(super) trait Stage: Element + Plain {
     fn stands_for(dtype: DType) -> bool;
 
     /// Copies elements of `src` from `start` on; `src` has a type of this stage.
-    fn fetch(src: &Source, start: usize, out: &mut [Self]);
+    fn fetch(src: &ReadOperand, start: usize, out: &mut [Self]);
 
     /// Copies `values` to the elements of `dst` from `start` on; `dst` has a type of this stage.
-    fn put(dst: &Target, start: usize, values: &[Self]);
+    fn put(dst: &WriteOperand, start: usize, values: &[Self]);
 
     /// Elements of `src` from `start` on, lent or copied into `buf`; `src` has a type of this
     /// stage.
-    fn read<'b>(src: &'b Source, start: usize, buf: &'b mut [Self]) -> &'b [Self] {
+    fn read<'b>(src: &'b ReadOperand, start: usize, buf: &'b mut [Self]) -> &'b [Self] {
         if src.dtype() == Self::DTYPE
             && let Some(lent) = src.lend(start, buf.len())
         {
@@ -83,7 +83,7 @@ pub(super) trait Stage: Element + Plain {
     }
 
     /// Lets `fill` write the elements of `dst` from `start` on; `dst` has a type of this stage.
-    fn write(dst: &Target, start: usize, buf: &mut [Self], fill: impl FnOnce(&mut [Self])) {
+    fn write(dst: &WriteOperand, start: usize, buf: &mut [Self], fill: impl FnOnce(&mut [Self])) {
         if dst.dtype() == Self::DTYPE
             && let Some(place) = dst.lend(start, buf.len())
         {
@@ -98,7 +98,7 @@ pub(super) trait Stage: Element + Plain {
     fn is_zero(self) -> bool;
 }
 
-fn fetch_as<T: Cell<S>, S: Stage>(src: &Source, start: usize, out: &mut [S]) {
+fn fetch_as<T: StageCell<S>, S: Stage>(src: &ReadOperand, start: usize, out: &mut [S]) {
     if let Some(lent) = src.lend::<T>(start, out.len()) {
         return widen(lent, out);
     }
@@ -108,7 +108,7 @@ fn fetch_as<T: Cell<S>, S: Stage>(src: &Source, start: usize, out: &mut [S]) {
     widen(raw, out);
 }
 
-fn put_as<T: Cell<S>, S: Stage>(dst: &Target, start: usize, values: &[S]) {
+fn put_as<T: StageCell<S>, S: Stage>(dst: &WriteOperand, start: usize, values: &[S]) {
     if let Some(place) = dst.lend::<T>(start, values.len()) {
         return narrow(values, place);
     }
@@ -125,7 +125,7 @@ macro_rules! stage {
                 matches!(dtype, DType::$own $(| DType::$dtype)*)
             }
 
-            fn fetch(src: &Source, start: usize, out: &mut [Self]) {
+            fn fetch(src: &ReadOperand, start: usize, out: &mut [Self]) {
                 match src.dtype() {
                     DType::$own => src.gather(start, out),
                     $(DType::$dtype => fetch_as::<$t, $s>(src, start, out),)*
@@ -133,7 +133,7 @@ macro_rules! stage {
                 }
             }
 
-            fn put(dst: &Target, start: usize, values: &[Self]) {
+            fn put(dst: &WriteOperand, start: usize, values: &[Self]) {
                 match dst.dtype() {
                     DType::$own => dst.scatter(start, values),
                     $(DType::$dtype => put_as::<$t, $s>(dst, start, values),)*
@@ -183,7 +183,7 @@ vectorize! {
 
 /// Copies elements of `src` from `start` on, converted from whatever stage its type has. Floats
 /// become integers by truncation, saturating; NaN becomes 0.
-pub(super) fn fetch<S: Stage>(src: &Source, start: usize, out: &mut [S]) {
+pub(super) fn fetch<S: Stage>(src: &ReadOperand, start: usize, out: &mut [S]) {
     let (dtype, len) = (src.dtype(), out.len());
     if S::stands_for(dtype) {
         S::fetch(src, start, out);
@@ -197,7 +197,7 @@ pub(super) fn fetch<S: Stage>(src: &Source, start: usize, out: &mut [S]) {
 }
 
 /// As [`fetch`], lent where nothing needs converting.
-pub(super) fn load<'b, S: Stage>(src: &'b Source, start: usize, buf: &'b mut [S]) -> &'b [S] {
+pub(super) fn load<'b, S: Stage>(src: &'b ReadOperand, start: usize, buf: &'b mut [S]) -> &'b [S] {
     if S::stands_for(src.dtype()) {
         return S::read(src, start, buf);
     }

@@ -4,7 +4,7 @@ use super::super::access::Call;
 use super::super::simd::{Math, vectorize};
 use super::blocks;
 use super::stage::{Stage, for_stage};
-use super::walk::{Source, Target};
+use super::walk::{ReadOperand, WriteOperand};
 use crate::dtype::Element;
 use crate::error::Result;
 use crate::kernel::Unary;
@@ -15,7 +15,7 @@ use crate::kernel::Unary;
 /// As [`super::run`].
 pub(super) unsafe fn unary(call: &Call<'_>, op: Unary) -> Result<()> {
     // SAFETY: promised by the caller.
-    let (x, y) = unsafe { (Source::new(call, 0), Target::new(call, 0)) };
+    let (x, y) = unsafe { (ReadOperand::new(call, 0), WriteOperand::new(call, 0)) };
     if x.dtype() != y.dtype() {
         return Err(call.unsupported());
     }
@@ -38,9 +38,9 @@ pub(super) unsafe fn unary_grad(call: &Call<'_>, op: Unary) -> Result<()> {
     // SAFETY: promised by the caller.
     let (x, dy, dx) = unsafe {
         (
-            Source::new(call, 0),
-            Source::new(call, 1),
-            Target::new(call, 0),
+            ReadOperand::new(call, 0),
+            ReadOperand::new(call, 1),
+            WriteOperand::new(call, 0),
         )
     };
     if x.dtype() != dx.dtype() || dy.dtype() != dx.dtype() {

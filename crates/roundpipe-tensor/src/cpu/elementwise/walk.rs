@@ -112,7 +112,7 @@ impl Walk {
 
 /// How a transposed source lies: planes of rows and columns in order, where a *column* is a run in
 /// memory.
-pub(super) struct Turned {
+pub(super) struct TransposedSource {
     /// Rows and columns of a plane.
     pub sizes: [usize; 2],
     /// How many planes there are.
@@ -123,7 +123,7 @@ pub(super) struct Turned {
     between: usize,
 }
 
-impl Turned {
+impl TransposedSource {
     /// Row-major index of an element; planes count in row-major order of the other dimensions.
     pub fn index(&self, plane: usize, row: usize, column: usize) -> usize {
         let (before, between) = (plane / self.between, plane % self.between);
@@ -134,13 +134,13 @@ impl Turned {
 
 /// An operand that is read.
 #[derive(Clone, Copy)]
-pub(super) struct Source(Walk);
+pub(super) struct ReadOperand(Walk);
 
-impl Source {
+impl ReadOperand {
     /// Source `i` of a call.
     ///
     /// # Safety
-    /// The view lies in live memory, and nobody writes it while this and what it lends live.
+    /// The view lies in live memory, and nothing writes it while this and what it lends live.
     pub unsafe fn new(call: &Call<'_>, i: usize) -> Self {
         Self(Walk::new(call.src(i)))
     }
@@ -181,7 +181,7 @@ impl Source {
 
     /// How the source is transposed: another dimension than the last lies side by side in memory.
     /// `None` for others, and for those too small to matter.
-    pub fn turned(&self) -> Option<Turned> {
+    pub fn transposed(&self) -> Option<TransposedSource> {
         let walk = &self.0;
         let last = walk.rank - 1;
         let (columns, stride) = walk.inner();
@@ -191,7 +191,7 @@ impl Source {
         let axis = (0..last).rfind(|axis| walk.strides[*axis] == 1)?;
         let rows = walk.sizes[axis];
         let between = walk.sizes[axis + 1..last].iter().product();
-        Some(Turned {
+        Some(TransposedSource {
             sizes: [rows, columns],
             planes: walk.numel / (rows * columns),
             axis,
@@ -202,21 +202,21 @@ impl Source {
     /// `count` rows of one column of a transposed source, which lie side by side.
     pub fn run<T: Copy>(
         &self,
-        turned: &Turned,
+        transposed: &TransposedSource,
         plane: usize,
         row: usize,
         column: usize,
         count: usize,
     ) -> &[T] {
-        let start = turned.index(plane, row, column);
+        let start = transposed.index(plane, row, column);
         self.0.check::<T>(start, 1);
         let (offset, index) = self.0.locate(start);
         assert!(
-            index[turned.axis] + count <= self.0.sizes[turned.axis],
+            index[transposed.axis] + count <= self.0.sizes[transposed.axis],
             "rows outside their plane"
         );
         // SAFETY: the first element is inside the view by `check`, the others along a dimension of
-        // stride 1 by the assertion and `turned`; live and unwritten by the promise of `new`.
+        // stride 1 by the assertion and `transposed`; live and unwritten by the promise of `new`.
         unsafe { std::slice::from_raw_parts(self.0.at::<T>(offset), count) }
     }
 
@@ -234,15 +234,15 @@ impl Source {
 
 /// An operand that is written, and perhaps read before.
 #[derive(Clone, Copy)]
-pub(super) struct Target(Walk);
+pub(super) struct WriteOperand(Walk);
 
-impl Target {
+impl WriteOperand {
     /// Destination `i` of a call.
     ///
     /// # Safety
-    /// The view lies in live memory, no two of its elements share an address, and nobody else reads
-    /// or writes it while this and what it lends live. Calls of one task at a time touch disjoint
-    /// ranges.
+    /// The view lies in live memory, no two of its elements share an address, and nothing else
+    /// reads or writes it while this and what it lends live. Calls of one task at a time touch
+    /// disjoint ranges.
     pub unsafe fn new(call: &Call<'_>, i: usize) -> Self {
         Self(Walk::new(call.dst(i)))
     }
@@ -256,8 +256,8 @@ impl Target {
     }
 
     /// The view for reading, by the task that will write the same elements.
-    pub fn source(&self) -> Source {
-        Source(self.0)
+    pub fn source(&self) -> ReadOperand {
+        ReadOperand(self.0)
     }
 
     /// Elements `start..start + len` where they lie, if side by side.

@@ -11,13 +11,13 @@ use std::mem::MaybeUninit;
 use half::bf16;
 
 use super::avx512;
-use super::element::{Dest, Kernel};
+use super::element::{Dest, PanelKernel};
 use super::pack::Lines;
 
 /// Rows and columns of a panel, and steps of a tile.
 const SIDE: usize = 32;
 
-pub(super) static BF16: Kernel<bf16> = Kernel {
+pub(super) static BF16: PanelKernel<bf16> = PanelKernel {
     mr: SIDE,
     nr: SIDE,
     round: SIDE,
@@ -296,13 +296,13 @@ unsafe fn pack_b(lines: &Lines<bf16>, dst: *mut u8) {
 /// The same kernel with tiles in plain Rust, to test everything around the instructions on any
 /// machine with AVX-512.
 #[cfg(test)]
-pub(super) static IMITATED: Kernel<bf16> = {
+pub(super) static IMITATED: PanelKernel<bf16> = {
     #[target_feature(enable = "avx512f")]
     unsafe fn multiply(k: usize, a: *const u8, b: *const u8, dest: &Dest<f32>) {
         // SAFETY: the caller's promises.
         unsafe { multiply_with(imitated_tiles, k, a, b, dest) }
     }
-    Kernel {
+    PanelKernel {
         multiply,
         enter: super::element::nothing,
         leave: super::element::nothing,

@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::element::{Dest, Kernel, nothing};
+use super::element::{Dest, PanelKernel, nothing};
 use super::pack::{self, Lines};
 use super::{cast, portable};
 
@@ -13,13 +13,13 @@ const KC: usize = 256;
 
 macro_rules! kernel {
     ($name:ident, $src:ty, $sum:ty, $nr:literal, $widen:path, $multiply:path) => {
-        pub(super) static $name: Kernel<$src> = {
+        pub(super) static $name: PanelKernel<$src> = {
             #[target_feature(enable = "avx2,fma,f16c")]
             unsafe fn pack<const W: usize>(lines: &Lines<$src>, dst: *mut u8) {
                 // SAFETY: the caller's promises are the callee's; `widen` gets ranges inside both.
                 unsafe { pack::panel::<_, $sum, W>(lines, dst.cast(), |s, d, n| $widen(s, d, n)) }
             }
-            Kernel {
+            PanelKernel {
                 mr: MR,
                 nr: $nr,
                 round: 1,

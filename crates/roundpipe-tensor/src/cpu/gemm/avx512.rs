@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::element::{Dest, Kernel, nothing};
+use super::element::{Dest, PanelKernel, nothing};
 use super::pack::{self, Lines};
 use super::{cast, portable};
 
@@ -13,7 +13,7 @@ const MR: usize = 14;
 
 macro_rules! kernel {
     ($name:ident, $src:ty, $round:literal, $kc:literal, $nr:literal, $unit:literal, $pack:ident, $multiply:path) => {
-        pub(super) static $name: Kernel<$src> = Kernel {
+        pub(super) static $name: PanelKernel<$src> = PanelKernel {
             mr: MR,
             nr: $nr,
             round: $round,

@@ -34,7 +34,7 @@ impl Sum for f64 {
 }
 
 /// A type that sums `S` can be read from and rounded to.
-pub(crate) trait Store<S: Sum>: Copy + Send + Sync + 'static {
+pub(crate) trait SumTarget<S: Sum>: Copy + Send + Sync + 'static {
     /// Whether this is `S` itself, so that sums can be kept in place.
     const IS_SUM: bool = false;
 
@@ -47,17 +47,17 @@ pub(crate) trait Store<S: Sum>: Copy + Send + Sync + 'static {
     /// `dst[..n] = src[..n]`, rounded to nearest, ties to even.
     ///
     /// # Safety
-    /// As for [`Store::widen`].
+    /// As for [`SumTarget::widen`].
     unsafe fn narrow(isa: Isa, src: *const S, dst: *mut Self, n: usize);
 }
 
 /// A type of operands.
-pub(crate) trait Element: Store<Self::Sum> {
+pub(crate) trait GemmElement: SumTarget<Self::Sum> {
     /// What its products are summed in.
-    type Sum: Sum + Store<Self::Sum>;
+    type Sum: Sum + SumTarget<Self::Sum>;
 
     /// The kernel for `isa`.
-    fn kernel(isa: Isa) -> &'static Kernel<Self>;
+    fn kernel(isa: Isa) -> &'static PanelKernel<Self>;
 }
 
 /// The part of the output that one call of a kernel adds to or replaces.
@@ -78,7 +78,7 @@ pub(crate) struct Dest<S> {
 /// How one instruction set multiplies panels of one element type.
 ///
 /// Every element of the output is the sum over k in rising order, whatever `rows` and `cols` are.
-pub(crate) struct Kernel<T: Element> {
+pub(crate) struct PanelKernel<T: GemmElement> {
     /// Rows of a left panel.
     pub mr: usize,
     /// Columns of a right panel.
@@ -104,7 +104,7 @@ pub(crate) struct Kernel<T: Element> {
 /// For kernels that need no preparation.
 pub(super) unsafe fn nothing() {}
 
-impl Store<f32> for f32 {
+impl SumTarget<f32> for f32 {
     const IS_SUM: bool = true;
     #[inline(always)]
     unsafe fn widen(_: Isa, src: *const f32, dst: *mut f32, n: usize) {
@@ -118,7 +118,7 @@ impl Store<f32> for f32 {
     }
 }
 
-impl Store<f64> for f64 {
+impl SumTarget<f64> for f64 {
     const IS_SUM: bool = true;
     #[inline(always)]
     unsafe fn widen(_: Isa, src: *const f64, dst: *mut f64, n: usize) {
@@ -132,7 +132,7 @@ impl Store<f64> for f64 {
     }
 }
 
-impl Store<f32> for bf16 {
+impl SumTarget<f32> for bf16 {
     unsafe fn widen(isa: Isa, src: *const bf16, dst: *mut f32, n: usize) {
         // SAFETY: the caller's promises are the callee's.
         unsafe { cast::bf16_to_f32(isa, src, dst, n) }
@@ -143,7 +143,7 @@ impl Store<f32> for bf16 {
     }
 }
 
-impl Store<f32> for f16 {
+impl SumTarget<f32> for f16 {
     unsafe fn widen(isa: Isa, src: *const f16, dst: *mut f32, n: usize) {
         // SAFETY: the caller's promises are the callee's.
         unsafe { cast::f16_to_f32(isa, src, dst, n) }
@@ -154,9 +154,9 @@ impl Store<f32> for f16 {
     }
 }
 
-impl Element for f32 {
+impl GemmElement for f32 {
     type Sum = f32;
-    fn kernel(isa: Isa) -> &'static Kernel<f32> {
+    fn kernel(isa: Isa) -> &'static PanelKernel<f32> {
         match isa {
             Isa::Portable => &portable::F32,
             #[cfg(target_arch = "aarch64")]
@@ -169,9 +169,9 @@ impl Element for f32 {
     }
 }
 
-impl Element for f64 {
+impl GemmElement for f64 {
     type Sum = f64;
-    fn kernel(isa: Isa) -> &'static Kernel<f64> {
+    fn kernel(isa: Isa) -> &'static PanelKernel<f64> {
         match isa {
             Isa::Portable => &portable::F64,
             #[cfg(target_arch = "aarch64")]
@@ -184,9 +184,9 @@ impl Element for f64 {
     }
 }
 
-impl Element for bf16 {
+impl GemmElement for bf16 {
     type Sum = f32;
-    fn kernel(isa: Isa) -> &'static Kernel<bf16> {
+    fn kernel(isa: Isa) -> &'static PanelKernel<bf16> {
         match isa {
             Isa::Portable => &portable::BF16,
             #[cfg(target_arch = "aarch64")]
@@ -203,9 +203,9 @@ impl Element for bf16 {
     }
 }
 
-impl Element for f16 {
+impl GemmElement for f16 {
     type Sum = f32;
-    fn kernel(isa: Isa) -> &'static Kernel<f16> {
+    fn kernel(isa: Isa) -> &'static PanelKernel<f16> {
         match isa {
             Isa::Portable => &portable::F16,
             #[cfg(target_arch = "aarch64")]

@@ -4,7 +4,7 @@
 //! other cuts may follow from anything, even the number of threads: they only decide who does what
 //! when.
 
-use super::element::{Element, Kernel};
+use super::element::{GemmElement, PanelKernel};
 
 /// Most columns of a tile, for buffers of one row.
 pub(super) const MAX_TILE_COLS: usize = 512;
@@ -27,7 +27,7 @@ const SMALL_TILE: usize = 1 << 20;
 
 /// Extents along m, n and k.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Plan {
+pub(super) struct BlockExtents {
     /// Rows, columns and steps that are packed at one time.
     pub block_m: usize,
     pub block_n: usize,
@@ -44,14 +44,14 @@ pub(super) struct Plan {
     pub pack_b: usize,
 }
 
-impl Plan {
+impl BlockExtents {
     /// For a product of `[m, k]` and `[k, n]`, none of them 0.
-    pub(super) fn new<T: Element>(
-        kernel: &Kernel<T>,
+    pub(super) fn new<T: GemmElement>(
+        kernel: &PanelKernel<T>,
         threads: usize,
         [m, n, k]: [usize; 3],
     ) -> Self {
-        let Kernel {
+        let PanelKernel {
             mr,
             nr,
             round,
@@ -97,12 +97,12 @@ impl Plan {
     }
 
     /// Bytes of a block's left panels.
-    pub(super) fn a_bytes<T: Element>(&self, kernel: &Kernel<T>) -> usize {
+    pub(super) fn a_bytes<T: GemmElement>(&self, kernel: &PanelKernel<T>) -> usize {
         self.block_m * self.block_k * kernel.unit
     }
 
     /// Bytes of a block's right panels, if they are packed together.
-    pub(super) fn b_bytes<T: Element>(&self, kernel: &Kernel<T>) -> usize {
+    pub(super) fn b_bytes<T: GemmElement>(&self, kernel: &PanelKernel<T>) -> usize {
         if self.lean {
             0
         } else {

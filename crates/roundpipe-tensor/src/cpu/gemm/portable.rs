@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use super::cast;
-use super::element::{Dest, Kernel, Sum, nothing};
+use super::element::{Dest, PanelKernel, Sum, nothing};
 use super::pack::{self, Lines};
 
 const MR: usize = 4;
@@ -12,12 +12,12 @@ const KC: usize = 256;
 
 macro_rules! kernel {
     ($name:ident, $src:ty, $sum:ty, $widen:path) => {
-        pub(super) static $name: Kernel<$src> = {
+        pub(super) static $name: PanelKernel<$src> = {
             unsafe fn pack<const W: usize>(lines: &Lines<$src>, dst: *mut u8) {
                 // SAFETY: the caller's promises are the callee's; `widen` gets ranges inside both.
                 unsafe { pack::panel::<_, $sum, W>(lines, dst.cast(), |s, d, n| $widen(s, d, n)) }
             }
-            Kernel {
+            PanelKernel {
                 mr: MR,
                 nr: NR,
                 round: 1,

@@ -6,6 +6,8 @@
 
 use std::cell::Cell;
 
+use crate::cpu::access::CacheLine;
+
 /// What a buffer is for; each use has its own place on the shelf.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Use {
@@ -21,26 +23,21 @@ pub(super) enum Use {
     Sums,
 }
 
-/// One cache line, for the alignment.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Line([u8; 64]);
-
 thread_local! {
-    static SHELF: [Cell<Vec<Line>>; 5] = const { [const { Cell::new(Vec::new()) }; 5] };
+    static SHELF: [Cell<Vec<CacheLine>>; 5] = const { [const { Cell::new(Vec::new()) }; 5] };
 }
 
 /// Uninitialised memory, aligned to a cache line.
 pub(super) struct Scratch {
     usage: Use,
-    lines: Vec<Line>,
+    lines: Vec<CacheLine>,
 }
 
 impl Scratch {
     /// At least `bytes` bytes.
     pub(super) fn take(usage: Use, bytes: usize) -> Self {
         let mut lines = SHELF.with(|shelf| shelf[usage as usize].take());
-        let need = bytes.div_ceil(size_of::<Line>());
+        let need = bytes.div_ceil(size_of::<CacheLine>());
         if lines.capacity() < need {
             // Dropped first, so that old and new never exist together.
             lines = Vec::new();

@@ -2,9 +2,9 @@
 
 use half::{bf16, f16};
 
-use super::element::{Element, Kernel, Store};
+use super::element::{GemmElement, PanelKernel, SumTarget};
 use super::isa::Isa;
-use super::plan::Plan;
+use super::plan::BlockExtents;
 use super::{Mat, MatMut, Product, gemm_batch, gemm_by, gemm_serial, gemm_with};
 use crate::cpu::threads::Threads;
 
@@ -133,7 +133,7 @@ fn strides(random: &mut Random, rows: usize, cols: usize) -> (isize, isize) {
 }
 
 /// One product of random sizes, strides and factors against f64.
-fn check<T: Number + Element, O: Number + Store<T::Sum>>(
+fn check<T: Number + GemmElement, O: Number + SumTarget<T::Sum>>(
     isa: Isa,
     threads: &Threads,
     seed: u64,
@@ -142,9 +142,9 @@ fn check<T: Number + Element, O: Number + Store<T::Sum>>(
     check_kernel::<T, O>(isa, T::kernel(isa), threads, seed, sizes);
 }
 
-fn check_kernel<T: Number + Element, O: Number + Store<T::Sum>>(
+fn check_kernel<T: Number + GemmElement, O: Number + SumTarget<T::Sum>>(
     isa: Isa,
-    kernel: &Kernel<T>,
+    kernel: &PanelKernel<T>,
     threads: &Threads,
     seed: u64,
     sizes: [usize; 3],
@@ -215,7 +215,7 @@ fn check_kernel<T: Number + Element, O: Number + Store<T::Sum>>(
 }
 
 /// Half a unit in the last place of what `T` is summed in.
-fn sum_epsilon<T: Element>() -> f64 {
+fn sum_epsilon<T: GemmElement>() -> f64 {
     if size_of::<T::Sum>() == 8 {
         f64::EPSILON
     } else {
@@ -314,7 +314,7 @@ fn amx_kernel_agrees_with_f64_without_its_instructions() {
 }
 
 /// A contiguous product with `T` as output; gives the bits.
-fn bits<T: Number + Element>(
+fn bits<T: Number + GemmElement>(
     isa: Isa,
     threads: Option<&Threads>,
     [m, n, k]: [usize; 3],
@@ -347,7 +347,7 @@ fn bits<T: Number + Element>(
 #[test]
 #[cfg_attr(miri, ignore = "millions of multiplications")]
 fn bits_depend_on_neither_threads_nor_rows() {
-    fn check<T: Number + Element>(isa: Isa) {
+    fn check<T: Number + GemmElement>(isa: Isa) {
         let sizes = [130, 90, 1500];
         let alone = bits::<T>(isa, None, sizes);
         for count in [1, 2, 3, 7] {
@@ -374,7 +374,7 @@ fn bits_depend_on_neither_threads_nor_rows() {
 /// A NaN or an infinity reaches exactly the row and the column it belongs to.
 #[test]
 fn not_a_number_stays_in_its_row() {
-    fn check<T: Number + Element>(isa: Isa) {
+    fn check<T: Number + GemmElement>(isa: Isa) {
         let (m, n, k) = (19, 37, 33);
         let random = &mut Random(4);
         let mut a = Held::<T>::new(random, m, k, (k as isize, 1));
@@ -473,13 +473,13 @@ fn batch_equals_single_products() {
 #[test]
 fn plans_are_bounded() {
     for isa in Isa::available() {
-        let kernel = <bf16 as Element>::kernel(isa);
+        let kernel = <bf16 as GemmElement>::kernel(isa);
         for k in [1, 31, 513, 1025, 100_000] {
-            let small = Plan::new(kernel, 1, [1, 1, k]);
-            let large = Plan::new(kernel, 64, [70_000, 9_000, k]);
+            let small = BlockExtents::new(kernel, 1, [1, 1, k]);
+            let large = BlockExtents::new(kernel, 64, [70_000, 9_000, k]);
             assert_eq!(small.piece, large.piece, "{isa:?} k {k}");
         }
-        let plan = Plan::new(kernel, 1 << 10, [1 << 20; 3]);
+        let plan = BlockExtents::new(kernel, 1 << 10, [1 << 20; 3]);
         assert!(plan.a_bytes(kernel) <= 11 << 20, "{isa:?} {plan:?}");
         assert!(plan.b_bytes(kernel) <= 11 << 20, "{isa:?} {plan:?}");
     }

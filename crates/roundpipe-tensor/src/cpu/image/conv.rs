@@ -3,26 +3,26 @@
 use std::ops::Range;
 
 use super::depthwise;
-use super::lattice::{Axis, Block, Cut, Tap, Window};
-use crate::cpu::access::{Call, Float, Real, Shared, slice, slice_mut};
-use crate::cpu::gemm::{Element as Factor, Mat, MatMut, Product, gemm_batch};
+use super::lattice::{Axis, PositionBlock, PositionSplit, Tap, WindowAxis};
+use crate::cpu::access::{Call, Float, Real, SharedSlice, slice, slice_mut};
+use crate::cpu::gemm::{GemmElement as Factor, Mat, MatMut, Product, gemm_batch};
 use crate::cpu::simd::vectorize;
 use crate::dtype::{DType, Element};
 use crate::kernel::{ConvSpec, View};
 use crate::shape::Shape;
 
 /// A float type that products are made of.
-pub(super) trait Value:
+pub(super) trait ConvFloat:
     Float<Acc: Factor<Sum = <Self as Float>::Acc>> + Factor<Sum = <Self as Float>::Acc>
 {
 }
-impl<T> Value for T where
+impl<T> ConvFloat for T where
     T: Float<Acc: Factor<Sum = <T as Float>::Acc>> + Factor<Sum = <T as Float>::Acc>
 {
 }
 
 /// A filter moved over a batch of images: what meets what, in which direction does not matter.
-pub(super) struct Job {
+pub(super) struct ConvJob {
     pub images: usize,
     /// Channels of the source and of the destination, both in `groups`.
     pub from: usize,
@@ -34,7 +34,7 @@ pub(super) struct Job {
     pub plane: [usize; 2],
 }
 
-impl Job {
+impl ConvJob {
     /// From the images to the outputs.
     fn forward(spec: &ConvSpec, x: &Shape, f: &Shape, y: &Shape) -> Self {
         let axis = |a: usize| Axis::forward(x[2 + a], y[2 + a], window(spec, f, a));
@@ -66,7 +66,7 @@ impl Job {
         }
     }
 
-    /// [`Job::backward`] for every residue that has elements.
+    /// [`ConvJob::backward`] for every residue that has elements.
     fn all_backward(
         spec: &ConvSpec,
         dy: &Shape,
@@ -92,9 +92,9 @@ impl Job {
         self.from / self.groups * self.taps()
     }
 
-    fn cut(&self, dtype: DType) -> Cut {
+    fn cut(&self, dtype: DType) -> PositionSplit {
         let bytes = self.from * self.taps() * dtype.size() + self.to * dtype.accumulator().size();
-        Cut::new(self.images, self.positions(), bytes)
+        PositionSplit::new(self.images, self.positions(), bytes)
     }
 
     /// Elements of the columns and of the sums.
@@ -110,14 +110,14 @@ impl Job {
     }
 }
 
-fn window(spec: &ConvSpec, f: &Shape, a: usize) -> Window {
+fn window(spec: &ConvSpec, f: &Shape, a: usize) -> WindowAxis {
     let ConvSpec {
         stride,
         padding,
         dilation,
         ..
     } = spec;
-    Window {
+    WindowAxis {
         kernel: f[2 + a],
         stride: stride[a],
         padding: padding[a],
@@ -161,7 +161,7 @@ pub(super) fn forward_scratch(spec: &ConvSpec, x: &View, f: &View, y: &View) -> 
     if is_depthwise(f.shape()) {
         return 0;
     }
-    Job::forward(spec, x.shape(), f.shape(), y.shape()).bytes(x.dtype)
+    ConvJob::forward(spec, x.shape(), f.shape(), y.shape()).bytes(x.dtype)
 }
 
 pub(super) fn grad_input_scratch(spec: &ConvSpec, dy: &View, f: &View, dx: &View) -> usize {
@@ -169,7 +169,7 @@ pub(super) fn grad_input_scratch(spec: &ConvSpec, dy: &View, f: &View, dx: &View
     if is_depthwise(f.shape()) {
         return filter;
     }
-    let jobs = Job::all_backward(spec, dy.shape(), f.shape(), dx.shape());
+    let jobs = ConvJob::all_backward(spec, dy.shape(), f.shape(), dx.shape());
     filter + jobs.map(|job| job.bytes(dy.dtype)).max().unwrap_or(0)
 }
 
@@ -177,7 +177,7 @@ pub(super) fn grad_filter_scratch(spec: &ConvSpec, x: &View, dy: &View, df: &Vie
     if is_depthwise(df.shape()) {
         return 0;
     }
-    let job = Job::forward(spec, x.shape(), df.shape(), dy.shape());
+    let job = ConvJob::forward(spec, x.shape(), df.shape(), dy.shape());
     let (columns, sums) = job.buffers(x.dtype);
     room(columns, x.dtype) + room(sums, x.dtype)
 }
@@ -186,13 +186,13 @@ pub(super) fn grad_filter_scratch(spec: &ConvSpec, x: &View, dy: &View, df: &Vie
 ///
 /// # Safety
 /// As [`Ops::launch`](crate::device::Ops::launch); the operands are T.
-pub(super) unsafe fn forward<T: Value>(call: &Call<'_>, spec: &ConvSpec) {
+pub(super) unsafe fn forward<T: ConvFloat>(call: &Call<'_>, spec: &ConvSpec) {
     let (x, f, y) = (call.src(0), call.src(1), call.dst(0));
-    let job = Job::forward(spec, x.shape(), f.shape(), y.shape());
+    let job = ConvJob::forward(spec, x.shape(), f.shape(), y.shape());
     // SAFETY: contiguous operands of T by the kernel's description; the destination overlaps none.
     unsafe {
         let bias = call.src_opt(2).map(|b| slice::<T>(b));
-        let y = Shared::new(slice_mut::<T>(y));
+        let y = SharedSlice::new(slice_mut::<T>(y));
         if is_depthwise(f.shape()) {
             depthwise::correlate(call, &job, slice(x), slice(f), bias, y);
         } else {
@@ -205,33 +205,47 @@ pub(super) unsafe fn forward<T: Value>(call: &Call<'_>, spec: &ConvSpec) {
 ///
 /// # Safety
 /// As [`Ops::launch`](crate::device::Ops::launch); the operands are T.
-pub(super) unsafe fn grad_input<T: Value>(call: &Call<'_>, spec: &ConvSpec) {
+pub(super) unsafe fn grad_input<T: ConvFloat>(call: &Call<'_>, spec: &ConvSpec) {
     let (dy, f, dx) = (call.src(0), call.src(1), call.dst(0));
     let mut used = 0;
     // SAFETY: contiguous operands of T by the kernel's description; the destination overlaps none;
     // the filter's copy is the first part of the scratch.
     unsafe {
-        let turned = carve::<T>(call, &mut used, f.numel());
-        let out = Shared::new(slice_mut::<T>(dx));
-        for job in Job::all_backward(spec, dy.shape(), f.shape(), dx.shape()) {
-            turn(call, &job, f.shape(), slice(f), turned);
+        let transposed = carve::<T>(call, &mut used, f.numel());
+        let out = SharedSlice::new(slice_mut::<T>(dx));
+        for job in ConvJob::all_backward(spec, dy.shape(), f.shape(), dx.shape()) {
+            transpose_filter(call, &job, f.shape(), slice(f), transposed);
             if is_depthwise(f.shape()) {
-                depthwise::correlate(call, &job, slice(dy), turned, None, out);
+                depthwise::correlate(call, &job, slice(dy), transposed, None, out);
             } else {
-                correlate(call, &job, slice(dy), turned, None, out, &mut used.clone());
+                correlate(
+                    call,
+                    &job,
+                    slice(dy),
+                    transposed,
+                    None,
+                    out,
+                    &mut used.clone(),
+                );
             }
         }
     }
 }
 
 /// Brings the filter `[o, c/g, kh, kw]` into the order `[c, o/g, taps]` of the way back.
-fn turn<T: Float>(call: &Call<'_>, job: &Job, shape: &Shape, f: &[T], out: &mut [T]) {
+fn transpose_filter<T: Float>(
+    call: &Call<'_>,
+    job: &ConvJob,
+    shape: &Shape,
+    f: &[T],
+    out: &mut [T],
+) {
     let (per_group, kernel) = (shape[1], [shape[2], shape[3]]);
     let (out_group, depth) = (job.from / job.groups, job.depth());
-    let out = Shared::new(&mut out[..job.to * depth]);
+    let out = SharedSlice::new(&mut out[..job.to * depth]);
     call.pieces(job.to, (1 << 15) / depth.max(1), |start, end| {
         for c in start..end {
-            // SAFETY: each channel is turned by one task.
+            // SAFETY: each channel is transposed by one task.
             let line = unsafe { out.part(c * depth, (c + 1) * depth) };
             let mut line = line.iter_mut();
             for o in 0..out_group {
@@ -249,24 +263,24 @@ fn turn<T: Float>(call: &Call<'_>, job: &Job, shape: &Shape, f: &[T], out: &mut 
 
 /// Moves `filter: [to, depth]` over `src`, a block of positions at a time, and writes the job's
 /// elements of `dst`. Scratch is taken from `used` on.
-fn correlate<T: Value>(
+fn correlate<T: ConvFloat>(
     call: &Call<'_>,
-    job: &Job,
+    job: &ConvJob,
     src: &[T],
     filter: &[T],
     bias: Option<&[T]>,
-    dst: Shared<'_, T>,
+    dst: SharedSlice<'_, T>,
     used: &mut usize,
 ) {
     let (columns, sums) = job.buffers(T::DTYPE);
-    // SAFETY: `Job::bytes` declared both parts.
+    // SAFETY: `ConvJob::bytes` declared both parts.
     let (columns, sums) = unsafe {
         (
             carve::<T>(call, used, columns),
             carve::<T::Acc>(call, used, sums),
         )
     };
-    let source = Source {
+    let source = ColumnSource {
         data: src,
         channels: job.from,
         rows: &job.rows,
@@ -277,7 +291,7 @@ fn correlate<T: Value>(
         let width = block.columns();
         let columns = source.columns(call, &block, columns);
         let sums = &mut sums[..job.to * width];
-        let out = Shared::new(sums);
+        let out = SharedSlice::new(sums);
         // SAFETY: the filter has `to` rows of `depth`, the columns `from · taps` rows of `width`,
         // the sums `to` rows of `width`; each group's rows of them are its own.
         unsafe {
@@ -302,18 +316,18 @@ fn correlate<T: Value>(
                 beta: 0.0,
             });
         }
-        settle(call, job, &block, sums, bias, dst);
+        store_block(call, job, &block, sums, bias, dst);
     }
 }
 
 /// Rounds a block's sums `[to, columns]` into their places, with the bias.
-fn settle<T: Float>(
+fn store_block<T: Float>(
     call: &Call<'_>,
-    job: &Job,
-    block: &Block,
+    job: &ConvJob,
+    block: &PositionBlock,
     sums: &[T::Acc],
     bias: Option<&[T]>,
-    dst: Shared<'_, T>,
+    dst: SharedSlice<'_, T>,
 ) {
     let width = block.columns();
     let [height, across] = job.plane;
@@ -357,9 +371,9 @@ vectorize! {
 /// # Safety
 /// As [`Ops::launch`](crate::device::Ops::launch); the sources are T, the destination its
 /// accumulator.
-pub(super) unsafe fn grad_filter<T: Value>(call: &Call<'_>, spec: &ConvSpec, accumulate: bool) {
+pub(super) unsafe fn grad_filter<T: ConvFloat>(call: &Call<'_>, spec: &ConvSpec, accumulate: bool) {
     let (x, dy, df) = (call.src(0), call.src(1), call.dst(0));
-    let job = Job::forward(spec, x.shape(), df.shape(), dy.shape());
+    let job = ConvJob::forward(spec, x.shape(), df.shape(), dy.shape());
     // SAFETY: contiguous operands by the kernel's description; the destination overlaps none.
     let (x, dy, df) = unsafe { (slice::<T>(x), slice::<T>(dy), slice_mut::<T::Acc>(df)) };
     if is_depthwise(call.dst(0).shape()) {
@@ -377,21 +391,21 @@ pub(super) unsafe fn grad_filter<T: Value>(call: &Call<'_>, spec: &ConvSpec, acc
             carve::<T>(call, &mut used, gathered),
         )
     };
-    let source = Source {
+    let source = ColumnSource {
         data: x,
         channels: job.from,
         rows: &job.rows,
         cols: &job.cols,
     };
     let same = [Axis::identity(job.plane[0]), Axis::identity(job.plane[1])];
-    let gradient = Source {
+    let gradient = ColumnSource {
         data: dy,
         channels: job.to,
         rows: &same[0],
         cols: &same[1],
     };
     let (rows, depth) = (job.to / job.groups, job.depth());
-    let df = Shared::new(df);
+    let df = SharedSlice::new(df);
     for block in job.cut(T::DTYPE).blocks() {
         let columns = source.columns(call, &block, columns);
         let gradient = gradient.columns(call, &block, gathered);
@@ -419,7 +433,7 @@ pub(super) unsafe fn grad_filter<T: Value>(call: &Call<'_>, spec: &ConvSpec, acc
 }
 
 /// Images of which columns are laid out.
-struct Source<'a, T> {
+struct ColumnSource<'a, T> {
     data: &'a [T],
     channels: usize,
     rows: &'a Axis,
@@ -456,10 +470,10 @@ fn transposed<T>(mat: Mat<T>) -> Mat<T> {
     }
 }
 
-impl<T: Float> Source<'_, T> {
+impl<T: Float> ColumnSource<'_, T> {
     /// The columns of a block: the images themselves where that is the same, else copied to
     /// `buffer`.
-    fn columns(&self, call: &Call<'_>, block: &Block, buffer: &mut [T]) -> Columns<T> {
+    fn columns(&self, call: &Call<'_>, block: &PositionBlock, buffer: &mut [T]) -> Columns<T> {
         let plane = self.rows.size * self.cols.size;
         if self.rows.is_identity() && self.cols.is_identity() && block.images.len() == 1 {
             let first = block.images.start * self.channels * plane + block.positions.start;
@@ -476,7 +490,7 @@ impl<T: Float> Source<'_, T> {
             .flat_map(|r| self.cols.taps.iter().map(|c| (*r, *c)))
             .collect();
         let lines = self.channels * taps.len();
-        let out = Shared::new(&mut buffer[..lines * width]);
+        let out = SharedSlice::new(&mut buffer[..lines * width]);
         call.pieces(lines, (1 << 15) / width.max(1), |start, end| {
             for line in start..end {
                 // SAFETY: each line is written by one task.

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use super::conv::Job;
-use crate::cpu::access::{Call, Float, Real, Shared};
+use super::conv::ConvJob;
+use crate::cpu::access::{Call, Float, Real, SharedSlice};
 use crate::cpu::simd::vectorize;
 
 /// Positions of a row that are summed at one time.
@@ -18,11 +18,11 @@ const TASK: usize = 1 << 15;
 /// Moves `filter: [to, depth]` over `src` and writes the job's elements of `dst`.
 pub(super) fn correlate<T: Float>(
     call: &Call<'_>,
-    job: &Job,
+    job: &ConvJob,
     src: &[T],
     filter: &[T],
     bias: Option<&[T]>,
-    dst: Shared<'_, T>,
+    dst: SharedSlice<'_, T>,
 ) {
     let (from, to) = (job.from / job.groups, job.to / job.groups);
     let (plane, area, depth) = (
@@ -59,7 +59,7 @@ pub(super) fn correlate<T: Float>(
 
 vectorize! {
     fn correlate_plane<T: Float>(
-        job: &Job,
+        job: &ConvJob,
         valid: &[Range<usize>],
         src: &[T],
         filter: &[T],
@@ -124,7 +124,7 @@ fn add_scaled<T: Float>(sums: &mut [T::Acc], weight: T::Acc, x: &[T], step: usiz
 /// order.
 pub(super) fn grad_filter<T: Float>(
     call: &Call<'_>,
-    job: &Job,
+    job: &ConvJob,
     x: &[T],
     dy: &[T],
     df: &mut [T::Acc],
@@ -138,7 +138,7 @@ pub(super) fn grad_filter<T: Float>(
         .iter()
         .map(|tap| job.cols.valid(*tap))
         .collect();
-    let df = Shared::new(df);
+    let df = SharedSlice::new(df);
     let work = job.images * area * taps;
     call.pieces(job.to, TASK / work.max(1), |start, end| {
         let mut sums = vec![T::Acc::ZERO; taps];
@@ -162,7 +162,7 @@ pub(super) fn grad_filter<T: Float>(
 }
 
 vectorize! {
-    fn plane_products<T: Float>(job: &Job, valid: &[Range<usize>], x: &[T], dy: &[T], sums: &mut [T::Acc]) {
+    fn plane_products<T: Float>(job: &ConvJob, valid: &[Range<usize>], x: &[T], dy: &[T], sums: &mut [T::Acc]) {
         let (rows, cols) = (&job.rows, &job.cols);
         for (i, dy) in dy.chunks_exact(cols.count.max(1)).enumerate() {
             for (r, tap) in rows.taps.iter().enumerate() {

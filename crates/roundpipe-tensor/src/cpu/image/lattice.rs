@@ -27,7 +27,7 @@ pub(super) struct Axis {
 
 /// Geometry of a window along one axis.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Window {
+pub(super) struct WindowAxis {
     pub kernel: usize,
     pub stride: usize,
     pub padding: usize,
@@ -36,8 +36,8 @@ pub(super) struct Window {
 
 impl Axis {
     /// From `size` elements to `count` windows.
-    pub fn forward(size: usize, count: usize, window: Window) -> Self {
-        let Window {
+    pub fn forward(size: usize, count: usize, window: WindowAxis) -> Self {
+        let WindowAxis {
             kernel,
             stride,
             padding,
@@ -62,8 +62,8 @@ impl Axis {
 
     /// From `count` windows back to the elements `residue`, `residue + stride`, … of `size`: the
     /// taps that reach such elements meet neighbouring windows, the other taps none.
-    pub fn backward(size: usize, count: usize, window: Window, residue: usize) -> Self {
-        let Window {
+    pub fn backward(size: usize, count: usize, window: WindowAxis, residue: usize) -> Self {
+        let WindowAxis {
             kernel,
             stride,
             padding,
@@ -93,7 +93,7 @@ impl Axis {
         Self::forward(
             size,
             size,
-            Window {
+            WindowAxis {
                 kernel: 1,
                 stride: 1,
                 padding: 0,
@@ -124,12 +124,12 @@ impl Axis {
 
 /// Positions whose columns are laid out at one time: of one image a range, or of some images all.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Block {
+pub(super) struct PositionBlock {
     pub images: Range<usize>,
     pub positions: Range<usize>,
 }
 
-impl Block {
+impl PositionBlock {
     /// Number of columns.
     pub fn columns(&self) -> usize {
         self.images.len() * self.positions.len()
@@ -138,7 +138,7 @@ impl Block {
 
 /// How the positions of a batch are cut; a function of sizes alone.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Cut {
+pub(super) struct PositionSplit {
     images: usize,
     positions: usize,
     /// Images, and positions of each, per block.
@@ -154,7 +154,7 @@ const CACHE_BYTES: usize = 4 << 20;
 /// … and, for filters with very many channels, that they stay within this.
 const MOST_BYTES: usize = 64 << 20;
 
-impl Cut {
+impl PositionSplit {
     /// For `images` of `positions`, where a column takes `column_bytes`.
     pub fn new(images: usize, positions: usize, column_bytes: usize) -> Self {
         let bytes = column_bytes.max(1);
@@ -179,13 +179,13 @@ impl Cut {
     }
 
     /// The blocks, in order.
-    pub fn blocks(self) -> impl Iterator<Item = Block> {
+    pub fn blocks(self) -> impl Iterator<Item = PositionBlock> {
         let images = (0..self.images).step_by(self.images_each);
         images.flat_map(move |image| {
             let images = image..(image + self.images_each).min(self.images);
             (0..self.positions)
                 .step_by(self.positions_each)
-                .map(move |start| Block {
+                .map(move |start| PositionBlock {
                     images: images.clone(),
                     positions: start..(start + self.positions_each).min(self.positions),
                 })
@@ -195,7 +195,7 @@ impl Cut {
 
 #[cfg(test)]
 mod tests {
-    use super::{Axis, Cut, Window};
+    use super::{Axis, PositionSplit, WindowAxis};
 
     /// Forward and backward name the same pairs (element, window, tap).
     #[test]
@@ -208,7 +208,7 @@ mod tests {
             (5, 1, 2, 0, 1),
             (1, 3, 1, 1, 1),
         ] {
-            let window = Window {
+            let window = WindowAxis {
                 kernel,
                 stride,
                 padding,
@@ -248,7 +248,7 @@ mod tests {
             (0, 9, 9),
             (4, 0, 9),
         ] {
-            let cut = Cut::new(images, positions, bytes);
+            let cut = PositionSplit::new(images, positions, bytes);
             let mut hits = vec![0; images * positions];
             for block in cut.blocks() {
                 assert!(block.columns() <= cut.columns());

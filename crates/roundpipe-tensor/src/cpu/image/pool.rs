@@ -3,8 +3,8 @@
 
 use std::ops::Range;
 
-use super::lattice::{Axis, Window};
-use crate::cpu::access::{Call, Float, Real, Shared, slice, slice_mut};
+use super::lattice::{Axis, WindowAxis};
+use crate::cpu::access::{Call, Float, Real, SharedSlice, slice, slice_mut};
 use crate::cpu::simd::vectorize;
 use crate::kernel::{PoolSpec, View};
 
@@ -32,7 +32,7 @@ fn area(view: &View) -> usize {
 
 fn axes(spec: &PoolSpec, x: &View, y: &View) -> [Axis; 2] {
     [0, 1].map(|a| {
-        let window = Window {
+        let window = WindowAxis {
             kernel: spec.kernel[a],
             stride: spec.stride[a],
             padding: spec.padding[a],
@@ -53,8 +53,8 @@ pub(super) unsafe fn max<T: Float>(call: &Call<'_>, spec: &PoolSpec) {
     let work = out * spec.kernel[0] * spec.kernel[1];
     // SAFETY: contiguous operands by the kernel's description; destinations overlap nothing.
     let (data, values, places) = unsafe {
-        let places = Shared::new(slice_mut::<i32>(call.dst(1)));
-        (slice::<T>(x), Shared::new(slice_mut::<T>(y)), places)
+        let places = SharedSlice::new(slice_mut::<i32>(call.dst(1)));
+        (slice::<T>(x), SharedSlice::new(slice_mut::<T>(y)), places)
     };
     planes(call, x, work, |p| {
         // SAFETY: each plane is written by one task.
@@ -169,7 +169,7 @@ unsafe fn gather<T: Float>(
 ) {
     let size = area(dx);
     // SAFETY: contiguous by the kernel's description; overlaps no source.
-    let out = unsafe { Shared::new(slice_mut::<T>(dx)) };
+    let out = unsafe { SharedSlice::new(slice_mut::<T>(dx)) };
     planes(call, dx, work, |p| {
         let mut sums = [T::Acc::ZERO; BAND];
         for start in (0..size).step_by(BAND) {
@@ -187,19 +187,19 @@ unsafe fn gather<T: Float>(
 }
 
 /// The elements one output averages along one axis, and its part of the divisor.
-struct Span {
+struct AveragedSpan {
     elements: Range<usize>,
     size: usize,
 }
 
 /// The windows along both axes; adaptive ones without a spec.
-fn spans(spec: Option<&PoolSpec>, x: &View, y: &View) -> [Vec<Span>; 2] {
+fn spans(spec: Option<&PoolSpec>, x: &View, y: &View) -> [Vec<AveragedSpan>; 2] {
     [0, 1].map(|a| {
         let (size, count) = (x.shape()[2 + a], y.shape()[2 + a]);
         let span = |i: usize| match spec {
             None => {
                 let elements = i * size / count..((i + 1) * size).div_ceil(count);
-                Span {
+                AveragedSpan {
                     size: elements.len(),
                     elements,
                 }
@@ -208,7 +208,7 @@ fn spans(spec: Option<&PoolSpec>, x: &View, y: &View) -> [Vec<Span>; 2] {
                 let (pad, start) = (spec.padding[a], i * spec.stride[a]);
                 let end = (start + spec.kernel[a]).min(size + 2 * pad);
                 let elements = start.max(pad) - pad..end.clamp(pad, size + pad) - pad;
-                Span {
+                AveragedSpan {
                     size: if spec.count_include_pad {
                         end - start
                     } else {
@@ -231,7 +231,7 @@ pub(super) unsafe fn average<T: Float>(call: &Call<'_>, spec: Option<&PoolSpec>)
     let spans = spans(spec, x, y);
     let (size, out, width) = (area(x), area(y), x.shape()[3]);
     // SAFETY: contiguous operands by the kernel's description; the destination overlaps nothing.
-    let (data, means) = unsafe { (slice::<T>(x), Shared::new(slice_mut::<T>(y))) };
+    let (data, means) = unsafe { (slice::<T>(x), SharedSlice::new(slice_mut::<T>(y))) };
     planes(call, x, size + out, |p| {
         // SAFETY: each plane is written by one task.
         let means = unsafe { means.part(p * out, (p + 1) * out) };
@@ -240,7 +240,7 @@ pub(super) unsafe fn average<T: Float>(call: &Call<'_>, spec: Option<&PoolSpec>)
 }
 
 vectorize! {
-    fn average_plane<T: Float>(spans: &[Vec<Span>; 2], x: &[T], width: usize, means: &mut [T]) {
+    fn average_plane<T: Float>(spans: &[Vec<AveragedSpan>; 2], x: &[T], width: usize, means: &mut [T]) {
         let [rows, cols] = spans;
         let mut means = means.iter_mut();
         for row in rows {
@@ -256,7 +256,7 @@ vectorize! {
     }
 }
 
-fn divisor<T: Float>(row: &Span, col: &Span) -> T::Acc {
+fn divisor<T: Float>(row: &AveragedSpan, col: &AveragedSpan) -> T::Acc {
     T::Acc::of((row.size * col.size).max(1) as f64)
 }
 

@@ -5,7 +5,7 @@
 //!   sum vectorises and has the same bits on every processor.
 //! - Blocks depend on the number of rows and columns alone.
 
-use crate::cpu::access::{Call, Float, Real, Shared};
+use crate::cpu::access::{Call, Float, Real, SharedSlice};
 use crate::cpu::simd::vectorize;
 use crate::kernel::View;
 
@@ -48,7 +48,7 @@ pub(in crate::cpu) fn rows_of(view: &View) -> usize {
 /// The call's scratch as `len` values.
 ///
 /// # Safety
-/// `scratch` of this family promised at least that much, and nobody else holds a slice of it.
+/// `scratch` of this family promised at least that much, and no other slice of it exists.
 pub(in crate::cpu) unsafe fn carve<'a, A: Real>(call: &Call<'_>, len: usize) -> &'a mut [A] {
     if len == 0 {
         return &mut [];
@@ -92,12 +92,12 @@ const STAGE: usize = 128;
 
 /// A sum under way. Its methods are always inlined, as closures are not: a loop that is not inlined
 /// into its vectorised caller is compiled for the plainest processor.
-struct Sum<A> {
+struct LaneSum<A> {
     lanes: [A; LANES],
     stage: [A; STAGE],
 }
 
-impl<A: Real> Sum<A> {
+impl<A: Real> LaneSum<A> {
     #[inline(always)]
     fn new() -> Self {
         Self {
@@ -169,7 +169,7 @@ impl<A: Real> Sum<A> {
 /// Sum of f over a row.
 #[inline(always)]
 pub(in crate::cpu) fn sum1<T: Float>(x: &[T], f: impl Fn(T::Acc) -> T::Acc) -> T::Acc {
-    let mut sum = Sum::new();
+    let mut sum = LaneSum::new();
     // Whole stages have a length that the compiler knows.
     let (xs, x_rest) = x.as_chunks::<STAGE>();
     for x in xs {
@@ -186,7 +186,7 @@ pub(in crate::cpu) fn sum2<T: Float>(
     y: &[T],
     f: impl Fn(T::Acc, T::Acc) -> T::Acc,
 ) -> T::Acc {
-    let mut sum = Sum::new();
+    let mut sum = LaneSum::new();
     let ((xs, x_rest), (ys, y_rest)) = (x.as_chunks::<STAGE>(), y.as_chunks::<STAGE>());
     for (x, y) in xs.iter().zip(ys) {
         sum.two(x, y, &f);
@@ -203,7 +203,7 @@ pub(in crate::cpu) fn sum3<T: Float, U: Float<Acc = T::Acc>>(
     w: &[T::Acc],
     f: impl Fn(T::Acc, T::Acc, T::Acc) -> T::Acc,
 ) -> T::Acc {
-    let mut sum = Sum::new();
+    let mut sum = LaneSum::new();
     let ((xs, x_rest), (ys, y_rest)) = (x.as_chunks::<STAGE>(), y.as_chunks::<STAGE>());
     let (ws, w_rest) = w.as_chunks::<STAGE>();
     for ((x, y), w) in xs.iter().zip(ys).zip(ws) {
@@ -222,7 +222,7 @@ pub(in crate::cpu) fn combine<A: Real>(
 ) {
     let cols = out.len();
     let count = partial.len().checked_div(cols).unwrap_or(0);
-    let out = Shared::new(out);
+    let out = SharedSlice::new(out);
     call.pieces(cols, (TASK / count.max(1)).max(LANES), |start, end| {
         // SAFETY: pieces of columns are disjoint.
         let out = unsafe { out.part(start, end) };

@@ -6,19 +6,19 @@
 
 use super::lanes::{carve, combine, grain, sum1, sum2};
 use super::rows::moments;
-use crate::cpu::access::{Call, Float, Real, Shared, slice, slice_mut};
+use crate::cpu::access::{Call, Float, Real, SharedSlice, slice, slice_mut};
 use crate::cpu::simd::vectorize;
 use crate::kernel::View;
 
 /// Sizes of `[n, c, plane]`.
 #[derive(Debug, Clone, Copy)]
-struct Sizes {
+struct PlaneSizes {
     samples: usize,
     channels: usize,
     plane: usize,
 }
 
-impl Sizes {
+impl PlaneSizes {
     fn of(view: &View) -> Self {
         let dims = view.shape().dims();
         Self {
@@ -57,7 +57,7 @@ unsafe fn per_channel<'a, T: Float>(call: &Call<'_>, i: usize) -> Option<&'a [T]
 /// # Safety
 /// As [`Ops::launch`](crate::device::Ops::launch), `T` is the type of x.
 pub(super) unsafe fn group<T: Float>(call: &Call<'_>, groups: usize, eps: f64) {
-    let sizes = Sizes::of(call.src(0));
+    let sizes = PlaneSizes::of(call.src(0));
     let width = sizes.channels / groups;
     let row = width * sizes.plane;
     // SAFETY: the kernel's description gives types, sizes and density; destinations overlap
@@ -67,9 +67,9 @@ pub(super) unsafe fn group<T: Float>(call: &Call<'_>, groups: usize, eps: f64) {
             slice::<T>(call.src(0)),
             per_channel::<T>(call, 1),
             per_channel::<T>(call, 2),
-            Shared::new(slice_mut::<T>(call.dst(0))),
-            Shared::new(slice_mut::<T::Acc>(call.dst(1))),
-            Shared::new(slice_mut::<T::Acc>(call.dst(2))),
+            SharedSlice::new(slice_mut::<T>(call.dst(0))),
+            SharedSlice::new(slice_mut::<T::Acc>(call.dst(1))),
+            SharedSlice::new(slice_mut::<T::Acc>(call.dst(2))),
         )
     };
     call.pieces(sizes.samples * groups, grain(row), |first, last| {
@@ -143,7 +143,7 @@ fn scale_plane<T: Float>(x: &[T], y: &mut [T], mean: T::Acc, rstd: T::Acc, w: T:
 /// # Safety
 /// As [`group`].
 pub(super) unsafe fn group_grad<T: Float>(call: &Call<'_>, groups: usize, accumulate: bool) {
-    let sizes = Sizes::of(call.src(0));
+    let sizes = PlaneSizes::of(call.src(0));
     let width = sizes.channels / groups;
     let row = width * sizes.plane;
     let planes = sizes.samples * sizes.channels;
@@ -155,11 +155,11 @@ pub(super) unsafe fn group_grad<T: Float>(call: &Call<'_>, groups: usize, accumu
             slice::<T::Acc>(call.src(2)),
             slice::<T::Acc>(call.src(3)),
             slice::<T>(call.src(4)),
-            call.dst_opt(0).map(|v| Shared::new(slice_mut::<T>(v))),
+            call.dst_opt(0).map(|v| SharedSlice::new(slice_mut::<T>(v))),
             carve::<T::Acc>(call, 2 * planes).split_at_mut(planes),
         )
     };
-    let sums = (Shared::new(along), Shared::new(flat));
+    let sums = (SharedSlice::new(along), SharedSlice::new(flat));
     call.pieces(sizes.samples * groups, grain(row), |first, last| {
         for i in first..last {
             let at = (i * row, (i + 1) * row);
@@ -250,7 +250,7 @@ vectorize! {
 const RUN: usize = 64;
 
 /// Channels per task of a batch norm. Without planes (`[n, c]`) channels are the vector.
-fn run_of(sizes: Sizes) -> usize {
+fn run_of(sizes: PlaneSizes) -> usize {
     let least = if sizes.plane == 1 { 16 } else { 1 };
     grain(sizes.samples * sizes.plane).clamp(least, RUN)
 }
@@ -260,7 +260,7 @@ fn run_of(sizes: Sizes) -> usize {
 /// # Safety
 /// As [`group`].
 pub(super) unsafe fn batch<T: Float>(call: &Call<'_>, eps: f64) {
-    let sizes = Sizes::summed(call.src(0));
+    let sizes = PlaneSizes::summed(call.src(0));
     // SAFETY: as in `group`.
     let (x, w, b, given, y, mean, rstd, var) = unsafe {
         let given = call.src_opt(3).zip(call.src_opt(4));
@@ -269,10 +269,10 @@ pub(super) unsafe fn batch<T: Float>(call: &Call<'_>, eps: f64) {
             per_channel::<T>(call, 1),
             per_channel::<T>(call, 2),
             given.map(|(m, v)| (slice::<T::Acc>(m), slice::<T::Acc>(v))),
-            Shared::new(slice_mut::<T>(call.dst(0))),
-            Shared::new(slice_mut::<T::Acc>(call.dst(1))),
-            Shared::new(slice_mut::<T::Acc>(call.dst(2))),
-            Shared::new(slice_mut::<T::Acc>(call.dst(3))),
+            SharedSlice::new(slice_mut::<T>(call.dst(0))),
+            SharedSlice::new(slice_mut::<T::Acc>(call.dst(1))),
+            SharedSlice::new(slice_mut::<T::Acc>(call.dst(2))),
+            SharedSlice::new(slice_mut::<T::Acc>(call.dst(3))),
         )
     };
     call.pieces(sizes.channels, run_of(sizes), |first, last| {
@@ -310,7 +310,7 @@ pub(super) unsafe fn batch<T: Float>(call: &Call<'_>, eps: f64) {
 }
 
 /// Where channels `first..last` of a sample lie.
-fn slab(sizes: Sizes, sample: usize, first: usize, last: usize) -> (usize, usize) {
+fn slab(sizes: PlaneSizes, sample: usize, first: usize, last: usize) -> (usize, usize) {
     let base = sample * sizes.channels;
     ((base + first) * sizes.plane, (base + last) * sizes.plane)
 }
@@ -340,7 +340,7 @@ fn add_planes<T: Float>(
 
 vectorize! {
     /// Means and biased variances of the channels from `first` on, corrected as in [`moments`].
-    fn batch_moments<T: Float>(x: &[T], sizes: Sizes, first: usize, mean: &mut [T::Acc], var: &mut [T::Acc]) {
+    fn batch_moments<T: Float>(x: &[T], sizes: PlaneSizes, first: usize, mean: &mut [T::Acc], var: &mut [T::Acc]) {
         let last = first + mean.len();
         let part = |sample| {
             let (from, to) = slab(sizes, sample, first, last);
@@ -382,17 +382,20 @@ vectorize! {
 /// # Safety
 /// As [`group`].
 pub(super) unsafe fn batch_grad<T: Float>(call: &Call<'_>, batch_stats: bool, accumulate: bool) {
-    let sizes = Sizes::summed(call.src(0));
+    let sizes = PlaneSizes::summed(call.src(0));
     // SAFETY: as in `group`.
     let (x, w, mean, rstd, dy, dx, dw, db) = unsafe {
-        let sums = |i| call.dst_opt(i).map(|v| Shared::new(slice_mut::<T::Acc>(v)));
+        let sums = |i| {
+            call.dst_opt(i)
+                .map(|v| SharedSlice::new(slice_mut::<T::Acc>(v)))
+        };
         (
             slice::<T>(call.src(0)),
             per_channel::<T>(call, 1),
             slice::<T::Acc>(call.src(2)),
             slice::<T::Acc>(call.src(3)),
             slice::<T>(call.src(4)),
-            call.dst_opt(0).map(|v| Shared::new(slice_mut::<T>(v))),
+            call.dst_opt(0).map(|v| SharedSlice::new(slice_mut::<T>(v))),
             sums(1),
             sums(2),
         )
@@ -404,7 +407,7 @@ pub(super) unsafe fn batch_grad<T: Float>(call: &Call<'_>, batch_stats: bool, ac
             channel: first,
             plane: sizes.plane,
         };
-        let run = Run {
+        let run = ChannelRun {
             x,
             dy,
             sizes,
@@ -440,10 +443,10 @@ pub(super) unsafe fn batch_grad<T: Float>(call: &Call<'_>, batch_stats: bool, ac
 
 /// A run of channels of [`batch_grad`]; x and dy are whole.
 #[derive(Clone, Copy)]
-struct Run<'a, T: Float> {
+struct ChannelRun<'a, T: Float> {
     x: &'a [T],
     dy: &'a [T],
-    sizes: Sizes,
+    sizes: PlaneSizes,
     affine: Affine<'a, T>,
     mean: &'a [T::Acc],
     rstd: &'a [T::Acc],
@@ -451,8 +454,8 @@ struct Run<'a, T: Float> {
 
 vectorize! {
     /// Sums of dy · x̂ and of dy of each channel.
-    fn batch_sums<T: Float>(run: Run<'_, T>, along: &mut [T::Acc], flat: &mut [T::Acc]) {
-        let Run { x, dy, sizes, affine, mean, rstd } = run;
+    fn batch_sums<T: Float>(run: ChannelRun<'_, T>, along: &mut [T::Acc], flat: &mut [T::Acc]) {
+        let ChannelRun { x, dy, sizes, affine, mean, rstd } = run;
         let plane = sizes.plane;
         for sample in 0..sizes.samples {
             let (from, to) = slab(sizes, sample, affine.channel, affine.channel + mean.len());
@@ -474,7 +477,7 @@ vectorize! {
 
 vectorize! {
     /// dx = w · rstd · (dy - flat - x̂ · along) of the slab that begins at element `from`.
-    fn batch_dx<T: Float>(run: Run<'_, T>, from: usize, along: &[T::Acc], flat: &[T::Acc], dx: &mut [T]) {
+    fn batch_dx<T: Float>(run: ChannelRun<'_, T>, from: usize, along: &[T::Acc], flat: &[T::Acc], dx: &mut [T]) {
         let plane = run.sizes.plane.max(1);
         let to = from + dx.len();
         let planes = run.x[from..to].chunks_exact(plane).zip(run.dy[from..to].chunks_exact(plane));

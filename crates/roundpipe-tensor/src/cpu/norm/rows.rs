@@ -1,7 +1,7 @@
 //! RMS norm and layer norm: every row of the last dimension is normalised by itself.
 
 use super::lanes::{blocks, carve, combine, grain, sum1, sum3, widen};
-use crate::cpu::access::{Call, Float, Real, Shared, slice, slice_mut};
+use crate::cpu::access::{Call, Float, Real, SharedSlice, slice, slice_mut};
 use crate::cpu::simd::vectorize;
 
 /// [`Kernel::RmsNorm`](crate::kernel::Kernel::RmsNorm).
@@ -18,9 +18,9 @@ pub(super) unsafe fn rms<T: Float>(call: &Call<'_>, eps: f64) {
             slice::<T>(call.src(0)),
             call.src_opt(2).map(|v| slice::<T>(v)),
             &*w,
-            Shared::new(slice_mut::<T>(call.dst(0))),
-            Shared::new(slice_mut::<T::Acc>(call.dst(1))),
-            call.dst_opt(2).map(|v| Shared::new(slice_mut::<T>(v))),
+            SharedSlice::new(slice_mut::<T>(call.dst(0))),
+            SharedSlice::new(slice_mut::<T::Acc>(call.dst(1))),
+            call.dst_opt(2).map(|v| SharedSlice::new(slice_mut::<T>(v))),
         )
     };
     let (cols, rows) = (w.len(), call.dst(1).numel());
@@ -90,11 +90,11 @@ pub(super) unsafe fn rms_grad<T: Float>(call: &Call<'_>, accumulate: bool) {
             slice::<T::Acc>(call.src(2)),
             slice::<T>(call.src(3)),
             call.src_opt(4).map(|v| slice::<T>(v)),
-            call.dst_opt(0).map(|v| Shared::new(slice_mut::<T>(v))),
+            call.dst_opt(0).map(|v| SharedSlice::new(slice_mut::<T>(v))),
             scratch.split_at_mut(cols),
         )
     };
-    let (w, shared) = (&*w, Shared::new(partial));
+    let (w, shared) = (&*w, SharedSlice::new(partial));
     call.pieces(rows, cut.rows, |a, b| {
         let (from, to, block) = (a * cols, b * cols, a / cut.rows);
         // SAFETY: pieces of rows, and so blocks, are disjoint.
@@ -186,9 +186,9 @@ pub(super) unsafe fn layer<T: Float>(call: &Call<'_>, eps: f64) {
         (
             slice::<T>(call.src(0)),
             (&*scratch.0, &*scratch.1),
-            Shared::new(slice_mut::<T>(call.dst(0))),
-            Shared::new(slice_mut::<T::Acc>(call.dst(1))),
-            Shared::new(slice_mut::<T::Acc>(call.dst(2))),
+            SharedSlice::new(slice_mut::<T>(call.dst(0))),
+            SharedSlice::new(slice_mut::<T::Acc>(call.dst(1))),
+            SharedSlice::new(slice_mut::<T::Acc>(call.dst(2))),
         )
     };
     call.pieces(call.dst(1).numel(), grain(cols), |first, last| {
@@ -259,12 +259,16 @@ pub(super) unsafe fn layer_grad<T: Float>(call: &Call<'_>, accumulate: bool) {
             slice::<T::Acc>(call.src(2)),
             slice::<T::Acc>(call.src(3)),
             slice::<T>(call.src(4)),
-            call.dst_opt(0).map(|v| Shared::new(slice_mut::<T>(v))),
+            call.dst_opt(0).map(|v| SharedSlice::new(slice_mut::<T>(v))),
             scratch.split_at_mut(cols),
         )
     };
     let (partial_w, partial_b) = partial.split_at_mut(sums(want_w));
-    let (w, shared_w, shared_b) = (&*w, Shared::new(partial_w), Shared::new(partial_b));
+    let (w, shared_w, shared_b) = (
+        &*w,
+        SharedSlice::new(partial_w),
+        SharedSlice::new(partial_b),
+    );
     call.pieces(rows, cut.rows, |a, b| {
         let (from, to, block) = (a * cols, b * cols, a / cut.rows);
         let own = (block * cols, (block + 1) * cols);

@@ -4,8 +4,8 @@
 //! - A line is one task's business from its first element to its last, so its result has one order.
 //! - `TopK` works in its destinations; no line needs memory of its own.
 
-use super::{Cell, Item, for_item, offset};
-use crate::cpu::access::{Call, Float, Real, Shared, for_float, slice, slice_mut};
+use super::{FoldItem, FoldType, for_item, offset};
+use crate::cpu::access::{Call, Float, Real, SharedSlice, for_float, slice, slice_mut};
 use crate::cpu::simd::vectorize;
 use crate::dtype::DType;
 use crate::error::Result;
@@ -50,10 +50,10 @@ fn others(view: &View, dim: usize) -> Vec<(usize, isize)> {
 
 /// # Safety
 /// As [`run`], and `T` is the source's type.
-unsafe fn arg_reduce<T: Item>(call: &Call<'_>, largest: bool, dim: usize) {
+unsafe fn arg_reduce<T: FoldItem>(call: &Call<'_>, largest: bool, dim: usize) {
     let x = *call.src(0);
     // SAFETY: the destination is dense, holds i64 and is this call's alone.
-    let y = Shared::new(unsafe { slice_mut::<i64>(call.dst(0)) });
+    let y = SharedSlice::new(unsafe { slice_mut::<i64>(call.dst(0)) });
     let (size, stride) = (x.shape()[dim], x.layout.strides()[dim]);
     let outer = others(&x, dim);
     let count = outer.iter().map(|d| d.0).product();
@@ -70,7 +70,7 @@ unsafe fn arg_reduce<T: Item>(call: &Call<'_>, largest: bool, dim: usize) {
 }
 
 /// The first place of the largest (smallest) value; the first NaN, if there is one.
-fn extreme<C: Cell>(size: usize, largest: bool, at: impl Fn(usize) -> C) -> usize {
+fn extreme<C: FoldType>(size: usize, largest: bool, at: impl Fn(usize) -> C) -> usize {
     let (mut best, mut place) = (at(0), 0);
     for i in 1..size {
         let value = at(i);
@@ -87,7 +87,7 @@ fn extreme<C: Cell>(size: usize, largest: bool, at: impl Fn(usize) -> C) -> usiz
     clippy::eq_op,
     reason = "only NaN differs from itself, and integers have none"
 )]
-fn is_nan<C: Cell>(x: C) -> bool {
+fn is_nan<C: FoldType>(x: C) -> bool {
     x != x
 }
 
@@ -96,7 +96,7 @@ const ABREAST: usize = 64;
 
 /// # Safety
 /// As [`run`], and `T` is the source's and the destination's type.
-unsafe fn cumsum<T: Item>(call: &Call<'_>, dim: usize, reverse: bool) {
+unsafe fn cumsum<T: FoldItem>(call: &Call<'_>, dim: usize, reverse: bool) {
     let (x, y) = (*call.src(0), *call.dst(0));
     let (size, stride) = (x.shape()[dim], x.layout.strides()[dim]);
     if y.numel() == 0 {
@@ -194,7 +194,7 @@ unsafe fn softmax<T: Float>(call: &Call<'_>, log: bool) {
     let (x, y) = unsafe {
         (
             slice::<T>(call.src(0)),
-            Shared::new(slice_mut::<T>(call.dst(0))),
+            SharedSlice::new(slice_mut::<T>(call.dst(0))),
         )
     };
     call.pieces(rows, 8192 / width.max(1), |from, to| {
@@ -232,7 +232,7 @@ unsafe fn softmax_grad<T: Float>(call: &Call<'_>, log: bool) {
         (
             slice::<T>(call.src(0)),
             slice::<T>(call.src(1)),
-            Shared::new(slice_mut::<T>(call.dst(0))),
+            SharedSlice::new(slice_mut::<T>(call.dst(0))),
         )
     };
     call.pieces(rows, 16384 / width.max(1), |from, to| {
@@ -258,7 +258,7 @@ vectorize! {
 
 /// # Safety
 /// As [`run`], and `T` is the source's type.
-unsafe fn topk<T: Item>(call: &Call<'_>, largest: bool) {
+unsafe fn topk<T: FoldItem>(call: &Call<'_>, largest: bool) {
     let ((rows, width), k) = (rows(call.src(0)), rows(call.dst(0)).1);
     // SAFETY: all are dense; bool reads as u8; the destinations are this call's alone.
     let (x, values, places) = unsafe {
@@ -272,12 +272,12 @@ unsafe fn topk<T: Item>(call: &Call<'_>, largest: bool) {
         };
         (
             slice::<T>(&source),
-            Shared::new(slice_mut::<T>(&values)),
+            SharedSlice::new(slice_mut::<T>(&values)),
             slice_mut::<i64>(call.dst(1)),
         )
     };
     debug_assert_eq!(call.dst(1).dtype, DType::I64);
-    let places = Shared::new(places);
+    let places = SharedSlice::new(places);
     if k == 0 {
         return;
     }
@@ -300,7 +300,7 @@ unsafe fn topk<T: Item>(call: &Call<'_>, largest: bool) {
 }
 
 /// Fills `places` with the places of the first `places.len()` elements of `x` in order.
-fn select<T: Item>(x: &[T], places: &mut [i64], largest: bool) {
+fn select<T: FoldItem>(x: &[T], places: &mut [i64], largest: bool) {
     let order = |a: &i64, b: &i64| {
         let (left, right) = (x[*a as usize].up(), x[*b as usize].up());
         let (first, second) = if largest {

@@ -1,8 +1,8 @@
 //! Gated linear units: up, let through by a function of the gate.
 
-use super::heads::{Rows, RowsMut};
+use super::heads::{HeadRows, RowsMut};
 use super::lanes::{grain, rows_of};
-use crate::cpu::access::{Call, Float, Real, Shared, slice, slice_mut};
+use crate::cpu::access::{Call, Float, Real, SharedSlice, slice, slice_mut};
 use crate::cpu::simd::vectorize;
 use crate::error::Result;
 use crate::kernel::{Glu, View};
@@ -19,7 +19,7 @@ pub(super) unsafe fn forward<T: Float>(call: &Call<'_>, kind: Glu) -> Result<()>
             (
                 slice::<T>(gate),
                 slice::<T>(up),
-                Shared::new(slice_mut::<T>(y)),
+                SharedSlice::new(slice_mut::<T>(y)),
             )
         };
         call.pieces(gate.len(), grain(1), |a, b| {
@@ -31,7 +31,7 @@ pub(super) unsafe fn forward<T: Float>(call: &Call<'_>, kind: Glu) -> Result<()>
     // SAFETY: the last dimensions are dense by the kernel's description; y overlaps nothing.
     let (from, to) = unsafe {
         (
-            (Rows::<T>::new(gate), Rows::<T>::new(up)),
+            (HeadRows::<T>::new(gate), HeadRows::<T>::new(up)),
             RowsMut::<T>::new(y),
         )
     };
@@ -58,7 +58,7 @@ pub(super) unsafe fn backward<T: Float>(call: &Call<'_>, kind: Glu) -> Result<()
         let ([gate, up, dy], [dgate, dup]) = unsafe {
             (
                 src.map(|v| slice::<T>(v)),
-                dst.map(|v| Shared::new(slice_mut::<T>(v))),
+                dst.map(|v| SharedSlice::new(slice_mut::<T>(v))),
             )
         };
         call.pieces(gate.len(), grain(1), |a, b| {
@@ -71,7 +71,7 @@ pub(super) unsafe fn backward<T: Float>(call: &Call<'_>, kind: Glu) -> Result<()
     // SAFETY: as in `forward`; halves of one tensor share no element.
     let ([gate, up, dy], [dgate, dup]) = unsafe {
         (
-            src.map(|v| Rows::<T>::new(v)),
+            src.map(|v| HeadRows::<T>::new(v)),
             dst.map(|v| RowsMut::<T>::new(v)),
         )
     };
@@ -93,7 +93,7 @@ fn each_row(call: &Call<'_>, view: &View, body: impl Fn(usize) + Sync + Send) {
 }
 
 /// The unit's value and its derivatives by gate and up.
-trait Unit<A: Real>: Copy {
+trait GluValue<A: Real>: Copy {
     fn value(self, gate: A, up: A) -> A;
     fn slopes(self, gate: A, up: A) -> (A, A);
 }
@@ -106,7 +106,7 @@ fn sigmoid<A: Real>(x: A) -> A {
 #[derive(Clone, Copy)]
 struct Silu;
 
-impl<A: Real> Unit<A> for Silu {
+impl<A: Real> GluValue<A> for Silu {
     #[inline(always)]
     fn value(self, gate: A, up: A) -> A {
         gate * sigmoid(gate) * up
@@ -125,7 +125,7 @@ struct GeluTanh;
 /// √(2/π) and the factor of the cube.
 const GELU: (f64, f64) = (0.797_884_560_802_865_4, 0.044_715);
 
-impl<A: Real> Unit<A> for GeluTanh {
+impl<A: Real> GluValue<A> for GeluTanh {
     #[inline(always)]
     fn value(self, gate: A, up: A) -> A {
         let inner = A::of(GELU.0) * (gate + A::of(GELU.1) * gate * gate * gate);
@@ -161,7 +161,7 @@ impl<A: Real> Clamped<A> {
     }
 }
 
-impl<A: Real> Unit<A> for Clamped<A> {
+impl<A: Real> GluValue<A> for Clamped<A> {
     #[inline(always)]
     fn value(self, gate: A, up: A) -> A {
         let (g, u) = self.clamp(gate, up);
@@ -187,7 +187,7 @@ impl<A: Real> Unit<A> for Clamped<A> {
 }
 
 #[inline(always)]
-fn values<T: Float>(gate: &[T], up: &[T], y: &mut [T], unit: impl Unit<T::Acc>) {
+fn values<T: Float>(gate: &[T], up: &[T], y: &mut [T], unit: impl GluValue<T::Acc>) {
     for ((y, g), u) in y.iter_mut().zip(gate).zip(up) {
         *y = T::down(unit.value(g.up(), u.up()));
     }
@@ -198,7 +198,7 @@ fn slopes<T: Float>(
     [gate, up, dy]: [&[T]; 3],
     dgate: &mut [T],
     dup: &mut [T],
-    unit: impl Unit<T::Acc>,
+    unit: impl GluValue<T::Acc>,
 ) {
     for ((((dg, du), g), u), dy) in dgate.iter_mut().zip(dup).zip(gate).zip(up).zip(dy) {
         let (by_gate, by_up) = unit.slopes(g.up(), u.up());

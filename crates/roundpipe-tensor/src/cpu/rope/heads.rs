@@ -7,7 +7,7 @@ use crate::kernel::View;
 
 /// Reads rows whose last dimension is dense.
 #[derive(Clone, Copy)]
-pub(super) struct Rows<'a, T> {
+pub(super) struct HeadRows<'a, T> {
     base: *const T,
     view: View,
     /// Distance between rows when it is the same for all.
@@ -15,16 +15,17 @@ pub(super) struct Rows<'a, T> {
     life: PhantomData<&'a [T]>,
 }
 
-// SAFETY: `Rows` only reads, and the memory is not written while it lives (promise of `Rows::new`).
-unsafe impl<T: Sync> Send for Rows<'_, T> {}
+// SAFETY: `HeadRows` only reads, and the memory is not written while it lives (promise of
+// `HeadRows::new`).
+unsafe impl<T: Sync> Send for HeadRows<'_, T> {}
 // SAFETY: as above.
-unsafe impl<T: Sync> Sync for Rows<'_, T> {}
+unsafe impl<T: Sync> Sync for HeadRows<'_, T> {}
 
-impl<T: Float> Rows<'_, T> {
+impl<T: Float> HeadRows<'_, T> {
     /// Over the rows of `view`.
     ///
     /// # Safety
-    /// The view lies in live memory, holds `T`, its last dimension is dense, and nobody writes its
+    /// The view lies in live memory, holds `T`, its last dimension is dense, and nothing writes its
     /// elements while this lives.
     pub unsafe fn new(view: &View) -> Self {
         Self {
@@ -63,7 +64,7 @@ impl<T: Float> RowsMut<'_, T> {
     /// Over the rows of `view`.
     ///
     /// # Safety
-    /// As [`Rows::new`], nobody else touches the elements, and no two rows share one.
+    /// As [`HeadRows::new`], nothing else touches the elements, and no two rows share one.
     pub unsafe fn new(view: &View) -> Self {
         Self {
             base: view.ptr as *mut T,
@@ -80,7 +81,7 @@ impl<T: Float> RowsMut<'_, T> {
     #[allow(clippy::mut_from_ref, reason = "disjointness is the caller's promise")]
     pub unsafe fn row(&self, i: usize) -> &mut [T] {
         let width = width(&self.view);
-        // SAFETY: as in `Rows::row`; sole access by the caller's promise.
+        // SAFETY: as in `HeadRows::row`; sole access by the caller's promise.
         unsafe {
             std::slice::from_raw_parts_mut(
                 self.base.offset(offset(&self.view, self.step, i)),

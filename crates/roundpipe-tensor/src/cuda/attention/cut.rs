@@ -43,7 +43,7 @@ const ALIGN: u128 = 256;
 
 /// The sizes of a call.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Sizes {
+pub(super) struct AttentionSizes {
     pub batch: usize,
     pub heads: usize,
     pub key_heads: usize,
@@ -58,8 +58,8 @@ pub(super) struct Sizes {
 
 /// What goes together.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Cut {
-    sizes: Sizes,
+pub(super) struct PieceSplit {
+    sizes: AttentionSizes,
     /// Batches and heads of a piece.
     pub batch: usize,
     pub heads: usize,
@@ -80,13 +80,13 @@ pub(super) struct Piece {
     /// Queries see the keys up to their own place in the piece.
     pub causal: bool,
     /// Of the sums of dq, and of dk and dv.
-    pub dq: Turn,
-    pub dkv: Turn,
+    pub dq: SumTurn,
+    pub dkv: SumTurn,
 }
 
 /// Where a piece stands among those that add to the same sum.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Turn {
+pub(super) struct SumTurn {
     pub first: bool,
     pub last: bool,
 }
@@ -94,7 +94,7 @@ pub(super) struct Turn {
 /// Offsets in scratch, and its bytes. Sums and parts are those of dq, dk, dv; sums of dk, dv hold
 /// all keys. Of what is added in any order there is the sum of dq alone.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Places {
+pub(super) struct ScratchLayout {
     pub sums: [usize; 3],
     pub parts: [usize; 3],
     pub rows: usize,
@@ -102,14 +102,14 @@ pub(super) struct Places {
     pub bytes: usize,
 }
 
-impl Cut {
+impl PieceSplit {
     /// The cut with the fewest blocks, then the largest pieces; none where nothing fits.
-    pub fn new(sizes: &Sizes) -> Option<Self> {
+    pub fn new(sizes: &AttentionSizes) -> Option<Self> {
         Self::within(sizes, BLOCK, SCRATCH_BYTES)
     }
 
-    /// [`Cut::new`] with other bounds.
-    pub fn within(sizes: &Sizes, longest: usize, limit: usize) -> Option<Self> {
+    /// [`PieceSplit::new`] with other bounds.
+    pub fn within(sizes: &AttentionSizes, longest: usize, limit: usize) -> Option<Self> {
         let length = sizes.queries.max(sizes.keys);
         let all = Self::of(sizes, sizes.batch, sizes.key_heads, length);
         if !sizes.backward {
@@ -131,7 +131,7 @@ impl Cut {
         Some(Self::of(sizes, batch, key_heads, block))
     }
 
-    fn of(sizes: &Sizes, batch: usize, key_heads: usize, block: usize) -> Self {
+    fn of(sizes: &AttentionSizes, batch: usize, key_heads: usize, block: usize) -> Self {
         Self {
             sizes: *sizes,
             batch,
@@ -165,7 +165,7 @@ impl Cut {
     }
 
     /// Where everything lies; none where that is beyond all memory.
-    pub fn places(&self) -> Option<Places> {
+    pub fn places(&self) -> Option<ScratchLayout> {
         let (batch, width) = (self.batch as u128, self.sizes.width as u128);
         let (heads, key_heads) = (batch * self.heads as u128, batch * self.key_heads as u128);
         let (queries, keys) = (heads * self.queries as u128, key_heads * self.keys as u128);
@@ -191,7 +191,7 @@ impl Cut {
         }
         let rows = place(if self.sizes.backward { 4 * queries } else { 0 }).ok()?;
         let workspace = place(self.workspace()).ok()?;
-        Some(Places {
+        Some(ScratchLayout {
             sums,
             parts,
             rows,
@@ -219,11 +219,11 @@ impl Cut {
                             queries: rows.clone(),
                             keys: columns.clone(),
                             causal: self.sizes.causal && i == j,
-                            dq: Turn {
+                            dq: SumTurn {
                                 first: j == 0,
                                 last: j + 1 == seen,
                             },
-                            dkv: Turn {
+                            dkv: SumTurn {
                                 first,
                                 last: i + 1 == queries.len(),
                             },
@@ -258,9 +258,9 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn sizes(dims: [usize; 5], causal: bool) -> Sizes {
+    fn sizes(dims: [usize; 5], causal: bool) -> AttentionSizes {
         let [batch, heads, key_heads, length, width] = dims;
-        Sizes {
+        AttentionSizes {
             batch,
             heads,
             key_heads,
@@ -275,8 +275,8 @@ mod tests {
 
     /// Every visible pair of tiles is in one piece, sums begin once and end once, and scratch is
     /// what was allowed.
-    fn check(sizes: &Sizes, longest: usize, limit: usize) {
-        let Some(cut) = Cut::within(sizes, longest, limit) else {
+    fn check(sizes: &AttentionSizes, longest: usize, limit: usize) {
+        let Some(cut) = PieceSplit::within(sizes, longest, limit) else {
             return;
         };
         let places = cut.places().unwrap();
@@ -339,7 +339,7 @@ mod tests {
             (longest, limit) in (1usize..14, 1usize..64),
         ) {
             let keys = if causal { queries } else { keys };
-            let sizes = Sizes {
+            let sizes = AttentionSizes {
                 batch,
                 heads: key_heads * group,
                 key_heads,
@@ -372,7 +372,7 @@ mod tests {
             ([2, 16, 8, 40960, 128], 2 * 4 * 6, 13696),
             ([1, 2, 1, 1 << 20, 128], 64 * 65 / 2, 16384),
         ] {
-            let cut = Cut::new(&sizes(dims, true)).unwrap();
+            let cut = PieceSplit::new(&sizes(dims, true)).unwrap();
             assert_eq!(
                 (cut.pieces().len(), cut.queries),
                 (pieces, block),
@@ -389,6 +389,6 @@ mod tests {
             check(&sizes(dims, true), BLOCK, SCRATCH_BYTES);
         }
         // The sums alone would be more.
-        assert!(Cut::new(&sizes([1, 1, 1, 1 << 29, 128], true)).is_none());
+        assert!(PieceSplit::new(&sizes([1, 1, 1, 1 << 29, 128], true)).is_none());
     }
 }

@@ -8,16 +8,16 @@
 //!
 //! The backward is the one that repeats bit for bit, unless any order of its sums will do: dq is
 //! multiplied straight from the scores' gradients, which the library then keeps in its workspace,
-//! so it goes in pieces ([`Cut`]). A piece's graph takes the statistics of whole rows, so the
-//! weights of its pairs are those of the whole, whichever keys it holds.
+//! so it goes in pieces ([`PieceSplit`]). A piece's graph takes the statistics of whole rows, so
+//! the weights of its pairs are those of the whole, whichever keys it holds.
 //!
 //! # Invariants
 //! - What is taken, and in which pieces, depends on the operands alone; scratch on their sizes.
 //! - Scratch holds whatever a plan may need; a plan that wants more is refused, and the refusal is
 //!   remembered.
 
-use super::cut::{Cut, Piece, Places, Sizes};
-use super::graph::{Data, Function as F, Graph, Plan, Refused, Sum, Target, Tensor};
+use super::cut::{AttentionSizes, Piece, PieceSplit, ScratchLayout};
+use super::graph::{Data, Function as F, Graph, GraphPlan, GraphTensor, Refused, Sum, TargetGpu};
 use super::sums::Addition;
 use crate::dtype::DType;
 use crate::kernel::{AttentionSpec, View};
@@ -46,7 +46,7 @@ type Strides = [i64; 3];
 /// All that a plan depends on. Sizes are those of a piece, strides those of what it reads and
 /// writes.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub(super) struct Case {
+pub(super) struct AttentionCase {
     dtype: DType,
     batch: i64,
     heads: i64,
@@ -65,10 +65,10 @@ pub(super) struct Case {
 
 /// A call as cuDNN takes it.
 #[derive(Debug)]
-pub(super) struct Fused {
-    sizes: Sizes,
-    cut: Cut,
-    places: Places,
+pub(super) struct FusedAttention {
+    sizes: AttentionSizes,
+    cut: PieceSplit,
+    places: ScratchLayout,
     dtype: DType,
     /// Addresses and strides of the whole: q, k, v, o, then do, dq, dk, dv.
     operands: Vec<(u64, Strides)>,
@@ -81,7 +81,7 @@ pub(super) struct Fused {
     one: f32,
 }
 
-impl Fused {
+impl FusedAttention {
     /// The forward, if cuDNN takes such sizes.
     pub fn forward(
         spec: &AttentionSpec,
@@ -123,7 +123,7 @@ impl Fused {
         }
         let (causal, backward) = (spec.causal, operands.len() > 4);
         let any_order = backward && spec.any_order;
-        let sizes = Sizes {
+        let sizes = AttentionSizes {
             batch,
             heads,
             key_heads,
@@ -134,7 +134,7 @@ impl Fused {
             backward,
             any_order,
         };
-        let cut = Cut::new(&sizes)?;
+        let cut = PieceSplit::new(&sizes)?;
         Some(Self {
             sizes,
             cut,
@@ -173,7 +173,7 @@ impl Fused {
     }
 
     /// What the plan of a piece depends on.
-    pub fn case(&self, piece: &Piece) -> Case {
+    pub fn case(&self, piece: &Piece) -> AttentionCase {
         let (sizes, cut) = (&self.sizes, &self.cut);
         let mut strides: Vec<Strides> = self.operands.iter().map(|(_, strides)| *strides).collect();
         if cut.adds() && sizes.backward {
@@ -190,7 +190,7 @@ impl Fused {
                 );
             }
         }
-        Case {
+        AttentionCase {
             dtype: self.dtype,
             batch: cut.batch as i64,
             heads: cut.heads as i64,
@@ -207,13 +207,13 @@ impl Fused {
     }
 
     /// Makes the plan of a case.
-    pub fn plan(&self, case: &Case, target: &Target<'_>) -> Result<Plan, Refused> {
+    pub fn plan(&self, case: &AttentionCase, target: &TargetGpu<'_>) -> Result<GraphPlan, Refused> {
         let graph = if case.backward {
             case.backward()?
         } else {
             case.forward()?
         };
-        Plan::new(graph, target, self.workspace())
+        GraphPlan::new(graph, target, self.workspace())
     }
 
     /// Whether cuDNN adds dq up by itself, in any order.
@@ -329,7 +329,7 @@ fn aligned(view: &View) -> bool {
 }
 
 /// Tensors lie as `[batch, rows, heads, width]`; graphs see `[batch, heads, rows, width]`.
-impl Case {
+impl AttentionCase {
     fn data(&self) -> Data {
         match self.dtype {
             DType::F16 => Data::CUDNN_DATA_HALF,
@@ -361,8 +361,8 @@ impl Case {
         graph: &mut Graph,
         number: i64,
         i: usize,
-        turned: bool,
-    ) -> Result<Tensor, Refused> {
+        transposed: bool,
+    ) -> Result<GraphTensor, Refused> {
         let [batch, row, head] = self.strides[i];
         let mut dims = if matches!(number, K | V | DK | DV) {
             self.of_keys()
@@ -370,14 +370,14 @@ impl Case {
             self.of_queries()
         };
         let mut strides = [batch, head, row, 1];
-        if turned {
+        if transposed {
             dims.swap(2, 3);
             strides.swap(2, 3);
         }
         graph.operand(number, self.data(), dims, strides)
     }
 
-    fn lse(&self, graph: &mut Graph) -> Result<Tensor, Refused> {
+    fn lse(&self, graph: &mut Graph) -> Result<GraphTensor, Refused> {
         graph.operand(
             LSE,
             Data::CUDNN_DATA_FLOAT,
@@ -459,7 +459,7 @@ impl Case {
         let ds = g.each(F::CUDNN_POINTWISE_MUL, ds, Some(scale), to)?;
         self.to_keys(g, ds, q, dk)?;
         let [batch, row, head] = self.strides[1];
-        let k = g.turned(k, self.data(), self.of_keys(), [batch, head, row, 1])?;
+        let k = g.transposed(k, self.data(), self.of_keys(), [batch, head, row, 1])?;
         if !self.any_order {
             g.product(ds, k, dq)?;
             return Ok(graph);
@@ -474,7 +474,12 @@ impl Case {
 
     /// The row sums of do · o, kept in scratch. The factor 1 is where the library's pattern has
     /// dropout's: without it, plans keep two more matrices of pairs.
-    fn row_sums(&self, g: &mut Graph, d_o: Tensor, o: Tensor) -> Result<Tensor, Refused> {
+    fn row_sums(
+        &self,
+        g: &mut Graph,
+        d_o: GraphTensor,
+        o: GraphTensor,
+    ) -> Result<GraphTensor, Refused> {
         let float = Data::CUDNN_DATA_FLOAT;
         let to = g.step(float, self.of_queries())?;
         let products = g.each(F::CUDNN_POINTWISE_MUL, d_o, Some(o), to)?;
@@ -491,16 +496,23 @@ impl Case {
     }
 
     /// out = pairsᵀ x, summed over the query heads of a group.
-    fn to_keys(&self, g: &mut Graph, pairs: Tensor, x: Tensor, out: Tensor) -> Result<(), Refused> {
+    fn to_keys(
+        &self,
+        g: &mut Graph,
+        pairs: GraphTensor,
+        x: GraphTensor,
+        out: GraphTensor,
+    ) -> Result<(), Refused> {
         let [batch, heads, queries, keys] = self.pairs();
         let strides = [heads * queries * keys, queries * keys, 1, keys];
-        let turned = g.turned(pairs, self.data(), [batch, heads, keys, queries], strides)?;
+        let transposed =
+            g.transposed(pairs, self.data(), [batch, heads, keys, queries], strides)?;
         if self.heads == self.key_heads {
-            g.product(turned, x, out)?;
+            g.product(transposed, x, out)?;
             return Ok(());
         }
         let to = g.step(self.data(), [batch, heads, keys, self.width])?;
-        let full = g.product(turned, x, to)?;
+        let full = g.product(transposed, x, to)?;
         g.sum(Sum::CUDNN_REDUCE_TENSOR_ADD, full, out)?;
         Ok(())
     }

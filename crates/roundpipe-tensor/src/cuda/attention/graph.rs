@@ -2,8 +2,8 @@
 //! elements is described, and the library makes one plan of the whole.
 //!
 //! The order is the library's: tensors, operations, the graph, what its heuristics propose, a plan,
-//! and per call the addresses. All refusals are text for whoever asks why; nothing here is a user's
-//! error.
+//! and per call the addresses. Every refusal is a text that explains why another
+//! implementation runs; none of them is an error for the user.
 //!
 //! # Invariants
 //! - Descriptors live as long as the plan that was made of them.
@@ -37,12 +37,12 @@ fn said(api: &Cudnn, what: &str, status: Status) -> Result<(), Refused> {
 }
 
 /// The library's state for one stream.
-pub(super) struct Handle(sys::cudnnHandle_t, &'static Cudnn);
+pub(super) struct CudnnHandle(sys::cudnnHandle_t, &'static Cudnn);
 
 // SAFETY: a handle may be used from any thread, by one at a time: its owner keeps it behind a lock.
-unsafe impl Send for Handle {}
+unsafe impl Send for CudnnHandle {}
 
-impl Handle {
+impl CudnnHandle {
     /// A handle that queues on `stream`, in the current context.
     pub fn new(stream: Stream) -> Result<Self, Refused> {
         let mut raw = std::ptr::null_mut();
@@ -68,7 +68,7 @@ impl Handle {
     }
 }
 
-impl Drop for Handle {
+impl Drop for CudnnHandle {
     fn drop(&mut self) {
         // Its stream may be gone already.
         let _ = self.queue_on(std::ptr::null_mut());
@@ -151,7 +151,7 @@ impl Descriptor {
 
 /// A tensor of a graph.
 #[derive(Clone, Copy)]
-pub(super) struct Tensor(usize);
+pub(super) struct GraphTensor(usize);
 
 /// A graph under construction. Tensors have four dimensions.
 #[derive(Default)]
@@ -170,7 +170,7 @@ impl Graph {
         self.descriptors.len() - 1
     }
 
-    fn at(&self, tensor: Tensor) -> &Descriptor {
+    fn at(&self, tensor: GraphTensor) -> &Descriptor {
         &self.descriptors[tensor.0]
     }
 
@@ -181,7 +181,7 @@ impl Graph {
         dims: [i64; 4],
         strides: [i64; 4],
         host: bool,
-    ) -> Result<Tensor, Refused> {
+    ) -> Result<GraphTensor, Refused> {
         let number = id.unwrap_or(Self::INNER + self.descriptors.len() as i64);
         let made = Descriptor::new(Kind::CUDNN_BACKEND_TENSOR_DESCRIPTOR)?
             .ints(Name::CUDNN_ATTR_TENSOR_UNIQUE_ID, &[number])?
@@ -192,7 +192,7 @@ impl Graph {
             .flag(Name::CUDNN_ATTR_TENSOR_IS_VIRTUAL, id.is_none())?
             .flag(Name::CUDNN_ATTR_TENSOR_IS_BY_VALUE, host)?
             .finish()?;
-        Ok(Tensor(self.keep(made)))
+        Ok(GraphTensor(self.keep(made)))
     }
 
     /// An operand in device memory.
@@ -202,29 +202,29 @@ impl Graph {
         data: Data,
         dims: [i64; 4],
         strides: [i64; 4],
-    ) -> Result<Tensor, Refused> {
+    ) -> Result<GraphTensor, Refused> {
         self.tensor(Some(id), data, dims, strides, false)
     }
 
     /// A number in host memory.
-    pub fn number(&mut self, id: i64) -> Result<Tensor, Refused> {
+    pub fn number(&mut self, id: i64) -> Result<GraphTensor, Refused> {
         self.tensor(Some(id), Data::CUDNN_DATA_FLOAT, [1; 4], [1; 4], true)
     }
 
     /// A step between operations, row-major.
-    pub fn step(&mut self, data: Data, dims: [i64; 4]) -> Result<Tensor, Refused> {
+    pub fn step(&mut self, data: Data, dims: [i64; 4]) -> Result<GraphTensor, Refused> {
         let strides = [dims[1] * dims[2] * dims[3], dims[2] * dims[3], dims[3], 1];
         self.tensor(None, data, dims, strides, false)
     }
 
     /// y = the matrices of x with these sizes and strides: a transposition.
-    pub fn turned(
+    pub fn transposed(
         &mut self,
-        x: Tensor,
+        x: GraphTensor,
         data: Data,
         dims: [i64; 4],
         strides: [i64; 4],
-    ) -> Result<Tensor, Refused> {
+    ) -> Result<GraphTensor, Refused> {
         let y = self.tensor(None, data, dims, strides, false)?;
         let made = Descriptor::new(Kind::CUDNN_BACKEND_OPERATION_RESHAPE_DESCRIPTOR)?
             .descriptors(Name::CUDNN_ATTR_OPERATION_RESHAPE_XDESC, &[self.at(x)])?
@@ -240,7 +240,12 @@ impl Graph {
     }
 
     /// c = a b.
-    pub fn product(&mut self, a: Tensor, b: Tensor, c: Tensor) -> Result<Tensor, Refused> {
+    pub fn product(
+        &mut self,
+        a: GraphTensor,
+        b: GraphTensor,
+        c: GraphTensor,
+    ) -> Result<GraphTensor, Refused> {
         let how = Descriptor::new(Kind::CUDNN_BACKEND_MATMUL_DESCRIPTOR)?
             .data(Name::CUDNN_ATTR_MATMUL_COMP_TYPE, Data::CUDNN_DATA_FLOAT)?
             .finish()?;
@@ -257,7 +262,12 @@ impl Graph {
 
     /// y = the sum, or maximum, over the dimensions in which y has size 1, or one per group of
     /// heads.
-    pub fn sum(&mut self, sum: Sum, x: Tensor, y: Tensor) -> Result<Tensor, Refused> {
+    pub fn sum(
+        &mut self,
+        sum: Sum,
+        x: GraphTensor,
+        y: GraphTensor,
+    ) -> Result<GraphTensor, Refused> {
         let how = Descriptor::new(Kind::CUDNN_BACKEND_REDUCTION_DESCRIPTOR)?
             .set(
                 Name::CUDNN_ATTR_REDUCTION_OPERATOR,
@@ -280,16 +290,21 @@ impl Graph {
     pub fn each(
         &mut self,
         f: Function,
-        x: Tensor,
-        b: Option<Tensor>,
-        y: Tensor,
-    ) -> Result<Tensor, Refused> {
+        x: GraphTensor,
+        b: Option<GraphTensor>,
+        y: GraphTensor,
+    ) -> Result<GraphTensor, Refused> {
         let how = function(f, Data::CUDNN_DATA_FLOAT)?.finish()?;
         self.pointwise(how, x, b, None, y)
     }
 
     /// y = x where row index ≥ column index of the matrices, else `other`.
-    pub fn causal(&mut self, x: Tensor, other: Tensor, dims: [i64; 4]) -> Result<Tensor, Refused> {
+    pub fn causal(
+        &mut self,
+        x: GraphTensor,
+        other: GraphTensor,
+        dims: [i64; 4],
+    ) -> Result<GraphTensor, Refused> {
         let mut index = |axis: i64| {
             let how = function(Function::CUDNN_POINTWISE_GEN_INDEX, Data::CUDNN_DATA_INT32)?;
             let how = how
@@ -314,11 +329,11 @@ impl Graph {
     fn pointwise(
         &mut self,
         how: Descriptor,
-        x: Tensor,
-        b: Option<Tensor>,
-        t: Option<Tensor>,
-        y: Tensor,
-    ) -> Result<Tensor, Refused> {
+        x: GraphTensor,
+        b: Option<GraphTensor>,
+        t: Option<GraphTensor>,
+        y: GraphTensor,
+    ) -> Result<GraphTensor, Refused> {
         let mut made = Descriptor::new(Kind::CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR)?
             .descriptors(Name::CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR, &[&how])?
             .descriptors(Name::CUDNN_ATTR_OPERATION_POINTWISE_XDESC, &[self.at(x)])?;
@@ -348,16 +363,16 @@ fn function(f: Function, precision: Data) -> Result<Descriptor, Refused> {
 }
 
 /// For which GPU a plan is made.
-pub(super) enum Target<'a> {
+pub(super) enum TargetGpu<'a> {
     /// The handle's.
-    Handle(&'a Handle),
+    Handle(&'a CudnnHandle),
     /// One that need not be there, by its properties as JSON.
     #[cfg(test)]
     Properties(&'a str),
 }
 
 /// How to compute a graph.
-pub(super) struct Plan {
+pub(super) struct GraphPlan {
     plan: Descriptor,
     /// Bytes of device memory that a call needs.
     pub workspace: usize,
@@ -365,31 +380,31 @@ pub(super) struct Plan {
     _parts: Vec<Descriptor>,
 }
 
-impl Plan {
+impl GraphPlan {
     /// How many proposals are looked at.
     const PROPOSALS: usize = 8;
 
     /// The first plan that the library proposes and can make, with a workspace of at most `limit`
     /// bytes.
-    pub fn new(graph: Graph, target: &Target<'_>, limit: usize) -> Result<Self, Refused> {
+    pub fn new(graph: Graph, target: &TargetGpu<'_>, limit: usize) -> Result<Self, Refused> {
         let mut parts = graph.descriptors;
         let operations: Vec<&Descriptor> = graph.operations.iter().map(|at| &parts[*at]).collect();
         let whole = Descriptor::new(Kind::CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR)?
             .descriptors(Name::CUDNN_ATTR_OPERATIONGRAPH_OPS, &operations)?;
         let whole = match target {
-            Target::Handle(handle) => whole.set(
+            TargetGpu::Handle(handle) => whole.set(
                 Name::CUDNN_ATTR_OPERATIONGRAPH_HANDLE,
                 Type::CUDNN_TYPE_HANDLE,
                 &[handle.0],
             )?,
             #[cfg(test)]
-            Target::Properties(_) => whole,
+            TargetGpu::Properties(_) => whole,
         };
         let whole = whole.finish()?;
         let device = match target {
-            Target::Handle(_) => None,
+            TargetGpu::Handle(_) => None,
             #[cfg(test)]
-            Target::Properties(json) => Some(properties(json)?),
+            TargetGpu::Properties(json) => Some(properties(json)?),
         };
         let advice = Descriptor::new(Kind::CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR)?
             .descriptors(Name::CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, &[&whole])?
@@ -426,19 +441,19 @@ impl Plan {
 
     fn made(
         config: &Descriptor,
-        target: &Target<'_>,
+        target: &TargetGpu<'_>,
         device: Option<&Descriptor>,
     ) -> Result<(Descriptor, usize), Refused> {
         let plan = Descriptor::new(Kind::CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)?
             .descriptors(Name::CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, &[config])?;
         let plan = match target {
-            Target::Handle(handle) => plan.set(
+            TargetGpu::Handle(handle) => plan.set(
                 Name::CUDNN_ATTR_EXECUTION_PLAN_HANDLE,
                 Type::CUDNN_TYPE_HANDLE,
                 &[handle.0],
             )?,
             #[cfg(test)]
-            Target::Properties(_) => plan,
+            TargetGpu::Properties(_) => plan,
         };
         let plan = match device {
             Some(device) => {
@@ -468,10 +483,10 @@ impl Plan {
     ///
     /// # Safety
     /// The addresses are what the graph says of the tensors with these numbers; numbers in host
-    /// memory live past the call; `workspace` is device memory of [`Plan::workspace`] bytes.
+    /// memory live past the call; `workspace` is device memory of [`GraphPlan::workspace`] bytes.
     pub unsafe fn run(
         &self,
-        handle: &Handle,
+        handle: &CudnnHandle,
         operands: &[(i64, u64)],
         workspace: u64,
     ) -> Result<(), Refused> {
@@ -496,7 +511,7 @@ impl Plan {
 
 /// What the heuristics propose, best first.
 fn proposals(advice: &Descriptor) -> Result<Vec<Descriptor>, Refused> {
-    let mut configs = (0..Plan::PROPOSALS)
+    let mut configs = (0..GraphPlan::PROPOSALS)
         .map(|_| Descriptor::new(Kind::CUDNN_BACKEND_ENGINECFG_DESCRIPTOR))
         .collect::<Result<Vec<_>, _>>()?;
     let mut raw: Vec<_> = configs.iter().map(|config| config.0).collect();

@@ -1,7 +1,7 @@
 //! Sums of gradients over pieces: a part in the operands' type is added to a sum in f32, which is
 //! rounded once, with the last part.
 
-use super::cut::Turn;
+use super::cut::SumTurn;
 use crate::cuda::call::{Args, Call, c_type};
 use crate::cuda::compile::Unit;
 use crate::dtype::DType;
@@ -25,7 +25,7 @@ pub(super) struct Addition {
     pub width: usize,
     pub row_stride: i64,
     pub head_stride: i64,
-    pub turn: Turn,
+    pub turn: SumTurn,
 }
 
 impl Addition {

@@ -3,8 +3,8 @@
 
 use std::collections::HashSet;
 
-use super::fused::Fused;
-use super::graph::Target;
+use super::fused::FusedAttention;
+use super::graph::TargetGpu;
 use super::library;
 use crate::dtype::DType;
 use crate::kernel::{AttentionSpec, View};
@@ -26,16 +26,21 @@ fn view(ptr: u64, dtype: DType, dims: &[usize]) -> Option<View> {
 }
 
 /// A contiguous case: batch, query heads, key heads, length, width.
-fn case(spec: &AttentionSpec, dims: [usize; 5], dtype: DType, backward: bool) -> Option<Fused> {
+fn case(
+    spec: &AttentionSpec,
+    dims: [usize; 5],
+    dtype: DType,
+    backward: bool,
+) -> Option<FusedAttention> {
     let [b, hq, hk, s, d] = dims;
     let q = |place: u64| view(place << 40, dtype, &[b, s, hq, d]);
     let k = |place: u64| view(place << 40, dtype, &[b, s, hk, d]);
     let lse = view(5 << 40, DType::F32, &[b, hq, s]);
     if backward {
         let src = [q(1), k(2), k(3), q(4), lse, q(8), None, None, None];
-        return Fused::backward(spec, &src, &[q(9), k(10), k(11), None]);
+        return FusedAttention::backward(spec, &src, &[q(9), k(10), k(11), None]);
     }
-    Fused::forward(spec, &[q(1), k(2), k(3), None, None, None], &[q(4), lse])
+    FusedAttention::forward(spec, &[q(1), k(2), k(3), None, None, None], &[q(4), lse])
 }
 
 #[test]
@@ -191,7 +196,7 @@ fn plans_are_made_without_a_gpu() {
                     if !seen.insert(case.clone()) {
                         continue;
                     }
-                    let plan = fused.plan(&case, &Target::Properties(device));
+                    let plan = fused.plan(&case, &TargetGpu::Properties(device));
                     let name = format!(
                         "{dims:?}, {piece:?}, {dtype}, backward {backward}, any order {any_order}"
                     );

@@ -24,11 +24,11 @@ use cudarc::cudnn::sys;
 use crate::cuda::call::Call;
 use crate::cuda::compile::Table;
 use crate::cuda::library::{self, Cudnn, Status};
-use crate::cuda::lock;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernel::{ConvSpec, Kernel, View};
 use crate::shape::Shape;
+use crate::sync::lock;
 
 const FORWARD: sys::cudnnConvolutionFwdAlgo_t =
     sys::cudnnConvolutionFwdAlgo_t::CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM;
@@ -45,7 +45,7 @@ const PARTS_BYTES: usize = 32 << 20;
 const OLDEST: usize = 90_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Kind {
+enum ConvKind {
     Forward { bias: bool },
     GradInput,
     GradFilter,
@@ -53,8 +53,8 @@ enum Kind {
 
 /// All that a plan depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Case {
-    kind: Kind,
+pub(super) struct ConvCase {
+    kind: ConvKind,
     dtype: DType,
     /// `[n, c, h, w]`, `[o, c / groups, kh, kw]`, `[n, o, h', w']`.
     x: [i32; 4],
@@ -66,7 +66,7 @@ pub(super) struct Case {
     groups: i32,
 }
 
-impl Case {
+impl ConvCase {
     /// A convolution that is to be given to cuDNN.
     pub fn of(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> Option<Self> {
         let (a, b, out) = (
@@ -76,19 +76,19 @@ impl Case {
         );
         let (kind, spec, [x, f, y]) = match kernel {
             Kernel::Conv2d(spec) => (
-                Kind::Forward {
+                ConvKind::Forward {
                     bias: src.get(2).is_some_and(Option::is_some),
                 },
                 spec,
                 [a, b, out],
             ),
-            Kernel::Conv2dGradInput(spec) => (Kind::GradInput, spec, [out, b, a]),
-            Kernel::Conv2dGradFilter { spec, .. } => (Kind::GradFilter, spec, [a, out, b]),
+            Kernel::Conv2dGradInput(spec) => (ConvKind::GradInput, spec, [out, b, a]),
+            Kernel::Conv2dGradFilter { spec, .. } => (ConvKind::GradFilter, spec, [a, out, b]),
             _ => return None,
         };
         let fits = match a.dtype {
             DType::F32 => true,
-            DType::BF16 | DType::F16 => kind != Kind::GradFilter,
+            DType::BF16 | DType::F16 => kind != ConvKind::GradFilter,
             _ => false,
         };
         let fits = fits && is_usual(spec, x.shape(), f.shape(), y.shape());
@@ -115,7 +115,7 @@ impl Case {
             (count * self.dtype.size()).next_multiple_of(256)
         };
         match self.dtype {
-            DType::F32 if self.kind == Kind::GradFilter => PARTS_BYTES,
+            DType::F32 if self.kind == ConvKind::GradFilter => PARTS_BYTES,
             DType::F32 => TABLE_BYTES,
             _ => TABLE_BYTES + bytes(self.x) + bytes(self.f) + bytes(self.y),
         }
@@ -136,7 +136,7 @@ fn is_usual(spec: &ConvSpec, x: &Shape, f: &Shape, y: &Shape) -> bool {
 
 /// Plans by case; `None` for what the library refuses.
 #[derive(Default)]
-pub(crate) struct Plans(Mutex<Table<Case, Option<Arc<Plan>>>>);
+pub(crate) struct ConvPlans(Mutex<Table<ConvCase, Option<Arc<ConvPlan>>>>);
 
 /// The library, where it is here and wanted.
 fn api() -> Option<&'static Cudnn> {
@@ -165,7 +165,7 @@ fn is_failure(status: Status) -> bool {
 /// # Safety
 /// As [`Ops::launch`](crate::device::Ops::launch).
 pub(super) unsafe fn run(call: &Call<'_>) -> Result<bool> {
-    let Some((case, api)) = Case::of(call.kernel, call.src, call.dst).zip(api()) else {
+    let Some((case, api)) = ConvCase::of(call.kernel, call.src, call.dst).zip(api()) else {
         return Ok(false);
     };
     let mut operands = call.src.iter().chain(call.dst).flatten();
@@ -179,7 +179,10 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<bool> {
             let mut plans = lock(&call.gpu.convolutions.0);
             let known = plans.get(&case).cloned();
             let plan = known.unwrap_or_else(|| {
-                let made = Plan::new(api, handle, &case).ok().flatten().map(Arc::new);
+                let made = ConvPlan::new(api, handle, &case)
+                    .ok()
+                    .flatten()
+                    .map(Arc::new);
                 plans.insert(case, made.clone());
                 made
             });
@@ -231,7 +234,7 @@ impl<T> Drop for Owned<T> {
 }
 
 /// A case as the library knows it.
-struct Plan {
+struct ConvPlan {
     api: &'static Cudnn,
     x: Owned<sys::cudnnTensorStruct>,
     f: Owned<sys::cudnnFilterStruct>,
@@ -244,9 +247,9 @@ struct Plan {
 }
 
 // SAFETY: descriptors are plain memory of the library's, only read after `new`.
-unsafe impl Send for Plan {}
+unsafe impl Send for ConvPlan {}
 // SAFETY: as above.
-unsafe impl Sync for Plan {}
+unsafe impl Sync for ConvPlan {}
 
 fn tensor(
     api: &Cudnn,
@@ -263,12 +266,12 @@ fn tensor(
     Ok(made)
 }
 
-impl Plan {
+impl ConvPlan {
     /// `None` where the library wants more workspace than it may use.
     fn new(
         api: &'static Cudnn,
         handle: sys::cudnnHandle_t,
-        case: &Case,
+        case: &ConvCase,
     ) -> std::result::Result<Option<Self>, Status> {
         use sys::cudnnDataType_t as Data;
         use sys::cudnnMathType_t as Math;
@@ -297,7 +300,7 @@ impl Plan {
         )?;
         let (
             [o, c, h, w],
-            Case {
+            ConvCase {
                 stride,
                 padding,
                 dilation,
@@ -352,13 +355,17 @@ impl Plan {
     }
 
     /// Bytes of workspace that the library wants.
-    fn wanted(&self, handle: sys::cudnnHandle_t, kind: Kind) -> std::result::Result<usize, Status> {
+    fn wanted(
+        &self,
+        handle: sys::cudnnHandle_t,
+        kind: ConvKind,
+    ) -> std::result::Result<usize, Status> {
         let (x, f, y, convolution) = (self.x.0, self.f.0, self.y.0, self.convolution.0);
         let mut bytes = 0;
         // SAFETY: handle and descriptors are alive; the number is written by the call.
         let asked = unsafe {
             match kind {
-                Kind::Forward { .. } => self.api.cudnnGetConvolutionForwardWorkspaceSize(
+                ConvKind::Forward { .. } => self.api.cudnnGetConvolutionForwardWorkspaceSize(
                     handle,
                     x,
                     f,
@@ -367,7 +374,7 @@ impl Plan {
                     FORWARD,
                     &mut bytes,
                 ),
-                Kind::GradInput => self.api.cudnnGetConvolutionBackwardDataWorkspaceSize(
+                ConvKind::GradInput => self.api.cudnnGetConvolutionBackwardDataWorkspaceSize(
                     handle,
                     f,
                     y,
@@ -376,7 +383,7 @@ impl Plan {
                     GRAD_INPUT,
                     &mut bytes,
                 ),
-                Kind::GradFilter => self.api.cudnnGetConvolutionBackwardFilterWorkspaceSize(
+                ConvKind::GradFilter => self.api.cudnnGetConvolutionBackwardFilterWorkspaceSize(
                     handle,
                     x,
                     y,
@@ -392,7 +399,7 @@ impl Plan {
 
     /// # Safety
     /// The call's operands are as large as the case says, and its scratch memory as the plan wants.
-    unsafe fn run(&self, handle: sys::cudnnHandle_t, call: &Call<'_>, case: &Case) -> Status {
+    unsafe fn run(&self, handle: sys::cudnnHandle_t, call: &Call<'_>, case: &ConvCase) -> Status {
         let again = matches!(
             call.kernel,
             Kernel::Conv2dGradFilter {
@@ -414,7 +421,7 @@ impl Plan {
         // numbers live past the call, which reads them.
         unsafe {
             match (case.kind, call.maybe_src(2)) {
-                (Kind::Forward { bias: true }, Some(bias)) => {
+                (ConvKind::Forward { bias: true }, Some(bias)) => {
                     self.api.cudnnConvolutionBiasActivationForward(
                         handle,
                         one,
@@ -436,7 +443,7 @@ impl Plan {
                         out,
                     )
                 }
-                (Kind::Forward { .. }, _) => self.api.cudnnConvolutionForward(
+                (ConvKind::Forward { .. }, _) => self.api.cudnnConvolutionForward(
                     handle,
                     one,
                     x,
@@ -451,7 +458,7 @@ impl Plan {
                     y,
                     out,
                 ),
-                (Kind::GradInput, _) => self.api.cudnnConvolutionBackwardData(
+                (ConvKind::GradInput, _) => self.api.cudnnConvolutionBackwardData(
                     handle,
                     one,
                     f,
@@ -466,7 +473,7 @@ impl Plan {
                     x,
                     out,
                 ),
-                (Kind::GradFilter, _) => self.api.cudnnConvolutionBackwardFilter(
+                (ConvKind::GradFilter, _) => self.api.cudnnConvolutionBackwardFilter(
                     handle,
                     one,
                     x,
@@ -488,7 +495,7 @@ impl Plan {
 
 #[cfg(test)]
 mod tests {
-    use super::{Case, Kind, PARTS_BYTES, Status, TABLE_BYTES, is_failure};
+    use super::{ConvCase, ConvKind, PARTS_BYTES, Status, TABLE_BYTES, is_failure};
     use crate::dtype::DType;
     use crate::kernel::{ConvSpec, Kernel, View};
     use crate::shape::{Layout, Shape};
@@ -516,11 +523,11 @@ mod tests {
     fn all_three_describe_one_convolution() {
         for dtype in [DType::F32, DType::BF16] {
             let [x, f, y] = [X, F, Y].map(|dims| dense(dtype, &dims));
-            let forward = Case::of(&Kernel::Conv2d(SPEC), &[x, f, None], &[y]).unwrap();
-            let input = Case::of(&Kernel::Conv2dGradInput(SPEC), &[y, f], &[x]).unwrap();
+            let forward = ConvCase::of(&Kernel::Conv2d(SPEC), &[x, f, None], &[y]).unwrap();
+            let input = ConvCase::of(&Kernel::Conv2dGradInput(SPEC), &[y, f], &[x]).unwrap();
             assert_eq!(
-                Case {
-                    kind: Kind::GradInput,
+                ConvCase {
+                    kind: ConvKind::GradInput,
                     ..forward
                 },
                 input
@@ -534,10 +541,10 @@ mod tests {
                 spec: SPEC,
                 accumulate: true,
             };
-            let filter = Case::of(&kernel, &[x, y], &[dense(DType::F32, &F)]);
+            let filter = ConvCase::of(&kernel, &[x, y], &[dense(DType::F32, &F)]);
             // The library would round the sums of 16-bit types.
-            let want = (dtype == DType::F32).then_some(Case {
-                kind: Kind::GradFilter,
+            let want = (dtype == DType::F32).then_some(ConvCase {
+                kind: ConvKind::GradFilter,
                 ..forward
             });
             assert_eq!(filter, want, "{dtype}");
@@ -561,7 +568,7 @@ mod tests {
     fn unusual_cases_are_our_own() {
         let takes = |dtype: DType, x: &[usize], f: &[usize], y: &[usize], spec: ConvSpec| {
             let [x, f, y] = [x, f, y].map(|dims| dense(dtype, dims));
-            Case::of(&Kernel::Conv2d(spec), &[x, f, None], &[y]).is_some()
+            ConvCase::of(&Kernel::Conv2d(spec), &[x, f, None], &[y]).is_some()
         };
         assert!(takes(DType::F16, &X, &F, &Y, SPEC));
         assert!(!takes(DType::F64, &X, &F, &Y, SPEC));

@@ -92,7 +92,7 @@ impl Sort {
     /// Queues the sort of the keys at [`Sort::keys`].
     ///
     /// # Safety
-    /// `scratch` has [`Sort::bytes`] and is nobody else's until what was queued has run.
+    /// `scratch` has [`Sort::bytes`], and nothing else uses it until the queued kernels have run.
     pub unsafe fn run(&self, call: &Call<'_>, scratch: u64) -> Result<Sorted> {
         let at = |list: usize| scratch + (list * self.list()) as u64;
         let sides = [

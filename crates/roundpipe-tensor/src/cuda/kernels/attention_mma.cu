@@ -250,14 +250,14 @@ attention_mma_forward(Shape s, View q, View k, View v, const T* sinks, View o, f
     if (start < end) bring_k(start);
     commit();
     for (int key = start; key < end; key += COLS) {
-        // The keys are there, and nobody reads the values before any more.
+        // The keys are there, and no thread reads the previous values any more.
         arrive<0>();
         __syncthreads();
         bring_v(key);
         commit();
         float x[MT][COLS / 8][4];
         products<D>(x, left_of<D>(q_tile, warp * MT * 16), right_of<D>(k_tile, 0));
-        // The values are there, and nobody reads the keys any more.
+        // The values are there, and no thread reads the keys any more.
         arrive<0>();
         __syncthreads();
         if (key + COLS < end) bring_k(key + COLS);

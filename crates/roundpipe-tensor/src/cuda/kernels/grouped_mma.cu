@@ -127,8 +127,8 @@ __device__ __forceinline__ void tile_product_mma(float (&acc)[4][WIDE / 8][4], u
         close_copies();
     }
     for (int step = 0; step < steps; ++step) {
-        // This step's copies are the oldest; everybody's are here after the barrier, and everybody is done with the
-        // stage that the next copies go to.
+        // This step's copies are the oldest; after the barrier those of all threads are here, and all threads are done
+        // with the stage that the next copies go to.
         wait_copies<STAGES - 2>();
         __syncthreads();
         if (step + STAGES - 1 < steps) load();

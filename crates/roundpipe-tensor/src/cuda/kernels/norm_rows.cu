@@ -188,7 +188,7 @@ __device__ __forceinline__ void await_parcels(int behind) {
 }
 
 // dw and db are partial sums, [blocks, cols]. A thread holds one piece of a row. Those of the next `ahead` rows (1 or
-// 2) are on their way through shared memory, each thread's in places of its own: nobody waits for others' pieces.
+// 2) are on their way through shared memory, each thread's in places of its own: no thread waits for another's pieces.
 extern "C" __global__ __launch_bounds__(1024) void norm_rows_grad(
     const T* __restrict__ x, const T* __restrict__ w, const A* __restrict__ mean, const A* __restrict__ rstd,
     const T* __restrict__ dy, const T* __restrict__ dsum, T* __restrict__ dx, A* dw, A* db, i64 rows, i64 cols, i64 per,

@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(256)
 softmax(const X* x, X* y, i64 rows, i64 width, int packed) {
     __shared__ Acc slots[8];
     i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y;
-    // A row is a whole warp's or a whole block's, so nobody is left waiting.
+    // A row is a whole warp's or a whole block's, so a return leaves no thread waiting.
     if (row >= rows) return;
     x += row * width;
     y += row * width;

@@ -29,7 +29,7 @@ topk_pick(const X* x, X* values, i64* places, i64 rows, i64 width, i64 k) {
     __shared__ S best_of[8];
     __shared__ i64 place_of[8];
     i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y;
-    // A row is a whole warp's or a whole block's, so nobody is left waiting.
+    // A row is a whole warp's or a whole block's, so a return leaves no thread waiting.
     if (row >= rows) return;
     x += row * width;
     S last = S(0);

@@ -18,26 +18,27 @@
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use libloading::Library;
 
 use super::calls::{Calls, Cudnn};
-use super::places::{self, Place};
+use super::places::{self, LibraryPlace};
 use super::version::{self, Package, Version, cudnn_version};
 use super::{Complaint, Wish, file_of, fits, one_line};
+use crate::sync::lock;
 
 /// The first file of the library at a place, which is yet to be opened, and the others. `None`
 /// where nothing is there.
 pub(super) fn open<C: Calls>(
-    place: &Place,
+    place: &LibraryPlace,
     wish: Wish,
 ) -> Result<(PathBuf, Vec<Library>), Option<Complaint>> {
     match (C::PACKAGE, place) {
         (Package::Cudnn, _) => cudnn(place, wish),
-        (Package::Nvrtc, Place::At(path)) => Ok((path.clone(), builtins(path))),
-        (_, Place::At(path)) => Ok((path.clone(), Vec::new())),
-        (_, Place::Named(name)) => Ok((PathBuf::from(name), Vec::new())),
+        (Package::Nvrtc, LibraryPlace::At(path)) => Ok((path.clone(), builtins(path))),
+        (_, LibraryPlace::At(path)) => Ok((path.clone(), Vec::new())),
+        (_, LibraryPlace::Named(name)) => Ok((PathBuf::from(name), Vec::new())),
     }
 }
 
@@ -59,17 +60,17 @@ fn builtins(path: &Path) -> Vec<Library> {
 
 /// What a graph file tells of itself.
 #[derive(Debug, Clone)]
-struct Graph {
+struct GraphFile {
     path: PathBuf,
     /// 91400 for 9.14.0.
     number: usize,
     made_for: Version,
 }
 
-fn cudnn(place: &Place, wish: Wish) -> Result<(PathBuf, Vec<Library>), Option<Complaint>> {
+fn cudnn(place: &LibraryPlace, wish: Wish) -> Result<(PathBuf, Vec<Library>), Option<Complaint>> {
     let (file, graph) = match place {
-        Place::At(path) => (path.clone(), graph_beside(path, wish)?),
-        Place::Named(name) => graph_named(name, wish)?,
+        LibraryPlace::At(path) => (path.clone(), graph_beside(path, wish)?),
+        LibraryPlace::Named(name) => graph_named(name, wish)?,
     };
     fits::<Cudnn>(
         &file,
@@ -104,7 +105,7 @@ fn major_of(path: &Path) -> u32 {
 }
 
 /// The graph file in the folder of cuDNN's first file, or of the file that this is a link to.
-fn graph_beside(path: &Path, wish: Wish) -> Result<Graph, Option<Complaint>> {
+fn graph_beside(path: &Path, wish: Wish) -> Result<GraphFile, Option<Complaint>> {
     let (file, get) = (path.display(), Package::Cudnn.name(wish.driver));
     let major = major_of(path);
     if major < 9 {
@@ -128,7 +129,7 @@ fn graph_beside(path: &Path, wish: Wish) -> Result<Graph, Option<Complaint>> {
 }
 
 /// The graph file that the loader finds, with the first file that goes with it.
-fn graph_named(name: &str, wish: Wish) -> Result<(PathBuf, Graph), Option<Complaint>> {
+fn graph_named(name: &str, wish: Wish) -> Result<(PathBuf, GraphFile), Option<Complaint>> {
     let major = major_of(Path::new(name));
     let part = format!("libcudnn_graph.so.{major}");
     let graph = ask(Path::new(&part)).map_err(|_| {
@@ -150,7 +151,7 @@ fn graph_named(name: &str, wish: Wish) -> Result<(PathBuf, Graph), Option<Compla
 }
 
 /// Sees that names which cuDNN asks for lead to this graph file and no other.
-fn alone(graph: &Graph) -> Result<(), Complaint> {
+fn alone(graph: &GraphFile) -> Result<(), Complaint> {
     let same = |other: &Path| other.canonicalize().ok() == graph.path.canonicalize().ok();
     let number = cudnn_version(graph.number);
     let short = number.rsplit_once('.').map_or("", |(short, _)| short);
@@ -200,14 +201,15 @@ fn others(graph: &Path) -> Vec<PathBuf> {
 
 /// Asks a graph file, by path or by name, for its versions; each once, since every answer takes a
 /// name space.
-fn ask(graph: &Path) -> Result<Graph, Complaint> {
-    static ASKED: Mutex<BTreeMap<PathBuf, Result<Graph, Complaint>>> = Mutex::new(BTreeMap::new());
+fn ask(graph: &Path) -> Result<GraphFile, Complaint> {
+    static ASKED: Mutex<BTreeMap<PathBuf, Result<GraphFile, Complaint>>> =
+        Mutex::new(BTreeMap::new());
     let key = if graph.is_absolute() {
         graph.canonicalize().ok()
     } else {
         None
     };
-    let mut asked = ASKED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut asked = lock(&ASKED);
     let answer = asked
         .entry(key.unwrap_or_else(|| graph.to_owned()))
         .or_insert_with(|| ask_anew(graph));
@@ -216,13 +218,13 @@ fn ask(graph: &Path) -> Result<Graph, Complaint> {
     } else {
         None
     };
-    answer.clone().map(|told| Graph {
-        path: path.unwrap_or(told.path),
-        ..told
+    answer.clone().map(|known| GraphFile {
+        path: path.unwrap_or(known.path),
+        ..known
     })
 }
 
-fn ask_anew(graph: &Path) -> Result<Graph, Complaint> {
+fn ask_anew(graph: &Path) -> Result<GraphFile, Complaint> {
     type Number = unsafe extern "C" fn() -> usize;
     let file = graph.display();
     let library = open_apart(graph).map_err(|e| one_line(&format!("cannot load {file}: {e}")))?;
@@ -239,7 +241,7 @@ fn ask_anew(graph: &Path) -> Result<Graph, Complaint> {
     let (number, made_for) = unsafe { (number(), made_for()) };
     let made_for =
         Version::of_library(made_for).ok_or_else(|| format!("{file} does not tell its version"))?;
-    Ok(Graph {
+    Ok(GraphFile {
         path,
         number,
         made_for,
@@ -262,7 +264,7 @@ fn open_apart(file: &Path) -> Result<Library, String> {
         )
     };
     if !handle.is_null() {
-        // SAFETY: the loader gave this handle, and nobody else closes it.
+        // SAFETY: the loader gave this handle, and only the library made here closes it.
         return Ok(unsafe { libloading::os::unix::Library::from_raw(handle) }.into());
     }
     // SAFETY: asks for this thread's last failure.

@@ -2,8 +2,8 @@
 //!
 //! 1. the folders of `ROUNDPIPE_CUDA_LIBS`; an entry `only` among them leaves out all that follows,
 //!    but not the driver, which is the system's: `ROUNDPIPE_CUDA_DRIVER=off` leaves that out;
-//! 2. `CUDA_HOME`, `CUDA_PATH`, `VIRTUAL_ENV`, `CONDA_PREFIX`: what somebody has chosen for this
-//!    shell;
+//! 2. `CUDA_HOME`, `CUDA_PATH`, `VIRTUAL_ENV`, `CONDA_PREFIX`: what the user has chosen for
+//!    this shell;
 //! 3. the loader's own places, by name;
 //! 4. `/usr/local/cuda`, the environment of the `python3` in `PATH`, and the users' and system's
 //!    Python packages.
@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 /// A place where a library may be.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum LibraryPlace {
     /// A name that the loader may know.
     Named(String),
     /// A file.
@@ -24,7 +24,7 @@ pub(super) enum Place {
 
 /// What a search depends on.
 #[derive(Debug, Default)]
-pub(super) struct Places {
+pub(super) struct SearchInputs {
     listed: Vec<PathBuf>,
     /// Nothing but the listed folders.
     only: bool,
@@ -35,7 +35,7 @@ pub(super) struct Places {
     usual: Vec<PathBuf>,
 }
 
-impl Places {
+impl SearchInputs {
     /// Those of this process.
     pub fn here() -> Self {
         Self::of(|name| std::env::var_os(name), Path::new("/"))
@@ -99,12 +99,12 @@ impl Places {
 
     /// The places of a library such as `libnvrtc.so`, in the order of search. The loader is asked
     /// for these majors of it, and then for the name that developers' links have.
-    pub fn of_library(&self, file: &str, majors: &[u32]) -> Vec<Place> {
-        let at = |folders: &[PathBuf]| -> Vec<Place> {
+    pub fn of_library(&self, file: &str, majors: &[u32]) -> Vec<LibraryPlace> {
+        let at = |folders: &[PathBuf]| -> Vec<LibraryPlace> {
             folders
                 .iter()
                 .flat_map(|folder| files(folder, file))
-                .map(Place::At)
+                .map(LibraryPlace::At)
                 .collect()
         };
         let mut places = at(&self.listed);
@@ -114,7 +114,7 @@ impl Places {
                 .iter()
                 .map(|major| format!("{file}.{major}"))
                 .chain([file.to_owned()]);
-            places.extend(names.map(Place::Named));
+            places.extend(names.map(LibraryPlace::Named));
         }
         places.extend(at(&self.usual));
         places
@@ -253,15 +253,15 @@ mod tests {
                 Some(std::env::join_paths(paths).unwrap())
             };
             let below = |place| match place {
-                Place::Named(name) => name,
-                Place::At(path) => path
+                LibraryPlace::Named(name) => name,
+                LibraryPlace::At(path) => path
                     .strip_prefix(&self.0)
                     .unwrap()
                     .to_str()
                     .unwrap()
                     .to_owned(),
             };
-            Places::of(value, &self.0)
+            SearchInputs::of(value, &self.0)
                 .of_library(library, &[13, 12])
                 .into_iter()
                 .map(below)

@@ -55,7 +55,8 @@ fn the_time_between_events_is_asked_by_the_name_that_all_drivers_know() {
     remove(&path);
 }
 
-/// A file that is no library, and one without the functions, are told in one line with their names.
+/// A file that is no library, and one without the functions, are errors of one line with their
+/// names.
 #[test]
 #[cfg_attr(miri, ignore = "Miri starts no compiler")]
 fn broken_libraries_are_named_in_one_line() {
@@ -66,7 +67,7 @@ fn broken_libraries_are_named_in_one_line() {
     ) else {
         return;
     };
-    let why = load::<Nvrtc>(&Place::At(path.clone()), WISH)
+    let why = load::<Nvrtc>(&LibraryPlace::At(path.clone()), WISH)
         .unwrap_err()
         .unwrap();
     for word in [
@@ -77,7 +78,7 @@ fn broken_libraries_are_named_in_one_line() {
         assert!(why.contains(word) && !why.contains('\n'), "{word}: {why}");
     }
     std::fs::write(&path, "no library\n").unwrap();
-    let why = load::<Nvrtc>(&Place::At(path.clone()), WISH)
+    let why = load::<Nvrtc>(&LibraryPlace::At(path.clone()), WISH)
         .unwrap_err()
         .unwrap();
     assert!(
@@ -85,7 +86,7 @@ fn broken_libraries_are_named_in_one_line() {
         "{why}"
     );
     assert!(
-        load::<Nvrtc>(&Place::Named("libno-such-thing.so".to_owned()), WISH)
+        load::<Nvrtc>(&LibraryPlace::Named("libno-such-thing.so".to_owned()), WISH)
             .unwrap_err()
             .is_none()
     );

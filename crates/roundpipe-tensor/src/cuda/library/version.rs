@@ -118,7 +118,7 @@ pub(super) fn library_verdict(
 }
 
 /// For which of NVRTC's architectures a card's kernels are compiled: its own, or the newest before
-/// it of the same major number, whose machine code it runs too. `known` is sorted by nobody.
+/// it of the same major number, whose machine code it runs too. `known` is in no order.
 pub(super) fn target(known: &[u32], card: u32) -> Option<u32> {
     known
         .iter()
@@ -127,8 +127,8 @@ pub(super) fn target(known: &[u32], card: u32) -> Option<u32> {
         .max()
 }
 
-/// The first NVRTC that compiles for an architecture; `None` for those that nobody has heard of
-/// here.
+/// The first NVRTC that compiles for an architecture; `None` for those that this list does not
+/// know.
 fn first_for(card: u32) -> Option<Version> {
     Some(match card {
         80 => Version::new(11, 0),

@@ -1,6 +1,6 @@
 //! Products of groups of rows whose bounds are in device memory only.
 //!
-//! 16-bit types go through tensor cores, wide ones through the plain tile. Nobody on the host knows
+//! 16-bit types go through tensor cores, wide ones through the plain tile. The host does not know
 //! the groups: the grid has room for as many tiles as any bounds can need, and a block without a
 //! tile ends at once. Bounds that do not ascend from 0 within the rows raise the alarm; what they
 //! ask for is cut to what exists.

@@ -30,10 +30,10 @@ use super::tune::{self, Choices};
 use crate::cuda::call::Call;
 use crate::cuda::compile::Table;
 use crate::cuda::library::{self, CublasLt, Status};
-use crate::cuda::lock;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::shape::Layout;
+use crate::sync::lock;
 
 /// Batches in one call; more are cut.
 pub(super) const MOST_BATCHES: usize = 65_535;
@@ -45,7 +45,7 @@ const CANDIDATES: usize = 8;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Lie {
     /// Lines are the matrix's columns instead of its rows.
-    pub turned: bool,
+    pub transposed: bool,
     /// Elements from one line to the next; at least a line's length.
     pub line: i64,
 }
@@ -70,16 +70,21 @@ impl Lie {
             (unit && apart >= length).then_some(apart)
         };
         let straight = line(rows, cols, row, col).map(|line| Self {
-            turned: false,
+            transposed: false,
             line,
         });
-        straight.or_else(|| line(cols, rows, col, row).map(|line| Self { turned: true, line }))
+        straight.or_else(|| {
+            line(cols, rows, col, row).map(|line| Self {
+                transposed: true,
+                line,
+            })
+        })
     }
 }
 
 /// Sizes of a call; from one batch to the next in elements: of a, b and c.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Shape {
+pub(super) struct ProductShape {
     pub m: usize,
     pub n: usize,
     pub k: usize,
@@ -97,7 +102,7 @@ pub(super) struct Side {
 /// What a plan depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Key {
-    pub shape: Shape,
+    pub shape: ProductShape,
     pub lies: [Lie; 2],
     /// Of the operands and of the result.
     pub types: [DType; 2],
@@ -110,7 +115,7 @@ pub(super) struct Key {
 
 /// A matrix in columns: its size, and the elements from one column and from one batch to the next.
 #[derive(Debug, Clone, Copy)]
-struct Columns {
+struct ColumnMatrix {
     rows: usize,
     cols: usize,
     line: i64,
@@ -119,8 +124,8 @@ struct Columns {
 
 impl Key {
     /// The library's operands and result: our right, left and c as their memory reads in columns.
-    fn matrices(&self) -> [Columns; 3] {
-        let Shape {
+    fn matrices(&self) -> [ColumnMatrix; 3] {
+        let ProductShape {
             m,
             n,
             k,
@@ -128,18 +133,18 @@ impl Key {
             ..
         } = self.shape;
         let [a, b] = self.lies;
-        let columns = |rows, cols, line, step| Columns {
+        let columns = |rows, cols, line, step| ColumnMatrix {
             rows,
             cols,
             line,
             step,
         };
-        let first = if b.turned {
+        let first = if b.transposed {
             columns(k, n, b.line, step_b)
         } else {
             columns(n, k, b.line, step_b)
         };
-        let second = if a.turned {
+        let second = if a.transposed {
             columns(m, k, a.line, step_a)
         } else {
             columns(k, m, a.line, step_a)
@@ -150,7 +155,7 @@ impl Key {
 
 /// One call of the library.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Task {
+pub(super) struct LtTask {
     pub key: Key,
     a: u64,
     b: u64,
@@ -161,9 +166,9 @@ pub(super) struct Task {
     pub workspace: u64,
 }
 
-impl Task {
+impl LtTask {
     pub fn new(
-        shape: Shape,
+        shape: ProductShape,
         a: Side,
         b: Side,
         (src, dst, c): (DType, DType, u64),
@@ -211,15 +216,15 @@ fn alignment(ptr: u64) -> u32 {
 /// The library's handle and the plans made so far.
 #[derive(Default)]
 pub(crate) struct Products {
-    handle: Mutex<Option<Handle>>,
+    handle: Mutex<Option<LtHandle>>,
     /// `None` where the library knows no algorithm.
-    plans: Mutex<Table<Key, Option<Arc<Plan>>>>,
+    plans: Mutex<Table<Key, Option<Arc<ProductPlan>>>>,
     pub(super) choices: Choices,
 }
 
-struct Handle(sys::cublasLtHandle_t, &'static CublasLt);
+struct LtHandle(sys::cublasLtHandle_t, &'static CublasLt);
 
-impl Drop for Handle {
+impl Drop for LtHandle {
     fn drop(&mut self) {
         // SAFETY: made in `handle` and destroyed once.
         let _ = unsafe { self.1.cublasLtDestroy(self.0) };
@@ -231,7 +236,7 @@ impl Drop for Handle {
 ///
 /// # Safety
 /// As for [`run`]; the result is not touched.
-pub(super) unsafe fn takes(call: &Call<'_>, task: &Task) -> Result<bool> {
+pub(super) unsafe fn takes(call: &Call<'_>, task: &LtTask) -> Result<bool> {
     // SAFETY: the caller's promise.
     unsafe { plan(call, task).map(|plan| plan.is_some()) }
 }
@@ -239,9 +244,9 @@ pub(super) unsafe fn takes(call: &Call<'_>, task: &Task) -> Result<bool> {
 /// Queues a product that the library [`takes`].
 ///
 /// # Safety
-/// The task's memory is as large as its shape says, its workspace too, and nobody else writes the
+/// The task's memory is as large as its shape says, its workspace too, and nothing else writes the
 /// result.
-pub(super) unsafe fn run(call: &Call<'_>, task: &Task) -> Result<()> {
+pub(super) unsafe fn run(call: &Call<'_>, task: &LtTask) -> Result<()> {
     // SAFETY: the caller's promise; the plan was made for tasks of this key.
     unsafe {
         let plan = plan(call, task)?.expect("asked before");
@@ -254,7 +259,7 @@ pub(super) unsafe fn run(call: &Call<'_>, task: &Task) -> Result<()> {
 
 /// # Safety
 /// As for [`run`]; the result is not touched.
-unsafe fn plan(call: &Call<'_>, task: &Task) -> Result<Option<Arc<Plan>>> {
+unsafe fn plan(call: &Call<'_>, task: &LtTask) -> Result<Option<Arc<ProductPlan>>> {
     let mut plans = lock(&call.gpu.products.plans);
     if let Some(known) = plans.get(&task.key) {
         return Ok(known.clone());
@@ -267,7 +272,7 @@ unsafe fn plan(call: &Call<'_>, task: &Task) -> Result<Option<Arc<Plan>>> {
     if !found.is_empty() {
         // SAFETY: the caller's promise.
         let chosen = unsafe { tune::choose(call, handle, task, &found)? };
-        made = Some(Arc::new(Plan {
+        made = Some(Arc::new(ProductPlan {
             handle,
             described,
             algorithm: found[chosen].algorithm,
@@ -290,7 +295,7 @@ fn handle(call: &Call<'_>) -> Result<sys::cublasLtHandle_t> {
     unsafe { lt.cublasLtCreate(&mut made) }
         .result()
         .map_err(|e| failed(call, "start", e))?;
-    *handle = Some(Handle(made, lt));
+    *handle = Some(LtHandle(made, lt));
     Ok(made)
 }
 
@@ -313,9 +318,13 @@ fn failed(call: &Call<'_>, what: &str, status: Status) -> Error {
 struct Matrix(sys::cublasLtMatrixLayout_t, &'static CublasLt);
 
 impl Matrix {
-    fn new(dtype: DType, columns: Columns, batches: usize) -> std::result::Result<Self, Status> {
+    fn new(
+        dtype: DType,
+        columns: ColumnMatrix,
+        batches: usize,
+    ) -> std::result::Result<Self, Status> {
         use sys::cublasLtMatrixLayoutAttribute_t as A;
-        let Columns {
+        let ColumnMatrix {
             rows,
             cols,
             line,
@@ -370,7 +379,10 @@ impl Operation {
         unsafe { lt.cublasLtMatmulDescCreate(&mut raw, compute, scale) }.result()?;
         let made = Self(raw, lt);
         // 1 is CUBLAS_OP_T, 0 is CUBLAS_OP_N. The library's first operand is our right one.
-        let turns = [i32::from(key.lies[1].turned), i32::from(key.lies[0].turned)];
+        let turns = [
+            i32::from(key.lies[1].transposed),
+            i32::from(key.lies[0].transposed),
+        ];
         for (what, turn) in [
             A::CUBLASLT_MATMUL_DESC_TRANSA,
             A::CUBLASLT_MATMUL_DESC_TRANSB,
@@ -454,7 +466,7 @@ impl Drop for Preference {
 }
 
 /// A product of one shape, ready to run.
-struct Plan {
+struct ProductPlan {
     handle: sys::cublasLtHandle_t,
     described: Described,
     algorithm: sys::cublasLtMatmulAlgo_t,
@@ -462,11 +474,11 @@ struct Plan {
 
 // SAFETY: descriptions are plain memory of the library's, only read after `new` but for the locked
 // one; the handle may be used from any thread.
-unsafe impl Send for Plan {}
+unsafe impl Send for ProductPlan {}
 // SAFETY: as above.
-unsafe impl Sync for Plan {}
+unsafe impl Sync for ProductPlan {}
 
-/// What the library is told about products of one shape.
+/// The library's description of products of one shape.
 pub(super) struct Described {
     /// Locked for a call: the bias's address is part of it.
     operation: Mutex<Operation>,
@@ -476,7 +488,7 @@ pub(super) struct Described {
 }
 
 impl Described {
-    pub fn new(task: &Task) -> std::result::Result<Self, Status> {
+    pub fn new(task: &LtTask) -> std::result::Result<Self, Status> {
         let key = &task.key;
         let ([src, dst], batches) = (key.types, key.shape.batches);
         let operation = Operation::new(key)?;
@@ -503,7 +515,7 @@ impl Described {
         &self,
         handle: sys::cublasLtHandle_t,
         stream: cudarc::driver::sys::CUstream,
-        task: &Task,
+        task: &LtTask,
         algorithm: &sys::cublasLtMatmulAlgo_t,
     ) -> std::result::Result<(), Status> {
         let operation = lock(&self.operation);
@@ -545,7 +557,7 @@ impl Described {
 
 /// An algorithm that the heuristic proposes.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Candidate {
+pub(super) struct LtCandidate {
     pub algorithm: sys::cublasLtMatmulAlgo_t,
     /// Bytes that it wants.
     pub workspace: usize,
@@ -556,7 +568,7 @@ fn candidates(
     handle: sys::cublasLtHandle_t,
     described: &Described,
     key: &Key,
-) -> std::result::Result<Vec<Candidate>, Status> {
+) -> std::result::Result<Vec<LtCandidate>, Status> {
     let preference = Preference::new(key)?;
     let mut found = [sys::cublasLtMatmulHeuristicResult_t {
         algo: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
@@ -591,7 +603,7 @@ fn candidates(
     let fits = |found: &&sys::cublasLtMatmulHeuristicResult_t| {
         found.state == S::CUBLAS_STATUS_SUCCESS && found.workspaceSize <= key.workspace
     };
-    let candidate = |found: &sys::cublasLtMatmulHeuristicResult_t| Candidate {
+    let candidate = |found: &sys::cublasLtMatmulHeuristicResult_t| LtCandidate {
         algorithm: found.algo,
         workspace: found.workspaceSize,
     };
@@ -616,7 +628,7 @@ fn bytes<T>(value: &T) -> *const c_void {
 }
 
 #[cfg(test)]
-impl Default for Candidate {
+impl Default for LtCandidate {
     fn default() -> Self {
         Self {
             algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
@@ -626,27 +638,27 @@ impl Default for Candidate {
 }
 
 #[cfg(test)]
-impl Task {
+impl LtTask {
     /// What the library would do, over `f64` elements whose addresses are eight times their index.
     pub fn emulate(&self, memory: &mut [f64]) {
         let [first, second, out] = self.key.matrices();
-        let Shape {
+        let ProductShape {
             m, n, k, batches, ..
         } = self.key.shape;
-        let at = |ptr: u64, matrix: &Columns, batch: usize, row: usize, col: usize| {
+        let at = |ptr: u64, matrix: &ColumnMatrix, batch: usize, row: usize, col: usize| {
             assert!(row < matrix.rows && col < matrix.cols && matrix.line >= matrix.rows as i64);
             (ptr as i64 / 8 + batch as i64 * matrix.step + col as i64 * matrix.line) as usize + row
         };
         for (batch, i, j) in (0..batches * n * m).map(|x| (x / (n * m), x / m % n, x % m)) {
             let mut sum = 0.0;
             for l in 0..k {
-                let (r, c) = if self.key.lies[1].turned {
+                let (r, c) = if self.key.lies[1].transposed {
                     (l, i)
                 } else {
                     (i, l)
                 };
                 let left = memory[at(self.b, &first, batch, r, c)];
-                let (r, c) = if self.key.lies[0].turned {
+                let (r, c) = if self.key.lies[0].transposed {
                     (j, l)
                 } else {
                     (l, j)

@@ -1,6 +1,8 @@
 //! What the host decides, checked without a GPU.
 
-use super::{Product, Sizes, Step, Steps, Tasks, Way, distinct, packed, scratch};
+use super::{
+    BatchStep, MatMulCall, ProductMethod, ProductSizes, Steps, Tasks, distinct, packed, scratch,
+};
 use crate::dtype::DType;
 use crate::kernel::{Kernel, View};
 use crate::shape::{Layout, Shape};
@@ -39,7 +41,7 @@ const BETA: f64 = 3.0;
 
 /// The contract, element by element.
 fn expected(memory: &[f64], a: &View, b: &View, c: &View, bias: usize) -> Vec<f64> {
-    let Sizes { batches, m, n, k } = Sizes::of(a, c);
+    let ProductSizes { batches, m, n, k } = ProductSizes::of(a, c);
     let (pa, pb, pc) = (places(a), places(b), places(c));
     let element = |x: usize| {
         let (batch, i, j) = (x / (m * n), x / n % m, x % n);
@@ -76,7 +78,7 @@ fn check(name: &str, a: &View, b: &View, calls: usize) {
         packed(view, (room - from.len()) as u64 * 8)
     };
     let (a, b) = (settled(a), settled(b));
-    let product = Product {
+    let product = MatMulCall {
         a: &a,
         b: &b,
         c: &c,
@@ -85,7 +87,7 @@ fn check(name: &str, a: &View, b: &View, calls: usize) {
         beta: BETA,
     };
     let mut made = 0;
-    let emulate = |task: &super::Task| {
+    let emulate = |task: &super::LtTask| {
         task.emulate(&mut memory);
         made += 1;
         Ok(true)
@@ -99,12 +101,22 @@ fn check(name: &str, a: &View, b: &View, calls: usize) {
 /// rows.
 #[test]
 fn the_librarys_columns_are_our_rows() {
-    let turned = |first, [m, k]: [usize; 2]| view(first, &[m, k], &[1, m as isize]);
+    let transposed = |first, [m, k]: [usize; 2]| view(first, &[m, k], &[1, m as isize]);
     check("dense", &dense(0, &[5, 7]), &dense(1000, &[7, 3]), 1);
-    check("left turned", &turned(0, [5, 7]), &dense(1000, &[7, 3]), 1);
-    check("right turned", &dense(0, &[5, 7]), &turned(1000, [7, 3]), 1);
     check(
-        "both turned, cut out",
+        "left transposed",
+        &transposed(0, [5, 7]),
+        &dense(1000, &[7, 3]),
+        1,
+    );
+    check(
+        "right transposed",
+        &dense(0, &[5, 7]),
+        &transposed(1000, [7, 3]),
+        1,
+    );
+    check(
+        "both transposed, cut out",
         &view(3, &[5, 7], &[1, 9]),
         &view(1001, &[7, 3], &[1, 11]),
         1,
@@ -198,7 +210,7 @@ fn batches_are_one_call_where_one_stride_serves() {
         &view(1000, &[3, 4, 2], &[20, 5, 2]),
         1,
     );
-    let sizes = Sizes {
+    let sizes = ProductSizes {
         batches: 6,
         m: 5,
         n: 3,
@@ -211,7 +223,7 @@ fn batches_are_one_call_where_one_stride_serves() {
     );
     assert_eq!(
         merged.as_slice(),
-        [Step {
+        [BatchStep {
             count: 6,
             a: 20,
             b: 12,
@@ -223,13 +235,17 @@ fn batches_are_one_call_where_one_stride_serves() {
 /// Sums over nothing still write; empty results ask for nothing.
 #[test]
 fn ways_and_scratch_follow_from_shapes() {
-    let way =
-        |a: &[usize], b: &[usize], c: &[usize]| Way::of(&dense(0, a), &dense(0, b), &dense(0, c));
-    assert_eq!(way(&[5, 0], &[0, 3], &[5, 3]), Way::Settle);
-    assert_eq!(way(&[0, 4], &[4, 3], &[0, 3]), Way::Nothing);
+    let way = |a: &[usize], b: &[usize], c: &[usize]| {
+        ProductMethod::of(&dense(0, a), &dense(0, b), &dense(0, c))
+    };
+    assert_eq!(
+        way(&[5, 0], &[0, 3], &[5, 3]),
+        ProductMethod::WithoutProduct
+    );
+    assert_eq!(way(&[0, 4], &[4, 3], &[0, 3]), ProductMethod::Nothing);
     assert_eq!(
         way(&[5, 4], &[4, 3], &[5, 3]),
-        Way::Library { copies: [false; 2] }
+        ProductMethod::Library { copies: [false; 2] }
     );
     let scratch = |a: View, n: usize| {
         let (m, k) = (a.shape()[0], a.shape()[1]);
@@ -264,7 +280,7 @@ fn a_products_tasks_allocate_nothing() {
         dense(1000, &[2, 3, 4, 3]),
         dense(C, &[2, 3, 5, 3]),
     );
-    let product = Product {
+    let product = MatMulCall {
         a: &a,
         b: &b,
         c: &c,
@@ -274,7 +290,7 @@ fn a_products_tasks_allocate_nothing() {
     };
     let mut keys = crate::cuda::compile::Table::default();
     let count = crate::cuda::tests::allocations(|| {
-        let known = |task: &super::Task| Ok(*keys.entry(task.key).or_insert(true));
+        let known = |task: &super::LtTask| Ok(*keys.entry(task.key).or_insert(true));
         assert!(Tasks::of(&product, 0, 1 << 20).all(known).unwrap());
     });
     assert_eq!(count, 0);

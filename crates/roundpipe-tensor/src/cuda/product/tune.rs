@@ -1,9 +1,9 @@
 //! Which of the library's algorithms computes a shape: measured at its first use, and stored.
 //!
 //! The heuristic's candidates are timed on the real operands, and the fastest is written to a file
-//! beside the kept kernels, `products-<device>-<library version>.txt`. Whoever computes that shape
-//! later, in this process or another, takes what stands there: a rerun and a resumed run make the
-//! same choice and give the same bits. So do several processes that measure at once, since each
+//! beside the kept kernels, `products-<device>-<library version>.txt`. Every later product of
+//! that shape, in this process or another, takes the stored choice: a rerun and a resumed run make
+//! the same choice and give the same bits. So do several processes that measure at once, since each
 //! adds its line and then takes the first one of the file.
 //!
 //! `ROUNDPIPE_TUNE=off` leaves it at the heuristic's first, and so does a folder that cannot be
@@ -31,9 +31,11 @@ use std::sync::OnceLock;
 use cudarc::cublaslt::sys;
 use cudarc::driver::result;
 
-use super::lt::{Candidate, Described, Key, Shape, Task};
+use super::lt::{Described, Key, LtCandidate, LtTask, ProductShape};
 use crate::cuda::call::Call;
-use crate::cuda::{Gpu, RawEvent, compile, elapsed_ms, library};
+use crate::cuda::context::Gpu;
+use crate::cuda::event::{RawEvent, elapsed_ms};
+use crate::cuda::{compile, library};
 use crate::error::Result;
 
 /// Products of fewer multiplications are not measured: launching them takes as long.
@@ -70,14 +72,14 @@ impl Choices {
 /// The algorithm for a task, of the heuristic's candidates in their order; there is one at least.
 ///
 /// # Safety
-/// The task's operands are as large as its shape says, and nobody else uses its workspace.
+/// The task's operands are as large as its shape says, and nothing else uses its workspace.
 pub(super) unsafe fn choose(
     call: &Call<'_>,
     handle: sys::cublasLtHandle_t,
-    task: &Task,
-    found: &[Candidate],
+    task: &LtTask,
+    found: &[LtCandidate],
 ) -> Result<usize> {
-    let Shape {
+    let ProductShape {
         m, n, k, batches, ..
     } = task.key.shape;
     let size = [m, n, k].into_iter().fold(batches, usize::saturating_mul);
@@ -87,16 +89,16 @@ pub(super) unsafe fn choose(
         return Ok(0);
     };
     // SAFETY: the caller's promise.
-    settle(path, &name(&task.key), found, || unsafe {
+    stored_or_measured(path, &name(&task.key), found, || unsafe {
         measure(call, handle, task, found)
     })
 }
 
 /// What the file says of a shape, after what was measured is added to it where it says nothing.
-fn settle(
+fn stored_or_measured(
     path: &Path,
     key: &str,
-    found: &[Candidate],
+    found: &[LtCandidate],
     measure: impl FnOnce() -> Result<usize>,
 ) -> Result<usize> {
     if let Some(known) = stored(path, key, found) {
@@ -112,7 +114,7 @@ fn settle(
 
 /// A shape in the file.
 fn name(key: &Key) -> String {
-    let Shape {
+    let ProductShape {
         m,
         n,
         k,
@@ -121,7 +123,7 @@ fn name(key: &Key) -> String {
     } = key.shape;
     let [a, b] = key
         .lies
-        .map(|lie| format!("{}{}", if lie.turned { 't' } else { 'n' }, lie.line));
+        .map(|lie| format!("{}{}", if lie.transposed { 't' } else { 'n' }, lie.line));
     let [src, dst] = key.types;
     let aligned = key.aligned;
     let mut name =
@@ -136,7 +138,7 @@ fn name(key: &Key) -> String {
     name
 }
 
-fn hex(candidate: &Candidate) -> String {
+fn hex(candidate: &LtCandidate) -> String {
     candidate
         .algorithm
         .data
@@ -146,14 +148,14 @@ fn hex(candidate: &Candidate) -> String {
 }
 
 /// `key = algorithm sum`, without its end.
-fn line(key: &str, candidate: &Candidate) -> String {
+fn line(key: &str, candidate: &LtCandidate) -> String {
     let text = format!("{key} = {}", hex(candidate));
     let sum = compile::hash([text.as_bytes()]) as u32;
     format!("{text} {sum:08x}")
 }
 
 /// The candidate on the first line that names the shape and a candidate; broken lines name none.
-fn stored(path: &Path, key: &str, found: &[Candidate]) -> Option<usize> {
+fn stored(path: &Path, key: &str, found: &[LtCandidate]) -> Option<usize> {
     let file = std::fs::read(path).ok()?;
     let lines: Vec<String> = found.iter().map(|candidate| line(key, candidate)).collect();
     let known = |text: &[u8]| {
@@ -175,7 +177,7 @@ fn open(path: &Path) -> Option<File> {
 }
 
 /// Adds a line, in one piece. The end before it closes what a process that died may have left.
-fn add(mut file: File, key: &str, candidate: &Candidate) {
+fn add(mut file: File, key: &str, candidate: &LtCandidate) {
     let _ = file.write_all(format!("\n{}\n", line(key, candidate)).as_bytes());
 }
 
@@ -194,7 +196,7 @@ fn pick(times: &[Option<f32>]) -> usize {
 
 /// Sizes of which a result of `element` bytes fits into `room`: whole matrices where one fits, a
 /// part of one else.
-fn part(shape: Shape, element: usize, room: usize) -> Option<Shape> {
+fn part(shape: ProductShape, element: usize, room: usize) -> Option<ProductShape> {
     let (mut m, mut n) = (shape.m, shape.n);
     let bytes = |m: usize, n: usize| m.saturating_mul(n).saturating_mul(element);
     let half = |size: usize| size.div_ceil(2).next_multiple_of(64);
@@ -206,7 +208,7 @@ fn part(shape: Shape, element: usize, room: usize) -> Option<Shape> {
     }
     let batches = (room / bytes(m, n).max(1)).clamp(1, shape.batches);
     let [a, b, _] = shape.steps;
-    Some(Shape {
+    Some(ProductShape {
         m,
         n,
         batches,
@@ -222,11 +224,11 @@ fn part(shape: Shape, element: usize, room: usize) -> Option<Shape> {
 unsafe fn measure(
     call: &Call<'_>,
     handle: sys::cublasLtHandle_t,
-    task: &Task,
-    found: &[Candidate],
+    task: &LtTask,
+    found: &[LtCandidate],
 ) -> Result<usize> {
     let whole = task.key.workspace;
-    let able = |candidate: &Candidate| candidate.workspace <= whole / 2;
+    let able = |candidate: &LtCandidate| candidate.workspace <= whole / 2;
     let own = found
         .iter()
         .filter(|c| able(c))
@@ -252,8 +254,8 @@ unsafe fn measure(
     let Ok(described) = Described::new(&trial) else {
         return Ok(0);
     };
-    let clock = Clock::new(call)?;
-    let sample = |candidate: &Candidate, count: usize| -> Result<Option<f32>> {
+    let clock = Stopwatch::new(call)?;
+    let sample = |candidate: &LtCandidate, count: usize| -> Result<Option<f32>> {
         clock.start()?;
         for _ in 0..count {
             // SAFETY: a part of the task's operands is read; workspace and result lie in the task's
@@ -288,7 +290,7 @@ unsafe fn measure(
         .for_each(|time| *time = time.filter(|time| *time <= 2.0 * fastest));
     let rivals: Vec<usize> = (0..found.len()).filter(|i| times[*i].is_some()).collect();
     let mut best = vec![None; found.len()];
-    // In turns, so that a clock that drifts favours nobody.
+    // In turns, so that a clock that drifts favours no candidate.
     for _ in 0..SAMPLES {
         for i in &rivals {
             let time = sample(&found[*i], count)?;
@@ -299,12 +301,12 @@ unsafe fn measure(
 }
 
 /// Two events around what is timed.
-struct Clock<'a> {
+struct Stopwatch<'a> {
     call: &'a Call<'a>,
     events: [RawEvent; 2],
 }
 
-impl<'a> Clock<'a> {
+impl<'a> Stopwatch<'a> {
     fn new(call: &'a Call<'a>) -> Result<Self> {
         Ok(Self {
             call,
@@ -333,7 +335,7 @@ impl<'a> Clock<'a> {
     }
 }
 
-impl Drop for Clock<'_> {
+impl Drop for Stopwatch<'_> {
     fn drop(&mut self) {
         for event in self.events {
             // SAFETY: made in `new`, destroyed once; the driver keeps what is under way.
@@ -347,11 +349,11 @@ mod tests {
     use std::cell::Cell;
     use std::path::Path;
 
-    use super::super::lt::{Candidate, Shape};
-    use super::{line, open, part, pick, settle, stored};
+    use super::super::lt::{LtCandidate, ProductShape};
+    use super::{line, open, part, pick, stored, stored_or_measured};
 
-    fn candidate(number: u64) -> Candidate {
-        let mut candidate = Candidate::default();
+    fn candidate(number: u64) -> LtCandidate {
+        let mut candidate = LtCandidate::default();
         candidate.algorithm.data[3] = number;
         candidate
     }
@@ -368,7 +370,7 @@ mod tests {
     /// What is measured fits where it goes, and is the whole where that fits.
     #[test]
     fn a_part_fits_the_room() {
-        let shape = |m, n, batches| Shape {
+        let shape = |m, n, batches| ProductShape {
             m,
             n,
             k: 512,
@@ -407,14 +409,14 @@ mod tests {
         assert_eq!(part(shape(64, 64, 1), 4, 100), None);
     }
 
-    /// The first line counts, for whoever reads; what is broken or of another time is passed over.
+    /// The first line counts for every reader; broken or outdated lines are passed over.
     #[test]
-    fn the_first_stored_line_is_everybodys_choice() {
+    fn every_reader_takes_the_first_stored_line() {
         let folder = std::env::temp_dir().join(format!("roundpipe-tune-{}", std::process::id()));
         let path = folder.join("new").join("products.txt");
         let found = [candidate(1), candidate(2), candidate(3)];
         assert_eq!(stored(&path, "a", &found), None, "there is no file yet");
-        let add = |path: &Path, key: &str, candidate: &Candidate| {
+        let add = |path: &Path, key: &str, candidate: &LtCandidate| {
             super::add(open(path).unwrap(), key, candidate);
         };
         add(&path, "a", &candidate(9));
@@ -444,7 +446,8 @@ mod tests {
     /// A shape is measured once where that can be stored, and never where it cannot.
     #[test]
     fn what_cannot_be_stored_is_not_measured() {
-        let folder = std::env::temp_dir().join(format!("roundpipe-settle-{}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("roundpipe-tune-choice-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let found = [candidate(1), candidate(2)];
         let count = Cell::new(0);
@@ -454,13 +457,13 @@ mod tests {
         };
         let good = folder.join("new").join("products.txt");
         for _ in 0..2 {
-            assert_eq!(settle(&good, "a", &found, measure).unwrap(), 1);
+            assert_eq!(stored_or_measured(&good, "a", &found, measure).unwrap(), 1);
         }
         assert_eq!(count.get(), 1, "the second time it is read");
-        // A file where the folder should be stops everybody, whoever they are.
+        // A file where the folder should be stops every user, root included.
         std::fs::write(folder.join("file"), "").unwrap();
         let bad = folder.join("file").join("products.txt");
-        assert_eq!(settle(&bad, "a", &found, measure).unwrap(), 0);
+        assert_eq!(stored_or_measured(&bad, "a", &found, measure).unwrap(), 0);
         assert_eq!(count.get(), 1, "measured for nothing");
         std::fs::remove_dir_all(&folder).unwrap();
     }

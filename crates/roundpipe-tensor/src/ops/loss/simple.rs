@@ -1,6 +1,6 @@
 //! Losses made of other operations, whose gradients follow from theirs.
 
-use super::{CrossEntropy, Reduction, Target};
+use super::{CrossEntropy, LossTarget, Reduction};
 use crate::cx::{Cx, float, same_dtype, same_shape};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -31,7 +31,7 @@ impl Cx {
                 "label smoothing needs logits: use cross_entropy",
             ));
         }
-        let target = Target::new(self.worker(), OP, log_probs, labels, options)?;
+        let target = LossTarget::new(self.worker(), OP, log_probs, labels, options)?;
         let acc = log_probs.dtype().accumulator();
         let (used, count) = target.used(self.worker(), OP, acc)?;
         // Ignored labels may lie outside the classes; any class will do, since what it gives is not

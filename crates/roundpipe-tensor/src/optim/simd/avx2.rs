@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::{LANES, Pass, Simd};
+use super::{LANES, Simd, SlabPass};
 
 /// Proof that the processor has AVX2 and F16C.
 #[derive(Debug, Clone, Copy)]
@@ -16,9 +16,9 @@ impl Avx2 {
         (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c")).then_some(Self(()))
     }
 
-    pub(super) fn run<P: Pass>(self, pass: P) -> P::Output {
+    pub(super) fn run<P: SlabPass>(self, pass: P) -> P::Output {
         #[target_feature(enable = "avx2,f16c")]
-        fn compiled<P: Pass>(s: Avx2, pass: P) -> P::Output {
+        fn compiled<P: SlabPass>(s: Avx2, pass: P) -> P::Output {
             pass.run(s)
         }
         // SAFETY: the features of `compiled` are those that `detect` found when it made `self`.

@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::{LANES, Pass, Simd};
+use super::{LANES, Simd, SlabPass};
 
 /// Proof that the processor has AVX-512 F and BW (and AVX2, for the halves).
 #[derive(Debug, Clone, Copy)]
@@ -19,9 +19,9 @@ impl Avx512 {
         has.then_some(Self(()))
     }
 
-    pub(super) fn run<P: Pass>(self, pass: P) -> P::Output {
+    pub(super) fn run<P: SlabPass>(self, pass: P) -> P::Output {
         #[target_feature(enable = "avx512f,avx512bw,avx2")]
-        fn compiled<P: Pass>(s: Avx512, pass: P) -> P::Output {
+        fn compiled<P: SlabPass>(s: Avx512, pass: P) -> P::Output {
             pass.run(s)
         }
         // SAFETY: the features of `compiled` are those that `detect` found when it made `self`.

@@ -9,7 +9,7 @@ use std::array::from_fn;
 
 use half::{bf16, f16};
 
-use super::{LANES, Pass, Simd};
+use super::{LANES, Simd, SlabPass};
 
 /// Proof that the processor has NEON.
 #[derive(Debug, Clone, Copy)]
@@ -21,9 +21,9 @@ impl Neon {
         std::arch::is_aarch64_feature_detected!("neon").then_some(Self(()))
     }
 
-    pub(super) fn run<P: Pass>(self, pass: P) -> P::Output {
+    pub(super) fn run<P: SlabPass>(self, pass: P) -> P::Output {
         #[target_feature(enable = "neon")]
-        fn compiled<P: Pass>(s: Neon, pass: P) -> P::Output {
+        fn compiled<P: SlabPass>(s: Neon, pass: P) -> P::Output {
             pass.run(s)
         }
         // SAFETY: the feature of `compiled` is the one that `detect` found when it made `self`.

@@ -1,4 +1,4 @@
-//! Our own kernels: which of them fits, and how they are launched.
+//! Our kernels: which of them fits, and how they are launched.
 
 use crate::cuda::call::{Args, Call, c_type, holds_two};
 use crate::cuda::compile::Unit;
@@ -35,7 +35,7 @@ enum General {
 
 /// The kernels of attention_mma.cu.
 #[derive(Clone, Copy, PartialEq)]
-enum Tensor {
+enum TensorCores {
     Forward,
     Dq,
     Dkv,
@@ -82,7 +82,7 @@ impl General {
     }
 }
 
-impl Tensor {
+impl TensorCores {
     const ALL: [Self; 3] = [Self::Forward, Self::Dq, Self::Dkv];
 
     fn unit(self, dtype: DType, tiles: &Tiles) -> Unit {
@@ -160,7 +160,7 @@ pub(super) fn units() -> Vec<Unit> {
         ),
         (DType::F16, &[(64, 64), (128, 128)]),
     ] {
-        for (kernel, widths) in Tensor::ALL
+        for (kernel, widths) in TensorCores::ALL
             .iter()
             .flat_map(|kernel| widths.iter().map(move |w| (kernel, w)))
         {
@@ -173,7 +173,7 @@ pub(super) fn units() -> Vec<Unit> {
 }
 
 /// The sizes and operands that all kernels share.
-struct Problem {
+struct KernelProblem {
     batch: usize,
     queries: usize,
     keys: usize,
@@ -186,7 +186,7 @@ struct Problem {
     spec: AttentionSpec,
 }
 
-impl Problem {
+impl KernelProblem {
     /// From `[q, k, v]` and the lengths at `lens`, `lens + 1`.
     fn new(call: &Call<'_>, spec: &AttentionSpec, lens: usize) -> Self {
         let (q, k, v) = (
@@ -236,7 +236,7 @@ impl Problem {
         ]
     }
 
-    fn tiles(&self, part: Tensor, widths: (usize, usize), call: &Call<'_>) -> Tiles {
+    fn tiles(&self, part: TensorCores, widths: (usize, usize), call: &Call<'_>) -> Tiles {
         part.tiles(widths, self.spec.window, call.gpu.shared_memory)
     }
 
@@ -291,16 +291,16 @@ pub(super) fn delta_bytes(q: &View) -> usize {
 /// # Safety
 /// As [`super::run`].
 pub(super) unsafe fn forward(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> {
-    let p = Problem::new(call, spec, 4);
+    let p = KernelProblem::new(call, spec, 4);
     let (q, k, v, o) = (call.src(0), call.src(1), call.src(2), call.dst(0));
     let tiles = p
         .tensor_widths(&[q, k, v, o])
-        .map(|widths| p.tiles(Tensor::Forward, widths, call));
+        .map(|widths| p.tiles(TensorCores::Forward, widths, call));
     let (unit, block, shared, columns) = match &tiles {
         Some(tiles) => (
-            Tensor::Forward.unit(q.dtype, tiles),
+            TensorCores::Forward.unit(q.dtype, tiles),
             128,
-            Tensor::Forward.shared(tiles),
+            TensorCores::Forward.shared(tiles),
             1,
         ),
         None => {
@@ -334,7 +334,7 @@ pub(super) unsafe fn forward(call: &Call<'_>, spec: &AttentionSpec) -> Result<()
 /// # Safety
 /// As [`super::run`].
 pub(super) unsafe fn backward(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> {
-    let p = Problem::new(call, spec, 7);
+    let p = KernelProblem::new(call, spec, 7);
     // SAFETY: the caller's promise.
     unsafe {
         row_sums(call, &p)?;
@@ -347,7 +347,7 @@ pub(super) unsafe fn backward(call: &Call<'_>, spec: &AttentionSpec) -> Result<(
 /// # Safety
 /// As [`super::run`]; result and statistics are there.
 pub(super) unsafe fn add_sinks(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> {
-    let p = Problem::new(call, spec, 4);
+    let p = KernelProblem::new(call, spec, 4);
     let (sinks, o, lse) = (call.src(3), call.dst(0), call.dst(1));
     let mut args = Args::new()
         .words(&p.words())
@@ -374,7 +374,7 @@ pub(super) unsafe fn add_sinks(call: &Call<'_>, spec: &AttentionSpec) -> Result<
 pub(super) unsafe fn sink_gradient(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> {
     match call.maybe_dst(3) {
         // SAFETY: the caller's promise.
-        Some(_) => unsafe { row_sums(call, &Problem::new(call, spec, 7)) },
+        Some(_) => unsafe { row_sums(call, &KernelProblem::new(call, spec, 7)) },
         None => Ok(()),
     }
 }
@@ -383,7 +383,7 @@ pub(super) unsafe fn sink_gradient(call: &Call<'_>, spec: &AttentionSpec) -> Res
 ///
 /// # Safety
 /// As [`super::run`].
-unsafe fn row_sums(call: &Call<'_>, p: &Problem) -> Result<()> {
+unsafe fn row_sums(call: &Call<'_>, p: &KernelProblem) -> Result<()> {
     let dtype = call.src(0).dtype;
     let (o, lse, d_o, delta) = (call.src(3), call.src(4), call.src(5), call.scratch_ptr());
     let rows = p.batch * p.heads * p.queries;
@@ -417,7 +417,7 @@ unsafe fn row_sums(call: &Call<'_>, p: &Problem) -> Result<()> {
 ///
 /// # Safety
 /// As [`super::run`]; `delta` holds the row sums.
-unsafe fn products(call: &Call<'_>, p: &Problem, delta: u64) -> Result<()> {
+unsafe fn products(call: &Call<'_>, p: &KernelProblem, delta: u64) -> Result<()> {
     let (q, k, v, lse, d_o) = (
         call.src(0),
         call.src(1),
@@ -437,8 +437,8 @@ unsafe fn products(call: &Call<'_>, p: &Problem, delta: u64) -> Result<()> {
             .ptr(delta)
     };
     let tensor = p.tensor_widths(&[q, k, v, d_o, dq, dk, dv]);
-    let [by_query, by_key] =
-        [Tensor::Dq, Tensor::Dkv].map(|part| tensor.map(|widths| p.tiles(part, widths, call)));
+    let [by_query, by_key] = [TensorCores::Dq, TensorCores::Dkv]
+        .map(|part| tensor.map(|widths| p.tiles(part, widths, call)));
     let rows = |tiles: Option<Tiles>| tiles.map_or(TILE, |tiles| tiles.rows);
     let dq_slots = p.slots(p.queries, rows(by_query));
     let dkv_slots = p.slots(p.keys, rows(by_key));
@@ -446,10 +446,13 @@ unsafe fn products(call: &Call<'_>, p: &Problem, delta: u64) -> Result<()> {
     let mut dkv_args = args().view(dk).view(dv).size(dkv_slots);
     if let Some((by_query, by_key)) = by_query.zip(by_key) {
         let (dq, dkv) = (
-            Tensor::Dq.unit(q.dtype, &by_query),
-            Tensor::Dkv.unit(q.dtype, &by_key),
+            TensorCores::Dq.unit(q.dtype, &by_query),
+            TensorCores::Dkv.unit(q.dtype, &by_key),
         );
-        let (dq_shared, dkv_shared) = (Tensor::Dq.shared(&by_query), Tensor::Dkv.shared(&by_key));
+        let (dq_shared, dkv_shared) = (
+            TensorCores::Dq.shared(&by_query),
+            TensorCores::Dkv.shared(&by_key),
+        );
         let (dq_grid, dkv_grid) = (
             p.grid(dq_slots, p.heads, 1),
             p.grid(dkv_slots, p.key_heads, 1),
@@ -499,7 +502,7 @@ mod tests {
             (164, [128, 64, 64]),
             (100, [64, 128, 64]),
         ] {
-            let wide = Tensor::ALL.map(|part| part.tiles((128, 128), None, kib << 10).rows);
+            let wide = TensorCores::ALL.map(|part| part.tiles((128, 128), None, kib << 10).rows);
             assert_eq!(wide, rows, "{kib} KiB");
         }
         for widths in [
@@ -510,7 +513,7 @@ mod tests {
             (64, 128),
             (128, 128),
         ] {
-            for (part, kib) in Tensor::ALL
+            for (part, kib) in TensorCores::ALL
                 .iter()
                 .flat_map(|part| [100, 128, 164, 228].map(|kib| (part, kib)))
             {

@@ -1,7 +1,7 @@
-//! Rotary embedding: pairs of a head's elements turned by an angle of the head's position.
+//! Rotary embedding: pairs of a head's elements rotated by an angle of the head's position.
 
-use super::heads::Rows;
-use crate::cpu::access::{Call, Float, Real, Shared, slice, slice_mut};
+use super::heads::HeadRows;
+use crate::cpu::access::{Call, Float, Real, SharedSlice, slice, slice_mut};
 use crate::cpu::norm::lanes::{blocks, carve, combine, grain, sum1, sum3, widen};
 use crate::cpu::simd::vectorize;
 use crate::error::{Error, Result};
@@ -12,7 +12,7 @@ use crate::kernel::RopeStyle;
 struct Table<'a, A> {
     cos: &'a [A],
     sin: &'a [A],
-    /// Angles per position: half the elements turned.
+    /// Angles per position: half the elements rotated.
     angles: usize,
     positions: Option<&'a [i32]>,
     steps: usize,
@@ -79,7 +79,7 @@ struct Angle<'a, A> {
     sin: &'a [A],
 }
 
-/// Pairs of a head that are turned at a time.
+/// Pairs of a head that are rotated at a time.
 const STAGE: usize = 64;
 
 /// First and second elements of the pairs at hand.
@@ -89,10 +89,10 @@ type Stage<A> = [[A; STAGE]; 2];
 type Scale<'a, A> = Option<(&'a [A], A)>;
 
 /// Turns one head by the angle, or by minus the angle with `sign` -1, after scaling it; elements
-/// past the turned ones are only scaled. Loading, turning and storing are separate loops over a
+/// past the rotated ones are only scaled. Loading, rotating and storing are separate loops over a
 /// small stage, so that each vectorises for every type and style.
 #[inline(always)]
-fn turn<T: Float, U: Float<Acc = T::Acc>>(
+fn rotate<T: Float, U: Float<Acc = T::Acc>>(
     (x, y): (&[T], &mut [U]),
     angle: Angle<'_, T::Acc>,
     sign: T::Acc,
@@ -135,8 +135,8 @@ fn turn<T: Float, U: Float<Acc = T::Acc>>(
     }
 }
 
-/// Widens a weight in the order in which [`turn`] holds a head: first elements of the pairs, second
-/// ones, the rest.
+/// Widens a weight in the order in which [`rotate`] holds a head: first elements of the pairs,
+/// second ones, the rest.
 ///
 /// # Safety
 /// As [`widen`].
@@ -222,9 +222,9 @@ pub(super) unsafe fn rope<T: Float>(
     let width = call.src(0).shape()[3];
     // SAFETY: the kernel's description gives types, sizes and density; y overlaps nothing.
     let (x, table, y) = unsafe {
-        let y = Shared::new(slice_mut::<T>(call.dst(0)));
+        let y = SharedSlice::new(slice_mut::<T>(call.dst(0)));
         (
-            Rows::<T>::new(call.src(0)),
+            HeadRows::<T>::new(call.src(0)),
             Table::<T::Acc>::of(call, 1, 3)?,
             y,
         )
@@ -241,7 +241,7 @@ pub(super) unsafe fn rope<T: Float>(
 
 vectorize! {
     fn rope_rows<T: Float>(
-        x: Rows<'_, T>,
+        x: HeadRows<'_, T>,
         table: Table<'_, T::Acc>,
         first: usize,
         y: &mut [T],
@@ -251,7 +251,7 @@ vectorize! {
         let width = x.row(first).len();
         let mut stage = [[T::Acc::ZERO; STAGE]; 2];
         for (i, y) in y.chunks_exact_mut(width).enumerate() {
-            turn((x.row(first + i), y), table.angle(first + i), sign, style, None, &mut stage);
+            rotate((x.row(first + i), y), table.angle(first + i), sign, style, None, &mut stage);
         }
     }
 }
@@ -271,11 +271,11 @@ pub(super) unsafe fn rope_norm<T: Float>(
         let w = carve::<T::Acc>(call, width);
         paired::<T>(call, call.src(2).shape()[1], style, w);
         (
-            Rows::<T>::new(call.src(0)),
+            HeadRows::<T>::new(call.src(0)),
             Table::<T::Acc>::of(call, 2, 4)?,
             &*w,
-            Shared::new(slice_mut::<T>(call.dst(0))),
-            Shared::new(slice_mut::<T::Acc>(call.dst(1))),
+            SharedSlice::new(slice_mut::<T>(call.dst(0))),
+            SharedSlice::new(slice_mut::<T::Acc>(call.dst(1))),
         )
     };
     call.pieces(call.dst(1).numel(), grain(width), |first, last| {
@@ -299,7 +299,7 @@ pub(super) unsafe fn rope_norm<T: Float>(
 
 /// A piece of [`rope_norm`].
 struct NormRows<'a, T: Float> {
-    x: Rows<'a, T>,
+    x: HeadRows<'a, T>,
     table: Table<'a, T::Acc>,
     w: &'a [T::Acc],
     first: usize,
@@ -318,7 +318,7 @@ vectorize! {
             *rstd = T::Acc::ONE / (sum1(head, |x| x * x) / count + eps).sqrt();
             let y = &mut y[i * width..(i + 1) * width];
             let scale = Some((w, *rstd));
-            turn((head, y), table.angle(first + i), T::Acc::ONE, style, scale, &mut stage);
+            rotate((head, y), table.angle(first + i), T::Acc::ONE, style, scale, &mut stage);
         }
     }
 }
@@ -341,24 +341,24 @@ pub(super) unsafe fn rope_norm_grad<T: Float>(
         let scratch = carve::<T::Acc>(call, width * (1 + cut.count * (1 + usize::from(want))));
         widen::<T>(call.src_opt(1), &mut scratch[..width], T::Acc::ONE);
         (
-            Rows::<T>::new(call.src(0)),
+            HeadRows::<T>::new(call.src(0)),
             slice::<T::Acc>(call.src(2)),
             Table::<T::Acc>::of(call, 3, 6)?,
-            Rows::<T>::new(call.src(5)),
-            call.dst_opt(0).map(|v| Shared::new(slice_mut::<T>(v))),
+            HeadRows::<T>::new(call.src(5)),
+            call.dst_opt(0).map(|v| SharedSlice::new(slice_mut::<T>(v))),
             scratch.split_at_mut(width),
         )
     };
-    let (turned, partial) = rest.split_at_mut(width * cut.count);
-    let (w, turned, sums) = (&*w, Shared::new(turned), Shared::new(partial));
+    let (rotated, partial) = rest.split_at_mut(width * cut.count);
+    let (w, rotated, sums) = (&*w, SharedSlice::new(rotated), SharedSlice::new(partial));
     call.pieces(rows, cut.rows, |first, last| {
         let block = first / cut.rows * width;
         // SAFETY: pieces of rows, and so blocks, are disjoint.
-        let (dx, turned, dw) = unsafe {
+        let (dx, rotated, dw) = unsafe {
             let dx = dx.as_ref().map(|d| d.part(first * width, last * width));
             (
                 dx,
-                turned.part(block, block + width),
+                rotated.part(block, block + width),
                 want.then(|| sums.part(block, block + width)),
             )
         };
@@ -371,7 +371,7 @@ pub(super) unsafe fn rope_norm_grad<T: Float>(
                 w,
                 first,
                 rstd,
-                turned,
+                rotated,
                 dx,
                 dw,
             },
@@ -393,21 +393,21 @@ pub(super) unsafe fn rope_norm_grad<T: Float>(
 
 /// A block of [`rope_norm_grad`].
 struct NormBlock<'a, T: Float> {
-    x: Rows<'a, T>,
-    dy: Rows<'a, T>,
+    x: HeadRows<'a, T>,
+    dy: HeadRows<'a, T>,
     table: Table<'a, T::Acc>,
     w: &'a [T::Acc],
     first: usize,
     rstd: &'a [T::Acc],
     /// Room for the gradient of one normalised head.
-    turned: &'a mut [T::Acc],
+    rotated: &'a mut [T::Acc],
     dx: Option<&'a mut [T]>,
     dw: Option<&'a mut [T::Acc]>,
 }
 
 vectorize! {
     fn norm_rows_grad<T: Float>(block: NormBlock<'_, T>, style: RopeStyle) {
-        let NormBlock { x, dy, table, w, first, rstd, turned, mut dx, mut dw } = block;
+        let NormBlock { x, dy, table, w, first, rstd, rotated, mut dx, mut dw } = block;
         let width = w.len();
         if let Some(dw) = &mut dw {
             dw.fill(T::Acc::ZERO);
@@ -416,16 +416,16 @@ vectorize! {
         for (i, &rstd) in rstd.iter().enumerate() {
             let x = x.row(first + i);
             let (head, angle) = (dy.row(first + i), table.angle(first + i));
-            turn((head, &mut *turned), angle, -T::Acc::ONE, style, None, &mut stage);
+            rotate((head, &mut *rotated), angle, -T::Acc::ONE, style, None, &mut stage);
             if let Some(dx) = &mut dx {
-                let mean = sum3(x, turned, w, |x, g, w| g * w * x) * rstd / T::Acc::of(width as f64);
+                let mean = sum3(x, rotated, w, |x, g, w| g * w * x) * rstd / T::Acc::of(width as f64);
                 let dx = &mut dx[i * width..(i + 1) * width];
-                for (((d, x), g), w) in dx.iter_mut().zip(x).zip(&*turned).zip(w) {
+                for (((d, x), g), w) in dx.iter_mut().zip(x).zip(&*rotated).zip(w) {
                     *d = T::down(rstd * (*g * *w - x.up() * rstd * mean));
                 }
             }
             if let Some(dw) = &mut dw {
-                for ((dw, x), g) in dw.iter_mut().zip(x).zip(&*turned) {
+                for ((dw, x), g) in dw.iter_mut().zip(x).zip(&*rotated) {
                     *dw += *g * (x.up() * rstd);
                 }
             }
