@@ -14,7 +14,7 @@ use crate::plan::{Pass, Stage};
 
 pub use from_shapes::profile;
 pub(crate) use from_shapes::{Spec, model_costs};
-pub use measured::{LayerTime, LayerTimes, Phase};
+pub use measured::{CopyRates, LayerTime, LayerTimes, Phase, WorkerSpeeds};
 
 /// What a loss works in, in sizes of the model's output: its gradient, and two values in single
 /// precision. The function is the user's, so it is not run before it has to be.

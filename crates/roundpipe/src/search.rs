@@ -20,8 +20,10 @@
 //! a limit on that too.
 //!
 //! Workers that share one processor have no ring to fill: for them the least work is best, which is
-//! the longest fused stage that fits (it recomputes nothing) and as few other stages as fit.
-//! Nothing is replayed.
+//! the longest fused stage that fits (it recomputes nothing). Where parameters and gradients are
+//! copied, more and shorter stages let the first weights arrive and the last gradients leave
+//! earlier: the fewest stages are taken whose replayed step is close to the shortest. Otherwise as
+//! few stages as fit, and nothing is replayed.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -48,6 +50,9 @@ const PREPARE_TASKS: usize = 12;
 const LONGEST_RUN: usize = 8;
 /// Overlapping steps that are averaged to compare shapes.
 const QUICK: usize = 2;
+/// A step is close to the shortest if it takes at most so much longer: what a stage costs beside its
+/// copies (launches, a saved input) is not replayed.
+const CLOSE: f64 = 1.005;
 /// Sums of the same times in another order are still equal.
 const SLACK: f64 = 1.0 + 1e-9;
 
@@ -152,8 +157,7 @@ impl ExecutePlan {
         }
         let mut search = Search::new(kind, models, options);
         if options.shared_compute {
-            let shape = search.least_work();
-            return Ok(search.plans(&shape, Order::ShortFirst, Order::ShortFirst));
+            return Ok(search.least_work_plans());
         }
         let shapes = search.shapes();
         Ok(search.best(shapes))
@@ -441,20 +445,63 @@ impl<'a> Search<'a> {
         self.options.min_stages.unwrap_or(enough)
     }
 
+    /// Plans for workers that share one processor; see the module header.
+    fn least_work_plans(&mut self) -> Vec<ExecutePlan> {
+        let fewest = self.wanted();
+        let shape = self.least_work(fewest);
+        let plans = self.plans(&shape, Order::ShortFirst, Order::ShortFirst);
+        if !self.options.setting.copies_parameters() {
+            return plans;
+        }
+        let mut candidates = vec![self.alone(&shape, plans)];
+        let mut budget = COMPARE_TASKS;
+        loop {
+            let known = candidates.last().map_or(fewest, |last| last.stages);
+            let shape = self.least_work(known + 1);
+            let stages = self.stages(&shape);
+            budget = budget.saturating_sub(self.tasks(stages, QUICK));
+            // One layer per stage is the end.
+            if stages <= known || budget == 0 {
+                break;
+            }
+            let plans = self.plans(&shape, Order::ShortFirst, Order::ShortFirst);
+            candidates.push(self.alone(&shape, plans));
+        }
+        let steps = candidates.iter().map(|candidate| candidate.step_ms);
+        let shortest = steps.fold(f64::INFINITY, f64::min);
+        let close = |candidate: &Candidate| candidate.step_ms <= shortest * CLOSE;
+        let best = candidates.into_iter().find(close);
+        best.expect("the shortest is close to itself").plans
+    }
+
+    /// Plans and what they take on a processor of their own.
+    fn alone(&self, shape: &Shape, plans: Vec<ExecutePlan>) -> Candidate {
+        let setting = Setting {
+            devices: 1,
+            speeds: Vec::new(),
+            ..self.options.setting.clone()
+        };
+        Candidate {
+            step_ms: self.step_ms(&plans, &setting, QUICK),
+            stages: self.stages(shape),
+            plans,
+        }
+    }
+
     /// The shape that computes least, then with the fewest stages: the longest fused stage with
-    /// which the wanted number of stages can be reached, and what fits for the rest.
-    fn least_work(&self) -> Shape {
+    /// which `wanted` stages can be reached, and what fits for the rest.
+    fn least_work(&self, wanted: usize) -> Shape {
         let mut starts = self.fused_starts();
         starts.sort_unstable();
         let shape = |fused_at: &usize| self.shape(*fused_at, f64::INFINITY);
         let mut shapes = starts
             .iter()
             .filter_map(shape)
-            .map(|shape| self.widened(shape));
+            .map(|shape| self.widened(shape, wanted));
         let first = shapes
             .next()
             .expect("a fused stage of one layer always fits");
-        let enough = |shape: &Shape| self.stages(shape) >= self.wanted();
+        let enough = |shape: &Shape| self.stages(shape) >= wanted;
         if enough(&first) {
             return first;
         }
@@ -470,8 +517,8 @@ impl<'a> Search<'a> {
 
     /// More stages where they have the most layers, until there are as many as wanted or one per
     /// layer.
-    fn widened(&self, mut shape: Shape) -> Shape {
-        while self.stages(&shape) < self.wanted() {
+    fn widened(&self, mut shape: Shape, wanted: usize) -> Shape {
+        while self.stages(&shape) < wanted {
             let last = self.models.len() - 1;
             let layers = |model: usize| {
                 if model == last {
@@ -530,7 +577,11 @@ impl<'a> Search<'a> {
         for shape in shapes {
             let stages = self.stages(&shape);
             let plans = self.plans(&shape, Order::ShortFirst, Order::ShortFirst);
-            compared.push((self.step_ms(&plans, QUICK), stages, shape));
+            compared.push((
+                self.step_ms(&plans, &self.options.setting, QUICK),
+                stages,
+                shape,
+            ));
             budget = budget.saturating_sub(self.tasks(stages, QUICK));
             if budget == 0 {
                 break;
@@ -554,7 +605,7 @@ impl<'a> Search<'a> {
             {
                 let plans = self.plans(&shape, forward, backward);
                 ordered.push(Candidate {
-                    step_ms: self.step_ms(&plans, steady),
+                    step_ms: self.step_ms(&plans, &self.options.setting, steady),
                     stages,
                     plans,
                 });
@@ -591,7 +642,7 @@ impl<'a> Search<'a> {
                     own_budget -= tasks;
                     *budget -= tasks;
                     let moved = Candidate {
-                        step_ms: self.step_ms(&plans, steady),
+                        step_ms: self.step_ms(&plans, &self.options.setting, steady),
                         plans,
                         ..best
                     };
@@ -668,9 +719,8 @@ impl<'a> Search<'a> {
 
     /// A step's time: the mean of `steady` steps after as many to get going, or of one that never
     /// overlaps.
-    fn step_ms(&self, plans: &[ExecutePlan], steady: usize) -> f64 {
+    fn step_ms(&self, plans: &[ExecutePlan], setting: &Setting, steady: usize) -> f64 {
         let pairs: Vec<_> = plans.iter().zip(self.models.iter().copied()).collect();
-        let setting = &self.options.setting;
         let slots = sim_stages(self.kind, &pairs, setting);
         let (warm_up, measured) = setting.sample(self.lag(), steady);
         mean_step_ms(

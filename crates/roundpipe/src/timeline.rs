@@ -147,6 +147,11 @@ impl Setting {
         Ok(())
     }
 
+    /// Whether parameters or gradients take time to move.
+    pub(crate) fn copies_parameters(&self) -> bool {
+        self.upload_bytes_per_ms.is_some() || self.grad_bytes_per_ms.is_some()
+    }
+
     fn speed(&self, device: usize) -> f64 {
         self.speeds.get(device).copied().unwrap_or(1.0)
     }

@@ -980,3 +980,33 @@ fn sizes_are_enough_to_plan() {
         "0..1 1..2 2..3 3..4 4..5 5..6 6..7 7..8 8..9 9..10 10..11 11..12"
     );
 }
+
+/// One card, on which weights come and gradients leave by a link: at lag 0 short stages bring the
+/// first weights and take the last gradients earlier, the more so the slower the link; at lag 1 the
+/// neighbouring steps hide that, and the fewest stages are best.
+#[test]
+fn short_stages_follow_from_the_copies() {
+    let mut costs = equal(24, 1.0, 1000);
+    for layer in &mut costs.layers {
+        layer.grad_bytes = 1000;
+    }
+    let stages = |asynchronous: bool, rate: Option<f64>| {
+        let mut options = AutoOptions::new(1, 4);
+        options.asynchronous = asynchronous;
+        options.shared_compute = true;
+        options.model_memory_limit = Some(24_000);
+        options.setting.upload_bytes_per_ms = rate;
+        options.setting.grad_bytes_per_ms = rate;
+        let plan = ExecutePlan::auto(PlanKind::Fused, &[&costs], &options).unwrap();
+        plan[0].stages(PlanKind::Fused).len()
+    };
+    let fewest = stages(false, None);
+    assert_eq!(stages(true, None), fewest);
+    assert_eq!(
+        stages(true, Some(5000.0)),
+        fewest,
+        "hidden by the next step"
+    );
+    let [fast, slow] = [2_000.0, 200.0].map(|rate| stages(false, Some(rate)));
+    assert!(fewest < fast && fast < slow, "{fewest}, {fast}, {slow}");
+}

@@ -1,12 +1,14 @@
 //! When copies began and ended, for traces and for the planner.
 //!
 //! The log records stamps of the lane itself, so a time is known only once the lane has passed. It
-//! never waits, and a device that refuses a stamp loses the record, not the copy.
+//! waits only for a lane that refuses a stamp: the copy is an error then, and its memory may go.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::drain_lane;
 use crate::device::{Lane, LaneKind, Stamp};
+use crate::error::Result;
 use crate::sync::lock;
 
 /// One copy as it happened.
@@ -43,26 +45,43 @@ impl CopyLog {
     }
 
     /// The stamp before a copy, while the log is on.
-    pub(super) fn start(&self, lane: &dyn Lane) -> Option<Stamp> {
-        // A device that refuses a stamp will soon report something worse.
-        self.on
-            .load(Ordering::Relaxed)
-            .then(|| lane.stamp().ok())
-            .flatten()
+    ///
+    /// # Errors
+    /// When the device refuses; the lane has run dry then.
+    pub(super) fn start(&self, lane: &dyn Lane) -> Result<Option<Stamp>> {
+        if !self.on.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        stamp(lane).map(Some)
     }
 
     /// Records a copy that began at `from`.
-    pub(super) fn end(&self, lane: &dyn Lane, from: Option<Stamp>, what: &str, bytes: u64) {
-        if let Some(from) = from
-            && let Ok(to) = lane.stamp()
-        {
-            lock(&self.records).push(CopyRecord {
-                lane: lane.kind(),
-                what: what.to_owned(),
-                bytes,
-                from,
-                to,
-            });
-        }
+    ///
+    /// # Errors
+    /// As [`CopyLog::start`].
+    pub(super) fn end(
+        &self,
+        lane: &dyn Lane,
+        from: Option<Stamp>,
+        what: &str,
+        bytes: u64,
+    ) -> Result<()> {
+        let Some(from) = from else {
+            return Ok(());
+        };
+        let to = stamp(lane)?;
+        lock(&self.records).push(CopyRecord {
+            lane: lane.kind(),
+            what: what.to_owned(),
+            bytes,
+            from,
+            to,
+        });
+        Ok(())
     }
+}
+
+/// A stamp behind what is queued. A caller may free what its copies use when this fails.
+fn stamp(lane: &dyn Lane) -> Result<Stamp> {
+    lane.stamp().inspect_err(|_| drain_lane(lane))
 }

@@ -182,7 +182,8 @@ impl Port {
                 return Err(error);
             }
         };
-        if !written.is_past() {
+        // The cpu has copied when it returns.
+        if !self.worker.device().aliases_host() {
             self.hold(dense, written.clone());
         }
         Ok(HostValue::new(
@@ -214,7 +215,7 @@ impl Port {
         let lane = self.lane(LaneKind::ActivationDownload);
         lane.wait(&self.lane(LaneKind::Compute).record()?)?;
         free.iter().try_for_each(|event| lane.wait(event))?;
-        let from = self.log.start(lane);
+        let from = self.log.start(lane)?;
         if bytes > 0 {
             let copy = Copy {
                 what: what.to_owned(),
@@ -229,7 +230,7 @@ impl Port {
             unsafe { lane.copy(&copy)? };
         }
         let written = lane.record()?;
-        self.log.end(lane, from, what, bytes as u64);
+        self.log.end(lane, from, what, bytes as u64)?;
         Ok(written)
     }
 
@@ -313,9 +314,9 @@ impl Port {
         for event in free.iter().chain(written) {
             lane.wait(event)?;
         }
-        let from = self.log.start(lane);
+        let from = self.log.start(lane)?;
         let event = copy_in(lane, what, buf.addr(), block.addr(), bytes as u64)?;
-        self.log.end(lane, from, what, bytes as u64);
+        self.log.end(lane, from, what, bytes as u64)?;
         value.add_reader(event.clone(), claim);
         let tensor = Tensor::from_block(block, value.dtype(), *value.shape());
         Ok(self.arrival(tensor, Some(event)))
@@ -354,7 +355,7 @@ impl Port {
         let lane = self.lane(LaneKind::GradDownload);
         lane.wait(after)?;
         let (src, dst) = (tensor.view().ptr, host.addr());
-        let from = self.log.start(lane);
+        let from = self.log.start(lane)?;
         for start in (0..bytes).step_by(chunk.max(1) as usize) {
             let copy = Copy {
                 what: what.to_owned(),
@@ -372,7 +373,7 @@ impl Port {
             }
         }
         let landed = lane.record()?;
-        self.log.end(lane, from, what, bytes);
+        self.log.end(lane, from, what, bytes)?;
         Ok(Flight::new(landed, (tensor, host)))
     }
 }

@@ -101,7 +101,7 @@ impl Slot {
             lane.wait(free)?;
         }
         let base = block.addr();
-        let from = log.start(lane);
+        let from = log.start(lane)?;
         let event = match fill(lane, what, base, &segments, chunk.max(1)) {
             Ok(event) => event,
             Err(error) => {
@@ -117,7 +117,7 @@ impl Slot {
                 .iter()
                 .map(|segment| segment.host.bytes().len() as u64)
                 .sum(),
-        );
+        )?;
         let filled = FilledSlot {
             worker: self.worker.clone(),
             storage: self.storage,

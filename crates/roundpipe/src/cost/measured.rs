@@ -1,12 +1,21 @@
 //! Measured times of layers, averaged into the costs of the next plan.
 //!
 //! A moving average per layer and phase; layers without a measurement keep their guess, brought to
-//! the same unit. Nothing here measures: the engine records what its workers' clocks say.
+//! the same unit. Beside it, how fast each worker is relative to the others, and how fast copies
+//! are. Nothing here measures: the engine records what its workers' clocks say.
+
+use roundpipe_tensor::LaneKind;
 
 use super::{LayerCost, LayerCosts};
 
 /// Weight of the newest measurement.
 const NEWEST: f64 = 0.2;
+/// After so much measured time, what was before counts half.
+const FORGET_MS: f64 = 10_000.0;
+/// Workers whose speeds differ by less are alike.
+const ALIKE: f64 = 1.1;
+/// The smallest copy whose time says how fast a link is.
+const SMALLEST_COPY: u64 = 1 << 20;
 
 /// What of a layer was timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -81,6 +90,11 @@ impl LayerTimes {
         &self.layers
     }
 
+    /// The average of a layer so far, if it was ever timed.
+    pub fn average_ms(&self, layer: usize, part: Phase) -> Option<f64> {
+        self.layers.get(layer)?.part(part)
+    }
+
     /// Takes a measurement in; one that is negative or not finite says nothing and is left out.
     pub fn record(&mut self, layer: usize, part: Phase, ms: f64) {
         if !(ms.is_finite() && ms >= 0.0) {
@@ -126,6 +140,105 @@ impl LayerTimes {
             }
         };
         now.into_iter().zip(then).map(change).fold(0.0, f64::max)
+    }
+}
+
+/// Work that a worker did, in the time of an average worker and in its own.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+struct Pace {
+    average_ms: f64,
+    own_ms: f64,
+}
+
+/// How fast the workers of a ring are, relative to their average.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct WorkerSpeeds {
+    paces: Vec<Pace>,
+}
+
+impl WorkerSpeeds {
+    /// A worker took `own_ms` for what takes `average_ms` on average.
+    pub fn record(&mut self, worker: usize, average_ms: f64, own_ms: f64) {
+        if !(average_ms.is_finite() && own_ms.is_finite() && average_ms >= 0.0 && own_ms >= 0.0) {
+            return;
+        }
+        if self.paces.len() <= worker {
+            self.paces.resize(worker + 1, Pace::default());
+        }
+        let pace = &mut self.paces[worker];
+        if pace.own_ms > FORGET_MS {
+            pace.average_ms /= 2.0;
+            pace.own_ms /= 2.0;
+        }
+        pace.average_ms += average_ms;
+        pace.own_ms += own_ms;
+    }
+
+    /// One speed for each of `workers`, or none if they are alike or not all were measured.
+    pub fn of(&self, workers: usize) -> Vec<f64> {
+        let measured = self.paces.iter().filter(|pace| pace.own_ms > 0.0);
+        let speeds: Vec<f64> = measured.map(|pace| pace.average_ms / pace.own_ms).collect();
+        let slowest = speeds.iter().copied().fold(f64::INFINITY, f64::min);
+        let fastest = speeds.iter().copied().fold(0.0, f64::max);
+        let are_alike = fastest <= slowest * ALIKE;
+        if speeds.len() != workers || slowest <= 0.0 || are_alike {
+            return Vec::new();
+        }
+        speeds
+    }
+}
+
+/// Bytes and the time they took.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+struct Copied {
+    bytes: f64,
+    ms: f64,
+}
+
+/// How fast copies are in each lane. Small copies are left out: they take as long as their launch.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct CopyRates {
+    lanes: [Copied; LaneKind::ALL.len()],
+}
+
+impl CopyRates {
+    /// A copy of `bytes` took `ms`.
+    pub fn record(&mut self, lane: LaneKind, bytes: u64, ms: f64) {
+        if bytes < SMALLEST_COPY || !(ms.is_finite() && ms > 0.0) {
+            return;
+        }
+        let copied = &mut self.lanes[lane as usize];
+        if copied.ms > FORGET_MS {
+            copied.bytes /= 2.0;
+            copied.ms /= 2.0;
+        }
+        copied.bytes += bytes as f64;
+        copied.ms += ms;
+    }
+
+    /// Bytes per millisecond in a lane, if any copy was measured there.
+    pub fn bytes_per_ms(&self, lane: LaneKind) -> Option<f64> {
+        let copied = self.lanes[lane as usize];
+        (copied.ms > 0.0).then(|| copied.bytes / copied.ms)
+    }
+
+    /// Bytes per millisecond all the way from one worker to another, through host memory.
+    pub fn hop_bytes_per_ms(&self) -> Option<f64> {
+        let down = self.bytes_per_ms(LaneKind::ActivationDownload)?;
+        let up = self.bytes_per_ms(LaneKind::ActivationUpload)?;
+        Some(1.0 / (1.0 / down + 1.0 / up))
+    }
+
+    /// How far a rate of a lane has moved since `earlier`, relative to it. Infinite for a lane that
+    /// was not known then.
+    pub fn drift(&self, earlier: &Self) -> f64 {
+        let change = |lane: &LaneKind| match (self.bytes_per_ms(*lane), earlier.bytes_per_ms(*lane))
+        {
+            (Some(now), Some(then)) => (now - then).abs() / then,
+            (Some(_), None) => f64::INFINITY,
+            (None, _) => 0.0,
+        };
+        LaneKind::ALL.iter().map(change).fold(0.0, f64::max)
     }
 }
 
@@ -227,5 +340,42 @@ mod tests {
         assert!((times.drift(&measured) - (2.0 / 17.0 * 16.0 - 1.0)).abs() < 1e-12);
         let nothing = LayerCosts::from_bytes([("a", 0), ("b", 10), ("c", 20)]);
         assert_eq!(times.drift(&nothing), f64::INFINITY);
+    }
+
+    #[test]
+    fn copies_of_some_size_say_how_fast_a_link_is() {
+        let mut rates = CopyRates::default();
+        assert_eq!(rates.bytes_per_ms(LaneKind::ParamUpload), None);
+        rates.record(LaneKind::ParamUpload, 1 << 10, 5.0);
+        rates.record(LaneKind::ParamUpload, 4 << 20, f64::NAN);
+        assert_eq!(rates.bytes_per_ms(LaneKind::ParamUpload), None);
+        let before = rates.clone();
+        rates.record(LaneKind::ParamUpload, 4 << 20, 1.0);
+        rates.record(LaneKind::ParamUpload, 2 << 20, 2.0);
+        let expected = f64::from(2 << 20);
+        assert_eq!(rates.bytes_per_ms(LaneKind::ParamUpload), Some(expected));
+        assert_eq!(rates.drift(&before), f64::INFINITY, "it was not known");
+        assert_eq!(rates.drift(&rates), 0.0);
+        assert_eq!(rates.hop_bytes_per_ms(), None, "one way is not enough");
+        rates.record(LaneKind::ActivationUpload, 2 << 20, 1.0);
+        rates.record(LaneKind::ActivationDownload, 2 << 20, 1.0);
+        assert_eq!(rates.hop_bytes_per_ms(), Some(f64::from(1 << 20)));
+    }
+
+    #[test]
+    fn workers_of_different_speed_are_told_apart() {
+        let mut speeds = WorkerSpeeds::default();
+        for worker in 0..2 {
+            speeds.record(worker, 10.0, 10.0 + 0.2 * worker as f64);
+        }
+        assert!(speeds.of(2).is_empty(), "alike");
+        speeds.record(1, 10.0, 30.0);
+        let found = speeds.of(2);
+        assert_eq!(found.len(), 2);
+        assert!(
+            found[0] == 1.0 && (0.4..0.6).contains(&found[1]),
+            "{found:?}"
+        );
+        assert!(speeds.of(3).is_empty(), "one was never measured");
     }
 }

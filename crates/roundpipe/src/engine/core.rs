@@ -283,7 +283,8 @@ impl Core {
         self.notes().warnings.extend(warnings);
         let (plan, needs) = self.plan(&request, &prepared)?;
         self.wait_for_buffers(&mut sequence)?;
-        self.recorder.begin_call();
+        let timed = self.planner.wants_copies(request.kind);
+        self.recorder.begin_call(timed);
         let config = prepared.config.clone();
         let args = prepared.parts.args.clone();
         let call = self.register(&mut sequence, &request, prepared, &plan, needs)?;
@@ -593,7 +594,7 @@ impl Core {
         sequence.wait_steps();
         self.ring.tidy();
         self.settle_steps(&mut sequence)?;
-        self.recorder.finish();
+        self.recorder.finish(&self.planner);
         Ok(())
     }
 

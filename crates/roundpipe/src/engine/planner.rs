@@ -8,11 +8,11 @@ use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use roundpipe_tensor::{Bytes, DType, DeviceKind, HostTensor, Shape};
+use roundpipe_tensor::{Bytes, DType, DeviceKind, HostTensor, LaneKind, Shape};
 
-use crate::budget::{CallNeeds, StageNeeds, WorkerBudget};
+use crate::budget::{CallNeeds, StageNeeds};
 use crate::config::{Grain, Resolved};
-use crate::cost::{LayerCosts, LayerTimes, Phase, Spec, model_costs};
+use crate::cost::{CopyRates, LayerCosts, LayerTimes, Phase, Spec, WorkerSpeeds, model_costs};
 use crate::error::{Error, Result};
 use crate::exec::model::Model;
 use crate::exec::ring::Ring;
@@ -26,9 +26,12 @@ const DRIFT: f64 = 0.3;
 const MOST_PLANS: usize = 1024;
 /// Calls between two looks at the drift.
 const LOOK_EVERY: u64 = 16;
-/// Stages per pass, at least, where each step waits for the update of the one before, or where
-/// layers are large.
-const SHORT_STAGES: usize = 12;
+/// Training calls whose copies are timed, after the first, which pins memory.
+const TIMED_CALLS: u64 = 4;
+/// Bytes per millisecond between host and device until copies are measured: a PCIe 4.0 link.
+const LINK: f64 = 20e6;
+/// Shares of the usual limits that are tried until a plan fits: smaller ones give shorter stages.
+const SHARES: [f64; 5] = [1.0, 0.75, 0.5, 0.25, 0.0];
 
 /// Makes and remembers plans.
 pub(super) struct Planner {
@@ -42,6 +45,10 @@ pub(super) struct Planner {
 struct State {
     plans: HashMap<Key, Planned>,
     times: LayerTimes,
+    speeds: WorkerSpeeds,
+    rates: CopyRates,
+    /// Calls that train, so far.
+    trained: u64,
 }
 
 /// What a plan is made for.
@@ -59,6 +66,7 @@ struct Planned {
     plan: ExecutePlan,
     needs: CallNeeds,
     costs: LayerCosts,
+    rates: CopyRates,
     calls: u64,
 }
 
@@ -89,9 +97,28 @@ impl Planner {
         self.lock().times.clone()
     }
 
-    /// A layer took so long.
-    pub fn record(&self, layer: usize, phase: Phase, ms: f64) {
-        self.lock().times.record(layer, phase, ms);
+    /// A layer took so long on a worker.
+    pub fn record(&self, worker: usize, layer: usize, phase: Phase, ms: f64) {
+        let state = &mut *self.lock();
+        if let Some(average_ms) = state.times.average_ms(layer, phase) {
+            state.speeds.record(worker, average_ms, ms);
+        }
+        state.times.record(layer, phase, ms);
+    }
+
+    /// A copy took so long.
+    pub fn record_copy(&self, lane: LaneKind, bytes: u64, ms: f64) {
+        self.lock().rates.record(lane, bytes, ms);
+    }
+
+    /// Whether the copies of a call that starts now should be timed.
+    pub fn wants_copies(&self, kind: PlanKind) -> bool {
+        if kind == PlanKind::Infer || self.ring.is_host() {
+            return false;
+        }
+        let mut state = self.lock();
+        state.trained += 1;
+        (2..2 + TIMED_CALLS).contains(&state.trained)
     }
 
     /// The plan of a call (the user's, the one made before, or a new one), and what it needs of
@@ -122,22 +149,23 @@ impl Planner {
         }
         let guess = self.guess(batch);
         let costs = state.times.to_costs(&guess);
-        let plan = match &config.execute_plan {
+        let (plan, needs) = match &config.execute_plan {
             Some(plan) => {
                 plan.check(kind, self.model.layers.len())?;
-                plan.clone()
+                let needs = self.needs(&key, plan, &costs)?;
+                (plan.clone(), needs)
             }
-            None => self.search(&key, &costs)?,
+            None => self.search(&key, &costs, &state)?,
         };
         if state.plans.len() >= MOST_PLANS {
             // Batches of ever new sizes: a plan is soon made again.
             state.plans.clear();
         }
-        let needs = self.needs(&key, &plan, &costs)?;
         let planned = Planned {
             plan: plan.clone(),
             needs: needs.clone(),
             costs,
+            rates: state.rates.clone(),
             calls: 1,
         };
         state.plans.insert(key, planned);
@@ -145,22 +173,40 @@ impl Planner {
     }
 
     /// The best plan for these costs that fits the workers.
-    fn search(&self, key: &Key, costs: &LayerCosts) -> Result<ExecutePlan> {
-        let layers = self.model.layers.len();
-        let budget = self.ring.least_budget();
-        let largest_layer = (0..layers)
-            .map(|layer| costs.visit_bytes(layer..layer + 1))
-            .max()
-            .unwrap_or(0);
-        let options = self.options(key, &budget, largest_layer);
-        let plan = ExecutePlan::auto(key.kind, &[costs], &options)?.remove(0);
-        let trains_on_a_device = !self.ring.is_host() && key.kind != PlanKind::Infer;
-        if trains_on_a_device && (largest_layer > budget.task || !self.asynchronous) {
-            // Gradients leave and new weights come stage by stage. At lag 0 the update overlaps
-            // only if stages are short; short stages also need less memory.
-            return Ok(plan.cut(key.kind, layers.div_ceil(SHORT_STAGES)));
+    fn search(
+        &self,
+        key: &Key,
+        costs: &LayerCosts,
+        state: &State,
+    ) -> Result<(ExecutePlan, CallNeeds)> {
+        let layers = 0..self.model.layers.len();
+        let alone = layers.map(|layer| layer..layer + 1);
+        let largest = Largest {
+            weights: alone
+                .clone()
+                .map(|layer| costs.bytes(layer))
+                .max()
+                .unwrap_or(0),
+            visit: alone
+                .map(|layer| costs.visit_bytes(layer))
+                .max()
+                .unwrap_or(0),
+        };
+        let mut refused = None;
+        let mut tried = None;
+        for share in SHARES {
+            let options = self.options(key, costs, state, &largest, share);
+            let plan = ExecutePlan::auto(key.kind, &[costs], &options)?.remove(0);
+            if tried.as_ref() == Some(&plan) {
+                continue;
+            }
+            match self.needs(key, &plan, costs) {
+                Ok(needs) => return Ok((plan, needs)),
+                Err(error) => refused = Some(error),
+            }
+            tried = Some(plan);
         }
-        Ok(plan)
+        Err(refused.expect("the first plan is always tried"))
     }
 
     /// What a plan needs of every worker.
@@ -214,8 +260,18 @@ impl Planner {
         })
     }
 
-    fn options(&self, key: &Key, budget: &WorkerBudget, largest_layer: u64) -> AutoOptions {
+    /// What the search may assume: the machine as measured, and limits between those of the largest
+    /// layer alone (share 0) and the budget's (share 1).
+    fn options(
+        &self,
+        key: &Key,
+        costs: &LayerCosts,
+        state: &State,
+        largest: &Largest,
+        share: f64,
+    ) -> AutoOptions {
         let workers = self.ring.workers();
+        let budget = self.ring.least_budget();
         let is_host = self.ring.is_host();
         let first = workers[0].device().id();
         let share_a_device = workers.iter().all(|worker| {
@@ -226,11 +282,37 @@ impl Planner {
         options.asynchronous = self.asynchronous;
         options.layer_grain = key.grain == Grain::Layer;
         options.shared_compute = is_host || share_a_device;
-        options.stage_memory_limit = Some(budget.task_limit(largest_layer));
+        let task = budget.task_limit(largest.visit);
+        options.stage_memory_limit = Some(between(largest.visit.min(task), task, share));
         if !is_host {
-            options.model_memory_limit = Some(budget.weights);
+            let weights = between(2 * largest.weights, budget.weights, share);
+            options.model_memory_limit = Some(weights);
+            let setting = &mut options.setting;
+            let rate = |lane| state.rates.bytes_per_ms(lane).unwrap_or(LINK);
+            setting.upload_bytes_per_ms = Some(rate(LaneKind::ParamUpload));
+            setting.grad_bytes_per_ms =
+                Some(rate(LaneKind::GradDownload) * self.gradients_on_device(costs));
+            setting.hop_bytes_per_ms = Some(state.rates.hop_bytes_per_ms().unwrap_or(LINK / 2.0));
+            setting.speeds = state.speeds.of(workers.len());
         }
         options
+    }
+
+    /// How much larger gradients are on a device than on their way to the host, where they are
+    /// rounded.
+    fn gradients_on_device(&self, costs: &LayerCosts) -> f64 {
+        let store = &self.model.store;
+        let layers = 0..self.model.layers.len();
+        let params = layers.clone().flat_map(|layer| store.layer(layer).params());
+        let sent: usize = params
+            .filter(|param| param.param.is_trainable())
+            .map(|param| param.shape.numel() * param.grad_dtype.size())
+            .sum();
+        let on_device = costs.grad_bytes(layers);
+        if sent == 0 || on_device == 0 {
+            return 1.0;
+        }
+        on_device as f64 / sent as f64
     }
 
     /// Costs before anything was measured: from the meta device, or from sizes where layers look at
@@ -266,13 +348,27 @@ impl Planner {
     }
 }
 
+/// What the largest layers of a model need.
+struct Largest {
+    weights: u64,
+    /// What a backward visit works in.
+    visit: u64,
+}
+
+/// A limit between two.
+fn between(least: u64, most: u64, share: f64) -> u64 {
+    least.saturating_add((most.saturating_sub(least) as f64 * share) as u64)
+}
+
 impl State {
     /// The plan made before, unless times have drifted since.
     fn known(&mut self, key: &Key) -> Option<(ExecutePlan, CallNeeds)> {
         let planned = self.plans.get_mut(key)?;
         planned.calls += 1;
         let is_time_to_look = planned.calls % LOOK_EVERY == 1;
-        if is_time_to_look && self.times.drift(&planned.costs) > DRIFT {
+        let drift = self.times.drift(&planned.costs);
+        let drift = drift.max(self.rates.drift(&planned.rates));
+        if is_time_to_look && drift > DRIFT {
             return None;
         }
         Some((planned.plan.clone(), planned.needs.clone()))

@@ -38,9 +38,10 @@ impl Recorder {
         }
     }
 
-    /// Copies are noted from now on if the trace is on.
-    pub fn begin_call(&self) {
-        self.ring.log_copies(self.trace.is_on());
+    /// Copies are noted from now on if the trace is on or the planner wants to know how fast they
+    /// are.
+    pub fn begin_call(&self, wanted: bool) {
+        self.ring.log_copies(wanted || self.trace.is_on());
     }
 
     /// Takes the times of a call that has ended.
@@ -51,7 +52,12 @@ impl Recorder {
                 continue;
             };
             if let (Some(layer), Some(phase)) = (piece.layer, phase_of(piece.category)) {
-                planner.record(layer, phase, end.saturating_sub(start) as f64 / 1e6);
+                planner.record(
+                    piece.worker,
+                    layer,
+                    phase,
+                    end.saturating_sub(start) as f64 / 1e6,
+                );
             }
             self.trace.record(|| self.span(call, &piece, start, end));
         }
@@ -63,14 +69,15 @@ impl Recorder {
             copy,
         });
         self.copies().extend(pending);
-        self.note_copies();
+        self.note_copies(planner);
     }
 
     /// Waits for the copies that were noted, so that all of them are in the trace.
-    pub fn finish(&self) {
-        if !self.copies().is_empty() {
+    pub fn finish(&self, planner: &Planner) {
+        // The planner does without the last times; a trace must be whole.
+        if self.trace.is_on() && !self.copies().is_empty() {
             self.ring.drain();
-            self.note_copies();
+            self.note_copies(planner);
         }
     }
 
@@ -79,13 +86,15 @@ impl Recorder {
     }
 
     /// Records the copies whose ends the lanes have passed; the others stay for the next look.
-    fn note_copies(&self) {
+    fn note_copies(&self, planner: &Planner) {
         self.copies().retain(|pending| {
             let copy = &pending.copy;
             let (Some(start), Some(end)) = (copy.from.ns(self.origin), copy.to.ns(self.origin))
             else {
                 return true;
             };
+            let ms = end.saturating_sub(start) as f64 / 1e6;
+            planner.record_copy(copy.lane, copy.bytes, ms);
             self.trace.record(|| self.copy_span(pending, start, end));
             false
         });
