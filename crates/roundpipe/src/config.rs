@@ -32,6 +32,29 @@ pub enum Grain {
     Layer,
 }
 
+/// How the losses of microbatches become the loss of the batch, in value and in gradient.
+///
+/// Each call's gradients are those of its own loss and are added to the gradients since the last
+/// step. So `k` calls with [`LossReduction::Mean`] before a step add up `k` means; set
+/// [`Update::grad_scale`](crate::Update::grad_scale) to `1.0 / k` to train on the mean of all, if
+/// the calls have the same number of samples.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum LossReduction {
+    /// The plain sum over microbatches, for a loss function that adds up over samples. A function
+    /// that returns a mean gives a loss, and gradients, that grow with the number of microbatches.
+    #[default]
+    Sum,
+    /// For a loss function that returns the mean over the samples it was given: each microbatch
+    /// counts by its share of the batch's samples, so that the loss and its gradients are those of
+    /// the mean over the batch, and the number of microbatches changes nothing but rounding.
+    ///
+    /// A sample is an index along the dimension that inputs are cut along. A mean over something
+    /// else, such as the tokens that have a label, is not the batch's mean this way when
+    /// microbatches have unequally many: return a sum divided by the count of the whole batch, with
+    /// [`LossReduction::Sum`].
+    Mean,
+}
+
 /// The choices of one level; what is `None` is left to the level below.
 #[derive(Debug, Clone, Default)]
 pub struct RunConfig {
@@ -55,6 +78,8 @@ pub struct RunConfig {
     pub split_label: Option<SplitLabel>,
     /// How outputs are merged; automatic by default.
     pub merge_output: Option<MergeOutput>,
+    /// How the losses of microbatches become one; their sum by default.
+    pub loss_reduction: Option<LossReduction>,
     /// Where the model is cut into stages; planned by default.
     pub execute_plan: Option<ExecutePlan>,
 }
@@ -100,6 +125,8 @@ fields! {
     split_label: SplitLabel,
     /// Says how outputs are merged.
     merge_output: MergeOutput,
+    /// Says how the losses of microbatches become one.
+    loss_reduction: LossReduction,
     /// Says where the model is cut into stages.
     execute_plan: ExecutePlan,
 }
@@ -138,6 +165,7 @@ impl RunConfig {
             split_input: self.split_input.clone().unwrap_or_default(),
             split_label: self.split_label.clone().unwrap_or_default(),
             merge_output: self.merge_output.clone().unwrap_or_default(),
+            loss_reduction: self.loss_reduction.unwrap_or_default(),
             execute_plan: self.execute_plan.clone(),
         })
     }
@@ -164,6 +192,8 @@ pub struct Resolved {
     pub split_label: SplitLabel,
     /// How outputs are merged.
     pub merge_output: MergeOutput,
+    /// How the losses of microbatches become one.
+    pub loss_reduction: LossReduction,
     /// Where the model is cut into stages; `None` leaves it to the planner.
     pub execute_plan: Option<ExecutePlan>,
 }

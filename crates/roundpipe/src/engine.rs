@@ -2,7 +2,9 @@
 //!
 //! ```
 //! use roundpipe::nn::{Func, Init, Linear};
-//! use roundpipe::{DType, HostTensor, Lag, RoundPipe, Rule, Sequential, Update};
+//! use roundpipe::{
+//!     DType, HostTensor, Lag, LossReduction, RoundPipe, Rule, RunConfig, Sequential, Update,
+//! };
 //! # use roundpipe::optim::AdamW;
 //!
 //! # fn main() -> roundpipe::Result<()> {
@@ -11,14 +13,17 @@
 //!     .with(Linear::new(&mut init, 4, 16, true)?)
 //!     .with(Func(|cx: &mut roundpipe::Cx, x: &roundpipe::Tensor| cx.relu(x)))
 //!     .with(Linear::new(&mut init, 16, 3, true)?);
-//! let engine = RoundPipe::builder(model).optimizer(Rule::Adam(AdamW::default())).build()?;
+//! let engine = RoundPipe::builder(model)
+//!     .optimizer(Rule::Adam(AdamW::default()))
+//!     .run_config(RunConfig::new().loss_reduction(LossReduction::Mean)) // cross_entropy is a mean
+//!     .build()?;
 //! let data = HostTensor::from_slice(&[0.5f32; 24], &[6, 4])?;
 //! let labels = HostTensor::from_slice(&[0i64, 1, 2, 0, 1, 2], &[6])?;
 //! for _ in 0..3 {
 //!     let loss = engine.forward_backward(data.clone(), labels.clone(), |cx, output, label| {
 //!         cx.cross_entropy(&output.tensor()?, &label.tensor()?, Default::default())
 //!     })?;
-//!     assert!(loss.sum().is_finite());
+//!     assert!(loss.total().is_finite());
 //!     engine.update(&Update::new(1e-3), Lag::One)?;
 //! }
 //! engine.synchronize()?;
@@ -35,6 +40,7 @@
 
 pub mod args;
 pub(crate) mod core;
+mod mean_loss;
 mod planner;
 mod recorder;
 mod recover;
@@ -424,7 +430,8 @@ impl IntoLosses for Vec<Tensor> {
     }
 }
 
-/// The losses of a call: the plain sum over microbatches of each that the loss function gave.
+/// The losses of a call: for each that the loss function gave, what the microbatches add up to
+/// ([`LossReduction`](crate::LossReduction)).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Losses {
     sums: Vec<f64>,
@@ -432,17 +439,17 @@ pub struct Losses {
 }
 
 impl Losses {
-    /// The sum of all.
-    pub fn sum(&self) -> f64 {
+    /// The loss of the batch: all of [`Losses::each`] together.
+    pub fn total(&self) -> f64 {
         self.sums.iter().sum()
     }
 
-    /// The sum over microbatches of each loss.
+    /// Each loss over the batch: the sum over its microbatches, or the mean over its samples.
     pub fn each(&self) -> &[f64] {
         &self.sums
     }
 
-    /// The losses of each microbatch.
+    /// What each microbatch adds to [`Losses::each`]: its losses, or its share of the means.
     pub fn microbatches(&self) -> &[Vec<f64>] {
         &self.microbatches
     }
@@ -477,8 +484,9 @@ impl<M> TrainCall<'_, M> {
         self
     }
 
-    /// Turns outputs and labels of a microbatch into one loss or several. Without one, the model's
-    /// output is the loss.
+    /// Turns outputs and labels of a microbatch into one loss or several, which are added up over
+    /// microbatches as [`RunConfig::loss_reduction`] says. Without one, the model's output is the
+    /// loss.
     #[must_use]
     pub fn loss<L: IntoLosses>(
         mut self,
@@ -529,7 +537,9 @@ impl<M> TrainCall<'_, M> {
             reads: true,
             config,
         };
-        let PendingCall { call, config, args } = core.submit(request)?;
+        let PendingCall {
+            call, config, args, ..
+        } = core.submit(request)?;
         let (losses, outputs) = read(core, &call, |call| {
             let losses = wait_losses(call)?;
             let outputs =
@@ -611,6 +621,7 @@ pub struct Forward {
     merge: MergeOutput,
     output: Option<Tree<HostTensor>>,
     args: Vec<args::Leaves>,
+    samples: Option<Arc<[usize]>>,
     differentiable: bool,
     on: OutputDevice,
 }
@@ -666,7 +677,10 @@ impl Forward {
 
     /// The output of each microbatch, whether merged or not.
     pub fn unmerged(&self) -> MicrobatchOutputs {
-        MicrobatchOutputs(self.call.clone())
+        MicrobatchOutputs {
+            call: self.call.clone(),
+            samples: self.samples.clone(),
+        }
     }
 
     /// Runs the backward from gradients of the merged output. Gradients of parameters are added to
@@ -787,7 +801,12 @@ impl<M> RoundPipe<M> {
             reads,
             config,
         };
-        let PendingCall { call, config, args } = core.submit(request)?;
+        let PendingCall {
+            call,
+            config,
+            args,
+            samples,
+        } = core.submit(request)?;
         let (merge_output, on) = (config.merge_output, config.output_device);
         let mut forward = Forward {
             core: core.clone(),
@@ -795,6 +814,7 @@ impl<M> RoundPipe<M> {
             merge: merge_output,
             output: None,
             args,
+            samples,
             differentiable,
             on,
         };
@@ -805,8 +825,9 @@ impl<M> RoundPipe<M> {
         Ok(forward)
     }
 
-    /// Forward, loss and backward in one call: the sum of the microbatches' losses. See
-    /// [`RoundPipe::train`] for all options.
+    /// Forward, loss and backward in one call. `loss` is called for each microbatch; the batch's
+    /// loss is the sum over microbatches, or with [`LossReduction::Mean`](crate::LossReduction) in
+    /// the run configuration the mean over samples. See [`RoundPipe::train`] for all options.
     ///
     /// # Errors
     /// As [`TrainCall::run`].

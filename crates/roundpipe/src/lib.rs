@@ -54,7 +54,7 @@ pub mod engine;
 pub mod wrap;
 
 pub use batch::{Cut, Inputs, Merge, MergeOutput, SplitInput, SplitLabel};
-pub use config::{Grain, OutputDevice, RunConfig};
+pub use config::{Grain, LossReduction, OutputDevice, RunConfig};
 pub use cost::{LayerCost, LayerCosts, LayerTimes};
 pub use devices::Devices;
 pub use engine::{Forward, Lag, Losses, RoundPipe, TrainOutput};

@@ -1116,7 +1116,7 @@ fn a_preset_makes_a_sequence() {
         engine
             .forward_backward(data(0), Tree::None, loss)
             .unwrap()
-            .sum()
+            .total()
             .is_finite()
     );
     assert_eq!(

@@ -19,6 +19,9 @@ pub struct Split<T> {
     pub parts: Vec<T>,
     /// How many samples were cut, when these rules did it and there was something to cut.
     pub batch: Option<usize>,
+    /// The samples of each microbatch, or 1 each where nothing was cut and all get the same; `None`
+    /// when a function split, which alone knows.
+    pub samples: Option<Vec<usize>>,
     /// What the user should hear about; one line each.
     pub warnings: Vec<String>,
 }
@@ -55,6 +58,7 @@ pub fn split_inputs(inputs: &Inputs, how: &SplitInput, n: usize) -> Result<Split
     Ok(Split {
         parts,
         batch,
+        samples: Some(samples(batch, cuts.parts)),
         warnings,
     })
 }
@@ -91,6 +95,7 @@ pub fn split_label_of(
             return Ok(Split {
                 parts,
                 batch: None,
+                samples: None,
                 warnings: Vec::new(),
             });
         }
@@ -118,6 +123,7 @@ pub fn split_label_of(
     Ok(Split {
         parts: cuts.cut(label, &mut axes)?,
         batch: cut,
+        samples: Some(samples(cut, n)),
         warnings: Vec::new(),
     })
 }
@@ -155,6 +161,7 @@ fn by_function(parts: Vec<Inputs>, n: usize) -> Result<Split<Inputs>> {
     Ok(Split {
         parts,
         batch: None,
+        samples: None,
         warnings,
     })
 }
@@ -382,6 +389,12 @@ impl Cuts {
         let (rows, samples) = (size / self.batch, even(self.batch, self.parts, part));
         samples.start * rows..samples.end * rows
     }
+}
+
+/// The samples of each microbatch; 1 each where nothing is cut.
+fn samples(batch: Option<usize>, parts: usize) -> Vec<usize> {
+    let of = |part| batch.map_or(1, |batch| even(batch, parts, part).len());
+    (0..parts).map(of).collect()
 }
 
 /// The `part`-th of `parts` pieces that differ by at most one, larger ones first.

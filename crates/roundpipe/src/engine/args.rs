@@ -78,6 +78,15 @@ impl Args {
     }
 }
 
+impl Arg {
+    fn samples(&self) -> Option<Arc<[usize]>> {
+        match self {
+            Self::Value(_) => None,
+            Self::Outputs(outputs) => outputs.samples.clone(),
+        }
+    }
+}
+
 impl From<HostTensor> for Arg {
     fn from(tensor: HostTensor) -> Self {
         Self::Value(tensor.into())
@@ -124,12 +133,16 @@ impl<const N: usize> From<[HostTensor; N]> for Args {
 /// The outputs of a call, one tree per microbatch, some of which may not have been computed yet;
 /// cloning shares them. As an input of another engine they chain both without a host wait.
 #[derive(Clone)]
-pub struct MicrobatchOutputs(pub(crate) Arc<Call>);
+pub struct MicrobatchOutputs {
+    pub(crate) call: Arc<Call>,
+    /// The samples of each microbatch, where they are known.
+    pub(crate) samples: Option<Arc<[usize]>>,
+}
 
 impl MicrobatchOutputs {
     /// How many microbatches.
     pub fn len(&self) -> usize {
-        self.0.spec.microbatches
+        self.call.spec.microbatches
     }
 
     /// Never: a call has at least one microbatch.
@@ -143,7 +156,7 @@ impl MicrobatchOutputs {
     /// What went wrong in the call.
     pub fn wait(&self, microbatch: usize) -> Result<Tree<HostTensor>> {
         let output = to_host(&self.value(microbatch)?)?;
-        self.0.confirm()?;
+        self.call.confirm()?;
         Ok(output)
     }
 
@@ -155,7 +168,7 @@ impl MicrobatchOutputs {
         match self.value(microbatch)? {
             Tree::Map(map) if map.contains_key(name) => {
                 let entry = to_host(&map[name])?;
-                self.0.confirm()?;
+                self.call.confirm()?;
                 Ok(entry)
             }
             _ => Err(Error::config(
@@ -170,7 +183,7 @@ impl MicrobatchOutputs {
             let what = format!("there is no microbatch {microbatch} of {}", self.len());
             return Err(Error::config("outputs", what));
         }
-        let call = &self.0;
+        let call = &self.call;
         let output = call.wait_output("caller", microbatch);
         output.map_err(|error| call.take_error().unwrap_or(error))
     }
@@ -182,7 +195,7 @@ impl std::fmt::Debug for MicrobatchOutputs {
             f,
             "MicrobatchOutputs({} microbatches of {})",
             self.len(),
-            self.0.spec.model.name
+            self.call.spec.model.name
         )
     }
 }
@@ -342,6 +355,8 @@ pub(crate) struct Parts {
     pub example: Option<Tree<HostTensor>>,
     pub args: Vec<Leaves>,
     pub batch: Option<usize>,
+    /// The samples of each microbatch, where they are known.
+    pub samples: Option<Arc<[usize]>>,
     pub warnings: Vec<String>,
 }
 
@@ -365,11 +380,13 @@ pub(crate) fn split(args: &Args, how: &SplitInput, wanted: usize, grads: bool) -
     let Split {
         parts,
         batch,
+        samples,
         mut warnings,
     } = if only_outputs {
         Split {
             parts: vec![inputs; n],
             batch: None,
+            samples: None,
             warnings: Vec::new(),
         }
     } else {
@@ -385,6 +402,11 @@ pub(crate) fn split(args: &Args, how: &SplitInput, wanted: usize, grads: bool) -
     if given.is_some() {
         warnings.clear();
     }
+    // Microbatches that another call has made are as large as that call says.
+    let samples = match given {
+        Some(_) => args.all().find_map(Arg::samples),
+        None => samples.map(Arc::from),
+    };
     let example = given.is_none().then(|| parts[0].clone().into_tree());
     let mut columns = Vec::new();
     for at in 0..args.args.len() {
@@ -413,7 +435,7 @@ pub(crate) fn split(args: &Args, how: &SplitInput, wanted: usize, grads: bool) -
     for m in 0..parts.len() {
         let mut each = args.all().zip(&columns).map(|(arg, column)| match arg {
             Arg::Value(_) => source(&column[m]),
-            Arg::Outputs(outputs) => Tree::Tensor(Source::Output(outputs.0.clone(), m)),
+            Arg::Outputs(outputs) => Tree::Tensor(Source::Output(outputs.call.clone(), m)),
         });
         let by_place: Vec<Tree<Source>> = each.by_ref().take(args.args.len()).collect();
         let by_name = args.named.keys().cloned().zip(each).collect();
@@ -429,6 +451,7 @@ pub(crate) fn split(args: &Args, how: &SplitInput, wanted: usize, grads: bool) -
         example,
         args,
         batch,
+        samples,
         warnings,
     })
 }
@@ -438,7 +461,7 @@ impl Leaves {
     fn count(&self) -> usize {
         match self {
             Self::Known(count) => *count,
-            Self::Of(outputs) => match outputs.0.wait_output("caller", 0) {
+            Self::Of(outputs) => match outputs.call.wait_output("caller", 0) {
                 Ok(output) => output.leaves().len(),
                 Err(_) => 0,
             },

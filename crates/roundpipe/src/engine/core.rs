@@ -32,11 +32,12 @@ use roundpipe_tensor::HostTensor;
 use roundpipe_tensor::transfer::HostValue;
 
 use super::args::{Args, Parts, host_values, split};
+use super::mean_loss::{mean_loss, with_shares};
 use super::planner::{Batch, Planner};
 use super::recorder::Recorder;
 use crate::batch::split_label_of;
 use crate::budget::CallNeeds;
-use crate::config::{OutputDevice, Resolved, RunConfig};
+use crate::config::{LossReduction, OutputDevice, Resolved, RunConfig};
 use crate::cost::LayerTimes;
 use crate::error::{Error, Result};
 use crate::exec::call::{Call, CallList, CallSpec};
@@ -154,6 +155,7 @@ struct Prepared {
     wants_input_grads: bool,
     parts: Parts,
     labels: Vec<Tree<HostValue>>,
+    loss: Option<LossFn>,
 }
 
 /// A call that was submitted.
@@ -161,6 +163,8 @@ pub(crate) struct PendingCall {
     pub call: Arc<Call>,
     pub config: Resolved,
     pub args: Vec<super::args::Leaves>,
+    /// The samples of each microbatch, where they are known.
+    pub samples: Option<Arc<[usize]>>,
 }
 
 /// The error of a call that was submitted while another failed.
@@ -285,9 +289,15 @@ impl Core {
         self.recorder.begin_call();
         let config = prepared.config.clone();
         let args = prepared.parts.args.clone();
+        let samples = prepared.parts.samples.clone();
         let call = self.register(&mut sequence, &request, prepared, &plan, needs)?;
         self.enqueue(&mut sequence, &request, &call);
-        Ok(PendingCall { call, config, args })
+        Ok(PendingCall {
+            call,
+            config,
+            args,
+            samples,
+        })
     }
 
     /// Resolves the configuration and splits the batch. Changes nothing.
@@ -300,13 +310,19 @@ impl Core {
             config.num_microbatch,
             wants_input_grads,
         )?;
-        let labels = self.split_labels(request, &config, &parts)?;
+        let mut labels = self.split_labels(request, &config, &parts)?;
+        let mut loss = request.loss.clone();
+        if config.loss_reduction == LossReduction::Mean {
+            loss = loss.map(mean_loss);
+            labels = with_shares(labels, parts.samples.as_deref())?;
+        }
         Ok(Prepared {
             config,
             training: !self.notes().evaluating,
             wants_input_grads,
             parts,
             labels,
+            loss,
         })
     }
 
@@ -373,7 +389,7 @@ impl Core {
             step: sequence.steps + 1,
             number: sequence.number,
             probes: trains && self.optimizer.streak.is_on(),
-            loss: request.loss.clone(),
+            loss: prepared.loss,
             wants_outputs: request.wants_outputs,
             keeps_outputs: !trains
                 && !request.reads

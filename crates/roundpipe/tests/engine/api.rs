@@ -295,7 +295,7 @@ fn chained_engines_are_one_engine() {
             .enumerate()
             .filter(|(i, _)| range.contains(i))
             .fold(Sequential::new(), |part, (_, (name, layer))| {
-                part.named(name, Shared(layer.clone()))
+                part.named(name, models::Shared(layer.clone()))
             })
     };
     let (x, weights) = models::numbers(0, 7, DType::F32);
@@ -350,21 +350,6 @@ fn chained_engines_are_one_engine() {
                 engine.update(&Update::new(0.0), Lag::One).unwrap();
             }
         }
-    }
-}
-
-/// A layer that somebody else holds too.
-struct Shared(Arc<dyn Layer>);
-
-impl Params for Shared {
-    fn visit(&self, visit: &mut ParamVisitor<'_>) {
-        self.0.visit(visit);
-    }
-}
-
-impl Layer for Shared {
-    fn run(&self, cx: &mut Cx, input: Tree) -> TensorResult<Tree> {
-        self.0.run(cx, input)
     }
 }
 
@@ -449,7 +434,7 @@ fn outputs_and_several_losses_come_back() {
     );
     let each = trained.losses.each();
     assert_eq!((each.len(), each[0]), (2, each[1]));
-    assert_eq!(trained.losses.sum(), each[0] + each[1]);
+    assert_eq!(trained.losses.total(), each[0] + each[1]);
     assert_eq!(trained.losses.microbatches().len(), 3);
     let sum = |a: HostTensor, b: HostTensor| -> roundpipe::Result<HostTensor> {
         let total = a.item()? + b.to_f64_vec()?.iter().sum::<f64>();
@@ -811,7 +796,7 @@ fn recompute_data_is_saved_once_and_read_in_a_recompute_only() {
         ),
         ("early", Box::new(early), "no recompute"),
     ] {
-        let model = Sequential::new().named(name, Shared(layer.into()));
+        let model = Sequential::new().named(name, models::Shared(layer.into()));
         let mut init = Init::new(8, DType::F32);
         let model = model.named("end", Linear::new(&mut init, 5, 3, true).unwrap());
         let engine = small(&model, 1, 2, sgd());
@@ -988,7 +973,7 @@ fn lag_one_reads_the_weights_of_the_step_before() {
             let one = HostTensor::from_slice(&[1.0f32], &[1]).unwrap();
             let mut losses = Vec::new();
             for _ in 0..5 {
-                losses.push(engine.train(one.clone()).run().unwrap().losses.sum());
+                losses.push(engine.train(one.clone()).run().unwrap().losses.total());
                 engine.update(&Update::new(0.25), lag).unwrap();
             }
             engine.synchronize().unwrap();

@@ -359,7 +359,7 @@ fn out_of_memory_is_an_error_and_a_smaller_batch_works() {
                 .config(plan)
                 .run()?;
             engine.synchronize()?;
-            Ok::<_, Error>(trained.losses.sum())
+            Ok::<_, Error>(trained.losses.total())
         };
         for plan in [[&[][..], &[4][..]], [&[2, 1], &[1, 2, 1]]] {
             let error = run(4000, &plan).unwrap_err();

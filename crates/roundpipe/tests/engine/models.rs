@@ -297,7 +297,7 @@ pub struct Trail {
 }
 
 pub fn bits(losses: &Losses) -> u64 {
-    losses.sum().to_bits()
+    losses.total().to_bits()
 }
 
 pub fn f64_bits(values: impl IntoIterator<Item = f64>) -> Vec<u64> {
@@ -515,6 +515,21 @@ pub fn numbers(step: u64, batch: usize, dtype: DType) -> (HostTensor, HostTensor
 pub fn weighted(cx: &mut Cx, output: Tree, weights: Tree) -> TensorResult<Tensor> {
     let product = cx.mul(&output.tensor()?, &weights.tensor()?)?;
     cx.sum_all(&product)
+}
+
+/// A layer that several models hold.
+pub struct Shared(pub Arc<dyn Layer>);
+
+impl Params for Shared {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
+        self.0.visit(visit);
+    }
+}
+
+impl Layer for Shared {
+    fn run(&self, cx: &mut Cx, input: Tree) -> TensorResult<Tree> {
+        self.0.run(cx, input)
+    }
 }
 
 /// A test that hangs says why before the runner's patience ends.
