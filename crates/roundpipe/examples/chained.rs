@@ -11,7 +11,6 @@
 use std::io::Write;
 use std::sync::Arc;
 
-use roundpipe::engine::Args;
 use roundpipe::nn::{Func, Init, Linear};
 use roundpipe::optim::AdamW;
 use roundpipe::{
@@ -72,7 +71,7 @@ fn chained(ring: &Ring, steps: u64) -> roundpipe::Result<Vec<f64>> {
         let data = batch(step)?;
         let encoded = encoder.forward(data.clone(), &unmerged)?;
         let decoded = decoder
-            .train(Args::new().arg(encoded.unmerged()))
+            .train(encoded.unmerged())
             .labels(data)
             .loss(loss)
             .config(RunConfig::new().input_grads(true))

@@ -38,9 +38,10 @@
 //!   before the step, and the engine works on.
 //! - It never prints and never ends the process.
 
-pub mod args;
 pub(crate) mod core;
+mod inputs;
 mod mean_loss;
+mod outputs;
 mod planner;
 mod recorder;
 mod recover;
@@ -55,9 +56,11 @@ use roundpipe_tensor::{
     Bytes, Cx, DType, Device, HostTensor, Param, Pin, Result as TensorResult, Tensor,
 };
 
-pub use self::args::{Arg, Args, InputGrads, MicrobatchOutputs};
-use self::args::{host_tensor, host_value, to_host};
 use self::core::{CallRequest, Core, PendingCall};
+use self::inputs::host_value;
+pub use self::inputs::{Input, Inputs};
+pub use self::outputs::{InputGrads, MicrobatchOutputs};
+use self::outputs::{Leaves, host_tensor, to_host};
 use crate::batch::{MergeOutput, merge, split_grads};
 use crate::config::{OutputDevice, RunConfig};
 use crate::cost::LayerTimes;
@@ -469,7 +472,7 @@ pub struct TrainOutput {
 /// A forward and backward to be run, with all options.
 pub struct TrainCall<'a, M> {
     engine: &'a RoundPipe<M>,
-    args: Args,
+    inputs: Inputs,
     labels: Tree<HostTensor>,
     loss: LossFn,
     outputs: bool,
@@ -520,7 +523,7 @@ impl<M> TrainCall<'_, M> {
     pub fn run(self) -> Result<TrainOutput> {
         let Self {
             engine,
-            args,
+            inputs,
             labels,
             loss,
             outputs,
@@ -530,7 +533,7 @@ impl<M> TrainCall<'_, M> {
         let (kind, loss) = (PlanKind::Fused, Some(loss));
         let request = CallRequest {
             kind,
-            args,
+            inputs,
             labels,
             loss,
             wants_outputs: outputs,
@@ -538,7 +541,10 @@ impl<M> TrainCall<'_, M> {
             config,
         };
         let PendingCall {
-            call, config, args, ..
+            call,
+            config,
+            input_leaves,
+            ..
         } = core.submit(request)?;
         let (losses, outputs) = read(core, &call, |call| {
             let losses = wait_losses(call)?;
@@ -548,7 +554,7 @@ impl<M> TrainCall<'_, M> {
         })?;
         let input_grads = config.input_grads.then(|| InputGrads {
             call,
-            args,
+            input_leaves,
             leaves: None,
         });
         Ok(TrainOutput {
@@ -620,7 +626,7 @@ pub struct Forward {
     call: Arc<Call>,
     merge: MergeOutput,
     output: Option<Tree<HostTensor>>,
-    args: Vec<args::Leaves>,
+    input_leaves: Vec<Leaves>,
     samples: Option<Arc<[usize]>>,
     differentiable: bool,
     on: OutputDevice,
@@ -753,7 +759,7 @@ impl Forward {
         self.core.submit_backward(&self.call, seeds)?;
         Ok(InputGrads {
             call: self.call.clone(),
-            args: self.args.clone(),
+            input_leaves: self.input_leaves.clone(),
             leaves: None,
         })
     }
@@ -781,7 +787,7 @@ impl<M> RoundPipe<M> {
     /// # Errors
     /// [`Error::Config`] for inputs and options that cannot work; [`Error::Task`] with the place of
     /// what failed.
-    pub fn forward(&self, inputs: impl Into<Args>, config: &RunConfig) -> Result<Forward> {
+    pub fn forward(&self, inputs: impl Into<Inputs>, config: &RunConfig) -> Result<Forward> {
         let core = &self.core;
         let resolved = config.over(&core.config).resolve(core.ring.len())?;
         let differentiable = resolved.requires_grad;
@@ -790,11 +796,11 @@ impl<M> RoundPipe<M> {
         } else {
             PlanKind::Infer
         };
-        let (args, config) = (inputs.into(), config.clone());
+        let (inputs, config) = (inputs.into(), config.clone());
         let reads = !matches!(resolved.merge_output, MergeOutput::Off);
         let request = CallRequest {
             kind,
-            args,
+            inputs,
             labels: Tree::None,
             loss: None,
             wants_outputs: true,
@@ -804,7 +810,7 @@ impl<M> RoundPipe<M> {
         let PendingCall {
             call,
             config,
-            args,
+            input_leaves,
             samples,
         } = core.submit(request)?;
         let (merge_output, on) = (config.merge_output, config.output_device);
@@ -813,7 +819,7 @@ impl<M> RoundPipe<M> {
             call,
             merge: merge_output,
             output: None,
-            args,
+            input_leaves,
             samples,
             differentiable,
             on,
@@ -833,7 +839,7 @@ impl<M> RoundPipe<M> {
     /// As [`TrainCall::run`].
     pub fn forward_backward<L: IntoLosses>(
         &self,
-        inputs: impl Into<Args>,
+        inputs: impl Into<Inputs>,
         labels: impl Into<Tree<HostTensor>>,
         loss: impl Fn(&mut Cx, Tree, Tree) -> TensorResult<L> + Send + Sync + 'static,
     ) -> Result<Losses> {
@@ -841,12 +847,11 @@ impl<M> RoundPipe<M> {
     }
 
     /// A forward and backward with all options.
-    pub fn train(&self, inputs: impl Into<Args>) -> TrainCall<'_, M> {
+    pub fn train(&self, inputs: impl Into<Inputs>) -> TrainCall<'_, M> {
         let loss: LossFn = Arc::new(|_, outputs, _| Ok(outputs.into_leaves()));
-        let args = inputs.into();
         TrainCall {
             engine: self,
-            args,
+            inputs: inputs.into(),
             labels: Tree::None,
             loss,
             outputs: false,

@@ -53,11 +53,11 @@ pub use exec::ending;
 pub mod engine;
 pub mod wrap;
 
-pub use batch::{Cut, Inputs, Merge, MergeOutput, SplitInput, SplitLabel};
+pub use batch::{Cut, HostInputs, Merge, MergeOutput, SplitInput, SplitLabel};
 pub use config::{Grain, LossReduction, OutputDevice, RunConfig};
 pub use cost::{LayerCost, LayerCosts, LayerTimes};
 pub use devices::Devices;
-pub use engine::{Forward, Lag, Losses, RoundPipe, TrainOutput};
+pub use engine::{Forward, Input, Inputs, Lag, Losses, RoundPipe, TrainOutput};
 pub use error::{Error, Result, TaskPlace};
 pub use exec::ring::{Ring, RingOptions};
 pub use layer::{Layer, Module, ParamVisitor, Params, Sequential};

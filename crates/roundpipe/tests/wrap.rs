@@ -5,15 +5,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use roundpipe::engine::Args;
 use roundpipe::nn::{Dropout, Func, Init, Linear};
 use roundpipe::optim::AdamW;
 use roundpipe::wrap::{Action, Run, Value, Values, decide};
 use roundpipe::{
-    AutoWrapped, Bytes, Composite, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Lag, Layer,
-    MergeOutput, Module, Node, Param, ParamVisitor, Params, Pin, PlanKind, Ring, RingOptions,
-    RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update, WrapConfig,
-    Wrapped, wrap,
+    AutoWrapped, Bytes, Composite, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Inputs, Lag,
+    Layer, MergeOutput, Module, Node, Param, ParamVisitor, Params, Pin, PlanKind, Ring,
+    RingOptions, RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update,
+    WrapConfig, Wrapped, wrap,
 };
 use roundpipe_tensor::SimWorld;
 
@@ -941,7 +940,7 @@ fn inputs_keep_their_names() {
             upper_threshold: Some(upper),
             ..one_microbatch()
         };
-        let inputs = Args::new().named("x", data(0)).named("mask", data(3));
+        let inputs = Inputs::new().named("x", data(0)).named("mask", data(3));
         let node = Node::composite(Masked(block));
         trails.push(match wrap(node, &config).unwrap() {
             Wrapped::Engine(engine) => {

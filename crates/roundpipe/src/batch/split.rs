@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use roundpipe_tensor::{HostTensor, Shape};
 
-use super::{Cut, Inputs, SplitInput, SplitLabel, flat, spread};
+use super::{Cut, HostInputs, SplitInput, SplitLabel, flat, spread};
 use crate::error::{Error, Result};
 use crate::tree::{Tree, keys};
 
@@ -31,7 +31,7 @@ pub struct Split<T> {
 /// # Errors
 /// [`Error::Config`] when `n` is 0, the spec does not fit the inputs, or sizes do not go together;
 /// what a split function reports.
-pub fn split_inputs(inputs: &Inputs, how: &SplitInput, n: usize) -> Result<Split<Inputs>> {
+pub fn split_inputs(inputs: &HostInputs, how: &SplitInput, n: usize) -> Result<Split<HostInputs>> {
     check_count(INPUT, n)?;
     let (leaves, exact) = match how {
         SplitInput::Function(f) => return by_function(f(inputs, n)?, n),
@@ -43,7 +43,7 @@ pub fn split_inputs(inputs: &Inputs, how: &SplitInput, n: usize) -> Result<Split
         batch,
         warnings,
     } = plan(INPUT, &leaves, n, exact)?;
-    let mut parts = vec![Inputs::new(); cuts.parts];
+    let mut parts = vec![HostInputs::new(); cuts.parts];
     let mut axes = leaves.iter().map(|leaf| leaf.axis);
     for arg in &inputs.args {
         for (part, cut) in parts.iter_mut().zip(cuts.cut(arg, &mut axes)?) {
@@ -145,7 +145,7 @@ fn check_labels(found: usize, want: usize, who: &str) -> Result<()> {
     ))
 }
 
-fn by_function(parts: Vec<Inputs>, n: usize) -> Result<Split<Inputs>> {
+fn by_function(parts: Vec<HostInputs>, n: usize) -> Result<Split<HostInputs>> {
     let warnings = match parts.len() {
         0 => {
             return Err(Error::config(
@@ -206,7 +206,7 @@ fn auto(tree: &Tree<HostTensor>, path: &str) -> Vec<Leaf> {
 }
 
 /// Rule 3: named tensors follow the batch of the positional ones.
-fn auto_inputs(inputs: &Inputs) -> Result<Vec<Leaf>> {
+fn auto_inputs(inputs: &HostInputs) -> Result<Vec<Leaf>> {
     let args = inputs.args.iter().enumerate();
     let mut leaves: Vec<_> = args
         .flat_map(|(i, arg)| auto(arg, &format!("args[{i}]")))
@@ -251,7 +251,7 @@ fn named_batch(leaves: &[Leaf]) -> Result<Option<usize>> {
 }
 
 fn spec_inputs(
-    inputs: &Inputs,
+    inputs: &HostInputs,
     args: &[Tree<Cut>],
     named: &BTreeMap<String, Tree<Cut>>,
 ) -> Result<Vec<Leaf>> {

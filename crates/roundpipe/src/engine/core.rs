@@ -31,8 +31,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use roundpipe_tensor::HostTensor;
 use roundpipe_tensor::transfer::HostValue;
 
-use super::args::{Args, Parts, host_values, split};
+use super::inputs::{Inputs, Parts, host_values, split};
 use super::mean_loss::{mean_loss, with_shares};
+use super::outputs::Leaves;
 use super::planner::{Batch, Planner};
 use super::recorder::Recorder;
 use crate::batch::split_label_of;
@@ -137,7 +138,7 @@ pub(super) struct Notes {
 /// What a call is to do.
 pub(crate) struct CallRequest {
     pub kind: PlanKind,
-    pub args: Args,
+    pub inputs: Inputs,
     pub labels: Tree<HostTensor>,
     pub loss: Option<LossFn>,
     pub wants_outputs: bool,
@@ -162,7 +163,7 @@ struct Prepared {
 pub(crate) struct PendingCall {
     pub call: Arc<Call>,
     pub config: Resolved,
-    pub args: Vec<super::args::Leaves>,
+    pub input_leaves: Vec<Leaves>,
     /// The samples of each microbatch, where they are known.
     pub samples: Option<Arc<[usize]>>,
 }
@@ -288,14 +289,14 @@ impl Core {
         self.wait_for_buffers(&mut sequence)?;
         self.recorder.begin_call();
         let config = prepared.config.clone();
-        let args = prepared.parts.args.clone();
+        let input_leaves = prepared.parts.leaves.clone();
         let samples = prepared.parts.samples.clone();
         let call = self.register(&mut sequence, &request, prepared, &plan, needs)?;
         self.enqueue(&mut sequence, &request, &call);
         Ok(PendingCall {
             call,
             config,
-            args,
+            input_leaves,
             samples,
         })
     }
@@ -305,7 +306,7 @@ impl Core {
         let config = request.config.over(&self.config).resolve(self.ring.len())?;
         let wants_input_grads = config.input_grads && request.kind != PlanKind::Infer;
         let parts = split(
-            &request.args,
+            &request.inputs,
             &config.split_input,
             config.num_microbatch,
             wants_input_grads,

@@ -5,12 +5,11 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use roundpipe::engine::Arg;
 use roundpipe::nn::{Func, Init, Linear};
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::scaler::ScalerState;
 use roundpipe::{
-    Bytes, Cx, DType, Device, Devices, ExecutePlan, GradScaler, Grain, HostTensor, Inputs, Lag,
+    Bytes, Cx, DType, Device, Devices, ExecutePlan, GradScaler, Grain, HostInputs, HostTensor, Lag,
     Layer, Merge, MergeOutput, Module, Param, ParamVisitor, Params, PlanKind, Ring, RingOptions,
     RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorError, TensorResult, Tree, Update,
 };
@@ -326,7 +325,7 @@ fn chained_engines_are_one_engine() {
         for step in 0..2 {
             let forward = front.forward(x.clone(), &off).unwrap();
             let trained = back
-                .train(Arg::from(forward.unmerged()))
+                .train(forward.unmerged())
                 .labels(weights.clone())
                 .loss(models::weighted);
             let trained = trained
@@ -383,7 +382,7 @@ fn a_chain_is_submitted_without_a_host_wait() {
     let first = front
         .forward(x.clone(), &config.clone().execute_plan(plan))
         .unwrap();
-    let second = back.forward(Arg::from(first.unmerged()), &config).unwrap();
+    let second = back.forward(first.unmerged(), &config).unwrap();
     for _ in 0..first.unmerged().len() {
         open.send(()).unwrap();
     }
@@ -1171,7 +1170,7 @@ fn one_engine_serves_several_threads() {
     let model = models::perceptron(DType::F32);
     let engine = small(&model, 3, 2, sgd());
     let plain = |inputs: &HostTensor| {
-        models::plain_forward(&model, &Inputs::from(inputs.clone()), (4, 2), 0, true)
+        models::plain_forward(&model, &HostInputs::from(inputs.clone()), (4, 2), 0, true)
     };
     let answered = AtomicUsize::new(0);
     std::thread::scope(|scope| {

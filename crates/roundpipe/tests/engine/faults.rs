@@ -637,9 +637,7 @@ fn a_failure_of_a_chained_engine_reaches_the_other() {
         let plan = ExecutePlan::from_sizes(PlanKind::Train, &[4], &[4]);
         trap.arm(if fails { 2 } else { 0 });
         let forward = front.forward(x.clone(), &off.clone().execute_plan(plan))?;
-        let call = back
-            .train(roundpipe::engine::Arg::from(forward.unmerged()))
-            .labels(weights.clone());
+        let call = back.train(forward.unmerged()).labels(weights.clone());
         let trained = call
             .loss(models::weighted)
             .config(RunConfig::default().input_grads(true))

@@ -1,10 +1,9 @@
 //! A loss that is a mean: how a batch is split changes its rounding and nothing else.
 
-use roundpipe::engine::Arg;
 use roundpipe::optim::Sgd;
 use roundpipe::{
-    Cx, DType, HostTensor, Inputs, Lag, LossReduction, MergeOutput, Ring, RingOptions, RoundPipe,
-    Rule, RunConfig, Sequential, SplitInput, Tensor, TensorResult, Tree, Update,
+    Cx, DType, HostInputs, HostTensor, Lag, LossReduction, MergeOutput, Ring, RingOptions,
+    RoundPipe, Rule, RunConfig, Sequential, SplitInput, Tensor, TensorResult, Tree, Update,
 };
 
 use crate::models;
@@ -196,7 +195,7 @@ fn shares_go_with_chained_microbatches() {
         let off = RunConfig::new().merge_output(MergeOutput::Off);
         let forward = front.forward(x.clone(), &off).unwrap();
         let trained = back
-            .train(Arg::from(forward.unmerged()))
+            .train(forward.unmerged())
             .labels(y.clone())
             .loss(mse)
             .run()
@@ -234,9 +233,9 @@ fn parts_of_unknown_size_are_refused() {
     let engine = engine(&models::perceptron(DType::F32), 1, mean(2));
     let split = |parts: usize| {
         let size = 6 / parts;
-        let cut = SplitInput::function(move |inputs: &Inputs, _| {
+        let cut = SplitInput::function(move |inputs: &HostInputs, _| {
             let x = inputs.args[0].clone().tensor()?;
-            let part = |at: usize| Ok(Inputs::from(x.narrow(0, at * size, size)?));
+            let part = |at: usize| Ok(HostInputs::from(x.narrow(0, at * size, size)?));
             (0..parts).map(part).collect()
         });
         let call = engine.train(x.clone()).labels(y.clone()).loss(mse);

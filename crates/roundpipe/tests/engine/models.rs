@@ -7,7 +7,7 @@ use roundpipe::kernel::{ConvSpec, PoolSpec};
 use roundpipe::nn::{BatchNorm2d, Conv2d, Dropout, Embedding, Func, Init, LayerNorm, Linear};
 use roundpipe::ops::{Attention, CrossEntropy};
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, Device, HostTensor, Inputs, Layer, Losses, Module, Optimizer, Param,
+    Bytes, Cpu, Cx, DType, Device, HostInputs, HostTensor, Layer, Losses, Module, Optimizer, Param,
     ParamVisitor, Params, RngSite, Rule, Sequential, Tensor, TensorResult, Tree, Worker,
 };
 
@@ -163,7 +163,7 @@ pub fn transformer(dtype: DType, tied: bool) -> Sequential {
 }
 
 /// A batch of tokens for [`transformer`]: inputs and labels.
-pub fn tokens(step: u64, batch: usize, dtype: DType) -> (Inputs, HostTensor) {
+pub fn tokens(step: u64, batch: usize, dtype: DType) -> (HostInputs, HostTensor) {
     let key = RngSite {
         seed: 77,
         step,
@@ -187,7 +187,7 @@ pub fn tokens(step: u64, batch: usize, dtype: DType) -> (Inputs, HostTensor) {
     let scale = HostTensor::from_f64s(&scale, dtype, &[1, 1, WIDTH]).unwrap();
     let ids = HostTensor::from_slice(&ids, &[batch, SEQ]).unwrap();
     (
-        Inputs::new().named("ids", ids).named("scale", scale),
+        HostInputs::new().named("ids", ids).named("scale", scale),
         HostTensor::from_slice(&labels, &[batch, SEQ]).unwrap(),
     )
 }
@@ -322,7 +322,7 @@ pub fn plain_loop(
     rule: Rule,
     lr: f64,
     steps: u64,
-    batch: &dyn Fn(u64) -> (Inputs, HostTensor),
+    batch: &dyn Fn(u64) -> (HostInputs, HostTensor),
     microbatches: usize,
     loss: fn(&mut Cx, Tree, Tree) -> TensorResult<Tensor>,
 ) -> Trail {
@@ -439,7 +439,7 @@ pub fn upload(worker: &Worker, tensor: &HostTensor) -> Tensor {
 /// is the place in the random stream.
 pub fn plain_forward(
     model: &Sequential,
-    inputs: &Inputs,
+    inputs: &HostInputs,
     (batch, microbatches): (usize, usize),
     number: u64,
     training: bool,
