@@ -207,7 +207,7 @@ impl BenchCmd {
         config.num_microbatch = self.microbatches;
         let builder = RoundPipe::builder(model.layers.clone())
             .optimizer(Rule::Adam(AdamW::default()))
-            .asynchronous(self.lag == 1)
+            .max_lag(self.lag())
             .devices(workers.to_vec())
             .ring_options(self.place.ring())
             .pin(self.place.pin.into())

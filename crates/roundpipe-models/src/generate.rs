@@ -18,8 +18,8 @@ use std::sync::Arc;
 
 use roundpipe::engine::{Inputs, MicrobatchOutputs};
 use roundpipe::{
-    Device, HostTensor, MergeOutput, OutputDevice, Params, Ring, RingOptions, RoundPipe, RunConfig,
-    Sequential, Tree,
+    Device, HostTensor, Lag, MergeOutput, OutputDevice, Params, Ring, RingOptions, RoundPipe,
+    RunConfig, Sequential, Tree,
 };
 
 use crate::decoder::Model;
@@ -85,7 +85,7 @@ impl Generator {
         let resident = bytes as f64 <= room;
         let engine = RoundPipe::builder(model.layers.clone())
             .name("generate")
-            .asynchronous(false)
+            .max_lag(Lag::Zero)
             .inference(true)
             .ring(&ring)
             .pin(options.pin)

@@ -75,7 +75,7 @@ fn engine(model: &Model, microbatches: usize) -> RoundPipe {
     RoundPipe::builder(model.layers.clone())
         .optimizer(Rule::Adam(rule))
         .optimizer_threads(1)
-        .asynchronous(false)
+        .max_lag(Lag::Zero)
         .run_config(RunConfig::default().num_microbatch(microbatches))
         .devices(cpus())
         .ring_options(RingOptions {

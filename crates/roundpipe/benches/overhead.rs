@@ -103,7 +103,7 @@ fn engine(workers: usize, lag: Lag) -> roundpipe::Result<RoundPipe> {
     RoundPipe::builder(decoder()?)
         .optimizer(Rule::Adam(AdamW::default()))
         .optimizer_threads(THREADS)
-        .asynchronous(lag == Lag::One)
+        .max_lag(lag)
         .run_config(RunConfig::new().num_microbatch(MICROBATCHES))
         .devices(devices)
         .memory(Bytes::gib(1))

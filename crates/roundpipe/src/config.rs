@@ -4,10 +4,24 @@
 //! Every field may stay unset. A field set at the call wins over the model's; one set at neither
 //! takes its default. [`RunConfig::resolve`] is the only way to the checked form that the engine
 //! works from.
+//!
+//! Two options of the Python RoundPipe have no counterpart: `preserve_rng_state`, since random
+//! numbers are a function of their place and a recompute always repeats them, and `optim_dtype`,
+//! since the optimizer's copies are always f32.
 
 use crate::batch::{MergeOutput, SplitInput, SplitLabel};
 use crate::error::{Error, Result};
 use crate::plan::ExecutePlan;
+
+/// How many steps weights may be behind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Lag {
+    /// Every call reads the newest weights.
+    Zero,
+    /// The update runs beside the next call, which reads the weights from before it, unless
+    /// [`synchronize`](crate::RoundPipe::synchronize) comes between.
+    One,
+}
 
 /// Where outputs land.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -64,10 +78,6 @@ pub struct RunConfig {
     pub input_grads: Option<bool>,
     /// Where outputs land; the host by default.
     pub output_device: Option<OutputDevice>,
-    /// Whether recompute repeats random operations exactly; on by default. Random numbers are a
-    /// function of their place here, so they repeat either way, and nothing is gained by switching
-    /// this off.
-    pub preserve_rng_state: Option<bool>,
     /// What is recomputed together; a stage by default.
     pub recompute_grain: Option<Grain>,
     /// Into how many microbatches a batch is split; one more than there are devices by default.
@@ -113,8 +123,6 @@ fields! {
     input_grads: bool,
     /// Says where outputs land.
     output_device: OutputDevice,
-    /// Says whether recompute repeats random operations exactly.
-    preserve_rng_state: bool,
     /// Says what is recomputed together.
     recompute_grain: Grain,
     /// Says into how many microbatches a batch is split.
@@ -159,7 +167,6 @@ impl RunConfig {
             requires_grad: self.requires_grad.unwrap_or(true),
             input_grads: self.input_grads.unwrap_or(false),
             output_device,
-            preserve_rng_state: self.preserve_rng_state.unwrap_or(true),
             recompute_grain: self.recompute_grain.unwrap_or_default(),
             num_microbatch: self.num_microbatch.unwrap_or(devices + 1),
             split_input: self.split_input.clone().unwrap_or_default(),
@@ -180,8 +187,6 @@ pub struct Resolved {
     pub input_grads: bool,
     /// Where outputs land.
     pub output_device: OutputDevice,
-    /// Whether recompute repeats random operations exactly.
-    pub preserve_rng_state: bool,
     /// What is recomputed together.
     pub recompute_grain: Grain,
     /// Into how many microbatches a batch is split; at least 1.
@@ -207,7 +212,7 @@ mod tests {
     #[test]
     fn nothing_chosen_gives_the_defaults() {
         let run = RunConfig::default().resolve(3).unwrap();
-        assert!(run.requires_grad && run.preserve_rng_state && !run.input_grads);
+        assert!(run.requires_grad && !run.input_grads);
         assert_eq!(
             (run.output_device, run.recompute_grain),
             (OutputDevice::Host, Grain::Stage)
@@ -234,7 +239,7 @@ mod tests {
             .num_microbatch(2)
             .input_grads(true);
         let run = call.over(&model).resolve(1).unwrap();
-        assert!(run.requires_grad && run.input_grads && run.preserve_rng_state);
+        assert!(run.requires_grad && run.input_grads);
         assert_eq!((run.num_microbatch, run.recompute_grain), (2, Grain::Layer));
         assert!(matches!(run.merge_output, MergeOutput::Off));
         assert_eq!(run.execute_plan, Some(plan));

@@ -62,6 +62,7 @@ pub use self::inputs::{Input, Inputs};
 pub use self::outputs::{InputGrads, MicrobatchOutputs};
 use self::outputs::{Leaves, host_tensor, to_host};
 use crate::batch::{MergeOutput, merge, split_grads};
+pub use crate::config::Lag;
 use crate::config::{OutputDevice, RunConfig};
 use crate::cost::LayerTimes;
 use crate::devices::Devices;
@@ -80,16 +81,6 @@ use crate::store::{Store, StoreBytes, StoreConfig};
 use crate::trace::Trace;
 use crate::tree::Tree;
 use crate::update::{OptimHandle, OptimParams, Update};
-
-/// How many steps weights may be behind.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Lag {
-    /// Every call reads the newest weights.
-    Zero,
-    /// The update runs beside the next call, which reads the weights from before it, unless
-    /// [`RoundPipe::synchronize`] comes between.
-    One,
-}
 
 /// A model under an engine. It gives the original model when dereferenced.
 pub struct RoundPipe<M = Sequential> {
@@ -123,12 +114,11 @@ pub struct Builder<M> {
     model: M,
     name: String,
     config: RunConfig,
-    optim_dtype: Option<DType>,
     grad_dtype: Option<DType>,
     pin: Pin,
     rule: Option<Rule>,
     decays: Option<Arc<Decays>>,
-    asynchronous: bool,
+    max_lag: Lag,
     seed: u64,
     first_layer: usize,
     devices: Vec<Arc<dyn Device>>,
@@ -155,12 +145,11 @@ impl<M: Layer + 'static> RoundPipe<M> {
             model,
             name: format!("{file}:{}", at.line()),
             config: RunConfig::default(),
-            optim_dtype: None,
             grad_dtype: None,
             pin: Pin::default(),
             rule: None,
             decays: None,
-            asynchronous: true,
+            max_lag: Lag::One,
             seed: 0,
             first_layer: 0,
             devices: Vec::new(),
@@ -187,14 +176,6 @@ impl<M: Layer + 'static> Builder<M> {
     #[must_use]
     pub fn run_config(mut self, config: RunConfig) -> Self {
         self.config = config;
-        self
-    }
-
-    /// The type of the optimizer's copies. They are f32, so that small updates of narrow weights
-    /// are not lost; any other type is refused.
-    #[must_use]
-    pub fn optim_dtype(mut self, dtype: DType) -> Self {
-        self.optim_dtype = Some(dtype);
         self
     }
 
@@ -227,11 +208,11 @@ impl<M: Layer + 'static> Builder<M> {
         self
     }
 
-    /// Whether steps at lag 1 are possible, which takes a second version of the weights; on by
-    /// default.
+    /// The most that a step may lag; [`Lag::One`] by default, which takes a second version of the
+    /// weights. [`Lag::Zero`] saves its memory and refuses steps at lag 1.
     #[must_use]
-    pub fn asynchronous(mut self, asynchronous: bool) -> Self {
-        self.asynchronous = asynchronous;
+    pub fn max_lag(mut self, lag: Lag) -> Self {
+        self.max_lag = lag;
         self
     }
 
@@ -332,12 +313,6 @@ impl<M: Layer + 'static> Builder<M> {
     /// [`Error::Config`] for options that cannot work, and for a parameter that another living
     /// engine trains; when memory runs out.
     pub fn build(self) -> Result<RoundPipe<M>> {
-        if let Some(other) = self.optim_dtype.filter(|dtype| *dtype != DType::F32) {
-            return Err(Error::config(
-                "optim_dtype",
-                format!("{other}; the optimizer's copies are f32"),
-            ));
-        }
         if let Some(rule) = &self.rule {
             rule.check_settings()?;
         }
@@ -370,7 +345,7 @@ impl<M: Layer + 'static> Builder<M> {
                 inference: self.inference,
                 device: ring.host_device().clone(),
                 pin: self.pin,
-                asynchronous: self.asynchronous,
+                max_lag: self.max_lag,
                 rule: self.rule,
                 grad_dtype: self.grad_dtype,
                 threads: self.threads,
@@ -401,7 +376,7 @@ impl<M: Layer + 'static> Builder<M> {
             model,
             ring,
             self.config,
-            self.asynchronous,
+            self.max_lag,
             trace,
             self.max_nonfinite_steps,
         )?;
@@ -872,9 +847,7 @@ impl<M> RoundPipe<M> {
     pub fn update(&self, update: &Update, lag: Lag) -> Result<StepHandle> {
         self.check_rule()?;
         update.check()?;
-        Ok(StepHandle(
-            self.core.step(Work::Rule(*update, None), lag == Lag::One)?,
-        ))
+        Ok(StepHandle(self.core.step(Work::Rule(*update, None), lag)?))
     }
 
     /// As [`RoundPipe::update`] for losses that were multiplied with [`RoundPipe::loss_scale`]:
@@ -900,7 +873,7 @@ impl<M> RoundPipe<M> {
         update.check()?;
         Ok(StepHandle(self.core.step(
             Work::Rule(update, Some((scaler.clone(), used))),
-            lag == Lag::One,
+            lag,
         )?))
     }
 
@@ -911,8 +884,7 @@ impl<M> RoundPipe<M> {
     /// [`Error::Config`] without gradients; what went wrong in the calls before.
     pub fn skip_step(&self, lag: Lag) -> Result<StepHandle> {
         Ok(StepHandle(
-            self.core
-                .step(Work::Skip { nonfinite: false }, lag == Lag::One)?,
+            self.core.step(Work::Skip { nonfinite: false }, lag)?,
         ))
     }
 
@@ -920,8 +892,7 @@ impl<M> RoundPipe<M> {
     /// not finite.
     pub(crate) fn skip_nonfinite_step(&self, lag: Lag) -> Result<StepHandle> {
         Ok(StepHandle(
-            self.core
-                .step(Work::Skip { nonfinite: true }, lag == Lag::One)?,
+            self.core.step(Work::Skip { nonfinite: true }, lag)?,
         ))
     }
 
@@ -960,10 +931,9 @@ impl<M> RoundPipe<M> {
         step_fn: impl FnOnce(&mut OptimParams<'_>) -> Result<()> + Send + 'static,
         lag: Lag,
     ) -> Result<StepHandle> {
-        Ok(StepHandle(self.core.step(
-            Work::Function(Box::new(step_fn)),
-            lag == Lag::One,
-        )?))
+        Ok(StepHandle(
+            self.core.step(Work::Function(Box::new(step_fn)), lag)?,
+        ))
     }
 
     /// Waits until nothing moves: the model's parameters are then the newest weights, every call

@@ -54,10 +54,10 @@ pub mod engine;
 pub mod wrap;
 
 pub use batch::{Cut, HostInputs, Merge, MergeOutput, SplitInput, SplitLabel};
-pub use config::{Grain, LossReduction, OutputDevice, RunConfig};
+pub use config::{Grain, Lag, LossReduction, OutputDevice, RunConfig};
 pub use cost::{LayerCost, LayerCosts, LayerTimes};
 pub use devices::Devices;
-pub use engine::{Forward, Input, Inputs, Lag, Losses, RoundPipe, TrainOutput};
+pub use engine::{Forward, Input, Inputs, Losses, RoundPipe, TrainOutput};
 pub use error::{Error, Result, TaskPlace};
 pub use exec::ring::{Ring, RingOptions};
 pub use layer::{Layer, Module, ParamVisitor, Params, Sequential};

@@ -31,6 +31,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::{DType, Device, HostBuf, Keeper, Param, ParamId, Pin, Shape};
 
+use crate::config::Lag;
 use crate::error::{Error, Result};
 use crate::layer::Layer;
 use crate::optim::{Rule, fill_master, needs_master};
@@ -50,8 +51,8 @@ pub struct StoreConfig {
     /// with [`Pin::Off`] and where the driver has no more with [`Pin::Try`]: moved to pageable
     /// memory they would gain nothing.
     pub pin: Pin,
-    /// Whether updates run beside the next step: weights have two versions then.
-    pub asynchronous: bool,
+    /// The most that an update may lag; weights have two versions at [`Lag::One`].
+    pub max_lag: Lag,
     /// The optimizer; without one there are no moments, and updates are closures.
     pub rule: Option<Rule>,
     /// The type of gradients in host memory; by default each parameter's own.
@@ -70,7 +71,7 @@ impl StoreConfig {
             name: "the store".to_owned(),
             device,
             pin: Pin::default(),
-            asynchronous: false,
+            max_lag: Lag::Zero,
             rule: None,
             grad_dtype: None,
             threads: None,
@@ -537,7 +538,7 @@ impl StoreLayer {
             .collect();
         seen.sort_unstable();
         seen.dedup();
-        let slabs = if config.asynchronous { 2 } else { 1 };
+        let slabs = if config.max_lag == Lag::One { 2 } else { 1 };
         let layer = Self {
             name: name.to_owned(),
             params,
@@ -823,9 +824,11 @@ impl Training {
     fn new(layer: &StoreLayer) -> Result<Self> {
         let (name, sizes, config) = (&layer.name, layer.sizes, &layer.shared.config);
         let gradients = config.buffer(&format!("{name} gradients"), sizes.gradients)?;
-        let second = match config.asynchronous {
-            true => Some(config.buffer(&format!("{name} weights, odd versions"), sizes.weights)?),
-            false => None,
+        let second = match config.max_lag {
+            Lag::One => {
+                Some(config.buffer(&format!("{name} weights, odd versions"), sizes.weights)?)
+            }
+            Lag::Zero => None,
         };
         let masters = HostBuf::zeroed(format!("{name} masters"), sizes.masters)?;
         for (_, param) in layer.own_trainable() {

@@ -38,7 +38,7 @@ use super::planner::{Batch, Planner};
 use super::recorder::Recorder;
 use crate::batch::split_label_of;
 use crate::budget::CallNeeds;
-use crate::config::{LossReduction, OutputDevice, Resolved, RunConfig};
+use crate::config::{Lag, LossReduction, OutputDevice, Resolved, RunConfig};
 use crate::cost::LayerTimes;
 use crate::error::{Error, Result};
 use crate::exec::call::{Call, CallList, CallSpec};
@@ -56,7 +56,7 @@ pub(crate) struct Core {
     pub model: Arc<Model>,
     pub ring: Ring,
     pub config: RunConfig,
-    pub asynchronous: bool,
+    pub max_lag: Lag,
     pub trace: Arc<Trace>,
     pub(super) call_list: Arc<CallList>,
     optimizer: OptimizerHandle,
@@ -81,7 +81,7 @@ impl Drop for Trainer {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RequestedStep {
     pub version: u64,
-    pub lag_one: bool,
+    pub lag: Lag,
     /// The place in the random stream.
     pub number: u64,
 }
@@ -110,7 +110,7 @@ impl Sequence {
     /// The version that calls read: after a step at lag 1, the one before the version it makes.
     fn visible(&self) -> u64 {
         match self.history.back() {
-            Some(step) if step.lag_one => step.version - 1,
+            Some(step) if step.lag == Lag::One => step.version - 1,
             Some(step) => step.version,
             None => self.steps,
         }
@@ -180,7 +180,7 @@ impl Core {
         model: Model,
         ring: Ring,
         config: RunConfig,
-        asynchronous: bool,
+        max_lag: Lag,
         trace: Arc<Trace>,
         most_nonfinite: u64,
     ) -> Result<Self> {
@@ -191,14 +191,14 @@ impl Core {
         Ok(Self {
             optimizer,
             _trainer: Trainer(model.clone()),
-            planner: Planner::new(model.clone(), ring.clone(), asynchronous),
+            planner: Planner::new(model.clone(), ring.clone(), max_lag == Lag::One),
             recorder: Recorder::new(ring.clone(), trace.clone()),
             sequence: Mutex::default(),
             notes: Mutex::default(),
             model,
             ring,
             config,
-            asynchronous,
+            max_lag,
             trace,
             call_list,
         })
@@ -510,14 +510,14 @@ impl Core {
     // ---- steps ----
 
     /// Requests a step. At lag 0 this waits until all gradients have landed.
-    pub fn step(&self, work: Work, lag_one: bool) -> Result<Arc<Outcome>> {
+    pub fn step(&self, work: Work, lag: Lag) -> Result<Arc<Outcome>> {
         self.enter("step")?;
         let mut sequence = self.turn();
         self.check(&mut sequence)?;
         self.notice_writes(&mut sequence)?;
-        if lag_one && !self.asynchronous {
+        if lag > self.max_lag {
             let what = "lag 1 needs a second version of the weights; build the engine with \
-                        asynchronous(true)";
+                        max_lag(Lag::One)";
             return Err(Error::config("step", what));
         }
         if sequence.since_step.is_empty() {
@@ -525,8 +525,8 @@ impl Core {
             return Err(Error::config("step", what));
         }
         let is_function = matches!(work, Work::Function(_));
-        let outcome = self.request_step(&mut sequence, work, lag_one);
-        if lag_one {
+        let outcome = self.request_step(&mut sequence, work, lag);
+        if lag == Lag::One {
             return Ok(outcome);
         }
         let ready = if is_function {
@@ -540,7 +540,7 @@ impl Core {
         }
     }
 
-    fn request_step(&self, sequence: &mut Sequence, work: Work, lag_one: bool) -> Arc<Outcome> {
+    fn request_step(&self, sequence: &mut Sequence, work: Work, lag: Lag) -> Arc<Outcome> {
         let calls = std::mem::take(&mut sequence.since_step);
         self.notes().has_gradients = false;
         let version = sequence.steps + 1;
@@ -551,7 +551,7 @@ impl Core {
         sequence.steps = version;
         sequence.history.push_back(RequestedStep {
             version,
-            lag_one,
+            lag,
             number: sequence.number,
         });
         sequence.outcomes.push(outcome.clone());

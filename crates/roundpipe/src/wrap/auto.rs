@@ -89,7 +89,7 @@ impl AutoWrapped {
     }
 
     /// Runs the model's forward over its engines. Of the configuration `requires_grad`,
-    /// `input_grads`, `preserve_rng_state` and `recompute_grain` hold for every engine.
+    /// `input_grads` and `recompute_grain` hold for every engine.
     ///
     /// # Errors
     /// [`Error::Config`] for other settings, which belong to single engines; what goes wrong in an

@@ -1137,7 +1137,7 @@ fn what_cannot_work_is_refused() {
     }
     let lagless = builder(&models::perceptron(DType::F32), 1, 2)
         .optimizer(sgd())
-        .asynchronous(false);
+        .max_lag(Lag::Zero);
     let lagless = lagless.build().unwrap();
     lagless
         .forward_backward(x.clone(), weights.clone(), models::weighted)
@@ -1146,7 +1146,7 @@ fn what_cannot_work_is_refused() {
         .update(&Update::new(0.1), Lag::One)
         .unwrap_err()
         .to_string();
-    assert!(error.contains("asynchronous(true)"), "{error}");
+    assert!(error.contains("max_lag(Lag::One)"), "{error}");
     let ruleless = builder(&models::perceptron(DType::F32), 1, 2)
         .build()
         .unwrap();

@@ -58,7 +58,7 @@ pub fn engine(model: &Sequential, way: &Way) -> RoundPipe {
     RoundPipe::builder(model.clone())
         .optimizer(rule())
         .optimizer_threads(1)
-        .asynchronous(way.lag == Lag::One)
+        .max_lag(way.lag)
         .seed(models::SEED)
         .on_stall(std::time::Duration::from_secs(20), models::show_stall)
         .run_config(config)

@@ -56,7 +56,7 @@ fn a_bf16_parameter_takes_16_bytes_or_18_and_a_frozen_one_2() {
         };
         let engine = RoundPipe::builder(model.clone())
             .optimizer(rule())
-            .asynchronous(lag == Lag::One)
+            .max_lag(lag)
             .run_config(RunConfig::new().num_microbatch(MICROBATCHES).execute_plan(
                 ExecutePlan::from_sizes(PlanKind::Fused, &[1, 1, 1], &[1, 1, 1, 1]),
             ))

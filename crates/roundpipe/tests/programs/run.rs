@@ -242,7 +242,7 @@ impl<'a> Session<'a> {
         let spec = &self.program.engines[at];
         let mut builder = RoundPipe::builder(self.models[at].model.clone())
             .name(format!("engine {at}"))
-            .asynchronous(spec.asynchronous)
+            .max_lag(spec.max_lag)
             .seed(spec.seed)
             .optimizer_threads(1)
             .ring(&self.ring);
