@@ -9,7 +9,9 @@ use anyhow::{Context, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 use roundpipe::lr::LrDecay;
 use roundpipe::optim::AdamW;
-use roundpipe::{Bytes, Cpu, Cx, DType, LrSchedule, Meta, Optimizer, Params, RngSite, Worker};
+use roundpipe::{
+    Bytes, Cpu, Cx, DType, LrSchedule, Meta, Optimizer, Params, RngSite, Update, Worker,
+};
 use roundpipe_models::memory::host_memory;
 use roundpipe_models::{DEMO_TEXT, Model, Sampler, Windows, continue_text, preset};
 
@@ -148,9 +150,7 @@ impl DemoCmd {
         };
         // Decay matrices only, as is usual.
         let decays = |_: &str, p: &roundpipe::Param| p.shape().rank() > 1;
-        let mut optimizer = Optimizer::adamw(model.trainable_params(), rule)?
-            .clip(1.0)
-            .decay_where(decays);
+        let mut optimizer = Optimizer::new(model.trainable_params(), rule)?.decay_where(decays);
         let decay = LrDecay::Cosine {
             total_steps: self.steps,
             min_ratio: 0.1,
@@ -181,7 +181,10 @@ impl DemoCmd {
                     Ok(())
                 },
             )?;
-            optimizer.step(schedule.at(index + 1))?;
+            optimizer.step(&Update {
+                clip: Some(1.0),
+                ..Update::new(schedule.at(index + 1))
+            })?;
             let rate = (index + 1) as f64 * tokens as f64 / start.elapsed().as_secs_f64();
             bar.set_message(format!("loss {loss:.3}  {rate:.0} tokens/s"));
             bar.inc(1);

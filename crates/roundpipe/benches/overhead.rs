@@ -130,7 +130,7 @@ impl Plain {
     fn new() -> roundpipe::Result<Self> {
         let model = decoder()?;
         let worker = Worker::new(Cpu::new(Some(THREADS))?, Bytes::gib(1))?;
-        let optimizer = Optimizer::adamw(model.trainable_params(), AdamW::default())?;
+        let optimizer = Optimizer::new(model.trainable_params(), AdamW::default())?;
         Ok(Self {
             model,
             worker,
@@ -171,7 +171,7 @@ impl Plain {
             }
         }
         drop(sums);
-        self.optimizer.step(LR)?;
+        self.optimizer.step(&Update::new(LR))?;
         Ok(())
     }
 }

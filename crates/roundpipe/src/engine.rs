@@ -196,8 +196,8 @@ impl<M: Layer + 'static> Builder<M> {
 
     /// The rule of [`RoundPipe::update`]; its state lives in the engine.
     #[must_use]
-    pub fn optimizer(mut self, rule: Rule) -> Self {
-        self.rule = Some(rule);
+    pub fn optimizer(mut self, rule: impl Into<Rule>) -> Self {
+        self.rule = Some(rule.into());
         self
     }
 

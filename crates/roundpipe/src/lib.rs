@@ -44,6 +44,8 @@ pub mod version;
 pub mod store;
 pub mod update;
 
+pub mod optimizer;
+
 pub mod devices;
 
 mod exec;
@@ -62,7 +64,8 @@ pub use error::{Error, Result, TaskPlace};
 pub use exec::ring::{Ring, RingOptions};
 pub use layer::{Layer, Module, ParamVisitor, Params, Sequential};
 pub use lr::LrSchedule;
-pub use optim::{Optimizer, Rule};
+pub use optim::Rule;
+pub use optimizer::Optimizer;
 pub use plan::{ExecutePlan, Pass, PlanKind, Stage};
 pub use roundpipe_tensor::{
     Bytes, CostModel, Cpu, Cuda, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients,

@@ -80,6 +80,9 @@ impl StoreConfig {
     }
 }
 
+/// A layer's name and its parameters by full name.
+pub(crate) type LayerParams = (String, Vec<(String, Param)>);
+
 /// The state of a model.
 pub struct Store {
     layers: Vec<StoreLayer>,
@@ -248,12 +251,22 @@ impl Store {
     /// [`Error::Config`] for a type that cannot be trained; otherwise when the system has no memory
     /// or somebody is writing a parameter. Parameters keep their values in any case.
     pub fn new(layers: &[(String, Arc<dyn Layer>)], config: StoreConfig) -> Result<Self> {
+        let layers = layers.iter().map(|(name, layer)| {
+            let full_name = |(param, value)| (format!("{name}.{param}"), value);
+            let params = layer.named_params().into_iter().map(full_name);
+            (name.clone(), params.collect())
+        });
+        Self::of_params(layers.collect(), config)
+    }
+
+    /// Moves parameters into slabs: for each layer its name, and its parameters by full name.
+    pub(crate) fn of_params(layers: Vec<LayerParams>, config: StoreConfig) -> Result<Self> {
         let threads = Threads::new(config.threads)?;
         let gate = Gate::new(layers.len());
         let trained = if config.inference {
             HashSet::new()
         } else {
-            claimable(layers)?
+            claimable(&layers)?
         };
         let keeper = Arc::new(StoreKeeper {
             name: config.name.clone(),
@@ -270,8 +283,8 @@ impl Store {
         let mut homes = HashMap::new();
         let mut users: HashMap<(usize, usize), Vec<(usize, usize)>> = HashMap::new();
         let mut stored = Vec::new();
-        for (index, (name, layer)) in layers.iter().enumerate() {
-            let layer = StoreLayer::new(index, name, layer.as_ref(), &mut homes, &gate, &shared)?;
+        for (index, layer) in layers.into_iter().enumerate() {
+            let layer = StoreLayer::new(index, layer, &mut homes, &gate, &shared)?;
             for (at, param) in layer.params.iter().enumerate() {
                 users.entry(param.home).or_default().insert(0, (index, at));
             }
@@ -508,17 +521,15 @@ impl Store {
 impl StoreLayer {
     fn new(
         index: usize,
-        name: &str,
-        layer: &dyn Layer,
+        (name, named_params): LayerParams,
         homes: &mut HashMap<ParamId, (usize, usize)>,
         gate: &Arc<Gate>,
         shared: &Arc<Shared>,
     ) -> Result<Self> {
         let config = &shared.config;
         let mut params = Vec::new();
-        for (at, (param_name, param)) in layer.named_params().into_iter().enumerate() {
+        for (at, (full_name, param)) in named_params.into_iter().enumerate() {
             let home = *homes.entry(param.id()).or_insert((index, at));
-            let full_name = format!("{name}.{param_name}");
             params.push(StoredParam::new(full_name, param, home, config)?);
         }
         let sizes = lay_out(index, &mut params);
@@ -540,7 +551,7 @@ impl StoreLayer {
         seen.dedup();
         let slabs = if config.max_lag == Lag::One { 2 } else { 1 };
         let layer = Self {
-            name: name.to_owned(),
+            name,
             params,
             sizes,
             homes: seen,
@@ -881,21 +892,16 @@ impl StoreConfig {
 /// # Errors
 /// [`Error::Config`] when a living store trains one of them: each would move it to slabs of its
 /// own, and train a copy.
-fn claimable(layers: &[(String, Arc<dyn Layer>)]) -> Result<HashSet<ParamId>> {
+fn claimable(layers: &[LayerParams]) -> Result<HashSet<ParamId>> {
     let mut trained = HashSet::new();
-    for (layer, (name, param)) in layers.iter().flat_map(|(name, layer)| {
-        layer
-            .named_params()
-            .into_iter()
-            .map(move |named| (name, named))
-    }) {
+    for (name, param) in layers.iter().flat_map(|(_, params)| params) {
         if !param.is_trainable() {
             continue;
         }
         if let Some(keeper) = param.keeper().filter(|keeper| keeper.trains(param.id())) {
             let what = format!(
-                "{layer}.{name} is trained by another engine, {}; drop that one first, use it for these calls too, or \
-                 build this one with inference(true)",
+                "{name} is trained by {}; drop that first, use it for these calls too, or build this engine with \
+                 inference(true)",
                 keeper.name()
             );
             return Err(Error::config("model", what));

@@ -4,15 +4,16 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use roundpipe::optim::{AdamW, Sgd, WeightDecay};
+use roundpipe::optim::{AdamW, Sgd, StepReport, WeightDecay};
 use roundpipe::store::{Segment, Store, StoreConfig};
 use roundpipe::update::{Apply, Update};
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, Error, HostBuf, Lag, Layer, Optimizer, Param, ParamVisitor, Params, Pin,
-    RngKey, RngSite, Rule, TensorResult, Tree, bf16, f16,
+    Bytes, Cpu, Cx, DType, Error, HostBuf, HostTensor, Lag, Layer, Param, ParamVisitor, Params,
+    Pin, RngKey, RngSite, Rule, TensorResult, Tree, bf16, f16,
 };
 use roundpipe_tensor::SimWorld;
-use roundpipe_tensor::optim::{CHUNK, Floats};
+use roundpipe_tensor::cpu::threads::Threads;
+use roundpipe_tensor::optim::{self, AdamSlabs, CHUNK, Floats, FloatsMut, SgdSlabs};
 use roundpipe_tensor::sim::SimConfig;
 
 /// Parameters with names, and nothing to compute.
@@ -181,7 +182,7 @@ fn write_gradients(store: &Store, step: u64, scale: f32) {
 }
 
 /// Adds the same gradients to a plain optimizer, the last layer's first.
-fn add(optimizer: &mut Optimizer, store: &Store, layers: &Layers, step: u64) {
+fn add(optimizer: &mut PlainOptimizer, store: &Store, layers: &Layers, step: u64) {
     for (l, (_, layer)) in layers.iter().enumerate().rev() {
         for (i, (_, param)) in layer.named_params().into_iter().enumerate() {
             if !param.is_trainable() {
@@ -189,11 +190,144 @@ fn add(optimizer: &mut Optimizer, store: &Store, layers: &Layers, step: u64) {
             }
             if let Some(values) = gradient(l, i, step, param.shape().numel()) {
                 let dtype = store.layers()[l].params()[i].grad_dtype;
-                optimizer
-                    .add_grad(&param, Rounded::new(&values, dtype).floats())
-                    .unwrap();
+                optimizer.add_grad(&param, Rounded::new(&values, dtype).floats());
             }
         }
+    }
+}
+
+/// The passes of `roundpipe_tensor::optim` over vectors: what a store must equal, without slabs,
+/// versions or chunks.
+struct PlainOptimizer {
+    rule: Rule,
+    threads: Threads,
+    steps: u64,
+    params: Vec<PlainParam>,
+}
+
+struct PlainParam {
+    param: Param,
+    decays: bool,
+    grad: Option<Vec<f32>>,
+    master: Vec<f32>,
+    moments: Vec<Vec<f32>>,
+}
+
+impl PlainOptimizer {
+    fn new(layers: &Layers, rule: Rule, decays: impl Fn(&str, &Param) -> bool) -> Self {
+        let trained = |(_, param): &(String, Param)| param.is_trainable();
+        let params = named(layers).into_iter().filter(trained);
+        let params = params.map(|(name, param)| {
+            let values = HostTensor::new(param.data(), param.dtype(), param.shape()).unwrap();
+            let master: Vec<f32> = values
+                .to_f64_vec()
+                .unwrap()
+                .iter()
+                .map(|value| *value as f32)
+                .collect();
+            PlainParam {
+                decays: decays(&name, &param),
+                grad: None,
+                moments: vec![vec![0.0; master.len()]; rule.moments()],
+                master,
+                param,
+            }
+        });
+        Self {
+            rule,
+            threads: Threads::new(Some(1)).unwrap(),
+            steps: 0,
+            params: params.collect(),
+        }
+    }
+
+    fn add_grad(&mut self, param: &Param, values: Floats<'_>) {
+        let mut params = self.params.iter_mut();
+        let here = params.find(|here| here.param.id() == param.id()).unwrap();
+        match &mut here.grad {
+            Some(sum) => optim::accumulate(&self.threads, values, sum).unwrap(),
+            None => {
+                let mut first = vec![0.0; values.len()];
+                optim::cast(&self.threads, values, FloatsMut::F32(&mut first)).unwrap();
+                here.grad = Some(first);
+            }
+        }
+    }
+
+    fn step(&mut self, update: &Update) -> StepReport {
+        let grads = self.params.iter().filter_map(|here| here.grad.as_ref());
+        let squares = grads.map(|grad| optim::squared_norm(&self.threads, Floats::F32(grad)));
+        let decision = update.decide(squares.fold(0.0, |sum, square| sum + square));
+        assert!(!decision.skip);
+        self.steps += 1;
+        for here in &mut self.params {
+            if let Some(grad) = here.grad.take() {
+                here.update(
+                    &self.threads,
+                    self.rule,
+                    (update.lr, self.steps, decision.factor),
+                    &grad,
+                );
+            }
+        }
+        StepReport {
+            step: self.steps,
+            grad_norm: decision.grad_norm,
+            skipped: false,
+            partial: false,
+        }
+    }
+}
+
+impl PlainParam {
+    fn update(&mut self, threads: &Threads, rule: Rule, with: (f64, u64, f32), grad: &[f32]) {
+        let (lr, step, factor) = with;
+        let master = &mut self.master[..];
+        let mut moments = self.moments.iter_mut().map(|moment| &mut moment[..]);
+        let grad = Floats::F32(grad);
+        match rule {
+            Rule::Adam(rule) => {
+                let slabs = AdamSlabs {
+                    grad,
+                    master,
+                    exp_avg: moments.next().unwrap(),
+                    exp_avg_sq: moments.next().unwrap(),
+                    max_exp_avg_sq: moments.next(),
+                    working: None,
+                };
+                let weight_decay = if self.decays { rule.weight_decay } else { 0.0 };
+                let rule = AdamW {
+                    lr,
+                    weight_decay,
+                    ..rule
+                };
+                rule.step(threads, step, factor, slabs).unwrap();
+            }
+            Rule::Sgd(rule) => {
+                let slabs = SgdSlabs {
+                    grad,
+                    master,
+                    momentum: moments.next(),
+                    working: None,
+                };
+                let weight_decay = if self.decays { rule.weight_decay } else { 0.0 };
+                let rule = Sgd {
+                    lr,
+                    weight_decay,
+                    ..rule
+                };
+                rule.step(threads, step, factor, slabs).unwrap();
+            }
+        }
+        let round = |value: &f32| match self.param.dtype() {
+            DType::BF16 => bf16::from_f32(*value).to_le_bytes().to_vec(),
+            DType::F16 => f16::from_f32(*value).to_le_bytes().to_vec(),
+            _ => value.to_le_bytes().to_vec(),
+        };
+        let rounded: Vec<u8> = self.master.iter().flat_map(round).collect();
+        let data = self.param.data();
+        let mut data = data.write(0..data.len()).unwrap();
+        data.bytes().copy_from_slice(&rounded);
     }
 }
 
@@ -414,7 +548,7 @@ fn frozen_parameters_stay_where_nothing_can_be_pinned() {
     }
 }
 
-/// The store is the plain optimizer, moved: same gradients, same bits, with one slab and with two.
+/// The store is a plain optimizer, moved: same gradients, same bits, with one slab and with two.
 #[test]
 fn updates_equal_the_plain_optimizer() {
     for dtype in [DType::BF16, DType::F16, DType::F32] {
@@ -448,28 +582,17 @@ fn compare(dtype: DType, config: StoreConfig, clip: Option<f64>) {
     let what = format!("{dtype}, {:?}, {:?}", config.rule, config.max_lag);
     let decays = |name: &str, _: &Param| !name.contains("norm");
     let (plain, stored) = (model(dtype), model(dtype));
-    let mut optimizer = Optimizer::new(named(&plain), config.rule.unwrap())
-        .unwrap()
-        .decay_where(decays);
-    if let Some(clip) = clip {
-        optimizer = optimizer.clip(clip);
-    }
+    let mut optimizer = PlainOptimizer::new(&plain, config.rule.unwrap(), decays);
     let store = Store::new(&stored, config).unwrap().decay_where(decays);
     for step in 1..=5 {
-        let lr = 0.01 / step as f64;
+        let update = Update {
+            clip,
+            ..Update::new(0.01 / step as f64)
+        };
         add(&mut optimizer, &store, &plain, step);
         land(&store, step, 1.0);
-        let expected = optimizer.step(lr).unwrap();
-        let report = store
-            .step(
-                &Update {
-                    clip,
-                    ..Update::new(lr)
-                },
-                step,
-                &store.abort(),
-            )
-            .unwrap();
+        let expected = optimizer.step(&update);
+        let report = store.step(&update, step, &store.abort()).unwrap();
         assert_eq!(report, expected, "{what}");
         assert!(bits(&stored) == bits(&plain), "{what}, step {step}");
         assert!(
@@ -513,7 +636,7 @@ fn layer_by_layer_equals_the_whole() {
     }
 }
 
-/// A shared parameter is summed in pieces; nobody may see where they end.
+/// A shared parameter is summed in pieces; where they end must not show.
 #[test]
 fn a_large_shared_parameter_is_summed_as_a_whole() {
     let numel = 64 * CHUNK + 5;
@@ -522,27 +645,17 @@ fn a_large_shared_parameter_is_summed_as_a_whole() {
         layers(vec![vec![("embed", tied.clone())], vec![("head", tied)]])
     };
     let (plain, stored) = (make(), make());
-    let mut optimizer = Optimizer::adamw(named(&plain), AdamW::default())
-        .unwrap()
-        .clip(1.0);
-    let store = Store::new(
-        &stored,
-        config(Lag::Zero, Some(Rule::Adam(AdamW::default()))),
-    )
-    .unwrap();
+    let rule = Rule::Adam(AdamW::default());
+    let mut optimizer = PlainOptimizer::new(&plain, rule, |_, _| true);
+    let update = Update {
+        clip: Some(1.0),
+        ..Update::new(0.1)
+    };
+    let store = Store::new(&stored, config(Lag::Zero, Some(rule))).unwrap();
     add(&mut optimizer, &store, &plain, 1);
     land(&store, 1, 1.0);
-    let expected = optimizer.step(0.1).unwrap();
-    let report = store
-        .step(
-            &Update {
-                clip: Some(1.0),
-                ..Update::new(0.1)
-            },
-            1,
-            &store.abort(),
-        )
-        .unwrap();
+    let expected = optimizer.step(&update);
+    let report = store.step(&update, 1, &store.abort()).unwrap();
     assert_eq!(report, expected);
     assert!(bits(&stored) == bits(&plain));
 }

@@ -8,7 +8,7 @@ use roundpipe::nn::{BatchNorm2d, Conv2d, Dropout, Embedding, Func, Init, LayerNo
 use roundpipe::ops::{Attention, CrossEntropy};
 use roundpipe::{
     Bytes, Cpu, Cx, DType, Device, HostInputs, HostTensor, Layer, Losses, Module, Optimizer, Param,
-    ParamVisitor, Params, RngSite, Rule, Sequential, Tensor, TensorResult, Tree, Worker,
+    ParamVisitor, Params, RngSite, Rule, Sequential, Tensor, TensorResult, Tree, Update, Worker,
 };
 
 pub const SEED: u64 = 5;
@@ -389,7 +389,7 @@ pub fn plain_loop(
                 .add_grad(param, roundpipe_tensor::optim::Floats::F32(&values))
                 .unwrap();
         }
-        optimizer.step(lr).unwrap();
+        optimizer.step(&Update::new(lr)).unwrap();
     }
     trail.params = params(model);
     trail
