@@ -14,6 +14,8 @@ use std::sync::Arc;
 use roundpipe_tensor::transfer::HostValue;
 use roundpipe_tensor::{HostBuf, HostTensor};
 
+use super::core::Core;
+use crate::batch::MergeOutput;
 use crate::error::{Error, Result};
 use crate::exec::call::Call;
 use crate::exec::value::StageValue;
@@ -209,4 +211,40 @@ impl Leaves {
             },
         }
     }
+}
+
+/// Reads what a call gives, as a part of it: what goes wrong here fails the call.
+pub(super) fn read<R>(
+    core: &Core,
+    call: &Call,
+    results: impl FnOnce(&Call) -> Result<R>,
+) -> Result<R> {
+    let results = results(call);
+    if let Err(error) = &results
+        && !error.is_secondary()
+    {
+        call.fail(Error::Cancelled {
+            why: error.to_string(),
+        });
+    }
+    call.end_part();
+    results.map_err(|error| core.failed(error))
+}
+
+/// How outputs that are returned at once are merged: they always are.
+pub(super) fn merged(how: &MergeOutput) -> MergeOutput {
+    match how {
+        MergeOutput::Off => MergeOutput::Auto,
+        other => other.clone(),
+    }
+}
+
+pub(super) fn wait_outputs(call: &Call) -> Result<Vec<Tree<HostTensor>>> {
+    let wait = |m: usize| {
+        let value = call.wait_output("caller", m)?;
+        let output = to_host(&value)?;
+        call.confirm()?;
+        Ok(output)
+    };
+    (0..call.spec.microbatches).map(wait).collect()
 }
