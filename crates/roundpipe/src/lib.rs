@@ -64,7 +64,7 @@ pub use error::{Error, Result, TaskPlace};
 pub use exec::ring::{Ring, RingOptions};
 pub use layer::{Layer, Module, ParamVisitor, Params, Sequential};
 pub use lr::LrSchedule;
-pub use optim::Rule;
+pub use optim::{Rule, Update};
 pub use optimizer::Optimizer;
 pub use plan::{ExecutePlan, Pass, PlanKind, Stage};
 pub use roundpipe_tensor::{
@@ -80,5 +80,4 @@ pub use store::{Store, StoreConfig};
 pub use timeline::{Schedule, Setting, Timeline, simulate, simulate_models};
 pub use trace::{Span, Trace};
 pub use tree::Tree;
-pub use update::Update;
 pub use wrap::{AutoWrapped, Composite, Node, WrapConfig, Wrapped, wrap};

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use roundpipe::optim::{AdamW, Sgd, StepReport, WeightDecay};
 use roundpipe::store::{Segment, Store, StoreConfig};
-use roundpipe::update::{Apply, Update};
+use roundpipe::update::Apply;
 use roundpipe::{
     Bytes, Cpu, Cx, DType, Error, HostBuf, HostTensor, Lag, Layer, Param, ParamVisitor, Params,
-    Pin, RngKey, RngSite, Rule, TensorResult, Tree, bf16, f16,
+    Pin, RngKey, RngSite, Rule, TensorResult, Tree, Update, bf16, f16,
 };
 use roundpipe_tensor::SimWorld;
 use roundpipe_tensor::cpu::threads::Threads;
