@@ -38,7 +38,7 @@ use crate::error::{Error, Result};
 use crate::tree::{Tree, keys, leaf};
 
 pub use merge::{merge, split_grads};
-pub use split::{Split, split_inputs, split_label, split_label_of};
+pub use split::{Split, split_inputs, split_label};
 
 /// Inputs by position and by name; `V` is what one of them is. A call takes
 /// [`Inputs`](crate::Inputs), whose values may still be computed by another engine; split functions

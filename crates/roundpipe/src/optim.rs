@@ -2,7 +2,7 @@
 //!
 //! A pass reads a gradient, updates master weights and moments, and writes the new working weights.
 //! Master weights exist only where working weights are narrower than f32. This module holds no
-//! state: [`Store`](crate::Store) does, for engines and for [`Optimizer`](crate::Optimizer) alike.
+//! state: the store does, for engines and for [`Optimizer`](crate::Optimizer) alike.
 //!
 //! # Invariants
 //! - The same gradients give the same bits, for any number of threads.
@@ -206,6 +206,7 @@ impl Update {
     }
 
     /// What to do with gradients whose squares, as they are stored, add up to `squared`.
+    #[doc(hidden)]
     pub fn decide(&self, squared: f64) -> Decision {
         // Unscaled before they are measured, so that the threshold means the same at every scale.
         let squared = squared * self.grad_scale * self.grad_scale;
@@ -221,14 +222,14 @@ impl Update {
 }
 
 /// What [`Update::decide`] says.
+#[doc(hidden)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Decision {
     /// What stored gradients are multiplied with.
     pub factor: f32,
     /// L2 norm of all gradients, unscaled, before clipping.
     pub grad_norm: f64,
-    /// Whether the step is skipped: [`Store::skip`](crate::Store::skip) instead of
-    /// [`Store::apply`](crate::Store::apply) for every layer.
+    /// Whether the step is skipped: `Store::skip` instead of `Store::apply` for every layer.
     pub skip: bool,
 }
 

@@ -1,7 +1,7 @@
 //! An optimizer for a plain loop: parameters on one side, gradients of one tape on the other.
 //!
 //! The path of a gradient: [`Gradients`] -> an f32 sum per parameter ([`Optimizer::add`], which adds
-//! up calls) -> the pass of a [`Store`], which holds the sums, the masters and the moments as it
+//! up calls) -> the pass of a `Store`, which holds the sums, the masters and the moments as it
 //! does for an engine ([`Optimizer::step`]). There is one version of the weights and no thread but
 //! the caller's, so a step is done when it returns.
 //!

@@ -197,18 +197,6 @@ pub struct Guard {
     level: usize,
 }
 
-impl Guard {
-    /// Now does something else.
-    pub fn enter(&self, what: impl fmt::Display) {
-        locked(&self.entry.levels)[self.level].set(false, what);
-    }
-
-    /// Now waits for something.
-    pub fn wait(&self, what: impl fmt::Display) {
-        locked(&self.entry.levels)[self.level].set(true, what);
-    }
-}
-
 impl Drop for Guard {
     fn drop(&mut self) {
         locked(&self.entry.levels)[self.level].active = false;
@@ -408,8 +396,6 @@ mod tests {
         assert!(board.report()[0].waiting);
         drop(inner);
         assert_eq!(lines(&board)[0], "cuda:0 launcher: stage 2");
-        outer.enter("stage 10");
-        assert_eq!(lines(&board)[0], "cuda:0 launcher: stage 10");
         drop(other);
         assert_eq!(lines(&board).len(), 1);
         drop(outer);
@@ -439,8 +425,7 @@ mod tests {
         let buffer = || locked(&place.entry.levels)[0].what.as_ptr();
         let before = buffer();
         for microbatch in 0..100 {
-            let guard = place.wait(format_args!("microbatch {microbatch}"));
-            guard.enter(format_args!("microbatch {}", microbatch * 10));
+            let _guard = place.wait(format_args!("microbatch {microbatch}"));
             assert_eq!(buffer(), before);
         }
         assert_eq!(locked(&place.entry.levels).len(), 1);
@@ -503,7 +488,8 @@ mod tests {
         let (_watchdog, reports) = watched(&board, SOON);
         let guard = board.enter("host", "a long matrix product");
         assert!(reports.recv_timeout(5 * SOON).is_err());
-        guard.wait("waiting for the next");
+        drop(guard);
+        let _guard = board.wait("host", "waiting for the next");
         reports.recv_timeout(LATE).expect("now it waits");
     }
 

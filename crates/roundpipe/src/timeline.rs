@@ -78,7 +78,7 @@ pub struct Setting {
     /// What may run early.
     pub ahead: EarlyWork,
     /// Whether all devices compute on the same cores, as workers on the host do: see
-    /// [`RoundRobin::shares_cores`].
+    /// `RoundRobin::shares_cores`.
     pub shares_cores: bool,
     /// Speed of each device, relative to the one that the costs were taken on; nothing means 1.0
     /// for all.

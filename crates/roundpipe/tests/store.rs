@@ -5,8 +5,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use roundpipe::optim::{AdamW, Sgd, StepReport, WeightDecay};
-use roundpipe::store::{Segment, Store, StoreConfig};
-use roundpipe::update::Apply;
+use roundpipe::testing::Apply;
+use roundpipe::testing::{Segment, Store, StoreConfig};
 use roundpipe::{
     Bytes, Cpu, Cx, DType, Error, HostBuf, HostTensor, Lag, Layer, Param, ParamVisitor, Params,
     Pin, RngKey, RngSite, Rule, TensorResult, Tree, Update, bf16, f16,
@@ -842,7 +842,7 @@ fn readers_keep_their_version_while_updates_run() {
         };
         std::thread::scope(|scope| {
             let (send, receive) =
-                std::sync::mpsc::sync_channel::<roundpipe::version::ReadTicket>(1);
+                std::sync::mpsc::sync_channel::<roundpipe::testing::ReadTicket>(1);
             let reader = scope.spawn(|| {
                 for ticket in receive {
                     ticket.wait_readable(&abort).unwrap();

@@ -794,7 +794,7 @@ fn a_step_function_sees_every_engine() {
         .unwrap();
     let seen = Arc::new(Mutex::new(Vec::new()));
     let into = seen.clone();
-    let step = move |path: &str, _: &mut roundpipe::update::OptimParams<'_>| {
+    let step = move |path: &str, _: &mut roundpipe::OptimParams<'_>| {
         into.lock().unwrap().push(path.to_owned());
         Ok(())
     };

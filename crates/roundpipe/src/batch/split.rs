@@ -63,25 +63,14 @@ pub fn split_inputs(inputs: &HostInputs, how: &SplitInput, n: usize) -> Result<S
     })
 }
 
-/// Splits labels into as many microbatches as the inputs gave.
+/// Splits labels into as many microbatches as the inputs gave. Where the inputs were a batch of
+/// `batch` samples ([`Split::batch`]), labels with several rows per sample are cut at the same
+/// samples even when the microbatches are not equally large.
 ///
 /// # Errors
-/// As [`split_inputs`], and when the labels give another number of microbatches.
+/// As [`split_inputs`], when the labels give another number of microbatches, and when automatic
+/// labels have no whole number of rows per sample.
 pub fn split_label(
-    label: &Tree<HostTensor>,
-    how: &SplitLabel,
-    n: usize,
-) -> Result<Split<Tree<HostTensor>>> {
-    split_label_of(label, how, n, None)
-}
-
-/// As [`split_label`], for inputs that were a batch of `batch` samples ([`Split::batch`]): labels
-/// with several rows per sample are cut at the same samples even when the microbatches are not
-/// equally large.
-///
-/// # Errors
-/// As [`split_label`], and when automatic labels have no whole number of rows per sample.
-pub fn split_label_of(
     label: &Tree<HostTensor>,
     how: &SplitLabel,
     n: usize,

@@ -4,7 +4,7 @@ use roundpipe_tensor::{DType, HostTensor, Shape, bf16};
 
 use super::{
     Cut, HostInputs, Merge, MergeOutput, SplitInput, SplitLabel, merge, split_grads, split_inputs,
-    split_label, split_label_of,
+    split_label,
 };
 use crate::error::Error;
 use crate::tree::Tree;
@@ -301,27 +301,28 @@ fn a_function_may_split_as_it_likes() {
 #[test]
 fn labels_give_as_many_microbatches_as_the_inputs() {
     let label = Tree::map([("y", count(&[5]).into()), ("w", scalar(1.0).into())]);
-    let split = split_label(&label, &SplitLabel::Auto, 3).unwrap();
+    let split = split_label(&label, &SplitLabel::Auto, 3, None).unwrap();
     assert_eq!(ints(split.parts[0].get("y").unwrap()), [0, 1]);
     assert_eq!(
-        split_label(&Tree::None, &SplitLabel::Auto, 3)
+        split_label(&Tree::None, &SplitLabel::Auto, 3, None)
             .unwrap()
             .parts
             .len(),
         3
     );
     let wants = "gives 2 microbatches, but the inputs give 3";
-    assert!(text(split_label(&count(&[2]).into(), &SplitLabel::Auto, 3)).contains(wants));
+    assert!(text(split_label(&count(&[2]).into(), &SplitLabel::Auto, 3, None)).contains(wants));
     let two = SplitLabel::function(|label, _| Ok(vec![label.clone(); 2]));
-    assert!(text(split_label(&count(&[6]).into(), &two, 3)).contains(wants));
+    assert!(text(split_label(&count(&[6]).into(), &two, 3, None)).contains(wants));
     let across = SplitLabel::Spec(Cut::Along(1).into());
-    let split = split_label(&count(&[1, 3]).into(), &across, 3).unwrap();
+    let split = split_label(&count(&[1, 3]).into(), &across, 3, None).unwrap();
     assert_eq!(
         split.parts.iter().flat_map(ints).collect::<Vec<_>>(),
         [0, 1, 2]
     );
     assert!(
-        text(split_label(&scalar(1.0).into(), &across, 3)).contains("label [] has no dimension 1")
+        text(split_label(&scalar(1.0).into(), &across, 3, None))
+            .contains("label [] has no dimension 1")
     );
 }
 
@@ -329,7 +330,7 @@ fn labels_give_as_many_microbatches_as_the_inputs() {
 #[test]
 fn labels_with_several_rows_per_sample_stay_with_their_samples() {
     let sizes = |label: HostTensor, batch| {
-        let split = split_label_of(&label.into(), &SplitLabel::Auto, 3, batch)?;
+        let split = split_label(&label.into(), &SplitLabel::Auto, 3, batch)?;
         Ok(split
             .parts
             .iter()

@@ -59,8 +59,8 @@ pub struct Builder<M> {
 const MAX_NONFINITE_STEPS: u64 = 10;
 
 impl<M: Layer + 'static> RoundPipe<M> {
-    /// An engine for a [`Sequential`], whose layers are placed one by one, or for any other layer
-    /// as a whole. Its name is the place of this call, unless another is given.
+    /// An engine for a [`Sequential`](crate::Sequential), whose layers are placed one by one, or for
+    /// any other layer as a whole. Its name is the place of this call, unless another is given.
     #[track_caller]
     pub fn builder(model: M) -> Builder<M> {
         let at = Location::caller();
@@ -223,8 +223,8 @@ impl<M: Layer + 'static> Builder<M> {
 
     /// After so many steps in a row that were not finite, a step fails with [`Error::NotFinite`],
     /// which names the first layer whose output or gradient was not; 10 by default. Until then such
-    /// steps are skipped and reported ([`StepReport`]). While a [`GradScaler`] can still lower its
-    /// scale, its steps do not count.
+    /// steps are skipped and reported ([`StepReport`](crate::StepReport)). While a
+    /// [`GradScaler`](crate::GradScaler) can still lower its scale, its steps do not count.
     #[must_use]
     pub fn max_nonfinite_steps(mut self, steps: u64) -> Self {
         self.max_nonfinite_steps = steps;

@@ -110,7 +110,8 @@ impl Forward {
     }
 
     /// The output of each microbatch on the worker that `output_device` names, to compute on with a
-    /// [`Cx`] of that worker. They carry no gradient; give theirs to [`Forward::backward`].
+    /// [`Cx`](crate::Cx) of that worker. They carry no gradient; give theirs to
+    /// [`Forward::backward`].
     ///
     /// # Errors
     /// [`Error::Config`] when `output_device` is the host; otherwise what went wrong.

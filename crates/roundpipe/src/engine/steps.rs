@@ -46,7 +46,8 @@ impl<M> RoundPipe<M> {
     /// # Errors
     /// [`Error::Config`] without a rule, without gradients or for options that make no sense; what
     /// went wrong in the calls before; [`Error::NotFinite`] after too many steps in a row that were
-    /// not finite ([`Builder::max_nonfinite_steps`]). Nothing is updated then.
+    /// not finite ([`Builder::max_nonfinite_steps`](super::Builder::max_nonfinite_steps)). Nothing
+    /// is updated then.
     pub fn update(&self, update: &Update, lag: Lag) -> Result<StepHandle> {
         self.check_rule()?;
         update.check()?;

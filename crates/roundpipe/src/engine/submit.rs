@@ -24,7 +24,7 @@ use super::inputs::{Inputs, Parts, host_values, split};
 use super::mean_loss::{mean_loss, with_shares};
 use super::outputs::Leaves;
 use super::planner::Batch;
-use crate::batch::split_label_of;
+use crate::batch::split_label;
 use crate::budget::CallNeeds;
 use crate::config::{LossReduction, OutputDevice, Resolved, RunConfig};
 use crate::error::{Error, Result};
@@ -144,7 +144,7 @@ impl Core {
         if request.kind != PlanKind::Fused || matches!(request.labels, Tree::None) {
             return Ok((0..count).map(|_| Tree::None).collect());
         }
-        let labels = split_label_of(&request.labels, &config.split_label, count, parts.batch)?;
+        let labels = split_label(&request.labels, &config.split_label, count, parts.batch)?;
         if labels.parts.len() != count {
             let what = format!(
                 "{} parts of labels for {count} microbatches",

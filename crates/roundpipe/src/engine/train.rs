@@ -157,8 +157,8 @@ impl<M> TrainCall<'_, M> {
     /// goes wrong there is returned by the engine's next call.
     ///
     /// # Errors
-    /// [`Error::Config`] for inputs and options that cannot work; [`Error::Task`] with the place of
-    /// what failed.
+    /// [`Error::Config`](crate::Error::Config) for inputs and options that cannot work;
+    /// [`Error::Task`](crate::Error::Task) with the place of what failed.
     pub fn run(self) -> Result<TrainOutput> {
         let Self {
             engine,

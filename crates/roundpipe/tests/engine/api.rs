@@ -5,9 +5,9 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use roundpipe::ScalerState;
 use roundpipe::nn::{Func, Init, Linear};
 use roundpipe::optim::{AdamW, Sgd};
-use roundpipe::scaler::ScalerState;
 use roundpipe::{
     Bytes, Cx, DType, Device, Devices, ExecutePlan, GradScaler, Grain, HostInputs, HostTensor, Lag,
     Layer, Merge, MergeOutput, Module, Param, ParamVisitor, Params, PlanKind, Ring, RingOptions,
@@ -899,7 +899,7 @@ fn a_closure_can_be_the_built_in_rule() {
                     .forward_backward(x, weights, models::weighted)
                     .unwrap();
                 if closure {
-                    let step = |params: &mut roundpipe::update::OptimParams<'_>| {
+                    let step = |params: &mut roundpipe::OptimParams<'_>| {
                         for param in params.iter_mut() {
                             let Some(grad) = param.grad_f32() else {
                                 continue;

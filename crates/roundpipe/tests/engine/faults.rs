@@ -248,7 +248,7 @@ fn a_failing_step_function_changes_nothing() {
             train_and_step(&engine, 0, lag).unwrap();
             let before = state(&engine, &model);
             train(&engine, 1).unwrap();
-            let step = move |params: &mut roundpipe::update::OptimParams<'_>| {
+            let step = move |params: &mut roundpipe::OptimParams<'_>| {
                 params.iter_mut().for_each(|param| param.value.fill(7.0));
                 assert!(!panics, "no step");
                 Err(Error::Config {

@@ -537,6 +537,6 @@ impl Layer for Shared {
     clippy::print_stderr,
     reason = "a hanging test has no other way to speak"
 )]
-pub fn show_stall(report: &roundpipe::status::Report) {
+pub fn show_stall(report: &roundpipe::Report) {
     eprintln!("{report}");
 }

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use roundpipe::OptimParams;
 use roundpipe::engine::{InputGrads, Inputs, MicrobatchOutputs, StepHandle};
-use roundpipe::update::OptimParams;
 use roundpipe::{
     Bytes, Cpu, DType, Device, Error, ExecutePlan, Forward, Grain, HostTensor, Lag, Losses,
     MergeOutput, Param, Params, PlanKind, Result, Ring, RingOptions, RoundPipe, RunConfig, Tree,
