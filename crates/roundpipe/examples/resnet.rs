@@ -28,13 +28,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     writeln!(
         out,
-        "{:.1}% of 256 unseen images are told right",
+        "{:.1}% of 256 unseen images are classified correctly",
         100.0 * accuracy
     )?;
     Ok(())
 }
 
-/// Trains, and gives the losses and the share of unseen images that are told right.
+/// Trains, and gives the losses and the share of unseen images that are classified correctly.
 pub fn run(steps: u64) -> roundpipe::Result<(Vec<f64>, f64)> {
     let engine = RoundPipe::builder(resnet()?)
         .optimizer(Rule::Sgd(Sgd {

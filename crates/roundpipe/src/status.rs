@@ -1,16 +1,16 @@
 //! Who is doing or waiting for what, and a watchdog that says so when nothing moves.
 //!
 //! A silent hang is the worst failure of a pipeline of threads: each waits for another and none
-//! knows why. So every thread of an engine keeps one line on a [`Board`], and everyone who finishes
-//! something calls [`Board::tick`]. A [`Watchdog`] that sees no tick for a while, although someone
-//! waits, hands the lines to whoever can show them. It ends nothing and repairs nothing.
+//! knows why. So every thread of an engine keeps one line on a [`Board`], and calls [`Board::tick`] when
+//! it finishes something. A [`Watchdog`] that sees no tick for a while, although a thread waits,
+//! hands the lines to a function of the user. It ends nothing and repairs nothing.
 //!
 //! # Invariants
 //!
 //! - A status lasts as long as its [`Guard`]. Guards of one name may nest; the newest is shown.
 //! - Setting a status allocates only to grow a buffer of the name, and takes the lock of that name
 //!   alone.
-//! - A stall is reported once: again only after a tick, or after nobody waited.
+//! - A stall is reported once: again only after a tick, or after a time when no thread waited.
 
 use std::fmt::{self, Write as _};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -338,7 +338,7 @@ impl Watch {
         }
     }
 
-    /// How long nothing has moved, if that is a stall nobody was told of.
+    /// How long nothing has moved, if that is a stall that was not reported.
     fn look(&mut self) -> Option<Duration> {
         let (progress, now) = (self.board.progress(), Instant::now());
         if progress != self.seen {
@@ -524,7 +524,7 @@ mod tests {
         locked(&place.entry.levels)[0].since = long_ago;
         assert!(
             watch.look().is_some(),
-            "after nobody waited, a stall is a new one"
+            "after a time without waits, a stall is a new one"
         );
     }
 

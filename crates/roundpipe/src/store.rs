@@ -17,8 +17,8 @@
 //! - A parameter has one home: the first layer that names it. Other layers refer to it.
 //! - Every (layer, trainable parameter) pair has its own gradient range: what one layer writes
 //!   depends on no other layer.
-//! - A parameter's [`Param::data`] is the newest published version. What somebody else writes there
-//!   is seen: the next update starts from it, and a write to an older version is refused by the
+//! - A parameter's [`Param::data`] is the newest published version. The store sees what the
+//!   user writes there: the next update starts from it, and a write to an older version is refused by the
 //!   next update.
 //! - The store writes slabs under [`Versions`](crate::version::Versions) and the guards of
 //!   [`HostBuf`], nowhere else.
@@ -101,7 +101,7 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Config`] for a type that cannot be trained; otherwise when the system has no memory
-    /// or somebody is writing a parameter. Parameters keep their values in any case.
+    /// or a parameter is being written. Parameters keep their values in any case.
     pub fn new(layers: &[(String, Arc<dyn Layer>)], config: StoreConfig) -> Result<Self> {
         let layers = layers.iter().map(|(name, layer)| {
             let full_name = |(param, value)| (format!("{name}.{param}"), value);

@@ -88,7 +88,7 @@ pub struct Setting {
     /// Gradients on their way to the host.
     pub grad_bytes_per_ms: Option<f64>,
     /// Activations all the way from one device to the next; without it, or for a layer whose
-    /// `activation_bytes` nobody knows, `hop_ms` counts.
+    /// `activation_bytes` are not known, `hop_ms` counts.
     pub hop_bytes_per_ms: Option<f64>,
 }
 

@@ -3,7 +3,7 @@
 //! The path of an update: gradient ranges (summed in f32 where several layers share a parameter,
 //! the last layer first) -> one fused pass over master and moments -> working weights in the slab
 //! of the next version -> the parameters move there -> the version is published. A parameter
-//! without a gradient keeps its value and its state. Weights that somebody wrote since the last
+//! without a gradient keeps its value and its state. Weights that the user wrote since the last
 //! update are what the next one starts from.
 //!
 //! Layer by layer as gradients land: [`Store::squares`] and [`Store::apply`]. The whole model at
@@ -123,11 +123,11 @@ impl Store {
     }
 
     /// Refuses, before the first layer is touched, what [`Store::apply`] would refuse at some layer
-    /// for the time being: slabs that somebody holds, and weights of an older version that somebody
+    /// for the time being: slabs that are in use, and weights of an older version that the user
     /// wrote.
     ///
     /// # Errors
-    /// [`roundpipe_tensor::Error::Busy`] while somebody holds a slab; [`Error::Config`] for a write
+    /// [`roundpipe_tensor::Error::Busy`] while a slab is in use; [`Error::Config`] for a write
     /// that would be lost, once.
     pub(crate) fn check_open(&self, next_version: u64, abort: &Abort) -> Result<()> {
         (0..self.layers().len())
@@ -253,7 +253,7 @@ impl Store {
         Ok(all)
     }
 
-    /// Makes the optimizer's copies follow weights that somebody wrote since the last update, which
+    /// Makes the optimizer's copies follow weights that the user wrote since the last update, which
     /// does the same by itself. Between steps only.
     ///
     /// # Errors

@@ -348,7 +348,7 @@ pub struct Decision {
 /// follows this to the letter.
 ///
 /// # Errors
-/// [`Error::Config`] for names that cannot be told apart, elements of lists that nobody can call,
+/// [`Error::Config`] for names that cannot be told apart, elements of lists that nothing can call,
 /// and names in `skip` or `override_config` that are not in the tree.
 pub fn decide(model: &Node, config: &WrapConfig, workers: usize) -> Result<Vec<Decision>> {
     let upper = config

@@ -341,7 +341,7 @@ fn labels_with_several_rows_per_sample_stay_with_their_samples() {
     assert_eq!(
         sizes(count(&[10]), None).unwrap(),
         [4, 3, 3],
-        "nobody said what a sample is"
+        "nothing says what a sample is"
     );
     let message = text(sizes(count(&[7]), Some(5)));
     assert!(

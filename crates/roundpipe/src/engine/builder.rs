@@ -246,6 +246,7 @@ impl<M: Layer + 'static> Builder<M> {
                 "0; allow at least one",
             ));
         }
+        // Cheap refusals come first: making a ring reserves device memory.
         let ring = match self.ring {
             Some(ring) => ring,
             None if self.devices.is_empty() => Ring::of(&Devices::all()?, &self.options)?,
@@ -257,6 +258,7 @@ impl<M: Layer + 'static> Builder<M> {
                 .layers()
                 .map(|(name, layer)| (name.to_owned(), layer.clone()))
                 .collect(),
+            // Not a sequence: one layer, which is never cut.
             None => vec![("model".to_owned(), original.clone() as Arc<dyn Layer>)],
         };
         if layers.is_empty() {

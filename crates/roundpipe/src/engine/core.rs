@@ -152,6 +152,7 @@ impl Core {
 
     /// Waits for the caller's turn.
     pub(super) fn turn(&self) -> MutexGuard<'_, Sequence> {
+        // A caller that panicked in its turn must not lock the others out.
         self.sequence.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -203,6 +204,7 @@ impl Core {
         self.enter("loss_scale")?;
         let mut sequence = self.turn();
         let version = sequence.visible();
+        // A step that writes a later version does not matter: at lag 1 one may be under way.
         let mut pending = sequence
             .outcomes
             .iter()
@@ -210,6 +212,7 @@ impl Core {
         if pending.any(|outcome| !outcome.wait_over()) {
             self.check(&mut sequence)?;
         }
+        // Asked again: a failure counts steps back.
         Ok(sequence.visible())
     }
 
@@ -218,6 +221,7 @@ impl Core {
     /// user still holds can be read.
     pub fn retire(&self) {
         let sequence = self.turn();
+        // Steps that were requested are made: the user was given handles for them.
         sequence.wait_steps();
         // A layer that drops its own engine would wait for itself.
         if self.enter("drop").is_ok() && self.may_set_buffers(&sequence) {
@@ -229,6 +233,7 @@ impl Core {
 
 impl Drop for Core {
     fn drop(&mut self) {
+        // The engine's handles are gone, so what is still under way is called off.
         self.call_list.fail_from(0, "the engine was dropped");
         for call in &self.call_list.active() {
             // A forward whose handle is alive ends with the handle.

@@ -37,6 +37,7 @@ impl<M> RoundPipe<M> {
             PlanKind::Infer
         };
         let (inputs, config) = (inputs.into(), config.clone());
+        // Unmerged outputs are read microbatch by microbatch later, or by another engine.
         let reads = !matches!(resolved.merge_output, MergeOutput::Off);
         let request = CallRequest {
             kind,
@@ -92,6 +93,7 @@ impl std::fmt::Debug for Forward {
 
 impl Drop for Forward {
     fn drop(&mut self) {
+        // The backward that the call was held open for will not come, or has been queued.
         if self.differentiable {
             self.call.let_go();
         }
@@ -173,6 +175,8 @@ impl Forward {
         });
         let shapes = shapes.collect::<Result<Vec<Vec<Shape>>>>();
         let shapes = shapes.map_err(|error| self.core.failed(error))?;
+        // The gradients are cut where the outputs were put together, so their sizes decide, not the
+        // batch's.
         let parts = split_grads(grads, &shapes, &merged(&self.merge))?;
         let seeds = parts.into_iter().map(|leaves| {
             let given = leaves
@@ -190,6 +194,7 @@ impl Forward {
     /// # Errors
     /// As [`Forward::backward`].
     pub fn backward_from(self, grads: &InputGrads) -> Result<InputGrads> {
+        // Microbatch m of one engine goes back into microbatch m of the other.
         if grads.len() != self.call.spec.microbatches {
             let (there, here) = (grads.len(), self.call.spec.microbatches);
             return Err(Error::config(

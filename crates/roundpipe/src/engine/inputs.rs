@@ -129,6 +129,7 @@ pub(crate) fn split(
         Some(_) => inputs.iter().find_map(Input::samples),
         None => samples.map(Arc::from),
     };
+    // Outputs of another call are not there yet, so such a call is planned without an example.
     let example = given.is_none().then(|| parts[0].clone().into_tree());
     let columns = columns(inputs, &parts)?;
     let mut sources = Vec::with_capacity(parts.len());

@@ -133,6 +133,7 @@ impl InputGrads {
         if self.input_leaves.len() == 1 {
             return Ok(self.clone());
         }
+        // Gradients lie leaf by leaf, so the leaves of the inputs before this one are skipped.
         let counts: Vec<usize> = self.input_leaves[..=index]
             .iter()
             .map(Leaves::count)
@@ -158,6 +159,7 @@ impl InputGrads {
         }
         let call = &self.call;
         let grads = call.wait_input_grads("caller", microbatch);
+        // The call's own error says more than that a value will not come.
         let grads = grads.map_err(|error| call.take_error().unwrap_or(error))?;
         let host =
             |host_value: &Option<HostValue>| host_value.as_ref().map(host_tensor).transpose();
@@ -192,6 +194,7 @@ pub(crate) fn to_host(value: &StageValue) -> Result<Tree<HostTensor>> {
     value.clone().try_map(|leaf| match &leaf.resident {
         Some(resident) => {
             let tensor = &resident.tensor;
+            // It stays where it is, for calls that use it there.
             let host = HostBuf::zeroed("output", tensor.size_bytes())?;
             tensor.read_into(&mut host.write(0..host.len())?)?;
             Ok(HostTensor::new(host, tensor.dtype(), tensor.dims())?)
@@ -220,6 +223,8 @@ pub(super) fn read<R>(
     results: impl FnOnce(&Call) -> Result<R>,
 ) -> Result<R> {
     let results = results(call);
+    // An output that cannot be merged is found by the caller's thread alone. The call must fail for
+    // it: its gradients would otherwise count in the next step.
     if let Err(error) = &results
         && !error.is_secondary()
     {

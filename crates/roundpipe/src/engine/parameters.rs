@@ -35,6 +35,7 @@ impl<M> RoundPipe<M> {
         for layer in store.layers() {
             for param in layer.params().iter().filter(|p| p.trainable) {
                 let home = &store.layer(param.home.0).params()[param.home.1].name;
+                // A shared parameter's own name is the one by the first layer that has it.
                 let first = *home == param.name;
                 let copy = copies.iter().find(|copy| copy.name == *home);
                 if let Some(copy) = copy.filter(|_| first || !remove_duplicate) {
@@ -59,6 +60,7 @@ impl<M> RoundPipe<M> {
                 .enumerate()
                 .filter(|(_, p)| p.trainable)
             {
+                // A copy: the range is written again by the next call.
                 let grad = match (layer.filled(i), layer.grad_range(i)?) {
                     (true, Some(range)) => {
                         let copy = HostTensor::zeros(param.grad_dtype, &param.shape)?;

@@ -45,6 +45,7 @@ impl Recorder {
     /// Takes the times of a call that has ended.
     pub fn learn(&self, call: &Call, planner: &Planner) {
         for piece in call.take_times() {
+            // A lane that failed has not passed all its events.
             let (Some(start), Some(end)) = (piece.from.ns(self.origin), piece.to.ns(self.origin))
             else {
                 continue;
@@ -54,6 +55,8 @@ impl Recorder {
             }
             self.trace.record(|| self.span(call, &piece, start, end));
         }
+        // Copies of other calls on the same workers are among them; the log does not tell them
+        // apart, so they count for this call.
         let taken = self.ring.take_copies();
         let id = call.spec.id;
         let pending = taken.into_iter().map(|(worker, copy)| PendingCopy {
@@ -67,6 +70,7 @@ impl Recorder {
 
     /// Waits for the copies that were noted, so that all of them are in the trace.
     pub fn finish(&self) {
+        // Draining waits for every lane, so not without need.
         if !self.copies().is_empty() {
             self.ring.drain();
             self.note_copies();

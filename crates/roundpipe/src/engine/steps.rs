@@ -67,6 +67,8 @@ impl<M> RoundPipe<M> {
     ) -> Result<StepHandle> {
         self.check_rule()?;
         update.check()?;
+        // The scale that the gradients were computed with: that of the version which the calls
+        // read, not the newest, which an update under way may change.
         let used = self.loss_scale(scaler)?;
         let skip_nonfinite = update.skip_nonfinite || scaler.is_enabled();
         let update = Update {
@@ -74,6 +76,7 @@ impl<M> RoundPipe<M> {
             skip_nonfinite,
             ..*update
         };
+        // Again: dividing by the scale may have made `grad_scale` infinite or 0.
         update.check()?;
         Ok(StepHandle(self.core.step(
             Work::Rule(update, Some((scaler.clone(), used))),
@@ -163,6 +166,8 @@ impl Core {
                         max_lag(Lag::One)";
             return Err(Error::config("step", what));
         }
+        // An update without gradients would count as a step and change nothing: a loop that lost
+        // its backward would seem to train.
         if sequence.since_step.is_empty() {
             let what = "no gradients were computed since the last step";
             return Err(Error::config("step", what));
@@ -172,6 +177,7 @@ impl Core {
         if lag == Lag::One {
             return Ok(outcome);
         }
+        // A rule's checks are done before its first layer; a function may fail at any parameter.
         let ready = if is_function {
             outcome.wait().map(drop)
         } else {
@@ -191,6 +197,8 @@ impl Core {
         let numbers = calls.iter().map(|call| call.spec.number);
         let first_number = numbers.min().unwrap_or(sequence.number);
         let outcome = Outcome::new(version, first_number);
+        // Counted before it is done: the next call must know which version to read. A failure
+        // counts back (`recover.rs`).
         sequence.steps = version;
         sequence.history.push_back(RequestedStep {
             version,
@@ -198,10 +206,12 @@ impl Core {
             number: sequence.number,
         });
         sequence.outcomes.push(outcome.clone());
+        // Engines that only read these weights wait for this version.
         self.model.store.set_asked(version);
         self.optimizer.request(StepRequest {
             version,
             calls,
+            // Calls from here on read what this step writes, and fail with it.
             next_call: sequence.next_call,
             work,
             outcome: outcome.clone(),
@@ -217,6 +227,8 @@ impl Core {
             other => other,
         };
         let error = plain(error);
+        // The cause, where this error is only its consequence; an older step that is undone, since
+        // its caller was promised it; else what happened here.
         match self.recover(sequence).map(plain) {
             Some(first) if error.is_secondary() => first,
             Some(undone @ Error::Undone { .. }) => undone,
@@ -240,6 +252,7 @@ impl Core {
         if let Some(last) = sequence.history.back() {
             sequence.settled_number = last.number;
         }
+        // Without a history there is no step at lag 1 to read behind of.
         sequence.history.clear();
         Ok(())
     }
@@ -248,6 +261,7 @@ impl Core {
     pub fn synchronize(&self) -> Result<()> {
         self.enter("synchronize")?;
         let mut sequence = self.turn();
+        // Calls first: a step waits for the gradients of its calls.
         self.wait_quiet();
         sequence.wait_steps();
         self.ring.tidy();

@@ -84,15 +84,23 @@ impl Core {
                         run it with requires_grad off, or build one that trains";
             return Err(Error::config("requires_grad", what));
         }
+        // Before the turn: it waits for updates of other engines, and callers of this one need not
+        // wait behind that.
         self.model.store.settle_others();
         let mut sequence = self.turn();
+        // A lane may have failed after its call had ended. No call would find out, and the next
+        // would fail for it.
         self.ring.tidy();
+        // Failures come before anything that this call does: `visible` below counts on steps that
+        // stand.
         self.check(&mut sequence)?;
         self.notice_writes(&mut sequence)?;
         let prepared = self.prepare(&request)?;
+        // Kept even if the plan is refused: fewer microbatches than asked for may be why.
         let warnings = prepared.parts.warnings.iter().cloned();
         self.notes().warnings.extend(warnings);
         let (plan, needs) = self.plan(&request, &prepared)?;
+        // As late as possible, since it waits for all calls under way.
         self.wait_for_buffers(&mut sequence)?;
         self.recorder.begin_call();
         let config = prepared.config.clone();
@@ -118,6 +126,7 @@ impl Core {
             config.num_microbatch,
             wants_input_grads,
         )?;
+        // Behind the inputs, whose samples decide where labels are cut.
         let mut labels = self.split_labels(request, &config, &parts)?;
         let mut loss = request.loss.clone();
         if config.loss_reduction == LossReduction::Mean {
@@ -145,13 +154,6 @@ impl Core {
             return Ok((0..count).map(|_| Tree::None).collect());
         }
         let labels = split_label(&request.labels, &config.split_label, count, parts.batch)?;
-        if labels.parts.len() != count {
-            let what = format!(
-                "{} parts of labels for {count} microbatches",
-                labels.parts.len()
-            );
-            return Err(Error::config("split_label", what));
-        }
         let mut split = Vec::with_capacity(count);
         for tree in host_values(&labels.parts)? {
             split.push(tree.map_ref(|(value, _)| value.clone()));
@@ -194,11 +196,17 @@ impl Core {
             training,
             trains,
             version: sequence.visible(),
+            // The step that its gradients will belong to, which at lag 1 is two ahead of the
+            // version it reads.
             step: sequence.steps + 1,
             number: sequence.number,
+            // Looking for the first layer that is not finite costs a pass over every value, so it
+            // is done only after a step that was not.
             probes: trains && self.optimizer.streak.is_on(),
             loss: prepared.loss,
             wants_outputs: request.wants_outputs,
+            // With several workers, the one that reads the output next is seldom the one that
+            // made it.
             keeps_outputs: !trains
                 && !request.reads
                 && self.ring.len() == 1
@@ -208,6 +216,7 @@ impl Core {
             ring_calls: self.ring.calls().clone(),
         };
         sequence.next_call += 1;
+        // An evaluation draws no random numbers, so training goes on as if it had not been.
         sequence.number += u64::from(training);
         let sources = prepared.parts.sources;
         let call = Call::new(spec, &self.call_list, sources, prepared.labels);
@@ -223,6 +232,7 @@ impl Core {
 
     /// Queues the jobs of a call that was registered.
     fn enqueue(&self, sequence: &mut Sequence, request: &CallRequest, call: &Arc<Call>) {
+        // Before the jobs, which could otherwise end the call before its results are read.
         if request.reads {
             call.open_part();
         }
@@ -243,6 +253,8 @@ impl Core {
 
     /// A call's gradients are added to those since the last step.
     fn add_gradients(&self, sequence: &mut Sequence, call: &Arc<Call>) {
+        // Calls of a step add to their gradients one after the other: the order of a sum is a part
+        // of its bits.
         call.set_adds_to(sequence.since_step.last().cloned());
         sequence.since_step.push(call.clone());
         self.notes().has_gradients = true;
@@ -254,6 +266,8 @@ impl Core {
         let version = call.spec.version;
         let mut jobs = Vec::with_capacity(stages.len());
         for stage in stages {
+            // Tickets are taken here, not by the worker: from now on no update may overwrite the
+            // version, however long the job waits in its queue.
             let mut tickets = HashMap::new();
             for layer in call.spec.stages[stage].layers.clone() {
                 let homes = store.layer(layer).homes().iter();
@@ -272,6 +286,7 @@ impl Core {
         self.enter("backward")?;
         let mut sequence = self.turn();
         self.check(&mut sequence)?;
+        // Its gradients belong to weights that are gone.
         if call.spec.step != sequence.steps + 1 {
             let what =
                 "a step was made since this forward; run the forward again with the new weights";
@@ -311,6 +326,7 @@ impl Core {
         }
         let layers = self.model.store.layers().iter();
         let mut params = layers.flat_map(|layer| layer.params());
+        // Buffers are parameters that are not trained. Whether a layer sets one shows when it runs.
         !sequence.trained && params.any(|param| !param.trainable)
     }
 }

@@ -187,6 +187,8 @@ impl<M> TrainCall<'_, M> {
         } = core.submit(request)?;
         let (losses, outputs) = read(core, &call, |call| {
             let losses = wait_losses(call)?;
+            // Behind the losses, and in the same reading: a merge that fails takes back the
+            // gradients too.
             let outputs =
                 outputs.then(|| merge(wait_outputs(call)?, &merged(&config.merge_output)));
             Ok((losses, outputs.transpose()?))
@@ -215,9 +217,12 @@ fn wait_losses(call: &Call) -> Result<Losses> {
             .iter()
             .map(|p| Ok(host_tensor(p)?.item()?))
             .collect::<Result<Vec<f64>>>();
+        // The copy to the host is the first to see a fault of the loss's kernels, so it names the
+        // fused stage.
         let values = values
             .map_err(|error| call.error_at(call.spec.forward_stages, None, Some(m), error))?;
         call.confirm()?;
+        // A loss function may return more terms for one microbatch than for another.
         losses.sums.resize(losses.sums.len().max(values.len()), 0.0);
         for (sum, value) in losses.sums.iter_mut().zip(&values) {
             *sum += value;

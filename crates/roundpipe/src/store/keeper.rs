@@ -26,7 +26,7 @@ pub(super) struct StoreKeeper {
     pub(super) trained: HashSet<ParamId>,
     /// The version that all layers will have once the updates that were asked for are done.
     pub(super) asked: AtomicU64,
-    /// Whether its engine is gone: calls that somebody still holds keep the memory, but nothing is
+    /// Whether its engine is gone: calls that the user still holds keep the memory, but nothing is
     /// updated any more.
     pub(super) retired: AtomicBool,
 }

@@ -19,15 +19,14 @@ use super::layer::StoreLayer;
 pub(crate) struct Seen {
     /// Claims that updates made.
     pub own: [u64; 2],
-    /// Claims of somebody else that calls know of.
+    /// Claims of the user that calls know of.
     pub(super) noticed: [u64; 2],
-    /// All claims on each parameter when an update last looked: more since then are somebody
-    /// else's.
+    /// All claims on each parameter when an update last looked: more since then are the user's.
     pub params: Vec<[u64; 2]>,
 }
 
 impl Store {
-    /// Whether somebody else wrote weights since this was last asked.
+    /// Whether the user wrote weights since this was last asked.
     pub(crate) fn notice_writes(&self) -> bool {
         // Every layer is to notice.
         let noticed = self
@@ -39,7 +38,7 @@ impl Store {
     }
 
     /// A number that changes whenever the weights of a layer may have changed without a new
-    /// version: when somebody wrote or moved them.
+    /// version: when the user wrote them, or another store moved them.
     pub(crate) fn writes(&self, layer: usize) -> u64 {
         let here = &self.layers[layer];
         let homes = here.params.iter().map(|param| param.param.data());
@@ -54,7 +53,7 @@ impl StoreLayer {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether somebody else wrote the newest weights since an update last looked.
+    /// Whether the user wrote the newest weights since an update last looked.
     pub(crate) fn was_written(&self) -> bool {
         let seen = self.lock_seen();
         let slab = self.versions.slab(self.versions.current());
@@ -62,7 +61,7 @@ impl StoreLayer {
             .any(|(index, _)| self.is_written(index, slab, &seen))
     }
 
-    /// Whether somebody else wrote a parameter in one of the slabs.
+    /// Whether the user wrote a parameter in one of the slabs.
     pub(crate) fn is_written(&self, index: usize, slab: usize, seen: &Seen) -> bool {
         self.writes(index, slab) != seen.params[index][slab]
     }
@@ -77,7 +76,7 @@ impl StoreLayer {
         home.map_or(0, |home| home.writes())
     }
 
-    /// Whether somebody else wrote weights since this was last asked.
+    /// Whether the user wrote weights since this was last asked.
     pub(super) fn notice_writes(&self) -> bool {
         let mut seen = self.lock_seen();
         let now = [0, 1].map(|slab| self.slab_writes(slab) - seen.own[slab]);

@@ -125,7 +125,7 @@ impl OpenParam<'_> {
         Ok(done?.contains(&true))
     }
 
-    /// Makes the f32 copy follow weights that somebody wrote.
+    /// Makes the f32 copy follow weights that the user wrote.
     pub(super) fn follow(&mut self, threads: &Threads) -> Result<()> {
         let Some(master) = &mut self.master else {
             return Ok(());
@@ -248,7 +248,7 @@ impl OpenParam<'_> {
 
 impl Drop for OpenParam<'_> {
     fn drop(&mut self) {
-        // A function failed. Nobody else knows the backup, so reading it cannot fail.
+        // A function failed. No other thread has the backup, so reading it cannot fail.
         if let Some(backup) = self.backup.take().and_then(|backup| backup.read_all().ok()) {
             self.values().copy_from_slice(backup.as_slice());
         }

@@ -337,7 +337,7 @@ impl AutoWrapped {
         &self.0.ring
     }
 
-    /// What the user should know and has not asked for, of all engines; each is told once.
+    /// What the user should know and has not asked for, of all engines; each is returned once.
     pub fn take_warnings(&self) -> Vec<String> {
         let of = |(path, engine): &(String, RoundPipe<Node>)| {
             engine
