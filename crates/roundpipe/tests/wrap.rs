@@ -10,8 +10,8 @@ use roundpipe::optim::AdamW;
 use roundpipe::wrap::{Action, Run, Value, Values, decide};
 use roundpipe::{
     AutoWrapped, Bytes, Composite, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Inputs, Lag,
-    Layer, MergeOutput, Module, Node, Param, ParamVisitor, Params, Pin, PlanKind, Ring,
-    RingOptions, RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update,
+    Layer, LossReduction, MergeOutput, Module, Node, Param, ParamVisitor, Params, Pin, PlanKind,
+    Ring, RingOptions, RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update,
     WrapConfig, Wrapped, wrap,
 };
 use roundpipe_tensor::SimWorld;
@@ -1016,6 +1016,12 @@ fn what_cannot_work_says_why() {
         text,
         "forward_backward: the model was wrapped in 2 parts, not as one sequence, so there is no last layer to run \
          the loss behind; use `forward` and its `backward`, or give `wrap` a preset that makes a `Sequential` of it"
+    );
+    let mean = RunConfig::new().loss_reduction(LossReduction::Mean);
+    let text = model.forward(data(0), &mean).unwrap_err().to_string();
+    assert!(
+        text.starts_with("loss_reduction: it belongs to single engines;"),
+        "{text}"
     );
     let text = model
         .forward(data(0), &RunConfig::new().num_microbatch(2))

@@ -365,6 +365,7 @@ fn refuse_settings(config: &RunConfig) -> Result<()> {
         ("split_input", config.split_input.is_some()),
         ("split_label", config.split_label.is_some()),
         ("merge_output", config.merge_output.is_some()),
+        ("loss_reduction", config.loss_reduction.is_some()),
         ("execute_plan", config.execute_plan.is_some()),
     ];
     match set.into_iter().find(|(_, set)| *set) {
