@@ -13,8 +13,8 @@ use clap::ValueEnum;
 use roundpipe::optim::AdamW;
 use roundpipe::trace::{Lane, Span};
 use roundpipe::{
-    Bytes, Cx, DType, Device, DeviceKind, Grain, HostTensor, Inputs, Lag, Meta, Params, RngSite,
-    RoundPipe, Rule, RunConfig, Update, Worker,
+    Bytes, Cx, DType, Device, DeviceKind, Grain, HostTensor, Inputs, Lag, LossReduction, Meta,
+    Params, RngSite, RoundPipe, Rule, RunConfig, Update, Worker,
 };
 use roundpipe_models::memory::host_memory;
 use roundpipe_models::{LoraConfig, LoraTargets, Model, TrainMode, preset};
@@ -201,11 +201,13 @@ impl BenchCmd {
     }
 
     fn engine(&self, model: &Model, workers: &[Arc<dyn Device>]) -> anyhow::Result<RoundPipe> {
-        let mut config = RunConfig::new().recompute_grain(self.grain.into());
+        let mut config = RunConfig::new()
+            .recompute_grain(self.grain.into())
+            .loss_reduction(LossReduction::Mean);
         config.num_microbatch = self.microbatches;
         let builder = RoundPipe::builder(model.layers.clone())
             .optimizer(Rule::Adam(AdamW::default()))
-            .asynchronous(self.lag == 1)
+            .max_lag(self.lag())
             .devices(workers.to_vec())
             .ring_options(self.place.ring())
             .pin(self.place.pin.into())
@@ -300,13 +302,13 @@ impl BenchCmd {
         )
     }
 
-    /// Forward and backward of a step; the mean of its microbatches' losses.
+    /// Forward and backward of a step; its loss, a mean over the batch.
     fn step_of(&self, engine: &RoundPipe, vocab: usize, step: u64) -> anyhow::Result<f64> {
         let trained = engine.train(self.inputs(vocab, step)?).run()?;
-        Ok(trained.losses.sum() / trained.losses.microbatches().len() as f64)
+        Ok(trained.losses.total())
     }
 
-    /// One step; the mean of its microbatches' losses.
+    /// One step; its loss, a mean over the batch.
     fn step(&self, engine: &RoundPipe, vocab: usize, step: u64) -> anyhow::Result<f64> {
         let loss = self.step_of(engine, vocab, step)?;
         let update = Update {

@@ -57,7 +57,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whoever read our output (`| head`) has left: that is no failure.
+/// The reader of our output (`| head`) has closed the pipe: that is no failure.
 fn is_closed_pipe(error: &anyhow::Error) -> bool {
     let kind = error.downcast_ref::<io::Error>().map(io::Error::kind);
     kind == Some(io::ErrorKind::BrokenPipe)

@@ -148,8 +148,8 @@ pub struct ModelConfig {
     pub head_dim: usize,
     /// Width inside the gated unit.
     pub intermediate: usize,
-    /// Rows of the rotary tables. Every block carries them, so whoever knows the longest sequence
-    /// that will come lowers it to that.
+    /// Rows of the rotary tables. Every block carries them, so lower it where the longest sequence is
+    /// known.
     pub max_positions: usize,
     /// Rotary embedding.
     pub rope: RopeConfig,
@@ -368,7 +368,7 @@ mod tests {
         assert_eq!(ModelConfig::from_json(&json, "x").unwrap(), old);
     }
 
-    /// Whoever has a model that is not supported reads in one line what is, and what the file says.
+    /// A user whose model is not supported reads in one line what is, and what the file says.
     #[test]
     fn what_is_not_supported_is_named() {
         let cases = [

@@ -7,7 +7,8 @@
 //! - `labels` [B, S], where given, are the tokens that should come next at each position, -100 for
 //!   none. The head then gives the loss: the mean over labelled tokens, or with a scalar `weight`
 //!   (f32) the sum divided by it, so that microbatches with different numbers of labels add up to
-//!   the mean of a whole batch.
+//!   the mean of a whole batch. The mean goes with [`LossReduction::Mean`](roundpipe::LossReduction),
+//!   which counts rows; the sum with `LossReduction::Sum`, which is exact for any labels.
 //! - `positions` [B, S] (i64), where rows do not count from 0.
 //! - `lens` (i32, cumulative), where sequences are packed into one row.
 //! - `cache`, any value: block i puts the keys and values it saw there as `past.{i}.k` and

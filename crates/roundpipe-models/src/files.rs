@@ -1,6 +1,6 @@
 //! The one way to read a small file of a model's folder or of the cache.
 //!
-//! A folder comes from somebody else, so a `config.json` may be a pipe that nobody writes, a device
+//! A folder comes from a stranger, so a `config.json` may be a pipe that nothing writes to, a device
 //! without an end, or a hundred gigabytes. [`open`] opens regular files only and never waits for a
 //! writer; [`read`] stops at the length that the [`Kind`] of file allows; [`parse_json`] stops at a
 //! number of values, because a value in memory takes many times the bytes it has in a file.

@@ -16,10 +16,10 @@
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use roundpipe::engine::{Args, MicrobatchOutputs};
+use roundpipe::engine::{Inputs, MicrobatchOutputs};
 use roundpipe::{
-    Device, HostTensor, MergeOutput, OutputDevice, Params, Ring, RingOptions, RoundPipe, RunConfig,
-    Sequential, Tree,
+    Device, HostTensor, Lag, MergeOutput, OutputDevice, Params, Ring, RingOptions, RoundPipe,
+    RunConfig, Sequential, Tree,
 };
 
 use crate::decoder::Model;
@@ -85,7 +85,7 @@ impl Generator {
         let resident = bytes as f64 <= room;
         let engine = RoundPipe::builder(model.layers.clone())
             .name("generate")
-            .asynchronous(false)
+            .max_lag(Lag::Zero)
             .inference(true)
             .ring(&ring)
             .pin(options.pin)
@@ -161,7 +161,7 @@ impl Generator {
     /// As [`Generator::generate`].
     pub fn logits(&self, ids: &[u32]) -> Result<HostTensor> {
         self.check(ids)?;
-        let args = Args::new().named("ids", tensor(ids)?);
+        let args = Inputs::new().named("ids", tensor(ids)?);
         Ok(self
             .engine
             .forward(args, &self.config)?
@@ -200,7 +200,7 @@ impl Generator {
     /// Runs some tokens behind the past and gives the logits of the last.
     fn feed(&self, ids: &[u32], past: &mut Option<MicrobatchOutputs>) -> Result<Vec<f32>> {
         for part in ids.chunks(PROMPT_STEP) {
-            let mut args = Args::new().named("ids", tensor(part)?);
+            let mut args = Inputs::new().named("ids", tensor(part)?);
             args = args
                 .named("keep", Tree::Int(1))
                 .named("cache", Tree::Bool(true));

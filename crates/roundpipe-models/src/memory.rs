@@ -1,7 +1,7 @@
 //! How much memory there is.
 //!
 //! Numbers in a file become sizes of memory, so they are compared with this before anything is made
-//! of them. Nothing else depends on it: whoever checks takes the limit as an argument.
+//! of them. Nothing else depends on it: code that checks takes the limit as an argument.
 
 use std::path::Path;
 

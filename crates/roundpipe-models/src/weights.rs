@@ -1,7 +1,7 @@
 //! One safetensors file, checked before anything in it is believed.
 //!
 //! The path of a tensor: file -> mapping -> header -> [`View`]. Nothing is copied: a view shows the
-//! mapped pages, and whoever streams through a file gives pages back behind itself.
+//! mapped pages, and a reader that streams through a file gives pages back behind itself.
 //!
 //! Refused, each with a line that names the file and the fix: a header longer than the file or than
 //! the format allows, broken JSON, a name that occurs twice, an unknown type, a shape whose size

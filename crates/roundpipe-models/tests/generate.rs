@@ -207,7 +207,7 @@ fn keeping_attention_changes_no_bit() {
         let ids = HostTensor::from_slice(&ids, &[4, 10]).unwrap();
         engine.trace().on();
         let inputs = Inputs::new().named("ids", ids.clone()).named("labels", ids);
-        let loss = engine.train(inputs).run().unwrap().losses.sum();
+        let loss = engine.train(inputs).run().unwrap().losses.total();
         engine.synchronize().unwrap();
         let grads = engine.gradients().unwrap();
         let grads: Vec<_> = grads
@@ -275,7 +275,7 @@ fn sampling_changes_nothing_about_training() {
                 let batch = Inputs::new()
                     .named("ids", ids.clone())
                     .named("labels", ids.clone());
-                losses.push(trainer.train(batch).run().unwrap().losses.sum().to_bits());
+                losses.push(trainer.train(batch).run().unwrap().losses.total().to_bits());
                 trainer.update(&Update::new(0.01), lag).unwrap();
                 let Some(early) = &early else { continue };
                 let late = Generator::new(&model, &cpu(), &memory(64 << 20)).unwrap();

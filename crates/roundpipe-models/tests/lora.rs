@@ -89,7 +89,7 @@ fn gradients_of_adapters_are_those_of_peft() {
         let inputs = Inputs::new()
             .named("ids", file.ids("ids"))
             .named("labels", file.ids("labels"));
-        let loss = engine.train(inputs).run().unwrap().losses.sum();
+        let loss = engine.train(inputs).run().unwrap().losses.total();
         assert_close(&format!("{name}: loss"), &[loss], &file.floats("lora_loss"));
         engine.synchronize().unwrap();
         let grads = engine.gradients().unwrap();

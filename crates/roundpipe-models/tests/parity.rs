@@ -75,7 +75,7 @@ fn engine(model: &Model, microbatches: usize) -> RoundPipe {
     RoundPipe::builder(model.layers.clone())
         .optimizer(Rule::Adam(rule))
         .optimizer_threads(1)
-        .asynchronous(false)
+        .max_lag(Lag::Zero)
         .run_config(RunConfig::default().num_microbatch(microbatches))
         .devices(cpus())
         .ring_options(RingOptions {
@@ -154,7 +154,7 @@ fn ten_steps_under_the_engine_are_those_of_transformers() {
         let engine = engine(&model, parts(&model));
         for (step, want) in file.floats("losses").into_iter().enumerate() {
             let inputs = inputs(&file, &format!("ids.{step}"), &format!("labels.{step}"));
-            let loss = engine.train(inputs).run().unwrap().losses.sum();
+            let loss = engine.train(inputs).run().unwrap().losses.total();
             assert_close(&format!("{name}: loss of step {step}"), &[loss], &[want]);
             engine.update(&Update::new(1e-3), Lag::Zero).unwrap();
         }

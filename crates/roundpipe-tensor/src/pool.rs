@@ -179,7 +179,7 @@ impl Pool {
             lent: false,
         };
         if bytes > 0 {
-            // SAFETY: `place` gave this piece of the device's arena to nobody else.
+            // SAFETY: `place` gave this piece of the device's arena to this block alone.
             unsafe { self.device.handing_out(op, block.addr(), place.bytes)? };
         }
         Ok(block)

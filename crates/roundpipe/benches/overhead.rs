@@ -103,7 +103,7 @@ fn engine(workers: usize, lag: Lag) -> roundpipe::Result<RoundPipe> {
     RoundPipe::builder(decoder()?)
         .optimizer(Rule::Adam(AdamW::default()))
         .optimizer_threads(THREADS)
-        .asynchronous(lag == Lag::One)
+        .max_lag(lag)
         .run_config(RunConfig::new().num_microbatch(MICROBATCHES))
         .devices(devices)
         .memory(Bytes::gib(1))
@@ -130,7 +130,7 @@ impl Plain {
     fn new() -> roundpipe::Result<Self> {
         let model = decoder()?;
         let worker = Worker::new(Cpu::new(Some(THREADS))?, Bytes::gib(1))?;
-        let optimizer = Optimizer::adamw(model.trainable_params(), AdamW::default())?;
+        let optimizer = Optimizer::new(model.trainable_params(), AdamW::default())?;
         Ok(Self {
             model,
             worker,
@@ -171,7 +171,7 @@ impl Plain {
             }
         }
         drop(sums);
-        self.optimizer.step(LR)?;
+        self.optimizer.step(&Update::new(LR))?;
         Ok(())
     }
 }

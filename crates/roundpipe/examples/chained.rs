@@ -1,6 +1,6 @@
 //! Two models on one ring of workers: the second takes the first one's outputs microbatch by
 //! microbatch as they come, and the first one's backward takes the second one's gradients the same
-//! way. Nobody waits in between.
+//! way. No thread waits in between.
 //!
 //! ```text
 //! cargo run --release -p roundpipe --example chained
@@ -11,12 +11,11 @@
 use std::io::Write;
 use std::sync::Arc;
 
-use roundpipe::engine::Args;
 use roundpipe::nn::{Func, Init, Linear};
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    Cpu, Cx, DType, Device, HostTensor, Lag, MergeOutput, Ring, RingOptions, RngSite, RoundPipe,
-    Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update,
+    Cpu, Cx, DType, Device, HostTensor, Lag, LossReduction, MergeOutput, Ring, RingOptions,
+    RngSite, RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update,
 };
 
 const BATCH: usize = 64;
@@ -53,7 +52,11 @@ pub fn run(workers: usize, steps: u64) -> roundpipe::Result<(Vec<f64>, Vec<f64>)
 fn engine(model: Sequential, ring: &Ring) -> roundpipe::Result<RoundPipe> {
     RoundPipe::builder(model)
         .optimizer(Rule::Adam(AdamW::default()))
-        .run_config(RunConfig::new().num_microbatch(4))
+        .run_config(
+            RunConfig::new()
+                .num_microbatch(4)
+                .loss_reduction(LossReduction::Mean),
+        )
         .ring(ring)
         .build()
 }
@@ -68,12 +71,12 @@ fn chained(ring: &Ring, steps: u64) -> roundpipe::Result<Vec<f64>> {
         let data = batch(step)?;
         let encoded = encoder.forward(data.clone(), &unmerged)?;
         let decoded = decoder
-            .train(Args::new().arg(encoded.unmerged()))
+            .train(encoded.unmerged())
             .labels(data)
             .loss(loss)
             .config(RunConfig::new().input_grads(true))
             .run()?;
-        losses.push(decoded.losses.sum());
+        losses.push(decoded.losses.total());
         if let Some(grads) = decoded.input_grads {
             encoded.backward_from(&grads)?;
         }
@@ -90,12 +93,13 @@ fn single(ring: &Ring, steps: u64) -> roundpipe::Result<Vec<f64>> {
     let mut losses = Vec::new();
     for step in 0..steps {
         let data = batch(step)?;
-        losses.push(both.forward_backward(data.clone(), data, loss)?.sum());
+        losses.push(both.forward_backward(data.clone(), data, loss)?.total());
         both.update(&Update::new(LR), Lag::Zero)?;
     }
     Ok(losses)
 }
 
+/// The mean over a microbatch.
 fn loss(cx: &mut Cx, output: Tree, label: Tree) -> TensorResult<Tensor> {
     cx.mse_loss(&output.tensor()?, &label.tensor()?, Default::default())
 }

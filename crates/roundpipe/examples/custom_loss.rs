@@ -1,4 +1,4 @@
-//! A loss of one's own with two terms, and the outputs beside it.
+//! A custom loss with two terms, and the outputs beside it.
 //!
 //! ```text
 //! cargo run --release -p roundpipe --example custom_loss
@@ -13,8 +13,8 @@ use roundpipe::lr::LrDecay;
 use roundpipe::nn::{Func, Init, Linear};
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    Cx, DType, HostTensor, Lag, LrSchedule, RngSite, RoundPipe, Rule, RunConfig, Sequential,
-    Tensor, TensorResult, Tree, Update,
+    Cx, DType, HostTensor, Lag, LossReduction, LrSchedule, RngSite, RoundPipe, Rule, RunConfig,
+    Sequential, Tensor, TensorResult, Tree, Update,
 };
 
 const BATCH: usize = 240;
@@ -52,7 +52,11 @@ pub fn run(steps: u64) -> roundpipe::Result<Learned> {
             weight_decay: 0.0,
             ..AdamW::default()
         }))
-        .run_config(RunConfig::new().num_microbatch(MICROBATCHES))
+        .run_config(
+            RunConfig::new()
+                .num_microbatch(MICROBATCHES)
+                .loss_reduction(LossReduction::Mean),
+        )
         .build()?;
     let schedule = LrSchedule::new(
         1e-2,
@@ -89,7 +93,7 @@ pub fn run(steps: u64) -> roundpipe::Result<Learned> {
     })
 }
 
-/// Minus the logarithm of the likelihood, and a penalty, each as its share of the batch's mean.
+/// Minus the logarithm of the likelihood, and a penalty, each as a mean over samples.
 fn loss(cx: &mut Cx, output: Tree, label: Tree) -> TensorResult<Vec<Tensor>> {
     let (output, y) = (output.tensor()?, label.tensor()?);
     let mean = cx.narrow(&output, 1, 0, 1)?;
@@ -104,10 +108,9 @@ fn loss(cx: &mut Cx, output: Tree, label: Tree) -> TensorResult<Vec<Tensor>> {
     let likelihood = cx.mean_all(&sum)?;
     let penalty = cx.square(&log_var)?;
     let penalty = cx.mean_all(&penalty)?;
-    let share = 1.0 / MICROBATCHES as f64;
     Ok(vec![
-        cx.affine(&likelihood, 0.5 * share, 0.0)?,
-        cx.affine(&penalty, 1e-3 * share, 0.0)?,
+        cx.affine(&likelihood, 0.5, 0.0)?,
+        cx.affine(&penalty, 1e-3, 0.0)?,
     ])
 }
 

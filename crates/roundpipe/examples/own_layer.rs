@@ -1,4 +1,4 @@
-//! A layer of one's own with an operation of one's own: weights that are only a sign learn
+//! A custom layer with a custom operation: weights that are only a sign learn
 //! exclusive or.
 //!
 //! ```text
@@ -11,8 +11,8 @@ use std::sync::Arc;
 use roundpipe::nn::{Init, Linear};
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    CustomOp, Cx, DType, HostTensor, Lag, Module, Param, ParamVisitor, Params, RoundPipe, Rule,
-    RunConfig, Sequential, Tensor, TensorResult, Update,
+    CustomOp, Cx, DType, HostTensor, Lag, LossReduction, Module, Param, ParamVisitor, Params,
+    RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Update,
 };
 
 /// The sign forward; backward as if it had not been there (a straight-through estimator).
@@ -80,7 +80,11 @@ pub fn run(steps: u64) -> roundpipe::Result<Vec<f32>> {
         .named("out", Linear::new(&mut init, 32, 1, true)?);
     let engine = RoundPipe::builder(model)
         .optimizer(Rule::Adam(AdamW::default()))
-        .run_config(RunConfig::new().num_microbatch(2))
+        .run_config(
+            RunConfig::new()
+                .num_microbatch(2)
+                .loss_reduction(LossReduction::Mean),
+        )
         .build()?;
     let pairs = HostTensor::from_slice(&[0.0f32, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0], &[4, 2])?;
     let answers = HostTensor::from_slice(&[0.0f32, 1.0, 1.0, 0.0], &[4, 1])?;

@@ -1,4 +1,4 @@
-//! A residual network of one's own layers learns to tell where an image is bright.
+//! A residual network of custom layers learns to tell where an image is bright.
 //!
 //! ```text
 //! cargo run --release -p roundpipe --example resnet
@@ -12,8 +12,8 @@ use roundpipe::kernel::{ConvSpec, PoolSpec};
 use roundpipe::nn::{BatchNorm2d, Conv2d, Func, Init, Linear};
 use roundpipe::optim::Sgd;
 use roundpipe::{
-    Cx, DType, HostTensor, Lag, Module, ParamVisitor, Params, RngSite, RoundPipe, Rule, RunConfig,
-    Sequential, Tensor, TensorResult, Update,
+    Cx, DType, HostTensor, Lag, LossReduction, Module, ParamVisitor, Params, RngSite, RoundPipe,
+    Rule, RunConfig, Sequential, Tensor, TensorResult, Update,
 };
 
 const BATCH: usize = 32;
@@ -28,29 +28,32 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     writeln!(
         out,
-        "{:.1}% of 256 unseen images are told right",
+        "{:.1}% of 256 unseen images are classified correctly",
         100.0 * accuracy
     )?;
     Ok(())
 }
 
-/// Trains, and gives the losses and the share of unseen images that are told right.
+/// Trains, and gives the losses and the share of unseen images that are classified correctly.
 pub fn run(steps: u64) -> roundpipe::Result<(Vec<f64>, f64)> {
     let engine = RoundPipe::builder(resnet()?)
         .optimizer(Rule::Sgd(Sgd {
             momentum: 0.9,
             ..Sgd::default()
         }))
-        .run_config(RunConfig::new().num_microbatch(MICROBATCHES))
+        .run_config(
+            RunConfig::new()
+                .num_microbatch(MICROBATCHES)
+                .loss_reduction(LossReduction::Mean),
+        )
         .build()?;
     let mut losses = Vec::new();
     for step in 0..steps {
         let (pixels, quadrants) = images(step, BATCH)?;
         let loss = engine.forward_backward(pixels, quadrants, |cx, output, label| {
-            let mean = cx.cross_entropy(&output.tensor()?, &label.tensor()?, Default::default())?;
-            cx.affine(&mean, 1.0 / MICROBATCHES as f64, 0.0)
+            cx.cross_entropy(&output.tensor()?, &label.tensor()?, Default::default())
         })?;
-        losses.push(loss.sum());
+        losses.push(loss.total());
         engine.update(&Update::new(0.05), Lag::Zero)?;
     }
     Ok((losses, accuracy(&engine)?))

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use roundpipe::nn::{Func, Init, Linear};
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    Cpu, Cx, DType, Device, HostTensor, Lag, RngSite, RoundPipe, Rule, RunConfig, Sequential,
-    Tensor, TensorResult, Tree, Update,
+    Cpu, Cx, DType, Device, HostTensor, Lag, LossReduction, RngSite, RoundPipe, Rule, RunConfig,
+    Sequential, Tensor, TensorResult, Tree, Update,
 };
 
 /// One more than the most workers that are to be kept busy. Fixed, so that the number of workers
@@ -67,13 +67,17 @@ pub fn run(workers: usize, steps: u64) -> roundpipe::Result<Vec<f64>> {
         .map(|cpu| cpu as Arc<dyn Device>);
     let engine = RoundPipe::builder(model()?)
         .optimizer(Rule::Adam(AdamW::default()))
-        .run_config(RunConfig::new().num_microbatch(MICROBATCHES))
+        .run_config(
+            RunConfig::new()
+                .num_microbatch(MICROBATCHES)
+                .loss_reduction(LossReduction::Mean),
+        )
         .devices(devices)
         .build()?;
     let mut losses = Vec::new();
     for step in 0..steps {
         let (points, arms) = batch(step)?;
-        losses.push(engine.forward_backward(points, arms, loss)?.sum());
+        losses.push(engine.forward_backward(points, arms, loss)?.total());
         // Lag 1: the update runs beside the next step, which reads the weights from before it.
         engine.update(
             &Update {
@@ -87,10 +91,9 @@ pub fn run(workers: usize, steps: u64) -> roundpipe::Result<Vec<f64>> {
     Ok(losses)
 }
 
-/// The mean over the batch: what microbatches return is summed.
+/// The mean over a microbatch; `LossReduction::Mean` makes it one over the batch.
 fn loss(cx: &mut Cx, output: Tree, label: Tree) -> TensorResult<Tensor> {
-    let mean = cx.cross_entropy(&output.tensor()?, &label.tensor()?, Default::default())?;
-    cx.affine(&mean, 1.0 / MICROBATCHES as f64, 0.0)
+    cx.cross_entropy(&output.tensor()?, &label.tensor()?, Default::default())
 }
 
 fn model() -> TensorResult<Sequential> {

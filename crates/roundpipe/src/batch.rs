@@ -1,7 +1,7 @@
 //! From a batch to microbatches and back: which tensors are cut where, and how outputs are put
 //! together.
 //!
-//! The path of a batch: [`Inputs`] -> [`split_inputs`] -> one [`Inputs`] per microbatch -> the
+//! The path of a batch: [`HostInputs`] -> [`split_inputs`] -> one [`HostInputs`] per microbatch -> the
 //! model -> [`merge`]. Labels go the same way through [`split_label`]; gradients of a merged output
 //! go back through [`split_grads`]. Everything here is a pure function of host tensors. A cut along
 //! dimension 0 shares the user's memory.
@@ -38,82 +38,120 @@ use crate::error::{Error, Result};
 use crate::tree::{Tree, keys, leaf};
 
 pub use merge::{merge, split_grads};
-pub use split::{Split, split_inputs, split_label, split_label_of};
+pub use split::{Split, split_inputs, split_label};
 
-/// What a model is called with: inputs by position and by name.
-#[derive(Debug, Clone, Default)]
-pub struct Inputs {
+/// Inputs by position and by name; `V` is what one of them is. A call takes
+/// [`Inputs`](crate::Inputs), whose values may still be computed by another engine; split functions
+/// see [`HostInputs`].
+#[derive(Debug, Clone)]
+pub struct InputsOf<V> {
     /// By position.
-    pub args: Vec<Tree<HostTensor>>,
+    pub args: Vec<V>,
     /// By name.
-    pub named: BTreeMap<String, Tree<HostTensor>>,
+    pub named: BTreeMap<String, V>,
 }
 
-impl Inputs {
+/// Inputs in host memory.
+pub type HostInputs = InputsOf<Tree<HostTensor>>;
+
+impl<V> InputsOf<V> {
     /// None yet.
     pub fn new() -> Self {
-        Self::default()
+        Self {
+            args: Vec::new(),
+            named: BTreeMap::new(),
+        }
     }
 
     /// Appends a positional input.
     #[must_use]
-    pub fn arg(mut self, value: impl Into<Tree<HostTensor>>) -> Self {
+    pub fn arg(mut self, value: impl Into<V>) -> Self {
         self.args.push(value.into());
         self
     }
 
     /// Adds a named input, or replaces the one of that name.
     #[must_use]
-    pub fn named(mut self, name: impl Into<String>, value: impl Into<Tree<HostTensor>>) -> Self {
+    pub fn named(mut self, name: impl Into<String>, value: impl Into<V>) -> Self {
         self.named.insert(name.into(), value.into());
         self
     }
 
-    /// What the model's first layer receives: a single positional input as it is, several as a
-    /// list, named ones as a map, and both as the list of the positional ones with the map at its
-    /// end.
-    pub fn into_tree(self) -> Tree<HostTensor> {
-        assemble(self.args, self.named)
+    /// All of them: by position, then by name in alphabetical order.
+    pub fn iter(&self) -> impl Iterator<Item = &V> {
+        self.args.iter().chain(self.named.values())
     }
-}
 
-/// The rule of [`Inputs::into_tree`] for leaves of any type.
-pub(crate) fn assemble<T>(mut args: Vec<Tree<T>>, named: BTreeMap<String, Tree<T>>) -> Tree<T> {
-    match (args.len(), named.is_empty()) {
-        (0, true) => Tree::None,
-        (0, false) => Tree::Map(named),
-        (1, true) => args.remove(0),
-        (_, true) => Tree::List(args),
-        (_, false) => {
-            args.push(Tree::Map(named));
-            Tree::List(args)
+    /// The same with each input replaced by what `f` makes of it.
+    pub(crate) fn try_map<U, E>(
+        self,
+        mut f: impl FnMut(V) -> Result<U, E>,
+    ) -> Result<InputsOf<U>, E> {
+        let mut mapped = InputsOf::new();
+        for value in self.args {
+            mapped.args.push(f(value)?);
+        }
+        for (name, value) in self.named {
+            mapped.named.insert(name, f(value)?);
+        }
+        Ok(mapped)
+    }
+
+    /// As [`InputsOf::try_map`], for what cannot fail.
+    pub(crate) fn map<U>(self, mut f: impl FnMut(V) -> U) -> InputsOf<U> {
+        let named = self.named.into_iter();
+        InputsOf {
+            args: self.args.into_iter().map(&mut f).collect(),
+            named: named.map(|(name, value)| (name, f(value))).collect(),
         }
     }
 }
 
-impl From<HostTensor> for Inputs {
+impl<T> InputsOf<Tree<T>> {
+    /// What the model's first layer receives: a single positional input as it is, several as a
+    /// list, named ones as a map, and both as the list of the positional ones with the map at its
+    /// end.
+    pub fn into_tree(self) -> Tree<T> {
+        let Self { mut args, named } = self;
+        match (args.len(), named.is_empty()) {
+            (0, true) => Tree::None,
+            (0, false) => Tree::Map(named),
+            (1, true) => args.remove(0),
+            (_, true) => Tree::List(args),
+            (_, false) => {
+                args.push(Tree::Map(named));
+                Tree::List(args)
+            }
+        }
+    }
+}
+
+impl<V> Default for InputsOf<V> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<V: From<HostTensor>> From<HostTensor> for InputsOf<V> {
     fn from(tensor: HostTensor) -> Self {
         Self::new().arg(tensor)
     }
 }
 
-impl From<Tree<HostTensor>> for Inputs {
+impl<V: From<Tree<HostTensor>>> From<Tree<HostTensor>> for InputsOf<V> {
     fn from(tree: Tree<HostTensor>) -> Self {
         Self::new().arg(tree)
     }
 }
 
-impl From<Vec<HostTensor>> for Inputs {
+impl<V: From<HostTensor>> From<Vec<HostTensor>> for InputsOf<V> {
     /// Each is a positional input of its own.
     fn from(tensors: Vec<HostTensor>) -> Self {
-        Self {
-            args: tensors.into_iter().map(Tree::Tensor).collect(),
-            named: BTreeMap::new(),
-        }
+        tensors.into_iter().fold(Self::new(), Self::arg)
     }
 }
 
-impl<const N: usize> From<[HostTensor; N]> for Inputs {
+impl<V: From<HostTensor>, const N: usize> From<[HostTensor; N]> for InputsOf<V> {
     /// Each is a positional input of its own.
     fn from(tensors: [HostTensor; N]) -> Self {
         Vec::from(tensors).into()
@@ -131,7 +169,7 @@ pub enum Cut {
 
 /// Makes the inputs of each microbatch from the inputs of the batch and the wished number of
 /// microbatches.
-pub type SplitInputFn = dyn Fn(&Inputs, usize) -> Result<Vec<Inputs>> + Send + Sync;
+pub type SplitInputFn = dyn Fn(&HostInputs, usize) -> Result<Vec<HostInputs>> + Send + Sync;
 /// Makes the label of each microbatch from the label of the batch and the number of microbatches.
 pub type SplitLabelFn =
     dyn Fn(&Tree<HostTensor>, usize) -> Result<Vec<Tree<HostTensor>>> + Send + Sync;
@@ -146,7 +184,7 @@ pub enum SplitInput {
     /// By the rules of this module.
     #[default]
     Auto,
-    /// As told for each input.
+    /// By a rule for each input.
     Spec {
         /// One for each positional input.
         args: Vec<Tree<Cut>>,
@@ -160,7 +198,7 @@ pub enum SplitInput {
 impl SplitInput {
     /// As the function does it.
     pub fn function(
-        f: impl Fn(&Inputs, usize) -> Result<Vec<Inputs>> + Send + Sync + 'static,
+        f: impl Fn(&HostInputs, usize) -> Result<Vec<HostInputs>> + Send + Sync + 'static,
     ) -> Self {
         Self::Function(Arc::new(f))
     }
@@ -172,7 +210,7 @@ pub enum SplitLabel {
     /// By the rules of this module.
     #[default]
     Auto,
-    /// As told.
+    /// By these rules.
     Spec(Tree<Cut>),
     /// As the function does it.
     Function(Arc<SplitLabelFn>),
@@ -224,7 +262,7 @@ pub enum MergeOutput {
     /// By the rules of this module.
     #[default]
     Auto,
-    /// As told for each output.
+    /// By a rule for each output.
     Spec(Tree<Merge>),
     /// As the function does it.
     Function(Arc<MergeFn>),

@@ -4,10 +4,24 @@
 //! Every field may stay unset. A field set at the call wins over the model's; one set at neither
 //! takes its default. [`RunConfig::resolve`] is the only way to the checked form that the engine
 //! works from.
+//!
+//! Two options of the Python RoundPipe have no counterpart: `preserve_rng_state`, since random
+//! numbers are a function of their place and a recompute always repeats them, and `optim_dtype`,
+//! since the optimizer's copies are always f32.
 
 use crate::batch::{MergeOutput, SplitInput, SplitLabel};
 use crate::error::{Error, Result};
 use crate::plan::ExecutePlan;
+
+/// How many steps weights may be behind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Lag {
+    /// Every call reads the newest weights.
+    Zero,
+    /// The update runs beside the next call, which reads the weights from before it, unless
+    /// [`synchronize`](crate::RoundPipe::synchronize) comes between.
+    One,
+}
 
 /// Where outputs land.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -32,6 +46,29 @@ pub enum Grain {
     Layer,
 }
 
+/// How the losses of microbatches become the loss of the batch, in value and in gradient.
+///
+/// Each call's gradients are those of its own loss and are added to the gradients since the last
+/// step. So `k` calls with [`LossReduction::Mean`] before a step add up `k` means; set
+/// [`Update::grad_scale`](crate::Update::grad_scale) to `1.0 / k` to train on the mean of all, if
+/// the calls have the same number of samples.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum LossReduction {
+    /// The plain sum over microbatches, for a loss function that adds up over samples. A function
+    /// that returns a mean gives a loss, and gradients, that grow with the number of microbatches.
+    #[default]
+    Sum,
+    /// For a loss function that returns the mean over the samples it was given: each microbatch
+    /// counts by its share of the batch's samples, so that the loss and its gradients are those of
+    /// the mean over the batch, and the number of microbatches changes nothing but rounding.
+    ///
+    /// A sample is an index along the dimension that inputs are cut along. A mean over something
+    /// else, such as the tokens that have a label, is not the batch's mean this way when
+    /// microbatches have unequally many: return a sum divided by the count of the whole batch, with
+    /// [`LossReduction::Sum`].
+    Mean,
+}
+
 /// The choices of one level; what is `None` is left to the level below.
 #[derive(Debug, Clone, Default)]
 pub struct RunConfig {
@@ -41,10 +78,6 @@ pub struct RunConfig {
     pub input_grads: Option<bool>,
     /// Where outputs land; the host by default.
     pub output_device: Option<OutputDevice>,
-    /// Whether recompute repeats random operations exactly; on by default. Random numbers are a
-    /// function of their place here, so they repeat either way, and nothing is gained by switching
-    /// this off.
-    pub preserve_rng_state: Option<bool>,
     /// What is recomputed together; a stage by default.
     pub recompute_grain: Option<Grain>,
     /// Into how many microbatches a batch is split; one more than there are devices by default.
@@ -55,6 +88,8 @@ pub struct RunConfig {
     pub split_label: Option<SplitLabel>,
     /// How outputs are merged; automatic by default.
     pub merge_output: Option<MergeOutput>,
+    /// How the losses of microbatches become one; their sum by default.
+    pub loss_reduction: Option<LossReduction>,
     /// Where the model is cut into stages; planned by default.
     pub execute_plan: Option<ExecutePlan>,
 }
@@ -88,8 +123,6 @@ fields! {
     input_grads: bool,
     /// Says where outputs land.
     output_device: OutputDevice,
-    /// Says whether recompute repeats random operations exactly.
-    preserve_rng_state: bool,
     /// Says what is recomputed together.
     recompute_grain: Grain,
     /// Says into how many microbatches a batch is split.
@@ -100,6 +133,8 @@ fields! {
     split_label: SplitLabel,
     /// Says how outputs are merged.
     merge_output: MergeOutput,
+    /// Says how the losses of microbatches become one.
+    loss_reduction: LossReduction,
     /// Says where the model is cut into stages.
     execute_plan: ExecutePlan,
 }
@@ -132,12 +167,12 @@ impl RunConfig {
             requires_grad: self.requires_grad.unwrap_or(true),
             input_grads: self.input_grads.unwrap_or(false),
             output_device,
-            preserve_rng_state: self.preserve_rng_state.unwrap_or(true),
             recompute_grain: self.recompute_grain.unwrap_or_default(),
             num_microbatch: self.num_microbatch.unwrap_or(devices + 1),
             split_input: self.split_input.clone().unwrap_or_default(),
             split_label: self.split_label.clone().unwrap_or_default(),
             merge_output: self.merge_output.clone().unwrap_or_default(),
+            loss_reduction: self.loss_reduction.unwrap_or_default(),
             execute_plan: self.execute_plan.clone(),
         })
     }
@@ -152,8 +187,6 @@ pub struct Resolved {
     pub input_grads: bool,
     /// Where outputs land.
     pub output_device: OutputDevice,
-    /// Whether recompute repeats random operations exactly.
-    pub preserve_rng_state: bool,
     /// What is recomputed together.
     pub recompute_grain: Grain,
     /// Into how many microbatches a batch is split; at least 1.
@@ -164,6 +197,8 @@ pub struct Resolved {
     pub split_label: SplitLabel,
     /// How outputs are merged.
     pub merge_output: MergeOutput,
+    /// How the losses of microbatches become one.
+    pub loss_reduction: LossReduction,
     /// Where the model is cut into stages; `None` leaves it to the planner.
     pub execute_plan: Option<ExecutePlan>,
 }
@@ -177,7 +212,7 @@ mod tests {
     #[test]
     fn nothing_chosen_gives_the_defaults() {
         let run = RunConfig::default().resolve(3).unwrap();
-        assert!(run.requires_grad && run.preserve_rng_state && !run.input_grads);
+        assert!(run.requires_grad && !run.input_grads);
         assert_eq!(
             (run.output_device, run.recompute_grain),
             (OutputDevice::Host, Grain::Stage)
@@ -204,7 +239,7 @@ mod tests {
             .num_microbatch(2)
             .input_grads(true);
         let run = call.over(&model).resolve(1).unwrap();
-        assert!(run.requires_grad && run.input_grads && run.preserve_rng_state);
+        assert!(run.requires_grad && run.input_grads);
         assert_eq!((run.num_microbatch, run.recompute_grain), (2, Grain::Layer));
         assert!(matches!(run.merge_output, MergeOutput::Off));
         assert_eq!(run.execute_plan, Some(plan));

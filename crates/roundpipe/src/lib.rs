@@ -1,68 +1,81 @@
 //! roundpipe: train models far larger than a GPU's memory on one machine.
 //!
 //! A model is a [`Sequential`] of [`Layer`]s. A layer is parameters plus a forward; gradients come
-//! from the tape. Weights live in host memory, a [`Worker`] computes, an [`Optimizer`] updates on
-//! the host.
+//! from the tape. [`RoundPipe`] runs it: weights, gradients and optimizer state live in host memory,
+//! and stages of layers go round-robin over the workers. The page of [`engine`] has a training loop.
+//! Without an engine, a [`Worker`] computes and an [`Optimizer`] updates.
 //!
-//! The modules stand in data order: values between layers, batches and microbatches, layers,
-//! ready-made layers, costs, plans and their simulation, run configurations, what threads are doing
-//! and did, learning rates, optimizers, versions of weights, the store and its updates, executors,
-//! the engine, and the rules that make engines of a tree of modules. This crate has no `unsafe`
-//! code.
+//! | to | see |
+//! |---|---|
+//! | write a layer | [`Module`], [`Layer`], [`Params`], [`Cx`]; ready-made ones in [`nn`] |
+//! | train | [`RoundPipe::builder`], [`RoundPipe::forward_backward`], [`RoundPipe::update`] |
+//! | say how a batch is split | [`RunConfig`], [`LossReduction`], [`Inputs`] |
+//! | choose the update | [`optim`], [`lr`], [`Update`], [`GradScaler`] |
+//! | choose the devices | [`Devices`], [`Ring`] |
+//! | see what happens | [`trace`], [`RoundPipe::status`], [`Ring::budgets`] |
+//! | cut a model by hand, or simulate a plan | [`ExecutePlan`], [`timeline`], [`cost`] |
+//! | make engines of a tree of modules | [`wrap`](mod@wrap) |
+//!
+//! The modules stand in data order, and each uses only those above it: values between layers,
+//! batches and microbatches, layers, plans and costs, run configurations, what threads are doing and
+//! did, learning rates and rules, versions of weights, the store and its updates, executors, the
+//! engine. This crate has no `unsafe` code.
 #![forbid(unsafe_code)]
 
-pub mod error;
+mod error;
 mod sync;
-pub mod tree;
+mod tree;
 
-pub mod batch;
+mod batch;
 
-pub mod layer;
+mod layer;
 pub mod nn;
 
-pub mod plan;
+mod plan;
 
-pub mod budget;
+mod budget;
 pub mod cost;
-pub mod schedule;
+mod schedule;
 
 pub mod timeline;
 
-pub mod search;
+mod search;
 
-pub mod config;
+mod config;
 
-pub mod status;
+mod status;
 pub mod trace;
 
 pub mod lr;
 pub mod optim;
-pub mod scaler;
+mod scaler;
 
-pub mod version;
+mod version;
 
-pub mod store;
-pub mod update;
+mod store;
+mod update;
 
-pub mod devices;
+mod optimizer;
+
+mod devices;
 
 mod exec;
-#[cfg(loom)]
-pub use exec::ending;
 
 pub mod engine;
 pub mod wrap;
 
-pub use batch::{Cut, Inputs, Merge, MergeOutput, SplitInput, SplitLabel};
-pub use config::{Grain, OutputDevice, RunConfig};
+pub use batch::{Cut, HostInputs, InputsOf, Merge, MergeOutput, SplitInput, SplitLabel};
+pub use budget::WorkerBudget;
+pub use config::{Grain, Lag, LossReduction, OutputDevice, RunConfig};
 pub use cost::{LayerCost, LayerCosts, LayerTimes};
 pub use devices::Devices;
-pub use engine::{Forward, Lag, Losses, RoundPipe, TrainOutput};
+pub use engine::{Forward, Input, Inputs, Losses, RoundPipe, TrainOutput};
 pub use error::{Error, Result, TaskPlace};
 pub use exec::ring::{Ring, RingOptions};
 pub use layer::{Layer, Module, ParamVisitor, Params, Sequential};
 pub use lr::LrSchedule;
-pub use optim::{Optimizer, Rule};
+pub use optim::{Rule, StepReport, Update};
+pub use optimizer::Optimizer;
 pub use plan::{ExecutePlan, Pass, PlanKind, Stage};
 pub use roundpipe_tensor::{
     Bytes, CostModel, Cpu, Cuda, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients,
@@ -70,12 +83,24 @@ pub use roundpipe_tensor::{
     Worker, bf16, f16, kernel, ops,
 };
 pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
-pub use scaler::GradScaler;
+pub use scaler::{GradScaler, ScalerState};
 pub use search::AutoOptions;
-pub use status::{Board, Watchdog};
-pub use store::{Store, StoreConfig};
+pub use status::{Report, StatusLine};
+pub use store::StoreBytes;
 pub use timeline::{Schedule, Setting, Timeline, simulate, simulate_models};
 pub use trace::{Span, Trace};
 pub use tree::Tree;
-pub use update::Update;
+pub use update::{OptimHandle, OptimParam, OptimParams};
 pub use wrap::{AutoWrapped, Composite, Node, WrapConfig, Wrapped, wrap};
+
+/// What only the tests of this crate need: the store and the protocol of its versions. Not a part of
+/// the public interface.
+#[doc(hidden)]
+pub mod testing {
+    #[cfg(loom)]
+    pub use crate::exec::ending;
+    pub use crate::optim::Decision;
+    pub use crate::store::{Segment, Store, StoreConfig};
+    pub use crate::update::Apply;
+    pub use crate::version::{Abort, Aborted, Gate, ReadTicket, Versions};
+}

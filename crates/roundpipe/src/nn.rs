@@ -62,9 +62,9 @@ impl Init {
 /// y = x Wᵀ + b.
 #[derive(Debug, Clone)]
 pub struct Linear {
-    /// [out, in].
+    /// `[out, in]`.
     pub weight: Param,
-    /// [out].
+    /// `[out]`.
     pub bias: Option<Param>,
 }
 
@@ -103,7 +103,7 @@ impl Module for Linear {
 /// Rows of a table by index.
 #[derive(Debug, Clone)]
 pub struct Embedding {
-    /// [count, width].
+    /// `[count, width]`.
     pub weight: Param,
 }
 
@@ -135,7 +135,7 @@ impl Module for Embedding {
 /// Root-mean-square norm over the last dimension.
 #[derive(Debug, Clone)]
 pub struct RmsNorm {
-    /// [width].
+    /// `[width]`.
     pub weight: Param,
     /// Added to the mean square.
     pub eps: f64,
@@ -170,9 +170,9 @@ impl Module for RmsNorm {
 /// Layer norm over the last dimension.
 #[derive(Debug, Clone)]
 pub struct LayerNorm {
-    /// [width].
+    /// `[width]`.
     pub weight: Param,
-    /// [width].
+    /// `[width]`.
     pub bias: Param,
     /// Added to the variance.
     pub eps: f64,
@@ -209,9 +209,9 @@ impl Module for LayerNorm {
 /// 2-d convolution.
 #[derive(Debug, Clone)]
 pub struct Conv2d {
-    /// [out, in / groups, height, width].
+    /// `[out, in / groups, height, width]`.
     pub weight: Param,
-    /// [out].
+    /// `[out]`.
     pub bias: Option<Param>,
     /// Stride, padding, dilation, groups.
     pub options: ConvSpec,
@@ -264,9 +264,9 @@ impl Module for Conv2d {
 /// Batch norm over all dimensions but the second.
 #[derive(Debug, Clone)]
 pub struct BatchNorm2d {
-    /// [channels].
+    /// `[channels]`.
     pub weight: Param,
-    /// [channels].
+    /// `[channels]`.
     pub bias: Param,
     /// Running mean, f32; updated once per training pass.
     pub running_mean: Param,

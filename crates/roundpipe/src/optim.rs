@@ -1,27 +1,24 @@
-//! Optimizers over parameters in host memory.
+//! What an update does with a gradient: the rule, what a step asks for, and the fused pass.
 //!
-//! The path of a gradient: [`Gradients`] -> the optimizer's own f32 slab ([`Optimizer::add`], which
-//! adds up calls) -> one fused pass over gradient, master weights and moments that writes the new
-//! working weights ([`Optimizer::step`]). Master weights exist only where working weights are
-//! narrower than f32.
+//! A pass reads a gradient, updates master weights and moments, and writes the new working weights.
+//! Master weights exist only where working weights are narrower than f32. This module holds no
+//! state: the store does, for engines and for [`Optimizer`](crate::Optimizer) alike.
 //!
 //! # Invariants
-//! - A frozen parameter has no state and is never written.
-//! - A step either updates every parameter or, when a slab is in use elsewhere, none.
-//! - The same gradients in the same order give the same bits, for any number of threads.
-
-use std::collections::HashMap;
+//! - The same gradients give the same bits, for any number of threads.
+//! - What was finite stays finite: an element whose new value would not be keeps the old one.
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::{HostMut, HostRef};
 use roundpipe_tensor::optim::{self, AdamSlabs, Floats, FloatsMut, SgdSlabs};
-use roundpipe_tensor::{DType, Gradients, HostBuf, Param, ParamId};
+use roundpipe_tensor::{DType, HostBuf, Param};
 
 pub use roundpipe_tensor::optim::{AdamW, Sgd, WeightDecay};
 
 use crate::error::{Error, Result};
 
-/// What to do with a gradient.
+/// What to do with a gradient. The rule's own `lr` is not read: each step brings its learning rate
+/// ([`Update::lr`]).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rule {
     /// Adam or AdamW.
@@ -49,6 +46,18 @@ pub(crate) struct Slabs<'a> {
     pub moments: Vec<&'a mut [f32]>,
     /// Where the new weights go as well; `None` when `master` is the working slab.
     pub working: Option<FloatsMut<'a>>,
+}
+
+impl From<AdamW> for Rule {
+    fn from(rule: AdamW) -> Self {
+        Self::Adam(rule)
+    }
+}
+
+impl From<Sgd> for Rule {
+    fn from(rule: Sgd) -> Self {
+        Self::Sgd(rule)
+    }
 }
 
 impl Rule {
@@ -197,6 +206,7 @@ impl Update {
     }
 
     /// What to do with gradients whose squares, as they are stored, add up to `squared`.
+    #[doc(hidden)]
     pub fn decide(&self, squared: f64) -> Decision {
         // Unscaled before they are measured, so that the threshold means the same at every scale.
         let squared = squared * self.grad_scale * self.grad_scale;
@@ -212,42 +222,15 @@ impl Update {
 }
 
 /// What [`Update::decide`] says.
+#[doc(hidden)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Decision {
     /// What stored gradients are multiplied with.
     pub factor: f32,
     /// L2 norm of all gradients, unscaled, before clipping.
     pub grad_norm: f64,
-    /// Whether the step is skipped: [`Store::skip`](crate::Store::skip) instead of
-    /// [`Store::apply`](crate::Store::apply) for every layer.
+    /// Whether the step is skipped: `Store::skip` instead of `Store::apply` for every layer.
     pub skip: bool,
-}
-
-/// The state of one parameter.
-struct Entry {
-    name: String,
-    param: Param,
-    decays: bool,
-    /// Sum of the gradients since the last step, f32.
-    grad: HostBuf,
-    /// Whether `grad` holds anything.
-    filled: bool,
-    /// f32 weights, where the working weights are narrower.
-    master: Option<HostBuf>,
-    /// Moments or momentum, f32, in the rule's order.
-    moments: Vec<HostBuf>,
-}
-
-/// Updates parameters in place.
-pub struct Optimizer {
-    rule: Rule,
-    threads: Threads,
-    entries: Vec<Entry>,
-    places: HashMap<ParamId, usize>,
-    steps: u64,
-    max_norm: Option<f64>,
-    /// Where a gradient lands that is added to another; grows to the largest.
-    landing: Option<HostBuf>,
 }
 
 /// What a step saw.
@@ -261,235 +244,6 @@ pub struct StepReport {
     pub skipped: bool,
     /// Whether some weights kept their value because the rule's result for them was not finite.
     pub partial: bool,
-}
-
-impl Optimizer {
-    /// Adam with decoupled weight decay (or plain, by its settings).
-    ///
-    /// # Errors
-    /// When a parameter's type cannot be optimised or the system has no memory.
-    pub fn adamw(params: impl IntoIterator<Item = (String, Param)>, rule: AdamW) -> Result<Self> {
-        Self::new(params, Rule::Adam(rule))
-    }
-
-    /// Stochastic gradient descent.
-    ///
-    /// # Errors
-    /// As [`Optimizer::adamw`].
-    pub fn sgd(params: impl IntoIterator<Item = (String, Param)>, rule: Sgd) -> Result<Self> {
-        Self::new(params, Rule::Sgd(rule))
-    }
-
-    /// Any rule.
-    ///
-    /// # Errors
-    /// As [`Optimizer::adamw`].
-    pub fn new(params: impl IntoIterator<Item = (String, Param)>, rule: Rule) -> Result<Self> {
-        let threads = Threads::new(None)?;
-        let mut entries: Vec<Entry> = Vec::new();
-        let mut places = HashMap::new();
-        for (name, param) in params {
-            if !param.is_trainable() || places.contains_key(&param.id()) {
-                continue;
-            }
-            places.insert(param.id(), entries.len());
-            entries.push(Entry::new(&threads, name, param, rule.moments())?);
-        }
-        Ok(Self {
-            rule,
-            threads,
-            entries,
-            places,
-            steps: 0,
-            max_norm: None,
-            landing: None,
-        })
-    }
-
-    /// Scales gradients down when their common norm exceeds `norm`.
-    #[must_use]
-    pub fn clip(mut self, norm: f64) -> Self {
-        self.max_norm = Some(norm);
-        self
-    }
-
-    /// Applies weight decay only where `decays` says so; by default everywhere.
-    #[must_use]
-    pub fn decay_where(mut self, decays: impl Fn(&str, &Param) -> bool) -> Self {
-        for entry in &mut self.entries {
-            entry.decays = decays(&entry.name, &entry.param);
-        }
-        self
-    }
-
-    /// Steps taken so far.
-    pub fn steps(&self) -> u64 {
-        self.steps
-    }
-
-    /// Bytes of host memory beside the working weights.
-    pub fn state_bytes(&self) -> usize {
-        let of = |e: &Entry| {
-            e.grad.len()
-                + e.master
-                    .iter()
-                    .chain(&e.moments)
-                    .map(HostBuf::len)
-                    .sum::<usize>()
-        };
-        self.entries.iter().map(of).sum()
-    }
-
-    /// Adds gradients to those since the last step. Gradients of parameters this optimizer does not
-    /// have are left out.
-    ///
-    /// # Errors
-    /// When the device failed or a slab is in use elsewhere.
-    pub fn add(&mut self, gradients: &Gradients) -> Result<()> {
-        for (param, grad) in gradients.params() {
-            let Some(&place) = self.places.get(&param.id()) else {
-                continue;
-            };
-            let entry = &mut self.entries[place];
-            if entry.filled {
-                let landing = landing(&mut self.landing, entry.grad.len())?;
-                grad.read_into(&mut landing.write(0..landing.len())?)?;
-                entry.add(&self.threads, Floats::F32(landing.read_all()?.as_slice()))?;
-            } else {
-                grad.read_into(&mut entry.grad.write(0..entry.grad.len())?)?;
-                entry.filled = true;
-            }
-        }
-        Ok(())
-    }
-
-    /// Adds a gradient in host memory to those of `param` since the last step; it is left out when
-    /// this optimizer does not have the parameter. Lets a plain loop round gradients as the engine
-    /// does.
-    ///
-    /// # Errors
-    /// When it has not as many elements as the parameter, or a slab is in use elsewhere.
-    pub fn add_grad(&mut self, param: &Param, values: Floats<'_>) -> Result<()> {
-        match self.places.get(&param.id()) {
-            Some(&place) => self.entries[place].add(&self.threads, values),
-            None => Ok(()),
-        }
-    }
-
-    /// Updates every parameter that has a gradient, with the learning rate `lr`, and starts the
-    /// sums anew. A step whose gradients are not all finite is skipped.
-    ///
-    /// # Errors
-    /// [`Error::Config`] when there are no gradients or an option makes no sense; a parameter that
-    /// a pass still reads is an error that leaves all parameters as they were.
-    pub fn step(&mut self, lr: f64) -> Result<StepReport> {
-        let update = Update {
-            clip: self.max_norm,
-            ..Update::new(lr)
-        };
-        update.check()?;
-        if !self.entries.iter().any(|e| e.filled) {
-            return Err(Error::config(
-                "step",
-                "no gradients were added since the last step",
-            ));
-        }
-        let mut squared = 0.0;
-        for entry in self.entries.iter().filter(|e| e.filled) {
-            squared += optim::squared_norm(
-                &self.threads,
-                Floats::F32(entry.grad.read_all()?.as_slice()),
-            );
-        }
-        let decision = update.decide(squared);
-        let (factor, grad_norm) = (decision.factor, decision.grad_norm);
-        // All guards first: a parameter in use stops the step before anything is written.
-        let mut open = Vec::new();
-        for entry in self.entries.iter().filter(|e| e.filled) {
-            open.push((entry.decays, Open::new(entry)?));
-        }
-        let step = self.steps + 1;
-        let shared = Shared { lr, step, factor };
-        if decision.skip {
-            self.zero_grad();
-            return Ok(StepReport {
-                step: self.steps,
-                grad_norm,
-                skipped: true,
-                partial: false,
-            });
-        }
-        let mut partial = false;
-        for (decays, mut open) in open {
-            partial |= self
-                .rule
-                .update(&self.threads, shared, decays, open.slabs())?;
-        }
-        // Only now: a refused learning rate is no step.
-        self.steps = step;
-        self.zero_grad();
-        Ok(StepReport {
-            step,
-            grad_norm,
-            skipped: false,
-            partial,
-        })
-    }
-
-    /// Forgets the gradients added since the last step.
-    pub fn zero_grad(&mut self) {
-        for entry in &mut self.entries {
-            entry.filled = false;
-        }
-    }
-}
-
-impl Entry {
-    fn new(threads: &Threads, name: String, param: Param, moments: usize) -> Result<Self> {
-        let bytes = param.shape().numel() * size_of::<f32>();
-        let slab = |what: &str| HostBuf::zeroed(format!("{name} {what}"), bytes);
-        let master = if needs_master(&name, param.dtype())? {
-            let master = slab("master")?;
-            fill_master(threads, &param, &master)?;
-            Some(master)
-        } else {
-            None
-        };
-        let grad = slab("gradient")?;
-        let moments = (0..moments)
-            .map(|_| slab("moment"))
-            .collect::<Result<_, _>>()?;
-        Ok(Self {
-            name,
-            param,
-            decays: true,
-            grad,
-            filled: false,
-            master,
-            moments,
-        })
-    }
-
-    fn add(&mut self, threads: &Threads, values: Floats<'_>) -> Result<()> {
-        let mut sum = self.grad.write(0..self.grad.len())?;
-        if self.filled {
-            optim::accumulate(threads, values, sum.as_mut_slice())?;
-        } else {
-            optim::cast(threads, values, FloatsMut::F32(sum.as_mut_slice()))?;
-            self.filled = true;
-        }
-        Ok(())
-    }
-}
-
-/// The first `bytes` bytes of `buf`, which is made or grown as needed.
-fn landing(buf: &mut Option<HostBuf>, bytes: usize) -> Result<HostBuf> {
-    match buf {
-        Some(buf) if buf.len() >= bytes => Ok(buf.slice(0..bytes)?),
-        _ => Ok(buf
-            .insert(HostBuf::zeroed("gradient landing", bytes)?)
-            .clone()),
-    }
 }
 
 /// Whether a parameter of this type has an f32 copy beside its working weights.
@@ -517,46 +271,6 @@ pub(crate) fn fill_master(threads: &Threads, param: &Param, master: &HostBuf) ->
         FloatsMut::F32(into.as_mut_slice()),
     )?;
     Ok(())
-}
-
-/// The slabs of one parameter, opened for an update.
-struct Open {
-    dtype: DType,
-    grad: HostRef,
-    working: HostMut,
-    master: Option<HostMut>,
-    moments: Vec<HostMut>,
-}
-
-impl Open {
-    fn new(entry: &Entry) -> Result<Self> {
-        let all = |buf: &HostBuf| buf.write(0..buf.len());
-        Ok(Self {
-            dtype: entry.param.dtype(),
-            grad: entry.grad.read_all()?,
-            working: all(&entry.param.data())?,
-            master: entry.master.as_ref().map(all).transpose()?,
-            moments: entry.moments.iter().map(all).collect::<Result<_, _>>()?,
-        })
-    }
-
-    fn slabs(&mut self) -> Slabs<'_> {
-        let grad = Floats::F32(self.grad.as_slice());
-        let (master, working) = match &mut self.master {
-            None => (self.working.as_mut_slice::<f32>(), None),
-            Some(master) => (
-                master.as_mut_slice(),
-                Some(floats_mut(self.dtype, &mut self.working)),
-            ),
-        };
-        let moments = self.moments.iter_mut().map(HostMut::as_mut_slice).collect();
-        Slabs {
-            grad,
-            master,
-            moments,
-            working,
-        }
-    }
 }
 
 /// A host range as the optimizer's kernels read it.

@@ -1,16 +1,16 @@
 //! Who is doing or waiting for what, and a watchdog that says so when nothing moves.
 //!
 //! A silent hang is the worst failure of a pipeline of threads: each waits for another and none
-//! knows why. So every thread of an engine keeps one line on a [`Board`], and everyone who finishes
-//! something calls [`Board::tick`]. A [`Watchdog`] that sees no tick for a while, although someone
-//! waits, hands the lines to whoever can show them. It ends nothing and repairs nothing.
+//! knows why. So every thread of an engine keeps one line on a [`Board`], and calls [`Board::tick`] when
+//! it finishes something. A [`Watchdog`] that sees no tick for a while, although a thread waits,
+//! hands the lines to a function of the user. It ends nothing and repairs nothing.
 //!
 //! # Invariants
 //!
 //! - A status lasts as long as its [`Guard`]. Guards of one name may nest; the newest is shown.
 //! - Setting a status allocates only to grow a buffer of the name, and takes the lock of that name
 //!   alone.
-//! - A stall is reported once: again only after a tick, or after nobody waited.
+//! - A stall is reported once: again only after a tick, or after a time when no thread waited.
 
 use std::fmt::{self, Write as _};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -194,18 +194,6 @@ pub struct Guard {
     level: usize,
 }
 
-impl Guard {
-    /// Now does something else.
-    pub fn enter(&self, what: impl fmt::Display) {
-        lock(&self.entry.levels)[self.level].set(false, what);
-    }
-
-    /// Now waits for something.
-    pub fn wait(&self, what: impl fmt::Display) {
-        lock(&self.entry.levels)[self.level].set(true, what);
-    }
-}
-
 impl Drop for Guard {
     fn drop(&mut self) {
         lock(&self.entry.levels)[self.level].active = false;
@@ -345,7 +333,7 @@ impl Watch {
         }
     }
 
-    /// How long nothing has moved, if that is a stall nobody was told of.
+    /// How long nothing has moved, if that is a stall that was not reported.
     fn look(&mut self) -> Option<Duration> {
         let (progress, now) = (self.board.progress(), Instant::now());
         if progress != self.seen {
@@ -403,8 +391,6 @@ mod tests {
         assert!(board.report()[0].waiting);
         drop(inner);
         assert_eq!(lines(&board)[0], "cuda:0 launcher: stage 2");
-        outer.enter("stage 10");
-        assert_eq!(lines(&board)[0], "cuda:0 launcher: stage 10");
         drop(other);
         assert_eq!(lines(&board).len(), 1);
         drop(outer);
@@ -434,8 +420,7 @@ mod tests {
         let buffer = || lock(&place.entry.levels)[0].what.as_ptr();
         let before = buffer();
         for microbatch in 0..100 {
-            let guard = place.wait(format_args!("microbatch {microbatch}"));
-            guard.enter(format_args!("microbatch {}", microbatch * 10));
+            let _guard = place.wait(format_args!("microbatch {microbatch}"));
             assert_eq!(buffer(), before);
         }
         assert_eq!(lock(&place.entry.levels).len(), 1);
@@ -498,7 +483,8 @@ mod tests {
         let (_watchdog, reports) = watched(&board, SOON);
         let guard = board.enter("host", "a long matrix product");
         assert!(reports.recv_timeout(5 * SOON).is_err());
-        guard.wait("waiting for the next");
+        drop(guard);
+        let _guard = board.wait("host", "waiting for the next");
         reports.recv_timeout(LATE).expect("now it waits");
     }
 
@@ -533,7 +519,7 @@ mod tests {
         lock(&place.entry.levels)[0].since = long_ago;
         assert!(
             watch.look().is_some(),
-            "after nobody waited, a stall is a new one"
+            "after a time without waits, a stall is a new one"
         );
     }
 

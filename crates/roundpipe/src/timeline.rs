@@ -78,7 +78,7 @@ pub struct Setting {
     /// What may run early.
     pub ahead: EarlyWork,
     /// Whether all devices compute on the same cores, as workers on the host do: see
-    /// [`RoundRobin::shares_cores`].
+    /// `RoundRobin::shares_cores`.
     pub shares_cores: bool,
     /// Speed of each device, relative to the one that the costs were taken on; nothing means 1.0
     /// for all.
@@ -88,7 +88,7 @@ pub struct Setting {
     /// Gradients on their way to the host.
     pub grad_bytes_per_ms: Option<f64>,
     /// Activations all the way from one device to the next; without it, or for a layer whose
-    /// `activation_bytes` nobody knows, `hop_ms` counts.
+    /// `activation_bytes` are not known, `hop_ms` counts.
     pub hop_bytes_per_ms: Option<f64>,
 }
 

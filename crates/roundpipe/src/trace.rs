@@ -8,8 +8,8 @@
 //! A trace is off until someone turns it on; recording then costs one atomic read, and the span is
 //! not even made. It keeps a bounded number of spans, drops the newest beyond it and says how many.
 //!
-//! This module never reads a clock for anyone: whoever records says when a span began and ended, in
-//! nanoseconds since any moment that all spans of the trace share ([`Trace::now_ns`] is one).
+//! Recording a span reads no clock: the caller says when it began and ended, in nanoseconds since any
+//! moment that all spans of the trace share ([`Trace::now_ns`] is one).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Write as _};
@@ -22,7 +22,7 @@ use std::time::Instant;
 use crate::cost::{LayerTimes, Phase};
 use crate::sync::lock;
 
-/// Spans that a trace keeps if nobody says how many: some hundred megabytes.
+/// Spans that a trace keeps by default: some hundred megabytes.
 const DEFAULT_LIMIT: usize = 1 << 20;
 
 /// What of a worker did something.

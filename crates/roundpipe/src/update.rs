@@ -3,7 +3,7 @@
 //! The path of an update: gradient ranges (summed in f32 where several layers share a parameter,
 //! the last layer first) -> one fused pass over master and moments -> working weights in the slab
 //! of the next version -> the parameters move there -> the version is published. A parameter
-//! without a gradient keeps its value and its state. Weights that somebody wrote since the last
+//! without a gradient keeps its value and its state. Weights that the user wrote since the last
 //! update are what the next one starts from.
 //!
 //! Layer by layer as gradients land: [`Store::squares`] and [`Store::apply`]. The whole model at
@@ -17,20 +17,21 @@
 //! - [`Store::step`] and [`Store::apply_fn`] update every layer or none; [`Store::apply`] promises
 //!   that for its layer alone.
 
-use std::ops::Range;
-use std::sync::Mutex;
+mod function;
+mod open;
 
 use roundpipe_tensor::cpu::threads::Threads;
-use roundpipe_tensor::host::{HostMut, HostRef};
-use roundpipe_tensor::optim::{self, CHUNK, Floats, FloatsMut};
-use roundpipe_tensor::{DType, HostBuf, Param, Shape, bf16, f16};
+use roundpipe_tensor::host::HostRef;
+use roundpipe_tensor::optim::{self, CHUNK, Floats};
+use roundpipe_tensor::{DType, HostBuf};
 
+pub use self::function::{OptimHandle, OptimParam, OptimParams};
+use self::open::{OpenLayer, OpenParam, each_chunk};
 use crate::error::{Error, Result};
-pub use crate::optim::{Decision, Update};
-use crate::optim::{Rule, Shared, Slabs, StepReport, floats, floats_mut, floats_of};
+pub(crate) use crate::optim::{Decision, Update};
+use crate::optim::{Rule, Shared, StepReport, floats, floats_mut};
 use crate::store::{Store, StoredParam};
-use crate::sync::{lock, unpoisoned};
-use crate::version::{Abort, WriteTicket};
+use crate::version::Abort;
 
 /// One layer's part of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -122,11 +123,11 @@ impl Store {
     }
 
     /// Refuses, before the first layer is touched, what [`Store::apply`] would refuse at some layer
-    /// for the time being: slabs that somebody holds, and weights of an older version that somebody
+    /// for the time being: slabs that are in use, and weights of an older version that the user
     /// wrote.
     ///
     /// # Errors
-    /// [`roundpipe_tensor::Error::Busy`] while somebody holds a slab; [`Error::Config`] for a write
+    /// [`roundpipe_tensor::Error::Busy`] while a slab is in use; [`Error::Config`] for a write
     /// that would be lost, once.
     pub(crate) fn check_open(&self, next_version: u64, abort: &Abort) -> Result<()> {
         (0..self.layers().len())
@@ -252,7 +253,7 @@ impl Store {
         Ok(all)
     }
 
-    /// Makes the optimizer's copies follow weights that somebody wrote since the last update, which
+    /// Makes the optimizer's copies follow weights that the user wrote since the last update, which
     /// does the same by itself. Between steps only.
     ///
     /// # Errors
@@ -396,368 +397,5 @@ impl Store {
         }
         ticket.publish();
         Ok(())
-    }
-}
-
-/// A layer whose next version may be written.
-struct OpenLayer<'a> {
-    layer: usize,
-    params: Vec<OpenParam<'a>>,
-    ticket: WriteTicket,
-}
-
-impl OpenLayer<'_> {
-    /// The rule's pass over each parameter; whether some elements kept their value.
-    fn update(&mut self, threads: &Threads, rule: Rule, apply: &Apply) -> Result<bool> {
-        let shared = Shared {
-            lr: apply.lr,
-            step: apply.step,
-            factor: apply.factor,
-        };
-        let mut kept = false;
-        for param in &mut self.params {
-            kept |= param.update(threads, rule, shared)?;
-        }
-        Ok(kept)
-    }
-}
-
-/// The slabs of one parameter, opened for an update.
-struct OpenParam<'a> {
-    layer: usize,
-    stored: &'a StoredParam,
-    /// Those that are there, in the order in which they are summed.
-    grads: Vec<(DType, HostRef)>,
-    /// Their sum, for functions of the user.
-    sum: Option<HostRef>,
-    /// The newest version, where the next lies in another slab.
-    old: Option<HostRef>,
-    working: HostMut,
-    master: Option<HostMut>,
-    moments: Vec<HostMut>,
-    /// What the memory that a function writes held before; written back on drop, unless taken away.
-    backup: Option<HostBuf>,
-}
-
-impl OpenParam<'_> {
-    /// The rule's pass, or none without a gradient.
-    fn update(&mut self, threads: &Threads, rule: Rule, shared: Shared) -> Result<bool> {
-        if self.grads.is_empty() {
-            self.keep();
-            return Ok(false);
-        }
-        self.start_copy(threads)?;
-        let (dtype, decays) = (self.stored.dtype, self.stored.decays);
-        let (master, mut working) = match &mut self.master {
-            None => (self.working.as_mut_slice::<f32>(), None),
-            Some(master) => (
-                master.as_mut_slice(),
-                Some(floats_mut(dtype, &mut self.working)),
-            ),
-        };
-        let mut moments: Vec<&mut [f32]> =
-            self.moments.iter_mut().map(HostMut::as_mut_slice).collect();
-        if let [(dtype, grad)] = &self.grads[..] {
-            let slabs = Slabs {
-                grad: floats(*dtype, grad),
-                master,
-                moments,
-                working,
-            };
-            return rule.update(threads, shared, decays, slabs);
-        }
-        let mut moments: Vec<_> = moments
-            .iter_mut()
-            .map(|moment| moment.chunks_mut(CHUNK))
-            .collect();
-        let mut working = working.as_mut().map(FloatsMut::chunks);
-        let chunks = master.chunks_mut(CHUNK).map(|master| {
-            let moments: Vec<&mut [f32]> = moments
-                .iter_mut()
-                .map(|m| m.next().unwrap_or_default())
-                .collect();
-            (master, moments, working.as_mut().and_then(Iterator::next))
-        });
-        let done = each_chunk(
-            threads,
-            &self.grads,
-            chunks,
-            |one, (master, moments, working), grad| {
-                rule.update(
-                    one,
-                    shared,
-                    decays,
-                    Slabs {
-                        grad,
-                        master,
-                        moments,
-                        working,
-                    },
-                )
-            },
-        );
-        Ok(done?.contains(&true))
-    }
-
-    /// Makes the f32 copy follow weights that somebody wrote.
-    fn follow(&mut self, threads: &Threads) -> Result<()> {
-        let Some(master) = &mut self.master else {
-            return Ok(());
-        };
-        let dtype = self.stored.dtype;
-        let master = master.as_mut_slice();
-        match &self.old {
-            Some(newest) => optim::follow(threads, floats(dtype, newest), master)?,
-            None => optim::follow(threads, floats_of(dtype, &mut self.working), master)?,
-        }
-        Ok(())
-    }
-
-    /// Where f32 weights are updated in the next slab, brings the newest version there.
-    fn start_copy(&mut self, threads: &Threads) -> Result<()> {
-        if let (Some(old), None) = (&self.old, &self.master) {
-            let new = FloatsMut::F32(self.working.as_mut_slice());
-            optim::cast(threads, Floats::F32(old.as_slice()), new)?;
-        }
-        Ok(())
-    }
-
-    /// Makes the next version equal to the newest.
-    fn keep(&mut self) {
-        // Reading zeros that were never written takes no memory; writing them does.
-        if let Some(old) = &self.old
-            && *self.working.bytes() != *old.bytes()
-        {
-            self.working.bytes().copy_from_slice(old.bytes());
-        }
-    }
-
-    /// Gets ready for a function of the user: the values to change, a backup of them, one gradient.
-    fn prepare(&mut self, threads: &Threads) -> Result<()> {
-        // Before the newest version is brought there: with two slabs of f32 weights the function
-        // writes where the version before the newest lies, and calls may still read that one.
-        let backup = HostBuf::from_slice(format!("{} backup", self.stored.name), &*self.values())?;
-        self.backup = Some(backup);
-        self.start_copy(threads)?;
-        if self.grads.len() > 1 {
-            let sum = HostBuf::zeroed("summed gradient", self.stored.copy_bytes())?;
-            let mut all = sum.write(0..sum.len())?;
-            sum_into(
-                threads,
-                &self.grads,
-                0..self.stored.shape.numel(),
-                all.as_mut_slice(),
-            )?;
-            drop(all);
-            self.sum = Some(sum.read_all()?);
-        }
-        Ok(())
-    }
-
-    /// Refuses values that a function made infinite or NaN, or that would round to an infinity.
-    fn check_finite(&mut self) -> Result<()> {
-        let dtype = self.stored.dtype;
-        // Where the newest version is another slab of f32, that is what the values were; else the
-        // backup is.
-        let before = match (&self.old, &self.master, &self.backup) {
-            (Some(old), None, _) => old.as_slice::<f32>().to_vec(),
-            (_, _, Some(backup)) => backup.read_all()?.as_slice().to_vec(),
-            _ => return Ok(()),
-        };
-        let is_finite = |x: f32| match dtype {
-            DType::BF16 => bf16::from_f32(x).is_finite(),
-            DType::F16 => f16::from_f32(x).is_finite(),
-            _ => x.is_finite(),
-        };
-        let ruined = |(new, old): (&f32, &f32)| is_finite(*old) && !is_finite(*new);
-        let at = self.values().iter().zip(&before).position(ruined);
-        match at {
-            None => Ok(()),
-            Some(at) => {
-                let (name, value) = (&self.stored.name, self.values()[at]);
-                let what = format!(
-                    "it set element {at} of {name} to {value}, which is not finite as {dtype}"
-                );
-                Err(Error::config("step", what))
-            }
-        }
-    }
-
-    /// Writes the working weights from the values.
-    fn round(&mut self, threads: &Threads) -> Result<()> {
-        if let Some(master) = &mut self.master {
-            let working = floats_mut(self.stored.dtype, &mut self.working);
-            optim::cast(threads, Floats::F32(master.as_mut_slice()), working)?;
-        }
-        Ok(())
-    }
-
-    fn values(&mut self) -> &mut [f32] {
-        self.master
-            .as_mut()
-            .unwrap_or(&mut self.working)
-            .as_mut_slice()
-    }
-
-    fn view(&mut self) -> OptimParam<'_> {
-        let grad = match (&self.sum, self.grads.first()) {
-            (Some(sum), _) => Some(Floats::F32(sum.as_slice())),
-            (None, Some((dtype, grad))) => Some(floats(*dtype, grad)),
-            (None, None) => None,
-        };
-        let value = self
-            .master
-            .as_mut()
-            .unwrap_or(&mut self.working)
-            .as_mut_slice();
-        OptimParam {
-            name: &self.stored.name,
-            layer: self.layer,
-            shape: self.stored.shape,
-            value,
-            grad,
-        }
-    }
-}
-
-impl Drop for OpenParam<'_> {
-    fn drop(&mut self) {
-        // A function failed. Nobody else knows the backup, so reading it cannot fail.
-        if let Some(backup) = self.backup.take().and_then(|backup| backup.read_all().ok()) {
-            self.values().copy_from_slice(backup.as_slice());
-        }
-    }
-}
-
-/// Gives `task` the sum of `grads` chunk by chunk, each with what belongs to it, and collects the
-/// results. A chunk is summed and used by one thread, which `task` goes on with, so the sum stays
-/// in its cache.
-fn each_chunk<T: Send, R: Send>(
-    threads: &Threads,
-    grads: &[(DType, HostRef)],
-    chunks: impl Iterator<Item = T>,
-    task: impl Fn(&Threads, T, Floats<'_>) -> Result<R> + Sync,
-) -> Result<Vec<R>> {
-    let len = grads
-        .first()
-        .map_or(0, |(dtype, grad)| floats(*dtype, grad).len());
-    let one = Threads::new(Some(1))?;
-    let chunks: Vec<Mutex<Option<T>>> = chunks.map(|chunk| Mutex::new(Some(chunk))).collect();
-    let results: Vec<Mutex<Option<Result<R>>>> = chunks.iter().map(|_| Mutex::new(None)).collect();
-    threads.run(chunks.len(), |i| {
-        let chunk = lock(&chunks[i]).take();
-        let range = i * CHUNK..len.min((i + 1) * CHUNK);
-        let mut sum = vec![0.0f32; range.len()];
-        let summed = sum_into(&one, grads, range, &mut sum);
-        let done = chunk.map(|chunk| summed.and_then(|()| task(&one, chunk, Floats::F32(&sum))));
-        *lock(&results[i]) = done;
-    });
-    let done = results
-        .into_iter()
-        .filter_map(|r| unpoisoned(r.into_inner()));
-    done.collect()
-}
-
-/// Sums part of `grads` in f32, in their order.
-fn sum_into(
-    threads: &Threads,
-    grads: &[(DType, HostRef)],
-    range: Range<usize>,
-    sum: &mut [f32],
-) -> Result<()> {
-    for (i, (dtype, grad)) in grads.iter().enumerate() {
-        let part = floats(*dtype, grad).range(range.clone());
-        match i {
-            0 => optim::cast(threads, part, FloatsMut::F32(sum))?,
-            _ => optim::accumulate(threads, part, sum)?,
-        }
-    }
-    Ok(())
-}
-
-/// All optimizer copies, for a function of the user.
-pub struct OptimParams<'a> {
-    layers: Vec<OpenLayer<'a>>,
-}
-
-/// One optimizer copy.
-#[derive(Debug)]
-pub struct OptimParam<'a> {
-    /// Full dotted name.
-    pub name: &'a str,
-    /// Index of the layer it lives in.
-    pub layer: usize,
-    /// Sizes.
-    pub shape: Shape,
-    /// The values, to be changed.
-    pub value: &'a mut [f32],
-    /// The gradient as stored; `None` when there is none.
-    pub grad: Option<Floats<'a>>,
-}
-
-impl<'a> OptimParams<'a> {
-    /// All of them, in model order.
-    pub fn iter_mut(&mut self) -> impl Iterator<Item = OptimParam<'_>> {
-        self.each().map(OpenParam::view)
-    }
-
-    fn each(&mut self) -> impl Iterator<Item = &mut OpenParam<'a>> {
-        self.layers.iter_mut().flat_map(|layer| &mut layer.params)
-    }
-
-    /// How many there are.
-    pub fn len(&self) -> usize {
-        self.layers.iter().map(|layer| layer.params.len()).sum()
-    }
-
-    /// Whether nothing is trainable.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-}
-
-impl OptimParam<'_> {
-    /// The gradient as f32, where there is one.
-    pub fn grad_f32(&self) -> Option<Vec<f32>> {
-        Some(match self.grad? {
-            Floats::F32(grad) => grad.to_vec(),
-            Floats::BF16(grad) => grad.iter().map(|x| x.to_f32()).collect(),
-            Floats::F16(grad) => grad.iter().map(|x| x.to_f32()).collect(),
-        })
-    }
-}
-
-/// An optimizer copy to read, and the rule's state with it.
-#[derive(Debug, Clone)]
-pub struct OptimHandle {
-    /// Full dotted name.
-    pub name: String,
-    /// Index of the layer it lives in.
-    pub layer: usize,
-    /// Sizes.
-    pub shape: Shape,
-    param: Param,
-    master: Option<HostBuf>,
-    moments: Vec<HostBuf>,
-}
-
-impl OptimHandle {
-    /// Where the newest values lie, as f32. For f32 weights this is the weights, which move with
-    /// every version.
-    pub fn value(&self) -> HostBuf {
-        self.master.clone().unwrap_or_else(|| self.param.data())
-    }
-
-    /// Where the rule's state lies, as f32, in the rule's order.
-    pub fn moments(&self) -> &[HostBuf] {
-        &self.moments
-    }
-
-    /// A copy of the newest values.
-    ///
-    /// # Errors
-    /// While an update writes them.
-    pub fn to_vec(&self) -> Result<Vec<f32>> {
-        Ok(self.value().read_all()?.as_slice().to_vec())
     }
 }

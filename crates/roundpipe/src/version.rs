@@ -5,8 +5,8 @@
 //! (lag 1). The protocol moves no bytes and knows no memory; it only says when.
 //!
 //! # Rules
-//! 1. Whoever will read version v holds a [`ReadTicket`] for it, from before its work is submitted
-//!    until its last read has ended. The version need not exist yet.
+//! 1. A reader of version v holds a [`ReadTicket`] for it, from before its work is submitted until
+//!    its last read has ended. The version need not exist yet.
 //! 2. A reader reads after [`ReadTicket::wait_readable`]: version v has been published. It stays
 //!    whole as long as the ticket lives, because of rule 3.
 //! 3. The writer of version v holds a [`WriteTicket`], which is given once no ticket for version
@@ -50,13 +50,13 @@ struct State {
 struct Layer {
     /// The newest published version.
     version: u64,
-    /// The version somebody writes or waits to write.
+    /// The version that a writer writes or waits to write.
     writing: Option<u64>,
     /// Tickets alive: version and how many.
     tickets: Vec<(u64, usize)>,
 }
 
-/// One wait that is going on, for whoever watches over hangs.
+/// One wait that is going on, for a watchdog.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Waiting {
     id: u64,
@@ -94,7 +94,7 @@ impl Gate {
     pub(crate) fn wait_all(&self, ready: impl Fn(u64) -> bool) {
         let mut state = self.lock();
         while !state.layers.iter().all(|layer| ready(layer.version)) {
-            // Whoever takes `ready` back does not wake this.
+            // A caller that takes `ready` back does not wake this thread, so look again now and then.
             let woken = self.changed.wait_timeout(state, POLL);
             state = unpoisoned(woken).0;
         }
@@ -249,7 +249,7 @@ impl Versions {
     /// [`Aborted`]; nothing has changed then.
     ///
     /// # Panics
-    /// When `v` is not the next version, or somebody else writes.
+    /// When `v` is not the next version, or another writer holds a ticket.
     pub fn wait_writable(&self, v: u64, abort: &Abort) -> Result<WriteTicket, Aborted> {
         {
             let mut state = self.gate.lock();
@@ -366,7 +366,7 @@ impl WriteTicket {
         let layer = &mut state.layers[self.versions.layer];
         layer.version = self.version;
         layer.writing = None;
-        // The drop wakes everybody.
+        // Dropping the ticket wakes all waiters.
     }
 }
 
@@ -440,7 +440,7 @@ mod tests {
         });
     }
 
-    /// Whoever waits can be named, and an abort wakes it at once.
+    /// Every wait can be named, and an abort ends it at once.
     #[test]
     fn an_abort_ends_every_wait_and_waits_have_names() {
         let (versions, abort) = versions(1);

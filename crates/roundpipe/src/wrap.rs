@@ -81,7 +81,7 @@ pub use self::auto::{AutoForward, AutoStepping, AutoWrapped};
 use self::run::run_inside;
 pub use self::run::{Run, Value, Values};
 use crate::batch::MergeOutput;
-use crate::config::RunConfig;
+use crate::config::{Lag, RunConfig};
 use crate::engine::RoundPipe;
 use crate::error::{Error, Result};
 use crate::exec::ring::{Ring, RingOptions};
@@ -274,8 +274,8 @@ pub struct WrapConfig {
     pub optimizer: Option<Rule>,
     /// Where weight decay applies; everywhere by default.
     pub decay_where: Option<Arc<DecayWhere>>,
-    /// Whether steps at lag 1 are possible; on by default.
-    pub asynchronous: bool,
+    /// The most that a step may lag; [`Lag::One`] by default.
+    pub max_lag: Lag,
     /// The start of the random stream.
     pub seed: u64,
     /// The type of gradients in host memory; each parameter's own by default.
@@ -303,7 +303,7 @@ impl Default for WrapConfig {
             ring_options: RingOptions::default(),
             optimizer: None,
             decay_where: None,
-            asynchronous: true,
+            max_lag: Lag::One,
             seed: 0,
             grad_dtype: None,
             pin: Pin::default(),
@@ -348,7 +348,7 @@ pub struct Decision {
 /// follows this to the letter.
 ///
 /// # Errors
-/// [`Error::Config`] for names that cannot be told apart, elements of lists that nobody can call,
+/// [`Error::Config`] for names that cannot be told apart, elements of lists that nothing can call,
 /// and names in `skip` or `override_config` that are not in the tree.
 pub fn decide(model: &Node, config: &WrapConfig, workers: usize) -> Result<Vec<Decision>> {
     let upper = config
@@ -703,7 +703,7 @@ impl Maker<'_> {
             .name(join(&self.name, path).trim_end_matches('.'))
             .run_config(run_config)
             .ring(&self.ring)
-            .asynchronous(config.asynchronous)
+            .max_lag(config.max_lag)
             .seed(config.seed)
             .behind(self.layers)
             .pin(config.pin);

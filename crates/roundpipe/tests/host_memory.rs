@@ -57,7 +57,7 @@ fn engine(model: Sequential, lag: Lag) -> RoundPipe {
     };
     RoundPipe::builder(model)
         .optimizer(Rule::Adam(AdamW::default()))
-        .asynchronous(lag == Lag::One)
+        .max_lag(lag)
         .run_config(
             RunConfig::new()
                 .num_microbatch(MICROBATCHES)

@@ -14,8 +14,8 @@ use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::sync::{Condvar, Mutex};
 use loom::thread;
-use roundpipe::ending::{Ending, PartEnd};
-use roundpipe::version::{Abort, Aborted, Gate, Versions};
+use roundpipe::testing::ending::{Ending, PartEnd};
+use roundpipe::testing::{Abort, Aborted, Gate, Versions};
 
 /// A slab of weights: loom's cell reports a read beside a write, the number says which version is
 /// in it.
@@ -52,7 +52,7 @@ impl Layer {
         ticket.publish();
     }
 
-    fn read(&self, ticket: roundpipe::version::ReadTicket) {
+    fn read(&self, ticket: roundpipe::testing::ReadTicket) {
         ticket.wait_readable(&self.abort).unwrap();
         let v = ticket.version();
         let slab = &self.slabs[self.versions.slab(v)];

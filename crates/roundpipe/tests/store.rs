@@ -4,15 +4,16 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use roundpipe::optim::{AdamW, Sgd, WeightDecay};
-use roundpipe::store::{Segment, Store, StoreConfig};
-use roundpipe::update::{Apply, Update};
+use roundpipe::optim::{AdamW, Sgd, StepReport, WeightDecay};
+use roundpipe::testing::Apply;
+use roundpipe::testing::{Segment, Store, StoreConfig};
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, Error, HostBuf, Layer, Optimizer, Param, ParamVisitor, Params, Pin,
-    RngKey, RngSite, Rule, TensorResult, Tree, bf16, f16,
+    Bytes, Cpu, Cx, DType, Error, HostBuf, HostTensor, Lag, Layer, Param, ParamVisitor, Params,
+    Pin, RngKey, RngSite, Rule, TensorResult, Tree, Update, bf16, f16,
 };
 use roundpipe_tensor::SimWorld;
-use roundpipe_tensor::optim::{CHUNK, Floats};
+use roundpipe_tensor::cpu::threads::Threads;
+use roundpipe_tensor::optim::{self, AdamSlabs, CHUNK, Floats, FloatsMut, SgdSlabs};
 use roundpipe_tensor::sim::SimConfig;
 
 /// Parameters with names, and nothing to compute.
@@ -77,9 +78,9 @@ fn model(dtype: DType) -> Layers {
     ])
 }
 
-fn config(asynchronous: bool, rule: Option<Rule>) -> StoreConfig {
+fn config(max_lag: Lag, rule: Option<Rule>) -> StoreConfig {
     StoreConfig {
-        asynchronous,
+        max_lag,
         rule,
         threads: Some(2),
         ..StoreConfig::new(Cpu::new(Some(1)).unwrap())
@@ -181,7 +182,7 @@ fn write_gradients(store: &Store, step: u64, scale: f32) {
 }
 
 /// Adds the same gradients to a plain optimizer, the last layer's first.
-fn add(optimizer: &mut Optimizer, store: &Store, layers: &Layers, step: u64) {
+fn add(optimizer: &mut PlainOptimizer, store: &Store, layers: &Layers, step: u64) {
     for (l, (_, layer)) in layers.iter().enumerate().rev() {
         for (i, (_, param)) in layer.named_params().into_iter().enumerate() {
             if !param.is_trainable() {
@@ -189,11 +190,144 @@ fn add(optimizer: &mut Optimizer, store: &Store, layers: &Layers, step: u64) {
             }
             if let Some(values) = gradient(l, i, step, param.shape().numel()) {
                 let dtype = store.layers()[l].params()[i].grad_dtype;
-                optimizer
-                    .add_grad(&param, Rounded::new(&values, dtype).floats())
-                    .unwrap();
+                optimizer.add_grad(&param, Rounded::new(&values, dtype).floats());
             }
         }
+    }
+}
+
+/// The passes of `roundpipe_tensor::optim` over vectors: what a store must equal, without slabs,
+/// versions or chunks.
+struct PlainOptimizer {
+    rule: Rule,
+    threads: Threads,
+    steps: u64,
+    params: Vec<PlainParam>,
+}
+
+struct PlainParam {
+    param: Param,
+    decays: bool,
+    grad: Option<Vec<f32>>,
+    master: Vec<f32>,
+    moments: Vec<Vec<f32>>,
+}
+
+impl PlainOptimizer {
+    fn new(layers: &Layers, rule: Rule, decays: impl Fn(&str, &Param) -> bool) -> Self {
+        let trained = |(_, param): &(String, Param)| param.is_trainable();
+        let params = named(layers).into_iter().filter(trained);
+        let params = params.map(|(name, param)| {
+            let values = HostTensor::new(param.data(), param.dtype(), param.shape()).unwrap();
+            let master: Vec<f32> = values
+                .to_f64_vec()
+                .unwrap()
+                .iter()
+                .map(|value| *value as f32)
+                .collect();
+            PlainParam {
+                decays: decays(&name, &param),
+                grad: None,
+                moments: vec![vec![0.0; master.len()]; rule.moments()],
+                master,
+                param,
+            }
+        });
+        Self {
+            rule,
+            threads: Threads::new(Some(1)).unwrap(),
+            steps: 0,
+            params: params.collect(),
+        }
+    }
+
+    fn add_grad(&mut self, param: &Param, values: Floats<'_>) {
+        let mut params = self.params.iter_mut();
+        let here = params.find(|here| here.param.id() == param.id()).unwrap();
+        match &mut here.grad {
+            Some(sum) => optim::accumulate(&self.threads, values, sum).unwrap(),
+            None => {
+                let mut first = vec![0.0; values.len()];
+                optim::cast(&self.threads, values, FloatsMut::F32(&mut first)).unwrap();
+                here.grad = Some(first);
+            }
+        }
+    }
+
+    fn step(&mut self, update: &Update) -> StepReport {
+        let grads = self.params.iter().filter_map(|here| here.grad.as_ref());
+        let squares = grads.map(|grad| optim::squared_norm(&self.threads, Floats::F32(grad)));
+        let decision = update.decide(squares.fold(0.0, |sum, square| sum + square));
+        assert!(!decision.skip);
+        self.steps += 1;
+        for here in &mut self.params {
+            if let Some(grad) = here.grad.take() {
+                here.update(
+                    &self.threads,
+                    self.rule,
+                    (update.lr, self.steps, decision.factor),
+                    &grad,
+                );
+            }
+        }
+        StepReport {
+            step: self.steps,
+            grad_norm: decision.grad_norm,
+            skipped: false,
+            partial: false,
+        }
+    }
+}
+
+impl PlainParam {
+    fn update(&mut self, threads: &Threads, rule: Rule, with: (f64, u64, f32), grad: &[f32]) {
+        let (lr, step, factor) = with;
+        let master = &mut self.master[..];
+        let mut moments = self.moments.iter_mut().map(|moment| &mut moment[..]);
+        let grad = Floats::F32(grad);
+        match rule {
+            Rule::Adam(rule) => {
+                let slabs = AdamSlabs {
+                    grad,
+                    master,
+                    exp_avg: moments.next().unwrap(),
+                    exp_avg_sq: moments.next().unwrap(),
+                    max_exp_avg_sq: moments.next(),
+                    working: None,
+                };
+                let weight_decay = if self.decays { rule.weight_decay } else { 0.0 };
+                let rule = AdamW {
+                    lr,
+                    weight_decay,
+                    ..rule
+                };
+                rule.step(threads, step, factor, slabs).unwrap();
+            }
+            Rule::Sgd(rule) => {
+                let slabs = SgdSlabs {
+                    grad,
+                    master,
+                    momentum: moments.next(),
+                    working: None,
+                };
+                let weight_decay = if self.decays { rule.weight_decay } else { 0.0 };
+                let rule = Sgd {
+                    lr,
+                    weight_decay,
+                    ..rule
+                };
+                rule.step(threads, step, factor, slabs).unwrap();
+            }
+        }
+        let round = |value: &f32| match self.param.dtype() {
+            DType::BF16 => bf16::from_f32(*value).to_le_bytes().to_vec(),
+            DType::F16 => f16::from_f32(*value).to_le_bytes().to_vec(),
+            _ => value.to_le_bytes().to_vec(),
+        };
+        let rounded: Vec<u8> = self.master.iter().flat_map(round).collect();
+        let data = self.param.data();
+        let mut data = data.write(0..data.len()).unwrap();
+        data.bytes().copy_from_slice(&rounded);
     }
 }
 
@@ -232,10 +366,10 @@ fn slabs_take_exactly_the_memory_they_should() {
     };
     let numel: usize = sizes.iter().sum();
     let rule = Some(Rule::Adam(AdamW::default()));
-    for asynchronous in [false, true] {
+    for lag in [Lag::Zero, Lag::One] {
         let store = Store::new(
             &layers(vec![all(false), all(true), all(false)]),
-            config(asynchronous, rule),
+            config(lag, rule),
         )
         .unwrap();
         let inference = store.host_bytes();
@@ -245,7 +379,7 @@ fn slabs_take_exactly_the_memory_they_should() {
         );
         store.prepare().unwrap();
         let used = store.host_bytes();
-        let slabs = if asynchronous { 2 } else { 1 };
+        let slabs = if lag == Lag::One { 2 } else { 1 };
         let slack = 64 * sizes.len();
         let within = |what: &str, bytes: usize, least: usize, padding: usize| {
             assert!(
@@ -287,7 +421,7 @@ fn rehoming_keeps_bits() {
             &model,
             StoreConfig {
                 pin,
-                ..config(true, None)
+                ..config(Lag::One, None)
             },
         )
         .unwrap();
@@ -325,7 +459,7 @@ fn segments_fill_the_block() {
             &model,
             StoreConfig {
                 pin,
-                ..config(true, rule)
+                ..config(Lag::One, rule)
             },
         )
         .unwrap();
@@ -414,14 +548,14 @@ fn frozen_parameters_stay_where_nothing_can_be_pinned() {
     }
 }
 
-/// The store is the plain optimizer, moved: same gradients, same bits, with one slab and with two.
+/// The store is a plain optimizer, moved: same gradients, same bits, with one slab and with two.
 #[test]
 fn updates_equal_the_plain_optimizer() {
     for dtype in [DType::BF16, DType::F16, DType::F32] {
         for rule in rules() {
-            for asynchronous in [false, true] {
-                let clip = asynchronous.then_some(0.5).or(Some(1e6));
-                compare(dtype, config(asynchronous, Some(rule)), clip);
+            for lag in [Lag::Zero, Lag::One] {
+                let clip = (lag == Lag::One).then_some(0.5).or(Some(1e6));
+                compare(dtype, config(lag, Some(rule)), clip);
             }
         }
     }
@@ -430,7 +564,7 @@ fn updates_equal_the_plain_optimizer() {
         DType::BF16,
         StoreConfig {
             grad_dtype: Some(DType::F32),
-            ..config(true, rule)
+            ..config(Lag::One, rule)
         },
         None,
     );
@@ -438,41 +572,27 @@ fn updates_equal_the_plain_optimizer() {
         DType::BF16,
         StoreConfig {
             threads: Some(3),
-            ..config(false, rule)
+            ..config(Lag::Zero, rule)
         },
         Some(0.1),
     );
 }
 
 fn compare(dtype: DType, config: StoreConfig, clip: Option<f64>) {
-    let what = format!(
-        "{dtype}, {:?}, asynchronous {}",
-        config.rule, config.asynchronous
-    );
+    let what = format!("{dtype}, {:?}, {:?}", config.rule, config.max_lag);
     let decays = |name: &str, _: &Param| !name.contains("norm");
     let (plain, stored) = (model(dtype), model(dtype));
-    let mut optimizer = Optimizer::new(named(&plain), config.rule.unwrap())
-        .unwrap()
-        .decay_where(decays);
-    if let Some(clip) = clip {
-        optimizer = optimizer.clip(clip);
-    }
+    let mut optimizer = PlainOptimizer::new(&plain, config.rule.unwrap(), decays);
     let store = Store::new(&stored, config).unwrap().decay_where(decays);
     for step in 1..=5 {
-        let lr = 0.01 / step as f64;
+        let update = Update {
+            clip,
+            ..Update::new(0.01 / step as f64)
+        };
         add(&mut optimizer, &store, &plain, step);
         land(&store, step, 1.0);
-        let expected = optimizer.step(lr).unwrap();
-        let report = store
-            .step(
-                &Update {
-                    clip,
-                    ..Update::new(lr)
-                },
-                step,
-                &store.abort(),
-            )
-            .unwrap();
+        let expected = optimizer.step(&update);
+        let report = store.step(&update, step, &store.abort()).unwrap();
         assert_eq!(report, expected, "{what}");
         assert!(bits(&stored) == bits(&plain), "{what}, step {step}");
         assert!(
@@ -490,8 +610,8 @@ fn compare(dtype: DType, config: StoreConfig, clip: Option<f64>) {
 fn layer_by_layer_equals_the_whole() {
     let rule = Some(rules()[0]);
     let (whole, single) = (model(DType::BF16), model(DType::BF16));
-    let a = Store::new(&whole, config(false, rule)).unwrap();
-    let b = Store::new(&single, config(true, rule)).unwrap();
+    let a = Store::new(&whole, config(Lag::Zero, rule)).unwrap();
+    let b = Store::new(&single, config(Lag::One, rule)).unwrap();
     let update = Update {
         clip: Some(0.3),
         ..Update::new(0.01)
@@ -516,7 +636,7 @@ fn layer_by_layer_equals_the_whole() {
     }
 }
 
-/// A shared parameter is summed in pieces; nobody may see where they end.
+/// A shared parameter is summed in pieces; where they end must not show.
 #[test]
 fn a_large_shared_parameter_is_summed_as_a_whole() {
     let numel = 64 * CHUNK + 5;
@@ -525,23 +645,17 @@ fn a_large_shared_parameter_is_summed_as_a_whole() {
         layers(vec![vec![("embed", tied.clone())], vec![("head", tied)]])
     };
     let (plain, stored) = (make(), make());
-    let mut optimizer = Optimizer::adamw(named(&plain), AdamW::default())
-        .unwrap()
-        .clip(1.0);
-    let store = Store::new(&stored, config(false, Some(Rule::Adam(AdamW::default())))).unwrap();
+    let rule = Rule::Adam(AdamW::default());
+    let mut optimizer = PlainOptimizer::new(&plain, rule, |_, _| true);
+    let update = Update {
+        clip: Some(1.0),
+        ..Update::new(0.1)
+    };
+    let store = Store::new(&stored, config(Lag::Zero, Some(rule))).unwrap();
     add(&mut optimizer, &store, &plain, 1);
     land(&store, 1, 1.0);
-    let expected = optimizer.step(0.1).unwrap();
-    let report = store
-        .step(
-            &Update {
-                clip: Some(1.0),
-                ..Update::new(0.1)
-            },
-            1,
-            &store.abort(),
-        )
-        .unwrap();
+    let expected = optimizer.step(&update);
+    let report = store.step(&update, 1, &store.abort()).unwrap();
     assert_eq!(report, expected);
     assert!(bits(&stored) == bits(&plain));
 }
@@ -550,8 +664,8 @@ fn a_large_shared_parameter_is_summed_as_a_whole() {
 #[test]
 fn a_loss_scale_leaves_no_trace() {
     let (scaled, plain) = (model(DType::BF16), model(DType::BF16));
-    let a = Store::new(&scaled, config(false, Some(rules()[0]))).unwrap();
-    let b = Store::new(&plain, config(false, Some(rules()[0]))).unwrap();
+    let a = Store::new(&scaled, config(Lag::Zero, Some(rules()[0]))).unwrap();
+    let b = Store::new(&plain, config(Lag::Zero, Some(rules()[0]))).unwrap();
     let update = Update {
         clip: Some(1.0),
         ..Update::new(0.01)
@@ -573,9 +687,9 @@ fn a_loss_scale_leaves_no_trace() {
 /// A skipped step moves the version on, so that readers go on, and changes nothing else.
 #[test]
 fn a_step_with_infinite_gradients_is_skipped() {
-    for asynchronous in [false, true] {
+    for lag in [Lag::Zero, Lag::One] {
         let model = model(DType::F16);
-        let store = Store::new(&model, config(asynchronous, Some(rules()[0]))).unwrap();
+        let store = Store::new(&model, config(lag, Some(rules()[0]))).unwrap();
         let update = Update {
             skip_nonfinite: true,
             ..Update::new(0.01)
@@ -606,14 +720,10 @@ fn state(store: &Store) -> Vec<Vec<u8>> {
 #[test]
 fn a_function_can_be_the_optimizer() {
     for dtype in [DType::BF16, DType::F32] {
-        for asynchronous in [false, true] {
+        for lag in [Lag::Zero, Lag::One] {
             let (by_rule, by_function) = (model(dtype), model(dtype));
-            let a = Store::new(
-                &by_rule,
-                config(asynchronous, Some(Rule::Sgd(Sgd::default()))),
-            )
-            .unwrap();
-            let b = Store::new(&by_function, config(asynchronous, None)).unwrap();
+            let a = Store::new(&by_rule, config(lag, Some(Rule::Sgd(Sgd::default())))).unwrap();
+            let b = Store::new(&by_function, config(lag, None)).unwrap();
             for step in 1..=4 {
                 land(&a, step, 1.0);
                 land(&b, step, 1.0);
@@ -635,7 +745,7 @@ fn a_function_can_be_the_optimizer() {
                 .unwrap();
                 assert!(
                     bits(&by_rule) == bits(&by_function),
-                    "{dtype}, asynchronous {asynchronous}, step {step}"
+                    "{dtype}, {lag:?}, step {step}"
                 );
             }
             let values = b.optim_params().unwrap();
@@ -651,14 +761,14 @@ fn a_function_can_be_the_optimizer() {
 /// A function that fails or panics half-way has changed nothing, and the step can be done again.
 #[test]
 fn a_failing_function_leaves_everything_as_before() {
-    for (dtype, asynchronous) in [
-        (DType::BF16, false),
-        (DType::BF16, true),
-        (DType::F32, false),
-        (DType::F32, true),
+    for (dtype, lag) in [
+        (DType::BF16, Lag::Zero),
+        (DType::BF16, Lag::One),
+        (DType::F32, Lag::Zero),
+        (DType::F32, Lag::One),
     ] {
         let model = model(dtype);
-        let store = Store::new(&model, config(asynchronous, Some(rules()[0]))).unwrap();
+        let store = Store::new(&model, config(lag, Some(rules()[0]))).unwrap();
         land(&store, 1, 1.0);
         store.step(&Update::new(0.01), 1, &store.abort()).unwrap();
         land(&store, 2, 1.0);
@@ -673,14 +783,11 @@ fn a_failing_function_leaves_everything_as_before() {
             })
         };
         assert!(spoil(false).unwrap_err().to_string().contains("on purpose"));
-        assert!(
-            (bits(&model), state(&store)) == before,
-            "{dtype}, asynchronous {asynchronous}"
-        );
+        assert!((bits(&model), state(&store)) == before, "{dtype}, {lag:?}");
         assert!(catch_unwind(AssertUnwindSafe(|| spoil(true))).is_err());
         assert!(
             (bits(&model), state(&store)) == before,
-            "{dtype}, asynchronous {asynchronous}, after a panic"
+            "{dtype}, {lag:?}, after a panic"
         );
         assert_eq!(
             (
@@ -698,7 +805,7 @@ fn a_failing_function_leaves_everything_as_before() {
 #[test]
 fn a_busy_parameter_stops_the_whole_step() {
     let model = model(DType::BF16);
-    let store = Store::new(&model, config(false, Some(rules()[0]))).unwrap();
+    let store = Store::new(&model, config(Lag::Zero, Some(rules()[0]))).unwrap();
     land(&store, 1, 1.0);
     let before = (bits(&model), state(&store));
     let reading = store.layers()[2].params()[0]
@@ -721,13 +828,13 @@ fn a_busy_parameter_stops_the_whole_step() {
 /// While updates run beside readers, a ticket's version stays the same bits to the end.
 #[test]
 fn readers_keep_their_version_while_updates_run() {
-    for asynchronous in [false, true] {
+    for lag in [Lag::Zero, Lag::One] {
         let model = model(DType::BF16);
-        let store = Store::new(&model, config(asynchronous, Some(rules()[0]))).unwrap();
+        let store = Store::new(&model, config(lag, Some(rules()[0]))).unwrap();
         store.prepare().unwrap();
         let abort = store.abort();
         let steps = 20;
-        let lag = u64::from(asynchronous);
+        let lag = u64::from(lag == Lag::One);
         let ticket = |step: u64| {
             store.layers()[1]
                 .versions()
@@ -735,7 +842,7 @@ fn readers_keep_their_version_while_updates_run() {
         };
         std::thread::scope(|scope| {
             let (send, receive) =
-                std::sync::mpsc::sync_channel::<roundpipe::version::ReadTicket>(1);
+                std::sync::mpsc::sync_channel::<roundpipe::testing::ReadTicket>(1);
             let reader = scope.spawn(|| {
                 for ticket in receive {
                     ticket.wait_readable(&abort).unwrap();
@@ -766,12 +873,12 @@ fn readers_keep_their_version_while_updates_run() {
 fn state_moves_to_another_store() {
     for dtype in [DType::BF16, DType::F32] {
         let (first, second) = (model(dtype), model(dtype));
-        let a = Store::new(&first, config(true, Some(rules()[1]))).unwrap();
+        let a = Store::new(&first, config(Lag::One, Some(rules()[1]))).unwrap();
         for step in 1..=3 {
             land(&a, step, 1.0);
             a.step(&Update::new(0.1), step, &a.abort()).unwrap();
         }
-        let b = Store::new(&second, config(false, Some(rules()[1]))).unwrap();
+        let b = Store::new(&second, config(Lag::Zero, Some(rules()[1]))).unwrap();
         for (from, to) in a
             .optim_params()
             .unwrap()
@@ -813,7 +920,7 @@ fn state_moves_to_another_store() {
 #[test]
 fn copies_follow_loaded_weights() {
     let model = model(DType::BF16);
-    let store = Store::new(&model, config(false, Some(rules()[0]))).unwrap();
+    let store = Store::new(&model, config(Lag::Zero, Some(rules()[0]))).unwrap();
     store.prepare().unwrap();
     let weight = &store.layers()[1].params()[2].param;
     let values: Vec<bf16> = (0..70_003).map(|i| bf16::from_f32(i as f32)).collect();
@@ -845,7 +952,7 @@ fn what_cannot_be_trained_is_refused() {
         |layers: Layers, config: StoreConfig| Store::new(&layers, config).unwrap_err().to_string();
     let text = refuse(
         layers(vec![vec![("w", param(DType::F64, 3, 1))]]),
-        config(false, None),
+        config(Lag::Zero, None),
     );
     assert!(
         text.contains("l0.w is f64") && text.contains("freeze"),
@@ -853,14 +960,14 @@ fn what_cannot_be_trained_is_refused() {
     );
     let wrong = StoreConfig {
         grad_dtype: Some(DType::F16),
-        ..config(false, None)
+        ..config(Lag::Zero, None)
     };
     let text = refuse(model(DType::BF16), wrong);
     assert!(
         text.contains("grad_dtype") && text.contains("l0.embed"),
         "{text}"
     );
-    let store = Store::new(&model(DType::F32), config(false, None)).unwrap();
+    let store = Store::new(&model(DType::F32), config(Lag::Zero, None)).unwrap();
     assert!(
         store
             .step(&Update::new(0.1), 1, &store.abort())
@@ -868,7 +975,7 @@ fn what_cannot_be_trained_is_refused() {
             .to_string()
             .contains("no rule")
     );
-    let store = Store::new(&model(DType::F32), config(false, Some(rules()[0]))).unwrap();
+    let store = Store::new(&model(DType::F32), config(Lag::Zero, Some(rules()[0]))).unwrap();
     assert!(
         store
             .step(&Update::new(0.1), 1, &store.abort())

@@ -5,7 +5,7 @@ use roundpipe::nn::{BatchNorm2d, Conv2d, Embedding, Func, Init, LayerNorm, Linea
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::{
     Bytes, Cpu, Cx, DType, DeviceKind, Layer, Module, Optimizer, Param, ParamVisitor, Params,
-    Sequential, Shape, Tensor, TensorResult, Tree, Worker, bf16, cost,
+    Sequential, Shape, Tensor, TensorResult, Tree, Update, Worker, bf16, cost,
 };
 use roundpipe_tensor::meta::Given;
 use roundpipe_tensor::ops::CrossEntropy;
@@ -124,7 +124,7 @@ fn train_resnet(threads: usize, steps: u64) -> (Vec<f64>, Sequential) {
         momentum: 0.9,
         ..Sgd::default()
     };
-    let mut optimizer = Optimizer::sgd(model.trainable_params(), rule).unwrap();
+    let mut optimizer = Optimizer::new(model.trainable_params(), rule).unwrap();
     let mut losses = Vec::new();
     for step in 0..steps {
         let (pixels, labels) = images(step, 16);
@@ -139,7 +139,7 @@ fn train_resnet(threads: usize, steps: u64) -> (Vec<f64>, Sequential) {
         cx.commit_buffers().unwrap();
         losses.push(loss.item().unwrap());
         optimizer.add(&grads).unwrap();
-        optimizer.step(0.05).unwrap();
+        optimizer.step(&Update::new(0.05)).unwrap();
     }
     (losses, model)
 }
@@ -182,7 +182,7 @@ fn gradients_add_up_over_calls() {
     let run = |parts: usize| {
         let mut init = Init::new(5, DType::F32);
         let layer = Linear::new(&mut init, 3, 2, true).unwrap();
-        let mut optimizer = Optimizer::sgd(layer.trainable_params(), Sgd::default()).unwrap();
+        let mut optimizer = Optimizer::new(layer.trainable_params(), Sgd::default()).unwrap();
         for part in values.chunks(24 / parts) {
             let mut cx = Cx::train(&worker);
             let x = cx.tensor(part, &[part.len() / 3, 3]).unwrap();
@@ -192,7 +192,7 @@ fn gradients_add_up_over_calls() {
             let grads = cx.backward(&loss).unwrap();
             optimizer.add(&grads).unwrap();
         }
-        let report = optimizer.step(0.01).unwrap();
+        let report = optimizer.step(&Update::new(0.01)).unwrap();
         (layer.weight.to_vec::<f32>().unwrap(), report.grad_norm)
     };
     let ((whole, norm), (halves, other)) = (run(1), run(2));
@@ -208,7 +208,7 @@ fn gradients_add_up_over_calls() {
 fn narrow_weights_have_a_full_master() {
     let param = Param::from_slice(&[bf16::from_f32(1.0)], &[1]).unwrap();
     let worker = worker(1);
-    let mut optimizer = Optimizer::sgd([("w".into(), param.clone())], Sgd::default()).unwrap();
+    let mut optimizer = Optimizer::new([("w".into(), param.clone())], Sgd::default()).unwrap();
     for _ in 0..100 {
         let mut cx = Cx::train(&worker);
         let w = cx.get(&param).unwrap();
@@ -216,7 +216,7 @@ fn narrow_weights_have_a_full_master() {
         drop(w);
         let grads = cx.backward(&loss).unwrap();
         optimizer.add(&grads).unwrap();
-        optimizer.step(1e-3).unwrap();
+        optimizer.step(&Update::new(1e-3)).unwrap();
     }
     assert_eq!(param.to_vec::<bf16>().unwrap()[0], bf16::from_f32(0.9));
 }
@@ -242,9 +242,7 @@ fn frozen_and_tied_parameters_are_treated_as_such() {
         ["0.weight"],
         "a tied weight is named once, a frozen one not at all"
     );
-    let mut optimizer = Optimizer::adamw(model.trainable_params(), AdamW::default())
-        .unwrap()
-        .clip(1.0);
+    let mut optimizer = Optimizer::new(model.trainable_params(), AdamW::default()).unwrap();
     assert_eq!(
         optimizer.state_bytes(),
         20 * 12,
@@ -266,7 +264,7 @@ fn frozen_and_tied_parameters_are_treated_as_such() {
     let grads = cx.backward(&loss).unwrap();
     assert_eq!(grads.params().count(), 1);
     optimizer.add(&grads).unwrap();
-    assert!(optimizer.step(0.1).unwrap().grad_norm > 0.0);
+    assert!(optimizer.step(&Update::new(0.1)).unwrap().grad_norm > 0.0);
     let after: Vec<Vec<f32>> = model
         .named_params()
         .iter()
@@ -275,7 +273,7 @@ fn frozen_and_tied_parameters_are_treated_as_such() {
     assert!(before[0] != after[0] && before[1..] == after[1..]);
     assert!(
         optimizer
-            .step(0.1)
+            .step(&Update::new(0.1))
             .unwrap_err()
             .to_string()
             .contains("no gradients")
@@ -287,7 +285,7 @@ fn frozen_and_tied_parameters_are_treated_as_such() {
 fn a_step_during_a_pass_changes_nothing() {
     let mut init = Init::new(7, DType::F32);
     let layer = Linear::new(&mut init, 2, 2, true).unwrap();
-    let mut optimizer = Optimizer::adamw(layer.trainable_params(), AdamW::default()).unwrap();
+    let mut optimizer = Optimizer::new(layer.trainable_params(), AdamW::default()).unwrap();
     let worker = worker(1);
     let mut cx = Cx::train(&worker);
     let x = cx.zeros(DType::F32, &[1, 2]).unwrap();
@@ -299,14 +297,14 @@ fn a_step_during_a_pass_changes_nothing() {
     let before = layer.weight.to_vec::<f32>().unwrap();
     assert!(
         optimizer
-            .step(0.1)
+            .step(&Update::new(0.1))
             .unwrap_err()
             .to_string()
             .contains("in use")
     );
     assert_eq!(layer.weight.to_vec::<f32>().unwrap(), before);
     drop((held, cx));
-    optimizer.step(0.1).unwrap();
+    optimizer.step(&Update::new(0.1)).unwrap();
 }
 
 /// An error inside a model names the layer, and the shapes inside it.
@@ -372,9 +370,17 @@ fn clipping_and_decay_do_what_they_say() {
         cx.backward(&loss).unwrap()
     };
     // Gradients are (3, 3) and 6: a norm of √54, scaled down to 1.
-    let mut clipped = Optimizer::sgd(params(), Sgd::default()).unwrap().clip(1.0);
+    let mut clipped = Optimizer::new(params(), Sgd::default()).unwrap();
     clipped.add(&gradients(3.0)).unwrap();
-    let report = clipped.step(1.0).unwrap();
+    let clip = Update {
+        clip: Some(1.0),
+        ..Update::new(1.0)
+    };
+    let report = clipped.step(&clip).unwrap();
+    let refused = Optimizer::new(params(), Sgd::default()).map(drop);
+    let text = refused.unwrap_err().to_string();
+    assert!(text.contains("wide is trained by"), "{text}");
+    drop(clipped);
     let norm = 54.0f64.sqrt();
     assert!(
         (report.grad_norm - norm).abs() < 1e-5,
@@ -396,11 +402,11 @@ fn clipping_and_decay_do_what_they_say() {
         weight_decay: 0.5,
         ..Sgd::default()
     };
-    let mut decayed = Optimizer::sgd(params(), rule)
+    let mut decayed = Optimizer::new(params(), rule)
         .unwrap()
         .decay_where(|_, p| p.shape().rank() > 1);
     decayed.add(&gradients(0.0)).unwrap();
-    decayed.step(0.1).unwrap();
+    decayed.step(&Update::new(0.1)).unwrap();
     assert!((wide.to_vec::<f32>().unwrap()[0] - after[0] * 0.95).abs() < 1e-6);
     assert_eq!(flat.to_vec::<f32>().unwrap()[0], after[1]);
 }

@@ -5,15 +5,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use roundpipe::engine::Args;
 use roundpipe::nn::{Dropout, Func, Init, Linear};
 use roundpipe::optim::AdamW;
 use roundpipe::wrap::{Action, Run, Value, Values, decide};
 use roundpipe::{
-    AutoWrapped, Bytes, Composite, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Lag, Layer,
-    MergeOutput, Module, Node, Param, ParamVisitor, Params, Pin, PlanKind, Ring, RingOptions,
-    RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update, WrapConfig,
-    Wrapped, wrap,
+    AutoWrapped, Bytes, Composite, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Inputs, Lag,
+    Layer, LossReduction, MergeOutput, Module, Node, Param, ParamVisitor, Params, Pin, PlanKind,
+    Ring, RingOptions, RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update,
+    WrapConfig, Wrapped, wrap,
 };
 use roundpipe_tensor::SimWorld;
 
@@ -795,7 +794,7 @@ fn a_step_function_sees_every_engine() {
         .unwrap();
     let seen = Arc::new(Mutex::new(Vec::new()));
     let into = seen.clone();
-    let step = move |path: &str, _: &mut roundpipe::update::OptimParams<'_>| {
+    let step = move |path: &str, _: &mut roundpipe::OptimParams<'_>| {
         into.lock().unwrap().push(path.to_owned());
         Ok(())
     };
@@ -941,7 +940,7 @@ fn inputs_keep_their_names() {
             upper_threshold: Some(upper),
             ..one_microbatch()
         };
-        let inputs = Args::new().named("x", data(0)).named("mask", data(3));
+        let inputs = Inputs::new().named("x", data(0)).named("mask", data(3));
         let node = Node::composite(Masked(block));
         trails.push(match wrap(node, &config).unwrap() {
             Wrapped::Engine(engine) => {
@@ -1017,6 +1016,12 @@ fn what_cannot_work_says_why() {
         text,
         "forward_backward: the model was wrapped in 2 parts, not as one sequence, so there is no last layer to run \
          the loss behind; use `forward` and its `backward`, or give `wrap` a preset that makes a `Sequential` of it"
+    );
+    let mean = RunConfig::new().loss_reduction(LossReduction::Mean);
+    let text = model.forward(data(0), &mean).unwrap_err().to_string();
+    assert!(
+        text.starts_with("loss_reduction: it belongs to single engines;"),
+        "{text}"
     );
     let text = model
         .forward(data(0), &RunConfig::new().num_microbatch(2))
@@ -1116,7 +1121,7 @@ fn a_preset_makes_a_sequence() {
         engine
             .forward_backward(data(0), Tree::None, loss)
             .unwrap()
-            .sum()
+            .total()
             .is_finite()
     );
     assert_eq!(

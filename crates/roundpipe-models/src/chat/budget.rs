@@ -1,6 +1,6 @@
 //! What a render may use, and the only containers that can grow while it runs.
 //!
-//! A template is somebody else's program, so nothing that it asks for is done before it is paid
+//! A template is a stranger's program, so nothing that it asks for is done before it is paid
 //! for. [`Budget`] counts steps (work) and bytes (memory) and refuses what goes beyond, with a
 //! [`Fault`]. Text grows in a [`Buffer`], sequences in a [`Vector`], and what values share lies in
 //! a [`Shared`]. The three pay before they allocate and give back when they are dropped. All values

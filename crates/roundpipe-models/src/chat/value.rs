@@ -43,7 +43,7 @@ impl<'r> Text<'r> {
         Ok(self.chars.as_str())
     }
 
-    /// The text, for whoever pays otherwise: a bounded look, a copy into a buffer, a name to
+    /// The text, for callers that pay otherwise: a bounded look, a copy into a buffer, a name to
     /// compare.
     pub(super) fn unpaid(&self) -> &str {
         self.chars.as_str()

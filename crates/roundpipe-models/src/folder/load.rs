@@ -77,7 +77,7 @@ pub struct LoadReport {
 /// # Errors
 /// [`Error::File`] naming the tensor that is missing, has another shape or type, or has no place in
 /// the model; [`Error::Argument`] for entries that contradict themselves; [`Error::Tensor`] while
-/// somebody else uses a parameter. Nothing has been written then.
+/// a parameter is in use. Nothing has been written then.
 pub fn load(folder: &Folder, entries: &[Entry], options: &LoadOptions) -> Result<LoadReport> {
     check_entries(entries)?;
     let mut jobs = Vec::new();

@@ -3,10 +3,10 @@
 //! A listing comes first, then one file at a time into `{blob}.incomplete`, and grows only by bytes
 //! that follow the ones it has. Programs that want the same file take turns:
 //!
-//! 1. Whoever writes, empties or renames an incomplete file holds its lock, and has made sure since
-//!    that the name still leads to the file it has locked.
-//! 2. A damaged file is emptied, not removed, so that whoever waits for the lock waits for the file
-//!    that has the name.
+//! 1. A program that writes, empties or renames an incomplete file holds its lock, and has made sure
+//!    since that the name still leads to the file it has locked.
+//! 2. A damaged file is emptied, not removed, so that a program waiting for the lock waits for the
+//!    file that has the name.
 //! 3. A file gets its final name only after its hash was found to be the listing's: SHA-256 for
 //!    large files, git's own hash (SHA-1) for the others.
 //!
@@ -495,8 +495,8 @@ impl Hash {
     }
 }
 
-/// The incomplete file at `path`, locked; none when the whole one is there, which whoever held the
-/// lock may have seen to.
+/// The incomplete file at `path`, locked; none when the whole one is there, which the program that
+/// held the lock may have finished.
 fn lock(path: &Path, whole: impl Fn() -> bool) -> std::io::Result<Option<File>> {
     loop {
         let file = File::options()
@@ -629,8 +629,8 @@ mod tests {
 
     use super::{has_name, joined, lock, origin};
 
-    /// Whoever waits for a file that then loses its name gets the one that has the name, not the
-    /// one it waited for.
+    /// A program that waits for a file which then loses its name gets the one that has the name, not
+    /// the one it waited for.
     #[test]
     fn the_lock_is_that_of_the_file_with_the_name() {
         let path =

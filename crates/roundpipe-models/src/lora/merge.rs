@@ -11,7 +11,7 @@ impl Model {
     /// keep the branches and must not be used any more.
     ///
     /// # Errors
-    /// When somebody reads or writes the weights at the same time.
+    /// When the weights are read or written at the same time.
     pub fn merge_lora(&mut self) -> Result<()> {
         for (_, projection) in self.projections_mut() {
             if let Some(adapter) = &projection.adapter {

@@ -3,13 +3,13 @@
 //! The library that runs tokenizers trusts their files: a template that names a missing token
 //! panics, a table of characters with a wrong length aborts, forty replacements in a row never end.
 //! So every part of the file is looked at here, as JSON, before that library sees it. A part of an
-//! unknown type is refused by name, because nobody has looked at what it can do.
+//! unknown type is refused by name, because what it can do has not been checked.
 //!
 //! Time is bounded by the text's length, not by a constant: the library gives up on a match of a
 //! regular expression after a million steps, and looks at the text before each added token that
 //! takes spaces or must be a word.
 //!
-//! `truncation` and `padding` are removed: they are settings of whoever saved the file, and
+//! `truncation` and `padding` are removed: they are settings of the program that saved the file, and
 //! transformers resets both at every call.
 
 use serde_json::{Map, Value};

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use roundpipe_tensor::{HostTensor, Shape};
 
-use super::{Cut, Inputs, SplitInput, SplitLabel, flat, spread};
+use super::{Cut, HostInputs, SplitInput, SplitLabel, flat, spread};
 use crate::error::{Error, Result};
 use crate::tree::{Tree, keys};
 
@@ -19,6 +19,9 @@ pub struct Split<T> {
     pub parts: Vec<T>,
     /// How many samples were cut, when these rules did it and there was something to cut.
     pub batch: Option<usize>,
+    /// The samples of each microbatch, or 1 each where nothing was cut and all get the same; `None`
+    /// when a function split, which alone knows.
+    pub samples: Option<Vec<usize>>,
     /// What the user should hear about; one line each.
     pub warnings: Vec<String>,
 }
@@ -28,7 +31,7 @@ pub struct Split<T> {
 /// # Errors
 /// [`Error::Config`] when `n` is 0, the spec does not fit the inputs, or sizes do not go together;
 /// what a split function reports.
-pub fn split_inputs(inputs: &Inputs, how: &SplitInput, n: usize) -> Result<Split<Inputs>> {
+pub fn split_inputs(inputs: &HostInputs, how: &SplitInput, n: usize) -> Result<Split<HostInputs>> {
     check_count(INPUT, n)?;
     let (leaves, exact) = match how {
         SplitInput::Function(f) => return by_function(f(inputs, n)?, n),
@@ -40,7 +43,7 @@ pub fn split_inputs(inputs: &Inputs, how: &SplitInput, n: usize) -> Result<Split
         batch,
         warnings,
     } = plan(INPUT, &leaves, n, exact)?;
-    let mut parts = vec![Inputs::new(); cuts.parts];
+    let mut parts = vec![HostInputs::new(); cuts.parts];
     let mut axes = leaves.iter().map(|leaf| leaf.axis);
     for arg in &inputs.args {
         for (part, cut) in parts.iter_mut().zip(cuts.cut(arg, &mut axes)?) {
@@ -55,29 +58,19 @@ pub fn split_inputs(inputs: &Inputs, how: &SplitInput, n: usize) -> Result<Split
     Ok(Split {
         parts,
         batch,
+        samples: Some(samples(batch, cuts.parts)),
         warnings,
     })
 }
 
-/// Splits labels into as many microbatches as the inputs gave.
+/// Splits labels into as many microbatches as the inputs gave. Where the inputs were a batch of
+/// `batch` samples ([`Split::batch`]), labels with several rows per sample are cut at the same
+/// samples even when the microbatches are not equally large.
 ///
 /// # Errors
-/// As [`split_inputs`], and when the labels give another number of microbatches.
+/// As [`split_inputs`], when the labels give another number of microbatches, and when automatic
+/// labels have no whole number of rows per sample.
 pub fn split_label(
-    label: &Tree<HostTensor>,
-    how: &SplitLabel,
-    n: usize,
-) -> Result<Split<Tree<HostTensor>>> {
-    split_label_of(label, how, n, None)
-}
-
-/// As [`split_label`], for inputs that were a batch of `batch` samples ([`Split::batch`]): labels
-/// with several rows per sample are cut at the same samples even when the microbatches are not
-/// equally large.
-///
-/// # Errors
-/// As [`split_label`], and when automatic labels have no whole number of rows per sample.
-pub fn split_label_of(
     label: &Tree<HostTensor>,
     how: &SplitLabel,
     n: usize,
@@ -91,6 +84,7 @@ pub fn split_label_of(
             return Ok(Split {
                 parts,
                 batch: None,
+                samples: None,
                 warnings: Vec::new(),
             });
         }
@@ -118,6 +112,7 @@ pub fn split_label_of(
     Ok(Split {
         parts: cuts.cut(label, &mut axes)?,
         batch: cut,
+        samples: Some(samples(cut, n)),
         warnings: Vec::new(),
     })
 }
@@ -139,7 +134,7 @@ fn check_labels(found: usize, want: usize, who: &str) -> Result<()> {
     ))
 }
 
-fn by_function(parts: Vec<Inputs>, n: usize) -> Result<Split<Inputs>> {
+fn by_function(parts: Vec<HostInputs>, n: usize) -> Result<Split<HostInputs>> {
     let warnings = match parts.len() {
         0 => {
             return Err(Error::config(
@@ -155,6 +150,7 @@ fn by_function(parts: Vec<Inputs>, n: usize) -> Result<Split<Inputs>> {
     Ok(Split {
         parts,
         batch: None,
+        samples: None,
         warnings,
     })
 }
@@ -199,7 +195,7 @@ fn auto(tree: &Tree<HostTensor>, path: &str) -> Vec<Leaf> {
 }
 
 /// Rule 3: named tensors follow the batch of the positional ones.
-fn auto_inputs(inputs: &Inputs) -> Result<Vec<Leaf>> {
+fn auto_inputs(inputs: &HostInputs) -> Result<Vec<Leaf>> {
     let args = inputs.args.iter().enumerate();
     let mut leaves: Vec<_> = args
         .flat_map(|(i, arg)| auto(arg, &format!("args[{i}]")))
@@ -244,7 +240,7 @@ fn named_batch(leaves: &[Leaf]) -> Result<Option<usize>> {
 }
 
 fn spec_inputs(
-    inputs: &Inputs,
+    inputs: &HostInputs,
     args: &[Tree<Cut>],
     named: &BTreeMap<String, Tree<Cut>>,
 ) -> Result<Vec<Leaf>> {
@@ -382,6 +378,12 @@ impl Cuts {
         let (rows, samples) = (size / self.batch, even(self.batch, self.parts, part));
         samples.start * rows..samples.end * rows
     }
+}
+
+/// The samples of each microbatch; 1 each where nothing is cut.
+fn samples(batch: Option<usize>, parts: usize) -> Vec<usize> {
+    let of = |part| batch.map_or(1, |batch| even(batch, parts, part).len());
+    (0..parts).map(of).collect()
 }
 
 /// The `part`-th of `parts` pieces that differ by at most one, larger ones first.

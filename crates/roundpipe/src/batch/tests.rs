@@ -3,8 +3,8 @@ use std::collections::BTreeMap;
 use roundpipe_tensor::{DType, HostTensor, Shape, bf16};
 
 use super::{
-    Cut, Inputs, Merge, MergeOutput, SplitInput, SplitLabel, merge, split_grads, split_inputs,
-    split_label, split_label_of,
+    Cut, HostInputs, Merge, MergeOutput, SplitInput, SplitLabel, merge, split_grads, split_inputs,
+    split_label,
 };
 use crate::error::Error;
 use crate::tree::Tree;
@@ -25,7 +25,7 @@ fn ints(tree: &Host) -> Vec<i32> {
 }
 
 /// The sizes along dimension 0 of one positional input in each part.
-fn rows(parts: &[Inputs], arg: usize) -> Vec<usize> {
+fn rows(parts: &[HostInputs], arg: usize) -> Vec<usize> {
     parts
         .iter()
         .map(|part| part.args[arg].clone().tensor().unwrap().dims()[0])
@@ -47,17 +47,17 @@ fn same(a: &Host, b: &Host) -> bool {
 #[test]
 fn the_first_layer_receives_inputs_in_the_shape_they_were_given() {
     let x = || count(&[2]);
-    assert!(matches!(Inputs::new().into_tree(), Tree::None));
-    assert!(matches!(Inputs::from(x()).into_tree(), Tree::Tensor(_)));
-    assert!(matches!(Inputs::from([x(), x()]).into_tree(), Tree::List(l) if l.len() == 2));
+    assert!(matches!(HostInputs::new().into_tree(), Tree::None));
+    assert!(matches!(HostInputs::from(x()).into_tree(), Tree::Tensor(_)));
+    assert!(matches!(HostInputs::from([x(), x()]).into_tree(), Tree::List(l) if l.len() == 2));
     assert!(
-        matches!(Inputs::new().named("x", x()).into_tree(), Tree::Map(m) if m.contains_key("x"))
+        matches!(HostInputs::new().named("x", x()).into_tree(), Tree::Map(m) if m.contains_key("x"))
     );
-    let both = Inputs::from(vec![x(), x()]).named("y", x()).into_tree();
+    let both = HostInputs::from(vec![x(), x()]).named("y", x()).into_tree();
     assert!(
         matches!(both, Tree::List(l) if matches!(l[..], [Tree::Tensor(_), Tree::Tensor(_), Tree::Map(_)]))
     );
-    let tree = Inputs::from(Tree::map([("a", x().into())])).into_tree();
+    let tree = HostInputs::from(Tree::map([("a", x().into())])).into_tree();
     assert!(tree.get("a").is_ok(), "a tree alone is not wrapped");
 }
 
@@ -70,7 +70,7 @@ fn automatic_positional_inputs_are_cut_along_0_without_copying() {
         ("s", scalar(3.0).into()),
         ("k", Tree::Int(7)),
     ]);
-    let split = split_inputs(&Inputs::new().arg(nested), &SplitInput::Auto, 3).unwrap();
+    let split = split_inputs(&HostInputs::new().arg(nested), &SplitInput::Auto, 3).unwrap();
     assert_eq!(
         (split.parts.len(), split.batch, split.warnings.len()),
         (3, Some(5), 0)
@@ -130,7 +130,7 @@ fn multiples_of_the_batch_are_cut_at_the_same_samples() {
 
 #[test]
 fn named_inputs_follow_the_batch_of_the_positional_ones() {
-    let inputs = Inputs::from(count(&[4, 3]))
+    let inputs = HostInputs::from(count(&[4, 3]))
         .named("mask", count(&[4, 1]))
         .named("table", count(&[8, 2]))
         .named("scale", scalar(2.0));
@@ -147,7 +147,7 @@ fn named_inputs_follow_the_batch_of_the_positional_ones() {
 /// Without positional tensors the batch must be beyond doubt; a leading 1 only broadcasts.
 #[test]
 fn named_inputs_alone_agree_on_a_batch_or_are_refused() {
-    let inputs = Inputs::new()
+    let inputs = HostInputs::new()
         .named("ids", count(&[4, 3]))
         .named("positions", count(&[1, 3]));
     let split = split_inputs(&inputs, &SplitInput::Auto, 2).unwrap();
@@ -198,7 +198,7 @@ fn spec(args: Vec<Tree<Cut>>) -> SplitInput {
 #[test]
 fn a_spec_says_for_each_input_what_to_cut() {
     let nested = Tree::list([count(&[2, 4]).into(), scalar(1.0).into(), Tree::Bool(true)]);
-    let inputs = Inputs::from(count(&[3, 4]))
+    let inputs = HostInputs::from(count(&[3, 4]))
         .arg(nested)
         .named("w", count(&[4]));
     let how = SplitInput::Spec {
@@ -239,27 +239,27 @@ fn a_spec_that_does_not_fit_is_refused_at_its_place() {
     let along = || Tree::from(Cut::Along(0));
     let cases = [
         (
-            Inputs::from(count(&[2])),
+            HostInputs::from(count(&[2])),
             spec(vec![]),
             "a spec for 0 positional inputs, but there are 1",
         ),
         (
-            Inputs::from(count(&[2])),
+            HostInputs::from(count(&[2])),
             spec(vec![Cut::Along(1).into()]),
             "args[0] [2] has no dimension 1",
         ),
         (
-            Inputs::from(scalar(1.0)),
+            HostInputs::from(scalar(1.0)),
             spec(vec![along()]),
             "args[0] [] has no dimension 0",
         ),
         (
-            Inputs::new().arg(map()),
+            HostInputs::new().arg(map()),
             spec(vec![Tree::map([("a", along())])]),
             "in args[0] there are `a`, `b`, in its spec there is `a`",
         ),
         (
-            Inputs::new().arg(Tree::list([map()])),
+            HostInputs::new().arg(Tree::list([map()])),
             spec(vec![Tree::list([Tree::map([
                 ("a", along()),
                 ("b", [Cut::Repeat].into()),
@@ -267,7 +267,7 @@ fn a_spec_that_does_not_fit_is_refused_at_its_place() {
             "args[0][0].b is a tensor, but its spec is a list of 1",
         ),
         (
-            Inputs::new().named("x", count(&[2])),
+            HostInputs::new().named("x", count(&[2])),
             spec(vec![]),
             "among named inputs there is `x`, in their spec there are no keys",
         ),
@@ -301,27 +301,28 @@ fn a_function_may_split_as_it_likes() {
 #[test]
 fn labels_give_as_many_microbatches_as_the_inputs() {
     let label = Tree::map([("y", count(&[5]).into()), ("w", scalar(1.0).into())]);
-    let split = split_label(&label, &SplitLabel::Auto, 3).unwrap();
+    let split = split_label(&label, &SplitLabel::Auto, 3, None).unwrap();
     assert_eq!(ints(split.parts[0].get("y").unwrap()), [0, 1]);
     assert_eq!(
-        split_label(&Tree::None, &SplitLabel::Auto, 3)
+        split_label(&Tree::None, &SplitLabel::Auto, 3, None)
             .unwrap()
             .parts
             .len(),
         3
     );
     let wants = "gives 2 microbatches, but the inputs give 3";
-    assert!(text(split_label(&count(&[2]).into(), &SplitLabel::Auto, 3)).contains(wants));
+    assert!(text(split_label(&count(&[2]).into(), &SplitLabel::Auto, 3, None)).contains(wants));
     let two = SplitLabel::function(|label, _| Ok(vec![label.clone(); 2]));
-    assert!(text(split_label(&count(&[6]).into(), &two, 3)).contains(wants));
+    assert!(text(split_label(&count(&[6]).into(), &two, 3, None)).contains(wants));
     let across = SplitLabel::Spec(Cut::Along(1).into());
-    let split = split_label(&count(&[1, 3]).into(), &across, 3).unwrap();
+    let split = split_label(&count(&[1, 3]).into(), &across, 3, None).unwrap();
     assert_eq!(
         split.parts.iter().flat_map(ints).collect::<Vec<_>>(),
         [0, 1, 2]
     );
     assert!(
-        text(split_label(&scalar(1.0).into(), &across, 3)).contains("label [] has no dimension 1")
+        text(split_label(&scalar(1.0).into(), &across, 3, None))
+            .contains("label [] has no dimension 1")
     );
 }
 
@@ -329,7 +330,7 @@ fn labels_give_as_many_microbatches_as_the_inputs() {
 #[test]
 fn labels_with_several_rows_per_sample_stay_with_their_samples() {
     let sizes = |label: HostTensor, batch| {
-        let split = split_label_of(&label.into(), &SplitLabel::Auto, 3, batch)?;
+        let split = split_label(&label.into(), &SplitLabel::Auto, 3, batch)?;
         Ok(split
             .parts
             .iter()
@@ -340,7 +341,7 @@ fn labels_with_several_rows_per_sample_stay_with_their_samples() {
     assert_eq!(
         sizes(count(&[10]), None).unwrap(),
         [4, 3, 3],
-        "nobody said what a sample is"
+        "nothing says what a sample is"
     );
     let message = text(sizes(count(&[7]), Some(5)));
     assert!(
@@ -684,7 +685,7 @@ fn split_then_merge_gives_the_same_bits() {
             "seed {seed}"
         );
         assert_eq!(split.warnings.len(), usize::from(batch < n), "seed {seed}");
-        let parts: Vec<_> = split.parts.into_iter().map(Inputs::into_tree).collect();
+        let parts: Vec<_> = split.parts.into_iter().map(HostInputs::into_tree).collect();
         let sizes: Vec<_> = parts
             .iter()
             .map(|part| part.leaves()[0].dims()[0])

@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use roundpipe_tensor::{Bytes, DType, DeviceKind, HostTensor, LaneKind, Shape};
 
@@ -18,6 +18,7 @@ use crate::exec::model::Model;
 use crate::exec::ring::Ring;
 use crate::plan::{ExecutePlan, Pass, PlanKind, Stage};
 use crate::search::AutoOptions;
+use crate::sync::lock;
 use crate::tree::Tree;
 
 /// Measured shares may move by this much before a plan is made again.
@@ -89,7 +90,7 @@ impl Planner {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Measured times so far.

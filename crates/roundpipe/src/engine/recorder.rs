@@ -47,6 +47,7 @@ impl Recorder {
     /// Takes the times of a call that has ended.
     pub fn learn(&self, call: &Call, planner: &Planner) {
         for piece in call.take_times() {
+            // A lane that failed has not passed all its events.
             let (Some(start), Some(end)) = (piece.from.ns(self.origin), piece.to.ns(self.origin))
             else {
                 continue;
@@ -61,6 +62,8 @@ impl Recorder {
             }
             self.trace.record(|| self.span(call, &piece, start, end));
         }
+        // Copies of other calls on the same workers are among them; the log does not tell them
+        // apart, so they count for this call.
         let taken = self.ring.take_copies();
         let id = call.spec.id;
         let pending = taken.into_iter().map(|(worker, copy)| PendingCopy {
@@ -74,7 +77,8 @@ impl Recorder {
 
     /// Waits for the copies that were noted, so that all of them are in the trace.
     pub fn finish(&self, planner: &Planner) {
-        // The planner does without the last times; a trace must be whole.
+        // Draining waits for every lane, so not without need: the planner does without the last
+        // times, a trace must be whole.
         if self.trace.is_on() && !self.copies().is_empty() {
             self.ring.drain();
             self.note_copies(planner);

@@ -68,6 +68,7 @@ impl Core {
     /// Waits until nothing moves, then forgets what failed. Returns the error that no caller has
     /// received yet.
     pub(super) fn recover(&self, sequence: &mut Sequence) -> Option<Error> {
+        // Work that still runs may write gradients, so nothing is forgotten before it has ended.
         self.wait_quiet();
         // Steps behind a failed one have failed calls, so all of them end.
         sequence.wait_steps();
@@ -95,6 +96,8 @@ impl Core {
         failed_calls: &[Arc<Call>],
         failed_steps: &[Arc<Outcome>],
     ) {
+        // Steps behind the first that failed would start from weights that were not made, so they
+        // have failed as well.
         if let Some(failed) = failed_steps.iter().map(|step| step.version).min() {
             sequence.steps = failed - 1;
             sequence.history.retain(|step| step.version < failed);
@@ -108,6 +111,7 @@ impl Core {
             first = first.min(step.number);
         }
         let mut since_step = sequence.since_step.iter();
+        // A sum of gradients that lacks a call would train silently wrong, so all of it goes.
         if !failed_steps.is_empty() || since_step.any(|call| call.has_failed()) {
             for call in sequence.since_step.drain(..) {
                 first = first.min(call.spec.number);

@@ -15,7 +15,7 @@
 //!   data belongs to the call whose kernel met it, and to calls that took its values ([`DataCheck`]).
 
 use std::collections::HashMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 
 use roundpipe_tensor::device::Stamp;
 use roundpipe_tensor::transfer::{FilledSlot, HostValue, Port};
@@ -30,6 +30,7 @@ use crate::config::Grain;
 use crate::error::{Error, Result, TaskPlace};
 use crate::plan::{Pass, Stage};
 use crate::status::Board;
+use crate::sync::{lock, unpoisoned};
 use crate::trace::Category;
 use crate::tree::Tree;
 use crate::version::Abort;
@@ -230,7 +231,7 @@ pub(crate) struct CallList(Mutex<Vec<Weak<Call>>>);
 
 impl CallList {
     fn lock(&self) -> MutexGuard<'_, Vec<Weak<Call>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     fn add(&self, call: &Arc<Call>) {
@@ -298,7 +299,7 @@ impl Call {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Changes the state and wakes all waiters.
@@ -329,10 +330,7 @@ impl Call {
                 return found;
             }
             on_board.get_or_insert_with(|| self.spec.board.wait(who, what));
-            state = self
-                .changed
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+            state = unpoisoned(self.changed.wait(state));
         }
     }
 

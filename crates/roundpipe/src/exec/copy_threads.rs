@@ -12,7 +12,7 @@
 //!    room.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
 use roundpipe_tensor::Tensor;
@@ -21,6 +21,7 @@ use roundpipe_tensor::transfer::{Port, Slot, SlotSegment};
 
 use super::call::Call;
 use crate::error::{Error, Result};
+use crate::sync::{lock, unpoisoned};
 use crate::version::ReadTicket;
 
 /// Weights and gradients travel in pieces of this size, so that activations can pass between them.
@@ -106,9 +107,9 @@ impl CopyThreads {
             return;
         };
         let (count, freed) = &**room;
-        let mut count = count.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut count = lock(&count);
         while *count > 0 {
-            count = freed.wait(count).unwrap_or_else(PoisonError::into_inner);
+            count = unpoisoned(freed.wait(count));
         }
     }
 
@@ -121,9 +122,9 @@ impl CopyThreads {
                 downloads, room, ..
             } => {
                 let (count, freed) = &**room;
-                let mut count = count.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut count = lock(&count);
                 while *count >= MOST_DOWNLOADS {
-                    count = freed.wait(count).unwrap_or_else(PoisonError::into_inner);
+                    count = unpoisoned(freed.wait(count));
                 }
                 *count += 1;
                 drop(count);
@@ -150,7 +151,7 @@ fn upload_all(port: &Port, uploads: &Receiver<WeightUpload>) {
 fn download_all(port: &Port, downloads: &Receiver<GradientDownload>, room: &Room) {
     for download in downloads {
         download_gradients(port, download);
-        *room.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        *lock(&room.0) -= 1;
         room.1.notify_all();
     }
 }

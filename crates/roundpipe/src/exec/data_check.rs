@@ -4,11 +4,12 @@
 //! hands out results and before it ends: every kernel that these depend on has run by then. A call
 //! that takes values of another one looks at the other's reports as well.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use roundpipe_tensor::Faults;
 
 use crate::error::{Error, Result, TaskPlace};
+use crate::sync::lock;
 
 /// The reports that a call looks at.
 #[derive(Default)]
@@ -41,7 +42,7 @@ impl Reports {
 
 impl DataCheck {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// Kernels of a job at `place` report to `faults`.

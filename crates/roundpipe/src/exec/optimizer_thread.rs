@@ -17,7 +17,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
@@ -29,6 +29,7 @@ use crate::optim::StepReport;
 use crate::scaler::GradScaler;
 use crate::status::Board;
 use crate::store::Store;
+use crate::sync::{lock, unpoisoned};
 use crate::trace::{Category, Lane, Span, Trace, Track};
 use crate::update::{Apply, Decision, OptimParams, Update};
 use crate::version::Abort;
@@ -95,7 +96,7 @@ impl Outcome {
     }
 
     fn lock(&self) -> MutexGuard<'_, Phase> {
-        self.phase.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.phase)
     }
 
     fn set(&self, phase: Phase) {
@@ -110,12 +111,7 @@ impl Outcome {
             match &mut *phase {
                 Phase::Done(report) => return Ok(*report),
                 Phase::Failed(error) => return Err(error.take().unwrap_or_else(failed_before)),
-                _ => {
-                    phase = self
-                        .changed
-                        .wait(phase)
-                        .unwrap_or_else(PoisonError::into_inner)
-                }
+                _ => phase = unpoisoned(self.changed.wait(phase)),
             }
         }
     }
@@ -128,10 +124,7 @@ impl Outcome {
                 Phase::Begun | Phase::Done(_) => return Ok(()),
                 Phase::Failed(error) => return Err(error.take().unwrap_or_else(failed_before)),
                 Phase::Waiting | Phase::Failing => {
-                    phase = self
-                        .changed
-                        .wait(phase)
-                        .unwrap_or_else(PoisonError::into_inner);
+                    phase = unpoisoned(self.changed.wait(phase));
                 }
             }
         }
@@ -141,10 +134,7 @@ impl Outcome {
     pub fn wait_over(&self) -> bool {
         let mut phase = self.lock();
         while matches!(*phase, Phase::Waiting | Phase::Begun | Phase::Failing) {
-            phase = self
-                .changed
-                .wait(phase)
-                .unwrap_or_else(PoisonError::into_inner);
+            phase = unpoisoned(self.changed.wait(phase));
         }
         matches!(*phase, Phase::Done(_))
     }
@@ -194,7 +184,7 @@ impl Streak {
     }
 
     fn lock(&self) -> MutexGuard<'_, (u64, String)> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.seen)
     }
 
     /// Whether the last step was not finite.

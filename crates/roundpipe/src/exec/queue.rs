@@ -1,11 +1,12 @@
 //! A worker's jobs, in the order of submission.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use super::call::Call;
 use super::weights::WeightSource;
 use crate::budget::StageNeeds;
+use crate::sync::{lock, unpoisoned};
 use crate::version::ReadTicket;
 
 /// One stage of a call, and the right to read the weights of its layers.
@@ -49,7 +50,7 @@ struct State {
 
 impl JobQueue {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     pub fn push(&self, job: Job) {
@@ -78,10 +79,7 @@ impl JobQueue {
             if state.closed {
                 return None;
             }
-            state = self
-                .changed
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+            state = unpoisoned(self.changed.wait(state));
         }
     }
 }

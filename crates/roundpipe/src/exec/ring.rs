@@ -9,7 +9,7 @@
 //! - All device memory is reserved when the ring is made.
 
 use std::cell::Cell;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use roundpipe_tensor::host::Pin;
@@ -26,10 +26,7 @@ use crate::error::{Error, Result};
 use crate::plan::{Pass, Stage};
 use crate::schedule::RoundRobin;
 use crate::status::Board;
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
+use crate::sync::lock;
 
 thread_local! {
     /// The ring that the thread runs a job of.

@@ -20,10 +20,8 @@ use roundpipe_tensor::{
 
 use super::run::{Kind, Origin, Run, Value, Values, run_inside};
 use super::{Decision, Node, Place, full_name, join, shown};
-use crate::batch::assemble;
 use crate::config::RunConfig;
-use crate::engine::args::{Args, InputGrads};
-use crate::engine::{Forward, IntoLosses, Lag, Losses, RoundPipe, StepHandle};
+use crate::engine::{Forward, InputGrads, Inputs, IntoLosses, Lag, Losses, RoundPipe, StepHandle};
 use crate::error::{Error, Result};
 use crate::exec::ring::Ring;
 use crate::layer::Params;
@@ -88,12 +86,12 @@ impl AutoWrapped {
     }
 
     /// Runs the model's forward over its engines. Of the configuration `requires_grad`,
-    /// `input_grads`, `preserve_rng_state` and `recompute_grain` hold for every engine.
+    /// `input_grads` and `recompute_grain` hold for every engine.
     ///
     /// # Errors
     /// [`Error::Config`] for other settings, which belong to single engines; what goes wrong in an
     /// engine.
-    pub fn forward(&self, inputs: impl Into<Args>, config: &RunConfig) -> Result<AutoForward> {
+    pub fn forward(&self, inputs: impl Into<Inputs>, config: &RunConfig) -> Result<AutoForward> {
         refuse_settings(config)?;
         let training = self.0.training.load(Ordering::Relaxed);
         let number = self
@@ -107,7 +105,7 @@ impl AutoWrapped {
             number,
             calls: Vec::new(),
         };
-        let run = recorder.call(&self.0.place, "", Values::from_args(inputs.into()));
+        let run = recorder.call(&self.0.place, "", Values::from_inputs(inputs.into()));
         let output = run.and_then(|value| Ok((value.to_host()?, value.origin)));
         match output {
             Ok((output, origin)) => Ok(AutoForward {
@@ -129,7 +127,7 @@ impl AutoWrapped {
     /// Always.
     pub fn forward_backward<L: IntoLosses>(
         &self,
-        _inputs: impl Into<Args>,
+        _inputs: impl Into<Inputs>,
         _labels: impl Into<Tree<HostTensor>>,
         _loss: impl Fn(&mut Cx, Tree, Tree) -> TensorResult<L> + Send + Sync + 'static,
     ) -> Result<Losses> {
@@ -336,7 +334,7 @@ impl AutoWrapped {
         &self.0.ring
     }
 
-    /// What the user should know and has not asked for, of all engines; each is told once.
+    /// What the user should know and has not asked for, of all engines; each is returned once.
     pub fn take_warnings(&self) -> Vec<String> {
         let of = |(path, engine): &(String, RoundPipe<Node>)| {
             engine
@@ -364,6 +362,7 @@ fn refuse_settings(config: &RunConfig) -> Result<()> {
         ("split_input", config.split_input.is_some()),
         ("split_label", config.split_label.is_some()),
         ("merge_output", config.merge_output.is_some()),
+        ("loss_reduction", config.loss_reduction.is_some()),
         ("execute_plan", config.execute_plan.is_some()),
     ];
     match set.into_iter().find(|(_, set)| *set) {
@@ -515,14 +514,14 @@ impl Recorder {
     }
 
     fn engine(&mut self, index: usize, path: &str, input: Values) -> Result<Value> {
-        let origins: Vec<Origin> = input.all().map(|value| value.origin).collect();
+        let origins: Vec<Origin> = input.iter().map(|value| value.origin).collect();
         let mut config = self.config.clone();
         if origins.iter().any(|origin| *origin != Origin::Outside) {
             config.input_grads = Some(true);
         }
         let forward = self.shared.engines[index]
             .1
-            .forward(input.into_args()?, &config)?;
+            .forward(input.into_inputs()?, &config)?;
         let kind = match forward.output() {
             Ok(output) => Kind::Host(output.clone()),
             Err(_) => Kind::MicrobatchOutputs(forward.unmerged()),
@@ -561,7 +560,7 @@ impl Recorder {
             site: 0,
         };
         let mut cx = Cx::new(&worker, record, self.training).at(site);
-        let origins: Vec<Origin> = input.all().map(|value| value.origin).collect();
+        let origins: Vec<Origin> = input.iter().map(|value| value.origin).collect();
         let all_grads = self.config.input_grads == Some(true);
         let mut inputs = Vec::new();
         let mut bring = |cx: &mut Cx, value: &Value| -> Result<Tree> {
@@ -580,17 +579,8 @@ impl Recorder {
             );
             Ok(tree)
         };
-        let args = input
-            .args
-            .iter()
-            .map(|value| bring(&mut cx, value))
-            .collect::<Result<Vec<_>>>()?;
-        let named = input
-            .named
-            .iter()
-            .map(|(name, value)| Ok((name.clone(), bring(&mut cx, value)?)));
-        let named = named.collect::<Result<_>>()?;
-        let outputs = compute(&mut cx, assemble(args, named)).map_err(|source| Error::Layer {
+        let here = input.try_map(|value| bring(&mut cx, &value))?;
+        let outputs = compute(&mut cx, here.into_tree()).map_err(|source| Error::Layer {
             index: self.calls.len(),
             layer: path.to_owned(),
             source,

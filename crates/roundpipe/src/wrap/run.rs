@@ -4,15 +4,12 @@
 //! On the host, children are engines or stay unwrapped; values are host tensors, or outputs that
 //! are still being computed.
 
-use std::collections::BTreeMap;
-
 use roundpipe_tensor::{Cx, Error as TensorError, HostTensor, Result as TensorResult, Tensor};
 
 use super::auto::Recorder;
 use super::{Node, Place};
-use crate::batch::{MergeOutput, assemble, merge};
-use crate::engine::MicrobatchOutputs;
-use crate::engine::args::{Arg, Args};
+use crate::batch::{InputsOf, MergeOutput, merge};
+use crate::engine::{Input, Inputs, MicrobatchOutputs};
 use crate::error::{Error, Result};
 use crate::tree::Tree;
 
@@ -139,32 +136,9 @@ fn element<T: Clone>(tree: &Tree<T>, index: usize) -> TensorResult<Tree<T>> {
 }
 
 /// The inputs of a call of a module, by position and by name.
-#[derive(Debug, Clone, Default)]
-pub struct Values {
-    pub(super) args: Vec<Value>,
-    pub(super) named: BTreeMap<String, Value>,
-}
+pub type Values = InputsOf<Value>;
 
 impl Values {
-    /// No inputs yet.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Appends an input by position.
-    #[must_use]
-    pub fn arg(mut self, value: Value) -> Self {
-        self.args.push(value);
-        self
-    }
-
-    /// Adds an input by name.
-    #[must_use]
-    pub fn named(mut self, name: impl Into<String>, value: Value) -> Self {
-        self.named.insert(name.into(), value);
-        self
-    }
-
     /// The input of this name, whether it came as such or in the map that is the only input.
     ///
     /// # Errors
@@ -201,62 +175,32 @@ impl Values {
         }
     }
 
-    /// By position, then by name, as [`InputGrads`](crate::engine::InputGrads) counts.
-    pub(super) fn all(&self) -> impl Iterator<Item = &Value> {
-        self.args.iter().chain(self.named.values())
-    }
-
     fn on_worker(self) -> TensorResult<Tree> {
-        let args = self
-            .args
-            .into_iter()
-            .map(Value::on_worker)
-            .collect::<TensorResult<_>>()?;
-        let named = self
-            .named
-            .into_iter()
-            .map(|(name, value)| Ok((name, value.on_worker()?)));
-        Ok(assemble(args, named.collect::<TensorResult<_>>()?))
+        Ok(self.try_map(Value::on_worker)?.into_tree())
     }
 
-    pub(super) fn from_args(args: Args) -> Self {
-        let value = |arg: Arg| {
-            let kind = match arg {
-                Arg::Value(tree) => Kind::Host(tree),
-                Arg::Outputs(outputs) => Kind::MicrobatchOutputs(outputs),
+    pub(super) fn from_inputs(inputs: Inputs) -> Self {
+        inputs.map(|input| {
+            let kind = match input {
+                Input::Value(tree) => Kind::Host(tree),
+                Input::Outputs(outputs) => Kind::MicrobatchOutputs(outputs),
             };
             Value {
                 kind,
                 origin: Origin::Outside,
             }
-        };
-        let (args, named) = args.into_parts();
-        Self {
-            args: args.into_iter().map(value).collect(),
-            named: named
-                .into_iter()
-                .map(|(name, arg)| (name, value(arg)))
-                .collect(),
-        }
+        })
     }
 
-    pub(super) fn into_args(self) -> Result<Args> {
-        let arg = |value: Value| match value.kind {
-            Kind::Host(tree) => Ok(Arg::Value(tree)),
-            Kind::MicrobatchOutputs(outputs) => Ok(Arg::Outputs(outputs)),
+    pub(super) fn into_inputs(self) -> Result<Inputs> {
+        self.try_map(|value| match value.kind {
+            Kind::Host(tree) => Ok(Input::Value(tree)),
+            Kind::MicrobatchOutputs(outputs) => Ok(Input::Outputs(outputs)),
             Kind::Worker(_) => Err(Error::config(
                 "wrap",
                 "a value on a worker was given to an engine",
             )),
-        };
-        let mut all = Args::new();
-        for value in self.args {
-            all = all.arg(arg(value)?);
-        }
-        for (name, value) in self.named {
-            all = all.named(name, arg(value)?);
-        }
-        Ok(all)
+        })
     }
 }
 

@@ -5,12 +5,11 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use roundpipe::engine::Arg;
+use roundpipe::ScalerState;
 use roundpipe::nn::{Func, Init, Linear};
 use roundpipe::optim::{AdamW, Sgd};
-use roundpipe::scaler::ScalerState;
 use roundpipe::{
-    Bytes, Cx, DType, Device, Devices, ExecutePlan, GradScaler, Grain, HostTensor, Inputs, Lag,
+    Bytes, Cx, DType, Device, Devices, ExecutePlan, GradScaler, Grain, HostInputs, HostTensor, Lag,
     Layer, Merge, MergeOutput, Module, Param, ParamVisitor, Params, PlanKind, Ring, RingOptions,
     RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorError, TensorResult, Tree, Update,
 };
@@ -295,7 +294,7 @@ fn chained_engines_are_one_engine() {
             .enumerate()
             .filter(|(i, _)| range.contains(i))
             .fold(Sequential::new(), |part, (_, (name, layer))| {
-                part.named(name, Shared(layer.clone()))
+                part.named(name, models::Shared(layer.clone()))
             })
     };
     let (x, weights) = models::numbers(0, 7, DType::F32);
@@ -326,7 +325,7 @@ fn chained_engines_are_one_engine() {
         for step in 0..2 {
             let forward = front.forward(x.clone(), &off).unwrap();
             let trained = back
-                .train(Arg::from(forward.unmerged()))
+                .train(forward.unmerged())
                 .labels(weights.clone())
                 .loss(models::weighted);
             let trained = trained
@@ -350,21 +349,6 @@ fn chained_engines_are_one_engine() {
                 engine.update(&Update::new(0.0), Lag::One).unwrap();
             }
         }
-    }
-}
-
-/// A layer that somebody else holds too.
-struct Shared(Arc<dyn Layer>);
-
-impl Params for Shared {
-    fn visit(&self, visit: &mut ParamVisitor<'_>) {
-        self.0.visit(visit);
-    }
-}
-
-impl Layer for Shared {
-    fn run(&self, cx: &mut Cx, input: Tree) -> TensorResult<Tree> {
-        self.0.run(cx, input)
     }
 }
 
@@ -398,7 +382,7 @@ fn a_chain_is_submitted_without_a_host_wait() {
     let first = front
         .forward(x.clone(), &config.clone().execute_plan(plan))
         .unwrap();
-    let second = back.forward(Arg::from(first.unmerged()), &config).unwrap();
+    let second = back.forward(first.unmerged(), &config).unwrap();
     for _ in 0..first.unmerged().len() {
         open.send(()).unwrap();
     }
@@ -449,7 +433,7 @@ fn outputs_and_several_losses_come_back() {
     );
     let each = trained.losses.each();
     assert_eq!((each.len(), each[0]), (2, each[1]));
-    assert_eq!(trained.losses.sum(), each[0] + each[1]);
+    assert_eq!(trained.losses.total(), each[0] + each[1]);
     assert_eq!(trained.losses.microbatches().len(), 3);
     let sum = |a: HostTensor, b: HostTensor| -> roundpipe::Result<HostTensor> {
         let total = a.item()? + b.to_f64_vec()?.iter().sum::<f64>();
@@ -811,7 +795,7 @@ fn recompute_data_is_saved_once_and_read_in_a_recompute_only() {
         ),
         ("early", Box::new(early), "no recompute"),
     ] {
-        let model = Sequential::new().named(name, Shared(layer.into()));
+        let model = Sequential::new().named(name, models::Shared(layer.into()));
         let mut init = Init::new(8, DType::F32);
         let model = model.named("end", Linear::new(&mut init, 5, 3, true).unwrap());
         let engine = small(&model, 1, 2, sgd());
@@ -915,7 +899,7 @@ fn a_closure_can_be_the_built_in_rule() {
                     .forward_backward(x, weights, models::weighted)
                     .unwrap();
                 if closure {
-                    let step = |params: &mut roundpipe::update::OptimParams<'_>| {
+                    let step = |params: &mut roundpipe::OptimParams<'_>| {
                         for param in params.iter_mut() {
                             let Some(grad) = param.grad_f32() else {
                                 continue;
@@ -988,7 +972,7 @@ fn lag_one_reads_the_weights_of_the_step_before() {
             let one = HostTensor::from_slice(&[1.0f32], &[1]).unwrap();
             let mut losses = Vec::new();
             for _ in 0..5 {
-                losses.push(engine.train(one.clone()).run().unwrap().losses.sum());
+                losses.push(engine.train(one.clone()).run().unwrap().losses.total());
                 engine.update(&Update::new(0.25), lag).unwrap();
             }
             engine.synchronize().unwrap();
@@ -1153,7 +1137,7 @@ fn what_cannot_work_is_refused() {
     }
     let lagless = builder(&models::perceptron(DType::F32), 1, 2)
         .optimizer(sgd())
-        .asynchronous(false);
+        .max_lag(Lag::Zero);
     let lagless = lagless.build().unwrap();
     lagless
         .forward_backward(x.clone(), weights.clone(), models::weighted)
@@ -1162,7 +1146,7 @@ fn what_cannot_work_is_refused() {
         .update(&Update::new(0.1), Lag::One)
         .unwrap_err()
         .to_string();
-    assert!(error.contains("asynchronous(true)"), "{error}");
+    assert!(error.contains("max_lag(Lag::One)"), "{error}");
     let ruleless = builder(&models::perceptron(DType::F32), 1, 2)
         .build()
         .unwrap();
@@ -1186,7 +1170,7 @@ fn one_engine_serves_several_threads() {
     let model = models::perceptron(DType::F32);
     let engine = small(&model, 3, 2, sgd());
     let plain = |inputs: &HostTensor| {
-        models::plain_forward(&model, &Inputs::from(inputs.clone()), (4, 2), 0, true)
+        models::plain_forward(&model, &HostInputs::from(inputs.clone()), (4, 2), 0, true)
     };
     let answered = AtomicUsize::new(0);
     std::thread::scope(|scope| {

@@ -83,7 +83,7 @@ fn loss(cx: &mut Cx, output: Tree, labels: Tree) -> TensorResult<roundpipe::Tens
 /// said of it.
 fn fail(engine: &RoundPipe) {
     let failed = engine.forward_backward(batch().0, bad_labels(), loss);
-    let text = chain(&failed.map(|losses| losses.sum()).unwrap_err());
+    let text = chain(&failed.map(|losses| losses.total()).unwrap_err());
     assert!(
         text.contains("stage") && text.contains("index 77"),
         "{text}"

@@ -248,7 +248,7 @@ fn a_failing_step_function_changes_nothing() {
             train_and_step(&engine, 0, lag).unwrap();
             let before = state(&engine, &model);
             train(&engine, 1).unwrap();
-            let step = move |params: &mut roundpipe::update::OptimParams<'_>| {
+            let step = move |params: &mut roundpipe::OptimParams<'_>| {
                 params.iter_mut().for_each(|param| param.value.fill(7.0));
                 assert!(!panics, "no step");
                 Err(Error::Config {
@@ -367,7 +367,7 @@ fn out_of_memory(model: &Sequential, plans: [&[&[usize]; 2]; 2]) {
                 .config(plan)
                 .run()?;
             engine.synchronize()?;
-            Ok::<_, Error>(trained.losses.sum())
+            Ok::<_, Error>(trained.losses.total())
         };
         for plan in plans {
             let error = run(4000, plan).unwrap_err();
@@ -645,9 +645,7 @@ fn a_failure_of_a_chained_engine_reaches_the_other() {
         let plan = ExecutePlan::from_sizes(PlanKind::Train, &[4], &[4]);
         trap.arm(if fails { 2 } else { 0 });
         let forward = front.forward(x.clone(), &off.clone().execute_plan(plan))?;
-        let call = back
-            .train(roundpipe::engine::Arg::from(forward.unmerged()))
-            .labels(weights.clone());
+        let call = back.train(forward.unmerged()).labels(weights.clone());
         let trained = call
             .loss(models::weighted)
             .config(RunConfig::default().input_grads(true))

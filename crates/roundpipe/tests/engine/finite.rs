@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use roundpipe::ScalerState;
 use roundpipe::nn::{Func, Init, Linear};
 use roundpipe::optim::{AdamW, Sgd};
-use roundpipe::scaler::ScalerState;
 use roundpipe::{
     Bytes, Cx, DType, Device, Error, GradScaler, HostTensor, Lag, RoundPipe, Rule, RunConfig,
     Sequential, Tensor, TensorResult, Tree, Update,

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    DType, Device, ExecutePlan, Grain, HostTensor, Inputs, Lag, PlanKind, RingOptions, RoundPipe,
-    Rule, RunConfig, Sequential, Tree, Update,
+    DType, Device, ExecutePlan, Grain, HostInputs, HostTensor, Lag, PlanKind, RingOptions,
+    RoundPipe, Rule, RunConfig, Sequential, Tree, Update,
 };
 
 use crate::models::{self, Trail};
@@ -47,7 +47,7 @@ impl Way {
     }
 }
 
-type Batch = dyn Fn(u64) -> (Inputs, HostTensor);
+type Batch = dyn Fn(u64) -> (HostInputs, HostTensor);
 
 pub fn engine(model: &Sequential, way: &Way) -> RoundPipe {
     let mut config = RunConfig::default()
@@ -58,7 +58,7 @@ pub fn engine(model: &Sequential, way: &Way) -> RoundPipe {
     RoundPipe::builder(model.clone())
         .optimizer(rule())
         .optimizer_threads(1)
-        .asynchronous(way.lag == Lag::One)
+        .max_lag(way.lag)
         .seed(models::SEED)
         .on_stall(std::time::Duration::from_secs(20), models::show_stall)
         .run_config(config)
@@ -107,11 +107,11 @@ pub fn run_for(steps: u64, model: &Sequential, way: &Way, batch: &Batch, loss: L
     trail
 }
 
-fn token_batch(step: u64) -> (Inputs, HostTensor) {
+fn token_batch(step: u64) -> (HostInputs, HostTensor) {
     models::tokens(step, 9, DType::F32)
 }
 
-fn image_batch(step: u64) -> (Inputs, HostTensor) {
+fn image_batch(step: u64) -> (HostInputs, HostTensor) {
     let (images, labels) = models::images(step, 9);
     (images.into(), labels)
 }

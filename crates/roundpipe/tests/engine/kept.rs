@@ -4,11 +4,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use roundpipe::engine::Args;
 use roundpipe::nn::{Init, Linear};
 use roundpipe::trace::{Category, Lane};
 use roundpipe::{
-    Cx, DType, Device, ExecutePlan, HostTensor, Layer, MergeOutput, Module, OutputDevice,
+    Cx, DType, Device, ExecutePlan, HostTensor, Inputs, Layer, MergeOutput, Module, OutputDevice,
     ParamVisitor, Params, PlanKind, RingOptions, RoundPipe, RunConfig, Sequential, TensorError,
     TensorResult, Tree,
 };
@@ -102,7 +101,7 @@ fn run(engine: &RoundPipe, output: OutputDevice) -> Vec<Vec<f64>> {
     for step in 0..5 {
         let x: Vec<f64> = (0..16).map(|i| f64::from(i + step) / 7.0).collect();
         let x = HostTensor::from_f64s(&x, DType::F32, &[2, 8]).unwrap();
-        let mut args = Args::new().named("x", x);
+        let mut args = Inputs::new().named("x", x);
         if let Some(last) = last.take() {
             args = args.named("past", last);
         }
@@ -191,7 +190,7 @@ fn forward(
         .merge_output(merge)
         .execute_plan(plan);
     let x = HostTensor::from_f64s(&[0.25; 16], DType::F32, &[2, 8])?;
-    engine.forward(Args::new().named("x", x), &config)
+    engine.forward(Inputs::new().named("x", x), &config)
 }
 
 fn faulty(resident: bool) -> (SimWorld, RoundPipe) {

@@ -7,6 +7,7 @@ mod finite;
 mod gpu;
 mod invisible;
 mod kept;
+mod mean_loss;
 mod memory;
 mod models;
 mod simulation;

@@ -57,7 +57,7 @@ fn a_bf16_parameter_takes_16_bytes_or_18_and_a_frozen_one_2() {
         };
         let engine = RoundPipe::builder(model.clone())
             .optimizer(rule())
-            .asynchronous(lag == Lag::One)
+            .max_lag(lag)
             .run_config(RunConfig::new().num_microbatch(MICROBATCHES).execute_plan(
                 ExecutePlan::from_sizes(PlanKind::Fused, &[1, 1, 1], &[1, 1, 1, 1]),
             ))
@@ -578,7 +578,7 @@ impl Tight {
         let engine = RoundPipe::builder(self.model())
             .optimizer(rule())
             .optimizer_threads(1)
-            .asynchronous(self.lag == Lag::One)
+            .max_lag(self.lag)
             .devices(devices)
             .ring_options(ring)
             .run_config(config)

@@ -7,8 +7,8 @@ use roundpipe::kernel::{ConvSpec, PoolSpec};
 use roundpipe::nn::{BatchNorm2d, Conv2d, Dropout, Embedding, Func, Init, LayerNorm, Linear};
 use roundpipe::ops::{Attention, CrossEntropy};
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, Device, HostTensor, Inputs, Layer, Losses, Module, Optimizer, Param,
-    ParamVisitor, Params, RngSite, Rule, Sequential, Tensor, TensorResult, Tree, Worker,
+    Bytes, Cpu, Cx, DType, Device, HostInputs, HostTensor, Layer, Losses, Module, Optimizer, Param,
+    ParamVisitor, Params, RngSite, Rule, Sequential, Tensor, TensorResult, Tree, Update, Worker,
 };
 
 pub const SEED: u64 = 5;
@@ -185,7 +185,7 @@ pub fn transformer(dtype: DType, tied: bool) -> Sequential {
 }
 
 /// A batch of tokens for [`transformer`]: inputs and labels.
-pub fn tokens(step: u64, batch: usize, dtype: DType) -> (Inputs, HostTensor) {
+pub fn tokens(step: u64, batch: usize, dtype: DType) -> (HostInputs, HostTensor) {
     let key = RngSite {
         seed: 77,
         step,
@@ -209,7 +209,7 @@ pub fn tokens(step: u64, batch: usize, dtype: DType) -> (Inputs, HostTensor) {
     let scale = HostTensor::from_f64s(&scale, dtype, &[1, 1, WIDTH]).unwrap();
     let ids = HostTensor::from_slice(&ids, &[batch, SEQ]).unwrap();
     (
-        Inputs::new().named("ids", ids).named("scale", scale),
+        HostInputs::new().named("ids", ids).named("scale", scale),
         HostTensor::from_slice(&labels, &[batch, SEQ]).unwrap(),
     )
 }
@@ -319,7 +319,7 @@ pub struct Trail {
 }
 
 pub fn bits(losses: &Losses) -> u64 {
-    losses.sum().to_bits()
+    losses.total().to_bits()
 }
 
 pub fn f64_bits(values: impl IntoIterator<Item = f64>) -> Vec<u64> {
@@ -344,7 +344,7 @@ pub fn plain_loop(
     rule: Rule,
     lr: f64,
     steps: u64,
-    batch: &dyn Fn(u64) -> (Inputs, HostTensor),
+    batch: &dyn Fn(u64) -> (HostInputs, HostTensor),
     microbatches: usize,
     loss: fn(&mut Cx, Tree, Tree) -> TensorResult<Tensor>,
 ) -> Trail {
@@ -411,7 +411,7 @@ pub fn plain_loop(
                 .add_grad(param, roundpipe_tensor::optim::Floats::F32(&values))
                 .unwrap();
         }
-        optimizer.step(lr).unwrap();
+        optimizer.step(&Update::new(lr)).unwrap();
     }
     trail.params = params(model);
     trail
@@ -461,7 +461,7 @@ pub fn upload(worker: &Worker, tensor: &HostTensor) -> Tensor {
 /// is the place in the random stream.
 pub fn plain_forward(
     model: &Sequential,
-    inputs: &Inputs,
+    inputs: &HostInputs,
     (batch, microbatches): (usize, usize),
     number: u64,
     training: bool,
@@ -539,11 +539,26 @@ pub fn weighted(cx: &mut Cx, output: Tree, weights: Tree) -> TensorResult<Tensor
     cx.sum_all(&product)
 }
 
+/// A layer that several models hold.
+pub struct Shared(pub Arc<dyn Layer>);
+
+impl Params for Shared {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
+        self.0.visit(visit);
+    }
+}
+
+impl Layer for Shared {
+    fn run(&self, cx: &mut Cx, input: Tree) -> TensorResult<Tree> {
+        self.0.run(cx, input)
+    }
+}
+
 /// A test that hangs says why before the runner's patience ends.
 #[expect(
     clippy::print_stderr,
     reason = "a hanging test has no other way to speak"
 )]
-pub fn show_stall(report: &roundpipe::status::Report) {
+pub fn show_stall(report: &roundpipe::Report) {
     eprintln!("{report}");
 }

@@ -91,7 +91,7 @@ fn engine(
     RoundPipe::builder(model.clone())
         .optimizer(Rule::Adam(AdamW::default()))
         .optimizer_threads(1)
-        .asynchronous(case.lag == Lag::One)
+        .max_lag(case.lag)
         .seed(models::SEED)
         .on_stall(std::time::Duration::from_secs(30), models::show_stall)
         .run_config(config)

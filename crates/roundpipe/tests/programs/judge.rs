@@ -873,7 +873,7 @@ impl Mind {
             Work::Rule(update) => update.refused || self.plain.spec.rule == RuleKind::None,
             Work::Function(..) => false,
         };
-        let too_late = lag == Lag::One && !self.plain.spec.asynchronous;
+        let too_late = lag > self.plain.spec.max_lag;
         if refused || too_late || self.state.since.is_empty() {
             let same = |mind: &Self| mind.state.clone();
             return self
@@ -1118,7 +1118,7 @@ impl Mind {
         self.state = stepped.clone();
         self.set_param(param, data);
         let found = self.weights(weights);
-        if found.is_err() && happened && self.plain.spec.asynchronous {
+        if found.is_err() && happened && self.plain.spec.max_lag == Lag::One {
             self.state = State {
                 lost: true,
                 ..stepped

@@ -147,7 +147,7 @@ pub struct EngineSpec {
     pub model: ModelKind,
     pub dtype: DType,
     pub rule: RuleKind,
-    pub asynchronous: bool,
+    pub max_lag: Lag,
     /// Whether gradients are f32 in host memory, whatever the parameters are.
     pub grad_f32: bool,
     pub seed: u64,
@@ -441,7 +441,10 @@ impl Maker<'_> {
             model: self.dice.of(models),
             dtype,
             rule: self.dice.of(&rules),
-            asynchronous: self.dice.percent(85),
+            max_lag: match self.dice.percent(85) {
+                true => Lag::One,
+                false => Lag::Zero,
+            },
             grad_f32: self.dice.percent(20),
             seed: self.dice.below(1000) as u64,
             trap: self.dice.below(4),
@@ -667,7 +670,7 @@ impl Maker<'_> {
     }
 
     fn race(&mut self, engine: usize) -> What {
-        let lag = match self.engines[engine].asynchronous && self.has(Class::LagOne) {
+        let lag = match self.engines[engine].max_lag == Lag::One && self.has(Class::LagOne) {
             true => Lag::One,
             false => Lag::Zero,
         };

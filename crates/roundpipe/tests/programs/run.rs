@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use roundpipe::engine::{Args, InputGrads, MicrobatchOutputs, StepHandle};
-use roundpipe::update::OptimParams;
+use roundpipe::OptimParams;
+use roundpipe::engine::{InputGrads, Inputs, MicrobatchOutputs, StepHandle};
 use roundpipe::{
     Bytes, Cpu, DType, Device, Error, ExecutePlan, Forward, Grain, HostTensor, Lag, Losses,
     MergeOutput, Param, Params, PlanKind, Result, Ring, RingOptions, RoundPipe, RunConfig, Tree,
@@ -242,7 +242,7 @@ impl<'a> Session<'a> {
         let spec = &self.program.engines[at];
         let mut builder = RoundPipe::builder(self.models[at].model.clone())
             .name(format!("engine {at}"))
-            .asynchronous(spec.asynchronous)
+            .max_lag(spec.max_lag)
             .seed(spec.seed)
             .optimizer_threads(1)
             .ring(&self.ring);
@@ -411,7 +411,7 @@ impl<'a> Session<'a> {
         let spec = self.spec(engine);
         self.arm(engine, tag, fault, &batch);
         let labels = models::labels(spec.dtype, &batch, loss, tag, fault);
-        let args = Args::new()
+        let args = Inputs::new()
             .named("x", models::input(spec, &batch, tag, fault))
             .named("tag", models::tag_rows(batch.rows, tag));
         let config = self
@@ -451,7 +451,7 @@ impl<'a> Session<'a> {
     ) {
         let spec = self.spec(engine);
         self.arm(engine, tag, fault, &batch);
-        let args = Args::new()
+        let args = Inputs::new()
             .named("x", models::input(spec, &batch, tag, fault))
             .named("tag", models::tag_rows(batch.rows, tag));
         let kind = if how.requires_grad {
@@ -554,7 +554,7 @@ impl<'a> Session<'a> {
         let of = |side: Side| fault.filter(|(at, _)| *at == side).map(|(_, fault)| fault);
         self.arm(front, tag, of(Side::Front), &batch);
         self.arm(back, tag, of(Side::Back), &batch);
-        let args = Args::new()
+        let args = Inputs::new()
             .named(
                 "x",
                 models::input(self.spec(front), &batch, tag, of(Side::Front)),
@@ -570,7 +570,7 @@ impl<'a> Session<'a> {
         };
         replies.push(reply(front, "chain forward", Ok(Value::Done)));
         let labels = models::labels(self.spec(back).dtype, &batch, loss, tag, of(Side::Back));
-        let args = Args::new()
+        let args = Inputs::new()
             .named("x", forward.unmerged())
             .named("tag", models::tag_rows(batch.rows, tag));
         let trained = self.engines[back]

@@ -1,0 +1,317 @@
+//! How an engine is made: its options, and [`Builder::build`], which checks them.
+//!
+//! A builder only collects. What cannot work is refused by `build`, before memory is reserved where
+//! that can be known.
+//!
+//! # Invariants
+//! - Parameters keep their values when `build` fails.
+//! - An engine that was built has at least one layer and one worker.
+
+use std::panic::Location;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use roundpipe_tensor::{Bytes, DType, Device, Param, Pin};
+
+use super::core::Core;
+use super::{Handle, RoundPipe};
+use crate::config::{Lag, RunConfig};
+use crate::devices::Devices;
+use crate::error::{Error, Result};
+use crate::exec::model::Model;
+use crate::exec::ring::{Ring, RingOptions};
+use crate::layer::Layer;
+use crate::optim::Rule;
+use crate::status::{Report, Watchdog};
+use crate::store::{Store, StoreConfig};
+use crate::trace::Trace;
+
+/// What to do when an engine stalls.
+type OnStall = Arc<dyn Fn(&Report) + Send + Sync>;
+
+/// Which parameters decay.
+type Decays = dyn Fn(&str, &Param) -> bool;
+
+/// Options of an engine.
+pub struct Builder<M> {
+    model: M,
+    name: String,
+    config: RunConfig,
+    grad_dtype: Option<DType>,
+    pin: Pin,
+    rule: Option<Rule>,
+    decays: Option<Arc<Decays>>,
+    max_lag: Lag,
+    seed: u64,
+    first_layer: usize,
+    devices: Vec<Arc<dyn Device>>,
+    ring: Option<Ring>,
+    options: RingOptions,
+    threads: Option<usize>,
+    stall: Option<(Duration, OnStall)>,
+    resident: bool,
+    inference: bool,
+    max_nonfinite_steps: u64,
+}
+
+/// [`Builder::max_nonfinite_steps`] unless said otherwise.
+const MAX_NONFINITE_STEPS: u64 = 10;
+
+impl<M: Layer + 'static> RoundPipe<M> {
+    /// An engine for a [`Sequential`](crate::Sequential), whose layers are placed one by one, or for
+    /// any other layer as a whole. Its name is the place of this call, unless another is given.
+    #[track_caller]
+    pub fn builder(model: M) -> Builder<M> {
+        let at = Location::caller();
+        let file = at.file().rsplit(['/', '\\']).next().unwrap_or(at.file());
+        Builder {
+            model,
+            name: format!("{file}:{}", at.line()),
+            config: RunConfig::default(),
+            grad_dtype: None,
+            pin: Pin::default(),
+            rule: None,
+            decays: None,
+            max_lag: Lag::One,
+            seed: 0,
+            first_layer: 0,
+            devices: Vec::new(),
+            ring: None,
+            options: RingOptions::default(),
+            threads: None,
+            stall: None,
+            resident: false,
+            inference: false,
+            max_nonfinite_steps: MAX_NONFINITE_STEPS,
+        }
+    }
+}
+
+impl<M: Layer + 'static> Builder<M> {
+    /// What logs, traces and errors call the engine.
+    #[must_use]
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
+    }
+
+    /// The base of every call's run configuration.
+    #[must_use]
+    pub fn run_config(mut self, config: RunConfig) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// The type of gradients in host memory: each parameter's own by default, or f32.
+    #[must_use]
+    pub fn grad_dtype(mut self, dtype: DType) -> Self {
+        self.grad_dtype = Some(dtype);
+        self
+    }
+
+    /// How host memory is pinned.
+    #[must_use]
+    pub fn pin(mut self, pin: Pin) -> Self {
+        self.pin = pin;
+        self.options.pin = pin;
+        self
+    }
+
+    /// The rule of [`RoundPipe::update`]; its state lives in the engine.
+    #[must_use]
+    pub fn optimizer(mut self, rule: impl Into<Rule>) -> Self {
+        self.rule = Some(rule.into());
+        self
+    }
+
+    /// Applies weight decay only where `decays` says so; by default everywhere.
+    #[must_use]
+    pub fn decay_where(mut self, decays: impl Fn(&str, &Param) -> bool + 'static) -> Self {
+        self.decays = Some(Arc::new(decays));
+        self
+    }
+
+    /// The most that a step may lag; [`Lag::One`] by default, which takes a second version of the
+    /// weights. [`Lag::Zero`] saves its memory and refuses steps at lag 1.
+    #[must_use]
+    pub fn max_lag(mut self, lag: Lag) -> Self {
+        self.max_lag = lag;
+        self
+    }
+
+    /// The start of the random stream.
+    #[must_use]
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Layers draw random numbers as if `layers` others stood before them: engines in a row then
+    /// draw those of one engine over all layers.
+    #[must_use]
+    pub(crate) fn behind(mut self, layers: usize) -> Self {
+        self.first_layer = layers;
+        self
+    }
+
+    /// The devices to run on; one listed twice gives two workers. By default every GPU that can be
+    /// used, or the processor where there is none; [`Ring::notes`] says which were left out, and
+    /// why.
+    #[must_use]
+    pub fn devices(mut self, devices: impl IntoIterator<Item = Arc<dyn Device>>) -> Self {
+        self.devices = devices.into_iter().collect();
+        self
+    }
+
+    /// Memory that each worker reserves at start and never exceeds.
+    #[must_use]
+    pub fn memory(mut self, bytes: Bytes) -> Self {
+        self.options.memory = Some(bytes);
+        self
+    }
+
+    /// All options of the ring that is made from the devices.
+    #[must_use]
+    pub fn ring_options(mut self, options: RingOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// A ring that other engines use too, instead of devices of its own.
+    #[must_use]
+    pub fn ring(mut self, ring: &Ring) -> Self {
+        self.ring = Some(ring.clone());
+        self
+    }
+
+    /// Threads of the optimizer; by default one per core.
+    #[must_use]
+    pub fn optimizer_threads(mut self, threads: usize) -> Self {
+        self.threads = Some(threads);
+        self
+    }
+
+    /// Calls `report` when nothing has moved for `after` although a thread waits, with what
+    /// each of them waits for.
+    #[must_use]
+    pub fn on_stall(
+        mut self,
+        after: Duration,
+        report: impl Fn(&Report) + Send + Sync + 'static,
+    ) -> Self {
+        self.stall = Some((after, Arc::new(report)));
+        self
+    }
+
+    /// Leaves weights on the worker that they were sent to, until they change: for running a model
+    /// that fits many times, as generation does.
+    #[must_use]
+    pub fn resident(mut self, resident: bool) -> Self {
+        self.resident = resident;
+        self
+    }
+
+    /// An engine that only reads the weights, wherever they are: also while another engine trains
+    /// them, of which it then uses the newest. Off by default, when a parameter that a living
+    /// engine trains is refused.
+    #[must_use]
+    pub fn inference(mut self, inference: bool) -> Self {
+        self.inference = inference;
+        self
+    }
+
+    /// After so many steps in a row that were not finite, a step fails with [`Error::NotFinite`],
+    /// which names the first layer whose output or gradient was not; 10 by default. Until then such
+    /// steps are skipped and reported ([`StepReport`](crate::StepReport)). While a
+    /// [`GradScaler`](crate::GradScaler) can still lower its scale, its steps do not count.
+    #[must_use]
+    pub fn max_nonfinite_steps(mut self, steps: u64) -> Self {
+        self.max_nonfinite_steps = steps;
+        self
+    }
+
+    /// Reserves memory, moves the weights and starts the threads.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for options that cannot work, and for a parameter that another living
+    /// engine trains; when memory runs out.
+    pub fn build(self) -> Result<RoundPipe<M>> {
+        if let Some(rule) = &self.rule {
+            rule.check_settings()?;
+        }
+        if self.max_nonfinite_steps == 0 {
+            return Err(Error::config(
+                "max_nonfinite_steps",
+                "0; allow at least one",
+            ));
+        }
+        // Cheap refusals come first: making a ring reserves device memory.
+        let ring = match self.ring {
+            Some(ring) => ring,
+            None if self.devices.is_empty() => Ring::of(&Devices::all()?, &self.options)?,
+            None => Ring::new(&self.devices, &self.options)?,
+        };
+        let original = Arc::new(self.model);
+        let layers: Vec<(String, Arc<dyn Layer>)> = match original.sequence() {
+            Some(sequence) => sequence
+                .layers()
+                .map(|(name, layer)| (name.to_owned(), layer.clone()))
+                .collect(),
+            // Not a sequence: one layer, which is never cut.
+            None => vec![("model".to_owned(), original.clone() as Arc<dyn Layer>)],
+        };
+        if layers.is_empty() {
+            return Err(Error::config("model", "it has no layers"));
+        }
+        let store = Store::new(
+            &layers,
+            StoreConfig {
+                name: self.name.clone(),
+                inference: self.inference,
+                device: ring.host_device().clone(),
+                pin: self.pin,
+                max_lag: self.max_lag,
+                rule: self.rule,
+                grad_dtype: self.grad_dtype,
+                threads: self.threads,
+            },
+        )?;
+        let store = match self.decays {
+            Some(decays) => store.decay_where(|name, param| decays(name, param)),
+            None => store,
+        };
+        let (seed, first_layer) = (self.seed, self.first_layer);
+        let sets_buffers = AtomicBool::new(false);
+        let (resident, inference) = (self.resident, self.inference);
+        let model = Model {
+            name: self.name,
+            layers,
+            store,
+            seed,
+            first_layer,
+            sets_buffers,
+            resident,
+            inference,
+        };
+        let watchdog = self
+            .stall
+            .map(|(after, report)| Arc::new(Watchdog::start(ring.board().clone(), after, report)));
+        let trace = Arc::new(Trace::new());
+        let core = Core::new(
+            model,
+            ring,
+            self.config,
+            self.max_lag,
+            trace,
+            self.max_nonfinite_steps,
+        )?;
+        let core = Arc::new(core);
+        Ok(RoundPipe {
+            original,
+            core: core.clone(),
+            _watchdog: watchdog,
+            _handle: Handle(core),
+        })
+    }
+}

@@ -1,0 +1,224 @@
+//! A forward by itself, and the backward that may follow: [`RoundPipe::forward`] and [`Forward`].
+//!
+//! A [`Forward`] that may be differentiated keeps what its backward needs until it is used or
+//! dropped. It can go back once, before the next step: after that the weights it ran with are gone.
+
+use std::sync::Arc;
+
+use roundpipe_tensor::{HostTensor, Shape, Tensor};
+
+use super::RoundPipe;
+use super::core::Core;
+use super::inputs::{Inputs, host_value};
+use super::outputs::{InputGrads, Leaves, MicrobatchOutputs, merged, read, wait_outputs};
+use super::submit::{CallRequest, PendingCall};
+use crate::batch::{MergeOutput, merge, split_grads};
+use crate::config::{OutputDevice, RunConfig};
+use crate::error::{Error, Result};
+use crate::exec::call::Call;
+use crate::exec::value::Seed;
+use crate::plan::PlanKind;
+use crate::tree::Tree;
+
+impl<M> RoundPipe<M> {
+    /// Runs the model on a batch. Calls may follow at once; `merge_output` off does not even wait
+    /// for the outputs.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for inputs and options that cannot work; [`Error::Task`] with the place of
+    /// what failed.
+    pub fn forward(&self, inputs: impl Into<Inputs>, config: &RunConfig) -> Result<Forward> {
+        let core = &self.core;
+        let resolved = config.over(&core.config).resolve(core.ring.len())?;
+        let differentiable = resolved.requires_grad;
+        let kind = if differentiable {
+            PlanKind::Train
+        } else {
+            PlanKind::Infer
+        };
+        let (inputs, config) = (inputs.into(), config.clone());
+        // Unmerged outputs are read microbatch by microbatch later, or by another engine.
+        let reads = !matches!(resolved.merge_output, MergeOutput::Off);
+        let request = CallRequest {
+            kind,
+            inputs,
+            labels: Tree::None,
+            loss: None,
+            wants_outputs: true,
+            reads,
+            config,
+        };
+        let PendingCall {
+            call,
+            config,
+            input_leaves,
+            samples,
+        } = core.submit(request)?;
+        let (merge_output, on) = (config.merge_output, config.output_device);
+        let mut forward = Forward {
+            core: core.clone(),
+            call,
+            merge: merge_output,
+            output: None,
+            input_leaves,
+            samples,
+            differentiable,
+            on,
+        };
+        if reads {
+            let (call, how) = (&forward.call, &forward.merge);
+            forward.output = Some(read(core, call, |call| merge(wait_outputs(call)?, how))?);
+        }
+        Ok(forward)
+    }
+}
+
+/// What a forward gave, and the way back.
+pub struct Forward {
+    core: Arc<Core>,
+    call: Arc<Call>,
+    merge: MergeOutput,
+    output: Option<Tree<HostTensor>>,
+    input_leaves: Vec<Leaves>,
+    samples: Option<Arc<[usize]>>,
+    differentiable: bool,
+    on: OutputDevice,
+}
+
+impl std::fmt::Debug for Forward {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Forward({:?})", self.output)
+    }
+}
+
+impl Drop for Forward {
+    fn drop(&mut self) {
+        // The backward that the call was held open for will not come, or has been queued.
+        if self.differentiable {
+            self.call.let_go();
+        }
+    }
+}
+
+impl Forward {
+    /// The merged output.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when `merge_output` is off.
+    pub fn output(&self) -> Result<&Tree<HostTensor>> {
+        let unmerged =
+            || Error::config("merge_output", "it is off; take the outputs by `unmerged`");
+        self.output.as_ref().ok_or_else(unmerged)
+    }
+
+    /// The output of each microbatch on the worker that `output_device` names, to compute on with a
+    /// [`Cx`](crate::Cx) of that worker. They carry no gradient; give theirs to
+    /// [`Forward::backward`].
+    ///
+    /// # Errors
+    /// [`Error::Config`] when `output_device` is the host; otherwise what went wrong.
+    pub fn tensors(&self) -> Result<Vec<Tree<Tensor>>> {
+        let OutputDevice::Worker(worker) = self.on else {
+            return Err(Error::config(
+                "output_device",
+                "it is the host; take the outputs by `output`",
+            ));
+        };
+        let port = self.core.ring.port(worker);
+        let bring = |m: usize| {
+            let value = self.call.wait_output("caller", m);
+            let value = value.map_err(|error| self.core.failed(error))?;
+            value.try_map(|leaf| match leaf.resident {
+                Some(resident) => Ok(resident.tensor.clone()),
+                None => Ok(port.receive("output", &leaf.host)?.land()?),
+            })
+        };
+        (0..self.call.spec.microbatches).map(bring).collect()
+    }
+
+    /// The output of each microbatch, whether merged or not.
+    pub fn unmerged(&self) -> MicrobatchOutputs {
+        MicrobatchOutputs {
+            call: self.call.clone(),
+            samples: self.samples.clone(),
+        }
+    }
+
+    /// Runs the backward from gradients of the merged output. Gradients of parameters are added to
+    /// those since the last step; those of inputs are returned if `input_grads` asked for them.
+    ///
+    /// # Errors
+    /// [`Error::Config`] without `requires_grad`, or when a step was made since; otherwise what
+    /// goes wrong.
+    pub fn backward(self, grads: impl Into<Tree<HostTensor>>) -> Result<InputGrads> {
+        self.backward_some(&grads.into().map_ref(|t| Some(t.clone())))
+    }
+
+    /// As [`Forward::backward`], where some outputs have no gradient.
+    pub(crate) fn backward_some(self, grads: &Tree<Option<HostTensor>>) -> Result<InputGrads> {
+        let mut leaves = grads.leaves().into_iter().flatten();
+        if let Some(grad) = leaves.find(|grad| !grad.dtype().is_float()) {
+            let what = format!(
+                "a gradient is {} {}; gradients are floats",
+                grad.dtype(),
+                grad.shape()
+            );
+            return Err(Error::config("backward", what));
+        }
+        let shapes = (0..self.call.spec.microbatches).map(|m| {
+            let value = self.call.wait_output("caller", m)?;
+            Ok(value
+                .leaves()
+                .iter()
+                .map(|leaf| *leaf.host.shape())
+                .collect())
+        });
+        let shapes = shapes.collect::<Result<Vec<Vec<Shape>>>>();
+        let shapes = shapes.map_err(|error| self.core.failed(error))?;
+        // The gradients are cut where the outputs were put together, so their sizes decide, not the
+        // batch's.
+        let parts = split_grads(grads, &shapes, &merged(&self.merge))?;
+        let seeds = parts.into_iter().map(|leaves| {
+            let given = leaves
+                .into_iter()
+                .map(|leaf| leaf.as_ref().map(host_value).transpose());
+            Ok(Seed::Given(given.collect::<Result<_>>()?))
+        });
+        let seeds = seeds.collect::<Result<Vec<_>>>()?;
+        self.run_back(seeds)
+    }
+
+    /// Runs the backward from gradients that another engine computes for its inputs, microbatch by
+    /// microbatch as they come, without a host wait.
+    ///
+    /// # Errors
+    /// As [`Forward::backward`].
+    pub fn backward_from(self, grads: &InputGrads) -> Result<InputGrads> {
+        // Microbatch m of one engine goes back into microbatch m of the other.
+        if grads.len() != self.call.spec.microbatches {
+            let (there, here) = (grads.len(), self.call.spec.microbatches);
+            return Err(Error::config(
+                "backward",
+                format!("gradients of {there} microbatches for {here}"),
+            ));
+        }
+        let of = |_| Seed::Of(grads.call.clone(), grads.leaves.clone());
+        let seeds = (0..grads.len()).map(of).collect();
+        self.run_back(seeds)
+    }
+
+    fn run_back(self, seeds: Vec<Seed>) -> Result<InputGrads> {
+        if !self.differentiable {
+            return Err(Error::config(
+                "backward",
+                "the forward was run with requires_grad off",
+            ));
+        }
+        self.core.submit_backward(&self.call, seeds)?;
+        Ok(InputGrads {
+            call: self.call.clone(),
+            input_leaves: self.input_leaves.clone(),
+            leaves: None,
+        })
+    }
+}

@@ -1,0 +1,264 @@
+//! What goes into a call: host values, which are split into microbatches here, and outputs of other
+//! calls, which are microbatches already.
+//!
+//! This module waits for nothing: outputs of other calls may still be computed.
+//!
+//! # Invariants
+//! - The user's memory is never copied: a microbatch that is cut along dimension 0 is a view of it.
+//! - A value that all microbatches share becomes one host value, so that it is sent to a worker once.
+//! - Outputs of other calls decide the number of microbatches. Two calls that disagree are refused.
+
+use std::sync::Arc;
+
+use roundpipe_tensor::HostTensor;
+use roundpipe_tensor::transfer::HostValue;
+
+use super::outputs::{Leaves, MicrobatchOutputs};
+use crate::batch::{HostInputs, InputsOf, Split, SplitInput, split_inputs};
+use crate::error::{Error, Result};
+use crate::exec::value::{Leaf, Source};
+use crate::tree::Tree;
+
+/// One input of a model.
+#[derive(Debug, Clone)]
+pub enum Input {
+    /// Values in host memory, split into microbatches.
+    Value(Tree<HostTensor>),
+    /// The outputs of another call, taken microbatch by microbatch as they come.
+    Outputs(MicrobatchOutputs),
+}
+
+/// All inputs of a call, by position and by name. One tensor, tree or [`MicrobatchOutputs`] turns
+/// into the only input; an array or a `Vec` of tensors into as many.
+pub type Inputs = InputsOf<Input>;
+
+impl Input {
+    fn samples(&self) -> Option<Arc<[usize]>> {
+        match self {
+            Self::Value(_) => None,
+            Self::Outputs(outputs) => outputs.samples.clone(),
+        }
+    }
+}
+
+impl Inputs {
+    /// How many microbatches outputs of other calls bring, when there are such.
+    fn given_microbatches(&self) -> Result<Option<usize>> {
+        let mut counts = self.iter().filter_map(|input| match input {
+            Input::Outputs(outputs) => Some(outputs.len()),
+            Input::Value(_) => None,
+        });
+        let Some(first) = counts.next() else {
+            return Ok(None);
+        };
+        match counts.find(|count| *count != first) {
+            None => Ok(Some(first)),
+            Some(other) => {
+                let what = format!("one unmerged input has {first} microbatches, another {other}");
+                Err(Error::config("inputs", what))
+            }
+        }
+    }
+}
+
+impl From<HostTensor> for Input {
+    fn from(tensor: HostTensor) -> Self {
+        Self::Value(tensor.into())
+    }
+}
+
+impl From<Tree<HostTensor>> for Input {
+    fn from(tree: Tree<HostTensor>) -> Self {
+        Self::Value(tree)
+    }
+}
+
+impl From<MicrobatchOutputs> for Input {
+    fn from(outputs: MicrobatchOutputs) -> Self {
+        Self::Outputs(outputs)
+    }
+}
+
+impl From<MicrobatchOutputs> for Inputs {
+    fn from(outputs: MicrobatchOutputs) -> Self {
+        Self::new().arg(outputs)
+    }
+}
+
+impl From<HostInputs> for Inputs {
+    fn from(inputs: HostInputs) -> Self {
+        inputs.map(Input::Value)
+    }
+}
+
+/// A call's inputs, cut into microbatches.
+pub(crate) struct Parts {
+    /// What each microbatch's first layer receives.
+    pub sources: Vec<Tree<Source>>,
+    /// The first microbatch, where all of it is known: for planning.
+    pub example: Option<Tree<HostTensor>>,
+    /// The leaves of each input by position, then by name.
+    pub leaves: Vec<Leaves>,
+    /// The samples that were cut, where the engine cut them.
+    pub batch: Option<usize>,
+    /// The samples of each microbatch, where they are known.
+    pub samples: Option<Arc<[usize]>>,
+    pub warnings: Vec<String>,
+}
+
+/// Cuts the inputs; `grads` says whether their gradients are wanted.
+pub(crate) fn split(
+    inputs: &Inputs,
+    how: &SplitInput,
+    wanted: usize,
+    grads: bool,
+) -> Result<Parts> {
+    let given = inputs.given_microbatches()?;
+    let Split {
+        parts,
+        batch,
+        samples,
+        mut warnings,
+    } = split_host(inputs, how, given, wanted)?;
+    if given.is_some() {
+        // The user chose the number of microbatches at the call before.
+        warnings.clear();
+    }
+    // Microbatches that another call has made are as large as that call says.
+    let samples = match given {
+        Some(_) => inputs.iter().find_map(Input::samples),
+        None => samples.map(Arc::from),
+    };
+    // Outputs of another call are not there yet, so such a call is planned without an example.
+    let example = given.is_none().then(|| parts[0].clone().into_tree());
+    let columns = columns(inputs, &parts)?;
+    let mut sources = Vec::with_capacity(parts.len());
+    for microbatch in 0..parts.len() {
+        let mut each = inputs.iter().zip(&columns);
+        let source = |_| {
+            let (input, column) = each.next().expect("a column for each input");
+            source(input, column, microbatch, grads)
+        };
+        sources.push(inputs.clone().map(source).into_tree());
+    }
+    let leaves = inputs
+        .iter()
+        .zip(&columns)
+        .map(|(input, column)| match input {
+            Input::Value(_) => Leaves::Known(column[0].leaves().len()),
+            Input::Outputs(outputs) => Leaves::Of(outputs.clone()),
+        });
+    Ok(Parts {
+        sources,
+        example,
+        leaves: leaves.collect(),
+        batch,
+        samples,
+        warnings,
+    })
+}
+
+/// Splits what lies in host memory, into as many microbatches as other calls bring (`given`), or
+/// else as are wanted. Outputs of other calls are blank.
+fn split_host(
+    inputs: &Inputs,
+    how: &SplitInput,
+    given: Option<usize>,
+    wanted: usize,
+) -> Result<Split<HostInputs>> {
+    let host = inputs.clone().map(|input| match input {
+        Input::Value(tree) => tree,
+        Input::Outputs(_) => Tree::None,
+    });
+    let is_output = |input: &Input| matches!(input, Input::Outputs(_));
+    if let Some(given) = given.filter(|_| inputs.iter().all(is_output)) {
+        return Ok(Split {
+            parts: vec![host; given],
+            batch: None,
+            samples: None,
+            warnings: Vec::new(),
+        });
+    }
+    let split = split_inputs(&host, how, given.unwrap_or(wanted))?;
+    let found = split.parts.len();
+    match given.filter(|given| *given != found) {
+        None => Ok(split),
+        Some(given) => {
+            let what = format!("{found} microbatches beside an unmerged input of {given}");
+            Err(Error::config("split_input", what))
+        }
+    }
+}
+
+/// Values in host memory, each with whether all microbatches share it.
+type HostValues = Tree<(HostValue, bool)>;
+
+/// For each input, by position and then by name, the host values of its microbatches.
+fn columns(inputs: &Inputs, parts: &[HostInputs]) -> Result<Vec<Vec<HostValues>>> {
+    let mut columns = Vec::new();
+    for at in 0..inputs.args.len() {
+        let column: Vec<_> = parts.iter().map(|part| part.args[at].clone()).collect();
+        columns.push(host_values(&column)?);
+    }
+    for name in inputs.named.keys() {
+        let column: Vec<_> = parts.iter().map(|part| part.named[name].clone()).collect();
+        columns.push(host_values(&column)?);
+    }
+    Ok(columns)
+}
+
+/// One microbatch of one input.
+fn source(input: &Input, column: &[HostValues], microbatch: usize, grads: bool) -> Tree<Source> {
+    if let Input::Outputs(outputs) = input {
+        return Tree::Tensor(Source::Output(outputs.call.clone(), microbatch));
+    }
+    column[microbatch].map_ref(|(value, constant)| {
+        let grad = grads && value.dtype().is_float();
+        Source::Value(Leaf {
+            constant: *constant,
+            ..Leaf::new(value.clone(), grad)
+        })
+    })
+}
+
+/// A user's tensor as lanes read it.
+pub(crate) fn host_value(tensor: &HostTensor) -> Result<HostValue> {
+    Ok(HostValue::given(
+        tensor.buf().slice(tensor.byte_range())?,
+        tensor.dtype(),
+        *tensor.shape(),
+    )?)
+}
+
+/// The host values of several microbatches' trees. What all of them share becomes one host value.
+pub(crate) fn host_values(parts: &[Tree<HostTensor>]) -> Result<Vec<HostValues>> {
+    let Some(first) = parts.first() else {
+        return Ok(Vec::new());
+    };
+    let known: Vec<(HostTensor, HostValue)> = first
+        .leaves()
+        .into_iter()
+        .map(|t| Ok((t.clone(), host_value(t)?)))
+        .collect::<Result<_>>()?;
+    let mut out = Vec::with_capacity(parts.len());
+    for part in parts {
+        let mut at = 0;
+        let leaf = |tensor: HostTensor| -> Result<(HostValue, bool)> {
+            let same = known.get(at).filter(|(other, _)| other.is_same(&tensor));
+            at += 1;
+            match same {
+                Some((_, shared)) => Ok((shared.clone(), parts.len() > 1)),
+                None => Ok((host_value(&tensor)?, false)),
+            }
+        };
+        out.push(part.clone().try_map(leaf)?);
+    }
+    // The first microbatch's own values are shared only if the second has them too.
+    if parts.len() > 1 {
+        let second: Vec<bool> = out[1].leaves().iter().map(|(_, shared)| *shared).collect();
+        for (leaf, shared) in out[0].leaves_mut().into_iter().zip(second) {
+            leaf.1 = shared;
+        }
+    }
+    Ok(out)
+}

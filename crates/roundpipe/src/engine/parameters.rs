@@ -1,0 +1,89 @@
+//! The optimizer's copies and the gradients of an engine, to be read between steps.
+//!
+//! Weights themselves are read through the model's parameters. Copies change in steps only
+//! ([`RoundPipe::step`]); nothing here waits, so call [`RoundPipe::synchronize`] first.
+
+use roundpipe_tensor::HostTensor;
+
+use super::RoundPipe;
+use crate::error::Result;
+use crate::update::OptimHandle;
+
+impl<M> RoundPipe<M> {
+    /// The optimizer's copies of all trainable parameters, each once.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn optim_parameters(&self) -> Result<impl Iterator<Item = OptimHandle>> {
+        Ok(self.core.model.store.optim_params()?.into_iter())
+    }
+
+    /// The same with names, `prefix` in front. Shared parameters are listed once, or under each of
+    /// their names.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn optim_named_parameters(
+        &self,
+        prefix: &str,
+        remove_duplicate: bool,
+    ) -> Result<impl Iterator<Item = (String, OptimHandle)>> {
+        let dot = if prefix.is_empty() { "" } else { "." };
+        let store = &self.core.model.store;
+        let copies = store.optim_params()?;
+        let mut all = Vec::new();
+        for layer in store.layers() {
+            for param in layer.params().iter().filter(|p| p.trainable) {
+                let home = &store.layer(param.home.0).params()[param.home.1].name;
+                // A shared parameter's own name is the one by the first layer that has it.
+                let first = *home == param.name;
+                let copy = copies.iter().find(|copy| copy.name == *home);
+                if let Some(copy) = copy.filter(|_| first || !remove_duplicate) {
+                    all.push((format!("{prefix}{dot}{}", param.name), copy.clone()));
+                }
+            }
+        }
+        Ok(all.into_iter())
+    }
+
+    /// The gradients since the last step, by name; `None` where there is none. Call
+    /// [`RoundPipe::synchronize`] first.
+    ///
+    /// # Errors
+    /// While a gradient is being written.
+    pub fn gradients(&self) -> Result<Vec<(String, Option<HostTensor>)>> {
+        let mut all = Vec::new();
+        for layer in self.core.model.store.layers() {
+            for (i, param) in layer
+                .params()
+                .iter()
+                .enumerate()
+                .filter(|(_, p)| p.trainable)
+            {
+                // A copy: the range is written again by the next call.
+                let grad = match (layer.filled(i), layer.grad_range(i)?) {
+                    (true, Some(range)) => {
+                        let copy = HostTensor::zeros(param.grad_dtype, &param.shape)?;
+                        copy.write()?
+                            .bytes()
+                            .copy_from_slice(range.read_all()?.bytes());
+                        Some(copy)
+                    }
+                    _ => None,
+                };
+                all.push((param.name.clone(), grad));
+            }
+        }
+        Ok(all)
+    }
+
+    /// Whether a backward was asked for since the last step.
+    pub(crate) fn has_gradients(&self) -> bool {
+        self.core.has_gradients()
+    }
+
+    /// The squares of all gradients, by layer and parameter; for a norm over several engines.
+    pub(crate) fn squares(&self) -> Result<Vec<Vec<f64>>> {
+        self.core.model.store.all_squares()
+    }
+}

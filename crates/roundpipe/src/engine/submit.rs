@@ -1,0 +1,333 @@
+//! How a call comes to its workers: prepared, planned, registered, queued.
+//!
+//! Preparing and planning change nothing, so what they refuse leaves no trace. Registering makes the
+//! call known to its engine: from then on failures of others reach it. Queueing hands its jobs, each
+//! with the right to read its weights, to the workers.
+//!
+//! This module waits in one case only, for layers that set buffers (running statistics): the next
+//! call reads them.
+//!
+//! # Invariants
+//! - Jobs of calls are queued in the order of the calls, for all workers alike.
+//! - A call reads one version of the weights, forward and backward.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use roundpipe_tensor::HostTensor;
+use roundpipe_tensor::transfer::HostValue;
+
+use super::core::{Core, Sequence};
+use super::inputs::{Inputs, Parts, host_values, split};
+use super::mean_loss::{mean_loss, with_shares};
+use super::outputs::Leaves;
+use super::planner::Batch;
+use crate::batch::split_label;
+use crate::budget::CallNeeds;
+use crate::config::{LossReduction, OutputDevice, Resolved, RunConfig};
+use crate::error::{Error, Result};
+use crate::exec::call::{Call, CallSpec};
+use crate::exec::model::LossFn;
+use crate::exec::queue::Job;
+use crate::exec::value::Seed;
+use crate::plan::{ExecutePlan, PlanKind};
+use crate::tree::Tree;
+
+/// What a call is to do.
+pub(crate) struct CallRequest {
+    pub kind: PlanKind,
+    pub inputs: Inputs,
+    pub labels: Tree<HostTensor>,
+    pub loss: Option<LossFn>,
+    pub wants_outputs: bool,
+    /// Whether the caller reads results before anything else. It is a part of the call then, and
+    /// ends it.
+    pub reads: bool,
+    pub config: RunConfig,
+}
+
+/// A request that is checked and split.
+struct Prepared {
+    config: Resolved,
+    /// Whether layers run in training mode.
+    training: bool,
+    wants_input_grads: bool,
+    parts: Parts,
+    labels: Vec<Tree<HostValue>>,
+    loss: Option<LossFn>,
+}
+
+/// A call that was submitted.
+pub(crate) struct PendingCall {
+    pub call: Arc<Call>,
+    pub config: Resolved,
+    pub input_leaves: Vec<Leaves>,
+    /// The samples of each microbatch, where they are known.
+    pub samples: Option<Arc<[usize]>>,
+}
+
+/// The error of a call that was submitted while another failed.
+fn cancelled() -> Error {
+    Error::Cancelled {
+        why: "another call failed before it began".to_owned(),
+    }
+}
+
+impl Core {
+    /// Prepares, registers and queues a call.
+    pub fn submit(&self, request: CallRequest) -> Result<PendingCall> {
+        self.enter("call")?;
+        if self.model.inference && request.kind != PlanKind::Infer {
+            let what = "the engine was built with inference(true), so it computes no gradients; \
+                        run it with requires_grad off, or build one that trains";
+            return Err(Error::config("requires_grad", what));
+        }
+        // Before the turn: it waits for updates of other engines, and callers of this one need not
+        // wait behind that.
+        self.model.store.settle_others();
+        let mut sequence = self.turn();
+        // A lane may have failed after its call had ended. No call would find out, and the next
+        // would fail for it.
+        self.ring.tidy();
+        // Failures come before anything that this call does: `visible` below counts on steps that
+        // stand.
+        self.check(&mut sequence)?;
+        self.notice_writes(&mut sequence)?;
+        let prepared = self.prepare(&request)?;
+        // Kept even if the plan is refused: fewer microbatches than asked for may be why.
+        let warnings = prepared.parts.warnings.iter().cloned();
+        self.notes().warnings.extend(warnings);
+        let (plan, needs) = self.plan(&request, &prepared)?;
+        // As late as possible, since it waits for all calls under way.
+        self.wait_for_buffers(&mut sequence)?;
+        let timed = self.planner.wants_copies(request.kind);
+        self.recorder.begin_call(timed);
+        let config = prepared.config.clone();
+        let input_leaves = prepared.parts.leaves.clone();
+        let samples = prepared.parts.samples.clone();
+        let call = self.register(&mut sequence, &request, prepared, &plan, needs)?;
+        self.enqueue(&mut sequence, &request, &call);
+        Ok(PendingCall {
+            call,
+            config,
+            input_leaves,
+            samples,
+        })
+    }
+
+    /// Resolves the configuration and splits the batch. Changes nothing.
+    fn prepare(&self, request: &CallRequest) -> Result<Prepared> {
+        let config = request.config.over(&self.config).resolve(self.ring.len())?;
+        let wants_input_grads = config.input_grads && request.kind != PlanKind::Infer;
+        let parts = split(
+            &request.inputs,
+            &config.split_input,
+            config.num_microbatch,
+            wants_input_grads,
+        )?;
+        // Behind the inputs, whose samples decide where labels are cut.
+        let mut labels = self.split_labels(request, &config, &parts)?;
+        let mut loss = request.loss.clone();
+        if config.loss_reduction == LossReduction::Mean {
+            loss = loss.map(mean_loss);
+            labels = with_shares(labels, parts.samples.as_deref())?;
+        }
+        Ok(Prepared {
+            config,
+            training: !self.notes().evaluating,
+            wants_input_grads,
+            parts,
+            labels,
+            loss,
+        })
+    }
+
+    fn split_labels(
+        &self,
+        request: &CallRequest,
+        config: &Resolved,
+        parts: &Parts,
+    ) -> Result<Vec<Tree<HostValue>>> {
+        let count = parts.sources.len();
+        if request.kind != PlanKind::Fused || matches!(request.labels, Tree::None) {
+            return Ok((0..count).map(|_| Tree::None).collect());
+        }
+        let labels = split_label(&request.labels, &config.split_label, count, parts.batch)?;
+        let mut split = Vec::with_capacity(count);
+        for tree in host_values(&labels.parts)? {
+            split.push(tree.map_ref(|(value, _)| value.clone()));
+        }
+        Ok(split)
+    }
+
+    fn plan(&self, request: &CallRequest, prepared: &Prepared) -> Result<(ExecutePlan, CallNeeds)> {
+        let batch = Batch {
+            microbatches: prepared.parts.sources.len(),
+            example: prepared.parts.example.as_ref(),
+            training: prepared.training,
+        };
+        self.planner.plan(request.kind, &prepared.config, &batch)
+    }
+
+    /// Gives a call its number and its workers. From here on failures reach it.
+    fn register(
+        &self,
+        sequence: &mut Sequence,
+        request: &CallRequest,
+        prepared: Prepared,
+        plan: &ExecutePlan,
+        needs: CallNeeds,
+    ) -> Result<Arc<Call>> {
+        let training = prepared.training;
+        let trains = request.kind != PlanKind::Infer;
+        let stages = plan.stages(request.kind);
+        let workers = self.ring.workers().iter();
+        let spec = CallSpec {
+            id: sequence.next_call,
+            model: self.model.clone(),
+            workers: self.ring.assign(&stages),
+            devices: workers.map(|worker| worker.device().id()).collect(),
+            stages,
+            forward_stages: plan.forward.len(),
+            needs,
+            microbatches: prepared.parts.sources.len(),
+            grain: prepared.config.recompute_grain,
+            training,
+            trains,
+            version: sequence.visible(),
+            // The step that its gradients will belong to, which at lag 1 is two ahead of the
+            // version it reads.
+            step: sequence.steps + 1,
+            number: sequence.number,
+            // Looking for the first layer that is not finite costs a pass over every value, so it
+            // is done only after a step that was not.
+            probes: trains && self.optimizer.streak.is_on(),
+            loss: prepared.loss,
+            wants_outputs: request.wants_outputs,
+            // With several workers, the one that reads the output next is seldom the one that
+            // made it.
+            keeps_outputs: !trains
+                && !request.reads
+                && self.ring.len() == 1
+                && prepared.config.output_device != OutputDevice::Host,
+            wants_input_grads: prepared.wants_input_grads,
+            board: self.ring.board().clone(),
+            ring_calls: self.ring.calls().clone(),
+        };
+        sequence.next_call += 1;
+        // An evaluation draws no random numbers, so training goes on as if it had not been.
+        sequence.number += u64::from(training);
+        let sources = prepared.parts.sources;
+        let call = Call::new(spec, &self.call_list, sources, prepared.labels);
+        sequence.watched.push(call.clone());
+        if self.has_failed(sequence) {
+            // The call is registered, so later failures reach it. A failure between `check` and
+            // here did not; cancel it by hand.
+            call.fail(cancelled());
+            return Err(self.recover(sequence).unwrap_or_else(cancelled));
+        }
+        Ok(call)
+    }
+
+    /// Queues the jobs of a call that was registered.
+    fn enqueue(&self, sequence: &mut Sequence, request: &CallRequest, call: &Arc<Call>) {
+        // Before the jobs, which could otherwise end the call before its results are read.
+        if request.reads {
+            call.open_part();
+        }
+        let stages = match request.kind {
+            PlanKind::Train => {
+                // The user starts the backward.
+                call.hold();
+                0..call.spec.forward_stages
+            }
+            PlanKind::Fused => {
+                self.add_gradients(sequence, call);
+                0..call.spec.stages.len()
+            }
+            PlanKind::Infer => 0..call.spec.stages.len(),
+        };
+        self.queue(call, stages);
+    }
+
+    /// A call's gradients are added to those since the last step.
+    fn add_gradients(&self, sequence: &mut Sequence, call: &Arc<Call>) {
+        // Calls of a step add to their gradients one after the other: the order of a sum is a part
+        // of its bits.
+        call.set_adds_to(sequence.since_step.last().cloned());
+        sequence.since_step.push(call.clone());
+        self.notes().has_gradients = true;
+    }
+
+    /// Queues the jobs of some stages, each with the right to read its weights.
+    fn queue(&self, call: &Arc<Call>, stages: Range<usize>) {
+        let store = &self.model.store;
+        let version = call.spec.version;
+        let mut jobs = Vec::with_capacity(stages.len());
+        for stage in stages {
+            // Tickets are taken here, not by the worker: from now on no update may overwrite the
+            // version, however long the job waits in its queue.
+            let mut tickets = HashMap::new();
+            for layer in call.spec.stages[stage].layers.clone() {
+                let homes = store.layer(layer).homes().iter();
+                let reserve = |home: &usize| store.layer(*home).versions().reserve(version);
+                tickets.insert(layer, homes.map(reserve).collect());
+            }
+            call.open_part();
+            let job = Job::new(call.clone(), stage, tickets);
+            jobs.push((call.spec.workers[stage], job));
+        }
+        self.ring.submit(jobs);
+    }
+
+    /// Queues the backward of a call whose forward was queued before.
+    pub fn submit_backward(&self, call: &Arc<Call>, seeds: Vec<Seed>) -> Result<()> {
+        self.enter("backward")?;
+        let mut sequence = self.turn();
+        self.check(&mut sequence)?;
+        // Its gradients belong to weights that are gone.
+        if call.spec.step != sequence.steps + 1 {
+            let what =
+                "a step was made since this forward; run the forward again with the new weights";
+            return Err(Error::config("backward", what));
+        }
+        // The buffers of the call's own forward as well: they are written although the backward may
+        // fail.
+        self.wait_for_buffers(&mut sequence)?;
+        call.set_seeds(seeds);
+        self.add_gradients(&mut sequence, call);
+        self.queue(call, call.spec.forward_stages..call.spec.stages.len());
+        Ok(())
+    }
+
+    /// Waits for calls that may set buffers: the next call reads them, and must not while they are
+    /// written.
+    fn wait_for_buffers(&self, sequence: &mut Sequence) -> Result<()> {
+        if !self.may_set_buffers(sequence) {
+            return Ok(());
+        }
+        self.wait_quiet();
+        self.check(sequence)
+    }
+
+    /// Waits until no call has work under way.
+    pub(super) fn wait_quiet(&self) {
+        for call in &self.call_list.active() {
+            call.wait_quiet("caller");
+        }
+    }
+
+    /// Whether the calls under way may set buffers. Until the first has succeeded, every model with
+    /// frozen parameters may.
+    pub(super) fn may_set_buffers(&self, sequence: &Sequence) -> bool {
+        if self.model.sets_buffers.load(Ordering::SeqCst) {
+            return true;
+        }
+        let layers = self.model.store.layers().iter();
+        let mut params = layers.flat_map(|layer| layer.params());
+        // Buffers are parameters that are not trained. Whether a layer sets one shows when it runs.
+        !sequence.trained && params.any(|param| !param.trainable)
+    }
+}

@@ -1,0 +1,314 @@
+//! The memory of one layer: slabs of weights, gradients, masters and moments.
+//!
+//! # Invariants
+//! - A parameter's own memory is given back as soon as it has moved, so the peak of making a store is
+//!   the model plus one layer.
+//! - What only training needs is made at its first use, whole or not at all.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use roundpipe_tensor::{HostBuf, Keeper, ParamId};
+
+use super::layout::{Sizes, StoredParam, lay_out};
+use super::writes::Seen;
+use super::{LayerParams, Shared};
+use crate::config::Lag;
+use crate::error::Result;
+use crate::optim::fill_master;
+use crate::version::{Gate, Versions};
+
+/// The state of one layer.
+pub struct StoreLayer {
+    pub(super) name: String,
+    pub(super) params: Vec<StoredParam>,
+    pub(super) sizes: Sizes,
+    pub(super) homes: Vec<usize>,
+    pub(super) versions: Versions,
+    pub(super) shared: Arc<Shared>,
+    /// The slab of even versions, or the only one.
+    pub(super) weights: HostBuf,
+    /// `None` where frozen parameters stay in their own buffers.
+    pub(super) frozen: Option<HostBuf>,
+    pub(super) training: OnceLock<Training>,
+    pub(super) seen: Mutex<Seen>,
+}
+
+/// What only training needs.
+pub(super) struct Training {
+    pub(super) gradients: HostBuf,
+    /// The slab of odd versions.
+    pub(super) second: Option<HostBuf>,
+    pub(super) masters: HostBuf,
+    pub(super) moments: Vec<HostBuf>,
+}
+
+impl StoreLayer {
+    pub(super) fn new(
+        index: usize,
+        (name, named_params): LayerParams,
+        homes: &mut HashMap<ParamId, (usize, usize)>,
+        gate: &Arc<Gate>,
+        shared: &Arc<Shared>,
+    ) -> Result<Self> {
+        let config = &shared.config;
+        let mut params = Vec::new();
+        for (at, (full_name, param)) in named_params.into_iter().enumerate() {
+            let home = *homes.entry(param.id()).or_insert((index, at));
+            params.push(StoredParam::new(full_name, param, home, config)?);
+        }
+        let sizes = lay_out(index, &mut params);
+        let weights = config.buffer(&format!("{name} weights"), sizes.weights)?;
+        // What another engine keeps stays with it: this one reads it there.
+        let kept = |param: &StoredParam| {
+            param.home.0 == index && !param.trainable && param.param.keeper().is_some()
+        };
+        let frozen = match params.iter().any(kept) {
+            true => None,
+            false => config.frozen(&format!("{name} frozen weights"), sizes.frozen)?,
+        };
+        let mut seen: Vec<usize> = params
+            .iter()
+            .filter(|p| p.trainable)
+            .map(|p| p.home.0)
+            .collect();
+        seen.sort_unstable();
+        seen.dedup();
+        let slabs = if config.max_lag == Lag::One { 2 } else { 1 };
+        let layer = Self {
+            name,
+            params,
+            sizes,
+            homes: seen,
+            versions: Versions::new(gate, index, slabs),
+            shared: shared.clone(),
+            weights,
+            frozen,
+            training: OnceLock::new(),
+            seen: Mutex::default(),
+        };
+        layer.move_in(index)?;
+        let writes = |param: &StoredParam| match param.trainable && param.home.0 == index {
+            true => [param.param.data().writes(), 0],
+            false => [0, 0],
+        };
+        let params = layer.params.iter().map(writes).collect();
+        let own = [layer.slab_writes(0), 0];
+        *layer.lock_seen() = Seen {
+            own,
+            params,
+            ..Seen::default()
+        };
+        Ok(layer)
+    }
+
+    /// Copies the layer's own parameters into its slabs, one by one; each gives its old memory back
+    /// at once.
+    pub(super) fn move_in(&self, index: usize) -> Result<()> {
+        for param in self.params.iter().filter(|p| p.home.0 == index) {
+            let slab = if param.trainable {
+                Some(&self.weights)
+            } else {
+                self.frozen.as_ref()
+            };
+            let Some(slab) = slab else { continue };
+            let home = slab.slice(param.offset..param.offset + param.param.bytes())?;
+            let old = param.param.data();
+            // Zeros that were never written need not be copied to zeros, and take no memory.
+            if !(old.is_untouched() && home.is_untouched()) {
+                let old = old.read_all()?;
+                home.write(0..home.len())?
+                    .bytes()
+                    .copy_from_slice(old.bytes());
+            }
+            param.param.rehome(home)?;
+            let keeper: Arc<dyn Keeper> = self.shared.keeper.clone();
+            param.param.set_keeper(Arc::downgrade(&keeper));
+        }
+        Ok(())
+    }
+
+    /// Whether all frozen parameters still lie in their slab: another engine may have taken some
+    /// over.
+    pub(super) fn is_at_home(&self, slab: &HostBuf) -> bool {
+        let moved = |param: &StoredParam| {
+            let range = param.offset..param.offset + param.param.bytes();
+            !slab
+                .slice(range)
+                .is_ok_and(|home| home.is_same(&param.param.data()))
+        };
+        !self
+            .own()
+            .any(|(_, param)| !param.trainable && moved(param))
+    }
+
+    /// The layer's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// All parameters and buffers that the layer names, in its order.
+    pub fn params(&self) -> &[StoredParam] {
+        &self.params
+    }
+
+    /// Size of the layer's device block.
+    pub fn block_bytes(&self) -> usize {
+        self.sizes.block
+    }
+
+    /// Size of the layer's gradient slab.
+    pub fn grad_bytes(&self) -> usize {
+        self.sizes.gradients
+    }
+
+    /// The layers whose versions must be readable before this one is uploaded, in ascending order;
+    /// those that wait for its gradients as well.
+    pub fn homes(&self) -> &[usize] {
+        &self.homes
+    }
+
+    /// The versions of the layer's own weights.
+    pub fn versions(&self) -> &Versions {
+        &self.versions
+    }
+
+    /// Where the gradient of a parameter is written; `None` for a frozen one.
+    ///
+    /// # Errors
+    /// When the system has no memory.
+    pub fn grad_range(&self, index: usize) -> Result<Option<HostBuf>> {
+        let param = &self.params[index];
+        match param.trainable {
+            true => Ok(Some(
+                self.training()?.gradients.slice(param.grad_bytes.clone())?,
+            )),
+            false => Ok(None),
+        }
+    }
+
+    /// Whether a gradient of this parameter has been written since the last update.
+    pub fn filled(&self, index: usize) -> bool {
+        self.params[index].filled.load(Ordering::Acquire)
+    }
+
+    /// Says that a gradient is there, or that it is not: a parameter without is left out of the
+    /// update.
+    pub fn set_filled(&self, index: usize, filled: bool) {
+        self.params[index].filled.store(filled, Ordering::Release);
+    }
+
+    /// The layer's own parameters with their indices.
+    pub(crate) fn own(&self) -> impl Iterator<Item = (usize, &StoredParam)> {
+        // A parameter that lives elsewhere has no users of its own.
+        self.params
+            .iter()
+            .enumerate()
+            .filter(|(_, param)| !param.users.is_empty())
+    }
+
+    pub(crate) fn own_trainable(&self) -> impl Iterator<Item = (usize, &StoredParam)> {
+        self.own().filter(|(_, param)| param.trainable)
+    }
+
+    /// The slab of a version.
+    pub(crate) fn weights(&self, version: u64) -> Result<HostBuf> {
+        match self.versions.slab(version) {
+            0 => Ok(self.weights.clone()),
+            _ => Ok(self
+                .training()?
+                .second
+                .clone()
+                .expect("two versions have two slabs")),
+        }
+    }
+
+    /// One of the layer's own trainable parameters at a version.
+    pub(crate) fn working(&self, index: usize, version: u64) -> Result<HostBuf> {
+        let param = &self.params[index];
+        Ok(self
+            .weights(version)?
+            .slice(param.offset..param.offset + param.param.bytes())?)
+    }
+
+    /// The f32 copy of one of the layer's own parameters, where its working weights are narrower.
+    pub(crate) fn master(&self, index: usize) -> Result<Option<HostBuf>> {
+        let param = &self.params[index];
+        let slice = |at| {
+            Ok(self
+                .training()?
+                .masters
+                .slice(at..at + param.copy_bytes())?)
+        };
+        param.master.map(slice).transpose()
+    }
+
+    /// The moments of one of the layer's own parameters.
+    pub(crate) fn moments(&self, index: usize) -> Result<Vec<HostBuf>> {
+        let param = &self.params[index];
+        let range = param.moment..param.moment + param.copy_bytes();
+        self.training()?
+            .moments
+            .iter()
+            .map(|slab| Ok(slab.slice(range.clone())?))
+            .collect()
+    }
+
+    pub(super) fn training(&self) -> Result<&Training> {
+        match self.training.get() {
+            Some(training) => Ok(training),
+            // Two threads may both make one; the first wins, and nothing is written before.
+            None => Training::new(self).map(|made| self.training.get_or_init(|| made)),
+        }
+    }
+}
+
+impl Training {
+    fn new(layer: &StoreLayer) -> Result<Self> {
+        let (name, sizes, config) = (&layer.name, layer.sizes, &layer.shared.config);
+        let gradients = config.buffer(&format!("{name} gradients"), sizes.gradients)?;
+        let second = match config.max_lag {
+            Lag::One => {
+                Some(config.buffer(&format!("{name} weights, odd versions"), sizes.weights)?)
+            }
+            Lag::Zero => None,
+        };
+        let masters = HostBuf::zeroed(format!("{name} masters"), sizes.masters)?;
+        for (_, param) in layer.own_trainable() {
+            if let Some(at) = param.master {
+                if param.param.data().is_untouched() {
+                    continue;
+                }
+                let master = masters.slice(at..at + param.copy_bytes())?;
+                fill_master(&layer.shared.threads, &param.param, &master)?;
+            }
+        }
+        let count = config.rule.map_or(0, |rule| rule.moments());
+        let moment = |_| HostBuf::zeroed(format!("{name} moments"), sizes.moments);
+        let moments = (0..count).map(moment).collect::<Result<_, _>>()?;
+        Ok(Self {
+            gradients,
+            second,
+            masters,
+            moments,
+        })
+    }
+}
+
+impl fmt::Debug for StoreLayer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            name,
+            params,
+            versions,
+            ..
+        } = self;
+        f.debug_struct("StoreLayer")
+            .field("name", name)
+            .field("params", &params.len())
+            .field("version", &versions.current())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,147 @@
+//! Where each parameter of a layer lies: in the slabs of its home, in the layer's gradient slab and
+//! in the layer's device block. Pure arithmetic; no memory is touched.
+//!
+//! # Invariants
+//! - What devices copy starts at a multiple of [`ALIGN`]; what only the processor touches is packed.
+//! - The device block mirrors the host: trainable slab, frozen slab, parameters that live elsewhere.
+
+use std::ops::Range;
+use std::sync::atomic::AtomicBool;
+
+use roundpipe_tensor::{DType, Param, Shape};
+
+use super::config::StoreConfig;
+use crate::error::{Error, Result};
+use crate::optim::needs_master;
+
+/// Where a parameter may start in a slab that devices copy from or to, in bytes.
+pub(super) const ALIGN: usize = 64;
+
+/// One parameter as one layer sees it.
+#[derive(Debug)]
+pub struct StoredParam {
+    /// Full dotted name, by this layer.
+    pub name: String,
+    /// The parameter.
+    pub param: Param,
+    /// Element type of the working weights.
+    pub dtype: DType,
+    /// Sizes.
+    pub shape: Shape,
+    /// Whether it is updated.
+    pub trainable: bool,
+    /// The layer and the index in it where its state lives.
+    pub home: (usize, usize),
+    /// Where it starts in the layer's device block, in bytes.
+    pub block_offset: usize,
+    /// Element type of its gradient in host memory.
+    pub grad_dtype: DType,
+    /// Where its gradient lies in the layer's gradient slab; empty for frozen parameters.
+    pub grad_bytes: Range<usize>,
+    /// In the trainable or the frozen slab of its home.
+    pub(super) offset: usize,
+    /// In the slab of masters of its home, where it has one.
+    pub(super) master: Option<usize>,
+    /// In each slab of moments of its home.
+    pub(super) moment: usize,
+    /// Every (layer, index) that names it, the last layer first. Only at home.
+    pub(crate) users: Vec<(usize, usize)>,
+    pub(crate) decays: bool,
+    /// Whether a gradient is there.
+    pub(super) filled: AtomicBool,
+}
+
+impl StoredParam {
+    pub(super) fn new(
+        name: String,
+        param: Param,
+        home: (usize, usize),
+        config: &StoreConfig,
+    ) -> Result<Self> {
+        let (dtype, trainable) = (param.dtype(), param.is_trainable() && !config.inference);
+        // The offset comes with the layout.
+        let master = (trainable && needs_master(&name, dtype)?).then_some(0);
+        let grad_dtype = config.grad_dtype.unwrap_or(dtype);
+        if trainable && grad_dtype != dtype && grad_dtype != DType::F32 {
+            let what =
+                format!("{name} is {dtype}; its gradients are {dtype} or f32, not {grad_dtype}");
+            return Err(Error::config("grad_dtype", what));
+        }
+        Ok(Self {
+            dtype,
+            shape: *param.shape(),
+            trainable,
+            home,
+            block_offset: 0,
+            grad_dtype,
+            grad_bytes: 0..0,
+            offset: 0,
+            master,
+            moment: 0,
+            users: Vec::new(),
+            decays: true,
+            filled: AtomicBool::new(false),
+            name,
+            param,
+        })
+    }
+
+    /// Size of an f32 copy.
+    pub(crate) fn copy_bytes(&self) -> usize {
+        self.shape.numel() * size_of::<f32>()
+    }
+}
+
+/// Sizes of a layer's slabs and block, in bytes.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Sizes {
+    pub(super) weights: usize,
+    pub(super) frozen: usize,
+    pub(super) gradients: usize,
+    pub(super) masters: usize,
+    pub(super) moments: usize,
+    pub(super) block: usize,
+}
+
+/// Places the parameters of layer `index` in its slabs and its device block.
+pub(super) fn lay_out(index: usize, params: &mut [StoredParam]) -> Sizes {
+    let mut sizes = Sizes::default();
+    let own = |p: &StoredParam| p.home.0 == index;
+    for param in params.iter_mut() {
+        if param.trainable {
+            let bytes = param.shape.numel() * param.grad_dtype.size();
+            let at = place(&mut sizes.gradients, bytes, ALIGN);
+            param.grad_bytes = at..at + bytes;
+        }
+        if !own(param) {
+            continue;
+        }
+        if !param.trainable {
+            param.offset = place(&mut sizes.frozen, param.param.bytes(), ALIGN);
+            continue;
+        }
+        param.offset = place(&mut sizes.weights, param.param.bytes(), ALIGN);
+        // Only the processor touches copies, whole slabs at a time: no padding.
+        param.moment = place(&mut sizes.moments, param.copy_bytes(), size_of::<f32>());
+        param.master = param
+            .master
+            .map(|_| place(&mut sizes.masters, param.copy_bytes(), size_of::<f32>()));
+    }
+    let frozen_at = sizes.weights.next_multiple_of(ALIGN);
+    sizes.block = frozen_at + sizes.frozen;
+    for param in params.iter_mut() {
+        param.block_offset = match (own(param), param.trainable) {
+            (true, true) => param.offset,
+            (true, false) => frozen_at + param.offset,
+            (false, _) => place(&mut sizes.block, param.param.bytes(), ALIGN),
+        };
+    }
+    sizes
+}
+
+/// Puts `bytes` behind what ends at `end`, and says where.
+fn place(end: &mut usize, bytes: usize, align: usize) -> usize {
+    let start = end.next_multiple_of(align);
+    *end = start + bytes;
+    start
+}
