@@ -107,7 +107,7 @@ impl CopyThreads {
             return;
         };
         let (count, freed) = &**room;
-        let mut count = lock(&count);
+        let mut count = lock(count);
         while *count > 0 {
             count = unpoisoned(freed.wait(count));
         }
@@ -122,7 +122,7 @@ impl CopyThreads {
                 downloads, room, ..
             } => {
                 let (count, freed) = &**room;
-                let mut count = lock(&count);
+                let mut count = lock(count);
                 while *count >= MOST_DOWNLOADS {
                     count = unpoisoned(freed.wait(count));
                 }
