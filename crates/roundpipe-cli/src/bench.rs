@@ -13,8 +13,8 @@ use clap::ValueEnum;
 use roundpipe::optim::AdamW;
 use roundpipe::trace::{Lane, Span};
 use roundpipe::{
-    Bytes, Cx, DType, Device, DeviceKind, Grain, HostTensor, Inputs, Lag, LossReduction, Meta,
-    Params, RngSite, RoundPipe, Rule, RunConfig, Update, Worker,
+    Bytes, Cx, DType, Device, DeviceKind, Grain, HostBudget, HostTensor, Inputs, Lag,
+    LossReduction, Meta, Params, RngSite, RoundPipe, Rule, RunConfig, Update, Worker,
 };
 use roundpipe_models::memory::host_memory;
 use roundpipe_models::{LoraConfig, LoraTargets, Model, TrainMode, preset};
@@ -157,9 +157,12 @@ impl BenchCmd {
             Ok(config) => {
                 let config =
                     config.with(&serde_json::json!({ "max_position_embeddings": self.seq }))?;
-                match self.dry_run {
-                    true => Model::empty(config, self.dtype.into())?,
-                    false => Model::random(config, self.dtype.into(), 1)?,
+                let empty = Model::empty(config.clone(), self.dtype.into())?;
+                if self.dry_run {
+                    empty
+                } else {
+                    self.check_host_memory(empty)?;
+                    Model::random(config, self.dtype.into(), 1)?
                 }
             }
             Err(unknown) if !open::looks_like_a_model(&self.model) => return Err(unknown.into()),
@@ -171,14 +174,7 @@ impl BenchCmd {
             self.seq,
             model.config.max_positions
         );
-        if self.mode == Mode::Lora {
-            let config = LoraConfig {
-                rank: self.rank,
-                targets: LoraTargets::AllLinear,
-                ..LoraConfig::default()
-            };
-            model.add_lora(&config)?;
-        }
+        self.adapt(&mut model)?;
         model.fast_attention(self.fast_attention);
         writeln!(
             out,
@@ -198,6 +194,34 @@ impl BenchCmd {
             self.dtype.name()
         )?;
         Ok(model)
+    }
+
+    /// Adds the adapters that were asked for.
+    fn adapt(&self, model: &mut Model) -> anyhow::Result<()> {
+        if self.mode == Mode::Lora {
+            let config = LoraConfig {
+                rank: self.rank,
+                targets: LoraTargets::AllLinear,
+                ..LoraConfig::default()
+            };
+            model.add_lora(&config)?;
+        }
+        Ok(())
+    }
+
+    /// Refuses a model whose training does not fit the host, before its weights are made.
+    fn check_host_memory(&self, mut model: Model) -> anyhow::Result<()> {
+        let Some(left) = roundpipe::host_memory::available() else {
+            return Ok(());
+        };
+        self.adapt(&mut model)?;
+        let mut params: Vec<_> = model.layers.named_params();
+        params.sort_by_key(|(_, param)| param.id());
+        params.dedup_by_key(|(_, param)| param.id());
+        let moments = Rule::Adam(AdamW::default()).moments() as u64;
+        let params = params.iter().map(|(_, param)| param);
+        let budget = HostBudget::training(params, moments, self.lag() == Lag::One);
+        Ok(budget.check(left)?)
     }
 
     fn engine(&self, model: &Model, workers: &[Arc<dyn Device>]) -> anyhow::Result<RoundPipe> {

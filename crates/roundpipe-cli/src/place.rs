@@ -12,7 +12,8 @@ pub struct Place {
     /// Devices: cuda, cuda:0,cuda:1, cpu or cpu:2 [default: every GPU, or the processor]
     #[arg(long)]
     pub devices: Option<String>,
-    /// Memory to use of each GPU, for example 24GiB [default: half of it]
+    /// The most to take of each GPU, its context included, for example 24GiB [default: what is free,
+    /// less a sixteenth]
     #[arg(long, value_parser = size)]
     pub gpu_memory: Option<Bytes>,
     /// Pinned host memory, which GPUs copy faster

@@ -93,6 +93,12 @@ pub trait BackendCosts: Send + Sync + fmt::Debug {
     fn aliases_host(&self) -> bool {
         false
     }
+
+    /// What a process takes of a device beside its arenas: the driver's context, loaded kernels and
+    /// the libraries' own memory.
+    fn context_bytes(&self) -> Bytes {
+        Bytes(0)
+    }
 }
 
 /// The costs of one device, as a value that a stand-in for it holds ([`Device::cost_model`]).

@@ -29,6 +29,7 @@ mod pages;
 mod sync;
 
 pub mod host;
+pub mod host_memory;
 pub mod host_tensor;
 pub mod pins;
 pub mod rng;

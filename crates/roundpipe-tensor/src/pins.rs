@@ -10,8 +10,8 @@
 //! Systems give pageable memory out before it is there, and kill who fills it when it is not. So a
 //! buffer that could not be pinned is refused when it is larger than what is left, and its pages
 //! are taken at once, so that the next question sees them. What is left is what Linux calls
-//! available, or less where a cgroup (version 2) of this process allows less; other systems and
-//! older cgroups tell nothing, and nothing is refused there. This covers the buffers given here,
+//! available, or less where a control group of this process allows less ([`host_memory`]); other
+//! systems tell nothing, and nothing is refused there. This covers the buffers given here,
 //! not what is taken meanwhile by others: moments and masters of an optimizer, other programs.
 //!
 //! # Copies of pageable memory
@@ -27,12 +27,12 @@
 //! [`Port::receive`]: crate::transfer::Port::receive
 
 use std::fmt;
-use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::bytes::Bytes;
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, Pin};
+use crate::host_memory;
 use crate::pages::PAGE;
 use crate::sync::lock;
 
@@ -137,7 +137,8 @@ impl Ledger {
     /// A buffer whose pages are there, since `why` it cannot be pinned.
     fn pageable(&self, name: &str, bytes: usize, why: &str) -> Result<HostBuf> {
         let _taking = lock(&TAKING);
-        has_room(name, bytes as u64, why, left())?;
+        let left = host_memory::available().map(|left| left.0);
+        has_room(name, bytes as u64, why, left)?;
         let buf = HostBuf::zeroed(name, bytes)?;
         buf.write(0..bytes)?
             .bytes()
@@ -173,53 +174,6 @@ fn has_room(name: &str, bytes: u64, why: &str, left: Option<u64>) -> Result<()> 
     })
 }
 
-/// Memory that this process can have without taking it from others.
-fn left() -> Option<u64> {
-    let available = std::fs::read_to_string("/proc/meminfo")
-        .ok()
-        .and_then(|text| parse_available(&text));
-    let own = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    available
-        .into_iter()
-        .chain(allowed(Path::new("/sys/fs/cgroup"), &own))
-        .min()
-}
-
-fn parse_available(text: &str) -> Option<u64> {
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
-}
-
-/// What the cgroups under `root` that a process is in, as `/proc/self/cgroup` lists them, let it
-/// take: the least of the group and all above it. In a container the root is often its own group,
-/// whatever the list says.
-fn allowed(root: &Path, own: &str) -> Option<u64> {
-    let path = own
-        .lines()
-        .find_map(|line| line.strip_prefix("0::/"))
-        .unwrap_or("");
-    Path::new(path)
-        .ancestors()
-        .filter_map(|group| group_room(&root.join(group)))
-        .min()
-}
-
-/// What one group has left; files that it only caches can go.
-fn group_room(group: &Path) -> Option<u64> {
-    let read = |file: &str| std::fs::read_to_string(group.join(file)).ok();
-    let number = |file: &str| read(file)?.trim().parse::<u64>().ok();
-    let (max, current) = (number("memory.max")?, number("memory.current")?);
-    let stat = read("memory.stat").unwrap_or_default();
-    let cached = |line: &str| {
-        let (name, bytes) = line.split_once(' ')?;
-        matches!(name, "active_file" | "inactive_file").then(|| bytes.parse::<u64>().ok())?
-    };
-    let cached = stat.lines().filter_map(cached).fold(0, u64::saturating_add);
-    Some(max.saturating_sub(current.saturating_sub(cached)))
-}
-
 /// One buffer in the sums.
 struct Counted {
     ledger: Ledger,
@@ -253,7 +207,7 @@ impl fmt::Debug for Ledger {
 mod tests {
     use std::cell::Cell;
 
-    use super::{Ledger, PAGE, Pins, Refusal, allowed, has_room, parse_available};
+    use super::{Ledger, PAGE, Pins, Refusal, has_room};
     use crate::bytes::Bytes;
     use crate::error::Error;
     use crate::host::{HostBuf, Pin};
@@ -309,11 +263,6 @@ mod tests {
     /// A driver that pins nothing because the machine is full leaves nothing pageable either.
     #[test]
     fn a_full_machine_is_an_error() {
-        assert_eq!(
-            parse_available("MemTotal: 9 kB\nMemAvailable:      20 kB\n"),
-            Some(20 << 10)
-        );
-        assert_eq!(parse_available("MemTotal: 9 kB\n"), None);
         let room = |bytes, left| has_room("layer 3 gradients", bytes, "no pins", left);
         assert!(room(4096, None).is_ok() && room(4096, Some(4096)).is_ok());
         let text = room(8192, Some(4096)).unwrap_err().to_string();
@@ -328,48 +277,6 @@ mod tests {
                 "{part}: {text}"
             );
         }
-    }
-
-    /// A container's limit counts although the machine has more, that of a group above as well;
-    /// what is only cached from files is no loss, and a group without a limit has no say.
-    #[test]
-    fn a_cgroup_may_allow_less_than_the_machine_has() {
-        let root = std::env::temp_dir().join(format!("roundpipe-pins-{}", std::process::id()));
-        let write = |group: &str, max: &str, current: &str, stat: &str| {
-            let group = root.join(group);
-            std::fs::create_dir_all(&group).unwrap();
-            for (file, text) in [
-                ("memory.max", max),
-                ("memory.current", current),
-                ("memory.stat", stat),
-            ] {
-                std::fs::write(group.join(file), format!("{text}\n")).unwrap();
-            }
-        };
-        let v1 = "4:memory:/job\n0::/\n";
-        assert_eq!(allowed(&root, v1), None);
-        write("a/b", "max", "5", "");
-        assert_eq!(allowed(&root, "0::/a/b\n"), None);
-        write(
-            "a",
-            "1000",
-            "900",
-            "anon 700\nactive_file 50\ninactive_file 100\nfile_mapped 9",
-        );
-        assert_eq!(allowed(&root, "0::/a/b\n"), Some(250));
-        write("a/b", "600", "500", "");
-        assert_eq!(allowed(&root, "0::/a/b\n"), Some(100));
-        assert_eq!(allowed(&root, "0::/elsewhere\n"), None);
-        write("", "80", "90", "");
-        assert_eq!(
-            (
-                allowed(&root, "0::/elsewhere\n"),
-                allowed(&root, "0::/a/b\n")
-            ),
-            (Some(0), Some(0))
-        );
-        assert_eq!(allowed(&root, v1), Some(0));
-        std::fs::remove_dir_all(root).unwrap();
     }
 
     /// Pages of `buf` that the system has given, where it tells.

@@ -11,10 +11,143 @@
 
 use std::fmt;
 
-use roundpipe_tensor::Bytes;
+use roundpipe_tensor::{Bytes, Param};
+
+use crate::error::{Error, Result};
 
 /// A task's blocks may leave gaps of this part of what they take.
 const GAPS: u64 = 8;
+
+/// The arena of a worker that takes `asked` bytes of its device, of which the driver's context and
+/// the libraries take `context`.
+///
+/// # Errors
+/// When nothing is left.
+pub(crate) fn asked_arena(asked: u64, context: u64) -> Result<u64> {
+    asked
+        .checked_sub(context)
+        .filter(|arena| *arena > 0 || context == 0)
+        .ok_or_else(|| {
+            let what = format!(
+                "{} of a device are less than its context and libraries take ({}); allow more",
+                Bytes(asked),
+                Bytes(context)
+            );
+            Error::config("memory", what)
+        })
+}
+
+/// What the workers on a device reserve together when `free` bytes of it are free. Host memory also
+/// holds the model and its optimizer, so half of it stays. Of other devices a sixteenth stays for
+/// displays and other programs, or what a context takes if that is more: libraries load late.
+pub(crate) fn default_arena(free: u64, context: u64, is_host: bool) -> u64 {
+    if is_host {
+        return free / 2;
+    }
+    free.saturating_sub(context.max(free / 16))
+}
+
+/// Host memory of a training run, by what it is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct HostBudget {
+    /// Working weights and buffers, all versions.
+    pub weights: u64,
+    /// Gradients.
+    pub gradients: u64,
+    /// f32 copies of narrower weights.
+    pub masters: u64,
+    /// State of the rule.
+    pub moments: u64,
+    /// Saved inputs of stages, for all microbatches of a call.
+    pub activations: u64,
+}
+
+impl HostBudget {
+    /// What training these parameters takes, each named once, with so many moments per element and
+    /// a second version of the weights or not; activations are not known from parameters.
+    pub fn training<'a>(
+        params: impl IntoIterator<Item = &'a Param>,
+        moments: u64,
+        second_version: bool,
+    ) -> Self {
+        let mut budget = Self::default();
+        for param in params {
+            let bytes = param.bytes() as u64;
+            budget.weights += bytes;
+            if !param.is_trainable() {
+                continue;
+            }
+            let accumulator = param.dtype().accumulator();
+            let wide = (param.shape().numel() * accumulator.size()) as u64;
+            budget.weights += if second_version { bytes } else { 0 };
+            budget.gradients += bytes;
+            budget.masters += if accumulator == param.dtype() {
+                0
+            } else {
+                wide
+            };
+            budget.moments += moments * wide;
+        }
+        budget
+    }
+
+    /// All of it.
+    pub fn total(&self) -> u64 {
+        let lines = [
+            self.weights,
+            self.gradients,
+            self.masters,
+            self.moments,
+            self.activations,
+        ];
+        lines.into_iter().fold(0, u64::saturating_add)
+    }
+
+    /// Compares what is still to be allocated with the memory that is `left`. A system gives out
+    /// more than it has and ends the process that fills it, so this comes before.
+    ///
+    /// # Errors
+    /// When it is more; the line names the largest part and the cheapest way out.
+    pub fn check(&self, left: Bytes) -> Result<()> {
+        if self.total() <= left.0 {
+            return Ok(());
+        }
+        let optimizer = self.masters.saturating_add(self.moments);
+        let way_out = if self.activations > self.gradients.saturating_add(optimizer) {
+            "use a smaller batch or shorter sequences"
+        } else {
+            "train fewer parameters (LoRA), use lag 0, or a machine with more memory"
+        };
+        let what = format!(
+            "training needs {} more ({} weights, {} gradients, {} masters, {} moments, {} activations), \
+             and {left} are left; {way_out}",
+            Bytes(self.total()),
+            Bytes(self.weights),
+            Bytes(self.gradients),
+            Bytes(self.masters),
+            Bytes(self.moments),
+            Bytes(self.activations),
+        );
+        Err(Error::config("host memory", what))
+    }
+}
+
+impl fmt::Display for HostBudget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let lines = [
+            ("weights", self.weights),
+            ("gradients", self.gradients),
+            ("masters", self.masters),
+            ("moments", self.moments),
+            ("activations", self.activations),
+            ("host memory in all", self.total()),
+        ];
+        for (name, bytes) in lines {
+            writeln!(f, "{name:<32}{}", Bytes(bytes))?;
+        }
+        Ok(())
+    }
+}
 
 /// The memory of one worker, by what it is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,6 +205,8 @@ pub struct CallNeeds {
     pub stages: Vec<StageNeeds>,
     /// Activations that may stay on a worker beside its largest stage.
     pub kept_bytes: u64,
+    /// Activations that the call saves in host memory, if none stays.
+    pub host_bytes: u64,
 }
 
 impl WorkerBudget {
@@ -140,6 +275,7 @@ impl WorkerBudget {
         Ok(CallNeeds {
             stages,
             kept_bytes: rest.min(self.kept),
+            host_bytes: 0,
         })
     }
 }
@@ -219,6 +355,42 @@ mod tests {
         assert_eq!(needs.total(), 467);
         let of = |microbatch| needs.of_microbatch(microbatch);
         assert_eq!([of(0), of(1), of(2)], [460, 260, 260]);
+    }
+
+    #[test]
+    fn a_context_is_part_of_what_is_asked_for() {
+        assert_eq!(asked_arena(1000, 300).unwrap(), 700);
+        assert_eq!(asked_arena(1000, 0).unwrap(), 1000);
+        let refused = asked_arena(300, 300).unwrap_err().to_string();
+        assert!(refused.contains("300 B"), "{refused}");
+        assert_eq!(default_arena(1600, 20, false), 1500);
+        assert_eq!(default_arena(1600, 400, false), 1200);
+        assert_eq!(default_arena(100, 400, false), 0);
+        assert_eq!(default_arena(1600, 400, true), 800);
+    }
+
+    #[test]
+    fn a_host_without_room_is_named_with_the_way_out() {
+        let budget = HostBudget {
+            weights: 2 << 30,
+            gradients: 2 << 30,
+            masters: 4 << 30,
+            moments: 8 << 30,
+            activations: 1 << 30,
+        };
+        assert!(budget.check(Bytes::gib(17)).is_ok());
+        let refused = budget.check(Bytes::gib(16)).unwrap_err().to_string();
+        assert!(
+            refused.contains("17.00 GiB more") && refused.contains("LoRA"),
+            "{refused}"
+        );
+        let long = HostBudget {
+            activations: 100 << 30,
+            ..budget
+        };
+        let refused = long.check(Bytes::gib(16)).unwrap_err().to_string();
+        assert!(refused.contains("smaller batch"), "{refused}");
+        assert_eq!(long.to_string().lines().count(), 6);
     }
 
     #[test]

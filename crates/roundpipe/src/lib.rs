@@ -65,7 +65,7 @@ pub mod engine;
 pub mod wrap;
 
 pub use batch::{Cut, HostInputs, InputsOf, Merge, MergeOutput, SplitInput, SplitLabel};
-pub use budget::WorkerBudget;
+pub use budget::{HostBudget, WorkerBudget};
 pub use config::{Grain, Lag, LossReduction, OutputDevice, RunConfig};
 pub use cost::{LayerCost, LayerCosts, LayerTimes};
 pub use devices::Devices;
@@ -80,7 +80,7 @@ pub use plan::{ExecutePlan, Pass, PlanKind, Stage};
 pub use roundpipe_tensor::{
     Bytes, CostModel, Cpu, Cuda, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients,
     HostBuf, HostMut, HostRef, HostTensor, Meta, Param, Pin, Pins, RngKey, RngSite, Shape, Tensor,
-    Worker, bf16, f16, kernel, ops,
+    Worker, bf16, f16, host_memory, kernel, ops,
 };
 pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
 pub use scaler::{GradScaler, ScalerState};

@@ -283,6 +283,23 @@ impl Store {
         all
     }
 
+    /// Host memory that training takes beside what is there, by kind; all 0 once it has begun.
+    pub(crate) fn training_bytes(&self) -> StoreBytes {
+        let mut sum = StoreBytes::default();
+        for layer in self
+            .layers
+            .iter()
+            .filter(|layer| layer.training.get().is_none())
+        {
+            let bytes = layer.training_bytes();
+            sum.weights += bytes.weights;
+            sum.gradients += bytes.gradients;
+            sum.masters += bytes.masters;
+            sum.moments += bytes.moments;
+        }
+        sum
+    }
+
     /// Host memory in use, by kind.
     pub fn host_bytes(&self) -> StoreBytes {
         let mut sum = StoreBytes::default();

@@ -1,6 +1,7 @@
 //! What planning knows about a GPU before it is opened: scratch of its kernels, and rough rates.
 
 use super::ops::scratch;
+use crate::bytes::Bytes;
 use crate::device::{BackendCosts, CostModel, DeviceKind};
 use crate::kernel::{Kernel, View};
 
@@ -8,6 +9,10 @@ use crate::kernel::{Kernel, View};
 /// in the time of 4e12 of the latter, so both are equal at 700 rows. Its head of 151,936 classes
 /// takes 107, 76, 61–67 and 60 ms for 16,384 tokens with 256, 512, 1,024 and 2,048 rows at a time.
 pub(crate) const MIN_GEMM_ROWS: usize = 1024;
+
+/// The context, the kernels, cuBLASLt and cuDNN. The driver counted 567 MiB beside the arena on an
+/// H200 after some training steps; smaller cards have smaller contexts.
+const CONTEXT: Bytes = Bytes(640 << 20);
 
 /// A GPU, by what changes the scratch of its kernels.
 #[derive(Debug)]
@@ -53,5 +58,9 @@ impl BackendCosts for CudaCosts {
 
     fn bytes_per_ms(&self) -> f64 {
         1.5e9
+    }
+
+    fn context_bytes(&self) -> Bytes {
+        CONTEXT
     }
 }

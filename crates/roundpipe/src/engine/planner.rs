@@ -242,7 +242,10 @@ impl Planner {
             budget.stage_needs(weights, costs.task_bytes(stage, layer_grain), sums)
         };
         let needs: Vec<StageNeeds> = stages.iter().map(stage_needs).collect();
-        let checked = budget.call_needs(needs.clone());
+        let checked = budget.call_needs(needs.clone()).map(|checked| CallNeeds {
+            host_bytes: saved_bytes(key, &stages, costs),
+            ..checked
+        });
         checked.map_err(|place| {
             let Stage { layers, .. } = &stages[place];
             let StageNeeds { weights, task, .. } = needs[place];
@@ -347,6 +350,22 @@ impl Planner {
         }));
         guessed.ok()?.ok()
     }
+}
+
+/// What a call saves for its backward: the input of every stage or layer that recomputes, for each
+/// microbatch.
+fn saved_bytes(key: &Key, stages: &[Stage], costs: &LayerCosts) -> u64 {
+    let mut sum = 0_u64;
+    for stage in stages.iter().filter(|stage| stage.pass == Pass::Backward) {
+        let starts = match key.grain {
+            Grain::Stage => stage.layers.start..stage.layers.start + 1,
+            Grain::Layer => stage.layers.clone(),
+        };
+        for layer in starts.filter(|layer| *layer > 0) {
+            sum = sum.saturating_add(costs.layers[layer - 1].activation_bytes);
+        }
+    }
+    sum.saturating_mul(key.microbatches as u64)
 }
 
 /// What the largest layers of a model need.

@@ -16,8 +16,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use roundpipe_tensor::HostTensor;
 use roundpipe_tensor::transfer::HostValue;
+use roundpipe_tensor::{HostTensor, host_memory};
 
 use super::core::{Core, Sequence};
 use super::inputs::{Inputs, Parts, host_values, split};
@@ -25,7 +25,7 @@ use super::mean_loss::{mean_loss, with_shares};
 use super::outputs::Leaves;
 use super::planner::Batch;
 use crate::batch::split_label;
-use crate::budget::CallNeeds;
+use crate::budget::{CallNeeds, HostBudget};
 use crate::config::{LossReduction, OutputDevice, Resolved, RunConfig};
 use crate::error::{Error, Result};
 use crate::exec::call::{Call, CallSpec};
@@ -100,6 +100,7 @@ impl Core {
         let warnings = prepared.parts.warnings.iter().cloned();
         self.notes().warnings.extend(warnings);
         let (plan, needs) = self.plan(&request, &prepared)?;
+        self.check_host_memory(request.kind, &needs)?;
         // As late as possible, since it waits for all calls under way.
         self.wait_for_buffers(&mut sequence)?;
         let timed = self.planner.wants_copies(request.kind);
@@ -115,6 +116,30 @@ impl Core {
             input_leaves,
             samples,
         })
+    }
+
+    /// Before the first call that trains allocates its state, looks whether the host has room for it.
+    fn check_host_memory(&self, kind: PlanKind, needs: &CallNeeds) -> Result<()> {
+        let mut workers = self.ring.workers().iter();
+        let counts_only = workers.all(|worker| !worker.device().moves_bytes());
+        if kind == PlanKind::Infer || counts_only {
+            return Ok(());
+        }
+        let missing = self.model.store.training_bytes();
+        if missing.total() == 0 {
+            return Ok(());
+        }
+        let budget = HostBudget {
+            weights: missing.weights as u64,
+            gradients: missing.gradients as u64,
+            masters: missing.masters as u64,
+            moments: missing.moments as u64,
+            activations: needs.host_bytes,
+        };
+        match host_memory::available() {
+            Some(left) => budget.check(left),
+            None => Ok(()),
+        }
     }
 
     /// Resolves the configuration and splits the batch. Changes nothing.

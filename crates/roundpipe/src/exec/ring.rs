@@ -20,7 +20,7 @@ use super::call::CallList;
 use super::copy_threads::CopyThreads;
 use super::launcher::Launcher;
 use super::queue::{Job, JobQueue};
-use crate::budget::WorkerBudget;
+use crate::budget::{self, WorkerBudget};
 use crate::devices::Devices;
 use crate::error::{Error, Result};
 use crate::plan::{Pass, Stage};
@@ -73,8 +73,9 @@ enum Executor {
 /// What a ring is made from.
 #[derive(Debug, Clone, Default)]
 pub struct RingOptions {
-    /// Memory to reserve on each worker; by default half of what the device has free when the ring
-    /// is made, in equal parts for its workers.
+    /// The most that each worker takes of its device, the driver's context and libraries included.
+    /// By default what the device has free when the ring is made, less a sixteenth or what a context
+    /// takes; half of it where the device is the host. Workers on one device get equal parts.
     pub memory: Option<Bytes>,
     /// Bytes of activations that may stay on a worker; by default a tenth of its memory, or a
     /// quarter where weights are read in place.
@@ -117,15 +118,10 @@ impl Ring {
         };
         let board = Board::new();
         let host = HostPool::new(host_device.clone(), options.pin);
-        let offered = parts(devices);
-        let open = |(device, part): (&Arc<dyn Device>, Bytes)| {
-            Worker::new(device.clone(), options.memory.unwrap_or(part))
-        };
-        let workers = devices
-            .iter()
-            .zip(offered)
-            .map(open)
-            .collect::<Result<Vec<_>, _>>()?;
+        let mut workers = Vec::with_capacity(devices.len());
+        for (device, arena) in devices.iter().zip(arenas(devices, options.memory)?) {
+            workers.push(Worker::new(device.clone(), arena)?);
+        }
         let port = |worker: &Worker| Arc::new(Port::new(worker.clone(), host.clone()));
         let ports: Vec<Arc<Port>> = workers.iter().map(port).collect();
         let calls = Arc::<CallList>::default();
@@ -332,22 +328,28 @@ fn host_device(devices: &[Arc<dyn Device>]) -> Option<Arc<dyn Device>> {
         .cloned()
 }
 
-/// What each worker reserves by default. All devices are asked before anything is reserved:
-/// what the first takes is no longer free for the second.
-fn parts(devices: &[Arc<dyn Device>]) -> Vec<Bytes> {
+/// What each worker reserves, with `asked` or without. All devices are asked before anything is
+/// reserved: what the first takes is no longer free for the second.
+fn arenas(devices: &[Arc<dyn Device>], asked: Option<Bytes>) -> Result<Vec<Bytes>> {
     let free: Vec<u64> = devices.iter().map(|device| device.memory().0).collect();
-    let part = |device: &Arc<dyn Device>| {
-        let same = || {
-            devices
-                .iter()
-                .zip(&free)
-                .filter(|(other, _)| same_memory(&***other, &**device))
+    let mut arenas = Vec::with_capacity(devices.len());
+    for device in devices {
+        let same = |other: &Arc<dyn Device>| same_memory(&**other, &**device);
+        let workers = devices.iter().filter(|other| same(other)).count() as u64;
+        let costs = device.cost_model();
+        let context = costs.context_bytes().0;
+        let arena = match asked {
+            Some(asked) => budget::asked_arena(asked.0, context / workers)?,
+            None => {
+                let of_device = devices.iter().zip(&free).filter(|(other, _)| same(other));
+                // Another process may take some between two questions.
+                let least = of_device.map(|(_, free)| *free).min().unwrap_or(0);
+                budget::default_arena(least, context, device.aliases_host()) / workers
+            }
         };
-        // Another process may take some between two questions.
-        let least = same().map(|(_, free)| *free).min().unwrap_or(0);
-        Bytes(least / (2 * same().count() as u64))
-    };
-    devices.iter().map(part).collect()
+        arenas.push(Bytes(arena));
+    }
+    Ok(arenas)
 }
 
 /// Whether two workers take their memory from the same device.

@@ -14,7 +14,7 @@ use roundpipe_tensor::{HostBuf, Keeper, ParamId};
 
 use super::layout::{Sizes, StoredParam, lay_out};
 use super::writes::Seen;
-use super::{LayerParams, Shared};
+use super::{LayerParams, Shared, StoreBytes};
 use crate::config::Lag;
 use crate::error::Result;
 use crate::optim::fill_master;
@@ -254,6 +254,22 @@ impl StoreLayer {
             .iter()
             .map(|slab| Ok(slab.slice(range.clone())?))
             .collect()
+    }
+
+    /// What [`Training`] takes.
+    pub(super) fn training_bytes(&self) -> StoreBytes {
+        let config = &self.shared.config;
+        let count = config.rule.map_or(0, |rule| rule.moments());
+        StoreBytes {
+            weights: match config.max_lag {
+                Lag::One => self.sizes.weights,
+                Lag::Zero => 0,
+            },
+            frozen: 0,
+            gradients: self.sizes.gradients,
+            masters: self.sizes.masters,
+            moments: count * self.sizes.moments,
+        }
     }
 
     pub(super) fn training(&self) -> Result<&Training> {

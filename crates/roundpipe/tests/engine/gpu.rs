@@ -83,7 +83,13 @@ fn a_gpu_trains_to_the_same_bits_however_it_is_run() {
     }
 }
 
+fn beside_context(device: &dyn Device, memory: Bytes) -> Bytes {
+    Bytes(memory.0 + device.cost_model().context_bytes().0)
+}
+
+/// An engine with so much memory beside the context.
 fn engine(device: Arc<dyn Device>, memory: Bytes) -> RoundPipe {
+    let memory = beside_context(&*device, memory);
     RoundPipe::builder(models::transformer(DType::F32, true))
         .optimizer(rule())
         .devices([device])
@@ -195,10 +201,11 @@ fn child_on_a_gpu_that_breaks_down() {
         Ok(x.clone())
     });
     let build = |model: Sequential, device: Arc<dyn Device>| {
+        let memory = beside_context(&*device, Bytes::mib(64));
         let builder = RoundPipe::builder(model)
             .optimizer(rule())
             .devices([device])
-            .memory(Bytes::mib(64));
+            .memory(memory);
         builder.build().unwrap()
     };
     let engine = build(models::perceptron(DType::F32).named("fault", fault), cuda);

@@ -215,7 +215,7 @@ fn nothing_is_reserved_after_the_start_and_the_high_water_settles() {
     }
 }
 
-/// Workers on one card get equal parts of it, half of its free memory together, though the first to
+/// Workers on one card get equal parts of what is free less a sixteenth, though the first to
 /// reserve leaves less for the others to be asked about.
 #[test]
 fn workers_on_one_card_share_it_equally() {
@@ -244,7 +244,7 @@ fn workers_on_one_card_share_it_equally() {
         .iter()
         .map(|worker| worker.pool().capacity().0)
         .collect();
-    assert_eq!(parts[..3], [whole / 6; 3]);
+    assert_eq!(parts[..3], [(whole - whole / 16) / 3; 3]);
     assert_eq!(
         parts[3],
         models::cpus(1)[0].memory().0 / 2,
@@ -442,8 +442,9 @@ fn plans_know_whose_attention_a_card_has() {
     let step = |like: CostModel| {
         let builder =
             RoundPipe::builder(model.clone()).devices(vec![Meta::like(like) as Arc<dyn Device>]);
+        let context = like.context_bytes().0;
         let engine = builder
-            .memory(Bytes::mib(64))
+            .memory(Bytes((64 << 20) + context))
             .run_config(RunConfig::new().num_microbatch(1))
             .build()?;
         let x = HostTensor::from_slice(&vec![bf16::ONE; 2048 * 512], &[1, 2048, 512])?;
