@@ -94,6 +94,7 @@ fn the_sources_speak_plainly() {
     for folder in [
         "src",
         "../roundpipe-tensor/src",
+        "../roundpipe-files/src",
         "../roundpipe-models/src",
         "../roundpipe-cli/src",
     ] {
