@@ -18,8 +18,8 @@ pub enum Error {
         what: String,
     },
     /// A chat template cannot be rendered.
-    #[error("chat template: {}", Line(.0))]
-    Template(String),
+    #[error(transparent)]
+    Template(#[from] roundpipe_chat::Error),
     /// An argument cannot work.
     #[error("{}: {}", Line(what), Line(why))]
     Argument {
@@ -81,8 +81,7 @@ mod tests {
         );
         let errors = [
             Error::file("m/x.json", &*quoted),
-            Error::argument("bias", &*quoted),
-            Error::Template(quoted),
+            Error::argument("bias", quoted),
         ];
         for error in errors {
             let text = error.to_string();

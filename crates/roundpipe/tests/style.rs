@@ -95,6 +95,7 @@ fn the_sources_speak_plainly() {
         "src",
         "../roundpipe-tensor/src",
         "../roundpipe-files/src",
+        "../roundpipe-chat/src",
         "../roundpipe-models/src",
         "../roundpipe-cli/src",
     ] {
