@@ -62,7 +62,7 @@ def report(name: str, files: list[str]):
 def main():
     files = FILES.stdout.split()
     report("all", files)
-    for crate in ["roundpipe-tensor", "roundpipe", "roundpipe-models", "roundpipe-cli"]:
+    for crate in ["roundpipe-tensor", "roundpipe-files", "roundpipe", "roundpipe-chat", "roundpipe-models", "roundpipe-cli"]:
         report(crate, [file for file in files if file.startswith(f"crates/{crate}/")])
     walk = [file for file in files if re.search(r"crates/roundpipe/src/(exec|engine)", file)]
     report("exec/ and engine/", walk)

@@ -7,7 +7,8 @@ mod template;
 mod tokenizer;
 mod weights;
 
-use roundpipe_models::Error;
+use std::fmt::Display;
+
 use roundpipe_models::folder::Folder;
 
 use super::Target;
@@ -32,7 +33,7 @@ pub fn named(name: &str) -> Option<&'static Target> {
 const LINE: usize = 1000;
 
 /// Checks a refusal: one line, short, nothing in it that moves a terminal's cursor.
-fn refused(error: &Error) {
+fn refused(error: &impl Display) {
     let text = error.to_string();
     assert!(
         !text.chars().any(char::is_control),
@@ -46,8 +47,8 @@ fn refused(error: &Error) {
 }
 
 /// What came out, where something did.
-fn accepted<T>(result: Result<T, Error>) -> Option<T> {
-    result.inspect_err(refused).ok()
+fn accepted<T, E: Display>(result: Result<T, E>) -> Option<T> {
+    result.inspect_err(|error| refused(error)).ok()
 }
 
 /// Reads every byte that a folder claims to have.

@@ -13,10 +13,11 @@ mod read;
 use roundpipe::kernel::Glu;
 use roundpipe::ops::RouteWeights;
 use roundpipe::{Bytes, DType};
+use roundpipe_files::small;
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
-use crate::files::{self, Kind};
+use crate::limits;
 use crate::memory;
 use read::Reader;
 
@@ -184,7 +185,7 @@ impl ModelConfig {
     /// As [`ModelConfig::from_json`], and for bytes that are not JSON.
     pub fn from_bytes(bytes: &[u8], path: impl AsRef<std::path::Path>) -> Result<Self> {
         let path = path.as_ref();
-        Self::from_json(&files::parse_json(path, bytes, Kind::Settings)?, path)
+        Self::from_json(&small::parse_json(path, bytes, limits::SETTINGS)?, path)
     }
 
     /// Reads a `config.json`; `path` is only for messages.

@@ -1,7 +1,8 @@
 //! What can go wrong between a folder and a running model. Bugs panic; these do not.
 
-use std::fmt::{self, Display, Write};
 use std::path::{Path, PathBuf};
+
+use roundpipe_files::text::Line;
 
 /// One line that names the place and the fix. Messages quote files of others, so what would move a
 /// terminal's cursor is shown as an escape, and of a long message the middle is left out.
@@ -17,8 +18,8 @@ pub enum Error {
         what: String,
     },
     /// A chat template cannot be rendered.
-    #[error("chat template: {}", Line(.0))]
-    Template(String),
+    #[error(transparent)]
+    Template(#[from] roundpipe_chat::Error),
     /// An argument cannot work.
     #[error("{}: {}", Line(what), Line(why))]
     Argument {
@@ -53,31 +54,13 @@ impl Error {
     }
 }
 
-/// A message as one line of bounded length.
-struct Line<'a>(&'a str);
-
-impl Line<'_> {
-    /// Characters of a long message that are shown of its start, where the place is, and of its
-    /// end, where the fix is.
-    const SHOWN: (usize, usize) = (500, 200);
-}
-
-impl Display for Line<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (start, end) = Self::SHOWN;
-        let count = self.0.chars().count();
-        for (i, c) in self.0.chars().enumerate() {
-            if i == start && count > start + end {
-                f.write_str(" … ")?;
-            }
-            if i < start || i + end >= count {
-                match c.is_control() {
-                    true => write!(f, "{}", c.escape_default())?,
-                    false => f.write_char(c)?,
-                }
-            }
+impl From<roundpipe_files::Error> for Error {
+    fn from(error: roundpipe_files::Error) -> Self {
+        match error {
+            roundpipe_files::Error::File { path, what } => Self::File { path, what },
+            roundpipe_files::Error::Argument { what, why } => Self::Argument { what, why },
+            roundpipe_files::Error::Tensor(error) => Self::Tensor(error),
         }
-        Ok(())
     }
 }
 
@@ -98,8 +81,7 @@ mod tests {
         );
         let errors = [
             Error::file("m/x.json", &*quoted),
-            Error::argument("bias", &*quoted),
-            Error::Template(quoted),
+            Error::argument("bias", quoted),
         ];
         for error in errors {
             let text = error.to_string();

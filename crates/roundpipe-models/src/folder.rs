@@ -17,9 +17,13 @@ use std::path::{Path, PathBuf};
 pub use load::{LoadOptions, LoadReport, load};
 pub use save::{SaveOptions, save};
 
+use roundpipe_files::error::unreadable;
+use roundpipe_files::small::{self, StringMap};
+use roundpipe_files::text::{one_line, shown};
+use roundpipe_files::{View, Weights};
+
 use crate::error::{Error, Result};
-use crate::files::{self, Kind};
-use crate::weights::{StringMap, View, Weights, one_line, shown, unreadable};
+use crate::limits;
 
 pub(crate) const SINGLE: &str = "model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
@@ -154,7 +158,7 @@ fn name_shards(shards: &[Weights], map: &[(String, String)]) -> Result<HashMap<S
 
 /// Tensor and shard names of an index.
 pub(crate) fn read_index(path: &Path) -> Result<Vec<(String, String)>> {
-    parse_index(path, &files::read(path, Kind::Index)?)
+    parse_index(path, &small::read(path, limits::INDEX)?)
 }
 
 /// Tensor and shard names from the bytes of an index, the latter checked to stay in the folder;

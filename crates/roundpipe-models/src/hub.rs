@@ -20,10 +20,12 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use fetch::{Repo, Wanted};
+use roundpipe_files::error::unwritten;
+use roundpipe_files::small;
+use roundpipe_files::text::shown;
 
 use crate::error::{Error, Result};
-use crate::files::{self, Kind};
-use crate::weights::{shown, unwritten};
+use crate::limits;
 
 /// Where models come from and where they are kept.
 #[derive(Clone)]
@@ -81,9 +83,9 @@ impl HubConfig {
         let hf_home = path("HF_HOME").or_else(|| Some(user_cache()?.join("huggingface")));
         let token_file = path("HF_TOKEN_PATH").or_else(|| Some(hf_home.as_ref()?.join("token")));
         let stored = || {
-            files::utf8(
+            small::utf8(
                 token_file.as_ref()?,
-                files::read(token_file.as_ref()?, Kind::Word).ok()?,
+                small::read(token_file.as_ref()?, limits::WORD).ok()?,
             )
             .ok()
         };
@@ -208,7 +210,7 @@ impl ModelName {
 /// The snapshot of a revision, when the cache has it.
 fn cached(store: &Path, revision: &str) -> Option<PathBuf> {
     let path = store.join("refs").join(revision);
-    let written = files::read(&path, Kind::Word).and_then(|bytes| files::utf8(&path, bytes));
+    let written = small::read(&path, limits::WORD).and_then(|bytes| small::utf8(&path, bytes));
     let commit = written.map_or_else(|_| revision.to_owned(), |commit| commit.trim().to_owned());
     let folder = store.join("snapshots").join(&commit);
     (fetch::is_hash(&commit) && folder.join("config.json").is_file()).then_some(folder)
@@ -313,7 +315,7 @@ fn weights_of<'a>(
 
 /// Makes `at` show a blob; the link is relative, so that a cache can be moved.
 fn link(blob: &Path, at: &Path) -> Result<()> {
-    let fail = |e: std::io::Error| unwritten(at, &e);
+    let fail = |e: std::io::Error| Error::from(unwritten(at, &e));
     let same = |a: &Path, b: &Path| {
         a.canonicalize()
             .ok()

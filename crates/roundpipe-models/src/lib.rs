@@ -7,9 +7,8 @@
 pub mod entry;
 pub mod error;
 
-mod files;
+mod limits;
 pub mod memory;
-pub mod weights;
 
 pub mod folder;
 pub mod mxfp4;
@@ -44,9 +43,9 @@ pub use hub::HubConfig;
 pub use lora::{LoraConfig, LoraTargets};
 pub use presets::preset;
 pub use pretrained::read_config;
+pub use roundpipe_files::{Tensors, View, Weights, read_tensors, weights, write_tensors};
 pub use sample::Sampler;
 pub use text::{DEMO_TEXT, Windows, continue_text};
-pub use weights::{Tensors, View, Weights, read_tensors, write_tensors};
 
 /// The programs of the README, run as tests.
 #[cfg(doctest)]

@@ -3,12 +3,13 @@
 use std::path::Path;
 
 use roundpipe::{Bytes, DType};
+use roundpipe_files::small;
 
 use crate::config::ModelConfig;
 use crate::decoder::Model;
 use crate::error::{Error, Result};
-use crate::files::{self, Kind};
 use crate::folder::{Folder, LoadOptions, SaveOptions, load, save};
+use crate::limits;
 use crate::memory::host_memory;
 
 const CONFIG: &str = "config.json";
@@ -19,7 +20,7 @@ const CONFIG: &str = "config.json";
 /// [`Error::File`] when there is no `config.json`, or it says what is not supported.
 pub fn read_config(dir: impl AsRef<Path>) -> Result<ModelConfig> {
     let path = dir.as_ref().join(CONFIG);
-    ModelConfig::from_bytes(&files::read(&path, Kind::Settings)?, &path)
+    ModelConfig::from_bytes(&small::read(&path, limits::SETTINGS)?, &path)
 }
 
 impl Model {

@@ -23,13 +23,14 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
+use roundpipe_files::small;
+use roundpipe_files::text::shown;
 use serde_json::Value as Json;
 use tokenizers::{ModelWrapper, NormalizedString, Normalizer, PostProcessorWrapper, TokenizerImpl};
 
 use crate::chat::ChatTemplate;
 use crate::error::{Error, Result};
-use crate::files::{self, Kind};
-use crate::weights::shown;
+use crate::limits;
 
 /// The most files in `additional_chat_templates`.
 const MOST_TEMPLATES: usize = 64;
@@ -66,7 +67,7 @@ impl Tokenizer {
     /// [`Error::File`] with the file, what is wrong and what helps.
     pub fn open(folder: &Path) -> Result<Self> {
         let path = folder.join("tokenizer.json");
-        let Some(bytes) = files::read_if_there(&path, Kind::Vocabulary)? else {
+        let Some(bytes) = small::read_if_there(&path, limits::VOCABULARY)? else {
             let fix = "not found; a model's folder needs it (save the tokenizer with transformers' save_pretrained)";
             return Err(Error::file(path, fix));
         };
@@ -99,7 +100,7 @@ impl Tokenizer {
                 ),
             )
         };
-        let mut json = files::parse_json(path, bytes, Kind::Vocabulary)?;
+        let mut json = small::parse_json(path, bytes, limits::VOCABULARY)?;
         definition::check(&mut json).map_err(|what| refuse(&what))?;
         let byte_fallback = json["decoder"].to_string().contains("ByteFallback");
         let inner =
@@ -439,10 +440,10 @@ fn refuse_odd_tokens(inner: &Inner) -> tokenizers::Result<()> {
 
 /// A JSON object from a file; an empty one when the file does not exist.
 fn read_object(path: &Path) -> Result<Json> {
-    let Some(bytes) = files::read_if_there(path, Kind::Settings)? else {
+    let Some(bytes) = small::read_if_there(path, limits::SETTINGS)? else {
         return Ok(Json::Object(serde_json::Map::new()));
     };
-    match files::parse_json(path, &bytes, Kind::Settings)? {
+    match small::parse_json(path, &bytes, limits::SETTINGS)? {
         json @ Json::Object(_) => Ok(json),
         _ => Err(Error::file(path, "is no JSON object; fetch it again")),
     }
@@ -513,8 +514,8 @@ fn templates(folder: &Path, config: &Json) -> Result<BTreeMap<String, (PathBuf, 
         return Err(Error::file(folder, what));
     }
     for (name, path) in named {
-        if let Some(bytes) = files::read_if_there(&path, Kind::Settings)? {
-            let text = files::utf8(&path, bytes)?;
+        if let Some(bytes) = small::read_if_there(&path, limits::SETTINGS)? {
+            let text = small::utf8(&path, bytes)?;
             found.insert(name, (path, text));
         }
     }

@@ -2,10 +2,14 @@
 
 #[path = "folders/bounds.rs"]
 mod bounds;
+#[path = "../../roundpipe-files/tests/support/cases.rs"]
+mod cases;
 #[path = "folders/hub.rs"]
 mod hub;
 #[path = "folders/kit.rs"]
 mod kit;
+#[path = "../../roundpipe-files/tests/support/made.rs"]
+mod made;
 #[path = "folders/malformed.rs"]
 mod malformed;
 #[path = "folders/mxfp4.rs"]

@@ -94,6 +94,8 @@ fn the_sources_speak_plainly() {
     for folder in [
         "src",
         "../roundpipe-tensor/src",
+        "../roundpipe-files/src",
+        "../roundpipe-chat/src",
         "../roundpipe-models/src",
         "../roundpipe-cli/src",
     ] {

@@ -109,7 +109,7 @@ fn forward(model: &Model) {
         let mut cx = Cx::infer(worker);
         let ids = cx.tensor(&tokens, &[1, tokens.len()]).expect("three ids");
         if let Err(error) = model.logits(&mut cx, &ids) {
-            refused(&error.into());
+            refused(&error);
         }
     });
 }

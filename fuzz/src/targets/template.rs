@@ -1,11 +1,11 @@
 //! Chat templates: parsed and rendered; as text, and grown from a grammar.
 
-#[path = "../../../crates/roundpipe-models/tests/support/template_gen.rs"]
+#[path = "../../../crates/roundpipe-chat/tests/support/template_gen.rs"]
 mod template_gen;
 
 use std::collections::BTreeMap;
 
-use roundpipe_models::chat::{ChatTemplate, Limits, Message, RenderOptions};
+use roundpipe_chat::{ChatTemplate, Limits, Message, RenderOptions};
 use serde_json::json;
 
 use super::super::scratch::Scratch;
@@ -23,7 +23,7 @@ pub const TARGET: Target = Target {
 };
 
 /// A render's limits are its caller's to choose. These are small ones, as templates of the grammar
-/// like to use up what they are given; `tests/chat_limits.rs` holds others against the limits that
+/// like to use up what they are given; `roundpipe-chat/tests/limits.rs` holds others against the limits that
 /// are the default.
 const LIMITS: Limits = Limits {
     steps: 20_000,

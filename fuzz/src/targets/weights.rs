@@ -1,7 +1,8 @@
 //! safetensors files: opened, read whole, written again, loaded into a model.
 
-use roundpipe_models::weights::param_dtype;
-use roundpipe_models::{Folder, Model, Tensors, read_tensors, write_tensors};
+use roundpipe_files::weights::{Stored, param_dtype};
+use roundpipe_files::{Tensors, read_tensors, write_tensors};
+use roundpipe_models::{Folder, Model};
 
 use super::super::scratch::Scratch;
 use super::super::{Syntax, Target, bundle};
@@ -34,7 +35,7 @@ fn run(scratch: &mut Scratch, input: &[u8]) -> bool {
         read_all(folder);
     }
     let read = accepted(read_tensors(&path));
-    let usable = |t: &roundpipe_models::weights::Stored| param_dtype(t.dtype).is_some();
+    let usable = |t: &Stored| param_dtype(t.dtype).is_some();
     let whole = opened
         .as_ref()
         .is_some_and(|folder| folder.shards()[0].tensors().iter().all(usable));

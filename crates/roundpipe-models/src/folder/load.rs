@@ -9,13 +9,15 @@ use std::collections::HashSet;
 use std::ops::Range;
 
 use roundpipe::{DType, HostMut};
+use roundpipe_files::Weights;
+use roundpipe_files::text::shown;
+use roundpipe_files::weights::{Stored, param_dtype};
 
 use super::Folder;
 use super::convert::{Float, copy_bytes, for_float, read_mxfp4, read_plain, read_transposed};
 use crate::entry::{Entry, Piece, PieceLayout};
 use crate::error::{Error, Result};
 use crate::mxfp4;
-use crate::weights::{Stored, Weights, param_dtype, shown};
 
 /// Bytes of a file that are read before their pages are given back.
 const WINDOW: usize = 32 << 20;

@@ -13,6 +13,11 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use roundpipe::DType;
+use roundpipe_files::atomic::{AtomicFile, sync_folder};
+use roundpipe_files::error::{unreadable, unwritten};
+use roundpipe_files::small;
+use roundpipe_files::text::shown;
+use roundpipe_files::weights::{PlannedTensor, header_bytes};
 use serde_json::{Value, json};
 
 use super::convert::{Float, for_float, write_plain, write_transposed};
@@ -20,8 +25,7 @@ use super::load::check_entries;
 use super::{INDEX, SINGLE};
 use crate::entry::{Entry, Piece, PieceLayout};
 use crate::error::{Error, Result};
-use crate::files::{self, Kind};
-use crate::weights::{Partial, Planned, header_bytes, shown, unreadable, unwritten};
+use crate::limits;
 
 /// Bytes that are put together before they are written.
 const BUFFER: usize = 8 << 20;
@@ -98,8 +102,8 @@ struct Part<'a> {
 }
 
 impl Part<'_> {
-    fn planned(&self) -> Planned {
-        Planned {
+    fn planned(&self) -> PlannedTensor {
+        PlannedTensor {
             name: self.piece.tensor.clone(),
             dtype: self.dtype,
             dims: self.piece.dims.clone(),
@@ -191,17 +195,13 @@ fn write_all(dir: &Path, shards: &[Vec<Part<'_>>], options: &SaveOptions) -> Res
         ready.push(write_json(&dir.join(INDEX), &index(&names, shards))?);
     }
     put_in_place(dir, ready, &names)?;
-    // The names themselves are on the disk when the folder is.
-    #[cfg(unix)]
-    File::open(dir)
-        .and_then(|d| d.sync_all())
-        .map_err(|e| unwritten(dir, &e))?;
+    sync_folder(dir)?;
     Ok(())
 }
 
 /// Gives the new files their names; from here on only names change. What was there comes back
 /// unless all of them got theirs.
-fn put_in_place(dir: &Path, ready: Vec<Partial>, names: &[String]) -> Result<()> {
+fn put_in_place(dir: &Path, ready: Vec<AtomicFile>, names: &[String]) -> Result<()> {
     let mut aside = Aside::default();
     // An old index goes first: it must never name new shards.
     aside.take(dir.join(INDEX))?;
@@ -280,7 +280,11 @@ impl Drop for Aside {
 }
 
 /// `config.json` and the copied files.
-fn companions(dir: &Path, shards: &[Vec<Part<'_>>], options: &SaveOptions) -> Result<Vec<Partial>> {
+fn companions(
+    dir: &Path,
+    shards: &[Vec<Part<'_>>],
+    options: &SaveOptions,
+) -> Result<Vec<AtomicFile>> {
     let mut ready = Vec::new();
     for name in COMPANIONS {
         let Some(src) = options
@@ -291,8 +295,8 @@ fn companions(dir: &Path, shards: &[Vec<Part<'_>>], options: &SaveOptions) -> Re
         else {
             continue;
         };
-        let bytes = files::read(&src, Kind::Vocabulary)?;
-        ready.push(write_bytes(&dir.join(name), &bytes)?);
+        let bytes = small::read(&src, limits::VOCABULARY)?;
+        ready.push(AtomicFile::of_bytes(&dir.join(name), &bytes)?);
     }
     if !options.config.is_null() {
         ready.push(write_json(
@@ -341,15 +345,11 @@ fn config(given: &Value, shards: &[Vec<Part<'_>>]) -> Value {
     config
 }
 
-fn write_json(path: &Path, value: &Value) -> Result<Partial> {
-    write_bytes(path, format!("{value:#}\n").as_bytes())
-}
-
-fn write_bytes(path: &Path, bytes: &[u8]) -> Result<Partial> {
-    let partial = Partial::create(path)?;
-    partial.check(partial.file()?.write_all(bytes))?;
-    partial.sync()?;
-    Ok(partial)
+fn write_json(path: &Path, value: &Value) -> Result<AtomicFile> {
+    Ok(AtomicFile::of_bytes(
+        path,
+        format!("{value:#}\n").as_bytes(),
+    )?)
 }
 
 fn index(names: &[String], shards: &[Vec<Part<'_>>]) -> Value {
@@ -366,11 +366,11 @@ fn index(names: &[String], shards: &[Vec<Part<'_>>]) -> Value {
     json!({ "metadata": { "total_size": total }, "weight_map": map })
 }
 
-fn write_shard(path: &Path, parts: &[Part<'_>]) -> Result<Partial> {
-    let plan: Vec<Planned> = parts.iter().map(Part::planned).collect();
+fn write_shard(path: &Path, parts: &[Part<'_>]) -> Result<AtomicFile> {
+    let plan: Vec<PlannedTensor> = parts.iter().map(Part::planned).collect();
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     let header = header_bytes(&metadata, &plan)?;
-    let partial = Partial::create(path)?;
+    let partial = AtomicFile::create(path)?;
     let mut file = partial.file()?;
     partial.check(file.write_all(&header))?;
     let mut out = Sink {
@@ -388,7 +388,7 @@ fn write_shard(path: &Path, parts: &[Part<'_>]) -> Result<Partial> {
 
 /// A file that is written through one buffer.
 struct Sink<'a> {
-    partial: &'a Partial,
+    partial: &'a AtomicFile,
     file: File,
     buffer: Vec<u8>,
 }
@@ -401,7 +401,8 @@ impl Sink<'_> {
         let src = param.data().read(at..at + part.piece.numel() * size)?;
         let transposed = part.piece.layout != PieceLayout::Plain;
         if !transposed && part.dtype == param.dtype() {
-            return self.partial.check(self.file.write_all(src.bytes()));
+            self.partial.check(self.file.write_all(src.bytes()))?;
+            return Ok(());
         }
         let written = for_float!(param.dtype(), |S| for_float!(
             part.dtype,
@@ -448,6 +449,7 @@ impl Sink<'_> {
         self.buffer.resize(self.buffer.len().max(bytes), 0);
         fill(&mut self.buffer[..bytes]);
         self.partial
-            .check(self.file.write_all(&self.buffer[..bytes]))
+            .check(self.file.write_all(&self.buffer[..bytes]))?;
+        Ok(())
     }
 }

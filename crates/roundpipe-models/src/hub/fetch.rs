@@ -18,13 +18,14 @@ use std::path::Path;
 use std::time::Duration;
 
 use ring::digest;
+use roundpipe_files::error::{unreadable, unwritten};
+use roundpipe_files::text::{one_line, shown};
 use ureq::http::Uri;
 
 use super::{HubConfig, ModelName, Progress};
 use crate::error::{Error, Result};
-use crate::files::Kind;
 use crate::folder::is_plain_name;
-use crate::weights::{one_line, shown, unreadable, unwritten};
+use crate::limits;
 
 /// A listing of more bytes is no listing.
 const LISTING_CAP: u64 = 32 << 20;
@@ -280,7 +281,7 @@ impl<'a> Repo<'a> {
         }
         let most = self.most_bytes(file)?;
         let partial = blob.with_extension("incomplete");
-        let fail = |e: std::io::Error| unwritten(&partial, &e);
+        let fail = |e: std::io::Error| Error::from(unwritten(&partial, &e));
         let Some(mut out) = lock(&partial, whole).map_err(fail)? else {
             return Ok(());
         };
@@ -319,7 +320,7 @@ impl<'a> Repo<'a> {
             };
             return file.bytes.ok_or_else(unsized_file);
         }
-        let most = Kind::Vocabulary.most_bytes();
+        let most = limits::VOCABULARY.bytes;
         match file.bytes {
             Some(bytes) if bytes > most => Err(self.refused(format!(
                 "{name} has {bytes} bytes, the most for such a file is {most}; check HF_ENDPOINT"
@@ -343,7 +344,7 @@ struct Download<'a> {
 
 impl Download<'_> {
     fn fail(&self, e: &std::io::Error) -> Error {
-        unwritten(self.path, e)
+        unwritten(self.path, e).into()
     }
 
     fn have(&self) -> Result<u64> {

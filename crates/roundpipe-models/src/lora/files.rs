@@ -9,6 +9,9 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use roundpipe::{DType, Element, HostBuf, Param, TensorResult, bf16, f16};
+use roundpipe_files::small;
+use roundpipe_files::text::shown;
+use roundpipe_files::{View, Weights, write_tensors};
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 
@@ -16,8 +19,7 @@ use super::{LoraConfig, LoraTargets, MOST_RANK, branch_dims, ends_with, is_stack
 use crate::config::Family;
 use crate::decoder::{Adapter, DOWN, GATE_UP, Model, Projection};
 use crate::error::{Error, Result};
-use crate::files::{self, Kind};
-use crate::weights::{View, Weights, shown, write_tensors};
+use crate::limits;
 
 const CONFIG: &str = "adapter_config.json";
 const TENSORS: &str = "adapter_model.safetensors";
@@ -56,7 +58,8 @@ impl Model {
         }
         write(&dir.join(CONFIG), &self.adapter_json(config))?;
         let metadata = [("format".to_owned(), "pt".to_owned())].into();
-        write_tensors(dir.join(TENSORS), &metadata, &tensors)
+        write_tensors(dir.join(TENSORS), &metadata, &tensors)?;
+        Ok(())
     }
 
     /// Reads branches from `dir`. A model without any gets those of the files; one that has some
@@ -67,7 +70,7 @@ impl Model {
     pub fn load_adapter(&mut self, dir: impl AsRef<Path>) -> Result<()> {
         let dir = dir.as_ref();
         let path = dir.join(CONFIG);
-        let json = files::read_json(&path, Kind::Settings)?;
+        let json = small::read_json(&path, limits::SETTINGS)?;
         let written = Written::read(&json).map_err(|what| Error::file(&path, what))?;
         let path = dir.join(TENSORS);
         let file = Weights::open(&path)?;
@@ -255,7 +258,7 @@ impl Model {
 /// # Errors
 /// [`Error::File`] when it is no config of LoRA, or of a variant that is not supported.
 pub fn parse_adapter_config(path: &Path, bytes: &[u8]) -> Result<LoraConfig> {
-    let json = files::parse_json(path, bytes, Kind::Settings)?;
+    let json = small::parse_json(path, bytes, limits::SETTINGS)?;
     Written::read(&json)
         .map(|written| written.config)
         .map_err(|what| Error::file(path, what))

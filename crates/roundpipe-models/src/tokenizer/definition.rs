@@ -12,10 +12,10 @@
 //! `truncation` and `padding` are removed: they are settings of the program that saved the file, and
 //! transformers resets both at every call.
 
+use roundpipe_files::text::shown;
 use serde_json::{Map, Value};
 
 use super::charsmap;
-use crate::weights::shown;
 
 type Check<T = ()> = Result<T, String>;
 

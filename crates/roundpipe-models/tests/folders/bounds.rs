@@ -6,7 +6,7 @@ use roundpipe_models::{Model, ModelConfig, SaveOptions, preset};
 use roundpipe_tensor::{Bytes, DType};
 use serde_json::{Value, json};
 
-use crate::kit::{Scratch, address_space_peak};
+use crate::made::{Scratch, address_space_peak};
 
 /// More address space than this process needs, threads and their heaps included.
 const ROOM: u64 = 16 << 30;

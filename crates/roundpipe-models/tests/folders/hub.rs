@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use roundpipe_models::HubConfig;
 
-use crate::kit::Scratch;
+use crate::made::Scratch;
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const INDEX: &str = r#"{"weight_map":{"w":"model-1.safetensors","v":"model-2.safetensors"}}"#;

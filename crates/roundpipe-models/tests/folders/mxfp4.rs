@@ -6,7 +6,8 @@ use roundpipe_models::folder::{Folder, LoadOptions, SaveOptions, load, save};
 use roundpipe_models::{Entry, PieceLayout};
 use roundpipe_tensor::{DType, Param};
 
-use crate::kit::{Scratch, bytes, pieced};
+use crate::kit::{bytes, pieced};
+use crate::made::Scratch;
 
 const DIMS: [usize; 3] = [2, 256, 32];
 

@@ -1,13 +1,12 @@
 //! What is saved is what is loaded, bit for bit, and what other readers of the format see.
 
-use std::collections::BTreeMap;
-
 use roundpipe_models::folder::{Folder, LoadOptions, SaveOptions, load, save};
-use roundpipe_models::{Entry, PieceLayout, read_tensors, write_tensors};
+use roundpipe_models::{Entry, PieceLayout};
 use roundpipe_tensor::{DType, HostBuf, Param, RngSite, bf16, f16};
 use safetensors::SafeTensors;
 
-use crate::kit::{Scratch, blank, bytes, file, pieced, tensor, whole};
+use crate::kit::{blank, bytes, pieced, whole};
+use crate::made::{Scratch, file, tensor};
 
 fn normal(dtype: DType, dims: &[usize], key: u64) -> Param {
     Param::normal(
@@ -519,47 +518,4 @@ fn overwriting_leaves_one_model() {
         b"merges.txt"
     );
     assert_eq!(std::fs::read(dir.join("notes.txt")).unwrap(), b"mine");
-}
-
-/// Adapters: names, types, values and notes come back.
-#[test]
-fn named_tensors_round_trip() {
-    let dir = Scratch::new("named");
-    let path = dir.join("adapter_model.safetensors");
-    let a = (
-        "a.lora_A.weight".to_owned(),
-        normal(DType::BF16, &[2, 3], 5),
-    );
-    let b = ("b.lora_B.weight".to_owned(), normal(DType::F32, &[3], 6));
-    let notes = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
-    for _ in 0..2 {
-        write_tensors(&path, &notes, &[a.clone(), b.clone()]).unwrap();
-    }
-    let back = read_tensors(&path).unwrap();
-    assert_eq!(back.metadata, notes);
-    assert_eq!(back.tensors.len(), 2);
-    for (name, param) in [&a, &b] {
-        let (_, got) = back.tensors.iter().find(|(n, _)| n == name).unwrap();
-        assert_eq!(
-            (got.dtype(), got.shape().dims()),
-            (param.dtype(), param.shape().dims())
-        );
-        assert_eq!(
-            got.data().read_all().unwrap().bytes(),
-            param.data().read_all().unwrap().bytes()
-        );
-    }
-    assert_eq!(
-        std::fs::read_dir(&dir).unwrap().count(),
-        1,
-        "no partial file stays"
-    );
-    dir.put(
-        "f8.safetensors",
-        file(&format!("{{{}}}", tensor("w", "F8_E4M3", "[4]", 0, 4)), 4),
-    );
-    let text = read_tensors(dir.join("f8.safetensors"))
-        .unwrap_err()
-        .to_string();
-    assert!(text.contains("`w` has type F8_E4M3; save"), "{text}");
 }

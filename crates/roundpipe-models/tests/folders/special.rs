@@ -10,7 +10,7 @@ use roundpipe_models::tokenizer::Tokenizer;
 use roundpipe_models::{Error, Folder, HubConfig, Model, SaveOptions, preset, read_config, save};
 use roundpipe_tensor::DType;
 
-use crate::kit::Scratch;
+use crate::made::Scratch;
 
 /// Runs a call that might never end; says so instead.
 fn ends<T: Send + 'static>(case: &str, call: impl FnOnce() -> T + Send + 'static) -> T {

@@ -7,13 +7,13 @@
 //! - The parser calls itself no deeper than [`MAX_DEPTH`], and expressions are no higher than
 //!   [`MAX_HEIGHT`], however they are written: [`Expr::new`] is the only way to make one. So
 //!   neither parsing, walking nor dropping a tree can exhaust a stack.
-//! - A template has at most [`super::lex::MAX_TOKENS`] tokens, and every node takes one, so the
+//! - A template has at most [`crate::lex::MAX_TOKENS`] tokens, and every node takes one, so the
 //!   tree is bounded.
 
 use std::fmt::Display;
 
-use super::Fault;
-use super::lex::{Token, lex};
+use crate::error::Fault;
+use crate::lex::{Token, lex};
 
 /// How deep expressions and blocks may be nested.
 const MAX_DEPTH: usize = 100;
@@ -22,7 +22,7 @@ const MAX_HEIGHT: u16 = 500;
 
 /// A value written in the template.
 #[derive(Debug)]
-pub(super) enum Literal {
+pub(crate) enum Literal {
     None,
     Bool(bool),
     Int(i128),
@@ -32,7 +32,7 @@ pub(super) enum Literal {
 
 /// Operators on two values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Op {
+pub(crate) enum Op {
     Add,
     Sub,
     Mul,
@@ -44,7 +44,7 @@ pub(super) enum Op {
 
 /// Comparisons.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Cmp {
+pub(crate) enum Cmp {
     Eq,
     Ne,
     Lt,
@@ -56,17 +56,17 @@ pub(super) enum Cmp {
 }
 
 /// An expression where it stands in the tree.
-pub(super) type Node = Box<Expr>;
+pub(crate) type Node = Box<Expr>;
 
 /// An expression, and how many more are below it at most.
 #[derive(Debug)]
-pub(super) struct Expr {
-    pub(super) kind: ExprKind,
+pub(crate) struct Expr {
+    pub(crate) kind: ExprKind,
     height: u16,
 }
 
 #[derive(Debug)]
-pub(super) enum ExprKind {
+pub(crate) enum ExprKind {
     Const(Literal),
     Name(String),
     List(Vec<Node>),
@@ -139,37 +139,37 @@ impl ExprKind {
 
 /// Arguments of a call.
 #[derive(Debug, Default)]
-pub(super) struct Args {
-    pub(super) positional: Vec<Node>,
-    pub(super) named: Vec<(String, Node)>,
-    pub(super) star: Option<Node>,
-    pub(super) star_star: Option<Node>,
+pub(crate) struct Args {
+    pub(crate) positional: Vec<Node>,
+    pub(crate) named: Vec<(String, Node)>,
+    pub(crate) star: Option<Node>,
+    pub(crate) star_star: Option<Node>,
 }
 
 /// What a value is assigned to.
 #[derive(Debug)]
-pub(super) enum Target {
+pub(crate) enum Target {
     Name(String),
     Field(String, String),
     Many(Vec<Target>),
 }
 
 #[derive(Debug)]
-pub(super) struct Stmt {
-    pub(super) line: u32,
-    pub(super) kind: StmtKind,
+pub(crate) struct Stmt {
+    pub(crate) line: u32,
+    pub(crate) kind: StmtKind,
 }
 
-pub(super) type Body = Vec<Stmt>;
+pub(crate) type Body = Vec<Stmt>;
 
 /// Parameters of a macro, with their defaults.
-pub(super) type Params = Vec<(String, Option<Node>)>;
+pub(crate) type Params = Vec<(String, Option<Node>)>;
 
 /// Filters, one after another.
-pub(super) type Chain = Vec<(String, Args)>;
+pub(crate) type Chain = Vec<(String, Args)>;
 
 #[derive(Debug)]
-pub(super) enum StmtKind {
+pub(crate) enum StmtKind {
     Data(String),
     Print(Node),
     Set(Target, Node),
@@ -187,28 +187,28 @@ pub(super) enum StmtKind {
 }
 
 #[derive(Debug)]
-pub(super) struct For {
-    pub(super) target: Target,
-    pub(super) iter: Node,
-    pub(super) filter: Option<Node>,
-    pub(super) recursive: bool,
-    pub(super) body: Body,
-    pub(super) otherwise: Body,
+pub(crate) struct For {
+    pub(crate) target: Target,
+    pub(crate) iter: Node,
+    pub(crate) filter: Option<Node>,
+    pub(crate) recursive: bool,
+    pub(crate) body: Body,
+    pub(crate) otherwise: Body,
 }
 
 #[derive(Debug)]
-pub(super) struct MacroDef {
-    pub(super) name: String,
-    pub(super) params: Params,
-    pub(super) body: Body,
+pub(crate) struct MacroDef {
+    pub(crate) name: String,
+    pub(crate) params: Params,
+    pub(crate) body: Body,
     /// Whether the body reads `varargs`; only then the macro takes more than its parameters.
-    pub(super) varargs: bool,
+    pub(crate) varargs: bool,
     /// The same for `kwargs`.
-    pub(super) kwargs: bool,
+    pub(crate) kwargs: bool,
 }
 
 /// Parses a whole template.
-pub(super) fn parse(source: &str) -> Result<Body, Fault> {
+pub(crate) fn parse(source: &str) -> Result<Body, Fault> {
     let mut parser = Parser {
         tokens: lex(source)?,
         at: 0,

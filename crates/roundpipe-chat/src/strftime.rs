@@ -1,7 +1,7 @@
 //! Dates for `strftime_now`: seconds since 1970 to text, without time zones and locales.
 
-use super::Fault;
-use super::budget::Buffer;
+use crate::budget::Buffer;
+use crate::error::Fault;
 
 const MONTHS: [&str; 12] = [
     "January",
@@ -72,7 +72,7 @@ impl Moment {
 }
 
 /// Python's `strftime` in the C locale, appended to `out`.
-pub(super) fn format(out: &mut Buffer<'_>, format: &str, seconds: i64) -> Result<(), Fault> {
+pub(crate) fn format(out: &mut Buffer<'_>, format: &str, seconds: i64) -> Result<(), Fault> {
     let now = Moment::new(seconds);
     let mut rest = format;
     while let Some(at) = rest.find('%') {

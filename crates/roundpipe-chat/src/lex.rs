@@ -5,14 +5,14 @@
 
 use std::fmt::Display;
 
-use super::Fault;
+use crate::error::Fault;
 
 /// How many tokens a template may have. The largest that models come with have about ten thousand.
-pub(super) const MAX_TOKENS: usize = 100_000;
+pub(crate) const MAX_TOKENS: usize = 100_000;
 
 /// What the parser reads.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Token {
+pub(crate) enum Token {
     /// Text outside of tags.
     Data(String),
     /// `{%`
@@ -37,7 +37,7 @@ const OPERATORS: [&str; 26] = [
 ];
 
 /// Splits a template; each token with its line.
-pub(super) fn lex(source: &str) -> Result<Vec<(Token, u32)>, Fault> {
+pub(crate) fn lex(source: &str) -> Result<Vec<(Token, u32)>, Fault> {
     let mut text = source.replace("\r\n", "\n").replace('\r', "\n");
     if text.ends_with('\n') {
         text.pop();

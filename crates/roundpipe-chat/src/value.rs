@@ -1,10 +1,10 @@
-//! Values as Python has them: truth, length, equality and order. [`super::print`] writes them as
+//! Values as Python has them: truth, length, equality and order. [`crate::print`] writes them as
 //! text.
 //!
 //! # Invariants
 //! - Values never change after they are made, except the fields of a namespace and the place of an
 //!   iterator (transformers renders in Jinja2's immutable sandbox).
-//! - Every string, list and dictionary is made of [`super::budget`]'s containers, so it is paid for
+//! - Every string, list and dictionary is made of [`crate::budget`]'s containers, so it is paid for
 //!   before it exists. To look at its contents costs steps by its length.
 //! - Values hold each other no deeper than [`MAX_NESTING`], so neither printing nor dropping one
 //!   can exhaust a stack.
@@ -16,76 +16,76 @@ use std::cmp::Ordering;
 use std::fmt;
 use std::rc::Weak;
 
-use super::Fault;
-use super::budget::{Budget, Buffer, Paid, Shared, Vector};
-use super::eval::{LoopState, Macro};
+use crate::budget::{Budget, Buffer, Paid, Shared, Vector};
+use crate::error::Fault;
+use crate::eval::{LoopState, Macro};
 
 /// How deep lists and dictionaries may hold each other.
 const MAX_NESTING: u32 = 250;
 
 /// A string; `safe` is what the filters `safe` and `escape` make.
 #[derive(Debug)]
-pub(super) struct Text<'r> {
+pub(crate) struct Text<'r> {
     chars: Buffer<'r>,
-    pub(super) safe: bool,
+    pub(crate) safe: bool,
 }
 
 impl<'r> Text<'r> {
     /// The text, for one pass at the speed of a copy or a search.
-    pub(super) fn read(&self) -> Result<&str, Fault> {
+    pub(crate) fn read(&self) -> Result<&str, Fault> {
         self.chars.budget().pass(self.chars.len())?;
         Ok(self.chars.as_str())
     }
 
     /// The text, for one pass that looks at every character.
-    pub(super) fn read_chars(&self) -> Result<&str, Fault> {
+    pub(crate) fn read_chars(&self) -> Result<&str, Fault> {
         self.chars.budget().char_pass(self.chars.len())?;
         Ok(self.chars.as_str())
     }
 
     /// The text, for callers that pay otherwise: a bounded look, a copy into a buffer, a name to
     /// compare.
-    pub(super) fn unpaid(&self) -> &str {
+    pub(crate) fn unpaid(&self) -> &str {
         self.chars.as_str()
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.chars.len()
     }
 }
 
 /// What lists, tuples and views hold.
 #[derive(Debug)]
-pub(super) struct Items<'r> {
+pub(crate) struct Items<'r> {
     items: Vector<'r, Value<'r>>,
     depth: u32,
 }
 
 impl<'r> Items<'r> {
     /// All items, for one pass over them.
-    pub(super) fn read(&self) -> Result<&[Value<'r>], Fault> {
+    pub(crate) fn read(&self) -> Result<&[Value<'r>], Fault> {
         self.items.budget().value_pass(self.items.len())?;
         Ok(&self.items)
     }
 
-    pub(super) fn get(&self, at: usize) -> Option<&Value<'r>> {
+    pub(crate) fn get(&self, at: usize) -> Option<&Value<'r>> {
         self.items.get(at)
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.items.len()
     }
 }
 
 /// A dictionary in order of insertion.
 #[derive(Debug)]
-pub(super) struct Dict<'r> {
+pub(crate) struct Dict<'r> {
     entries: Vector<'r, (Value<'r>, Value<'r>)>,
     depth: u32,
 }
 
 impl<'r> Dict<'r> {
-    pub(super) fn new(budget: &'r Budget) -> Self {
+    pub(crate) fn new(budget: &'r Budget) -> Self {
         Self {
             entries: Vector::new(budget),
             depth: 1,
@@ -93,7 +93,7 @@ impl<'r> Dict<'r> {
     }
 
     /// A later entry replaces an earlier one with an equal key, which keeps its place.
-    pub(super) fn insert(&mut self, key: Value<'r>, value: Value<'r>) -> Result<(), Fault> {
+    pub(crate) fn insert(&mut self, key: Value<'r>, value: Value<'r>) -> Result<(), Fault> {
         match self.position(&key)? {
             Some(at) => {
                 self.depth = self.depth.max(nested(value.depth())?);
@@ -111,20 +111,20 @@ impl<'r> Dict<'r> {
     }
 
     /// All entries, for one pass over them.
-    pub(super) fn read(&self) -> Result<&[(Value<'r>, Value<'r>)], Fault> {
+    pub(crate) fn read(&self) -> Result<&[(Value<'r>, Value<'r>)], Fault> {
         self.entries.budget().value_pass(2 * self.entries.len())?;
         Ok(&self.entries)
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.entries.len()
     }
 
-    pub(super) fn find(&self, key: &Value<'r>) -> Result<Option<&Value<'r>>, Fault> {
+    pub(crate) fn find(&self, key: &Value<'r>) -> Result<Option<&Value<'r>>, Fault> {
         Ok(self.position(key)?.map(|at| &self.entries[at].1))
     }
 
-    pub(super) fn find_str(&self, key: &str) -> Result<Option<&Value<'r>>, Fault> {
+    pub(crate) fn find_str(&self, key: &str) -> Result<Option<&Value<'r>>, Fault> {
         let budget = self.entries.budget();
         for (k, value) in self.entries.iter() {
             budget.ticks(2)?;
@@ -150,13 +150,13 @@ impl<'r> Dict<'r> {
 
 /// What is left of an iterator.
 #[derive(Debug)]
-pub(super) struct Rest<'r> {
+pub(crate) struct Rest<'r> {
     items: Shared<'r, Items<'r>>,
     next: Cell<usize>,
 }
 
 impl<'r> Rest<'r> {
-    pub(super) fn next(&self) -> Option<Value<'r>> {
+    pub(crate) fn next(&self) -> Option<Value<'r>> {
         let at = self.next.get();
         let item = self.items.get(at)?.clone();
         self.next.set(at + 1);
@@ -178,7 +178,7 @@ impl<'r> Rest<'r> {
 
 /// A name of a variable, field or argument.
 #[derive(Debug, Clone)]
-pub(super) enum Name<'r> {
+pub(crate) enum Name<'r> {
     /// As the template or the caller wrote it.
     Written(&'r str),
     /// As a value spells it.
@@ -186,14 +186,14 @@ pub(super) enum Name<'r> {
 }
 
 impl<'r> Name<'r> {
-    pub(super) fn as_str(&self) -> &str {
+    pub(crate) fn as_str(&self) -> &str {
         match self {
             Self::Written(name) => name,
             Self::Made(text) => text.unpaid(),
         }
     }
 
-    pub(super) fn value(&self, budget: &'r Budget) -> Result<Value<'r>, Fault> {
+    pub(crate) fn value(&self, budget: &'r Budget) -> Result<Value<'r>, Fault> {
         match self {
             Self::Written(name) => Value::str(budget, name),
             Self::Made(text) => Ok(Value::Str(text.clone())),
@@ -203,14 +203,14 @@ impl<'r> Name<'r> {
 
 /// The fields of a namespace, the only thing that a template can change.
 #[derive(Debug)]
-pub(super) struct Namespace<'r>(RefCell<Vector<'r, (Name<'r>, Value<'r>)>>);
+pub(crate) struct Namespace<'r>(RefCell<Vector<'r, (Name<'r>, Value<'r>)>>);
 
 impl<'r> Namespace<'r> {
-    pub(super) fn new(budget: &'r Budget) -> Self {
+    pub(crate) fn new(budget: &'r Budget) -> Self {
         Self(RefCell::new(Vector::new(budget)))
     }
 
-    pub(super) fn find(&self, budget: &Budget, name: &str) -> Result<Option<Value<'r>>, Fault> {
+    pub(crate) fn find(&self, budget: &Budget, name: &str) -> Result<Option<Value<'r>>, Fault> {
         for (n, value) in self.0.borrow().iter() {
             budget.ticks(2)?;
             if budget.same(n.as_str(), name)? {
@@ -220,7 +220,7 @@ impl<'r> Namespace<'r> {
         Ok(None)
     }
 
-    pub(super) fn set(
+    pub(crate) fn set(
         &self,
         budget: &Budget,
         name: Name<'r>,
@@ -240,7 +240,7 @@ impl<'r> Namespace<'r> {
 
 /// Why a value is undefined.
 #[derive(Debug, Clone)]
-pub(super) enum Missing<'r> {
+pub(crate) enum Missing<'r> {
     /// No variable has this name.
     Variable(&'r str),
     /// The caller of a macro did not give this parameter.
@@ -274,7 +274,7 @@ impl fmt::Display for Missing<'_> {
 }
 
 #[derive(Debug, Clone)]
-pub(super) enum Value<'r> {
+pub(crate) enum Value<'r> {
     Undefined(Missing<'r>),
     None,
     Bool(bool),
@@ -299,38 +299,38 @@ pub(super) enum Value<'r> {
 
 /// Which part of a dictionary a view shows.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum View {
+pub(crate) enum View {
     Items,
     Keys,
     Values,
 }
 
 impl<'r> Value<'r> {
-    pub(super) fn str(budget: &'r Budget, text: &str) -> Result<Self, Fault> {
+    pub(crate) fn str(budget: &'r Budget, text: &str) -> Result<Self, Fault> {
         Self::text(Buffer::of(budget, text)?)
     }
 
-    pub(super) fn text(chars: Buffer<'r>) -> Result<Self, Fault> {
+    pub(crate) fn text(chars: Buffer<'r>) -> Result<Self, Fault> {
         Self::text_of(chars, false)
     }
 
-    pub(super) fn text_of(chars: Buffer<'r>, safe: bool) -> Result<Self, Fault> {
+    pub(crate) fn text_of(chars: Buffer<'r>, safe: bool) -> Result<Self, Fault> {
         Ok(Self::Str(chars.budget().share(Text { chars, safe })?))
     }
 
-    pub(super) fn list(of: Vector<'r, Value<'r>>) -> Result<Self, Fault> {
+    pub(crate) fn list(of: Vector<'r, Value<'r>>) -> Result<Self, Fault> {
         Ok(Self::List(items(of)?))
     }
 
-    pub(super) fn tuple(of: Vector<'r, Value<'r>>) -> Result<Self, Fault> {
+    pub(crate) fn tuple(of: Vector<'r, Value<'r>>) -> Result<Self, Fault> {
         Ok(Self::Tuple(items(of)?))
     }
 
-    pub(super) fn view(view: View, of: Vector<'r, Value<'r>>) -> Result<Self, Fault> {
+    pub(crate) fn view(view: View, of: Vector<'r, Value<'r>>) -> Result<Self, Fault> {
         Ok(Self::View(view, items(of)?))
     }
 
-    pub(super) fn iter(of: Vector<'r, Value<'r>>) -> Result<Self, Fault> {
+    pub(crate) fn iter(of: Vector<'r, Value<'r>>) -> Result<Self, Fault> {
         let items = items(of)?;
         let budget = items.budget();
         Ok(Self::Iter(budget.share(Rest {
@@ -339,17 +339,17 @@ impl<'r> Value<'r> {
         })?))
     }
 
-    pub(super) fn dict(dict: Dict<'r>) -> Result<Self, Fault> {
+    pub(crate) fn dict(dict: Dict<'r>) -> Result<Self, Fault> {
         Ok(Self::Dict(dict.entries.budget().share(dict)?))
     }
 
-    pub(super) fn method(budget: &'r Budget, of: &Self, name: &'static str) -> Result<Self, Fault> {
+    pub(crate) fn method(budget: &'r Budget, of: &Self, name: &'static str) -> Result<Self, Fault> {
         nested(of.depth())?;
         Ok(Self::Method(budget.share((of.clone(), name))?))
     }
 
     /// What an attribute that is not there gives; `name` is cut, since only messages show it.
-    pub(super) fn missing(budget: &'r Budget, of: &Self, name: &str) -> Result<Self, Fault> {
+    pub(crate) fn missing(budget: &'r Budget, of: &Self, name: &str) -> Result<Self, Fault> {
         let end = name.char_indices().nth(60).map_or(name.len(), |(i, _)| i);
         let name = budget.share(Text {
             chars: Buffer::of(budget, &name[..end])?,
@@ -358,7 +358,7 @@ impl<'r> Value<'r> {
         Ok(Self::Undefined(Missing::Computed(of.kind(), name)))
     }
 
-    pub(super) fn undefined(why: &'static str) -> Self {
+    pub(crate) fn undefined(why: &'static str) -> Self {
         Self::Undefined(Missing::Because(why))
     }
 
@@ -375,7 +375,7 @@ impl<'r> Value<'r> {
     }
 
     /// The values of a JSON document.
-    pub(super) fn from_json(budget: &'r Budget, json: &serde_json::Value) -> Result<Self, Fault> {
+    pub(crate) fn from_json(budget: &'r Budget, json: &serde_json::Value) -> Result<Self, Fault> {
         Self::from_json_at(budget, json, 0)
     }
 
@@ -408,7 +408,7 @@ impl<'r> Value<'r> {
     }
 
     /// A dictionary; keys of a JSON map are distinct already.
-    pub(super) fn from_json_map(
+    pub(crate) fn from_json_map(
         budget: &'r Budget,
         map: &serde_json::Map<String, serde_json::Value>,
         depth: u32,
@@ -428,7 +428,7 @@ impl<'r> Value<'r> {
     }
 
     /// The name of its type, as Python's messages say it.
-    pub(super) fn kind(&self) -> &'static &'static str {
+    pub(crate) fn kind(&self) -> &'static &'static str {
         match self {
             Self::Undefined(_) => &"Undefined",
             Self::None => &"NoneType",
@@ -452,7 +452,7 @@ impl<'r> Value<'r> {
     }
 
     /// Booleans count as 0 and 1, as in Python.
-    pub(super) fn as_int(&self) -> Option<i128> {
+    pub(crate) fn as_int(&self) -> Option<i128> {
         match self {
             Self::Int(i) => Some(*i),
             Self::Bool(b) => Some(i128::from(*b)),
@@ -460,14 +460,14 @@ impl<'r> Value<'r> {
         }
     }
 
-    pub(super) fn as_float(&self) -> Option<f64> {
+    pub(crate) fn as_float(&self) -> Option<f64> {
         match self {
             Self::Float(f) => Some(*f),
             other => other.as_int().map(|i| i as f64),
         }
     }
 
-    pub(super) fn truthy(&self) -> bool {
+    pub(crate) fn truthy(&self) -> bool {
         match self {
             Self::Undefined(_) | Self::None => false,
             Self::Bool(b) => *b,
@@ -479,7 +479,7 @@ impl<'r> Value<'r> {
     }
 
     /// Python's `len`, where there is one.
-    pub(super) fn len(&self) -> Result<Option<usize>, Fault> {
+    pub(crate) fn len(&self) -> Result<Option<usize>, Fault> {
         match self {
             Self::Undefined(_) => Ok(Some(0)),
             Self::Str(text) => Ok(Some(text.read()?.chars().count())),
@@ -488,7 +488,7 @@ impl<'r> Value<'r> {
     }
 
     /// How many values it holds, if it is a container that knows.
-    pub(super) fn count(&self) -> Option<usize> {
+    pub(crate) fn count(&self) -> Option<usize> {
         match self {
             Self::List(items) | Self::Tuple(items) | Self::View(_, items) => Some(items.len()),
             Self::Dict(dict) => Some(dict.len()),
@@ -498,7 +498,7 @@ impl<'r> Value<'r> {
     }
 
     /// What a loop over it walks.
-    pub(super) fn walk(&self, budget: &'r Budget) -> Result<Shared<'r, Items<'r>>, Fault> {
+    pub(crate) fn walk(&self, budget: &'r Budget) -> Result<Shared<'r, Items<'r>>, Fault> {
         let mut out = Vector::new(budget);
         match self {
             Self::List(items) | Self::Tuple(items) | Self::View(_, items) => {
@@ -527,7 +527,7 @@ impl<'r> Value<'r> {
     }
 
     /// Python's `==`.
-    pub(super) fn equals(&self, other: &Self) -> Result<bool, Fault> {
+    pub(crate) fn equals(&self, other: &Self) -> Result<bool, Fault> {
         Ok(match (self, other) {
             (Self::Undefined(_), Self::Undefined(_)) | (Self::None, Self::None) => true,
             (Self::Str(a), Self::Str(b)) => a.budget().same(a.unpaid(), b.unpaid())?,
@@ -545,7 +545,7 @@ impl<'r> Value<'r> {
     }
 
     /// Python's `<` and its relatives; `None` for what has no order (a NaN).
-    pub(super) fn order(&self, other: &Self) -> Result<Option<Ordering>, Fault> {
+    pub(crate) fn order(&self, other: &Self) -> Result<Option<Ordering>, Fault> {
         match (self, other) {
             (Self::Str(a), Self::Str(b)) => {
                 a.budget().pass(a.len().min(b.len()))?;
@@ -574,7 +574,7 @@ impl<'r> Value<'r> {
 }
 
 /// Items that lists, tuples, views and iterators share.
-pub(super) fn items<'r>(of: Vector<'r, Value<'r>>) -> Result<Shared<'r, Items<'r>>, Fault> {
+pub(crate) fn items<'r>(of: Vector<'r, Value<'r>>) -> Result<Shared<'r, Items<'r>>, Fault> {
     let budget = of.budget();
     budget.value_pass(of.len())?;
     let depth = nested(of.iter().map(Value::depth).max().unwrap_or(0))?;

@@ -1,14 +1,14 @@
 //! Operators as Python defines them: arithmetic, membership and slices.
 
-use super::Fault;
-use super::budget::{Budget, Buffer, Vector};
-use super::format::percent;
-use super::parse::Op;
-use super::print::push_escaped;
-use super::value::{Items, Text, Value};
+use crate::budget::{Budget, Buffer, Vector};
+use crate::error::Fault;
+use crate::format::percent;
+use crate::parse::Op;
+use crate::print::push_escaped;
+use crate::value::{Items, Text, Value};
 
 /// `left op right`.
-pub(super) fn binary<'r>(
+pub(crate) fn binary<'r>(
     budget: &'r Budget,
     op: Op,
     left: &Value<'r>,
@@ -93,7 +93,7 @@ fn repeat<'r>(
 }
 
 /// A number beyond 128 bits.
-pub(super) fn large() -> Fault {
+pub(crate) fn large() -> Fault {
     Fault::new("a number is too large")
 }
 
@@ -150,7 +150,7 @@ fn floor_div(a: i128, b: i128) -> i128 {
 }
 
 /// `item in container`.
-pub(super) fn contains<'r>(
+pub(crate) fn contains<'r>(
     budget: &'r Budget,
     container: &Value<'r>,
     item: &Value<'r>,
@@ -176,7 +176,7 @@ pub(super) fn contains<'r>(
 }
 
 /// `value[start:stop:step]`.
-pub(super) fn slice<'r>(
+pub(crate) fn slice<'r>(
     budget: &'r Budget,
     value: &Value<'r>,
     parts: [Value<'r>; 3],
@@ -287,7 +287,7 @@ impl Iterator for Picked {
 }
 
 /// HTML escaping as markupsafe does it, appended to `out`.
-pub(super) fn escape<'r>(out: &mut Buffer<'r>, text: &Text<'r>) -> Result<(), Fault> {
+pub(crate) fn escape<'r>(out: &mut Buffer<'r>, text: &Text<'r>) -> Result<(), Fault> {
     let plain = |c: char| !matches!(c, '&' | '<' | '>' | '\'' | '"');
     push_escaped(out, text.read_chars()?, plain, |out, c| {
         out.push_str(match c {

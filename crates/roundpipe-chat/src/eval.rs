@@ -15,20 +15,21 @@ use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::rc::{Rc, Weak};
 
-use super::budget::{Budget, Buffer, Paid, Shared, Vector};
-use super::parse::{
+use crate::budget::{Budget, Buffer, Paid, Shared, Vector};
+use crate::error::Fault;
+use crate::parse::{
     Args, Body, Chain, Cmp, Expr, ExprKind, For, Literal, MacroDef, Node, Op, Stmt, StmtKind,
     Target,
 };
-use super::value::{Dict, Items, Missing, Name, Namespace, Value, items};
-use super::{Fault, filters, methods, ops, predicates};
+use crate::value::{Dict, Items, Missing, Name, Namespace, Value, items};
+use crate::{filters, methods, ops, predicates};
 
 /// How deep expressions and statements may be nested while rendering.
 const MAX_DEPTH: usize = 600;
 
 /// Variables, and where to look on.
 #[derive(Debug)]
-pub(super) struct Scope<'r> {
+pub(crate) struct Scope<'r> {
     vars: RefCell<Vector<'r, (&'r str, Value<'r>)>>,
     parent: Option<Shared<'r, Scope<'r>>>,
     /// Whether the interpreter keeps it for macros or loops.
@@ -36,7 +37,7 @@ pub(super) struct Scope<'r> {
 }
 
 impl<'r> Scope<'r> {
-    pub(super) fn root(vars: Vector<'r, (&'r str, Value<'r>)>) -> Result<Shared<'r, Self>, Fault> {
+    pub(crate) fn root(vars: Vector<'r, (&'r str, Value<'r>)>) -> Result<Shared<'r, Self>, Fault> {
         let budget = vars.budget();
         budget.share(Self {
             vars: RefCell::new(vars),
@@ -90,19 +91,19 @@ impl<'r> Scope<'r> {
 
 /// A macro with the scope it was defined in.
 #[derive(Debug, Clone)]
-pub(super) struct Macro<'r> {
+pub(crate) struct Macro<'r> {
     def: &'r MacroDef,
     scope: Weak<Paid<'r, Scope<'r>>>,
     /// Differs between macros.
-    pub(super) serial: u32,
+    pub(crate) serial: u32,
 }
 
 /// What `loop` refers to.
 #[derive(Debug)]
-pub(super) struct LoopState<'r> {
-    pub(super) items: Shared<'r, Items<'r>>,
-    pub(super) index: Cell<usize>,
-    pub(super) depth: usize,
+pub(crate) struct LoopState<'r> {
+    pub(crate) items: Shared<'r, Items<'r>>,
+    pub(crate) index: Cell<usize>,
+    pub(crate) depth: usize,
     /// Which entry of [`Interp::seen`] is its own.
     seen: Cell<Option<usize>>,
     recursive: Option<(&'r For, Weak<Paid<'r, Scope<'r>>>)>,
@@ -110,13 +111,13 @@ pub(super) struct LoopState<'r> {
 
 /// Arguments of a call, evaluated.
 #[derive(Debug)]
-pub(super) struct Given<'r> {
-    pub(super) positional: Vector<'r, Value<'r>>,
-    pub(super) named: Vector<'r, (Name<'r>, Value<'r>)>,
+pub(crate) struct Given<'r> {
+    pub(crate) positional: Vector<'r, Value<'r>>,
+    pub(crate) named: Vector<'r, (Name<'r>, Value<'r>)>,
 }
 
 impl<'r> Given<'r> {
-    pub(super) fn new(budget: &'r Budget) -> Self {
+    pub(crate) fn new(budget: &'r Budget) -> Self {
         Self {
             positional: Vector::new(budget),
             named: Vector::new(budget),
@@ -124,7 +125,7 @@ impl<'r> Given<'r> {
     }
 
     /// The argument of that name.
-    pub(super) fn find(&self, budget: &Budget, name: &str) -> Result<Option<Value<'r>>, Fault> {
+    pub(crate) fn find(&self, budget: &Budget, name: &str) -> Result<Option<Value<'r>>, Fault> {
         for (n, value) in self.named.iter() {
             budget.ticks(2)?;
             if budget.same(n.as_str(), name)? {
@@ -135,7 +136,7 @@ impl<'r> Given<'r> {
     }
 
     /// The arguments in the order of `names`; more than those are refused.
-    pub(super) fn bind<const N: usize>(
+    pub(crate) fn bind<const N: usize>(
         &self,
         what: &str,
         names: [&str; N],
@@ -171,8 +172,8 @@ enum Flow {
 
 /// One render.
 #[derive(Debug)]
-pub(super) struct Interp<'r> {
-    pub(super) budget: &'r Budget,
+pub(crate) struct Interp<'r> {
+    pub(crate) budget: &'r Budget,
     line: u32,
     depth: usize,
     /// The text so far; captures stand behind it.
@@ -193,7 +194,7 @@ pub(super) struct Interp<'r> {
 type ScopeRef<'s, 'r> = &'s Shared<'r, Scope<'r>>;
 
 impl<'r> Interp<'r> {
-    pub(super) fn new(budget: &'r Budget, now_s: i64) -> Result<Self, Fault> {
+    pub(crate) fn new(budget: &'r Budget, now_s: i64) -> Result<Self, Fault> {
         Ok(Self {
             budget,
             line: 1,
@@ -210,7 +211,7 @@ impl<'r> Interp<'r> {
     }
 
     /// Renders a template; errors carry the line they happened in.
-    pub(super) fn run(&mut self, body: &'r Body, root: ScopeRef<'_, 'r>) -> Result<(), Fault> {
+    pub(crate) fn run(&mut self, body: &'r Body, root: ScopeRef<'_, 'r>) -> Result<(), Fault> {
         match self.body(body, root) {
             Ok(_) => Ok(()),
             Err(fault) => Err(fault.or_at(self.line)),
@@ -218,7 +219,7 @@ impl<'r> Interp<'r> {
     }
 
     /// The text, and where its generation blocks are if that is known.
-    pub(super) fn finish(mut self) -> (Option<Buffer<'r>>, Option<Vector<'r, Range<usize>>>) {
+    pub(crate) fn finish(mut self) -> (Option<Buffer<'r>>, Option<Vector<'r, Range<usize>>>) {
         (self.out.pop(), (!self.span_lost).then_some(self.spans))
     }
 
@@ -249,7 +250,7 @@ impl<'r> Interp<'r> {
     }
 
     /// Runs `inner` one level deeper, for one step.
-    pub(super) fn deeper<T>(
+    pub(crate) fn deeper<T>(
         &mut self,
         inner: impl FnOnce(&mut Self) -> Result<T, Fault>,
     ) -> Result<T, Fault> {

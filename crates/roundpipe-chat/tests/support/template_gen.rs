@@ -1,6 +1,6 @@
 //! Chat templates by chance: a grammar that is driven by bytes, and a mutator of texts.
 //!
-//! The bytes come from a seed (`tests/chat_limits.rs`) or from a fuzzer, which then learns which of
+//! The bytes come from a seed (`tests/limits.rs`) or from a fuzzer, which then learns which of
 //! them lead where. When they are used up, every choice is the first one, so that generation ends.
 //! The grammar keeps to types most of the time, since a template that fails at its first expression
 //! tests nothing behind it, and it likes what is dangerous: numbers at the edges, long texts and

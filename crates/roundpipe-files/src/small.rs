@@ -1,59 +1,41 @@
-//! The one way to read a small file of a model's folder or of the cache.
+//! The one way to read a small file: settings, an index, a vocabulary.
 //!
 //! A folder comes from a stranger, so a `config.json` may be a pipe that nothing writes to, a device
 //! without an end, or a hundred gigabytes. [`open`] opens regular files only and never waits for a
-//! writer; [`read`] stops at the length that the [`Kind`] of file allows; [`parse_json`] stops at a
+//! writer; [`read`] stops at the length that its [`FileLimits`] allow; [`parse_json`] stops at a
 //! number of values, because a value in memory takes many times the bytes it has in a file.
 
 use std::cell::Cell;
+use std::collections::HashSet;
+use std::fmt;
 use std::fs::{File, Metadata};
 use std::io::{ErrorKind, Read};
 use std::path::Path;
 
-use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::de::{self, Deserialize, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
-use crate::error::{Error, Result};
-use crate::weights::{HEADER_CAP, one_line, unreadable};
+use crate::error::{Error, Result, unreadable};
+use crate::text::{one_line, shown};
 
-/// What a file is for. It decides how long the file may be.
+/// The most tensors of a file, and names in an index; a value in memory takes many times its bytes
+/// in a file.
+pub const MOST_NAMES: usize = 1 << 20;
+
+/// How much of a file is read at most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
-    /// Settings and chat templates: `config.json` and the like.
-    Settings,
-    /// `tokenizer.json` and other vocabularies; the largest known have 34 MB and 2 million values.
-    Vocabulary,
-    /// An index of shards; as long as a header may be, since it names the same tensors.
-    Index,
-    /// A commit or a token, alone in its file.
-    Word,
-}
-
-impl Kind {
-    /// The longest file of this kind that is read.
-    pub(crate) fn most_bytes(self) -> u64 {
-        match self {
-            Self::Settings => 16 << 20,
-            Self::Vocabulary => 128 << 20,
-            Self::Index => HEADER_CAP as u64,
-            Self::Word => 4 << 10,
-        }
-    }
-
+pub struct FileLimits {
+    /// Its longest length, in bytes.
+    pub bytes: u64,
     /// The most values, keys not counted, that its JSON may have.
-    fn most_values(self) -> usize {
-        match self {
-            Self::Vocabulary => 8 << 20,
-            _ => 1 << 20,
-        }
-    }
+    pub json_values: usize,
 }
 
-/// Opens a regular file, or the one that a link leads to, without waiting for anybody.
+/// Opens a regular file, or the one that a link leads to, without waiting for a writer.
 ///
 /// # Errors
 /// [`Error::File`] for pipes, devices, sockets and folders, and for what cannot be read.
-pub(crate) fn open(path: &Path) -> Result<(File, Metadata)> {
+pub fn open(path: &Path) -> Result<(File, Metadata)> {
     let fail = |e: std::io::Error| Error::file(path, unreadable(path, &e));
     // Asked before opening, because opening alone can have effects on a device.
     refuse_special(path, &std::fs::metadata(path).map_err(fail)?)?;
@@ -86,10 +68,10 @@ fn refuse_special(path: &Path, meta: &Metadata) -> Result<()> {
 /// The bytes of a file.
 ///
 /// # Errors
-/// As [`open`], and for a file that is longer than its kind allows.
-pub(crate) fn read(path: &Path, kind: Kind) -> Result<Vec<u8>> {
+/// As [`open`], and for a file that is longer than its limits allow.
+pub fn read(path: &Path, limits: FileLimits) -> Result<Vec<u8>> {
     let (file, meta) = open(path)?;
-    let most = kind.most_bytes();
+    let most = limits.bytes;
     let too_long = |has: String| {
         Error::file(
             path,
@@ -115,10 +97,10 @@ pub(crate) fn read(path: &Path, kind: Kind) -> Result<Vec<u8>> {
 ///
 /// # Errors
 /// As [`read`].
-pub(crate) fn read_if_there(path: &Path, kind: Kind) -> Result<Option<Vec<u8>>> {
+pub fn read_if_there(path: &Path, limits: FileLimits) -> Result<Option<Vec<u8>>> {
     match path.symlink_metadata() {
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-        _ => read(path, kind).map(Some),
+        _ => read(path, limits).map(Some),
     }
 }
 
@@ -126,7 +108,7 @@ pub(crate) fn read_if_there(path: &Path, kind: Kind) -> Result<Option<Vec<u8>>> 
 ///
 /// # Errors
 /// As [`read`], and for bytes that are not UTF-8.
-pub(crate) fn utf8(path: &Path, bytes: Vec<u8>) -> Result<String> {
+pub fn utf8(path: &Path, bytes: Vec<u8>) -> Result<String> {
     String::from_utf8(bytes).map_err(|_| Error::file(path, "is not UTF-8; download it again"))
 }
 
@@ -134,16 +116,16 @@ pub(crate) fn utf8(path: &Path, bytes: Vec<u8>) -> Result<String> {
 ///
 /// # Errors
 /// As [`read`] and [`parse_json`].
-pub(crate) fn read_json(path: &Path, kind: Kind) -> Result<Value> {
-    parse_json(path, &read(path, kind)?, kind)
+pub fn read_json(path: &Path, limits: FileLimits) -> Result<Value> {
+    parse_json(path, &read(path, limits)?, limits)
 }
 
 /// JSON from the bytes of a file; `path` is only for messages. Nesting is bounded by the parser.
 ///
 /// # Errors
-/// [`Error::File`] when it is not JSON, or has more values than its kind of file can need.
-pub(crate) fn parse_json(path: &Path, bytes: &[u8], kind: Kind) -> Result<Value> {
-    let left = Cell::new(kind.most_values());
+/// [`Error::File`] when it is not JSON, or has more values than its limits allow.
+pub fn parse_json(path: &Path, bytes: &[u8], limits: FileLimits) -> Result<Value> {
+    let left = Cell::new(limits.json_values);
     let mut parser = serde_json::Deserializer::from_slice(bytes);
     let value = Bounded { left: &left }.deserialize(&mut parser);
     value
@@ -178,7 +160,7 @@ impl<'de> DeserializeSeed<'de> for Bounded<'_> {
 impl<'de> Visitor<'de> for Bounded<'_> {
     type Value = Value;
 
-    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("JSON")
     }
 
@@ -227,25 +209,61 @@ impl<'de> Visitor<'de> for Bounded<'_> {
     }
 }
 
+/// A map of strings to strings in which no name occurs twice.
+#[derive(Debug)]
+pub struct StringMap(pub Vec<(String, String)>);
+
+impl<'de> Deserialize<'de> for StringMap {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Pairs;
+        impl<'de> Visitor<'de> for Pairs {
+            type Value = StringMap;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a map of strings")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<StringMap, A::Error> {
+                let mut pairs = Vec::new();
+                let mut seen = HashSet::new();
+                while let Some((name, value)) = map.next_entry::<String, String>()? {
+                    if seen.len() == MOST_NAMES {
+                        return Err(de::Error::custom(format!("more than {MOST_NAMES} names")));
+                    }
+                    if !seen.insert(name.clone()) {
+                        return Err(de::Error::custom(format!("{} occurs twice", shown(&name))));
+                    }
+                    pairs.push((name, value));
+                }
+                Ok(StringMap(pairs))
+            }
+        }
+        from.deserialize_map(Pairs)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::Path;
 
-    use super::{Kind, parse_json};
+    use super::{FileLimits, parse_json};
+
+    const LIMITS: FileLimits = FileLimits {
+        bytes: 16 << 20,
+        json_values: 1 << 20,
+    };
 
     /// What is parsed here is what serde_json parses, until there are too many values.
     #[test]
     fn json_is_read_as_it_is_until_it_is_too_much() {
         let path = Path::new("x.json");
         let text = r#"{"a":[1,-2,3.5,"é\n",null,true],"b":{},"a":{"c":18446744073709551615}}"#;
-        let value = parse_json(path, text.as_bytes(), Kind::Settings).unwrap();
+        let value = parse_json(path, text.as_bytes(), LIMITS).unwrap();
         assert_eq!(
             value,
             serde_json::from_str::<serde_json::Value>(text).unwrap()
         );
         let list = |count: usize| format!("[{}]", vec!["0"; count].join(","));
-        let most = Kind::Settings.most_values();
-        assert!(parse_json(path, list(most - 1).as_bytes(), Kind::Settings).is_ok());
+        let most = LIMITS.json_values;
+        assert!(parse_json(path, list(most - 1).as_bytes(), LIMITS).is_ok());
         for bad in [
             list(most),
             "[".repeat(100_000),
@@ -253,7 +271,7 @@ mod tests {
             "[1".into(),
             String::new(),
         ] {
-            let error = parse_json(path, bad.as_bytes(), Kind::Settings)
+            let error = parse_json(path, bad.as_bytes(), LIMITS)
                 .unwrap_err()
                 .to_string();
             assert!(

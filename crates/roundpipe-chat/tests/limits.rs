@@ -1,5 +1,5 @@
 //! Chat templates that mean harm: they end with an error or the right text, within the limits that
-//! `chat.rs` states, and leave nothing behind.
+//! `lib.rs` states, and leave nothing behind.
 //!
 //! Memory is what this test's own allocator counts, by thread, so that it does not depend on the
 //! machine and on the tests beside it. Time is counted in steps, and steps are held against the
@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
-use roundpipe_models::chat::{
+use roundpipe_chat::{
     ChatTemplate, Limits, Message, PARSE_BYTES, ROOM_PER_BYTE, RenderOptions, STACK_BYTES,
     STEPS_PER_BYTE, Usage,
 };
@@ -153,8 +153,7 @@ fn checked_within(source: &str, limits: Limits) -> Outcome {
         Ok(rendered) => {
             rendered.text.capacity() + rendered.spans.as_ref().map_or(0, |s| s.capacity() * 16)
         }
-        Err(roundpipe_models::Error::Template(line)) => line.capacity(),
-        Err(other) => panic!("{other}"),
+        Err(error) => error.message().len(),
     };
     assert_eq!(render.left, held as isize, "bytes left: {short}");
     assert!(
@@ -192,7 +191,7 @@ fn checked_within(source: &str, limits: Limits) -> Outcome {
     }
 }
 
-/// Runs on a stack of the size that `chat.rs` states.
+/// Runs on a stack of the size that `lib.rs` states.
 fn on_small_stack(run: impl FnOnce() + Send + 'static) {
     let thread = std::thread::Builder::new()
         .stack_size(STACK_BYTES)

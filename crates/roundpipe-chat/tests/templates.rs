@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use roundpipe_models::chat::{ChatTemplate, Message, RenderOptions};
+use roundpipe_chat::{ChatTemplate, Message, RenderOptions};
 use serde_json::{Map, Value};
 
 fn fixtures() -> PathBuf {
@@ -78,7 +78,7 @@ fn compare(folder: &Path) -> Outcome {
             let label = format!("{name} / {}", case["name"].as_str().unwrap());
             let got = match &parsed {
                 Ok(parsed) => parsed.render_spans(&messages(case), &options(case, now_s)),
-                Err(error) => Err(roundpipe_models::Error::Template(error.to_string())),
+                Err(error) => Err(error.clone()),
             };
             match (got, want["text"].as_str()) {
                 (Err(_), None) => outcome.raised += 1,

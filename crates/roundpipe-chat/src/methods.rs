@@ -3,11 +3,11 @@
 //! Refuses methods that change a value, as the immutable sandbox of Jinja2 does: they are
 //! undefined.
 
-use super::Fault;
-use super::budget::{Budget, Buffer, Shared, Vector};
-use super::eval::{Given, LoopState};
-use super::format;
-use super::value::{Dict, Items, Missing, Text, Value, View};
+use crate::budget::{Budget, Buffer, Shared, Vector};
+use crate::error::Fault;
+use crate::eval::{Given, LoopState};
+use crate::format;
+use crate::value::{Dict, Items, Missing, Text, Value, View};
 
 const STR: [&str; 38] = [
     "upper",
@@ -69,7 +69,7 @@ fn method<'r>(budget: &'r Budget, of: &Value<'r>, name: &str) -> Result<Option<V
 }
 
 /// `of.name` with a name that the template wrote.
-pub(super) fn written_attribute<'r>(
+pub(crate) fn written_attribute<'r>(
     budget: &'r Budget,
     of: &Value<'r>,
     name: &'r str,
@@ -79,7 +79,7 @@ pub(super) fn written_attribute<'r>(
 }
 
 /// `of.name` with a name that the template computed.
-pub(super) fn attribute<'r>(
+pub(crate) fn attribute<'r>(
     budget: &'r Budget,
     of: &Value<'r>,
     name: &str,
@@ -112,7 +112,7 @@ fn find_attribute<'r>(
 }
 
 /// `of[index]`: an item first, then a method or field.
-pub(super) fn item<'r>(
+pub(crate) fn item<'r>(
     budget: &'r Budget,
     of: &Value<'r>,
     index: &Value<'r>,
@@ -212,7 +212,7 @@ fn loop_field<'r>(state: &LoopState<'r>, name: &str) -> Option<Value<'r>> {
 }
 
 /// Calls `of.name(given)`; a loop's `changed` is the interpreter's.
-pub(super) fn call<'r>(
+pub(crate) fn call<'r>(
     budget: &'r Budget,
     of: &Value<'r>,
     name: &str,
@@ -296,7 +296,7 @@ fn call_dict<'r>(
 }
 
 /// Entries as tuples.
-pub(super) fn pairs<'r>(
+pub(crate) fn pairs<'r>(
     budget: &'r Budget,
     dict: &Dict<'r>,
 ) -> Result<Vector<'r, Value<'r>>, Fault> {
@@ -413,7 +413,7 @@ fn needed<'r>(name: &str, given: &Given<'r>) -> Result<Shared<'r, Text<'r>>, Fau
 }
 
 /// Python's whitespace: Unicode's and the four separators of ASCII.
-pub(super) fn is_space(c: char) -> bool {
+pub(crate) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\x1c'..='\x1f').contains(&c)
 }
 
@@ -665,7 +665,7 @@ fn replace<'r>(budget: &'r Budget, text: &Text<'r>, given: &Given<'r>) -> Result
 }
 
 /// Replaces at most `count` occurrences; all for none or a negative count.
-pub(super) fn replace_text<'r>(
+pub(crate) fn replace_text<'r>(
     budget: &'r Budget,
     text: &Text<'r>,
     old: &Text<'r>,
@@ -725,7 +725,7 @@ fn search<'r>(text: &Text<'r>, name: &str, given: &Given<'r>) -> Result<Value<'r
 }
 
 /// The printed items with `separator` between them.
-pub(super) fn join<'r>(
+pub(crate) fn join<'r>(
     budget: &'r Budget,
     separator: &str,
     items: &[Value<'r>],
@@ -786,7 +786,7 @@ fn justify<'r>(
 }
 
 /// First letter upper, the rest lower.
-pub(super) fn capitalize<'r>(out: &mut Buffer<'r>, text: &Text<'r>) -> Result<(), Fault> {
+pub(crate) fn capitalize<'r>(out: &mut Buffer<'r>, text: &Text<'r>) -> Result<(), Fault> {
     let mut chars = text.read()?.chars();
     let Some(first) = chars.next() else {
         return Ok(());

@@ -2,14 +2,14 @@
 
 use std::cmp::Ordering;
 
-use super::Fault;
-use super::budget::Budget;
-use super::ops;
-use super::parse::{Cmp, Op};
-use super::value::Value;
+use crate::budget::Budget;
+use crate::error::Fault;
+use crate::ops;
+use crate::parse::{Cmp, Op};
+use crate::value::Value;
 
 /// `left cmp right`.
-pub(super) fn compare<'r>(
+pub(crate) fn compare<'r>(
     budget: &'r Budget,
     cmp: Cmp,
     left: &Value<'r>,
@@ -36,7 +36,7 @@ pub(super) fn compare<'r>(
 }
 
 /// `value is name(args)`.
-pub(super) fn check<'r>(
+pub(crate) fn check<'r>(
     budget: &'r Budget,
     name: &str,
     value: &Value<'r>,
@@ -93,7 +93,7 @@ pub(super) fn check<'r>(
         "even" => return parity(0),
         "lower" => return cased(char::is_uppercase, char::is_lowercase),
         "upper" => return cased(char::is_lowercase, char::is_uppercase),
-        "filter" => super::filters::NAMES.contains(&value.printed(budget)?.unpaid()),
+        "filter" => crate::filters::NAMES.contains(&value.printed(budget)?.unpaid()),
         other => return Err(Fault::new(format_args!("no test named '{other}'"))),
     })
 }

@@ -1,10 +1,10 @@
 //! Layout of values: Python's `format % args` and `str.format`.
 
-use super::Fault;
-use super::budget::{Budget, Buffer};
-use super::eval::Given;
-use super::methods::{attribute, item};
-use super::value::{Text, Value};
+use crate::budget::{Budget, Buffer};
+use crate::error::Fault;
+use crate::eval::Given;
+use crate::methods::{attribute, item};
+use crate::value::{Text, Value};
 
 /// Most digits after the point that are written; a float has no more to say.
 const MAX_PRECISION: usize = 400;
@@ -274,7 +274,7 @@ fn grouped(out: &mut Buffer<'_>, text: &str) -> Result<(), Fault> {
 }
 
 /// Python's `format % args`.
-pub(super) fn percent<'r>(
+pub(crate) fn percent<'r>(
     budget: &'r Budget,
     format: &Text<'r>,
     args: &Value<'r>,
@@ -351,7 +351,7 @@ fn directive<'f, 'r>(
 }
 
 /// Python's `str.format`: `{}`, `{0}`, `{name}`, attributes, `!r` and a layout after ':'.
-pub(super) fn braces<'r>(
+pub(crate) fn braces<'r>(
     budget: &'r Budget,
     format: &Text<'r>,
     given: &Given<'r>,

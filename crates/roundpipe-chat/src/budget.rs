@@ -5,7 +5,7 @@
 //! [`Fault`]. Text grows in a [`Buffer`], sequences in a [`Vector`], and what values share lies in
 //! a [`Shared`]. The three pay before they allocate and give back when they are dropped. All values
 //! are built from them alone, so a filter cannot make a large one without paying; a test of
-//! `chat.rs` looks for anything else in the interpreter's source.
+//! `lib.rs` looks for anything else in the interpreter's source.
 //!
 //! # Invariants
 //! - The bytes counted as live are those that the allocator was asked for, old and new room
@@ -17,7 +17,7 @@ use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::rc::Rc;
 
-use super::Fault;
+use crate::error::Fault;
 
 /// Small change: an expression or a statement costs a step, a look at an entry or a name some
 /// ticks.
@@ -42,7 +42,7 @@ pub struct Usage {
 
 /// What one render may still use.
 #[derive(Debug)]
-pub(super) struct Budget {
+pub(crate) struct Budget {
     ticks_given: Cell<u64>,
     ticks_left: Cell<u64>,
     most_bytes: Cell<usize>,
@@ -52,7 +52,7 @@ pub(super) struct Budget {
 
 impl Budget {
     /// For values that the caller gives, which are not the template's doing.
-    pub(super) fn unlimited() -> Self {
+    pub(crate) fn unlimited() -> Self {
         Self {
             ticks_given: Cell::new(u64::MAX),
             ticks_left: Cell::new(u64::MAX),
@@ -64,18 +64,18 @@ impl Budget {
 
     /// From now on at most `steps` may be done, and at most `bytes` live, those that live already
     /// included.
-    pub(super) fn limit(&self, steps: u64, bytes: usize) {
+    pub(crate) fn limit(&self, steps: u64, bytes: usize) {
         let ticks = steps.saturating_mul(TICKS_PER_STEP);
         self.ticks_given.set(ticks);
         self.ticks_left.set(ticks);
         self.most_bytes.set(bytes);
     }
 
-    pub(super) fn live_bytes(&self) -> usize {
+    pub(crate) fn live_bytes(&self) -> usize {
         self.live_bytes.get()
     }
 
-    pub(super) fn usage(&self) -> Usage {
+    pub(crate) fn usage(&self) -> Usage {
         let ticks = self.ticks_given.get() - self.ticks_left.get();
         Usage {
             steps: ticks.div_ceil(TICKS_PER_STEP),
@@ -84,12 +84,12 @@ impl Budget {
     }
 
     /// Pays for an expression, a statement, or as much work.
-    pub(super) fn step(&self) -> Result<(), Fault> {
+    pub(crate) fn step(&self) -> Result<(), Fault> {
         self.ticks(TICKS_PER_STEP as usize)
     }
 
     /// Pays for `count` looks at an entry, or as much work.
-    pub(super) fn ticks(&self, count: usize) -> Result<(), Fault> {
+    pub(crate) fn ticks(&self, count: usize) -> Result<(), Fault> {
         match self.ticks_left.get().checked_sub(count as u64) {
             Some(left) => {
                 self.ticks_left.set(left);
@@ -105,22 +105,22 @@ impl Budget {
     }
 
     /// Pays for a pass over `bytes` at the speed of a copy or a comparison.
-    pub(super) fn pass(&self, bytes: usize) -> Result<(), Fault> {
+    pub(crate) fn pass(&self, bytes: usize) -> Result<(), Fault> {
         self.ticks(1 + bytes / BYTES_PER_TICK)
     }
 
     /// Pays for a pass over `bytes` of text that looks at every character, or for a search.
-    pub(super) fn char_pass(&self, bytes: usize) -> Result<(), Fault> {
+    pub(crate) fn char_pass(&self, bytes: usize) -> Result<(), Fault> {
         self.ticks(bytes.saturating_mul(TICKS_PER_CHAR).saturating_add(1))
     }
 
     /// Pays for a pass over `count` values.
-    pub(super) fn value_pass(&self, count: usize) -> Result<(), Fault> {
+    pub(crate) fn value_pass(&self, count: usize) -> Result<(), Fault> {
         self.ticks(count.saturating_mul(TICKS_PER_VALUE).saturating_add(1))
     }
 
     /// Whether two texts are equal. Texts of different length cost nothing.
-    pub(super) fn same(&self, a: &str, b: &str) -> Result<bool, Fault> {
+    pub(crate) fn same(&self, a: &str, b: &str) -> Result<bool, Fault> {
         if a.len() != b.len() {
             return Ok(false);
         }
@@ -129,7 +129,7 @@ impl Budget {
     }
 
     /// Pays for memory that the standard library needs for a while.
-    pub(super) fn hold(&self, bytes: usize) -> Result<Hold<'_>, Fault> {
+    pub(crate) fn hold(&self, bytes: usize) -> Result<Hold<'_>, Fault> {
         self.take(bytes)?;
         Ok(Hold {
             budget: self,
@@ -138,7 +138,7 @@ impl Budget {
     }
 
     /// Puts a value where several can refer to it.
-    pub(super) fn share<T>(&self, value: T) -> Result<Shared<'_, T>, Fault> {
+    pub(crate) fn share<T>(&self, value: T) -> Result<Shared<'_, T>, Fault> {
         self.ticks(ALLOCATION)?;
         self.take(boxed::<Paid<'_, T>>())?;
         Ok(Rc::new(Paid {
@@ -203,7 +203,7 @@ fn boxed<T>() -> usize {
 
 /// Memory paid for until it is dropped.
 #[derive(Debug)]
-pub(super) struct Hold<'r> {
+pub(crate) struct Hold<'r> {
     budget: &'r Budget,
     bytes: usize,
 }
@@ -215,17 +215,17 @@ impl Drop for Hold<'_> {
 }
 
 /// A value that several others refer to, paid for until the last of them is gone.
-pub(super) type Shared<'r, T> = Rc<Paid<'r, T>>;
+pub(crate) type Shared<'r, T> = Rc<Paid<'r, T>>;
 
 /// What lies in a [`Shared`].
 #[derive(Debug)]
-pub(super) struct Paid<'r, T> {
+pub(crate) struct Paid<'r, T> {
     value: T,
     budget: &'r Budget,
 }
 
 impl<'r, T> Paid<'r, T> {
-    pub(super) fn budget(&self) -> &'r Budget {
+    pub(crate) fn budget(&self) -> &'r Budget {
         self.budget
     }
 }
@@ -246,46 +246,46 @@ impl<T> Drop for Paid<'_, T> {
 
 /// A sequence that grows.
 #[derive(Debug)]
-pub(super) struct Vector<'r, T> {
+pub(crate) struct Vector<'r, T> {
     items: Vec<T>,
     budget: &'r Budget,
 }
 
 impl<'r, T> Vector<'r, T> {
-    pub(super) fn new(budget: &'r Budget) -> Self {
+    pub(crate) fn new(budget: &'r Budget) -> Self {
         Self {
             items: Vec::new(),
             budget,
         }
     }
 
-    pub(super) fn with_capacity(budget: &'r Budget, count: usize) -> Result<Self, Fault> {
+    pub(crate) fn with_capacity(budget: &'r Budget, count: usize) -> Result<Self, Fault> {
         let mut vector = Self::new(budget);
         vector.reserve(count)?;
         Ok(vector)
     }
 
-    pub(super) fn of<const N: usize>(budget: &'r Budget, items: [T; N]) -> Result<Self, Fault> {
+    pub(crate) fn of<const N: usize>(budget: &'r Budget, items: [T; N]) -> Result<Self, Fault> {
         let mut vector = Self::with_capacity(budget, N)?;
         vector.items.extend(items);
         Ok(vector)
     }
 
-    pub(super) fn budget(&self) -> &'r Budget {
+    pub(crate) fn budget(&self) -> &'r Budget {
         self.budget
     }
 
-    pub(super) fn push(&mut self, item: T) -> Result<(), Fault> {
+    pub(crate) fn push(&mut self, item: T) -> Result<(), Fault> {
         self.reserve(1)?;
         self.items.push(item);
         Ok(())
     }
 
-    pub(super) fn pop(&mut self) -> Option<T> {
+    pub(crate) fn pop(&mut self) -> Option<T> {
         self.items.pop()
     }
 
-    pub(super) fn extend_from_slice(&mut self, items: &[T]) -> Result<(), Fault>
+    pub(crate) fn extend_from_slice(&mut self, items: &[T]) -> Result<(), Fault>
     where
         T: Clone,
     {
@@ -295,7 +295,7 @@ impl<'r, T> Vector<'r, T> {
     }
 
     /// The items as a plain vector, no longer paid for.
-    pub(super) fn into_vec(mut self) -> Vec<T> {
+    pub(crate) fn into_vec(mut self) -> Vec<T> {
         self.budget.give_back(self.room());
         std::mem::take(&mut self.items)
     }
@@ -346,57 +346,57 @@ impl<T> DerefMut for Vector<'_, T> {
 
 /// A text that grows. Its methods pay by length; `write!` works on it too.
 #[derive(Debug)]
-pub(super) struct Buffer<'r> {
+pub(crate) struct Buffer<'r> {
     text: String,
     budget: &'r Budget,
 }
 
 impl<'r> Buffer<'r> {
-    pub(super) fn new(budget: &'r Budget) -> Self {
+    pub(crate) fn new(budget: &'r Budget) -> Self {
         Self {
             text: String::new(),
             budget,
         }
     }
 
-    pub(super) fn with_capacity(budget: &'r Budget, bytes: usize) -> Result<Self, Fault> {
+    pub(crate) fn with_capacity(budget: &'r Budget, bytes: usize) -> Result<Self, Fault> {
         let mut buffer = Self::new(budget);
         buffer.reserve(bytes)?;
         Ok(buffer)
     }
 
-    pub(super) fn of(budget: &'r Budget, text: &str) -> Result<Self, Fault> {
+    pub(crate) fn of(budget: &'r Budget, text: &str) -> Result<Self, Fault> {
         let mut buffer = Self::new(budget);
         buffer.push_str(text)?;
         Ok(buffer)
     }
 
-    pub(super) fn budget(&self) -> &'r Budget {
+    pub(crate) fn budget(&self) -> &'r Budget {
         self.budget
     }
 
-    pub(super) fn as_str(&self) -> &str {
+    pub(crate) fn as_str(&self) -> &str {
         &self.text
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.text.len()
     }
 
-    pub(super) fn push(&mut self, c: char) -> Result<(), Fault> {
+    pub(crate) fn push(&mut self, c: char) -> Result<(), Fault> {
         self.reserve(c.len_utf8())?;
         self.text.push(c);
         Ok(())
     }
 
-    pub(super) fn push_str(&mut self, text: &str) -> Result<(), Fault> {
+    pub(crate) fn push_str(&mut self, text: &str) -> Result<(), Fault> {
         self.reserve(text.len())?;
         self.text.push_str(text);
         Ok(())
     }
 
     /// Appends `text` `times` times.
-    pub(super) fn repeat(&mut self, text: &str, times: usize) -> Result<(), Fault> {
+    pub(crate) fn repeat(&mut self, text: &str, times: usize) -> Result<(), Fault> {
         let total = text.len().checked_mul(times).ok_or_else(too_large)?;
         if total == 0 {
             return Ok(());
@@ -412,7 +412,7 @@ impl<'r> Buffer<'r> {
         Ok(())
     }
 
-    pub(super) fn push_upper(&mut self, text: &str) -> Result<(), Fault> {
+    pub(crate) fn push_upper(&mut self, text: &str) -> Result<(), Fault> {
         if text.is_ascii() {
             return self.push_ascii(text, str::make_ascii_uppercase);
         }
@@ -423,7 +423,7 @@ impl<'r> Buffer<'r> {
         Ok(())
     }
 
-    pub(super) fn push_lower(&mut self, text: &str) -> Result<(), Fault> {
+    pub(crate) fn push_lower(&mut self, text: &str) -> Result<(), Fault> {
         if text.is_ascii() {
             return self.push_ascii(text, str::make_ascii_lowercase);
         }
@@ -451,7 +451,7 @@ impl<'r> Buffer<'r> {
     }
 
     /// Appends what a character is mapped to.
-    pub(super) fn push_mapped(&mut self, chars: impl Iterator<Item = char>) -> Result<(), Fault> {
+    pub(crate) fn push_mapped(&mut self, chars: impl Iterator<Item = char>) -> Result<(), Fault> {
         for c in chars {
             self.push(c)?;
         }
@@ -459,7 +459,7 @@ impl<'r> Buffer<'r> {
     }
 
     /// What `write!` calls.
-    pub(super) fn write_fmt(&mut self, args: fmt::Arguments<'_>) -> Result<(), Fault> {
+    pub(crate) fn write_fmt(&mut self, args: fmt::Arguments<'_>) -> Result<(), Fault> {
         let mut printer = Printer {
             buffer: self,
             fault: None,
@@ -471,7 +471,7 @@ impl<'r> Buffer<'r> {
     }
 
     /// The text as a plain string, no longer paid for.
-    pub(super) fn into_string(mut self) -> String {
+    pub(crate) fn into_string(mut self) -> String {
         self.budget.give_back(self.text.capacity());
         std::mem::take(&mut self.text)
     }

@@ -4,17 +4,18 @@
 
 use std::cmp::Ordering;
 
-use super::budget::{Budget, Buffer, Shared, Vector};
-use super::eval::{Given, Interp};
-use super::format::percent;
-use super::methods::{self, attribute, capitalize, is_space, item, join, pairs, replace_text};
-use super::parse::Op;
-use super::print::{Indent, JsonStyle};
-use super::value::{Dict, Name, Text, Value};
-use super::{Fault, ops, predicates, strftime};
+use crate::budget::{Budget, Buffer, Shared, Vector};
+use crate::error::Fault;
+use crate::eval::{Given, Interp};
+use crate::format::percent;
+use crate::methods::{self, attribute, capitalize, is_space, item, join, pairs, replace_text};
+use crate::parse::Op;
+use crate::print::{Indent, JsonStyle};
+use crate::value::{Dict, Name, Text, Value};
+use crate::{ops, predicates, strftime};
 
 /// Every filter there is.
-pub(super) const NAMES: [&str; 47] = [
+pub(crate) const NAMES: [&str; 47] = [
     "abs",
     "attr",
     "batch",
@@ -65,7 +66,7 @@ pub(super) const NAMES: [&str; 47] = [
 ];
 
 /// A function of the environment.
-pub(super) fn global<'r>(name: &str) -> Option<Value<'r>> {
+pub(crate) fn global<'r>(name: &str) -> Option<Value<'r>> {
     [
         "range",
         "dict",
@@ -79,7 +80,7 @@ pub(super) fn global<'r>(name: &str) -> Option<Value<'r>> {
 }
 
 /// Calls a function of the environment; `namespace` is the interpreter's.
-pub(super) fn call_global<'r>(
+pub(crate) fn call_global<'r>(
     budget: &'r Budget,
     now_s: i64,
     name: &str,
@@ -115,7 +116,7 @@ pub(super) fn call_global<'r>(
 }
 
 /// Gives the entries of a dictionary or of a list of pairs, then the keywords.
-pub(super) fn each_pair<'r>(
+pub(crate) fn each_pair<'r>(
     budget: &'r Budget,
     name: &str,
     given: &Given<'r>,
@@ -195,7 +196,7 @@ fn truth(value: &Option<Value<'_>>) -> bool {
 }
 
 /// `value | name(given)`.
-pub(super) fn apply<'r>(
+pub(crate) fn apply<'r>(
     interp: &mut Interp<'r>,
     name: &str,
     value: &Value<'r>,
@@ -759,7 +760,7 @@ fn pieces<'r>(
 
 /// The places of `count` items in their order, equal ones as they stood: a merge sort whose
 /// comparisons can fail, and which needs no consistent order (a NaN has none).
-pub(super) fn sort_order<'r>(
+pub(crate) fn sort_order<'r>(
     budget: &'r Budget,
     count: usize,
     mut order: impl FnMut(usize, usize) -> Result<Option<Ordering>, Fault>,

@@ -3,14 +3,14 @@
 //! Everything is written into a [`Buffer`], which pays as it grows: values that share parts can
 //! print far larger than they are.
 
-use super::Fault;
-use super::budget::{Budget, Buffer, Shared};
-use super::filters::sort_order;
-use super::value::{Items, Text, Value};
+use crate::budget::{Budget, Buffer, Shared};
+use crate::error::Fault;
+use crate::filters::sort_order;
+use crate::value::{Items, Text, Value};
 
 impl<'r> Value<'r> {
     /// Python's `str`, as a text of its own.
-    pub(super) fn printed(&self, budget: &'r Budget) -> Result<Shared<'r, Text<'r>>, Fault> {
+    pub(crate) fn printed(&self, budget: &'r Budget) -> Result<Shared<'r, Text<'r>>, Fault> {
         if let Self::Str(text) = self {
             return Ok(text.clone());
         }
@@ -23,7 +23,7 @@ impl<'r> Value<'r> {
     }
 
     /// Python's `str`, appended to `out`.
-    pub(super) fn print(&self, out: &mut Buffer<'r>) -> Result<(), Fault> {
+    pub(crate) fn print(&self, out: &mut Buffer<'r>) -> Result<(), Fault> {
         match self {
             Self::Undefined(_) => Ok(()),
             Self::Str(text) => out.push_str(text.unpaid()),
@@ -32,7 +32,7 @@ impl<'r> Value<'r> {
     }
 
     /// Python's `repr`, appended to `out`.
-    pub(super) fn repr(&self, out: &mut Buffer<'r>) -> Result<(), Fault> {
+    pub(crate) fn repr(&self, out: &mut Buffer<'r>) -> Result<(), Fault> {
         out.budget().step()?;
         match self {
             Self::Undefined(_) => out.push_str("Undefined"),
@@ -84,7 +84,7 @@ fn repr_items<'r>(
 
 /// Python's `repr` of a float: the shortest digits that read back, exponents from 1e16 and below
 /// 1e-4.
-pub(super) fn print_float(out: &mut Buffer<'_>, value: f64) -> Result<(), Fault> {
+pub(crate) fn print_float(out: &mut Buffer<'_>, value: f64) -> Result<(), Fault> {
     if value.is_nan() {
         return out.push_str("nan");
     }
@@ -132,7 +132,7 @@ fn repr_str(out: &mut Buffer<'_>, text: &str) -> Result<(), Fault> {
 }
 
 /// Appends `text`: what is plain as it stands, every other character by `escape`, for a step each.
-pub(super) fn push_escaped<'r>(
+pub(crate) fn push_escaped<'r>(
     out: &mut Buffer<'r>,
     text: &str,
     plain: impl Fn(char) -> bool,
@@ -163,18 +163,18 @@ fn printable(c: char) -> bool {
 }
 
 /// What stands before each line of indented JSON, once per level.
-pub(super) enum Indent<'r> {
+pub(crate) enum Indent<'r> {
     Spaces(usize),
     Text(Shared<'r, Text<'r>>),
 }
 
 /// How `tojson` writes.
-pub(super) struct JsonStyle<'r> {
-    pub(super) ascii: bool,
-    pub(super) indent: Option<Indent<'r>>,
+pub(crate) struct JsonStyle<'r> {
+    pub(crate) ascii: bool,
+    pub(crate) indent: Option<Indent<'r>>,
     /// Between items, and between a key and its value; the usual ones when not given.
-    pub(super) separators: Option<[Shared<'r, Text<'r>>; 2]>,
-    pub(super) sort_keys: bool,
+    pub(crate) separators: Option<[Shared<'r, Text<'r>>; 2]>,
+    pub(crate) sort_keys: bool,
 }
 
 impl<'r> JsonStyle<'r> {
@@ -193,7 +193,7 @@ impl<'r> JsonStyle<'r> {
     }
 
     /// Python's `json.dumps`, appended to `out`.
-    pub(super) fn write(
+    pub(crate) fn write(
         &self,
         out: &mut Buffer<'r>,
         value: &Value<'r>,
