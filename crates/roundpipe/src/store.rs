@@ -132,6 +132,8 @@ impl Store {
         for (index, layer) in layers.into_iter().enumerate() {
             let layer = StoreLayer::new(index, layer, &mut homes, &gate, &shared)?;
             for (at, param) in layer.params.iter().enumerate() {
+                // The last layer first: the order in which a shared parameter's gradients are
+                // summed.
                 users.entry(param.home).or_default().insert(0, (index, at));
             }
             stored.push(layer);

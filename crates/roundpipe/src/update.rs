@@ -321,6 +321,8 @@ impl Store {
     /// Waits for the right to write a layer's next version and takes every guard an update needs.
     fn open(&self, layer: usize, next_version: u64, abort: &Abort) -> Result<OpenLayer<'_>> {
         let here = &self.layers()[layer];
+        // The ticket before the guards: readers of the version that is overwritten hold the same
+        // memory.
         let ticket = here.versions().wait_writable(next_version, abort)?;
         let two = here.versions().slabs() == 2;
         let all = |buf: HostBuf| buf.write(0..buf.len());
@@ -387,11 +389,14 @@ impl Store {
             ticket,
             params,
         } = open;
+        // The write guards first: a reader that the new version wakes would find the slab busy.
         drop(params);
         let here = &self.layers()[layer];
         for (index, param) in here.own_trainable() {
             param.param.rehome(here.working(index, ticket.version())?)?;
             for &(layer, index) in &param.users {
+                // Before the version is published: from then on the next step's gradients may land
+                // (rule 5 of `version.rs`).
                 self.layers()[layer].set_filled(index, false);
             }
         }

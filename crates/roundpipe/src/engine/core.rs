@@ -105,6 +105,7 @@ impl Sequence {
 
     /// Waits until the steps that were requested are made or have failed.
     pub fn wait_steps(&self) {
+        // A step ends also when its calls fail, so this wait ends in any case.
         for outcome in &self.outcomes {
             outcome.wait_over();
         }

@@ -29,6 +29,7 @@ impl<M> RoundPipe<M> {
     /// what failed.
     pub fn forward(&self, inputs: impl Into<Inputs>, config: &RunConfig) -> Result<Forward> {
         let core = &self.core;
+        // Only to learn what kind of call this is; `submit` resolves the request for itself.
         let resolved = config.over(&core.config).resolve(core.ring.len())?;
         let differentiable = resolved.requires_grad;
         let kind = if differentiable {

@@ -213,6 +213,7 @@ fn source(input: &Input, column: &[HostValues], microbatch: usize, grads: bool) 
         return Tree::Tensor(Source::Output(outputs.call.clone(), microbatch));
     }
     column[microbatch].map_ref(|(value, constant)| {
+        // Indices and masks of integers have no gradient, whatever the caller asks for.
         let grad = grads && value.dtype().is_float();
         Source::Value(Leaf {
             constant: *constant,

@@ -46,6 +46,7 @@ impl MicrobatchOutputs {
     /// # Errors
     /// What went wrong in the call.
     pub fn wait(&self, microbatch: usize) -> Result<Tree<HostTensor>> {
+        // Read first, then confirmed: reports are complete only behind the copy.
         let output = to_host(&self.value(microbatch)?)?;
         self.call.confirm()?;
         Ok(output)
@@ -210,6 +211,8 @@ impl Leaves {
             Self::Known(count) => *count,
             Self::Of(outputs) => match outputs.call.wait_output("caller", 0) {
                 Ok(output) => output.leaves().len(),
+                // The gradients of a call whose input failed are never made: reading them returns
+                // the error.
                 Err(_) => 0,
             },
         }
@@ -232,6 +235,7 @@ pub(super) fn read<R>(
             why: error.to_string(),
         });
     }
+    // Only now may the call end: a failure above must reach it before it is committed.
     call.end_part();
     results.map_err(|error| core.failed(error))
 }

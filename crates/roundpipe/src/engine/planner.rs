@@ -101,6 +101,7 @@ impl Planner {
     /// A layer took so long on a worker.
     pub fn record(&self, worker: usize, layer: usize, phase: Phase, ms: f64) {
         let state = &mut *self.lock();
+        // Before the measurement is taken in: a speed is relative to what the layer took so far.
         if let Some(average_ms) = state.times.average_ms(layer, phase) {
             state.speeds.record(worker, average_ms, ms);
         }
@@ -148,6 +149,7 @@ impl Planner {
         if let Some(known) = state.known(&key) {
             return Ok(known);
         }
+        // Known times replace guesses layer by layer, and bring the rest to the same unit.
         let guess = self.guess(batch);
         let costs = state.times.to_costs(&guess);
         let (plan, needs) = match &config.execute_plan {
@@ -198,6 +200,7 @@ impl Planner {
         for share in SHARES {
             let options = self.options(key, costs, state, &largest, share);
             let plan = ExecutePlan::auto(key.kind, &[costs], &options)?.remove(0);
+            // The same plan would be refused for the same reason.
             if tried.as_ref() == Some(&plan) {
                 continue;
             }
@@ -286,13 +289,17 @@ impl Planner {
         let task = budget.task_limit(largest.visit);
         options.stage_memory_limit = Some(between(largest.visit.min(task), task, share));
         if !is_host {
+            // Twice: while one stage runs, the weights of the next are uploaded.
             let weights = between(2 * largest.weights, budget.weights, share);
             options.model_memory_limit = Some(weights);
             let setting = &mut options.setting;
             let rate = |lane| state.rates.bytes_per_ms(lane).unwrap_or(LINK);
             setting.upload_bytes_per_ms = Some(rate(LaneKind::ParamUpload));
+            // Costs count gradients as they lie on the device. They are rounded before they travel,
+            // so the same link carries more of those bytes.
             setting.grad_bytes_per_ms =
                 Some(rate(LaneKind::GradDownload) * self.gradients_on_device(costs));
+            // From worker to worker is a copy down and one up.
             setting.hop_bytes_per_ms = Some(state.rates.hop_bytes_per_ms().unwrap_or(LINK / 2.0));
             setting.speeds = state.speeds.of(workers.len());
         }

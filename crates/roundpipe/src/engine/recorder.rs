@@ -52,6 +52,7 @@ impl Recorder {
             else {
                 continue;
             };
+            // Plans know layers; the time of a loss is seen in traces only.
             if let (Some(layer), Some(phase)) = (piece.layer, phase_of(piece.category)) {
                 planner.record(
                     piece.worker,

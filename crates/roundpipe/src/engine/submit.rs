@@ -102,6 +102,7 @@ impl Core {
         let (plan, needs) = self.plan(&request, &prepared)?;
         // As late as possible, since it waits for all calls under way.
         self.wait_for_buffers(&mut sequence)?;
+        // Before the jobs are queued, so that their first copy is noted too.
         let timed = self.planner.wants_copies(request.kind);
         self.recorder.begin_call(timed);
         let config = prepared.config.clone();
@@ -187,6 +188,7 @@ impl Core {
         let spec = CallSpec {
             id: sequence.next_call,
             model: self.model.clone(),
+            // A call that is cancelled below has moved the ring on; placement changes no result.
             workers: self.ring.assign(&stages),
             devices: workers.map(|worker| worker.device().id()).collect(),
             stages,
@@ -271,10 +273,12 @@ impl Core {
             // version, however long the job waits in its queue.
             let mut tickets = HashMap::new();
             for layer in call.spec.stages[stage].layers.clone() {
+                // A shared parameter lives with the first layer that has it, and is updated there.
                 let homes = store.layer(layer).homes().iter();
                 let reserve = |home: &usize| store.layer(*home).versions().reserve(version);
                 tickets.insert(layer, homes.map(reserve).collect());
             }
+            // For every job before the first is queued: one that ends early must not end the call.
             call.open_part();
             let job = Job::new(call.clone(), stage, tickets);
             jobs.push((call.spec.workers[stage], job));

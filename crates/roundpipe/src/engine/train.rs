@@ -179,6 +179,7 @@ impl<M> TrainCall<'_, M> {
             reads: true,
             config,
         };
+        // `reads` holds the call open until `read` below has ended its part.
         let PendingCall {
             call,
             config,

@@ -64,10 +64,13 @@ impl Launcher {
         let mut grads: Option<Vec<Option<Tensor>>> = None;
         let mut arriving_grads = None;
         for (index, group) in groups.iter().enumerate() {
+            // Inputs first: the recompute needs them before the backward needs gradients.
             let (mut value, mut saved) = self.wait_saved(task, group.start)?;
             if index == 0 {
                 arriving_grads = self.prefetch_grads(task)?;
             }
+            // What runs next decides what travels now: a layer of this task, the next job, or this
+            // stage's next microbatch.
             match groups.get(index + 1) {
                 Some(next) => self.prefetch_saved(task, next.start)?,
                 None if task.is_last() => self.prefetch_for_next_job(task)?,
@@ -75,12 +78,16 @@ impl Launcher {
             }
             let mut tapes = Vec::new();
             for layer in group.clone() {
+                // `saved` came with the group's input and is its first layer's; the others wait for
+                // theirs.
                 let ran = self.recompute(job, loaded, task, layer, &value, saved.take())?;
                 tapes.extend(ran.tape);
                 value = ran.output;
             }
             // The output of a recompute is not needed; its memory is, by the backward.
             drop(value);
+            // The stage's output has gradients from outside, every other group from the group
+            // behind it.
             let given = match grads.take() {
                 Some(grads) => grads,
                 None => self.wait_grads(task, arriving_grads.take())?,
@@ -122,6 +129,8 @@ impl Launcher {
             return Ok(sum.clone());
         }
         match self.worker().copied_long(sum, sum.dtype()) {
+            // The move only keeps working memory in one piece; without room the sum stays where it
+            // is.
             Err(roundpipe_tensor::Error::DeviceMemory { .. }) => Ok(sum.clone()),
             moved => moved,
         }
@@ -194,6 +203,8 @@ impl Launcher {
         let Some(input) = task.call.try_take_saved(layer, task.microbatch) else {
             return Ok(());
         };
+        // A forward saves a layer's input before it runs the layer, so the rest may not be there
+        // yet.
         let saved = task.call.try_take_for_recompute(layer, task.microbatch);
         let input = self.receive(task, input, When::Later)?;
         let saved = match saved {
@@ -253,6 +264,7 @@ impl Launcher {
 
     /// Starts bringing the gradients of this stage's outputs, if they are there.
     fn prefetch_grads(&mut self, task: &Task<'_>) -> Result<Option<ArrivingGrads>> {
+        // Seeds may come from another engine; `wait_grads` waits for them.
         if starts_from_seeds(task) {
             return Ok(None);
         }

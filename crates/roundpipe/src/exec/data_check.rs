@@ -79,6 +79,7 @@ impl DataCheck {
     /// The first report, with its place; [`Error::Cancelled`] for that of another call.
     pub fn check(&self) -> Result<()> {
         let state = self.lock();
+        // Its own first: they name the task, where others only say that an input is bad.
         if let Some(error) = state.own.iter().find_map(Reports::error) {
             return Err(error);
         }

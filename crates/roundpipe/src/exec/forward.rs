@@ -33,6 +33,7 @@ impl Launcher {
             let is_new = layer > layers.start || task.stage == 0;
             if spec.saves(layer) && is_new {
                 let readers = spec.readers(task.stage, layer);
+                // Sent before the layer runs, so that the copy travels beside its kernels.
                 let saved = self.send(task, &mut value, &readers, Until::Later)?;
                 task.call.save_input(layer, task.microbatch, saved);
             }
@@ -73,6 +74,8 @@ impl Launcher {
         let readers = spec.readers(task.stage, end);
         let passed = self.send(task, &mut value, &readers, until)?;
         if is_saved {
+            // The clone is the same host value. Its two takers were counted as `readers`, so that a
+            // kept tensor stays for the second.
             task.call.save_input(end, task.microbatch, passed.clone());
         }
         task.call.pass_value(task.stage, task.microbatch, passed);
@@ -96,6 +99,7 @@ impl Launcher {
         for layer in layers.clone() {
             let here = self.load_layer(job, loaded, task, layer)?;
             let ran = self.run_layer(task, here, Category::Fused, Mode::Record, &value)?;
+            // `Record` always leaves a tape, so `walk_back` can pair them with the layers.
             tapes.extend(ran.tape);
             value = ran.output;
         }
@@ -127,9 +131,11 @@ impl Launcher {
         };
         let mut sent = Vec::with_capacity(losses.len());
         for loss in &losses {
+            // Never kept on the worker: the caller reads it.
             let loss = self.port.send("loss", loss);
             sent.push(loss.map_err(|error| task.error(None, error))?);
         }
+        // Before the walk back: the caller may go on while the backward runs.
         task.call.put_losses(task.microbatch, sent, output);
         Ok(grads)
     }
@@ -159,6 +165,7 @@ impl Launcher {
         };
         let value = self.land(task, arriving)?;
         if !task.is_last() {
+            // The next microbatch travels while this one computes.
             let next = task.at(task.microbatch + 1);
             if let Some(input) = self.try_input(&next)? {
                 *next_input = Some(self.receive(&next, input, When::Later)?);
@@ -200,7 +207,10 @@ impl Launcher {
             Source::Value(leaf) => Ok(Tree::Tensor(leaf)),
             Source::Output(other, microbatch) => {
                 let output = other.wait_output(&self.who, microbatch);
+                // The error of the wait says only that a call failed; this one says which and why.
                 let output = output.map_err(|_| other.cancelled())?;
+                // Kernels report bad data later than they give values, so this call watches those
+                // reports too.
                 task.call.depend_on(&other);
                 Ok(output.map_ref(|leaf| Leaf {
                     grad: leaf.grad && wants_grads,
@@ -227,6 +237,8 @@ impl Launcher {
         }
         let spec = task.spec();
         let layer = here.index;
+        // A long stage sends an input for every layer; the outbox would hold them all until the
+        // task ends.
         let room = self.port.make_room(self.budget.outbox);
         room.map_err(|error| task.error(Some(layer), error))?;
         let module = &*spec.model.layers[layer].1;

@@ -108,13 +108,16 @@ impl Launcher {
             failed_here = true;
         }
         if call.has_failed() {
+            // Values of other calls stay: their jobs take turns with this call's on the worker.
             self.forget_values(|kept| !std::ptr::addr_eq(kept.as_ptr(), Arc::as_ptr(&call)));
         }
         if failed_here {
             // Work of the job may still be queued on the device, and fail in its own way.
             call.spec.ring_calls.drain(&self.port);
         }
+        // Kernels of the next job report to its own call.
         self.worker = self.port.worker().clone();
+        // No task is under way, so what comes early need not leave it room.
         self.worker.pool().end_claim();
         // Its tickets first: a thread that waits for the call's end may write the weights then.
         drop(job);
@@ -133,6 +136,7 @@ impl Launcher {
 
     /// Frees what only earlier calls needed.
     fn enter(&mut self, call: &Arc<Call>) {
+        // Jobs of one call share its kept values, so nothing is freed between them.
         if std::ptr::addr_eq(self.call.as_ptr(), Arc::as_ptr(call)) {
             return;
         }
@@ -191,6 +195,8 @@ impl Launcher {
                 stage: job.stage,
                 microbatch,
             };
+            // Before the claim: it lets go of what earlier tasks sent, and the claim counts what is
+            // free.
             let begun = self.port.begin_task();
             begun.map_err(|error| task.error(None, error))?;
             self.claim_working(&task)?;
@@ -259,9 +265,11 @@ impl Launcher {
         let task = Task {
             call: &job.call,
             stage: job.stage,
+            // An error from here on names the last microbatch.
             microbatch: spec.microbatches - 1,
         };
         let pass = task.stage().pass;
+        // A recompute sets no buffers; the forward that it repeats has sent them.
         if pass != Pass::Backward && spec.training {
             self.send_buffers(&task, &loaded)?;
         }
@@ -282,6 +290,8 @@ impl Launcher {
     /// call: sums of several calls in a step start from the rounded ones.
     fn round_gradients(&self, task: &Task<'_>, loaded: LoadedLayers) -> Result<Vec<Gradient>> {
         let mut layers: Vec<LoadedLayer> = loaded.0.into_values().collect();
+        // The order of a map differs from run to run, and rounding takes memory: the layout of the
+        // arena must not.
         layers.sort_by_key(|layer| std::cmp::Reverse(layer.index));
         let mut gradients = Vec::new();
         for LoadedLayer { index, sums, .. } in layers {
@@ -343,6 +353,7 @@ impl Launcher {
         if self.worker.pool().claim_working(bytes) {
             return Ok(());
         }
+        // The cheap way first: the compute lane waits for copies that are under way anyway.
         let drained = self.port.make_room(0);
         drained.map_err(|error| task.error(None, error))?;
         if self.worker.pool().claim_working(bytes) {
@@ -358,10 +369,14 @@ impl Launcher {
     /// Frees what the worker can do without: values that stay go to the host, and what is on its
     /// way out is awaited.
     fn free_optional(&mut self) -> roundpipe_tensor::Result<()> {
+        // A job that uses resident weights holds their tensors itself.
         self.resident.clear();
         self.kept.spill(&self.port)?;
+        // Behind the spill, whose sources are in the outbox now.
         self.port.make_room(0)?;
+        // Gradients of earlier jobs hold memory until they have landed.
         self.copies.wait_downloads();
+        // Slots that were read are set aside for the next upload; they count as used until then.
         self.worker.pool().trim();
         Ok(())
     }
@@ -370,6 +385,7 @@ impl Launcher {
     fn download(&self, task: &Task<'_>, gradients: Vec<Gradient>) -> Result<()> {
         let lane = self.worker().device().lane(LaneKind::Compute);
         let after = lane.record().map_err(|error| task.error(None, error))?;
+        // The `down` thread waits for this point; the launcher goes on with its next job.
         self.copies.download(GradientDownload {
             call: task.call.clone(),
             stage: task.stage,

@@ -70,7 +70,7 @@ enum Phase {
     /// All gradients are there: it will happen.
     Begun,
     Done(StepReport),
-    /// It will not happen; the calls behind it are being told.
+    /// It will not happen; the calls submitted after it are being failed.
     Failing,
     Failed(Option<Error>),
 }
@@ -285,6 +285,8 @@ impl OptimizerHandle {
 
 impl Drop for OptimizerHandle {
     fn drop(&mut self) {
+        // Ends the wait of a user's function for its slabs. A step of the rule ignores it
+        // (`apply`), and the loop ends behind the requests that are left.
         self.abort.set();
         drop(self.requests.take());
         if let Some(thread) = self.thread.take() {
@@ -312,8 +314,8 @@ impl OptimizerThread {
                 Ok(report) => outcome.set(Phase::Done(report)),
                 Err(error) => {
                     let why = format!("the optimizer step before it failed: {error}");
-                    // First the calls that wait for this version: once the failure is settled, new
-                    // ones may come. One that comes in between sees that it is failing.
+                    // Calls that wait for this version fail first: once the step has `Failed`, a
+                    // caller may submit new ones. A call that comes in between sees `Failing`.
                     outcome.set(Phase::Failing);
                     // Engines that read these weights wait for what was asked for; that is no more
                     // than there is now.
@@ -334,6 +336,7 @@ impl OptimizerThread {
         work: Work,
         outcome: &Outcome,
     ) -> Result<StepReport> {
+        // Its error is looked at behind the calls: theirs says why gradients are missing.
         let measured = self.measure(calls);
         for call in calls {
             if !call.wait_end("optimizer") {
@@ -404,6 +407,8 @@ impl OptimizerThread {
         let Some((last, before)) = calls.split_last() else {
             return store.all_squares();
         };
+        // Earlier calls are summed up in the gradients of the last. After a failure there is
+        // nothing to measure; `step` finds the failed call and returns its error.
         if !before.iter().all(|call| call.wait_end("optimizer")) {
             return Ok(Vec::new());
         }
@@ -439,9 +444,12 @@ impl OptimizerThread {
         if !decision.skip {
             store.check(&apply)?;
         }
-        // Never set: all calls before have ended, and those behind it read what it writes.
+        // This abort is never set. Readers of what is overwritten were submitted before this step
+        // and do not wait for it, so the waits end without one.
         let never = store.abort();
         self.patiently(Some(BUSY_TIMEOUT), || store.check_open(version, &never))?;
+        // The first layer is about to change: from here on the step is made, and a caller at lag 0
+        // may go on.
         outcome.set(Phase::Begun);
         let mut first_partial = None;
         for layer in layers {
@@ -495,6 +503,7 @@ impl OptimizerThread {
             None => Ok(()),
         })?;
         self.note(0, version, start);
+        // Not before: a function may fail at any parameter, and then nothing has happened.
         outcome.set(Phase::Begun);
         Ok(StepReport {
             step: store.steps(),

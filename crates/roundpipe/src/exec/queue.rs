@@ -76,6 +76,8 @@ impl JobQueue {
             if let Some(job) = state.jobs.pop_front() {
                 return Some(job);
             }
+            // Behind the jobs: also those of a closed queue must run, since each ends a part of its
+            // call.
             if state.closed {
                 return None;
             }

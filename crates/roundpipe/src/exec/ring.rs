@@ -306,6 +306,7 @@ impl Ring {
             Executor::Serial(launchers) => {
                 let mut launchers = lock(launchers);
                 AT_WORK.set(ring_id(&self.0.calls));
+                // In the order of stages, so each job finds all that it waits for.
                 for (worker, job) in jobs {
                     launchers[worker].run(job);
                 }
@@ -374,8 +375,10 @@ impl Drop for Inner {
         if let Executor::Threaded(queues) = &self.executor {
             queues.iter().for_each(|queue| queue.close());
         }
+        // Behind the closing of all queues: a copy thread ends when its launcher has dropped its
+        // senders, and the launcher when its queue is closed and empty.
         for thread in std::mem::take(&mut *lock(&self.threads)) {
-            // A thread that panicked has told so; here only its end matters.
+            // A panic was printed when it happened; here only the end of the thread matters.
             let _ = thread.join();
         }
         self.ports.iter().for_each(|port| self.calls.drain(port));

@@ -86,6 +86,7 @@ impl LoadedLayer {
         let mut cx = cx.at(site);
         for ((param, tensor), sum) in self.params.iter().zip(&mut self.sums) {
             let into = if records && param.is_trainable() {
+                // The tape adds to it in place, so it must be the only holder. `back` returns it.
                 sum.take()
             } else {
                 None
@@ -115,11 +116,14 @@ impl LoadedLayer {
                 Ok(held.tensor.detach())
             }
         })?;
+        // To recognise inputs that the layer passes on unchanged, and to ask for their gradients.
         let kept: Vec<Tensor> = given.leaves().into_iter().cloned().collect();
         let output = layer.run(&mut cx, given)?;
         let saved = cx.take_saved();
         let mut buffers = Vec::new();
         let updates = cx.take_buffers();
+        // A recompute starts from the buffers that the forward saw, so it would set them a second
+        // time.
         if !repeats {
             for (param, value) in updates {
                 let Some(place) = self.params.iter().position(|(p, _)| p.id() == param.id()) else {
@@ -133,6 +137,7 @@ impl LoadedLayer {
         let sources = input.leaves();
         let outputs: Vec<Tensor> = output.leaves().into_iter().cloned().collect();
         let held = output.map_ref(|tensor| {
+            // An input that passes through has its host copy already and is not sent again.
             let passed_on = kept.iter().position(|k| k.is_same(tensor));
             Activation {
                 tensor: tensor.detach(),
@@ -176,6 +181,8 @@ impl LoadedLayer {
             .filter_map(|(output, grad)| Some((output, grad?)))
             .collect();
         let mut gradients = cx.backward_if_any(&seeds)?;
+        // What is left of this layer are sums and input gradients; outputs make room for the layer
+        // before.
         drop(seeds);
         for ((param, _), sum) in self.params.iter().zip(&mut self.sums) {
             if let Some(grad) = gradients.take_param(param) {
@@ -216,6 +223,8 @@ pub(crate) fn losses(
             );
             return Err(roundpipe_tensor::Error::invalid("loss_fn", what));
         }
+        // Each loss starts from 1, also under `LossReduction::Mean`, which has put the share into
+        // the loss.
         if loss.requires_grad() {
             seeds.push((loss.clone(), worker.full(loss.dtype(), *loss.shape(), 1.0)?));
         }

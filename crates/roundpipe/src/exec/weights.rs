@@ -97,6 +97,7 @@ impl Launcher {
         let stage = &call.spec.stages[job.stage];
         let mut layers: Vec<usize> = stage.layers.clone().collect();
         if stage.pass == Pass::Backward && call.spec.grain == Grain::Layer {
+            // Recomputing layer by layer begins with the last.
             layers.reverse();
         }
         let mut slots = Vec::new();
@@ -115,6 +116,8 @@ impl Launcher {
             }
             sources.insert(layer, source);
         }
+        // All slots are reserved before the first upload: without room for one, the others are
+        // dropped and nothing was requested.
         job.weights = Some(sources);
         for (layer, slot) in slots {
             self.copies.upload(WeightUpload {
@@ -122,6 +125,8 @@ impl Launcher {
                 stage: job.stage,
                 layer,
                 slot,
+                // They go along, so that the upload gives them back as soon as it has landed, not
+                // the job at its end.
                 tickets: job.tickets.remove(&layer).unwrap_or_default(),
             });
         }
@@ -169,6 +174,7 @@ impl Launcher {
     /// Weights in host memory, once their version is published.
     fn alias_weights(&self, job: &Job, task: &Task<'_>, layer: usize) -> Result<Vec<Tensor>> {
         let spec = task.spec();
+        // The tickets stay with the job: its kernels read host memory until it ends.
         if let Some(tickets) = job.tickets.get(&layer) {
             let _on_board = spec.board.wait(&self.who, "waiting for a layer's weights");
             for ticket in tickets {
@@ -229,6 +235,7 @@ impl Launcher {
         }
         let stored = task.spec().model.store.layer(layer);
         for (index, sum) in sums.iter_mut().enumerate() {
+            // Final, since `run_job` has waited for the end of the earlier call.
             if !stored.filled(index) {
                 continue;
             }

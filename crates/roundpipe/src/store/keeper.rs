@@ -89,6 +89,8 @@ impl Store {
                 continue;
             };
             if !settled.iter().any(|known| Arc::ptr_eq(known, &keeper)) {
+                // Each keeper once: a model has many parameters and seldom more than one other
+                // engine.
                 keeper.wait_for_updates();
                 settled.push(keeper);
             }
