@@ -54,12 +54,12 @@ pub(crate) type LayerParams = (String, Vec<(String, Param)>);
 pub struct Store {
     layers: Vec<StoreLayer>,
     gate: Arc<Gate>,
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<StoreShared>,
     steps: AtomicU64,
 }
 
 /// What all layers of a store use.
-pub(crate) struct Shared {
+pub(crate) struct StoreShared {
     config: StoreConfig,
     pub(crate) threads: Threads,
     keeper: Arc<StoreKeeper>,
@@ -121,7 +121,7 @@ impl Store {
             claimable(&layers)?
         };
         let keeper = Arc::new(StoreKeeper::new(&config.name, &gate, trained));
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(StoreShared {
             config,
             threads,
             keeper,

@@ -29,7 +29,7 @@ pub use self::function::{OptimHandle, OptimParam, OptimParams};
 use self::open::{OpenLayer, OpenParam, each_chunk};
 use crate::error::{Error, Result};
 pub(crate) use crate::optim::{Decision, Update};
-use crate::optim::{Rule, Shared, StepReport, floats, floats_mut};
+use crate::optim::{PassSettings, Rule, StepReport, floats, floats_mut};
 use crate::store::{Store, StoredParam};
 use crate::version::Abort;
 
@@ -99,7 +99,7 @@ impl Store {
     /// # Errors
     /// [`Error::Config`] without a rule; settings that it does not accept.
     pub fn check(&self, apply: &Apply) -> Result<()> {
-        let shared = Shared {
+        let shared = PassSettings {
             lr: apply.lr,
             step: apply.step,
             factor: apply.factor,

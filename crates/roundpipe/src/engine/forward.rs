@@ -16,7 +16,7 @@ use crate::batch::{MergeOutput, merge, split_grads};
 use crate::config::{OutputDevice, RunConfig};
 use crate::error::{Error, Result};
 use crate::exec::call::Call;
-use crate::exec::value::Seed;
+use crate::exec::stage_value::Seed;
 use crate::plan::PlanKind;
 use crate::tree::Tree;
 

@@ -18,7 +18,7 @@ use super::core::Core;
 use crate::batch::MergeOutput;
 use crate::error::{Error, Result};
 use crate::exec::call::Call;
-use crate::exec::value::StageValue;
+use crate::exec::stage_value::StageValue;
 use crate::tree::Tree;
 
 /// The outputs of a call, one tree per microbatch, some of which may not have been computed yet;

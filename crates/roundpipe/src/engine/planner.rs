@@ -39,12 +39,12 @@ pub(super) struct Planner {
     model: Arc<Model>,
     ring: Ring,
     asynchronous: bool,
-    state: Mutex<State>,
+    state: Mutex<PlannerState>,
 }
 
 #[derive(Default)]
-struct State {
-    plans: HashMap<Key, Planned>,
+struct PlannerState {
+    plans: HashMap<PlanKey, KnownPlan>,
     times: LayerTimes,
     speeds: WorkerSpeeds,
     rates: CopyRates,
@@ -54,7 +54,7 @@ struct State {
 
 /// What a plan is made for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Key {
+struct PlanKey {
     kind: PlanKind,
     grain: Grain,
     microbatches: usize,
@@ -63,7 +63,7 @@ struct Key {
     given: Option<ExecutePlan>,
 }
 
-struct Planned {
+struct KnownPlan {
     plan: ExecutePlan,
     needs: CallNeeds,
     costs: LayerCosts,
@@ -89,7 +89,7 @@ impl Planner {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, PlannerState> {
         lock(&self.state)
     }
 
@@ -135,7 +135,7 @@ impl Planner {
         batch: &Batch<'_>,
     ) -> Result<(ExecutePlan, CallNeeds)> {
         let leaves = batch.example.map(Tree::leaves).unwrap_or_default();
-        let key = Key {
+        let key = PlanKey {
             kind,
             grain: config.recompute_grain,
             microbatches: batch.microbatches,
@@ -164,7 +164,7 @@ impl Planner {
             // Batches of ever new sizes: a plan is soon made again.
             state.plans.clear();
         }
-        let planned = Planned {
+        let planned = KnownPlan {
             plan: plan.clone(),
             needs: needs.clone(),
             costs,
@@ -178,9 +178,9 @@ impl Planner {
     /// The best plan for these costs that fits the workers.
     fn search(
         &self,
-        key: &Key,
+        key: &PlanKey,
         costs: &LayerCosts,
-        state: &State,
+        state: &PlannerState,
     ) -> Result<(ExecutePlan, CallNeeds)> {
         let layers = 0..self.model.layers.len();
         let alone = layers.map(|layer| layer..layer + 1);
@@ -217,7 +217,7 @@ impl Planner {
     ///
     /// # Errors
     /// When a stage's weights and working memory do not fit together.
-    fn needs(&self, key: &Key, plan: &ExecutePlan, costs: &LayerCosts) -> Result<CallNeeds> {
+    fn needs(&self, key: &PlanKey, plan: &ExecutePlan, costs: &LayerCosts) -> Result<CallNeeds> {
         let budget = self.ring.least_budget();
         let is_host = self.ring.is_host();
         let layer_grain = key.grain == Grain::Layer;
@@ -268,9 +268,9 @@ impl Planner {
     /// layer alone (share 0) and the budget's (share 1).
     fn options(
         &self,
-        key: &Key,
+        key: &PlanKey,
         costs: &LayerCosts,
-        state: &State,
+        state: &PlannerState,
         largest: &Largest,
         share: f64,
     ) -> AutoOptions {
@@ -368,9 +368,9 @@ fn between(least: u64, most: u64, share: f64) -> u64 {
     least.saturating_add((most.saturating_sub(least) as f64 * share) as u64)
 }
 
-impl State {
+impl PlannerState {
     /// The plan made before, unless times have drifted since.
-    fn known(&mut self, key: &Key) -> Option<(ExecutePlan, CallNeeds)> {
+    fn known(&mut self, key: &PlanKey) -> Option<(ExecutePlan, CallNeeds)> {
         let planned = self.plans.get_mut(key)?;
         planned.calls += 1;
         let is_time_to_look = planned.calls % LOOK_EVERY == 1;

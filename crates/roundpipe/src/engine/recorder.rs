@@ -14,7 +14,7 @@ use crate::sync::lock;
 use crate::trace::{Category, Lane, Span, Trace, Track};
 
 /// Reads the clocks of calls that have ended.
-pub(super) struct Recorder {
+pub(super) struct CallRecorder {
     ring: Ring,
     trace: Arc<Trace>,
     origin: Instant,
@@ -28,7 +28,7 @@ struct PendingCopy {
     copy: CopyRecord,
 }
 
-impl Recorder {
+impl CallRecorder {
     pub fn new(ring: Ring, trace: Arc<Trace>) -> Self {
         Self {
             ring,

@@ -38,7 +38,7 @@ impl Core {
         while sequence.history.len() > HISTORY
             && let Some(step) = sequence.history.pop_front()
         {
-            sequence.settled_number = step.number;
+            sequence.earliest_number = step.number;
         }
         Ok(())
     }
@@ -125,7 +125,7 @@ impl Core {
         // A kept forward that failed may be older than the last step, which keeps its random
         // numbers.
         let last_step = sequence.history.back();
-        let earliest = last_step.map_or(sequence.settled_number, |step| step.number);
+        let earliest = last_step.map_or(sequence.earliest_number, |step| step.number);
         sequence.number = first.max(earliest);
     }
 }

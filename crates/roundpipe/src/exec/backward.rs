@@ -11,12 +11,12 @@ use roundpipe_tensor::Tensor;
 use roundpipe_tensor::transfer::HostValue;
 
 use super::launcher::Launcher;
-use super::queue::Job;
-use super::run_layer::{Activation, Mode, Ran, Taped};
+use super::queue::StageJob;
+use super::run_layer::{Activation, LayerMode, Ran, Taped};
+use super::stage_value::{Grads, SavedForRecompute, Seed};
 use super::task::Task;
-use super::value::{Grads, SavedForRecompute, Seed};
-use super::values::{Arriving, ArrivingGrad, Incoming, Until, When};
 use super::weights::LoadedLayers;
+use super::worker_values::{Arriving, ArrivingGrad, Incoming, Needed, Until};
 use crate::config::Grain;
 use crate::error::{Error, Result};
 use crate::plan::{Pass, Stage};
@@ -56,7 +56,7 @@ fn groups(stage: &Stage, grain: Grain) -> Vec<Range<usize>> {
 impl Launcher {
     pub(super) fn backward(
         &mut self,
-        job: &Job,
+        job: &StageJob,
         loaded: &mut LoadedLayers,
         task: &Task<'_>,
     ) -> Result<()> {
@@ -139,7 +139,7 @@ impl Launcher {
     /// Runs a layer forward again, as its forward did, and records it.
     fn recompute(
         &mut self,
-        job: &Job,
+        job: &StageJob,
         loaded: &mut LoadedLayers,
         task: &Task<'_>,
         layer: usize,
@@ -152,7 +152,7 @@ impl Launcher {
                 let saved = task
                     .call
                     .wait_for_recompute(&self.who, layer, task.microbatch)?;
-                self.receive_saved(task, layer, &saved, When::Now)?
+                self.receive_saved(task, layer, &saved, Needed::Now)?
             }
         };
         let land = |incoming: Incoming| {
@@ -176,7 +176,7 @@ impl Launcher {
             task,
             here,
             Category::Recompute,
-            Mode::Recompute(data),
+            LayerMode::Recompute(data),
             input,
         )
     }
@@ -194,7 +194,7 @@ impl Launcher {
             return Ok((input, prefetched.saved));
         }
         let saved = task.call.wait_saved(&self.who, layer, task.microbatch)?;
-        let arriving = self.receive(task, saved, When::Now)?;
+        let arriving = self.receive(task, saved, Needed::Now)?;
         Ok((self.land(task, arriving)?, None))
     }
 
@@ -206,9 +206,9 @@ impl Launcher {
         // A forward saves a layer's input before it runs the layer, so the rest may not be there
         // yet.
         let saved = task.call.try_take_for_recompute(layer, task.microbatch);
-        let input = self.receive(task, input, When::Later)?;
+        let input = self.receive(task, input, Needed::Later)?;
         let saved = match saved {
-            Some(saved) => Some(self.receive_saved(task, layer, &saved, When::Later)?),
+            Some(saved) => Some(self.receive_saved(task, layer, &saved, Needed::Later)?),
             None => None,
         };
         let key = (layer, task.microbatch);
@@ -243,7 +243,7 @@ impl Launcher {
         task: &Task<'_>,
         layer: usize,
         saved: &SavedForRecompute,
-        when: When,
+        when: Needed,
     ) -> Result<ArrivingSaved> {
         let receive = |value: &HostValue| {
             let incoming = self.bring(RECOMPUTE, value, when);

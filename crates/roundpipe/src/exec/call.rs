@@ -24,7 +24,7 @@ use roundpipe_tensor::{DeviceId, HostTensor, Param, Result as TensorResult};
 use super::data_check::DataCheck;
 use super::ending::{Ending, PartEnd};
 use super::model::{LossFn, Model};
-use super::value::{Grads, SavedForRecompute, Seed, Source, StageValue};
+use super::stage_value::{Grads, SavedForRecompute, Seed, Source, StageValue};
 use crate::budget::CallNeeds;
 use crate::config::Grain;
 use crate::error::{Error, Result, TaskPlace};
@@ -150,11 +150,11 @@ pub(crate) struct Call {
     pub abort: Abort,
     pub data: DataCheck,
     call_list: Arc<CallList>,
-    state: Mutex<State>,
+    state: Mutex<CallState>,
     changed: Condvar,
 }
 
-struct State {
+struct CallState {
     boxes: Mailboxes,
     ending: Ending,
     /// An earlier call whose gradients this one adds to.
@@ -279,7 +279,7 @@ impl Call {
         inputs: Vec<Tree<Source>>,
         labels: Vec<Tree<HostValue>>,
     ) -> Arc<Self> {
-        let state = State {
+        let state = CallState {
             boxes: Mailboxes::new(&spec, inputs, labels),
             ending: Ending::default(),
             adds_to: None,
@@ -304,12 +304,12 @@ impl Call {
         call
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, CallState> {
         lock(&self.state)
     }
 
     /// Changes the state and wakes all waiters.
-    fn update<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
+    fn update<R>(&self, change: impl FnOnce(&mut CallState) -> R) -> R {
         let out = change(&mut self.lock());
         // Waiters share one condition variable and look for different things, so all must look.
         self.changed.notify_all();
@@ -328,7 +328,7 @@ impl Call {
         &self,
         who: &str,
         what: &str,
-        mut look: impl FnMut(&mut State) -> Option<R>,
+        mut look: impl FnMut(&mut CallState) -> Option<R>,
     ) -> R {
         let mut state = self.lock();
         let mut on_board = None;
@@ -823,7 +823,7 @@ impl Call {
     }
 }
 
-impl State {
+impl CallState {
     fn fail(&mut self, error: Error) {
         self.why = error.in_full();
         self.error = Some(error);

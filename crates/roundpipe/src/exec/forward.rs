@@ -5,12 +5,12 @@ use std::sync::atomic::Ordering;
 use roundpipe_tensor::{Cx, Tensor};
 
 use super::launcher::Launcher;
-use super::queue::Job;
-use super::run_layer::{self, Activation, LoadedLayer, Mode, Ran, Taped};
+use super::queue::StageJob;
+use super::run_layer::{self, Activation, LayerMode, LoadedLayer, Ran, Taped};
+use super::stage_value::{Leaf, SavedForRecompute, Source, StageValue};
 use super::task::Task;
-use super::value::{Leaf, SavedForRecompute, Source, StageValue};
-use super::values::{Arriving, Until, When};
 use super::weights::LoadedLayers;
+use super::worker_values::{Arriving, Needed, Until};
 use crate::error::{Error, Result};
 use crate::plan::Pass;
 use crate::trace::Category;
@@ -20,7 +20,7 @@ impl Launcher {
     /// Runs the layers of a stage; their inputs are saved where a recompute starts.
     pub(super) fn forward(
         &mut self,
-        job: &Job,
+        job: &StageJob,
         loaded: &mut LoadedLayers,
         task: &Task<'_>,
         next_input: &mut Option<Arriving>,
@@ -38,9 +38,9 @@ impl Launcher {
                 task.call.save_input(layer, task.microbatch, saved);
             }
             let mode = if spec.trains {
-                Mode::Forward
+                LayerMode::Forward
             } else {
-                Mode::Infer
+                LayerMode::Infer
             };
             let here = self.load_layer(job, loaded, task, layer)?;
             let ran = self.run_layer(task, here, Category::Forward, mode, &value)?;
@@ -85,7 +85,7 @@ impl Launcher {
     /// Runs the last layers forward, the loss, and the same layers backward.
     pub(super) fn fused(
         &mut self,
-        job: &Job,
+        job: &StageJob,
         loaded: &mut LoadedLayers,
         task: &Task<'_>,
         next_input: &mut Option<Arriving>,
@@ -98,7 +98,7 @@ impl Launcher {
         let mut tapes: Vec<Taped> = Vec::new();
         for layer in layers.clone() {
             let here = self.load_layer(job, loaded, task, layer)?;
-            let ran = self.run_layer(task, here, Category::Fused, Mode::Record, &value)?;
+            let ran = self.run_layer(task, here, Category::Fused, LayerMode::Record, &value)?;
             // `Record` always leaves a tape, so `walk_back` can pair them with the layers.
             tapes.extend(ran.tape);
             value = ran.output;
@@ -143,7 +143,7 @@ impl Launcher {
     fn labels(&mut self, task: &Task<'_>) -> Result<Tree> {
         let labels = task.call.take_labels(task.microbatch);
         let labels = labels.map_ref(|label| Leaf::new(label.clone(), false));
-        let arriving = self.receive(task, labels, When::Now)?;
+        let arriving = self.receive(task, labels, Needed::Now)?;
         let labels = self.land(task, arriving)?;
         Ok(labels.map_ref(|activation| activation.tensor.clone()))
     }
@@ -160,7 +160,7 @@ impl Launcher {
             Some(arriving) => arriving,
             None => {
                 let input = self.wait_input(task)?;
-                self.receive(task, input, When::Now)?
+                self.receive(task, input, Needed::Now)?
             }
         };
         let value = self.land(task, arriving)?;
@@ -168,7 +168,7 @@ impl Launcher {
             // The next microbatch travels while this one computes.
             let next = task.at(task.microbatch + 1);
             if let Some(input) = self.try_input(&next)? {
-                *next_input = Some(self.receive(&next, input, When::Later)?);
+                *next_input = Some(self.receive(&next, input, Needed::Later)?);
             }
         }
         Ok(value)
@@ -228,7 +228,7 @@ impl Launcher {
         task: &Task<'_>,
         here: &mut LoadedLayer,
         category: Category,
-        mode: Mode,
+        mode: LayerMode,
         input: &Tree<Activation>,
     ) -> Result<Ran> {
         if task.call.has_failed() {

@@ -2,7 +2,7 @@
 //!
 //! A job is one stage of a call: all microbatches in order. The launcher requests the next job's
 //! weights before it starts this one's tasks ([`super::weights`]), takes and hands on values
-//! ([`super::values`]) and runs the layers ([`super::forward`], [`super::backward`]). It computes
+//! ([`super::worker_values`]) and runs the layers ([`super::forward`], [`super::backward`]). It computes
 //! nothing itself and decides no schedule: the queue has the jobs in the order they run.
 //!
 //! # Invariants
@@ -20,11 +20,11 @@ use roundpipe_tensor::{DType, LaneKind, Tensor, Worker};
 use super::backward::Prefetched;
 use super::call::{Call, Timed};
 use super::copy_threads::{CopyThreads, Gradient, GradientDownload};
-use super::queue::{Job, JobQueue};
+use super::queue::{JobQueue, StageJob};
 use super::run_layer::LoadedLayer;
 use super::task::{Task, TaskLabel, panic_text};
-use super::values::KeptValues;
 use super::weights::{LoadedLayers, ResidentWeights};
+use super::worker_values::KeptValues;
 use crate::budget::WorkerBudget;
 use crate::error::Result;
 use crate::plan::Pass;
@@ -50,7 +50,7 @@ pub(crate) struct Launcher {
     /// Where jobs come from; `None` in the serial executor, which hands them over.
     queue: Option<Arc<JobQueue>>,
     /// The job behind the current one, whose weights may be on their way.
-    pub(super) next: Option<Job>,
+    pub(super) next: Option<StageJob>,
 }
 
 impl Launcher {
@@ -89,7 +89,7 @@ impl Launcher {
         }
     }
 
-    fn next_job(&mut self) -> Option<Job> {
+    fn next_job(&mut self) -> Option<StageJob> {
         if let Some(job) = self.next.take() {
             return Some(job);
         }
@@ -97,7 +97,7 @@ impl Launcher {
     }
 
     /// Runs a job to its end. A failure goes to the call.
-    pub fn run(&mut self, mut job: Job) {
+    pub fn run(&mut self, mut job: StageJob) {
         let call = job.call.clone();
         self.enter(&call);
         let mut failed_here = false;
@@ -125,7 +125,7 @@ impl Launcher {
     }
 
     /// A panic fails the call, not the worker.
-    fn run_catching(&mut self, job: &mut Job) -> Result<()> {
+    fn run_catching(&mut self, job: &mut StageJob) -> Result<()> {
         let call = job.call.clone();
         let stage = job.stage;
         catch_unwind(AssertUnwindSafe(|| self.run_job(job))).unwrap_or_else(|panic| {
@@ -176,7 +176,7 @@ impl Launcher {
         self.next = Some(next);
     }
 
-    fn run_job(&mut self, job: &mut Job) -> Result<()> {
+    fn run_job(&mut self, job: &mut StageJob) -> Result<()> {
         let call = job.call.clone();
         self.place_weights(job)?;
         self.report_to(&call, job.stage)?;
@@ -260,7 +260,7 @@ impl Launcher {
     // ---- the end of a job ----
 
     /// Buffers and gradients leave the worker.
-    fn finish(&mut self, job: &Job, loaded: LoadedLayers) -> Result<()> {
+    fn finish(&mut self, job: &StageJob, loaded: LoadedLayers) -> Result<()> {
         let spec = &job.call.spec;
         let task = Task {
             call: &job.call,
@@ -330,7 +330,7 @@ impl Launcher {
     // ---- room ----
 
     /// Requests the weights of a job that starts now, unless they were requested before it.
-    fn place_weights(&mut self, job: &mut Job) -> Result<()> {
+    fn place_weights(&mut self, job: &mut StageJob) -> Result<()> {
         let working = job.needs().task;
         match self.request_weights(job, Some(working)) {
             Err(error) if error.is_device_full() => {}

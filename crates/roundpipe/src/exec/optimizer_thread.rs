@@ -65,7 +65,7 @@ pub(crate) struct StepRequest {
 
 /// How a step went so far.
 #[derive(Debug)]
-enum Phase {
+enum StepPhase {
     Waiting,
     /// All gradients are there: it will happen.
     Begun,
@@ -81,7 +81,7 @@ pub(crate) struct Outcome {
     pub version: u64,
     /// The first of its calls: its place in the random stream.
     pub number: u64,
-    phase: Mutex<Phase>,
+    phase: Mutex<StepPhase>,
     changed: Condvar,
 }
 
@@ -90,16 +90,16 @@ impl Outcome {
         Arc::new(Self {
             version,
             number,
-            phase: Mutex::new(Phase::Waiting),
+            phase: Mutex::new(StepPhase::Waiting),
             changed: Condvar::new(),
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Phase> {
+    fn lock(&self) -> MutexGuard<'_, StepPhase> {
         lock(&self.phase)
     }
 
-    fn set(&self, phase: Phase) {
+    fn set(&self, phase: StepPhase) {
         *self.lock() = phase;
         self.changed.notify_all();
     }
@@ -109,8 +109,8 @@ impl Outcome {
         let mut phase = self.lock();
         loop {
             match &mut *phase {
-                Phase::Done(report) => return Ok(*report),
-                Phase::Failed(error) => return Err(error.take().unwrap_or_else(failed_before)),
+                StepPhase::Done(report) => return Ok(*report),
+                StepPhase::Failed(error) => return Err(error.take().unwrap_or_else(failed_before)),
                 _ => phase = unpoisoned(self.changed.wait(phase)),
             }
         }
@@ -121,9 +121,9 @@ impl Outcome {
         let mut phase = self.lock();
         loop {
             match &mut *phase {
-                Phase::Begun | Phase::Done(_) => return Ok(()),
-                Phase::Failed(error) => return Err(error.take().unwrap_or_else(failed_before)),
-                Phase::Waiting | Phase::Failing => {
+                StepPhase::Begun | StepPhase::Done(_) => return Ok(()),
+                StepPhase::Failed(error) => return Err(error.take().unwrap_or_else(failed_before)),
+                StepPhase::Waiting | StepPhase::Failing => {
                     phase = unpoisoned(self.changed.wait(phase));
                 }
             }
@@ -133,21 +133,24 @@ impl Outcome {
     /// Waits until it is over, whatever came of it; whether it was done.
     pub fn wait_over(&self) -> bool {
         let mut phase = self.lock();
-        while matches!(*phase, Phase::Waiting | Phase::Begun | Phase::Failing) {
+        while matches!(
+            *phase,
+            StepPhase::Waiting | StepPhase::Begun | StepPhase::Failing
+        ) {
             phase = unpoisoned(self.changed.wait(phase));
         }
-        matches!(*phase, Phase::Done(_))
+        matches!(*phase, StepPhase::Done(_))
     }
 
     /// Whether it has failed, or is about to.
     pub fn has_failed(&self) -> bool {
-        matches!(*self.lock(), Phase::Failing | Phase::Failed(_))
+        matches!(*self.lock(), StepPhase::Failing | StepPhase::Failed(_))
     }
 
     /// What it saw, once it is done.
     pub fn report(&self) -> Option<StepReport> {
         match &*self.lock() {
-            Phase::Done(report) => Some(*report),
+            StepPhase::Done(report) => Some(*report),
             _ => None,
         }
     }
@@ -155,7 +158,7 @@ impl Outcome {
     /// Why it failed; `None` when it did not, or the error was returned already.
     pub fn take_error(&self) -> Option<Error> {
         match &mut *self.lock() {
-            Phase::Failed(error) => error.take(),
+            StepPhase::Failed(error) => error.take(),
             _ => None,
         }
     }
@@ -311,18 +314,18 @@ impl OptimizerThread {
             }));
             let step = step.unwrap_or_else(|panic| Err(Error::config("step", panic_text(&*panic))));
             match step {
-                Ok(report) => outcome.set(Phase::Done(report)),
+                Ok(report) => outcome.set(StepPhase::Done(report)),
                 Err(error) => {
                     let why = format!("the optimizer step before it failed: {error}");
                     // Calls that wait for this version fail first: once the step has `Failed`, a
                     // caller may submit new ones. A call that comes in between sees `Failing`.
-                    outcome.set(Phase::Failing);
+                    outcome.set(StepPhase::Failing);
                     // Engines that read these weights wait for what was asked for; that is no more
                     // than there is now.
                     let store = &self.model.store;
                     store.set_asked(store.layer(0).versions().current());
                     self.call_list.fail_from(next_call, &why);
-                    outcome.set(Phase::Failed(Some(error)));
+                    outcome.set(StepPhase::Failed(Some(error)));
                 }
             }
             self.board.tick();
@@ -450,7 +453,7 @@ impl OptimizerThread {
         self.patiently(Some(BUSY_TIMEOUT), || store.check_open(version, &never))?;
         // The first layer is about to change: from here on the step is made, and a caller at lag 0
         // may go on.
-        outcome.set(Phase::Begun);
+        outcome.set(StepPhase::Begun);
         let mut first_partial = None;
         for layer in layers {
             let start = self.trace.now_ns();
@@ -504,7 +507,7 @@ impl OptimizerThread {
         })?;
         self.note(0, version, start);
         // Not before: a function may fail at any parameter, and then nothing has happened.
-        outcome.set(Phase::Begun);
+        outcome.set(StepPhase::Begun);
         Ok(StepReport {
             step: store.steps(),
             grad_norm: squared.sqrt(),

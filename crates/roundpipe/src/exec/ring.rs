@@ -19,7 +19,7 @@ use roundpipe_tensor::{Bytes, Device, Pins, Worker};
 use super::call::CallList;
 use super::copy_threads::CopyThreads;
 use super::launcher::Launcher;
-use super::queue::{Job, JobQueue};
+use super::queue::{JobQueue, StageJob};
 use crate::budget::WorkerBudget;
 use crate::devices::Devices;
 use crate::error::{Error, Result};
@@ -301,7 +301,7 @@ impl Ring {
     }
 
     /// Queues the jobs of one call (or of its backward), each on its worker.
-    pub(crate) fn submit(&self, jobs: Vec<(usize, Job)>) {
+    pub(crate) fn submit(&self, jobs: Vec<(usize, StageJob)>) {
         match &self.0.executor {
             Executor::Serial(launchers) => {
                 let mut launchers = lock(launchers);

@@ -35,7 +35,7 @@ pub(crate) struct LoadedLayer {
 }
 
 /// How a layer is run.
-pub(crate) enum Mode {
+pub(crate) enum LayerMode {
     /// Nothing is kept, no backward follows.
     Infer,
     /// Nothing is kept; a recompute follows.
@@ -69,16 +69,16 @@ impl LoadedLayer {
         worker: &Worker,
         training: bool,
         site: RngSite,
-        mode: Mode,
+        mode: LayerMode,
     ) -> Result<Cx> {
         let (cx, records) = match mode {
-            Mode::Infer => (Cx::new(worker, false, training), false),
-            Mode::Forward => (
+            LayerMode::Infer => (Cx::new(worker, false, training), false),
+            LayerMode::Forward => (
                 Cx::ahead(worker, training).with_recompute(Recompute::Later(None)),
                 false,
             ),
-            Mode::Record => (Cx::new(worker, true, training), true),
-            Mode::Recompute(saved) => (
+            LayerMode::Record => (Cx::new(worker, true, training), true),
+            LayerMode::Recompute(saved) => (
                 Cx::new(worker, true, training).with_recompute(Recompute::Now(saved)),
                 true,
             ),
@@ -104,10 +104,10 @@ impl LoadedLayer {
         worker: &Worker,
         training: bool,
         site: RngSite,
-        mode: Mode,
+        mode: LayerMode,
         input: &Tree<Activation>,
     ) -> Result<Ran> {
-        let repeats = matches!(mode, Mode::Recompute(_));
+        let repeats = matches!(mode, LayerMode::Recompute(_));
         let mut cx = self.context(worker, training, site, mode)?;
         let given = input.clone().try_map(|held| {
             if held.grad {

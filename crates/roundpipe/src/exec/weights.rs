@@ -16,7 +16,7 @@ use super::call::Call;
 use super::copy_threads::WeightUpload;
 use super::launcher::Launcher;
 use super::model::Model;
-use super::queue::Job;
+use super::queue::StageJob;
 use super::run_layer::LoadedLayer;
 use super::task::Task;
 use crate::config::Grain;
@@ -89,7 +89,11 @@ impl Launcher {
     ///
     /// # Errors
     /// When the worker has no room; nothing is requested then.
-    pub(super) fn request_weights(&mut self, job: &mut Job, beside: Option<u64>) -> Result<()> {
+    pub(super) fn request_weights(
+        &mut self,
+        job: &mut StageJob,
+        beside: Option<u64>,
+    ) -> Result<()> {
         if job.weights.is_some() {
             return Ok(());
         }
@@ -136,7 +140,7 @@ impl Launcher {
     /// A layer with its weights on the worker; waits for them the first time.
     pub(super) fn load_layer<'s>(
         &mut self,
-        job: &Job,
+        job: &StageJob,
         loaded: &'s mut LoadedLayers,
         task: &Task<'_>,
         layer: usize,
@@ -158,7 +162,12 @@ impl Launcher {
         }
     }
 
-    fn wait_weights(&mut self, job: &Job, task: &Task<'_>, layer: usize) -> Result<Vec<Tensor>> {
+    fn wait_weights(
+        &mut self,
+        job: &StageJob,
+        task: &Task<'_>,
+        layer: usize,
+    ) -> Result<Vec<Tensor>> {
         let sources = job.weights.as_ref().expect("weights are requested first");
         match &sources[&layer] {
             WeightSource::Host => self.alias_weights(job, task, layer),
@@ -172,7 +181,7 @@ impl Launcher {
     }
 
     /// Weights in host memory, once their version is published.
-    fn alias_weights(&self, job: &Job, task: &Task<'_>, layer: usize) -> Result<Vec<Tensor>> {
+    fn alias_weights(&self, job: &StageJob, task: &Task<'_>, layer: usize) -> Result<Vec<Tensor>> {
         let spec = task.spec();
         // The tickets stay with the job: its kernels read host memory until it ends.
         if let Some(tickets) = job.tickets.get(&layer) {

@@ -14,7 +14,7 @@ use roundpipe_tensor::{HostBuf, Keeper, ParamId};
 
 use super::layout::{Sizes, StoredParam, lay_out};
 use super::writes::Seen;
-use super::{LayerParams, Shared};
+use super::{LayerParams, StoreShared};
 use crate::config::Lag;
 use crate::error::Result;
 use crate::optim::fill_master;
@@ -27,7 +27,7 @@ pub struct StoreLayer {
     pub(super) sizes: Sizes,
     pub(super) homes: Vec<usize>,
     pub(super) versions: Versions,
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<StoreShared>,
     /// The slab of even versions, or the only one.
     pub(super) weights: HostBuf,
     /// `None` where frozen parameters stay in their own buffers.
@@ -51,7 +51,7 @@ impl StoreLayer {
         (name, named_params): LayerParams,
         homes: &mut HashMap<ParamId, (usize, usize)>,
         gate: &Arc<Gate>,
-        shared: &Arc<Shared>,
+        shared: &Arc<StoreShared>,
     ) -> Result<Self> {
         let config = &shared.config;
         let mut params = Vec::new();

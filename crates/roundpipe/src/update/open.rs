@@ -21,7 +21,7 @@ use roundpipe_tensor::{DType, HostBuf, bf16, f16};
 use super::Apply;
 use super::function::OptimParam;
 use crate::error::{Error, Result};
-use crate::optim::{Rule, Shared, Slabs, floats, floats_mut, floats_of};
+use crate::optim::{PassSettings, Rule, Slabs, floats, floats_mut, floats_of};
 use crate::store::StoredParam;
 use crate::sync::{lock, unpoisoned};
 use crate::version::WriteTicket;
@@ -36,7 +36,7 @@ pub(super) struct OpenLayer<'a> {
 impl OpenLayer<'_> {
     /// The rule's pass over each parameter; whether some elements kept their value.
     pub(super) fn update(&mut self, threads: &Threads, rule: Rule, apply: &Apply) -> Result<bool> {
-        let shared = Shared {
+        let shared = PassSettings {
             lr: apply.lr,
             step: apply.step,
             factor: apply.factor,
@@ -68,7 +68,12 @@ pub(super) struct OpenParam<'a> {
 
 impl OpenParam<'_> {
     /// The rule's pass, or none without a gradient.
-    pub(super) fn update(&mut self, threads: &Threads, rule: Rule, shared: Shared) -> Result<bool> {
+    pub(super) fn update(
+        &mut self,
+        threads: &Threads,
+        rule: Rule,
+        shared: PassSettings,
+    ) -> Result<bool> {
         if self.grads.is_empty() {
             self.keep();
             return Ok(false);

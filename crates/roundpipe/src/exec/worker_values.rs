@@ -14,8 +14,8 @@ use roundpipe_tensor::transfer::{Arrival, HostValue, Port};
 use super::call::Call;
 use super::launcher::Launcher;
 use super::run_layer::Activation;
+use super::stage_value::{Leaf, Resident, StageValue};
 use super::task::Task;
-use super::value::{Leaf, Resident, StageValue};
 use crate::budget::WorkerBudget;
 use crate::error::Result;
 use crate::tree::Tree;
@@ -179,7 +179,7 @@ impl KeptValues {
 
 /// When a value is needed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum When {
+pub(super) enum Needed {
     /// By the task under way, whose working memory has room for it.
     Now,
     /// By a later task: it comes early only where tasks do not need the room.
@@ -255,9 +255,9 @@ impl Launcher {
         &self,
         what: &str,
         value: &HostValue,
-        when: When,
+        when: Needed,
     ) -> roundpipe_tensor::Result<Incoming> {
-        if when == When::Now {
+        if when == Needed::Now {
             return self.port.receive(what, value).map(Incoming::Arriving);
         }
         let working = self.next_working();
@@ -348,7 +348,7 @@ impl Launcher {
         &mut self,
         task: &Task<'_>,
         value: StageValue,
-        when: When,
+        when: Needed,
     ) -> Result<Arriving> {
         value.try_map(|leaf| {
             let resident = leaf.resident.as_ref();
