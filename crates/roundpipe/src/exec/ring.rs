@@ -78,7 +78,7 @@ pub struct RingOptions {
     pub memory: Option<Bytes>,
     /// Bytes of activations that may stay on a worker; by default a tenth of its memory, or a
     /// quarter where weights are read in place.
-    pub keep: Option<Bytes>,
+    pub activation_budget: Option<Bytes>,
     /// How host memory for activations is pinned.
     pub pin: Pin,
     /// One job after another on the caller's thread: slow, and the oracle of the threaded executor.
@@ -133,7 +133,7 @@ impl Ring {
         let budget = |worker: &Worker| {
             let arena = worker.pool().capacity().0;
             let reads_host = worker.device().aliases_host();
-            let kept = options.keep.map(|bytes| bytes.0);
+            let kept = options.activation_budget.map(|bytes| bytes.0);
             WorkerBudget::new(arena, reads_host, kept)
         };
         let executor = if options.serial {
