@@ -251,9 +251,10 @@ struct PlanSearch<'a> {
 
 impl<'a> PlanSearch<'a> {
     fn new(kind: PlanKind, models: &'a [&'a LayerCosts], options: &'a AutoOptions) -> Self {
-        let cap_ms = match options.shared_compute {
-            true => f64::INFINITY,
-            false => slowest_ms(kind, models) * options.upper_threshold * SLACK,
+        let cap_ms = if options.shared_compute {
+            f64::INFINITY
+        } else {
+            slowest_ms(kind, models) * options.upper_threshold * SLACK
         };
         let cuts = |pass: Pass, stage: fn(&LayerCost) -> f64| {
             let one = |model: &&LayerCosts| {
@@ -690,9 +691,10 @@ impl<'a> PlanSearch<'a> {
     fn moved(&self, plans: &[ExecutePlan], run: &StageRun, up: bool) -> Option<Vec<ExecutePlan>> {
         let mut moved = plans.to_vec();
         let plan = &mut moved[run.model];
-        let (stages, cuts) = match run.backward {
-            true => (&mut plan.backward, &self.backward[run.model]),
-            false => (&mut plan.forward, &self.forward[run.model]),
+        let (stages, cuts) = if run.backward {
+            (&mut plan.backward, &self.backward[run.model])
+        } else {
+            (&mut plan.forward, &self.forward[run.model])
         };
         // Backward stages run from the last layer down.
         let count = stages.len();

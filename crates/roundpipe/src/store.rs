@@ -174,10 +174,14 @@ impl Store {
     /// # Errors
     /// When the system has no memory for the second version.
     pub fn data(&self, layer: usize, index: usize, version: u64) -> Result<HostBuf> {
-        let param = &self.layers[layer].params[index];
-        match param.trainable {
-            true => self.layers[param.home.0].working(param.home.1, version),
-            false => Ok(param.param.data()),
+        self.param_data(&self.layers[layer].params[index], version)
+    }
+
+    fn param_data(&self, param: &StoredParam, version: u64) -> Result<HostBuf> {
+        if param.trainable {
+            self.layers[param.home.0].working(param.home.1, version)
+        } else {
+            Ok(param.param.data())
         }
     }
 
@@ -248,12 +252,8 @@ impl Store {
             if own && (param.trainable || frozen.is_some()) {
                 continue;
             }
-            let data = match param.trainable {
-                true => self.layers[param.home.0].working(param.home.1, version)?,
-                false => param.param.data(),
-            };
             segments.push(Segment {
-                data,
+                data: self.param_data(param, version)?,
                 block_offset: param.block_offset,
             });
         }

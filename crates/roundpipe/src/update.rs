@@ -287,7 +287,8 @@ impl Store {
     pub fn weights_from_copies(&self) -> Result<()> {
         for param in self.handles()? {
             if let Some(master) = &param.master {
-                let (master, home) = (master.read_all()?, param.param.data());
+                let master = master.read_all()?;
+                let home = param.param.data();
                 let mut working = home.write(0..home.len())?;
                 let working = floats_mut(param.param.dtype(), &mut working);
                 optim::cast(

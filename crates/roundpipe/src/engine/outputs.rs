@@ -162,12 +162,13 @@ impl InputGrads {
         let grads = call.wait_input_grads("caller", microbatch);
         // The call's own error says more than that a value will not come.
         let grads = grads.map_err(|error| call.take_error().unwrap_or(error))?;
-        let host =
-            |host_value: &Option<HostValue>| host_value.as_ref().map(host_tensor).transpose();
         let leaves = self.leaves.clone().unwrap_or(0..grads.len());
-        let grads = grads[leaves].iter().map(host).collect::<Result<_>>()?;
+        let mut read = Vec::with_capacity(leaves.len());
+        for grad in &grads[leaves] {
+            read.push(grad.as_ref().map(host_tensor).transpose()?);
+        }
         call.confirm()?;
-        Ok(grads)
+        Ok(read)
     }
 }
 
@@ -249,11 +250,11 @@ pub(super) fn merged(how: &MergeOutput) -> MergeOutput {
 }
 
 pub(super) fn wait_outputs(call: &Call) -> Result<Vec<Tree<HostTensor>>> {
-    let wait = |m: usize| {
-        let value = call.wait_output("caller", m)?;
-        let output = to_host(&value)?;
+    let mut outputs = Vec::with_capacity(call.spec.microbatches);
+    for microbatch in 0..call.spec.microbatches {
+        let value = call.wait_output("caller", microbatch)?;
+        outputs.push(to_host(&value)?);
         call.confirm()?;
-        Ok(output)
-    };
-    (0..call.spec.microbatches).map(wait).collect()
+    }
+    Ok(outputs)
 }

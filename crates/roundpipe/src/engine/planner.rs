@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use roundpipe_tensor::{Bytes, DType, DeviceKind, HostTensor, LaneKind, Shape};
 
-use crate::budget::{CallNeeds, StageNeeds};
+use crate::budget::{CallNeeds, StageNeeds, WorkerBudget};
 use crate::config::{Grain, Resolved};
 use crate::cost::{CopyRates, LayerCosts, LayerTimes, Phase, Spec, WorkerSpeeds, model_costs};
 use crate::error::{Error, Result};
@@ -219,49 +219,57 @@ impl Planner {
     /// When a stage's weights and working memory do not fit together.
     fn needs(&self, key: &PlanKey, plan: &ExecutePlan, costs: &LayerCosts) -> Result<CallNeeds> {
         let budget = self.ring.least_budget();
-        let is_host = self.ring.is_host();
-        let layer_grain = key.grain == Grain::Layer;
         let stages = plan.stages(key.kind);
-        let stage_needs = |stage: &Stage| {
-            let layers = stage.layers.clone();
-            let weights = if is_host {
-                0
-            } else {
-                costs.bytes(layers.clone())
-            };
-            if !costs.know_memory() {
-                // Layers that look at values do not run on the meta device; the usual share holds.
-                let task = budget.task.min(budget.arena.saturating_sub(weights));
-                return StageNeeds {
-                    weights,
-                    task,
-                    sums: 0,
-                };
-            }
-            let sums = match stage.pass {
-                Pass::Forward => 0,
-                Pass::Backward | Pass::Fused => costs.grad_bytes(layers),
-            };
-            budget.stage_needs(weights, costs.task_bytes(stage, layer_grain), sums)
-        };
-        let needs: Vec<StageNeeds> = stages.iter().map(stage_needs).collect();
+        let needs: Vec<StageNeeds> = stages
+            .iter()
+            .map(|stage| self.stage_needs(&budget, stage, key.grain, costs))
+            .collect();
         let checked = budget.call_needs(needs.clone());
-        checked.map_err(|place| {
-            let Stage { layers, .. } = &stages[place];
-            let StageNeeds { weights, task, .. } = needs[place];
+        checked.map_err(|stage| {
+            let needs = needs[stage];
             let what = format!(
-                "stage {place} (layers {}..{}) needs {} of weights and {} to work in for one \
+                "stage {stage} (layers {}..{}) needs {} of weights and {} to work in for one \
                  microbatch, but a worker has {}; use more microbatches or shorter sequences, or \
                  reserve {}",
-                layers.start,
-                layers.end,
-                Bytes(weights),
-                Bytes(task),
+                stages[stage].layers.start,
+                stages[stage].layers.end,
+                Bytes(needs.weights),
+                Bytes(needs.task),
                 Bytes(budget.arena),
-                Bytes(needs[place].total()),
+                Bytes(needs.total()),
             );
             Error::config("memory", what)
         })
+    }
+
+    fn stage_needs(
+        &self,
+        budget: &WorkerBudget,
+        stage: &Stage,
+        grain: Grain,
+        costs: &LayerCosts,
+    ) -> StageNeeds {
+        let layers = stage.layers.clone();
+        let weights = if self.ring.is_host() {
+            0
+        } else {
+            costs.bytes(layers.clone())
+        };
+        if !costs.know_memory() {
+            // Layers that look at values do not run on the meta device; the usual share holds.
+            let task = budget.task.min(budget.arena.saturating_sub(weights));
+            return StageNeeds {
+                weights,
+                task,
+                sums: 0,
+            };
+        }
+        let sums = match stage.pass {
+            Pass::Forward => 0,
+            Pass::Backward | Pass::Fused => costs.grad_bytes(layers),
+        };
+        let task = costs.task_bytes(stage, grain == Grain::Layer);
+        budget.stage_needs(weights, task, sums)
     }
 
     /// What the search may assume: the machine as measured, and limits between those of the largest
@@ -373,11 +381,12 @@ impl PlannerState {
     fn known(&mut self, key: &PlanKey) -> Option<(ExecutePlan, CallNeeds)> {
         let planned = self.plans.get_mut(key)?;
         planned.calls += 1;
-        let is_time_to_look = planned.calls % LOOK_EVERY == 1;
-        let drift = self.times.drift(&planned.costs);
-        let drift = drift.max(self.rates.drift(&planned.rates));
-        if is_time_to_look && drift > DRIFT {
-            return None;
+        if planned.calls % LOOK_EVERY == 1 {
+            let of_times = self.times.drift(&planned.costs);
+            let of_rates = self.rates.drift(&planned.rates);
+            if of_times.max(of_rates) > DRIFT {
+                return None;
+            }
         }
         Some((planned.plan.clone(), planned.needs.clone()))
     }

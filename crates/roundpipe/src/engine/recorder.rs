@@ -63,17 +63,21 @@ impl CallRecorder {
             }
             self.trace.record(|| self.span(call, &piece, start, end));
         }
+        self.take_copies(call.spec.id);
+        self.note_copies(planner);
+    }
+
+    /// Takes the copies that were noted since the last call.
+    fn take_copies(&self, id: u64) {
         // Copies of other calls on the same workers are among them; the log does not tell them
         // apart, so they count for this call.
         let taken = self.ring.take_copies();
-        let id = call.spec.id;
         let pending = taken.into_iter().map(|(worker, copy)| PendingCopy {
             call: id,
             worker,
             copy,
         });
         self.copies().extend(pending);
-        self.note_copies(planner);
     }
 
     /// Waits for the copies that were noted, so that all of them are in the trace.

@@ -34,6 +34,7 @@ use crate::exec::queue::StageJob;
 use crate::exec::stage_value::Seed;
 use crate::plan::{ExecutePlan, PlanKind};
 use crate::tree::Tree;
+use crate::version::ReadTicket;
 
 /// What a call is to do.
 pub(crate) struct CallRequest {
@@ -265,25 +266,33 @@ impl Core {
 
     /// Queues the jobs of some stages, each with the right to read its weights.
     fn queue(&self, call: &Arc<Call>, stages: Range<usize>) {
-        let store = &self.model.store;
-        let version = call.spec.version;
         let mut jobs = Vec::with_capacity(stages.len());
         for stage in stages {
             // Tickets are taken here, not by the worker: from now on no update may overwrite the
             // version, however long the job waits in its queue.
-            let mut tickets = HashMap::new();
-            for layer in call.spec.stages[stage].layers.clone() {
-                // A shared parameter lives with the first layer that has it, and is updated there.
-                let homes = store.layer(layer).homes().iter();
-                let reserve = |home: &usize| store.layer(*home).versions().reserve(version);
-                tickets.insert(layer, homes.map(reserve).collect());
-            }
+            let tickets = self.tickets(call, stage);
             // For every job before the first is queued: one that ends early must not end the call.
             call.open_part();
             let job = StageJob::new(call.clone(), stage, tickets);
             jobs.push((call.spec.workers[stage], job));
         }
         self.ring.submit(jobs);
+    }
+
+    /// The right to read the weights of a stage's layers, by layer.
+    fn tickets(&self, call: &Call, stage: usize) -> HashMap<usize, Vec<ReadTicket>> {
+        let store = &self.model.store;
+        let mut tickets = HashMap::new();
+        for layer in call.spec.stages[stage].layers.clone() {
+            let mut of_layer = Vec::new();
+            // A shared parameter lives with the first layer that has it, and is updated there.
+            for home in store.layer(layer).homes() {
+                let versions = store.layer(*home).versions();
+                of_layer.push(versions.reserve(call.spec.version));
+            }
+            tickets.insert(layer, of_layer);
+        }
+        tickets
     }
 
     /// Queues the backward of a call whose forward was queued before.

@@ -12,7 +12,7 @@ use roundpipe_tensor::transfer::HostValue;
 
 use super::launcher::Launcher;
 use super::queue::StageJob;
-use super::run_layer::{Activation, LayerMode, Ran, Taped};
+use super::run_layer::{Activation, LayerMode, LoadedLayer, Ran, Taped};
 use super::stage_value::{Grads, SavedForRecompute, Seed};
 use super::task::Task;
 use super::weights::LoadedLayers;
@@ -112,15 +112,21 @@ impl Launcher {
             grads = self.timed(task, Some(layer), Category::Backward, || {
                 here.back(tape, grads)
             })?;
+            // From the first microbatch on, the sums stay until the job ends. After the only one
+            // they leave at once.
             if task.microbatch == 0 && !task.is_last() {
-                // The sums of gradients stay until the job ends.
-                for sum in here.sums.iter_mut().flatten() {
-                    let moved = self.moved_sum(sum);
-                    *sum = moved.map_err(|error| task.error(Some(layer), error))?;
-                }
+                let moved = self.move_sums(here);
+                moved.map_err(|error| task.error(Some(layer), error))?;
             }
         }
         Ok(grads)
+    }
+
+    fn move_sums(&self, here: &mut LoadedLayer) -> roundpipe_tensor::Result<()> {
+        for sum in here.sums.iter_mut().flatten() {
+            *sum = self.moved_sum(sum)?;
+        }
+        Ok(())
     }
 
     /// A sum of gradients, away from the working memory if there is room.
@@ -155,17 +161,13 @@ impl Launcher {
                 self.receive_saved(task, layer, &saved, Needed::Now)?
             }
         };
-        let land = |incoming: Incoming| {
-            let landed = self.landed(RECOMPUTE, incoming);
-            landed.map_err(|error| task.error(Some(layer), error))
-        };
         let mut data = Vec::with_capacity(saved.data.len());
-        for arrival in saved.data {
-            data.push(land(arrival)?);
+        for incoming in saved.data {
+            data.push(self.land_saved(task, layer, incoming)?);
         }
         let mut buffers = Vec::with_capacity(saved.buffers.len());
-        for (index, arrival) in saved.buffers {
-            buffers.push((index, land(arrival)?));
+        for (index, incoming) in saved.buffers {
+            buffers.push((index, self.land_saved(task, layer, incoming)?));
         }
         let here = self.load_layer(job, loaded, task, layer)?;
         // The forward saw these buffers; the next microbatch brings its own.
@@ -179,6 +181,11 @@ impl Launcher {
             LayerMode::Recompute(data),
             input,
         )
+    }
+
+    fn land_saved(&self, task: &Task<'_>, layer: usize, incoming: Incoming) -> Result<Tensor> {
+        let landed = self.landed(RECOMPUTE, incoming);
+        landed.map_err(|error| task.error(Some(layer), error))
     }
 
     // ---- what the forward saved ----

@@ -655,11 +655,15 @@ impl Call {
                 (PartEnd::Nothing, Vec::new())
             }
         });
-        if end == PartEnd::Nothing {
-            return;
+        if end == PartEnd::Commit {
+            self.commit(buffers);
         }
-        // Outside the lock, since both wait for the device. Reports come first: a call that fails
-        // for its data writes no buffer.
+    }
+
+    /// Writes buffers and ends the call, or fails it.
+    fn commit(&self, buffers: Vec<(Param, HostValue)>) {
+        // Outside the lock: buffers wait for their copies. Reports come first, since a call that
+        // fails for its data writes no buffer.
         if let Err(error) = self.data.check().and_then(|()| write_buffers(buffers)) {
             let of_device = error.is_of_device();
             let why = error.in_full();

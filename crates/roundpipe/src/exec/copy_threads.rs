@@ -189,28 +189,32 @@ fn try_upload(port: &Port, upload: WeightUpload) -> Result<()> {
         tickets,
     } = upload;
     let spec = &call.spec;
-    {
-        let who = format!("{} up", port.worker().device().id());
-        let what = "waiting for a new version of the weights";
-        let _on_board = spec.board.wait(&who, what);
-        for ticket in &tickets {
-            ticket.wait_readable(&call.abort)?;
-        }
-    }
-    let mut parts = Vec::new();
+    wait_published(port, &call, &tickets)?;
+    let mut segments = Vec::new();
     for segment in spec.model.store.segments(layer, spec.version)? {
-        parts.push(SlotSegment {
+        segments.push(SlotSegment {
             host: segment.data.read_all()?,
             offset: segment.block_offset as u64,
         });
     }
     let name = &spec.model.layers[layer].0;
-    let (weights, flight) = slot.fill(name, parts, CHUNK, port.log())?;
+    let (weights, flight) = slot.fill(name, segments, CHUNK, port.log())?;
     // Kernels may be queued behind the copy now; only the tickets wait for its end.
     call.put_weights(stage, layer, weights);
     flight.land()?;
     // The chunks have been read; the optimizer may write there now.
     drop(tickets);
+    Ok(())
+}
+
+/// Waits until the version that a call reads exists.
+fn wait_published(port: &Port, call: &Call, tickets: &[ReadTicket]) -> Result<()> {
+    let who = format!("{} up", port.worker().device().id());
+    let what = "waiting for a new version of the weights";
+    let _on_board = call.spec.board.wait(&who, what);
+    for ticket in tickets {
+        ticket.wait_readable(&call.abort)?;
+    }
     Ok(())
 }
 

@@ -57,13 +57,7 @@ impl Launcher {
         let spec = task.spec();
         let next = spec.stages.get(task.stage + 1);
         if next.is_none_or(|next| next.pass == Pass::Backward) {
-            let output = if spec.keeps_outputs {
-                value.map_ref(|activation| self.resident_output(activation))
-            } else {
-                self.send(task, &mut value, &[], Until::Later)?
-            };
-            task.call.put_output(task.microbatch, output);
-            return Ok(());
+            return self.give_output(task, value);
         }
         let is_saved = spec.saves(end);
         let until = if is_saved {
@@ -79,6 +73,17 @@ impl Launcher {
             task.call.save_input(end, task.microbatch, passed.clone());
         }
         task.call.pass_value(task.stage, task.microbatch, passed);
+        Ok(())
+    }
+
+    /// The output of the last forward stage is the caller's.
+    fn give_output(&mut self, task: &Task<'_>, mut value: Tree<Activation>) -> Result<()> {
+        let output = if task.spec().keeps_outputs {
+            value.map_ref(|activation| self.resident_output(activation))
+        } else {
+            self.send(task, &mut value, &[], Until::Later)?
+        };
+        task.call.put_output(task.microbatch, output);
         Ok(())
     }
 

@@ -184,7 +184,8 @@ impl Launcher {
         if pass != Pass::Forward
             && let Some(earlier) = call.adds_to()
         {
-            // The sums start from the gradients of that call.
+            // The sums start from the gradients of that call. Its jobs stand before this one in
+            // every queue, so the wait ends; if it failed, no step uses these sums (`recover.rs`).
             earlier.wait_end(&self.who);
         }
         let mut loaded = LoadedLayers::default();
@@ -231,20 +232,16 @@ impl Launcher {
         category: Category,
         work: impl FnOnce() -> roundpipe_tensor::Result<R>,
     ) -> Result<R> {
-        let stamp = || -> Result<Stamp> {
-            let lane = self.worker().device().lane(LaneKind::Compute);
-            lane.stamp().map_err(|error| task.error(layer, error))
-        };
         let label = TaskLabel(*task, layer);
         let _on_board = task.spec().board.enter(&self.who, label);
-        let from = stamp()?;
+        let from = self.stamp(task, layer)?;
         // A user's layer or loss function may panic. The error then names it.
         let done = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
             let what = if layer.is_some() { "layer" } else { "loss_fn" };
             Err(roundpipe_tensor::Error::invalid(what, panic_text(&*panic)))
         });
         let done = done.map_err(|error| task.error(layer, error))?;
-        let to = stamp()?;
+        let to = self.stamp(task, layer)?;
         task.call.note_time(Timed {
             worker: self.index,
             stage: task.stage,
@@ -255,6 +252,12 @@ impl Launcher {
             to,
         });
         Ok(done)
+    }
+
+    /// A point of the compute lane whose time can be read later.
+    fn stamp(&self, task: &Task<'_>, layer: Option<usize>) -> Result<Stamp> {
+        let lane = self.worker().device().lane(LaneKind::Compute);
+        lane.stamp().map_err(|error| task.error(layer, error))
     }
 
     // ---- the end of a job ----

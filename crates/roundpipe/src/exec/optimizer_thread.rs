@@ -258,11 +258,13 @@ impl OptimizerHandle {
             streak: streak.clone(),
         };
         let name = format!("{} optimizer", model.name);
-        let fail = |e| Error::config("threads", format!("cannot start the optimizer thread: {e}"));
         let thread = std::thread::Builder::new()
             .name(name)
             .spawn(move || thread_body.run(&to_do))
-            .map_err(fail)?;
+            .map_err(|error| {
+                let what = format!("cannot start the optimizer thread: {error}");
+                Error::config("threads", what)
+            })?;
         let id = thread.thread().id();
         Ok(Self {
             requests: Some(requests),
@@ -315,21 +317,24 @@ impl OptimizerThread {
             let step = step.unwrap_or_else(|panic| Err(Error::config("step", panic_text(&*panic))));
             match step {
                 Ok(report) => outcome.set(StepPhase::Done(report)),
-                Err(error) => {
-                    let why = format!("the optimizer step before it failed: {error}");
-                    // Calls that wait for this version fail first: once the step has `Failed`, a
-                    // caller may submit new ones. A call that comes in between sees `Failing`.
-                    outcome.set(StepPhase::Failing);
-                    // Engines that read these weights wait for what was asked for; that is no more
-                    // than there is now.
-                    let store = &self.model.store;
-                    store.set_asked(store.layer(0).versions().current());
-                    self.call_list.fail_from(next_call, &why);
-                    outcome.set(StepPhase::Failed(Some(error)));
-                }
+                Err(error) => self.fail_step(&outcome, next_call, error),
             }
             self.board.tick();
         }
+    }
+
+    /// Fails a step and the calls that were submitted after it.
+    fn fail_step(&self, outcome: &Outcome, next_call: u64, error: Error) {
+        let why = format!("the optimizer step before it failed: {error}");
+        // Calls that wait for this version fail first: once the step has `Failed`, a caller may
+        // submit new ones. A call that comes in between sees `Failing`.
+        outcome.set(StepPhase::Failing);
+        // Engines that read these weights wait for what was asked for; that is no more than there
+        // is now.
+        let store = &self.model.store;
+        store.set_asked(store.layer(0).versions().current());
+        self.call_list.fail_from(next_call, &why);
+        outcome.set(StepPhase::Failed(Some(error)));
     }
 
     fn step(
@@ -436,7 +441,6 @@ impl OptimizerThread {
         outcome: &Outcome,
     ) -> Result<StepReport> {
         let store = &self.model.store;
-        let layers = 0..store.layers().len();
         let step = store.steps() + u64::from(!decision.skip);
         let apply = Apply {
             step,
@@ -454,21 +458,8 @@ impl OptimizerThread {
         // The first layer is about to change: from here on the step is made, and a caller at lag 0
         // may go on.
         outcome.set(StepPhase::Begun);
-        let mut first_partial = None;
-        for layer in layers {
-            let start = self.trace.now_ns();
-            // A step that has begun is finished, however long a user holds a parameter.
-            let kept = self.patiently(None, || match decision.skip {
-                true => store.skip(layer, version, &never).map(|()| false),
-                false => store.apply(layer, &apply, &never),
-            })?;
-            if kept {
-                first_partial.get_or_insert(layer);
-            }
-            self.note(layer, version, start);
-        }
+        let first_partial = self.apply_layers(decision.skip, &apply, &never)?;
         store.set_steps(step);
-        let partial = first_partial.is_some();
         match first_partial {
             Some(layer) => self.streak.add(format!(
                 "the first is the update of {}",
@@ -484,8 +475,31 @@ impl OptimizerThread {
             step,
             grad_norm: decision.grad_norm,
             skipped: decision.skip,
-            partial,
+            partial: first_partial.is_some(),
         })
+    }
+
+    /// Updates layer by layer, or leaves all as they are; the first layer of which some elements
+    /// kept their value because the new one was not finite.
+    fn apply_layers(&self, skip: bool, apply: &Apply, never: &Abort) -> Result<Option<usize>> {
+        let store = &self.model.store;
+        let mut first_partial = None;
+        for layer in 0..store.layers().len() {
+            let start = self.trace.now_ns();
+            // A step that has begun is finished, however long a user holds a parameter.
+            let kept = self.patiently(None, || {
+                if skip {
+                    store.skip(layer, apply.next_version, never)?;
+                    return Ok(false);
+                }
+                store.apply(layer, apply, never)
+            })?;
+            if kept {
+                first_partial.get_or_insert(layer);
+            }
+            self.note(layer, apply.next_version, start);
+        }
+        Ok(first_partial)
     }
 
     fn call(

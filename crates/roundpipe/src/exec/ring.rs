@@ -257,14 +257,11 @@ impl Ring {
 
     /// The copies noted since the last call, with their workers.
     pub(crate) fn take_copies(&self) -> Vec<(usize, CopyRecord)> {
-        let of = |(worker, port): (usize, &Arc<Port>)| {
-            port.log()
-                .take()
-                .into_iter()
-                .map(move |moved| (worker, moved))
-                .collect::<Vec<_>>()
-        };
-        self.0.ports.iter().enumerate().flat_map(of).collect()
+        let mut taken = Vec::new();
+        for (worker, port) in self.0.ports.iter().enumerate() {
+            taken.extend(port.log().take().into_iter().map(|copy| (worker, copy)));
+        }
+        taken
     }
 
     /// Whether the calling thread is one of the ring's, or runs a job of it.
@@ -292,12 +289,11 @@ impl Ring {
         if !self.0.calls.active().is_empty() {
             return;
         }
-        let has_failed = |port: &&Arc<Port>| port.worker().device().has_failed();
-        self.0
-            .ports
-            .iter()
-            .filter(has_failed)
-            .for_each(|port| self.0.calls.drain(port));
+        for port in &self.0.ports {
+            if port.worker().device().has_failed() {
+                self.0.calls.drain(port);
+            }
+        }
     }
 
     /// Queues the jobs of one call (or of its backward), each on its worker.

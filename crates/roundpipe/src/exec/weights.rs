@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use roundpipe_tensor::transfer::{HostValue, Slot};
-use roundpipe_tensor::{DType, Shape, Tensor};
+use roundpipe_tensor::{DType, HostBuf, Shape, Tensor};
 
 use super::call::Call;
 use super::copy_threads::WeightUpload;
@@ -22,6 +22,7 @@ use super::task::Task;
 use crate::config::Grain;
 use crate::error::Result;
 use crate::plan::Pass;
+use crate::store::StoredParam;
 
 /// Where a job finds a layer's weights. It is decided once, when they are requested: a user's write
 /// after that moment must not change the source.
@@ -182,14 +183,8 @@ impl Launcher {
 
     /// Weights in host memory, once their version is published.
     fn alias_weights(&self, job: &StageJob, task: &Task<'_>, layer: usize) -> Result<Vec<Tensor>> {
+        self.wait_published(job, task, layer)?;
         let spec = task.spec();
-        // The tickets stay with the job: its kernels read host memory until it ends.
-        if let Some(tickets) = job.tickets.get(&layer) {
-            let _on_board = spec.board.wait(&self.who, "waiting for a layer's weights");
-            for ticket in tickets {
-                ticket.wait_readable(&task.call.abort)?;
-            }
-        }
         let stored = spec.model.store.layer(layer);
         let mut tensors = Vec::new();
         for (index, param) in stored.params().iter().enumerate() {
@@ -198,6 +193,20 @@ impl Launcher {
             tensors.push(tensor.map_err(|error| task.error(Some(layer), error))?);
         }
         Ok(tensors)
+    }
+
+    /// Waits until the version that a job reads exists.
+    fn wait_published(&self, job: &StageJob, task: &Task<'_>, layer: usize) -> Result<()> {
+        // The tickets stay with the job: its kernels read host memory until it ends.
+        let Some(tickets) = job.tickets.get(&layer) else {
+            return Ok(());
+        };
+        let board = &task.spec().board;
+        let _on_board = board.wait(&self.who, "waiting for a layer's weights");
+        for ticket in tickets {
+            ticket.wait_readable(&task.call.abort)?;
+        }
+        Ok(())
     }
 
     /// Weights in their slot, once their upload is queued; kernels wait for the copy.
@@ -251,15 +260,17 @@ impl Launcher {
             let Some(grad) = stored.grad_range(index)? else {
                 continue;
             };
-            let param = &stored.params()[index];
-            let start = || {
-                let grad = HostValue::given(grad, param.grad_dtype, param.shape)?;
-                let here = self.port.receive("gradient so far", &grad)?.land()?;
-                // A sum is written to, so it must be memory of the worker's own.
-                self.worker().copied_long(&here, param.dtype.accumulator())
-            };
-            *sum = Some(start().map_err(|error| task.error(Some(layer), error))?);
+            let started = self.start_sum(&stored.params()[index], grad);
+            *sum = Some(started.map_err(|error| task.error(Some(layer), error))?);
         }
         Ok(sums)
+    }
+
+    /// A sum on the worker that starts from a stored gradient.
+    fn start_sum(&self, param: &StoredParam, grad: HostBuf) -> roundpipe_tensor::Result<Tensor> {
+        let grad = HostValue::given(grad, param.grad_dtype, param.shape)?;
+        let here = self.port.receive("gradient so far", &grad)?.land()?;
+        // A sum is written to, so it must be memory of the worker's own.
+        self.worker().copied_long(&here, param.dtype.accumulator())
     }
 }

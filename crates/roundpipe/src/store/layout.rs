@@ -58,7 +58,8 @@ impl StoredParam {
         home: (usize, usize),
         config: &StoreConfig,
     ) -> Result<Self> {
-        let (dtype, trainable) = (param.dtype(), param.is_trainable() && !config.inference);
+        let dtype = param.dtype();
+        let trainable = param.is_trainable() && !config.inference;
         // The offset comes with the layout.
         let master = (trainable && needs_master(&name, dtype)?).then_some(0);
         let grad_dtype = config.grad_dtype.unwrap_or(dtype);

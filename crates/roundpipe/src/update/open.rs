@@ -79,7 +79,8 @@ impl OpenParam<'_> {
             return Ok(false);
         }
         self.start_copy(threads)?;
-        let (dtype, decays) = (self.stored.dtype, self.stored.decays);
+        let dtype = self.stored.dtype;
+        let decays = self.stored.decays;
         let (master, mut working) = match &mut self.master {
             None => (self.working.as_mut_slice::<f32>(), None),
             Some(master) => (
@@ -206,7 +207,8 @@ impl OpenParam<'_> {
         match at {
             None => Ok(()),
             Some(at) => {
-                let (name, value) = (&self.stored.name, self.values()[at]);
+                let value = self.values()[at];
+                let name = &self.stored.name;
                 let what = format!(
                     "it set element {at} of {name} to {value}, which is not finite as {dtype}"
                 );
