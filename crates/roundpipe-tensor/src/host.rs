@@ -318,8 +318,8 @@ impl HostBuf {
     /// Where `dtype` `shape` lies in this memory, dense and from `first_byte` on.
     ///
     /// # Errors
-    /// As [`Shape::place`].
-    pub(crate) fn place(
+    /// As [`Shape::byte_range`].
+    pub(crate) fn byte_range(
         &self,
         op: &'static str,
         first_byte: usize,
@@ -327,14 +327,14 @@ impl HostBuf {
         shape: &Shape,
     ) -> Result<Range<usize>> {
         let memory = self.addr()..self.addr() + self.len() as u64;
-        let bytes = shape.place(op, dtype, memory, first_byte as u64)?;
+        let bytes = shape.byte_range(op, dtype, memory, first_byte as u64)?;
         Ok(bytes.start as usize..bytes.end as usize)
     }
 
-    /// As [`HostBuf::place`] from the first byte to the last.
+    /// As [`HostBuf::byte_range`] from the first byte to the last.
     ///
     /// # Errors
-    /// As [`Shape::place`], and when bytes are left over.
+    /// As [`Shape::byte_range`], and when bytes are left over.
     pub(crate) fn place_all(&self, op: &'static str, dtype: DType, shape: &Shape) -> Result<()> {
         let need = shape.numel() * dtype.size();
         if need != self.len() {
@@ -343,7 +343,7 @@ impl HostBuf {
                 format!("{dtype} {shape} needs {need} bytes, not {}", self.len()),
             ));
         }
-        self.place(op, 0, dtype, shape).map(drop)
+        self.byte_range(op, 0, dtype, shape).map(drop)
     }
 
     /// Address of the first byte; who copies there must keep others away by other means than

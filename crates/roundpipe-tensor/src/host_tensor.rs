@@ -55,7 +55,7 @@ impl HostTensor {
     /// element.
     pub fn within(buf: HostBuf, first_byte: usize, dtype: DType, dims: &[usize]) -> Result<Self> {
         let shape = Shape::new(dims)?;
-        buf.place(NAME, first_byte, dtype, &shape)?;
+        buf.byte_range(NAME, first_byte, dtype, &shape)?;
         Ok(Self {
             buf,
             first_byte,

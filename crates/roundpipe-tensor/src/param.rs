@@ -23,10 +23,10 @@ const NAME: &str = "parameter";
 
 /// Weights, or a buffer that no gradient reaches. Cloning shares it: a tied weight is a clone.
 #[derive(Debug, Clone)]
-pub struct Param(Arc<Inner>);
+pub struct Param(Arc<ParamInner>);
 
 #[derive(Debug)]
-struct Inner {
+struct ParamInner {
     shape: Shape,
     dtype: DType,
     data: RwLock<HostBuf>,
@@ -62,7 +62,7 @@ impl Param {
         data.place_all(NAME, dtype, &shape)?;
         let data = RwLock::new(data);
         let (trainable, keeper) = (AtomicBool::new(true), RwLock::new(None));
-        Ok(Self(Arc::new(Inner {
+        Ok(Self(Arc::new(ParamInner {
             shape,
             dtype,
             data,

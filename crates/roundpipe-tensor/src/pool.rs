@@ -44,7 +44,7 @@ pub const ALIGN: u64 = 256;
 pub struct Pool {
     device: Arc<dyn Device>,
     arena: Arena,
-    state: Mutex<State>,
+    state: Mutex<PoolState>,
 }
 
 /// The two ends of an arena.
@@ -67,7 +67,7 @@ struct Region {
 }
 
 #[derive(Default)]
-struct State {
+struct PoolState {
     short: Region,
     long: Region,
     used: u64,
@@ -126,7 +126,7 @@ impl Pool {
         Ok(Arc::new(Self {
             device,
             arena,
-            state: Mutex::new(State::default()),
+            state: Mutex::new(PoolState::default()),
         }))
     }
 
@@ -172,14 +172,14 @@ impl Pool {
         bytes: u64,
         beside: Option<u64>,
     ) -> Result<Block> {
-        let place = self.place(end, op, bytes, beside)?;
+        let place = self.find_place(end, op, bytes, beside)?;
         let block = Block {
             pool: self.clone(),
             place,
             lent: false,
         };
         if bytes > 0 {
-            // SAFETY: `place` gave this piece of the device's arena to this block alone.
+            // SAFETY: `find_place` gave this piece of the device's arena to this block alone.
             unsafe { self.device.handing_out(op, block.addr(), place.bytes)? };
         }
         Ok(block)
@@ -277,7 +277,13 @@ impl Pool {
         self.lock().aside.push(Aside { place, free });
     }
 
-    fn place(&self, end: End, op: &'static str, bytes: u64, beside: Option<u64>) -> Result<Place> {
+    fn find_place(
+        &self,
+        end: End,
+        op: &'static str,
+        bytes: u64,
+        beside: Option<u64>,
+    ) -> Result<Place> {
         if bytes == 0 {
             return Ok(Place {
                 end,
@@ -287,7 +293,7 @@ impl Pool {
         }
         let cap = self.usable();
         let size = bytes.checked_next_multiple_of(ALIGN);
-        let take = |state: &mut State| size.and_then(|size| state.take(end, size, cap, beside));
+        let take = |state: &mut PoolState| size.and_then(|size| state.take(end, size, cap, beside));
         let mut state = self.lock();
         let mut found = take(&mut state);
         if found.is_none() && !state.aside.is_empty() {
@@ -335,7 +341,7 @@ impl Pool {
         if place.bytes == 0 {
             return;
         }
-        // SAFETY: blocks come from `place` and are released once, by their owner or out of those
+        // SAFETY: blocks come from `find_place` and are released once, by their owner or out of those
         // set aside.
         unsafe { self.device.freed(self.addr(place), place.bytes) };
         let mut state = self.lock();
@@ -366,7 +372,7 @@ impl Pool {
         state.high_water = state.span();
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, PoolState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -377,7 +383,7 @@ impl fmt::Debug for Pool {
     }
 }
 
-impl State {
+impl PoolState {
     fn region(&mut self, end: End) -> &mut Region {
         match end {
             End::Short => &mut self.short,

@@ -9,7 +9,8 @@
 pub struct RngSite {
     /// The run's seed.
     pub seed: u64,
-    /// Optimizer step.
+    /// Which forward: a plain loop counts its steps, the engine its training calls, of which a step
+    /// may have several.
     pub step: u64,
     /// Microbatch within the step.
     pub microbatch: u32,

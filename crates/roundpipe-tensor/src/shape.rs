@@ -6,7 +6,7 @@
 //! # Invariants
 //! - The elements of every [`Shape`] can be counted, and so can their bytes in any type: a shape is
 //!   made by [`Shape::new`] or out of one that was, without growing.
-//! - Bytes become elements in one place, [`Shape::place`]: all code that shows memory as a type
+//! - Bytes become elements in one place, [`Shape::byte_range`]: all code that shows memory as a type
 //!   and a shape asks it.
 
 use std::fmt;
@@ -170,7 +170,7 @@ impl Shape {
     /// # Errors
     /// [`Error::Invalid`] naming `op` when they reach past the end or their addresses do not suit
     /// the type.
-    pub(crate) fn place(
+    pub(crate) fn byte_range(
         &self,
         op: &'static str,
         dtype: DType,
@@ -424,7 +424,7 @@ mod tests {
     #[test]
     fn elements_are_placed_inside_and_aligned() {
         let two = shape(&[2]);
-        let place = |memory, first| two.place("test", DType::F32, memory, first).ok();
+        let place = |memory, first| two.byte_range("test", DType::F32, memory, first).ok();
         assert_eq!(
             (place(64..72, 0), place(64..80, 8)),
             (Some(0..8), Some(8..16))
@@ -446,10 +446,13 @@ mod tests {
             (None, None, Some(2..10))
         );
         assert!(
-            shape(&[0]).place("test", DType::F64, 4..4, 0).is_err(),
+            shape(&[0]).byte_range("test", DType::F64, 4..4, 0).is_err(),
             "nor may nothing lie crooked"
         );
-        assert_eq!(shape(&[5]).place("test", DType::U8, 3..9, 1).unwrap(), 1..6);
+        assert_eq!(
+            shape(&[5]).byte_range("test", DType::U8, 3..9, 1).unwrap(),
+            1..6
+        );
     }
 
     #[test]

@@ -638,7 +638,7 @@ unsafe impl Lane for SimLane {
             let what = format!(
                 "wait for event {} of {}",
                 event.mark.seq,
-                state.place(event.mark.lane)
+                state.lane_label(event.mark.lane)
             );
             if let Some(error) =
                 state.strike(FaultKind::Wait, Some(self.number), self.worker(), &what)

@@ -100,7 +100,7 @@ impl Tensor {
         shape: Shape,
     ) -> Result<Self> {
         let memory = storage.addr()..storage.addr() + storage.bytes();
-        shape.place("tensor", dtype, memory, first_byte)?;
+        shape.byte_range("tensor", dtype, memory, first_byte)?;
         let size = dtype.size() as u64;
         if !first_byte.is_multiple_of(size) {
             let what =

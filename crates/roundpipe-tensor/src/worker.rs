@@ -314,7 +314,7 @@ impl Worker {
             );
             return Err(Error::invalid(OP, what));
         }
-        let bytes = buf.place(OP, 0, dtype, &shape)?;
+        let bytes = buf.byte_range(OP, 0, dtype, &shape)?;
         Tensor::from_host(buf.read(bytes)?, self.pool().clone(), dtype, shape)
     }
 }

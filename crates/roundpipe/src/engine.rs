@@ -178,7 +178,8 @@ impl<M> Deref for RoundPipe<M> {
 
 impl<M> std::fmt::Debug for RoundPipe<M> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (layers, workers) = (self.core.model.layers.len(), self.core.ring.len());
+        let layers = self.core.model.layers.len();
+        let workers = self.core.ring.len();
         write!(
             f,
             "RoundPipe({}, {layers} layers on {workers} workers)",

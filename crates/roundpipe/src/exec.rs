@@ -2,7 +2,7 @@
 //!
 //! The path of one microbatch: the [`launcher`] of a stage's worker receives what the previous stage
 //! passed on, runs the layers ([`forward`], [`backward`], [`run_layer`]) and hands on what the next
-//! stage needs ([`values`]). All values of a call meet in [`call`]. Weights come in and gradients go
+//! stage needs ([`worker_values`]). All values of a call meet in [`call`]. Weights come in and gradients go
 //! out beside it ([`weights`], [`copy_threads`]); the optimizer follows when all gradients have
 //! landed ([`optimizer_thread`]). [`ring`] owns the threads, or none: the serial executor runs the
 //! same jobs one after another on the caller's thread, and is the oracle of the threaded one.
@@ -34,7 +34,7 @@ pub(crate) mod optimizer_thread;
 pub(crate) mod queue;
 pub mod ring;
 pub(crate) mod run_layer;
+pub(crate) mod stage_value;
 mod task;
-pub(crate) mod value;
-mod values;
 mod weights;
+mod worker_values;

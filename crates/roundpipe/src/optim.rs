@@ -29,7 +29,7 @@ pub enum Rule {
 
 /// What all parameters share in one update, beside the rule.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Shared {
+pub(crate) struct PassSettings {
     /// Learning rate; stands in for the rule's own.
     pub lr: f64,
     /// From 1 on.
@@ -81,7 +81,7 @@ impl Rule {
         };
         self.check(
             &threads,
-            Shared {
+            PassSettings {
                 lr,
                 step: 1,
                 factor: 1.0,
@@ -90,7 +90,7 @@ impl Rule {
     }
 
     /// Refuses settings that no pass would accept.
-    pub(crate) fn check(self, threads: &Threads, shared: Shared) -> Result<()> {
+    pub(crate) fn check(self, threads: &Threads, shared: PassSettings) -> Result<()> {
         let mut moments = vec![[0.0f32; 0]; self.moments()];
         let moments = moments.iter_mut().map(|moment| &mut moment[..]).collect();
         let slabs = Slabs {
@@ -107,11 +107,11 @@ impl Rule {
     pub(crate) fn update(
         self,
         threads: &Threads,
-        shared: Shared,
+        shared: PassSettings,
         decays: bool,
         slabs: Slabs<'_>,
     ) -> Result<bool> {
-        let Shared { lr, step, factor } = shared;
+        let PassSettings { lr, step, factor } = shared;
         let Slabs {
             grad,
             master,

@@ -47,10 +47,10 @@ impl Default for ScalerState {
 
 /// The scale of losses and gradients; cloning shares it.
 #[derive(Debug, Clone)]
-pub struct GradScaler(Arc<Mutex<Inner>>);
+pub struct GradScaler(Arc<Mutex<ScalerInner>>);
 
 #[derive(Debug)]
-struct Inner {
+struct ScalerInner {
     state: ScalerState,
     /// Updates since the start or the last restore.
     version: u64,
@@ -83,7 +83,7 @@ impl GradScaler {
     }
 
     fn start(state: ScalerState) -> Self {
-        Self(Arc::new(Mutex::new(Inner::start(state))))
+        Self(Arc::new(Mutex::new(ScalerInner::start(state))))
     }
 
     /// What losses are multiplied with after all updates so far; 1 when disabled.
@@ -157,16 +157,16 @@ impl GradScaler {
     /// As [`GradScaler::new`]; nothing changes then.
     pub fn restore(&self, state: ScalerState) -> Result<()> {
         check(&state)?;
-        *self.lock() = Inner::start(state);
+        *self.lock() = ScalerInner::start(state);
         Ok(())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, ScalerInner> {
         lock(&self.0)
     }
 }
 
-impl Inner {
+impl ScalerInner {
     fn start(state: ScalerState) -> Self {
         Self {
             state,

@@ -155,7 +155,7 @@ impl ExecutePlan {
             model.check()?;
             check_memory(kind, model, options)?;
         }
-        let mut search = Search::new(kind, models, options);
+        let mut search = PlanSearch::new(kind, models, options);
         if options.shared_compute {
             return Ok(search.least_work_plans());
         }
@@ -200,7 +200,7 @@ fn check_memory(kind: PlanKind, model: &LayerCosts, options: &AutoOptions) -> Re
 
 /// How many stages everything has; the cuts follow from it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Shape {
+struct PlanShape {
     /// First layer of the last model's fused stage, or its number of layers.
     fused_at: usize,
     /// Stages per model.
@@ -232,33 +232,34 @@ impl Candidate {
 }
 
 /// Neighbouring cuts of one model and direction.
-struct Run {
+struct StageRun {
     model: usize,
     backward: bool,
     cuts: Range<usize>,
 }
 
-struct Search<'a> {
+struct PlanSearch<'a> {
     kind: PlanKind,
     models: &'a [&'a LayerCosts],
     options: &'a AutoOptions,
     cap_ms: f64,
-    forward: Vec<Cuts>,
-    backward: Vec<Cuts>,
+    forward: Vec<StageCuts>,
+    backward: Vec<StageCuts>,
     /// Even cuts by (backward, model, end, stages, order); many candidates share them.
     memo: HashMap<(bool, usize, usize, usize, Order), Vec<usize>>,
 }
 
-impl<'a> Search<'a> {
+impl<'a> PlanSearch<'a> {
     fn new(kind: PlanKind, models: &'a [&'a LayerCosts], options: &'a AutoOptions) -> Self {
-        let cap_ms = match options.shared_compute {
-            true => f64::INFINITY,
-            false => slowest_ms(kind, models) * options.upper_threshold * SLACK,
+        let cap_ms = if options.shared_compute {
+            f64::INFINITY
+        } else {
+            slowest_ms(kind, models) * options.upper_threshold * SLACK
         };
         let cuts = |pass: Pass, stage: fn(&LayerCost) -> f64| {
             let one = |model: &&LayerCosts| {
                 let times: Vec<f64> = model.layers.iter().map(stage).collect();
-                Cuts::new(&times, cap_ms, |layers| options.fits(pass, model, layers))
+                StageCuts::new(&times, cap_ms, |layers| options.fits(pass, model, layers))
             };
             models.iter().map(one).collect::<Vec<_>>()
         };
@@ -276,7 +277,7 @@ impl<'a> Search<'a> {
     }
 
     /// Stage counts worth replaying.
-    fn shapes(&self) -> Vec<Shape> {
+    fn shapes(&self) -> Vec<PlanShape> {
         let mut scored = Vec::new();
         for fused_at in self.fused_starts() {
             for stage_ms in self.stage_times(fused_at) {
@@ -296,7 +297,7 @@ impl<'a> Search<'a> {
         let mut seen = HashSet::new();
         scored.retain(|(_, shape)| seen.insert(shape.clone()));
         scored.truncate(KEPT);
-        let kept: Vec<Shape> = scored.into_iter().map(|(_, shape)| shape).collect();
+        let kept: Vec<PlanShape> = scored.into_iter().map(|(_, shape)| shape).collect();
         let mut all = kept.clone();
         for distance in 1..=REACH {
             for shape in &kept {
@@ -344,10 +345,10 @@ impl<'a> Search<'a> {
     }
 
     /// The fewest stages that all keep `stage_ms`.
-    fn shape(&self, fused_at: usize, stage_ms: f64) -> Option<Shape> {
+    fn shape(&self, fused_at: usize, stage_ms: f64) -> Option<PlanShape> {
         let last = self.models.len() - 1;
-        let counts = |cuts: &[Cuts]| {
-            let count = |(model, cuts): (usize, &Cuts)| {
+        let counts = |cuts: &[StageCuts]| {
+            let count = |(model, cuts): (usize, &StageCuts)| {
                 cuts.fewest(
                     if model == last {
                         fused_at
@@ -366,21 +367,21 @@ impl<'a> Search<'a> {
             PlanKind::Infer => vec![0; self.models.len()],
             _ => counts(&self.backward)?,
         };
-        Some(Shape {
+        Some(PlanShape {
             fused_at,
             forward: counts(&self.forward)?,
             backward,
         })
     }
 
-    fn stages(&self, shape: &Shape) -> usize {
+    fn stages(&self, shape: &PlanShape) -> usize {
         let fused = usize::from(self.kind == PlanKind::Fused);
         shape.forward.iter().sum::<usize>() + shape.backward.iter().sum::<usize>() + fused
     }
 
     /// The paper's estimate of a step, with the fused stage's own time: it may be far longer than
     /// the others. Overlapping steps have no fill and drain.
-    fn score(&self, shape: &Shape, stage_ms: f64) -> f64 {
+    fn score(&self, shape: &PlanShape, stage_ms: f64) -> f64 {
         let Setting {
             devices,
             microbatches,
@@ -403,9 +404,9 @@ impl<'a> Search<'a> {
     /// The same with `distance` stages of the last model more or less, in any mix of forward and
     /// backward: one common stage time is a rule of thumb, and shorter stages can fit the ring
     /// better.
-    fn around(&self, shape: &Shape, distance: isize) -> Vec<Shape> {
+    fn around(&self, shape: &PlanShape, distance: isize) -> Vec<PlanShape> {
         let last = self.models.len() - 1;
-        let counts = |cuts: &[Cuts], count: usize, by: isize| {
+        let counts = |cuts: &[StageCuts], count: usize, by: isize| {
             let count = count.checked_add_signed(by)?;
             let row = cuts[last]
                 .slowest_ms
@@ -475,7 +476,7 @@ impl<'a> Search<'a> {
     }
 
     /// Plans and what they take on a processor of their own.
-    fn alone(&self, shape: &Shape, plans: Vec<ExecutePlan>) -> Candidate {
+    fn alone(&self, shape: &PlanShape, plans: Vec<ExecutePlan>) -> Candidate {
         let setting = Setting {
             devices: 1,
             speeds: Vec::new(),
@@ -490,7 +491,7 @@ impl<'a> Search<'a> {
 
     /// The shape that computes least, then with the fewest stages: the longest fused stage with
     /// which `wanted` stages can be reached, and what fits for the rest.
-    fn least_work(&self, wanted: usize) -> Shape {
+    fn least_work(&self, wanted: usize) -> PlanShape {
         let mut starts = self.fused_starts();
         starts.sort_unstable();
         let shape = |fused_at: &usize| self.shape(*fused_at, f64::INFINITY);
@@ -501,11 +502,11 @@ impl<'a> Search<'a> {
         let first = shapes
             .next()
             .expect("a fused stage of one layer always fits");
-        let enough = |shape: &Shape| self.stages(shape) >= wanted;
+        let enough = |shape: &PlanShape| self.stages(shape) >= wanted;
         if enough(&first) {
             return first;
         }
-        let more = |best: Shape, next: Shape| {
+        let more = |best: PlanShape, next: PlanShape| {
             if enough(&best) || self.stages(&next) <= self.stages(&best) {
                 best
             } else {
@@ -517,7 +518,7 @@ impl<'a> Search<'a> {
 
     /// More stages where they have the most layers, until there are as many as wanted or one per
     /// layer.
-    fn widened(&self, mut shape: Shape, wanted: usize) -> Shape {
+    fn widened(&self, mut shape: PlanShape, wanted: usize) -> PlanShape {
         while self.stages(&shape) < wanted {
             let last = self.models.len() - 1;
             let layers = |model: usize| {
@@ -555,7 +556,7 @@ impl<'a> Search<'a> {
     }
 
     /// The plans whose replayed step is shortest.
-    fn best(&mut self, shapes: Vec<Shape>) -> Vec<ExecutePlan> {
+    fn best(&mut self, shapes: Vec<PlanShape>) -> Vec<ExecutePlan> {
         let shapes = self.compared(shapes);
         let mut budget = POLISH_TASKS;
         let mut best: Option<Candidate> = None;
@@ -571,9 +572,9 @@ impl<'a> Search<'a> {
     }
 
     /// Shapes by their replayed step, shortest first.
-    fn compared(&mut self, shapes: Vec<Shape>) -> Vec<Shape> {
+    fn compared(&mut self, shapes: Vec<PlanShape>) -> Vec<PlanShape> {
         let mut budget = COMPARE_TASKS;
-        let mut compared: Vec<(f64, usize, Shape)> = Vec::with_capacity(shapes.len());
+        let mut compared: Vec<(f64, usize, PlanShape)> = Vec::with_capacity(shapes.len());
         for shape in shapes {
             let stages = self.stages(&shape);
             let plans = self.plans(&shape, Order::ShortFirst, Order::ShortFirst);
@@ -592,7 +593,7 @@ impl<'a> Search<'a> {
     }
 
     /// The first shapes in all orders of short and long stages, the shortest step first.
-    fn ordered(&mut self, shapes: Vec<Shape>) -> Vec<Candidate> {
+    fn ordered(&mut self, shapes: Vec<PlanShape>) -> Vec<Candidate> {
         let steady = self.steady();
         let orders = [Order::ShortFirst, Order::LongFirst];
         let mut budget = ORDER_TASKS;
@@ -664,7 +665,7 @@ impl<'a> Search<'a> {
 
     /// Runs of neighbouring cuts that polishing may move together, short runs first. Cut `i` lies
     /// between the stages `i` and `i + 1` in layer order; the fused stage stays as it is.
-    fn movable(&self, plans: &[ExecutePlan]) -> Vec<Run> {
+    fn movable(&self, plans: &[ExecutePlan]) -> Vec<StageRun> {
         let mut runs = Vec::new();
         for (model, plan) in plans.iter().enumerate() {
             let fused = usize::from(self.kind == PlanKind::Fused && model + 1 == plans.len());
@@ -674,7 +675,7 @@ impl<'a> Search<'a> {
             ] {
                 for first in 1..stages {
                     let ends = first..stages.min(first + LONGEST_RUN);
-                    runs.extend(ends.map(|last| Run {
+                    runs.extend(ends.map(|last| StageRun {
                         model,
                         backward,
                         cuts: first - 1..last,
@@ -687,12 +688,13 @@ impl<'a> Search<'a> {
     }
 
     /// The plans with a run of cuts one layer up or down, if all stages still keep their bounds.
-    fn moved(&self, plans: &[ExecutePlan], run: &Run, up: bool) -> Option<Vec<ExecutePlan>> {
+    fn moved(&self, plans: &[ExecutePlan], run: &StageRun, up: bool) -> Option<Vec<ExecutePlan>> {
         let mut moved = plans.to_vec();
         let plan = &mut moved[run.model];
-        let (stages, cuts) = match run.backward {
-            true => (&mut plan.backward, &self.backward[run.model]),
-            false => (&mut plan.forward, &self.forward[run.model]),
+        let (stages, cuts) = if run.backward {
+            (&mut plan.backward, &self.backward[run.model])
+        } else {
+            (&mut plan.forward, &self.forward[run.model])
         };
         // Backward stages run from the last layer down.
         let count = stages.len();
@@ -733,7 +735,7 @@ impl<'a> Search<'a> {
         usize::from(self.options.asynchronous)
     }
 
-    /// What [`Search::step_ms`] replays, and what it takes to prepare that, in tasks.
+    /// What [`PlanSearch::step_ms`] replays, and what it takes to prepare that, in tasks.
     fn tasks(&self, stages: usize, steady: usize) -> usize {
         let (warm_up, measured) = self.options.setting.sample(self.lag(), steady);
         let steps = warm_up + measured;
@@ -743,7 +745,7 @@ impl<'a> Search<'a> {
 
     /// Even cuts for a shape. Backward runs from the last layer, so its order is that of the layers
     /// reversed.
-    fn plans(&mut self, shape: &Shape, forward: Order, backward: Order) -> Vec<ExecutePlan> {
+    fn plans(&mut self, shape: &PlanShape, forward: Order, backward: Order) -> Vec<ExecutePlan> {
         let last = self.models.len() - 1;
         let mut plans = Vec::with_capacity(self.models.len());
         for model in 0..=last {
@@ -818,7 +820,7 @@ fn fused_ms(costs: &LayerCosts, start: usize) -> f64 {
 }
 
 /// All ways to cut the first layers of a model, for one direction.
-struct Cuts {
+struct StageCuts {
     /// Time of the layers before each layer.
     until_ms: Vec<f64>,
     /// First layer that a stage ending at a layer may have.
@@ -828,7 +830,7 @@ struct Cuts {
     slowest_ms: Vec<Vec<f64>>,
 }
 
-impl Cuts {
+impl StageCuts {
     /// `fits` must hold for every part of a range that it holds for. A single layer is always
     /// allowed: the caller has refused one that is too large.
     fn new(times: &[f64], cap_ms: f64, fits: impl Fn(Range<usize>) -> bool) -> Self {
@@ -967,7 +969,7 @@ mod tests {
                 .map(|layer| ((layer * 7 + seed * 5) % 11) as u64)
                 .collect();
             let (cap_ms, cap_bytes) = (16.0 + (seed % 20) as f64, 10 + (seed % 15) as u64);
-            let cuts = Cuts::new(&times, cap_ms, |layers| {
+            let cuts = StageCuts::new(&times, cap_ms, |layers| {
                 bytes[layers].iter().sum::<u64>() <= cap_bytes
             });
             let mut best = [f64::INFINITY; 8];

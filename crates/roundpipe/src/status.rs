@@ -28,32 +28,32 @@ const SHORTEST_LOOK: Duration = Duration::from_millis(1);
 /// The lines of all threads of an engine. Clones share them.
 #[derive(Debug, Clone, Default)]
 pub struct Board {
-    shared: Arc<Shared>,
+    shared: Arc<BoardInner>,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
+struct BoardInner {
     progress: AtomicU64,
-    entries: Mutex<Vec<Arc<Entry>>>,
+    entries: Mutex<Vec<Arc<BoardEntry>>>,
 }
 
 #[derive(Debug)]
-struct Entry {
+struct BoardEntry {
     who: String,
-    levels: Mutex<Vec<Level>>,
+    levels: Mutex<Vec<StatusLevel>>,
 }
 
 /// One status of a name; guards that nest have one each. A level that is over keeps its buffer for
 /// the next.
 #[derive(Debug)]
-struct Level {
+struct StatusLevel {
     active: bool,
     waiting: bool,
     what: String,
     since: Instant,
 }
 
-impl Level {
+impl StatusLevel {
     fn set(&mut self, waiting: bool, what: impl fmt::Display) {
         self.what.clear();
         // Only a broken `Display` can fail; what it wrote so far is better than no status.
@@ -62,7 +62,7 @@ impl Level {
     }
 }
 
-impl Entry {
+impl BoardEntry {
     /// The innermost status.
     fn line(&self, now: Instant) -> Option<StatusLine> {
         let levels = lock(&self.levels);
@@ -92,30 +92,30 @@ impl Board {
         Self::default()
     }
 
-    /// A thread's place under its name: the same name has the same place.
-    pub fn place(&self, who: &str) -> Place {
+    /// A thread's row under its name: the same name has the same row.
+    pub fn row(&self, who: &str) -> BoardRow {
         let mut entries = lock(&self.shared.entries);
         let known = entries.iter().find(|entry| entry.who == who).cloned();
         let entry = known.unwrap_or_else(|| {
-            let entry = Arc::new(Entry {
+            let entry = Arc::new(BoardEntry {
                 who: who.to_string(),
                 levels: Mutex::default(),
             });
             entries.push(entry.clone());
             entry
         });
-        Place { entry }
+        BoardRow { entry }
     }
 
     /// `who` does something until the guard is dropped. A thread that does this often keeps its
-    /// [`Board::place`]; `format_args!` saves the text's allocation.
+    /// [`Board::row`]; `format_args!` saves the text's allocation.
     pub fn enter(&self, who: &str, what: impl fmt::Display) -> Guard {
-        self.place(who).enter(what)
+        self.row(who).enter(what)
     }
 
     /// `who` waits for something until the guard is dropped.
     pub fn wait(&self, who: &str, what: impl fmt::Display) -> Guard {
-        self.place(who).wait(what)
+        self.row(who).wait(what)
     }
 
     /// Something was finished.
@@ -148,11 +148,11 @@ impl Board {
 
 /// A name on a board.
 #[derive(Debug, Clone)]
-pub struct Place {
-    entry: Arc<Entry>,
+pub struct BoardRow {
+    entry: Arc<BoardEntry>,
 }
 
-impl Place {
+impl BoardRow {
     /// It does something until the guard is dropped.
     pub fn enter(&self, what: impl fmt::Display) -> Guard {
         self.status(false, what)
@@ -171,7 +171,7 @@ impl Place {
             .map_or(0, |top| top + 1);
         if level == levels.len() {
             let (what, since) = (String::new(), Instant::now());
-            levels.push(Level {
+            levels.push(StatusLevel {
                 active: true,
                 waiting,
                 what,
@@ -190,7 +190,7 @@ impl Place {
 #[derive(Debug)]
 #[must_use = "the status lasts as long as its guard"]
 pub struct Guard {
-    entry: Arc<Entry>,
+    entry: Arc<BoardEntry>,
     level: usize,
 }
 
@@ -415,15 +415,15 @@ mod tests {
     #[test]
     fn setting_a_status_reuses_its_buffer() {
         let board = Board::new();
-        let place = board.place("host");
-        drop(place.enter("microbatch 10000"));
-        let buffer = || lock(&place.entry.levels)[0].what.as_ptr();
+        let row = board.row("host");
+        drop(row.enter("microbatch 10000"));
+        let buffer = || lock(&row.entry.levels)[0].what.as_ptr();
         let before = buffer();
         for microbatch in 0..100 {
-            let _guard = place.wait(format_args!("microbatch {microbatch}"));
+            let _guard = row.wait(format_args!("microbatch {microbatch}"));
             assert_eq!(buffer(), before);
         }
-        assert_eq!(lock(&place.entry.levels).len(), 1);
+        assert_eq!(lock(&row.entry.levels).len(), 1);
     }
 
     /// One line per name, with what and how long.
@@ -504,10 +504,10 @@ mod tests {
             .checked_sub(LATE)
             .expect("the clock is older than that");
         watch.moved = long_ago;
-        let place = board.place("host");
-        let guard = place.wait("waiting");
+        let row = board.row("host");
+        let guard = row.wait("waiting");
         assert_eq!(watch.look(), None, "the wait is new");
-        lock(&place.entry.levels)[0].since = long_ago;
+        lock(&row.entry.levels)[0].since = long_ago;
         board.tick();
         assert_eq!(watch.look(), None, "progress is new");
         watch.moved = long_ago;
@@ -515,8 +515,8 @@ mod tests {
         assert_eq!(watch.look(), None, "told already");
         drop(guard);
         assert_eq!(watch.look(), None);
-        let _again = place.wait("waiting again");
-        lock(&place.entry.levels)[0].since = long_ago;
+        let _again = row.wait("waiting again");
+        lock(&row.entry.levels)[0].since = long_ago;
         assert!(
             watch.look().is_some(),
             "after a time without waits, a stall is a new one"

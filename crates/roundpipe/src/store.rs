@@ -54,12 +54,12 @@ pub(crate) type LayerParams = (String, Vec<(String, Param)>);
 pub struct Store {
     layers: Vec<StoreLayer>,
     gate: Arc<Gate>,
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<StoreShared>,
     steps: AtomicU64,
 }
 
 /// What all layers of a store use.
-pub(crate) struct Shared {
+pub(crate) struct StoreShared {
     config: StoreConfig,
     pub(crate) threads: Threads,
     keeper: Arc<StoreKeeper>,
@@ -121,7 +121,7 @@ impl Store {
             claimable(&layers)?
         };
         let keeper = Arc::new(StoreKeeper::new(&config.name, &gate, trained));
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(StoreShared {
             config,
             threads,
             keeper,
@@ -132,6 +132,8 @@ impl Store {
         for (index, layer) in layers.into_iter().enumerate() {
             let layer = StoreLayer::new(index, layer, &mut homes, &gate, &shared)?;
             for (at, param) in layer.params.iter().enumerate() {
+                // The last layer first: the order in which a shared parameter's gradients are
+                // summed.
                 users.entry(param.home).or_default().insert(0, (index, at));
             }
             stored.push(layer);
@@ -172,10 +174,14 @@ impl Store {
     /// # Errors
     /// When the system has no memory for the second version.
     pub fn data(&self, layer: usize, index: usize, version: u64) -> Result<HostBuf> {
-        let param = &self.layers[layer].params[index];
-        match param.trainable {
-            true => self.layers[param.home.0].working(param.home.1, version),
-            false => Ok(param.param.data()),
+        self.param_data(&self.layers[layer].params[index], version)
+    }
+
+    fn param_data(&self, param: &StoredParam, version: u64) -> Result<HostBuf> {
+        if param.trainable {
+            self.layers[param.home.0].working(param.home.1, version)
+        } else {
+            Ok(param.param.data())
         }
     }
 
@@ -246,12 +252,8 @@ impl Store {
             if own && (param.trainable || frozen.is_some()) {
                 continue;
             }
-            let data = match param.trainable {
-                true => self.layers[param.home.0].working(param.home.1, version)?,
-                false => param.param.data(),
-            };
             segments.push(Segment {
-                data,
+                data: self.param_data(param, version)?,
                 block_offset: param.block_offset,
             });
         }

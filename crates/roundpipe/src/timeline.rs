@@ -177,7 +177,7 @@ impl Setting {
 
 /// One microbatch in one stage.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Task {
+pub struct TimelineTask {
     /// Where it ran.
     pub device: usize,
     /// When it began.
@@ -198,7 +198,7 @@ pub struct Task {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Timeline {
     /// Every task, in the order they were decided; each device's tasks are in the order they ran.
-    pub tasks: Vec<Task>,
+    pub tasks: Vec<TimelineTask>,
     /// Devices, idle ones included.
     pub devices: usize,
     /// From one step to the next.
@@ -525,7 +525,7 @@ pub(crate) fn ring(
     setting: &Setting,
     lag: usize,
     steps: usize,
-    mut seen: impl FnMut(Task),
+    mut seen: impl FnMut(TimelineTask),
 ) -> Vec<f64> {
     let mut lanes = vec![Lanes::default(); setting.devices];
     let passes: Vec<Pass> = stages.iter().map(|stage| stage.pass).collect();
@@ -565,7 +565,7 @@ pub(crate) fn ring(
                     at_ms = body_start_ms + body_ms;
                     now[microbatch] = at_ms;
                     let microbatch = first + microbatch;
-                    seen(Task {
+                    seen(TimelineTask {
                         device,
                         start_ms,
                         end_ms: at_ms,
@@ -585,7 +585,7 @@ pub(crate) fn ring(
 
 /// One entry of a bound schedule's list for a device.
 #[derive(Debug, Clone, Copy)]
-struct Entry {
+struct ListedTask {
     pass: Pass,
     stage: usize,
     microbatch: usize,
@@ -630,12 +630,12 @@ fn bound(
                 let (start_ms, end_ms) = (body_ms - ahead_ms, body_ms + rest_ms);
                 free_ms[device] = end_ms;
                 done.set(entry, end_ms);
-                let Entry {
+                let ListedTask {
                     pass,
                     stage,
                     microbatch,
                 } = entry;
-                tasks.push(Task {
+                tasks.push(TimelineTask {
                     device,
                     start_ms,
                     end_ms,
@@ -713,15 +713,15 @@ fn check_bound(
 }
 
 /// What `device` does, in order.
-fn list(schedule: Schedule, stages: usize, device: usize, setting: &Setting) -> Vec<Entry> {
+fn list(schedule: Schedule, stages: usize, device: usize, setting: &Setting) -> Vec<ListedTask> {
     let (devices, microbatches) = (setting.devices, setting.microbatches);
     let local = stages / devices;
-    let forward = |stage, microbatch| Entry {
+    let forward = |stage, microbatch| ListedTask {
         pass: Pass::Forward,
         stage,
         microbatch,
     };
-    let backward = |stage, microbatch| Entry {
+    let backward = |stage, microbatch| ListedTask {
         pass: Pass::Backward,
         stage,
         microbatch,
@@ -780,7 +780,7 @@ impl Done {
         }
     }
 
-    fn place(&self, pass: Pass, stage: usize, microbatch: usize) -> usize {
+    fn index_of(&self, pass: Pass, stage: usize, microbatch: usize) -> usize {
         let half = if pass == Pass::Forward {
             0
         } else {
@@ -789,20 +789,21 @@ impl Done {
         (half + stage) * self.microbatches + microbatch
     }
 
-    fn set(&mut self, entry: Entry, end_ms: f64) {
-        let place = self.place(entry.pass, entry.stage, entry.microbatch);
-        self.ends_ms[place] = Some(end_ms);
+    fn set(&mut self, entry: ListedTask, end_ms: f64) {
+        let index = self.index_of(entry.pass, entry.stage, entry.microbatch);
+        self.ends_ms[index] = Some(end_ms);
     }
 
     /// When the input exists and the stage that made it; nothing if it was not made yet.
-    fn input(&self, entry: Entry) -> Option<(f64, Option<usize>)> {
+    fn input(&self, entry: ListedTask) -> Option<(f64, Option<usize>)> {
         let (pass, stage) = match entry.pass {
             Pass::Forward if entry.stage == 0 => return Some((0.0, None)),
             Pass::Forward => (Pass::Forward, entry.stage - 1),
             _ if entry.stage + 1 == self.stages => (Pass::Forward, entry.stage),
             _ => (Pass::Backward, entry.stage + 1),
         };
-        self.ends_ms[self.place(pass, stage, entry.microbatch)].map(|end_ms| (end_ms, Some(stage)))
+        self.ends_ms[self.index_of(pass, stage, entry.microbatch)]
+            .map(|end_ms| (end_ms, Some(stage)))
     }
 }
 
@@ -828,7 +829,11 @@ fn bound_stage(
 }
 
 /// The layer over whose output a bound task's input comes.
-fn border_into<'a>(entry: Entry, stages: &[Range<usize>], costs: &'a LayerCosts) -> &'a LayerCost {
+fn border_into<'a>(
+    entry: ListedTask,
+    stages: &[Range<usize>],
+    costs: &'a LayerCosts,
+) -> &'a LayerCost {
     let range = &stages[entry.stage];
     let border = if entry.pass == Pass::Forward {
         range.start

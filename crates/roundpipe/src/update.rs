@@ -29,7 +29,7 @@ pub use self::function::{OptimHandle, OptimParam, OptimParams};
 use self::open::{OpenLayer, OpenParam, each_chunk};
 use crate::error::{Error, Result};
 pub(crate) use crate::optim::{Decision, Update};
-use crate::optim::{Rule, Shared, StepReport, floats, floats_mut};
+use crate::optim::{PassSettings, Rule, StepReport, floats, floats_mut};
 use crate::store::{Store, StoredParam};
 use crate::version::Abort;
 
@@ -99,7 +99,7 @@ impl Store {
     /// # Errors
     /// [`Error::Config`] without a rule; settings that it does not accept.
     pub fn check(&self, apply: &Apply) -> Result<()> {
-        let shared = Shared {
+        let shared = PassSettings {
             lr: apply.lr,
             step: apply.step,
             factor: apply.factor,
@@ -287,7 +287,8 @@ impl Store {
     pub fn weights_from_copies(&self) -> Result<()> {
         for param in self.handles()? {
             if let Some(master) = &param.master {
-                let (master, home) = (master.read_all()?, param.param.data());
+                let master = master.read_all()?;
+                let home = param.param.data();
                 let mut working = home.write(0..home.len())?;
                 let working = floats_mut(param.param.dtype(), &mut working);
                 optim::cast(
@@ -321,6 +322,8 @@ impl Store {
     /// Waits for the right to write a layer's next version and takes every guard an update needs.
     fn open(&self, layer: usize, next_version: u64, abort: &Abort) -> Result<OpenLayer<'_>> {
         let here = &self.layers()[layer];
+        // The ticket before the guards: readers of the version that is overwritten hold the same
+        // memory.
         let ticket = here.versions().wait_writable(next_version, abort)?;
         let two = here.versions().slabs() == 2;
         let all = |buf: HostBuf| buf.write(0..buf.len());
@@ -387,11 +390,14 @@ impl Store {
             ticket,
             params,
         } = open;
+        // The write guards first: a reader that the new version wakes would find the slab busy.
         drop(params);
         let here = &self.layers()[layer];
         for (index, param) in here.own_trainable() {
             param.param.rehome(here.working(index, ticket.version())?)?;
             for &(layer, index) in &param.users {
+                // Before the version is published: from then on the next step's gradients may land
+                // (rule 5 of `version.rs`).
                 self.layers()[layer].set_filled(index, false);
             }
         }

@@ -35,19 +35,19 @@ pub struct Aborted;
 
 /// What all layers of a store wait at.
 pub struct Gate {
-    state: Mutex<State>,
+    state: Mutex<GateState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
-    layers: Vec<Layer>,
+struct GateState {
+    layers: Vec<LayerVersions>,
     waiting: Vec<Waiting>,
     next_wait: u64,
 }
 
 #[derive(Default)]
-struct Layer {
+struct LayerVersions {
     /// The newest published version.
     version: u64,
     /// The version that a writer writes or waits to write.
@@ -73,10 +73,10 @@ pub struct Waiting {
 impl Gate {
     /// A gate for `layers` layers, all at version 0.
     pub fn new(layers: usize) -> Arc<Self> {
-        let layers = (0..layers).map(|_| Layer::default()).collect();
-        let state = Mutex::new(State {
+        let layers = (0..layers).map(|_| LayerVersions::default()).collect();
+        let state = Mutex::new(GateState {
             layers,
-            ..State::default()
+            ..GateState::default()
         });
         Arc::new(Self {
             state,
@@ -100,7 +100,7 @@ impl Gate {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, GateState> {
         // A panic elsewhere leaves counts that are whole: each is changed in one statement.
         unpoisoned(self.state.lock())
     }
@@ -110,8 +110,8 @@ impl Gate {
         &self,
         abort: &Abort,
         (layer, what, version): (usize, &'static str, u64),
-        ready: impl Fn(&Layer) -> bool,
-    ) -> Result<MutexGuard<'_, State>, Aborted> {
+        ready: impl Fn(&LayerVersions) -> bool,
+    ) -> Result<MutexGuard<'_, GateState>, Aborted> {
         let mut state = self.lock();
         let mut listed = None;
         loop {
@@ -273,7 +273,8 @@ impl Versions {
             version: v,
         };
         let slabs = self.slabs;
-        let free = |layer: &Layer| layer.tickets.iter().all(|(version, _)| version + slabs > v);
+        let free =
+            |layer: &LayerVersions| layer.tickets.iter().all(|(version, _)| version + slabs > v);
         drop(
             self.gate
                 .wait(abort, (self.layer, "readers of an old version", v), free)?,
@@ -286,7 +287,7 @@ impl Versions {
     /// # Errors
     /// [`Aborted`].
     pub fn wait_grad_free(&self, s: u64, abort: &Abort) -> Result<(), Aborted> {
-        let free = |layer: &Layer| layer.version + 1 >= s;
+        let free = |layer: &LayerVersions| layer.version + 1 >= s;
         self.gate
             .wait(
                 abort,

@@ -52,7 +52,7 @@ fn engine(model: Sequential, lag: Lag) -> RoundPipe {
     let plan = ExecutePlan::from_sizes(PlanKind::Fused, &[2, 2, 2], &[2, 2, 2, 2]);
     let options = RingOptions {
         memory: Some(Bytes::mib(256)),
-        keep: Some(Bytes(0)),
+        activation_budget: Some(Bytes(0)),
         ..RingOptions::default()
     };
     RoundPipe::builder(model)

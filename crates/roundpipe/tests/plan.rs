@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
 use proptest::prelude::*;
-use roundpipe::timeline::{EarlyWork, Task};
+use roundpipe::timeline::{EarlyWork, TimelineTask};
 use roundpipe::{
     AutoOptions, ExecutePlan, LayerCost, LayerCosts, Pass, PlanKind, Schedule, Setting, Stage,
     Timeline, simulate, simulate_models,
@@ -903,13 +903,13 @@ fn found_plans_are_close_to_the_best() {
 }
 
 /// Tasks of one microbatch in neighbouring stages.
-fn chains(timeline: &Timeline) -> Vec<(Task, Task)> {
+fn chains(timeline: &Timeline) -> Vec<(TimelineTask, TimelineTask)> {
     let tasks: HashMap<_, _> = timeline
         .tasks
         .iter()
         .map(|task| ((task.stage, task.microbatch), *task))
         .collect();
-    let next = |(&(stage, microbatch), task): (&(usize, usize), &Task)| {
+    let next = |(&(stage, microbatch), task): (&(usize, usize), &TimelineTask)| {
         tasks
             .get(&(stage + 1, microbatch))
             .map(|later| (*task, *later))

@@ -1056,7 +1056,7 @@ fn a_pin_reaches_the_ring() {
     for pin in [Pin::Off, Pin::Alloc] {
         let options = RingOptions {
             memory: Some(Bytes::mib(16)),
-            keep: Some(Bytes(0)),
+            activation_budget: Some(Bytes(0)),
             ..RingOptions::default()
         };
         let devices = SimWorld::seeded(3).unwrap().workers(2);

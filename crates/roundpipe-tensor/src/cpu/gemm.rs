@@ -459,7 +459,7 @@ impl<T: GemmElement, O: SumTarget<T::Sum>> PackedBlock<'_, T, O> {
                 local_bytes
             },
         );
-        let (ptr, row) = self.place(&rows, &cols, &mut local);
+        let (ptr, row) = self.tile_target(&rows, &cols, &mut local);
         let alpha = T::Sum::of(if O::IS_SUM { self.product.alpha } else { 1.0 });
         let add = !first || O::IS_SUM && self.start(&rows, &cols);
         let dest = Dest {
@@ -489,7 +489,7 @@ impl<T: GemmElement, O: SumTarget<T::Sum>> PackedBlock<'_, T, O> {
     }
 
     /// Where the sums of a tile go: first element, and elements from a row to the next.
-    fn place(
+    fn tile_target(
         &self,
         rows: &Range<usize>,
         cols: &Range<usize>,

@@ -166,10 +166,10 @@ pub(super) fn note() -> Option<String> {
 
 /// Plans of cuDNN by case, and a handle per stream.
 #[derive(Default)]
-pub(crate) struct AttentionPlans(Mutex<State>);
+pub(crate) struct AttentionPlans(Mutex<PlansState>);
 
 #[derive(Default)]
-struct State {
+struct PlansState {
     /// By the stream's address.
     handles: HashMap<usize, CudnnHandle>,
     /// Refusals are remembered, for making a plan takes up to a second.
@@ -196,7 +196,7 @@ impl AttentionPlans {
     }
 }
 
-impl State {
+impl PlansState {
     /// Sees to a handle that queues on the stream.
     fn attach(&mut self, stream: Stream) -> std::result::Result<(), Refused> {
         // An address may be that of a newer stream than the handle was made for.

@@ -251,7 +251,7 @@ impl State {
     }
 
     /// A lane for people.
-    pub fn place(&self, lane: usize) -> String {
+    pub fn lane_label(&self, lane: usize) -> String {
         format!(
             "{} {}",
             self.lanes[lane].device,
@@ -280,7 +280,7 @@ impl State {
             Some(lane) => format!(
                 "{what} (item {} of {})",
                 self.lanes[lane].next,
-                self.place(lane)
+                self.lane_label(lane)
             ),
             None => what.to_owned(),
         };
@@ -395,7 +395,7 @@ impl State {
         format!(
             "{what} (item {} of {})",
             self.lanes[lane].next,
-            self.place(lane)
+            self.lane_label(lane)
         )
         .into()
     }
@@ -729,7 +729,7 @@ impl State {
             let ItemWork::Wait(mark) = &item.work else {
                 return None;
             };
-            let (who, whom) = (self.place(lane), self.place(mark.lane));
+            let (who, whom) = (self.lane_label(lane), self.lane_label(mark.lane));
             Some(format!(
                 "{who} waits at item {} for event {} of {whom}",
                 item.seq, mark.seq
@@ -738,12 +738,12 @@ impl State {
         let host = format!(
             "the host waits for event {} of {}",
             wanted.seq,
-            self.place(wanted.lane)
+            self.lane_label(wanted.lane)
         );
         let lost = self
             .lost
             .iter()
-            .map(|(m, _)| format!("event {} of {} was lost", m.seq, self.place(m.lane)));
+            .map(|(m, _)| format!("event {} of {} was lost", m.seq, self.lane_label(m.lane)));
         let what: Vec<String> = std::iter::once(host).chain(waits).chain(lost).collect();
         let what = format!("dead-lock: {}", what.join("; "));
         // Waits refer to records queued before them, so only a lost event can stop all lanes.

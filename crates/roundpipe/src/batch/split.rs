@@ -91,10 +91,10 @@ pub fn split_label(
         SplitLabel::Auto => (auto(label, "label"), true),
         SplitLabel::Spec(spec) => (by_spec(LABEL, label, spec, "label")?, false),
     };
-    let sizes = || leaves.iter().filter_map(Leaf::size);
+    let sizes = || leaves.iter().filter_map(SplitLeaf::size);
     let cuts = match batch.filter(|batch| *batch > 0) {
         Some(batch) if batch >= n && sizes().all(|size| size > 0 && size % batch == 0) => {
-            Cuts { batch, parts: n }
+            EvenCuts { batch, parts: n }
         }
         Some(batch)
             if exact
@@ -156,13 +156,13 @@ fn by_function(parts: Vec<HostInputs>, n: usize) -> Result<Split<HostInputs>> {
 }
 
 /// A tensor among the inputs and where it is cut; no axis means that it is repeated.
-struct Leaf {
+struct SplitLeaf {
     path: String,
     shape: Shape,
     axis: Option<usize>,
 }
 
-impl Leaf {
+impl SplitLeaf {
     fn size(&self) -> Option<usize> {
         self.axis.map(|axis| self.shape[axis])
     }
@@ -178,10 +178,10 @@ impl Leaf {
 }
 
 /// Rule 1: whatever has dimensions is cut along the first.
-fn auto(tree: &Tree<HostTensor>, path: &str) -> Vec<Leaf> {
+fn auto(tree: &Tree<HostTensor>, path: &str) -> Vec<SplitLeaf> {
     let leaf = |(path, tensor): (String, &HostTensor)| {
         let shape = *tensor.shape();
-        Leaf {
+        SplitLeaf {
             path,
             shape,
             axis: (shape.rank() > 0).then_some(0),
@@ -195,7 +195,7 @@ fn auto(tree: &Tree<HostTensor>, path: &str) -> Vec<Leaf> {
 }
 
 /// Rule 3: named tensors follow the batch of the positional ones.
-fn auto_inputs(inputs: &HostInputs) -> Result<Vec<Leaf>> {
+fn auto_inputs(inputs: &HostInputs) -> Result<Vec<SplitLeaf>> {
     let args = inputs.args.iter().enumerate();
     let mut leaves: Vec<_> = args
         .flat_map(|(i, arg)| auto(arg, &format!("args[{i}]")))
@@ -205,7 +205,7 @@ fn auto_inputs(inputs: &HostInputs) -> Result<Vec<Leaf>> {
         .iter()
         .flat_map(|(name, value)| auto(value, &format!("named.{name}")))
         .collect();
-    let batch = match leaves.iter().filter_map(Leaf::size).min() {
+    let batch = match leaves.iter().filter_map(SplitLeaf::size).min() {
         Some(batch) => Some(batch),
         None => named_batch(&named)?,
     };
@@ -217,8 +217,8 @@ fn auto_inputs(inputs: &HostInputs) -> Result<Vec<Leaf>> {
 }
 
 /// The one size other than 1 along dimension 0; 1 when there is no other.
-fn named_batch(leaves: &[Leaf]) -> Result<Option<usize>> {
-    let mut found: Option<&Leaf> = None;
+fn named_batch(leaves: &[SplitLeaf]) -> Result<Option<usize>> {
+    let mut found: Option<&SplitLeaf> = None;
     for leaf in leaves.iter().filter(|leaf| leaf.axis.is_some()) {
         match found {
             Some(other)
@@ -236,14 +236,14 @@ fn named_batch(leaves: &[Leaf]) -> Result<Option<usize>> {
             _ => found = Some(leaf),
         }
     }
-    Ok(found.and_then(Leaf::size))
+    Ok(found.and_then(SplitLeaf::size))
 }
 
 fn spec_inputs(
     inputs: &HostInputs,
     args: &[Tree<Cut>],
     named: &BTreeMap<String, Tree<Cut>>,
-) -> Result<Vec<Leaf>> {
+) -> Result<Vec<SplitLeaf>> {
     if args.len() != inputs.args.len() {
         let what = format!(
             "a spec for {} positional inputs, but there are {}",
@@ -275,7 +275,7 @@ fn by_spec(
     tree: &Tree<HostTensor>,
     spec: &Tree<Cut>,
     path: &str,
-) -> Result<Vec<Leaf>> {
+) -> Result<Vec<SplitLeaf>> {
     let rules = spread(name, path, tree, spec)?;
     let leaves = tree.paths(path).into_iter().zip(tree.leaves()).zip(rules);
     leaves
@@ -292,26 +292,26 @@ fn by_spec(
                     )
                 })?),
             };
-            Ok(Leaf { path, shape, axis })
+            Ok(SplitLeaf { path, shape, axis })
         })
         .collect()
 }
 
 struct Plan {
-    cuts: Cuts,
+    cuts: EvenCuts,
     batch: Option<usize>,
     warnings: Vec<String>,
 }
 
 /// Rules 2 and 4. `exact` refuses sizes that are no multiple of the batch; a spec that asks for it
 /// may cut them evenly.
-fn plan(name: &'static str, leaves: &[Leaf], n: usize, exact: bool) -> Result<Plan> {
+fn plan(name: &'static str, leaves: &[SplitLeaf], n: usize, exact: bool) -> Result<Plan> {
     let cut = || leaves.iter().filter_map(|leaf| Some((leaf, leaf.size()?)));
     let Some((smallest, batch)) = cut().min_by_key(|(_, size)| *size) else {
         let warning = (n > 1)
             .then(|| format!("{name}: nothing to cut; each of {n} microbatches gets everything"));
         return Ok(Plan {
-            cuts: Cuts { batch: 1, parts: n },
+            cuts: EvenCuts { batch: 1, parts: n },
             batch: None,
             warnings: warning.into_iter().collect(),
         });
@@ -331,19 +331,19 @@ fn plan(name: &'static str, leaves: &[Leaf], n: usize, exact: bool) -> Result<Pl
         format!("{name}: a batch of {batch} ({shown}) gives {parts} microbatches, not {n}")
     });
     Ok(Plan {
-        cuts: Cuts { batch, parts },
+        cuts: EvenCuts { batch, parts },
         batch: Some(batch),
         warnings: warning.into_iter().collect(),
     })
 }
 
 /// Where a batch is cut.
-struct Cuts {
+struct EvenCuts {
     batch: usize,
     parts: usize,
 }
 
-impl Cuts {
+impl EvenCuts {
     /// The microbatches of one tree; takes the axes of its leaves from `axes`.
     fn cut(
         &self,

@@ -27,7 +27,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::planner::Planner;
-use super::recorder::Recorder;
+use super::recorder::CallRecorder;
 use crate::config::{Lag, RunConfig};
 use crate::cost::LayerTimes;
 use crate::error::{Error, Result};
@@ -50,7 +50,7 @@ pub(crate) struct Core {
     /// Dropped behind the optimizer, which may still be at work when the engine is dropped.
     _trainer: Trainer,
     pub(super) planner: Planner,
-    pub(super) recorder: Recorder,
+    pub(super) recorder: CallRecorder,
     sequence: Mutex<Sequence>,
     notes: Mutex<Notes>,
 }
@@ -85,7 +85,7 @@ pub(super) struct Sequence {
     /// The last steps that were requested and not waited for.
     pub history: VecDeque<RequestedStep>,
     /// The place in the random stream before which it never goes back, but for steps in `history`.
-    pub settled_number: u64,
+    pub earliest_number: u64,
     /// Calls with gradients since the last step.
     pub since_step: Vec<Arc<Call>>,
     /// Calls that have not been seen to succeed.
@@ -105,6 +105,7 @@ impl Sequence {
 
     /// Waits until the steps that were requested are made or have failed.
     pub fn wait_steps(&self) {
+        // A step ends also when its calls fail, so this wait ends in any case.
         for outcome in &self.outcomes {
             outcome.wait_over();
         }
@@ -139,7 +140,7 @@ impl Core {
             optimizer,
             _trainer: Trainer(model.clone()),
             planner: Planner::new(model.clone(), ring.clone(), max_lag == Lag::One),
-            recorder: Recorder::new(ring.clone(), trace.clone()),
+            recorder: CallRecorder::new(ring.clone(), trace.clone()),
             sequence: Mutex::default(),
             notes: Mutex::default(),
             model,

@@ -16,7 +16,7 @@ use crate::batch::{MergeOutput, merge, split_grads};
 use crate::config::{OutputDevice, RunConfig};
 use crate::error::{Error, Result};
 use crate::exec::call::Call;
-use crate::exec::value::Seed;
+use crate::exec::stage_value::Seed;
 use crate::plan::PlanKind;
 use crate::tree::Tree;
 
@@ -29,6 +29,7 @@ impl<M> RoundPipe<M> {
     /// what failed.
     pub fn forward(&self, inputs: impl Into<Inputs>, config: &RunConfig) -> Result<Forward> {
         let core = &self.core;
+        // Only to learn what kind of call this is; `submit` resolves the request for itself.
         let resolved = config.over(&core.config).resolve(core.ring.len())?;
         let differentiable = resolved.requires_grad;
         let kind = if differentiable {
@@ -36,17 +37,16 @@ impl<M> RoundPipe<M> {
         } else {
             PlanKind::Infer
         };
-        let (inputs, config) = (inputs.into(), config.clone());
         // Unmerged outputs are read microbatch by microbatch later, or by another engine.
         let reads = !matches!(resolved.merge_output, MergeOutput::Off);
         let request = CallRequest {
             kind,
-            inputs,
+            inputs: inputs.into(),
             labels: Tree::None,
             loss: None,
             wants_outputs: true,
             reads,
-            config,
+            config: config.clone(),
         };
         let PendingCall {
             call,
@@ -54,20 +54,21 @@ impl<M> RoundPipe<M> {
             input_leaves,
             samples,
         } = core.submit(request)?;
-        let (merge_output, on) = (config.merge_output, config.output_device);
         let mut forward = Forward {
             core: core.clone(),
             call,
-            merge: merge_output,
+            merge: config.merge_output,
             output: None,
             input_leaves,
             samples,
             differentiable,
-            on,
+            on: config.output_device,
         };
         if reads {
-            let (call, how) = (&forward.call, &forward.merge);
-            forward.output = Some(read(core, call, |call| merge(wait_outputs(call)?, how))?);
+            let output = read(core, &forward.call, |call| {
+                merge(wait_outputs(call)?, &forward.merge)
+            })?;
+            forward.output = Some(output);
         }
         Ok(forward)
     }
@@ -196,15 +197,15 @@ impl Forward {
     pub fn backward_from(self, grads: &InputGrads) -> Result<InputGrads> {
         // Microbatch m of one engine goes back into microbatch m of the other.
         if grads.len() != self.call.spec.microbatches {
-            let (there, here) = (grads.len(), self.call.spec.microbatches);
-            return Err(Error::config(
-                "backward",
-                format!("gradients of {there} microbatches for {here}"),
-            ));
+            let what = format!(
+                "gradients of {} microbatches for {}",
+                grads.len(),
+                self.call.spec.microbatches
+            );
+            return Err(Error::config("backward", what));
         }
-        let of = |_| Seed::Of(grads.call.clone(), grads.leaves.clone());
-        let seeds = (0..grads.len()).map(of).collect();
-        self.run_back(seeds)
+        let seeds = (0..grads.len()).map(|_| Seed::Of(grads.call.clone(), grads.leaves.clone()));
+        self.run_back(seeds.collect())
     }
 
     fn run_back(self, seeds: Vec<Seed>) -> Result<InputGrads> {

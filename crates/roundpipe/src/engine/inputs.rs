@@ -16,7 +16,7 @@ use roundpipe_tensor::transfer::HostValue;
 use super::outputs::{Leaves, MicrobatchOutputs};
 use crate::batch::{HostInputs, InputsOf, Split, SplitInput, split_inputs};
 use crate::error::{Error, Result};
-use crate::exec::value::{Leaf, Source};
+use crate::exec::stage_value::{Leaf, Source};
 use crate::tree::Tree;
 
 /// One input of a model.
@@ -92,7 +92,7 @@ impl From<HostInputs> for Inputs {
 }
 
 /// A call's inputs, cut into microbatches.
-pub(crate) struct Parts {
+pub(crate) struct SplitInputs {
     /// What each microbatch's first layer receives.
     pub sources: Vec<Tree<Source>>,
     /// The first microbatch, where all of it is known: for planning.
@@ -112,7 +112,7 @@ pub(crate) fn split(
     how: &SplitInput,
     wanted: usize,
     grads: bool,
-) -> Result<Parts> {
+) -> Result<SplitInputs> {
     let given = inputs.given_microbatches()?;
     let Split {
         parts,
@@ -148,7 +148,7 @@ pub(crate) fn split(
             Input::Value(_) => Leaves::Known(column[0].leaves().len()),
             Input::Outputs(outputs) => Leaves::Of(outputs.clone()),
         });
-    Ok(Parts {
+    Ok(SplitInputs {
         sources,
         example,
         leaves: leaves.collect(),
@@ -213,6 +213,7 @@ fn source(input: &Input, column: &[HostValues], microbatch: usize, grads: bool) 
         return Tree::Tensor(Source::Output(outputs.call.clone(), microbatch));
     }
     column[microbatch].map_ref(|(value, constant)| {
+        // Indices and masks of integers have no gradient, whatever the caller asks for.
         let grad = grads && value.dtype().is_float();
         Source::Value(Leaf {
             constant: *constant,

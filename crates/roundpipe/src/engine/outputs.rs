@@ -18,7 +18,7 @@ use super::core::Core;
 use crate::batch::MergeOutput;
 use crate::error::{Error, Result};
 use crate::exec::call::Call;
-use crate::exec::value::StageValue;
+use crate::exec::stage_value::StageValue;
 use crate::tree::Tree;
 
 /// The outputs of a call, one tree per microbatch, some of which may not have been computed yet;
@@ -46,6 +46,7 @@ impl MicrobatchOutputs {
     /// # Errors
     /// What went wrong in the call.
     pub fn wait(&self, microbatch: usize) -> Result<Tree<HostTensor>> {
+        // Read first, then confirmed: reports are complete only behind the copy.
         let output = to_host(&self.value(microbatch)?)?;
         self.call.confirm()?;
         Ok(output)
@@ -161,12 +162,13 @@ impl InputGrads {
         let grads = call.wait_input_grads("caller", microbatch);
         // The call's own error says more than that a value will not come.
         let grads = grads.map_err(|error| call.take_error().unwrap_or(error))?;
-        let host =
-            |host_value: &Option<HostValue>| host_value.as_ref().map(host_tensor).transpose();
         let leaves = self.leaves.clone().unwrap_or(0..grads.len());
-        let grads = grads[leaves].iter().map(host).collect::<Result<_>>()?;
+        let mut read = Vec::with_capacity(leaves.len());
+        for grad in &grads[leaves] {
+            read.push(grad.as_ref().map(host_tensor).transpose()?);
+        }
         call.confirm()?;
-        Ok(grads)
+        Ok(read)
     }
 }
 
@@ -210,6 +212,8 @@ impl Leaves {
             Self::Known(count) => *count,
             Self::Of(outputs) => match outputs.call.wait_output("caller", 0) {
                 Ok(output) => output.leaves().len(),
+                // The gradients of a call whose input failed are never made: reading them returns
+                // the error.
                 Err(_) => 0,
             },
         }
@@ -232,6 +236,7 @@ pub(super) fn read<R>(
             why: error.to_string(),
         });
     }
+    // Only now may the call end: a failure above must reach it before it is committed.
     call.end_part();
     results.map_err(|error| core.failed(error))
 }
@@ -245,11 +250,11 @@ pub(super) fn merged(how: &MergeOutput) -> MergeOutput {
 }
 
 pub(super) fn wait_outputs(call: &Call) -> Result<Vec<Tree<HostTensor>>> {
-    let wait = |m: usize| {
-        let value = call.wait_output("caller", m)?;
-        let output = to_host(&value)?;
+    let mut outputs = Vec::with_capacity(call.spec.microbatches);
+    for microbatch in 0..call.spec.microbatches {
+        let value = call.wait_output("caller", microbatch)?;
+        outputs.push(to_host(&value)?);
         call.confirm()?;
-        Ok(output)
-    };
-    (0..call.spec.microbatches).map(wait).collect()
+    }
+    Ok(outputs)
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use roundpipe_tensor::{Bytes, DType, DeviceKind, HostTensor, LaneKind, Shape};
 
-use crate::budget::{CallNeeds, StageNeeds};
+use crate::budget::{CallNeeds, StageNeeds, WorkerBudget};
 use crate::config::{Grain, Resolved};
 use crate::cost::{CopyRates, LayerCosts, LayerTimes, Phase, Spec, WorkerSpeeds, model_costs};
 use crate::error::{Error, Result};
@@ -39,12 +39,12 @@ pub(super) struct Planner {
     model: Arc<Model>,
     ring: Ring,
     asynchronous: bool,
-    state: Mutex<State>,
+    state: Mutex<PlannerState>,
 }
 
 #[derive(Default)]
-struct State {
-    plans: HashMap<Key, Planned>,
+struct PlannerState {
+    plans: HashMap<PlanKey, KnownPlan>,
     times: LayerTimes,
     speeds: WorkerSpeeds,
     rates: CopyRates,
@@ -54,7 +54,7 @@ struct State {
 
 /// What a plan is made for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Key {
+struct PlanKey {
     kind: PlanKind,
     grain: Grain,
     microbatches: usize,
@@ -63,7 +63,7 @@ struct Key {
     given: Option<ExecutePlan>,
 }
 
-struct Planned {
+struct KnownPlan {
     plan: ExecutePlan,
     needs: CallNeeds,
     costs: LayerCosts,
@@ -89,7 +89,7 @@ impl Planner {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, PlannerState> {
         lock(&self.state)
     }
 
@@ -101,6 +101,7 @@ impl Planner {
     /// A layer took so long on a worker.
     pub fn record(&self, worker: usize, layer: usize, phase: Phase, ms: f64) {
         let state = &mut *self.lock();
+        // Before the measurement is taken in: a speed is relative to what the layer took so far.
         if let Some(average_ms) = state.times.average_ms(layer, phase) {
             state.speeds.record(worker, average_ms, ms);
         }
@@ -134,7 +135,7 @@ impl Planner {
         batch: &Batch<'_>,
     ) -> Result<(ExecutePlan, CallNeeds)> {
         let leaves = batch.example.map(Tree::leaves).unwrap_or_default();
-        let key = Key {
+        let key = PlanKey {
             kind,
             grain: config.recompute_grain,
             microbatches: batch.microbatches,
@@ -148,6 +149,7 @@ impl Planner {
         if let Some(known) = state.known(&key) {
             return Ok(known);
         }
+        // Known times replace guesses layer by layer, and bring the rest to the same unit.
         let guess = self.guess(batch);
         let costs = state.times.to_costs(&guess);
         let (plan, needs) = match &config.execute_plan {
@@ -162,7 +164,7 @@ impl Planner {
             // Batches of ever new sizes: a plan is soon made again.
             state.plans.clear();
         }
-        let planned = Planned {
+        let planned = KnownPlan {
             plan: plan.clone(),
             needs: needs.clone(),
             costs,
@@ -176,9 +178,9 @@ impl Planner {
     /// The best plan for these costs that fits the workers.
     fn search(
         &self,
-        key: &Key,
+        key: &PlanKey,
         costs: &LayerCosts,
-        state: &State,
+        state: &PlannerState,
     ) -> Result<(ExecutePlan, CallNeeds)> {
         let layers = 0..self.model.layers.len();
         let alone = layers.map(|layer| layer..layer + 1);
@@ -198,6 +200,7 @@ impl Planner {
         for share in SHARES {
             let options = self.options(key, costs, state, &largest, share);
             let plan = ExecutePlan::auto(key.kind, &[costs], &options)?.remove(0);
+            // The same plan would be refused for the same reason.
             if tried.as_ref() == Some(&plan) {
                 continue;
             }
@@ -214,63 +217,71 @@ impl Planner {
     ///
     /// # Errors
     /// When a stage's weights and working memory do not fit together.
-    fn needs(&self, key: &Key, plan: &ExecutePlan, costs: &LayerCosts) -> Result<CallNeeds> {
+    fn needs(&self, key: &PlanKey, plan: &ExecutePlan, costs: &LayerCosts) -> Result<CallNeeds> {
         let budget = self.ring.least_budget();
-        let is_host = self.ring.is_host();
-        let layer_grain = key.grain == Grain::Layer;
         let stages = plan.stages(key.kind);
-        let stage_needs = |stage: &Stage| {
-            let layers = stage.layers.clone();
-            let weights = if is_host {
-                0
-            } else {
-                costs.bytes(layers.clone())
-            };
-            if !costs.know_memory() {
-                // Layers that look at values do not run on the meta device; the usual share holds.
-                let task = budget.task.min(budget.arena.saturating_sub(weights));
-                return StageNeeds {
-                    weights,
-                    task,
-                    sums: 0,
-                };
-            }
-            let sums = match stage.pass {
-                Pass::Forward => 0,
-                Pass::Backward | Pass::Fused => costs.grad_bytes(layers),
-            };
-            budget.stage_needs(weights, costs.task_bytes(stage, layer_grain), sums)
-        };
-        let needs: Vec<StageNeeds> = stages.iter().map(stage_needs).collect();
+        let needs: Vec<StageNeeds> = stages
+            .iter()
+            .map(|stage| self.stage_needs(&budget, stage, key.grain, costs))
+            .collect();
         let checked = budget.call_needs(needs.clone()).map(|checked| CallNeeds {
             host_bytes: saved_bytes(key, &stages, costs),
             ..checked
         });
-        checked.map_err(|place| {
-            let Stage { layers, .. } = &stages[place];
-            let StageNeeds { weights, task, .. } = needs[place];
+        checked.map_err(|stage| {
+            let needs = needs[stage];
             let what = format!(
-                "stage {place} (layers {}..{}) needs {} of weights and {} to work in for one \
+                "stage {stage} (layers {}..{}) needs {} of weights and {} to work in for one \
                  microbatch, but a worker has {}; use more microbatches or shorter sequences, or \
                  reserve {}",
-                layers.start,
-                layers.end,
-                Bytes(weights),
-                Bytes(task),
+                stages[stage].layers.start,
+                stages[stage].layers.end,
+                Bytes(needs.weights),
+                Bytes(needs.task),
                 Bytes(budget.arena),
-                Bytes(needs[place].total()),
+                Bytes(needs.total()),
             );
             Error::config("memory", what)
         })
+    }
+
+    fn stage_needs(
+        &self,
+        budget: &WorkerBudget,
+        stage: &Stage,
+        grain: Grain,
+        costs: &LayerCosts,
+    ) -> StageNeeds {
+        let layers = stage.layers.clone();
+        let weights = if self.ring.is_host() {
+            0
+        } else {
+            costs.bytes(layers.clone())
+        };
+        if !costs.know_memory() {
+            // Layers that look at values do not run on the meta device; the usual share holds.
+            let task = budget.task.min(budget.arena.saturating_sub(weights));
+            return StageNeeds {
+                weights,
+                task,
+                sums: 0,
+            };
+        }
+        let sums = match stage.pass {
+            Pass::Forward => 0,
+            Pass::Backward | Pass::Fused => costs.grad_bytes(layers),
+        };
+        let task = costs.task_bytes(stage, grain == Grain::Layer);
+        budget.stage_needs(weights, task, sums)
     }
 
     /// What the search may assume: the machine as measured, and limits between those of the largest
     /// layer alone (share 0) and the budget's (share 1).
     fn options(
         &self,
-        key: &Key,
+        key: &PlanKey,
         costs: &LayerCosts,
-        state: &State,
+        state: &PlannerState,
         largest: &Largest,
         share: f64,
     ) -> AutoOptions {
@@ -289,13 +300,17 @@ impl Planner {
         let task = budget.task_limit(largest.visit);
         options.stage_memory_limit = Some(between(largest.visit.min(task), task, share));
         if !is_host {
+            // Twice: while one stage runs, the weights of the next are uploaded.
             let weights = between(2 * largest.weights, budget.weights, share);
             options.model_memory_limit = Some(weights);
             let setting = &mut options.setting;
             let rate = |lane| state.rates.bytes_per_ms(lane).unwrap_or(LINK);
             setting.upload_bytes_per_ms = Some(rate(LaneKind::ParamUpload));
+            // Costs count gradients as they lie on the device. They are rounded before they travel,
+            // so the same link carries more of those bytes.
             setting.grad_bytes_per_ms =
                 Some(rate(LaneKind::GradDownload) * self.gradients_on_device(costs));
+            // From worker to worker is a copy down and one up.
             setting.hop_bytes_per_ms = Some(state.rates.hop_bytes_per_ms().unwrap_or(LINK / 2.0));
             setting.speeds = state.speeds.of(workers.len());
         }
@@ -354,7 +369,7 @@ impl Planner {
 
 /// What a call saves for its backward: the input of every stage or layer that recomputes, for each
 /// microbatch.
-fn saved_bytes(key: &Key, stages: &[Stage], costs: &LayerCosts) -> u64 {
+fn saved_bytes(key: &PlanKey, stages: &[Stage], costs: &LayerCosts) -> u64 {
     let mut sum = 0_u64;
     for stage in stages.iter().filter(|stage| stage.pass == Pass::Backward) {
         let starts = match key.grain {
@@ -380,16 +395,17 @@ fn between(least: u64, most: u64, share: f64) -> u64 {
     least.saturating_add((most.saturating_sub(least) as f64 * share) as u64)
 }
 
-impl State {
+impl PlannerState {
     /// The plan made before, unless times have drifted since.
-    fn known(&mut self, key: &Key) -> Option<(ExecutePlan, CallNeeds)> {
+    fn known(&mut self, key: &PlanKey) -> Option<(ExecutePlan, CallNeeds)> {
         let planned = self.plans.get_mut(key)?;
         planned.calls += 1;
-        let is_time_to_look = planned.calls % LOOK_EVERY == 1;
-        let drift = self.times.drift(&planned.costs);
-        let drift = drift.max(self.rates.drift(&planned.rates));
-        if is_time_to_look && drift > DRIFT {
-            return None;
+        if planned.calls % LOOK_EVERY == 1 {
+            let of_times = self.times.drift(&planned.costs);
+            let of_rates = self.rates.drift(&planned.rates);
+            if of_times.max(of_rates) > DRIFT {
+                return None;
+            }
         }
         Some((planned.plan.clone(), planned.needs.clone()))
     }

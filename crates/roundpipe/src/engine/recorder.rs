@@ -14,7 +14,7 @@ use crate::sync::lock;
 use crate::trace::{Category, Lane, Span, Trace, Track};
 
 /// Reads the clocks of calls that have ended.
-pub(super) struct Recorder {
+pub(super) struct CallRecorder {
     ring: Ring,
     trace: Arc<Trace>,
     origin: Instant,
@@ -28,7 +28,7 @@ struct PendingCopy {
     copy: CopyRecord,
 }
 
-impl Recorder {
+impl CallRecorder {
     pub fn new(ring: Ring, trace: Arc<Trace>) -> Self {
         Self {
             ring,
@@ -52,6 +52,7 @@ impl Recorder {
             else {
                 continue;
             };
+            // Plans know layers; the time of a loss is seen in traces only.
             if let (Some(layer), Some(phase)) = (piece.layer, phase_of(piece.category)) {
                 planner.record(
                     piece.worker,
@@ -62,17 +63,21 @@ impl Recorder {
             }
             self.trace.record(|| self.span(call, &piece, start, end));
         }
+        self.take_copies(call.spec.id);
+        self.note_copies(planner);
+    }
+
+    /// Takes the copies that were noted since the last call.
+    fn take_copies(&self, id: u64) {
         // Copies of other calls on the same workers are among them; the log does not tell them
         // apart, so they count for this call.
         let taken = self.ring.take_copies();
-        let id = call.spec.id;
         let pending = taken.into_iter().map(|(worker, copy)| PendingCopy {
             call: id,
             worker,
             copy,
         });
         self.copies().extend(pending);
-        self.note_copies(planner);
     }
 
     /// Waits for the copies that were noted, so that all of them are in the trace.

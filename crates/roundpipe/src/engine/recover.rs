@@ -38,7 +38,7 @@ impl Core {
         while sequence.history.len() > HISTORY
             && let Some(step) = sequence.history.pop_front()
         {
-            sequence.settled_number = step.number;
+            sequence.earliest_number = step.number;
         }
         Ok(())
     }
@@ -52,6 +52,8 @@ impl Core {
     /// A caller has met a failed call: puts the engine in order and says why it failed.
     pub fn failed(&self, seen: Error) -> Error {
         match self.recover(&mut self.turn()) {
+            // Steps that are undone are the worse news. Their cause is what this caller has seen,
+            // unless that is a consequence itself.
             Some(Error::Undone { first, source }) => {
                 let source = if seen.is_secondary() {
                     source
@@ -79,6 +81,7 @@ impl Core {
         sequence.watched = others;
         let outcomes = std::mem::take(&mut sequence.outcomes);
         for outcome in &outcomes {
+            // Steps that were made before the failure stay made, and their warnings count.
             self.notes().note_step(outcome);
         }
         let failed_steps: Vec<Arc<Outcome>> = outcomes
@@ -122,7 +125,7 @@ impl Core {
         // A kept forward that failed may be older than the last step, which keeps its random
         // numbers.
         let last_step = sequence.history.back();
-        let earliest = last_step.map_or(sequence.settled_number, |step| step.number);
+        let earliest = last_step.map_or(sequence.earliest_number, |step| step.number);
         sequence.number = first.max(earliest);
     }
 }
@@ -131,6 +134,7 @@ impl Core {
 fn first_error(failed_calls: &[Arc<Call>], failed_steps: &[Arc<Outcome>]) -> Option<Error> {
     let mut first_undone: Option<u64> = None;
     let mut errors = Vec::new();
+    // Steps before calls: a step takes the error of the call that it failed for.
     for error in failed_steps.iter().filter_map(|step| step.take_error()) {
         match error {
             Error::Undone { first, source } => {

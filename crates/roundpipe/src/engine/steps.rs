@@ -240,17 +240,17 @@ impl Core {
     /// newest version.
     pub(super) fn notice_writes(&self, sequence: &mut Sequence) -> Result<()> {
         if self.model.store.notice_writes() {
-            self.settle_steps(sequence)?;
+            self.catch_up_with_steps(sequence)?;
         }
         Ok(())
     }
 
     /// Waits for the steps that were requested. From then on calls read the newest weights.
-    fn settle_steps(&self, sequence: &mut Sequence) -> Result<()> {
+    fn catch_up_with_steps(&self, sequence: &mut Sequence) -> Result<()> {
         sequence.wait_steps();
         self.check(sequence)?;
         if let Some(last) = sequence.history.back() {
-            sequence.settled_number = last.number;
+            sequence.earliest_number = last.number;
         }
         // Without a history there is no step at lag 1 to read behind of.
         sequence.history.clear();
@@ -265,7 +265,7 @@ impl Core {
         self.wait_quiet();
         sequence.wait_steps();
         self.ring.tidy();
-        self.settle_steps(&mut sequence)?;
+        self.catch_up_with_steps(&mut sequence)?;
         self.recorder.finish(&self.planner);
         Ok(())
     }

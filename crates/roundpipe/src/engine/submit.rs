@@ -20,7 +20,7 @@ use roundpipe_tensor::transfer::HostValue;
 use roundpipe_tensor::{HostTensor, host_memory};
 
 use super::core::{Core, Sequence};
-use super::inputs::{Inputs, Parts, host_values, split};
+use super::inputs::{Inputs, SplitInputs, host_values, split};
 use super::mean_loss::{mean_loss, with_shares};
 use super::outputs::Leaves;
 use super::planner::Batch;
@@ -30,10 +30,11 @@ use crate::config::{LossReduction, OutputDevice, Resolved, RunConfig};
 use crate::error::{Error, Result};
 use crate::exec::call::{Call, CallSpec};
 use crate::exec::model::LossFn;
-use crate::exec::queue::Job;
-use crate::exec::value::Seed;
+use crate::exec::queue::StageJob;
+use crate::exec::stage_value::Seed;
 use crate::plan::{ExecutePlan, PlanKind};
 use crate::tree::Tree;
+use crate::version::ReadTicket;
 
 /// What a call is to do.
 pub(crate) struct CallRequest {
@@ -54,7 +55,7 @@ struct Prepared {
     /// Whether layers run in training mode.
     training: bool,
     wants_input_grads: bool,
-    parts: Parts,
+    inputs: SplitInputs,
     labels: Vec<Tree<HostValue>>,
     loss: Option<LossFn>,
 }
@@ -86,7 +87,7 @@ impl Core {
         }
         // Before the turn: it waits for updates of other engines, and callers of this one need not
         // wait behind that.
-        self.model.store.settle_others();
+        self.model.store.wait_for_other_keepers();
         let mut sequence = self.turn();
         // A lane may have failed after its call had ended. No call would find out, and the next
         // would fail for it.
@@ -97,17 +98,18 @@ impl Core {
         self.notice_writes(&mut sequence)?;
         let prepared = self.prepare(&request)?;
         // Kept even if the plan is refused: fewer microbatches than asked for may be why.
-        let warnings = prepared.parts.warnings.iter().cloned();
+        let warnings = prepared.inputs.warnings.iter().cloned();
         self.notes().warnings.extend(warnings);
         let (plan, needs) = self.plan(&request, &prepared)?;
         self.check_host_memory(request.kind, &needs)?;
         // As late as possible, since it waits for all calls under way.
         self.wait_for_buffers(&mut sequence)?;
+        // Before the jobs are queued, so that their first copy is noted too.
         let timed = self.planner.wants_copies(request.kind);
         self.recorder.begin_call(timed);
         let config = prepared.config.clone();
-        let input_leaves = prepared.parts.leaves.clone();
-        let samples = prepared.parts.samples.clone();
+        let input_leaves = prepared.inputs.leaves.clone();
+        let samples = prepared.inputs.samples.clone();
         let call = self.register(&mut sequence, &request, prepared, &plan, needs)?;
         self.enqueue(&mut sequence, &request, &call);
         Ok(PendingCall {
@@ -146,24 +148,24 @@ impl Core {
     fn prepare(&self, request: &CallRequest) -> Result<Prepared> {
         let config = request.config.over(&self.config).resolve(self.ring.len())?;
         let wants_input_grads = config.input_grads && request.kind != PlanKind::Infer;
-        let parts = split(
+        let inputs = split(
             &request.inputs,
             &config.split_input,
             config.num_microbatch,
             wants_input_grads,
         )?;
         // Behind the inputs, whose samples decide where labels are cut.
-        let mut labels = self.split_labels(request, &config, &parts)?;
+        let mut labels = self.split_labels(request, &config, &inputs)?;
         let mut loss = request.loss.clone();
         if config.loss_reduction == LossReduction::Mean {
             loss = loss.map(mean_loss);
-            labels = with_shares(labels, parts.samples.as_deref())?;
+            labels = with_shares(labels, inputs.samples.as_deref())?;
         }
         Ok(Prepared {
             config,
             training: !self.notes().evaluating,
             wants_input_grads,
-            parts,
+            inputs,
             labels,
             loss,
         })
@@ -173,13 +175,13 @@ impl Core {
         &self,
         request: &CallRequest,
         config: &Resolved,
-        parts: &Parts,
+        inputs: &SplitInputs,
     ) -> Result<Vec<Tree<HostValue>>> {
-        let count = parts.sources.len();
+        let count = inputs.sources.len();
         if request.kind != PlanKind::Fused || matches!(request.labels, Tree::None) {
             return Ok((0..count).map(|_| Tree::None).collect());
         }
-        let labels = split_label(&request.labels, &config.split_label, count, parts.batch)?;
+        let labels = split_label(&request.labels, &config.split_label, count, inputs.batch)?;
         let mut split = Vec::with_capacity(count);
         for tree in host_values(&labels.parts)? {
             split.push(tree.map_ref(|(value, _)| value.clone()));
@@ -189,8 +191,8 @@ impl Core {
 
     fn plan(&self, request: &CallRequest, prepared: &Prepared) -> Result<(ExecutePlan, CallNeeds)> {
         let batch = Batch {
-            microbatches: prepared.parts.sources.len(),
-            example: prepared.parts.example.as_ref(),
+            microbatches: prepared.inputs.sources.len(),
+            example: prepared.inputs.example.as_ref(),
             training: prepared.training,
         };
         self.planner.plan(request.kind, &prepared.config, &batch)
@@ -212,12 +214,13 @@ impl Core {
         let spec = CallSpec {
             id: sequence.next_call,
             model: self.model.clone(),
+            // A call that is cancelled below has moved the ring on; placement changes no result.
             workers: self.ring.assign(&stages),
             devices: workers.map(|worker| worker.device().id()).collect(),
             stages,
             forward_stages: plan.forward.len(),
             needs,
-            microbatches: prepared.parts.sources.len(),
+            microbatches: prepared.inputs.sources.len(),
             grain: prepared.config.recompute_grain,
             training,
             trains,
@@ -244,7 +247,7 @@ impl Core {
         sequence.next_call += 1;
         // An evaluation draws no random numbers, so training goes on as if it had not been.
         sequence.number += u64::from(training);
-        let sources = prepared.parts.sources;
+        let sources = prepared.inputs.sources;
         let call = Call::new(spec, &self.call_list, sources, prepared.labels);
         sequence.watched.push(call.clone());
         if self.has_failed(sequence) {
@@ -288,23 +291,33 @@ impl Core {
 
     /// Queues the jobs of some stages, each with the right to read its weights.
     fn queue(&self, call: &Arc<Call>, stages: Range<usize>) {
-        let store = &self.model.store;
-        let version = call.spec.version;
         let mut jobs = Vec::with_capacity(stages.len());
         for stage in stages {
             // Tickets are taken here, not by the worker: from now on no update may overwrite the
             // version, however long the job waits in its queue.
-            let mut tickets = HashMap::new();
-            for layer in call.spec.stages[stage].layers.clone() {
-                let homes = store.layer(layer).homes().iter();
-                let reserve = |home: &usize| store.layer(*home).versions().reserve(version);
-                tickets.insert(layer, homes.map(reserve).collect());
-            }
+            let tickets = self.tickets(call, stage);
+            // For every job before the first is queued: one that ends early must not end the call.
             call.open_part();
-            let job = Job::new(call.clone(), stage, tickets);
+            let job = StageJob::new(call.clone(), stage, tickets);
             jobs.push((call.spec.workers[stage], job));
         }
         self.ring.submit(jobs);
+    }
+
+    /// The right to read the weights of a stage's layers, by layer.
+    fn tickets(&self, call: &Call, stage: usize) -> HashMap<usize, Vec<ReadTicket>> {
+        let store = &self.model.store;
+        let mut tickets = HashMap::new();
+        for layer in call.spec.stages[stage].layers.clone() {
+            let mut of_layer = Vec::new();
+            // A shared parameter lives with the first layer that has it, and is updated there.
+            for home in store.layer(layer).homes() {
+                let versions = store.layer(*home).versions();
+                of_layer.push(versions.reserve(call.spec.version));
+            }
+            tickets.insert(layer, of_layer);
+        }
+        tickets
     }
 
     /// Queues the backward of a call whose forward was queued before.

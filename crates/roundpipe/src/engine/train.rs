@@ -67,6 +67,17 @@ impl Losses {
     }
 }
 
+impl Losses {
+    fn add(&mut self, microbatch: Vec<f64>) {
+        // A loss function may return more terms for one microbatch than for another.
+        self.sums.resize(self.sums.len().max(microbatch.len()), 0.0);
+        for (sum, value) in self.sums.iter_mut().zip(&microbatch) {
+            *sum += value;
+        }
+        self.microbatches.push(microbatch);
+    }
+}
+
 /// What a forward and backward in one call gives.
 #[derive(Debug)]
 pub struct TrainOutput {
@@ -169,16 +180,16 @@ impl<M> TrainCall<'_, M> {
             config,
         } = self;
         let core = &engine.core;
-        let (kind, loss) = (PlanKind::Fused, Some(loss));
         let request = CallRequest {
-            kind,
+            kind: PlanKind::Fused,
             inputs,
             labels,
-            loss,
+            loss: Some(loss),
             wants_outputs: outputs,
             reads: true,
             config,
         };
+        // `reads` holds the call open until `read` below has ended its part.
         let PendingCall {
             call,
             config,
@@ -222,12 +233,7 @@ fn wait_losses(call: &Call) -> Result<Losses> {
         let values = values
             .map_err(|error| call.error_at(call.spec.forward_stages, None, Some(m), error))?;
         call.confirm()?;
-        // A loss function may return more terms for one microbatch than for another.
-        losses.sums.resize(losses.sums.len().max(values.len()), 0.0);
-        for (sum, value) in losses.sums.iter_mut().zip(&values) {
-            *sum += value;
-        }
-        losses.microbatches.push(values);
+        losses.add(values);
     }
     Ok(losses)
 }

@@ -11,12 +11,12 @@ use roundpipe_tensor::Tensor;
 use roundpipe_tensor::transfer::HostValue;
 
 use super::launcher::Launcher;
-use super::queue::Job;
-use super::run_layer::{Activation, Mode, Ran, Taped};
+use super::queue::StageJob;
+use super::run_layer::{Activation, LayerMode, LoadedLayer, Ran, Taped};
+use super::stage_value::{Grads, SavedForRecompute, Seed};
 use super::task::Task;
-use super::value::{Grads, SavedForRecompute, Seed};
-use super::values::{Arriving, ArrivingGrad, Incoming, Until, When};
 use super::weights::LoadedLayers;
+use super::worker_values::{Arriving, ArrivingGrad, Incoming, Needed, Until};
 use crate::config::Grain;
 use crate::error::{Error, Result};
 use crate::plan::{Pass, Stage};
@@ -56,7 +56,7 @@ fn groups(stage: &Stage, grain: Grain) -> Vec<Range<usize>> {
 impl Launcher {
     pub(super) fn backward(
         &mut self,
-        job: &Job,
+        job: &StageJob,
         loaded: &mut LoadedLayers,
         task: &Task<'_>,
     ) -> Result<()> {
@@ -64,10 +64,13 @@ impl Launcher {
         let mut grads: Option<Vec<Option<Tensor>>> = None;
         let mut arriving_grads = None;
         for (index, group) in groups.iter().enumerate() {
+            // Inputs first: the recompute needs them before the backward needs gradients.
             let (mut value, mut saved) = self.wait_saved(task, group.start)?;
             if index == 0 {
                 arriving_grads = self.prefetch_grads(task)?;
             }
+            // What runs next decides what travels now: a layer of this task, the next job, or this
+            // stage's next microbatch.
             match groups.get(index + 1) {
                 Some(next) => self.prefetch_saved(task, next.start)?,
                 None if task.is_last() => self.prefetch_for_next_job(task)?,
@@ -75,12 +78,16 @@ impl Launcher {
             }
             let mut tapes = Vec::new();
             for layer in group.clone() {
+                // `saved` came with the group's input and is its first layer's; the others wait for
+                // theirs.
                 let ran = self.recompute(job, loaded, task, layer, &value, saved.take())?;
                 tapes.extend(ran.tape);
                 value = ran.output;
             }
             // The output of a recompute is not needed; its memory is, by the backward.
             drop(value);
+            // The stage's output has gradients from outside, every other group from the group
+            // behind it.
             let given = match grads.take() {
                 Some(grads) => grads,
                 None => self.wait_grads(task, arriving_grads.take())?,
@@ -105,15 +112,21 @@ impl Launcher {
             grads = self.timed(task, Some(layer), Category::Backward, || {
                 here.back(tape, grads)
             })?;
+            // From the first microbatch on, the sums stay until the job ends. After the only one
+            // they leave at once.
             if task.microbatch == 0 && !task.is_last() {
-                // The sums of gradients stay until the job ends.
-                for sum in here.sums.iter_mut().flatten() {
-                    let moved = self.moved_sum(sum);
-                    *sum = moved.map_err(|error| task.error(Some(layer), error))?;
-                }
+                let moved = self.move_sums(here);
+                moved.map_err(|error| task.error(Some(layer), error))?;
             }
         }
         Ok(grads)
+    }
+
+    fn move_sums(&self, here: &mut LoadedLayer) -> roundpipe_tensor::Result<()> {
+        for sum in here.sums.iter_mut().flatten() {
+            *sum = self.moved_sum(sum)?;
+        }
+        Ok(())
     }
 
     /// A sum of gradients, away from the working memory if there is room.
@@ -122,6 +135,8 @@ impl Launcher {
             return Ok(sum.clone());
         }
         match self.worker().copied_long(sum, sum.dtype()) {
+            // The move only keeps working memory in one piece; without room the sum stays where it
+            // is.
             Err(roundpipe_tensor::Error::DeviceMemory { .. }) => Ok(sum.clone()),
             moved => moved,
         }
@@ -130,7 +145,7 @@ impl Launcher {
     /// Runs a layer forward again, as its forward did, and records it.
     fn recompute(
         &mut self,
-        job: &Job,
+        job: &StageJob,
         loaded: &mut LoadedLayers,
         task: &Task<'_>,
         layer: usize,
@@ -143,20 +158,16 @@ impl Launcher {
                 let saved = task
                     .call
                     .wait_for_recompute(&self.who, layer, task.microbatch)?;
-                self.receive_saved(task, layer, &saved, When::Now)?
+                self.receive_saved(task, layer, &saved, Needed::Now)?
             }
         };
-        let land = |incoming: Incoming| {
-            let landed = self.landed(RECOMPUTE, incoming);
-            landed.map_err(|error| task.error(Some(layer), error))
-        };
         let mut data = Vec::with_capacity(saved.data.len());
-        for arrival in saved.data {
-            data.push(land(arrival)?);
+        for incoming in saved.data {
+            data.push(self.land_saved(task, layer, incoming)?);
         }
         let mut buffers = Vec::with_capacity(saved.buffers.len());
-        for (index, arrival) in saved.buffers {
-            buffers.push((index, land(arrival)?));
+        for (index, incoming) in saved.buffers {
+            buffers.push((index, self.land_saved(task, layer, incoming)?));
         }
         let here = self.load_layer(job, loaded, task, layer)?;
         // The forward saw these buffers; the next microbatch brings its own.
@@ -167,9 +178,14 @@ impl Launcher {
             task,
             here,
             Category::Recompute,
-            Mode::Recompute(data),
+            LayerMode::Recompute(data),
             input,
         )
+    }
+
+    fn land_saved(&self, task: &Task<'_>, layer: usize, incoming: Incoming) -> Result<Tensor> {
+        let landed = self.landed(RECOMPUTE, incoming);
+        landed.map_err(|error| task.error(Some(layer), error))
     }
 
     // ---- what the forward saved ----
@@ -185,7 +201,7 @@ impl Launcher {
             return Ok((input, prefetched.saved));
         }
         let saved = task.call.wait_saved(&self.who, layer, task.microbatch)?;
-        let arriving = self.receive(task, saved, When::Now)?;
+        let arriving = self.receive(task, saved, Needed::Now)?;
         Ok((self.land(task, arriving)?, None))
     }
 
@@ -194,10 +210,12 @@ impl Launcher {
         let Some(input) = task.call.try_take_saved(layer, task.microbatch) else {
             return Ok(());
         };
+        // A forward saves a layer's input before it runs the layer, so the rest may not be there
+        // yet.
         let saved = task.call.try_take_for_recompute(layer, task.microbatch);
-        let input = self.receive(task, input, When::Later)?;
+        let input = self.receive(task, input, Needed::Later)?;
         let saved = match saved {
-            Some(saved) => Some(self.receive_saved(task, layer, &saved, When::Later)?),
+            Some(saved) => Some(self.receive_saved(task, layer, &saved, Needed::Later)?),
             None => None,
         };
         let key = (layer, task.microbatch);
@@ -232,7 +250,7 @@ impl Launcher {
         task: &Task<'_>,
         layer: usize,
         saved: &SavedForRecompute,
-        when: When,
+        when: Needed,
     ) -> Result<ArrivingSaved> {
         let receive = |value: &HostValue| {
             let incoming = self.bring(RECOMPUTE, value, when);
@@ -253,6 +271,7 @@ impl Launcher {
 
     /// Starts bringing the gradients of this stage's outputs, if they are there.
     fn prefetch_grads(&mut self, task: &Task<'_>) -> Result<Option<ArrivingGrads>> {
+        // Seeds may come from another engine; `wait_grads` waits for them.
         if starts_from_seeds(task) {
             return Ok(None);
         }

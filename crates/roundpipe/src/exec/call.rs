@@ -24,7 +24,7 @@ use roundpipe_tensor::{DeviceId, HostTensor, Param, Result as TensorResult};
 use super::data_check::DataCheck;
 use super::ending::{Ending, PartEnd};
 use super::model::{LossFn, Model};
-use super::value::{Grads, SavedForRecompute, Seed, Source, StageValue};
+use super::stage_value::{Grads, SavedForRecompute, Seed, Source, StageValue};
 use crate::budget::CallNeeds;
 use crate::config::Grain;
 use crate::error::{Error, Result, TaskPlace};
@@ -150,11 +150,11 @@ pub(crate) struct Call {
     pub abort: Abort,
     pub data: DataCheck,
     call_list: Arc<CallList>,
-    state: Mutex<State>,
+    state: Mutex<CallState>,
     changed: Condvar,
 }
 
-struct State {
+struct CallState {
     boxes: Mailboxes,
     ending: Ending,
     /// An earlier call whose gradients this one adds to.
@@ -253,6 +253,8 @@ impl CallList {
     pub fn drain(&self, port: &Port) {
         if let Err(error) = port.drain() {
             self.fail_from(0, &format!("a device failed: {error}"));
+            // Only now: until every call has the error, each event of the lane must report it to
+            // all that ask.
             port.forget();
         }
     }
@@ -260,6 +262,8 @@ impl CallList {
     /// Fails all calls whose number is at least `id`.
     pub fn fail_from(&self, id: u64, why: &str) {
         for call in self.active() {
+            // `fail_alone`: this loop reaches every call that fails with the first, so none passes
+            // it on.
             if call.spec.id >= id {
                 let why = why.to_owned();
                 call.fail_alone(Error::Cancelled { why });
@@ -275,7 +279,7 @@ impl Call {
         inputs: Vec<Tree<Source>>,
         labels: Vec<Tree<HostValue>>,
     ) -> Arc<Self> {
-        let state = State {
+        let state = CallState {
             boxes: Mailboxes::new(&spec, inputs, labels),
             ending: Ending::default(),
             adds_to: None,
@@ -293,18 +297,21 @@ impl Call {
             state: Mutex::new(state),
             changed: Condvar::new(),
         });
+        // On two lists: a failed task fails later calls of its engine, a failed device all calls on
+        // the ring.
         call_list.add(&call);
         call.spec.ring_calls.add(&call);
         call
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, CallState> {
         lock(&self.state)
     }
 
     /// Changes the state and wakes all waiters.
-    fn update<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
+    fn update<R>(&self, change: impl FnOnce(&mut CallState) -> R) -> R {
         let out = change(&mut self.lock());
+        // Waiters share one condition variable and look for different things, so all must look.
         self.changed.notify_all();
         out
     }
@@ -321,7 +328,7 @@ impl Call {
         &self,
         who: &str,
         what: &str,
-        mut look: impl FnMut(&mut State) -> Option<R>,
+        mut look: impl FnMut(&mut CallState) -> Option<R>,
     ) -> R {
         let mut state = self.lock();
         let mut on_board = None;
@@ -329,6 +336,8 @@ impl Call {
             if let Some(found) = look(&mut state) {
                 return found;
             }
+            // A value that is there costs no line on the board. The board's lock comes behind the
+            // call's.
             on_board.get_or_insert_with(|| self.spec.board.wait(who, what));
             state = unpoisoned(self.changed.wait(state));
         }
@@ -342,6 +351,7 @@ impl Call {
         mut take: impl FnMut(&mut Mailboxes) -> Option<R>,
     ) -> Result<R> {
         self.wait_until(who, what, |state| {
+            // Before the mailbox: what still lies there belongs to work that no longer counts.
             if state.ending.has_failed() {
                 let why = "the call failed".to_owned();
                 return Some(Err(Error::Cancelled { why }));
@@ -501,6 +511,7 @@ impl Call {
                 let why = "the call failed".to_owned();
                 return Some(Err(Error::Cancelled { why }));
             }
+            // A layer without gradients never lands; the end of the call stands for it.
             let ended = state.ending.has_ended();
             let landed = &state.boxes.landed;
             let mut ready = Vec::new();
@@ -555,6 +566,7 @@ impl Call {
             "waiting for the outputs of microbatch {microbatch} of {}",
             self.spec.model.name
         );
+        // Cloned, not taken: the user, calls that take it as an input and the backward all read it.
         self.wait(who, &what, |boxes| boxes.outputs[microbatch].clone())
     }
 
@@ -600,6 +612,7 @@ impl Call {
     /// The first layer whose output was not finite, and its microbatch; `None` when none was
     /// probed or all were finite.
     pub fn first_nonfinite(&self) -> Option<(usize, usize)> {
+        // Out of the lock first: reading a probe waits for its copy.
         let mut probes = std::mem::take(&mut self.lock().probes);
         probes.sort_by_key(|(layer, microbatch, _)| (*layer, *microbatch));
         for (layer, microbatch, value) in probes {
@@ -642,9 +655,15 @@ impl Call {
                 (PartEnd::Nothing, Vec::new())
             }
         });
-        if end == PartEnd::Nothing {
-            return;
+        if end == PartEnd::Commit {
+            self.commit(buffers);
         }
+    }
+
+    /// Writes buffers and ends the call, or fails it.
+    fn commit(&self, buffers: Vec<(Param, HostValue)>) {
+        // Outside the lock: buffers wait for their copies. Reports come first, since a call that
+        // fails for its data writes no buffer.
         if let Err(error) = self.data.check().and_then(|()| write_buffers(buffers)) {
             let of_device = error.is_of_device();
             let why = error.in_full();
@@ -653,6 +672,7 @@ impl Call {
                 state.fail(error);
             });
             self.abort.set();
+            // Before the end: a caller that sees it may submit calls, and those must not fail.
             self.spread(of_device, &why);
         }
         self.update(|state| {
@@ -660,6 +680,8 @@ impl Call {
             state.clear_if_over();
         });
         if self.has_succeeded() {
+            // Calls that take its values from here on need no reports: `depend_on` asks whether it
+            // succeeded.
             self.data.clear();
         }
     }
@@ -731,6 +753,7 @@ impl Call {
             fails
         });
         if fails {
+            // Waits for versions of weights sleep at the store's gate, where the abort wakes them.
             self.abort.set();
         }
         fails
@@ -740,6 +763,8 @@ impl Call {
     fn spread(&self, of_device: bool, why: &str) {
         let why = format!("another call failed: {why}");
         if of_device {
+            // Numbers of calls are an engine's own, so on a list of several engines only 0 has a
+            // meaning.
             self.spec.ring_calls.fail_from(0, &why);
         } else {
             self.call_list.fail_from(self.spec.id + 1, &why);
@@ -802,7 +827,7 @@ impl Call {
     }
 }
 
-impl State {
+impl CallState {
     fn fail(&mut self, error: Error) {
         self.why = error.in_full();
         self.error = Some(error);

@@ -93,6 +93,7 @@ impl CopyThreads {
 
     /// Brings a layer's weights; they appear in the call, and a part of it ends.
     pub fn upload(&self, upload: WeightUpload) {
+        // Before it is sent: the call must not end while a copy of it is under way.
         upload.call.open_part();
         match self {
             Self::Inline(port) => upload_weights(port, upload),
@@ -126,6 +127,7 @@ impl CopyThreads {
                 while *count >= MOST_DOWNLOADS {
                     count = unpoisoned(freed.wait(count));
                 }
+                // Counted before it is sent, so that `wait_downloads` misses none.
                 *count += 1;
                 drop(count);
                 drop(downloads.send(download));
@@ -151,6 +153,7 @@ fn upload_all(port: &Port, uploads: &Receiver<WeightUpload>) {
 fn download_all(port: &Port, downloads: &Receiver<GradientDownload>, room: &Room) {
     for download in downloads {
         download_gradients(port, download);
+        // Whether it succeeded or not: a launcher waits for the count.
         *lock(&room.0) -= 1;
         room.1.notify_all();
     }
@@ -186,27 +189,32 @@ fn try_upload(port: &Port, upload: WeightUpload) -> Result<()> {
         tickets,
     } = upload;
     let spec = &call.spec;
-    {
-        let who = format!("{} up", port.worker().device().id());
-        let what = "waiting for a new version of the weights";
-        let _on_board = spec.board.wait(&who, what);
-        for ticket in &tickets {
-            ticket.wait_readable(&call.abort)?;
-        }
-    }
-    let mut parts = Vec::new();
+    wait_published(port, &call, &tickets)?;
+    let mut segments = Vec::new();
     for segment in spec.model.store.segments(layer, spec.version)? {
-        parts.push(SlotSegment {
+        segments.push(SlotSegment {
             host: segment.data.read_all()?,
             offset: segment.block_offset as u64,
         });
     }
     let name = &spec.model.layers[layer].0;
-    let (weights, flight) = slot.fill(name, parts, CHUNK, port.log())?;
+    let (weights, flight) = slot.fill(name, segments, CHUNK, port.log())?;
     // Kernels may be queued behind the copy now; only the tickets wait for its end.
     call.put_weights(stage, layer, weights);
     flight.land()?;
+    // The chunks have been read; the optimizer may write there now.
     drop(tickets);
+    Ok(())
+}
+
+/// Waits until the version that a call reads exists.
+fn wait_published(port: &Port, call: &Call, tickets: &[ReadTicket]) -> Result<()> {
+    let who = format!("{} up", port.worker().device().id());
+    let what = "waiting for a new version of the weights";
+    let _on_board = call.spec.board.wait(&who, what);
+    for ticket in tickets {
+        ticket.wait_readable(&call.abort)?;
+    }
     Ok(())
 }
 
@@ -234,6 +242,7 @@ fn try_download(port: &Port, download: GradientDownload, current: &mut usize) ->
         return Ok(());
     }
     let store = &call.spec.model.store;
+    // All copies are queued before the first is awaited, so that the lane has always work.
     let mut flights = Vec::with_capacity(gradients.len());
     for gradient in gradients {
         let layer = gradient.layer;
@@ -258,7 +267,9 @@ fn try_download(port: &Port, download: GradientDownload, current: &mut usize) ->
     while let Some((layer, param, flight)) = flights.next() {
         *current = layer;
         flight.land()?;
+        // Before it counts as landed: the optimizer reads a layer that has landed at once.
         store.layer(layer).set_filled(param, true);
+        // Gradients come sorted by layer (`round_gradients`).
         let is_last = flights.peek().is_none_or(|(next, ..)| *next != layer);
         if is_last {
             call.mark_landed(layer);

@@ -13,10 +13,10 @@ use crate::sync::lock;
 
 /// The reports that a call looks at.
 #[derive(Default)]
-pub(crate) struct DataCheck(Mutex<State>);
+pub(crate) struct DataCheck(Mutex<WatchedReports>);
 
 #[derive(Default)]
-struct State {
+struct WatchedReports {
     own: Vec<Reports>,
     /// Reports of the calls whose values this one took. They are copied, not shared: two calls may
     /// take values of each other.
@@ -41,7 +41,7 @@ impl Reports {
 }
 
 impl DataCheck {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, WatchedReports> {
         lock(&self.0)
     }
 
@@ -72,13 +72,14 @@ impl DataCheck {
 
     /// Forgets all reports: the call has ended well.
     pub fn clear(&self) {
-        *self.lock() = State::default();
+        *self.lock() = WatchedReports::default();
     }
 
     /// # Errors
     /// The first report, with its place; [`Error::Cancelled`] for that of another call.
     pub fn check(&self) -> Result<()> {
         let state = self.lock();
+        // Its own first: they name the task, where others only say that an input is bad.
         if let Some(error) = state.own.iter().find_map(Reports::error) {
             return Err(error);
         }

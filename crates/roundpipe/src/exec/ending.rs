@@ -48,6 +48,8 @@ impl Ending {
     pub fn end_part(&mut self) -> PartEnd {
         assert!(self.pending > 0, "a part of a call ended twice");
         if self.pending == 1 && !self.failed {
+            // The part stays pending until `end_commit`, so no waiter sees the end before the
+            // commit.
             self.committing = true;
             return PartEnd::Commit;
         }

@@ -5,12 +5,12 @@ use std::sync::atomic::Ordering;
 use roundpipe_tensor::{Cx, Tensor};
 
 use super::launcher::Launcher;
-use super::queue::Job;
-use super::run_layer::{self, Activation, LoadedLayer, Mode, Ran, Taped};
+use super::queue::StageJob;
+use super::run_layer::{self, Activation, LayerMode, LoadedLayer, Ran, Taped};
+use super::stage_value::{Leaf, SavedForRecompute, Source, StageValue};
 use super::task::Task;
-use super::value::{Leaf, SavedForRecompute, Source, StageValue};
-use super::values::{Arriving, Until, When};
 use super::weights::LoadedLayers;
+use super::worker_values::{Arriving, Needed, Until};
 use crate::error::{Error, Result};
 use crate::plan::Pass;
 use crate::trace::Category;
@@ -20,7 +20,7 @@ impl Launcher {
     /// Runs the layers of a stage; their inputs are saved where a recompute starts.
     pub(super) fn forward(
         &mut self,
-        job: &Job,
+        job: &StageJob,
         loaded: &mut LoadedLayers,
         task: &Task<'_>,
         next_input: &mut Option<Arriving>,
@@ -33,13 +33,14 @@ impl Launcher {
             let is_new = layer > layers.start || task.stage == 0;
             if spec.saves(layer) && is_new {
                 let readers = spec.readers(task.stage, layer);
+                // Sent before the layer runs, so that the copy travels beside its kernels.
                 let saved = self.send(task, &mut value, &readers, Until::Later)?;
                 task.call.save_input(layer, task.microbatch, saved);
             }
             let mode = if spec.trains {
-                Mode::Forward
+                LayerMode::Forward
             } else {
-                Mode::Infer
+                LayerMode::Infer
             };
             let here = self.load_layer(job, loaded, task, layer)?;
             let ran = self.run_layer(task, here, Category::Forward, mode, &value)?;
@@ -56,13 +57,7 @@ impl Launcher {
         let spec = task.spec();
         let next = spec.stages.get(task.stage + 1);
         if next.is_none_or(|next| next.pass == Pass::Backward) {
-            let output = if spec.keeps_outputs {
-                value.map_ref(|activation| self.resident_output(activation))
-            } else {
-                self.send(task, &mut value, &[], Until::Later)?
-            };
-            task.call.put_output(task.microbatch, output);
-            return Ok(());
+            return self.give_output(task, value);
         }
         let is_saved = spec.saves(end);
         let until = if is_saved {
@@ -73,16 +68,29 @@ impl Launcher {
         let readers = spec.readers(task.stage, end);
         let passed = self.send(task, &mut value, &readers, until)?;
         if is_saved {
+            // The clone is the same host value. Its two takers were counted as `readers`, so that a
+            // kept tensor stays for the second.
             task.call.save_input(end, task.microbatch, passed.clone());
         }
         task.call.pass_value(task.stage, task.microbatch, passed);
         Ok(())
     }
 
+    /// The output of the last forward stage is the caller's.
+    fn give_output(&mut self, task: &Task<'_>, mut value: Tree<Activation>) -> Result<()> {
+        let output = if task.spec().keeps_outputs {
+            value.map_ref(|activation| self.resident_output(activation))
+        } else {
+            self.send(task, &mut value, &[], Until::Later)?
+        };
+        task.call.put_output(task.microbatch, output);
+        Ok(())
+    }
+
     /// Runs the last layers forward, the loss, and the same layers backward.
     pub(super) fn fused(
         &mut self,
-        job: &Job,
+        job: &StageJob,
         loaded: &mut LoadedLayers,
         task: &Task<'_>,
         next_input: &mut Option<Arriving>,
@@ -95,7 +103,8 @@ impl Launcher {
         let mut tapes: Vec<Taped> = Vec::new();
         for layer in layers.clone() {
             let here = self.load_layer(job, loaded, task, layer)?;
-            let ran = self.run_layer(task, here, Category::Fused, Mode::Record, &value)?;
+            let ran = self.run_layer(task, here, Category::Fused, LayerMode::Record, &value)?;
+            // `Record` always leaves a tape, so `walk_back` can pair them with the layers.
             tapes.extend(ran.tape);
             value = ran.output;
         }
@@ -127,9 +136,11 @@ impl Launcher {
         };
         let mut sent = Vec::with_capacity(losses.len());
         for loss in &losses {
+            // Never kept on the worker: the caller reads it.
             let loss = self.port.send("loss", loss);
             sent.push(loss.map_err(|error| task.error(None, error))?);
         }
+        // Before the walk back: the caller may go on while the backward runs.
         task.call.put_losses(task.microbatch, sent, output);
         Ok(grads)
     }
@@ -137,7 +148,7 @@ impl Launcher {
     fn labels(&mut self, task: &Task<'_>) -> Result<Tree> {
         let labels = task.call.take_labels(task.microbatch);
         let labels = labels.map_ref(|label| Leaf::new(label.clone(), false));
-        let arriving = self.receive(task, labels, When::Now)?;
+        let arriving = self.receive(task, labels, Needed::Now)?;
         let labels = self.land(task, arriving)?;
         Ok(labels.map_ref(|activation| activation.tensor.clone()))
     }
@@ -154,14 +165,15 @@ impl Launcher {
             Some(arriving) => arriving,
             None => {
                 let input = self.wait_input(task)?;
-                self.receive(task, input, When::Now)?
+                self.receive(task, input, Needed::Now)?
             }
         };
         let value = self.land(task, arriving)?;
         if !task.is_last() {
+            // The next microbatch travels while this one computes.
             let next = task.at(task.microbatch + 1);
             if let Some(input) = self.try_input(&next)? {
-                *next_input = Some(self.receive(&next, input, When::Later)?);
+                *next_input = Some(self.receive(&next, input, Needed::Later)?);
             }
         }
         Ok(value)
@@ -200,7 +212,10 @@ impl Launcher {
             Source::Value(leaf) => Ok(Tree::Tensor(leaf)),
             Source::Output(other, microbatch) => {
                 let output = other.wait_output(&self.who, microbatch);
+                // The error of the wait says only that a call failed; this one says which and why.
                 let output = output.map_err(|_| other.cancelled())?;
+                // Kernels report bad data later than they give values, so this call watches those
+                // reports too.
                 task.call.depend_on(&other);
                 Ok(output.map_ref(|leaf| Leaf {
                     grad: leaf.grad && wants_grads,
@@ -218,7 +233,7 @@ impl Launcher {
         task: &Task<'_>,
         here: &mut LoadedLayer,
         category: Category,
-        mode: Mode,
+        mode: LayerMode,
         input: &Tree<Activation>,
     ) -> Result<Ran> {
         if task.call.has_failed() {
@@ -227,6 +242,8 @@ impl Launcher {
         }
         let spec = task.spec();
         let layer = here.index;
+        // A long stage sends an input for every layer; the outbox would hold them all until the
+        // task ends.
         let room = self.port.make_room(self.budget.outbox);
         room.map_err(|error| task.error(Some(layer), error))?;
         let module = &*spec.model.layers[layer].1;

@@ -2,7 +2,7 @@
 //!
 //! A job is one stage of a call: all microbatches in order. The launcher requests the next job's
 //! weights before it starts this one's tasks ([`super::weights`]), takes and hands on values
-//! ([`super::values`]) and runs the layers ([`super::forward`], [`super::backward`]). It computes
+//! ([`super::worker_values`]) and runs the layers ([`super::forward`], [`super::backward`]). It computes
 //! nothing itself and decides no schedule: the queue has the jobs in the order they run.
 //!
 //! # Invariants
@@ -20,11 +20,11 @@ use roundpipe_tensor::{DType, LaneKind, Tensor, Worker};
 use super::backward::Prefetched;
 use super::call::{Call, Timed};
 use super::copy_threads::{CopyThreads, Gradient, GradientDownload};
-use super::queue::{Job, JobQueue};
+use super::queue::{JobQueue, StageJob};
 use super::run_layer::LoadedLayer;
 use super::task::{Task, TaskLabel, panic_text};
-use super::values::KeptValues;
 use super::weights::{LoadedLayers, ResidentWeights};
+use super::worker_values::KeptValues;
 use crate::budget::WorkerBudget;
 use crate::error::Result;
 use crate::plan::Pass;
@@ -50,7 +50,7 @@ pub(crate) struct Launcher {
     /// Where jobs come from; `None` in the serial executor, which hands them over.
     queue: Option<Arc<JobQueue>>,
     /// The job behind the current one, whose weights may be on their way.
-    pub(super) next: Option<Job>,
+    pub(super) next: Option<StageJob>,
 }
 
 impl Launcher {
@@ -89,7 +89,7 @@ impl Launcher {
         }
     }
 
-    fn next_job(&mut self) -> Option<Job> {
+    fn next_job(&mut self) -> Option<StageJob> {
         if let Some(job) = self.next.take() {
             return Some(job);
         }
@@ -97,7 +97,7 @@ impl Launcher {
     }
 
     /// Runs a job to its end. A failure goes to the call.
-    pub fn run(&mut self, mut job: Job) {
+    pub fn run(&mut self, mut job: StageJob) {
         let call = job.call.clone();
         self.enter(&call);
         let mut failed_here = false;
@@ -108,13 +108,16 @@ impl Launcher {
             failed_here = true;
         }
         if call.has_failed() {
+            // Values of other calls stay: their jobs take turns with this call's on the worker.
             self.forget_values(|kept| !std::ptr::addr_eq(kept.as_ptr(), Arc::as_ptr(&call)));
         }
         if failed_here {
             // Work of the job may still be queued on the device, and fail in its own way.
             call.spec.ring_calls.drain(&self.port);
         }
+        // Kernels of the next job report to its own call.
         self.worker = self.port.worker().clone();
+        // No task is under way, so what comes early need not leave it room.
         self.worker.pool().end_claim();
         // Its tickets first: a thread that waits for the call's end may write the weights then.
         drop(job);
@@ -122,7 +125,7 @@ impl Launcher {
     }
 
     /// A panic fails the call, not the worker.
-    fn run_catching(&mut self, job: &mut Job) -> Result<()> {
+    fn run_catching(&mut self, job: &mut StageJob) -> Result<()> {
         let call = job.call.clone();
         let stage = job.stage;
         catch_unwind(AssertUnwindSafe(|| self.run_job(job))).unwrap_or_else(|panic| {
@@ -133,6 +136,7 @@ impl Launcher {
 
     /// Frees what only earlier calls needed.
     fn enter(&mut self, call: &Arc<Call>) {
+        // Jobs of one call share its kept values, so nothing is freed between them.
         if std::ptr::addr_eq(self.call.as_ptr(), Arc::as_ptr(call)) {
             return;
         }
@@ -172,7 +176,7 @@ impl Launcher {
         self.next = Some(next);
     }
 
-    fn run_job(&mut self, job: &mut Job) -> Result<()> {
+    fn run_job(&mut self, job: &mut StageJob) -> Result<()> {
         let call = job.call.clone();
         self.place_weights(job)?;
         self.report_to(&call, job.stage)?;
@@ -180,7 +184,8 @@ impl Launcher {
         if pass != Pass::Forward
             && let Some(earlier) = call.adds_to()
         {
-            // The sums start from the gradients of that call.
+            // The sums start from the gradients of that call. Its jobs stand before this one in
+            // every queue, so the wait ends; if it failed, no step uses these sums (`recover.rs`).
             earlier.wait_end(&self.who);
         }
         let mut loaded = LoadedLayers::default();
@@ -191,6 +196,8 @@ impl Launcher {
                 stage: job.stage,
                 microbatch,
             };
+            // Before the claim: it lets go of what earlier tasks sent, and the claim counts what is
+            // free.
             let begun = self.port.begin_task();
             begun.map_err(|error| task.error(None, error))?;
             self.claim_working(&task)?;
@@ -225,20 +232,16 @@ impl Launcher {
         category: Category,
         work: impl FnOnce() -> roundpipe_tensor::Result<R>,
     ) -> Result<R> {
-        let stamp = || -> Result<Stamp> {
-            let lane = self.worker().device().lane(LaneKind::Compute);
-            lane.stamp().map_err(|error| task.error(layer, error))
-        };
         let label = TaskLabel(*task, layer);
         let _on_board = task.spec().board.enter(&self.who, label);
-        let from = stamp()?;
+        let from = self.stamp(task, layer)?;
         // A user's layer or loss function may panic. The error then names it.
         let done = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
             let what = if layer.is_some() { "layer" } else { "loss_fn" };
             Err(roundpipe_tensor::Error::invalid(what, panic_text(&*panic)))
         });
         let done = done.map_err(|error| task.error(layer, error))?;
-        let to = stamp()?;
+        let to = self.stamp(task, layer)?;
         task.call.note_time(Timed {
             worker: self.index,
             stage: task.stage,
@@ -251,17 +254,25 @@ impl Launcher {
         Ok(done)
     }
 
+    /// A point of the compute lane whose time can be read later.
+    fn stamp(&self, task: &Task<'_>, layer: Option<usize>) -> Result<Stamp> {
+        let lane = self.worker().device().lane(LaneKind::Compute);
+        lane.stamp().map_err(|error| task.error(layer, error))
+    }
+
     // ---- the end of a job ----
 
     /// Buffers and gradients leave the worker.
-    fn finish(&mut self, job: &Job, loaded: LoadedLayers) -> Result<()> {
+    fn finish(&mut self, job: &StageJob, loaded: LoadedLayers) -> Result<()> {
         let spec = &job.call.spec;
         let task = Task {
             call: &job.call,
             stage: job.stage,
+            // An error from here on names the last microbatch.
             microbatch: spec.microbatches - 1,
         };
         let pass = task.stage().pass;
+        // A recompute sets no buffers; the forward that it repeats has sent them.
         if pass != Pass::Backward && spec.training {
             self.send_buffers(&task, &loaded)?;
         }
@@ -282,6 +293,8 @@ impl Launcher {
     /// call: sums of several calls in a step start from the rounded ones.
     fn round_gradients(&self, task: &Task<'_>, loaded: LoadedLayers) -> Result<Vec<Gradient>> {
         let mut layers: Vec<LoadedLayer> = loaded.0.into_values().collect();
+        // The order of a map differs from run to run, and rounding takes memory: the layout of the
+        // arena must not.
         layers.sort_by_key(|layer| std::cmp::Reverse(layer.index));
         let mut gradients = Vec::new();
         for LoadedLayer { index, sums, .. } in layers {
@@ -320,7 +333,7 @@ impl Launcher {
     // ---- room ----
 
     /// Requests the weights of a job that starts now, unless they were requested before it.
-    fn place_weights(&mut self, job: &mut Job) -> Result<()> {
+    fn place_weights(&mut self, job: &mut StageJob) -> Result<()> {
         let working = job.needs().task;
         match self.request_weights(job, Some(working)) {
             Err(error) if error.is_device_full() => {}
@@ -343,6 +356,7 @@ impl Launcher {
         if self.worker.pool().claim_working(bytes) {
             return Ok(());
         }
+        // The cheap way first: the compute lane waits for copies that are under way anyway.
         let drained = self.port.make_room(0);
         drained.map_err(|error| task.error(None, error))?;
         if self.worker.pool().claim_working(bytes) {
@@ -358,10 +372,14 @@ impl Launcher {
     /// Frees what the worker can do without: values that stay go to the host, and what is on its
     /// way out is awaited.
     fn free_optional(&mut self) -> roundpipe_tensor::Result<()> {
+        // A job that uses resident weights holds their tensors itself.
         self.resident.clear();
         self.kept.spill(&self.port)?;
+        // Behind the spill, whose sources are in the outbox now.
         self.port.make_room(0)?;
+        // Gradients of earlier jobs hold memory until they have landed.
         self.copies.wait_downloads();
+        // Slots that were read are set aside for the next upload; they count as used until then.
         self.worker.pool().trim();
         Ok(())
     }
@@ -370,6 +388,7 @@ impl Launcher {
     fn download(&self, task: &Task<'_>, gradients: Vec<Gradient>) -> Result<()> {
         let lane = self.worker().device().lane(LaneKind::Compute);
         let after = lane.record().map_err(|error| task.error(None, error))?;
+        // The `down` thread waits for this point; the launcher goes on with its next job.
         self.copies.download(GradientDownload {
             call: task.call.clone(),
             stage: task.stage,

@@ -65,12 +65,12 @@ pub(crate) struct StepRequest {
 
 /// How a step went so far.
 #[derive(Debug)]
-enum Phase {
+enum StepPhase {
     Waiting,
     /// All gradients are there: it will happen.
     Begun,
     Done(StepReport),
-    /// It will not happen; the calls behind it are being told.
+    /// It will not happen; the calls submitted after it are being failed.
     Failing,
     Failed(Option<Error>),
 }
@@ -81,7 +81,7 @@ pub(crate) struct Outcome {
     pub version: u64,
     /// The first of its calls: its place in the random stream.
     pub number: u64,
-    phase: Mutex<Phase>,
+    phase: Mutex<StepPhase>,
     changed: Condvar,
 }
 
@@ -90,16 +90,16 @@ impl Outcome {
         Arc::new(Self {
             version,
             number,
-            phase: Mutex::new(Phase::Waiting),
+            phase: Mutex::new(StepPhase::Waiting),
             changed: Condvar::new(),
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Phase> {
+    fn lock(&self) -> MutexGuard<'_, StepPhase> {
         lock(&self.phase)
     }
 
-    fn set(&self, phase: Phase) {
+    fn set(&self, phase: StepPhase) {
         *self.lock() = phase;
         self.changed.notify_all();
     }
@@ -109,8 +109,8 @@ impl Outcome {
         let mut phase = self.lock();
         loop {
             match &mut *phase {
-                Phase::Done(report) => return Ok(*report),
-                Phase::Failed(error) => return Err(error.take().unwrap_or_else(failed_before)),
+                StepPhase::Done(report) => return Ok(*report),
+                StepPhase::Failed(error) => return Err(error.take().unwrap_or_else(failed_before)),
                 _ => phase = unpoisoned(self.changed.wait(phase)),
             }
         }
@@ -121,9 +121,9 @@ impl Outcome {
         let mut phase = self.lock();
         loop {
             match &mut *phase {
-                Phase::Begun | Phase::Done(_) => return Ok(()),
-                Phase::Failed(error) => return Err(error.take().unwrap_or_else(failed_before)),
-                Phase::Waiting | Phase::Failing => {
+                StepPhase::Begun | StepPhase::Done(_) => return Ok(()),
+                StepPhase::Failed(error) => return Err(error.take().unwrap_or_else(failed_before)),
+                StepPhase::Waiting | StepPhase::Failing => {
                     phase = unpoisoned(self.changed.wait(phase));
                 }
             }
@@ -133,21 +133,24 @@ impl Outcome {
     /// Waits until it is over, whatever came of it; whether it was done.
     pub fn wait_over(&self) -> bool {
         let mut phase = self.lock();
-        while matches!(*phase, Phase::Waiting | Phase::Begun | Phase::Failing) {
+        while matches!(
+            *phase,
+            StepPhase::Waiting | StepPhase::Begun | StepPhase::Failing
+        ) {
             phase = unpoisoned(self.changed.wait(phase));
         }
-        matches!(*phase, Phase::Done(_))
+        matches!(*phase, StepPhase::Done(_))
     }
 
     /// Whether it has failed, or is about to.
     pub fn has_failed(&self) -> bool {
-        matches!(*self.lock(), Phase::Failing | Phase::Failed(_))
+        matches!(*self.lock(), StepPhase::Failing | StepPhase::Failed(_))
     }
 
     /// What it saw, once it is done.
     pub fn report(&self) -> Option<StepReport> {
         match &*self.lock() {
-            Phase::Done(report) => Some(*report),
+            StepPhase::Done(report) => Some(*report),
             _ => None,
         }
     }
@@ -155,7 +158,7 @@ impl Outcome {
     /// Why it failed; `None` when it did not, or the error was returned already.
     pub fn take_error(&self) -> Option<Error> {
         match &mut *self.lock() {
-            Phase::Failed(error) => error.take(),
+            StepPhase::Failed(error) => error.take(),
             _ => None,
         }
     }
@@ -255,11 +258,13 @@ impl OptimizerHandle {
             streak: streak.clone(),
         };
         let name = format!("{} optimizer", model.name);
-        let fail = |e| Error::config("threads", format!("cannot start the optimizer thread: {e}"));
         let thread = std::thread::Builder::new()
             .name(name)
             .spawn(move || thread_body.run(&to_do))
-            .map_err(fail)?;
+            .map_err(|error| {
+                let what = format!("cannot start the optimizer thread: {error}");
+                Error::config("threads", what)
+            })?;
         let id = thread.thread().id();
         Ok(Self {
             requests: Some(requests),
@@ -285,6 +290,8 @@ impl OptimizerHandle {
 
 impl Drop for OptimizerHandle {
     fn drop(&mut self) {
+        // Ends the wait of a user's function for its slabs. A step of the rule ignores it
+        // (`apply`), and the loop ends behind the requests that are left.
         self.abort.set();
         drop(self.requests.take());
         if let Some(thread) = self.thread.take() {
@@ -309,22 +316,25 @@ impl OptimizerThread {
             }));
             let step = step.unwrap_or_else(|panic| Err(Error::config("step", panic_text(&*panic))));
             match step {
-                Ok(report) => outcome.set(Phase::Done(report)),
-                Err(error) => {
-                    let why = format!("the optimizer step before it failed: {error}");
-                    // First the calls that wait for this version: once the failure is settled, new
-                    // ones may come. One that comes in between sees that it is failing.
-                    outcome.set(Phase::Failing);
-                    // Engines that read these weights wait for what was asked for; that is no more
-                    // than there is now.
-                    let store = &self.model.store;
-                    store.set_asked(store.layer(0).versions().current());
-                    self.call_list.fail_from(next_call, &why);
-                    outcome.set(Phase::Failed(Some(error)));
-                }
+                Ok(report) => outcome.set(StepPhase::Done(report)),
+                Err(error) => self.fail_step(&outcome, next_call, error),
             }
             self.board.tick();
         }
+    }
+
+    /// Fails a step and the calls that were submitted after it.
+    fn fail_step(&self, outcome: &Outcome, next_call: u64, error: Error) {
+        let why = format!("the optimizer step before it failed: {error}");
+        // Calls that wait for this version fail first: once the step has `Failed`, a caller may
+        // submit new ones. A call that comes in between sees `Failing`.
+        outcome.set(StepPhase::Failing);
+        // Engines that read these weights wait for what was asked for; that is no more than there
+        // is now.
+        let store = &self.model.store;
+        store.set_asked(store.layer(0).versions().current());
+        self.call_list.fail_from(next_call, &why);
+        outcome.set(StepPhase::Failed(Some(error)));
     }
 
     fn step(
@@ -334,6 +344,7 @@ impl OptimizerThread {
         work: Work,
         outcome: &Outcome,
     ) -> Result<StepReport> {
+        // Its error is looked at behind the calls: theirs says why gradients are missing.
         let measured = self.measure(calls);
         for call in calls {
             if !call.wait_end("optimizer") {
@@ -404,6 +415,8 @@ impl OptimizerThread {
         let Some((last, before)) = calls.split_last() else {
             return store.all_squares();
         };
+        // Earlier calls are summed up in the gradients of the last. After a failure there is
+        // nothing to measure; `step` finds the failed call and returns its error.
         if !before.iter().all(|call| call.wait_end("optimizer")) {
             return Ok(Vec::new());
         }
@@ -428,7 +441,6 @@ impl OptimizerThread {
         outcome: &Outcome,
     ) -> Result<StepReport> {
         let store = &self.model.store;
-        let layers = 0..store.layers().len();
         let step = store.steps() + u64::from(!decision.skip);
         let apply = Apply {
             step,
@@ -439,25 +451,15 @@ impl OptimizerThread {
         if !decision.skip {
             store.check(&apply)?;
         }
-        // Never set: all calls before have ended, and those behind it read what it writes.
+        // This abort is never set. Readers of what is overwritten were submitted before this step
+        // and do not wait for it, so the waits end without one.
         let never = store.abort();
         self.patiently(Some(BUSY_TIMEOUT), || store.check_open(version, &never))?;
-        outcome.set(Phase::Begun);
-        let mut first_partial = None;
-        for layer in layers {
-            let start = self.trace.now_ns();
-            // A step that has begun is finished, however long a user holds a parameter.
-            let kept = self.patiently(None, || match decision.skip {
-                true => store.skip(layer, version, &never).map(|()| false),
-                false => store.apply(layer, &apply, &never),
-            })?;
-            if kept {
-                first_partial.get_or_insert(layer);
-            }
-            self.note(layer, version, start);
-        }
+        // The first layer is about to change: from here on the step is made, and a caller at lag 0
+        // may go on.
+        outcome.set(StepPhase::Begun);
+        let first_partial = self.apply_layers(decision.skip, &apply, &never)?;
         store.set_steps(step);
-        let partial = first_partial.is_some();
         match first_partial {
             Some(layer) => self.streak.add(format!(
                 "the first is the update of {}",
@@ -473,8 +475,31 @@ impl OptimizerThread {
             step,
             grad_norm: decision.grad_norm,
             skipped: decision.skip,
-            partial,
+            partial: first_partial.is_some(),
         })
+    }
+
+    /// Updates layer by layer, or leaves all as they are; the first layer of which some elements
+    /// kept their value because the new one was not finite.
+    fn apply_layers(&self, skip: bool, apply: &Apply, never: &Abort) -> Result<Option<usize>> {
+        let store = &self.model.store;
+        let mut first_partial = None;
+        for layer in 0..store.layers().len() {
+            let start = self.trace.now_ns();
+            // A step that has begun is finished, however long a user holds a parameter.
+            let kept = self.patiently(None, || {
+                if skip {
+                    store.skip(layer, apply.next_version, never)?;
+                    return Ok(false);
+                }
+                store.apply(layer, apply, never)
+            })?;
+            if kept {
+                first_partial.get_or_insert(layer);
+            }
+            self.note(layer, apply.next_version, start);
+        }
+        Ok(first_partial)
     }
 
     fn call(
@@ -495,7 +520,8 @@ impl OptimizerThread {
             None => Ok(()),
         })?;
         self.note(0, version, start);
-        outcome.set(Phase::Begun);
+        // Not before: a function may fail at any parameter, and then nothing has happened.
+        outcome.set(StepPhase::Begun);
         Ok(StepReport {
             step: store.steps(),
             grad_norm: squared.sqrt(),

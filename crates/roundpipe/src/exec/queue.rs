@@ -10,7 +10,7 @@ use crate::sync::{lock, unpoisoned};
 use crate::version::ReadTicket;
 
 /// One stage of a call, and the right to read the weights of its layers.
-pub(crate) struct Job {
+pub(crate) struct StageJob {
     pub call: Arc<Call>,
     pub stage: usize,
     /// By layer of the stage.
@@ -19,7 +19,7 @@ pub(crate) struct Job {
     pub weights: Option<HashMap<usize, WeightSource>>,
 }
 
-impl Job {
+impl StageJob {
     /// What it needs of its worker.
     pub fn needs(&self) -> StageNeeds {
         self.call.spec.needs.stages[self.stage]
@@ -38,22 +38,22 @@ impl Job {
 /// Jobs of one worker.
 #[derive(Default)]
 pub(crate) struct JobQueue {
-    state: Mutex<State>,
+    state: Mutex<QueueState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
-    jobs: VecDeque<Job>,
+struct QueueState {
+    jobs: VecDeque<StageJob>,
     closed: bool,
 }
 
 impl JobQueue {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
         lock(&self.state)
     }
 
-    pub fn push(&self, job: Job) {
+    pub fn push(&self, job: StageJob) {
         self.lock().jobs.push_back(job);
         self.changed.notify_all();
     }
@@ -65,17 +65,19 @@ impl JobQueue {
     }
 
     /// The next job, if there is one.
-    pub fn try_pop(&self) -> Option<Job> {
+    pub fn try_pop(&self) -> Option<StageJob> {
         self.lock().jobs.pop_front()
     }
 
     /// Waits for the next job; `None` when the queue is closed and empty.
-    pub fn pop(&self) -> Option<Job> {
+    pub fn pop(&self) -> Option<StageJob> {
         let mut state = self.lock();
         loop {
             if let Some(job) = state.jobs.pop_front() {
                 return Some(job);
             }
+            // Behind the jobs: also those of a closed queue must run, since each ends a part of its
+            // call.
             if state.closed {
                 return None;
             }

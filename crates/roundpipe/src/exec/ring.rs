@@ -19,7 +19,7 @@ use roundpipe_tensor::{Bytes, Device, Pins, Worker};
 use super::call::CallList;
 use super::copy_threads::CopyThreads;
 use super::launcher::Launcher;
-use super::queue::{Job, JobQueue};
+use super::queue::{JobQueue, StageJob};
 use crate::budget::{self, WorkerBudget};
 use crate::devices::Devices;
 use crate::error::{Error, Result};
@@ -79,7 +79,7 @@ pub struct RingOptions {
     pub memory: Option<Bytes>,
     /// Bytes of activations that may stay on a worker; by default a tenth of its memory, or a
     /// quarter where weights are read in place.
-    pub keep: Option<Bytes>,
+    pub activation_budget: Option<Bytes>,
     /// How host memory for activations is pinned.
     pub pin: Pin,
     /// One job after another on the caller's thread: slow, and the oracle of the threaded executor.
@@ -129,7 +129,7 @@ impl Ring {
         let budget = |worker: &Worker| {
             let arena = worker.pool().capacity().0;
             let reads_host = worker.device().aliases_host();
-            let kept = options.keep.map(|bytes| bytes.0);
+            let kept = options.activation_budget.map(|bytes| bytes.0);
             WorkerBudget::new(arena, reads_host, kept)
         };
         let executor = if options.serial {
@@ -253,14 +253,11 @@ impl Ring {
 
     /// The copies noted since the last call, with their workers.
     pub(crate) fn take_copies(&self) -> Vec<(usize, CopyRecord)> {
-        let of = |(worker, port): (usize, &Arc<Port>)| {
-            port.log()
-                .take()
-                .into_iter()
-                .map(move |moved| (worker, moved))
-                .collect::<Vec<_>>()
-        };
-        self.0.ports.iter().enumerate().flat_map(of).collect()
+        let mut taken = Vec::new();
+        for (worker, port) in self.0.ports.iter().enumerate() {
+            taken.extend(port.log().take().into_iter().map(|copy| (worker, copy)));
+        }
+        taken
     }
 
     /// Whether the calling thread is one of the ring's, or runs a job of it.
@@ -288,20 +285,20 @@ impl Ring {
         if !self.0.calls.active().is_empty() {
             return;
         }
-        let has_failed = |port: &&Arc<Port>| port.worker().device().has_failed();
-        self.0
-            .ports
-            .iter()
-            .filter(has_failed)
-            .for_each(|port| self.0.calls.drain(port));
+        for port in &self.0.ports {
+            if port.worker().device().has_failed() {
+                self.0.calls.drain(port);
+            }
+        }
     }
 
     /// Queues the jobs of one call (or of its backward), each on its worker.
-    pub(crate) fn submit(&self, jobs: Vec<(usize, Job)>) {
+    pub(crate) fn submit(&self, jobs: Vec<(usize, StageJob)>) {
         match &self.0.executor {
             Executor::Serial(launchers) => {
                 let mut launchers = lock(launchers);
                 AT_WORK.set(ring_id(&self.0.calls));
+                // In the order of stages, so each job finds all that it waits for.
                 for (worker, job) in jobs {
                     launchers[worker].run(job);
                 }
@@ -376,8 +373,10 @@ impl Drop for Inner {
         if let Executor::Threaded(queues) = &self.executor {
             queues.iter().for_each(|queue| queue.close());
         }
+        // Behind the closing of all queues: a copy thread ends when its launcher has dropped its
+        // senders, and the launcher when its queue is closed and empty.
         for thread in std::mem::take(&mut *lock(&self.threads)) {
-            // A thread that panicked has told so; here only its end matters.
+            // A panic was printed when it happened; here only the end of the thread matters.
             let _ = thread.join();
         }
         self.ports.iter().for_each(|port| self.calls.drain(port));

@@ -35,7 +35,7 @@ pub(crate) struct LoadedLayer {
 }
 
 /// How a layer is run.
-pub(crate) enum Mode {
+pub(crate) enum LayerMode {
     /// Nothing is kept, no backward follows.
     Infer,
     /// Nothing is kept; a recompute follows.
@@ -69,16 +69,16 @@ impl LoadedLayer {
         worker: &Worker,
         training: bool,
         site: RngSite,
-        mode: Mode,
+        mode: LayerMode,
     ) -> Result<Cx> {
         let (cx, records) = match mode {
-            Mode::Infer => (Cx::new(worker, false, training), false),
-            Mode::Forward => (
+            LayerMode::Infer => (Cx::new(worker, false, training), false),
+            LayerMode::Forward => (
                 Cx::ahead(worker, training).with_recompute(Recompute::Later(None)),
                 false,
             ),
-            Mode::Record => (Cx::new(worker, true, training), true),
-            Mode::Recompute(saved) => (
+            LayerMode::Record => (Cx::new(worker, true, training), true),
+            LayerMode::Recompute(saved) => (
                 Cx::new(worker, true, training).with_recompute(Recompute::Now(saved)),
                 true,
             ),
@@ -86,6 +86,7 @@ impl LoadedLayer {
         let mut cx = cx.at(site);
         for ((param, tensor), sum) in self.params.iter().zip(&mut self.sums) {
             let into = if records && param.is_trainable() {
+                // The tape adds to it in place, so it must be the only holder. `back` returns it.
                 sum.take()
             } else {
                 None
@@ -103,36 +104,28 @@ impl LoadedLayer {
         worker: &Worker,
         training: bool,
         site: RngSite,
-        mode: Mode,
+        mode: LayerMode,
         input: &Tree<Activation>,
     ) -> Result<Ran> {
-        let repeats = matches!(mode, Mode::Recompute(_));
+        let repeats = matches!(mode, LayerMode::Recompute(_));
         let mut cx = self.context(worker, training, site, mode)?;
-        let given = input.clone().try_map(|held| {
-            if held.grad {
-                cx.input(&held.tensor)
-            } else {
-                Ok(held.tensor.detach())
-            }
-        })?;
+        let given = as_inputs(&mut cx, input)?;
+        // To recognise inputs that the layer passes on unchanged, and to ask for their gradients.
         let kept: Vec<Tensor> = given.leaves().into_iter().cloned().collect();
         let output = layer.run(&mut cx, given)?;
         let saved = cx.take_saved();
-        let mut buffers = Vec::new();
         let updates = cx.take_buffers();
-        if !repeats {
-            for (param, value) in updates {
-                let Some(place) = self.params.iter().position(|(p, _)| p.id() == param.id()) else {
-                    continue;
-                };
-                let before = std::mem::replace(&mut self.params[place].1, value);
-                self.set[place] = true;
-                buffers.push((place, before));
-            }
-        }
+        // A recompute starts from the buffers that the forward saw, so it would set them a second
+        // time.
+        let buffers = if repeats {
+            Vec::new()
+        } else {
+            self.set_buffers(updates)
+        };
         let sources = input.leaves();
         let outputs: Vec<Tensor> = output.leaves().into_iter().cloned().collect();
         let held = output.map_ref(|tensor| {
+            // An input that passes through has its host copy already and is not sent again.
             let passed_on = kept.iter().position(|k| k.is_same(tensor));
             Activation {
                 tensor: tensor.detach(),
@@ -142,11 +135,9 @@ impl LoadedLayer {
         });
         let tape = cx.is_recording().then(|| {
             let grads = sources.iter().map(|held| held.grad);
-            let inputs = kept
-                .into_iter()
-                .zip(grads)
-                .map(|(t, grad)| grad.then_some(t))
-                .collect();
+            let inputs = kept.into_iter().zip(grads);
+            let inputs = inputs.map(|(tensor, grad)| grad.then_some(tensor));
+            let inputs = inputs.collect();
             Taped {
                 cx,
                 inputs,
@@ -159,6 +150,22 @@ impl LoadedLayer {
             saved,
             buffers,
         })
+    }
+
+    /// Puts the buffers that a layer set in the place of those it had; gives back the latter.
+    fn set_buffers(&mut self, updates: Vec<(Param, Tensor)>) -> Vec<(usize, Tensor)> {
+        let mut before = Vec::new();
+        for (param, value) in updates {
+            let index = self.params.iter().position(|(p, _)| p.id() == param.id());
+            // A parameter that the layer does not list has no tensor here; it stays as it is.
+            let Some(index) = index else {
+                continue;
+            };
+            let old = std::mem::replace(&mut self.params[index].1, value);
+            self.set[index] = true;
+            before.push((index, old));
+        }
+        before
     }
 
     /// Walks a recorded layer back: gradients of its outputs in, of its inputs out; those of its
@@ -176,6 +183,8 @@ impl LoadedLayer {
             .filter_map(|(output, grad)| Some((output, grad?)))
             .collect();
         let mut gradients = cx.backward_if_any(&seeds)?;
+        // What is left of this layer are sums and input gradients; outputs make room for the layer
+        // before.
         drop(seeds);
         for ((param, _), sum) in self.params.iter().zip(&mut self.sums) {
             if let Some(grad) = gradients.take_param(param) {
@@ -189,6 +198,17 @@ impl LoadedLayer {
     }
 }
 
+/// Values as a layer or a loss receives them: only those that need a gradient are on the tape.
+fn as_inputs(cx: &mut Cx, value: &Tree<Activation>) -> Result<Tree<Tensor>> {
+    value.clone().try_map(|held| {
+        if held.grad {
+            cx.input(&held.tensor)
+        } else {
+            Ok(held.tensor.detach())
+        }
+    })
+}
+
 /// Computes the losses of a microbatch and the gradients of the model's outputs.
 pub(crate) fn losses(
     loss: &LossFn,
@@ -198,28 +218,10 @@ pub(crate) fn losses(
     label: Tree<Tensor>,
 ) -> Result<(Vec<Tensor>, Vec<Option<Tensor>>)> {
     let mut cx = Cx::new(worker, true, true).at(site);
-    let given = output.clone().try_map(|held| {
-        if held.grad {
-            cx.input(&held.tensor)
-        } else {
-            Ok(held.tensor.detach())
-        }
-    })?;
+    let given = as_inputs(&mut cx, output)?;
     let kept: Vec<Tensor> = given.leaves().into_iter().cloned().collect();
     let losses = loss(&mut cx, given, label)?;
-    let mut seeds = Vec::new();
-    for loss in &losses {
-        if loss.numel() != 1 {
-            let what = format!(
-                "a loss has the shape {}; reduce it to one number",
-                loss.shape()
-            );
-            return Err(roundpipe_tensor::Error::invalid("loss_fn", what));
-        }
-        if loss.requires_grad() {
-            seeds.push((loss.clone(), worker.full(loss.dtype(), *loss.shape(), 1.0)?));
-        }
-    }
+    let seeds = loss_seeds(worker, &losses)?;
     let values = losses.iter().map(Tensor::detach).collect();
     drop(losses);
     let mut gradients = cx.backward_if_any(&seeds)?;
@@ -227,4 +229,24 @@ pub(crate) fn losses(
         values,
         kept.iter().map(|input| gradients.take(input)).collect(),
     ))
+}
+
+/// The losses that a backward starts from, each with its gradient.
+fn loss_seeds(worker: &Worker, losses: &[Tensor]) -> Result<Vec<(Tensor, Tensor)>> {
+    let mut seeds = Vec::new();
+    for loss in losses {
+        if loss.numel() != 1 {
+            let what = format!(
+                "a loss has the shape {}; reduce it to one number",
+                loss.shape()
+            );
+            return Err(roundpipe_tensor::Error::invalid("loss_fn", what));
+        }
+        // Each starts from 1, also under `LossReduction::Mean`, which has put the share into the
+        // loss.
+        if loss.requires_grad() {
+            seeds.push((loss.clone(), worker.full(loss.dtype(), *loss.shape(), 1.0)?));
+        }
+    }
+    Ok(seeds)
 }

@@ -46,6 +46,8 @@ impl<'a> Task<'a> {
         let spec = self.spec();
         RngSite {
             seed: spec.model.seed,
+            // Calls count here, not optimizer steps: two calls of one step must not draw the same
+            // numbers.
             step: spec.number,
             microbatch: self.microbatch as u32,
             layer: (spec.model.first_layer + layer) as u32,

@@ -10,18 +10,19 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use roundpipe_tensor::transfer::{HostValue, Slot};
-use roundpipe_tensor::{DType, Shape, Tensor};
+use roundpipe_tensor::{DType, HostBuf, Shape, Tensor};
 
 use super::call::Call;
 use super::copy_threads::WeightUpload;
 use super::launcher::Launcher;
 use super::model::Model;
-use super::queue::Job;
+use super::queue::StageJob;
 use super::run_layer::LoadedLayer;
 use super::task::Task;
 use crate::config::Grain;
 use crate::error::Result;
 use crate::plan::Pass;
+use crate::store::StoredParam;
 
 /// Where a job finds a layer's weights. It is decided once, when they are requested: a user's write
 /// after that moment must not change the source.
@@ -89,7 +90,11 @@ impl Launcher {
     ///
     /// # Errors
     /// When the worker has no room; nothing is requested then.
-    pub(super) fn request_weights(&mut self, job: &mut Job, beside: Option<u64>) -> Result<()> {
+    pub(super) fn request_weights(
+        &mut self,
+        job: &mut StageJob,
+        beside: Option<u64>,
+    ) -> Result<()> {
         if job.weights.is_some() {
             return Ok(());
         }
@@ -97,6 +102,7 @@ impl Launcher {
         let stage = &call.spec.stages[job.stage];
         let mut layers: Vec<usize> = stage.layers.clone().collect();
         if stage.pass == Pass::Backward && call.spec.grain == Grain::Layer {
+            // Recomputing layer by layer begins with the last.
             layers.reverse();
         }
         let mut slots = Vec::new();
@@ -115,6 +121,8 @@ impl Launcher {
             }
             sources.insert(layer, source);
         }
+        // All slots are reserved before the first upload: without room for one, the others are
+        // dropped and nothing was requested.
         job.weights = Some(sources);
         for (layer, slot) in slots {
             self.copies.upload(WeightUpload {
@@ -122,6 +130,8 @@ impl Launcher {
                 stage: job.stage,
                 layer,
                 slot,
+                // They go along, so that the upload gives them back as soon as it has landed, not
+                // the job at its end.
                 tickets: job.tickets.remove(&layer).unwrap_or_default(),
             });
         }
@@ -131,7 +141,7 @@ impl Launcher {
     /// A layer with its weights on the worker; waits for them the first time.
     pub(super) fn load_layer<'s>(
         &mut self,
-        job: &Job,
+        job: &StageJob,
         loaded: &'s mut LoadedLayers,
         task: &Task<'_>,
         layer: usize,
@@ -153,7 +163,12 @@ impl Launcher {
         }
     }
 
-    fn wait_weights(&mut self, job: &Job, task: &Task<'_>, layer: usize) -> Result<Vec<Tensor>> {
+    fn wait_weights(
+        &mut self,
+        job: &StageJob,
+        task: &Task<'_>,
+        layer: usize,
+    ) -> Result<Vec<Tensor>> {
         let sources = job.weights.as_ref().expect("weights are requested first");
         match &sources[&layer] {
             WeightSource::Host => self.alias_weights(job, task, layer),
@@ -167,14 +182,9 @@ impl Launcher {
     }
 
     /// Weights in host memory, once their version is published.
-    fn alias_weights(&self, job: &Job, task: &Task<'_>, layer: usize) -> Result<Vec<Tensor>> {
+    fn alias_weights(&self, job: &StageJob, task: &Task<'_>, layer: usize) -> Result<Vec<Tensor>> {
+        self.wait_published(job, task, layer)?;
         let spec = task.spec();
-        if let Some(tickets) = job.tickets.get(&layer) {
-            let _on_board = spec.board.wait(&self.who, "waiting for a layer's weights");
-            for ticket in tickets {
-                ticket.wait_readable(&task.call.abort)?;
-            }
-        }
         let stored = spec.model.store.layer(layer);
         let mut tensors = Vec::new();
         for (index, param) in stored.params().iter().enumerate() {
@@ -183,6 +193,20 @@ impl Launcher {
             tensors.push(tensor.map_err(|error| task.error(Some(layer), error))?);
         }
         Ok(tensors)
+    }
+
+    /// Waits until the version that a job reads exists.
+    fn wait_published(&self, job: &StageJob, task: &Task<'_>, layer: usize) -> Result<()> {
+        // The tickets stay with the job: its kernels read host memory until it ends.
+        let Some(tickets) = job.tickets.get(&layer) else {
+            return Ok(());
+        };
+        let board = &task.spec().board;
+        let _on_board = board.wait(&self.who, "waiting for a layer's weights");
+        for ticket in tickets {
+            ticket.wait_readable(&task.call.abort)?;
+        }
+        Ok(())
     }
 
     /// Weights in their slot, once their upload is queued; kernels wait for the copy.
@@ -229,21 +253,24 @@ impl Launcher {
         }
         let stored = task.spec().model.store.layer(layer);
         for (index, sum) in sums.iter_mut().enumerate() {
+            // Final, since `run_job` has waited for the end of the earlier call.
             if !stored.filled(index) {
                 continue;
             }
             let Some(grad) = stored.grad_range(index)? else {
                 continue;
             };
-            let param = &stored.params()[index];
-            let start = || {
-                let grad = HostValue::given(grad, param.grad_dtype, param.shape)?;
-                let here = self.port.receive("gradient so far", &grad)?.land()?;
-                // A sum is written to, so it must be memory of the worker's own.
-                self.worker().copied_long(&here, param.dtype.accumulator())
-            };
-            *sum = Some(start().map_err(|error| task.error(Some(layer), error))?);
+            let started = self.start_sum(&stored.params()[index], grad);
+            *sum = Some(started.map_err(|error| task.error(Some(layer), error))?);
         }
         Ok(sums)
+    }
+
+    /// A sum on the worker that starts from a stored gradient.
+    fn start_sum(&self, param: &StoredParam, grad: HostBuf) -> roundpipe_tensor::Result<Tensor> {
+        let grad = HostValue::given(grad, param.grad_dtype, param.shape)?;
+        let here = self.port.receive("gradient so far", &grad)?.land()?;
+        // A sum is written to, so it must be memory of the worker's own.
+        self.worker().copied_long(&here, param.dtype.accumulator())
     }
 }

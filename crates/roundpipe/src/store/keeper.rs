@@ -76,9 +76,9 @@ impl Store {
 
     /// Waits for the updates of other engines that were asked for and write parameters which this
     /// store only reads.
-    pub(crate) fn settle_others(&self) {
+    pub(crate) fn wait_for_other_keepers(&self) {
         let own: Arc<dyn Keeper> = self.shared.keeper.clone();
-        let mut settled: Vec<Arc<dyn Keeper>> = vec![own];
+        let mut awaited: Vec<Arc<dyn Keeper>> = vec![own];
         for param in self
             .layers
             .iter()
@@ -88,9 +88,11 @@ impl Store {
             let Some(keeper) = param.param.keeper() else {
                 continue;
             };
-            if !settled.iter().any(|known| Arc::ptr_eq(known, &keeper)) {
+            if !awaited.iter().any(|known| Arc::ptr_eq(known, &keeper)) {
+                // Each keeper once: a model has many parameters and seldom more than one other
+                // engine.
                 keeper.wait_for_updates();
-                settled.push(keeper);
+                awaited.push(keeper);
             }
         }
     }

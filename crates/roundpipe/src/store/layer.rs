@@ -14,7 +14,7 @@ use roundpipe_tensor::{HostBuf, Keeper, ParamId};
 
 use super::layout::{Sizes, StoredParam, lay_out};
 use super::writes::Seen;
-use super::{LayerParams, Shared, StoreBytes};
+use super::{LayerParams, StoreBytes, StoreShared};
 use crate::config::Lag;
 use crate::error::Result;
 use crate::optim::fill_master;
@@ -27,7 +27,7 @@ pub struct StoreLayer {
     pub(super) sizes: Sizes,
     pub(super) homes: Vec<usize>,
     pub(super) versions: Versions,
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<StoreShared>,
     /// The slab of even versions, or the only one.
     pub(super) weights: HostBuf,
     /// `None` where frozen parameters stay in their own buffers.
@@ -51,7 +51,7 @@ impl StoreLayer {
         (name, named_params): LayerParams,
         homes: &mut HashMap<ParamId, (usize, usize)>,
         gate: &Arc<Gate>,
-        shared: &Arc<Shared>,
+        shared: &Arc<StoreShared>,
     ) -> Result<Self> {
         let config = &shared.config;
         let mut params = Vec::new();
@@ -65,9 +65,10 @@ impl StoreLayer {
         let kept = |param: &StoredParam| {
             param.home.0 == index && !param.trainable && param.param.keeper().is_some()
         };
-        let frozen = match params.iter().any(kept) {
-            true => None,
-            false => config.frozen(&format!("{name} frozen weights"), sizes.frozen)?,
+        let frozen = if params.iter().any(kept) {
+            None
+        } else {
+            config.frozen(&format!("{name} frozen weights"), sizes.frozen)?
         };
         let mut seen: Vec<usize> = params
             .iter()
@@ -90,9 +91,12 @@ impl StoreLayer {
             seen: Mutex::default(),
         };
         layer.move_in(index)?;
-        let writes = |param: &StoredParam| match param.trainable && param.home.0 == index {
-            true => [param.param.data().writes(), 0],
-            false => [0, 0],
+        let writes = |param: &StoredParam| {
+            if param.trainable && param.home.0 == index {
+                [param.param.data().writes(), 0]
+            } else {
+                [0, 0]
+            }
         };
         let params = layer.params.iter().map(writes).collect();
         let own = [layer.slab_writes(0), 0];
@@ -181,12 +185,11 @@ impl StoreLayer {
     /// When the system has no memory.
     pub fn grad_range(&self, index: usize) -> Result<Option<HostBuf>> {
         let param = &self.params[index];
-        match param.trainable {
-            true => Ok(Some(
-                self.training()?.gradients.slice(param.grad_bytes.clone())?,
-            )),
-            false => Ok(None),
+        if !param.trainable {
+            return Ok(None);
         }
+        let range = param.grad_bytes.clone();
+        Ok(Some(self.training()?.gradients.slice(range)?))
     }
 
     /// Whether a gradient of this parameter has been written since the last update.
@@ -283,7 +286,9 @@ impl StoreLayer {
 
 impl Training {
     fn new(layer: &StoreLayer) -> Result<Self> {
-        let (name, sizes, config) = (&layer.name, layer.sizes, &layer.shared.config);
+        let name = &layer.name;
+        let sizes = layer.sizes;
+        let config = &layer.shared.config;
         let gradients = config.buffer(&format!("{name} gradients"), sizes.gradients)?;
         let second = match config.max_lag {
             Lag::One => {

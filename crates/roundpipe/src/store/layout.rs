@@ -58,7 +58,8 @@ impl StoredParam {
         home: (usize, usize),
         config: &StoreConfig,
     ) -> Result<Self> {
-        let (dtype, trainable) = (param.dtype(), param.is_trainable() && !config.inference);
+        let dtype = param.dtype();
+        let trainable = param.is_trainable() && !config.inference;
         // The offset comes with the layout.
         let master = (trainable && needs_master(&name, dtype)?).then_some(0);
         let grad_dtype = config.grad_dtype.unwrap_or(dtype);
@@ -110,22 +111,22 @@ pub(super) fn lay_out(index: usize, params: &mut [StoredParam]) -> Sizes {
     for param in params.iter_mut() {
         if param.trainable {
             let bytes = param.shape.numel() * param.grad_dtype.size();
-            let at = place(&mut sizes.gradients, bytes, ALIGN);
+            let at = append(&mut sizes.gradients, bytes, ALIGN);
             param.grad_bytes = at..at + bytes;
         }
         if !own(param) {
             continue;
         }
         if !param.trainable {
-            param.offset = place(&mut sizes.frozen, param.param.bytes(), ALIGN);
+            param.offset = append(&mut sizes.frozen, param.param.bytes(), ALIGN);
             continue;
         }
-        param.offset = place(&mut sizes.weights, param.param.bytes(), ALIGN);
+        param.offset = append(&mut sizes.weights, param.param.bytes(), ALIGN);
         // Only the processor touches copies, whole slabs at a time: no padding.
-        param.moment = place(&mut sizes.moments, param.copy_bytes(), size_of::<f32>());
+        param.moment = append(&mut sizes.moments, param.copy_bytes(), size_of::<f32>());
         param.master = param
             .master
-            .map(|_| place(&mut sizes.masters, param.copy_bytes(), size_of::<f32>()));
+            .map(|_| append(&mut sizes.masters, param.copy_bytes(), size_of::<f32>()));
     }
     let frozen_at = sizes.weights.next_multiple_of(ALIGN);
     sizes.block = frozen_at + sizes.frozen;
@@ -133,14 +134,14 @@ pub(super) fn lay_out(index: usize, params: &mut [StoredParam]) -> Sizes {
         param.block_offset = match (own(param), param.trainable) {
             (true, true) => param.offset,
             (true, false) => frozen_at + param.offset,
-            (false, _) => place(&mut sizes.block, param.param.bytes(), ALIGN),
+            (false, _) => append(&mut sizes.block, param.param.bytes(), ALIGN),
         };
     }
     sizes
 }
 
 /// Puts `bytes` behind what ends at `end`, and says where.
-fn place(end: &mut usize, bytes: usize, align: usize) -> usize {
+fn append(end: &mut usize, bytes: usize, align: usize) -> usize {
     let start = end.next_multiple_of(align);
     *end = start + bytes;
     start

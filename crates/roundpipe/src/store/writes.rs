@@ -29,7 +29,7 @@ pub(crate) struct Seen {
 impl Store {
     /// Whether the user wrote weights since this was last asked.
     pub(crate) fn notice_writes(&self) -> bool {
-        // Every layer is to notice.
+        // `count`, not `any`: every layer must take note of its own writes.
         let noticed = self
             .layers
             .iter()

@@ -21,7 +21,7 @@ use roundpipe_tensor::{DType, HostBuf, bf16, f16};
 use super::Apply;
 use super::function::OptimParam;
 use crate::error::{Error, Result};
-use crate::optim::{Rule, Shared, Slabs, floats, floats_mut, floats_of};
+use crate::optim::{PassSettings, Rule, Slabs, floats, floats_mut, floats_of};
 use crate::store::StoredParam;
 use crate::sync::{lock, unpoisoned};
 use crate::version::WriteTicket;
@@ -36,7 +36,7 @@ pub(super) struct OpenLayer<'a> {
 impl OpenLayer<'_> {
     /// The rule's pass over each parameter; whether some elements kept their value.
     pub(super) fn update(&mut self, threads: &Threads, rule: Rule, apply: &Apply) -> Result<bool> {
-        let shared = Shared {
+        let shared = PassSettings {
             lr: apply.lr,
             step: apply.step,
             factor: apply.factor,
@@ -68,13 +68,19 @@ pub(super) struct OpenParam<'a> {
 
 impl OpenParam<'_> {
     /// The rule's pass, or none without a gradient.
-    pub(super) fn update(&mut self, threads: &Threads, rule: Rule, shared: Shared) -> Result<bool> {
+    pub(super) fn update(
+        &mut self,
+        threads: &Threads,
+        rule: Rule,
+        shared: PassSettings,
+    ) -> Result<bool> {
         if self.grads.is_empty() {
             self.keep();
             return Ok(false);
         }
         self.start_copy(threads)?;
-        let (dtype, decays) = (self.stored.dtype, self.stored.decays);
+        let dtype = self.stored.dtype;
+        let decays = self.stored.decays;
         let (master, mut working) = match &mut self.master {
             None => (self.working.as_mut_slice::<f32>(), None),
             Some(master) => (
@@ -201,7 +207,8 @@ impl OpenParam<'_> {
         match at {
             None => Ok(()),
             Some(at) => {
-                let (name, value) = (&self.stored.name, self.values()[at]);
+                let value = self.values()[at];
+                let name = &self.stored.name;
                 let what = format!(
                     "it set element {at} of {name} to {value}, which is not finite as {dtype}"
                 );

@@ -66,7 +66,7 @@ pub fn engine(model: &Sequential, way: &Way) -> RoundPipe {
         .ring_options(RingOptions {
             memory,
             serial: way.serial,
-            keep: way.keep,
+            activation_budget: way.keep,
             ..RingOptions::default()
         })
         .build()

@@ -52,7 +52,7 @@ fn a_bf16_parameter_takes_16_bytes_or_18_and_a_frozen_one_2() {
     for (lag, per_param) in [(Lag::Zero, 16), (Lag::One, 18)] {
         let model = products(DType::BF16);
         let options = RingOptions {
-            keep: Some(Bytes(0)),
+            activation_budget: Some(Bytes(0)),
             ..small()
         };
         let engine = RoundPipe::builder(model.clone())

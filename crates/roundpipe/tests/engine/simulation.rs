@@ -84,7 +84,7 @@ fn engine(
         .execute_plan(case.plan.clone());
     let options = RingOptions {
         memory: Some(Bytes::mib(16)),
-        keep: Some(case.keep),
+        activation_budget: Some(case.keep),
         serial,
         ..RingOptions::default()
     };

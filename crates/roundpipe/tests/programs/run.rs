@@ -209,7 +209,7 @@ impl<'a> Session<'a> {
         let keep = [None, Some(Bytes(0))][Dice::new(dice_seed, 5).below(2)];
         let options = RingOptions {
             memory: Some(Bytes::mib(1)),
-            keep,
+            activation_budget: keep,
             ..RingOptions::default()
         };
         let ring = Ring::new(&devices, &options).expect("a ring");

@@ -3,7 +3,7 @@
 use super::super::access::Call;
 use super::super::simd::vectorize;
 use super::blocks;
-use super::stage::{Stage, for_stage};
+use super::stage::{StageElement, for_stage};
 use super::walk::{ReadOperand, WriteOperand};
 use crate::error::Result;
 use crate::kernel::Binary;
@@ -39,7 +39,7 @@ pub(super) unsafe fn binary(call: &Call<'_>, op: Binary) -> Result<()> {
 type Zip<S> = fn(&[S], &[S], &mut [S]);
 
 /// Stages with functions of two values.
-trait Arithmetic: Stage {
+trait Arithmetic: StageElement {
     /// The function, if this stage has it.
     fn zip(op: Binary) -> Option<Zip<Self>>;
 }

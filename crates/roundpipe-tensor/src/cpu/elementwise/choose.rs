@@ -2,7 +2,7 @@
 
 use super::super::access::Call;
 use super::super::simd::vectorize;
-use super::stage::{Stage, for_stage};
+use super::stage::{StageElement, for_stage};
 use super::walk::{ReadOperand, WriteOperand};
 use super::{BLOCK, Plain, blocks};
 use crate::error::Result;
@@ -39,7 +39,7 @@ pub(super) unsafe fn compare(call: &Call<'_>, op: Compare) -> Result<()> {
 type Test<S> = fn(&[S], &[S], &mut [u8]);
 
 /// Stages with comparisons.
-trait OrderedStage: Stage {
+trait OrderedStage: StageElement {
     fn test(op: Compare) -> Test<Self>;
 }
 

@@ -4,7 +4,7 @@ use half::{bf16, f16};
 
 use super::super::access::Call;
 use super::super::simd::vectorize;
-use super::stage::{Stage, fetch, for_stage, load};
+use super::stage::{StageElement, fetch, for_stage, load};
 use super::walk::{ReadOperand, WriteOperand};
 use super::{BLOCK, GRAIN, Plain, blocks};
 use crate::dtype::{DType, Element};
@@ -127,7 +127,7 @@ fn transpose<T: Plain>(call: &Call<'_>, x: &ReadOperand, y: &WriteOperand) -> bo
 }
 
 /// By way of the destination's stage.
-fn convert<S: Stage>(call: &Call<'_>, x: ReadOperand, y: WriteOperand) {
+fn convert<S: StageElement>(call: &Call<'_>, x: ReadOperand, y: WriteOperand) {
     blocks(call, y.numel(), |[buf, ..], start, len| {
         if y.dtype() == S::DTYPE {
             S::write(&y, start, &mut buf[..len], |place| fetch(&x, start, place));
@@ -138,7 +138,7 @@ fn convert<S: Stage>(call: &Call<'_>, x: ReadOperand, y: WriteOperand) {
 }
 
 /// Anything to bool: whether it is not 0.
-fn truth<S: Stage>(call: &Call<'_>, x: ReadOperand, y: WriteOperand) {
+fn truth<S: StageElement>(call: &Call<'_>, x: ReadOperand, y: WriteOperand) {
     blocks(call, y.numel(), |[buf, ..], start, len| {
         let values = S::read(&x, start, &mut buf[..len]);
         i64::write(&y, start, &mut [0; BLOCK][..len], |place| {
@@ -213,7 +213,7 @@ fn store<S: SummedStage>(y: &WriteOperand, start: usize, values: &[S]) {
 }
 
 /// Stages that sum.
-trait SummedStage: Stage {
+trait SummedStage: StageElement {
     /// y += alpha · x.
     fn axpy(alpha: Self, x: &[Self], y: &mut [Self]);
     fn to_f32(self) -> f32;

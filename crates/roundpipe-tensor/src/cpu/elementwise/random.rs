@@ -4,7 +4,7 @@ use half::{bf16, f16};
 
 use super::super::access::Call;
 use super::super::simd::vectorize;
-use super::stage::{Stage, for_stage};
+use super::stage::{StageElement, for_stage};
 use super::walk::{ReadOperand, WriteOperand};
 use super::{BLOCK, blocks};
 use crate::dtype::{DType, Element};
@@ -63,7 +63,7 @@ fn words(key: RngKey, start: usize, out: &mut [u32; BLOCK]) {
     run(key, start as u64 / 4, out);
 }
 
-fn draw<S: Stage>(dist: Dist, top: f64, bits: &[u32; BLOCK], out: &mut [S]) {
+fn draw<S: StageElement>(dist: Dist, top: f64, bits: &[u32; BLOCK], out: &mut [S]) {
     match dist {
         Dist::Uniform { low, high } => {
             for (y, word) in out.iter_mut().zip(bits) {
@@ -156,7 +156,7 @@ fn drop_out<S: Keep>(call: &Call<'_>, x: ReadOperand, y: WriteOperand, p: f64, k
 }
 
 /// Stages that drop out.
-trait Keep: Stage {
+trait Keep: StageElement {
     /// Scales the elements whose word reaches the limit, zeroes the others.
     fn keep(limit: u64, scale: Self, words: &[u32], x: &[Self], y: &mut [Self]);
 }

@@ -60,7 +60,7 @@ vectorize! {
 }
 
 /// A type that arithmetic is done in.
-pub(super) trait Stage: Element + Plain {
+pub(super) trait StageElement: Element + Plain {
     /// Whether this is the stage of `dtype`.
     fn stands_for(dtype: DType) -> bool;
 
@@ -98,7 +98,7 @@ pub(super) trait Stage: Element + Plain {
     fn is_zero(self) -> bool;
 }
 
-fn fetch_as<T: StageCell<S>, S: Stage>(src: &ReadOperand, start: usize, out: &mut [S]) {
+fn fetch_as<T: StageCell<S>, S: StageElement>(src: &ReadOperand, start: usize, out: &mut [S]) {
     if let Some(lent) = src.lend::<T>(start, out.len()) {
         return widen(lent, out);
     }
@@ -108,7 +108,7 @@ fn fetch_as<T: StageCell<S>, S: Stage>(src: &ReadOperand, start: usize, out: &mu
     widen(raw, out);
 }
 
-fn put_as<T: StageCell<S>, S: Stage>(dst: &WriteOperand, start: usize, values: &[S]) {
+fn put_as<T: StageCell<S>, S: StageElement>(dst: &WriteOperand, start: usize, values: &[S]) {
     if let Some(place) = dst.lend::<T>(start, values.len()) {
         return narrow(values, place);
     }
@@ -120,7 +120,7 @@ fn put_as<T: StageCell<S>, S: Stage>(dst: &WriteOperand, start: usize, values: &
 
 macro_rules! stage {
     ($s:ty, $own:ident, { $($dtype:ident => $t:ty),* }) => {
-        impl Stage for $s {
+        impl StageElement for $s {
             fn stands_for(dtype: DType) -> bool {
                 matches!(dtype, DType::$own $(| DType::$dtype)*)
             }
@@ -164,26 +164,26 @@ stage!(f32, F32, { BF16 => bf16, F16 => f16 });
 stage!(i64, I64, { I32 => i32, U32 => u32, U8 => u8, Bool => Truth });
 
 vectorize! {
-    fn from_f32<S: Stage>(from: &[f32], to: &mut [S]) {
+    fn from_f32<S: StageElement>(from: &[f32], to: &mut [S]) {
         to.iter_mut().zip(from).for_each(|(to, from)| *to = S::from_f32(*from));
     }
 }
 
 vectorize! {
-    fn from_f64<S: Stage>(from: &[f64], to: &mut [S]) {
+    fn from_f64<S: StageElement>(from: &[f64], to: &mut [S]) {
         to.iter_mut().zip(from).for_each(|(to, from)| *to = S::from_f64(*from));
     }
 }
 
 vectorize! {
-    fn from_i64<S: Stage>(from: &[i64], to: &mut [S]) {
+    fn from_i64<S: StageElement>(from: &[i64], to: &mut [S]) {
         to.iter_mut().zip(from).for_each(|(to, from)| *to = S::from_i64(*from));
     }
 }
 
 /// Copies elements of `src` from `start` on, converted from whatever stage its type has. Floats
 /// become integers by truncation, saturating; NaN becomes 0.
-pub(super) fn fetch<S: Stage>(src: &ReadOperand, start: usize, out: &mut [S]) {
+pub(super) fn fetch<S: StageElement>(src: &ReadOperand, start: usize, out: &mut [S]) {
     let (dtype, len) = (src.dtype(), out.len());
     if S::stands_for(dtype) {
         S::fetch(src, start, out);
@@ -197,7 +197,11 @@ pub(super) fn fetch<S: Stage>(src: &ReadOperand, start: usize, out: &mut [S]) {
 }
 
 /// As [`fetch`], lent where nothing needs converting.
-pub(super) fn load<'b, S: Stage>(src: &'b ReadOperand, start: usize, buf: &'b mut [S]) -> &'b [S] {
+pub(super) fn load<'b, S: StageElement>(
+    src: &'b ReadOperand,
+    start: usize,
+    buf: &'b mut [S],
+) -> &'b [S] {
     if S::stands_for(src.dtype()) {
         return S::read(src, start, buf);
     }

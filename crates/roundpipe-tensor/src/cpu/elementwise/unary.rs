@@ -3,7 +3,7 @@
 use super::super::access::Call;
 use super::super::simd::{Math, vectorize};
 use super::blocks;
-use super::stage::{Stage, for_stage};
+use super::stage::{StageElement, for_stage};
 use super::walk::{ReadOperand, WriteOperand};
 use crate::dtype::Element;
 use crate::error::Result;
@@ -75,7 +75,7 @@ fn constants(op: Unary) -> [f64; 2] {
 }
 
 /// Stages with functions of one value.
-trait Functions: Stage {
+trait Functions: StageElement {
     /// The function, if this stage has it.
     fn function(op: Unary) -> Option<Map<Self>>;
     /// Its derivative.

@@ -227,9 +227,9 @@ mod tests {
     use super::*;
 
     /// A tree of empty files, gone with the value.
-    struct Tree(PathBuf);
+    struct TestFolder(PathBuf);
 
-    impl Tree {
+    impl TestFolder {
         fn new(name: &str, files: &[&str]) -> Self {
             let root = std::env::temp_dir()
                 .join(format!("roundpipe-places-{name}-{}", std::process::id()));
@@ -269,7 +269,7 @@ mod tests {
         }
     }
 
-    impl Drop for Tree {
+    impl Drop for TestFolder {
         fn drop(&mut self) {
             let _ = std::fs::remove_dir_all(&self.0);
         }
@@ -297,7 +297,7 @@ mod tests {
             .filter(|path| path.contains('/'))
             .copied()
             .collect();
-        let tree = Tree::new("order", &[&files[..], &["other/bin/python3"]].concat());
+        let tree = TestFolder::new("order", &[&files[..], &["other/bin/python3"]].concat());
         let variables = [
             ("ROUNDPIPE_CUDA_LIBS", "mine"),
             ("CUDA_HOME", "toolkit"),
@@ -328,7 +328,7 @@ mod tests {
             "l/libnvrtc-builtins.so.13.0",
             "l/libnvrtc.so_old",
         ];
-        let tree = Tree::new("files", &names);
+        let tree = TestFolder::new("files", &names);
         let found = files(&tree.0.join("l"), "libnvrtc.so");
         let found: Vec<_> = found
             .iter()
@@ -352,7 +352,7 @@ mod tests {
     fn newer_pythons_come_first_and_links_are_followed_for_versions() {
         let of =
             |python: &str| format!("env/lib/{python}/site-packages/nvidia/cu13/lib/libx.so.13");
-        let tree = Tree::new(
+        let tree = TestFolder::new(
             "pythons",
             &[&of("python3.9"), &of("python3.12"), "env/lib/real.so.12.4"],
         );

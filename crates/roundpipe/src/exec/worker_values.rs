@@ -14,8 +14,8 @@ use roundpipe_tensor::transfer::{Arrival, HostValue, Port};
 use super::call::Call;
 use super::launcher::Launcher;
 use super::run_layer::Activation;
+use super::stage_value::{Leaf, Resident, StageValue};
 use super::task::Task;
-use super::value::{Leaf, Resident, StageValue};
 use crate::budget::WorkerBudget;
 use crate::error::Result;
 use crate::tree::Tree;
@@ -161,6 +161,8 @@ impl KeptValues {
             if let KeptPlace::Worker(tensor) = &kept.place {
                 let sent = port.send("kept value", tensor)?;
                 self.budget.used -= kept.place.bytes();
+                // The key stays: readers ask by the id of the device-only value that they were
+                // given.
                 kept.place = KeptPlace::Host(sent);
             }
         }
@@ -170,13 +172,14 @@ impl KeptValues {
     /// Frees all values but those of the calls that `keep` names.
     pub fn retain(&mut self, keep: impl Fn(&Weak<Call>) -> bool) {
         self.by_id.retain(|_, kept| keep(&kept.call));
+        // Counted anew: a spilled value takes nothing.
         self.budget.used = self.by_id.values().map(|kept| kept.place.bytes()).sum();
     }
 }
 
 /// When a value is needed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum When {
+pub(super) enum Needed {
     /// By the task under way, whose working memory has room for it.
     Now,
     /// By a later task: it comes early only where tasks do not need the room.
@@ -241,6 +244,8 @@ impl Launcher {
 
     /// What the tasks of the next job work in, once its weights are on their way.
     pub(super) fn next_working(&self) -> u64 {
+        // Until then the next job has no weights here, and `place_weights` makes room for all of
+        // it.
         let next = self.next.as_ref().filter(|next| next.weights.is_some());
         next.map_or(0, |next| next.needs().task)
     }
@@ -250,9 +255,9 @@ impl Launcher {
         &self,
         what: &str,
         value: &HostValue,
-        when: When,
+        when: Needed,
     ) -> roundpipe_tensor::Result<Incoming> {
-        if when == When::Now {
+        if when == Needed::Now {
             return self.port.receive(what, value).map(Incoming::Arriving);
         }
         let working = self.next_working();
@@ -298,6 +303,7 @@ impl Launcher {
                     self.keep_or_send(task, "activation", &activation.tensor, readers, until)?
                 }
             };
+            // A value that is saved and handed on is sent once: the second time finds this copy.
             activation.host = Some(host.clone());
             leaves.push(Leaf::new(host, activation.grad));
         }
@@ -309,6 +315,7 @@ impl Launcher {
     fn pass_on(&mut self, host: &HostValue, tensor: &Tensor, readers: &[usize]) {
         if let Some(kept) = self.kept.by_id.get_mut(&host.id()) {
             if let Some(count) = &mut kept.readers {
+                // It stays already, and its new readers will take it too.
                 *count += readers.len();
             }
             return;
@@ -341,7 +348,7 @@ impl Launcher {
         &mut self,
         task: &Task<'_>,
         value: StageValue,
-        when: When,
+        when: Needed,
     ) -> Result<Arriving> {
         value.try_map(|leaf| {
             let resident = leaf.resident.as_ref();
@@ -374,6 +381,8 @@ impl Launcher {
                 let tensor = self.landed("activation", incoming);
                 let tensor = tensor.map_err(|error| task.error(None, error))?;
                 let bytes = leaf.host.size_bytes() as u64;
+                // Every microbatch brings the same value: the first that uploads it keeps it for
+                // the others.
                 if leaf.constant && self.kept.budget.has_room(bytes, Until::Later) {
                     self.kept.insert(&leaf.host, &tensor, &self.call, None);
                 }
@@ -401,6 +410,8 @@ impl Launcher {
             }
             None => grad,
         };
+        // Not `bring`: gradients are asked for by the task that needs them, so its working memory
+        // has room.
         let arrival = self.port.receive("gradient", host);
         let arrival = arrival.map_err(|error| task.error(None, error))?;
         Ok(ArrivingGrad::Arriving(arrival))
