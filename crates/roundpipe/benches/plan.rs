@@ -2,7 +2,7 @@
 
 use divan::{Bencher, black_box};
 use roundpipe::{
-    AutoOptions, ExecutePlan, LayerCost, LayerCosts, PlanKind, Schedule, Setting, simulate,
+    AutoOptions, ExecutePlan, Lag, LayerCost, LayerCosts, PlanKind, Schedule, Setting, simulate,
 };
 
 fn main() {
@@ -52,7 +52,7 @@ fn synchronous(bencher: Bencher<'_, '_>, layers: usize) {
         bencher,
         layers,
         &AutoOptions {
-            asynchronous: false,
+            lag: Lag::Zero,
             ..AutoOptions::new(8, 16)
         },
     );

@@ -10,7 +10,7 @@
 use std::io::Write;
 
 use roundpipe::timeline::EarlyWork;
-use roundpipe::{AutoOptions, ExecutePlan, PlanKind, Schedule, Setting, simulate};
+use roundpipe::{AutoOptions, ExecutePlan, Lag, PlanKind, Schedule, Setting, simulate};
 
 mod published;
 use published::{DEVICES, MICROBATCHES, MODELS, Model};
@@ -126,7 +126,7 @@ fn auto(model: &Model, asynchronous: bool, setting: &Setting) -> roundpipe::Resu
     let setting = setting.clone();
     let options = AutoOptions {
         setting,
-        asynchronous,
+        lag: if asynchronous { Lag::One } else { Lag::Zero },
         ..AutoOptions::new(DEVICES, MICROBATCHES)
     };
     let mut plans = ExecutePlan::auto(PlanKind::Fused, &[&model.costs()], &options)?;

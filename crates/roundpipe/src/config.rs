@@ -12,16 +12,7 @@
 use crate::batch::{MergeOutput, SplitInput, SplitLabel};
 use crate::error::{Error, Result};
 use crate::plan::ExecutePlan;
-
-/// How many steps weights may be behind.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Lag {
-    /// Every call reads the newest weights.
-    Zero,
-    /// The update runs beside the next call, which reads the weights from before it, unless
-    /// [`synchronize`](crate::RoundPipe::synchronize) comes between.
-    One,
-}
+pub use crate::plan::Lag;
 
 /// Where outputs land.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]

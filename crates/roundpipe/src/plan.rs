@@ -49,6 +49,16 @@ pub struct Stage {
     pub pass: Pass,
 }
 
+/// How many steps weights may be behind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Lag {
+    /// Every call reads the newest weights.
+    Zero,
+    /// The update runs beside the next call, which reads the weights from before it, unless
+    /// [`synchronize`](crate::RoundPipe::synchronize) comes between.
+    One,
+}
+
 /// The cuts of one model.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct ExecutePlan {

@@ -30,7 +30,7 @@ use std::ops::Range;
 
 use crate::cost::{LayerCost, LayerCosts};
 use crate::error::{Error, Result};
-use crate::plan::{ExecutePlan, Pass, PlanKind};
+use crate::plan::{ExecutePlan, Lag, Pass, PlanKind};
 use crate::timeline::{Setting, mean_step_ms, ring, sim_stages};
 
 /// Stage counts that survive the formula.
@@ -61,8 +61,8 @@ const SLACK: f64 = 1.0 + 1e-9;
 pub struct AutoOptions {
     /// The machine and the batch.
     pub setting: Setting,
-    /// Whether steps overlap (optimizer lag 1), which changes what is best.
-    pub asynchronous: bool,
+    /// Steps overlap at lag 1, which changes what is best.
+    pub lag: Lag,
     /// Stages wanted at least, where the layers allow it; the number of devices if not said.
     pub min_stages: Option<usize>,
     /// Whether the workers share one processor, as several workers of one card do. Then stages need
@@ -82,11 +82,11 @@ pub struct AutoOptions {
 }
 
 impl AutoOptions {
-    /// The defaults: asynchronous, as many stages as devices, 1.1, grain stage, no memory limit.
+    /// The defaults: lag 1, as many stages as devices, 1.1, grain stage, no memory limit.
     pub fn new(devices: usize, microbatches: usize) -> Self {
         Self {
             setting: Setting::new(devices, microbatches),
-            asynchronous: true,
+            lag: Lag::One,
             min_stages: None,
             shared_compute: false,
             upper_threshold: 1.1,
@@ -388,7 +388,7 @@ impl<'a> PlanSearch<'a> {
             ..
         } = &self.options.setting;
         let (devices, microbatches) = (*devices, *microbatches);
-        let fill = if self.options.asynchronous {
+        let fill = if self.options.lag == Lag::One {
             0
         } else {
             devices * (devices - 1)
@@ -732,7 +732,10 @@ impl<'a> PlanSearch<'a> {
     }
 
     fn lag(&self) -> usize {
-        usize::from(self.options.asynchronous)
+        match self.options.lag {
+            Lag::Zero => 0,
+            Lag::One => 1,
+        }
     }
 
     /// What [`PlanSearch::step_ms`] replays, and what it takes to prepare that, in tasks.

@@ -6,7 +6,7 @@ use std::time::Instant;
 use proptest::prelude::*;
 use roundpipe::timeline::{EarlyWork, TimelineTask};
 use roundpipe::{
-    AutoOptions, ExecutePlan, LayerCost, LayerCosts, Pass, PlanKind, Schedule, Setting, Stage,
+    AutoOptions, ExecutePlan, Lag, LayerCost, LayerCosts, Pass, PlanKind, Schedule, Setting, Stage,
     Timeline, simulate, simulate_models,
 };
 
@@ -90,7 +90,7 @@ fn found_plans_are_at_least_as_good_as_the_published() {
                 let setting = setting.clone();
                 let options = AutoOptions {
                     setting,
-                    asynchronous,
+                    lag: lag(asynchronous),
                     ..AutoOptions::new(DEVICES, MICROBATCHES)
                 };
                 let setting = &options.setting;
@@ -128,7 +128,7 @@ fn planning_is_quick() {
     let costs = uneven(96);
     for asynchronous in [false, true] {
         let options = AutoOptions {
-            asynchronous,
+            lag: lag(asynchronous),
             ..AutoOptions::new(DEVICES, MICROBATCHES)
         };
         let once = || {
@@ -143,6 +143,10 @@ fn planning_is_quick() {
             "{fastest:?}, asynchronous: {asynchronous}"
         );
     }
+}
+
+fn lag(asynchronous: bool) -> Lag {
+    if asynchronous { Lag::One } else { Lag::Zero }
 }
 
 /// Layers of which no two are equal, and a heavy head.
@@ -394,7 +398,7 @@ proptest! {
         works_in in prop::option::of(1200..3000_u64),
     ) {
         let options = AutoOptions {
-            asynchronous,
+            lag: lag(asynchronous),
             shared_compute,
             layer_grain,
             model_memory_limit: limit,
@@ -881,7 +885,7 @@ fn found_plans_are_close_to_the_best() {
         };
         let devices = 2 + seed % 3;
         let options = AutoOptions {
-            asynchronous,
+            lag: lag(asynchronous),
             ..AutoOptions::new(devices, devices + 1)
         };
         let plans = ExecutePlan::auto(PlanKind::Fused, &[&costs], &options).unwrap();
@@ -992,7 +996,7 @@ fn short_stages_follow_from_the_copies() {
     }
     let stages = |asynchronous: bool, rate: Option<f64>| {
         let mut options = AutoOptions::new(1, 4);
-        options.asynchronous = asynchronous;
+        options.lag = lag(asynchronous);
         options.shared_compute = true;
         options.model_memory_limit = Some(24_000);
         options.setting.upload_bytes_per_ms = rate;

@@ -139,7 +139,7 @@ impl Core {
         Ok(Self {
             optimizer,
             _trainer: Trainer(model.clone()),
-            planner: Planner::new(model.clone(), ring.clone(), max_lag == Lag::One),
+            planner: Planner::new(model.clone(), ring.clone(), max_lag),
             recorder: CallRecorder::new(ring.clone(), trace.clone()),
             sequence: Mutex::default(),
             notes: Mutex::default(),

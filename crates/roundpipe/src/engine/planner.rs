@@ -16,7 +16,7 @@ use crate::cost::{CopyRates, LayerCosts, LayerTimes, Phase, Spec, WorkerSpeeds, 
 use crate::error::{Error, Result};
 use crate::exec::model::Model;
 use crate::exec::ring::Ring;
-use crate::plan::{ExecutePlan, Pass, PlanKind, Stage};
+use crate::plan::{ExecutePlan, Lag, Pass, PlanKind, Stage};
 use crate::search::AutoOptions;
 use crate::sync::lock;
 use crate::tree::Tree;
@@ -38,7 +38,7 @@ const SHARES: [f64; 5] = [1.0, 0.75, 0.5, 0.25, 0.0];
 pub(super) struct Planner {
     model: Arc<Model>,
     ring: Ring,
-    asynchronous: bool,
+    max_lag: Lag,
     state: Mutex<PlannerState>,
 }
 
@@ -80,11 +80,11 @@ pub(super) struct Batch<'a> {
 }
 
 impl Planner {
-    pub fn new(model: Arc<Model>, ring: Ring, asynchronous: bool) -> Self {
+    pub fn new(model: Arc<Model>, ring: Ring, max_lag: Lag) -> Self {
         Self {
             model,
             ring,
-            asynchronous,
+            max_lag,
             state: Mutex::default(),
         }
     }
@@ -294,7 +294,7 @@ impl Planner {
             (id.kind, id.index) == (first.kind, first.index)
         });
         let mut options = AutoOptions::new(workers.len(), key.microbatches);
-        options.asynchronous = self.asynchronous;
+        options.lag = self.max_lag;
         options.layer_grain = key.grain == Grain::Layer;
         options.shared_compute = is_host || share_a_device;
         let task = budget.task_limit(largest.visit);
