@@ -1,4 +1,6 @@
-//! Safetensors files, written.
+//! Safetensors files, written: a header that is planned beforehand, then the bytes in its order.
+//!
+//! Refused: two tensors of one name.
 
 use std::collections::BTreeMap;
 use std::fs::File;
