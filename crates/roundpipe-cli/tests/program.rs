@@ -177,7 +177,8 @@ fn a_dry_run_says_what_a_step_takes_of_a_gpu() {
         roundpipe(&[&args[..], &["--gpu-memory", memory]].concat())
     };
     let peak = |batch: &str| {
-        let output = dry(batch, "1GiB");
+        // A GiB beside the context.
+        let output = dry(batch, "1664MiB");
         assert!(output.status.success(), "{}", text(&output.stderr));
         let out = text(&output.stdout);
         let line: serde_json::Value = serde_json::from_str(out.lines().last().unwrap()).unwrap();

@@ -1,5 +1,6 @@
 //! What a test can keep of how the code reads.
 
+use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -91,21 +92,11 @@ fn the_sources_speak_plainly() {
         "one's own",
     ];
     let mut found = Vec::new();
-    for folder in [
-        "src",
-        "../roundpipe-tensor/src",
-        "../roundpipe-files/src",
-        "../roundpipe-chat/src",
-        "../roundpipe-models/src",
-        "../roundpipe-cli/src",
-    ] {
-        for file in files_below(Path::new(env!("CARGO_MANIFEST_DIR")).join(folder)) {
-            for (number, line) in text(&file).lines().enumerate() {
-                let line = line.to_lowercase();
-                let words = banned.iter().filter(|word| line.contains(**word));
-                found
-                    .extend(words.map(|word| format!("{}:{}: {word}", file.display(), number + 1)));
-            }
+    for file in all_files() {
+        for (number, line) in text(&file).lines().enumerate() {
+            let line = line.to_lowercase();
+            let words = banned.iter().filter(|word| line.contains(**word));
+            found.extend(words.map(|word| format!("{}:{}: {word}", file.display(), number + 1)));
         }
     }
     assert_eq!(found, Vec::<String>::new());
@@ -123,4 +114,117 @@ fn kinds_of_devices_stay_in_their_places() {
         let is_used = without_comments(&text(&file)).contains("DeviceKind");
         assert!(!is_used || allowed.contains(&name), "{}", file.display());
     }
+}
+
+/// Every source file of the workspace.
+fn all_files() -> Vec<PathBuf> {
+    let folders = [
+        "src",
+        "../roundpipe-tensor/src",
+        "../roundpipe-files/src",
+        "../roundpipe-chat/src",
+        "../roundpipe-models/src",
+        "../roundpipe-cli/src",
+    ];
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    folders
+        .iter()
+        .flat_map(|folder| files_below(root.join(folder)))
+        .collect()
+}
+
+/// Names that follow one of `keywords` in code.
+fn declared(code: &str, keywords: &[&str]) -> HashSet<String> {
+    let mut words = code.split(|c: char| !(c.is_alphanumeric() || c == '_'));
+    let mut names = HashSet::new();
+    while let Some(word) = words.next() {
+        if keywords.contains(&word)
+            && let Some(name) = words.next().filter(|name| !name.is_empty())
+        {
+            names.insert(name.to_owned());
+        }
+    }
+    names
+}
+
+/// A chapter of ARCHITECTURE.md, without the next.
+fn chapter(title: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ARCHITECTURE.md");
+    let text = fs::read_to_string(path).unwrap();
+    let heading = format!("## {title}\n");
+    let start = text.find(&heading).expect("the chapter") + heading.len();
+    let end = text[start..].find("\n## ").map(|end| start + end);
+    text[start..end.unwrap_or(text.len())].to_owned()
+}
+
+/// What stands between backquotes.
+fn quoted(text: &str) -> Vec<&str> {
+    text.split('`').skip(1).step_by(2).collect()
+}
+
+const TYPES: &[&str] = &["struct", "enum", "trait", "type"];
+
+/// Names of types and functions in `text` that the sources do not have. `A::b` is a type and a
+/// function of that name, or a variant; names with a dot are files.
+fn unknown(text: &str) -> Vec<String> {
+    let code: String = all_files()
+        .iter()
+        .map(|file| without_comments(&fs::read_to_string(file).unwrap()))
+        .collect();
+    let types = declared(&code, TYPES);
+    let functions = declared(&code, &["fn"]);
+    let words: HashSet<&str> = code
+        .split(|c: char| !(c.is_alphanumeric() || c == '_'))
+        .collect();
+    let mut unknown = Vec::new();
+    for name in quoted(text) {
+        if name.contains('.') || name.contains('/') {
+            continue;
+        }
+        let (owner, member) = name.rsplit_once("::").unwrap_or((name, ""));
+        let is_type = |word: &str| word.starts_with(char::is_uppercase);
+        let owner_known = types.contains(owner) || (!is_type(owner) && words.contains(owner));
+        let member_known = member.is_empty()
+            || functions.contains(member)
+            || (is_type(member) && words.contains(member));
+        if !owner_known || !member_known {
+            unknown.push(name.to_owned());
+        }
+    }
+    unknown
+}
+
+/// The glossary and the walk name nothing that is gone.
+#[test]
+fn architecture_names_what_exists() {
+    for title in ["Glossary", "A newcomer's walk of one batch"] {
+        let text = chapter(title);
+        assert!(text.lines().count() < 300, "{title} is too long to read");
+        assert_eq!(unknown(&text), Vec::<String>::new(), "{title}");
+        for file in quoted(&text)
+            .into_iter()
+            .filter(|name| name.ends_with(".rs"))
+        {
+            let exists = all_files().iter().any(|path| path.ends_with(file));
+            assert!(exists || file.contains("tests/"), "{title}: {file}");
+        }
+    }
+}
+
+/// A reader of the engine finds its types in the glossary.
+#[test]
+fn the_engines_types_are_in_the_glossary() {
+    let text = chapter("Glossary");
+    let listed: HashSet<&str> = quoted(&text).into_iter().collect();
+    let mut missing = Vec::new();
+    for file in ["exec", "engine"].iter().flat_map(|module| files(module)) {
+        let types = declared(&without_comments(&self::text(&file)), TYPES);
+        missing.extend(
+            types
+                .into_iter()
+                .filter(|name| !listed.contains(name.as_str())),
+        );
+    }
+    missing.sort();
+    assert!(missing.len() <= 10, "{missing:?}");
 }

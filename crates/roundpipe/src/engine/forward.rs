@@ -126,15 +126,16 @@ impl Forward {
             ));
         };
         let port = self.core.ring.port(worker);
-        let bring = |m: usize| {
-            let value = self.call.wait_output("caller", m);
+        let mut tensors = Vec::with_capacity(self.call.spec.microbatches);
+        for microbatch in 0..self.call.spec.microbatches {
+            let value = self.call.wait_output("caller", microbatch);
             let value = value.map_err(|error| self.core.failed(error))?;
-            value.try_map(|leaf| match leaf.resident {
+            tensors.push(value.try_map(|leaf| match leaf.resident {
                 Some(resident) => Ok(resident.tensor.clone()),
-                None => Ok(port.receive("output", &leaf.host)?.land()?),
-            })
-        };
-        (0..self.call.spec.microbatches).map(bring).collect()
+                None => Ok::<_, Error>(port.receive("output", &leaf.host)?.land()?),
+            })?);
+        }
+        Ok(tensors)
     }
 
     /// The output of each microbatch, whether merged or not.

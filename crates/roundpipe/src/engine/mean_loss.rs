@@ -41,8 +41,10 @@ pub(super) fn with_shares(
 
 fn shares(samples: &[usize]) -> Vec<f64> {
     let batch: usize = samples.iter().sum();
-    let share = |samples: &usize| *samples as f64 / batch as f64;
-    samples.iter().map(share).collect()
+    samples
+        .iter()
+        .map(|samples| *samples as f64 / batch as f64)
+        .collect()
 }
 
 /// Multiplies what `loss` returns with the share that [`with_shares`] put beside the labels.

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use roundpipe_tensor::{Bytes, DType, DeviceKind, HostTensor, LaneKind, Shape};
+use roundpipe_tensor::{Bytes, DType, HostTensor, LaneKind, Shape};
 
 use crate::budget::{CallNeeds, StageNeeds, WorkerBudget};
 use crate::config::{Grain, Resolved};
@@ -352,12 +352,7 @@ impl Planner {
     }
 
     fn guess_by_meta(&self, example: &Tree<HostTensor>, batch: &Batch<'_>) -> Option<LayerCosts> {
-        let card = self.ring.workers()[0].device().cost_model();
-        let device = if card.kind() == DeviceKind::Cuda {
-            card
-        } else {
-            DeviceKind::Cpu.into()
-        };
+        let device = self.ring.workers()[0].device().cost_model();
         let input = example.map_ref(|tensor| -> Spec { (tensor.dtype(), *tensor.shape(), false) });
         // A layer that panics here will do so again in its task, and be reported there.
         let guessed = catch_unwind(AssertUnwindSafe(|| {
