@@ -214,15 +214,29 @@ impl Mailboxes {
         }
     }
 
-    /// Drops values between tasks: in a failed call no task takes them, and they hold memory of
-    /// workers and of the host.
-    fn clear(&mut self) {
-        self.passed.clear();
-        self.grads.clear();
-        self.saved.clear();
-        self.for_recompute.clear();
-        self.weights.clear();
+    /// Takes out the values between tasks: in a failed call no task takes them, and they hold memory
+    /// of workers and of the host.
+    fn take_leftovers(&mut self) -> Leftovers {
+        Leftovers {
+            _passed: std::mem::take(&mut self.passed),
+            _grads: std::mem::take(&mut self.grads),
+            _saved: std::mem::take(&mut self.saved),
+            _for_recompute: std::mem::take(&mut self.for_recompute),
+            _weights: std::mem::take(&mut self.weights),
+        }
     }
+}
+
+/// Values that no task will take. A value that the user gave waits for the copies that read it when
+/// it is dropped, so these leave the lock before they go.
+#[must_use]
+#[derive(Default)]
+struct Leftovers {
+    _passed: HashMap<(usize, usize), StageValue>,
+    _grads: HashMap<(usize, usize), Grads>,
+    _saved: HashMap<(usize, usize), StageValue>,
+    _for_recompute: HashMap<(usize, usize), SavedForRecompute>,
+    _weights: HashMap<(usize, usize), FilledSlot>,
 }
 
 /// The calls of an engine, or of a ring, in the order of their submission.
@@ -648,13 +662,14 @@ impl Call {
 
     /// A part has ended. The last one commits the call: it writes the buffers that layers set.
     pub fn end_part(&self) {
-        let (end, buffers) = self.update(|state| match state.ending.end_part() {
-            PartEnd::Commit => (PartEnd::Commit, std::mem::take(&mut state.buffers)),
-            PartEnd::Nothing => {
-                state.clear_if_over();
-                (PartEnd::Nothing, Vec::new())
+        let (end, buffers, leftovers) = self.update(|state| match state.ending.end_part() {
+            PartEnd::Commit => {
+                let buffers = std::mem::take(&mut state.buffers);
+                (PartEnd::Commit, buffers, Leftovers::default())
             }
+            PartEnd::Nothing => (PartEnd::Nothing, Vec::new(), state.leftovers_if_over()),
         });
+        drop(leftovers);
         if end == PartEnd::Commit {
             self.commit(buffers);
         }
@@ -667,18 +682,18 @@ impl Call {
         if let Err(error) = self.data.check().and_then(|()| write_buffers(buffers)) {
             let of_device = error.is_of_device();
             let why = error.in_full();
-            self.update(|state| {
+            drop(self.update(|state| {
                 state.ending.fail_commit();
-                state.fail(error);
-            });
+                state.fail(error)
+            }));
             self.abort.set();
             // Before the end: a caller that sees it may submit calls, and those must not fail.
             self.spread(of_device, &why);
         }
-        self.update(|state| {
+        drop(self.update(|state| {
             state.ending.end_commit();
-            state.clear_if_over();
-        });
+            state.leftovers_if_over()
+        }));
         if self.has_succeeded() {
             // Calls that take its values from here on need no reports: `depend_on` asks whether it
             // succeeded.
@@ -718,10 +733,10 @@ impl Call {
 
     /// No backward will follow.
     pub fn let_go(&self) {
-        self.update(|state| {
+        drop(self.update(|state| {
             state.ending.let_go();
-            state.clear_if_over();
-        });
+            state.leftovers_if_over()
+        }));
     }
 
     /// Fails this call, and those that fail with it.
@@ -745,13 +760,11 @@ impl Call {
 
     /// Marks the call as failed; `false` if it is too late. The caller ends the part that this is.
     fn begin_failure(&self, error: Error) -> bool {
-        let fails = self.update(|state| {
+        let leftovers = self.update(|state| {
             let fails = state.ending.fail();
-            if fails {
-                state.fail(error);
-            }
-            fails
+            fails.then(|| state.fail(error))
         });
+        let fails = leftovers.is_some();
         if fails {
             // Waits for versions of weights sleep at the store's gate, where the abort wakes them.
             self.abort.set();
@@ -828,15 +841,17 @@ impl Call {
 }
 
 impl CallState {
-    fn fail(&mut self, error: Error) {
+    fn fail(&mut self, error: Error) -> Leftovers {
         self.why = error.in_full();
         self.error = Some(error);
-        self.clear_if_over();
+        self.leftovers_if_over()
     }
 
-    fn clear_if_over(&mut self) {
+    fn leftovers_if_over(&mut self) -> Leftovers {
         if self.ending.has_ended() && self.ending.has_failed() {
-            self.boxes.clear();
+            self.boxes.take_leftovers()
+        } else {
+            Leftovers::default()
         }
     }
 }
