@@ -437,9 +437,10 @@ fn faults_are_errors_and_pass() {
         let _ = world.fence_all();
         failed
     };
-    let tries = if cfg!(miri) { 6 } else { 20 };
-    let failed = (0..tries).filter(fails).count() as i32;
-    assert!((1..tries).contains(&failed), "{failed} of {tries}");
+    // Most fail; Miri takes seconds for each, and six may all fail.
+    let (tries, most) = if cfg!(miri) { (6, 6) } else { (20, 19) };
+    let failed = (0..tries).filter(fails).count();
+    assert!((1..=most).contains(&failed), "{failed} of {tries}");
     world.heal();
     let _ = world.fence_all();
     assert!(every_call(&world).is_ok());
