@@ -30,12 +30,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use crate::bytes::Bytes;
 use crate::device::{Arena, Device, Event, LaneKind};
 use crate::error::{Error, Result};
-use crate::sync::{Mutex, MutexGuard};
+use crate::sync::{Mutex, MutexGuard, unpoisoned};
 
 /// Blocks start at multiples of this many bytes.
 pub const ALIGN: u64 = 256;
@@ -373,7 +373,7 @@ impl Pool {
     }
 
     fn lock(&self) -> MutexGuard<'_, PoolState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.state.lock())
     }
 }
 

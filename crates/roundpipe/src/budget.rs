@@ -163,9 +163,6 @@ pub struct WorkerBudget {
     pub largest_task: u64,
     /// Activations that stay on the worker instead of going to host memory.
     pub kept: u64,
-    /// The part of `kept` that only values for the next stage may use. They come and go with every
-    /// stage; without it, values that stay until the backward would push them out for a whole step.
-    pub kept_for_next_stage: u64,
     /// Values on their way to host memory.
     pub outbox: u64,
 }
@@ -229,12 +226,13 @@ impl WorkerBudget {
             },
             largest_task: arena / 10 * 8,
             kept,
-            kept_for_next_stage: Self::for_next_stage(kept),
             outbox: arena / 16,
         }
     }
 
-    /// The part of `kept` bytes that only values for the next stage may use.
+    /// The part of `kept` bytes that only values for the next stage may use. They come and go with
+    /// every stage; without it, values that stay until the backward would push them out for a whole
+    /// step.
     pub fn for_next_stage(kept: u64) -> u64 {
         kept / 4
     }
@@ -287,7 +285,10 @@ impl fmt::Display for WorkerBudget {
             ("one task", self.task),
             ("one task, at most", self.largest_task),
             ("kept activations", self.kept),
-            ("  of these for the next stage", self.kept_for_next_stage),
+            (
+                "  of these for the next stage",
+                Self::for_next_stage(self.kept),
+            ),
             ("outgoing copies", self.outbox),
             ("reserved in all", self.arena),
         ];
@@ -316,7 +317,7 @@ mod tests {
                 // Weights, a task and kept values exist at the same time.
                 assert!(weights + task + kept <= arena, "{budget}");
                 assert!(budget.largest_task <= arena && budget.outbox <= arena);
-                assert!(budget.kept_for_next_stage <= budget.kept);
+                assert!(WorkerBudget::for_next_stage(budget.kept) <= budget.kept);
             }
         }
     }

@@ -113,8 +113,8 @@ impl Planner {
         self.lock().rates.record(lane, bytes, ms);
     }
 
-    /// Whether the copies of a call that starts now should be timed.
-    pub fn wants_copies(&self, kind: PlanKind) -> bool {
+    /// Counts a call that starts now; whether its copies should be timed.
+    pub fn begin_call(&self, kind: PlanKind) -> bool {
         if kind == PlanKind::Infer || self.ring.is_host() {
             return false;
         }
@@ -403,5 +403,43 @@ impl PlannerState {
             }
         }
         Some((planned.plan.clone(), planned.needs.clone()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A plan made before copies were timed is made again once they are, at the next look.
+    #[test]
+    fn measured_copies_make_a_plan_anew() {
+        let key = PlanKey {
+            kind: PlanKind::Fused,
+            grain: Grain::Stage,
+            microbatches: 1,
+            input: Vec::new(),
+            given: None,
+        };
+        let mut state = PlannerState::default();
+        let planned = KnownPlan {
+            plan: ExecutePlan::default(),
+            needs: CallNeeds {
+                stages: Vec::new(),
+                kept_bytes: 0,
+                host_bytes: 0,
+            },
+            costs: LayerCosts::default(),
+            rates: CopyRates::default(),
+            calls: 1,
+        };
+        state.plans.insert(key.clone(), planned);
+        for _ in 0..2 * LOOK_EVERY {
+            assert!(state.known(&key).is_some(), "nothing has changed");
+        }
+        state.rates.record(LaneKind::ParamUpload, 8 << 20, 1.0);
+        let calls_until_noticed = (1..)
+            .find(|_| state.known(&key).is_none())
+            .expect("the drift is seen at some call");
+        assert!(calls_until_noticed <= LOOK_EVERY);
     }
 }

@@ -105,7 +105,7 @@ impl Core {
         // As late as possible, since it waits for all calls under way.
         self.wait_for_buffers(&mut sequence)?;
         // Before the jobs are queued, so that their first copy is noted too.
-        let timed = self.planner.wants_copies(request.kind);
+        let timed = self.planner.begin_call(request.kind);
         self.recorder.begin_call(timed);
         let config = prepared.config.clone();
         let input_leaves = prepared.inputs.leaves.clone();
