@@ -45,6 +45,8 @@ pub struct LayerCost {
     pub peak_bytes: u64,
     /// Its gradients on the device: 4 bytes per trainable element.
     pub grad_bytes: u64,
+    /// The host's update of its parameters.
+    pub update_ms: f64,
 }
 
 /// The layers of one model, in order.
@@ -103,6 +105,11 @@ impl LayerCosts {
             .iter()
             .map(|layer| layer.backward_ms)
             .sum()
+    }
+
+    /// Updates of consecutive layers.
+    pub fn update_ms(&self, range: Range<usize>) -> f64 {
+        self.layers[range].iter().map(|layer| layer.update_ms).sum()
     }
 
     /// Parameters of consecutive layers.
@@ -198,6 +205,7 @@ impl LayerCosts {
                 layer.recompute_ms,
                 layer.backward_ms,
                 layer.hop_ms,
+                layer.update_ms,
             ];
             if let Some(wrong) = times.iter().find(|ms| !(ms.is_finite() && **ms >= 0.0)) {
                 let what = format!("layer {index} ({}) has a time of {wrong} ms", layer.name);

@@ -22,8 +22,9 @@
 //! Workers that share one processor have no ring to fill: for them the least work is best, which is
 //! the longest fused stage that fits (it recomputes nothing). Where parameters and gradients are
 //! copied, more and shorter stages let the first weights arrive and the last gradients leave
-//! earlier: the fewest stages are taken whose replayed step is close to the shortest. Otherwise as
-//! few stages as fit, and nothing is replayed.
+//! earlier, and at lag 0 they follow more closely behind the host's update: the fewest stages are
+//! taken whose replayed step is close to the shortest. Otherwise as few stages as fit, and nothing
+//! is replayed.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;

@@ -17,6 +17,9 @@
 //!    weights.
 //! 6. Where a rate says how fast gradients travel, a device downloads those of a stage after its
 //!    visit, one stage at a time. Only the end of the step waits for them.
+//! 7. Where layers say how long their update takes, the host updates a step's layers from the first
+//!    to the last once the step has ended, one step after another. Rule 4 lets steps start; the
+//!    parameters of each layer wait for their update.
 //!
 //! The other schedules bind stage `s` to device `s mod N` for good, parameters included; they are
 //! here to be compared with.
@@ -315,34 +318,71 @@ pub(crate) struct SimStage {
 }
 
 /// What a visit moves between host and device beside activations.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[derive(Debug, Clone, PartialEq, Default)]
 struct Copies {
-    /// Upload of the first layer's parameters.
-    first_ms: f64,
-    /// Upload of the whole stage's.
-    upload_ms: f64,
-    /// From a microbatch's start until it needs the last layer's parameters, at speed 1.
-    until_last_ms: f64,
+    /// The parameters of each layer; none if they take no time.
+    params: Vec<ParamCopy>,
     /// Download of the gradients.
     download_ms: f64,
 }
 
+/// The parameters of a layer on their way to a visit.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct ParamCopy {
+    /// From the start of an update until it has made them.
+    updated_ms: f64,
+    upload_ms: f64,
+    /// From a microbatch's start until it needs them, at speed 1.
+    needed_ms: f64,
+}
+
 impl Copies {
-    fn new(pass: Pass, layers: &Range<usize>, costs: &LayerCosts, setting: &Setting) -> Self {
+    fn new(pass: Pass, layers: &Range<usize>, model: &SimModel<'_>, setting: &Setting) -> Self {
+        let SimModel { costs, updated_ms } = model;
         let mut moved = Self::default();
-        if let Some(rate) = setting.upload_bytes_per_ms {
-            let before_last = layers.start..layers.end - 1;
-            moved.first_ms = costs.layers[layers.start].bytes as f64 / rate;
-            moved.upload_ms = costs.bytes(layers.clone()) as f64 / rate;
-            moved.until_last_ms = match pass {
-                Pass::Backward => costs.recompute_ms(before_last),
-                Pass::Forward | Pass::Fused => costs.forward_ms(before_last),
-            };
+        let rate = setting.upload_bytes_per_ms;
+        if rate.is_some() || updated_ms[layers.end - 1] > 0.0 {
+            let mut needed_ms = 0.0;
+            for layer in layers.clone() {
+                let cost = &costs.layers[layer];
+                moved.params.push(ParamCopy {
+                    updated_ms: updated_ms[layer],
+                    upload_ms: rate.map_or(0.0, |rate| cost.bytes as f64 / rate),
+                    needed_ms,
+                });
+                needed_ms += match pass {
+                    Pass::Backward => cost.recompute_ms,
+                    Pass::Forward | Pass::Fused => cost.forward_ms,
+                };
+            }
         }
         if let Some(rate) = setting.grad_bytes_per_ms.filter(|_| pass != Pass::Forward) {
             moved.download_ms = costs.grad_bytes(layers.clone()) as f64 / rate;
         }
         moved
+    }
+}
+
+/// One of the models of a call.
+struct SimModel<'a> {
+    costs: &'a LayerCosts,
+    /// From the start of an update until it has made each layer's parameters (rule 7).
+    updated_ms: Vec<f64>,
+}
+
+impl<'a> SimModel<'a> {
+    fn new(kind: PlanKind, costs: &'a LayerCosts) -> Self {
+        let mut sum_ms = 0.0;
+        let updated_ms = costs.layers.iter().map(|layer| {
+            if kind != PlanKind::Infer {
+                sum_ms += layer.update_ms;
+            }
+            sum_ms
+        });
+        Self {
+            updated_ms: updated_ms.collect(),
+            costs,
+        }
     }
 }
 
@@ -355,6 +395,10 @@ pub(crate) fn sim_stages(
 ) -> Vec<SimStage> {
     let mut stages = Vec::new();
     let mut saved_at = Vec::new();
+    let sim_models: Vec<SimModel<'_>> = models
+        .iter()
+        .map(|(_, costs)| SimModel::new(kind, costs))
+        .collect();
     for (model, (plan, costs)) in models.iter().enumerate() {
         saved_at.push(stages.len());
         stages.extend(plan.forward.iter().map(|layers| SimStage {
@@ -363,18 +407,19 @@ pub(crate) fn sim_stages(
             saved_by: None,
             body_ms: costs.forward_ms(layers.clone()),
             hop_ms: hop_up(models, model, layers.start, setting),
-            moved: Copies::new(Pass::Forward, layers, costs, setting),
+            moved: Copies::new(Pass::Forward, layers, &sim_models[model], setting),
         }));
     }
     if kind == PlanKind::Infer {
         return stages;
     }
-    for (model, (plan, costs)) in models.iter().enumerate().rev() {
+    for (model, (plan, _)) in models.iter().enumerate().rev() {
+        let sim_model = &sim_models[model];
         for (index, layers) in plan.backward.iter().enumerate() {
             let fused = kind == PlanKind::Fused && model + 1 == models.len() && index == 0;
             stages.push(if fused {
                 let hop_ms = hop_up(models, model, layers.start, setting);
-                fused_stage(layers, costs, hop_ms, setting)
+                fused_stage(layers, sim_model, hop_ms, setting)
             } else {
                 // A stage's input was saved by the forward stage that ran its first layer.
                 let run_by = plan
@@ -382,7 +427,7 @@ pub(crate) fn sim_stages(
                     .iter()
                     .position(|forward| forward.contains(&layers.start));
                 let saved_by = run_by.map(|slot| saved_at[model] + slot);
-                backward_stage(layers, costs, saved_by, setting)
+                backward_stage(layers, sim_model, saved_by, setting)
             });
         }
     }
@@ -407,10 +452,11 @@ fn hop_up(
 
 fn fused_stage(
     layers: &Range<usize>,
-    costs: &LayerCosts,
+    model: &SimModel<'_>,
     hop_ms: f64,
     setting: &Setting,
 ) -> SimStage {
+    let costs = model.costs;
     let forward_ms = costs.forward_ms(layers.clone());
     let backward_ms = costs.backward_ms(layers.clone());
     let early = setting.ahead == EarlyWork::RecomputeAndFused;
@@ -424,16 +470,17 @@ fn fused_stage(
             forward_ms + backward_ms
         },
         hop_ms,
-        moved: Copies::new(Pass::Fused, layers, costs, setting),
+        moved: Copies::new(Pass::Fused, layers, model, setting),
     }
 }
 
 fn backward_stage(
     layers: &Range<usize>,
-    costs: &LayerCosts,
+    model: &SimModel<'_>,
     saved_by: Option<usize>,
     setting: &Setting,
 ) -> SimStage {
+    let costs = model.costs;
     let recompute_ms = costs.recompute_ms(layers.clone());
     let backward_ms = costs.backward_ms(layers.clone());
     let early = setting.ahead != EarlyWork::Nothing;
@@ -447,7 +494,7 @@ fn backward_stage(
             recompute_ms + backward_ms
         },
         hop_ms: setting.hop_ms(&costs.layers[layers.end - 1]),
-        moved: Copies::new(Pass::Backward, layers, costs, setting),
+        moved: Copies::new(Pass::Backward, layers, model, setting),
     }
 }
 
@@ -493,19 +540,21 @@ struct Lanes {
 
 impl Lanes {
     /// When the next visit may start, as far as the device and its parameters are concerned (rules
-    /// 2 and 5).
-    fn start_ms(&mut self, moved: &Copies, gate_ms: f64, speed: f64) -> f64 {
-        let from_ms = gate_ms.max(self.uploaded_ms).max(self.room_ms);
-        self.uploaded_ms = from_ms + moved.upload_ms;
-        // Waiting for the last layer inside the visit is the same as starting later.
-        let last_ms = self.uploaded_ms - moved.until_last_ms / speed;
-        let arrived_ms = (from_ms + moved.first_ms).max(last_ms);
-        // Without anything to upload there is nothing to wait for but the visit before.
-        if moved.upload_ms > 0.0 {
-            self.free_ms.max(arrived_ms)
-        } else {
-            self.free_ms
+    /// 2, 5 and 7).
+    fn start_ms(&mut self, moved: &Copies, gate: Gate, speed: f64) -> f64 {
+        if moved.params.is_empty() {
+            return self.free_ms;
         }
+        let mut start_ms = self.free_ms;
+        let mut arrived_ms = gate.open_ms.max(self.uploaded_ms).max(self.room_ms);
+        for layer in &moved.params {
+            let updated_ms = gate.update_ms + layer.updated_ms;
+            arrived_ms = arrived_ms.max(updated_ms) + layer.upload_ms;
+            // Waiting for a layer inside the visit is the same as starting later.
+            start_ms = start_ms.max(arrived_ms - layer.needed_ms / speed);
+        }
+        self.uploaded_ms = arrived_ms;
+        start_ms
     }
 
     /// The visit's end; returns when its gradients are on the host (rule 6).
@@ -517,6 +566,15 @@ impl Lanes {
         }
         end_ms
     }
+}
+
+/// What a step waits for.
+#[derive(Debug, Clone, Copy, Default)]
+struct Gate {
+    /// When it may start (rule 4).
+    open_ms: f64,
+    /// When the update that makes its parameters begins (rule 7).
+    update_ms: f64,
 }
 
 /// Runs `steps` steps by the rules of the module header; returns when each ended.
@@ -531,12 +589,18 @@ pub(crate) fn ring(
     let passes: Vec<Pass> = stages.iter().map(|stage| stage.pass).collect();
     let mut schedule = RoundRobin::new(setting.devices).shares_cores(setting.shares_cores);
     let mut ends: Vec<f64> = Vec::with_capacity(steps);
+    let mut updates: Vec<f64> = Vec::with_capacity(steps);
+    let params = stages.iter().flat_map(|stage| &stage.moved.params);
+    let whole_update_ms = params.map(|param| param.updated_ms).fold(0.0, f64::max);
     let mut done_ms = vec![0.0_f64; stages.len() * setting.visit.min(setting.microbatches)];
     for step in 0..steps {
-        let gate_ms = (step + 1)
-            .checked_sub(lag + 2)
-            .map_or(0.0, |earlier| ends[earlier]);
-        let mut step_end_ms = gate_ms;
+        // Before the first step there is an update as well: steps are alike.
+        let earlier = step.checked_sub(lag + 1);
+        let gate = earlier.map_or(Gate::default(), |earlier| Gate {
+            open_ms: ends[earlier],
+            update_ms: updates[earlier],
+        });
+        let mut step_end_ms = gate.open_ms;
         for first in (0..setting.microbatches).step_by(setting.visit) {
             let count = setting.visit.min(setting.microbatches - first);
             let devices = schedule.take(&passes);
@@ -556,9 +620,9 @@ pub(crate) fn ring(
                 };
                 let speed = setting.speed(device);
                 let (ahead_ms, body_ms) = (stage.ahead_ms / speed, stage.body_ms / speed);
-                let mut at_ms = lanes[device].start_ms(&stage.moved, gate_ms, speed);
+                let mut at_ms = lanes[device].start_ms(&stage.moved, gate, speed);
                 for microbatch in 0..count {
-                    let ready_ms = input.map_or(gate_ms, |done| done[microbatch] + hop_ms);
+                    let ready_ms = input.map_or(gate.open_ms, |done| done[microbatch] + hop_ms);
                     let early_ms = saved.map_or(at_ms, |done| at_ms.max(done[microbatch]));
                     let body_start_ms = ready_ms.max(early_ms + ahead_ms);
                     let start_ms = body_start_ms - ahead_ms;
@@ -579,6 +643,10 @@ pub(crate) fn ring(
             }
         }
         ends.push(step_end_ms);
+        let update_before = updates
+            .last()
+            .map_or(0.0, |start_ms| start_ms + whole_update_ms);
+        updates.push(step_end_ms.max(update_before));
     }
     ends
 }

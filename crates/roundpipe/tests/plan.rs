@@ -173,13 +173,14 @@ fn costs_of(layers: std::ops::Range<usize>) -> impl Strategy<Value = LayerCosts>
     // Whole and zero times provoke ties; the rest are odd.
     let ms = || prop_oneof![Just(0.0), (1..5_u32).prop_map(f64::from), 0.1..20.0];
     let sizes = (0..1000_u64, 0..500_u64, 0..500_u64, 0..200_u64);
-    let layer = (ms(), ms(), ms(), sizes, 0.0..2.0).prop_map(
+    let layer = (ms(), ms(), ms(), sizes, 0.0..2.0, ms()).prop_map(
         |(
             forward_ms,
             recompute_ms,
             backward_ms,
             (bytes, keep_bytes, peak_bytes, grad_bytes),
             hop_ms,
+            update_ms,
         )| {
             LayerCost {
                 name: "layer".to_string(),
@@ -191,6 +192,7 @@ fn costs_of(layers: std::ops::Range<usize>) -> impl Strategy<Value = LayerCosts>
                 keep_bytes,
                 peak_bytes,
                 grad_bytes,
+                update_ms,
                 ..LayerCost::default()
             }
         },
@@ -523,6 +525,53 @@ fn gradients_delay_only_the_end() {
     assert_eq!(with.tasks, without.tasks, "no task waits for a gradient");
     assert_eq!(without.step_ms, 8.0);
     assert_eq!(with.step_ms, 25.0, "downloads at 5-15 and 15-25");
+}
+
+/// At lag 0 a layer's weights come when the host has updated it, the first layer first; the stage
+/// that runs it waits inside its first microbatch.
+#[test]
+fn weights_wait_for_their_update() {
+    let mut costs = equal(3, 10.0, 0);
+    for layer in &mut costs.layers {
+        layer.update_ms = 20.0;
+    }
+    let run = |schedule, kind, sizes: &[usize], backward: &[usize]| {
+        let plan = ExecutePlan::from_sizes(kind, sizes, backward);
+        let setting = Setting::new(1, 2);
+        simulate(schedule, kind, &plan, &costs, &setting)
+            .unwrap()
+            .step_ms
+    };
+    let backward_ms = 2.0 * 3.0 * 30.0;
+    // Layers are there at 20, 40, 60. In one stage the first microbatch runs 40-70 at best, and the
+    // second 70-100.
+    let one = run(Schedule::RoundPipe, PlanKind::Train, &[3], &[3]);
+    assert_eq!(one, 100.0 + backward_ms);
+    // In three stages both microbatches of a layer run before the next layer is there.
+    let three = run(Schedule::RoundPipe, PlanKind::Train, &[1, 1, 1], &[3]);
+    assert_eq!(three, 80.0 + backward_ms);
+    // At lag 1 the update of 60 ms ends while the step between computes for 240.
+    let hidden = run(Schedule::RoundPipeAsync, PlanKind::Train, &[3], &[3]);
+    assert_eq!(hidden, 60.0 + backward_ms);
+    // A call that updates nothing waits for nothing.
+    let inferred = run(Schedule::RoundPipe, PlanKind::Infer, &[3], &[]);
+    assert_eq!(inferred, 60.0);
+}
+
+/// Updates follow one another: where they take longer than a step computes, they are the step.
+#[test]
+fn a_slow_update_is_the_step() {
+    let mut costs = equal(2, 1.0, 0);
+    costs.layers[0].update_ms = 500.0;
+    let plan = ExecutePlan::from_sizes(PlanKind::Train, &[2], &[2]);
+    let run = |schedule| {
+        let setting = Setting::new(1, 1);
+        simulate(schedule, PlanKind::Train, &plan, &costs, &setting)
+            .unwrap()
+            .step_ms
+    };
+    assert_eq!(run(Schedule::RoundPipe), 508.0);
+    assert_eq!(run(Schedule::RoundPipeAsync), 500.0);
 }
 
 /// A device twice as fast takes half the time, and a step's time does not depend on who is first.
@@ -1013,4 +1062,29 @@ fn short_stages_follow_from_the_copies() {
     );
     let [fast, slow] = [2_000.0, 200.0].map(|rate| stages(false, Some(rate)));
     assert!(fewest < fast && fast < slow, "{fewest}, {fast}, {slow}");
+}
+
+/// The same card with a host that needs time for the update: at lag 0 shorter forward stages follow
+/// behind it; at lag 1 it is hidden.
+#[test]
+fn short_stages_follow_from_the_update() {
+    let stages = |lag: Lag, update_ms: f64| {
+        let mut costs = equal(24, 1.0, 1000);
+        for layer in &mut costs.layers {
+            layer.update_ms = update_ms;
+            layer.keep_bytes = 1000;
+        }
+        let mut options = AutoOptions::new(1, 4);
+        options.lag = lag;
+        options.shared_compute = true;
+        options.stage_memory_limit = Some(12_000);
+        options.setting.upload_bytes_per_ms = Some(1e6);
+        options.setting.grad_bytes_per_ms = Some(1e6);
+        let plan = ExecutePlan::auto(PlanKind::Fused, &[&costs], &options).unwrap();
+        plan[0].forward.len()
+    };
+    assert_eq!(stages(Lag::Zero, 0.0), 1);
+    assert_eq!(stages(Lag::One, 4.0), 1);
+    let short = stages(Lag::Zero, 4.0);
+    assert!(short >= 4, "{short}");
 }

@@ -26,16 +26,21 @@ pub enum Phase {
     Recompute,
     /// Its backward alone.
     Backward,
+    /// The host's update of its parameters.
+    Update,
 }
 
 impl Phase {
-    const ALL: [Self; 3] = [Self::Forward, Self::Recompute, Self::Backward];
+    const ALL: [Self; 4] = [Self::Forward, Self::Recompute, Self::Backward, Self::Update];
+    /// What a worker does.
+    const ON_WORKER: [Self; 3] = [Self::Forward, Self::Recompute, Self::Backward];
 
     fn of(self, cost: &mut LayerCost) -> &mut f64 {
         match self {
             Self::Forward => &mut cost.forward_ms,
             Self::Recompute => &mut cost.recompute_ms,
             Self::Backward => &mut cost.backward_ms,
+            Self::Update => &mut cost.update_ms,
         }
     }
 
@@ -44,6 +49,7 @@ impl Phase {
             Self::Forward => cost.forward_ms,
             Self::Recompute => cost.recompute_ms,
             Self::Backward => cost.backward_ms,
+            Self::Update => cost.update_ms,
         }
     }
 }
@@ -57,6 +63,8 @@ pub struct LayerTime {
     pub recompute_ms: Option<f64>,
     /// Its backward alone.
     pub backward_ms: Option<f64>,
+    /// The host's update of its parameters.
+    pub update_ms: Option<f64>,
 }
 
 impl LayerTime {
@@ -65,6 +73,7 @@ impl LayerTime {
             Phase::Forward => self.forward_ms,
             Phase::Recompute => self.recompute_ms,
             Phase::Backward => self.backward_ms,
+            Phase::Update => self.update_ms,
         }
     }
 
@@ -73,6 +82,7 @@ impl LayerTime {
             Phase::Forward => &mut self.forward_ms,
             Phase::Recompute => &mut self.recompute_ms,
             Phase::Backward => &mut self.backward_ms,
+            Phase::Update => &mut self.update_ms,
         }
     }
 }
@@ -112,10 +122,12 @@ impl LayerTimes {
     /// `base` are left out.
     pub fn to_costs(&self, base: &LayerCosts) -> LayerCosts {
         let mut costs = base.clone();
-        let all = Scale::of(self, base, &Phase::ALL);
+        let all = Scale::of(self, base, &Phase::ON_WORKER);
         for part in Phase::ALL {
+            // The host's speed says nothing about a worker's, nor the other way round.
+            let alike = all.filter(|_| part != Phase::Update);
             let scale = Scale::of(self, base, &[part])
-                .or(all)
+                .or(alike)
                 .map_or(1.0, |scale| scale.0);
             for (index, cost) in costs.layers.iter_mut().enumerate() {
                 let measured = self.layers.get(index).and_then(|layer| layer.part(part));
@@ -128,8 +140,8 @@ impl LayerTimes {
 
     /// How far a plan made from `planned` is from what was measured: the largest change of a
     /// layer's share of all time, relative to its planned share. Forward visits and backward visits
-    /// have shares of their own, because each has its own cuts. Infinite if something took time
-    /// that was planned to take none.
+    /// have shares of their own, because each has its own cuts; the update of all layers has one.
+    /// Infinite if something took time that was planned to take none.
     pub fn drift(&self, planned: &LayerCosts) -> f64 {
         let (now, then) = (shares(&self.to_costs(planned)), shares(planned));
         let change = |(now, then): (f64, f64)| {
@@ -261,11 +273,13 @@ impl Scale {
     }
 }
 
-/// Each layer's forward visit and backward visit as a share of them all.
+/// Each layer's forward visit and backward visit as a share of them all, and the whole update
+/// beside them.
 fn shares(costs: &LayerCosts) -> Vec<f64> {
     let visits = |layer: &LayerCost| [layer.forward_ms, layer.recompute_ms + layer.backward_ms];
-    let times: Vec<f64> = costs.layers.iter().flat_map(visits).collect();
+    let mut times: Vec<f64> = costs.layers.iter().flat_map(visits).collect();
     let all: f64 = times.iter().sum();
+    times.push(costs.update_ms(0..costs.len()));
     times
         .into_iter()
         .map(|ms| if all > 0.0 { ms / all } else { 0.0 })
@@ -340,6 +354,32 @@ mod tests {
         assert!((times.drift(&measured) - (2.0 / 17.0 * 16.0 - 1.0)).abs() < 1e-12);
         let nothing = LayerCosts::from_bytes([("a", 0), ("b", 10), ("c", 20)]);
         assert_eq!(times.drift(&nothing), f64::INFINITY);
+    }
+
+    /// How fast workers are says nothing about the host's update, and the plan is made again when
+    /// the update's share of a step has changed.
+    #[test]
+    fn updates_have_their_own_unit() {
+        let mut base = LayerCosts::from_bytes([("a", 100), ("b", 300)]);
+        for layer in &mut base.layers {
+            layer.update_ms = 10.0;
+        }
+        let mut times = LayerTimes::default();
+        for part in Phase::ON_WORKER {
+            let factor = if part == Phase::Backward { 2.0 } else { 1.0 };
+            times.record(0, part, factor * 1.0);
+            times.record(1, part, factor * 3.0);
+        }
+        let updates = |times: &LayerTimes| {
+            let costs = times.to_costs(&base);
+            [costs.layers[0].update_ms, costs.layers[1].update_ms]
+        };
+        assert_eq!(updates(&times), [10.0, 10.0]);
+        let planned = times.to_costs(&base);
+        assert_eq!(times.drift(&planned), 0.0);
+        times.record(1, Phase::Update, 30.0);
+        assert_eq!(updates(&times), [30.0, 30.0]);
+        assert_eq!(times.drift(&planned), 2.0, "20 ms became 60");
     }
 
     #[test]

@@ -25,8 +25,8 @@ use crate::tree::Tree;
 const DRIFT: f64 = 0.3;
 /// Plans that are kept, one for each shape of the input.
 const MOST_PLANS: usize = 1024;
-/// Calls between two looks at the drift.
-const LOOK_EVERY: u64 = 16;
+/// Calls between two looks at the drift: the first comes soon after the copies were timed.
+const LOOK_EVERY: u64 = 8;
 /// Training calls whose copies are timed, after the first, which pins memory.
 const TIMED_CALLS: u64 = 4;
 /// Bytes per millisecond between host and device until copies are measured: a PCIe 4.0 link.
@@ -106,6 +106,11 @@ impl Planner {
             state.speeds.record(worker, average_ms, ms);
         }
         state.times.record(layer, phase, ms);
+    }
+
+    /// The host took so long to update a layer.
+    pub fn record_update(&self, layer: usize, ms: f64) {
+        self.lock().times.record(layer, Phase::Update, ms);
     }
 
     /// A copy took so long.

@@ -30,6 +30,9 @@ impl Core {
                 sequence.watched.push(call);
             }
         }
+        for update in self.optimizer.take_times() {
+            self.planner.record_update(update.layer, update.ms);
+        }
         let mut notes = self.notes();
         sequence
             .outcomes

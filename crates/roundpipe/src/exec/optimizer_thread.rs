@@ -224,7 +224,18 @@ pub(crate) struct OptimizerHandle {
     thread: Option<JoinHandle<()>>,
     abort: Abort,
     pub streak: Arc<Streak>,
+    times: Arc<UpdateTimes>,
     id: ThreadId,
+}
+
+/// What updates took since the last look.
+#[derive(Default)]
+struct UpdateTimes(Mutex<Vec<UpdateTime>>);
+
+/// What the update of a layer took.
+pub(crate) struct UpdateTime {
+    pub layer: usize,
+    pub ms: f64,
 }
 
 /// What the thread works with.
@@ -235,6 +246,7 @@ struct OptimizerThread {
     trace: Arc<Trace>,
     abort: Abort,
     streak: Arc<Streak>,
+    times: Arc<UpdateTimes>,
 }
 
 impl OptimizerHandle {
@@ -247,6 +259,7 @@ impl OptimizerHandle {
         most_nonfinite: u64,
     ) -> Result<Self> {
         let streak = Arc::new(Streak::new(most_nonfinite));
+        let times = Arc::<UpdateTimes>::default();
         let (requests, to_do) = channel();
         let abort = model.store.abort();
         let thread_body = OptimizerThread {
@@ -256,6 +269,7 @@ impl OptimizerHandle {
             trace: trace.clone(),
             abort: abort.clone(),
             streak: streak.clone(),
+            times: times.clone(),
         };
         let name = format!("{} optimizer", model.name);
         let thread = std::thread::Builder::new()
@@ -271,8 +285,14 @@ impl OptimizerHandle {
             thread: Some(thread),
             abort,
             streak,
+            times,
             id,
         })
+    }
+
+    /// What updates of layers took since the last call of this.
+    pub fn take_times(&self) -> Vec<UpdateTime> {
+        std::mem::take(&mut *lock(&self.times.0))
     }
 
     /// Whether the calling thread is the one that runs steps.
@@ -484,6 +504,9 @@ impl OptimizerThread {
     fn apply_layers(&self, skip: bool, apply: &Apply, never: &Abort) -> Result<Option<usize>> {
         let store = &self.model.store;
         let mut first_partial = None;
+        // The first update fills memory that the system has only promised; it says nothing about
+        // the others.
+        let is_typical = !skip && apply.step > 1;
         for layer in 0..store.layers().len() {
             let start = self.trace.now_ns();
             // A step that has begun is finished, however long a user holds a parameter.
@@ -498,6 +521,10 @@ impl OptimizerThread {
                 first_partial.get_or_insert(layer);
             }
             self.note(layer, apply.next_version, start);
+            if is_typical && store.layer(layer).own_trainable().next().is_some() {
+                let ms = (self.trace.now_ns() - start) as f64 / 1e6;
+                lock(&self.times.0).push(UpdateTime { layer, ms });
+            }
         }
         Ok(first_partial)
     }

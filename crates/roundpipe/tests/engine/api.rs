@@ -469,6 +469,37 @@ fn outputs_and_several_losses_come_back() {
 
 /// Without a loss function the model's output is the loss, which must be one number.
 #[test]
+fn layers_are_timed_and_so_are_their_updates() {
+    let model = models::perceptron(DType::F32);
+    let engine = small(&model, 1, 2, sgd());
+    // The first update says nothing about the others; the times of the second are known to the
+    // call after it.
+    for step in 0..2 {
+        let (x, weights) = models::numbers(step, 6, DType::F32);
+        engine
+            .forward_backward(x, weights, models::weighted)
+            .unwrap();
+        let times = engine.layer_times();
+        assert!(times.layers().iter().all(|time| time.update_ms.is_none()));
+        engine.update(&Update::new(0.1), Lag::Zero).unwrap();
+        engine.synchronize().unwrap();
+    }
+    let (x, weights) = models::numbers(3, 6, DType::F32);
+    engine
+        .forward_backward(x, weights, models::weighted)
+        .unwrap();
+    let times = engine.layer_times();
+    for ((name, layer), time) in model.layers().zip(times.layers()) {
+        assert!(
+            time.forward_ms.is_some() && time.backward_ms.is_some(),
+            "{name}"
+        );
+        let has_params = !layer.named_params().is_empty();
+        assert_eq!(time.update_ms.is_some(), has_params, "{name}");
+    }
+}
+
+#[test]
 fn the_output_is_the_loss_by_default() {
     let (x, _) = models::numbers(0, 6, DType::F32);
     let total =

@@ -54,7 +54,9 @@ pub fn engine(model: &Sequential, way: &Way) -> RoundPipe {
         .num_microbatch(way.microbatches)
         .recompute_grain(way.grain);
     config.execute_plan = way.plan.clone();
-    let memory = Some(roundpipe::Bytes::mib(48));
+    // What is asked for includes the context of the device.
+    let context = way.devices[0].cost_model().context_bytes();
+    let memory = Some(roundpipe::Bytes(roundpipe::Bytes::mib(48).0 + context.0));
     RoundPipe::builder(model.clone())
         .optimizer(rule())
         .optimizer_threads(1)
