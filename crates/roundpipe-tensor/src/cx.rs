@@ -451,6 +451,14 @@ impl Cx {
         self.walk_back(seeds)
     }
 
+    /// From now on, new sums of parameters' gradients go where values stay while other tasks run,
+    /// if there is room. For sums that later microbatches add to.
+    pub fn keep_sums(&mut self) {
+        if let Some(tape) = &mut self.tape {
+            tape.keep_sums();
+        }
+    }
+
     fn seeds(&self, outputs: &[(Tensor, Tensor)]) -> Result<Vec<(u32, Tensor)>> {
         const OP: &str = BACKWARD;
         let tape = self.tape.as_ref().filter(|tape| !tape.is_dry());

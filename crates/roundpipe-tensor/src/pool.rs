@@ -532,6 +532,11 @@ impl Block {
         self.place.bytes
     }
 
+    /// Whether it lies where values stay while other tasks run.
+    pub fn is_long(&self) -> bool {
+        self.place.end == End::Long
+    }
+
     /// Where it came from.
     pub fn pool(&self) -> &Arc<Pool> {
         &self.pool

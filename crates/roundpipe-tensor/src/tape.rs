@@ -58,6 +58,8 @@ pub(crate) struct Tape {
     nodes: Vec<TapeNode>,
     /// Only notes which values need a gradient; keeps nothing for a walk back.
     dry: bool,
+    /// Whether sums of gradients stay while other tasks run.
+    sums_stay: bool,
 }
 
 impl Tape {
@@ -67,6 +69,7 @@ impl Tape {
             values: Vec::new(),
             nodes: Vec::new(),
             dry: false,
+            sums_stay: false,
         }
     }
 
@@ -79,6 +82,11 @@ impl Tape {
 
     pub(crate) fn is_dry(&self) -> bool {
         self.dry
+    }
+
+    /// New sums of gradients go where values stay while other tasks run.
+    pub(crate) fn keep_sums(&mut self) {
+        self.sums_stay = true;
     }
 
     /// Number of operations recorded.
@@ -186,6 +194,7 @@ impl Tape {
                     op: node.op,
                     inputs,
                     outputs,
+                    sums_stay: self.sums_stay,
                 };
                 (node.backward)(&mut back)?;
             }
@@ -255,6 +264,7 @@ pub struct Back<'a> {
     op: &'static str,
     inputs: &'a [Option<u32>],
     outputs: &'a [u32],
+    sums_stay: bool,
 }
 
 /// Where a parameter-like gradient is written: in the accumulator type, added to what is there or
@@ -347,9 +357,13 @@ impl Back<'_> {
                 accumulate: true,
             });
         }
-        let tensor = self
-            .worker
-            .alloc(self.op, value.dtype.accumulator(), value.shape)?;
+        let dtype = value.dtype.accumulator();
+        let becomes_sum = value.accumulator && value.grad.is_none();
+        let tensor = if self.sums_stay && becomes_sum {
+            self.worker.alloc_long(self.op, dtype, value.shape)?
+        } else {
+            self.worker.alloc(self.op, dtype, value.shape)?
+        };
         Ok(Sink {
             tensor,
             accumulate: false,

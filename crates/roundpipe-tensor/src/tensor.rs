@@ -205,6 +205,11 @@ impl Tensor {
         self.storage.pool()
     }
 
+    /// Whether its memory lies where values stay while other tasks run.
+    pub fn is_long(&self) -> bool {
+        matches!(&*self.storage, Storage::Block(block) if block.is_long())
+    }
+
     /// Whether this tensor is the only holder of its memory, so that it may be written again.
     pub(crate) fn is_unique(&self) -> bool {
         if Arc::strong_count(&self.storage) != 1 {

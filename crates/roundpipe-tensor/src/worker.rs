@@ -91,6 +91,21 @@ impl Worker {
         Ok(Tensor::from_block(block, dtype, shape))
     }
 
+    /// As [`Worker::alloc`], in memory for values that stay while other tasks run, if there is room.
+    pub(crate) fn alloc_long(
+        &self,
+        op: &'static str,
+        dtype: DType,
+        shape: Shape,
+    ) -> Result<Tensor> {
+        let bytes = (shape.numel() * dtype.size()) as u64;
+        match self.pool.alloc_long(op, bytes) {
+            Ok(block) => Ok(Tensor::from_block(block, dtype, shape)),
+            Err(Error::DeviceMemory { .. }) => self.alloc(op, dtype, shape),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Queues a kernel on the compute lane. The caller has checked the operands and owns the
     /// destinations (fresh, or accumulators that only this launch writes).
     pub(crate) fn launch(

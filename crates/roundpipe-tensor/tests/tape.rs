@@ -69,6 +69,36 @@ fn bound_accumulators_collect_microbatches_in_f32() {
     );
 }
 
+/// Sums that stay are written there by the product itself, whose bits are the same, and later ones
+/// are added to them in place.
+#[test]
+fn sums_that_stay_leave_the_working_memory() {
+    let worker = worker();
+    let weight = Param::from_slice(&[1.0f32, 2.0, 3.0, 4.0], &[2, 2]).unwrap();
+    let gradient = |stays: bool, into: Option<Tensor>| {
+        let mut cx = Cx::train(&worker);
+        let tensor = cx.get(&weight).unwrap().detach();
+        cx.bind(&weight, tensor, into).unwrap();
+        let x = cx.tensor(&[0.5f32, 0.25], &[1, 2]).unwrap();
+        let bound = cx.get(&weight).unwrap();
+        let y = cx.matmul(&x, &bound).unwrap();
+        let loss = cx.sum(&y, &[], false).unwrap();
+        if stays {
+            cx.keep_sums();
+        }
+        cx.backward(&loss).unwrap().take_param(&weight).unwrap()
+    };
+    let short = gradient(false, None);
+    let long = gradient(true, None);
+    assert!(!short.is_long() && long.is_long());
+    let expected = short.to_vec::<f32>().unwrap();
+    assert_eq!(long.to_vec::<f32>().unwrap(), expected);
+    let both = gradient(true, Some(long));
+    assert!(both.is_long());
+    let doubled: Vec<f32> = expected.iter().map(|grad| 2.0 * grad).collect();
+    assert_eq!(both.to_vec::<f32>().unwrap(), doubled);
+}
+
 #[test]
 fn frozen_parameters_get_no_gradient_and_keep_no_activations() {
     let worker = worker();

@@ -50,6 +50,8 @@ struct PlannerState {
     rates: CopyRates,
     /// Calls that train, so far.
     trained: u64,
+    /// Those whose times were learned.
+    learned: u64,
 }
 
 /// What a plan is made for.
@@ -96,6 +98,14 @@ impl Planner {
     /// Measured times so far.
     pub fn times(&self) -> LayerTimes {
         self.lock().times.clone()
+    }
+
+    /// The times of a call follow. Those of the first call that trains hold until the second:
+    /// kernels are compiled and tuned in it.
+    pub fn begin_learning(&self, trains: bool) {
+        if trains {
+            self.lock().begin_learning();
+        }
     }
 
     /// A layer took so long on a worker.
@@ -396,6 +406,14 @@ fn between(least: u64, most: u64, share: f64) -> u64 {
 }
 
 impl PlannerState {
+    fn begin_learning(&mut self) {
+        if self.learned == 1 {
+            self.times = LayerTimes::default();
+            self.speeds = WorkerSpeeds::default();
+        }
+        self.learned += 1;
+    }
+
     /// The plan made before, unless times have drifted since.
     fn known(&mut self, key: &PlanKey) -> Option<(ExecutePlan, CallNeeds)> {
         let planned = self.plans.get_mut(key)?;
@@ -414,6 +432,17 @@ impl PlannerState {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A first call that compiles for a second must not be seen in averages of milliseconds.
+    #[test]
+    fn times_of_the_first_call_are_forgotten() {
+        let mut state = PlannerState::default();
+        for ms in [1000.0, 2.0, 2.0] {
+            state.begin_learning();
+            state.times.record(0, Phase::Forward, ms);
+        }
+        assert_eq!(state.times.average_ms(0, Phase::Forward), Some(2.0));
+    }
 
     /// A plan made before copies were timed is made again once they are, at the next look.
     #[test]

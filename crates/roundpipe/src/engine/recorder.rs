@@ -46,6 +46,7 @@ impl CallRecorder {
 
     /// Takes the times of a call that has ended.
     pub fn learn(&self, call: &Call, planner: &Planner) {
+        planner.begin_learning(call.spec.trains);
         for piece in call.take_times() {
             // A lane that failed has not passed all its events.
             let (Some(start), Some(end)) = (piece.from.ns(self.origin), piece.to.ns(self.origin))

@@ -106,15 +106,17 @@ impl Launcher {
         tapes: Vec<Taped>,
         mut grads: Vec<Option<Tensor>>,
     ) -> Result<Vec<Option<Tensor>>> {
+        // From the first microbatch on, the sums stay until the job ends. After the only one they
+        // leave at once. On the host all memory is alike.
+        let aliases_host = self.worker().device().aliases_host();
+        let sums_stay = task.microbatch == 0 && !task.is_last() && !aliases_host;
         for (layer, tape) in layers.zip(tapes).rev() {
             let here = loaded.0.get_mut(&layer);
             let here = here.expect("the layer was run in this task");
             grads = self.timed(task, Some(layer), Category::Backward, || {
-                here.back(tape, grads)
+                here.back(tape, grads, sums_stay)
             })?;
-            // From the first microbatch on, the sums stay until the job ends. After the only one
-            // they leave at once.
-            if task.microbatch == 0 && !task.is_last() {
+            if sums_stay {
                 let moved = self.move_sums(here);
                 moved.map_err(|error| task.error(Some(layer), error))?;
             }
@@ -122,18 +124,18 @@ impl Launcher {
         Ok(grads)
     }
 
+    /// Moves the sums of gradients that were not written where they stay: out of the working memory.
     fn move_sums(&self, here: &mut LoadedLayer) -> roundpipe_tensor::Result<()> {
         for sum in here.sums.iter_mut().flatten() {
-            *sum = self.moved_sum(sum)?;
+            if !sum.is_long() {
+                *sum = self.moved_sum(sum)?;
+            }
         }
         Ok(())
     }
 
     /// A sum of gradients, away from the working memory if there is room.
     fn moved_sum(&self, sum: &Tensor) -> roundpipe_tensor::Result<Tensor> {
-        if self.worker().device().aliases_host() {
-            return Ok(sum.clone());
-        }
         match self.worker().copied_long(sum, sum.dtype()) {
             // The move only keeps working memory in one piece; without room the sum stays where it
             // is.

@@ -169,13 +169,21 @@ impl LoadedLayer {
     }
 
     /// Walks a recorded layer back: gradients of its outputs in, of its inputs out; those of its
-    /// parameters are added to the sums.
-    pub fn back(&mut self, tape: Taped, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+    /// parameters are added to the sums, which may have to stay for later tasks.
+    pub fn back(
+        &mut self,
+        tape: Taped,
+        grads: Vec<Option<Tensor>>,
+        sums_stay: bool,
+    ) -> Result<Vec<Option<Tensor>>> {
         let Taped {
             mut cx,
             inputs,
             outputs,
         } = tape;
+        if sums_stay {
+            cx.keep_sums();
+        }
         let seeds: Vec<(Tensor, Tensor)> = outputs
             .into_iter()
             .zip(grads)
