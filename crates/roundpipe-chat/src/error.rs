@@ -8,9 +8,15 @@ const FAULT_CHARS: usize = 400;
 /// A template that cannot be parsed or rendered: one line of bounded length that names the line of
 /// the template, if there is one. It quotes the template, so what would move a terminal's cursor is
 /// shown as an escape.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("chat template: {}", Escaped(.0))]
 pub struct Error(Box<str>);
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
 
 impl Error {
     /// The message as the template caused it, without escapes and without the words before it.

@@ -1,5 +1,6 @@
 //! What can go wrong with a file. Bugs panic; these do not.
 
+use std::fmt;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
@@ -9,7 +10,7 @@ use crate::text::Line;
 ///
 /// Callers with errors of their own turn every variant into one of theirs, so a new variant is a
 /// change for them to see: the list is complete.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 pub enum Error {
     /// A file cannot be used; says which, why, and what helps.
     #[error("{}: {}", path.display(), Line(what))]
@@ -30,6 +31,12 @@ pub enum Error {
     /// An error of host memory: no room for what is read, or a tensor that is being written.
     #[error(transparent)]
     Tensor(#[from] roundpipe_tensor::Error),
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl Error {

@@ -1,12 +1,13 @@
 //! What can go wrong between a folder and a running model. Bugs panic; these do not.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use roundpipe_files::text::Line;
 
 /// One line that names the place and the fix. Messages quote files of others, so what would move a
 /// terminal's cursor is shown as an escape, and of a long message the middle is left out.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A file cannot be used; says which, why, and what helps.
@@ -34,6 +35,12 @@ pub enum Error {
     /// An operation's error.
     #[error(transparent)]
     Tensor(#[from] roundpipe::TensorError),
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl Error {

@@ -119,10 +119,10 @@ unsafe impl Device for Cpu {
 
 /// Address space for an arena in host memory.
 pub(crate) fn reserve_host(bytes: Bytes) -> Result<Arena> {
-    let fail = |source| Error::HostMemory {
+    let fail = |cause| Error::HostMemory {
         what: "an arena",
         need: bytes,
-        source,
+        cause,
     };
     let len = usize::try_from(bytes.0).map_err(|e| fail(std::io::Error::other(e)))?;
     let mut pages = Pages::zeroed(len, true).map_err(fail)?;

@@ -271,6 +271,11 @@ impl Cx {
         self.bind(param, tensor, None)
     }
 
+    /// The parameters that were bound or used so far.
+    pub fn params(&self) -> impl Iterator<Item = &Param> {
+        self.bound.iter().map(|(param, _)| param)
+    }
+
     /// Says where a parameter lies on this worker, and the accumulator its gradients are added to
     /// (dense, in the accumulator type, zeroed or holding earlier microbatches). The accumulator is
     /// given away, so that no other code can read it while it is being written;

@@ -1,5 +1,7 @@
 //! Everything that can go wrong, by what the reader can do about it.
 
+use std::fmt;
+
 use crate::bytes::Bytes;
 use crate::device::DeviceId;
 use crate::dtype::DType;
@@ -8,8 +10,9 @@ use crate::shape::Shape;
 /// What this crate's fallible calls return.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A wrong program panics; a wrong input or a wrong world is one of these.
-#[derive(Debug, thiserror::Error)]
+/// A wrong program panics; a wrong input or a wrong world is one of these. Shown with its cause in
+/// one line, by `{}` and by `{:?}`, so it has no `source`.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// Two shapes that do not go together.
@@ -92,14 +95,14 @@ pub enum Error {
         cap: Bytes,
     },
     /// The operating system gave no memory.
-    #[error("cannot get {need} of host memory for {what}")]
+    #[error("cannot get {need} of host memory for {what}: {cause}")]
     HostMemory {
         /// What it was for.
         what: &'static str,
         /// How much.
         need: Bytes,
         /// The system's answer.
-        source: std::io::Error,
+        cause: std::io::Error,
     },
     /// The driver pins no more host memory, and the system has too little to go on without.
     #[error(
@@ -117,12 +120,12 @@ pub enum Error {
         why: String,
     },
     /// A file could not be mapped.
-    #[error("cannot map {path}")]
+    #[error("cannot map {path}: {cause}")]
     Map {
         /// The file.
         path: std::path::PathBuf,
         /// The system's answer.
-        source: std::io::Error,
+        cause: std::io::Error,
     },
     /// A range of a host buffer is being written, or being read while a write is wanted.
     #[error("host buffer {name}: bytes {start}..{end} are in use by another transfer or view")]
@@ -178,6 +181,12 @@ pub enum Error {
         /// The later access.
         second: String,
     },
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl Error {

@@ -116,10 +116,10 @@ impl HostBuf {
     /// [`Error::HostMemory`] when the system has none.
     pub fn zeroed(name: impl Into<String>, bytes: usize) -> Result<Self> {
         let slack = if bytes >= COLORED { COLORS * PAGE } else { 1 };
-        let fail = |source| Error::HostMemory {
+        let fail = |cause| Error::HostMemory {
             what: "a buffer",
             need: Bytes(bytes as u64),
-            source,
+            cause,
         };
         let len = bytes
             .checked_add(slack)
@@ -152,9 +152,9 @@ impl HostBuf {
     /// # Errors
     /// [`Error::Map`] when the file cannot be opened or mapped.
     pub fn map_file(path: &Path) -> Result<Self> {
-        let file = std::fs::File::open(path).map_err(|source| Error::Map {
+        let file = std::fs::File::open(path).map_err(|cause| Error::Map {
             path: path.to_owned(),
-            source,
+            cause,
         })?;
         Self::map_opened(&file, path)
     }
@@ -164,9 +164,9 @@ impl HostBuf {
     /// # Errors
     /// [`Error::Map`] when the file cannot be mapped.
     pub fn map_opened(file: &std::fs::File, path: &Path) -> Result<Self> {
-        let fail = |source| Error::Map {
+        let fail = |cause| Error::Map {
             path: path.to_owned(),
-            source,
+            cause,
         };
         let len = file.metadata().map_err(fail)?.len();
         let name = path.display().to_string();

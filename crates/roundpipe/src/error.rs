@@ -52,30 +52,31 @@ impl fmt::Display for TaskPlace {
     }
 }
 
-/// By what the reader can do about it.
-#[derive(Debug, thiserror::Error)]
+/// By what the reader can do about it. Shown with its causes in one line, by `{}` and by `{:?}`: the
+/// line that a `main` prints which returns it. So it has no `source`.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// An operation, a device or the memory refused.
     #[error(transparent)]
     Tensor(#[from] roundpipe_tensor::Error),
     /// A layer failed; says which.
-    #[error("layer {index} ({layer})")]
+    #[error("layer {index} ({layer}): {cause}")]
     Layer {
         /// Its place in the model.
         index: usize,
         /// Its name.
         layer: String,
         /// Why.
-        source: roundpipe_tensor::Error,
+        cause: roundpipe_tensor::Error,
     },
     /// A task of a call failed; says which.
-    #[error("{place}")]
+    #[error("{place}: {cause}")]
     Task {
         /// Which.
         place: Box<TaskPlace>,
         /// Why.
-        source: Box<Error>,
+        cause: Box<Error>,
     },
     /// The call was called off because of something else; `why` says what.
     #[error("called off: {why}")]
@@ -85,12 +86,12 @@ pub enum Error {
     },
     /// Steps that were asked for did not happen, because something before them failed: the weights
     /// are those of the last step that stands.
-    #[error("optimizer step {first} and those after it did not happen; the weights are those of step {}", first - 1)]
+    #[error("optimizer step {first} and those after it did not happen; the weights are those of step {}: {cause}", first - 1)]
     Undone {
         /// The first of them.
         first: u64,
         /// Why.
-        source: Box<Error>,
+        cause: Box<Error>,
     },
     /// Too many steps in a row had gradients or results that were not finite. The weights are as
     /// before the first of them, but for elements that could be updated.
@@ -116,12 +117,18 @@ pub enum Error {
     },
 }
 
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 impl Error {
     /// Whether it only says that something else failed.
     pub(crate) fn is_secondary(&self) -> bool {
         match self {
             Self::Cancelled { .. } | Self::Aborted(_) => true,
-            Self::Undone { source, .. } => source.is_secondary(),
+            Self::Undone { cause, .. } => cause.is_secondary(),
             _ => false,
         }
     }
@@ -130,9 +137,9 @@ impl Error {
     pub(crate) fn is_of_device(&self) -> bool {
         use roundpipe_tensor::Error::{Device, Race};
         match self {
-            Self::Task { source, .. } | Self::Undone { source, .. } => source.is_of_device(),
-            Self::Tensor(source) | Self::Layer { source, .. } => {
-                matches!(source, Device { .. } | Race { .. })
+            Self::Task { cause, .. } | Self::Undone { cause, .. } => cause.is_of_device(),
+            Self::Tensor(cause) | Self::Layer { cause, .. } => {
+                matches!(cause, Device { .. } | Race { .. })
             }
             _ => false,
         }
@@ -141,23 +148,12 @@ impl Error {
     /// Whether a worker had no room.
     pub(crate) fn is_device_full(&self) -> bool {
         match self {
-            Self::Task { source, .. } => source.is_device_full(),
-            Self::Tensor(source) => {
-                matches!(source, roundpipe_tensor::Error::DeviceMemory { .. })
+            Self::Task { cause, .. } => cause.is_device_full(),
+            Self::Tensor(cause) => {
+                matches!(cause, roundpipe_tensor::Error::DeviceMemory { .. })
             }
             _ => false,
         }
-    }
-
-    /// Itself and its causes in one line.
-    pub(crate) fn in_full(&self) -> String {
-        let mut text = self.to_string();
-        let mut source = std::error::Error::source(self);
-        while let Some(cause) = source {
-            text = format!("{text}: {cause}");
-            source = cause.source();
-        }
-        text
     }
 
     /// Shorthand for [`Error::Config`].

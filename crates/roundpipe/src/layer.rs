@@ -191,10 +191,10 @@ impl Sequential {
     pub fn forward(&self, cx: &mut Cx, input: impl Into<Tree>) -> Result<Tree, Error> {
         let mut value = input.into();
         for (index, (name, layer)) in self.layers.iter().enumerate() {
-            let fail = |source| Error::Layer {
+            let fail = |cause| Error::Layer {
                 index,
                 layer: name.clone(),
-                source,
+                cause,
             };
             value = layer.run(cx, value).map_err(fail)?;
         }

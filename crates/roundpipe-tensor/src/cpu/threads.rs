@@ -36,7 +36,7 @@ impl Threads {
             .map_err(|e| Error::HostMemory {
                 what: "worker threads",
                 need: Bytes(0),
-                source: std::io::Error::other(e),
+                cause: std::io::Error::other(e),
             })?;
         Ok(Self {
             pool: Some(Arc::new(pool)),

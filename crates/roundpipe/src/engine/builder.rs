@@ -7,6 +7,7 @@
 //! - Parameters keep their values when `build` fails.
 //! - An engine that was built has at least one layer and one worker.
 
+use std::collections::HashSet;
 use std::panic::Location;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -263,6 +264,14 @@ impl<M: Layer + 'static> Builder<M> {
         };
         if layers.is_empty() {
             return Err(Error::config("model", "it has no layers"));
+        }
+        let mut names = HashSet::new();
+        if let Some((name, _)) = layers.iter().find(|(name, _)| !names.insert(name)) {
+            let what = format!(
+                "two layers are called `{name}`, so their parameters would have the same names; \
+                 name one of them differently"
+            );
+            return Err(Error::config("model", what));
         }
         let store = Store::new(
             &layers,

@@ -57,13 +57,13 @@ impl Core {
         match self.recover(&mut self.turn()) {
             // Steps that are undone are the worse news. Their cause is what this caller has seen,
             // unless that is a consequence itself.
-            Some(Error::Undone { first, source }) => {
-                let source = if seen.is_secondary() {
-                    source
+            Some(Error::Undone { first, cause }) => {
+                let cause = if seen.is_secondary() {
+                    cause
                 } else {
                     Box::new(seen)
                 };
-                Error::Undone { first, source }
+                Error::Undone { first, cause }
             }
             Some(first) if seen.is_secondary() => first,
             _ => seen,
@@ -140,9 +140,9 @@ fn first_error(failed_calls: &[Arc<Call>], failed_steps: &[Arc<Outcome>]) -> Opt
     // Steps before calls: a step takes the error of the call that it failed for.
     for error in failed_steps.iter().filter_map(|step| step.take_error()) {
         match error {
-            Error::Undone { first, source } => {
+            Error::Undone { first, cause } => {
                 first_undone = Some(first_undone.map_or(first, |known| known.min(first)));
-                errors.push(*source);
+                errors.push(*cause);
             }
             other => errors.push(other),
         }
@@ -153,7 +153,7 @@ fn first_error(failed_calls: &[Arc<Call>], failed_steps: &[Arc<Outcome>]) -> Opt
     Some(match first_undone {
         Some(first) => Error::Undone {
             first,
-            source: Box::new(error),
+            cause: Box::new(error),
         },
         None => error,
     })

@@ -223,7 +223,7 @@ impl Core {
     fn step_failed(&self, sequence: &mut Sequence, version: u64, error: Error) -> Error {
         // This error itself says that the step was not made, so it need not be `Undone`.
         let plain = |error: Error| match error {
-            Error::Undone { first, source } if first == version => *source,
+            Error::Undone { first, cause } if first == version => *cause,
             other => other,
         };
         let error = plain(error);

@@ -97,6 +97,7 @@ impl Core {
         self.check(&mut sequence)?;
         self.notice_writes(&mut sequence)?;
         let prepared = self.prepare(&request)?;
+        self.check_trains(request.kind, &prepared)?;
         // Kept even if the plan is refused: fewer microbatches than asked for may be why.
         let warnings = prepared.inputs.warnings.iter().cloned();
         self.notes().warnings.extend(warnings);
@@ -118,6 +119,38 @@ impl Core {
             input_leaves,
             samples,
         })
+    }
+
+    /// Refuses a call that asks for gradients and would train nothing, or not all that it should.
+    fn check_trains(&self, kind: PlanKind, prepared: &Prepared) -> Result<()> {
+        if kind == PlanKind::Infer {
+            return Ok(());
+        }
+        if kind == PlanKind::Fused && !prepared.config.requires_grad {
+            let what = "it is off in a call that trains; use `forward`, or leave it on";
+            return Err(Error::config("requires_grad", what));
+        }
+        let layers = self.model.store.layers().iter();
+        let mut params = layers.flat_map(|layer| layer.params());
+        let thawed = params
+            .clone()
+            .find(|stored| !stored.trainable && stored.param.is_trainable());
+        if let Some(stored) = thawed {
+            let what = format!(
+                "{} was made trainable after the engine was built, which has no optimizer state for \
+                 it; do so before, or build the engine again",
+                stored.name
+            );
+            return Err(Error::config("parameter", what));
+        }
+        let has_use =
+            prepared.wants_input_grads || params.any(|stored| stored.param.is_trainable());
+        if kind == PlanKind::Fused && !has_use {
+            let what = "every parameter is frozen, so nothing would be trained; use `forward`, or \
+                        make some trainable before the engine is built";
+            return Err(Error::config("requires_grad", what));
+        }
+        Ok(())
     }
 
     /// Before the first call that trains allocates its state, looks whether the host has room for it.
@@ -325,6 +358,13 @@ impl Core {
         self.enter("backward")?;
         let mut sequence = self.turn();
         self.check(&mut sequence)?;
+        let layers = self.model.store.layers().iter();
+        let mut params = layers.flat_map(|layer| layer.params());
+        if !call.spec.wants_input_grads && !params.any(|stored| stored.param.is_trainable()) {
+            let what = "every parameter is frozen and input_grads is off, so there is nothing to \
+                        compute gradients of";
+            return Err(Error::config("backward", what));
+        }
         // Its gradients belong to weights that are gone.
         if call.spec.step != sequence.steps + 1 {
             let what =

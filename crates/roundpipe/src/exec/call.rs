@@ -681,7 +681,7 @@ impl Call {
         // fails for its data writes no buffer.
         if let Err(error) = self.data.check().and_then(|()| write_buffers(buffers)) {
             let of_device = error.is_of_device();
-            let why = error.in_full();
+            let why = error.to_string();
             drop(self.update(|state| {
                 state.ending.fail_commit();
                 state.fail(error)
@@ -742,7 +742,7 @@ impl Call {
     /// Fails this call, and those that fail with it.
     pub fn fail(&self, error: Error) {
         let of_device = error.is_of_device();
-        let why = error.in_full();
+        let why = error.to_string();
         // Only the first failure is passed on: by a second, the engine may have recovered and be at
         // work again.
         if self.begin_failure(error) {
@@ -831,18 +831,18 @@ impl Call {
         stage: usize,
         layer: Option<usize>,
         microbatch: Option<usize>,
-        source: impl Into<Error>,
+        cause: impl Into<Error>,
     ) -> Error {
         Error::Task {
             place: Box::new(self.spec.task_place(stage, layer, microbatch)),
-            source: Box::new(source.into()),
+            cause: Box::new(cause.into()),
         }
     }
 }
 
 impl CallState {
     fn fail(&mut self, error: Error) -> Leftovers {
-        self.why = error.in_full();
+        self.why = error.to_string();
         self.error = Some(error);
         self.leftovers_if_over()
     }

@@ -32,10 +32,10 @@ struct Reports {
 
 impl Reports {
     fn error(&self) -> Option<Error> {
-        let source = self.faults.check().err()?;
+        let cause = self.faults.check().err()?;
         Some(Error::Task {
             place: Box::new(self.place.clone()),
-            source: Box::new(Error::Tensor(source)),
+            cause: Box::new(Error::Tensor(cause)),
         })
     }
 }
@@ -88,7 +88,7 @@ impl DataCheck {
         };
         let why = format!(
             "its input comes from a call that failed: {}",
-            error.in_full()
+            error.to_string()
         );
         Err(Error::Cancelled { why })
     }

@@ -224,13 +224,10 @@ pub(crate) struct OptimizerHandle {
     thread: Option<JoinHandle<()>>,
     abort: Abort,
     pub streak: Arc<Streak>,
-    times: Arc<UpdateTimes>,
+    /// What updates took since the last look.
+    times: Arc<Mutex<Vec<UpdateTime>>>,
     id: ThreadId,
 }
-
-/// What updates took since the last look.
-#[derive(Default)]
-struct UpdateTimes(Mutex<Vec<UpdateTime>>);
 
 /// What the update of a layer took.
 pub(crate) struct UpdateTime {
@@ -246,7 +243,7 @@ struct OptimizerThread {
     trace: Arc<Trace>,
     abort: Abort,
     streak: Arc<Streak>,
-    times: Arc<UpdateTimes>,
+    times: Arc<Mutex<Vec<UpdateTime>>>,
 }
 
 impl OptimizerHandle {
@@ -259,7 +256,7 @@ impl OptimizerHandle {
         most_nonfinite: u64,
     ) -> Result<Self> {
         let streak = Arc::new(Streak::new(most_nonfinite));
-        let times = Arc::<UpdateTimes>::default();
+        let times = Arc::<Mutex<Vec<UpdateTime>>>::default();
         let (requests, to_do) = channel();
         let abort = model.store.abort();
         let thread_body = OptimizerThread {
@@ -292,7 +289,7 @@ impl OptimizerHandle {
 
     /// What updates of layers took since the last call of this.
     pub fn take_times(&self) -> Vec<UpdateTime> {
-        std::mem::take(&mut *lock(&self.times.0))
+        std::mem::take(&mut *lock(&self.times))
     }
 
     /// Whether the calling thread is the one that runs steps.
@@ -368,10 +365,10 @@ impl OptimizerThread {
         let measured = self.measure(calls);
         for call in calls {
             if !call.wait_end("optimizer") {
-                let source = Box::new(call.take_error().unwrap_or_else(|| call.cancelled()));
+                let cause = Box::new(call.take_error().unwrap_or_else(|| call.cancelled()));
                 return Err(Error::Undone {
                     first: version,
-                    source,
+                    cause,
                 });
             }
         }
@@ -523,7 +520,7 @@ impl OptimizerThread {
             self.note(layer, apply.next_version, start);
             if is_typical && store.layer(layer).own_trainable().next().is_some() {
                 let ms = (self.trace.now_ns() - start) as f64 / 1e6;
-                lock(&self.times.0).push(UpdateTime { layer, ms });
+                lock(&self.times).push(UpdateTime { layer, ms });
             }
         }
         Ok(first_partial)

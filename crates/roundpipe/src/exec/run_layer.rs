@@ -108,11 +108,15 @@ impl LoadedLayer {
         input: &Tree<Activation>,
     ) -> Result<Ran> {
         let repeats = matches!(mode, LayerMode::Recompute(_));
+        let trains = !matches!(mode, LayerMode::Infer);
         let mut cx = self.context(worker, training, site, mode)?;
         let given = as_inputs(&mut cx, input)?;
         // To recognise inputs that the layer passes on unchanged, and to ask for their gradients.
         let kept: Vec<Tensor> = given.leaves().into_iter().cloned().collect();
         let output = layer.run(&mut cx, given)?;
+        if trains {
+            self.check_used(&cx)?;
+        }
         let saved = cx.take_saved();
         let updates = cx.take_buffers();
         // A recompute starts from the buffers that the forward saw, so it would set them a second
@@ -150,6 +154,24 @@ impl LoadedLayer {
             saved,
             buffers,
         })
+    }
+
+    /// Refuses a layer that uses a trainable parameter which the engine does not know: it would
+    /// never be updated.
+    fn check_used(&self, cx: &Cx) -> Result<()> {
+        let is_known = |used: &Param| self.params.iter().any(|(own, _)| own.id() == used.id());
+        let mut used = cx.params().filter(|param| param.is_trainable());
+        let Some(unknown) = used.find(|param| !is_known(param)) else {
+            return Ok(());
+        };
+        let what = format!(
+            "the layer uses a trainable {} parameter of shape {} that its `visit` does not show, or \
+             that was added after the engine was built, so it would never be updated; show it in \
+             `visit`, or build the engine afterwards",
+            unknown.dtype(),
+            unknown.shape()
+        );
+        Err(roundpipe_tensor::Error::invalid("visit", what))
     }
 
     /// Puts the buffers that a layer set in the place of those it had; gives back the latter.
@@ -230,6 +252,11 @@ pub(crate) fn losses(
     let kept: Vec<Tensor> = given.leaves().into_iter().cloned().collect();
     let losses = loss(&mut cx, given, label)?;
     let seeds = loss_seeds(worker, &losses)?;
+    if seeds.is_empty() {
+        let what = "no loss depends on a trainable parameter, so nothing would be trained; compute \
+                    it from the model's outputs, and do not detach them";
+        return Err(roundpipe_tensor::Error::invalid("loss_fn", what));
+    }
     let values = losses.iter().map(Tensor::detach).collect();
     drop(losses);
     let mut gradients = cx.backward_if_any(&seeds)?;

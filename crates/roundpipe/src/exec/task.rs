@@ -56,9 +56,9 @@ impl<'a> Task<'a> {
     }
 
     /// Says in an error where it happened.
-    pub fn error(&self, layer: Option<usize>, source: roundpipe_tensor::Error) -> Error {
+    pub fn error(&self, layer: Option<usize>, cause: roundpipe_tensor::Error) -> Error {
         self.call
-            .error_at(self.stage, layer, Some(self.microbatch), source)
+            .error_at(self.stage, layer, Some(self.microbatch), cause)
     }
 }
 

@@ -445,7 +445,7 @@ impl Shared {
 fn is_consequence(error: &Error) -> bool {
     match error {
         Error::Cancelled { .. } | Error::Aborted(_) => true,
-        Error::Task { source, .. } => is_consequence(source),
+        Error::Task { cause, .. } => is_consequence(cause),
         _ => false,
     }
 }
@@ -580,10 +580,10 @@ impl Recorder {
             Ok(tree)
         };
         let here = input.try_map(|value| bring(&mut cx, &value))?;
-        let outputs = compute(&mut cx, here.into_tree()).map_err(|source| Error::Layer {
+        let outputs = compute(&mut cx, here.into_tree()).map_err(|cause| Error::Layer {
             index: self.calls.len(),
             layer: path.to_owned(),
-            source,
+            cause,
         })?;
         let value = outputs.clone().try_map(|tensor| download(&tensor))?;
         if !record {

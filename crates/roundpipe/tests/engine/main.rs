@@ -9,6 +9,7 @@ mod invisible;
 mod kept;
 mod mean_loss;
 mod memory;
+mod misuse;
 mod models;
 mod simulation;
 mod written;
