@@ -14,7 +14,7 @@ use roundpipe::optim::AdamW;
 use roundpipe::trace::{Lane, Span};
 use roundpipe::{
     Bytes, Cx, DType, Device, DeviceKind, Grain, HostBudget, HostTensor, Inputs, Lag,
-    LossReduction, Meta, Params, RngSite, RoundPipe, Rule, RunConfig, Update, Worker,
+    LossReduction, Meta, Params, PlanKind, RngSite, RoundPipe, Rule, RunConfig, Update, Worker,
 };
 use roundpipe_models::memory::host_memory;
 use roundpipe_models::{LoraConfig, LoraTargets, Model, TrainMode, preset};
@@ -304,7 +304,11 @@ impl BenchCmd {
             out.flush()?;
         }
         engine.synchronize()?;
-        Ok((start.elapsed().as_secs_f64() / self.steps as f64, loss))
+        let seconds = start.elapsed().as_secs_f64() / self.steps as f64;
+        if let Some(plan) = engine.last_plan(PlanKind::Fused) {
+            writeln!(out, "stages by layers: {plan}")?;
+        }
+        Ok((seconds, loss))
     }
 
     /// What steps take of a GPU, by a worker that only counts: as many as may overlap and one more,

@@ -108,7 +108,7 @@ macro_rules! fields {
 }
 
 fields! {
-    /// Says whether a backward may follow.
+    /// Says whether a backward may follow. Off, a call reads the newest weights, whatever the lag.
     requires_grad: bool,
     /// Says whether gradients of the model's inputs are wanted.
     input_grads: bool,

@@ -72,6 +72,7 @@ pub use crate::config::Lag;
 use crate::cost::LayerTimes;
 use crate::exec::ring::Ring;
 use crate::layer::Sequential;
+use crate::plan::{ExecutePlan, PlanKind};
 use crate::status::{StatusLine, Watchdog};
 use crate::store::StoreBytes;
 use crate::trace::Trace;
@@ -138,6 +139,13 @@ impl<M> RoundPipe<M> {
     /// What happened, once it is on: every task, transfer and update.
     pub fn trace(&self) -> &Trace {
         &self.core.trace
+    }
+
+    /// The plan of the last call of a kind: `Fused` for [`RoundPipe::forward_backward`], `Train`
+    /// and `Infer` for [`RoundPipe::forward`] with and without `requires_grad`. It prints itself as
+    /// ranges of layers.
+    pub fn last_plan(&self, kind: PlanKind) -> Option<ExecutePlan> {
+        self.core.last_plan(kind)
     }
 
     /// Measured times of each layer.

@@ -35,6 +35,7 @@ use crate::exec::call::{Call, CallList};
 use crate::exec::model::Model;
 use crate::exec::optimizer_thread::{OptimizerHandle, Outcome};
 use crate::exec::ring::Ring;
+use crate::plan::{ExecutePlan, PlanKind};
 use crate::sync::lock;
 use crate::trace::Trace;
 
@@ -94,7 +95,17 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    /// The version that calls read: after a step at lag 1, the one before the version it makes.
+    /// The version that a call reads: one that computes no gradients, the newest that was asked
+    /// for, so that what is evaluated does not depend on the lag.
+    pub fn visible_to(&self, kind: PlanKind) -> u64 {
+        match kind {
+            PlanKind::Infer => self.steps,
+            PlanKind::Train | PlanKind::Fused => self.visible(),
+        }
+    }
+
+    /// The version that calls with gradients read: after a step at lag 1, the one before the
+    /// version it makes.
     pub fn visible(&self) -> u64 {
         match self.history.back() {
             Some(step) if step.lag == Lag::One => step.version - 1,
@@ -180,6 +191,10 @@ impl Core {
 
     pub fn take_warnings(&self) -> Vec<String> {
         std::mem::take(&mut self.notes().warnings)
+    }
+
+    pub fn last_plan(&self, kind: PlanKind) -> Option<ExecutePlan> {
+        self.planner.last_plan(kind)
     }
 
     pub fn layer_times(&self) -> LayerTimes {

@@ -45,6 +45,8 @@ pub(super) struct Planner {
 #[derive(Default)]
 struct PlannerState {
     plans: HashMap<PlanKey, KnownPlan>,
+    /// The plan of the last call of each kind.
+    last: HashMap<PlanKind, ExecutePlan>,
     times: LayerTimes,
     speeds: WorkerSpeeds,
     rates: CopyRates,
@@ -93,6 +95,11 @@ impl Planner {
 
     fn lock(&self) -> MutexGuard<'_, PlannerState> {
         lock(&self.state)
+    }
+
+    /// The plan of the last call of a kind.
+    pub fn last_plan(&self, kind: PlanKind) -> Option<ExecutePlan> {
+        self.lock().last.get(&kind).cloned()
     }
 
     /// Measured times so far.
@@ -161,19 +168,32 @@ impl Planner {
             given: config.execute_plan.clone(),
         };
         let mut state = self.lock();
-        if let Some(known) = state.known(&key) {
-            return Ok(known);
-        }
+        let planned = match state.known(&key) {
+            Some(known) => known,
+            None => self.make_plan(&mut state, key, config, batch)?,
+        };
+        state.last.insert(kind, planned.0.clone());
+        Ok(planned)
+    }
+
+    /// Makes a plan and remembers it.
+    fn make_plan(
+        &self,
+        state: &mut PlannerState,
+        key: PlanKey,
+        config: &Resolved,
+        batch: &Batch<'_>,
+    ) -> Result<(ExecutePlan, CallNeeds)> {
         // Known times replace guesses layer by layer, and bring the rest to the same unit.
         let guess = self.guess(batch);
         let costs = state.times.to_costs(&guess);
         let (plan, needs) = match &config.execute_plan {
             Some(plan) => {
-                plan.check(kind, self.model.layers.len())?;
+                plan.check(key.kind, self.model.layers.len())?;
                 let needs = self.needs(&key, plan, &costs)?;
                 (plan.clone(), needs)
             }
-            None => self.search(&key, &costs, &state)?,
+            None => self.search(&key, &costs, state)?,
         };
         if state.plans.len() >= MOST_PLANS {
             // Batches of ever new sizes: a plan is soon made again.

@@ -257,7 +257,7 @@ impl Core {
             grain: prepared.config.recompute_grain,
             training,
             trains,
-            version: sequence.visible(),
+            version: sequence.visible_to(request.kind),
             // The step that its gradients will belong to, which at lag 1 is two ahead of the
             // version it reads.
             step: sequence.steps + 1,

@@ -469,7 +469,7 @@ fn outputs_and_several_losses_come_back() {
 
 /// Without a loss function the model's output is the loss, which must be one number.
 #[test]
-fn layers_are_timed_and_so_are_their_updates() {
+fn plans_can_be_asked_for_and_layers_are_timed_updates_too() {
     let model = models::perceptron(DType::F32);
     let engine = small(&model, 1, 2, sgd());
     // The first update says nothing about the others; the times of the second are known to the
@@ -488,6 +488,9 @@ fn layers_are_timed_and_so_are_their_updates() {
     engine
         .forward_backward(x, weights, models::weighted)
         .unwrap();
+    assert!(engine.last_plan(PlanKind::Infer).is_none());
+    let plan = engine.last_plan(PlanKind::Fused).unwrap();
+    plan.check(PlanKind::Fused, model.len()).unwrap();
     let times = engine.layer_times();
     for ((name, layer), time) in model.layers().zip(times.layers()) {
         assert!(

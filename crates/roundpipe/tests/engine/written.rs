@@ -7,8 +7,9 @@ use std::time::Duration;
 use roundpipe::nn::{Init, Linear};
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::{
-    Bytes, Cx, DType, Device, Error, HostTensor, Lag, MergeOutput, Module, Param, ParamVisitor,
-    Params, RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update,
+    Bytes, Cx, DType, Device, Error, Forward, HostTensor, Lag, MergeOutput, Module, Param,
+    ParamVisitor, Params, RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree,
+    Update,
 };
 use roundpipe_tensor::SimWorld;
 
@@ -66,17 +67,12 @@ fn train(engine: &RoundPipe, dtype: DType) {
 /// What the model says now.
 fn outputs(engine: &RoundPipe, dtype: DType) -> Vec<u64> {
     let config = RunConfig::default().requires_grad(false);
-    let forward = engine.forward(batch(dtype).0, &config).unwrap();
-    models::f64_bits(
-        forward
-            .output()
-            .unwrap()
-            .clone()
-            .tensor()
-            .unwrap()
-            .to_f64_vec()
-            .unwrap(),
-    )
+    bits_of(&engine.forward(batch(dtype).0, &config).unwrap())
+}
+
+fn bits_of(forward: &Forward) -> Vec<u64> {
+    let output = forward.output().unwrap().clone().tensor().unwrap();
+    models::f64_bits(output.to_f64_vec().unwrap())
 }
 
 /// What an engine that never knew another version says of the weights that the parameters hold.
@@ -115,8 +111,9 @@ fn read(param: &Param) -> Vec<f64> {
         .unwrap()
 }
 
-/// Without a wait the call after a step at lag 1 reads the version before; with one, what is
-/// evaluated is what is saved, and the next training call starts from it too.
+/// Without a wait a call with gradients after a step at lag 1 reads the version before. What is
+/// evaluated is the newest, with or without a wait, which is what is saved; after one the next
+/// training call starts from it too.
 #[test]
 fn what_is_evaluated_after_a_wait_is_what_is_saved() {
     for dtype in [DType::F32, DType::BF16] {
@@ -126,10 +123,15 @@ fn what_is_evaluated_after_a_wait_is_what_is_saved() {
             let first = outputs(&engine, dtype);
             train(&engine, dtype);
             engine.update(&Update::new(0.1), Lag::One).unwrap();
-            assert_eq!(outputs(&engine, dtype), first, "the lag");
-            engine.synchronize().unwrap();
+            let with_gradients = engine
+                .forward(batch(dtype).0, &RunConfig::default())
+                .unwrap();
+            assert_eq!(bits_of(&with_gradients), first, "the lag");
+            drop(with_gradients);
             let second = outputs(&engine, dtype);
             assert_ne!(second, first);
+            engine.synchronize().unwrap();
+            assert_eq!(outputs(&engine, dtype), second);
             assert_eq!(second, saved(&model, dtype));
             train(&engine, dtype);
             engine.synchronize().unwrap();

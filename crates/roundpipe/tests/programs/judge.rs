@@ -15,8 +15,9 @@
 //!    first.
 //! 3. A step that fails leaves weights, copies and state as they were; gradients since the step
 //!    before are gone.
-//! 4. Calls read the newest weights; after a step at lag 1, and until the engine synchronizes or
-//!    somebody writes them, those from before it. A failure changes nothing about that.
+//! 4. Calls read the newest weights. After a step at lag 1, and until the engine synchronizes or
+//!    somebody writes them, calls with gradients read those from before it. A failure changes
+//!    nothing about that.
 //! 5. A step of the rule whose gradients are not finite changes nothing and counts as a step; the
 //!    last of [`MOST_NONFINITE`] in a row fails, and they are counted anew. A function that writes
 //!    what is not finite fails.
@@ -596,15 +597,24 @@ impl Mind {
         self.next_call
     }
 
+    /// The weights that a call reads; `None` if they will never be.
+    fn readable(&self, has_gradients: bool) -> &Option<Values> {
+        if has_gradients {
+            &self.state.visible
+        } else {
+            &self.state.newest
+        }
+    }
+
     /// What a call that is submitted now reads; `None` if those weights will never be.
-    fn terms(&self) -> Option<Terms> {
+    fn terms(&self, has_gradients: bool) -> Option<Terms> {
         let State {
             frozen,
             number,
             training,
             ..
         } = &self.state;
-        let weights = self.state.visible.clone()?;
+        let weights = self.readable(has_gradients).clone()?;
         Some(Terms {
             weights,
             frozen: frozen.clone(),
@@ -652,7 +662,7 @@ impl Mind {
         parts: &[crate::plain::Part],
     ) -> (Want, State, Vec<Option<Tensor>>) {
         let mut state = self.after_submission();
-        let Some(terms) = self.terms() else {
+        let Some(terms) = self.terms(true) else {
             return (
                 Want::Never("the step whose weights it reads failed"),
                 state,
@@ -733,7 +743,7 @@ impl Mind {
                 mind.run_forward(Kept {
                     id,
                     step: mind.state.steps + 1,
-                    terms: mind.terms_or_stale(),
+                    terms: mind.terms_or_stale(kind.requires_grad),
                     life: Life::Alive,
                     orphan: false,
                     tag,
@@ -748,7 +758,7 @@ impl Mind {
     }
 
     /// Terms whose weights do not matter where they will never be.
-    fn terms_or_stale(&self) -> Terms {
+    fn terms_or_stale(&self, has_gradients: bool) -> Terms {
         let State {
             frozen,
             number,
@@ -756,7 +766,7 @@ impl Mind {
             ..
         } = &self.state;
         let weights = self.state.copies.values.clone();
-        self.terms().unwrap_or(Terms {
+        self.terms(has_gradients).unwrap_or(Terms {
             weights,
             frozen: frozen.clone(),
             number: *number,
@@ -766,7 +776,7 @@ impl Mind {
 
     fn run_forward(&self, mut kept: Kept) -> (Want, State) {
         let mut state = self.after_submission();
-        let readable = self.state.visible.is_some();
+        let readable = self.readable(kept.kind.requires_grad).is_some();
         let x = models::input(&self.plain.spec, &kept.batch, kept.tag, None);
         let parts = self.plain.parts(&x, kept.batch.parts(), false);
         let passed = self
@@ -1307,7 +1317,7 @@ fn chain_forward(
         Fate::Fails(marks) => Fate::FailsLate(marks),
         other => other,
     };
-    let terms = front.terms_or_stale();
+    let terms = front.terms_or_stale(true);
     let x = models::input(&front.plain.spec, &call.batch, call.tag, None);
     let parts = front.plain.parts(&x, call.batch.parts(), false);
     let mut outputs = None;
