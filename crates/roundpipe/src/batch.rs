@@ -22,8 +22,11 @@
 //!    error, not a guess.
 //! 4. Microbatches differ by at most one sample, larger ones first. A batch smaller than the number
 //!    of microbatches gives fewer, with a warning.
+//!    One microbatch gets everything as it is, whatever the sizes.
 //! 5. Outputs: tensors with dimensions are concatenated along dimension 0, float scalars averaged
 //!    (in f64, rounded once; the microbatches count the same), everything else must be equal.
+//! 6. Beside outputs of another call that are microbatches already, their samples are the batch:
+//!    named tensors with as many rows are cut like them, the others (masks, tables) are repeated.
 
 mod merge;
 mod split;
@@ -38,6 +41,7 @@ use crate::error::{Error, Result};
 use crate::tree::{Tree, keys, leaf};
 
 pub use merge::{merge, split_grads};
+pub(crate) use split::split_beside;
 pub use split::{Split, split_inputs, split_label};
 
 /// Inputs by position and by name; `V` is what one of them is. A call takes

@@ -35,14 +35,46 @@ pub fn split_inputs(inputs: &HostInputs, how: &SplitInput, n: usize) -> Result<S
     check_count(INPUT, n)?;
     let (leaves, exact) = match how {
         SplitInput::Function(f) => return by_function(f(inputs, n)?, n),
-        SplitInput::Auto => (auto_inputs(inputs)?, true),
+        SplitInput::Auto => (auto_inputs(inputs, n)?, true),
         SplitInput::Spec { args, named } => (spec_inputs(inputs, args, named)?, false),
     };
+    let plan = plan(INPUT, &leaves, n, exact)?;
+    cut_inputs(inputs, &leaves, plan)
+}
+
+/// Splits inputs that are given beside `n` microbatches of other calls, of `batch` samples in all
+/// where that is known.
+///
+/// # Errors
+/// As [`split_inputs`].
+pub(crate) fn split_beside(
+    inputs: &HostInputs,
+    how: &SplitInput,
+    n: usize,
+    batch: Option<usize>,
+) -> Result<Split<HostInputs>> {
+    let Some(batch) = batch.filter(|batch| *batch >= n) else {
+        return split_inputs(inputs, how, n);
+    };
+    let leaves = match how {
+        SplitInput::Function(f) => return by_function(f(inputs, n)?, n),
+        SplitInput::Auto => auto_beside(inputs, batch)?,
+        SplitInput::Spec { args, named } => spec_inputs(inputs, args, named)?,
+    };
+    let plan = Plan {
+        cuts: EvenCuts { batch, parts: n },
+        batch: Some(batch),
+        warnings: Vec::new(),
+    };
+    cut_inputs(inputs, &leaves, plan)
+}
+
+fn cut_inputs(inputs: &HostInputs, leaves: &[SplitLeaf], plan: Plan) -> Result<Split<HostInputs>> {
     let Plan {
         cuts,
         batch,
         warnings,
-    } = plan(INPUT, &leaves, n, exact)?;
+    } = plan;
     let mut parts = vec![HostInputs::new(); cuts.parts];
     let mut axes = leaves.iter().map(|leaf| leaf.axis);
     for arg in &inputs.args {
@@ -98,6 +130,7 @@ pub fn split_label(
         }
         Some(batch)
             if exact
+                && n > 1
                 && let Some(leaf) = leaves
                     .iter()
                     .find(|l| l.size().is_some_and(|s| s % batch != 0)) =>
@@ -194,24 +227,49 @@ fn auto(tree: &Tree<HostTensor>, path: &str) -> Vec<SplitLeaf> {
         .collect()
 }
 
-/// Rule 3: named tensors follow the batch of the positional ones.
-fn auto_inputs(inputs: &HostInputs) -> Result<Vec<SplitLeaf>> {
+fn auto_args(inputs: &HostInputs) -> Vec<SplitLeaf> {
     let args = inputs.args.iter().enumerate();
-    let mut leaves: Vec<_> = args
-        .flat_map(|(i, arg)| auto(arg, &format!("args[{i}]")))
-        .collect();
-    let mut named: Vec<_> = inputs
-        .named
-        .iter()
+    args.flat_map(|(i, arg)| auto(arg, &format!("args[{i}]")))
+        .collect()
+}
+
+fn auto_named(inputs: &HostInputs) -> Vec<SplitLeaf> {
+    let named = inputs.named.iter();
+    named
         .flat_map(|(name, value)| auto(value, &format!("named.{name}")))
-        .collect();
-    let batch = match leaves.iter().filter_map(SplitLeaf::size).min() {
-        Some(batch) => Some(batch),
-        None => named_batch(&named)?,
-    };
-    for leaf in &mut named {
+        .collect()
+}
+
+/// Rule 3: named tensors follow the batch.
+fn follow(named: &mut [SplitLeaf], batch: Option<usize>) {
+    for leaf in named {
         leaf.axis = leaf.axis.filter(|_| leaf.size() == batch);
     }
+}
+
+fn auto_inputs(inputs: &HostInputs, n: usize) -> Result<Vec<SplitLeaf>> {
+    let mut leaves = auto_args(inputs);
+    let mut named = auto_named(inputs);
+    let batch = match leaves.iter().filter_map(SplitLeaf::size).min() {
+        Some(batch) => Some(batch),
+        // Where nothing is cut, nothing need be clear.
+        None if n == 1 => named_batch(&named).unwrap_or_default(),
+        None => named_batch(&named)?,
+    };
+    follow(&mut named, batch);
+    leaves.append(&mut named);
+    Ok(leaves)
+}
+
+/// Rule 6.
+fn auto_beside(inputs: &HostInputs, batch: usize) -> Result<Vec<SplitLeaf>> {
+    let mut leaves = auto_args(inputs);
+    let is_misfit = |leaf: &&SplitLeaf| leaf.size().is_some_and(|size| size % batch != 0);
+    if let Some(leaf) = leaves.iter().find(is_misfit) {
+        return Err(leaf.misfit(INPUT, &format!("the unmerged inputs' batch of {batch}")));
+    }
+    let mut named = auto_named(inputs);
+    follow(&mut named, Some(batch));
     leaves.append(&mut named);
     Ok(leaves)
 }
@@ -252,7 +310,8 @@ fn spec_inputs(
         );
         return Err(Error::config(INPUT, what));
     }
-    if !named.keys().eq(inputs.named.keys()) {
+    let follows = named.is_empty() && !args.is_empty();
+    if !follows && !named.keys().eq(inputs.named.keys()) {
         let what = format!(
             "among named inputs there {}, in their spec there {}",
             keys(&inputs.named),
@@ -263,6 +322,13 @@ fn spec_inputs(
     let positional = inputs.args.iter().zip(args).enumerate();
     let mut leaves =
         flat(positional.map(|(i, (arg, spec))| by_spec(INPUT, arg, spec, &format!("args[{i}]"))))?;
+    if follows {
+        // A spec for the positional inputs alone: rule 3 holds for the others.
+        let mut named = auto_named(inputs);
+        follow(&mut named, leaves.iter().filter_map(SplitLeaf::size).min());
+        leaves.append(&mut named);
+        return Ok(leaves);
+    }
     let pairs = inputs.named.iter().zip(named.values());
     leaves.extend(flat(pairs.map(|((name, value), spec)| {
         by_spec(INPUT, value, spec, &format!("named.{name}"))
@@ -316,6 +382,17 @@ fn plan(name: &'static str, leaves: &[SplitLeaf], n: usize, exact: bool) -> Resu
             warnings: warning.into_iter().collect(),
         });
     };
+    if n == 1 {
+        // One microbatch has everything, whatever sizes there are.
+        return Ok(Plan {
+            cuts: EvenCuts {
+                batch: batch.max(1),
+                parts: 1,
+            },
+            batch: Some(batch),
+            warnings: Vec::new(),
+        });
+    }
     let shown = format!("{} {}", smallest.path, smallest.shape);
     if batch == 0 {
         return Err(Error::config(

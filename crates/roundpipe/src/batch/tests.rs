@@ -3,8 +3,8 @@ use std::collections::BTreeMap;
 use roundpipe_tensor::{DType, HostTensor, Shape, bf16};
 
 use super::{
-    Cut, HostInputs, Merge, MergeOutput, SplitInput, SplitLabel, merge, split_grads, split_inputs,
-    split_label,
+    Cut, HostInputs, Merge, MergeOutput, SplitInput, SplitLabel, merge, split_beside, split_grads,
+    split_inputs, split_label,
 };
 use crate::error::Error;
 use crate::tree::Tree;
@@ -126,6 +126,79 @@ fn multiples_of_the_batch_are_cut_at_the_same_samples() {
         message.contains("args[1] [7, 2] cannot be cut together with args[0] [5]"),
         "{message}"
     );
+}
+
+/// One microbatch has everything, whatever sizes there are, and labels too.
+#[test]
+fn one_microbatch_cuts_nothing() {
+    let inputs = HostInputs::from([count(&[5]), count(&[7, 2])])
+        .named("a", count(&[3]))
+        .named("b", count(&[0, 2]));
+    let split = split_inputs(&inputs, &SplitInput::Auto, 1).unwrap();
+    assert_eq!(split.parts.len(), 1);
+    let sizes = split.parts[0].clone().into_tree().leaves().len();
+    assert_eq!(sizes, 4);
+    assert_eq!(
+        (rows(&split.parts, 0), rows(&split.parts, 1)),
+        (vec![5], vec![7])
+    );
+    let unclear = HostInputs::new()
+        .named("a", count(&[3]))
+        .named("b", count(&[4]));
+    let split = split_inputs(&unclear, &SplitInput::Auto, 1).unwrap();
+    assert_eq!(split.parts[0].named["b"].leaves()[0].dims(), [4]);
+    let label = split_label(&count(&[7]).into(), &SplitLabel::Auto, 1, Some(5)).unwrap();
+    assert_eq!(label.parts[0].leaves()[0].dims(), [7]);
+}
+
+/// Beside microbatches of another call, their samples are the batch: tensors with as many rows are
+/// cut like them, masks and tables are repeated.
+#[test]
+fn constants_beside_microbatches_are_repeated() {
+    let inputs = HostInputs::new()
+        .named("mask", count(&[1, 3]))
+        .named("table", count(&[5, 3]))
+        .named("rows", count(&[10, 3]));
+    let split = split_beside(&inputs, &SplitInput::Auto, 4, Some(10)).unwrap();
+    assert_eq!((split.parts.len(), split.batch), (4, Some(10)));
+    let named = |name: &str| -> Vec<usize> {
+        let parts = split.parts.iter();
+        parts
+            .map(|part| part.named[name].leaves()[0].dims()[0])
+            .collect()
+    };
+    assert_eq!(named("mask"), [1, 1, 1, 1]);
+    assert_eq!(named("table"), [5, 5, 5, 5]);
+    assert_eq!(named("rows"), [3, 3, 2, 2]);
+    let positional = HostInputs::from(count(&[7]));
+    let message = text(split_beside(&positional, &SplitInput::Auto, 4, Some(10)));
+    assert!(
+        message.contains("the unmerged inputs' batch of 10"),
+        "{message}"
+    );
+}
+
+/// A spec for the positional inputs alone leaves the named ones to the automatic rule.
+#[test]
+fn a_spec_may_be_for_the_positional_inputs_alone() {
+    let inputs = HostInputs::from(count(&[3, 4]))
+        .named("mask", count(&[4, 2]))
+        .named("table", count(&[3]));
+    let spec = SplitInput::Spec {
+        args: vec![Cut::Along(1).into()],
+        named: BTreeMap::new(),
+    };
+    let split = split_inputs(&inputs, &spec, 2).unwrap();
+    let sizes = |part: &HostInputs| {
+        let dims = |tree: &Tree<HostTensor>| tree.leaves()[0].dims().to_vec();
+        (
+            dims(&part.args[0]),
+            dims(&part.named["mask"]),
+            dims(&part.named["table"]),
+        )
+    };
+    assert_eq!(sizes(&split.parts[0]), (vec![3, 2], vec![2, 2], vec![3]));
+    assert_eq!(sizes(&split.parts[1]), (vec![3, 2], vec![2, 2], vec![3]));
 }
 
 #[test]

@@ -6,7 +6,8 @@
 //! # Invariants
 //! - The user's memory is never copied: a microbatch that is cut along dimension 0 is a view of it.
 //! - A value that all microbatches share becomes one host value, so that it is sent to a worker once.
-//! - Outputs of other calls decide the number of microbatches. Two calls that disagree are refused.
+//! - Outputs of other calls decide the number of microbatches: the fewest of them, with a warning if
+//!   they disagree.
 
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ use roundpipe_tensor::HostTensor;
 use roundpipe_tensor::transfer::HostValue;
 
 use super::outputs::{Leaves, MicrobatchOutputs};
-use crate::batch::{HostInputs, InputsOf, Split, SplitInput, split_inputs};
+use crate::batch::{HostInputs, InputsOf, Split, SplitInput, split_beside, split_inputs};
 use crate::error::{Error, Result};
 use crate::exec::stage_value::{Leaf, Source};
 use crate::tree::Tree;
@@ -42,22 +43,38 @@ impl Input {
 }
 
 impl Inputs {
-    /// How many microbatches outputs of other calls bring, when there are such.
-    fn given_microbatches(&self) -> Result<Option<usize>> {
-        let mut counts = self.iter().filter_map(|input| match input {
+    /// The microbatches that outputs of other calls bring, when there are such.
+    fn given(&self) -> Option<Given> {
+        let counts = self.iter().filter_map(|input| match input {
             Input::Outputs(outputs) => Some(outputs.len()),
             Input::Value(_) => None,
         });
-        let Some(first) = counts.next() else {
-            return Ok(None);
-        };
-        match counts.find(|count| *count != first) {
-            None => Ok(Some(first)),
-            Some(other) => {
-                let what = format!("one unmerged input has {first} microbatches, another {other}");
-                Err(Error::config("inputs", what))
-            }
-        }
+        let counts: Vec<usize> = counts.collect();
+        let count = *counts.iter().min()?;
+        let most = *counts.iter().max()?;
+        let warning = (most > count).then(|| {
+            format!("inputs: unmerged inputs of {count} and {most} microbatches; {count} are used")
+        });
+        Some(Given {
+            count,
+            samples: self.iter().find_map(Input::samples),
+            warning,
+        })
+    }
+}
+
+/// What outputs of other calls say about the microbatches.
+struct Given {
+    count: usize,
+    /// The samples of each, where they are known.
+    samples: Option<Arc<[usize]>>,
+    warning: Option<String>,
+}
+
+impl Given {
+    fn batch(&self) -> Option<usize> {
+        let samples = self.samples.as_ref()?;
+        Some(samples.iter().take(self.count).sum())
     }
 }
 
@@ -113,20 +130,21 @@ pub(crate) fn split(
     wanted: usize,
     grads: bool,
 ) -> Result<SplitInputs> {
-    let given = inputs.given_microbatches()?;
+    let given = inputs.given();
     let Split {
         parts,
         batch,
         samples,
         mut warnings,
-    } = split_host(inputs, how, given, wanted)?;
-    if given.is_some() {
+    } = split_host(inputs, how, given.as_ref(), wanted)?;
+    if let Some(given) = &given {
         // The user chose the number of microbatches at the call before.
         warnings.clear();
+        warnings.extend(given.warning.clone());
     }
     // Microbatches that another call has made are as large as that call says.
-    let samples = match given {
-        Some(_) => inputs.iter().find_map(Input::samples),
+    let samples = match &given {
+        Some(given) => given.samples.clone(),
         None => samples.map(Arc::from),
     };
     // Outputs of another call are not there yet, so such a call is planned without an example.
@@ -163,7 +181,7 @@ pub(crate) fn split(
 fn split_host(
     inputs: &Inputs,
     how: &SplitInput,
-    given: Option<usize>,
+    given: Option<&Given>,
     wanted: usize,
 ) -> Result<Split<HostInputs>> {
     let host = inputs.clone().map(|input| match input {
@@ -173,21 +191,25 @@ fn split_host(
     let is_output = |input: &Input| matches!(input, Input::Outputs(_));
     if let Some(given) = given.filter(|_| inputs.iter().all(is_output)) {
         return Ok(Split {
-            parts: vec![host; given],
-            batch: None,
+            parts: vec![host; given.count],
+            batch: given.batch(),
             samples: None,
             warnings: Vec::new(),
         });
     }
-    let split = split_inputs(&host, how, given.unwrap_or(wanted))?;
+    let Some(given) = given else {
+        return split_inputs(&host, how, wanted);
+    };
+    let split = split_beside(&host, how, given.count, given.batch())?;
     let found = split.parts.len();
-    match given.filter(|given| *given != found) {
-        None => Ok(split),
-        Some(given) => {
-            let what = format!("{found} microbatches beside an unmerged input of {given}");
-            Err(Error::config("split_input", what))
-        }
+    if found != given.count {
+        let what = format!(
+            "{found} microbatches beside an unmerged input of {}",
+            given.count
+        );
+        return Err(Error::config("split_input", what));
     }
+    Ok(split)
 }
 
 /// Values in host memory, each with whether all microbatches share it.

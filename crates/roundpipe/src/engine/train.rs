@@ -14,9 +14,9 @@ use roundpipe_tensor::{Cx, HostTensor, Result as TensorResult, Tensor};
 
 use super::RoundPipe;
 use super::inputs::Inputs;
-use super::outputs::{InputGrads, host_tensor, merged, read, wait_outputs};
+use super::outputs::{InputGrads, MicrobatchOutputs, host_tensor, read, wait_outputs};
 use super::submit::{CallRequest, PendingCall};
-use crate::batch::merge;
+use crate::batch::{MergeOutput, merge};
 use crate::config::RunConfig;
 use crate::error::Result;
 use crate::exec::call::Call;
@@ -83,8 +83,10 @@ impl Losses {
 pub struct TrainOutput {
     /// The losses.
     pub losses: Losses,
-    /// The merged outputs, if they were asked for.
+    /// The merged outputs, if they were asked for and `merge_output` is not off.
     pub outputs: Option<Tree<HostTensor>>,
+    /// The outputs of each microbatch, if they were asked for.
+    pub unmerged: Option<MicrobatchOutputs>,
     /// The gradients of the inputs, if `input_grads` asked for them.
     pub input_grads: Option<InputGrads>,
 }
@@ -150,7 +152,7 @@ impl<M> TrainCall<'_, M> {
         self
     }
 
-    /// Asks for the merged outputs as well.
+    /// Asks for the outputs as well, merged unless `merge_output` is off.
     #[must_use]
     pub fn return_outputs(mut self) -> Self {
         self.outputs = true;
@@ -176,7 +178,7 @@ impl<M> TrainCall<'_, M> {
             inputs,
             labels,
             loss,
-            outputs,
+            outputs: returns_outputs,
             config,
         } = self;
         let core = &engine.core;
@@ -185,7 +187,7 @@ impl<M> TrainCall<'_, M> {
             inputs,
             labels,
             loss: Some(loss),
-            wants_outputs: outputs,
+            wants_outputs: returns_outputs,
             reads: true,
             config,
         };
@@ -194,16 +196,20 @@ impl<M> TrainCall<'_, M> {
             call,
             config,
             input_leaves,
-            ..
+            samples,
         } = core.submit(request)?;
         let (losses, outputs) = read(core, &call, |call| {
             let losses = wait_losses(call)?;
             // Behind the losses, and in the same reading: a merge that fails takes back the
             // gradients too.
-            let outputs =
-                outputs.then(|| merge(wait_outputs(call)?, &merged(&config.merge_output)));
-            Ok((losses, outputs.transpose()?))
+            let merges = returns_outputs && !matches!(config.merge_output, MergeOutput::Off);
+            let merged = merges.then(|| merge(wait_outputs(call)?, &config.merge_output));
+            Ok((losses, merged.transpose()?))
         })?;
+        let unmerged = returns_outputs.then(|| MicrobatchOutputs {
+            call: call.clone(),
+            samples,
+        });
         let input_grads = config.input_grads.then(|| InputGrads {
             call,
             input_leaves,
@@ -212,6 +218,7 @@ impl<M> TrainCall<'_, M> {
         Ok(TrainOutput {
             losses,
             outputs,
+            unmerged,
             input_grads,
         })
     }

@@ -9,9 +9,10 @@ use roundpipe::ScalerState;
 use roundpipe::nn::{Func, Init, Linear};
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::{
-    Bytes, Cx, DType, Device, Devices, ExecutePlan, GradScaler, Grain, HostInputs, HostTensor, Lag,
-    Layer, Merge, MergeOutput, Module, Param, ParamVisitor, Params, PlanKind, Ring, RingOptions,
-    RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorError, TensorResult, Tree, Update,
+    Bytes, Cx, DType, Device, Devices, ExecutePlan, GradScaler, Grain, HostInputs, HostTensor,
+    Inputs, Lag, Layer, Merge, MergeOutput, Module, Param, ParamVisitor, Params, PlanKind, Ring,
+    RingOptions, RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorError, TensorResult, Tree,
+    Update,
 };
 use roundpipe_tensor::SimWorld;
 
@@ -364,6 +365,97 @@ pub fn gated(gate: Receiver<()>) -> impl Layer {
 }
 
 /// Chained calls are submitted while the first layer of the first has not run yet.
+/// Microbatches of another call set the batch: a mask of one row and a table of some are the same
+/// for all, rows go with their samples; and of two calls with unequal numbers the fewer are used.
+#[test]
+fn constants_go_beside_the_microbatches_of_another_call() {
+    let front = small(&models::perceptron(DType::F32), 1, 4, sgd());
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let sizes = seen.clone();
+    let sink = Watch(Box::new(move |tree: &Tree| {
+        let dims = |name: &str| {
+            tree.get(name)
+                .unwrap()
+                .clone()
+                .tensor()
+                .unwrap()
+                .shape()
+                .dims()[0]
+        };
+        let sizes_of = ["mask", "table", "rows"].map(dims);
+        sizes.lock().unwrap().push(sizes_of);
+    }));
+    let back = small(&Sequential::new().named("watch", sink), 1, 4, sgd());
+    let off = RunConfig::default()
+        .merge_output(MergeOutput::Off)
+        .requires_grad(false);
+    let (x, _) = models::numbers(0, 10, DType::F32);
+    let forward = front.forward(x.clone(), &off).unwrap();
+    let rows =
+        |count: usize| HostTensor::from_slice(&vec![1.0f32; count * 3], &[count, 3]).unwrap();
+    let inputs = Inputs::new()
+        .named("x", forward.unmerged())
+        .named("mask", rows(1))
+        .named("table", rows(5))
+        .named("rows", rows(10));
+    let merged = back.forward(inputs, &off).unwrap();
+    assert_eq!(merged.unmerged().len(), 4);
+    for microbatch in 0..4 {
+        merged.unmerged().wait(microbatch).unwrap();
+    }
+    let seen = std::mem::take(&mut *seen.lock().unwrap());
+    assert_eq!(seen, [[1, 5, 3], [1, 5, 3], [1, 5, 2], [1, 5, 2]]);
+
+    let fewer = front.forward(x, &off.clone().num_microbatch(3)).unwrap();
+    let both = Inputs::new()
+        .named("x", forward.unmerged())
+        .named("mask", fewer.unmerged())
+        .named("table", rows(1))
+        .named("rows", rows(1));
+    back.take_warnings();
+    assert_eq!(back.forward(both, &off).unwrap().unmerged().len(), 3);
+    let warnings = back.take_warnings();
+    assert!(warnings[0].contains("3 and 4 microbatches"), "{warnings:?}");
+}
+
+/// A layer that shows its input to a function.
+struct Watch(Box<dyn Fn(&Tree) + Send + Sync>);
+
+impl Params for Watch {
+    fn visit(&self, _: &mut ParamVisitor<'_>) {}
+}
+
+impl Layer for Watch {
+    fn run(&self, _: &mut Cx, input: Tree) -> TensorResult<Tree> {
+        (self.0)(&input);
+        Ok(input.get("x")?.clone())
+    }
+}
+
+/// With merging off, the outputs of a training call stay microbatches.
+#[test]
+fn unmerged_outputs_of_a_training_call() {
+    let engine = small(&models::perceptron(DType::F32), 1, 3, sgd());
+    let (x, weights) = models::numbers(0, 7, DType::F32);
+    let run = |merge: MergeOutput| {
+        let call = engine.train(x.clone()).labels(weights.clone());
+        let call = call.loss(models::weighted).return_outputs();
+        call.config(RunConfig::new().merge_output(merge))
+            .run()
+            .unwrap()
+    };
+    let merged = run(MergeOutput::Auto);
+    let unmerged = run(MergeOutput::Off);
+    assert!(unmerged.outputs.is_none());
+    let all = host_bits(&merged.outputs.unwrap().tensor().unwrap());
+    for outputs in [merged.unmerged.unwrap(), unmerged.unmerged.unwrap()] {
+        assert_eq!(outputs.len(), 3);
+        let parts =
+            (0..3).flat_map(|part| host_bits(&outputs.wait(part).unwrap().tensor().unwrap()));
+        assert_eq!(parts.collect::<Vec<_>>(), all);
+    }
+}
+
 #[test]
 fn a_chain_is_submitted_without_a_host_wait() {
     let (open, gate) = channel();
