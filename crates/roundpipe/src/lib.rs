@@ -69,7 +69,9 @@ pub use budget::{HostBudget, WorkerBudget};
 pub use config::{Grain, Lag, LossReduction, OutputDevice, RunConfig};
 pub use cost::{LayerCost, LayerCosts, LayerTimes};
 pub use devices::Devices;
-pub use engine::{Forward, Input, Inputs, Losses, RoundPipe, TrainOutput};
+pub use engine::{
+    Forward, Input, Inputs, Losses, ParamState, RoundPipe, TrainOutput, TrainingState,
+};
 pub use error::{Error, Result, TaskPlace};
 pub use exec::ring::{Ring, RingOptions};
 pub use layer::{Layer, Module, ParamVisitor, Params, Sequential};

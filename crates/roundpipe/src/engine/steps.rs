@@ -246,7 +246,7 @@ impl Core {
     }
 
     /// Waits for the steps that were requested. From then on calls read the newest weights.
-    fn catch_up_with_steps(&self, sequence: &mut Sequence) -> Result<()> {
+    pub(super) fn catch_up_with_steps(&self, sequence: &mut Sequence) -> Result<()> {
         sequence.wait_steps();
         self.check(sequence)?;
         if let Some(last) = sequence.history.back() {

@@ -86,10 +86,7 @@ impl DataCheck {
         let Some(error) = state.taken.iter().find_map(Reports::error) else {
             return Ok(());
         };
-        let why = format!(
-            "its input comes from a call that failed: {}",
-            error.to_string()
-        );
+        let why = format!("its input comes from a call that failed: {}", error);
         Err(Error::Cancelled { why })
     }
 }

@@ -12,4 +12,5 @@ mod memory;
 mod misuse;
 mod models;
 mod simulation;
+mod state;
 mod written;

@@ -1,0 +1,216 @@
+//! Weights and optimizer state in and out of a living engine, by name.
+//!
+//! Every function here waits until nothing moves, and holds the caller's turn while it reads or
+//! writes. What does not fit is refused before anything is written.
+//!
+//! # Invariants
+//! - A state that is read and loaded again, into this engine or another over the same model, gives
+//!   the same bits from then on.
+//! - The optimizer's copies follow: values that round to a copy's weight leave the copy as it is.
+
+use std::collections::BTreeMap;
+
+use roundpipe_tensor::{DType, HostBuf, HostTensor, Param, Shape};
+
+use super::RoundPipe;
+use super::core::Core;
+use crate::error::{Error, Result};
+use crate::update::OptimHandle;
+
+/// What training changes, by name: with the model's frozen parameters and buffers, all that a later
+/// run needs to go on with the same bits.
+#[derive(Debug, Clone)]
+pub struct TrainingState {
+    /// Updates made so far, skipped ones left out.
+    pub updates: u64,
+    /// Calls in training mode so far: the place in the random stream.
+    pub calls: u64,
+    /// The trained parameters, each once.
+    pub params: BTreeMap<String, ParamState>,
+}
+
+/// A trained parameter and its optimizer state.
+#[derive(Debug, Clone)]
+pub struct ParamState {
+    /// Its value as the optimizer holds it, in f32.
+    pub value: HostTensor,
+    /// The moments of the rule, in the rule's order.
+    pub moments: Vec<HostTensor>,
+}
+
+impl<M> RoundPipe<M> {
+    /// A copy of what training has changed.
+    ///
+    /// # Errors
+    /// What failed in calls and steps before; when memory runs out.
+    pub fn training_state(&self) -> Result<TrainingState> {
+        self.core.at_rest("training_state", |core, calls| {
+            let mut params = BTreeMap::new();
+            for handle in core.model.store.optim_params()? {
+                let copy = |buf: &HostBuf| copy_of(buf, &handle.shape);
+                let state = ParamState {
+                    value: copy(&handle.value())?,
+                    moments: handle.moments().iter().map(copy).collect::<Result<_>>()?,
+                };
+                params.insert(handle.name, state);
+            }
+            Ok(TrainingState {
+                updates: core.model.store.steps(),
+                calls: *calls,
+                params,
+            })
+        })
+    }
+
+    /// Goes on from a state. Gradients since the last step are as they were; drop them with
+    /// [`RoundPipe::skip_step`].
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a state of another model or rule, and then nothing is changed; what
+    /// failed in calls and steps before.
+    pub fn load_training_state(&self, state: &TrainingState) -> Result<()> {
+        self.core.at_rest("load_training_state", |core, calls| {
+            let store = &core.model.store;
+            let handles = store.optim_params()?;
+            check_state(&handles, state)?;
+            for handle in &handles {
+                let loaded = &state.params[&handle.name];
+                write(&handle.value(), &loaded.value)?;
+                for (moment, value) in handle.moments().iter().zip(&loaded.moments) {
+                    write(moment, value)?;
+                }
+            }
+            store.weights_from_copies()?;
+            store.set_steps(state.updates);
+            *calls = state.calls;
+            Ok(())
+        })
+    }
+
+    /// Writes parameters and buffers by name, cast to their type where both are floats. The
+    /// optimizer's copies follow; its moments and step count stay.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for names that the model does not have and values that do not fit, and then
+    /// nothing is changed; what failed in calls and steps before.
+    pub fn load_params<N: AsRef<str>>(
+        &self,
+        values: impl IntoIterator<Item = (N, HostTensor)>,
+    ) -> Result<()> {
+        let values: Vec<(N, HostTensor)> = values.into_iter().collect();
+        self.core.at_rest("load_params", |core, _| {
+            let layers = core.model.store.layers().iter();
+            let stored = layers.flat_map(|layer| layer.params());
+            let known: BTreeMap<&str, &Param> = stored
+                .map(|stored| (stored.name.as_str(), &stored.param))
+                .collect();
+            let mut casts = Vec::with_capacity(values.len());
+            for (name, value) in &values {
+                let name = name.as_ref();
+                let param = known.get(name).ok_or_else(|| {
+                    let what = format!("the model has no parameter `{name}`");
+                    Error::config("load_params", what)
+                })?;
+                check_shape("load_params", name, param.shape(), value)?;
+                casts.push((*param, cast(name, value, param.dtype())?));
+            }
+            for (param, value) in casts {
+                write(&param.data(), &value)?;
+            }
+            Ok(())
+        })
+    }
+}
+
+impl Core {
+    /// Runs `work` while nothing moves, with the place in the random stream.
+    fn at_rest<R>(
+        &self,
+        what: &'static str,
+        work: impl FnOnce(&Self, &mut u64) -> Result<R>,
+    ) -> Result<R> {
+        self.enter(what)?;
+        // Updates of other engines that write these weights, as for a call.
+        self.model.store.wait_for_other_keepers();
+        let mut sequence = self.turn();
+        self.wait_quiet();
+        self.catch_up_with_steps(&mut sequence)?;
+        work(self, &mut sequence.number)
+    }
+}
+
+fn check_state(handles: &[OptimHandle], state: &TrainingState) -> Result<()> {
+    let refuse = |what: String| Err(Error::config("load_training_state", what));
+    for handle in handles {
+        let name = &handle.name;
+        let Some(loaded) = state.params.get(name) else {
+            return refuse(format!("the state has no parameter `{name}`"));
+        };
+        check_shape("load_training_state", name, &handle.shape, &loaded.value)?;
+        let (have, want) = (loaded.moments.len(), handle.moments().len());
+        if have != want {
+            return refuse(format!(
+                "`{name}` has {have} moments in the state, and the engine's rule has {want}; use \
+                 the rule that the state comes from"
+            ));
+        }
+        for moment in &loaded.moments {
+            check_shape("load_training_state", name, &handle.shape, moment)?;
+        }
+        let mut tensors = std::iter::once(&loaded.value).chain(&loaded.moments);
+        if let Some(wrong) = tensors.find(|tensor| tensor.dtype() != DType::F32) {
+            return refuse(format!(
+                "`{name}` is {} in the state, not f32",
+                wrong.dtype()
+            ));
+        }
+    }
+    let is_unknown = |name: &&String| !handles.iter().any(|handle| handle.name == **name);
+    match state.params.keys().find(is_unknown) {
+        Some(name) => refuse(format!("the model trains no parameter `{name}`")),
+        None => Ok(()),
+    }
+}
+
+fn check_shape(what: &'static str, name: &str, shape: &Shape, value: &HostTensor) -> Result<()> {
+    if value.shape() == shape {
+        return Ok(());
+    }
+    let text = format!(
+        "`{name}` is {shape} in the model and {} here",
+        value.shape()
+    );
+    Err(Error::config(what, text))
+}
+
+fn cast(name: &str, value: &HostTensor, dtype: DType) -> Result<HostTensor> {
+    if value.dtype() == dtype {
+        return Ok(value.clone());
+    }
+    if !(value.dtype().is_float() && dtype.is_float()) {
+        let text = format!(
+            "`{name}` is {dtype} in the model and {} here",
+            value.dtype()
+        );
+        return Err(Error::config("load_params", text));
+    }
+    let values = value.to_f64_vec()?;
+    Ok(HostTensor::from_f64s(&values, dtype, value.shape().dims())?)
+}
+
+fn copy_of(buf: &HostBuf, shape: &Shape) -> Result<HostTensor> {
+    let copy = HostTensor::zeros(DType::F32, shape)?;
+    copy.write()?
+        .bytes()
+        .copy_from_slice(buf.read_all()?.bytes());
+    Ok(copy)
+}
+
+/// Writes the values of a tensor over a buffer of the same size and type.
+fn write(buf: &HostBuf, value: &HostTensor) -> Result<()> {
+    let read = value.read()?;
+    buf.write(0..buf.len())?
+        .bytes()
+        .copy_from_slice(read.bytes());
+    Ok(())
+}

@@ -1,0 +1,154 @@
+//! Weights and optimizer state in and out of a living engine.
+
+use roundpipe::nn::{Dropout, Init, Linear};
+use roundpipe::optim::{AdamW, Sgd};
+use roundpipe::{
+    Bytes, DType, HostTensor, Lag, Params, RingOptions, RoundPipe, Rule, RunConfig, Sequential,
+    TrainingState, Update,
+};
+
+use crate::models;
+
+fn model(dtype: DType) -> Sequential {
+    let mut init = Init::new(5, dtype);
+    Sequential::new()
+        .named("a", Linear::new(&mut init, 5, 16, true).unwrap())
+        .named("drop", Dropout { p: 0.25 })
+        .named("b", Linear::new(&mut init, 16, 3, true).unwrap())
+}
+
+fn engine(model: &Sequential, rule: impl Into<Rule>, workers: usize) -> RoundPipe {
+    RoundPipe::builder(model.clone())
+        .optimizer(rule)
+        .optimizer_threads(1)
+        .seed(models::SEED)
+        .run_config(RunConfig::default().num_microbatch(2))
+        .devices(models::cpus(workers))
+        .ring_options(RingOptions {
+            memory: Some(Bytes::mib(16)),
+            ..RingOptions::default()
+        })
+        .build()
+        .unwrap()
+}
+
+/// The losses of some steps.
+fn train(engine: &RoundPipe, dtype: DType, steps: std::ops::Range<u64>, lag: Lag) -> Vec<u64> {
+    let step = |step| {
+        let (x, weights) = models::numbers(step, 6, dtype);
+        let losses = engine.forward_backward(x, weights, models::weighted);
+        engine.update(&Update::new(0.05), lag).unwrap();
+        models::bits(&losses.unwrap())
+    };
+    steps.map(step).collect()
+}
+
+fn same_state(a: &TrainingState, b: &TrainingState) -> bool {
+    let same = |a: &HostTensor, b: &HostTensor| a.same_bits(b).unwrap();
+    let params = a.params.iter().zip(&b.params);
+    let mut all = params.map(|((name, a), (other, b))| {
+        let mut moments = a.moments.iter().zip(&b.moments);
+        name == other && same(&a.value, &b.value) && moments.all(|(a, b)| same(a, b))
+    });
+    (a.updates, a.calls, a.params.len()) == (b.updates, b.calls, b.params.len())
+        && all.all(|same| same)
+}
+
+/// A run that goes on in another engine has the bits of one that never stopped, in every type and at
+/// both lags, dropout included.
+#[test]
+fn a_run_goes_on_from_its_state() {
+    for dtype in [DType::F32, DType::BF16] {
+        for lag in [Lag::Zero, Lag::One] {
+            let whole = engine(&model(dtype), AdamW::default(), 1);
+            train(&whole, dtype, 0..3, lag);
+            // At lag 1 this is a step whose weights the next call reads, as after a resume.
+            let state = whole.training_state().unwrap();
+            assert_eq!((state.updates, state.calls), (3, 3));
+            let want = train(&whole, dtype, 3..6, lag);
+            let end = whole.training_state().unwrap();
+
+            let resumed = engine(&model(dtype), AdamW::default(), 2);
+            train(&resumed, dtype, 20..21, lag);
+            resumed.load_training_state(&state).unwrap();
+            assert!(same_state(&resumed.training_state().unwrap(), &state));
+            assert_eq!(train(&resumed, dtype, 3..6, lag), want, "{dtype} {lag:?}");
+            assert!(same_state(&resumed.training_state().unwrap(), &end));
+            assert!(!same_state(&state, &end));
+        }
+    }
+}
+
+#[test]
+fn a_state_of_something_else_is_refused_and_changes_nothing() {
+    let engine = engine(&model(DType::F32), AdamW::default(), 1);
+    train(&engine, DType::F32, 0..2, Lag::Zero);
+    let state = engine.training_state().unwrap();
+    let refused = |change: &dyn Fn(&mut TrainingState)| {
+        let mut other = state.clone();
+        change(&mut other);
+        let line = engine.load_training_state(&other).unwrap_err().to_string();
+        assert!(
+            same_state(&engine.training_state().unwrap(), &state),
+            "{line}"
+        );
+        line
+    };
+    let line = refused(&|state| drop(state.params.remove("a.weight")));
+    assert!(line.contains("no parameter `a.weight`"), "{line}");
+    let line = refused(&|state| {
+        let one = state.params["a.weight"].clone();
+        state.params.insert("c.weight".to_owned(), one);
+    });
+    assert!(line.contains("trains no parameter `c.weight`"), "{line}");
+    let line = refused(&|state| drop(state.params.get_mut("b.bias").unwrap().moments.pop()));
+    assert!(line.contains("`b.bias` has 1 moments"), "{line}");
+    let line = refused(&|state| {
+        let wrong = HostTensor::zeros(DType::F32, &[4]).unwrap();
+        state.params.get_mut("b.bias").unwrap().value = wrong;
+    });
+    assert!(line.contains("`b.bias` is [3]"), "{line}");
+    let plain = super::state::engine(&model(DType::F32), Sgd::default(), 1);
+    let line = plain.load_training_state(&state).unwrap_err().to_string();
+    assert!(line.contains("rule"), "{line}");
+}
+
+/// Values by name reach the next call and the optimizer, also in the middle of a run at lag 1; a
+/// name or size that is wrong changes nothing.
+#[test]
+fn parameters_are_loaded_by_name() {
+    for dtype in [DType::F32, DType::BF16] {
+        let model = model(dtype);
+        let engine = engine(&model, Sgd::default(), 1);
+        train(&engine, dtype, 0..2, Lag::One);
+        let threes = HostTensor::from_f64s(&[3.0; 3], DType::F32, &[3]).unwrap();
+        let before = engine.training_state().unwrap();
+        let wrong = [("b.bias", threes.clone()), ("b.bios", threes.clone())];
+        let line = engine.load_params(wrong).unwrap_err().to_string();
+        assert!(line.contains("`b.bios`"), "{line}");
+        let line = engine.load_params([("a.bias", threes.clone())]);
+        let line = line.unwrap_err().to_string();
+        assert!(line.contains("`a.bias` is [16]"), "{line}");
+        assert!(same_state(&engine.training_state().unwrap(), &before));
+
+        engine.load_params([("b.bias", threes)]).unwrap();
+        let state = engine.training_state().unwrap();
+        let value = |state: &TrainingState| state.params["b.bias"].value.to_f64_vec().unwrap();
+        assert_eq!(value(&state), [3.0; 3]);
+        let bias = model
+            .named_params()
+            .into_iter()
+            .find(|(name, _)| name == "b.bias");
+        let bias = bias.unwrap().1;
+        let weights = HostTensor::new(bias.data(), bias.dtype(), bias.shape().dims()).unwrap();
+        assert_eq!(weights.to_f64_vec().unwrap(), [3.0; 3]);
+        train(&engine, dtype, 2..3, Lag::One);
+        let moved = value(&engine.training_state().unwrap());
+        assert!(
+            moved
+                .iter()
+                .all(|value| (2.0..4.0).contains(value) && *value != 3.0),
+            "{moved:?}"
+        );
+    }
+}
