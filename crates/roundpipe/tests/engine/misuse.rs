@@ -144,10 +144,7 @@ fn two_layers_of_one_name_are_refused() {
     let twice = Sequential::new()
         .named("same", linear(5, 4))
         .named("same", linear(4, 3));
-    let error = builder(&twice)
-        .build()
-        .err()
-        .expect("two layers of one name");
+    let error = builder(&twice).build().expect_err("two layers of one name");
     says(&error.to_string(), &["model", "`same`"]);
 }
 
