@@ -31,6 +31,7 @@
 //! ```
 
 use std::collections::HashSet;
+use std::fmt;
 use std::sync::Arc;
 
 use roundpipe_tensor::{Cx, Param, Result, Tensor};
@@ -133,6 +134,13 @@ pub trait Layer: Params + Send + Sync {
     fn sequence(&self) -> Option<&Sequential> {
         None
     }
+
+    /// What a printed model calls its kind: by default the name of its type.
+    fn kind(&self) -> &'static str {
+        let path = std::any::type_name::<Self>();
+        let path = path.split('<').next().unwrap_or(path);
+        path.rsplit("::").next().unwrap_or(path)
+    }
 }
 
 impl<M: Module> Layer for M {
@@ -187,7 +195,7 @@ impl Sequential {
     /// Runs all layers; an error says which failed.
     ///
     /// # Errors
-    /// [`Error::Layer`] with the operation's error as its source.
+    /// [`Error::Layer`] with the operation's error as its cause.
     pub fn forward(&self, cx: &mut Cx, input: impl Into<Tree>) -> Result<Tree, Error> {
         let mut value = input.into();
         for (index, (name, layer)) in self.layers.iter().enumerate() {
@@ -199,6 +207,56 @@ impl Sequential {
             value = layer.run(cx, value).map_err(fail)?;
         }
         Ok(value)
+    }
+}
+
+/// A line for each layer with its kind and number of parameters, and a line for each parameter.
+/// Layers in a row that differ by nothing but their names are shown once.
+impl fmt::Display for Sequential {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let count = |params: &[(String, Param)]| -> usize {
+            params.iter().map(|(_, param)| param.shape().numel()).sum()
+        };
+        let all = self.named_params();
+        let trained = count(&self.trainable_params());
+        write!(
+            f,
+            "{} layers, {} parameters, {trained} of them trained",
+            self.len(),
+            count(&all)
+        )?;
+        let shown: Vec<(&str, String)> = self
+            .layers()
+            .map(|(name, layer)| (name, described(&**layer)))
+            .collect();
+        for alike in shown.chunk_by(|(_, a), (_, b)| a == b) {
+            let (first, text) = &alike[0];
+            match alike.last() {
+                Some((last, _)) if last != first => {
+                    write!(f, "\n({first} to {last}) {} x {text}", alike.len())?;
+                }
+                _ => write!(f, "\n({first}) {text}")?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The kind of a layer and its parameters.
+fn described(layer: &dyn Layer) -> String {
+    let params = layer.named_params();
+    let count: usize = params.iter().map(|(_, param)| param.shape().numel()).sum();
+    let mut text = format!("{}, {count} parameters", layer.kind());
+    for (name, param) in params {
+        let frozen = if param.is_trainable() { "" } else { ", frozen" };
+        text += &format!("\n    {name}: {} {}{frozen}", param.shape(), param.dtype());
+    }
+    text
+}
+
+impl fmt::Debug for Sequential {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 

@@ -1,9 +1,15 @@
 //! Ready-made layers, named and shaped as in PyTorch.
 
+mod plain;
+
 use roundpipe_tensor::kernel::ConvSpec;
 use roundpipe_tensor::ops::BatchNorm;
 use roundpipe_tensor::{Cx, DType, Param, Result, RngSite, Tensor};
 
+pub use self::plain::{
+    AdaptiveAvgPool2d, AvgPool2d, Flatten, Gelu, GeluTanh, GlobalAvgPool2d, Identity, MaxPool2d,
+    Relu, Sigmoid, Silu, Softmax, Tanh,
+};
 use crate::layer::{Module, ParamVisitor, Params};
 
 /// Gives each parameter of a model its own random numbers, by the order in which they are made.
@@ -203,6 +209,48 @@ impl Module for LayerNorm {
     fn forward(&self, cx: &mut Cx, x: &Tensor) -> Result<Tensor> {
         let (weight, bias) = (cx.get(&self.weight)?, cx.get(&self.bias)?);
         cx.layer_norm(x, Some(&weight), Some(&bias), self.eps)
+    }
+}
+
+/// Layer norm over groups of channels of `[n, c, ..]`.
+#[derive(Debug, Clone)]
+pub struct GroupNorm {
+    /// `[channels]`.
+    pub weight: Param,
+    /// `[channels]`.
+    pub bias: Param,
+    /// How many groups.
+    pub groups: usize,
+    /// Added to the variance.
+    pub eps: f64,
+}
+
+impl GroupNorm {
+    /// Ones and zeros, eps 1e-5, as PyTorch does.
+    ///
+    /// # Errors
+    /// When the system has no memory.
+    pub fn new(init: &mut Init, groups: usize, channels: usize) -> Result<Self> {
+        Ok(Self {
+            weight: init.full(&[channels], 1.0)?,
+            bias: init.full(&[channels], 0.0)?,
+            groups,
+            eps: 1e-5,
+        })
+    }
+}
+
+impl Params for GroupNorm {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
+        visit.param("weight", &self.weight);
+        visit.param("bias", &self.bias);
+    }
+}
+
+impl Module for GroupNorm {
+    fn forward(&self, cx: &mut Cx, x: &Tensor) -> Result<Tensor> {
+        let (weight, bias) = (cx.get(&self.weight)?, cx.get(&self.bias)?);
+        cx.group_norm(x, self.groups, Some(&weight), Some(&bias), self.eps)
     }
 }
 

@@ -75,13 +75,14 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use roundpipe_tensor::{Bytes, Cpu, Cx, DType, Device, Param, Pin, Result as TensorResult};
+use roundpipe_tensor::{Bytes, Cx, DType, Device, Param, Pin, Result as TensorResult};
 
 pub use self::auto::{AutoForward, AutoStepping, AutoWrapped};
 use self::run::run_inside;
 pub use self::run::{Run, Value, Values};
 use crate::batch::MergeOutput;
 use crate::config::{Lag, RunConfig};
+use crate::devices::Devices;
 use crate::engine::RoundPipe;
 use crate::error::{Error, Result};
 use crate::exec::ring::{Ring, RingOptions};
@@ -265,7 +266,8 @@ pub struct WrapConfig {
     pub name: Option<String>,
     /// Workers for all engines; made from `devices` by default.
     pub ring: Option<Ring>,
-    /// The devices to run on, without a ring; the processor by default.
+    /// The devices to run on, without a ring; by default every GPU that can be used, or the
+    /// processor where there is none.
     pub devices: Vec<Arc<dyn Device>>,
     /// Options of the ring that is made from the devices, but for its `pin`, which is the one
     /// below.
@@ -531,9 +533,7 @@ pub fn wrap(model: impl Into<Node>, config: &WrapConfig) -> Result<Wrapped> {
     };
     let ring = match &config.ring {
         Some(ring) => ring.clone(),
-        None if config.devices.is_empty() => {
-            Ring::new(&[Cpu::new(None)? as Arc<dyn Device>], &options)?
-        }
+        None if config.devices.is_empty() => Ring::of(&Devices::all()?, &options)?,
         None => Ring::new(&config.devices, &options)?,
     };
     let mut maker = Maker {

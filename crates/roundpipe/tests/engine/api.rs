@@ -560,6 +560,32 @@ fn outputs_and_several_losses_come_back() {
 }
 
 /// Without a loss function the model's output is the loss, which must be one number.
+/// A printed model shows each layer with its kind, its parameters and what is frozen; layers alike
+/// are shown once.
+#[test]
+fn a_model_prints_itself() {
+    let mut init = Init::new(1, DType::BF16);
+    let mut linear = |inputs, outputs| Linear::new(&mut init, inputs, outputs, false).unwrap();
+    let last = linear(4, 2);
+    last.weight.set_trainable(false);
+    let model = Sequential::new()
+        .named("in", linear(3, 4))
+        .named("0", linear(4, 4))
+        .named("1", linear(4, 4))
+        .named("bend", Func(|cx: &mut Cx, x: &Tensor| cx.relu(x)))
+        .named("out", last);
+    let want = "5 layers, 52 parameters, 44 of them trained
+(in) Linear, 12 parameters
+    weight: [4, 3] bf16
+(0 to 1) 2 x Linear, 16 parameters
+    weight: [4, 4] bf16
+(bend) Func, 0 parameters
+(out) Linear, 8 parameters
+    weight: [2, 4] bf16, frozen";
+    assert_eq!(model.to_string(), want);
+    assert_eq!(format!("{model:?}"), want);
+}
+
 #[test]
 fn plans_can_be_asked_for_and_layers_are_timed_updates_too() {
     let model = models::perceptron(DType::F32);
