@@ -16,7 +16,7 @@
 //!   `past`, that map is what the blocks see before the new tokens; positions count on from T
 //!   unless given.
 //! - `keep`, a whole number: logits of only so many last positions.
-//! - `aux.counts`, `aux.shares` [experts] (f32): sums over blocks for the load-balancing loss,
+//! - `aux.counts`, `aux.shares` \[experts\] (f32): sums over blocks for the load-balancing loss,
 //!   which the head adds to a training loss.
 //!
 //! Parameters have transformers' names, except that the last norm is `lm_head.norm`;
@@ -25,6 +25,7 @@
 mod block;
 mod ends;
 mod experts;
+mod inputs;
 mod names;
 mod projection;
 
@@ -249,16 +250,22 @@ pub(crate) fn fields(input: Tree) -> TensorResult<Flow> {
         Tree::Map(map) => Ok(map),
         _ => Err(TensorError::invalid(
             "model",
-            "a layer expects a map with `ids` or `hidden`",
+            "a model takes its inputs by name: `Inputs::new().named(\"ids\", ..)`",
         )),
     }
 }
 
 /// Takes one tensor out of the map.
 pub(crate) fn take(map: &mut Flow, name: &str) -> TensorResult<Tensor> {
-    let missing =
-        || TensorError::invalid("model", format!("the map between layers lacks `{name}`"));
-    map.remove(name).ok_or_else(missing)?.tensor()
+    let Some(value) = map.remove(name) else {
+        let names: Vec<&str> = map.keys().map(String::as_str).collect();
+        let what = format!(
+            "the map between layers lacks `{name}`; it has {}",
+            names.join(", ")
+        );
+        return Err(TensorError::invalid("model", what));
+    };
+    value.tensor()
 }
 
 /// A tensor of the map that may be absent, left there.

@@ -6,7 +6,7 @@ use roundpipe::{
     Cx, DType, Layer, Module, Param, ParamVisitor, Params, Tensor, TensorResult, Tree,
 };
 
-use super::{Flow, Maker, fields, optional, take};
+use super::{Flow, Maker, fields, inputs, optional, take};
 use crate::config::ModelConfig;
 
 /// Token embedding.
@@ -24,13 +24,7 @@ impl Params for Embed {
 
 impl Layer for Embed {
     fn run(&self, cx: &mut Cx, input: Tree) -> TensorResult<Tree> {
-        let mut flow = fields(input)?;
-        if let Some(Tree::Map(last)) = flow.remove("past") {
-            flow.extend(
-                last.into_iter()
-                    .filter(|(name, _)| name.starts_with("past.")),
-            );
-        }
+        let mut flow = inputs::read(fields(input)?)?;
         let ids = take(&mut flow, "ids")?;
         let weight = cx.get(&self.weight)?;
         flow.insert("hidden".into(), cx.embedding(&weight, &ids)?.into());
