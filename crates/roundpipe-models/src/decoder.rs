@@ -9,7 +9,7 @@
 //!   (f32) the sum divided by it, so that microbatches with different numbers of labels add up to
 //!   the mean of a whole batch. The mean goes with [`LossReduction::Mean`](roundpipe::LossReduction),
 //!   which counts rows; the sum with `LossReduction::Sum`, which is exact for any labels.
-//! - `positions` [B, S] (i64), where rows do not count from 0.
+//! - `positions` [B, S] (i64), or [S] for all rows, where rows do not count from 0.
 //! - `lens` (i32, cumulative), where sequences are packed into one row.
 //! - `cache`, any value: block i puts the keys and values it saw there as `past.{i}.k` and
 //!   `past.{i}.v` [B, T, kv heads, D], and the head gives a map of `logits` and these. Given as
@@ -18,6 +18,11 @@
 //! - `keep`, a whole number: logits of only so many last positions.
 //! - `aux.counts`, `aux.shares` \[experts\] (f32): sums over blocks for the load-balancing loss,
 //!   which the head adds to a training loss.
+//!
+//! Hugging Face's names are accepted as well, and the first layer turns them into these: `input_ids`
+//! are `ids`, `position_ids` are `positions`, and `labels` beside `input_ids` are as long as the
+//! ids, -100 for none, and shifted by the model. So the name of the ids decides what `labels` mean.
+//! Names of both in one call are refused, and so are names that are not known.
 //!
 //! Parameters have transformers' names, except that the last norm is `lm_head.norm`;
 //! [`Model::entries`] has the names of folders.

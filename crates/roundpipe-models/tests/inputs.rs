@@ -93,11 +93,113 @@ fn missing_ids_list_what_was_given() {
     let labels = device(&mut cx, &file.ids("labels"));
     let line = run(&mut cx, &model, vec![("labels", labels.clone().into())]).unwrap_err();
     assert!(
-        line.contains("no input `ids`") && line.contains("only `labels`"),
+        line.contains("no input `ids` or `input_ids`") && line.contains("only `labels`"),
         "{line}"
     );
     let line = run(&mut cx, &model, vec![]).unwrap_err();
     assert!(line.contains("no input `ids`"), "{line}");
     let line = model.layers.forward(&mut cx, labels).unwrap_err();
     assert!(in_full(&line).contains("by name"), "{line}");
+}
+
+/// Labels as Hugging Face has them, from those that stand where they are predicted.
+fn unshifted(labels: &HostTensor) -> HostTensor {
+    let steps = labels.shape().dims()[1];
+    let values = labels.to_vec::<i64>().unwrap();
+    let rows = values.chunks(steps).flat_map(|row| {
+        assert_eq!(row[steps - 1], -100);
+        // The first label is never predicted, so any value will do.
+        [&[5], &row[..steps - 1]].concat()
+    });
+    HostTensor::from_slice(&rows.collect::<Vec<_>>(), labels.shape().dims()).unwrap()
+}
+
+/// `input_ids` with labels that the model shifts are `ids` with shifted labels, bit for bit, in a
+/// plain loss and under an engine.
+#[test]
+fn hugging_face_labels_are_shifted_by_the_model() {
+    let file = llama();
+    let model = file.model(DType::F32);
+    let (ids, labels) = (file.ids("ids"), file.ids("labels"));
+    let theirs = unshifted(&labels);
+    let worker = worker();
+    let mut cx = Cx::infer(&worker);
+    let mut loss = |names: [&'static str; 2], labels: &HostTensor| {
+        let inputs = [&ids, labels].map(|host| Tree::Tensor(device(&mut cx, host)));
+        let inputs = names.into_iter().zip(inputs).collect();
+        let loss = run(&mut cx, &model, inputs).unwrap().tensor().unwrap();
+        loss.item().unwrap().to_bits()
+    };
+    let ours = loss(["ids", "labels"], &labels);
+    assert_eq!(loss(["input_ids", "labels"], &theirs), ours);
+    assert_ne!(loss(["ids", "labels"], &theirs), ours, "labels matter");
+
+    let train = |name: &str, labels: &HostTensor| {
+        let inputs = Inputs::new()
+            .named(name, ids.clone())
+            .named("labels", labels.clone());
+        let losses = engine(&model).train(inputs).run().unwrap().losses;
+        losses.total().to_bits()
+    };
+    assert_eq!(train("input_ids", &theirs), train("ids", &labels));
+}
+
+/// `position_ids`, a row for each sequence or one for all, are `positions`.
+#[test]
+fn position_ids_are_positions() {
+    let file = llama();
+    let model = file.model(DType::F32);
+    let worker = worker();
+    let mut cx = Cx::infer(&worker);
+    let ids = device(&mut cx, &file.ids("ids"));
+    let row: Vec<i64> = (0..24).map(|i| i * 2).collect();
+    let one = cx.tensor(&row, &[1, 24]).unwrap();
+    let each = cx.tensor(&[row.clone(), row].concat(), &[2, 24]).unwrap();
+    let mut logits = |names: [&'static str; 2], positions: &Tensor| {
+        let inputs = names.into_iter().zip([&ids, positions]);
+        let inputs = inputs.map(|(name, value)| (name, value.clone().into()));
+        let logits = run(&mut cx, &model, inputs.collect()).unwrap();
+        logits.tensor().unwrap().to_vec::<f32>().unwrap()
+    };
+    let ours = logits(["ids", "positions"], &each);
+    assert_eq!(logits(["input_ids", "position_ids"], &each), ours);
+    assert_eq!(logits(["input_ids", "position_ids"], &one), ours);
+    let plain = model.logits(&mut cx, &ids).unwrap();
+    assert_ne!(plain.to_vec::<f32>().unwrap(), ours, "positions matter");
+}
+
+/// Names of both conventions in one call, and labels of another length, are refused in one line.
+#[test]
+fn conventions_are_not_mixed() {
+    let file = llama();
+    let model = file.model(DType::F32);
+    let worker = worker();
+    let mut cx = Cx::infer(&worker);
+    let ids = device(&mut cx, &file.ids("ids"));
+    let short = cx.narrow(&ids, 1, 1, 23).unwrap();
+    for (inputs, words) in [
+        (
+            vec![("ids", &ids), ("input_ids", &ids)],
+            ["`ids` and `input_ids`", "`labels` mean"],
+        ),
+        (
+            vec![("ids", &ids), ("position_ids", &ids)],
+            ["`ids` and `position_ids`", "`labels` mean"],
+        ),
+        (
+            vec![("input_ids", &ids), ("positions", &ids)],
+            ["`positions` and `input_ids`", "`labels` mean"],
+        ),
+        (
+            vec![("input_ids", &ids), ("labels", &short)],
+            ["[2, 23]", "as long as the ids"],
+        ),
+    ] {
+        let inputs = inputs
+            .into_iter()
+            .map(|(name, value)| (name, value.clone().into()));
+        let line = run(&mut cx, &model, inputs.collect()).unwrap_err();
+        assert!(words.iter().all(|word| line.contains(word)), "{line}");
+        assert_eq!(line.lines().count(), 1, "{line}");
+    }
 }

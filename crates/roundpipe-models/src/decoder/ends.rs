@@ -24,7 +24,7 @@ impl Params for Embed {
 
 impl Layer for Embed {
     fn run(&self, cx: &mut Cx, input: Tree) -> TensorResult<Tree> {
-        let mut flow = inputs::read(fields(input)?)?;
+        let mut flow = inputs::read(cx, fields(input)?)?;
         let ids = take(&mut flow, "ids")?;
         let weight = cx.get(&self.weight)?;
         flow.insert("hidden".into(), cx.embedding(&weight, &ids)?.into());
