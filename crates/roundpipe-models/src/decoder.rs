@@ -24,6 +24,14 @@
 //! ids, -100 for none, and shifted by the model. So the name of the ids decides what `labels` mean.
 //! Names of both in one call are refused, and so are names that are not known.
 //!
+//! `attention_mask` [B, S] of any type is 0 for padding, left, right or between: a real token then
+//! sees the real tokens of its row only, and its logits are those of the row without padding. As in
+//! transformers, positions count columns unless `position_ids` are given, padding does not count in
+//! the balance of experts, and only labels of -100 keep padding out of the loss; beside padding on
+//! the left that includes the label of the first real token. Logits of padding mean nothing. A batch
+//! padded on the right alone needs no mask, since no token looks ahead; without one, GPUs can use their
+//! fastest attention.
+//!
 //! Parameters have transformers' names, except that the last norm is `lm_head.norm`;
 //! [`Model::entries`] has the names of folders.
 
@@ -32,6 +40,7 @@ mod ends;
 mod experts;
 mod inputs;
 mod names;
+mod padding;
 mod projection;
 
 use std::collections::BTreeMap;
@@ -262,15 +271,22 @@ pub(crate) fn fields(input: Tree) -> TensorResult<Flow> {
 
 /// Takes one tensor out of the map.
 pub(crate) fn take(map: &mut Flow, name: &str) -> TensorResult<Tensor> {
-    let Some(value) = map.remove(name) else {
-        let names: Vec<&str> = map.keys().map(String::as_str).collect();
-        let what = format!(
-            "the map between layers lacks `{name}`; it has {}",
-            names.join(", ")
-        );
-        return Err(TensorError::invalid("model", what));
-    };
+    let value = map.remove(name).ok_or_else(|| missing(map, name))?;
     value.tensor()
+}
+
+fn missing(map: &Flow, name: &str) -> TensorError {
+    let names: Vec<&str> = map.keys().map(String::as_str).collect();
+    let what = format!(
+        "the map between layers lacks `{name}`; it has {}",
+        names.join(", ")
+    );
+    TensorError::invalid("model", what)
+}
+
+/// A tensor of the map, left there.
+pub(crate) fn get(map: &Flow, name: &str) -> TensorResult<Tensor> {
+    optional(map, name)?.ok_or_else(|| missing(map, name))
 }
 
 /// A tensor of the map that may be absent, left there.

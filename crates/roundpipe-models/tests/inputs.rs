@@ -4,7 +4,7 @@ mod golden;
 
 use std::error::Error;
 
-use golden::{Golden, cpus, worker};
+use golden::{Golden, assert_close, assert_same_direction, cpus, worker};
 use roundpipe::{
     Bytes, Cx, DType, HostTensor, Inputs, Lag, RingOptions, RoundPipe, RunConfig, Tensor, Tree,
 };
@@ -202,4 +202,175 @@ fn conventions_are_not_mixed() {
         assert!(words.iter().all(|word| line.contains(word)), "{line}");
         assert_eq!(line.lines().count(), 1, "{line}");
     }
+}
+
+/// Values of the real tokens, [real, V], of logits [B, S, V].
+fn of_real(mask: &[f64], logits: &[f64]) -> Vec<f64> {
+    let vocab = logits.len() / mask.len();
+    let rows = logits.chunks(vocab).zip(mask);
+    let real = rows.filter(|(_, mask)| **mask == 1.0);
+    real.flat_map(|(row, _)| row.to_vec()).collect()
+}
+
+/// The padded batches of `fixtures/padding.safetensors`, each of a model and a mask.
+const PADDED: [(&str, &str); 10] = [
+    ("llama3", "left"),
+    ("llama3", "right"),
+    ("llama3", "holes"),
+    ("mistral", "left"),
+    ("mistral", "right"),
+    ("qwen3_moe", "left"),
+    ("qwen3_moe", "right"),
+    ("qwen3_moe", "holes"),
+    ("gpt_oss", "left"),
+    ("gpt_oss", "right"),
+];
+
+/// Logits of real tokens, the loss with the balance of experts, and the gradient of the embedding
+/// are those of transformers for left and right padding, windows and sinks included.
+#[test]
+fn padded_batches_are_those_of_transformers() {
+    let padded = Golden::beside("padding");
+    for (name, kind) in PADDED {
+        let model = Golden::open(name).model(DType::F32);
+        let at = |value: &str| format!("{name}/{kind}.{value}");
+        let worker = worker();
+        let mut cx = Cx::infer(&worker);
+        let ids = device(&mut cx, &padded.ids(&format!("{name}/ids")));
+        let mask = device(&mut cx, &padded.ids(&at("mask")));
+        let inputs = vec![
+            ("input_ids", ids.clone().into()),
+            ("attention_mask", mask.clone().into()),
+        ];
+        let logits = run(&mut cx, &model, inputs.clone()).unwrap();
+        let logits = logits.tensor().unwrap();
+        assert_eq!(logits.dims(), [3, 16, 97]);
+        let real = padded.floats(&at("mask"));
+        assert_close(
+            &at("logits"),
+            &of_real(&real, &logits.to_f64_vec().unwrap()),
+            &of_real(&real, &padded.floats(&at("logits"))),
+        );
+
+        let mut cx = Cx::train(&worker);
+        let labels = device(&mut cx, &padded.ids(&at("labels")));
+        let inputs = [inputs, vec![("labels", labels.into())]].concat();
+        let loss = run(&mut cx, &model, inputs).unwrap().tensor().unwrap();
+        let value = loss.item().unwrap();
+        assert_close(&at("loss"), &[value], &padded.floats(&at("loss")));
+        let grads = cx.backward(&loss).unwrap();
+        let embed = &model.entries()[0].param;
+        let grad = grads.param(embed).unwrap().to_f64_vec().unwrap();
+        assert_same_direction(&at("g"), &grad, &padded.floats(&at("g")));
+    }
+}
+
+/// A mask of any type pads alike; one of ones only changes nothing but rounding; `keep` counts
+/// columns of the batch.
+#[test]
+fn masks_of_every_type_mean_the_same() {
+    let file = llama();
+    let model = file.model(DType::F32);
+    let worker = worker();
+    let mut cx = Cx::infer(&worker);
+    let ids = device(&mut cx, &file.ids("ids"));
+    let plain = model.logits(&mut cx, &ids).unwrap().to_f64_vec().unwrap();
+    let left: Vec<i64> = (0..48).map(|i| i64::from(i % 24 >= 5 || i < 24)).collect();
+    let left = cx.tensor(&left, &[2, 24]).unwrap();
+    let mut logits = |mask: &Tensor, keep: Option<i64>| {
+        let mut inputs = vec![
+            ("input_ids", ids.clone().into()),
+            ("attention_mask", mask.clone().into()),
+        ];
+        inputs.extend(keep.map(|keep| ("keep", Tree::Int(keep))));
+        let logits = run(&mut cx, &model, inputs).unwrap();
+        logits.tensor().unwrap().to_f64_vec().unwrap()
+    };
+    let wanted = logits(&left, None);
+    assert_ne!(wanted, plain, "the mask matters");
+    let last = wanted.chunks(24 * 97).flat_map(|row| &row[21 * 97..]);
+    let last: Vec<f64> = last.copied().collect();
+    assert_close("keep", &logits(&left, Some(3)), &last);
+    let typed: Vec<Tensor> = DType::ALL
+        .iter()
+        .map(|dtype| Cx::infer(&worker).cast(&left, *dtype).unwrap())
+        .collect();
+    for mask in &typed {
+        assert_eq!(logits(mask, None), wanted, "{}", mask.dtype());
+    }
+    let ones = Cx::infer(&worker).ones(DType::I64, &[2, 24]).unwrap();
+    assert_close("ones", &logits(&ones, None), &plain);
+}
+
+/// A padded row gives the logits of its real tokens alone, in a batch, under an engine that cuts
+/// it, and whatever stands in the padding.
+#[test]
+fn padding_is_invisible_under_an_engine() {
+    let file = Golden::open("gpt_oss");
+    let model = file.model(DType::F32);
+    let ids = file.ids("ids").to_vec::<i64>().unwrap();
+    let mask: Vec<i64> = (0..48)
+        .map(|i| i64::from((7..24).contains(&i) || (24..40).contains(&i)))
+        .collect();
+    let engine = engine(&model);
+    let logits = |padding: i64| {
+        let ids = ids.iter().zip(&mask);
+        let ids: Vec<i64> = ids
+            .map(|(id, mask)| if *mask == 1 { *id } else { padding })
+            .collect();
+        let inputs = Inputs::new()
+            .named("input_ids", HostTensor::from_slice(&ids, &[2, 24]).unwrap())
+            .named(
+                "attention_mask",
+                HostTensor::from_slice(&mask, &[2, 24]).unwrap(),
+            );
+        let config = RunConfig::new().requires_grad(false);
+        let output = engine.forward(inputs, &config).unwrap();
+        output
+            .output()
+            .unwrap()
+            .clone()
+            .tensor()
+            .unwrap()
+            .to_f64_vec()
+            .unwrap()
+    };
+    let padded = logits(0);
+    let mask: Vec<f64> = mask.iter().map(|real| *real as f64).collect();
+    assert_eq!(of_real(&mask, &padded), of_real(&mask, &logits(96)));
+    let worker = worker();
+    let mut cx = Cx::infer(&worker);
+    for (row, range) in [(0, 7..24), (1, 0..16)] {
+        let alone = &ids[row * 24..][range.clone()];
+        let alone = cx.tensor(alone, &[1, range.len()]).unwrap();
+        let alone = model.logits(&mut cx, &alone).unwrap().to_f64_vec().unwrap();
+        let have = &padded[row * 24 * 97..][range.start * 97..range.end * 97];
+        assert_close(&format!("row {row}"), have, &alone);
+    }
+}
+
+/// A mask that is no [batch, sequence] of the ids, or stands beside kept keys, is refused.
+#[test]
+fn masks_that_cannot_work_are_refused() {
+    let file = llama();
+    let model = file.model(DType::F32);
+    let worker = worker();
+    let mut cx = Cx::infer(&worker);
+    let ids = device(&mut cx, &file.ids("ids"));
+    let wide = cx.unsqueeze(&ids, 1).unwrap();
+    let cache = || ("cache", Tree::Bool(true));
+    for (inputs, word) in [
+        (vec![("attention_mask", wide.into())], "one value per token"),
+        (
+            vec![("attention_mask", ids.clone().into()), cache()],
+            "`cache`",
+        ),
+    ] {
+        let inputs = [inputs, vec![("input_ids", ids.clone().into())]].concat();
+        let line = run(&mut cx, &model, inputs).unwrap_err();
+        assert!(line.contains(word), "{line}");
+    }
+    let inputs = vec![("ids", ids.clone().into()), ("attention_mask", ids.into())];
+    let line = run(&mut cx, &model, inputs).unwrap_err();
+    assert!(line.contains("cannot be mixed"), "{line}");
 }

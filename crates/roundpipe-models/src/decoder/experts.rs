@@ -4,7 +4,8 @@ use roundpipe::kernel::Glu;
 use roundpipe::ops::{RouteWeights, Routing};
 use roundpipe::{Cx, DType, Module, Tensor, TensorResult};
 
-use super::{Flow, Maker, Projection, take};
+use super::padding::REAL;
+use super::{Flow, Maker, Projection, optional, take};
 use crate::config::{Family, ModelConfig, MoeConfig};
 
 /// Router and experts of a block.
@@ -78,15 +79,17 @@ impl Experts {
 
 /// Adds how often each expert was chosen and the sum of its probabilities to the flow.
 fn count(cx: &mut Cx, logits: &Tensor, routing: &Routing, flow: &mut Flow) -> TensorResult<()> {
-    let experts = routing.experts();
-    let bounds = cx.cast(routing.offsets(), DType::F32)?;
-    let (ends, starts) = (
-        cx.narrow(&bounds, 0, 1, experts)?,
-        cx.narrow(&bounds, 0, 0, experts)?,
-    );
-    let counts = cx.sub(&ends, &starts)?;
+    let real = optional(flow, REAL)?;
+    let counts = match &real {
+        Some(real) => choices_of_real(cx, routing, real)?,
+        None => choices(cx, routing)?,
+    };
     let wide = cx.cast(logits, DType::F32)?;
-    let shares = cx.softmax(&wide, -1)?;
+    let mut shares = cx.softmax(&wide, -1)?;
+    if let Some(real) = &real {
+        let column = cx.unsqueeze(real, 1)?;
+        shares = cx.mul(&shares, &column)?;
+    }
     let shares = cx.sum(&shares, &[0], false)?;
     for (name, value) in [("aux.counts", counts), ("aux.shares", shares)] {
         let sum = match flow.contains_key(name) {
@@ -96,4 +99,26 @@ fn count(cx: &mut Cx, logits: &Tensor, routing: &Routing, flow: &mut Flow) -> Te
         flow.insert(name.into(), sum.into());
     }
     Ok(())
+}
+
+/// How often each expert was chosen, [experts] (f32).
+fn choices(cx: &mut Cx, routing: &Routing) -> TensorResult<Tensor> {
+    let experts = routing.experts();
+    let bounds = cx.cast(routing.offsets(), DType::F32)?;
+    let (ends, starts) = (
+        cx.narrow(&bounds, 0, 1, experts)?,
+        cx.narrow(&bounds, 0, 0, experts)?,
+    );
+    cx.sub(&ends, &starts)
+}
+
+/// The same by the tokens whose `real` [tokens] is 1.
+fn choices_of_real(cx: &mut Cx, routing: &Routing, real: &Tensor) -> TensorResult<Tensor> {
+    let (tokens, top_k) = (routing.tokens(), routing.top_k());
+    let column = cx.unsqueeze(real, 1)?;
+    let each = cx.expand(&column, &[tokens, top_k])?;
+    let each = cx.reshape(&each, &[-1])?;
+    let chosen = cx.reshape(routing.choice(), &[-1])?;
+    let none = cx.zeros(DType::F32, &[routing.experts()])?;
+    cx.index_add(&none, 0, &chosen, &each)
 }

@@ -9,14 +9,14 @@
 use roundpipe::ops::CrossEntropy;
 use roundpipe::{Cx, DType, Tensor, TensorError, TensorResult, Tree};
 
-use super::{Flow, take};
+use super::{Flow, padding, take};
 
 const OP: &str = "model";
 
 /// Names of our own.
 const OURS: [&str; 3] = ["ids", "positions", "lens"];
 /// Names of Hugging Face.
-const THEIRS: [&str; 2] = ["input_ids", "position_ids"];
+const THEIRS: [&str; 3] = ["input_ids", "position_ids", "attention_mask"];
 /// Names that stand beside either. A map of `past` may also be spread into its entries.
 const COMMON: [&str; 5] = ["labels", "weight", "cache", "past", "keep"];
 
@@ -89,6 +89,10 @@ fn translate(cx: &mut Cx, flow: &mut Flow) -> TensorResult<()> {
         flow.insert("positions".into(), positions.into());
     }
     flow.insert("ids".into(), ids.into());
+    if flow.contains_key("attention_mask") {
+        let mask = take(flow, "attention_mask")?;
+        padding::pack(cx, flow, &mask)?;
+    }
     Ok(())
 }
 
