@@ -16,6 +16,10 @@
 //!   `past`, that map is what the blocks see before the new tokens; positions count on from T
 //!   unless given.
 //! - `keep`, a whole number: logits of only so many last positions.
+//! - `return_logits`, a truth value: beside labels, the head gives a map of `loss`, `logits` and, of
+//!   models with balanced experts, `aux_loss` (the balance before its coefficient) instead of the
+//!   loss alone. A training call then takes a loss function that picks the loss. Where microbatches are
+//!   merged, the losses in the map are means over microbatches.
 //! - `aux.counts`, `aux.shares` \[experts\] (f32): sums over blocks for the load-balancing loss,
 //!   which the head adds to a training loss.
 //!

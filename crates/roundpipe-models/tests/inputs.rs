@@ -7,8 +7,10 @@ use std::error::Error;
 use golden::{Golden, assert_close, assert_same_direction, cpus, worker};
 use roundpipe::{
     Bytes, Cx, DType, HostTensor, Inputs, Lag, RingOptions, RoundPipe, RunConfig, Tensor, Tree,
+    Worker,
 };
-use roundpipe_models::Model;
+use roundpipe_models::{Model, ModelConfig};
+use roundpipe_tensor::{DeviceKind, meta};
 
 fn engine(model: &Model) -> RoundPipe {
     RoundPipe::builder(model.layers.clone())
@@ -373,4 +375,111 @@ fn masks_that_cannot_work_are_refused() {
     let inputs = vec![("ids", ids.clone().into()), ("attention_mask", ids.into())];
     let line = run(&mut cx, &model, inputs).unwrap_err();
     assert!(line.contains("cannot be mixed"), "{line}");
+}
+
+/// Loss, logits and the balance of experts together: the loss has the bits it has alone, the others
+/// are transformers'.
+#[test]
+fn loss_logits_and_balance_come_together() {
+    let padded = Golden::beside("padding");
+    for (name, balanced) in [("llama3", false), ("qwen3_moe", true), ("gpt_oss", true)] {
+        let model = Golden::open(name).model(DType::F32);
+        let at = |value: &str| format!("{name}/left.{value}");
+        let worker = worker();
+        for training in [true, false] {
+            let mut cx = Cx::new(&worker, training, training);
+            let inputs = [
+                ("input_ids", format!("{name}/ids")),
+                ("attention_mask", at("mask")),
+                ("labels", at("labels")),
+            ];
+            let inputs = inputs.map(|(name, at)| (name, device(&mut cx, &padded.ids(&at)).into()));
+            let mut inputs = Vec::from(inputs);
+            let loss = run(&mut cx, &model, inputs.clone()).unwrap();
+            let loss = loss.tensor().unwrap().item().unwrap();
+            inputs.push(("return_logits", Tree::Bool(true)));
+            let mut all = run(&mut cx, &model, inputs).unwrap();
+            let mut value = |name: &str| all.take(name)?.tensor()?.to_f64_vec();
+            assert_eq!(value("loss").unwrap(), [loss], "{name}");
+            let mask = padded.floats(&at("mask"));
+            assert_close(
+                &at("logits"),
+                &of_real(&mask, &value("logits").unwrap()),
+                &of_real(&mask, &padded.floats(&at("logits"))),
+            );
+            let aux = value("aux_loss");
+            assert_eq!(aux.is_ok(), balanced, "{name}");
+            if let Ok(aux) = aux {
+                assert_close(&at("aux_loss"), &aux, &padded.floats(&at("aux_loss")));
+            }
+        }
+    }
+}
+
+/// A training call returns them too, and trains with the same bits.
+#[test]
+fn a_training_call_returns_loss_and_logits() {
+    let file = Golden::open("qwen3_moe");
+    let train = |together: bool| {
+        let model = file.model(DType::F32);
+        let engine = engine(&model);
+        let inputs = Inputs::new()
+            .named("input_ids", file.ids("ids"))
+            .named("labels", file.ids("labels"));
+        let trained = match together {
+            false => engine.train(inputs).run(),
+            true => engine
+                .train(inputs.named("return_logits", Tree::Bool(true)))
+                .loss(|_, mut outputs, _| outputs.take("loss")?.tensor())
+                .return_outputs()
+                .run(),
+        };
+        let trained = trained.unwrap();
+        engine.synchronize().unwrap();
+        let grads = engine.gradients().unwrap().into_iter();
+        let grads: Vec<Vec<f64>> = grads
+            .map(|(_, grad)| grad.unwrap().to_f64_vec().unwrap())
+            .collect();
+        (trained.losses.total().to_bits(), grads, trained.outputs)
+    };
+    let (loss, grads, nothing) = train(false);
+    assert!(nothing.is_none());
+    let (same_loss, same_grads, outputs) = train(true);
+    assert_eq!(same_loss, loss);
+    assert!(same_grads == grads, "gradients differ");
+    let mut outputs = outputs.unwrap();
+    let logits = outputs.take("logits").unwrap().tensor().unwrap();
+    assert_eq!(logits.shape().dims(), [2, 24, 97]);
+    assert_close(
+        "logits",
+        &logits.to_f64_vec().unwrap(),
+        &file.floats("logits"),
+    );
+    outputs.take("aux_loss").unwrap().tensor().unwrap();
+}
+
+/// Those who want only the loss have no memory of the size of logits.
+#[test]
+fn a_loss_alone_needs_no_logits() {
+    let mut json = llama().config().to_json();
+    json["vocab_size"] = 16_384.into();
+    let model = Model::empty(ModelConfig::from_json(&json, "wide").unwrap(), DType::F32).unwrap();
+    let peak = |together: bool| {
+        let step = |worker: &Worker| {
+            let mut cx = Cx::train(worker);
+            let ids: Tree = cx.zeros(DType::I64, &[32, 64])?.into();
+            let inputs = vec![
+                ("ids", ids.clone()),
+                ("labels", ids),
+                ("return_logits", Tree::Bool(together)),
+            ];
+            run(&mut cx, &model, inputs).map(drop).unwrap();
+            Ok(())
+        };
+        meta::measure(DeviceKind::Cpu, step).unwrap().1.peak
+    };
+    let (loss, both) = (peak(false), peak(true));
+    let logits = 32 * 64 * 16_384 * 4;
+    assert!(both >= loss + logits / 2, "{loss} and {both}");
+    assert!(loss < logits, "{loss}");
 }

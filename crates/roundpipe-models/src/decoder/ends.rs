@@ -62,7 +62,8 @@ impl Head {
         let labels = take(&mut flow, "labels")?;
         let weight = cx.get(&self.weight)?;
         let mut loss = cx.linear_cross_entropy(x, &weight, &labels, CrossEntropy::default())?;
-        if flow.contains_key("aux.shares") {
+        // Outside training the balance is there only to be shown.
+        if cx.is_training() && flow.contains_key("aux.shares") {
             let aux = self.balance(cx, &flow, labels.numel(), self.aux_coef)?;
             loss = cx.add(&loss, &aux)?;
         }
@@ -77,6 +78,19 @@ impl Head {
         let divisor = cx.reshape(&divisor, &[])?;
         let share = cx.div(&count, &divisor)?;
         cx.mul(&loss, &share)
+    }
+
+    /// Loss, logits and, of models with experts that are balanced, the balance without its
+    /// coefficient: what transformers gives.
+    fn outputs(&self, cx: &mut Cx, x: &Tensor, flow: Flow) -> TensorResult<Tree> {
+        let mut outputs = vec![("logits", self.logits(cx, x, &flow)?.into())];
+        if flow.contains_key("aux.shares") {
+            let tokens = get(&flow, "labels")?.numel();
+            let aux = self.balance(cx, &flow, tokens, 1.0)?;
+            outputs.push(("aux_loss", aux.into()));
+        }
+        outputs.push(("loss", self.loss(cx, x, flow)?.into()));
+        Ok(Tree::map(outputs))
     }
 
     /// `coef` · experts · Σ (choices per token) · (mean probability) over all blocks at once, as
@@ -123,7 +137,10 @@ impl Layer for Head {
         let normed = self.norm.forward(cx, &hidden)?;
         drop(hidden);
         if flow.contains_key("labels") {
-            return Ok(self.loss(cx, &normed, flow)?.into());
+            return match inputs::wants_logits(&flow) {
+                true => self.outputs(cx, &normed, flow),
+                false => Ok(self.loss(cx, &normed, flow)?.into()),
+            };
         }
         let logits = self.logits(cx, &normed, &flow)?;
         flow.retain(|name, _| name.starts_with("past."));

@@ -4,6 +4,7 @@ use roundpipe::kernel::Glu;
 use roundpipe::ops::{RouteWeights, Routing};
 use roundpipe::{Cx, DType, Module, Tensor, TensorResult};
 
+use super::inputs::wants_logits;
 use super::padding::REAL;
 use super::{Flow, Maker, Projection, optional, take};
 use crate::config::{Family, ModelConfig, MoeConfig};
@@ -49,13 +50,14 @@ impl Experts {
         })
     }
 
-    /// The experts' sum for x [B, S, H]; where a training loss will want them, `aux.*` are added to
-    /// the flow.
+    /// The experts' sum for x [B, S, H]; where a training loss or the caller will want them, `aux.*`
+    /// are added to the flow.
     pub(crate) fn forward(&self, cx: &mut Cx, x: &Tensor, flow: &mut Flow) -> TensorResult<Tensor> {
         let flat = cx.reshape(x, &[-1, x.dims()[2] as isize])?;
         let logits = self.router.forward(cx, &flat)?;
         let routing = cx.moe_route(&logits, self.top_k, self.weights)?;
-        if self.count && cx.is_training() && flow.contains_key("labels") {
+        let is_wanted = cx.is_training() || wants_logits(flow);
+        if self.count && is_wanted && flow.contains_key("labels") {
             count(cx, &logits, &routing, flow)?;
         }
         drop(logits);

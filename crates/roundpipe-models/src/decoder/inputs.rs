@@ -18,13 +18,17 @@ const OURS: [&str; 3] = ["ids", "positions", "lens"];
 /// Names of Hugging Face.
 const THEIRS: [&str; 3] = ["input_ids", "position_ids", "attention_mask"];
 /// Names that stand beside either. A map of `past` may also be spread into its entries.
-const COMMON: [&str; 5] = ["labels", "weight", "cache", "past", "keep"];
+const COMMON: [&str; 6] = ["labels", "weight", "cache", "past", "keep", "return_logits"];
 
 /// The inputs of a call in the names of the map between layers, or one line with what is wrong.
 pub(super) fn read(cx: &mut Cx, mut flow: Flow) -> TensorResult<Flow> {
     // `None` is how Python leaves an argument out.
     flow.retain(|_, value| !matches!(value, Tree::None));
     check_names(&flow)?;
+    if !matches!(flow.get("return_logits"), None | Some(Tree::Bool(_))) {
+        let what = "`return_logits` is a truth value: `Tree::Bool(true)`";
+        return Err(TensorError::invalid(OP, what));
+    }
     if let Some(Tree::Map(last)) = flow.remove("past") {
         flow.extend(last.into_iter().filter(|(name, _)| is_past(name)));
     }
@@ -115,6 +119,11 @@ fn shifted(cx: &mut Cx, labels: &Tensor, [rows, steps]: [usize; 2]) -> TensorRes
     let none = cx.full(labels.dtype(), &[rows, steps.min(1)], ignored)?;
     let next = cx.narrow(&labels, 1, steps.min(1), steps.saturating_sub(1))?;
     cx.cat(&[&next, &none], 1)
+}
+
+/// Whether a call with labels asks for more than the loss.
+pub(super) fn wants_logits(flow: &Flow) -> bool {
+    matches!(flow.get("return_logits"), Some(Tree::Bool(true)))
 }
 
 /// Whether this is the keys or values of a block.
