@@ -1,6 +1,8 @@
 //! What a model takes: names, Hugging Face's conventions, padding, and outputs together.
 
 mod golden;
+#[path = "../../roundpipe-tensor/tests/support/skip.rs"]
+mod skip;
 
 use std::error::Error;
 
@@ -10,7 +12,7 @@ use roundpipe::{
     Worker,
 };
 use roundpipe_models::{Model, ModelConfig};
-use roundpipe_tensor::{DeviceKind, meta};
+use roundpipe_tensor::{Cuda, DeviceKind, meta};
 
 fn engine(model: &Model) -> RoundPipe {
     RoundPipe::builder(model.layers.clone())
@@ -232,12 +234,28 @@ const PADDED: [(&str, &str); 10] = [
 /// are those of transformers for left and right padding, windows and sinks included.
 #[test]
 fn padded_batches_are_those_of_transformers() {
+    padded_batches_are_equal_on(&worker());
+}
+
+/// The same on a GPU, where there is one.
+#[test]
+fn padded_batches_are_those_of_transformers_on_a_gpu() {
+    let test = "padded_batches_are_those_of_transformers_on_a_gpu";
+    match Cuda::workers(0, 1) {
+        Ok(gpus) => {
+            let worker = Worker::new(gpus[0].clone(), Bytes::gib(1)).unwrap();
+            padded_batches_are_equal_on(&worker);
+        }
+        Err(error) => skip::skipped(test, &error.to_string()),
+    }
+}
+
+fn padded_batches_are_equal_on(worker: &Worker) {
     let padded = Golden::beside("padding");
     for (name, kind) in PADDED {
         let model = Golden::open(name).model(DType::F32);
         let at = |value: &str| format!("{name}/{kind}.{value}");
-        let worker = worker();
-        let mut cx = Cx::infer(&worker);
+        let mut cx = Cx::infer(worker);
         let ids = device(&mut cx, &padded.ids(&format!("{name}/ids")));
         let mask = device(&mut cx, &padded.ids(&at("mask")));
         let inputs = vec![
@@ -254,7 +272,7 @@ fn padded_batches_are_those_of_transformers() {
             &of_real(&real, &padded.floats(&at("logits"))),
         );
 
-        let mut cx = Cx::train(&worker);
+        let mut cx = Cx::train(worker);
         let labels = device(&mut cx, &padded.ids(&at("labels")));
         let inputs = [inputs, vec![("labels", labels.into())]].concat();
         let loss = run(&mut cx, &model, inputs).unwrap().tensor().unwrap();
