@@ -1,40 +1,16 @@
 //! Decoder-only transformers of all supported families as a [`Sequential`]: embedding, one layer
 //! per block, head with loss.
 //!
-//! Between layers flows a map:
+//! What a caller gives is documented at [`Model`]; the first layer checks it and brings it into the
+//! names of the map that flows between layers:
 //!
 //! - `ids` [B, S] at first, then `hidden` [B, S, H].
-//! - `labels` [B, S], where given, are the tokens that should come next at each position, -100 for
-//!   none. The head then gives the loss: the mean over labelled tokens, or with a scalar `weight`
-//!   (f32) the sum divided by it, so that microbatches with different numbers of labels add up to
-//!   the mean of a whole batch. The mean goes with [`LossReduction::Mean`](roundpipe::LossReduction),
-//!   which counts rows; the sum with `LossReduction::Sum`, which is exact for any labels.
-//! - `positions` [B, S] (i64), or [S] for all rows, where rows do not count from 0.
-//! - `lens` (i32, cumulative), where sequences are packed into one row.
-//! - `cache`, any value: block i puts the keys and values it saw there as `past.{i}.k` and
-//!   `past.{i}.v` [B, T, kv heads, D], and the head gives a map of `logits` and these. Given as
-//!   `past`, that map is what the blocks see before the new tokens; positions count on from T
-//!   unless given.
-//! - `keep`, a whole number: logits of only so many last positions.
-//! - `return_logits`, a truth value: beside labels, the head gives a map of `loss`, `logits` and, of
-//!   models with balanced experts, `aux_loss` (the balance before its coefficient) instead of the
-//!   loss alone. A training call then takes a loss function that picks the loss. Where microbatches are
-//!   merged, the losses in the map are means over microbatches.
+//! - `labels`, `weight`, `positions`, `lens`, `cache`, `keep` and `return_logits`, as given. Labels
+//!   stand where they are predicted, whichever convention the caller uses.
+//! - `past.{i}.k` and `past.{i}.v` [B, T, kv heads, D]: what block i saw, before it and after it.
+//! - `pad.place`, `pad.real`: where the tokens of a padded batch are, which flows as one packed row.
 //! - `aux.counts`, `aux.shares` \[experts\] (f32): sums over blocks for the load-balancing loss,
 //!   which the head adds to a training loss.
-//!
-//! Hugging Face's names are accepted as well, and the first layer turns them into these: `input_ids`
-//! are `ids`, `position_ids` are `positions`, and `labels` beside `input_ids` are as long as the
-//! ids, -100 for none, and shifted by the model. So the name of the ids decides what `labels` mean.
-//! Names of both in one call are refused, and so are names that are not known.
-//!
-//! `attention_mask` [B, S] of any type is 0 for padding, left, right or between: a real token then
-//! sees the real tokens of its row only, and its logits are those of the row without padding. As in
-//! transformers, positions count columns unless `position_ids` are given, padding does not count in
-//! the balance of experts, and only labels of -100 keep padding out of the loss; beside padding on
-//! the left that includes the label of the first real token. Logits of padding mean nothing. A batch
-//! padded on the right alone needs no mask, since no token looks ahead; without one, GPUs can use their
-//! fastest attention.
 //!
 //! Parameters have transformers' names, except that the last norm is `lm_head.norm`;
 //! [`Model::entries`] has the names of folders.
@@ -66,6 +42,52 @@ pub(crate) use experts::Experts;
 pub(crate) use projection::{Adapter, Projection};
 
 /// A model and its layers.
+///
+/// # Inputs
+/// Layers take named inputs: `Inputs::new().named("ids", ids)`. There are our own names and Hugging
+/// Face's; the name of the ids decides what the others mean. Other names, and names of both in one
+/// call, are refused. B rows of S tokens:
+///
+/// | ours | Hugging Face's | what |
+/// |---|---|---|
+/// | `ids` | `input_ids` | tokens [B, S] |
+/// | `labels` | | [B, S], the token that should come *next* at each position, -100 for none |
+/// | | `labels` | [B, S], the token *at* each position, -100 for none: the model shifts them |
+/// | `positions` | `position_ids` | [B, S], or one row for all; 0, 1, 2, … unless given |
+/// | | `attention_mask` | [B, S] of any type, 0 for padding |
+/// | `lens` | | [n + 1] (i32), cumulative lengths of n sequences packed into one row |
+///
+/// | beside either | what |
+/// |---|---|
+/// | `weight` | a number (f32): the loss is the sum over labels divided by it, not their mean |
+/// | `return_logits` | `Tree::Bool(true)`: with labels, logits beside the loss |
+/// | `keep` | `Tree::Int(n)`: logits of the last n positions only |
+/// | `cache` | any value: give the keys and values that blocks saw |
+/// | `past` | what the call before gave with `cache`: tokens come behind those |
+///
+/// Microbatches of unequally many labels add up to the mean over a batch with `weight`, the number
+/// of its labels (Hugging Face's without the first column, which no token predicts), and
+/// [`LossReduction::Sum`](roundpipe::LossReduction). Without it, the mean of each goes with
+/// `LossReduction::Mean`, which counts rows.
+///
+/// # Padding
+/// With `attention_mask`, padding may stand left, right or between: a real token sees the real tokens
+/// of its row and no others, and its logits are those of the row without padding. Logits of padding
+/// mean nothing. The rest is as in transformers: positions count columns unless given, padding does
+/// not count in the balance of experts, and only labels of -100 keep it out of the loss. Padding on
+/// the left also predicts the first real token, so that label is -100 too. Windows count real tokens,
+/// as in transformers' flash attention. A batch padded on the right alone needs no mask, since no
+/// token looks ahead; without one, GPUs can use their fastest attention. A mask and `cache` do not go
+/// together.
+///
+/// # Outputs
+/// - Without labels: logits [B, S, vocabulary].
+/// - With labels: the loss. In training it includes the balance of experts, times its coefficient.
+/// - With labels and `return_logits`: a map of `loss`, `logits` and, where experts are balanced,
+///   `aux_loss`, the balance before its coefficient. Tell a training call which of them is the
+///   loss: `.loss(|_, mut outputs, _| outputs.take("loss")?.tensor())`. Merged over microbatches,
+///   the two losses of the map are means.
+/// - With `cache`: a map of `logits` and `past.{i}.k`, `past.{i}.v` [B, T, kv heads, D].
 #[derive(Clone)]
 pub struct Model {
     /// Sizes and options.

@@ -369,6 +369,36 @@ fn padding_is_invisible_under_an_engine() {
     }
 }
 
+/// A padded batch trains under an engine that cuts it into microbatches of unequal padding: loss
+/// and gradient are transformers'.
+#[test]
+fn padded_batches_train_under_an_engine() {
+    let padded = Golden::beside("padding");
+    for kind in ["left", "right", "holes"] {
+        let model = llama().model(DType::F32);
+        let at = |value: &str| format!("llama3/{kind}.{value}");
+        let labels = padded.ids(&at("labels"));
+        // The first column is never predicted.
+        let rows = labels.to_vec::<i64>().unwrap();
+        let shifted = rows.chunks(16).flat_map(|row| &row[1..]);
+        let count = shifted.filter(|label| **label != -100).count();
+        let inputs = Inputs::new()
+            .named("input_ids", padded.ids("llama3/ids"))
+            .named("attention_mask", padded.ids(&at("mask")))
+            .named("labels", labels)
+            .named("weight", HostTensor::scalar(count as f32).unwrap());
+        let engine = engine(&model);
+        let loss = engine.train(inputs).run().unwrap().losses.total();
+        assert_close(&at("loss"), &[loss], &padded.floats(&at("loss")));
+        engine.synchronize().unwrap();
+        let grads = engine.gradients().unwrap();
+        let (name, grad) = &grads[0];
+        assert_eq!(name, "model.embed_tokens.weight");
+        let grad = grad.as_ref().unwrap().to_f64_vec().unwrap();
+        assert_same_direction(&at("g"), &grad, &padded.floats(&at("g")));
+    }
+}
+
 /// A mask that is no [batch, sequence] of the ids, or stands beside kept keys, is refused.
 #[test]
 fn masks_that_cannot_work_are_refused() {
