@@ -1,22 +1,15 @@
 //! Decoder-only transformers of all supported families as a [`Sequential`]: embedding, one layer
 //! per block, head with loss.
 //!
-//! Between layers flows a map:
+//! What a caller gives is documented at [`Model`]; the first layer checks it and brings it into the
+//! names of the map that flows between layers:
 //!
 //! - `ids` [B, S] at first, then `hidden` [B, S, H].
-//! - `labels` [B, S], where given, are the tokens that should come next at each position, -100 for
-//!   none. The head then gives the loss: the mean over labelled tokens, or with a scalar `weight`
-//!   (f32) the sum divided by it, so that microbatches with different numbers of labels add up to
-//!   the mean of a whole batch. The mean goes with [`LossReduction::Mean`](roundpipe::LossReduction),
-//!   which counts rows; the sum with `LossReduction::Sum`, which is exact for any labels.
-//! - `positions` [B, S] (i64), where rows do not count from 0.
-//! - `lens` (i32, cumulative), where sequences are packed into one row.
-//! - `cache`, any value: block i puts the keys and values it saw there as `past.{i}.k` and
-//!   `past.{i}.v` [B, T, kv heads, D], and the head gives a map of `logits` and these. Given as
-//!   `past`, that map is what the blocks see before the new tokens; positions count on from T
-//!   unless given.
-//! - `keep`, a whole number: logits of only so many last positions.
-//! - `aux.counts`, `aux.shares` [experts] (f32): sums over blocks for the load-balancing loss,
+//! - `labels`, `weight`, `positions`, `lens`, `cache`, `keep` and `return_logits`, as given. Labels
+//!   stand where they are predicted, whichever convention the caller uses.
+//! - `past.{i}.k` and `past.{i}.v` [B, T, kv heads, D]: what block i saw, before it and after it.
+//! - `pad.place`, `pad.real`: where the tokens of a padded batch are, which flows as one packed row.
+//! - `aux.counts`, `aux.shares` \[experts\] (f32): sums over blocks for the load-balancing loss,
 //!   which the head adds to a training loss.
 //!
 //! Parameters have transformers' names, except that the last norm is `lm_head.norm`;
@@ -25,7 +18,9 @@
 mod block;
 mod ends;
 mod experts;
+mod inputs;
 mod names;
+mod padding;
 mod projection;
 
 use std::collections::BTreeMap;
@@ -47,6 +42,52 @@ pub(crate) use experts::Experts;
 pub(crate) use projection::{Adapter, Projection};
 
 /// A model and its layers.
+///
+/// # Inputs
+/// Layers take named inputs: `Inputs::new().named("ids", ids)`. There are our own names and Hugging
+/// Face's; the name of the ids decides what the others mean. Other names, and names of both in one
+/// call, are refused. B rows of S tokens:
+///
+/// | ours | Hugging Face's | what |
+/// |---|---|---|
+/// | `ids` | `input_ids` | tokens [B, S] |
+/// | `labels` | | [B, S], the token that should come *next* at each position, -100 for none |
+/// | | `labels` | [B, S], the token *at* each position, -100 for none: the model shifts them |
+/// | `positions` | `position_ids` | [B, S], or one row for all; 0, 1, 2, … unless given |
+/// | | `attention_mask` | [B, S] of any type, 0 for padding |
+/// | `lens` | | [n + 1] (i32), cumulative lengths of n sequences packed into one row |
+///
+/// | beside either | what |
+/// |---|---|
+/// | `weight` | a number (f32): the loss is the sum over labels divided by it, not their mean |
+/// | `return_logits` | `Tree::Bool(true)`: with labels, logits beside the loss |
+/// | `keep` | `Tree::Int(n)`: logits of the last n positions only |
+/// | `cache` | any value: give the keys and values that blocks saw |
+/// | `past` | what the call before gave with `cache`: tokens come behind those |
+///
+/// Microbatches of unequally many labels add up to the mean over a batch with `weight`, the number
+/// of its labels (Hugging Face's without the first column, which no token predicts), and
+/// [`LossReduction::Sum`](roundpipe::LossReduction). Without it, the mean of each goes with
+/// `LossReduction::Mean`, which counts rows.
+///
+/// # Padding
+/// With `attention_mask`, padding may stand left, right or between: a real token sees the real tokens
+/// of its row and no others, and its logits are those of the row without padding. Logits of padding
+/// mean nothing. The rest is as in transformers: positions count columns unless given, padding does
+/// not count in the balance of experts, and only labels of -100 keep it out of the loss. Padding on
+/// the left also predicts the first real token, so that label is -100 too. Windows count real tokens,
+/// as in transformers' flash attention. A batch padded on the right alone needs no mask, since no
+/// token looks ahead; without one, GPUs can use their fastest attention. A mask and `cache` do not go
+/// together.
+///
+/// # Outputs
+/// - Without labels: logits [B, S, vocabulary].
+/// - With labels: the loss. In training it includes the balance of experts, times its coefficient.
+/// - With labels and `return_logits`: a map of `loss`, `logits` and, where experts are balanced,
+///   `aux_loss`, the balance before its coefficient. Tell a training call which of them is the
+///   loss: `.loss(|_, mut outputs, _| outputs.take("loss")?.tensor())`. Merged over microbatches,
+///   the two losses of the map are means.
+/// - With `cache`: a map of `logits` and `past.{i}.k`, `past.{i}.v` [B, T, kv heads, D].
 #[derive(Clone)]
 pub struct Model {
     /// Sizes and options.
@@ -249,16 +290,29 @@ pub(crate) fn fields(input: Tree) -> TensorResult<Flow> {
         Tree::Map(map) => Ok(map),
         _ => Err(TensorError::invalid(
             "model",
-            "a layer expects a map with `ids` or `hidden`",
+            "a model takes its inputs by name: `Inputs::new().named(\"ids\", ..)`",
         )),
     }
 }
 
 /// Takes one tensor out of the map.
 pub(crate) fn take(map: &mut Flow, name: &str) -> TensorResult<Tensor> {
-    let missing =
-        || TensorError::invalid("model", format!("the map between layers lacks `{name}`"));
-    map.remove(name).ok_or_else(missing)?.tensor()
+    let value = map.remove(name).ok_or_else(|| missing(map, name))?;
+    value.tensor()
+}
+
+fn missing(map: &Flow, name: &str) -> TensorError {
+    let names: Vec<&str> = map.keys().map(String::as_str).collect();
+    let what = format!(
+        "the map between layers lacks `{name}`; it has {}",
+        names.join(", ")
+    );
+    TensorError::invalid("model", what)
+}
+
+/// A tensor of the map, left there.
+pub(crate) fn get(map: &Flow, name: &str) -> TensorResult<Tensor> {
+    optional(map, name)?.ok_or_else(|| missing(map, name))
 }
 
 /// A tensor of the map that may be absent, left there.

@@ -10,7 +10,7 @@ use roundpipe::{
     RingOptions, RoundPipe, Rule, RunConfig, Update, Worker,
 };
 use roundpipe_models::{
-    Error, Finish, GenerateOptions, Generator, Model, ModelConfig, Sampler, preset,
+    Error, Finish, GenerateOptions, Generator, LoraConfig, Model, ModelConfig, Sampler, preset,
 };
 use roundpipe_tensor::{DeviceKind, SimWorld, meta};
 use serde_json::json;
@@ -300,4 +300,47 @@ fn sampling_changes_nothing_about_training() {
         assert_ne!(alone[0], alone[3], "it trains");
         assert_eq!(train(true), alone, "{lag:?}");
     }
+}
+
+/// A generator that comes between two steps of an engine that trains adapters leaves every
+/// parameter frozen or trained as it was, and the losses as they would be without it.
+#[test]
+fn a_generator_between_steps_changes_no_parameter_and_no_loss() {
+    let ids: Vec<i64> = (0..16).map(|i| i * 7 % 61).collect();
+    let ids = HostTensor::from_slice(&ids, &[2, 8]).unwrap();
+    let train = |samples: bool| {
+        let mut model = model(qwen3());
+        model.add_lora(&LoraConfig::default()).unwrap();
+        let flags = || {
+            let params = model.named_params().into_iter();
+            let flags = params.map(|(name, param)| (name, param.is_trainable()));
+            flags.collect::<Vec<_>>()
+        };
+        let before = flags();
+        assert!(before.iter().any(|(_, trained)| *trained));
+        assert!(before.iter().any(|(_, trained)| !*trained));
+        let trainer = RoundPipe::builder(model.layers.clone())
+            .optimizer(Rule::Adam(AdamW::default()))
+            .devices(cpu())
+            .memory(Bytes::mib(64))
+            .build()
+            .unwrap();
+        let mut losses = Vec::new();
+        for _ in 0..4 {
+            let batch = Inputs::new()
+                .named("ids", ids.clone())
+                .named("labels", ids.clone());
+            losses.push(trainer.train(batch).run().unwrap().losses.total().to_bits());
+            trainer.update(&Update::new(0.01), Lag::One).unwrap();
+            if samples {
+                let generator = Generator::new(&model, &cpu(), &memory(64 << 20)).unwrap();
+                tokens(&generator, &[3, 1, 4], Sampler::default());
+                assert_eq!(flags(), before);
+            }
+        }
+        losses
+    };
+    let alone = train(false);
+    assert_ne!(alone[0], alone[3], "it trains");
+    assert_eq!(train(true), alone);
 }

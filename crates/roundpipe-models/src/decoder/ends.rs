@@ -6,7 +6,7 @@ use roundpipe::{
     Cx, DType, Layer, Module, Param, ParamVisitor, Params, Tensor, TensorResult, Tree,
 };
 
-use super::{Flow, Maker, fields, optional, take};
+use super::{Flow, Maker, fields, get, inputs, optional, padding, take};
 use crate::config::ModelConfig;
 
 /// Token embedding.
@@ -24,13 +24,7 @@ impl Params for Embed {
 
 impl Layer for Embed {
     fn run(&self, cx: &mut Cx, input: Tree) -> TensorResult<Tree> {
-        let mut flow = fields(input)?;
-        if let Some(Tree::Map(last)) = flow.remove("past") {
-            flow.extend(
-                last.into_iter()
-                    .filter(|(name, _)| name.starts_with("past.")),
-            );
-        }
+        let mut flow = inputs::read(cx, fields(input)?)?;
         let ids = take(&mut flow, "ids")?;
         let weight = cx.get(&self.weight)?;
         flow.insert("hidden".into(), cx.embedding(&weight, &ids)?.into());
@@ -68,8 +62,9 @@ impl Head {
         let labels = take(&mut flow, "labels")?;
         let weight = cx.get(&self.weight)?;
         let mut loss = cx.linear_cross_entropy(x, &weight, &labels, CrossEntropy::default())?;
-        if flow.contains_key("aux.shares") {
-            let aux = self.balance(cx, &mut flow, labels.numel())?;
+        // Outside training the balance is there only to be shown.
+        if cx.is_training() && flow.contains_key("aux.shares") {
+            let aux = self.balance(cx, &flow, labels.numel(), self.aux_coef)?;
             loss = cx.add(&loss, &aux)?;
         }
         let Some(divisor) = optional(&flow, "weight")? else {
@@ -85,32 +80,46 @@ impl Head {
         cx.mul(&loss, &share)
     }
 
-    /// Experts · Σ (choices per token) · (mean probability) over all blocks at once, as
-    /// transformers has it.
-    fn balance(&self, cx: &mut Cx, flow: &mut Flow, tokens: usize) -> TensorResult<Tensor> {
-        let (counts, shares) = (take(flow, "aux.counts")?, take(flow, "aux.shares")?);
+    /// Loss, logits and, of models with experts that are balanced, the balance without its
+    /// coefficient: what transformers gives.
+    fn outputs(&self, cx: &mut Cx, x: &Tensor, flow: Flow) -> TensorResult<Tree> {
+        let mut outputs = vec![("logits", self.logits(cx, x, &flow)?.into())];
+        if flow.contains_key("aux.shares") {
+            let tokens = get(&flow, "labels")?.numel();
+            let aux = self.balance(cx, &flow, tokens, 1.0)?;
+            outputs.push(("aux_loss", aux.into()));
+        }
+        outputs.push(("loss", self.loss(cx, x, flow)?.into()));
+        Ok(Tree::map(outputs))
+    }
+
+    /// `coef` · experts · Σ (choices per token) · (mean probability) over all blocks at once, as
+    /// transformers has it. Padding does not count.
+    fn balance(&self, cx: &mut Cx, flow: &Flow, tokens: usize, coef: f64) -> TensorResult<Tensor> {
+        let (counts, shares) = (get(flow, "aux.counts")?, get(flow, "aux.shares")?);
         let product = cx.mul(&counts, &shares)?;
         let sum = cx.sum_all(&product)?;
-        let rows = (self.sparse * tokens) as f64;
-        cx.affine(
-            &sum,
-            self.aux_coef * counts.numel() as f64 / (rows * rows),
-            0.0,
-        )
+        let experts = counts.numel() as f64;
+        let Some(real) = optional(flow, padding::REAL)? else {
+            let rows = (self.sparse * tokens) as f64;
+            return cx.affine(&sum, coef * experts / (rows * rows), 0.0);
+        };
+        let rows = cx.sum_all(&real)?;
+        let rows = cx.mul_scalar(&rows, self.sparse as f64)?;
+        let sum = cx.mul_scalar(&sum, coef * experts)?;
+        let sum = cx.div(&sum, &rows)?;
+        cx.div(&sum, &rows)
     }
 
     /// Logits, of the last `keep` positions where asked.
     fn logits(&self, cx: &mut Cx, x: &Tensor, flow: &Flow) -> TensorResult<Tensor> {
         let weight = cx.get(&self.weight)?;
-        match flow.get("keep") {
-            Some(Tree::Int(keep)) => {
-                let steps = x.dims()[1];
-                let keep = usize::try_from(*keep).unwrap_or(1).clamp(1, steps);
-                let last = cx.narrow(x, 1, steps - keep, keep)?;
-                cx.linear(&last, &weight, None)
-            }
-            _ => cx.linear(x, &weight, None),
-        }
+        let keep = match flow.get("keep") {
+            Some(Tree::Int(keep)) => Some(usize::try_from(*keep).unwrap_or(1)),
+            _ => None,
+        };
+        let x = padding::last_positions(cx, x, flow, keep)?;
+        cx.linear(&x, &weight, None)
     }
 }
 
@@ -128,7 +137,10 @@ impl Layer for Head {
         let normed = self.norm.forward(cx, &hidden)?;
         drop(hidden);
         if flow.contains_key("labels") {
-            return Ok(self.loss(cx, &normed, flow)?.into());
+            return match inputs::wants_logits(&flow) {
+                true => self.outputs(cx, &normed, flow),
+                false => Ok(self.loss(cx, &normed, flow)?.into()),
+            };
         }
         let logits = self.logits(cx, &normed, &flow)?;
         flow.retain(|name, _| name.starts_with("past."));

@@ -4,7 +4,9 @@ use roundpipe::kernel::Glu;
 use roundpipe::ops::{RouteWeights, Routing};
 use roundpipe::{Cx, DType, Module, Tensor, TensorResult};
 
-use super::{Flow, Maker, Projection, take};
+use super::inputs::wants_logits;
+use super::padding::REAL;
+use super::{Flow, Maker, Projection, optional, take};
 use crate::config::{Family, ModelConfig, MoeConfig};
 
 /// Router and experts of a block.
@@ -48,13 +50,14 @@ impl Experts {
         })
     }
 
-    /// The experts' sum for x [B, S, H]; where a training loss will want them, `aux.*` are added to
-    /// the flow.
+    /// The experts' sum for x [B, S, H]; where a training loss or the caller will want them, `aux.*`
+    /// are added to the flow.
     pub(crate) fn forward(&self, cx: &mut Cx, x: &Tensor, flow: &mut Flow) -> TensorResult<Tensor> {
         let flat = cx.reshape(x, &[-1, x.dims()[2] as isize])?;
         let logits = self.router.forward(cx, &flat)?;
         let routing = cx.moe_route(&logits, self.top_k, self.weights)?;
-        if self.count && cx.is_training() && flow.contains_key("labels") {
+        let is_wanted = cx.is_training() || wants_logits(flow);
+        if self.count && is_wanted && flow.contains_key("labels") {
             count(cx, &logits, &routing, flow)?;
         }
         drop(logits);
@@ -78,15 +81,17 @@ impl Experts {
 
 /// Adds how often each expert was chosen and the sum of its probabilities to the flow.
 fn count(cx: &mut Cx, logits: &Tensor, routing: &Routing, flow: &mut Flow) -> TensorResult<()> {
-    let experts = routing.experts();
-    let bounds = cx.cast(routing.offsets(), DType::F32)?;
-    let (ends, starts) = (
-        cx.narrow(&bounds, 0, 1, experts)?,
-        cx.narrow(&bounds, 0, 0, experts)?,
-    );
-    let counts = cx.sub(&ends, &starts)?;
+    let real = optional(flow, REAL)?;
+    let counts = match &real {
+        Some(real) => choices_of_real(cx, routing, real)?,
+        None => choices(cx, routing)?,
+    };
     let wide = cx.cast(logits, DType::F32)?;
-    let shares = cx.softmax(&wide, -1)?;
+    let mut shares = cx.softmax(&wide, -1)?;
+    if let Some(real) = &real {
+        let column = cx.unsqueeze(real, 1)?;
+        shares = cx.mul(&shares, &column)?;
+    }
     let shares = cx.sum(&shares, &[0], false)?;
     for (name, value) in [("aux.counts", counts), ("aux.shares", shares)] {
         let sum = match flow.contains_key(name) {
@@ -96,4 +101,26 @@ fn count(cx: &mut Cx, logits: &Tensor, routing: &Routing, flow: &mut Flow) -> Te
         flow.insert(name.into(), sum.into());
     }
     Ok(())
+}
+
+/// How often each expert was chosen, [experts] (f32).
+fn choices(cx: &mut Cx, routing: &Routing) -> TensorResult<Tensor> {
+    let experts = routing.experts();
+    let bounds = cx.cast(routing.offsets(), DType::F32)?;
+    let (ends, starts) = (
+        cx.narrow(&bounds, 0, 1, experts)?,
+        cx.narrow(&bounds, 0, 0, experts)?,
+    );
+    cx.sub(&ends, &starts)
+}
+
+/// The same by the tokens whose `real` [tokens] is 1.
+fn choices_of_real(cx: &mut Cx, routing: &Routing, real: &Tensor) -> TensorResult<Tensor> {
+    let (tokens, top_k) = (routing.tokens(), routing.top_k());
+    let column = cx.unsqueeze(real, 1)?;
+    let each = cx.expand(&column, &[tokens, top_k])?;
+    let each = cx.reshape(&each, &[-1])?;
+    let chosen = cx.reshape(routing.choice(), &[-1])?;
+    let none = cx.zeros(DType::F32, &[routing.experts()])?;
+    cx.index_add(&none, 0, &chosen, &each)
 }

@@ -30,11 +30,22 @@ pub struct Golden {
 }
 
 impl Golden {
+    /// The file of a model.
     pub fn open(name: &'static str) -> Self {
-        let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models");
+        Self::read("models", name)
+    }
+
+    /// A file that stands beside the folder of models.
+    pub fn beside(name: &'static str) -> Self {
+        Self::read("", name)
+    }
+
+    fn read(folder: &str, name: &'static str) -> Self {
+        let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../fixtures");
+        let path = path.join(folder).join(format!("{name}.safetensors"));
         Self {
             name,
-            bytes: std::fs::read(path.join(format!("{name}.safetensors"))).unwrap(),
+            bytes: std::fs::read(path).unwrap(),
         }
     }
 
