@@ -137,10 +137,10 @@ impl Layer for Head {
         let normed = self.norm.forward(cx, &hidden)?;
         drop(hidden);
         if flow.contains_key("labels") {
-            return match inputs::wants_logits(&flow) {
-                true => self.outputs(cx, &normed, flow),
-                false => Ok(self.loss(cx, &normed, flow)?.into()),
-            };
+            if inputs::wants_logits(&flow) {
+                return self.outputs(cx, &normed, flow);
+            }
+            return Ok(self.loss(cx, &normed, flow)?.into());
         }
         let logits = self.logits(cx, &normed, &flow)?;
         flow.retain(|name, _| name.starts_with("past."));

@@ -133,10 +133,10 @@ fn is_past(name: &str) -> bool {
 
 /// The names of a call for an error.
 fn given(flow: &Flow) -> String {
-    match flow.is_empty() {
-        true => "an empty map".to_owned(),
-        false => quoted(flow.keys().map(String::as_str)),
+    if flow.is_empty() {
+        return "an empty map".to_owned();
     }
+    quoted(flow.keys().map(String::as_str))
 }
 
 fn quoted<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
