@@ -52,8 +52,9 @@ pub struct GradScaler(Arc<Mutex<ScalerInner>>);
 #[derive(Debug)]
 struct ScalerInner {
     state: ScalerState,
-    /// Updates since the start or the last restore.
-    version: u64,
+    /// The version that the newest scale is for; not known before a scale was asked for since the
+    /// start or the last restore.
+    version: Option<u64>,
     /// The scales after the last updates, the newest at the end.
     scales: VecDeque<f64>,
 }
@@ -97,13 +98,15 @@ impl GradScaler {
     }
 
     /// What losses of a pass over weights of `version` are multiplied with. `None` before the
-    /// update that makes this version has ended, and for versions long gone.
+    /// update that makes this version has ended, and for versions long gone. The first question
+    /// after the start or a restore says which version the engine is at.
     pub fn scale_at(&self, version: u64) -> Option<f64> {
-        let inner = self.lock();
+        let mut inner = self.lock();
         if !inner.state.enabled {
             return Some(1.0);
         }
-        let back = usize::try_from(inner.version.checked_sub(version)?).ok()?;
+        let newest = *inner.version.get_or_insert(version);
+        let back = usize::try_from(newest.checked_sub(version)?).ok()?;
         inner.scales.iter().rev().nth(back).copied()
     }
 
@@ -139,7 +142,7 @@ impl GradScaler {
             }
         }
         let scale = state.scale;
-        inner.version += 1;
+        inner.version = inner.version.map(|version| version + 1);
         inner.scales.push_back(scale);
         if inner.scales.len() > REMEMBERED {
             inner.scales.pop_front();
@@ -151,7 +154,9 @@ impl GradScaler {
         self.lock().state
     }
 
-    /// Goes on from `state`; versions count from 0 again, as a new store's do.
+    /// Goes on from `state`, in a new run or in the middle of one. Call
+    /// [`RoundPipe::synchronize`](crate::RoundPipe::synchronize) first: a step that is under way
+    /// still counts with the scale from before.
     ///
     /// # Errors
     /// As [`GradScaler::new`]; nothing changes then.
@@ -170,7 +175,7 @@ impl ScalerInner {
     fn start(state: ScalerState) -> Self {
         Self {
             state,
-            version: 0,
+            version: None,
             scales: VecDeque::from([state.scale]),
         }
     }

@@ -969,6 +969,40 @@ fn recompute_data_is_saved_once_and_read_in_a_recompute_only() {
     }
 }
 
+/// A scaler that is restored, or made, in the middle of a run goes on from the engine's version.
+#[test]
+fn a_scaler_is_restored_in_mid_run() {
+    let engine = small(&models::perceptron(DType::F32), 1, 2, sgd());
+    let scaler = GradScaler::default();
+    let step = |scaler: &GradScaler, step: u64| {
+        let scale = engine.loss_scale(scaler).unwrap();
+        let (x, weights) = models::numbers(step, 4, DType::F32);
+        let loss = move |cx: &mut Cx, output: Tree, weights: Tree| {
+            let loss = models::weighted(cx, output, weights)?;
+            cx.mul_scalar(&loss, scale)
+        };
+        engine.forward_backward(x, weights, loss).unwrap();
+        let update = Update::new(0.01);
+        engine.update_scaled(&update, scaler, Lag::One).unwrap();
+        scale
+    };
+    for number in 0..3 {
+        assert_eq!(step(&scaler, number), 65536.0);
+    }
+    engine.synchronize().unwrap();
+    let lower = ScalerState {
+        scale: 1024.0,
+        ..scaler.state()
+    };
+    scaler.restore(lower).unwrap();
+    for number in 3..6 {
+        assert_eq!(step(&scaler, number), 1024.0);
+    }
+    engine.synchronize().unwrap();
+    assert_eq!(scaler.state().good, lower.good + 3);
+    assert_eq!(step(&GradScaler::new(lower).unwrap(), 6), 1024.0);
+}
+
 /// A step with an overflow is skipped and halves the scale, at either lag, the same in every
 /// executor.
 #[test]
