@@ -1,7 +1,7 @@
 //! Ten steps of each optimizer against PyTorch; `fixtures/make_optim.py` makes the file.
 
 use roundpipe_tensor::cpu::threads::Threads;
-use roundpipe_tensor::optim::{AdamSlabs, AdamW, Sgd, SgdSlabs, WeightDecay};
+use roundpipe_tensor::optim::{AdamSlabs, AdamW, Sgd, SgdSlabs, StepSettings, WeightDecay};
 use safetensors::SafeTensors;
 
 const STEPS: u64 = 10;
@@ -70,7 +70,7 @@ impl Golden {
     }
 }
 
-fn check_adam(golden: &Golden, name: &str, adam: AdamW) {
+fn check_adam(golden: &Golden, name: &str, lr: f64, adam: AdamW) {
     let threads = Threads::new(Some(1)).unwrap();
     let mut param = golden.tensor("param");
     let (mut first, mut second) = (vec![0.0; param.len()], vec![0.0; param.len()]);
@@ -85,7 +85,8 @@ fn check_adam(golden: &Golden, name: &str, adam: AdamW) {
             max_exp_avg_sq: largest.as_deref_mut(),
             working: None,
         };
-        adam.step(&threads, step, 1.0, slabs).unwrap();
+        adam.step(&threads, StepSettings::new(step, lr), slabs)
+            .unwrap();
         golden.check(&format!("{name}.param"), step, &param);
         golden.check(&format!("{name}.exp_avg"), step, &first);
         golden.check(&format!("{name}.exp_avg_sq"), step, &second);
@@ -95,7 +96,7 @@ fn check_adam(golden: &Golden, name: &str, adam: AdamW) {
     }
 }
 
-fn check_sgd(golden: &Golden, name: &str, sgd: Sgd) {
+fn check_sgd(golden: &Golden, name: &str, lr: f64, sgd: Sgd) {
     let threads = Threads::new(Some(1)).unwrap();
     let mut param = golden.tensor("param");
     // Not zeros: the first step must not read it.
@@ -108,7 +109,8 @@ fn check_sgd(golden: &Golden, name: &str, sgd: Sgd) {
             momentum: momentum.as_deref_mut(),
             working: None,
         };
-        sgd.step(&threads, step, 1.0, slabs).unwrap();
+        sgd.step(&threads, StepSettings::new(step, lr), slabs)
+            .unwrap();
         golden.check(&format!("{name}.param"), step, &param);
         if let Some(momentum) = &momentum {
             golden.check(&format!("{name}.momentum_buffer"), step, momentum);
@@ -120,21 +122,18 @@ fn check_sgd(golden: &Golden, name: &str, sgd: Sgd) {
 #[test]
 fn adam_follows_pytorch() {
     let golden = Golden::open();
-    let base = AdamW {
-        lr: 1e-2,
-        ..AdamW::default()
-    };
+    let base = AdamW::default();
     let adam = AdamW {
         weight_decay: 0.0,
         decay: WeightDecay::Gradient,
         ..base
     };
     let cases = [
-        ("adamw", AdamW::default()),
+        ("adamw", 1e-3, base),
         (
             "adamw_betas",
+            3e-2,
             AdamW {
-                lr: 3e-2,
                 beta1: 0.8,
                 beta2: 0.95,
                 eps: 1e-6,
@@ -144,6 +143,7 @@ fn adam_follows_pytorch() {
         ),
         (
             "adamw_amsgrad",
+            1e-2,
             AdamW {
                 amsgrad: true,
                 ..base
@@ -151,14 +151,16 @@ fn adam_follows_pytorch() {
         ),
         (
             "adamw_maximize",
+            1e-2,
             AdamW {
                 maximize: true,
                 ..base
             },
         ),
-        ("adam", adam),
+        ("adam", 1e-2, adam),
         (
             "adam_l2",
+            1e-2,
             AdamW {
                 weight_decay: 0.1,
                 amsgrad: true,
@@ -166,8 +168,8 @@ fn adam_follows_pytorch() {
             },
         ),
     ];
-    for (name, adam) in cases {
-        check_adam(&golden, name, adam);
+    for (name, lr, adam) in cases {
+        check_adam(&golden, name, lr, adam);
     }
 }
 
@@ -175,10 +177,7 @@ fn adam_follows_pytorch() {
 #[test]
 fn sgd_follows_pytorch() {
     let golden = Golden::open();
-    let base = Sgd {
-        lr: 0.1,
-        ..Sgd::default()
-    };
+    let base = Sgd::default();
     let momentum = Sgd {
         momentum: 0.9,
         weight_decay: 0.01,
@@ -210,6 +209,6 @@ fn sgd_follows_pytorch() {
         ),
     ];
     for (name, sgd) in cases {
-        check_sgd(&golden, name, sgd);
+        check_sgd(&golden, name, 0.1, sgd);
     }
 }

@@ -10,32 +10,20 @@
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::{HostMut, HostRef};
-use roundpipe_tensor::optim::{self, AdamSlabs, Floats, FloatsMut, SgdSlabs};
+use roundpipe_tensor::optim::{self, AdamSlabs, Floats, FloatsMut, SgdSlabs, StepSettings};
 use roundpipe_tensor::{DType, HostBuf, Param};
 
 pub use roundpipe_tensor::optim::{AdamW, Sgd, WeightDecay};
 
 use crate::error::{Error, Result};
 
-/// What to do with a gradient. The rule's own `lr` is not read: each step brings its learning rate
-/// ([`Update::lr`]).
+/// What to do with a gradient. The learning rate comes with each step ([`Update::lr`]).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rule {
     /// Adam or AdamW.
     Adam(AdamW),
     /// Gradient descent.
     Sgd(Sgd),
-}
-
-/// What all parameters share in one update, beside the rule.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct PassSettings {
-    /// Learning rate; stands in for the rule's own.
-    pub lr: f64,
-    /// From 1 on.
-    pub step: u64,
-    /// What gradients are multiplied with first.
-    pub factor: f32,
 }
 
 /// What an update of one parameter, or of part of one, reads and writes; all of one length.
@@ -69,37 +57,16 @@ impl Rule {
         }
     }
 
-    /// Refuses settings that no step would accept, whatever its learning rate.
+    /// Refuses settings that no step would accept.
     ///
     /// # Errors
     /// The setting and its range.
     pub fn check_settings(&self) -> Result<()> {
-        let threads = Threads::new(Some(1))?;
-        let lr = match self {
-            Self::Adam(rule) => rule.lr,
-            Self::Sgd(rule) => rule.lr,
-        };
-        self.check(
-            &threads,
-            PassSettings {
-                lr,
-                step: 1,
-                factor: 1.0,
-            },
-        )
-    }
-
-    /// Refuses settings that no pass would accept.
-    pub(crate) fn check(self, threads: &Threads, shared: PassSettings) -> Result<()> {
-        let mut moments = vec![[0.0f32; 0]; self.moments()];
-        let moments = moments.iter_mut().map(|moment| &mut moment[..]).collect();
-        let slabs = Slabs {
-            grad: Floats::F32(&[]),
-            master: &mut [],
-            moments,
-            working: None,
-        };
-        self.update(threads, shared, true, slabs).map(drop)
+        match self {
+            Self::Adam(rule) => rule.check()?,
+            Self::Sgd(rule) => rule.check()?,
+        }
+        Ok(())
     }
 
     /// One fused pass. `decays` says whether weight decay applies to this parameter. Returns
@@ -107,11 +74,10 @@ impl Rule {
     pub(crate) fn update(
         self,
         threads: &Threads,
-        shared: PassSettings,
+        settings: StepSettings,
         decays: bool,
         slabs: Slabs<'_>,
     ) -> Result<bool> {
-        let PassSettings { lr, step, factor } = shared;
         let Slabs {
             grad,
             master,
@@ -134,12 +100,11 @@ impl Rule {
                     max_exp_avg_sq,
                     working,
                 };
-                Ok(AdamW {
-                    lr,
+                let rule = AdamW {
                     weight_decay,
                     ..rule
-                }
-                .step(threads, step, factor, slabs)?)
+                };
+                Ok(rule.step(threads, settings, slabs)?)
             }
             Self::Sgd(rule) => {
                 let weight_decay = if decays { rule.weight_decay } else { 0.0 };
@@ -149,12 +114,11 @@ impl Rule {
                     momentum: moments.next(),
                     working,
                 };
-                Ok(Sgd {
-                    lr,
+                let rule = Sgd {
                     weight_decay,
                     ..rule
-                }
-                .step(threads, step, factor, slabs)?)
+                };
+                Ok(rule.step(threads, settings, slabs)?)
             }
         }
     }

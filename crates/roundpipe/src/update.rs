@@ -29,7 +29,7 @@ pub use self::function::{OptimHandle, OptimParam, OptimParams};
 use self::open::{OpenLayer, OpenParam, each_chunk};
 use crate::error::{Error, Result};
 pub(crate) use crate::optim::{Decision, Update};
-use crate::optim::{PassSettings, Rule, StepReport, floats, floats_mut};
+use crate::optim::{Rule, StepReport, floats, floats_mut};
 use crate::store::{Store, StoredParam};
 use crate::version::Abort;
 
@@ -99,12 +99,8 @@ impl Store {
     /// # Errors
     /// [`Error::Config`] without a rule; settings that it does not accept.
     pub fn check(&self, apply: &Apply) -> Result<()> {
-        let shared = PassSettings {
-            lr: apply.lr,
-            step: apply.step,
-            factor: apply.factor,
-        };
-        self.rule_or_refuse()?.check(&self.shared.threads, shared)
+        Update::new(apply.lr).check()?;
+        self.rule_or_refuse()?.check_settings()
     }
 
     /// Updates one layer's own parameters with the rule, publishes the version and takes the

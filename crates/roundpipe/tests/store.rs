@@ -13,7 +13,7 @@ use roundpipe::{
 };
 use roundpipe_tensor::SimWorld;
 use roundpipe_tensor::cpu::threads::Threads;
-use roundpipe_tensor::optim::{self, AdamSlabs, CHUNK, Floats, FloatsMut, SgdSlabs};
+use roundpipe_tensor::optim::{self, AdamSlabs, CHUNK, Floats, FloatsMut, SgdSlabs, StepSettings};
 use roundpipe_tensor::sim::SimConfig;
 
 /// Parameters with names, and nothing to compute.
@@ -262,12 +262,12 @@ impl PlainOptimizer {
         self.steps += 1;
         for here in &mut self.params {
             if let Some(grad) = here.grad.take() {
-                here.update(
-                    &self.threads,
-                    self.rule,
-                    (update.lr, self.steps, decision.factor),
-                    &grad,
-                );
+                let settings = StepSettings {
+                    step: self.steps,
+                    lr: update.lr,
+                    grad_scale: decision.factor,
+                };
+                here.update(&self.threads, self.rule, settings, &grad);
             }
         }
         StepReport {
@@ -280,8 +280,7 @@ impl PlainOptimizer {
 }
 
 impl PlainParam {
-    fn update(&mut self, threads: &Threads, rule: Rule, with: (f64, u64, f32), grad: &[f32]) {
-        let (lr, step, factor) = with;
+    fn update(&mut self, threads: &Threads, rule: Rule, settings: StepSettings, grad: &[f32]) {
         let master = &mut self.master[..];
         let mut moments = self.moments.iter_mut().map(|moment| &mut moment[..]);
         let grad = Floats::F32(grad);
@@ -297,11 +296,10 @@ impl PlainParam {
                 };
                 let weight_decay = if self.decays { rule.weight_decay } else { 0.0 };
                 let rule = AdamW {
-                    lr,
                     weight_decay,
                     ..rule
                 };
-                rule.step(threads, step, factor, slabs).unwrap();
+                rule.step(threads, settings, slabs).unwrap();
             }
             Rule::Sgd(rule) => {
                 let slabs = SgdSlabs {
@@ -312,11 +310,10 @@ impl PlainParam {
                 };
                 let weight_decay = if self.decays { rule.weight_decay } else { 0.0 };
                 let rule = Sgd {
-                    lr,
                     weight_decay,
                     ..rule
                 };
-                rule.step(threads, step, factor, slabs).unwrap();
+                rule.step(threads, settings, slabs).unwrap();
             }
         }
         let round = |value: &f32| match self.param.dtype() {

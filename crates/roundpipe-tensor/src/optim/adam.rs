@@ -19,7 +19,10 @@ use half::{bf16, f16};
 
 use super::finite::commit;
 use super::simd::{LANES, PassIsa, Simd, SlabElement, SlabPass, padded};
-use super::{CHUNK, Floats, FloatsMut, any, check_len, check_range, optional_chunks, with_slice};
+use super::{
+    CHUNK, Floats, FloatsMut, StepSettings, any, check_at_least_zero, check_below_one, check_len,
+    optional_chunks, with_slice,
+};
 use crate::cpu::threads::Threads;
 use crate::error::{Error, Result};
 
@@ -37,8 +40,6 @@ pub enum WeightDecay {
 /// Hyperparameters of Adam and AdamW; the default is PyTorch's AdamW.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamW {
-    /// Learning rate, at least 0.
-    pub lr: f64,
     /// Decay of the first moment, from 0 to below 1.
     pub beta1: f64,
     /// Decay of the second moment, from 0 to below 1.
@@ -58,7 +59,6 @@ pub struct AdamW {
 impl Default for AdamW {
     fn default() -> Self {
         Self {
-            lr: 1e-3,
             beta1: 0.9,
             beta2: 0.999,
             eps: 1e-8,
@@ -88,9 +88,8 @@ pub struct AdamSlabs<'a> {
 }
 
 impl AdamW {
-    /// Step number `t`, the first being 1. Gradients are multiplied by `grad_scale` first: 1, or
-    /// what clipping and loss scaling ask for. An element whose new weight or moment would not be
-    /// finite keeps what it has; returns whether any did.
+    /// One step. An element whose new weight or moment would not be finite keeps what it has;
+    /// returns whether any did.
     ///
     /// # Errors
     /// For a hyperparameter outside its range and for slabs that do not fit together; nothing is
@@ -98,24 +97,23 @@ impl AdamW {
     pub fn step(
         &self,
         threads: &Threads,
-        t: u64,
-        grad_scale: f32,
+        settings: StepSettings,
         slabs: AdamSlabs<'_>,
     ) -> Result<bool> {
-        self.step_with(PassIsa::best(), threads, t, grad_scale, slabs)
+        self.step_with(PassIsa::best(), threads, settings, slabs)
     }
 
     pub(super) fn step_with(
         &self,
         isa: PassIsa,
         threads: &Threads,
-        t: u64,
-        grad_scale: f32,
+        settings: StepSettings,
         slabs: AdamSlabs<'_>,
     ) -> Result<bool> {
-        self.check(t)?;
+        self.check()?;
+        settings.check(OP)?;
         self.check_slabs(&slabs)?;
-        let factors = self.factors(t, grad_scale);
+        let factors = self.factors(settings);
         let AdamSlabs {
             grad,
             master,
@@ -135,17 +133,15 @@ impl AdamW {
         }))
     }
 
-    fn check(&self, t: u64) -> Result<()> {
-        const BELOW_ONE: f64 = 1.0 - f64::EPSILON / 2.0;
-        check_range(OP, "lr", self.lr, 0.0, f64::INFINITY)?;
-        check_range(OP, "beta1", self.beta1, 0.0, BELOW_ONE)?;
-        check_range(OP, "beta2", self.beta2, 0.0, BELOW_ONE)?;
-        check_range(OP, "eps", self.eps, 0.0, f64::INFINITY)?;
-        check_range(OP, "weight_decay", self.weight_decay, 0.0, f64::INFINITY)?;
-        if t == 0 {
-            return Err(Error::invalid(OP, "steps count from 1, this is step 0"));
-        }
-        Ok(())
+    /// Refuses hyperparameters outside their range, as every step does.
+    ///
+    /// # Errors
+    /// The hyperparameter and its range.
+    pub fn check(&self) -> Result<()> {
+        check_below_one(OP, "beta1", self.beta1)?;
+        check_below_one(OP, "beta2", self.beta2)?;
+        check_at_least_zero(OP, "eps", self.eps)?;
+        check_at_least_zero(OP, "weight_decay", self.weight_decay)
     }
 
     fn check_slabs(&self, slabs: &AdamSlabs<'_>) -> Result<()> {
@@ -170,7 +166,12 @@ impl AdamW {
         }
     }
 
-    fn factors(&self, t: u64, grad_scale: f32) -> AdamFactors {
+    fn factors(&self, settings: StepSettings) -> AdamFactors {
+        let StepSettings {
+            step,
+            lr,
+            grad_scale,
+        } = settings;
         let decoupled = self.decay == WeightDecay::Decoupled;
         AdamFactors {
             grad: if self.maximize {
@@ -179,7 +180,7 @@ impl AdamW {
                 grad_scale
             },
             keep: if decoupled {
-                (1.0 - self.lr * self.weight_decay) as f32
+                (1.0 - lr * self.weight_decay) as f32
             } else {
                 1.0
             },
@@ -192,8 +193,8 @@ impl AdamW {
             rest1: (1.0 - self.beta1) as f32,
             beta2: self.beta2 as f32,
             rest2: (1.0 - self.beta2) as f32,
-            step: (self.lr / (1.0 - power(self.beta1, t))) as f32,
-            root: (1.0 / (1.0 - power(self.beta2, t)).sqrt()) as f32,
+            step: (lr / (1.0 - power(self.beta1, step))) as f32,
+            root: (1.0 / (1.0 - power(self.beta2, step)).sqrt()) as f32,
             eps: self.eps as f32,
         }
     }

@@ -14,7 +14,10 @@ use half::{bf16, f16};
 
 use super::finite::commit;
 use super::simd::{LANES, PassIsa, Simd, SlabElement, SlabPass, padded};
-use super::{CHUNK, Floats, FloatsMut, any, check_len, check_range, optional_chunks, with_slice};
+use super::{
+    CHUNK, Floats, FloatsMut, StepSettings, any, check_at_least_zero, check_finite, check_len,
+    optional_chunks, with_slice,
+};
 use crate::cpu::threads::Threads;
 use crate::error::{Error, Result};
 
@@ -23,8 +26,6 @@ const OP: &str = "sgd";
 /// Hyperparameters of gradient descent; the default is PyTorch's.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sgd {
-    /// Learning rate, at least 0.
-    pub lr: f64,
     /// At least 0; needs one more slab unless it is 0.
     pub momentum: f64,
     /// Share of the gradient kept out of the momentum.
@@ -40,7 +41,6 @@ pub struct Sgd {
 impl Default for Sgd {
     fn default() -> Self {
         Self {
-            lr: 1e-3,
             momentum: 0.0,
             dampening: 0.0,
             weight_decay: 0.0,
@@ -64,9 +64,8 @@ pub struct SgdSlabs<'a> {
 }
 
 impl Sgd {
-    /// Step number `t`, the first being 1. Gradients are multiplied by `grad_scale` first: 1, or
-    /// what clipping and loss scaling ask for. An element whose new weight or momentum would not be
-    /// finite keeps what it has; returns whether any did.
+    /// One step. An element whose new weight or momentum would not be finite keeps what it has;
+    /// returns whether any did.
     ///
     /// # Errors
     /// For a hyperparameter outside its range and for slabs that do not fit together; nothing is
@@ -74,24 +73,23 @@ impl Sgd {
     pub fn step(
         &self,
         threads: &Threads,
-        t: u64,
-        grad_scale: f32,
+        settings: StepSettings,
         slabs: SgdSlabs<'_>,
     ) -> Result<bool> {
-        self.step_with(PassIsa::best(), threads, t, grad_scale, slabs)
+        self.step_with(PassIsa::best(), threads, settings, slabs)
     }
 
     pub(super) fn step_with(
         &self,
         isa: PassIsa,
         threads: &Threads,
-        t: u64,
-        grad_scale: f32,
+        settings: StepSettings,
         slabs: SgdSlabs<'_>,
     ) -> Result<bool> {
-        self.check(t)?;
+        self.check()?;
+        settings.check(OP)?;
         self.check_slabs(&slabs)?;
-        let factors = self.factors(t, grad_scale);
+        let factors = self.factors(settings);
         let SgdSlabs {
             grad,
             master,
@@ -109,19 +107,19 @@ impl Sgd {
         }))
     }
 
-    fn check(&self, t: u64) -> Result<()> {
-        check_range(OP, "lr", self.lr, 0.0, f64::INFINITY)?;
-        check_range(OP, "momentum", self.momentum, 0.0, f64::INFINITY)?;
-        check_range(OP, "dampening", self.dampening, f64::MIN, f64::INFINITY)?;
-        check_range(OP, "weight_decay", self.weight_decay, 0.0, f64::INFINITY)?;
+    /// Refuses hyperparameters outside their range, as every step does.
+    ///
+    /// # Errors
+    /// The hyperparameter and its range.
+    pub fn check(&self) -> Result<()> {
+        check_at_least_zero(OP, "momentum", self.momentum)?;
+        check_finite(OP, "dampening", self.dampening)?;
+        check_at_least_zero(OP, "weight_decay", self.weight_decay)?;
         if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
             return Err(Error::invalid(
                 OP,
                 "nesterov needs momentum above 0 and dampening 0",
             ));
-        }
-        if t == 0 {
-            return Err(Error::invalid(OP, "steps count from 1, this is step 0"));
         }
         Ok(())
     }
@@ -143,9 +141,14 @@ impl Sgd {
         }
     }
 
-    fn factors(&self, t: u64, grad_scale: f32) -> SgdFactors {
+    fn factors(&self, settings: StepSettings) -> SgdFactors {
+        let StepSettings {
+            step,
+            lr,
+            grad_scale,
+        } = settings;
         SgdFactors {
-            first: t == 1,
+            first: step == 1,
             nesterov: self.nesterov,
             grad: if self.maximize {
                 -grad_scale
@@ -155,7 +158,7 @@ impl Sgd {
             penalty: self.weight_decay as f32,
             momentum: self.momentum as f32,
             rest: (1.0 - self.dampening) as f32,
-            lr: self.lr as f32,
+            lr: lr as f32,
         }
     }
 }

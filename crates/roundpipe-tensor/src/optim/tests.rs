@@ -172,7 +172,8 @@ fn adam_run(
             max_exp_avg_sq: adam.amsgrad.then(|| &mut largest[offset..]),
             working: working_of(&mut case.working, kinds.1, offset),
         };
-        adam.step_with(isa, threads, t, 0.7, slabs).unwrap();
+        adam.step_with(isa, threads, at_scale(t, 1e-2, 0.7), slabs)
+            .unwrap();
     }
     case.written()
 }
@@ -195,16 +196,21 @@ fn sgd_run(
             momentum: (sgd.momentum != 0.0).then(|| &mut momentum[offset..]),
             working: working_of(&mut case.working, kinds.1, offset),
         };
-        sgd.step_with(isa, threads, t, 0.7, slabs).unwrap();
+        sgd.step_with(isa, threads, at_scale(t, 0.1, 0.7), slabs)
+            .unwrap();
     }
     case.written()
 }
 
+fn at_scale(step: u64, lr: f64, grad_scale: f32) -> StepSettings {
+    StepSettings {
+        grad_scale,
+        ..StepSettings::new(step, lr)
+    }
+}
+
 fn adams() -> [AdamW; 3] {
-    let base = AdamW {
-        lr: 1e-2,
-        ..AdamW::default()
-    };
+    let base = AdamW::default();
     [
         base,
         AdamW {
@@ -223,7 +229,6 @@ fn adams() -> [AdamW; 3] {
 
 fn sgds() -> [Sgd; 3] {
     let base = Sgd {
-        lr: 0.1,
         weight_decay: 0.01,
         maximize: true,
         ..Sgd::default()
@@ -312,6 +317,7 @@ fn any_number_of_threads_gives_the_same_bits() {
 #[test]
 #[cfg_attr(miri, ignore = "slabs of several chunks")]
 fn adam_agrees_with_f64() {
+    const LR: f64 = 1e-2;
     let len = 77;
     for adam in adams() {
         let start = noise(len, 2);
@@ -335,9 +341,10 @@ fn adam_agrees_with_f64() {
                 max_exp_avg_sq: adam.amsgrad.then_some(x.as_mut_slice()),
                 working: None,
             };
-            adam.step(&one_thread(), t, 0.5, slabs).unwrap();
+            adam.step(&one_thread(), at_scale(t, LR, 0.5), slabs)
+                .unwrap();
             for (state, &g) in reference.iter_mut().zip(&grad) {
-                adam_f64(&adam, t as i32, state, f64::from(g) * 0.5);
+                adam_f64(&adam, LR, t as i32, state, f64::from(g) * 0.5);
             }
         }
         for (i, [want, ..]) in reference.iter().enumerate() {
@@ -351,10 +358,10 @@ fn adam_agrees_with_f64() {
     }
 }
 
-fn adam_f64(adam: &AdamW, t: i32, [p, m, v, x]: &mut [f64; 4], grad: f64) {
+fn adam_f64(adam: &AdamW, lr: f64, t: i32, [p, m, v, x]: &mut [f64; 4], grad: f64) {
     let mut g = if adam.maximize { -grad } else { grad };
     match adam.decay {
-        WeightDecay::Decoupled => *p *= 1.0 - adam.lr * adam.weight_decay,
+        WeightDecay::Decoupled => *p *= 1.0 - lr * adam.weight_decay,
         WeightDecay::Gradient => g += adam.weight_decay * *p,
     }
     *m = adam.beta1 * *m + (1.0 - adam.beta1) * g;
@@ -362,7 +369,7 @@ fn adam_f64(adam: &AdamW, t: i32, [p, m, v, x]: &mut [f64; 4], grad: f64) {
     *x = x.max(*v);
     let second = if adam.amsgrad { *x } else { *v };
     let denominator = second.sqrt() / (1.0 - adam.beta2.powi(t)).sqrt() + adam.eps;
-    *p -= adam.lr / (1.0 - adam.beta1.powi(t)) * *m / denominator;
+    *p -= lr / (1.0 - adam.beta1.powi(t)) * *m / denominator;
 }
 
 /// All f32 around every bf16 and every f16, rounded as the `half` crate rounds.
@@ -526,6 +533,7 @@ fn clip_factor_bounds_the_norm() {
 #[test]
 fn wrong_arguments_are_refused() {
     let refuse = |adam: AdamW, t, lens: [usize; 3], largest: bool, words: &str| {
+        let settings = StepSettings::new(t, 1e-3);
         let [mut p, mut m, mut x] = lens.map(|len| vec![0.5; len]);
         let mut v = vec![0.5; 4];
         let slabs = AdamSlabs {
@@ -537,7 +545,7 @@ fn wrong_arguments_are_refused() {
             working: None,
         };
         let error = adam
-            .step(&one_thread(), t, 1.0, slabs)
+            .step(&one_thread(), settings, slabs)
             .unwrap_err()
             .to_string();
         assert!(error.contains(words), "{error}");
@@ -561,21 +569,11 @@ fn wrong_arguments_are_refused() {
     refuse(ams, 1, [4, 4, 4], false, "amsgrad needs");
     refuse(ams, 1, [4, 4, 5], true, "largest second moment slab has 5");
     refuse(
-        AdamW {
-            lr: f64::NAN,
-            ..adam
-        },
-        1,
-        [4, 4, 4],
-        false,
-        "lr is NaN",
-    );
-    refuse(
         AdamW { beta2: 1.0, ..adam },
         1,
         [4, 4, 4],
         false,
-        "beta2 is 1",
+        "beta2 is 1, it must be from 0 up to, but not including, 1",
     );
     refuse(
         AdamW { eps: -1.0, ..adam },
@@ -593,7 +591,7 @@ fn wrong_arguments_are_refused() {
             working: None,
         };
         let error = sgd
-            .step(&one_thread(), 1, 1.0, slabs)
+            .step(&one_thread(), StepSettings::new(1, 1e-3), slabs)
             .unwrap_err()
             .to_string();
         assert!(error.contains(words), "{error}");
@@ -613,6 +611,24 @@ fn wrong_arguments_are_refused() {
         None,
         "nesterov needs momentum",
     );
+    refuse(
+        Sgd {
+            dampening: f64::INFINITY,
+            ..sgd
+        },
+        Some(&mut [0.0; 4]),
+        "dampening is inf, it must be finite",
+    );
+    let slabs = SgdSlabs {
+        grad: [1.0; 4].as_slice().into(),
+        master: &mut [0.5; 4],
+        momentum: None,
+        working: None,
+    };
+    let nowhere = StepSettings::new(1, f64::NAN);
+    let error = Sgd::default().step(&one_thread(), nowhere, slabs);
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("lr is NaN"), "{error}");
     assert!(accumulate(&one_thread(), [1.0f32; 2].as_slice().into(), &mut [0.0; 3]).is_err());
 }
 
@@ -641,7 +657,7 @@ fn elements_that_would_not_be_finite_keep_their_values() {
                     };
                     assert!(
                         AdamW::default()
-                            .step_with(isa, &threads, 1, 1.0, slabs)
+                            .step_with(isa, &threads, StepSettings::new(1, 1e-3), slabs)
                             .unwrap()
                     );
                     for i in 0..len {
@@ -672,10 +688,12 @@ fn elements_that_would_not_be_finite_keep_their_values() {
             max_exp_avg_sq: None,
             working: None,
         };
-        assert!(none.step_with(isa, &threads, 1, 1.0, slabs).unwrap());
+        assert!(
+            none.step_with(isa, &threads, StepSettings::new(1, 1e-3), slabs)
+                .unwrap()
+        );
         assert!(p[0] == 1.0 && p[1] == 1.0 && p[2] < 1.0, "{p:?}");
         let sgd = Sgd {
-            lr: 1e5,
             momentum: 0.9,
             ..Sgd::default()
         };
@@ -686,7 +704,10 @@ fn elements_that_would_not_be_finite_keep_their_values() {
             momentum: Some(&mut momentum),
             working: Some(w.as_mut_slice().into()),
         };
-        assert!(sgd.step_with(isa, &threads, 1, 1.0, slabs).unwrap());
+        assert!(
+            sgd.step_with(isa, &threads, StepSettings::new(1, 1e5), slabs)
+                .unwrap()
+        );
         assert_eq!((p[1], p[2], momentum[1], momentum[2]), (1.0, 1.0, 0.0, 0.0));
         assert!(
             p[0] < -40_000.0 && momentum[0] == 0.5 && w.iter().all(|w| w.is_finite()),
@@ -702,7 +723,7 @@ fn elements_that_would_not_be_finite_keep_their_values() {
         };
         assert!(
             !Sgd::default()
-                .step_with(isa, &threads, 1, 1.0, slabs)
+                .step_with(isa, &threads, StepSettings::new(1, 1e-3), slabs)
                 .unwrap()
         );
         assert!(p[0] == f32::NEG_INFINITY && p[1] < 1.0 && w[0] == bf16::NEG_INFINITY);

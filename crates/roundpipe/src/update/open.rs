@@ -15,13 +15,13 @@ use std::sync::Mutex;
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::{HostMut, HostRef};
-use roundpipe_tensor::optim::{self, CHUNK, Floats, FloatsMut};
+use roundpipe_tensor::optim::{self, CHUNK, Floats, FloatsMut, StepSettings};
 use roundpipe_tensor::{DType, HostBuf, bf16, f16};
 
 use super::Apply;
 use super::function::OptimParam;
 use crate::error::{Error, Result};
-use crate::optim::{PassSettings, Rule, Slabs, floats, floats_mut, floats_of};
+use crate::optim::{Rule, Slabs, floats, floats_mut, floats_of};
 use crate::store::StoredParam;
 use crate::sync::{lock, unpoisoned};
 use crate::version::WriteTicket;
@@ -36,14 +36,14 @@ pub(super) struct OpenLayer<'a> {
 impl OpenLayer<'_> {
     /// The rule's pass over each parameter; whether some elements kept their value.
     pub(super) fn update(&mut self, threads: &Threads, rule: Rule, apply: &Apply) -> Result<bool> {
-        let shared = PassSettings {
-            lr: apply.lr,
+        let settings = StepSettings {
             step: apply.step,
-            factor: apply.factor,
+            lr: apply.lr,
+            grad_scale: apply.factor,
         };
         let mut kept = false;
         for param in &mut self.params {
-            kept |= param.update(threads, rule, shared)?;
+            kept |= param.update(threads, rule, settings)?;
         }
         Ok(kept)
     }
@@ -72,7 +72,7 @@ impl OpenParam<'_> {
         &mut self,
         threads: &Threads,
         rule: Rule,
-        shared: PassSettings,
+        settings: StepSettings,
     ) -> Result<bool> {
         if self.grads.is_empty() {
             self.keep();
@@ -97,7 +97,7 @@ impl OpenParam<'_> {
                 moments,
                 working,
             };
-            return rule.update(threads, shared, decays, slabs);
+            return rule.update(threads, settings, decays, slabs);
         }
         let mut moments: Vec<_> = moments
             .iter_mut()
@@ -118,7 +118,7 @@ impl OpenParam<'_> {
             |one, (master, moments, working), grad| {
                 rule.update(
                     one,
-                    shared,
+                    settings,
                     decays,
                     Slabs {
                         grad,

@@ -346,24 +346,35 @@ fn options_are_checked_when_they_are_given() {
         }
     }
     engine.update(&good, Lag::Zero).unwrap().wait().unwrap();
-    for rule in [
-        Rule::Adam(AdamW {
-            beta1: 1.0,
-            ..AdamW::default()
-        }),
-        Rule::Adam(AdamW {
-            weight_decay: -0.1,
-            ..AdamW::default()
-        }),
-        Rule::Sgd(Sgd {
-            momentum: f64::NAN,
-            ..Sgd::default()
-        }),
-    ] {
+    let wrong = [
+        (
+            Rule::Adam(AdamW {
+                beta1: 1.5,
+                ..AdamW::default()
+            }),
+            "adam: beta1 is 1.5, it must be from 0 up to, but not including, 1",
+        ),
+        (
+            Rule::Adam(AdamW {
+                weight_decay: -0.1,
+                ..AdamW::default()
+            }),
+            "adam: weight_decay is -0.1, it must be finite and at least 0",
+        ),
+        (
+            Rule::Sgd(Sgd {
+                momentum: f64::NAN,
+                ..Sgd::default()
+            }),
+            "sgd: momentum is NaN, it must be finite and at least 0",
+        ),
+    ];
+    for (rule, line) in wrong {
         let built = RoundPipe::builder(self::model(DType::F32))
             .optimizer(rule)
             .devices(models::cpus(1))
             .build();
-        assert!(built.is_err(), "{rule:?}");
+        let text = built.map(drop).unwrap_err().to_string();
+        assert_eq!(text, line, "{rule:?}");
     }
 }

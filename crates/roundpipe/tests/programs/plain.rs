@@ -3,13 +3,14 @@
 
 use std::rc::Rc;
 
-use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::{
     Cx, DType, Element, HostTensor, Layer, Param, Params, RngSite, Rule, Shape, Tensor, Tree,
     Worker, bf16, f16,
 };
 use roundpipe_tensor::cpu::threads::Threads;
-use roundpipe_tensor::optim::{AdamSlabs, Floats, SgdSlabs, clip_factor, squared_norm};
+use roundpipe_tensor::optim::{
+    AdamSlabs, Floats, SgdSlabs, StepSettings, clip_factor, squared_norm,
+};
 
 use crate::models::{self, Built};
 use crate::program::{EngineSpec, Function, Loss, UpdateSpec};
@@ -485,6 +486,11 @@ impl Plain {
         let factor = (f64::from(clip) * spec.grad_scale) as f32;
         let mut copies = copies.clone();
         copies.steps += 1;
+        let settings = StepSettings {
+            step: copies.steps,
+            lr: spec.lr,
+            grad_scale: factor,
+        };
         let (values, moments) = (
             Rc::make_mut(&mut copies.values),
             Rc::make_mut(&mut copies.moments),
@@ -505,11 +511,7 @@ impl Plain {
                         max_exp_avg_sq: None,
                         working,
                     };
-                    AdamW {
-                        lr: spec.lr,
-                        ..rule
-                    }
-                    .step(&self.threads, copies.steps, factor, slabs)
+                    rule.step(&self.threads, settings, slabs)
                 }
                 Rule::Sgd(rule) => {
                     let momentum = moments.next().map(|moment| &mut moment[..]);
@@ -519,11 +521,7 @@ impl Plain {
                         momentum,
                         working,
                     };
-                    Sgd {
-                        lr: spec.lr,
-                        ..rule
-                    }
-                    .step(&self.threads, copies.steps, factor, slabs)
+                    rule.step(&self.threads, settings, slabs)
                 }
             }
             .expect("an update");
