@@ -264,7 +264,7 @@ fn sampling_changes_nothing_about_training() {
         let train = |samples: bool| {
             let model = model(qwen3());
             let trainer = RoundPipe::builder(model.layers.clone())
-                .optimizer(Rule::Adam(AdamW::default()))
+                .optimizer(Rule::AdamW(AdamW::default()))
                 .devices(cpu())
                 .memory(Bytes::mib(64))
                 .build()

@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use half::{bf16, f16};
 
-pub use adam::{AdamSlabs, AdamW, WeightDecay};
+pub use adam::{Adam, AdamSlabs, AdamW};
 pub use grads::{
     accumulate, all_finite, cast, chunk_squares, clip_factor, follow, scale, squared_norm,
 };

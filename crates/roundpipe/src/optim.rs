@@ -13,15 +13,17 @@ use roundpipe_tensor::host::{HostMut, HostRef};
 use roundpipe_tensor::optim::{self, AdamSlabs, Floats, FloatsMut, SgdSlabs, StepSettings};
 use roundpipe_tensor::{DType, HostBuf, Param};
 
-pub use roundpipe_tensor::optim::{AdamW, Sgd, WeightDecay};
+pub use roundpipe_tensor::optim::{Adam, AdamW, Sgd};
 
 use crate::error::{Error, Result};
 
 /// What to do with a gradient. The learning rate comes with each step ([`Update::lr`]).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rule {
-    /// Adam or AdamW.
-    Adam(AdamW),
+    /// Adam: weight decay goes into the gradient, and is off by default.
+    Adam(Adam),
+    /// AdamW: weight decay goes into the weights, and is 0.01 by default.
+    AdamW(AdamW),
     /// Gradient descent.
     Sgd(Sgd),
 }
@@ -36,9 +38,15 @@ pub(crate) struct Slabs<'a> {
     pub working: Option<FloatsMut<'a>>,
 }
 
+impl From<Adam> for Rule {
+    fn from(rule: Adam) -> Self {
+        Self::Adam(rule)
+    }
+}
+
 impl From<AdamW> for Rule {
     fn from(rule: AdamW) -> Self {
-        Self::Adam(rule)
+        Self::AdamW(rule)
     }
 }
 
@@ -52,7 +60,9 @@ impl Rule {
     /// How many f32 slabs of state it keeps beside the weights.
     pub fn moments(&self) -> usize {
         match self {
-            Self::Adam(rule) => 2 + usize::from(rule.amsgrad),
+            Self::Adam(Adam { amsgrad, .. }) | Self::AdamW(AdamW { amsgrad, .. }) => {
+                2 + usize::from(*amsgrad)
+            }
             Self::Sgd(rule) => usize::from(rule.momentum != 0.0),
         }
     }
@@ -64,6 +74,7 @@ impl Rule {
     pub fn check_settings(&self) -> Result<()> {
         match self {
             Self::Adam(rule) => rule.check()?,
+            Self::AdamW(rule) => rule.check()?,
             Self::Sgd(rule) => rule.check()?,
         }
         Ok(())
@@ -78,48 +89,57 @@ impl Rule {
         decays: bool,
         slabs: Slabs<'_>,
     ) -> Result<bool> {
-        let Slabs {
-            grad,
-            master,
-            moments,
-            working,
-        } = slabs;
-        let mut moments = moments.into_iter();
         match self {
             Self::Adam(rule) => {
                 let weight_decay = if decays { rule.weight_decay } else { 0.0 };
-                let (Some(exp_avg), Some(exp_avg_sq)) = (moments.next(), moments.next()) else {
-                    unreachable!("Adam has two moments")
+                let rule = Adam {
+                    weight_decay,
+                    ..rule
                 };
-                let max_exp_avg_sq = moments.next();
-                let slabs = AdamSlabs {
-                    grad,
-                    master,
-                    exp_avg,
-                    exp_avg_sq,
-                    max_exp_avg_sq,
-                    working,
-                };
+                Ok(rule.step(threads, settings, slabs.of_adam())?)
+            }
+            Self::AdamW(rule) => {
+                let weight_decay = if decays { rule.weight_decay } else { 0.0 };
                 let rule = AdamW {
                     weight_decay,
                     ..rule
                 };
-                Ok(rule.step(threads, settings, slabs)?)
+                Ok(rule.step(threads, settings, slabs.of_adam())?)
             }
             Self::Sgd(rule) => {
                 let weight_decay = if decays { rule.weight_decay } else { 0.0 };
-                let slabs = SgdSlabs {
-                    grad,
-                    master,
-                    momentum: moments.next(),
-                    working,
-                };
                 let rule = Sgd {
                     weight_decay,
                     ..rule
                 };
-                Ok(rule.step(threads, settings, slabs)?)
+                Ok(rule.step(threads, settings, slabs.of_sgd())?)
             }
+        }
+    }
+}
+
+impl<'a> Slabs<'a> {
+    fn of_adam(self) -> AdamSlabs<'a> {
+        let mut moments = self.moments.into_iter();
+        let (Some(exp_avg), Some(exp_avg_sq)) = (moments.next(), moments.next()) else {
+            unreachable!("Adam has two moments")
+        };
+        AdamSlabs {
+            grad: self.grad,
+            master: self.master,
+            exp_avg,
+            exp_avg_sq,
+            max_exp_avg_sq: moments.next(),
+            working: self.working,
+        }
+    }
+
+    fn of_sgd(self) -> SgdSlabs<'a> {
+        SgdSlabs {
+            grad: self.grad,
+            master: self.master,
+            momentum: self.moments.into_iter().next(),
+            working: self.working,
         }
     }
 }

@@ -4,7 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use roundpipe::optim::{AdamW, Sgd, StepReport, WeightDecay};
+use roundpipe::optim::{Adam, AdamW, Sgd, StepReport};
 use roundpipe::testing::Apply;
 use roundpipe::testing::{Segment, Store, StoreConfig};
 use roundpipe::{
@@ -284,21 +284,22 @@ impl PlainParam {
         let master = &mut self.master[..];
         let mut moments = self.moments.iter_mut().map(|moment| &mut moment[..]);
         let grad = Floats::F32(grad);
+        let decay = |weight_decay| if self.decays { weight_decay } else { 0.0 };
         match rule {
             Rule::Adam(rule) => {
-                let slabs = AdamSlabs {
-                    grad,
-                    master,
-                    exp_avg: moments.next().unwrap(),
-                    exp_avg_sq: moments.next().unwrap(),
-                    max_exp_avg_sq: moments.next(),
-                    working: None,
-                };
-                let weight_decay = if self.decays { rule.weight_decay } else { 0.0 };
-                let rule = AdamW {
-                    weight_decay,
+                let rule = Adam {
+                    weight_decay: decay(rule.weight_decay),
                     ..rule
                 };
+                let slabs = adam_slabs(grad, master, moments);
+                rule.step(threads, settings, slabs).unwrap();
+            }
+            Rule::AdamW(rule) => {
+                let rule = AdamW {
+                    weight_decay: decay(rule.weight_decay),
+                    ..rule
+                };
+                let slabs = adam_slabs(grad, master, moments);
                 rule.step(threads, settings, slabs).unwrap();
             }
             Rule::Sgd(rule) => {
@@ -308,9 +309,8 @@ impl PlainParam {
                     momentum: moments.next(),
                     working: None,
                 };
-                let weight_decay = if self.decays { rule.weight_decay } else { 0.0 };
                 let rule = Sgd {
-                    weight_decay,
+                    weight_decay: decay(rule.weight_decay),
                     ..rule
                 };
                 rule.step(threads, settings, slabs).unwrap();
@@ -328,17 +328,32 @@ impl PlainParam {
     }
 }
 
+fn adam_slabs<'a>(
+    grad: Floats<'a>,
+    master: &'a mut [f32],
+    mut moments: impl Iterator<Item = &'a mut [f32]>,
+) -> AdamSlabs<'a> {
+    AdamSlabs {
+        grad,
+        master,
+        exp_avg: moments.next().unwrap(),
+        exp_avg_sq: moments.next().unwrap(),
+        max_exp_avg_sq: moments.next(),
+        working: None,
+    }
+}
+
 fn rules() -> [Rule; 4] {
     let adam = AdamW {
         weight_decay: 0.1,
         ..AdamW::default()
     };
     [
-        Rule::Adam(adam),
-        Rule::Adam(AdamW {
-            decay: WeightDecay::Gradient,
+        Rule::AdamW(adam),
+        Rule::Adam(Adam {
+            weight_decay: 0.1,
             amsgrad: true,
-            ..adam
+            ..Adam::default()
         }),
         Rule::Sgd(Sgd {
             momentum: 0.9,
@@ -362,7 +377,7 @@ fn slabs_take_exactly_the_memory_they_should() {
         sizes.iter().enumerate().map(make).collect::<Vec<_>>()
     };
     let numel: usize = sizes.iter().sum();
-    let rule = Some(Rule::Adam(AdamW::default()));
+    let rule = Some(Rule::AdamW(AdamW::default()));
     for lag in [Lag::Zero, Lag::One] {
         let store = Store::new(
             &layers(vec![all(false), all(true), all(false)]),
@@ -642,7 +657,7 @@ fn a_large_shared_parameter_is_summed_as_a_whole() {
         layers(vec![vec![("embed", tied.clone())], vec![("head", tied)]])
     };
     let (plain, stored) = (make(), make());
-    let rule = Rule::Adam(AdamW::default());
+    let rule = Rule::AdamW(AdamW::default());
     let mut optimizer = PlainOptimizer::new(&plain, rule, |_, _| true);
     let update = Update {
         clip: Some(1.0),

@@ -50,7 +50,7 @@ fn config(workers: usize) -> WrapConfig {
 }
 
 fn rule() -> Rule {
-    Rule::Adam(AdamW {
+    Rule::AdamW(AdamW {
         weight_decay: 0.05,
         ..AdamW::default()
     })

@@ -28,16 +28,24 @@ use crate::error::{Error, Result};
 
 const OP: &str = "adam";
 
-/// Where weight decay enters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WeightDecay {
-    /// Straight into the parameter: AdamW.
-    Decoupled,
-    /// Into the gradient, as an L2 penalty: Adam.
-    Gradient,
+/// Hyperparameters of Adam; the default is PyTorch's, without weight decay.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Adam {
+    /// Decay of the first moment, from 0 to below 1.
+    pub beta1: f64,
+    /// Decay of the second moment, from 0 to below 1.
+    pub beta2: f64,
+    /// Added to the denominator, at least 0.
+    pub eps: f64,
+    /// Goes into the gradient, as an L2 penalty; at least 0.
+    pub weight_decay: f64,
+    /// Ascend instead of descend.
+    pub maximize: bool,
+    /// Divide by the largest second moment seen; needs one more slab.
+    pub amsgrad: bool,
 }
 
-/// Hyperparameters of Adam and AdamW; the default is PyTorch's AdamW.
+/// Hyperparameters of AdamW; the default is PyTorch's, with a weight decay of 0.01.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamW {
     /// Decay of the first moment, from 0 to below 1.
@@ -46,14 +54,25 @@ pub struct AdamW {
     pub beta2: f64,
     /// Added to the denominator, at least 0.
     pub eps: f64,
-    /// At least 0.
+    /// Goes straight into the parameter (decoupled), times the learning rate; at least 0.
     pub weight_decay: f64,
-    /// Where `weight_decay` enters.
-    pub decay: WeightDecay,
     /// Ascend instead of descend.
     pub maximize: bool,
     /// Divide by the largest second moment seen; needs one more slab.
     pub amsgrad: bool,
+}
+
+impl Default for Adam {
+    fn default() -> Self {
+        Self {
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 0.0,
+            maximize: false,
+            amsgrad: false,
+        }
+    }
 }
 
 impl Default for AdamW {
@@ -63,14 +82,63 @@ impl Default for AdamW {
             beta2: 0.999,
             eps: 1e-8,
             weight_decay: 1e-2,
-            decay: WeightDecay::Decoupled,
             maximize: false,
             amsgrad: false,
         }
     }
 }
 
-/// What one step of [`AdamW`] reads and writes; all of one length.
+impl Adam {
+    /// One step. An element whose new weight or moment would not be finite keeps what it has;
+    /// returns whether any did.
+    ///
+    /// # Errors
+    /// For a hyperparameter outside its range and for slabs that do not fit together; nothing is
+    /// written then.
+    pub fn step(
+        &self,
+        threads: &Threads,
+        settings: StepSettings,
+        slabs: AdamSlabs<'_>,
+    ) -> Result<bool> {
+        AdamRule::from(*self).step_with(PassIsa::best(), threads, settings, slabs)
+    }
+
+    /// Refuses hyperparameters outside their range, as every step does.
+    ///
+    /// # Errors
+    /// The hyperparameter and its range.
+    pub fn check(&self) -> Result<()> {
+        AdamRule::from(*self).check()
+    }
+}
+
+impl AdamW {
+    /// One step. An element whose new weight or moment would not be finite keeps what it has;
+    /// returns whether any did.
+    ///
+    /// # Errors
+    /// For a hyperparameter outside its range and for slabs that do not fit together; nothing is
+    /// written then.
+    pub fn step(
+        &self,
+        threads: &Threads,
+        settings: StepSettings,
+        slabs: AdamSlabs<'_>,
+    ) -> Result<bool> {
+        AdamRule::from(*self).step_with(PassIsa::best(), threads, settings, slabs)
+    }
+
+    /// Refuses hyperparameters outside their range, as every step does.
+    ///
+    /// # Errors
+    /// The hyperparameter and its range.
+    pub fn check(&self) -> Result<()> {
+        AdamRule::from(*self).check()
+    }
+}
+
+/// What one step of [`Adam`] or [`AdamW`] reads and writes; all of one length.
 #[derive(Debug)]
 pub struct AdamSlabs<'a> {
     /// Gradients; only read.
@@ -87,22 +155,48 @@ pub struct AdamSlabs<'a> {
     pub working: Option<FloatsMut<'a>>,
 }
 
-impl AdamW {
-    /// One step. An element whose new weight or moment would not be finite keeps what it has;
-    /// returns whether any did.
-    ///
-    /// # Errors
-    /// For a hyperparameter outside its range and for slabs that do not fit together; nothing is
-    /// written then.
-    pub fn step(
-        &self,
-        threads: &Threads,
-        settings: StepSettings,
-        slabs: AdamSlabs<'_>,
-    ) -> Result<bool> {
-        self.step_with(PassIsa::best(), threads, settings, slabs)
-    }
+/// What both have in common, which is all but where weight decay enters.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AdamRule {
+    pub(super) settings: AdamW,
+    /// Whether weight decay goes straight into the parameter.
+    pub(super) decoupled: bool,
+}
 
+impl From<AdamW> for AdamRule {
+    fn from(settings: AdamW) -> Self {
+        Self {
+            settings,
+            decoupled: true,
+        }
+    }
+}
+
+impl From<Adam> for AdamRule {
+    fn from(adam: Adam) -> Self {
+        let Adam {
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            maximize,
+            amsgrad,
+        } = adam;
+        Self {
+            settings: AdamW {
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                maximize,
+                amsgrad,
+            },
+            decoupled: false,
+        }
+    }
+}
+
+impl AdamRule {
     pub(super) fn step_with(
         &self,
         isa: PassIsa,
@@ -133,15 +227,18 @@ impl AdamW {
         }))
     }
 
-    /// Refuses hyperparameters outside their range, as every step does.
-    ///
-    /// # Errors
-    /// The hyperparameter and its range.
-    pub fn check(&self) -> Result<()> {
-        check_below_one(OP, "beta1", self.beta1)?;
-        check_below_one(OP, "beta2", self.beta2)?;
-        check_at_least_zero(OP, "eps", self.eps)?;
-        check_at_least_zero(OP, "weight_decay", self.weight_decay)
+    fn check(&self) -> Result<()> {
+        let AdamW {
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            ..
+        } = self.settings;
+        check_below_one(OP, "beta1", beta1)?;
+        check_below_one(OP, "beta2", beta2)?;
+        check_at_least_zero(OP, "eps", eps)?;
+        check_at_least_zero(OP, "weight_decay", weight_decay)
     }
 
     fn check_slabs(&self, slabs: &AdamSlabs<'_>) -> Result<()> {
@@ -152,7 +249,7 @@ impl AdamW {
         if let Some(working) = &slabs.working {
             check_len(OP, "working", working.len(), len)?;
         }
-        match (&slabs.max_exp_avg_sq, self.amsgrad) {
+        match (&slabs.max_exp_avg_sq, self.settings.amsgrad) {
             (Some(max), true) => check_len(OP, "largest second moment", max.len(), len),
             (None, false) => Ok(()),
             (None, true) => Err(Error::invalid(
@@ -166,36 +263,37 @@ impl AdamW {
         }
     }
 
-    fn factors(&self, settings: StepSettings) -> AdamFactors {
+    fn factors(&self, step_settings: StepSettings) -> AdamFactors {
         let StepSettings {
             step,
             lr,
             grad_scale,
-        } = settings;
-        let decoupled = self.decay == WeightDecay::Decoupled;
+        } = step_settings;
+        let AdamW {
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            maximize,
+            ..
+        } = self.settings;
+        let grad = if maximize { -grad_scale } else { grad_scale };
+        let (keep, penalty) = if self.decoupled {
+            (1.0 - lr * weight_decay, 0.0)
+        } else {
+            (1.0, weight_decay)
+        };
         AdamFactors {
-            grad: if self.maximize {
-                -grad_scale
-            } else {
-                grad_scale
-            },
-            keep: if decoupled {
-                (1.0 - lr * self.weight_decay) as f32
-            } else {
-                1.0
-            },
-            penalty: if decoupled {
-                0.0
-            } else {
-                self.weight_decay as f32
-            },
-            beta1: self.beta1 as f32,
-            rest1: (1.0 - self.beta1) as f32,
-            beta2: self.beta2 as f32,
-            rest2: (1.0 - self.beta2) as f32,
-            step: (lr / (1.0 - power(self.beta1, step))) as f32,
-            root: (1.0 / (1.0 - power(self.beta2, step)).sqrt()) as f32,
-            eps: self.eps as f32,
+            grad,
+            keep: keep as f32,
+            penalty: penalty as f32,
+            beta1: beta1 as f32,
+            rest1: (1.0 - beta1) as f32,
+            beta2: beta2 as f32,
+            rest2: (1.0 - beta2) as f32,
+            step: (lr / (1.0 - power(beta1, step))) as f32,
+            root: (1.0 / (1.0 - power(beta2, step)).sqrt()) as f32,
+            eps: eps as f32,
         }
     }
 }

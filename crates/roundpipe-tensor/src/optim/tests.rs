@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 
+use super::adam::AdamRule;
 use super::grads::{accumulate_with, all_finite_with, cast_with, scale_with, squared_norm_with};
 use super::simd::PassIsa;
 use super::*;
@@ -155,7 +156,7 @@ fn working_of(
 fn adam_run(
     isa: PassIsa,
     threads: &Threads,
-    adam: AdamW,
+    adam: AdamRule,
     mut case: Case,
     kinds: (usize, usize),
 ) -> Vec<Vec<u32>> {
@@ -169,7 +170,7 @@ fn adam_run(
             master: &mut master[offset..],
             exp_avg: &mut first[offset..],
             exp_avg_sq: &mut second[offset..],
-            max_exp_avg_sq: adam.amsgrad.then(|| &mut largest[offset..]),
+            max_exp_avg_sq: adam.settings.amsgrad.then(|| &mut largest[offset..]),
             working: working_of(&mut case.working, kinds.1, offset),
         };
         adam.step_with(isa, threads, at_scale(t, 1e-2, 0.7), slabs)
@@ -209,21 +210,22 @@ fn at_scale(step: u64, lr: f64, grad_scale: f32) -> StepSettings {
     }
 }
 
-fn adams() -> [AdamW; 3] {
+fn adams() -> [AdamRule; 3] {
     let base = AdamW::default();
     [
-        base,
+        base.into(),
         AdamW {
             amsgrad: true,
             maximize: true,
             ..base
-        },
-        AdamW {
+        }
+        .into(),
+        Adam {
             amsgrad: true,
             weight_decay: 0.1,
-            decay: WeightDecay::Gradient,
-            ..base
-        },
+            ..Adam::default()
+        }
+        .into(),
     ]
 }
 
@@ -338,10 +340,10 @@ fn adam_agrees_with_f64() {
                 master: &mut p,
                 exp_avg: &mut m,
                 exp_avg_sq: &mut v,
-                max_exp_avg_sq: adam.amsgrad.then_some(x.as_mut_slice()),
+                max_exp_avg_sq: adam.settings.amsgrad.then_some(x.as_mut_slice()),
                 working: None,
             };
-            adam.step(&one_thread(), at_scale(t, LR, 0.5), slabs)
+            adam.step_with(PassIsa::best(), &one_thread(), at_scale(t, LR, 0.5), slabs)
                 .unwrap();
             for (state, &g) in reference.iter_mut().zip(&grad) {
                 adam_f64(&adam, LR, t as i32, state, f64::from(g) * 0.5);
@@ -358,11 +360,13 @@ fn adam_agrees_with_f64() {
     }
 }
 
-fn adam_f64(adam: &AdamW, lr: f64, t: i32, [p, m, v, x]: &mut [f64; 4], grad: f64) {
+fn adam_f64(rule: &AdamRule, lr: f64, t: i32, [p, m, v, x]: &mut [f64; 4], grad: f64) {
+    let adam = rule.settings;
     let mut g = if adam.maximize { -grad } else { grad };
-    match adam.decay {
-        WeightDecay::Decoupled => *p *= 1.0 - lr * adam.weight_decay,
-        WeightDecay::Gradient => g += adam.weight_decay * *p,
+    if rule.decoupled {
+        *p *= 1.0 - lr * adam.weight_decay;
+    } else {
+        g += adam.weight_decay * *p;
     }
     *m = adam.beta1 * *m + (1.0 - adam.beta1) * g;
     *v = adam.beta2 * *v + (1.0 - adam.beta2) * g * g;
@@ -656,7 +660,7 @@ fn elements_that_would_not_be_finite_keep_their_values() {
                         working: Some(w.as_mut_slice().into()),
                     };
                     assert!(
-                        AdamW::default()
+                        AdamRule::from(AdamW::default())
                             .step_with(isa, &threads, StepSettings::new(1, 1e-3), slabs)
                             .unwrap()
                     );
@@ -675,10 +679,10 @@ fn elements_that_would_not_be_finite_keep_their_values() {
             }
         }
         // 0 / 0, and weights that f16 cannot hold.
-        let none = AdamW {
+        let none = AdamRule::from(AdamW {
             eps: 0.0,
             ..AdamW::default()
-        };
+        });
         let (mut p, mut m, mut v) = ([1.0f32; 3], [0.0; 3], [0.0; 3]);
         let slabs = AdamSlabs {
             grad: [0.0f32, 0.0, 1.0].as_slice().into(),

@@ -36,7 +36,7 @@ fn engine(model: &Sequential, rule: Rule, devices: Vec<Arc<dyn Device>>) -> Roun
 }
 
 fn adam() -> Rule {
-    Rule::Adam(AdamW::default())
+    Rule::AdamW(AdamW::default())
 }
 
 fn sims() -> Vec<Arc<dyn Device>> {
@@ -216,7 +216,7 @@ fn a_scaler_may_skip_as_often_as_it_lowers_its_scale() {
 /// their value, the report says so, and training stops when it goes on.
 #[test]
 fn an_update_that_would_not_be_finite_is_left_out() {
-    let zero_eps = Rule::Adam(AdamW {
+    let zero_eps = Rule::AdamW(AdamW {
         eps: 0.0,
         ..AdamW::default()
     });
@@ -240,7 +240,7 @@ fn an_update_that_would_not_be_finite_is_left_out() {
             let mut stopped = None;
             for _ in 0..6 {
                 // Rows of zeros: gradients of the first weights are exactly zero.
-                let x = if matches!(rule, Rule::Adam(AdamW { eps: 0.0, .. })) {
+                let x = if matches!(rule, Rule::AdamW(AdamW { eps: 0.0, .. })) {
                     dead.clone()
                 } else {
                     x.clone()
@@ -348,14 +348,14 @@ fn options_are_checked_when_they_are_given() {
     engine.update(&good, Lag::Zero).unwrap().wait().unwrap();
     let wrong = [
         (
-            Rule::Adam(AdamW {
+            Rule::AdamW(AdamW {
                 beta1: 1.5,
                 ..AdamW::default()
             }),
             "adam: beta1 is 1.5, it must be from 0 up to, but not including, 1",
         ),
         (
-            Rule::Adam(AdamW {
+            Rule::AdamW(AdamW {
                 weight_decay: -0.1,
                 ..AdamW::default()
             }),

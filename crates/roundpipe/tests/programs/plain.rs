@@ -500,7 +500,7 @@ impl Plain {
             let mut moments = moments[at].iter_mut();
             let (grad, master, working) = (Floats::F32(grad), &mut values[at][..], None);
             match rule {
-                Rule::Adam(rule) => {
+                Rule::AdamW(rule) => {
                     let (exp_avg, exp_avg_sq) = (moments.next().expect("a moment"), moments.next());
                     let exp_avg_sq = exp_avg_sq.expect("a second moment");
                     let slabs = AdamSlabs {
@@ -523,6 +523,7 @@ impl Plain {
                     };
                     rule.step(&self.threads, settings, slabs)
                 }
+                other => unreachable!("no program has {other:?}"),
             }
             .expect("an update");
         }
