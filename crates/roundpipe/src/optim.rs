@@ -28,6 +28,26 @@ pub enum Rule {
     Sgd(Sgd),
 }
 
+/// What one parameter has that is not the rule's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct ParamSettings {
+    pub lr_factor: f64,
+    pub weight_decay: Option<f64>,
+    pub betas: Option<(f64, f64)>,
+    pub frozen: bool,
+}
+
+impl Default for ParamSettings {
+    fn default() -> Self {
+        Self {
+            lr_factor: 1.0,
+            weight_decay: None,
+            betas: None,
+            frozen: false,
+        }
+    }
+}
+
 /// What an update of one parameter, or of part of one, reads and writes; all of one length.
 pub(crate) struct Slabs<'a> {
     pub grad: Floats<'a>,
@@ -80,41 +100,48 @@ impl Rule {
         Ok(())
     }
 
-    /// One fused pass. `decays` says whether weight decay applies to this parameter. Returns
-    /// whether some elements kept their value because the new one was not finite.
+    /// The rule with the settings of a group, which [`Rule::check_settings`] may refuse.
+    pub(crate) fn with(self, settings: ParamSettings) -> Self {
+        let decay = |own: f64| settings.weight_decay.unwrap_or(own);
+        match self {
+            Self::Adam(rule) => {
+                let (beta1, beta2) = settings.betas.unwrap_or((rule.beta1, rule.beta2));
+                Self::Adam(Adam {
+                    beta1,
+                    beta2,
+                    weight_decay: decay(rule.weight_decay),
+                    ..rule
+                })
+            }
+            Self::AdamW(rule) => {
+                let (beta1, beta2) = settings.betas.unwrap_or((rule.beta1, rule.beta2));
+                Self::AdamW(AdamW {
+                    beta1,
+                    beta2,
+                    weight_decay: decay(rule.weight_decay),
+                    ..rule
+                })
+            }
+            Self::Sgd(rule) => Self::Sgd(Sgd {
+                weight_decay: decay(rule.weight_decay),
+                ..rule
+            }),
+        }
+    }
+
+    /// One fused pass. Returns whether some elements kept their value because the new one was not
+    /// finite.
     pub(crate) fn update(
         self,
         threads: &Threads,
         settings: StepSettings,
-        decays: bool,
         slabs: Slabs<'_>,
     ) -> Result<bool> {
-        match self {
-            Self::Adam(rule) => {
-                let weight_decay = if decays { rule.weight_decay } else { 0.0 };
-                let rule = Adam {
-                    weight_decay,
-                    ..rule
-                };
-                Ok(rule.step(threads, settings, slabs.of_adam())?)
-            }
-            Self::AdamW(rule) => {
-                let weight_decay = if decays { rule.weight_decay } else { 0.0 };
-                let rule = AdamW {
-                    weight_decay,
-                    ..rule
-                };
-                Ok(rule.step(threads, settings, slabs.of_adam())?)
-            }
-            Self::Sgd(rule) => {
-                let weight_decay = if decays { rule.weight_decay } else { 0.0 };
-                let rule = Sgd {
-                    weight_decay,
-                    ..rule
-                };
-                Ok(rule.step(threads, settings, slabs.of_sgd())?)
-            }
-        }
+        Ok(match self {
+            Self::Adam(rule) => rule.step(threads, settings, slabs.of_adam())?,
+            Self::AdamW(rule) => rule.step(threads, settings, slabs.of_adam())?,
+            Self::Sgd(rule) => rule.step(threads, settings, slabs.of_sgd())?,
+        })
     }
 }
 

@@ -28,13 +28,14 @@ use roundpipe_tensor::{DType, HostBuf};
 pub use self::function::{OptimHandle, OptimParam, OptimParams};
 use self::open::{OpenLayer, OpenParam, each_chunk};
 use crate::error::{Error, Result};
+use crate::groups::ResolvedGroups;
 pub(crate) use crate::optim::{Decision, Update};
 use crate::optim::{Rule, StepReport, floats, floats_mut};
 use crate::store::{Store, StoredParam};
 use crate::version::Abort;
 
 /// One layer's part of a step.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Apply {
     /// Which update this is for the rule, from 1 on; skipped ones do not count.
     pub step: u64,
@@ -42,19 +43,25 @@ pub struct Apply {
     pub lr: f64,
     /// What stored gradients are multiplied with.
     pub factor: f32,
+    /// The settings of each parameter.
+    pub groups: ResolvedGroups,
     /// The version to write, which is the newest plus one.
     pub next_version: u64,
 }
 
 impl Store {
-    /// The squares of a layer's summed gradients, a number per own parameter that has one. The
-    /// global squared norm is the sum of all, layers in ascending order: [`Store::total`].
+    /// The squares of a layer's summed gradients, a number per own parameter that has one and that
+    /// `groups` do not freeze. The global squared norm is the sum of all, layers in ascending order:
+    /// [`Store::total`].
     ///
     /// # Errors
     /// When a gradient is being written.
-    pub fn squares(&self, layer: usize) -> Result<Vec<f64>> {
+    pub fn squares(&self, layer: usize, groups: &ResolvedGroups) -> Result<Vec<f64>> {
         let mut squares = Vec::new();
         for (_, param) in self.layers()[layer].own_trainable() {
+            if groups.of(param.home).frozen {
+                continue;
+            }
             let grads = self.grads_of(param)?;
             if grads.is_empty() {
                 continue;
@@ -78,9 +85,9 @@ impl Store {
     ///
     /// # Errors
     /// As [`Store::squares`].
-    pub fn all_squares(&self) -> Result<Vec<Vec<f64>>> {
+    pub fn all_squares(&self, groups: &ResolvedGroups) -> Result<Vec<Vec<f64>>> {
         (0..self.layers().len())
-            .map(|layer| self.squares(layer))
+            .map(|layer| self.squares(layer, groups))
             .collect()
     }
 
@@ -151,13 +158,14 @@ impl Store {
         update.check()?;
         let rule = self.rule_or_refuse()?;
         let layers = 0..self.layers().len();
-        let squares = self.all_squares()?;
-        if squares.iter().all(Vec::is_empty) {
+        if !self.has_gradients() {
             return Err(Error::config(
                 "step",
                 "no gradients were added since the last step",
             ));
         }
+        let groups = self.groups();
+        let squares = self.all_squares(&groups)?;
         let decision = update.decide(Self::total(&squares));
         let mut open = layers
             .map(|l| self.open(l, next_version, abort))
@@ -167,6 +175,7 @@ impl Store {
             step,
             lr: update.lr,
             factor: decision.factor,
+            groups,
             next_version,
         };
         let mut partial = false;

@@ -8,8 +8,8 @@ use roundpipe::optim::{Adam, AdamW, Sgd, StepReport};
 use roundpipe::testing::Apply;
 use roundpipe::testing::{Segment, Store, StoreConfig};
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, Error, HostBuf, HostTensor, Lag, Layer, Param, ParamVisitor, Params,
-    Pin, RngKey, RngSite, Rule, TensorResult, Tree, Update, bf16, f16,
+    Bytes, Cpu, Cx, DType, Error, HostBuf, HostTensor, Lag, Layer, Param, ParamGroup, ParamVisitor,
+    Params, Pin, RngKey, RngSite, Rule, TensorResult, Tree, Update, bf16, f16,
 };
 use roundpipe_tensor::SimWorld;
 use roundpipe_tensor::cpu::threads::Threads;
@@ -595,7 +595,9 @@ fn compare(dtype: DType, config: StoreConfig, clip: Option<f64>) {
     let decays = |name: &str, _: &Param| !name.contains("norm");
     let (plain, stored) = (model(dtype), model(dtype));
     let mut optimizer = PlainOptimizer::new(&plain, config.rule.unwrap(), decays);
-    let store = Store::new(&stored, config).unwrap().decay_where(decays);
+    let store = Store::new(&stored, config).unwrap();
+    let norms = ParamGroup::matching("*norm*").weight_decay(0.0);
+    store.set_groups(&[norms]).unwrap();
     for step in 1..=5 {
         let update = Update {
             clip,
@@ -617,6 +619,150 @@ fn compare(dtype: DType, config: StoreConfig, clip: Option<f64>) {
     assert_eq!(store.steps(), 5);
 }
 
+/// The weights after four steps with these groups.
+fn trained(lag: Lag, rule: AdamW, groups: &[ParamGroup], lr: f64) -> Vec<(String, Vec<u8>)> {
+    let layers = model(DType::BF16);
+    let store = Store::new(&layers, config(lag, Some(rule.into()))).unwrap();
+    store.set_groups(groups).unwrap();
+    for step in 1..=4 {
+        land(&store, step, 1.0);
+        let update = Update::new(lr);
+        store.step(&update, step, &store.abort()).unwrap();
+    }
+    bits(&layers)
+}
+
+/// A group is the rule with other settings, bit by bit: each of its parameters equals the same one
+/// in a store whose rule has these settings for all. The first group that matches decides alone,
+/// and a shared parameter matches by any of its names.
+#[test]
+fn a_group_is_the_rule_with_other_settings() {
+    let base = AdamW {
+        weight_decay: 0.1,
+        ..AdamW::default()
+    };
+    let betas = AdamW {
+        beta1: 0.7,
+        beta2: 0.8,
+        ..base
+    };
+    let plain = AdamW {
+        weight_decay: 0.0,
+        ..base
+    };
+    let groups = [
+        ParamGroup::matching("l2.hea*").lr_factor(0.5),
+        ParamGroup::matching("l1.norm").betas(0.7, 0.8),
+        ParamGroup::filter(|name, shape| name == "l1.weight" && shape.numel() == 70_003)
+            .frozen(true),
+        ParamGroup::matching("*norm*").weight_decay(0.0),
+    ];
+    for lag in [Lag::Zero, Lag::One] {
+        let untrained = bits(&model(DType::BF16));
+        let expected = [
+            ("l0.embed", trained(lag, base, &[], 0.005)),
+            ("l1.norm", trained(lag, betas, &[], 0.01)),
+            ("l1.weight", untrained),
+            ("l1.bias", trained(lag, base, &[], 0.01)),
+            ("l2.norm", trained(lag, plain, &[], 0.01)),
+        ];
+        let own = trained(lag, base, &[], 0.01);
+        let grouped = trained(lag, base, &groups, 0.01);
+        for (name, all) in expected {
+            let of = |all: &[(String, Vec<u8>)]| {
+                let found = all.iter().find(|(other, _)| other == name);
+                found.unwrap().1.clone()
+            };
+            assert!(of(&grouped) == of(&all), "{name}, {lag:?}");
+            let differs = name != "l1.bias";
+            assert_eq!(of(&grouped) != of(&own), differs, "{name}, {lag:?}");
+        }
+    }
+}
+
+/// Steps in which a group freezes a parameter are not steps of the parameter: when it is trained
+/// again, it goes on as if they had not been. Its gradients are not part of the norm.
+#[test]
+fn a_group_can_be_frozen_for_some_steps() {
+    let rule = Some(Rule::AdamW(AdamW::default()));
+    for lag in [Lag::Zero, Lag::One] {
+        let (late, fresh) = (model(DType::BF16), model(DType::BF16));
+        let a = Store::new(&late, config(lag, rule)).unwrap();
+        let b = Store::new(&fresh, config(lag, rule)).unwrap();
+        let all = [ParamGroup::matching("*").frozen(true)];
+        a.set_groups(&all).unwrap();
+        for step in 1..=2 {
+            land(&a, step, 1.0);
+            let report = a.step(&Update::new(0.01), step, &a.abort()).unwrap();
+            assert_eq!((report.step, report.grad_norm), (step, 0.0));
+        }
+        assert!(bits(&late) == bits(&fresh), "{lag:?}");
+        a.set_groups(&[]).unwrap();
+        for step in 3..=6 {
+            land(&a, step, 1.0);
+            a.step(&Update::new(0.01), step, &a.abort()).unwrap();
+            b.wait_grad_free(0, step - 2, &b.abort()).unwrap();
+            write_gradients(&b, step, 1.0);
+            let report = b.step(&Update::new(0.01), step - 2, &b.abort()).unwrap();
+            assert!(report.grad_norm > 0.0);
+        }
+        assert!(bits(&late) == bits(&fresh), "{lag:?}");
+    }
+}
+
+/// What is wrong with a group is said where it is given, by the name that it has there, and the
+/// groups before it stay.
+#[test]
+fn wrong_groups_are_refused() {
+    let sgd = Rule::Sgd(Sgd::default());
+    let adam = Rule::AdamW(AdamW::default());
+    let any = || ParamGroup::matching("*");
+    let wrong = [
+        (
+            adam,
+            ParamGroup::matching("*.bais"),
+            "groups: \"*.bais\" matches no parameter; the first trained one is \"l0.embed\"",
+        ),
+        (
+            adam,
+            ParamGroup::matching("l1.base"),
+            "groups: \"l1.base\" matches no parameter; the first trained one is \"l0.embed\"",
+        ),
+        (
+            adam,
+            any().betas(0.9, 1.5),
+            "groups: \"*\": adam: beta2 is 1.5, it must be from 0 up to, but not including, 1",
+        ),
+        (
+            sgd,
+            any().betas(0.9, 0.99),
+            "groups: \"*\": the rule is SGD, which has no betas",
+        ),
+        (
+            sgd,
+            ParamGroup::filter(|_, _| true).weight_decay(-1.0),
+            "groups: group 0: sgd: weight_decay is -1, it must be finite and at least 0",
+        ),
+        (
+            sgd,
+            any().lr_factor(f64::NAN),
+            "groups: \"*\": lr_factor is NaN, it must be finite and at least 0",
+        ),
+    ];
+    for (rule, group, line) in wrong {
+        let store = Store::new(&model(DType::F32), config(Lag::Zero, Some(rule))).unwrap();
+        store.set_groups(&[any().lr_factor(2.0)]).unwrap();
+        let before = store.groups();
+        let text = store.set_groups(&[group]).unwrap_err().to_string();
+        assert_eq!(text, line);
+        assert_eq!(store.groups(), before);
+    }
+    let store = Store::new(&model(DType::F32), config(Lag::Zero, None)).unwrap();
+    let text = store.set_groups(&[any()]).unwrap_err().to_string();
+    assert!(text.starts_with("groups: there is no rule"), "{text}");
+    store.set_groups(&[]).unwrap();
+}
+
 /// The engine updates layers as their gradients land, last first: the order must not matter.
 #[test]
 fn layer_by_layer_equals_the_whole() {
@@ -632,13 +778,17 @@ fn layer_by_layer_equals_the_whole() {
         land(&a, step, 1.0);
         land(&b, step, 1.0);
         a.step(&update, step, &a.abort()).unwrap();
-        let mut squares: Vec<_> = (0..3).rev().map(|l| b.squares(l).unwrap()).collect();
+        let mut squares: Vec<_> = (0..3)
+            .rev()
+            .map(|l| b.squares(l, &b.groups()).unwrap())
+            .collect();
         squares.reverse();
         let decision = update.decide(Store::total(&squares));
         for layer in (0..3).rev() {
             let apply = Apply {
                 step,
                 lr: update.lr,
+                groups: b.groups(),
                 factor: decision.factor,
                 next_version: step,
             };

@@ -82,8 +82,14 @@ impl<M> RoundPipe<M> {
         self.core.has_gradients()
     }
 
+    /// All names of trained parameters.
+    pub(crate) fn trained_names(&self) -> impl Iterator<Item = &str> + Clone {
+        self.core.model.store.trained_names()
+    }
+
     /// The squares of all gradients, by layer and parameter; for a norm over several engines.
     pub(crate) fn squares(&self) -> Result<Vec<Vec<f64>>> {
-        self.core.model.store.all_squares()
+        let store = &self.core.model.store;
+        store.all_squares(&store.groups())
     }
 }

@@ -21,7 +21,7 @@ use roundpipe_tensor::{DType, HostBuf, bf16, f16};
 use super::Apply;
 use super::function::OptimParam;
 use crate::error::{Error, Result};
-use crate::optim::{Rule, Slabs, floats, floats_mut, floats_of};
+use crate::optim::{ParamSettings, Rule, Slabs, floats, floats_mut, floats_of};
 use crate::store::StoredParam;
 use crate::sync::{lock, unpoisoned};
 use crate::version::WriteTicket;
@@ -43,7 +43,8 @@ impl OpenLayer<'_> {
         };
         let mut kept = false;
         for param in &mut self.params {
-            kept |= param.update(threads, rule, settings)?;
+            let group = apply.groups.of(param.stored.home);
+            kept |= param.update(threads, rule, settings, group)?;
         }
         Ok(kept)
     }
@@ -67,20 +68,29 @@ pub(super) struct OpenParam<'a> {
 }
 
 impl OpenParam<'_> {
-    /// The rule's pass, or none without a gradient.
+    /// The rule's pass with the settings of the parameter's group, or none without a gradient.
     pub(super) fn update(
         &mut self,
         threads: &Threads,
         rule: Rule,
         settings: StepSettings,
+        group: ParamSettings,
     ) -> Result<bool> {
-        if self.grads.is_empty() {
+        if group.frozen {
+            self.stored.add_frozen_step();
+        }
+        if group.frozen || self.grads.is_empty() {
             self.keep();
             return Ok(false);
         }
         self.start_copy(threads)?;
+        let rule = rule.with(group);
+        let settings = StepSettings {
+            step: self.stored.own_step(settings.step),
+            lr: settings.lr * group.lr_factor,
+            ..settings
+        };
         let dtype = self.stored.dtype;
-        let decays = self.stored.decays;
         let (master, mut working) = match &mut self.master {
             None => (self.working.as_mut_slice::<f32>(), None),
             Some(master) => (
@@ -97,7 +107,7 @@ impl OpenParam<'_> {
                 moments,
                 working,
             };
-            return rule.update(threads, settings, decays, slabs);
+            return rule.update(threads, settings, slabs);
         }
         let mut moments: Vec<_> = moments
             .iter_mut()
@@ -119,7 +129,6 @@ impl OpenParam<'_> {
                 rule.update(
                     one,
                     settings,
-                    decays,
                     Slabs {
                         grad,
                         master,
