@@ -18,6 +18,7 @@
 mod adam;
 mod finite;
 mod grads;
+mod lion;
 mod sgd;
 mod simd;
 
@@ -31,6 +32,7 @@ pub use adam::{Adam, AdamSlabs, AdamW};
 pub use grads::{
     accumulate, all_finite, cast, chunk_squares, clip_factor, follow, scale, squared_norm,
 };
+pub use lion::{Lion, LionSlabs};
 pub use sgd::{Sgd, SgdSlabs};
 
 use crate::cpu::threads::Threads;

@@ -1,12 +1,15 @@
-//! Ten steps of each optimizer against PyTorch; `fixtures/make_optim.py` makes the file.
+//! Ten steps of each optimizer against PyTorch, of Lion against optax; `fixtures/make_optim.py` and
+//! `fixtures/make_lion.py` make the files.
 
 use roundpipe_tensor::cpu::threads::Threads;
-use roundpipe_tensor::optim::{Adam, AdamSlabs, AdamW, Sgd, SgdSlabs, StepSettings};
+use roundpipe_tensor::optim::{
+    Adam, AdamSlabs, AdamW, Lion, LionSlabs, Sgd, SgdSlabs, StepSettings,
+};
 use safetensors::SafeTensors;
 
 const STEPS: u64 = 10;
 
-/// The steps after which the file has PyTorch's state.
+/// The steps after which the files have the state.
 const KEPT: [u64; 3] = [1, 2, 10];
 
 /// Where the two may differ: PyTorch fuses some operations and we fuse none.
@@ -18,12 +21,13 @@ struct Golden {
 
 impl Golden {
     fn open() -> Self {
-        let path = concat!(
-            env!("CARGO_MANIFEST_DIR"),
-            "/../../fixtures/optim.safetensors"
-        );
+        Self::named("optim")
+    }
+
+    fn named(name: &str) -> Self {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures");
         Self {
-            bytes: std::fs::read(path).unwrap(),
+            bytes: std::fs::read(format!("{folder}/{name}.safetensors")).unwrap(),
         }
     }
 
@@ -64,7 +68,7 @@ impl Golden {
             let allowed = TOLERANCE * b.abs().max(size);
             assert!(
                 (a - b).abs() <= allowed,
-                "{name}, step {step}, element {i}: {a}, PyTorch has {b}"
+                "{name}, step {step}, element {i}: {a}, the file has {b}"
             );
         }
     }
@@ -214,5 +218,36 @@ fn sgd_follows_pytorch() {
     ];
     for (name, sgd) in cases {
         check_sgd(&golden, name, 0.1, sgd);
+    }
+}
+
+/// Parameters and the moment follow `optax.lion`, from the parameters and gradients of the other
+/// file.
+#[test]
+fn lion_follows_optax() {
+    let (given, golden) = (Golden::open(), Golden::named("lion"));
+    let threads = Threads::new(Some(1)).unwrap();
+    let other = Lion {
+        beta1: 0.8,
+        beta2: 0.95,
+        weight_decay: 0.1,
+        ..Lion::default()
+    };
+    for (name, lr, lion) in [("lion", 1e-3, Lion::default()), ("lion_betas", 1e-2, other)] {
+        let mut param = given.tensor("param");
+        let mut moment = vec![0.0; param.len()];
+        for step in 1..=STEPS {
+            let grad = given.grad(step);
+            let slabs = LionSlabs {
+                grad: grad.as_slice().into(),
+                master: &mut param,
+                exp_avg: &mut moment,
+                working: None,
+            };
+            lion.step(&threads, StepSettings::new(step, lr), slabs)
+                .unwrap();
+            golden.check(&format!("{name}.param"), step, &param);
+            golden.check(&format!("{name}.exp_avg"), step, &moment);
+        }
     }
 }

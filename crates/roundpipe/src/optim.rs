@@ -10,10 +10,12 @@
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::{HostMut, HostRef};
-use roundpipe_tensor::optim::{self, AdamSlabs, Floats, FloatsMut, SgdSlabs, StepSettings};
+use roundpipe_tensor::optim::{
+    self, AdamSlabs, Floats, FloatsMut, LionSlabs, SgdSlabs, StepSettings,
+};
 use roundpipe_tensor::{DType, HostBuf, Param};
 
-pub use roundpipe_tensor::optim::{Adam, AdamW, Sgd};
+pub use roundpipe_tensor::optim::{Adam, AdamW, Lion, Sgd};
 
 use crate::error::{Error, Result};
 
@@ -24,6 +26,8 @@ pub enum Rule {
     Adam(Adam),
     /// AdamW: weight decay goes into the weights, and is 0.01 by default.
     AdamW(AdamW),
+    /// Lion: one moment, steps of one length.
+    Lion(Lion),
     /// Gradient descent.
     Sgd(Sgd),
 }
@@ -70,6 +74,12 @@ impl From<AdamW> for Rule {
     }
 }
 
+impl From<Lion> for Rule {
+    fn from(rule: Lion) -> Self {
+        Self::Lion(rule)
+    }
+}
+
 impl From<Sgd> for Rule {
     fn from(rule: Sgd) -> Self {
         Self::Sgd(rule)
@@ -83,6 +93,7 @@ impl Rule {
             Self::Adam(Adam { amsgrad, .. }) | Self::AdamW(AdamW { amsgrad, .. }) => {
                 2 + usize::from(*amsgrad)
             }
+            Self::Lion(_) => 1,
             Self::Sgd(rule) => usize::from(rule.momentum != 0.0),
         }
     }
@@ -95,6 +106,7 @@ impl Rule {
         match self {
             Self::Adam(rule) => rule.check()?,
             Self::AdamW(rule) => rule.check()?,
+            Self::Lion(rule) => rule.check()?,
             Self::Sgd(rule) => rule.check()?,
         }
         Ok(())
@@ -122,6 +134,15 @@ impl Rule {
                     ..rule
                 })
             }
+            Self::Lion(rule) => {
+                let (beta1, beta2) = settings.betas.unwrap_or((rule.beta1, rule.beta2));
+                Self::Lion(Lion {
+                    beta1,
+                    beta2,
+                    weight_decay: decay(rule.weight_decay),
+                    ..rule
+                })
+            }
             Self::Sgd(rule) => Self::Sgd(Sgd {
                 weight_decay: decay(rule.weight_decay),
                 ..rule
@@ -140,6 +161,7 @@ impl Rule {
         Ok(match self {
             Self::Adam(rule) => rule.step(threads, settings, slabs.of_adam())?,
             Self::AdamW(rule) => rule.step(threads, settings, slabs.of_adam())?,
+            Self::Lion(rule) => rule.step(threads, settings, slabs.of_lion())?,
             Self::Sgd(rule) => rule.step(threads, settings, slabs.of_sgd())?,
         })
     }
@@ -157,6 +179,18 @@ impl<'a> Slabs<'a> {
             exp_avg,
             exp_avg_sq,
             max_exp_avg_sq: moments.next(),
+            working: self.working,
+        }
+    }
+
+    fn of_lion(self) -> LionSlabs<'a> {
+        let Some(exp_avg) = self.moments.into_iter().next() else {
+            unreachable!("Lion has a moment")
+        };
+        LionSlabs {
+            grad: self.grad,
+            master: self.master,
+            exp_avg,
             working: self.working,
         }
     }

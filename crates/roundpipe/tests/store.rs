@@ -4,7 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use roundpipe::optim::{Adam, AdamW, Sgd, StepReport};
+use roundpipe::optim::{Adam, AdamW, Lion, Sgd, StepReport};
 use roundpipe::testing::Apply;
 use roundpipe::testing::{Segment, Store, StoreConfig};
 use roundpipe::{
@@ -13,7 +13,9 @@ use roundpipe::{
 };
 use roundpipe_tensor::SimWorld;
 use roundpipe_tensor::cpu::threads::Threads;
-use roundpipe_tensor::optim::{self, AdamSlabs, CHUNK, Floats, FloatsMut, SgdSlabs, StepSettings};
+use roundpipe_tensor::optim::{
+    self, AdamSlabs, CHUNK, Floats, FloatsMut, LionSlabs, SgdSlabs, StepSettings,
+};
 use roundpipe_tensor::sim::SimConfig;
 
 /// Parameters with names, and nothing to compute.
@@ -302,6 +304,19 @@ impl PlainParam {
                 let slabs = adam_slabs(grad, master, moments);
                 rule.step(threads, settings, slabs).unwrap();
             }
+            Rule::Lion(rule) => {
+                let slabs = LionSlabs {
+                    grad,
+                    master,
+                    exp_avg: moments.next().unwrap(),
+                    working: None,
+                };
+                let rule = Lion {
+                    weight_decay: decay(rule.weight_decay),
+                    ..rule
+                };
+                rule.step(threads, settings, slabs).unwrap();
+            }
             Rule::Sgd(rule) => {
                 let slabs = SgdSlabs {
                     grad,
@@ -343,7 +358,7 @@ fn adam_slabs<'a>(
     }
 }
 
-fn rules() -> [Rule; 4] {
+fn rules() -> [Rule; 5] {
     let adam = AdamW {
         weight_decay: 0.1,
         ..AdamW::default()
@@ -361,6 +376,10 @@ fn rules() -> [Rule; 4] {
             ..Sgd::default()
         }),
         Rule::Sgd(Sgd::default()),
+        Rule::Lion(Lion {
+            weight_decay: 0.1,
+            ..Lion::default()
+        }),
     ]
 }
 

@@ -185,6 +185,17 @@ impl PassIsa {
     }
 }
 
+/// `x` between `-bound` and `bound`; a NaN stays one.
+#[inline(always)]
+pub(super) fn clamp<S: Simd>(s: S, x: S::V, bound: S::V) -> S::V {
+    let minus_one = s.splat(-1.0);
+    let low = s.mul(bound, minus_one);
+    // Two negations instead of a minimum: `max` alone is written for every instruction set.
+    let from_below = s.max(low, x);
+    let negated = s.max(low, s.mul(from_below, minus_one));
+    s.mul(negated, minus_one)
+}
+
 /// Reads up to [`LANES`] elements, zeros after them.
 #[inline(always)]
 pub(super) fn padded<T: SlabElement>(src: &[T]) -> [T; LANES] {

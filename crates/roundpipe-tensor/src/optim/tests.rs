@@ -203,6 +203,30 @@ fn sgd_run(
     case.written()
 }
 
+fn lion_run(
+    isa: PassIsa,
+    threads: &Threads,
+    lion: Lion,
+    mut case: Case,
+    kinds: (usize, usize),
+) -> Vec<Vec<u32>> {
+    for t in 1..=2 {
+        let offset = case.offset;
+        let [master, moment, ..] = &mut case.state[..] else {
+            unreachable!()
+        };
+        let slabs = LionSlabs {
+            grad: grad_of(&case.grad, kinds.0, offset),
+            master: &mut master[offset..],
+            exp_avg: &mut moment[offset..],
+            working: working_of(&mut case.working, kinds.1, offset),
+        };
+        lion.step_with(isa, threads, at_scale(t, 1e-2, 0.7), slabs)
+            .unwrap();
+    }
+    case.written()
+}
+
 fn at_scale(step: u64, lr: f64, grad_scale: f32) -> StepSettings {
     StepSettings {
         grad_scale,
@@ -252,6 +276,15 @@ fn sgds() -> [Sgd; 3] {
     ]
 }
 
+fn lions() -> [Lion; 2] {
+    let decayed = Lion {
+        weight_decay: 0.1,
+        maximize: true,
+        ..Lion::default()
+    };
+    [Lion::default(), decayed]
+}
+
 /// Which instructions a processor has must not show in the weights.
 #[test]
 #[cfg_attr(miri, ignore = "slabs of several chunks")]
@@ -276,6 +309,13 @@ fn every_isa_gives_the_bits_of_the_portable_one() {
                     assert!(
                         run(isa) == run(PassIsa::Portable),
                         "{isa:?}, {len} elements, {kinds:?}, {sgd:?}"
+                    );
+                }
+                for lion in lions() {
+                    let run = |isa| lion_run(isa, &threads, lion, Case::new(len, offset), kinds);
+                    assert!(
+                        run(isa) == run(PassIsa::Portable),
+                        "{isa:?}, {len} elements, {kinds:?}, {lion:?}"
                     );
                 }
             }
@@ -305,9 +345,17 @@ fn any_number_of_threads_gives_the_same_bits() {
                 Case::new(len, 1),
                 (1, 1),
             );
+            let lion = lion_run(
+                PassIsa::best(),
+                &threads,
+                lions()[1],
+                Case::new(len, 1),
+                (1, 1),
+            );
             (
                 adam,
                 sgd,
+                lion,
                 squared_norm(&threads, noise(len, 6).as_slice().into()).to_bits(),
             )
         })
@@ -374,6 +422,84 @@ fn adam_f64(rule: &AdamRule, lr: f64, t: i32, [p, m, v, x]: &mut [f64; 4], grad:
     let second = if adam.amsgrad { *x } else { *v };
     let denominator = second.sqrt() / (1.0 - adam.beta2.powi(t)).sqrt() + adam.eps;
     *p -= lr / (1.0 - adam.beta1.powi(t)) * *m / denominator;
+}
+
+/// The formulas, against the same ones in f64 over twenty steps. The direction of a step is a sign,
+/// so an element whose sum is about zero may go either way.
+#[test]
+fn lion_agrees_with_f64() {
+    const LR: f64 = 1e-2;
+    let len = 77;
+    for lion in lions() {
+        let start = noise(len, 2);
+        let (mut p, mut m) = (start.clone(), vec![0.0; len]);
+        let mut reference: Vec<[f64; 2]> = start.iter().map(|&p| [f64::from(p), 0.0]).collect();
+        let mut unsure = vec![false; len];
+        for t in 1..=20 {
+            let mut grad = noise(len, 100 + t);
+            grad[5] = 0.0;
+            let slabs = LionSlabs {
+                grad: grad.as_slice().into(),
+                master: &mut p,
+                exp_avg: &mut m,
+                working: None,
+            };
+            lion.step(&one_thread(), at_scale(t, LR, 0.5), slabs)
+                .unwrap();
+            for (i, [p, m]) in reference.iter_mut().enumerate() {
+                let sign = if lion.maximize { -0.5 } else { 0.5 };
+                let g = sign * f64::from(grad[i]);
+                let sum = lion.beta1 * *m + (1.0 - lion.beta1) * g;
+                unsure[i] |= sum != 0.0 && sum.abs() < 1e-5 * g.abs();
+                let direction = if sum == 0.0 { 0.0 } else { sum.signum() };
+                *p -= LR * (direction + lion.weight_decay * *p);
+                *m = lion.beta2 * *m + (1.0 - lion.beta2) * g;
+            }
+        }
+        assert!(unsure.iter().filter(|unsure| **unsure).count() < 3);
+        for i in (0..len).filter(|&i| !unsure[i]) {
+            let [want, moment] = reference[i];
+            let near =
+                |have: f32, want: f64| (f64::from(have) - want).abs() <= 3e-6 * want.abs().max(0.1);
+            assert!(near(p[i], want), "element {i}: {} and {want}", p[i]);
+            assert!(near(m[i], moment), "element {i}: {} and {moment}", m[i]);
+        }
+        // Without a gradient there is no direction; only decay moves the weight.
+        let decay = (1.0 - LR * lion.weight_decay).powi(20);
+        assert!((f64::from(p[5]) - f64::from(start[5]) * decay).abs() < 1e-6);
+    }
+}
+
+/// A step is as long for the smallest gradient as for the largest, and none for zero.
+#[test]
+fn lion_takes_the_sign_of_every_size() {
+    let sizes = [
+        1.0,
+        -3e38,
+        f32::from_bits(1),
+        -f32::from_bits(1),
+        f32::MIN_POSITIVE,
+        0.0,
+        -0.0,
+    ];
+    // All of the direction is the gradient.
+    let lion = Lion {
+        beta1: 0.0,
+        ..Lion::default()
+    };
+    for isa in PassIsa::available() {
+        let (mut p, mut m) = ([1.0f32; 7], [0.0; 7]);
+        let slabs = LionSlabs {
+            grad: sizes.as_slice().into(),
+            master: &mut p,
+            exp_avg: &mut m,
+            working: None,
+        };
+        let settings = StepSettings::new(1, 0.25);
+        let kept = lion.step_with(isa, &one_thread(), settings, slabs).unwrap();
+        assert!(!kept, "{isa:?}");
+        assert_eq!(p, [0.75, 1.25, 0.75, 1.25, 0.75, 1.0, 1.0], "{isa:?}");
+    }
 }
 
 /// All f32 around every bf16 and every f16, rounded as the `half` crate rounds.
@@ -633,6 +759,21 @@ fn wrong_arguments_are_refused() {
     let error = Sgd::default().step(&one_thread(), nowhere, slabs);
     let error = error.unwrap_err().to_string();
     assert!(error.contains("lr is NaN"), "{error}");
+    let refuse = |lion: Lion, len: usize, words: &str| {
+        let mut moment = vec![0.0; len];
+        let slabs = LionSlabs {
+            grad: [1.0; 4].as_slice().into(),
+            master: &mut [0.5; 4],
+            exp_avg: &mut moment,
+            working: None,
+        };
+        let error = lion.step(&one_thread(), StepSettings::new(1, 1e-3), slabs);
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    };
+    let lion = Lion::default();
+    refuse(lion, 3, "moment slab has 3 elements");
+    refuse(Lion { beta2: 1.0, ..lion }, 4, "beta2 is 1");
     assert!(accumulate(&one_thread(), [1.0f32; 2].as_slice().into(), &mut [0.0; 3]).is_err());
 }
 
@@ -678,6 +819,20 @@ fn elements_that_would_not_be_finite_keep_their_values() {
                 }
             }
         }
+        // Lion forgets how large a gradient is, but not that it is no number.
+        let (mut p, mut m, mut w) = ([1.0f32; 4], [0.25; 4], [bf16::ZERO; 4]);
+        let slabs = LionSlabs {
+            grad: [f32::NAN, f32::NEG_INFINITY, 1e30, 1.0].as_slice().into(),
+            master: &mut p,
+            exp_avg: &mut m,
+            working: Some(w.as_mut_slice().into()),
+        };
+        let settings = StepSettings::new(1, 0.5);
+        let lion = Lion::default();
+        assert!(lion.step_with(isa, &threads, settings, slabs).unwrap());
+        assert_eq!(p, [1.0, 1.0, 0.5, 0.5], "{isa:?}");
+        assert!(m[..2] == [0.25; 2] && m[2] > 1e27 && m[3] > 0.25, "{m:?}");
+        assert_eq!(w.map(bf16::to_f32), p, "{isa:?}");
         // 0 / 0, and weights that f16 cannot hold.
         let none = AdamRule::from(AdamW {
             eps: 0.0,
