@@ -35,6 +35,8 @@ pub use grads::{
 pub use lion::{Lion, LionSlabs};
 pub use sgd::{Sgd, SgdSlabs};
 
+use simd::GradFactors;
+
 use crate::cpu::threads::Threads;
 use crate::error::{Error, Result};
 use crate::sync::lock;
@@ -50,7 +52,10 @@ pub struct StepSettings {
     pub step: u64,
     /// Learning rate, at least 0.
     pub lr: f64,
-    /// What gradients are multiplied with first: 1, or what clipping and loss scaling ask for.
+    /// Gradients are clipped to between minus this and this first; infinities too, not NaN.
+    pub clip_value: Option<f32>,
+    /// What gradients are multiplied with then: 1, or what clipping by the norm and loss scaling
+    /// ask for.
     pub grad_scale: f32,
 }
 
@@ -60,7 +65,20 @@ impl StepSettings {
         Self {
             step,
             lr,
+            clip_value: None,
             grad_scale: 1.0,
+        }
+    }
+
+    /// How a pass reads gradients.
+    fn grad_factors(&self, maximize: bool) -> GradFactors {
+        GradFactors {
+            bound: self.clip_value,
+            factor: if maximize {
+                -self.grad_scale
+            } else {
+                self.grad_scale
+            },
         }
     }
 

@@ -212,6 +212,10 @@ pub struct Update {
     pub lr: f64,
     /// Scales gradients down when their common norm exceeds this.
     pub clip: Option<f64>,
+    /// Clips every gradient to between minus this and this, before their norm is taken:
+    /// `clip_grad_value_`, then `clip_grad_norm_`. A step with an infinite gradient is skipped all
+    /// the same, unless `skip_nonfinite` is off.
+    pub clip_value: Option<f64>,
     /// What gradients are multiplied with first: one over the loss scale they were computed with.
     pub grad_scale: f64,
     /// Whether a step whose gradients are not all finite is skipped as a whole; on by default. Off,
@@ -225,6 +229,7 @@ impl Update {
         Self {
             lr,
             clip: None,
+            clip_value: None,
             grad_scale: 1.0,
             skip_nonfinite: true,
         }
@@ -244,13 +249,23 @@ impl Update {
         if let Some(clip) = self.clip.filter(|clip| clip.is_nan() || *clip <= 0.0) {
             return refuse("clip", clip, "above 0; None clips nothing");
         }
+        if let Some(clip) = self.clip_value.filter(|clip| clip.is_nan() || *clip <= 0.0) {
+            return refuse("clip_value", clip, "above 0; None clips nothing");
+        }
         if !self.grad_scale.is_finite() || self.grad_scale <= 0.0 {
             return refuse("grad_scale", self.grad_scale, "a finite number above 0");
         }
         Ok(())
     }
 
-    /// What to do with gradients whose squares, as they are stored, add up to `squared`.
+    /// What gradients are clipped to by value, as they are stored: before they are unscaled.
+    #[doc(hidden)]
+    pub fn stored_clip_value(&self) -> Option<f32> {
+        self.clip_value.map(|clip| (clip / self.grad_scale) as f32)
+    }
+
+    /// What to do with gradients whose squares add up to `squared`, as they are stored but clipped
+    /// by value.
     #[doc(hidden)]
     pub fn decide(&self, squared: f64) -> Decision {
         // Unscaled before they are measured, so that the threshold means the same at every scale.
@@ -272,7 +287,7 @@ impl Update {
 pub struct Decision {
     /// What stored gradients are multiplied with.
     pub factor: f32,
-    /// L2 norm of all gradients, unscaled, before clipping.
+    /// L2 norm of all gradients, unscaled and clipped by value, before clipping by the norm.
     pub grad_norm: f64,
     /// Whether the step is skipped: `Store::skip` instead of `Store::apply` for every layer.
     pub skip: bool,
@@ -283,7 +298,8 @@ pub struct Decision {
 pub struct StepReport {
     /// Which step this was, from 1 on.
     pub step: u64,
-    /// L2 norm of all gradients, before clipping.
+    /// L2 norm of all gradients, clipped by value where that is on, before clipping by the norm:
+    /// what `clip_grad_norm_` returns behind `clip_grad_value_`.
     pub grad_norm: f64,
     /// Whether nothing was updated because a gradient was not finite; `step` is the last that was.
     pub skipped: bool,

@@ -43,6 +43,8 @@ pub struct Apply {
     pub lr: f64,
     /// What stored gradients are multiplied with.
     pub factor: f32,
+    /// What stored gradients are clipped to by value, before that.
+    pub clip_value: Option<f32>,
     /// The settings of each parameter.
     pub groups: ResolvedGroups,
     /// The version to write, which is the newest plus one.
@@ -51,12 +53,17 @@ pub struct Apply {
 
 impl Store {
     /// The squares of a layer's summed gradients, a number per own parameter that has one and that
-    /// `groups` do not freeze. The global squared norm is the sum of all, layers in ascending order:
-    /// [`Store::total`].
+    /// `groups` do not freeze, clipped by value first. The global squared norm is the sum of all,
+    /// layers in ascending order: [`Store::total`].
     ///
     /// # Errors
     /// When a gradient is being written.
-    pub fn squares(&self, layer: usize, groups: &ResolvedGroups) -> Result<Vec<f64>> {
+    pub fn squares(
+        &self,
+        layer: usize,
+        groups: &ResolvedGroups,
+        clip_value: Option<f32>,
+    ) -> Result<Vec<f64>> {
         let mut squares = Vec::new();
         for (_, param) in self.layers()[layer].own_trainable() {
             if groups.of(param.home).frozen {
@@ -68,11 +75,12 @@ impl Store {
             }
             let threads = &self.shared.threads;
             let chunks = match &grads[..] {
-                [(dtype, grad)] => optim::chunk_squares(threads, floats(*dtype, grad)),
+                [(dtype, grad)] => optim::chunk_squares(threads, floats(*dtype, grad), clip_value),
                 _ => {
                     let chunks = 0..param.shape.numel().div_ceil(CHUNK);
-                    let squares =
-                        |one: &Threads, _, sum: Floats<'_>| Ok(optim::chunk_squares(one, sum));
+                    let squares = |one: &Threads, _, sum: Floats<'_>| {
+                        Ok(optim::chunk_squares(one, sum, clip_value))
+                    };
                     each_chunk(threads, &grads, chunks, squares)?.concat()
                 }
             };
@@ -85,9 +93,13 @@ impl Store {
     ///
     /// # Errors
     /// As [`Store::squares`].
-    pub fn all_squares(&self, groups: &ResolvedGroups) -> Result<Vec<Vec<f64>>> {
+    pub fn all_squares(
+        &self,
+        groups: &ResolvedGroups,
+        clip_value: Option<f32>,
+    ) -> Result<Vec<Vec<f64>>> {
         (0..self.layers().len())
-            .map(|layer| self.squares(layer, groups))
+            .map(|layer| self.squares(layer, groups, clip_value))
             .collect()
     }
 
@@ -165,7 +177,8 @@ impl Store {
             ));
         }
         let groups = self.groups();
-        let squares = self.all_squares(&groups)?;
+        let clip_value = update.stored_clip_value();
+        let squares = self.all_squares(&groups, clip_value)?;
         let decision = update.decide(Self::total(&squares));
         let mut open = layers
             .map(|l| self.open(l, next_version, abort))
@@ -175,6 +188,7 @@ impl Store {
             step,
             lr: update.lr,
             factor: decision.factor,
+            clip_value,
             groups,
             next_version,
         };

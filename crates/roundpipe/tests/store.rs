@@ -257,6 +257,11 @@ impl PlainOptimizer {
     }
 
     fn step(&mut self, update: &Update) -> StepReport {
+        if let Some(clip) = update.clip_value {
+            let grads = self.params.iter_mut().filter_map(|here| here.grad.as_mut());
+            let clip = clip as f32;
+            grads.flatten().for_each(|x| *x = x.clamp(-clip, clip));
+        }
         let grads = self.params.iter().filter_map(|here| here.grad.as_ref());
         let squares = grads.map(|grad| optim::squared_norm(&self.threads, Floats::F32(grad)));
         let decision = update.decide(squares.fold(0.0, |sum, square| sum + square));
@@ -265,9 +270,8 @@ impl PlainOptimizer {
         for here in &mut self.params {
             if let Some(grad) = here.grad.take() {
                 let settings = StepSettings {
-                    step: self.steps,
-                    lr: update.lr,
                     grad_scale: decision.factor,
+                    ..StepSettings::new(self.steps, update.lr)
                 };
                 here.update(&self.threads, self.rule, settings, &grad);
             }
@@ -609,7 +613,31 @@ fn updates_equal_the_plain_optimizer() {
     );
 }
 
+/// Clipping by value comes before the norm, of the sum where layers share a parameter.
+#[test]
+fn clipping_by_value_equals_a_plain_clamp() {
+    for lag in [Lag::Zero, Lag::One] {
+        for rule in rules() {
+            let limits = Update {
+                clip: Some(3.0),
+                clip_value: Some(0.05),
+                ..Update::new(0.0)
+            };
+            compare_with(DType::BF16, config(lag, Some(rule)), limits);
+        }
+    }
+}
+
 fn compare(dtype: DType, config: StoreConfig, clip: Option<f64>) {
+    let limits = Update {
+        clip,
+        ..Update::new(0.0)
+    };
+    compare_with(dtype, config, limits);
+}
+
+/// `limits` are those of every step; the learning rate is another in each.
+fn compare_with(dtype: DType, config: StoreConfig, limits: Update) {
     let what = format!("{dtype}, {:?}, {:?}", config.rule, config.max_lag);
     let decays = |name: &str, _: &Param| !name.contains("norm");
     let (plain, stored) = (model(dtype), model(dtype));
@@ -619,8 +647,8 @@ fn compare(dtype: DType, config: StoreConfig, clip: Option<f64>) {
     store.set_groups(&[norms]).unwrap();
     for step in 1..=5 {
         let update = Update {
-            clip,
-            ..Update::new(0.01 / step as f64)
+            lr: 0.01 / step as f64,
+            ..limits
         };
         add(&mut optimizer, &store, &plain, step);
         land(&store, step, 1.0);
@@ -799,7 +827,7 @@ fn layer_by_layer_equals_the_whole() {
         a.step(&update, step, &a.abort()).unwrap();
         let mut squares: Vec<_> = (0..3)
             .rev()
-            .map(|l| b.squares(l, &b.groups()).unwrap())
+            .map(|l| b.squares(l, &b.groups(), None).unwrap())
             .collect();
         squares.reverse();
         let decision = update.decide(Store::total(&squares));
@@ -807,6 +835,7 @@ fn layer_by_layer_equals_the_whole() {
             let apply = Apply {
                 step,
                 lr: update.lr,
+                clip_value: None,
                 groups: b.groups(),
                 factor: decision.factor,
                 next_version: step,

@@ -429,6 +429,7 @@ const STEPS: usize = 3;
 fn update() -> Update {
     Update {
         clip: Some(0.7),
+        clip_value: Some(0.3),
         skip_nonfinite: true,
         ..Update::new(0.01)
     }

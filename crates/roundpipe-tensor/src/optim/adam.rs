@@ -3,7 +3,7 @@
 //! Per parameter, in f32, each operation rounded on its own, `t` counting from 1:
 //!
 //! ```text
-//! g = grad_scale * grad                       (negated when maximizing)
+//! g = grad_scale * clip(grad)                 (negated when maximizing)
 //! p = p * (1 - lr * weight_decay)             (decoupled) or
 //! g = g + weight_decay * p                    (into the gradient)
 //! m = beta1 * m + (1 - beta1) * g
@@ -18,7 +18,7 @@
 use half::{bf16, f16};
 
 use super::finite::commit;
-use super::simd::{LANES, PassIsa, Simd, SlabElement, SlabPass, padded};
+use super::simd::{GradFactors, GradReader, LANES, PassIsa, Simd, SlabElement, SlabPass, padded};
 use super::{
     CHUNK, Floats, FloatsMut, StepSettings, any, check_at_least_zero, check_below_one, check_len,
     optional_chunks, with_slice,
@@ -264,11 +264,7 @@ impl AdamRule {
     }
 
     fn factors(&self, step_settings: StepSettings) -> AdamFactors {
-        let StepSettings {
-            step,
-            lr,
-            grad_scale,
-        } = step_settings;
+        let StepSettings { step, lr, .. } = step_settings;
         let AdamW {
             beta1,
             beta2,
@@ -277,14 +273,13 @@ impl AdamRule {
             maximize,
             ..
         } = self.settings;
-        let grad = if maximize { -grad_scale } else { grad_scale };
         let (keep, penalty) = if self.decoupled {
             (1.0 - lr * weight_decay, 0.0)
         } else {
             (1.0, weight_decay)
         };
         AdamFactors {
-            grad,
+            grad: step_settings.grad_factors(maximize),
             keep: keep as f32,
             penalty: penalty as f32,
             beta1: beta1 as f32,
@@ -314,7 +309,7 @@ fn power(mut base: f64, mut exponent: u64) -> f64 {
 /// What all parameters share in one step.
 #[derive(Debug, Clone, Copy)]
 struct AdamFactors {
-    grad: f32,
+    grad: GradFactors,
     keep: f32,
     /// 0 when weight decay does not go through the gradient.
     penalty: f32,
@@ -435,7 +430,7 @@ struct AdamBlock<'a> {
 struct AdamUpdate<S: Simd> {
     s: S,
     with_penalty: bool,
-    grad: S::V,
+    grad: GradReader<S>,
     keep: S::V,
     penalty: S::V,
     beta1: S::V,
@@ -453,7 +448,7 @@ impl<S: Simd> AdamUpdate<S> {
         Self {
             s,
             with_penalty: f.penalty != 0.0,
-            grad: s.splat(f.grad),
+            grad: GradReader::new(s, f.grad),
             keep: s.splat(f.keep),
             penalty: s.splat(f.penalty),
             beta1: s.splat(f.beta1),
@@ -478,7 +473,7 @@ impl<S: Simd> AdamUpdate<S> {
     ) -> bool {
         let s = self.s;
         let AdamBlock { p, m, v, x } = state;
-        let mut g = s.mul(G::load(s, grad), self.grad);
+        let mut g = self.grad.read(grad);
         let old = s.load(p);
         if self.with_penalty {
             g = s.add(g, s.mul(old, self.penalty));

@@ -4,7 +4,7 @@
 //! Per parameter, in f32, each operation rounded on its own:
 //!
 //! ```text
-//! g = grad_scale * grad                       (negated when maximizing)
+//! g = grad_scale * clip(grad)                 (negated when maximizing)
 //! p = p * (1 - lr * weight_decay)
 //! p = p - lr * sign(beta1 * m + (1 - beta1) * g)
 //! m = beta2 * m + (1 - beta2) * g
@@ -16,7 +16,9 @@
 use half::{bf16, f16};
 
 use super::finite::commit;
-use super::simd::{LANES, PassIsa, Simd, SlabElement, SlabPass, clamp, padded};
+use super::simd::{
+    GradFactors, GradReader, LANES, PassIsa, Simd, SlabElement, SlabPass, clamp, padded,
+};
 use super::{
     CHUNK, Floats, FloatsMut, StepSettings, any, check_at_least_zero, check_below_one, check_len,
     optional_chunks, with_slice,
@@ -119,13 +121,9 @@ impl Lion {
     }
 
     fn factors(&self, settings: StepSettings) -> LionFactors {
-        let StepSettings { lr, grad_scale, .. } = settings;
+        let lr = settings.lr;
         LionFactors {
-            grad: if self.maximize {
-                -grad_scale
-            } else {
-                grad_scale
-            },
+            grad: settings.grad_factors(self.maximize),
             keep: (1.0 - lr * self.weight_decay) as f32,
             beta1: self.beta1 as f32,
             rest1: (1.0 - self.beta1) as f32,
@@ -149,7 +147,7 @@ fn check_slabs(slabs: &LionSlabs<'_>) -> Result<()> {
 /// What all parameters share in one step.
 #[derive(Debug, Clone, Copy)]
 struct LionFactors {
-    grad: f32,
+    grad: GradFactors,
     keep: f32,
     beta1: f32,
     rest1: f32,
@@ -236,7 +234,7 @@ impl<G: SlabElement, W: SlabElement> SlabPass for LionPass<'_, G, W> {
 #[derive(Clone, Copy)]
 struct LionUpdate<S: Simd> {
     s: S,
-    grad: S::V,
+    grad: GradReader<S>,
     keep: S::V,
     beta1: S::V,
     rest1: S::V,
@@ -250,7 +248,7 @@ impl<S: Simd> LionUpdate<S> {
     fn new(s: S, f: LionFactors) -> Self {
         Self {
             s,
-            grad: s.splat(f.grad),
+            grad: GradReader::new(s, f.grad),
             keep: s.splat(f.keep),
             beta1: s.splat(f.beta1),
             rest1: s.splat(f.rest1),
@@ -272,7 +270,7 @@ impl<S: Simd> LionUpdate<S> {
         w: Option<&mut [W; LANES]>,
     ) -> bool {
         let s = self.s;
-        let g = s.mul(G::load(s, grad), self.grad);
+        let g = self.grad.read(grad);
         let (old, moment) = (s.load(p), s.load(m));
         let direction = s.add(s.mul(moment, self.beta1), s.mul(g, self.rest1));
         let change = s.mul(sign(s, direction), self.lr);

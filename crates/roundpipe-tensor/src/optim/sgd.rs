@@ -3,7 +3,7 @@
 //! Per parameter, in f32, each operation rounded on its own:
 //!
 //! ```text
-//! g = grad_scale * grad                       (negated when maximizing)
+//! g = grad_scale * clip(grad)                 (negated when maximizing)
 //! g = g + weight_decay * p
 //! b = momentum * b + (1 - dampening) * g      (in the first step: b = g)
 //! g = g + momentum * b                        (nesterov) or g = b
@@ -13,7 +13,7 @@
 use half::{bf16, f16};
 
 use super::finite::commit;
-use super::simd::{LANES, PassIsa, Simd, SlabElement, SlabPass, padded};
+use super::simd::{GradFactors, GradReader, LANES, PassIsa, Simd, SlabElement, SlabPass, padded};
 use super::{
     CHUNK, Floats, FloatsMut, StepSettings, any, check_at_least_zero, check_finite, check_len,
     optional_chunks, with_slice,
@@ -142,19 +142,11 @@ impl Sgd {
     }
 
     fn factors(&self, settings: StepSettings) -> SgdFactors {
-        let StepSettings {
-            step,
-            lr,
-            grad_scale,
-        } = settings;
+        let StepSettings { step, lr, .. } = settings;
         SgdFactors {
             first: step == 1,
             nesterov: self.nesterov,
-            grad: if self.maximize {
-                -grad_scale
-            } else {
-                grad_scale
-            },
+            grad: settings.grad_factors(self.maximize),
             penalty: self.weight_decay as f32,
             momentum: self.momentum as f32,
             rest: (1.0 - self.dampening) as f32,
@@ -168,7 +160,7 @@ impl Sgd {
 struct SgdFactors {
     first: bool,
     nesterov: bool,
-    grad: f32,
+    grad: GradFactors,
     penalty: f32,
     momentum: f32,
     rest: f32,
@@ -258,7 +250,7 @@ struct SgdUpdate<S: Simd> {
     first: bool,
     nesterov: bool,
     with_penalty: bool,
-    grad: S::V,
+    grad: GradReader<S>,
     penalty: S::V,
     momentum: S::V,
     rest: S::V,
@@ -273,7 +265,7 @@ impl<S: Simd> SgdUpdate<S> {
             first: f.first,
             nesterov: f.nesterov,
             with_penalty: f.penalty != 0.0,
-            grad: s.splat(f.grad),
+            grad: GradReader::new(s, f.grad),
             penalty: s.splat(f.penalty),
             momentum: s.splat(f.momentum),
             rest: s.splat(f.rest),
@@ -294,7 +286,7 @@ impl<S: Simd> SgdUpdate<S> {
     ) -> bool {
         let s = self.s;
         let old = s.load(p);
-        let mut g = s.mul(G::load(s, grad), self.grad);
+        let mut g = self.grad.read(grad);
         if self.with_penalty {
             g = s.add(g, s.mul(old, self.penalty));
         }

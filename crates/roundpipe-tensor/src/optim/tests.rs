@@ -3,7 +3,9 @@
 use half::{bf16, f16};
 
 use super::adam::AdamRule;
-use super::grads::{accumulate_with, all_finite_with, cast_with, scale_with, squared_norm_with};
+use super::grads::{
+    accumulate_with, all_finite_with, cast_with, chunk_squares_with, scale_with, squared_norm_with,
+};
 use super::simd::PassIsa;
 use super::*;
 
@@ -361,6 +363,77 @@ fn any_number_of_threads_gives_the_same_bits() {
         })
         .into();
     assert!(runs[0] == runs[1] && runs[1] == runs[2]);
+}
+
+/// Clipping by value inside a pass gives the bits of a pass over clipped gradients; an infinity is
+/// clipped and a NaN stays. The norm is that of the clipped ones, and does not hide an infinity.
+#[test]
+fn clipping_by_value_is_a_clamp() {
+    let threads = one_thread();
+    let bound = 0.1f32;
+    let grad = wild(100, 1);
+    let clamped: Vec<f32> = grad.iter().map(|x| x.clamp(-bound, bound)).collect();
+    for isa in PassIsa::available() {
+        let clip = |clip_value| StepSettings {
+            clip_value,
+            ..at_scale(2, 1e-2, 0.7)
+        };
+        let adam = |grad: &[f32], settings| {
+            let (mut p, mut m, mut v) = (noise(100, 2), noise(100, 3), vec![0.5; 100]);
+            let slabs = AdamSlabs {
+                grad: grad.into(),
+                master: &mut p,
+                exp_avg: &mut m,
+                exp_avg_sq: &mut v,
+                max_exp_avg_sq: None,
+                working: None,
+            };
+            let kept = adams()[0].step_with(isa, &threads, settings, slabs);
+            (kept.unwrap(), bits(&p), bits(&m), bits(&v))
+        };
+        let sgd = |grad: &[f32], settings| {
+            let (mut p, mut b) = (noise(100, 2), noise(100, 3));
+            let slabs = SgdSlabs {
+                grad: grad.into(),
+                master: &mut p,
+                momentum: Some(&mut b),
+                working: None,
+            };
+            let kept = sgds()[1].step_with(isa, &threads, settings, slabs);
+            (kept.unwrap(), bits(&p), bits(&b))
+        };
+        let lion = |grad: &[f32], settings| {
+            let (mut p, mut m) = (noise(100, 2), noise(100, 3));
+            let slabs = LionSlabs {
+                grad: grad.into(),
+                master: &mut p,
+                exp_avg: &mut m,
+                working: None,
+            };
+            let kept = lions()[1].step_with(isa, &threads, settings, slabs);
+            (kept.unwrap(), bits(&p), bits(&m))
+        };
+        let (with, without) = (clip(Some(bound)), clip(None));
+        assert_eq!(adam(&grad, with), adam(&clamped, without), "{isa:?}");
+        assert_eq!(sgd(&grad, with), sgd(&clamped, without), "{isa:?}");
+        assert_eq!(lion(&grad, with), lion(&clamped, without), "{isa:?}");
+        assert_ne!(sgd(&grad, with), sgd(&grad, without), "{isa:?}");
+
+        let squares = |values: &[f32], clip_value| {
+            chunk_squares_with(isa, &threads, values.into(), clip_value)[0]
+        };
+        let finite = noise(100, 1);
+        let clamped: Vec<f32> = finite.iter().map(|x| x.clamp(-bound, bound)).collect();
+        let clipped = squares(&finite, Some(bound));
+        assert_eq!(clipped.to_bits(), squares(&clamped, None).to_bits());
+        for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+            for at in [0, 99] {
+                let mut values = finite.clone();
+                values[at] = bad;
+                assert!(!squares(&values, Some(bound)).is_finite(), "{isa:?} {bad}");
+            }
+        }
+    }
 }
 
 /// The formulas, against the same ones in f64 over twenty steps.

@@ -386,11 +386,12 @@ impl OptimizerThread {
         outcome: &Outcome,
     ) -> Result<StepReport> {
         // Its error is looked at behind the calls: theirs says why gradients are missing.
-        let groups = match &work {
-            Work::Rule(work) => work.groups.clone(),
-            Work::Skip { .. } | Work::Function(_) => ResolvedGroups::default(),
+        let measured = match &work {
+            Work::Rule(work) => self.measure(calls, &work.groups, work.update.stored_clip_value()),
+            Work::Skip { .. } | Work::Function(_) => {
+                self.measure(calls, &ResolvedGroups::default(), None)
+            }
         };
-        let measured = self.measure(calls, &groups);
         for call in calls {
             if !call.wait_end("optimizer") {
                 let source = Box::new(call.take_error().unwrap_or_else(|| call.cancelled()));
@@ -455,10 +456,15 @@ impl OptimizerThread {
 
     /// The squares of all gradients, layer by layer as they land: the last call before a step makes
     /// them final.
-    fn measure(&self, calls: &[Arc<Call>], groups: &ResolvedGroups) -> Result<Vec<Vec<f64>>> {
+    fn measure(
+        &self,
+        calls: &[Arc<Call>],
+        groups: &ResolvedGroups,
+        clip_value: Option<f32>,
+    ) -> Result<Vec<Vec<f64>>> {
         let store = &self.model.store;
         let Some((last, before)) = calls.split_last() else {
-            return store.all_squares(groups);
+            return store.all_squares(groups, clip_value);
         };
         // Earlier calls are summed up in the gradients of the last. After a failure there is
         // nothing to measure; `step` finds the failed call and returns its error.
@@ -471,7 +477,7 @@ impl OptimizerThread {
             .collect();
         while !open.is_empty() {
             for layer in last.wait_landed("optimizer", &mut open)? {
-                squares[layer] = store.squares(layer, groups)?;
+                squares[layer] = store.squares(layer, groups, clip_value)?;
             }
         }
         Ok(squares)
@@ -490,6 +496,7 @@ impl OptimizerThread {
             step,
             lr: work.update.lr,
             factor: decision.factor,
+            clip_value: work.update.stored_clip_value(),
             groups: work.groups,
             next_version: version,
         };

@@ -39,6 +39,7 @@ impl OpenLayer<'_> {
         let settings = StepSettings {
             step: apply.step,
             lr: apply.lr,
+            clip_value: apply.clip_value,
             grad_scale: apply.factor,
         };
         let mut kept = false;

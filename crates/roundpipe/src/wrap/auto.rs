@@ -236,6 +236,7 @@ impl AutoWrapped {
             return Ok((*update, None));
         }
         self.synchronize()?;
+        let clip_value = update.stored_clip_value();
         let mut squares = Vec::new();
         for (_, engine) in self
             .0
@@ -243,12 +244,15 @@ impl AutoWrapped {
             .iter()
             .filter(|(_, engine)| engine.has_gradients())
         {
-            squares.extend(engine.squares()?);
+            squares.extend(engine.squares(clip_value)?);
         }
         let decision = update.decide(Store::total(&squares));
+        let factor = f64::from(decision.factor);
         let each = Update {
             clip: None,
-            grad_scale: f64::from(decision.factor),
+            // Exact in f64, and so is the quotient that each engine takes: it clips to the same.
+            clip_value: clip_value.map(|clip| f64::from(clip) * factor),
+            grad_scale: factor,
             ..*update
         };
         Ok((each, Some(decision)))

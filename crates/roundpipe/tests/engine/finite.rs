@@ -321,12 +321,24 @@ fn options_are_checked_when_they_are_given() {
             },
         )
     };
+    let clip_value = |clip| {
+        (
+            "clip_value",
+            Update {
+                clip_value: Some(clip),
+                ..good
+            },
+        )
+    };
     let scale = |grad_scale| ("grad_scale", Update { grad_scale, ..good });
     let lr = |lr| ("lr", Update { lr, ..good });
     let wrong = [
         clip(-1.0),
         clip(0.0),
         clip(f64::NAN),
+        clip_value(-1.0),
+        clip_value(0.0),
+        clip_value(f64::NAN),
         scale(f64::NAN),
         scale(f64::INFINITY),
         scale(0.0),
@@ -376,5 +388,48 @@ fn options_are_checked_when_they_are_given() {
             .build();
         let text = built.map(drop).unwrap_err().to_string();
         assert_eq!(text, line, "{rule:?}");
+    }
+}
+
+/// Clipping by value bounds what each weight moves, at both lags and every loss scale; the norm is
+/// taken behind it, and an infinite gradient still skips the step.
+#[test]
+fn clipping_by_value_bounds_every_gradient() {
+    const CLIP: f64 = 0.03125;
+    for lag in [Lag::Zero, Lag::One] {
+        for scale in [1.0, 1024.0] {
+            let model = model(DType::F32);
+            let before = models::params(&model);
+            let engine = engine(&model, Rule::Sgd(Sgd::default()), models::cpus(1));
+            let update = Update {
+                clip_value: Some(CLIP),
+                grad_scale: 1.0 / scale,
+                ..Update::new(1.0)
+            };
+            let (x, y) = batch(DType::F32, 0.5);
+            engine.forward_backward(x, y, times(scale)).unwrap();
+            let report = engine.update(&update, lag).unwrap().wait().unwrap();
+            engine.synchronize().unwrap();
+            let after = models::params(&model);
+            let (mut count, mut most, mut squared) = (0, 0.0f64, 0.0f64);
+            for ((_, old), (_, new)) in before.iter().zip(&after) {
+                for (old, new) in old.iter().zip(new) {
+                    let moved = (f64::from_bits(*old) - f64::from_bits(*new)).abs();
+                    count += usize::from((moved - CLIP).abs() < 1e-6);
+                    most = most.max(moved);
+                    squared += moved * moved;
+                }
+            }
+            let what = format!("{lag:?}, scale {scale}: {most}, {count}, {report:?}");
+            assert!(most < CLIP + 1e-6 && count > 3, "{what}");
+            assert!((report.grad_norm - squared.sqrt()).abs() < 1e-5, "{what}");
+
+            let (x, y) = batch(DType::F32, 0.5);
+            engine.forward_backward(x, y, times(f64::INFINITY)).unwrap();
+            let report = engine.update(&update, lag).unwrap().wait().unwrap();
+            assert!(report.skipped, "{report:?}");
+            engine.synchronize().unwrap();
+            assert_eq!(models::params(&model), after, "{lag:?}");
+        }
     }
 }

@@ -487,9 +487,8 @@ impl Plain {
         let mut copies = copies.clone();
         copies.steps += 1;
         let settings = StepSettings {
-            step: copies.steps,
-            lr: spec.lr,
             grad_scale: factor,
+            ..StepSettings::new(copies.steps, spec.lr)
         };
         let (values, moments) = (
             Rc::make_mut(&mut copies.values),
