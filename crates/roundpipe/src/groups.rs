@@ -90,8 +90,8 @@ impl ParamGroup {
     }
 
     /// Whether weights and moments stay as they are. Gradients are computed, but count neither for
-    /// the norm nor as steps of the parameter; [`Param::freeze`](crate::Param::freeze) before the
-    /// engine is built also saves the work and the memory.
+    /// the norm nor as steps of the parameter. A parameter that is not trainable when the engine is
+    /// built ([`Param::set_trainable`](crate::Param::set_trainable)) saves their time and memory too.
     #[must_use]
     pub fn frozen(mut self, frozen: bool) -> Self {
         self.settings.frozen = frozen;
@@ -165,6 +165,12 @@ pub struct ResolvedGroups(Arc<Vec<Vec<ParamSettings>>>);
 impl ResolvedGroups {
     pub(crate) fn new(settings: Vec<Vec<ParamSettings>>) -> Self {
         Self(Arc::new(settings))
+    }
+
+    /// The largest factor of a learning rate, at least 1.
+    pub(crate) fn largest_lr_factor(&self) -> f64 {
+        let settings = self.0.iter().flatten();
+        settings.map(|one| one.lr_factor).fold(1.0, f64::max)
     }
 
     /// The settings of a parameter in its home layer.

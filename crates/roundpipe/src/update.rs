@@ -118,7 +118,8 @@ impl Store {
     /// # Errors
     /// [`Error::Config`] without a rule; settings that it does not accept.
     pub fn check(&self, apply: &Apply) -> Result<()> {
-        Update::new(apply.lr).check()?;
+        // A product may be infinite, and then the pass of some layer would refuse it.
+        Update::new(apply.lr * apply.groups.largest_lr_factor()).check()?;
         self.rule_or_refuse()?.check_settings()
     }
 
@@ -192,6 +193,9 @@ impl Store {
             groups,
             next_version,
         };
+        if !decision.skip {
+            self.check(&apply)?;
+        }
         let mut partial = false;
         for open in &mut open {
             if decision.skip {

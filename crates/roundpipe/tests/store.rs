@@ -810,6 +810,23 @@ fn wrong_groups_are_refused() {
     store.set_groups(&[]).unwrap();
 }
 
+/// A learning rate that becomes infinite with a group's factor is refused before the first layer
+/// changes.
+#[test]
+fn a_rate_that_overflows_changes_nothing() {
+    let layers = model(DType::F32);
+    let before = bits(&layers);
+    let rule = Some(Rule::Sgd(Sgd::default()));
+    let store = Store::new(&layers, config(Lag::Zero, rule)).unwrap();
+    let last = ParamGroup::matching("l2.norm").lr_factor(1e300);
+    store.set_groups(&[last]).unwrap();
+    land(&store, 1, 1.0);
+    let error = store.step(&Update::new(1e300), 1, &store.abort());
+    let text = error.unwrap_err().to_string();
+    assert!(text.starts_with("lr: inf"), "{text}");
+    assert!(bits(&layers) == before);
+}
+
 /// The engine updates layers as their gradients land, last first: the order must not matter.
 #[test]
 fn layer_by_layer_equals_the_whole() {
