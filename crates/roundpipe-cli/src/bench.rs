@@ -218,7 +218,7 @@ impl BenchCmd {
         let mut params: Vec<_> = model.layers.named_params();
         params.sort_by_key(|(_, param)| param.id());
         params.dedup_by_key(|(_, param)| param.id());
-        let moments = Rule::Adam(AdamW::default()).moments() as u64;
+        let moments = Rule::AdamW(AdamW::default()).moments() as u64;
         let params = params.iter().map(|(_, param)| param);
         let budget = HostBudget::training(params, moments, self.lag() == Lag::One);
         Ok(budget.check(left)?)
@@ -230,7 +230,7 @@ impl BenchCmd {
             .loss_reduction(LossReduction::Mean);
         config.num_microbatch = self.microbatches;
         let builder = RoundPipe::builder(model.layers.clone())
-            .optimizer(Rule::Adam(AdamW::default()))
+            .optimizer(Rule::AdamW(AdamW::default()))
             .max_lag(self.lag())
             .devices(workers.to_vec())
             .ring_options(self.place.ring())

@@ -15,7 +15,7 @@ use roundpipe::optim::AdamW;
 use roundpipe::trace::{Category, Span};
 use roundpipe::{
     Bytes, Cpu, Cx, DType, Device, DeviceKind, ExecutePlan, HostTensor, Inputs, Lag, LossReduction,
-    LrSchedule, Meta, Params, PlanKind, RoundPipe, RunConfig, Update, Worker,
+    LrSchedule, Meta, ParamGroup, Params, PlanKind, RoundPipe, RunConfig, Update, Worker,
 };
 use roundpipe_models::memory::host_memory;
 use roundpipe_models::{DEMO_TEXT, Model, Sampler, Windows, continue_text, preset};
@@ -168,7 +168,7 @@ impl DemoCmd {
             .seed(self.seed)
             .optimizer(rule)
             // Decay matrices only, as is usual.
-            .decay_where(|_, param| param.shape().rank() > 1)
+            .groups([ParamGroup::filter(|_, shape| shape.rank() < 2).weight_decay(0.0)])
             .devices(workers.into_iter().map(|cpu| cpu as Arc<dyn Device>))
             .run_config(
                 RunConfig::new()

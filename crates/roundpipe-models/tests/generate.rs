@@ -264,7 +264,7 @@ fn sampling_changes_nothing_about_training() {
         let train = |samples: bool| {
             let model = model(qwen3());
             let trainer = RoundPipe::builder(model.layers.clone())
-                .optimizer(Rule::Adam(AdamW::default()))
+                .optimizer(Rule::AdamW(AdamW::default()))
                 .devices(cpu())
                 .memory(Bytes::mib(64))
                 .build()
@@ -320,7 +320,7 @@ fn a_generator_between_steps_changes_no_parameter_and_no_loss() {
         assert!(before.iter().any(|(_, trained)| *trained));
         assert!(before.iter().any(|(_, trained)| !*trained));
         let trainer = RoundPipe::builder(model.layers.clone())
-            .optimizer(Rule::Adam(AdamW::default()))
+            .optimizer(Rule::AdamW(AdamW::default()))
             .devices(cpu())
             .memory(Bytes::mib(64))
             .build()

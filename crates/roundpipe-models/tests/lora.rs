@@ -77,7 +77,7 @@ fn gradients_of_adapters_are_those_of_peft() {
         // A second model, whose adapters are the gradients that PEFT computed.
         let wanted = with_adapter(&file, "ag.").named_params();
         let engine = RoundPipe::builder(model.layers.clone())
-            .optimizer(Rule::Adam(roundpipe::optim::AdamW::default()))
+            .optimizer(Rule::AdamW(roundpipe::optim::AdamW::default()))
             .run_config(RunConfig::default().num_microbatch(1))
             .devices(cpus())
             .ring_options(RingOptions {

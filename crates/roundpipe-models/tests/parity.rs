@@ -73,7 +73,7 @@ fn engine(model: &Model, microbatches: usize) -> RoundPipe {
         ..AdamW::default()
     };
     RoundPipe::builder(model.layers.clone())
-        .optimizer(Rule::Adam(rule))
+        .optimizer(Rule::AdamW(rule))
         .optimizer_threads(1)
         .max_lag(Lag::Zero)
         .run_config(RunConfig::default().num_microbatch(microbatches))

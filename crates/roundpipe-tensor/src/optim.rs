@@ -18,6 +18,7 @@
 mod adam;
 mod finite;
 mod grads;
+mod lion;
 mod sgd;
 mod simd;
 
@@ -27,11 +28,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use half::{bf16, f16};
 
-pub use adam::{AdamSlabs, AdamW, WeightDecay};
+pub use adam::{Adam, AdamSlabs, AdamW};
 pub use grads::{
     accumulate, all_finite, cast, chunk_squares, clip_factor, follow, scale, squared_norm,
 };
+pub use lion::{Lion, LionSlabs};
 pub use sgd::{Sgd, SgdSlabs};
+
+use simd::GradFactors;
 
 use crate::cpu::threads::Threads;
 use crate::error::{Error, Result};
@@ -40,6 +44,52 @@ use crate::sync::lock;
 /// Elements of a task: large enough for the hardware's prefetchers, small enough to share out
 /// evenly.
 pub const CHUNK: usize = 1 << 16;
+
+/// What one step asks of every pass, beside the rule's own settings.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepSettings {
+    /// Number of the step, the first being 1.
+    pub step: u64,
+    /// Learning rate, at least 0.
+    pub lr: f64,
+    /// Gradients are clipped to between minus this and this first; infinities too, not NaN.
+    pub clip_value: Option<f32>,
+    /// What gradients are multiplied with then: 1, or what clipping by the norm and loss scaling
+    /// ask for.
+    pub grad_scale: f32,
+}
+
+impl StepSettings {
+    /// Gradients as they are.
+    pub fn new(step: u64, lr: f64) -> Self {
+        Self {
+            step,
+            lr,
+            clip_value: None,
+            grad_scale: 1.0,
+        }
+    }
+
+    /// How a pass reads gradients.
+    fn grad_factors(&self, maximize: bool) -> GradFactors {
+        GradFactors {
+            bound: self.clip_value,
+            factor: if maximize {
+                -self.grad_scale
+            } else {
+                self.grad_scale
+            },
+        }
+    }
+
+    fn check(&self, op: &'static str) -> Result<()> {
+        check_at_least_zero(op, "lr", self.lr)?;
+        if self.step == 0 {
+            return Err(Error::invalid(op, "steps count from 1, this is step 0"));
+        }
+        Ok(())
+    }
+}
 
 /// A slab of floats to read.
 #[derive(Debug, Clone, Copy)]
@@ -195,20 +245,32 @@ fn check_len(op: &'static str, name: &str, len: usize, expected: usize) -> Resul
     ))
 }
 
-/// Refuses `value` unless it is finite and in `low..=high` (`high` may be infinite).
-fn check_range(op: &'static str, name: &str, value: f64, low: f64, high: f64) -> Result<()> {
-    if value.is_finite() && (low..=high).contains(&value) {
+fn check_at_least_zero(op: &'static str, name: &str, value: f64) -> Result<()> {
+    check_setting(op, name, value, value >= 0.0, "finite and at least 0")
+}
+
+/// For shares: 1 itself would forget nothing, or everything.
+fn check_below_one(op: &'static str, name: &str, value: f64) -> Result<()> {
+    let range = "from 0 up to, but not including, 1";
+    check_setting(op, name, value, (0.0..1.0).contains(&value), range)
+}
+
+fn check_finite(op: &'static str, name: &str, value: f64) -> Result<()> {
+    check_setting(op, name, value, true, "finite")
+}
+
+fn check_setting(
+    op: &'static str,
+    name: &str,
+    value: f64,
+    in_range: bool,
+    range: &str,
+) -> Result<()> {
+    if value.is_finite() && in_range {
         return Ok(());
     }
-    let range = if high.is_finite() {
-        format!("from {low} to {high}")
-    } else {
-        format!("at least {low}")
-    };
-    Err(Error::invalid(
-        op,
-        format!("{name} is {value}, it must be finite and {range}"),
-    ))
+    let what = format!("{name} is {value}, it must be {range}");
+    Err(Error::invalid(op, what))
 }
 
 #[cfg(test)]

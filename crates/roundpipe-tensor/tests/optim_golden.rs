@@ -1,12 +1,15 @@
-//! Ten steps of each optimizer against PyTorch; `fixtures/make_optim.py` makes the file.
+//! Ten steps of each optimizer against PyTorch, of Lion against optax; `fixtures/make_optim.py` and
+//! `fixtures/make_lion.py` make the files.
 
 use roundpipe_tensor::cpu::threads::Threads;
-use roundpipe_tensor::optim::{AdamSlabs, AdamW, Sgd, SgdSlabs, WeightDecay};
+use roundpipe_tensor::optim::{
+    Adam, AdamSlabs, AdamW, Lion, LionSlabs, Sgd, SgdSlabs, StepSettings,
+};
 use safetensors::SafeTensors;
 
 const STEPS: u64 = 10;
 
-/// The steps after which the file has PyTorch's state.
+/// The steps after which the files have the state.
 const KEPT: [u64; 3] = [1, 2, 10];
 
 /// Where the two may differ: PyTorch fuses some operations and we fuse none.
@@ -18,12 +21,13 @@ struct Golden {
 
 impl Golden {
     fn open() -> Self {
-        let path = concat!(
-            env!("CARGO_MANIFEST_DIR"),
-            "/../../fixtures/optim.safetensors"
-        );
+        Self::named("optim")
+    }
+
+    fn named(name: &str) -> Self {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures");
         Self {
-            bytes: std::fs::read(path).unwrap(),
+            bytes: std::fs::read(format!("{folder}/{name}.safetensors")).unwrap(),
         }
     }
 
@@ -64,17 +68,23 @@ impl Golden {
             let allowed = TOLERANCE * b.abs().max(size);
             assert!(
                 (a - b).abs() <= allowed,
-                "{name}, step {step}, element {i}: {a}, PyTorch has {b}"
+                "{name}, step {step}, element {i}: {a}, the file has {b}"
             );
         }
     }
 }
 
-fn check_adam(golden: &Golden, name: &str, adam: AdamW) {
+/// Checks one case; `step_fn` is the step of `Adam` or `AdamW`.
+fn check_adam(
+    golden: &Golden,
+    name: &str,
+    amsgrad: bool,
+    step_fn: impl Fn(&Threads, u64, AdamSlabs<'_>),
+) {
     let threads = Threads::new(Some(1)).unwrap();
     let mut param = golden.tensor("param");
     let (mut first, mut second) = (vec![0.0; param.len()], vec![0.0; param.len()]);
-    let mut largest = adam.amsgrad.then(|| vec![0.0; param.len()]);
+    let mut largest = amsgrad.then(|| vec![0.0; param.len()]);
     for step in 1..=STEPS {
         let grad = golden.grad(step);
         let slabs = AdamSlabs {
@@ -85,7 +95,7 @@ fn check_adam(golden: &Golden, name: &str, adam: AdamW) {
             max_exp_avg_sq: largest.as_deref_mut(),
             working: None,
         };
-        adam.step(&threads, step, 1.0, slabs).unwrap();
+        step_fn(&threads, step, slabs);
         golden.check(&format!("{name}.param"), step, &param);
         golden.check(&format!("{name}.exp_avg"), step, &first);
         golden.check(&format!("{name}.exp_avg_sq"), step, &second);
@@ -95,7 +105,7 @@ fn check_adam(golden: &Golden, name: &str, adam: AdamW) {
     }
 }
 
-fn check_sgd(golden: &Golden, name: &str, sgd: Sgd) {
+fn check_sgd(golden: &Golden, name: &str, lr: f64, sgd: Sgd) {
     let threads = Threads::new(Some(1)).unwrap();
     let mut param = golden.tensor("param");
     // Not zeros: the first step must not read it.
@@ -108,7 +118,8 @@ fn check_sgd(golden: &Golden, name: &str, sgd: Sgd) {
             momentum: momentum.as_deref_mut(),
             working: None,
         };
-        sgd.step(&threads, step, 1.0, slabs).unwrap();
+        sgd.step(&threads, StepSettings::new(step, lr), slabs)
+            .unwrap();
         golden.check(&format!("{name}.param"), step, &param);
         if let Some(momentum) = &momentum {
             golden.check(&format!("{name}.momentum_buffer"), step, momentum);
@@ -120,30 +131,23 @@ fn check_sgd(golden: &Golden, name: &str, sgd: Sgd) {
 #[test]
 fn adam_follows_pytorch() {
     let golden = Golden::open();
-    let base = AdamW {
-        lr: 1e-2,
-        ..AdamW::default()
-    };
-    let adam = AdamW {
-        weight_decay: 0.0,
-        decay: WeightDecay::Gradient,
-        ..base
-    };
+    let base = AdamW::default();
     let cases = [
-        ("adamw", AdamW::default()),
+        ("adamw", 1e-3, base),
         (
             "adamw_betas",
+            3e-2,
             AdamW {
-                lr: 3e-2,
                 beta1: 0.8,
                 beta2: 0.95,
                 eps: 1e-6,
                 weight_decay: 0.1,
-                ..AdamW::default()
+                ..base
             },
         ),
         (
             "adamw_amsgrad",
+            1e-2,
             AdamW {
                 amsgrad: true,
                 ..base
@@ -151,23 +155,29 @@ fn adam_follows_pytorch() {
         ),
         (
             "adamw_maximize",
+            1e-2,
             AdamW {
                 maximize: true,
                 ..base
             },
         ),
-        ("adam", adam),
-        (
-            "adam_l2",
-            AdamW {
-                weight_decay: 0.1,
-                amsgrad: true,
-                ..adam
-            },
-        ),
     ];
-    for (name, adam) in cases {
-        check_adam(&golden, name, adam);
+    for (name, lr, adam) in cases {
+        check_adam(&golden, name, adam.amsgrad, |threads, step, slabs| {
+            let settings = StepSettings::new(step, lr);
+            adam.step(threads, settings, slabs).unwrap();
+        });
+    }
+    let l2 = Adam {
+        weight_decay: 0.1,
+        amsgrad: true,
+        ..Adam::default()
+    };
+    for (name, adam) in [("adam", Adam::default()), ("adam_l2", l2)] {
+        check_adam(&golden, name, adam.amsgrad, |threads, step, slabs| {
+            let settings = StepSettings::new(step, 1e-2);
+            adam.step(threads, settings, slabs).unwrap();
+        });
     }
 }
 
@@ -175,10 +185,7 @@ fn adam_follows_pytorch() {
 #[test]
 fn sgd_follows_pytorch() {
     let golden = Golden::open();
-    let base = Sgd {
-        lr: 0.1,
-        ..Sgd::default()
-    };
+    let base = Sgd::default();
     let momentum = Sgd {
         momentum: 0.9,
         weight_decay: 0.01,
@@ -210,6 +217,37 @@ fn sgd_follows_pytorch() {
         ),
     ];
     for (name, sgd) in cases {
-        check_sgd(&golden, name, sgd);
+        check_sgd(&golden, name, 0.1, sgd);
+    }
+}
+
+/// Parameters and the moment follow `optax.lion`, from the parameters and gradients of the other
+/// file.
+#[test]
+fn lion_follows_optax() {
+    let (given, golden) = (Golden::open(), Golden::named("lion"));
+    let threads = Threads::new(Some(1)).unwrap();
+    let other = Lion {
+        beta1: 0.8,
+        beta2: 0.95,
+        weight_decay: 0.1,
+        ..Lion::default()
+    };
+    for (name, lr, lion) in [("lion", 1e-3, Lion::default()), ("lion_betas", 1e-2, other)] {
+        let mut param = given.tensor("param");
+        let mut moment = vec![0.0; param.len()];
+        for step in 1..=STEPS {
+            let grad = given.grad(step);
+            let slabs = LionSlabs {
+                grad: grad.as_slice().into(),
+                master: &mut param,
+                exp_avg: &mut moment,
+                working: None,
+            };
+            lion.step(&threads, StepSettings::new(step, lr), slabs)
+                .unwrap();
+            golden.check(&format!("{name}.param"), step, &param);
+            golden.check(&format!("{name}.exp_avg"), step, &moment);
+        }
     }
 }

@@ -101,7 +101,7 @@ fn engine(workers: usize, lag: Lag) -> roundpipe::Result<RoundPipe> {
         .into_iter()
         .map(|cpu| cpu as Arc<dyn Device>);
     RoundPipe::builder(decoder()?)
-        .optimizer(Rule::Adam(AdamW::default()))
+        .optimizer(Rule::AdamW(AdamW::default()))
         .optimizer_threads(THREADS)
         .max_lag(lag)
         .run_config(RunConfig::new().num_microbatch(MICROBATCHES))

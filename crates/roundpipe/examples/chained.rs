@@ -51,7 +51,7 @@ pub fn run(workers: usize, steps: u64) -> roundpipe::Result<(Vec<f64>, Vec<f64>)
 
 fn engine(model: Sequential, ring: &Ring) -> roundpipe::Result<RoundPipe> {
     RoundPipe::builder(model)
-        .optimizer(Rule::Adam(AdamW::default()))
+        .optimizer(Rule::AdamW(AdamW::default()))
         .run_config(
             RunConfig::new()
                 .num_microbatch(4)

@@ -48,7 +48,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// Trains for some steps.
 pub fn run(steps: u64) -> roundpipe::Result<Learned> {
     let engine = RoundPipe::builder(model()?)
-        .optimizer(Rule::Adam(AdamW {
+        .optimizer(Rule::AdamW(AdamW {
             weight_decay: 0.0,
             ..AdamW::default()
         }))

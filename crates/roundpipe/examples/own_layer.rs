@@ -79,7 +79,7 @@ pub fn run(steps: u64) -> roundpipe::Result<Vec<f32>> {
         .named("hidden", hidden)
         .named("out", Linear::new(&mut init, 32, 1, true)?);
     let engine = RoundPipe::builder(model)
-        .optimizer(Rule::Adam(AdamW::default()))
+        .optimizer(Rule::AdamW(AdamW::default()))
         .run_config(
             RunConfig::new()
                 .num_microbatch(2)

@@ -66,7 +66,7 @@ pub fn run(workers: usize, steps: u64) -> roundpipe::Result<Vec<f64>> {
         .into_iter()
         .map(|cpu| cpu as Arc<dyn Device>);
     let engine = RoundPipe::builder(model()?)
-        .optimizer(Rule::Adam(AdamW::default()))
+        .optimizer(Rule::AdamW(AdamW::default()))
         .run_config(
             RunConfig::new()
                 .num_microbatch(MICROBATCHES)

@@ -14,7 +14,7 @@
 //!     .with(Func(|cx: &mut roundpipe::Cx, x: &roundpipe::Tensor| cx.relu(x)))
 //!     .with(Linear::new(&mut init, 16, 3, true)?);
 //! let engine = RoundPipe::builder(model)
-//!     .optimizer(Rule::Adam(AdamW::default()))
+//!     .optimizer(Rule::AdamW(AdamW::default()))
 //!     .run_config(RunConfig::new().loss_reduction(LossReduction::Mean)) // cross_entropy is a mean
 //!     .build()?;
 //! let data = HostTensor::from_slice(&[0.5f32; 24], &[6, 4])?;

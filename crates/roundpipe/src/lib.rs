@@ -50,6 +50,8 @@ pub mod lr;
 pub mod optim;
 mod scaler;
 
+mod groups;
+
 mod version;
 
 mod store;
@@ -74,6 +76,7 @@ pub use engine::{
 };
 pub use error::{Error, Result, TaskPlace};
 pub use exec::ring::{Ring, RingOptions};
+pub use groups::ParamGroup;
 pub use layer::{Layer, Module, ParamVisitor, Params, Sequential};
 pub use lr::LrSchedule;
 pub use optim::{Rule, StepReport, Update};
@@ -101,6 +104,7 @@ pub use wrap::{AutoWrapped, Composite, Node, WrapConfig, Wrapped, wrap};
 pub mod testing {
     #[cfg(loom)]
     pub use crate::exec::ending;
+    pub use crate::groups::ResolvedGroups;
     pub use crate::optim::Decision;
     pub use crate::store::{Segment, Store, StoreConfig};
     pub use crate::update::Apply;

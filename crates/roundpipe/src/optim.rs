@@ -10,32 +10,46 @@
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::{HostMut, HostRef};
-use roundpipe_tensor::optim::{self, AdamSlabs, Floats, FloatsMut, SgdSlabs};
+use roundpipe_tensor::optim::{
+    self, AdamSlabs, Floats, FloatsMut, LionSlabs, SgdSlabs, StepSettings,
+};
 use roundpipe_tensor::{DType, HostBuf, Param};
 
-pub use roundpipe_tensor::optim::{AdamW, Sgd, WeightDecay};
+pub use roundpipe_tensor::optim::{Adam, AdamW, Lion, Sgd};
 
 use crate::error::{Error, Result};
 
-/// What to do with a gradient. The rule's own `lr` is not read: each step brings its learning rate
-/// ([`Update::lr`]).
+/// What to do with a gradient. The learning rate comes with each step ([`Update::lr`]).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rule {
-    /// Adam or AdamW.
-    Adam(AdamW),
+    /// Adam: weight decay goes into the gradient, and is off by default.
+    Adam(Adam),
+    /// AdamW: weight decay goes into the weights, and is 0.01 by default.
+    AdamW(AdamW),
+    /// Lion: one moment, steps of one length.
+    Lion(Lion),
     /// Gradient descent.
     Sgd(Sgd),
 }
 
-/// What all parameters share in one update, beside the rule.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct PassSettings {
-    /// Learning rate; stands in for the rule's own.
-    pub lr: f64,
-    /// From 1 on.
-    pub step: u64,
-    /// What gradients are multiplied with first.
-    pub factor: f32,
+/// What one parameter has that is not the rule's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct ParamSettings {
+    pub lr_factor: f64,
+    pub weight_decay: Option<f64>,
+    pub betas: Option<(f64, f64)>,
+    pub frozen: bool,
+}
+
+impl Default for ParamSettings {
+    fn default() -> Self {
+        Self {
+            lr_factor: 1.0,
+            weight_decay: None,
+            betas: None,
+            frozen: false,
+        }
+    }
 }
 
 /// What an update of one parameter, or of part of one, reads and writes; all of one length.
@@ -48,9 +62,21 @@ pub(crate) struct Slabs<'a> {
     pub working: Option<FloatsMut<'a>>,
 }
 
+impl From<Adam> for Rule {
+    fn from(rule: Adam) -> Self {
+        Self::Adam(rule)
+    }
+}
+
 impl From<AdamW> for Rule {
     fn from(rule: AdamW) -> Self {
-        Self::Adam(rule)
+        Self::AdamW(rule)
+    }
+}
+
+impl From<Lion> for Rule {
+    fn from(rule: Lion) -> Self {
+        Self::Lion(rule)
     }
 }
 
@@ -64,98 +90,117 @@ impl Rule {
     /// How many f32 slabs of state it keeps beside the weights.
     pub fn moments(&self) -> usize {
         match self {
-            Self::Adam(rule) => 2 + usize::from(rule.amsgrad),
+            Self::Adam(Adam { amsgrad, .. }) | Self::AdamW(AdamW { amsgrad, .. }) => {
+                2 + usize::from(*amsgrad)
+            }
+            Self::Lion(_) => 1,
             Self::Sgd(rule) => usize::from(rule.momentum != 0.0),
         }
     }
 
-    /// Refuses settings that no step would accept, whatever its learning rate.
+    /// Refuses settings that no step would accept.
     ///
     /// # Errors
     /// The setting and its range.
     pub fn check_settings(&self) -> Result<()> {
-        let threads = Threads::new(Some(1))?;
-        let lr = match self {
-            Self::Adam(rule) => rule.lr,
-            Self::Sgd(rule) => rule.lr,
-        };
-        self.check(
-            &threads,
-            PassSettings {
-                lr,
-                step: 1,
-                factor: 1.0,
-            },
-        )
+        match self {
+            Self::Adam(rule) => rule.check()?,
+            Self::AdamW(rule) => rule.check()?,
+            Self::Lion(rule) => rule.check()?,
+            Self::Sgd(rule) => rule.check()?,
+        }
+        Ok(())
     }
 
-    /// Refuses settings that no pass would accept.
-    pub(crate) fn check(self, threads: &Threads, shared: PassSettings) -> Result<()> {
-        let mut moments = vec![[0.0f32; 0]; self.moments()];
-        let moments = moments.iter_mut().map(|moment| &mut moment[..]).collect();
-        let slabs = Slabs {
-            grad: Floats::F32(&[]),
-            master: &mut [],
-            moments,
-            working: None,
-        };
-        self.update(threads, shared, true, slabs).map(drop)
+    /// The rule with the settings of a group, which [`Rule::check_settings`] may refuse.
+    pub(crate) fn with(self, settings: ParamSettings) -> Self {
+        let decay = |own: f64| settings.weight_decay.unwrap_or(own);
+        match self {
+            Self::Adam(rule) => {
+                let (beta1, beta2) = settings.betas.unwrap_or((rule.beta1, rule.beta2));
+                Self::Adam(Adam {
+                    beta1,
+                    beta2,
+                    weight_decay: decay(rule.weight_decay),
+                    ..rule
+                })
+            }
+            Self::AdamW(rule) => {
+                let (beta1, beta2) = settings.betas.unwrap_or((rule.beta1, rule.beta2));
+                Self::AdamW(AdamW {
+                    beta1,
+                    beta2,
+                    weight_decay: decay(rule.weight_decay),
+                    ..rule
+                })
+            }
+            Self::Lion(rule) => {
+                let (beta1, beta2) = settings.betas.unwrap_or((rule.beta1, rule.beta2));
+                Self::Lion(Lion {
+                    beta1,
+                    beta2,
+                    weight_decay: decay(rule.weight_decay),
+                    ..rule
+                })
+            }
+            Self::Sgd(rule) => Self::Sgd(Sgd {
+                weight_decay: decay(rule.weight_decay),
+                ..rule
+            }),
+        }
     }
 
-    /// One fused pass. `decays` says whether weight decay applies to this parameter. Returns
-    /// whether some elements kept their value because the new one was not finite.
+    /// One fused pass. Returns whether some elements kept their value because the new one was not
+    /// finite.
     pub(crate) fn update(
         self,
         threads: &Threads,
-        shared: PassSettings,
-        decays: bool,
+        settings: StepSettings,
         slabs: Slabs<'_>,
     ) -> Result<bool> {
-        let PassSettings { lr, step, factor } = shared;
-        let Slabs {
-            grad,
-            master,
-            moments,
-            working,
-        } = slabs;
-        let mut moments = moments.into_iter();
-        match self {
-            Self::Adam(rule) => {
-                let weight_decay = if decays { rule.weight_decay } else { 0.0 };
-                let (Some(exp_avg), Some(exp_avg_sq)) = (moments.next(), moments.next()) else {
-                    unreachable!("Adam has two moments")
-                };
-                let max_exp_avg_sq = moments.next();
-                let slabs = AdamSlabs {
-                    grad,
-                    master,
-                    exp_avg,
-                    exp_avg_sq,
-                    max_exp_avg_sq,
-                    working,
-                };
-                Ok(AdamW {
-                    lr,
-                    weight_decay,
-                    ..rule
-                }
-                .step(threads, step, factor, slabs)?)
-            }
-            Self::Sgd(rule) => {
-                let weight_decay = if decays { rule.weight_decay } else { 0.0 };
-                let slabs = SgdSlabs {
-                    grad,
-                    master,
-                    momentum: moments.next(),
-                    working,
-                };
-                Ok(Sgd {
-                    lr,
-                    weight_decay,
-                    ..rule
-                }
-                .step(threads, step, factor, slabs)?)
-            }
+        Ok(match self {
+            Self::Adam(rule) => rule.step(threads, settings, slabs.of_adam())?,
+            Self::AdamW(rule) => rule.step(threads, settings, slabs.of_adam())?,
+            Self::Lion(rule) => rule.step(threads, settings, slabs.of_lion())?,
+            Self::Sgd(rule) => rule.step(threads, settings, slabs.of_sgd())?,
+        })
+    }
+}
+
+impl<'a> Slabs<'a> {
+    fn of_adam(self) -> AdamSlabs<'a> {
+        let mut moments = self.moments.into_iter();
+        let (Some(exp_avg), Some(exp_avg_sq)) = (moments.next(), moments.next()) else {
+            unreachable!("Adam has two moments")
+        };
+        AdamSlabs {
+            grad: self.grad,
+            master: self.master,
+            exp_avg,
+            exp_avg_sq,
+            max_exp_avg_sq: moments.next(),
+            working: self.working,
+        }
+    }
+
+    fn of_lion(self) -> LionSlabs<'a> {
+        let Some(exp_avg) = self.moments.into_iter().next() else {
+            unreachable!("Lion has a moment")
+        };
+        LionSlabs {
+            grad: self.grad,
+            master: self.master,
+            exp_avg,
+            working: self.working,
+        }
+    }
+
+    fn of_sgd(self) -> SgdSlabs<'a> {
+        SgdSlabs {
+            grad: self.grad,
+            master: self.master,
+            momentum: self.moments.into_iter().next(),
+            working: self.working,
         }
     }
 }
@@ -167,6 +212,10 @@ pub struct Update {
     pub lr: f64,
     /// Scales gradients down when their common norm exceeds this.
     pub clip: Option<f64>,
+    /// Clips every gradient to between minus this and this, before their norm is taken:
+    /// `clip_grad_value_`, then `clip_grad_norm_`. A step with an infinite gradient is skipped all
+    /// the same, unless `skip_nonfinite` is off.
+    pub clip_value: Option<f64>,
     /// What gradients are multiplied with first: one over the loss scale they were computed with.
     pub grad_scale: f64,
     /// Whether a step whose gradients are not all finite is skipped as a whole; on by default. Off,
@@ -180,6 +229,7 @@ impl Update {
         Self {
             lr,
             clip: None,
+            clip_value: None,
             grad_scale: 1.0,
             skip_nonfinite: true,
         }
@@ -199,13 +249,23 @@ impl Update {
         if let Some(clip) = self.clip.filter(|clip| clip.is_nan() || *clip <= 0.0) {
             return refuse("clip", clip, "above 0; None clips nothing");
         }
+        if let Some(clip) = self.clip_value.filter(|clip| clip.is_nan() || *clip <= 0.0) {
+            return refuse("clip_value", clip, "above 0; None clips nothing");
+        }
         if !self.grad_scale.is_finite() || self.grad_scale <= 0.0 {
             return refuse("grad_scale", self.grad_scale, "a finite number above 0");
         }
         Ok(())
     }
 
-    /// What to do with gradients whose squares, as they are stored, add up to `squared`.
+    /// What gradients are clipped to by value, as they are stored: before they are unscaled.
+    #[doc(hidden)]
+    pub fn stored_clip_value(&self) -> Option<f32> {
+        self.clip_value.map(|clip| (clip / self.grad_scale) as f32)
+    }
+
+    /// What to do with gradients whose squares add up to `squared`, as they are stored but clipped
+    /// by value.
     #[doc(hidden)]
     pub fn decide(&self, squared: f64) -> Decision {
         // Unscaled before they are measured, so that the threshold means the same at every scale.
@@ -227,7 +287,7 @@ impl Update {
 pub struct Decision {
     /// What stored gradients are multiplied with.
     pub factor: f32,
-    /// L2 norm of all gradients, unscaled, before clipping.
+    /// L2 norm of all gradients, unscaled and clipped by value, before clipping by the norm.
     pub grad_norm: f64,
     /// Whether the step is skipped: `Store::skip` instead of `Store::apply` for every layer.
     pub skip: bool,
@@ -238,7 +298,8 @@ pub struct Decision {
 pub struct StepReport {
     /// Which step this was, from 1 on.
     pub step: u64,
-    /// L2 norm of all gradients, before clipping.
+    /// L2 norm of all gradients, clipped by value where that is on, before clipping by the norm:
+    /// what `clip_grad_norm_` returns behind `clip_grad_value_`.
     pub grad_norm: f64,
     /// Whether nothing was updated because a gradient was not finite; `step` is the last that was.
     pub skipped: bool,

@@ -18,6 +18,7 @@ use roundpipe_tensor::optim::{self, Floats, FloatsMut};
 use roundpipe_tensor::{Cpu, DType, Gradients, HostBuf, Param, ParamId, Pin};
 
 use crate::error::Result;
+use crate::groups::ParamGroup;
 use crate::optim::{Rule, StepReport, Update};
 use crate::store::{Store, StoreConfig};
 
@@ -71,11 +72,14 @@ impl Optimizer {
         })
     }
 
-    /// Applies weight decay only where `decays` says so; by default everywhere.
-    #[must_use]
-    pub fn decay_where(mut self, decays: impl Fn(&str, &Param) -> bool) -> Self {
-        self.store = self.store.decay_where(decays);
-        self
+    /// Replaces the groups of parameters with settings of their own, from the next step on.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config) for a pattern that matches no parameter and for
+    /// settings that the rule does not have or accept; the groups are as before then.
+    pub fn set_groups(&mut self, groups: impl IntoIterator<Item = ParamGroup>) -> Result<()> {
+        let groups: Vec<_> = groups.into_iter().collect();
+        self.store.set_groups(&groups)
     }
 
     /// Steps taken so far.

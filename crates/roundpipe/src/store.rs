@@ -24,6 +24,7 @@
 //!   [`HostBuf`], nowhere else.
 
 mod config;
+mod groups;
 mod keeper;
 mod layer;
 mod layout;
@@ -31,8 +32,8 @@ mod writes;
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::{HostBuf, Param};
@@ -43,6 +44,7 @@ pub use self::layer::StoreLayer;
 use self::layout::ALIGN;
 pub use self::layout::StoredParam;
 use crate::error::Result;
+use crate::groups::ResolvedGroups;
 use crate::layer::Layer;
 use crate::optim::Rule;
 use crate::version::{Abort, Aborted, Gate};
@@ -56,6 +58,8 @@ pub struct Store {
     gate: Arc<Gate>,
     pub(crate) shared: Arc<StoreShared>,
     steps: AtomicU64,
+    /// What the next step takes along.
+    groups: Mutex<ResolvedGroups>,
 }
 
 /// What all layers of a store use.
@@ -146,16 +150,8 @@ impl Store {
             gate,
             shared,
             steps: AtomicU64::new(0),
+            groups: Mutex::default(),
         })
-    }
-
-    /// Applies weight decay only where `decays` says so; by default everywhere.
-    #[must_use]
-    pub fn decay_where(mut self, decays: impl Fn(&str, &Param) -> bool) -> Self {
-        for param in self.layers.iter_mut().flat_map(|layer| &mut layer.params) {
-            param.decays = decays(&param.name, &param.param);
-        }
-        self
     }
 
     /// The layers in order.
@@ -183,6 +179,13 @@ impl Store {
         } else {
             Ok(param.param.data())
         }
+    }
+
+    /// Whether a gradient was written since the last update.
+    pub(crate) fn has_gradients(&self) -> bool {
+        self.layers
+            .iter()
+            .any(|layer| (0..layer.params.len()).any(|index| layer.filled(index)))
     }
 
     /// Forgets all gradients.

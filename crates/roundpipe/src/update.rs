@@ -28,13 +28,14 @@ use roundpipe_tensor::{DType, HostBuf};
 pub use self::function::{OptimHandle, OptimParam, OptimParams};
 use self::open::{OpenLayer, OpenParam, each_chunk};
 use crate::error::{Error, Result};
+use crate::groups::ResolvedGroups;
 pub(crate) use crate::optim::{Decision, Update};
-use crate::optim::{PassSettings, Rule, StepReport, floats, floats_mut};
+use crate::optim::{Rule, StepReport, floats, floats_mut};
 use crate::store::{Store, StoredParam};
 use crate::version::Abort;
 
 /// One layer's part of a step.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Apply {
     /// Which update this is for the rule, from 1 on; skipped ones do not count.
     pub step: u64,
@@ -42,30 +43,44 @@ pub struct Apply {
     pub lr: f64,
     /// What stored gradients are multiplied with.
     pub factor: f32,
+    /// What stored gradients are clipped to by value, before that.
+    pub clip_value: Option<f32>,
+    /// The settings of each parameter.
+    pub groups: ResolvedGroups,
     /// The version to write, which is the newest plus one.
     pub next_version: u64,
 }
 
 impl Store {
-    /// The squares of a layer's summed gradients, a number per own parameter that has one. The
-    /// global squared norm is the sum of all, layers in ascending order: [`Store::total`].
+    /// The squares of a layer's summed gradients, a number per own parameter that has one and that
+    /// `groups` do not freeze, clipped by value first. The global squared norm is the sum of all,
+    /// layers in ascending order: [`Store::total`].
     ///
     /// # Errors
     /// When a gradient is being written.
-    pub fn squares(&self, layer: usize) -> Result<Vec<f64>> {
+    pub fn squares(
+        &self,
+        layer: usize,
+        groups: &ResolvedGroups,
+        clip_value: Option<f32>,
+    ) -> Result<Vec<f64>> {
         let mut squares = Vec::new();
         for (_, param) in self.layers()[layer].own_trainable() {
+            if groups.of(param.home).frozen {
+                continue;
+            }
             let grads = self.grads_of(param)?;
             if grads.is_empty() {
                 continue;
             }
             let threads = &self.shared.threads;
             let chunks = match &grads[..] {
-                [(dtype, grad)] => optim::chunk_squares(threads, floats(*dtype, grad)),
+                [(dtype, grad)] => optim::chunk_squares(threads, floats(*dtype, grad), clip_value),
                 _ => {
                     let chunks = 0..param.shape.numel().div_ceil(CHUNK);
-                    let squares =
-                        |one: &Threads, _, sum: Floats<'_>| Ok(optim::chunk_squares(one, sum));
+                    let squares = |one: &Threads, _, sum: Floats<'_>| {
+                        Ok(optim::chunk_squares(one, sum, clip_value))
+                    };
                     each_chunk(threads, &grads, chunks, squares)?.concat()
                 }
             };
@@ -78,9 +93,13 @@ impl Store {
     ///
     /// # Errors
     /// As [`Store::squares`].
-    pub fn all_squares(&self) -> Result<Vec<Vec<f64>>> {
+    pub fn all_squares(
+        &self,
+        groups: &ResolvedGroups,
+        clip_value: Option<f32>,
+    ) -> Result<Vec<Vec<f64>>> {
         (0..self.layers().len())
-            .map(|layer| self.squares(layer))
+            .map(|layer| self.squares(layer, groups, clip_value))
             .collect()
     }
 
@@ -99,12 +118,9 @@ impl Store {
     /// # Errors
     /// [`Error::Config`] without a rule; settings that it does not accept.
     pub fn check(&self, apply: &Apply) -> Result<()> {
-        let shared = PassSettings {
-            lr: apply.lr,
-            step: apply.step,
-            factor: apply.factor,
-        };
-        self.rule_or_refuse()?.check(&self.shared.threads, shared)
+        // A product may be infinite, and then the pass of some layer would refuse it.
+        Update::new(apply.lr * apply.groups.largest_lr_factor()).check()?;
+        self.rule_or_refuse()?.check_settings()
     }
 
     /// Updates one layer's own parameters with the rule, publishes the version and takes the
@@ -155,13 +171,15 @@ impl Store {
         update.check()?;
         let rule = self.rule_or_refuse()?;
         let layers = 0..self.layers().len();
-        let squares = self.all_squares()?;
-        if squares.iter().all(Vec::is_empty) {
+        if !self.has_gradients() {
             return Err(Error::config(
                 "step",
                 "no gradients were added since the last step",
             ));
         }
+        let groups = self.groups();
+        let clip_value = update.stored_clip_value();
+        let squares = self.all_squares(&groups, clip_value)?;
         let decision = update.decide(Self::total(&squares));
         let mut open = layers
             .map(|l| self.open(l, next_version, abort))
@@ -171,8 +189,13 @@ impl Store {
             step,
             lr: update.lr,
             factor: decision.factor,
+            clip_value,
+            groups,
             next_version,
         };
+        if !decision.skip {
+            self.check(&apply)?;
+        }
         let mut partial = false;
         for open in &mut open {
             if decision.skip {

@@ -75,7 +75,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use roundpipe_tensor::{Bytes, Cx, DType, Device, Param, Pin, Result as TensorResult};
+use roundpipe_tensor::{Bytes, Cx, DType, Device, Pin, Result as TensorResult};
 
 pub use self::auto::{AutoForward, AutoStepping, AutoWrapped};
 use self::run::run_inside;
@@ -86,6 +86,7 @@ use crate::devices::Devices;
 use crate::engine::RoundPipe;
 use crate::error::{Error, Result};
 use crate::exec::ring::{Ring, RingOptions};
+use crate::groups::{self, ParamGroup};
 use crate::layer::{Layer, ParamVisitor, Params, Sequential};
 use crate::optim::Rule;
 use crate::tree::Tree;
@@ -238,8 +239,6 @@ impl Layer for Whole {
 
 /// Makes a sequence of a model that it knows.
 pub type Preset = dyn Fn(&Node) -> Option<Sequential> + Send + Sync;
-/// Which parameters decay, by dotted name.
-pub type DecayWhere = dyn Fn(&str, &Param) -> bool + Send + Sync;
 
 /// How a tree is wrapped. Modules are named by their dotted paths from the root, whose own path is
 /// empty.
@@ -274,8 +273,8 @@ pub struct WrapConfig {
     pub ring_options: RingOptions,
     /// The rule of updates.
     pub optimizer: Option<Rule>,
-    /// Where weight decay applies; everywhere by default.
-    pub decay_where: Option<Arc<DecayWhere>>,
+    /// Parameters with settings of their own, by their names in the tree.
+    pub groups: Vec<ParamGroup>,
     /// The most that a step may lag; [`Lag::One`] by default.
     pub max_lag: Lag,
     /// The start of the random stream.
@@ -304,7 +303,7 @@ impl Default for WrapConfig {
             devices: Vec::new(),
             ring_options: RingOptions::default(),
             optimizer: None,
-            decay_where: None,
+            groups: Vec::new(),
             max_lag: Lag::One,
             seed: 0,
             grad_dtype: None,
@@ -542,16 +541,19 @@ pub fn wrap(model: impl Into<Node>, config: &WrapConfig) -> Result<Wrapped> {
         name,
         engines: Vec::new(),
         layers: 0,
+        trained_names: Vec::new(),
     };
     if let Some(sequence) = preset(&model, config)? {
         let own = config.override_config.get("").cloned().unwrap_or_default();
         let engine = maker.engine(sequence.into(), "", own.over(&config.run_config))?;
+        maker.check_groups()?;
         return Ok(Wrapped::Engine(Box::new(engine.set_original_model(model))));
     }
     let decisions = decide(&model, config, maker.ring.len())?;
     check_shared(&model, &decisions)?;
     let mut next = decisions.iter();
     let place = maker.place(&model, &mut next)?;
+    maker.check_groups()?;
     match (place, maker.engines.pop()) {
         (Place::Engine(_), Some((_, engine))) => Ok(Wrapped::Engine(Box::new(engine))),
         (place, last) => {
@@ -643,6 +645,8 @@ struct Maker<'a> {
     engines: Vec<(String, RoundPipe<Node>)>,
     /// Of all engines so far.
     layers: usize,
+    /// The same, by their names in the tree.
+    trained_names: Vec<String>,
 }
 
 impl Maker<'_> {
@@ -695,6 +699,12 @@ impl Maker<'_> {
         own.over(&ruled).over(&self.config.run_config)
     }
 
+    /// Each engine may lack what a pattern means; all of them together may not.
+    fn check_groups(&self) -> Result<()> {
+        let names = self.trained_names.iter().map(String::as_str);
+        groups::check_patterns(&self.config.groups, names)
+    }
+
     fn engine(&mut self, node: Node, path: &str, run_config: RunConfig) -> Result<RoundPipe<Node>> {
         let config = self.config;
         let layers = node.sequence().map_or(1, Sequential::len);
@@ -716,14 +726,23 @@ impl Maker<'_> {
         if let Some(threads) = config.optimizer_threads {
             builder = builder.optimizer_threads(threads);
         }
-        if let Some(decays) = config.decay_where.clone() {
-            let path = path.to_owned();
-            builder = builder
-                .decay_where(move |name, param| decays(&full_name(&path, name, single), param));
-        }
+        builder = builder.groups(groups_at(&config.groups, path, single));
         self.layers += layers;
-        Ok(builder.build()?.set_original_model(node))
+        let engine = builder.build()?.set_original_model(node);
+        let names = engine.trained_names();
+        let names = names.map(|name| full_name(path, name, single));
+        self.trained_names.extend(names);
+        Ok(engine)
     }
+}
+
+/// Groups over names in the tree, for an engine that has its own.
+fn groups_at(groups: &[ParamGroup], path: &str, single: bool) -> Vec<ParamGroup> {
+    let renamed = |group: &ParamGroup| {
+        let path = path.to_owned();
+        group.renamed(move |name| full_name(&path, name, single))
+    };
+    groups.iter().map(renamed).collect()
 }
 
 /// The name in the tree of a parameter that an engine calls `name`: an engine over one layer calls

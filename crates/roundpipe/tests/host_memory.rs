@@ -56,7 +56,7 @@ fn engine(model: Sequential, lag: Lag) -> RoundPipe {
         ..RingOptions::default()
     };
     RoundPipe::builder(model)
-        .optimizer(Rule::Adam(AdamW::default()))
+        .optimizer(Rule::AdamW(AdamW::default()))
         .max_lag(lag)
         .run_config(
             RunConfig::new()

@@ -4,16 +4,18 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use roundpipe::optim::{AdamW, Sgd, StepReport, WeightDecay};
+use roundpipe::optim::{Adam, AdamW, Lion, Sgd, StepReport};
 use roundpipe::testing::Apply;
 use roundpipe::testing::{Segment, Store, StoreConfig};
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, Error, HostBuf, HostTensor, Lag, Layer, Param, ParamVisitor, Params,
-    Pin, RngKey, RngSite, Rule, TensorResult, Tree, Update, bf16, f16,
+    Bytes, Cpu, Cx, DType, Error, HostBuf, HostTensor, Lag, Layer, Param, ParamGroup, ParamVisitor,
+    Params, Pin, RngKey, RngSite, Rule, TensorResult, Tree, Update, bf16, f16,
 };
 use roundpipe_tensor::SimWorld;
 use roundpipe_tensor::cpu::threads::Threads;
-use roundpipe_tensor::optim::{self, AdamSlabs, CHUNK, Floats, FloatsMut, SgdSlabs};
+use roundpipe_tensor::optim::{
+    self, AdamSlabs, CHUNK, Floats, FloatsMut, LionSlabs, SgdSlabs, StepSettings,
+};
 use roundpipe_tensor::sim::SimConfig;
 
 /// Parameters with names, and nothing to compute.
@@ -255,6 +257,11 @@ impl PlainOptimizer {
     }
 
     fn step(&mut self, update: &Update) -> StepReport {
+        if let Some(clip) = update.clip_value {
+            let grads = self.params.iter_mut().filter_map(|here| here.grad.as_mut());
+            let clip = clip as f32;
+            grads.flatten().for_each(|x| *x = x.clamp(-clip, clip));
+        }
         let grads = self.params.iter().filter_map(|here| here.grad.as_ref());
         let squares = grads.map(|grad| optim::squared_norm(&self.threads, Floats::F32(grad)));
         let decision = update.decide(squares.fold(0.0, |sum, square| sum + square));
@@ -262,12 +269,11 @@ impl PlainOptimizer {
         self.steps += 1;
         for here in &mut self.params {
             if let Some(grad) = here.grad.take() {
-                here.update(
-                    &self.threads,
-                    self.rule,
-                    (update.lr, self.steps, decision.factor),
-                    &grad,
-                );
+                let settings = StepSettings {
+                    grad_scale: decision.factor,
+                    ..StepSettings::new(self.steps, update.lr)
+                };
+                here.update(&self.threads, self.rule, settings, &grad);
             }
         }
         StepReport {
@@ -280,28 +286,40 @@ impl PlainOptimizer {
 }
 
 impl PlainParam {
-    fn update(&mut self, threads: &Threads, rule: Rule, with: (f64, u64, f32), grad: &[f32]) {
-        let (lr, step, factor) = with;
+    fn update(&mut self, threads: &Threads, rule: Rule, settings: StepSettings, grad: &[f32]) {
         let master = &mut self.master[..];
         let mut moments = self.moments.iter_mut().map(|moment| &mut moment[..]);
         let grad = Floats::F32(grad);
+        let decay = |weight_decay| if self.decays { weight_decay } else { 0.0 };
         match rule {
             Rule::Adam(rule) => {
-                let slabs = AdamSlabs {
+                let rule = Adam {
+                    weight_decay: decay(rule.weight_decay),
+                    ..rule
+                };
+                let slabs = adam_slabs(grad, master, moments);
+                rule.step(threads, settings, slabs).unwrap();
+            }
+            Rule::AdamW(rule) => {
+                let rule = AdamW {
+                    weight_decay: decay(rule.weight_decay),
+                    ..rule
+                };
+                let slabs = adam_slabs(grad, master, moments);
+                rule.step(threads, settings, slabs).unwrap();
+            }
+            Rule::Lion(rule) => {
+                let slabs = LionSlabs {
                     grad,
                     master,
                     exp_avg: moments.next().unwrap(),
-                    exp_avg_sq: moments.next().unwrap(),
-                    max_exp_avg_sq: moments.next(),
                     working: None,
                 };
-                let weight_decay = if self.decays { rule.weight_decay } else { 0.0 };
-                let rule = AdamW {
-                    lr,
-                    weight_decay,
+                let rule = Lion {
+                    weight_decay: decay(rule.weight_decay),
                     ..rule
                 };
-                rule.step(threads, step, factor, slabs).unwrap();
+                rule.step(threads, settings, slabs).unwrap();
             }
             Rule::Sgd(rule) => {
                 let slabs = SgdSlabs {
@@ -310,13 +328,11 @@ impl PlainParam {
                     momentum: moments.next(),
                     working: None,
                 };
-                let weight_decay = if self.decays { rule.weight_decay } else { 0.0 };
                 let rule = Sgd {
-                    lr,
-                    weight_decay,
+                    weight_decay: decay(rule.weight_decay),
                     ..rule
                 };
-                rule.step(threads, step, factor, slabs).unwrap();
+                rule.step(threads, settings, slabs).unwrap();
             }
         }
         let round = |value: &f32| match self.param.dtype() {
@@ -331,17 +347,32 @@ impl PlainParam {
     }
 }
 
-fn rules() -> [Rule; 4] {
+fn adam_slabs<'a>(
+    grad: Floats<'a>,
+    master: &'a mut [f32],
+    mut moments: impl Iterator<Item = &'a mut [f32]>,
+) -> AdamSlabs<'a> {
+    AdamSlabs {
+        grad,
+        master,
+        exp_avg: moments.next().unwrap(),
+        exp_avg_sq: moments.next().unwrap(),
+        max_exp_avg_sq: moments.next(),
+        working: None,
+    }
+}
+
+fn rules() -> [Rule; 5] {
     let adam = AdamW {
         weight_decay: 0.1,
         ..AdamW::default()
     };
     [
-        Rule::Adam(adam),
-        Rule::Adam(AdamW {
-            decay: WeightDecay::Gradient,
+        Rule::AdamW(adam),
+        Rule::Adam(Adam {
+            weight_decay: 0.1,
             amsgrad: true,
-            ..adam
+            ..Adam::default()
         }),
         Rule::Sgd(Sgd {
             momentum: 0.9,
@@ -349,6 +380,10 @@ fn rules() -> [Rule; 4] {
             ..Sgd::default()
         }),
         Rule::Sgd(Sgd::default()),
+        Rule::Lion(Lion {
+            weight_decay: 0.1,
+            ..Lion::default()
+        }),
     ]
 }
 
@@ -365,7 +400,7 @@ fn slabs_take_exactly_the_memory_they_should() {
         sizes.iter().enumerate().map(make).collect::<Vec<_>>()
     };
     let numel: usize = sizes.iter().sum();
-    let rule = Some(Rule::Adam(AdamW::default()));
+    let rule = Some(Rule::AdamW(AdamW::default()));
     for lag in [Lag::Zero, Lag::One] {
         let store = Store::new(
             &layers(vec![all(false), all(true), all(false)]),
@@ -578,16 +613,42 @@ fn updates_equal_the_plain_optimizer() {
     );
 }
 
+/// Clipping by value comes before the norm, of the sum where layers share a parameter.
+#[test]
+fn clipping_by_value_equals_a_plain_clamp() {
+    for lag in [Lag::Zero, Lag::One] {
+        for rule in rules() {
+            let limits = Update {
+                clip: Some(3.0),
+                clip_value: Some(0.05),
+                ..Update::new(0.0)
+            };
+            compare_with(DType::BF16, config(lag, Some(rule)), limits);
+        }
+    }
+}
+
 fn compare(dtype: DType, config: StoreConfig, clip: Option<f64>) {
+    let limits = Update {
+        clip,
+        ..Update::new(0.0)
+    };
+    compare_with(dtype, config, limits);
+}
+
+/// `limits` are those of every step; the learning rate is another in each.
+fn compare_with(dtype: DType, config: StoreConfig, limits: Update) {
     let what = format!("{dtype}, {:?}, {:?}", config.rule, config.max_lag);
     let decays = |name: &str, _: &Param| !name.contains("norm");
     let (plain, stored) = (model(dtype), model(dtype));
     let mut optimizer = PlainOptimizer::new(&plain, config.rule.unwrap(), decays);
-    let store = Store::new(&stored, config).unwrap().decay_where(decays);
+    let store = Store::new(&stored, config).unwrap();
+    let norms = ParamGroup::matching("*norm*").weight_decay(0.0);
+    store.set_groups(&[norms]).unwrap();
     for step in 1..=5 {
         let update = Update {
-            clip,
-            ..Update::new(0.01 / step as f64)
+            lr: 0.01 / step as f64,
+            ..limits
         };
         add(&mut optimizer, &store, &plain, step);
         land(&store, step, 1.0);
@@ -605,6 +666,167 @@ fn compare(dtype: DType, config: StoreConfig, clip: Option<f64>) {
     assert_eq!(store.steps(), 5);
 }
 
+/// The weights after four steps with these groups.
+fn trained(lag: Lag, rule: AdamW, groups: &[ParamGroup], lr: f64) -> Vec<(String, Vec<u8>)> {
+    let layers = model(DType::BF16);
+    let store = Store::new(&layers, config(lag, Some(rule.into()))).unwrap();
+    store.set_groups(groups).unwrap();
+    for step in 1..=4 {
+        land(&store, step, 1.0);
+        let update = Update::new(lr);
+        store.step(&update, step, &store.abort()).unwrap();
+    }
+    bits(&layers)
+}
+
+/// A group is the rule with other settings, bit by bit: each of its parameters equals the same one
+/// in a store whose rule has these settings for all. The first group that matches decides alone,
+/// and a shared parameter matches by any of its names.
+#[test]
+fn a_group_is_the_rule_with_other_settings() {
+    let base = AdamW {
+        weight_decay: 0.1,
+        ..AdamW::default()
+    };
+    let betas = AdamW {
+        beta1: 0.7,
+        beta2: 0.8,
+        ..base
+    };
+    let plain = AdamW {
+        weight_decay: 0.0,
+        ..base
+    };
+    let groups = [
+        ParamGroup::matching("l2.hea*").lr_factor(0.5),
+        ParamGroup::matching("l1.norm").betas(0.7, 0.8),
+        ParamGroup::filter(|name, shape| name == "l1.weight" && shape.numel() == 70_003)
+            .frozen(true),
+        ParamGroup::matching("*norm*").weight_decay(0.0),
+    ];
+    for lag in [Lag::Zero, Lag::One] {
+        let untrained = bits(&model(DType::BF16));
+        let expected = [
+            ("l0.embed", trained(lag, base, &[], 0.005)),
+            ("l1.norm", trained(lag, betas, &[], 0.01)),
+            ("l1.weight", untrained),
+            ("l1.bias", trained(lag, base, &[], 0.01)),
+            ("l2.norm", trained(lag, plain, &[], 0.01)),
+        ];
+        let own = trained(lag, base, &[], 0.01);
+        let grouped = trained(lag, base, &groups, 0.01);
+        for (name, all) in expected {
+            let of = |all: &[(String, Vec<u8>)]| {
+                let found = all.iter().find(|(other, _)| other == name);
+                found.unwrap().1.clone()
+            };
+            assert!(of(&grouped) == of(&all), "{name}, {lag:?}");
+            let differs = name != "l1.bias";
+            assert_eq!(of(&grouped) != of(&own), differs, "{name}, {lag:?}");
+        }
+    }
+}
+
+/// Steps in which a group freezes a parameter are not steps of the parameter: when it is trained
+/// again, it goes on as if they had not been. Its gradients are not part of the norm.
+#[test]
+fn a_group_can_be_frozen_for_some_steps() {
+    let rule = Some(Rule::AdamW(AdamW::default()));
+    for lag in [Lag::Zero, Lag::One] {
+        let (late, fresh) = (model(DType::BF16), model(DType::BF16));
+        let a = Store::new(&late, config(lag, rule)).unwrap();
+        let b = Store::new(&fresh, config(lag, rule)).unwrap();
+        let all = [ParamGroup::matching("*").frozen(true)];
+        a.set_groups(&all).unwrap();
+        for step in 1..=2 {
+            land(&a, step, 1.0);
+            let report = a.step(&Update::new(0.01), step, &a.abort()).unwrap();
+            assert_eq!((report.step, report.grad_norm), (step, 0.0));
+        }
+        assert!(bits(&late) == bits(&fresh), "{lag:?}");
+        a.set_groups(&[]).unwrap();
+        for step in 3..=6 {
+            land(&a, step, 1.0);
+            a.step(&Update::new(0.01), step, &a.abort()).unwrap();
+            b.wait_grad_free(0, step - 2, &b.abort()).unwrap();
+            write_gradients(&b, step, 1.0);
+            let report = b.step(&Update::new(0.01), step - 2, &b.abort()).unwrap();
+            assert!(report.grad_norm > 0.0);
+        }
+        assert!(bits(&late) == bits(&fresh), "{lag:?}");
+    }
+}
+
+/// What is wrong with a group is said where it is given, by the name that it has there, and the
+/// groups before it stay.
+#[test]
+fn wrong_groups_are_refused() {
+    let sgd = Rule::Sgd(Sgd::default());
+    let adam = Rule::AdamW(AdamW::default());
+    let any = || ParamGroup::matching("*");
+    let wrong = [
+        (
+            adam,
+            ParamGroup::matching("*.bais"),
+            "groups: \"*.bais\" matches no parameter; the first trained one is \"l0.embed\"",
+        ),
+        (
+            adam,
+            ParamGroup::matching("l1.base"),
+            "groups: \"l1.base\" matches no parameter; the first trained one is \"l0.embed\"",
+        ),
+        (
+            adam,
+            any().betas(0.9, 1.5),
+            "groups: \"*\": adam: beta2 is 1.5, it must be from 0 up to, but not including, 1",
+        ),
+        (
+            sgd,
+            any().betas(0.9, 0.99),
+            "groups: \"*\": the rule is SGD, which has no betas",
+        ),
+        (
+            sgd,
+            ParamGroup::filter(|_, _| true).weight_decay(-1.0),
+            "groups: group 0: sgd: weight_decay is -1, it must be finite and at least 0",
+        ),
+        (
+            sgd,
+            any().lr_factor(f64::NAN),
+            "groups: \"*\": lr_factor is NaN, it must be finite and at least 0",
+        ),
+    ];
+    for (rule, group, line) in wrong {
+        let store = Store::new(&model(DType::F32), config(Lag::Zero, Some(rule))).unwrap();
+        store.set_groups(&[any().lr_factor(2.0)]).unwrap();
+        let before = store.groups();
+        let text = store.set_groups(&[group]).unwrap_err().to_string();
+        assert_eq!(text, line);
+        assert_eq!(store.groups(), before);
+    }
+    let store = Store::new(&model(DType::F32), config(Lag::Zero, None)).unwrap();
+    let text = store.set_groups(&[any()]).unwrap_err().to_string();
+    assert!(text.starts_with("groups: there is no rule"), "{text}");
+    store.set_groups(&[]).unwrap();
+}
+
+/// A learning rate that becomes infinite with a group's factor is refused before the first layer
+/// changes.
+#[test]
+fn a_rate_that_overflows_changes_nothing() {
+    let layers = model(DType::F32);
+    let before = bits(&layers);
+    let rule = Some(Rule::Sgd(Sgd::default()));
+    let store = Store::new(&layers, config(Lag::Zero, rule)).unwrap();
+    let last = ParamGroup::matching("l2.norm").lr_factor(1e300);
+    store.set_groups(&[last]).unwrap();
+    land(&store, 1, 1.0);
+    let error = store.step(&Update::new(1e300), 1, &store.abort());
+    let text = error.unwrap_err().to_string();
+    assert!(text.starts_with("lr: inf"), "{text}");
+    assert!(bits(&layers) == before);
+}
+
 /// The engine updates layers as their gradients land, last first: the order must not matter.
 #[test]
 fn layer_by_layer_equals_the_whole() {
@@ -620,13 +842,18 @@ fn layer_by_layer_equals_the_whole() {
         land(&a, step, 1.0);
         land(&b, step, 1.0);
         a.step(&update, step, &a.abort()).unwrap();
-        let mut squares: Vec<_> = (0..3).rev().map(|l| b.squares(l).unwrap()).collect();
+        let mut squares: Vec<_> = (0..3)
+            .rev()
+            .map(|l| b.squares(l, &b.groups(), None).unwrap())
+            .collect();
         squares.reverse();
         let decision = update.decide(Store::total(&squares));
         for layer in (0..3).rev() {
             let apply = Apply {
                 step,
                 lr: update.lr,
+                clip_value: None,
+                groups: b.groups(),
                 factor: decision.factor,
                 next_version: step,
             };
@@ -645,7 +872,7 @@ fn a_large_shared_parameter_is_summed_as_a_whole() {
         layers(vec![vec![("embed", tied.clone())], vec![("head", tied)]])
     };
     let (plain, stored) = (make(), make());
-    let rule = Rule::Adam(AdamW::default());
+    let rule = Rule::AdamW(AdamW::default());
     let mut optimizer = PlainOptimizer::new(&plain, rule, |_, _| true);
     let update = Update {
         clip: Some(1.0),

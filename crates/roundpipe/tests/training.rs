@@ -4,8 +4,8 @@ use roundpipe::kernel::{ConvSpec, PoolSpec};
 use roundpipe::nn::{BatchNorm2d, Conv2d, Embedding, Func, Init, LayerNorm, Linear};
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, DeviceKind, Layer, Module, Optimizer, Param, ParamVisitor, Params,
-    Sequential, Shape, Tensor, TensorResult, Tree, Update, Worker, bf16, cost,
+    Bytes, Cpu, Cx, DType, DeviceKind, Layer, Module, Optimizer, Param, ParamGroup, ParamVisitor,
+    Params, Sequential, Shape, Tensor, TensorResult, Tree, Update, Worker, bf16, cost,
 };
 use roundpipe_tensor::meta::Given;
 use roundpipe_tensor::ops::CrossEntropy;
@@ -402,9 +402,9 @@ fn clipping_and_decay_do_what_they_say() {
         weight_decay: 0.5,
         ..Sgd::default()
     };
-    let mut decayed = Optimizer::new(params(), rule)
-        .unwrap()
-        .decay_where(|_, p| p.shape().rank() > 1);
+    let mut decayed = Optimizer::new(params(), rule).unwrap();
+    let narrow = ParamGroup::filter(|_, shape| shape.rank() < 2);
+    decayed.set_groups([narrow.weight_decay(0.0)]).unwrap();
     decayed.add(&gradients(0.0)).unwrap();
     decayed.step(&Update::new(0.1)).unwrap();
     assert!((wide.to_vec::<f32>().unwrap()[0] - after[0] * 0.95).abs() < 1e-6);

@@ -10,9 +10,9 @@ use roundpipe::optim::AdamW;
 use roundpipe::wrap::{Action, Run, Value, Values, decide};
 use roundpipe::{
     AutoWrapped, Bytes, Composite, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Inputs, Lag,
-    Layer, LossReduction, MergeOutput, Module, Node, Param, ParamVisitor, Params, Pin, PlanKind,
-    Ring, RingOptions, RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult, Tree, Update,
-    WrapConfig, Wrapped, wrap,
+    Layer, LossReduction, MergeOutput, Module, Node, Param, ParamGroup, ParamVisitor, Params, Pin,
+    PlanKind, Ring, RingOptions, RoundPipe, Rule, RunConfig, Sequential, Tensor, TensorResult,
+    Tree, Update, WrapConfig, Wrapped, wrap,
 };
 use roundpipe_tensor::SimWorld;
 
@@ -50,7 +50,7 @@ fn config(workers: usize) -> WrapConfig {
 }
 
 fn rule() -> Rule {
-    Rule::Adam(AdamW {
+    Rule::AdamW(AdamW {
         weight_decay: 0.05,
         ..AdamW::default()
     })
@@ -429,6 +429,7 @@ const STEPS: usize = 3;
 fn update() -> Update {
     Update {
         clip: Some(0.7),
+        clip_value: Some(0.3),
         skip_nonfinite: true,
         ..Update::new(0.01)
     }
@@ -467,10 +468,11 @@ fn inputs_of(grads: &roundpipe::engine::InputGrads) -> Vec<Vec<u64>> {
         .collect()
 }
 
-fn by_one_engine(lag: Lag) -> Trail {
+fn by_one_engine(lag: Lag, groups: &[ParamGroup]) -> Trail {
     let blocks = blocks(4);
     let engine = RoundPipe::builder(one_sequence(&blocks))
         .optimizer(rule())
+        .groups(groups.to_vec())
         .optimizer_threads(1)
         .seed(5)
         .run_config(RunConfig::new().num_microbatch(3))
@@ -541,7 +543,7 @@ fn by_chain(config: &WrapConfig, lag: Lag) -> Trail {
 #[test]
 fn a_chain_of_list_elements_equals_one_sequence() {
     for lag in [Lag::Zero, Lag::One] {
-        let want = by_one_engine(lag);
+        let want = by_one_engine(lag, &[]);
         assert_eq!(want.grads[0].0, "0.linear.weight");
         for workers in [1, 2, 3] {
             assert_eq!(
@@ -560,7 +562,40 @@ fn a_merged_element_changes_no_bit() {
     config
         .override_config
         .insert("1".into(), RunConfig::new().merge_output(MergeOutput::Auto));
-    assert_eq!(by_chain(&config, Lag::Zero), by_one_engine(Lag::Zero));
+    assert_eq!(by_chain(&config, Lag::Zero), by_one_engine(Lag::Zero, &[]));
+}
+
+/// Groups go by the names in the tree, whichever engine has the parameters, and a pattern may mean
+/// those of one engine only.
+#[test]
+fn groups_go_by_the_names_in_the_tree() {
+    let groups = [
+        ParamGroup::matching("1.*.bias").frozen(true),
+        ParamGroup::matching("2.*").lr_factor(0.5).weight_decay(0.0),
+        ParamGroup::filter(|name, shape| name.starts_with('3') && shape.rank() == 2)
+            .betas(0.5, 0.6),
+    ];
+    let given = WrapConfig {
+        groups: groups.to_vec(),
+        ..config(2)
+    };
+    for lag in [Lag::Zero, Lag::One] {
+        let chain = by_chain(&given, lag);
+        assert_eq!(chain, by_one_engine(lag, &groups), "{lag:?}");
+        assert_ne!(chain, by_one_engine(lag, &[]), "{lag:?}");
+    }
+    let wrong = WrapConfig {
+        groups: vec![ParamGroup::matching("4.*")],
+        ..config(2)
+    };
+    let text = refusal(one_list(&blocks(4)), &wrong);
+    let line = "groups: \"4.*\" matches no parameter; the first trained one is ";
+    assert!(text.starts_with(line), "{text}");
+    let model = auto(one_list(&blocks(4)), &config(2));
+    model.set_groups(groups).unwrap();
+    let text = model.set_groups([ParamGroup::matching("4.*")]);
+    let text = text.unwrap_err().to_string();
+    assert!(text.starts_with(line), "{text}");
 }
 
 /// The rest of a list starts with the first microbatch, not when all have come.

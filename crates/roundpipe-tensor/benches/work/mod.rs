@@ -4,7 +4,7 @@
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::kernel::RopeStyle;
 use roundpipe_tensor::ops::{Attention, rope_tables};
-use roundpipe_tensor::optim::{AdamSlabs, AdamW, Floats, FloatsMut};
+use roundpipe_tensor::optim::{AdamSlabs, AdamW, Floats, FloatsMut, StepSettings};
 use roundpipe_tensor::{Bytes, Cpu, Cx, DType, HostBuf, Param, RngSite, Tensor, Worker, bf16};
 
 /// Cores of this machine.
@@ -237,7 +237,7 @@ impl Adam {
             working: Some(FloatsMut::BF16(working.as_mut_slice())),
         };
         AdamW::default()
-            .step(&self.threads, self.steps, 1.0, slabs)
+            .step(&self.threads, StepSettings::new(self.steps, 1e-3), slabs)
             .expect("equal lengths");
     }
 

@@ -3,7 +3,7 @@
 //! Per parameter, in f32, each operation rounded on its own, `t` counting from 1:
 //!
 //! ```text
-//! g = grad_scale * grad                       (negated when maximizing)
+//! g = grad_scale * clip(grad)                 (negated when maximizing)
 //! p = p * (1 - lr * weight_decay)             (decoupled) or
 //! g = g + weight_decay * p                    (into the gradient)
 //! m = beta1 * m + (1 - beta1) * g
@@ -18,59 +18,127 @@
 use half::{bf16, f16};
 
 use super::finite::commit;
-use super::simd::{LANES, PassIsa, Simd, SlabElement, SlabPass, padded};
-use super::{CHUNK, Floats, FloatsMut, any, check_len, check_range, optional_chunks, with_slice};
+use super::simd::{GradFactors, GradReader, LANES, PassIsa, Simd, SlabElement, SlabPass, padded};
+use super::{
+    CHUNK, Floats, FloatsMut, StepSettings, any, check_at_least_zero, check_below_one, check_len,
+    optional_chunks, with_slice,
+};
 use crate::cpu::threads::Threads;
 use crate::error::{Error, Result};
 
 const OP: &str = "adam";
 
-/// Where weight decay enters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WeightDecay {
-    /// Straight into the parameter: AdamW.
-    Decoupled,
-    /// Into the gradient, as an L2 penalty: Adam.
-    Gradient,
-}
-
-/// Hyperparameters of Adam and AdamW; the default is PyTorch's AdamW.
+/// Hyperparameters of Adam; the default is PyTorch's, without weight decay.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct AdamW {
-    /// Learning rate, at least 0.
-    pub lr: f64,
+pub struct Adam {
     /// Decay of the first moment, from 0 to below 1.
     pub beta1: f64,
     /// Decay of the second moment, from 0 to below 1.
     pub beta2: f64,
     /// Added to the denominator, at least 0.
     pub eps: f64,
-    /// At least 0.
+    /// Goes into the gradient, as an L2 penalty; at least 0.
     pub weight_decay: f64,
-    /// Where `weight_decay` enters.
-    pub decay: WeightDecay,
     /// Ascend instead of descend.
     pub maximize: bool,
     /// Divide by the largest second moment seen; needs one more slab.
     pub amsgrad: bool,
 }
 
-impl Default for AdamW {
+/// Hyperparameters of AdamW; the default is PyTorch's, with a weight decay of 0.01.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamW {
+    /// Decay of the first moment, from 0 to below 1.
+    pub beta1: f64,
+    /// Decay of the second moment, from 0 to below 1.
+    pub beta2: f64,
+    /// Added to the denominator, at least 0.
+    pub eps: f64,
+    /// Goes straight into the parameter (decoupled), times the learning rate; at least 0.
+    pub weight_decay: f64,
+    /// Ascend instead of descend.
+    pub maximize: bool,
+    /// Divide by the largest second moment seen; needs one more slab.
+    pub amsgrad: bool,
+}
+
+impl Default for Adam {
     fn default() -> Self {
         Self {
-            lr: 1e-3,
             beta1: 0.9,
             beta2: 0.999,
             eps: 1e-8,
-            weight_decay: 1e-2,
-            decay: WeightDecay::Decoupled,
+            weight_decay: 0.0,
             maximize: false,
             amsgrad: false,
         }
     }
 }
 
-/// What one step of [`AdamW`] reads and writes; all of one length.
+impl Default for AdamW {
+    fn default() -> Self {
+        Self {
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 1e-2,
+            maximize: false,
+            amsgrad: false,
+        }
+    }
+}
+
+impl Adam {
+    /// One step. An element whose new weight or moment would not be finite keeps what it has;
+    /// returns whether any did.
+    ///
+    /// # Errors
+    /// For a hyperparameter outside its range and for slabs that do not fit together; nothing is
+    /// written then.
+    pub fn step(
+        &self,
+        threads: &Threads,
+        settings: StepSettings,
+        slabs: AdamSlabs<'_>,
+    ) -> Result<bool> {
+        AdamRule::from(*self).step_with(PassIsa::best(), threads, settings, slabs)
+    }
+
+    /// Refuses hyperparameters outside their range, as every step does.
+    ///
+    /// # Errors
+    /// The hyperparameter and its range.
+    pub fn check(&self) -> Result<()> {
+        AdamRule::from(*self).check()
+    }
+}
+
+impl AdamW {
+    /// One step. An element whose new weight or moment would not be finite keeps what it has;
+    /// returns whether any did.
+    ///
+    /// # Errors
+    /// For a hyperparameter outside its range and for slabs that do not fit together; nothing is
+    /// written then.
+    pub fn step(
+        &self,
+        threads: &Threads,
+        settings: StepSettings,
+        slabs: AdamSlabs<'_>,
+    ) -> Result<bool> {
+        AdamRule::from(*self).step_with(PassIsa::best(), threads, settings, slabs)
+    }
+
+    /// Refuses hyperparameters outside their range, as every step does.
+    ///
+    /// # Errors
+    /// The hyperparameter and its range.
+    pub fn check(&self) -> Result<()> {
+        AdamRule::from(*self).check()
+    }
+}
+
+/// What one step of [`Adam`] or [`AdamW`] reads and writes; all of one length.
 #[derive(Debug)]
 pub struct AdamSlabs<'a> {
     /// Gradients; only read.
@@ -87,35 +155,59 @@ pub struct AdamSlabs<'a> {
     pub working: Option<FloatsMut<'a>>,
 }
 
-impl AdamW {
-    /// Step number `t`, the first being 1. Gradients are multiplied by `grad_scale` first: 1, or
-    /// what clipping and loss scaling ask for. An element whose new weight or moment would not be
-    /// finite keeps what it has; returns whether any did.
-    ///
-    /// # Errors
-    /// For a hyperparameter outside its range and for slabs that do not fit together; nothing is
-    /// written then.
-    pub fn step(
-        &self,
-        threads: &Threads,
-        t: u64,
-        grad_scale: f32,
-        slabs: AdamSlabs<'_>,
-    ) -> Result<bool> {
-        self.step_with(PassIsa::best(), threads, t, grad_scale, slabs)
-    }
+/// What both have in common, which is all but where weight decay enters.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AdamRule {
+    pub(super) settings: AdamW,
+    /// Whether weight decay goes straight into the parameter.
+    pub(super) decoupled: bool,
+}
 
+impl From<AdamW> for AdamRule {
+    fn from(settings: AdamW) -> Self {
+        Self {
+            settings,
+            decoupled: true,
+        }
+    }
+}
+
+impl From<Adam> for AdamRule {
+    fn from(adam: Adam) -> Self {
+        let Adam {
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            maximize,
+            amsgrad,
+        } = adam;
+        Self {
+            settings: AdamW {
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                maximize,
+                amsgrad,
+            },
+            decoupled: false,
+        }
+    }
+}
+
+impl AdamRule {
     pub(super) fn step_with(
         &self,
         isa: PassIsa,
         threads: &Threads,
-        t: u64,
-        grad_scale: f32,
+        settings: StepSettings,
         slabs: AdamSlabs<'_>,
     ) -> Result<bool> {
-        self.check(t)?;
+        self.check()?;
+        settings.check(OP)?;
         self.check_slabs(&slabs)?;
-        let factors = self.factors(t, grad_scale);
+        let factors = self.factors(settings);
         let AdamSlabs {
             grad,
             master,
@@ -135,17 +227,18 @@ impl AdamW {
         }))
     }
 
-    fn check(&self, t: u64) -> Result<()> {
-        const BELOW_ONE: f64 = 1.0 - f64::EPSILON / 2.0;
-        check_range(OP, "lr", self.lr, 0.0, f64::INFINITY)?;
-        check_range(OP, "beta1", self.beta1, 0.0, BELOW_ONE)?;
-        check_range(OP, "beta2", self.beta2, 0.0, BELOW_ONE)?;
-        check_range(OP, "eps", self.eps, 0.0, f64::INFINITY)?;
-        check_range(OP, "weight_decay", self.weight_decay, 0.0, f64::INFINITY)?;
-        if t == 0 {
-            return Err(Error::invalid(OP, "steps count from 1, this is step 0"));
-        }
-        Ok(())
+    fn check(&self) -> Result<()> {
+        let AdamW {
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            ..
+        } = self.settings;
+        check_below_one(OP, "beta1", beta1)?;
+        check_below_one(OP, "beta2", beta2)?;
+        check_at_least_zero(OP, "eps", eps)?;
+        check_at_least_zero(OP, "weight_decay", weight_decay)
     }
 
     fn check_slabs(&self, slabs: &AdamSlabs<'_>) -> Result<()> {
@@ -156,7 +249,7 @@ impl AdamW {
         if let Some(working) = &slabs.working {
             check_len(OP, "working", working.len(), len)?;
         }
-        match (&slabs.max_exp_avg_sq, self.amsgrad) {
+        match (&slabs.max_exp_avg_sq, self.settings.amsgrad) {
             (Some(max), true) => check_len(OP, "largest second moment", max.len(), len),
             (None, false) => Ok(()),
             (None, true) => Err(Error::invalid(
@@ -170,31 +263,32 @@ impl AdamW {
         }
     }
 
-    fn factors(&self, t: u64, grad_scale: f32) -> AdamFactors {
-        let decoupled = self.decay == WeightDecay::Decoupled;
+    fn factors(&self, step_settings: StepSettings) -> AdamFactors {
+        let StepSettings { step, lr, .. } = step_settings;
+        let AdamW {
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            maximize,
+            ..
+        } = self.settings;
+        let (keep, penalty) = if self.decoupled {
+            (1.0 - lr * weight_decay, 0.0)
+        } else {
+            (1.0, weight_decay)
+        };
         AdamFactors {
-            grad: if self.maximize {
-                -grad_scale
-            } else {
-                grad_scale
-            },
-            keep: if decoupled {
-                (1.0 - self.lr * self.weight_decay) as f32
-            } else {
-                1.0
-            },
-            penalty: if decoupled {
-                0.0
-            } else {
-                self.weight_decay as f32
-            },
-            beta1: self.beta1 as f32,
-            rest1: (1.0 - self.beta1) as f32,
-            beta2: self.beta2 as f32,
-            rest2: (1.0 - self.beta2) as f32,
-            step: (self.lr / (1.0 - power(self.beta1, t))) as f32,
-            root: (1.0 / (1.0 - power(self.beta2, t)).sqrt()) as f32,
-            eps: self.eps as f32,
+            grad: step_settings.grad_factors(maximize),
+            keep: keep as f32,
+            penalty: penalty as f32,
+            beta1: beta1 as f32,
+            rest1: (1.0 - beta1) as f32,
+            beta2: beta2 as f32,
+            rest2: (1.0 - beta2) as f32,
+            step: (lr / (1.0 - power(beta1, step))) as f32,
+            root: (1.0 / (1.0 - power(beta2, step)).sqrt()) as f32,
+            eps: eps as f32,
         }
     }
 }
@@ -215,7 +309,7 @@ fn power(mut base: f64, mut exponent: u64) -> f64 {
 /// What all parameters share in one step.
 #[derive(Debug, Clone, Copy)]
 struct AdamFactors {
-    grad: f32,
+    grad: GradFactors,
     keep: f32,
     /// 0 when weight decay does not go through the gradient.
     penalty: f32,
@@ -336,7 +430,7 @@ struct AdamBlock<'a> {
 struct AdamUpdate<S: Simd> {
     s: S,
     with_penalty: bool,
-    grad: S::V,
+    grad: GradReader<S>,
     keep: S::V,
     penalty: S::V,
     beta1: S::V,
@@ -354,7 +448,7 @@ impl<S: Simd> AdamUpdate<S> {
         Self {
             s,
             with_penalty: f.penalty != 0.0,
-            grad: s.splat(f.grad),
+            grad: GradReader::new(s, f.grad),
             keep: s.splat(f.keep),
             penalty: s.splat(f.penalty),
             beta1: s.splat(f.beta1),
@@ -379,7 +473,7 @@ impl<S: Simd> AdamUpdate<S> {
     ) -> bool {
         let s = self.s;
         let AdamBlock { p, m, v, x } = state;
-        let mut g = s.mul(G::load(s, grad), self.grad);
+        let mut g = self.grad.read(grad);
         let old = s.load(p);
         if self.with_penalty {
             g = s.add(g, s.mul(old, self.penalty));

@@ -6,7 +6,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::simd::{LANES, PassIsa, Simd, SlabElement, SlabPass, padded};
+use super::simd::{LANES, PassIsa, Simd, SlabElement, SlabPass, clamp, padded};
 use super::{CHUNK, Floats, FloatsMut, check_len, for_each, with_slice};
 use crate::cpu::threads::Threads;
 use crate::error::Result;
@@ -18,9 +18,10 @@ pub fn squared_norm(threads: &Threads, slab: Floats<'_>) -> f64 {
 
 /// The sums that [`squared_norm`] adds up in order, one per chunk of 65,536 elements. For slabs
 /// that are computed piece by piece: pieces of whole chunks, added in order, give the bits of the
-/// whole.
-pub fn chunk_squares(threads: &Threads, slab: Floats<'_>) -> Vec<f64> {
-    chunk_squares_with(PassIsa::best(), threads, slab)
+/// whole. With `clip_value`, of the elements clipped to between minus it and it; the sum of a chunk
+/// with an infinity is still not finite.
+pub fn chunk_squares(threads: &Threads, slab: Floats<'_>, clip_value: Option<f32>) -> Vec<f64> {
+    chunk_squares_with(PassIsa::best(), threads, slab, clip_value)
 }
 
 /// What to multiply gradients with so that their norm is at most `max_norm`, as `clip_grad_norm_`
@@ -73,14 +74,22 @@ pub fn follow(threads: &Threads, weights: Floats<'_>, master: &mut [f32]) -> Res
 }
 
 pub(super) fn squared_norm_with(isa: PassIsa, threads: &Threads, slab: Floats<'_>) -> f64 {
-    chunk_squares_with(isa, threads, slab).iter().sum()
+    chunk_squares_with(isa, threads, slab, None).iter().sum()
 }
 
-fn chunk_squares_with(isa: PassIsa, threads: &Threads, slab: Floats<'_>) -> Vec<f64> {
+pub(super) fn chunk_squares_with(
+    isa: PassIsa,
+    threads: &Threads,
+    slab: Floats<'_>,
+    clip_value: Option<f32>,
+) -> Vec<f64> {
     let mut sums = vec![0.0; slab.len().div_ceil(CHUNK)];
     with_slice!(Floats, slab, slab => {
         for_each(threads, slab.chunks(CHUNK).zip(&mut sums), |(chunk, sum)| {
-            *sum = isa.run(SquaresPass(chunk));
+            *sum = match clip_value {
+                Some(bound) => isa.run(ClippedSquaresPass(chunk, bound)),
+                None => isa.run(SquaresPass(chunk)),
+            };
         });
     });
     sums
@@ -149,6 +158,28 @@ impl<T: SlabElement> SlabPass for SquaresPass<'_, T> {
         }
         // Zeros change no sum of squares.
         sums = s.add_squares(sums, T::load(s, &padded(rest)));
+        s.read_sums(sums).iter().sum()
+    }
+}
+
+struct ClippedSquaresPass<'a, T>(&'a [T], f32);
+
+impl<T: SlabElement> SlabPass for ClippedSquaresPass<'_, T> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> f64 {
+        let bound = s.splat(self.1);
+        let zero = s.splat(0.0);
+        let (blocks, rest) = self.0.as_chunks();
+        let mut sums = s.no_sums();
+        for block in blocks.iter().chain([&padded(rest)]) {
+            let value = T::load(s, block);
+            // Zero times a number is a zero. Times an infinity it is a NaN, so that clipping does
+            // not hide it.
+            let clipped = s.add(clamp(s, value, bound), s.mul(value, zero));
+            sums = s.add_squares(sums, clipped);
+        }
         s.read_sums(sums).iter().sum()
     }
 }

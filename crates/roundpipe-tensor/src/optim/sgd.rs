@@ -3,7 +3,7 @@
 //! Per parameter, in f32, each operation rounded on its own:
 //!
 //! ```text
-//! g = grad_scale * grad                       (negated when maximizing)
+//! g = grad_scale * clip(grad)                 (negated when maximizing)
 //! g = g + weight_decay * p
 //! b = momentum * b + (1 - dampening) * g      (in the first step: b = g)
 //! g = g + momentum * b                        (nesterov) or g = b
@@ -13,8 +13,11 @@
 use half::{bf16, f16};
 
 use super::finite::commit;
-use super::simd::{LANES, PassIsa, Simd, SlabElement, SlabPass, padded};
-use super::{CHUNK, Floats, FloatsMut, any, check_len, check_range, optional_chunks, with_slice};
+use super::simd::{GradFactors, GradReader, LANES, PassIsa, Simd, SlabElement, SlabPass, padded};
+use super::{
+    CHUNK, Floats, FloatsMut, StepSettings, any, check_at_least_zero, check_finite, check_len,
+    optional_chunks, with_slice,
+};
 use crate::cpu::threads::Threads;
 use crate::error::{Error, Result};
 
@@ -23,8 +26,6 @@ const OP: &str = "sgd";
 /// Hyperparameters of gradient descent; the default is PyTorch's.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sgd {
-    /// Learning rate, at least 0.
-    pub lr: f64,
     /// At least 0; needs one more slab unless it is 0.
     pub momentum: f64,
     /// Share of the gradient kept out of the momentum.
@@ -40,7 +41,6 @@ pub struct Sgd {
 impl Default for Sgd {
     fn default() -> Self {
         Self {
-            lr: 1e-3,
             momentum: 0.0,
             dampening: 0.0,
             weight_decay: 0.0,
@@ -64,9 +64,8 @@ pub struct SgdSlabs<'a> {
 }
 
 impl Sgd {
-    /// Step number `t`, the first being 1. Gradients are multiplied by `grad_scale` first: 1, or
-    /// what clipping and loss scaling ask for. An element whose new weight or momentum would not be
-    /// finite keeps what it has; returns whether any did.
+    /// One step. An element whose new weight or momentum would not be finite keeps what it has;
+    /// returns whether any did.
     ///
     /// # Errors
     /// For a hyperparameter outside its range and for slabs that do not fit together; nothing is
@@ -74,24 +73,23 @@ impl Sgd {
     pub fn step(
         &self,
         threads: &Threads,
-        t: u64,
-        grad_scale: f32,
+        settings: StepSettings,
         slabs: SgdSlabs<'_>,
     ) -> Result<bool> {
-        self.step_with(PassIsa::best(), threads, t, grad_scale, slabs)
+        self.step_with(PassIsa::best(), threads, settings, slabs)
     }
 
     pub(super) fn step_with(
         &self,
         isa: PassIsa,
         threads: &Threads,
-        t: u64,
-        grad_scale: f32,
+        settings: StepSettings,
         slabs: SgdSlabs<'_>,
     ) -> Result<bool> {
-        self.check(t)?;
+        self.check()?;
+        settings.check(OP)?;
         self.check_slabs(&slabs)?;
-        let factors = self.factors(t, grad_scale);
+        let factors = self.factors(settings);
         let SgdSlabs {
             grad,
             master,
@@ -109,19 +107,19 @@ impl Sgd {
         }))
     }
 
-    fn check(&self, t: u64) -> Result<()> {
-        check_range(OP, "lr", self.lr, 0.0, f64::INFINITY)?;
-        check_range(OP, "momentum", self.momentum, 0.0, f64::INFINITY)?;
-        check_range(OP, "dampening", self.dampening, f64::MIN, f64::INFINITY)?;
-        check_range(OP, "weight_decay", self.weight_decay, 0.0, f64::INFINITY)?;
+    /// Refuses hyperparameters outside their range, as every step does.
+    ///
+    /// # Errors
+    /// The hyperparameter and its range.
+    pub fn check(&self) -> Result<()> {
+        check_at_least_zero(OP, "momentum", self.momentum)?;
+        check_finite(OP, "dampening", self.dampening)?;
+        check_at_least_zero(OP, "weight_decay", self.weight_decay)?;
         if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
             return Err(Error::invalid(
                 OP,
                 "nesterov needs momentum above 0 and dampening 0",
             ));
-        }
-        if t == 0 {
-            return Err(Error::invalid(OP, "steps count from 1, this is step 0"));
         }
         Ok(())
     }
@@ -143,19 +141,16 @@ impl Sgd {
         }
     }
 
-    fn factors(&self, t: u64, grad_scale: f32) -> SgdFactors {
+    fn factors(&self, settings: StepSettings) -> SgdFactors {
+        let StepSettings { step, lr, .. } = settings;
         SgdFactors {
-            first: t == 1,
+            first: step == 1,
             nesterov: self.nesterov,
-            grad: if self.maximize {
-                -grad_scale
-            } else {
-                grad_scale
-            },
+            grad: settings.grad_factors(self.maximize),
             penalty: self.weight_decay as f32,
             momentum: self.momentum as f32,
             rest: (1.0 - self.dampening) as f32,
-            lr: self.lr as f32,
+            lr: lr as f32,
         }
     }
 }
@@ -165,7 +160,7 @@ impl Sgd {
 struct SgdFactors {
     first: bool,
     nesterov: bool,
-    grad: f32,
+    grad: GradFactors,
     penalty: f32,
     momentum: f32,
     rest: f32,
@@ -255,7 +250,7 @@ struct SgdUpdate<S: Simd> {
     first: bool,
     nesterov: bool,
     with_penalty: bool,
-    grad: S::V,
+    grad: GradReader<S>,
     penalty: S::V,
     momentum: S::V,
     rest: S::V,
@@ -270,7 +265,7 @@ impl<S: Simd> SgdUpdate<S> {
             first: f.first,
             nesterov: f.nesterov,
             with_penalty: f.penalty != 0.0,
-            grad: s.splat(f.grad),
+            grad: GradReader::new(s, f.grad),
             penalty: s.splat(f.penalty),
             momentum: s.splat(f.momentum),
             rest: s.splat(f.rest),
@@ -291,7 +286,7 @@ impl<S: Simd> SgdUpdate<S> {
     ) -> bool {
         let s = self.s;
         let old = s.load(p);
-        let mut g = s.mul(G::load(s, grad), self.grad);
+        let mut g = self.grad.read(grad);
         if self.with_penalty {
             g = s.add(g, s.mul(old, self.penalty));
         }

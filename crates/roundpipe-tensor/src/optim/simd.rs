@@ -185,6 +185,55 @@ impl PassIsa {
     }
 }
 
+/// `x` between `-bound` and `bound`; a NaN stays one.
+#[inline(always)]
+pub(super) fn clamp<S: Simd>(s: S, x: S::V, bound: S::V) -> S::V {
+    let minus_one = s.splat(-1.0);
+    let low = s.mul(bound, minus_one);
+    // Two negations instead of a minimum: `max` alone is written for every instruction set.
+    let from_below = s.max(low, x);
+    let negated = s.max(low, s.mul(from_below, minus_one));
+    s.mul(negated, minus_one)
+}
+
+/// What a pass does with a gradient before it uses it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct GradFactors {
+    /// Clips it to between minus this and this.
+    pub(super) bound: Option<f32>,
+    /// Then multiplies it.
+    pub(super) factor: f32,
+}
+
+/// [`GradFactors`] in every lane.
+#[derive(Clone, Copy)]
+pub(super) struct GradReader<S: Simd> {
+    s: S,
+    bound: Option<S::V>,
+    factor: S::V,
+}
+
+impl<S: Simd> GradReader<S> {
+    #[inline(always)]
+    pub(super) fn new(s: S, factors: GradFactors) -> Self {
+        Self {
+            s,
+            bound: factors.bound.map(|bound| s.splat(bound)),
+            factor: s.splat(factors.factor),
+        }
+    }
+
+    #[inline(always)]
+    pub(super) fn read<G: SlabElement>(&self, grad: &[G; LANES]) -> S::V {
+        let grad = G::load(self.s, grad);
+        let grad = match self.bound {
+            Some(bound) => clamp(self.s, grad, bound),
+            None => grad,
+        };
+        self.s.mul(grad, self.factor)
+    }
+}
+
 /// Reads up to [`LANES`] elements, zeros after them.
 #[inline(always)]
 pub(super) fn padded<T: SlabElement>(src: &[T]) -> [T; LANES] {

@@ -2,7 +2,10 @@
 
 use half::{bf16, f16};
 
-use super::grads::{accumulate_with, all_finite_with, cast_with, scale_with, squared_norm_with};
+use super::adam::AdamRule;
+use super::grads::{
+    accumulate_with, all_finite_with, cast_with, chunk_squares_with, scale_with, squared_norm_with,
+};
 use super::simd::PassIsa;
 use super::*;
 
@@ -155,7 +158,7 @@ fn working_of(
 fn adam_run(
     isa: PassIsa,
     threads: &Threads,
-    adam: AdamW,
+    adam: AdamRule,
     mut case: Case,
     kinds: (usize, usize),
 ) -> Vec<Vec<u32>> {
@@ -169,10 +172,11 @@ fn adam_run(
             master: &mut master[offset..],
             exp_avg: &mut first[offset..],
             exp_avg_sq: &mut second[offset..],
-            max_exp_avg_sq: adam.amsgrad.then(|| &mut largest[offset..]),
+            max_exp_avg_sq: adam.settings.amsgrad.then(|| &mut largest[offset..]),
             working: working_of(&mut case.working, kinds.1, offset),
         };
-        adam.step_with(isa, threads, t, 0.7, slabs).unwrap();
+        adam.step_with(isa, threads, at_scale(t, 1e-2, 0.7), slabs)
+            .unwrap();
     }
     case.written()
 }
@@ -195,35 +199,64 @@ fn sgd_run(
             momentum: (sgd.momentum != 0.0).then(|| &mut momentum[offset..]),
             working: working_of(&mut case.working, kinds.1, offset),
         };
-        sgd.step_with(isa, threads, t, 0.7, slabs).unwrap();
+        sgd.step_with(isa, threads, at_scale(t, 0.1, 0.7), slabs)
+            .unwrap();
     }
     case.written()
 }
 
-fn adams() -> [AdamW; 3] {
-    let base = AdamW {
-        lr: 1e-2,
-        ..AdamW::default()
-    };
+fn lion_run(
+    isa: PassIsa,
+    threads: &Threads,
+    lion: Lion,
+    mut case: Case,
+    kinds: (usize, usize),
+) -> Vec<Vec<u32>> {
+    for t in 1..=2 {
+        let offset = case.offset;
+        let [master, moment, ..] = &mut case.state[..] else {
+            unreachable!()
+        };
+        let slabs = LionSlabs {
+            grad: grad_of(&case.grad, kinds.0, offset),
+            master: &mut master[offset..],
+            exp_avg: &mut moment[offset..],
+            working: working_of(&mut case.working, kinds.1, offset),
+        };
+        lion.step_with(isa, threads, at_scale(t, 1e-2, 0.7), slabs)
+            .unwrap();
+    }
+    case.written()
+}
+
+fn at_scale(step: u64, lr: f64, grad_scale: f32) -> StepSettings {
+    StepSettings {
+        grad_scale,
+        ..StepSettings::new(step, lr)
+    }
+}
+
+fn adams() -> [AdamRule; 3] {
+    let base = AdamW::default();
     [
-        base,
+        base.into(),
         AdamW {
             amsgrad: true,
             maximize: true,
             ..base
-        },
-        AdamW {
+        }
+        .into(),
+        Adam {
             amsgrad: true,
             weight_decay: 0.1,
-            decay: WeightDecay::Gradient,
-            ..base
-        },
+            ..Adam::default()
+        }
+        .into(),
     ]
 }
 
 fn sgds() -> [Sgd; 3] {
     let base = Sgd {
-        lr: 0.1,
         weight_decay: 0.01,
         maximize: true,
         ..Sgd::default()
@@ -243,6 +276,15 @@ fn sgds() -> [Sgd; 3] {
             ..momentum
         },
     ]
+}
+
+fn lions() -> [Lion; 2] {
+    let decayed = Lion {
+        weight_decay: 0.1,
+        maximize: true,
+        ..Lion::default()
+    };
+    [Lion::default(), decayed]
 }
 
 /// Which instructions a processor has must not show in the weights.
@@ -269,6 +311,13 @@ fn every_isa_gives_the_bits_of_the_portable_one() {
                     assert!(
                         run(isa) == run(PassIsa::Portable),
                         "{isa:?}, {len} elements, {kinds:?}, {sgd:?}"
+                    );
+                }
+                for lion in lions() {
+                    let run = |isa| lion_run(isa, &threads, lion, Case::new(len, offset), kinds);
+                    assert!(
+                        run(isa) == run(PassIsa::Portable),
+                        "{isa:?}, {len} elements, {kinds:?}, {lion:?}"
                     );
                 }
             }
@@ -298,9 +347,17 @@ fn any_number_of_threads_gives_the_same_bits() {
                 Case::new(len, 1),
                 (1, 1),
             );
+            let lion = lion_run(
+                PassIsa::best(),
+                &threads,
+                lions()[1],
+                Case::new(len, 1),
+                (1, 1),
+            );
             (
                 adam,
                 sgd,
+                lion,
                 squared_norm(&threads, noise(len, 6).as_slice().into()).to_bits(),
             )
         })
@@ -308,10 +365,82 @@ fn any_number_of_threads_gives_the_same_bits() {
     assert!(runs[0] == runs[1] && runs[1] == runs[2]);
 }
 
+/// Clipping by value inside a pass gives the bits of a pass over clipped gradients; an infinity is
+/// clipped and a NaN stays. The norm is that of the clipped ones, and does not hide an infinity.
+#[test]
+fn clipping_by_value_is_a_clamp() {
+    let threads = one_thread();
+    let bound = 0.1f32;
+    let grad = wild(100, 1);
+    let clamped: Vec<f32> = grad.iter().map(|x| x.clamp(-bound, bound)).collect();
+    for isa in PassIsa::available() {
+        let clip = |clip_value| StepSettings {
+            clip_value,
+            ..at_scale(2, 1e-2, 0.7)
+        };
+        let adam = |grad: &[f32], settings| {
+            let (mut p, mut m, mut v) = (noise(100, 2), noise(100, 3), vec![0.5; 100]);
+            let slabs = AdamSlabs {
+                grad: grad.into(),
+                master: &mut p,
+                exp_avg: &mut m,
+                exp_avg_sq: &mut v,
+                max_exp_avg_sq: None,
+                working: None,
+            };
+            let kept = adams()[0].step_with(isa, &threads, settings, slabs);
+            (kept.unwrap(), bits(&p), bits(&m), bits(&v))
+        };
+        let sgd = |grad: &[f32], settings| {
+            let (mut p, mut b) = (noise(100, 2), noise(100, 3));
+            let slabs = SgdSlabs {
+                grad: grad.into(),
+                master: &mut p,
+                momentum: Some(&mut b),
+                working: None,
+            };
+            let kept = sgds()[1].step_with(isa, &threads, settings, slabs);
+            (kept.unwrap(), bits(&p), bits(&b))
+        };
+        let lion = |grad: &[f32], settings| {
+            let (mut p, mut m) = (noise(100, 2), noise(100, 3));
+            let slabs = LionSlabs {
+                grad: grad.into(),
+                master: &mut p,
+                exp_avg: &mut m,
+                working: None,
+            };
+            let kept = lions()[1].step_with(isa, &threads, settings, slabs);
+            (kept.unwrap(), bits(&p), bits(&m))
+        };
+        let (with, without) = (clip(Some(bound)), clip(None));
+        assert_eq!(adam(&grad, with), adam(&clamped, without), "{isa:?}");
+        assert_eq!(sgd(&grad, with), sgd(&clamped, without), "{isa:?}");
+        assert_eq!(lion(&grad, with), lion(&clamped, without), "{isa:?}");
+        assert_ne!(sgd(&grad, with), sgd(&grad, without), "{isa:?}");
+
+        let squares = |values: &[f32], clip_value| {
+            chunk_squares_with(isa, &threads, values.into(), clip_value)[0]
+        };
+        let finite = noise(100, 1);
+        let clamped: Vec<f32> = finite.iter().map(|x| x.clamp(-bound, bound)).collect();
+        let clipped = squares(&finite, Some(bound));
+        assert_eq!(clipped.to_bits(), squares(&clamped, None).to_bits());
+        for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+            for at in [0, 99] {
+                let mut values = finite.clone();
+                values[at] = bad;
+                assert!(!squares(&values, Some(bound)).is_finite(), "{isa:?} {bad}");
+            }
+        }
+    }
+}
+
 /// The formulas, against the same ones in f64 over twenty steps.
 #[test]
 #[cfg_attr(miri, ignore = "slabs of several chunks")]
 fn adam_agrees_with_f64() {
+    const LR: f64 = 1e-2;
     let len = 77;
     for adam in adams() {
         let start = noise(len, 2);
@@ -332,12 +461,13 @@ fn adam_agrees_with_f64() {
                 master: &mut p,
                 exp_avg: &mut m,
                 exp_avg_sq: &mut v,
-                max_exp_avg_sq: adam.amsgrad.then_some(x.as_mut_slice()),
+                max_exp_avg_sq: adam.settings.amsgrad.then_some(x.as_mut_slice()),
                 working: None,
             };
-            adam.step(&one_thread(), t, 0.5, slabs).unwrap();
+            adam.step_with(PassIsa::best(), &one_thread(), at_scale(t, LR, 0.5), slabs)
+                .unwrap();
             for (state, &g) in reference.iter_mut().zip(&grad) {
-                adam_f64(&adam, t as i32, state, f64::from(g) * 0.5);
+                adam_f64(&adam, LR, t as i32, state, f64::from(g) * 0.5);
             }
         }
         for (i, [want, ..]) in reference.iter().enumerate() {
@@ -351,18 +481,98 @@ fn adam_agrees_with_f64() {
     }
 }
 
-fn adam_f64(adam: &AdamW, t: i32, [p, m, v, x]: &mut [f64; 4], grad: f64) {
+fn adam_f64(rule: &AdamRule, lr: f64, t: i32, [p, m, v, x]: &mut [f64; 4], grad: f64) {
+    let adam = rule.settings;
     let mut g = if adam.maximize { -grad } else { grad };
-    match adam.decay {
-        WeightDecay::Decoupled => *p *= 1.0 - adam.lr * adam.weight_decay,
-        WeightDecay::Gradient => g += adam.weight_decay * *p,
+    if rule.decoupled {
+        *p *= 1.0 - lr * adam.weight_decay;
+    } else {
+        g += adam.weight_decay * *p;
     }
     *m = adam.beta1 * *m + (1.0 - adam.beta1) * g;
     *v = adam.beta2 * *v + (1.0 - adam.beta2) * g * g;
     *x = x.max(*v);
     let second = if adam.amsgrad { *x } else { *v };
     let denominator = second.sqrt() / (1.0 - adam.beta2.powi(t)).sqrt() + adam.eps;
-    *p -= adam.lr / (1.0 - adam.beta1.powi(t)) * *m / denominator;
+    *p -= lr / (1.0 - adam.beta1.powi(t)) * *m / denominator;
+}
+
+/// The formulas, against the same ones in f64 over twenty steps. The direction of a step is a sign,
+/// so an element whose sum is about zero may go either way.
+#[test]
+fn lion_agrees_with_f64() {
+    const LR: f64 = 1e-2;
+    let len = 77;
+    for lion in lions() {
+        let start = noise(len, 2);
+        let (mut p, mut m) = (start.clone(), vec![0.0; len]);
+        let mut reference: Vec<[f64; 2]> = start.iter().map(|&p| [f64::from(p), 0.0]).collect();
+        let mut unsure = vec![false; len];
+        for t in 1..=20 {
+            let mut grad = noise(len, 100 + t);
+            grad[5] = 0.0;
+            let slabs = LionSlabs {
+                grad: grad.as_slice().into(),
+                master: &mut p,
+                exp_avg: &mut m,
+                working: None,
+            };
+            lion.step(&one_thread(), at_scale(t, LR, 0.5), slabs)
+                .unwrap();
+            for (i, [p, m]) in reference.iter_mut().enumerate() {
+                let sign = if lion.maximize { -0.5 } else { 0.5 };
+                let g = sign * f64::from(grad[i]);
+                let sum = lion.beta1 * *m + (1.0 - lion.beta1) * g;
+                unsure[i] |= sum != 0.0 && sum.abs() < 1e-5 * g.abs();
+                let direction = if sum == 0.0 { 0.0 } else { sum.signum() };
+                *p -= LR * (direction + lion.weight_decay * *p);
+                *m = lion.beta2 * *m + (1.0 - lion.beta2) * g;
+            }
+        }
+        assert!(unsure.iter().filter(|unsure| **unsure).count() < 3);
+        for i in (0..len).filter(|&i| !unsure[i]) {
+            let [want, moment] = reference[i];
+            let near =
+                |have: f32, want: f64| (f64::from(have) - want).abs() <= 3e-6 * want.abs().max(0.1);
+            assert!(near(p[i], want), "element {i}: {} and {want}", p[i]);
+            assert!(near(m[i], moment), "element {i}: {} and {moment}", m[i]);
+        }
+        // Without a gradient there is no direction; only decay moves the weight.
+        let decay = (1.0 - LR * lion.weight_decay).powi(20);
+        assert!((f64::from(p[5]) - f64::from(start[5]) * decay).abs() < 1e-6);
+    }
+}
+
+/// A step is as long for the smallest gradient as for the largest, and none for zero.
+#[test]
+fn lion_takes_the_sign_of_every_size() {
+    let sizes = [
+        1.0,
+        -3e38,
+        f32::from_bits(1),
+        -f32::from_bits(1),
+        f32::MIN_POSITIVE,
+        0.0,
+        -0.0,
+    ];
+    // All of the direction is the gradient.
+    let lion = Lion {
+        beta1: 0.0,
+        ..Lion::default()
+    };
+    for isa in PassIsa::available() {
+        let (mut p, mut m) = ([1.0f32; 7], [0.0; 7]);
+        let slabs = LionSlabs {
+            grad: sizes.as_slice().into(),
+            master: &mut p,
+            exp_avg: &mut m,
+            working: None,
+        };
+        let settings = StepSettings::new(1, 0.25);
+        let kept = lion.step_with(isa, &one_thread(), settings, slabs).unwrap();
+        assert!(!kept, "{isa:?}");
+        assert_eq!(p, [0.75, 1.25, 0.75, 1.25, 0.75, 1.0, 1.0], "{isa:?}");
+    }
 }
 
 /// All f32 around every bf16 and every f16, rounded as the `half` crate rounds.
@@ -526,6 +736,7 @@ fn clip_factor_bounds_the_norm() {
 #[test]
 fn wrong_arguments_are_refused() {
     let refuse = |adam: AdamW, t, lens: [usize; 3], largest: bool, words: &str| {
+        let settings = StepSettings::new(t, 1e-3);
         let [mut p, mut m, mut x] = lens.map(|len| vec![0.5; len]);
         let mut v = vec![0.5; 4];
         let slabs = AdamSlabs {
@@ -537,7 +748,7 @@ fn wrong_arguments_are_refused() {
             working: None,
         };
         let error = adam
-            .step(&one_thread(), t, 1.0, slabs)
+            .step(&one_thread(), settings, slabs)
             .unwrap_err()
             .to_string();
         assert!(error.contains(words), "{error}");
@@ -561,21 +772,11 @@ fn wrong_arguments_are_refused() {
     refuse(ams, 1, [4, 4, 4], false, "amsgrad needs");
     refuse(ams, 1, [4, 4, 5], true, "largest second moment slab has 5");
     refuse(
-        AdamW {
-            lr: f64::NAN,
-            ..adam
-        },
-        1,
-        [4, 4, 4],
-        false,
-        "lr is NaN",
-    );
-    refuse(
         AdamW { beta2: 1.0, ..adam },
         1,
         [4, 4, 4],
         false,
-        "beta2 is 1",
+        "beta2 is 1, it must be from 0 up to, but not including, 1",
     );
     refuse(
         AdamW { eps: -1.0, ..adam },
@@ -593,7 +794,7 @@ fn wrong_arguments_are_refused() {
             working: None,
         };
         let error = sgd
-            .step(&one_thread(), 1, 1.0, slabs)
+            .step(&one_thread(), StepSettings::new(1, 1e-3), slabs)
             .unwrap_err()
             .to_string();
         assert!(error.contains(words), "{error}");
@@ -613,6 +814,39 @@ fn wrong_arguments_are_refused() {
         None,
         "nesterov needs momentum",
     );
+    refuse(
+        Sgd {
+            dampening: f64::INFINITY,
+            ..sgd
+        },
+        Some(&mut [0.0; 4]),
+        "dampening is inf, it must be finite",
+    );
+    let slabs = SgdSlabs {
+        grad: [1.0; 4].as_slice().into(),
+        master: &mut [0.5; 4],
+        momentum: None,
+        working: None,
+    };
+    let nowhere = StepSettings::new(1, f64::NAN);
+    let error = Sgd::default().step(&one_thread(), nowhere, slabs);
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("lr is NaN"), "{error}");
+    let refuse = |lion: Lion, len: usize, words: &str| {
+        let mut moment = vec![0.0; len];
+        let slabs = LionSlabs {
+            grad: [1.0; 4].as_slice().into(),
+            master: &mut [0.5; 4],
+            exp_avg: &mut moment,
+            working: None,
+        };
+        let error = lion.step(&one_thread(), StepSettings::new(1, 1e-3), slabs);
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    };
+    let lion = Lion::default();
+    refuse(lion, 3, "moment slab has 3 elements");
+    refuse(Lion { beta2: 1.0, ..lion }, 4, "beta2 is 1");
     assert!(accumulate(&one_thread(), [1.0f32; 2].as_slice().into(), &mut [0.0; 3]).is_err());
 }
 
@@ -640,8 +874,8 @@ fn elements_that_would_not_be_finite_keep_their_values() {
                         working: Some(w.as_mut_slice().into()),
                     };
                     assert!(
-                        AdamW::default()
-                            .step_with(isa, &threads, 1, 1.0, slabs)
+                        AdamRule::from(AdamW::default())
+                            .step_with(isa, &threads, StepSettings::new(1, 1e-3), slabs)
                             .unwrap()
                     );
                     for i in 0..len {
@@ -658,11 +892,25 @@ fn elements_that_would_not_be_finite_keep_their_values() {
                 }
             }
         }
+        // Lion forgets how large a gradient is, but not that it is no number.
+        let (mut p, mut m, mut w) = ([1.0f32; 4], [0.25; 4], [bf16::ZERO; 4]);
+        let slabs = LionSlabs {
+            grad: [f32::NAN, f32::NEG_INFINITY, 1e30, 1.0].as_slice().into(),
+            master: &mut p,
+            exp_avg: &mut m,
+            working: Some(w.as_mut_slice().into()),
+        };
+        let settings = StepSettings::new(1, 0.5);
+        let lion = Lion::default();
+        assert!(lion.step_with(isa, &threads, settings, slabs).unwrap());
+        assert_eq!(p, [1.0, 1.0, 0.5, 0.5], "{isa:?}");
+        assert!(m[..2] == [0.25; 2] && m[2] > 1e27 && m[3] > 0.25, "{m:?}");
+        assert_eq!(w.map(bf16::to_f32), p, "{isa:?}");
         // 0 / 0, and weights that f16 cannot hold.
-        let none = AdamW {
+        let none = AdamRule::from(AdamW {
             eps: 0.0,
             ..AdamW::default()
-        };
+        });
         let (mut p, mut m, mut v) = ([1.0f32; 3], [0.0; 3], [0.0; 3]);
         let slabs = AdamSlabs {
             grad: [0.0f32, 0.0, 1.0].as_slice().into(),
@@ -672,10 +920,12 @@ fn elements_that_would_not_be_finite_keep_their_values() {
             max_exp_avg_sq: None,
             working: None,
         };
-        assert!(none.step_with(isa, &threads, 1, 1.0, slabs).unwrap());
+        assert!(
+            none.step_with(isa, &threads, StepSettings::new(1, 1e-3), slabs)
+                .unwrap()
+        );
         assert!(p[0] == 1.0 && p[1] == 1.0 && p[2] < 1.0, "{p:?}");
         let sgd = Sgd {
-            lr: 1e5,
             momentum: 0.9,
             ..Sgd::default()
         };
@@ -686,7 +936,10 @@ fn elements_that_would_not_be_finite_keep_their_values() {
             momentum: Some(&mut momentum),
             working: Some(w.as_mut_slice().into()),
         };
-        assert!(sgd.step_with(isa, &threads, 1, 1.0, slabs).unwrap());
+        assert!(
+            sgd.step_with(isa, &threads, StepSettings::new(1, 1e5), slabs)
+                .unwrap()
+        );
         assert_eq!((p[1], p[2], momentum[1], momentum[2]), (1.0, 1.0, 0.0, 0.0));
         assert!(
             p[0] < -40_000.0 && momentum[0] == 0.5 && w.iter().all(|w| w.is_finite()),
@@ -702,7 +955,7 @@ fn elements_that_would_not_be_finite_keep_their_values() {
         };
         assert!(
             !Sgd::default()
-                .step_with(isa, &threads, 1, 1.0, slabs)
+                .step_with(isa, &threads, StepSettings::new(1, 1e-3), slabs)
                 .unwrap()
         );
         assert!(p[0] == f32::NEG_INFINITY && p[1] < 1.0 && w[0] == bf16::NEG_INFINITY);

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use roundpipe_tensor::{Bytes, DType, Device, Param, Pin};
+use roundpipe_tensor::{Bytes, DType, Device, Pin};
 
 use super::core::Core;
 use super::{Handle, RoundPipe};
@@ -22,6 +22,7 @@ use crate::devices::Devices;
 use crate::error::{Error, Result};
 use crate::exec::model::Model;
 use crate::exec::ring::{Ring, RingOptions};
+use crate::groups::{self, ParamGroup};
 use crate::layer::Layer;
 use crate::optim::Rule;
 use crate::status::{Report, Watchdog};
@@ -31,9 +32,6 @@ use crate::trace::Trace;
 /// What to do when an engine stalls.
 type OnStall = Arc<dyn Fn(&Report) + Send + Sync>;
 
-/// Which parameters decay.
-type Decays = dyn Fn(&str, &Param) -> bool;
-
 /// Options of an engine.
 pub struct Builder<M> {
     model: M,
@@ -42,7 +40,7 @@ pub struct Builder<M> {
     grad_dtype: Option<DType>,
     pin: Pin,
     rule: Option<Rule>,
-    decays: Option<Arc<Decays>>,
+    groups: Vec<ParamGroup>,
     max_lag: Lag,
     seed: u64,
     first_layer: usize,
@@ -73,7 +71,7 @@ impl<M: Layer + 'static> RoundPipe<M> {
             grad_dtype: None,
             pin: Pin::default(),
             rule: None,
-            decays: None,
+            groups: Vec::new(),
             max_lag: Lag::One,
             seed: 0,
             first_layer: 0,
@@ -126,10 +124,11 @@ impl<M: Layer + 'static> Builder<M> {
         self
     }
 
-    /// Applies weight decay only where `decays` says so; by default everywhere.
+    /// Parameters with settings of their own; the first group that matches one decides.
+    /// [`RoundPipe::set_groups`] changes them in a run.
     #[must_use]
-    pub fn decay_where(mut self, decays: impl Fn(&str, &Param) -> bool + 'static) -> Self {
-        self.decays = Some(Arc::new(decays));
+    pub fn groups(mut self, groups: impl IntoIterator<Item = ParamGroup>) -> Self {
+        self.groups = groups.into_iter().collect();
         self
     }
 
@@ -241,6 +240,7 @@ impl<M: Layer + 'static> Builder<M> {
         if let Some(rule) = &self.rule {
             rule.check_settings()?;
         }
+        groups::check_settings(&self.groups, self.rule)?;
         if self.max_nonfinite_steps == 0 {
             return Err(Error::config(
                 "max_nonfinite_steps",
@@ -286,10 +286,7 @@ impl<M: Layer + 'static> Builder<M> {
                 threads: self.threads,
             },
         )?;
-        let store = match self.decays {
-            Some(decays) => store.decay_where(|name, param| decays(name, param)),
-            None => store,
-        };
+        store.set_groups(&self.groups)?;
         let (seed, first_layer) = (self.seed, self.first_layer);
         let sets_buffers = AtomicBool::new(false);
         let (resident, inference) = (self.resident, self.inference);

@@ -82,8 +82,15 @@ impl<M> RoundPipe<M> {
         self.core.has_gradients()
     }
 
-    /// The squares of all gradients, by layer and parameter; for a norm over several engines.
-    pub(crate) fn squares(&self) -> Result<Vec<Vec<f64>>> {
-        self.core.model.store.all_squares()
+    /// All names of trained parameters.
+    pub(crate) fn trained_names(&self) -> impl Iterator<Item = &str> + Clone {
+        self.core.model.store.trained_names()
+    }
+
+    /// The squares of all gradients, clipped by value, by layer and parameter; for a norm over
+    /// several engines.
+    pub(crate) fn squares(&self, clip_value: Option<f32>) -> Result<Vec<Vec<f64>>> {
+        let store = &self.core.model.store;
+        store.all_squares(&store.groups(), clip_value)
     }
 }

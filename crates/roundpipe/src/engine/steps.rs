@@ -16,7 +16,8 @@ use super::RoundPipe;
 use super::core::{Core, RequestedStep, Sequence};
 use crate::config::Lag;
 use crate::error::{Error, Result};
-use crate::exec::optimizer_thread::{Outcome, StepRequest, Work};
+use crate::exec::optimizer_thread::{Outcome, RuleWork, StepRequest, Work};
+use crate::groups::ParamGroup;
 use crate::optim::{StepReport, Update};
 use crate::scaler::GradScaler;
 use crate::update::OptimParams;
@@ -51,7 +52,12 @@ impl<M> RoundPipe<M> {
     pub fn update(&self, update: &Update, lag: Lag) -> Result<StepHandle> {
         self.check_rule()?;
         update.check()?;
-        Ok(StepHandle(self.core.step(Work::Rule(*update, None), lag)?))
+        let work = Work::Rule(RuleWork {
+            update: *update,
+            groups: self.core.model.store.groups(),
+            scaler: None,
+        });
+        Ok(StepHandle(self.core.step(work, lag)?))
     }
 
     /// As [`RoundPipe::update`] for losses that were multiplied with [`RoundPipe::loss_scale`]:
@@ -78,10 +84,23 @@ impl<M> RoundPipe<M> {
         };
         // Again: dividing by the scale may have made `grad_scale` infinite or 0.
         update.check()?;
-        Ok(StepHandle(self.core.step(
-            Work::Rule(update, Some((scaler.clone(), used))),
-            lag,
-        )?))
+        let work = Work::Rule(RuleWork {
+            update,
+            groups: self.core.model.store.groups(),
+            scaler: Some((scaler.clone(), used)),
+        });
+        Ok(StepHandle(self.core.step(work, lag)?))
+    }
+
+    /// Replaces the groups of [`Builder::groups`](super::Builder::groups) for the updates that are
+    /// asked for from now on; those asked for before keep theirs, also at lag 1. Moments stay.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a pattern that matches no trained parameter and for settings that the
+    /// rule does not have or accept; the groups are as before then.
+    pub fn set_groups(&self, groups: impl IntoIterator<Item = ParamGroup>) -> Result<()> {
+        let groups: Vec<_> = groups.into_iter().collect();
+        self.core.model.store.set_groups(&groups)
     }
 
     /// Drops the gradients since the last step and makes a new version of the weights that is equal

@@ -25,6 +25,7 @@ use super::call::{Call, CallList};
 use super::model::Model;
 use super::task::panic_text;
 use crate::error::{Error, Result};
+use crate::groups::ResolvedGroups;
 use crate::optim::StepReport;
 use crate::scaler::GradScaler;
 use crate::status::Board;
@@ -42,14 +43,34 @@ pub(crate) type StepFn = Box<dyn FnOnce(&mut OptimParams<'_>) -> Result<()> + Se
 
 /// What a step does.
 pub(crate) enum Work {
-    /// The store's rule, with the scale that the losses were multiplied with.
-    Rule(Update, Option<(GradScaler, f64)>),
+    /// The store's rule.
+    Rule(RuleWork),
     /// Nothing: the gradients are dropped, and the next version is equal to the newest. Perhaps
     /// because some of them are not finite, or some of another engine that is updated together with
     /// this one.
     Skip { nonfinite: bool },
     /// A user's function.
     Function(StepFn),
+}
+
+/// A step by the store's rule.
+pub(crate) struct RuleWork {
+    pub update: Update,
+    /// The settings of each parameter when the step was asked for.
+    pub groups: ResolvedGroups,
+    /// The scale that the losses were multiplied with.
+    pub scaler: Option<(GradScaler, f64)>,
+}
+
+impl RuleWork {
+    /// What [`Work::Skip`] does with weights: nothing.
+    fn skip() -> Self {
+        Self {
+            update: Update::new(0.0),
+            groups: ResolvedGroups::default(),
+            scaler: None,
+        }
+    }
 }
 
 /// One step to do.
@@ -362,7 +383,12 @@ impl OptimizerThread {
         outcome: &Outcome,
     ) -> Result<StepReport> {
         // Its error is looked at behind the calls: theirs says why gradients are missing.
-        let measured = self.measure(calls);
+        let measured = match &work {
+            Work::Rule(work) => self.measure(calls, &work.groups, work.update.stored_clip_value()),
+            Work::Skip { .. } | Work::Function(_) => {
+                self.measure(calls, &ResolvedGroups::default(), None)
+            }
+        };
         for call in calls {
             if !call.wait_end("optimizer") {
                 let cause = Box::new(call.take_error().unwrap_or_else(|| call.cancelled()));
@@ -374,15 +400,15 @@ impl OptimizerThread {
         }
         let squares = measured?;
         match work {
-            Work::Rule(update, scaler) => {
-                let decision = update.decide(Store::total(&squares));
+            Work::Rule(work) => {
+                let decision = work.update.decide(Store::total(&squares));
                 // A loss scale that is too large is the scaler's business: it lowers it.
-                let counts = scaler.as_ref().is_none_or(|(_, used)| *used <= 1.0);
+                let counts = work.scaler.as_ref().is_none_or(|(_, used)| *used <= 1.0);
                 if decision.skip && counts {
                     self.streak.add(self.nonfinite_place(calls, &squares));
                 }
                 self.streak.check()?;
-                self.apply(version, decision, &update, scaler, outcome)
+                self.apply(version, decision, work, outcome)
             }
             Work::Skip { nonfinite } => {
                 let squared = Store::total(&squares);
@@ -395,7 +421,7 @@ impl OptimizerThread {
                     grad_norm: squared.sqrt(),
                     skip: true,
                 };
-                self.apply(version, decision, &Update::new(0.0), None, outcome)
+                self.apply(version, decision, RuleWork::skip(), outcome)
             }
             Work::Function(function) => {
                 self.call(version, Store::total(&squares), function, outcome)
@@ -427,10 +453,15 @@ impl OptimizerThread {
 
     /// The squares of all gradients, layer by layer as they land: the last call before a step makes
     /// them final.
-    fn measure(&self, calls: &[Arc<Call>]) -> Result<Vec<Vec<f64>>> {
+    fn measure(
+        &self,
+        calls: &[Arc<Call>],
+        groups: &ResolvedGroups,
+        clip_value: Option<f32>,
+    ) -> Result<Vec<Vec<f64>>> {
         let store = &self.model.store;
         let Some((last, before)) = calls.split_last() else {
-            return store.all_squares();
+            return store.all_squares(groups, clip_value);
         };
         // Earlier calls are summed up in the gradients of the last. After a failure there is
         // nothing to measure; `step` finds the failed call and returns its error.
@@ -443,7 +474,7 @@ impl OptimizerThread {
             .collect();
         while !open.is_empty() {
             for layer in last.wait_landed("optimizer", &mut open)? {
-                squares[layer] = store.squares(layer)?;
+                squares[layer] = store.squares(layer, groups, clip_value)?;
             }
         }
         Ok(squares)
@@ -453,16 +484,17 @@ impl OptimizerThread {
         &self,
         version: u64,
         decision: Decision,
-        update: &Update,
-        scaler: Option<(GradScaler, f64)>,
+        work: RuleWork,
         outcome: &Outcome,
     ) -> Result<StepReport> {
         let store = &self.model.store;
         let step = store.steps() + u64::from(!decision.skip);
         let apply = Apply {
             step,
-            lr: update.lr,
+            lr: work.update.lr,
             factor: decision.factor,
+            clip_value: work.update.stored_clip_value(),
+            groups: work.groups,
             next_version: version,
         };
         if !decision.skip {
@@ -485,7 +517,7 @@ impl OptimizerThread {
             None if !decision.skip => self.streak.end(),
             None => {}
         }
-        if let Some((scaler, used)) = scaler {
+        if let Some((scaler, used)) = work.scaler {
             scaler.update_from(used, decision.skip);
         }
         Ok(StepReport {

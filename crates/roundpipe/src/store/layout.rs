@@ -6,7 +6,7 @@
 //! - The device block mirrors the host: trainable slab, frozen slab, parameters that live elsewhere.
 
 use std::ops::Range;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use roundpipe_tensor::{DType, Param, Shape};
 
@@ -46,7 +46,8 @@ pub struct StoredParam {
     pub(super) moment: usize,
     /// Every (layer, index) that names it, the last layer first. Only at home.
     pub(crate) users: Vec<(usize, usize)>,
-    pub(crate) decays: bool,
+    /// Updates that a group froze it in.
+    frozen_steps: AtomicU64,
     /// Whether a gradient is there.
     pub(super) filled: AtomicBool,
 }
@@ -80,11 +81,22 @@ impl StoredParam {
             master,
             moment: 0,
             users: Vec::new(),
-            decays: true,
+            frozen_steps: AtomicU64::new(0),
             filled: AtomicBool::new(false),
             name,
             param,
         })
+    }
+
+    pub(crate) fn add_frozen_step(&self) {
+        self.frozen_steps.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Which update `step` of the store is for this parameter: those that a group froze it in do
+    /// not count, so that moments that begin late are corrected as if they had begun then.
+    pub(crate) fn own_step(&self, step: u64) -> u64 {
+        let frozen_steps = self.frozen_steps.load(Ordering::Relaxed);
+        step.saturating_sub(frozen_steps).max(1)
     }
 
     /// Size of an f32 copy.

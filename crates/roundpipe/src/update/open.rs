@@ -15,13 +15,13 @@ use std::sync::Mutex;
 
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::{HostMut, HostRef};
-use roundpipe_tensor::optim::{self, CHUNK, Floats, FloatsMut};
+use roundpipe_tensor::optim::{self, CHUNK, Floats, FloatsMut, StepSettings};
 use roundpipe_tensor::{DType, HostBuf, bf16, f16};
 
 use super::Apply;
 use super::function::OptimParam;
 use crate::error::{Error, Result};
-use crate::optim::{PassSettings, Rule, Slabs, floats, floats_mut, floats_of};
+use crate::optim::{ParamSettings, Rule, Slabs, floats, floats_mut, floats_of};
 use crate::store::StoredParam;
 use crate::sync::{lock, unpoisoned};
 use crate::version::WriteTicket;
@@ -36,14 +36,16 @@ pub(super) struct OpenLayer<'a> {
 impl OpenLayer<'_> {
     /// The rule's pass over each parameter; whether some elements kept their value.
     pub(super) fn update(&mut self, threads: &Threads, rule: Rule, apply: &Apply) -> Result<bool> {
-        let shared = PassSettings {
-            lr: apply.lr,
+        let settings = StepSettings {
             step: apply.step,
-            factor: apply.factor,
+            lr: apply.lr,
+            clip_value: apply.clip_value,
+            grad_scale: apply.factor,
         };
         let mut kept = false;
         for param in &mut self.params {
-            kept |= param.update(threads, rule, shared)?;
+            let group = apply.groups.of(param.stored.home);
+            kept |= param.update(threads, rule, settings, group)?;
         }
         Ok(kept)
     }
@@ -67,20 +69,29 @@ pub(super) struct OpenParam<'a> {
 }
 
 impl OpenParam<'_> {
-    /// The rule's pass, or none without a gradient.
+    /// The rule's pass with the settings of the parameter's group, or none without a gradient.
     pub(super) fn update(
         &mut self,
         threads: &Threads,
         rule: Rule,
-        shared: PassSettings,
+        settings: StepSettings,
+        group: ParamSettings,
     ) -> Result<bool> {
-        if self.grads.is_empty() {
+        if group.frozen {
+            self.stored.add_frozen_step();
+        }
+        if group.frozen || self.grads.is_empty() {
             self.keep();
             return Ok(false);
         }
         self.start_copy(threads)?;
+        let rule = rule.with(group);
+        let settings = StepSettings {
+            step: self.stored.own_step(settings.step),
+            lr: settings.lr * group.lr_factor,
+            ..settings
+        };
         let dtype = self.stored.dtype;
-        let decays = self.stored.decays;
         let (master, mut working) = match &mut self.master {
             None => (self.working.as_mut_slice::<f32>(), None),
             Some(master) => (
@@ -97,7 +108,7 @@ impl OpenParam<'_> {
                 moments,
                 working,
             };
-            return rule.update(threads, shared, decays, slabs);
+            return rule.update(threads, settings, slabs);
         }
         let mut moments: Vec<_> = moments
             .iter_mut()
@@ -118,8 +129,7 @@ impl OpenParam<'_> {
             |one, (master, moments, working), grad| {
                 rule.update(
                     one,
-                    shared,
-                    decays,
+                    settings,
                     Slabs {
                         grad,
                         master,

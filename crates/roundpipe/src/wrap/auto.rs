@@ -19,11 +19,12 @@ use roundpipe_tensor::{
 };
 
 use super::run::{Kind, Origin, Run, Value, Values, run_inside};
-use super::{Decision, Node, Place, full_name, join, shown};
+use super::{Decision, Node, Place, full_name, groups_at, join, shown};
 use crate::config::RunConfig;
 use crate::engine::{Forward, InputGrads, Inputs, IntoLosses, Lag, Losses, RoundPipe, StepHandle};
 use crate::error::{Error, Result};
 use crate::exec::ring::Ring;
+use crate::groups::{ParamGroup, check_patterns};
 use crate::layer::Params;
 use crate::optim::StepReport;
 use crate::store::Store;
@@ -205,12 +206,37 @@ impl AutoWrapped {
         Ok(steps)
     }
 
+    /// Replaces the groups of [`WrapConfig::groups`](super::WrapConfig::groups) for the updates that
+    /// are asked for from now on.
+    ///
+    /// # Errors
+    /// As [`RoundPipe::set_groups`]; the groups are as before then.
+    pub fn set_groups(&self, groups: impl IntoIterator<Item = ParamGroup>) -> Result<()> {
+        let groups: Vec<_> = groups.into_iter().collect();
+        let engines = || {
+            let engines = self.0.engines.iter();
+            engines.map(|(path, engine)| (path, engine, engine.sequence().is_none()))
+        };
+        let names: Vec<String> = engines()
+            .flat_map(|(path, engine, single)| {
+                let names = engine.trained_names();
+                names.map(move |name| full_name(path, name, single))
+            })
+            .collect();
+        check_patterns(&groups, names.iter().map(String::as_str))?;
+        // Settings are refused by the first engine or by none: all have one rule.
+        engines().try_for_each(|(path, engine, single)| {
+            engine.set_groups(groups_at(&groups, path, single))
+        })
+    }
+
     /// What clipping and skipping over the gradients of all engines mean for each of them.
     fn together(&self, update: &Update) -> Result<(Update, Option<update::Decision>)> {
         if update.clip.is_none() && !update.skip_nonfinite {
             return Ok((*update, None));
         }
         self.synchronize()?;
+        let clip_value = update.stored_clip_value();
         let mut squares = Vec::new();
         for (_, engine) in self
             .0
@@ -218,12 +244,15 @@ impl AutoWrapped {
             .iter()
             .filter(|(_, engine)| engine.has_gradients())
         {
-            squares.extend(engine.squares()?);
+            squares.extend(engine.squares(clip_value)?);
         }
         let decision = update.decide(Store::total(&squares));
+        let factor = f64::from(decision.factor);
         let each = Update {
             clip: None,
-            grad_scale: f64::from(decision.factor),
+            // Exact in f64, and so is the quotient that each engine takes: it clips to the same.
+            clip_value: clip_value.map(|clip| f64::from(clip) * factor),
+            grad_scale: factor,
             ..*update
         };
         Ok((each, Some(decision)))

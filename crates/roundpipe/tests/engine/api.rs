@@ -817,7 +817,7 @@ fn frozen_weights_have_no_state_and_no_gradient() {
     let run = |workers: usize, plan: &[&[usize]; 2]| {
         let model = model();
         let before = models::params(&model);
-        let engine = small(&model, workers, 3, Rule::Adam(AdamW::default()));
+        let engine = small(&model, workers, 3, Rule::AdamW(AdamW::default()));
         let plan = ExecutePlan::from_sizes(PlanKind::Fused, plan[0], plan[1]);
         for _ in 0..3 {
             let call = engine
@@ -1010,7 +1010,7 @@ fn an_overflow_skips_the_step_and_halves_the_scale() {
     const STEPS: u64 = 6;
     let run = |serial: bool, workers: usize, lag: Lag| {
         let model = models::perceptron(DType::F16);
-        let rule = Rule::Adam(AdamW::default());
+        let rule = Rule::AdamW(AdamW::default());
         let engine = builder(&model, workers, 3)
             .optimizer(rule)
             .ring_options(options(serial))

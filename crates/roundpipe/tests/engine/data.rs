@@ -52,7 +52,7 @@ fn ring(devices: &[Arc<dyn Device>]) -> Ring {
 
 fn engine(model: &Sequential, ring: &Ring) -> RoundPipe {
     RoundPipe::builder(model.clone())
-        .optimizer(Rule::Adam(AdamW::default()))
+        .optimizer(Rule::AdamW(AdamW::default()))
         .optimizer_threads(1)
         .run_config(RunConfig::default().num_microbatch(3))
         .on_stall(std::time::Duration::from_secs(20), models::show_stall)

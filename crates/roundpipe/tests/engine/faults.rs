@@ -79,7 +79,7 @@ fn plan() -> RunConfig {
 fn engine(model: &Sequential, devices: Vec<Arc<dyn Device>>) -> RoundPipe {
     RoundPipe::builder(model.clone())
         .name("net")
-        .optimizer(Rule::Adam(AdamW::default()))
+        .optimizer(Rule::AdamW(AdamW::default()))
         .optimizer_threads(1)
         .run_config(plan())
         .on_stall(Duration::from_secs(20), models::show_stall)
@@ -301,7 +301,7 @@ fn a_refused_rate_is_no_step() {
         .with(Linear::new(&mut init, 5, 3, true).unwrap());
     let config = RunConfig::default().num_microbatch(2);
     let engine = RoundPipe::builder(model.clone())
-        .optimizer(Rule::Adam(AdamW::default()))
+        .optimizer(Rule::AdamW(AdamW::default()))
         .run_config(config);
     let engine = engine.devices(models::cpus(2)).build().unwrap();
     for lag in [Lag::Zero, Lag::One] {
@@ -489,7 +489,7 @@ fn an_engine_may_be_dropped_at_any_time() {
         );
         let engine = RoundPipe::builder(model)
             .devices(models::cpus(2))
-            .optimizer(Rule::Adam(AdamW::default()));
+            .optimizer(Rule::AdamW(AdamW::default()));
         let engine = engine.build().unwrap();
         let (x, _) = models::numbers(0, 6, DType::BF16);
         let start = Instant::now();

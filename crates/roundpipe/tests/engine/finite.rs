@@ -36,7 +36,7 @@ fn engine(model: &Sequential, rule: Rule, devices: Vec<Arc<dyn Device>>) -> Roun
 }
 
 fn adam() -> Rule {
-    Rule::Adam(AdamW::default())
+    Rule::AdamW(AdamW::default())
 }
 
 fn sims() -> Vec<Arc<dyn Device>> {
@@ -216,7 +216,7 @@ fn a_scaler_may_skip_as_often_as_it_lowers_its_scale() {
 /// their value, the report says so, and training stops when it goes on.
 #[test]
 fn an_update_that_would_not_be_finite_is_left_out() {
-    let zero_eps = Rule::Adam(AdamW {
+    let zero_eps = Rule::AdamW(AdamW {
         eps: 0.0,
         ..AdamW::default()
     });
@@ -240,7 +240,7 @@ fn an_update_that_would_not_be_finite_is_left_out() {
             let mut stopped = None;
             for _ in 0..6 {
                 // Rows of zeros: gradients of the first weights are exactly zero.
-                let x = if matches!(rule, Rule::Adam(AdamW { eps: 0.0, .. })) {
+                let x = if matches!(rule, Rule::AdamW(AdamW { eps: 0.0, .. })) {
                     dead.clone()
                 } else {
                     x.clone()
@@ -321,12 +321,24 @@ fn options_are_checked_when_they_are_given() {
             },
         )
     };
+    let clip_value = |clip| {
+        (
+            "clip_value",
+            Update {
+                clip_value: Some(clip),
+                ..good
+            },
+        )
+    };
     let scale = |grad_scale| ("grad_scale", Update { grad_scale, ..good });
     let lr = |lr| ("lr", Update { lr, ..good });
     let wrong = [
         clip(-1.0),
         clip(0.0),
         clip(f64::NAN),
+        clip_value(-1.0),
+        clip_value(0.0),
+        clip_value(f64::NAN),
         scale(f64::NAN),
         scale(f64::INFINITY),
         scale(0.0),
@@ -346,24 +358,78 @@ fn options_are_checked_when_they_are_given() {
         }
     }
     engine.update(&good, Lag::Zero).unwrap().wait().unwrap();
-    for rule in [
-        Rule::Adam(AdamW {
-            beta1: 1.0,
-            ..AdamW::default()
-        }),
-        Rule::Adam(AdamW {
-            weight_decay: -0.1,
-            ..AdamW::default()
-        }),
-        Rule::Sgd(Sgd {
-            momentum: f64::NAN,
-            ..Sgd::default()
-        }),
-    ] {
+    let wrong = [
+        (
+            Rule::AdamW(AdamW {
+                beta1: 1.5,
+                ..AdamW::default()
+            }),
+            "adam: beta1 is 1.5, it must be from 0 up to, but not including, 1",
+        ),
+        (
+            Rule::AdamW(AdamW {
+                weight_decay: -0.1,
+                ..AdamW::default()
+            }),
+            "adam: weight_decay is -0.1, it must be finite and at least 0",
+        ),
+        (
+            Rule::Sgd(Sgd {
+                momentum: f64::NAN,
+                ..Sgd::default()
+            }),
+            "sgd: momentum is NaN, it must be finite and at least 0",
+        ),
+    ];
+    for (rule, line) in wrong {
         let built = RoundPipe::builder(self::model(DType::F32))
             .optimizer(rule)
             .devices(models::cpus(1))
             .build();
-        assert!(built.is_err(), "{rule:?}");
+        let text = built.map(drop).unwrap_err().to_string();
+        assert_eq!(text, line, "{rule:?}");
+    }
+}
+
+/// Clipping by value bounds what each weight moves, at both lags and every loss scale; the norm is
+/// taken behind it, and an infinite gradient still skips the step.
+#[test]
+fn clipping_by_value_bounds_every_gradient() {
+    const CLIP: f64 = 0.03125;
+    for lag in [Lag::Zero, Lag::One] {
+        for scale in [1.0, 1024.0] {
+            let model = model(DType::F32);
+            let before = models::params(&model);
+            let engine = engine(&model, Rule::Sgd(Sgd::default()), models::cpus(1));
+            let update = Update {
+                clip_value: Some(CLIP),
+                grad_scale: 1.0 / scale,
+                ..Update::new(1.0)
+            };
+            let (x, y) = batch(DType::F32, 0.5);
+            engine.forward_backward(x, y, times(scale)).unwrap();
+            let report = engine.update(&update, lag).unwrap().wait().unwrap();
+            engine.synchronize().unwrap();
+            let after = models::params(&model);
+            let (mut count, mut most, mut squared) = (0, 0.0f64, 0.0f64);
+            for ((_, old), (_, new)) in before.iter().zip(&after) {
+                for (old, new) in old.iter().zip(new) {
+                    let moved = (f64::from_bits(*old) - f64::from_bits(*new)).abs();
+                    count += usize::from((moved - CLIP).abs() < 1e-6);
+                    most = most.max(moved);
+                    squared += moved * moved;
+                }
+            }
+            let what = format!("{lag:?}, scale {scale}: {most}, {count}, {report:?}");
+            assert!(most < CLIP + 1e-6 && count > 3, "{what}");
+            assert!((report.grad_norm - squared.sqrt()).abs() < 1e-5, "{what}");
+
+            let (x, y) = batch(DType::F32, 0.5);
+            engine.forward_backward(x, y, times(f64::INFINITY)).unwrap();
+            let report = engine.update(&update, lag).unwrap().wait().unwrap();
+            assert!(report.skipped, "{report:?}");
+            engine.synchronize().unwrap();
+            assert_eq!(models::params(&model), after, "{lag:?}");
+        }
     }
 }

@@ -14,7 +14,7 @@ const STEPS: u64 = 5;
 const LR: f64 = 0.01;
 
 pub fn rule() -> Rule {
-    Rule::Adam(AdamW {
+    Rule::AdamW(AdamW {
         weight_decay: 0.05,
         ..AdamW::default()
     })

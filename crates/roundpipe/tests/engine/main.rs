@@ -5,6 +5,7 @@ mod data;
 mod faults;
 mod finite;
 mod gpu;
+mod groups;
 mod invisible;
 mod kept;
 mod mean_loss;

@@ -89,7 +89,7 @@ fn engine(
         ..RingOptions::default()
     };
     RoundPipe::builder(model.clone())
-        .optimizer(Rule::Adam(AdamW::default()))
+        .optimizer(Rule::AdamW(AdamW::default()))
         .optimizer_threads(1)
         .max_lag(case.lag)
         .seed(models::SEED)

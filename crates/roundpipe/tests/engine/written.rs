@@ -452,7 +452,7 @@ fn calls_from_within_are_refused() {
     let model = model(DType::F32);
     let engine = Arc::new(
         builder(&model, models::cpus(2))
-            .optimizer(Rule::Adam(AdamW::default()))
+            .optimizer(Rule::AdamW(AdamW::default()))
             .build()
             .unwrap(),
     );

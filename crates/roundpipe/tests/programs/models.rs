@@ -362,7 +362,7 @@ impl Layer for Held {
 /// The rule of an engine.
 pub fn rule(kind: RuleKind) -> Option<Rule> {
     match kind {
-        RuleKind::Adam => Some(Rule::Adam(AdamW {
+        RuleKind::Adam => Some(Rule::AdamW(AdamW {
             weight_decay: 0.05,
             ..AdamW::default()
         })),

@@ -3,13 +3,14 @@
 
 use std::rc::Rc;
 
-use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::{
     Cx, DType, Element, HostTensor, Layer, Param, Params, RngSite, Rule, Shape, Tensor, Tree,
     Worker, bf16, f16,
 };
 use roundpipe_tensor::cpu::threads::Threads;
-use roundpipe_tensor::optim::{AdamSlabs, Floats, SgdSlabs, clip_factor, squared_norm};
+use roundpipe_tensor::optim::{
+    AdamSlabs, Floats, SgdSlabs, StepSettings, clip_factor, squared_norm,
+};
 
 use crate::models::{self, Built};
 use crate::program::{EngineSpec, Function, Loss, UpdateSpec};
@@ -485,6 +486,10 @@ impl Plain {
         let factor = (f64::from(clip) * spec.grad_scale) as f32;
         let mut copies = copies.clone();
         copies.steps += 1;
+        let settings = StepSettings {
+            grad_scale: factor,
+            ..StepSettings::new(copies.steps, spec.lr)
+        };
         let (values, moments) = (
             Rc::make_mut(&mut copies.values),
             Rc::make_mut(&mut copies.moments),
@@ -494,7 +499,7 @@ impl Plain {
             let mut moments = moments[at].iter_mut();
             let (grad, master, working) = (Floats::F32(grad), &mut values[at][..], None);
             match rule {
-                Rule::Adam(rule) => {
+                Rule::AdamW(rule) => {
                     let (exp_avg, exp_avg_sq) = (moments.next().expect("a moment"), moments.next());
                     let exp_avg_sq = exp_avg_sq.expect("a second moment");
                     let slabs = AdamSlabs {
@@ -505,11 +510,7 @@ impl Plain {
                         max_exp_avg_sq: None,
                         working,
                     };
-                    AdamW {
-                        lr: spec.lr,
-                        ..rule
-                    }
-                    .step(&self.threads, copies.steps, factor, slabs)
+                    rule.step(&self.threads, settings, slabs)
                 }
                 Rule::Sgd(rule) => {
                     let momentum = moments.next().map(|moment| &mut moment[..]);
@@ -519,12 +520,9 @@ impl Plain {
                         momentum,
                         working,
                     };
-                    Sgd {
-                        lr: spec.lr,
-                        ..rule
-                    }
-                    .step(&self.threads, copies.steps, factor, slabs)
+                    rule.step(&self.threads, settings, slabs)
                 }
+                other => unreachable!("no program has {other:?}"),
             }
             .expect("an update");
         }
