@@ -15,6 +15,7 @@ use roundpipe_tensor::{DType, HostBuf, HostTensor, Param, Shape};
 use super::RoundPipe;
 use super::core::Core;
 use crate::error::{Error, Result};
+use crate::store::{Store, StoredParam};
 use crate::update::OptimHandle;
 
 /// What training changes, by name: with the model's frozen parameters and buffers, all that a later
@@ -36,6 +37,8 @@ pub struct ParamState {
     pub value: HostTensor,
     /// The moments of the rule, in the rule's order.
     pub moments: Vec<HostTensor>,
+    /// Updates in which a [`ParamGroup`](crate::ParamGroup) froze it.
+    pub frozen_steps: u64,
 }
 
 impl<M> RoundPipe<M> {
@@ -51,6 +54,7 @@ impl<M> RoundPipe<M> {
                 let state = ParamState {
                     value: copy(&handle.value())?,
                     moments: handle.moments().iter().map(copy).collect::<Result<_>>()?,
+                    frozen_steps: stored(&core.model.store, &handle).frozen_steps(),
                 };
                 params.insert(handle.name, state);
             }
@@ -79,6 +83,7 @@ impl<M> RoundPipe<M> {
                 for (moment, value) in handle.moments().iter().zip(&loaded.moments) {
                     write(moment, value)?;
                 }
+                stored(store, handle).set_frozen_steps(loaded.frozen_steps);
             }
             store.weights_from_copies()?;
             store.set_steps(state.updates);
@@ -137,6 +142,14 @@ impl Core {
         self.catch_up_with_steps(&mut sequence)?;
         work(self, &mut sequence.number)
     }
+}
+
+/// The parameter that a handle is of.
+fn stored<'a>(store: &'a Store, handle: &OptimHandle) -> &'a StoredParam {
+    let mut params = store.layer(handle.layer).params().iter();
+    params
+        .find(|stored| stored.name == handle.name)
+        .expect("handles are made from the store's parameters")
 }
 
 fn check_state(handles: &[OptimHandle], state: &TrainingState) -> Result<()> {

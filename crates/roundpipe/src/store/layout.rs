@@ -92,11 +92,19 @@ impl StoredParam {
         self.frozen_steps.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// Updates that a group froze it in, so far.
+    pub(crate) fn frozen_steps(&self) -> u64 {
+        self.frozen_steps.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_frozen_steps(&self, steps: u64) {
+        self.frozen_steps.store(steps, Ordering::Relaxed);
+    }
+
     /// Which update `step` of the store is for this parameter: those that a group froze it in do
     /// not count, so that moments that begin late are corrected as if they had begun then.
     pub(crate) fn own_step(&self, step: u64) -> u64 {
-        let frozen_steps = self.frozen_steps.load(Ordering::Relaxed);
-        step.saturating_sub(frozen_steps).max(1)
+        step.saturating_sub(self.frozen_steps()).max(1)
     }
 
     /// Size of an f32 copy.

@@ -3,8 +3,8 @@
 use roundpipe::nn::{Dropout, Init, Linear};
 use roundpipe::optim::{AdamW, Sgd};
 use roundpipe::{
-    Bytes, DType, HostTensor, Lag, Params, RingOptions, RoundPipe, Rule, RunConfig, Sequential,
-    TrainingState, Update,
+    Bytes, DType, HostTensor, Lag, ParamGroup, Params, RingOptions, RoundPipe, Rule, RunConfig,
+    Sequential, TrainingState, Update,
 };
 
 use crate::models;
@@ -48,7 +48,10 @@ fn same_state(a: &TrainingState, b: &TrainingState) -> bool {
     let params = a.params.iter().zip(&b.params);
     let mut all = params.map(|((name, a), (other, b))| {
         let mut moments = a.moments.iter().zip(&b.moments);
-        name == other && same(&a.value, &b.value) && moments.all(|(a, b)| same(a, b))
+        name == other
+            && a.frozen_steps == b.frozen_steps
+            && same(&a.value, &b.value)
+            && moments.all(|(a, b)| same(a, b))
     });
     (a.updates, a.calls, a.params.len()) == (b.updates, b.calls, b.params.len())
         && all.all(|same| same)
@@ -77,6 +80,24 @@ fn a_run_goes_on_from_its_state() {
             assert!(!same_state(&state, &end));
         }
     }
+}
+
+/// A parameter that a group froze for a while is corrected for its own updates, also after a resume.
+#[test]
+fn frozen_steps_are_a_part_of_the_state() {
+    let dtype = DType::F32;
+    let frozen = [ParamGroup::matching("a.*").frozen(true)];
+    let whole = engine(&model(dtype), AdamW::default(), 1);
+    whole.set_groups(frozen).unwrap();
+    train(&whole, dtype, 0..2, Lag::Zero);
+    whole.set_groups([]).unwrap();
+    let state = whole.training_state().unwrap();
+    let count = |name: &str| state.params[name].frozen_steps;
+    assert_eq!((count("a.weight"), count("b.weight")), (2, 0));
+    let want = train(&whole, dtype, 2..5, Lag::Zero);
+    let resumed = engine(&model(dtype), AdamW::default(), 1);
+    resumed.load_training_state(&state).unwrap();
+    assert_eq!(train(&resumed, dtype, 2..5, Lag::Zero), want);
 }
 
 #[test]
