@@ -541,7 +541,7 @@ struct Lanes {
 impl Lanes {
     /// When the next visit may start, as far as the device and its parameters are concerned (rules
     /// 2, 5 and 7).
-    fn start_ms(&mut self, moved: &Copies, gate: Gate, speed: f64) -> f64 {
+    fn start_ms(&mut self, moved: &Copies, gate: StepGate, speed: f64) -> f64 {
         if moved.params.is_empty() {
             return self.free_ms;
         }
@@ -570,7 +570,7 @@ impl Lanes {
 
 /// What a step waits for.
 #[derive(Debug, Clone, Copy, Default)]
-struct Gate {
+struct StepGate {
     /// When it may start (rule 4).
     open_ms: f64,
     /// When the update that makes its parameters begins (rule 7).
@@ -596,7 +596,7 @@ pub(crate) fn ring(
     for step in 0..steps {
         // Before the first step there is an update as well: steps are alike.
         let earlier = step.checked_sub(lag + 1);
-        let gate = earlier.map_or(Gate::default(), |earlier| Gate {
+        let gate = earlier.map_or(StepGate::default(), |earlier| StepGate {
             open_ms: ends[earlier],
             update_ms: updates[earlier],
         });

@@ -44,7 +44,7 @@ impl Input {
 
 impl Inputs {
     /// The microbatches that outputs of other calls bring, when there are such.
-    fn given(&self) -> Option<Given> {
+    fn given(&self) -> Option<GivenMicrobatches> {
         let counts = self.iter().filter_map(|input| match input {
             Input::Outputs(outputs) => Some(outputs.len()),
             Input::Value(_) => None,
@@ -55,7 +55,7 @@ impl Inputs {
         let warning = (most > count).then(|| {
             format!("inputs: unmerged inputs of {count} and {most} microbatches; {count} are used")
         });
-        Some(Given {
+        Some(GivenMicrobatches {
             count,
             samples: self.iter().find_map(Input::samples),
             warning,
@@ -64,14 +64,14 @@ impl Inputs {
 }
 
 /// What outputs of other calls say about the microbatches.
-struct Given {
+struct GivenMicrobatches {
     count: usize,
     /// The samples of each, where they are known.
     samples: Option<Arc<[usize]>>,
     warning: Option<String>,
 }
 
-impl Given {
+impl GivenMicrobatches {
     fn batch(&self) -> Option<usize> {
         let samples = self.samples.as_ref()?;
         Some(samples.iter().take(self.count).sum())
@@ -181,7 +181,7 @@ pub(crate) fn split(
 fn split_host(
     inputs: &Inputs,
     how: &SplitInput,
-    given: Option<&Given>,
+    given: Option<&GivenMicrobatches>,
     wanted: usize,
 ) -> Result<Split<HostInputs>> {
     let host = inputs.clone().map(|input| match input {
