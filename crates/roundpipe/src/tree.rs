@@ -54,6 +54,11 @@ impl<T> Tree<T> {
     pub fn tensor(self) -> Result<T> {
         match self {
             Self::Tensor(tensor) => Ok(tensor),
+            // What was not given is nothing: labels of a loss, named inputs of a layer.
+            Self::None => Err(Error::invalid(
+                OP,
+                "expected one tensor, found nothing; was a label or an input left out?",
+            )),
             other => Err(Error::invalid(
                 OP,
                 format!("expected one tensor, found {}", other.kind()),

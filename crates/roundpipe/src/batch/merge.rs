@@ -8,6 +8,8 @@ use crate::error::{Error, Result};
 use crate::tree::{Tree, keys};
 
 const NAME: &str = "merge_output";
+/// The call that gradients are given to.
+const BACKWARD: &str = "backward";
 const ROOT: &str = "outputs";
 
 /// Puts the outputs of microbatches, in their order, together.
@@ -79,7 +81,7 @@ pub fn split_grads(
     for shapes in shapes {
         if shapes.len() != leaves.len() {
             let what = format!("{} gradients for {} outputs", leaves.len(), shapes.len());
-            return Err(Error::config(NAME, what));
+            return Err(Error::config(BACKWARD, what));
         }
         parts.push(Vec::with_capacity(leaves.len()));
     }
@@ -225,7 +227,7 @@ fn split_leaf(
             "the gradient of {path} must have its shape {want}, not {}",
             grad.shape()
         );
-        Err(Error::config(NAME, what))
+        Err(Error::config(BACKWARD, what))
     };
     let alike = |check: &dyn Fn(&Shape) -> bool| match shapes.iter().find(|shape| !check(shape)) {
         None => Ok(()),

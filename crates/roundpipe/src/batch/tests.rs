@@ -619,7 +619,7 @@ fn gradients_that_cannot_go_back_are_refused() {
         (
             grad(&[2]),
             MergeOutput::Auto,
-            "the gradient of outputs must have its shape [3], not [2]",
+            "backward: the gradient of outputs must have its shape [3], not [2]",
         ),
         (
             grad(&[3]),
@@ -644,7 +644,7 @@ fn gradients_that_cannot_go_back_are_refused() {
         (
             Tree::list([grad(&[3]), grad(&[3])]),
             MergeOutput::Auto,
-            "2 gradients for 1 outputs",
+            "backward: 2 gradients for 1 outputs",
         ),
     ];
     for (grad, how, want) in cases {

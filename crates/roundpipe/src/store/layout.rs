@@ -65,8 +65,11 @@ impl StoredParam {
         let master = (trainable && needs_master(&name, dtype)?).then_some(0);
         let grad_dtype = config.grad_dtype.unwrap_or(dtype);
         if trainable && grad_dtype != dtype && grad_dtype != DType::F32 {
-            let what =
-                format!("{name} is {dtype}; its gradients are {dtype} or f32, not {grad_dtype}");
+            let allowed = match dtype {
+                DType::F32 => "f32".to_owned(),
+                other => format!("{other} or f32"),
+            };
+            let what = format!("{name} is {dtype}; its gradients are {allowed}, not {grad_dtype}");
             return Err(Error::config("grad_dtype", what));
         }
         Ok(Self {

@@ -148,6 +148,31 @@ fn two_layers_of_one_name_are_refused() {
     says(&error.to_string(), &["model", "`same`"]);
 }
 
+/// Lines that name what the user wrote: the label that was left out, the call of `backward`, the
+/// types that gradients can have.
+#[test]
+fn lines_name_what_the_user_wrote() {
+    let model = models::perceptron(DType::F32);
+    let engine = engine(&model);
+    let (x, weights) = models::numbers(0, 4, DType::F32);
+    let unlabelled = engine.train(x.clone()).loss(models::weighted).run();
+    says(
+        &unlabelled.unwrap_err().to_string(),
+        &["was a label or an input left out?"],
+    );
+    let forward = engine.forward(x, &RunConfig::new()).unwrap();
+    let cut = weights.narrow(0, 0, 3).unwrap();
+    let line = forward.backward(cut).unwrap_err().to_string();
+    says(
+        &line,
+        &["backward: the gradient of outputs", "[4, 3]", "[3, 3]"],
+    );
+    drop(engine);
+    let error = builder(&model).grad_dtype(DType::I64).build();
+    let line = error.expect_err("gradients are floats").to_string();
+    says(&line, &["grad_dtype", "its gradients are f32, not i64"]);
+}
+
 /// `{}` and `{:?}` are the same line with the cause: what `main` prints when it returns an error.
 #[test]
 fn an_error_is_one_line_with_its_cause() {
