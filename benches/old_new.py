@@ -24,7 +24,7 @@ CASES = [
     "qwen3-1.7b --batch 32 --lag 0",
     "qwen3-8b --mode lora --batch 8 --lag 1",
 ]
-COMMON = ["--gpu-memory", "24GiB", "--warm-up", "6", "--steps", "4"]
+COMMON = {"--gpu-memory": "24GiB", "--warm-up": "6", "--steps": "4"}
 
 
 def memory_used():
@@ -47,8 +47,7 @@ def run(program, case):
     stop, peak = threading.Event(), [0]
     watcher = threading.Thread(target=watch, args=(stop, memory_used(), peak))
     watcher.start()
-    command = [program, "bench", *shlex.split(case)]
-    command += [part for part in with_defaults(case)]
+    command = [program, "bench", *shlex.split(case), *defaults_for(case)]
     done = subprocess.run(command, text=True, capture_output=True)
     stop.set()
     watcher.join()
@@ -60,10 +59,10 @@ def run(program, case):
     return json.loads(found[-1]) | {"driver_mib": peak[0]}
 
 
-def with_defaults(case):
+def defaults_for(case):
     """The common options that the case does not set itself."""
     given = shlex.split(case)
-    for name, value in zip(COMMON[::2], COMMON[1::2]):
+    for name, value in COMMON.items():
         if name not in given:
             yield from (name, value)
 

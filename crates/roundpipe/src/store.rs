@@ -159,6 +159,11 @@ impl Store {
         &self.layers
     }
 
+    /// The parameters as every layer sees them, in the order of the layers.
+    pub(crate) fn params(&self) -> impl Iterator<Item = &StoredParam> + Clone {
+        self.layers.iter().flat_map(|layer| layer.params())
+    }
+
     /// One layer.
     pub fn layer(&self, index: usize) -> &StoreLayer {
         &self.layers[index]

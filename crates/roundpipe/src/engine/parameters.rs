@@ -1,9 +1,9 @@
 //! The optimizer's copies and the gradients of an engine, to be read between steps.
 //!
-//! Weights themselves are read through the model's parameters. Copies change in steps only
-//! ([`RoundPipe::step`]); nothing here waits, so call [`RoundPipe::synchronize`] first.
+//! Weights themselves are read through the model's parameters. Copies change in steps, and when a
+//! state is loaded (`state.rs`); nothing here waits, so call [`RoundPipe::synchronize`] first.
 
-use roundpipe_tensor::HostTensor;
+use roundpipe_tensor::{DType, HostBuf, HostTensor, Shape};
 
 use super::RoundPipe;
 use crate::error::Result;
@@ -62,13 +62,7 @@ impl<M> RoundPipe<M> {
             {
                 // A copy: the range is written again by the next call.
                 let grad = match (layer.filled(i), layer.grad_range(i)?) {
-                    (true, Some(range)) => {
-                        let copy = HostTensor::zeros(param.grad_dtype, &param.shape)?;
-                        copy.write()?
-                            .bytes()
-                            .copy_from_slice(range.read_all()?.bytes());
-                        Some(copy)
-                    }
+                    (true, Some(range)) => Some(copy_of(&range, param.grad_dtype, &param.shape)?),
                     _ => None,
                 };
                 all.push((param.name.clone(), grad));
@@ -93,4 +87,13 @@ impl<M> RoundPipe<M> {
         let store = &self.core.model.store;
         store.all_squares(&store.groups(), clip_value)
     }
+}
+
+/// A copy of a buffer as a tensor.
+pub(super) fn copy_of(buf: &HostBuf, dtype: DType, shape: &Shape) -> Result<HostTensor> {
+    let copy = HostTensor::zeros(dtype, shape)?;
+    copy.write()?
+        .bytes()
+        .copy_from_slice(buf.read_all()?.bytes());
+    Ok(copy)
 }

@@ -14,6 +14,7 @@ use roundpipe_tensor::{DType, HostBuf, HostTensor, Param, Shape};
 
 use super::RoundPipe;
 use super::core::Core;
+use super::parameters::copy_of;
 use crate::error::{Error, Result};
 use crate::store::{Store, StoredParam};
 use crate::update::OptimHandle;
@@ -50,7 +51,7 @@ impl<M> RoundPipe<M> {
         self.core.at_rest("training_state", |core, calls| {
             let mut params = BTreeMap::new();
             for handle in core.model.store.optim_params()? {
-                let copy = |buf: &HostBuf| copy_of(buf, &handle.shape);
+                let copy = |buf: &HostBuf| copy_of(buf, DType::F32, &handle.shape);
                 let state = ParamState {
                     value: copy(&handle.value())?,
                     moments: handle.moments().iter().map(copy).collect::<Result<_>>()?,
@@ -78,6 +79,11 @@ impl<M> RoundPipe<M> {
             let handles = store.optim_params()?;
             check_state(&handles, state)?;
             for handle in &handles {
+                check_free(&handle.value())?;
+                handle.moments().iter().try_for_each(check_free)?;
+                check_free(&stored(store, handle).param.data())?;
+            }
+            for handle in &handles {
                 let loaded = &state.params[&handle.name];
                 write(&handle.value(), &loaded.value)?;
                 for (moment, value) in handle.moments().iter().zip(&loaded.moments) {
@@ -104,9 +110,8 @@ impl<M> RoundPipe<M> {
     ) -> Result<()> {
         let values: Vec<(N, HostTensor)> = values.into_iter().collect();
         self.core.at_rest("load_params", |core, _| {
-            let layers = core.model.store.layers().iter();
-            let stored = layers.flat_map(|layer| layer.params());
-            let known: BTreeMap<&str, &Param> = stored
+            let params = core.model.store.params();
+            let known: BTreeMap<&str, &Param> = params
                 .map(|stored| (stored.name.as_str(), &stored.param))
                 .collect();
             let mut casts = Vec::with_capacity(values.len());
@@ -117,6 +122,7 @@ impl<M> RoundPipe<M> {
                     Error::config("load_params", what)
                 })?;
                 check_shape("load_params", name, param.shape(), value)?;
+                check_free(&param.data())?;
                 casts.push((*param, cast(name, value, param.dtype())?));
             }
             for (param, value) in casts {
@@ -138,8 +144,7 @@ impl Core {
         // Updates of other engines that write these weights, as for a call.
         self.model.store.wait_for_other_keepers();
         let mut sequence = self.turn();
-        self.wait_quiet();
-        self.catch_up_with_steps(&mut sequence)?;
+        self.come_to_rest(&mut sequence)?;
         work(self, &mut sequence.number)
     }
 }
@@ -211,12 +216,10 @@ fn cast(name: &str, value: &HostTensor, dtype: DType) -> Result<HostTensor> {
     Ok(HostTensor::from_f64s(&values, dtype, value.shape().dims())?)
 }
 
-fn copy_of(buf: &HostBuf, shape: &Shape) -> Result<HostTensor> {
-    let copy = HostTensor::zeros(DType::F32, shape)?;
-    copy.write()?
-        .bytes()
-        .copy_from_slice(buf.read_all()?.bytes());
-    Ok(copy)
+/// Refuses a buffer that the user reads or writes just now: a write would fail half way.
+fn check_free(buf: &HostBuf) -> Result<()> {
+    buf.write(0..buf.len())?;
+    Ok(())
 }
 
 /// Writes the values of a tensor over a buffer of the same size and type.

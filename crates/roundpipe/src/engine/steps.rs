@@ -265,7 +265,7 @@ impl Core {
     }
 
     /// Waits for the steps that were requested. From then on calls read the newest weights.
-    pub(super) fn catch_up_with_steps(&self, sequence: &mut Sequence) -> Result<()> {
+    fn catch_up_with_steps(&self, sequence: &mut Sequence) -> Result<()> {
         sequence.wait_steps();
         self.check(sequence)?;
         if let Some(last) = sequence.history.back() {
@@ -280,12 +280,17 @@ impl Core {
     pub fn synchronize(&self) -> Result<()> {
         self.enter("synchronize")?;
         let mut sequence = self.turn();
+        self.come_to_rest(&mut sequence)?;
+        self.recorder.finish(&self.planner);
+        Ok(())
+    }
+
+    /// Waits until nothing moves, in the caller's turn.
+    pub(super) fn come_to_rest(&self, sequence: &mut Sequence) -> Result<()> {
         // Calls first: a step waits for the gradients of its calls.
         self.wait_quiet();
         sequence.wait_steps();
         self.ring.tidy();
-        self.catch_up_with_steps(&mut sequence)?;
-        self.recorder.finish(&self.planner);
-        Ok(())
+        self.catch_up_with_steps(sequence)
     }
 }

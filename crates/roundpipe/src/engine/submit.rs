@@ -130,11 +130,8 @@ impl Core {
             let what = "it is off in a call that trains; use `forward`, or leave it on";
             return Err(Error::config("requires_grad", what));
         }
-        let layers = self.model.store.layers().iter();
-        let mut params = layers.flat_map(|layer| layer.params());
-        let thawed = params
-            .clone()
-            .find(|stored| !stored.trainable && stored.param.is_trainable());
+        let mut params = self.model.store.params();
+        let thawed = params.find(|stored| !stored.trainable && stored.param.is_trainable());
         if let Some(stored) = thawed {
             let what = format!(
                 "{} was made trainable after the engine was built, which has no optimizer state for \
@@ -143,14 +140,19 @@ impl Core {
             );
             return Err(Error::config("parameter", what));
         }
-        let has_use =
-            prepared.wants_input_grads || params.any(|stored| stored.param.is_trainable());
+        let has_use = prepared.wants_input_grads || self.has_trainable();
         if kind == PlanKind::Fused && !has_use {
             let what = "every parameter is frozen, so nothing would be trained; use `forward`, or \
                         make some trainable before the engine is built";
             return Err(Error::config("requires_grad", what));
         }
         Ok(())
+    }
+
+    /// Whether any parameter is trainable now: a user may freeze some after the engine is built.
+    fn has_trainable(&self) -> bool {
+        let mut params = self.model.store.params();
+        params.any(|stored| stored.param.is_trainable())
     }
 
     /// Before the first call that trains allocates its state, looks whether the host has room for it.
@@ -358,9 +360,7 @@ impl Core {
         self.enter("backward")?;
         let mut sequence = self.turn();
         self.check(&mut sequence)?;
-        let layers = self.model.store.layers().iter();
-        let mut params = layers.flat_map(|layer| layer.params());
-        if !call.spec.wants_input_grads && !params.any(|stored| stored.param.is_trainable()) {
+        if !call.spec.wants_input_grads && !self.has_trainable() {
             let what = "every parameter is frozen and input_grads is off, so there is nothing to \
                         compute gradients of";
             return Err(Error::config("backward", what));

@@ -30,8 +30,7 @@ impl Store {
 
     /// All names of trained parameters.
     pub(crate) fn trained_names(&self) -> impl Iterator<Item = &str> + Clone {
-        let params = self.layers().iter().flat_map(|layer| layer.params());
-        params
+        self.params()
             .filter(|param| param.trainable)
             .map(|param| param.name.as_str())
     }

@@ -102,7 +102,8 @@ fn frozen_steps_are_a_part_of_the_state() {
 
 #[test]
 fn a_state_of_something_else_is_refused_and_changes_nothing() {
-    let engine = engine(&model(DType::F32), AdamW::default(), 1);
+    let model = model(DType::F32);
+    let engine = engine(&model, AdamW::default(), 1);
     train(&engine, DType::F32, 0..2, Lag::Zero);
     let state = engine.training_state().unwrap();
     let refused = |change: &dyn Fn(&mut TrainingState)| {
@@ -129,7 +130,22 @@ fn a_state_of_something_else_is_refused_and_changes_nothing() {
         state.params.get_mut("b.bias").unwrap().value = wrong;
     });
     assert!(line.contains("`b.bias` is [3]"), "{line}");
-    let plain = super::state::engine(&model(DType::F32), Sgd::default(), 1);
+    // A user who looks at a parameter: nothing is written, not even what is free.
+    let mut other = state.clone();
+    other.updates = 9;
+    other.params.get_mut("a.bias").unwrap().value = HostTensor::zeros(DType::F32, &[16]).unwrap();
+    let last = model.named_params().pop().unwrap().1;
+    let held = last.data().read_all().unwrap();
+    let line = engine.load_training_state(&other).unwrap_err().to_string();
+    assert!(line.contains("in use"), "{line}");
+    let bias = HostTensor::zeros(DType::F32, &[16]).unwrap();
+    let weight = HostTensor::zeros(DType::F32, last.shape().dims()).unwrap();
+    let name = model.named_params().pop().unwrap().0;
+    let both = [("a.bias".to_owned(), bias), (name, weight)];
+    assert!(engine.load_params(both).is_err());
+    drop(held);
+    assert!(same_state(&engine.training_state().unwrap(), &state));
+    let plain = super::state::engine(&super::state::model(DType::F32), Sgd::default(), 1);
     let line = plain.load_training_state(&state).unwrap_err().to_string();
     assert!(line.contains("rule"), "{line}");
 }
