@@ -54,8 +54,8 @@ pub struct Stage {
 pub enum Lag {
     /// Every call reads the newest weights.
     Zero,
-    /// The update runs beside the next call, which reads the weights from before it, unless
-    /// [`synchronize`](crate::RoundPipe::synchronize) comes between.
+    /// The update runs beside the next call. If that call computes gradients, it reads the weights
+    /// from before the update, unless [`synchronize`](crate::RoundPipe::synchronize) comes between.
     One,
 }
 
