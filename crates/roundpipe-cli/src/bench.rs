@@ -166,7 +166,7 @@ impl BenchCmd {
                 }
             }
             Err(unknown) if !open::looks_like_a_model(&self.model) => return Err(unknown.into()),
-            Err(_) => open::model(&self.model, Some(self.dtype.into()))?.model,
+            Err(_) => open::model(&self.model, Some(self.dtype.into()), &self.place)?.model,
         };
         ensure!(
             self.seq <= model.config.max_positions,

@@ -68,7 +68,7 @@ impl GenerateCmd {
         );
         // Notes go beside the answer, which goes to `out`.
         let devices = self.place.open(&mut std::io::stderr())?;
-        let opened = open::model(&self.model, self.dtype.map(Into::into))?;
+        let opened = open::model(&self.model, self.dtype.map(Into::into), &self.place)?;
         let mut model = opened.model;
         if let Some(adapter) = &self.adapter {
             model.load_adapter(adapter)?;

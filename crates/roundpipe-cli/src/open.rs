@@ -1,10 +1,13 @@
 //! Models by name: a folder, or a hub id through the cache.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
-use roundpipe::DType;
+use roundpipe::{Bytes, DType};
 use roundpipe_models::{Model, hub};
+
+use crate::place::{PinArg, Place};
 
 /// Types of weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -49,11 +52,21 @@ pub fn looks_like_a_model(name: &str) -> bool {
     name.contains('/') || Path::new(name).exists()
 }
 
-/// Loads a model, in the type its config names unless another is given.
-pub fn model(name: &str, dtype: Option<DType>) -> anyhow::Result<Opened> {
+/// Loads a model, in the type its config names unless another is given. Without pinned memory its
+/// weights stay in the files, and a line on standard error says so.
+pub fn model(name: &str, dtype: Option<DType>, place: &Place) -> anyhow::Result<Opened> {
     let path = hub::resolve(name)?;
-    Ok(Opened {
-        model: Model::load(&path, dtype)?,
-        path,
-    })
+    let model = if place.pin == PinArg::Off {
+        let model = Model::load_mapped(&path, dtype)?;
+        let bytes = model.entries().iter().map(|e| e.param.bytes() as u64).sum();
+        writeln!(
+            std::io::stderr(),
+            "{} of weights stay in files (--pin off); those that are not trained are read from there at each use",
+            Bytes(bytes)
+        )?;
+        model
+    } else {
+        Model::load(&path, dtype)?
+    };
+    Ok(Opened { model, path })
 }

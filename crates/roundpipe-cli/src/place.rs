@@ -30,7 +30,7 @@ pub enum PinArg {
     Alloc,
     /// All of it registered with the driver, or an error
     Register,
-    /// None
+    /// None; weights that are not trained stay in the model's files, which may be larger than memory
     Off,
 }
 

@@ -145,6 +145,14 @@ impl Weights {
         &self.bytes.bytes()[stored.range.clone()]
     }
 
+    /// The bytes of a tensor of this file, which stay in it: the mapping lives as long as they do.
+    ///
+    /// # Errors
+    /// When the tensor is not one of this file.
+    pub fn mapped(&self, stored: &Stored) -> Result<HostBuf> {
+        Ok(self.map.slice(stored.range.clone())?)
+    }
+
     /// Says that the file is about to be read from front to back.
     pub fn expect_stream(&self) {
         self.map.expect_stream();

@@ -115,7 +115,7 @@ impl Model {
             config,
             &mut Maker {
                 init: Init::new(seed, dtype),
-                empty: false,
+                values: Values::Random,
             },
         )?;
         model.fill_rope()?;
@@ -130,18 +130,22 @@ impl Model {
         config
             .tables_fit(host_memory())
             .map_err(|what| Error::argument("config", what))?;
-        let model = Self::without_tables(config, dtype)?;
+        let model = Self::without_tables(config, dtype, Values::Zero)?;
         model.fill_rope()?;
         Ok(model)
     }
 
-    /// The same whose rotary tables are zeros as well, until [`Model::fill_rope`].
-    pub(crate) fn without_tables(config: ModelConfig, dtype: DType) -> Result<Self> {
+    /// A model to be loaded, whose rotary tables are zeros until [`Model::fill_rope`].
+    pub(crate) fn without_tables(
+        config: ModelConfig,
+        dtype: DType,
+        values: Values,
+    ) -> Result<Self> {
         Self::build(
             config,
             &mut Maker {
                 init: Init::new(0, dtype),
-                empty: true,
+                values,
             },
         )
     }
@@ -258,25 +262,37 @@ impl Params for Model {
     }
 }
 
-/// Makes parameters, random or empty.
+/// What new parameters hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Values {
+    /// What training starts from.
+    Random,
+    /// Zeros, which take memory when they are written.
+    Zero,
+    /// Nothing: a load gives them a home.
+    Absent,
+}
+
+/// Makes parameters.
 pub(crate) struct Maker {
     init: Init,
-    empty: bool,
+    values: Values,
 }
 
 impl Maker {
     fn normal(&mut self, dims: &[usize], std: f64) -> TensorResult<Param> {
-        if self.empty {
-            Param::zeros(self.init.dtype(), dims)
-        } else {
-            self.init.normal(dims, std)
+        match self.values {
+            Values::Random => self.init.normal(dims, std),
+            Values::Zero => Param::zeros(self.init.dtype(), dims),
+            Values::Absent => Param::absent(self.init.dtype(), dims),
         }
     }
 
     fn full(&mut self, dims: &[usize], value: f64) -> TensorResult<Param> {
-        match self.empty || value == 0.0 {
-            true => Param::zeros(self.init.dtype(), dims),
-            false => self.init.full(dims, value),
+        match self.values {
+            Values::Random if value != 0.0 => self.init.full(dims, value),
+            Values::Random | Values::Zero => Param::zeros(self.init.dtype(), dims),
+            Values::Absent => Param::absent(self.init.dtype(), dims),
         }
     }
 }

@@ -6,7 +6,7 @@ use roundpipe::{Bytes, DType};
 use roundpipe_files::small;
 
 use crate::config::ModelConfig;
-use crate::decoder::Model;
+use crate::decoder::{Model, Values};
 use crate::error::{Error, Result};
 use crate::folder::{Folder, LoadOptions, SaveOptions, load, save};
 use crate::limits;
@@ -45,15 +45,56 @@ impl Model {
         config
             .fits(dtype, memory)
             .map_err(|what| Error::file(dir.join(CONFIG), what))?;
+        Self::fill(dir, config, dtype, Values::Zero)
+    }
+
+    /// Like [`Model::load`], but the weights stay in the folder's files, so that they may be larger
+    /// than this machine's memory: whatever is read comes from disk, or from the system's cache of
+    /// it. Weights that stand in the files in another type or layout than in the model (experts in
+    /// pieces, quantised ones) are put together at each use.
+    ///
+    /// An engine with [`Pin::Off`](roundpipe::Pin::Off) leaves frozen weights there; weights that it
+    /// trains, and with another `Pin` all of them, move into memory. The files must not change while
+    /// the model lives.
+    ///
+    /// ```no_run
+    /// # use roundpipe::{Pin, RoundPipe, Rule, optim::AdamW};
+    /// # use roundpipe_models::{LoraConfig, Model};
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let mut model = Model::load_mapped("Qwen3-235B-A22B", None)?;
+    /// model.add_lora(&LoraConfig::default())?;
+    /// let engine = RoundPipe::builder(model.layers.clone())
+    ///     .pin(Pin::Off)
+    ///     .optimizer(Rule::AdamW(AdamW::default()))
+    ///     .build()?;
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::File`] naming the key, tensor or file that does not fit.
+    pub fn load_mapped(dir: impl AsRef<Path>, dtype: Option<DType>) -> Result<Self> {
+        let dir = dir.as_ref();
+        let config = read_config(dir)?;
+        config
+            .tables_fit(host_memory())
+            .map_err(|what| Error::file(dir.join(CONFIG), what))?;
+        let dtype = dtype.or(config.dtype).unwrap_or(DType::F32);
+        Self::fill(dir, config, dtype, Values::Absent)
+    }
+
+    fn fill(dir: &Path, config: ModelConfig, dtype: DType, values: Values) -> Result<Self> {
         let folder = Folder::open(dir)?;
-        let mut options = LoadOptions::default();
+        let mut options = LoadOptions {
+            mapped: values == Values::Absent,
+            ..LoadOptions::default()
+        };
         if config.tied {
             // Some tools save the shared weight twice.
             options = options.ignoring("lm_head.weight");
         }
         // Nothing is written until the files are found to be those of the config, the tables
         // included.
-        let model = Self::without_tables(config, dtype)?;
+        let model = Self::without_tables(config, dtype, values)?;
         load(&folder, &model.entries(), &options)?;
         model.fill_rope()?;
         Ok(model)

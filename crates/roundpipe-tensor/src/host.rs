@@ -1,7 +1,8 @@
 //! Host memory: page-aligned, exactly sized buffers, lent out by range.
 //!
 //! A buffer is anonymous memory (zero-filled, committed by the system when first touched), a mapped
-//! file (read-only), or memory that a device driver gave. Its bytes are reachable only through
+//! file (read-only), memory that a device driver gave, or none at all: bytes that a function makes
+//! whenever they are read ([`HostBuf::made_on_read`], read-only). Its bytes are reachable only through
 //! [`HostRef`] and [`HostMut`], which hold their range until dropped: a transfer keeps its guard,
 //! so no other code can write what a copy still reads. There is no padding: a buffer of n bytes
 //! takes n bytes, rounded to pages by the system alone. A [`HostBuf::slice`] is a view of part of a
@@ -11,13 +12,15 @@
 //! # Invariants
 //! - At any time a byte is either unclaimed, claimed by readers, or claimed by one writer.
 //! - A mapped file is never written.
+//! - Bytes made on read are made once for all who read them at the same time, and take no memory
+//!   while no guard holds them.
 
 use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{Ordering, fence};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 use crate::bytes::Bytes;
 use crate::dtype::{DType, Element};
@@ -61,8 +64,38 @@ struct Inner {
     writable: bool,
     pinned: bool,
     claims: Mutex<Claims>,
+    /// Where there is no memory behind `ptr`: how to get some.
+    made_on_read: Option<MadeOnRead>,
     /// Keeps the memory behind `ptr` alive.
     owner: Box<dyn Any + Send + Sync>,
+}
+
+/// Fills a buffer whose bytes are made on read.
+type Make = dyn Fn(&HostBuf) -> Result<()> + Send + Sync;
+
+/// Bytes that exist while they are read.
+struct MadeOnRead {
+    bytes: usize,
+    make: Box<Make>,
+    /// Those that are being read now.
+    made: Mutex<Weak<Inner>>,
+}
+
+impl MadeOnRead {
+    /// All bytes, made now unless another reader holds them already.
+    fn get(&self, name: &str) -> Result<HostBuf> {
+        let mut made = lock(&self.made);
+        if let Some(memory) = made.upgrade() {
+            return Ok(HostBuf {
+                memory,
+                view: 0..self.bytes,
+            });
+        }
+        let buf = HostBuf::zeroed(name, self.bytes)?;
+        (self.make)(&buf)?;
+        *made = Arc::downgrade(&buf.memory);
+        Ok(buf)
+    }
 }
 
 #[derive(Default)]
@@ -181,6 +214,60 @@ impl HostBuf {
         Ok(Self::wrap(name, ptr, len, false, Box::new(map)))
     }
 
+    /// `bytes` bytes without memory: `make` writes all of them into a zeroed buffer of that size
+    /// at a read, and the memory is given back with the last guard. It must write the same
+    /// bytes each time, and must not read this buffer.
+    pub fn made_on_read(
+        name: impl Into<String>,
+        bytes: usize,
+        make: impl Fn(&HostBuf) -> Result<()> + Send + Sync + 'static,
+    ) -> Self {
+        let made_on_read = MadeOnRead {
+            bytes,
+            make: Box::new(make),
+            made: Mutex::default(),
+        };
+        let memory = Inner {
+            name: name.into(),
+            // Never followed: every access goes to the memory that was made.
+            ptr: std::ptr::without_provenance_mut(PAGE),
+            writable: false,
+            pinned: false,
+            claims: Mutex::default(),
+            made_on_read: Some(made_on_read),
+            owner: Box::new(()),
+        };
+        Self {
+            memory: Arc::new(memory),
+            view: 0..bytes,
+        }
+    }
+
+    /// `bytes` bytes that are not there yet: reading and writing are errors. It holds the place of
+    /// values that [`Param::rehome`](crate::Param::rehome) brings.
+    pub fn absent(name: impl Into<String>, bytes: usize) -> Self {
+        Self::made_on_read(name, bytes, |buf| {
+            let what = format!("{} has no values yet; load them first", buf.name());
+            Err(Error::invalid("host buffer", what))
+        })
+    }
+
+    /// Whether the bytes stay in a file, or are made on read: they take no memory for good and
+    /// cannot be written.
+    pub fn stays_in_file(&self) -> bool {
+        self.memory.made_on_read.is_some() || self.memory.owner.is::<memmap2::Mmap>()
+    }
+
+    /// Tells the system that the bytes of a mapped file will be read soon, so that it reads them
+    /// from disk in large pieces. Other memory is left alone.
+    pub fn expect_soon(&self) {
+        #[cfg(unix)]
+        if let Some(map) = self.memory.owner.downcast_ref::<memmap2::Mmap>() {
+            // Only a hint.
+            let _ = map.advise_range(memmap2::Advice::WillNeed, self.view.start, self.view.len());
+        }
+    }
+
     /// Tells the system that a mapped file will be read from front to back. Other memory is left
     /// alone.
     pub fn expect_stream(&self) {
@@ -246,6 +333,7 @@ impl HostBuf {
             writable,
             pinned: false,
             claims: Mutex::default(),
+            made_on_read: None,
             owner,
         };
         Self {
@@ -275,6 +363,7 @@ impl HostBuf {
             writable,
             pinned,
             claims: Mutex::default(),
+            made_on_read: None,
             owner: Box::new((more, self)),
         };
         Self {
@@ -352,6 +441,11 @@ impl HostBuf {
         self.memory.ptr as u64 + self.view.start as u64
     }
 
+    /// Whether the first byte lies at a multiple of `bytes`, as a part of a mapped file may not.
+    pub fn is_aligned_to(&self, bytes: usize) -> bool {
+        self.addr().is_multiple_of(bytes as u64)
+    }
+
     /// Whether a device's driver keeps the pages where they are.
     pub fn is_pinned(&self) -> bool {
         self.memory.pinned
@@ -404,7 +498,12 @@ impl HostBuf {
     /// [`Error::Busy`] while the range is being written; [`Error::Invalid`] when it is out of
     /// bounds.
     pub fn read(&self, range: Range<usize>) -> Result<HostRef> {
-        Ok(HostRef(self.claim(range, false)?))
+        let Some(made_on_read) = &self.memory.made_on_read else {
+            return Ok(HostRef(self.claim(range, false)?));
+        };
+        self.check(&range)?;
+        let made = made_on_read.get(self.name())?;
+        made.slice(self.view.clone())?.read(range)
     }
 
     /// Lends the whole buffer for reading.
@@ -419,10 +518,13 @@ impl HostBuf {
     ///
     /// # Errors
     /// [`Error::Busy`] while the range is being read or written; [`Error::Invalid`] when it is out
-    /// of bounds or the buffer is a mapped file.
+    /// of bounds or its bytes stay in a file.
     pub fn write(&self, range: Range<usize>) -> Result<HostMut> {
         if !self.memory.writable {
-            let what = format!("{} is a mapped file, read-only", self.name());
+            let what = format!(
+                "{} stays in a file, which is only read; load it into memory to change it",
+                self.name()
+            );
             return Err(Error::invalid("host buffer", what));
         }
         Ok(HostMut(self.claim(range, true)?))
@@ -574,6 +676,9 @@ impl HostMut {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::HostBuf;
 
     #[test]
@@ -698,6 +803,34 @@ mod tests {
                 .to_string()
                 .contains("roundpipe-map")
         );
+    }
+
+    /// Bytes made on read are there while they are read, once for all readers, and gone after it.
+    #[test]
+    fn bytes_made_on_read_are_made_once_for_all_readers() {
+        let made = Arc::new(AtomicUsize::new(0));
+        let count = made.clone();
+        let buf = HostBuf::made_on_read("weights", 8, move |buf| {
+            count.fetch_add(1, Ordering::Relaxed);
+            let mut bytes = buf.write(0..8)?;
+            bytes.bytes().copy_from_slice(&[1, 2, 3, 4, 5, 6, 7, 8]);
+            Ok(())
+        });
+        assert!(buf.stays_in_file() && !buf.is_untouched() && buf.write(0..1).is_err());
+        let part = buf.slice(2..6).unwrap().slice(1..3).unwrap();
+        let first = part.read_all().unwrap();
+        let second = buf.read(0..2).unwrap();
+        assert_eq!((first.bytes(), second.bytes()), (&[4, 5][..], &[1, 2][..]));
+        assert_eq!(made.load(Ordering::Relaxed), 1);
+        drop((first, second));
+        assert_eq!(part.read(1..2).unwrap().bytes(), [5]);
+        assert_eq!(made.load(Ordering::Relaxed), 2);
+        assert!(
+            part.read(1..3).is_err() && buf.slice(7..9).is_err(),
+            "past the end"
+        );
+        let text = HostBuf::absent("w", 4).read_all().unwrap_err().to_string();
+        assert!(text.contains("w has no values yet"), "{text}");
     }
 
     /// Pages that were given back hold the file's bytes again when they are read again, and other

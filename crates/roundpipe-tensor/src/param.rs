@@ -84,6 +84,19 @@ impl Param {
         )
     }
 
+    /// Values that are not there yet: no memory, until [`Param::rehome`].
+    ///
+    /// # Errors
+    /// When the shape is absurd.
+    pub fn absent(dtype: DType, dims: &[usize]) -> Result<Self> {
+        let shape = Shape::new(dims)?;
+        Self::new(
+            HostBuf::absent(NAME, shape.numel() * dtype.size()),
+            dtype,
+            dims,
+        )
+    }
+
     /// All one value.
     ///
     /// # Errors
@@ -211,6 +224,22 @@ impl Param {
         home.place_all(NAME, self.0.dtype, &self.0.shape)?;
         *unpoisoned(self.0.data.write()) = home;
         Ok(())
+    }
+
+    /// Gives it memory of its own if its values stay in a file, so that they can be written.
+    ///
+    /// # Errors
+    /// When the system has no memory, or the values are not there yet.
+    pub fn leave_file(&self) -> Result<()> {
+        let old = self.data();
+        if !old.stays_in_file() {
+            return Ok(());
+        }
+        let own = HostBuf::zeroed(NAME, old.len())?;
+        own.write(0..own.len())?
+            .bytes()
+            .copy_from_slice(old.read_all()?.bytes());
+        self.rehome(own)
     }
 
     /// Who keeps its memory, while they live.

@@ -85,6 +85,8 @@ pub struct StoreBytes {
     pub weights: usize,
     /// Frozen parameters and buffers.
     pub frozen: usize,
+    /// Of `frozen`, what stays in files and takes memory only while it is used.
+    pub in_files: usize,
     /// Gradients.
     pub gradients: usize,
     /// f32 copies of narrower weights.
@@ -94,9 +96,10 @@ pub struct StoreBytes {
 }
 
 impl StoreBytes {
-    /// All of it.
+    /// All of it that takes memory.
     pub fn total(&self) -> usize {
-        self.weights + self.frozen + self.gradients + self.masters + self.moments
+        let frozen = self.frozen - self.in_files;
+        self.weights + frozen + self.gradients + self.masters + self.moments
     }
 }
 
@@ -260,8 +263,10 @@ impl Store {
             if own && (param.trainable || frozen.is_some()) {
                 continue;
             }
+            let data = self.param_data(param, version)?;
+            data.expect_soon();
             segments.push(Segment {
-                data: self.param_data(param, version)?,
+                data,
                 block_offset: param.block_offset,
             });
         }
@@ -315,14 +320,16 @@ impl Store {
         let mut sum = StoreBytes::default();
         for layer in &self.layers {
             sum.weights += layer.weights.len();
-            sum.frozen += match &layer.frozen {
-                Some(frozen) => frozen.len(),
-                None => layer
-                    .own()
-                    .filter(|(_, p)| !p.trainable)
-                    .map(|(_, p)| p.param.bytes())
-                    .sum(),
-            };
+            match &layer.frozen {
+                Some(frozen) => sum.frozen += frozen.len(),
+                None => {
+                    for (_, param) in layer.own().filter(|(_, p)| !p.trainable) {
+                        let data = param.param.data();
+                        sum.frozen += data.len();
+                        sum.in_files += if data.stays_in_file() { data.len() } else { 0 };
+                    }
+                }
+            }
             if let Some(training) = layer.training.get() {
                 sum.weights += training.second.as_ref().map_or(0, HostBuf::len);
                 sum.gradients += training.gradients.len();

@@ -4,11 +4,16 @@
 //! that the folder holds nothing the model has no place for, and that the parameters may be
 //! written. Then the files are read from front to back in windows; the pages of a window are given
 //! back when it has been read, so the memory in use is the model and one window.
+//!
+//! With [`LoadOptions::mapped`] nothing is read: a parameter that stands in a file as it does in
+//! the model shows the file's own pages, and every other (experts in pieces, transposed, another
+//! type, quantised) is put together whenever it is read, by the same functions.
 
 use std::collections::HashSet;
 use std::ops::Range;
+use std::path::PathBuf;
 
-use roundpipe::{DType, HostMut};
+use roundpipe::{DType, HostBuf, HostMut, TensorResult};
 use roundpipe_files::Weights;
 use roundpipe_files::text::shown;
 use roundpipe_files::weights::{Stored, param_dtype};
@@ -29,19 +34,30 @@ pub struct LoadOptions {
     /// Tensors that a folder may hold without the model having a place for them: whole names, or
     /// what a name ends with after a dot.
     pub ignored: Vec<String>,
+    /// Whether parameters stay in the folder's files and take no memory for good. The files must
+    /// not change while the parameters live.
+    pub mapped: bool,
 }
 
 impl Default for LoadOptions {
-    /// Buffers that older versions of transformers saved and newer ones compute.
+    /// Buffers that older versions of transformers saved and newer ones compute; into memory.
     fn default() -> Self {
         let known = ["rotary_emb.inv_freq", "attn.masked_bias", "attn.bias"];
         Self {
             ignored: known.map(String::from).to_vec(),
+            mapped: false,
         }
     }
 }
 
 impl LoadOptions {
+    /// Leaves parameters in the folder's files.
+    #[must_use]
+    pub fn mapped(mut self) -> Self {
+        self.mapped = true;
+        self
+    }
+
     /// Also allows `name`, such as the `lm_head.weight` of a tied model.
     #[must_use]
     pub fn ignoring(mut self, name: impl Into<String>) -> Self {
@@ -84,33 +100,71 @@ pub fn load(folder: &Folder, entries: &[Entry], options: &LoadOptions) -> Result
     check_entries(entries)?;
     let mut jobs = Vec::new();
     for entry in entries {
-        for piece in &entry.pieces {
-            jobs.push(plan(folder, entry, piece)?);
-        }
+        let pieces = entry.pieces.iter();
+        jobs.push(
+            pieces
+                .map(|piece| plan(folder, entry, piece))
+                .collect::<Result<Vec<_>>>()?,
+        );
     }
     let mut report = LoadReport {
-        ignored: check_extra(folder, &jobs, options)?,
+        ignored: check_extra(folder, jobs.iter().flatten(), options)?,
         ..Default::default()
     };
-    // Taken before the first byte is written: a parameter in use refuses the whole load.
-    let mut homes: Vec<HostMut> = jobs.iter().map(Job::claim).collect::<Result<_>>()?;
-    let mut order: Vec<usize> = (0..jobs.len()).collect();
-    order.sort_by_key(|i| (jobs[*i].shard.path(), jobs[*i].first.range.start));
+    jobs.iter().flatten().for_each(|job| report.count(job));
+    if options.mapped {
+        // Made before the first parameter moves: an error leaves all of them as they were.
+        let homes = entries.iter().zip(jobs).map(|(e, jobs)| mapped(e, jobs));
+        let homes: Vec<HostBuf> = homes.collect::<Result<_>>()?;
+        for (entry, home) in entries.iter().zip(homes) {
+            entry.param.rehome(home)?;
+        }
+        return Ok(report);
+    }
+    let mut jobs: Vec<(Job, HostMut)> = entries
+        .iter()
+        .zip(jobs)
+        .flat_map(|(entry, jobs)| jobs.into_iter().map(move |job| (entry, job)))
+        // Taken before the first byte is written: a parameter in use refuses the whole load.
+        .map(|(entry, job)| Ok((entry.param.data().write(job.place.clone())?, job)))
+        .map(|claimed: Result<_>| claimed.map(|(home, job)| (job, home)))
+        .collect::<Result<_>>()?;
+    jobs.sort_by(|(a, _), (b, _)| (&a.path, a.first_byte).cmp(&(&b.path, b.first_byte)));
     folder.shards().iter().for_each(Weights::expect_stream);
-    for i in order {
-        jobs[i].run(&mut homes[i])?;
-        report.count(&jobs[i]);
+    for (job, home) in &mut jobs {
+        job.run(home)?;
     }
     Ok(report)
 }
 
+/// The home of a parameter whose values stay in files.
+fn mapped(entry: &Entry, jobs: Vec<Job>) -> Result<HostBuf> {
+    let bytes = entry.param.bytes();
+    if let [job] = &jobs[..]
+        && job.is_copy()
+        && job.first.bytes.is_aligned_to(job.dtype.size())
+    {
+        return Ok(job.first.bytes.clone());
+    }
+    let make = move |buf: &HostBuf| {
+        for job in &jobs {
+            job.first.bytes.expect_soon();
+        }
+        for job in &jobs {
+            job.run(&mut buf.write(job.place.clone())?)?;
+        }
+        Ok(())
+    };
+    Ok(HostBuf::made_on_read(&entry.name, bytes, make))
+}
+
 impl LoadReport {
-    fn count(&mut self, job: &Job<'_>) {
+    fn count(&mut self, job: &Job) {
         self.tensors += 1;
-        self.bytes += (job.first.range.len() + job.scales.map_or(0, |(_, s)| s.range.len())) as u64;
+        let scales = job.scales.as_ref().map_or(0, |s| s.bytes.len());
+        self.bytes += (job.first.bytes.len() + scales) as u64;
         self.dequantised += usize::from(job.scales.is_some());
-        self.converted +=
-            usize::from(param_dtype(job.first.dtype) != Some(job.entry.param.dtype()));
+        self.converted += usize::from(job.first.dtype != job.dtype);
     }
 }
 
@@ -156,15 +210,67 @@ pub(super) fn check_entries(entries: &[Entry]) -> Result<()> {
     Ok(())
 }
 
-/// One piece and where its bytes are.
-struct Job<'a> {
-    entry: &'a Entry,
-    piece: &'a Piece,
-    shard: &'a Weights,
+/// One piece: where its bytes are in the files, and where they go.
+struct Job {
+    path: PathBuf,
+    /// In the file, for reading from front to back.
+    first_byte: usize,
     /// The tensor, or its blocks.
-    first: &'a Stored,
+    first: Part,
     /// The scales of a quantised tensor, perhaps in another file.
-    scales: Option<(&'a Weights, &'a Stored)>,
+    scales: Option<Part>,
+    layout: PieceLayout,
+    /// The piece's shape in the folder.
+    dims: Vec<usize>,
+    /// The parameter's type.
+    dtype: DType,
+    /// The piece's bytes in the parameter.
+    place: Range<usize>,
+}
+
+/// A tensor's bytes in a mapped file.
+struct Part {
+    name: String,
+    bytes: HostBuf,
+    dtype: DType,
+}
+
+impl Part {
+    fn new(shard: &Weights, stored: &Stored) -> Result<Self> {
+        Ok(Self {
+            name: stored.name.clone(),
+            bytes: shard.mapped(stored)?,
+            dtype: param_dtype(stored.dtype).expect("checked: a type of parameters"),
+        })
+    }
+
+    /// Shows `read` part of the tensor, then gives its pages back.
+    fn window<R>(&self, at: Range<usize>, read: impl FnOnce(&[u8]) -> R) -> TensorResult<R> {
+        let shown = self.bytes.read(at.clone())?;
+        let result = read(shown.bytes());
+        self.bytes.let_go(at)?;
+        Ok(result)
+    }
+}
+
+fn job(
+    entry: &Entry,
+    piece: &Piece,
+    (shard, first): (&Weights, &Stored),
+    scales: Option<(&Weights, &Stored)>,
+) -> Result<Job> {
+    let size = entry.param.dtype().size();
+    let start = piece.at * size;
+    Ok(Job {
+        path: shard.path().to_owned(),
+        first_byte: first.range.start,
+        first: Part::new(shard, first)?,
+        scales: scales.map(|(s, t)| Part::new(s, t)).transpose()?,
+        layout: piece.layout,
+        dims: piece.dims.clone(),
+        dtype: entry.param.dtype(),
+        place: start..start + piece.numel() * size,
+    })
 }
 
 fn find<'a>(folder: &'a Folder, name: &str) -> Option<(&'a Weights, &'a Stored)> {
@@ -173,7 +279,7 @@ fn find<'a>(folder: &'a Folder, name: &str) -> Option<(&'a Weights, &'a Stored)>
 }
 
 /// Finds a piece in the folder and checks its shape and type.
-fn plan<'a>(folder: &'a Folder, entry: &'a Entry, piece: &'a Piece) -> Result<Job<'a>> {
+fn plan(folder: &Folder, entry: &Entry, piece: &Piece) -> Result<Job> {
     if piece.layout == PieceLayout::Mxfp4OrTransposed
         && let Some(job) = plan_mxfp4(folder, entry, piece)?
     {
@@ -197,21 +303,11 @@ fn plan<'a>(folder: &'a Folder, entry: &'a Entry, piece: &'a Piece) -> Result<Jo
         );
         return Err(Error::file(shard.path(), what));
     }
-    Ok(Job {
-        entry,
-        piece,
-        shard,
-        first,
-        scales: None,
-    })
+    job(entry, piece, (shard, first), None)
 }
 
 /// The quantised form of a piece, where the folder has one.
-fn plan_mxfp4<'a>(
-    folder: &'a Folder,
-    entry: &'a Entry,
-    piece: &'a Piece,
-) -> Result<Option<Job<'a>>> {
+fn plan_mxfp4(folder: &Folder, entry: &Entry, piece: &Piece) -> Result<Option<Job>> {
     let names = ["blocks", "scales"].map(|part| format!("{}_{part}", piece.tensor));
     let [blocks, scales] = names.each_ref().map(|name| find(folder, name));
     let (blocks, scales) = match (blocks, scales) {
@@ -254,13 +350,7 @@ fn plan_mxfp4<'a>(
             return Err(Error::file(shard.path(), what));
         }
     }
-    Ok(Some(Job {
-        entry,
-        piece,
-        shard: blocks.0,
-        first: blocks.1,
-        scales: Some(scales),
-    }))
+    Ok(Some(job(entry, piece, blocks, Some(scales))?))
 }
 
 fn check_dims(shard: &Weights, stored: &Stored, want: &[usize]) -> Result<()> {
@@ -276,12 +366,15 @@ fn check_dims(shard: &Weights, stored: &Stored, want: &[usize]) -> Result<()> {
 }
 
 /// Refuses tensors that the model has no place for; gives the names of those that do no harm.
-fn check_extra(folder: &Folder, jobs: &[Job<'_>], options: &LoadOptions) -> Result<Vec<String>> {
+fn check_extra<'a>(
+    folder: &Folder,
+    jobs: impl Iterator<Item = &'a Job>,
+    options: &LoadOptions,
+) -> Result<Vec<String>> {
     let used: HashSet<&str> = jobs
-        .iter()
-        .flat_map(|j| [Some(j.first), j.scales.map(|(_, s)| s)])
+        .flat_map(|job| [Some(&job.first), job.scales.as_ref()])
         .flatten()
-        .map(|s| s.name.as_str())
+        .map(|part| part.name.as_str())
         .collect();
     let (ignored, extra): (Vec<&str>, Vec<&str>) = folder
         .tensors()
@@ -303,53 +396,43 @@ fn check_extra(folder: &Folder, jobs: &[Job<'_>], options: &LoadOptions) -> Resu
     Ok(ignored.into_iter().map(String::from).collect())
 }
 
-impl Job<'_> {
-    fn claim(&self) -> Result<HostMut> {
-        let size = self.entry.param.dtype().size();
-        let start = self.piece.at * size;
-        Ok(self
-            .entry
-            .param
-            .data()
-            .write(start..start + self.piece.numel() * size)?)
+impl Job {
+    /// Whether the piece stands in the file as it does in the parameter.
+    fn is_copy(&self) -> bool {
+        self.first.dtype == self.dtype && self.layout == PieceLayout::Plain
     }
 
     /// Reads the piece into its home.
-    fn run(&self, home: &mut HostMut) -> Result<()> {
-        let same = param_dtype(self.first.dtype) == Some(self.entry.param.dtype());
-        if same && self.piece.layout == PieceLayout::Plain {
+    fn run(&self, home: &mut HostMut) -> TensorResult<()> {
+        if self.is_copy() {
             return self.copy(home.bytes());
         }
-        for_float!(self.entry.param.dtype(), |D| self
-            .fill::<D>(home.as_mut_slice::<D>()))
-        .expect("checked: only floats change type or layout")
+        for_float!(self.dtype, |D| self.fill::<D>(home.as_mut_slice::<D>()))
+            .expect("checked: only floats change type or layout")
     }
 
-    fn fill<D: Float>(&self, dst: &mut [D]) -> Result<()> {
-        if let Some((shard, scales)) = self.scales {
-            return self.fill_mxfp4(shard, scales, dst);
+    fn fill<D: Float>(&self, dst: &mut [D]) -> TensorResult<()> {
+        if let Some(scales) = &self.scales {
+            return self.fill_mxfp4(scales, dst);
         }
-        let dtype = param_dtype(self.first.dtype).expect("checked: a float type");
-        for_float!(dtype, |S| match self.piece.layout {
+        for_float!(self.first.dtype, |S| match self.layout {
             PieceLayout::Plain => self.fill_plain::<S, D>(dst),
             _ => self.fill_transposed::<S, D>(dst),
         })
         .expect("checked: a float type")
     }
 
-    fn fill_plain<S: Float, D: Float>(&self, dst: &mut [D]) -> Result<()> {
+    fn fill_plain<S: Float, D: Float>(&self, dst: &mut [D]) -> TensorResult<()> {
         let each = WINDOW / size_of::<S>();
         for (i, dst) in dst.chunks_mut(each).enumerate() {
             let at = i * WINDOW..i * WINDOW + dst.len() * size_of::<S>();
-            window(self.shard, self.first, at, |src| {
-                read_plain::<S, D>(src, dst)
-            })?;
+            self.first.window(at, |src| read_plain::<S, D>(src, dst))?;
         }
         Ok(())
     }
 
-    fn fill_transposed<S: Float, D: Float>(&self, dst: &mut [D]) -> Result<()> {
-        let [.., rows, cols] = self.piece.dims[..] else {
+    fn fill_transposed<S: Float, D: Float>(&self, dst: &mut [D]) -> TensorResult<()> {
+        let [.., rows, cols] = self.dims[..] else {
             unreachable!("checked: two or more dimensions")
         };
         if rows * cols == 0 {
@@ -361,46 +444,31 @@ impl Job<'_> {
             for first in (0..rows).step_by(each) {
                 let last = rows.min(first + each);
                 let at = (m * rows + first) * line..(m * rows + last) * line;
-                window(self.shard, self.first, at, |src| {
-                    read_transposed::<S, D>(src, first, cols, dst)
-                })?;
+                self.first
+                    .window(at, |src| read_transposed::<S, D>(src, first, cols, dst))?;
             }
         }
         Ok(())
     }
 
-    fn fill_mxfp4<D: Float>(&self, shard: &Weights, scales: &Stored, dst: &mut [D]) -> Result<()> {
+    fn fill_mxfp4<D: Float>(&self, scales: &Part, dst: &mut [D]) -> TensorResult<()> {
         let each = WINDOW / mxfp4::GROUP_BYTES;
         for (i, dst) in dst.chunks_mut(each * mxfp4::GROUP).enumerate() {
             let groups = i * each..i * each + dst.len() / mxfp4::GROUP;
             let at = groups.start * mxfp4::GROUP_BYTES..groups.end * mxfp4::GROUP_BYTES;
-            window(self.shard, self.first, at, |blocks| {
-                window(shard, scales, groups, |scales| {
-                    read_mxfp4(blocks, scales, dst)
-                })
+            self.first.window(at, |blocks| {
+                scales.window(groups, |scales| read_mxfp4(blocks, scales, dst))
             })??;
         }
         Ok(())
     }
 
     /// A piece that stands in the file as it does here.
-    fn copy(&self, dst: &mut [u8]) -> Result<()> {
+    fn copy(&self, dst: &mut [u8]) -> TensorResult<()> {
         for (i, dst) in dst.chunks_mut(WINDOW).enumerate() {
             let at = i * WINDOW..i * WINDOW + dst.len();
-            window(self.shard, self.first, at, |src| copy_bytes(src, dst))?;
+            self.first.window(at, |src| copy_bytes(src, dst))?;
         }
         Ok(())
     }
-}
-
-/// Shows `read` part of a tensor, then gives its pages back.
-fn window<R>(
-    shard: &Weights,
-    stored: &Stored,
-    at: Range<usize>,
-    read: impl FnOnce(&[u8]) -> R,
-) -> Result<R> {
-    let result = read(&shard.bytes_of(stored)[at.clone()]);
-    shard.let_go(stored.range.start + at.start..stored.range.start + at.end)?;
-    Ok(result)
 }

@@ -7,7 +7,8 @@ use crate::decoder::{Adapter, Model};
 use crate::error::Result;
 
 impl Model {
-    /// Adds every branch to its weight and removes it. The base stays frozen. Engines made before
+    /// Adds every branch to its weight and removes it. The base stays frozen; what a
+    /// [`mapped`](Model::load_mapped) model changes moves into memory. Engines made before
     /// keep the branches and must not be used any more.
     ///
     /// # Errors
@@ -46,6 +47,7 @@ fn add_product<T: Element>(weight: &Param, adapter: &Adapter) -> TensorResult<()
     let (a, b) = (wide(&adapter.a)?, wide(&adapter.b)?);
     let rank = adapter.a.shape().dims()[dims.len() - 2];
     let scale = adapter.scale as f32;
+    weight.leave_file()?;
     let mut data = weight.data().write(0..weight.bytes())?;
     // One row of one expert at a time; every element is a sum in a fixed order, whatever the
     // threads.

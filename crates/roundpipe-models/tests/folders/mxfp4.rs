@@ -35,6 +35,15 @@ fn bits_are_those_of_transformers() {
         let options = LoadOptions::default().ignoring(name).ignoring(other);
         let report = load(&golden, std::slice::from_ref(&entry), &options).unwrap();
         assert_eq!((report.tensors, report.dequantised), (1, 1));
+        let mapped = experts(dtype);
+        let in_files = load(
+            &golden,
+            std::slice::from_ref(&mapped),
+            &options.clone().mapped(),
+        );
+        assert_eq!(in_files.unwrap(), report);
+        assert!(mapped.param.data().stays_in_file());
+        assert_eq!(bytes(&mapped), bytes(&entry));
         let dir = Scratch::new("mxfp4");
         save(
             dir.join("m"),

@@ -83,6 +83,13 @@ fn a_saved_folder_loads_bit_for_bit() {
                     old.name
                 );
             }
+            let mapped = blank(&entries);
+            let options = LoadOptions::default().mapped();
+            assert_eq!(load(&folder, &mapped, &options).unwrap(), report);
+            for (old, new) in entries.iter().zip(&mapped) {
+                assert!(new.param.data().stays_in_file(), "{}", old.name);
+                assert_eq!(bytes(old), bytes(new), "{} mapped", old.name);
+            }
             // In the folder's own layout: row 2, column 1 of a transposed tensor is row 1, column 2
             // here.
             let (at, from) = ((2 * 33 + 1) * dtype.size(), (70 + 2) * dtype.size());

@@ -315,7 +315,7 @@ impl Port {
             lane.wait(event)?;
         }
         let from = self.log.start(lane)?;
-        let event = copy_in(lane, what, buf.addr(), block.addr(), bytes as u64)?;
+        let event = copy_in(lane, what, claim.addr(), block.addr(), bytes as u64)?;
         self.log.end(lane, from, what, bytes as u64)?;
         value.add_reader(event.clone(), claim);
         let tensor = Tensor::from_block(block, value.dtype(), *value.shape());

@@ -122,6 +122,7 @@ impl<M> RoundPipe<M> {
                     Error::config("load_params", what)
                 })?;
                 check_shape("load_params", name, param.shape(), value)?;
+                param.leave_file()?;
                 check_free(&param.data())?;
                 casts.push((*param, cast(name, value, param.dtype())?));
             }

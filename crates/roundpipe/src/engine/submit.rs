@@ -172,6 +172,7 @@ impl Core {
             masters: missing.masters as u64,
             moments: missing.moments as u64,
             activations: needs.host_bytes,
+            in_files: 0,
         };
         match host_memory::available() {
             Some(left) => budget.check(left),

@@ -269,6 +269,7 @@ impl StoreLayer {
                 Lag::Zero => 0,
             },
             frozen: 0,
+            in_files: 0,
             gradients: self.sizes.gradients,
             masters: self.sizes.masters,
             moments: count * self.sizes.moments,
