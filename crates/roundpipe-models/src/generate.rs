@@ -212,7 +212,7 @@ impl Generator {
         let Some(past) = past else {
             return Err(Error::argument("prompt", "it has no tokens"));
         };
-        let logits = past.wait_entry(0, "logits")?.tensor()?;
+        let logits = past.get("logits").wait(0)?.tensor()?;
         Ok(logits.to_f64_vec()?.into_iter().map(|x| x as f32).collect())
     }
 }

@@ -58,6 +58,7 @@ mod state;
 mod steps;
 mod submit;
 mod train;
+mod tree_struct;
 
 use std::ops::Deref;
 use std::sync::Arc;

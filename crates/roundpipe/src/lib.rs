@@ -95,6 +95,9 @@ pub use store::StoreBytes;
 pub use timeline::{Schedule, Setting, Timeline, simulate, simulate_models};
 pub use trace::{Span, Trace};
 pub use tree::Tree;
+#[doc(hidden)]
+pub use tree::node::TreeFields;
+pub use tree::node::TreeNode;
 pub use update::{OptimHandle, OptimParam, OptimParams};
 pub use wrap::{AutoWrapped, Composite, Node, WrapConfig, Wrapped, wrap};
 

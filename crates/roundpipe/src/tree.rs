@@ -4,7 +4,10 @@
 //! gets back, and anything else where a rule stands beside each tensor. Walks are depth first and
 //! maps go in order of their keys, so that leaves have one numbering everywhere.
 
+pub(crate) mod node;
+
 use std::collections::BTreeMap;
+use std::fmt;
 
 use roundpipe_tensor::{Error, HostTensor, Result, Tensor};
 
@@ -312,6 +315,79 @@ impl<T> Tree<T> {
     }
 }
 
+/// A place in a tree: keys of maps and positions in lists, from the root on.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct TreePath(Vec<TreeStep>);
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum TreeStep {
+    Key(String),
+    Index(usize),
+}
+
+impl TreePath {
+    /// The place below this one under a map's key.
+    pub fn key(&self, key: &str) -> Self {
+        let mut steps = self.0.clone();
+        steps.push(TreeStep::Key(key.to_owned()));
+        Self(steps)
+    }
+
+    /// The place below this one at a list's position.
+    pub fn index(&self, index: usize) -> Self {
+        let mut steps = self.0.clone();
+        steps.push(TreeStep::Index(index));
+        Self(steps)
+    }
+
+    /// What is at this place, and how many leaves of the tree come before it.
+    ///
+    /// # Errors
+    /// When there is nothing; says where the path ends.
+    pub fn find<'a, T>(&self, root: &'a Tree<T>) -> Result<(&'a Tree<T>, usize)> {
+        let mut here = root;
+        let mut before = 0;
+        for (depth, step) in self.0.iter().enumerate() {
+            let earlier: Vec<&Tree<T>>;
+            let found = match (here, step) {
+                (Tree::Map(items), TreeStep::Key(key)) => {
+                    earlier = items.range(..key.clone()).map(|(_, item)| item).collect();
+                    items.get(key)
+                }
+                (Tree::List(items), TreeStep::Index(index)) => {
+                    earlier = items.iter().take(*index).collect();
+                    items.get(*index)
+                }
+                _ => return Err(self.missing(depth, here)),
+            };
+            before += earlier
+                .iter()
+                .map(|item| item.leaves().len())
+                .sum::<usize>();
+            here = found.ok_or_else(|| self.missing(depth, here))?;
+        }
+        Ok((here, before))
+    }
+
+    fn missing<T>(&self, depth: usize, here: &Tree<T>) -> Error {
+        let end = Self(self.0[..depth].to_vec());
+        let found = match here {
+            Tree::Map(items) => format!("a map where there {}", keys(items)),
+            other => other.kind(),
+        };
+        Error::invalid(OP, format!("no `output{self}`; `output{end}` is {found}"))
+    }
+}
+
+impl fmt::Display for TreePath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|step| match step {
+            TreeStep::Key(key) => write!(f, ".{key}"),
+            TreeStep::Index(index) => write!(f, "[{index}]"),
+        })
+    }
+}
+
 /// The keys of a map, as the end of a sentence.
 pub(crate) fn keys<V>(items: &BTreeMap<String, V>) -> String {
     if items.is_empty() {
@@ -364,7 +440,7 @@ impl<T> From<BTreeMap<String, Tree<T>>> for Tree<T> {
 mod tests {
     use roundpipe_tensor::HostTensor;
 
-    use super::Tree;
+    use super::{Tree, TreePath};
 
     fn sample() -> Tree<i32> {
         let inner = Tree::list([Tree::Tensor(2), Tree::Float(0.5), Tree::Tensor(3)]);
@@ -412,6 +488,33 @@ mod tests {
                 text.contains(&format!("{count} leaves for a tree of 4")),
                 "{text}"
             );
+        }
+    }
+
+    #[test]
+    fn a_path_finds_its_part_and_the_leaves_before_it() {
+        let tree = sample();
+        let root = TreePath::default();
+        assert_eq!(root.find(&tree).unwrap().1, 0);
+        let third = root.key("m").index(2);
+        let (part, before) = third.find(&tree).unwrap();
+        assert!(matches!(part, Tree::Tensor(3)));
+        assert_eq!((before, third.to_string().as_str()), (2, ".m[2]"));
+        assert_eq!(root.key("z").find(&tree).unwrap().1, 3);
+        for (path, says) in [
+            (
+                root.key("y"),
+                "no `output.y`; `output` is a map where there are `a`, `m`",
+            ),
+            (
+                root.key("m").index(7),
+                "no `output.m[7]`; `output.m` is a list of 3",
+            ),
+            (root.key("a").index(0), "`output.a` is a tensor"),
+            (root.index(0), "no `output[0]`"),
+        ] {
+            let text = path.find(&tree).unwrap_err().to_string();
+            assert!(text.contains(says), "{text}");
         }
     }
 

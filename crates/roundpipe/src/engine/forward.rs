@@ -10,15 +10,15 @@ use roundpipe_tensor::{HostTensor, Shape, Tensor};
 use super::RoundPipe;
 use super::core::Core;
 use super::inputs::{Inputs, host_value};
-use super::outputs::{InputGrads, Leaves, MicrobatchOutputs, merged, read, wait_outputs};
+use super::outputs::{InputGrads, InputLeaves, MicrobatchOutputs, merged, read, wait_outputs};
 use super::submit::{CallRequest, PendingCall};
 use crate::batch::{MergeOutput, merge, split_grads};
 use crate::config::{OutputDevice, RunConfig};
 use crate::error::{Error, Result};
 use crate::exec::call::Call;
-use crate::exec::stage_value::Seed;
+use crate::exec::stage_value::{Seed, SeedOf};
 use crate::plan::PlanKind;
-use crate::tree::Tree;
+use crate::tree::{Tree, TreePath};
 
 impl<M> RoundPipe<M> {
     /// Runs the model on a batch. Calls may follow at once; `merge_output` off does not even wait
@@ -80,7 +80,7 @@ pub struct Forward {
     call: Arc<Call>,
     merge: MergeOutput,
     output: Option<Tree<HostTensor>>,
-    input_leaves: Vec<Leaves>,
+    input_leaves: Arc<[InputLeaves]>,
     samples: Option<Arc<[usize]>>,
     differentiable: bool,
     on: OutputDevice,
@@ -143,6 +143,7 @@ impl Forward {
         MicrobatchOutputs {
             call: self.call.clone(),
             samples: self.samples.clone(),
+            part: TreePath::default(),
         }
     }
 
@@ -191,22 +192,44 @@ impl Forward {
     }
 
     /// Runs the backward from gradients that another engine computes for its inputs, microbatch by
-    /// microbatch as they come, without a host wait.
+    /// microbatch as they come, without a host wait. Inputs that are outputs of this forward, or
+    /// parts of them, are found by themselves; those that are not are left out. If none is, the
+    /// gradients are taken by position.
     ///
     /// # Errors
     /// As [`Forward::backward`].
     pub fn backward_from(self, grads: &InputGrads) -> Result<InputGrads> {
+        self.backward_from_all([grads])
+    }
+
+    /// As [`Forward::backward_from`], where several calls used these outputs: their gradients are
+    /// added in the order in which they are given.
+    ///
+    /// # Errors
+    /// As [`Forward::backward`].
+    pub fn backward_from_all<'a>(
+        self,
+        grads: impl IntoIterator<Item = &'a InputGrads>,
+    ) -> Result<InputGrads> {
+        let grads: Vec<&InputGrads> = grads.into_iter().collect();
+        let microbatches = self.call.spec.microbatches;
         // Microbatch m of one engine goes back into microbatch m of the other.
-        if grads.len() != self.call.spec.microbatches {
+        if let Some(other) = grads.iter().find(|grads| grads.len() != microbatches) {
             let what = format!(
-                "gradients of {} microbatches for {}",
-                grads.len(),
-                self.call.spec.microbatches
+                "gradients of {} microbatches for {microbatches}",
+                other.len()
             );
             return Err(Error::config("backward", what));
         }
-        let seeds = (0..grads.len()).map(|_| Seed::Of(grads.call.clone(), grads.leaves.clone()));
-        self.run_back(seeds.collect())
+        let seeds = (0..microbatches).map(|_| {
+            let each = grads.iter().map(|grads| SeedOf {
+                call: grads.call.clone(),
+                choose: grads.choose(&self.call),
+            });
+            Seed::Of(each.collect())
+        });
+        let seeds = seeds.collect();
+        self.run_back(seeds)
     }
 
     fn run_back(self, seeds: Vec<Seed>) -> Result<InputGrads> {
@@ -219,8 +242,8 @@ impl Forward {
         self.core.submit_backward(&self.call, seeds)?;
         Ok(InputGrads {
             call: self.call.clone(),
+            inputs: 0..self.input_leaves.len(),
             input_leaves: self.input_leaves.clone(),
-            leaves: None,
         })
     }
 }

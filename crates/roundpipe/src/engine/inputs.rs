@@ -9,12 +9,13 @@
 //! - Outputs of other calls decide the number of microbatches: the fewest of them, with a warning if
 //!   they disagree.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 
 use roundpipe_tensor::HostTensor;
 use roundpipe_tensor::transfer::HostValue;
 
-use super::outputs::{Leaves, MicrobatchOutputs};
+use super::outputs::{InputLeaves, Leaves, MicrobatchOutputs};
 use crate::batch::{HostInputs, InputsOf, Split, SplitInput, split_beside, split_inputs};
 use crate::error::{Error, Result};
 use crate::exec::stage_value::{Leaf, Source};
@@ -27,6 +28,8 @@ pub enum Input {
     Value(Tree<HostTensor>),
     /// The outputs of another call, taken microbatch by microbatch as they come.
     Outputs(MicrobatchOutputs),
+    /// A list or map, at any depth, of values and outputs of other calls.
+    Nested(Box<Tree<Input>>),
 }
 
 /// All inputs of a call, by position and by name. One tensor, tree or [`MicrobatchOutputs`] turns
@@ -34,30 +37,106 @@ pub enum Input {
 pub type Inputs = InputsOf<Input>;
 
 impl Input {
-    fn samples(&self) -> Option<Arc<[usize]>> {
+    /// A list or map of values and outputs of other calls.
+    pub fn nested(tree: Tree<Input>) -> Self {
+        Self::Nested(Box::new(tree))
+    }
+
+    /// Outputs of other calls in it, in the order of leaves.
+    fn outputs(&self) -> Vec<&MicrobatchOutputs> {
         match self {
-            Self::Value(_) => None,
-            Self::Outputs(outputs) => outputs.samples.clone(),
+            Self::Value(_) => Vec::new(),
+            Self::Outputs(outputs) => vec![outputs],
+            Self::Nested(tree) => {
+                let leaves = tree.leaves().into_iter();
+                leaves.flat_map(Self::outputs).collect()
+            }
         }
+    }
+
+    /// What lies in host memory; outputs of other calls are blank.
+    fn host(&self) -> Tree<HostTensor> {
+        match self {
+            Self::Value(tree) => tree.clone(),
+            Self::Outputs(_) => Tree::None,
+            Self::Nested(tree) => {
+                let host = tree
+                    .clone()
+                    .try_flat_map::<_, Infallible>(&mut |input| Ok(input.host()));
+                match host {
+                    Ok(host) => host,
+                    Err(never) => match never {},
+                }
+            }
+        }
+    }
+
+    /// Where the leaves come from, given the host values of a microbatch.
+    fn leaves(&self, host: &HostValues) -> Result<InputLeaves> {
+        match self {
+            Self::Value(_) => Ok(vec![Leaves::Known(host.leaves().len())]),
+            Self::Outputs(outputs) => Ok(vec![Leaves::Of(outputs.clone())]),
+            Self::Nested(tree) => {
+                let mut all = Vec::new();
+                beside(tree, host, &mut |input, host| {
+                    all.extend(input.leaves(host)?);
+                    Ok(Tree::<()>::None)
+                })?;
+                Ok(all)
+            }
+        }
+    }
+}
+
+/// Walks a tree of inputs beside the host values of one microbatch, which have the same structure
+/// down to each input, and puts what `leaf` gives in the inputs' places.
+fn beside<U>(
+    inputs: &Tree<Input>,
+    host: &HostValues,
+    leaf: &mut impl FnMut(&Input, &HostValues) -> Result<Tree<U>>,
+) -> Result<Tree<U>> {
+    match (inputs, host) {
+        (Tree::Tensor(input), host) => leaf(input, host),
+        (Tree::List(inputs), Tree::List(host)) if inputs.len() == host.len() => {
+            let pairs = inputs.iter().zip(host);
+            let items = pairs.map(|(input, host)| beside(input, host, leaf));
+            Ok(Tree::List(items.collect::<Result<_>>()?))
+        }
+        (Tree::Map(inputs), Tree::Map(host)) if inputs.keys().eq(host.keys()) => {
+            let pairs = inputs.iter().zip(host.values());
+            let items = pairs.map(|((key, input), host)| {
+                let item = beside(input, host, leaf)?;
+                Ok((key.clone(), item))
+            });
+            Ok(Tree::Map(items.collect::<Result<_>>()?))
+        }
+        (Tree::None | Tree::Bool(_) | Tree::Int(_) | Tree::Float(_) | Tree::Text(_), host)
+            if host.leaves().is_empty() =>
+        {
+            // A split function may give each microbatch a number of its own.
+            let plain = host.clone();
+            plain.try_flat_map(&mut |_| unreachable!("a tree without leaves"))
+        }
+        _ => Err(Error::config(
+            "split_input",
+            "the function changed the structure of an input that contains outputs of another call",
+        )),
     }
 }
 
 impl Inputs {
     /// The microbatches that outputs of other calls bring, when there are such.
     fn given(&self) -> Option<GivenMicrobatches> {
-        let counts = self.iter().filter_map(|input| match input {
-            Input::Outputs(outputs) => Some(outputs.len()),
-            Input::Value(_) => None,
-        });
-        let counts: Vec<usize> = counts.collect();
-        let count = *counts.iter().min()?;
-        let most = *counts.iter().max()?;
+        let outputs: Vec<&MicrobatchOutputs> = self.iter().flat_map(Input::outputs).collect();
+        let counts = outputs.iter().map(|outputs| outputs.len());
+        let count = counts.clone().min()?;
+        let most = counts.max()?;
         let warning = (most > count).then(|| {
             format!("inputs: unmerged inputs of {count} and {most} microbatches; {count} are used")
         });
         Some(GivenMicrobatches {
             count,
-            samples: self.iter().find_map(Input::samples),
+            samples: outputs.iter().find_map(|outputs| outputs.samples.clone()),
             warning,
         })
     }
@@ -115,7 +194,7 @@ pub(crate) struct SplitInputs {
     /// The first microbatch, where all of it is known: for planning.
     pub example: Option<Tree<HostTensor>>,
     /// The leaves of each input by position, then by name.
-    pub leaves: Vec<Leaves>,
+    pub leaves: Arc<[InputLeaves]>,
     /// The samples that were cut, where the engine cut them.
     pub batch: Option<usize>,
     /// The samples of each microbatch, where they are known.
@@ -155,21 +234,16 @@ pub(crate) fn split(
         let mut each = inputs.iter().zip(&columns);
         let source = |_| {
             let (input, column) = each.next().expect("a column for each input");
-            source(input, column, microbatch, grads)
+            source(input, &column[microbatch], microbatch, grads)
         };
-        sources.push(inputs.clone().map(source).into_tree());
+        sources.push(inputs.clone().try_map(source)?.into_tree());
     }
-    let leaves = inputs
-        .iter()
-        .zip(&columns)
-        .map(|(input, column)| match input {
-            Input::Value(_) => Leaves::Known(column[0].leaves().len()),
-            Input::Outputs(outputs) => Leaves::Of(outputs.clone()),
-        });
+    let each = inputs.iter().zip(&columns);
+    let leaves = each.map(|(input, column)| input.leaves(&column[0]));
     Ok(SplitInputs {
         sources,
         example,
-        leaves: leaves.collect(),
+        leaves: leaves.collect::<Result<_>>()?,
         batch,
         samples,
         warnings,
@@ -184,12 +258,9 @@ fn split_host(
     given: Option<&GivenMicrobatches>,
     wanted: usize,
 ) -> Result<Split<HostInputs>> {
-    let host = inputs.clone().map(|input| match input {
-        Input::Value(tree) => tree,
-        Input::Outputs(_) => Tree::None,
-    });
-    let is_output = |input: &Input| matches!(input, Input::Outputs(_));
-    if let Some(given) = given.filter(|_| inputs.iter().all(is_output)) {
+    let host = inputs.clone().map(|input| input.host());
+    let is_blank = |input: &Tree<HostTensor>| input.leaves().is_empty();
+    if let Some(given) = given.filter(|_| host.iter().all(is_blank)) {
         return Ok(Split {
             parts: vec![host; given.count],
             batch: given.batch(),
@@ -229,19 +300,31 @@ fn columns(inputs: &Inputs, parts: &[HostInputs]) -> Result<Vec<Vec<HostValues>>
     Ok(columns)
 }
 
-/// One microbatch of one input.
-fn source(input: &Input, column: &[HostValues], microbatch: usize, grads: bool) -> Tree<Source> {
-    if let Input::Outputs(outputs) = input {
-        return Tree::Tensor(Source::Output(outputs.call.clone(), microbatch));
+/// One microbatch of one input, of which `host` is what lies in host memory.
+fn source(
+    input: &Input,
+    host: &HostValues,
+    microbatch: usize,
+    grads: bool,
+) -> Result<Tree<Source>> {
+    match input {
+        Input::Value(_) => Ok(host.map_ref(|(value, constant)| {
+            // Indices and masks of integers have no gradient, whatever the caller asks for.
+            let grad = grads && value.dtype().is_float();
+            Source::Value(Leaf {
+                constant: *constant,
+                ..Leaf::new(value.clone(), grad)
+            })
+        })),
+        Input::Outputs(outputs) => Ok(Tree::Tensor(Source::Output {
+            call: outputs.call.clone(),
+            microbatch,
+            part: outputs.part.clone(),
+        })),
+        Input::Nested(tree) => beside(tree, host, &mut |input, host| {
+            source(input, host, microbatch, grads)
+        }),
     }
-    column[microbatch].map_ref(|(value, constant)| {
-        // Indices and masks of integers have no gradient, whatever the caller asks for.
-        let grad = grads && value.dtype().is_float();
-        Source::Value(Leaf {
-            constant: *constant,
-            ..Leaf::new(value.clone(), grad)
-        })
-    })
 }
 
 /// A user's tensor as lanes read it.

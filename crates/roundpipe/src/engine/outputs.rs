@@ -18,16 +18,20 @@ use super::core::Core;
 use crate::batch::MergeOutput;
 use crate::error::{Error, Result};
 use crate::exec::call::Call;
-use crate::exec::stage_value::StageValue;
-use crate::tree::Tree;
+use crate::exec::stage_value::{ChooseGrads, Grads, StageValue};
+use crate::tree::{Tree, TreePath};
 
 /// The outputs of a call, one tree per microbatch, some of which may not have been computed yet;
-/// cloning shares them. As an input of another engine they chain both without a host wait.
+/// cloning shares them. As an input of another engine they chain both without a host wait, whole, or
+/// in part ([`MicrobatchOutputs::get`], [`MicrobatchOutputs::at`]), also inside a list or a map
+/// ([`Input::Nested`](super::Input::Nested)).
 #[derive(Clone)]
 pub struct MicrobatchOutputs {
     pub(crate) call: Arc<Call>,
     /// The samples of each microbatch, where they are known.
     pub(crate) samples: Option<Arc<[usize]>>,
+    /// The part of each microbatch's output that this is.
+    pub(crate) part: TreePath,
 }
 
 impl MicrobatchOutputs {
@@ -41,33 +45,35 @@ impl MicrobatchOutputs {
         self.len() == 0
     }
 
+    /// The part under a key, where outputs are maps. Waits for nothing: who reads or uses it learns
+    /// whether it is there.
+    #[must_use]
+    pub fn get(&self, key: &str) -> Self {
+        Self {
+            part: self.part.key(key),
+            ..self.clone()
+        }
+    }
+
+    /// The part at a position, where outputs are lists. Waits for nothing, as
+    /// [`MicrobatchOutputs::get`].
+    #[must_use]
+    pub fn at(&self, index: usize) -> Self {
+        Self {
+            part: self.part.index(index),
+            ..self.clone()
+        }
+    }
+
     /// Waits for one microbatch's output.
     ///
     /// # Errors
-    /// What went wrong in the call.
+    /// [`Error::Tensor`] for a part that is not there; what went wrong in the call.
     pub fn wait(&self, microbatch: usize) -> Result<Tree<HostTensor>> {
         // Read first, then confirmed: reports are complete only behind the copy.
         let output = to_host(&self.value(microbatch)?)?;
         self.call.confirm()?;
         Ok(output)
-    }
-
-    /// Waits for one microbatch's output and reads one entry of it, where it is a map.
-    ///
-    /// # Errors
-    /// [`Error::Config`] when there is no such entry; what went wrong in the call.
-    pub fn wait_entry(&self, microbatch: usize, name: &str) -> Result<Tree<HostTensor>> {
-        match self.value(microbatch)? {
-            Tree::Map(map) if map.contains_key(name) => {
-                let entry = to_host(&map[name])?;
-                self.call.confirm()?;
-                Ok(entry)
-            }
-            _ => Err(Error::config(
-                "outputs",
-                format!("there is no `{name}` in the output"),
-            )),
-        }
     }
 
     fn value(&self, microbatch: usize) -> Result<StageValue> {
@@ -77,7 +83,9 @@ impl MicrobatchOutputs {
         }
         let call = &self.call;
         let output = call.wait_output("caller", microbatch);
-        output.map_err(|error| call.take_error().unwrap_or(error))
+        let output = output.map_err(|error| call.take_error().unwrap_or(error))?;
+        let (part, _) = self.part.find(&output)?;
+        Ok(part.clone())
     }
 }
 
@@ -85,9 +93,10 @@ impl std::fmt::Debug for MicrobatchOutputs {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "MicrobatchOutputs({} microbatches of {})",
+            "MicrobatchOutputs({} microbatches of {}{})",
             self.len(),
-            self.call.spec.model.name
+            self.call.spec.model.name,
+            self.part
         )
     }
 }
@@ -98,12 +107,15 @@ impl std::fmt::Debug for MicrobatchOutputs {
 pub struct InputGrads {
     pub(crate) call: Arc<Call>,
     /// The leaves of each input by position, then by name.
-    pub(crate) input_leaves: Vec<Leaves>,
-    /// The leaves that these are; all of them if not said.
-    pub(crate) leaves: Option<Range<usize>>,
+    pub(crate) input_leaves: Arc<[InputLeaves]>,
+    /// The inputs that these are of.
+    pub(crate) inputs: Range<usize>,
 }
 
-/// How many leaves an input has.
+/// Where the leaves of an input come from, in their order.
+pub(crate) type InputLeaves = Vec<Leaves>;
+
+/// Leaves of an input that come from one place.
 #[derive(Clone)]
 pub(crate) enum Leaves {
     Known(usize),
@@ -127,25 +139,50 @@ impl InputGrads {
     /// # Errors
     /// [`Error::Config`] when there is no such input.
     pub fn arg(&self, index: usize) -> Result<Self> {
-        if index >= self.input_leaves.len() {
-            let what = format!("there is no input {index} of {}", self.input_leaves.len());
+        let inputs = self.inputs.clone();
+        let Some(input) = inputs.clone().nth(index) else {
+            let what = format!("there is no input {index} of {}", inputs.len());
             return Err(Error::config("input_grads", what));
-        }
-        if self.input_leaves.len() == 1 {
-            return Ok(self.clone());
-        }
-        // Gradients lie leaf by leaf, so the leaves of the inputs before this one are skipped.
-        let counts: Vec<usize> = self.input_leaves[..=index]
-            .iter()
-            .map(Leaves::count)
-            .collect();
-        let start = counts[..index].iter().sum();
-        let input_leaves = std::iter::once(self.input_leaves[index].clone()).collect();
+        };
         Ok(Self {
-            call: self.call.clone(),
-            input_leaves,
-            leaves: Some(start..start + counts[index]),
+            inputs: input..input + 1,
+            ..self.clone()
         })
+    }
+
+    /// Where these lie among the gradients of all inputs, group by group.
+    fn groups(&self) -> Result<Vec<(&Leaves, Range<usize>)>> {
+        let mut groups = Vec::new();
+        let mut end = 0;
+        for (input, leaves) in self.input_leaves[..self.inputs.end].iter().enumerate() {
+            for group in leaves {
+                let start = end;
+                end += group.count()?;
+                if input >= self.inputs.start {
+                    groups.push((group, start..end));
+                }
+            }
+        }
+        Ok(groups)
+    }
+
+    /// Chooses among the gradients of all inputs those of the outputs of `call`: by where they came
+    /// from if some input did come from there, else by position.
+    pub(crate) fn choose(&self, call: &Arc<Call>) -> Arc<ChooseGrads> {
+        let inputs = self.inputs.clone();
+        let mut groups = Vec::new();
+        for (input, leaves) in self.input_leaves[..inputs.end].iter().enumerate() {
+            let is_wanted = input >= inputs.start;
+            groups.extend(leaves.iter().map(|group| match group {
+                Leaves::Known(count) => (is_wanted, LeafGroup::Known(*count)),
+                // Not the call itself, which will keep what is made here.
+                Leaves::Of(outputs) if Arc::ptr_eq(&outputs.call, call) => {
+                    (is_wanted, LeafGroup::Here(outputs.part.clone()))
+                }
+                Leaves::Of(outputs) => (is_wanted, LeafGroup::Elsewhere(outputs.clone())),
+            }));
+        }
+        Arc::new(move |grads, output| choose(&groups, grads, output))
     }
 
     /// Waits for one microbatch's gradients, a value per leaf; `None` where the loss does not
@@ -162,10 +199,11 @@ impl InputGrads {
         let grads = call.wait_input_grads("caller", microbatch);
         // The call's own error says more than that a value will not come.
         let grads = grads.map_err(|error| call.take_error().unwrap_or(error))?;
-        let leaves = self.leaves.clone().unwrap_or(0..grads.len());
-        let mut read = Vec::with_capacity(leaves.len());
-        for grad in &grads[leaves] {
-            read.push(grad.as_ref().map(host_tensor).transpose()?);
+        let mut read = Vec::new();
+        for (_, leaves) in self.groups()? {
+            for grad in &grads[leaves] {
+                read.push(grad.as_ref().map(host_tensor).transpose()?);
+            }
         }
         call.confirm()?;
         Ok(read)
@@ -205,17 +243,69 @@ pub(crate) fn to_host(value: &StageValue) -> Result<Tree<HostTensor>> {
     })
 }
 
+/// Leaves of an input, as one of the calls that its values came from sees them.
+enum LeafGroup {
+    Known(usize),
+    /// A part of that call's output.
+    Here(TreePath),
+    Elsewhere(MicrobatchOutputs),
+}
+
+/// Of the gradients of some inputs, those of `output`, each with its place among its leaves.
+fn choose(
+    groups: &[(bool, LeafGroup)],
+    grads: &Grads,
+    output: &StageValue,
+) -> Result<Vec<(usize, HostValue)>> {
+    let mut by_origin = Vec::new();
+    let mut by_position = Vec::new();
+    let mut came_from_here = false;
+    let mut end = 0;
+    for (is_wanted, group) in groups {
+        let start = end;
+        let mut place = None;
+        end += match group {
+            LeafGroup::Known(count) => *count,
+            LeafGroup::Elsewhere(outputs) => outputs.value(0)?.leaves().len(),
+            LeafGroup::Here(part) => {
+                let (found, before) = part.find(output)?;
+                place = Some(before);
+                found.leaves().len()
+            }
+        };
+        if !is_wanted {
+            continue;
+        }
+        let grads = &grads[start..end];
+        by_position.extend(grads);
+        if let Some(place) = place {
+            came_from_here = true;
+            by_origin.extend((place..).zip(grads));
+        }
+    }
+    let want = output.leaves().len();
+    if !came_from_here && by_position.len() != want {
+        let what = format!(
+            "{} gradients for an output of {want} tensors",
+            by_position.len()
+        );
+        return Err(Error::config("backward", what));
+    }
+    if !came_from_here {
+        by_origin = by_position.into_iter().enumerate().collect();
+    }
+    let there = by_origin.into_iter();
+    Ok(there
+        .filter_map(|(leaf, grad)| Some((leaf, grad.clone()?)))
+        .collect())
+}
+
 impl Leaves {
     /// Waits where it is not known yet.
-    fn count(&self) -> usize {
+    fn count(&self) -> Result<usize> {
         match self {
-            Self::Known(count) => *count,
-            Self::Of(outputs) => match outputs.call.wait_output("caller", 0) {
-                Ok(output) => output.leaves().len(),
-                // The gradients of a call whose input failed are never made: reading them returns
-                // the error.
-                Err(_) => 0,
-            },
+            Self::Known(count) => Ok(*count),
+            Self::Of(outputs) => Ok(outputs.value(0)?.leaves().len()),
         }
     }
 }

@@ -22,7 +22,7 @@ use roundpipe_tensor::{HostTensor, host_memory};
 use super::core::{Core, Sequence};
 use super::inputs::{Inputs, SplitInputs, host_values, split};
 use super::mean_loss::{mean_loss, with_shares};
-use super::outputs::Leaves;
+use super::outputs::InputLeaves;
 use super::planner::Batch;
 use crate::batch::split_label;
 use crate::budget::{CallNeeds, HostBudget};
@@ -64,7 +64,7 @@ struct Prepared {
 pub(crate) struct PendingCall {
     pub call: Arc<Call>,
     pub config: Resolved,
-    pub input_leaves: Vec<Leaves>,
+    pub input_leaves: Arc<[InputLeaves]>,
     /// The samples of each microbatch, where they are known.
     pub samples: Option<Arc<[usize]>>,
 }

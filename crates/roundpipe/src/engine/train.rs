@@ -22,7 +22,7 @@ use crate::error::Result;
 use crate::exec::call::Call;
 use crate::exec::model::LossFn;
 use crate::plan::PlanKind;
-use crate::tree::Tree;
+use crate::tree::{Tree, TreePath};
 
 /// What a loss function may return: one loss, or several.
 pub trait IntoLosses {
@@ -209,11 +209,12 @@ impl<M> TrainCall<'_, M> {
         let unmerged = returns_outputs.then(|| MicrobatchOutputs {
             call: call.clone(),
             samples,
+            part: TreePath::default(),
         });
         let input_grads = config.input_grads.then(|| InputGrads {
             call,
+            inputs: 0..input_leaves.len(),
             input_leaves,
-            leaves: None,
         });
         Ok(TrainOutput {
             losses,

@@ -7,13 +7,13 @@
 
 use std::ops::Range;
 
-use roundpipe_tensor::Tensor;
 use roundpipe_tensor::transfer::HostValue;
+use roundpipe_tensor::{Cx, Tensor};
 
 use super::launcher::Launcher;
 use super::queue::StageJob;
 use super::run_layer::{Activation, LayerMode, LoadedLayer, Ran, Taped};
-use super::stage_value::{Grads, SavedForRecompute, Seed};
+use super::stage_value::{Grads, SavedForRecompute, Seed, SeedOf};
 use super::task::Task;
 use super::weights::LoadedLayers;
 use super::worker_values::{Arriving, ArrivingGrad, Incoming, Needed, Until};
@@ -290,10 +290,11 @@ impl Launcher {
         task: &Task<'_>,
         arriving: Option<ArrivingGrads>,
     ) -> Result<Vec<Option<Tensor>>> {
+        let mut more = Vec::new();
         let arriving = match arriving {
             Some(arriving) => arriving,
             None => {
-                let grads = self.grads(task)?;
+                let grads = self.grads(task, &mut more)?;
                 self.receive_grads(task, &grads)?
             }
         };
@@ -301,6 +302,15 @@ impl Launcher {
         for grad in arriving {
             let tensor = grad.map(|grad| self.land_grad(task, grad)).transpose()?;
             landed.push(tensor);
+        }
+        for (leaf, grad) in more {
+            let grad = self.receive_grad(task, &grad)?;
+            let grad = self.land_grad(task, grad)?;
+            let sum = match landed[leaf].take() {
+                Some(sum) => Cx::infer(self.worker()).add(&sum, &grad),
+                None => Ok(grad),
+            };
+            landed[leaf] = Some(sum.map_err(|error| task.error(None, error))?);
         }
         Ok(landed)
     }
@@ -314,20 +324,30 @@ impl Launcher {
         Ok(arriving)
     }
 
-    /// The gradients of this stage's outputs, from the previous stage, the user or another call.
-    fn grads(&self, task: &Task<'_>) -> Result<Grads> {
+    /// The gradients of this stage's outputs, from the previous stage, the user or other calls.
+    /// What is to be added to them goes to `more`, each with its place.
+    fn grads(&self, task: &Task<'_>, more: &mut Vec<(usize, HostValue)>) -> Result<Grads> {
         if !starts_from_seeds(task) {
             let from = task.stage - 1;
             return task.call.wait_grads(&self.who, from, task.microbatch);
         }
         match task.call.take_seed(task.microbatch) {
             Some(Seed::Given(grads)) => Ok(grads),
-            Some(Seed::Of(other, leaves)) => {
-                let grads = other.wait_input_grads(&self.who, task.microbatch);
-                let grads = grads.map_err(|_| other.cancelled())?;
-                task.call.depend_on(&other);
-                let leaves = leaves.unwrap_or(0..grads.len());
-                Ok(grads[leaves].to_vec())
+            Some(Seed::Of(seeds)) => {
+                let output = task.call.wait_output(&self.who, task.microbatch)?;
+                let mut chosen: Grads = vec![None; output.leaves().len()];
+                for SeedOf { call, choose } in seeds {
+                    let grads = call.wait_input_grads(&self.who, task.microbatch);
+                    let grads = grads.map_err(|_| call.cancelled())?;
+                    task.call.depend_on(&call);
+                    for (leaf, grad) in choose(&grads, &output)? {
+                        match &mut chosen[leaf] {
+                            Some(_) => more.push((leaf, grad)),
+                            first => *first = Some(grad),
+                        }
+                    }
+                }
+                Ok(chosen)
             }
             None => Err(Error::Cancelled {
                 why: "the gradients were taken twice".to_owned(),

@@ -390,7 +390,11 @@ impl Call {
         };
         input.leaves().into_iter().all(|source| match source {
             Source::Value(_) => true,
-            Source::Output(other, microbatch) => {
+            Source::Output {
+                call: other,
+                microbatch,
+                ..
+            } => {
                 let state = other.lock();
                 state.boxes.outputs[*microbatch].is_some() || state.ending.has_failed()
             }

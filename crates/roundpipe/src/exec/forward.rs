@@ -210,13 +210,19 @@ impl Launcher {
         let wants_grads = task.spec().wants_input_grads;
         input.try_flat_map(&mut |source| match source {
             Source::Value(leaf) => Ok(Tree::Tensor(leaf)),
-            Source::Output(other, microbatch) => {
+            Source::Output {
+                call: other,
+                microbatch,
+                part,
+            } => {
                 let output = other.wait_output(&self.who, microbatch);
                 // The error of the wait says only that a call failed; this one says which and why.
                 let output = output.map_err(|_| other.cancelled())?;
                 // Kernels report bad data later than they give values, so this call watches those
                 // reports too.
                 task.call.depend_on(&other);
+                let found = part.find(&output);
+                let (output, _) = found.map_err(|error| task.error(None, error))?;
                 Ok(output.map_ref(|leaf| Leaf {
                     grad: leaf.grad && wants_grads,
                     ..leaf.clone()

@@ -1,13 +1,13 @@
 //! The values that pass between the tasks of a call.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use roundpipe_tensor::Tensor;
 use roundpipe_tensor::transfer::HostValue;
 
 use super::call::Call;
-use crate::tree::Tree;
+use crate::error::Result;
+use crate::tree::{Tree, TreePath};
 
 /// A tensor that one worker keeps for the calls that follow.
 #[derive(Debug)]
@@ -43,11 +43,15 @@ impl Leaf {
 /// A value between stages.
 pub(crate) type StageValue = Tree<Leaf>;
 
-/// A leaf of a call's input: a value, or the whole output of another call's microbatch.
+/// A leaf of a call's input: a value, or the output of another call's microbatch or a part of it.
 #[derive(Clone)]
 pub(crate) enum Source {
     Value(Leaf),
-    Output(Arc<Call>, usize),
+    Output {
+        call: Arc<Call>,
+        microbatch: usize,
+        part: TreePath,
+    },
 }
 
 /// Gradients of a stage's inputs or outputs, leaf by leaf; `None` where no gradient flows.
@@ -56,9 +60,20 @@ pub(crate) type Grads = Vec<Option<HostValue>>;
 /// Gradients of a call's outputs for one microbatch.
 pub(crate) enum Seed {
     Given(Grads),
-    /// The input gradients of another call, or those of some of its leaves.
-    Of(Arc<Call>, Option<Range<usize>>),
+    /// Gradients that other calls compute for their inputs, which are added in this order.
+    Of(Vec<SeedOf>),
 }
+
+/// Input gradients of another call, as gradients of this call's outputs.
+pub(crate) struct SeedOf {
+    pub call: Arc<Call>,
+    pub choose: Arc<ChooseGrads>,
+}
+
+/// Which of a call's input gradients are of a given output, each with its place among the leaves of
+/// that output. Both calls have made that microbatch, so it waits for nothing.
+pub(crate) type ChooseGrads =
+    dyn Fn(&Grads, &StageValue) -> Result<Vec<(usize, HostValue)>> + Send + Sync;
 
 /// What a layer's recompute needs besides its input.
 #[derive(Default)]

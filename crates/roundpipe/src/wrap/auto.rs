@@ -106,7 +106,7 @@ impl AutoWrapped {
             number,
             calls: Vec::new(),
         };
-        let run = recorder.call(&self.0.place, "", Values::from_inputs(inputs.into()));
+        let run = recorder.call(&self.0.place, "", Values::from_inputs(inputs.into())?);
         let output = run.and_then(|value| Ok((value.to_host()?, value.origin)));
         match output {
             Ok((output, origin)) => Ok(AutoForward {

@@ -179,16 +179,23 @@ impl Values {
         Ok(self.try_map(Value::on_worker)?.into_tree())
     }
 
-    pub(super) fn from_inputs(inputs: Inputs) -> Self {
-        inputs.map(|input| {
+    pub(super) fn from_inputs(inputs: Inputs) -> Result<Self> {
+        inputs.try_map(|input| {
             let kind = match input {
                 Input::Value(tree) => Kind::Host(tree),
                 Input::Outputs(outputs) => Kind::MicrobatchOutputs(outputs),
+                Input::Nested(_) => {
+                    return Err(Error::config(
+                        "inputs",
+                        "a wrapped model takes outputs of other calls as inputs of their own, not \
+                         inside lists and maps",
+                    ));
+                }
             };
-            Value {
+            Ok(Value {
                 kind,
                 origin: Origin::Outside,
-            }
+            })
         })
     }
 

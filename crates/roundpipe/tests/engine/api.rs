@@ -24,7 +24,7 @@ fn way(workers: usize) -> Way {
     Way::threaded(models::cpus(workers))
 }
 
-fn options(serial: bool) -> RingOptions {
+pub fn options(serial: bool) -> RingOptions {
     RingOptions {
         memory: Some(Bytes::mib(16)),
         serial,
@@ -54,11 +54,11 @@ fn builder(
         .ring_options(options(false))
 }
 
-fn sgd() -> Rule {
+pub fn sgd() -> Rule {
     Rule::Sgd(Sgd::default())
 }
 
-fn sims(seed: u64, count: usize) -> (SimWorld, Vec<Arc<dyn Device>>) {
+pub fn sims(seed: u64, count: usize) -> (SimWorld, Vec<Arc<dyn Device>>) {
     let world = SimWorld::seeded(seed).unwrap();
     let devices = world
         .workers(count)

@@ -106,7 +106,7 @@ fn run(engine: &RoundPipe, output: OutputDevice) -> Vec<Vec<f64>> {
             args = args.named("past", last);
         }
         let outputs = engine.forward(args, &config).unwrap().unmerged();
-        let x = outputs.wait_entry(0, "x").unwrap().tensor().unwrap();
+        let x = outputs.get("x").wait(0).unwrap().tensor().unwrap();
         seen.push(x.to_f64_vec().unwrap());
         last = Some(outputs);
     }
@@ -213,12 +213,13 @@ fn a_failure_behind_the_end_of_a_call_does_not_last() {
         let good = forward(&engine, MergeOutput::Off)
             .unwrap()
             .unmerged()
-            .wait_entry(0, "x")
+            .get("x")
+            .wait(0)
             .unwrap();
         let good = good.tensor().unwrap().to_f64_vec().unwrap();
         world.inject(Fault::nth(FaultKind::Kernel, 1));
         let told =
-            forward(&engine, MergeOutput::Off).and_then(|out| out.unmerged().wait_entry(0, "x"));
+            forward(&engine, MergeOutput::Off).and_then(|out| out.unmerged().get("x").wait(0));
         let told = chain(&told.unwrap_err());
         assert!(told.contains("injected"), "resident {resident}: {told}");
         // Where its call met it too, that is told as well.
@@ -227,7 +228,8 @@ fn a_failure_behind_the_end_of_a_call_does_not_last() {
             let x = forward(&engine, MergeOutput::Off)
                 .unwrap()
                 .unmerged()
-                .wait_entry(0, "x")
+                .get("x")
+                .wait(0)
                 .unwrap();
             assert_eq!(
                 x.tensor().unwrap().to_f64_vec().unwrap(),
@@ -251,5 +253,5 @@ fn a_late_reader_is_told_too() {
     engine.synchronize().ok();
     let third = forward(&engine, MergeOutput::Auto).unwrap();
     assert!(third.output().is_ok());
-    assert!(first.wait_entry(0, "x").is_err(), "poison is no output");
+    assert!(first.get("x").wait(0).is_err(), "poison is no output");
 }

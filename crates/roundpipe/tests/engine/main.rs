@@ -1,6 +1,7 @@
 //! The engine: the same bits as a plain loop, whatever runs where; failures that leave no trace.
 
 mod api;
+mod chains;
 mod data;
 mod faults;
 mod finite;
