@@ -45,12 +45,13 @@
 //! failure, `recorder` writes traces.
 
 mod builder;
-pub(crate) mod core;
+mod core;
 mod forward;
 mod inputs;
 mod mean_loss;
 mod outputs;
 mod parameters;
+mod part;
 mod planner;
 mod recorder;
 mod recover;
@@ -67,8 +68,10 @@ use self::core::Core;
 pub use self::forward::Forward;
 pub use self::inputs::{Input, Inputs};
 pub use self::outputs::{InputGrads, MicrobatchOutputs};
+pub(crate) use self::part::PartSpec;
 pub use self::state::{ParamState, TrainingState};
 pub use self::steps::StepHandle;
+pub(crate) use self::submit::RandomPlace;
 pub use self::train::{IntoLosses, Losses, TrainCall, TrainOutput};
 pub use crate::config::Lag;
 use crate::cost::LayerTimes;
@@ -83,8 +86,10 @@ use crate::trace::Trace;
 pub struct RoundPipe<M = Sequential> {
     original: Arc<M>,
     core: Arc<Core>,
+    /// The part of the core that this is.
+    part: usize,
     _watchdog: Option<Arc<Watchdog>>,
-    _handle: Handle,
+    _handle: Arc<Handle>,
 }
 
 /// The right to ask for steps. Forwards that are kept do not have it.
@@ -103,7 +108,7 @@ impl Drop for Handle {
 impl<M> RoundPipe<M> {
     /// The engine's name.
     pub fn name(&self) -> &str {
-        &self.core.model.name
+        &self.core.parts[self.part].name
     }
 
     /// The workers.
@@ -128,7 +133,7 @@ impl<M> RoundPipe<M> {
         self.core.nonfinite_steps()
     }
 
-    /// Host memory of weights, gradients and optimizer state.
+    /// Host memory of weights, gradients and optimizer state; of all parts of a wrapped model.
     pub fn host_bytes(&self) -> StoreBytes {
         self.core.model.store.host_bytes()
     }
@@ -147,12 +152,12 @@ impl<M> RoundPipe<M> {
     /// and `Infer` for [`RoundPipe::forward`] with and without `requires_grad`. It prints itself as
     /// ranges of layers.
     pub fn last_plan(&self, kind: PlanKind) -> Option<ExecutePlan> {
-        self.core.last_plan(kind)
+        self.core.parts[self.part].planner.last_plan(kind)
     }
 
     /// Measured times of each layer.
     pub fn layer_times(&self) -> LayerTimes {
-        self.core.layer_times()
+        self.core.parts[self.part].planner.times()
     }
 
     /// What the user should know and has not asked for, e.g. a batch that gave fewer microbatches;
@@ -165,6 +170,7 @@ impl<M> RoundPipe<M> {
     pub fn set_original_model<O>(self, original: O) -> RoundPipe<O> {
         let Self {
             core,
+            part,
             _watchdog,
             _handle,
             ..
@@ -172,6 +178,7 @@ impl<M> RoundPipe<M> {
         RoundPipe {
             original: Arc::new(original),
             core,
+            part,
             _watchdog,
             _handle,
         }
@@ -188,12 +195,12 @@ impl<M> Deref for RoundPipe<M> {
 
 impl<M> std::fmt::Debug for RoundPipe<M> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let layers = self.core.model.layers.len();
+        let layers = self.layers().len();
         let workers = self.core.ring.len();
         write!(
             f,
             "RoundPipe({}, {layers} layers on {workers} workers)",
-            self.core.model.name
+            self.name()
         )
     }
 }

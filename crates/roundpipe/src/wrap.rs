@@ -10,7 +10,7 @@
 //! 3. A module with a forward becomes an engine with one layer, when its own parameters take at
 //!    least `lower_threshold` or all of them at most `upper_threshold`. So does one with nothing
 //!    below it, which no other rule could place. Below `lower_threshold` in total it runs a batch
-//!    as one microbatch.
+//!    as one microbatch, unless it is an element of a list.
 //! 4. Each element of a list becomes an engine, whatever its size. All but the last leave their
 //!    outputs unmerged, so that the next starts with the first microbatch.
 //! 5. For any other module each child is decided by itself, and the module's own forward runs on
@@ -62,11 +62,17 @@
 //!
 //! # Invariants
 //! - [`wrap`] does what [`decide`] says and decides nothing itself.
-//! - A trainable parameter is in one engine, or in none: no two can update it.
+//! - All engines of a model are parts of one: they have one store, one optimizer and one sequence of
+//!   calls and steps. So a parameter that several of them use has one home, one master and one set
+//!   of moments; its gradients are kept per use and added by the update, the last use in the tree
+//!   first; and all engines read the same version of it at every lag.
+//! - A trainable parameter that an engine has is used by no module on the host.
 //! - Engines draw the random numbers that one engine over all their layers, in the order of the
 //!   tree, would draw.
 
 mod auto;
+mod back;
+mod record;
 mod run;
 
 use std::any::Any;
@@ -77,13 +83,14 @@ use std::sync::Arc;
 
 use roundpipe_tensor::{Bytes, Cx, DType, Device, Pin, Result as TensorResult};
 
-pub use self::auto::{AutoForward, AutoStepping, AutoWrapped};
+pub use self::auto::AutoWrapped;
+pub use self::back::{AutoForward, AutoInputGrads};
 use self::run::run_inside;
 pub use self::run::{Run, Value, Values};
 use crate::batch::MergeOutput;
 use crate::config::{Lag, RunConfig};
 use crate::devices::Devices;
-use crate::engine::RoundPipe;
+use crate::engine::{Builder, PartSpec, RoundPipe};
 use crate::error::{Error, Result};
 use crate::exec::ring::{Ring, RingOptions};
 use crate::groups::{self, ParamGroup};
@@ -235,6 +242,13 @@ impl Layer for Whole {
     fn sequence(&self) -> Option<&Sequential> {
         self.0.sequence()
     }
+
+    fn kind(&self) -> &'static str {
+        match &self.0 {
+            Node::Layer(layer) => layer.kind(),
+            _ => "Composite",
+        }
+    }
 }
 
 /// Makes a sequence of a model that it knows.
@@ -345,6 +359,13 @@ pub struct Decision {
     pub unmerged: bool,
 }
 
+impl Decision {
+    /// Whether the module becomes an engine.
+    fn is_engine(&self) -> bool {
+        matches!(self.action, Action::Sequence | Action::Whole)
+    }
+}
+
 /// Decides on a model and everything below it, each module before its children. The wrapping
 /// follows this to the letter.
 ///
@@ -418,7 +439,9 @@ impl Rules<'_> {
         }
         let is_engine = matches!(action, Action::Sequence | Action::Whole);
         let unmerged = is_engine && above == Above::List(true);
-        let one_microbatch = action == Action::Whole && total < self.config.lower_threshold;
+        // Elements of a list are one chain, whose first decides on the microbatches of all.
+        let is_small = total < self.config.lower_threshold;
+        let one_microbatch = action == Action::Whole && above == Above::Other && is_small;
         self.decisions.push(Decision {
             path: path.clone(),
             action,
@@ -535,39 +558,51 @@ pub fn wrap(model: impl Into<Node>, config: &WrapConfig) -> Result<Wrapped> {
         None if config.devices.is_empty() => Ring::of(&Devices::all()?, &options)?,
         None => Ring::new(&config.devices, &options)?,
     };
-    let mut maker = Maker {
-        config,
-        ring,
-        name,
-        engines: Vec::new(),
-        layers: 0,
-        trained_names: Vec::new(),
-    };
     if let Some(sequence) = preset(&model, config)? {
         let own = config.override_config.get("").cloned().unwrap_or_default();
-        let engine = maker.engine(sequence.into(), "", own.over(&config.run_config))?;
-        maker.check_groups()?;
+        let run_config = own.over(&config.run_config);
+        let engine = one_engine(sequence.into(), config, &ring, &name, run_config)?;
         return Ok(Wrapped::Engine(Box::new(engine.set_original_model(model))));
     }
-    let decisions = decide(&model, config, maker.ring.len())?;
-    check_shared(&model, &decisions)?;
-    let mut next = decisions.iter();
-    let place = maker.place(&model, &mut next)?;
-    maker.check_groups()?;
-    match (place, maker.engines.pop()) {
-        (Place::Engine(_), Some((_, engine))) => Ok(Wrapped::Engine(Box::new(engine))),
-        (place, last) => {
-            let engines = maker.engines.into_iter().chain(last).collect();
-            Ok(Wrapped::Auto(AutoWrapped::new(
-                model,
-                place,
-                engines,
-                decisions,
-                maker.ring,
-                config.seed,
-            )))
-        }
+    let decisions = decide(&model, config, ring.len())?;
+    if let Some(whole) = decisions.first().filter(|whole| whole.is_engine()) {
+        let run_config = run_config(config, whole);
+        let engine = one_engine(model, config, &ring, &name, run_config)?;
+        return Ok(Wrapped::Engine(Box::new(engine)));
     }
+    check_shared(&model, &decisions)?;
+    let mut maker = Maker {
+        config,
+        name,
+        layers: Sequential::new(),
+        modules: Vec::new(),
+        parts: Vec::new(),
+    };
+    let place = maker.place(&model, &mut decisions.iter())?;
+    let Maker {
+        name,
+        layers,
+        modules,
+        parts,
+        ..
+    } = maker;
+    let whole = match layers.is_empty() {
+        false => {
+            let builder = builder(RoundPipe::builder(layers), config, &ring, &name);
+            Some(builder.groups(config.groups.clone()).parts(parts).build()?)
+        }
+        true => {
+            groups::check_patterns(&config.groups, std::iter::empty())?;
+            None
+        }
+    };
+    let parts = Parts {
+        place,
+        whole,
+        modules,
+        decisions,
+    };
+    Ok(Wrapped::Auto(AutoWrapped::new(model, parts, ring, config)))
 }
 
 fn preset(model: &Node, config: &WrapConfig) -> Result<Option<Sequential>> {
@@ -585,30 +620,38 @@ fn preset(model: &Node, config: &WrapConfig) -> Result<Option<Sequential>> {
     Ok(found)
 }
 
-/// Refuses a trainable parameter of two modules of which one is an engine: each would go on with
-/// its own copy.
+/// Refuses a trainable parameter that an engine and a module on the host both use: the host would
+/// go on with a copy of its own. Engines may share one: they have one store.
 fn check_shared(model: &Node, decisions: &[Decision]) -> Result<()> {
     let mut homes: HashMap<_, (&Decision, String)> = HashMap::new();
     for decision in decisions
         .iter()
-        .filter(|d| !matches!(d.action, Action::List | Action::Recurse))
+        .filter(|d| d.is_engine() || d.action == Action::Skip)
     {
         let Some(node) = at(model, &decision.path) else {
             continue;
         };
         for (name, param) in node.trainable_params() {
             let name = join(&decision.path, &name);
-            if let Some((other, first)) = homes.get(&param.id())
-                && (other.action != Action::Skip || decision.action != Action::Skip)
-            {
-                let what = format!(
-                    "`{first}` and `{name}` are one parameter that `{}` and `{}` would go on with separately; \
-                     put both modules into one sequence, or raise `upper_threshold` until one engine has both",
-                    other.path, decision.path
-                );
-                return Err(Error::config("wrap", what));
+            match homes.get(&param.id()) {
+                None => {
+                    homes.insert(param.id(), (decision, name));
+                }
+                Some((other, first)) if other.is_engine() != decision.is_engine() => {
+                    let skipped = if decision.is_engine() {
+                        other
+                    } else {
+                        decision
+                    };
+                    let what = format!(
+                        "`{first}` and `{name}` are one parameter, which an engine trains and the \
+                         skipped `{}` uses on the host; skip both modules or neither",
+                        skipped.path
+                    );
+                    return Err(Error::config("wrap", what));
+                }
+                Some(_) => {}
             }
-            homes.insert(param.id(), (decision, name));
         }
     }
     Ok(())
@@ -637,16 +680,24 @@ enum Place {
     Composite(Arc<dyn Composite>, Vec<(String, Place)>),
 }
 
+/// What following the decisions gave.
+struct Parts {
+    place: Place,
+    /// The engine whose parts the modules are; `None` where all of the model runs on the host.
+    whole: Option<RoundPipe<Sequential>>,
+    /// The module of each part, by path.
+    modules: Vec<(String, Node)>,
+    decisions: Vec<Decision>,
+}
+
 /// Follows decisions.
 struct Maker<'a> {
     config: &'a WrapConfig,
-    ring: Ring,
     name: String,
-    engines: Vec<(String, RoundPipe<Node>)>,
-    /// Of all engines so far.
-    layers: usize,
-    /// The same, by their names in the tree.
-    trained_names: Vec<String>,
+    /// Of all engines so far, by their paths in the tree.
+    layers: Sequential,
+    modules: Vec<(String, Node)>,
+    parts: Vec<PartSpec>,
 }
 
 impl Maker<'_> {
@@ -662,10 +713,8 @@ impl Maker<'_> {
         match decision.action {
             Action::Skip => Ok(Place::Unwrapped(node.clone())),
             Action::Sequence | Action::Whole => {
-                let config = self.run_config(decision);
-                let engine = self.engine(node.clone(), &decision.path, config)?;
-                self.engines.push((decision.path.clone(), engine));
-                Ok(Place::Engine(self.engines.len() - 1))
+                self.part(node, decision)?;
+                Ok(Place::Engine(self.parts.len() - 1))
             }
             Action::List | Action::Recurse => {
                 let mut places = Vec::new();
@@ -681,77 +730,107 @@ impl Maker<'_> {
         }
     }
 
-    /// What was overridden wins over what the rules say, and that over what holds for all.
-    fn run_config(&self, decision: &Decision) -> RunConfig {
-        let mut ruled = RunConfig::default();
-        if decision.one_microbatch {
-            ruled.num_microbatch = Some(1);
+    fn part(&mut self, node: &Node, decision: &Decision) -> Result<()> {
+        let path = &decision.path;
+        let first = self.layers.len();
+        let mut layers = std::mem::take(&mut self.layers);
+        match node.sequence() {
+            None => layers = layers.named(path, Whole(node.clone())),
+            Some(sequence) => {
+                for (name, layer) in sequence.layers() {
+                    let layer = Whole(Node::Layer(layer.clone()));
+                    layers = layers.named(join(path, name), layer);
+                }
+            }
         }
-        if decision.unmerged {
-            ruled.merge_output = Some(MergeOutput::Off);
+        self.layers = layers;
+        if self.layers.len() == first {
+            let what = format!("the sequence `{path}` has no layers");
+            return Err(Error::config("wrap", what));
         }
-        let own = self
-            .config
-            .override_config
-            .get(&decision.path)
-            .cloned()
-            .unwrap_or_default();
-        own.over(&ruled).over(&self.config.run_config)
+        self.modules.push((path.clone(), node.clone()));
+        self.parts.push(PartSpec {
+            name: join(&self.name, path),
+            layers: first..self.layers.len(),
+            config: run_config(self.config, decision),
+        });
+        Ok(())
     }
+}
 
-    /// Each engine may lack what a pattern means; all of them together may not.
-    fn check_groups(&self) -> Result<()> {
-        let names = self.trained_names.iter().map(String::as_str);
-        groups::check_patterns(&self.config.groups, names)
+/// What was overridden wins over what the rules say, and that over what holds for all.
+fn run_config(config: &WrapConfig, decision: &Decision) -> RunConfig {
+    let mut ruled = RunConfig::default();
+    if decision.one_microbatch {
+        ruled.num_microbatch = Some(1);
     }
+    if decision.unmerged {
+        ruled.merge_output = Some(MergeOutput::Off);
+    }
+    let own = config.override_config.get(&decision.path).cloned();
+    let own = own.unwrap_or_default();
+    own.over(&ruled).over(&config.run_config)
+}
 
-    fn engine(&mut self, node: Node, path: &str, run_config: RunConfig) -> Result<RoundPipe<Node>> {
-        let config = self.config;
-        let layers = node.sequence().map_or(1, Sequential::len);
-        let single = node.sequence().is_none();
-        let mut builder = RoundPipe::builder(Whole(node.clone()))
-            .name(join(&self.name, path).trim_end_matches('.'))
-            .run_config(run_config)
-            .ring(&self.ring)
-            .max_lag(config.max_lag)
-            .seed(config.seed)
-            .behind(self.layers)
-            .pin(config.pin);
-        if let Some(rule) = config.optimizer {
-            builder = builder.optimizer(rule);
-        }
-        if let Some(dtype) = config.grad_dtype {
-            builder = builder.grad_dtype(dtype);
-        }
-        if let Some(threads) = config.optimizer_threads {
-            builder = builder.optimizer_threads(threads);
-        }
-        builder = builder.groups(groups_at(&config.groups, path, single));
-        self.layers += layers;
-        let engine = builder.build()?.set_original_model(node);
-        let names = engine.trained_names();
-        let names = names.map(|name| full_name(path, name, single));
-        self.trained_names.extend(names);
-        Ok(engine)
+/// An engine over all of a model.
+fn one_engine(
+    node: Node,
+    config: &WrapConfig,
+    ring: &Ring,
+    name: &str,
+    run_config: RunConfig,
+) -> Result<RoundPipe<Node>> {
+    let single = node.sequence().is_none();
+    let builder = builder(RoundPipe::builder(Whole(node.clone())), config, ring, name);
+    let engine = builder
+        .run_config(run_config)
+        .groups(groups_in_tree(&config.groups, single))
+        .build()?;
+    // Groups were renamed, so only here is it known what a pattern means.
+    let names: Vec<String> = engine
+        .trained_names()
+        .map(|name| name_in_tree(name, single))
+        .collect();
+    groups::check_patterns(&config.groups, names.iter().map(String::as_str))?;
+    Ok(engine.set_original_model(node))
+}
+
+/// What holds for every engine.
+fn builder<M: Layer + 'static>(
+    builder: Builder<M>,
+    config: &WrapConfig,
+    ring: &Ring,
+    name: &str,
+) -> Builder<M> {
+    let mut builder = builder
+        .name(name)
+        .ring(ring)
+        .max_lag(config.max_lag)
+        .seed(config.seed)
+        .pin(config.pin);
+    if let Some(rule) = config.optimizer {
+        builder = builder.optimizer(rule);
     }
+    if let Some(dtype) = config.grad_dtype {
+        builder = builder.grad_dtype(dtype);
+    }
+    if let Some(threads) = config.optimizer_threads {
+        builder = builder.optimizer_threads(threads);
+    }
+    builder
 }
 
 /// Groups over names in the tree, for an engine that has its own.
-fn groups_at(groups: &[ParamGroup], path: &str, single: bool) -> Vec<ParamGroup> {
-    let renamed = |group: &ParamGroup| {
-        let path = path.to_owned();
-        group.renamed(move |name| full_name(&path, name, single))
-    };
+fn groups_in_tree(groups: &[ParamGroup], single: bool) -> Vec<ParamGroup> {
+    let renamed = |group: &ParamGroup| group.renamed(move |name| name_in_tree(name, single));
     groups.iter().map(renamed).collect()
 }
 
-/// The name in the tree of a parameter that an engine calls `name`: an engine over one layer calls
-/// it `model`.
-fn full_name(path: &str, name: &str, single: bool) -> String {
-    let name = if single {
-        name.strip_prefix("model.").unwrap_or(name)
-    } else {
-        name
-    };
-    join(path, name)
+/// The name in the tree of a parameter that an engine over all of it calls `name`: an engine over
+/// one layer calls it `model`.
+fn name_in_tree(name: &str, single: bool) -> String {
+    match name.strip_prefix("model.") {
+        Some(name) if single => name.to_owned(),
+        _ => name.to_owned(),
+    }
 }

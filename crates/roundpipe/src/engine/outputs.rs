@@ -87,7 +87,7 @@ impl std::fmt::Debug for MicrobatchOutputs {
             f,
             "MicrobatchOutputs({} microbatches of {})",
             self.len(),
-            self.call.spec.model.name
+            self.call.spec.name
         )
     }
 }
@@ -178,7 +178,7 @@ impl std::fmt::Debug for InputGrads {
             f,
             "InputGrads({} microbatches of {})",
             self.len(),
-            self.call.spec.model.name
+            self.call.spec.name
         )
     }
 }
