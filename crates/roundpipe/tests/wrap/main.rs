@@ -1,6 +1,8 @@
 //! Wrapping a tree of modules: the rules decide as documented, and what they make computes the
 //! model's bits.
 
+mod tied;
+
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
