@@ -1,6 +1,7 @@
 //! Wrapping a tree of modules: the rules decide as documented, and what they make computes the
 //! model's bits.
 
+mod graph;
 mod tied;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
