@@ -26,9 +26,10 @@ mod projection;
 use std::collections::BTreeMap;
 
 use roundpipe::nn::Init;
+use roundpipe::wrap::{Run, Value, Values};
 use roundpipe::{
-    Cx, DType, Param, ParamVisitor, Params, Result as EngineResult, Sequential, Tensor,
-    TensorError, TensorResult, Tree,
+    Composite, Cx, DType, Node, Param, ParamVisitor, Params, Result as EngineResult, Sequential,
+    Tensor, TensorError, TensorResult, Tree,
 };
 
 use crate::config::ModelConfig;
@@ -88,6 +89,27 @@ pub(crate) use projection::{Adapter, Projection};
 ///   loss: `.loss(|_, mut outputs, _| outputs.take("loss")?.tensor())`. Merged over microbatches,
 ///   the two losses of the map are means.
 /// - With `cache`: a map of `logits` and `past.{i}.k`, `past.{i}.v` [B, T, kv heads, D].
+///
+/// # Wrapping
+/// [`roundpipe::wrap()`] takes a model as it is and finds its preset, one engine over all layers:
+///
+/// ```
+/// use roundpipe::{DType, WrapConfig, Wrapped, wrap};
+/// use roundpipe_models::{Model, ModelConfig};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let config = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64,
+///     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+///     "num_key_value_heads": 1, "max_position_embeddings": 32, "rms_norm_eps": 1e-5,
+///     "tie_word_embeddings": true}"#;
+/// let model = Model::random(ModelConfig::from_bytes(config.as_bytes(), "config.json")?, DType::F32, 7)?;
+/// let Wrapped::Engine(engine) = wrap(model, &WrapConfig::default())? else { unreachable!() };
+/// assert!(engine.take_warnings()[0].starts_with("wrap: a preset for llama was found;"));
+/// let model: &Model = engine.downcast_ref().expect("the model that was wrapped");
+/// assert_eq!(model.config.vocab, 64);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct Model {
     /// Sizes and options.
@@ -255,6 +277,46 @@ impl Model {
 impl Params for Model {
     fn visit(&self, visit: &mut ParamVisitor<'_>) {
         self.layers.visit(visit);
+    }
+}
+
+/// What [`wrap`](roundpipe::wrap()) sees: its preset is [`Model::layers`], one engine; by the rules,
+/// `model.embed_tokens`, each of `model.layers` and `lm_head` are engines of their own.
+impl Composite for Model {
+    fn children(&self) -> Vec<(String, Node)> {
+        let blocks = self.blocks.iter().map(|block| Node::layer(block.clone()));
+        let body = vec![
+            ("embed_tokens".to_owned(), Node::layer(self.embed.clone())),
+            ("layers".to_owned(), Node::list(blocks)),
+        ];
+        vec![
+            ("model".to_owned(), Node::Group(body)),
+            ("lm_head".to_owned(), Node::layer(self.head.clone())),
+        ]
+    }
+
+    fn forward(&self, run: &mut Run<'_>, input: Values) -> EngineResult<Value> {
+        let flow = run.child("model.embed_tokens", input)?;
+        let flow = run.child("model.layers", flow)?;
+        run.child("lm_head", flow)
+    }
+
+    fn is_chain(&self) -> bool {
+        true
+    }
+
+    fn preset(&self) -> Option<Sequential> {
+        Some(self.layers.clone())
+    }
+
+    fn kind(&self) -> String {
+        self.config.family.model_type().to_owned()
+    }
+}
+
+impl From<Model> for Node {
+    fn from(model: Model) -> Self {
+        Self::composite(model)
     }
 }
 

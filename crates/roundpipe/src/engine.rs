@@ -75,6 +75,7 @@ pub(crate) use self::submit::RandomPlace;
 pub use self::train::{IntoLosses, Losses, TrainCall, TrainOutput};
 pub use crate::config::Lag;
 use crate::cost::LayerTimes;
+use crate::error::{Error, Result};
 use crate::exec::ring::Ring;
 use crate::layer::Sequential;
 use crate::plan::{ExecutePlan, PlanKind};
@@ -166,7 +167,43 @@ impl<M> RoundPipe<M> {
         self.core.take_warnings()
     }
 
-    /// The same engine, dereferencing to another model: the one that this was made from.
+    /// Adds to what [`RoundPipe::take_warnings`] returns.
+    pub(crate) fn warn(&self, text: String) {
+        self.core.warn(text);
+    }
+
+    /// The model that the engine dereferences to, to be changed. What the engine runs stays as it
+    /// is: layers were taken from the model when it was built.
+    ///
+    /// ```
+    /// use roundpipe::nn::{Init, Linear};
+    /// use roundpipe::{DType, RoundPipe, Sequential};
+    ///
+    /// # fn main() -> roundpipe::Result<()> {
+    /// let linear = Linear::new(&mut Init::new(7, DType::F32), 4, 2, true)?;
+    /// let engine = RoundPipe::builder(Sequential::new().with(linear)).build()?;
+    /// let mut engine = engine.set_original_model("a model of two classes".to_owned());
+    /// engine.original_mut()?.push('!');
+    /// assert_eq!(engine.as_str(), "a model of two classes!");
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Config`] when the model is no sequence: the engine runs it as its one layer then.
+    /// Its fields can change if they can behind a shared reference, such as a `Mutex`.
+    pub fn original_mut(&mut self) -> Result<&mut M> {
+        Arc::get_mut(&mut self.original).ok_or_else(|| {
+            let what = "the engine runs the model itself, as one layer, so it cannot be changed; \
+                        build the engine over a `Sequential`, or give it another by \
+                        `set_original_model`";
+            Error::config("original_mut", what)
+        })
+    }
+
+    /// The same engine, dereferencing to another model: the one that this was made from. An engine
+    /// has the type of that model, so it is given back with the new one; for a model of the same
+    /// type [`RoundPipe::replace_original`] changes it in place.
     pub fn set_original_model<O>(self, original: O) -> RoundPipe<O> {
         let Self {
             core,
@@ -182,6 +219,11 @@ impl<M> RoundPipe<M> {
             _watchdog,
             _handle,
         }
+    }
+
+    /// Lets the engine dereference to another model of the same type.
+    pub fn replace_original(&mut self, original: M) {
+        self.original = Arc::new(original);
     }
 }
 

@@ -12,10 +12,15 @@
 //!    below it, which no other rule could place. Below `lower_threshold` in total it runs a batch
 //!    as one microbatch, unless it is an element of a list.
 //! 4. Each element of a list becomes an engine, whatever its size. All but the last leave their
-//!    outputs unmerged, so that the next starts with the first microbatch.
+//!    outputs unmerged, so that the next starts with the first microbatch; so do children of a
+//!    module that [is a chain](Composite::is_chain).
 //! 5. For any other module each child is decided by itself, and the module's own forward runs on
 //!    the host.
-//! 6. A loss function needs no wrapping: it is an argument of `forward_backward`.
+//! 6. A loss function needs no rule of its own. For one engine it is an argument of
+//!    [`forward_backward`](RoundPipe::forward_backward), and runs on the worker of the last layer.
+//!    A module that computes its loss itself does so by a child, which the rules above make an
+//!    engine of, or by [`Run::apply`], on the host where the module is not wrapped as a whole. A
+//!    field that holds a loss function, as models elsewhere have, would say the same a third time.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -114,6 +119,26 @@ pub trait Composite: Params + Any + Send + Sync {
     /// # Errors
     /// What these report.
     fn forward(&self, run: &mut Run<'_>, input: Values) -> Result<Value>;
+
+    /// Whether the forward does no more than call the children in their order, those of groups as
+    /// well, each with what the one before gave. Outputs then stay unmerged between them, as
+    /// between elements of a list.
+    fn is_chain(&self) -> bool {
+        false
+    }
+
+    /// The same model as a sequence, where it can be one: [`wrap`] then makes one engine of it,
+    /// unless [`WrapConfig::use_sequential_preset`] says otherwise.
+    fn preset(&self) -> Option<Sequential> {
+        None
+    }
+
+    /// What notes call it: by default the name of its type.
+    fn kind(&self) -> String {
+        let path = std::any::type_name::<Self>();
+        let path = path.split('<').next().unwrap_or(path);
+        path.rsplit("::").next().unwrap_or(path).to_owned()
+    }
 }
 
 /// A module and what is below it; cloning shares the modules.
@@ -149,6 +174,15 @@ impl Node {
     /// A module with children.
     pub fn composite(module: impl Composite) -> Self {
         Self::Composite(Arc::new(module))
+    }
+
+    /// The module, where it is a composite of this type: the way to the fields of the model that a
+    /// wrapped one was made from.
+    pub fn downcast_ref<T: Composite>(&self) -> Option<&T> {
+        match self {
+            Self::Composite(module) => (&**module as &dyn Any).downcast_ref(),
+            _ => None,
+        }
     }
 
     /// The children that can be wrapped by themselves.
@@ -258,10 +292,11 @@ pub type Preset = dyn Fn(&Node) -> Option<Sequential> + Send + Sync;
 /// empty.
 #[derive(Clone)]
 pub struct WrapConfig {
-    /// `None` uses the preset where it knows the model, `Some(true)` insists on it, `Some(false)`
-    /// ignores it.
+    /// `None` uses a preset where there is one for the model, and notes it among the warnings of the
+    /// engine; `Some(true)` insists on it; `Some(false)` wraps by the rules.
     pub use_sequential_preset: Option<bool>,
-    /// Makes a sequence of models that it knows. There is none by default.
+    /// Makes a sequence of models that it knows. It is asked before [`Composite::preset`], by which
+    /// models bring their own.
     pub preset: Option<Arc<Preset>>,
     /// Bytes of own parameters from which a module becomes an engine, and of all parameters below
     /// which an engine runs one microbatch; 16 KiB by default.
@@ -417,7 +452,20 @@ fn listed(decisions: &[Decision]) -> String {
 enum Above {
     /// A list, whose next element takes the outputs (`true`) or not.
     List(bool),
+    /// A module that calls its children in order: the same.
+    Chain(bool),
     Other,
+}
+
+impl Above {
+    fn is_list(self) -> bool {
+        matches!(self, Self::List(_))
+    }
+
+    /// Whether another module of a chain takes the outputs as they are.
+    fn goes_on(self) -> bool {
+        matches!(self, Self::List(true) | Self::Chain(true))
+    }
 }
 
 struct Rules<'a> {
@@ -431,15 +479,15 @@ impl Rules<'_> {
         let (total, own) = node.bytes();
         let children = node.children();
         let action = self.action(node, &path, (total, own), children.is_empty(), above);
-        if above != Above::Other && matches!(node, Node::Group(_)) && action != Action::Skip {
+        if above.is_list() && matches!(node, Node::Group(_)) && action != Action::Skip {
             let what = format!(
                 "`{path}` stands in a list but has no forward; make it a list or a composite"
             );
             return Err(Error::config("wrap", what));
         }
         let is_engine = matches!(action, Action::Sequence | Action::Whole);
-        let unmerged = is_engine && above == Above::List(true);
-        // Elements of a list are one chain, whose first decides on the microbatches of all.
+        let unmerged = is_engine && above.goes_on();
+        // The first module of a chain decides on the microbatches of all.
         let is_small = total < self.config.lower_threshold;
         let one_microbatch = action == Action::Whole && above == Above::Other && is_small;
         self.decisions.push(Decision {
@@ -455,9 +503,16 @@ impl Rules<'_> {
         }
         check_names(&path, &children)?;
         let last = children.len().saturating_sub(1);
+        let is_chain = match node {
+            Node::Composite(module) => module.is_chain(),
+            Node::Group(_) => matches!(above, Above::Chain(_)),
+            _ => false,
+        };
         for (i, (name, child)) in children.iter().enumerate() {
+            let goes_on = i < last || above.goes_on();
             let above = match action {
-                Action::List => Above::List(i < last || above == Above::List(true)),
+                Action::List => Above::List(goes_on),
+                _ if is_chain => Above::Chain(goes_on),
                 _ => Above::Other,
             };
             self.visit(child, join(&path, name), above)?;
@@ -480,10 +535,8 @@ impl Rules<'_> {
         if node.sequence().is_some() {
             return Action::Sequence;
         }
-        let fits = own >= self.config.lower_threshold
-            || total <= self.upper
-            || leaf
-            || above != Above::Other;
+        let fits =
+            own >= self.config.lower_threshold || total <= self.upper || leaf || above.is_list();
         if node.has_forward() && fits {
             return Action::Whole;
         }
@@ -562,6 +615,13 @@ pub fn wrap(model: impl Into<Node>, config: &WrapConfig) -> Result<Wrapped> {
         let own = config.override_config.get("").cloned().unwrap_or_default();
         let run_config = own.over(&config.run_config);
         let engine = one_engine(sequence.into(), config, &ring, &name, run_config)?;
+        if config.use_sequential_preset.is_none() {
+            engine.warn(format!(
+                "wrap: a preset for {} was found; use_sequential_preset: Some(false) wraps by the \
+                 rules instead, Some(true) takes it without a note",
+                kind(&model)
+            ));
+        }
         return Ok(Wrapped::Engine(Box::new(engine.set_original_model(model))));
     }
     let decisions = decide(&model, config, ring.len())?;
@@ -605,15 +665,29 @@ pub fn wrap(model: impl Into<Node>, config: &WrapConfig) -> Result<Wrapped> {
     Ok(Wrapped::Auto(AutoWrapped::new(model, parts, ring, config)))
 }
 
+fn kind(model: &Node) -> String {
+    match model {
+        Node::Layer(layer) => layer.kind().to_owned(),
+        Node::Composite(module) => module.kind(),
+        Node::List(_) | Node::Group(_) => "this list".to_owned(),
+    }
+}
+
 fn preset(model: &Node, config: &WrapConfig) -> Result<Option<Sequential>> {
     if config.use_sequential_preset == Some(false) {
         return Ok(None);
     }
-    let found = config.preset.as_ref().and_then(|preset| preset(model));
+    let given = config.preset.as_ref().and_then(|preset| preset(model));
+    let found = given.or_else(|| match model {
+        Node::Composite(module) => module.preset(),
+        _ => None,
+    });
     if found.is_none() && config.use_sequential_preset == Some(true) {
         let what = match config.preset {
             Some(_) => "the preset does not know this model; leave it unset to use the rules",
-            None => "there is no preset; set `preset`, or leave it unset to use the rules",
+            None => {
+                "there is no preset for this model; set `preset`, or leave it unset to use the rules"
+            }
         };
         return Err(Error::config("use_sequential_preset", what));
     }

@@ -202,6 +202,10 @@ impl Core {
         self.notes().evaluating = !training;
     }
 
+    pub fn warn(&self, text: String) {
+        self.notes().warnings.push(text);
+    }
+
     pub fn take_warnings(&self) -> Vec<String> {
         std::mem::take(&mut self.notes().warnings)
     }

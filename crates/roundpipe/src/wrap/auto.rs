@@ -388,6 +388,17 @@ impl AutoWrapped {
         &self.original
     }
 
+    /// The same, to be changed. What the engines run stays as it is: modules are shared, and were
+    /// taken from the model when it was wrapped.
+    pub fn original_mut(&mut self) -> &mut Node {
+        &mut self.original
+    }
+
+    /// Lets this dereference to another model, such as the one that the wrapped tree was made from.
+    pub fn set_original_model(&mut self, original: impl Into<Node>) {
+        self.original = original.into();
+    }
+
     /// The workers.
     pub fn ring(&self) -> &Ring {
         &self.shared.ring

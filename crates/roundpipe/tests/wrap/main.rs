@@ -1,6 +1,7 @@
 //! Wrapping a tree of modules: the rules decide as documented, and what they make computes the
 //! model's bits.
 
+mod calls;
 mod graph;
 mod tied;
 
@@ -512,7 +513,10 @@ fn by_one_engine(lag: Lag, groups: &[ParamGroup]) -> Trail {
 
 fn by_chain(config: &WrapConfig, lag: Lag) -> Trail {
     let blocks = blocks(4);
-    let model = auto(one_list(&blocks), config);
+    by_parts(&auto(one_list(&blocks), config), &blocks, lag)
+}
+
+fn by_parts(model: &AutoWrapped, blocks: &[Arc<Block>], lag: Lag) -> Trail {
     let (mut outputs, mut grads, mut input_grads, mut norms) = (vec![], vec![], vec![], vec![]);
     for step in 0..STEPS {
         let forward = model.forward(data(step), &call_config()).unwrap();
@@ -536,7 +540,7 @@ fn by_chain(config: &WrapConfig, lag: Lag) -> Trail {
         outputs,
         grads,
         input_grads,
-        params: values(&blocks),
+        params: values(blocks),
         norms,
     }
 }
@@ -1136,7 +1140,7 @@ fn a_preset_makes_a_sequence() {
     let text = refusal(node.clone(), &insist);
     assert_eq!(
         text,
-        "use_sequential_preset: there is no preset; set `preset`, or leave it unset to use the rules"
+        "use_sequential_preset: there is no preset for this model; set `preset`, or leave it unset to use the rules"
     );
     let knows = |node: &Node| {
         let Node::Composite(module) = node else {
