@@ -207,14 +207,11 @@ fn weights(model: &Model) -> Vec<(String, Vec<u64>)> {
     model.named_params().into_iter().map(read).collect()
 }
 
-/// The reference's classic loop: f16, a scaler, a step per batch or per several calls.
-fn classic(
-    name: &str,
-    by_rules: bool,
-    workers: usize,
-    lag: Lag,
-    calls: usize,
-) -> (Vec<(u64, Vec<u64>)>, Vec<bool>, Vec<(String, Vec<u64>)>) {
+/// Losses and logits, which steps were skipped, weights.
+type Trail = (Vec<(u64, Vec<u64>)>, Vec<bool>, Vec<(String, Vec<u64>)>);
+
+/// A loop with the loss outside the model: f16, a scaler, a step per batch or per several calls.
+fn classic(name: &str, by_rules: bool, workers: usize, lag: Lag, calls: usize) -> Trail {
     let model = Model::random(small(name), DType::F16, 7).unwrap();
     let wrapped = Wrap::new(&model, workers, by_rules);
     let scaler = GradScaler::new(ScalerState {
@@ -319,4 +316,45 @@ fn a_state_moves_from_the_preset_to_parts() {
     let grads = Tree::None;
     let text = forward.backward(grads).unwrap_err().to_string();
     assert_eq!(text, "backward: 0 gradients for 1 outputs");
+}
+
+/// The least loop: forward, a loss outside, backward, and an optimizer of the user's over the raw
+/// parameters.
+#[test]
+fn raw_parameters_may_be_trained_by_hand() {
+    let run = |by_rules: bool| {
+        let model = Model::random(small("qwen3-0.6b"), DType::F32, 7).unwrap();
+        let wrapped = Wrap::new(&model, 2, by_rules);
+        let params = model.named_params();
+        let mut losses = Vec::new();
+        for step in 0..4 {
+            losses.push(f64::from_bits(wrapped.classic(step % 2, 1.0).0));
+            either!(&wrapped, it => it.synchronize()).unwrap();
+            for (name, grad) in either!(&wrapped, it => it.gradients()).unwrap() {
+                let name = match name.as_str() {
+                    "lm_head.weight" => "model.embed_tokens.weight",
+                    other => other,
+                };
+                let (_, param) = params.iter().find(|(known, _)| known == name).unwrap();
+                let mut values = param.to_vec::<f32>().unwrap();
+                let grad = grad.unwrap().to_vec::<f32>().unwrap();
+                let moved = values.iter_mut().zip(grad);
+                moved.for_each(|(value, grad)| *value -= 0.5 * grad);
+                let data = param.data();
+                let mut write = data.write(0..data.len()).unwrap();
+                write.as_mut_slice::<f32>().copy_from_slice(&values);
+            }
+            either!(&wrapped, it => it.skip_step(Lag::Zero)).unwrap();
+        }
+        either!(&wrapped, it => it.synchronize()).unwrap();
+        (losses, weights(&model))
+    };
+    let (want, have) = (run(false), run(true));
+    assert_eq!(have.0, want.0);
+    assert!(have.1 == want.1);
+    assert!(
+        want.0[2] < want.0[0] && want.0[3] < want.0[1],
+        "{:?}",
+        want.0
+    );
 }

@@ -192,6 +192,14 @@ impl Core {
         number
     }
 
+    /// Gives the place of a forward back that failed outside the engine, if no call came after it.
+    pub fn return_number(&self, number: u64) {
+        let mut sequence = self.turn();
+        if sequence.number == number + 1 {
+            sequence.number = number;
+        }
+    }
+
     // ---- questions ----
 
     pub fn is_training(&self) -> bool {

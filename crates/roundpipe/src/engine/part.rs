@@ -89,6 +89,11 @@ impl<M> RoundPipe<M> {
         self.core.next_number()
     }
 
+    /// Gives it back after a failure outside the engine.
+    pub(crate) fn return_number(&self, number: u64) {
+        self.core.return_number(number);
+    }
+
     /// The layers of this part.
     pub(super) fn layers(&self) -> Range<usize> {
         self.core.parts[self.part].layers.clone()

@@ -161,13 +161,16 @@ impl AutoWrapped {
         match run.and_then(|value| Ok((value.to_host()?, value))) {
             Ok((output, value)) => Ok(AutoForward {
                 shared: shared.clone(),
+                number,
                 calls: recorder.calls,
                 output,
                 value,
             }),
             Err(error) => {
                 drop(recorder);
-                Err(shared.failed(error))
+                let error = shared.failed(error);
+                shared.return_number(number);
+                Err(error)
             }
         }
     }
@@ -452,6 +455,15 @@ impl Shared {
         match self.whole.as_ref().map(RoundPipe::synchronize) {
             Some(Err(cause)) if is_consequence(&error) => cause,
             _ => error,
+        }
+    }
+
+    /// Gives the place of a forward that failed in the random stream back.
+    pub fn return_number(&self, number: u64) {
+        if self.training.load(Ordering::Relaxed)
+            && let Some(whole) = &self.whole
+        {
+            whole.return_number(number);
         }
     }
 

@@ -28,6 +28,8 @@ use crate::tree::Tree;
 /// What a forward gave, and the way back.
 pub struct AutoForward {
     pub(super) shared: Arc<Shared>,
+    /// Its place in the random stream.
+    pub(super) number: u64,
     pub(super) calls: Vec<Called>,
     pub(super) output: Tree<HostTensor>,
     pub(super) value: Value,
@@ -131,6 +133,7 @@ impl AutoForward {
     pub fn backward(self, grads: impl Into<Tree<HostTensor>>) -> Result<AutoInputGrads> {
         let Self {
             shared,
+            number,
             calls,
             output,
             value,
@@ -161,6 +164,7 @@ impl AutoForward {
             // Before the cause is looked for, which waits for all calls.
             let error = shared.failed(error);
             shared.drop_gradients();
+            shared.return_number(number);
             error
         })
     }

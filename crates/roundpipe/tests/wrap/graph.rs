@@ -2,6 +2,7 @@
 //! whole model.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use roundpipe::nn::{Dropout, Init, Linear};
 use roundpipe::wrap::{Run, Value, Values};
@@ -496,4 +497,64 @@ fn a_walk_that_fails_leaves_no_gradients() {
     );
     let none = |(_, grad): &(String, Option<HostTensor>)| grad.is_none();
     assert!(model.gradients().unwrap().iter().all(none));
+}
+
+/// A forward or a way back that fails on the host leaves the random stream where it was.
+#[test]
+fn a_failure_on_the_host_draws_no_numbers() {
+    struct Fragile {
+        block: Arc<Block>,
+        fails: Arc<AtomicBool>,
+    }
+    impl Params for Fragile {
+        fn visit(&self, visit: &mut ParamVisitor<'_>) {
+            visit.child("block", &*self.block);
+        }
+    }
+    impl Composite for Fragile {
+        fn children(&self) -> Vec<(String, Node)> {
+            vec![("block".into(), Node::Layer(self.block.clone()))]
+        }
+
+        fn forward(&self, run: &mut Run<'_>, input: Values) -> roundpipe::Result<Value> {
+            let x = run.child("block", input)?;
+            run.apply(x, |cx, x| {
+                let x = cx.tanh(&x.tensor()?)?;
+                Ok(match self.fails.load(Ordering::SeqCst) {
+                    true => cx.reshape(&x, &[3, 1])?.into(),
+                    false => x.into(),
+                })
+            })
+        }
+    }
+    let outputs = |failures: bool| {
+        let fails = Arc::new(AtomicBool::new(false));
+        let linear = Linear::new(&mut Init::new(6, DType::F32), WIDTH, WIDTH, true).unwrap();
+        let block = Arc::new(Block {
+            linear,
+            dropout: Dropout { p: 0.5 },
+        });
+        let fragile = Fragile {
+            block,
+            fails: fails.clone(),
+        };
+        let model = auto(Node::composite(fragile), &in_parts(2));
+        let mut outputs = Vec::new();
+        for step in 0..3 {
+            if failures {
+                fails.store(true, Ordering::SeqCst);
+                assert!(model.forward(data(step), &RunConfig::new()).is_err());
+                fails.store(false, Ordering::SeqCst);
+                let forward = model.forward(data(step), &RunConfig::new()).unwrap();
+                let wrong = HostTensor::from_slice(&[1.0f32; 3], &[3]).unwrap();
+                assert!(forward.backward(wrong).is_err());
+            }
+            let forward = model.forward(data(step), &RunConfig::new()).unwrap();
+            outputs.push(output_bits(forward.output()));
+            forward.backward(data(step + 5)).unwrap();
+            model.update(&Update::new(0.1), Lag::Zero).unwrap();
+        }
+        outputs
+    };
+    assert_eq!(outputs(true), outputs(false));
 }
