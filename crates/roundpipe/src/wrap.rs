@@ -10,7 +10,7 @@
 //! 3. A module with a forward becomes an engine with one layer, when its own parameters take at
 //!    least `lower_threshold` or all of them at most `upper_threshold`. So does one with nothing
 //!    below it, which no other rule could place. Below `lower_threshold` in total it runs a batch
-//!    as one microbatch, unless it is an element of a list.
+//!    as one microbatch, unless it is an element of a list or chain.
 //! 4. Each element of a list becomes an engine, whatever its size. All but the last leave their
 //!    outputs unmerged, so that the next starts with the first microbatch; so do children of a
 //!    module that [is a chain](Composite::is_chain).
@@ -591,8 +591,8 @@ pub enum Wrapped {
 ///
 /// # Errors
 /// [`Error::Config`] for `use_sequential_preset` without a preset that knows the model, for a
-/// trainable parameter that two engines would update, and as [`decide`]; otherwise as building an
-/// engine.
+/// trainable parameter that an engine and a skipped module share, and as [`decide`]; otherwise as
+/// building an engine.
 #[track_caller]
 pub fn wrap(model: impl Into<Node>, config: &WrapConfig) -> Result<Wrapped> {
     let at = Location::caller();
