@@ -26,9 +26,10 @@ mod projection;
 use std::collections::BTreeMap;
 
 use roundpipe::nn::Init;
+use roundpipe::wrap::{Run, Value, Values};
 use roundpipe::{
-    Cx, DType, Param, ParamVisitor, Params, Result as EngineResult, Sequential, Tensor,
-    TensorError, TensorResult, Tree,
+    Composite, Cx, DType, Node, Param, ParamVisitor, Params, Result as EngineResult, Sequential,
+    Tensor, TensorError, TensorResult, Tree,
 };
 
 use crate::config::ModelConfig;
@@ -88,6 +89,27 @@ pub(crate) use projection::{Adapter, Projection};
 ///   loss: `.loss(|_, mut outputs, _| outputs.take("loss")?.tensor())`. Merged over microbatches,
 ///   the two losses of the map are means.
 /// - With `cache`: a map of `logits` and `past.{i}.k`, `past.{i}.v` [B, T, kv heads, D].
+///
+/// # Wrapping
+/// [`roundpipe::wrap()`] takes a model as it is and finds its preset, one engine over all layers:
+///
+/// ```
+/// use roundpipe::{DType, WrapConfig, Wrapped, wrap};
+/// use roundpipe_models::{Model, ModelConfig};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let config = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64,
+///     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+///     "num_key_value_heads": 1, "max_position_embeddings": 32, "rms_norm_eps": 1e-5,
+///     "tie_word_embeddings": true}"#;
+/// let model = Model::random(ModelConfig::from_bytes(config.as_bytes(), "config.json")?, DType::F32, 7)?;
+/// let Wrapped::Engine(engine) = wrap(model, &WrapConfig::default())? else { unreachable!() };
+/// assert!(engine.take_warnings()[0].starts_with("wrap: a preset for llama was found;"));
+/// let model: &Model = engine.downcast_ref().expect("the model that was wrapped");
+/// assert_eq!(model.config.vocab, 64);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct Model {
     /// Sizes and options.
@@ -115,7 +137,7 @@ impl Model {
             config,
             &mut Maker {
                 init: Init::new(seed, dtype),
-                values: Values::Random,
+                contents: Contents::Random,
             },
         )?;
         model.fill_rope()?;
@@ -130,7 +152,7 @@ impl Model {
         config
             .tables_fit(host_memory())
             .map_err(|what| Error::argument("config", what))?;
-        let model = Self::without_tables(config, dtype, Values::Zero)?;
+        let model = Self::without_tables(config, dtype, Contents::Zero)?;
         model.fill_rope()?;
         Ok(model)
     }
@@ -139,13 +161,13 @@ impl Model {
     pub(crate) fn without_tables(
         config: ModelConfig,
         dtype: DType,
-        values: Values,
+        contents: Contents,
     ) -> Result<Self> {
         Self::build(
             config,
             &mut Maker {
                 init: Init::new(0, dtype),
-                values,
+                contents,
             },
         )
     }
@@ -262,9 +284,49 @@ impl Params for Model {
     }
 }
 
+/// What [`wrap`](roundpipe::wrap()) sees: its preset is [`Model::layers`], one engine; by the rules,
+/// `model.embed_tokens`, each of `model.layers` and `lm_head` are engines of their own.
+impl Composite for Model {
+    fn children(&self) -> Vec<(String, Node)> {
+        let blocks = self.blocks.iter().map(|block| Node::layer(block.clone()));
+        let body = vec![
+            ("embed_tokens".to_owned(), Node::layer(self.embed.clone())),
+            ("layers".to_owned(), Node::list(blocks)),
+        ];
+        vec![
+            ("model".to_owned(), Node::Group(body)),
+            ("lm_head".to_owned(), Node::layer(self.head.clone())),
+        ]
+    }
+
+    fn forward(&self, run: &mut Run<'_>, input: Values) -> EngineResult<Value> {
+        let flow = run.child("model.embed_tokens", input)?;
+        let flow = run.child("model.layers", flow)?;
+        run.child("lm_head", flow)
+    }
+
+    fn is_chain(&self) -> bool {
+        true
+    }
+
+    fn preset(&self) -> Option<Sequential> {
+        Some(self.layers.clone())
+    }
+
+    fn kind(&self) -> String {
+        self.config.family.model_type().to_owned()
+    }
+}
+
+impl From<Model> for Node {
+    fn from(model: Model) -> Self {
+        Self::composite(model)
+    }
+}
+
 /// What new parameters hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Values {
+pub(crate) enum Contents {
     /// What training starts from.
     Random,
     /// Zeros, which take memory when they are written.
@@ -276,23 +338,23 @@ pub(crate) enum Values {
 /// Makes parameters.
 pub(crate) struct Maker {
     init: Init,
-    values: Values,
+    contents: Contents,
 }
 
 impl Maker {
     fn normal(&mut self, dims: &[usize], std: f64) -> TensorResult<Param> {
-        match self.values {
-            Values::Random => self.init.normal(dims, std),
-            Values::Zero => Param::zeros(self.init.dtype(), dims),
-            Values::Absent => Param::absent(self.init.dtype(), dims),
+        match self.contents {
+            Contents::Random => self.init.normal(dims, std),
+            Contents::Zero => Param::zeros(self.init.dtype(), dims),
+            Contents::Absent => Param::absent(self.init.dtype(), dims),
         }
     }
 
     fn full(&mut self, dims: &[usize], value: f64) -> TensorResult<Param> {
-        match self.values {
-            Values::Random if value != 0.0 => self.init.full(dims, value),
-            Values::Random | Values::Zero => Param::zeros(self.init.dtype(), dims),
-            Values::Absent => Param::absent(self.init.dtype(), dims),
+        match self.contents {
+            Contents::Random if value != 0.0 => self.init.full(dims, value),
+            Contents::Random | Contents::Zero => Param::zeros(self.init.dtype(), dims),
+            Contents::Absent => Param::absent(self.init.dtype(), dims),
         }
     }
 }

@@ -6,7 +6,7 @@ use roundpipe::{Bytes, DType};
 use roundpipe_files::small;
 
 use crate::config::ModelConfig;
-use crate::decoder::{Model, Values};
+use crate::decoder::{Contents, Model};
 use crate::error::{Error, Result};
 use crate::folder::{Folder, LoadOptions, SaveOptions, load, save};
 use crate::limits;
@@ -45,7 +45,7 @@ impl Model {
         config
             .fits(dtype, memory)
             .map_err(|what| Error::file(dir.join(CONFIG), what))?;
-        Self::fill(dir, config, dtype, Values::Zero)
+        Self::fill(dir, config, dtype, Contents::Zero)
     }
 
     /// Like [`Model::load`], but the weights stay in the folder's files, so that they may be larger
@@ -79,13 +79,13 @@ impl Model {
             .tables_fit(host_memory())
             .map_err(|what| Error::file(dir.join(CONFIG), what))?;
         let dtype = dtype.or(config.dtype).unwrap_or(DType::F32);
-        Self::fill(dir, config, dtype, Values::Absent)
+        Self::fill(dir, config, dtype, Contents::Absent)
     }
 
-    fn fill(dir: &Path, config: ModelConfig, dtype: DType, values: Values) -> Result<Self> {
+    fn fill(dir: &Path, config: ModelConfig, dtype: DType, contents: Contents) -> Result<Self> {
         let folder = Folder::open(dir)?;
         let mut options = LoadOptions {
-            mapped: values == Values::Absent,
+            mapped: contents == Contents::Absent,
             ..LoadOptions::default()
         };
         if config.tied {
@@ -94,7 +94,7 @@ impl Model {
         }
         // Nothing is written until the files are found to be those of the config, the tables
         // included.
-        let model = Self::without_tables(config, dtype, values)?;
+        let model = Self::without_tables(config, dtype, contents)?;
         load(&folder, &model.entries(), &options)?;
         model.fill_rope()?;
         Ok(model)

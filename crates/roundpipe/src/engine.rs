@@ -45,12 +45,13 @@
 //! failure, `recorder` writes traces.
 
 mod builder;
-pub(crate) mod core;
+mod core;
 mod forward;
 mod inputs;
 mod mean_loss;
 mod outputs;
 mod parameters;
+mod part;
 mod planner;
 mod recorder;
 mod recover;
@@ -68,11 +69,14 @@ use self::core::Core;
 pub use self::forward::Forward;
 pub use self::inputs::{Input, Inputs};
 pub use self::outputs::{InputGrads, MicrobatchOutputs};
+pub(crate) use self::part::PartSpec;
 pub use self::state::{ParamState, TrainingState};
 pub use self::steps::StepHandle;
+pub(crate) use self::submit::RandomPlace;
 pub use self::train::{IntoLosses, Losses, TrainCall, TrainOutput};
 pub use crate::config::Lag;
 use crate::cost::LayerTimes;
+use crate::error::{Error, Result};
 use crate::exec::ring::Ring;
 use crate::layer::Sequential;
 use crate::plan::{ExecutePlan, PlanKind};
@@ -84,8 +88,10 @@ use crate::trace::Trace;
 pub struct RoundPipe<M = Sequential> {
     original: Arc<M>,
     core: Arc<Core>,
+    /// The part of the core that this is.
+    part: usize,
     _watchdog: Option<Arc<Watchdog>>,
-    _handle: Handle,
+    _handle: Arc<Handle>,
 }
 
 /// The right to ask for steps. Forwards that are kept do not have it.
@@ -104,7 +110,7 @@ impl Drop for Handle {
 impl<M> RoundPipe<M> {
     /// The engine's name.
     pub fn name(&self) -> &str {
-        &self.core.model.name
+        &self.core.parts[self.part].name
     }
 
     /// The workers.
@@ -129,7 +135,7 @@ impl<M> RoundPipe<M> {
         self.core.nonfinite_steps()
     }
 
-    /// Host memory of weights, gradients and optimizer state.
+    /// Host memory of weights, gradients and optimizer state; of all parts of a wrapped model.
     pub fn host_bytes(&self) -> StoreBytes {
         self.core.model.store.host_bytes()
     }
@@ -148,12 +154,12 @@ impl<M> RoundPipe<M> {
     /// and `Infer` for [`RoundPipe::forward`] with and without `requires_grad`. It prints itself as
     /// ranges of layers.
     pub fn last_plan(&self, kind: PlanKind) -> Option<ExecutePlan> {
-        self.core.last_plan(kind)
+        self.core.parts[self.part].planner.last_plan(kind)
     }
 
     /// Measured times of each layer.
     pub fn layer_times(&self) -> LayerTimes {
-        self.core.layer_times()
+        self.core.parts[self.part].planner.times()
     }
 
     /// What the user should know and has not asked for, e.g. a batch that gave fewer microbatches;
@@ -162,10 +168,47 @@ impl<M> RoundPipe<M> {
         self.core.take_warnings()
     }
 
-    /// The same engine, dereferencing to another model: the one that this was made from.
+    /// Adds to what [`RoundPipe::take_warnings`] returns.
+    pub(crate) fn warn(&self, text: String) {
+        self.core.warn(text);
+    }
+
+    /// The model that the engine dereferences to, to be changed. What the engine runs stays as it
+    /// is: layers were taken from the model when it was built.
+    ///
+    /// ```
+    /// use roundpipe::nn::{Init, Linear};
+    /// use roundpipe::{DType, RoundPipe, Sequential};
+    ///
+    /// # fn main() -> roundpipe::Result<()> {
+    /// let linear = Linear::new(&mut Init::new(7, DType::F32), 4, 2, true)?;
+    /// let engine = RoundPipe::builder(Sequential::new().with(linear)).build()?;
+    /// let mut engine = engine.set_original_model("a model of two classes".to_owned());
+    /// engine.original_mut()?.push('!');
+    /// assert_eq!(engine.as_str(), "a model of two classes!");
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Config`] when the model is no sequence: the engine runs it as its one layer then.
+    /// Its fields can change if they can behind a shared reference, such as a `Mutex`.
+    pub fn original_mut(&mut self) -> Result<&mut M> {
+        Arc::get_mut(&mut self.original).ok_or_else(|| {
+            let what = "the engine runs the model itself, as one layer, so it cannot be changed; \
+                        build the engine over a `Sequential`, or give it another by \
+                        `set_original_model`";
+            Error::config("original_mut", what)
+        })
+    }
+
+    /// The same engine, dereferencing to another model: the one that this was made from. An engine
+    /// has the type of that model, so it is given back with the new one; for a model of the same
+    /// type [`RoundPipe::replace_original`] changes it in place.
     pub fn set_original_model<O>(self, original: O) -> RoundPipe<O> {
         let Self {
             core,
+            part,
             _watchdog,
             _handle,
             ..
@@ -173,9 +216,15 @@ impl<M> RoundPipe<M> {
         RoundPipe {
             original: Arc::new(original),
             core,
+            part,
             _watchdog,
             _handle,
         }
+    }
+
+    /// Lets the engine dereference to another model of the same type.
+    pub fn replace_original(&mut self, original: M) {
+        self.original = Arc::new(original);
     }
 }
 
@@ -189,12 +238,12 @@ impl<M> Deref for RoundPipe<M> {
 
 impl<M> std::fmt::Debug for RoundPipe<M> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let layers = self.core.model.layers.len();
+        let layers = self.layers().len();
         let workers = self.core.ring.len();
         write!(
             f,
             "RoundPipe({}, {layers} layers on {workers} workers)",
-            self.core.model.name
+            self.name()
         )
     }
 }

@@ -10,12 +10,17 @@
 //! 3. A module with a forward becomes an engine with one layer, when its own parameters take at
 //!    least `lower_threshold` or all of them at most `upper_threshold`. So does one with nothing
 //!    below it, which no other rule could place. Below `lower_threshold` in total it runs a batch
-//!    as one microbatch.
+//!    as one microbatch, unless it is an element of a list or chain.
 //! 4. Each element of a list becomes an engine, whatever its size. All but the last leave their
-//!    outputs unmerged, so that the next starts with the first microbatch.
+//!    outputs unmerged, so that the next starts with the first microbatch; so do children of a
+//!    module that [is a chain](Composite::is_chain).
 //! 5. For any other module each child is decided by itself, and the module's own forward runs on
 //!    the host.
-//! 6. A loss function needs no wrapping: it is an argument of `forward_backward`.
+//! 6. A loss function needs no rule of its own. For one engine it is an argument of
+//!    [`forward_backward`](RoundPipe::forward_backward), and runs on the worker of the last layer.
+//!    A module that computes its loss itself does so by a child, which the rules above make an
+//!    engine of, or by [`Run::apply`], on the host where the module is not wrapped as a whole. A
+//!    field that holds a loss function, as models elsewhere have, would say the same a third time.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -62,11 +67,17 @@
 //!
 //! # Invariants
 //! - [`wrap`] does what [`decide`] says and decides nothing itself.
-//! - A trainable parameter is in one engine, or in none: no two can update it.
+//! - All engines of a model are parts of one: they have one store, one optimizer and one sequence of
+//!   calls and steps. So a parameter that several of them use has one home, one master and one set
+//!   of moments; its gradients are kept per use and added by the update, the last use in the tree
+//!   first; and all engines read the same version of it at every lag.
+//! - A trainable parameter that an engine has is used by no module on the host.
 //! - Engines draw the random numbers that one engine over all their layers, in the order of the
 //!   tree, would draw.
 
 mod auto;
+mod back;
+mod record;
 mod run;
 
 use std::any::Any;
@@ -77,13 +88,14 @@ use std::sync::Arc;
 
 use roundpipe_tensor::{Bytes, Cx, DType, Device, Pin, Result as TensorResult};
 
-pub use self::auto::{AutoForward, AutoStepping, AutoWrapped};
+pub use self::auto::AutoWrapped;
+pub use self::back::{AutoForward, AutoInputGrads};
 use self::run::run_inside;
 pub use self::run::{Run, Value, Values};
 use crate::batch::MergeOutput;
 use crate::config::{Lag, RunConfig};
 use crate::devices::Devices;
-use crate::engine::RoundPipe;
+use crate::engine::{Builder, PartSpec, RoundPipe};
 use crate::error::{Error, Result};
 use crate::exec::ring::{Ring, RingOptions};
 use crate::groups::{self, ParamGroup};
@@ -107,6 +119,26 @@ pub trait Composite: Params + Any + Send + Sync {
     /// # Errors
     /// What these report.
     fn forward(&self, run: &mut Run<'_>, input: Values) -> Result<Value>;
+
+    /// Whether the forward does no more than call the children in their order, those of groups as
+    /// well, each with what the one before gave. Outputs then stay unmerged between them, as
+    /// between elements of a list.
+    fn is_chain(&self) -> bool {
+        false
+    }
+
+    /// The same model as a sequence, where it can be one: [`wrap`] then makes one engine of it,
+    /// unless [`WrapConfig::use_sequential_preset`] says otherwise.
+    fn preset(&self) -> Option<Sequential> {
+        None
+    }
+
+    /// What notes call it: by default the name of its type.
+    fn kind(&self) -> String {
+        let path = std::any::type_name::<Self>();
+        let path = path.split('<').next().unwrap_or(path);
+        path.rsplit("::").next().unwrap_or(path).to_owned()
+    }
 }
 
 /// A module and what is below it; cloning shares the modules.
@@ -142,6 +174,15 @@ impl Node {
     /// A module with children.
     pub fn composite(module: impl Composite) -> Self {
         Self::Composite(Arc::new(module))
+    }
+
+    /// The module, where it is a composite of this type: the way to the fields of the model that a
+    /// wrapped one was made from.
+    pub fn downcast_ref<T: Composite>(&self) -> Option<&T> {
+        match self {
+            Self::Composite(module) => (&**module as &dyn Any).downcast_ref(),
+            _ => None,
+        }
     }
 
     /// The children that can be wrapped by themselves.
@@ -235,6 +276,13 @@ impl Layer for Whole {
     fn sequence(&self) -> Option<&Sequential> {
         self.0.sequence()
     }
+
+    fn kind(&self) -> &'static str {
+        match &self.0 {
+            Node::Layer(layer) => layer.kind(),
+            _ => "Composite",
+        }
+    }
 }
 
 /// Makes a sequence of a model that it knows.
@@ -244,10 +292,11 @@ pub type Preset = dyn Fn(&Node) -> Option<Sequential> + Send + Sync;
 /// empty.
 #[derive(Clone)]
 pub struct WrapConfig {
-    /// `None` uses the preset where it knows the model, `Some(true)` insists on it, `Some(false)`
-    /// ignores it.
+    /// `None` uses a preset where there is one for the model, and notes it among the warnings of the
+    /// engine; `Some(true)` insists on it; `Some(false)` wraps by the rules.
     pub use_sequential_preset: Option<bool>,
-    /// Makes a sequence of models that it knows. There is none by default.
+    /// Makes a sequence of models that it knows. It is asked before [`Composite::preset`], by which
+    /// models bring their own.
     pub preset: Option<Arc<Preset>>,
     /// Bytes of own parameters from which a module becomes an engine, and of all parameters below
     /// which an engine runs one microbatch; 16 KiB by default.
@@ -345,6 +394,13 @@ pub struct Decision {
     pub unmerged: bool,
 }
 
+impl Decision {
+    /// Whether the module becomes an engine.
+    fn is_engine(&self) -> bool {
+        matches!(self.action, Action::Sequence | Action::Whole)
+    }
+}
+
 /// Decides on a model and everything below it, each module before its children. The wrapping
 /// follows this to the letter.
 ///
@@ -396,7 +452,20 @@ fn listed(decisions: &[Decision]) -> String {
 enum Above {
     /// A list, whose next element takes the outputs (`true`) or not.
     List(bool),
+    /// A module that calls its children in order: the same.
+    Chain(bool),
     Other,
+}
+
+impl Above {
+    fn is_list(self) -> bool {
+        matches!(self, Self::List(_))
+    }
+
+    /// Whether another module of a chain takes the outputs as they are.
+    fn goes_on(self) -> bool {
+        matches!(self, Self::List(true) | Self::Chain(true))
+    }
 }
 
 struct Rules<'a> {
@@ -410,15 +479,17 @@ impl Rules<'_> {
         let (total, own) = node.bytes();
         let children = node.children();
         let action = self.action(node, &path, (total, own), children.is_empty(), above);
-        if above != Above::Other && matches!(node, Node::Group(_)) && action != Action::Skip {
+        if above.is_list() && matches!(node, Node::Group(_)) && action != Action::Skip {
             let what = format!(
                 "`{path}` stands in a list but has no forward; make it a list or a composite"
             );
             return Err(Error::config("wrap", what));
         }
         let is_engine = matches!(action, Action::Sequence | Action::Whole);
-        let unmerged = is_engine && above == Above::List(true);
-        let one_microbatch = action == Action::Whole && total < self.config.lower_threshold;
+        let unmerged = is_engine && above.goes_on();
+        // The first module of a chain decides on the microbatches of all.
+        let is_small = total < self.config.lower_threshold;
+        let one_microbatch = action == Action::Whole && above == Above::Other && is_small;
         self.decisions.push(Decision {
             path: path.clone(),
             action,
@@ -432,9 +503,16 @@ impl Rules<'_> {
         }
         check_names(&path, &children)?;
         let last = children.len().saturating_sub(1);
+        let is_chain = match node {
+            Node::Composite(module) => module.is_chain(),
+            Node::Group(_) => matches!(above, Above::Chain(_)),
+            _ => false,
+        };
         for (i, (name, child)) in children.iter().enumerate() {
+            let goes_on = i < last || above.goes_on();
             let above = match action {
-                Action::List => Above::List(i < last || above == Above::List(true)),
+                Action::List => Above::List(goes_on),
+                _ if is_chain => Above::Chain(goes_on),
                 _ => Above::Other,
             };
             self.visit(child, join(&path, name), above)?;
@@ -457,10 +535,8 @@ impl Rules<'_> {
         if node.sequence().is_some() {
             return Action::Sequence;
         }
-        let fits = own >= self.config.lower_threshold
-            || total <= self.upper
-            || leaf
-            || above != Above::Other;
+        let fits =
+            own >= self.config.lower_threshold || total <= self.upper || leaf || above.is_list();
         if node.has_forward() && fits {
             return Action::Whole;
         }
@@ -515,8 +591,8 @@ pub enum Wrapped {
 ///
 /// # Errors
 /// [`Error::Config`] for `use_sequential_preset` without a preset that knows the model, for a
-/// trainable parameter that two engines would update, and as [`decide`]; otherwise as building an
-/// engine.
+/// trainable parameter that an engine and a skipped module share, and as [`decide`]; otherwise as
+/// building an engine.
 #[track_caller]
 pub fn wrap(model: impl Into<Node>, config: &WrapConfig) -> Result<Wrapped> {
     let at = Location::caller();
@@ -535,38 +611,65 @@ pub fn wrap(model: impl Into<Node>, config: &WrapConfig) -> Result<Wrapped> {
         None if config.devices.is_empty() => Ring::of(&Devices::all()?, &options)?,
         None => Ring::new(&config.devices, &options)?,
     };
-    let mut maker = Maker {
-        config,
-        ring,
-        name,
-        engines: Vec::new(),
-        layers: 0,
-        trained_names: Vec::new(),
-    };
     if let Some(sequence) = preset(&model, config)? {
         let own = config.override_config.get("").cloned().unwrap_or_default();
-        let engine = maker.engine(sequence.into(), "", own.over(&config.run_config))?;
-        maker.check_groups()?;
+        let run_config = own.over(&config.run_config);
+        let engine = one_engine(sequence.into(), config, &ring, &name, run_config)?;
+        if config.use_sequential_preset.is_none() {
+            engine.warn(format!(
+                "wrap: a preset for {} was found; use_sequential_preset: Some(false) wraps by the \
+                 rules instead, Some(true) takes it without a note",
+                kind(&model)
+            ));
+        }
         return Ok(Wrapped::Engine(Box::new(engine.set_original_model(model))));
     }
-    let decisions = decide(&model, config, maker.ring.len())?;
+    let decisions = decide(&model, config, ring.len())?;
+    if let Some(whole) = decisions.first().filter(|whole| whole.is_engine()) {
+        let run_config = run_config(config, whole);
+        let engine = one_engine(model, config, &ring, &name, run_config)?;
+        return Ok(Wrapped::Engine(Box::new(engine)));
+    }
     check_shared(&model, &decisions)?;
-    let mut next = decisions.iter();
-    let place = maker.place(&model, &mut next)?;
-    maker.check_groups()?;
-    match (place, maker.engines.pop()) {
-        (Place::Engine(_), Some((_, engine))) => Ok(Wrapped::Engine(Box::new(engine))),
-        (place, last) => {
-            let engines = maker.engines.into_iter().chain(last).collect();
-            Ok(Wrapped::Auto(AutoWrapped::new(
-                model,
-                place,
-                engines,
-                decisions,
-                maker.ring,
-                config.seed,
-            )))
+    let mut maker = Maker {
+        config,
+        name,
+        layers: Sequential::new(),
+        modules: Vec::new(),
+        parts: Vec::new(),
+    };
+    let place = maker.place(&model, &mut decisions.iter())?;
+    let Maker {
+        name,
+        layers,
+        modules,
+        parts,
+        ..
+    } = maker;
+    let whole = match layers.is_empty() {
+        false => {
+            let builder = builder(RoundPipe::builder(layers), config, &ring, &name);
+            Some(builder.groups(config.groups.clone()).parts(parts).build()?)
         }
+        true => {
+            groups::check_patterns(&config.groups, std::iter::empty())?;
+            None
+        }
+    };
+    let parts = Parts {
+        place,
+        whole,
+        modules,
+        decisions,
+    };
+    Ok(Wrapped::Auto(AutoWrapped::new(model, parts, ring, config)))
+}
+
+fn kind(model: &Node) -> String {
+    match model {
+        Node::Layer(layer) => layer.kind().to_owned(),
+        Node::Composite(module) => module.kind(),
+        Node::List(_) | Node::Group(_) => "this list".to_owned(),
     }
 }
 
@@ -574,41 +677,55 @@ fn preset(model: &Node, config: &WrapConfig) -> Result<Option<Sequential>> {
     if config.use_sequential_preset == Some(false) {
         return Ok(None);
     }
-    let found = config.preset.as_ref().and_then(|preset| preset(model));
+    let given = config.preset.as_ref().and_then(|preset| preset(model));
+    let found = given.or_else(|| match model {
+        Node::Composite(module) => module.preset(),
+        _ => None,
+    });
     if found.is_none() && config.use_sequential_preset == Some(true) {
         let what = match config.preset {
             Some(_) => "the preset does not know this model; leave it unset to use the rules",
-            None => "there is no preset; set `preset`, or leave it unset to use the rules",
+            None => {
+                "there is no preset for this model; set `preset`, or leave it unset to use the rules"
+            }
         };
         return Err(Error::config("use_sequential_preset", what));
     }
     Ok(found)
 }
 
-/// Refuses a trainable parameter of two modules of which one is an engine: each would go on with
-/// its own copy.
+/// Refuses a trainable parameter that an engine and a module on the host both use: the host would
+/// go on with a copy of its own. Engines may share one: they have one store.
 fn check_shared(model: &Node, decisions: &[Decision]) -> Result<()> {
     let mut homes: HashMap<_, (&Decision, String)> = HashMap::new();
     for decision in decisions
         .iter()
-        .filter(|d| !matches!(d.action, Action::List | Action::Recurse))
+        .filter(|d| d.is_engine() || d.action == Action::Skip)
     {
         let Some(node) = at(model, &decision.path) else {
             continue;
         };
         for (name, param) in node.trainable_params() {
             let name = join(&decision.path, &name);
-            if let Some((other, first)) = homes.get(&param.id())
-                && (other.action != Action::Skip || decision.action != Action::Skip)
-            {
-                let what = format!(
-                    "`{first}` and `{name}` are one parameter that `{}` and `{}` would go on with separately; \
-                     put both modules into one sequence, or raise `upper_threshold` until one engine has both",
-                    other.path, decision.path
-                );
-                return Err(Error::config("wrap", what));
+            match homes.get(&param.id()) {
+                None => {
+                    homes.insert(param.id(), (decision, name));
+                }
+                Some((other, first)) if other.is_engine() != decision.is_engine() => {
+                    let skipped = if decision.is_engine() {
+                        other
+                    } else {
+                        decision
+                    };
+                    let what = format!(
+                        "`{first}` and `{name}` are one parameter, which an engine trains and the \
+                         skipped `{}` uses on the host; skip both modules or neither",
+                        skipped.path
+                    );
+                    return Err(Error::config("wrap", what));
+                }
+                Some(_) => {}
             }
-            homes.insert(param.id(), (decision, name));
         }
     }
     Ok(())
@@ -637,16 +754,24 @@ enum Place {
     Composite(Arc<dyn Composite>, Vec<(String, Place)>),
 }
 
+/// What following the decisions gave.
+struct Parts {
+    place: Place,
+    /// The engine whose parts the modules are; `None` where all of the model runs on the host.
+    whole: Option<RoundPipe<Sequential>>,
+    /// The module of each part, by path.
+    modules: Vec<(String, Node)>,
+    decisions: Vec<Decision>,
+}
+
 /// Follows decisions.
 struct Maker<'a> {
     config: &'a WrapConfig,
-    ring: Ring,
     name: String,
-    engines: Vec<(String, RoundPipe<Node>)>,
-    /// Of all engines so far.
-    layers: usize,
-    /// The same, by their names in the tree.
-    trained_names: Vec<String>,
+    /// Of all engines so far, by their paths in the tree.
+    layers: Sequential,
+    modules: Vec<(String, Node)>,
+    parts: Vec<PartSpec>,
 }
 
 impl Maker<'_> {
@@ -662,10 +787,8 @@ impl Maker<'_> {
         match decision.action {
             Action::Skip => Ok(Place::Unwrapped(node.clone())),
             Action::Sequence | Action::Whole => {
-                let config = self.run_config(decision);
-                let engine = self.engine(node.clone(), &decision.path, config)?;
-                self.engines.push((decision.path.clone(), engine));
-                Ok(Place::Engine(self.engines.len() - 1))
+                self.part(node, decision)?;
+                Ok(Place::Engine(self.parts.len() - 1))
             }
             Action::List | Action::Recurse => {
                 let mut places = Vec::new();
@@ -681,77 +804,107 @@ impl Maker<'_> {
         }
     }
 
-    /// What was overridden wins over what the rules say, and that over what holds for all.
-    fn run_config(&self, decision: &Decision) -> RunConfig {
-        let mut ruled = RunConfig::default();
-        if decision.one_microbatch {
-            ruled.num_microbatch = Some(1);
+    fn part(&mut self, node: &Node, decision: &Decision) -> Result<()> {
+        let path = &decision.path;
+        let first = self.layers.len();
+        let mut layers = std::mem::take(&mut self.layers);
+        match node.sequence() {
+            None => layers = layers.named(path, Whole(node.clone())),
+            Some(sequence) => {
+                for (name, layer) in sequence.layers() {
+                    let layer = Whole(Node::Layer(layer.clone()));
+                    layers = layers.named(join(path, name), layer);
+                }
+            }
         }
-        if decision.unmerged {
-            ruled.merge_output = Some(MergeOutput::Off);
+        self.layers = layers;
+        if self.layers.len() == first {
+            let what = format!("the sequence `{path}` has no layers");
+            return Err(Error::config("wrap", what));
         }
-        let own = self
-            .config
-            .override_config
-            .get(&decision.path)
-            .cloned()
-            .unwrap_or_default();
-        own.over(&ruled).over(&self.config.run_config)
+        self.modules.push((path.clone(), node.clone()));
+        self.parts.push(PartSpec {
+            name: join(&self.name, path),
+            layers: first..self.layers.len(),
+            config: run_config(self.config, decision),
+        });
+        Ok(())
     }
+}
 
-    /// Each engine may lack what a pattern means; all of them together may not.
-    fn check_groups(&self) -> Result<()> {
-        let names = self.trained_names.iter().map(String::as_str);
-        groups::check_patterns(&self.config.groups, names)
+/// What was overridden wins over what the rules say, and that over what holds for all.
+fn run_config(config: &WrapConfig, decision: &Decision) -> RunConfig {
+    let mut ruled = RunConfig::default();
+    if decision.one_microbatch {
+        ruled.num_microbatch = Some(1);
     }
+    if decision.unmerged {
+        ruled.merge_output = Some(MergeOutput::Off);
+    }
+    let own = config.override_config.get(&decision.path).cloned();
+    let own = own.unwrap_or_default();
+    own.over(&ruled).over(&config.run_config)
+}
 
-    fn engine(&mut self, node: Node, path: &str, run_config: RunConfig) -> Result<RoundPipe<Node>> {
-        let config = self.config;
-        let layers = node.sequence().map_or(1, Sequential::len);
-        let single = node.sequence().is_none();
-        let mut builder = RoundPipe::builder(Whole(node.clone()))
-            .name(join(&self.name, path).trim_end_matches('.'))
-            .run_config(run_config)
-            .ring(&self.ring)
-            .max_lag(config.max_lag)
-            .seed(config.seed)
-            .behind(self.layers)
-            .pin(config.pin);
-        if let Some(rule) = config.optimizer {
-            builder = builder.optimizer(rule);
-        }
-        if let Some(dtype) = config.grad_dtype {
-            builder = builder.grad_dtype(dtype);
-        }
-        if let Some(threads) = config.optimizer_threads {
-            builder = builder.optimizer_threads(threads);
-        }
-        builder = builder.groups(groups_at(&config.groups, path, single));
-        self.layers += layers;
-        let engine = builder.build()?.set_original_model(node);
-        let names = engine.trained_names();
-        let names = names.map(|name| full_name(path, name, single));
-        self.trained_names.extend(names);
-        Ok(engine)
+/// An engine over all of a model.
+fn one_engine(
+    node: Node,
+    config: &WrapConfig,
+    ring: &Ring,
+    name: &str,
+    run_config: RunConfig,
+) -> Result<RoundPipe<Node>> {
+    let single = node.sequence().is_none();
+    let builder = builder(RoundPipe::builder(Whole(node.clone())), config, ring, name);
+    let engine = builder
+        .run_config(run_config)
+        .groups(groups_in_tree(&config.groups, single))
+        .build()?;
+    // Groups were renamed, so only here is it known what a pattern means.
+    let names: Vec<String> = engine
+        .trained_names()
+        .map(|name| name_in_tree(name, single))
+        .collect();
+    groups::check_patterns(&config.groups, names.iter().map(String::as_str))?;
+    Ok(engine.set_original_model(node))
+}
+
+/// What holds for every engine.
+fn builder<M: Layer + 'static>(
+    builder: Builder<M>,
+    config: &WrapConfig,
+    ring: &Ring,
+    name: &str,
+) -> Builder<M> {
+    let mut builder = builder
+        .name(name)
+        .ring(ring)
+        .max_lag(config.max_lag)
+        .seed(config.seed)
+        .pin(config.pin);
+    if let Some(rule) = config.optimizer {
+        builder = builder.optimizer(rule);
     }
+    if let Some(dtype) = config.grad_dtype {
+        builder = builder.grad_dtype(dtype);
+    }
+    if let Some(threads) = config.optimizer_threads {
+        builder = builder.optimizer_threads(threads);
+    }
+    builder
 }
 
 /// Groups over names in the tree, for an engine that has its own.
-fn groups_at(groups: &[ParamGroup], path: &str, single: bool) -> Vec<ParamGroup> {
-    let renamed = |group: &ParamGroup| {
-        let path = path.to_owned();
-        group.renamed(move |name| full_name(&path, name, single))
-    };
+fn groups_in_tree(groups: &[ParamGroup], single: bool) -> Vec<ParamGroup> {
+    let renamed = |group: &ParamGroup| group.renamed(move |name| name_in_tree(name, single));
     groups.iter().map(renamed).collect()
 }
 
-/// The name in the tree of a parameter that an engine calls `name`: an engine over one layer calls
-/// it `model`.
-fn full_name(path: &str, name: &str, single: bool) -> String {
-    let name = if single {
-        name.strip_prefix("model.").unwrap_or(name)
-    } else {
-        name
-    };
-    join(path, name)
+/// The name in the tree of a parameter that an engine over all of it calls `name`: an engine over
+/// one layer calls it `model`.
+fn name_in_tree(name: &str, single: bool) -> String {
+    match name.strip_prefix("model.") {
+        Some(name) if single => name.to_owned(),
+        _ => name.to_owned(),
+    }
 }

@@ -16,6 +16,7 @@ use std::time::Duration;
 use roundpipe_tensor::{Bytes, DType, Device, Pin};
 
 use super::core::Core;
+use super::part::PartSpec;
 use super::{Handle, RoundPipe};
 use crate::config::{Lag, RunConfig};
 use crate::devices::Devices;
@@ -43,7 +44,7 @@ pub struct Builder<M> {
     groups: Vec<ParamGroup>,
     max_lag: Lag,
     seed: u64,
-    first_layer: usize,
+    parts: Vec<PartSpec>,
     devices: Vec<Arc<dyn Device>>,
     ring: Option<Ring>,
     options: RingOptions,
@@ -74,7 +75,7 @@ impl<M: Layer + 'static> RoundPipe<M> {
             groups: Vec::new(),
             max_lag: Lag::One,
             seed: 0,
-            first_layer: 0,
+            parts: Vec::new(),
             devices: Vec::new(),
             ring: None,
             options: RingOptions::default(),
@@ -147,11 +148,10 @@ impl<M: Layer + 'static> Builder<M> {
         self
     }
 
-    /// Layers draw random numbers as if `layers` others stood before them: engines in a row then
-    /// draw those of one engine over all layers.
+    /// Layers that are called by themselves, beside the whole model.
     #[must_use]
-    pub(crate) fn behind(mut self, layers: usize) -> Self {
-        self.first_layer = layers;
+    pub(crate) fn parts(mut self, parts: Vec<PartSpec>) -> Self {
+        self.parts = parts;
         self
     }
 
@@ -287,7 +287,15 @@ impl<M: Layer + 'static> Builder<M> {
             },
         )?;
         store.set_groups(&self.groups)?;
-        let (seed, first_layer) = (self.seed, self.first_layer);
+        let seed = self.seed;
+        let mut parts = self.parts;
+        // The last of them, which this handle stands for.
+        let part = parts.len();
+        parts.push(PartSpec {
+            name: self.name.clone(),
+            layers: 0..layers.len(),
+            config: self.config,
+        });
         let sets_buffers = AtomicBool::new(false);
         let (resident, inference) = (self.resident, self.inference);
         let model = Model {
@@ -295,7 +303,6 @@ impl<M: Layer + 'static> Builder<M> {
             layers,
             store,
             seed,
-            first_layer,
             sets_buffers,
             resident,
             inference,
@@ -307,7 +314,7 @@ impl<M: Layer + 'static> Builder<M> {
         let core = Core::new(
             model,
             ring,
-            self.config,
+            parts,
             self.max_lag,
             trace,
             self.max_nonfinite_steps,
@@ -316,8 +323,9 @@ impl<M: Layer + 'static> Builder<M> {
         Ok(RoundPipe {
             original,
             core: core.clone(),
+            part,
             _watchdog: watchdog,
-            _handle: Handle(core),
+            _handle: Arc::new(Handle(core)),
         })
     }
 }

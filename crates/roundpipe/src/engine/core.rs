@@ -26,16 +26,15 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::planner::Planner;
+use super::part::{EnginePart, PartSpec};
 use super::recorder::CallRecorder;
-use crate::config::{Lag, RunConfig};
-use crate::cost::LayerTimes;
+use crate::config::Lag;
 use crate::error::{Error, Result};
 use crate::exec::call::{Call, CallList};
 use crate::exec::model::Model;
 use crate::exec::optimizer_thread::{OptimizerHandle, Outcome};
 use crate::exec::ring::Ring;
-use crate::plan::{ExecutePlan, PlanKind};
+use crate::plan::PlanKind;
 use crate::sync::lock;
 use crate::trace::Trace;
 
@@ -43,14 +42,14 @@ use crate::trace::Trace;
 pub(crate) struct Core {
     pub model: Arc<Model>,
     pub ring: Ring,
-    pub config: RunConfig,
+    /// What is called by itself: all layers, or some of them.
+    pub(super) parts: Vec<EnginePart>,
     pub max_lag: Lag,
     pub trace: Arc<Trace>,
     pub(super) call_list: Arc<CallList>,
     pub(super) optimizer: OptimizerHandle,
     /// Dropped behind the optimizer, which may still be at work when the engine is dropped.
     _trainer: Trainer,
-    pub(super) planner: Planner,
     pub(super) recorder: CallRecorder,
     sequence: Mutex<Sequence>,
     notes: Mutex<Notes>,
@@ -127,7 +126,6 @@ impl Sequence {
 #[derive(Default)]
 pub(super) struct Notes {
     pub evaluating: bool,
-    pub has_gradients: bool,
     pub warnings: Vec<String>,
     /// Steps that were made and not finite, in all and since the last that was.
     pub nonfinite_steps: u64,
@@ -138,25 +136,26 @@ impl Core {
     pub fn new(
         model: Model,
         ring: Ring,
-        config: RunConfig,
+        parts: Vec<PartSpec>,
         max_lag: Lag,
         trace: Arc<Trace>,
         most_nonfinite: u64,
     ) -> Result<Self> {
         let model = Arc::new(model);
+        let part = |spec| EnginePart::new(spec, &model, &ring, max_lag);
+        let parts = parts.into_iter().map(part).collect();
         let call_list = Arc::<CallList>::default();
         let optimizer =
             OptimizerHandle::start(&model, &call_list, ring.board(), &trace, most_nonfinite)?;
         Ok(Self {
             optimizer,
             _trainer: Trainer(model.clone()),
-            planner: Planner::new(model.clone(), ring.clone(), max_lag),
             recorder: CallRecorder::new(ring.clone(), trace.clone()),
             sequence: Mutex::default(),
             notes: Mutex::default(),
             model,
             ring,
-            config,
+            parts,
             max_lag,
             trace,
             call_list,
@@ -183,22 +182,40 @@ impl Core {
         Ok(())
     }
 
+    /// The place in the random stream of a forward over several parts: it counts once, however many
+    /// of them are called in it.
+    pub fn next_number(&self) -> u64 {
+        let training = self.is_training();
+        let mut sequence = self.turn();
+        let number = sequence.number;
+        sequence.number += u64::from(training);
+        number
+    }
+
+    /// Gives the place of a forward back that failed outside the engine, if no call came after it.
+    pub fn return_number(&self, number: u64) {
+        let mut sequence = self.turn();
+        if sequence.number == number + 1 {
+            sequence.number = number;
+        }
+    }
+
     // ---- questions ----
+
+    pub fn is_training(&self) -> bool {
+        !self.notes().evaluating
+    }
 
     pub fn set_training(&self, training: bool) {
         self.notes().evaluating = !training;
     }
 
+    pub fn warn(&self, text: String) {
+        self.notes().warnings.push(text);
+    }
+
     pub fn take_warnings(&self) -> Vec<String> {
         std::mem::take(&mut self.notes().warnings)
-    }
-
-    pub fn last_plan(&self, kind: PlanKind) -> Option<ExecutePlan> {
-        self.planner.last_plan(kind)
-    }
-
-    pub fn layer_times(&self) -> LayerTimes {
-        self.planner.times()
     }
 
     /// Steps so far that were skipped, or left weights out, because they were not finite.
@@ -209,11 +226,6 @@ impl Core {
     /// Steps that were requested and not cancelled.
     pub fn steps(&self) -> u64 {
         self.model.store.asked()
-    }
-
-    /// Whether a backward was submitted since the last step.
-    pub fn has_gradients(&self) -> bool {
-        self.notes().has_gradients
     }
 
     /// Waits until the weights that the next call reads are there; says which version that is.

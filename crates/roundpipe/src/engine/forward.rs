@@ -11,7 +11,7 @@ use super::RoundPipe;
 use super::core::Core;
 use super::inputs::{Inputs, host_value};
 use super::outputs::{InputGrads, InputLeaves, MicrobatchOutputs, merged, read, wait_outputs};
-use super::submit::{CallRequest, PendingCall};
+use super::submit::{CallRequest, PendingCall, RandomPlace};
 use crate::batch::{MergeOutput, merge, split_grads};
 use crate::config::{OutputDevice, RunConfig};
 use crate::error::{Error, Result};
@@ -28,9 +28,20 @@ impl<M> RoundPipe<M> {
     /// [`Error::Config`] for inputs and options that cannot work; [`Error::Task`] with the place of
     /// what failed.
     pub fn forward(&self, inputs: impl Into<Inputs>, config: &RunConfig) -> Result<Forward> {
+        self.forward_at(inputs.into(), config, None)
+    }
+
+    /// The same at a place in the random stream that a forward over several parts has.
+    pub(crate) fn forward_at(
+        &self,
+        inputs: Inputs,
+        config: &RunConfig,
+        place: Option<RandomPlace>,
+    ) -> Result<Forward> {
         let core = &self.core;
         // Only to learn what kind of call this is; `submit` resolves the request for itself.
-        let resolved = config.over(&core.config).resolve(core.ring.len())?;
+        let base = &core.parts[self.part].config;
+        let resolved = config.over(base).resolve(core.ring.len())?;
         let differentiable = resolved.requires_grad;
         let kind = if differentiable {
             PlanKind::Train
@@ -40,13 +51,15 @@ impl<M> RoundPipe<M> {
         // Unmerged outputs are read microbatch by microbatch later, or by another engine.
         let reads = !matches!(resolved.merge_output, MergeOutput::Off);
         let request = CallRequest {
+            part: self.part,
             kind,
-            inputs: inputs.into(),
+            inputs,
             labels: Tree::None,
             loss: None,
             wants_outputs: true,
             reads,
             config: config.clone(),
+            place,
         };
         let PendingCall {
             call,
@@ -136,6 +149,11 @@ impl Forward {
             })?);
         }
         Ok(tensors)
+    }
+
+    /// Whether a backward may follow.
+    pub(crate) fn is_differentiable(&self) -> bool {
+        self.differentiable
     }
 
     /// The output of each microbatch, whether merged or not.

@@ -95,7 +95,7 @@ impl std::fmt::Debug for MicrobatchOutputs {
             f,
             "MicrobatchOutputs({} microbatches of {}{})",
             self.len(),
-            self.call.spec.model.name,
+            self.call.spec.name,
             self.part
         )
     }
@@ -216,7 +216,7 @@ impl std::fmt::Debug for InputGrads {
             f,
             "InputGrads({} microbatches of {})",
             self.len(),
-            self.call.spec.model.name
+            self.call.spec.name
         )
     }
 }

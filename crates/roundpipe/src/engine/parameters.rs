@@ -15,7 +15,9 @@ impl<M> RoundPipe<M> {
     /// # Errors
     /// When memory runs out.
     pub fn optim_parameters(&self) -> Result<impl Iterator<Item = OptimHandle>> {
-        Ok(self.core.model.store.optim_params()?.into_iter())
+        let layers = self.layers();
+        let copies = self.core.model.store.optim_params()?.into_iter();
+        Ok(copies.filter(move |copy| layers.contains(&copy.layer)))
     }
 
     /// The same with names, `prefix` in front. Shared parameters are listed once, or under each of
@@ -32,7 +34,7 @@ impl<M> RoundPipe<M> {
         let store = &self.core.model.store;
         let copies = store.optim_params()?;
         let mut all = Vec::new();
-        for layer in store.layers() {
+        for layer in &store.layers()[self.layers()] {
             for param in layer.params().iter().filter(|p| p.trainable) {
                 let home = &store.layer(param.home.0).params()[param.home.1].name;
                 // A shared parameter's own name is the one by the first layer that has it.
@@ -53,7 +55,7 @@ impl<M> RoundPipe<M> {
     /// While a gradient is being written.
     pub fn gradients(&self) -> Result<Vec<(String, Option<HostTensor>)>> {
         let mut all = Vec::new();
-        for layer in self.core.model.store.layers() {
+        for layer in &self.core.model.store.layers()[self.layers()] {
             for (i, param) in layer
                 .params()
                 .iter()
@@ -71,21 +73,9 @@ impl<M> RoundPipe<M> {
         Ok(all)
     }
 
-    /// Whether a backward was asked for since the last step.
-    pub(crate) fn has_gradients(&self) -> bool {
-        self.core.has_gradients()
-    }
-
     /// All names of trained parameters.
     pub(crate) fn trained_names(&self) -> impl Iterator<Item = &str> + Clone {
         self.core.model.store.trained_names()
-    }
-
-    /// The squares of all gradients, clipped by value, by layer and parameter; for a norm over
-    /// several engines.
-    pub(crate) fn squares(&self, clip_value: Option<f32>) -> Result<Vec<Vec<f64>>> {
-        let store = &self.core.model.store;
-        store.all_squares(&store.groups(), clip_value)
     }
 }
 

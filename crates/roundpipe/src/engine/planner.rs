@@ -5,6 +5,7 @@
 //! under which it computes and never waits.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -37,6 +38,8 @@ const SHARES: [f64; 5] = [1.0, 0.75, 0.5, 0.25, 0.0];
 /// Makes and remembers plans.
 pub(super) struct Planner {
     model: Arc<Model>,
+    /// The layers that its plans are for, which they count from 0.
+    layers: Range<usize>,
     ring: Ring,
     max_lag: Lag,
     state: Mutex<PlannerState>,
@@ -84,9 +87,10 @@ pub(super) struct Batch<'a> {
 }
 
 impl Planner {
-    pub fn new(model: Arc<Model>, ring: Ring, max_lag: Lag) -> Self {
+    pub fn new(model: Arc<Model>, layers: Range<usize>, ring: Ring, max_lag: Lag) -> Self {
         Self {
             model,
+            layers,
             ring,
             max_lag,
             state: Mutex::default(),
@@ -115,8 +119,9 @@ impl Planner {
         }
     }
 
-    /// A layer took so long on a worker.
+    /// A layer of the model took so long on a worker.
     pub fn record(&self, worker: usize, layer: usize, phase: Phase, ms: f64) {
+        let layer = layer - self.layers.start;
         let state = &mut *self.lock();
         // Before the measurement is taken in: a speed is relative to what the layer took so far.
         if let Some(average_ms) = state.times.average_ms(layer, phase) {
@@ -125,9 +130,12 @@ impl Planner {
         state.times.record(layer, phase, ms);
     }
 
-    /// The host took so long to update a layer.
+    /// The host took so long to update a layer of the model, which may be none of these.
     pub fn record_update(&self, layer: usize, ms: f64) {
-        self.lock().times.record(layer, Phase::Update, ms);
+        if self.layers.contains(&layer) {
+            let layer = layer - self.layers.start;
+            self.lock().times.record(layer, Phase::Update, ms);
+        }
     }
 
     /// A copy took so long.
@@ -189,7 +197,7 @@ impl Planner {
         let costs = state.times.to_costs(&guess);
         let (plan, needs) = match &config.execute_plan {
             Some(plan) => {
-                plan.check(key.kind, self.model.layers.len())?;
+                plan.check(key.kind, self.layers.len())?;
                 let needs = self.needs(&key, plan, &costs)?;
                 (plan.clone(), needs)
             }
@@ -217,7 +225,7 @@ impl Planner {
         costs: &LayerCosts,
         state: &PlannerState,
     ) -> Result<(ExecutePlan, CallNeeds)> {
-        let layers = 0..self.model.layers.len();
+        let layers = 0..self.layers.len();
         let alone = layers.map(|layer| layer..layer + 1);
         let largest = Largest {
             weights: alone
@@ -356,13 +364,13 @@ impl Planner {
     /// rounded.
     fn gradients_on_device(&self, costs: &LayerCosts) -> f64 {
         let store = &self.model.store;
-        let layers = 0..self.model.layers.len();
-        let params = layers.clone().flat_map(|layer| store.layer(layer).params());
+        let layers = self.layers.clone();
+        let params = layers.flat_map(|layer| store.layer(layer).params());
         let sent: usize = params
             .filter(|param| param.param.is_trainable())
             .map(|param| param.shape.numel() * param.grad_dtype.size())
             .sum();
-        let on_device = costs.grad_bytes(layers);
+        let on_device = costs.grad_bytes(0..self.layers.len());
         if sent == 0 || on_device == 0 {
             return 1.0;
         }
@@ -378,7 +386,8 @@ impl Planner {
         {
             return costs;
         }
-        let sizes = self.model.layers.iter().map(|(name, layer)| {
+        let layers = &self.model.layers[self.layers.clone()];
+        let sizes = layers.iter().map(|(name, layer)| {
             let params = layer.named_params();
             let bytes: u64 = params.iter().map(|(_, param)| param.bytes() as u64).sum();
             (name.clone(), bytes.max(1))
@@ -391,7 +400,8 @@ impl Planner {
         let input = example.map_ref(|tensor| -> Spec { (tensor.dtype(), *tensor.shape(), false) });
         // A layer that panics here will do so again in its task, and be reported there.
         let guessed = catch_unwind(AssertUnwindSafe(|| {
-            model_costs(&self.model.layers, device, &input, batch.training)
+            let layers = &self.model.layers[self.layers.clone()];
+            model_costs(layers, device, &input, batch.training)
         }));
         guessed.ok()?.ok()
     }

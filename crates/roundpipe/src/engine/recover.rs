@@ -25,13 +25,16 @@ impl Core {
         for call in watched {
             if call.has_succeeded() {
                 sequence.trained |= call.spec.training;
-                self.recorder.learn(&call, &self.planner);
+                self.recorder
+                    .learn(&call, &self.parts[call.spec.part].planner);
             } else {
                 sequence.watched.push(call);
             }
         }
         for update in self.optimizer.take_times() {
-            self.planner.record_update(update.layer, update.ms);
+            for part in &self.parts {
+                part.planner.record_update(update.layer, update.ms);
+            }
         }
         let mut notes = self.notes();
         sequence
@@ -95,6 +98,16 @@ impl Core {
         first_error(&failed_calls, &failed_steps)
     }
 
+    /// Drops the gradients since the last step, because those of a call among them are not all
+    /// there.
+    pub fn drop_gradients(&self) {
+        let mut sequence = self.turn();
+        self.wait_quiet();
+        let calls = std::mem::take(&mut sequence.since_step);
+        self.go_back(&mut sequence, &calls, &[]);
+        self.model.store.clear_gradients();
+    }
+
     /// Puts the counters back to before what failed, and drops gradients that belong to it.
     fn go_back(
         &self,
@@ -122,7 +135,6 @@ impl Core {
             for call in sequence.since_step.drain(..) {
                 first = first.min(call.spec.number);
             }
-            self.notes().has_gradients = false;
             self.model.store.clear_gradients();
         }
         // A kept forward that failed may be older than the last step, which keeps its random

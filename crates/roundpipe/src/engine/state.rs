@@ -48,6 +48,7 @@ impl<M> RoundPipe<M> {
     /// # Errors
     /// What failed in calls and steps before; when memory runs out.
     pub fn training_state(&self) -> Result<TrainingState> {
+        self.check_whole("training_state")?;
         self.core.at_rest("training_state", |core, calls| {
             let mut params = BTreeMap::new();
             for handle in core.model.store.optim_params()? {
@@ -74,6 +75,7 @@ impl<M> RoundPipe<M> {
     /// [`Error::Config`] for a state of another model or rule, and then nothing is changed; what
     /// failed in calls and steps before.
     pub fn load_training_state(&self, state: &TrainingState) -> Result<()> {
+        self.check_whole("load_training_state")?;
         self.core.at_rest("load_training_state", |core, calls| {
             let store = &core.model.store;
             let handles = store.optim_params()?;

@@ -50,6 +50,7 @@ impl<M> RoundPipe<M> {
     /// not finite ([`Builder::max_nonfinite_steps`](super::Builder::max_nonfinite_steps)). Nothing
     /// is updated then.
     pub fn update(&self, update: &Update, lag: Lag) -> Result<StepHandle> {
+        self.check_whole("update")?;
         self.check_rule()?;
         update.check()?;
         let work = Work::Rule(RuleWork {
@@ -71,6 +72,7 @@ impl<M> RoundPipe<M> {
         scaler: &GradScaler,
         lag: Lag,
     ) -> Result<StepHandle> {
+        self.check_whole("update_scaled")?;
         self.check_rule()?;
         update.check()?;
         // The scale that the gradients were computed with: that of the version which the calls
@@ -99,6 +101,7 @@ impl<M> RoundPipe<M> {
     /// [`Error::Config`] for a pattern that matches no trained parameter and for settings that the
     /// rule does not have or accept; the groups are as before then.
     pub fn set_groups(&self, groups: impl IntoIterator<Item = ParamGroup>) -> Result<()> {
+        self.check_whole("set_groups")?;
         let groups: Vec<_> = groups.into_iter().collect();
         self.core.model.store.set_groups(&groups)
     }
@@ -109,17 +112,8 @@ impl<M> RoundPipe<M> {
     /// # Errors
     /// [`Error::Config`] without gradients; what went wrong in the calls before.
     pub fn skip_step(&self, lag: Lag) -> Result<StepHandle> {
-        Ok(StepHandle(
-            self.core.step(Work::Skip { nonfinite: false }, lag)?,
-        ))
-    }
-
-    /// The same because gradients of this engine, or of one that is updated together with it, are
-    /// not finite.
-    pub(crate) fn skip_nonfinite_step(&self, lag: Lag) -> Result<StepHandle> {
-        Ok(StepHandle(
-            self.core.step(Work::Skip { nonfinite: true }, lag)?,
-        ))
+        self.check_whole("skip_step")?;
+        Ok(StepHandle(self.core.step(Work::Skip, lag)?))
     }
 
     /// What losses of the next call are to be multiplied with.
@@ -147,6 +141,7 @@ impl<M> RoundPipe<M> {
         step_fn: impl FnOnce(&mut OptimParams<'_>) -> Result<()> + Send + 'static,
         lag: Lag,
     ) -> Result<StepHandle> {
+        self.check_whole("step")?;
         Ok(StepHandle(
             self.core.step(Work::Function(Box::new(step_fn)), lag)?,
         ))
@@ -210,7 +205,6 @@ impl Core {
 
     fn request_step(&self, sequence: &mut Sequence, work: Work, lag: Lag) -> Arc<Outcome> {
         let calls = std::mem::take(&mut sequence.since_step);
-        self.notes().has_gradients = false;
         let version = sequence.steps + 1;
         // A kept forward may have been submitted before calls whose gradients came first.
         let numbers = calls.iter().map(|call| call.spec.number);
@@ -281,7 +275,7 @@ impl Core {
         self.enter("synchronize")?;
         let mut sequence = self.turn();
         self.come_to_rest(&mut sequence)?;
-        self.recorder.finish(&self.planner);
+        self.recorder.finish(&self.parts[0].planner);
         Ok(())
     }
 

@@ -38,6 +38,8 @@ use crate::version::ReadTicket;
 
 /// What a call is to do.
 pub(crate) struct CallRequest {
+    /// Which part of the engine is called.
+    pub part: usize,
     pub kind: PlanKind,
     pub inputs: Inputs,
     pub labels: Tree<HostTensor>,
@@ -47,6 +49,16 @@ pub(crate) struct CallRequest {
     /// ends it.
     pub reads: bool,
     pub config: RunConfig,
+    /// The place in the random stream, where a forward over several parts has one for all of them.
+    pub place: Option<RandomPlace>,
+}
+
+/// A place in the random stream.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RandomPlace {
+    pub number: u64,
+    /// How often the same part was called before under this number.
+    pub repeat: usize,
 }
 
 /// A request that is checked and split.
@@ -97,16 +109,20 @@ impl Core {
         self.check(&mut sequence)?;
         self.notice_writes(&mut sequence)?;
         let prepared = self.prepare(&request)?;
-        self.check_trains(request.kind, &prepared)?;
+        self.check_trains(request.part, request.kind, &prepared)?;
         // Kept even if the plan is refused: fewer microbatches than asked for may be why.
-        let warnings = prepared.inputs.warnings.iter().cloned();
+        let named = |text: &String| match self.parts.len() {
+            1 => text.clone(),
+            _ => format!("{}: {text}", self.parts[request.part].name),
+        };
+        let warnings: Vec<String> = prepared.inputs.warnings.iter().map(named).collect();
         self.notes().warnings.extend(warnings);
         let (plan, needs) = self.plan(&request, &prepared)?;
         self.check_host_memory(request.kind, &needs)?;
         // As late as possible, since it waits for all calls under way.
         self.wait_for_buffers(&mut sequence)?;
         // Before the jobs are queued, so that their first copy is noted too.
-        let timed = self.planner.begin_call(request.kind);
+        let timed = self.parts[request.part].planner.begin_call(request.kind);
         self.recorder.begin_call(timed);
         let config = prepared.config.clone();
         let input_leaves = prepared.inputs.leaves.clone();
@@ -122,7 +138,7 @@ impl Core {
     }
 
     /// Refuses a call that asks for gradients and would train nothing, or not all that it should.
-    fn check_trains(&self, kind: PlanKind, prepared: &Prepared) -> Result<()> {
+    fn check_trains(&self, request_part: usize, kind: PlanKind, prepared: &Prepared) -> Result<()> {
         if kind == PlanKind::Infer {
             return Ok(());
         }
@@ -140,7 +156,7 @@ impl Core {
             );
             return Err(Error::config("parameter", what));
         }
-        let has_use = prepared.wants_input_grads || self.has_trainable();
+        let has_use = prepared.wants_input_grads || self.has_trainable(request_part);
         if kind == PlanKind::Fused && !has_use {
             let what = "every parameter is frozen, so nothing would be trained; use `forward`, or \
                         make some trainable before the engine is built";
@@ -150,8 +166,9 @@ impl Core {
     }
 
     /// Whether any parameter is trainable now: a user may freeze some after the engine is built.
-    fn has_trainable(&self) -> bool {
-        let mut params = self.model.store.params();
+    pub(super) fn has_trainable(&self, part: usize) -> bool {
+        let layers = &self.model.store.layers()[self.parts[part].layers.clone()];
+        let mut params = layers.iter().flat_map(|layer| layer.params());
         params.any(|stored| stored.param.is_trainable())
     }
 
@@ -182,7 +199,8 @@ impl Core {
 
     /// Resolves the configuration and splits the batch. Changes nothing.
     fn prepare(&self, request: &CallRequest) -> Result<Prepared> {
-        let config = request.config.over(&self.config).resolve(self.ring.len())?;
+        let base = &self.parts[request.part].config;
+        let config = request.config.over(base).resolve(self.ring.len())?;
         let wants_input_grads = config.input_grads && request.kind != PlanKind::Infer;
         let inputs = split(
             &request.inputs,
@@ -231,7 +249,8 @@ impl Core {
             example: prepared.inputs.example.as_ref(),
             training: prepared.training,
         };
-        self.planner.plan(request.kind, &prepared.config, &batch)
+        let planner = &self.parts[request.part].planner;
+        planner.plan(request.kind, &prepared.config, &batch)
     }
 
     /// Gives a call its number and its workers. From here on failures reach it.
@@ -245,11 +264,18 @@ impl Core {
     ) -> Result<Arc<Call>> {
         let training = prepared.training;
         let trains = request.kind != PlanKind::Infer;
-        let stages = plan.stages(request.kind);
+        let part = &self.parts[request.part];
+        let stages = part.stages(plan, request.kind);
+        let place = request.place.unwrap_or(RandomPlace {
+            number: sequence.number,
+            repeat: 0,
+        });
         let workers = self.ring.workers().iter();
         let spec = CallSpec {
             id: sequence.next_call,
             model: self.model.clone(),
+            part: request.part,
+            name: part.name.clone(),
             // A call that is cancelled below has moved the ring on; placement changes no result.
             workers: self.ring.assign(&stages),
             devices: workers.map(|worker| worker.device().id()).collect(),
@@ -264,7 +290,8 @@ impl Core {
             // The step that its gradients will belong to, which at lag 1 is two ahead of the
             // version it reads.
             step: sequence.steps + 1,
-            number: sequence.number,
+            number: place.number,
+            repeat: place.repeat,
             // Looking for the first layer that is not finite costs a pass over every value, so it
             // is done only after a step that was not.
             probes: trains && self.optimizer.streak.is_on(),
@@ -282,7 +309,9 @@ impl Core {
         };
         sequence.next_call += 1;
         // An evaluation draws no random numbers, so training goes on as if it had not been.
-        sequence.number += u64::from(training);
+        if request.place.is_none() {
+            sequence.number += u64::from(training);
+        }
         let sources = prepared.inputs.sources;
         let call = Call::new(spec, &self.call_list, sources, prepared.labels);
         sequence.watched.push(call.clone());
@@ -320,9 +349,10 @@ impl Core {
     fn add_gradients(&self, sequence: &mut Sequence, call: &Arc<Call>) {
         // Calls of a step add to their gradients one after the other: the order of a sum is a part
         // of its bits.
-        call.set_adds_to(sequence.since_step.last().cloned());
+        let mut earlier = sequence.since_step.iter().rev();
+        let of_the_same = |earlier: &&Arc<Call>| earlier.spec.part == call.spec.part;
+        call.set_adds_to(earlier.find(of_the_same).cloned());
         sequence.since_step.push(call.clone());
-        self.notes().has_gradients = true;
     }
 
     /// Queues the jobs of some stages, each with the right to read its weights.
@@ -361,7 +391,7 @@ impl Core {
         self.enter("backward")?;
         let mut sequence = self.turn();
         self.check(&mut sequence)?;
-        if !call.spec.wants_input_grads && !self.has_trainable() {
+        if !call.spec.wants_input_grads && !self.has_trainable(call.spec.part) {
             let what = "every parameter is frozen and input_grads is off, so there is nothing to \
                         compute gradients of";
             return Err(Error::config("backward", what));

@@ -183,6 +183,7 @@ impl<M> TrainCall<'_, M> {
         } = self;
         let core = &engine.core;
         let request = CallRequest {
+            part: engine.part,
             kind: PlanKind::Fused,
             inputs,
             labels,
@@ -190,6 +191,7 @@ impl<M> TrainCall<'_, M> {
             wants_outputs: returns_outputs,
             reads: true,
             config,
+            place: None,
         };
         // `reads` holds the call open until `read` below has ended its part.
         let PendingCall {

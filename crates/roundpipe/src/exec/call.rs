@@ -50,6 +50,9 @@ pub(crate) struct Timed {
 pub(crate) struct CallSpec {
     pub id: u64,
     pub model: Arc<Model>,
+    /// The part of its engine that is called, and what errors call it.
+    pub part: usize,
+    pub name: Arc<str>,
     /// Forward stages, then backward ones.
     pub stages: Vec<Stage>,
     /// How many of them are forward; a fused stage counts as backward.
@@ -71,6 +74,8 @@ pub(crate) struct CallSpec {
     pub step: u64,
     /// Its number among the calls of the model: the random stream.
     pub number: u64,
+    /// How often the same part was called before under this number.
+    pub repeat: usize,
     /// Whether every layer's output is checked for values that are not finite, because earlier
     /// steps were not.
     pub probes: bool,
@@ -132,7 +137,7 @@ impl CallSpec {
     ) -> TaskPlace {
         let Stage { pass, layers, .. } = &self.stages[stage];
         TaskPlace {
-            model: self.model.name.clone(),
+            model: self.name.to_string(),
             pass: *pass,
             stage,
             layers: layers.clone(),
@@ -582,7 +587,7 @@ impl Call {
     pub fn wait_output(&self, who: &str, microbatch: usize) -> Result<StageValue> {
         let what = format!(
             "waiting for the outputs of microbatch {microbatch} of {}",
-            self.spec.model.name
+            self.spec.name
         );
         // Cloned, not taken: the user, calls that take it as an input and the backward all read it.
         self.wait(who, &what, |boxes| boxes.outputs[microbatch].clone())
@@ -591,10 +596,7 @@ impl Call {
     /// # Errors
     /// [`Error::Cancelled`] when the call fails.
     pub fn wait_input_grads(&self, who: &str, microbatch: usize) -> Result<Grads> {
-        let what = format!(
-            "waiting for the input gradients of {}",
-            self.spec.model.name
-        );
+        let what = format!("waiting for the input gradients of {}", self.spec.name);
         self.wait(who, &what, |boxes| boxes.input_grads[microbatch].clone())
     }
 
@@ -804,7 +806,7 @@ impl Call {
 
     /// The error of a call that depends on this one, which failed.
     pub fn cancelled(&self) -> Error {
-        let name = &self.spec.model.name;
+        let name = &self.spec.name;
         let why = format!("the call of {name} failed: {}", self.lock().why);
         Error::Cancelled { why }
     }

@@ -19,8 +19,6 @@ pub(crate) struct Model {
     pub layers: Vec<(String, Arc<dyn Layer>)>,
     pub store: Store,
     pub seed: u64,
-    /// The number of its first layer in the random stream.
-    pub first_layer: usize,
     /// Set once a layer has set a buffer. Calls then run one after another.
     pub sets_buffers: AtomicBool,
     /// Whether unchanged weights stay on a worker from call to call.

@@ -45,10 +45,8 @@ pub(crate) type StepFn = Box<dyn FnOnce(&mut OptimParams<'_>) -> Result<()> + Se
 pub(crate) enum Work {
     /// The store's rule.
     Rule(RuleWork),
-    /// Nothing: the gradients are dropped, and the next version is equal to the newest. Perhaps
-    /// because some of them are not finite, or some of another engine that is updated together with
-    /// this one.
-    Skip { nonfinite: bool },
+    /// Nothing: the gradients are dropped, and the next version is equal to the newest.
+    Skip,
     /// A user's function.
     Function(StepFn),
 }
@@ -385,9 +383,7 @@ impl OptimizerThread {
         // Its error is looked at behind the calls: theirs says why gradients are missing.
         let measured = match &work {
             Work::Rule(work) => self.measure(calls, &work.groups, work.update.stored_clip_value()),
-            Work::Skip { .. } | Work::Function(_) => {
-                self.measure(calls, &ResolvedGroups::default(), None)
-            }
+            Work::Skip | Work::Function(_) => self.measure(calls, &ResolvedGroups::default(), None),
         };
         for call in calls {
             if !call.wait_end("optimizer") {
@@ -410,15 +406,10 @@ impl OptimizerThread {
                 self.streak.check()?;
                 self.apply(version, decision, work, outcome)
             }
-            Work::Skip { nonfinite } => {
-                let squared = Store::total(&squares);
-                if nonfinite && !squared.is_finite() {
-                    self.streak.add(self.nonfinite_place(calls, &squares));
-                    self.streak.check()?;
-                }
+            Work::Skip => {
                 let decision = Decision {
                     factor: 0.0,
-                    grad_norm: squared.sqrt(),
+                    grad_norm: Store::total(&squares).sqrt(),
                     skip: true,
                 };
                 self.apply(version, decision, RuleWork::skip(), outcome)

@@ -50,7 +50,8 @@ impl<'a> Task<'a> {
             // numbers.
             step: spec.number,
             microbatch: self.microbatch as u32,
-            layer: (spec.model.first_layer + layer) as u32,
+            // One more than the layers: the loss has a place as well.
+            layer: (layer + spec.repeat * (spec.model.layers.len() + 1)) as u32,
             site: 0,
         }
     }
@@ -69,7 +70,7 @@ impl fmt::Display for TaskLabel<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(task, layer) = self;
         let model = &task.spec().model;
-        write!(f, "{}: stage {}, ", model.name, task.stage)?;
+        write!(f, "{}: stage {}, ", task.spec().name, task.stage)?;
         match layer {
             Some(layer) => write!(f, "layer {layer} ({})", model.layers[*layer].0)?,
             None => write!(f, "loss")?,

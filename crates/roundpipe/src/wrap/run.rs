@@ -4,9 +4,11 @@
 //! On the host, children are engines or stay unwrapped; values are host tensors, or outputs that
 //! are still being computed.
 
+use std::sync::Arc;
+
 use roundpipe_tensor::{Cx, Error as TensorError, HostTensor, Result as TensorResult, Tensor};
 
-use super::auto::Recorder;
+use super::record::Recorder;
 use super::{Node, Place};
 use crate::batch::{InputsOf, MergeOutput, merge};
 use crate::engine::{Input, Inputs, MicrobatchOutputs};
@@ -27,15 +29,15 @@ pub(super) enum Kind {
     MicrobatchOutputs(MicrobatchOutputs),
 }
 
-/// Which call a value comes from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Where the gradients of a value go.
+#[derive(Debug, Clone)]
 pub(super) enum Origin {
-    /// None: an input of the model, or a constant.
+    /// Nowhere: it is a constant.
     Outside,
-    /// All outputs of the call of this number.
+    /// To all outputs of the call of this number.
     Call(usize),
-    /// Some of them.
-    Part(usize),
+    /// To single tensors among the outputs of that call: which one for each tensor of the value.
+    Leaves(usize, Arc<[usize]>),
 }
 
 impl Value {
@@ -81,17 +83,32 @@ impl Value {
     fn part(
         &self,
         worker: impl FnOnce(&Tree) -> TensorResult<Tree>,
-        host: impl FnOnce(&Tree<HostTensor>) -> TensorResult<Tree<HostTensor>>,
+        host: impl FnOnce(&Tree<(usize, HostTensor)>) -> TensorResult<Tree<(usize, HostTensor)>>,
     ) -> Result<Self> {
-        let kind = match &self.kind {
-            Kind::Worker(tree) => Kind::Worker(worker(tree)?),
-            _ => Kind::Host(host(&self.to_host()?)?),
+        if let Kind::Worker(tree) = &self.kind {
+            return Ok(Self::worker(worker(tree)?));
+        }
+        let mut next = 0..;
+        let numbered = self.to_host()?.try_map(|tensor| {
+            let number = next.next().unwrap_or_default();
+            Ok::<_, Error>((number, tensor))
+        })?;
+        let part = host(&numbered)?;
+        let numbers = part.leaves().into_iter().map(|(number, _)| *number);
+        let origin = match &self.origin {
+            Origin::Outside => Origin::Outside,
+            Origin::Call(call) => Origin::Leaves(*call, numbers.collect()),
+            Origin::Leaves(call, leaves) => {
+                Origin::Leaves(*call, numbers.map(|number| leaves[number]).collect())
+            }
         };
-        let origin = match self.origin {
-            Origin::Call(call) => Origin::Part(call),
-            other => other,
-        };
+        let kind = Kind::Host(part.map_ref(|(_, tensor)| tensor.clone()));
         Ok(Self { kind, origin })
+    }
+
+    /// Whether its gradients go anywhere.
+    pub(super) fn wants_grad(&self) -> bool {
+        !matches!(self.origin, Origin::Outside)
     }
 
     /// The merged value in host memory.
@@ -177,26 +194,6 @@ impl Values {
 
     fn on_worker(self) -> TensorResult<Tree> {
         Ok(self.try_map(Value::on_worker)?.into_tree())
-    }
-
-    pub(super) fn from_inputs(inputs: Inputs) -> Result<Self> {
-        inputs.try_map(|input| {
-            let kind = match input {
-                Input::Value(tree) => Kind::Host(tree),
-                Input::Outputs(outputs) => Kind::MicrobatchOutputs(outputs),
-                Input::Nested(_) => {
-                    return Err(Error::config(
-                        "inputs",
-                        "a wrapped model takes outputs of other calls as inputs of their own, not \
-                         inside lists and maps",
-                    ));
-                }
-            };
-            Ok(Value {
-                kind,
-                origin: Origin::Outside,
-            })
-        })
     }
 
     pub(super) fn into_inputs(self) -> Result<Inputs> {
