@@ -47,6 +47,7 @@
 mod builder;
 pub(crate) mod core;
 mod forward;
+mod host_loss;
 mod inputs;
 mod mean_loss;
 mod outputs;
@@ -65,6 +66,7 @@ use std::sync::Arc;
 pub use self::builder::Builder;
 use self::core::Core;
 pub use self::forward::Forward;
+pub use self::host_loss::HostLoss;
 pub use self::inputs::{Input, Inputs};
 pub use self::outputs::{InputGrads, MicrobatchOutputs};
 pub use self::state::{ParamState, TrainingState};

@@ -26,6 +26,8 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use roundpipe_tensor::Worker;
+
 use super::planner::Planner;
 use super::recorder::CallRecorder;
 use crate::config::{Lag, RunConfig};
@@ -54,6 +56,8 @@ pub(crate) struct Core {
     pub(super) recorder: CallRecorder,
     sequence: Mutex<Sequence>,
     notes: Mutex<Notes>,
+    /// Computes losses in host memory, once one was asked for.
+    pub(super) host: Mutex<Option<Worker>>,
 }
 
 /// Releases the weights when it is dropped.
@@ -154,6 +158,7 @@ impl Core {
             recorder: CallRecorder::new(ring.clone(), trace.clone()),
             sequence: Mutex::default(),
             notes: Mutex::default(),
+            host: Mutex::default(),
             model,
             ring,
             config,

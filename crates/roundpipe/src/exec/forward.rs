@@ -127,7 +127,7 @@ impl Launcher {
         // The loss draws its random numbers behind the last layer.
         let site = task.site(spec.model.layers.len());
         let (losses, grads) = self.timed(task, None, Category::Loss, || {
-            run_layer::losses(&loss, self.worker(), site, &output, labels)
+            run_layer::losses(&*loss, self.worker(), site, &output, labels)
         })?;
         let output = if spec.wants_outputs {
             Some(self.send(task, &mut output, &[], Until::Later)?)
