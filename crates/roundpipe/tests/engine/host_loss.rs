@@ -38,7 +38,8 @@ fn by_hand(output: &HostTensor, labels: &HostTensor) -> (u64, HostTensor) {
     (value, grad.unwrap())
 }
 
-fn devices(sim: bool, count: usize) -> Vec<Arc<dyn Device>> {
+/// Cpu or simulated workers.
+pub fn devices(sim: bool, count: usize) -> Vec<Arc<dyn Device>> {
     if !sim {
         return models::cpus(count);
     }

@@ -13,6 +13,7 @@ mod mean_loss;
 mod memory;
 mod misuse;
 mod models;
+mod modules;
 mod simulation;
 mod state;
 mod written;
