@@ -75,7 +75,8 @@ pub use config::{Grain, Lag, LossReduction, OutputDevice, RunConfig};
 pub use cost::{LayerCost, LayerCosts, LayerTimes};
 pub use devices::Devices;
 pub use engine::{
-    Forward, HostLoss, Input, Inputs, Losses, ParamState, RoundPipe, TrainOutput, TrainingState,
+    Forward, HookHandle, HostLoss, Input, Inputs, LayerGradient, LayerOutput, Losses, ParamState,
+    RoundPipe, TrainOutput, TrainingState,
 };
 pub use error::{Error, Result, TaskPlace};
 pub use exec::ring::{Ring, RingOptions};

@@ -20,6 +20,7 @@ use roundpipe_tensor::transfer::HostValue;
 use roundpipe_tensor::{HostTensor, host_memory};
 
 use super::core::{Core, Sequence};
+use super::hooks::find_layer;
 use super::inputs::{Inputs, SplitInputs, host_values, split};
 use super::mean_loss::{mean_loss, with_shares};
 use super::outputs::Leaves;
@@ -33,6 +34,7 @@ use crate::exec::model::LossFn;
 use crate::exec::queue::StageJob;
 use crate::exec::stage_value::Seed;
 use crate::plan::{ExecutePlan, PlanKind};
+use crate::sync::lock;
 use crate::tree::Tree;
 use crate::version::ReadTicket;
 
@@ -58,6 +60,8 @@ struct Prepared {
     inputs: SplitInputs,
     labels: Vec<Tree<HostValue>>,
     loss: Option<LossFn>,
+    /// The layers whose outputs are wanted.
+    hidden: Vec<usize>,
 }
 
 /// A call that was submitted.
@@ -183,6 +187,9 @@ impl Core {
     fn prepare(&self, request: &CallRequest) -> Result<Prepared> {
         let config = request.config.over(&self.config).resolve(self.ring.len())?;
         let wants_input_grads = config.input_grads && request.kind != PlanKind::Infer;
+        let names = config.hidden_layers.iter();
+        let hidden = names.map(|name| find_layer(&self.model.layers, "hidden", name));
+        let hidden = hidden.collect::<Result<Vec<_>>>()?;
         let inputs = split(
             &request.inputs,
             &config.split_input,
@@ -203,6 +210,7 @@ impl Core {
             inputs,
             labels,
             loss,
+            hidden,
         })
     }
 
@@ -267,6 +275,8 @@ impl Core {
             // Looking for the first layer that is not finite costs a pass over every value, so it
             // is done only after a step that was not.
             probes: trains && self.optimizer.streak.is_on(),
+            hooks: lock(&self.model.hooks).clone(),
+            hidden: prepared.hidden,
             loss: prepared.loss,
             wants_outputs: request.wants_outputs,
             // With several workers, the one that reads the output next is seldom the one that

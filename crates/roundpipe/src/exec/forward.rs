@@ -251,8 +251,11 @@ impl Launcher {
             let site = task.site(layer);
             here.run(module, self.worker(), spec.training, site, mode, input)
         })?;
-        if spec.probes && category != Category::Recompute {
-            self.probe(task, layer, &ran.output);
+        if category != Category::Recompute {
+            if spec.probes {
+                self.probe(task, layer, &ran.output);
+            }
+            self.show_output(task, layer, &ran.output)?;
         }
         if !ran.buffers.is_empty() {
             // Known before the caller sees a result of this call, so before it can submit the next.

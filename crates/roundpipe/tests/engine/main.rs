@@ -6,6 +6,7 @@ mod faults;
 mod finite;
 mod gpu;
 mod groups;
+mod hooks;
 mod host_loss;
 mod invisible;
 mod kept;
