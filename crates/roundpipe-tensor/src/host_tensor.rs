@@ -644,7 +644,7 @@ mod tests {
                 "[2, 3] and [3, 2]",
             ),
             (
-                HostTensor::stack(&[t.clone()], 4).err(),
+                HostTensor::stack(std::slice::from_ref(&t), 4).err(),
                 "no place 4 for a new dimension in [2, 3]",
             ),
             (t.reshape(&[4]).err(), "[2, 3] has 6 elements, [4] has 4"),

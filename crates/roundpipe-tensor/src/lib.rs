@@ -31,6 +31,7 @@ mod sync;
 pub mod host;
 pub mod host_memory;
 pub mod host_tensor;
+pub mod nvtx;
 pub mod pins;
 pub mod rng;
 

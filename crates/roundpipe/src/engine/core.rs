@@ -133,9 +133,19 @@ pub(super) struct Notes {
     pub evaluating: bool,
     pub has_gradients: bool,
     pub warnings: Vec<String>,
+    /// Those of them that are not in the log yet.
+    unlogged: Vec<String>,
     /// Steps that were made and not finite, in all and since the last that was.
     pub nonfinite_steps: u64,
     pub nonfinite_in_a_row: u64,
+}
+
+impl Notes {
+    /// Keeps a warning until the user asks for it. [`Core::log_warnings`] also logs it.
+    pub fn warn(&mut self, text: String) {
+        self.unlogged.push(text.clone());
+        self.warnings.push(text);
+    }
 }
 
 impl Core {
@@ -176,6 +186,14 @@ impl Core {
 
     pub(super) fn notes(&self) -> MutexGuard<'_, Notes> {
         lock(&self.notes)
+    }
+
+    /// Logs warnings that are new. Without the lock: a subscriber may ask the engine something.
+    pub(super) fn log_warnings(&self) {
+        let unlogged = std::mem::take(&mut self.notes().unlogged);
+        for text in unlogged {
+            tracing::warn!(engine = self.model.name, "{text}");
+        }
     }
 
     /// Refuses calls from within the engine's own work, which would wait for themselves.

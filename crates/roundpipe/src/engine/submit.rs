@@ -103,8 +103,10 @@ impl Core {
         let prepared = self.prepare(&request)?;
         self.check_trains(request.kind, &prepared)?;
         // Kept even if the plan is refused: fewer microbatches than asked for may be why.
-        let warnings = prepared.inputs.warnings.iter().cloned();
-        self.notes().warnings.extend(warnings);
+        for warning in &prepared.inputs.warnings {
+            self.notes().warn(warning.clone());
+        }
+        self.log_warnings();
         let (plan, needs) = self.plan(&request, &prepared)?;
         self.check_host_memory(request.kind, &needs)?;
         // As late as possible, since it waits for all calls under way.

@@ -14,9 +14,12 @@ use crate::models;
 
 const MICROBATCHES: usize = 3;
 
-/// Bits of values by layer and microbatch; a value that comes twice is a failure.
+/// Bits of values by layer and microbatch.
+type Values = BTreeMap<(String, usize), Vec<u64>>;
+
+/// What hooks saw; a value that comes twice is a failure.
 #[derive(Clone, Default)]
-struct Seen(Arc<Mutex<BTreeMap<(String, usize), Vec<u64>>>>);
+struct Seen(Arc<Mutex<Values>>);
 
 impl Seen {
     fn note(&self, layer: &str, microbatch: usize, tensors: &[&HostTensor]) {
@@ -39,17 +42,13 @@ impl Seen {
         }
     }
 
-    fn take(&self) -> BTreeMap<(String, usize), Vec<u64>> {
+    fn take(&self) -> Values {
         std::mem::take(&mut *self.0.lock().unwrap())
     }
 }
 
 /// Outputs of all layers, and gradients of them, by a tape for the layers behind each.
-fn plain(
-    model: &Sequential,
-    x: &HostTensor,
-    weights: &HostTensor,
-) -> [BTreeMap<(String, usize), Vec<u64>>; 2] {
+fn plain(model: &Sequential, x: &HostTensor, weights: &HostTensor) -> [Values; 2] {
     let worker = Worker::new(Cpu::new(Some(1)).unwrap(), Bytes::mib(32)).unwrap();
     let bits = |t: &Tensor| models::f64_bits(t.to_f64_vec().unwrap());
     let mut found = [BTreeMap::new(), BTreeMap::new()];
