@@ -32,6 +32,13 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    // Commands print notes on devices themselves, where they belong; warnings come at any time.
+    tracing_subscriber::fmt()
+        .with_max_level(tracing_subscriber::filter::LevelFilter::WARN)
+        .with_writer(io::stderr)
+        .with_target(false)
+        .without_time()
+        .init();
     let command = Cli::parse()
         .command
         .unwrap_or_else(|| Command::Demo(demo::DemoCmd::default()));

@@ -2,12 +2,14 @@
 //!
 //! A host tensor is dense and row-major; it is a [`HostBuf`], its first byte, a type and a shape.
 //! Cloning shares the memory, and so does a cut along the outermost dimension. Nothing is computed
-//! here: elements are moved as bytes, whatever their type. Reading and writing claim exactly the
+//! in this file: elements are moved as bytes, whatever their type; `metrics` sums and compares them. Reading and writing claim exactly the
 //! tensor's bytes, so that two cuts of one buffer can be in use at the same time.
 //!
 //! # Invariants
 //! - The bytes lie inside the buffer and start at an address that is a multiple of the element
 //!   size.
+
+mod metrics;
 
 use std::fmt;
 use std::ops::Range;
@@ -18,6 +20,8 @@ use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::host::{HostBuf, HostMut, HostRef};
 use crate::shape::Shape;
+
+pub use self::metrics::Hits;
 
 /// The name under which new tensors ask for memory.
 const NAME: &str = "host tensor";
@@ -127,6 +131,22 @@ impl HostTensor {
             dtype,
             dims,
         )
+    }
+
+    /// One value everywhere, rounded to `dtype`.
+    ///
+    /// # Errors
+    /// As [`HostTensor::zeros`].
+    pub fn full(dtype: DType, dims: &[usize], value: f64) -> Result<Self> {
+        let out = Self::zeros(dtype, dims)?;
+        let one = Self::from_f64s(&[value], dtype, &[])?;
+        if out.size_bytes() > 0 {
+            let (src, mut dst) = (one.read()?, out.write()?);
+            for element in dst.bytes().chunks_exact_mut(dtype.size()) {
+                element.copy_from_slice(src.bytes());
+            }
+        }
+        Ok(out)
     }
 
     /// One f32 without dimensions.
@@ -334,6 +354,59 @@ impl HostTensor {
         Ok(out)
     }
 
+    /// The tensors side by side along a new dimension `dim` (-1 is the last).
+    ///
+    /// # Errors
+    /// When there are none, or they differ in type or shape.
+    pub fn stack(parts: &[Self], dim: isize) -> Result<Self> {
+        const OP: &str = "stack";
+        let Some(first) = parts.first() else {
+            return Err(Error::invalid(OP, "no tensors to put together"));
+        };
+        let mut dims = first.dims().to_vec();
+        let rank = dims.len() as isize + 1;
+        let axis = if dim < 0 { dim + rank } else { dim };
+        if !(0..rank).contains(&axis) {
+            let what = format!("no place {dim} for a new dimension in {}", first.shape);
+            return Err(Error::invalid(OP, what));
+        }
+        dims.insert(axis as usize, 1);
+        let mut raised = Vec::with_capacity(parts.len());
+        for part in parts {
+            first.check_same_dtype(part, OP)?;
+            if part.shape != first.shape {
+                return Err(Error::Shape {
+                    op: OP,
+                    left: first.shape,
+                    right: part.shape,
+                });
+            }
+            raised.push(part.reshape(&dims)?);
+        }
+        Self::cat(&raised, axis)
+    }
+
+    /// The same elements, in the same memory, under another shape.
+    ///
+    /// # Errors
+    /// When the shape has another number of elements.
+    pub fn reshape(&self, dims: &[usize]) -> Result<Self> {
+        let shape = Shape::new(dims)?;
+        if shape.numel() != self.numel() {
+            let what = format!(
+                "{} has {} elements, {shape} has {}",
+                self.shape,
+                self.numel(),
+                shape.numel()
+            );
+            return Err(Error::invalid("reshape", what));
+        }
+        Ok(Self {
+            shape,
+            ..self.clone()
+        })
+    }
+
     /// Whether type, shape and every bit agree.
     ///
     /// # Errors
@@ -514,6 +587,24 @@ mod tests {
         assert_eq!(full.narrow(1, 2, 0).unwrap().dims(), [2, 0]);
     }
 
+    #[test]
+    fn stacked_tensors_stand_along_a_new_dimension() {
+        let parts = [count(&[2, 2]), count(&[2, 2])];
+        let stacked = |dim| {
+            let t = HostTensor::stack(&parts, dim).unwrap();
+            (t.dims().to_vec(), t.to_vec::<i32>().unwrap())
+        };
+        assert_eq!(stacked(0), (vec![2, 2, 2], vec![0, 1, 2, 3, 0, 1, 2, 3]));
+        assert_eq!(stacked(1), (vec![2, 2, 2], vec![0, 1, 0, 1, 2, 3, 2, 3]));
+        assert_eq!(stacked(-1), (vec![2, 2, 2], vec![0, 0, 1, 1, 2, 2, 3, 3]));
+        let scalars = [1.0, 2.0].map(|x| HostTensor::scalar(x).unwrap());
+        let row = HostTensor::stack(&scalars, 0).unwrap();
+        assert_eq!(
+            (row.dims(), row.to_vec::<f32>().unwrap()),
+            (&[2][..], vec![1.0, 2.0])
+        );
+    }
+
     /// A wrong argument is one line that shows the shapes.
     #[test]
     fn wrong_arguments_are_named() {
@@ -547,6 +638,16 @@ mod tests {
                 "cannot start at byte 2",
             ),
             (HostTensor::cat(&[], 0).err(), "no tensors"),
+            (HostTensor::stack(&[], 0).err(), "no tensors"),
+            (
+                HostTensor::stack(&[t.clone(), count(&[3, 2])], 0).err(),
+                "[2, 3] and [3, 2]",
+            ),
+            (
+                HostTensor::stack(std::slice::from_ref(&t), 4).err(),
+                "no place 4 for a new dimension in [2, 3]",
+            ),
+            (t.reshape(&[4]).err(), "[2, 3] has 6 elements, [4] has 4"),
             (
                 HostTensor::cat(&[t.clone(), count(&[2, 4])], 0).err(),
                 "[2, 3] and [2, 4]",

@@ -31,6 +31,7 @@ mod sync;
 pub mod host;
 pub mod host_memory;
 pub mod host_tensor;
+pub mod nvtx;
 pub mod pins;
 pub mod rng;
 
@@ -68,7 +69,7 @@ pub use dtype::{DType, Element};
 pub use error::{Error, Result};
 pub use half::{bf16, f16};
 pub use host::{HostBuf, HostMut, HostRef, Pin};
-pub use host_tensor::HostTensor;
+pub use host_tensor::{Hits, HostTensor};
 pub use meta::Meta;
 pub use param::{Keeper, Param, ParamId};
 pub use pins::Pins;

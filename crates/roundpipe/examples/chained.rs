@@ -23,6 +23,8 @@ const FEATURES: usize = 8;
 const LR: f64 = 0.01;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
+    // Prints what the engine logs: warnings, and why devices were left out.
+    tracing_subscriber::fmt().without_time().init();
     let mut out = std::io::stdout().lock();
     let (two, one) = run(2, 200)?;
     for (step, (two, one)) in two.iter().zip(&one).enumerate().step_by(25) {

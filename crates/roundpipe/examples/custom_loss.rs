@@ -29,6 +29,8 @@ pub struct Learned {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
+    // Prints what the engine logs: warnings, and why devices were left out.
+    tracing_subscriber::fmt().without_time().init();
     let mut out = std::io::stdout().lock();
     let Learned { terms, noise } = run(1000)?;
     for (step, [likelihood, penalty]) in terms.iter().enumerate().step_by(125) {

@@ -61,6 +61,8 @@ impl Module for SignLinear {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
+    // Prints what the engine logs: warnings, and why devices were left out.
+    tracing_subscriber::fmt().without_time().init();
     let mut out = std::io::stdout().lock();
     for ((a, b), have) in [(0, 0), (0, 1), (1, 0), (1, 1)].iter().zip(run(300)?) {
         writeln!(out, "{a} xor {b} = {have:.3}")?;

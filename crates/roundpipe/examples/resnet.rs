@@ -21,6 +21,8 @@ const MICROBATCHES: usize = 2;
 const SIDE: u64 = 12;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
+    // Prints what the engine logs: warnings, and why devices were left out.
+    tracing_subscriber::fmt().without_time().init();
     let mut out = std::io::stdout().lock();
     let (losses, accuracy) = run(40)?;
     for (step, loss) in losses.iter().enumerate().step_by(5) {

@@ -26,6 +26,8 @@ const CLASSES: usize = 3;
 const WIDTH: usize = 64;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
+    // Prints what the engine logs: warnings, and why devices were left out.
+    tracing_subscriber::fmt().without_time().init();
     let workers = workers(&mut std::env::args().skip(1))?;
     let mut out = std::io::stdout().lock();
     let losses = run(workers, 200)?;

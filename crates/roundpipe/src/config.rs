@@ -83,6 +83,8 @@ pub struct RunConfig {
     pub loss_reduction: Option<LossReduction>,
     /// Where the model is cut into stages; planned by default.
     pub execute_plan: Option<ExecutePlan>,
+    /// Layers whose outputs are wanted too; none by default.
+    pub hidden_layers: Option<Vec<String>>,
 }
 
 /// One setter and one line of [`RunConfig::over`] for each field, so that none can be forgotten.
@@ -128,12 +130,22 @@ fields! {
     loss_reduction: LossReduction,
     /// Says where the model is cut into stages.
     execute_plan: ExecutePlan,
+    /// Says which layers' outputs are wanted too; see [`RunConfig::hidden`].
+    hidden_layers: Vec<String>,
 }
 
 impl RunConfig {
     /// Nothing chosen.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Asks for the outputs of layers, by their names in the model: a forward gives them by
+    /// [`Forward::hidden`](crate::Forward::hidden), a training call in
+    /// [`TrainOutput::hidden`](crate::TrainOutput::hidden).
+    #[must_use]
+    pub fn hidden<N: Into<String>>(self, layers: impl IntoIterator<Item = N>) -> Self {
+        self.hidden_layers(layers.into_iter().map(Into::into).collect())
     }
 
     /// The checked form, with defaults for what is unset, on `devices` devices.
@@ -165,6 +177,7 @@ impl RunConfig {
             merge_output: self.merge_output.clone().unwrap_or_default(),
             loss_reduction: self.loss_reduction.unwrap_or_default(),
             execute_plan: self.execute_plan.clone(),
+            hidden_layers: self.hidden_layers.clone().unwrap_or_default(),
         })
     }
 }
@@ -192,6 +205,8 @@ pub struct Resolved {
     pub loss_reduction: LossReduction,
     /// Where the model is cut into stages; `None` leaves it to the planner.
     pub execute_plan: Option<ExecutePlan>,
+    /// Layers whose outputs are wanted too.
+    pub hidden_layers: Vec<String>,
 }
 
 #[cfg(test)]

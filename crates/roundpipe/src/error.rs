@@ -107,6 +107,14 @@ pub enum Error {
     /// Another part of the step failed first; that error says why.
     #[error(transparent)]
     Aborted(#[from] crate::version::Aborted),
+    /// A dataset, or the collation of its samples, failed; says for which batch.
+    #[error("data: {place}: {cause}")]
+    Data {
+        /// The epoch, the batch and, where it is known, the sample, in words.
+        place: String,
+        /// What the dataset reported.
+        cause: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// A setting that can never work.
     #[error("{name}: {what}")]
     Config {

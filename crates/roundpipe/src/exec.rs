@@ -28,6 +28,7 @@ pub(crate) mod copy_threads;
 mod data_check;
 pub mod ending;
 mod forward;
+pub(crate) mod hooks;
 pub(crate) mod launcher;
 pub(crate) mod model;
 pub(crate) mod optimizer_thread;

@@ -8,6 +8,7 @@
 //! | to | see |
 //! |---|---|
 //! | write a layer | [`Module`], [`Layer`], [`Params`], [`Cx`]; ready-made ones in [`nn`] |
+//! | read data | [`data`] |
 //! | train | [`RoundPipe::builder`], [`RoundPipe::forward_backward`], [`RoundPipe::update`] |
 //! | say how a batch is split | [`RunConfig`], [`LossReduction`], [`Inputs`] |
 //! | choose the update | [`optim`], [`lr`], [`Update`], [`GradScaler`] |
@@ -27,6 +28,8 @@ mod sync;
 mod tree;
 
 mod batch;
+
+pub mod data;
 
 mod layer;
 pub mod nn;
@@ -72,7 +75,8 @@ pub use config::{Grain, Lag, LossReduction, OutputDevice, RunConfig};
 pub use cost::{LayerCost, LayerCosts, LayerTimes};
 pub use devices::Devices;
 pub use engine::{
-    Forward, Input, Inputs, Losses, ParamState, RoundPipe, TrainOutput, TrainingState,
+    Forward, HookHandle, HostLoss, Input, Inputs, LayerGradient, LayerOutput, Losses, ParamState,
+    RoundPipe, TrainOutput, TrainingState,
 };
 pub use error::{Error, Result, TaskPlace};
 pub use exec::ring::{Ring, RingOptions};
@@ -83,7 +87,7 @@ pub use optim::{Rule, StepReport, Update};
 pub use optimizer::Optimizer;
 pub use plan::{ExecutePlan, Pass, PlanKind, Stage};
 pub use roundpipe_tensor::{
-    Bytes, CostModel, Cpu, Cuda, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients,
+    Bytes, CostModel, Cpu, Cuda, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients, Hits,
     HostBuf, HostMut, HostRef, HostTensor, Meta, Param, Pin, Pins, RngKey, RngSite, Shape, Tensor,
     Worker, bf16, f16, host_memory, kernel, ops,
 };

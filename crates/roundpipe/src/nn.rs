@@ -1,15 +1,21 @@
 //! Ready-made layers, named and shaped as in PyTorch.
 
+mod attention;
+mod conv;
 mod plain;
+mod recurrent;
 
 use roundpipe_tensor::kernel::ConvSpec;
 use roundpipe_tensor::ops::BatchNorm;
 use roundpipe_tensor::{Cx, DType, Param, Result, RngSite, Tensor};
 
+pub use self::attention::MultiheadAttention;
+pub use self::conv::{Conv1d, ConvTranspose2d};
 pub use self::plain::{
     AdaptiveAvgPool2d, AvgPool2d, Flatten, Gelu, GeluTanh, GlobalAvgPool2d, Identity, MaxPool2d,
     Relu, Sigmoid, Silu, Softmax, Tanh,
 };
+pub use self::recurrent::{Gru, GruCell, Lstm, LstmCell, RecurrentWeights};
 use crate::layer::{Module, ParamVisitor, Params};
 
 /// Gives each parameter of a model its own random numbers, by the order in which they are made.

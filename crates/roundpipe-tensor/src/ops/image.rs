@@ -111,6 +111,64 @@ impl Cx {
         self.reshape(&y, &dims)
     }
 
+    /// Transposed 2-d convolution of `x: [n, c, h, w]` with `filter: [c, o/groups, kh, kw]`, plus
+    /// `bias: [o]`: what [`Cx::conv2d`] with this filter and `spec` does to gradients. A side of h
+    /// becomes (h - 1) · stride - 2 · padding + dilation · (kh - 1) + 1 + `output_padding`, which
+    /// chooses among the sizes that the convolution would take to h.
+    ///
+    /// # Errors
+    /// When shapes, types or geometry do not fit.
+    pub fn conv_transpose2d(
+        &mut self,
+        x: &Tensor,
+        filter: &Tensor,
+        bias: Option<&Tensor>,
+        spec: ConvSpec,
+        output_padding: [usize; 2],
+    ) -> Result<Tensor> {
+        const OP: &str = "conv_transpose2d";
+        float(OP, x)?;
+        same_dtype(OP, x, filter)?;
+        let shape = transposed_shape(OP, x.shape(), filter.shape(), &spec, output_padding)?;
+        if let Some(bias) = bias {
+            same_dtype(OP, x, bias)?;
+            same_shape(OP, bias, Shape::new(&[shape[1]])?)?;
+        }
+        let (dense, taps) = (
+            self.worker().contiguous(x)?.detach(),
+            self.worker().contiguous(filter)?.detach(),
+        );
+        let y = self.worker().alloc(OP, x.dtype(), shape)?;
+        let kernel = Kernel::Conv2dGradInput(spec);
+        self.worker()
+            .launch(&kernel, &[Some(&dense), Some(&taps)], &[Some(&y)])?;
+        // The gradient of one operand needs the other: keep what a wanted gradient needs.
+        let kept_x = self.tracks(&[filter]).then_some(dense);
+        let kept_filter = self.tracks(&[x]).then_some(taps);
+        let from = *x.shape();
+        let y = self.record_one(OP, &[x, filter], y, move |bx| {
+            let dy = bx.dy()?;
+            if let Some(x) = kept_x {
+                // Input and output have changed places.
+                filter_gradient(bx, &dy, &x, spec)?;
+            }
+            if let Some(filter) = kept_filter {
+                let dx = bx.worker().alloc(OP, dy.dtype(), from)?;
+                let kernel = Kernel::Conv2d(spec);
+                bx.worker()
+                    .launch(&kernel, &[Some(&dy), Some(&filter), None], &[Some(&dx)])?;
+                drop((dy, filter));
+                bx.give(0, dx)?;
+            }
+            Ok(())
+        })?;
+        let Some(bias) = bias else {
+            return Ok(y);
+        };
+        let bias = self.reshape(bias, &[1, -1, 1, 1])?;
+        self.add(&y, &bias)
+    }
+
     /// The largest element of every window of `x: [n, c, h, w]`; the border counts as -inf, NaN
     /// wins.
     ///
@@ -295,6 +353,54 @@ fn conv_shape(op: &'static str, x: &Shape, f: &Shape, spec: &ConvSpec) -> Result
         window.count(op, x, x[2 + a], false)
     };
     Shape::new(&[x[0], f[0], size(0)?, size(1)?])
+}
+
+/// The shape of a transposed convolution's result.
+fn transposed_shape(
+    op: &'static str,
+    x: &Shape,
+    f: &Shape,
+    spec: &ConvSpec,
+    output_padding: [usize; 2],
+) -> Result<Shape> {
+    if x.rank() != 4 || f.rank() != 4 {
+        return Err(Error::Shape {
+            op,
+            left: *x,
+            right: *f,
+        });
+    }
+    if x[1] != f[0] {
+        let what = format!("input {x} has {} channels, filter {f} wants {}", x[1], f[0]);
+        return Err(Error::invalid(op, what));
+    }
+    check_taps(op, [f[2], f[3]])?;
+    let side = |a: usize| {
+        let (stride, more) = (spec.stride[a], output_padding[a]);
+        if more >= stride {
+            let what = format!("output_padding {more} must be less than the stride {stride}");
+            return Err(Error::invalid(op, what));
+        }
+        let span = spec.dilation[a].checked_mul(f[2 + a].saturating_sub(1));
+        let grown = x[2 + a].saturating_sub(1).checked_mul(stride);
+        let size = grown
+            .zip(span)
+            .and_then(|(grown, span)| grown.checked_add(span)?.checked_add(more + 1))
+            .and_then(|size| size.checked_sub(spec.padding[a].checked_mul(2)?));
+        size.ok_or_else(|| {
+            let what =
+                format!("{x} under filter {f} with {spec:?} has no size that can be written");
+            Error::invalid(op, what)
+        })
+    };
+    let channels = f[1].saturating_mul(spec.groups);
+    let shape = Shape::new(&[x[0], channels, side(0)?, side(1)?])?;
+    // The convolution that this one transposes must lead back, which also checks its geometry.
+    if conv_shape(op, &shape, f, spec)? != *x {
+        let what = format!("{shape} under filter {f} does not lead back to {x}");
+        return Err(Error::invalid(op, what));
+    }
+    Ok(shape)
 }
 
 /// Refuses windows whose taps alone, of which kernels keep a list, would take memory: a filter

@@ -199,6 +199,65 @@ fn convolve(
     [y, dx, df]
 }
 
+/// A transposed convolution is the gradient of the one it transposes, and the other way round, for
+/// every size that leads back.
+#[test]
+fn transposed_convolutions_are_gradients_of_convolutions() {
+    for (name, x, f, spec) in convolutions() {
+        let size = |a: usize| {
+            let room = x[2 + a] + 2 * spec.padding[a] - spec.dilation[a] * (f[2 + a] - 1) - 1;
+            (room / spec.stride[a] + 1, room % spec.stride[a])
+        };
+        let ((height, lost_rows), (width, lost_columns)) = (size(0), size(1));
+        let small = [x[0], f[0], height, width];
+        let inputs = [randn(900, &small), randn(2, &f)];
+        let transposed = |cx: &mut Cx, t: &[Tensor]| {
+            let lost = [lost_rows, lost_columns];
+            Ok(vec![cx.conv_transpose2d(&t[0], &t[1], None, spec, lost)?])
+        };
+        let have = run(&worker(2), &inputs, DType::F64, &transposed, true).unwrap();
+        let taps = noise(2, f.iter().product());
+        let dy = noise(900, small.iter().product());
+        // By the definition of the convolution: of zeros, only the gradient of the input matters.
+        let zeros = vec![0.0; x.iter().product()];
+        let [_, want, _] = convolve(&zeros, x, &taps, f, &dy, spec);
+        close(name, &have.outputs, &[want], 1e-12);
+        let inputs = [randn(1, &small), randn(2, &f), randn(3, &[x[1]])];
+        check(name, &inputs, |cx, t| {
+            let lost = [lost_rows, lost_columns];
+            let bias = Some(&t[2]);
+            Ok(vec![cx.conv_transpose2d(&t[0], &t[1], bias, spec, lost)?])
+        });
+    }
+}
+
+#[test]
+fn transposed_convolutions_that_cannot_be_are_refused() {
+    let worker = worker(1);
+    let mut cx = Cx::infer(&worker);
+    let x = cx.zeros(DType::F32, &[1, 4, 3, 3]).unwrap();
+    let f = cx.zeros(DType::F32, &[4, 2, 3, 3]).unwrap();
+    let mut text = |x: &Tensor, spec: ConvSpec, more: [usize; 2]| {
+        let refused = cx.conv_transpose2d(x, &f, None, spec, more);
+        refused.unwrap_err().to_string()
+    };
+    let found = text(&x, PLAIN, [1, 0]);
+    assert!(
+        found.contains("output_padding 1 must be less than the stride 1"),
+        "{found}"
+    );
+    let found = text(&f, PLAIN, [0, 0]);
+    assert!(found.contains("[4, 2, 3, 3] has 2 channels"), "{found}");
+    let wide = ConvSpec {
+        padding: [3, 3],
+        ..PLAIN
+    };
+    let found = text(&x, wide, [0, 0]);
+    assert!(found.contains("has no size that can be written"), "{found}");
+    let found = text(&x, ConvSpec { groups: 3, ..PLAIN }, [0, 0]);
+    assert!(found.contains("3 groups do not divide"), "{found}");
+}
+
 #[test]
 fn convolutions_take_any_lie() {
     for lie in [Lie::Transposed, Lie::CutOut] {

@@ -9,18 +9,20 @@
 
 use std::collections::HashSet;
 use std::panic::Location;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use roundpipe_tensor::{Bytes, DType, Device, Pin};
 
 use super::core::Core;
+use super::hooks::{find_layer, register};
 use super::part::PartSpec;
 use super::{Handle, RoundPipe};
 use crate::config::{Lag, RunConfig};
 use crate::devices::Devices;
 use crate::error::{Error, Result};
+use crate::exec::hooks::{Hook, LayerGradient, LayerOutput};
 use crate::exec::model::Model;
 use crate::exec::ring::{Ring, RingOptions};
 use crate::groups::{self, ParamGroup};
@@ -53,6 +55,7 @@ pub struct Builder<M> {
     resident: bool,
     inference: bool,
     max_nonfinite_steps: u64,
+    hooks: Vec<(&'static str, String, Hook)>,
 }
 
 /// [`Builder::max_nonfinite_steps`] unless said otherwise.
@@ -84,6 +87,7 @@ impl<M: Layer + 'static> RoundPipe<M> {
             resident: false,
             inference: false,
             max_nonfinite_steps: MAX_NONFINITE_STEPS,
+            hooks: Vec::new(),
         }
     }
 }
@@ -231,6 +235,31 @@ impl<M: Layer + 'static> Builder<M> {
         self
     }
 
+    /// Shows a layer's output to a hook: [`RoundPipe::on_output`] from the first call on.
+    #[must_use]
+    pub fn on_output(
+        mut self,
+        layer: impl Into<String>,
+        hook: impl Fn(&LayerOutput<'_>) + Send + Sync + 'static,
+    ) -> Self {
+        let hook = Hook::Output(Arc::new(hook));
+        self.hooks.push(("on_output", layer.into(), hook));
+        self
+    }
+
+    /// Shows the gradients of a layer's output to a hook: [`RoundPipe::on_gradient`] from the first
+    /// call on.
+    #[must_use]
+    pub fn on_gradient(
+        mut self,
+        layer: impl Into<String>,
+        hook: impl Fn(&LayerGradient<'_>) + Send + Sync + 'static,
+    ) -> Self {
+        let hook = Hook::Gradient(Arc::new(hook));
+        self.hooks.push(("on_gradient", layer.into(), hook));
+        self
+    }
+
     /// Reserves memory, moves the weights and starts the threads.
     ///
     /// # Errors
@@ -273,6 +302,9 @@ impl<M: Layer + 'static> Builder<M> {
             );
             return Err(Error::config("model", what));
         }
+        for (option, layer, _) in &self.hooks {
+            find_layer(&layers, option, layer)?;
+        }
         let store = Store::new(
             &layers,
             StoreConfig {
@@ -306,6 +338,7 @@ impl<M: Layer + 'static> Builder<M> {
             sets_buffers,
             resident,
             inference,
+            hooks: Mutex::default(),
         };
         let watchdog = self
             .stall
@@ -319,6 +352,9 @@ impl<M: Layer + 'static> Builder<M> {
             trace,
             self.max_nonfinite_steps,
         )?;
+        for (option, layer, hook) in self.hooks {
+            register(&core.model, option, &layer, hook)?;
+        }
         let core = Arc::new(core);
         Ok(RoundPipe {
             original,

@@ -26,6 +26,8 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use roundpipe_tensor::Worker;
+
 use super::part::{EnginePart, PartSpec};
 use super::recorder::CallRecorder;
 use crate::config::Lag;
@@ -53,6 +55,8 @@ pub(crate) struct Core {
     pub(super) recorder: CallRecorder,
     sequence: Mutex<Sequence>,
     notes: Mutex<Notes>,
+    /// Computes losses in host memory, once one was asked for.
+    pub(super) host: Mutex<Option<Worker>>,
 }
 
 /// Releases the weights when it is dropped.
@@ -127,9 +131,19 @@ impl Sequence {
 pub(super) struct Notes {
     pub evaluating: bool,
     pub warnings: Vec<String>,
+    /// Those of them that are not in the log yet.
+    unlogged: Vec<String>,
     /// Steps that were made and not finite, in all and since the last that was.
     pub nonfinite_steps: u64,
     pub nonfinite_in_a_row: u64,
+}
+
+impl Notes {
+    /// Keeps a warning until the user asks for it. [`Core::log_warnings`] also logs it.
+    pub fn warn(&mut self, text: String) {
+        self.unlogged.push(text.clone());
+        self.warnings.push(text);
+    }
 }
 
 impl Core {
@@ -153,6 +167,7 @@ impl Core {
             recorder: CallRecorder::new(ring.clone(), trace.clone()),
             sequence: Mutex::default(),
             notes: Mutex::default(),
+            host: Mutex::default(),
             model,
             ring,
             parts,
@@ -170,6 +185,14 @@ impl Core {
 
     pub(super) fn notes(&self) -> MutexGuard<'_, Notes> {
         lock(&self.notes)
+    }
+
+    /// Logs warnings that are new. Without the lock: a subscriber may ask the engine something.
+    pub(super) fn log_warnings(&self) {
+        let unlogged = std::mem::take(&mut self.notes().unlogged);
+        for text in unlogged {
+            tracing::warn!(engine = self.model.name, "{text}");
+        }
     }
 
     /// Refuses calls from within the engine's own work, which would wait for themselves.
@@ -211,7 +234,8 @@ impl Core {
     }
 
     pub fn warn(&self, text: String) {
-        self.notes().warnings.push(text);
+        self.notes().warn(text);
+        self.log_warnings();
     }
 
     pub fn take_warnings(&self) -> Vec<String> {

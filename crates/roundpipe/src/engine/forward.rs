@@ -89,13 +89,13 @@ impl<M> RoundPipe<M> {
 
 /// What a forward gave, and the way back.
 pub struct Forward {
-    core: Arc<Core>,
-    call: Arc<Call>,
+    pub(super) core: Arc<Core>,
+    pub(super) call: Arc<Call>,
     merge: MergeOutput,
     output: Option<Tree<HostTensor>>,
     input_leaves: Arc<[InputLeaves]>,
     samples: Option<Arc<[usize]>>,
-    differentiable: bool,
+    pub(super) differentiable: bool,
     on: OutputDevice,
 }
 
@@ -250,7 +250,7 @@ impl Forward {
         self.run_back(seeds)
     }
 
-    fn run_back(self, seeds: Vec<Seed>) -> Result<InputGrads> {
+    pub(super) fn run_back(self, seeds: Vec<Seed>) -> Result<InputGrads> {
         if !self.differentiable {
             return Err(Error::config(
                 "backward",

@@ -40,6 +40,8 @@ impl Core {
         sequence
             .outcomes
             .retain(|outcome| !notes.note_step(outcome));
+        drop(notes);
+        self.log_warnings();
         // Which version calls read depends on the last step alone.
         while sequence.history.len() > HISTORY
             && let Some(step) = sequence.history.pop_front()
@@ -90,6 +92,7 @@ impl Core {
             // Steps that were made before the failure stay made, and their warnings count.
             self.notes().note_step(outcome);
         }
+        self.log_warnings();
         let failed_steps: Vec<Arc<Outcome>> = outcomes
             .into_iter()
             .filter(|outcome| outcome.has_failed())
@@ -190,7 +193,7 @@ impl Notes {
             } else {
                 "left some weights out"
             };
-            self.warnings.push(format!(
+            self.warn(format!(
                 "optimizer step {} {what}, because it was not finite (gradient norm {})",
                 outcome.version, report.grad_norm
             ));

@@ -20,6 +20,7 @@ use roundpipe_tensor::transfer::HostValue;
 use roundpipe_tensor::{HostTensor, host_memory};
 
 use super::core::{Core, Sequence};
+use super::hooks::find_layer;
 use super::inputs::{Inputs, SplitInputs, host_values, split};
 use super::mean_loss::{mean_loss, with_shares};
 use super::outputs::InputLeaves;
@@ -33,6 +34,7 @@ use crate::exec::model::LossFn;
 use crate::exec::queue::StageJob;
 use crate::exec::stage_value::Seed;
 use crate::plan::{ExecutePlan, PlanKind};
+use crate::sync::lock;
 use crate::tree::Tree;
 use crate::version::ReadTicket;
 
@@ -70,6 +72,8 @@ struct Prepared {
     inputs: SplitInputs,
     labels: Vec<Tree<HostValue>>,
     loss: Option<LossFn>,
+    /// The layers whose outputs are wanted.
+    hidden: Vec<usize>,
 }
 
 /// A call that was submitted.
@@ -111,12 +115,14 @@ impl Core {
         let prepared = self.prepare(&request)?;
         self.check_trains(request.part, request.kind, &prepared)?;
         // Kept even if the plan is refused: fewer microbatches than asked for may be why.
-        let named = |text: &String| match self.parts.len() {
-            1 => text.clone(),
-            _ => format!("{}: {text}", self.parts[request.part].name),
-        };
-        let warnings: Vec<String> = prepared.inputs.warnings.iter().map(named).collect();
-        self.notes().warnings.extend(warnings);
+        for text in &prepared.inputs.warnings {
+            let warning = match self.parts.len() {
+                1 => text.clone(),
+                _ => format!("{}: {text}", self.parts[request.part].name),
+            };
+            self.notes().warn(warning);
+        }
+        self.log_warnings();
         let (plan, needs) = self.plan(&request, &prepared)?;
         self.check_host_memory(request.kind, &needs)?;
         // As late as possible, since it waits for all calls under way.
@@ -199,9 +205,15 @@ impl Core {
 
     /// Resolves the configuration and splits the batch. Changes nothing.
     fn prepare(&self, request: &CallRequest) -> Result<Prepared> {
-        let base = &self.parts[request.part].config;
-        let config = request.config.over(base).resolve(self.ring.len())?;
+        let part = &self.parts[request.part];
+        let config = request.config.over(&part.config).resolve(self.ring.len())?;
         let wants_input_grads = config.input_grads && request.kind != PlanKind::Infer;
+        let names = config.hidden_layers.iter();
+        let hidden = names.map(|name| {
+            let layers = &self.model.layers[part.layers.clone()];
+            Ok(part.layers.start + find_layer(layers, "hidden", name)?)
+        });
+        let hidden = hidden.collect::<Result<Vec<_>>>()?;
         let inputs = split(
             &request.inputs,
             &config.split_input,
@@ -222,6 +234,7 @@ impl Core {
             inputs,
             labels,
             loss,
+            hidden,
         })
     }
 
@@ -295,6 +308,8 @@ impl Core {
             // Looking for the first layer that is not finite costs a pass over every value, so it
             // is done only after a step that was not.
             probes: trains && self.optimizer.streak.is_on(),
+            hooks: lock(&self.model.hooks).clone(),
+            hidden: prepared.hidden,
             loss: prepared.loss,
             wants_outputs: request.wants_outputs,
             // With several workers, the one that reads the output next is seldom the one that

@@ -8,11 +8,13 @@
 //! # Invariants
 //! - Losses are added up in the order of microbatches, in f64, so the workers leave no trace in them.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use roundpipe_tensor::{Cx, HostTensor, Result as TensorResult, Tensor};
 
 use super::RoundPipe;
+use super::hooks::all_hidden;
 use super::inputs::Inputs;
 use super::outputs::{InputGrads, MicrobatchOutputs, host_tensor, read, wait_outputs};
 use super::submit::{CallRequest, PendingCall};
@@ -89,6 +91,8 @@ pub struct TrainOutput {
     pub unmerged: Option<MicrobatchOutputs>,
     /// The gradients of the inputs, if `input_grads` asked for them.
     pub input_grads: Option<InputGrads>,
+    /// The merged outputs of the layers that [`RunConfig::hidden`] asked for, by name.
+    pub hidden: BTreeMap<String, Tree<HostTensor>>,
 }
 
 impl<M> RoundPipe<M> {
@@ -200,13 +204,13 @@ impl<M> TrainCall<'_, M> {
             input_leaves,
             samples,
         } = core.submit(request)?;
-        let (losses, outputs) = read(core, &call, |call| {
+        let (losses, outputs, hidden) = read(core, &call, |call| {
             let losses = wait_losses(call)?;
             // Behind the losses, and in the same reading: a merge that fails takes back the
             // gradients too.
             let merges = returns_outputs && !matches!(config.merge_output, MergeOutput::Off);
             let merged = merges.then(|| merge(wait_outputs(call)?, &config.merge_output));
-            Ok((losses, merged.transpose()?))
+            Ok((losses, merged.transpose()?, all_hidden(call)?))
         })?;
         let unmerged = returns_outputs.then(|| MicrobatchOutputs {
             call: call.clone(),
@@ -223,6 +227,7 @@ impl<M> TrainCall<'_, M> {
             outputs,
             unmerged,
             input_grads,
+            hidden,
         })
     }
 }

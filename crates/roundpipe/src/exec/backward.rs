@@ -111,6 +111,7 @@ impl Launcher {
         let aliases_host = self.worker().device().aliases_host();
         let sums_stay = task.microbatch == 0 && !task.is_last() && !aliases_host;
         for (layer, tape) in layers.zip(tapes).rev() {
+            self.show_gradients(task, layer, &grads)?;
             let here = loaded.0.get_mut(&layer);
             let here = here.expect("the layer was run in this task");
             grads = self.timed(task, Some(layer), Category::Backward, || {

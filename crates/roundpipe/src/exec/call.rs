@@ -23,6 +23,7 @@ use roundpipe_tensor::{DeviceId, HostTensor, Param, Result as TensorResult};
 
 use super::data_check::DataCheck;
 use super::ending::{Ending, PartEnd};
+use super::hooks::Hooks;
 use super::model::{LossFn, Model};
 use super::stage_value::{Grads, SavedForRecompute, Seed, Source, StageValue};
 use crate::budget::CallNeeds;
@@ -79,6 +80,10 @@ pub(crate) struct CallSpec {
     /// Whether every layer's output is checked for values that are not finite, because earlier
     /// steps were not.
     pub probes: bool,
+    /// What the user sees of layers while they run.
+    pub hooks: Arc<Hooks>,
+    /// The layers whose outputs the caller wants.
+    pub hidden: Vec<usize>,
     pub loss: Option<LossFn>,
     pub wants_outputs: bool,
     /// Whether outputs stay on the worker that made them.
@@ -168,6 +173,8 @@ struct CallState {
     buffers: Vec<(Param, HostValue)>,
     /// The largest and the smallest value of layers' outputs, by layer and microbatch.
     probes: Vec<(usize, usize, HostValue)>,
+    /// Outputs that the caller asked for, by layer and microbatch.
+    hidden: HashMap<(usize, usize), Tree<HostValue>>,
     timed: Vec<Timed>,
     error: Option<Error>,
     /// The error's text, for calls that depend on this one.
@@ -304,6 +311,7 @@ impl Call {
             adds_to: None,
             buffers: Vec::new(),
             probes: Vec::new(),
+            hidden: HashMap::new(),
             timed: Vec::new(),
             error: None,
             why: String::new(),
@@ -642,6 +650,17 @@ impl Call {
             }
         }
         None
+    }
+
+    /// The output of a layer that the caller asked for. No thread waits for it alone.
+    pub fn put_hidden(&self, layer: usize, microbatch: usize, value: Tree<HostValue>) {
+        let key = (layer, microbatch);
+        self.lock().hidden.insert(key, value);
+    }
+
+    /// The output of a hidden layer, if it is there.
+    pub fn hidden(&self, layer: usize, microbatch: usize) -> Option<Tree<HostValue>> {
+        self.lock().hidden.get(&(layer, microbatch)).cloned()
     }
 
     pub fn note_time(&self, timed: Timed) {

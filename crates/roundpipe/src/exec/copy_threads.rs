@@ -15,9 +15,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
-use roundpipe_tensor::Tensor;
 use roundpipe_tensor::device::Event;
 use roundpipe_tensor::transfer::{Port, Slot, SlotSegment};
+use roundpipe_tensor::{Tensor, nvtx};
 
 use super::call::Call;
 use crate::error::{Error, Result};
@@ -198,6 +198,7 @@ fn try_upload(port: &Port, upload: WeightUpload) -> Result<()> {
         });
     }
     let name = &spec.model.layers[layer].0;
+    let _range = nvtx::range(|| format!("{} weights of {name} in", spec.model.name));
     let (weights, flight) = slot.fill(name, segments, CHUNK, port.log())?;
     // Kernels may be queued behind the copy now; only the tickets wait for its end.
     call.put_weights(stage, layer, weights);
@@ -242,6 +243,7 @@ fn try_download(port: &Port, download: GradientDownload, current: &mut usize) ->
         return Ok(());
     }
     let store = &call.spec.model.store;
+    let _range = nvtx::range(|| format!("{} gradients out", call.spec.model.name));
     // All copies are queued before the first is awaited, so that the lane has always work.
     let mut flights = Vec::with_capacity(gradients.len());
     for gradient in gradients {

@@ -127,7 +127,7 @@ impl Launcher {
         // The loss draws its random numbers behind the last layer.
         let site = task.site(spec.model.layers.len());
         let (losses, grads) = self.timed(task, None, Category::Loss, || {
-            run_layer::losses(&loss, self.worker(), site, &output, labels)
+            run_layer::losses(&*loss, self.worker(), site, &output, labels)
         })?;
         let output = if spec.wants_outputs {
             Some(self.send(task, &mut output, &[], Until::Later)?)
@@ -257,8 +257,11 @@ impl Launcher {
             let site = task.site(layer);
             here.run(module, self.worker(), spec.training, site, mode, input)
         })?;
-        if spec.probes && category != Category::Recompute {
-            self.probe(task, layer, &ran.output);
+        if category != Category::Recompute {
+            if spec.probes {
+                self.probe(task, layer, &ran.output);
+            }
+            self.show_output(task, layer, &ran.output)?;
         }
         if !ran.buffers.is_empty() {
             // Known before the caller sees a result of this call, so before it can submit the next.

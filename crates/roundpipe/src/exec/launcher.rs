@@ -15,7 +15,7 @@ use std::sync::{Arc, Weak};
 
 use roundpipe_tensor::device::Stamp;
 use roundpipe_tensor::transfer::{HostValue, Port};
-use roundpipe_tensor::{DType, LaneKind, Tensor, Worker};
+use roundpipe_tensor::{DType, LaneKind, Tensor, Worker, nvtx};
 
 use super::backward::Prefetched;
 use super::call::{Call, Timed};
@@ -234,6 +234,7 @@ impl Launcher {
     ) -> Result<R> {
         let label = TaskLabel(*task, layer);
         let _on_board = task.spec().board.enter(&self.who, label);
+        let _range = nvtx::range(|| range_name(task, layer, category));
         let from = self.stamp(task, layer)?;
         // A user's layer or loss function may panic. The error then names it.
         let done = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
@@ -423,4 +424,14 @@ impl Launcher {
         let sent = self.port.send(what, tensor);
         sent.map_err(|error| task.error(Some(layer), error))
     }
+}
+
+/// What a profiler's timeline calls a piece of work.
+fn range_name(task: &Task<'_>, layer: Option<usize>, category: Category) -> String {
+    let model = &task.spec().model;
+    let mut name = format!("{} {}", model.name, category.name());
+    if let Some(layer) = layer {
+        name += &format!(", layer {}", model.layers[layer].0);
+    }
+    name + &format!(", microbatch {}", task.microbatch)
 }

@@ -1,10 +1,11 @@
 //! A model as executors see it.
 
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
 
 use roundpipe_tensor::{Cx, Result as TensorResult, Tensor};
 
+use super::hooks::Hooks;
 use crate::layer::Layer;
 use crate::store::Store;
 use crate::tree::Tree;
@@ -25,4 +26,12 @@ pub(crate) struct Model {
     pub resident: bool,
     /// Whether weights are only read.
     pub inference: bool,
+    /// What is registered now; a call takes it as it is.
+    pub hooks: Mutex<Arc<Hooks>>,
+}
+
+impl std::fmt::Debug for Model {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Model({})", self.name)
+    }
 }

@@ -21,6 +21,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
+use roundpipe_tensor::nvtx;
+
 use super::call::{Call, CallList};
 use super::model::Model;
 use super::task::panic_text;
@@ -479,6 +481,7 @@ impl OptimizerThread {
         outcome: &Outcome,
     ) -> Result<StepReport> {
         let store = &self.model.store;
+        let _range = nvtx::range(|| format!("{} update {version}", self.model.name));
         let step = store.steps() + u64::from(!decision.skip);
         let apply = Apply {
             step,

@@ -116,6 +116,9 @@ impl Ring {
                 "there is none; a ring needs at least one worker",
             ));
         };
+        for note in &notes {
+            tracing::info!("{note}");
+        }
         let board = Board::new();
         let host = HostPool::new(host_device.clone(), options.pin);
         let mut workers = Vec::with_capacity(devices.len());

@@ -8,7 +8,6 @@
 
 use roundpipe_tensor::{Cx, Param, Recompute, Result, RngSite, Tensor, Worker};
 
-use super::model::LossFn;
 use crate::layer::Layer;
 use crate::tree::Tree;
 
@@ -241,7 +240,7 @@ fn as_inputs(cx: &mut Cx, value: &Tree<Activation>) -> Result<Tree<Tensor>> {
 
 /// Computes the losses of a microbatch and the gradients of the model's outputs.
 pub(crate) fn losses(
-    loss: &LossFn,
+    loss: impl FnOnce(&mut Cx, Tree, Tree) -> Result<Vec<Tensor>>,
     worker: &Worker,
     site: RngSite,
     output: &Tree<Activation>,
@@ -269,14 +268,8 @@ pub(crate) fn losses(
 /// The losses that a backward starts from, each with its gradient.
 fn loss_seeds(worker: &Worker, losses: &[Tensor]) -> Result<Vec<(Tensor, Tensor)>> {
     let mut seeds = Vec::new();
+    check_losses(losses)?;
     for loss in losses {
-        if loss.numel() != 1 {
-            let what = format!(
-                "a loss has the shape {}; reduce it to one number",
-                loss.shape()
-            );
-            return Err(roundpipe_tensor::Error::invalid("loss_fn", what));
-        }
         // Each starts from 1, also under `LossReduction::Mean`, which has put the share into the
         // loss.
         if loss.requires_grad() {
@@ -284,4 +277,16 @@ fn loss_seeds(worker: &Worker, losses: &[Tensor]) -> Result<Vec<(Tensor, Tensor)
         }
     }
     Ok(seeds)
+}
+
+/// Refuses losses that are not one number each.
+pub(crate) fn check_losses(losses: &[Tensor]) -> Result<()> {
+    let Some(loss) = losses.iter().find(|loss| loss.numel() != 1) else {
+        return Ok(());
+    };
+    let what = format!(
+        "a loss has the shape {}; reduce it to one number",
+        loss.shape()
+    );
+    Err(roundpipe_tensor::Error::invalid("loss_fn", what))
 }

@@ -438,6 +438,7 @@ fn refuse_settings(config: &RunConfig) -> Result<()> {
         ("merge_output", config.merge_output.is_some()),
         ("loss_reduction", config.loss_reduction.is_some()),
         ("execute_plan", config.execute_plan.is_some()),
+        ("hidden", config.hidden_layers.is_some()),
     ];
     match set.into_iter().find(|(_, set)| *set) {
         Some((name, _)) => {

@@ -453,6 +453,11 @@ pub fn upload(worker: &Worker, tensor: &HostTensor) -> Tensor {
         DType::I64 => worker
             .upload(&tensor.to_vec::<i64>().unwrap(), shape)
             .unwrap(),
+        DType::Bool => {
+            let bytes = tensor.to_vec::<u8>().unwrap();
+            let truths: Vec<bool> = bytes.into_iter().map(|byte| byte != 0).collect();
+            worker.upload_bool(&truths, shape).unwrap()
+        }
         other => panic!("{other} is not used here"),
     }
 }
