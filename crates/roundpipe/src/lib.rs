@@ -76,7 +76,7 @@ pub use engine::{
 };
 pub use error::{Error, Result, TaskPlace};
 pub use exec::ring::{Ring, RingOptions};
-pub use groups::ParamGroup;
+pub use groups::{ParamGroup, ParamRule};
 pub use layer::{Layer, Module, ParamVisitor, Params, Sequential};
 pub use lr::LrSchedule;
 pub use optim::{Rule, StepReport, Update};

@@ -268,7 +268,9 @@ impl Store {
                     layer: at,
                     shape: param.shape,
                     param: param.param.clone(),
+                    dtype: param.state_dtype,
                     master: layer.master(index)?,
+                    moment_shapes: layer.moment_shapes(index)?.to_vec(),
                     moments: layer.moments(index)?,
                 });
             }

@@ -17,7 +17,7 @@ use super::core::{Core, RequestedStep, Sequence};
 use crate::config::Lag;
 use crate::error::{Error, Result};
 use crate::exec::optimizer_thread::{Outcome, RuleWork, StepRequest, Work};
-use crate::groups::ParamGroup;
+use crate::groups::{ParamGroup, ParamRule};
 use crate::optim::{StepReport, Update};
 use crate::scaler::GradScaler;
 use crate::update::OptimParams;
@@ -101,6 +101,12 @@ impl<M> RoundPipe<M> {
     pub fn set_groups(&self, groups: impl IntoIterator<Item = ParamGroup>) -> Result<()> {
         let groups: Vec<_> = groups.into_iter().collect();
         self.core.model.store.set_groups(&groups)
+    }
+
+    /// Which rule updates each trained parameter from the next update on, in model order; empty
+    /// without a rule. Each prints as a line.
+    pub fn param_rules(&self) -> Vec<ParamRule> {
+        self.core.model.store.param_rules()
     }
 
     /// Drops the gradients since the last step and makes a new version of the weights that is equal

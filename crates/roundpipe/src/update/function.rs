@@ -1,10 +1,11 @@
 //! What a function of the user sees of the optimizer's state, in a step and between steps.
 
 use roundpipe_tensor::optim::Floats;
-use roundpipe_tensor::{HostBuf, Param, Shape};
+use roundpipe_tensor::{DType, HostBuf, Param, Shape};
 
 use super::open::{OpenLayer, OpenParam};
 use crate::error::Result;
+use crate::optim::floats;
 
 /// All optimizer copies, for a function of the user.
 pub struct OptimParams<'a> {
@@ -50,11 +51,7 @@ impl<'a> OptimParams<'a> {
 impl OptimParam<'_> {
     /// The gradient as f32, where there is one.
     pub fn grad_f32(&self) -> Option<Vec<f32>> {
-        Some(match self.grad? {
-            Floats::F32(grad) => grad.to_vec(),
-            Floats::BF16(grad) => grad.iter().map(|x| x.to_f32()).collect(),
-            Floats::F16(grad) => grad.iter().map(|x| x.to_f32()).collect(),
-        })
+        Some(self.grad?.to_vec_f32())
     }
 }
 
@@ -67,28 +64,38 @@ pub struct OptimHandle {
     pub layer: usize,
     /// Sizes.
     pub shape: Shape,
+    /// Element type of the value and of the moments: f32, unless
+    /// [`Builder::optim_dtype`](crate::engine::Builder::optim_dtype) says otherwise.
+    pub dtype: DType,
     pub(super) param: Param,
     pub(super) master: Option<HostBuf>,
     pub(super) moments: Vec<HostBuf>,
+    pub(super) moment_shapes: Vec<Shape>,
 }
 
 impl OptimHandle {
-    /// Where the newest values lie, as f32. For f32 weights this is the weights, which move with
-    /// every version.
+    /// Where the newest values lie. For weights that have no copy this is the weights, which move
+    /// with every version.
     pub fn value(&self) -> HostBuf {
         self.master.clone().unwrap_or_else(|| self.param.data())
     }
 
-    /// Where the rule's state lies, as f32, in the rule's order.
+    /// Where the rule's state lies, in the rule's order.
     pub fn moments(&self) -> &[HostBuf] {
         &self.moments
     }
 
-    /// A copy of the newest values.
+    /// The sizes of each of the moments: those of the parameter, or of its rows and columns.
+    pub fn moment_shapes(&self) -> &[Shape] {
+        &self.moment_shapes
+    }
+
+    /// A copy of the newest values, as f32.
     ///
     /// # Errors
     /// While an update writes them.
     pub fn to_vec(&self) -> Result<Vec<f32>> {
-        Ok(self.value().read_all()?.as_slice().to_vec())
+        let values = self.value().read_all()?;
+        Ok(floats(self.dtype, &values).to_vec_f32())
     }
 }
