@@ -107,6 +107,6 @@ pub mod testing {
     pub use crate::groups::ResolvedGroups;
     pub use crate::optim::Decision;
     pub use crate::store::{Segment, Store, StoreConfig};
-    pub use crate::update::Apply;
+    pub use crate::update::{Apply, FunctionVersions};
     pub use crate::version::{Abort, Aborted, Gate, ReadTicket, Versions};
 }

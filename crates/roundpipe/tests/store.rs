@@ -5,8 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use roundpipe::optim::{Adafactor, Adam, AdamW, AdjustLr, Lion, Muon, Sgd, StepReport};
-use roundpipe::testing::Apply;
-use roundpipe::testing::{Segment, Store, StoreConfig};
+use roundpipe::testing::{Apply, FunctionVersions, Segment, Store, StoreConfig};
 use roundpipe::{
     Bytes, Cpu, Cx, DType, Error, HostBuf, HostTensor, Lag, Layer, Param, ParamGroup, ParamVisitor,
     Params, Pin, RngKey, RngSite, Rule, TensorResult, Tree, Update, bf16, f16,
@@ -93,6 +92,14 @@ fn config(max_lag: Lag, rule: Option<Rule>) -> StoreConfig {
         rule,
         threads: Some(2),
         ..StoreConfig::new(Cpu::new(Some(1)).unwrap())
+    }
+}
+
+/// A step that makes version `next` from gradients of the version before.
+fn versions(next: u64) -> FunctionVersions {
+    FunctionVersions {
+        read: next - 1,
+        next,
     }
 }
 
@@ -755,7 +762,9 @@ fn narrow_state_takes_half_the_memory() {
             }
             Ok(())
         };
-        store.apply_fn(1, &store.abort(), &mut { step }).unwrap();
+        store
+            .apply_fn(versions(1), &store.abort(), &mut { step })
+            .unwrap();
         let rounded = |x: &f32| bf16::from_f32(x + 0.001).to_f32();
         let expected: Vec<f32> = before.iter().map(rounded).collect();
         let after = store.optim_params().unwrap()[0].to_vec().unwrap();
@@ -765,7 +774,9 @@ fn narrow_state_takes_half_the_memory() {
             params.iter_mut().for_each(|param| param.value.fill(7.0));
             Err(Error::config("test", "no"))
         };
-        store.apply_fn(2, &store.abort(), failing).unwrap_err();
+        store
+            .apply_fn(versions(2), &store.abort(), failing)
+            .unwrap_err();
         let after = store.optim_params().unwrap()[0].to_vec().unwrap();
         assert_eq!(after, expected, "{lag:?}");
     }
@@ -1189,7 +1200,7 @@ fn a_function_can_be_the_optimizer() {
                 land(&a, step, 1.0);
                 land(&b, step, 1.0);
                 a.step(&Update::new(0.25), step, &a.abort()).unwrap();
-                b.apply_fn(step, &b.abort(), &mut |params| {
+                b.apply_fn(versions(step), &b.abort(), &mut |params| {
                     assert_eq!(params.len(), 7);
                     for param in params.iter_mut() {
                         let Some(grad) = param.grad_f32() else {
@@ -1235,7 +1246,7 @@ fn a_failing_function_leaves_everything_as_before() {
         land(&store, 2, 1.0);
         let before = (bits(&model), state(&store));
         let spoil = |panics: bool| {
-            store.apply_fn(2, &store.abort(), &mut |params| {
+            store.apply_fn(versions(2), &store.abort(), &mut |params| {
                 for (i, param) in params.iter_mut().enumerate() {
                     param.value.fill(7.0);
                     assert!(!(panics && i == 2), "on purpose");

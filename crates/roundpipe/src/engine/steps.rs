@@ -12,14 +12,18 @@
 
 use std::sync::Arc;
 
+use roundpipe_tensor::{Cx, Result as TensorResult, Tensor};
+
 use super::RoundPipe;
 use super::core::{Core, RequestedStep, Sequence};
+use super::train::IntoLosses;
 use crate::config::Lag;
 use crate::error::{Error, Result};
 use crate::exec::optimizer_thread::{Outcome, RuleWork, StepRequest, Work};
 use crate::groups::{ParamGroup, ParamRule};
 use crate::optim::{StepReport, Update};
 use crate::scaler::GradScaler;
+use crate::tree::Tree;
 use crate::update::OptimParams;
 
 /// A step that was ordered.
@@ -120,8 +124,20 @@ impl<M> RoundPipe<M> {
         ))
     }
 
-    /// The same because gradients of this engine, or of one that is updated together with it, are
-    /// not finite.
+    /// Drops the gradients since the last step, if there are any: [`RoundPipe::skip_step`] at lag 0,
+    /// waited for.
+    ///
+    /// # Errors
+    /// What went wrong in the calls before.
+    pub fn zero_grad(&self) -> Result<()> {
+        if self.has_gradients() {
+            self.skip_step(Lag::Zero)?.wait()?;
+        }
+        Ok(())
+    }
+
+    /// [`RoundPipe::skip_step`] because gradients of this engine, or of one that is updated together
+    /// with it, are not finite.
     pub(crate) fn skip_nonfinite_step(&self, lag: Lag) -> Result<StepHandle> {
         Ok(StepHandle(
             self.core.step(Work::Skip { nonfinite: true }, lag)?,
@@ -137,12 +153,41 @@ impl<M> RoundPipe<M> {
         let unknown =
             || format!("it knows no scale for version {version}; use one scaler per engine");
         scaler
-            .scale_at(version)
+            .settled_scale_at(version)
             .ok_or_else(|| Error::config("scaler", unknown()))
     }
 
+    /// A loss function for the next call that multiplies each loss with
+    /// [`RoundPipe::loss_scale`], in f32: PyTorch's `scaler.scale(loss)`. Ask for it before each
+    /// call, since the scale moves with updates. Losses that the call returns are scaled.
+    ///
+    /// # Errors
+    /// As [`RoundPipe::loss_scale`].
+    pub fn scaled_loss<L, F>(
+        &self,
+        scaler: &GradScaler,
+        loss: F,
+    ) -> Result<impl Fn(&mut Cx, Tree, Tree) -> TensorResult<Vec<Tensor>> + use<L, F, M>>
+    where
+        L: IntoLosses,
+        F: Fn(&mut Cx, Tree, Tree) -> TensorResult<L> + Send + Sync + 'static,
+    {
+        let scale = self.loss_scale(scaler)?;
+        Ok(move |cx: &mut Cx, output: Tree, labels: Tree| {
+            let losses = loss(cx, output, labels)?.into_losses();
+            let scaled = losses.iter().map(|loss| {
+                let wide = cx.cast(loss, loss.dtype().accumulator())?;
+                cx.mul_scalar(&wide, scale)
+            });
+            scaled.collect()
+        })
+    }
+
     /// Updates with a function over all optimizer copies. At lag 0 this waits for it; otherwise it
-    /// runs beside the next call.
+    /// runs beside the next call. Without gradients since the last step each
+    /// [`OptimParam::grad`](crate::OptimParam::grad) is `None`.
+    ///
+    /// [`GradScaler::step`] is for scaled losses.
     ///
     /// # Errors
     /// At lag 0 what the function returns, what went wrong in the calls before, and
@@ -192,12 +237,12 @@ impl Core {
             return Err(Error::config("step", what));
         }
         // An update without gradients would count as a step and change nothing: a loop that lost
-        // its backward would seem to train.
-        if sequence.since_step.is_empty() {
+        // its backward would seem to train. A function may have other things to do.
+        let is_function = matches!(work, Work::Function(_));
+        if sequence.since_step.is_empty() && !is_function {
             let what = "no gradients were computed since the last step";
             return Err(Error::config("step", what));
         }
-        let is_function = matches!(work, Work::Function(_));
         let outcome = self.request_step(&mut sequence, work, lag);
         if lag == Lag::One {
             return Ok(outcome);
@@ -215,6 +260,8 @@ impl Core {
     }
 
     fn request_step(&self, sequence: &mut Sequence, work: Work, lag: Lag) -> Arc<Outcome> {
+        // Before the step is counted: its calls read what was visible until now.
+        let read_version = sequence.visible();
         let calls = std::mem::take(&mut sequence.since_step);
         self.notes().has_gradients = false;
         let version = sequence.steps + 1;
@@ -235,6 +282,7 @@ impl Core {
         self.model.store.set_asked(version);
         self.optimizer.request(StepRequest {
             version,
+            read_version,
             calls,
             // Calls from here on read what this step writes, and fail with it.
             next_call: sequence.next_call,

@@ -196,16 +196,29 @@ impl OpenParam<'_> {
         if self.grads.len() > 1 {
             let sum = HostBuf::zeroed("summed gradient", self.stored.copy_bytes())?;
             let mut all = sum.write(0..sum.len())?;
-            sum_into(
-                threads,
-                &self.grads,
-                0..self.stored.shape.numel(),
-                all.as_mut_slice(),
-            )?;
+            self.sum_grads(threads, all.as_mut_slice())?;
             drop(all);
             self.sum = Some(sum.read_all()?);
         }
         Ok(())
+    }
+
+    /// Writes the sum of the gradients as f32.
+    pub(super) fn sum_grads(&self, threads: &Threads, into: &mut [f32]) -> Result<()> {
+        sum_into(threads, &self.grads, 0..into.len(), into)
+    }
+
+    /// Takes back what a function wrote, and makes the next version equal to the newest.
+    pub(super) fn undo(&mut self) {
+        self.put_back();
+        self.keep();
+    }
+
+    fn put_back(&mut self) {
+        // No other thread has the backup, so reading it cannot fail.
+        if let Some(backup) = self.backup.take().and_then(|backup| backup.read_all().ok()) {
+            self.values().copy_from_slice(backup.as_slice());
+        }
     }
 
     /// Refuses values that a function made infinite or NaN, or that would round to an infinity.
@@ -359,10 +372,8 @@ impl RulePass {
 
 impl Drop for OpenParam<'_> {
     fn drop(&mut self) {
-        // A function failed. No other thread has the backup, so reading it cannot fail.
-        if let Some(backup) = self.backup.take().and_then(|backup| backup.read_all().ok()) {
-            self.values().copy_from_slice(backup.as_slice());
-        }
+        // There is a backup only where a function failed.
+        self.put_back();
     }
 }
 

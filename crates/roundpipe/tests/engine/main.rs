@@ -12,6 +12,7 @@ mod mean_loss;
 mod memory;
 mod misuse;
 mod models;
+mod scaled;
 mod simulation;
 mod state;
 mod written;

@@ -884,7 +884,9 @@ impl Mind {
             Work::Function(..) => false,
         };
         let too_late = lag > self.plain.spec.max_lag;
-        if refused || too_late || self.state.since.is_empty() {
+        // A function may run without gradients.
+        let refused = refused || matches!(work, Work::Rule(_)) && self.state.since.is_empty();
+        if refused || too_late {
             let same = |mind: &Self| mind.state.clone();
             return self
                 .settle(reply, Fate::Refused, same, |mind| {
