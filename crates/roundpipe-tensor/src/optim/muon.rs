@@ -15,8 +15,9 @@
 //! ```
 //!
 //! The iteration runs in f32, with the crate's own matrix products; PyTorch's runs in
-//! bf16. It takes `4 ns_steps` times the multiplications of one product of the matrix with its
-//! transpose, and working memory of two matrices and two squares of the shorter side.
+//! bf16. Each of the `ns_steps` takes at most three times the multiplications of the product of
+//! the matrix with its transpose. A step takes working memory of two matrices and two squares of the
+//! shorter side, in f32.
 //!
 //! Refused: slabs that do not fit the matrices they are said to hold.
 //!

@@ -1116,15 +1116,16 @@ impl Mind {
                 .map_err(|what| format!("after a write that was refused: {what}"));
         }
         let happened = stepped.steps > self.state.steps;
-        // Before the step.
-        self.set_param(param, data);
+        // Before the step. One that failed was reported and dropped its gradients, so that only
+        // what it left counts.
         if happened {
+            self.set_param(param, data);
             self.state = self.plan_step(Work::Rule(update), Lag::Zero).after;
-        }
-        if self.weights(weights).is_ok() {
-            self.state.visible = self.state.newest.clone();
-            self.at_rest();
-            return Ok(());
+            if self.weights(weights).is_ok() {
+                self.state.visible = self.state.newest.clone();
+                self.at_rest();
+                return Ok(());
+            }
         }
         // After it.
         self.state = stepped.clone();
