@@ -14,7 +14,8 @@ use roundpipe::optim::AdamW;
 use roundpipe::trace::{Lane, Span};
 use roundpipe::{
     Bytes, Cx, DType, Device, DeviceKind, Grain, HostBudget, HostTensor, Inputs, Lag,
-    LossReduction, Meta, Params, PlanKind, RngSite, RoundPipe, Rule, RunConfig, Update, Worker,
+    LossReduction, Meta, Params, PlanKind, RngSite, RoundPipe, Rule, RunConfig, Shape, Update,
+    Worker,
 };
 use roundpipe_models::memory::host_memory;
 use roundpipe_models::{LoraConfig, LoraTargets, Model, TrainMode, preset};
@@ -218,7 +219,8 @@ impl BenchCmd {
         let mut params: Vec<_> = model.layers.named_params();
         params.sort_by_key(|(_, param)| param.id());
         params.dedup_by_key(|(_, param)| param.id());
-        let moments = Rule::AdamW(AdamW::default()).moments() as u64;
+        let rule = Rule::AdamW(AdamW::default());
+        let moments = rule.moment_shapes(&Shape::default()).len() as u64;
         let params = params.iter().map(|(_, param)| param);
         let budget = HostBudget::training(params, moments, self.lag() == Lag::One);
         Ok(budget.check(left)?)

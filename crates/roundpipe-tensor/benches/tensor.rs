@@ -44,6 +44,26 @@ fn adamw_step(bencher: Bencher<'_, '_>) {
         .bench_local(|| slabs.step());
 }
 
+/// Three passes over the gradient and two over the weights; must take about as long as AdamW's one,
+/// which has two moments to read and write.
+#[divan::bench(sample_count = 10)]
+fn adafactor_step(bencher: Bencher<'_, '_>) {
+    let mut slabs = work::Adam::new(16 << 20, work::cores());
+    // Gradients of 2 bytes three times, weights of 4 read twice and written, and of 2 written.
+    bencher
+        .counter(BytesCount::new(20u64 * (16 << 20)))
+        .bench_local(|| slabs.adafactor_step(4096));
+}
+
+/// Five steps of the iteration on a square matrix: items are the operations of its products.
+#[divan::bench(args = [1024], sample_count = 10)]
+fn muon_step(bencher: Bencher<'_, '_>, size: usize) {
+    let mut slabs = work::Adam::new(size * size, work::cores());
+    bencher
+        .counter(ItemsCount::new(5 * 3 * 2 * size.pow(3)))
+        .bench_local(|| slabs.muon_step(size));
+}
+
 /// A plain copy by as many threads.
 #[divan::bench(sample_count = 10)]
 fn adamw_copy(bencher: Bencher<'_, '_>) {

@@ -12,13 +12,17 @@
 //!
 //! - Slabs are cut into chunks of a fixed size whatever the number of threads, and sums over
 //!   chunks are added in their order: the same bits with any number of threads.
-//! - All instruction sets give the same bits (the payload of a NaN aside).
+//! - All instruction sets give the same bits (the payload of a NaN aside), except for the products
+//!   of Muon.
 //! - An update makes no weight and no moment infinite or NaN that was finite (module `finite`).
 
+mod adafactor;
 mod adam;
 mod finite;
 mod grads;
 mod lion;
+mod matrices;
+mod muon;
 mod sgd;
 mod simd;
 
@@ -28,11 +32,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use half::{bf16, f16};
 
+pub use adafactor::{Adafactor, AdafactorSlabs, SecondMoment};
 pub use adam::{Adam, AdamSlabs, AdamW};
 pub use grads::{
-    accumulate, all_finite, cast, chunk_squares, clip_factor, follow, scale, squared_norm,
+    accumulate, all_finite, cast, chunk_squares, clip_factor, follow, narrow, scale, squared_norm,
 };
 pub use lion::{Lion, LionSlabs};
+pub use matrices::Matrices;
+pub use muon::{AdjustLr, Muon, MuonSlabs};
 pub use sgd::{Sgd, SgdSlabs};
 
 use simd::GradFactors;
@@ -136,6 +143,15 @@ impl Floats<'_> {
         self.len() == 0
     }
 
+    /// A copy as f32.
+    pub fn to_vec_f32(&self) -> Vec<f32> {
+        match self {
+            Self::F32(slab) => slab.to_vec(),
+            Self::BF16(slab) => slab.iter().map(|x| x.to_f32()).collect(),
+            Self::F16(slab) => slab.iter().map(|x| x.to_f32()).collect(),
+        }
+    }
+
     /// Part of the slab. Panics when it is out of bounds.
     #[must_use]
     pub fn range(&self, range: Range<usize>) -> Self {
@@ -156,6 +172,15 @@ impl FloatsMut<'_> {
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// To read.
+    pub fn as_floats(&self) -> Floats<'_> {
+        match self {
+            Self::F32(slab) => Floats::F32(slab),
+            Self::BF16(slab) => Floats::BF16(slab),
+            Self::F16(slab) => Floats::F16(slab),
+        }
     }
 
     /// Part of the slab, borrowed. Panics when it is out of bounds.
@@ -273,5 +298,7 @@ fn check_setting(
     Err(Error::invalid(op, what))
 }
 
+#[cfg(test)]
+mod matrix_tests;
 #[cfg(test)]
 mod tests;

@@ -1,9 +1,11 @@
-//! Ten steps of each optimizer against PyTorch, of Lion against optax; `fixtures/make_optim.py` and
-//! `fixtures/make_lion.py` make the files.
+//! Ten steps of each optimizer against PyTorch, of Lion against optax; `fixtures/make_optim.py`,
+//! `fixtures/make_matrix_optim.py` and `fixtures/make_lion.py` make the files.
 
+use roundpipe_tensor::Shape;
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::optim::{
-    Adam, AdamSlabs, AdamW, Lion, LionSlabs, Sgd, SgdSlabs, StepSettings,
+    Adafactor, AdafactorSlabs, Adam, AdamSlabs, AdamW, AdjustLr, Lion, LionSlabs, Matrices, Muon,
+    MuonSlabs, SecondMoment, Sgd, SgdSlabs, StepSettings,
 };
 use safetensors::SafeTensors;
 
@@ -56,8 +58,17 @@ impl Golden {
         self.row("grads", step as usize - 1, STEPS as usize)
     }
 
+    fn shape(&self, name: &str) -> Shape {
+        let file = SafeTensors::deserialize(&self.bytes).unwrap();
+        Shape::new(file.tensor(name).unwrap().shape()).unwrap()
+    }
+
     /// Compares with `name` after `step`: relative to the value, or to the tensor's size near zero.
     fn check(&self, name: &str, step: u64, ours: &[f32]) {
+        self.check_within(TOLERANCE, name, step, ours);
+    }
+
+    fn check_within(&self, tolerance: f32, name: &str, step: u64, ours: &[f32]) {
         let Some(row) = KEPT.iter().position(|&kept| kept == step) else {
             return;
         };
@@ -65,7 +76,7 @@ impl Golden {
         assert_eq!(ours.len(), theirs.len());
         let size = (theirs.iter().map(|x| x * x).sum::<f32>() / theirs.len() as f32).sqrt();
         for (i, (a, b)) in ours.iter().zip(&theirs).enumerate() {
-            let allowed = TOLERANCE * b.abs().max(size);
+            let allowed = tolerance * b.abs().max(size);
             assert!(
                 (a - b).abs() <= allowed,
                 "{name}, step {step}, element {i}: {a}, the file has {b}"
@@ -250,4 +261,115 @@ fn lion_follows_optax() {
             golden.check(&format!("{name}.exp_avg"), step, &moment);
         }
     }
+}
+
+fn check_adafactor(golden: &Golden, case: &str, param: &str, lr: f64, rule: Adafactor) {
+    let threads = Threads::new(Some(1)).unwrap();
+    let name = |what: &str| format!("{case}.{param}.{what}");
+    let mut master = golden.tensor(param);
+    let matrices = Matrices::of(&golden.shape(param));
+    let (rows, cols) = matrices.map_or((master.len(), 0), |m| (m.count * m.rows, m.count * m.cols));
+    let (mut first, mut by_col) = (vec![0.0; rows], vec![0.0; cols]);
+    for step in 1..=STEPS {
+        let grad = golden.row(&format!("{param}.grads"), step as usize - 1, STEPS as usize);
+        let second = match matrices {
+            Some(matrices) => SecondMoment::Factored {
+                matrices,
+                by_row: &mut first,
+                by_col: &mut by_col,
+            },
+            None => SecondMoment::Full(&mut first),
+        };
+        let slabs = AdafactorSlabs {
+            grad: grad.as_slice().into(),
+            master: &mut master,
+            second,
+            working: None,
+        };
+        rule.step(&threads, StepSettings::new(step, lr), slabs)
+            .unwrap();
+        // PyTorch sums norms in f32.
+        golden.check_within(1e-5, &name("param"), step, &master);
+        match matrices {
+            Some(_) => {
+                golden.check_within(1e-5, &name("row_var"), step, &first);
+                golden.check_within(1e-5, &name("col_var"), step, &by_col);
+            }
+            None => golden.check(&name("variance"), step, &first),
+        }
+    }
+}
+
+/// Parameters and second moments follow `torch.optim.Adafactor` on matrices, several of them, and
+/// vectors.
+#[test]
+fn adafactor_follows_pytorch() {
+    let golden = Golden::named("matrix_optim");
+    let base = Adafactor::default();
+    let decay = Adafactor {
+        beta2_decay: -0.5,
+        eps1: Some(1e-4),
+        eps2: 1e-2,
+        d: 1.1,
+        weight_decay: 0.1,
+        ..base
+    };
+    let maximize = Adafactor {
+        maximize: true,
+        d: 1e9,
+        ..base
+    };
+    for param in ["wide", "tall", "experts", "vector"] {
+        check_adafactor(&golden, "adafactor", param, 1e-2, base);
+        check_adafactor(&golden, "adafactor_decay", param, 0.3, decay);
+        check_adafactor(&golden, "adafactor_maximize", param, 3e-2, maximize);
+    }
+}
+
+fn check_muon(golden: &Golden, case: &str, tolerance: f32, lr: f64, rule: Muon) {
+    let threads = Threads::new(Some(1)).unwrap();
+    for param in ["wide", "tall", "experts"] {
+        let name = |what: &str| format!("{case}.{param}.{what}");
+        let mut master = golden.tensor(param);
+        let matrices = Matrices::of(&golden.shape(param)).unwrap();
+        let mut momentum = vec![0.0; master.len()];
+        for step in 1..=STEPS {
+            let grad = golden.row(&format!("{param}.grads"), step as usize - 1, STEPS as usize);
+            let slabs = MuonSlabs {
+                matrices,
+                grad: grad.as_slice().into(),
+                master: &mut master,
+                momentum: &mut momentum,
+                working: None,
+            };
+            rule.step(&threads, StepSettings::new(step, lr), slabs)
+                .unwrap();
+            golden.check_within(tolerance, &name("param"), step, &master);
+            golden.check(&name("momentum_buffer"), step, &momentum);
+        }
+    }
+}
+
+/// Parameters and momentum follow `torch.optim.Muon`: closely with its iteration in f32, and within
+/// the noise of bf16 as it is.
+#[test]
+fn muon_follows_pytorch() {
+    let golden = Golden::named("matrix_optim");
+    let base = Muon::default();
+    let matched = Muon {
+        momentum: 0.8,
+        weight_decay: 0.3,
+        adjust_lr: AdjustLr::MatchRmsAdamW,
+        ..base
+    };
+    let plain = Muon {
+        nesterov: false,
+        ns_steps: 3,
+        weight_decay: 0.0,
+        ..base
+    };
+    check_muon(&golden, "muon", 1e-5, 1e-2, base);
+    check_muon(&golden, "muon_match", 1e-5, 1e-2, matched);
+    check_muon(&golden, "muon_plain", 1e-5, 5e-2, plain);
+    check_muon(&golden, "bf16_muon", 2e-2, 1e-2, base);
 }

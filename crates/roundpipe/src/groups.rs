@@ -4,8 +4,8 @@
 //! for them. A store resolves its groups once, into settings per parameter; an update asks neither
 //! a pattern nor a closure, and each parameter is still one fused pass.
 //!
-//! Refused: a pattern that matches no trained parameter, a setting that the rule does not have, and
-//! one that it does not accept.
+//! Refused: a pattern that matches no trained parameter, a setting that the rule does not have, one
+//! that it does not accept, and another rule for a parameter whose moments exist.
 //!
 //! # Invariants
 //! - The first group that matches a parameter decides alone; without one the rule's own settings
@@ -66,6 +66,23 @@ impl ParamGroup {
             selection,
             settings: ParamSettings::default(),
         }
+    }
+
+    /// The rule, instead of the engine's. Its moments are made when training begins, so it cannot
+    /// change after that. [`Rule::Muon`] means all matrices of the group, whatever their names.
+    ///
+    /// ```
+    /// use roundpipe::ParamGroup;
+    /// use roundpipe::optim::AdamW;
+    ///
+    /// // For an engine whose rule is Muon: an embedding that does not look like one by its name.
+    /// let table = ParamGroup::matching("0.weight").rule(AdamW::default());
+    /// # let _ = table;
+    /// ```
+    #[must_use]
+    pub fn rule(mut self, rule: impl Into<Rule>) -> Self {
+        self.settings.rule = Some(rule.into());
+        self
     }
 
     /// What each update's learning rate is multiplied with; at least 0.
@@ -180,6 +197,36 @@ impl ResolvedGroups {
     }
 }
 
+/// Which rule updates a parameter, and with what.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParamRule {
+    /// Full dotted name.
+    pub name: String,
+    /// Sizes.
+    pub shape: Shape,
+    /// The rule with the settings of the parameter's group.
+    pub rule: Rule,
+    /// What each update's learning rate is multiplied with.
+    pub lr_factor: f64,
+    /// Whether a group freezes it.
+    pub frozen: bool,
+}
+
+/// One line: `3.mlp.up.weight [128, 64]: Muon, lr x 0.5`.
+impl fmt::Display for ParamRule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}: ", self.name, self.shape)?;
+        if self.frozen {
+            return f.write_str("frozen");
+        }
+        write!(f, "{}", self.rule)?;
+        if self.lr_factor != 1.0 {
+            write!(f, ", lr x {}", self.lr_factor)?;
+        }
+        Ok(())
+    }
+}
+
 /// Refuses patterns that match none of `names`.
 pub(crate) fn check_patterns<'a>(
     groups: &[ParamGroup],
@@ -226,8 +273,9 @@ pub(crate) fn check_settings(groups: &[ParamGroup], rule: Option<Rule>) -> Resul
                 "lr_factor is {factor}, it must be finite and at least 0"
             ));
         }
-        if settings.betas.is_some() && matches!(rule, Rule::Sgd(_)) {
-            return refuse("the rule is SGD, which has no betas".to_owned());
+        let rule = settings.rule.unwrap_or(rule);
+        if settings.betas.is_some() && matches!(rule, Rule::Sgd(_) | Rule::Adafactor(_)) {
+            return refuse(format!("the rule is {rule}, which has no betas"));
         }
         if let Err(error) = rule.with(settings).check_settings() {
             return refuse(error.to_string());

@@ -80,7 +80,7 @@ pub use engine::{
 };
 pub use error::{Error, Result, TaskPlace};
 pub use exec::ring::{Ring, RingOptions};
-pub use groups::ParamGroup;
+pub use groups::{ParamGroup, ParamRule};
 pub use layer::{Layer, Module, ParamVisitor, Params, Sequential};
 pub use lr::LrSchedule;
 pub use optim::{Rule, StepReport, Update};
@@ -114,6 +114,6 @@ pub mod testing {
     pub use crate::groups::ResolvedGroups;
     pub use crate::optim::Decision;
     pub use crate::store::{Segment, Store, StoreConfig};
-    pub use crate::update::Apply;
+    pub use crate::update::{Apply, FunctionVersions};
     pub use crate::version::{Abort, Aborted, Gate, ReadTicket, Versions};
 }

@@ -1,33 +1,59 @@
 //! What an update does with a gradient: the rule, what a step asks for, and the fused pass.
 //!
 //! A pass reads a gradient, updates master weights and moments, and writes the new working weights.
-//! Master weights exist only where working weights are narrower than f32. This module holds no
-//! state: the store does, for engines and for [`Optimizer`](crate::Optimizer) alike.
+//! Master weights exist only where working weights are narrower than f32. Most rules look at one
+//! element at a time; Adafactor and Muon look at a whole matrix, so that a pass has the sizes of its
+//! parameter. This module holds no state: the store does, for engines and for
+//! [`Optimizer`](crate::Optimizer) alike.
 //!
 //! # Invariants
 //! - The same gradients give the same bits, for any number of threads.
 //! - What was finite stays finite: an element whose new value would not be keeps the old one.
 
+use std::fmt;
+
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::{HostMut, HostRef};
 use roundpipe_tensor::optim::{
-    self, AdamSlabs, Floats, FloatsMut, LionSlabs, SgdSlabs, StepSettings,
+    self, AdafactorSlabs, AdamSlabs, Floats, FloatsMut, LionSlabs, Matrices, MuonSlabs,
+    SecondMoment, SgdSlabs, StepSettings,
 };
-use roundpipe_tensor::{DType, HostBuf, Param};
+use roundpipe_tensor::{DType, HostBuf, Param, Shape};
 
-pub use roundpipe_tensor::optim::{Adam, AdamW, Lion, Sgd};
+pub use roundpipe_tensor::optim::{Adafactor, Adam, AdamW, AdjustLr, Lion, Muon, Sgd};
 
 use crate::error::{Error, Result};
 
 /// What to do with a gradient. The learning rate comes with each step ([`Update::lr`]).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rule {
+    /// Adafactor: a matrix keeps a number per row and per column instead of a moment per element.
+    Adafactor(Adafactor),
     /// Adam: weight decay goes into the gradient, and is off by default.
     Adam(Adam),
     /// AdamW: weight decay goes into the weights, and is 0.01 by default.
     AdamW(AdamW),
     /// Lion: one moment, steps of one length.
     Lion(Lion),
+    /// Muon for the matrices of hidden layers, AdamW for the rest.
+    ///
+    /// Muon makes all directions of a matrix about equally long. That is right where a matrix maps
+    /// one vector to another, and wrong for tables, whose rows are vectors of their own. So AdamW
+    /// updates
+    /// - parameters with other than two or three dimensions (three: a matrix per expert), and
+    /// - those with a part of their dotted name that contains `embed` or is `wte`, `wpe`, `lm_head`,
+    ///   `head`, `classifier` or `score`.
+    ///
+    /// A [`ParamGroup`](crate::ParamGroup) with a rule of its own decides for parameters whose names
+    /// say less; [`RoundPipe::param_rules`](crate::RoundPipe::param_rules) lists what goes where.
+    /// With [`AdjustLr::MatchRmsAdamW`] one learning rate serves both, else
+    /// [`ParamGroup::lr_factor`](crate::ParamGroup::lr_factor) makes two.
+    Muon {
+        /// Of the matrices of hidden layers.
+        matrices: Muon,
+        /// Of everything else.
+        rest: AdamW,
+    },
     /// Gradient descent.
     Sgd(Sgd),
 }
@@ -35,6 +61,8 @@ pub enum Rule {
 /// What one parameter has that is not the rule's.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct ParamSettings {
+    /// The rule of a group; once resolved, that of the parameter.
+    pub rule: Option<Rule>,
     pub lr_factor: f64,
     pub weight_decay: Option<f64>,
     pub betas: Option<(f64, f64)>,
@@ -44,6 +72,7 @@ pub(crate) struct ParamSettings {
 impl Default for ParamSettings {
     fn default() -> Self {
         Self {
+            rule: None,
             lr_factor: 1.0,
             weight_decay: None,
             betas: None,
@@ -52,14 +81,23 @@ impl Default for ParamSettings {
     }
 }
 
-/// What an update of one parameter, or of part of one, reads and writes; all of one length.
+/// What an update of one parameter, or of part of one, reads and writes. All are of one length,
+/// except for the moments of [`Rule::Adafactor`].
 pub(crate) struct Slabs<'a> {
+    /// Sizes of the parameter. A part has them too; rules that look at matrices are given no parts.
+    pub shape: Shape,
     pub grad: Floats<'a>,
     pub master: &'a mut [f32],
-    /// As many as [`Rule::moments`] says.
+    /// As many as [`Rule::moment_shapes`] says.
     pub moments: Vec<&'a mut [f32]>,
     /// Where the new weights go as well; `None` when `master` is the working slab.
     pub working: Option<FloatsMut<'a>>,
+}
+
+impl From<Adafactor> for Rule {
+    fn from(rule: Adafactor) -> Self {
+        Self::Adafactor(rule)
+    }
 }
 
 impl From<Adam> for Rule {
@@ -80,6 +118,14 @@ impl From<Lion> for Rule {
     }
 }
 
+impl From<Muon> for Rule {
+    /// With the default AdamW for the rest.
+    fn from(matrices: Muon) -> Self {
+        let rest = AdamW::default();
+        Self::Muon { matrices, rest }
+    }
+}
+
 impl From<Sgd> for Rule {
     fn from(rule: Sgd) -> Self {
         Self::Sgd(rule)
@@ -87,15 +133,54 @@ impl From<Sgd> for Rule {
 }
 
 impl Rule {
-    /// How many f32 slabs of state it keeps beside the weights.
-    pub fn moments(&self) -> usize {
+    /// The state that it keeps for a parameter of this shape beside the weights: the sizes of each
+    /// moment.
+    pub fn moment_shapes(&self, shape: &Shape) -> Vec<Shape> {
         match self {
+            Self::Adafactor(_) => match shape.dims() {
+                [before @ .., rows, cols] => {
+                    let with_end = |end: [usize; 2]| {
+                        let dims: Vec<usize> = before.iter().copied().chain(end).collect();
+                        Shape::new(&dims).expect("no larger than the parameter")
+                    };
+                    vec![with_end([*rows, 1]), with_end([1, *cols])]
+                }
+                _ => vec![*shape],
+            },
             Self::Adam(Adam { amsgrad, .. }) | Self::AdamW(AdamW { amsgrad, .. }) => {
-                2 + usize::from(*amsgrad)
+                vec![*shape; 2 + usize::from(*amsgrad)]
             }
-            Self::Lion(_) => 1,
-            Self::Sgd(rule) => usize::from(rule.momentum != 0.0),
+            Self::Lion(_) => vec![*shape],
+            Self::Muon { rest, .. } => match Matrices::of(shape) {
+                Some(_) => vec![*shape],
+                None => Self::AdamW(*rest).moment_shapes(shape),
+            },
+            Self::Sgd(rule) => vec![*shape; usize::from(rule.momentum != 0.0)],
         }
+    }
+
+    /// What it does with one parameter, by any of its names: [`Rule::Muon`] is AdamW for some.
+    pub(crate) fn of_param<'a>(
+        self,
+        mut names: impl Iterator<Item = &'a str>,
+        shape: &Shape,
+    ) -> Self {
+        match self {
+            Self::Muon { rest, .. } if !is_matrix(shape) || names.any(is_table) => {
+                Self::AdamW(rest)
+            }
+            other => other,
+        }
+    }
+
+    /// The same for the rule of a group, which means all matrices in it, whatever their names.
+    pub(crate) fn of_group_param(self, shape: &Shape) -> Self {
+        self.of_param(std::iter::empty(), shape)
+    }
+
+    /// Whether an element's update depends on no other element.
+    pub(crate) fn is_elementwise(&self) -> bool {
+        !matches!(self, Self::Adafactor(_) | Self::Muon { .. })
     }
 
     /// Refuses settings that no step would accept.
@@ -104,9 +189,14 @@ impl Rule {
     /// The setting and its range.
     pub fn check_settings(&self) -> Result<()> {
         match self {
+            Self::Adafactor(rule) => rule.check()?,
             Self::Adam(rule) => rule.check()?,
             Self::AdamW(rule) => rule.check()?,
             Self::Lion(rule) => rule.check()?,
+            Self::Muon { matrices, rest } => {
+                matrices.check()?;
+                rest.check()?;
+            }
             Self::Sgd(rule) => rule.check()?,
         }
         Ok(())
@@ -116,6 +206,10 @@ impl Rule {
     pub(crate) fn with(self, settings: ParamSettings) -> Self {
         let decay = |own: f64| settings.weight_decay.unwrap_or(own);
         match self {
+            Self::Adafactor(rule) => Self::Adafactor(Adafactor {
+                weight_decay: decay(rule.weight_decay),
+                ..rule
+            }),
             Self::Adam(rule) => {
                 let (beta1, beta2) = settings.betas.unwrap_or((rule.beta1, rule.beta2));
                 Self::Adam(Adam {
@@ -143,6 +237,22 @@ impl Rule {
                     ..rule
                 })
             }
+            // A resolved parameter has one of the two; unresolved settings are checked for both.
+            Self::Muon { matrices, rest } => {
+                let (beta1, beta2) = settings.betas.unwrap_or((rest.beta1, rest.beta2));
+                Self::Muon {
+                    matrices: Muon {
+                        weight_decay: decay(matrices.weight_decay),
+                        ..matrices
+                    },
+                    rest: AdamW {
+                        beta1,
+                        beta2,
+                        weight_decay: decay(rest.weight_decay),
+                        ..rest
+                    },
+                }
+            }
             Self::Sgd(rule) => Self::Sgd(Sgd {
                 weight_decay: decay(rule.weight_decay),
                 ..rule
@@ -159,15 +269,82 @@ impl Rule {
         slabs: Slabs<'_>,
     ) -> Result<bool> {
         Ok(match self {
+            Self::Adafactor(rule) => rule.step(threads, settings, slabs.of_adafactor())?,
             Self::Adam(rule) => rule.step(threads, settings, slabs.of_adam())?,
             Self::AdamW(rule) => rule.step(threads, settings, slabs.of_adam())?,
             Self::Lion(rule) => rule.step(threads, settings, slabs.of_lion())?,
+            Self::Muon { matrices, rest } => match Matrices::of(&slabs.shape) {
+                Some(of) => matrices.step(threads, settings, slabs.of_muon(of))?,
+                None => rest.step(threads, settings, slabs.of_adam())?,
+            },
             Self::Sgd(rule) => rule.step(threads, settings, slabs.of_sgd())?,
         })
     }
 }
 
+/// The name by which papers and PyTorch know it.
+impl fmt::Display for Rule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Adafactor(_) => "Adafactor",
+            Self::Adam(_) => "Adam",
+            Self::AdamW(_) => "AdamW",
+            Self::Lion(_) => "Lion",
+            Self::Muon { .. } => "Muon",
+            Self::Sgd(_) => "SGD",
+        })
+    }
+}
+
+/// Whether Muon takes it for one matrix or, with three dimensions, one per expert.
+fn is_matrix(shape: &Shape) -> bool {
+    matches!(shape.rank(), 2 | 3)
+}
+
+/// Whether a parameter is by its name an embedding or a head, whose rows are vectors of their own.
+fn is_table(name: &str) -> bool {
+    let tables = ["wte", "wpe", "lm_head", "head", "classifier", "score"];
+    name.split('.').any(|part| {
+        let part = part.to_ascii_lowercase();
+        part.contains("embed") || tables.contains(&part.as_str())
+    })
+}
+
 impl<'a> Slabs<'a> {
+    fn of_adafactor(self) -> AdafactorSlabs<'a> {
+        let mut moments = self.moments.into_iter();
+        let Some(first) = moments.next() else {
+            unreachable!("Adafactor has a moment")
+        };
+        let second = match (Matrices::of(&self.shape), moments.next()) {
+            (Some(matrices), Some(by_col)) => SecondMoment::Factored {
+                matrices,
+                by_row: first,
+                by_col,
+            },
+            _ => SecondMoment::Full(first),
+        };
+        AdafactorSlabs {
+            grad: self.grad,
+            master: self.master,
+            second,
+            working: self.working,
+        }
+    }
+
+    fn of_muon(self, matrices: Matrices) -> MuonSlabs<'a> {
+        let Some(momentum) = self.moments.into_iter().next() else {
+            unreachable!("Muon has a moment")
+        };
+        MuonSlabs {
+            matrices,
+            grad: self.grad,
+            master: self.master,
+            momentum,
+            working: self.working,
+        }
+    }
+
     fn of_adam(self) -> AdamSlabs<'a> {
         let mut moments = self.moments.into_iter();
         let (Some(exp_avg), Some(exp_avg_sq)) = (moments.next(), moments.next()) else {
@@ -307,19 +484,37 @@ pub struct StepReport {
     pub partial: bool,
 }
 
-/// Whether a parameter of this type has an f32 copy beside its working weights.
+/// The type of a parameter's master and moments: f32, or the parameter's own where that was asked
+/// for.
 ///
 /// # Errors
 /// For types that cannot be optimised.
-pub(crate) fn needs_master(name: &str, dtype: DType) -> Result<bool> {
+pub(crate) fn state_dtype(name: &str, dtype: DType, optim_dtype: DType) -> Result<DType> {
     match dtype {
-        DType::F32 => Ok(false),
-        DType::BF16 | DType::F16 => Ok(true),
+        DType::F32 => Ok(DType::F32),
+        DType::BF16 | DType::F16 if dtype == optim_dtype => Ok(dtype),
+        DType::BF16 | DType::F16 => Ok(DType::F32),
         other => Err(Error::config(
             "optimizer",
             format!("{name} is {other}; freeze it, or make it f32, bf16 or f16"),
         )),
     }
+}
+
+/// Refuses types that masters and moments cannot have.
+///
+/// # Errors
+/// [`Error::Config`] with the reason.
+pub(crate) fn check_optim_dtype(dtype: DType) -> Result<()> {
+    let what = match dtype {
+        DType::F32 | DType::BF16 => return Ok(()),
+        DType::F16 => {
+            "f16, in which squares of gradients below 2^-12 are 0; use f32, or bf16 weights"
+                .to_owned()
+        }
+        other => format!("{other}; masters and moments are f32 or bf16"),
+    };
+    Err(Error::config("optim_dtype", what))
 }
 
 /// Writes the parameter's values to `master`.

@@ -18,7 +18,7 @@ use roundpipe_tensor::optim::{self, Floats, FloatsMut};
 use roundpipe_tensor::{Cpu, DType, Gradients, HostBuf, Param, ParamId, Pin};
 
 use crate::error::Result;
-use crate::groups::ParamGroup;
+use crate::groups::{ParamGroup, ParamRule};
 use crate::optim::{Rule, StepReport, Update};
 use crate::store::{Store, StoreConfig};
 
@@ -80,6 +80,11 @@ impl Optimizer {
     pub fn set_groups(&mut self, groups: impl IntoIterator<Item = ParamGroup>) -> Result<()> {
         let groups: Vec<_> = groups.into_iter().collect();
         self.store.set_groups(&groups)
+    }
+
+    /// Which rule updates each parameter from the next step on. Each prints as a line.
+    pub fn param_rules(&self) -> Vec<ParamRule> {
+        self.store.param_rules()
     }
 
     /// Steps taken so far.

@@ -5,6 +5,10 @@
 //! version v is the one after v updates ([`GradScaler::scale_at`]), however far the optimizer
 //! behind it has come meanwhile. So all calls of a step use one scale, gradients are unscaled with
 //! the scale they were computed with, and an asynchronous run gives the same bits every time.
+//!
+//! [`RoundPipe::update_scaled`](crate::RoundPipe::update_scaled) does all of it for a rule. In a step
+//! function, [`GradScaler::unscale`] and [`GradScaler::step`] do; the scale moves when the step is
+//! done, and stays when it fails.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -110,6 +114,18 @@ impl GradScaler {
         inner.scales.iter().rev().nth(back).copied()
     }
 
+    /// The same once all updates up to `version` have ended: steps that did not use the scaler left
+    /// the scale as it was.
+    pub(crate) fn settled_scale_at(&self, version: u64) -> Option<f64> {
+        let mut inner = self.lock();
+        if !inner.state.enabled {
+            return Some(1.0);
+        }
+        let newest = *inner.version.get_or_insert(version);
+        let back = usize::try_from(newest.saturating_sub(version)).ok()?;
+        inner.scales.iter().rev().nth(back).copied()
+    }
+
     /// Whether there is any scaling.
     pub fn is_enabled(&self) -> bool {
         self.lock().state.enabled
@@ -126,27 +142,75 @@ impl GradScaler {
     /// does not lower it again.
     pub fn update_from(&self, used: f64, found_nonfinite: bool) {
         let mut inner = self.lock();
-        let state = &mut inner.state;
-        if !state.enabled {
-            return;
+        let version = inner.version.map(|version| version + 1);
+        inner.update(version, used, found_nonfinite);
+    }
+
+    /// As [`GradScaler::update_from`] for the update that made `version`. Those in between that did
+    /// not use the scaler left the scale as it was.
+    pub(crate) fn update_at(&self, version: u64, used: f64, found_nonfinite: bool) {
+        let mut inner = self.lock();
+        if let Some(newest) = inner.version {
+            let missing = version.saturating_sub(newest + 1).min(REMEMBERED as u64);
+            (0..missing).for_each(|_| inner.remember());
         }
-        if found_nonfinite {
-            state.scale = state.scale.min(used * state.backoff);
-            state.good = 0;
-        } else {
-            state.good += 1;
-            if state.good >= state.interval {
-                // Kept where f32 still holds it, or unscaling would make everything zero.
-                state.scale = (state.scale * state.growth).min(f64::from(f32::MAX) / 2.0);
-                state.good = 0;
-            }
-        }
-        let scale = state.scale;
-        inner.version = inner.version.map(|version| version + 1);
-        inner.scales.push_back(scale);
-        if inner.scales.len() > REMEMBERED {
-            inner.scales.pop_front();
-        }
+        inner.update(Some(version), used, found_nonfinite);
+    }
+
+    /// Sets the scale for the calls that follow, as PyTorch's `update(new_scale)`; good steps in a
+    /// row go on counting. As [`GradScaler::restore`], after
+    /// [`RoundPipe::synchronize`](crate::RoundPipe::synchronize).
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a scale that is not finite and above 0; nothing changes then.
+    pub fn set_scale(&self, scale: f64) -> Result<()> {
+        let mut inner = self.lock();
+        let state = ScalerState {
+            scale,
+            ..inner.state
+        };
+        check(&state)?;
+        *inner = ScalerInner::start(state);
+        Ok(())
+    }
+
+    /// What the scale is multiplied with after enough good steps, from the next on.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is not finite and at least 1; nothing changes then.
+    pub fn set_growth_factor(&self, growth: f64) -> Result<()> {
+        self.change(|state| state.growth = growth)
+    }
+
+    /// What the scale is multiplied with after a bad step, from the next on.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is not above 0 and at most 1; nothing changes then.
+    pub fn set_backoff_factor(&self, backoff: f64) -> Result<()> {
+        self.change(|state| state.backoff = backoff)
+    }
+
+    /// How many good steps in a row make the scale grow, from the next on.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is 0; nothing changes then.
+    pub fn set_growth_interval(&self, interval: u64) -> Result<()> {
+        self.change(|state| state.interval = interval)
+    }
+
+    /// Changes settings, but not the scale.
+    fn change(&self, change: impl FnOnce(&mut ScalerState)) -> Result<()> {
+        let mut inner = self.lock();
+        let mut state = inner.state;
+        change(&mut state);
+        check(&state)?;
+        inner.state = state;
+        Ok(())
+    }
+
+    /// Whether both are one scaler.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
     /// A copy of settings and state.
@@ -177,6 +241,35 @@ impl ScalerInner {
             state,
             version: None,
             scales: VecDeque::from([state.scale]),
+        }
+    }
+
+    /// Moves the scale after an update that made `version`, where that is known.
+    fn update(&mut self, version: Option<u64>, used: f64, found_nonfinite: bool) {
+        let state = &mut self.state;
+        if !state.enabled {
+            return;
+        }
+        if found_nonfinite {
+            state.scale = state.scale.min(used * state.backoff);
+            state.good = 0;
+        } else {
+            state.good += 1;
+            if state.good >= state.interval {
+                // Kept where f32 still holds it, or unscaling would make everything zero.
+                state.scale = (state.scale * state.growth).min(f64::from(f32::MAX) / 2.0);
+                state.good = 0;
+            }
+        }
+        self.version = version;
+        self.remember();
+    }
+
+    /// The scale of now is that of one more version.
+    fn remember(&mut self) {
+        self.scales.push_back(self.state.scale);
+        if self.scales.len() > REMEMBERED {
+            self.scales.pop_front();
         }
     }
 }
@@ -249,6 +342,43 @@ mod tests {
         assert_eq!(scaler.scale_at(2), Some(32768.0));
         (0..9).for_each(|_| scaler.update(false));
         assert_eq!(scaler.scale_at(0), None);
+    }
+
+    /// Steps that do not use the scaler leave the scale of their versions as it was.
+    #[test]
+    fn versions_without_the_scaler_keep_the_scale() {
+        let scaler = GradScaler::default();
+        assert_eq!(scaler.settled_scale_at(3), Some(65536.0));
+        assert_eq!(scaler.settled_scale_at(5), Some(65536.0));
+        scaler.update_at(6, 65536.0, true);
+        let scales: Vec<_> = (2..9).map(|v| scaler.settled_scale_at(v)).collect();
+        let (old, new) = (Some(65536.0), Some(32768.0));
+        assert_eq!(scales, [None, old, old, old, new, new, new]);
+        scaler.update_at(600, 32768.0, false);
+        assert_eq!(scaler.settled_scale_at(600), new);
+    }
+
+    /// Settings change in a run and keep the state; those that cannot be are refused.
+    #[test]
+    fn settings_change_in_a_run() {
+        let scaler = GradScaler::default();
+        scaler.update(false);
+        scaler.set_growth_factor(4.0).unwrap();
+        scaler.set_backoff_factor(0.25).unwrap();
+        scaler.set_growth_interval(2).unwrap();
+        scaler.update(false);
+        assert_eq!(scaler.scale_factor(), 4.0 * 65536.0);
+        scaler.update(true);
+        assert_eq!(scaler.scale_factor(), 65536.0);
+        scaler.update(false);
+        scaler.set_scale(8.0).unwrap();
+        assert_eq!((scaler.scale_factor(), scaler.state().good), (8.0, 1));
+        let before = scaler.state();
+        assert!(scaler.set_growth_factor(0.5).is_err());
+        assert!(scaler.set_backoff_factor(0.0).is_err());
+        assert!(scaler.set_growth_interval(0).is_err());
+        assert!(scaler.set_scale(f64::INFINITY).is_err());
+        assert_eq!(scaler.state(), before);
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //! kind.
 //!
 //! A slab is flat, page-aligned and exactly as large as what lies in it: 2 bytes per bf16 weight,
-//! as many per gradient, 4 for the master and 4 for each moment. Parameters move into the slabs
+//! as many per gradient, 4 for the master and 4 for each moment (or, where
+//! [`StoreConfig::optim_dtype`] asks for it, no master and 2 for each moment). Parameters move into the slabs
 //! when the store is made, one by one, so that the peak is the model plus one layer. What only
 //! training needs (gradients, masters, moments, the second version of weights) is made when first
 //! asked for, or by [`Store::prepare`].
@@ -47,6 +48,7 @@ use crate::error::Result;
 use crate::groups::ResolvedGroups;
 use crate::layer::Layer;
 use crate::optim::Rule;
+use crate::sync::lock;
 use crate::version::{Abort, Aborted, Gate};
 
 /// A layer's name and its parameters by full name.
@@ -58,8 +60,6 @@ pub struct Store {
     gate: Arc<Gate>,
     pub(crate) shared: Arc<StoreShared>,
     steps: AtomicU64,
-    /// What the next step takes along.
-    groups: Mutex<ResolvedGroups>,
 }
 
 /// What all layers of a store use.
@@ -67,6 +67,8 @@ pub(crate) struct StoreShared {
     config: StoreConfig,
     pub(crate) threads: Threads,
     keeper: Arc<StoreKeeper>,
+    /// What the next step takes along; moments are laid out by the rules in it.
+    groups: Mutex<ResolvedGroups>,
 }
 
 /// Bytes to copy into a layer's device block.
@@ -89,7 +91,7 @@ pub struct StoreBytes {
     pub in_files: usize,
     /// Gradients.
     pub gradients: usize,
-    /// f32 copies of narrower weights.
+    /// f32 copies of narrower weights; none where the state has the weights' own type.
     pub masters: usize,
     /// State of the rule.
     pub moments: usize,
@@ -132,6 +134,7 @@ impl Store {
             config,
             threads,
             keeper,
+            groups: Mutex::default(),
         });
         let mut homes = HashMap::new();
         let mut users: HashMap<(usize, usize), Vec<(usize, usize)>> = HashMap::new();
@@ -148,13 +151,15 @@ impl Store {
         for ((layer, index), users) in users {
             stored[layer].params[index].users = users;
         }
-        Ok(Self {
+        let store = Self {
             layers: stored,
             gate,
             shared,
             steps: AtomicU64::new(0),
-            groups: Mutex::default(),
-        })
+        };
+        let rules = store.resolve(&[])?;
+        *lock(&store.shared.groups) = rules;
+        Ok(store)
     }
 
     /// The layers in order.
@@ -334,7 +339,7 @@ impl Store {
                 sum.weights += training.second.as_ref().map_or(0, HostBuf::len);
                 sum.gradients += training.gradients.len();
                 sum.masters += training.masters.len();
-                sum.moments += training.moments.iter().map(HostBuf::len).sum::<usize>();
+                sum.moments += training.moments.len();
             }
         }
         sum

@@ -25,7 +25,7 @@ use roundpipe_tensor::host::HostRef;
 use roundpipe_tensor::optim::{self, CHUNK, Floats};
 use roundpipe_tensor::{DType, HostBuf};
 
-pub use self::function::{OptimHandle, OptimParam, OptimParams};
+pub use self::function::{FunctionReport, OptimHandle, OptimParam, OptimParams};
 use self::open::{OpenLayer, OpenParam, each_chunk};
 use crate::error::{Error, Result};
 use crate::groups::ResolvedGroups;
@@ -49,6 +49,15 @@ pub struct Apply {
     pub groups: ResolvedGroups,
     /// The version to write, which is the newest plus one.
     pub next_version: u64,
+}
+
+/// The versions that a step by a function is between.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FunctionVersions {
+    /// The one that its gradients were computed with.
+    pub read: u64,
+    /// The one to write, which is the newest plus one.
+    pub next: u64,
 }
 
 impl Store {
@@ -227,27 +236,41 @@ impl Store {
     /// weights are as before then, also when the function panics.
     pub fn apply_fn(
         &self,
-        next_version: u64,
+        versions: FunctionVersions,
         abort: &Abort,
         function: &mut dyn FnMut(&mut OptimParams<'_>) -> Result<()>,
-    ) -> Result<()> {
+    ) -> Result<FunctionReport> {
         let layers = 0..self.layers().len();
         let layers = layers
-            .map(|l| self.open(l, next_version, abort))
+            .map(|l| self.open(l, versions.next, abort))
             .collect::<Result<_>>()?;
-        let mut all = OptimParams { layers };
         let threads = &self.shared.threads;
+        let mut all = OptimParams {
+            layers,
+            threads,
+            read_version: versions.read,
+            scaled: None,
+            skipped: false,
+        };
         all.each().try_for_each(|param| param.prepare(threads))?;
         function(&mut all)?;
-        // Every value before the first weight: what is refused leaves nothing behind.
-        all.each().try_for_each(|param| param.check_finite())?;
-        all.each().try_for_each(|param| param.round(threads))?;
-        all.each().for_each(|param| param.backup = None);
+        if all.skipped {
+            all.each().for_each(OpenParam::undo);
+        } else {
+            // Every value before the first weight: what is refused leaves nothing behind.
+            all.each().try_for_each(|param| param.check_finite())?;
+            all.each().try_for_each(|param| param.round(threads))?;
+            all.each().for_each(|param| param.backup = None);
+        }
+        let report = FunctionReport {
+            skipped: all.skipped,
+            scaled: all.scaled.take(),
+        };
         all.layers
             .into_iter()
             .try_for_each(|open| self.finish(open))?;
-        self.set_steps(self.steps() + 1);
-        Ok(())
+        self.set_steps(self.steps() + u64::from(!report.skipped));
+        Ok(report)
     }
 
     /// The optimizer's copies of all trainable parameters, each once, in model order.
@@ -268,7 +291,9 @@ impl Store {
                     layer: at,
                     shape: param.shape,
                     param: param.param.clone(),
+                    dtype: param.state_dtype,
                     master: layer.master(index)?,
+                    moment_shapes: layer.moment_shapes(index)?.to_vec(),
                     moments: layer.moments(index)?,
                 });
             }

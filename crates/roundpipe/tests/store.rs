@@ -4,9 +4,8 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use roundpipe::optim::{Adam, AdamW, Lion, Sgd, StepReport};
-use roundpipe::testing::Apply;
-use roundpipe::testing::{Segment, Store, StoreConfig};
+use roundpipe::optim::{Adafactor, Adam, AdamW, AdjustLr, Lion, Muon, Sgd, StepReport};
+use roundpipe::testing::{Apply, FunctionVersions, Segment, Store, StoreConfig};
 use roundpipe::{
     Bytes, Cpu, Cx, DType, Error, HostBuf, HostTensor, Lag, Layer, Param, ParamGroup, ParamVisitor,
     Params, Pin, RngKey, RngSite, Rule, TensorResult, Tree, Update, bf16, f16,
@@ -14,7 +13,8 @@ use roundpipe::{
 use roundpipe_tensor::SimWorld;
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::optim::{
-    self, AdamSlabs, CHUNK, Floats, FloatsMut, LionSlabs, SgdSlabs, StepSettings,
+    self, AdafactorSlabs, AdamSlabs, CHUNK, Floats, FloatsMut, LionSlabs, Matrices, MuonSlabs,
+    SecondMoment, SgdSlabs, StepSettings,
 };
 use roundpipe_tensor::sim::SimConfig;
 
@@ -53,13 +53,17 @@ fn key(site: u32, step: u64) -> RngKey {
 }
 
 fn param(dtype: DType, numel: usize, site: u32) -> Param {
-    Param::normal(dtype, &[numel], 0.5, key(site, 0)).unwrap()
+    shaped(dtype, &[numel], site)
+}
+
+fn shaped(dtype: DType, dims: &[usize], site: u32) -> Param {
+    Param::normal(dtype, dims, 0.5, key(site, 0)).unwrap()
 }
 
 /// Three layers: an f32 norm beside weights of `dtype`, a weight that all share (three terms, so
-/// that the order of the sum shows), a frozen one, a buffer, odd sizes.
+/// that the order of the sum shows), a frozen one, a buffer, odd sizes, matrices and experts.
 fn model(dtype: DType) -> Layers {
-    let tied = param(dtype, 1001, 1);
+    let tied = shaped(dtype, &[13, 77], 1);
     layers(vec![
         vec![
             ("embed", tied.clone()),
@@ -71,6 +75,8 @@ fn model(dtype: DType) -> Layers {
             ("weight", param(dtype, 70_003, 4)),
             ("bias", param(dtype, 1, 5)),
             ("shared", tied.clone()),
+            ("up", shaped(dtype, &[21, 40], 7)),
+            ("experts", shaped(dtype, &[3, 12, 10], 8)),
         ],
         vec![
             ("norm", param(dtype, 65, 6)),
@@ -86,6 +92,14 @@ fn config(max_lag: Lag, rule: Option<Rule>) -> StoreConfig {
         rule,
         threads: Some(2),
         ..StoreConfig::new(Cpu::new(Some(1)).unwrap())
+    }
+}
+
+/// A step that makes version `next` from gradients of the version before.
+fn versions(next: u64) -> FunctionVersions {
+    FunctionVersions {
+        read: next - 1,
+        next,
     }
 }
 
@@ -208,7 +222,10 @@ struct PlainOptimizer {
 }
 
 struct PlainParam {
+    name: String,
     param: Param,
+    /// Of master and moments.
+    state_dtype: DType,
     decays: bool,
     grad: Option<Vec<f32>>,
     master: Vec<f32>,
@@ -217,6 +234,15 @@ struct PlainParam {
 
 impl PlainOptimizer {
     fn new(layers: &Layers, rule: Rule, decays: impl Fn(&str, &Param) -> bool) -> Self {
+        Self::with_state(layers, rule, DType::F32, decays)
+    }
+
+    fn with_state(
+        layers: &Layers,
+        rule: Rule,
+        optim_dtype: DType,
+        decays: impl Fn(&str, &Param) -> bool,
+    ) -> Self {
         let trained = |(_, param): &(String, Param)| param.is_trainable();
         let params = named(layers).into_iter().filter(trained);
         let params = params.map(|(name, param)| {
@@ -230,7 +256,16 @@ impl PlainOptimizer {
             PlainParam {
                 decays: decays(&name, &param),
                 grad: None,
-                moments: vec![vec![0.0; master.len()]; rule.moments()],
+                moments: rule_of(rule, &name, &param)
+                    .moment_shapes(param.shape())
+                    .iter()
+                    .map(|shape| vec![0.0; shape.numel()])
+                    .collect(),
+                state_dtype: match param.dtype() {
+                    own if own == optim_dtype => own,
+                    _ => DType::F32,
+                },
+                name,
                 master,
                 param,
             }
@@ -291,7 +326,43 @@ impl PlainParam {
         let mut moments = self.moments.iter_mut().map(|moment| &mut moment[..]);
         let grad = Floats::F32(grad);
         let decay = |weight_decay| if self.decays { weight_decay } else { 0.0 };
-        match rule {
+        match rule_of(rule, &self.name, &self.param) {
+            Rule::Adafactor(rule) => {
+                let first = moments.next().unwrap();
+                let second = match Matrices::of(self.param.shape()) {
+                    Some(matrices) => SecondMoment::Factored {
+                        matrices,
+                        by_row: first,
+                        by_col: moments.next().unwrap(),
+                    },
+                    None => SecondMoment::Full(first),
+                };
+                let slabs = AdafactorSlabs {
+                    grad,
+                    master,
+                    second,
+                    working: None,
+                };
+                let rule = Adafactor {
+                    weight_decay: decay(rule.weight_decay),
+                    ..rule
+                };
+                rule.step(threads, settings, slabs).unwrap();
+            }
+            Rule::Muon { matrices: rule, .. } => {
+                let slabs = MuonSlabs {
+                    matrices: Matrices::of(self.param.shape()).unwrap(),
+                    grad,
+                    master,
+                    momentum: moments.next().unwrap(),
+                    working: None,
+                };
+                let rule = Muon {
+                    weight_decay: decay(rule.weight_decay),
+                    ..rule
+                };
+                rule.step(threads, settings, slabs).unwrap();
+            }
             Rule::Adam(rule) => {
                 let rule = Adam {
                     weight_decay: decay(rule.weight_decay),
@@ -335,6 +406,10 @@ impl PlainParam {
                 rule.step(threads, settings, slabs).unwrap();
             }
         }
+        if self.state_dtype == DType::BF16 {
+            let all = self.moments.iter_mut().chain([&mut self.master]);
+            all.flatten().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+        }
         let round = |value: &f32| match self.param.dtype() {
             DType::BF16 => bf16::from_f32(*value).to_le_bytes().to_vec(),
             DType::F16 => f16::from_f32(*value).to_le_bytes().to_vec(),
@@ -344,6 +419,16 @@ impl PlainParam {
         let data = self.param.data();
         let mut data = data.write(0..data.len()).unwrap();
         data.bytes().copy_from_slice(&rounded);
+    }
+}
+
+/// Muon updates matrices that are no embedding; the tied one has that name in the first layer.
+fn rule_of(rule: Rule, name: &str, param: &Param) -> Rule {
+    match rule {
+        Rule::Muon { rest, .. } if param.shape().rank() < 2 || name.contains("embed") => {
+            Rule::AdamW(rest)
+        }
+        other => other,
     }
 }
 
@@ -362,7 +447,7 @@ fn adam_slabs<'a>(
     }
 }
 
-fn rules() -> [Rule; 5] {
+fn rules() -> [Rule; 8] {
     let adam = AdamW {
         weight_decay: 0.1,
         ..AdamW::default()
@@ -384,6 +469,18 @@ fn rules() -> [Rule; 5] {
             weight_decay: 0.1,
             ..Lion::default()
         }),
+        Rule::Adafactor(Adafactor {
+            weight_decay: 0.1,
+            ..Adafactor::default()
+        }),
+        Rule::from(Muon::default()),
+        Rule::Muon {
+            matrices: Muon {
+                adjust_lr: AdjustLr::MatchRmsAdamW,
+                ..Muon::default()
+            },
+            rest: adam,
+        },
     ]
 }
 
@@ -613,6 +710,153 @@ fn updates_equal_the_plain_optimizer() {
     );
 }
 
+/// With bf16 masters and moments an element is computed in f32 and rounded once, by every rule; f32
+/// parameters keep f32 state.
+#[test]
+fn narrow_state_equals_rounding_after_each_step() {
+    for rule in rules() {
+        for lag in [Lag::Zero, Lag::One] {
+            let narrow = StoreConfig {
+                optim_dtype: DType::BF16,
+                ..config(lag, Some(rule))
+            };
+            compare(DType::BF16, narrow.clone(), Some(0.5));
+            compare(DType::F32, narrow, None);
+        }
+    }
+}
+
+/// 8 bytes per bf16 parameter with bf16 masters and moments of AdamW, instead of 16: weight,
+/// gradient and two moments. A custom step sees f32 values and rounds them.
+#[test]
+fn narrow_state_takes_half_the_memory() {
+    let make = || layers(vec![vec![("weight", shaped(DType::BF16, &[64, 32], 1))]]);
+    let bytes = |optim_dtype: DType| {
+        let narrow = StoreConfig {
+            optim_dtype,
+            ..config(Lag::Zero, Some(Rule::AdamW(AdamW::default())))
+        };
+        let store = Store::new(&make(), narrow).unwrap();
+        let forecast = store.host_bytes().weights;
+        store.prepare().unwrap();
+        let used = store.host_bytes();
+        assert_eq!(used.weights, forecast);
+        (used.masters, used.moments, used.total())
+    };
+    let numel = 64 * 32;
+    assert_eq!(bytes(DType::F32), (4 * numel, 8 * numel, 16 * numel));
+    assert_eq!(bytes(DType::BF16), (0, 4 * numel, 8 * numel));
+    for lag in [Lag::Zero, Lag::One] {
+        let model = make();
+        let narrow = StoreConfig {
+            optim_dtype: DType::BF16,
+            ..config(lag, None)
+        };
+        let store = Store::new(&model, narrow).unwrap();
+        let before = store.optim_params().unwrap()[0].to_vec().unwrap();
+        land(&store, 1, 1.0);
+        let step = |params: &mut roundpipe::OptimParams<'_>| {
+            for param in params.iter_mut() {
+                assert_eq!(param.value, &before[..]);
+                param.value.iter_mut().for_each(|x| *x += 0.001);
+            }
+            Ok(())
+        };
+        store
+            .apply_fn(versions(1), &store.abort(), &mut { step })
+            .unwrap();
+        let rounded = |x: &f32| bf16::from_f32(x + 0.001).to_f32();
+        let expected: Vec<f32> = before.iter().map(rounded).collect();
+        let after = store.optim_params().unwrap()[0].to_vec().unwrap();
+        assert_eq!(after, expected, "{lag:?}");
+        land(&store, 2, 1.0);
+        let failing = &mut |params: &mut roundpipe::OptimParams<'_>| {
+            params.iter_mut().for_each(|param| param.value.fill(7.0));
+            Err(Error::config("test", "no"))
+        };
+        store
+            .apply_fn(versions(2), &store.abort(), failing)
+            .unwrap_err();
+        let after = store.optim_params().unwrap()[0].to_vec().unwrap();
+        assert_eq!(after, expected, "{lag:?}");
+    }
+}
+
+/// Adafactor keeps a number per row and per column of each matrix, and one per element of a vector.
+#[test]
+fn adafactor_keeps_rows_and_columns() {
+    let model = layers(vec![vec![
+        ("up", shaped(DType::F32, &[30, 20], 1)),
+        ("experts", shaped(DType::F32, &[4, 5, 6], 2)),
+        ("norm", shaped(DType::F32, &[7], 3)),
+    ]]);
+    let store = Store::new(&model, config(Lag::Zero, Some(Adafactor::default().into()))).unwrap();
+    store.prepare().unwrap();
+    assert_eq!(store.host_bytes().moments, 4 * (30 + 20 + 4 * (5 + 6) + 7));
+    let shapes: Vec<Vec<Vec<usize>>> = store
+        .optim_params()
+        .unwrap()
+        .iter()
+        .map(|param| param.moment_shapes().iter().map(|s| s.to_vec()).collect())
+        .collect();
+    let expected = [
+        vec![vec![30, 1], vec![1, 20]],
+        vec![vec![4, 5, 1], vec![4, 1, 6]],
+        vec![vec![7]],
+    ];
+    assert_eq!(shapes, expected);
+}
+
+/// What Muon updates and what AdamW does is decided by sizes and names, or by groups, and printed.
+#[test]
+fn parameters_have_the_rule_that_fits_them() {
+    let layers = model(DType::BF16);
+    let store = Store::new(&layers, config(Lag::Zero, Some(Muon::default().into()))).unwrap();
+    let lines = |store: &Store| -> Vec<String> {
+        let rules = store.param_rules();
+        rules.iter().map(ToString::to_string).collect()
+    };
+    let expected = [
+        "l0.embed [13, 77]: AdamW",
+        "l1.norm [33]: AdamW",
+        "l1.weight [70003]: AdamW",
+        "l1.bias [1]: AdamW",
+        "l1.up [21, 40]: Muon",
+        "l1.experts [3, 12, 10]: Muon",
+        "l2.norm [65]: AdamW",
+    ];
+    assert_eq!(lines(&store), expected);
+    let groups = [
+        ParamGroup::matching("*.up").rule(Sgd::default()),
+        ParamGroup::matching("*.embed")
+            .rule(Muon::default())
+            .lr_factor(0.5),
+        ParamGroup::matching("*.bias").frozen(true),
+    ];
+    store.set_groups(&groups).unwrap();
+    let now = lines(&store);
+    assert_eq!(now[0], "l0.embed [13, 77]: Muon, lr x 0.5");
+    assert_eq!(now[3], "l1.bias [1]: frozen");
+    assert_eq!(now[4], "l1.up [21, 40]: SGD");
+    store.prepare().unwrap();
+    let moments: usize = [2, 2, 2, 0, 1, 2]
+        .iter()
+        .zip([33, 70_003, 1, 21 * 40, 3 * 12 * 10, 65])
+        .map(|(count, numel)| 4 * count * numel)
+        .sum();
+    assert_eq!(store.host_bytes().moments, moments + 4 * 13 * 77);
+    land(&store, 1, 1.0);
+    let update = Update::new(0.01);
+    store.step(&update, 1, &store.abort()).unwrap();
+    // The moments are there, so the rules stay.
+    let error = store.set_groups(&[]).unwrap_err().to_string();
+    assert!(error.contains("l0.embed has moments of Muon"), "{error}");
+    assert_eq!(lines(&store), now);
+    let other = ParamGroup::matching("*.experts").betas(0.9, 0.99);
+    let error = store.set_groups(&[other]).unwrap_err().to_string();
+    assert!(error.contains("Muon, which has no betas"), "{error}");
+}
+
 /// Clipping by value comes before the norm, of the sum where layers share a parameter.
 #[test]
 fn clipping_by_value_equals_a_plain_clamp() {
@@ -641,7 +885,8 @@ fn compare_with(dtype: DType, config: StoreConfig, limits: Update) {
     let what = format!("{dtype}, {:?}, {:?}", config.rule, config.max_lag);
     let decays = |name: &str, _: &Param| !name.contains("norm");
     let (plain, stored) = (model(dtype), model(dtype));
-    let mut optimizer = PlainOptimizer::new(&plain, config.rule.unwrap(), decays);
+    let (rule, state) = (config.rule.unwrap(), config.optim_dtype);
+    let mut optimizer = PlainOptimizer::with_state(&plain, rule, state, decays);
     let store = Store::new(&stored, config).unwrap();
     let norms = ParamGroup::matching("*norm*").weight_decay(0.0);
     store.set_groups(&[norms]).unwrap();
@@ -955,8 +1200,8 @@ fn a_function_can_be_the_optimizer() {
                 land(&a, step, 1.0);
                 land(&b, step, 1.0);
                 a.step(&Update::new(0.25), step, &a.abort()).unwrap();
-                b.apply_fn(step, &b.abort(), &mut |params| {
-                    assert_eq!(params.len(), 5);
+                b.apply_fn(versions(step), &b.abort(), &mut |params| {
+                    assert_eq!(params.len(), 7);
                     for param in params.iter_mut() {
                         let Some(grad) = param.grad_f32() else {
                             continue;
@@ -1001,7 +1246,7 @@ fn a_failing_function_leaves_everything_as_before() {
         land(&store, 2, 1.0);
         let before = (bits(&model), state(&store));
         let spoil = |panics: bool| {
-            store.apply_fn(2, &store.abort(), &mut |params| {
+            store.apply_fn(versions(2), &store.abort(), &mut |params| {
                 for (i, param) in params.iter_mut().enumerate() {
                     param.value.fill(7.0);
                     assert!(!(panics && i == 2), "on purpose");

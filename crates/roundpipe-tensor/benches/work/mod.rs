@@ -4,7 +4,10 @@
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::kernel::RopeStyle;
 use roundpipe_tensor::ops::{Attention, rope_tables};
-use roundpipe_tensor::optim::{AdamSlabs, AdamW, Floats, FloatsMut, StepSettings};
+use roundpipe_tensor::optim::{
+    Adafactor, AdafactorSlabs, AdamSlabs, AdamW, Floats, FloatsMut, Matrices, Muon, MuonSlabs,
+    SecondMoment, StepSettings,
+};
 use roundpipe_tensor::{Bytes, Cpu, Cx, DType, HostBuf, Param, RngSite, Tensor, Worker, bf16};
 
 /// Cores of this machine.
@@ -237,6 +240,60 @@ impl Adam {
             working: Some(FloatsMut::BF16(working.as_mut_slice())),
         };
         AdamW::default()
+            .step(&self.threads, StepSettings::new(self.steps, 1e-3), slabs)
+            .expect("equal lengths");
+    }
+
+    /// A step of Adafactor over the same slabs as a matrix of `cols` columns.
+    pub fn adafactor_step(&mut self, cols: usize) {
+        self.steps += 1;
+        let matrices = Matrices {
+            count: 1,
+            rows: self.count / cols,
+            cols,
+        };
+        let all = |b: &HostBuf| b.write(0..b.len()).expect("free");
+        let grad = self.grad.read_all().expect("free");
+        let (mut a, mut b, mut c) = (
+            all(&self.state[0]),
+            all(&self.state[1]),
+            all(&self.state[2]),
+        );
+        let mut working = all(&self.working);
+        let slabs = AdafactorSlabs {
+            grad: Floats::BF16(grad.as_slice()),
+            master: a.as_mut_slice(),
+            second: SecondMoment::Factored {
+                matrices,
+                by_row: &mut b.as_mut_slice()[..matrices.rows],
+                by_col: &mut c.as_mut_slice()[..cols],
+            },
+            working: Some(FloatsMut::BF16(working.as_mut_slice())),
+        };
+        Adafactor::default()
+            .step(&self.threads, StepSettings::new(self.steps, 1e-3), slabs)
+            .expect("equal lengths");
+    }
+
+    /// A step of Muon over the same slabs as a matrix of `cols` columns.
+    pub fn muon_step(&mut self, cols: usize) {
+        self.steps += 1;
+        let all = |b: &HostBuf| b.write(0..b.len()).expect("free");
+        let grad = self.grad.read_all().expect("free");
+        let (mut a, mut b) = (all(&self.state[0]), all(&self.state[1]));
+        let mut working = all(&self.working);
+        let slabs = MuonSlabs {
+            matrices: Matrices {
+                count: 1,
+                rows: self.count / cols,
+                cols,
+            },
+            grad: Floats::BF16(grad.as_slice()),
+            master: a.as_mut_slice(),
+            momentum: b.as_mut_slice(),
+            working: Some(FloatsMut::BF16(working.as_mut_slice())),
+        };
+        Muon::default()
             .step(&self.threads, StepSettings::new(self.steps, 1e-3), slabs)
             .expect("equal lengths");
     }

@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::simd::{LANES, PassIsa, Simd, SlabElement, SlabPass, clamp, padded};
-use super::{CHUNK, Floats, FloatsMut, check_len, for_each, with_slice};
+use super::{CHUNK, Floats, FloatsMut, any, check_len, for_each, with_slice};
 use crate::cpu::threads::Threads;
 use crate::error::Result;
 
@@ -56,6 +56,29 @@ pub fn accumulate(threads: &Threads, src: Floats<'_>, acc: &mut [f32]) -> Result
 /// When the slabs differ in length.
 pub fn cast(threads: &Threads, src: Floats<'_>, dst: FloatsMut<'_>) -> Result<()> {
     cast_with(PassIsa::best(), threads, src, dst)
+}
+
+/// Writes `src` to `dst` as [`cast`] does, except for elements that would become infinite or NaN:
+/// they keep what they have. Returns whether one did whose new value was finite in f32.
+///
+/// # Errors
+/// When the slabs differ in length.
+pub fn narrow(threads: &Threads, src: &[f32], dst: FloatsMut<'_>) -> Result<bool> {
+    narrow_with(PassIsa::best(), threads, src, dst)
+}
+
+pub(super) fn narrow_with(
+    isa: PassIsa,
+    threads: &Threads,
+    src: &[f32],
+    dst: FloatsMut<'_>,
+) -> Result<bool> {
+    check_len("narrow", "source", src.len(), dst.len())?;
+    Ok(with_slice!(FloatsMut, dst, dst => {
+        any(threads, src.chunks(CHUNK).zip(dst.chunks_mut(CHUNK)), |(src, dst)| {
+            isa.run(NarrowPass(src, dst))
+        })
+    }))
 }
 
 /// Makes `master` follow weights that the user wrote: an element that does not round to its weight
@@ -261,6 +284,49 @@ impl<T: SlabElement> SlabPass for FollowPass<'_, T> {
             }
         }
     }
+}
+
+struct NarrowPass<'a, T>(&'a [f32], &'a mut [T]);
+
+impl<T: SlabElement> SlabPass for NarrowPass<'_, T> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> bool {
+        let (src, src_rest) = self.0.as_chunks();
+        let (dst, dst_rest) = self.1.as_chunks_mut();
+        let mut kept = false;
+        for (src, dst) in src.iter().zip(dst) {
+            kept |= narrow_block(s, src, dst);
+        }
+        let mut block = padded(dst_rest);
+        kept |= narrow_block(s, &padded(src_rest), &mut block);
+        dst_rest.copy_from_slice(&block[..dst_rest.len()]);
+        kept
+    }
+}
+
+#[inline(always)]
+fn narrow_block<S: Simd, T: SlabElement>(s: S, src: &[f32; LANES], dst: &mut [T; LANES]) -> bool {
+    let mut rounded = [T::default(); LANES];
+    T::store(s, s.load(src), &mut rounded);
+    // Zero times a number is a zero; times anything else it is a NaN.
+    let probe = s.mul(T::load(s, &rounded), s.splat(0.0));
+    if s.is_ordered(probe) {
+        *dst = rounded;
+        return false;
+    }
+    let mut bad = [0.0; LANES];
+    s.store(probe, &mut bad);
+    let mut kept = false;
+    for (i, bad) in bad.iter().enumerate() {
+        if bad.is_nan() {
+            kept |= src[i].is_finite();
+        } else {
+            dst[i] = rounded[i];
+        }
+    }
+    kept
 }
 
 struct CastPass<'a, A, B>(&'a [A], &'a mut [B]);

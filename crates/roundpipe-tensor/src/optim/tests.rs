@@ -28,7 +28,7 @@ fn one_thread() -> Threads {
 }
 
 /// Numbers of all magnitudes, the same for the same seed.
-fn noise(len: usize, seed: u64) -> Vec<f32> {
+pub(super) fn noise(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
         state ^= state << 13;

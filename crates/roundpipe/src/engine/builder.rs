@@ -27,7 +27,7 @@ use crate::exec::model::Model;
 use crate::exec::ring::{Ring, RingOptions};
 use crate::groups::{self, ParamGroup};
 use crate::layer::Layer;
-use crate::optim::Rule;
+use crate::optim::{Rule, check_optim_dtype};
 use crate::status::{Report, Watchdog};
 use crate::store::{Store, StoreConfig};
 use crate::trace::Trace;
@@ -41,6 +41,7 @@ pub struct Builder<M> {
     name: String,
     config: RunConfig,
     grad_dtype: Option<DType>,
+    optim_dtype: DType,
     pin: Pin,
     rule: Option<Rule>,
     groups: Vec<ParamGroup>,
@@ -73,6 +74,7 @@ impl<M: Layer + 'static> RoundPipe<M> {
             name: format!("{file}:{}", at.line()),
             config: RunConfig::default(),
             grad_dtype: None,
+            optim_dtype: DType::F32,
             pin: Pin::default(),
             rule: None,
             groups: Vec::new(),
@@ -111,6 +113,21 @@ impl<M: Layer + 'static> Builder<M> {
     #[must_use]
     pub fn grad_dtype(mut self, dtype: DType) -> Self {
         self.grad_dtype = Some(dtype);
+        self
+    }
+
+    /// The type of the optimizer's masters and moments; f32 by default.
+    ///
+    /// With [`DType::BF16`], bf16 parameters are their own masters and have bf16 moments, as with a
+    /// PyTorch optimizer over bf16 parameters: AdamW then takes 8 bytes per parameter with its
+    /// weight and gradient, instead of 16. Each element is computed in f32 and rounded to nearest
+    /// even. Parameters of other types keep f32 state.
+    ///
+    /// RoundPipe's own default is each parameter's type. Ours is f32, because bf16 has 8 bits: an
+    /// update below 2^-9 of a weight is rounded away, and late in a run most are.
+    #[must_use]
+    pub fn optim_dtype(mut self, dtype: DType) -> Self {
+        self.optim_dtype = dtype;
         self
     }
 
@@ -270,6 +287,7 @@ impl<M: Layer + 'static> Builder<M> {
             rule.check_settings()?;
         }
         groups::check_settings(&self.groups, self.rule)?;
+        check_optim_dtype(self.optim_dtype)?;
         if self.max_nonfinite_steps == 0 {
             return Err(Error::config(
                 "max_nonfinite_steps",
@@ -315,6 +333,7 @@ impl<M: Layer + 'static> Builder<M> {
                 max_lag: self.max_lag,
                 rule: self.rule,
                 grad_dtype: self.grad_dtype,
+                optim_dtype: self.optim_dtype,
                 threads: self.threads,
             },
         )?;

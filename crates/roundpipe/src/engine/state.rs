@@ -34,9 +34,11 @@ pub struct TrainingState {
 /// A trained parameter and its optimizer state.
 #[derive(Debug, Clone)]
 pub struct ParamState {
-    /// Its value as the optimizer holds it, in f32.
+    /// Its value as the optimizer holds it: in f32, or as
+    /// [`Builder::optim_dtype`](super::Builder::optim_dtype) says.
     pub value: HostTensor,
-    /// The moments of the rule, in the rule's order.
+    /// The moments of the rule, in the rule's order and with the rule's sizes: those of the
+    /// parameter, but `[.., rows, 1]` and `[.., 1, cols]` of an Adafactor's matrix.
     pub moments: Vec<HostTensor>,
     /// Updates in which a [`ParamGroup`](crate::ParamGroup) froze it.
     pub frozen_steps: u64,
@@ -52,10 +54,12 @@ impl<M> RoundPipe<M> {
         self.core.at_rest("training_state", |core, calls| {
             let mut params = BTreeMap::new();
             for handle in core.model.store.optim_params()? {
-                let copy = |buf: &HostBuf| copy_of(buf, DType::F32, &handle.shape);
+                let moments = handle.moments().iter().zip(handle.moment_shapes());
                 let state = ParamState {
-                    value: copy(&handle.value())?,
-                    moments: handle.moments().iter().map(copy).collect::<Result<_>>()?,
+                    value: copy_of(&handle.value(), handle.dtype, &handle.shape)?,
+                    moments: moments
+                        .map(|(buf, shape)| copy_of(buf, handle.dtype, shape))
+                        .collect::<Result<_>>()?,
                     frozen_steps: stored(&core.model.store, &handle).frozen_steps(),
                 };
                 params.insert(handle.name, state);
@@ -175,14 +179,22 @@ fn check_state(handles: &[OptimHandle], state: &TrainingState) -> Result<()> {
                  the rule that the state comes from"
             ));
         }
-        for moment in &loaded.moments {
-            check_shape("load_training_state", name, &handle.shape, moment)?;
+        for (moment, shape) in loaded.moments.iter().zip(handle.moment_shapes()) {
+            if moment.shape() != shape {
+                return refuse(format!(
+                    "a moment of `{name}` is {} in the state and {shape} in the engine's rule; use \
+                     the rule that the state comes from",
+                    moment.shape()
+                ));
+            }
         }
         let mut tensors = std::iter::once(&loaded.value).chain(&loaded.moments);
-        if let Some(wrong) = tensors.find(|tensor| tensor.dtype() != DType::F32) {
+        if let Some(wrong) = tensors.find(|tensor| tensor.dtype() != handle.dtype) {
             return refuse(format!(
-                "`{name}` is {} in the state, not f32",
-                wrong.dtype()
+                "`{name}` is {} in the state, not {}; build the engine with the `optim_dtype` that the \
+                 state comes from",
+                wrong.dtype(),
+                handle.dtype
             ));
         }
     }

@@ -12,14 +12,18 @@
 
 use std::sync::Arc;
 
+use roundpipe_tensor::{Cx, Result as TensorResult, Tensor};
+
 use super::RoundPipe;
 use super::core::{Core, RequestedStep, Sequence};
+use super::train::IntoLosses;
 use crate::config::Lag;
 use crate::error::{Error, Result};
 use crate::exec::optimizer_thread::{Outcome, RuleWork, StepRequest, Work};
-use crate::groups::ParamGroup;
+use crate::groups::{ParamGroup, ParamRule};
 use crate::optim::{StepReport, Update};
 use crate::scaler::GradScaler;
+use crate::tree::Tree;
 use crate::update::OptimParams;
 
 /// A step that was ordered.
@@ -106,6 +110,12 @@ impl<M> RoundPipe<M> {
         self.core.model.store.set_groups(&groups)
     }
 
+    /// Which rule updates each trained parameter from the next update on, in model order; empty
+    /// without a rule. Each prints as a line.
+    pub fn param_rules(&self) -> Vec<ParamRule> {
+        self.core.model.store.param_rules()
+    }
+
     /// Drops the gradients since the last step and makes a new version of the weights that is equal
     /// to the newest: a step in everything but its effect.
     ///
@@ -114,6 +124,20 @@ impl<M> RoundPipe<M> {
     pub fn skip_step(&self, lag: Lag) -> Result<StepHandle> {
         self.check_whole("skip_step")?;
         Ok(StepHandle(self.core.step(Work::Skip, lag)?))
+    }
+
+    /// Drops the gradients since the last step, if there are any: [`RoundPipe::skip_step`] at lag 0,
+    /// waited for.
+    ///
+    /// # Errors
+    /// What went wrong in the calls before.
+    pub fn zero_grad(&self) -> Result<()> {
+        self.core.enter("zero_grad")?;
+        let has_gradients = !self.core.turn().since_step.is_empty();
+        if has_gradients {
+            self.skip_step(Lag::Zero)?.wait()?;
+        }
+        Ok(())
     }
 
     /// What losses of the next call are to be multiplied with.
@@ -125,12 +149,41 @@ impl<M> RoundPipe<M> {
         let unknown =
             || format!("it knows no scale for version {version}; use one scaler per engine");
         scaler
-            .scale_at(version)
+            .settled_scale_at(version)
             .ok_or_else(|| Error::config("scaler", unknown()))
     }
 
+    /// A loss function for the next call that multiplies each loss with
+    /// [`RoundPipe::loss_scale`], in f32: PyTorch's `scaler.scale(loss)`. Ask for it before each
+    /// call, since the scale moves with updates. Losses that the call returns are scaled.
+    ///
+    /// # Errors
+    /// As [`RoundPipe::loss_scale`].
+    pub fn scaled_loss<L, F>(
+        &self,
+        scaler: &GradScaler,
+        loss: F,
+    ) -> Result<impl Fn(&mut Cx, Tree, Tree) -> TensorResult<Vec<Tensor>> + use<L, F, M>>
+    where
+        L: IntoLosses,
+        F: Fn(&mut Cx, Tree, Tree) -> TensorResult<L> + Send + Sync + 'static,
+    {
+        let scale = self.loss_scale(scaler)?;
+        Ok(move |cx: &mut Cx, output: Tree, labels: Tree| {
+            let losses = loss(cx, output, labels)?.into_losses();
+            let scaled = losses.iter().map(|loss| {
+                let wide = cx.cast(loss, loss.dtype().accumulator())?;
+                cx.mul_scalar(&wide, scale)
+            });
+            scaled.collect()
+        })
+    }
+
     /// Updates with a function over all optimizer copies. At lag 0 this waits for it; otherwise it
-    /// runs beside the next call.
+    /// runs beside the next call. Without gradients since the last step each
+    /// [`OptimParam::grad`](crate::OptimParam::grad) is `None`.
+    ///
+    /// [`GradScaler::step`] is for scaled losses.
     ///
     /// # Errors
     /// At lag 0 what the function returns, what went wrong in the calls before, and
@@ -181,12 +234,12 @@ impl Core {
             return Err(Error::config("step", what));
         }
         // An update without gradients would count as a step and change nothing: a loop that lost
-        // its backward would seem to train.
-        if sequence.since_step.is_empty() {
+        // its backward would seem to train. A function may have other things to do.
+        let is_function = matches!(work, Work::Function(_));
+        if sequence.since_step.is_empty() && !is_function {
             let what = "no gradients were computed since the last step";
             return Err(Error::config("step", what));
         }
-        let is_function = matches!(work, Work::Function(_));
         let outcome = self.request_step(&mut sequence, work, lag);
         if lag == Lag::One {
             return Ok(outcome);
@@ -204,6 +257,8 @@ impl Core {
     }
 
     fn request_step(&self, sequence: &mut Sequence, work: Work, lag: Lag) -> Arc<Outcome> {
+        // Before the step is counted: its calls read what was visible until now.
+        let read_version = sequence.visible();
         let calls = std::mem::take(&mut sequence.since_step);
         let version = sequence.steps + 1;
         // A kept forward may have been submitted before calls whose gradients came first.
@@ -223,6 +278,7 @@ impl Core {
         self.model.store.set_asked(version);
         self.optimizer.request(StepRequest {
             version,
+            read_version,
             calls,
             // Calls from here on read what this step writes, and fail with it.
             next_call: sequence.next_call,

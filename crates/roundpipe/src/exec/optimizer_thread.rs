@@ -34,7 +34,7 @@ use crate::status::Board;
 use crate::store::Store;
 use crate::sync::{lock, unpoisoned};
 use crate::trace::{Category, Lane, Span, Trace, Track};
-use crate::update::{Apply, Decision, OptimParams, Update};
+use crate::update::{Apply, Decision, FunctionVersions, OptimParams, Update};
 use crate::version::Abort;
 
 /// How long a step waits for a user who holds a parameter.
@@ -77,6 +77,8 @@ impl RuleWork {
 pub(crate) struct StepRequest {
     /// The version that it makes.
     pub version: u64,
+    /// The version that its calls read.
+    pub read_version: u64,
     pub calls: Vec<Arc<Call>>,
     /// The first call that is submitted after it.
     pub next_call: u64,
@@ -343,6 +345,7 @@ impl OptimizerThread {
         for request in requests {
             let StepRequest {
                 version,
+                read_version,
                 calls,
                 next_call,
                 work,
@@ -350,7 +353,7 @@ impl OptimizerThread {
             } = request;
             // A function of the user may panic; the store is then as before.
             let step = catch_unwind(AssertUnwindSafe(|| {
-                self.step(version, &calls, work, &outcome)
+                self.step((read_version, version), &calls, work, &outcome)
             }));
             let step = step.unwrap_or_else(|panic| Err(Error::config("step", panic_text(&*panic))));
             match step {
@@ -377,7 +380,7 @@ impl OptimizerThread {
 
     fn step(
         &self,
-        version: u64,
+        (read_version, version): (u64, u64),
         calls: &[Arc<Call>],
         work: Work,
         outcome: &Outcome,
@@ -395,6 +398,15 @@ impl OptimizerThread {
                     cause,
                 });
             }
+        }
+        // A function without gradients has no call that would have failed with the step before.
+        if self.model.store.layer(0).versions().current() + 1 != version {
+            let why = "the optimizer step before it failed".to_owned();
+            let cause = Box::new(Error::Cancelled { why });
+            return Err(Error::Undone {
+                first: version,
+                cause,
+            });
         }
         let squares = measured?;
         match work {
@@ -417,7 +429,11 @@ impl OptimizerThread {
                 self.apply(version, decision, RuleWork::skip(), outcome)
             }
             Work::Function(function) => {
-                self.call(version, Store::total(&squares), function, outcome)
+                let versions = FunctionVersions {
+                    read: read_version,
+                    next: version,
+                };
+                self.call(versions, Store::total(&squares), function, outcome)
             }
         }
     }
@@ -512,7 +528,7 @@ impl OptimizerThread {
             None => {}
         }
         if let Some((scaler, used)) = work.scaler {
-            scaler.update_from(used, decision.skip);
+            scaler.update_at(version, used, decision.skip);
         }
         Ok(StepReport {
             step,
@@ -554,7 +570,7 @@ impl OptimizerThread {
 
     fn call(
         &self,
-        version: u64,
+        versions: FunctionVersions,
         squared: f64,
         function: StepFn,
         outcome: &Outcome,
@@ -562,20 +578,26 @@ impl OptimizerThread {
         let store = &self.model.store;
         let mut function = Some(function);
         self.patiently(Some(BUSY_TIMEOUT), || {
-            store.check_open(version, &self.abort)
+            store.check_open(versions.next, &self.abort)
         })?;
         let start = self.trace.now_ns();
-        store.apply_fn(version, &self.abort, &mut |params| match function.take() {
-            Some(function) => function(params),
-            None => Ok(()),
-        })?;
-        self.note(0, version, start);
+        let report =
+            store.apply_fn(versions, &self.abort, &mut |params| match function.take() {
+                Some(function) => function(params),
+                None => Ok(()),
+            })?;
+        self.note(0, versions.next, start);
+        if let Some(scaled) = report.scaled {
+            scaled
+                .scaler
+                .update_at(versions.next, scaled.used, scaled.found_nonfinite);
+        }
         // Not before: a function may fail at any parameter, and then nothing has happened.
         outcome.set(StepPhase::Begun);
         Ok(StepReport {
             step: store.steps(),
             grad_norm: squared.sqrt(),
-            skipped: false,
+            skipped: report.skipped,
             partial: false,
         })
     }

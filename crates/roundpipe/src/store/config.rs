@@ -25,6 +25,9 @@ pub struct StoreConfig {
     pub rule: Option<Rule>,
     /// The type of gradients in host memory; by default each parameter's own.
     pub grad_dtype: Option<DType>,
+    /// The type of masters and moments; f32 by default. Parameters of this type have their state in
+    /// it, and are their own masters; all others have it in f32.
+    pub optim_dtype: DType,
     /// Threads of updates; by default one per core.
     pub threads: Option<usize>,
     /// Whether parameters are only read, also those that are trainable: another store may train
@@ -42,6 +45,7 @@ impl StoreConfig {
             max_lag: Lag::Zero,
             rule: None,
             grad_dtype: None,
+            optim_dtype: DType::F32,
             threads: None,
             inference: false,
         }

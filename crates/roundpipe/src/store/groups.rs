@@ -1,9 +1,9 @@
 //! The groups of a store: given between steps, resolved to settings per parameter.
 
-use super::Store;
-use crate::error::Result;
-use crate::groups::{ParamGroup, ResolvedGroups, check_patterns, check_settings};
-use crate::optim::ParamSettings;
+use super::{Store, StoredParam};
+use crate::error::{Error, Result};
+use crate::groups::{ParamGroup, ParamRule, ResolvedGroups, check_patterns, check_settings};
+use crate::optim::{ParamSettings, Rule};
 use crate::sync::lock;
 
 impl Store {
@@ -15,17 +15,15 @@ impl Store {
     pub fn set_groups(&self, groups: &[ParamGroup]) -> Result<()> {
         check_settings(groups, self.rule())?;
         check_patterns(groups, self.trained_names())?;
-        let resolved = match groups {
-            [] => ResolvedGroups::default(),
-            _ => self.resolve(groups),
-        };
-        *lock(&self.groups) = resolved;
+        let resolved = self.resolve(groups)?;
+        self.check_moments(&resolved)?;
+        *lock(&self.shared.groups) = resolved;
         Ok(())
     }
 
     /// The settings that the next step has.
     pub fn groups(&self) -> ResolvedGroups {
-        lock(&self.groups).clone()
+        lock(&self.shared.groups).clone()
     }
 
     /// All names of trained parameters.
@@ -35,24 +33,81 @@ impl Store {
             .map(|param| param.name.as_str())
     }
 
-    fn resolve(&self, groups: &[ParamGroup]) -> ResolvedGroups {
+    /// Which rule updates each trained parameter in the next step, in model order; none without a
+    /// rule.
+    pub fn param_rules(&self) -> Vec<ParamRule> {
+        let groups = self.groups();
+        let own = self.layers().iter().flat_map(|layer| layer.own_trainable());
+        let rules = own.filter_map(|(_, param)| {
+            let settings = groups.of(param.home);
+            Some(ParamRule {
+                name: param.name.clone(),
+                shape: param.shape,
+                rule: settings.rule?.with(settings),
+                lr_factor: settings.lr_factor,
+                frozen: settings.frozen,
+            })
+        });
+        rules.collect()
+    }
+
+    /// The settings of every parameter, its rule among them.
+    pub(super) fn resolve(&self, groups: &[ParamGroup]) -> Result<ResolvedGroups> {
         let mut all = Vec::new();
         for layer in self.layers() {
             let mut settings = vec![ParamSettings::default(); layer.params().len()];
             for (index, param) in layer.own_trainable() {
-                let names = param
-                    .users
-                    .iter()
-                    .map(|&(layer, index)| self.layer(layer).params()[index].name.as_str());
+                let names = self.names(param);
                 let group = groups
                     .iter()
-                    .find(|group| names.clone().any(|name| group.matches(name, &param.shape)));
+                    .find(|group| names.iter().any(|name| group.matches(name, &param.shape)));
                 if let Some(group) = group {
                     settings[index] = group.settings();
                 }
+                let rule = match settings[index].rule {
+                    Some(own) => Some(own.of_group_param(&param.shape)),
+                    None => self
+                        .rule()
+                        .map(|rule| rule.of_param(names.into_iter(), &param.shape)),
+                };
+                if settings[index].betas.is_some() && matches!(rule, Some(Rule::Muon { .. })) {
+                    let what = format!("{} is updated by Muon, which has no betas", param.name);
+                    return Err(Error::config("groups", what));
+                }
+                settings[index].rule = rule;
             }
             all.push(settings);
         }
-        ResolvedGroups::new(all)
+        Ok(ResolvedGroups::new(all))
+    }
+
+    /// Every name of a parameter, by the layers that use it.
+    fn names(&self, param: &StoredParam) -> Vec<&str> {
+        let name =
+            |&(layer, index): &(usize, usize)| self.layer(layer).params()[index].name.as_str();
+        param.users.iter().map(name).collect()
+    }
+
+    /// Refuses another rule for a parameter whose moments exist.
+    fn check_moments(&self, groups: &ResolvedGroups) -> Result<()> {
+        let now = self.groups();
+        for layer in self.layers().iter().filter(|layer| layer.has_moments()) {
+            for (_, param) in layer.own_trainable() {
+                let (Some(old), Some(new)) = (now.of(param.home).rule, groups.of(param.home).rule)
+                else {
+                    continue;
+                };
+                let same = std::mem::discriminant(&old) == std::mem::discriminant(&new)
+                    && old.moment_shapes(&param.shape) == new.moment_shapes(&param.shape);
+                if !same {
+                    let what = format!(
+                        "{} has moments of {old}; give its group a rule before training begins",
+                        param.name
+                    );
+                    return Err(Error::config("groups", what));
+                }
+            }
+        }
+        Ok(())
     }
 }

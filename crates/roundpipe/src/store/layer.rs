@@ -10,14 +10,15 @@ use std::fmt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use roundpipe_tensor::{HostBuf, Keeper, ParamId};
+use roundpipe_tensor::{HostBuf, Keeper, ParamId, Shape};
 
-use super::layout::{Sizes, StoredParam, lay_out};
+use super::layout::{MomentLayout, Sizes, StoredParam, lay_out};
 use super::writes::Seen;
 use super::{LayerParams, StoreBytes, StoreShared};
 use crate::config::Lag;
 use crate::error::Result;
 use crate::optim::fill_master;
+use crate::sync::lock;
 use crate::version::{Gate, Versions};
 
 /// The state of one layer.
@@ -42,7 +43,8 @@ pub(super) struct Training {
     /// The slab of odd versions.
     pub(super) second: Option<HostBuf>,
     pub(super) masters: HostBuf,
-    pub(super) moments: Vec<HostBuf>,
+    pub(super) moments: HostBuf,
+    pub(super) moment_layout: MomentLayout,
 }
 
 impl StoreLayer {
@@ -250,19 +252,37 @@ impl StoreLayer {
 
     /// The moments of one of the layer's own parameters.
     pub(crate) fn moments(&self, index: usize) -> Result<Vec<HostBuf>> {
-        let param = &self.params[index];
-        let range = param.moment..param.moment + param.copy_bytes();
-        self.training()?
-            .moments
+        let training = self.training()?;
+        training.moment_layout.ranges[index]
             .iter()
-            .map(|slab| Ok(slab.slice(range.clone())?))
+            .map(|range| Ok(training.moments.slice(range.clone())?))
             .collect()
+    }
+
+    /// The sizes of each of them.
+    pub(crate) fn moment_shapes(&self, index: usize) -> Result<&[Shape]> {
+        Ok(&self.training()?.moment_layout.shapes[index])
+    }
+
+    /// Whether training has begun, so that the layout of moments is fixed.
+    pub(super) fn has_moments(&self) -> bool {
+        self.training.get().is_some()
+    }
+
+    /// Where moments will lie, by the rules that parameters have now.
+    fn moment_layout(&self) -> MomentLayout {
+        let groups = lock(&self.shared.groups).clone();
+        MomentLayout::new(self.params.iter().map(|param| {
+            let is_own = param.trainable && !param.users.is_empty();
+            let rule = groups.of(param.home).rule.filter(|_| is_own);
+            let shapes = rule.map_or_else(Vec::new, |rule| rule.moment_shapes(&param.shape));
+            (param, shapes)
+        }))
     }
 
     /// What [`Training`] takes.
     pub(super) fn training_bytes(&self) -> StoreBytes {
         let config = &self.shared.config;
-        let count = config.rule.map_or(0, |rule| rule.moments());
         StoreBytes {
             weights: match config.max_lag {
                 Lag::One => self.sizes.weights,
@@ -272,7 +292,7 @@ impl StoreLayer {
             in_files: 0,
             gradients: self.sizes.gradients,
             masters: self.sizes.masters,
-            moments: count * self.sizes.moments,
+            moments: self.moment_layout().bytes,
         }
     }
 
@@ -307,14 +327,14 @@ impl Training {
                 fill_master(&layer.shared.threads, &param.param, &master)?;
             }
         }
-        let count = config.rule.map_or(0, |rule| rule.moments());
-        let moment = |_| HostBuf::zeroed(format!("{name} moments"), sizes.moments);
-        let moments = (0..count).map(moment).collect::<Result<_, _>>()?;
+        let moment_layout = layer.moment_layout();
+        let moments = HostBuf::zeroed(format!("{name} moments"), moment_layout.bytes)?;
         Ok(Self {
             gradients,
             second,
             masters,
             moments,
+            moment_layout,
         })
     }
 }

@@ -12,7 +12,7 @@ use roundpipe_tensor::{DType, Param, Shape};
 
 use super::config::StoreConfig;
 use crate::error::{Error, Result};
-use crate::optim::needs_master;
+use crate::optim::state_dtype;
 
 /// Where a parameter may start in a slab that devices copy from or to, in bytes.
 pub(super) const ALIGN: usize = 64;
@@ -42,8 +42,8 @@ pub struct StoredParam {
     pub(super) offset: usize,
     /// In the slab of masters of its home, where it has one.
     pub(super) master: Option<usize>,
-    /// In each slab of moments of its home.
-    pub(super) moment: usize,
+    /// Element type of its master and moments.
+    pub(crate) state_dtype: DType,
     /// Every (layer, index) that names it, the last layer first. Only at home.
     pub(crate) users: Vec<(usize, usize)>,
     /// Updates that a group froze it in.
@@ -61,8 +61,13 @@ impl StoredParam {
     ) -> Result<Self> {
         let dtype = param.dtype();
         let trainable = param.is_trainable() && !config.inference;
+        let state_dtype = if trainable {
+            state_dtype(&name, dtype, config.optim_dtype)?
+        } else {
+            dtype
+        };
         // The offset comes with the layout.
-        let master = (trainable && needs_master(&name, dtype)?).then_some(0);
+        let master = (state_dtype != dtype).then_some(0);
         let grad_dtype = config.grad_dtype.unwrap_or(dtype);
         if trainable && grad_dtype != dtype && grad_dtype != DType::F32 {
             let allowed = match dtype {
@@ -82,7 +87,7 @@ impl StoredParam {
             grad_bytes: 0..0,
             offset: 0,
             master,
-            moment: 0,
+            state_dtype,
             users: Vec::new(),
             frozen_steps: AtomicU64::new(0),
             filled: AtomicBool::new(false),
@@ -123,7 +128,6 @@ pub(super) struct Sizes {
     pub(super) frozen: usize,
     pub(super) gradients: usize,
     pub(super) masters: usize,
-    pub(super) moments: usize,
     pub(super) block: usize,
 }
 
@@ -146,7 +150,6 @@ pub(super) fn lay_out(index: usize, params: &mut [StoredParam]) -> Sizes {
         }
         param.offset = append(&mut sizes.weights, param.param.bytes(), ALIGN);
         // Only the processor touches copies, whole slabs at a time: no padding.
-        param.moment = append(&mut sizes.moments, param.copy_bytes(), size_of::<f32>());
         param.master = param
             .master
             .map(|_| append(&mut sizes.masters, param.copy_bytes(), size_of::<f32>()));
@@ -168,4 +171,33 @@ fn append(end: &mut usize, bytes: usize, align: usize) -> usize {
     let start = end.next_multiple_of(align);
     *end = start + bytes;
     start
+}
+
+/// Where the moments of a layer's parameters lie in its slab of moments.
+#[derive(Debug, Default)]
+pub(super) struct MomentLayout {
+    /// By parameter, then by moment, in bytes; empty for those that live elsewhere.
+    pub(super) ranges: Vec<Vec<Range<usize>>>,
+    /// The sizes of each.
+    pub(super) shapes: Vec<Vec<Shape>>,
+    pub(super) bytes: usize,
+}
+
+impl MomentLayout {
+    /// One after another, each parameter's together: `shapes` are those that its rule keeps.
+    pub(super) fn new<'a>(params: impl Iterator<Item = (&'a StoredParam, Vec<Shape>)>) -> Self {
+        let mut layout = Self::default();
+        for (param, shapes) in params {
+            let size = param.state_dtype.size();
+            let place = |shape: &Shape| {
+                let bytes = shape.numel() * size;
+                // Only the processor touches them: no padding but for the type.
+                let at = append(&mut layout.bytes, bytes, size_of::<f32>());
+                at..at + bytes
+            };
+            layout.ranges.push(shapes.iter().map(place).collect());
+            layout.shapes.push(shapes);
+        }
+        layout
+    }
 }

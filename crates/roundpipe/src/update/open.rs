@@ -9,6 +9,7 @@
 //!   however many threads sum them.
 //! - A function of the user that fails leaves no trace: what it may write is put back when the layer
 //!   is dropped.
+//! - Whatever the type of masters and moments, an element is computed in f32 and rounded once.
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -16,7 +17,7 @@ use std::sync::Mutex;
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::host::{HostMut, HostRef};
 use roundpipe_tensor::optim::{self, CHUNK, Floats, FloatsMut, StepSettings};
-use roundpipe_tensor::{DType, HostBuf, bf16, f16};
+use roundpipe_tensor::{DType, HostBuf, Shape, bf16, f16};
 
 use super::Apply;
 use super::function::OptimParam;
@@ -85,61 +86,49 @@ impl OpenParam<'_> {
             return Ok(false);
         }
         self.start_copy(threads)?;
-        let rule = rule.with(group);
-        let settings = StepSettings {
-            step: self.stored.own_step(settings.step),
-            lr: settings.lr * group.lr_factor,
-            ..settings
-        };
-        let dtype = self.stored.dtype;
-        let (master, mut working) = match &mut self.master {
-            None => (self.working.as_mut_slice::<f32>(), None),
-            Some(master) => (
-                master.as_mut_slice(),
-                Some(floats_mut(dtype, &mut self.working)),
-            ),
-        };
-        let mut moments: Vec<&mut [f32]> =
-            self.moments.iter_mut().map(HostMut::as_mut_slice).collect();
-        if let [(dtype, grad)] = &self.grads[..] {
-            let slabs = Slabs {
-                grad: floats(*dtype, grad),
-                master,
-                moments,
-                working,
-            };
-            return rule.update(threads, settings, slabs);
-        }
-        let mut moments: Vec<_> = moments
-            .iter_mut()
-            .map(|moment| moment.chunks_mut(CHUNK))
-            .collect();
-        let mut working = working.as_mut().map(FloatsMut::chunks);
-        let chunks = master.chunks_mut(CHUNK).map(|master| {
-            let moments: Vec<&mut [f32]> = moments
-                .iter_mut()
-                .map(|m| m.next().unwrap_or_default())
-                .collect();
-            (master, moments, working.as_mut().and_then(Iterator::next))
-        });
-        let done = each_chunk(
-            threads,
-            &self.grads,
-            chunks,
-            |one, (master, moments, working), grad| {
-                rule.update(
-                    one,
-                    settings,
-                    Slabs {
-                        grad,
-                        master,
-                        moments,
-                        working,
-                    },
-                )
+        let pass = RulePass {
+            rule: group.rule.unwrap_or(rule).with(group),
+            settings: StepSettings {
+                step: self.stored.own_step(settings.step),
+                lr: settings.lr * group.lr_factor,
+                ..settings
             },
-        );
-        Ok(done?.contains(&true))
+            shape: self.stored.shape,
+        };
+        let grads = std::mem::take(&mut self.grads);
+        let is_wide = self.stored.state_dtype == DType::F32;
+        let mut slabs = self.slabs();
+        match &grads[..] {
+            [(dtype, grad)] if is_wide || !pass.rule.is_elementwise() => {
+                pass.run(threads, floats(*dtype, grad), slabs)
+            }
+            grads if pass.rule.is_elementwise() => {
+                let done = each_chunk(threads, grads, slabs.chunks(), |one, chunk, grad| {
+                    pass.run(one, grad, chunk)
+                });
+                Ok(done?.contains(&true))
+            }
+            // The rule looks at whole matrices, so it needs the whole sum.
+            grads => {
+                let mut sum = vec![0.0; self.stored.shape.numel()];
+                sum_into(threads, grads, 0..sum.len(), &mut sum)?;
+                pass.run(threads, Floats::F32(&sum), self.slabs())
+            }
+        }
+    }
+
+    /// What the rule's pass writes.
+    fn slabs(&mut self) -> OpenSlabs<'_> {
+        let state_dtype = self.stored.state_dtype;
+        OpenSlabs {
+            weights: floats_mut(self.stored.dtype, &mut self.working),
+            master: self.master.as_mut().map(HostMut::as_mut_slice),
+            moments: self
+                .moments
+                .iter_mut()
+                .map(|moment| floats_mut(state_dtype, moment))
+                .collect(),
+        }
     }
 
     /// Makes the f32 copy follow weights that the user wrote.
@@ -156,12 +145,33 @@ impl OpenParam<'_> {
         Ok(())
     }
 
-    /// Where f32 weights are updated in the next slab, brings the newest version there.
+    /// Where weights are their own masters and are updated in the next slab, brings the newest
+    /// version there.
     pub(super) fn start_copy(&mut self, threads: &Threads) -> Result<()> {
         if let (Some(old), None) = (&self.old, &self.master) {
-            let new = FloatsMut::F32(self.working.as_mut_slice());
-            optim::cast(threads, Floats::F32(old.as_slice()), new)?;
+            let dtype = self.stored.dtype;
+            let new = floats_mut(dtype, &mut self.working);
+            optim::cast(threads, floats(dtype, old), new)?;
         }
+        Ok(())
+    }
+
+    /// Where weights narrower than f32 are their own masters, makes an f32 copy for a function of
+    /// the user, which lives as long as this.
+    fn widen_values(&mut self, threads: &Threads) -> Result<()> {
+        let dtype = self.stored.dtype;
+        if self.master.is_some() || dtype == DType::F32 {
+            return Ok(());
+        }
+        let name = format!("{} as f32", self.stored.name);
+        let copy = HostBuf::zeroed(name, self.stored.copy_bytes())?;
+        let mut wide = copy.write(0..copy.len())?;
+        let into = FloatsMut::F32(wide.as_mut_slice());
+        match &self.old {
+            Some(newest) => optim::cast(threads, floats(dtype, newest), into)?,
+            None => optim::cast(threads, floats_of(dtype, &mut self.working), into)?,
+        }
+        self.master = Some(wide);
         Ok(())
     }
 
@@ -177,6 +187,7 @@ impl OpenParam<'_> {
 
     /// Gets ready for a function of the user: the values to change, a backup of them, one gradient.
     pub(super) fn prepare(&mut self, threads: &Threads) -> Result<()> {
+        self.widen_values(threads)?;
         // Before the newest version is brought there: with two slabs of f32 weights the function
         // writes where the version before the newest lies, and calls may still read that one.
         let backup = HostBuf::from_slice(format!("{} backup", self.stored.name), &*self.values())?;
@@ -185,16 +196,29 @@ impl OpenParam<'_> {
         if self.grads.len() > 1 {
             let sum = HostBuf::zeroed("summed gradient", self.stored.copy_bytes())?;
             let mut all = sum.write(0..sum.len())?;
-            sum_into(
-                threads,
-                &self.grads,
-                0..self.stored.shape.numel(),
-                all.as_mut_slice(),
-            )?;
+            self.sum_grads(threads, all.as_mut_slice())?;
             drop(all);
             self.sum = Some(sum.read_all()?);
         }
         Ok(())
+    }
+
+    /// Writes the sum of the gradients as f32.
+    pub(super) fn sum_grads(&self, threads: &Threads, into: &mut [f32]) -> Result<()> {
+        sum_into(threads, &self.grads, 0..into.len(), into)
+    }
+
+    /// Takes back what a function wrote, and makes the next version equal to the newest.
+    pub(super) fn undo(&mut self) {
+        self.put_back();
+        self.keep();
+    }
+
+    fn put_back(&mut self) {
+        // No other thread has the backup, so reading it cannot fail.
+        if let Some(backup) = self.backup.take().and_then(|backup| backup.read_all().ok()) {
+            self.values().copy_from_slice(backup.as_slice());
+        }
     }
 
     /// Refuses values that a function made infinite or NaN, or that would round to an infinity.
@@ -264,12 +288,92 @@ impl OpenParam<'_> {
     }
 }
 
+/// What the rule's pass writes: of a parameter, or of a chunk of one.
+struct OpenSlabs<'a> {
+    weights: FloatsMut<'a>,
+    /// `None` where the weights are their own.
+    master: Option<&'a mut [f32]>,
+    moments: Vec<FloatsMut<'a>>,
+}
+
+impl OpenSlabs<'_> {
+    /// Chunk by chunk, for rules whose moments are all as long as the weights.
+    fn chunks(&mut self) -> impl Iterator<Item = OpenSlabs<'_>> {
+        let mut master = self.master.as_mut().map(|master| master.chunks_mut(CHUNK));
+        let mut moments: Vec<_> = self.moments.iter_mut().map(FloatsMut::chunks).collect();
+        self.weights.chunks().map(move |weights| OpenSlabs {
+            weights,
+            master: master.as_mut().and_then(Iterator::next),
+            moments: moments.iter_mut().filter_map(Iterator::next).collect(),
+        })
+    }
+}
+
+/// The rule's pass over one parameter, or over chunks of it.
+struct RulePass {
+    rule: Rule,
+    settings: StepSettings,
+    shape: Shape,
+}
+
+impl RulePass {
+    /// Runs it; whether some elements kept their value because the new one was not finite.
+    fn run(&self, threads: &Threads, grad: Floats<'_>, slabs: OpenSlabs<'_>) -> Result<bool> {
+        let (master, working) = match (slabs.master, slabs.weights) {
+            (Some(master), weights) => (master, Some(weights)),
+            (None, FloatsMut::F32(master)) => (master, None),
+            (None, narrow) => return self.run_narrow(threads, grad, narrow, slabs.moments),
+        };
+        let wide = |moment| match moment {
+            FloatsMut::F32(moment) => moment,
+            _ => unreachable!("an f32 master has f32 moments"),
+        };
+        let slabs = Slabs {
+            shape: self.shape,
+            grad,
+            master,
+            moments: slabs.moments.into_iter().map(wide).collect(),
+            working,
+        };
+        self.rule.update(threads, self.settings, slabs)
+    }
+
+    /// The same where weights are their own masters and narrower than f32: widened, updated and
+    /// rounded once.
+    fn run_narrow(
+        &self,
+        threads: &Threads,
+        grad: Floats<'_>,
+        weights: FloatsMut<'_>,
+        moments: Vec<FloatsMut<'_>>,
+    ) -> Result<bool> {
+        let narrow: Vec<FloatsMut<'_>> = std::iter::once(weights).chain(moments).collect();
+        let mut wide = Vec::with_capacity(narrow.len());
+        for slab in &narrow {
+            let mut values = vec![0.0; slab.len()];
+            optim::cast(threads, slab.as_floats(), FloatsMut::F32(&mut values))?;
+            wide.push(values);
+        }
+        let mut slabs = wide.iter_mut().map(|values| &mut values[..]);
+        let slabs = Slabs {
+            shape: self.shape,
+            grad,
+            master: slabs.next().unwrap_or_default(),
+            moments: slabs.collect(),
+            working: None,
+        };
+        let mut kept = self.rule.update(threads, self.settings, slabs)?;
+        for (values, slab) in wide.iter().zip(narrow) {
+            kept |= optim::narrow(threads, values, slab)?;
+        }
+        Ok(kept)
+    }
+}
+
 impl Drop for OpenParam<'_> {
     fn drop(&mut self) {
-        // A function failed. No other thread has the backup, so reading it cannot fail.
-        if let Some(backup) = self.backup.take().and_then(|backup| backup.read_all().ok()) {
-            self.values().copy_from_slice(backup.as_slice());
-        }
+        // There is a backup only where a function failed.
+        self.put_back();
     }
 }
 

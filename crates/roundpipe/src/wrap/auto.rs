@@ -237,6 +237,14 @@ impl AutoWrapped {
         self.whole("skip_step")?.skip_step(lag)
     }
 
+    /// Drops the gradients since the last step, if there are any, as [`RoundPipe::zero_grad`].
+    ///
+    /// # Errors
+    /// As [`RoundPipe::zero_grad`].
+    pub fn zero_grad(&self) -> Result<()> {
+        self.whole("zero_grad")?.zero_grad()
+    }
+
     /// Updates with a function over the optimizer copies of all engines, by their names in the tree.
     ///
     /// # Errors

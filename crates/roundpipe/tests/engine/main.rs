@@ -16,6 +16,7 @@ mod memory;
 mod misuse;
 mod models;
 mod modules;
+mod scaled;
 mod simulation;
 mod state;
 mod written;

@@ -1,7 +1,7 @@
 //! Weights and optimizer state in and out of a living engine.
 
 use roundpipe::nn::{Dropout, Init, Linear};
-use roundpipe::optim::{AdamW, Sgd};
+use roundpipe::optim::{Adafactor, AdamW, Muon, Sgd};
 use roundpipe::{
     Bytes, DType, HostTensor, Lag, ParamGroup, Params, RingOptions, RoundPipe, Rule, RunConfig,
     Sequential, TrainingState, Update,
@@ -18,8 +18,18 @@ fn model(dtype: DType) -> Sequential {
 }
 
 fn engine(model: &Sequential, rule: impl Into<Rule>, workers: usize) -> RoundPipe {
+    engine_with_state(model, rule, workers, DType::F32)
+}
+
+fn engine_with_state(
+    model: &Sequential,
+    rule: impl Into<Rule>,
+    workers: usize,
+    optim_dtype: DType,
+) -> RoundPipe {
     RoundPipe::builder(model.clone())
         .optimizer(rule)
+        .optim_dtype(optim_dtype)
         .optimizer_threads(1)
         .seed(models::SEED)
         .run_config(RunConfig::default().num_microbatch(2))
@@ -80,6 +90,90 @@ fn a_run_goes_on_from_its_state() {
             assert!(!same_state(&state, &end));
         }
     }
+}
+
+/// The same with every rule, whose moments have sizes of their own, and with bf16 state; the number
+/// of workers changes no bit of it.
+#[test]
+fn every_rule_goes_on_from_its_state() {
+    let dtype = DType::BF16;
+    let rules: [Rule; 3] = [
+        Adafactor::default().into(),
+        Muon::default().into(),
+        AdamW::default().into(),
+    ];
+    for rule in rules {
+        for optim_dtype in [DType::F32, DType::BF16] {
+            let what = format!("{rule}, {optim_dtype}");
+            let whole = engine_with_state(&model(dtype), rule, 1, optim_dtype);
+            train(&whole, dtype, 0..3, Lag::One);
+            let state = whole.training_state().unwrap();
+            let want = train(&whole, dtype, 3..6, Lag::One);
+            let end = whole.training_state().unwrap();
+            let resumed = engine_with_state(&model(dtype), rule, 3, optim_dtype);
+            resumed.load_training_state(&state).unwrap();
+            assert!(
+                same_state(&resumed.training_state().unwrap(), &state),
+                "{what}"
+            );
+            assert_eq!(train(&resumed, dtype, 3..6, Lag::One), want, "{what}");
+            assert!(
+                same_state(&resumed.training_state().unwrap(), &end),
+                "{what}"
+            );
+        }
+    }
+}
+
+/// Moments are read and set by name, in the sizes and the type that they have.
+#[test]
+fn moments_have_the_sizes_of_their_rule() {
+    let dtype = DType::BF16;
+    let sizes = |engine: &RoundPipe, name: &str| -> Vec<Vec<usize>> {
+        train(engine, dtype, 0..1, Lag::Zero);
+        let state = engine.training_state().unwrap();
+        let moments = &state.params[name].moments;
+        moments.iter().map(|m| m.dims().to_vec()).collect()
+    };
+    let factored = engine(&model(dtype), Adafactor::default(), 1);
+    assert_eq!(sizes(&factored, "a.weight"), [[16, 1], [1, 5]]);
+    assert_eq!(sizes(&factored, "a.bias"), [[16]]);
+    let muon = engine(&model(dtype), Muon::default(), 1);
+    assert_eq!(sizes(&muon, "a.weight"), [[16, 5]]);
+    assert_eq!(sizes(&muon, "a.bias"), [[16], [16]]);
+    let narrow = engine_with_state(&model(dtype), AdamW::default(), 1, DType::BF16);
+    train(&narrow, dtype, 0..1, Lag::Zero);
+    let mut state = narrow.training_state().unwrap();
+    let param = state.params.get_mut("a.bias").unwrap();
+    assert_eq!(param.moments[1].dtype(), DType::BF16);
+    param.moments[1] = HostTensor::from_f64s(&[0.5; 16], DType::BF16, &[16]).unwrap();
+    narrow.load_training_state(&state).unwrap();
+    assert!(same_state(&narrow.training_state().unwrap(), &state));
+    // States of other rules and types are refused.
+    let refused = factored.load_training_state(&state).unwrap_err();
+    assert!(refused.to_string().contains("a moment of `a."), "{refused}");
+    let wide = engine(&model(dtype), AdamW::default(), 1);
+    let refused = wide.load_training_state(&state).unwrap_err();
+    assert!(refused.to_string().contains("optim_dtype"), "{refused}");
+}
+
+/// bf16 state is for bf16 parameters; the types that cannot be are refused when the engine is built.
+#[test]
+fn the_type_of_the_state_is_checked() {
+    let build = |optim_dtype| {
+        let builder = RoundPipe::builder(model(DType::F16)).optimizer(AdamW::default());
+        let built = builder
+            .optim_dtype(optim_dtype)
+            .devices(models::cpus(1))
+            .build();
+        built.map(drop).map_err(|error| error.to_string())
+    };
+    assert!(build(DType::F16).unwrap_err().contains("use f32"));
+    assert!(build(DType::I64).unwrap_err().contains("f32 or bf16"));
+    let wide = engine_with_state(&model(DType::F32), AdamW::default(), 1, DType::BF16);
+    train(&wide, DType::F32, 0..1, Lag::Zero);
+    let mut handles = wide.optim_parameters().unwrap();
+    assert!(handles.all(|handle| handle.dtype == DType::F32));
 }
 
 /// A parameter that a group froze for a while is corrected for its own updates, also after a resume.

@@ -884,7 +884,9 @@ impl Mind {
             Work::Function(..) => false,
         };
         let too_late = lag > self.plain.spec.max_lag;
-        if refused || too_late || self.state.since.is_empty() {
+        // A function may run without gradients.
+        let refused = refused || matches!(work, Work::Rule(_)) && self.state.since.is_empty();
+        if refused || too_late {
             let same = |mind: &Self| mind.state.clone();
             return self
                 .settle(reply, Fate::Refused, same, |mind| {
@@ -1114,15 +1116,16 @@ impl Mind {
                 .map_err(|what| format!("after a write that was refused: {what}"));
         }
         let happened = stepped.steps > self.state.steps;
-        // Before the step.
-        self.set_param(param, data);
+        // Before the step. One that failed was reported and dropped its gradients, so that only
+        // what it left counts.
         if happened {
+            self.set_param(param, data);
             self.state = self.plan_step(Work::Rule(update), Lag::Zero).after;
-        }
-        if self.weights(weights).is_ok() {
-            self.state.visible = self.state.newest.clone();
-            self.at_rest();
-            return Ok(());
+            if self.weights(weights).is_ok() {
+                self.state.visible = self.state.newest.clone();
+                self.at_rest();
+                return Ok(());
+            }
         }
         // After it.
         self.state = stepped.clone();

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use roundpipe::nn::{Dropout, Embedding, Func, Init, Linear};
-use roundpipe::optim::{AdamW, Sgd};
+use roundpipe::optim::{Adafactor, AdamW, AdjustLr, Muon, Sgd};
 use roundpipe::{
     CustomOp, Cx, DType, DeviceKind, HostTensor, Layer, Module, Param, ParamVisitor, Params, Rule,
     Sequential, Tensor, TensorError, TensorResult, Tree,
@@ -362,6 +362,17 @@ impl Layer for Held {
 /// The rule of an engine.
 pub fn rule(kind: RuleKind) -> Option<Rule> {
     match kind {
+        RuleKind::Adafactor => Some(Rule::Adafactor(Adafactor {
+            weight_decay: 0.05,
+            ..Adafactor::default()
+        })),
+        RuleKind::Muon => Some(Rule::Muon {
+            matrices: Muon {
+                adjust_lr: AdjustLr::MatchRmsAdamW,
+                ..Muon::default()
+            },
+            rest: AdamW::default(),
+        }),
         RuleKind::Adam => Some(Rule::AdamW(AdamW {
             weight_decay: 0.05,
             ..AdamW::default()

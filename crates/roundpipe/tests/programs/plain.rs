@@ -9,7 +9,8 @@ use roundpipe::{
 };
 use roundpipe_tensor::cpu::threads::Threads;
 use roundpipe_tensor::optim::{
-    AdamSlabs, Floats, SgdSlabs, StepSettings, clip_factor, squared_norm,
+    AdafactorSlabs, AdamSlabs, Floats, Matrices, MuonSlabs, SecondMoment, SgdSlabs, StepSettings,
+    clip_factor, squared_norm,
 };
 
 use crate::models::{self, Built};
@@ -157,15 +158,49 @@ impl Plain {
 
     /// The optimizer's state at first.
     pub fn fresh_copies(&self, weights: &Values) -> Copies {
-        let count = self.rule.map_or(0, |rule| rule.moments());
-        let moments = weights
-            .iter()
-            .map(|values| vec![vec![0.0; values.len()]; count])
-            .collect();
+        let moments = (0..weights.len()).map(|at| {
+            let rule = self.rule_of(at).filter(|_| !weights[at].is_empty());
+            let shapes = rule.map_or(Vec::new(), |rule| {
+                rule.moment_shapes(self.params[at].1.shape())
+            });
+            shapes
+                .iter()
+                .map(|shape| vec![0.0; shape.numel()])
+                .collect()
+        });
+        let moments = moments.collect();
         Copies {
             values: weights.clone(),
             moments: Rc::new(moments),
             steps: 0,
+        }
+    }
+
+    /// The rule of a parameter: Muon is for matrices that are no embedding and no head.
+    fn rule_of(&self, at: usize) -> Option<Rule> {
+        let names = self
+            .layers
+            .iter()
+            .flatten()
+            .filter(|(param, _)| *param == at);
+        let is_table = |name: &String| {
+            let mut parts = name.split('.');
+            parts.any(|part| part.contains("embed") || part == "head")
+        };
+        let is_table = names.into_iter().any(|(_, name)| is_table(name));
+        match self.rule? {
+            Rule::Muon { rest, .. } if is_table || self.params[at].1.shape().rank() != 2 => {
+                Some(Rule::AdamW(rest))
+            }
+            other => Some(other),
+        }
+    }
+
+    /// The type of a parameter's copy and moments.
+    fn state_dtype(&self, at: usize) -> DType {
+        match self.params[at].1.dtype() {
+            DType::BF16 if self.spec.optim_bf16 => DType::BF16,
+            _ => DType::F32,
         }
     }
 
@@ -480,7 +515,6 @@ impl Plain {
         grads: &Grads,
         spec: &UpdateSpec,
     ) -> Updated {
-        let rule = self.rule.expect("a rule");
         let squared = self.squared(grads) * spec.grad_scale * spec.grad_scale;
         let clip = spec.clip.map_or(1.0, |most| clip_factor(squared, most));
         let factor = (f64::from(clip) * spec.grad_scale) as f32;
@@ -496,9 +530,39 @@ impl Plain {
         );
         for (at, grad) in self.summed(grads).iter().enumerate() {
             let Some(grad) = grad else { continue };
-            let mut moments = moments[at].iter_mut();
+            let shape = self.params[at].1.shape();
             let (grad, master, working) = (Floats::F32(grad), &mut values[at][..], None);
-            match rule {
+            let mut all = moments[at].iter_mut();
+            let moments = &mut all;
+            match self.rule_of(at).expect("a rule") {
+                Rule::Adafactor(rule) => {
+                    let first = moments.next().expect("a moment");
+                    let second = match Matrices::of(shape) {
+                        Some(matrices) => SecondMoment::Factored {
+                            matrices,
+                            by_row: first,
+                            by_col: moments.next().expect("a moment of the columns"),
+                        },
+                        None => SecondMoment::Full(first),
+                    };
+                    let slabs = AdafactorSlabs {
+                        grad,
+                        master,
+                        second,
+                        working,
+                    };
+                    rule.step(&self.threads, settings, slabs)
+                }
+                Rule::Muon { matrices, .. } => {
+                    let slabs = MuonSlabs {
+                        matrices: Matrices::of(shape).expect("a matrix"),
+                        grad,
+                        master,
+                        momentum: moments.next().expect("a moment"),
+                        working,
+                    };
+                    matrices.step(&self.threads, settings, slabs)
+                }
                 Rule::AdamW(rule) => {
                     let (exp_avg, exp_avg_sq) = (moments.next().expect("a moment"), moments.next());
                     let exp_avg_sq = exp_avg_sq.expect("a second moment");
@@ -525,6 +589,12 @@ impl Plain {
                 other => unreachable!("no program has {other:?}"),
             }
             .expect("an update");
+        }
+        for (at, moments) in moments.iter_mut().enumerate() {
+            let dtype = self.state_dtype(at);
+            moments
+                .iter_mut()
+                .for_each(|moment| *moment = round(moment, dtype));
         }
         self.rounded(copies, weights)
     }
@@ -553,8 +623,11 @@ impl Plain {
         self.rounded(copies, weights)
     }
 
-    /// Weights are the optimizer's values in their own type.
-    fn rounded(&self, copies: Copies, weights: &Values) -> Updated {
+    /// Weights are the optimizer's values in their own type, which the values may have too.
+    fn rounded(&self, mut copies: Copies, weights: &Values) -> Updated {
+        for (at, values) in Rc::make_mut(&mut copies.values).iter_mut().enumerate() {
+            *values = round(values, self.state_dtype(at));
+        }
         let mut weights = weights.clone();
         for (at, weights) in Rc::make_mut(&mut weights).iter_mut().enumerate() {
             *weights = round(&copies.values[at], self.params[at].1.dtype());

@@ -150,6 +150,8 @@ pub struct EngineSpec {
     pub max_lag: Lag,
     /// Whether gradients are f32 in host memory, whatever the parameters are.
     pub grad_f32: bool,
+    /// Whether copies and moments of bf16 parameters are bf16.
+    pub optim_bf16: bool,
     pub seed: u64,
     /// Where the layer that can fail stands, counted from the first place it may.
     pub trap: usize,
@@ -171,7 +173,10 @@ pub enum ModelKind {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RuleKind {
+    Adafactor,
     Adam,
+    /// With AdamW for what is no hidden matrix.
+    Muon,
     Momentum,
     Sgd,
     /// Steps are functions.
@@ -430,9 +435,10 @@ impl Maker<'_> {
             false => &[Mlp, Mlp, Tied, Embed, Frozen],
         };
         let rules = [
+            RuleKind::Adafactor,
             RuleKind::Adam,
             RuleKind::Adam,
-            RuleKind::Adam,
+            RuleKind::Muon,
             RuleKind::Momentum,
             RuleKind::Sgd,
             RuleKind::None,
@@ -446,6 +452,7 @@ impl Maker<'_> {
                 false => Lag::Zero,
             },
             grad_f32: self.dice.percent(20),
+            optim_bf16: self.dice.percent(40),
             seed: self.dice.below(1000) as u64,
             trap: self.dice.below(4),
         }

@@ -8,7 +8,7 @@ use roundpipe::engine::{InputGrads, Inputs, MicrobatchOutputs, StepHandle};
 use roundpipe::{
     Bytes, Cpu, DType, Device, Error, ExecutePlan, Forward, Grain, HostTensor, Lag, Losses,
     MergeOutput, Param, Params, PlanKind, Result, Ring, RingOptions, RoundPipe, RunConfig, Tree,
-    Update,
+    Update, bf16,
 };
 use roundpipe_tensor::SimWorld;
 
@@ -251,6 +251,9 @@ impl<'a> Session<'a> {
         }
         if spec.grad_f32 {
             builder = builder.grad_dtype(DType::F32);
+        }
+        if spec.optim_bf16 {
+            builder = builder.optim_dtype(DType::BF16);
         }
         builder.build()
     }
@@ -680,7 +683,15 @@ impl<'a> Session<'a> {
         for copy in self.engines[engine].optim_parameters()? {
             let mut all: Vec<Vec<u64>> = vec![wide(copy.to_vec()?)];
             for moment in copy.moments() {
-                all.push(wide(moment.read_all()?.as_slice::<f32>().to_vec()));
+                let moment = moment.read_all()?;
+                all.push(wide(match copy.dtype {
+                    DType::BF16 => moment
+                        .as_slice::<bf16>()
+                        .iter()
+                        .map(|x| x.to_f32())
+                        .collect(),
+                    _ => moment.as_slice::<f32>().to_vec(),
+                }));
             }
             copies.push((copy.name, all));
         }

@@ -825,8 +825,11 @@ fn skipped_modules_stay_unwrapped() {
 fn a_step_function_sees_every_engine() {
     let blocks = blocks(2);
     let model = auto(one_list(&blocks), &config(1));
-    let text = model.step(|_| Ok(()), Lag::Zero).unwrap_err().to_string();
-    assert_eq!(text, "step: no gradients were computed since the last step");
+    let text = model.update(&Update::new(0.1), Lag::Zero).unwrap_err();
+    assert_eq!(
+        text.to_string(),
+        "step: no gradients were computed since the last step"
+    );
     let run = || {
         let forward = model.forward(data(0), &RunConfig::new()).unwrap();
         forward.backward(data(1)).unwrap();
