@@ -55,6 +55,7 @@ mod outputs;
 mod parameters;
 mod part;
 mod planner;
+mod preview;
 mod recorder;
 mod recover;
 mod state;

@@ -70,6 +70,22 @@ struct PlanKey {
     given: Option<ExecutePlan>,
 }
 
+impl PlanKey {
+    fn new(kind: PlanKind, config: &Resolved, batch: &Batch<'_>) -> Self {
+        let leaves = batch.example.map(Tree::leaves).unwrap_or_default();
+        let input = leaves
+            .iter()
+            .map(|tensor| (tensor.dtype(), *tensor.shape()));
+        Self {
+            kind,
+            grain: config.recompute_grain,
+            microbatches: batch.microbatches,
+            input: input.collect(),
+            given: config.execute_plan.clone(),
+        }
+    }
+}
+
 struct KnownPlan {
     plan: ExecutePlan,
     needs: CallNeeds,
@@ -164,24 +180,51 @@ impl Planner {
         config: &Resolved,
         batch: &Batch<'_>,
     ) -> Result<(ExecutePlan, CallNeeds)> {
-        let leaves = batch.example.map(Tree::leaves).unwrap_or_default();
-        let key = PlanKey {
-            kind,
-            grain: config.recompute_grain,
-            microbatches: batch.microbatches,
-            input: leaves
-                .iter()
-                .map(|tensor| (tensor.dtype(), *tensor.shape()))
-                .collect(),
-            given: config.execute_plan.clone(),
-        };
+        let key = PlanKey::new(kind, config, batch);
         let mut state = self.lock();
         let planned = match state.known(&key) {
             Some(known) => known,
-            None => self.make_plan(&mut state, key, config, batch)?,
+            None => self.make_plan(&mut state, key, batch)?,
         };
         state.last.insert(kind, planned.0.clone());
         Ok(planned)
+    }
+
+    /// The plan that a call would have, and the costs that it is made for. Nothing is remembered.
+    pub fn preview(
+        &self,
+        kind: PlanKind,
+        config: &Resolved,
+        batch: &Batch<'_>,
+    ) -> Result<(ExecutePlan, LayerCosts)> {
+        let key = PlanKey::new(kind, config, batch);
+        let state = self.lock();
+        let costs = self.costs(&state, batch);
+        let plan = match state.plans.get(&key) {
+            Some(known) => known.plan.clone(),
+            None => self.choose(&key, &costs, &state)?.0,
+        };
+        Ok((plan, costs))
+    }
+
+    /// Known times replace guesses layer by layer, and bring the rest to the same unit.
+    fn costs(&self, state: &PlannerState, batch: &Batch<'_>) -> LayerCosts {
+        state.times.to_costs(&self.guess(batch))
+    }
+
+    /// The user's plan, or the best one.
+    fn choose(
+        &self,
+        key: &PlanKey,
+        costs: &LayerCosts,
+        state: &PlannerState,
+    ) -> Result<(ExecutePlan, CallNeeds)> {
+        let Some(plan) = &key.given else {
+            return self.search(key, costs, state);
+        };
+        plan.check(key.kind, self.layers.len())?;
+        let needs = self.needs(key, plan, costs)?;
+        Ok((plan.clone(), needs))
     }
 
     /// Makes a plan and remembers it.
@@ -189,20 +232,10 @@ impl Planner {
         &self,
         state: &mut PlannerState,
         key: PlanKey,
-        config: &Resolved,
         batch: &Batch<'_>,
     ) -> Result<(ExecutePlan, CallNeeds)> {
-        // Known times replace guesses layer by layer, and bring the rest to the same unit.
-        let guess = self.guess(batch);
-        let costs = state.times.to_costs(&guess);
-        let (plan, needs) = match &config.execute_plan {
-            Some(plan) => {
-                plan.check(key.kind, self.layers.len())?;
-                let needs = self.needs(&key, plan, &costs)?;
-                (plan.clone(), needs)
-            }
-            None => self.search(&key, &costs, state)?,
-        };
+        let costs = self.costs(state, batch);
+        let (plan, needs) = self.choose(&key, &costs, state)?;
         if state.plans.len() >= MOST_PLANS {
             // Batches of ever new sizes: a plan is soon made again.
             state.plans.clear();
@@ -242,7 +275,10 @@ impl Planner {
         let mut tried = None;
         for share in SHARES {
             let options = self.options(key, costs, state, &largest, share);
-            let plan = ExecutePlan::auto(key.kind, &[costs], &options)?.remove(0);
+            let plans = ExecutePlan::auto(key.kind, &[costs], &options);
+            let plan = plans
+                .map_err(|error| self.too_large(costs, error))?
+                .remove(0);
             // The same plan would be refused for the same reason.
             if tried.as_ref() == Some(&plan) {
                 continue;
@@ -254,6 +290,28 @@ impl Planner {
             tried = Some(plan);
         }
         Err(refused.expect("the first plan is always tried"))
+    }
+
+    /// Why no plan was found. The limits of the search are ours: a user gave the worker's memory.
+    fn too_large(&self, costs: &LayerCosts, error: Error) -> Error {
+        let is_limit = |name: &str| matches!(name, "stage_memory_limit" | "model_memory_limit");
+        if !matches!(&error, Error::Config { name, .. } if is_limit(name)) {
+            return error;
+        }
+        let need =
+            |layer: usize| costs.bytes(layer..layer + 1) + costs.visit_bytes(layer..layer + 1);
+        let largest = (0..self.layers.len()).max_by_key(|layer| need(*layer));
+        let layer = largest.expect("a layer exceeds a limit");
+        let what = format!(
+            "layer {layer} ({}) has {} of weights and needs {} to work in for one microbatch, but a \
+             worker has {} for weights, work and copies; use more microbatches or shorter sequences, \
+             or reserve more",
+            costs.layers[layer].name,
+            Bytes(costs.bytes(layer..layer + 1)),
+            Bytes(costs.visit_bytes(layer..layer + 1)),
+            Bytes(self.ring.least_budget().arena),
+        );
+        Error::config("memory", what)
     }
 
     /// What a plan needs of every worker.

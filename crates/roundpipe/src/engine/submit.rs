@@ -28,6 +28,7 @@ use super::planner::Batch;
 use crate::batch::split_label;
 use crate::budget::{CallNeeds, HostBudget};
 use crate::config::{LossReduction, OutputDevice, Resolved, RunConfig};
+use crate::cost::LayerCosts;
 use crate::error::{Error, Result};
 use crate::exec::call::{Call, CallSpec};
 use crate::exec::model::LossFn;
@@ -74,6 +75,16 @@ struct Prepared {
     loss: Option<LossFn>,
     /// The layers whose outputs are wanted.
     hidden: Vec<usize>,
+}
+
+impl Prepared {
+    fn batch(&self) -> Batch<'_> {
+        Batch {
+            microbatches: self.inputs.sources.len(),
+            example: self.inputs.example.as_ref(),
+            training: self.training,
+        }
+    }
 }
 
 /// A call that was submitted.
@@ -257,13 +268,15 @@ impl Core {
     }
 
     fn plan(&self, request: &CallRequest, prepared: &Prepared) -> Result<(ExecutePlan, CallNeeds)> {
-        let batch = Batch {
-            microbatches: prepared.inputs.sources.len(),
-            example: prepared.inputs.example.as_ref(),
-            training: prepared.training,
-        };
         let planner = &self.parts[request.part].planner;
-        planner.plan(request.kind, &prepared.config, &batch)
+        planner.plan(request.kind, &prepared.config, &prepared.batch())
+    }
+
+    /// The plan that a call would have, and the costs that it is made for. Changes nothing.
+    pub fn preview(&self, request: &CallRequest) -> Result<(ExecutePlan, LayerCosts)> {
+        let prepared = self.prepare(request)?;
+        let planner = &self.parts[request.part].planner;
+        planner.preview(request.kind, &prepared.config, &prepared.batch())
     }
 
     /// Gives a call its number and its workers. From here on failures reach it.

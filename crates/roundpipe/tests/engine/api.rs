@@ -606,9 +606,27 @@ fn plans_can_be_asked_for_and_layers_are_timed_updates_too() {
     engine
         .forward_backward(x, weights, models::weighted)
         .unwrap();
-    assert!(engine.last_plan(PlanKind::Infer).is_none());
     let plan = engine.last_plan(PlanKind::Fused).unwrap();
     plan.check(PlanKind::Fused, model.len()).unwrap();
+    // What a call would have, before it is made; asking changes nothing.
+    let (x, _) = models::numbers(4, 6, DType::F32);
+    let config = RunConfig::default();
+    let ask = |kind| engine.auto_plan(kind, x.clone(), &config).unwrap();
+    assert_eq!(ask(PlanKind::Fused), plan);
+    let planned = ask(PlanKind::Infer);
+    assert!(engine.last_plan(PlanKind::Infer).is_none());
+    let infer = config.clone().requires_grad(false);
+    engine.forward(x.clone(), &infer).unwrap();
+    assert_eq!(engine.last_plan(PlanKind::Infer), Some(planned));
+    let costs = engine.layer_costs(PlanKind::Fused, x.clone(), &config);
+    let costs = costs.unwrap();
+    assert_eq!(costs.layers.len(), model.len());
+    let options = roundpipe::AutoOptions::new(2, 3);
+    let plans = ExecutePlan::auto(PlanKind::Fused, &[&costs, &costs], &options).unwrap();
+    plans[1].check(PlanKind::Fused, model.len()).unwrap();
+    let uneven = HostTensor::from_slice(&[0f32; 4], &[4]).unwrap();
+    let wrong = Inputs::new().arg(x).arg(uneven);
+    assert!(engine.auto_plan(PlanKind::Fused, wrong, &config).is_err());
     let times = engine.layer_times();
     for ((name, layer), time) in model.layers().zip(times.layers()) {
         assert!(

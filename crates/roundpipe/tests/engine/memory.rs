@@ -624,10 +624,12 @@ fn an_accepted_plan_runs() {
             }
             Err(error) => {
                 let text = error.to_string();
-                let is_refusal = ["memory:", "stage_memory_limit:", "model_memory_limit:"]
-                    .iter()
-                    .any(|line| text.starts_with(line));
-                assert!(is_refusal, "{case:?} was accepted: {}", chain(&error));
+                let is_refusal = text.starts_with("memory:");
+                assert!(
+                    is_refusal && text.contains("microbatches"),
+                    "{case:?} was accepted: {}",
+                    chain(&error)
+                );
                 refused += 1;
             }
         }
