@@ -339,7 +339,7 @@ impl Store {
                 sum.weights += training.second.as_ref().map_or(0, HostBuf::len);
                 sum.gradients += training.gradients.len();
                 sum.masters += training.masters.len();
-                sum.moments += training.moments.len();
+                sum.moments += training.moments.iter().map(HostBuf::len).sum::<usize>();
             }
         }
         sum

@@ -43,7 +43,7 @@ pub(super) struct Training {
     /// The slab of odd versions.
     pub(super) second: Option<HostBuf>,
     pub(super) masters: HostBuf,
-    pub(super) moments: HostBuf,
+    pub(super) moments: Vec<HostBuf>,
     pub(super) moment_layout: MomentLayout,
 }
 
@@ -253,9 +253,10 @@ impl StoreLayer {
     /// The moments of one of the layer's own parameters.
     pub(crate) fn moments(&self, index: usize) -> Result<Vec<HostBuf>> {
         let training = self.training()?;
-        training.moment_layout.ranges[index]
-            .iter()
-            .map(|range| Ok(training.moments.slice(range.clone())?))
+        let ranges = training.moment_layout.ranges[index].iter();
+        let places = training.moments.iter().zip(ranges);
+        places
+            .map(|(slab, range)| Ok(slab.slice(range.clone())?))
             .collect()
     }
 
@@ -292,7 +293,7 @@ impl StoreLayer {
             in_files: 0,
             gradients: self.sizes.gradients,
             masters: self.sizes.masters,
-            moments: self.moment_layout().bytes,
+            moments: self.moment_layout().slabs.iter().sum(),
         }
     }
 
@@ -328,7 +329,10 @@ impl Training {
             }
         }
         let moment_layout = layer.moment_layout();
-        let moments = HostBuf::zeroed(format!("{name} moments"), moment_layout.bytes)?;
+        let slabs = moment_layout.slabs.iter();
+        let moments = slabs
+            .map(|bytes| HostBuf::zeroed(format!("{name} moments"), *bytes))
+            .collect::<Result<_, _>>()?;
         Ok(Self {
             gradients,
             second,

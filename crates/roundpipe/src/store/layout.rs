@@ -173,29 +173,37 @@ fn append(end: &mut usize, bytes: usize, align: usize) -> usize {
     start
 }
 
-/// Where the moments of a layer's parameters lie in its slab of moments.
+/// Where the moments of a layer's parameters lie: all first moments in one slab, all second ones in
+/// the next. A pass reads and writes both at once, and slabs of their own keep them apart in the
+/// processor's cache, where two halves of one slab would often share their sets.
 #[derive(Debug, Default)]
 pub(super) struct MomentLayout {
-    /// By parameter, then by moment, in bytes; empty for those that live elsewhere.
+    /// By parameter, then by moment, in bytes of the moment's slab; empty for those that live
+    /// elsewhere.
     pub(super) ranges: Vec<Vec<Range<usize>>>,
     /// The sizes of each.
     pub(super) shapes: Vec<Vec<Shape>>,
-    pub(super) bytes: usize,
+    /// The size of each slab.
+    pub(super) slabs: Vec<usize>,
 }
 
 impl MomentLayout {
-    /// One after another, each parameter's together: `shapes` are those that its rule keeps.
+    /// `shapes` are those that a parameter's rule keeps.
     pub(super) fn new<'a>(params: impl Iterator<Item = (&'a StoredParam, Vec<Shape>)>) -> Self {
         let mut layout = Self::default();
         for (param, shapes) in params {
             let size = param.state_dtype.size();
-            let place = |shape: &Shape| {
+            if layout.slabs.len() < shapes.len() {
+                layout.slabs.resize(shapes.len(), 0);
+            }
+            let place = |(shape, slab): (&Shape, &mut usize)| {
                 let bytes = shape.numel() * size;
                 // Only the processor touches them: no padding but for the type.
-                let at = append(&mut layout.bytes, bytes, size_of::<f32>());
+                let at = append(slab, bytes, size_of::<f32>());
                 at..at + bytes
             };
-            layout.ranges.push(shapes.iter().map(place).collect());
+            let places = shapes.iter().zip(&mut layout.slabs).map(place);
+            layout.ranges.push(places.collect());
             layout.shapes.push(shapes);
         }
         layout
