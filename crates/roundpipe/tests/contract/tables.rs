@@ -158,3 +158,16 @@ fn the_summary_counts_the_rows() {
     );
     assert!(text.contains(&summary), "rows.md should say: {summary}");
 }
+
+/// The test suite of the Python package: every parametrised case.
+#[test]
+fn every_case_of_the_reference_is_translated_or_explained() {
+    let faults = faults("cases.md", &["translated"], &["in part", "not here"]);
+    assert_eq!(faults, Vec::<String>::new());
+    assert_eq!(rows("cases.md").len(), 69);
+    let text = fs::read_to_string(here("cases.md")).unwrap();
+    let [translated, partly, absent] = count("cases.md", ["translated", "in part", "not here"]);
+    let summary =
+        format!("69 cases: {translated} translated, {partly} in part, {absent} not here.");
+    assert!(text.contains(&summary), "cases.md should say: {summary}");
+}
