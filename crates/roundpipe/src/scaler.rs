@@ -61,6 +61,8 @@ struct ScalerInner {
     version: Option<u64>,
     /// The scales after the last updates, the newest at the end.
     scales: VecDeque<f64>,
+    /// Whether any scale was asked for since the start or the last restore.
+    was_asked: bool,
 }
 
 impl Default for GradScaler {
@@ -93,7 +95,8 @@ impl GradScaler {
 
     /// What losses are multiplied with after all updates so far; 1 when disabled.
     pub fn scale_factor(&self) -> f64 {
-        let inner = self.lock();
+        let mut inner = self.lock();
+        inner.was_asked = true;
         if inner.state.enabled {
             inner.state.scale
         } else {
@@ -106,6 +109,7 @@ impl GradScaler {
     /// after the start or a restore says which version the engine is at.
     pub fn scale_at(&self, version: u64) -> Option<f64> {
         let mut inner = self.lock();
+        inner.was_asked = true;
         if !inner.state.enabled {
             return Some(1.0);
         }
@@ -118,12 +122,28 @@ impl GradScaler {
     /// the scale as it was.
     pub(crate) fn settled_scale_at(&self, version: u64) -> Option<f64> {
         let mut inner = self.lock();
+        inner.was_asked = true;
         if !inner.state.enabled {
             return Some(1.0);
         }
         let newest = *inner.version.get_or_insert(version);
         let back = usize::try_from(newest.saturating_sub(version)).ok()?;
         inner.scales.iter().rev().nth(back).copied()
+    }
+
+    /// Refuses to unscale gradients of losses that cannot have been scaled, since no scale was ever
+    /// asked for: they would become 0.
+    ///
+    /// # Errors
+    /// [`Error::Config`] with the way to scale them.
+    pub(crate) fn check_asked(&self) -> Result<()> {
+        let inner = self.lock();
+        if inner.was_asked || !inner.state.enabled {
+            return Ok(());
+        }
+        let what = "no loss was scaled, since its scale was never asked for; pass the loss function \
+                    through `scaled_loss`, or multiply the loss with `loss_scale`";
+        Err(Error::config("scaler", what))
     }
 
     /// Whether there is any scaling.
@@ -241,6 +261,7 @@ impl ScalerInner {
             state,
             version: None,
             scales: VecDeque::from([state.scale]),
+            was_asked: false,
         }
     }
 

@@ -62,6 +62,22 @@ impl<T> Tree<T> {
                 OP,
                 "expected one tensor, found nothing; was a label or an input left out?",
             )),
+            Self::List(items) => {
+                let count = items.len();
+                let what = format!(
+                    "expected one tensor, found a list of {count}; give one input, or read all by \
+                     `tensors`"
+                );
+                Err(Error::invalid(OP, what))
+            }
+            Self::Map(items) => {
+                let what = format!(
+                    "expected one tensor, found a map where there {}; give the input by position, \
+                     or read it by `get`",
+                    keys(&items)
+                );
+                Err(Error::invalid(OP, what))
+            }
             other => Err(Error::invalid(
                 OP,
                 format!("expected one tensor, found {}", other.kind()),

@@ -310,7 +310,10 @@ impl<M: Layer + 'static> Builder<M> {
             None => vec![("model".to_owned(), original.clone() as Arc<dyn Layer>)],
         };
         if layers.is_empty() {
-            return Err(Error::config("model", "it has no layers"));
+            return Err(Error::config(
+                "model",
+                "it has no layers; add them by `Sequential::with` or `named`",
+            ));
         }
         let mut names = HashSet::new();
         if let Some((name, _)) = layers.iter().find(|(name, _)| !names.insert(name)) {

@@ -69,7 +69,7 @@ impl<M> RoundPipe<M> {
     /// gradients are unscaled, and a step with gradients that are not finite is skipped.
     ///
     /// # Errors
-    /// As [`RoundPipe::update`].
+    /// As [`RoundPipe::update`]; [`Error::Config`] for a scaler whose scale was never asked for.
     pub fn update_scaled(
         &self,
         update: &Update,
@@ -79,6 +79,7 @@ impl<M> RoundPipe<M> {
         self.check_whole("update_scaled")?;
         self.check_rule()?;
         update.check()?;
+        scaler.check_asked()?;
         // The scale that the gradients were computed with: that of the version which the calls
         // read, not the newest, which an update under way may change.
         let used = self.loss_scale(scaler)?;
@@ -237,7 +238,8 @@ impl Core {
         // its backward would seem to train. A function may have other things to do.
         let is_function = matches!(work, Work::Function(_));
         if sequence.since_step.is_empty() && !is_function {
-            let what = "no gradients were computed since the last step";
+            let what = "no gradients were computed since the last step; call `forward_backward` or \
+                        `backward` first";
             return Err(Error::config("step", what));
         }
         let outcome = self.request_step(&mut sequence, work, lag);

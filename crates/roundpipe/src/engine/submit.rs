@@ -175,11 +175,22 @@ impl Core {
         }
         let has_use = prepared.wants_input_grads || self.has_trainable(request_part);
         if kind == PlanKind::Fused && !has_use {
-            let what = "every parameter is frozen, so nothing would be trained; use `forward`, or \
-                        make some trainable before the engine is built";
+            let what = if self.has_params(request_part) {
+                "every parameter is frozen, so nothing would be trained; use `forward`, or make \
+                 some trainable before the engine is built"
+            } else {
+                "the model shows no parameters, so nothing would be trained; use `forward`, or \
+                 show them in `Params::visit`"
+            };
             return Err(Error::config("requires_grad", what));
         }
         Ok(())
+    }
+
+    /// Whether the layers show any parameter.
+    fn has_params(&self, part: usize) -> bool {
+        let layers = &self.model.store.layers()[self.parts[part].layers.clone()];
+        layers.iter().any(|layer| !layer.params().is_empty())
     }
 
     /// Whether any parameter is trainable now: a user may freeze some after the engine is built.

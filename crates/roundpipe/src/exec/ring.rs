@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 
 use roundpipe_tensor::host::Pin;
 use roundpipe_tensor::transfer::{CopyRecord, HostPool, HostUse, Port};
-use roundpipe_tensor::{Bytes, Device, Pins, Worker};
+use roundpipe_tensor::{Bytes, Device, Error as TensorError, Pins, Worker};
 
 use super::call::CallList;
 use super::copy_threads::CopyThreads;
@@ -123,7 +123,8 @@ impl Ring {
         let host = HostPool::new(host_device.clone(), options.pin);
         let mut workers = Vec::with_capacity(devices.len());
         for (device, arena) in devices.iter().zip(arenas(devices, options.memory)?) {
-            workers.push(Worker::new(device.clone(), arena)?);
+            let worker = Worker::new(device.clone(), arena);
+            workers.push(worker.map_err(|cause| no_arena(cause, options))?);
         }
         let port = |worker: &Worker| Arc::new(Port::new(worker.clone(), host.clone()));
         let ports: Vec<Arc<Port>> = workers.iter().map(port).collect();
@@ -326,6 +327,16 @@ fn host_device(devices: &[Arc<dyn Device>]) -> Option<Arc<dyn Device>> {
         .find(|device| !device.aliases_host())
         .or(devices.first())
         .cloned()
+}
+
+/// What the user can do about a worker that gets no memory.
+fn no_arena(cause: TensorError, options: &RingOptions) -> Error {
+    match cause {
+        TensorError::HostMemory { .. } if options.memory.is_some() => {
+            Error::config("memory", format!("{cause}; ask for less per worker"))
+        }
+        cause => cause.into(),
+    }
 }
 
 /// What each worker reserves, with `asked` or without. All devices are asked before anything is

@@ -110,6 +110,7 @@ impl GradScaler {
             let what = "the gradients of this step are unscaled already";
             return Err(Error::config("scaler", what));
         }
+        self.check_asked()?;
         let version = params.read_version;
         let used = self.settled_scale_at(version).ok_or_else(|| {
             let what =

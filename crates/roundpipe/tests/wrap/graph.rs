@@ -493,7 +493,7 @@ fn a_walk_that_fails_leaves_no_gradients() {
     let text = model.update(&Update::new(0.1), Lag::Zero).unwrap_err();
     assert_eq!(
         text.to_string(),
-        "step: no gradients were computed since the last step"
+        "step: no gradients were computed since the last step; call `forward_backward` or `backward` first"
     );
     let none = |(_, grad): &(String, Option<HostTensor>)| grad.is_none();
     assert!(model.gradients().unwrap().iter().all(none));

@@ -828,7 +828,7 @@ fn a_step_function_sees_every_engine() {
     let text = model.update(&Update::new(0.1), Lag::Zero).unwrap_err();
     assert_eq!(
         text.to_string(),
-        "step: no gradients were computed since the last step"
+        "step: no gradients were computed since the last step; call `forward_backward` or `backward` first"
     );
     let run = || {
         let forward = model.forward(data(0), &RunConfig::new()).unwrap();

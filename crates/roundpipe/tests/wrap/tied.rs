@@ -560,7 +560,10 @@ fn a_failure_in_one_engine_is_one_of_all() {
                 broken.store(false, Ordering::SeqCst);
                 drop(model.synchronize());
                 let text = model.update(&clipped(), lag).unwrap_err().to_string();
-                assert_eq!(text, "step: no gradients were computed since the last step");
+                assert_eq!(
+                    text,
+                    "step: no gradients were computed since the last step; call `forward_backward` or `backward` first"
+                );
             }
             for number in 1..3 {
                 call(number)
