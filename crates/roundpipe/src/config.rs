@@ -5,9 +5,8 @@
 //! takes its default. [`RunConfig::resolve`] is the only way to the checked form that the engine
 //! works from.
 //!
-//! Two options of the Python RoundPipe have no counterpart: `preserve_rng_state`, since random
-//! numbers are a function of their place and a recompute always repeats them, and `optim_dtype`,
-//! since the optimizer's copies are always f32.
+//! An option of the Python RoundPipe has no counterpart: `preserve_rng_state`, since random numbers
+//! are a function of their place and a recompute always repeats them.
 
 use crate::batch::{MergeOutput, SplitInput, SplitLabel};
 use crate::error::{Error, Result};

@@ -330,6 +330,9 @@ pub struct WrapConfig {
     pub seed: u64,
     /// The type of gradients in host memory; each parameter's own by default.
     pub grad_dtype: Option<DType>,
+    /// The type of the optimizer's masters and moments; f32 by default. See
+    /// [`Builder::optim_dtype`].
+    pub optim_dtype: DType,
     /// How host memory is pinned: of weights, of gradients and, in a ring that is made from the
     /// devices, of activations.
     pub pin: Pin,
@@ -356,6 +359,7 @@ impl Default for WrapConfig {
             max_lag: Lag::One,
             seed: 0,
             grad_dtype: None,
+            optim_dtype: DType::F32,
             pin: Pin::default(),
             optimizer_threads: None,
         }
@@ -881,6 +885,7 @@ fn builder<M: Layer + 'static>(
         .ring(ring)
         .max_lag(config.max_lag)
         .seed(config.seed)
+        .optim_dtype(config.optim_dtype)
         .pin(config.pin);
     if let Some(rule) = config.optimizer {
         builder = builder.optimizer(rule);
