@@ -502,10 +502,12 @@ fn the_guide_names_what_the_program_has() {
     }
     let help = text(&roundpipe(&["--help"]).stdout);
     let lines = help.lines().skip_while(|line| *line != "Commands:").skip(1);
-    let offered = lines.take_while(|line| !line.is_empty()).filter_map(|line| {
-        let name = line.split_whitespace().next()?;
-        (name != "help").then(|| name.to_owned())
-    });
+    let offered = lines
+        .take_while(|line| !line.is_empty())
+        .filter_map(|line| {
+            let name = line.split_whitespace().next()?;
+            (name != "help").then(|| name.to_owned())
+        });
     let named: Vec<String> = commands
         .split("## `roundpipe ")
         .skip(1)

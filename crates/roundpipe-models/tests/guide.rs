@@ -100,7 +100,9 @@ fn the_table_of_variables_is_complete() {
 fn sources() -> Vec<PathBuf> {
     let mut found = Vec::new();
     let crates = fs::read_dir(root().join("crates")).unwrap();
-    let mut folders: Vec<PathBuf> = crates.map(|each| each.unwrap().path().join("src")).collect();
+    let mut folders: Vec<PathBuf> = crates
+        .map(|each| each.unwrap().path().join("src"))
+        .collect();
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
@@ -117,10 +119,15 @@ fn sources() -> Vec<PathBuf> {
 
 /// Texts in quotes that look like the name of a variable, in code that reads some.
 fn quoted_variables(code: &str) -> BTreeSet<String> {
-    let lines = code.lines().filter(|line| !line.trim_start().starts_with("//"));
+    let lines = code
+        .lines()
+        .filter(|line| !line.trim_start().starts_with("//"));
     let quoted = lines.flat_map(|line| line.split('"').skip(1).step_by(2));
     let is_name = |text: &&str| {
-        text.len() > 3 && text.chars().all(|c| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_')
+        text.len() > 3
+            && text
+                .chars()
+                .all(|c| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_')
     };
     let names = quoted.filter(is_name).filter(|name| *name != "TRUE");
     names.map(str::to_owned).collect()
