@@ -13,11 +13,10 @@ fn chapter(name: &str) -> String {
     fs::read_to_string(root().join("docs/src").join(name)).unwrap()
 }
 
-/// Names of files that stand between two marks, such as `(` and `)`.
-fn files_between(text: &str, open: char, close: char) -> BTreeSet<String> {
-    let parts = text.split(open).skip(1);
-    let names = parts.filter_map(|part| Some(part.split_once(close)?.0));
-    let files = names.filter(|name| name.ends_with(".md"));
+/// The names of chapters in a text: links of a summary, or literals of a source file.
+fn chapters_in(text: &str) -> BTreeSet<String> {
+    let words = text.split(['(', ')', '"']);
+    let files = words.filter(|word| word.ends_with(".md") && !word.contains('/'));
     files.map(str::to_owned).collect()
 }
 
@@ -30,11 +29,9 @@ fn every_chapter_is_listed_and_tested() {
         .collect();
     assert!(chapters.remove("SUMMARY.md"));
     assert!(chapters.len() > 15, "{chapters:?}");
-    assert_eq!(files_between(&chapter("SUMMARY.md"), '(', ')'), chapters);
+    assert_eq!(chapters_in(&chapter("SUMMARY.md")), chapters);
     let tested = fs::read_to_string(root().join("crates/roundpipe-models/src/guide.rs")).unwrap();
-    let mut tested = files_between(&tested, '"', '"');
-    tested.retain(|name| !name.contains('/'));
-    assert_eq!(tested, chapters);
+    assert_eq!(chapters_in(&tested), chapters);
 }
 
 /// rustdoc runs blocks marked `rust` alone, and compiles those with `no_run`. A mark that makes it
@@ -42,7 +39,7 @@ fn every_chapter_is_listed_and_tested() {
 #[test]
 fn every_block_says_what_it_is() {
     let known = ["rust", "rust,no_run", "sh", "toml", "python"];
-    for name in files_between(&chapter("SUMMARY.md"), '(', ')') {
+    for name in chapters_in(&chapter("SUMMARY.md")) {
         let text = chapter(&name);
         let fences = text.lines().filter_map(|line| line.strip_prefix("```"));
         let marks: Vec<&str> = fences.step_by(2).collect();
@@ -55,7 +52,7 @@ fn every_block_says_what_it_is() {
 /// A link to a chapter leads somewhere, and to a heading of it if it names one.
 #[test]
 fn links_between_chapters_lead_somewhere() {
-    let chapters = files_between(&chapter("SUMMARY.md"), '(', ')');
+    let chapters = chapters_in(&chapter("SUMMARY.md"));
     for name in &chapters {
         let text = chapter(name);
         for link in text.split("](").skip(1) {
