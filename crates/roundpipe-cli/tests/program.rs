@@ -1,5 +1,6 @@
 //! The built program: what a user sees, and what bad input gives.
 
+use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::{Command, Output};
@@ -483,4 +484,41 @@ fn generate_writes_what_the_model_says() {
         adapted
     );
     std::fs::remove_dir_all(folder).unwrap();
+}
+
+/// The guide's chapter on the program names all commands and options that there are, and no others.
+#[test]
+fn the_guide_names_what_the_program_has() {
+    let chapter = include_str!("../../../docs/src/program.md");
+    let (commands, common) = chapter.split_once("## Where it runs").unwrap();
+    for section in commands.split("## `roundpipe ").skip(1) {
+        let (command, section) = section.split_once('`').unwrap();
+        let common = if command == "demo" { "" } else { common };
+        let mut named = options(section);
+        named.extend(options(common));
+        let mut offered = options(&text(&roundpipe(&[command, "--help"]).stdout));
+        offered.remove("--help");
+        assert_eq!(named, offered, "{command}");
+    }
+    let help = text(&roundpipe(&["--help"]).stdout);
+    let lines = help.lines().skip_while(|line| *line != "Commands:").skip(1);
+    let offered = lines
+        .take_while(|line| !line.is_empty())
+        .filter_map(|line| {
+            let name = line.split_whitespace().next()?;
+            (name != "help").then(|| name.to_owned())
+        });
+    let named: Vec<String> = commands
+        .split("## `roundpipe ")
+        .skip(1)
+        .filter_map(|section| Some(section.split_once('`')?.0.to_owned()))
+        .collect();
+    assert_eq!(offered.collect::<Vec<_>>(), named);
+}
+
+/// The words of a text that are options.
+fn options(text: &str) -> BTreeSet<String> {
+    let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'));
+    let options = words.filter(|word| word.starts_with("--") && word.len() > 3);
+    options.map(str::to_owned).collect()
 }

@@ -127,7 +127,7 @@ impl HubConfig {
         }
         let name = ModelName::parse(model)?;
         if self.cache.as_os_str().is_empty() {
-            let why = "has no place to be kept, since HOME is not set; set HF_HOME to a folder, or pass the model's";
+            let why = "there is no place to keep it, since HOME is not set; set HF_HOME to a folder, or pass the model's";
             return Err(Error::argument(shown(model), why));
         }
         let store = self
@@ -137,7 +137,7 @@ impl HubConfig {
         if self.offline {
             return cached.ok_or_else(|| {
                 let why = format!(
-                    "is not in the cache {}; unset HF_HUB_OFFLINE to download it, or pass a folder",
+                    "not in the cache {}; unset HF_HUB_OFFLINE to download it, or pass a folder",
                     self.cache.display()
                 );
                 Error::argument(shown(model), why)

@@ -51,3 +51,6 @@ pub use text::{DEMO_TEXT, Windows, continue_text};
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 pub struct Readme;
+
+#[cfg(doctest)]
+pub mod guide;

@@ -14,6 +14,7 @@ use half::{bf16, f16};
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::host::HostBuf;
+use crate::host_tensor::HostTensor;
 use crate::rng::{RngKey, normal_pair, unit};
 use crate::shape::Shape;
 use crate::sync::unpoisoned;
@@ -272,6 +273,21 @@ impl Param {
     pub fn frozen(self) -> Self {
         self.set_trainable(false);
         self
+    }
+
+    /// A tensor over its memory, such as `RoundPipe::load_params` takes. Nothing is copied: it shows
+    /// what is written there later, until the parameter moves to another home.
+    ///
+    /// ```
+    /// # use roundpipe_tensor::Param;
+    /// let param = Param::from_slice(&[1.0f32, 2.0], &[1, 2])?;
+    /// assert_eq!(param.host_tensor().dims(), [1, 2]);
+    /// assert_eq!(param.host_tensor().to_vec::<f32>()?, [1.0, 2.0]);
+    /// # Ok::<(), roundpipe_tensor::Error>(())
+    /// ```
+    pub fn host_tensor(&self) -> HostTensor {
+        let tensor = HostTensor::new(self.data(), self.0.dtype, self.0.shape.dims());
+        tensor.expect("the memory was checked when it became the parameter's")
     }
 
     /// A copy of the values.

@@ -29,6 +29,8 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
+use roundpipe_tensor::Bytes;
+
 use crate::cost::{LayerCost, LayerCosts};
 use crate::error::{Error, Result};
 use crate::plan::{ExecutePlan, Lag, Pass, PlanKind};
@@ -182,16 +184,22 @@ fn check_memory(kind: PlanKind, model: &LayerCosts, options: &AutoOptions) -> Re
         } = layer;
         if *bytes > options.stage_bytes() {
             let what = format!(
-                "layer {index} ({name}) has {bytes} bytes of parameters, a stage may have {} (half the limit)",
-                options.stage_bytes()
+                "layer {index} ({name}) has {} of parameters, a stage may have {} (half the limit)",
+                Bytes(*bytes),
+                Bytes(options.stage_bytes())
             );
             return Err(Error::config("model_memory_limit", what));
         }
         let need = model.visit_bytes(index..index + 1);
         if let Some(limit) = most.filter(|limit| need > *limit) {
             let what = format!(
-                "layer {index} ({name}) needs {need} bytes for the backward of a microbatch ({keep_bytes} kept, \
-                 {peak_bytes} working, {grad_bytes} gradients), a stage may use {limit}; use more microbatches",
+                "layer {index} ({name}) needs {} for the backward of a microbatch ({} kept, {} working, {} \
+                 gradients), a stage may use {}; use more microbatches",
+                Bytes(need),
+                Bytes(*keep_bytes),
+                Bytes(*peak_bytes),
+                Bytes(*grad_bytes),
+                Bytes(limit)
             );
             return Err(Error::config("stage_memory_limit", what));
         }

@@ -859,8 +859,8 @@ fn stages_fit_their_working_memory() {
     );
     assert_eq!(
         plan(159, true).unwrap_err().to_string(),
-        "stage_memory_limit: layer 0 (layer 0) needs 160 bytes for the backward of a microbatch (100 kept, 50 \
-         working, 10 gradients), a stage may use 159; use more microbatches"
+        "stage_memory_limit: layer 0 (layer 0) needs 160 B for the backward of a microbatch (100 B kept, \
+         50 B working, 10 B gradients), a stage may use 159 B; use more microbatches"
     );
     let infer = AutoOptions {
         stage_memory_limit: Some(1),
@@ -986,7 +986,7 @@ fn impossible_wishes_are_refused() {
     };
     assert_eq!(
         refusal(&costs, &small),
-        "model_memory_limit: layer 0 (layer 0) has 1048576 bytes of parameters, a stage may have 524288 (half \
+        "model_memory_limit: layer 0 (layer 0) has 1.0 MiB of parameters, a stage may have 512.0 KiB (half \
          the limit)"
     );
     let tight = AutoOptions {

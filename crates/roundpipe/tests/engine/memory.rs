@@ -482,13 +482,13 @@ fn a_large_layer_may_have_most_of_a_worker() {
     let need = refused
         .split("needs ")
         .nth(1)
-        .and_then(|rest| rest.split(' ').next());
-    let need: u64 = need
+        .and_then(|rest| rest.split(" for").next());
+    let need: Bytes = need
         .and_then(|n| n.parse().ok())
         .unwrap_or_else(|| panic!("{refused}"));
     // Three tenths are the usual share.
     assert_eq!(
-        losses(Bytes(need * 2)).unwrap(),
+        losses(Bytes(need.0 * 2)).unwrap(),
         losses(Bytes::mib(64)).unwrap()
     );
 }

@@ -456,3 +456,32 @@ fn a_loss_that_is_a_child_is_an_engine() {
     have.extend(values(&trained));
     assert_eq!(have, want);
 }
+
+/// `optim_dtype` reaches the engine of a sequence and those of a list: bf16 weights are their own
+/// masters, with bf16 moments. What `build` refuses, `wrap` does.
+#[test]
+fn the_optimizers_type_is_that_of_the_config() {
+    let mut init = Init::new(9, DType::BF16);
+    let mut linear = || Linear::new(&mut init, WIDTH, WIDTH, true).unwrap();
+    let sequence: Node = Sequential::new().with(linear()).with(linear()).into();
+    let list = Node::list([Node::layer(linear()), Node::layer(linear())]);
+    let narrow = WrapConfig {
+        optim_dtype: DType::BF16,
+        ..config(1)
+    };
+    let Wrapped::Engine(engine) = wrap(sequence, &narrow).unwrap() else {
+        panic!("a sequence is one engine");
+    };
+    let parts = auto(list.clone(), &narrow);
+    let of_engine = engine.optim_parameters().unwrap();
+    let of_parts = parts.optim_parameters().unwrap();
+    let kinds: Vec<DType> = of_engine.chain(of_parts).map(|copy| copy.dtype).collect();
+    assert_eq!(kinds, [DType::BF16; 8]);
+    assert_eq!(engine.host_bytes().masters, 0);
+    drop(parts);
+    let wide = WrapConfig {
+        optim_dtype: DType::F16,
+        ..config(1)
+    };
+    assert!(refusal(list, &wide).starts_with("optim_dtype: f16"));
+}
