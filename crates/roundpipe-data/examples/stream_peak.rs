@@ -1,9 +1,10 @@
 //! Makes a large file of conversations and prints what streaming it takes: the time to the first
 //! batch, the rate of tokens, and the peak of memory.
 //!
-//! `cargo run --release -p roundpipe-data --example stream_peak [MIB] [FOLDER] [THREADS]`: so many MiB
-//! (1024), with the tokenizer of a model's folder (a small one of the fixtures), in so many threads
-//! (2). The file is in the system's folder for temporary files and removed in the end.
+//! `cargo run --release -p roundpipe-data --example stream_peak [MIB|FILE] [FOLDER] [THREADS]`: so many
+//! MiB (1024) or a file that is there, with the tokenizer of a model's folder (a small one of the
+//! fixtures), in so many threads (2). What is made is in the system's folder for temporary files and
+//! removed in the end.
 #![allow(clippy::print_stdout)]
 
 use std::error::Error;
@@ -26,12 +27,15 @@ const CHATML: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.cont
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut args = std::env::args().skip(1);
-    let mib: u64 = args.next().map_or(Ok(1024), |mib| mib.parse())?;
+    let data = args.next().unwrap_or("1024".into());
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/chat/tokenizers");
     let folder = args
         .next()
         .map_or(fixture.join("byte_level"), PathBuf::from);
     let threads = args.next().map_or(Ok(2), |threads| threads.parse())?;
+    let Ok(mib) = data.parse::<u64>() else {
+        return measure(Path::new(&data), &folder, threads);
+    };
     let name = format!("roundpipe-stream-peak-{}.jsonl", std::process::id());
     let path = std::env::temp_dir().join(name);
     let result = make(&path, mib << 20).and_then(|()| measure(&path, &folder, threads));

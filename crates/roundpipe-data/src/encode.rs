@@ -8,6 +8,8 @@
 //! - What comes out depends on the row, the tokenizer and the options alone: not on the clock, which
 //!   some templates would write into the text.
 
+use std::ops::Range;
+
 use roundpipe_models::chat::mask::{IGNORED, TrainOn, assistant_labels};
 use roundpipe_models::chat::{ChatTemplate, RenderOptions};
 use roundpipe_models::tokenizer::Tokenizer;
@@ -18,6 +20,11 @@ use crate::format::{Chat, Example};
 
 /// 1 January 2025: the date that templates write unless another is given.
 const NOW_S: i64 = 1_735_689_600;
+
+/// Bytes of a text that are tokenised at once.
+const SLICE_BYTES: usize = 128 << 10;
+/// The most bytes of a conversation, which is tokenised as a whole.
+const MOST_CHAT_BYTES: usize = 1 << 20;
 
 /// Which tokens are learned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -87,7 +94,7 @@ impl Document {
     }
 
     /// The inputs `range` and the token behind them.
-    pub(crate) fn part(&self, range: std::ops::Range<usize>) -> Self {
+    pub(crate) fn part(&self, range: Range<usize>) -> Self {
         Self {
             ids: self.ids[range.start..=range.end].to_vec(),
             learned: self.learned[range.start..=range.end].to_vec(),
@@ -171,6 +178,13 @@ impl Encoder {
                         or rows of `prompt` and `completion`";
             return Err(what.into());
         };
+        let values = chat.messages.iter().flat_map(|message| message.0.values());
+        if text_bytes(values) > MOST_CHAT_BYTES {
+            let most = MOST_CHAT_BYTES;
+            return Err(format!(
+                "its messages have more than {most} bytes; split the conversation"
+            ));
+        }
         let mut variables = self.options.variables.clone();
         variables.extend(chat.variables.clone());
         let options = RenderOptions {
@@ -231,13 +245,26 @@ impl Encoder {
         Ok(Document { ids, learned })
     }
 
-    /// Tokens of a text with those that begin one, and where each ends.
+    /// Tokens of a text with those that begin one and without one that ends it, and where each ends.
     fn ids(&self, text: &str) -> Result<(Vec<u32>, Vec<usize>), String> {
-        let (ids, offsets) = self
-            .tokenizer
-            .encode_with_offsets(text, true)
-            .map_err(|e| e.to_string())?;
-        Ok((ids, offsets.into_iter().map(|range| range.end).collect()))
+        let mut ids = Vec::new();
+        let mut ends = Vec::new();
+        for slice in slices(text) {
+            let before = slice.start;
+            let (more, offsets) = self
+                .tokenizer
+                .encode_with_offsets(&text[slice], before == 0)
+                .map_err(|e| e.to_string())?;
+            ids.extend(more);
+            ends.extend(offsets.iter().map(|range| before + range.end));
+            // An end that the tokenizer adds stands for no bytes.
+            let added = offsets.last().is_some_and(|range| range.is_empty());
+            if added && ids.last() == self.tokenizer.eos().first() {
+                ids.pop();
+                ends.pop();
+            }
+        }
+        Ok((ids, ends))
     }
 
     /// Puts the token that ends a text behind it, unless it is there.
@@ -246,6 +273,55 @@ impl Encoder {
             && ids.last() != Some(eos)
         {
             ids.push(*eos);
+        }
+    }
+}
+
+/// A long text in parts that are tokenised one by one, since the tokenizer takes some 150 bytes for
+/// each byte of a text. They begin with a space or a line end, where words do not join, if there is
+/// one.
+fn slices(text: &str) -> Vec<Range<usize>> {
+    let mut slices = Vec::new();
+    let mut start = 0;
+    while text.len() - start > SLICE_BYTES {
+        let most = text.floor_char_boundary(start + SLICE_BYTES);
+        let part = &text.as_bytes()[start + 1..most];
+        let last = |byte: u8| part.iter().rposition(|b| *b == byte);
+        let pause = last(b'\n').filter(|at| *at > part.len() / 2).or(last(b' '));
+        let end = pause.map_or(most, |at| start + 1 + at);
+        slices.push(start..end);
+        start = end;
+    }
+    slices.push(start..text.len());
+    slices
+}
+
+/// Bytes of all texts in a value.
+fn text_bytes<'a>(values: impl IntoIterator<Item = &'a Json>) -> usize {
+    let bytes = |value: &Json| match value {
+        Json::String(text) => text.len(),
+        Json::Array(items) => text_bytes(items),
+        Json::Object(fields) => text_bytes(fields.values()),
+        _ => 0,
+    };
+    values.into_iter().map(bytes).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_are_the_text() {
+        let words = "the ships pass ".repeat(50_000);
+        let lines = "a line of text\n".repeat(50_000);
+        let dense = "\u{e9}".repeat(300_000);
+        for text in [String::new(), "short".into(), words, lines, dense] {
+            let slices = slices(&text);
+            let whole: String = slices.iter().map(|slice| &text[slice.clone()]).collect();
+            assert_eq!(whole, text);
+            assert!(slices.iter().all(|slice| slice.len() <= SLICE_BYTES));
+            assert_eq!(slices.len() > 3, text.len() > 100);
         }
     }
 }

@@ -53,7 +53,7 @@ impl Default for SourceOptions {
         Self {
             format: None,
             validation: Validation::None,
-            // A million tokens of English; the tokenizer takes some hundred MiB for them.
+            // A million tokens of English, of which a few rows are in memory at once.
             max_row_bytes: 4 << 20,
             scratch: None,
         }

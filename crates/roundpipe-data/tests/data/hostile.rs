@@ -53,6 +53,7 @@ fn hostile_files_are_refused_in_one_line() {
     let many = format!("{{\"text\": [{}0]}}", "0,".repeat(1 << 19));
     let huge = format!("{{\"text\": \"{}\"}}", "x".repeat(5 << 20));
     let huger = format!("{{\"text\": \"{}\"}}", "x".repeat(17 << 20));
+    let long = "x".repeat(2 << 20);
     let zeros = vec![0u8; 200 << 20];
     let bomb = gzip(&zeros);
     let mut damaged = gzip(texts(100).as_bytes());
@@ -202,6 +203,14 @@ fn hostile_files_are_refused_in_one_line() {
             "weight.jsonl",
             chat("{\"role\": \"assistant\", \"content\": \"b\", \"weight\": 0}").into_bytes(),
             "message 2 has a `weight`",
+        ),
+        (
+            "talk.jsonl",
+            chat(&format!(
+                "{{\"role\": \"assistant\", \"content\": \"{long}\"}}"
+            ))
+            .into_bytes(),
+            "row 1: its messages have more than 1048576 bytes",
         ),
         (
             "text.jsonl",

@@ -439,3 +439,36 @@ fn completions_are_learned_without_prompts() {
     assert_eq!(learned.last(), Some(&end));
     assert!(text.starts_with(" pass"), "{text}");
 }
+
+/// A text that is tokenised in slices has the tokens of the whole where words do not join.
+#[test]
+fn long_texts_have_the_tokens_of_the_whole() {
+    let encoder = encoder(CHATML);
+    let text = "the ships pass and gulls 12 345\n".repeat(10_000);
+    let example = Example::Text {
+        text: text.clone(),
+        ends: true,
+    };
+    let mut want = encoder.tokenizer().encode(&text, false).unwrap();
+    want.push(encoder.tokenizer().eos()[0]);
+    let found = encoder.encode(&example).unwrap();
+    assert!(
+        found.ids == want,
+        "{} and {} tokens",
+        found.ids.len(),
+        want.len()
+    );
+    let example = Example::Completion {
+        prompt: text[..200_000].into(),
+        completion: text[200_000..].into(),
+    };
+    let split = encoder.encode(&example).unwrap();
+    assert!(split.ids == want);
+    let given = split.learned.iter().filter(|learned| !**learned).count();
+    let prompt = encoder.tokenizer().encode(&text[..200_000], false).unwrap();
+    assert!(
+        given.abs_diff(prompt.len()) <= 1,
+        "{given} {}",
+        prompt.len()
+    );
+}
