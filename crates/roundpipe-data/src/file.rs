@@ -12,6 +12,7 @@ use crate::csv;
 use crate::error::{Error, Result};
 use crate::format::{Example, Format, Refusal, object};
 use crate::input::ending;
+use crate::parquet;
 use crate::scan::{Array, CsvRows, Fault, Lines, MOST_FILE_BYTES, Pieces, RowList, Scanner};
 use crate::storage::{Compression, Storage, unreadable};
 
@@ -27,6 +28,8 @@ pub enum FileKind {
     JsonArray,
     /// A header and records.
     Csv,
+    /// A table in columns.
+    Parquet,
     /// Plain text.
     Text,
 }
@@ -37,6 +40,7 @@ impl fmt::Display for FileKind {
             Self::JsonLines => "JSON lines",
             Self::JsonArray => "JSON array",
             Self::Csv => "CSV",
+            Self::Parquet => "parquet",
             Self::Text => "text",
         })
     }
@@ -70,9 +74,13 @@ impl DataFile {
             return Err(Error::file(path, "has more than 1 TiB; split it"));
         }
         let (kind, start) = detect(path, &storage)?;
+        let storage = match kind {
+            FileKind::Parquet => parquet::to_lines(path, &storage, scratch)?,
+            _ => storage,
+        };
         let delimiter = if ending(path) == "tsv" { b'\t' } else { b',' };
         let scanner = match kind {
-            FileKind::JsonLines => Scanner::Lines(Lines::new(start)),
+            FileKind::JsonLines | FileKind::Parquet => Scanner::Lines(Lines::new(start)),
             FileKind::JsonArray => Scanner::Array(Array::new()),
             FileKind::Csv => Scanner::Csv(CsvRows::new(start, delimiter)),
             FileKind::Text => Scanner::Pieces(Pieces::new(start)),
@@ -196,9 +204,7 @@ fn detect(path: &Path, storage: &Storage) -> Result<(FileKind, u64)> {
         return Err(Error::file(path, "is UTF-16; save it as UTF-8"));
     }
     if first.starts_with(b"PAR1") {
-        let what = "is a parquet file, which is not read yet; convert it to JSON lines \
-                    (`datasets.load_dataset(\"parquet\", …).to_json(\"rows.jsonl\")`)";
-        return Err(Error::file(path, what));
+        return Ok((FileKind::Parquet, 0));
     }
     if first.starts_with(b"PK\x03\x04") {
         return Err(Error::file(path, "is a zip archive; unpack it first"));
@@ -215,9 +221,13 @@ fn detect(path: &Path, storage: &Storage) -> Result<(FileKind, u64)> {
         },
         "csv" | "tsv" => FileKind::Csv,
         "txt" | "text" | "md" => FileKind::Text,
+        "parquet" => {
+            let what = "does not begin as a parquet file does; fetch it again";
+            return Err(Error::file(path, what));
+        }
         other => {
             let what = format!(
-                "ends in `.{other}`, which says nothing about its rows; name it .jsonl, .json, .csv, .tsv or .txt"
+                "ends in `.{other}`, which says nothing about its rows; name it .jsonl, .json, .csv, .tsv, .txt or .parquet"
             );
             return Err(Error::file(path, what));
         }

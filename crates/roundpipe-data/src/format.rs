@@ -25,6 +25,21 @@ use serde_json::{Map, Value as Json};
 
 /// The most values in the JSON of one row.
 pub(crate) const MOST_VALUES: usize = 1 << 18;
+/// The keys that formats read; a table's other columns are left out.
+pub(crate) const KEYS: [&str; 12] = [
+    "messages",
+    "conversations",
+    "tools",
+    "chat_template_kwargs",
+    "system",
+    "instruction",
+    "input",
+    "output",
+    "history",
+    "prompt",
+    "completion",
+    "text",
+];
 /// The most messages of a conversation.
 const MOST_MESSAGES: usize = 4096;
 

@@ -5,7 +5,7 @@
 //!          files,    split   epoch    format     template,   open rows     tensors
 //!          index             shuffle             tokenizer
 //! ```
-//! A [`Source`] opens files (JSON lines, JSON arrays, CSV, text; plain, gzip or zstd), finds where
+//! A [`Source`] opens files (JSON lines, JSON arrays, CSV, text, parquet; plain, gzip or zstd), finds where
 //! rows are and which format they have, and keeps some for validation. An [`Encoder`] turns a row
 //! into tokens with the model's own template and says which are learned. A [`Stream`] does that in
 //! threads, in the order of an epoch, packs documents into rows and gives [`TrainBatch`]es; its
@@ -29,6 +29,8 @@ mod scan;
 mod storage;
 
 mod format;
+
+mod parquet;
 
 mod file;
 mod order;

@@ -447,6 +447,75 @@ mod tests {
         assert!(csv(b"a\n\"never").is_err());
     }
 
+    /// A value with all that could mislead a scanner.
+    fn random_json(seed: u64, depth: u64) -> serde_json::Value {
+        let word = crate::hash::words(&[seed, depth]);
+        let more = |i: u64| random_json(word ^ i, depth + 1);
+        let count = word >> 32 & 3;
+        match word % 6 {
+            0 => serde_json::json!(word as u32),
+            1 if depth < 4 => (0..count).map(more).collect(),
+            2 if depth < 4 => {
+                let pairs = (0..count).map(|i| (text(word ^ i), more(i)));
+                serde_json::Value::Object(pairs.collect())
+            }
+            3 => serde_json::Value::Null,
+            _ => text(word).into(),
+        }
+    }
+
+    fn text(seed: u64) -> String {
+        const PIECES: [&str; 10] = ["\"", "\\", ",", "]", "}", "{", "\n", "\u{e9}", "a", "\r\n"];
+        let piece = |i| PIECES[crate::hash::words(&[seed, i]) as usize % PIECES.len()];
+        (0..seed % 6).map(piece).collect()
+    }
+
+    /// Random arrays, in one line and in many, have the elements that a parser finds.
+    #[test]
+    fn random_arrays_have_their_elements() {
+        for seed in 0..300 {
+            let items: Vec<_> = (0..seed % 7)
+                .map(|i| random_json(seed * 31 + i, 0))
+                .collect();
+            let texts = [
+                serde_json::to_string(&items).unwrap(),
+                serde_json::to_string_pretty(&items).unwrap(),
+            ];
+            for text in texts {
+                let found = rows(|| Scanner::Array(Array::new()), text.as_bytes()).unwrap();
+                let parsed: Vec<serde_json::Value> = found
+                    .iter()
+                    .map(|row| serde_json::from_str(row).unwrap())
+                    .collect();
+                assert_eq!(parsed, items, "seed {seed}: {text}");
+            }
+        }
+    }
+
+    /// Random tables have the fields that were written.
+    #[test]
+    fn random_tables_have_their_fields() {
+        for seed in 0..300 {
+            let field =
+                |row, column| format!("x{}", text(crate::hash::words(&[seed, row, column])));
+            let table: Vec<Vec<String>> = (0..1 + seed % 5)
+                .map(|row| (0..3).map(|column| field(row, column)).collect())
+                .collect();
+            let quoted = |field: &String| format!("\"{}\"", field.replace('"', "\"\""));
+            let line = |fields: &Vec<String>| {
+                let fields: Vec<String> = fields.iter().map(quoted).collect();
+                fields.join(",") + if seed % 2 == 0 { "\n" } else { "\r\n" }
+            };
+            let written: String = table.iter().map(line).collect();
+            let found = rows(|| Scanner::Csv(CsvRows::new(0, b',')), written.as_bytes()).unwrap();
+            let read: Vec<Vec<String>> = found
+                .iter()
+                .map(|record| crate::csv::fields(record, b','))
+                .collect();
+            assert_eq!(read, table, "seed {seed}: {written}");
+        }
+    }
+
     /// The pieces of a text are the text.
     #[test]
     fn pieces_lose_nothing() {

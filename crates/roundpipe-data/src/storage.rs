@@ -82,6 +82,11 @@ impl Storage {
         Ok((scratch.storage, Some(compression)))
     }
 
+    /// Another handle of the same file.
+    pub fn handle(&self, path: &Path) -> Result<File> {
+        self.file.try_clone().map_err(|e| unreadable(path, &e))
+    }
+
     /// Fills `into` with the bytes from `offset` on.
     pub fn read_at(&self, into: &mut [u8], offset: u64) -> std::io::Result<()> {
         read_exact_at(&self.file, into, offset)

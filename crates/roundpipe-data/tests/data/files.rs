@@ -2,7 +2,13 @@
 
 use std::collections::BTreeSet;
 use std::io::Write;
+use std::sync::Arc;
 
+use parquet::basic::{Compression as Codec, GzipLevel, ZstdLevel};
+use parquet::data_type::{ByteArray, ByteArrayType};
+use parquet::file::properties::WriterProperties;
+use parquet::file::writer::SerializedFileWriter;
+use parquet::schema::parser::parse_message_type;
 use roundpipe_data::{
     Compression, Example, FileKind, Input, Rows, Source, SourceOptions, Validation,
 };
@@ -196,5 +202,97 @@ fn splits_are_disjoint_and_repeat() {
         };
         let error = Source::open(&inputs, &options).unwrap_err().to_string();
         assert!(error.starts_with("validation: "), "{error}");
+    }
+}
+
+/// A table with a column of each name, of texts at the leaves of `schema`.
+fn parquet(schema: &str, codec: Codec, leaves: &[(&[&str], &[i16], &[i16])]) -> Vec<u8> {
+    let schema = Arc::new(parse_message_type(schema).unwrap());
+    let properties = WriterProperties::builder().set_compression(codec).build();
+    let mut writer = SerializedFileWriter::new(Vec::new(), schema, Arc::new(properties)).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    for (texts, definitions, repetitions) in leaves {
+        let texts: Vec<ByteArray> = texts.iter().map(|text| ByteArray::from(*text)).collect();
+        let mut column = group.next_column().unwrap().unwrap();
+        let levels = |levels: &[i16]| (!levels.is_empty()).then(|| levels.to_vec());
+        let (definitions, repetitions) = (levels(definitions), levels(repetitions));
+        column
+            .typed::<ByteArrayType>()
+            .write_batch(&texts, definitions.as_deref(), repetitions.as_deref())
+            .unwrap();
+        column.close().unwrap();
+    }
+    group.close().unwrap();
+    writer.into_inner().unwrap()
+}
+
+/// Tables of texts, and of lists of messages, whatever their compression.
+#[test]
+fn parquet_tables_are_rows() {
+    let folder = Folder::new();
+    let pairs = "message s { OPTIONAL BYTE_ARRAY image; REQUIRED BYTE_ARRAY prompt (UTF8); \
+                 REQUIRED BYTE_ARRAY completion (UTF8); }";
+    let gzip = Codec::GZIP(GzipLevel::default());
+    let zstd = Codec::ZSTD(ZstdLevel::default());
+    for codec in [Codec::UNCOMPRESSED, Codec::SNAPPY, gzip, zstd] {
+        let leaves: [(&[&str], &[i16], &[i16]); 3] = [
+            (&["\u{0}"], &[0, 1], &[]),
+            (&["a\n", "\u{e9}"], &[], &[]),
+            (&["b", "]}"], &[], &[]),
+        ];
+        let source = open(folder.write("x.parquet", parquet(pairs, codec, &leaves)));
+        let report = &source.report()[0];
+        assert_eq!(
+            (report.kind, report.rows),
+            (FileKind::Parquet, 2),
+            "{codec}"
+        );
+        let pair = |prompt: &str, completion: &str| Example::Completion {
+            prompt: prompt.into(),
+            completion: completion.into(),
+        };
+        let want = [pair("a\n", "b"), pair("\u{e9}", "]}")];
+        assert_eq!(examples(&source.rows()), want, "{codec}");
+    }
+
+    let chats = "message s { REQUIRED GROUP messages (LIST) { REPEATED GROUP list { \
+                 REQUIRED GROUP element { REQUIRED BYTE_ARRAY role (UTF8); \
+                 REQUIRED BYTE_ARRAY content (UTF8); } } } }";
+    let once: &[i16] = &[1, 1, 1, 1];
+    let turns: &[i16] = &[0, 1, 0, 1];
+    let leaves: [(&[&str], &[i16], &[i16]); 2] = [
+        (&["user", "assistant", "user", "assistant"], once, turns),
+        (&["a", "b", "c", "d"], once, turns),
+    ];
+    let bytes = parquet(chats, Codec::SNAPPY, &leaves);
+    let source = open(folder.write("chats.parquet", &bytes));
+    let found = examples(&source.rows());
+    let last = |example: &Example| match example {
+        Example::Chat(chat) => chat.messages[1].0["content"].clone(),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(found.iter().map(last).collect::<Vec<_>>(), ["b", "d"]);
+
+    let other = "message s { REQUIRED BYTE_ARRAY caption (UTF8); }";
+    let leaves: [(&[&str], &[i16], &[i16]); 1] = [(&["a"], &[], &[])];
+    let path = folder.write("y.parquet", parquet(other, Codec::SNAPPY, &leaves));
+    let error = Source::open(&[Input::from(path)], &SourceOptions::default()).unwrap_err();
+    assert!(
+        error.to_string().contains("has the columns `caption`"),
+        "{error}"
+    );
+
+    // Damaged at any place, a table is refused in one line or read.
+    for at in (0..bytes.len()).step_by(3) {
+        let mut bytes = bytes.clone();
+        bytes[at] ^= 1;
+        let path = folder.write("z.parquet", bytes);
+        if let Err(error) = Source::open(&[Input::from(path)], &SourceOptions::default()) {
+            let error = error.to_string();
+            assert!(
+                error.contains("z.parquet: ") && !error.contains('\n'),
+                "{error}"
+            );
+        }
     }
 }

@@ -172,7 +172,11 @@ fn hostile_files_are_refused_in_one_line() {
             "row 2: has no `text`",
         ),
         ("zip.jsonl", b"PK\x03\x04abc".to_vec(), "zip archive"),
-        ("rows.parquet", b"PAR1abc".to_vec(), "parquet"),
+        (
+            "rows.parquet",
+            b"PAR1abc".to_vec(),
+            "is no parquet file that can be read",
+        ),
         ("rows.bin", b"abc".to_vec(), "ends in `.bin`"),
         ("rows", b"abc".to_vec(), "says nothing about its rows"),
         ("bomb.jsonl.gz", bomb, "unpacks to more than"),
