@@ -124,6 +124,7 @@ fn all_files() -> Vec<PathBuf> {
         "../roundpipe-files/src",
         "../roundpipe-chat/src",
         "../roundpipe-models/src",
+        "../roundpipe-data/src",
         "../roundpipe-cli/src",
     ];
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
