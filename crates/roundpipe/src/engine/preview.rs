@@ -20,7 +20,7 @@ impl<M> RoundPipe<M> {
     /// # use roundpipe::{Cpu, Device, DType, HostTensor, PlanKind, RoundPipe, RunConfig, Sequential};
     /// # use roundpipe::nn::{Init, Linear};
     /// # let mut init = Init::new(0, DType::F32);
-    /// # let model = Sequential::new().push(Linear::new(&mut init, 4, 4, true)?);
+    /// # let model = Sequential::new().with(Linear::new(&mut init, 4, 4, true)?);
     /// # let workers: Vec<std::sync::Arc<dyn Device>> = vec![Cpu::new(Some(1))?];
     /// let engine = RoundPipe::builder(model).devices(workers).build()?;
     /// let x = HostTensor::from_slice(&[0.5f32; 8], &[2, 4])?;

@@ -579,7 +579,7 @@ const SETTINGS: &[Case] = &[
             let loss = net.forward_backward(rows(600, 4), classes(&[0; 600]), cross_entropy);
             loss.map(drop)
         }),
-        Line(&["layer 0 (0)", "microbatches"]),
+        Line(&["memory: layer ", "to work in", "use more microbatches"]),
     ),
     Case(
         "a batch too large for a worker of 1 MiB",
@@ -590,7 +590,7 @@ const SETTINGS: &[Case] = &[
             works_on(&net);
             loss.map(drop)
         }),
-        Line(&["layer 0 (0)", "microbatches"]),
+        Line(&["memory: layer ", "to work in", "use more microbatches"]),
     ),
     Case(
         "more memory than there is",

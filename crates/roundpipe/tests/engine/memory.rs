@@ -482,7 +482,7 @@ fn a_large_layer_may_have_most_of_a_worker() {
     let need = refused
         .split("needs ")
         .nth(1)
-        .and_then(|rest| rest.split(" for").next());
+        .and_then(|rest| rest.split(" to work in").next());
     let need: Bytes = need
         .and_then(|n| n.parse().ok())
         .unwrap_or_else(|| panic!("{refused}"));
