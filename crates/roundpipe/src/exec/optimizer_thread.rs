@@ -267,6 +267,8 @@ struct OptimizerThread {
     abort: Abort,
     streak: Arc<Streak>,
     times: Arc<Mutex<Vec<UpdateTime>>>,
+    /// Why the last step failed that was not called off.
+    last_failure: Mutex<String>,
 }
 
 impl OptimizerHandle {
@@ -290,6 +292,7 @@ impl OptimizerHandle {
             abort: abort.clone(),
             streak: streak.clone(),
             times: times.clone(),
+            last_failure: Mutex::default(),
         };
         let name = format!("{} optimizer", model.name);
         let thread = std::thread::Builder::new()
@@ -367,6 +370,10 @@ impl OptimizerThread {
     /// Fails a step and the calls that were submitted after it.
     fn fail_step(&self, outcome: &Outcome, next_call: u64, error: Error) {
         let why = format!("the optimizer step before it failed: {error}");
+        // A step that failed only because another did has nothing to add.
+        if !error.is_secondary() {
+            lock(&self.last_failure).clone_from(&why);
+        }
         // Calls that wait for this version fail first: once the step has `Failed`, a caller may
         // submit new ones. A call that comes in between sees `Failing`.
         outcome.set(StepPhase::Failing);
@@ -401,7 +408,7 @@ impl OptimizerThread {
         }
         // A function without gradients has no call that would have failed with the step before.
         if self.model.store.layer(0).versions().current() + 1 != version {
-            let why = "the optimizer step before it failed".to_owned();
+            let why = lock(&self.last_failure).clone();
             let cause = Box::new(Error::Cancelled { why });
             return Err(Error::Undone {
                 first: version,
