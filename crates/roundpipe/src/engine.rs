@@ -72,6 +72,7 @@ use self::core::Core;
 pub use self::forward::Forward;
 pub use self::hooks::HookHandle;
 pub use self::host_loss::HostLoss;
+pub(crate) use self::host_loss::HostWorker;
 pub use self::inputs::{Input, Inputs};
 pub use self::outputs::{InputGrads, MicrobatchOutputs};
 pub(crate) use self::part::PartSpec;

@@ -284,14 +284,10 @@ impl Conv2d {
         bias: bool,
         options: ConvSpec,
     ) -> Result<Self> {
-        let fan = inputs / options.groups.max(1);
-        let bound = 1.0 / ((fan * kernel * kernel).max(1) as f64).sqrt();
-        let weight = init.uniform(&[outputs, fan, kernel, kernel], bound)?;
-        let bias = if bias {
-            Some(init.uniform(&[outputs], bound)?)
-        } else {
-            None
-        };
+        let each = inputs / options.groups.max(1);
+        let dims = [outputs, each, kernel, kernel];
+        let biases = bias.then_some(outputs);
+        let (weight, bias) = conv::drawn(init, &dims, biases, each * kernel * kernel)?;
         Ok(Self {
             weight,
             bias,

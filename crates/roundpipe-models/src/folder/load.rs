@@ -126,8 +126,10 @@ pub fn load(folder: &Folder, entries: &[Entry], options: &LoadOptions) -> Result
         .zip(jobs)
         .flat_map(|(entry, jobs)| jobs.into_iter().map(move |job| (entry, job)))
         // Taken before the first byte is written: a parameter in use refuses the whole load.
-        .map(|(entry, job)| Ok((entry.param.data().write(job.place.clone())?, job)))
-        .map(|claimed: Result<_>| claimed.map(|(home, job)| (job, home)))
+        .map(|(entry, job)| {
+            let home = entry.param.data().write(job.place.clone())?;
+            Ok((job, home))
+        })
         .collect::<Result<_>>()?;
     jobs.sort_by(|(a, _), (b, _)| (&a.path, a.first_byte).cmp(&(&b.path, b.first_byte)));
     folder.shards().iter().for_each(Weights::expect_stream);

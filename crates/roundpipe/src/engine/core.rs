@@ -26,8 +26,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use roundpipe_tensor::Worker;
-
+use super::host_loss::HostWorker;
 use super::part::{EnginePart, PartSpec};
 use super::recorder::CallRecorder;
 use crate::config::Lag;
@@ -56,7 +55,7 @@ pub(crate) struct Core {
     sequence: Mutex<Sequence>,
     notes: Mutex<Notes>,
     /// Computes losses in host memory, once one was asked for.
-    pub(super) host: Mutex<Option<Worker>>,
+    pub(super) host: HostWorker,
 }
 
 /// Releases the weights when it is dropped.
@@ -167,7 +166,7 @@ impl Core {
             recorder: CallRecorder::new(ring.clone(), trace.clone()),
             sequence: Mutex::default(),
             notes: Mutex::default(),
-            host: Mutex::default(),
+            host: HostWorker::default(),
             model,
             ring,
             parts,

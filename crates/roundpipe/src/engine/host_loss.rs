@@ -12,10 +12,11 @@
 //! - Outputs and labels are read where they are, without a copy.
 //! - A loss function that fails, or a loss that is dropped, leaves no gradients behind.
 
+use std::sync::Mutex;
+
 use roundpipe_tensor::{Bytes, Cpu, Cx, Device, HostTensor, RngSite, Tensor, Worker};
 use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
 
-use super::core::Core;
 use super::forward::Forward;
 use super::outputs::InputGrads;
 use super::train::IntoLosses;
@@ -62,7 +63,7 @@ impl Forward {
         labels: impl Into<Tree<HostTensor>>,
         loss: impl FnOnce(&mut Cx, Tree, Tree) -> TensorResult<L>,
     ) -> Result<HostLoss> {
-        let worker = self.core.host_worker()?;
+        let worker = self.core.host.get()?;
         let needs_grad = self.leaves_with_gradient()?;
         let mut needs_grad = needs_grad.into_iter();
         let outputs = self.output()?.clone().try_map(|tensor| {
@@ -167,10 +168,13 @@ impl std::fmt::Debug for HostLoss {
     }
 }
 
-impl Core {
-    /// The cpu worker that computes in host memory, made when it is first asked for.
-    fn host_worker(&self) -> Result<Worker> {
-        let mut host = lock(&self.host);
+/// A cpu worker that computes in host memory, made when it is first asked for.
+#[derive(Default)]
+pub(crate) struct HostWorker(Mutex<Option<Worker>>);
+
+impl HostWorker {
+    pub fn get(&self) -> Result<Worker> {
+        let mut host = lock(&self.0);
         if let Some(worker) = &*host {
             return Ok(worker.clone());
         }

@@ -1,4 +1,4 @@
-//! Convolutions of sequences, and transposed ones of images.
+//! Convolutions of sequences, transposed ones of images, and the first values of all convolutions.
 
 use roundpipe_tensor::kernel::ConvSpec;
 use roundpipe_tensor::{Cx, Param, Result, Tensor};
@@ -7,7 +7,7 @@ use super::Init;
 use crate::layer::{Module, ParamVisitor, Params};
 
 /// A weight, and a bias if there is one, uniform in ±1/√`fan`.
-fn drawn(
+pub(super) fn drawn(
     init: &mut Init,
     dims: &[usize],
     outputs: Option<usize>,

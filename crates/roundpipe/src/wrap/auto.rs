@@ -14,15 +14,15 @@ use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use roundpipe_tensor::{
-    Bytes, Cpu, Cx, Device, Gradients, HostTensor, Param, Result as TensorResult, Tensor, Worker,
-};
+use roundpipe_tensor::{Cx, Gradients, HostTensor, Param, Result as TensorResult, Tensor};
 
 use super::back::AutoForward;
 use super::record::{Asked, Recorder, download};
 use super::{Decision, Node, Parts, Place, WrapConfig};
 use crate::config::RunConfig;
-use crate::engine::{Inputs, IntoLosses, Lag, Losses, RoundPipe, StepHandle, TrainingState};
+use crate::engine::{
+    HostWorker, Inputs, IntoLosses, Lag, Losses, RoundPipe, StepHandle, TrainingState,
+};
 use crate::error::{Error, Result};
 use crate::exec::ring::Ring;
 use crate::groups::ParamGroup;
@@ -54,7 +54,7 @@ pub(super) struct Shared {
     unwrapped: Vec<(String, Param)>,
     grads: Mutex<HashMap<String, HostTensor>>,
     /// What runs unwrapped modules; made when the first does.
-    host: Mutex<Option<Worker>>,
+    pub host: HostWorker,
     training: AtomicBool,
     /// Training forwards so far, where no engine counts them: the place in the random stream.
     number: AtomicU64,
@@ -92,7 +92,7 @@ impl AutoWrapped {
             run_config: config.run_config.clone(),
             unwrapped,
             grads: Mutex::default(),
-            host: Mutex::default(),
+            host: HostWorker::default(),
             training: AtomicBool::new(true),
             number: AtomicU64::new(0),
         };
@@ -484,19 +484,9 @@ impl Shared {
         lock(&self.grads).clear();
     }
 
-    pub fn host_worker(&self) -> Result<Worker> {
-        let mut host = lock(&self.host);
-        if let Some(worker) = &*host {
-            return Ok(worker.clone());
-        }
-        let cpu = Cpu::new(None)?;
-        let bytes = Bytes(cpu.memory().0 / 4);
-        Ok(host.insert(Worker::new(cpu, bytes)?).clone())
-    }
-
     /// The sum of two values, in their type.
     pub fn add(&self, a: &HostTensor, b: &HostTensor) -> Result<HostTensor> {
-        let worker = self.host_worker()?;
+        let worker = self.host.get()?;
         let here = |tensor: &HostTensor| -> Result<Tensor> {
             let buf = tensor.buf().slice(tensor.byte_range())?;
             Ok(worker.alias(&buf, tensor.dtype(), *tensor.shape())?)

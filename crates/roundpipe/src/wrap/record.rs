@@ -179,7 +179,7 @@ impl Recorder {
         input: Values,
         compute: impl FnOnce(&mut Cx, Tree) -> TensorResult<Tree>,
     ) -> Result<Value> {
-        let worker = self.shared.host_worker()?;
+        let worker = self.shared.host.get()?;
         let record = self.asked.requires_grad;
         let index = self.calls.len() - self.inputs;
         let site = RngSite {
