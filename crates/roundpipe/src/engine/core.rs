@@ -16,8 +16,9 @@
 //!   step.
 //! - After a failure the weights, all versions of them, and the optimizer's state are as before the
 //!   step that failed, or that the call which failed belongs to; its gradients are gone, and the
-//!   random stream is where it was when its first call was submitted, but never before the last
-//!   step that was made.
+//!   random stream is at the lowest place it has had since its first call was submitted, but never
+//!   before the last step that was made. That is the place of this call, unless it is a kept
+//!   forward and another failure put the stream back meanwhile.
 //! - Every failure is returned once: to the caller that waits for what failed, or by the next call.
 //!   A step that does not happen although its caller was promised it is [`Error::Undone`].
 //! - No step function, loss function or layer enters the engine that runs it: that is refused,

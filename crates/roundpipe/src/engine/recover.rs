@@ -3,6 +3,10 @@
 //! A failure puts the engine back: the weights and the optimizer's state are as before the step that
 //! failed, its gradients are dropped, and the random stream is where it was when the first call of
 //! that step was submitted.
+//!
+//! A kept forward survives failures of later calls and steps. If it fails itself afterwards, the
+//! stream goes back at least as far as those failures put it: calls submitted from there on may fail
+//! with the forward or have ended before, and the stream must not depend on which.
 
 use std::sync::Arc;
 
@@ -127,7 +131,7 @@ impl Core {
         }
         let mut first = sequence.number;
         for call in failed_calls {
-            first = first.min(call.spec.number);
+            first = first.min(call.first_number());
         }
         for step in failed_steps {
             first = first.min(step.number);
@@ -136,7 +140,7 @@ impl Core {
         // A sum of gradients that lacks a call would train silently wrong, so all of it goes.
         if !failed_steps.is_empty() || since_step.any(|call| call.has_failed()) {
             for call in sequence.since_step.drain(..) {
-                first = first.min(call.spec.number);
+                first = first.min(call.first_number());
             }
             self.model.store.clear_gradients();
         }
@@ -145,6 +149,9 @@ impl Core {
         let last_step = sequence.history.back();
         let earliest = last_step.map_or(sequence.earliest_number, |step| step.number);
         sequence.number = first.max(earliest);
+        for call in self.call_list.active().iter().chain(&sequence.since_step) {
+            call.note_went_back(sequence.number);
+        }
     }
 }
 

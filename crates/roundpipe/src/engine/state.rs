@@ -152,7 +152,14 @@ impl Core {
         self.model.store.wait_for_other_keepers();
         let mut sequence = self.turn();
         self.come_to_rest(&mut sequence)?;
-        work(self, &mut sequence.number)
+        let before = sequence.number;
+        let done = work(self, &mut sequence.number);
+        if sequence.number != before {
+            // Failures go back no further than the loaded place; the steps that this engine made
+            // before belong to another run.
+            sequence.earliest_number = sequence.number;
+        }
+        done
     }
 }
 

@@ -264,7 +264,7 @@ impl Core {
         let calls = std::mem::take(&mut sequence.since_step);
         let version = sequence.steps + 1;
         // A kept forward may have been submitted before calls whose gradients came first.
-        let numbers = calls.iter().map(|call| call.spec.number);
+        let numbers = calls.iter().map(|call| call.first_number());
         let first_number = numbers.min().unwrap_or(sequence.number);
         let outcome = Outcome::new(version, first_number);
         // Counted before it is done: the next call must know which version to read. A failure

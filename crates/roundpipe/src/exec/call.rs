@@ -169,6 +169,8 @@ struct CallState {
     ending: Ending,
     /// An earlier call whose gradients this one adds to.
     adds_to: Option<Arc<Call>>,
+    /// The lowest place of the random stream since the call was submitted.
+    first_number: u64,
     /// Buffers to write when the call is committed.
     buffers: Vec<(Param, HostValue)>,
     /// The largest and the smallest value of layers' outputs, by layer and microbatch.
@@ -309,6 +311,7 @@ impl Call {
             boxes: Mailboxes::new(&spec, inputs, labels),
             ending: Ending::default(),
             adds_to: None,
+            first_number: spec.number,
             buffers: Vec::new(),
             probes: Vec::new(),
             hidden: HashMap::new(),
@@ -749,6 +752,18 @@ impl Call {
         if !other.has_succeeded() {
             self.data.depend_on(&other.data);
         }
+    }
+
+    /// Where the random stream goes back to if this call fails: its own place, or a lower one that
+    /// an earlier failure has put the stream back to since.
+    pub fn first_number(&self) -> u64 {
+        self.lock().first_number
+    }
+
+    /// A failure that this call survived has put the random stream back to `number`.
+    pub fn note_went_back(&self, number: u64) {
+        let mut state = self.lock();
+        state.first_number = state.first_number.min(number);
     }
 
     /// The call does not end before [`Call::let_go`]: a backward may follow.

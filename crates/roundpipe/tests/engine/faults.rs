@@ -73,6 +73,10 @@ fn trapped(trap: &Arc<Trap>) -> Sequential {
 
 fn plan() -> RunConfig {
     let plan = ExecutePlan::from_sizes(PlanKind::Fused, &[1, 2], &[1, 2, 1]);
+    plan_config(plan)
+}
+
+fn plan_config(plan: ExecutePlan) -> RunConfig {
     RunConfig::default().num_microbatch(3).execute_plan(plan)
 }
 
@@ -290,6 +294,61 @@ fn a_failed_step_is_told_once() {
     train_and_step(&engine, 0, Lag::One).unwrap();
     engine.synchronize().unwrap();
     assert_eq!(engine.steps(), 1);
+}
+
+/// A forward is kept while a failed step puts the random stream back. When it fails later, by its
+/// backward or with its step, the stream goes back as far again, whatever was run in between.
+#[test]
+fn a_kept_forward_that_fails_later_puts_the_random_stream_back_as_far() {
+    let no_step = |engine: &RoundPipe| {
+        let step = |_: &mut roundpipe::OptimParams<'_>| {
+            Err(Error::Config {
+                name: "step",
+                what: "not made".to_owned(),
+            })
+        };
+        let told = chain(&engine.step(step, Lag::Zero).unwrap_err());
+        assert!(told.contains("not made"), "{told}");
+    };
+    let (x, grads) = models::numbers(0, 6, DType::BF16);
+    for late in ["backward", "step"] {
+        for (requires_grad, keep) in [(true, true), (true, false), (false, true), (false, false)] {
+            let case = format!("{late}, requires_grad {requires_grad}, keep {keep}");
+            let trap = Trap::new(false);
+            let model = trapped(&trap);
+            let engine = engine(&model, models::cpus(2));
+            let place = || engine.training_state().unwrap().calls;
+            let forward = |requires_grad: bool| {
+                let plan = if requires_grad {
+                    ExecutePlan::from_sizes(PlanKind::Train, &[4], &[4])
+                } else {
+                    ExecutePlan::from_sizes(PlanKind::Infer, &[4], &[])
+                };
+                let config = plan_config(plan).requires_grad(requires_grad);
+                engine.forward(x.clone(), &config).unwrap()
+            };
+            train(&engine, 0).unwrap();
+            let kept = forward(true);
+            assert_eq!(place(), 2, "{case}");
+            no_step(&engine);
+            assert_eq!(place(), 0, "{case}");
+            let between = forward(requires_grad);
+            let between = keep.then_some(between);
+            assert_eq!(place(), 1, "{case}");
+            if late == "backward" {
+                trap.arm(1);
+                let failed = kept.backward(grads.clone());
+                let failed = failed.and_then(|_| engine.synchronize());
+                let told = chain(&failed.expect_err("the trap was armed"));
+                assert!(told.contains("trap snapped"), "{case}: {told}");
+            } else {
+                kept.backward(grads.clone()).unwrap();
+                no_step(&engine);
+            }
+            assert_eq!(place(), 0, "{case}");
+            drop(between);
+        }
+    }
 }
 
 /// A learning rate that the rule refuses is no step, not even for layers in front without weights.

@@ -3,8 +3,8 @@
 use roundpipe::nn::{Dropout, Init, Linear};
 use roundpipe::optim::{Adafactor, AdamW, Muon, Sgd};
 use roundpipe::{
-    Bytes, DType, HostTensor, Lag, ParamGroup, Params, RingOptions, RoundPipe, Rule, RunConfig,
-    Sequential, TrainingState, Update,
+    Bytes, Cx, DType, HostTensor, Lag, ParamGroup, Params, RingOptions, RoundPipe, Rule, RunConfig,
+    Sequential, Tensor, TensorError, TensorResult, TrainingState, Tree, Update,
 };
 
 use crate::models;
@@ -90,6 +90,24 @@ fn a_run_goes_on_from_its_state() {
             assert!(!same_state(&state, &end));
         }
     }
+}
+
+/// A failure after a state was loaded goes back to its place in the random stream, not to that of
+/// the steps that the engine made before.
+#[test]
+fn a_failure_goes_back_to_the_place_of_a_loaded_state() {
+    let dtype = DType::F32;
+    let engine = engine(&model(dtype), AdamW::default(), 1);
+    train(&engine, dtype, 0..1, Lag::Zero);
+    let state = engine.training_state().unwrap();
+    train(&engine, dtype, 1..4, Lag::Zero);
+    engine.load_training_state(&state).unwrap();
+    let (x, weights) = models::numbers(0, 6, dtype);
+    let fails = |_: &mut Cx, _: Tree, _: Tree| -> TensorResult<Tensor> {
+        Err(TensorError::invalid("loss", "no loss"))
+    };
+    assert!(engine.forward_backward(x, weights, fails).is_err());
+    assert_eq!(engine.training_state().unwrap().calls, state.calls);
 }
 
 /// The same with every rule, whose moments have sizes of their own, and with bf16 state; the number

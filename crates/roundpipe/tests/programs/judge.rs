@@ -8,8 +8,8 @@
 //!
 //! # Rules
 //! 1. A call that fails leaves nothing. If it has gradients, those of all calls since the last step
-//!    are gone, and the random stream is where it was at the first of them, but not before the last
-//!    step.
+//!    are gone, and the random stream is at the lowest place it has had since the first of them was
+//!    submitted, but not before the last step.
 //! 2. It fails the calls of its engine that were submitted after it, until it is told. It is told
 //!    once, and not again unless whoever waited for a handle (a report, input gradients) was told
 //!    first.
@@ -185,6 +185,8 @@ struct Kept {
     /// The step that its gradients would be for.
     step: u64,
     terms: Terms,
+    /// The lowest place in the random stream since it was submitted.
+    first_number: u64,
     life: Life,
     /// Whether its engine is gone.
     orphan: bool,
@@ -225,7 +227,8 @@ struct State {
     copies: Copies,
     frozen: Values,
     grads: Grads,
-    /// The places in the random stream of the calls since the last step that have gradients.
+    /// For each call since the last step that has gradients the lowest place in the random stream
+    /// since it was submitted.
     since: Vec<u64>,
     number: u64,
     /// The place at the last step.
@@ -242,7 +245,7 @@ struct State {
 }
 
 impl State {
-    /// After a failure of call `id`, which drew at `number`; `with_grads` if it is among the calls
+    /// After a failure of call `id`, since which the lowest place was `number`; `with_grads` if it is among the calls
     /// since the step.
     fn after_failure(&self, plain: &Plain, id: u64, number: u64, with_grads: bool) -> Self {
         let mut state = self.clone();
@@ -503,6 +506,16 @@ impl Mind {
             }
             self.state.kept.insert(tag, kept);
         }
+        let State {
+            kept,
+            since,
+            number,
+            ..
+        } = &mut self.state;
+        let firsts = kept.values_mut().map(|kept| &mut kept.first_number);
+        for first in firsts.chain(since) {
+            *first = (*first).min(*number);
+        }
         self.at_rest();
     }
 
@@ -744,6 +757,7 @@ impl Mind {
                     id,
                     step: mind.state.steps + 1,
                     terms: mind.terms_or_stale(kind.requires_grad),
+                    first_number: mind.state.number,
                     life: Life::Alive,
                     orphan: false,
                     tag,
@@ -827,7 +841,7 @@ impl Mind {
             () => fate(kept.tag, kept.fault),
         };
         let mut grads = None;
-        let (id, number) = (kept.id, kept.terms.number);
+        let (id, number) = (kept.id, kept.first_number);
         let doomed = self.pending.is_some();
         let followed = self.settle(
             reply,
@@ -871,7 +885,7 @@ impl Mind {
             .plain
             .call(&kept.terms, &parts, &state.grads, Some(&mut seed));
         state.grads = passed.grads;
-        state.since.push(kept.terms.number);
+        state.since.push(kept.first_number);
         (state, passed.input_grads)
     }
 
