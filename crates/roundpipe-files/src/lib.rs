@@ -10,6 +10,8 @@
 //! | map a safetensors file and look at its tensors | [`Weights`] |
 //! | read or write a small file of tensors | [`read_tensors`], [`write_tensors`] |
 //! | write a file of any contents | [`AtomicFile`] |
+//! | write a folder of files | [`AtomicFolder`], [`disk`] |
+//! | find damage | [`hash`] |
 //! | read settings, an index, a vocabulary | [`small`] |
 //! | quote a file in an error message | [`text`] |
 //!
@@ -33,11 +35,19 @@ pub mod text;
 
 pub mod small;
 
+pub mod hash;
+
+pub mod disk;
+
 pub mod atomic;
+pub mod folder;
 
 pub mod weights;
 
 pub use atomic::AtomicFile;
+pub use disk::{Disk, DiskFile, SystemDisk};
 pub use error::{Error, Result};
+pub use folder::AtomicFolder;
+pub use hash::{Hash128, Hasher128};
 pub use small::FileLimits;
 pub use weights::{Tensors, View, Weights, read_tensors, write_tensors};

@@ -42,7 +42,7 @@
 //! `builder` makes an engine; `forward`, `train` and `steps` are its calls; `inputs` and `outputs`
 //! are what goes in and comes out. Behind them, `submit` brings a call to its workers, `planner`
 //! chooses its stages, `core` keeps the order of calls and steps, `recover` puts things back after a
-//! failure, `recorder` writes traces.
+//! failure, `recorder` writes traces, `save` orders checkpoints and restores them.
 
 mod builder;
 mod core;
@@ -58,6 +58,7 @@ mod planner;
 mod preview;
 mod recorder;
 mod recover;
+mod save;
 mod state;
 mod steps;
 mod submit;
@@ -76,6 +77,7 @@ pub(crate) use self::host_loss::HostWorker;
 pub use self::inputs::{Input, Inputs};
 pub use self::outputs::{InputGrads, MicrobatchOutputs};
 pub(crate) use self::part::PartSpec;
+pub use self::save::Restored;
 pub use self::state::{ParamState, TrainingState};
 pub use self::steps::StepHandle;
 pub(crate) use self::submit::RandomPlace;

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::path::{Path, PathBuf};
 
 use roundpipe_tensor::DeviceId;
 
@@ -115,6 +116,14 @@ pub enum Error {
         /// What the dataset reported.
         cause: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// A checkpoint, or a file of one, could not be written or used; says which, why and the fix.
+    #[error("checkpoint {}: {what}", path.display())]
+    Checkpoint {
+        /// The folder or file.
+        path: PathBuf,
+        /// Why, and the fix.
+        what: String,
+    },
     /// A setting that can never work.
     #[error("{name}: {what}")]
     Config {
@@ -164,11 +173,31 @@ impl Error {
         }
     }
 
+    /// Shorthand for [`Error::Checkpoint`].
+    pub(crate) fn checkpoint(path: impl AsRef<Path>, what: impl Into<String>) -> Self {
+        Self::Checkpoint {
+            path: path.as_ref().to_path_buf(),
+            what: what.into(),
+        }
+    }
+
     /// Shorthand for [`Error::Config`].
     pub fn config(name: &'static str, what: impl Into<String>) -> Self {
         Self::Config {
             name,
             what: what.into(),
+        }
+    }
+}
+
+impl From<roundpipe_files::Error> for Error {
+    fn from(error: roundpipe_files::Error) -> Self {
+        match error {
+            roundpipe_files::Error::File { path, what } => Self::Checkpoint { path, what },
+            roundpipe_files::Error::Tensor(error) => Self::Tensor(error),
+            error @ roundpipe_files::Error::Argument { .. } => {
+                Self::config("checkpoint", error.to_string())
+            }
         }
     }
 }

@@ -13,14 +13,15 @@
 //! | say how a batch is split | [`RunConfig`], [`LossReduction`], [`Inputs`] |
 //! | choose the update | [`optim`], [`lr`], [`Update`], [`GradScaler`] |
 //! | choose the devices | [`Devices`], [`Ring`] |
+//! | save a run and go on later | [`checkpoint`], [`RoundPipe::save`], [`RoundPipe::restore`], [`Checkpoints`] |
 //! | see what happens | [`trace`], [`RoundPipe::status`], [`Ring::budgets`] |
 //! | cut a model by hand, or simulate a plan | [`ExecutePlan`], [`timeline`], [`cost`] |
 //! | make engines of a tree of modules | [`wrap`](mod@wrap) |
 //!
 //! The modules stand in data order, and each uses only those above it: values between layers,
 //! batches and microbatches, layers, plans and costs, run configurations, what threads are doing and
-//! did, learning rates and rules, versions of weights, the store and its updates, executors, the
-//! engine. This crate has no `unsafe` code.
+//! did, learning rates and rules, versions of weights, the store and its updates, checkpoints,
+//! executors, the engine. This crate has no `unsafe` code.
 #![forbid(unsafe_code)]
 
 mod error;
@@ -64,19 +65,26 @@ mod optimizer;
 
 mod devices;
 
+pub mod checkpoint;
+
 mod exec;
 
 pub mod engine;
+
+mod checkpoints;
+
 pub mod wrap;
 
 pub use batch::{Cut, HostInputs, InputsOf, Merge, MergeOutput, SplitInput, SplitLabel};
 pub use budget::{HostBudget, WorkerBudget};
+pub use checkpoint::{Checkpoint, SaveReport, Saving};
+pub use checkpoints::{Checkpoints, Newest};
 pub use config::{Grain, Lag, LossReduction, OutputDevice, RunConfig};
 pub use cost::{LayerCost, LayerCosts, LayerTimes};
 pub use devices::Devices;
 pub use engine::{
     Forward, HookHandle, HostLoss, Input, Inputs, LayerGradient, LayerOutput, Losses, ParamState,
-    RoundPipe, TrainOutput, TrainingState,
+    Restored, RoundPipe, TrainOutput, TrainingState,
 };
 pub use error::{Error, Result, TaskPlace};
 pub use exec::ring::{Ring, RingOptions};
@@ -109,11 +117,12 @@ pub use wrap::{AutoWrapped, Composite, Node, WrapConfig, Wrapped, wrap};
 /// the public interface.
 #[doc(hidden)]
 pub mod testing {
+    pub use crate::checkpoint::write::{SaveTarget, ShardLimits};
     #[cfg(loom)]
     pub use crate::exec::ending;
     pub use crate::groups::ResolvedGroups;
     pub use crate::optim::Decision;
     pub use crate::store::{Segment, Store, StoreConfig};
     pub use crate::update::{Apply, FunctionVersions};
-    pub use crate::version::{Abort, Aborted, Gate, ReadTicket, Versions};
+    pub use crate::version::{Abort, Aborted, Gate, Hold, ReadTicket, Versions};
 }

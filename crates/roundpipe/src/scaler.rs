@@ -49,6 +49,13 @@ impl Default for ScalerState {
     }
 }
 
+impl ScalerState {
+    /// Refuses settings under which the scale could not move as it should.
+    pub(crate) fn check(&self) -> Result<()> {
+        check(self)
+    }
+}
+
 /// The scale of losses and gradients; cloning shares it.
 #[derive(Debug, Clone)]
 pub struct GradScaler(Arc<Mutex<ScalerInner>>);
@@ -91,6 +98,26 @@ impl GradScaler {
 
     fn start(state: ScalerState) -> Self {
         Self(Arc::new(Mutex::new(ScalerInner::start(state))))
+    }
+
+    /// One that goes on from a checkpoint: the newest weights are `version`, and `previous` was the
+    /// scale of the version before.
+    pub(crate) fn resumed(state: ScalerState, version: u64, previous: f64) -> Self {
+        let mut inner = ScalerInner::start(state);
+        inner.version = Some(version);
+        inner.scales.push_front(previous);
+        Self(Arc::new(Mutex::new(inner)))
+    }
+
+    /// The state, and the scale of the version before `version`, which is the newest.
+    pub(crate) fn saved(&self, version: u64) -> (ScalerState, f64) {
+        let inner = self.lock();
+        let back = inner.version.map_or(0, |newest| {
+            let back = newest.saturating_sub(version.saturating_sub(1));
+            usize::try_from(back).unwrap_or(usize::MAX)
+        });
+        let previous = inner.scales.iter().rev().nth(back).copied();
+        (inner.state, previous.unwrap_or(inner.state.scale))
     }
 
     /// What losses are multiplied with after all updates so far; 1 when disabled.

@@ -31,7 +31,7 @@ use crate::error::{Error, Result};
 use crate::groups::ResolvedGroups;
 pub(crate) use crate::optim::{Decision, Update};
 use crate::optim::{Rule, StepReport, floats, floats_mut};
-use crate::store::{Store, StoredParam};
+use crate::store::{Store, StoreLayer, StoredParam};
 use crate::version::Abort;
 
 /// One layer's part of a step.
@@ -155,8 +155,27 @@ impl Store {
     /// [`roundpipe_tensor::Error::Busy`] while a slab is in use; [`Error::Config`] for a write
     /// that would be lost, once.
     pub(crate) fn check_open(&self, next_version: u64, abort: &Abort) -> Result<()> {
-        (0..self.layers().len())
-            .try_for_each(|layer| self.open(layer, next_version, abort).map(drop))
+        for (index, layer) in self.layers().iter().enumerate() {
+            // The first layers are updated while a checkpoint still reads the last.
+            if layer.versions().is_held() {
+                self.check_lost_writes(layer, next_version)?;
+            } else {
+                drop(self.open(index, next_version, abort)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses weights of an older version that the user wrote.
+    fn check_lost_writes(&self, layer: &StoreLayer, next_version: u64) -> Result<()> {
+        let next = layer.versions().slab(next_version);
+        if layer.versions().slabs() < 2 {
+            return Ok(());
+        }
+        let mut seen = layer.lock_seen();
+        layer
+            .own_trainable()
+            .try_for_each(|(index, _)| layer.refuse_lost_write(index, next, &mut seen))
     }
 
     /// Makes the next version of a layer equal to the newest and forgets its gradients: the part of
@@ -392,14 +411,8 @@ impl Store {
                 None
             };
             // From here on no one else can write either version, so the counts are final.
-            if two && here.is_written(index, next, &seen) {
-                seen.params[index][next] = here.writes(index, next);
-                let what = format!(
-                    "{} was written in memory that it has left, so the values are lost; call `synchronize`, then write \
-                     through `Param::data`",
-                    stored.name
-                );
-                return Err(Error::config("parameter", what));
+            if two {
+                here.refuse_lost_write(index, next, &mut seen)?;
             }
             let written = here.is_written(index, newest, &seen);
             let mut param = OpenParam {

@@ -16,7 +16,10 @@
 //!    nothing: a failed step leaves the protocol as if it had never begun.
 //! 5. The gradient slab of a layer is written for step s (from 1 on) only once version s - 1 is
 //!    published: the update before has read it then ([`Versions::wait_grad_free`]).
-//! 6. Every wait ends when its [`Abort`] is set, at once for waits on the abort's own gate and
+//! 6. A [`Hold`] keeps a layer as it is, masters and moments included: no writer gets its ticket
+//!    while one lives, whatever the number of slabs. The thread that writes takes it between two
+//!    versions, and hands it to a reader of what lies beside the weights (a checkpoint).
+//! 7. Every wait ends when its [`Abort`] is set, at once for waits on the abort's own gate and
 //!    within [`POLL`] for others.
 
 use std::fmt;
@@ -44,6 +47,8 @@ struct GateState {
     layers: Vec<LayerVersions>,
     waiting: Vec<Waiting>,
     next_wait: u64,
+    /// How long writers waited for holds.
+    held_up: Duration,
 }
 
 #[derive(Default)]
@@ -54,6 +59,8 @@ struct LayerVersions {
     writing: Option<u64>,
     /// Tickets alive: version and how many.
     tickets: Vec<(u64, usize)>,
+    /// Holds alive.
+    holds: usize,
 }
 
 /// One wait that is going on, for a watchdog.
@@ -87,6 +94,11 @@ impl Gate {
     /// The waits that are going on now.
     pub fn waiting(&self) -> Vec<Waiting> {
         self.lock().waiting.clone()
+    }
+
+    /// How long writers have waited for holds since this was last asked.
+    pub(crate) fn take_held_up(&self) -> Duration {
+        std::mem::take(&mut self.lock().held_up)
     }
 
     /// Waits until `ready` holds for the newest version of every layer. Nothing calls it off: what
@@ -273,13 +285,43 @@ impl Versions {
             version: v,
         };
         let slabs = self.slabs;
-        let free =
-            |layer: &LayerVersions| layer.tickets.iter().all(|(version, _)| version + slabs > v);
+        if self.is_held() {
+            let start = Instant::now();
+            let what = (self.layer, "the checkpoint that is written of it", v);
+            let waited = self.gate.wait(abort, what, |layer| layer.holds == 0);
+            waited?.held_up += start.elapsed();
+        }
+        let free = |layer: &LayerVersions| {
+            layer.holds == 0 && layer.tickets.iter().all(|(version, _)| version + slabs > v)
+        };
         drop(
             self.gate
                 .wait(abort, (self.layer, "readers of an old version", v), free)?,
         );
         Ok(ticket)
+    }
+
+    /// Keeps the layer as it is. Taken by the thread that writes, between two versions.
+    ///
+    /// # Panics
+    /// While a version is being written.
+    pub fn hold(&self) -> Hold {
+        let mut state = self.gate.lock();
+        let layer = &mut state.layers[self.layer];
+        assert!(
+            layer.writing.is_none(),
+            "layer {}: held while it is written",
+            self.layer
+        );
+        layer.holds += 1;
+        Hold {
+            versions: self.clone(),
+        }
+    }
+
+    /// Whether a hold is alive.
+    pub(crate) fn is_held(&self) -> bool {
+        self.gate.lock().layers[self.layer].holds > 0
     }
 
     /// Waits until the gradient slab may be written for step `s`, from 1 on.
@@ -347,6 +389,20 @@ impl Drop for ReadTicket {
     }
 }
 
+/// Keeps a layer as it is until it is dropped.
+#[derive(Debug)]
+pub struct Hold {
+    versions: Versions,
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        let mut state = self.versions.gate.lock();
+        state.layers[self.versions.layer].holds -= 1;
+        self.versions.gate.changed.notify_all();
+    }
+}
+
 /// The right to write the next version. Dropping it without [`WriteTicket::publish`] gives the
 /// right back.
 #[derive(Debug)]
@@ -363,9 +419,17 @@ impl WriteTicket {
 
     /// Makes the version the newest, and lets its readers go.
     pub fn publish(self) {
+        let version = self.version;
+        self.publish_as(version);
+    }
+
+    /// The same under a later number: what was written is the version of another run. No reader may
+    /// wait for the numbers in between.
+    pub(crate) fn publish_as(self, version: u64) {
+        assert!(version >= self.version, "versions never go back");
         let mut state = self.versions.gate.lock();
         let layer = &mut state.layers[self.versions.layer];
-        layer.version = self.version;
+        layer.version = version;
         layer.writing = None;
         // Dropping the ticket wakes all waiters.
     }
@@ -426,6 +490,29 @@ mod tests {
         drop(versions.reserve(0));
         versions.wait_writable(1, &abort).unwrap().publish();
         assert_eq!(versions.current(), 1);
+    }
+
+    /// A held layer is not written, with two slabs either: masters and moments have only one.
+    #[test]
+    fn a_writer_waits_for_holds() {
+        for slabs in [1, 2] {
+            let (versions, abort) = versions(slabs);
+            let (first, second) = (versions.hold(), versions.hold());
+            assert!(versions.is_held());
+            std::thread::scope(|scope| {
+                let writer = scope.spawn(|| versions.wait_writable(1, &abort).unwrap().publish());
+                drop(first);
+                std::thread::sleep(Duration::from_millis(20));
+                assert!(!writer.is_finished(), "{slabs} slabs");
+                drop(second);
+                writer.join().unwrap();
+            });
+            assert!(!versions.is_held());
+            assert!(versions.gate.take_held_up() > Duration::ZERO);
+            assert_eq!(versions.gate.take_held_up(), Duration::ZERO);
+            versions.wait_writable(2, &abort).unwrap().publish_as(7);
+            assert_eq!(versions.current(), 7);
+        }
     }
 
     #[test]

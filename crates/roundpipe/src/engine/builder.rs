@@ -358,6 +358,7 @@ impl<M: Layer + 'static> Builder<M> {
             store,
             seed,
             sets_buffers,
+            set_buffers: Mutex::default(),
             resident,
             inference,
             hooks: Mutex::default(),

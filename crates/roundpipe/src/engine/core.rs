@@ -54,6 +54,8 @@ pub(crate) struct Core {
     _trainer: Trainer,
     pub(super) recorder: CallRecorder,
     sequence: Mutex<Sequence>,
+    /// Held while a save is ordered: there is one at a time.
+    pub(super) saving: Mutex<()>,
     notes: Mutex<Notes>,
     /// Computes losses in host memory, once one was asked for.
     pub(super) host: HostWorker,
@@ -166,6 +168,7 @@ impl Core {
             _trainer: Trainer(model.clone()),
             recorder: CallRecorder::new(ring.clone(), trace.clone()),
             sequence: Mutex::default(),
+            saving: Mutex::default(),
             notes: Mutex::default(),
             host: HostWorker::default(),
             model,
@@ -239,7 +242,9 @@ impl Core {
     }
 
     pub fn take_warnings(&self) -> Vec<String> {
-        std::mem::take(&mut self.notes().warnings)
+        let mut warnings = std::mem::take(&mut self.notes().warnings);
+        warnings.extend(self.optimizer.take_save_warnings());
+        warnings
     }
 
     /// Steps so far that were skipped, or left weights out, because they were not finite.
@@ -286,6 +291,10 @@ impl Core {
 
 impl Drop for Core {
     fn drop(&mut self) {
+        // A program that ends with its engine has its last checkpoint, and the steps before it.
+        if self.enter("drop").is_ok() {
+            self.finish_save();
+        }
         // The engine's handles are gone, so what is still under way is called off.
         self.call_list.fail_from(0, "the engine was dropped");
         for call in &self.call_list.active() {

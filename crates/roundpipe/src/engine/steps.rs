@@ -342,6 +342,10 @@ impl Core {
         // Calls first: a step waits for the gradients of its calls.
         self.wait_quiet();
         sequence.wait_steps();
+        // A save may still read what a caller at rest may write.
+        if let Some(save) = self.optimizer.last_save() {
+            save.wait_copied();
+        }
         self.ring.tidy();
         self.catch_up_with_steps(sequence)
     }

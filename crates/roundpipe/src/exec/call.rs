@@ -707,6 +707,10 @@ impl Call {
     fn commit(&self, buffers: Vec<(Param, HostValue)>) {
         // Outside the lock: buffers wait for their copies. Reports come first, since a call that
         // fails for its data writes no buffer.
+        if !buffers.is_empty() {
+            let ids = buffers.iter().map(|(param, _)| param.id());
+            lock(&self.spec.model.set_buffers).extend(ids);
+        }
         if let Err(error) = self.data.check().and_then(|()| write_buffers(buffers)) {
             let of_device = error.is_of_device();
             let why = error.to_string();

@@ -1,9 +1,10 @@
 //! A model as executors see it.
 
+use std::collections::HashSet;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
-use roundpipe_tensor::{Cx, Result as TensorResult, Tensor};
+use roundpipe_tensor::{Cx, ParamId, Result as TensorResult, Tensor};
 
 use super::hooks::Hooks;
 use crate::layer::Layer;
@@ -22,6 +23,8 @@ pub(crate) struct Model {
     pub seed: u64,
     /// Set once a layer has set a buffer. Calls then run one after another.
     pub sets_buffers: AtomicBool,
+    /// The buffers that calls have set, which a checkpoint keeps.
+    pub set_buffers: Mutex<HashSet<ParamId>>,
     /// Whether unchanged weights stay on a worker from call to call.
     pub resident: bool,
     /// Whether weights are only read.

@@ -11,6 +11,8 @@
 //! - A step whose calls failed publishes nothing, and fails the calls that were submitted after it.
 //! - A step of the rule that has begun is done, even when the engine is dropped: no model is left
 //!   half updated.
+//! - A save is taken between the two steps that it was ordered between. It copies nothing here: the
+//!   layers are held, and a thread of its own writes them.
 //! - A step whose gradients are not finite changes no weight. After [`Streak::most`] of them in a
 //!   row the step fails, with the first layer that was not finite: from the second on, calls look
 //!   at the output of every layer.
@@ -26,6 +28,10 @@ use roundpipe_tensor::nvtx;
 use super::call::{Call, CallList};
 use super::model::Model;
 use super::task::panic_text;
+use crate::checkpoint::SaveProgress;
+use crate::checkpoint::manifest::SavedScaler;
+use crate::checkpoint::state::{HeldState, RunState};
+use crate::checkpoint::write::{SaveTarget, Snapshot, Written, write};
 use crate::error::{Error, Result};
 use crate::groups::ResolvedGroups;
 use crate::optim::StepReport;
@@ -84,6 +90,41 @@ pub(crate) struct StepRequest {
     pub next_call: u64,
     pub work: Work,
     pub outcome: Arc<Outcome>,
+}
+
+/// What the thread is asked for.
+enum Request {
+    Step(StepRequest),
+    Save(Box<SaveRequest>),
+}
+
+/// A checkpoint to write.
+pub(crate) struct SaveRequest {
+    /// The version that it is of is `run.counters.steps`.
+    pub run: RunState,
+    pub target: SaveTarget,
+    pub progress: Arc<SaveProgress>,
+}
+
+/// Ends saves: what went wrong is a warning of the engine, whether or not a caller waits.
+#[derive(Clone)]
+struct SaveEnd {
+    engine: String,
+    warnings: Arc<Mutex<Vec<String>>>,
+}
+
+impl SaveEnd {
+    fn end(&self, progress: &SaveProgress, written: Result<Written>) {
+        let warning = match &written {
+            Ok(written) => written.warning.as_ref(),
+            Err(error) => Some(error),
+        };
+        if let Some(warning) = warning {
+            tracing::warn!(engine = self.engine, "{warning}");
+            lock(&self.warnings).push(warning.to_string());
+        }
+        progress.end(written.map(|written| written.report));
+    }
 }
 
 /// How a step went so far.
@@ -222,6 +263,16 @@ impl Streak {
         *self.lock() = Default::default();
     }
 
+    /// How many there were, and where the last of them was not finite.
+    fn saved(&self) -> (u64, String) {
+        self.lock().clone()
+    }
+
+    /// Goes on from a checkpoint.
+    pub fn restore(&self, steps: u64, place: &str) {
+        *self.lock() = (steps, place.to_owned());
+    }
+
     fn add(&self, place: String) {
         let mut seen = self.lock();
         *seen = (seen.0 + 1, place);
@@ -243,12 +294,18 @@ impl Streak {
 
 /// The thread that updates one engine's model.
 pub(crate) struct OptimizerHandle {
-    requests: Option<Sender<StepRequest>>,
+    requests: Option<Sender<Request>>,
     thread: Option<JoinHandle<()>>,
     abort: Abort,
     pub streak: Arc<Streak>,
     /// What updates took since the last look.
     times: Arc<Mutex<Vec<UpdateTime>>>,
+    /// The scaler that a step used last, or that a checkpoint brought.
+    pub scaler: Arc<Mutex<Option<GradScaler>>>,
+    /// The last save that was ordered.
+    last_save: Mutex<Option<Arc<SaveProgress>>>,
+    /// What went wrong in saves, as warnings.
+    save_warnings: Arc<Mutex<Vec<String>>>,
     id: ThreadId,
 }
 
@@ -267,6 +324,8 @@ struct OptimizerThread {
     abort: Abort,
     streak: Arc<Streak>,
     times: Arc<Mutex<Vec<UpdateTime>>>,
+    scaler: Arc<Mutex<Option<GradScaler>>>,
+    save_warnings: Arc<Mutex<Vec<String>>>,
     /// Why the last step failed that was not called off.
     last_failure: Mutex<String>,
 }
@@ -282,6 +341,8 @@ impl OptimizerHandle {
     ) -> Result<Self> {
         let streak = Arc::new(Streak::new(most_nonfinite));
         let times = Arc::<Mutex<Vec<UpdateTime>>>::default();
+        let scaler = Arc::<Mutex<Option<GradScaler>>>::default();
+        let save_warnings = Arc::<Mutex<Vec<String>>>::default();
         let (requests, to_do) = channel();
         let abort = model.store.abort();
         let thread_body = OptimizerThread {
@@ -292,6 +353,8 @@ impl OptimizerHandle {
             abort: abort.clone(),
             streak: streak.clone(),
             times: times.clone(),
+            scaler: scaler.clone(),
+            save_warnings: save_warnings.clone(),
             last_failure: Mutex::default(),
         };
         let name = format!("{} optimizer", model.name);
@@ -309,6 +372,9 @@ impl OptimizerHandle {
             abort,
             streak,
             times,
+            scaler,
+            last_save: Mutex::default(),
+            save_warnings,
             id,
         })
     }
@@ -324,6 +390,26 @@ impl OptimizerHandle {
     }
 
     pub fn request(&self, request: StepRequest) {
+        self.send(Request::Step(request));
+    }
+
+    /// Orders a save behind the steps so far.
+    pub fn save(&self, request: SaveRequest) {
+        *lock(&self.last_save) = Some(request.progress.clone());
+        self.send(Request::Save(Box::new(request)));
+    }
+
+    /// The last save that was ordered.
+    pub fn last_save(&self) -> Option<Arc<SaveProgress>> {
+        lock(&self.last_save).clone()
+    }
+
+    /// What went wrong in saves since the last call of this.
+    pub fn take_save_warnings(&self) -> Vec<String> {
+        std::mem::take(&mut *lock(&self.save_warnings))
+    }
+
+    fn send(&self, request: Request) {
         if let Some(requests) = &self.requests {
             // The thread ends only after this sender is gone.
             drop(requests.send(request));
@@ -340,31 +426,102 @@ impl Drop for OptimizerHandle {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+        // Its thread holds memory of the store, which another engine may want to train.
+        if let Some(save) = self.last_save() {
+            let _ = save.wait();
+        }
     }
 }
 
 impl OptimizerThread {
-    fn run(&self, requests: &Receiver<StepRequest>) {
+    fn run(&self, requests: &Receiver<Request>) {
         for request in requests {
-            let StepRequest {
-                version,
-                read_version,
-                calls,
-                next_call,
-                work,
-                outcome,
-            } = request;
-            // A function of the user may panic; the store is then as before.
-            let step = catch_unwind(AssertUnwindSafe(|| {
-                self.step((read_version, version), &calls, work, &outcome)
-            }));
-            let step = step.unwrap_or_else(|panic| Err(Error::config("step", panic_text(&*panic))));
-            match step {
-                Ok(report) => outcome.set(StepPhase::Done(report)),
-                Err(error) => self.fail_step(&outcome, next_call, error),
+            match request {
+                Request::Step(request) => self.run_step(request),
+                Request::Save(request) => self.start_save(*request),
             }
             self.board.tick();
         }
+    }
+
+    fn run_step(&self, request: StepRequest) {
+        let StepRequest {
+            version,
+            read_version,
+            calls,
+            next_call,
+            work,
+            outcome,
+        } = request;
+        // A function of the user may panic; the store is then as before.
+        let step = catch_unwind(AssertUnwindSafe(|| {
+            self.step((read_version, version), &calls, work, &outcome)
+        }));
+        let step = step.unwrap_or_else(|panic| Err(Error::config("step", panic_text(&*panic))));
+        match step {
+            Ok(report) => outcome.set(StepPhase::Done(report)),
+            Err(error) => self.fail_step(&outcome, next_call, error),
+        }
+    }
+
+    /// Holds the layers as they are now, and starts the thread that writes them.
+    fn start_save(&self, request: SaveRequest) {
+        let SaveRequest {
+            run,
+            target,
+            progress,
+        } = request;
+        let end = SaveEnd {
+            engine: self.model.name.clone(),
+            warnings: self.save_warnings.clone(),
+        };
+        let snapshot = match self.snapshot(run) {
+            Ok(snapshot) => snapshot,
+            Err(error) => {
+                let error = Error::checkpoint(&progress.path, error.to_string());
+                end.end(&progress, Err(error));
+                return;
+            }
+        };
+        let gate = self.model.store.gate().clone();
+        gate.take_held_up();
+        let (end_late, saving) = (end.clone(), progress.clone());
+        let body = move || {
+            let written = catch_unwind(AssertUnwindSafe(|| write(target, snapshot, &saving)));
+            let mut written = written
+                .unwrap_or_else(|panic| Err(Error::checkpoint(&saving.path, panic_text(&*panic))));
+            if let Ok(written) = &mut written {
+                written.report.held_up_seconds = gate.take_held_up().as_secs_f64();
+            }
+            end_late.end(&saving, written);
+        };
+        let name = format!("{} save", self.model.name);
+        if let Err(error) = std::thread::Builder::new().name(name).spawn(body) {
+            let what = format!("cannot start the thread that writes it: {error}");
+            end.end(&progress, Err(Error::checkpoint(&progress.path, what)));
+        }
+    }
+
+    /// What a save writes: the state between the step before and the next.
+    fn snapshot(&self, mut run: RunState) -> Result<Snapshot> {
+        let store = &self.model.store;
+        let version = run.counters.steps;
+        if store.layer(0).versions().current() != version {
+            let why = lock(&self.last_failure).clone();
+            return Err(Error::Cancelled { why });
+        }
+        // Weights that the user wrote count as trained.
+        self.patiently(Some(BUSY_TIMEOUT), || store.follow_writes())?;
+        let (nonfinite, place) = self.streak.saved();
+        run.counters.nonfinite = nonfinite;
+        run.counters.nonfinite_place = place;
+        let scaler = lock(&self.scaler).clone();
+        run.scaler = scaler.map(|scaler| {
+            let (state, previous) = scaler.saved(version);
+            SavedScaler::new(state, previous)
+        });
+        let held = self.patiently(Some(BUSY_TIMEOUT), || HeldState::take(store, &run.counters))?;
+        Ok(Snapshot::new(store, held, run))
     }
 
     /// Fails a step and the calls that were submitted after it.
@@ -536,6 +693,7 @@ impl OptimizerThread {
         }
         if let Some((scaler, used)) = work.scaler {
             scaler.update_at(version, used, decision.skip);
+            *lock(&self.scaler) = Some(scaler);
         }
         Ok(StepReport {
             step,
@@ -598,6 +756,7 @@ impl OptimizerThread {
             scaled
                 .scaler
                 .update_at(versions.next, scaled.used, scaled.found_nonfinite);
+            *lock(&self.scaler) = Some(scaled.scaler);
         }
         // Not before: a function may fail at any parameter, and then nothing has happened.
         outcome.set(StepPhase::Begun);

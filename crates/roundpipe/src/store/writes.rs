@@ -13,6 +13,7 @@ use roundpipe_tensor::HostBuf;
 
 use super::Store;
 use super::layer::StoreLayer;
+use crate::error::{Error, Result};
 use crate::sync::lock;
 
 /// Who wrote a layer's weights, in each slab: by the number of claims to write.
@@ -54,6 +55,18 @@ impl StoreLayer {
         lock(&self.seen)
     }
 
+    /// Takes all claims so far for the store's own: what the user wrote is gone.
+    pub(crate) fn forget_writes(&self) {
+        let mut seen = self.lock_seen();
+        for slab in [0, 1] {
+            seen.own[slab] = self.slab_writes(slab);
+            for (index, _) in self.own_trainable() {
+                seen.params[index][slab] = self.writes(index, slab);
+            }
+        }
+        seen.noticed = [0, 0];
+    }
+
     /// Whether the user wrote the newest weights since an update last looked.
     pub(crate) fn was_written(&self) -> bool {
         let seen = self.lock_seen();
@@ -65,6 +78,28 @@ impl StoreLayer {
     /// Whether the user wrote a parameter in one of the slabs.
     pub(crate) fn is_written(&self, index: usize, slab: usize, seen: &Seen) -> bool {
         self.writes(index, slab) != seen.params[index][slab]
+    }
+
+    /// Refuses, once, values that the user wrote where an older version of a parameter was.
+    ///
+    /// # Errors
+    /// [`Error::Config`] then.
+    pub(crate) fn refuse_lost_write(
+        &self,
+        index: usize,
+        slab: usize,
+        seen: &mut Seen,
+    ) -> Result<()> {
+        if !self.is_written(index, slab, seen) {
+            return Ok(());
+        }
+        seen.params[index][slab] = self.writes(index, slab);
+        let what = format!(
+            "{} was written in memory that it has left, so the values are lost; call `synchronize`, then write \
+             through `Param::data`",
+            self.params[index].name
+        );
+        Err(Error::config("parameter", what))
     }
 
     /// How often a parameter was lent for writing in one of the slabs.

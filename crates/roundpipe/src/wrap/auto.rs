@@ -11,6 +11,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Deref;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -19,9 +20,10 @@ use roundpipe_tensor::{Cx, Gradients, HostTensor, Param, Result as TensorResult,
 use super::back::AutoForward;
 use super::record::{Asked, Recorder, download};
 use super::{Decision, Node, Parts, Place, WrapConfig};
+use crate::checkpoint::{Checkpoint, Saving};
 use crate::config::RunConfig;
 use crate::engine::{
-    HostWorker, Inputs, IntoLosses, Lag, Losses, RoundPipe, StepHandle, TrainingState,
+    HostWorker, Inputs, IntoLosses, Lag, Losses, Restored, RoundPipe, StepHandle, TrainingState,
 };
 use crate::error::{Error, Result};
 use crate::exec::ring::Ring;
@@ -282,6 +284,30 @@ impl AutoWrapped {
     pub fn load_training_state(&self, state: &TrainingState) -> Result<()> {
         let whole = self.whole("load_training_state")?;
         whole.load_training_state(state)
+    }
+
+    /// Orders a checkpoint of all engines, as [`RoundPipe::save`].
+    ///
+    /// # Errors
+    /// As [`RoundPipe::save`].
+    pub fn save(&self, path: impl AsRef<Path>, notes: impl Into<String>) -> Result<Saving> {
+        self.whole("save")?.save(path, notes)
+    }
+
+    /// Goes on from a checkpoint, as [`RoundPipe::restore`].
+    ///
+    /// # Errors
+    /// As [`RoundPipe::restore`].
+    pub fn restore(&self, path: impl AsRef<Path>) -> Result<Restored> {
+        self.whole("restore")?.restore(path)
+    }
+
+    /// The same with a checkpoint that is open already, as [`RoundPipe::restore_from`].
+    ///
+    /// # Errors
+    /// As [`RoundPipe::restore`].
+    pub fn restore_from(&self, checkpoint: &Checkpoint) -> Result<Restored> {
+        self.whole("restore")?.restore_from(checkpoint)
     }
 
     /// Writes parameters and buffers of engines by their names in the tree, as

@@ -2,6 +2,7 @@
 
 mod api;
 mod chains;
+mod checkpoints;
 mod data;
 mod faults;
 mod finite;
