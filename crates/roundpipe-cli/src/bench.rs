@@ -13,12 +13,13 @@ use clap::ValueEnum;
 use roundpipe::optim::AdamW;
 use roundpipe::trace::{Lane, Span};
 use roundpipe::{
-    Bytes, Cx, DType, Device, DeviceKind, Grain, HostBudget, HostTensor, Inputs, Lag,
-    LossReduction, Meta, Params, PlanKind, RngSite, RoundPipe, Rule, RunConfig, Shape, Update,
-    Worker,
+    Bytes, Device, DeviceKind, Grain, HostBudget, HostTensor, Inputs, Lag, LossReduction, Meta,
+    Params, PlanKind, RngSite, RoundPipe, Rule, RunConfig, Shape, Update,
 };
 use roundpipe_models::memory::host_memory;
 use roundpipe_models::{LoraConfig, LoraTargets, Model, TrainMode, preset};
+
+use roundpipe_train::machine::{self, processors, product_rate};
 
 use crate::place::Place;
 use crate::{bounds, open};
@@ -442,46 +443,6 @@ fn round(x: f64, digits: i32) -> f64 {
     (x * scale).round() / scale
 }
 
-/// Operations per second of a large product on this device: what a floor is computed with.
-fn product_rate(device: Arc<dyn Device>, dtype: DType) -> anyhow::Result<f64> {
-    let size: usize = if device.id().kind.is_gpu() { 8192 } else { 512 };
-    let worker = Worker::new(
-        device,
-        Bytes((4 * size * size * dtype.size() + (64 << 20)) as u64),
-    )?;
-    let mut cx = Cx::infer(&worker);
-    let (a, b) = (
-        cx.randn(dtype, &[size, size])?,
-        cx.randn(dtype, &[size, size])?,
-    );
-    let mut best = f64::INFINITY;
-    for _ in 0..4 {
-        worker.fence()?;
-        let start = Instant::now();
-        for _ in 0..4 {
-            drop(cx.matmul(&a, &b)?);
-        }
-        worker.fence()?;
-        best = best.min(start.elapsed().as_secs_f64() / 4.0);
-    }
-    Ok(2.0 * (size as f64).powi(3) / best)
-}
-
-/// Devices that compute by themselves: workers on one card, or on the host's cores, share it.
-fn processors(engine: &RoundPipe) -> usize {
-    let id = |worker: &Worker| match worker.device().id() {
-        id if id.kind.is_gpu() => id.index,
-        _ => 0,
-    };
-    engine
-        .ring()
-        .workers()
-        .iter()
-        .map(id)
-        .collect::<std::collections::BTreeSet<_>>()
-        .len()
-}
-
 /// Most memory in use of any GPU's arena; 0 without one.
 fn gpu_peak(engine: &RoundPipe) -> f64 {
     let gpus = engine
@@ -494,15 +455,7 @@ fn gpu_peak(engine: &RoundPipe) -> f64 {
 
 /// Most memory of the process, as the system counts it; else what the engine holds.
 fn host_peak(engine: &RoundPipe) -> f64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let peak = status.lines().find_map(|line| {
-        let kib = line
-            .strip_prefix("VmHWM:")?
-            .trim()
-            .strip_suffix("kB")?
-            .trim();
-        kib.parse::<f64>().ok()
-    });
+    let peak = machine::host_peak();
     let held = engine.host_bytes().total() as f64 + engine.ring().host_use().peak.0 as f64;
-    peak.map_or(held, |kib| kib * 1024.0) / f64::from(1 << 30)
+    peak.map_or(held, |bytes| bytes as f64) / f64::from(1 << 30)
 }

@@ -19,7 +19,7 @@ use crate::terminal::Output;
 /// pipe gets the text as it is.
 #[derive(Debug, clap::Args)]
 pub struct GenerateCmd {
-    /// A folder, or a hub id such as Qwen/Qwen3-0.6B
+    /// A folder, a run's folder, or a hub id such as Qwen/Qwen3-0.6B
     model: String,
     /// What to say to the model
     #[arg(long)]
@@ -68,9 +68,14 @@ impl GenerateCmd {
         );
         // Notes go beside the answer, which goes to `out`.
         let devices = self.place.open(&mut std::io::stderr())?;
-        let opened = open::model(&self.model, self.dtype.map(Into::into), &self.place)?;
+        let run = roundpipe_train::run_model(self.model.as_ref())?;
+        let (name, trained) = match run {
+            Some(run) => (run.base, run.adapter),
+            None => (self.model.clone(), None),
+        };
+        let opened = open::model(&name, self.dtype.map(Into::into), &self.place)?;
         let mut model = opened.model;
-        if let Some(adapter) = &self.adapter {
+        if let Some(adapter) = self.adapter.as_ref().or(trained.as_ref()) {
             model.load_adapter(adapter)?;
         }
         let tokenizer = Tokenizer::open(&opened.path)?;

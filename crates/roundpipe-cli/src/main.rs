@@ -7,16 +7,26 @@ mod demo;
 mod generate;
 mod open;
 mod place;
+mod screen;
 mod terminal;
+mod train;
 
 use std::io::{self, Write};
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use clap::{Parser, Subcommand};
+use signal_hook::consts::{SIGINT, SIGTERM};
+
+/// Interrupted, and the same command goes on.
+const INTERRUPTED: u8 = 4;
 
 /// Train language models on the hardware you have.
 ///
-/// Without a command, trains a small transformer on a story that ships with the program.
+/// Without a command, trains a small transformer on stories that ship with the program.
+///
+/// Exit codes: 0 done, 1 failed, 2 wrong usage, 3 does not fit, 4 interrupted and resumable.
 #[derive(Debug, Parser)]
 #[command(name = "roundpipe", version)]
 struct Cli {
@@ -26,9 +36,39 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    Demo(demo::DemoCmd),
+    Train(train::TrainCmd),
     Generate(generate::GenerateCmd),
     Bench(bench::BenchCmd),
+    Demo(demo::DemoCmd),
+}
+
+/// Why the program ends without having done all it was asked for.
+pub enum Failure {
+    /// With this code and line.
+    Coded(u8, String),
+    /// Asked to stop; what was done is saved.
+    Interrupted(String),
+    /// Anything else.
+    Other(anyhow::Error),
+}
+
+impl Failure {
+    /// Arguments that cannot work.
+    fn usage(what: String) -> Self {
+        Self::Coded(2, what)
+    }
+}
+
+impl From<anyhow::Error> for Failure {
+    fn from(error: anyhow::Error) -> Self {
+        Self::Other(error)
+    }
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        Self::Other(error.into())
+    }
 }
 
 fn main() -> ExitCode {
@@ -44,24 +84,42 @@ fn main() -> ExitCode {
         .unwrap_or_else(|| Command::Demo(demo::DemoCmd::default()));
     let mut out = io::stdout().lock();
     let done = match command {
-        Command::Demo(demo) => demo.run(&mut out),
-        Command::Generate(generate) => generate.run(&mut out),
-        Command::Bench(bench) => bench.run(&mut out),
+        Command::Train(train) => signals().and_then(|stop| train.run(&mut out, &stop)),
+        Command::Demo(demo) => signals().and_then(|stop| demo.run(&mut out, &stop)),
+        Command::Generate(generate) => generate.run(&mut out).map_err(Failure::from),
+        Command::Bench(bench) => bench.run(&mut out).map_err(Failure::from),
     };
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => {
-            let line = error
-                .chain()
-                .map(ToString::to_string)
-                .collect::<Vec<_>>()
-                .join(": ");
-            // Nothing sensible is left to do when even this cannot be written.
-            let _ = writeln!(io::stderr(), "error: {}", terminal::one_line(&line));
-            ExitCode::FAILURE
+    let (code, line) = match done {
+        Ok(()) => return ExitCode::SUCCESS,
+        Err(Failure::Other(error)) if is_closed_pipe(&error) => return ExitCode::SUCCESS,
+        Err(Failure::Other(error)) => {
+            let causes = error.chain().map(ToString::to_string);
+            (
+                1,
+                format!("error: {}", causes.collect::<Vec<_>>().join(": ")),
+            )
         }
+        Err(Failure::Coded(code, line)) => (code, format!("error: {line}")),
+        Err(Failure::Interrupted(line)) => (INTERRUPTED, line),
+    };
+    // Nothing sensible is left to do when even this cannot be written.
+    let _ = writeln!(io::stderr(), "{}", terminal::one_line(&line));
+    ExitCode::from(code)
+}
+
+/// A flag that Ctrl+C and SIGTERM set; the second one ends the program at once.
+fn signals() -> Result<Arc<AtomicBool>, Failure> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        // In this order: the first one finds the flag unset, sets it and goes on.
+        signal_hook::flag::register_conditional_shutdown(
+            signal,
+            i32::from(INTERRUPTED),
+            stop.clone(),
+        )?;
+        signal_hook::flag::register(signal, stop.clone())?;
     }
+    Ok(stop)
 }
 
 /// The reader of our output (`| head`) has closed the pipe: that is no failure.

@@ -151,8 +151,20 @@ impl Source {
                 })
             })
             .collect::<Result<_>>()?;
-        let files = Arc::new(files);
-        let members = split(&files, options.validation)?;
+        Self::assemble(Arc::new(files), options.validation)
+    }
+
+    /// The same files with other rows kept for validation, for a caller who wants to know first how
+    /// many there are.
+    ///
+    /// # Errors
+    /// [`Error::Setting`] when no row would be left to train on.
+    pub fn with_validation(self, validation: Validation) -> Result<Self> {
+        Self::assemble(self.train.shared.files.clone(), validation)
+    }
+
+    fn assemble(files: Arc<Vec<OpenFile>>, validation: Validation) -> Result<Self> {
+        let members = split(&files, validation)?;
         let train = members.iter().zip(files.iter()).map(|(member, file)| {
             let member = member.as_ref();
             member.map(|kept| Subset::new(file.data.rows(), |row| !kept.has(row)))
@@ -373,8 +385,11 @@ impl Order {
         self.shared.files[file].data.example(row)
     }
 
-    /// An error about the row at `place`.
-    pub(crate) fn refuse(&self, place: u64, what: impl Into<String>) -> Error {
+    /// An error about the row at `place`: file, row and `what`.
+    ///
+    /// # Panics
+    /// As [`Order::example`].
+    pub fn refuse(&self, place: u64, what: impl Into<String>) -> Error {
         let (file, row) = self.find(place);
         self.shared.files[file].data.refuse(row, what)
     }

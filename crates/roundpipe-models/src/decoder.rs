@@ -193,6 +193,7 @@ impl Model {
         let rope = RopeTables::zeros(c.max_positions, c.head_dim)?;
         let embed = Embed {
             weight: make.normal(&[c.vocab, c.hidden], 0.02)?,
+            noise: 0.0,
         };
         let blocks: TensorResult<Vec<_>> = (0..c.layers)
             .map(|i| Block::new(c, i, make, &rope))
@@ -242,6 +243,40 @@ impl Model {
             .iter_mut()
             .for_each(|block| block.any_order = fast);
         self.assemble();
+    }
+
+    /// Spreads a share of each target evenly over all tokens, in training. Engines made before do
+    /// not see it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a share that is not from 0 to 1.
+    pub fn label_smoothing(&mut self, share: f64) -> Result<()> {
+        if !(0.0..=1.0).contains(&share) {
+            return Err(Error::argument(
+                "label_smoothing",
+                format!("{share} is not from 0 to 1"),
+            ));
+        }
+        self.head.smoothing = share;
+        self.assemble();
+        Ok(())
+    }
+
+    /// Adds noise to the embeddings in training, as NEFTune does: uniform, of at most
+    /// alpha / sqrt(length · hidden). 5 is usual, 0 is off. Engines made before do not see it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for an alpha that is negative or not finite.
+    pub fn neftune(&mut self, alpha: f64) -> Result<()> {
+        if !(alpha.is_finite() && alpha >= 0.0) {
+            return Err(Error::argument(
+                "neftune",
+                format!("{alpha} is no alpha; use a number from 0 on, such as 5"),
+            ));
+        }
+        self.embed.noise = alpha;
+        self.assemble();
+        Ok(())
     }
 
     /// The type of the parameters.

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use roundpipe::engine::{Inputs, MicrobatchOutputs};
 use roundpipe::{
-    Device, HostTensor, Lag, MergeOutput, OutputDevice, Params, Ring, RingOptions, RoundPipe,
+    Device, HostTensor, Lag, MergeOutput, OutputDevice, Pin, Params, Ring, RingOptions, RoundPipe,
     RunConfig, Sequential, Tree,
 };
 
@@ -82,13 +82,25 @@ impl Generator {
             .map(|(_, p)| p.bytes() as u64)
             .sum();
         let room = ring.workers()[0].pool().capacity().0 as f64 * RESIDENT_SHARE;
-        let resident = bytes as f64 <= room;
+        Self::build(model, &ring, options.pin, bytes as f64 <= room)
+    }
+
+    /// The same on workers that another engine has: weights are sent there when they are used, so
+    /// no memory is taken from that engine but while a text is written.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn on_ring(model: &Model, ring: &Ring, pin: Pin) -> Result<Self> {
+        Self::build(model, ring, pin, false)
+    }
+
+    fn build(model: &Model, ring: &Ring, pin: Pin, resident: bool) -> Result<Self> {
         let engine = RoundPipe::builder(model.layers.clone())
             .name("generate")
             .max_lag(Lag::Zero)
             .inference(true)
-            .ring(&ring)
-            .pin(options.pin)
+            .ring(ring)
+            .pin(pin)
             .resident(resident)
             .build()?;
         engine.set_training(false);

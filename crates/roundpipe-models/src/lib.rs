@@ -30,7 +30,6 @@ pub mod pretrained;
 
 pub mod generate;
 pub mod sample;
-pub mod text;
 
 pub use config::{Family, ModelConfig};
 pub use decoder::Model;
@@ -45,7 +44,6 @@ pub use presets::preset;
 pub use pretrained::read_config;
 pub use roundpipe_files::{Tensors, View, Weights, read_tensors, weights, write_tensors};
 pub use sample::Sampler;
-pub use text::{DEMO_TEXT, Windows, continue_text};
 
 /// The programs of the README, run as tests.
 #[cfg(doctest)]

@@ -181,6 +181,20 @@ impl Error {
         }
     }
 
+    /// Whether a worker or the host has less memory than was asked for: fewer samples at a time, a
+    /// smaller model or more memory would help.
+    pub fn is_out_of_memory(&self) -> bool {
+        use roundpipe_tensor::Error::{DeviceMemory, HostMemory};
+        match self {
+            Self::Task { cause, .. } | Self::Undone { cause, .. } => cause.is_out_of_memory(),
+            Self::Tensor(cause) | Self::Layer { cause, .. } => {
+                matches!(cause, DeviceMemory { .. } | HostMemory { .. })
+            }
+            Self::Config { name, .. } => matches!(*name, "memory" | "host memory"),
+            _ => false,
+        }
+    }
+
     /// Shorthand for [`Error::Config`].
     pub fn config(name: &'static str, what: impl Into<String>) -> Self {
         Self::Config {

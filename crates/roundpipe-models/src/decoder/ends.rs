@@ -14,6 +14,8 @@ use crate::config::ModelConfig;
 pub(crate) struct Embed {
     /// [vocab, H].
     pub(crate) weight: Param,
+    /// NEFTune's alpha: the size of the noise that training adds; 0 is off.
+    pub(crate) noise: f64,
 }
 
 impl Params for Embed {
@@ -27,8 +29,40 @@ impl Layer for Embed {
         let mut flow = inputs::read(cx, fields(input)?)?;
         let ids = take(&mut flow, "ids")?;
         let weight = cx.get(&self.weight)?;
-        flow.insert("hidden".into(), cx.embedding(&weight, &ids)?.into());
+        let mut hidden = cx.embedding(&weight, &ids)?;
+        if self.noise > 0.0 && cx.is_training() {
+            hidden = self.noisy(cx, &hidden, &flow)?;
+        }
+        flow.insert("hidden".into(), hidden.into());
         Ok(Tree::Map(flow))
+    }
+}
+
+impl Embed {
+    /// Uniform noise of at most alpha / sqrt(L · H), where L is the length of a sequence, or the mean
+    /// length of those in a packed row.
+    fn noisy(&self, cx: &mut Cx, hidden: &Tensor, flow: &Flow) -> TensorResult<Tensor> {
+        let dims = hidden.dims().to_vec();
+        let noise = cx.uniform(hidden.dtype(), &dims, -1.0, 1.0)?;
+        let Some(lens) = optional(flow, "lens")? else {
+            let elements: usize = dims[1..].iter().product();
+            let noise = cx.mul_scalar(&noise, self.noise / (elements as f64).sqrt())?;
+            return cx.add(hidden, &noise);
+        };
+        // Sequences at the end of `lens` may be empty.
+        let ends = cx.cast(&lens, DType::F32)?;
+        let count = ends.numel() - 1;
+        let last = cx.narrow(&ends, 0, 1, count)?;
+        let first = cx.narrow(&ends, 0, 0, count)?;
+        let lengths = cx.sub(&last, &first)?;
+        let is_real = cx.ne_scalar(&lengths, 0.0)?;
+        let is_real = cx.cast(&is_real, DType::F32)?;
+        let sequences = cx.sum_all(&is_real)?;
+        let scale = cx.sqrt(&sequences)?;
+        let scale = cx.mul_scalar(&scale, self.noise / (hidden.numel() as f64).sqrt())?;
+        let scale = cx.cast(&scale, hidden.dtype())?;
+        let noise = cx.mul(&noise, &scale)?;
+        cx.add(hidden, &noise)
     }
 }
 
@@ -38,6 +72,8 @@ pub(crate) struct Head {
     pub(crate) norm: RmsNorm,
     /// [vocab, H].
     pub(crate) weight: Param,
+    /// Share of the target that is spread over all tokens, in training.
+    pub(crate) smoothing: f64,
     /// Share of the load-balancing loss.
     aux_coef: f64,
     /// Blocks with experts.
@@ -53,6 +89,7 @@ impl Head {
                 eps: config.eps,
             },
             weight,
+            smoothing: 0.0,
             aux_coef: moe.map_or(0.0, |moe| moe.aux_coef),
             sparse: moe.map_or(0, |moe| moe.sparse.iter().filter(|sparse| **sparse).count()),
         })
@@ -61,7 +98,11 @@ impl Head {
     fn loss(&self, cx: &mut Cx, x: &Tensor, mut flow: Flow) -> TensorResult<Tensor> {
         let labels = take(&mut flow, "labels")?;
         let weight = cx.get(&self.weight)?;
-        let mut loss = cx.linear_cross_entropy(x, &weight, &labels, CrossEntropy::default())?;
+        let options = CrossEntropy {
+            label_smoothing: if cx.is_training() { self.smoothing } else { 0.0 },
+            ..CrossEntropy::default()
+        };
+        let mut loss = cx.linear_cross_entropy(x, &weight, &labels, options)?;
         // Outside training the balance is there only to be shown.
         if cx.is_training() && flow.contains_key("aux.shares") {
             let aux = self.balance(cx, &flow, labels.numel(), self.aux_coef)?;

@@ -30,6 +30,14 @@ impl Model {
     /// # Errors
     /// [`Error::Argument`] when there are none; [`Error::File`] when the folder cannot be written.
     pub fn save_adapter(&self, dir: impl AsRef<Path>) -> Result<()> {
+        self.save_adapter_of(dir, None)
+    }
+
+    /// The same with the name of the model that the branches belong to, where PEFT looks for it.
+    ///
+    /// # Errors
+    /// As [`Model::save_adapter`].
+    pub fn save_adapter_of(&self, dir: impl AsRef<Path>, base: Option<&str>) -> Result<()> {
         let dir = dir.as_ref();
         let config = self.lora.as_ref();
         let config = config
@@ -56,7 +64,7 @@ impl Model {
                 ));
             }
         }
-        write(&dir.join(CONFIG), &self.adapter_json(config))?;
+        write(&dir.join(CONFIG), &self.adapter_json(config, base))?;
         let metadata = [("format".to_owned(), "pt".to_owned())].into();
         write_tensors(dir.join(TENSORS), &metadata, &tensors)?;
         Ok(())
@@ -195,7 +203,7 @@ impl Model {
         format!("base_model.model.{block}mlp.experts{level}")
     }
 
-    fn adapter_json(&self, config: &LoraConfig) -> Value {
+    fn adapter_json(&self, config: &LoraConfig, base: Option<&str>) -> Value {
         let (mut modules, mut parameters) = (BTreeSet::new(), BTreeSet::new());
         for (name, _) in self.projections().filter(|(_, p)| p.adapter.is_some()) {
             let short = name.splitn(4, '.').nth(3).unwrap_or(&name).to_owned();
@@ -215,7 +223,7 @@ impl Model {
             0.0
         };
         json!({
-            "base_model_name_or_path": null,
+            "base_model_name_or_path": base,
             "bias": "none",
             "fan_in_fan_out": false,
             "inference_mode": true,

@@ -1,0 +1,190 @@
+//! `roundpipe train`: from a model and files of examples to a fine-tuned model.
+
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use roundpipe_train::settings::Settings;
+use roundpipe_train::{Error, Given, Outcome, Request};
+
+use crate::Failure;
+use crate::screen::Screen;
+
+/// Fine-tune a model on your examples, fully or with LoRA
+///
+/// Files may be JSON lines, JSON, CSV, parquet or text, plain, gzip or zstd, with conversations
+/// (messages, ShareGPT), Alpaca rows, prompts with completions, or texts. Everything else has a
+/// default. Interrupted, the same command goes on where it was; the result is in RUN/model.
+#[derive(Debug, Default, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct TrainCmd {
+    /// MODEL DATA… key=value…: a folder or hub id, then files or folders, and settings by name
+    args: Vec<String>,
+    /// Train low-rank adapters: a fraction of the memory
+    #[arg(long)]
+    lora: bool,
+    /// The run's folder [default: runs/MODEL-DATA]
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// How often all rows are taken [default: 3, texts 1]
+    #[arg(long, conflicts_with = "steps")]
+    epochs: Option<u64>,
+    /// Optimizer steps, instead of epochs
+    #[arg(long)]
+    steps: Option<u64>,
+    /// Steps between checkpoints [default: a tenth of the run]
+    #[arg(long)]
+    save_every: Option<u64>,
+    /// Start from random weights of a preset instead of a model
+    #[arg(long, value_name = "PRESET")]
+    init: Option<String>,
+    /// Devices: cuda, cuda:0,cuda:1, cpu or cpu:2 [default: every GPU, or the processor]
+    #[arg(long)]
+    devices: Option<String>,
+    /// The most to take of each GPU, for example 24GiB
+    #[arg(long)]
+    gpu_memory: Option<String>,
+    /// The most that training may take of the host's memory
+    #[arg(long)]
+    host_memory: Option<String>,
+    /// A file of settings; arguments win
+    #[arg(long)]
+    config: Option<PathBuf>,
+    /// Print all settings with what they mean, and train nothing
+    #[arg(long)]
+    print_config: bool,
+    /// Serve a live page on this machine, on this port or any
+    #[arg(long, value_name = "PORT", num_args = 0..=1, default_missing_value = "0")]
+    watch: Option<u16>,
+}
+
+const EXAMPLES: &str = "Examples:
+  roundpipe train Qwen/Qwen3-0.6B chats.jsonl
+  roundpipe train ./model chats.jsonl books=0.5 --lora lora_rank=32 lr=1e-4
+  roundpipe train --init tiny story.txt --steps 300
+  roundpipe train --out runs/mine            go on with a run";
+
+impl TrainCmd {
+    pub fn run(self, out: &mut dyn Write, stop: &Arc<AtomicBool>) -> Result<(), Failure> {
+        let given = self.given()?;
+        if self.print_config {
+            let mut settings = Settings::default();
+            given.apply(&mut settings);
+            write!(out, "{}", settings.to_toml())?;
+            return Ok(());
+        }
+        let request = Request {
+            given,
+            watch: self.watch.map(|port| (port != 0).then_some(port)),
+        };
+        train(&request, out, stop)
+    }
+
+    /// All settings that were given: the file's, then arguments, then options.
+    fn given(&self) -> Result<Given, Failure> {
+        let file = match &self.config {
+            Some(path) => Given::file(path)?,
+            None => Given::default(),
+        };
+        let mut given = Given::default();
+        let mut names = Vec::new();
+        for argument in &self.args {
+            if is_setting(argument) {
+                given.argument(argument)?;
+            } else {
+                names.push(argument.clone());
+            }
+        }
+        let mut names = names.into_iter();
+        let has_model = ["model", "init"]
+            .iter()
+            .any(|key| given.has(key) || file.has(key));
+        if self.init.is_none()
+            && !has_model
+            && let Some(model) = names.next()
+        {
+            given.put("model", model, "MODEL".into())?;
+        }
+        let data: Vec<String> = names.collect();
+        if !data.is_empty() {
+            given.put("data", data, "DATA".into())?;
+        }
+        self.options(&mut given)?;
+        Ok(file.under(given))
+    }
+
+    fn options(&self, given: &mut Given) -> Result<(), Failure> {
+        if self.lora {
+            given.put("method", "lora", "--lora".into())?;
+        }
+        let out = self.out.as_ref().map(|path| path.display().to_string());
+        let texts = [
+            ("out", out.as_ref(), "--out"),
+            ("init", self.init.as_ref(), "--init"),
+            ("devices", self.devices.as_ref(), "--devices"),
+            ("gpu_memory", self.gpu_memory.as_ref(), "--gpu-memory"),
+            ("host_memory", self.host_memory.as_ref(), "--host-memory"),
+        ];
+        for (key, value, option) in texts {
+            if let Some(value) = value {
+                given.put(key, value.as_str(), option.into())?;
+            }
+        }
+        let numbers = [
+            ("epochs", self.epochs, "--epochs"),
+            ("steps", self.steps, "--steps"),
+            ("save_every", self.save_every, "--save-every"),
+        ];
+        for (key, value, option) in numbers {
+            if let Some(value) = value {
+                let value = i64::try_from(value).unwrap_or(i64::MAX);
+                given.put(key, value, option.into())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether an argument is `key=value` rather than a file with a weight.
+fn is_setting(argument: &str) -> bool {
+    let Some((key, _)) = argument.split_once('=') else {
+        return false;
+    };
+    let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
+    let is_key = !key.is_empty() && key.chars().all(is_word);
+    is_key && !Path::new(key).exists() && !Path::new(argument).exists()
+}
+
+/// Trains, and says where the result is.
+pub fn train(
+    request: &Request,
+    out: &mut dyn Write,
+    stop: &Arc<AtomicBool>,
+) -> Result<(), Failure> {
+    let mut screen = Screen::new(out, std::io::stdout().is_terminal());
+    let outcome = roundpipe_train::run(request, &mut screen, stop);
+    let lost = screen.finish();
+    match outcome? {
+        Outcome::Finished { model, folder } => {
+            lost?;
+            writeln!(out, "the result is in {}", model.display())?;
+            let folder = folder.display();
+            writeln!(
+                out,
+                "try it: roundpipe generate {folder} --prompt \"Who are you?\""
+            )?;
+            Ok(())
+        }
+        Outcome::Interrupted { step, folder } => Err(Failure::Interrupted(format!(
+            "interrupted; step {step} is saved, and `roundpipe train --out {}` goes on",
+            folder.display()
+        ))),
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Coded(error.exit_code(), error.to_string())
+    }
+}

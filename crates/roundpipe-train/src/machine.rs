@@ -1,0 +1,69 @@
+//! What this machine can do and what it uses: the figures that a run is set beside.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Instant;
+
+use roundpipe::{Bytes, Cx, DType, Device, RoundPipe, TensorResult, Worker};
+
+/// Operations per second of a large product on this device: what a floor is computed with.
+///
+/// # Errors
+/// When the device has no memory for it.
+pub fn product_rate(device: Arc<dyn Device>, dtype: DType) -> TensorResult<f64> {
+    let size: usize = if device.id().kind.is_gpu() {
+        8192
+    } else {
+        1024
+    };
+    let bytes = 4 * size * size * dtype.size() + (64 << 20);
+    let worker = Worker::new(device, Bytes(bytes as u64))?;
+    let mut cx = Cx::infer(&worker);
+    let a = cx.randn(dtype, &[size, size])?;
+    let b = cx.randn(dtype, &[size, size])?;
+    let mut best = f64::INFINITY;
+    for _ in 0..4 {
+        worker.fence()?;
+        let start = Instant::now();
+        for _ in 0..4 {
+            drop(cx.matmul(&a, &b)?);
+        }
+        worker.fence()?;
+        best = best.min(start.elapsed().as_secs_f64() / 4.0);
+    }
+    Ok(2.0 * (size as f64).powi(3) / best)
+}
+
+/// Devices that compute by themselves: workers on one card, or on the host's cores, share it.
+pub fn processors<M>(engine: &RoundPipe<M>) -> usize {
+    let id = |worker: &Worker| match worker.device().id() {
+        id if id.kind.is_gpu() => id.index,
+        _ => 0,
+    };
+    let workers = engine.ring().workers().iter();
+    workers.map(id).collect::<BTreeSet<_>>().len()
+}
+
+/// Most memory in use of each worker's arena.
+pub fn worker_peaks<M>(engine: &RoundPipe<M>) -> Vec<u64> {
+    let workers = engine.ring().workers().iter();
+    workers.map(|worker| worker.usage().high_water.0).collect()
+}
+
+/// Most memory that the process has had, as the system counts it.
+pub fn host_peak() -> Option<u64> {
+    process_memory("VmHWM:")
+}
+
+/// Memory that the process has now, as the system counts it.
+pub fn host_now() -> Option<u64> {
+    process_memory("VmRSS:")
+}
+
+fn process_memory(field: &str) -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    status.lines().find_map(|line| {
+        let kib = line.strip_prefix(field)?.trim().strip_suffix("kB")?;
+        kib.trim().parse::<u64>().ok()?.checked_mul(1024)
+    })
+}

@@ -1,0 +1,272 @@
+//! The model of a run: where it comes from, what of it is trained, and how it is written at the
+//! end.
+//!
+//! # Invariants
+//! - A model whose training does not fit the host is refused before its weights are read.
+//! - `model/` in the run's folder is a complete model, or it is what it was before.
+
+use std::path::{Path, PathBuf};
+
+use roundpipe::{
+    Bytes, DType, HostBudget, Params, Rule, Shape,
+    optim::{Adafactor, Adam, AdamW, Lion, Muon, Sgd},
+};
+use roundpipe_models::tokenizer::Tokenizer;
+use roundpipe_models::{
+    LoraConfig, LoraTargets, Model, ModelConfig, SaveOptions, hub, preset, read_config,
+};
+
+use crate::bytes;
+use crate::error::{Error, Result};
+use crate::folder::RunFolder;
+use crate::settings::{Method, PinName, RuleName, Settings, TypeName};
+
+/// Embedding rows come in multiples of this.
+const VOCAB_MULTIPLE: usize = 64;
+
+/// A model that is to be trained.
+pub(crate) struct Trained {
+    pub model: Model,
+    pub tokenizer: Tokenizer,
+    /// Where the tokenizer's files are.
+    pub files: PathBuf,
+    /// The type to save weights in.
+    pub saved_dtype: Option<DType>,
+}
+
+/// Where a model will come from: known before it is read.
+pub(crate) struct Origin {
+    pub config: ModelConfig,
+    pub tokenizer: Tokenizer,
+    files: PathBuf,
+    weights: Option<PathBuf>,
+}
+
+impl Origin {
+    /// Finds the model and opens its tokenizer.
+    pub fn find(settings: &Settings, folder: &RunFolder) -> Result<Self> {
+        let Some(name) = &settings.init else {
+            let Some(model) = &settings.model else {
+                let what = "no model is given; name a folder or a hub id, or --init a preset";
+                return Err(Error::Usage(what.into()));
+            };
+            let path = hub::resolve(model)?;
+            if path.join("adapter_config.json").is_file() && !path.join("config.json").is_file() {
+                return Err(Error::Usage(format!(
+                    "{model}: is an adapter, not a model; name the model that it belongs to"
+                )));
+            }
+            return Ok(Self {
+                config: read_config(&path)?,
+                tokenizer: Tokenizer::open(&path)?,
+                files: path.clone(),
+                weights: Some(path),
+            });
+        };
+        if settings.model.is_some() {
+            let what = "model and init are both given; a run starts from weights or from nothing";
+            return Err(Error::Usage(what.into()));
+        }
+        let config = preset(name).map_err(|e| Error::Usage(format!("init: {e}")))?;
+        let files = match &settings.tokenizer {
+            Some(tokenizer) => hub::resolve(tokenizer)?,
+            None => {
+                let files = folder.file("tokenizer");
+                bytes::write(&files)?;
+                files
+            }
+        };
+        let tokenizer = Tokenizer::open(&files)?;
+        let config = config.with(&serde_json::json!({
+            "vocab_size": tokenizer.vocab_size().next_multiple_of(VOCAB_MULTIPLE),
+            "eos_token_id": tokenizer.eos().first(),
+            "bos_token_id": tokenizer.bos(),
+        }))?;
+        Ok(Self {
+            config,
+            tokenizer,
+            files,
+            weights: None,
+        })
+    }
+
+    /// The weights, with adapters where they are trained. `dtype`, `seq` are resolved by now.
+    pub fn load(self, settings: &Settings, seq: usize) -> Result<Trained> {
+        let dtype = settings.dtype.map(DType::from);
+        let mut config = self.config;
+        let saved_dtype = config.dtype;
+        if self.weights.is_none() && seq > config.max_positions {
+            config = config.with(&serde_json::json!({ "max_position_embeddings": seq }))?;
+        }
+        let type_now = dtype.or(config.dtype).unwrap_or(DType::F32);
+        check_host(settings, &config, type_now)?;
+        let mut model = match &self.weights {
+            None => Model::random(config, type_now, settings.seed)?,
+            Some(path) if settings.pin == PinName::Off => Model::load_mapped(path, dtype)?,
+            Some(path) => Model::load(path, dtype)?,
+        };
+        adapt(&mut model, settings)?;
+        model.fast_attention(settings.fast_attention);
+        model.label_smoothing(settings.label_smoothing)?;
+        model.neftune(settings.neftune)?;
+        Ok(Trained {
+            model,
+            tokenizer: self.tokenizer,
+            files: self.files,
+            saved_dtype,
+        })
+    }
+}
+
+fn adapt(model: &mut Model, settings: &Settings) -> Result<()> {
+    if settings.method == Method::Full {
+        return Ok(());
+    }
+    let is_all = settings.lora_targets == ["all-linear"];
+    let targets = if is_all {
+        LoraTargets::AllLinear
+    } else {
+        LoraTargets::Names(settings.lora_targets.clone())
+    };
+    let config = LoraConfig {
+        rank: settings.lora_rank,
+        alpha: settings.lora_alpha,
+        dropout: settings.lora_dropout,
+        targets,
+        seed: settings.seed,
+        rslora: settings.lora_rslora,
+    };
+    model
+        .add_lora(&config)
+        .map_err(|e| Error::Usage(format!("lora: {e}")))
+}
+
+/// Compares what training takes with what the host has left, and with what the user allows.
+fn check_host(settings: &Settings, config: &ModelConfig, dtype: DType) -> Result<()> {
+    let mut model = Model::empty(config.clone(), dtype)?;
+    adapt(&mut model, settings)?;
+    let budget = host_budget(&model, settings);
+    let fits = |limit: Bytes, what: &str| {
+        let checked = budget.check(limit);
+        checked.map_err(|e| Error::DoesNotFit(format!("{what}{e}")))
+    };
+    if let Some(limit) = settings.host_memory {
+        fits(limit, "host_memory: ")?;
+    }
+    match roundpipe::host_memory::available() {
+        // Mapped weights come from files; only what is trained must be there.
+        Some(left) if settings.pin != PinName::Off => fits(left, ""),
+        _ => Ok(()),
+    }
+}
+
+/// Host memory of training, by name; activations are not known yet.
+pub(crate) fn host_budget(model: &Model, settings: &Settings) -> HostBudget {
+    let mut params: Vec<_> = model.layers.named_params();
+    params.sort_by_key(|(_, param)| param.id());
+    params.dedup_by_key(|(_, param)| param.id());
+    let moments = rule(settings).moment_shapes(&Shape::default()).len() as u64;
+    let params = params.iter().map(|(_, param)| param);
+    HostBudget::training(params, moments, settings.lag == 1)
+}
+
+/// The optimizer's rule with the settings that were given.
+pub(crate) fn rule(settings: &Settings) -> Rule {
+    let decay = settings.weight_decay;
+    match settings.optimizer {
+        RuleName::AdamW => {
+            let default = AdamW::default();
+            Rule::AdamW(AdamW {
+                weight_decay: decay.unwrap_or(default.weight_decay),
+                beta1: settings.beta1.unwrap_or(default.beta1),
+                beta2: settings.beta2.unwrap_or(default.beta2),
+                ..default
+            })
+        }
+        RuleName::Adam => {
+            let default = Adam::default();
+            Rule::Adam(Adam {
+                weight_decay: decay.unwrap_or(default.weight_decay),
+                beta1: settings.beta1.unwrap_or(default.beta1),
+                beta2: settings.beta2.unwrap_or(default.beta2),
+                ..default
+            })
+        }
+        RuleName::Sgd => Rule::Sgd(Sgd {
+            weight_decay: decay.unwrap_or(0.0),
+            momentum: settings.momentum.unwrap_or(0.9),
+            ..Sgd::default()
+        }),
+        RuleName::Lion => {
+            let default = Lion::default();
+            Rule::Lion(Lion {
+                weight_decay: decay.unwrap_or(default.weight_decay),
+                beta1: settings.beta1.unwrap_or(default.beta1),
+                beta2: settings.beta2.unwrap_or(default.beta2),
+                ..default
+            })
+        }
+        RuleName::Muon => {
+            let muon = Muon {
+                weight_decay: decay.unwrap_or(0.1),
+                momentum: settings.momentum.unwrap_or(0.95),
+                adjust_lr: roundpipe::optim::AdjustLr::MatchRmsAdamW,
+                ..Muon::default()
+            };
+            let default = AdamW::default();
+            let adamw = AdamW {
+                weight_decay: decay.unwrap_or(default.weight_decay),
+                beta1: settings.beta1.unwrap_or(default.beta1),
+                beta2: settings.beta2.unwrap_or(default.beta2),
+                ..default
+            };
+            Rule::Muon {
+                matrices: muon,
+                rest: adamw,
+            }
+        }
+        RuleName::Adafactor => Rule::Adafactor(Adafactor {
+            weight_decay: decay.unwrap_or(0.0),
+            ..Adafactor::default()
+        }),
+    }
+}
+
+/// Writes the finished model, or its adapter, into `model/` of the run's folder.
+pub(crate) fn write_result(
+    trained: &Trained,
+    settings: &Settings,
+    folder: &RunFolder,
+) -> Result<PathBuf> {
+    let target = folder.file("model");
+    let partial = folder.file("model.partial");
+    let old = folder.file("model.old");
+    let clear = |path: &Path| match std::fs::remove_dir_all(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", path, &e)),
+        _ => Ok(()),
+    };
+    let rename = |from: &Path, to: &Path| {
+        std::fs::rename(from, to).map_err(|e| Error::io("rename", from, &e))
+    };
+    clear(&partial)?;
+    clear(&old)?;
+    if settings.method == Method::Lora {
+        let base = settings.model.as_deref();
+        trained.model.save_adapter_of(&partial, base)?;
+    } else {
+        let options = SaveOptions {
+            dtype: trained.saved_dtype.filter(|d| TypeName::of(*d).is_some()),
+            copy_from: Some(trained.files.clone()),
+            ..SaveOptions::default()
+        };
+        trained.model.save(&partial, options)?;
+    }
+    if target.exists() {
+        rename(&target, &old)?;
+    }
+    rename(&partial, &target)?;
+    roundpipe_files::atomic::sync_folder(folder.path())
+        .map_err(|e| Error::Failed(e.to_string()))?;
+    clear(&old)?;
+    Ok(target)
+}

@@ -1,0 +1,822 @@
+//! The steps of a run: what happens in each, what happens now and then, and how a run ends.
+//!
+//! A step takes a batch from the stream, sends it through the engine, and asks for an update. Its
+//! gradient norm is known when the update is done, so a step is told of when the next has its loss.
+//! Behind some steps a checkpoint is ordered, which is written beside the steps that follow.
+//!
+//! # Invariants
+//! - Whether and when a run was interrupted leaves no trace in its weights or its losses.
+//! - Validation, samples, saves and reports change no bit of the training.
+//! - A save that fails ends no run; the checkpoint before it stays.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use roundpipe::engine::StepHandle;
+use roundpipe::{
+    Bytes, Checkpoints, DType, GradScaler, LrSchedule, Params, PlanKind, RoundPipe, Saving, Update,
+};
+use roundpipe_data::{Position, Stream, TrainBatch};
+use roundpipe_models::TrainMode;
+use roundpipe_report::{
+    End, Eval, Memory, Place as MemoryPlace, Sample, Save, Server, Start, Step, Timeline,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::batches;
+use crate::error::{Error, Result};
+use crate::machine;
+use crate::model::{host_budget, write_result};
+use crate::progress::{Overview, Telling, Watcher};
+use crate::samples;
+use crate::settings::{Given, Method, Settings};
+use crate::start::{self, Data, Ready, lag, schedule, stream_options};
+
+/// Steps between two timelines of the report.
+const TIMELINE_EVERY: u64 = 50;
+
+/// What is asked for.
+#[derive(Debug, Clone, Default)]
+pub struct Request {
+    /// Settings from a file and from arguments.
+    pub given: Given,
+    /// Serve the live page, on this port or any.
+    pub watch: Option<Option<u16>>,
+}
+
+/// How a run ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Outcome {
+    /// All steps are done, now or before.
+    Finished {
+        /// The folder of the model or adapter.
+        model: PathBuf,
+        /// The run's folder.
+        folder: PathBuf,
+    },
+    /// It was asked to stop, and can go on.
+    Interrupted {
+        /// Steps done and saved.
+        step: u64,
+        /// The run's folder.
+        folder: PathBuf,
+    },
+}
+
+/// What a checkpoint keeps beside the engine's state.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Notes {
+    step: u64,
+    position: Position,
+    tokens_trained: u64,
+    elapsed_s: f64,
+    /// Best validation so far, and how many since were not better.
+    best: Option<(u64, f64)>,
+    worse: u64,
+    /// Parts of a step: more than the settings say where one did not fit.
+    microbatches: usize,
+    /// The step that the metrics may lack, since its norm was not known yet.
+    told_later: Option<Step>,
+}
+
+/// Trains. `stop` asks for an end at the next step, with a checkpoint.
+///
+/// # Errors
+/// One line with the place and the fix; [`Error::exit_code`] says of which kind it is.
+pub fn run(request: &Request, watcher: &mut dyn Watcher, stop: &AtomicBool) -> Result<Outcome> {
+    let (folder, settings, resumes) = start::open_folder(&request.given)?;
+    let finished = folder.file("model");
+    let checkpoints =
+        Checkpoints::open(folder.file("checkpoints"))?.keep_last(settings.keep.max(1));
+    let newest = checkpoints.newest()?;
+    newest.skipped.iter().for_each(|line| watcher.note(line));
+    let notes = match &newest.checkpoint {
+        Some(checkpoint) => Some(read_notes(checkpoint.notes())?),
+        None => None,
+    };
+    if let Some(notes) = &notes {
+        let is_done = settings.steps.is_some_and(|steps| notes.step >= steps);
+        if resumes && is_done && finished.is_dir() {
+            return Ok(Outcome::Finished {
+                model: finished,
+                folder: folder.path().to_path_buf(),
+            });
+        }
+    }
+    let ready = start::prepare(folder, settings, watcher)?;
+    let mut scaler = scaler(&ready.settings);
+    if let Some(checkpoint) = &newest.checkpoint {
+        let restored = ready.engine.restore_from(checkpoint)?;
+        scaler = restored.scaler.or(scaler);
+    }
+    drop(newest);
+    let mut session = Session::open(&ready, notes, scaler, checkpoints, request, watcher)?;
+    session.train(stop)
+}
+
+fn read_notes(text: &str) -> Result<Notes> {
+    serde_json::from_str(text).map_err(|e| {
+        Error::Failed(format!(
+            "the checkpoint was not written by `roundpipe train` ({e}); start another run with --out"
+        ))
+    })
+}
+
+fn scaler(settings: &Settings) -> Option<GradScaler> {
+    let is_f16 = settings.dtype.map(DType::from) == Some(DType::F16);
+    is_f16.then(GradScaler::default)
+}
+
+/// A step whose update may still be under way.
+struct Pending {
+    handle: StepHandle,
+    record: Step,
+}
+
+/// A run under way.
+struct Session<'r> {
+    ready: &'r Ready,
+    schedule: LrSchedule,
+    stream: Stream,
+    scaler: Option<GradScaler>,
+    checkpoints: Checkpoints,
+    telling: Telling<'r>,
+    /// Answers browsers while it lives.
+    _server: Option<Server>,
+    microbatches: usize,
+    step: u64,
+    tokens_trained: u64,
+    best: Option<(u64, f64)>,
+    worse: u64,
+    pending: Option<Pending>,
+    saving: Option<(u64, Saving)>,
+    saved: Option<u64>,
+    /// Operations per second and token: the hardware's limit.
+    limit: Option<f64>,
+    started: Instant,
+    elapsed_before: f64,
+    last_told: Instant,
+    traced: bool,
+}
+
+impl<'r> Session<'r> {
+    fn open(
+        ready: &'r Ready,
+        notes: Option<Notes>,
+        scaler: Option<GradScaler>,
+        checkpoints: Checkpoints,
+        request: &Request,
+        watcher: &'r mut dyn Watcher,
+    ) -> Result<Self> {
+        let settings = &ready.settings;
+        let Data { rows, encoder, .. } = &ready.data;
+        let mut stream = Stream::new(rows.clone(), encoder.clone(), stream_options(settings))?;
+        if let Some(notes) = &notes {
+            stream.seek(&notes.position)?;
+        }
+        let step = notes.as_ref().map_or(0, |notes| notes.step);
+        let resumed_at = notes.as_ref().map(|notes| notes.step);
+        let told_later = notes.as_ref().and_then(|notes| notes.told_later.clone());
+        let mut telling = Telling::open(&ready.folder, resumed_at, told_later, watcher)?;
+        let server = match request.watch {
+            Some(port) => {
+                let server = Server::start(telling.report().clone(), port)
+                    .map_err(|e| Error::Failed(e.to_string()))?;
+                telling.say(&format!("watch at {}", server.url()));
+                Some(server)
+            }
+            None => None,
+        };
+        let microbatches = notes.as_ref().map(|notes| notes.microbatches);
+        let now = Instant::now();
+        let mut session = Self {
+            ready,
+            schedule: schedule(settings)?,
+            stream,
+            scaler,
+            checkpoints,
+            telling,
+            _server: server,
+            microbatches: microbatches.or(settings.microbatches).unwrap_or(1),
+            step,
+            tokens_trained: notes.as_ref().map_or(0, |notes| notes.tokens_trained),
+            best: notes.as_ref().and_then(|notes| notes.best),
+            worse: notes.as_ref().map_or(0, |notes| notes.worse),
+            pending: None,
+            saving: None,
+            saved: resumed_at,
+            limit: None,
+            started: now,
+            elapsed_before: notes.as_ref().map_or(0.0, |notes| notes.elapsed_s),
+            last_told: now,
+            traced: false,
+        };
+        session.limit = session.measure_limit();
+        session.begin(resumed_at)?;
+        Ok(session)
+    }
+
+    /// Tokens per second that the products of a step allow at most.
+    fn measure_limit(&self) -> Option<f64> {
+        let settings = &self.ready.settings;
+        let device = self.ready.devices.first()?;
+        let dtype = settings.dtype.map_or(DType::F32, DType::from);
+        let rate = machine::product_rate(device.clone(), dtype).ok()?;
+        let trains = match settings.method {
+            Method::Full => TrainMode::All,
+            Method::Lora => TrainMode::Adapters,
+        };
+        let config = &self.ready.trained.model.config;
+        let work = config.flops_per_token(settings.seq?, trains);
+        Some(rate * machine::processors(&self.ready.engine) as f64 / work)
+    }
+
+    /// Plans the first batch, with more microbatches where it does not fit, and shows everything.
+    fn begin(&mut self, resumed_at: Option<u64>) -> Result<()> {
+        let plan = self.plan_lines()?;
+        let settings = &self.ready.settings;
+        let model = &self.ready.trained.model;
+        let trained: usize = model
+            .trainable_params()
+            .iter()
+            .map(|(_, param)| param.shape().numel())
+            .sum();
+        let steps = settings.steps.unwrap_or(1);
+        let overview = Overview {
+            data: self.data_lines(),
+            rows: self.ready.data.shown.clone(),
+            model: self.model_lines(trained),
+            plan,
+            steps: (self.step, steps),
+        };
+        self.telling.begin(&overview);
+        let name = settings.model.as_ref().or(settings.init.as_ref());
+        let devices = self.ready.devices.iter();
+        self.telling.record(Start {
+            name: self.ready.folder.path().display().to_string(),
+            model: name.cloned().unwrap_or_default(),
+            method: settings.method.name().to_owned(),
+            parameters: model.num_params() as u64,
+            trained_parameters: trained as u64,
+            steps,
+            devices: devices.map(|device| device.id().to_string()).collect(),
+            time: unix_time(),
+            data: overview.data.join("; "),
+            plan: overview.plan.join("\n"),
+            settings: settings.to_toml(),
+            memory: self.memory(),
+            limit_tokens_per_s: self.limit,
+            resumed_at,
+        });
+        Ok(())
+    }
+
+    fn data_lines(&self) -> Vec<String> {
+        let data = &self.ready.data;
+        let mut lines = data.report.clone();
+        let kept = data
+            .validation
+            .as_ref()
+            .map_or(0, roundpipe_data::Rows::len);
+        lines.push(format!("{} rows train, {kept} validate", data.rows.len()));
+        lines
+    }
+
+    fn model_lines(&self, trained: usize) -> Vec<String> {
+        let settings = &self.ready.settings;
+        let model = &self.ready.trained.model;
+        let name = settings.model.as_ref().or(settings.init.as_ref());
+        let (seq, batch) = (settings.seq.unwrap_or(0), settings.batch.unwrap_or(0));
+        vec![
+            format!(
+                "{}: {} parameters, {trained} of them trained ({}), {}",
+                name.map_or("", String::as_str),
+                model.num_params(),
+                settings.method.name(),
+                model.dtype(),
+            ),
+            format!(
+                "{} steps of {batch} rows of {seq} tokens; {} at {:e}, {}",
+                settings.steps.unwrap_or(0),
+                settings.optimizer.name(),
+                settings.lr.unwrap_or(0.0),
+                settings.schedule.name(),
+            ),
+        ]
+    }
+
+    fn plan_lines(&mut self) -> Result<Vec<String>> {
+        let batch = self.look_at_first_batch()?;
+        let engine = &self.ready.engine;
+        let plan = loop {
+            let (inputs, config) = self.call(&batch)?;
+            match engine.auto_plan(PlanKind::Fused, inputs, &config) {
+                Ok(plan) => break plan,
+                Err(error) => self.more_microbatches(batch.rows, error)?,
+            }
+        };
+        let devices: Vec<String> = self
+            .ready
+            .devices
+            .iter()
+            .map(|d| d.id().to_string())
+            .collect();
+        let mut lines = vec![format!(
+            "on {}: stages of layers {plan} (forward | backward), {} microbatches",
+            devices.join(", "),
+            self.microbatches.min(batch.rows),
+        )];
+        let memory = self.memory();
+        for place in [MemoryPlace::Host, MemoryPlace::Gpu] {
+            let parts = memory.iter().filter(|part| part.place == place);
+            let parts: Vec<String> = parts
+                .filter(|part| part.bytes > 0)
+                .map(|part| format!("{} {}", part.name, Bytes(part.bytes)))
+                .collect();
+            if !parts.is_empty() {
+                let name = if place == MemoryPlace::Host {
+                    "host"
+                } else {
+                    "each GPU"
+                };
+                lines.push(format!("{name}: {}", parts.join(", ")));
+            }
+        }
+        if let Some(limit) = self.limit {
+            let settings = &self.ready.settings;
+            let tokens = (settings.seq.unwrap_or(1) * settings.batch.unwrap_or(1)) as f64;
+            let left = settings.steps.unwrap_or(1).saturating_sub(self.step) as f64;
+            lines.push(format!(
+                "the hardware's limit is {limit:.0} tokens/s, so it takes {} at least",
+                duration(left * tokens / limit)
+            ));
+        }
+        Ok(lines)
+    }
+
+    /// The batch that the first step will have; the stream stands where it stood.
+    fn look_at_first_batch(&mut self) -> Result<Arc<TrainBatch>> {
+        let Data { rows, encoder, .. } = &self.ready.data;
+        let mut options = stream_options(&self.ready.settings);
+        options.threads = 0;
+        let mut stream = Stream::new(rows.clone(), encoder.clone(), options)?;
+        stream.seek(self.stream.position())?;
+        match stream.next() {
+            Some(batch) => Ok(Arc::new(batch?)),
+            None => Err(Error::Failed("the data have no batch left".into())),
+        }
+    }
+
+    /// The inputs and options of a training call.
+    fn call(&self, batch: &Arc<TrainBatch>) -> Result<(roundpipe::Inputs, roundpipe::RunConfig)> {
+        let (inputs, config) = batches::call(batch, self.microbatches)?;
+        let layers = self.ready.trained.model.layers.len();
+        Ok(match self.ready.settings.stages {
+            Some(stages) => (
+                inputs,
+                config.execute_plan(start::even_plan(layers, stages)?),
+            ),
+            None => (inputs, config),
+        })
+    }
+
+    /// Doubles the number of microbatches after one did not fit.
+    fn more_microbatches(&mut self, rows: usize, error: roundpipe::Error) -> Result<()> {
+        let now = self.microbatches.min(rows);
+        if !error.is_out_of_memory() {
+            return Err(error.into());
+        }
+        if now >= rows {
+            return Err(Error::DoesNotFit(format!(
+                "one row of {} tokens does not fit: {error}; lower seq, use grain = \"layer\", method = \
+                 \"lora\" or a smaller model",
+                self.ready.settings.seq.unwrap_or(0)
+            )));
+        }
+        self.microbatches = (now * 2).min(rows);
+        let line = format!(
+            "{now} microbatches do not fit, so a step has {} from now on ({error})",
+            self.microbatches
+        );
+        let step = self.step;
+        self.telling.note(step, line);
+        Ok(())
+    }
+
+    fn memory(&self) -> Vec<Memory> {
+        let held = host_budget(&self.ready.trained.model, &self.ready.settings);
+        let host = [
+            ("weights", held.weights),
+            ("gradients", held.gradients),
+            ("masters", held.masters),
+            ("moments", held.moments),
+        ];
+        let host = host.map(|(name, bytes)| (MemoryPlace::Host, name, bytes));
+        let ring = self.ready.engine.ring();
+        let activations = (MemoryPlace::Host, "activations", ring.host_use().peak.0);
+        let is_gpu = self.ready.devices.iter().any(|d| d.id().kind.is_gpu());
+        let budget = ring.budgets().first().filter(|_| is_gpu);
+        let gpu = budget.map(|budget| {
+            let rest = budget.arena.saturating_sub(budget.weights + budget.task);
+            [
+                (MemoryPlace::Gpu, "weights", budget.weights),
+                (MemoryPlace::Gpu, "work", budget.task),
+                (MemoryPlace::Gpu, "copies and kept values", rest),
+            ]
+        });
+        let all = host.into_iter().chain([activations]);
+        all.chain(gpu.into_iter().flatten())
+            .map(|(place, name, bytes)| Memory {
+                place,
+                name: name.to_owned(),
+                bytes,
+            })
+            .collect()
+    }
+
+    fn train(&mut self, stop: &AtomicBool) -> Result<Outcome> {
+        let steps = self.ready.settings.steps.unwrap_or(1);
+        if self.step == 0 {
+            self.sample()?;
+        }
+        self.last_told = Instant::now();
+        let mut stopped_early = false;
+        while self.step < steps && !stopped_early {
+            if stop.load(Ordering::Relaxed) {
+                return self.interrupted();
+            }
+            self.one_step()?;
+            stopped_early = self.look_around(steps)?;
+        }
+        self.finish(stopped_early)
+    }
+
+    fn one_step(&mut self) -> Result<()> {
+        let batch = match self.stream.next() {
+            Some(batch) => Arc::new(batch?),
+            None => return Err(Error::Failed("the data have no batch left".into())),
+        };
+        let steps = self.ready.settings.steps.unwrap_or(1);
+        let next = self.step + 1;
+        let wants_trace = next == 2 || next == steps || next.is_multiple_of(TIMELINE_EVERY);
+        let trace = self.ready.engine.trace();
+        if wants_trace && !self.traced {
+            trace.clear();
+            trace.on();
+            self.traced = true;
+        }
+        let loss = self.forward_backward(&batch)?;
+        // The step before has ended by now.
+        self.tell_pending()?;
+        if self.traced && !wants_trace {
+            self.take_timeline();
+        }
+        let lr = self.schedule.at(next);
+        let settings = &self.ready.settings;
+        let update = Update {
+            clip: (settings.clip > 0.0).then_some(settings.clip),
+            ..Update::new(lr)
+        };
+        let engine = &self.ready.engine;
+        let handle = match &self.scaler {
+            Some(scaler) => engine.update_scaled(&update, scaler, lag(settings))?,
+            None => engine.update(&update, lag(settings))?,
+        };
+        self.step = next;
+        self.tokens_trained += batch.tokens_trained;
+        let record = self.record(&batch, loss, lr);
+        self.pending = Some(Pending { handle, record });
+        Ok(())
+    }
+
+    /// Loss and gradients of a batch, with more microbatches where one does not fit.
+    fn forward_backward(&mut self, batch: &Arc<TrainBatch>) -> Result<f64> {
+        loop {
+            let (inputs, config) = self.call(batch)?;
+            let engine = &self.ready.engine;
+            let call = engine.train(inputs).config(config);
+            let done = match &self.scaler {
+                None => call.run().map(|output| output.losses.total()),
+                Some(scaler) => {
+                    let scale = engine.loss_scale(scaler)?;
+                    let loss = engine.scaled_loss(scaler, |_, output: roundpipe::Tree, _| {
+                        Ok(output.into_leaves())
+                    })?;
+                    let done = call.loss(loss).run();
+                    done.map(|output| output.losses.total() / scale)
+                }
+            };
+            match done {
+                Ok(loss) => return Ok(loss),
+                Err(error) => self.more_microbatches(batch.rows, error)?,
+            }
+        }
+    }
+
+    fn record(&mut self, batch: &TrainBatch, loss: f64, lr: f64) -> Step {
+        let seconds = self.last_told.elapsed().as_secs_f64().max(1e-9);
+        self.last_told = Instant::now();
+        let rate = batch.tokens as f64 / seconds;
+        let position = self.stream.position();
+        let rows = self.ready.data.rows.len().max(1);
+        Step {
+            step: self.step,
+            epoch: position.epoch as f64 + position.row as f64 / rows as f64,
+            loss,
+            lr,
+            grad_norm: None,
+            tokens: batch.tokens,
+            tokens_trained: self.tokens_trained,
+            tokens_per_s: rate,
+            limit_share: self.limit.map(|limit| rate / limit),
+            gpu_bytes: machine::worker_peaks(&self.ready.engine),
+            host_bytes: machine::host_now().unwrap_or(0),
+            elapsed_s: self.elapsed(),
+            skipped: false,
+        }
+    }
+
+    fn elapsed(&self) -> f64 {
+        self.elapsed_before + self.started.elapsed().as_secs_f64()
+    }
+
+    /// Tells of the last step, whose update is waited for.
+    fn tell_pending(&mut self) -> Result<()> {
+        let Some(Pending { handle, mut record }) = self.pending.take() else {
+            return Ok(());
+        };
+        let report = handle.wait()?;
+        record.grad_norm = Some(report.grad_norm);
+        record.skipped = report.skipped;
+        let step = record.step;
+        self.telling.record(record);
+        for warning in self.ready.engine.take_warnings() {
+            self.telling.note(step, warning);
+        }
+        Ok(())
+    }
+
+    fn take_timeline(&mut self) {
+        let trace = self.ready.engine.trace();
+        trace.off();
+        let timeline = Timeline::from_spans(&trace.spans()).at_step(self.step);
+        trace.clear();
+        self.telling.timeline(timeline);
+        self.traced = false;
+    }
+
+    /// What follows some steps: validation, samples, saves. Says whether the run should end.
+    fn look_around(&mut self, steps: u64) -> Result<bool> {
+        let settings = &self.ready.settings;
+        let due = |every: Option<u64>| every.is_some_and(|n| n > 0 && self.step.is_multiple_of(n));
+        let is_last = self.step == steps;
+        let wants_eval = due(settings.eval_every) || (is_last && settings.eval_every != Some(0));
+        let wants_sample = due(settings.sample_every) && !is_last;
+        let wants_save = due(settings.save_every) || is_last;
+        let mut is_best = false;
+        if wants_eval && self.ready.data.validation.is_some() {
+            is_best = self.validate()?;
+        }
+        if wants_sample {
+            self.sample()?;
+        }
+        if wants_save || is_best {
+            self.save(is_best)?;
+        }
+        self.hear_of_save(false);
+        let patience = self.ready.settings.patience;
+        Ok(patience > 0 && self.worse >= patience)
+    }
+
+    /// Validates; says whether it was the best so far.
+    fn validate(&mut self) -> Result<bool> {
+        self.tell_pending()?;
+        let (loss, tokens) = self.evaluate()?;
+        let is_best = self.best.is_none_or(|(_, best)| loss < best);
+        if is_best {
+            self.best = Some((self.step, loss));
+            self.worse = 0;
+        } else {
+            self.worse += 1;
+        }
+        self.telling.record(Eval {
+            step: self.step,
+            loss,
+            perplexity: loss.exp(),
+            tokens,
+            best: is_best,
+        });
+        self.last_told = Instant::now();
+        Ok(is_best)
+    }
+
+    /// The mean loss over the tokens of the validation rows, and how many they are.
+    fn evaluate(&self) -> Result<(f64, u64)> {
+        let Some(rows) = &self.ready.data.validation else {
+            return Ok((f64::NAN, 0));
+        };
+        let mut options = stream_options(&self.ready.settings);
+        options.shuffle = None;
+        options.epochs = Some(1);
+        let stream = Stream::new(rows.clone(), self.ready.data.encoder.clone(), options)?;
+        let engine = &self.ready.engine;
+        engine.set_training(false);
+        let done = self.sum_losses(engine, stream);
+        engine.set_training(true);
+        let (sum, tokens) = done?;
+        Ok((sum / tokens.max(1) as f64, tokens))
+    }
+
+    fn sum_losses(&self, engine: &RoundPipe, stream: Stream) -> Result<(f64, u64)> {
+        let (mut sum, mut tokens) = (0.0, 0);
+        for batch in stream {
+            let batch = Arc::new(batch?);
+            let (inputs, config) = batches::call(&batch, self.microbatches)?;
+            let forward = engine.forward(inputs, &config.requires_grad(false))?;
+            let loss = forward.output()?.clone().tensor()?.item()?;
+            sum += loss * batch.tokens_trained as f64;
+            tokens += batch.tokens_trained;
+        }
+        Ok((sum, tokens))
+    }
+
+    /// Writes samples with the newest weights.
+    fn sample(&mut self) -> Result<()> {
+        let ready = self.ready;
+        if ready.settings.sample_every == Some(0) {
+            return Ok(());
+        }
+        self.tell_pending()?;
+        let (model, tokenizer) = (&ready.trained.model, &ready.trained.tokenizer);
+        let as_chat = !ready.data.is_text;
+        let texts = samples::write(model, tokenizer, &ready.engine, &ready.settings, as_chat);
+        let step = self.step;
+        match texts {
+            Ok(texts) => texts.into_iter().for_each(|(prompt, text)| {
+                self.telling.record(Sample { step, prompt, text });
+            }),
+            // A sample is for looking at; a run goes on without it.
+            Err(error) => self.telling.note(step, format!("no sample: {error}")),
+        }
+        self.last_told = Instant::now();
+        Ok(())
+    }
+
+    /// Orders a checkpoint of this step, which is written beside the next ones.
+    fn save(&mut self, is_best: bool) -> Result<()> {
+        self.hear_of_save(true);
+        let notes = Notes {
+            step: self.step,
+            position: self.stream.position().clone(),
+            tokens_trained: self.tokens_trained,
+            elapsed_s: self.elapsed(),
+            best: self.best,
+            worse: self.worse,
+            microbatches: self.microbatches,
+            told_later: self.pending.as_ref().map(|pending| pending.record.clone()),
+        };
+        let notes = serde_json::to_string(&notes)
+            .map_err(|e| Error::Failed(format!("the checkpoint's notes: {e}")))?;
+        let engine = &self.ready.engine;
+        let ordered = if is_best {
+            self.checkpoints.save_best(engine, self.step, notes)
+        } else {
+            self.checkpoints.save(engine, self.step, notes)
+        };
+        match ordered {
+            Ok(saving) => self.saving = Some((self.step, saving)),
+            Err(error) => self.save_failed(self.step, &error),
+        }
+        Ok(())
+    }
+
+    /// Tells how the save under way went, once it has ended or when it is waited for.
+    fn hear_of_save(&mut self, waits: bool) {
+        let is_done = |(_, saving): &(u64, Saving)| waits || saving.is_done();
+        let Some((step, saving)) = self.saving.take_if(|saving| is_done(saving)) else {
+            return;
+        };
+        match saving.wait() {
+            Ok(report) => {
+                self.saved = Some(step);
+                self.telling.record(Save {
+                    step,
+                    bytes: report.bytes,
+                    seconds: report.seconds,
+                    path: saving.path().display().to_string(),
+                });
+            }
+            Err(error) => {
+                // The engine warns of it too.
+                self.ready.engine.take_warnings();
+                self.save_failed(step, &error);
+            }
+        }
+    }
+
+    fn save_failed(&mut self, step: u64, error: &roundpipe::Error) {
+        let stays = match self.saved {
+            Some(saved) => format!("the one of step {saved} stays"),
+            None => "there is none yet".to_owned(),
+        };
+        let line = format!("step {step} was not saved, and training goes on; {stays}: {error}");
+        self.telling.note(step, line);
+    }
+
+    fn interrupted(&mut self) -> Result<Outcome> {
+        self.tell_pending()?;
+        if self.saved != Some(self.step) || self.saving.is_some() {
+            let is_saving = self
+                .saving
+                .as_ref()
+                .is_some_and(|(step, _)| *step == self.step);
+            if !is_saving && self.step > 0 {
+                self.save(false)?;
+            }
+            self.hear_of_save(true);
+        }
+        self.end("interrupted", "")?;
+        Ok(Outcome::Interrupted {
+            step: self.saved.unwrap_or(0),
+            folder: self.ready.folder.path().to_path_buf(),
+        })
+    }
+
+    /// Writes the model: the last weights, or after an early stop the best.
+    fn finish(&mut self, stopped_early: bool) -> Result<Outcome> {
+        self.tell_pending()?;
+        self.hear_of_save(true);
+        if self.traced {
+            self.take_timeline();
+        }
+        let engine = &self.ready.engine;
+        if stopped_early && let Some((best, _)) = self.best {
+            engine.restore(self.checkpoints.path(best))?;
+            let line = format!(
+                "{} validations in a row were not better: the model is that of step {best}",
+                self.worse
+            );
+            self.telling.note(self.step, line);
+        }
+        engine.synchronize()?;
+        self.sample()?;
+        let settings = &self.ready.settings;
+        let model = write_result(&self.ready.trained, settings, &self.ready.folder)?;
+        if stopped_early {
+            // The run is over at this step: the same command finds it finished.
+            let settings = Settings {
+                steps: Some(self.step),
+                ..settings.clone()
+            };
+            self.ready.folder.write_settings(&settings)?;
+        }
+        let reason = if stopped_early {
+            "stopped early"
+        } else {
+            "finished"
+        };
+        self.end(reason, &model.display().to_string())?;
+        Ok(Outcome::Finished {
+            model,
+            folder: self.ready.folder.path().to_path_buf(),
+        })
+    }
+
+    fn end(&mut self, reason: &str, result: &str) -> Result<()> {
+        let folder = self.ready.folder.path().display();
+        let command = if result.is_empty() {
+            format!("roundpipe train --out {folder}")
+        } else {
+            format!("roundpipe generate {folder} --prompt \"...\"")
+        };
+        self.telling.record(End {
+            step: self.step,
+            reason: reason.to_owned(),
+            elapsed_s: self.elapsed(),
+            result: result.to_owned(),
+            command,
+        });
+        let path = self.ready.folder.file("report.html");
+        if let Err(error) = self.telling.report().write_html(path) {
+            self.telling.say(&error.to_string());
+        }
+        Ok(())
+    }
+}
+
+fn unix_time() -> f64 {
+    std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .map_or(0.0, |since| since.as_secs_f64())
+}
+
+/// Seconds in words: `42 s`, `7 min`, `3.5 h`.
+fn duration(seconds: f64) -> String {
+    match seconds {
+        s if s < 90.0 => format!("{s:.0} s"),
+        s if s < 5400.0 => format!("{:.0} min", s / 60.0),
+        s => format!("{:.1} h", s / 3600.0),
+    }
+}

@@ -1,0 +1,385 @@
+//! Everything before the first step: folder, settings, model, data, engine.
+//!
+//! # Invariants
+//! - Nothing is written into a folder whose run these settings do not belong to.
+//! - What is resolved once is read from `run.toml` by every later start.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use roundpipe::{
+    Device, Devices, ExecutePlan, Grain, Lag, LrSchedule, ParamGroup, PlanKind, RingOptions,
+    RoundPipe, RunConfig,
+    lr::{DecayShape, LrDecay},
+};
+use roundpipe_data::{
+    BadRows, EncodeOptions, Encoder, Input, Learn, Rows, Source, SourceOptions, StreamOptions,
+    TooLong,
+};
+use roundpipe_models::chat::ChatTemplate;
+
+use crate::error::{Error, Result};
+use crate::folder::RunFolder;
+use crate::model::{Origin, Trained, rule};
+use crate::progress::{ShownRow, Watcher};
+use crate::resolve::{self, Lengths, Place};
+use crate::samples::pin;
+use crate::settings::{
+    BadRowsName, Given, GrainName, LearnName, Schedule, Settings, TooLongName, ValidationSetting,
+};
+
+/// The longest chat template file.
+const MOST_TEMPLATE_BYTES: u64 = 1 << 20;
+
+/// A run that is ready to take its first step.
+pub(crate) struct Ready {
+    pub folder: RunFolder,
+    pub settings: Settings,
+    pub trained: Trained,
+    pub devices: Vec<Arc<dyn Device>>,
+    pub data: Data,
+    pub engine: RoundPipe,
+}
+
+/// What is learned from.
+pub(crate) struct Data {
+    pub report: Vec<String>,
+    pub rows: Rows,
+    /// Rows that validate, if there are any.
+    pub validation: Option<Rows>,
+    pub encoder: Arc<Encoder>,
+    pub shown: Vec<ShownRow>,
+    pub is_text: bool,
+}
+
+/// Opens a run's folder, and says which settings hold there.
+pub(crate) fn open_folder(given: &Given) -> Result<(RunFolder, Settings, bool)> {
+    let mut settings = Settings::default();
+    given.apply(&mut settings);
+    let path = settings
+        .out
+        .as_ref()
+        .map_or_else(|| default_folder(&settings), |out| Ok(PathBuf::from(out)))?;
+    let has_run = path.join("run.toml").is_file();
+    if !has_run {
+        // Before a folder is made for it.
+        check_given(&settings)?;
+    }
+    let folder = RunFolder::open(&path)?;
+    match folder.settings()? {
+        Some(mut run) => {
+            if given.has("steps") || given.has("epochs") {
+                // Longer or shorter than before: counted anew.
+                (run.steps, run.epochs) = (None, None);
+            }
+            given.apply_to_run(&mut run, &path)?;
+            Ok((folder, run, true))
+        }
+        None => Ok((folder, settings, false)),
+    }
+}
+
+fn check_given(settings: &Settings) -> Result<()> {
+    if settings.data.is_empty() {
+        let what = "no data are given; name one or more files of examples behind the model";
+        return Err(Error::Usage(what.into()));
+    }
+    if settings.model.is_none() && settings.init.is_none() {
+        let what = "no model is given; name a folder or a hub id, or --init a preset";
+        return Err(Error::Usage(what.into()));
+    }
+    Ok(())
+}
+
+/// `runs/MODEL-DATA`, from the last parts of their names.
+fn default_folder(settings: &Settings) -> Result<PathBuf> {
+    check_given(settings)?;
+    let last = |text: &str| {
+        let text = text.trim_end_matches('/');
+        let name = text.rsplit('/').next().unwrap_or(text);
+        let name = name.split(['.', '=']).next().unwrap_or(name);
+        let keep = |c: char| c.is_ascii_alphanumeric() || "-_".contains(c);
+        let name: String = name.chars().filter(|c| keep(*c)).take(40).collect();
+        if name.is_empty() {
+            "run".to_owned()
+        } else {
+            name
+        }
+    };
+    let whole = |text: &str| {
+        text.trim_end_matches('/')
+            .rsplit('/')
+            .next()
+            .map(str::to_owned)
+    };
+    let model = settings.model.as_deref().or(settings.init.as_deref());
+    // Names of models have dots: Qwen3-0.6B.
+    let model = whole(model.unwrap_or("model")).unwrap_or_default();
+    let keep = |c: &char| c.is_ascii_alphanumeric() || "-_.".contains(*c);
+    let model: String = model.chars().filter(keep).take(40).collect();
+    let model = model.trim_matches('.');
+    let data = last(&settings.data[0]);
+    Ok(PathBuf::from("runs").join(format!("{model}-{data}")))
+}
+
+/// Opens model and data, resolves what is left open, builds the engine.
+pub(crate) fn prepare(
+    folder: RunFolder,
+    mut settings: Settings,
+    watcher: &mut dyn Watcher,
+) -> Result<Ready> {
+    let devices = open_devices(&settings, watcher)?;
+    let place = Place {
+        devices: devices.len(),
+        is_host: devices.iter().all(|device| !device.id().kind.is_gpu()),
+    };
+    let origin = Origin::find(&settings, &folder)?;
+    let (data, lengths) = open_data(&mut settings, &origin)?;
+    let has_validation = data.validation.is_some();
+    resolve::resolve(
+        &mut settings,
+        &origin.config,
+        &lengths,
+        &place,
+        has_validation,
+    )?;
+    let seq = settings.seq.unwrap_or(1);
+    let trained = origin.load(&settings, seq)?;
+    check_vocabulary(&trained)?;
+    let engine = build(&settings, &trained, &devices)?;
+    folder.write_settings(&settings)?;
+    Ok(Ready {
+        folder,
+        settings,
+        trained,
+        devices,
+        data,
+        engine,
+    })
+}
+
+fn check_vocabulary(trained: &Trained) -> Result<()> {
+    let (tokens, rows) = (trained.tokenizer.vocab_size(), trained.model.config.vocab);
+    if tokens <= rows {
+        return Ok(());
+    }
+    Err(Error::Failed(format!(
+        "the tokenizer has {tokens} tokens and the model {rows}; use the tokenizer of this model"
+    )))
+}
+
+fn open_devices(settings: &Settings, watcher: &mut dyn Watcher) -> Result<Vec<Arc<dyn Device>>> {
+    let devices = match &settings.devices {
+        Some(list) => {
+            Devices::parse(list).map_err(|e| Error::Usage(format!("devices {list}: {e}")))?
+        }
+        None => Devices::all()?,
+    };
+    devices.notes().iter().for_each(|line| watcher.note(line));
+    Ok(devices.workers)
+}
+
+fn open_data(settings: &mut Settings, origin: &Origin) -> Result<(Data, Lengths)> {
+    let options = SourceOptions {
+        format: settings.format.map(Into::into),
+        ..SourceOptions::default()
+    };
+    let inputs = settings.data.iter().map(|text| Input::parse(text));
+    let inputs = inputs.collect::<roundpipe_data::Result<Vec<_>>>()?;
+    let source = Source::open(&inputs, &options)?;
+    let validation = resolve::validation(settings, source.rows().len());
+    let source = source.with_validation(validation)?;
+    let other = match &settings.validation {
+        Some(ValidationSetting::File(file)) => {
+            Some(Source::open(&[Input::parse(file)?], &options)?)
+        }
+        _ => None,
+    };
+    if settings.validation.is_none() {
+        settings.validation = Some(match validation {
+            roundpipe_data::Validation::Rows(rows) => ValidationSetting::Rows(rows),
+            _ => ValidationSetting::Off,
+        });
+    }
+    let encoder = open_encoder(settings, origin)?;
+    let rows = source.rows();
+    let skips = settings.bad_rows == BadRowsName::Skip;
+    let lengths = Lengths::look(&rows, &encoder, skips)?;
+    let kept = other
+        .as_ref()
+        .map_or_else(|| source.validation(), Source::rows);
+    let shown = lengths
+        .shown
+        .iter()
+        .map(|document| shown(document, &encoder));
+    let data = Data {
+        report: source.report().iter().map(ToString::to_string).collect(),
+        validation: (!kept.is_empty()).then_some(kept),
+        shown: shown.collect(),
+        is_text: lengths.is_text,
+        rows,
+        encoder,
+    };
+    Ok((data, lengths))
+}
+
+fn open_encoder(settings: &Settings, origin: &Origin) -> Result<Arc<Encoder>> {
+    let options = EncodeOptions {
+        learn: match settings.learn {
+            LearnName::Assistant => Learn::Assistant,
+            LearnName::LastTurn => Learn::LastTurn,
+            LearnName::Everything => Learn::Everything,
+        },
+        ..EncodeOptions::default()
+    };
+    let encoder = Encoder::new(origin.tokenizer.clone(), options)?;
+    let Some(path) = &settings.template else {
+        return Ok(Arc::new(encoder));
+    };
+    let limits = roundpipe_files::FileLimits {
+        bytes: MOST_TEMPLATE_BYTES,
+        json_values: 0,
+    };
+    let usage = |what: String| Error::Usage(format!("template {path}: {what}"));
+    let bytes = roundpipe_files::small::read(path.as_ref(), limits)
+        .map_err(|e| Error::Usage(format!("template: {e}")))?;
+    let text = String::from_utf8(bytes).map_err(|_| usage("is no UTF-8 text".into()))?;
+    let template = ChatTemplate::parse(&text, origin.tokenizer.special_tokens())
+        .map_err(|e| usage(e.to_string()))?;
+    Ok(Arc::new(encoder.template(template)))
+}
+
+/// A document as pieces of text that are learned or not.
+fn shown(document: &roundpipe_data::Document, encoder: &Encoder) -> ShownRow {
+    let mut pieces = Vec::new();
+    let mut start = 0;
+    while start < document.ids.len() {
+        let learned = document.learned[start];
+        let rest = document.learned[start..].iter();
+        let end = start + rest.take_while(|other| **other == learned).count();
+        let text = encoder.tokenizer().decode(&document.ids[start..end], false);
+        pieces.push((text.unwrap_or_default(), learned));
+        start = end;
+    }
+    ShownRow(pieces)
+}
+
+fn build(settings: &Settings, trained: &Trained, devices: &[Arc<dyn Device>]) -> Result<RoundPipe> {
+    let model = &trained.model;
+    let grain = match settings.grain {
+        GrainName::Stage => Grain::Stage,
+        GrainName::Layer => Grain::Layer,
+    };
+    if let Some(stages) = settings.stages {
+        even_plan(model.layers.len(), stages)?;
+    }
+    let usage = |e: roundpipe::Error| match Error::from(e) {
+        Error::Failed(line) => Error::Usage(line),
+        other => other,
+    };
+    RoundPipe::builder(model.layers.clone())
+        .name("train")
+        .seed(settings.seed)
+        .optimizer(rule(settings))
+        .groups(groups(settings))
+        .optim_dtype(settings.state_dtype.into())
+        .max_lag(lag(settings))
+        .devices(devices.to_vec())
+        .ring_options(RingOptions {
+            memory: settings.gpu_memory,
+            pin: pin(settings),
+            ..RingOptions::default()
+        })
+        .pin(pin(settings))
+        .run_config(RunConfig::new().recompute_grain(grain))
+        .build()
+        .map_err(usage)
+}
+
+/// The user's groups; behind them, biases and norms are not decayed, as is usual.
+fn groups(settings: &Settings) -> Vec<ParamGroup> {
+    let mut groups: Vec<ParamGroup> = Vec::new();
+    for setting in &settings.groups {
+        let mut group = ParamGroup::matching(&setting.matching);
+        if let Some(factor) = setting.lr_factor {
+            group = group.lr_factor(factor);
+        }
+        if let Some(decay) = setting.weight_decay {
+            group = group.weight_decay(decay);
+        }
+        groups.push(group.frozen(setting.freeze));
+    }
+    groups.push(ParamGroup::filter(|_, shape| shape.rank() < 2).weight_decay(0.0));
+    groups
+}
+
+/// Equal stages, at least so many.
+pub(crate) fn even_plan(layers: usize, stages: usize) -> Result<ExecutePlan> {
+    if stages == 0 || stages > layers {
+        return Err(Error::Usage(format!(
+            "stages {stages} is not from 1 to {layers}, the model's layers"
+        )));
+    }
+    let sizes: Vec<usize> = (0..stages)
+        .map(|stage| layers / stages + usize::from(stage < layers % stages))
+        .collect();
+    // The last stage goes forward and back at once.
+    let forward = &sizes[..stages - 1];
+    let backward: Vec<usize> = sizes.iter().rev().copied().collect();
+    Ok(ExecutePlan::from_sizes(PlanKind::Fused, forward, &backward))
+}
+
+pub(crate) fn lag(settings: &Settings) -> Lag {
+    if settings.lag == 1 {
+        Lag::One
+    } else {
+        Lag::Zero
+    }
+}
+
+/// The learning rate of every step.
+pub(crate) fn schedule(settings: &Settings) -> Result<LrSchedule> {
+    let steps = settings.steps.unwrap_or(1);
+    let warmup = settings.warmup.unwrap_or(0).min(steps);
+    let min_ratio = settings.min_lr;
+    let decay = match settings.schedule {
+        Schedule::Constant => LrDecay::Constant,
+        Schedule::Cosine => LrDecay::Cosine {
+            total_steps: steps,
+            min_ratio,
+        },
+        Schedule::Linear => LrDecay::Linear {
+            total_steps: steps,
+            min_ratio,
+        },
+        Schedule::StableThenDecay => {
+            let decay_steps = ((steps as f64 * settings.decay) as u64).min(steps - warmup);
+            LrDecay::StableThenDecay {
+                stable_steps: steps - warmup - decay_steps,
+                decay_steps,
+                min_ratio,
+                shape: DecayShape::Linear,
+            }
+        }
+    };
+    let lr = settings.lr.unwrap_or(0.0);
+    LrSchedule::new(lr, warmup, decay).map_err(|e| Error::Usage(e.to_string()))
+}
+
+/// How rows become batches of a step.
+pub(crate) fn stream_options(settings: &Settings) -> StreamOptions {
+    let mut options = StreamOptions::new(settings.seq.unwrap_or(1), settings.batch.unwrap_or(1));
+    options.packing = settings.packing;
+    options.shuffle = settings.shuffle.then_some(settings.seed);
+    options.too_long = settings.too_long.map(|name| match name {
+        TooLongName::Cut => TooLong::Cut,
+        TooLongName::Drop => TooLong::Drop,
+        TooLongName::Split => TooLong::Split,
+    });
+    options.bad_rows = match settings.bad_rows {
+        BadRowsName::Refuse => BadRows::Refuse,
+        BadRowsName::Skip => BadRows::Skip,
+    };
+    options.threads = settings.data_threads;
+    options
+}
