@@ -55,21 +55,25 @@ def opened(browser, url, allowed, **view):
     return page
 
 
-def check_page(name, page):
+def check_sound(name, page):
     check(f"{name}: no console message: {page.complaints}", not page.complaints)
     strangers = [url for url in page.requests if not url.startswith(page.allowed)]
     check(f"{name}: no request to elsewhere: {strangers}", not strangers)
     wide, seen = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     check(f"{name}: {wide} pixels in {seen}", wide <= seen)
-    cut = page.evaluate("""[...document.querySelectorAll('.tile strong, .head, .chip, h1, .readout')]
+    cut = page.evaluate("""[...document.querySelectorAll('.tile, .head, .chip, h1, .readout')]
         .filter(e => e.offsetParent && e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== 'inline').map(e => e.id || e.className)""")
     check(f"{name}: nothing sticks out: {cut}", not cut)
+    bad = page.evaluate("document.querySelector('main').outerHTML.match(/(NaN|Infinity|undefined|null)[^a-z]/)")
+    check(f"{name}: every number is one: {bad}", bad is None)
+
+
+def check_page(name, page):
+    check_sound(name, page)
     for card, least, tall in [("loss", 200, 40), ("lr", 20, 40), ("norm", 100, 40), ("speed", 100, 4)]:
         points = page.evaluate(f"(document.querySelector('#{card} path.curve').getAttribute('d').match(/[ML]/g) || []).length")
         box = page.evaluate(f"(b => [b.width, b.height])(document.querySelector('#{card} path.curve').getBBox())")
         check(f"{name}: the curve of {card} has {points} points in {box}", points >= least and box[0] > 100 and box[1] > tall)
-        bad = page.evaluate(f"document.querySelector('#{card} svg').outerHTML.includes('NaN')")
-        check(f"{name}: {card} has no NaN", not bad)
     check(f"{name}: evaluations", page.locator("#loss circle.dot").count() >= 4)
     check(f"{name}: one best", page.locator("#loss circle.best").count() == 1)
     colours = page.evaluate("""(() => { const c = document.getElementById('lanes'), d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data, seen = new Set();
@@ -129,6 +133,21 @@ def check_long(browser, folder):
         check(f"100,000 steps: {ms:.1f} ms to {what}", ms < 400)
 
 
+def check_odd(browser, folder, images):
+    """Runs that are empty, short or broken have a page as well."""
+    subprocess.run(example(folder / "odd", "--odd"), check=True, stdout=subprocess.DEVNULL)
+    for name in ["empty", "started", "bare", "broken"]:
+        for view in ["light", "phone"]:
+            url = (folder / f"odd/{name}.html").as_uri()
+            page = opened(browser, url, url, **VIEWS[view])
+            check_sound(f"{name} {view}", page)
+            if images:
+                page.screenshot(path=images / f"odd-{name}-{view}.png", full_page=True)
+            for button in page.locator("button:visible").all():
+                button.click()
+            check_sound(f"{name} {view}, after use", page)
+
+
 def check_live(browser, folder, images):
     server = subprocess.Popen(example(folder / "live", "--serve"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -179,6 +198,7 @@ def main():
         check_samples(page)
         check_page("after use", page)
         check_long(browser, folder)
+        check_odd(browser, folder, images)
         check_live(browser, folder, images)
         browser.close()
     print(f"{checks} passed, 0 failed")

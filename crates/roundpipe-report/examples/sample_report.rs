@@ -1,11 +1,11 @@
 //! Makes the files of a simulated run, to look at and to test the page with:
 //!
 //! ```text
-//! cargo run -p roundpipe-report --example sample_report -- FOLDER [STEPS] [--serve | --resumed]
+//! cargo run -p roundpipe-report --example sample_report -- FOLDER [STEPS] [--serve | --resumed | --odd]
 //! ```
 //! `FOLDER` gets `metrics.jsonl`, an event file and `report.html`. With `--serve` the run is shown
 //! live, a step a second, until standard input ends; with `--resumed` it is stopped behind two thirds
-//! of its steps and resumed from the half.
+//! of its steps and resumed from the half; with `--odd` it gets pages of runs that are empty or broken.
 #![allow(clippy::print_stdout)]
 
 use std::path::Path;
@@ -31,6 +31,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let has = |wanted: &str| flags.iter().any(|flag| *flag == wanted);
     if has("--serve") {
         return serve(&mut run);
+    }
+    if has("--odd") {
+        return odd(folder);
     }
     let mut log = Log {
         metrics: MetricsFile::create(folder.join("metrics.jsonl"))?,
@@ -103,6 +106,107 @@ fn serve(run: &mut Run) -> Result<(), Box<dyn std::error::Error>> {
             report.push(record);
         }
     }
+    Ok(())
+}
+
+/// Pages that have little to show, or what no page expects.
+fn odd(folder: &Path) -> Result<(), Box<dyn std::error::Error>> {
+    let empty = Report::new();
+    empty.write_html(folder.join("empty.html"))?;
+    let started = Report::from_records([Run::new(10).start(None)]);
+    started.write_html(folder.join("started.html"))?;
+    let bare = Report::from_records([
+        Start {
+            model: "one".to_owned(),
+            method: "lora".to_owned(),
+            ..Start::default()
+        }
+        .into(),
+        Step {
+            step: 1,
+            loss: 2.0,
+            ..Step::default()
+        }
+        .into(),
+    ]);
+    bare.write_html(folder.join("bare.html"))?;
+    let long = "no-place-to-break-".repeat(40);
+    let broken = Report::from_records([Start {
+        name: long.clone(),
+        model: long.clone(),
+        method: "x".to_owned(),
+        parameters: u64::MAX,
+        devices: vec![long.clone(); 30],
+        data: long.clone(),
+        plan: long.clone(),
+        memory: vec![
+            Memory {
+                place: Place::Host,
+                name: long.clone(),
+                bytes: u64::MAX,
+            };
+            20
+        ],
+        limit_tokens_per_s: Some(f64::NAN),
+        ..Start::default()
+    }
+    .into()]);
+    for step in 1..40 {
+        let odd = [f64::NAN, 1e30, -5.0, 0.0, f64::INFINITY][step as usize % 5];
+        broken.push(Step {
+            step: step * 1_000_000_007,
+            loss: odd,
+            lr: odd,
+            grad_norm: Some(odd),
+            tokens_per_s: odd,
+            limit_share: Some(odd),
+            epoch: odd,
+            elapsed_s: odd,
+            gpu_bytes: vec![u64::MAX],
+            skipped: step % 3 == 0,
+            ..Step::default()
+        });
+        broken.push(Eval {
+            step: step * 1_000_000_007,
+            loss: odd,
+            perplexity: odd,
+            ..Eval::default()
+        });
+    }
+    broken.push(Sample {
+        step: 3,
+        prompt: long.clone(),
+        text: long.clone(),
+    });
+    broken.push(Note {
+        step: u64::MAX,
+        text: long.clone(),
+    });
+    broken.push(End {
+        step: 1,
+        reason: long.clone(),
+        elapsed_s: f64::NAN,
+        result: long.clone(),
+        command: long,
+    });
+    let span = |start_us, us| roundpipe_report::TimelineSpan {
+        start_us,
+        us,
+        category: "unheard of".to_owned(),
+        ..Default::default()
+    };
+    let lane = roundpipe_report::TimelineLane {
+        device: "a device with quite a long name".to_owned(),
+        kind: "compute".to_owned(),
+        spans: vec![span(0.0, 0.0), span(0.0, 1e12), span(5.0, 1.0)],
+    };
+    broken.set_timeline(Timeline {
+        us: 1e12,
+        lanes: vec![lane; 3],
+        left_out: 7,
+        ..Timeline::default()
+    });
+    broken.write_html(folder.join("broken.html"))?;
     Ok(())
 }
 
