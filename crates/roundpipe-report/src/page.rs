@@ -110,3 +110,140 @@ fn page(run: &str, is_live: bool) -> String {
     let run = run.replace('<', "\\u003c");
     format!("{head}{{\"live\":{is_live},\"run\":{run}}}{tail}")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::MetricsFile;
+    use crate::record::{Note, Sample, Start, Step};
+    use std::fs;
+
+    fn sample(text: &str) -> Record {
+        Sample {
+            step: 1,
+            prompt: text.to_owned(),
+            text: text.to_owned(),
+        }
+        .into()
+    }
+
+    /// The data in a page, as its program reads it.
+    fn data(html: &str) -> serde_json::Value {
+        let opening = "<script type=\"application/json\" id=\"data\">";
+        let (_, rest) = html.split_once(opening).expect("a place for data");
+        let (json, _) = rest.split_once("</script>").expect("an end of data");
+        serde_json::from_str(json).expect("JSON")
+    }
+
+    /// No text leaves its place: the page has the elements of an empty one, and the text is read
+    /// back letter by letter.
+    #[test]
+    fn texts_cannot_leave_the_data() {
+        let hostile = [
+            "</script><script>alert(1)</script>",
+            "<!--<script>",
+            "-->",
+            "</SCRIPT >",
+            "@DATA@",
+            "\u{2028}\u{0}\"\\\n",
+            "{head}{0}",
+        ];
+        let empty = Report::new().html();
+        for text in hostile {
+            let report = Report::new();
+            report.push(sample(text));
+            let start = Start {
+                model: text.to_owned(),
+                plan: text.to_owned(),
+                ..Start::default()
+            };
+            let report_of_both = Report::from_records([start.into(), sample(text)]);
+            for report in [report, report_of_both] {
+                let html = report.html();
+                assert_eq!(
+                    html.matches('<').count(),
+                    empty.matches('<').count(),
+                    "{text}"
+                );
+                let read = data(&html)["run"]["samples"][0]["text"].clone();
+                assert_eq!(read, text);
+            }
+        }
+        assert_eq!(PAGE.matches(DATA).count(), 1);
+    }
+
+    /// The page names no place but its own server's data.
+    #[test]
+    fn the_page_asks_for_nothing_else() {
+        let own = "http://www.w3.org/2000/svg";
+        assert!(!PAGE.replace(own, "").contains("://"), "an address");
+        for call in [
+            "innerHTML",
+            "insertAdjacent",
+            "document.write",
+            "eval(",
+            "import(",
+            "src=",
+        ] {
+            assert!(!PAGE.contains(call), "{call}");
+        }
+        assert_eq!(PAGE.matches("fetch(").count(), 1);
+    }
+
+    /// A run that goes on shows its past, and clones show the same run.
+    #[test]
+    fn reports_show_the_past() {
+        let name = format!("roundpipe-page-{}", std::process::id());
+        let folder = std::env::temp_dir().join(name);
+        fs::create_dir_all(&folder).expect("a folder");
+        let path = folder.join("metrics.jsonl");
+        let mut metrics = MetricsFile::create(&path).expect("created");
+        let step = |step| {
+            Record::from(Step {
+                step,
+                loss: step as f64,
+                ..Step::default()
+            })
+        };
+        let records = [Start::default().into(), step(1), step(2), step(3)];
+        for record in &records {
+            metrics.write(record).expect("written");
+        }
+        let report = Report::from_file(&path).expect("read");
+        assert_eq!(report.html(), Report::from_records(records).html());
+        let resumed = Start {
+            resumed_at: Some(2),
+            ..Start::default()
+        };
+        report.clone().push(resumed);
+        let run = data(&report.html())["run"].clone();
+        assert_eq!(run["steps"]["loss"], serde_json::json!([1.0, 2.0]));
+        assert_eq!(run["resumed"], serde_json::json!([2]));
+        let page = folder.join("report.html");
+        report.write_html(&page).expect("written");
+        assert_eq!(fs::read_to_string(&page).expect("read"), report.html());
+        assert_eq!(fs::read_dir(&folder).expect("listed").count(), 2);
+        fs::remove_dir_all(&folder).expect("removed");
+        let error = report.write_html(&page).expect_err("no folder").to_string();
+        assert!(error.contains("report.html"), "{error}");
+    }
+
+    /// Threads add records side by side.
+    #[test]
+    fn many_threads_push() {
+        let report = Report::new();
+        std::thread::scope(|scope| {
+            for step in 0..4 {
+                let report = report.clone();
+                scope.spawn(move || {
+                    for _ in 0..50 {
+                        let text = String::new();
+                        report.push(Note { step, text });
+                    }
+                });
+            }
+        });
+        let notes = data(&report.html())["run"]["notes"].clone();
+        assert_eq!(notes.as_array().expect("a list").len(), 200);
+    }
+}

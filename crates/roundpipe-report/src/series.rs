@@ -1,8 +1,8 @@
 //! What a page shows of a run, in bounded memory.
 //!
-//! Steps are kept as points of [`POINTS`] at most: when there are more, every four neighbours leave
-//! the two with the lowest and the highest loss, so that no spike is lost however long the run is.
-//! `metrics.jsonl` has them all.
+//! Steps are kept as points, [`POINTS`] at most: when there are more, the run is cut into equal parts
+//! and each keeps the points with the lowest and the highest loss, so that no spike is lost however
+//! long the run is. `metrics.jsonl` has them all.
 //!
 //! Every change has a number. A page that knows all up to some number asks for what came behind it
 //! and gets that, or everything, when the past has changed since (points were thinned out, or a
@@ -100,13 +100,20 @@ impl Series {
         match record {
             Record::Start(start) => self.start(start),
             Record::Step(step) => {
+                self.take_back_points(step.step);
                 self.points.push(Point::of(&step, order));
                 self.thin_points();
             }
             Record::Eval(eval) => {
+                let kept = self.evals.partition_point(|(_, old)| old.step <= eval.step);
+                if kept < self.evals.len() {
+                    self.evals.truncate(kept);
+                    self.rewritten = order;
+                }
                 self.evals.push((order, Arc::new(eval)));
                 if self.evals.len() > EVALS {
-                    thin(&mut self.evals, |(_, eval)| eval.loss);
+                    let step = |(_, eval): &Kept<Eval>| eval.step;
+                    thin(&mut self.evals, EVALS / 4, step, |(_, eval)| eval.loss);
                     self.rewritten = order;
                 }
             }
@@ -156,13 +163,24 @@ impl Series {
         self.start = Some((self.order, Arc::new(start)));
     }
 
+    /// A step that is made again takes the place of the old one and of those behind it, so that the
+    /// steps of points always rise.
+    fn take_back_points(&mut self, step: u64) {
+        let kept = self.points.partition_point(|point| point.step < step);
+        if kept < self.points.len() {
+            self.points.truncate(kept);
+            self.rewritten = self.order;
+        }
+    }
+
     fn thin_points(&mut self) {
         if self.points.len() > POINTS {
             // A skipped step is kept as one whose loss is not finite would be.
-            thin(&mut self.points, |point| {
+            let height = |point: &Point| {
                 let loss = f64::from(point.loss);
                 if point.skipped { f64::NAN } else { loss }
-            });
+            };
+            thin(&mut self.points, POINTS / 4, |point| point.step, height);
             self.rewritten = self.order;
         }
     }
@@ -232,22 +250,36 @@ fn push_newest<T>(lines: &mut Vec<T>, line: T) {
     lines.push(line);
 }
 
-/// Of every four neighbours keeps the lowest and the highest, but the first and the last of all. What
-/// is not finite counts as both: it is what a person looks for.
-fn thin<T>(values: &mut Vec<T>, height: impl Fn(&T) -> f64) {
-    let last = values.len() - 1;
+/// Cuts the steps into equal parts and keeps of each the lowest value and the highest, and of all the
+/// first and the last. What is not finite stands higher than all: it is what a person looks for.
+fn thin<T>(
+    values: &mut Vec<T>,
+    parts: usize,
+    step: impl Fn(&T) -> u64,
+    height: impl Fn(&T) -> f64,
+) {
+    let (Some(first), Some(last)) = (values.first(), values.last()) else {
+        return;
+    };
+    let from = step(first);
+    let width = step(last).saturating_sub(from) / parts as u64 + 1;
+    let part = |value: &T| step(value).saturating_sub(from) / width;
     let mut keep = vec![false; values.len()];
-    (keep[0], keep[last]) = (true, true);
-    for (group, four) in values.chunks(4).enumerate() {
-        let heights: Vec<f64> = four.iter().map(&height).collect();
-        let at = |chosen: Option<usize>| 4 * group + chosen.unwrap_or(0);
-        let odd = heights.iter().position(|height| !height.is_finite());
-        let indices = 0..heights.len();
-        let by_height = |a: &usize, b: &usize| heights[*a].total_cmp(&heights[*b]);
-        let lowest = indices.clone().min_by(by_height);
-        let highest = indices.max_by(by_height);
-        keep[at(lowest)] = true;
-        keep[at(odd.or(highest))] = true;
+    (keep[0], keep[values.len() - 1]) = (true, true);
+    let mut start = 0;
+    for group in values.chunk_by(|one, next| part(one) == part(next)) {
+        let heights: Vec<f64> = group.iter().map(&height).collect();
+        let rank = |index: &usize| match heights[*index] {
+            finite if finite.is_finite() => finite,
+            _ => f64::INFINITY,
+        };
+        let by_rank = |one: &usize, other: &usize| rank(one).total_cmp(&rank(other));
+        let lowest = (0..group.len()).min_by(by_rank);
+        let highest = (0..group.len()).max_by(by_rank);
+        for index in lowest.into_iter().chain(highest) {
+            keep[start + index] = true;
+        }
+        start += group.len();
     }
     let mut keep = keep.into_iter();
     values.retain(|_| keep.next().unwrap_or(true));
@@ -322,5 +354,211 @@ impl Serialize for Columns {
         integers("tokens_trained", |point| point.tokens_trained)?;
         integers("skipped", |point| u64::from(point.skipped))?;
         map.end()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(step: u64, loss: f64) -> Record {
+        Step {
+            step,
+            loss,
+            ..Step::default()
+        }
+        .into()
+    }
+
+    fn sample(step: u64, text: &str) -> Record {
+        Sample {
+            step,
+            prompt: "why?".to_owned(),
+            text: text.to_owned(),
+        }
+        .into()
+    }
+
+    fn start(resumed_at: Option<u64>) -> Record {
+        Start {
+            resumed_at,
+            ..Start::default()
+        }
+        .into()
+    }
+
+    /// However long a run is, its points are few, and none that stands out is lost.
+    #[test]
+    fn long_runs_keep_what_stands_out() {
+        let mut series = Series::default();
+        let steps = 6 * POINTS as u64;
+        for at in 1..=steps {
+            let mut record = Step {
+                step: at,
+                loss: 2.0 + (at % 7) as f64 / 100.0,
+                ..Step::default()
+            };
+            match at {
+                1_000 => record.loss = 9.0,
+                2_000 => record.loss = 0.5,
+                3_000 => record.loss = f64::NAN,
+                4_000 => record.skipped = true,
+                _ => {}
+            }
+            series.push(record.into());
+            assert!(series.points.len() <= POINTS);
+        }
+        let kept: Vec<u64> = series.points.iter().map(|point| point.step).collect();
+        assert!(kept.len() >= POINTS / 2 && kept.is_sorted());
+        // The beginning is as fine as the end.
+        let early = kept.iter().filter(|step| **step < steps / 4).count();
+        assert!((POINTS / 10..POINTS / 3).contains(&early), "{early}");
+        for wanted in [1, 1_000, 2_000, 3_000, 4_000, steps] {
+            assert!(kept.contains(&wanted), "step {wanted}");
+        }
+    }
+
+    /// Of each part the lowest and the highest stay, in their order; a run of one step too.
+    #[test]
+    fn parts_keep_their_extremes() {
+        let heights = [5.0, 3.0, 9.0, 4.0, 1.0, 2.0, f64::NAN, 0.5, 7.0, 8.0];
+        let mut values: Vec<(u64, f64)> = (1..).zip(heights).collect();
+        thin(&mut values, 3, |(step, _)| *step, |(_, height)| *height);
+        let kept: Vec<u64> = values.iter().map(|(step, _)| *step).collect();
+        assert_eq!(kept, [1, 2, 3, 7, 8, 9, 10]);
+        let mut same = vec![(4, 1.0); 1_000];
+        thin(&mut same, 3, |(step, _)| *step, |(_, height)| *height);
+        assert_eq!(same.len(), 2, "however many records one step has");
+    }
+
+    /// A file whose steps go back and forth takes no more memory than any other.
+    #[test]
+    fn steps_that_go_back_replace() {
+        let mut series = Series::default();
+        let steps = [1, 2, 3, 2, u64::MAX, 3, 3];
+        for at in steps {
+            series.push(step(at, 1.0));
+            series.push(Record::Eval(Eval {
+                step: at,
+                ..Eval::default()
+            }));
+        }
+        let kept: Vec<u64> = series.points.iter().map(|point| point.step).collect();
+        assert_eq!(kept, [1, 2, 3]);
+        let kept: Vec<u64> = series.evals.iter().map(|(_, eval)| eval.step).collect();
+        assert_eq!(
+            kept,
+            [1, 2, 2, 3, 3],
+            "several sets may be evaluated at one step"
+        );
+        assert!(series.since(series.order - 5).is_full);
+    }
+
+    /// A page that asks again and again knows what one that asks once knows.
+    #[test]
+    fn pages_that_ask_again_miss_nothing() {
+        let mut series = Series::default();
+        let (mut known, mut steps) = (0, Vec::<u64>::new());
+        let mut fulls = 0;
+        for at in 1..=2 * POINTS as u64 {
+            series.push(step(at, (at % 13) as f64));
+            if at == 3_000 {
+                series.push(start(Some(2_000)));
+            }
+            if at % 997 == 0 {
+                let news = series.since(known);
+                if news.is_full {
+                    fulls += 1;
+                    steps.clear();
+                }
+                steps.extend(news.steps.0.iter().map(|point| point.step));
+                known = news.order;
+                let all = series.since(0).steps;
+                let wanted: Vec<u64> = all.0.iter().map(|point| point.step).collect();
+                assert_eq!(steps, wanted, "at {at}");
+            }
+        }
+        assert!((2..6).contains(&fulls), "{fulls} times everything");
+        assert!(series.since(u64::MAX).is_full, "a page of another run");
+        let nothing = series.since(series.order);
+        assert!(!nothing.is_full && nothing.steps.0.is_empty());
+    }
+
+    /// What has not changed is not sent again.
+    #[test]
+    fn only_news_are_sent() {
+        let mut series = Series::default();
+        series.push(start(None));
+        series.push(sample(0, "a"));
+        series.set_timeline(Timeline::default());
+        let known = series.since(0).order;
+        series.push(step(1, 2.0));
+        let news: serde_json::Value =
+            serde_json::from_str(&series.since(known).json()).expect("JSON");
+        assert_eq!(news["steps"]["loss"], serde_json::json!([2.0]));
+        assert_eq!(news["samples"], serde_json::json!([]));
+        for absent in ["start", "timeline", "end"] {
+            assert!(news.get(absent).is_none(), "{absent}");
+        }
+    }
+
+    /// Samples are bounded in number and bytes; the first and the last steps that have some stay.
+    #[test]
+    fn samples_are_bounded() {
+        let mut series = Series::default();
+        let text = "x".repeat(2 * SAMPLE_TEXT_BYTES);
+        for at in 0..2_000 {
+            series.push(sample(at / 2, if at % 3 == 0 { &text } else { "short" }));
+            assert!(series.samples.len() <= SAMPLES && series.sample_bytes() <= SAMPLE_BYTES);
+        }
+        let steps: Vec<u64> = series
+            .samples
+            .iter()
+            .map(|(_, sample)| sample.step)
+            .collect();
+        assert_eq!((steps.first(), steps.last()), (Some(&0), Some(&999)));
+        let longest = series.samples.iter().map(|(_, sample)| sample.text.len());
+        assert!(longest.max().expect("samples") < SAMPLE_TEXT_BYTES + 16);
+        let mut series = Series::default();
+        for _ in 0..2 * SAMPLES {
+            series.push(sample(0, "as many prompts"));
+        }
+        assert_eq!(series.samples.len(), SAMPLES);
+    }
+
+    /// A resume takes back what came behind its checkpoint; a new run, everything.
+    #[test]
+    fn starts_take_back() {
+        let mut series = Series::default();
+        series.push(start(None));
+        for at in 1..=10 {
+            series.push(step(at, 1.0));
+            series.push(sample(at, "s"));
+            series.push(Record::Note(Note {
+                step: at,
+                text: "n".to_owned(),
+            }));
+            series.push(Record::Eval(Eval {
+                step: at,
+                ..Eval::default()
+            }));
+        }
+        series.push(Record::End(End::default()));
+        series.push(start(Some(4)));
+        let lengths = [
+            series.points.len(),
+            series.samples.len(),
+            series.notes.len(),
+            series.evals.len(),
+        ];
+        assert_eq!(lengths, [4; 4]);
+        assert!(series.end.is_none());
+        series.push(start(Some(8)));
+        series.push(start(Some(4)));
+        assert_eq!(series.resumed, [4]);
+        let before = series.order;
+        series.push(start(None));
+        assert!(series.points.is_empty() && series.resumed.is_empty());
+        assert!(series.since(before).is_full);
     }
 }

@@ -11,8 +11,8 @@
 //!
 //! # Invariants
 //! - Only loopback is listened on, and nothing of a request is echoed.
-//! - A connection lasts no longer than [`REQUEST_TIME`] and [`ANSWER_TIME`], and its request is no
-//!   longer than [`REQUEST_BYTES`].
+//! - A connection lasts no longer than [`Times`] say, and its request is no longer than
+//!   [`REQUEST_BYTES`].
 //! - Dropped, the server has no thread left.
 
 use std::fs::File;
@@ -30,14 +30,22 @@ use crate::page::Report;
 const CONNECTIONS: usize = 16;
 /// Bytes of a request with its headers.
 const REQUEST_BYTES: usize = 16 << 10;
-/// How long a request may take to come.
-const REQUEST_TIME: Duration = Duration::from_secs(5);
-/// How long an answer may take to leave.
-const ANSWER_TIME: Duration = Duration::from_secs(30);
+/// How long a connection may take.
+const TIMES: Times = Times {
+    request: Duration::from_secs(5),
+    answer: Duration::from_secs(30),
+};
 
 /// What the page may do: nothing but show itself and ask this server.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; \
                       connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+
+/// How long a connection may take: its request to come, its answer to leave.
+#[derive(Debug, Clone, Copy)]
+struct Times {
+    request: Duration,
+    answer: Duration,
+}
 
 /// The live page of a run. Dropping it ends it.
 #[derive(Debug)]
@@ -54,6 +62,10 @@ impl Server {
     /// # Errors
     /// When the port is taken, or the system gives no thread or no random numbers.
     pub fn start(report: Report, port: Option<u16>) -> Result<Self> {
+        Self::start_with(report, port, TIMES)
+    }
+
+    fn start_with(report: Report, port: Option<u16>, times: Times) -> Result<Self> {
         let port = port.unwrap_or(0);
         let bind = |source| Error::Bind { port, source };
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(bind)?;
@@ -63,6 +75,7 @@ impl Server {
         let shared = Arc::new(Shared {
             report,
             token,
+            times,
             port: address.port(),
             is_over: AtomicBool::new(false),
             connections: Mutex::default(),
@@ -124,6 +137,7 @@ struct Connection {
 struct Shared {
     report: Report,
     token: String,
+    times: Times,
     port: u16,
     is_over: AtomicBool,
     connections: Mutex<Vec<Connection>>,
@@ -165,8 +179,13 @@ impl Shared {
         let shared = self.clone();
         let thread = Builder::new()
             .name("live page reader".to_owned())
-            // A reader who goes away is no one's error.
-            .spawn(move || drop(shared.serve(stream)))?;
+            .spawn(move || {
+                let mut stream = stream;
+                // A reader who goes away is not the run's error.
+                let _ = shared.serve(&mut stream);
+                // Dropping is not enough: `outside` holds the connection too.
+                let _ = stream.shutdown(Shutdown::Both);
+            })?;
         connections.push(Connection {
             stream: outside,
             thread,
@@ -174,13 +193,14 @@ impl Shared {
         Ok(())
     }
 
-    fn serve(&self, mut stream: TcpStream) -> io::Result<()> {
-        let head = read_head(&mut stream)?;
+    fn serve(&self, stream: &mut TcpStream) -> io::Result<()> {
+        let head = read_head(stream, Instant::now() + self.times.request)?;
         let answer = self.answer(&head);
-        write_all(&mut stream, &answer.head())?;
-        write_all(&mut stream, answer.body.as_bytes())?;
+        let deadline = Instant::now() + self.times.answer;
+        write_all(stream, &answer.head(), deadline)?;
+        write_all(stream, answer.body.as_bytes(), deadline)?;
         stream.shutdown(Shutdown::Write)?;
-        drain(&mut stream);
+        drain(stream);
         Ok(())
     }
 
@@ -280,8 +300,7 @@ impl Answer {
 }
 
 /// Reads a request up to the empty line behind its headers.
-fn read_head(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
-    let deadline = Instant::now() + REQUEST_TIME;
+fn read_head(stream: &mut TcpStream, deadline: Instant) -> io::Result<Vec<u8>> {
     let mut head = Vec::new();
     let mut buffer = [0; 2048];
     loop {
@@ -308,9 +327,7 @@ fn read_head(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Writes bytes, all within [`ANSWER_TIME`].
-fn write_all(stream: &mut TcpStream, mut bytes: &[u8]) -> io::Result<()> {
-    let deadline = Instant::now() + ANSWER_TIME;
+fn write_all(stream: &mut TcpStream, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
     while !bytes.is_empty() {
         stream.set_write_timeout(Some(left(deadline)?))?;
         match stream.write(bytes) {
@@ -343,4 +360,88 @@ fn left(deadline: Instant) -> io::Result<Duration> {
         return Err(ErrorKind::TimedOut.into());
     }
     Ok(left)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn brief() -> Times {
+        Times {
+            request: Duration::from_millis(50),
+            answer: Duration::from_millis(50),
+        }
+    }
+
+    /// A client that sends nothing is left, whatever it waits for.
+    #[test]
+    fn silent_clients_are_left() {
+        let server = Server::start_with(Report::new(), None, brief()).expect("started");
+        for sent in ["", "GET / HTTP/1.1\r\n"] {
+            let mut silent = TcpStream::connect(server.address).expect("connected");
+            silent.write_all(sent.as_bytes()).expect("sent");
+            let mut read = Vec::new();
+            // It comes back because the server closes the connection.
+            let _ = silent.read_to_end(&mut read);
+            assert_eq!(read, b"", "after {sent:?}");
+        }
+    }
+
+    /// A client that does not read is left when the buffers between the two are full.
+    #[test]
+    fn lazy_readers_are_left() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+        let address = listener.local_addr().expect("an address");
+        let _lazy = TcpStream::connect(address).expect("connected");
+        let (mut stream, _) = listener.accept().expect("accepted");
+        let piece = vec![0; 1 << 20];
+        let error = loop {
+            let deadline = Instant::now() + brief().answer;
+            if let Err(error) = write_all(&mut stream, &piece, deadline) {
+                break error;
+            }
+        };
+        let kinds = [ErrorKind::TimedOut, ErrorKind::WouldBlock];
+        assert!(kinds.contains(&error.kind()), "{error}");
+        let error = write_all(&mut stream, b"x", Instant::now()).expect_err("too late");
+        assert_eq!(error.kind(), ErrorKind::TimedOut);
+    }
+
+    /// Tokens are 128 bits, and no two servers have the same.
+    #[test]
+    fn tokens_are_random() {
+        let (one, other) = (token().expect("random"), token().expect("random"));
+        assert_ne!(one, other);
+        assert_eq!(one.len(), 32);
+        assert!(one.bytes().all(|byte| byte.is_ascii_hexdigit()));
+        assert!(is_same(one.as_bytes(), one.as_bytes()));
+        for wrong in ["", &one[1..], &other, &format!("{one}0")] {
+            assert!(!is_same(wrong.as_bytes(), one.as_bytes()), "{wrong}");
+        }
+    }
+
+    /// Only a plain `GET` with one host is a request.
+    #[test]
+    fn odd_requests_are_none() {
+        let odd: [&[u8]; 10] = [
+            b"",
+            b"GET",
+            b"GET / HTTP/1.1",
+            b"GET  / HTTP/1.1\r\nHost: a",
+            b"GET / HTTP/2\r\nHost: a",
+            b"POST / HTTP/1.1\r\nHost: a",
+            b"get / HTTP/1.1\r\nHost: a",
+            b"GET / HTTP/1.1\r\nHost: a\r\nhost: b",
+            b"GET / HTTP/1.1 more\r\nHost: a",
+            b"GET /\xff HTTP/1.1\r\nHost: a",
+        ];
+        for head in odd {
+            assert!(Request::parse(head).is_none(), "{}", head.escape_ascii());
+        }
+        let plain = b"GET /data?a=1&token=t&since=5 HTTP/1.1\r\nX: y\r\nHOST:  a:1 ";
+        let request = Request::parse(plain).expect("a request");
+        assert_eq!((request.path, request.host), ("/data", "a:1"));
+        assert_eq!(request.parameter("token"), Some("t"));
+        assert_eq!(request.parameter("none"), None);
+    }
 }

@@ -91,7 +91,7 @@ impl Timeline {
         let end_ns = shown().map(|span| span.end_ns).max().unwrap_or(origin_ns);
         let total_ns = end_ns.saturating_sub(origin_ns);
         let stages = Stages::of(spans);
-        let mut lanes: BTreeMap<(usize, Lane), (String, Vec<Piece>)> = BTreeMap::new();
+        let mut lanes: Lanes = BTreeMap::new();
         for span in shown() {
             let lane = lanes.entry((span.track.worker, span.track.lane));
             let (_, pieces) = lane.or_insert_with(|| (span.track.worker_name.clone(), Vec::new()));
@@ -119,12 +119,11 @@ impl Timeline {
     }
 }
 
+/// Spans by worker and lane, with the worker's name.
+type Lanes = BTreeMap<(usize, Lane), (String, Vec<Piece>)>;
+
 /// Makes spans fewer until there are at most `limit`; says how many it had to leave out.
-fn reduce(
-    lanes: &mut BTreeMap<(usize, Lane), (String, Vec<Piece>)>,
-    total_ns: u64,
-    limit: usize,
-) -> u64 {
+fn reduce(lanes: &mut Lanes, total_ns: u64, limit: usize) -> u64 {
     let mut join = Join {
         gap_ns: total_ns / 5_000,
         whole_stages: false,
@@ -147,7 +146,7 @@ fn reduce(
     }
 }
 
-fn drop_shortest(lanes: &mut BTreeMap<(usize, Lane), (String, Vec<Piece>)>, count: usize) -> u64 {
+fn drop_shortest(lanes: &mut Lanes, count: usize) -> u64 {
     let pieces = lanes.values().flat_map(|(_, pieces)| pieces);
     let mut lengths: Vec<u64> = pieces.map(Piece::ns).collect();
     lengths.sort_unstable();
@@ -163,10 +162,18 @@ fn drop_shortest(lanes: &mut BTreeMap<(usize, Lane), (String, Vec<Piece>)>, coun
     (count - left) as u64
 }
 
+/// A stage that computes a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Use {
+    start_ns: u64,
+    stage: usize,
+    layer: usize,
+}
+
 /// Which stage a layer belongs to, from the spans that say so.
 struct Stages<'a> {
-    /// By worker and the layer's name: when a stage computed it, and which.
-    by_name: BTreeMap<(usize, &'a str), Vec<(u64, usize, Option<usize>)>>,
+    /// By worker and the layer's name, in the order of time.
+    by_name: BTreeMap<(usize, &'a str), Vec<Use>>,
     /// The stage of each layer's backward, or of its forward where there is none.
     by_layer: BTreeMap<usize, usize>,
 }
@@ -183,7 +190,11 @@ impl<'a> Stages<'a> {
             };
             let key = (span.track.worker, span.name.as_str());
             let uses = stages.by_name.entry(key).or_default();
-            uses.push((span.start_ns, stage, span.layer));
+            uses.push(Use {
+                start_ns: span.start_ns,
+                stage,
+                layer,
+            });
             let is_forward = span.category == Category::Forward;
             if !is_forward || !stages.by_layer.contains_key(&layer) {
                 stages.by_layer.insert(layer, stage);
@@ -206,10 +217,10 @@ impl<'a> Stages<'a> {
         }
         let uses = self.by_name.get(&(span.track.worker, span.name.as_str()));
         let next = uses.and_then(|uses| {
-            let next = uses.partition_point(|(start_ns, ..)| *start_ns < span.start_ns);
+            let next = uses.partition_point(|used| used.start_ns < span.start_ns);
             uses.get(next).or(uses.last())
         });
-        next.map_or((None, None), |(_, stage, layer)| (Some(*stage), *layer))
+        (next.map(|used| used.stage), next.map(|used| used.layer))
     }
 }
 
