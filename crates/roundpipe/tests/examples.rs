@@ -12,6 +12,9 @@ mod own_layer;
 #[path = "../examples/resnet.rs"]
 #[expect(dead_code, reason = "its main is not called")]
 mod resnet;
+#[path = "../examples/save_cost.rs"]
+#[expect(dead_code, reason = "its main is not called")]
+mod save_cost;
 #[path = "../examples/training_loop.rs"]
 #[expect(dead_code, reason = "its main is not called")]
 mod training_loop;
@@ -61,4 +64,32 @@ fn signs_learn_exclusive_or() {
     for (want, have) in [0.0, 1.0, 1.0, 0.0].iter().zip(&answers) {
         assert!((want - have).abs() < 0.2, "{answers:?}");
     }
+}
+
+/// The cost of saves is measured on checkpoints that are as large as they say.
+#[test]
+fn the_cost_of_saves_is_measured() {
+    let dir = std::env::temp_dir().join(format!("roundpipe-save-cost-{}", std::process::id()));
+    let mut settings = save_cost::Settings {
+        bytes: 1 << 20,
+        width: 64,
+        rows: 4,
+        steps: 2,
+        rounds: 2,
+        lag: roundpipe::Lag::One,
+        dir: dir.clone(),
+    };
+    for (lag, bytes) in [(roundpipe::Lag::One, 14), (roundpipe::Lag::Zero, 12)] {
+        settings.lag = lag;
+        let mut rounds = 0;
+        save_cost::run(&settings, &mut |round| {
+            let stored = (settings.bytes.div_ceil(12 * 4096)) * bytes * 4096;
+            assert!(round.saved_bytes >= stored, "{} bytes", round.saved_bytes);
+            assert!(round.with_seconds > 0.0 && round.without_seconds > 0.0);
+            rounds += 1;
+        })
+        .unwrap();
+        assert_eq!(rounds, 2);
+    }
+    std::fs::remove_dir_all(&dir).unwrap();
 }

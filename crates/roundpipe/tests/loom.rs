@@ -138,6 +138,33 @@ fn gradients_are_not_overwritten_before_they_are_read() {
     });
 }
 
+/// What lies beside the weights, masters and moments, is in one place whatever the number of slabs:
+/// a holder reads it whole, and the writer gets through behind it.
+#[test]
+fn a_held_layer_is_not_written() {
+    for slabs in [1, 2] {
+        loom::model(move || {
+            let layer = Layer::new(slabs);
+            let moments = Arc::new(UnsafeCell::new(()));
+            let hold = layer.versions.hold();
+            let saver = {
+                let moments = moments.clone();
+                thread::spawn(move || {
+                    moments.with(|_| ());
+                    drop(hold);
+                })
+            };
+            for v in 1..=2 {
+                let ticket = layer.versions.wait_writable(v, &layer.abort).unwrap();
+                moments.with_mut(|_| ());
+                ticket.publish();
+            }
+            saver.join().unwrap();
+            assert_eq!(layer.versions.current(), 2);
+        });
+    }
+}
+
 /// An abort reaches a writer and a reader in whatever state they are.
 #[test]
 fn an_abort_is_never_missed() {

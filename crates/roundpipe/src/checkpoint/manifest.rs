@@ -18,7 +18,7 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use roundpipe_files::Hash128;
-use roundpipe_files::small::{self, FileLimits, MOST_NAMES};
+use roundpipe_files::small::{self, FileLimits};
 use roundpipe_files::text::{one_line, shown};
 use roundpipe_tensor::{DType, Shape};
 use serde::{Deserialize, Serialize};
@@ -34,10 +34,14 @@ pub(crate) const FORMAT: u64 = 1;
 /// The longest notes, in bytes.
 pub(crate) const NOTES_CAP: usize = 16 << 20;
 
+/// What a reader takes is a small multiple of the length.
 const LIMITS: FileLimits = FileLimits {
     bytes: 256 << 20,
-    json_values: 16 * MOST_NAMES,
+    json_values: 0,
 };
+
+/// The most that a counter says. No run comes near it, and numbers above it cannot be counted on.
+const MOST_COUNTED: u64 = 1 << 53;
 
 /// The manifest; fields stand in the order of the file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -78,6 +82,13 @@ pub(crate) struct Counters {
     /// Steps in a row that were not finite, and where the last of them was not.
     pub nonfinite: u64,
     pub nonfinite_place: String,
+}
+
+impl Counters {
+    fn are_possible(&self) -> bool {
+        let all = [self.steps, self.updates, self.calls, self.nonfinite];
+        self.lag <= self.steps.min(1) && all.iter().all(|count| *count <= MOST_COUNTED)
+    }
 }
 
 /// A loss scale.
@@ -205,7 +216,16 @@ impl Manifest {
     /// The bytes of the file, its hash put in.
     pub fn seal(mut self) -> Result<Vec<u8>> {
         self.hash = self.own_hash()?.to_string();
-        self.to_bytes()
+        let bytes = self.to_bytes()?;
+        if bytes.len() as u64 > LIMITS.bytes {
+            let what = format!(
+                "the manifest would have {} bytes, the most is {}; write shorter notes",
+                bytes.len(),
+                LIMITS.bytes
+            );
+            return Err(Error::config("checkpoint", what));
+        }
+        Ok(bytes)
     }
 
     fn to_bytes(&self) -> Result<Vec<u8>> {
@@ -251,7 +271,7 @@ impl Manifest {
         if self.scaler.as_ref().is_some_and(|s| s.state().is_none()) {
             return Err(damaged(path, "(its loss scale is no number that can be)"));
         }
-        if self.counters.lag > 1 || self.counters.lag > self.counters.steps {
+        if !self.counters.are_possible() {
             return Err(damaged(path, "(its counters contradict each other)"));
         }
         let mut ends = Vec::with_capacity(self.files.len());
@@ -351,7 +371,9 @@ fn parse_dtype(name: &str) -> Option<DType> {
 mod tests {
     use std::path::Path;
 
-    use super::{Counters, FORMAT, Manifest, Role, SavedScaler, tensor_name};
+    use super::{
+        Counters, FORMAT, Manifest, Role, SavedFile, SavedScaler, SavedTensor, tensor_name,
+    };
     use crate::scaler::ScalerState;
 
     fn manifest() -> Manifest {
@@ -394,6 +416,67 @@ mod tests {
         }
         let longer = [&bytes[..], b" "].concat();
         assert!(Manifest::parse(path, &longer).is_err());
+    }
+
+    /// Who writes a manifest can give it a hash that is right. What it says is checked all the same.
+    #[test]
+    fn a_sealed_manifest_is_not_believed() {
+        let path = Path::new("m.json");
+        let tensor = |shape: &[usize], file| SavedTensor {
+            name: "w".to_owned(),
+            file,
+            dtype: "f32".to_owned(),
+            shape: shape.to_vec(),
+            hash: "0".repeat(32),
+        };
+        let file = |name: &str, bytes, header_bytes| SavedFile {
+            name: name.to_owned(),
+            bytes,
+            header_bytes,
+            header_hash: "0".repeat(32),
+        };
+        let name = "state-00001.safetensors";
+        let sound = |m: &mut Manifest| {
+            m.files = vec![file(name, 32, 8)];
+            m.tensors = vec![tensor(&[2, 3], 0)];
+        };
+        let parse = |change: &dyn Fn(&mut Manifest)| {
+            let mut changed = manifest();
+            sound(&mut changed);
+            change(&mut changed);
+            Manifest::parse(path, &changed.seal().unwrap())
+        };
+        parse(&|_| ()).unwrap();
+        let large = usize::MAX / 2;
+        let changes: [&dyn Fn(&mut Manifest); 15] = [
+            &|m| m.files = vec![file("../../etc/passwd", 32, 8)],
+            &|m| m.files = vec![file(name, 33, 8)],
+            &|m| m.files = vec![file(name, 32, u64::MAX - 3)],
+            &|m| m.files[0].header_hash.clear(),
+            &|m| m.tensors = vec![tensor(&[2, 3], 1)],
+            &|m| m.tensors = vec![tensor(&[2, 3], usize::MAX)],
+            &|m| m.tensors = vec![tensor(&[large, large], 0)],
+            &|m| m.tensors = vec![tensor(&[large, large, 0], 0)],
+            &|m| m.tensors.push(tensor(&[0], 0)),
+            &|m| m.tensors[0].dtype = "f33".to_owned(),
+            &|m| m.tensors[0].hash = "g".repeat(32),
+            &|m| m.counters.lag = 2,
+            &|m| m.counters.steps = u64::MAX,
+            &|m| m.scaler = Some(SavedScaler::new(ScalerState::default(), f64::NAN)),
+            &|m| {
+                let scale = 0.0;
+                let state = ScalerState {
+                    scale,
+                    ..ScalerState::default()
+                };
+                m.scaler = Some(SavedScaler::new(state, 1.0));
+            },
+        ];
+        for (at, change) in changes.iter().enumerate() {
+            let error = parse(*change).unwrap_err().to_string();
+            assert!(error.contains("not as it was written"), "{at}: {error}");
+            assert_eq!(error.lines().count(), 1, "{error}");
+        }
     }
 
     /// A newer format is refused by its number, whatever else is in it.

@@ -15,7 +15,7 @@ use std::collections::HashSet;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
-use roundpipe_files::text::shown;
+use roundpipe_files::text::{one_line, shown};
 use roundpipe_tensor::ParamId;
 
 use super::RoundPipe;
@@ -197,7 +197,7 @@ impl Core {
         self.note_buffers(&buffers.collect());
         self.optimizer
             .streak
-            .restore(counters.nonfinite, &counters.nonfinite_place);
+            .restore(counters.nonfinite, &one_line(&counters.nonfinite_place));
         sequence.steps = version;
         sequence.number = counters.calls;
         sequence.earliest_number = counters.calls;

@@ -2,6 +2,7 @@
 
 mod api;
 mod chains;
+mod checkpoint_files;
 mod checkpoints;
 mod data;
 mod faults;
