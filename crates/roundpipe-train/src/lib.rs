@@ -24,8 +24,10 @@ mod resolve;
 mod samples;
 
 mod progress;
-mod run;
 mod start;
+
+mod overview;
+mod run;
 
 pub use error::{Error, Result};
 pub use folder::{RunFolder, run_model};

@@ -8,7 +8,9 @@ use roundpipe_data::{Document, Encoder, Example, Rows, Validation};
 use roundpipe_models::ModelConfig;
 
 use crate::error::{Error, Result};
-use crate::settings::{Method, RuleName, Schedule, Settings, TypeName, ValidationSetting};
+use crate::settings::{
+    Method, RuleName, Schedule, Settings, TooLongName, TypeName, ValidationSetting,
+};
 
 /// Rows that are tokenised to learn how long they are.
 const LOOKED_AT: u64 = 512;
@@ -95,6 +97,36 @@ impl Lengths {
         };
         let sum: usize = self.seen.iter().map(cut).sum();
         sum as f64 / self.seen.len() as f64 * self.rows as f64
+    }
+
+    /// Tokens of the document that a token is in, on average.
+    pub fn context(&self, seq: usize) -> usize {
+        let cut = || self.seen.iter().map(|tokens| (*tokens).min(seq) as f64);
+        let squares: f64 = cut().map(|tokens| tokens * tokens).sum();
+        (squares / cut().sum::<f64>().max(1.0)).ceil().max(1.0) as usize
+    }
+
+    /// What will be done with rows that are too long, if there are any.
+    pub fn too_long(&self, settings: &Settings) -> Option<String> {
+        let seq = settings.seq.unwrap_or(1);
+        let long = self.seen.iter().filter(|tokens| **tokens > seq).count();
+        if long == 0 {
+            return None;
+        }
+        let default = if self.is_text {
+            TooLongName::Split
+        } else {
+            TooLongName::Cut
+        };
+        let done = match settings.too_long.unwrap_or(default) {
+            TooLongName::Cut => "cut",
+            TooLongName::Drop => "left out",
+            TooLongName::Split => "split",
+        };
+        let looked_at = self.seen.len();
+        Some(format!(
+            "{long} of {looked_at} rows that were looked at have more than {seq} tokens and are {done}"
+        ))
     }
 
     /// Rows of `seq` tokens that an epoch makes, about.

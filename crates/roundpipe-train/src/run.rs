@@ -16,22 +16,20 @@ use std::time::Instant;
 
 use roundpipe::engine::StepHandle;
 use roundpipe::{
-    Bytes, Checkpoints, DType, GradScaler, LrSchedule, Params, PlanKind, RoundPipe, Saving, Update,
+    Checkpoints, DType, GradScaler, LrSchedule, Params, PlanKind, RoundPipe, Saving, Update,
 };
 use roundpipe_data::{Position, Stream, TrainBatch};
-use roundpipe_models::TrainMode;
-use roundpipe_report::{
-    End, Eval, Memory, Place as MemoryPlace, Sample, Save, Server, Start, Step, Timeline,
-};
+use roundpipe_report::{End, Eval, Sample, Save, Server, Start, Step, Timeline};
 use serde::{Deserialize, Serialize};
 
 use crate::batches;
 use crate::error::{Error, Result};
 use crate::machine;
-use crate::model::{host_budget, write_result};
+use crate::model::write_result;
+use crate::overview;
 use crate::progress::{Overview, Telling, Watcher};
 use crate::samples;
-use crate::settings::{Given, Method, Settings};
+use crate::settings::{Given, Settings};
 use crate::start::{self, Data, Ready, lag, schedule, stream_options};
 
 /// Steps between two timelines of the report.
@@ -153,7 +151,7 @@ struct Session<'r> {
     pending: Option<Pending>,
     saving: Option<(u64, Saving)>,
     saved: Option<u64>,
-    /// Operations per second and token: the hardware's limit.
+    /// Tokens per second that the hardware allows.
     limit: Option<f64>,
     started: Instant,
     elapsed_before: f64,
@@ -207,107 +205,51 @@ impl<'r> Session<'r> {
             pending: None,
             saving: None,
             saved: resumed_at,
-            limit: None,
+            limit: overview::limit(ready),
             started: now,
             elapsed_before: notes.as_ref().map_or(0.0, |notes| notes.elapsed_s),
             last_told: now,
             traced: false,
         };
-        session.limit = session.measure_limit();
         session.begin(resumed_at)?;
         Ok(session)
     }
 
-    /// Tokens per second that the products of a step allow at most.
-    fn measure_limit(&self) -> Option<f64> {
-        let settings = &self.ready.settings;
-        let device = self.ready.devices.first()?;
-        let dtype = settings.dtype.map_or(DType::F32, DType::from);
-        let rate = machine::product_rate(device.clone(), dtype).ok()?;
-        let trains = match settings.method {
-            Method::Full => TrainMode::All,
-            Method::Lora => TrainMode::Adapters,
-        };
-        let config = &self.ready.trained.model.config;
-        let work = config.flops_per_token(settings.seq?, trains);
-        Some(rate * machine::processors(&self.ready.engine) as f64 / work)
-    }
-
-    /// Plans the first batch, with more microbatches where it does not fit, and shows everything.
+    /// Plans the first batch and shows everything.
     fn begin(&mut self, resumed_at: Option<u64>) -> Result<()> {
-        let plan = self.plan_lines()?;
-        let settings = &self.ready.settings;
-        let model = &self.ready.trained.model;
-        let trained: usize = model
-            .trainable_params()
-            .iter()
-            .map(|(_, param)| param.shape().numel())
-            .sum();
-        let steps = settings.steps.unwrap_or(1);
+        let plan = self.plan()?;
+        let ready = self.ready;
+        let steps = ready.settings.steps.unwrap_or(1);
         let overview = Overview {
-            data: self.data_lines(),
-            rows: self.ready.data.shown.clone(),
-            model: self.model_lines(trained),
+            data: overview::data_lines(ready),
+            rows: ready.data.shown.clone(),
+            model: overview::model_lines(ready),
             plan,
             steps: (self.step, steps),
         };
         self.telling.begin(&overview);
-        let name = settings.model.as_ref().or(settings.init.as_ref());
-        let devices = self.ready.devices.iter();
+        let devices = ready.devices.iter();
         self.telling.record(Start {
-            name: self.ready.folder.path().display().to_string(),
-            model: name.cloned().unwrap_or_default(),
-            method: settings.method.name().to_owned(),
-            parameters: model.num_params() as u64,
-            trained_parameters: trained as u64,
+            name: ready.folder.path().display().to_string(),
+            model: overview::model_name(ready).to_owned(),
+            method: ready.settings.method.name().to_owned(),
+            parameters: ready.trained.model.num_params() as u64,
+            trained_parameters: overview::trained_parameters(ready) as u64,
             steps,
             devices: devices.map(|device| device.id().to_string()).collect(),
             time: unix_time(),
             data: overview.data.join("; "),
             plan: overview.plan.join("\n"),
-            settings: settings.to_toml(),
-            memory: self.memory(),
+            settings: ready.settings.to_toml(),
+            memory: overview::memory(ready),
             limit_tokens_per_s: self.limit,
             resumed_at,
         });
         Ok(())
     }
 
-    fn data_lines(&self) -> Vec<String> {
-        let data = &self.ready.data;
-        let mut lines = data.report.clone();
-        let kept = data
-            .validation
-            .as_ref()
-            .map_or(0, roundpipe_data::Rows::len);
-        lines.push(format!("{} rows train, {kept} validate", data.rows.len()));
-        lines
-    }
-
-    fn model_lines(&self, trained: usize) -> Vec<String> {
-        let settings = &self.ready.settings;
-        let model = &self.ready.trained.model;
-        let name = settings.model.as_ref().or(settings.init.as_ref());
-        let (seq, batch) = (settings.seq.unwrap_or(0), settings.batch.unwrap_or(0));
-        vec![
-            format!(
-                "{}: {} parameters, {trained} of them trained ({}), {}",
-                name.map_or("", String::as_str),
-                model.num_params(),
-                settings.method.name(),
-                model.dtype(),
-            ),
-            format!(
-                "{} steps of {batch} rows of {seq} tokens; {} at {:e}, {}",
-                settings.steps.unwrap_or(0),
-                settings.optimizer.name(),
-                settings.lr.unwrap_or(0.0),
-                settings.schedule.name(),
-            ),
-        ]
-    }
-
-    fn plan_lines(&mut self) -> Result<Vec<String>> {
+    /// The plan of the first batch, with more microbatches where it does not fit.
+    fn plan(&mut self) -> Result<Vec<String>> {
         let batch = self.look_at_first_batch()?;
         let engine = &self.ready.engine;
         let plan = loop {
@@ -317,43 +259,10 @@ impl<'r> Session<'r> {
                 Err(error) => self.more_microbatches(batch.rows, error)?,
             }
         };
-        let devices: Vec<String> = self
-            .ready
-            .devices
-            .iter()
-            .map(|d| d.id().to_string())
-            .collect();
-        let mut lines = vec![format!(
-            "on {}: stages of layers {plan} (forward | backward), {} microbatches",
-            devices.join(", "),
-            self.microbatches.min(batch.rows),
-        )];
-        let memory = self.memory();
-        for place in [MemoryPlace::Host, MemoryPlace::Gpu] {
-            let parts = memory.iter().filter(|part| part.place == place);
-            let parts: Vec<String> = parts
-                .filter(|part| part.bytes > 0)
-                .map(|part| format!("{} {}", part.name, Bytes(part.bytes)))
-                .collect();
-            if !parts.is_empty() {
-                let name = if place == MemoryPlace::Host {
-                    "host"
-                } else {
-                    "each GPU"
-                };
-                lines.push(format!("{name}: {}", parts.join(", ")));
-            }
-        }
-        if let Some(limit) = self.limit {
-            let settings = &self.ready.settings;
-            let tokens = (settings.seq.unwrap_or(1) * settings.batch.unwrap_or(1)) as f64;
-            let left = settings.steps.unwrap_or(1).saturating_sub(self.step) as f64;
-            lines.push(format!(
-                "the hardware's limit is {limit:.0} tokens/s, so it takes {} at least",
-                duration(left * tokens / limit)
-            ));
-        }
-        Ok(lines)
+        let steps = self.ready.settings.steps.unwrap_or(1);
+        let left = steps.saturating_sub(self.step);
+        let microbatches = self.microbatches.min(batch.rows);
+        Ok(overview::plan_lines(self.ready, &plan, microbatches, left))
     }
 
     /// The batch that the first step will have; the stream stands where it stood.
@@ -403,37 +312,6 @@ impl<'r> Session<'r> {
         let step = self.step;
         self.telling.note(step, line);
         Ok(())
-    }
-
-    fn memory(&self) -> Vec<Memory> {
-        let held = host_budget(&self.ready.trained.model, &self.ready.settings);
-        let host = [
-            ("weights", held.weights),
-            ("gradients", held.gradients),
-            ("masters", held.masters),
-            ("moments", held.moments),
-        ];
-        let host = host.map(|(name, bytes)| (MemoryPlace::Host, name, bytes));
-        let ring = self.ready.engine.ring();
-        let activations = (MemoryPlace::Host, "activations", ring.host_use().peak.0);
-        let is_gpu = self.ready.devices.iter().any(|d| d.id().kind.is_gpu());
-        let budget = ring.budgets().first().filter(|_| is_gpu);
-        let gpu = budget.map(|budget| {
-            let rest = budget.arena.saturating_sub(budget.weights + budget.task);
-            [
-                (MemoryPlace::Gpu, "weights", budget.weights),
-                (MemoryPlace::Gpu, "work", budget.task),
-                (MemoryPlace::Gpu, "copies and kept values", rest),
-            ]
-        });
-        let all = host.into_iter().chain([activations]);
-        all.chain(gpu.into_iter().flatten())
-            .map(|(place, name, bytes)| Memory {
-                place,
-                name: name.to_owned(),
-                bytes,
-            })
-            .collect()
     }
 
     fn train(&mut self, stop: &AtomicBool) -> Result<Outcome> {
@@ -784,7 +662,33 @@ impl<'r> Session<'r> {
         })
     }
 
+    /// What became of rows that were not learned as they are.
+    fn tell_of_rows(&mut self) {
+        let counts = *self.stream.counts();
+        let parts = [
+            (counts.cut, "cut"),
+            (counts.split, "split"),
+            (counts.too_long, "too long and left out"),
+            (counts.empty, "without anything to learn"),
+            (counts.bad, "bad and left out"),
+        ];
+        let parts: Vec<String> = parts
+            .iter()
+            .filter(|(count, _)| *count > 0)
+            .map(|(count, what)| format!("{count} {what}"))
+            .collect();
+        if parts.is_empty() {
+            return;
+        }
+        let mut line = format!("of {} rows read: {}", counts.rows, parts.join(", "));
+        if let Some(bad) = self.stream.first_bad() {
+            line += &format!(" (the first: {bad})");
+        }
+        self.telling.note(self.step, line);
+    }
+
     fn end(&mut self, reason: &str, result: &str) -> Result<()> {
+        self.tell_of_rows();
         let folder = self.ready.folder.path().display();
         let command = if result.is_empty() {
             format!("roundpipe train --out {folder}")
@@ -810,13 +714,4 @@ fn unix_time() -> f64 {
     std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
         .map_or(0.0, |since| since.as_secs_f64())
-}
-
-/// Seconds in words: `42 s`, `7 min`, `3.5 h`.
-fn duration(seconds: f64) -> String {
-    match seconds {
-        s if s < 90.0 => format!("{s:.0} s"),
-        s if s < 5400.0 => format!("{:.0} min", s / 60.0),
-        s => format!("{:.1} h", s / 3600.0),
-    }
 }

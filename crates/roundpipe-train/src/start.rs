@@ -20,6 +20,7 @@ use roundpipe_models::chat::ChatTemplate;
 
 use crate::error::{Error, Result};
 use crate::folder::RunFolder;
+use crate::machine;
 use crate::model::{Origin, Trained, rule};
 use crate::progress::{ShownRow, Watcher};
 use crate::resolve::{self, Lengths, Place};
@@ -38,6 +39,8 @@ pub(crate) struct Ready {
     pub trained: Trained,
     pub devices: Vec<Arc<dyn Device>>,
     pub data: Data,
+    /// Operations per second of a large product on the first device, if it could be measured.
+    pub product_rate: Option<f64>,
     pub engine: RoundPipe,
 }
 
@@ -50,6 +53,8 @@ pub(crate) struct Data {
     pub encoder: Arc<Encoder>,
     pub shown: Vec<ShownRow>,
     pub is_text: bool,
+    /// Tokens of the document that a token is in, on average: what attention goes by.
+    pub context: usize,
 }
 
 /// Opens a run's folder, and says which settings hold there.
@@ -134,7 +139,7 @@ pub(crate) fn prepare(
         is_host: devices.iter().all(|device| !device.id().kind.is_gpu()),
     };
     let origin = Origin::find(&settings, &folder)?;
-    let (data, lengths) = open_data(&mut settings, &origin)?;
+    let (mut data, lengths) = open_data(&mut settings, &origin)?;
     let has_validation = data.validation.is_some();
     resolve::resolve(
         &mut settings,
@@ -144,8 +149,12 @@ pub(crate) fn prepare(
         has_validation,
     )?;
     let seq = settings.seq.unwrap_or(1);
+    data.context = lengths.context(seq);
+    data.report.extend(lengths.too_long(&settings));
     let trained = origin.load(&settings, seq)?;
     check_vocabulary(&trained)?;
+    // Before the engine takes the memory.
+    let rate = machine::product_rate(devices[0].clone(), trained.model.dtype()).ok();
     let engine = build(&settings, &trained, &devices)?;
     folder.write_settings(&settings)?;
     Ok(Ready {
@@ -154,6 +163,7 @@ pub(crate) fn prepare(
         trained,
         devices,
         data,
+        product_rate: rate,
         engine,
     })
 }
@@ -217,6 +227,7 @@ fn open_data(settings: &mut Settings, origin: &Origin) -> Result<(Data, Lengths)
         validation: (!kept.is_empty()).then_some(kept),
         shown: shown.collect(),
         is_text: lengths.is_text,
+        context: 1,
         rows,
         encoder,
     };
