@@ -276,7 +276,7 @@ impl Run {
                         batch_tokens = 65536\nlearning_rate = 1e-5\nwarmup = 0.03\nclip = 1.0\n";
         let device = |index: usize| format!("cuda:{index} RTX 4090");
         Start {
-            name: "support-assistant".to_owned(),
+            name: "support-assistant (simulated)".to_owned(),
             model: "Qwen3-8B".to_owned(),
             method: "full".to_owned(),
             parameters: 8_190_735_360,

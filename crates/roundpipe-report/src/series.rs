@@ -16,7 +16,7 @@ use crate::record::{self, End, Eval, Note, Record, Sample, Save, Start, Step};
 use crate::timeline::Timeline;
 
 /// Steps that are kept at most.
-pub(crate) const POINTS: usize = 1 << 16;
+pub(crate) const POINTS: usize = 1 << 15;
 /// Evaluations that are kept at most.
 const EVALS: usize = 1 << 12;
 /// Samples that are kept at most, in number and in bytes of text.

@@ -211,7 +211,9 @@ fn many_connections_are_bounded() {
     }
     let held = TcpStream::connect(&address).expect("connected");
     drop(server);
-    assert!(TcpStream::connect(&address).is_err(), "nothing listens");
+    // Another server may have got the port meanwhile; its token is another.
+    let gone = TcpStream::connect(&address).is_err();
+    assert!(gone || !get(&address, &target).starts_with("HTTP/1.1 200"));
     drop(held);
 }
 
