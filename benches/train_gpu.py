@@ -90,7 +90,7 @@ def between(found, first, last):
 def saving(bin, work, lag):
     data = work / "mixed.jsonl"
     rates = {}
-    for every in ("20", "100000", "20"):
+    for every in ("20", "100000"):
         run = work / f"saving-{lag}-{every}"
         subprocess.run(["rm", "-rf", str(run)], check=True)
         train(bin, work, run, "qwen3-1.7b", data, ["steps=45", f"save_every={every}", f"lag={lag}"])

@@ -125,6 +125,8 @@ fn all_files() -> Vec<PathBuf> {
         "../roundpipe-chat/src",
         "../roundpipe-models/src",
         "../roundpipe-data/src",
+        "../roundpipe-report/src",
+        "../roundpipe-train/src",
         "../roundpipe-cli/src",
     ];
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
