@@ -7,9 +7,12 @@ mod cases;
 mod made;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use roundpipe_files::small::{self, FileLimits};
-use roundpipe_files::{AtomicFile, Weights, read_tensors, write_tensors};
+use roundpipe_files::{
+    AtomicFile, AtomicFolder, SystemDisk, Weights, folder, read_tensors, write_tensors,
+};
 use roundpipe_tensor::{DType, Param, RngSite};
 
 use crate::made::{Scratch, address_space_peak, file, tensor};
@@ -256,4 +259,60 @@ fn small_files_are_small_files() {
         small::read(std::path::Path::new("/dev/zero"), limits),
         &["not a file"],
     );
+}
+
+/// A folder has its name once it is complete, and not before; what a crash left is tidied up by the
+/// next, and a link is not replaced.
+#[test]
+fn folders_appear_whole_or_not_at_all() {
+    let dir = Scratch::new("folders");
+    let disk = Arc::new(SystemDisk);
+    let target = dir.join("new/a");
+    let write = |text: &[u8]| -> roundpipe_files::Result<AtomicFolder> {
+        let folder = AtomicFolder::create(disk.clone(), &target)?;
+        let file = folder.create_file("x")?;
+        folder.check(file.set_len(9))?;
+        folder.check(file.write_at(text, 2))?;
+        folder.check(file.flush())?;
+        Ok(folder)
+    };
+    let read = || std::fs::read(target.join("x")).ok();
+    let above = dir.join("new");
+    drop(write(b"lost").unwrap());
+    assert_eq!(folder::names(&above).unwrap(), [""; 0]);
+    assert_eq!(folder::complete(&target), None);
+    write(b"one").unwrap().finish().unwrap();
+    assert_eq!(read().unwrap(), b"\0\0one\0\0\0\0");
+
+    // Cut off between the two renames that replace a folder.
+    std::fs::rename(&target, dir.join("new/.a.previous")).unwrap();
+    std::fs::create_dir(dir.join("new/.a.partial")).unwrap();
+    std::fs::write(dir.join("new/.a.partial/y"), "half").unwrap();
+    assert_eq!(folder::complete(&target), Some(dir.join("new/.a.previous")));
+    drop(write(b"lost").unwrap());
+    assert_eq!(read().unwrap(), b"\0\0one\0\0\0\0");
+    write(b"two").unwrap().finish().unwrap();
+    assert_eq!(read().unwrap(), b"\0\0two\0\0\0\0");
+    assert_eq!(folder::names(&above).unwrap(), ["a"]);
+
+    for (name, of) in [
+        (".a.partial", Some("a")),
+        (".partial", None),
+        ("a.partial", None),
+    ] {
+        assert_eq!(folder::target_of_leftover(name), of);
+    }
+    let nameless = AtomicFolder::create(disk.clone(), std::path::Path::new("/"));
+    refuses("the root", nameless, &["no name"]);
+    #[cfg(unix)]
+    {
+        let link = dir.join("link");
+        std::os::unix::fs::symlink(&target, &link).unwrap();
+        let words = ["is a link", "remove it"];
+        refuses("a link", AtomicFolder::create(disk.clone(), &link), &words);
+        refuses("a link", folder::remove(&*disk, &link), &words);
+        assert!(read().is_some());
+    }
+    folder::remove(&*disk, &target).unwrap();
+    assert_eq!(folder::names(&above).unwrap(), [""; 0]);
 }

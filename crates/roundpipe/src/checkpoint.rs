@@ -20,8 +20,8 @@
 //! types and sizes are compared. Nothing in it depends on the number of workers, their memory, the
 //! grain or the plan.
 //!
-//! The path of a tensor: host memory, held by its layer ([`Versions::hold`](crate::version)) -> hash
-//! and page cache, in [`write`] -> flush -> rename of the folder. Back: every hash is compared
+//! The path of a tensor: host memory, held by its layer (`Versions::hold`) -> hash
+//! and page cache, in `write` -> flush -> rename of the folder. Back: every hash is compared
 //! ([`Checkpoint::verify`]), and only then is anything written over.
 //!
 //! Refused, each with one line that names the file and the fix: a newer format, a file that is

@@ -55,6 +55,9 @@ impl<M> RoundPipe<M> {
     /// is. A checkpoint at `path` is replaced once the new one is complete. A save that comes while
     /// another is being written waits for that one.
     ///
+    /// Until it has read them, parameters cannot be written by hand: [`RoundPipe::synchronize`] waits
+    /// for that, but not for the disk.
+    ///
     /// At lag 1 the older weights that the next call reads are saved too: unlike
     /// [`RoundPipe::synchronize`], a save does not change what calls read.
     ///

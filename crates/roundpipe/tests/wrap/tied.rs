@@ -406,6 +406,45 @@ fn a_run_in_parts_goes_on_from_its_state() {
     );
 }
 
+/// From a checkpoint the run goes on as if it had never stopped, also right behind a step at lag 1;
+/// one engine of several cannot be saved by itself.
+#[test]
+fn a_run_in_parts_goes_on_from_a_checkpoint() {
+    let dtype = DType::BF16;
+    let run = |model: &Model, calls: std::ops::Range<usize>| {
+        for call in calls {
+            model.call(call, dtype, 1.0);
+            model.update(&clipped(), Lag::One);
+        }
+    };
+    let whole = Decoder::new(dtype);
+    let model = Model::parts(&whole, 2);
+    run(&model, 0..5);
+    let want = (state_bits(&model.state()), weights(&whole));
+
+    let path = std::env::temp_dir().join(format!("roundpipe-parts-{}", std::process::id()));
+    let model = Model::parts(&Decoder::new(dtype), 3);
+    run(&model, 0..2);
+    let Model::Parts(parts) = &model else {
+        unreachable!("it was made in parts")
+    };
+    parts.save(&path, "two steps").unwrap().wait().unwrap();
+    let (_, engine) = parts.engines().next().unwrap();
+    let error = engine.save(&path, "").unwrap_err().to_string();
+    assert!(error.contains("call it on the `AutoWrapped`"), "{error}");
+    drop(model);
+
+    let decoder = Decoder::new(dtype);
+    let model = Model::parts(&decoder, 1);
+    let Model::Parts(parts) = &model else {
+        unreachable!("it was made in parts")
+    };
+    assert_eq!(parts.restore(&path).unwrap().notes, "two steps");
+    run(&model, 2..5);
+    assert_eq!((state_bits(&model.state()), weights(&decoder)), want);
+    std::fs::remove_dir_all(&path).unwrap();
+}
+
 /// f16 with a scaler that starts too high: the same steps are skipped, by all engines, and the
 /// scale falls and grows as over one engine.
 #[test]
