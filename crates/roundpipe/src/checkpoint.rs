@@ -33,6 +33,7 @@
 //! - Reading allocates nothing larger than the manifest allows and the files are.
 //! - A checkpoint says nothing about the machine that it was written on.
 
+mod copy;
 pub(crate) mod manifest;
 mod read;
 mod saving;

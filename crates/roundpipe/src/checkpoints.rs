@@ -42,7 +42,7 @@ use std::sync::{Arc, Mutex};
 use roundpipe_files::small::{self, FileLimits};
 use roundpipe_files::{Disk, SystemDisk, folder};
 
-use crate::checkpoint::write::{SaveTarget, ShardLimits};
+use crate::checkpoint::write::{SaveTarget, ShardLimits, SpareMemory};
 use crate::checkpoint::{Checkpoint, Saving};
 use crate::engine::RoundPipe;
 use crate::error::{Error, Result};
@@ -176,6 +176,7 @@ impl Checkpoints {
                 path: self.path(step),
                 disk: self.shared.disk.clone(),
                 limits: self.limits,
+                spare: SpareMemory::default(),
                 then: Some(Box::new(then)),
                 stays: before.map(|step| format!("the checkpoint of step {step} stays")),
             },

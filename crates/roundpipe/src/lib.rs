@@ -117,7 +117,7 @@ pub use wrap::{AutoWrapped, Composite, Node, WrapConfig, Wrapped, wrap};
 /// the public interface.
 #[doc(hidden)]
 pub mod testing {
-    pub use crate::checkpoint::write::{SaveTarget, ShardLimits};
+    pub use crate::checkpoint::write::{SaveTarget, ShardLimits, SpareMemory};
     #[cfg(loom)]
     pub use crate::exec::ending;
     pub use crate::groups::ResolvedGroups;

@@ -1,34 +1,30 @@
 //! A checkpoint, written: tensors from the memory they live in to the page cache, hashed on the
 //! way; then flushes, then the rename.
 //!
-//! Every tensor is read once, in chunks that stay in a core's cache between hash and copy. There is
-//! no second copy of the state. As soon as the last tensor of a layer is in the page cache its hold
-//! is dropped, and the optimizer may write the layer; flushes come behind that.
+//! Every tensor is read once, in chunks that stay in a core's cache between hash and copy. As soon
+//! as the last tensor of a layer is in the page cache its hold is dropped, and the optimizer may
+//! write the layer; flushes come behind that. Only what a slow disk has not taken by then is copied
+//! in memory, as far as there is some to spare ([`SpareMemory`]).
 //!
 //! # Invariants
-//! - Layers are let go from the first to the last, which is the order of updates.
 //! - A save that fails leaves no file, and lets all layers go.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use roundpipe_files::weights::{PlannedTensor, header_bytes};
-use roundpipe_files::{AtomicFolder, Disk, DiskFile, Hash128, Hasher128, SystemDisk};
-use roundpipe_tensor::host::HostRef;
-use roundpipe_tensor::{DType, Shape};
+use roundpipe_files::{AtomicFolder, Disk, DiskFile, Hash128, SystemDisk};
 
+pub use super::copy::SpareMemory;
+pub(crate) use super::copy::{SourceBytes, TensorSource};
+use super::copy::{TensorJob, copy};
 use super::manifest::{Manifest, SavedFile, SavedTensor};
 pub use super::shards::ShardLimits;
 use super::shards::{LANES, deal, file_name};
 use super::{MANIFEST, SaveProgress, SaveReport};
 use crate::error::{Error, Result};
-use crate::version::Hold;
-
-/// What is hashed and written at once, in bytes.
-const CHUNK: usize = 1 << 20;
 
 /// Where a checkpoint goes, and how.
 pub struct SaveTarget {
@@ -38,6 +34,8 @@ pub struct SaveTarget {
     pub disk: Arc<dyn Disk>,
     /// When files are cut.
     pub limits: ShardLimits,
+    /// Memory for what the disk has not taken yet.
+    pub spare: SpareMemory,
     /// What is done once it is complete.
     pub then: Option<Box<dyn FnOnce() -> Result<()> + Send>>,
     /// What an error adds about others.
@@ -51,6 +49,7 @@ impl SaveTarget {
             path: path.to_path_buf(),
             disk: Arc::new(SystemDisk),
             limits: ShardLimits::default(),
+            spare: SpareMemory::default(),
             then: None,
             stays: None,
         }
@@ -60,32 +59,6 @@ impl SaveTarget {
 impl std::fmt::Debug for SaveTarget {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "SaveTarget({})", self.path.display())
-    }
-}
-
-/// One tensor of a snapshot.
-pub(crate) struct TensorSource {
-    pub name: String,
-    pub dtype: DType,
-    pub shape: Shape,
-    pub bytes: SourceBytes,
-}
-
-/// Where a tensor's bytes are.
-pub(crate) enum SourceBytes {
-    /// In host memory that the optimizer writes later. The guard comes first, so that it is dropped
-    /// before the hold.
-    Held { guard: HostRef, _hold: Arc<Hold> },
-    /// A copy of something small.
-    Copied(Vec<u8>),
-}
-
-impl TensorSource {
-    fn bytes(&self) -> &[u8] {
-        match &self.bytes {
-            SourceBytes::Held { guard, .. } => guard.bytes(),
-            SourceBytes::Copied(bytes) => bytes,
-        }
     }
 }
 
@@ -103,14 +76,6 @@ struct OpenFile {
     lane: usize,
     header: Vec<u8>,
     bytes: u64,
-}
-
-/// A tensor on its way to a file.
-struct TensorJob {
-    index: usize,
-    file: usize,
-    offset: u64,
-    source: TensorSource,
 }
 
 /// What a save came to.
@@ -159,7 +124,8 @@ fn write_folder(target: &SaveTarget, snapshot: Snapshot, progress: &SaveProgress
     let files = open_files(&folder, &tensors, &shards.files, &shards.lanes)?;
     manifest.tensors = saved_tensors(&tensors, &shards.files);
     let jobs = place(tensors, &shards.files, &files);
-    let hashes = copy(&folder, &files, jobs)?;
+    let open: Vec<&dyn DiskFile> = files.iter().map(|file| &*file.file).collect();
+    let hashes = copy(&folder, &open, jobs, target.spare)?;
     progress.set_copied();
     for (tensor, hash) in manifest.tensors.iter_mut().zip(hashes) {
         tensor.hash = hash.to_string();
@@ -255,71 +221,6 @@ fn place(tensors: Vec<TensorSource>, file_of: &[usize], files: &[OpenFile]) -> V
         });
     }
     lanes
-}
-
-/// Copies all tensors to their files; their hashes, in their order.
-fn copy(
-    folder: &AtomicFolder,
-    files: &[OpenFile],
-    lanes: Vec<Vec<TensorJob>>,
-) -> Result<Vec<Hash128>> {
-    let count = lanes.iter().map(Vec::len).sum();
-    let threads = std::thread::available_parallelism().map_or(1, |cores| cores.get().min(LANES));
-    let mut of_threads: Vec<Vec<TensorJob>> = (0..threads).map(|_| Vec::new()).collect();
-    for (lane, jobs) in lanes.into_iter().enumerate() {
-        of_threads[lane % threads].extend(jobs);
-    }
-    let failed = AtomicBool::new(false);
-    let copy_all = |mut jobs: Vec<TensorJob>| -> Result<Vec<(usize, Hash128)>> {
-        // A thread with several lanes goes through them side by side.
-        jobs.sort_by_key(|job| job.index);
-        let mut hashes = Vec::with_capacity(jobs.len());
-        for job in jobs {
-            if failed.load(Ordering::Relaxed) {
-                break;
-            }
-            let index = job.index;
-            let copied = copy_tensor(&*files[job.file].file, job);
-            let hash = folder.check(copied).inspect_err(|_| {
-                failed.store(true, Ordering::Relaxed);
-            })?;
-            hashes.push((index, hash));
-        }
-        Ok(hashes)
-    };
-    let results: Vec<_> = std::thread::scope(|scope| {
-        of_threads.retain(|jobs| !jobs.is_empty());
-        let last = of_threads.pop();
-        let threads: Vec<_> = of_threads
-            .into_iter()
-            .map(|jobs| scope.spawn(|| copy_all(jobs)))
-            .collect();
-        let here = last.map(copy_all);
-        let others = threads.into_iter().map(|thread| match thread.join() {
-            Ok(result) => result,
-            Err(panic) => std::panic::resume_unwind(panic),
-        });
-        others.chain(here).collect()
-    });
-    let mut hashes = vec![Hash128::of(&[]); count];
-    for result in results {
-        for (index, hash) in result? {
-            hashes[index] = hash;
-        }
-    }
-    Ok(hashes)
-}
-
-/// Copies one tensor and lets it go.
-fn copy_tensor(file: &dyn DiskFile, job: TensorJob) -> std::io::Result<Hash128> {
-    let mut hasher = Hasher128::new();
-    let mut at = job.offset;
-    for chunk in job.source.bytes().chunks(CHUNK) {
-        hasher.update(chunk);
-        file.write_at(chunk, at)?;
-        at += chunk.len() as u64;
-    }
-    Ok(hasher.finish())
 }
 
 /// Flushes all files.
