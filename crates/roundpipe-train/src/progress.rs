@@ -57,7 +57,12 @@ impl<'w> Telling<'w> {
         watcher: &'w mut dyn Watcher,
     ) -> Result<Self> {
         let path = folder.file("metrics.jsonl");
-        let failed = |e: roundpipe_report::Error| Error::Failed(e.to_string());
+        let failed = |e: roundpipe_report::Error| match e {
+            roundpipe_report::Error::Line { .. } => Error::Failed(format!(
+                "{e}; correct or remove the line, or remove the file and lose the curves until now"
+            )),
+            e => Error::Failed(format!("{e}; move what is there away, or free the disk")),
+        };
         let (metrics, report) = match resumed_at {
             Some(step) => {
                 let mut metrics = MetricsFile::open_at(&path, step).map_err(failed)?;
