@@ -570,6 +570,32 @@ fn damaged_checkpoints_are_found() {
     damage(60, 20, 5);
 }
 
+/// A run that stops early and is killed just before it has written its model stops again.
+#[test]
+fn a_run_that_stopped_early_stops_again() {
+    // Far too high a rate: the validation soon gets worse.
+    let bench = Bench::new(
+        "early",
+        &["lr=0.5", "eval_every=2", "patience=2", "save_every=5"],
+    );
+    let whole = bench.whole("whole");
+    let out = bench.folder("whole");
+    let stopped = whole.losses.len() as u64;
+    assert!(stopped < STEPS, "it has not stopped early");
+    let settings = fs::read_to_string(out.join("run.toml")).unwrap();
+    assert!(settings.contains(&format!("\nsteps = {stopped} ")));
+    // As it was between the last save and the model.
+    let before = settings.replace(
+        &format!("\nsteps = {stopped} "),
+        &format!("\nsteps = {STEPS} "),
+    );
+    fs::write(out.join("run.toml"), before).unwrap();
+    fs::remove_dir_all(out.join("model")).unwrap();
+    let output = program(&["train", "--out", &out.display().to_string()]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    whole.assert_same(&Trace::of(&out), "stopped early");
+}
+
 /// The arguments of a run that is finished find it finished, whatever happened on the way.
 #[test]
 fn a_finished_run_stays_finished() {
@@ -584,7 +610,7 @@ fn a_finished_run_stays_finished() {
 /// Everything, many times. `ROUNDPIPE_KILLS` is the number of kills, 300 unless given; other
 /// counts follow from it.
 #[test]
-#[ignore = "takes an hour"]
+#[ignore = "takes ten minutes"]
 fn all() {
     let kills = std::env::var("ROUNDPIPE_KILLS").ok();
     let kills: u64 = kills.and_then(|text| text.parse().ok()).unwrap_or(300);

@@ -401,6 +401,24 @@ fn configs(t: &mut Table) {
     t.config("steps = 3\nepochs = 2\n", &["line", "epochs"]);
     t.config("warmup = 30\nsteps = 4\n", &["line 1", "warmup 30"]);
     t.config("# a\nlag = 7\n", &["line 2", "lag 7"]);
+    // What is not shown as it is takes three times its bytes in run.toml.
+    let prompt = "\u{85}".repeat(400_000);
+    let long = format!("steps = 1\ngpu_memory = \"256MiB\"\nprompts = [\"{prompt}\"]\n");
+    t.add(
+        "settings that grow",
+        |folder| fs::write(folder.join("c.toml"), long).unwrap(),
+        &[
+            "train",
+            "../model",
+            "../chats.jsonl",
+            "--out",
+            "run",
+            "--config",
+            "c.toml",
+        ],
+        2,
+        &["run.toml", "shorter prompts"],
+    );
     t.config(b"lr = \"\xff\xfe\"", &["UTF-8"]);
     t.config(b"\x7fELF\x02\x01\x01\x00\x00", &["line 1"]);
     t.config(vec![b'#'; 2 << 20], &["bytes"]);
@@ -426,6 +444,11 @@ fn settings(t: &mut Table) {
     t.settings(&["stages=99"], 2, &["stages"]);
     t.settings(&["batch=0"], 2, &["batch"]);
     t.settings(&["batch=1000000000000"], 2, &["batch"]);
+    t.settings(
+        &["batch=1000000", "host_memory=1GiB"],
+        3,
+        &["batch", "fewer"],
+    );
     t.settings(&["seq=0"], 2, &["seq"]);
     t.settings(&["seq=257"], 2, &["seq", "256"]);
     t.settings(&["seq=1099511627776"], 2, &["seq"]);
@@ -1556,6 +1579,13 @@ fn resumes(t: &mut Table) {
     );
     // Its settings are written before its place is looked for.
     t.cases.last_mut().unwrap().before = None;
+    t.resume(
+        "checkpoints gone",
+        |r| fs::remove_dir_all(r.join("checkpoints")).unwrap(),
+        &["steps=3"],
+        2,
+        &["run", "`model`", "--out"],
+    );
     t.resume(
         "data gone",
         |r| {

@@ -156,9 +156,19 @@ impl RunFolder {
     /// Writes the settings.
     ///
     /// # Errors
-    /// [`Error::Failed`] when the disk is full, for example; the old file stays.
+    /// [`Error::Failed`] when the disk is full, for example; the old file stays. [`Error::Usage`] for
+    /// settings so long that they could not be read again.
     pub fn write_settings(&self, settings: &Settings) -> Result<()> {
-        self.write("run.toml", settings.to_toml().as_bytes())
+        let text = settings.to_toml();
+        if text.len() as u64 > crate::settings::MOST_BYTES {
+            return Err(Error::Usage(format!(
+                "the settings have {} bytes, and run.toml at most {}; give fewer or shorter prompts, groups \
+                 or data",
+                text.len(),
+                crate::settings::MOST_BYTES
+            )));
+        }
+        self.write("run.toml", text.as_bytes())
     }
 
     /// Writes a small file, complete or not at all.

@@ -25,7 +25,7 @@ use crate::error::{Error, Result};
 use value::{Setting, choice, quoted};
 
 /// The longest settings file.
-const MOST_BYTES: u64 = 1 << 20;
+pub(crate) const MOST_BYTES: u64 = 1 << 20;
 
 /// What other programs call a setting.
 const ALIASES: [(&str, &str); 10] = [

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use roundpipe::{
-    Checkpoints, Device, Devices, ExecutePlan, Grain, Lag, LrSchedule, ParamGroup, PlanKind,
+    Bytes, Checkpoints, Device, Devices, ExecutePlan, Grain, Lag, LrSchedule, ParamGroup, PlanKind,
     RingOptions, RoundPipe, RunConfig,
     lr::{DecayShape, LrDecay},
 };
@@ -29,6 +29,8 @@ use crate::settings::{
     BadRowsName, Given, GrainName, LearnName, Schedule, Settings, TooLongName, ValidationSetting,
 };
 
+/// Host memory of a token in a batch: its number, label and position, as read and as given on.
+const TOKEN_BYTES: u64 = 48;
 /// The longest chat template file.
 const MOST_TEMPLATE_BYTES: u64 = 1 << 20;
 
@@ -69,8 +71,16 @@ pub(crate) fn open_folder(given: &Given) -> Result<(RunFolder, Settings, bool)> 
         RunFolder::refuse_foreign(&path)?;
     }
     let folder = RunFolder::open(&path)?;
+    let has_checkpoint = has_checkpoint(&folder)?;
+    if has_run && !has_checkpoint && folder.file("model").exists() {
+        return Err(Error::Usage(format!(
+            "{}: has a finished model, and no checkpoint to go on from; remove `model` there to train \
+             again, or start another run with --out",
+            path.display()
+        )));
+    }
     // Without a checkpoint there is nothing that other settings could spoil.
-    let is_anew = check_given(&settings).is_ok() && !has_checkpoint(&folder)?;
+    let is_anew = check_given(&settings).is_ok() && !has_checkpoint;
     match folder.settings()? {
         Some(_) if is_anew => Ok((folder, settings, false)),
         Some(mut run) => {
@@ -180,6 +190,7 @@ fn prepare_in(
         data.encoder.clone(),
         stream_options(settings),
     )?;
+    check_batch(settings)?;
     if let Some(rows) = &data.validation {
         check_validation(rows, &data.encoder, settings)?;
     }
@@ -189,6 +200,21 @@ fn prepare_in(
     let engine = build(settings, &trained, &devices)?;
     folder.write_settings(settings)?;
     Ok((trained, devices, data, engine))
+}
+
+/// Refuses a step whose tokens alone take more memory than there is.
+fn check_batch(settings: &Settings) -> Result<()> {
+    let tokens = settings.seq.unwrap_or(1) as u64;
+    let tokens = tokens.saturating_mul(settings.batch.unwrap_or(1) as u64);
+    let bytes = Bytes(tokens.saturating_mul(TOKEN_BYTES));
+    let left = roundpipe::host_memory::available();
+    match settings.host_memory.into_iter().chain(left).min() {
+        Some(left) if bytes > left => Err(Error::DoesNotFit(format!(
+            "batch: the {tokens} tokens of a step take {bytes} of host memory, and {left} are left; \
+             choose fewer rows"
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// Refuses validation rows of which none is left, before hours of training.
