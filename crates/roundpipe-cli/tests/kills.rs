@@ -6,12 +6,12 @@
 
 mod kit;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use kit::{Run, files, last_step, losses, metrics, program, send, text};
 use roundpipe::Checkpoints;
@@ -128,11 +128,16 @@ fn wait_until(child: &mut Child, mut is_so: impl FnMut() -> bool) -> Option<Exit
     }
 }
 
-/// Whether a checkpoint is being written.
-fn is_saving(out: &Path) -> bool {
+/// Checkpoints that are being written, or that a kill left so, each with the time of its last change.
+fn partial(out: &Path) -> BTreeSet<(String, SystemTime)> {
     let entries = fs::read_dir(out.join("checkpoints"));
-    let mut names = entries.into_iter().flatten().flatten();
-    names.any(|entry| entry.file_name().to_string_lossy().starts_with('.'))
+    let entries = entries.into_iter().flatten().flatten();
+    let changed = |entry: fs::DirEntry| {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let time = entry.metadata().and_then(|meta| meta.modified()).ok()?;
+        name.starts_with('.').then_some((name, time))
+    };
+    entries.filter_map(changed).collect()
 }
 
 /// The moment at which a program is stopped.
@@ -160,7 +165,12 @@ impl Moment {
     }
 
     /// Waits for it; the status of a program that ended before.
-    fn wait(self, child: &mut Child, out: &Path) -> Option<ExitStatus> {
+    fn wait(
+        self,
+        child: &mut Child,
+        out: &Path,
+        left: &BTreeSet<(String, SystemTime)>,
+    ) -> Option<ExitStatus> {
         let told = |_: ()| last_step(out, "step");
         let first = told(());
         let (ended, rest) = match self {
@@ -168,7 +178,7 @@ impl Moment {
             Self::Step(more, rest) => (wait_until(child, || told(()) > first + more), rest),
             Self::Save(more, rest) => {
                 let ended = wait_until(child, || told(()) >= first + more);
-                let ended = ended.or_else(|| wait_until(child, || is_saving(out)));
+                let ended = ended.or_else(|| wait_until(child, || !partial(out).is_subset(left)));
                 (ended, rest)
             }
             Self::Result => (wait_until(child, || out.join("model.partial").exists()), 0),
@@ -198,8 +208,8 @@ struct Counts {
 }
 
 /// Looks at what a kill left: the newest checkpoint verifies, and it is not far behind.
-fn look_at(out: &Path, counts: &mut Counts, what: &str) {
-    counts.torn += u64::from(is_saving(out));
+fn look_at(out: &Path, left: &BTreeSet<(String, SystemTime)>, counts: &mut Counts, what: &str) {
+    counts.torn += u64::from(!partial(out).is_subset(left));
     counts.results += u64::from(out.join("model.partial").exists());
     let checkpoints = Checkpoints::open(out.join("checkpoints")).unwrap();
     let newest = checkpoints.newest().unwrap();
@@ -234,6 +244,7 @@ fn kill_runs(bench: &Bench, whole: &Trace, kills: u64, seed: u64) -> Counts {
         let out = bench.folder(&format!("killed-{}", counts.runs));
         loop {
             let workers = format!("devices=cpu:{}", 1 + random.below(3));
+            let left = partial(&out);
             let mut child = bench.start(&out, &[&workers]);
             let moment = Moment::choose(&mut random);
             let what = format!("seed {seed}, kill {}, {moment:?}", counts.killed);
@@ -241,7 +252,7 @@ fn kill_runs(bench: &Bench, whole: &Trace, kills: u64, seed: u64) -> Counts {
             let ended = if is_over {
                 None
             } else {
-                moment.wait(&mut child, &out)
+                moment.wait(&mut child, &out, &left)
             };
             if ended.is_none() && !is_over {
                 let before = metrics(&out).len();
@@ -250,7 +261,7 @@ fn kill_runs(bench: &Bench, whole: &Trace, kills: u64, seed: u64) -> Counts {
                 if output.status.code().is_none() {
                     counts.killed += 1;
                     counts.before_a_step += u64::from(before == 0);
-                    look_at(&out, &mut counts, &what);
+                    look_at(&out, &left, &mut counts, &what);
                     continue;
                 }
                 assert!(output.status.success(), "{what}: {}", text(&output.stderr));
@@ -278,6 +289,7 @@ fn stop_runs(bench: &Bench, whole: &Trace, stops: u64, seed: u64) -> Counts {
         let out = bench.folder(&format!("stopped-{}", counts.runs));
         loop {
             let workers = format!("devices=cpu:{}", 1 + random.below(3));
+            let left = partial(&out);
             let mut child = bench.start(&out, &[&workers]);
             let moment = match random.below(5) {
                 0 => Moment::Early(random.below(400)),
@@ -286,7 +298,7 @@ fn stop_runs(bench: &Bench, whole: &Trace, stops: u64, seed: u64) -> Counts {
             };
             let what = format!("seed {seed}, stop {}, {moment:?}", counts.killed);
             let is_over = counts.killed >= stops;
-            if !is_over && moment.wait(&mut child, &out).is_none() {
+            if !is_over && moment.wait(&mut child, &out, &left).is_none() {
                 send("-TERM", &child);
             }
             let output = child.wait_with_output().unwrap();
@@ -296,7 +308,7 @@ fn stop_runs(bench: &Bench, whole: &Trace, stops: u64, seed: u64) -> Counts {
                 Some(4) => {
                     assert!(error.contains("goes on"), "{what}: {error}");
                     counts.killed += 1;
-                    look_at(&out, &mut counts, &what);
+                    look_at(&out, &left, &mut counts, &what);
                     let newest = Checkpoints::open(out.join("checkpoints")).unwrap();
                     let newest = newest.newest().unwrap().step;
                     assert_eq!(newest, last_step(&out, "step"), "{what}: {error}");
