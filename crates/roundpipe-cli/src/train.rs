@@ -90,6 +90,12 @@ impl TrainCmd {
         let mut given = Given::default();
         let mut names = Vec::new();
         for argument in &self.args {
+            if argument.is_empty() || argument.starts_with('=') {
+                let what = format!(
+                    "`{argument}` is neither a file nor key=value; correct or leave it out"
+                );
+                return Err(Failure::usage(what));
+            }
             if is_setting(argument) {
                 given.argument(argument)?;
             } else {
@@ -118,7 +124,13 @@ impl TrainCmd {
         if self.lora {
             given.put("method", "lora", "--lora".into())?;
         }
-        let out = self.out.as_ref().map(|path| path.display().to_string());
+        let as_text = |path: &PathBuf| {
+            let what = "--out is no UTF-8 text; choose another folder";
+            path.to_str()
+                .map(str::to_owned)
+                .ok_or_else(|| Failure::usage(what.into()))
+        };
+        let out = self.out.as_ref().map(as_text).transpose()?;
         let texts = [
             ("out", out.as_ref(), "--out"),
             ("init", self.init.as_ref(), "--init"),

@@ -2,23 +2,11 @@
 
 mod kit;
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Output;
 
-use kit::{Run, losses, metrics, program, stopped_at, text};
+use kit::{Run, files, losses, metrics, program, stopped_at, text};
 use serde_json::Value;
-
-/// Every file of a folder and what is in it.
-fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
-    let mut found = BTreeMap::new();
-    for entry in std::fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        let name = path.file_name().unwrap().to_string_lossy().into_owned();
-        found.insert(name, std::fs::read(&path).unwrap());
-    }
-    found
-}
 
 fn assert_done(output: &Output) {
     let (out, error) = (text(&output.stdout), text(&output.stderr));

@@ -183,9 +183,7 @@ impl DataFile {
     fn bytes(&self, (offset, length): (u64, usize)) -> Result<Vec<u8>, Refusal> {
         if length > self.most_row_bytes {
             let most = self.most_row_bytes;
-            return Err(format!(
-                "has more than {most} bytes; split or remove it, or raise `max_row_bytes`"
-            ));
+            return Err(format!("has more than {most} bytes; split or remove it"));
         }
         let mut bytes = vec![0; length];
         self.storage.read_at(&mut bytes, offset).map_err(|e| {

@@ -307,6 +307,14 @@ fn read_message(mut fields: Map<String, Json>) -> Result<Message, Refusal> {
     ) {
         return Err("has a `content` that is no text and no list of parts; correct it".into());
     }
+    let is_call_list = |calls: &Json| {
+        let calls = calls.as_array();
+        calls.is_some_and(|calls| calls.iter().all(Json::is_object))
+    };
+    let calls = fields.get("tool_calls").filter(|calls| !calls.is_null());
+    if !calls.is_none_or(is_call_list) {
+        return Err("has `tool_calls` that are no list of objects; write one".into());
+    }
     if content.is_none() && !fields.contains_key("tool_calls") {
         return Err("has neither `content` nor `tool_calls`; add one".into());
     }

@@ -61,9 +61,21 @@ impl From<roundpipe_models::Error> for Error {
 
 impl From<roundpipe_data::Error> for Error {
     fn from(error: roundpipe_data::Error) -> Self {
-        match error {
-            roundpipe_data::Error::Setting { .. } => Self::Usage(error.to_string()),
-            _ => Self::Failed(error.to_string()),
-        }
+        let roundpipe_data::Error::Setting { setting, why } = &error else {
+            return Self::Failed(error.to_string());
+        };
+        let name = match *setting {
+            // Files are at fault, not what was asked for.
+            "data" | "chat template" => return Self::Failed(error.to_string()),
+            "position" => {
+                let why = roundpipe_files::text::Line(why);
+                return Self::Usage(format!("data: the place in the checkpoint {why}"));
+            }
+            // As they are called here.
+            "threads" => "data_threads",
+            "batch_rows" => "batch",
+            name => name,
+        };
+        Self::Usage(format!("{name}: {}", roundpipe_files::text::Line(why)))
     }
 }

@@ -21,10 +21,37 @@ use roundpipe_files::AtomicFile;
 use crate::error::{Error, Result};
 use crate::settings::{Given, Settings};
 
+/// What a run writes into its folder, beside the lock and its settings.
+const WRITTEN: [&str; 8] = [
+    "checkpoints",
+    "metrics.jsonl",
+    "events",
+    "model",
+    "model.partial",
+    "model.old",
+    "report.html",
+    "tokenizer",
+];
+
+/// What `run.toml` always has: what the program chooses where the user does not, and the last line.
+const RESOLVED: [&str; 9] = [
+    "data",
+    "steps",
+    "seq",
+    "batch",
+    "microbatches",
+    "lr",
+    "warmup",
+    "dtype",
+    "fast_attention",
+];
+
 /// A run's folder, locked.
 #[derive(Debug)]
 pub struct RunFolder {
     path: PathBuf,
+    /// Whether it was made for this start.
+    is_new: bool,
     /// Unlocked when it is closed.
     _lock: File,
 }
@@ -35,25 +62,68 @@ impl RunFolder {
     /// # Errors
     /// [`Error::Failed`] while another process has it, and when it cannot be written.
     pub fn open(path: &Path) -> Result<Self> {
-        std::fs::create_dir_all(path).map_err(|e| Error::io("make", path, &e))?;
+        let is_new = !path.exists();
         let name = path.join("lock");
-        let lock = File::options()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .open(&name)
-            .map_err(|e| Error::io("write", &name, &e))?;
-        match lock.try_lock() {
-            Ok(()) => Ok(Self {
-                path: path.to_path_buf(),
-                _lock: lock,
-            }),
-            Err(TryLockError::WouldBlock) => Err(Error::Failed(format!(
-                "{}: another process trains here; wait for it, or choose another folder with --out",
-                path.display()
-            ))),
-            Err(TryLockError::Error(e)) => Err(Error::io("lock", &name, &e)),
+        loop {
+            std::fs::create_dir_all(path).map_err(|e| unusable(path, &e))?;
+            let lock = File::options()
+                .create(true)
+                .truncate(false)
+                .write(true)
+                .open(&name)
+                .map_err(|e| unusable(path, &e))?;
+            match lock.try_lock() {
+                // The one who had it may have abandoned the folder, and the name is another file's.
+                Ok(()) if !is_the_file(&lock, &name) => {}
+                Ok(()) => {
+                    return Ok(Self {
+                        path: path.to_path_buf(),
+                        is_new,
+                        _lock: lock,
+                    });
+                }
+                Err(TryLockError::WouldBlock) => {
+                    return Err(Error::Failed(format!(
+                        "{}: another process trains here; wait for it, or choose another folder with --out",
+                        path.display()
+                    )));
+                }
+                Err(TryLockError::Error(e)) => return Err(Error::io("lock", &name, &e)),
+            }
         }
+    }
+
+    /// Refuses a folder that is no run's and has files that a run would write over.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] with the first of them.
+    pub fn refuse_foreign(path: &Path) -> Result<()> {
+        let has = |name: &str| path.join(name).symlink_metadata().is_ok();
+        // A start that was killed before it wrote run.toml leaves this.
+        let is_ours = |name: &str| name == "tokenizer" && has("lock");
+        let found = WRITTEN.iter().find(|name| has(name) && !is_ours(name));
+        let Some(found) = found.filter(|_| !has("run.toml")) else {
+            return Ok(());
+        };
+        Err(Error::Usage(format!(
+            "{}: has `{found}` and no run.toml, so it is no run's folder; choose another with --out",
+            path.display()
+        )))
+    }
+
+    /// Removes the folder, where it was made for a start that failed before the first step.
+    pub(crate) fn abandon(&self) {
+        if !self.is_new {
+            return;
+        }
+        // What cannot be removed stays, and does no harm.
+        for name in ["tokenizer", "events"] {
+            let _ = std::fs::remove_dir_all(self.file(name));
+        }
+        for name in ["metrics.jsonl", "run.toml", "lock"] {
+            let _ = std::fs::remove_file(self.file(name));
+        }
+        let _ = std::fs::remove_dir(&self.path);
     }
 
     /// The folder.
@@ -70,17 +140,35 @@ impl RunFolder {
         if !path.exists() {
             return Ok(None);
         }
+        let given = Given::file(&path)?;
+        if let Some(name) = RESOLVED.iter().find(|name| !given.has(name)) {
+            return Err(Error::Usage(format!(
+                "{}: has no `{name}`, so it was cut or edited; put it back as it was, or start another run \
+                 with --out",
+                path.display()
+            )));
+        }
         let mut settings = Settings::default();
-        Given::file(&path)?.apply(&mut settings);
+        given.apply(&mut settings);
         Ok(Some(settings))
     }
 
     /// Writes the settings.
     ///
     /// # Errors
-    /// [`Error::Failed`] when the disk is full, for example; the old file stays.
+    /// [`Error::Failed`] when the disk is full, for example; the old file stays. [`Error::Usage`] for
+    /// settings so long that they could not be read again.
     pub fn write_settings(&self, settings: &Settings) -> Result<()> {
-        self.write("run.toml", settings.to_toml().as_bytes())
+        let text = settings.to_toml();
+        if text.len() as u64 > crate::settings::MOST_BYTES {
+            return Err(Error::Usage(format!(
+                "the settings have {} bytes, and run.toml at most {}; give fewer or shorter prompts, groups \
+                 or data",
+                text.len(),
+                crate::settings::MOST_BYTES
+            )));
+        }
+        self.write("run.toml", text.as_bytes())
     }
 
     /// Writes a small file, complete or not at all.
@@ -93,6 +181,34 @@ impl RunFolder {
     /// A path in it.
     pub fn file(&self, name: &str) -> PathBuf {
         self.path.join(name)
+    }
+}
+
+/// Whether a name still leads to an open file.
+fn is_the_file(file: &File, name: &Path) -> bool {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        let place = |meta: std::fs::Metadata| (meta.dev(), meta.ino());
+        let named = std::fs::metadata(name).ok().map(place);
+        named.is_some() && named == file.metadata().ok().map(place)
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = file;
+        name.exists()
+    }
+}
+
+/// A folder that a run cannot have.
+fn unusable(path: &Path, error: &std::io::Error) -> Error {
+    let line = format!(
+        "out: cannot write into {} ({error}); choose another folder with --out",
+        path.display()
+    );
+    match error.kind() {
+        std::io::ErrorKind::StorageFull => Error::Failed(line),
+        _ => Error::Usage(line),
     }
 }
 

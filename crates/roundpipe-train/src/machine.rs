@@ -2,9 +2,12 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use roundpipe::{Bytes, Cx, DType, Device, RoundPipe, TensorResult, Worker};
+
+/// After so long, what was seen of a slow device is enough.
+const MEASURED: Duration = Duration::from_millis(300);
 
 /// Operations per second of a large product on this device: what a floor is computed with.
 ///
@@ -22,14 +25,19 @@ pub fn product_rate(device: Arc<dyn Device>, dtype: DType) -> TensorResult<f64> 
     let a = cx.randn(dtype, &[size, size])?;
     let b = cx.randn(dtype, &[size, size])?;
     let mut best = f64::INFINITY;
+    let all = Instant::now();
     for _ in 0..4 {
         worker.fence()?;
         let start = Instant::now();
-        for _ in 0..4 {
+        let mut count = 0;
+        while count < 4 && all.elapsed() < MEASURED {
             drop(cx.matmul(&a, &b)?);
+            count += 1;
         }
         worker.fence()?;
-        best = best.min(start.elapsed().as_secs_f64() / 4.0);
+        if count > 0 {
+            best = best.min(start.elapsed().as_secs_f64() / f64::from(count));
+        }
     }
     Ok(2.0 * (size as f64).powi(3) / best)
 }

@@ -50,7 +50,16 @@ impl Origin {
                 let what = "no model is given; name a folder or a hub id, or --init a preset";
                 return Err(Error::Usage(what.into()));
             };
+            if settings.tokenizer.is_some() {
+                let what = "tokenizer is for init, and a model has its own; leave it out";
+                return Err(Error::Usage(what.into()));
+            }
             let path = hub::resolve(model)?;
+            if path.join("run.toml").is_file() && !path.join("config.json").is_file() {
+                return Err(Error::Usage(format!(
+                    "{model}: is the folder of a run; name its model, {model}/model"
+                )));
+            }
             if path.join("adapter_config.json").is_file() && !path.join("config.json").is_file() {
                 return Err(Error::Usage(format!(
                     "{model}: is an adapter, not a model; name the model that it belongs to"
@@ -136,9 +145,14 @@ fn adapt(model: &mut Model, settings: &Settings) -> Result<()> {
         seed: settings.seed,
         rslora: settings.lora_rslora,
     };
-    model
-        .add_lora(&config)
-        .map_err(|e| Error::Usage(format!("lora: {e}")))
+    model.add_lora(&config).map_err(|e| {
+        let is_setting = ["rank: ", "alpha: ", "dropout: ", "targets: "]
+            .iter()
+            .any(|name| e.to_string().starts_with(name));
+        // As they are called here.
+        let gap = if is_setting { "_" } else { ": " };
+        Error::Usage(format!("lora{gap}{e}"))
+    })
 }
 
 /// Compares what training takes with what the host has left, and with what the user allows.

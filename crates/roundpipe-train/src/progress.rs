@@ -10,7 +10,7 @@ use roundpipe_report::{EventFile, MetricsFile, Note, Record, Records, Report, St
 use crate::error::{Error, Result};
 use crate::folder::RunFolder;
 
-/// Somebody who watches a run.
+/// What sees a run as it goes.
 pub trait Watcher {
     /// Something that a person should know, before the first step or at any time.
     fn note(&mut self, line: &str);
@@ -57,7 +57,12 @@ impl<'w> Telling<'w> {
         watcher: &'w mut dyn Watcher,
     ) -> Result<Self> {
         let path = folder.file("metrics.jsonl");
-        let failed = |e: roundpipe_report::Error| Error::Failed(e.to_string());
+        let failed = |e: roundpipe_report::Error| match e {
+            roundpipe_report::Error::Line { .. } => Error::Failed(format!(
+                "{e}; correct or remove the line, or remove the file and lose the curves until now"
+            )),
+            e => Error::Failed(format!("{e}; move what is there away, or free the disk")),
+        };
         let (metrics, report) = match resumed_at {
             Some(step) => {
                 let mut metrics = MetricsFile::open_at(&path, step).map_err(failed)?;
@@ -85,7 +90,7 @@ impl<'w> Telling<'w> {
         &self.report
     }
 
-    /// Tells everybody.
+    /// Passes a record to the files, the page and the watcher.
     pub fn record(&mut self, record: impl Into<Record>) {
         let record = record.into();
         let metrics = self.metrics.as_mut().map(|file| file.write(&record));

@@ -27,6 +27,8 @@ const GPU_TOKENS: u64 = 16_384;
 const HOST_TOKENS: u64 = 2048;
 /// Of a packed row, what documents fill on average.
 const FILL: f64 = 0.95;
+/// More steps than any run makes.
+const MOST_STEPS: u64 = 1 << 40;
 /// The fewest rows of which some are kept to validate.
 const LEAST_TO_SPLIT: u64 = 50;
 
@@ -287,7 +289,7 @@ fn resolve_learning(settings: &mut Settings, config: &ModelConfig, place: &Place
     let steps = settings.steps.unwrap_or(1);
     let warmup = match settings.schedule {
         _ if steps < 10 => 0,
-        _ => (steps * 3 / 100).max(2),
+        _ => (steps / 100 * 3 + steps % 100 * 3 / 100).max(2),
     };
     settings.warmup.get_or_insert(warmup);
     if settings.dtype.is_none() {
@@ -306,9 +308,12 @@ fn resolve_learning(settings: &mut Settings, config: &ModelConfig, place: &Place
 fn check(settings: &Settings, config: &ModelConfig) -> Result<()> {
     let refuse = |what: String| Err(Error::Usage(what));
     let steps = settings.steps.unwrap_or(0);
-    if steps == 0 {
-        return refuse("steps must be at least 1".into());
+    if steps == 0 || steps > MOST_STEPS {
+        return refuse(format!(
+            "steps {steps} is not from 1 to {MOST_STEPS}; give `steps` or `epochs` that are"
+        ));
     }
+
     let warmup = settings.warmup.unwrap_or(0);
     if warmup > steps {
         return refuse(format!(
@@ -326,15 +331,20 @@ fn check(settings: &Settings, config: &ModelConfig) -> Result<()> {
         ("decay", settings.decay, 1.0),
         ("label_smoothing", settings.label_smoothing, 1.0),
         ("neftune", settings.neftune, 1e6),
-        ("clip", settings.clip, f64::MAX),
+        ("clip", settings.clip, 1e9),
         ("sample_temperature", settings.sample_temperature, 100.0),
         ("lr", settings.lr.unwrap_or(0.0), 1e6),
         ("weight_decay", settings.weight_decay.unwrap_or(0.0), 1e6),
     ];
     for (name, value, most) in shares {
         if !(0.0..=most).contains(&value) {
-            return refuse(format!("{name} {value} is not from 0 to {most}"));
+            return refuse(format!("{name} {value:?} is not from 0 to {most:?}"));
         }
+    }
+    if let Some(momentum) = settings.momentum.filter(|m| !(0.0..1.0).contains(m)) {
+        return refuse(format!(
+            "momentum {momentum:?} is not from 0 up to, but not including, 1"
+        ));
     }
     if settings.microbatches == Some(0) {
         return refuse("microbatches must be at least 1".into());

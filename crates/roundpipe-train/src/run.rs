@@ -1,7 +1,7 @@
 //! The steps of a run: what happens in each, what happens now and then, and how a run ends.
 //!
 //! A step takes a batch from the stream, sends it through the engine, and asks for an update. Its
-//! gradient norm is known when the update is done, so a step is told of when the next has its loss.
+//! gradient norm is known when the update is done, so a step is reported when the next has its loss.
 //! Behind some steps a checkpoint is ordered, which is written beside the steps that follow.
 //!
 //! # Invariants
@@ -90,6 +90,9 @@ pub fn run(request: &Request, watcher: &mut dyn Watcher, stop: &AtomicBool) -> R
         Checkpoints::open(folder.file("checkpoints"))?.keep_last(settings.keep.max(1));
     let newest = checkpoints.newest()?;
     newest.skipped.iter().for_each(|line| watcher.note(line));
+    if newest.checkpoint.is_none() && !newest.skipped.is_empty() {
+        watcher.note("no checkpoint can be read, so the run begins again at its first step");
+    }
     let notes = match &newest.checkpoint {
         Some(checkpoint) => Some(read_notes(checkpoint.notes())?),
         None => None,
@@ -103,15 +106,20 @@ pub fn run(request: &Request, watcher: &mut dyn Watcher, stop: &AtomicBool) -> R
             });
         }
     }
-    let ready = start::prepare(folder, settings, watcher)?;
+    let ready = start::prepare(folder, settings, watcher).map_err(|e| request.given.placed(e))?;
     let mut scaler = scaler(&ready.settings);
     if let Some(checkpoint) = &newest.checkpoint {
         let restored = ready.engine.restore_from(checkpoint)?;
         scaler = restored.scaler.or(scaler);
     }
     drop(newest);
-    let mut session = Session::open(&ready, notes, scaler, checkpoints, request, watcher)?;
-    session.train(stop)
+    match Session::open(&ready, notes, scaler, checkpoints, request, watcher) {
+        Ok(mut session) => session.train(stop),
+        Err(error) => {
+            ready.folder.abandon();
+            Err(error)
+        }
+    }
 }
 
 fn read_notes(text: &str) -> Result<Notes> {
@@ -157,6 +165,8 @@ struct Session<'r> {
     elapsed_before: f64,
     last_told: Instant,
     traced: bool,
+    /// Whether any loss was a number.
+    was_finite: bool,
 }
 
 impl<'r> Session<'r> {
@@ -210,6 +220,7 @@ impl<'r> Session<'r> {
             elapsed_before: notes.as_ref().map_or(0.0, |notes| notes.elapsed_s),
             last_told: now,
             traced: false,
+            was_finite: false,
         };
         session.begin(resumed_at)?;
         Ok(session)
@@ -273,8 +284,22 @@ impl<'r> Session<'r> {
         let mut stream = Stream::new(rows.clone(), encoder.clone(), options)?;
         stream.seek(self.stream.position())?;
         match stream.next() {
-            Some(batch) => Ok(Arc::new(batch?)),
+            Some(batch) => Ok(Arc::new(batch.map_err(|e| self.name_data(&e))?)),
             None => Err(Error::Failed("the data have no batch left".into())),
+        }
+    }
+
+    /// An error of all data together, with the names of the files.
+    fn name_data(&self, error: &roundpipe_data::Error) -> Error {
+        match error {
+            roundpipe_data::Error::Setting {
+                setting: "data",
+                why,
+            } => {
+                let files = self.ready.settings.data.join(", ");
+                Error::Failed(format!("{files}: {why}"))
+            }
+            other => other.clone().into(),
         }
     }
 
@@ -320,13 +345,23 @@ impl<'r> Session<'r> {
             self.sample()?;
         }
         self.last_told = Instant::now();
-        let mut stopped_early = false;
+        let patience = self.ready.settings.patience;
+        // It may have been killed between its last save and its end.
+        let mut stopped_early = patience > 0 && self.worse >= patience;
+        let first = self.step;
         while self.step < steps && !stopped_early {
             if stop.load(Ordering::Relaxed) {
                 return self.interrupted();
             }
             self.one_step()?;
             stopped_early = self.look_around(steps)?;
+        }
+        if self.step > first && !self.was_finite {
+            return Err(Error::Failed(format!(
+                "no loss of the {} steps was finite, so nothing was learned; look at the model's weights, at \
+                 the data, or lower lr",
+                self.step - first
+            )));
         }
         self.finish(stopped_early)
     }
@@ -363,6 +398,7 @@ impl<'r> Session<'r> {
             None => engine.update(&update, lag(settings))?,
         };
         self.step = next;
+        self.was_finite |= loss.is_finite();
         self.tokens_trained += batch.tokens_trained;
         let record = self.record(&batch, loss, lr);
         self.pending = Some(Pending { handle, record });
@@ -460,19 +496,21 @@ impl<'r> Session<'r> {
         if wants_sample {
             self.sample()?;
         }
-        if wants_save || is_best {
+        let patience = self.ready.settings.patience;
+        let stops = patience > 0 && self.worse >= patience;
+        if wants_save || is_best || stops {
             self.save(is_best)?;
         }
         self.hear_of_save(false);
-        let patience = self.ready.settings.patience;
-        Ok(patience > 0 && self.worse >= patience)
+        Ok(stops)
     }
 
     /// Validates; says whether it was the best so far.
     fn validate(&mut self) -> Result<bool> {
         self.tell_pending()?;
         let (loss, tokens) = self.evaluate()?;
-        let is_best = self.best.is_none_or(|(_, best)| loss < best);
+        // A loss that is no number is not the best, and JSON could not keep it.
+        let is_best = loss.is_finite() && self.best.is_none_or(|(_, best)| loss < best);
         if is_best {
             self.best = Some((self.step, loss));
             self.worse = 0;
@@ -495,9 +533,8 @@ impl<'r> Session<'r> {
         let Some(rows) = &self.ready.data.validation else {
             return Ok((f64::NAN, 0));
         };
-        let mut options = stream_options(&self.ready.settings);
-        options.shuffle = None;
-        options.epochs = Some(1);
+        let settings = &self.ready.settings;
+        let options = start::validation_options(settings, settings.data_threads);
         let stream = Stream::new(rows.clone(), self.ready.data.encoder.clone(), options)?;
         let engine = &self.ready.engine;
         engine.set_training(false);

@@ -25,7 +25,21 @@ use crate::error::{Error, Result};
 use value::{Setting, choice, quoted};
 
 /// The longest settings file.
-const MOST_BYTES: u64 = 1 << 20;
+pub(crate) const MOST_BYTES: u64 = 1 << 20;
+
+/// What other programs call a setting.
+const ALIASES: [(&str, &str); 10] = [
+    ("learning_rate", "lr"),
+    ("max_length", "seq"),
+    ("max_seq_length", "seq"),
+    ("max_seq_len", "seq"),
+    ("context_length", "seq"),
+    ("gradient_accumulation_steps", "microbatches"),
+    ("max_grad_norm", "clip"),
+    ("lr_scheduler_type", "schedule"),
+    ("output_dir", "out"),
+    ("target_modules", "lora_targets"),
+];
 
 choice! {
     /// What is trained.
@@ -551,7 +565,7 @@ impl Settings {
     }
 }
 
-/// Settings that somebody wrote, and where each of them stands.
+/// Settings that a user wrote, and where each of them stands.
 #[derive(Debug, Clone, Default)]
 pub struct Given(BTreeMap<&'static str, (Value, String)>);
 
@@ -621,8 +635,49 @@ impl Given {
     /// What `over` says wins.
     #[must_use]
     pub fn under(mut self, over: Self) -> Self {
+        // One of them stands for the other too.
+        for (key, other) in [("steps", "epochs"), ("epochs", "steps")] {
+            if over.has(key) {
+                self.0.remove(other);
+            }
+        }
         self.0.extend(over.0);
         self
+    }
+
+    /// Refuses settings that exclude each other.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] with the place of one of them.
+    pub fn check(&self) -> Result<()> {
+        let is_set = |value: &Value| value.as_str() != Some("auto");
+        let set = |key| self.0.get(key).filter(|(value, _)| is_set(value));
+        for key in ["steps", "epochs"] {
+            if let Some((Value::Integer(0), place)) = set(key) {
+                return Err(Error::Usage(format!("{place}: {key} must be at least 1")));
+            }
+        }
+        match (set("steps"), set("epochs")) {
+            (Some(_), Some((_, place))) => Err(Error::Usage(format!(
+                "{place}: steps and epochs are both given; leave one of them out"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// The error with the file and line of the setting that it is about, where a file has it.
+    pub(crate) fn placed(&self, error: Error) -> Error {
+        let Error::Usage(line) = &error else {
+            return error;
+        };
+        let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        let name = line.split(|c| !is_word(c)).next().unwrap_or_default();
+        match self.0.get(name) {
+            Some((_, place)) if place.contains(": line ") => {
+                Error::Usage(format!("{place}: {line}"))
+            }
+            _ => error,
+        }
     }
 
     /// Whether a key was given.
@@ -697,6 +752,13 @@ fn read(path: &Path) -> Result<String> {
         json_values: 0,
     };
     let usage = |what: String| Error::Usage(what);
+    let length = std::fs::metadata(path).map_or(0, |meta| meta.len());
+    if length > MOST_BYTES {
+        return Err(usage(format!(
+            "{}: has {length} bytes, and no file of settings has more than {MOST_BYTES}; name another",
+            path.display()
+        )));
+    }
     let bytes = roundpipe_files::small::read(path, limits).map_err(|e| usage(e.to_string()))?;
     String::from_utf8(bytes)
         .map_err(|_| usage(format!("{}: is no text; write UTF-8", path.display())))
@@ -731,6 +793,10 @@ fn nearest(key: &str, names: &[&str]) -> String {
     let key = key.replace('-', "_").to_ascii_lowercase();
     if key.len() > 64 {
         return String::new();
+    }
+    let is_alias = |alias: &&(&str, &str)| alias.0 == key;
+    if let Some((_, name)) = ALIASES.iter().find(is_alias) {
+        return format!("; do you mean `{name}`?");
     }
     let contains = |name: &str| key.len() >= 3 && (name.contains(&key) || key.contains(name));
     let score = |name: &str| {

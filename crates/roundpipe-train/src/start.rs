@@ -8,14 +8,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use roundpipe::{
-    Device, Devices, ExecutePlan, Grain, Lag, LrSchedule, ParamGroup, PlanKind, RingOptions,
-    RoundPipe, RunConfig,
+    Bytes, Checkpoints, Device, Devices, ExecutePlan, Grain, Lag, LrSchedule, ParamGroup, PlanKind,
+    RingOptions, RoundPipe, RunConfig,
     lr::{DecayShape, LrDecay},
 };
 use roundpipe_data::{
-    BadRows, EncodeOptions, Encoder, Input, Learn, Rows, Source, SourceOptions, StreamOptions,
-    TooLong,
+    BadRows, EncodeOptions, Encoder, Input, Learn, Rows, Source, SourceOptions, Stream,
+    StreamOptions, TooLong,
 };
+use roundpipe_files::text::Line;
 use roundpipe_models::chat::ChatTemplate;
 
 use crate::error::{Error, Result};
@@ -29,6 +30,8 @@ use crate::settings::{
     BadRowsName, Given, GrainName, LearnName, Schedule, Settings, TooLongName, ValidationSetting,
 };
 
+/// Host memory of a token in a batch: its number, label and position, as read and as given on.
+const TOKEN_BYTES: u64 = 48;
 /// The longest chat template file.
 const MOST_TEMPLATE_BYTES: u64 = 1 << 20;
 
@@ -59,19 +62,32 @@ pub(crate) struct Data {
 
 /// Opens a run's folder, and says which settings hold there.
 pub(crate) fn open_folder(given: &Given) -> Result<(RunFolder, Settings, bool)> {
+    given.check()?;
     let mut settings = Settings::default();
     given.apply(&mut settings);
     let path = settings
         .out
         .as_ref()
         .map_or_else(|| default_folder(&settings), |out| Ok(PathBuf::from(out)))?;
-    let has_run = path.join("run.toml").is_file();
+    let has_run = path.join("run.toml").exists();
     if !has_run {
         // Before a folder is made for it.
         check_given(&settings)?;
+        RunFolder::refuse_foreign(&path)?;
     }
     let folder = RunFolder::open(&path)?;
+    let has_checkpoint = has_checkpoint(&folder)?;
+    if has_run && !has_checkpoint && folder.file("model").exists() {
+        return Err(Error::Usage(format!(
+            "{}: has a finished model, and no checkpoint to go on from; remove `model` there to train \
+             again, or start another run with --out",
+            path.display()
+        )));
+    }
+    // Without a checkpoint there is nothing that other settings could spoil.
+    let is_anew = check_given(&settings).is_ok() && !has_checkpoint;
     match folder.settings()? {
+        Some(_) if is_anew => Ok((folder, settings, false)),
         Some(mut run) => {
             if given.has("steps") || given.has("epochs") {
                 // Longer or shorter than before: counted anew.
@@ -82,6 +98,12 @@ pub(crate) fn open_folder(given: &Given) -> Result<(RunFolder, Settings, bool)> 
         }
         None => Ok((folder, settings, false)),
     }
+}
+
+/// Whether a run has got so far that it goes on from somewhere.
+fn has_checkpoint(folder: &RunFolder) -> Result<bool> {
+    let checkpoints = Checkpoints::open(folder.file("checkpoints"))?;
+    Ok(!checkpoints.steps()?.is_empty())
 }
 
 fn check_given(settings: &Settings) -> Result<()> {
@@ -99,73 +121,140 @@ fn check_given(settings: &Settings) -> Result<()> {
 /// `runs/MODEL-DATA`, from the last parts of their names.
 fn default_folder(settings: &Settings) -> Result<PathBuf> {
     check_given(settings)?;
-    let last = |text: &str| {
-        let text = text.trim_end_matches('/');
-        let name = text.rsplit('/').next().unwrap_or(text);
-        let name = name.split(['.', '=']).next().unwrap_or(name);
-        let keep = |c: char| c.is_ascii_alphanumeric() || "-_".contains(c);
-        let name: String = name.chars().filter(|c| keep(*c)).take(40).collect();
-        if name.is_empty() {
-            "run".to_owned()
-        } else {
-            name
-        }
-    };
-    let whole = |text: &str| {
-        text.trim_end_matches('/')
-            .rsplit('/')
-            .next()
-            .map(str::to_owned)
-    };
     let model = settings.model.as_deref().or(settings.init.as_deref());
-    // Names of models have dots: Qwen3-0.6B.
-    let model = whole(model.unwrap_or("model")).unwrap_or_default();
-    let keep = |c: &char| c.is_ascii_alphanumeric() || "-_.".contains(*c);
-    let model: String = model.chars().filter(keep).take(40).collect();
-    let model = model.trim_matches('.');
-    let data = last(&settings.data[0]);
+    let model = last_part(model.unwrap_or_default());
+    let data = last_part(&settings.data[0]);
+    // Models have dots in their names (Qwen3-0.6B); of a file, what follows one is its kind.
+    let data = data.split('.').next().unwrap_or_default();
     Ok(PathBuf::from("runs").join(format!("{model}-{data}")))
 }
 
-/// Opens model and data, resolves what is left open, builds the engine.
+/// The last part of a path or id, without what is odd in a folder's name.
+fn last_part(text: &str) -> String {
+    let text = text.trim_end_matches('/');
+    let name = text.rsplit('/').next().unwrap_or(text);
+    let name = name.split('=').next().unwrap_or(name);
+    let keep = |c: &char| c.is_ascii_alphanumeric() || "-_.".contains(*c);
+    let name: String = name.chars().filter(keep).take(40).collect();
+    name.trim_matches('.').to_owned()
+}
+
+/// Opens model and data, resolves what is left open, builds the engine. A folder that was made for
+/// a start that fails here goes away again.
 pub(crate) fn prepare(
     folder: RunFolder,
     mut settings: Settings,
     watcher: &mut dyn Watcher,
 ) -> Result<Ready> {
-    let devices = open_devices(&settings, watcher)?;
+    match prepare_in(&folder, &mut settings, watcher) {
+        Ok(parts) => Ok(Ready {
+            folder,
+            settings,
+            trained: parts.trained,
+            devices: parts.devices,
+            data: parts.data,
+            product_rate: parts.product_rate,
+            engine: parts.engine,
+        }),
+        Err(error) => {
+            folder.abandon();
+            Err(error)
+        }
+    }
+}
+
+/// What a run is made of, before its folder is sure to stay.
+struct Parts {
+    trained: Trained,
+    devices: Vec<Arc<dyn Device>>,
+    data: Data,
+    product_rate: Option<f64>,
+    engine: RoundPipe,
+}
+
+fn prepare_in(
+    folder: &RunFolder,
+    settings: &mut Settings,
+    watcher: &mut dyn Watcher,
+) -> Result<Parts> {
+    let devices = open_devices(settings, watcher)?;
     let place = Place {
         devices: devices.len(),
         is_host: devices.iter().all(|device| !device.id().kind.is_gpu()),
     };
-    let origin = Origin::find(&settings, &folder)?;
-    let (mut data, lengths) = open_data(&mut settings, &origin)?;
+    let origin = Origin::find(settings, folder)?;
+    let (mut data, lengths) = open_data(settings, &origin)?;
     let has_validation = data.validation.is_some();
-    resolve::resolve(
-        &mut settings,
-        &origin.config,
-        &lengths,
-        &place,
-        has_validation,
+    resolve::resolve(settings, &origin.config, &lengths, &place, has_validation)?;
+    schedule(settings)?;
+    // Looked at before weights are read, which may take long.
+    Stream::new(
+        data.rows.clone(),
+        data.encoder.clone(),
+        stream_options(settings),
     )?;
+    check_batch(settings)?;
+    if let Some(rows) = &data.validation {
+        check_validation(rows, &data.encoder, settings)?;
+    }
     let seq = settings.seq.unwrap_or(1);
     data.context = lengths.context(seq);
-    data.report.extend(lengths.too_long(&settings));
-    let trained = origin.load(&settings, seq)?;
+    data.report.extend(lengths.too_long(settings));
+    let trained = origin.load(settings, seq)?;
     check_vocabulary(&trained)?;
     // Before the engine takes the memory.
-    let rate = machine::product_rate(devices[0].clone(), trained.model.dtype()).ok();
-    let engine = build(&settings, &trained, &devices)?;
-    folder.write_settings(&settings)?;
-    Ok(Ready {
-        folder,
-        settings,
+    let product_rate = machine::product_rate(devices[0].clone(), trained.model.dtype()).ok();
+    let engine = build(settings, &trained, &devices)?;
+    folder.write_settings(settings)?;
+    Ok(Parts {
         trained,
         devices,
         data,
-        product_rate: rate,
+        product_rate,
         engine,
     })
+}
+
+/// Refuses a step whose tokens alone take more memory than there is.
+fn check_batch(settings: &Settings) -> Result<()> {
+    let tokens = settings.seq.unwrap_or(1) as u64;
+    let tokens = tokens.saturating_mul(settings.batch.unwrap_or(1) as u64);
+    let bytes = Bytes(tokens.saturating_mul(TOKEN_BYTES));
+    let left = roundpipe::host_memory::available();
+    match settings.host_memory.into_iter().chain(left).min() {
+        Some(left) if bytes > left => Err(Error::DoesNotFit(format!(
+            "batch: the {tokens} tokens of a step take {bytes} of host memory, and {left} are left; \
+             choose fewer rows"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses validation rows of which none is left, before hours of training.
+fn check_validation(rows: &Rows, encoder: &Arc<Encoder>, settings: &Settings) -> Result<()> {
+    let options = validation_options(settings, 0);
+    let first = Stream::new(rows.clone(), encoder.clone(), options)?.next();
+    let error = match first {
+        Some(Ok(_)) => return Ok(()),
+        Some(Err(roundpipe_data::Error::Setting { why, .. })) => why,
+        Some(Err(error)) => return Err(error.into()),
+        None => "no row leaves anything to validate with; raise `seq` or correct them".into(),
+    };
+    let file = match &settings.validation {
+        Some(ValidationSetting::File(file)) => format!(" {file}"),
+        _ => String::new(),
+    };
+    Err(Error::Failed(format!("validation{file}: {error}")))
+}
+
+/// Validation rows, once, in their order.
+pub(crate) fn validation_options(settings: &Settings, threads: usize) -> StreamOptions {
+    StreamOptions {
+        shuffle: None,
+        epochs: Some(1),
+        threads,
+        ..stream_options(settings)
+    }
 }
 
 fn check_vocabulary(trained: &Trained) -> Result<()> {
@@ -194,8 +283,14 @@ fn open_data(settings: &mut Settings, origin: &Origin) -> Result<(Data, Lengths)
         format: settings.format.map(Into::into),
         ..SourceOptions::default()
     };
-    let inputs = settings.data.iter().map(|text| Input::parse(text));
-    let inputs = inputs.collect::<roundpipe_data::Result<Vec<_>>>()?;
+    let input = |text: &String| {
+        Input::parse(text).map_err(|e| Error::Usage(format!("data {}: {e}", Line(text))))
+    };
+    let inputs = settings
+        .data
+        .iter()
+        .map(input)
+        .collect::<Result<Vec<_>>>()?;
     let source = Source::open(&inputs, &options)?;
     let validation = resolve::validation(settings, source.rows().len());
     let source = source.with_validation(validation)?;
@@ -218,6 +313,8 @@ fn open_data(settings: &mut Settings, origin: &Origin) -> Result<(Data, Lengths)
     let kept = other
         .as_ref()
         .map_or_else(|| source.validation(), Source::rows);
+    // A row that cannot be read would otherwise end the run at its first validation.
+    Lengths::look(&kept, &encoder, skips)?;
     let shown = lengths
         .shown
         .iter()
@@ -288,7 +385,7 @@ fn build(settings: &Settings, trained: &Trained, devices: &[Arc<dyn Device>]) ->
         Error::Failed(line) => Error::Usage(line),
         other => other,
     };
-    RoundPipe::builder(model.layers.clone())
+    let engine = RoundPipe::builder(model.layers.clone())
         .name("train")
         .seed(settings.seed)
         .optimizer(rule(settings))
@@ -304,7 +401,12 @@ fn build(settings: &Settings, trained: &Trained, devices: &[Arc<dyn Device>]) ->
         .pin(pin(settings))
         .run_config(RunConfig::new().recompute_grain(grain))
         .build()
-        .map_err(usage)
+        .map_err(usage)?;
+    if engine.param_rules().iter().all(|rule| rule.frozen) {
+        let what = "groups freeze every parameter, so nothing would be learned; freeze fewer";
+        return Err(Error::Usage(what.into()));
+    }
+    Ok(engine)
 }
 
 /// The user's groups; behind them, biases and norms are not decayed, as is usual.

@@ -1,7 +1,12 @@
 //! Folders, models and data for tests of the built program.
+#![allow(
+    dead_code,
+    reason = "each test program compiles the kit and uses a part of it"
+)]
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use roundpipe::DType;
@@ -37,6 +42,36 @@ pub fn losses(run: &Path) -> Vec<f64> {
         .filter(|record| record["type"] == "step")
         .filter_map(|record| record["loss"].as_f64())
         .collect()
+}
+
+/// Every file of a folder and what is in it.
+pub fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        found.insert(name, std::fs::read(&path).unwrap());
+    }
+    found
+}
+
+/// The last step that a run's metrics tell of; 0 before the first.
+pub fn last_step(run: &Path, kind: &str) -> u64 {
+    let records = metrics(run).into_iter();
+    let steps = records.filter(|record| record["type"] == kind);
+    steps
+        .filter_map(|record| record["step"].as_u64())
+        .max()
+        .unwrap_or(0)
+}
+
+/// Sends a signal to a program that this test started.
+pub fn send(signal: &str, child: &Child) {
+    // It may have ended by now.
+    let _ = Command::new("kill")
+        .args([signal, &child.id().to_string()])
+        .stderr(Stdio::null())
+        .status();
 }
 
 /// A folder for one test, which goes away.
@@ -119,7 +154,6 @@ pub fn stopped_at(arguments: &[&str], run: &Path, step: u64) -> Output {
         assert!(start.elapsed() < Duration::from_secs(300), "no step {step}");
         std::thread::sleep(Duration::from_millis(2));
     }
-    let id = child.id().to_string();
-    let _ = Command::new("kill").args(["-TERM", &id]).status();
+    send("-TERM", &child);
     child.wait_with_output().expect("the program ends")
 }

@@ -65,9 +65,8 @@ impl Setting for bool {
 
 impl Setting for String {
     fn set(&mut self, value: &Value) -> Result<(), String> {
-        value
-            .as_str()
-            .ok_or("must be text in quotes")?
+        let text = value.as_str().filter(|text| !text.is_empty());
+        text.ok_or("must be text in quotes, and not empty")?
             .clone_into(self);
         Ok(())
     }
