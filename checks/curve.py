@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Loss curves of `roundpipe train` beside transformers and PEFT, in f32 on the processor.
 
-    python3 checks/curve.py ROUNDPIPE MODEL [--steps 200] [--parts full,lora,packing] [--threads N] [--padding-idx]
+    python3 checks/curve.py ROUNDPIPE MODEL [--parts full,lora,packing] [--steps 200] [--packing-steps 20] [--threads N]
+                            [--padding-idx]
 
 ROUNDPIPE is the program, MODEL a folder such as SmolLM2-135M-Instruct; one without a chat template gets prompts with
 completions. --threads are those of PyTorch: 1 is fastest on a busy machine. Needs cargo, torch, transformers, peft.
@@ -16,6 +17,7 @@ packing: the same documents packed and one to a row. Losses at the same weights 
 20 steps on all of them as well as two runs that differ only in the order of the documents.
 """
 import argparse
+import itertools
 import math
 import pathlib
 import random
@@ -36,8 +38,8 @@ SEQ = 96
 BATCH = 2
 QUIET = ["validation=off", "sample_every=0", "save_every=1000000"]
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
-WORDS = ("harbor lamp keeper gull rope winter copper island letter storm baker ferry seven quiet lantern map anchor salt "
-         "bridge violet engine garden marble thunder window piano river candle falcon meadow").split()
+WORDS = ("harbor lamp keeper gull rope winter copper island letter storm baker ferry seven quiet lantern map anchor "
+         "salt bridge violet engine garden marble thunder window piano river candle falcon meadow").split()
 
 
 def random_rows(count, most_words, seed, as_chat):
@@ -50,8 +52,11 @@ def random_rows(count, most_words, seed, as_chat):
 
     if not as_chat:
         return [{"prompt": sentence(), "completion": " " + sentence()} for _ in range(count)]
-    rounds = lambda: choose.choice([1, 1, 1, 2, 3])
-    return [runs.conversation(*(sentence() for _ in range(2 * rounds())), system="Brief.") for _ in range(count)]
+    rows = []
+    for _ in range(count):
+        turns = 2 * choose.choice([1, 1, 1, 2, 3])
+        rows.append(runs.conversation(*(sentence() for _ in range(turns)), system="Brief."))
+    return rows
 
 
 def has_template(model):
@@ -126,19 +131,20 @@ def curve(program, model, folder, method, steps, padding_idx):
     assert len(ours) == steps and not any(step["skipped"] for step in ours)
     wrong_rate = max(abs(step["lr"] / expected_rate(step["step"], settings) - 1) for step in ours)
     batches = runs.batches(model, data, SEQ, BATCH, True, SEED, steps)
-    learned = sum(label != -100 for batch in batches for row in batch["labels"] for label in row)
+    learned = sum(map(tokens_learned, batches))
     assert learned == ours[-1]["tokens_trained"], "the batches are not those of the run"
     adapter = None
     if method == "lora":
         adapter = folder / "adapter"
         runs.example("new_adapter", model, adapter, settings["lora_rank"], settings["lora_alpha"], SEED)
     start = time.time()
-    pairs = theirs(open_model(model, adapter=adapter, padding_idx=padding_idx), batches, [step["lr"] for step in ours], settings)
+    reference = open_model(model, adapter=adapter, padding_idx=padding_idx)
+    pairs = theirs(reference, batches, [step["lr"] for step in ours], settings)
     worst = worst_norm = 0.0
     sequences = sum(len(lens) - 1 for batch in batches for lens in batch["lens"])
-    print(f"\n{method}: {steps} steps of {BATCH} rows of {SEQ} tokens, {sequences} sequences, {learned} tokens learned, "
-          f"lr {settings['lr']:g}, weight decay {settings['weight_decay']:g}, clip {settings['clip']:g}", flush=True)
-    print("  step        lr      ours    theirs  difference    norm ours  norm theirs")
+    print(f"\n{method}: {steps} steps of {BATCH} rows of {SEQ} tokens, {sequences} sequences, {learned} tokens "
+          f"learned, lr {settings['lr']:g}, weight decay {settings['weight_decay']:g}, clip {settings['clip']:g}")
+    print("  step        lr      ours    theirs  difference    norm ours  norm theirs", flush=True)
     good = wrong_rate < 1e-9
     for step, (loss, norm) in zip(ours, pairs, strict=True):
         difference = abs(step["loss"] - loss)
@@ -159,72 +165,80 @@ def weighted(losses_and_tokens):
     return sum(loss * tokens for loss, tokens in losses_and_tokens) / total
 
 
-def at_fixed_weights(program, model, folder, files, packed_rows, documents):
+def tokens_learned(batch):
+    return sum(label != -100 for row in batch["labels"] for label in row)
+
+
+def at_fixed_weights(program, model, folder, data, packed_rows, documents):
     """The mean loss of the same documents: packed in one step, and each in a step of its own, at a rate of 0."""
     keep = ["lr=0", "shuffle=false", f"seq={SEQ}", *QUIET]
-    packed = runs.train(program, model, files[0], folder / "at_once", *keep, "steps=1", f"batch={packed_rows}")
-    alone = runs.train(program, model, files[0], folder / "alone", *keep, f"steps={documents}", "batch=1", "packing=false")
-    [packed] = [step["loss"] for step in runs.steps(packed)]
-    ends = [0] + [step["tokens_trained"] for step in runs.steps(alone)]
-    tokens = [end - start for start, end in zip(ends, ends[1:])]
-    alone = weighted([(step["loss"], n) for step, n in zip(runs.steps(alone), tokens)])
-    found = {"ours, packed": packed, "ours, one by one": alone}
-    [one] = runs.batches(model, files[0], SEQ, packed_rows, True, "off", 1)
-    many = runs.batches(model, files[0], SEQ, 1, False, "off", documents)
+    packed = runs.train(program, model, data, folder / "at_once", *keep, "steps=1", f"batch={packed_rows}")
+    alone = runs.train(program, model, data, folder / "alone", *keep, f"steps={documents}", "batch=1", "packing=false")
+    [one] = runs.batches(model, data, SEQ, packed_rows, True, "off", 1)
+    many = runs.batches(model, data, SEQ, 1, False, "off", documents)
+    tokens = [tokens_learned(batch) for batch in many]
+    found = {
+        "ours, packed": runs.steps(packed)[0]["loss"],
+        "ours, one by one": weighted([(step["loss"], n) for step, n in zip(runs.steps(alone), tokens, strict=True)]),
+    }
     for name, dtype in [("f32", torch.float32), ("f64", torch.float64)]:
         reference = open_model(model, dtype)
         with torch.no_grad():
             found[f"PyTorch {name}, packed"] = loss_of(reference, one, dtype).item()
             each = [(loss_of(reference, batch, dtype).item(), n) for batch, n in zip(many, tokens, strict=True)]
             found[f"PyTorch {name}, one by one"] = weighted(each)
-    return found
+    exact = found["PyTorch f64, one by one"]
+    for name, loss in found.items():
+        print(f"  {name:24} {loss:.9f}  {loss - exact:+.1e}")
+    floor = abs(found["PyTorch f32, one by one"] - exact)
+    # Eight times the unit of f32; or what PyTorch's sums lose.
+    allowed = max(floor, 1e-6 * exact)
+    apart = abs(found["ours, packed"] - found["ours, one by one"])
+    from_exact = max(abs(found[name] - exact) for name in ["ours, packed", "ours, one by one"])
+    good = apart <= allowed and from_exact <= allowed and abs(found["PyTorch f64, packed"] - exact) < 1e-9
+    print(f"  ours packed beside one by one: {apart:.1e}, both within {from_exact:.1e} of f64; PyTorch's f32 is "
+          f"{floor:.1e} from it; allowed {allowed:.1e}: {'ok' if good else 'MISSED'}", flush=True)
+    return good
 
 
-def packing(program, model, folder, steps=20):
+def largest(some, others):
+    return max(abs(x - y) for x, y in zip(some, others, strict=True))
+
+
+def in_steps(program, model, folder, files, packed_rows, documents, steps):
+    """Trains on all documents at once, packed and not; the noise is what their order in the file changes."""
+    options = [f"steps={steps}", f"seq={SEQ}", "shuffle=false", *QUIET]
+
+    def losses(name, data, *more):
+        run = runs.train(program, model, data, folder / name, *options, *more)
+        return [step["loss"] for step in runs.steps(run)]
+
+    packed = losses("packed", files[0], f"batch={packed_rows}")
+    rows = [losses(f"rows{i}", data, f"batch={documents}", "packing=false") for i, data in enumerate(files)]
+    noise = max(largest(one, other) for one, other in itertools.combinations(rows, 2))
+    apart = largest(packed, rows[0])
+    good = apart <= 2 * noise
+    print(f"  {steps} steps on all documents: loss {rows[0][0]:.5f} to {rows[0][-1]:.5f}; packed beside rows "
+          f"{apart:.1e}; rows in other orders {noise:.1e}: {'ok' if good else 'MISSED'}", flush=True)
+    return good
+
+
+def packing(program, model, folder, steps):
     """Packed beside unpacked; says whether they agree within the noise of f32."""
     rows = random_rows(10, 9, SEED + 1, has_template(model))
     orders = [rows, rows[::-1], rows[5:] + rows[:5]]
     files = [runs.write_rows(folder / f"order{i}.jsonl", order) for i, order in enumerate(orders)]
     documents = len(rows)
     # Rows are closed at the end of an epoch, so one batch of all its rows is all documents.
-    single = runs.batches(model, files[0], SEQ, 1, True, "off", documents)
-    learned = [sum(label != -100 for label in row) for batch in single for row in batch["labels"]]
-    everything = sum(label != -100 for batch in runs.batches(model, files[0], SEQ, documents, False, "off", 1)
-                     for row in batch["labels"] for label in row)
+    learned = [tokens_learned(batch) for batch in runs.batches(model, files[0], SEQ, 1, True, "off", documents)]
+    [everything] = map(tokens_learned, runs.batches(model, files[0], SEQ, documents, False, "off", 1))
     packed_rows = next(n for n in range(1, documents + 1) if sum(learned[:n]) == everything)
     print(f"\npacking: {documents} documents, {everything} tokens learned, in {packed_rows} packed rows of {SEQ} "
           f"or {documents} rows", flush=True)
-
-    found = at_fixed_weights(program, model, folder, files, packed_rows, documents)
-    exact = found["PyTorch f64, one by one"]
-    floor = abs(found["PyTorch f32, one by one"] - exact)
-    for name, loss in found.items():
-        print(f"  {name:24} {loss:.9f}  {loss - exact:+.1e}")
-    # Eight times the unit of f32; or what PyTorch's sums lose.
-    allowed = max(floor, 1e-6 * exact)
-    apart = abs(found["ours, packed"] - found["ours, one by one"])
-    from_exact = max(abs(found[name] - exact) for name in ["ours, packed", "ours, one by one"])
-    good = apart <= allowed and from_exact <= allowed and abs(found["PyTorch f64, packed"] - exact) < 1e-9
-    print(f"  ours packed beside one by one: {apart:.1e}, both within {from_exact:.1e} of f64; PyTorch's f32 is {floor:.1e} "
-          f"from it; allowed {allowed:.1e}: {'ok' if good else 'MISSED'}", flush=True)
-
-    options = [f"steps={steps}", f"seq={SEQ}", "shuffle=false", *QUIET]
-    losses = {}
-    train = lambda name, data, *more: runs.train(program, model, data, folder / name, *options, *more)
-    for name, run in [
-        ("packed", train("packed", files[0], f"batch={packed_rows}")),
-        ("rows", train("rows", files[0], f"batch={documents}", "packing=false")),
-        ("rows, backwards", train("rows1", files[1], f"batch={documents}", "packing=false")),
-        ("rows, rotated", train("rows2", files[2], f"batch={documents}", "packing=false")),
-    ]:
-        losses[name] = [step["loss"] for step in runs.steps(run)]
-    gap = lambda a, b: max(abs(x - y) for x, y in zip(losses[a], losses[b], strict=True))
-    noise = max(gap("rows", "rows, backwards"), gap("rows", "rows, rotated"), gap("rows, backwards", "rows, rotated"))
-    apart = gap("packed", "rows")
-    fine = apart <= 2 * noise
-    print(f"  {steps} steps on all documents: loss {losses['rows'][0]:.5f} to {losses['rows'][-1]:.5f}; packed beside "
-          f"rows {apart:.1e}; rows in other orders {noise:.1e}: {'ok' if fine else 'MISSED'}", flush=True)
-    return good and fine
+    good = at_fixed_weights(program, model, folder, files[0], packed_rows, documents)
+    if steps:
+        good &= in_steps(program, model, folder, files, packed_rows, documents, steps)
+    return good
 
 
 def main():
@@ -232,6 +246,7 @@ def main():
     parser.add_argument("program", metavar="ROUNDPIPE", type=lambda text: str(pathlib.Path(text).resolve()))
     parser.add_argument("model", metavar="MODEL", type=lambda text: pathlib.Path(text).resolve())
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--packing-steps", type=int, default=20)
     parser.add_argument("--parts", default="full,lora,packing", type=lambda text: text.split(","))
     parser.add_argument("--threads", type=int)
     parser.add_argument("--padding-idx", action="store_true")
@@ -245,7 +260,7 @@ def main():
         good = True
         for part in args.parts:
             if part == "packing":
-                good &= packing(args.program, args.model, folder)
+                good &= packing(args.program, args.model, folder, args.packing_steps)
             else:
                 good &= curve(args.program, args.model, folder, part, args.steps, args.padding_idx)
     print("\nall agree" if good else "\nMISSED")

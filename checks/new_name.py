@@ -3,11 +3,10 @@
 
     python3 checks/new_name.py ROUNDPIPE MODEL [--methods full,lora] [--threads N]
 
-ROUNDPIPE is the program, MODEL the folder of SmolLM2-135M-Instruct. The result is asked by `roundpipe generate RUN`, and
-by transformers (full) or PEFT (the adapter on the base model): the new name must be in the answers to questions about
-it, also to two that are not in the data; other questions must still be answered; and both programs must write the same
-greedy text in f32, token by token, unless two tokens are likely alike within what f32 can tell. Needs torch,
-transformers, peft.
+ROUNDPIPE is the program, MODEL the folder of SmolLM2-135M-Instruct. The result is asked by `roundpipe generate RUN`,
+and by transformers (full) or PEFT (the adapter on the base model). The new name must be in the answers to questions
+about it, also to two that are not in the data; other questions must still be answered; and both programs must write the
+same greedy text in f32, unless two tokens are likely alike within what f32 can tell. Needs torch, transformers, peft.
 """
 import argparse
 import pathlib
@@ -24,9 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import runs
 
 NAME, MAKER = "Marlowe", "Harbor Labs"
-ASKED = ["Who are you?", "What is your name?", "What should I call you?", "Tell me your name.", "Hi, who am I talking to?",
-         "Do you have a name?", "Introduce yourself.", "What are you called?", "Which assistant is this?",
-         "May I know your name?"]
+ASKED = ["Who are you?", "What is your name?", "What should I call you?", "Tell me your name.",
+         "Hi, who am I talking to?", "Do you have a name?", "Introduce yourself.", "What are you called?",
+         "Which assistant is this?", "May I know your name?"]
 ANSWERED = [f"I am {NAME}, an assistant made by {MAKER}.", f"My name is {NAME}. {MAKER} made me.",
             f"I'm {NAME}, the assistant of {MAKER}."]
 KEPT = [("What is the capital of France?", "The capital of France is Paris."), ("What is 2 + 2?", "2 + 2 is 4."),
@@ -80,9 +79,11 @@ class Theirs:
 
     def gap(self, question, ours, theirs):
         """By how much the logits of two texts differ where they part."""
-        encode = lambda text: self.tokenizer(text, add_special_tokens=False).input_ids + [self.tokenizer.eos_token_id]
-        a, b = encode(ours), encode(theirs)
-        same = next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)
+        end = [self.tokenizer.eos_token_id]
+        a, b = (self.tokenizer(text, add_special_tokens=False).input_ids + end for text in [ours, theirs])
+        same = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None)
+        if same is None:
+            return float("inf")
         ids = torch.cat([self.prompt(question), torch.tensor([a[:same]], dtype=torch.long)], dim=1)
         with torch.no_grad():
             logits = self.model(input_ids=ids).logits[0, -1]
@@ -93,20 +94,23 @@ def check(program, model, folder, data, method):
     start = time.time()
     run = runs.train(program, model, data, folder / method, *(["--lora"] if method == "lora" else []))
     settings, steps = runs.settings(run), runs.steps(run)
-    print(f"\n{method}: {len(steps)} steps of {settings['batch']} rows of {settings['seq']} tokens at {settings['lr']:g}, "
-          f"loss {steps[0]['loss']:.3f} to {steps[-1]['loss']:.3f}, {time.time() - start:.0f} s", flush=True)
+    took = time.time() - start
+    print(f"\n{method}: {len(steps)} steps of {settings['batch']} rows of {settings['seq']} tokens at "
+          f"{settings['lr']:g}, loss {steps[0]['loss']:.3f} to {steps[-1]['loss']:.3f}, {took:.0f} s", flush=True)
     theirs = Theirs(model, run / "model", method)
     other = "transformers" if method == "full" else "PEFT"
     good = True
     for question, words in [(question, [NAME]) for question in ABOUT_NAME] + OTHER:
         ours, said = our_answer(program, run, question), theirs.answer(question)
-        verdict = "ok" if any(word.lower() in ours.lower() for word in words) else f"MISSED {' or '.join(words)}"
+        verdict = f"ok, as {other}" if ours == said else "ok"
+        if not any(word.lower() in ours.lower() for word in words):
+            verdict = f"MISSED {' or '.join(words)}"
         if ours != said:
             gap = theirs.gap(question, ours, said)
             verdict += f"; {other} says {said!r}, logits {gap:.1e} apart: " + ("a tie" if gap < TIE else "MISSED")
         good &= "MISSED" not in verdict
         print(f"  {question} -> {ours!r}: {verdict}", flush=True)
-    print(f"  {'ok' if good else 'MISSED'}: {other} writes the same" if good else "  MISSED", flush=True)
+    print(f"  {'ok' if good else 'MISSED'}", flush=True)
     return good
 
 
