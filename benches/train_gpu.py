@@ -93,12 +93,12 @@ def saving(bin, work, lag):
     for every in ("20", "100000"):
         run = work / f"saving-{lag}-{every}"
         subprocess.run(["rm", "-rf", str(run)], check=True)
-        train(bin, work, run, "qwen3-1.7b", data, ["steps=45", f"save_every={every}", f"lag={lag}"])
+        train(bin, work, run, "qwen3-1.7b", data, ["steps=26", f"save_every={every}", f"lag={lag}"])
         found, records = steps(run)
         saves = [(r["step"], round(r["seconds"], 2), r["bytes"]) for r in records if r["type"] == "save"]
-        rates.setdefault(every, []).append(between(found, 4, 44))
+        rates.setdefault(every, []).append(between(found, 5, 25))
         told("saving", lag=lag, save_every=every, tokens_per_s=round(rates[every][-1], 1), saves=saves,
-             seconds=[round(found[s]["elapsed_s"] - found[s - 1]["elapsed_s"], 2) for s in range(19, 30)])
+             seconds=[round(found[s]["elapsed_s"] - found[s - 1]["elapsed_s"], 2) for s in range(18, 27)])
         subprocess.run(["rm", "-rf", str(run)], check=True)
     with_saves = sum(rates["20"]) / len(rates["20"])
     told("saving", lag=lag, ratio=round(with_saves / rates["100000"][0], 4))

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use roundpipe_files::{AtomicFolder, DiskFile, Hash128, Hasher128};
 use roundpipe_tensor::host::HostRef;
-use roundpipe_tensor::{DType, Shape, host_memory};
+use roundpipe_tensor::{DType, HostBuf, Shape, host_memory};
 
 use crate::error::Result;
 use crate::sync::{lock, unpoisoned};
@@ -29,14 +29,16 @@ const CHUNK: usize = 1 << 20;
 /// The part of the memory that is left which a save may borrow.
 const SPARE_PART: u64 = 4;
 /// The most threads that copy into spare memory.
-const MOST_COPIERS: usize = 4;
+const MOST_COPIERS: usize = 8;
+/// A state that is larger begins to be copied at once: the next update comes sooner than the disk.
+const LARGE_BYTES: u64 = 2 << 30;
 
 /// Memory that a save may borrow.
 #[derive(Debug, Clone, Copy)]
 pub struct SpareMemory {
     /// At most so much; without a number, a quarter of what the system has left.
     pub bytes: Option<u64>,
-    /// When the save has taken so long: small ones need none.
+    /// When the save has taken so long, if its state is not large: small ones need none.
     pub after: Duration,
 }
 
@@ -71,6 +73,8 @@ pub(crate) enum SourceBytes {
     Held { guard: HostRef, _hold: Arc<Hold> },
     /// A copy of something small.
     Copied(Vec<u8>),
+    /// A copy in spare memory.
+    Spared(HostRef),
 }
 
 impl TensorSource {
@@ -78,6 +82,7 @@ impl TensorSource {
         match &self.bytes {
             SourceBytes::Held { guard, .. } => guard.bytes(),
             SourceBytes::Copied(bytes) => bytes,
+            SourceBytes::Spared(guard) => guard.bytes(),
         }
     }
 }
@@ -121,7 +126,14 @@ pub(super) fn copy(
     lanes: Vec<Vec<TensorJob>>,
     spare: SpareMemory,
 ) -> Result<Vec<Hash128>> {
-    let start = Instant::now();
+    let bytes = |job: &TensorJob| job.source.bytes().len() as u64;
+    let is_large = lanes.iter().flatten().map(bytes).sum::<u64>() > LARGE_BYTES;
+    let after = if is_large {
+        Duration::ZERO
+    } else {
+        spare.after
+    };
+    let relief = Instant::now() + after;
     let count = lanes.iter().map(Vec::len).sum();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let writers = cores.min(lanes.len()).max(1);
@@ -146,9 +158,9 @@ pub(super) fn copy(
         changed: Condvar::new(),
     };
     let results: Vec<Result<Vec<(usize, Hash128)>>> = std::thread::scope(|scope| {
-        let copiers = (cores / 4).clamp(1, MOST_COPIERS);
+        let copiers = (cores / 2).clamp(1, MOST_COPIERS);
         for _ in 0..copiers {
-            scope.spawn(|| work.relieve(start + spare.after));
+            scope.spawn(|| work.relieve(relief));
         }
         let work = &work;
         let writers = (0..writers).map(|lane| scope.spawn(move || work.write(folder, files, lane)));
@@ -252,7 +264,7 @@ impl Work {
             let has_copy = copied.is_some();
             if let Some(copied) = copied {
                 // Lets the tensor go.
-                job.source.bytes = SourceBytes::Copied(copied);
+                job.source.bytes = SourceBytes::Spared(copied);
             }
             state = self.lock();
             let is_over = state.failed;
@@ -290,12 +302,13 @@ fn take_last(state: &mut State) -> Option<(usize, TensorJob)> {
     Some((lane, job))
 }
 
-/// A copy, if the system has the memory.
-fn copied(bytes: &[u8]) -> Option<Vec<u8>> {
-    let mut copy = Vec::new();
-    copy.try_reserve_exact(bytes.len()).ok()?;
-    copy.extend_from_slice(bytes);
-    Some(copy)
+/// A copy in large pages, if the system has the memory.
+fn copied(bytes: &[u8]) -> Option<HostRef> {
+    let copy = HostBuf::zeroed("checkpoint", bytes.len()).ok()?;
+    let mut write = copy.write(0..bytes.len()).ok()?;
+    write.bytes().copy_from_slice(bytes);
+    drop(write);
+    copy.read(0..bytes.len()).ok()
 }
 
 /// Writes one tensor and lets it go.
