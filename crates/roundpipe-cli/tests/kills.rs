@@ -157,7 +157,11 @@ impl Moment {
     /// Half of them are aimed at a save.
     fn choose(random: &mut Random) -> Self {
         match random.below(20) {
-            0..10 => Self::Save(random.below(7), random.below(6000)),
+            // More often near the beginning: a save takes one millisecond, or many.
+            0..10 => {
+                let most = 1 + random.below(4000);
+                Self::Save(random.below(7), random.below(most))
+            }
             10..12 => Self::Early(random.below(400)),
             12 => Self::Result,
             _ => Self::Step(random.below(9), random.below(8000)),
@@ -630,20 +634,30 @@ fn a_finished_run_stays_finished() {
 /// Everything, many times. `ROUNDPIPE_KILLS` is the number of kills, 300 unless given; other
 /// counts follow from it.
 #[test]
-#[ignore = "takes ten minutes"]
+#[ignore = "takes minutes"]
 fn all() {
     let kills = std::env::var("ROUNDPIPE_KILLS").ok();
     let kills: u64 = kills.and_then(|text| text.parse().ok()).unwrap_or(300);
     let tell = |line: String| {
         let _ = writeln!(std::io::stderr(), "{line}");
     };
+    let second = [
+        "lag=1",
+        "dtype=f16",
+        "method=lora",
+        "lora_dropout=0.1",
+        "keep=1",
+    ];
+    for (seed, settings) in [(11, &[][..]), (21, &second)] {
+        let bench = Bench::new("all", settings);
+        let whole = bench.whole("whole");
+        let counts = kill_runs(&bench, &whole, kills.div_ceil(2), seed);
+        tell(format!("kills {settings:?}: {counts:?}"));
+        let counts = stop_runs(&bench, &whole, kills.div_ceil(6), seed + 1);
+        tell(format!("SIGTERM {settings:?}: {counts:?}"));
+    }
     let bench = Bench::new("all", &[]);
     let whole = bench.whole("whole");
-    tell(format!("kills: {:?}", kill_runs(&bench, &whole, kills, 11)));
-    tell(format!(
-        "SIGTERM: {:?}",
-        stop_runs(&bench, &whole, kills.div_ceil(3), 12)
-    ));
     let starts = kills.div_ceil(30);
     start_twice(&bench, &whole, starts);
     tell(format!("two starts: {starts} times"));
