@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
-use kit::{Run, files, last_step, losses, metrics, program, send, text};
+use kit::{Run, files, last_step, losses, metrics, program, send, send_to, text};
 use roundpipe::Checkpoints;
 
 /// Steps of a run, and between its saves.
@@ -157,7 +157,11 @@ impl Moment {
     /// Half of them are aimed at a save.
     fn choose(random: &mut Random) -> Self {
         match random.below(20) {
-            0..10 => Self::Save(random.below(7), random.below(6000)),
+            // More often near the beginning: a save takes one millisecond, or many.
+            0..10 => {
+                let most = 1 + random.below(4000);
+                Self::Save(random.below(7), random.below(most))
+            }
             10..12 => Self::Early(random.below(400)),
             12 => Self::Result,
             _ => Self::Step(random.below(9), random.below(8000)),
@@ -350,10 +354,14 @@ fn a_second_interrupt_ends_at_once() {
     let mut child = bench.start(&out, &long);
     let is_sampling = || !metrics(&out).is_empty();
     assert!(wait_until(&mut child, is_sampling).is_none());
-    send("-INT", &child);
-    // The first has been seen when nothing is pending any more; the second must be another one.
-    std::thread::sleep(Duration::from_millis(100));
-    send("-INT", &child);
+    let id = child.id();
+    // Two that come before the first is seen are one, so there are as many as it takes.
+    let ended = wait_until(&mut child, || {
+        send_to("-INT", id);
+        std::thread::sleep(Duration::from_millis(50));
+        false
+    });
+    assert!(ended.is_some());
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(4), "{}", text(&output.stderr));
     assert!(
@@ -503,17 +511,21 @@ fn resume_matrix(count: usize) {
         let bench = Bench::new(&format!("matrix-{index}"), &settings);
         let whole = bench.whole("whole");
         let out = bench.folder("run");
-        let mut child = bench.start(&out, &[&format!("devices=cpu:{before}")]);
-        let at = 1 + random.below(STEPS / 2);
-        let ended = wait_until(&mut child, || last_step(&out, "step") >= at);
-        assert!(ended.is_none(), "{what}");
-        if index % 4 == 3 {
-            child.kill().unwrap();
-        } else {
-            send("-TERM", &child);
-        }
-        let output = child.wait_with_output().unwrap();
-        assert!(!output.status.success(), "{what}: it has ended before");
+        // On a busy machine a run may have ended before it is stopped; then it is another's turn.
+        let is_cut = (0..20).any(|_| {
+            let _ = fs::remove_dir_all(&out);
+            let mut child = bench.start(&out, &[&format!("devices=cpu:{before}")]);
+            let at = 1 + random.below(STEPS / 2);
+            let ended = wait_until(&mut child, || last_step(&out, "step") >= at);
+            assert!(ended.is_none_or(|status| status.success()), "{what}");
+            if index % 4 == 3 {
+                let _ = child.kill();
+            } else {
+                send("-TERM", &child);
+            }
+            !child.wait_with_output().unwrap().status.success()
+        });
+        assert!(is_cut, "{what}: it always ended before");
         let more = [format!("devices=cpu:{after}"), "grain=layer".into()];
         let output = bench.command(&out, &[&more[0], &more[1]]).output().unwrap();
         assert!(output.status.success(), "{what}: {}", text(&output.stderr));
@@ -622,20 +634,30 @@ fn a_finished_run_stays_finished() {
 /// Everything, many times. `ROUNDPIPE_KILLS` is the number of kills, 300 unless given; other
 /// counts follow from it.
 #[test]
-#[ignore = "takes ten minutes"]
+#[ignore = "takes minutes"]
 fn all() {
     let kills = std::env::var("ROUNDPIPE_KILLS").ok();
     let kills: u64 = kills.and_then(|text| text.parse().ok()).unwrap_or(300);
     let tell = |line: String| {
         let _ = writeln!(std::io::stderr(), "{line}");
     };
+    let second = [
+        "lag=1",
+        "dtype=f16",
+        "method=lora",
+        "lora_dropout=0.1",
+        "keep=1",
+    ];
+    for (seed, settings) in [(11, &[][..]), (21, &second)] {
+        let bench = Bench::new("all", settings);
+        let whole = bench.whole("whole");
+        let counts = kill_runs(&bench, &whole, kills.div_ceil(2), seed);
+        tell(format!("kills {settings:?}: {counts:?}"));
+        let counts = stop_runs(&bench, &whole, kills.div_ceil(6), seed + 1);
+        tell(format!("SIGTERM {settings:?}: {counts:?}"));
+    }
     let bench = Bench::new("all", &[]);
     let whole = bench.whole("whole");
-    tell(format!("kills: {:?}", kill_runs(&bench, &whole, kills, 11)));
-    tell(format!(
-        "SIGTERM: {:?}",
-        stop_runs(&bench, &whole, kills.div_ceil(3), 12)
-    ));
     let starts = kills.div_ceil(30);
     start_twice(&bench, &whole, starts);
     tell(format!("two starts: {starts} times"));

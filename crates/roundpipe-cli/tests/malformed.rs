@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 /// most of it free, on a machine with many processors too.
 #[cfg(target_os = "linux")]
 const MOST_KIB: u64 = 3 << 20;
-/// The longest that a program may take to refuse, on a machine that is busy with other things.
+/// The longest line of an error, in bytes.
 const LONGEST_LINE: usize = 2000;
 
 /// A command, how it must end, and what its line must say.

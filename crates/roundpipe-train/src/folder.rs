@@ -250,3 +250,36 @@ pub fn run_model(path: &Path) -> Result<Option<RunModel>> {
         adapter: is_adapter.then_some(result),
     }))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_is_one_process_and_leaves_nothing() {
+        let path = std::env::temp_dir().join(format!("run-folder-{}", std::process::id()));
+        let folder = RunFolder::open(&path).unwrap();
+        let line = RunFolder::open(&path).unwrap_err().to_string();
+        assert!(line.contains("another process trains here"), "{line}");
+        folder.abandon();
+        drop(folder);
+        assert!(!path.exists());
+        std::fs::create_dir(&path).unwrap();
+        std::fs::write(path.join("notes.txt"), "mine").unwrap();
+        RunFolder::refuse_foreign(&path).unwrap();
+        let folder = RunFolder::open(&path).unwrap();
+        folder.abandon();
+        drop(folder);
+        assert!(path.join("lock").exists(), "it was not made for this start");
+        std::fs::create_dir(path.join("tokenizer")).unwrap();
+        RunFolder::refuse_foreign(&path).unwrap();
+        std::fs::create_dir(path.join("model")).unwrap();
+        let line = RunFolder::refuse_foreign(&path).unwrap_err().to_string();
+        assert!(line.contains("`model`"), "{line}");
+        std::fs::write(path.join("run.toml"), "").unwrap();
+        RunFolder::refuse_foreign(&path).unwrap();
+        let line = RunFolder::open(&path).unwrap().settings().unwrap_err();
+        assert!(line.to_string().contains("has no `data`"), "{line}");
+        std::fs::remove_dir_all(&path).unwrap();
+    }
+}

@@ -898,6 +898,36 @@ mod tests {
     }
 
     #[test]
+    fn steps_and_epochs_exclude_each_other() {
+        let file = given(&["epochs=2", "seed=3"]).unwrap();
+        let all = file.under(given(&["steps=5"]).unwrap());
+        all.check().unwrap();
+        assert!(all.has("steps") && all.has("seed") && !all.has("epochs"));
+        given(&["steps=auto", "epochs=2"]).unwrap().check().unwrap();
+        for (wrong, says) in [
+            (&["steps=5", "epochs=2"][..], "both given"),
+            (&["epochs=0"], "at least 1"),
+        ] {
+            let line = given(wrong).unwrap().check().unwrap_err().to_string();
+            assert!(line.contains(says), "{line}");
+        }
+    }
+
+    #[test]
+    fn late_refusals_name_the_line_of_a_file() {
+        let mut given = Given::default();
+        given.put("warmup", 9, "c.toml: line 4".into()).unwrap();
+        given.put("lag", 2, "lag=2".into()).unwrap();
+        let placed = |line: &str| given.placed(Error::Usage(line.into())).to_string();
+        assert_eq!(
+            placed("warmup 9 is long"),
+            "c.toml: line 4: warmup 9 is long"
+        );
+        assert_eq!(placed("lag 2 is neither"), "lag 2 is neither");
+        assert_eq!(placed("keep 0"), "keep 0");
+    }
+
+    #[test]
     fn a_run_that_goes_on_keeps_what_it_learns() {
         let mut run = Settings::default();
         let folder = Path::new("runs/a");

@@ -67,9 +67,14 @@ pub fn last_step(run: &Path, kind: &str) -> u64 {
 
 /// Sends a signal to a program that this test started.
 pub fn send(signal: &str, child: &Child) {
+    send_to(signal, child.id());
+}
+
+/// The same by its id, which nobody else has before it is waited for.
+pub fn send_to(signal: &str, id: u32) {
     // It may have ended by now.
     let _ = Command::new("kill")
-        .args([signal, &child.id().to_string()])
+        .args([signal, &id.to_string()])
         .stderr(Stdio::null())
         .status();
 }
