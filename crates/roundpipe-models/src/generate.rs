@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use roundpipe::engine::{Inputs, MicrobatchOutputs};
 use roundpipe::{
-    Device, HostTensor, Lag, MergeOutput, OutputDevice, Pin, Params, Ring, RingOptions, RoundPipe,
+    Device, HostTensor, Lag, MergeOutput, OutputDevice, Params, Pin, Ring, RingOptions, RoundPipe,
     RunConfig, Sequential, Tree,
 };
 

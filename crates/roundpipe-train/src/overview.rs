@@ -15,6 +15,15 @@ pub(crate) fn trained_parameters(ready: &Ready) -> usize {
     params.iter().map(|(_, param)| param.shape().numel()).sum()
 }
 
+/// All parameters; tables that are computed are not counted.
+pub(crate) fn parameters(ready: &Ready) -> u64 {
+    let base = ready.trained.model.config.num_params();
+    match ready.settings.method {
+        Method::Full => base,
+        Method::Lora => base + trained_parameters(ready) as u64,
+    }
+}
+
 /// The model's name, as the user gave it.
 pub(crate) fn model_name(ready: &Ready) -> &str {
     let settings = &ready.settings;
@@ -39,7 +48,7 @@ pub(crate) fn model_lines(ready: &Ready) -> Vec<String> {
         format!(
             "{}: {} parameters, {} of them trained ({}), {}",
             model_name(ready),
-            model.num_params(),
+            parameters(ready),
             trained_parameters(ready),
             settings.method.name(),
             model.dtype(),

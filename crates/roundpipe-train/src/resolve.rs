@@ -108,6 +108,15 @@ impl Lengths {
         (squares / cut().sum::<f64>().max(1.0)).ceil().max(1.0) as usize
     }
 
+    /// Steps that take as many tokens as validating so many rows twice: more often would take more
+    /// time than it is worth, since a forward is a third of a step.
+    fn worth(&self, rows: u64, settings: &Settings) -> u64 {
+        let seq = settings.seq.unwrap_or(1);
+        let tokens = self.tokens(seq) / self.rows.max(1) as f64 * rows as f64;
+        let of_a_step = seq * settings.batch.unwrap_or(1);
+        (2.0 * tokens / of_a_step as f64).ceil() as u64
+    }
+
     /// What will be done with rows that are too long, if there are any.
     pub fn too_long(&self, settings: &Settings) -> Option<String> {
         let seq = settings.seq.unwrap_or(1);
@@ -195,7 +204,7 @@ pub(crate) fn resolve(
     config: &ModelConfig,
     lengths: &Lengths,
     place: &Place,
-    has_validation: bool,
+    validation_rows: u64,
 ) -> Result<()> {
     resolve_sizes(settings, config, lengths, place)?;
     resolve_learning(settings, config, place);
@@ -203,8 +212,11 @@ pub(crate) fn resolve(
     let every = (steps / 10).clamp(1, 500);
     settings.save_every.get_or_insert(every);
     let save_every = settings.save_every.unwrap_or(every);
-    let looks = if has_validation { save_every } else { 0 };
-    settings.eval_every.get_or_insert(looks);
+    let eval_every = match validation_rows {
+        0 => 0,
+        rows => save_every.max(lengths.worth(rows, settings)).min(steps),
+    };
+    settings.eval_every.get_or_insert(eval_every);
     settings.sample_every.get_or_insert(save_every);
     if settings.prompts.is_none() {
         settings.prompts = Some(lengths.prompt.clone().into_iter().collect());

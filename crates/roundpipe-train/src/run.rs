@@ -15,9 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use roundpipe::engine::StepHandle;
-use roundpipe::{
-    Checkpoints, DType, GradScaler, LrSchedule, Params, PlanKind, RoundPipe, Saving, Update,
-};
+use roundpipe::{Checkpoints, DType, GradScaler, LrSchedule, PlanKind, RoundPipe, Saving, Update};
 use roundpipe_data::{Position, Stream, TrainBatch};
 use roundpipe_report::{End, Eval, Sample, Save, Server, Start, Step, Timeline};
 use serde::{Deserialize, Serialize};
@@ -244,7 +242,7 @@ impl<'r> Session<'r> {
             name: ready.folder.path().display().to_string(),
             model: overview::model_name(ready).to_owned(),
             method: ready.settings.method.name().to_owned(),
-            parameters: ready.trained.model.num_params() as u64,
+            parameters: overview::parameters(ready),
             trained_parameters: overview::trained_parameters(ready) as u64,
             steps,
             devices: devices.map(|device| device.id().to_string()).collect(),

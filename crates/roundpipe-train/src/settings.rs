@@ -511,7 +511,7 @@ impl Settings {
         heading!("Saving and looking");
         key!(save_every, Free, "steps between checkpoints; a tenth of the run by default, at most 500");
         key!(keep, Free, "checkpoints that stay, besides the best");
-        key!(eval_every, Free, "steps between validations; as save_every by default");
+        key!(eval_every, Free, "steps between validations; as save_every by default, but no more often than it is worth");
         key!(patience, Free, "stop after so many validations without a better one; 0 is never");
         key!(sample_every, Free, "steps between samples; as save_every by default, 0 is never");
         key!(prompts, Free, "what samples answer or continue; the first row's prompt by default");

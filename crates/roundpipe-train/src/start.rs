@@ -184,8 +184,8 @@ fn prepare_in(
     };
     let origin = Origin::find(settings, folder)?;
     let (mut data, lengths) = open_data(settings, &origin)?;
-    let has_validation = data.validation.is_some();
-    resolve::resolve(settings, &origin.config, &lengths, &place, has_validation)?;
+    let kept = data.validation.as_ref().map_or(0, Rows::len);
+    resolve::resolve(settings, &origin.config, &lengths, &place, kept)?;
     schedule(settings)?;
     // Looked at before weights are read, which may take long.
     Stream::new(

@@ -99,7 +99,11 @@ impl Head {
         let labels = take(&mut flow, "labels")?;
         let weight = cx.get(&self.weight)?;
         let options = CrossEntropy {
-            label_smoothing: if cx.is_training() { self.smoothing } else { 0.0 },
+            label_smoothing: if cx.is_training() {
+                self.smoothing
+            } else {
+                0.0
+            },
             ..CrossEntropy::default()
         };
         let mut loss = cx.linear_cross_entropy(x, &weight, &labels, options)?;
