@@ -131,3 +131,90 @@ fn a_run_goes_on_as_if_nothing_had_been() {
         );
     }
 }
+
+/// A step that does not fit gets more microbatches, which change nothing but rounding; where not
+/// even a row fits, the run is refused with a status of its own.
+#[test]
+fn a_step_that_does_not_fit_gets_more_microbatches() {
+    let run = Run::new("fit");
+    let story = run.write("story.txt", "The lamp was lit at dusk. ".repeat(400));
+    let train = |name: &str, memory: &str| {
+        let out = run.path(name);
+        let memory = format!("gpu_memory={memory}");
+        let mut arguments = vec!["train", "--init", "tiny", &story, "--out", &out, "steps=3"];
+        arguments.extend(["seq=128", "batch=16", "microbatches=1", "sample_every=0"]);
+        arguments.extend(["devices=cpu", "validation=off", &memory]);
+        (program(&arguments), out)
+    };
+    let (roomy, whole) = train("roomy", "64MiB");
+    assert_done(&roomy);
+    assert!(!text(&roomy.stdout).contains("do not fit"));
+    let (tight, parts) = train("tight", "12MiB");
+    assert_done(&tight);
+    let said = text(&tight.stdout);
+    assert!(
+        said.contains("1 microbatches do not fit, so a step has 2 from now on"),
+        "{said}"
+    );
+    let (whole, parts) = (losses(Path::new(&whole)), losses(Path::new(&parts)));
+    let is_near = |(a, b): (&f64, &f64)| (a - b).abs() < 1e-4;
+    assert!(whole.iter().zip(&parts).all(is_near), "{whole:?} {parts:?}");
+    let (none, _) = train("none", "1MiB");
+    let error = text(&none.stderr);
+    assert_eq!(none.status.code(), Some(3), "{error}");
+    assert!(
+        error.contains("does not fit") && error.contains("lower seq"),
+        "{error}"
+    );
+}
+
+/// Every optimizer and schedule trains, and the rates are those that the schedule says.
+#[test]
+fn optimizers_and_schedules_have_one_interface() {
+    let run = Run::new("rules");
+    let data = run.chats(20);
+    let model = run.model();
+    let rules = ["adamw", "adam", "sgd", "lion", "muon", "adafactor"];
+    let schedules = ["cosine", "linear", "constant", "wsd"];
+    for (rule, schedule) in rules.iter().zip(schedules.iter().cycle()) {
+        let out = run.path(rule);
+        let settings = [
+            format!("optimizer={rule}"),
+            format!("schedule={schedule}"),
+            "groups=[{ match = \"*norm*\", lr_factor = 0.5 }, { match = \"*embed*\", freeze = true }]".into(),
+        ];
+        let mut arguments = vec!["train", &model, &data, "--out", &out, "steps=10", "batch=2"];
+        arguments.extend([
+            "lr=0.001",
+            "warmup=2",
+            "min_lr=0.1",
+            "decay=0.4",
+            "sample_every=0",
+        ]);
+        arguments.extend([
+            "devices=cpu",
+            "neftune=5",
+            "label_smoothing=0.1",
+            "validation=off",
+        ]);
+        arguments.extend(settings.iter().map(String::as_str));
+        assert_done(&program(&arguments));
+        let records = metrics(Path::new(&out));
+        let steps = records.iter().filter(|record| record["type"] == "step");
+        let rates: Vec<f64> = steps.filter_map(|step| step["lr"].as_f64()).collect();
+        assert_eq!(rates.len(), 10);
+        let at = |step: usize| rates[step - 1] / 0.001;
+        let expected = match *schedule {
+            "cosine" => 0.1 + 0.9 * 0.5 * (1.0 + (std::f64::consts::PI * 4.0 / 8.0).cos()),
+            "linear" => 1.0 - 0.9 * 4.0 / 8.0,
+            _ => 1.0,
+        };
+        assert!(
+            (at(1) - 0.5).abs() < 1e-9 && (at(2) - 1.0).abs() < 1e-9,
+            "{rates:?}"
+        );
+        assert!((at(6) - expected).abs() < 1e-9, "{schedule}: {rates:?}");
+        let last = if *schedule == "constant" { 1.0 } else { 0.1 };
+        assert!((at(10) - last).abs() < 1e-9, "{schedule}: {rates:?}");
+    }
+}
