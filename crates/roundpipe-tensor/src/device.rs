@@ -39,7 +39,7 @@
 use std::any::Any;
 use std::fmt;
 use std::ops::Deref;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use crate::bytes::Bytes;
@@ -333,6 +333,13 @@ pub unsafe trait Lane: Send + Sync + fmt::Debug {
     fn as_any(&self) -> &dyn Any;
 }
 
+/// What times of lanes and of the host are counted from: one moment for all devices of the process,
+/// so that spans of several cards and of the host stand beside each other.
+pub fn time_zero() -> Instant {
+    static ZERO: OnceLock<Instant> = OnceLock::new();
+    *ZERO.get_or_init(Instant::now)
+}
+
 /// A moment in a lane.
 #[derive(Debug, Clone)]
 pub enum Stamp {
@@ -343,11 +350,13 @@ pub enum Stamp {
 }
 
 impl Stamp {
-    /// Nanoseconds since `origin`, or on the lane's own clock; `None` while the lane has not
-    /// passed.
-    pub fn ns(&self, origin: Instant) -> Option<u64> {
+    /// Nanoseconds since [`time_zero`], or on the virtual clock of a simulated lane; `None` while the
+    /// lane has not passed.
+    pub fn ns(&self) -> Option<u64> {
         match self {
-            Self::Host(at) => u64::try_from(at.saturating_duration_since(origin).as_nanos()).ok(),
+            Self::Host(at) => {
+                u64::try_from(at.saturating_duration_since(time_zero()).as_nanos()).ok()
+            }
             Self::Lane(event) => event.state().time_ns(),
         }
     }
@@ -555,8 +564,8 @@ pub unsafe trait EventState: Send + Sync + fmt::Debug {
         let _ = self.fence();
     }
 
-    /// When the lane passed it, on a clock that all lanes of the machine share; `None` before that,
-    /// or when the backend keeps no time.
+    /// When the lane passed it, in nanoseconds since [`time_zero`], or on a virtual clock that all
+    /// lanes share; `None` before that, or when the backend keeps no time.
     fn time_ns(&self) -> Option<u64> {
         None
     }

@@ -17,7 +17,8 @@ use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
-use std::time::Instant;
+
+use roundpipe_tensor::device::time_zero;
 
 use crate::cost::{LayerTimes, Phase};
 use crate::sync::lock;
@@ -154,7 +155,6 @@ pub struct Trace {
     limit: usize,
     dropped: AtomicU64,
     spans: Mutex<Vec<Span>>,
-    origin: Instant,
 }
 
 impl Default for Trace {
@@ -188,7 +188,6 @@ impl Trace {
             limit,
             dropped: AtomicU64::new(0),
             spans: Mutex::default(),
-            origin: Instant::now(),
         }
     }
 
@@ -207,9 +206,9 @@ impl Trace {
         self.on.load(Ordering::Relaxed)
     }
 
-    /// Since the trace was made.
+    /// On the clock that spans have: [`time_zero`](roundpipe_tensor::device::time_zero).
     pub fn now_ns(&self) -> u64 {
-        u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX)
+        u64::try_from(time_zero().elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
     /// Keeps a span. `make` runs only if the trace is on, and not under its lock.

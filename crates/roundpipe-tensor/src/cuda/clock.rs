@@ -41,21 +41,32 @@ impl<E> ClockOrigin<E> {
 }
 
 /// The newest origin of a card, and the host's time when it was made.
-pub(super) struct Clock<E>(Mutex<Option<(Arc<ClockOrigin<E>>, Instant)>>);
+type Newest<E> = Option<(Arc<ClockOrigin<E>>, Instant)>;
 
-impl<E> Default for Clock<E> {
-    fn default() -> Self {
-        Self(Mutex::default())
-    }
+/// The clock of a card.
+pub(super) struct Clock<E> {
+    newest: Mutex<Newest<E>>,
+    /// What times are counted from, on the host's clock.
+    zero: Instant,
 }
 
 impl<E> Clock<E> {
-    fn lock(&self) -> MutexGuard<'_, Option<(Arc<ClockOrigin<E>>, Instant)>> {
-        lock(&self.0)
+    /// A clock whose time 0 is a moment of the host's: one for all cards, so that their times can be
+    /// compared.
+    pub(super) fn since(zero: Instant) -> Self {
+        Self {
+            newest: Mutex::default(),
+            zero,
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Newest<E>> {
+        lock(&self.newest)
     }
 
     /// What an event recorded after this call, about `now`, is counted from. `fresh` gives an event
-    /// that has passed, `elapsed_ms` the time between two of them. The first origin is time 0.
+    /// that has passed, `elapsed_ms` the time between two of them. The first origin takes its time
+    /// from the host's clock, and is early by as long as `fresh` took.
     pub(super) fn origin(
         &self,
         now: Instant,
@@ -71,7 +82,7 @@ impl<E> Clock<E> {
         let event = fresh()?;
         let at_ms = match &before {
             Some(before) => before.at_ms + f64::from(elapsed_ms(&before.event, &event)?),
-            None => 0.0,
+            None => now.saturating_duration_since(self.zero).as_secs_f64() * 1e3,
         };
         let mine = Arc::new(ClockOrigin { event, at_ms });
         let mut newest = self.lock();
@@ -113,7 +124,8 @@ mod tests {
     /// not, and time does not run away from the device's own.
     #[test]
     fn times_are_as_exact_after_two_days_as_at_once() {
-        let (clock, start) = (Clock::default(), Instant::now());
+        let start = Instant::now();
+        let clock = Clock::since(start);
         let made = AtomicUsize::new(0);
         let time = |at: u64| {
             let fresh = || {
@@ -158,7 +170,8 @@ mod tests {
     /// the same: a second first origin would begin time anew.
     #[test]
     fn two_threads_may_renew_at_once() {
-        let (clock, start) = (Clock::default(), Instant::now());
+        let start = Instant::now();
+        let clock = Clock::since(start);
         let take = |at: u64, fresh: &mut dyn FnMut()| {
             let fresh = || {
                 fresh();
@@ -195,7 +208,8 @@ mod tests {
     /// Spans that lie across a renewal are whole: a span of 6 s has a new origin at its end.
     #[test]
     fn a_span_across_origins_is_exact_in_proportion() {
-        let (clock, start) = (Clock::default(), Instant::now());
+        let start = Instant::now();
+        let clock = Clock::since(start);
         let time = |at: u64| {
             let now = start + Duration::from_nanos(at);
             let origin = clock

@@ -19,7 +19,7 @@ use super::clock::{Clock, ClockOrigin};
 use super::compile::{self, Table, Unit};
 use super::event::{ClockEvent, RawEvent, elapsed_ms};
 use super::{attention, image, library, product};
-use crate::device::{DeviceId, DeviceKind};
+use crate::device::{DeviceId, DeviceKind, time_zero};
 use crate::error::{Error, Result};
 use crate::pins::Ledger;
 use crate::sync::lock;
@@ -123,7 +123,7 @@ impl Gpu {
             spare: Mutex::default(),
             lost: OnceLock::new(),
             pins: Ledger::default(),
-            clock: Clock::default(),
+            clock: Clock::since(time_zero()),
             ticks,
             products: product::Products::default(),
             attention: attention::AttentionPlans::default(),

@@ -1,7 +1,6 @@
 //! What calls took: measured times for the planner, spans for the trace.
 
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
 
 use roundpipe_tensor::LaneKind;
 use roundpipe_tensor::transfer::CopyRecord;
@@ -17,7 +16,6 @@ use crate::trace::{Category, Lane, Span, Trace, Track};
 pub(super) struct CallRecorder {
     ring: Ring,
     trace: Arc<Trace>,
-    origin: Instant,
     /// Copies whose ends were not known yet.
     copies: Mutex<Vec<PendingCopy>>,
 }
@@ -33,7 +31,6 @@ impl CallRecorder {
         Self {
             ring,
             trace,
-            origin: Instant::now(),
             copies: Mutex::default(),
         }
     }
@@ -49,8 +46,7 @@ impl CallRecorder {
         planner.begin_learning(call.spec.trains);
         for piece in call.take_times() {
             // A lane that failed has not passed all its events.
-            let (Some(start), Some(end)) = (piece.from.ns(self.origin), piece.to.ns(self.origin))
-            else {
+            let (Some(start), Some(end)) = (piece.from.ns(), piece.to.ns()) else {
                 continue;
             };
             // Plans know layers; the time of a loss is seen in traces only.
@@ -99,8 +95,7 @@ impl CallRecorder {
     fn note_copies(&self, planner: &Planner) {
         self.copies().retain(|pending| {
             let copy = &pending.copy;
-            let (Some(start), Some(end)) = (copy.from.ns(self.origin), copy.to.ns(self.origin))
-            else {
+            let (Some(start), Some(end)) = (copy.from.ns(), copy.to.ns()) else {
                 return true;
             };
             let ms = end.saturating_sub(start) as f64 / 1e6;
