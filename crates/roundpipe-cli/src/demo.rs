@@ -42,7 +42,7 @@ impl Default for DemoCmd {
     fn default() -> Self {
         Self {
             text: None,
-            steps: 300,
+            steps: 800,
             workers: 2,
             prompt: "The cat ".into(),
             out: None,
