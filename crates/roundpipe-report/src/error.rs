@@ -20,6 +20,9 @@ pub enum Error {
         /// What the system said.
         source: io::Error,
     },
+    /// A file could not be replaced.
+    #[error(transparent)]
+    File(#[from] roundpipe_files::Error),
     /// A line of a metrics file is no record.
     #[error("{}, line {line}: {why}", path.display())]
     Line {

@@ -1,60 +1,10 @@
-//! Files that readers always find whole: replaced under their name, or longer by a whole entry.
+//! Files that grow by whole entries, whatever becomes of a write.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufWriter, Write};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
-
-/// A file that will take the place of another. Dropped before [`Replacement::finish`], it leaves the
-/// other as it was.
-pub(crate) struct Replacement {
-    path: PathBuf,
-    partial: PathBuf,
-    file: BufWriter<File>,
-    is_finished: bool,
-}
-
-impl Replacement {
-    /// Begins a file for `path`, beside it.
-    pub(crate) fn begin(path: &Path) -> Result<Self> {
-        let mut partial = path.as_os_str().to_owned();
-        partial.push(format!(".{}.partial", std::process::id()));
-        let partial = PathBuf::from(partial);
-        let file = File::create(&partial).map_err(Error::io("write", &partial))?;
-        Ok(Self {
-            path: path.to_owned(),
-            partial,
-            file: BufWriter::new(file),
-            is_finished: false,
-        })
-    }
-
-    /// Adds bytes.
-    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        let written = self.file.write_all(bytes);
-        written.map_err(Error::io("write", &self.partial))
-    }
-
-    /// Puts the file in its place.
-    pub(crate) fn finish(mut self) -> Result<()> {
-        let flushed = self.file.flush();
-        let synced = flushed.and_then(|()| self.file.get_ref().sync_all());
-        synced.map_err(Error::io("write", &self.partial))?;
-        fs::rename(&self.partial, &self.path).map_err(Error::io("replace", &self.path))?;
-        self.is_finished = true;
-        Ok(())
-    }
-}
-
-impl Drop for Replacement {
-    fn drop(&mut self) {
-        if !self.is_finished {
-            // The error that brought us here is the one to report.
-            let _ = fs::remove_file(&self.partial);
-        }
-    }
-}
 
 /// A file that grows by whole entries. A write that fails leaves it as it was, or the next write
 /// takes off first what it left.
@@ -124,6 +74,8 @@ impl AppendFile {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     /// What a failed write left is gone before the next entry comes.
@@ -143,26 +95,5 @@ mod tests {
         again.append(b"four\n").expect("written");
         assert_eq!(fs::read(&path).expect("read"), b"one\nthree\nfour\n");
         fs::remove_file(&path).expect("removed");
-    }
-
-    /// A replacement that is given up leaves no trace.
-    #[test]
-    fn unfinished_replacements_change_nothing() {
-        let name = format!("roundpipe-replace-{}", std::process::id());
-        let folder = std::env::temp_dir().join(name);
-        fs::create_dir_all(&folder).expect("a folder");
-        let path = folder.join("page");
-        fs::write(&path, b"old").expect("written");
-        let mut replacement = Replacement::begin(&path).expect("begun");
-        replacement.write(b"new").expect("written");
-        drop(replacement);
-        assert_eq!(fs::read(&path).expect("read"), b"old");
-        let mut replacement = Replacement::begin(&path).expect("begun");
-        replacement.write(b"new").expect("written");
-        replacement.finish().expect("renamed");
-        assert_eq!(fs::read(&path).expect("read"), b"new");
-        let names = fs::read_dir(&folder).expect("listed").count();
-        assert_eq!(names, 1, "no partial file stays");
-        fs::remove_dir_all(&folder).expect("removed");
     }
 }

@@ -10,13 +10,14 @@
 //! - No line longer than 4 MiB is held in memory, and [`read`] takes no file above 256 MiB.
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
+use roundpipe_files::AtomicFile;
 use serde::Deserialize;
 
 use crate::error::{Error, Result};
-use crate::files::{AppendFile, Replacement};
+use crate::files::AppendFile;
 use crate::record::{KINDS, Record};
 
 /// The longest line that is read. What is written is shorter: [`Record::cut_texts`].
@@ -54,7 +55,8 @@ impl MetricsFile {
         if !path.try_exists().map_err(Error::io("read", path))? {
             return Self::create(path);
         }
-        let mut replacement = Replacement::begin(path)?;
+        let replacement = AtomicFile::create(path)?;
+        let mut kept = BufWriter::new(replacement.file()?);
         let mut lines = Lines::open(path)?;
         while let Some(kind) = lines.next()? {
             let keep = match kind {
@@ -62,10 +64,11 @@ impl MetricsFile {
                 Line::Unknown { step: at } => at.is_none_or(|at| at <= step),
             };
             if keep {
-                replacement.write(lines.bytes())?;
-                replacement.write(b"\n")?;
+                let line = [lines.bytes(), b"\n"].concat();
+                replacement.check(kept.write_all(&line))?;
             }
         }
+        replacement.check(kept.flush())?;
         replacement.finish()?;
         Self::append_to(path)
     }

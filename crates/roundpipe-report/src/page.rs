@@ -8,8 +8,9 @@ use std::fmt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use roundpipe_files::AtomicFile;
+
 use crate::error::Result;
-use crate::files::Replacement;
 use crate::metrics::Records;
 use crate::record::Record;
 use crate::series::{Series, Snapshot};
@@ -82,9 +83,8 @@ impl Report {
     /// # Errors
     /// What the file system says.
     pub fn write_html(&self, path: impl AsRef<Path>) -> Result<()> {
-        let mut replacement = Replacement::begin(path.as_ref())?;
-        replacement.write(self.html().as_bytes())?;
-        replacement.finish()
+        AtomicFile::of_bytes(path.as_ref(), self.html().as_bytes())?.finish()?;
+        Ok(())
     }
 
     /// The page that goes on asking for what is new.
