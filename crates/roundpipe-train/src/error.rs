@@ -59,6 +59,12 @@ impl From<roundpipe_models::Error> for Error {
     }
 }
 
+impl From<roundpipe_files::Error> for Error {
+    fn from(error: roundpipe_files::Error) -> Self {
+        Self::Failed(error.to_string())
+    }
+}
+
 impl From<roundpipe_data::Error> for Error {
     fn from(error: roundpipe_data::Error) -> Self {
         let roundpipe_data::Error::Setting { setting, why } = &error else {

@@ -17,6 +17,7 @@ pub mod settings;
 mod bytes;
 pub mod folder;
 pub mod machine;
+pub mod profile;
 
 mod batches;
 mod model;
