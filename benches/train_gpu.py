@@ -67,13 +67,13 @@ def command(bin, work, run, preset, data, more):
 
 
 def train(*arguments, watch=None):
-    log = open("/tmp/train.log", "w")
-    process = subprocess.Popen(command(*arguments), stdout=log, stderr=subprocess.STDOUT)
+    log = arguments[1] / "train.log"
+    process = subprocess.Popen(command(*arguments), stdout=open(log, "w"), stderr=subprocess.STDOUT)
     if watch:
         watch(process)
     code = process.wait()
     if code not in (0, -signal.SIGKILL):
-        print(open("/tmp/train.log").read()[-3000:])
+        print(log.read_text()[-3000:])
         raise SystemExit(f"exit {code}")
 
 
@@ -136,7 +136,7 @@ def kill(bin, work):
                 continue
             if any(s >= 50 for s in found):
                 break
-        url = [line.split()[-1] for line in open("/tmp/train.log") if line.startswith("watch at ")][0]
+        url = [line.split()[-1] for line in open(work / "train.log") if line.startswith("watch at ")][0]
         page = urllib.request.urlopen(url).read()
         told("kill", page_bytes=len(page), has_timeline=b"timeline" in page)
         process.send_signal(signal.SIGKILL)

@@ -13,8 +13,8 @@ use clap::ValueEnum;
 use roundpipe::optim::AdamW;
 use roundpipe::trace::{Lane, Span};
 use roundpipe::{
-    Bytes, Device, DeviceKind, Grain, HostBudget, HostTensor, Inputs, Lag, LossReduction, Meta,
-    Params, PlanKind, RngSite, RoundPipe, Rule, RunConfig, Shape, Update,
+    Bytes, Device, DeviceKind, Grain, HostTensor, Inputs, Lag, LossReduction, Meta, Params,
+    PlanKind, RngSite, RoundPipe, Rule, RunConfig, Update,
 };
 use roundpipe_models::memory::host_memory;
 use roundpipe_models::{LoraConfig, LoraTargets, Model, TrainMode, preset};
@@ -217,13 +217,8 @@ impl BenchCmd {
             return Ok(());
         };
         self.adapt(&mut model)?;
-        let mut params: Vec<_> = model.layers.named_params();
-        params.sort_by_key(|(_, param)| param.id());
-        params.dedup_by_key(|(_, param)| param.id());
         let rule = Rule::AdamW(AdamW::default());
-        let moments = rule.moment_shapes(&Shape::default()).len() as u64;
-        let params = params.iter().map(|(_, param)| param);
-        let budget = HostBudget::training(params, moments, self.lag() == Lag::One);
+        let budget = machine::training_budget(&model.layers, &rule, self.lag() == Lag::One);
         Ok(budget.check(left)?)
     }
 

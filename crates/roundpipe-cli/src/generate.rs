@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 
 use anyhow::ensure;
-use roundpipe_models::chat::{Message, RenderOptions};
+use roundpipe_models::chat::Message;
 use roundpipe_models::tokenizer::Tokenizer;
 use roundpipe_models::{GenerateOptions, Generator, Sampler};
 
@@ -125,13 +125,6 @@ impl GenerateCmd {
         if self.raw {
             return Ok(tokenizer.encode(&self.prompt, true)?);
         }
-        let Some(template) = tokenizer.chat_template(false)? else {
-            ensure!(
-                self.system.is_none(),
-                "--system: the model has no chat template to put it into"
-            );
-            return Ok(tokenizer.encode(&self.prompt, true)?);
-        };
         let system = self
             .system
             .iter()
@@ -139,11 +132,13 @@ impl GenerateCmd {
         let messages: Vec<Message> = system
             .chain([Message::new("user", self.prompt.as_str())])
             .collect();
-        let options = RenderOptions {
-            add_generation_prompt: true,
-            ..RenderOptions::default()
-        };
-        // The template writes the special tokens itself.
-        Ok(tokenizer.encode(&template.render(&messages, &options)?, false)?)
+        if let Some(ids) = tokenizer.encode_chat(&messages)? {
+            return Ok(ids);
+        }
+        ensure!(
+            self.system.is_none(),
+            "--system: the model has no chat template to put it into"
+        );
+        Ok(tokenizer.encode(&self.prompt, true)?)
     }
 }

@@ -54,9 +54,12 @@ pub struct TrainCmd {
     /// Print all settings with what they mean, and train nothing
     #[arg(long)]
     print_config: bool,
-    /// Serve a live page on this machine, on this port or any
-    #[arg(long, value_name = "PORT", num_args = 0..=1, default_missing_value = "0")]
-    watch: Option<u16>,
+    /// Serve a live page on this machine
+    #[arg(long)]
+    watch: bool,
+    /// The page's port [default: one that is free]
+    #[arg(long, requires = "watch")]
+    port: Option<u16>,
 }
 
 const EXAMPLES: &str = "Examples:
@@ -76,7 +79,7 @@ impl TrainCmd {
         }
         let request = Request {
             given,
-            watch: self.watch.map(|port| (port != 0).then_some(port)),
+            watch: self.watch.then_some(self.port.filter(|port| *port != 0)),
         };
         train(&request, out, stop)
     }

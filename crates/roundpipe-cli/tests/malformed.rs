@@ -1189,6 +1189,7 @@ fn arguments(t: &mut Table) {
             "--out",
             "run",
             "--watch",
+            "--port",
             "70000",
         ],
         2,
@@ -1652,7 +1653,10 @@ fn a_port_in_use_is_said() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
     let out = run.path("run");
-    let output = kit::program(&["train", &model, &data, "--out", &out, "--watch", &port]);
+    let arguments = [
+        "train", &model, &data, "--out", &out, "--watch", "--port", &port,
+    ];
+    let output = kit::program(&arguments);
     let error = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{error}");
     let is_named = error.contains(&port) && error.contains("another port");

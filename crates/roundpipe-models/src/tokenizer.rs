@@ -28,7 +28,7 @@ use roundpipe_files::text::shown;
 use serde_json::Value as Json;
 use tokenizers::{ModelWrapper, NormalizedString, Normalizer, PostProcessorWrapper, TokenizerImpl};
 
-use crate::chat::ChatTemplate;
+use crate::chat::{ChatTemplate, Message, RenderOptions};
 use crate::error::{Error, Result};
 use crate::limits;
 
@@ -161,6 +161,24 @@ impl Tokenizer {
         }
         (self.bos, self.eos, self.pad) = (bos, eos, pad);
         Ok(())
+    }
+
+    /// The ids of a conversation up to where the assistant answers, by the model's chat template;
+    /// nothing where it has none.
+    ///
+    /// # Errors
+    /// When the template cannot be parsed or rendered.
+    pub fn encode_chat(&self, messages: &[Message]) -> Result<Option<Vec<u32>>> {
+        let Some(template) = self.chat_template(false)? else {
+            return Ok(None);
+        };
+        let options = RenderOptions {
+            add_generation_prompt: true,
+            ..RenderOptions::default()
+        };
+        // The template writes the special tokens itself.
+        let ids = self.encode(&template.render(messages, &options)?, false)?;
+        Ok(Some(ids))
     }
 
     /// The ids of a text; with the tokens that begin and end one when `add_special`.

@@ -4,7 +4,9 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use roundpipe::{Bytes, Cx, DType, Device, RoundPipe, TensorResult, Worker};
+use roundpipe::{
+    Bytes, Cx, DType, Device, HostBudget, Params, RoundPipe, Rule, Shape, TensorResult, Worker,
+};
 
 /// After so long, what was seen of a slow device is enough.
 const MEASURED: Duration = Duration::from_millis(300);
@@ -40,6 +42,16 @@ pub fn product_rate(device: Arc<dyn Device>, dtype: DType) -> TensorResult<f64> 
         }
     }
     Ok(2.0 * (size as f64).powi(3) / best)
+}
+
+/// Host memory that training a model takes, by name; activations are not known from parameters.
+pub fn training_budget(model: &impl Params, rule: &Rule, second_version: bool) -> HostBudget {
+    let mut params = model.named_params();
+    params.sort_by_key(|(_, param)| param.id());
+    params.dedup_by_key(|(_, param)| param.id());
+    let moments = rule.moment_shapes(&Shape::default()).len() as u64;
+    let params = params.iter().map(|(_, param)| param);
+    HostBudget::training(params, moments, second_version)
 }
 
 /// Devices that compute by themselves: workers on one card, or on the host's cores, share it.

@@ -8,7 +8,7 @@
 use std::path::{Path, PathBuf};
 
 use roundpipe::{
-    Bytes, DType, HostBudget, Params, Rule, Shape,
+    Bytes, DType, HostBudget, Rule,
     optim::{Adafactor, Adam, AdamW, Lion, Muon, Sgd},
 };
 use roundpipe_models::tokenizer::Tokenizer;
@@ -19,6 +19,7 @@ use roundpipe_models::{
 use crate::bytes;
 use crate::error::{Error, Result};
 use crate::folder::RunFolder;
+use crate::machine;
 use crate::settings::{Method, PinName, RuleName, Settings, TypeName};
 
 /// Embedding rows come in multiples of this.
@@ -174,14 +175,9 @@ fn check_host(settings: &Settings, config: &ModelConfig, dtype: DType) -> Result
     }
 }
 
-/// Host memory of training, by name; activations are not known yet.
+/// Host memory of training, by name.
 pub(crate) fn host_budget(model: &Model, settings: &Settings) -> HostBudget {
-    let mut params: Vec<_> = model.layers.named_params();
-    params.sort_by_key(|(_, param)| param.id());
-    params.dedup_by_key(|(_, param)| param.id());
-    let moments = rule(settings).moment_shapes(&Shape::default()).len() as u64;
-    let params = params.iter().map(|(_, param)| param);
-    HostBudget::training(params, moments, settings.lag == 1)
+    machine::training_budget(&model.layers, &rule(settings), settings.lag == 1)
 }
 
 /// The optimizer's rule with the settings that were given.

@@ -1,7 +1,7 @@
 //! What a run tells: to the person who watches, and to the files of its folder.
 //!
 //! # Invariants
-//! - A file that cannot be written ends no run: it is said once, and left out from then on.
+//! - A file that cannot be written ends no run: it is said once, and goes on when it can.
 
 use std::path::Path;
 
@@ -42,8 +42,10 @@ pub struct Overview {
 /// Where records go.
 pub(crate) struct Telling<'w> {
     watcher: &'w mut dyn Watcher,
-    metrics: Option<MetricsFile>,
-    events: Option<EventFile>,
+    metrics: MetricsFile,
+    events: EventFile,
+    /// Whether the last record could not be written.
+    is_failing: bool,
     report: Report,
 }
 
@@ -79,8 +81,9 @@ impl<'w> Telling<'w> {
         let events = EventFile::create(folder.file("events"), resumed_at).map_err(failed)?;
         Ok(Self {
             watcher,
-            metrics: Some(metrics),
-            events: Some(events),
+            metrics,
+            events,
+            is_failing: false,
             report,
         })
     }
@@ -93,19 +96,17 @@ impl<'w> Telling<'w> {
     /// Passes a record to the files, the page and the watcher.
     pub fn record(&mut self, record: impl Into<Record>) {
         let record = record.into();
-        let metrics = self.metrics.as_mut().map(|file| file.write(&record));
-        if let Some(Err(error)) = metrics {
-            self.metrics = None;
-            self.watcher
-                .note(&format!("{error}; metrics are no longer written"));
-        }
-        let events = self.events.as_mut().map(|file| file.write(&record));
-        if let Some(Err(error)) = events {
-            self.events = None;
+        let metrics = self.metrics.write(&record);
+        let events = self.events.write(&record);
+        let written = metrics.and(events);
+        if let Err(error) = &written
+            && !self.is_failing
+        {
             self.watcher.note(&format!(
-                "{error}; TensorBoard events are no longer written"
+                "{error}; records are missing until it can be written"
             ));
         }
+        self.is_failing = written.is_err();
         self.watcher.record(&record);
         self.report.push(record);
     }

@@ -22,6 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::batches;
 use crate::error::{Error, Result};
+use crate::folder::RunFolder;
 use crate::machine;
 use crate::model::write_result;
 use crate::overview;
@@ -104,20 +105,27 @@ pub fn run(request: &Request, watcher: &mut dyn Watcher, stop: &AtomicBool) -> R
             });
         }
     }
-    let ready = start::prepare(folder, settings, watcher).map_err(|e| request.given.placed(e))?;
+    // A folder that was made for a start that fails before its first step goes away again.
+    let ready = start::prepare(&folder, settings, watcher)
+        .inspect_err(|_| folder.abandon())
+        .map_err(|e| request.given.placed(e))?;
     let mut scaler = scaler(&ready.settings);
     if let Some(checkpoint) = &newest.checkpoint {
         let restored = ready.engine.restore_from(checkpoint)?;
         scaler = restored.scaler.or(scaler);
     }
     drop(newest);
-    match Session::open(&ready, notes, scaler, checkpoints, request, watcher) {
-        Ok(mut session) => session.train(stop),
-        Err(error) => {
-            ready.folder.abandon();
-            Err(error)
-        }
-    }
+    let mut session = Session::open(
+        &ready,
+        &folder,
+        notes,
+        scaler,
+        checkpoints,
+        request,
+        watcher,
+    )
+    .inspect_err(|_| folder.abandon())?;
+    session.train(stop)
 }
 
 fn read_notes(text: &str) -> Result<Notes> {
@@ -142,6 +150,7 @@ struct Pending {
 /// A run under way.
 struct Session<'r> {
     ready: &'r Ready,
+    folder: &'r RunFolder,
     schedule: LrSchedule,
     stream: Stream,
     scaler: Option<GradScaler>,
@@ -170,6 +179,7 @@ struct Session<'r> {
 impl<'r> Session<'r> {
     fn open(
         ready: &'r Ready,
+        folder: &'r RunFolder,
         notes: Option<Notes>,
         scaler: Option<GradScaler>,
         checkpoints: Checkpoints,
@@ -185,7 +195,7 @@ impl<'r> Session<'r> {
         let step = notes.as_ref().map_or(0, |notes| notes.step);
         let resumed_at = notes.as_ref().map(|notes| notes.step);
         let told_later = notes.as_ref().and_then(|notes| notes.told_later.clone());
-        let mut telling = Telling::open(&ready.folder, resumed_at, told_later, watcher)?;
+        let mut telling = Telling::open(folder, resumed_at, told_later, watcher)?;
         let server = match request.watch {
             Some(port) => {
                 let server = Server::start(telling.report().clone(), port)
@@ -199,6 +209,7 @@ impl<'r> Session<'r> {
         let now = Instant::now();
         let mut session = Self {
             ready,
+            folder,
             schedule: schedule(settings)?,
             stream,
             scaler,
@@ -239,7 +250,7 @@ impl<'r> Session<'r> {
         self.telling.begin(&overview);
         let devices = ready.devices.iter();
         self.telling.record(Start {
-            name: ready.folder.path().display().to_string(),
+            name: self.folder.path().display().to_string(),
             model: overview::model_name(ready).to_owned(),
             method: ready.settings.method.name().to_owned(),
             parameters: overview::parameters(ready),
@@ -653,7 +664,7 @@ impl<'r> Session<'r> {
         self.end("interrupted", "")?;
         Ok(Outcome::Interrupted {
             step: self.saved.unwrap_or(0),
-            folder: self.ready.folder.path().to_path_buf(),
+            folder: self.folder.path().to_path_buf(),
         })
     }
 
@@ -676,14 +687,14 @@ impl<'r> Session<'r> {
         engine.synchronize()?;
         self.sample()?;
         let settings = &self.ready.settings;
-        let model = write_result(&self.ready.trained, settings, &self.ready.folder)?;
+        let model = write_result(&self.ready.trained, settings, self.folder)?;
         if stopped_early {
             // The run is over at this step: the same command finds it finished.
             let settings = Settings {
                 steps: Some(self.step),
                 ..settings.clone()
             };
-            self.ready.folder.write_settings(&settings)?;
+            self.folder.write_settings(&settings)?;
         }
         let reason = if stopped_early {
             "stopped early"
@@ -693,7 +704,7 @@ impl<'r> Session<'r> {
         self.end(reason, &model.display().to_string())?;
         Ok(Outcome::Finished {
             model,
-            folder: self.ready.folder.path().to_path_buf(),
+            folder: self.folder.path().to_path_buf(),
         })
     }
 
@@ -724,7 +735,7 @@ impl<'r> Session<'r> {
 
     fn end(&mut self, reason: &str, result: &str) -> Result<()> {
         self.tell_of_rows();
-        let folder = self.ready.folder.path().display();
+        let folder = self.folder.path().display();
         let command = if result.is_empty() {
             format!("roundpipe train --out {folder}")
         } else {
@@ -737,7 +748,7 @@ impl<'r> Session<'r> {
             result: result.to_owned(),
             command,
         });
-        let path = self.ready.folder.file("report.html");
+        let path = self.folder.file("report.html");
         if let Err(error) = self.telling.report().write_html(path) {
             self.telling.say(&error.to_string());
         }

@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 
 use roundpipe::RoundPipe;
-use roundpipe_models::chat::{Message, RenderOptions};
+use roundpipe_models::chat::Message;
 use roundpipe_models::tokenizer::Tokenizer;
 use roundpipe_models::{GenerateOptions, Generator, Model, Sampler};
 
@@ -23,7 +23,7 @@ pub(crate) fn write(
     if prompts.is_empty() {
         return Ok(Vec::new());
     }
-    let generator = Generator::on_ring(model, engine.ring(), pin(settings))?;
+    let generator = Generator::on_ring(model, engine.ring(), settings.pin.into())?;
     let options = GenerateOptions {
         max_tokens: settings.sample_tokens,
         sampler: Sampler {
@@ -42,33 +42,15 @@ pub(crate) fn write(
     Ok(texts)
 }
 
-/// How the run's host memory is pinned.
-pub(crate) fn pin(settings: &Settings) -> roundpipe::Pin {
-    use crate::settings::PinName;
-    match settings.pin {
-        PinName::Try => roundpipe::Pin::Try,
-        PinName::Alloc => roundpipe::Pin::Alloc,
-        PinName::Register => roundpipe::Pin::Register,
-        PinName::Off => roundpipe::Pin::Off,
-    }
-}
-
 /// The prompt as the model wants it: in its chat template where it is trained on conversations.
 fn tokens(tokenizer: &Tokenizer, prompt: &str, as_chat: bool) -> Result<Vec<u32>> {
-    let template = if as_chat {
-        tokenizer.chat_template(false)?
+    let chat = if as_chat {
+        tokenizer.encode_chat(&[Message::new("user", prompt)])?
     } else {
         None
     };
-    let Some(template) = template else {
-        return Ok(tokenizer.encode(prompt, true)?);
-    };
-    let options = RenderOptions {
-        add_generation_prompt: true,
-        ..RenderOptions::default()
-    };
-    let text = template
-        .render(&[Message::new("user", prompt)], &options)
-        .map_err(roundpipe_models::Error::from)?;
-    Ok(tokenizer.encode(&text, false)?)
+    Ok(match chat {
+        Some(ids) => ids,
+        None => tokenizer.encode(prompt, true)?,
+    })
 }

@@ -17,8 +17,8 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
 
-use roundpipe::{Bytes, DType};
-use roundpipe_data::Format;
+use roundpipe::{Bytes, DType, Grain, Pin};
+use roundpipe_data::{BadRows, Format, Learn, TooLong};
 use toml::Value;
 
 use crate::error::{Error, Result};
@@ -176,6 +176,55 @@ impl From<TypeName> for DType {
             TypeName::Bf16 => Self::BF16,
             TypeName::F16 => Self::F16,
             TypeName::F32 => Self::F32,
+        }
+    }
+}
+
+impl From<GrainName> for Grain {
+    fn from(name: GrainName) -> Self {
+        match name {
+            GrainName::Stage => Self::Stage,
+            GrainName::Layer => Self::Layer,
+        }
+    }
+}
+
+impl From<LearnName> for Learn {
+    fn from(name: LearnName) -> Self {
+        match name {
+            LearnName::Assistant => Self::Assistant,
+            LearnName::LastTurn => Self::LastTurn,
+            LearnName::Everything => Self::Everything,
+        }
+    }
+}
+
+impl From<TooLongName> for TooLong {
+    fn from(name: TooLongName) -> Self {
+        match name {
+            TooLongName::Cut => Self::Cut,
+            TooLongName::Drop => Self::Drop,
+            TooLongName::Split => Self::Split,
+        }
+    }
+}
+
+impl From<BadRowsName> for BadRows {
+    fn from(name: BadRowsName) -> Self {
+        match name {
+            BadRowsName::Refuse => Self::Refuse,
+            BadRowsName::Skip => Self::Skip,
+        }
+    }
+}
+
+impl From<PinName> for Pin {
+    fn from(name: PinName) -> Self {
+        match name {
+            PinName::Try => Self::Try,
+            PinName::Alloc => Self::Alloc,
+            PinName::Register => Self::Register,
+            PinName::Off => Self::Off,
         }
     }
 }

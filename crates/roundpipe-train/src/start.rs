@@ -8,13 +8,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use roundpipe::{
-    Bytes, Checkpoints, Device, Devices, ExecutePlan, Grain, Lag, LrSchedule, ParamGroup, PlanKind,
+    Bytes, Checkpoints, Device, Devices, ExecutePlan, Lag, LrSchedule, ParamGroup, PlanKind,
     RingOptions, RoundPipe, RunConfig,
     lr::{DecayShape, LrDecay},
 };
 use roundpipe_data::{
-    BadRows, EncodeOptions, Encoder, Input, Learn, Rows, Source, SourceOptions, Stream,
-    StreamOptions, TooLong,
+    EncodeOptions, Encoder, Input, Rows, Source, SourceOptions, Stream, StreamOptions,
 };
 use roundpipe_files::text::Line;
 use roundpipe_models::chat::ChatTemplate;
@@ -25,10 +24,7 @@ use crate::machine;
 use crate::model::{Origin, Trained, rule};
 use crate::progress::{ShownRow, Watcher};
 use crate::resolve::{self, Lengths, Place};
-use crate::samples::pin;
-use crate::settings::{
-    BadRowsName, Given, GrainName, LearnName, Schedule, Settings, TooLongName, ValidationSetting,
-};
+use crate::settings::{BadRowsName, Given, Schedule, Settings, ValidationSetting};
 
 /// Host memory of a token in a batch: its number, label and position, as read and as given on.
 const TOKEN_BYTES: u64 = 48;
@@ -37,7 +33,6 @@ const MOST_TEMPLATE_BYTES: u64 = 1 << 20;
 
 /// A run that is ready to take its first step.
 pub(crate) struct Ready {
-    pub folder: RunFolder,
     pub settings: Settings,
     pub trained: Trained,
     pub devices: Vec<Arc<dyn Device>>,
@@ -139,74 +134,43 @@ fn last_part(text: &str) -> String {
     name.trim_matches('.').to_owned()
 }
 
-/// Opens model and data, resolves what is left open, builds the engine. A folder that was made for
-/// a start that fails here goes away again.
+/// Opens model and data, resolves what is left open, builds the engine.
 pub(crate) fn prepare(
-    folder: RunFolder,
+    folder: &RunFolder,
     mut settings: Settings,
     watcher: &mut dyn Watcher,
 ) -> Result<Ready> {
-    match prepare_in(&folder, &mut settings, watcher) {
-        Ok(parts) => Ok(Ready {
-            folder,
-            settings,
-            trained: parts.trained,
-            devices: parts.devices,
-            data: parts.data,
-            product_rate: parts.product_rate,
-            engine: parts.engine,
-        }),
-        Err(error) => {
-            folder.abandon();
-            Err(error)
-        }
-    }
-}
-
-/// What a run is made of, before its folder is sure to stay.
-struct Parts {
-    trained: Trained,
-    devices: Vec<Arc<dyn Device>>,
-    data: Data,
-    product_rate: Option<f64>,
-    engine: RoundPipe,
-}
-
-fn prepare_in(
-    folder: &RunFolder,
-    settings: &mut Settings,
-    watcher: &mut dyn Watcher,
-) -> Result<Parts> {
-    let devices = open_devices(settings, watcher)?;
+    let devices = open_devices(&settings, watcher)?;
     let place = Place {
         devices: devices.len(),
         is_host: devices.iter().all(|device| !device.id().kind.is_gpu()),
     };
-    let origin = Origin::find(settings, folder)?;
-    let (mut data, lengths) = open_data(settings, &origin)?;
+    let origin = Origin::find(&settings, folder)?;
+    let (mut data, lengths) = open_data(&mut settings, &origin)?;
     let kept = data.validation.as_ref().map_or(0, Rows::len);
-    resolve::resolve(settings, &origin.config, &lengths, &place, kept)?;
-    schedule(settings)?;
+    resolve::resolve(&mut settings, &origin.config, &lengths, &place, kept)?;
+    schedule(&settings)?;
     // Looked at before weights are read, which may take long.
     Stream::new(
         data.rows.clone(),
         data.encoder.clone(),
-        stream_options(settings),
+        stream_options(&settings),
     )?;
-    check_batch(settings)?;
+    check_batch(&settings)?;
     if let Some(rows) = &data.validation {
-        check_validation(rows, &data.encoder, settings)?;
+        check_validation(rows, &data.encoder, &settings)?;
     }
     let seq = settings.seq.unwrap_or(1);
     data.context = lengths.context(seq);
-    data.report.extend(lengths.too_long(settings));
-    let trained = origin.load(settings, seq)?;
+    data.report.extend(lengths.too_long(&settings));
+    let trained = origin.load(&settings, seq)?;
     check_vocabulary(&trained)?;
     // Before the engine takes the memory.
     let product_rate = machine::product_rate(devices[0].clone(), trained.model.dtype()).ok();
-    let engine = build(settings, &trained, &devices)?;
-    folder.write_settings(settings)?;
-    Ok(Parts {
+    let engine = build(&settings, &trained, &devices)?;
+    folder.write_settings(&settings)?;
+    Ok(Ready {
+        settings,
         trained,
         devices,
         data,
@@ -333,11 +297,7 @@ fn open_data(settings: &mut Settings, origin: &Origin) -> Result<(Data, Lengths)
 
 fn open_encoder(settings: &Settings, origin: &Origin) -> Result<Arc<Encoder>> {
     let options = EncodeOptions {
-        learn: match settings.learn {
-            LearnName::Assistant => Learn::Assistant,
-            LearnName::LastTurn => Learn::LastTurn,
-            LearnName::Everything => Learn::Everything,
-        },
+        learn: settings.learn.into(),
         ..EncodeOptions::default()
     };
     let encoder = Encoder::new(origin.tokenizer.clone(), options)?;
@@ -374,10 +334,6 @@ fn shown(document: &roundpipe_data::Document, encoder: &Encoder) -> ShownRow {
 
 fn build(settings: &Settings, trained: &Trained, devices: &[Arc<dyn Device>]) -> Result<RoundPipe> {
     let model = &trained.model;
-    let grain = match settings.grain {
-        GrainName::Stage => Grain::Stage,
-        GrainName::Layer => Grain::Layer,
-    };
     if let Some(stages) = settings.stages {
         even_plan(model.layers.len(), stages)?;
     }
@@ -395,11 +351,11 @@ fn build(settings: &Settings, trained: &Trained, devices: &[Arc<dyn Device>]) ->
         .devices(devices.to_vec())
         .ring_options(RingOptions {
             memory: settings.gpu_memory,
-            pin: pin(settings),
+            pin: settings.pin.into(),
             ..RingOptions::default()
         })
-        .pin(pin(settings))
-        .run_config(RunConfig::new().recompute_grain(grain))
+        .pin(settings.pin.into())
+        .run_config(RunConfig::new().recompute_grain(settings.grain.into()))
         .build()
         .map_err(usage)?;
     if engine.param_rules().iter().all(|rule| rule.frozen) {
@@ -484,15 +440,8 @@ pub(crate) fn stream_options(settings: &Settings) -> StreamOptions {
     let mut options = StreamOptions::new(settings.seq.unwrap_or(1), settings.batch.unwrap_or(1));
     options.packing = settings.packing;
     options.shuffle = settings.shuffle.then_some(settings.seed);
-    options.too_long = settings.too_long.map(|name| match name {
-        TooLongName::Cut => TooLong::Cut,
-        TooLongName::Drop => TooLong::Drop,
-        TooLongName::Split => TooLong::Split,
-    });
-    options.bad_rows = match settings.bad_rows {
-        BadRowsName::Refuse => BadRows::Refuse,
-        BadRowsName::Skip => BadRows::Skip,
-    };
+    options.too_long = settings.too_long.map(Into::into);
+    options.bad_rows = settings.bad_rows.into();
     options.threads = settings.data_threads;
     options
 }

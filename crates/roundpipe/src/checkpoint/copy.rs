@@ -259,27 +259,22 @@ impl Work {
                 continue;
             };
             drop(state);
-            let copied = copied(job.source.bytes());
-            let bytes = job.source.bytes().len() as u64;
-            let has_copy = copied.is_some();
-            if let Some(copied) = copied {
+            let copy = copied(job.source.bytes());
+            let has_copy = copy.is_some();
+            if let Some(copy) = copy {
                 // Lets the tensor go.
-                job.source.bytes = SourceBytes::Spared(copied);
+                job.source.bytes = SourceBytes::Spared(copy);
             }
             state = self.lock();
-            let is_over = state.failed;
-            let queue = &mut state.lanes[lane];
-            queue.copying -= 1;
-            match has_copy {
-                _ if is_over => {}
-                true => queue.spared.push(job),
-                false => queue.held.push_back(job),
-            }
-            if !has_copy {
+            state.lanes[lane].copying -= 1;
+            if state.failed {
+                drop(job);
+            } else if has_copy {
+                state.lanes[lane].spared.push(job);
+            } else {
                 // The system has less memory than it said: the disk has to do.
+                state.lanes[lane].held.push_back(job);
                 state.spare = 0;
-            } else if is_over {
-                state.spare += bytes;
             }
             self.changed.notify_all();
         }
