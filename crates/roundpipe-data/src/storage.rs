@@ -16,8 +16,6 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use roundpipe_files::small;
-use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
-use ruzstd::decoding::{FrameDecoder, StreamingDecoder};
 
 use crate::error::{Error, Result};
 
@@ -25,8 +23,8 @@ use crate::error::{Error, Result};
 pub const UNPACKED_BASE: u64 = 64 << 20;
 /// Further bytes for each byte of the archive. Text rarely shrinks to less than a fiftieth.
 pub const UNPACKED_RATIO: u64 = 200;
-/// The largest window that a zstd frame may ask for: what `zstd --ultra --long=27` needs.
-const WINDOW_BYTES: u64 = 128 << 20;
+/// The largest window that a zstd frame may ask for, as a power of two: what `zstd --long=27` needs.
+const WINDOW_LOG: u32 = 27;
 const BLOCK_BYTES: usize = 1 << 20;
 
 /// How a file is compressed.
@@ -233,42 +231,11 @@ fn unpack_gzip(path: &Path, file: File, scratch: &mut Scratch) -> Result<()> {
         .map_err(|e| damaged(path, "gzip", &e))
 }
 
+/// All frames of a file, frames to skip among them; their checksums are compared.
 fn unpack_zstd(path: &Path, file: File, scratch: &mut Scratch) -> Result<()> {
-    use std::io::BufRead;
-    let mut from = BufReader::with_capacity(BLOCK_BYTES, file);
-    while !from
-        .fill_buf()
-        .map_err(|e| unreadable(path, &e))?
-        .is_empty()
-    {
-        let mut frames = FrameDecoder::new();
-        frames.set_max_window_size(WINDOW_BYTES);
-        let decoder = match StreamingDecoder::new_with_decoder(&mut from, frames) {
-            Ok(decoder) => decoder,
-            Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame {
-                length,
-                ..
-            })) => {
-                let mut skipped = Read::take(&mut from, length.into());
-                std::io::copy(&mut skipped, &mut std::io::sink())
-                    .map_err(|e| unreadable(path, &e))?;
-                continue;
-            }
-            Err(e) => return Err(damaged(path, "zstd", &e)),
-        };
-        let mut decoder = decoder;
-        scratch
-            .append_all(&mut decoder)?
-            .map_err(|e| damaged(path, "zstd", &e))?;
-        let frame = decoder.into_frame_decoder();
-        let stored = frame.get_checksum_from_data();
-        if stored.is_some() && stored != frame.get_calculated_checksum() {
-            return Err(damaged(
-                path,
-                "zstd",
-                &"its checksum is not that of its bytes",
-            ));
-        }
-    }
-    Ok(())
+    let damaged = |e| damaged(path, "zstd", &e);
+    let from = BufReader::with_capacity(BLOCK_BYTES, file);
+    let mut from = zstd::Decoder::with_buffer(from).map_err(damaged)?;
+    from.window_log_max(WINDOW_LOG).map_err(damaged)?;
+    scratch.append_all(from)?.map_err(damaged)
 }

@@ -12,7 +12,6 @@ use parquet::schema::parser::parse_message_type;
 use roundpipe_data::{
     Compression, Example, FileKind, Input, Rows, Source, SourceOptions, Validation,
 };
-use ruzstd::encoding::{CompressionLevel, compress_to_vec};
 
 use crate::kit::{Folder, examples, open, texts};
 
@@ -24,7 +23,7 @@ fn gzip(bytes: &[u8]) -> Vec<u8> {
 }
 
 fn zstd(bytes: &[u8]) -> Vec<u8> {
-    compress_to_vec(bytes, CompressionLevel::Fastest)
+    zstd::encode_all(bytes, 1).unwrap()
 }
 
 const LINES: &str = "{\"prompt\": \"a, \\\"b\\\"\", \"completion\": \"c\\nd\"}\r\n\n\
