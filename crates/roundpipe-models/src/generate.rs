@@ -167,6 +167,29 @@ impl Generator {
         }
     }
 
+    /// Continues every prompt; `each` sees every token as it comes, with the number of its prompt,
+    /// and may break that text off. Returns the new tokens of each and why they end, in the order of
+    /// the prompts. What a prompt gets does not depend on which others stand beside it: it is what
+    /// [`Generator::generate`] gives for it alone.
+    ///
+    /// # Errors
+    /// As [`Generator::generate`]; a prompt that is refused is refused before any token is made.
+    pub fn generate_batch(
+        &self,
+        prompts: &[Vec<u32>],
+        options: &GenerateOptions,
+        mut each: impl FnMut(usize, u32) -> ControlFlow<()>,
+    ) -> Result<Vec<(Vec<u32>, Finish)>> {
+        for prompt in prompts {
+            self.check(prompt)?;
+        }
+        prompts
+            .iter()
+            .enumerate()
+            .map(|(i, prompt)| self.generate(prompt, options, |token| each(i, token)))
+            .collect()
+    }
+
     /// Logits [1, S, V] of every position of `ids`, without a past.
     ///
     /// # Errors

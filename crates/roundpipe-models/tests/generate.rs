@@ -135,6 +135,59 @@ fn tokens_do_not_depend_on_cache_or_place() {
     }
 }
 
+/// A text is the same alone and beside any others, whatever their lengths, and each ends for a
+/// reason of its own.
+#[test]
+fn a_batch_writes_what_each_prompt_gets_alone() {
+    let warm = Sampler {
+        temperature: 0.9,
+        seed: 5,
+        ..Sampler::default()
+    };
+    let prompts: Vec<Vec<u32>> = [1, 7, 3, 55, 20]
+        .into_iter()
+        .map(|len| (0..len).map(|i| (i * 13 + len) % 61).collect())
+        .collect();
+    for config in [qwen3(), gpt_oss()] {
+        let model = model(config);
+        let generator = Generator::new(&model, &cpu(), &memory(64 << 20)).unwrap();
+        for sampler in [Sampler::default(), warm] {
+            let mut options = GenerateOptions {
+                max_tokens: 12,
+                sampler,
+                stop: Vec::new(),
+            };
+            let free = generator
+                .generate(&prompts[0], &options, |_| ControlFlow::Continue(()))
+                .unwrap();
+            options.stop = vec![free.0[4]];
+            let alone: Vec<(Vec<u32>, Finish)> = prompts
+                .iter()
+                .map(|prompt| {
+                    let go = |_| ControlFlow::Continue(());
+                    generator.generate(prompt, &options, go).unwrap()
+                })
+                .collect();
+            assert_eq!(alone[0].1, Finish::Stop);
+            assert!(alone.iter().any(|(_, why)| *why != Finish::Stop));
+            for order in [vec![0, 1, 2, 3, 4], vec![4, 2, 0], vec![3, 3]] {
+                let batch: Vec<_> = order.iter().map(|i| prompts[*i].clone()).collect();
+                let mut seen = vec![Vec::new(); batch.len()];
+                let told = generator
+                    .generate_batch(&batch, &options, |i, token| {
+                        seen[i].push(token);
+                        ControlFlow::Continue(())
+                    })
+                    .unwrap();
+                for (place, i) in order.iter().enumerate() {
+                    assert_eq!(told[place], alone[*i], "prompt {i} in {order:?}");
+                    assert_eq!(seen[place], told[place].0);
+                }
+            }
+        }
+    }
+}
+
 /// A text ends at a stop token, at its length, when the context is full, or when the caller says
 /// so.
 #[test]
