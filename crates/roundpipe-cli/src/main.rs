@@ -4,6 +4,7 @@
 mod bench;
 mod bounds;
 mod demo;
+mod eval;
 mod generate;
 mod open;
 mod place;
@@ -38,6 +39,7 @@ struct Cli {
 enum Command {
     Train(train::TrainCmd),
     Generate(generate::GenerateCmd),
+    Eval(eval::EvalCmd),
     Bench(bench::BenchCmd),
     Demo(demo::DemoCmd),
 }
@@ -86,6 +88,7 @@ fn main() -> ExitCode {
     let done = match command {
         Command::Train(train) => signals().and_then(|stop| train.run(&mut out, &stop)),
         Command::Demo(demo) => signals().and_then(|stop| demo.run(&mut out, &stop)),
+        Command::Eval(eval) => eval.run(&mut out),
         Command::Generate(generate) => generate.run(&mut out).map_err(Failure::from),
         Command::Bench(bench) => bench.run(&mut out).map_err(Failure::from),
     };

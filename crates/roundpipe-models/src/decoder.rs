@@ -5,8 +5,8 @@
 //! names of the map that flows between layers:
 //!
 //! - `ids` [B, S] at first, then `hidden` [B, S, H].
-//! - `labels`, `weight`, `positions`, `lens`, `cache`, `keep` and `return_logits`, as given. Labels
-//!   stand where they are predicted, whichever convention the caller uses.
+//! - `labels`, `weight`, `positions`, `lens`, `cache`, `keep`, `return_logits` and `return_scores`, as
+//!   given. Labels stand where they are predicted, whichever convention the caller uses.
 //! - `past.{i}.k` and `past.{i}.v` [B, T, kv heads, D]: what block i saw, before it and after it.
 //! - `pad.place`, `pad.real`: where the tokens of a padded batch are, which flows as one packed row.
 //! - `aux.counts`, `aux.shares` \[experts\] (f32): sums over blocks for the load-balancing loss,
@@ -62,6 +62,7 @@ pub(crate) use projection::{Adapter, Projection};
 /// |---|---|
 /// | `weight` | a number (f32): the loss is the sum over labels divided by it, not their mean |
 /// | `return_logits` | `Tree::Bool(true)`: with labels, logits beside the loss |
+/// | `return_scores` | `Tree::Bool(true)`: with labels, figures of every token instead of the loss |
 /// | `keep` | `Tree::Int(n)`: logits of the last n positions only |
 /// | `cache` | any value: give the keys and values that blocks saw |
 /// | `past` | what the call before gave with `cache`: tokens come behind those |
@@ -88,6 +89,8 @@ pub(crate) use projection::{Adapter, Projection};
 ///   `aux_loss`, the balance before its coefficient. Tell a training call which of them is the
 ///   loss: `.loss(|_, mut outputs, _| outputs.take("loss")?.tensor())`. Merged over microbatches,
 ///   the two losses of the map are means.
+/// - With labels and `return_scores`: a map of `losses` [B, S] (f32; 0 where the label is -100) and
+///   `hits` [B, S]: whether the label is the likeliest token.
 /// - With `cache`: a map of `logits` and `past.{i}.k`, `past.{i}.v` [B, T, kv heads, D].
 ///
 /// # Wrapping

@@ -19,6 +19,8 @@ pub mod folder;
 pub mod machine;
 pub mod profile;
 
+pub mod eval;
+
 mod batches;
 mod model;
 mod resolve;

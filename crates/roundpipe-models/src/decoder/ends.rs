@@ -1,13 +1,16 @@
 //! The first and the last layer: tokens to vectors, vectors to logits or a loss.
 
 use roundpipe::nn::RmsNorm;
-use roundpipe::ops::CrossEntropy;
+use roundpipe::ops::{CrossEntropy, Reduction};
 use roundpipe::{
     Cx, DType, Layer, Module, Param, ParamVisitor, Params, Tensor, TensorResult, Tree,
 };
 
 use super::{Flow, Maker, fields, get, inputs, optional, padding, take};
 use crate::config::ModelConfig;
+
+/// Logits that a chunk of scores has at most.
+const SCORED_LOGITS: usize = 1 << 24;
 
 /// Token embedding.
 #[derive(Debug, Clone)]
@@ -138,6 +141,36 @@ impl Head {
         Ok(Tree::map(outputs))
     }
 
+    /// For every token its loss and whether its label is the likeliest token. Logits are there a
+    /// chunk at a time.
+    fn scores(&self, cx: &mut Cx, x: &Tensor, flow: &Flow) -> TensorResult<Tree> {
+        let labels = get(flow, "labels")?;
+        let weight = cx.get(&self.weight)?;
+        let options = CrossEntropy {
+            reduction: Reduction::None,
+            ..CrossEntropy::default()
+        };
+        let losses = cx.linear_cross_entropy(x, &weight, &labels, options)?;
+        let (tokens, vocab) = (labels.numel(), weight.dims()[0]);
+        let rows = cx.reshape(x, &[tokens as isize, -1])?;
+        let chunk = (SCORED_LOGITS / vocab).max(1);
+        let mut best = Vec::new();
+        for start in (0..tokens).step_by(chunk) {
+            let part = cx.narrow(&rows, 0, start, chunk.min(tokens - start))?;
+            let logits = cx.linear(&part, &weight, None)?;
+            best.push(cx.argmax(&logits, -1, false)?);
+        }
+        let best = cx.cat(&best.iter().collect::<Vec<_>>(), 0)?;
+        let dims: Vec<isize> = labels.dims().iter().map(|dim| *dim as isize).collect();
+        let best = cx.reshape(&best, &dims)?;
+        let labels = cx.cast(&labels, DType::I64)?;
+        let hits = cx.eq(&best, &labels)?;
+        Ok(Tree::map([
+            ("losses", losses.into()),
+            ("hits", hits.into()),
+        ]))
+    }
+
     /// `coef` · experts · Σ (choices per token) · (mean probability) over all blocks at once, as
     /// transformers has it. Padding does not count.
     fn balance(&self, cx: &mut Cx, flow: &Flow, tokens: usize, coef: f64) -> TensorResult<Tensor> {
@@ -182,6 +215,9 @@ impl Layer for Head {
         let normed = self.norm.forward(cx, &hidden)?;
         drop(hidden);
         if flow.contains_key("labels") {
+            if inputs::wants_scores(&flow) {
+                return self.scores(cx, &normed, &flow);
+            }
             if inputs::wants_logits(&flow) {
                 return self.outputs(cx, &normed, flow);
             }

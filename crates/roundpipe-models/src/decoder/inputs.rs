@@ -18,15 +18,29 @@ const OURS: [&str; 3] = ["ids", "positions", "lens"];
 /// Names of Hugging Face.
 const THEIRS: [&str; 3] = ["input_ids", "position_ids", "attention_mask"];
 /// Names that stand beside either. A map of `past` may also be spread into its entries.
-const COMMON: [&str; 6] = ["labels", "weight", "cache", "past", "keep", "return_logits"];
+const COMMON: [&str; 7] = [
+    "labels",
+    "weight",
+    "cache",
+    "past",
+    "keep",
+    "return_logits",
+    "return_scores",
+];
 
 /// The inputs of a call in the names of the map between layers, or one line with what is wrong.
 pub(super) fn read(cx: &mut Cx, mut flow: Flow) -> TensorResult<Flow> {
     // `None` is how Python leaves an argument out.
     flow.retain(|_, value| !matches!(value, Tree::None));
     check_names(&flow)?;
-    if !matches!(flow.get("return_logits"), None | Some(Tree::Bool(_))) {
-        let what = "`return_logits` is a truth value: `Tree::Bool(true)`";
+    for name in ["return_logits", "return_scores"] {
+        if !matches!(flow.get(name), None | Some(Tree::Bool(_))) {
+            let what = format!("`{name}` is a truth value: `Tree::Bool(true)`");
+            return Err(TensorError::invalid(OP, what));
+        }
+    }
+    if wants_scores(&flow) && !flow.contains_key("labels") {
+        let what = "`return_scores` needs `labels`, the tokens whose scores are asked for";
         return Err(TensorError::invalid(OP, what));
     }
     if let Some(Tree::Map(last)) = flow.remove("past") {
@@ -124,6 +138,11 @@ fn shifted(cx: &mut Cx, labels: &Tensor, [rows, steps]: [usize; 2]) -> TensorRes
 /// Whether a call with labels asks for more than the loss.
 pub(super) fn wants_logits(flow: &Flow) -> bool {
     matches!(flow.get("return_logits"), Some(Tree::Bool(true)))
+}
+
+/// Whether a call with labels asks for figures of every token instead of the loss.
+pub(super) fn wants_scores(flow: &Flow) -> bool {
+    matches!(flow.get("return_scores"), Some(Tree::Bool(true)))
 }
 
 /// Whether this is the keys or values of a block.
