@@ -6,8 +6,8 @@ mod skip;
 
 use golden::{Golden, assert_close, assert_same_direction, cpus, worker};
 use roundpipe::{
-    Bytes, Cx, DType, HostTensor, Inputs, Lag, RingOptions, RoundPipe, RunConfig, Tensor, Tree,
-    Worker,
+    Bytes, Cpu, Cx, DType, HostTensor, Inputs, Lag, LossReduction, RingOptions, RoundPipe,
+    RunConfig, Tensor, Tree, Worker,
 };
 use roundpipe_models::{Model, ModelConfig};
 use roundpipe_tensor::{Cuda, DeviceKind, meta};
@@ -495,6 +495,62 @@ fn a_training_call_returns_loss_and_logits() {
         &file.floats("logits"),
     );
     outputs.take("aux_loss").unwrap().tensor().unwrap();
+}
+
+/// A model whose output is the loss computes its head's gradients with it; a loss function that
+/// gives the same loss cannot know that, and trains with the same bits.
+#[test]
+fn a_loss_of_the_model_and_of_a_function_train_alike() {
+    for name in ["llama3", "llama2_tied", "qwen3_moe"] {
+        for (dtype, mean) in [(DType::F32, true), (DType::BF16, false)] {
+            let file = Golden::open(name);
+            let train = |is_own: bool, workers: usize| {
+                let model = file.model(dtype);
+                let reduction = if mean {
+                    LossReduction::Mean
+                } else {
+                    LossReduction::Sum
+                };
+                let engine = RoundPipe::builder(model.layers.clone())
+                    .max_lag(Lag::Zero)
+                    .run_config(
+                        RunConfig::default()
+                            .num_microbatch(2)
+                            .loss_reduction(reduction),
+                    )
+                    .devices(vec![Cpu::new(Some(1)).unwrap() as _; workers])
+                    .memory(Bytes::mib(64))
+                    .build()
+                    .unwrap();
+                let mut losses = Vec::new();
+                // The second call adds to the gradients of the first.
+                for _ in 0..2 {
+                    let mut inputs = Inputs::new()
+                        .named("input_ids", file.ids("ids"))
+                        .named("labels", file.ids("labels"));
+                    if !mean {
+                        inputs =
+                            inputs.named("weight", HostTensor::from_slice(&[7.0f32], &[]).unwrap());
+                    }
+                    let call = engine.train(inputs);
+                    let call = match is_own {
+                        true => call,
+                        false => call.loss(|_, outputs, _| outputs.tensor()),
+                    };
+                    losses.push(call.run().unwrap().losses.total().to_bits());
+                }
+                engine.synchronize().unwrap();
+                let grads = engine.gradients().unwrap().into_iter();
+                let grads: Vec<Vec<f64>> = grads
+                    .map(|(_, grad)| grad.unwrap().to_f64_vec().unwrap())
+                    .collect();
+                (losses, grads)
+            };
+            let own = train(true, 1);
+            assert!(own == train(false, 1), "{name} {dtype}: a function");
+            assert!(own == train(true, 3), "{name} {dtype}: three workers");
+        }
+    }
 }
 
 /// Those who want only the loss have no memory of the size of logits.

@@ -13,7 +13,7 @@ use crate::kernel::Kernel;
 use crate::param::{Param, ParamId};
 use crate::rng::{RngKey, RngSite};
 use crate::shape::Shape;
-use crate::tape::{Back, LeafGrads, NodeRef, Tape};
+use crate::tape::{Back, LeafGrads, NodeRef, Sink, Tape};
 use crate::tensor::Tensor;
 use crate::worker::Worker;
 
@@ -41,6 +41,7 @@ pub struct Cx {
     owners: Vec<Owner>,
     updates: Vec<(Param, Tensor)>,
     recompute: Recompute,
+    output_gradient: Option<f64>,
 }
 
 /// What this pass has to do with a recompute of the same layer.
@@ -78,6 +79,7 @@ impl Cx {
             owners: Vec::new(),
             updates: Vec::new(),
             recompute: Recompute::Never,
+            output_gradient: None,
         }
     }
 
@@ -95,6 +97,20 @@ impl Cx {
     pub fn with_recompute(mut self, recompute: Recompute) -> Self {
         self.recompute = recompute;
         self
+    }
+
+    /// The same context for a layer whose outputs are losses, each of which will get this gradient.
+    #[must_use]
+    pub fn with_output_gradient(mut self, gradient: Option<f64>) -> Self {
+        self.output_gradient = gradient;
+        self
+    }
+
+    /// The gradient that every output of this layer will get, where that is known beforehand: its
+    /// outputs are the losses, and a backward follows in the same pass. A layer may then compute
+    /// gradients at once, as [`Cx::linear_cross_entropy_at_once`] does.
+    pub fn output_gradient(&self) -> Option<f64> {
+        self.output_gradient.filter(|_| self.is_recording())
     }
 
     /// Keeps values for the recompute of this layer, so that it need not compute them again: at
@@ -406,6 +422,14 @@ impl Cx {
     ) -> Result<Tensor> {
         let mut outputs = self.record(op, inputs, vec![output], backward)?;
         Ok(outputs.pop().expect("one output in, one out"))
+    }
+
+    /// Where to write the gradient of `tensor` now, on a tape that records.
+    pub(crate) fn sink(&mut self, op: &'static str, tensor: &Tensor) -> Result<Option<Sink>> {
+        match &mut self.tape {
+            Some(tape) if !tape.is_dry() => tape.sink(&self.worker, op, tensor),
+            _ => Ok(None),
+        }
     }
 
     /// Whether any of these needs a gradient here, so that a forward knows what to keep.

@@ -172,6 +172,21 @@ impl Tape {
         outputs
     }
 
+    /// Where an operation writes the gradient of `tensor` while it is recorded, because it knows
+    /// what will come; its backward hands the sink back. `None` where no gradient is wanted.
+    pub(crate) fn sink(
+        &mut self,
+        worker: &Worker,
+        op: &'static str,
+        tensor: &Tensor,
+    ) -> Result<Option<Sink>> {
+        let Some(number) = self.number(op, tensor)? else {
+            return Ok(None);
+        };
+        let value = &mut self.values[number as usize];
+        lend(worker, op, value, self.sums_stay).map(Some)
+    }
+
     /// Walks back from the seeds (value, gradient) and returns the gradients of the leaves.
     pub(crate) fn backward(
         mut self,
@@ -346,28 +361,7 @@ impl Back<'_> {
     pub fn sink(&mut self, i: usize) -> Result<Sink> {
         let unwanted = || Error::invalid(self.op, format!("no gradient of input {i} is wanted"));
         let value = &mut self.values[self.inputs[i].ok_or_else(unwanted)? as usize];
-        // One parameter may stand at two inputs: the second gets memory of its own.
-        if value.accumulator
-            && !value.lent
-            && let Some(tensor) = &value.grad
-        {
-            value.lent = true;
-            return Ok(Sink {
-                tensor: tensor.clone(),
-                accumulate: true,
-            });
-        }
-        let dtype = value.dtype.accumulator();
-        let becomes_sum = value.accumulator && value.grad.is_none();
-        let tensor = if self.sums_stay && becomes_sum {
-            self.worker.alloc_long(self.op, dtype, value.shape)?
-        } else {
-            self.worker.alloc(self.op, dtype, value.shape)?
-        };
-        Ok(Sink {
-            tensor,
-            accumulate: false,
-        })
+        lend(self.worker, self.op, value, self.sums_stay)
     }
 
     /// Takes a written [`Sink`] of input `i` back.
@@ -395,6 +389,32 @@ impl Back<'_> {
         drop(sink);
         self.give(i, grad)
     }
+}
+
+/// Where the gradient of a value is written: its accumulator, or memory that becomes it.
+fn lend(worker: &Worker, op: &'static str, value: &mut TapeValue, sums_stay: bool) -> Result<Sink> {
+    // One parameter may stand at two inputs: the second gets memory of its own.
+    if value.accumulator
+        && !value.lent
+        && let Some(tensor) = &value.grad
+    {
+        value.lent = true;
+        return Ok(Sink {
+            tensor: tensor.clone(),
+            accumulate: true,
+        });
+    }
+    let dtype = value.dtype.accumulator();
+    let becomes_sum = value.accumulator && value.grad.is_none();
+    let tensor = if sums_stay && becomes_sum {
+        worker.alloc_long(op, dtype, value.shape)?
+    } else {
+        worker.alloc(op, dtype, value.shape)?
+    };
+    Ok(Sink {
+        tensor,
+        accumulate: false,
+    })
 }
 
 /// Rules 2 to 4.

@@ -109,23 +109,30 @@ impl Head {
             },
             ..CrossEntropy::default()
         };
-        let mut loss = cx.linear_cross_entropy(x, &weight, &labels, options)?;
+        // A mean times its number of labels is the sum, and the balance counts by the same share.
+        let share = match optional(&flow, "weight")? {
+            Some(divisor) => Some(share_of(cx, &labels, &divisor)?),
+            None => None,
+        };
+        let mut loss = match cx.output_gradient() {
+            Some(gradient) => {
+                let mut gradient = cx.full(DType::F32, &[], gradient)?;
+                if let Some(share) = &share {
+                    gradient = cx.mul(&gradient, share)?;
+                }
+                cx.linear_cross_entropy_at_once(x, &weight, &labels, options, &gradient)?
+            }
+            None => cx.linear_cross_entropy(x, &weight, &labels, options)?,
+        };
         // Outside training the balance is there only to be shown.
         if cx.is_training() && flow.contains_key("aux.shares") {
             let aux = self.balance(cx, &flow, labels.numel(), self.aux_coef)?;
             loss = cx.add(&loss, &aux)?;
         }
-        let Some(divisor) = optional(&flow, "weight")? else {
-            return Ok(loss);
-        };
-        // A mean times its number of labels is the sum, and the balance counts by the same share.
-        let labelled = cx.ne_scalar(&labels, CrossEntropy::default().ignore_index as f64)?;
-        let labelled = cx.cast(&labelled, DType::F32)?;
-        let count = cx.sum_all(&labelled)?;
-        let divisor = cx.cast(&divisor, DType::F32)?;
-        let divisor = cx.reshape(&divisor, &[])?;
-        let share = cx.div(&count, &divisor)?;
-        cx.mul(&loss, &share)
+        match share {
+            Some(share) => cx.mul(&loss, &share),
+            None => Ok(loss),
+        }
     }
 
     /// Loss, logits and, of models with experts that are balanced, the balance without its
@@ -199,6 +206,16 @@ impl Head {
         let x = padding::last_positions(cx, x, flow, keep)?;
         cx.linear(&x, &weight, None)
     }
+}
+
+/// The labels that count, divided by a number that the caller gave.
+fn share_of(cx: &mut Cx, labels: &Tensor, divisor: &Tensor) -> TensorResult<Tensor> {
+    let labelled = cx.ne_scalar(labels, CrossEntropy::default().ignore_index as f64)?;
+    let labelled = cx.cast(&labelled, DType::F32)?;
+    let count = cx.sum_all(&labelled)?;
+    let divisor = cx.cast(divisor, DType::F32)?;
+    let divisor = cx.reshape(&divisor, &[])?;
+    cx.div(&count, &divisor)
 }
 
 impl Params for Head {

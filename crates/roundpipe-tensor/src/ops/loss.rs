@@ -5,7 +5,8 @@
 //! it never holds the logits of all tokens: forward and backward work through chunks of tokens, and
 //! between them only one number per token is kept. Where the projection is frozen, the forward has
 //! the rows' gradients but for one common factor while it has a chunk's logits, and keeps those:
-//! nothing is computed twice.
+//! nothing is computed twice. Nor is it where the loss's gradient is known beforehand
+//! ([`Cx::linear_cross_entropy_at_once`]).
 
 mod simple;
 
@@ -17,7 +18,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernel::{Binary, Compare, Kernel};
 use crate::shape::{Layout, Shape};
-use crate::tape::Back;
+use crate::tape::{Back, Sink};
 use crate::tensor::Tensor;
 use crate::worker::Worker;
 
@@ -145,25 +146,8 @@ impl Cx {
         labels: &Tensor,
         options: CrossEntropy,
     ) -> Result<Tensor> {
-        const OP: &str = "linear_cross_entropy";
-        float(OP, x)?;
-        same_dtype(OP, x, weight)?;
-        options.check(OP)?;
-        if weight.rank() != 2 || x.rank() == 0 || x.dims()[x.rank() - 1] != weight.dims()[1] {
-            return Err(Error::Shape {
-                op: OP,
-                left: *x.shape(),
-                right: *weight.shape(),
-            });
-        }
-        let target = LossTarget::new(self.worker(), OP, x, labels, options)?;
-        let dense = self.contiguous(x)?;
-        let rows = Shape::new(&[target.tokens, weight.dims()[1]])?;
-        let fused = FusedHead {
-            x: dense.detach().relaid(Layout::contiguous(rows)),
-            weight: weight.detach(),
-            target,
-        };
+        const OP: &str = FusedHead::OP;
+        let (fused, dense) = FusedHead::new(self, x, weight, labels, options)?;
         let from = *x.shape();
         if self.tracks(&[&dense]) && !weight.requires_grad() && options.reduction != Reduction::None
         {
@@ -185,6 +169,59 @@ impl Cx {
             let dx = fused.backward(bx, &lse, &dloss)?;
             match dx {
                 Some(dx) => bx.give(0, dx.relaid(Layout::contiguous(from))),
+                None => Ok(()),
+            }
+        })
+    }
+
+    /// [`Cx::linear_cross_entropy`] whose loss will get `gradient`, one number, in the backward:
+    /// logits are computed once, and from them the gradients too. For a layer that knows
+    /// [`Cx::output_gradient`] and what it does to the loss itself. The gradient that arrives is not
+    /// looked at.
+    ///
+    /// # Errors
+    /// As [`Cx::cross_entropy`].
+    pub fn linear_cross_entropy_at_once(
+        &mut self,
+        x: &Tensor,
+        weight: &Tensor,
+        labels: &Tensor,
+        options: CrossEntropy,
+        gradient: &Tensor,
+    ) -> Result<Tensor> {
+        const OP: &str = FusedHead::OP;
+        if !self.is_recording() || !weight.requires_grad() || options.reduction == Reduction::None {
+            return self.linear_cross_entropy(x, weight, labels, options);
+        }
+        if gradient.numel() != 1 {
+            let what = format!(
+                "a loss is one number, and so is its gradient, not {}",
+                gradient.shape()
+            );
+            return Err(Error::invalid(OP, what));
+        }
+        let (fused, dense) = FusedHead::new(self, x, weight, labels, options)?;
+        let acc = fused.acc();
+        let gradient = self.worker().cast(&gradient.detach(), acc)?;
+        let mut factor = gradient.relaid(Layout::contiguous(Shape::default()));
+        if options.reduction == Reduction::Mean {
+            let (_, count) = fused.target.used(self.worker(), OP, acc)?;
+            factor = raw_binary(self.worker(), OP, Binary::Div, &factor, &count)?;
+        }
+        let dx = dense
+            .requires_grad()
+            .then(|| self.worker().alloc(OP, x.dtype(), *fused.x.shape()))
+            .transpose()?;
+        let sink = self.sink(OP, weight)?;
+        let losses = fused.at_once(self.worker(), &factor, dx.as_ref(), sink.as_ref())?;
+        let (y, _) = fused.target.reduce(self.worker(), OP, losses)?;
+        let from = *x.shape();
+        self.record_one(OP, &[&dense, weight], y, move |bx| {
+            if let Some(dx) = dx {
+                bx.give(0, dx.relaid(Layout::contiguous(from)))?;
+            }
+            match sink {
+                Some(sink) => bx.give_back(1, sink),
                 None => Ok(()),
             }
         })
@@ -307,6 +344,35 @@ struct FusedHead {
 
 impl FusedHead {
     const OP: &'static str = "linear_cross_entropy";
+
+    /// The head for `x` [.., h], and `x` as it is on the tape, dense.
+    fn new(
+        cx: &mut Cx,
+        x: &Tensor,
+        weight: &Tensor,
+        labels: &Tensor,
+        options: CrossEntropy,
+    ) -> Result<(Self, Tensor)> {
+        float(Self::OP, x)?;
+        same_dtype(Self::OP, x, weight)?;
+        options.check(Self::OP)?;
+        if weight.rank() != 2 || x.rank() == 0 || x.dims()[x.rank() - 1] != weight.dims()[1] {
+            return Err(Error::Shape {
+                op: Self::OP,
+                left: *x.shape(),
+                right: *weight.shape(),
+            });
+        }
+        let target = LossTarget::new(cx.worker(), Self::OP, x, labels, options)?;
+        let dense = cx.contiguous(x)?;
+        let rows = Shape::new(&[target.tokens, weight.dims()[1]])?;
+        let head = Self {
+            x: dense.detach().relaid(Layout::contiguous(rows)),
+            weight: weight.detach(),
+            target,
+        };
+        Ok((head, dense))
+    }
 
     /// Tokens per chunk: a function of sizes and the kind of device alone.
     fn chunk(&self, worker: &Worker) -> usize {
@@ -431,6 +497,66 @@ impl FusedHead {
         Ok(dlogits)
     }
 
+    /// Loss of every token; gradients of rows and weight, where wanted, for losses that all get
+    /// `factor`. Chunk by chunk as [`FusedHead::backward`], so that the bits are the same.
+    fn at_once(
+        &self,
+        worker: &Worker,
+        factor: &Tensor,
+        dx: Option<&Tensor>,
+        sink: Option<&Sink>,
+    ) -> Result<Tensor> {
+        let buffer = self.buffer(worker, self.acc())?;
+        let narrow = self.narrow_buffer(worker)?;
+        let (losses, lse) = self.target.alloc(worker, Self::OP, self.acc())?;
+        let shape = Shape::new(&[self.chunk(worker)])?;
+        let each =
+            factor.relaid(Layout::contiguous(Shape::default()).broadcast_to(shape, Self::OP)?);
+        let each = worker.contiguous(&each)?;
+        let mut beta = sink.map_or(0.0, |sink| f64::from(u8::from(sink.accumulate)));
+        for (at, many) in self.chunks(worker) {
+            let logits = self.chunk_losses(worker, &buffer, [&losses, &lse], at, many)?;
+            let [labels, lse] = [&self.target.labels, &lse].map(|t| t.narrowed(0, at, many));
+            let each = each.narrowed(0, 0, many);
+            let dlogits = self.dlogits(worker, narrow.as_ref(), &logits, [&labels, &lse, &each])?;
+            self.gradients(worker, &dlogits, [at, many], dx, sink, &mut beta)?;
+        }
+        self.finish(worker, sink, beta)?;
+        Ok(losses)
+    }
+
+    /// What a chunk adds to the gradients of rows and weight.
+    fn gradients(
+        &self,
+        worker: &Worker,
+        dlogits: &Tensor,
+        [at, many]: [usize; 2],
+        dx: Option<&Tensor>,
+        sink: Option<&Sink>,
+        beta: &mut f64,
+    ) -> Result<()> {
+        if let Some(dx) = dx {
+            let dx = dx.narrowed(0, at, many);
+            multiply_into(worker, dlogits, &self.weight, &dx, 1.0, 0.0)?;
+        }
+        if let Some(sink) = sink {
+            let x = self.x.narrowed(0, at, many);
+            multiply_into(worker, &transposed(dlogits), &x, &sink.tensor, 1.0, *beta)?;
+            *beta = 1.0;
+        }
+        Ok(())
+    }
+
+    /// A sink that no chunk has written is zero.
+    fn finish(&self, worker: &Worker, sink: Option<&Sink>, beta: f64) -> Result<()> {
+        match sink {
+            Some(sink) if beta == 0.0 => {
+                worker.launch(&Kernel::Fill { value: 0.0 }, &[], &[Some(&sink.tensor)])
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Gives the weight's gradient and returns that of the rows, where wanted.
     fn backward(&self, bx: &mut Back<'_>, lse: &Tensor, dloss: &Tensor) -> Result<Option<Tensor>> {
         let worker = bx.worker().clone();
@@ -451,26 +577,17 @@ impl FusedHead {
                 [&self.target.labels, lse, dloss].map(|t| t.narrowed(0, at, many));
             let dlogits =
                 self.dlogits(&worker, narrow.as_ref(), &logits, [&labels, &lse, &dloss])?;
-            if let Some(dx) = &dx {
-                multiply_into(
-                    &worker,
-                    &dlogits,
-                    &self.weight,
-                    &dx.narrowed(0, at, many),
-                    1.0,
-                    0.0,
-                )?;
-            }
-            if let Some(sink) = &sink {
-                let x = self.x.narrowed(0, at, many);
-                multiply_into(&worker, &transposed(&dlogits), &x, &sink.tensor, 1.0, beta)?;
-                beta = 1.0;
-            }
+            self.gradients(
+                &worker,
+                &dlogits,
+                [at, many],
+                dx.as_ref(),
+                sink.as_ref(),
+                &mut beta,
+            )?;
         }
+        self.finish(&worker, sink.as_ref(), beta)?;
         if let Some(sink) = sink {
-            if beta == 0.0 {
-                worker.launch(&Kernel::Fill { value: 0.0 }, &[], &[Some(&sink.tensor)])?;
-            }
             drop((buffer, narrow));
             bx.give_back(1, sink)?;
         }

@@ -252,6 +252,74 @@ fn a_frozen_projection_is_multiplied_once() {
     }
 }
 
+/// Where the loss's gradient is known beforehand, logits are multiplied once, and loss and gradients
+/// have the same bits as where it is not, beside what the accumulator held before.
+#[test]
+fn a_known_gradient_saves_a_product_and_changes_no_bit() {
+    let (tokens, hidden, classes) = (96, 16, 640);
+    let run = |known: bool, dtype: DType, reduction: Reduction, held: bool| {
+        let meta = Meta::like(DeviceKind::Cpu);
+        let work = |worker: &Worker| {
+            let mut cx = Cx::train(worker).with_output_gradient(Some(1.0));
+            let shape = Shape::new(&[classes, hidden]).unwrap();
+            let weight = Param::zeros(dtype, &[classes, hidden]).unwrap();
+            let fill = |cx: &mut Cx, seed: u64, dims: [usize; 2]| {
+                bed::upload(cx, &noise(seed, dims[0] * dims[1]), &dims, dtype).unwrap()
+            };
+            let (x, here) = (
+                fill(&mut cx, 1, [tokens, hidden]),
+                fill(&mut cx, 2, [classes, hidden]),
+            );
+            let into = held.then(|| worker.full(dtype.accumulator(), shape, 0.125).unwrap());
+            let w = cx.bind(&weight, here, into).unwrap();
+            let x = cx.input(&x).unwrap();
+            let labels: Vec<i64> = (0..tokens as i64)
+                .map(|i| if i % 7 == 0 { -100 } else { i * 5 })
+                .collect();
+            let labels = cx.tensor(&labels, &[tokens]).unwrap();
+            let options = CrossEntropy {
+                chunk_tokens: Some(40),
+                reduction,
+                ..CrossEntropy::default()
+            };
+            let third = cx.full(DType::F32, &[], 1.0 / 3.0).unwrap();
+            let loss = if known {
+                cx.linear_cross_entropy_at_once(&x, &w, &labels, options, &third)
+            } else {
+                cx.linear_cross_entropy(&x, &w, &labels, options)
+            };
+            let loss = loss.unwrap();
+            let third = cx.cast(&third, loss.dtype()).unwrap();
+            let share = cx.mul(&loss, &third).unwrap();
+            let mut grads = cx.backward(&share).unwrap();
+            let dx = grads.take(&x).unwrap();
+            (loss, dx, grads.take_param(&weight).unwrap())
+        };
+        drop(work(&Worker::new(meta.clone(), Bytes::gib(1)).unwrap()));
+        let (loss, dx, dw) = work(&worker(2));
+        let bits = [loss, dx, dw].map(|t| t.to_f64_vec().unwrap());
+        (bits, meta.cost().flops)
+    };
+    let product = 2 * (tokens * hidden * classes) as u64;
+    for dtype in [DType::F64, DType::F32, DType::BF16] {
+        for reduction in [Reduction::Mean, Reduction::Sum] {
+            for held in [false, true] {
+                let (known, plain) = (
+                    run(true, dtype, reduction, held),
+                    run(false, dtype, reduction, held),
+                );
+                let what = format!("{dtype} {reduction:?} {held}");
+                assert!(known.0 == plain.0, "{what}");
+                assert!(
+                    known.0[2].iter().any(|g| *g != 0.0 && *g != 0.125),
+                    "{what}"
+                );
+                assert!(plain.1 - known.1 > 9 * product / 10, "{what}");
+            }
+        }
+    }
+}
+
 /// A batch without any label must not poison a run: loss 0, gradients 0.
 #[test]
 fn all_labels_ignored_is_zero() {

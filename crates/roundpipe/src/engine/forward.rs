@@ -56,6 +56,7 @@ impl<M> RoundPipe<M> {
             inputs,
             labels: Tree::None,
             loss: None,
+            outputs_are_losses: false,
             wants_outputs: true,
             reads,
             config: config.clone(),

@@ -18,32 +18,33 @@ use crate::error::{Error, Result};
 use crate::exec::model::LossFn;
 use crate::tree::Tree;
 
-/// The labels of each microbatch together with its share of the batch, as [`mean_loss`] takes them.
-pub(super) fn with_shares(
-    labels: Vec<Tree<HostValue>>,
-    samples: Option<&[usize]>,
-) -> Result<Vec<Tree<HostValue>>> {
-    let shares = match samples {
-        Some(samples) => shares(samples),
-        None if labels.len() == 1 => vec![1.0],
+/// The share that each of `count` microbatches has in a batch.
+pub(super) fn shares(samples: Option<&[usize]>, count: usize) -> Result<Vec<f64>> {
+    match samples {
+        Some(samples) => Ok(shares_of(samples)),
+        None if count == 1 => Ok(vec![1.0]),
         None => {
             let what = "Mean weighs microbatches by their samples, but a function split the \
                         inputs, and how many samples each part has is not known; use Sum and \
                         return each microbatch's part of the mean";
-            return Err(Error::config("loss_reduction", what));
+            Err(Error::config("loss_reduction", what))
         }
-    };
-    let pairs = labels.into_iter().zip(shares);
-    Ok(pairs
-        .map(|(label, share)| Tree::List(vec![label, Tree::Float(share)]))
-        .collect())
+    }
 }
 
-fn shares(samples: &[usize]) -> Vec<f64> {
+fn shares_of(samples: &[usize]) -> Vec<f64> {
     let batch: usize = samples.iter().sum();
     samples
         .iter()
         .map(|samples| *samples as f64 / batch as f64)
+        .collect()
+}
+
+/// The labels of each microbatch together with its share of the batch, as [`mean_loss`] takes them.
+pub(super) fn with_shares(labels: Vec<Tree<HostValue>>, shares: &[f64]) -> Vec<Tree<HostValue>> {
+    let pairs = labels.into_iter().zip(shares);
+    pairs
+        .map(|(label, share)| Tree::List(vec![label, Tree::Float(*share)]))
         .collect()
 }
 
@@ -75,13 +76,13 @@ fn weigh(cx: &mut Cx, loss: &Tensor, share: f64) -> TensorResult<Tensor> {
 
 #[cfg(test)]
 mod tests {
-    use super::shares;
+    use super::shares_of;
 
     #[test]
     fn shares_add_up_to_one() {
-        assert_eq!(shares(&[7]), [1.0]);
-        assert_eq!(shares(&[2, 1, 1]), [0.5, 0.25, 0.25]);
-        let uneven = shares(&[3, 2, 2]);
+        assert_eq!(shares_of(&[7]), [1.0]);
+        assert_eq!(shares_of(&[2, 1, 1]), [0.5, 0.25, 0.25]);
+        let uneven = shares_of(&[3, 2, 2]);
         assert!(
             (uneven.iter().sum::<f64>() - 1.0).abs() < 1e-15,
             "{uneven:?}"

@@ -70,6 +70,7 @@ impl<M> RoundPipe<M> {
             inputs: inputs.into(),
             labels: Tree::None,
             loss: None,
+            outputs_are_losses: false,
             wants_outputs: true,
             reads: true,
             config: config.clone(),

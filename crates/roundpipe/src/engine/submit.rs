@@ -22,7 +22,7 @@ use roundpipe_tensor::{HostTensor, host_memory};
 use super::core::{Core, Sequence};
 use super::hooks::find_layer;
 use super::inputs::{Inputs, SplitInputs, host_values, split};
-use super::mean_loss::{mean_loss, with_shares};
+use super::mean_loss::{mean_loss, shares, with_shares};
 use super::outputs::InputLeaves;
 use super::planner::Batch;
 use crate::batch::split_label;
@@ -47,6 +47,8 @@ pub(crate) struct CallRequest {
     pub inputs: Inputs,
     pub labels: Tree<HostTensor>,
     pub loss: Option<LossFn>,
+    /// Whether `loss` gives the model's outputs as they are.
+    pub outputs_are_losses: bool,
     pub wants_outputs: bool,
     /// Whether the caller reads results before anything else. It is a part of the call then, and
     /// ends it.
@@ -73,6 +75,7 @@ struct Prepared {
     inputs: SplitInputs,
     labels: Vec<Tree<HostValue>>,
     loss: Option<LossFn>,
+    output_gradients: Option<Vec<f64>>,
     /// The layers whose outputs are wanted.
     hidden: Vec<usize>,
 }
@@ -245,9 +248,11 @@ impl Core {
         // Behind the inputs, whose samples decide where labels are cut.
         let mut labels = self.split_labels(request, &config, &inputs)?;
         let mut loss = request.loss.clone();
+        let mut gradients = vec![1.0; labels.len()];
         if config.loss_reduction == LossReduction::Mean {
             loss = loss.map(mean_loss);
-            labels = with_shares(labels, inputs.samples.as_deref())?;
+            gradients = shares(inputs.samples.as_deref(), labels.len())?;
+            labels = with_shares(labels, &gradients);
         }
         Ok(Prepared {
             config,
@@ -256,6 +261,7 @@ impl Core {
             inputs,
             labels,
             loss,
+            output_gradients: request.outputs_are_losses.then_some(gradients),
             hidden,
         })
     }
@@ -335,6 +341,7 @@ impl Core {
             hooks: lock(&self.model.hooks).clone(),
             hidden: prepared.hidden,
             loss: prepared.loss,
+            output_gradients: prepared.output_gradients,
             wants_outputs: request.wants_outputs,
             // With several workers, the one that reads the output next is seldom the one that
             // made it.

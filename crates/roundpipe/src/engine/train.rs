@@ -113,12 +113,11 @@ impl<M> RoundPipe<M> {
 
     /// A forward and backward with all options.
     pub fn train(&self, inputs: impl Into<Inputs>) -> TrainCall<'_, M> {
-        let loss: LossFn = Arc::new(|_, outputs, _| Ok(outputs.into_leaves()));
         TrainCall {
             engine: self,
             inputs: inputs.into(),
             labels: Tree::None,
-            loss,
+            loss: None,
             outputs: false,
             config: RunConfig::default(),
         }
@@ -130,7 +129,8 @@ pub struct TrainCall<'a, M> {
     engine: &'a RoundPipe<M>,
     inputs: Inputs,
     labels: Tree<HostTensor>,
-    loss: LossFn,
+    /// `None`: the model's outputs are the losses.
+    loss: Option<LossFn>,
     outputs: bool,
     config: RunConfig,
 }
@@ -151,8 +151,9 @@ impl<M> TrainCall<'_, M> {
         mut self,
         loss: impl Fn(&mut Cx, Tree, Tree) -> TensorResult<L> + Send + Sync + 'static,
     ) -> Self {
-        self.loss =
-            Arc::new(move |cx, outputs, labels| Ok(loss(cx, outputs, labels)?.into_losses()));
+        self.loss = Some(Arc::new(move |cx, outputs, labels| {
+            Ok(loss(cx, outputs, labels)?.into_losses())
+        }));
         self
     }
 
@@ -191,7 +192,8 @@ impl<M> TrainCall<'_, M> {
             kind: PlanKind::Fused,
             inputs,
             labels,
-            loss: Some(loss),
+            outputs_are_losses: loss.is_none(),
+            loss: Some(loss.unwrap_or_else(|| Arc::new(|_, outputs, _| Ok(outputs.into_leaves())))),
             wants_outputs: returns_outputs,
             reads: true,
             config,

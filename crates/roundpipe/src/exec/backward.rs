@@ -106,10 +106,7 @@ impl Launcher {
         tapes: Vec<Taped>,
         mut grads: Vec<Option<Tensor>>,
     ) -> Result<Vec<Option<Tensor>>> {
-        // From the first microbatch on, the sums stay until the job ends. After the only one they
-        // leave at once. On the host all memory is alike.
-        let aliases_host = self.worker().device().aliases_host();
-        let sums_stay = task.microbatch == 0 && !task.is_last() && !aliases_host;
+        let sums_stay = self.sums_stay(task);
         for (layer, tape) in layers.zip(tapes).rev() {
             self.show_gradients(task, layer, &grads)?;
             let here = loaded.0.get_mut(&layer);
@@ -123,6 +120,14 @@ impl Launcher {
             }
         }
         Ok(grads)
+    }
+
+    /// Whether sums of gradients that a task begins stay for later ones: from the first microbatch
+    /// on until the job ends. After the only one they leave at once. On the host all memory is
+    /// alike.
+    pub(super) fn sums_stay(&self, task: &Task<'_>) -> bool {
+        let aliases_host = self.worker().device().aliases_host();
+        task.microbatch == 0 && !task.is_last() && !aliases_host
     }
 
     /// Moves the sums of gradients that were not written where they stay: out of the working memory.

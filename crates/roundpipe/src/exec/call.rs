@@ -85,6 +85,8 @@ pub(crate) struct CallSpec {
     /// The layers whose outputs the caller wants.
     pub hidden: Vec<usize>,
     pub loss: Option<LossFn>,
+    /// The gradient of every microbatch's losses, where the model's outputs are the losses.
+    pub output_gradients: Option<Vec<f64>>,
     pub wants_outputs: bool,
     /// Whether outputs stay on the worker that made them.
     pub keeps_outputs: bool,

@@ -103,7 +103,11 @@ impl Launcher {
         let mut tapes: Vec<Taped> = Vec::new();
         for layer in layers.clone() {
             let here = self.load_layer(job, loaded, task, layer)?;
-            let ran = self.run_layer(task, here, Category::Fused, LayerMode::Record, &value)?;
+            let mode = LayerMode::Record {
+                output_gradient: task.output_gradient().filter(|_| layer + 1 == layers.end),
+                sums_stay: self.sums_stay(task),
+            };
+            let ran = self.run_layer(task, here, Category::Fused, mode, &value)?;
             // `Record` always leaves a tape, so `walk_back` can pair them with the layers.
             tapes.extend(ran.tape);
             value = ran.output;

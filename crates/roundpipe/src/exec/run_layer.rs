@@ -40,7 +40,12 @@ pub(crate) enum LayerMode {
     /// Nothing is kept; a recompute follows.
     Forward,
     /// Recorded for the backward that follows in the same visit.
-    Record,
+    Record {
+        /// Of every output, where they are losses and it is known.
+        output_gradient: Option<f64>,
+        /// Whether new sums of gradients stay for later tasks.
+        sums_stay: bool,
+    },
     /// As `Record`, repeating an earlier forward that saved these.
     Recompute(Vec<Tensor>),
 }
@@ -76,7 +81,16 @@ impl LoadedLayer {
                 Cx::ahead(worker, training).with_recompute(Recompute::Later(None)),
                 false,
             ),
-            LayerMode::Record => (Cx::new(worker, true, training), true),
+            LayerMode::Record {
+                output_gradient,
+                sums_stay,
+            } => {
+                let mut cx = Cx::new(worker, true, training).with_output_gradient(output_gradient);
+                if sums_stay {
+                    cx.keep_sums();
+                }
+                (cx, true)
+            }
             LayerMode::Recompute(saved) => (
                 Cx::new(worker, true, training).with_recompute(Recompute::Now(saved)),
                 true,

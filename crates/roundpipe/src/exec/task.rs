@@ -41,6 +41,12 @@ impl<'a> Task<'a> {
         }
     }
 
+    /// The gradient of the model's outputs, where they are the losses.
+    pub fn output_gradient(&self) -> Option<f64> {
+        let gradients = self.spec().output_gradients.as_ref()?;
+        gradients.get(self.microbatch).copied()
+    }
+
     /// Where a layer's random numbers begin.
     pub fn site(&self, layer: usize) -> RngSite {
         let spec = self.spec();
