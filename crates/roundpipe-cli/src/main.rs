@@ -3,6 +3,7 @@
 
 mod bench;
 mod bounds;
+mod data;
 mod demo;
 mod generate;
 mod open;
@@ -39,6 +40,7 @@ enum Command {
     Train(train::TrainCmd),
     Generate(generate::GenerateCmd),
     Bench(bench::BenchCmd),
+    Data(data::DataCmd),
     Demo(demo::DemoCmd),
 }
 
@@ -87,6 +89,7 @@ fn main() -> ExitCode {
         Command::Train(train) => signals().and_then(|stop| train.run(&mut out, &stop)),
         Command::Demo(demo) => signals().and_then(|stop| demo.run(&mut out, &stop)),
         Command::Generate(generate) => generate.run(&mut out).map_err(Failure::from),
+        Command::Data(data) => data.run(&mut out),
         Command::Bench(bench) => bench.run(&mut out).map_err(Failure::from),
     };
     let (code, line) = match done {
