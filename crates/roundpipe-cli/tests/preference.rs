@@ -4,9 +4,10 @@
 mod kit;
 
 use std::path::Path;
-use std::process::Output;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
-use kit::{Run, files, losses, metrics, program, stopped_at, text};
+use kit::{Run, files, last_step, losses, metrics, program, stopped_at, text};
 use serde_json::{Value, json};
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures");
@@ -179,6 +180,56 @@ fn a_run_repeats_on_any_workers_and_goes_on_with_its_bits() {
     }
 }
 
+/// A run that is killed before its reference is there, before its first checkpoint and later ends
+/// with the bytes of one that nobody disturbed.
+#[test]
+fn kills_leave_nothing_that_matters() {
+    let run = Run::new("dpo-kills");
+    let (model, data) = (run.model(), pairs(&run, 120));
+    let command = |out: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_roundpipe"));
+        command.args(["train", &model, &data, "--method", "dpo", "--out", out]);
+        command.args([
+            "steps=24",
+            "batch=3",
+            "microbatches=2",
+            "save_every=5",
+            "lr=1e-3",
+        ]);
+        command.args(["validation=off", "sample_every=0", "devices=cpu:2"]);
+        command
+    };
+    let (whole, killed) = (run.path("whole"), run.path("killed"));
+    assert_done(&command(&whole).output().unwrap());
+    let (whole, out) = (Path::new(&whole), Path::new(&killed));
+    let moments: [&dyn Fn() -> bool; 4] = [
+        &|| out.join("run.toml").exists(),
+        &|| out.join("reference.safetensors").exists(),
+        &|| last_step(out, "step") >= 7,
+        &|| last_step(out, "step") >= 15,
+    ];
+    for moment in moments {
+        let mut child = command(&killed)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let start = Instant::now();
+        while child.try_wait().unwrap().is_none() && !moment() {
+            assert!(
+                start.elapsed() < Duration::from_secs(300),
+                "nothing happens"
+            );
+            std::thread::sleep(Duration::from_micros(500));
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+    assert_done(&command(&killed).output().unwrap());
+    assert_eq!(losses(whole), losses(out));
+    assert_eq!(files(&whole.join("model")), files(&out.join("model")));
+}
+
 /// The number of microbatches changes no more than rounding, for losses over pairs and over tokens.
 #[test]
 fn microbatches_change_only_rounding() {
@@ -209,8 +260,7 @@ fn a_reference_belongs_to_its_model_and_data() {
     let (model, data) = (run.model(), pairs(&run, 12));
     let out = run.path("run");
     let train = |steps: &str| {
-        let mut arguments = vec!["train", &model, &data, "--method", "orpo", "--out", &out];
-        arguments[4] = "dpo";
+        let mut arguments = vec!["train", &model, &data, "--method", "dpo", "--out", &out];
         arguments.extend([steps, "batch=2", "lr=1e-3", "devices=cpu", "validation=off"]);
         arguments.extend(["sample_every=0", "save_every=1"]);
         program(&arguments)

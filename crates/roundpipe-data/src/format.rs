@@ -221,7 +221,7 @@ fn values(bytes: &[u8]) -> usize {
     count
 }
 
-fn kind(value: &Json) -> &'static str {
+pub(crate) fn kind(value: &Json) -> &'static str {
     match value {
         Json::Null => "null",
         Json::Bool(_) => "a truth value",

@@ -17,7 +17,7 @@ use roundpipe_models::chat::mask::TrainOn;
 use serde_json::{Map, Value as Json};
 
 use crate::format::{
-    self, Chat, Example, Format, Refusal, history, list, optional_list, optional_text,
+    self, Chat, Example, Format, Refusal, history, kind, list, optional_list, optional_text,
     read_messages, share_gpt_turn, speech, text, variables,
 };
 
@@ -91,7 +91,13 @@ fn answer(row: &mut Map<String, Json>, key: &str) -> Result<Answer, Refusal> {
             let turn = row.remove(key).unwrap_or_default();
             Ok(Answer::Turns(turns(vec![turn], key)?))
         }
-        _ => Ok(Answer::Turns(turns(list(row, key)?, key)?)),
+        Some(Json::Array(_) | Json::String(_)) | None => {
+            Ok(Answer::Turns(turns(list(row, key)?, key)?))
+        }
+        Some(other) => Err(format!(
+            "its `{key}` is {}; write a text or a list of messages",
+            kind(other)
+        )),
     }
 }
 
