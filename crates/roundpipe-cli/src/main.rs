@@ -3,6 +3,7 @@
 
 mod bench;
 mod bounds;
+mod data;
 mod demo;
 mod eval;
 mod generate;
@@ -41,6 +42,7 @@ enum Command {
     Generate(generate::GenerateCmd),
     Eval(eval::EvalCmd),
     Bench(bench::BenchCmd),
+    Data(data::DataCmd),
     Demo(demo::DemoCmd),
 }
 
@@ -90,6 +92,7 @@ fn main() -> ExitCode {
         Command::Demo(demo) => signals().and_then(|stop| demo.run(&mut out, &stop)),
         Command::Eval(eval) => eval.run(&mut out),
         Command::Generate(generate) => generate.run(&mut out).map_err(Failure::from),
+        Command::Data(data) => data.run(&mut out),
         Command::Bench(bench) => bench.run(&mut out).map_err(Failure::from),
     };
     let (code, line) = match done {

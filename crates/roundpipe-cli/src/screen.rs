@@ -29,11 +29,10 @@ pub struct Screen<'o> {
 
 impl<'o> Screen<'o> {
     pub fn new(out: &'o mut dyn Write, is_terminal: bool) -> Self {
-        let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
         Self {
             out,
             is_terminal,
-            colours: is_terminal && !no_color,
+            colours: Marks::new(is_terminal).colours,
             bar: ProgressBar::hidden(),
             steps: 0,
             lines: 0,
@@ -71,35 +70,11 @@ impl<'o> Screen<'o> {
         format!("    {text}{more}")
     }
 
-    fn row(&self, row: &ShownRow) -> String {
-        let mut left = MOST_SHOWN;
-        let mut text = String::new();
-        for (piece, learned) in &row.0 {
-            let cut: String = piece.chars().take(left).collect();
-            left -= cut.chars().count();
-            let shown = if self.is_terminal {
-                Output::Terminal.text(&cut).into_owned()
-            } else {
-                cut
-            };
-            match (learned, self.colours) {
-                (false, _) => text.push_str(&shown),
-                // Colours do not survive line ends in every terminal, so each line has its own.
-                (true, true) => {
-                    let lines: Vec<String> = shown
-                        .split('\n')
-                        .map(|line| format!("\u{1b}[32m{line}\u{1b}[0m"))
-                        .collect();
-                    text.push_str(&lines.join("\n"));
-                }
-                (true, false) => text.push_str(&format!("⟦{shown}⟧")),
-            }
-            if left == 0 {
-                text.push_str(" …");
-                break;
-            }
+    fn marks(&self) -> Marks {
+        Marks {
+            is_terminal: self.is_terminal,
+            colours: self.colours,
         }
-        format!("    {}", text.replace('\n', "\n    "))
     }
 
     fn step(&mut self, step: &Step) {
@@ -128,13 +103,15 @@ impl<'o> Screen<'o> {
         let gpu = step.gpu_bytes.iter().max().copied().unwrap_or(0);
         let left = (self.steps.saturating_sub(step.step)) as f64 * step.tokens as f64
             / step.tokens_per_s.max(1e-9);
+        let rewards = rewards(step.reward_margin, step.reward_accuracy);
+        let rewards = rewards.map_or_else(String::new, |text| format!("  {text}"));
         let skipped = if step.skipped {
             "  skipped: gradients are not finite"
         } else {
             ""
         };
         format!(
-            "step {}/{} {percent:.0}%  loss {:.4}  lr {:.2e}{norm}  {:.0} tok/s{share}  device {} host {}  {} so far, {} left{skipped}",
+            "step {}/{} {percent:.0}%  loss {:.4}{rewards}  lr {:.2e}{norm}  {:.0} tok/s{share}  device {} host {}  {} so far, {} left{skipped}",
             step.step,
             self.steps,
             step.loss,
@@ -159,16 +136,9 @@ impl Watcher for Screen<'_> {
             self.note(line);
         }
         if !overview.rows.is_empty() {
-            let mark = if self.colours {
-                "green"
-            } else {
-                "⟦marked⟧"
-            };
-            self.line(&format!(
-                "rows as they are trained; what is learned is {mark}:"
-            ));
+            self.line(&self.marks().heading());
             for row in &overview.rows {
-                let text = self.row(row);
+                let text = row_text(row, self.marks());
                 self.line(&text);
             }
         }
@@ -195,11 +165,15 @@ impl Watcher for Screen<'_> {
                 loss,
                 perplexity,
                 best,
+                reward_margin,
+                reward_accuracy,
                 ..
             }) => {
                 let best = if *best { ", the best so far" } else { "" };
+                let rewards = rewards(*reward_margin, *reward_accuracy);
+                let beside = rewards.unwrap_or_else(|| format!("perplexity {perplexity:.2}"));
                 self.line(&format!(
-                    "step {step}: validation loss {loss:.4}, perplexity {perplexity:.2}{best}"
+                    "step {step}: validation loss {loss:.4}, {beside}{best}"
                 ));
             }
             Record::Sample(Sample { step, prompt, text }) => {
@@ -218,6 +192,78 @@ impl Watcher for Screen<'_> {
             }
             _ => {}
         }
+    }
+}
+
+/// Rewards of pairs in words: by how much the chosen answer's is larger, and how often.
+fn rewards(margin: Option<f64>, accuracy: Option<f64>) -> Option<String> {
+    let (margin, accuracy) = (margin?, 100.0 * accuracy?);
+    Some(format!("margin {margin:.4} ({accuracy:.0}% right)"))
+}
+
+/// How learned text is told from the rest.
+#[derive(Debug, Clone, Copy)]
+pub struct Marks {
+    is_terminal: bool,
+    colours: bool,
+}
+
+impl Marks {
+    /// Colours on a terminal, unless `NO_COLOR` is set; brackets elsewhere.
+    pub fn new(is_terminal: bool) -> Self {
+        let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+        Self {
+            is_terminal,
+            colours: is_terminal && !no_color,
+        }
+    }
+
+    /// The line above rows.
+    pub fn heading(self) -> String {
+        let mark = if self.colours {
+            "green"
+        } else {
+            "⟦marked⟧"
+        };
+        format!("rows as they are trained; what is learned is {mark}:")
+    }
+}
+
+/// A row as it is trained, cut and indented, behind its title.
+pub fn row_text(row: &ShownRow, marks: Marks) -> String {
+    let mut left = MOST_SHOWN;
+    let mut text = String::new();
+    for (piece, learned) in &row.pieces {
+        let cut: String = piece.chars().take(left).collect();
+        left -= cut.chars().count();
+        let shown = if marks.is_terminal {
+            Output::Terminal.text(&cut).into_owned()
+        } else {
+            cut
+        };
+        match (learned, marks.colours) {
+            (false, _) => text.push_str(&shown),
+            // Colours do not survive line ends in every terminal, so each line has its own.
+            (true, true) => {
+                let lines: Vec<String> = shown
+                    .split('\n')
+                    .map(|line| format!("\u{1b}[32m{line}\u{1b}[0m"))
+                    .collect();
+                text.push_str(&lines.join("\n"));
+            }
+            (true, false) => text.push_str(&format!("⟦{shown}⟧")),
+        }
+        if left == 0 {
+            text.push_str(" …");
+            break;
+        }
+    }
+    let text = text.replace('\n', "\n    ");
+    let text = text.trim_end_matches([' ', '\n']);
+    if row.title.is_empty() {
+        format!("    {text}")
+    } else {
+        format!("  {}:\n    {text}", one_line(&row.title))
     }
 }
 

@@ -14,8 +14,8 @@ use crate::screen::Screen;
 /// Fine-tune a model on your examples, fully or with LoRA
 ///
 /// Files may be JSON lines, JSON, CSV, parquet or text, plain, gzip or zstd, with conversations
-/// (messages, ShareGPT), Alpaca rows, prompts with completions, or texts. Everything else has a
-/// default. Interrupted, the same command goes on where it was; the result is in RUN/model.
+/// (messages, ShareGPT), Alpaca rows, prompts with completions, texts, or pairs of answers of which
+/// one is preferred. Everything else has a default. Interrupted, the same command goes on where it was; the result is in RUN/model.
 #[derive(Debug, Default, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct TrainCmd {
@@ -24,6 +24,9 @@ pub struct TrainCmd {
     /// Train low-rank adapters: a fraction of the memory
     #[arg(long)]
     lora: bool,
+    /// What is learned: sft (tokens), or from rows with `chosen` and `rejected` dpo or orpo
+    #[arg(long, value_name = "METHOD", value_parser = ["sft", "dpo", "orpo", "full", "lora"], hide_possible_values = true)]
+    method: Option<String>,
     /// The run's folder [default: runs/MODEL-DATA]
     #[arg(long)]
     out: Option<PathBuf>,
@@ -65,6 +68,7 @@ pub struct TrainCmd {
 const EXAMPLES: &str = "Examples:
   roundpipe train Qwen/Qwen3-0.6B chats.jsonl
   roundpipe train ./model chats.jsonl books=0.5 --lora lora_rank=32 lr=1e-4
+  roundpipe train ./model pairs.jsonl --method dpo --lora dpo_beta=0.1
   roundpipe train --init tiny story.txt --steps 300
   roundpipe train --out runs/mine            go on with a run";
 
@@ -124,6 +128,13 @@ impl TrainCmd {
     }
 
     fn options(&self, given: &mut Given) -> Result<(), Failure> {
+        if let Some(method) = &self.method {
+            let key = match method.as_str() {
+                "full" | "lora" => "method",
+                _ => "objective",
+            };
+            given.put(key, method.as_str(), "--method".into())?;
+        }
         if self.lora {
             given.put("method", "lora", "--lora".into())?;
         }
@@ -162,7 +173,7 @@ impl TrainCmd {
 }
 
 /// Whether an argument is `key=value` rather than a file with a weight.
-fn is_setting(argument: &str) -> bool {
+pub fn is_setting(argument: &str) -> bool {
     let Some((key, _)) = argument.split_once('=') else {
         return false;
     };

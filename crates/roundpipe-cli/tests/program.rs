@@ -416,11 +416,12 @@ fn the_guide_names_what_the_program_has() {
     let (commands, common) = chapter.split_once("## Where it runs").unwrap();
     for section in commands.split("## `roundpipe ").skip(1) {
         let (command, section) = section.split_once('`').unwrap();
-        let has_its_own = ["demo", "train"].contains(&command);
+        let has_its_own = ["demo", "train", "data show"].contains(&command);
         let common = if has_its_own { "" } else { common };
         let mut named = options(section);
         named.extend(options(common));
-        let mut offered = options(&text(&roundpipe(&[command, "--help"]).stdout));
+        let words: Vec<&str> = command.split(' ').chain(["--help"]).collect();
+        let mut offered = options(&text(&roundpipe(&words).stdout));
         offered.remove("--help");
         assert_eq!(named, offered, "{command}");
     }
@@ -435,7 +436,7 @@ fn the_guide_names_what_the_program_has() {
     let named: Vec<String> = commands
         .split("## `roundpipe ")
         .skip(1)
-        .filter_map(|section| Some(section.split_once('`')?.0.to_owned()))
+        .filter_map(|section| section.split(['`', ' ']).next().map(str::to_owned))
         .collect();
     assert_eq!(offered.collect::<Vec<_>>(), named);
 }

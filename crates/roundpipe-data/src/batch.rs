@@ -5,6 +5,7 @@
 //!   learned.
 //! - Positions begin at 0 in every document.
 //! - What fills a packed row up is a sequence of its own, which no document sees.
+//! - A microbatch of pairs has both sides of each: documents 2i and 2i + 1 are pair i.
 
 use std::ops::Range;
 
@@ -19,6 +20,10 @@ use crate::pack::PackedRow;
 const ROUND_TOKENS: usize = 64;
 /// The fewest sequences that a microbatch names.
 const LEAST_SEQUENCES: usize = 16;
+
+/// Lengths of microbatches of pairs are multiples of a power of two that is between a sixteenth and
+/// an eighth of them: little is wasted, and few shapes occur.
+const PAIR_STEPS: usize = 16;
 
 /// The rows of one step.
 #[derive(Debug, Clone)]
@@ -40,6 +45,9 @@ pub struct TrainBatch {
     pub rows: usize,
     /// Documents in them.
     pub documents: usize,
+    /// Where rows are pairs, which rows of the files they are ([`Order::key`](crate::Order::key));
+    /// else empty.
+    pub keys: Vec<u64>,
 }
 
 /// Some rows of a batch, in the form that a model takes at once.
@@ -54,6 +62,9 @@ pub struct Microbatch {
     /// Cumulative lengths of all sequences (i32), where rows are packed. The last is repeated up to a
     /// power of two, so that few shapes occur: those sequences are empty.
     pub lens: Option<HostTensor>,
+    /// Where rows are pairs, the number of the document that each token is in, as the ids; padding
+    /// has the number behind the last.
+    pub documents: Option<HostTensor>,
 }
 
 impl Microbatch {
@@ -63,10 +74,12 @@ impl Microbatch {
             .named("ids", self.ids.clone())
             .named("labels", self.labels.clone())
             .named("positions", self.positions.clone());
-        match &self.lens {
-            Some(lens) => inputs.named("lens", lens.clone()),
-            None => inputs,
-        }
+        let more = [("lens", &self.lens), ("documents", &self.documents)];
+        more.into_iter()
+            .fold(inputs, |inputs, (name, value)| match value {
+                Some(value) => inputs.named(name, value.clone()),
+                None => inputs,
+            })
     }
 }
 
@@ -76,6 +89,9 @@ impl TrainBatch {
     /// # Errors
     /// When `rows` are not rows of the batch.
     pub fn microbatch(&self, rows: Range<usize>) -> Result<Microbatch> {
+        if !self.keys.is_empty() {
+            return self.pairs_of(rows);
+        }
         let cut = |tensor: &HostTensor| tensor.narrow(0, rows.start, rows.len());
         let [ids, labels, positions] = [&self.ids, &self.labels, &self.positions].map(cut);
         let (ids, labels, positions) = (ids?, labels?, positions?);
@@ -85,6 +101,7 @@ impl TrainBatch {
                 labels,
                 positions,
                 lens: None,
+                documents: None,
             });
         }
         let one_row = [1, ids.numel()];
@@ -94,7 +111,72 @@ impl TrainBatch {
             labels: labels.reshape(&one_row)?,
             positions: positions.reshape(&one_row)?,
             lens: Some(HostTensor::from_slice(&lens, &[lens.len()])?),
+            documents: None,
         })
+    }
+
+    /// Pairs without the padding between them, as one row of 2n documents.
+    fn pairs_of(&self, rows: Range<usize>) -> Result<Microbatch> {
+        let width = self.ids.dims()[1];
+        let columns = [&self.ids, &self.labels, &self.positions];
+        let [ids, labels, positions] = columns.map(|tensor| tensor.to_vec::<i64>());
+        let (ids, labels, positions) = (ids?, labels?, positions?);
+        let mut made = Columns::default();
+        let mut documents = Vec::new();
+        let mut lens = vec![0i32];
+        let first = rows.start;
+        for row in rows {
+            let start = row * width;
+            for side in 0..2 {
+                let [from, to] = [side, side + 1].map(|at| self.lens[row][at] as usize);
+                let range = start + from..start + to;
+                made.ids.extend(&ids[range.clone()]);
+                made.labels.extend(&labels[range.clone()]);
+                made.positions.extend(&positions[range]);
+                documents.resize(made.ids.len(), (2 * (row - first) + side) as i64);
+                lens.push(made.ids.len() as i32);
+            }
+        }
+        let used = made.ids.len();
+        let step = (used.next_power_of_two() / PAIR_STEPS).max(ROUND_TOKENS);
+        let whole = used.next_multiple_of(step);
+        for at in 0..whole - used {
+            // Any token: no document sees it, and it has no label.
+            made.push(0, IGNORED, at);
+        }
+        documents.resize(whole, lens.len() as i64 - 1);
+        if used < whole {
+            lens.push(whole as i32);
+        }
+        let lens = joined(&[lens]);
+        let dims = [1, whole];
+        Ok(Microbatch {
+            ids: HostTensor::from_slice(&made.ids, &dims)?,
+            labels: HostTensor::from_slice(&made.labels, &dims)?,
+            positions: HostTensor::from_slice(&made.positions, &dims)?,
+            lens: Some(HostTensor::from_slice(&lens, &[lens.len()])?),
+            documents: Some(HostTensor::from_slice(&documents, &dims)?),
+        })
+    }
+
+    /// How many tokens of each side of the pairs are learned: [n, 2], row by row.
+    pub fn pair_labels(&self, rows: Range<usize>) -> Result<Vec<[u64; 2]>> {
+        let width = self.ids.dims()[1];
+        let labels = self.labels.to_vec::<i64>()?;
+        let count = |row: usize, side: usize| {
+            let [from, to] = [side, side + 1].map(|at| self.lens[row][at] as usize);
+            let labels = &labels[row * width + from..row * width + to];
+            labels.iter().filter(|label| **label != IGNORED).count() as u64
+        };
+        Ok(rows.map(|row| [count(row, 0), count(row, 1)]).collect())
+    }
+
+    /// Makes a batch of pairs, a row for each.
+    pub(crate) fn of_pairs(rows: &[PackedRow], keys: Vec<u64>, pad: u32) -> Result<Self> {
+        let longest = rows.iter().map(|row| row.used).max().unwrap_or(0);
+        let width = longest.next_multiple_of(ROUND_TOKENS);
+        let batch = Self::new(rows, width, true, pad)?;
+        Ok(Self { keys, ..batch })
     }
 
     /// Makes a batch of rows; `seq` is their longest length.
@@ -124,6 +206,7 @@ impl TrainBatch {
             labels: HostTensor::from_slice(&made.labels, &dims)?,
             positions: HostTensor::from_slice(&made.positions, &dims)?,
             lens,
+            keys: Vec::new(),
         })
     }
 }

@@ -17,6 +17,7 @@ use serde_json::{Map, Value as Json};
 
 use crate::error::{Error, Result};
 use crate::format::{Chat, Example};
+use crate::preference::Pair;
 
 /// 1 January 2025: the date that templates write unless another is given.
 const NOW_S: i64 = 1_735_689_600;
@@ -149,6 +150,21 @@ impl Encoder {
         self.tokenizer.pad().or(eos).unwrap_or(0)
     }
 
+    /// A document as pieces of text that are learned or not.
+    pub fn pieces(&self, document: &Document) -> Vec<(String, bool)> {
+        let mut pieces = Vec::new();
+        let mut start = 0;
+        while start < document.ids.len() {
+            let learned = document.learned[start];
+            let rest = document.learned[start..].iter();
+            let end = start + rest.take_while(|other| **other == learned).count();
+            let text = self.tokenizer.decode(&document.ids[start..end], false);
+            pieces.push((text.unwrap_or_default(), learned));
+            start = end;
+        }
+        pieces
+    }
+
     /// The tokens of a row.
     ///
     /// # Errors
@@ -165,7 +181,26 @@ impl Encoder {
                 let learned = vec![true; ids.len()];
                 Ok(Document { ids, learned })
             }
+            Example::Preference(_) => Err(
+                "is a pair of answers, which only preference tuning learns from; use `--method dpo` or orpo"
+                    .into(),
+            ),
         }
+    }
+
+    /// The tokens of both sides of a pair, the chosen one first.
+    ///
+    /// # Errors
+    /// As [`Encoder::encode`].
+    pub fn encode_pair(&self, pair: &Pair) -> Result<[Document; 2], String> {
+        let side = |example: &Example, key: &str| {
+            let encoded = self.encode(example);
+            encoded.map_err(|what| format!("its `{key}` {what}"))
+        };
+        Ok([
+            side(&pair.chosen, "chosen")?,
+            side(&pair.rejected, "rejected")?,
+        ])
     }
 
     fn chat(&self, chat: &Chat) -> Result<Document, String> {

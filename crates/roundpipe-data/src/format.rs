@@ -8,6 +8,7 @@
 //! | Alpaca | `instruction`, `input`, `output`, `system`, `history` | a conversation |
 //! | prompt/completion | `prompt`, `completion`: texts, or lists of messages | two texts, or a conversation of which the completion is learned |
 //! | text | `text` | a text |
+//! | preference pairs | `chosen`, `rejected` | two answers to one prompt: see [`preference`](crate::preference) |
 //!
 //! The first row of a file decides its format, and every other row must have it too: a file that
 //! mixes formats is more likely a mistake than a wish. Keys that a format does not have are ignored.
@@ -23,10 +24,12 @@ use roundpipe_models::chat::Message;
 use roundpipe_models::chat::mask::TrainOn;
 use serde_json::{Map, Value as Json};
 
+use crate::preference::{self, Pair};
+
 /// The most values in the JSON of one row.
 pub(crate) const MOST_VALUES: usize = 1 << 18;
 /// The keys that formats read; a table's other columns are left out.
-pub(crate) const KEYS: [&str; 12] = [
+pub(crate) const KEYS: [&str; 15] = [
     "messages",
     "conversations",
     "tools",
@@ -39,6 +42,9 @@ pub(crate) const KEYS: [&str; 12] = [
     "prompt",
     "completion",
     "text",
+    "chosen",
+    "rejected",
+    "question",
 ];
 /// The most messages of a conversation.
 const MOST_MESSAGES: usize = 4096;
@@ -56,6 +62,12 @@ pub enum Format {
     PromptCompletion,
     /// `text`, or a file of plain text.
     Text,
+    /// `prompt` (or `instruction`, `question`) with `chosen` and `rejected`.
+    Preference,
+    /// `chosen` and `rejected`, which begin with the prompt.
+    ImplicitPreference,
+    /// `conversations` with `chosen` and `rejected`.
+    ShareGptPreference,
 }
 
 impl fmt::Display for Format {
@@ -66,6 +78,9 @@ impl fmt::Display for Format {
             Self::Alpaca => "Alpaca",
             Self::PromptCompletion => "prompt/completion",
             Self::Text => "text",
+            Self::Preference => "preference pairs",
+            Self::ImplicitPreference => "preference pairs with the prompt inside",
+            Self::ShareGptPreference => "ShareGPT preference pairs",
         })
     }
 }
@@ -89,6 +104,8 @@ pub enum Example {
         /// Whether a document ends behind it, rather than going on in the next row.
         ends: bool,
     },
+    /// Two answers, of which one is preferred.
+    Preference(Box<Pair>),
 }
 
 /// A conversation and what a chat template is given beside it.
@@ -111,7 +128,9 @@ impl Format {
     /// The format that the keys of a row have.
     pub(crate) fn detect(row: &Map<String, Json>) -> Result<Self, Refusal> {
         let has = |key: &str| row.get(key).is_some_and(|value| !value.is_null());
-        let found = if has("messages") {
+        let found = if has("chosen") && has("rejected") {
+            preference::detect(row)
+        } else if has("messages") {
             Self::Messages
         } else if has("conversations") {
             Self::ShareGpt
@@ -125,7 +144,7 @@ impl Format {
             let keys: Vec<String> = row.keys().take(8).map(|key| shown(key)).collect();
             return Err(format!(
                 "has the keys {}, which are no known format; use `messages`, `conversations`, `instruction` \
-                 and `output`, `prompt` and `completion`, or `text`",
+                 and `output`, `prompt` and `completion`, `chosen` and `rejected`, or `text`",
                 keys.join(", ")
             ));
         };
@@ -146,7 +165,18 @@ impl Format {
                 }
                 Ok(Example::Text { text, ends: true })
             }
+            Self::Preference | Self::ImplicitPreference | Self::ShareGptPreference => {
+                preference::read(self, row)
+            }
         }
+    }
+
+    /// Whether rows are pairs of answers, which only DPO and ORPO learn from.
+    pub fn is_preference(self) -> bool {
+        matches!(
+            self,
+            Self::Preference | Self::ImplicitPreference | Self::ShareGptPreference
+        )
     }
 }
 
@@ -191,7 +221,7 @@ fn values(bytes: &[u8]) -> usize {
     count
 }
 
-fn kind(value: &Json) -> &'static str {
+pub(crate) fn kind(value: &Json) -> &'static str {
     match value {
         Json::Null => "null",
         Json::Bool(_) => "a truth value",
@@ -202,7 +232,7 @@ fn kind(value: &Json) -> &'static str {
     }
 }
 
-fn text(row: &Map<String, Json>, key: &str) -> Result<String, Refusal> {
+pub(crate) fn text(row: &Map<String, Json>, key: &str) -> Result<String, Refusal> {
     match row.get(key) {
         Some(Json::String(text)) => Ok(text.clone()),
         None => Err(format!(
@@ -213,7 +243,7 @@ fn text(row: &Map<String, Json>, key: &str) -> Result<String, Refusal> {
 }
 
 /// A text that may be absent.
-fn optional_text(row: &Map<String, Json>, key: &str) -> Result<String, Refusal> {
+pub(crate) fn optional_text(row: &Map<String, Json>, key: &str) -> Result<String, Refusal> {
     match row.get(key) {
         None | Some(Json::Null) => Ok(String::new()),
         _ => text(row, key),
@@ -221,7 +251,7 @@ fn optional_text(row: &Map<String, Json>, key: &str) -> Result<String, Refusal> 
 }
 
 /// A list, also one that stands as JSON in a text (CSV, some parquet files).
-fn list(row: &mut Map<String, Json>, key: &str) -> Result<Vec<Json>, Refusal> {
+pub(crate) fn list(row: &mut Map<String, Json>, key: &str) -> Result<Vec<Json>, Refusal> {
     let value = match row.remove(key) {
         Some(Json::String(text)) => {
             json(text.as_bytes()).map_err(|why| format!("its `{key}` {why}"))?
@@ -239,7 +269,10 @@ fn list(row: &mut Map<String, Json>, key: &str) -> Result<Vec<Json>, Refusal> {
     }
 }
 
-fn optional_list(row: &mut Map<String, Json>, key: &str) -> Result<Option<Vec<Json>>, Refusal> {
+pub(crate) fn optional_list(
+    row: &mut Map<String, Json>,
+    key: &str,
+) -> Result<Option<Vec<Json>>, Refusal> {
     match row.get(key) {
         None | Some(Json::Null) => Ok(None),
         Some(Json::String(text)) if text.trim().is_empty() => Ok(None),
@@ -250,7 +283,7 @@ fn optional_list(row: &mut Map<String, Json>, key: &str) -> Result<Option<Vec<Js
     }
 }
 
-fn variables(row: &mut Map<String, Json>) -> Result<Map<String, Json>, Refusal> {
+pub(crate) fn variables(row: &mut Map<String, Json>) -> Result<Map<String, Json>, Refusal> {
     match row.remove("chat_template_kwargs") {
         None | Some(Json::Null) => Ok(Map::new()),
         Some(Json::Object(variables)) => Ok(variables),
@@ -272,7 +305,7 @@ fn messages(mut row: Map<String, Json>) -> Result<Example, Refusal> {
     }))
 }
 
-fn read_messages(items: Vec<Json>) -> Result<Vec<Message>, Refusal> {
+pub(crate) fn read_messages(items: Vec<Json>) -> Result<Vec<Message>, Refusal> {
     if items.is_empty() {
         return Err("has no message; remove it".into());
     }
@@ -371,12 +404,12 @@ fn share_gpt(mut row: Map<String, Json>) -> Result<Example, Refusal> {
     }))
 }
 
-fn speech(role: &str, content: Json) -> Json {
+pub(crate) fn speech(role: &str, content: Json) -> Json {
     let fields = [("role".into(), role.into()), ("content".into(), content)];
     Json::Object(fields.into_iter().collect())
 }
 
-fn share_gpt_turn(item: Json) -> Result<Json, Refusal> {
+pub(crate) fn share_gpt_turn(item: Json) -> Result<Json, Refusal> {
     let Json::Object(mut turn) = item else {
         return Err(format!(
             "is {}; write an object with `from` and `value`",
@@ -446,12 +479,7 @@ fn alpaca(row: &Map<String, Json>) -> Result<Example, Refusal> {
         messages.push(Message::new("user", user));
         messages.push(Message::new("assistant", assistant));
     }
-    let asked = match (instruction.is_empty(), input.is_empty()) {
-        (_, true) => instruction,
-        (true, false) => input,
-        (false, false) => format!("{instruction}\n\n{input}"),
-    };
-    messages.push(Message::new("user", asked));
+    messages.push(Message::new("user", asked(instruction, input)));
     messages.push(Message::new("assistant", output));
     Ok(Example::Chat(Chat {
         messages,
@@ -461,8 +489,17 @@ fn alpaca(row: &Map<String, Json>) -> Result<Example, Refusal> {
     }))
 }
 
+/// What the user says in an Alpaca row.
+pub(crate) fn asked(instruction: String, input: String) -> String {
+    match (instruction.is_empty(), input.is_empty()) {
+        (_, true) => instruction,
+        (true, false) => input,
+        (false, false) => format!("{instruction}\n\n{input}"),
+    }
+}
+
 /// Earlier turns: pairs of texts.
-fn history(row: &Map<String, Json>) -> Result<Vec<(String, String)>, Refusal> {
+pub(crate) fn history(row: &Map<String, Json>) -> Result<Vec<(String, String)>, Refusal> {
     let pairs = match row.get("history") {
         None | Some(Json::Null) => return Ok(Vec::new()),
         Some(Json::Array(pairs)) => pairs,

@@ -30,6 +30,8 @@ mod storage;
 
 mod format;
 
+mod preference;
+
 mod parquet;
 
 mod file;
@@ -48,6 +50,8 @@ mod ahead;
 
 mod stream;
 
+mod survey;
+
 pub use batch::{Microbatch, TrainBatch};
 pub use encode::{Document, EncodeOptions, Encoder, Learn};
 pub use error::{Error, Result};
@@ -55,6 +59,8 @@ pub use file::FileKind;
 pub use format::{Chat, Example, Format};
 pub use input::Input;
 pub use pack::{Carry, DocumentPlace};
+pub use preference::Pair;
 pub use source::{FileReport, Order, Rows, Source, SourceOptions, Validation};
 pub use storage::{Compression, UNPACKED_BASE, UNPACKED_RATIO};
 pub use stream::{BadRows, Counts, Position, Stream, StreamOptions, TooLong};
+pub use survey::{Found, Histogram, NamedRow, SeenRow, Survey, SurveyOptions, Unit};

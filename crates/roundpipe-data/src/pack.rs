@@ -89,6 +89,15 @@ impl Packer {
         }
     }
 
+    /// Documents that belong together, in a row of their own.
+    pub fn push_together(&mut self, documents: Vec<(DocumentPlace, Document)>) {
+        let mut row = PackedRow::default();
+        for (place, document) in documents {
+            row.push(place, document);
+        }
+        self.closed.push_back(row);
+    }
+
     fn open_row(&mut self) -> usize {
         if self.most_open > 0 && self.open.len() >= self.most_open {
             let room = |index: &usize| self.row_tokens - self.open[*index].used;

@@ -340,6 +340,35 @@ impl Rows {
         }
     }
 
+    /// Bytes of the files, unpacked.
+    pub fn bytes(&self) -> u64 {
+        self.shared.files.iter().map(|file| file.data.bytes).sum()
+    }
+
+    /// Every row of the files once, in their order, whatever trains, validates or is weighted.
+    /// [`Order::key`] is its place there.
+    pub fn all(&self) -> Self {
+        let files = self.shared.files.clone();
+        let members = files.iter().map(|_| None).collect();
+        Self::new(files, members, false)
+    }
+
+    /// A number that depends on what all rows of the files say. It reads them all.
+    ///
+    /// # Errors
+    /// [`Error::File`] for a file that cannot be read any more.
+    pub fn content_hash(&self) -> Result<u64> {
+        let mut words = Vec::new();
+        for file in self.shared.files.iter() {
+            let mut of_file = file.data.rows() as u64;
+            for row in 0..file.data.rows() {
+                of_file = hash::words(&[of_file, file.data.hash(row)?]);
+            }
+            words.push(of_file);
+        }
+        Ok(hash::words(&words))
+    }
+
     /// A number that changes when files, their rows or weights do.
     pub(crate) fn fingerprint(&self) -> u64 {
         let shared = &self.shared;
@@ -392,6 +421,17 @@ impl Order {
     pub fn refuse(&self, place: u64, what: impl Into<String>) -> Error {
         let (file, row) = self.find(place);
         self.shared.files[file].data.refuse(row, what)
+    }
+
+    /// The number of the row at `place` among all rows of all files: the same in every order.
+    ///
+    /// # Panics
+    /// As [`Order::example`].
+    pub fn key(&self, place: u64) -> u64 {
+        let (file, row) = self.find(place);
+        let before = self.shared.files[..file].iter();
+        let before: u64 = before.map(|file| file.data.rows() as u64).sum();
+        before + row as u64
     }
 
     /// The file and the row of it that stand at `place`.

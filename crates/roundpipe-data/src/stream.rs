@@ -72,6 +72,9 @@ pub struct StreamOptions {
     pub too_long: Option<TooLong>,
     /// What is done with rows that cannot be read or learned.
     pub bad_rows: BadRows,
+    /// Rows are pairs of answers: each becomes a row of a batch with two documents, the chosen one
+    /// first, and nothing is packed beside them. Each side has at most `seq` tokens.
+    pub pairs: bool,
     /// Threads that tokenise ahead; with 0 the caller does.
     pub threads: usize,
 }
@@ -88,6 +91,7 @@ impl StreamOptions {
             epochs: None,
             too_long: None,
             bad_rows: BadRows::Refuse,
+            pairs: false,
             threads: 2,
         }
     }
@@ -97,7 +101,9 @@ impl StreamOptions {
         if self.seq == 0 || self.seq > MOST_TOKENS {
             return refuse("seq", "is not from 1 to 2^30; 2048 is usual");
         }
-        if self.batch_rows == 0 || self.batch_rows.saturating_mul(self.seq) > MOST_TOKENS {
+        let documents = if self.pairs { 2 } else { 1 };
+        let tokens = self.batch_rows.saturating_mul(self.seq);
+        if self.batch_rows == 0 || tokens.saturating_mul(documents) > MOST_TOKENS {
             return refuse(
                 "batch_rows",
                 "is 0 or makes more than 2^30 tokens; choose another",
@@ -216,6 +222,7 @@ impl Stream {
                 seq: options.seq,
                 too_long: options.too_long,
                 shuffle: options.shuffle,
+                pairs: options.pairs,
                 end,
             }),
             total,
@@ -298,7 +305,11 @@ impl Stream {
         }
         let rows: Vec<PackedRow> = self.packer.closed.drain(..count).collect();
         let pad = self.maker.encoder.pad();
-        let batch = TrainBatch::new(&rows, self.options.seq, self.options.packing, pad)?;
+        let batch = if self.options.pairs {
+            TrainBatch::of_pairs(&rows, self.keys(&rows), pad)?
+        } else {
+            TrainBatch::new(&rows, self.options.seq, self.options.packing, pad)?
+        };
         let counts = &mut self.position.counts;
         counts.tokens += batch.tokens;
         counts.tokens_trained += batch.tokens_trained;
@@ -307,6 +318,21 @@ impl Stream {
         self.position.row = self.next % self.total;
         self.position.carry = self.packer.carry();
         Ok(Some(batch))
+    }
+
+    /// Which rows of the files pairs are.
+    fn keys(&self, rows: &[PackedRow]) -> Vec<u64> {
+        let mut orders: HashMap<u64, Order> = HashMap::new();
+        let places = rows.iter().filter_map(|row| row.documents.first());
+        places
+            .map(|(place, _)| {
+                let order = orders.entry(place.epoch).or_insert_with(|| {
+                    let shuffle = self.maker.shuffle;
+                    self.maker.rows.order(place.epoch, shuffle)
+                });
+                order.key(place.row)
+            })
+            .collect()
     }
 
     /// The tokens of the next row.
@@ -355,13 +381,20 @@ impl Stream {
         }
         counts.documents += encoded.documents.len() as u64;
         self.position.epoch_documents += encoded.documents.len() as u64;
-        for (piece, document) in (0..).zip(encoded.documents) {
-            let place = DocumentPlace {
-                epoch: self.next / self.total,
-                row: self.next % self.total,
-                piece,
-            };
-            self.packer.push(place, document);
+        let place = |piece| DocumentPlace {
+            epoch: self.next / self.total,
+            row: self.next % self.total,
+            piece,
+        };
+        let documents = (0..).zip(encoded.documents);
+        let placed = documents.map(|(piece, document)| (place(piece), document));
+        if self.options.pairs {
+            let pair: Vec<_> = placed.collect();
+            if !pair.is_empty() {
+                self.packer.push_together(pair);
+            }
+        } else {
+            placed.for_each(|(place, document)| self.packer.push(place, document));
         }
         self.next += 1;
         if self.next.is_multiple_of(self.total) {
@@ -420,7 +453,7 @@ fn fingerprint(rows: &Rows, encoder: &Encoder, options: &StreamOptions) -> u64 {
     } else {
         0
     };
-    hash::words(&[
+    let mut words = vec![
         rows.fingerprint(),
         encoder.tokenizer().vocab_size() as u64,
         options.seq as u64,
@@ -429,11 +462,14 @@ fn fingerprint(rows: &Rows, encoder: &Encoder, options: &StreamOptions) -> u64 {
         options.shuffle.unwrap_or(0),
         too_long,
         u64::from(options.bad_rows == BadRows::Skip),
-    ])
+    ];
+    // Other streams have the number that they had before there were pairs.
+    words.extend(options.pairs.then_some(2));
+    hash::words(&words)
 }
 
 /// What became of a row.
-enum Fate {
+pub(crate) enum Fate {
     Whole,
     Cut,
     Split,
@@ -443,9 +479,9 @@ enum Fate {
 }
 
 /// The documents of a row, each of at most `seq` inputs.
-struct Encoded {
-    documents: Vec<Document>,
-    fate: Fate,
+pub(crate) struct Encoded {
+    pub documents: Vec<Document>,
+    pub fate: Fate,
 }
 
 impl Encoded {
@@ -464,6 +500,7 @@ struct Maker {
     seq: usize,
     too_long: Option<TooLong>,
     shuffle: Option<u64>,
+    pairs: bool,
     end: u64,
 }
 
@@ -500,13 +537,38 @@ impl Maker {
 
     fn try_row(&self, order: &Order, place: u64) -> Result<Encoded> {
         let example = order.example(place)?;
-        let encoded = self.encoder.encode(&example);
-        let document = encoded.map_err(|what| order.refuse(place, what))?;
-        Ok(self.fit(document, &example))
+        let fit = Fit {
+            seq: self.seq,
+            too_long: self.too_long,
+        };
+        let encoded = match &example {
+            Example::Preference(pair) if self.pairs => {
+                let documents = self.encoder.encode_pair(pair);
+                documents.map(|documents| fit.pair(documents))
+            }
+            _ if self.pairs => Err(NO_PAIR.to_owned()),
+            _ => {
+                let document = self.encoder.encode(&example);
+                document.map(|document| fit.document(document, &example))
+            }
+        };
+        encoded.map_err(|what| order.refuse(place, what))
     }
+}
 
-    /// Brings a document to at most `seq` inputs.
-    fn fit(&self, document: Document, example: &Example) -> Encoded {
+/// Why a row cannot be preferred over another.
+pub(crate) const NO_PAIR: &str = "has no `chosen` and `rejected`, which preference tuning learns from; give pairs, or leave \
+                       `--method` out";
+
+/// Brings documents to at most `seq` inputs.
+pub(crate) struct Fit {
+    pub seq: usize,
+    pub too_long: Option<TooLong>,
+}
+
+impl Fit {
+    /// What becomes of a row's document.
+    pub fn document(&self, document: Document, example: &Example) -> Encoded {
         if document.labels() == 0 {
             return Encoded::none(Fate::Empty);
         }
@@ -536,6 +598,34 @@ impl Maker {
         }
         Encoded { documents, fate }
     }
+
+    /// What becomes of a pair: both sides or none. Nothing is learned where a side has no answer
+    /// left, or where both are the same.
+    pub fn pair(&self, documents: [Document; 2]) -> Encoded {
+        let is_long = |document: &Document| document.inputs() > self.seq;
+        let mut fate = Fate::Whole;
+        if documents.iter().any(is_long) {
+            if self.too_long == Some(TooLong::Drop) {
+                return Encoded::none(Fate::TooLong);
+            }
+            fate = Fate::Cut;
+        }
+        let documents = documents.map(|document| {
+            if is_long(&document) {
+                document.part(0..self.seq)
+            } else {
+                document
+            }
+        });
+        let has_none = |document: &Document| document.labels() == 0;
+        if documents.iter().any(has_none) || documents[0] == documents[1] {
+            return Encoded::none(Fate::Empty);
+        }
+        Encoded {
+            documents: documents.to_vec(),
+            fate,
+        }
+    }
 }
 
 /// Makes the documents of a position again.
@@ -553,7 +643,8 @@ impl Again<'_> {
         for place in places {
             row.push(*place, self.document(place)?);
         }
-        if row.used > self.maker.seq {
+        let documents = if self.maker.pairs { 2 } else { 1 };
+        if row.used > self.maker.seq * documents {
             return Err(changed());
         }
         Ok(row)

@@ -5,8 +5,9 @@
 //! names of the map that flows between layers:
 //!
 //! - `ids` [B, S] at first, then `hidden` [B, S, H].
-//! - `labels`, `weight`, `positions`, `lens`, `cache`, `keep`, `return_logits` and `return_scores`, as
-//!   given. Labels stand where they are predicted, whichever convention the caller uses.
+//! - `labels`, `weight`, `positions`, `lens`, `documents`, `cache`, `keep`, `return_logits` and
+//!   `return_scores`, as given. Labels stand where they are predicted, whichever convention the caller
+//!   uses.
 //! - `past.{i}.k` and `past.{i}.v` [B, T, kv heads, D]: what block i saw, before it and after it.
 //! - `pad.place`, `pad.real`: where the tokens of a padded batch are, which flows as one packed row.
 //! - `aux.counts`, `aux.shares` \[experts\] (f32): sums over blocks for the load-balancing loss,
@@ -57,6 +58,7 @@ pub(crate) use projection::{Adapter, Projection};
 /// | `positions` | `position_ids` | [B, S], or one row for all; 0, 1, 2, … unless given |
 /// | | `attention_mask` | [B, S] of any type, 0 for padding |
 /// | `lens` | | [n + 1] (i32), cumulative lengths of n sequences packed into one row |
+/// | `documents` | | as `ids`, beside `labels` and `lens`: the number of each token's sequence, 0 to n - 1 |
 ///
 /// | beside either | what |
 /// |---|---|
@@ -91,6 +93,9 @@ pub(crate) use projection::{Adapter, Projection};
 ///   the two losses of the map are means.
 /// - With labels and `return_scores`: a map of `losses` [B, S] (f32; 0 where the label is -100) and
 ///   `hits` [B, S]: whether the label is the likeliest token.
+/// - With labels and `documents`: a map of `log_probs` [n] (f32), for each sequence the sum over its
+///   labels of their log-probabilities, and in training of models whose experts are balanced
+///   `balance`, times its coefficient.
 /// - With `cache`: a map of `logits` and `past.{i}.k`, `past.{i}.v` [B, T, kv heads, D].
 ///
 /// # Wrapping

@@ -347,6 +347,7 @@ impl Run {
             host_bytes: 138_800_000_000,
             elapsed_s: self.elapsed_s,
             skipped: step == self.steps * 5 / 8,
+            ..Step::default()
         }
     }
 
@@ -360,6 +361,7 @@ impl Run {
             perplexity: loss.exp(),
             tokens: 524_288,
             best,
+            ..Eval::default()
         }
         .into()
     }

@@ -134,12 +134,19 @@ fn scalars(record: &Record) -> Vec<(&'static str, f64)> {
             ];
             let norm = step.grad_norm.map(|norm| ("train/grad_norm", norm));
             let share = step.limit_share.map(|share| ("train/limit_share", share));
-            always.into_iter().chain(norm).chain(share).collect()
+            let margin = step.reward_margin.map(|m| ("train/reward_margin", m));
+            let accuracy = step.reward_accuracy.map(|a| ("train/reward_accuracy", a));
+            let some = [norm, share, margin, accuracy].into_iter().flatten();
+            always.into_iter().chain(some).collect()
         }
-        Record::Eval(eval) => vec![
-            ("eval/loss", eval.loss),
-            ("eval/perplexity", eval.perplexity),
-        ],
+        Record::Eval(eval) => {
+            let is_pairs = eval.reward_accuracy.is_some();
+            let perplexity = (!is_pairs).then_some(("eval/perplexity", eval.perplexity));
+            let margin = eval.reward_margin.map(|m| ("eval/reward_margin", m));
+            let accuracy = eval.reward_accuracy.map(|a| ("eval/reward_accuracy", a));
+            let some = [perplexity, margin, accuracy].into_iter().flatten();
+            [("eval/loss", eval.loss)].into_iter().chain(some).collect()
+        }
         _ => vec![],
     }
 }

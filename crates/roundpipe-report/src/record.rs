@@ -96,7 +96,7 @@ pub struct Start {
     pub name: String,
     /// The model, as a person calls it.
     pub model: String,
-    /// What is trained: `full` or `lora`.
+    /// What is trained: `full`, `lora`, or with the objective before it, `dpo, lora`.
     pub method: String,
     /// Parameters of the model.
     pub parameters: u64,
@@ -191,6 +191,12 @@ pub struct Step {
     /// Whether the update was skipped because a gradient was not finite.
     #[serde(default)]
     pub skipped: bool,
+    /// By how much the chosen answers' reward is larger, in the mean: of preference tuning.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "optional")]
+    pub reward_margin: Option<f64>,
+    /// The share of pairs whose chosen answer has the larger reward, 0 to 1.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "optional")]
+    pub reward_accuracy: Option<f64>,
 }
 
 /// The loss of data that is not trained on.
@@ -201,7 +207,7 @@ pub struct Eval {
     /// The mean loss per token.
     #[serde(with = "number")]
     pub loss: f64,
-    /// e to the loss.
+    /// e to the loss; not a number for a loss over pairs.
     #[serde(with = "number")]
     pub perplexity: f64,
     /// Tokens that were evaluated.
@@ -210,6 +216,12 @@ pub struct Eval {
     /// Whether it is the lowest loss so far.
     #[serde(default)]
     pub best: bool,
+    /// By how much the chosen answers' reward is larger, in the mean: of preference tuning.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "optional")]
+    pub reward_margin: Option<f64>,
+    /// The share of pairs whose chosen answer has the larger reward, 0 to 1.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "optional")]
+    pub reward_accuracy: Option<f64>,
 }
 
 /// Text that the model wrote.
@@ -357,6 +369,8 @@ mod tests {
                 host_bytes: 5,
                 elapsed_s: 6.5,
                 skipped: true,
+                reward_margin: Some(0.25),
+                reward_accuracy: Some(0.75),
             }
             .into(),
             Eval {
@@ -365,6 +379,8 @@ mod tests {
                 perplexity: 7.4,
                 tokens: 10,
                 best: true,
+                reward_margin: Some(-0.5),
+                reward_accuracy: Some(0.5),
             }
             .into(),
             Sample {

@@ -35,14 +35,18 @@ pub(crate) fn call(batch: &Arc<TrainBatch>, microbatches: usize) -> Result<(Inpu
 
 /// Rows in `count` parts, larger ones first.
 fn split(batch: &TrainBatch, count: usize) -> roundpipe::Result<Vec<HostInputs>> {
-    let mut parts = Vec::with_capacity(count);
+    let parts = sizes(batch.rows, count).into_iter();
+    parts.map(|rows| part(batch, rows)).collect()
+}
+
+/// The rows of each of `count` parts, larger ones first.
+pub(crate) fn sizes(rows: usize, count: usize) -> Vec<Range<usize>> {
     let mut start = 0;
-    for index in 0..count {
-        let rows = batch.rows / count + usize::from(index < batch.rows % count);
-        parts.push(part(batch, start..start + rows)?);
-        start += rows;
-    }
-    Ok(parts)
+    let part = |index: usize| {
+        let end = start + rows / count + usize::from(index < rows % count);
+        std::mem::replace(&mut start, end)..end
+    };
+    (0..count).map(part).collect()
 }
 
 /// What the model takes for some rows: the loss of each is divided by the tokens of all.

@@ -7,6 +7,7 @@
 //! events/          the same for TensorBoard
 //! model/           the finished model or adapter
 //! report.html      curves, samples and a timeline, for a browser
+//! reference.safetensors   what the model said before training, for DPO
 //! ```
 //!
 //! # Invariants
@@ -21,8 +22,11 @@ use roundpipe_files::AtomicFile;
 use crate::error::{Error, Result};
 use crate::settings::{Given, Settings};
 
+/// What the model said before training.
+pub(crate) const REFERENCE: &str = "reference.safetensors";
+
 /// What a run writes into its folder, beside the lock and its settings.
-const WRITTEN: [&str; 8] = [
+const WRITTEN: [&str; 9] = [
     "checkpoints",
     "metrics.jsonl",
     "events",
@@ -30,6 +34,7 @@ const WRITTEN: [&str; 8] = [
     "model.partial",
     "model.old",
     "report.html",
+    REFERENCE,
     "tokenizer",
 ];
 
@@ -120,7 +125,7 @@ impl RunFolder {
         for name in ["tokenizer", "events"] {
             let _ = std::fs::remove_dir_all(self.file(name));
         }
-        for name in ["metrics.jsonl", "run.toml", "lock"] {
+        for name in ["metrics.jsonl", REFERENCE, "run.toml", "lock"] {
             let _ = std::fs::remove_file(self.file(name));
         }
         let _ = std::fs::remove_dir(&self.path);

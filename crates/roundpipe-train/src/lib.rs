@@ -23,14 +23,24 @@ pub mod eval;
 
 mod batches;
 mod model;
+mod preference;
 mod resolve;
 mod samples;
 
 mod progress;
 mod start;
 
+pub mod show;
+
+mod reference;
+
 mod overview;
 mod run;
+
+/// What files of examples hold, as [`show`](crate::show::show()) finds it.
+pub mod data {
+    pub use roundpipe_data::{FileReport, Found, Histogram, NamedRow, SeenRow, Survey, Unit};
+}
 
 pub use error::{Error, Result};
 pub use folder::{RunFolder, run_model};

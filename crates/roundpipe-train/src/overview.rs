@@ -6,7 +6,7 @@ use roundpipe_report::{Memory, Place};
 
 use crate::machine;
 use crate::model::host_budget;
-use crate::settings::Method;
+use crate::settings::{Method, Objective};
 use crate::start::Ready;
 
 /// Parameters that are trained.
@@ -31,6 +31,16 @@ pub(crate) fn model_name(ready: &Ready) -> &str {
     name.map_or("", String::as_str)
 }
 
+/// What is trained and how: `full`, `lora`, `dpo, lora`.
+pub(crate) fn method(ready: &Ready) -> String {
+    let settings = &ready.settings;
+    let method = settings.method.name();
+    match settings.objective {
+        Objective::Sft => method.to_owned(),
+        objective => format!("{}, {method}", objective.name()),
+    }
+}
+
 /// Files and rows.
 pub(crate) fn data_lines(ready: &Ready) -> Vec<String> {
     let data = &ready.data;
@@ -50,13 +60,18 @@ pub(crate) fn model_lines(ready: &Ready) -> Vec<String> {
             model_name(ready),
             parameters(ready),
             trained_parameters(ready),
-            settings.method.name(),
+            method(ready),
             model.dtype(),
         ),
         format!(
-            "{} steps of {} rows of {} tokens; {} at {:e}, {}",
+            "{} steps of {} {} {} tokens; {} at {:e}, {}",
             settings.steps.unwrap_or(0),
             settings.batch.unwrap_or(0),
+            if ready.pair_loss.is_some() {
+                "pairs of answers of up to"
+            } else {
+                "rows of"
+            },
             settings.seq.unwrap_or(0),
             settings.optimizer.name(),
             settings.lr.unwrap_or(0.0),
@@ -91,7 +106,8 @@ pub(crate) fn plan_lines(
     }
     if let Some(limit) = limit(ready) {
         let settings = &ready.settings;
-        let tokens = (settings.seq.unwrap_or(1) * settings.batch.unwrap_or(1)) as f64;
+        let row_tokens = ready.data.pair_tokens.or(settings.seq).unwrap_or(1);
+        let tokens = (row_tokens * settings.batch.unwrap_or(1)) as f64;
         let seconds = steps_left as f64 * tokens / limit;
         lines.push(format!(
             "the hardware's limit is {limit:.0} tokens/s, so it takes {} at least",

@@ -22,7 +22,12 @@ pub trait Watcher {
 
 /// A row as it will be trained: pieces of text, each learned or not.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ShownRow(pub Vec<(String, bool)>);
+pub struct ShownRow {
+    /// What stands above it, such as `chosen`; may be empty.
+    pub title: String,
+    /// Its text in order.
+    pub pieces: Vec<(String, bool)>,
+}
 
 /// What a person sees before the first step.
 #[derive(Debug, Clone)]

@@ -9,7 +9,8 @@ use roundpipe_models::ModelConfig;
 
 use crate::error::{Error, Result};
 use crate::settings::{
-    Method, RuleName, Schedule, Settings, TooLongName, TypeName, ValidationSetting,
+    LearnName, Method, Objective, RuleName, Schedule, Settings, TooLongName, TypeName,
+    ValidationSetting,
 };
 
 /// Rows that are tokenised to learn how long they are.
@@ -39,9 +40,11 @@ pub(crate) struct Lengths {
     pub rows: u64,
     /// Tokens that a model is given of each row that was looked at.
     pub seen: Vec<usize>,
+    /// Tokens of both sides of each pair that was looked at.
+    pub pairs: Vec<usize>,
     /// Whether rows are plain texts.
     pub is_text: bool,
-    /// Some documents, to show.
+    /// Some documents, to show; of pairs both sides.
     pub shown: Vec<Document>,
     /// How the first row begins: a prompt for samples.
     pub prompt: Option<String>,
@@ -58,6 +61,7 @@ impl Lengths {
         let mut this = Self {
             rows: rows.len(),
             seen: Vec::new(),
+            pairs: Vec::new(),
             is_text: true,
             shown: Vec::new(),
             prompt: None,
@@ -66,7 +70,7 @@ impl Lengths {
             // 128 bits: the product of two numbers of rows.
             let place = (u128::from(index) * u128::from(rows.len()) / u128::from(count)) as u64;
             match row(&order, place, encoder) {
-                Ok((example, document)) => this.take(&example, document),
+                Ok((example, documents)) => this.take(&example, documents),
                 Err(_) if skip_bad => {}
                 Err(error) => return Err(error),
             }
@@ -74,15 +78,35 @@ impl Lengths {
         Ok(this)
     }
 
-    fn take(&mut self, example: &Example, document: Document) {
-        self.seen.push(document.inputs());
+    fn take(&mut self, example: &Example, documents: Vec<Document>) {
+        let tokens = documents.iter().map(Document::inputs);
+        self.seen.push(tokens.clone().max().unwrap_or(0));
+        if documents.len() > 1 {
+            self.pairs.push(tokens.sum());
+        }
         self.is_text &= matches!(example, Example::Text { .. });
         if self.prompt.is_none() {
             self.prompt = prompt(example);
         }
         if self.shown.len() < 2 {
-            self.shown.push(document);
+            self.shown.extend(documents);
         }
+    }
+
+    /// Tokens of both sides of a pair in the mean, where rows are pairs.
+    pub fn pair_tokens(&self) -> Option<usize> {
+        let sum: usize = self.pairs.iter().sum();
+        (!self.pairs.is_empty()).then(|| sum.div_ceil(self.pairs.len()))
+    }
+
+    /// Tokens of a row: the longest document that was seen, rounded up, within what the model and
+    /// memory allow.
+    pub fn seq(&self, max_positions: usize) -> usize {
+        let longest = self.seen.iter().copied().max().unwrap_or(0);
+        let most = MOST_SEQ.min(max_positions);
+        longest
+            .next_multiple_of(64)
+            .clamp(LEAST_SEQ.min(most), most)
     }
 
     /// Tokens of an epoch in rows of `seq`, about: what is longer is cut.
@@ -154,17 +178,20 @@ fn row(
     order: &roundpipe_data::Order,
     place: u64,
     encoder: &Encoder,
-) -> Result<(Example, Document)> {
+) -> Result<(Example, Vec<Document>)> {
     let example = order.example(place)?;
-    let document = encoder
-        .encode(&example)
-        .map_err(|what| Error::from(order.refuse(place, what)))?;
-    Ok((example, document))
+    let encoded = match &example {
+        Example::Preference(pair) => encoder.encode_pair(pair).map(Vec::from),
+        _ => encoder.encode(&example).map(|document| vec![document]),
+    };
+    let documents = encoded.map_err(|what| Error::from(order.refuse(place, what)))?;
+    Ok((example, documents))
 }
 
 /// What a sample can answer or continue, taken from a row.
 fn prompt(example: &Example) -> Option<String> {
     let text = match example {
+        Example::Preference(pair) => return prompt(&pair.chosen),
         Example::Chat(chat) => {
             let mut turns = chat.messages.iter();
             let user = turns.find(|message| message.role() == "user")?;
@@ -230,11 +257,7 @@ fn resolve_sizes(
     lengths: &Lengths,
     place: &Place,
 ) -> Result<()> {
-    let longest = lengths.seen.iter().copied().max().unwrap_or(0);
-    let most = MOST_SEQ.min(config.max_positions);
-    let auto = longest
-        .next_multiple_of(64)
-        .clamp(LEAST_SEQ.min(most), most);
+    let auto = lengths.seq(config.max_positions);
     let seq = *settings.seq.get_or_insert(auto);
     if seq == 0 || (settings.init.is_none() && seq > config.max_positions) {
         return Err(Error::Usage(format!(
@@ -244,7 +267,9 @@ fn resolve_sizes(
     }
     if settings.steps.is_none() {
         // Text is read once, as in pretraining; examples are few and shown three times.
-        let default = if lengths.is_text && settings.init.is_none() {
+        // Pairs are soon known by heart.
+        let is_pairs = settings.objective != Objective::Sft;
+        let default = if is_pairs || (lengths.is_text && settings.init.is_none()) {
             1
         } else {
             3
@@ -252,13 +277,16 @@ fn resolve_sizes(
         settings.epochs.get_or_insert(default);
     }
     let epochs = settings.epochs.unwrap_or(1) as f64;
-    let all_rows = lengths.packed_rows(seq, settings.packing) * epochs;
+    let is_pairs = settings.objective != Objective::Sft;
+    let packs = settings.packing && !is_pairs;
+    let all_rows = lengths.packed_rows(seq, packs) * epochs;
     let most_tokens = if place.is_host {
         HOST_TOKENS
     } else {
         GPU_TOKENS
     };
-    let most_rows = (most_tokens / seq as u64).max(1);
+    let row_tokens = lengths.pair_tokens().unwrap_or(seq).max(1);
+    let most_rows = (most_tokens / row_tokens as u64).max(1);
     let batch = match settings.steps {
         Some(_) => most_rows,
         None => ((all_rows / GOOD_STEPS as f64) as u64).clamp(1, most_rows),
@@ -277,10 +305,14 @@ fn resolve_sizes(
 
 fn resolve_learning(settings: &mut Settings, config: &ModelConfig, place: &Place) {
     let from_scratch = settings.init.is_some();
-    let adamw = match (settings.method, from_scratch) {
-        (Method::Lora, _) => 2e-4,
-        (Method::Full, false) => 2e-5,
-        (Method::Full, true) => 1e-3,
+    let adamw = match (settings.objective, settings.method, from_scratch) {
+        (Objective::Dpo, Method::Full, _) => 1e-6,
+        (Objective::Dpo, Method::Lora, _) => 1e-5,
+        (Objective::Orpo, Method::Full, _) => 8e-6,
+        (Objective::Orpo, Method::Lora, _) => 8e-5,
+        (Objective::Sft, Method::Lora, _) => 2e-4,
+        (Objective::Sft, Method::Full, false) => 2e-5,
+        (Objective::Sft, Method::Full, true) => 1e-3,
     };
     let lr = match settings.optimizer {
         RuleName::AdamW | RuleName::Adam | RuleName::Muon => adamw,
@@ -342,6 +374,8 @@ fn check(settings: &Settings, config: &ModelConfig) -> Result<()> {
         ("min_lr", settings.min_lr, 1.0),
         ("decay", settings.decay, 1.0),
         ("label_smoothing", settings.label_smoothing, 1.0),
+        ("dpo_label_smoothing", settings.dpo_label_smoothing, 0.499),
+        ("orpo_lambda", settings.orpo_lambda, 1e6),
         ("neftune", settings.neftune, 1e6),
         ("clip", settings.clip, 1e9),
         ("sample_temperature", settings.sample_temperature, 100.0),
@@ -375,6 +409,7 @@ fn check(settings: &Settings, config: &ModelConfig) -> Result<()> {
             "patience needs validation; give `validation` rows, a share or a file".into(),
         );
     }
+    check_objective(settings)?;
     let own = config.dtype.unwrap_or(DType::F32);
     if settings.dtype.is_none() && TypeName::of(own).is_none() {
         return refuse(format!(
@@ -383,6 +418,35 @@ fn check(settings: &Settings, config: &ModelConfig) -> Result<()> {
     }
     if settings.schedule == Schedule::StableThenDecay && settings.decay == 0.0 {
         return refuse("decay must be above 0 for schedule wsd".into());
+    }
+    Ok(())
+}
+
+/// Refuses settings that mean nothing for pairs of answers, or nothing without them.
+fn check_objective(settings: &Settings) -> Result<()> {
+    let refuse = |what: &str| Err(Error::Usage(what.into()));
+    let objective = settings.objective.name();
+    if settings.objective == Objective::Sft {
+        return Ok(());
+    }
+    if !(settings.dpo_beta > 0.0 && settings.dpo_beta <= 1e3) {
+        let beta = settings.dpo_beta;
+        return refuse(&format!(
+            "dpo_beta {beta:?} is not above 0 and at most 1000; 0.1 is usual"
+        ));
+    }
+    if settings.label_smoothing > 0.0 {
+        return refuse("label_smoothing is of tokens; use dpo_label_smoothing for pairs");
+    }
+    if settings.learn == LearnName::Everything {
+        return refuse(&format!(
+            "learn everything is not for {objective}, which learns from answers alone; leave it out"
+        ));
+    }
+    if settings.too_long == Some(TooLongName::Split) {
+        return refuse(&format!(
+            "too_long split is not for {objective}: an answer cannot be compared in parts; use cut or drop"
+        ));
     }
     Ok(())
 }

@@ -26,7 +26,9 @@ use crate::folder::RunFolder;
 use crate::machine;
 use crate::model::write_result;
 use crate::overview;
+use crate::preference::{self, Figures, PairLoss, Pairs, Side};
 use crate::progress::{Overview, Telling, Watcher};
+use crate::reference;
 use crate::samples;
 use crate::settings::{Given, Settings};
 use crate::start::{self, Data, Ready, lag, schedule, stream_options};
@@ -106,9 +108,21 @@ pub fn run(request: &Request, watcher: &mut dyn Watcher, stop: &AtomicBool) -> R
         }
     }
     // A folder that was made for a start that fails before its first step goes away again.
-    let ready = start::prepare(&folder, settings, watcher)
+    let mut ready = start::prepare(&folder, settings, watcher)
         .inspect_err(|_| folder.abandon())
         .map_err(|e| request.given.placed(e))?;
+    // Before a checkpoint is restored: it is about the weights of step 0.
+    if ready.pair_loss.is_some_and(PairLoss::needs_reference) {
+        let opened = reference::open(&ready, &folder, notes.is_some(), watcher, stop);
+        let opened = opened.inspect_err(|_| folder.abandon())?;
+        if opened.is_none() {
+            return Ok(Outcome::Interrupted {
+                step: notes.as_ref().map_or(0, |notes| notes.step),
+                folder: folder.path().to_path_buf(),
+            });
+        }
+        ready.reference = opened;
+    }
     let mut scaler = scaler(&ready.settings);
     if let Some(checkpoint) = &newest.checkpoint {
         let restored = ready.engine.restore_from(checkpoint)?;
@@ -139,6 +153,14 @@ fn read_notes(text: &str) -> Result<Notes> {
 fn scaler(settings: &Settings) -> Option<GradScaler> {
     let is_f16 = settings.dtype.map(DType::from) == Some(DType::F16);
     is_f16.then(GradScaler::default)
+}
+
+/// What a validation found.
+struct Evaluated {
+    loss: f64,
+    tokens: u64,
+    /// Of pairs.
+    figures: Option<Figures>,
 }
 
 /// A step whose update may still be under way.
@@ -252,7 +274,7 @@ impl<'r> Session<'r> {
         self.telling.record(Start {
             name: self.folder.path().display().to_string(),
             model: overview::model_name(ready).to_owned(),
-            method: ready.settings.method.name().to_owned(),
+            method: overview::method(ready),
             parameters: overview::parameters(ready),
             trained_parameters: overview::trained_parameters(ready) as u64,
             steps,
@@ -314,15 +336,32 @@ impl<'r> Session<'r> {
 
     /// The inputs and options of a training call.
     fn call(&self, batch: &Arc<TrainBatch>) -> Result<(roundpipe::Inputs, roundpipe::RunConfig)> {
-        let (inputs, config) = batches::call(batch, self.microbatches)?;
+        let (inputs, config) = match self.ready.pair_loss {
+            None => batches::call(batch, self.microbatches)?,
+            Some(_) => {
+                let pairs = Arc::new(self.pairs(batch.clone(), Side::Train)?);
+                let call = preference::call(&pairs, self.microbatches)?;
+                (call.inputs, call.config)
+            }
+        };
+        Ok((inputs, self.planned(config)?))
+    }
+
+    /// With the plan that was asked for, if one was.
+    fn planned(&self, config: roundpipe::RunConfig) -> Result<roundpipe::RunConfig> {
         let layers = self.ready.trained.model.layers.len();
         Ok(match self.ready.settings.stages {
-            Some(stages) => (
-                inputs,
-                config.execute_plan(start::even_plan(layers, stages)?),
-            ),
-            None => (inputs, config),
+            Some(stages) => config.execute_plan(start::even_plan(layers, stages)?),
+            None => config,
         })
+    }
+
+    /// A batch of pairs with what the loss compares them with.
+    fn pairs(&self, batch: Arc<TrainBatch>, side: Side) -> Result<Pairs> {
+        match &self.ready.reference {
+            Some(reference) => reference.pairs(batch, side),
+            None => preference::without(batch),
+        }
     }
 
     /// Doubles the number of microbatches after one did not fit.
@@ -333,8 +372,13 @@ impl<'r> Session<'r> {
         }
         if now >= rows {
             return Err(Error::DoesNotFit(format!(
-                "one row of {} tokens does not fit: {error}; lower seq, use grain = \"layer\", method = \
+                "one {} of {} tokens does not fit: {error}; lower seq, use grain = \"layer\", method = \
                  \"lora\" or a smaller model",
+                if self.ready.pair_loss.is_some() {
+                    "pair"
+                } else {
+                    "row"
+                },
                 self.ready.settings.seq.unwrap_or(0)
             )));
         }
@@ -389,7 +433,10 @@ impl<'r> Session<'r> {
             trace.on();
             self.traced = true;
         }
-        let loss = self.forward_backward(&batch)?;
+        let (loss, figures) = match self.ready.pair_loss {
+            Some(kind) => self.pair_step(kind, &batch)?,
+            None => (self.forward_backward(&batch)?, None),
+        };
         // The step before has ended by now.
         self.tell_pending()?;
         if self.traced && !wants_trace {
@@ -409,7 +456,9 @@ impl<'r> Session<'r> {
         self.step = next;
         self.was_finite |= loss.is_finite();
         self.tokens_trained += batch.tokens_trained;
-        let record = self.record(&batch, loss, lr);
+        let mut record = self.record(&batch, loss, lr);
+        record.reward_margin = figures.map(|figures| figures.margin());
+        record.reward_accuracy = figures.map(|figures| figures.accuracy());
         self.pending = Some(Pending { handle, record });
         Ok(())
     }
@@ -438,6 +487,47 @@ impl<'r> Session<'r> {
         }
     }
 
+    /// The same of a batch of pairs, with rewards.
+    fn pair_step(
+        &mut self,
+        kind: PairLoss,
+        batch: &Arc<TrainBatch>,
+    ) -> Result<(f64, Option<Figures>)> {
+        let pairs = Arc::new(self.pairs(batch.clone(), Side::Train)?);
+        loop {
+            let preference::PairCall {
+                inputs,
+                labels,
+                config,
+            } = preference::call(&pairs, self.microbatches)?;
+            let config = self.planned(config)?;
+            let engine = &self.ready.engine;
+            let call = engine.train(inputs).labels(labels).config(config);
+            let call = call.return_outputs();
+            let loss = preference::loss(kind, &pairs);
+            let (done, scale) = match &self.scaler {
+                None => (call.loss(loss).run(), 1.0),
+                Some(scaler) => {
+                    let scale = engine.loss_scale(scaler)?;
+                    let loss = engine.scaled_loss(scaler, loss)?;
+                    (call.loss(loss).run(), scale)
+                }
+            };
+            let output = match done {
+                Ok(output) => output,
+                Err(error) => {
+                    self.more_microbatches(batch.rows, error)?;
+                    continue;
+                }
+            };
+            let mut figures = Figures::default();
+            if let Some(outputs) = &output.outputs {
+                figures.add(kind, &preference::sums(outputs)?, &pairs.known);
+            }
+            return Ok((output.losses.total() / scale, Some(figures)));
+        }
+    }
+
     fn record(&mut self, batch: &TrainBatch, loss: f64, lr: f64) -> Step {
         let seconds = self.last_told.elapsed().as_secs_f64().max(1e-9);
         self.last_told = Instant::now();
@@ -458,6 +548,8 @@ impl<'r> Session<'r> {
             host_bytes: machine::host_now().unwrap_or(0),
             elapsed_s: self.elapsed(),
             skipped: false,
+            reward_margin: None,
+            reward_accuracy: None,
         }
     }
 
@@ -517,7 +609,11 @@ impl<'r> Session<'r> {
     /// Validates; says whether it was the best so far.
     fn validate(&mut self) -> Result<bool> {
         self.tell_pending()?;
-        let (loss, tokens) = self.evaluate()?;
+        let Evaluated {
+            loss,
+            tokens,
+            figures,
+        } = self.evaluate()?;
         // A loss that is no number is not the best, and JSON could not keep it.
         let is_best = loss.is_finite() && self.best.is_none_or(|(_, best)| loss < best);
         if is_best {
@@ -529,31 +625,40 @@ impl<'r> Session<'r> {
         self.telling.record(Eval {
             step: self.step,
             loss,
-            perplexity: loss.exp(),
+            // Of a loss over pairs it would mean nothing.
+            perplexity: figures.map_or_else(|| loss.exp(), |_| f64::NAN),
             tokens,
             best: is_best,
+            reward_margin: figures.map(|figures| figures.margin()),
+            reward_accuracy: figures.map(|figures| figures.accuracy()),
         });
         self.last_told = Instant::now();
         Ok(is_best)
     }
 
-    /// The mean loss over the tokens of the validation rows, and how many they are.
-    fn evaluate(&self) -> Result<(f64, u64)> {
+    /// The mean loss over the tokens, or the pairs, of the validation rows.
+    fn evaluate(&self) -> Result<Evaluated> {
         let Some(rows) = &self.ready.data.validation else {
-            return Ok((f64::NAN, 0));
+            return Ok(Evaluated {
+                loss: f64::NAN,
+                tokens: 0,
+                figures: None,
+            });
         };
         let settings = &self.ready.settings;
         let options = start::validation_options(settings, settings.data_threads);
         let stream = Stream::new(rows.clone(), self.ready.data.encoder.clone(), options)?;
         let engine = &self.ready.engine;
         engine.set_training(false);
-        let done = self.sum_losses(engine, stream);
+        let done = match self.ready.pair_loss {
+            Some(kind) => self.judge(kind, stream),
+            None => self.sum_losses(engine, stream),
+        };
         engine.set_training(true);
-        let (sum, tokens) = done?;
-        Ok((sum / tokens.max(1) as f64, tokens))
+        done
     }
 
-    fn sum_losses(&self, engine: &RoundPipe, stream: Stream) -> Result<(f64, u64)> {
+    fn sum_losses(&self, engine: &RoundPipe, stream: Stream) -> Result<Evaluated> {
         let (mut sum, mut tokens) = (0.0, 0);
         for batch in stream {
             let batch = Arc::new(batch?);
@@ -563,7 +668,29 @@ impl<'r> Session<'r> {
             sum += loss * batch.tokens_trained as f64;
             tokens += batch.tokens_trained;
         }
-        Ok((sum, tokens))
+        Ok(Evaluated {
+            loss: sum / tokens.max(1) as f64,
+            tokens,
+            figures: None,
+        })
+    }
+
+    /// The loss and the rewards of pairs.
+    fn judge(&self, kind: PairLoss, stream: Stream) -> Result<Evaluated> {
+        let mut figures = Figures::default();
+        let mut tokens = 0;
+        for batch in stream {
+            let batch = Arc::new(batch?);
+            tokens += batch.tokens_trained;
+            let pairs = Arc::new(self.pairs(batch, Side::Validation)?);
+            let sums = reference::forward(self.ready, &pairs, self.microbatches)?;
+            figures.add(kind, &sums, &pairs.known);
+        }
+        Ok(Evaluated {
+            loss: figures.loss(),
+            tokens,
+            figures: Some(figures),
+        })
     }
 
     /// Writes samples with the newest weights.

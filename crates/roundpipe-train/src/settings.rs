@@ -52,6 +52,28 @@ choice! {
     }
 }
 choice! {
+    /// What is learned from the data.
+    Objective {
+        /// Tokens: supervised fine-tuning.
+        #[default]
+        Sft = "sft",
+        /// Which of two answers is preferred, compared with the model before training (DPO).
+        Dpo = "dpo",
+        /// The preferred answer, and that it is likelier than the other (ORPO).
+        Orpo = "orpo",
+    }
+}
+choice! {
+    /// The loss of DPO.
+    DpoLossName {
+        /// As in the paper; with label smoothing, cDPO.
+        #[default]
+        Sigmoid = "sigmoid",
+        /// Squared, with means per token (IPO).
+        Ipo = "ipo",
+    }
+}
+choice! {
     /// The optimizer's rule.
     RuleName {
         /// AdamW.
@@ -153,6 +175,12 @@ choice! {
         Completion = "completion",
         /// Plain text.
         Text = "text",
+        /// `prompt`, `chosen`, `rejected`.
+        Preference = "preference",
+        /// `chosen` and `rejected`, which begin with the prompt.
+        ImplicitPreference = "preference_implicit",
+        /// `conversations`, `chosen`, `rejected`.
+        ShareGptPreference = "preference_sharegpt",
     }
 }
 choice! {
@@ -249,6 +277,9 @@ impl From<FormatName> for Format {
             FormatName::Alpaca => Self::Alpaca,
             FormatName::Completion => Self::PromptCompletion,
             FormatName::Text => Self::Text,
+            FormatName::Preference => Self::Preference,
+            FormatName::ImplicitPreference => Self::ImplicitPreference,
+            FormatName::ShareGptPreference => Self::ShareGptPreference,
         }
     }
 }
@@ -368,6 +399,7 @@ pub struct Settings {
     pub validation: Option<ValidationSetting>,
     pub out: Option<String>,
     pub method: Method,
+    pub objective: Objective,
     pub steps: Option<u64>,
     pub epochs: Option<u64>,
     pub seq: Option<usize>,
@@ -399,6 +431,10 @@ pub struct Settings {
     pub lora_dropout: f64,
     pub lora_targets: Vec<String>,
     pub lora_rslora: bool,
+    pub dpo_beta: f64,
+    pub dpo_loss: DpoLossName,
+    pub dpo_label_smoothing: f64,
+    pub orpo_lambda: f64,
     pub save_every: Option<u64>,
     pub keep: usize,
     pub eval_every: Option<u64>,
@@ -431,6 +467,7 @@ impl Default for Settings {
             validation: None,
             out: None,
             method: Method::Full,
+            objective: Objective::Sft,
             steps: None,
             epochs: None,
             seq: None,
@@ -462,6 +499,10 @@ impl Default for Settings {
             lora_dropout: 0.0,
             lora_targets: vec!["all-linear".into()],
             lora_rslora: false,
+            dpo_beta: 0.1,
+            dpo_loss: DpoLossName::Sigmoid,
+            dpo_label_smoothing: 0.0,
+            orpo_lambda: 0.1,
             save_every: None,
             keep: 2,
             eval_every: None,
@@ -519,15 +560,16 @@ impl Settings {
         key!(init, Fixed, "instead of a model: random weights of a preset such as \"tiny\" or \"qwen3-0.6b\"");
         key!(tokenizer, Fixed, "a folder with tokenizer.json, for init; without one, bytes are tokens");
         key!(data, Fixed, "files and folders of examples; \"chats.jsonl=0.5\" takes half of its rows in an epoch");
-        key!(format, Fixed, "messages, sharegpt, alpaca, completion or text; found in each file unless given");
+        key!(format, Fixed, "messages, sharegpt, alpaca, completion, text, preference, preference_implicit or preference_sharegpt; found in each file unless given");
         key!(validation, Fixed, "rows kept to validate: a share, a number, a file, or \"off\"; by default 2% of 50 rows or more");
         key!(out, Free, "the run's folder; by default runs/MODEL-DATA");
         key!(method, Fixed, "\"full\": every weight; \"lora\": low-rank branches beside frozen weights, a fraction of the memory");
+        key!(objective, Fixed, "\"sft\": the tokens of examples; \"dpo\", \"orpo\": which of two answers is preferred (--method)");
         heading!("How long, and how much at a time");
-        key!(epochs, Free, "how often all rows are taken; 3 by default, 1 for plain text");
+        key!(epochs, Free, "how often all rows are taken; 3 by default, 1 for plain text and pairs");
         key!(steps, Free, "optimizer steps, instead of epochs");
         key!(seq, Fixed, "tokens of a packed row: the longest document, rounded up, and at most 2048 by default");
-        key!(batch, Fixed, "rows of a step; by default about 200 steps in a run, and at most 16,384 tokens in a step");
+        key!(batch, Fixed, "rows or pairs of a step; by default about 200 steps in a run, and at most 16,384 tokens in a step");
         key!(microbatches, Fixed, "parts of a step; devices + 1 by default, more where one does not fit");
         key!(packing, Fixed, "several documents in a row, which do not see each other");
         key!(shuffle, Fixed, "rows in an order of their own in every epoch");
@@ -537,7 +579,7 @@ impl Settings {
         key!(template, Fixed, "a chat template file, instead of the model's own");
         heading!("Learning");
         key!(optimizer, Fixed, "adamw, adam, sgd, lion, muon or adafactor");
-        key!(lr, Fixed, "peak learning rate; AdamW: 2e-5 for a full fine-tune (more forgets), 2e-4 for LoRA (its branches start at zero), 1e-3 from scratch");
+        key!(lr, Fixed, "peak learning rate; AdamW: 2e-5 for a full fine-tune (more forgets), 2e-4 for LoRA (its branches start at zero), 1e-3 from scratch; for DPO 1e-6 and 1e-5, for ORPO 8e-6 and 8e-5");
         key!(schedule, Fixed, "cosine, linear, constant or wsd (warm-up, stable, decay)");
         key!(warmup, Fixed, "steps from 0 to lr; 3% of the run by default");
         key!(min_lr, Fixed, "what lr ends at, as a share of the peak");
@@ -557,6 +599,11 @@ impl Settings {
         key!(lora_dropout, Fixed, "share of a branch's inputs that are dropped in training");
         key!(lora_targets, Fixed, "\"all-linear\", or names such as [\"q_proj\", \"v_proj\"]");
         key!(lora_rslora, Fixed, "multiply with alpha / sqrt(rank) instead");
+        heading!("Preference tuning");
+        key!(dpo_beta, Fixed, "how close DPO stays to the model before training; less lets it go further");
+        key!(dpo_loss, Fixed, "\"sigmoid\", or \"ipo\": squared, with means per token");
+        key!(dpo_label_smoothing, Fixed, "share of pairs that are taken to be the wrong way round (cDPO), below 0.5");
+        key!(orpo_lambda, Fixed, "ORPO: the weight of the odds beside the chosen answer's own loss");
         heading!("Saving and looking");
         key!(save_every, Free, "steps between checkpoints; a tenth of the run by default, at most 500");
         key!(keep, Free, "checkpoints that stay, besides the best");
@@ -670,9 +717,15 @@ impl Given {
                 "{place}: there is no setting `{key}`{near}; `roundpipe train --print-config` lists all"
             )));
         };
-        item.value
-            .set(&value)
-            .map_err(|why| Error::Usage(format!("{place}: {key} {why}")))?;
+        item.value.set(&value).map_err(|why| {
+            let is_objective = key == "method" && matches!(value.as_str(), Some("dpo" | "orpo"));
+            let hint = if is_objective {
+                "; write --method dpo, or objective=dpo"
+            } else {
+                ""
+            };
+            Error::Usage(format!("{place}: {key} {why}{hint}"))
+        })?;
         let value = match item.name {
             "model" | "tokenizer" | "template" | "data" | "validation" => absolute(value),
             _ => value,

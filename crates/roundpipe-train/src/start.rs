@@ -13,18 +13,20 @@ use roundpipe::{
     lr::{DecayShape, LrDecay},
 };
 use roundpipe_data::{
-    EncodeOptions, Encoder, Input, Rows, Source, SourceOptions, Stream, StreamOptions,
+    EncodeOptions, Encoder, FileReport, Input, Rows, Source, SourceOptions, Stream, StreamOptions,
 };
 use roundpipe_files::text::Line;
 use roundpipe_models::chat::ChatTemplate;
+use roundpipe_models::tokenizer::Tokenizer;
 
 use crate::error::{Error, Result};
 use crate::folder::RunFolder;
 use crate::machine;
 use crate::model::{Origin, Trained, rule};
+use crate::preference::{PairLoss, Reference};
 use crate::progress::{ShownRow, Watcher};
 use crate::resolve::{self, Lengths, Place};
-use crate::settings::{BadRowsName, Given, Schedule, Settings, ValidationSetting};
+use crate::settings::{BadRowsName, Given, Objective, Schedule, Settings, ValidationSetting};
 
 /// Host memory of a token in a batch: its number, label and position, as read and as given on.
 const TOKEN_BYTES: u64 = 48;
@@ -40,6 +42,10 @@ pub(crate) struct Ready {
     /// Operations per second of a large product on the first device, if it could be measured.
     pub product_rate: Option<f64>,
     pub engine: RoundPipe,
+    /// Where pairs are learned from, their loss.
+    pub pair_loss: Option<PairLoss>,
+    /// What the model said of them before training, once it is known.
+    pub reference: Option<Reference>,
 }
 
 /// What is learned from.
@@ -53,6 +59,8 @@ pub(crate) struct Data {
     pub is_text: bool,
     /// Tokens of the document that a token is in, on average: what attention goes by.
     pub context: usize,
+    /// Tokens of a pair in the mean, where rows are pairs.
+    pub pair_tokens: Option<usize>,
 }
 
 /// Opens a run's folder, and says which settings hold there.
@@ -170,6 +178,8 @@ pub(crate) fn prepare(
     let engine = build(&settings, &trained, &devices)?;
     folder.write_settings(&settings)?;
     Ok(Ready {
+        pair_loss: PairLoss::of(&settings),
+        reference: None,
         settings,
         trained,
         devices,
@@ -183,6 +193,11 @@ pub(crate) fn prepare(
 fn check_batch(settings: &Settings) -> Result<()> {
     let tokens = settings.seq.unwrap_or(1) as u64;
     let tokens = tokens.saturating_mul(settings.batch.unwrap_or(1) as u64);
+    let documents = match settings.objective {
+        Objective::Sft => 1,
+        Objective::Dpo | Objective::Orpo => 2,
+    };
+    let tokens = tokens.saturating_mul(documents);
     let bytes = Bytes(tokens.saturating_mul(TOKEN_BYTES));
     let left = roundpipe::host_memory::available();
     match settings.host_memory.into_iter().chain(left).min() {
@@ -247,20 +262,16 @@ fn open_data(settings: &mut Settings, origin: &Origin) -> Result<(Data, Lengths)
         format: settings.format.map(Into::into),
         ..SourceOptions::default()
     };
-    let input = |text: &String| {
-        Input::parse(text).map_err(|e| Error::Usage(format!("data {}: {e}", Line(text))))
-    };
-    let inputs = settings
-        .data
-        .iter()
-        .map(input)
-        .collect::<Result<Vec<_>>>()?;
+    let inputs = inputs(settings)?;
     let source = Source::open(&inputs, &options)?;
+    check_formats(settings, &source)?;
     let validation = resolve::validation(settings, source.rows().len());
     let source = source.with_validation(validation)?;
     let other = match &settings.validation {
         Some(ValidationSetting::File(file)) => {
-            Some(Source::open(&[Input::parse(file)?], &options)?)
+            let other = Source::open(&[Input::parse(file)?], &options)?;
+            check_formats(settings, &other)?;
+            Some(other)
         }
         _ => None,
     };
@@ -279,28 +290,71 @@ fn open_data(settings: &mut Settings, origin: &Origin) -> Result<(Data, Lengths)
         .map_or_else(|| source.validation(), Source::rows);
     // A row that cannot be read would otherwise end the run at its first validation.
     Lengths::look(&kept, &encoder, skips)?;
-    let shown = lengths
-        .shown
-        .iter()
-        .map(|document| shown(document, &encoder));
+    let titles: &[&str] = if lengths.pairs.is_empty() {
+        &["", ""]
+    } else {
+        &["chosen", "rejected"]
+    };
+    let shown = lengths.shown.iter().zip(titles);
+    let shown = shown.map(|(document, title)| ShownRow {
+        title: (*title).to_owned(),
+        pieces: encoder.pieces(document),
+    });
     let data = Data {
         report: source.report().iter().map(ToString::to_string).collect(),
         validation: (!kept.is_empty()).then_some(kept),
         shown: shown.collect(),
         is_text: lengths.is_text,
         context: 1,
+        pair_tokens: lengths.pair_tokens(),
         rows,
         encoder,
     };
     Ok((data, lengths))
 }
 
+/// Refuses pairs of answers where tokens are learned, and the other way round.
+fn check_formats(settings: &Settings, source: &Source) -> Result<()> {
+    let wants_pairs = settings.objective != Objective::Sft;
+    let is_wrong = |file: &FileReport| file.format.is_preference() != wants_pairs;
+    let Some(file) = source.report().into_iter().find(is_wrong) else {
+        return Ok(());
+    };
+    let path = file.path.display();
+    let objective = settings.objective.name();
+    Err(Error::Usage(if wants_pairs {
+        format!(
+            "{path}: has rows of {}, and {objective} learns from pairs; give rows with `chosen` and \
+             `rejected`, or leave --method out",
+            file.format
+        )
+    } else {
+        format!(
+            "{path}: has {}, which only preference tuning learns from; add --method dpo or orpo",
+            file.format
+        )
+    }))
+}
+
+/// Files and folders with their weights.
+pub(crate) fn inputs(settings: &Settings) -> Result<Vec<Input>> {
+    let input = |text: &String| {
+        Input::parse(text).map_err(|e| Error::Usage(format!("data {}: {e}", Line(text))))
+    };
+    settings.data.iter().map(input).collect()
+}
+
 fn open_encoder(settings: &Settings, origin: &Origin) -> Result<Arc<Encoder>> {
+    encoder(settings, &origin.tokenizer)
+}
+
+/// What turns rows into tokens, with the user's template if there is one.
+pub(crate) fn encoder(settings: &Settings, tokenizer: &Tokenizer) -> Result<Arc<Encoder>> {
     let options = EncodeOptions {
         learn: settings.learn.into(),
         ..EncodeOptions::default()
     };
-    let encoder = Encoder::new(origin.tokenizer.clone(), options)?;
+    let encoder = Encoder::new(tokenizer.clone(), options)?;
     let Some(path) = &settings.template else {
         return Ok(Arc::new(encoder));
     };
@@ -312,24 +366,9 @@ fn open_encoder(settings: &Settings, origin: &Origin) -> Result<Arc<Encoder>> {
     let bytes = roundpipe_files::small::read(path.as_ref(), limits)
         .map_err(|e| Error::Usage(format!("template: {e}")))?;
     let text = String::from_utf8(bytes).map_err(|_| usage("is no UTF-8 text".into()))?;
-    let template = ChatTemplate::parse(&text, origin.tokenizer.special_tokens())
-        .map_err(|e| usage(e.to_string()))?;
+    let template =
+        ChatTemplate::parse(&text, tokenizer.special_tokens()).map_err(|e| usage(e.to_string()))?;
     Ok(Arc::new(encoder.template(template)))
-}
-
-/// A document as pieces of text that are learned or not.
-fn shown(document: &roundpipe_data::Document, encoder: &Encoder) -> ShownRow {
-    let mut pieces = Vec::new();
-    let mut start = 0;
-    while start < document.ids.len() {
-        let learned = document.learned[start];
-        let rest = document.learned[start..].iter();
-        let end = start + rest.take_while(|other| **other == learned).count();
-        let text = encoder.tokenizer().decode(&document.ids[start..end], false);
-        pieces.push((text.unwrap_or_default(), learned));
-        start = end;
-    }
-    ShownRow(pieces)
 }
 
 fn build(settings: &Settings, trained: &Trained, devices: &[Arc<dyn Device>]) -> Result<RoundPipe> {
@@ -442,6 +481,7 @@ pub(crate) fn stream_options(settings: &Settings) -> StreamOptions {
     options.shuffle = settings.shuffle.then_some(settings.seed);
     options.too_long = settings.too_long.map(Into::into);
     options.bad_rows = settings.bad_rows.into();
+    options.pairs = settings.objective != Objective::Sft;
     options.threads = settings.data_threads;
     options
 }

@@ -89,8 +89,13 @@ fn hostile_files_are_refused_in_one_line() {
         ),
         (
             "keys.jsonl",
+            b"{\"better\": 1, \"worse\": 2}".to_vec(),
+            "row 1: has the keys `better`, `worse`",
+        ),
+        (
+            "pair.jsonl",
             b"{\"chosen\": 1, \"rejected\": 2}".to_vec(),
-            "row 1: has the keys `chosen`, `rejected`",
+            "row 1: its `chosen` is a number; write a text or a list of messages",
         ),
         (
             "number.jsonl",

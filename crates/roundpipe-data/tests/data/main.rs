@@ -6,4 +6,5 @@ mod hostile;
 mod kit;
 mod masks;
 mod model;
+mod preference;
 mod streams;

@@ -135,6 +135,30 @@ impl Head {
         }
     }
 
+    /// For each packed document the sum of its labels' log-probabilities [n] (f32). In training the
+    /// balance of experts comes beside it, times its coefficient.
+    fn log_probs(&self, cx: &mut Cx, x: &Tensor, mut flow: Flow) -> TensorResult<Tree> {
+        let labels = take(&mut flow, "labels")?;
+        let documents = take(&mut flow, "documents")?;
+        let count = get(&flow, "lens")?.numel().saturating_sub(1);
+        let weight = cx.get(&self.weight)?;
+        let options = CrossEntropy {
+            reduction: Reduction::None,
+            ..CrossEntropy::default()
+        };
+        let losses = cx.linear_cross_entropy(x, &weight, &labels, options)?;
+        let losses = cx.reshape(&losses, &[-1])?;
+        let documents = cx.reshape(&documents, &[-1])?;
+        let zeros = cx.zeros(losses.dtype(), &[count])?;
+        let sums = cx.index_add(&zeros, 0, &documents, &losses)?;
+        let mut outputs = vec![("log_probs", cx.neg(&sums)?.into())];
+        if cx.is_training() && flow.contains_key("aux.shares") {
+            let balance = self.balance(cx, &flow, labels.numel(), self.aux_coef)?;
+            outputs.push(("balance", balance.into()));
+        }
+        Ok(Tree::map(outputs))
+    }
+
     /// Loss, logits and, of models with experts that are balanced, the balance without its
     /// coefficient: what transformers gives.
     fn outputs(&self, cx: &mut Cx, x: &Tensor, flow: Flow) -> TensorResult<Tree> {
@@ -231,6 +255,9 @@ impl Layer for Head {
         let hidden = take(&mut flow, "hidden")?;
         let normed = self.norm.forward(cx, &hidden)?;
         drop(hidden);
+        if flow.contains_key("documents") {
+            return self.log_probs(cx, &normed, flow);
+        }
         if flow.contains_key("labels") {
             if inputs::wants_scores(&flow) {
                 return self.scores(cx, &normed, &flow);

@@ -14,7 +14,7 @@ use super::{Flow, padding, take};
 const OP: &str = "model";
 
 /// Names of our own.
-const OURS: [&str; 3] = ["ids", "positions", "lens"];
+const OURS: [&str; 4] = ["ids", "positions", "lens", "documents"];
 /// Names of Hugging Face.
 const THEIRS: [&str; 3] = ["input_ids", "position_ids", "attention_mask"];
 /// Names that stand beside either. A map of `past` may also be spread into its entries.
@@ -43,6 +43,7 @@ pub(super) fn read(cx: &mut Cx, mut flow: Flow) -> TensorResult<Flow> {
         let what = "`return_scores` needs `labels`, the tokens whose scores are asked for";
         return Err(TensorError::invalid(OP, what));
     }
+    check_documents(&flow)?;
     if let Some(Tree::Map(last)) = flow.remove("past") {
         flow.extend(last.into_iter().filter(|(name, _)| is_past(name)));
     }
@@ -81,6 +82,28 @@ fn check_names(flow: &Flow) -> TensorResult<()> {
                 given(flow)
             ),
         ));
+    }
+    Ok(())
+}
+
+/// Sums by document need to know where documents end and which labels they have.
+fn check_documents(flow: &Flow) -> TensorResult<()> {
+    let has = |name: &str| flow.contains_key(name);
+    if !has("documents") {
+        return Ok(());
+    }
+    if let Some(name) = ["labels", "lens"].into_iter().find(|name| !has(name)) {
+        let what =
+            format!("`documents` stand beside `labels` and `lens`, and there is no `{name}`");
+        return Err(TensorError::invalid(OP, what));
+    }
+    if let Some(name) = ["weight", "return_logits"]
+        .into_iter()
+        .find(|name| has(name))
+    {
+        let what =
+            format!("`documents` ask for sums of log-probabilities, and `{name}` is for a loss");
+        return Err(TensorError::invalid(OP, what));
     }
     Ok(())
 }
