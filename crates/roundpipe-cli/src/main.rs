@@ -4,12 +4,14 @@
 mod bench;
 mod bounds;
 mod demo;
+mod doctor;
 mod generate;
 mod open;
 mod place;
 mod screen;
 mod terminal;
 mod train;
+mod verify;
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -39,6 +41,8 @@ enum Command {
     Train(train::TrainCmd),
     Generate(generate::GenerateCmd),
     Bench(bench::BenchCmd),
+    Doctor(doctor::DoctorCmd),
+    Verify(verify::VerifyCmd),
     Demo(demo::DemoCmd),
 }
 
@@ -86,6 +90,8 @@ fn main() -> ExitCode {
     let done = match command {
         Command::Train(train) => signals().and_then(|stop| train.run(&mut out, &stop)),
         Command::Demo(demo) => signals().and_then(|stop| demo.run(&mut out, &stop)),
+        Command::Doctor(doctor) => signals().and_then(|stop| doctor.run(&mut out, &stop)),
+        Command::Verify(verify) => signals().and_then(|stop| verify.run(&mut out, &stop)),
         Command::Generate(generate) => generate.run(&mut out).map_err(Failure::from),
         Command::Bench(bench) => bench.run(&mut out).map_err(Failure::from),
     };

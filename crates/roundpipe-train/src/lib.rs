@@ -19,6 +19,8 @@ pub mod folder;
 pub mod machine;
 pub mod profile;
 
+pub mod doctor;
+
 mod batches;
 mod model;
 mod resolve;
@@ -26,6 +28,8 @@ mod samples;
 
 mod progress;
 mod start;
+
+pub mod verify;
 
 mod overview;
 mod run;
