@@ -52,7 +52,10 @@ fn seconds_per_round(mut work: impl FnMut() -> TensorResult<()>) -> TensorResult
 /// Measures a card and how much host memory its driver pins.
 pub(super) fn gpu(facts: &mut GpuFacts) {
     match measure_gpu(facts) {
-        Ok(profile) => facts.measured = Some(profile),
+        Ok(profile) => {
+            facts.measured = Some(profile);
+            facts.failed = None;
+        }
         Err(error) => facts.failed = Some(error.to_string()),
     }
 }

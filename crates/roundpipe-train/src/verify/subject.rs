@@ -2,10 +2,11 @@
 //!
 //! A subject is a recipe: every run makes the model anew, with the same bits.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use roundpipe::optim::AdamW;
-use roundpipe::{DType, HostTensor, Inputs, RngSite, Rule, host_memory};
+use roundpipe::{DType, HostTensor, Inputs, Param, Params, RngSite, Rule, host_memory};
 use roundpipe_models::{
     Folder, LoadOptions, LoraConfig, Model, ModelConfig, load, preset, read_config,
 };
@@ -38,6 +39,8 @@ pub(super) struct Subject {
     dtype: DType,
     weights: Option<PathBuf>,
     lora: Option<LoraConfig>,
+    /// Whether head and embedding are one in the folder and two here.
+    is_untied: bool,
     /// Noise on embeddings, as NEFTune has it: a random operation in every forward.
     noise: f64,
     pub rows: usize,
@@ -45,6 +48,8 @@ pub(super) struct Subject {
     pub microbatches: usize,
     /// Steps before and behind the save of a run that is resumed.
     pub half: u64,
+    /// Simulated machines, each with other delays, that the order of copies is checked on.
+    pub seeds: u64,
 }
 
 impl Subject {
@@ -58,9 +63,11 @@ impl Subject {
 
     /// A dense model, one with experts, and adapters on the dense one.
     fn built_in(quick: bool) -> Result<Vec<Self>> {
-        let scale = if quick { 1 } else { 2 };
-        let width = 32 * scale;
-        let layers = 2 * scale;
+        let (width, layers, seq, half) = if quick {
+            (32, 2, 12, 2)
+        } else {
+            (128, 4, 40, 4)
+        };
         let common = json!({
             "vocab_size": 256, "hidden_size": width, "intermediate_size": 3 * width,
             "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -80,11 +87,13 @@ impl Subject {
             dtype: DType::BF16,
             weights: None,
             lora: None,
+            is_untied: false,
             noise: 0.0,
             rows: 6,
-            seq: 12 * scale,
+            seq,
             microbatches: 3,
-            half: 2,
+            half,
+            seeds: if quick { 3 } else { 10 },
         };
         let lora = LoraConfig {
             rank: 4,
@@ -171,10 +180,12 @@ impl Subject {
             dtype,
             weights,
             lora: None,
+            is_untied: false,
             noise: 0.0,
             rows,
             microbatches,
             half,
+            seeds: 2,
         }
     }
 
@@ -212,9 +223,18 @@ impl Subject {
         self.config.num_params()
     }
 
+    /// Logits of a whole batch in f32: the largest values there are.
+    pub fn logit_bytes(&self) -> u64 {
+        (self.rows * self.seq * self.config.vocab * 4) as u64
+    }
+
     /// The model, the same every time.
     pub fn model(&self) -> Result<Model> {
         let mut model = match &self.weights {
+            Some(path) if self.is_untied => {
+                let config = self.config.with(&json!({ "tie_word_embeddings": true }))?;
+                untie(&load_first(path, &config, self.dtype)?, &self.config)?
+            }
             Some(path) => load_first(path, &self.config, self.dtype)?,
             None => Model::random(self.config.clone(), self.dtype, SEED)?,
         };
@@ -225,35 +245,51 @@ impl Subject {
         Ok(model)
     }
 
-    /// The model in f32 without random operations, with the values that it has in its own type.
-    pub fn wide_model(&self) -> Result<Model> {
-        let narrow = Self {
-            noise: 0.0,
-            lora: None,
-            ..self.clone()
+    /// The same with a head of its own that starts as the embedding, where they are one.
+    pub fn untied(&self) -> Result<Self> {
+        if !self.config.tied {
+            return Ok(self.clone());
         }
-        .model()?;
-        let wide = Model::empty(self.config.clone(), DType::F32)?;
-        for (narrow, wide) in narrow.entries().iter().zip(wide.entries()) {
-            let param = &narrow.param;
-            let values = HostTensor::new(param.data(), param.dtype(), param.shape())?;
-            let values = HostTensor::from_f64s(&values.to_f64_vec()?, DType::F32, param.shape())?;
-            let home = wide.param.data();
-            home.write(0..home.len())?
-                .bytes()
-                .copy_from_slice(values.read()?.bytes());
+        let config = self.config.with(&json!({ "tie_word_embeddings": false }))?;
+        Ok(Self {
+            config,
+            is_untied: true,
+            ..self.clone()
+        })
+    }
+
+    /// The model without random operations.
+    pub fn still_model(&self) -> Result<Model> {
+        self.still(self.dtype).model()
+    }
+
+    /// The same in f32, with the values that it has in its own type.
+    pub fn wide_model(&self) -> Result<Model> {
+        let narrow = self.still_model()?;
+        let wide = self.still(DType::F32).model()?;
+        let pairs = narrow.named_params().into_iter().zip(wide.named_params());
+        for ((_, narrow), (_, wide)) in pairs {
+            let values = HostTensor::new(narrow.data(), narrow.dtype(), narrow.shape())?;
+            let values = HostTensor::from_f64s(&values.to_f64_vec()?, wide.dtype(), wide.shape())?;
+            let home = wide.data();
+            let mut home = home.write(0..home.len())?;
+            home.bytes().copy_from_slice(values.read()?.bytes());
         }
         Ok(wide)
     }
 
-    /// The same model in its own type, without random operations.
-    pub fn still_model(&self) -> Result<Model> {
+    /// The recipe without noise and dropout, in a type.
+    fn still(&self, dtype: DType) -> Self {
+        let lora = self.lora.clone().map(|lora| LoraConfig {
+            dropout: 0.0,
+            ..lora
+        });
         Self {
             noise: 0.0,
-            lora: None,
+            lora,
+            dtype,
             ..self.clone()
         }
-        .model()
     }
 
     /// The tokens of a step, and those that follow them: one list of `rows` times `seq`.
@@ -359,4 +395,19 @@ fn load_first(path: &Path, config: &ModelConfig, dtype: DType) -> Result<Model> 
     options.ignored.extend(cut.map(str::to_owned));
     load(&folder, &model.entries(), &options)?;
     Ok(model)
+}
+
+/// A copy of a model with tied weights, whose head has weights of its own.
+fn untie(tied: &Model, config: &ModelConfig) -> Result<Model> {
+    let untied = Model::empty(config.clone(), tied.dtype())?;
+    let (shared, _) = tied.layers.named_params().remove(0);
+    let known: BTreeMap<String, Param> = tied.layers.named_params().into_iter().collect();
+    for (name, param) in untied.layers.named_params() {
+        // The head's is the only one that the tied model does not have.
+        let source = known.get(&name).unwrap_or(&known[&shared]).data();
+        let home = param.data();
+        let mut home = home.write(0..home.len())?;
+        home.bytes().copy_from_slice(source.read_all()?.bytes());
+    }
+    Ok(untied)
 }

@@ -1,12 +1,14 @@
 //! All that a run leaves, and how two of them differ.
 
+use std::collections::BTreeMap;
+
 use roundpipe::{DType, HostTensor};
 use serde::Serialize;
 
 use crate::error::Result;
 
 /// What a value is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
     /// Of a step.
@@ -75,26 +77,30 @@ impl Trail {
             let what = || format!("the loss of step {}", step + 1);
             found.count(Kind::Losses, 1, u64::from(differs), what);
         }
-        let mut theirs = other.tensors.iter();
+        let mut theirs: BTreeMap<_, Vec<&HostTensor>> = BTreeMap::new();
+        for (kind, name, tensor) in &other.tensors {
+            theirs.entry((*kind, name)).or_default().push(tensor);
+        }
+        // A parameter may have several moments, which have its name: they go by their order.
         for (kind, name, tensor) in &self.tensors {
-            let same = theirs.next().filter(|(k, n, _)| (k, n) == (kind, name));
             let values = tensor.numel() as u64;
+            let same = theirs.get_mut(&(*kind, name)).filter(|all| !all.is_empty());
             let differ = match same {
-                Some((.., other)) => different_values(tensor, other)?,
+                Some(all) => different_values(tensor, all.remove(0))?,
                 None => values,
             };
             found.count(*kind, values, differ, || {
                 format!("{} of {name}", kind.name())
             });
         }
-        for (kind, name, tensor) in theirs {
-            let values = tensor.numel() as u64;
-            found.count(*kind, values, values, || {
-                format!(
-                    "{} of {name}, which one run has and the other does not",
-                    kind.name()
-                )
-            });
+        for ((kind, name), tensors) in theirs {
+            for tensor in tensors {
+                let values = tensor.numel() as u64;
+                found.count(kind, values, values, || {
+                    let kind = kind.name();
+                    format!("{kind} of {name}, which one run has and the other does not")
+                });
+            }
         }
         Ok((found.counted, found.first))
     }

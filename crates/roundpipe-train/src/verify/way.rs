@@ -89,14 +89,11 @@ impl Place {
 }
 
 /// Simulated devices with their own memory, whose every access is checked.
-pub(super) fn simulated(
-    seed: u64,
-    workers: usize,
-    memory: Bytes,
-) -> Result<(SimWorld, Vec<Arc<dyn Device>>)> {
+pub(super) fn simulated(seed: u64, workers: usize) -> Result<(SimWorld, Vec<Arc<dyn Device>>)> {
     let world = SimWorld::new(SimConfig {
         seed,
-        memory,
+        // Of which engines take what they need.
+        memory: Bytes(u64::MAX >> 16),
         ..SimConfig::default()
     })?;
     let devices = world.workers(workers).into_iter();
@@ -161,7 +158,7 @@ impl Way {
             .resident(self.resident)
             .run_config(config)
             .ring_options(RingOptions {
-                memory: Some(Bytes(context + memory(subject).0)),
+                memory: Some(Bytes(context + memory(subject, &*self.devices[0]).0)),
                 activation_budget: self.keep,
                 serial: self.serial,
                 ..RingOptions::default()
@@ -178,9 +175,16 @@ impl Way {
     }
 }
 
-/// Device memory of a worker: generous for the model, little for the machine.
-pub(super) fn memory(subject: &Subject) -> Bytes {
-    Bytes(subject.num_params().saturating_mul(24) + (256 << 20))
+/// Device memory of a worker: generous for the model, little for the machine. GPUs get more, since
+/// their libraries want working memory of a fixed size.
+pub(super) fn memory(subject: &Subject, device: &dyn Device) -> Bytes {
+    let fixed: u64 = if device.id().kind.is_gpu() {
+        4 << 30
+    } else {
+        16 << 20
+    };
+    let weights = subject.num_params().saturating_mul(24);
+    Bytes(weights + subject.logit_bytes().saturating_mul(4) + fixed)
 }
 
 /// Some steps of a run; what it leaves.
