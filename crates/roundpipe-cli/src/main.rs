@@ -5,6 +5,7 @@ mod bench;
 mod bounds;
 mod data;
 mod demo;
+mod doctor;
 mod eval;
 mod generate;
 mod open;
@@ -12,6 +13,7 @@ mod place;
 mod screen;
 mod terminal;
 mod train;
+mod verify;
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -43,6 +45,8 @@ enum Command {
     Eval(eval::EvalCmd),
     Bench(bench::BenchCmd),
     Data(data::DataCmd),
+    Doctor(doctor::DoctorCmd),
+    Verify(verify::VerifyCmd),
     Demo(demo::DemoCmd),
 }
 
@@ -91,6 +95,8 @@ fn main() -> ExitCode {
         Command::Train(train) => signals().and_then(|stop| train.run(&mut out, &stop)),
         Command::Demo(demo) => signals().and_then(|stop| demo.run(&mut out, &stop)),
         Command::Eval(eval) => eval.run(&mut out),
+        Command::Doctor(doctor) => signals().and_then(|stop| doctor.run(&mut out, &stop)),
+        Command::Verify(verify) => signals().and_then(|stop| verify.run(&mut out, &stop)),
         Command::Generate(generate) => generate.run(&mut out).map_err(Failure::from),
         Command::Data(data) => data.run(&mut out),
         Command::Bench(bench) => bench.run(&mut out).map_err(Failure::from),

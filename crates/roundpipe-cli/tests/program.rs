@@ -416,7 +416,8 @@ fn the_guide_names_what_the_program_has() {
     let (commands, common) = chapter.split_once("## Where it runs").unwrap();
     for section in commands.split("## `roundpipe ").skip(1) {
         let (command, section) = section.split_once('`').unwrap();
-        let has_its_own = ["demo", "train", "data show"].contains(&command);
+        let own = ["data show", "demo", "doctor", "train", "verify"];
+        let has_its_own = own.contains(&command);
         let common = if has_its_own { "" } else { common };
         let mut named = options(section);
         named.extend(options(common));

@@ -28,6 +28,7 @@ pub mod shape;
 mod pages;
 mod sync;
 
+pub mod disk_space;
 pub mod host;
 pub mod host_memory;
 pub mod host_tensor;
@@ -65,6 +66,7 @@ pub use cpu::Cpu;
 pub use cuda::Cuda;
 pub use cx::{CustomOp, Cx, Gradients, Recompute};
 pub use device::{CostModel, Device, DeviceId, DeviceKind, Faults, LaneKind};
+pub use disk_space::DiskSpace;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
 pub use half::{bf16, f16};

@@ -19,6 +19,7 @@ pub mod folder;
 pub mod machine;
 pub mod profile;
 
+pub mod doctor;
 pub mod eval;
 
 mod batches;
@@ -31,6 +32,7 @@ mod progress;
 mod start;
 
 pub mod show;
+pub mod verify;
 
 mod reference;
 

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use roundpipe::{
-    Bytes, Cx, DType, Device, HostBudget, Params, RoundPipe, Rule, Shape, TensorResult, Worker,
+    Bytes, Cx, DType, Device, HostBudget, Params, RoundPipe, Rule, Sequential, Shape, TensorResult,
+    Worker,
 };
 
 /// After so long, what was seen of a slow device is enough.
@@ -45,13 +46,23 @@ pub fn product_rate(device: Arc<dyn Device>, dtype: DType) -> TensorResult<f64> 
 }
 
 /// Host memory that training a model takes, by name; activations are not known from parameters.
-pub fn training_budget(model: &impl Params, rule: &Rule, second_version: bool) -> HostBudget {
-    let mut params = model.named_params();
+pub fn training_budget(layers: &Sequential, rule: &Rule, second_version: bool) -> HostBudget {
+    let mut params = layers.named_params();
     params.sort_by_key(|(_, param)| param.id());
     params.dedup_by_key(|(_, param)| param.id());
     let moments = rule.moment_shapes(&Shape::default()).len() as u64;
     let params = params.iter().map(|(_, param)| param);
-    HostBudget::training(params, moments, second_version)
+    let mut budget = HostBudget::training(params, moments, second_version);
+    // Each layer has a gradient of its own for a weight that it shares, as a tied head does.
+    let mut seen = BTreeSet::new();
+    for (_, layer) in layers.layers() {
+        for (_, param) in layer.trainable_params() {
+            if !seen.insert(param.id()) {
+                budget.gradients += param.bytes() as u64;
+            }
+        }
+    }
+    budget
 }
 
 /// Devices that compute by themselves: workers on one card, or on the host's cores, share it.

@@ -25,6 +25,7 @@
 #![forbid(unsafe_code)]
 
 mod error;
+mod planted;
 mod sync;
 mod tree;
 

@@ -407,7 +407,7 @@ fn complaint(log: &str) -> Option<String> {
 }
 
 /// Where images are kept: a folder of the user's choice, or the usual place for such things.
-pub(super) fn folder() -> Option<PathBuf> {
+pub fn folder() -> Option<PathBuf> {
     let variable = |name: &str| {
         std::env::var_os(name)
             .filter(|value| !value.is_empty())

@@ -137,6 +137,30 @@ impl Cuda {
         attention::note()
     }
 
+    /// As the driver names the card.
+    pub fn name(&self) -> String {
+        result::device::get_name(self.gpu.device).unwrap_or_else(|_| "a GPU".to_owned())
+    }
+
+    /// All memory of the card, whether it is free or not.
+    pub fn total_memory(&self) -> Bytes {
+        Bytes(self.total)
+    }
+
+    /// The card's place on the bus, as Linux lists it under `/sys/bus/pci/devices`; `None` where
+    /// the driver does not tell.
+    pub fn pci_address(&self) -> Option<String> {
+        use cudarc::driver::sys::CUdevice_attribute as A;
+        let of = |what: A| {
+            // SAFETY: the device handle was given by the driver.
+            unsafe { result::device::get_attribute(self.gpu.device, what) }.ok()
+        };
+        let domain = of(A::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?;
+        let bus = of(A::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID)?;
+        let slot = of(A::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)?;
+        Some(format!("{domain:04x}:{bus:02x}:{slot:02x}.0"))
+    }
+
     /// Major and minor number of the compute capability.
     pub fn capability(&self) -> (i32, i32) {
         self.gpu.capability

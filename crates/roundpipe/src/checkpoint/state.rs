@@ -24,6 +24,7 @@ use super::manifest::{
 use super::write::{Snapshot, SourceBytes, TensorSource};
 use crate::error::{Error, Result};
 use crate::optim::floats_mut;
+use crate::planted;
 use crate::store::{Store, StoreLayer, StoredParam};
 use crate::version::Hold;
 
@@ -91,14 +92,20 @@ impl HeldState {
     ) -> Result<()> {
         let param = &layer.params()[index];
         let mut add = |role, dtype, shape: &Shape, memory: HostBuf| -> Result<()> {
+            let is_lost = matches!(role, Role::Moment(_)) && planted::drops_moments();
+            let bytes = if is_lost {
+                SourceBytes::Copied(vec![0; memory.len()])
+            } else {
+                SourceBytes::Held {
+                    guard: memory.read_all()?,
+                    _hold: hold.clone(),
+                }
+            };
             self.tensors.push(TensorSource {
                 name: tensor_name(&param.name, role),
                 dtype,
                 shape: *shape,
-                bytes: SourceBytes::Held {
-                    guard: memory.read_all()?,
-                    _hold: hold.clone(),
-                },
+                bytes,
             });
             Ok(())
         };

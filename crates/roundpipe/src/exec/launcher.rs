@@ -28,6 +28,7 @@ use super::worker_values::KeptValues;
 use crate::budget::WorkerBudget;
 use crate::error::Result;
 use crate::plan::Pass;
+use crate::planted;
 use crate::trace::Category;
 
 /// Runs the jobs of one worker.
@@ -387,7 +388,10 @@ impl Launcher {
 
     /// Downloads gradients behind all kernels so far.
     fn download(&self, task: &Task<'_>, gradients: Vec<Gradient>) -> Result<()> {
-        let lane = self.worker().device().lane(LaneKind::Compute);
+        let lane = self
+            .worker()
+            .device()
+            .lane(planted::lane_before_gradients());
         let after = lane.record().map_err(|error| task.error(None, error))?;
         // The `down` thread waits for this point; the launcher goes on with its next job.
         self.copies.download(GradientDownload {

@@ -9,6 +9,7 @@
 use roundpipe_tensor::{Cx, Param, Recompute, Result, RngSite, Tensor, Worker};
 
 use crate::layer::Layer;
+use crate::planted;
 use crate::tree::Tree;
 
 use roundpipe_tensor::transfer::HostValue;
@@ -231,7 +232,7 @@ impl LoadedLayer {
         drop(seeds);
         for ((param, _), sum) in self.params.iter().zip(&mut self.sums) {
             if let Some(grad) = gradients.take_param(param) {
-                *sum = Some(grad);
+                *sum = Some(planted::microbatch_sum(grad, param.dtype())?);
             }
         }
         Ok(inputs
