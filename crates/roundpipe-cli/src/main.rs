@@ -3,11 +3,16 @@
 
 mod bench;
 mod bounds;
+mod completions;
 mod demo;
+mod export;
 mod generate;
+mod man;
+mod merge;
 mod open;
 mod place;
 mod screen;
+mod source;
 mod terminal;
 mod train;
 
@@ -38,8 +43,12 @@ struct Cli {
 enum Command {
     Train(train::TrainCmd),
     Generate(generate::GenerateCmd),
+    Merge(merge::MergeCmd),
+    Export(export::ExportCmd),
     Bench(bench::BenchCmd),
     Demo(demo::DemoCmd),
+    Completions(completions::CompletionsCmd),
+    Man(man::ManCmd),
 }
 
 /// Why the program ends without having done all it was asked for.
@@ -87,6 +96,10 @@ fn main() -> ExitCode {
         Command::Train(train) => signals().and_then(|stop| train.run(&mut out, &stop)),
         Command::Demo(demo) => signals().and_then(|stop| demo.run(&mut out, &stop)),
         Command::Generate(generate) => generate.run(&mut out).map_err(Failure::from),
+        Command::Merge(merge) => merge.run(&mut out),
+        Command::Export(export) => export.run(&mut out),
+        Command::Completions(completions) => completions.run(&mut out),
+        Command::Man(man) => man.run(&mut out),
         Command::Bench(bench) => bench.run(&mut out).map_err(Failure::from),
     };
     let (code, line) = match done {

@@ -28,6 +28,10 @@ pub mod decoder;
 pub mod lora;
 pub mod pretrained;
 
+pub mod gguf;
+
+pub mod export;
+
 pub mod generate;
 pub mod sample;
 
@@ -37,6 +41,7 @@ pub use entry::{Entry, Piece, PieceLayout};
 pub use error::{Error, Result};
 pub use flops::TrainMode;
 pub use folder::{Folder, LoadOptions, LoadReport, SaveOptions, load, save};
+pub use gguf::{GgufOptions, GgufReport, GgufType};
 pub use generate::{Finish, GenerateOptions, Generator};
 pub use hub::HubConfig;
 pub use lora::{LoraConfig, LoraTargets};
