@@ -29,6 +29,7 @@ const MOST_MICROBATCHES: usize = 1 << 16;
 
 /// Time training steps of a model, with random weights for a preset
 #[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub struct BenchCmd {
     /// A preset such as qwen3-1.7b (random weights), a folder, or a hub id
     model: String,
@@ -94,6 +95,10 @@ enum GrainArg {
     Stage,
     Layer,
 }
+
+const EXAMPLES: &str = "Examples:
+  roundpipe bench qwen3-1.7b --batch 16 --seq 4096 --microbatches 4 --gpu-memory 24GiB
+  roundpipe bench qwen3-8b --mode lora --batch 8 --dry-run --gpu-memory 24GiB";
 
 impl BenchCmd {
     pub fn run(self, out: &mut impl Write) -> anyhow::Result<()> {

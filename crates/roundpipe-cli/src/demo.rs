@@ -20,6 +20,7 @@ const MOST_FOLDERS: usize = 10_000;
 
 /// Train a small transformer on stories that ship with the program
 #[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub struct DemoCmd {
     /// Text or rows to learn from [default: the stories]
     #[arg(long)]
@@ -49,6 +50,9 @@ impl Default for DemoCmd {
         }
     }
 }
+
+const EXAMPLES: &str = "Example:
+  roundpipe demo --steps 800 --workers 2";
 
 impl DemoCmd {
     pub fn run(self, out: &mut dyn Write, stop: &Arc<AtomicBool>) -> Result<(), Failure> {

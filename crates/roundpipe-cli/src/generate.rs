@@ -18,6 +18,7 @@ use crate::terminal::Output;
 /// On a terminal, control characters of the model's text are shown as � and do nothing; a file or a
 /// pipe gets the text as it is.
 #[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub struct GenerateCmd {
     /// A folder, a run's folder, or a hub id such as Qwen/Qwen3-0.6B
     model: String,
@@ -54,6 +55,10 @@ pub struct GenerateCmd {
     #[command(flatten)]
     place: Place,
 }
+
+const EXAMPLES: &str = "Examples:
+  roundpipe generate Qwen/Qwen3-0.6B --prompt 'What is the capital of France?'
+  roundpipe generate runs/mine --prompt 'Who are you?' --temperature 0.7 --seed 1";
 
 impl GenerateCmd {
     pub fn run(self, out: &mut impl Write) -> anyhow::Result<()> {

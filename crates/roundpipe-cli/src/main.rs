@@ -3,14 +3,19 @@
 
 mod bench;
 mod bounds;
+mod completions;
 mod data;
 mod demo;
 mod doctor;
 mod eval;
+mod export;
 mod generate;
+mod man;
+mod merge;
 mod open;
 mod place;
 mod screen;
+mod source;
 mod terminal;
 mod train;
 mod verify;
@@ -43,11 +48,15 @@ enum Command {
     Train(train::TrainCmd),
     Generate(generate::GenerateCmd),
     Eval(eval::EvalCmd),
+    Merge(merge::MergeCmd),
+    Export(export::ExportCmd),
     Bench(bench::BenchCmd),
     Data(data::DataCmd),
     Doctor(doctor::DoctorCmd),
     Verify(verify::VerifyCmd),
     Demo(demo::DemoCmd),
+    Completions(completions::CompletionsCmd),
+    Man(man::ManCmd),
 }
 
 /// Why the program ends without having done all it was asked for.
@@ -99,6 +108,10 @@ fn main() -> ExitCode {
         Command::Verify(verify) => signals().and_then(|stop| verify.run(&mut out, &stop)),
         Command::Generate(generate) => generate.run(&mut out).map_err(Failure::from),
         Command::Data(data) => data.run(&mut out),
+        Command::Merge(merge) => merge.run(&mut out),
+        Command::Export(export) => export.run(&mut out),
+        Command::Completions(completions) => completions.run(&mut out),
+        Command::Man(man) => man.run(&mut out),
         Command::Bench(bench) => bench.run(&mut out).map_err(Failure::from),
     };
     let (code, line) = match done {

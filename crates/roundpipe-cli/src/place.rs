@@ -45,7 +45,8 @@ impl From<PinArg> for Pin {
     }
 }
 
-fn size(text: &str) -> Result<Bytes, String> {
+/// A size with its unit.
+pub fn size(text: &str) -> Result<Bytes, String> {
     text.parse()
 }
 

@@ -67,6 +67,11 @@ impl AtomicFolder {
         &self.target
     }
 
+    /// Where its files are until it has its name.
+    pub fn path(&self) -> &Path {
+        &self.partial
+    }
+
     /// Makes an empty file in it. Its writer flushes it before [`AtomicFolder::finish`].
     ///
     /// # Errors

@@ -28,6 +28,10 @@ pub mod decoder;
 pub mod lora;
 pub mod pretrained;
 
+pub mod gguf;
+
+pub mod export;
+
 pub mod generate;
 pub mod sample;
 
@@ -38,6 +42,7 @@ pub use error::{Error, Result};
 pub use flops::TrainMode;
 pub use folder::{Folder, LoadOptions, LoadReport, SaveOptions, load, save};
 pub use generate::{Finish, GenerateOptions, Generator};
+pub use gguf::{GgufOptions, GgufReport, GgufType};
 pub use hub::HubConfig;
 pub use lora::{LoraConfig, LoraTargets};
 pub use presets::preset;

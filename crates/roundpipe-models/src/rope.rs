@@ -51,6 +51,19 @@ impl RopeTables {
     }
 }
 
+/// What the plain angle of every pair is divided by.
+pub(crate) fn divisors(rope: &RopeConfig, head_dim: usize) -> Vec<f32> {
+    let plain = RopeConfig {
+        scaling: RopeScaling::None,
+        ..*rope
+    };
+    let (plain, scaled) = (angles(&plain, head_dim).0, angles(rope, head_dim).0);
+    let pairs = plain.iter().zip(&scaled);
+    pairs
+        .map(|(plain, scaled)| (plain / scaled) as f32)
+        .collect()
+}
+
 /// Angle per position of every pair, and what cosines and sines are multiplied with.
 fn angles(rope: &RopeConfig, head_dim: usize) -> (Vec<f64>, f64) {
     let pairs = head_dim / 2;

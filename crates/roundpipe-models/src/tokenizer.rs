@@ -324,6 +324,12 @@ impl Tokenizer {
         &self.tokens
     }
 
+    /// The sources of all chat templates by name; the usual one is `default`.
+    pub fn chat_templates(&self) -> impl Iterator<Item = (&str, &str)> {
+        let all = self.templates.iter();
+        all.map(|(name, (_, source))| (name.as_str(), source.as_str()))
+    }
+
     /// The chat template, if the folder has one; for conversations with tools, the one made for
     /// them if any.
     ///

@@ -13,7 +13,7 @@ use golden::{Golden, Temp, cpus, folder};
 use roundpipe::optim::AdamW;
 use roundpipe::{
     Bytes, Cpu, DType, Device, HostTensor, Inputs, Lag, Param, Params, Pin, RingOptions, RoundPipe,
-    Rule, RunConfig, Update,
+    Rule, RunConfig, Update, bf16,
 };
 use roundpipe_models::{LoraConfig, LoraTargets, Model, ModelConfig, SaveOptions};
 use roundpipe_tensor::SimWorld;
@@ -108,6 +108,67 @@ fn weights_in_files_are_those_in_memory() {
             assert_eq!(copied, want, "{name} {dtype}, copied");
         }
     }
+}
+
+/// Sums that are made when they are read are those of a merge in memory, as parameters and as a
+/// saved folder in shards; no weight moves into memory.
+#[test]
+fn adapters_merged_on_read_are_those_merged_in_memory() {
+    for name in FAMILIES {
+        let dir = saved(&Golden::open(name).model(DType::BF16));
+        let adapter = folder();
+        let mut trained = Model::load(&dir, None).unwrap();
+        lora(&mut trained);
+        for (i, (_, param)) in trained.trainable_params().into_iter().enumerate() {
+            let home = param.data();
+            let mut values = home.write(0..home.len()).unwrap();
+            for (j, value) in values.as_mut_slice::<bf16>().iter_mut().enumerate() {
+                *value = bf16::from_f32(((i + 3 * j) % 11) as f32 / 16.0 - 0.3);
+            }
+        }
+        trained.save_adapter(&adapter).unwrap();
+        for dtype in [DType::BF16, DType::F32] {
+            let what = format!("{name} {dtype}");
+            let mut loaded = Model::load(&dir, Some(dtype)).unwrap();
+            loaded.load_adapter(&adapter).unwrap();
+            loaded.merge_lora().unwrap();
+            let mut mapped = Model::load_mapped(&dir, Some(dtype)).unwrap();
+            let base = bytes(&mapped.entries()[2].param);
+            mapped.load_adapter(&adapter).unwrap();
+            mapped.merge_lora_on_read().unwrap();
+            assert!(mapped.lora().is_none(), "{what}");
+            assert_ne!(bytes(&mapped.entries()[2].param), base, "{what}");
+            for (have, want) in mapped.entries().iter().zip(loaded.entries()) {
+                assert!(have.param.data().stays_in_file(), "{what}: {}", want.name);
+                assert_eq!(
+                    bytes(&have.param),
+                    bytes(&want.param),
+                    "{what}: {}",
+                    want.name
+                );
+            }
+            assert_eq!(saved_files(&mapped), saved_files(&loaded), "{what}");
+        }
+    }
+}
+
+/// The files of a folder that is saved in small shards, in bf16.
+fn saved_files(model: &Model) -> Vec<(String, Vec<u8>)> {
+    let dir = folder();
+    let options = SaveOptions {
+        max_shard_bytes: 20_000,
+        dtype: Some(DType::BF16),
+        ..SaveOptions::default()
+    };
+    model.save(&dir, options).unwrap();
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(&dir).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        files.push((name, std::fs::read(&path).unwrap()));
+    }
+    files.sort();
+    files
 }
 
 fn sims(world: &SimWorld) -> Vec<Arc<dyn Device>> {

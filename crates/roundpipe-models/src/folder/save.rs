@@ -12,7 +12,7 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use roundpipe::DType;
+use roundpipe::{DType, HostRef};
 use roundpipe_files::atomic::{AtomicFile, sync_folder};
 use roundpipe_files::error::{unreadable, unwritten};
 use roundpipe_files::small;
@@ -377,6 +377,7 @@ fn write_shard(path: &Path, parts: &[Part<'_>]) -> Result<AtomicFile> {
         partial: &partial,
         file,
         buffer: Vec::new(),
+        held: None,
     };
     for part in parts {
         out.write_part(part)?;
@@ -391,6 +392,8 @@ struct Sink<'a> {
     partial: &'a AtomicFile,
     file: File,
     buffer: Vec<u8>,
+    /// The last parameter, if its values are made on read: its other pieces follow.
+    held: Option<(u64, HostRef)>,
 }
 
 impl Sink<'_> {
@@ -398,7 +401,20 @@ impl Sink<'_> {
         let param = &part.entry.param;
         let size = param.dtype().size();
         let at = part.piece.at * size;
-        let src = param.data().read(at..at + part.piece.numel() * size)?;
+        let home = param.data();
+        if home.stays_in_file() && self.held.as_ref().is_none_or(|(id, _)| *id != home.id()) {
+            self.held = None;
+            self.held = Some((home.id(), home.read_all()?));
+        }
+        let range = at..at + part.piece.numel() * size;
+        let src = home.read(range.clone())?;
+        self.write_values(part, &src)?;
+        // The pages of a mapped file are not needed again.
+        Ok(home.let_go(range)?)
+    }
+
+    fn write_values(&mut self, part: &Part<'_>, src: &HostRef) -> Result<()> {
+        let param = &part.entry.param;
         let transposed = part.piece.layout != PieceLayout::Plain;
         if !transposed && part.dtype == param.dtype() {
             self.partial.check(self.file.write_all(src.bytes()))?;

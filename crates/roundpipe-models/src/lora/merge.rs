@@ -1,7 +1,7 @@
 //! Adds branches into the base: W += scale · B A, computed in f32 and rounded once.
 
 use rayon::prelude::*;
-use roundpipe::{DType, Element, Param, TensorResult, bf16, f16};
+use roundpipe::{DType, Element, HostBuf, Param, TensorResult, bf16, f16};
 
 use crate::decoder::{Adapter, Model};
 use crate::error::Result;
@@ -14,6 +14,41 @@ impl Model {
     /// # Errors
     /// When the weights are read or written at the same time.
     pub fn merge_lora(&mut self) -> Result<()> {
+        self.merge_each(|weight, adapter| {
+            weight.leave_file()?;
+            merge(
+                &weight.data(),
+                weight.dtype(),
+                weight.shape().dims(),
+                adapter,
+            )
+        })
+    }
+
+    /// The same for a model that is only read from now on: a sum is made whenever a weight is read,
+    /// and no weight moves into memory. The values are those of [`Model::merge_lora`].
+    ///
+    /// # Errors
+    /// When a weight cannot be replaced.
+    pub fn merge_lora_on_read(&mut self) -> Result<()> {
+        self.merge_each(|weight, adapter| {
+            let base = weight.data();
+            // Not the weight itself, which will hold this closure.
+            let (dtype, dims) = (weight.dtype(), weight.shape().dims().to_vec());
+            let adapter = adapter.clone();
+            let name = base.name().to_owned();
+            let sum = HostBuf::made_on_read(name, base.len(), move |buf| {
+                buf.write(0..buf.len())?
+                    .bytes()
+                    .copy_from_slice(base.read_all()?.bytes());
+                base.let_go(0..base.len())?;
+                merge(buf, dtype, &dims, &adapter)
+            });
+            weight.rehome(sum)
+        })
+    }
+
+    fn merge_each(&mut self, merge: impl Fn(&Param, &Adapter) -> TensorResult<()>) -> Result<()> {
         for (_, projection) in self.projections_mut() {
             if let Some(adapter) = &projection.adapter {
                 merge(&projection.weight, adapter)?;
@@ -26,16 +61,16 @@ impl Model {
     }
 }
 
-fn merge(weight: &Param, adapter: &Adapter) -> TensorResult<()> {
-    match weight.dtype() {
-        DType::BF16 => add_product::<bf16>(weight, adapter),
-        DType::F16 => add_product::<f16>(weight, adapter),
-        _ => add_product::<f32>(weight, adapter),
+/// Adds a branch to the values in `home`: a weight of this type and shape.
+fn merge(home: &HostBuf, dtype: DType, dims: &[usize], adapter: &Adapter) -> TensorResult<()> {
+    match dtype {
+        DType::BF16 => add_product::<bf16>(home, dims, adapter),
+        DType::F16 => add_product::<f16>(home, dims, adapter),
+        _ => add_product::<f32>(home, dims, adapter),
     }
 }
 
-fn add_product<T: Element>(weight: &Param, adapter: &Adapter) -> TensorResult<()> {
-    let dims = weight.shape().dims();
+fn add_product<T: Element>(home: &HostBuf, dims: &[usize], adapter: &Adapter) -> TensorResult<()> {
     let (out, inner) = (dims[dims.len() - 2], dims[dims.len() - 1]);
     let wide = |param: &Param| -> TensorResult<Vec<f32>> {
         Ok(param
@@ -47,8 +82,7 @@ fn add_product<T: Element>(weight: &Param, adapter: &Adapter) -> TensorResult<()
     let (a, b) = (wide(&adapter.a)?, wide(&adapter.b)?);
     let rank = adapter.a.shape().dims()[dims.len() - 2];
     let scale = adapter.scale as f32;
-    weight.leave_file()?;
-    let mut data = weight.data().write(0..weight.bytes())?;
+    let mut data = home.write(0..home.len())?;
     // One row of one expert at a time; every element is a sum in a fixed order, whatever the
     // threads.
     data.as_mut_slice::<T>()
