@@ -133,7 +133,9 @@ impl ExportCmd {
         let folder = given.of_folder();
         folder.map(Some).ok_or_else(|| {
             let name = given.of_file();
-            Failure::usage(format!("--dtype {name} is for --to gguf; choose f32, f16 or bf16"))
+            Failure::usage(format!(
+                "--dtype {name} is for --to gguf; choose f32, f16 or bf16"
+            ))
         })
     }
 

@@ -39,7 +39,8 @@ impl MergeCmd {
     pub fn run(self, out: &mut dyn Write) -> Result<(), Failure> {
         let found = source::find(&self.model, self.adapter.as_deref())?;
         if found.source.adapter.is_none() {
-            let what = "has no adapter to merge; name a LoRA run, or give the adapter's folder as well";
+            let what =
+                "has no adapter to merge; name a LoRA run, or give the adapter's folder as well";
             return Err(anyhow!("{}: {what}", self.model).into());
         }
         let dtype = self.dtype.map(Into::into);

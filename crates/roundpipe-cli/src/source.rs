@@ -43,7 +43,12 @@ pub fn find(model: &str, adapter: Option<&Path>) -> anyhow::Result<Found> {
 
 /// The folder of an adapter, or of a run that made one.
 fn adapter_folder(path: &Path) -> anyhow::Result<PathBuf> {
-    let none = || anyhow!("{}: has no adapter_config.json; name an adapter's folder", path.display());
+    let none = || {
+        anyhow!(
+            "{}: has no adapter_config.json; name an adapter's folder",
+            path.display()
+        )
+    };
     let found = match roundpipe_train::run_model(path)? {
         Some(run) => run.adapter,
         None => path
@@ -59,5 +64,9 @@ fn last_part(model: &str) -> String {
     let path = Path::new(model);
     let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    if name.is_empty() { "model".into() } else { name.into_owned() }
+    if name.is_empty() {
+        "model".into()
+    } else {
+        name.into_owned()
+    }
 }

@@ -11,7 +11,11 @@ use roundpipe_models::{Folder, LoraConfig, Model, Weights};
 /// Runs the program and expects it to do as told; gives what it printed.
 fn done(arguments: &[&str]) -> String {
     let output = program(arguments);
-    assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{arguments:?}: {}",
+        text(&output.stderr)
+    );
     text(&output.stdout)
 }
 
@@ -22,7 +26,10 @@ fn refused(arguments: &[&str], code: i32) -> String {
     assert_eq!(output.status.code(), Some(code), "{arguments:?}: {error}");
     let lines = error.lines().filter(|line| line.starts_with("error: "));
     assert_eq!(lines.count(), 1, "{arguments:?}: {error}");
-    assert!(output.stdout.is_empty() && !error.contains("panicked"), "{error}");
+    assert!(
+        output.stdout.is_empty() && !error.contains("panicked"),
+        "{error}"
+    );
     error
 }
 
@@ -47,8 +54,23 @@ fn adapter(run: &Run, base: &str) -> String {
 }
 
 fn answer(model: &str, more: &[&str]) -> String {
-    let arguments = ["generate", model, "--raw", "--prompt", "hello", "--max-tokens", "8"];
-    done(&[&arguments[..], &["--devices", "cpu", "--dtype", "f32"], more].concat())
+    let arguments = [
+        "generate",
+        model,
+        "--raw",
+        "--prompt",
+        "hello",
+        "--max-tokens",
+        "8",
+    ];
+    done(
+        &[
+            &arguments[..],
+            &["--devices", "cpu", "--dtype", "f32"],
+            more,
+        ]
+        .concat(),
+    )
 }
 
 fn is_there(path: &str) -> bool {
@@ -62,7 +84,10 @@ fn merge_makes_one_model_of_two() {
     let (base, out) = (run.model(), run.path("merged"));
     let adapter = adapter(&run, &base);
     let said = done(&["merge", &base, &adapter, "--out", &out]);
-    assert!(said.starts_with(&format!("wrote {out}: weights in f32, ")), "{said}");
+    assert!(
+        said.starts_with(&format!("wrote {out}: weights in f32, ")),
+        "{said}"
+    );
     let mut want = Model::load(&base, None).unwrap();
     want.load_adapter(&adapter).unwrap();
     want.merge_lora().unwrap();
@@ -72,7 +97,11 @@ fn merge_makes_one_model_of_two() {
         assert_eq!(values(&got.param), values(&want.param), "{}", want.name);
     }
     let names = |folder: &str| files(Path::new(folder)).into_keys().collect::<Vec<_>>();
-    assert_eq!(names(&out), names(&base), "tokenizer and settings come along");
+    assert_eq!(
+        names(&out),
+        names(&base),
+        "tokenizer and settings come along"
+    );
     let plain = answer(&base, &[]);
     assert_eq!(answer(&out, &[]), answer(&base, &["--adapter", &adapter]));
     assert_ne!(answer(&out, &[]), plain);
@@ -83,9 +112,15 @@ fn merge_makes_one_model_of_two() {
     let other = run.path("other");
     for (arguments, word) in [
         (vec!["merge", &base, "--out", &other], "no adapter to merge"),
-        (vec!["merge", &base, &base, "--out", &other], "adapter_config.json"),
+        (
+            vec!["merge", &base, &base, "--out", &other],
+            "adapter_config.json",
+        ),
         (vec!["merge", &adapter, "--out", &other], "is an adapter"),
-        (vec!["merge", "/no/such/model", "--out", &other], "/no/such/model"),
+        (
+            vec!["merge", "/no/such/model", "--out", &other],
+            "/no/such/model",
+        ),
     ] {
         let line = refused(&arguments, 1);
         assert!(line.contains(word), "{line}");
@@ -99,7 +134,18 @@ fn merge_makes_one_model_of_two() {
 fn export_writes_folders() {
     let run = Run::new("export-hf");
     let (base, out) = (run.model(), run.path("half"));
-    done(&["export", &base, "--to", "hf", "--out", &out, "--dtype", "bf16", "--shard-size", "20000"]);
+    done(&[
+        "export",
+        &base,
+        "--to",
+        "hf",
+        "--out",
+        &out,
+        "--dtype",
+        "bf16",
+        "--shard-size",
+        "20000",
+    ]);
     let shards = files(Path::new(&out)).into_keys();
     let shards = shards.filter(|name| name.ends_with(".safetensors")).count();
     assert!(shards > 2, "{shards}");
@@ -110,7 +156,12 @@ fn export_writes_folders() {
         let bytes = |param: &roundpipe::Param| param.data().read_all().unwrap().bytes().to_vec();
         assert_eq!(bytes(&got.param), bytes(&want.param), "{}", want.name);
     }
-    assert!(Folder::open(&out).unwrap().path().ends_with("model.safetensors.index.json"));
+    assert!(
+        Folder::open(&out)
+            .unwrap()
+            .path()
+            .ends_with("model.safetensors.index.json")
+    );
 
     let usage = [
         (vec!["--to", "hf", "--dtype", "q8_0"], "--dtype q8_0"),
@@ -133,14 +184,23 @@ fn a_run_is_exported_in_every_form() {
     let run = Run::new("export-run");
     let (base, trained) = (run.model(), run.path("run"));
     let chats = run.chats(12);
-    let arguments = ["train", &base, &chats, "--lora", "--steps", "2", "--out", &trained];
+    let arguments = [
+        "train", &base, &chats, "--lora", "--steps", "2", "--out", &trained,
+    ];
     let settings = ["devices=cpu", "seq=32", "batch=2", "lora_rank=2", "lr=1e-2"];
     done(&[&arguments[..], &settings].concat());
 
     let adapter = run.path("adapter");
-    done(&["export", &trained, "--to", "adapter", "--out", &adapter, "--dtype", "bf16"]);
+    done(&[
+        "export", &trained, "--to", "adapter", "--out", &adapter, "--dtype", "bf16",
+    ]);
     let tensors = Weights::open(Path::new(&adapter).join("adapter_model.safetensors")).unwrap();
-    assert!(tensors.tensors().iter().all(|t| format!("{:?}", t.dtype) == "BF16"));
+    assert!(
+        tensors
+            .tensors()
+            .iter()
+            .all(|t| format!("{:?}", t.dtype) == "BF16")
+    );
     let config = std::fs::read_to_string(Path::new(&adapter).join("adapter_config.json")).unwrap();
     assert!(config.contains(&base), "PEFT finds the model: {config}");
 
@@ -155,9 +215,16 @@ fn a_run_is_exported_in_every_form() {
 
     // The run's file is that of the merged model, but for its name.
     let (first, second) = (run.path("run.gguf"), run.path("merged.gguf"));
-    let said = done(&["export", &trained, "--to", "gguf", "--dtype", "q8_0", "--out", &first]);
-    assert!(said.starts_with(&format!("wrote {first}: ")) && said.contains(" in q8_0, "), "{said}");
-    done(&["export", &merged, "--to", "gguf", "--dtype", "q8_0", "--out", &second]);
+    let said = done(&[
+        "export", &trained, "--to", "gguf", "--dtype", "q8_0", "--out", &first,
+    ]);
+    assert!(
+        said.starts_with(&format!("wrote {first}: ")) && said.contains(" in q8_0, "),
+        "{said}"
+    );
+    done(&[
+        "export", &merged, "--to", "gguf", "--dtype", "q8_0", "--out", &second,
+    ]);
     let data = |path: &str| {
         let bytes = std::fs::read(path).unwrap();
         assert_eq!(&bytes[..4], b"GGUF");
@@ -166,7 +233,10 @@ fn a_run_is_exported_in_every_form() {
     assert!(data(&first) == data(&second));
     let line = refused(&["export", &trained, "--to", "gguf", "--out", &first], 1);
     assert!(line.contains("exists already"), "{line}");
-    let line = refused(&["export", &base, "--to", "adapter", "--out", &run.path("x")], 1);
+    let line = refused(
+        &["export", &base, "--to", "adapter", "--out", &run.path("x")],
+        1,
+    );
     assert!(line.contains("--adapter"), "{line}");
 }
 
@@ -176,7 +246,8 @@ fn what_cannot_be_exported_is_refused() {
     let run = Run::new("export-bad");
     let base = run.model();
     let out = run.path("x.gguf");
-    let gguf = |model: &str, out: &str| refused(&["export", model, "--to", "gguf", "--out", out], 1);
+    let gguf =
+        |model: &str, out: &str| refused(&["export", model, "--to", "gguf", "--out", out], 1);
     assert!(gguf(&base, "/no/such/folder/x.gguf").contains("/no/such/folder"));
     assert!(gguf("/no/such/model", &out).contains("/no/such/model"));
     let unfinished = run.path("unfinished");
@@ -195,7 +266,12 @@ fn what_cannot_be_exported_is_refused() {
     let hf = refused(&["export", &base, "--to", "hf", "--out", &run.path("y")], 1);
     assert!(hf.contains("model.safetensors"));
     let beside = files_beside(&run);
-    assert!(beside.iter().all(|name| !name.contains("partial") && !name.starts_with('x')), "{beside:?}");
+    assert!(
+        beside
+            .iter()
+            .all(|name| !name.contains("partial") && !name.starts_with('x')),
+        "{beside:?}"
+    );
 }
 
 fn files_beside(run: &Run) -> Vec<String> {

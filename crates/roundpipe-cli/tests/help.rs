@@ -69,7 +69,10 @@ fn every_command_has_a_help_of_one_screen_with_an_example() {
         if listed(&short).is_empty() {
             let is_example = |line: &&str| line.contains(&format!("roundpipe {name}"));
             let (_, examples) = short.split_once("Example").unwrap_or_default();
-            assert!(examples.lines().any(|line| is_example(&line)), "{name} has no example");
+            assert!(
+                examples.lines().any(|line| is_example(&line)),
+                "{name} has no example"
+            );
         }
         let long = help(&[&words[..], &["--help"]].concat());
         assert!(long.contains("Usage:") && !long.contains("TODO"), "{name}");
@@ -80,7 +83,9 @@ fn every_command_has_a_help_of_one_screen_with_an_example() {
 #[test]
 fn the_readme_lists_all_commands() {
     let readme = include_str!("../../../README.md");
-    let table = readme.lines().skip_while(|line| *line != "| command | what |");
+    let table = readme
+        .lines()
+        .skip_while(|line| *line != "| command | what |");
     let rows = table.skip(2).take_while(|line| line.starts_with('|'));
     let mut named: Vec<&str> = rows
         .filter_map(|row| row.strip_prefix("| `")?.split(['`', ' ']).next())
@@ -99,8 +104,14 @@ fn pipes_get_no_colours() {
     let cases: [(&[&str], &[(&str, &str)]); 4] = [
         (&["--help"], &[]),
         (&["train", "--no-such-option"], &[("NO_COLOR", "1")]),
-        (&["train", "--no-such-option"], &[("TERM", "xterm-256color"), ("COLORTERM", "truecolor")]),
-        (&["export", "/no/such/model", "--to", "hf", "--out", "x"], &[("NO_COLOR", "1")]),
+        (
+            &["train", "--no-such-option"],
+            &[("TERM", "xterm-256color"), ("COLORTERM", "truecolor")],
+        ),
+        (
+            &["export", "/no/such/model", "--to", "hf", "--out", "x"],
+            &[("NO_COLOR", "1")],
+        ),
     ];
     for (args, variables) in cases {
         let output = Command::new(env!("CARGO_BIN_EXE_roundpipe"))
@@ -109,7 +120,10 @@ fn pipes_get_no_colours() {
             .output()
             .unwrap();
         let all = [output.stdout, output.stderr].concat();
-        assert!(!all.is_empty() && !all.contains(&0x1b), "{args:?} {variables:?}");
+        assert!(
+            !all.is_empty() && !all.contains(&0x1b),
+            "{args:?} {variables:?}"
+        );
     }
 }
 
@@ -170,7 +184,10 @@ fn shells_complete_commands() {
     let reply = ask("roundpipe export --sh", 2).unwrap();
     assert_eq!(reply.trim(), "--shard-size");
     let reply = ask("roundpipe export --to ''", 3).unwrap();
-    assert_eq!(reply.split_whitespace().collect::<Vec<_>>(), ["hf", "gguf", "adapter"]);
+    assert_eq!(
+        reply.split_whitespace().collect::<Vec<_>>(),
+        ["hf", "gguf", "adapter"]
+    );
 }
 
 /// A page for the program and each command: the parts that a manual page has, with the examples;
@@ -188,7 +205,10 @@ fn manual_pages_are_written() {
         .chain(["roundpipe.1".into()])
         .collect();
     names.sort();
-    assert!(said.starts_with(&format!("wrote {} pages", names.len())), "{said}");
+    assert!(
+        said.starts_with(&format!("wrote {} pages", names.len())),
+        "{said}"
+    );
     let entries = std::fs::read_dir(&out).unwrap();
     let mut found: Vec<String> = entries
         .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
@@ -201,20 +221,30 @@ fn manual_pages_are_written() {
         for part in [".TH", ".SH NAME", ".SH SYNOPSIS"] {
             assert!(page.contains(part), "{name} has no {part}");
         }
+        assert!(page.is_ascii(), "{name} depends on the locale");
         let rendered = Command::new("groff")
             .args(["-man", "-Tutf8", "-ww", &path])
             .output();
         if let Ok(rendered) = rendered {
-            assert!(rendered.status.success() && rendered.stderr.is_empty(), "{name}: {rendered:?}");
+            assert!(
+                rendered.status.success() && rendered.stderr.is_empty(),
+                "{name}: {rendered:?}"
+            );
             assert!(text(&rendered.stdout).contains("roundpipe"), "{name}");
         }
     }
     let export = std::fs::read_to_string(format!("{out}/roundpipe-export.1")).unwrap();
-    assert!(export.contains("roundpipe export runs/mine"), "the examples are there");
+    assert!(
+        export.contains(".SH EXAMPLES\n.nf\n  roundpipe export runs/mine"),
+        "{export}"
+    );
     let file = folder.join("file");
     std::fs::write(&file, "").unwrap();
     let refused = roundpipe(&["man", "--out", &file.join("x").display().to_string()]);
-    assert_eq!((refused.status.code(), text(&refused.stderr).lines().count()), (Some(1), 1));
+    assert_eq!(
+        (refused.status.code(), text(&refused.stderr).lines().count()),
+        (Some(1), 1)
+    );
     std::fs::remove_dir_all(folder).unwrap();
 }
 
@@ -230,6 +260,9 @@ fn a_closed_pipe_is_no_failure() {
             .unwrap();
         drop(child.stdout.take());
         let output = child.wait_with_output().unwrap();
-        assert!(output.status.success() && output.stderr.is_empty(), "{args:?}: {output:?}");
+        assert!(
+            output.status.success() && output.stderr.is_empty(),
+            "{args:?}: {output:?}"
+        );
     }
 }

@@ -137,9 +137,8 @@ fn refuse_existing(target: &Path) -> Result<()> {
 
 /// Counts the files of weights.
 fn report(folder: &Path, dtype: DType) -> Result<FolderReport> {
-    let unread = |e: std::io::Error| {
-        Error::file(folder, roundpipe_files::error::unreadable(folder, &e))
-    };
+    let unread =
+        |e: std::io::Error| Error::file(folder, roundpipe_files::error::unreadable(folder, &e));
     let mut report = FolderReport {
         dtype,
         files: 0,

@@ -59,7 +59,9 @@ pub(crate) fn divisors(rope: &RopeConfig, head_dim: usize) -> Vec<f32> {
     };
     let (plain, scaled) = (angles(&plain, head_dim).0, angles(rope, head_dim).0);
     let pairs = plain.iter().zip(&scaled);
-    pairs.map(|(plain, scaled)| (plain / scaled) as f32).collect()
+    pairs
+        .map(|(plain, scaled)| (plain / scaled) as f32)
+        .collect()
 }
 
 /// Angle per position of every pair, and what cosines and sines are multiplied with.

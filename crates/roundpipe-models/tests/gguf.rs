@@ -184,12 +184,25 @@ fn reordered(values: &[f32], width: usize, rows: &[usize]) -> Vec<f32> {
 /// Llama: rotated rows in pairs, the rest as it is; a tied head is not repeated.
 #[test]
 fn a_llama_is_written_as_llama_cpp_wants_it() {
-    let model = model("llama", &json!({"tie_word_embeddings": true, "rope_theta": 5e5}));
+    let model = model(
+        "llama",
+        &json!({"tie_word_embeddings": true, "rope_theta": 5e5}),
+    );
     let (file, report) = written(&model, GgufType::F32, "byte_level");
     assert_eq!((report.architecture, report.notes.len()), ("llama", 0));
-    let mut want = vec!["token_embd.weight".to_owned(), "output_norm.weight".to_owned()];
+    let mut want = vec![
+        "token_embd.weight".to_owned(),
+        "output_norm.weight".to_owned(),
+    ];
     for block in 0..2 {
-        let parts = ["attn_k", "attn_norm", "attn_output", "attn_q", "attn_v", "ffn_down"];
+        let parts = [
+            "attn_k",
+            "attn_norm",
+            "attn_output",
+            "attn_q",
+            "attn_v",
+            "ffn_down",
+        ];
         let parts = parts.into_iter().chain(["ffn_gate", "ffn_norm", "ffn_up"]);
         want.extend(parts.map(|part| format!("blk.{block}.{part}.weight")));
     }
@@ -200,13 +213,25 @@ fn a_llama_is_written_as_llama_cpp_wants_it() {
     let rows: Vec<usize> = (0..4).flat_map(|h| pairs.map(|r| r + 8 * h)).collect();
     assert_eq!(file.floats("blk.1.attn_q.weight"), reordered(&q, 32, &rows));
     let k = values(&model, "model.layers.0.self_attn.k_proj.weight");
-    assert_eq!(file.floats("blk.0.attn_k.weight"), reordered(&k, 32, &rows[..16]));
+    assert_eq!(
+        file.floats("blk.0.attn_k.weight"),
+        reordered(&k, 32, &rows[..16])
+    );
     for (theirs, ours) in [
         ("token_embd.weight", "model.embed_tokens.weight"),
         ("output_norm.weight", "model.norm.weight"),
-        ("blk.0.attn_v.weight", "model.layers.0.self_attn.v_proj.weight"),
-        ("blk.1.ffn_down.weight", "model.layers.1.mlp.down_proj.weight"),
-        ("blk.1.ffn_norm.weight", "model.layers.1.post_attention_layernorm.weight"),
+        (
+            "blk.0.attn_v.weight",
+            "model.layers.0.self_attn.v_proj.weight",
+        ),
+        (
+            "blk.1.ffn_down.weight",
+            "model.layers.1.mlp.down_proj.weight",
+        ),
+        (
+            "blk.1.ffn_norm.weight",
+            "model.layers.1.post_attention_layernorm.weight",
+        ),
     ] {
         assert_eq!(file.floats(theirs), values(&model, ours), "{theirs}");
     }
@@ -266,7 +291,10 @@ fn experts_are_stacked() {
         assert_eq!(got, reordered(&both, 32, &rows(second)), "{name}");
     }
     let (quantised, _) = written(&qwen, GgufType::Q8_0, "byte_level");
-    assert_eq!(quantised.tensors["blk.1.ffn_gate_inp.weight"].kind, 0, "a router");
+    assert_eq!(
+        quantised.tensors["blk.1.ffn_gate_inp.weight"].kind, 0,
+        "a router"
+    );
     let down = &quantised.tensors["blk.1.ffn_down_exps.weight"];
     assert_eq!(down.kind, 1, "rows of 16 are no whole blocks");
 
@@ -276,13 +304,26 @@ fn experts_are_stacked() {
     assert_eq!(report.architecture, "gpt-oss");
     let both = values(&oss, "model.layers.0.mlp.experts.gate_up_proj");
     let odd: Vec<usize> = (0..64).map(|r| 2 * r + 1).collect();
-    assert_eq!(file.floats("blk.0.ffn_up_exps.weight"), reordered(&both, 32, &odd));
+    assert_eq!(
+        file.floats("blk.0.ffn_up_exps.weight"),
+        reordered(&both, 32, &odd)
+    );
     let bias = values(&oss, "model.layers.0.mlp.experts.gate_up_proj_bias");
     let even: Vec<usize> = (0..64).map(|r| 2 * r).collect();
-    assert_eq!(file.floats("blk.0.ffn_gate_exps.bias"), reordered(&bias, 1, &even));
+    assert_eq!(
+        file.floats("blk.0.ffn_gate_exps.bias"),
+        reordered(&bias, 1, &even)
+    );
     assert_eq!(file.tensors["blk.0.ffn_gate_exps.bias"].dims, [16, 4]);
-    for name in ["attn_sinks.weight", "post_attention_norm.weight", "ffn_gate_inp.bias"] {
-        assert!(file.tensors.contains_key(&format!("blk.1.{name}")), "{name}");
+    for name in [
+        "attn_sinks.weight",
+        "post_attention_norm.weight",
+        "ffn_gate_inp.bias",
+    ] {
+        assert!(
+            file.tensors.contains_key(&format!("blk.1.{name}")),
+            "{name}"
+        );
     }
     assert_eq!(file.keys["gpt-oss.attention.sliding_window"], 8);
     assert_eq!(file.keys["gpt-oss.rope.scaling.type"], "yarn");
@@ -295,7 +336,12 @@ fn types_follow_the_file() {
     let kinds = |dtype: GgufType| {
         let (file, _) = written(&model, dtype, "byte_level");
         let kind = |name: &str| file.tensors[name].kind;
-        let names = ["blk.0.ffn_up.weight", "token_embd.weight", "output.weight", "output_norm.weight"];
+        let names = [
+            "blk.0.ffn_up.weight",
+            "token_embd.weight",
+            "output.weight",
+            "output_norm.weight",
+        ];
         names.map(kind)
     };
     assert_eq!(kinds(GgufType::F16), [1, 1, 1, 0]);
@@ -304,7 +350,10 @@ fn types_follow_the_file() {
     assert_eq!(kinds(GgufType::Q4_0), [2, 2, 8, 0], "the head keeps 8 bits");
     let (file, _) = written(&model, GgufType::Bf16, "byte_level");
     let up = values(&model, "model.layers.0.mlp.up_proj.weight");
-    let want: Vec<u8> = up.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect();
+    let want: Vec<u8> = up
+        .iter()
+        .flat_map(|x| bf16::from_f32(*x).to_le_bytes())
+        .collect();
     assert_eq!(file.tensors["blk.0.ffn_up.weight"].bytes, want);
 }
 
@@ -331,8 +380,10 @@ fn rotary_scaling_is_carried() {
 fn a_byte_level_tokenizer_is_carried() {
     let (file, _) = written(&model("llama", &json!({})), GgufType::F16, "byte_level");
     let key = |name: &str| &file.keys[&format!("tokenizer.ggml.{name}")];
-    let json: Value =
-        serde_json::from_slice(&std::fs::read(tokens("byte_level").join("tokenizer.json")).unwrap()).unwrap();
+    let json: Value = serde_json::from_slice(
+        &std::fs::read(tokens("byte_level").join("tokenizer.json")).unwrap(),
+    )
+    .unwrap();
     assert_eq!(key("model"), "gpt2");
     let listed = key("tokens").as_array().unwrap();
     assert_eq!(listed.len(), vocab("byte_level") + SPARE);
@@ -342,7 +393,10 @@ fn a_byte_level_tokenizer_is_carried() {
     for added in json["added_tokens"].as_array().unwrap() {
         let id = added["id"].as_u64().unwrap() as usize;
         let kind = if added["special"] == true { 3 } else { 4 };
-        assert_eq!((&listed[id], &key("token_type")[id]), (&added["content"], &json!(kind)));
+        assert_eq!(
+            (&listed[id], &key("token_type")[id]),
+            (&added["content"], &json!(kind))
+        );
     }
     let last = listed.len() - 1;
     assert_eq!(listed[last], format!("[PAD{last}]"));
@@ -358,12 +412,20 @@ fn a_tokenizer_of_pieces_is_carried() {
     let (file, report) = written(&model("llama", &size), GgufType::F16, "byte_fallback");
     assert_eq!(report.notes, [""; 0]);
     let key = |name: &str| &file.keys[&format!("tokenizer.ggml.{name}")];
-    let json: Value =
-        serde_json::from_slice(&std::fs::read(tokens("byte_fallback").join("tokenizer.json")).unwrap()).unwrap();
-    assert_eq!((key("model"), key("pre")), (&json!("llama"), &json!("default")));
+    let json: Value = serde_json::from_slice(
+        &std::fs::read(tokens("byte_fallback").join("tokenizer.json")).unwrap(),
+    )
+    .unwrap();
+    assert_eq!(
+        (key("model"), key("pre")),
+        (&json!("llama"), &json!("default"))
+    );
     let id = |token: &str| json["model"]["vocab"][token].as_u64().unwrap() as usize;
     let kind = |token: &str| key("token_type")[id(token)].as_u64().unwrap();
-    assert_eq!((kind("<unk>"), kind("<s>"), kind("<0x0A>"), kind("\u{2581}")), (2, 3, 6, 1));
+    assert_eq!(
+        (kind("<unk>"), kind("<s>"), kind("<0x0A>"), kind("\u{2581}")),
+        (2, 3, 6, 1)
+    );
     let score = |token: &str| key("scores")[id(token)].as_f64().unwrap();
     let results: Vec<String> = json["model"]["merges"]
         .as_array()
@@ -376,11 +438,23 @@ fn a_tokenizer_of_pieces_is_carried() {
         .collect();
     assert!(results.len() > 10);
     for pair in results.windows(2) {
-        let is_new = !results[..].iter().take_while(|r| **r != pair[0]).any(|r| *r == pair[1]);
-        assert!(!is_new || pair[0] == pair[1] || score(&pair[0]) > score(&pair[1]), "{pair:?}");
+        let is_new = !results[..]
+            .iter()
+            .take_while(|r| **r != pair[0])
+            .any(|r| *r == pair[1]);
+        assert!(
+            !is_new || pair[0] == pair[1] || score(&pair[0]) > score(&pair[1]),
+            "{pair:?}"
+        );
     }
-    assert_eq!((key("bos_token_id"), key("add_bos_token")), (&json!(1), &json!(true)));
-    assert_eq!((key("add_space_prefix"), key("add_eos_token")), (&json!(true), &json!(false)));
+    assert_eq!(
+        (key("bos_token_id"), key("add_bos_token")),
+        (&json!(1), &json!(true))
+    );
+    assert_eq!(
+        (key("add_space_prefix"), key("add_eos_token")),
+        (&json!(true), &json!(false))
+    );
 }
 
 /// Weights that stay in files give the same bytes.
@@ -392,10 +466,14 @@ fn a_mapped_model_gives_the_same_file() {
     for (family, changes) in [("llama", json!({})), ("qwen3_moe", experts)] {
         let dir = folder();
         let at = |name: &str| dir.as_ref().join(name);
-        model(family, &changes).save(at("hf"), SaveOptions::default()).unwrap();
+        model(family, &changes)
+            .save(at("hf"), SaveOptions::default())
+            .unwrap();
         let write = |model: &Model, name: &str| {
             let options = options(GgufType::Q4_0);
-            model.save_gguf(at(name), tokens("byte_level"), &options).unwrap();
+            model
+                .save_gguf(at(name), tokens("byte_level"), &options)
+                .unwrap();
             std::fs::read(at(name)).unwrap()
         };
         let loaded = write(&Model::load(at("hf"), None).unwrap(), "loaded.gguf");
@@ -412,7 +490,9 @@ fn what_cannot_be_written_is_refused() {
     std::fs::write(at("there.gguf"), "mine").unwrap();
     let refused = |model: &Model, path: PathBuf, tokenizer: &str| {
         let options = options(GgufType::F16);
-        let error = model.save_gguf(path, tokens(tokenizer), &options).unwrap_err();
+        let error = model
+            .save_gguf(path, tokens(tokenizer), &options)
+            .unwrap_err();
         error.to_string()
     };
     let plain = model("llama", &json!({}));
@@ -426,14 +506,23 @@ fn what_cannot_be_written_is_refused() {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": true,
         "mlp_only_layers": [0],
     });
-    assert!(refused(&model("qwen3_moe", &sparse), at("x.gguf"), "byte_level").contains("mlp_only_layers"));
+    assert!(
+        refused(&model("qwen3_moe", &sparse), at("x.gguf"), "byte_level")
+            .contains("mlp_only_layers")
+    );
     let huge = model("llama", &json!({}));
     let params = huge.layers.named_params();
-    let (_, param) = params.iter().find(|(name, _)| name.contains("up_proj")).unwrap();
+    let (_, param) = params
+        .iter()
+        .find(|(name, _)| name.contains("up_proj"))
+        .unwrap();
     let home = param.data();
     home.write(0..home.len()).unwrap().as_mut_slice::<f32>()[17] = 1e6;
     let line = refused(&huge, at("x.gguf"), "byte_level");
-    assert!(line.contains("ffn_up") && line.contains("choose bf16"), "{line}");
+    assert!(
+        line.contains("ffn_up") && line.contains("choose bf16"),
+        "{line}"
+    );
     let left: Vec<_> = std::fs::read_dir(dir.as_ref()).unwrap().collect();
     assert_eq!(left.len(), 1, "{left:?}");
 }

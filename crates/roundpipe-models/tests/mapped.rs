@@ -140,7 +140,12 @@ fn adapters_merged_on_read_are_those_merged_in_memory() {
             assert_ne!(bytes(&mapped.entries()[2].param), base, "{what}");
             for (have, want) in mapped.entries().iter().zip(loaded.entries()) {
                 assert!(have.param.data().stays_in_file(), "{what}: {}", want.name);
-                assert_eq!(bytes(&have.param), bytes(&want.param), "{what}: {}", want.name);
+                assert_eq!(
+                    bytes(&have.param),
+                    bytes(&want.param),
+                    "{what}: {}",
+                    want.name
+                );
             }
             assert_eq!(saved_files(&mapped), saved_files(&loaded), "{what}");
         }

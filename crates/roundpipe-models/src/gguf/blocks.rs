@@ -101,7 +101,9 @@ impl Kind {
 
 /// Writes 32 bytes; gives the scale.
 fn write_q8_0(values: &[f32], out: &mut [u8]) -> f32 {
-    let most = values.iter().fold(0f32, |most, value| most.max(value.abs()));
+    let most = values
+        .iter()
+        .fold(0f32, |most, value| most.max(value.abs()));
     let scale = most / 127.0;
     let inverse = inverse(scale);
     for (out, value) in out.iter_mut().zip(values) {

@@ -110,11 +110,15 @@ fn put_value(out: &mut Vec<u8>, value: &Value) {
         }
         Value::I32s(values) => {
             put_array(out, I32, values.len());
-            values.iter().for_each(|value| out.extend(value.to_le_bytes()));
+            values
+                .iter()
+                .for_each(|value| out.extend(value.to_le_bytes()));
         }
         Value::F32s(values) => {
             put_array(out, F32, values.len());
-            values.iter().for_each(|value| out.extend(value.to_le_bytes()));
+            values
+                .iter()
+                .for_each(|value| out.extend(value.to_le_bytes()));
         }
     }
 }
@@ -190,7 +194,8 @@ impl<'a> Body<'a> {
         // Readers map whole blocks, so the last tensor is filled up as well.
         let zeros = [0; ALIGNMENT as usize];
         let gap = end.next_multiple_of(ALIGNMENT) - end;
-        self.partial.check(self.file.write_all(&zeros[..gap as usize]))?;
+        self.partial
+            .check(self.file.write_all(&zeros[..gap as usize]))?;
         Ok(self.header.bytes.len() as u64 + end + gap)
     }
 }

@@ -147,7 +147,10 @@ fn scaling(arch: &str, config: &ModelConfig) -> Vec<Key> {
     match config.rope.scaling {
         RopeScaling::None | RopeScaling::Llama3 { .. } => Vec::new(),
         RopeScaling::Linear { factor } => {
-            vec![(key("type"), Value::Text("linear".into())), float("factor", factor)]
+            vec![
+                (key("type"), Value::Text("linear".into())),
+                float("factor", factor),
+            ]
         }
         RopeScaling::Yarn {
             factor,
@@ -194,7 +197,10 @@ pub(super) fn notes(config: &ModelConfig) -> Vec<String> {
              will differ"
         ));
     }
-    if let RopeScaling::Yarn { truncate: false, .. } = config.rope.scaling {
+    if let RopeScaling::Yarn {
+        truncate: false, ..
+    } = config.rope.scaling
+    {
         notes.push(
             "llama.cpp rounds the bounds of YaRN to whole dimensions, which this model does not: \
              results differ slightly"

@@ -42,11 +42,7 @@ const KNOWN: [Known; 8] = [
     known("gpt-4o", &[GPT4O], false),
 ];
 
-const fn known(
-    name: &'static str,
-    rules: &'static [&'static str],
-    ignore_merges: bool,
-) -> Known {
+const fn known(name: &'static str, rules: &'static [&'static str], ignore_merges: bool) -> Known {
     Known {
         name,
         rules,
@@ -58,7 +54,9 @@ const fn known(
 pub(super) fn name(tokenizer: &Value) -> Option<&'static str> {
     let mut rules = Vec::new();
     collect(&tokenizer["pre_tokenizer"], &mut rules)?;
-    let ignore_merges = tokenizer["model"]["ignore_merges"].as_bool().unwrap_or(false);
+    let ignore_merges = tokenizer["model"]["ignore_merges"]
+        .as_bool()
+        .unwrap_or(false);
     let is_it = |known: &&Known| known.rules == rules && known.ignore_merges == ignore_merges;
     KNOWN.iter().find(is_it).map(|known| known.name)
 }
@@ -66,7 +64,8 @@ pub(super) fn name(tokenizer: &Value) -> Option<&'static str> {
 /// Whether a part of the tokenizer's splitting turns bytes into characters.
 pub(super) fn is_byte_level(pre_tokenizer: &Value) -> bool {
     let parts = pre_tokenizer["pretokenizers"].as_array();
-    pre_tokenizer["type"] == "ByteLevel" || parts.is_some_and(|parts| parts.iter().any(is_byte_level))
+    pre_tokenizer["type"] == "ByteLevel"
+        || parts.is_some_and(|parts| parts.iter().any(is_byte_level))
 }
 
 /// The rules of a splitter and its parts; `None` where one has no form here.
@@ -127,9 +126,7 @@ mod tests {
     fn a_rule_has_the_name_that_llama_cpp_gives_it() {
         let level = |prefix: bool| json!({ "type": "ByteLevel", "add_prefix_space": prefix });
         let digits = |each: bool| json!({ "type": "Digits", "individual_digits": each });
-        let both = |each: bool| {
-            json!({ "type": "Sequence", "pretokenizers": [digits(each), level(false)] })
-        };
+        let both = |each: bool| json!({ "type": "Sequence", "pretokenizers": [digits(each), level(false)] });
         let cases = [
             (level(false), false, Some("gpt-2")),
             (level(true), false, None),

@@ -70,7 +70,11 @@ pub(super) struct Planned {
 #[derive(Debug)]
 enum Source {
     /// Rows of `width` elements.
-    Param { param: Param, rows: Rows, width: usize },
+    Param {
+        param: Param,
+        rows: Rows,
+        width: usize,
+    },
     Values(Vec<f32>),
 }
 
@@ -112,7 +116,10 @@ struct Plan<'a> {
 impl Plan<'_> {
     fn add(&mut self, entry: &Entry) -> Result<()> {
         let param = &entry.param;
-        if !matches!(param.dtype(), DType::F32 | DType::BF16 | DType::F16 | DType::F64) {
+        if !matches!(
+            param.dtype(),
+            DType::F32 | DType::BF16 | DType::F16 | DType::F64
+        ) {
             let why = format!("{} weights cannot be exported; load floats", param.dtype());
             return Err(Error::argument(shown(&entry.name), why));
         }
@@ -196,7 +203,11 @@ impl Plan<'_> {
         let mut dims = param.shape().dims().to_vec();
         let is_bias = name.ends_with(".bias");
         if matches!(rows, Rows::Half { .. } | Rows::Alternate { .. }) {
-            let outputs = if is_bias { dims.len() - 1 } else { dims.len() - 2 };
+            let outputs = if is_bias {
+                dims.len() - 1
+            } else {
+                dims.len() - 2
+            };
             dims[outputs] /= 2;
         }
         let width = if is_bias || dims.len() < 2 {

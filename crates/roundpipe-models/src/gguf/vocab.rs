@@ -306,7 +306,9 @@ fn space_first(json: &Json) -> Option<bool> {
 fn pairs(json: &Json) -> impl Iterator<Item = (&str, &str)> {
     let merges = json["model"]["merges"].as_array().into_iter().flatten();
     merges.filter_map(|merge| match merge {
-        Json::String(line) => line.split_once(' ').filter(|_| !line.starts_with("#version")),
+        Json::String(line) => line
+            .split_once(' ')
+            .filter(|_| !line.starts_with("#version")),
         merge => Some((merge[0].as_str()?, merge[1].as_str()?)),
     })
 }
@@ -342,10 +344,17 @@ impl Ends {
         let named = |name: &str| {
             let token = tokenizer.special_tokens().get(name);
             let id = token.and_then(|token| tokenizer.token_id(token));
-            id.or_else(|| of_config(&format!("{name}_id"))).filter(known)
+            id.or_else(|| of_config(&format!("{name}_id")))
+                .filter(known)
         };
-        let bos = before.first().copied().or_else(|| tokenizer.bos().filter(known));
-        let eos = after.last().copied().or_else(|| tokenizer.eos().first().copied().filter(known));
+        let bos = before
+            .first()
+            .copied()
+            .or_else(|| tokenizer.bos().filter(known));
+        let eos = after
+            .last()
+            .copied()
+            .or_else(|| tokenizer.eos().first().copied().filter(known));
         let found = [
             ("bos_token_id", bos.or_else(|| named("bos_token"))),
             ("eos_token_id", eos.or_else(|| named("eos_token"))),
@@ -353,13 +362,20 @@ impl Ends {
             ("unknown_token_id", named("unk_token")),
             // So spelled in the format.
             ("seperator_token_id", named("sep_token")),
-            ("padding_token_id", tokenizer.pad().filter(known).or_else(|| named("pad_token"))),
+            (
+                "padding_token_id",
+                tokenizer.pad().filter(known).or_else(|| named("pad_token")),
+            ),
             ("mask_token_id", named("mask_token")),
         ];
         let is_simple = at.is_some() && before.len() <= 1 && after.len() <= 1;
-        let note = "llama.cpp puts one token before and after a text at most; this tokenizer puts others";
+        let note =
+            "llama.cpp puts one token before and after a text at most; this tokenizer puts others";
         Ok(Self {
-            ids: found.iter().filter_map(|(name, id)| Some((*name, (*id)?))).collect(),
+            ids: found
+                .iter()
+                .filter_map(|(name, id)| Some((*name, (*id)?)))
+                .collect(),
             add_bos: !before.is_empty(),
             add_eos: !after.is_empty(),
             note: (!is_simple).then(|| note.into()),
@@ -370,7 +386,9 @@ impl Ends {
 /// The token that ends a turn, where it is not the one that ends a text: another stop token of the
 /// model, which its chat template writes.
 fn end_of_turn(tokenizer: &Tokenizer, eos: Option<u32>) -> Result<Option<u32>> {
-    let template = tokenizer.chat_templates().find(|(name, _)| *name == "default");
+    let template = tokenizer
+        .chat_templates()
+        .find(|(name, _)| *name == "default");
     let Some((_, template)) = template else {
         return Ok(None);
     };
@@ -393,5 +411,6 @@ fn end_of_turn(tokenizer: &Tokenizer, eos: Option<u32>) -> Result<Option<u32>> {
 
 fn templates(tokenizer: &Tokenizer) -> Vec<(String, String)> {
     let all = tokenizer.chat_templates();
-    all.map(|(name, source)| (name.to_owned(), source.to_owned())).collect()
+    all.map(|(name, source)| (name.to_owned(), source.to_owned()))
+        .collect()
 }

@@ -16,7 +16,12 @@ impl Model {
     pub fn merge_lora(&mut self) -> Result<()> {
         self.merge_each(|weight, adapter| {
             weight.leave_file()?;
-            merge(&weight.data(), weight.dtype(), weight.shape().dims(), adapter)
+            merge(
+                &weight.data(),
+                weight.dtype(),
+                weight.shape().dims(),
+                adapter,
+            )
         })
     }
 
@@ -43,10 +48,7 @@ impl Model {
         })
     }
 
-    fn merge_each(
-        &mut self,
-        merge: impl Fn(&Param, &Adapter) -> TensorResult<()>,
-    ) -> Result<()> {
+    fn merge_each(&mut self, merge: impl Fn(&Param, &Adapter) -> TensorResult<()>) -> Result<()> {
         for (_, projection) in self.projections_mut() {
             if let Some(adapter) = &projection.adapter {
                 merge(&projection.weight, adapter)?;
