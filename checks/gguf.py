@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
 """Opens GGUF files of `roundpipe export` with llama.cpp, and compares tokens and greedy text with ours.
 
-    python3 checks/gguf.py ROUNDPIPE MODEL… [--made DIR] [--tokens 64] [--devices cpu]
+    python3 checks/gguf.py ROUNDPIPE MODEL… [--made DIR --tokenizer MODEL] [--tokens 64] [--devices cpu]
     python3 checks/gguf.py ROUNDPIPE MODEL… --convert llama.cpp/convert_hf_to_gguf.py --convert-python PYTHON
 
 ROUNDPIPE is the program, each MODEL a Hugging Face folder with a tokenizer.json. With --made, small models with random
-weights are made in DIR from the tokenizer of the first MODEL, and checked too: a Qwen2, a Qwen3, a Qwen3-MoE, a GPT-OSS
+weights are made in DIR with the byte-level tokenizer of another, under several splitting rules, and checked too: a Qwen2, a Qwen3, a Qwen3-MoE, a GPT-OSS
 and a Llama with Llama 3's rotary scaling. For each model:
 
 - hard texts have the same tokens in llama.cpp as in the tokenizers library;
 - the greedy text of the f16 and f32 files is that of `roundpipe generate --raw --dtype f16` (f32), token for token; or, at
   the first difference, the two tokens are llama.cpp's two best and closer than 16-bit arithmetic can tell (f16) or 1e-3
   (f32);
-- bf16, q8_0 and q4_0 files open, and give the f16 text a likelihood that is close to its own.
+- bf16, q8_0 and q4_0 files open, and give the f16 text a likelihood that is close to its own (with random weights, which
+  nothing has made robust: that is better than chance).
 
 With --convert, llama.cpp's own script writes the model as well, and tensors and keys are compared byte by byte.
 Needs llama-cpp-python, gguf, tokenizers, safetensors, numpy; --convert needs a Python with torch and transformers.
@@ -50,15 +51,18 @@ HARD = [
 
 
 def run(command, **more):
-    return subprocess.run([str(part) for part in command], check=True, text=True, stdout=subprocess.PIPE, **more).stdout
+    # As bytes: Python would change line ends.
+    return subprocess.run([str(part) for part in command], check=True, stdout=subprocess.PIPE, **more).stdout.decode()
 
 
 class Opened:
     """A file opened by llama.cpp."""
 
-    def __init__(self, path):
-        self.llm = llama_cpp.Llama(model_path=str(path), n_ctx=256, n_batch=256, n_threads=2, logits_all=True,
-                                   verbose=False)
+    def __init__(self, path, wide=False):
+        """`wide` keeps keys and values in f32; by default they are f16."""
+        cache = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32} if wide else {}
+        self.llm = llama_cpp.Llama(model_path=str(path), n_ctx=256, n_batch=256, n_threads=1, n_threads_batch=1,
+                                   logits_all=True, verbose=False, **cache)
 
     def ids(self, text, bos):
         return self.llm.tokenize(text.encode(), add_bos=bos, special=True)
@@ -89,8 +93,8 @@ class Opened:
 
 
 class Model:
-    def __init__(self, program, folder, devices):
-        self.program, self.folder, self.devices = program, folder, devices
+    def __init__(self, program, folder, devices, is_random):
+        self.program, self.folder, self.devices, self.is_random = program, folder, devices, is_random
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.config = json.loads((folder / "config.json").read_text())
         stop = self.config.get("eos_token_id")
@@ -115,7 +119,9 @@ class Model:
 
 def check_tokens(model, opened):
     """Hard texts, with and without what stands around a text."""
-    special = [token.content for token in model.tokenizer.get_added_tokens_decoder().values() if token.special][:3]
+    # One that is normalized first is found in a text only where the normalizer leaves it alone.
+    added = model.tokenizer.get_added_tokens_decoder().values()
+    special = [token.content for token in added if token.special and not token.normalized][:3]
     texts = HARD + ["x".join(special), "".join(f"{token}\nhello" for token in special)]
     wrong = []
     for text in texts:
@@ -171,11 +177,30 @@ def check_likelihood(model, files, count):
         nats = opened.nats(prompt, said)
         theirs, _ = opened.greedy(prompt, count, model.stop)
         same = next((n for n, pair in enumerate(zip(theirs, said)) if pair[0] != pair[1]), min(len(theirs), len(said)))
-        good = math.isfinite(nats) and nats - own < LOST[dtype]
+        chance = math.log(model.config["vocab_size"])
+        good = nats < chance if model.is_random else nats - own < LOST[dtype]
         failed += not good
         print(f"  {dtype}: {nats:.4f} nats per token of f16's text (f16 {own:.4f}), {same} of {len(said)} greedy tokens the "
               f"same, {files[dtype].stat().st_size / 1e6:.1f} MB{'' if good else ': FAILED'}")
     return failed
+
+
+# The script knows the splitting rules of published tokenizers only, and stops at others.
+CONVERT = """
+import pathlib, runpy, sys
+sys.argv = sys.argv[1:]
+sys.path.insert(0, str(pathlib.Path(sys.argv[0]).parent))
+sys.path.insert(0, str(pathlib.Path(sys.argv[0]).parent / 'gguf-py'))
+import conversion.base
+known = conversion.base.TextModel.get_vocab_base_pre
+def name(self, tokenizer):
+    try:
+        return known(self, tokenizer)
+    except NotImplementedError:
+        return 'not known'
+conversion.base.TextModel.get_vocab_base_pre = name
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
 
 
 def check_converted(model, files, script, python, work):
@@ -183,7 +208,8 @@ def check_converted(model, files, script, python, work):
     failed = 0
     for dtype in ("f32", "f16", "bf16", "q8_0"):
         theirs = work / f"theirs-{dtype}.gguf"
-        run([python, script, model.folder, "--outtype", dtype, "--outfile", theirs], stderr=subprocess.DEVNULL)
+        run([python, "-c", CONVERT, script, model.folder, "--outtype", dtype, "--outfile", theirs],
+            stderr=subprocess.DEVNULL)
         want, got = gguf.GGUFReader(theirs), gguf.GGUFReader(files[dtype])
         ours = {tensor.name: tensor for tensor in got.tensors}
         equal = 0
@@ -205,7 +231,7 @@ def check_converted(model, files, script, python, work):
             if value == mine:
                 fields += 1
             elif name == "tokenizer.ggml.scores":
-                print("    tokenizer.ggml.scores: the script has no merges; ours come from them")
+                print("    tokenizer.ggml.scores: the script's are all alike without tokenizer.model; ours are the merges' order")
             else:
                 print(f"    {name}: theirs {str(value)[:60]}, ours {str(mine)[:60]}")
         print(f"  {dtype}: {equal} of {len(want.tensors)} tensors are the script's, {len(ours)} more; {fields} of {len(names)} "
@@ -322,8 +348,9 @@ def make(folder, tokens, kind):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("program", type=pathlib.Path)
-    parser.add_argument("models", type=pathlib.Path, nargs="+")
+    parser.add_argument("models", type=pathlib.Path, nargs="*")
     parser.add_argument("--made", type=pathlib.Path)
+    parser.add_argument("--tokenizer", type=pathlib.Path)
     parser.add_argument("--kinds", default="qwen2,qwen3,qwen3_moe,gpt_oss,llama3")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--devices", default="cpu")
@@ -335,11 +362,11 @@ def main():
         for kind in options.kinds.split(","):
             folder = options.made / kind
             shutil.rmtree(folder, ignore_errors=True)
-            make(folder, models[0], kind)
+            make(folder, options.tokenizer, kind)
             models.append(folder)
     failed = 0
     for folder in models:
-        model = Model(options.program, folder, options.devices)
+        model = Model(options.program, folder, options.devices, folder not in options.models)
         print(f"{folder.name}: {model.config['model_type']}, {model.config['num_hidden_layers']} blocks")
         with tempfile.TemporaryDirectory() as work:
             work = pathlib.Path(work)
@@ -352,7 +379,7 @@ def main():
             failed += len(check_tokens(model, opened))
             failed += check_text(model, opened, "f16", options.tokens)
             del opened
-            failed += check_text(model, Opened(files["f32"]), "f32", options.tokens)
+            failed += check_text(model, Opened(files["f32"], wide=True), "f32", options.tokens)
             failed += check_likelihood(model, files, options.tokens)
         sys.stdout.flush()
     print("all as it should be" if not failed else f"{failed} FAILED")

@@ -37,7 +37,7 @@ const INTERRUPTED: u8 = 4;
 ///
 /// Exit codes: 0 done, 1 failed, 2 wrong usage, 3 does not fit, 4 interrupted and resumable.
 #[derive(Debug, Parser)]
-#[command(name = "roundpipe", version)]
+#[command(name = "roundpipe", version, max_term_width = 100)]
 struct Cli {
     #[command(subcommand)]
     command: Option<Command>,

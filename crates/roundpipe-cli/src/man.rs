@@ -60,8 +60,30 @@ fn full_name(command: &Command) -> &str {
         .unwrap_or_else(|| command.get_name())
 }
 
+/// A command's page. What clap puts behind the options are our examples, whose lines stay as they
+/// are; and a page is ASCII, since what other characters mean there depends on the reader's locale.
 fn page(command: &Command) -> std::io::Result<Vec<u8>> {
-    let mut page = Vec::new();
-    Man::new(command.clone()).render(&mut page)?;
-    Ok(page)
+    let mut bytes = Vec::new();
+    Man::new(command.clone()).render(&mut bytes)?;
+    let text = String::from_utf8_lossy(&bytes);
+    let page = match text.split_once(".SH EXTRA\n") {
+        None => text.into_owned(),
+        Some((before, rest)) => {
+            let (examples, after) = match rest.find("\n.SH ") {
+                Some(end) => rest.split_at(end + 1),
+                None => (rest, ""),
+            };
+            let lines: String = examples
+                .lines()
+                .skip(1)
+                .map(|line| format!("{line}\n"))
+                .collect();
+            format!("{before}.SH EXAMPLES\n.nf\n{lines}.fi\n{after}")
+        }
+    };
+    let escaped = |c: char| match c {
+        c if c.is_ascii() => c.to_string(),
+        c => format!("\\[u{:04X}]", u32::from(c)),
+    };
+    Ok(page.chars().map(escaped).collect::<String>().into_bytes())
 }
