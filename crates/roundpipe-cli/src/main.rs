@@ -7,7 +7,9 @@ mod demo;
 mod generate;
 mod open;
 mod place;
+mod plan;
 mod screen;
+mod simulate;
 mod terminal;
 mod train;
 
@@ -39,6 +41,8 @@ enum Command {
     Train(train::TrainCmd),
     Generate(generate::GenerateCmd),
     Bench(bench::BenchCmd),
+    Plan(Box<plan::PlanCmd>),
+    Simulate(simulate::SimulateCmd),
     Demo(demo::DemoCmd),
 }
 
@@ -88,6 +92,8 @@ fn main() -> ExitCode {
         Command::Demo(demo) => signals().and_then(|stop| demo.run(&mut out, &stop)),
         Command::Generate(generate) => generate.run(&mut out).map_err(Failure::from),
         Command::Bench(bench) => bench.run(&mut out).map_err(Failure::from),
+        Command::Plan(plan) => plan.run(&mut out),
+        Command::Simulate(simulate) => simulate.run(&mut out),
     };
     let (code, line) = match done {
         Ok(()) => return ExitCode::SUCCESS,

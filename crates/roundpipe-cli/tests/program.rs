@@ -416,7 +416,7 @@ fn the_guide_names_what_the_program_has() {
     let (commands, common) = chapter.split_once("## Where it runs").unwrap();
     for section in commands.split("## `roundpipe ").skip(1) {
         let (command, section) = section.split_once('`').unwrap();
-        let has_its_own = ["demo", "train"].contains(&command);
+        let has_its_own = ["demo", "plan", "simulate", "train"].contains(&command);
         let common = if has_its_own { "" } else { common };
         let mut named = options(section);
         named.extend(options(common));

@@ -28,6 +28,7 @@ pub mod shape;
 mod pages;
 mod sync;
 
+pub mod disk_space;
 pub mod host;
 pub mod host_memory;
 pub mod host_tensor;
@@ -36,6 +37,7 @@ pub mod pins;
 pub mod rng;
 
 pub mod kernel;
+pub mod rates;
 
 pub mod device;
 
@@ -65,6 +67,7 @@ pub use cpu::Cpu;
 pub use cuda::Cuda;
 pub use cx::{CustomOp, Cx, Gradients, Recompute};
 pub use device::{CostModel, Device, DeviceId, DeviceKind, Faults, LaneKind};
+pub use disk_space::DiskSpace;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
 pub use half::{bf16, f16};
@@ -73,6 +76,7 @@ pub use host_tensor::{Hits, HostTensor};
 pub use meta::Meta;
 pub use param::{Keeper, Param, ParamId};
 pub use pins::Pins;
+pub use rates::{AttentionRate, KernelRates};
 pub use rng::{RngKey, RngSite};
 pub use shape::Shape;
 pub use sim::SimWorld;

@@ -15,6 +15,7 @@ pub mod error;
 pub mod settings;
 
 mod bytes;
+pub mod cards;
 pub mod folder;
 pub mod machine;
 pub mod profile;
@@ -28,7 +29,9 @@ mod progress;
 mod start;
 
 mod overview;
+pub mod predict;
 mod run;
+pub mod schedules;
 
 pub use error::{Error, Result};
 pub use folder::{RunFolder, run_model};

@@ -16,6 +16,7 @@ use roundpipe_data::{
     EncodeOptions, Encoder, Input, Rows, Source, SourceOptions, Stream, StreamOptions,
 };
 use roundpipe_files::text::Line;
+use roundpipe_models::Model;
 use roundpipe_models::chat::ChatTemplate;
 
 use crate::error::{Error, Result};
@@ -27,7 +28,7 @@ use crate::resolve::{self, Lengths, Place};
 use crate::settings::{BadRowsName, Given, Schedule, Settings, ValidationSetting};
 
 /// Host memory of a token in a batch: its number, label and position, as read and as given on.
-const TOKEN_BYTES: u64 = 48;
+pub(crate) const TOKEN_BYTES: u64 = 48;
 /// The longest chat template file.
 const MOST_TEMPLATE_BYTES: u64 = 1 << 20;
 
@@ -167,7 +168,7 @@ pub(crate) fn prepare(
     check_vocabulary(&trained)?;
     // Before the engine takes the memory.
     let product_rate = machine::product_rate(devices[0].clone(), trained.model.dtype()).ok();
-    let engine = build(&settings, &trained, &devices)?;
+    let engine = build(&settings, &trained.model, &devices)?;
     folder.write_settings(&settings)?;
     Ok(Ready {
         settings,
@@ -242,7 +243,8 @@ fn open_devices(settings: &Settings, watcher: &mut dyn Watcher) -> Result<Vec<Ar
     Ok(devices.workers)
 }
 
-fn open_data(settings: &mut Settings, origin: &Origin) -> Result<(Data, Lengths)> {
+/// Opens the data, and looks at how long rows are.
+pub(crate) fn open_data(settings: &mut Settings, origin: &Origin) -> Result<(Data, Lengths)> {
     let options = SourceOptions {
         format: settings.format.map(Into::into),
         ..SourceOptions::default()
@@ -332,8 +334,12 @@ fn shown(document: &roundpipe_data::Document, encoder: &Encoder) -> ShownRow {
     ShownRow(pieces)
 }
 
-fn build(settings: &Settings, trained: &Trained, devices: &[Arc<dyn Device>]) -> Result<RoundPipe> {
-    let model = &trained.model;
+/// The engine of a run.
+pub(crate) fn build(
+    settings: &Settings,
+    model: &Model,
+    devices: &[Arc<dyn Device>],
+) -> Result<RoundPipe> {
     if let Some(stages) = settings.stages {
         even_plan(model.layers.len(), stages)?;
     }

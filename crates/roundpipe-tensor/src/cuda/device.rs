@@ -137,6 +137,11 @@ impl Cuda {
         attention::note()
     }
 
+    /// As the driver names the card.
+    pub fn name(&self) -> String {
+        result::device::get_name(self.gpu.device).unwrap_or_else(|_| "a GPU".to_owned())
+    }
+
     /// Major and minor number of the compute capability.
     pub fn capability(&self) -> (i32, i32) {
         self.gpu.capability
