@@ -14,7 +14,9 @@ mod man;
 mod merge;
 mod open;
 mod place;
+mod plan;
 mod screen;
+mod simulate;
 mod source;
 mod terminal;
 mod train;
@@ -51,6 +53,8 @@ enum Command {
     Merge(merge::MergeCmd),
     Export(export::ExportCmd),
     Bench(bench::BenchCmd),
+    Plan(Box<plan::PlanCmd>),
+    Simulate(simulate::SimulateCmd),
     Data(data::DataCmd),
     Doctor(doctor::DoctorCmd),
     Verify(verify::VerifyCmd),
@@ -113,6 +117,8 @@ fn main() -> ExitCode {
         Command::Completions(completions) => completions.run(&mut out),
         Command::Man(man) => man.run(&mut out),
         Command::Bench(bench) => bench.run(&mut out).map_err(Failure::from),
+        Command::Plan(plan) => plan.run(&mut out),
+        Command::Simulate(simulate) => simulate.run(&mut out),
     };
     let (code, line) = match done {
         Ok(()) => return ExitCode::SUCCESS,

@@ -19,6 +19,22 @@ use crate::screen::Screen;
 #[derive(Debug, Default, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct TrainCmd {
+    #[command(flatten)]
+    run: RunArgs,
+    /// Print all settings with what they mean, and train nothing
+    #[arg(long)]
+    print_config: bool,
+    /// Serve a live page on this machine
+    #[arg(long)]
+    watch: bool,
+    /// The page's port [default: one that is free]
+    #[arg(long, requires = "watch")]
+    port: Option<u16>,
+}
+
+/// What a run is asked to be, for commands that train or plan one.
+#[derive(Debug, Default, clap::Args)]
+pub struct RunArgs {
     /// MODEL DATA… key=value…: a folder or hub id, then files or folders, and settings by name
     args: Vec<String>,
     /// Train low-rank adapters: a fraction of the memory
@@ -54,15 +70,6 @@ pub struct TrainCmd {
     /// A file of settings; arguments win
     #[arg(long)]
     config: Option<PathBuf>,
-    /// Print all settings with what they mean, and train nothing
-    #[arg(long)]
-    print_config: bool,
-    /// Serve a live page on this machine
-    #[arg(long)]
-    watch: bool,
-    /// The page's port [default: one that is free]
-    #[arg(long, requires = "watch")]
-    port: Option<u16>,
 }
 
 const EXAMPLES: &str = "Examples:
@@ -74,7 +81,7 @@ const EXAMPLES: &str = "Examples:
 
 impl TrainCmd {
     pub fn run(self, out: &mut dyn Write, stop: &Arc<AtomicBool>) -> Result<(), Failure> {
-        let given = self.given()?;
+        let given = self.run.given()?;
         if self.print_config {
             let mut settings = Settings::default();
             given.apply(&mut settings);
@@ -87,9 +94,20 @@ impl TrainCmd {
         };
         train(&request, out, stop)
     }
+}
+
+impl RunArgs {
+    /// A model with settings by name, without further options.
+    pub fn of_model(args: Vec<String>, lora: bool) -> Self {
+        Self {
+            args,
+            lora,
+            ..Self::default()
+        }
+    }
 
     /// All settings that were given: the file's, then arguments, then options.
-    fn given(&self) -> Result<Given, Failure> {
+    pub fn given(&self) -> Result<Given, Failure> {
         let file = match &self.config {
             Some(path) => Given::file(path)?,
             None => Given::default(),

@@ -113,6 +113,14 @@ impl HubConfig {
         self.resolve_with(model, &mut |_| ())
     }
 
+    /// As [`resolve`](Self::resolve), but without weights: enough to read a config and a tokenizer.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn resolve_config(&self, model: &str) -> Result<PathBuf> {
+        self.resolve_parts(model, Parts::Companions, &mut |_| ())
+    }
+
     /// [`resolve`](Self::resolve), telling how downloads come along.
     ///
     /// # Errors
@@ -120,6 +128,15 @@ impl HubConfig {
     pub fn resolve_with(
         &self,
         model: &str,
+        progress: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<PathBuf> {
+        self.resolve_parts(model, Parts::All, progress)
+    }
+
+    fn resolve_parts(
+        &self,
+        model: &str,
+        parts: Parts,
         progress: &mut dyn FnMut(Progress<'_>),
     ) -> Result<PathBuf> {
         if Path::new(model).is_dir() {
@@ -134,6 +151,9 @@ impl HubConfig {
             .cache
             .join(format!("models--{}--{}", name.owner, name.name));
         let cached = cached(&store, &name.revision);
+        if let (Parts::Companions, Some(folder)) = (parts, &cached) {
+            return Ok(folder.clone());
+        }
         if self.offline {
             return cached.ok_or_else(|| {
                 let why = format!(
@@ -145,7 +165,7 @@ impl HubConfig {
         }
         let repo = Repo::new(self, &name);
         match repo.listing() {
-            Ok(listing) => download(&repo, &store, &name, &listing, progress),
+            Ok(listing) => download(&repo, &store, (&name, parts), &listing, progress),
             // A model that is here can be used while the server cannot be reached.
             Err(e) => match cached {
                 Some(folder) if e.unreachable => Ok(folder),
@@ -165,6 +185,15 @@ impl fmt::Debug for HubConfig {
             .field("offline", &self.offline)
             .finish()
     }
+}
+
+/// What is wanted of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Parts {
+    /// Everything that training reads.
+    All,
+    /// What stands beside the weights.
+    Companions,
 }
 
 /// `owner/name@revision`, checked.
@@ -220,7 +249,7 @@ fn cached(store: &Path, revision: &str) -> Option<PathBuf> {
 fn download(
     repo: &Repo<'_>,
     store: &Path,
-    name: &ModelName,
+    (name, parts): (&ModelName, Parts),
     listing: &fetch::Listing,
     progress: &mut dyn FnMut(Progress<'_>),
 ) -> Result<PathBuf> {
@@ -235,6 +264,9 @@ fn download(
     };
     for file in listing.files.iter().filter(|f| is_companion(&f.name)) {
         bring(file)?;
+    }
+    if parts == Parts::Companions {
+        return Ok(snapshot);
     }
     let weights = weights_of(repo, listing, &snapshot)?;
     for file in weights {

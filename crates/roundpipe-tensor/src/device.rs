@@ -48,6 +48,7 @@ use crate::host::{HostBuf, HostMut, HostRef, Pin};
 use crate::kernel::{Kernel, View};
 use crate::pins::Pins;
 use crate::pool::Block;
+use crate::rates::KernelRates;
 
 /// The kinds of backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -103,12 +104,29 @@ pub trait BackendCosts: Send + Sync + fmt::Debug {
 
 /// The costs of one device, as a value that a stand-in for it holds ([`Device::cost_model`]).
 #[derive(Debug, Clone, Copy)]
-pub struct CostModel(&'static dyn BackendCosts);
+pub struct CostModel {
+    costs: &'static dyn BackendCosts,
+    rates: Option<KernelRates>,
+}
 
 impl CostModel {
     /// For backends.
     pub fn new(costs: &'static dyn BackendCosts) -> Self {
-        Self(costs)
+        Self { costs, rates: None }
+    }
+
+    /// The same device with what its kernels reach, for plans of a machine that is described.
+    #[must_use]
+    pub fn with_rates(self, rates: KernelRates) -> Self {
+        Self {
+            rates: Some(rates),
+            ..self
+        }
+    }
+
+    /// What its kernels reach, where that was said.
+    pub fn rates(&self) -> Option<&KernelRates> {
+        self.rates.as_ref()
     }
 }
 
@@ -116,7 +134,7 @@ impl Deref for CostModel {
     type Target = dyn BackendCosts;
 
     fn deref(&self) -> &Self::Target {
-        self.0
+        self.costs
     }
 }
 

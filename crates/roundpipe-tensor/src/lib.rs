@@ -37,6 +37,7 @@ pub mod pins;
 pub mod rng;
 
 pub mod kernel;
+pub mod rates;
 
 pub mod device;
 
@@ -75,6 +76,7 @@ pub use host_tensor::{Hits, HostTensor};
 pub use meta::Meta;
 pub use param::{Keeper, Param, ParamId};
 pub use pins::Pins;
+pub use rates::{AttentionRate, KernelRates};
 pub use rng::{RngKey, RngSite};
 pub use shape::Shape;
 pub use sim::SimWorld;

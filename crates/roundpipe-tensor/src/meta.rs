@@ -11,6 +11,7 @@
 //!   visible; elementwise work counts one per element written. Packed sequences count as one long
 //!   one, and groups of experts as all rows: upper bounds where the answer depends on data.
 //! - `traffic`: bytes of every operand, read or written once.
+//! - `time_ns`: by [`KernelRates`](crate::KernelRates), for a device that is described.
 
 use std::any::Any;
 use std::fmt;
@@ -39,6 +40,9 @@ pub struct Cost {
     pub traffic: u64,
     /// Kernels launched.
     pub kernels: u64,
+    /// Nanoseconds that they take, where the device that is stood for says what its kernels reach
+    /// ([`CostModel::with_rates`]); else 0.
+    pub time_ns: u64,
     /// Bytes the arena must have: everything alive at the worst moment, and the holes between.
     pub peak: u64,
     /// Bytes still alive at the end.
@@ -73,6 +77,8 @@ pub struct Given {
 /// A device that counts instead of computing.
 pub struct Meta {
     like: CostModel,
+    index: u32,
+    memory: Bytes,
     lanes: [MetaLane; 5],
     ops: MetaOps,
 }
@@ -80,6 +86,11 @@ pub struct Meta {
 impl Meta {
     /// Stands for another device, or for any of a kind; `sim` counts like `cpu`.
     pub fn like(device: impl Into<CostModel>) -> Arc<Self> {
+        Self::numbered(device, 0, Bytes(1 << 60))
+    }
+
+    /// One of several devices of a machine, each with so much memory free.
+    pub fn numbered(device: impl Into<CostModel>, index: u32, memory: Bytes) -> Arc<Self> {
         let like = device.into();
         let ops = MetaOps {
             like,
@@ -87,6 +98,8 @@ impl Meta {
         };
         Arc::new(Self {
             like,
+            index,
+            memory,
             lanes: LaneKind::ALL.map(MetaLane),
             ops,
         })
@@ -171,6 +184,7 @@ pub fn profile(
         flops: both.flops - recompute.flops,
         traffic: both.traffic - recompute.traffic,
         kernels: both.kernels - recompute.kernels,
+        time_ns: both.time_ns - recompute.time_ns,
         ..both
     };
     let outputs = outputs.iter().map(|t| (t.dtype(), *t.shape())).collect();
@@ -193,13 +207,13 @@ unsafe impl Device for Meta {
     fn id(&self) -> DeviceId {
         DeviceId {
             kind: DeviceKind::Meta,
-            index: 0,
+            index: self.index,
             worker: 0,
         }
     }
 
     fn memory(&self) -> Bytes {
-        Bytes(1 << 60)
+        self.memory
     }
 
     fn reserve(&self, bytes: Bytes) -> Result<Arena> {
@@ -274,10 +288,18 @@ unsafe impl Ops for MetaOps {
         _scratch: Option<View>,
         _faults: Option<&Faults>,
     ) -> Result<()> {
+        let traffic = src.iter().chain(dst).flatten().map(bytes).sum::<u64>();
+        let rates = self.like.rates();
+        let known = rates.and_then(|rates| rates.packed_pairs(kernel, src));
+        let flops = flops(kernel, src, dst, known);
+        let time_ns = rates.map_or(0, |rates| {
+            (1e9 * rates.seconds(kernel, src, flops, traffic)) as u64
+        });
         let mut cost = lock(&self.cost);
-        cost.flops = cost.flops.saturating_add(flops(kernel, src, dst));
-        cost.traffic += src.iter().chain(dst).flatten().map(bytes).sum::<u64>();
+        cost.flops = cost.flops.saturating_add(flops);
+        cost.traffic += traffic;
         cost.kernels += 1;
+        cost.time_ns = cost.time_ns.saturating_add(time_ns);
         Ok(())
     }
 
@@ -305,8 +327,9 @@ fn twice(a: u64, b: u64) -> u64 {
     2u64.saturating_mul(a).saturating_mul(b)
 }
 
-/// Floating-point operations of a kernel; see the module header.
-fn flops(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> u64 {
+/// Floating-point operations of a kernel; see the module header. Of attention the pairs may be
+/// `known`.
+fn flops(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>], known: Option<u64>) -> u64 {
     let size = |v: &Option<View>| v.as_ref().map_or(0, |v| v.numel() as u64);
     let read: u64 = src.iter().map(size).sum();
     let written: u64 = dst.iter().map(size).sum();
@@ -323,9 +346,13 @@ fn flops(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> u64 {
         }
         Kernel::GroupedMatMul => twice(written, dim(src, 0, 1)),
         Kernel::GroupedMatMulGrad { .. } => twice(size(&src[0]), dim(src, 1, 1)),
-        Kernel::Attention(spec) => twice(pairs(spec, src), dim(src, 0, 3) + dim(src, 2, 3)),
+        Kernel::Attention(spec) => {
+            let pairs = known.unwrap_or_else(|| pairs(spec, src));
+            twice(pairs, dim(src, 0, 3) + dim(src, 2, 3))
+        }
         Kernel::AttentionGrad(spec) => {
-            twice(pairs(spec, src), 3 * dim(src, 0, 3) + 2 * dim(src, 2, 3))
+            let pairs = known.unwrap_or_else(|| pairs(spec, src));
+            twice(pairs, 3 * dim(src, 0, 3) + 2 * dim(src, 2, 3))
         }
         Kernel::Conv2d(_) => twice(written, size(&src[1]) / dim(src, 1, 0).max(1)),
         Kernel::Conv2dGradInput(_) => twice(size(&src[0]), size(&src[1]) / dim(src, 1, 0).max(1)),

@@ -15,6 +15,7 @@ pub mod error;
 pub mod settings;
 
 mod bytes;
+pub mod cards;
 pub mod folder;
 pub mod machine;
 pub mod profile;
@@ -37,7 +38,9 @@ pub mod verify;
 mod reference;
 
 mod overview;
+pub mod predict;
 mod run;
+pub mod schedules;
 
 /// What files of examples hold, as [`show`](crate::show::show()) finds it.
 pub mod data {

@@ -47,12 +47,36 @@ pub fn product_rate(device: Arc<dyn Device>, dtype: DType) -> TensorResult<f64> 
 
 /// Host memory that training a model takes, by name; activations are not known from parameters.
 pub fn training_budget(layers: &Sequential, rule: &Rule, second_version: bool) -> HostBudget {
+    training_budget_of(layers, rule, second_version, DType::F32)
+}
+
+/// The same for an optimizer whose state has a type of its own: bf16 weights with a state in bf16
+/// are their own masters.
+pub fn training_budget_of(
+    layers: &Sequential,
+    rule: &Rule,
+    second_version: bool,
+    state: DType,
+) -> HostBudget {
     let mut params = layers.named_params();
     params.sort_by_key(|(_, param)| param.id());
     params.dedup_by_key(|(_, param)| param.id());
-    let moments = rule.moment_shapes(&Shape::default()).len() as u64;
-    let params = params.iter().map(|(_, param)| param);
-    let mut budget = HostBudget::training(params, moments, second_version);
+    let params = || params.iter().map(|(_, param)| param);
+    let mut budget = HostBudget::training(params(), 0, second_version);
+    budget.masters = 0;
+    for param in params().filter(|param| param.is_trainable()) {
+        let state = if state == DType::F32 {
+            param.dtype().accumulator()
+        } else {
+            state
+        };
+        let elements = |shape: &Shape| (shape.numel() * state.size()) as u64;
+        if state != param.dtype() {
+            budget.masters += elements(param.shape());
+        }
+        let moments = rule.moment_shapes(param.shape());
+        budget.moments += moments.iter().map(elements).sum::<u64>();
+    }
     // Each layer has a gradient of its own for a weight that it shares, as a tied head does.
     let mut seen = BTreeSet::new();
     for (_, layer) in layers.layers() {

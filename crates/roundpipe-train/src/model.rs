@@ -8,7 +8,7 @@
 use std::path::{Path, PathBuf};
 
 use roundpipe::{
-    Bytes, DType, HostBudget, Rule,
+    Bytes, DType, HostBudget, Params, Rule,
     optim::{Adafactor, Adam, AdamW, Lion, Muon, Sgd},
 };
 use roundpipe_models::tokenizer::Tokenizer;
@@ -46,6 +46,15 @@ pub(crate) struct Origin {
 impl Origin {
     /// Finds the model and opens its tokenizer.
     pub fn find(settings: &Settings, folder: &RunFolder) -> Result<Self> {
+        Self::find_with(settings, &folder.file("tokenizer"), hub::resolve)
+    }
+
+    /// The same with a place for a tokenizer of bytes, and a way from names to folders.
+    pub fn find_with(
+        settings: &Settings,
+        bytes_folder: &Path,
+        resolve: impl Fn(&str) -> roundpipe_models::Result<PathBuf>,
+    ) -> Result<Self> {
         let Some(name) = &settings.init else {
             let Some(model) = &settings.model else {
                 let what = "no model is given; name a folder or a hub id, or --init a preset";
@@ -55,7 +64,7 @@ impl Origin {
                 let what = "tokenizer is for init, and a model has its own; leave it out";
                 return Err(Error::Usage(what.into()));
             }
-            let path = hub::resolve(model)?;
+            let path = resolve(model)?;
             if path.join("run.toml").is_file() && !path.join("config.json").is_file() {
                 return Err(Error::Usage(format!(
                     "{model}: is the folder of a run; name its model, {model}/model"
@@ -79,11 +88,10 @@ impl Origin {
         }
         let config = preset(name).map_err(|e| Error::Usage(format!("init: {e}")))?;
         let files = match &settings.tokenizer {
-            Some(tokenizer) => hub::resolve(tokenizer)?,
+            Some(tokenizer) => resolve(tokenizer)?,
             None => {
-                let files = folder.file("tokenizer");
-                bytes::write(&files)?;
-                files
+                bytes::write(bytes_folder)?;
+                bytes_folder.to_path_buf()
             }
         };
         let tokenizer = Tokenizer::open(&files)?;
@@ -115,10 +123,7 @@ impl Origin {
             Some(path) if settings.pin == PinName::Off => Model::load_mapped(path, dtype)?,
             Some(path) => Model::load(path, dtype)?,
         };
-        adapt(&mut model, settings)?;
-        model.fast_attention(settings.fast_attention);
-        model.label_smoothing(settings.label_smoothing)?;
-        model.neftune(settings.neftune)?;
+        prepare(&mut model, settings)?;
         Ok(Trained {
             model,
             tokenizer: self.tokenizer,
@@ -126,6 +131,40 @@ impl Origin {
             saved_dtype,
         })
     }
+}
+
+/// Everything that settings change of a model.
+fn prepare(model: &mut Model, settings: &Settings) -> Result<()> {
+    adapt(model, settings)?;
+    model.fast_attention(settings.fast_attention);
+    model.label_smoothing(settings.label_smoothing)?;
+    model.neftune(settings.neftune)?;
+    Ok(())
+}
+
+/// A model as it would be trained, without its weights: no page of memory stands behind them.
+pub(crate) fn without_weights(
+    config: ModelConfig,
+    dtype: DType,
+    settings: &Settings,
+) -> Result<Model> {
+    let mut model = Model::empty(config, dtype)?;
+    prepare(&mut model, settings)?;
+    Ok(model)
+}
+
+/// Counts frozen weights that stay in a model's files, where settings leave them there.
+pub(crate) fn in_files(budget: &mut HostBudget, model: &Model, settings: &Settings) {
+    if settings.pin != PinName::Off {
+        return;
+    }
+    let mut params = model.layers.named_params();
+    params.sort_by_key(|(_, param)| param.id());
+    params.dedup_by_key(|(_, param)| param.id());
+    let frozen = params.iter().filter(|(_, param)| !param.is_trainable());
+    let bytes: u64 = frozen.map(|(_, param)| param.bytes() as u64).sum();
+    budget.weights = budget.weights.saturating_sub(bytes);
+    budget.in_files += bytes;
 }
 
 fn adapt(model: &mut Model, settings: &Settings) -> Result<()> {
@@ -177,7 +216,8 @@ fn check_host(settings: &Settings, config: &ModelConfig, dtype: DType) -> Result
 
 /// Host memory of training, by name.
 pub(crate) fn host_budget(model: &Model, settings: &Settings) -> HostBudget {
-    machine::training_budget(&model.layers, &rule(settings), settings.lag == 1)
+    let state = DType::from(settings.state_dtype);
+    machine::training_budget_of(&model.layers, &rule(settings), settings.lag == 1, state)
 }
 
 /// The optimizer's rule with the settings that were given.

@@ -78,6 +78,23 @@ impl Lengths {
         Ok(this)
     }
 
+    /// What is assumed where no data are given: rows of one document each, learned as a whole.
+    pub fn assumed(seq: usize) -> Self {
+        Self {
+            rows: 1,
+            seen: vec![seq],
+            pairs: Vec::new(),
+            is_text: false,
+            shown: Vec::new(),
+            prompt: None,
+        }
+    }
+
+    /// Tokens of so many rows, about.
+    pub fn tokens_of(&self, rows: u64, seq: usize) -> f64 {
+        self.tokens(seq) / self.rows.max(1) as f64 * rows as f64
+    }
+
     fn take(&mut self, example: &Example, documents: Vec<Document>) {
         let tokens = documents.iter().map(Document::inputs);
         self.seen.push(tokens.clone().max().unwrap_or(0));

@@ -16,6 +16,7 @@ use roundpipe_data::{
     EncodeOptions, Encoder, FileReport, Input, Rows, Source, SourceOptions, Stream, StreamOptions,
 };
 use roundpipe_files::text::Line;
+use roundpipe_models::Model;
 use roundpipe_models::chat::ChatTemplate;
 use roundpipe_models::tokenizer::Tokenizer;
 
@@ -29,7 +30,7 @@ use crate::resolve::{self, Lengths, Place};
 use crate::settings::{BadRowsName, Given, Objective, Schedule, Settings, ValidationSetting};
 
 /// Host memory of a token in a batch: its number, label and position, as read and as given on.
-const TOKEN_BYTES: u64 = 48;
+pub(crate) const TOKEN_BYTES: u64 = 48;
 /// The longest chat template file.
 const MOST_TEMPLATE_BYTES: u64 = 1 << 20;
 
@@ -175,7 +176,7 @@ pub(crate) fn prepare(
     check_vocabulary(&trained)?;
     // Before the engine takes the memory.
     let product_rate = machine::product_rate(devices[0].clone(), trained.model.dtype()).ok();
-    let engine = build(&settings, &trained, &devices)?;
+    let engine = build(&settings, &trained.model, &devices)?;
     folder.write_settings(&settings)?;
     Ok(Ready {
         pair_loss: PairLoss::of(&settings),
@@ -257,7 +258,8 @@ fn open_devices(settings: &Settings, watcher: &mut dyn Watcher) -> Result<Vec<Ar
     Ok(devices.workers)
 }
 
-fn open_data(settings: &mut Settings, origin: &Origin) -> Result<(Data, Lengths)> {
+/// Opens the data, and looks at how long rows are.
+pub(crate) fn open_data(settings: &mut Settings, origin: &Origin) -> Result<(Data, Lengths)> {
     let options = SourceOptions {
         format: settings.format.map(Into::into),
         ..SourceOptions::default()
@@ -371,8 +373,12 @@ pub(crate) fn encoder(settings: &Settings, tokenizer: &Tokenizer) -> Result<Arc<
     Ok(Arc::new(encoder.template(template)))
 }
 
-fn build(settings: &Settings, trained: &Trained, devices: &[Arc<dyn Device>]) -> Result<RoundPipe> {
-    let model = &trained.model;
+/// The engine of a run.
+pub(crate) fn build(
+    settings: &Settings,
+    model: &Model,
+    devices: &[Arc<dyn Device>],
+) -> Result<RoundPipe> {
     if let Some(stages) = settings.stages {
         even_plan(model.layers.len(), stages)?;
     }

@@ -20,6 +20,41 @@ pub use measured::{CopyRates, LayerTime, LayerTimes, Phase, WorkerSpeeds};
 /// precision. The function is the user's, so it is not run before it has to be.
 const LOSS: u64 = 5;
 
+/// What is known of a machine before anything ran on it, beside its devices' kernels.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MachineRates {
+    /// From host memory to one device.
+    pub upload_bytes_per_s: f64,
+    /// From one device to host memory.
+    pub download_bytes_per_s: f64,
+    /// Parameters that the optimizer updates.
+    pub updated_params_per_s: f64,
+}
+
+impl MachineRates {
+    /// Refuses rates that are not above 0.
+    ///
+    /// # Errors
+    /// [`Error::Config`], with the rate's name.
+    pub fn check(&self) -> Result<()> {
+        let rates = [
+            ("upload_bytes_per_s", self.upload_bytes_per_s),
+            ("download_bytes_per_s", self.download_bytes_per_s),
+            ("updated_params_per_s", self.updated_params_per_s),
+        ];
+        match rates
+            .iter()
+            .find(|(_, rate)| !(rate.is_finite() && *rate > 0.0))
+        {
+            Some((name, rate)) => Err(Error::config(
+                *name,
+                format!("{rate} is no rate; it must be above 0"),
+            )),
+            None => Ok(()),
+        }
+    }
+}
+
 /// One layer, for one microbatch.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct LayerCost {

@@ -81,7 +81,7 @@ pub use budget::{HostBudget, WorkerBudget};
 pub use checkpoint::{Checkpoint, SaveReport, Saving};
 pub use checkpoints::{Checkpoints, Newest};
 pub use config::{Grain, Lag, LossReduction, OutputDevice, RunConfig};
-pub use cost::{LayerCost, LayerCosts, LayerTimes};
+pub use cost::{LayerCost, LayerCosts, LayerTimes, MachineRates};
 pub use devices::Devices;
 pub use engine::{
     Forward, HookHandle, HostLoss, Input, Inputs, LayerGradient, LayerOutput, Losses, ParamState,
@@ -96,9 +96,9 @@ pub use optim::{Rule, StepReport, Update};
 pub use optimizer::Optimizer;
 pub use plan::{ExecutePlan, Pass, PlanKind, Stage};
 pub use roundpipe_tensor::{
-    Bytes, CostModel, Cpu, Cuda, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients, Hits,
-    HostBuf, HostMut, HostRef, HostTensor, Meta, Param, Pin, Pins, RngKey, RngSite, Shape, Tensor,
-    Worker, bf16, f16, host_memory, kernel, ops,
+    AttentionRate, Bytes, CostModel, Cpu, Cuda, CustomOp, Cx, DType, Device, DeviceKind, DiskSpace,
+    Element, Gradients, Hits, HostBuf, HostMut, HostRef, HostTensor, KernelRates, Meta, Param, Pin,
+    Pins, RngKey, RngSite, Shape, Tensor, Worker, bf16, f16, host_memory, kernel, ops,
 };
 pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
 pub use scaler::{GradScaler, ScalerState};

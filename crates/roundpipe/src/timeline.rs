@@ -31,6 +31,8 @@
 //! step's bubble less its fill and drain ([`Timeline::inner_bubble`]) instead of a steady state.
 //! Their other schedules recompute only after the gradient has arrived.
 
+pub mod published;
+
 use std::ops::Range;
 
 use crate::cost::{LayerCost, LayerCosts};

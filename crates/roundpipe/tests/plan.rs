@@ -4,15 +4,12 @@ use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
 use proptest::prelude::*;
+use roundpipe::timeline::published::{DEVICES, MICROBATCHES, MODELS};
 use roundpipe::timeline::{EarlyWork, TimelineTask};
 use roundpipe::{
     AutoOptions, ExecutePlan, Lag, LayerCost, LayerCosts, Pass, PlanKind, Schedule, Setting, Stage,
     Timeline, simulate, simulate_models,
 };
-
-#[path = "../examples/published/mod.rs"]
-mod published;
-use published::{DEVICES, MICROBATCHES, MODELS};
 
 /// Every published bubble comes out of our simulator when it follows the published rules.
 #[test]

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use roundpipe_tensor::meta::{self, Cost, Given, Profile};
-use roundpipe_tensor::{CostModel, Cx, DType, Param, Result, Shape, Tensor, Worker};
+use roundpipe_tensor::{CostModel, Cx, DType, Param, Recompute, Result, Shape, Tensor, Worker};
 
 use super::{LayerCost, LayerCosts};
 use crate::layer::Layer;
@@ -53,13 +53,7 @@ pub(crate) fn model_costs(
             .into_iter()
             .map(|(_, param)| param)
             .collect();
-        let run = |worker: &Worker, record: bool| -> Result<(Cx, Tree<Tensor>)> {
-            let cx = if record {
-                Cx::new(worker, true, training)
-            } else {
-                Cx::ahead(worker, training)
-            };
-            let mut cx = cx;
+        let run_in = |mut cx: Cx, worker: &Worker| -> Result<(Cx, Tree<Tensor>)> {
             for param in &params {
                 let tensor = worker.full(param.dtype(), *param.shape(), 0.0)?;
                 cx.bind(param, tensor, None)?;
@@ -72,11 +66,35 @@ pub(crate) fn model_costs(
             let output = layer.run(&mut cx, given)?;
             Ok((cx, output))
         };
+        let run = |worker: &Worker, record: bool| {
+            let cx = if record {
+                Cx::new(worker, true, training)
+            } else {
+                Cx::ahead(worker, training)
+            };
+            run_in(cx, worker)
+        };
         let (next, forward) = meta::measure(device, |worker| {
             let (_cx, output) = run(worker, false)?;
             Ok(output.map_ref(|t| (t.dtype(), *t.shape(), t.requires_grad())))
         })?;
         let (_tape, recompute) = meta::measure(device, |worker| run(worker, true))?;
+        let (saved, _) = meta::measure(device, |worker| {
+            let cx = Cx::ahead(worker, training).with_recompute(Recompute::Later(None));
+            let (mut cx, _output) = run_in(cx, worker)?;
+            let saved = cx.take_saved().unwrap_or_default();
+            Ok(saved
+                .iter()
+                .map(|t| (t.dtype(), *t.shape()))
+                .collect::<Vec<_>>())
+        })?;
+        // What a forward saved is not computed again.
+        let (_tape, again) = meta::measure(device, |worker| {
+            let place = |(dtype, shape): &(DType, Shape)| worker.full(*dtype, *shape, 0.0);
+            let saved = saved.iter().map(place).collect::<Result<Vec<_>>>()?;
+            let cx = Cx::new(worker, true, training).with_recompute(Recompute::Now(saved));
+            run_in(cx, worker)
+        })?;
         let ((), both) = meta::measure(device, |worker| {
             let (mut cx, output) = run(worker, true)?;
             let seeds = output.leaves().into_iter().filter(|t| t.requires_grad());
@@ -89,11 +107,27 @@ pub(crate) fn model_costs(
             device,
             &params,
             &next,
-            [forward, recompute, both],
+            Passes {
+                forward,
+                recompute,
+                again,
+                both,
+            },
         ));
         value = next;
     }
     Ok(LayerCosts { layers: costs })
+}
+
+/// What was counted of a layer.
+struct Passes {
+    forward: Cost,
+    /// A forward with a tape, everything computed.
+    recompute: Cost,
+    /// The same, given what the forward saved for it.
+    again: Cost,
+    /// `recompute` and the backward.
+    both: Cost,
 }
 
 fn layer_cost(
@@ -101,10 +135,26 @@ fn layer_cost(
     device: CostModel,
     params: &[Param],
     output: &Tree<Spec>,
-    [forward, recompute, both]: [Cost; 3],
+    passes: Passes,
 ) -> LayerCost {
-    let ms = |flops: u64, traffic: u64| {
-        flops as f64 / device.flops_per_ms() + traffic as f64 / device.bytes_per_ms()
+    let Passes {
+        forward,
+        recompute,
+        again,
+        both,
+    } = passes;
+    let ms = |cost: &Cost| match device.rates() {
+        Some(_) => cost.time_ns as f64 / 1e6,
+        None => {
+            let of_flops = cost.flops as f64 / device.flops_per_ms();
+            of_flops + cost.traffic as f64 / device.bytes_per_ms()
+        }
+    };
+    let backward = Cost {
+        flops: both.flops - recompute.flops,
+        traffic: both.traffic - recompute.traffic,
+        time_ns: both.time_ns - recompute.time_ns,
+        ..both
     };
     let weights: u64 = params.iter().map(|p| p.bytes() as u64).sum();
     let trained: u64 = params
@@ -116,12 +166,9 @@ fn layer_cost(
     let kept = recompute.kept.saturating_sub(weights);
     LayerCost {
         name: name.to_owned(),
-        forward_ms: ms(forward.flops, forward.traffic),
-        recompute_ms: ms(recompute.flops, recompute.traffic),
-        backward_ms: ms(
-            both.flops - recompute.flops,
-            both.traffic - recompute.traffic,
-        ),
+        forward_ms: ms(&forward),
+        recompute_ms: ms(&again),
+        backward_ms: ms(&backward),
         bytes: weights,
         hop_ms: 0.0,
         activation_bytes: output.leaves().iter().map(size).sum(),

@@ -13,7 +13,9 @@ use roundpipe_tensor::{Bytes, DType, HostTensor, LaneKind, Shape};
 
 use crate::budget::{CallNeeds, StageNeeds, WorkerBudget};
 use crate::config::{Grain, Resolved};
-use crate::cost::{CopyRates, LayerCosts, LayerTimes, Phase, Spec, WorkerSpeeds, model_costs};
+use crate::cost::{
+    CopyRates, LayerCosts, LayerTimes, MachineRates, Phase, Spec, WorkerSpeeds, model_costs,
+};
 use crate::error::{Error, Result};
 use crate::exec::model::Model;
 use crate::exec::ring::Ring;
@@ -157,6 +159,30 @@ impl Planner {
     /// A copy took so long.
     pub fn record_copy(&self, lane: LaneKind, bytes: u64, ms: f64) {
         self.lock().rates.record(lane, bytes, ms);
+    }
+
+    /// Takes what is known of a machine for measured: see
+    /// [`RoundPipe::assume_rates`](crate::RoundPipe::assume_rates).
+    pub fn assume(&self, known: &MachineRates) {
+        /// Large enough to count.
+        const COPY: u64 = 1 << 30;
+        let mut state = self.lock();
+        let copies = [
+            (LaneKind::ParamUpload, known.upload_bytes_per_s),
+            (LaneKind::ActivationUpload, known.upload_bytes_per_s),
+            (LaneKind::ActivationDownload, known.download_bytes_per_s),
+            (LaneKind::GradDownload, known.download_bytes_per_s),
+        ];
+        for (lane, rate) in copies {
+            state.rates.record(lane, COPY, 1e3 * COPY as f64 / rate);
+        }
+        for layer in self.layers.clone() {
+            let trained = self.model.store.layer(layer).own_trainable();
+            let count: usize = trained.map(|(_, param)| param.shape.numel()).sum();
+            let ms = 1e3 * count as f64 / known.updated_params_per_s;
+            let layer = layer - self.layers.start;
+            state.times.record(layer, Phase::Update, ms);
+        }
     }
 
     /// Counts a call that starts now; whether its copies should be timed.

@@ -7,7 +7,7 @@ use super::RoundPipe;
 use super::inputs::Inputs;
 use super::submit::CallRequest;
 use crate::config::RunConfig;
-use crate::cost::LayerCosts;
+use crate::cost::{LayerCosts, MachineRates};
 use crate::error::Result;
 use crate::plan::{ExecutePlan, PlanKind};
 use crate::tree::Tree;
@@ -56,6 +56,18 @@ impl<M> RoundPipe<M> {
         let request = self.preview_of(kind, inputs, config);
         let (_, costs) = self.core.preview(&request)?;
         Ok(costs)
+    }
+
+    /// Plans with these rates as if they had been measured: a machine that was profiled, or one that
+    /// is described, gets the plan at once that it would have after some steps. What is measured
+    /// later moves them.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config) for a rate that is not above 0.
+    pub fn assume_rates(&self, known: &MachineRates) -> Result<()> {
+        known.check()?;
+        self.core.parts[self.part].planner.assume(known);
+        Ok(())
     }
 
     fn preview_of(

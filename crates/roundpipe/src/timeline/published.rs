@@ -1,7 +1,8 @@
 //! The figures that RoundPipe's authors published for 8 GPUs and 16 microbatches: times per layer
 //! measured on RTX 4090, the plans they simulated, and the bubbles they got.
 
-use roundpipe::{ExecutePlan, LayerCost, LayerCosts, PlanKind};
+use crate::cost::{LayerCost, LayerCosts};
+use crate::plan::{ExecutePlan, PlanKind};
 
 /// Devices of the published simulation.
 pub const DEVICES: usize = 8;
@@ -9,6 +10,7 @@ pub const DEVICES: usize = 8;
 pub const MICROBATCHES: usize = 16;
 
 /// One model.
+#[derive(Debug)]
 pub struct Model {
     /// What it is called.
     pub name: &'static str,
