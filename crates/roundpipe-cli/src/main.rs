@@ -29,6 +29,7 @@ use std::sync::atomic::AtomicBool;
 
 use clap::{Parser, Subcommand};
 use signal_hook::consts::{SIGINT, SIGTERM};
+use tracing_subscriber::filter::LevelFilter;
 
 /// Interrupted, and the same command goes on.
 const INTERRUPTED: u8 = 4;
@@ -93,16 +94,21 @@ impl From<io::Error> for Failure {
 }
 
 fn main() -> ExitCode {
-    // Commands print notes on devices themselves, where they belong; warnings come at any time.
+    let command = Cli::parse()
+        .command
+        .unwrap_or_else(|| Command::Demo(demo::DemoCmd::default()));
+    // Commands print notes on devices themselves, where they belong; warnings come at any time. Plans
+    // take steps that change nothing, which is nothing to warn of.
+    let level = match command {
+        Command::Plan(_) | Command::Simulate(_) => LevelFilter::ERROR,
+        _ => LevelFilter::WARN,
+    };
     tracing_subscriber::fmt()
-        .with_max_level(tracing_subscriber::filter::LevelFilter::WARN)
+        .with_max_level(level)
         .with_writer(io::stderr)
         .with_target(false)
         .without_time()
         .init();
-    let command = Cli::parse()
-        .command
-        .unwrap_or_else(|| Command::Demo(demo::DemoCmd::default()));
     let mut out = io::stdout().lock();
     let done = match command {
         Command::Train(train) => signals().and_then(|stop| train.run(&mut out, &stop)),

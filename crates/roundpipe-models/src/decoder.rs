@@ -243,6 +243,19 @@ impl Model {
         self.assemble();
     }
 
+    /// Bytes that each block keeps of a microbatch of `tokens` for its recompute
+    /// ([`Model::keep_attention_from`]), in rows of `row_tokens`.
+    pub fn kept_attention_bytes(&self, row_tokens: usize, tokens: usize) -> u64 {
+        let keeps = |block: &Block| row_tokens >= block.keeps_from;
+        if !self.blocks.first().is_some_and(keeps) {
+            return 0;
+        }
+        let config = &self.config;
+        let output = config.heads * config.head_dim * self.dtype().size();
+        let sums = config.heads * size_of::<f32>();
+        tokens as u64 * (output + sums) as u64
+    }
+
     /// Lets GPUs add the gradients of attention in the order in which they come: a faster backward
     /// of long sequences, whose last bits are not the same every time. Off unless said. Engines
     /// made before do not see it.

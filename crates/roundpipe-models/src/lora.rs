@@ -130,6 +130,29 @@ impl Model {
     /// branches already.
     pub fn add_lora(&mut self, config: &LoraConfig) -> Result<()> {
         config.check()?;
+        if self.lora.is_none() && self.check_targets(&config.targets).is_ok() {
+            self.branches_fit(config)?;
+        }
+        let mut init = Init::new(config.seed, self.dtype());
+        self.add_branches(config, |dims, bound| Ok(init.uniform(dims, bound)?))
+    }
+
+    /// The same with branches of zeros that no page of memory stands behind, for a model without
+    /// weights ([`Model::empty`]): to plan with, not to train.
+    ///
+    /// # Errors
+    /// As [`Model::add_lora`], but this machine's memory does not matter.
+    pub fn add_empty_lora(&mut self, config: &LoraConfig) -> Result<()> {
+        let dtype = self.dtype();
+        self.add_branches(config, |dims, _| Ok(Param::zeros(dtype, dims)?))
+    }
+
+    fn add_branches(
+        &mut self,
+        config: &LoraConfig,
+        mut first: impl FnMut(&[usize], f64) -> Result<Param>,
+    ) -> Result<()> {
+        config.check()?;
         if self.lora.is_some() {
             return Err(Error::argument(
                 "lora",
@@ -137,8 +160,7 @@ impl Model {
             ));
         }
         self.check_targets(&config.targets)?;
-        self.branches_fit(config)?;
-        let mut init = Init::new(config.seed, self.dtype());
+        let dtype = self.dtype();
         let (rank, scale) = (config.rank, scale(config.alpha, config.rank, config.rslora));
         let mut made = Vec::new();
         for (name, projection) in self.projections() {
@@ -147,7 +169,7 @@ impl Model {
             }
             let (a, b) = branch_dims(&projection.weight, rank);
             let bound = 1.0 / (a[a.len() - 1] as f64).sqrt();
-            let (a, b) = (init.uniform(&a, bound)?, Param::zeros(init.dtype(), &b)?);
+            let (a, b) = (first(&a, bound)?, Param::zeros(dtype, &b)?);
             made.push((
                 name,
                 Adapter {

@@ -84,8 +84,9 @@ pub struct Card {
 }
 
 /// A large product reaches this much of what is stated. Measured: 697 of 989 TFLOP/s on an H200 at
-/// its power limit (benches/results/2026-11-15-h200-limits.md).
-const HOPPER_SHARE: f64 = 0.71;
+/// its power limit (benches/results/2026-11-15-h200-limits.md), whose clock falls a little further
+/// in training.
+const HOPPER_SHARE: f64 = 0.665;
 /// Assumed: GeForce cards state half of their tensor cores' rate for f32 sums, and reach most of it.
 const GEFORCE_SHARE: f64 = 0.90;
 /// Assumed: 250 to 265 of 312 TFLOP/s are usual for cuBLAS on an A100.

@@ -123,7 +123,7 @@ impl Origin {
             Some(path) if settings.pin == PinName::Off => Model::load_mapped(path, dtype)?,
             Some(path) => Model::load(path, dtype)?,
         };
-        prepare(&mut model, settings)?;
+        prepare(&mut model, settings, Model::add_lora)?;
         Ok(Trained {
             model,
             tokenizer: self.tokenizer,
@@ -134,8 +134,8 @@ impl Origin {
 }
 
 /// Everything that settings change of a model.
-fn prepare(model: &mut Model, settings: &Settings) -> Result<()> {
-    adapt(model, settings)?;
+fn prepare(model: &mut Model, settings: &Settings, add: AddLora) -> Result<()> {
+    adapt(model, settings, add)?;
     model.fast_attention(settings.fast_attention);
     model.label_smoothing(settings.label_smoothing)?;
     model.neftune(settings.neftune)?;
@@ -149,7 +149,7 @@ pub(crate) fn without_weights(
     settings: &Settings,
 ) -> Result<Model> {
     let mut model = Model::empty(config, dtype)?;
-    prepare(&mut model, settings)?;
+    prepare(&mut model, settings, Model::add_empty_lora)?;
     Ok(model)
 }
 
@@ -167,7 +167,10 @@ pub(crate) fn in_files(budget: &mut HostBudget, model: &Model, settings: &Settin
     budget.in_files += bytes;
 }
 
-fn adapt(model: &mut Model, settings: &Settings) -> Result<()> {
+/// How branches are added: with values to start from, or without memory.
+type AddLora = fn(&mut Model, &LoraConfig) -> roundpipe_models::Result<()>;
+
+fn adapt(model: &mut Model, settings: &Settings, add: AddLora) -> Result<()> {
     if settings.method == Method::Full {
         return Ok(());
     }
@@ -185,7 +188,7 @@ fn adapt(model: &mut Model, settings: &Settings) -> Result<()> {
         seed: settings.seed,
         rslora: settings.lora_rslora,
     };
-    model.add_lora(&config).map_err(|e| {
+    add(model, &config).map_err(|e| {
         let is_setting = ["rank: ", "alpha: ", "dropout: ", "targets: "]
             .iter()
             .any(|name| e.to_string().starts_with(name));
@@ -198,7 +201,7 @@ fn adapt(model: &mut Model, settings: &Settings) -> Result<()> {
 /// Compares what training takes with what the host has left, and with what the user allows.
 fn check_host(settings: &Settings, config: &ModelConfig, dtype: DType) -> Result<()> {
     let mut model = Model::empty(config.clone(), dtype)?;
-    adapt(&mut model, settings)?;
+    adapt(&mut model, settings, Model::add_empty_lora)?;
     let budget = host_budget(&model, settings);
     let fits = |limit: Bytes, what: &str| {
         let checked = budget.check(limit);

@@ -258,8 +258,8 @@ fn predict_by(
     let batch = Arc::new(batch(&settings, data.context, &model)?);
     let host = Host::of(&model, &settings, subject.has_files());
     let mut asked = Asked {
+        subject,
         settings: &settings,
-        model: &model,
         batch: &batch,
         microbatches: settings.microbatches.unwrap_or(1).min(batch.rows),
         dry_steps,
@@ -279,6 +279,7 @@ fn predict_by(
     })?;
     let prediction = Maker {
         asked: &asked,
+        model: &model,
         machine,
         host: &host,
         data: &data,
@@ -374,8 +375,8 @@ impl Host {
 
 /// What a run is asked to do.
 struct Asked<'a> {
+    subject: &'a Subject,
     settings: &'a Settings,
-    model: &'a Model,
     batch: &'a Arc<TrainBatch>,
     /// As many as fit; more than was asked for where one did not.
     microbatches: usize,
@@ -426,19 +427,23 @@ impl Asked<'_> {
         devices: &[Arc<dyn roundpipe::Device>],
         prepare: &impl Fn(&RoundPipe) -> Result<()>,
     ) -> Result<DryRun> {
-        let engine = start::build(self.settings, self.model, devices)?;
+        // Of its own for each engine: weights that one has had are no longer untouched, and the next
+        // would copy them.
+        let model = self.subject.model(self.settings)?;
+        let layers = model.layers.len();
+        let engine = start::build(self.settings, &model, devices)?;
         prepare(&engine)?;
-        let (inputs, config) = self.call()?;
+        let (inputs, config) = self.call(layers)?;
         let plan = engine.auto_plan(PlanKind::Fused, inputs.clone(), &config)?;
         let costs = engine.layer_costs(PlanKind::Fused, inputs, &config)?;
         for _ in 0..self.dry_steps {
-            let (inputs, config) = self.call()?;
+            let (inputs, config) = self.call(layers)?;
             engine.train(inputs).config(config).run()?;
             engine.skip_step(start::lag(self.settings))?;
         }
         engine.synchronize()?;
         if self.dry_steps > 0 && self.settings.eval_every != Some(0) {
-            let (inputs, config) = self.call()?;
+            let (inputs, config) = self.call(layers)?;
             engine.set_training(false);
             drop(engine.forward(inputs, &config.requires_grad(false))?);
             engine.synchronize()?;
@@ -449,21 +454,68 @@ impl Asked<'_> {
             .first()
             .map_or(0, |worker| worker.device().cost_model().context_bytes().0);
         Ok(DryRun {
+            activations: self.saved_bytes(&engine, &plan, &costs, &model),
             plan,
             costs,
             gpu_peak: peaks.max().unwrap_or(0),
             arena: engine.ring().budgets().first().map_or(0, |b| b.arena),
             context,
-            activations: engine.ring().host_use().peak.0,
             store: engine.host_bytes(),
         })
     }
 
-    fn call(&self) -> Result<(roundpipe::Inputs, roundpipe::RunConfig)> {
+    /// Activations that a step saves in host memory: the inputs of what is recomputed and what long
+    /// attention keeps, less what stays on the card. Workers that only count hold no host memory, so
+    /// this follows the rules of the engine's planner and budget.
+    fn saved_bytes(
+        &self,
+        engine: &RoundPipe,
+        plan: &ExecutePlan,
+        costs: &LayerCosts,
+        model: &Model,
+    ) -> u64 {
+        let is_layer = self.settings.grain == GrainName::Layer;
+        let rows = self.batch.rows.div_ceil(self.microbatches);
+        let seq = self.settings.seq.unwrap_or(1);
+        let row_tokens = if self.batch.lens.is_empty() {
+            seq
+        } else {
+            rows * seq
+        };
+        let attention = model.kept_attention_bytes(row_tokens, rows * seq);
+        let blocks = 1..costs.len().saturating_sub(1);
+        let (mut saved, mut largest) = (0, 0);
+        for stage in plan.stages(PlanKind::Fused) {
+            let needs = costs.bytes(stage.layers.clone()) + costs.task_bytes(&stage, is_layer);
+            largest = needs.max(largest);
+            if stage.pass != roundpipe::Pass::Backward {
+                continue;
+            }
+            let starts = match is_layer {
+                true => stage.layers.clone(),
+                false => stage.layers.start..stage.layers.start + 1,
+            };
+            let inputs = starts.filter_map(|layer| layer.checked_sub(1));
+            saved += inputs
+                .map(|layer| costs.layers[layer].activation_bytes)
+                .sum::<u64>();
+            let kept = stage.layers.filter(|layer| blocks.contains(layer)).count();
+            saved += attention * kept as u64;
+        }
+        let saved = saved * self.microbatches as u64;
+        // On a ring the next visit of a layer is on another card, so nothing stays.
+        let stays = match engine.ring().budgets() {
+            [only] => only.kept.min(only.arena.saturating_sub(largest)),
+            _ => 0,
+        };
+        saved.saturating_sub(stays)
+    }
+
+    fn call(&self, layers: usize) -> Result<(roundpipe::Inputs, roundpipe::RunConfig)> {
         let (inputs, config) = batches::call(self.batch, self.microbatches)?;
         Ok(match self.settings.stages {
             Some(stages) => {
-                let plan = start::even_plan(self.model.layers.len(), stages)?;
+                let plan = start::even_plan(layers, stages)?;
                 (inputs, config.execute_plan(plan))
             }
             None => (inputs, config),
@@ -474,6 +526,7 @@ impl Asked<'_> {
 /// Everything that a prediction is made of.
 struct Maker<'a> {
     asked: &'a Asked<'a>,
+    model: &'a Model,
     machine: &'a Machine,
     host: &'a Host,
     data: &'a DataFacts,
@@ -484,7 +537,7 @@ struct Maker<'a> {
 impl Maker<'_> {
     fn make(&self, subject: &Subject) -> Result<Prediction> {
         let settings = self.asked.settings;
-        let model = self.asked.model;
+        let model = self.model;
         let costs = self.mean_costs();
         let timeline = self.replay(&costs)?;
         let speed = self.speed(&costs, &timeline);
@@ -733,7 +786,7 @@ impl Maker<'_> {
         let settings = self.asked.settings;
         let one = self.checkpoint_bytes();
         let model = match settings.method {
-            Method::Full => self.asked.model.config.num_params() * 2,
+            Method::Full => self.model.config.num_params() * 2,
             Method::Lora => self.host.trained * 4,
         };
         let best = if self.data.validates { one } else { 0 };

@@ -22,8 +22,8 @@ use crate::profile::{GpuProfile, Profile};
 /// 16 threads on a Xeon with 8 channels (benches/results/2026-11-15-h200-models.md).
 const HOST_RATE: f64 = 129e9;
 /// A product that runs for minutes reaches this much of what one does in a third of a second, which
-/// is what a profile has: 697 to 705 of 767 to 794 TFLOP/s on an H200 at its power limit.
-const SUSTAINED: f64 = 0.93;
+/// is what a profile has: 670 to 705 of 750 to 794 TFLOP/s on an H200 at its power limit.
+const SUSTAINED: f64 = 0.90;
 /// What both directions reach together, relative to one, where it was not measured.
 const BOTH_WAYS: f64 = 1.7;
 /// Bytes that AdamW moves for a bf16 parameter: gradient, master and moments read, master, moments
