@@ -526,3 +526,97 @@ fn what_cannot_be_written_is_refused() {
     let left: Vec<_> = std::fs::read_dir(dir.as_ref()).unwrap().collect();
     assert_eq!(left.len(), 1, "{left:?}");
 }
+
+/// The byte-level tokenizer with another `tokenizer.json`.
+fn edited(change: impl Fn(&mut Value)) -> Temp {
+    let dir = folder();
+    for entry in std::fs::read_dir(tokens("byte_level")).unwrap() {
+        let path = entry.unwrap().path();
+        let target = dir.as_ref().join(path.file_name().unwrap());
+        std::fs::copy(&path, target).unwrap();
+    }
+    let path = dir.as_ref().join("tokenizer.json");
+    let mut json: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    change(&mut json);
+    std::fs::write(&path, json.to_string()).unwrap();
+    dir
+}
+
+/// A rule that llama.cpp does not have is said so; a kind of tokenizer that it does not have, and a
+/// token that has two ids, are refused.
+#[test]
+fn tokenizers_that_llama_cpp_does_not_have() {
+    let plain = model("llama", &json!({}));
+    let write = |tokenizer: &Temp| {
+        let out = folder();
+        let path = out.as_ref().join("x.gguf");
+        let report = plain.save_gguf(&path, tokenizer, &options(GgufType::F16))?;
+        let file = Gguf::parse(&std::fs::read(&path).unwrap());
+        Ok::<_, roundpipe_models::Error>((file, report))
+    };
+    let punctuation = edited(|json| json["pre_tokenizer"]["type"] = "Punctuation".into());
+    assert!(
+        write(&punctuation)
+            .err()
+            .unwrap()
+            .to_string()
+            .contains("neither byte-level")
+    );
+    let prefixed = edited(|json| {
+        json["pre_tokenizer"] = json!({
+            "type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true,
+        });
+    });
+    let (file, report) = write(&prefixed).unwrap();
+    assert_eq!(file.keys["tokenizer.ggml.pre"], "default");
+    assert!(
+        report.notes.len() == 1 && report.notes[0].contains("`default`"),
+        "{report:?}"
+    );
+    let unigram = edited(|json| {
+        json["model"] =
+            json!({"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0]]});
+        json["pre_tokenizer"] = Value::Null;
+        json["decoder"] = Value::Null;
+    });
+    assert!(
+        write(&unigram)
+            .err()
+            .unwrap()
+            .to_string()
+            .contains("Unigram")
+    );
+}
+
+/// Named templates, and the token that ends a turn where it is not the one that ends a text.
+#[test]
+fn templates_and_ends_of_turns_are_carried() {
+    let tokenizer = edited(|_| ());
+    let at = |name: &str| tokenizer.as_ref().join(name);
+    let specials = roundpipe_models::tokenizer::Tokenizer::open(tokenizer.as_ref()).unwrap();
+    let json: Value =
+        serde_json::from_slice(&std::fs::read(at("tokenizer.json")).unwrap()).unwrap();
+    let eos = specials.eos()[0];
+    let added = json["added_tokens"].as_array().unwrap();
+    let turn = added
+        .iter()
+        .find(|token| token["id"] != eos && token["special"] == true);
+    let turn = turn.unwrap();
+    let generation = json!({"eos_token_id": [eos, turn["id"]]});
+    std::fs::write(at("generation_config.json"), generation.to_string()).unwrap();
+    let template = format!("{{{{ messages }}}}{}", turn["content"].as_str().unwrap());
+    std::fs::write(at("chat_template.jinja"), &template).unwrap();
+    std::fs::create_dir(at("additional_chat_templates")).unwrap();
+    std::fs::write(at("additional_chat_templates/tool_use.jinja"), "tools").unwrap();
+    let path = at("x.gguf");
+    let model = model("llama", &json!({}));
+    model
+        .save_gguf(&path, tokenizer.as_ref(), &options(GgufType::F16))
+        .unwrap();
+    let file = Gguf::parse(&std::fs::read(&path).unwrap());
+    assert_eq!(file.keys["tokenizer.ggml.eos_token_id"], eos);
+    assert_eq!(file.keys["tokenizer.ggml.eot_token_id"], turn["id"]);
+    assert_eq!(file.keys["tokenizer.chat_template"], template);
+    assert_eq!(file.keys["tokenizer.chat_templates"], json!(["tool_use"]));
+    assert_eq!(file.keys["tokenizer.chat_template.tool_use"], "tools");
+}

@@ -243,7 +243,7 @@ impl Plan<'_> {
             GgufType::Q4_0 if is_head => Kind::Q8_0,
             GgufType::Q4_0 => Kind::Q4_0,
         };
-        if kind.is_blocks() && dims[dims.len() - 1] % BLOCK != 0 {
+        if kind.is_blocks() && !dims[dims.len() - 1].is_multiple_of(BLOCK) {
             return Kind::F16;
         }
         kind

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Opens GGUF files of `roundpipe export` with llama.cpp, and compares tokens and greedy text with ours.
 
-    python3 checks/gguf.py ROUNDPIPE MODEL… [--made DIR --tokenizer MODEL] [--tokens 64] [--devices cpu]
-    python3 checks/gguf.py ROUNDPIPE MODEL… --convert llama.cpp/convert_hf_to_gguf.py --convert-python PYTHON
+    python3 checks/llama_cpp_files.py ROUNDPIPE MODEL… [--made DIR --tokenizer MODEL] [--tokens 64] [--devices cpu]
+    python3 checks/llama_cpp_files.py ROUNDPIPE MODEL… --convert llama.cpp/convert_hf_to_gguf.py --convert-python PYTHON
 
 ROUNDPIPE is the program, each MODEL a Hugging Face folder with a tokenizer.json. With --made, small models with random
 weights are made in DIR with the byte-level tokenizer of another, under several splitting rules, and checked too: a Qwen2, a Qwen3, a Qwen3-MoE, a GPT-OSS
@@ -386,4 +386,5 @@ def main():
     sys.exit(bool(failed))
 
 
-main()
+if __name__ == "__main__":
+    main()
