@@ -63,4 +63,4 @@ pub use preference::Pair;
 pub use source::{FileReport, Order, Rows, Source, SourceOptions, Validation};
 pub use storage::{Compression, UNPACKED_BASE, UNPACKED_RATIO};
 pub use stream::{BadRows, Counts, Position, Stream, StreamOptions, TooLong};
-pub use survey::{Found, Histogram, NamedRow, SeenRow, Survey, SurveyOptions, Unit};
+pub use survey::{Found, Histogram, NamedRow, Pieces, SeenRow, Survey, SurveyOptions, Unit};

@@ -88,6 +88,9 @@ pub struct Found {
     pub first: Vec<NamedRow>,
 }
 
+/// A document as text: what is learned and what is not, in order.
+pub type Pieces = Vec<(String, bool)>;
+
 /// A row as it would be trained: its file and number, and pieces of text that are learned or not;
 /// of a pair both sides.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -97,7 +100,7 @@ pub struct SeenRow {
     /// Its number there, from 1.
     pub row: u64,
     /// One document, or the chosen and the rejected one.
-    pub sides: Vec<Vec<(String, bool)>>,
+    pub sides: Vec<Pieces>,
 }
 
 /// What was found.
@@ -194,7 +197,7 @@ struct Part {
     too_long: Places,
     empty: Places,
     bad: Places,
-    shown: Vec<(u64, Vec<Vec<(String, bool)>>)>,
+    shown: Vec<(u64, Vec<Pieces>)>,
 }
 
 /// Rows of one kind: how many, and the first of them.
@@ -417,7 +420,7 @@ fn said(content: Option<&Json>) -> String {
 }
 
 /// A row as it stands in its file, where no template says how it is trained.
-fn spoken(example: &Example) -> Vec<Vec<(String, bool)>> {
+fn spoken(example: &Example) -> Vec<Pieces> {
     let side = match example {
         Example::Chat(chat) => {
             let turn = |message: &roundpipe_models::chat::Message| {
