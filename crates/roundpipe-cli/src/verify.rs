@@ -27,8 +27,8 @@ pub struct VerifyCmd {
     /// Print one JSON value instead of lines
     #[arg(long)]
     json: bool,
-    /// Write the report as JSON, too
-    #[arg(long, value_name = "FILE")]
+    /// A file to write the report to, as JSON
+    #[arg(long)]
     report: Option<PathBuf>,
 }
 
@@ -118,7 +118,7 @@ impl<'o> Table<'o> {
     fn painted(&self, outcome: Outcome) -> String {
         let (word, colour) = match outcome {
             Outcome::Holds => ("holds  ", 32),
-            Outcome::Differs => ("DIFFERS", 31),
+            Outcome::Differs => ("differs", 31),
             Outcome::Skipped => ("skipped", 33),
         };
         if self.colours {

@@ -62,6 +62,8 @@ pub fn examine(
 ) -> Result<Diagnosis> {
     progress("looking at the machine");
     let mut machine = facts::look(&options.disk);
+    machine.driver_off =
+        std::env::var_os("ROUNDPIPE_CUDA_DRIVER").is_some_and(|value| value == "off");
     let path = Profile::path();
     let mut saved = None;
     if options.quick {

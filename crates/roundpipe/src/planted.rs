@@ -28,7 +28,8 @@ pub(crate) fn microbatch_sum(sum: Tensor, dtype: DType) -> Result<Tensor> {
         return Ok(sum);
     }
     let worker = roundpipe_tensor::Worker::of(&sum);
-    let is_other = worker.device().id().worker > 0;
+    let id = worker.device().id();
+    let is_other = id.index + id.worker > 0;
     if is_planted("rounded-twice") || (is_other && is_planted("second-worker")) {
         let narrow = worker.cast(&sum, dtype)?;
         return worker.copied_long(&narrow, sum.dtype());

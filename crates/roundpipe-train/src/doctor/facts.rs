@@ -182,7 +182,6 @@ pub(super) fn look(disk: &Path) -> Machine {
     let profile_folder = Profile::path().and_then(|path| Some(path.parent()?.to_path_buf()));
     Machine {
         driver: Some(one_line(driver)),
-        driver_off: std::env::var_os("ROUNDPIPE_CUDA_DRIVER").is_some_and(|value| value == "off"),
         cards_on_bus: cards_on_bus(Path::new("/sys/bus/pci/devices")),
         libraries: if has_gpus { libraries() } else { Vec::new() },
         attention_note: has_gpus.then(Cuda::attention_note).flatten(),
@@ -201,6 +200,7 @@ pub(super) fn look(disk: &Path) -> Machine {
         profile_cache: cache(profile_folder),
         profile: None,
         is_release: !cfg!(debug_assertions),
+        driver_off: false,
     }
 }
 

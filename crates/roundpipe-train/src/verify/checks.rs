@@ -400,7 +400,7 @@ fn peak(subject: &Subject, stages: usize, grain: Grain, device: Arc<dyn Device>)
         .unwrap_or(0))
 }
 
-/// Host memory of the training state, as a run is told before it starts.
+/// Host memory of the training state, as it is known before a run starts.
 fn host_memory(subject: &Subject, place: &Place) -> Result<Found> {
     let model = subject.model()?;
     let promised = machine::training_budget(&model.layers, &subject.rule(), true);
