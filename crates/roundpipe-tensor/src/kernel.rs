@@ -531,6 +531,13 @@ pub enum Kernel {
     /// `[q, k, v, o, lse, do, sinks?, lens_q?, lens_k?] -> [dq, dk, dv, dsinks?: Acc [hq]]`; dq,
     /// dk, dv are contiguous, dsinks is overwritten.
     AttentionGrad(AttentionSpec),
+    /// `[x: [b, s, h, d] contiguous, at: i32 [b]] -> [cache: [b, n, h, d] contiguous]`: cache\[i,
+    /// at\[i\] + j\] = x\[i, j\]; other places stay. A row that passes n is refused.
+    CacheWrite,
+    /// `[q: [b, s, hq, d], k: [b, n, hk, d], v: [b, n, hk, dv], sinks?: T [hq], at: i32 [b]] ->
+    /// [o: [b, s, hq, dv], lse: Acc [b, hq, s]]`: [`Kernel::Attention`] of row i to its first
+    /// at\[i\] + s places, the last query at the last of them. A row that passes n is refused.
+    CachedAttention(AttentionSpec),
     /// `[logits: [t, v] T or Acc contiguous, labels: i64 [t]] -> [loss: Acc [t], lse: Acc [t]]`:
     /// loss is 0 where the label is `ignore`.
     CrossEntropy {
@@ -637,7 +644,8 @@ impl Kernel {
             Self::IndexSelect { .. }
             | Self::IndexAdd { .. }
             | Self::Gather { .. }
-            | Self::ScatterAdd { .. } => Family::Index,
+            | Self::ScatterAdd { .. }
+            | Self::CacheWrite => Family::Index,
             Self::MatMul { .. } | Self::GroupedMatMul | Self::GroupedMatMulGrad { .. } => {
                 Family::Product
             }
@@ -654,7 +662,9 @@ impl Kernel {
             | Self::RopeNormGrad { .. }
             | Self::Glu(_)
             | Self::GluGrad(_) => Family::Rope,
-            Self::Attention(_) | Self::AttentionGrad(_) => Family::Attention,
+            Self::Attention(_) | Self::AttentionGrad(_) | Self::CachedAttention(_) => {
+                Family::Attention
+            }
             Self::CrossEntropy { .. } | Self::CrossEntropyGrad { .. } => Family::Loss,
             Self::MoeSort { .. } | Self::MoeCombine | Self::MoeCombineGrad => Family::Moe,
             Self::Conv2d(_)
@@ -712,6 +722,8 @@ impl Kernel {
             Self::GluGrad(_) => "glu_grad",
             Self::Attention(_) => "attention",
             Self::AttentionGrad(_) => "attention_grad",
+            Self::CacheWrite => "cache_write",
+            Self::CachedAttention(_) => "cached_attention",
             Self::CrossEntropy { .. } => "cross_entropy",
             Self::CrossEntropyGrad { .. } => "cross_entropy_grad",
             Self::MoeSort { .. } => "moe_sort",

@@ -324,6 +324,11 @@ fn flops(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>]) -> u64 {
         Kernel::GroupedMatMul => twice(written, dim(src, 0, 1)),
         Kernel::GroupedMatMulGrad { .. } => twice(size(&src[0]), dim(src, 1, 1)),
         Kernel::Attention(spec) => twice(pairs(spec, src), dim(src, 0, 3) + dim(src, 2, 3)),
+        Kernel::CacheWrite => 0,
+        Kernel::CachedAttention(spec) => {
+            // All places count as filled.
+            twice(pairs(spec, src), dim(src, 0, 3) + dim(src, 2, 3))
+        }
         Kernel::AttentionGrad(spec) => {
             twice(pairs(spec, src), 3 * dim(src, 0, 3) + 2 * dim(src, 2, 3))
         }

@@ -7,6 +7,7 @@
 
 mod arith;
 mod attention;
+mod cache;
 mod custom;
 mod image;
 mod index;

@@ -7,7 +7,7 @@ use roundpipe::{
     Cx, DType, Layer, Module, Param, ParamVisitor, Params, Tensor, TensorResult, Tree,
 };
 
-use super::{Experts, Flow, Maker, Projection, fields, optional, take};
+use super::{Experts, Flow, Maker, Projection, fields, get, optional, take};
 use crate::config::ModelConfig;
 use crate::rope::RopeTables;
 
@@ -211,6 +211,7 @@ impl Block {
 
     fn attend(&self, cx: &mut Cx, x: &Tensor, flow: &mut Flow) -> TensorResult<Tensor> {
         let past = self.past(flow)?;
+        let cache = self.cache(flow)?;
         let positions = match (optional(flow, "positions")?, &past) {
             (None, Some(Some((k, _)))) => {
                 let (from, steps) = (k.dims()[1] as f64, x.dims()[1] as f64);
@@ -227,8 +228,19 @@ impl Block {
         let flat = self.v.forward(cx, x)?;
         let mut v = self.split(cx, &flat, self.kv_heads)?;
         drop(flat);
+        // Where the last of a row's tokens stands, where that is known to the device alone or the
+        // row has one new token: both ways to keep the past then attend by the same kernel.
+        let mut at = None;
+        if let Some(cache) = cache {
+            (k, v) = cache.extend(cx, k, v)?;
+            at = cache.filled.is_none().then_some(cache.at);
+        }
         if let Some(before) = past {
             if let Some((old_k, old_v)) = before {
+                let (rows, seen) = (k.dims()[0], old_k.dims()[1]);
+                if k.dims()[1] == 1 && !cx.is_training() {
+                    at = Some(cx.full(DType::I32, &[rows], seen as f64)?);
+                }
                 (k, v) = (cx.cat(&[&old_k, &k], 1)?, cx.cat(&[&old_v, &v], 1)?);
             }
             for (name, seen) in [("k", &k), ("v", &v)] {
@@ -253,16 +265,39 @@ impl Block {
                 .map(|[o, lse]| (o, lse)),
             false => None,
         };
-        let (mixed, lse) = cx.attention_known(&q, &k, &v, &how, known)?;
+        let mixed = match at {
+            Some(at) => cx.cached_attention(&q, &k, &v, &at, &how)?,
+            None => {
+                let (mixed, lse) = cx.attention_known(&q, &k, &v, &how, known)?;
+                if keeps {
+                    cx.save_for_recompute(&[&mixed, &lse])?;
+                }
+                mixed
+            }
+        };
         drop((q, k, v));
-        if keeps {
-            cx.save_for_recompute(&[&mixed, &lse])?;
-        }
-        drop(lse);
         let width = (self.heads * self.head_dim) as isize;
         let flat = cx.reshape(&mixed, &[x.dims()[0] as isize, x.dims()[1] as isize, width])?;
         drop(mixed);
         self.o.forward(cx, &flat)
+    }
+
+    /// The block's cache, taken out of the flow.
+    fn cache(&self, flow: &mut Flow) -> TensorResult<Option<Cache>> {
+        let names = ["k", "v"].map(|name| format!("cache.{}.{name}", self.index));
+        if !flow.contains_key(&names[0]) {
+            return Ok(None);
+        }
+        let filled = match flow.get("cache.filled") {
+            Some(Tree::Int(filled)) => usize::try_from(*filled).ok(),
+            _ => None,
+        };
+        Ok(Some(Cache {
+            k: take(flow, &names[0])?,
+            v: take(flow, &names[1])?,
+            at: get(flow, "cache.at")?,
+            filled,
+        }))
     }
 
     /// Earlier keys and values, taken out of the flow; the outer `None` where none are kept, the
@@ -273,6 +308,33 @@ impl Block {
             true => Ok(Some(Some((take(flow, &names[0])?, take(flow, &names[1])?)))),
             false => Ok(flow.contains_key("cache").then_some(None)),
         }
+    }
+}
+
+/// Keys and values that are written in place.
+struct Cache {
+    /// [B, places, kv heads, D].
+    k: Tensor,
+    v: Tensor,
+    /// Places that each row has filled, i32 [B].
+    at: Tensor,
+    /// The same of all rows, where the host knows it.
+    filled: Option<usize>,
+}
+
+impl Cache {
+    /// Writes new keys and values, and gives those that attention reads.
+    fn extend(&self, cx: &mut Cx, k: Tensor, v: Tensor) -> TensorResult<(Tensor, Tensor)> {
+        cx.cache_write(&self.k, &k, &self.at)?;
+        cx.cache_write(&self.v, &v, &self.at)?;
+        let Some(filled) = self.filled else {
+            return Ok((self.k.clone(), self.v.clone()));
+        };
+        let seen = filled + k.dims()[1];
+        Ok((
+            cx.narrow(&self.k, 1, 0, seen)?,
+            cx.narrow(&self.v, 1, 0, seen)?,
+        ))
     }
 }
 
