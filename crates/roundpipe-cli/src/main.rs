@@ -3,6 +3,7 @@
 
 mod bench;
 mod bounds;
+mod chat;
 mod demo;
 mod generate;
 mod open;
@@ -38,6 +39,7 @@ struct Cli {
 enum Command {
     Train(train::TrainCmd),
     Generate(generate::GenerateCmd),
+    Chat(chat::ChatCmd),
     Bench(bench::BenchCmd),
     Demo(demo::DemoCmd),
 }
@@ -87,6 +89,7 @@ fn main() -> ExitCode {
         Command::Train(train) => signals().and_then(|stop| train.run(&mut out, &stop)),
         Command::Demo(demo) => signals().and_then(|stop| demo.run(&mut out, &stop)),
         Command::Generate(generate) => generate.run(&mut out).map_err(Failure::from),
+        Command::Chat(chat) => chat.run(&mut out).map_err(Failure::from),
         Command::Bench(bench) => bench.run(&mut out).map_err(Failure::from),
     };
     let (code, line) = match done {

@@ -33,19 +33,21 @@ pub(super) struct Resident {
     params: Vec<Param>,
     dtype: DType,
     config: ModelConfig,
-    /// Weights in the worker's memory; empty where it reads the host's.
-    uploaded: Mutex<HashMap<ParamId, Uploaded>>,
+    uploaded: UploadedWeights,
 }
 
+/// Weights in a worker's memory, for all models that read them; empty where it reads the host's.
+pub(super) type UploadedWeights = Arc<Mutex<HashMap<ParamId, Uploaded>>>;
+
 /// A weight on the worker, and which of the host's it is.
-struct Uploaded {
+pub(super) struct Uploaded {
     tensor: Tensor,
     /// First address and number of writes of the host memory that it was read from.
     from: (usize, u64),
 }
 
 impl Resident {
-    pub(super) fn new(model: &Model, worker: &Worker) -> Self {
+    pub(super) fn new(model: &Model, worker: &Worker, uploaded: &UploadedWeights) -> Self {
         let params: Vec<Param> = model
             .named_params()
             .into_iter()
@@ -57,7 +59,7 @@ impl Resident {
             dtype: model.config.dtype.unwrap_or(DType::F32),
             params,
             config: model.config.clone(),
-            uploaded: Mutex::default(),
+            uploaded: uploaded.clone(),
         }
     }
 
@@ -106,7 +108,9 @@ impl Resident {
         let pool = self.worker.pool();
         let free = pool.capacity().0.saturating_sub(self.worker.usage().used.0) / 2;
         let row = (places * self.place_bytes()).max(1) as u64;
-        wanted.min(usize::try_from(free / row).unwrap_or(wanted)).max(1)
+        wanted
+            .min(usize::try_from(free / row).unwrap_or(wanted))
+            .max(1)
     }
 }
 
@@ -160,10 +164,16 @@ impl<'r> Rows<'r> {
             let at = self.seen[row];
             let ids: Vec<i64> = part.iter().map(|id| i64::from(*id)).collect();
             let mut flow = vec![
-                ("ids".to_owned(), self.cx.tensor(&ids, &[1, ids.len()])?.into()),
+                (
+                    "ids".to_owned(),
+                    self.cx.tensor(&ids, &[1, ids.len()])?.into(),
+                ),
                 ("keep".to_owned(), Tree::Int(1)),
                 ("cache.filled".to_owned(), Tree::Int(at as i64)),
-                ("cache.at".to_owned(), self.cx.tensor(&[at as i32], &[1])?.into()),
+                (
+                    "cache.at".to_owned(),
+                    self.cx.tensor(&[at as i32], &[1])?.into(),
+                ),
             ];
             for (name, cache) in cache_names(&self.caches) {
                 flow.push((name, self.cx.narrow(cache, 0, row, 1)?.into()));
@@ -206,7 +216,10 @@ impl<'r> Rows<'r> {
     }
 
     fn run(&mut self, flow: Vec<(String, Tree)>) -> Result<Tensor> {
-        let logits = self.resident.layers.forward(&mut self.cx, Tree::map(flow))?;
+        let logits = self
+            .resident
+            .layers
+            .forward(&mut self.cx, Tree::map(flow))?;
         Ok(logits.tensor()?)
     }
 
@@ -225,7 +238,10 @@ impl<'r> Rows<'r> {
     /// there are two of one block at most.
     fn rebuild(&mut self, rows: &[usize], places: usize) -> Result<()> {
         let c = &self.resident.config;
-        let (dims, dtype) = ([rows.len(), places, c.kv_heads, c.head_dim], self.resident.dtype);
+        let (dims, dtype) = (
+            [rows.len(), places, c.kv_heads, c.head_dim],
+            self.resident.dtype,
+        );
         let start = self.cx.tensor(&[0_i32], &[1])?;
         for block in 0..c.layers {
             for which in 0..2 {

@@ -63,11 +63,7 @@ impl Cx {
         self.no_gradient(OP, &[cache, x])?;
         let worker = self.worker();
         let (x, at) = (worker.contiguous(x)?, worker.contiguous(at)?);
-        worker.launch(
-            &Kernel::CacheWrite,
-            &[Some(&x), Some(&at)],
-            &[Some(cache)],
-        )
+        worker.launch(&Kernel::CacheWrite, &[Some(&x), Some(&at)], &[Some(cache)])
     }
 
     /// Attention of q `[b, s, hq, d]` to the filled part of caches k and v: query j of row i stands

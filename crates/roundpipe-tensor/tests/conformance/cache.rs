@@ -116,16 +116,15 @@ fn a_row_is_what_it_is_alone() {
 fn places_outside_a_cache_are_refused() {
     let world = SimWorld::seeded(1).unwrap();
     let sim = world.workers(1).remove(0);
-    for device in [
-        bed::worker(2),
-        Worker::new(sim, Bytes::mib(16)).unwrap(),
-    ] {
+    for device in [bed::worker(2), Worker::new(sim, Bytes::mib(16)).unwrap()] {
         for at in [-1_i32, 4, i32::MAX] {
             let mut cx = Cx::infer(&device);
             let cache = cx.cache(DType::F32, [1, 4, 1, 2]).unwrap();
             let x = cx.zeros(DType::F32, &[1, 1, 1, 2]).unwrap();
             let at = cx.tensor(&[at], &[1]).unwrap();
-            let written = cx.cache_write(&cache, &x, &at).and_then(|()| device.fence());
+            let written = cx
+                .cache_write(&cache, &x, &at)
+                .and_then(|()| device.fence());
             assert!(matches!(written, Err(Error::Index { .. })), "{written:?}");
             let read = cx
                 .cached_attention(&x, &cache, &cache, &at, &CAUSAL)
