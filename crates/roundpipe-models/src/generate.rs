@@ -17,6 +17,7 @@
 //!   in another order than single ones.
 
 mod resident;
+mod speed;
 mod streamed;
 
 use std::collections::HashMap;
@@ -28,6 +29,8 @@ use roundpipe::{Device, HostTensor, Params, Pin, Ring, RingOptions, RoundPipe, S
 use crate::decoder::Model;
 use crate::error::{Error, Result};
 use crate::sample::Sampler;
+pub use speed::Speed;
+
 use resident::{Resident, Rows, UploadedWeights};
 use streamed::Streamed;
 
