@@ -81,7 +81,8 @@ fn a_conversation_remembers_what_was_said() {
     let tokenizer = Tokenizer::open(Path::new(&folder)).unwrap();
     let saved = run.path("saved.jsonl");
     let system = "Answer as a sailor.";
-    let lines = format!("Where is the ship?\n\nAnd the pier?\n/save {saved}\n/reset\nWho are you?\n");
+    let lines =
+        format!("Where is the ship?\n\nAnd the pier?\n/save {saved}\n/reset\nWho are you?\n");
     let arguments = [&[folder.as_str(), "--system", system], &COLD[..]].concat();
     let output = chat(&arguments, &lines);
     assert!(output.status.success(), "{}", text(&output.stderr));
@@ -93,7 +94,10 @@ fn a_conversation_remembers_what_was_said() {
         expected += &format!("{answer}\n");
         messages.push(Message::new("assistant", answer));
     }
-    let again = [Message::new("system", system), Message::new("user", "Who are you?")];
+    let again = [
+        Message::new("system", system),
+        Message::new("user", "Who are you?"),
+    ];
     expected += &format!("{}\n", said(&model, &tokenizer, &again));
     assert_eq!(text(&output.stdout), expected);
     let row: Value = serde_json::from_str(&std::fs::read_to_string(&saved).unwrap()).unwrap();
@@ -123,14 +127,23 @@ fn two_models_answer_side_by_side() {
             messages.push(Message::new("assistant", answer));
         }
     }
-    assert_ne!(histories[0], histories[1], "the adapter says nothing of its own");
+    assert_ne!(
+        histories[0], histories[1],
+        "the adapter says nothing of its own"
+    );
     let options = [folder.as_str(), "--adapter", &adapter, "--against", "base"];
     let arguments = [&options, &COLD[..]].concat();
-    let output = chat(&arguments, &turns.map(|words| format!("{words}\n")).concat());
+    let output = chat(
+        &arguments,
+        &turns.map(|words| format!("{words}\n")).concat(),
+    );
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert_eq!(text(&output.stdout), expected);
     // Another folder is a model like the first.
-    let output = chat(&[&[folder.as_str(), "--against", &folder], &COLD[..]].concat(), "Hi\n");
+    let output = chat(
+        &[&[folder.as_str(), "--against", &folder], &COLD[..]].concat(),
+        "Hi\n",
+    );
     let shown = text(&output.stdout);
     let answers: Vec<&str> = shown.split(&format!("[{folder}]\n")).skip(1).collect();
     assert!(answers.len() == 2 && answers[0] == answers[1], "{shown}");
@@ -150,8 +163,15 @@ fn a_full_context_drops_the_oldest_turns() {
     let lines = format!("{}\nHi\n", "ship ".repeat(400));
     let output = chat(&[&[folder.as_str()], &COLD[..]].concat(), &lines);
     let notes = text(&output.stderr);
-    assert!(output.status.success() && notes.contains("longest sequence"), "{notes}");
-    assert_eq!(text(&output.stdout).lines().next(), Some(""), "no answer to those");
+    assert!(
+        output.status.success() && notes.contains("longest sequence"),
+        "{notes}"
+    );
+    assert_eq!(
+        text(&output.stdout).lines().next(),
+        Some(""),
+        "no answer to those"
+    );
 }
 
 #[test]
@@ -169,12 +189,24 @@ fn bad_input_gets_one_line() {
         let output = chat(&arguments, "Hi\n");
         let error = text(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{arguments:?}: {error}");
-        assert!(error.contains(word) && error.lines().count() == 1, "{error}");
+        assert!(
+            error.contains(word) && error.lines().count() == 1,
+            "{error}"
+        );
     }
-    let output = chat(&[&[folder.as_str()], &COLD[..]].concat(), "/nope\n/save\n/help\n/quit\nHi\n");
+    let output = chat(
+        &[&[folder.as_str()], &COLD[..]].concat(),
+        "/nope\n/save\n/help\n/quit\nHi\n",
+    );
     let notes = text(&output.stderr);
-    assert!(output.status.success() && output.stdout.is_empty(), "{notes}");
-    assert!(notes.contains("no command /nope") && notes.contains("/system TEXT"), "{notes}");
+    assert!(
+        output.status.success() && output.stdout.is_empty(),
+        "{notes}"
+    );
+    assert!(
+        notes.contains("no command /nope") && notes.contains("/system TEXT"),
+        "{notes}"
+    );
     std::fs::remove_file(Path::new(&folder).join("chat_template.jinja")).unwrap();
     let error = text(&chat(&[&folder], "Hi\n").stderr);
     assert!(error.contains("no chat template"), "{error}");
@@ -210,8 +242,16 @@ fn an_interrupt_stops_the_answer_alone() {
         std::thread::sleep(Duration::from_millis(5));
     }
     let mut notes = String::new();
-    child.stderr.take().unwrap().read_to_string(&mut notes).unwrap();
+    child
+        .stderr
+        .take()
+        .unwrap()
+        .read_to_string(&mut notes)
+        .unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(0), "{notes}");
     // A fast machine may have said all of it before the signal came.
-    assert!(notes.contains("(stopped)") || notes.contains("(cut") || notes.is_empty(), "{notes}");
+    assert!(
+        notes.contains("(stopped)") || notes.contains("(cut") || notes.is_empty(),
+        "{notes}"
+    );
 }

@@ -31,7 +31,7 @@ use crate::error::{Error, Result};
 use crate::sample::Sampler;
 pub use speed::Speed;
 
-use resident::{Resident, Rows, UploadedWeights};
+use resident::{Outcome, Resident, Rows, UploadedWeights};
 use streamed::Streamed;
 
 /// Tokens of a prompt that are run at once: bounds the memory of a long one.
@@ -270,14 +270,26 @@ impl Limits<'_> {
         (fed + next > self.max_positions).then_some(Finish::Context)
     }
 
-    /// The next token of a text, or why it ends with it.
-    fn choose(
+    /// The tokens that come next after `rows` texts of so many tokens each.
+    fn choose(&self, outcome: &Outcome, rows: usize, tokens: &[usize]) -> Vec<u32> {
+        let logits = match outcome {
+            Outcome::Likeliest(tokens) => return tokens.clone(),
+            Outcome::Logits(logits) => logits,
+        };
+        let choose = |(row, tokens): (&[f32], &usize)| {
+            self.options.sampler.choose(row, *tokens as u64) as u32
+        };
+        let vocab = logits.len() / rows;
+        logits.chunks_exact(vocab).zip(tokens).map(choose).collect()
+    }
+
+    /// Adds the next token to a text, or says why it ends with it.
+    fn accept(
         &self,
-        logits: &[f32],
+        token: u32,
         tokens: &mut Vec<u32>,
         each: &mut dyn FnMut(u32) -> ControlFlow<()>,
     ) -> ControlFlow<Finish, u32> {
-        let token = self.options.sampler.choose(logits, tokens.len() as u64) as u32;
         if self.options.stop.contains(&token) {
             return ControlFlow::Break(Finish::Stop);
         }
@@ -337,15 +349,17 @@ impl Sequence<'_> {
                 return Ok((tokens, finish));
             }
             fed += next.len();
-            let logits = match &mut self.rows {
-                Some(rows) if next.len() == 1 => rows.step(&[Some(next[0])])?,
-                Some(rows) => rows.feed(0, &next)?,
-                None => past.feed(&next)?,
+            let likeliest = options.sampler.is_greedy();
+            let outcome = match &mut self.rows {
+                Some(rows) if next.len() == 1 => rows.step(&[Some(next[0])], likeliest)?,
+                Some(rows) => Outcome::Logits(rows.feed(0, &next)?),
+                None => Outcome::Logits(past.feed(&next)?),
             };
+            let token = limits.choose(&outcome, 1, &[tokens.len()])[0];
             if self.rows.is_some() {
                 self.held.extend(&next);
             }
-            match limits.choose(&logits, &mut tokens, &mut each) {
+            match limits.accept(token, &mut tokens, &mut each) {
                 ControlFlow::Continue(token) => next = vec![token],
                 ControlFlow::Break(finish) => return Ok((tokens, finish)),
             }
@@ -419,11 +433,10 @@ impl Batch<'_> {
             return Ok(Some((tokens, finish)));
         }
         self.rows.rewind(row, 0);
-        let logits = self.rows.feed(row, prompt)?;
-        match self
-            .limits
-            .choose(&logits, &mut tokens, &mut |token| each(i, token))
-        {
+        let outcome = Outcome::Logits(self.rows.feed(row, prompt)?);
+        let token = self.limits.choose(&outcome, 1, &[0])[0];
+        let mut told = |token| each(i, token);
+        match self.limits.accept(token, &mut tokens, &mut told) {
             ControlFlow::Break(finish) => Ok(Some((tokens, finish))),
             ControlFlow::Continue(next) => {
                 self.texts[row] = Some(Text {
@@ -468,15 +481,18 @@ impl Batch<'_> {
         if tokens.iter().all(Option::is_none) {
             return Ok(());
         }
-        let logits = self.rows.step(&tokens)?;
-        let vocab = logits.len() / tokens.len();
-        for (row, logits) in logits.chunks_exact(vocab).enumerate() {
+        let likeliest = self.limits.options.sampler.is_greedy();
+        let outcome = self.rows.step(&tokens, likeliest)?;
+        let written = |text: &Option<Text>| text.as_ref().map_or(0, |text| text.tokens.len());
+        let written: Vec<usize> = self.texts.iter().map(written).collect();
+        let chosen = self.limits.choose(&outcome, tokens.len(), &written);
+        for (row, token) in chosen.into_iter().enumerate() {
             let Some(text) = &mut self.texts[row] else {
                 continue;
             };
             let prompt = text.prompt;
             let mut told = |token| each(prompt, token);
-            match self.limits.choose(logits, &mut text.tokens, &mut told) {
+            match self.limits.accept(token, &mut text.tokens, &mut told) {
                 ControlFlow::Continue(token) => text.next = token,
                 ControlFlow::Break(finish) => self.finish(row, finish, done),
             }

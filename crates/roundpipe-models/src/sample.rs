@@ -28,10 +28,15 @@ impl Default for Sampler {
 }
 
 impl Sampler {
+    /// Whether it always takes the likeliest.
+    pub fn is_greedy(&self) -> bool {
+        self.temperature <= 0.0 || self.top_k == Some(1)
+    }
+
     /// The index chosen for position `at`, given the logits. Of equal ones the first wins; what is
     /// not a number is never chosen while there is anything else.
     pub fn choose(&self, logits: &[f32], at: u64) -> usize {
-        if self.temperature <= 0.0 || self.top_k == Some(1) {
+        if self.is_greedy() {
             return first_best(logits);
         }
         let likely = self.likely(logits);

@@ -16,7 +16,10 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use roundpipe::{Cx, DType, Keeper, Param, ParamId, Params, Sequential, Tensor, Tree, Worker};
+use roundpipe::{
+    Cx, DType, Element, Keeper, Param, ParamId, Params, Recording, Sequential, Tensor,
+    TensorResult, Tree, Worker,
+};
 
 use super::PROMPT_STEP;
 use crate::config::ModelConfig;
@@ -66,7 +69,12 @@ impl Resident {
     /// A context with the newest weights.
     fn context(&self) -> Result<Cx> {
         self.wait_for_updates();
-        let mut cx = Cx::infer(&self.worker);
+        Ok(self.context_on(&self.worker)?)
+    }
+
+    /// The same for kernels that are launched through another handle of the worker.
+    fn context_on(&self, worker: &Worker) -> TensorResult<Cx> {
+        let mut cx = Cx::infer(worker);
         if self.worker.device().aliases_host() {
             return Ok(cx);
         }
@@ -123,6 +131,82 @@ pub(super) struct Rows<'r> {
     places: usize,
     /// Tokens of each row that the caches hold.
     seen: Vec<usize>,
+    steps: StepKernels,
+}
+
+/// How the kernels of a step are launched.
+enum StepKernels {
+    /// One by one: the first step also compiles and chooses them.
+    First,
+    /// One by one, always: the device gains nothing by another way.
+    Single,
+    /// All at once.
+    Recorded(Recorded),
+}
+
+/// A step that is launched as a whole. It ends by writing the likeliest tokens and the next places
+/// over those it began with.
+struct Recorded {
+    recording: Recording,
+    /// [rows, 1], i64.
+    ids: Tensor,
+    /// Places that rows have filled, and what a step adds to them: [rows], i32.
+    at: Tensor,
+    advance: Tensor,
+    /// [rows, 1, V].
+    logits: Tensor,
+    /// What the tensors hold, as far as the host knows.
+    known: Known,
+}
+
+#[derive(Default)]
+struct Known {
+    ids: Option<Vec<i64>>,
+    at: Option<Vec<i32>>,
+    advance: Option<Vec<i32>>,
+}
+
+impl Recorded {
+    /// Launches a step for these tokens at these places.
+    fn launch(
+        &mut self,
+        worker: &Worker,
+        ids: Vec<i64>,
+        at: Vec<i32>,
+        advance: Vec<i32>,
+    ) -> Result<()> {
+        set(worker, &self.ids, &mut self.known.ids, &ids)?;
+        set(worker, &self.at, &mut self.known.at, &at)?;
+        set(worker, &self.advance, &mut self.known.advance, &advance)?;
+        self.recording.replay()?;
+        self.known.ids = None;
+        let next = at.iter().zip(&advance).map(|(at, more)| at + more);
+        self.known.at = Some(next.collect());
+        Ok(())
+    }
+}
+
+/// Writes values where they are not there already.
+fn set<T: Element + PartialEq>(
+    worker: &Worker,
+    tensor: &Tensor,
+    known: &mut Option<Vec<T>>,
+    values: &[T],
+) -> Result<()> {
+    if known.as_deref() == Some(values) {
+        return Ok(());
+    }
+    worker.overwrite(tensor, &worker.upload(values, *tensor.shape())?)?;
+    *known = Some(values.to_vec());
+    Ok(())
+}
+
+/// What a step gives.
+pub(super) enum Outcome {
+    /// Logits, row after row.
+    Logits(Vec<f32>),
+    /// The likeliest token of each row.
+    Likeliest(Vec<u32>),
 }
 
 impl<'r> Rows<'r> {
@@ -134,6 +218,7 @@ impl<'r> Rows<'r> {
             caches: Vec::new(),
             places: 0,
             seen: vec![0; rows],
+            steps: StepKernels::First,
         })
     }
 
@@ -187,9 +272,9 @@ impl<'r> Rows<'r> {
         }
     }
 
-    /// Feeds one token to every row and gives their logits, row after row. Rows without a token are
-    /// computed and change nothing.
-    pub(super) fn step(&mut self, tokens: &[Option<u32>]) -> Result<Vec<f32>> {
+    /// Feeds one token to every row and gives their logits, or the likeliest tokens where these will
+    /// do and the device finds them. Rows without a token are computed and change nothing.
+    pub(super) fn step(&mut self, tokens: &[Option<u32>], likeliest: bool) -> Result<Outcome> {
         let busy = |row: &usize| tokens[*row].is_some();
         let longest = (0..self.len()).filter(busy).map(|row| self.seen[row]).max();
         self.make_room(longest.unwrap_or(0) + 1)?;
@@ -201,6 +286,23 @@ impl<'r> Rows<'r> {
             .map(|seen| (*seen).min(self.places - 1) as i32)
             .collect();
         let rows = self.len();
+        let advance: Vec<i32> = tokens
+            .iter()
+            .map(|token| i32::from(token.is_some()))
+            .collect();
+        if let StepKernels::Recorded(recorded) = &mut self.steps {
+            recorded.launch(&self.resident.worker, ids, at, advance)?;
+            let outcome = if likeliest {
+                let ids: Vec<i64> = recorded.ids.to_vec()?;
+                let tokens = ids.iter().map(|id| *id as u32).collect();
+                recorded.known.ids = Some(ids);
+                Outcome::Likeliest(tokens)
+            } else {
+                Outcome::Logits(to_f32(&recorded.logits)?)
+            };
+            self.advance(tokens);
+            return Ok(outcome);
+        }
         let mut flow = vec![
             ("ids".to_owned(), self.cx.tensor(&ids, &[rows, 1])?.into()),
             ("cache.at".to_owned(), self.cx.tensor(&at, &[rows])?.into()),
@@ -209,10 +311,62 @@ impl<'r> Rows<'r> {
             flow.push((name, cache.clone().into()));
         }
         let logits = self.run(flow)?;
+        self.advance(tokens);
+        let logits = to_f32(&logits)?;
+        if let StepKernels::First = self.steps {
+            self.steps = self.record()?;
+        }
+        Ok(Outcome::Logits(logits))
+    }
+
+    fn advance(&mut self, tokens: &[Option<u32>]) {
         for (seen, token) in self.seen.iter_mut().zip(tokens) {
             *seen += usize::from(token.is_some());
         }
-        Ok(to_f32(&logits)?)
+    }
+
+    /// Records a step with these caches.
+    fn record(&mut self) -> Result<StepKernels> {
+        let resident = self.resident;
+        let worker = &resident.worker;
+        if worker.device().aliases_host() {
+            return Ok(StepKernels::Single);
+        }
+        let rows = self.len();
+        let ids = self.cx.zeros(DType::I64, &[rows, 1])?;
+        let at = self.cx.zeros(DType::I32, &[rows])?;
+        let advance = self.cx.zeros(DType::I32, &[rows])?;
+        let caches = &self.caches;
+        let recorded = worker.record(|worker| {
+            let mut cx = resident.context_on(worker)?;
+            let mut flow = vec![
+                ("ids".to_owned(), ids.clone().into()),
+                ("cache.at".to_owned(), at.clone().into()),
+            ];
+            let caches = cache_names(caches).map(|(name, cache)| (name, cache.clone().into()));
+            flow.extend(caches);
+            let mut value = Tree::map(flow);
+            for (_, layer) in resident.layers.layers() {
+                value = layer.run(&mut cx, value)?;
+            }
+            let logits = value.tensor()?;
+            let next = cx.argmax(&logits, -1, false)?;
+            worker.overwrite(&ids, &next)?;
+            let filled = cx.add(&at, &advance)?;
+            worker.overwrite(&at, &filled)?;
+            Ok(logits)
+        })?;
+        Ok(match recorded {
+            None => StepKernels::Single,
+            Some((recording, logits)) => StepKernels::Recorded(Recorded {
+                recording,
+                ids,
+                at,
+                advance,
+                logits,
+                known: Known::default(),
+            }),
+        })
     }
 
     fn run(&mut self, flow: Vec<(String, Tree)>) -> Result<Tensor> {
@@ -237,6 +391,8 @@ impl<'r> Rows<'r> {
     /// New caches of `places` places; row i holds what row `rows[i]` held. Block by block, so that
     /// there are two of one block at most.
     fn rebuild(&mut self, rows: &[usize], places: usize) -> Result<()> {
+        // What was recorded holds the old caches.
+        self.steps = StepKernels::First;
         let c = &self.resident.config;
         let (dims, dtype) = (
             [rows.len(), places, c.kv_heads, c.head_dim],

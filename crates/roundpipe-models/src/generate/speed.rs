@@ -45,7 +45,13 @@ impl Generator {
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that the model does not take; as [`Generator::generate`].
-    pub fn speed(&self, model: &Model, texts: usize, prompt: usize, tokens: usize) -> Result<Speed> {
+    pub fn speed(
+        &self,
+        model: &Model,
+        texts: usize,
+        prompt: usize,
+        tokens: usize,
+    ) -> Result<Speed> {
         if texts == 0 || prompt == 0 || tokens < 2 {
             let why = "at least one text, a prompt of one token and two new ones are needed";
             return Err(Error::argument("sizes", why));
@@ -107,7 +113,11 @@ fn step_bytes(model: &Model, texts: usize, places: usize) -> u64 {
 
 /// Bytes per second that a worker copies within its memory: the best of several copies.
 fn bandwidth(worker: &Worker) -> Result<f64> {
-    let free = worker.pool().capacity().0.saturating_sub(worker.usage().used.0);
+    let free = worker
+        .pool()
+        .capacity()
+        .0
+        .saturating_sub(worker.usage().used.0);
     let count = (COPY_BYTES.min(free / 4) / 4).max(1) as usize;
     let mut cx = roundpipe::Cx::infer(worker);
     let source = cx.zeros(DType::F32, &[count])?;
