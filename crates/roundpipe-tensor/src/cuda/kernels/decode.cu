@@ -76,10 +76,10 @@ extern "C" __global__ void __launch_bounds__(256) few_linear(
     }
     const T* row = map.w + column * k;
     const T* other = GLU ? w1 + column * k : row;
-    Piece held[HELD], held_up[GLU ? HELD : 1];
+    Piece held[HELD], held_up[HELD];
     // The matrix is on its way while the rows are made ready.
     if (live) load_chunk(held, row, 0, k, lane);
-    if constexpr (GLU) { if (live) load_chunk(held_up, other, 0, k, lane); }
+    if (GLU) { if (live) load_chunk(held_up, other, 0, k, lane); }
     A scale[ROWS];
     if (NORM) {
         #pragma unroll
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(256) few_linear(
         if (!live) continue;
         multiply_chunk(sum, held, xs, from, k, lane, rows);
         if (from + CHUNK < k) load_chunk(held, row, from + CHUNK, k, lane);
-        if constexpr (GLU) {
+        if (GLU) {
             multiply_chunk(sum_up, held_up, xs, from, k, lane, rows);
             if (from + CHUNK < k) load_chunk(held_up, other, from + CHUNK, k, lane);
         }
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(256) few_linear(
         if (r >= rows) continue;
         A value = warp_sum(sum[r]);
         if (map.b) value += up(map.b[column]);
-        if constexpr (GLU) {
+        if (GLU) {
             A gate = rounded(value), above = warp_sum(sum_up[r]);
             if (b1) above += up(b1[column]);
             value = gate * Recip<T>::of(A(1) + Exp<T>::of(-gate)) * rounded(above);
