@@ -351,7 +351,8 @@ impl Sequence<'_> {
             fed += next.len();
             let likeliest = options.sampler.is_greedy();
             let outcome = match &mut self.rows {
-                Some(rows) if next.len() == 1 => rows.step(&[Some(next[0])], likeliest)?,
+                // Prompts always as such, also of one token: as in a batch.
+                Some(rows) if !tokens.is_empty() => rows.step(&[Some(next[0])], likeliest)?,
                 Some(rows) => Outcome::Logits(rows.feed(0, &next)?),
                 None => Outcome::Logits(past.feed(&next)?),
             };

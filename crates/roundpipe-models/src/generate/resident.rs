@@ -113,8 +113,14 @@ impl Resident {
 
     /// Rows of at most `wanted` whose caches of `places` take no more than half of what is free.
     pub(super) fn rows_that_fit(&self, wanted: usize, places: usize) -> usize {
-        let pool = self.worker.pool();
-        let free = pool.capacity().0.saturating_sub(self.worker.usage().used.0) / 2;
+        // Weights that are sent with the first text need their room too.
+        let weights = if self.worker.device().aliases_host() {
+            0
+        } else {
+            self.params.iter().map(|param| param.bytes() as u64).sum()
+        };
+        let used = self.worker.usage().used.0.max(weights);
+        let free = self.worker.pool().capacity().0.saturating_sub(used) / 2;
         let row = (places * self.place_bytes()).max(1) as u64;
         wanted
             .min(usize::try_from(free / row).unwrap_or(wanted))

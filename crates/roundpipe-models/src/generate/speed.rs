@@ -16,6 +16,8 @@ use crate::error::{Error, Result};
 /// Bytes that are copied to measure the bandwidth, at most.
 const COPY_BYTES: u64 = 1 << 30;
 const COPIES: usize = 8;
+/// Tokens of each text that are not timed: with the first ones a step is recorded.
+const BEFORE: usize = 4;
 
 /// Figures of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -41,7 +43,8 @@ impl Speed {
 
 impl Generator {
     /// Times `texts` texts that are written at once: prompts of `prompt` tokens, continued by `tokens`
-    /// likeliest ones. The first run of a few tokens is not timed.
+    /// likeliest ones. A run of a few tokens before is not timed, nor are the first tokens of each
+    /// text.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that the model does not take; as [`Generator::generate`].
@@ -52,8 +55,11 @@ impl Generator {
         prompt: usize,
         tokens: usize,
     ) -> Result<Speed> {
-        if texts == 0 || prompt == 0 || tokens < 2 {
-            let why = "at least one text, a prompt of one token and two new ones are needed";
+        if texts == 0 || prompt == 0 || tokens <= BEFORE {
+            let why = format!(
+                "at least one text, a prompt of one token and {} new ones are needed",
+                BEFORE + 1
+            );
             return Err(Error::argument("sizes", why));
         }
         if prompt + tokens > self.max_positions {
@@ -66,34 +72,49 @@ impl Generator {
         let worker = self.engine().ring().workers()[0].clone();
         let ids = |text: usize| (0..prompt).map(move |i| ((i * 31 + text * 7) % self.vocab) as u32);
         let prompts: Vec<Vec<u32>> = (0..texts).map(|text| ids(text).collect()).collect();
-        self.timed(&prompts, tokens.min(4))?;
-        let (prompt_time, all) = self.timed(&prompts, tokens)?;
-        let steps = tokens - 1;
+        self.timed(&prompts, tokens.min(2 * BEFORE))?;
+        let times = self.timed(&prompts, tokens)?;
+        let steps = tokens - BEFORE;
         Ok(Speed {
-            prompt_seconds: prompt_time.as_secs_f64(),
-            step_seconds: (all - prompt_time).as_secs_f64() / steps as f64,
+            prompt_seconds: times.prompts.as_secs_f64(),
+            step_seconds: (times.all - times.before).as_secs_f64() / steps as f64,
             steps,
             bytes_per_step: step_bytes(model, texts, prompt + tokens / 2),
             bandwidth: bandwidth(&worker)?,
         })
     }
 
-    /// Time until every text has its first token, and until the end.
-    fn timed(&self, prompts: &[Vec<u32>], tokens: usize) -> Result<(Duration, Duration)> {
+    fn timed(&self, prompts: &[Vec<u32>], tokens: usize) -> Result<Times> {
         let options = GenerateOptions {
             max_tokens: tokens,
             ..GenerateOptions::default()
         };
         let start = Instant::now();
-        let (mut begun, mut first) = (vec![false; prompts.len()], Duration::ZERO);
+        let mut counts = vec![0; prompts.len()];
+        let (mut first, mut before) = (Duration::ZERO, Duration::ZERO);
         self.generate_batch(prompts, &options, |text, _| {
-            if !std::mem::replace(&mut begun[text], true) {
-                first = start.elapsed();
+            counts[text] += 1;
+            match counts[text] {
+                1 => first = start.elapsed(),
+                BEFORE => before = start.elapsed(),
+                _ => {}
             }
             ControlFlow::Continue(())
         })?;
-        Ok((first, start.elapsed()))
+        Ok(Times {
+            prompts: first,
+            before,
+            all: start.elapsed(),
+        })
     }
+}
+
+/// Times from the start: until every text has its first token, until every text has those that are
+/// not timed, and until the end.
+struct Times {
+    prompts: Duration,
+    before: Duration,
+    all: Duration,
 }
 
 /// Bytes that a step of decoding reads.
