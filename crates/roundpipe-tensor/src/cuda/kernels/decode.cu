@@ -22,8 +22,8 @@ __device__ __forceinline__ float exp_of(float x) { return expf(x); }
 __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 
 #ifdef ROWS
-// Pieces of a chunk that one lane holds, and the elements of a chunk.
-const int HELD = 8;
+// Pieces of a chunk that one lane holds, of each matrix, and the elements of a chunk. Two blocks fit a processor.
+const int HELD = GLU ? 4 : 8;
 const int CHUNK = HELD * 32 * N;
 const int WARPS = 8;
 
@@ -56,7 +56,7 @@ __device__ __forceinline__ void multiply_chunk(
 
 __device__ __forceinline__ A rounded(A x) { T y; put(y, x); return up(y); }
 
-extern "C" __global__ void __launch_bounds__(256) few_linear(
+extern "C" __global__ void __launch_bounds__(256, ROWS <= 4 ? 2 : 1) few_linear(
     const T* __restrict__ x, const T* __restrict__ norm, const T* __restrict__ residual,
     const T* __restrict__ w0, const T* __restrict__ w1, const T* __restrict__ w2,
     const T* __restrict__ b0, const T* __restrict__ b1, const T* __restrict__ b2,
