@@ -7,11 +7,14 @@ use std::path::PathBuf;
 use anyhow::ensure;
 use roundpipe_models::chat::Message;
 use roundpipe_models::tokenizer::Tokenizer;
-use roundpipe_models::{GenerateOptions, Generator, Sampler};
+use roundpipe_models::{GenerateOptions, Generator, Model, Sampler, preset};
 
 use crate::open;
 use crate::place::Place;
 use crate::terminal::Output;
+
+/// Tokens of the prompts that `--bench` continues.
+const BENCH_PROMPT: usize = 32;
 
 /// Continue a prompt, or answer it where the model has a chat template
 ///
@@ -23,7 +26,7 @@ pub struct GenerateCmd {
     /// A folder, a run's folder, or a hub id such as Qwen/Qwen3-0.6B
     model: String,
     /// What to say to the model
-    #[arg(long)]
+    #[arg(long, required_unless_present = "bench", default_value = "")]
     prompt: String,
     /// Tokens at most
     #[arg(long, default_value_t = 256)]
@@ -52,6 +55,12 @@ pub struct GenerateCmd {
     /// Type of weights and activations [default: the model's]
     #[arg(long, value_enum)]
     dtype: Option<open::TypeArg>,
+    /// Time --max-tokens tokens instead, also of a preset with random weights; prints a line of JSON
+    #[arg(long, conflicts_with_all = ["prompt", "system", "raw", "adapter"])]
+    bench: bool,
+    /// Texts that --bench writes at once
+    #[arg(long, default_value_t = 1, requires = "bench")]
+    batch: usize,
     #[command(flatten)]
     place: Place,
 }
@@ -71,6 +80,9 @@ impl GenerateCmd {
             self.top_p.is_none_or(|p| p > 0.0 && p <= 1.0),
             "--top-p must be above 0 and at most 1"
         );
+        if self.bench {
+            return self.time(out);
+        }
         // Notes go beside the answer, which goes to `out`.
         let devices = self.place.open(&mut std::io::stderr())?;
         let run = roundpipe_train::run_model(self.model.as_ref())?;
@@ -123,6 +135,35 @@ impl GenerateCmd {
             return Err(error);
         }
         show(&(stream.finish()? + "\n"))
+    }
+
+    /// Times decoding beside the bandwidth of the device's memory.
+    fn time(&self, out: &mut impl Write) -> anyhow::Result<()> {
+        let devices = self.place.open(&mut std::io::stderr())?;
+        let model = if open::looks_like_a_model(&self.model) {
+            open::model(&self.model, self.dtype.map(Into::into), &self.place)?.model
+        } else {
+            let dtype = self.dtype.unwrap_or(open::TypeArg::Bf16);
+            Model::random(preset(&self.model)?, dtype.into(), self.seed)?
+        };
+        let generator = Generator::new(&model, &devices.workers, &self.place.ring())?;
+        let speed = generator.speed(&model, self.batch, BENCH_PROMPT, self.max_tokens)?;
+        let figures = serde_json::json!({
+            "model": self.model,
+            "dtype": model.config.dtype.map(|dtype| dtype.to_string()),
+            "device": devices.workers[0].id().to_string(),
+            "resident": generator.is_resident(),
+            "batch": self.batch,
+            "prompt_tokens": BENCH_PROMPT,
+            "new_tokens": self.max_tokens,
+            "prompt_ms": 1e3 * speed.prompt_seconds,
+            "ms_per_token": 1e3 * speed.step_seconds,
+            "tokens_per_s": self.batch as f64 / speed.step_seconds,
+            "bytes_per_step": speed.bytes_per_step,
+            "bandwidth_gb_per_s": speed.bandwidth / 1e9,
+            "bandwidth_share": speed.share(),
+        });
+        Ok(writeln!(out, "{figures}")?)
     }
 
     /// The prompt as the model wants it.

@@ -3,6 +3,7 @@
 
 mod bench;
 mod bounds;
+mod chat;
 mod completions;
 mod data;
 mod demo;
@@ -50,6 +51,7 @@ struct Cli {
 enum Command {
     Train(train::TrainCmd),
     Generate(generate::GenerateCmd),
+    Chat(chat::ChatCmd),
     Eval(eval::EvalCmd),
     Merge(merge::MergeCmd),
     Export(export::ExportCmd),
@@ -117,6 +119,7 @@ fn main() -> ExitCode {
         Command::Doctor(doctor) => signals().and_then(|stop| doctor.run(&mut out, &stop)),
         Command::Verify(verify) => signals().and_then(|stop| verify.run(&mut out, &stop)),
         Command::Generate(generate) => generate.run(&mut out).map_err(Failure::from),
+        Command::Chat(chat) => chat.run(&mut out).map_err(Failure::from),
         Command::Data(data) => data.run(&mut out),
         Command::Merge(merge) => merge.run(&mut out),
         Command::Export(export) => export.run(&mut out),

@@ -68,6 +68,9 @@ pub(crate) use projection::{Adapter, Projection};
 /// | `keep` | `Tree::Int(n)`: logits of the last n positions only |
 /// | `cache` | any value: give the keys and values that blocks saw |
 /// | `past` | what the call before gave with `cache`: tokens come behind those |
+/// | `cache.{i}.k`, `cache.{i}.v` | caches of block i ([`Cx::cache`]), [B, places, kv heads, D], which are written in place |
+/// | `cache.at` | places that each row of the caches has filled, i32 [B] |
+/// | `cache.filled` | `Tree::Int(n)`: all rows have filled n; needed for several new tokens per row |
 ///
 /// Microbatches of unequally many labels add up to the mean over a batch with `weight`, the number
 /// of its labels (Hugging Face's without the first column, which no token predicts), and

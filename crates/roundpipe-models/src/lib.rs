@@ -35,13 +35,15 @@ pub mod export;
 pub mod generate;
 pub mod sample;
 
+pub mod conversation;
+
 pub use config::{Family, ModelConfig};
 pub use decoder::Model;
 pub use entry::{Entry, Piece, PieceLayout};
 pub use error::{Error, Result};
 pub use flops::TrainMode;
 pub use folder::{Folder, LoadOptions, LoadReport, SaveOptions, load, save};
-pub use generate::{Finish, GenerateOptions, Generator};
+pub use generate::{Finish, GenerateOptions, Generator, Sequence};
 pub use gguf::{GgufOptions, GgufReport, GgufType};
 pub use hub::HubConfig;
 pub use lora::{LoraConfig, LoraTargets};

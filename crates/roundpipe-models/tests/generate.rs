@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    Bytes, Cpu, Cx, DType, Device, ExecutePlan, HostTensor, Inputs, Lag, Params, PlanKind,
+    Bytes, Cpu, Cuda, Cx, DType, Device, ExecutePlan, HostTensor, Inputs, Lag, Params, PlanKind,
     RingOptions, RoundPipe, Rule, RunConfig, Update, Worker,
 };
 use roundpipe_models::{
@@ -14,6 +14,9 @@ use roundpipe_models::{
 };
 use roundpipe_tensor::{DeviceKind, SimWorld, meta};
 use serde_json::json;
+
+#[path = "../../roundpipe-tensor/tests/support/skip.rs"]
+mod skip;
 
 /// A window shorter than the texts, sinks, experts, biases.
 fn gpt_oss() -> ModelConfig {
@@ -35,7 +38,11 @@ fn qwen3() -> ModelConfig {
 
 /// Weights large enough that logits differ clearly.
 fn model(config: ModelConfig) -> Model {
-    let model = Model::random(config, DType::F32, 3).unwrap();
+    model_of(config, DType::F32)
+}
+
+fn model_of(config: ModelConfig, dtype: DType) -> Model {
+    let model = Model::random(config, dtype, 3).unwrap();
     for (name, param) in model.named_params() {
         if param.dtype() == DType::F32 && !name.contains("rope") {
             let home = param.data();
@@ -183,6 +190,58 @@ fn a_batch_writes_what_each_prompt_gets_alone() {
                     assert_eq!(told[place], alone[*i], "prompt {i} in {order:?}");
                     assert_eq!(seen[place], told[place].0);
                 }
+            }
+        }
+    }
+}
+
+/// On a GPU a text depends on its prompt alone: whether the weights stay or are streamed, and
+/// whatever is written beside it; and where numbers are as exact as the processor's, the tokens are
+/// the processor's.
+#[test]
+fn a_gpu_writes_the_same_alone_in_a_batch_and_streamed() {
+    let gpus = || -> Option<Vec<Arc<dyn Device>>> {
+        let workers = Cuda::workers(0, 1).ok()?;
+        Some(workers.into_iter().map(|w| w as Arc<dyn Device>).collect())
+    };
+    if gpus().is_none() {
+        skip::skipped("texts on a GPU", "no GPU");
+        return;
+    }
+    let prompts: Vec<Vec<u32>> = [1, 7, 3, 40, 20]
+        .into_iter()
+        .map(|len| (0..len).map(|i| (i * 13 + len) % 61).collect())
+        .collect();
+    let options = GenerateOptions {
+        max_tokens: 12,
+        ..GenerateOptions::default()
+    };
+    for (config, dtype) in [
+        (qwen3(), DType::F32),
+        (qwen3(), DType::BF16),
+        (gpt_oss(), DType::F32),
+    ] {
+        let exact = dtype == DType::F32;
+        let dense = config.moe.is_none();
+        let model = model_of(config, dtype);
+        let resident = Generator::new(&model, &gpus().unwrap(), &memory(1 << 30)).unwrap();
+        assert!(resident.is_resident());
+        let bytes: usize = model.named_params().iter().map(|(_, p)| p.bytes()).sum();
+        let room = memory((640 << 20) + (bytes as u64 * 3 / 2).max(8 << 20));
+        let streamed = Generator::new(&model, &gpus().unwrap(), &room).unwrap();
+        let processor = Generator::new(&model, &cpu(), &memory(64 << 20)).unwrap();
+        let go = |_, _| ControlFlow::Continue(());
+        let together = resident.generate_batch(&prompts, &options, go).unwrap();
+        for (prompt, told) in prompts.iter().zip(&together) {
+            let alone = tokens(&resident, prompt, Sampler::default());
+            if dense {
+                assert_eq!(told.0, alone, "{dtype} in a batch: {prompt:?}");
+                let sent = tokens(&streamed, prompt, Sampler::default());
+                assert_eq!(sent, alone, "{dtype} streamed: {prompt:?}");
+            }
+            if exact {
+                let expected = tokens(&processor, prompt, Sampler::default());
+                assert_eq!(alone, expected, "{dtype}: {prompt:?}");
             }
         }
     }

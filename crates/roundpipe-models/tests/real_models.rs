@@ -119,6 +119,8 @@ fn smollm2_answers_as_in_transformers() {
         .unwrap()
         .expect("it has a template");
     let generator = generator(&model);
+    let mut prompts = Vec::new();
+    let mut answers = Vec::new();
     for chat in expected["chat"].as_array().unwrap() {
         let question = chat["question"].as_str().unwrap();
         let options = RenderOptions {
@@ -137,6 +139,19 @@ fn smollm2_answers_as_in_transformers() {
             !question.contains("France") || said.contains("Paris"),
             "{said}"
         );
+        prompts.push(prompt);
+        answers.push(answer);
+    }
+    // All at once, of unequal lengths: the same answers.
+    let options = GenerateOptions {
+        max_tokens: 48,
+        stop: tokenizer.eos().to_vec(),
+        ..GenerateOptions::default()
+    };
+    let go = |_, _| ControlFlow::Continue(());
+    let together = generator.generate_batch(&prompts, &options, go).unwrap();
+    for ((told, _), answer) in together.iter().zip(&answers) {
+        assert_eq!(told[..], answer[..told.len()]);
     }
 }
 

@@ -276,6 +276,8 @@ impl CpuOps {
                 Family::Loss => loss::run(&call),
                 Family::Moe => moe::run(&call),
                 Family::Image => image::run(&call),
+                // `Ops::few_rows` is 0.
+                Family::Decode => Err(call.unsupported()),
                 Family::Host(host) => {
                     let read: Vec<HostView<'_>> = call
                         .src

@@ -187,6 +187,11 @@ impl Cx {
         self.tape.as_ref().is_some_and(|tape| !tape.is_dry())
     }
 
+    /// Whether there is a tape, also one that only follows which values need gradients.
+    pub(crate) fn records(&self) -> bool {
+        self.tape.is_some()
+    }
+
     /// Number of operations on the tape.
     pub fn recorded(&self) -> usize {
         self.tape.as_ref().map_or(0, Tape::len)

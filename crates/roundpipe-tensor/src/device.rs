@@ -83,6 +83,11 @@ pub trait BackendCosts: Send + Sync + fmt::Debug {
     /// As [`Ops::min_gemm_rows`].
     fn min_gemm_rows(&self) -> usize;
 
+    /// As [`Ops::few_rows`].
+    fn few_rows(&self) -> usize {
+        0
+    }
+
     /// Floating-point operations in a millisecond. Only ratios matter to a plan; measured times
     /// replace these after the first step.
     fn flops_per_ms(&self) -> f64;
@@ -229,6 +234,16 @@ pub unsafe trait Device: Send + Sync + fmt::Debug {
 
     /// The mathematics of this device.
     fn ops(&self) -> &dyn Ops;
+
+    /// Takes what `body` queues on the compute lane from this thread as one piece of work that can
+    /// be launched again and again; nothing of it runs now. `None`, without a call of `body`, where
+    /// the device gains nothing by it.
+    ///
+    /// # Errors
+    /// What `body` or the device reports.
+    fn capture(&self, _body: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Replay>>> {
+        Ok(None)
+    }
 
     /// Host memory that this device copies from and to as fast as `pin` allows.
     ///
@@ -406,6 +421,18 @@ pub struct Copy {
     pub bytes: u64,
 }
 
+/// Work that [`Device::capture`] took.
+pub trait Replay: Send + Sync {
+    /// Queues it behind what the compute lane has.
+    ///
+    /// # Safety
+    /// All memory that its kernels touch is as when it was captured: alive, and no other's.
+    ///
+    /// # Errors
+    /// What the device reports.
+    unsafe fn launch(&self) -> Result<()>;
+}
+
 /// The mathematics of a backend.
 ///
 /// # Safety
@@ -441,6 +468,12 @@ pub unsafe trait Ops: Send + Sync {
     /// by reading and writing the matrix. Products that are cut into chunks of rows have at least
     /// this many.
     fn min_gemm_rows(&self) -> usize;
+
+    /// Rows up to which a step of decoding goes by kernels of its own
+    /// ([`Kernel::FewLinear`]); 0 where there are none.
+    fn few_rows(&self) -> usize {
+        0
+    }
 }
 
 /// What a backend keeps for one [`Faults`].

@@ -531,6 +531,26 @@ pub enum Kernel {
     /// `[q, k, v, o, lse, do, sinks?, lens_q?, lens_k?] -> [dq, dk, dv, dsinks?: Acc [hq]]`; dq,
     /// dk, dv are contiguous, dsinks is overwritten.
     AttentionGrad(AttentionSpec),
+    /// `[x: [b, s, h, d] contiguous, at: i32 [b]] -> [cache: [b, n, h, d] contiguous]`: cache\[i,
+    /// at\[i\] + j\] = x\[i, j\]; other places stay. A row that passes n is refused.
+    CacheWrite,
+    /// `[q: [b, s, hq, d], k: [b, n, hk, d], v: [b, n, hk, dv], sinks?: T [hq], at: i32 [b]] ->
+    /// [o: [b, s, hq, dv], lse: Acc [b, hq, s]]`: [`Kernel::Attention`] of row i to its first
+    /// at\[i\] + s places, the last query at the last of them. A row that passes n is refused.
+    CachedAttention(AttentionSpec),
+    /// `[x: [m, k], norm?: [k], residual?: [m, n], w0: [n, k], w1?, w2?, b0?: [n], b1?, b2?] -> [y0:
+    /// [m, n], y1?, y2?]`: linear maps of x, or of its RMS norm, m at most
+    /// [`Ops::few_rows`](crate::device::Ops::few_rows); all contiguous. Values are rounded to T where
+    /// separate kernels would round them. Only for devices that take such rows.
+    FewLinear(FewLinear),
+    /// `[q: [b, s, hq, d], k: [b, s, hk, d], v, qw?: [d], kw?: [d], cos, sin, positions: i32 [b, s], at:
+    /// i32 [b]] -> [q', cache of k, cache of v]`: [`Kernel::RopeNorm`] (or Rope) of q and k, pairs half
+    /// of the turned width apart; k and v are written as by [`Kernel::CacheWrite`]; all contiguous.
+    /// Only for devices that have [`Kernel::FewLinear`].
+    DecodeHeads {
+        /// Added to the mean square.
+        eps: f64,
+    },
     /// `[logits: [t, v] T or Acc contiguous, labels: i64 [t]] -> [loss: Acc [t], lse: Acc [t]]`:
     /// loss is 0 where the label is `ignore`.
     CrossEntropy {
@@ -598,6 +618,15 @@ impl fmt::Debug for Kernel {
     }
 }
 
+/// What [`Kernel::FewLinear`] does beside its products.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct FewLinear {
+    /// Norm x first; added to the mean square.
+    pub eps: Option<f64>,
+    /// y0 = silu(w0 x) · (w1 x).
+    pub glu: bool,
+}
+
 /// Kernels that a backend writes together.
 pub(crate) enum Family<'a> {
     Elementwise,
@@ -610,6 +639,7 @@ pub(crate) enum Family<'a> {
     Loss,
     Moe,
     Image,
+    Decode,
     Host(&'a Arc<dyn HostKernel>),
 }
 
@@ -637,7 +667,8 @@ impl Kernel {
             Self::IndexSelect { .. }
             | Self::IndexAdd { .. }
             | Self::Gather { .. }
-            | Self::ScatterAdd { .. } => Family::Index,
+            | Self::ScatterAdd { .. }
+            | Self::CacheWrite => Family::Index,
             Self::MatMul { .. } | Self::GroupedMatMul | Self::GroupedMatMulGrad { .. } => {
                 Family::Product
             }
@@ -654,7 +685,9 @@ impl Kernel {
             | Self::RopeNormGrad { .. }
             | Self::Glu(_)
             | Self::GluGrad(_) => Family::Rope,
-            Self::Attention(_) | Self::AttentionGrad(_) => Family::Attention,
+            Self::Attention(_) | Self::AttentionGrad(_) | Self::CachedAttention(_) => {
+                Family::Attention
+            }
             Self::CrossEntropy { .. } | Self::CrossEntropyGrad { .. } => Family::Loss,
             Self::MoeSort { .. } | Self::MoeCombine | Self::MoeCombineGrad => Family::Moe,
             Self::Conv2d(_)
@@ -667,6 +700,7 @@ impl Kernel {
             | Self::AdaptiveAvgPool2d
             | Self::AdaptiveAvgPool2dGrad => Family::Image,
             Self::Host(host) => Family::Host(host),
+            Self::FewLinear(_) | Self::DecodeHeads { .. } => Family::Decode,
         }
     }
 
@@ -712,6 +746,10 @@ impl Kernel {
             Self::GluGrad(_) => "glu_grad",
             Self::Attention(_) => "attention",
             Self::AttentionGrad(_) => "attention_grad",
+            Self::CacheWrite => "cache_write",
+            Self::CachedAttention(_) => "cached_attention",
+            Self::FewLinear(_) => "few_linear",
+            Self::DecodeHeads { .. } => "decode_heads",
             Self::CrossEntropy { .. } => "cross_entropy",
             Self::CrossEntropyGrad { .. } => "cross_entropy_grad",
             Self::MoeSort { .. } => "moe_sort",

@@ -81,4 +81,4 @@ pub use rng::{RngKey, RngSite};
 pub use shape::Shape;
 pub use sim::SimWorld;
 pub use tensor::Tensor;
-pub use worker::Worker;
+pub use worker::{Recording, Worker};

@@ -310,6 +310,10 @@ unsafe impl Ops for MetaOps {
     fn min_gemm_rows(&self) -> usize {
         self.like.min_gemm_rows()
     }
+
+    fn few_rows(&self) -> usize {
+        self.like.few_rows()
+    }
 }
 
 /// Bytes of memory behind a view: a broadcast dimension counts once.
@@ -349,6 +353,15 @@ fn flops(kernel: &Kernel, src: &[Option<View>], dst: &[Option<View>], known: Opt
         Kernel::Attention(spec) => {
             let pairs = known.unwrap_or_else(|| pairs(spec, src));
             twice(pairs, dim(src, 0, 3) + dim(src, 2, 3))
+        }
+        Kernel::CacheWrite => 0,
+        Kernel::FewLinear(_) => {
+            let weights: u64 = src[3..6].iter().map(size).sum();
+            twice(weights, dim(src, 0, 0))
+        }
+        Kernel::CachedAttention(spec) => {
+            // All places count as filled.
+            twice(pairs(spec, src), dim(src, 0, 3) + dim(src, 2, 3))
         }
         Kernel::AttentionGrad(spec) => {
             let pairs = known.unwrap_or_else(|| pairs(spec, src));

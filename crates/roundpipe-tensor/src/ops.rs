@@ -7,7 +7,9 @@
 
 mod arith;
 mod attention;
+mod cache;
 mod custom;
+mod decode;
 mod image;
 mod index;
 mod loss;
@@ -20,6 +22,7 @@ mod rope;
 mod shape;
 
 pub use attention::Attention;
+pub use decode::{LinearMap, NewHeads, NormWeight};
 pub use loss::{CrossEntropy, Reduction};
 pub use moe::{Experts, MoeOptions, RouteWeights, Routing};
 pub use norm::BatchNorm;

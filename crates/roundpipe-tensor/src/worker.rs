@@ -3,16 +3,17 @@
 //! What is here never records on a tape; the tape and the operations of [`Cx`](crate::cx::Cx) stand
 //! on it.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use crate::bytes::Bytes;
-use crate::device::{Copy, Device, Direction, Faults, LaneKind};
+use crate::device::{Copy, Device, Direction, Faults, LaneKind, Replay};
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::host::HostBuf;
 use crate::kernel::{Kernel, View};
 use crate::pool::{Block, Pool, PoolUse};
 use crate::shape::{Layout, Shape};
+use crate::sync::lock;
 use crate::tensor::Tensor;
 
 /// A device with its reserved memory; cloning shares both.
@@ -21,6 +22,32 @@ pub struct Worker {
     pool: Arc<Pool>,
     /// Where kernels launched through this value report bad data.
     faults: Option<Arc<Faults>>,
+    /// What the kernels of a recording touch.
+    held: Option<Arc<Mutex<Vec<Tensor>>>>,
+}
+
+/// Kernels that were launched once and can be launched again, see [`Worker::record`].
+pub struct Recording {
+    replay: Box<dyn Replay>,
+    /// Every tensor that its kernels touch: their memory is no other's while this lives.
+    held: Vec<Tensor>,
+}
+
+impl Recording {
+    /// Queues the kernels again. They read and write the memory they were recorded with.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub fn replay(&self) -> Result<()> {
+        // SAFETY: the tensors of all launches are held here, so their memory is as it was.
+        unsafe { self.replay.launch() }
+    }
+}
+
+impl std::fmt::Debug for Recording {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Recording of {} tensors", self.held.len())
+    }
 }
 
 impl Worker {
@@ -32,6 +59,7 @@ impl Worker {
         Ok(Self {
             pool: Pool::reserve(device, bytes)?,
             faults: None,
+            held: None,
         })
     }
 
@@ -40,6 +68,7 @@ impl Worker {
         Self {
             pool: tensor.pool().clone(),
             faults: None,
+            held: None,
         }
     }
 
@@ -58,7 +87,38 @@ impl Worker {
         Self {
             pool: self.pool.clone(),
             faults,
+            held: self.held.clone(),
         }
+    }
+
+    /// Records the kernels that `body` launches through the worker it is given, without running
+    /// them; `None`, without a call of `body`, where the device gains nothing by it. `body` launches
+    /// kernels and nothing else: it waits for nothing and moves nothing to or from the host.
+    ///
+    /// # Errors
+    /// What `body` or the device reports.
+    pub fn record<R>(
+        &self,
+        body: impl FnOnce(&Self) -> Result<R>,
+    ) -> Result<Option<(Recording, R)>> {
+        let held = Arc::new(Mutex::new(Vec::new()));
+        let worker = Self {
+            pool: self.pool.clone(),
+            faults: self.faults.clone(),
+            held: Some(held.clone()),
+        };
+        let (mut body, mut out) = (Some(body), None);
+        let replay = self.device().capture(&mut || {
+            let Some(body) = body.take() else {
+                return Err(Error::invalid("record", "a step is recorded once"));
+            };
+            out = Some(body(&worker)?);
+            Ok(())
+        })?;
+        let held = std::mem::take(&mut *lock(&held));
+        Ok(replay
+            .zip(out)
+            .map(|(replay, out)| (Recording { replay, held }, out)))
     }
 
     /// The device.
@@ -126,6 +186,7 @@ impl Worker {
         }
         let views =
             |all: &[Option<&Tensor>]| all.iter().map(|t| t.map(Tensor::view)).collect::<Vec<_>>();
+        let (src_tensors, dst_tensors) = (src, dst);
         let (src, dst) = (views(src), views(dst));
         debug_assert!(
             disjoint(kernel, &src, &dst),
@@ -136,6 +197,12 @@ impl Worker {
             0 => None,
             bytes => Some(self.alloc(kernel.name(), DType::U8, Shape::new(&[bytes])?)?),
         };
+        if let Some(held) = &self.held {
+            let operands = src_tensors.iter().chain(dst_tensors).flatten();
+            let mut held = lock(held);
+            held.extend(operands.map(|tensor| tensor.detach()));
+            held.extend(scratch.clone());
+        }
         let lane = self.device().lane(LaneKind::Compute);
         // SAFETY: the views come from live tensors of this worker; their blocks go back to the pool
         // in the host order of this same lane, so the memory stays theirs until the kernel has run;
@@ -215,6 +282,23 @@ impl Worker {
             lane.record()?.fence()?;
         }
         Ok(out)
+    }
+
+    /// Replaces the values of a tensor by those of another of its type and shape. All holders of
+    /// `dst` see it: for values that a recording reads and writes.
+    ///
+    /// # Errors
+    /// When type or shape differ, or `dst` is not dense memory of this worker's own.
+    pub fn overwrite(&self, dst: &Tensor, src: &Tensor) -> Result<()> {
+        const OP: &str = "overwrite";
+        if (dst.dtype(), dst.shape()) != (src.dtype(), src.shape()) {
+            let what = format!("{src:?} over {dst:?}");
+            return Err(Error::invalid(OP, what));
+        }
+        if !dst.is_contiguous() || !dst.is_writable() || dst.requires_grad() {
+            return Err(Error::invalid(OP, format!("{dst:?} cannot be written")));
+        }
+        self.launch(&Kernel::Copy, &[Some(src)], &[Some(dst)])
     }
 
     /// The same values, densely laid out; no copy when they are already.

@@ -33,13 +33,16 @@ pub(crate) fn write(
         },
         stop: tokenizer.eos().to_vec(),
     };
-    let mut texts = Vec::new();
-    for prompt in prompts {
-        let ids = tokens(tokenizer, prompt, as_chat)?;
-        let (answer, _) = generator.generate(&ids, &options, |_| ControlFlow::Continue(()))?;
-        texts.push((prompt.clone(), tokenizer.decode(&answer, true)?));
-    }
-    Ok(texts)
+    let ids = prompts
+        .iter()
+        .map(|prompt| tokens(tokenizer, prompt, as_chat))
+        .collect::<Result<Vec<_>>>()?;
+    let go = |_, _| ControlFlow::Continue(());
+    let answers = generator.generate_batch(&ids, &options, go)?;
+    let text = |(prompt, (answer, _)): (&String, &(Vec<u32>, _))| {
+        Ok((prompt.clone(), tokenizer.decode(answer, true)?))
+    };
+    prompts.iter().zip(&answers).map(text).collect()
 }
 
 /// The prompt as the model wants it: in its chat template where it is trained on conversations.

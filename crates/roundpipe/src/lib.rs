@@ -97,8 +97,9 @@ pub use optimizer::Optimizer;
 pub use plan::{ExecutePlan, Pass, PlanKind, Stage};
 pub use roundpipe_tensor::{
     AttentionRate, Bytes, CostModel, Cpu, Cuda, CustomOp, Cx, DType, Device, DeviceKind, DiskSpace,
-    Element, Gradients, Hits, HostBuf, HostMut, HostRef, HostTensor, KernelRates, Meta, Param, Pin,
-    Pins, RngKey, RngSite, Shape, Tensor, Worker, bf16, f16, host_memory, kernel, ops,
+    Element, Gradients, Hits, HostBuf, HostMut, HostRef, HostTensor, Keeper, KernelRates, Meta,
+    Param, ParamId, Pin, Pins, Recording, RngKey, RngSite, Shape, Tensor, Worker, bf16, f16,
+    host_memory, kernel, ops,
 };
 pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
 pub use scaler::{GradScaler, ScalerState};

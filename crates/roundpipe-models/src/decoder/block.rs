@@ -2,12 +2,12 @@
 
 use roundpipe::kernel::RopeStyle;
 use roundpipe::nn::RmsNorm;
-use roundpipe::ops::Attention;
+use roundpipe::ops::{Attention, NewHeads};
 use roundpipe::{
     Cx, DType, Layer, Module, Param, ParamVisitor, Params, Tensor, TensorResult, Tree,
 };
 
-use super::{Experts, Flow, Maker, Projection, fields, optional, take};
+use super::{Experts, Flow, Maker, Projection, fields, get, optional, take};
 use crate::config::ModelConfig;
 use crate::rope::RopeTables;
 
@@ -211,6 +211,7 @@ impl Block {
 
     fn attend(&self, cx: &mut Cx, x: &Tensor, flow: &mut Flow) -> TensorResult<Tensor> {
         let past = self.past(flow)?;
+        let cache = self.cache(flow)?;
         let positions = match (optional(flow, "positions")?, &past) {
             (None, Some(Some((k, _)))) => {
                 let (from, steps) = (k.dims()[1] as f64, x.dims()[1] as f64);
@@ -227,8 +228,19 @@ impl Block {
         let flat = self.v.forward(cx, x)?;
         let mut v = self.split(cx, &flat, self.kv_heads)?;
         drop(flat);
+        // Where the last of a row's tokens stands, where that is known to the device alone or the
+        // row has one new token: both ways to keep the past then attend by the same kernel.
+        let mut at = None;
+        if let Some(cache) = cache {
+            (k, v) = cache.extend(cx, k, v)?;
+            at = cache.filled.is_none().then_some(cache.at);
+        }
         if let Some(before) = past {
             if let Some((old_k, old_v)) = before {
+                let (rows, seen) = (k.dims()[0], old_k.dims()[1]);
+                if k.dims()[1] == 1 && !cx.is_training() {
+                    at = Some(cx.full(DType::I32, &[rows], seen as f64)?);
+                }
                 (k, v) = (cx.cat(&[&old_k, &k], 1)?, cx.cat(&[&old_v, &v], 1)?);
             }
             for (name, seen) in [("k", &k), ("v", &v)] {
@@ -238,12 +250,9 @@ impl Block {
         let sinks = self.sinks.as_ref().map(|sinks| cx.get(sinks)).transpose()?;
         let lens = optional(flow, "lens")?;
         let how = Attention {
-            causal: true,
-            window: self.window,
-            sinks: sinks.as_ref(),
             lens: lens.as_ref().map(|lens| (lens, lens)),
             any_order: self.any_order,
-            ..Attention::default()
+            ..self.attention(sinks.as_ref())
         };
         // Attention grows with the square of the length, what it gives does not.
         let keeps = x.dims()[1] >= self.keeps_from;
@@ -253,16 +262,162 @@ impl Block {
                 .map(|[o, lse]| (o, lse)),
             false => None,
         };
-        let (mixed, lse) = cx.attention_known(&q, &k, &v, &how, known)?;
+        let mixed = match at {
+            Some(at) => cx.cached_attention(&q, &k, &v, &at, &how)?,
+            None => {
+                let (mixed, lse) = cx.attention_known(&q, &k, &v, &how, known)?;
+                if keeps {
+                    cx.save_for_recompute(&[&mixed, &lse])?;
+                }
+                mixed
+            }
+        };
         drop((q, k, v));
-        if keeps {
-            cx.save_for_recompute(&[&mixed, &lse])?;
-        }
-        drop(lse);
         let width = (self.heads * self.head_dim) as isize;
         let flat = cx.reshape(&mixed, &[x.dims()[0] as isize, x.dims()[1] as isize, width])?;
         drop(mixed);
         self.o.forward(cx, &flat)
+    }
+
+    fn attention<'t>(&self, sinks: Option<&'t Tensor>) -> Attention<'t> {
+        Attention {
+            causal: true,
+            window: self.window,
+            sinks,
+            ..Attention::default()
+        }
+    }
+
+    /// Whether this is a step of decoding on a device with kernels for such.
+    fn takes_few(&self, cx: &Cx, x: &Tensor, flow: &Flow) -> bool {
+        let decodes = flow.contains_key("cache.at") || flow.contains_key("cache");
+        let whole = |width: usize| (width * x.dtype().size()).is_multiple_of(16);
+        let inner = match &self.unit {
+            Unit::Dense { down, .. } => down.weight.shape().dims()[1],
+            Unit::Sparse(_) => 0,
+        };
+        decodes
+            && x.dims()[0] * x.dims()[1] <= cx.few_rows()
+            && [x.dims()[2], inner, self.heads * self.head_dim]
+                .into_iter()
+                .all(whole)
+            && self.projections().iter().all(|(_, p)| p.adapter.is_none())
+    }
+
+    /// A step of decoding: as [`Layer::run`], in as few launches as there are.
+    fn run_few(&self, cx: &mut Cx, x: Tensor, flow: &mut Flow) -> TensorResult<Tensor> {
+        let mixed = self.attend_few(cx, &x, flow)?;
+        let (weight, bias) = self.o.tensors(cx)?;
+        let x = cx.few_linear_add(&mixed, (&weight, bias.as_ref()), &x)?;
+        let weight = cx.get(&self.mlp_norm.weight)?;
+        match &self.unit {
+            Unit::Sparse(experts) => {
+                let normed = self.mlp_norm.forward(cx, &x)?;
+                let out = experts.forward(cx, &normed, flow)?;
+                cx.add(&x, &out)
+            }
+            Unit::Dense { gate, up, down } => {
+                let (gate, up) = (gate.tensors(cx)?, up.tensors(cx)?);
+                let norm = Some((&weight, self.mlp_norm.eps));
+                let (gate, up) = ((&gate.0, gate.1.as_ref()), (&up.0, up.1.as_ref()));
+                let inner = cx.few_swiglu(&x, norm, gate, up)?;
+                let (weight, bias) = down.tensors(cx)?;
+                cx.few_linear_add(&inner, (&weight, bias.as_ref()), &x)
+            }
+        }
+    }
+
+    /// What the heads have mixed, flat, before the last projection.
+    fn attend_few(&self, cx: &mut Cx, x: &Tensor, flow: &mut Flow) -> TensorResult<Tensor> {
+        let (rows, steps) = (x.dims()[0], x.dims()[1]);
+        let weight = cx.get(&self.attn_norm.weight)?;
+        let maps = [&self.q, &self.k, &self.v].map(|p| p.tensors(cx));
+        let [q, k, v] = maps;
+        let (q, k, v) = (q?, k?, v?);
+        let maps = [&q, &k, &v].map(|(weight, bias)| (weight, bias.as_ref()));
+        let flat = cx.few_linears(x, Some((&weight, self.attn_norm.eps)), &maps)?;
+        let q = self.split(cx, &flat[0], self.heads)?;
+        let k = self.split(cx, &flat[1], self.kv_heads)?;
+        let v = self.split(cx, &flat[2], self.kv_heads)?;
+        let past = self.past(flow)?;
+        let seen = match &past {
+            Some(Some((old, _))) => old.dims()[1],
+            _ => 0,
+        };
+        let positions = match optional(flow, "positions")? {
+            Some(given) => cx.cast(&given, DType::I32)?,
+            None => cx.arange(DType::I32, seen as f64, (seen + steps) as f64, 1.0)?,
+        };
+        let all = [rows as isize, steps as isize];
+        let positions = cx.broadcast_to(&positions, &all.map(|size| size as usize))?;
+        let cache = match self.cache(flow)? {
+            Some(cache) => cache,
+            // New keys and values by themselves, to be joined with those before.
+            None => {
+                let dims = [rows, steps, self.kv_heads, self.head_dim];
+                Cache {
+                    k: cx.cache(x.dtype(), dims)?,
+                    v: cx.cache(x.dtype(), dims)?,
+                    at: cx.zeros(DType::I32, &[rows])?,
+                    filled: Some(0),
+                }
+            }
+        };
+        let norms = match &self.qk {
+            Some((q, k)) => Some(((cx.get(&q.weight)?, q.eps), (cx.get(&k.weight)?, k.eps))),
+            None => None,
+        };
+        let new = NewHeads {
+            q: &q,
+            k: &k,
+            v: &v,
+            norms: norms
+                .as_ref()
+                .map(|((q, eq), (k, ek))| ((q, *eq), (k, *ek))),
+            cos: &cx.get(&self.rope.cos)?,
+            sin: &cx.get(&self.rope.sin)?,
+            positions: &positions,
+        };
+        let q = cx.decode_heads(&new, [&cache.k, &cache.v], &cache.at)?;
+        let (mut k, mut v) = cache.seen(cx, steps)?;
+        let mut at = cache.filled.is_none().then_some(cache.at);
+        if let Some(before) = past {
+            if let Some((old_k, old_v)) = before {
+                (k, v) = (cx.cat(&[&old_k, &k], 1)?, cx.cat(&[&old_v, &v], 1)?);
+                if steps == 1 {
+                    at = Some(cx.full(DType::I32, &[rows], seen as f64)?);
+                }
+            }
+            for (name, seen) in [("k", &k), ("v", &v)] {
+                flow.insert(format!("past.{}.{name}", self.index), seen.clone().into());
+            }
+        }
+        let sinks = self.sinks.as_ref().map(|sinks| cx.get(sinks)).transpose()?;
+        let how = self.attention(sinks.as_ref());
+        let mixed = match at {
+            Some(at) => cx.cached_attention(&q, &k, &v, &at, &how)?,
+            None => cx.attention(&q, &k, &v, &how)?,
+        };
+        let width = (self.heads * self.head_dim) as isize;
+        cx.reshape(&mixed, &[all[0], all[1], width])
+    }
+
+    /// The block's cache, taken out of the flow.
+    fn cache(&self, flow: &mut Flow) -> TensorResult<Option<Cache>> {
+        let names = ["k", "v"].map(|name| format!("cache.{}.{name}", self.index));
+        if !flow.contains_key(&names[0]) {
+            return Ok(None);
+        }
+        let filled = match flow.get("cache.filled") {
+            Some(Tree::Int(filled)) => usize::try_from(*filled).ok(),
+            _ => None,
+        };
+        Ok(Some(Cache {
+            k: take(flow, &names[0])?,
+            v: take(flow, &names[1])?,
+            at: get(flow, "cache.at")?,
+            filled,
+        }))
     }
 
     /// Earlier keys and values, taken out of the flow; the outer `None` where none are kept, the
@@ -273,6 +428,39 @@ impl Block {
             true => Ok(Some(Some((take(flow, &names[0])?, take(flow, &names[1])?)))),
             false => Ok(flow.contains_key("cache").then_some(None)),
         }
+    }
+}
+
+/// Keys and values that are written in place.
+struct Cache {
+    /// [B, places, kv heads, D].
+    k: Tensor,
+    v: Tensor,
+    /// Places that each row has filled, i32 [B].
+    at: Tensor,
+    /// The same of all rows, where the host knows it.
+    filled: Option<usize>,
+}
+
+impl Cache {
+    /// Writes new keys and values, and gives those that attention reads.
+    fn extend(&self, cx: &mut Cx, k: Tensor, v: Tensor) -> TensorResult<(Tensor, Tensor)> {
+        cx.cache_write(&self.k, &k, &self.at)?;
+        cx.cache_write(&self.v, &v, &self.at)?;
+        self.seen(cx, k.dims()[1])
+    }
+
+    /// Keys and values that attention reads once `steps` more are written: all places where only
+    /// the device knows how many are filled.
+    fn seen(&self, cx: &mut Cx, steps: usize) -> TensorResult<(Tensor, Tensor)> {
+        let Some(filled) = self.filled else {
+            return Ok((self.k.clone(), self.v.clone()));
+        };
+        let seen = filled + steps;
+        Ok((
+            cx.narrow(&self.k, 1, 0, seen)?,
+            cx.narrow(&self.v, 1, 0, seen)?,
+        ))
     }
 }
 
@@ -318,6 +506,11 @@ impl Layer for Block {
     fn run(&self, cx: &mut Cx, input: Tree) -> TensorResult<Tree> {
         let mut flow = fields(input)?;
         let x = take(&mut flow, "hidden")?;
+        if self.takes_few(cx, &x, &flow) {
+            let out = self.run_few(cx, x, &mut flow)?;
+            flow.insert("hidden".into(), out.into());
+            return Ok(Tree::Map(flow));
+        }
         let normed = self.attn_norm.forward(cx, &x)?;
         let attended = self.attend(cx, &normed, &mut flow)?;
         drop(normed);

@@ -223,12 +223,21 @@ impl Head {
     /// Logits, of the last `keep` positions where asked.
     fn logits(&self, cx: &mut Cx, x: &Tensor, flow: &Flow) -> TensorResult<Tensor> {
         let weight = cx.get(&self.weight)?;
-        let keep = match flow.get("keep") {
-            Some(Tree::Int(keep)) => Some(usize::try_from(*keep).unwrap_or(1)),
-            _ => None,
-        };
-        let x = padding::last_positions(cx, x, flow, keep)?;
+        let x = padding::last_positions(cx, x, flow, keep(flow))?;
         cx.linear(&x, &weight, None)
+    }
+
+    /// Logits of a step of decoding on a device with kernels for such.
+    fn few_logits(&self, cx: &mut Cx, hidden: &Tensor) -> TensorResult<Option<Tensor>> {
+        let width = hidden.dims().last().copied().unwrap_or(0);
+        let rows = hidden.numel() / width.max(1);
+        let whole = (width * hidden.dtype().size()).is_multiple_of(16);
+        if rows == 0 || rows > cx.few_rows() || !whole {
+            return Ok(None);
+        }
+        let (norm, weight) = (cx.get(&self.norm.weight)?, cx.get(&self.weight)?);
+        let norm = Some((&norm, self.norm.eps));
+        Ok(cx.few_linears(hidden, norm, &[(&weight, None)])?.pop())
     }
 }
 
@@ -252,7 +261,13 @@ impl Params for Head {
 impl Layer for Head {
     fn run(&self, cx: &mut Cx, input: Tree) -> TensorResult<Tree> {
         let mut flow = fields(input)?;
-        let hidden = take(&mut flow, "hidden")?;
+        let mut hidden = take(&mut flow, "hidden")?;
+        if flow.contains_key("cache.at") || flow.contains_key("cache") {
+            hidden = padding::last_positions(cx, &hidden, &flow, keep(&flow))?;
+            if let Some(logits) = self.few_logits(cx, &hidden)? {
+                return Ok(with_past(logits, flow));
+            }
+        }
         let normed = self.norm.forward(cx, &hidden)?;
         drop(hidden);
         if flow.contains_key("documents") {
@@ -268,11 +283,24 @@ impl Layer for Head {
             return Ok(self.loss(cx, &normed, flow)?.into());
         }
         let logits = self.logits(cx, &normed, &flow)?;
-        flow.retain(|name, _| name.starts_with("past."));
-        if flow.is_empty() {
-            return Ok(logits.into());
-        }
-        flow.insert("logits".into(), logits.into());
-        Ok(Tree::Map(flow))
+        Ok(with_past(logits, flow))
+    }
+}
+
+/// Logits, beside the keys and values that blocks saw where those are kept.
+fn with_past(logits: Tensor, mut flow: Flow) -> Tree {
+    flow.retain(|name, _| name.starts_with("past."));
+    if flow.is_empty() {
+        return logits.into();
+    }
+    flow.insert("logits".into(), logits.into());
+    Tree::Map(flow)
+}
+
+/// How many of the last positions are asked for.
+fn keep(flow: &Flow) -> Option<usize> {
+    match flow.get("keep") {
+        Some(Tree::Int(keep)) => Some(usize::try_from(*keep).unwrap_or(1)),
+        _ => None,
     }
 }

@@ -9,7 +9,7 @@
 use roundpipe::ops::CrossEntropy;
 use roundpipe::{Cx, DType, Tensor, TensorError, TensorResult, Tree};
 
-use super::{Flow, padding, take};
+use super::{Flow, get, optional, padding, take};
 
 const OP: &str = "model";
 
@@ -50,12 +50,38 @@ pub(super) fn read(cx: &mut Cx, mut flow: Flow) -> TensorResult<Flow> {
     if flow.contains_key("input_ids") {
         translate(cx, &mut flow)?;
     }
+    place_cached(cx, &mut flow)?;
     Ok(flow)
+}
+
+/// Tokens behind a cache stand at the places behind it, unless the caller says otherwise. Once here
+/// instead of in every block.
+fn place_cached(cx: &mut Cx, flow: &mut Flow) -> TensorResult<()> {
+    let Some(at) = optional(flow, "cache.at")? else {
+        return Ok(());
+    };
+    if flow.contains_key("positions") {
+        return Ok(());
+    }
+    let steps = get(flow, "ids")?.dims().get(1).copied().unwrap_or(1);
+    let positions = match (flow.get("cache.filled"), steps) {
+        (Some(Tree::Int(filled)), _) => {
+            let from = *filled as f64;
+            cx.arange(DType::I32, from, from + steps as f64, 1.0)?
+        }
+        (_, 1) => cx.reshape(&at, &[-1, 1])?,
+        _ => {
+            let what = "several tokens per row behind a cache need `cache.filled`, or `positions`";
+            return Err(TensorError::invalid(OP, what));
+        }
+    };
+    flow.insert("positions".into(), positions.into());
+    Ok(())
 }
 
 fn check_names(flow: &Flow) -> TensorResult<()> {
     let known: Vec<&str> = OURS.into_iter().chain(THEIRS).chain(COMMON).collect();
-    let is_known = |name: &str| known.contains(&name) || is_past(name);
+    let is_known = |name: &str| known.contains(&name) || is_past(name) || is_cache(name);
     if let Some(name) = flow.keys().find(|name| !is_known(name)) {
         let what = format!(
             "no input is called `{name}`; a model takes {}",
@@ -171,6 +197,11 @@ pub(super) fn wants_scores(flow: &Flow) -> bool {
 /// Whether this is the keys or values of a block.
 fn is_past(name: &str) -> bool {
     name.starts_with("past.")
+}
+
+/// Whether this is a cache that is written in place, or how much of it is filled.
+fn is_cache(name: &str) -> bool {
+    name.starts_with("cache.")
 }
 
 /// The names of a call for an error.

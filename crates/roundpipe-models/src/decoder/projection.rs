@@ -46,6 +46,12 @@ impl Projection {
         })
     }
 
+    /// Weight and bias on the worker.
+    pub(crate) fn tensors(&self, cx: &mut Cx) -> TensorResult<(Tensor, Option<Tensor>)> {
+        let bias = self.bias.as_ref().map(|bias| cx.get(bias)).transpose()?;
+        Ok((cx.get(&self.weight)?, bias))
+    }
+
     /// Rows sorted by expert, `offsets` between them, times each expert's matrix.
     pub(crate) fn grouped(
         &self,

@@ -50,7 +50,7 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
     // SAFETY: the caller's promise is passed on unchanged.
     unsafe {
         match call.kernel {
-            Kernel::Attention(spec) => {
+            Kernel::Attention(spec) | Kernel::CachedAttention(spec) => {
                 for_float!(call, call.src(0).dtype, T => forward::run::<T>(call, *spec))
             }
             Kernel::AttentionGrad(spec) => {
@@ -151,19 +151,21 @@ impl<'a, T: AttentionFloat> Problem<'a, T> {
             unreachable!("checked by the operation")
         };
         let (keys, key_heads) = (k.shape()[1], k.shape()[2]);
-        // SAFETY: the caller's promise; both are dense.
-        let (sinks, lens) = unsafe {
-            let lens = call.src_opt(sinks + 1).zip(call.src_opt(sinks + 2));
+        let cached = matches!(call.kernel, Kernel::CachedAttention(_));
+        // SAFETY: the caller's promise; all are dense.
+        let (sinks, first, second) = unsafe {
             (
                 call.src_opt(sinks).map(|s| slice::<T>(s)),
-                lens.map(|(q, k)| (slice::<i32>(q), slice::<i32>(k))),
+                call.src_opt(sinks + 1).map(|lens| slice::<i32>(lens)),
+                call.src_opt(sinks + 2).map(|lens| slice::<i32>(lens)),
             )
         };
-        let sequences = match lens {
-            Some((lens_q, lens_k)) => {
+        let sequences = match (first, second) {
+            (Some(at), _) if cached => filled(call.kernel.name(), at, queries, keys)?,
+            (Some(lens_q), Some(lens_k)) => {
                 packed(call.kernel.name(), (lens_q, queries), (lens_k, keys))?
             }
-            None => (0..batch)
+            _ => (0..batch)
                 .map(|batch| RowSequence {
                     batch,
                     first_query: 0,
@@ -196,6 +198,34 @@ impl<'a, T: AttentionFloat> Problem<'a, T> {
     fn binary_scale(&self) -> T::Acc {
         T::Acc::of(self.spec.scale * std::f64::consts::LOG2_E)
     }
+}
+
+/// The filled part of each row of a cache, `queries` places more than `at` says.
+fn filled(
+    op: &'static str,
+    at: &[i32],
+    queries: usize,
+    capacity: usize,
+) -> Result<Vec<RowSequence>> {
+    let row = |(batch, &at): (usize, &i32)| {
+        let keys = usize::try_from(at).map_or(usize::MAX, |at| at.saturating_add(queries));
+        if keys > capacity {
+            return Err(Error::Index {
+                op,
+                index: i64::from(at),
+                at: batch,
+                size: (capacity + 1).saturating_sub(queries),
+            });
+        }
+        Ok(RowSequence {
+            batch,
+            first_query: 0,
+            queries,
+            first_key: 0,
+            keys,
+        })
+    };
+    at.iter().enumerate().map(row).collect()
 }
 
 /// Sequences from cumulative lengths, then the rows before the first and after the last as

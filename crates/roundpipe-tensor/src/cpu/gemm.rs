@@ -38,7 +38,7 @@ mod tests;
 
 use std::ops::Range;
 
-use self::element::{Dest, PanelKernel, Sum};
+use self::element::{Dest, FewRows, PanelKernel, Sum};
 use self::pack::Lines;
 use self::plan::{BlockExtents, MAX_TILE_COLS};
 use self::scratch::{Scratch, Use};
@@ -182,7 +182,14 @@ unsafe fn gemm_by<T: GemmElement, O: SumTarget<T::Sum>>(
         return unsafe { without_sums(isa, product) };
     }
     let threads = threads.filter(|_| (m * n).saturating_mul(k) >= WORTH_SHARING);
-    let plan = BlockExtents::new(kernel, threads.map_or(1, Threads::count), [m, n, k]);
+    let few = kernel
+        .few
+        .as_ref()
+        .filter(|few| m <= few.rows && product.b.row == 1);
+    let mut plan = BlockExtents::new(kernel, threads.map_or(1, Threads::count), [m, n, k]);
+    if few.is_some() {
+        plan.take_columns_where_they_lie(kernel, [n, k]);
+    }
     let mut a = Scratch::take(Use::A, plan.a_bytes(kernel));
     let mut b = Scratch::take(Use::B, plan.b_bytes(kernel));
     let keeps_sums = !O::IS_SUM && plan.block_k < k;
@@ -220,6 +227,7 @@ unsafe fn gemm_by<T: GemmElement, O: SumTarget<T::Sum>>(
                 b,
                 sums,
                 pack_b,
+                few,
             }
             .run(threads);
         }
@@ -325,6 +333,8 @@ struct PackedBlock<'a, T: GemmElement, O> {
     sums: Option<*mut T::Sum>,
     /// Whether the right operand's panels are to be packed together.
     pack_b: bool,
+    /// How a few rows are multiplied, where the right operand's columns are read where they lie.
+    few: Option<&'a FewRows<T>>,
 }
 
 // SAFETY: the threads that share a block write disjoint panels, then disjoint tiles.
@@ -346,7 +356,12 @@ impl<T: GemmElement, O: SumTarget<T::Sum>> PackedBlock<'_, T, O> {
         };
         match threads {
             Some(threads) => {
-                threads.run(a_tasks + b_tasks, pack);
+                if self.few.is_some() {
+                    // Not worth a thread's while.
+                    (0..a_tasks).for_each(pack);
+                } else {
+                    threads.run(a_tasks + b_tasks, pack);
+                }
                 threads.run(tiles, |tile| self.multiply(tile));
             }
             None => {
@@ -403,7 +418,10 @@ impl<T: GemmElement, O: SumTarget<T::Sum>> PackedBlock<'_, T, O> {
                 let at = self.panel_bytes(self.a_panels(), self.kernel.mr, &piece, panel);
                 // SAFETY: the lines lie inside the operand; the panel inside the buffer, and this
                 // task alone writes it.
-                unsafe { (self.kernel.pack_a)(&lines, self.a.add(at)) }
+                unsafe {
+                    let pack = self.few.map_or(self.kernel.pack_a, |few| few.pack);
+                    pack(&lines, self.a.add(at));
+                }
             }
         }
     }
@@ -424,20 +442,23 @@ impl<T: GemmElement, O: SumTarget<T::Sum>> PackedBlock<'_, T, O> {
     /// # Safety
     /// `dst` holds a panel of the piece's length.
     unsafe fn pack_b_panel(&self, panel: usize, piece: &Range<usize>, dst: *mut u8) {
+        // SAFETY: the lines lie inside the operand; the caller vouches for `dst`.
+        unsafe { (self.kernel.pack_b)(&self.b_lines(panel, piece), dst) }
+    }
+
+    /// The columns of a panel.
+    fn b_lines(&self, panel: usize, piece: &Range<usize>) -> Lines<T> {
         let Product { b, .. } = self.product;
         let col = self.cols.start + panel * self.kernel.nr;
         let lanes = self.kernel.nr.min(self.cols.end - col);
         let offset = (self.steps.start + piece.start) as isize * b.row + col as isize * b.col;
-        let ptr = b.ptr.wrapping_offset(offset);
-        let lines = Lines {
-            ptr,
+        Lines {
+            ptr: b.ptr.wrapping_offset(offset),
             lane: b.col,
             step: b.row,
             lanes,
             k: piece.len(),
-        };
-        // SAFETY: the lines lie inside the operand; the caller vouches for `dst`.
-        unsafe { (self.kernel.pack_b)(&lines, dst) }
+        }
     }
 
     /// One tile of the block, over all of its steps.
@@ -547,7 +568,10 @@ impl<T: GemmElement, O: SumTarget<T::Sum>> PackedBlock<'_, T, O> {
     unsafe fn sum_tile(&self, rows: &Range<usize>, cols: &Range<usize>, mut dest: Dest<T::Sum>) {
         let PanelKernel { mr, nr, .. } = *self.kernel;
         for piece in cut(self.steps.len(), self.plan.piece) {
-            if self.plan.lean {
+            if let Some(few) = self.few {
+                // SAFETY: the caller's promises.
+                unsafe { self.sum_few(few, cols, &piece, &dest) };
+            } else if self.plan.lean {
                 // SAFETY: the caller's promises.
                 unsafe { self.sum_lean(rows, cols, &piece, &dest) };
             } else {
@@ -562,6 +586,32 @@ impl<T: GemmElement, O: SumTarget<T::Sum>> PackedBlock<'_, T, O> {
                 }
             }
             dest.add = true;
+        }
+    }
+
+    /// All rows by columns that are read where they lie.
+    ///
+    /// # Safety
+    /// As for [`Self::sum_tile`]; the rows were packed by `few`.
+    unsafe fn sum_few(
+        &self,
+        few: &FewRows<T>,
+        cols: &Range<usize>,
+        piece: &Range<usize>,
+        dest: &Dest<T::Sum>,
+    ) {
+        let PanelKernel { mr, nr, .. } = *self.kernel;
+        let rows = self.a.wrapping_add(self.panel_bytes(1, mr, piece, 0));
+        for j in cols.clone().step_by(nr) {
+            let lines = self.b_lines(j / nr, piece);
+            let dest = Dest {
+                ptr: dest.ptr.wrapping_add(j - cols.start),
+                rows: self.rows.len(),
+                cols: nr.min(cols.end - j),
+                ..*dest
+            };
+            // SAFETY: the columns lie inside the operand, and the destination inside the tile.
+            unsafe { (few.multiply)(&lines, rows, &dest) };
         }
     }
 

@@ -36,6 +36,7 @@ pub(super) unsafe fn run(call: &Call<'_>) -> Result<()> {
                 4 => gather::<u32>(call, *dim),
                 _ => gather::<u64>(call, *dim),
             },
+            Kernel::CacheWrite => cache_write(call),
             Kernel::IndexAdd { dim } => for_item!(dtype, T => index_add::<T>(call, *dim)),
             Kernel::ScatterAdd { dim } => for_item!(dtype, T => scatter_add::<T>(call, *dim)),
             _ => Err(call.unsupported()),
@@ -96,6 +97,40 @@ impl CheckedIndex<'_> {
     fn at(&self, at: usize) -> usize {
         self.raw(at) as usize
     }
+}
+
+/// Copies rows of `x` to their places in the cache; all places are checked first.
+///
+/// # Safety
+/// As [`run`].
+unsafe fn cache_write(call: &Call<'_>) -> Result<()> {
+    let (x, at, cache) = (call.src(0), call.src(1), call.dst(0));
+    let (rows, steps, capacity) = (x.shape()[0], x.shape()[1], cache.shape()[1]);
+    // SAFETY: the launch contract: dense, one per row.
+    let at = unsafe { slice::<i32>(at) };
+    let starts = (capacity + 1).saturating_sub(steps);
+    for (row, &start) in at.iter().enumerate() {
+        if usize::try_from(start).is_ok_and(|start| start < starts) {
+            continue;
+        }
+        return Err(Error::Index {
+            op: call.kernel.name(),
+            index: i64::from(start),
+            at: row,
+            size: starts,
+        });
+    }
+    let place = x.shape()[2] * x.shape()[3] * x.dtype.size();
+    let bytes = steps * place;
+    for row in 0..rows {
+        let src = (x.ptr as *const u8).wrapping_add(row * bytes);
+        let first = row * capacity + at[row] as usize;
+        let dst = (cache.ptr as *mut u8).wrapping_add(first * place);
+        // SAFETY: both are dense; `steps` places from the start on lie inside the row, as checked
+        // above, and the operands do not overlap.
+        unsafe { std::ptr::copy_nonoverlapping(src, dst, bytes) };
+    }
+    Ok(())
 }
 
 /// Size and stride of every dimension.

@@ -48,6 +48,10 @@ impl BackendCosts for CudaCosts {
         scratch(kernel, src, dst, self.library_attention)
     }
 
+    fn few_rows(&self) -> usize {
+        super::decode::MAX_ROWS
+    }
+
     fn min_gemm_rows(&self) -> usize {
         MIN_GEMM_ROWS
     }

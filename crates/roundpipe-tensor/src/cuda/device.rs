@@ -15,11 +15,12 @@ use cudarc::driver::result;
 use super::context::{Gpu, card, failed, find, too_old};
 use super::costs::cost_model;
 use super::faults::ErrorWord;
+use super::graph::CudaGraph;
 use super::lane::CudaLane;
 use super::ops::{CudaOps, trap};
 use super::{attention, library};
 use crate::bytes::Bytes;
-use crate::device::{Arena, CostModel, Device, DeviceId, FaultReport, Lane, LaneKind, Ops};
+use crate::device::{Arena, CostModel, Device, DeviceId, FaultReport, Lane, LaneKind, Ops, Replay};
 use crate::error::Result;
 use crate::host::{HostBuf, Pin};
 use crate::pins::Pins;
@@ -230,6 +231,12 @@ unsafe impl Device for Cuda {
 
     fn ops(&self) -> &dyn Ops {
         &self.ops
+    }
+
+    fn capture(&self, body: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Replay>>> {
+        let stream = self.lanes[LaneKind::Compute as usize].stream;
+        let graph = CudaGraph::capture(&self.gpu, stream, body)?;
+        Ok(Some(Box::new(graph)))
     }
 
     fn host_buffer(&self, name: &str, bytes: usize, pin: Pin) -> Result<HostBuf> {

@@ -11,7 +11,7 @@ use super::context::Gpu;
 use super::costs::MIN_GEMM_ROWS;
 use super::faults::ErrorWord;
 use super::lane::CudaLane;
-use super::{attention, elementwise, image, index, loss, moe, norm, product, reduce, rope};
+use super::{attention, decode, elementwise, image, index, loss, moe, norm, product, reduce, rope};
 use crate::device::{Faults, Lane, Ops};
 use crate::error::{Error, Result};
 use crate::kernel::{Family, Kernel, View};
@@ -56,11 +56,16 @@ unsafe impl Ops for CudaOps {
             match kernel.family() {
                 Family::Elementwise => elementwise::run(&call),
                 Family::Reduce => reduce::run(&call),
-                Family::Index => index::run(&call),
                 Family::Product => product::run(&call),
                 Family::Norm => norm::run(&call),
                 Family::Rope => rope::run(&call),
+                Family::Attention if matches!(kernel, Kernel::CachedAttention(_)) => {
+                    decode::run(&call)
+                }
+                Family::Index if matches!(kernel, Kernel::CacheWrite) => decode::run(&call),
+                Family::Decode => decode::run(&call),
                 Family::Attention => attention::run(&call),
+                Family::Index => index::run(&call),
                 Family::Loss => loss::run(&call),
                 Family::Moe => moe::run(&call),
                 Family::Image => image::run(&call),
@@ -81,6 +86,10 @@ unsafe impl Ops for CudaOps {
 
     fn min_gemm_rows(&self) -> usize {
         MIN_GEMM_ROWS
+    }
+
+    fn few_rows(&self) -> usize {
+        decode::MAX_ROWS
     }
 }
 
@@ -111,6 +120,7 @@ pub(super) fn scratch(
         K::Attention(_) | K::AttentionGrad(_) => {
             attention::scratch(kernel, src, dst, library_attention)
         }
+        K::CachedAttention(_) => decode::scratch(kernel, src, dst),
         K::MoeSort { .. } | K::MoeCombineGrad => moe::scratch(kernel, src, dst),
         K::Conv2d(_) | K::Conv2dGradInput(_) | K::Conv2dGradFilter { .. } => {
             image::scratch(kernel, src, dst)
@@ -135,6 +145,7 @@ pub fn units() -> Vec<Unit> {
         norm::units(),
         rope::units(),
         attention::units(),
+        decode::units(),
         loss::units(),
         moe::units(),
         image::units(),

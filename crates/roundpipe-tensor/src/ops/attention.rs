@@ -173,7 +173,7 @@ impl SavedAttention {
 }
 
 /// The tensor with a contiguous last dimension, cut off from the tape.
-fn rows_dense(worker: &Worker, t: &Tensor) -> Result<Tensor> {
+pub(super) fn rows_dense(worker: &Worker, t: &Tensor) -> Result<Tensor> {
     let last = t.rank() - 1;
     let dense = t.layout().strides()[last] == 1 || t.dims()[last] <= 1;
     if dense {
@@ -183,7 +183,7 @@ fn rows_dense(worker: &Worker, t: &Tensor) -> Result<Tensor> {
     }
 }
 
-fn check(q: &Tensor, k: &Tensor, v: &Tensor, how: &Attention<'_>) -> Result<()> {
+pub(super) fn check(q: &Tensor, k: &Tensor, v: &Tensor, how: &Attention<'_>) -> Result<()> {
     float(OP, q)?;
     for other in [k, v].into_iter().chain(how.sinks) {
         same_dtype(OP, q, other)?;

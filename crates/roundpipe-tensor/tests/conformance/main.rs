@@ -7,6 +7,7 @@ mod arith;
 mod attention;
 mod bed;
 mod blocks;
+mod cache;
 mod golden;
 mod image;
 mod index;

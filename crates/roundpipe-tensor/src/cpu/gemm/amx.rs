@@ -11,7 +11,7 @@ use std::mem::MaybeUninit;
 use half::bf16;
 
 use super::avx512;
-use super::element::{Dest, PanelKernel};
+use super::element::{Dest, FewRows, PanelKernel};
 use super::pack::Lines;
 
 /// Rows and columns of a panel, and steps of a tile.
@@ -26,6 +26,11 @@ pub(super) static BF16: PanelKernel<bf16> = PanelKernel {
     pack_a,
     pack_b,
     multiply,
+    few: Some(FewRows {
+        rows: SIDE / 2,
+        pack: pack_few,
+        multiply: multiply_few,
+    }),
     enter,
     leave,
 };
@@ -293,6 +298,157 @@ unsafe fn pack_b(lines: &Lines<bf16>, dst: *mut u8) {
     }
 }
 
+/// Rows of the left operand as pairs, `[k / 2][16 rows][2 steps]`: the right side of a product whose
+/// left side is the columns, read where they lie. A sum of products does not change when their
+/// factors do.
+///
+/// # Safety
+/// As for [`pack_a`], with 16 lanes.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
+unsafe fn pack_few(lines: &Lines<bf16>, dst: *mut u8) {
+    const LANES: usize = SIDE / 2;
+    let (pairs, all) = (lines.k.div_ceil(2), lines.k.next_multiple_of(SIDE) / 2);
+    // SAFETY: the caller's promises; both parts lie inside the panel, which has room for twice as
+    // many rows.
+    unsafe {
+        avx512::pack_pairs::<LANES>(lines, dst);
+        dst.add(pairs * 4 * LANES)
+            .write_bytes(0, (all - pairs) * 4 * LANES);
+    }
+}
+
+/// # Safety
+/// Up to 32 columns, rows packed by [`pack_few`] and the destination exist; this thread is between
+/// [`enter`] and [`leave`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
+unsafe fn multiply_few(lines: &Lines<bf16>, x: *const u8, dest: &Dest<f32>) {
+    // SAFETY: the caller's promises.
+    unsafe { multiply_few_with(few_tiles, lines, x, dest) }
+}
+
+/// As [`multiply_with`]: sums go on from the destination, unless there is a factor.
+///
+/// # Safety
+/// As for [`multiply_few`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
+unsafe fn multiply_few_with(tiles: FewTiles, lines: &Lines<bf16>, x: *const u8, dest: &Dest<f32>) {
+    const LANES: usize = SIDE / 2;
+    let steps = lines.k.div_ceil(SIDE);
+    let plain = dest.alpha == 1.0;
+    let add = plain && dest.add;
+    // [column][row], as the tiles have it.
+    let mut sums = [[0.0_f32; LANES]; SIDE];
+    if add {
+        for i in 0..dest.rows {
+            for (j, column) in sums.iter_mut().enumerate().take(dest.cols) {
+                // SAFETY: the element is one of the destination's.
+                column[i] = unsafe { *dest.ptr.offset(i as isize * dest.row).add(j) };
+            }
+        }
+    }
+    let mut copy = Vec::new();
+    let whole = lines.lanes == SIDE && lines.k.is_multiple_of(SIDE);
+    let columns = if whole {
+        Columns {
+            ptr: lines.ptr.cast(),
+            row: 2 * lines.lane,
+            half: 2 * lines.lane * LANES as isize,
+            step: 2 * SIDE as isize,
+        }
+    } else {
+        // The edge of the matrix: tiles would read what is not there.
+        copy.resize(steps * SIDE * SIDE, bf16::ZERO);
+        // SAFETY: the copy has the size of a left panel.
+        unsafe { pack_a(lines, copy.as_mut_ptr().cast()) };
+        let row = 2 * SIDE as isize;
+        Columns {
+            ptr: copy.as_ptr().cast(),
+            row,
+            half: row * LANES as isize,
+            step: row * SIDE as isize,
+        }
+    };
+    // SAFETY: all columns have `steps` blocks of 32 steps, and so have the packed rows.
+    unsafe { tiles(steps, &columns, x, sums.as_mut_ptr().cast(), add) };
+    let mut turned = [[0.0_f32; SIDE]; LANES];
+    for (j, column) in sums.iter().enumerate() {
+        for (i, row) in turned.iter_mut().enumerate().take(dest.rows) {
+            row[j] = column[i];
+        }
+    }
+    let dest = Dest {
+        add: dest.add && !plain,
+        ..*dest
+    };
+    // SAFETY: the sums hold 16 rows of 32; the destination has no more.
+    unsafe { avx512::store(&dest, turned.as_ptr().cast(), SIDE as isize) };
+}
+
+/// 32 columns in memory, bytes apart.
+struct Columns {
+    ptr: *const u8,
+    /// From a column to the next.
+    row: isize,
+    /// From the first to the 17th.
+    half: isize,
+    /// From 32 steps to the next 32.
+    step: isize,
+}
+
+/// [`few_tiles`], or what stands for it.
+type FewTiles = unsafe fn(usize, &Columns, *const u8, *mut f32, bool);
+
+/// `c = columns x`, or `c += columns x` if `add`: 32 columns by 16 rows.
+///
+/// # Safety
+/// The columns hold `steps` blocks of 32 steps, x as many of 1024 bytes, c 32 rows of 16; this
+/// thread is between [`enter`] and [`leave`].
+unsafe fn few_tiles(steps: usize, columns: &Columns, x: *const u8, c: *mut f32, add: bool) {
+    // SAFETY: each pass reads 64 bytes of 32 columns and 1024 of x; c is read and written as the
+    // caller allows.
+    unsafe {
+        asm!(
+            "test {add:e}, {add:e}",
+            "jnz 2f",
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "jmp 3f",
+            "2:",
+            "tileloadd tmm0, [{c} + {line}]",
+            "tileloadd tmm1, [{c} + {line} + 1024]",
+            "3:",
+            "test {steps}, {steps}",
+            "jz 5f",
+            "4:",
+            "tileloadd tmm4, [{x} + {line}]",
+            "tileloadd tmm5, [{w} + {row}]",
+            "tileloadd tmm6, [{low} + {row}]",
+            "tdpbf16ps tmm0, tmm5, tmm4",
+            "tdpbf16ps tmm1, tmm6, tmm4",
+            "add {x}, 1024",
+            "add {w}, {step}",
+            "add {low}, {step}",
+            "dec {steps}",
+            "jnz 4b",
+            "5:",
+            "tilestored [{c} + {line}], tmm0",
+            "tilestored [{c} + {line} + 1024], tmm1",
+            add = in(reg) u32::from(add),
+            x = inout(reg) x => _,
+            w = inout(reg) columns.ptr => _,
+            low = inout(reg) columns.ptr.wrapping_offset(columns.half) => _,
+            row = in(reg) columns.row,
+            step = in(reg) columns.step,
+            steps = inout(reg) steps => _,
+            line = in(reg) 64_usize,
+            c = in(reg) c,
+            out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm5") _, out("tmm6") _,
+            options(nostack),
+        );
+    }
+}
+
 /// The same kernel with tiles in plain Rust, to test everything around the instructions on any
 /// machine with AVX-512.
 #[cfg(test)]
@@ -302,8 +458,18 @@ pub(super) static IMITATED: PanelKernel<bf16> = {
         // SAFETY: the caller's promises.
         unsafe { multiply_with(imitated_tiles, k, a, b, dest) }
     }
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
+    unsafe fn multiply_few(lines: &Lines<bf16>, x: *const u8, dest: &Dest<f32>) {
+        // SAFETY: the caller's promises.
+        unsafe { multiply_few_with(imitated_few_tiles, lines, x, dest) }
+    }
     PanelKernel {
         multiply,
+        few: Some(FewRows {
+            rows: SIDE / 2,
+            pack: pack_few,
+            multiply: multiply_few,
+        }),
         enter: super::element::nothing,
         leave: super::element::nothing,
         ..BF16
@@ -331,6 +497,35 @@ unsafe fn imitated_tiles(
                     let x = *a.add(p / SIDE * SIDE * SIDE + i * SIDE + p % SIDE);
                     let y = *b.add((p / 2 * SIDE + j) * 2 + p % 2);
                     sum += x.to_f32() * y.to_f32();
+                }
+                *place = sum;
+            }
+        }
+    }
+}
+
+/// What the instructions of [`few_tiles`] do, by the book.
+#[cfg(test)]
+unsafe fn imitated_few_tiles(
+    steps: usize,
+    columns: &Columns,
+    x: *const u8,
+    c: *mut f32,
+    add: bool,
+) {
+    const LANES: usize = SIDE / 2;
+    for j in 0..SIDE {
+        for i in 0..LANES {
+            // SAFETY: the same elements as the instructions touch.
+            unsafe {
+                let place = c.add(j * LANES + i);
+                let mut sum = if add { *place } else { 0.0 };
+                for p in 0..steps * SIDE {
+                    let block = (p / SIDE) as isize * columns.step;
+                    let column = columns.ptr.offset(block + j as isize * columns.row);
+                    let w = *column.cast::<bf16>().add(p % SIDE);
+                    let y = *x.cast::<bf16>().add((p / 2 * LANES + i) * 2 + p % 2);
+                    sum += w.to_f32() * y.to_f32();
                 }
                 *place = sum;
             }

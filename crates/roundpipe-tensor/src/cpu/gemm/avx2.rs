@@ -28,6 +28,7 @@ macro_rules! kernel {
                 pack_a: pack::<MR>,
                 pack_b: pack::<$nr>,
                 multiply: $multiply,
+                few: None,
                 enter: nothing,
                 leave: nothing,
             }

@@ -4,15 +4,28 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::element::{Dest, PanelKernel, nothing};
+use super::element::{Dest, FewRows, PanelKernel, nothing};
 use super::pack::{self, Lines};
 use super::{cast, portable};
 
 /// Rows of a left panel. Each step reads them one by one, so fewer at the lower edge cost less.
 const MR: usize = 14;
 
+/// Rows up to which columns are transposed in registers instead of packed.
+const FEW: usize = 4;
+
+macro_rules! few {
+    ($pack:ident, $multiply:path) => {
+        Some(FewRows {
+            rows: FEW,
+            pack: $pack::<MR>,
+            multiply: $multiply,
+        })
+    };
+}
+
 macro_rules! kernel {
-    ($name:ident, $src:ty, $round:literal, $kc:literal, $nr:literal, $unit:literal, $pack:ident, $multiply:path) => {
+    ($name:ident, $src:ty, $round:literal, $kc:literal, $nr:literal, $unit:literal, $pack:ident, $multiply:path, $few:expr) => {
         pub(super) static $name: PanelKernel<$src> = PanelKernel {
             mr: MR,
             nr: $nr,
@@ -22,17 +35,58 @@ macro_rules! kernel {
             pack_a: $pack::<MR>,
             pack_b: $pack::<$nr>,
             multiply: $multiply,
+            few: $few,
             enter: nothing,
             leave: nothing,
         };
     };
 }
 
-kernel!(F32, f32, 1, 512, 32, 4, pack_f32, multiply_f32);
-kernel!(F64, f64, 1, 256, 16, 8, pack_f64, multiply_f64);
-kernel!(BF16, bf16, 1, 512, 32, 4, pack_bf16, multiply_f32);
-kernel!(F16, f16, 1, 512, 32, 4, pack_f16, multiply_f32);
-kernel!(BF16_PAIRS, bf16, 2, 1024, 32, 2, pack_pairs, multiply_pairs);
+kernel!(
+    F32,
+    f32,
+    1,
+    512,
+    32,
+    4,
+    pack_f32,
+    multiply_f32,
+    few!(pack_f32, few_f32)
+);
+kernel!(F64, f64, 1, 256, 16, 8, pack_f64, multiply_f64, None);
+kernel!(
+    BF16,
+    bf16,
+    1,
+    512,
+    32,
+    4,
+    pack_bf16,
+    multiply_f32,
+    few!(pack_bf16, few_bf16)
+);
+kernel!(
+    F16,
+    f16,
+    1,
+    512,
+    32,
+    4,
+    pack_f16,
+    multiply_f32,
+    few!(pack_f16, few_f16)
+);
+kernel!(
+    BF16_PAIRS,
+    bf16,
+    2,
+    1024,
+    32,
+    2,
+    pack_pairs,
+    multiply_pairs,
+    few!(pack_pairs, few_pairs)
+);
 
 macro_rules! multiply {
     (
@@ -493,4 +547,168 @@ fn transpose_16(r: [__m512; 16]) -> [__m512; 16] {
         out[12 + c] = _mm512_shuffle_f32x4::<0b11_01_11_01>(high, high2);
     }
     out
+}
+
+/// The few-row kernel of a type: 16 columns at a time are transposed in registers and multiplied at
+/// once. `$load(lines, lane, p)` gives 16 panel elements of a column from panel step p on.
+macro_rules! multiply_few {
+    ($name:ident, $features:literal, $src:ty, $packed:ty, $steps:literal, $splat:expr, $load:ident, $dot:ident) => {
+        /// # Safety
+        /// The columns, packed rows of as many steps and the destination exist; the columns' steps
+        /// lie side by side; the machine has the features.
+        #[target_feature(enable = $features)]
+        unsafe fn $name(lines: &Lines<$src>, a: *const u8, dest: &Dest<f32>) {
+            #[target_feature(enable = $features)]
+            unsafe fn rows<const R: usize>(lines: &Lines<$src>, a: *const u8, dest: &Dest<f32>) {
+                let a = a.cast::<$packed>();
+                let steps = lines.k.div_ceil($steps);
+                for lane in (0..dest.cols).step_by(16) {
+                    let mut sums = [_mm512_setzero_ps(); R];
+                    for p in (0..steps).step_by(16) {
+                        let mut block = [_mm512_setzero_ps(); 16];
+                        for (i, row) in block.iter_mut().enumerate() {
+                            if lane + i < lines.lanes {
+                                // SAFETY: the lane and the step exist.
+                                *row = unsafe { $load(lines, lane + i, p) };
+                            }
+                        }
+                        let block = transpose_16(block);
+                        for (q, &b) in block.iter().enumerate().take(steps - p) {
+                            for (r, sum) in sums.iter_mut().enumerate() {
+                                // SAFETY: the packed rows hold as many steps.
+                                let x = $splat(unsafe { *a.add((p + q) * MR + r) });
+                                *sum = $dot!(x, b, *sum);
+                            }
+                        }
+                    }
+                    let part = Dest {
+                        ptr: dest.ptr.wrapping_add(lane),
+                        rows: R,
+                        cols: (dest.cols - lane).min(16),
+                        ..*dest
+                    };
+                    let mut held = [[0.0_f32; 16]; R];
+                    for (row, sum) in held.iter_mut().zip(sums) {
+                        // SAFETY: a row holds a vector.
+                        unsafe { _mm512_storeu_ps(row.as_mut_ptr(), sum) };
+                    }
+                    // SAFETY: the part lies inside the destination.
+                    unsafe { store(&part, held.as_ptr().cast(), 16) };
+                }
+            }
+            // SAFETY: the caller's promises; `rows` is the number asked for.
+            unsafe {
+                match dest.rows {
+                    1 => rows::<1>(lines, a, dest),
+                    2 => rows::<2>(lines, a, dest),
+                    3 => rows::<3>(lines, a, dest),
+                    _ => rows::<FEW>(lines, a, dest),
+                }
+            }
+        }
+    };
+}
+
+macro_rules! fma_cast {
+    ($x:expr, $y:expr, $sum:expr) => {
+        _mm512_dpbf16_ps($sum, $x, as_pairs($y))
+    };
+}
+
+multiply_few!(
+    few_f32,
+    "avx512f,avx512bw,avx512dq,avx512vl,f16c",
+    f32,
+    f32,
+    1,
+    _mm512_set1_ps,
+    column_f32,
+    fma_f32
+);
+multiply_few!(
+    few_bf16,
+    "avx512f,avx512bw,avx512dq,avx512vl,f16c",
+    bf16,
+    f32,
+    1,
+    _mm512_set1_ps,
+    column_bf16,
+    fma_f32
+);
+multiply_few!(
+    few_f16,
+    "avx512f,avx512bw,avx512dq,avx512vl,f16c",
+    f16,
+    f32,
+    1,
+    _mm512_set1_ps,
+    column_f16,
+    fma_f32
+);
+multiply_few!(
+    few_pairs,
+    "avx512f,avx512bw,avx512dq,avx512vl,f16c,avx512bf16",
+    bf16,
+    i32,
+    2,
+    splat_pair,
+    column_pairs,
+    fma_cast
+);
+
+/// Pairs under the type that products of pairs take.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn as_pairs(x: __m512) -> __m512bh {
+    // SAFETY: both are 64 bytes without invalid patterns.
+    unsafe { std::mem::transmute::<__m512, __m512bh>(x) }
+}
+
+/// 16 steps of a column; zeros behind the last.
+///
+/// # Safety
+/// The lane and the step exist; steps lie side by side.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
+unsafe fn column_f32(lines: &Lines<f32>, lane: usize, p: usize) -> __m512 {
+    // SAFETY: the mask keeps the read to steps that exist.
+    unsafe { _mm512_maskz_loadu_ps(first(lines.k - p), lines.at(lane, p)) }
+}
+
+/// As [`column_f32`], widened.
+///
+/// # Safety
+/// As for [`column_f32`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
+unsafe fn column_bf16(lines: &Lines<bf16>, lane: usize, p: usize) -> __m512 {
+    // SAFETY: the mask keeps the read to steps that exist.
+    let x = unsafe { _mm256_maskz_loadu_epi16(first(lines.k - p), lines.at(lane, p).cast()) };
+    _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(x)))
+}
+
+/// As [`column_f32`], widened.
+///
+/// # Safety
+/// As for [`column_f32`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
+unsafe fn column_f16(lines: &Lines<f16>, lane: usize, p: usize) -> __m512 {
+    // SAFETY: the mask keeps the read to steps that exist.
+    let x = unsafe { _mm256_maskz_loadu_epi16(first(lines.k - p), lines.at(lane, p).cast()) };
+    _mm512_cvtph_ps(x)
+}
+
+/// 16 pairs of steps of a column from pair `p` on; zeros behind the last step.
+///
+/// # Safety
+/// As for [`column_f32`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
+unsafe fn column_pairs(lines: &Lines<bf16>, lane: usize, p: usize) -> __m512 {
+    let left = lines.k - 2 * p;
+    let mask = if left >= 32 { !0 } else { (1 << left) - 1 };
+    // SAFETY: the mask keeps the read to steps that exist.
+    let x = unsafe { _mm512_maskz_loadu_epi16(mask, lines.at(lane, 2 * p).cast()) };
+    _mm512_castsi512_ps(x)
 }

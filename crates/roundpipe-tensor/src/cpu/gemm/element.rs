@@ -95,10 +95,25 @@ pub(crate) struct PanelKernel<T: GemmElement> {
     pub pack_b: unsafe fn(&Lines<T>, *mut u8),
     /// Multiplies panels of `k` steps: `multiply(k, a, b, dest)`.
     pub multiply: unsafe fn(usize, *const u8, *const u8, &Dest<T::Sum>),
+    /// How a few rows are multiplied, where there is a better way than by panels.
+    pub few: Option<FewRows<T>>,
     /// Called on a thread before a series of `multiply`, …
     pub enter: unsafe fn(),
     /// … and after it.
     pub leave: unsafe fn(),
+}
+
+/// How a few rows are multiplied by columns whose steps lie side by side, as the weights of a layer
+/// do: each column is read once, where it lies, since packing it would cost more than multiplying.
+///
+/// The bits are those of [`PanelKernel::multiply`].
+pub(crate) struct FewRows<T: GemmElement> {
+    /// The most rows that this is for.
+    pub rows: usize,
+    /// Packs the rows: as [`PanelKernel::pack_a`], in a layout of its own that is no larger.
+    pub pack: unsafe fn(&Lines<T>, *mut u8),
+    /// Multiplies packed rows by up to `nr` columns: `multiply(columns, rows, dest)`.
+    pub multiply: unsafe fn(&Lines<T>, *const u8, &Dest<T::Sum>),
 }
 
 /// For kernels that need no preparation.

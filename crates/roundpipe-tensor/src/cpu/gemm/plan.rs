@@ -96,6 +96,17 @@ impl BlockExtents {
         }
     }
 
+    /// For few rows: the right operand is not packed, so one block holds all of the product.
+    pub(super) fn take_columns_where_they_lie<T: GemmElement>(
+        &mut self,
+        kernel: &PanelKernel<T>,
+        [n, k]: [usize; 2],
+    ) {
+        self.block_n = n.next_multiple_of(kernel.nr);
+        self.block_k = k.next_multiple_of(self.piece);
+        self.lean = true;
+    }
+
     /// Bytes of a block's left panels.
     pub(super) fn a_bytes<T: GemmElement>(&self, kernel: &PanelKernel<T>) -> usize {
         self.block_m * self.block_k * kernel.unit

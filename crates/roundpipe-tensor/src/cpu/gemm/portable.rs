@@ -26,6 +26,7 @@ macro_rules! kernel {
                 pack_a: pack::<MR>,
                 pack_b: pack::<NR>,
                 multiply: multiply::<$sum>,
+                few: None,
                 enter: nothing,
                 leave: nothing,
             }

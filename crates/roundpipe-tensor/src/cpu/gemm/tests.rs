@@ -348,7 +348,11 @@ fn bits<T: Number + GemmElement>(
 #[cfg_attr(miri, ignore = "millions of multiplications")]
 fn bits_depend_on_neither_threads_nor_rows() {
     fn check<T: Number + GemmElement>(isa: Isa) {
-        let sizes = [130, 90, 1500];
+        check_sizes::<T>(isa, [130, 90, 1500]);
+        // Whole tiles: few rows read the columns where they lie.
+        check_sizes::<T>(isa, [20, 96, 1536]);
+    }
+    fn check_sizes<T: Number + GemmElement>(isa: Isa, sizes: [usize; 3]) {
         let alone = bits::<T>(isa, None, sizes);
         for count in [1, 2, 3, 7] {
             let threads = Threads::new(Some(count)).unwrap();
@@ -358,7 +362,10 @@ fn bits_depend_on_neither_threads_nor_rows() {
                 "{isa:?} with {count} threads"
             );
         }
-        for m in [1, 3, 16, 57] {
+        for m in [1, 2, 3, 4, 5, 16, 17, 57]
+            .into_iter()
+            .filter(|m| *m < sizes[0])
+        {
             let fewer = bits::<T>(isa, None, [m, sizes[1], sizes[2]]);
             assert_eq!(fewer, alone[..fewer.len()], "{isa:?} with {m} rows");
         }

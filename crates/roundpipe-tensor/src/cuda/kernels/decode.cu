@@ -1,0 +1,331 @@
+// What a step of decoding launches: linear maps of a few rows, heads on their way into the caches, and attention to
+// the filled part of a cache. All of it is bound by memory and by the time that a launch takes, so what stands
+// between two matrices is done by their kernels.
+//
+// No sum depends on the number of rows or on which others stand beside a row.
+//
+//   few_linear:      y = [residual +] norm(x) w^T + b, of up to three matrices, or with GLU silu(gate) up of two.
+//                    One warp per column of y. A row of x lies in shared memory, CHUNK elements at a time. Values are
+//                    rounded to T wherever separate operations would round them.
+//   decode_heads:    norm and rotary embedding of queries and keys; keys and values go to their places in the caches.
+//                    One warp per head.
+//   cached_partial:  softmax(q k^T) v over KEYS places of one key head, for all query heads that share it.
+//   cached_combine:  adds up those parts in the order of places.
+//   cache_write:     copies rows to their places in a cache, in words.
+
+typedef ELEMENT T;
+typedef AccOf<T>::type A;
+const int N = WIDE ? 16 / sizeof(T) : 1;
+typedef Few<T, N> Piece;
+#define INFINITY_VALUE __int_as_float(0x7f800000)
+__device__ __forceinline__ float exp_of(float x) { return expf(x); }
+__device__ __forceinline__ double exp_of(double x) { return exp(x); }
+
+#ifdef ROWS
+// Pieces of a chunk that one lane holds, of each matrix, and the elements of a chunk. Two blocks fit a processor.
+const int HELD = GLU ? 4 : 8;
+const int CHUNK = HELD * 32 * N;
+const int WARPS = 8;
+
+struct Map { const T* w; const T* b; T* y; i64 n; };
+
+__device__ __forceinline__ void load_chunk(Piece (&held)[HELD], const T* row, i64 from, i64 k, int lane) {
+    #pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        i64 at = from + (i64)(i * 32 + lane) * N;
+        if (at < k) held[i] = load_few<N>(row + at);
+    }
+}
+
+__device__ __forceinline__ void multiply_chunk(
+    A (&sum)[ROWS], const Piece (&held)[HELD], const T* xs, i64 from, i64 k, int lane, int rows
+) {
+    #pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        int place = (i * 32 + lane) * N;
+        if (from + place >= k) continue;
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            if (r >= rows) continue;
+            Piece x = load_few<N>(xs + r * CHUNK + place);
+            #pragma unroll
+            for (int j = 0; j < N; ++j) sum[r] += up(held[i].at[j]) * up(x.at[j]);
+        }
+    }
+}
+
+__device__ __forceinline__ A rounded(A x) { T y; put(y, x); return up(y); }
+
+extern "C" __global__ void __launch_bounds__(256, ROWS <= 4 ? 2 : 1) few_linear(
+    const T* __restrict__ x, const T* __restrict__ norm, const T* __restrict__ residual,
+    const T* __restrict__ w0, const T* __restrict__ w1, const T* __restrict__ w2,
+    const T* __restrict__ b0, const T* __restrict__ b1, const T* __restrict__ b2,
+    T* __restrict__ y0, T* __restrict__ y1, T* __restrict__ y2, i64 n0, i64 n1, i64 n2, i64 k, int rows, double eps
+) {
+    extern __shared__ __align__(16) char room[];
+    T* xs = reinterpret_cast<T*>(room);
+    __shared__ A slots[32];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    i64 column = (i64)blockIdx.x * WARPS + warp;
+    Map map = { w0, b0, y0, n0 };
+    const bool live = column < (GLU ? n0 : n0 + n1 + n2);
+    if (!GLU && live && column >= n0) {
+        column -= n0;
+        map.w = w1; map.b = b1; map.y = y1; map.n = n1;
+        if (column >= n1) { column -= n1; map.w = w2; map.b = b2; map.y = y2; map.n = n2; }
+    }
+    const T* row = map.w + column * k;
+    const T* other = GLU ? w1 + column * k : row;
+    Piece held[HELD], held_up[HELD];
+    // The matrix is on its way while the rows are made ready.
+    if (live) load_chunk(held, row, 0, k, lane);
+    if (GLU) { if (live) load_chunk(held_up, other, 0, k, lane); }
+    A scale[ROWS];
+    if (NORM) {
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            if (r >= rows) continue;
+            A squares = 0;
+            for (i64 at = (i64)threadIdx.x * N; at < k; at += 256 * N) {
+                Piece p = load_few<N>(x + r * k + at);
+                #pragma unroll
+                for (int j = 0; j < N; ++j) { A v = up(p.at[j]); squares += v * v; }
+            }
+            scale[r] = A(1) / root_of(block_sum(squares, slots) / (A)k + (A)eps);
+        }
+    }
+    A sum[ROWS], sum_up[ROWS];
+    #pragma unroll
+    for (int r = 0; r < ROWS; ++r) sum[r] = sum_up[r] = 0;
+    #pragma unroll 1
+    for (i64 from = 0; from < k; from += CHUNK) {
+        if (from > 0) __syncthreads();
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            if (r >= rows) continue;
+            for (int place = threadIdx.x * N; place < CHUNK && from + place < k; place += 256 * N) {
+                Piece p = load_few<N>(x + r * k + from + place);
+                if (NORM) {
+                    Piece w = load_few<N>(norm + from + place);
+                    #pragma unroll
+                    for (int j = 0; j < N; ++j) put(p.at[j], up(p.at[j]) * scale[r] * up(w.at[j]));
+                }
+                *reinterpret_cast<Piece*>(xs + r * CHUNK + place) = p;
+            }
+        }
+        __syncthreads();
+        if (!live) continue;
+        multiply_chunk(sum, held, xs, from, k, lane, rows);
+        if (from + CHUNK < k) load_chunk(held, row, from + CHUNK, k, lane);
+        if (GLU) {
+            multiply_chunk(sum_up, held_up, xs, from, k, lane, rows);
+            if (from + CHUNK < k) load_chunk(held_up, other, from + CHUNK, k, lane);
+        }
+    }
+    if (!live) return;
+    #pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        if (r >= rows) continue;
+        A value = warp_sum(sum[r]);
+        if (map.b) value += up(map.b[column]);
+        if (GLU) {
+            A gate = rounded(value), above = warp_sum(sum_up[r]);
+            if (b1) above += up(b1[column]);
+            value = gate * Recip<T>::of(A(1) + Exp<T>::of(-gate)) * rounded(above);
+        }
+        if (residual) value = rounded(value) + up(residual[r * map.n + column]);
+        if (lane == 0) put(map.y[r * map.n + column], value);
+    }
+}
+#endif
+
+// Sources are dense. heads: query heads, then key heads, then as many value heads. qw and kw may be null.
+extern "C" __global__ void __launch_bounds__(32) decode_heads(
+    const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ qw,
+    const T* __restrict__ kw, const A* __restrict__ cos, const A* __restrict__ sin, const int* __restrict__ positions,
+    const int* __restrict__ at, T* __restrict__ turned, T* __restrict__ keys, T* __restrict__ values,
+    i64 steps, i64 hq, i64 hk, i64 width, i64 half, i64 table, i64 capacity, double eps, u32* alarm, u32 code
+) {
+    const i64 place = blockIdx.y, batch = place / steps, step = place - batch * steps;
+    i64 head = blockIdx.x;
+    const int kind = head < hq ? 0 : head < hq + hk ? 1 : 2;
+    if (kind > 0) head -= kind == 1 ? hq : hq + hk;
+    const T* from = (kind == 0 ? q + (place * hq + head) * width : (kind == 1 ? k : v) + (place * hk + head) * width);
+    T* to = turned + (place * hq + head) * width;
+    if (kind > 0) {
+        i64 to_place = at[batch] + step;
+        if (at[batch] < 0 || to_place >= capacity) {
+            if (threadIdx.x == 0) raise_alarm(alarm, code, at[batch], batch, capacity + 1 - steps);
+            return;
+        }
+        to = (kind == 1 ? keys : values) + ((batch * capacity + to_place) * hk + head) * width;
+    }
+    if (kind == 2) {
+        for (i64 i = threadIdx.x; i < width; i += 32) to[i] = from[i];
+        return;
+    }
+    const T* w = kind == 0 ? qw : kw;
+    A scale = 1;
+    if (w) {
+        A squares = 0;
+        for (i64 i = threadIdx.x; i < width; i += 32) { A e = up(from[i]); squares += e * e; }
+        scale = A(1) / root_of(warp_sum(squares) / (A)width + (A)eps);
+    }
+    const i64 position = checked(positions[place], place, table, alarm, code);
+    for (i64 i = threadIdx.x; i < half; i += 32) {
+        A a = up(from[i]), b = up(from[i + half]);
+        if (w) { a = a * scale * up(w[i]); b = b * scale * up(w[i + half]); }
+        A c = cos[position * half + i], s = sin[position * half + i];
+        put(to[i], a * c - b * s);
+        put(to[i + half], b * c + a * s);
+    }
+    for (i64 i = 2 * half + threadIdx.x; i < width; i += 32) {
+        A a = up(from[i]);
+        put(to[i], w ? a * scale * up(w[i]) : a);
+    }
+}
+
+#ifdef GROUP
+const int KEYS = 64;
+
+// The places that query `step` of a row sees.
+__device__ __forceinline__ void seen(const int* at, i64 batch, i64 step, i64 window, i64& first, i64& end) {
+    end = at[batch] + step + 1;
+    first = window > 0 && end > window ? end - window : 0;
+}
+
+// Blocks of 128 threads: x counts chunks of KEYS places, y key heads, z rows of queries. `parts` holds per row, query
+// head and chunk dv sums, the maximum and the sum of weights.
+extern "C" __global__ void __launch_bounds__(128) cached_partial(
+    const T* __restrict__ q, i64 qb, i64 qs, i64 qh, const T* __restrict__ k, i64 kb, i64 ks, i64 kh,
+    const T* __restrict__ v, i64 vb, i64 vs, i64 vh, const int* __restrict__ at, A* __restrict__ parts,
+    i64 steps, i64 heads, i64 d, i64 dv, i64 capacity, i64 window, double factor, u32* alarm, u32 code
+) {
+    extern __shared__ __align__(16) char room[];
+    A* query = reinterpret_cast<A*>(room);
+    __shared__ A scores[GROUP][KEYS];
+    __shared__ A tops[GROUP], sums[GROUP];
+    const i64 batch = blockIdx.z / steps, step = blockIdx.z - batch * steps, chunks = gridDim.x;
+    i64 first, end;
+    seen(at, batch, step, window, first, end);
+    if (at[batch] < 0 || at[batch] + steps > capacity) {
+        if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0)
+            raise_alarm(alarm, code, at[batch], batch, capacity + 1 - steps);
+        return;
+    }
+    const i64 start = (i64)blockIdx.x * KEYS;
+    if (start >= end || start + KEYS <= first) return;
+    const i64 head = blockIdx.y;
+    for (i64 i = threadIdx.x; i < GROUP * d; i += 128) {
+        i64 g = i / d, c = i - g * d;
+        query[i] = up(q[batch * qb + step * qs + (head * GROUP + g) * qh + c]) * (A)factor;
+    }
+    __syncthreads();
+    {
+        const int key = threadIdx.x >> 1, side = threadIdx.x & 1;
+        const i64 place = start + key;
+        const bool live = place >= first && place < end;
+        A dot[GROUP];
+        #pragma unroll
+        for (int g = 0; g < GROUP; ++g) dot[g] = 0;
+        if (live) {
+            const T* row = k + batch * kb + place * ks + head * kh;
+            #pragma unroll 8
+            for (i64 c = side * N; c < d; c += 2 * N) {
+                Piece p = load_few<N>(row + c);
+                #pragma unroll
+                for (int g = 0; g < GROUP; ++g) {
+                    #pragma unroll
+                    for (int j = 0; j < N; ++j) dot[g] += up(p.at[j]) * query[g * d + c + j];
+                }
+            }
+        }
+        #pragma unroll
+        for (int g = 0; g < GROUP; ++g) {
+            A both = dot[g] + __shfl_xor_sync(0xffffffffu, dot[g], 1);
+            if (side == 0) scores[g][key] = live ? both : A(-INFINITY_VALUE);
+        }
+    }
+    __syncthreads();
+    for (int g = threadIdx.x >> 5; g < GROUP; g += 4) {
+        const int lane = threadIdx.x & 31;
+        A a = scores[g][lane], b = scores[g][lane + 32];
+        A top = warp_max(a > b ? a : b);
+        a = exp_of(a - top);
+        b = exp_of(b - top);
+        scores[g][lane] = a;
+        scores[g][lane + 32] = b;
+        A sum = warp_sum(a + b);
+        if (lane == 0) { tops[g] = top; sums[g] = sum; }
+    }
+    __syncthreads();
+    const int keys = (int)(end - start < KEYS ? end - start : KEYS);
+    const int skip = first > start ? (int)(first - start) : 0;
+    for (i64 c = threadIdx.x; c < dv; c += 128) {
+        A out[GROUP];
+        #pragma unroll
+        for (int g = 0; g < GROUP; ++g) out[g] = 0;
+        const T* column = v + batch * vb + start * vs + head * vh + c;
+        #pragma unroll 8
+        for (int key = skip; key < keys; ++key) {
+            A value = up(column[key * vs]);
+            #pragma unroll
+            for (int g = 0; g < GROUP; ++g) out[g] += scores[g][key] * value;
+        }
+        #pragma unroll
+        for (int g = 0; g < GROUP; ++g) {
+            i64 part = ((i64)blockIdx.z * heads + head * GROUP + g) * chunks + blockIdx.x;
+            parts[part * (dv + 2) + c] = out[g];
+        }
+    }
+    if (threadIdx.x < GROUP) {
+        i64 part = ((i64)blockIdx.z * heads + head * GROUP + threadIdx.x) * chunks + blockIdx.x;
+        parts[part * (dv + 2) + dv] = tops[threadIdx.x];
+        parts[part * (dv + 2) + dv + 1] = sums[threadIdx.x];
+    }
+}
+
+// Blocks of 128 threads: x counts query heads, y rows of queries.
+extern "C" __global__ void __launch_bounds__(128) cached_combine(
+    const A* __restrict__ parts, const T* __restrict__ sinks, const int* __restrict__ at, T* __restrict__ o,
+    A* __restrict__ lse, i64 steps, i64 heads, i64 dv, i64 capacity, i64 chunks, i64 window
+) {
+    const i64 batch = blockIdx.y / steps, step = blockIdx.y - batch * steps, head = blockIdx.x;
+    if (at[batch] < 0 || at[batch] + steps > capacity) return;
+    i64 first, end;
+    seen(at, batch, step, window, first, end);
+    const i64 from = first / KEYS, until = (end + KEYS - 1) / KEYS;
+    const A* mine = parts + ((i64)blockIdx.y * heads + head) * chunks * (dv + 2);
+    A top = sinks ? up(sinks[head]) : A(-INFINITY_VALUE), sink = top;
+    for (i64 chunk = from; chunk < until; ++chunk) {
+        A other = mine[chunk * (dv + 2) + dv];
+        top = top > other ? top : other;
+    }
+    A sum = sinks ? exp_of(sink - top) : A(0);
+    for (i64 chunk = from; chunk < until; ++chunk)
+        sum += mine[chunk * (dv + 2) + dv + 1] * exp_of(mine[chunk * (dv + 2) + dv] - top);
+    for (i64 c = threadIdx.x; c < dv; c += 128) {
+        A out = 0;
+        for (i64 chunk = from; chunk < until; ++chunk)
+            out += mine[chunk * (dv + 2) + c] * exp_of(mine[chunk * (dv + 2) + dv] - top);
+        put(o[((i64)blockIdx.y * heads + head) * dv + c], out / sum);
+    }
+    if (threadIdx.x == 0) lse[(batch * heads + head) * steps + step] = top + log_of(sum);
+}
+#endif
+
+#ifdef WORD
+extern "C" __global__ void __launch_bounds__(256) cache_write(
+    const WORD* __restrict__ x, const int* __restrict__ at, WORD* __restrict__ cache, i64 steps, i64 words,
+    i64 capacity, i64 total, u32* alarm, u32 code
+) {
+    const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
+    if (i >= total) return;
+    const i64 row = i / (steps * words), rest = i - row * steps * words, start = at[row];
+    if (start < 0 || start + steps > capacity) {
+        if (rest == 0) raise_alarm(alarm, code, start, row, capacity + 1 - steps);
+        return;
+    }
+    cache[(row * capacity + start) * words + rest] = x[i];
+}
+#endif
