@@ -374,3 +374,32 @@ fn predictions_are_near_what_was_measured() {
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
+
+/// With data, rows are looked at and packed as `train` does; validation is counted.
+#[test]
+fn data_are_looked_at() {
+    let path = std::env::temp_dir().join(format!("roundpipe-plan-{}.jsonl", std::process::id()));
+    let row = serde_json::json!({ "text": "Once upon a time there was a plan. ".repeat(8) });
+    std::fs::write(&path, format!("{row}\n").repeat(200)).unwrap();
+    let data = path.to_str().unwrap();
+    let (status, answer) = json(&[
+        "plan",
+        "--init",
+        "tiny",
+        data,
+        "--gpus",
+        "2xrtx4090",
+        "--json",
+    ]);
+    let (_, as_host) = json(&["plan", "--init", "tiny", data, "--devices", "cpu", "--json"]);
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(status, Some(0), "{answer}");
+    let found = &answer["prediction"];
+    assert!(found["validation_s"].as_f64().unwrap() > 0.0, "{found}");
+    assert!(found["seq"].as_u64().unwrap() >= 256, "{found}");
+    assert!(
+        found["notes"][0].as_str().unwrap().contains(".jsonl"),
+        "{found}"
+    );
+    assert_eq!(as_host["prediction"]["gpu"], Value::Null, "{as_host}");
+}
