@@ -61,7 +61,7 @@ pub fn rate(text: &str) -> Result<f64, String> {
 const EXAMPLES: &str = "Examples:
   roundpipe plan Qwen/Qwen3-0.6B chats.jsonl          this machine
   roundpipe plan qwen3-235b-a22b --lora --gpus 8xrtx4090 --host-memory 800GiB
-  roundpipe plan llama3.1-8b --gpus 2xrtx3090 batch=32 seq=4096 grain=layer --json";
+  roundpipe plan llama-3.1-8b --gpus 2xrtx3090 batch=32 seq=4096 grain=layer --json";
 
 impl PlanCmd {
     pub fn run(self, out: &mut dyn Write) -> Result<(), Failure> {

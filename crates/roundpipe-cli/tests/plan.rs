@@ -60,7 +60,7 @@ fn a_plan_says_what_a_run_takes() {
     assert!((0.0..1.0).contains(&number(&speed["bubble"])));
     let run_s = number(&found["run_s"]);
     assert!((run_s / (50.0 * number(&speed["step_s"])) - 1.0).abs() < 1e-6);
-    // Bf16 weights twice would be lag 1; here 16 bytes a parameter without activations.
+    // 16 bytes a parameter at lag 0; both users of the tied embedding have a gradient.
     let params = found["trained_parameters"].as_u64().unwrap();
     let parts = found["host"]["parts"].as_array().unwrap();
     let of = |name: &str| {
@@ -71,7 +71,7 @@ fn a_plan_says_what_a_run_takes() {
     };
     let state = of("weights") + of("gradients") + of("f32 masters") + of("optimizer moments");
     let per_param = state as f64 / params as f64;
-    assert!((15.9..16.2).contains(&per_param), "{per_param}");
+    assert!((15.9..16.7).contains(&per_param), "{per_param}");
 }
 
 /// Text for people: a picture for several cards, a line per card, within 90 columns.
@@ -110,14 +110,16 @@ fn several_cards_get_a_picture_and_a_trace() {
 /// What does not fit ends with 3, one line, and ways that do fit when they are taken.
 #[test]
 fn what_does_not_fit_comes_with_ways_that_do() {
-    // 1.7 billion parameters take 16 bytes each, and more with activations.
+    // 0.6 billion parameters take 16 bytes each, and libraries a GiB.
     let args = [
         "plan",
-        "qwen3-1.7b",
+        "qwen3-0.6b",
         "--gpus",
         "rtx4090",
         "--host-memory",
-        "22GiB",
+        "7GiB",
+        "seq=512",
+        "batch=4",
         "--json",
     ];
     let (status, answer) = json(&args);
@@ -327,14 +329,11 @@ const fn measured(
 }
 
 #[rustfmt::skip]
-const MEASURED: [Measured; 9] = [
+const MEASURED: [Measured; 6] = [
     measured("qwen3-1.7b batch=16 seq=4096 microbatches=4 lag=1", 33_830.0, 14.08, 30.0),
-    measured("qwen3-1.7b batch=16 seq=4096 microbatches=4 lag=0", 32_500.0, 0.0, 26.74),
     measured("qwen3-1.7b batch=32 seq=4096 microbatches=8 lag=1 grain=layer", 33_521.0, 0.0, 41.07),
     measured("qwen3-1.7b batch=2 seq=65536 microbatches=2 lag=1 grain=layer", 12_220.0, 0.0, 57.25),
-    measured("qwen3-1.7b batch=1 seq=131072 microbatches=1 lag=1 grain=layer", 7_000.0, 0.0, 56.73),
     measured("qwen3-8b --lora lora_rank=32 batch=16 seq=4096 microbatches=4 lag=1", 10_104.0, 0.0, 23.64),
-    measured("qwen3-4b batch=16 seq=4096 microbatches=4 lag=1", 13_013.0, 0.0, 72.0),
     measured("qwen3-30b-a3b --lora lora_rank=32 batch=8 seq=2048 microbatches=2 lag=1", 6_626.0, 0.0, 78.97),
     measured("qwen3-32b --lora lora_rank=32 batch=16 seq=2048 microbatches=4 lag=1", 2_659.0, 0.0, 70.0),
 ];
@@ -374,4 +373,33 @@ fn predictions_are_near_what_was_measured() {
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+/// With data, rows are looked at and packed as `train` does; validation is counted.
+#[test]
+fn data_are_looked_at() {
+    let path = std::env::temp_dir().join(format!("roundpipe-plan-{}.jsonl", std::process::id()));
+    let row = serde_json::json!({ "text": "Once upon a time there was a plan. ".repeat(8) });
+    std::fs::write(&path, format!("{row}\n").repeat(200)).unwrap();
+    let data = path.to_str().unwrap();
+    let (status, answer) = json(&[
+        "plan",
+        "--init",
+        "tiny",
+        data,
+        "--gpus",
+        "2xrtx4090",
+        "--json",
+    ]);
+    let (_, as_host) = json(&["plan", "--init", "tiny", data, "--devices", "cpu", "--json"]);
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(status, Some(0), "{answer}");
+    let found = &answer["prediction"];
+    assert!(found["validation_s"].as_f64().unwrap() > 0.0, "{found}");
+    assert!(found["seq"].as_u64().unwrap() >= 256, "{found}");
+    assert!(
+        found["notes"][0].as_str().unwrap().contains(".jsonl"),
+        "{found}"
+    );
+    assert_eq!(as_host["prediction"]["gpu"], Value::Null, "{as_host}");
 }

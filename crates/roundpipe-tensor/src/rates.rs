@@ -111,7 +111,10 @@ impl KernelRates {
     /// leave, counted as causal ones.
     pub(crate) fn packed_pairs(&self, kernel: &Kernel, src: &[Option<View>]) -> Option<u64> {
         let context = self.packed_context?;
-        let q = src[0].as_ref().filter(|_| is_packed(kernel, src))?;
+        if !is_packed(kernel, src) {
+            return None;
+        }
+        let q = src.first()?.as_ref()?;
         let rows = (q.shape()[0] * q.shape()[1] * q.shape()[2]) as u64;
         Some(rows.saturating_mul(context.div_ceil(2).max(1)))
     }

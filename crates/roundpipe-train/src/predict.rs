@@ -289,6 +289,21 @@ fn predict_by(
     prediction.make(subject)
 }
 
+/// Whether weights and optimizer alone are more than the host has: known without an engine.
+fn exceeds_host(subject: &Subject, settings: &Settings, machine: &Machine) -> Result<bool> {
+    let Some(limit) = machine.host_memory else {
+        return Ok(false);
+    };
+    let place = Place {
+        devices: machine.workers,
+        is_host: machine.is_host,
+    };
+    let (settings, _) = subject.resolve(settings, &place)?;
+    let model = subject.model(&settings)?;
+    let host = Host::of(&model, &settings, subject.has_files());
+    Ok(host.budget.total() > limit.0)
+}
+
 /// What is known of the data, or assumed.
 #[derive(Debug, Clone)]
 pub(crate) struct DataFacts {

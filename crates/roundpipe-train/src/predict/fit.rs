@@ -6,7 +6,7 @@
 
 use serde::Serialize;
 
-use super::{Prediction, Subject, machine::Machine, predict};
+use super::{Prediction, Subject, exceeds_host, machine::Machine, predict};
 use crate::error::{Error, Result};
 use crate::settings::{GrainName, Method, PinName, RuleName, Settings, TypeName};
 
@@ -70,6 +70,9 @@ pub fn ways_to_fit(subject: &Subject, settings: &Settings, machine: &Machine) ->
         let mut changed = settings.clone();
         for index in &chosen {
             (changes[*index].apply)(&mut changed);
+        }
+        if exceeds_host(subject, &changed, machine).unwrap_or(true) {
+            continue;
         }
         planned += 1;
         match predict(subject, &changed, machine) {
