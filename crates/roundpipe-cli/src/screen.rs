@@ -201,7 +201,7 @@ fn rewards(margin: Option<f64>, accuracy: Option<f64>) -> Option<String> {
     Some(format!("margin {margin:.4} ({accuracy:.0}% right)"))
 }
 
-/// How learned text is told from the rest.
+/// How learned text is marked.
 #[derive(Debug, Clone, Copy)]
 pub struct Marks {
     is_terminal: bool,
