@@ -108,7 +108,7 @@ fn bus_rates(device: &Arc<dyn Device>) -> TensorResult<(f64, f64, f64)> {
     let both = std::thread::scope(|scope| {
         let other = scope.spawn(|| seconds_per_round(|| self::upload(&worker, &up)));
         let down = seconds_per_round(|| self::download(&worker, &down));
-        let up = other.join().unwrap_or_else(|_| Ok(f64::INFINITY));
+        let up = other.join().unwrap_or(Ok(f64::INFINITY));
         Ok::<f64, roundpipe::TensorError>(rate(down?) + rate(up?))
     })?;
     Ok((rate(upload), rate(download), both))
