@@ -16,6 +16,10 @@ pub struct DiskSpace {
 impl DiskSpace {
     /// The room where `path` lies, which must exist; `None` where the system does not tell.
     #[cfg(unix)]
+    #[allow(
+        clippy::unnecessary_cast,
+        reason = "these numbers are narrower on some systems"
+    )]
     pub fn at(path: &Path) -> Option<Self> {
         use std::os::unix::ffi::OsStrExt as _;
         let path = std::ffi::CString::new(path.as_os_str().as_bytes()).ok()?;

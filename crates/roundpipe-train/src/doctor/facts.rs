@@ -394,7 +394,7 @@ fn cache(folder: Option<PathBuf>) -> CacheFacts {
     CacheFacts {
         bytes: bytes_below(&folder),
         free: there.and_then(DiskSpace::at).map(|space| space.free.0),
-        refused: there.and_then(|there| unwritable(there)),
+        refused: there.and_then(unwritable),
         folder: Some(folder),
         is_offline: false,
     }

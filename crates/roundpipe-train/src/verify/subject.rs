@@ -172,8 +172,9 @@ impl Subject {
         let tokens = OPERATIONS / (RUNS * steps * per_token);
         let seq = (tokens / rows as f64) as usize;
         let dtype = config.dtype.unwrap_or(DType::BF16);
+        let last_part = name.trim_end_matches('/').rsplit('/').next();
         Self {
-            name: name.to_owned(),
+            name: last_part.unwrap_or(name).to_owned(),
             about,
             seq: seq.clamp(8, 64).min(config.max_positions),
             config,
@@ -306,7 +307,7 @@ impl Subject {
         let all = 0..self.rows * self.seq;
         let ids = all.clone().map(|i| token(at(i)));
         // One token in seven is not learned, as in conversations; the last of a row neither.
-        let label = |i: usize| match (i % 7 == 3, (i + 1) % self.seq == 0) {
+        let label = |i: usize| match (i % 7 == 3, (i + 1).is_multiple_of(self.seq)) {
             (false, false) => token(at(i) + 1),
             _ => -100,
         };
