@@ -378,16 +378,14 @@ impl Room<'_> {
                 }
                 Err(error) => return Err(error.into()),
                 Ok(answer) => {
-                    if answer.dropped > 0 {
-                        writeln!(
-                            notes,
-                            "the model's longest sequence is full: the oldest {} of the conversation dropped",
-                            if answer.dropped == 1 {
-                                "turn was".to_owned()
-                            } else {
-                                format!("{} turns were", answer.dropped)
-                            }
-                        )?;
+                    let dropped = match answer.dropped {
+                        0 => None,
+                        1 => Some("the oldest turn was".to_owned()),
+                        turns => Some(format!("the oldest {turns} turns were")),
+                    };
+                    if let Some(dropped) = dropped {
+                        let why = "the model's longest sequence is full";
+                        writeln!(notes, "{why}: {dropped} dropped")?;
                     }
                     match answer.finish {
                         Finish::Length => writeln!(notes, "(cut at --max-tokens)")?,
