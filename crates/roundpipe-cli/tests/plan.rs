@@ -396,7 +396,7 @@ fn data_are_looked_at() {
     assert_eq!(status, Some(0), "{answer}");
     let found = &answer["prediction"];
     assert!(found["validation_s"].as_f64().unwrap() > 0.0, "{found}");
-    assert!(found["seq"].as_u64().unwrap() >= 256, "{found}");
+    assert_eq!(found["seq"], 128, "{found}");
     assert!(
         found["notes"][0].as_str().unwrap().contains(".jsonl"),
         "{found}"
