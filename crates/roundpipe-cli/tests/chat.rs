@@ -208,6 +208,10 @@ fn bad_input_gets_one_line() {
         "{notes}"
     );
     std::fs::remove_file(Path::new(&folder).join("chat_template.jinja")).unwrap();
+    let config = Path::new(&folder).join("tokenizer_config.json");
+    let mut values: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
+    values.as_object_mut().unwrap().remove("chat_template");
+    std::fs::write(&config, values.to_string()).unwrap();
     let error = text(&chat(&[&folder], "Hi\n").stderr);
     assert!(error.contains("no chat template"), "{error}");
 }
