@@ -3,7 +3,7 @@
 //!
 //! A kernel takes as long as its arithmetic at the rate of its kind, as its operands at the rate of
 //! the device's memory, or as its launch, whichever is longest. Nothing here measures, and nothing
-//! depends on this machine. Rates by the kind of a kernel, not by model: whoever describes a device
+//! depends on this machine. Rates go by the kind of a kernel, not by model: a description of a device
 //! says what each kind reaches there.
 
 use crate::kernel::{AttentionSpec, Kernel, View};

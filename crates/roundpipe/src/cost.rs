@@ -47,7 +47,7 @@ impl MachineRates {
             .find(|(_, rate)| !(rate.is_finite() && *rate > 0.0))
         {
             Some((name, rate)) => Err(Error::config(
-                *name,
+                name,
                 format!("{rate} is no rate; it must be above 0"),
             )),
             None => Ok(()),

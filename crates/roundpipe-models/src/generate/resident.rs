@@ -147,7 +147,7 @@ enum StepKernels {
     /// One by one, always: the device gains nothing by another way.
     Single,
     /// All at once.
-    Recorded(Recorded),
+    Recorded(Box<Recorded>),
 }
 
 /// A step that is launched as a whole. It ends by writing the likeliest tokens and the next places
@@ -364,14 +364,14 @@ impl<'r> Rows<'r> {
         })?;
         Ok(match recorded {
             None => StepKernels::Single,
-            Some((recording, logits)) => StepKernels::Recorded(Recorded {
+            Some((recording, logits)) => StepKernels::Recorded(Box::new(Recorded {
                 recording,
                 ids,
                 at,
                 advance,
                 logits,
                 known: Known::default(),
-            }),
+            })),
         })
     }
 

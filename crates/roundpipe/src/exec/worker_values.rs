@@ -187,6 +187,10 @@ pub(super) enum Needed {
 }
 
 /// A value on its way to the worker.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "few are under way at a time, and nearly all are arrivals"
+)]
 pub(super) enum Incoming {
     Arriving(Arrival),
     /// There was no room to bring it early.
