@@ -96,8 +96,8 @@ pub use optimizer::Optimizer;
 pub use plan::{ExecutePlan, Pass, PlanKind, Stage};
 pub use roundpipe_tensor::{
     Bytes, CostModel, Cpu, Cuda, CustomOp, Cx, DType, Device, DeviceKind, Element, Gradients, Hits,
-    HostBuf, HostMut, HostRef, HostTensor, Meta, Param, Pin, Pins, RngKey, RngSite, Shape, Tensor,
-    Worker, bf16, f16, host_memory, kernel, ops,
+    HostBuf, HostMut, HostRef, HostTensor, Meta, Param, Pin, Pins, Quantization, RngKey, RngSite,
+    Shape, Tensor, Worker, bf16, f16, host_memory, kernel, ops, quant,
 };
 pub use roundpipe_tensor::{Error as TensorError, Result as TensorResult};
 pub use scaler::{GradScaler, ScalerState};

@@ -181,7 +181,7 @@ fn nf4_is_that_of_bitsandbytes() {
         .map(|x| bf16::from_bits(x).to_f32())
         .collect();
     assert_eq!(nf4_books().to_vec(), floats(&file, "books"));
-    let parts = Parts::of(Quantization::Nf4, &w, &[64, 272], 1);
+    let parts = Parts::of(Quantization::Nf4, &w, &[68, 256], 1);
     assert_eq!(parts.codes, file.tensor("codes").unwrap().data());
     assert_eq!(parts.magnitudes, file.tensor("magnitudes").unwrap().data());
     assert_eq!(parts.scales, floats(&file, "nested"));
@@ -223,7 +223,7 @@ fn int8_rows_are_those_of_bitsandbytes() {
         .into_iter()
         .map(|x| bf16::from_bits(x).to_f32())
         .collect();
-    let parts = Parts::of(Quantization::Int8, &w, &[64, 272], 1);
+    let parts = Parts::of(Quantization::Int8, &w, &[68, 256], 1);
     assert_eq!(parts.codes, file.tensor("int8").unwrap().data());
     let factors: Vec<f32> = floats(&file, "scb")
         .into_iter()
