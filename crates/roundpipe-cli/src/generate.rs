@@ -51,6 +51,9 @@ pub struct GenerateCmd {
     /// Type of weights and activations [default: the model's]
     #[arg(long, value_enum)]
     dtype: Option<open::TypeArg>,
+    /// Keep linear layers in 4 or 8 bits: less memory, more noise
+    #[arg(long, value_enum)]
+    quantize: Option<open::QuantizeArg>,
     #[command(flatten)]
     place: Place,
 }
@@ -73,7 +76,8 @@ impl GenerateCmd {
             Some(run) => (run.base, run.adapter),
             None => (self.model.clone(), None),
         };
-        let opened = open::model(&name, self.dtype.map(Into::into), &self.place)?;
+        let dtype = self.dtype.map(Into::into);
+        let opened = open::model_quantized(&name, dtype, &self.place, self.quantize)?;
         let mut model = opened.model;
         if let Some(adapter) = self.adapter.as_ref().or(trained.as_ref()) {
             model.load_adapter(adapter)?;

@@ -195,7 +195,12 @@ pub fn int8_row(values: &[f32], codes: &mut [u8]) -> f32 {
         codes.fill(1);
         return f32::NAN;
     }
-    let up = if most > 0.0 { 127.0 / most } else { 0.0 };
+    // As PyTorch divides a number by a tensor, which bitsandbytes does here.
+    let up = if most > 0.0 {
+        most.recip() * 127.0
+    } else {
+        0.0
+    };
     for (code, x) in codes.iter_mut().zip(values) {
         // Tiny rows can reach an infinite factor; the clamp keeps their codes in range.
         let level = (x * up).round_ties_even().clamp(-127.0, 127.0);

@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
 
-use roundpipe::{Bytes, DType, Grain, Pin};
+use roundpipe::{Bytes, DType, Grain, Pin, Quantization};
 use roundpipe_data::{BadRows, Format, Learn, TooLong};
 use toml::Value;
 
@@ -93,6 +93,16 @@ choice! {
         F16 = "f16",
         /// 32 bits.
         F32 = "f32",
+    }
+}
+choice! {
+    /// How frozen weights are kept.
+    QuantizeName {
+        /// Four bits, as bitsandbytes' NF4.
+        #[default]
+        Nf4 = "nf4",
+        /// Eight bits, a factor for each row.
+        Int8 = "int8",
     }
 }
 choice! {
@@ -176,6 +186,15 @@ impl From<TypeName> for DType {
             TypeName::Bf16 => Self::BF16,
             TypeName::F16 => Self::F16,
             TypeName::F32 => Self::F32,
+        }
+    }
+}
+
+impl From<QuantizeName> for Quantization {
+    fn from(name: QuantizeName) -> Self {
+        match name {
+            QuantizeName::Nf4 => Self::Nf4,
+            QuantizeName::Int8 => Self::Int8,
         }
     }
 }
@@ -399,6 +418,7 @@ pub struct Settings {
     pub lora_dropout: f64,
     pub lora_targets: Vec<String>,
     pub lora_rslora: bool,
+    pub quantize: Option<QuantizeName>,
     pub save_every: Option<u64>,
     pub keep: usize,
     pub eval_every: Option<u64>,
@@ -462,6 +482,7 @@ impl Default for Settings {
             lora_dropout: 0.0,
             lora_targets: vec!["all-linear".into()],
             lora_rslora: false,
+            quantize: None,
             save_every: None,
             keep: 2,
             eval_every: None,
@@ -557,6 +578,7 @@ impl Settings {
         key!(lora_dropout, Fixed, "share of a branch's inputs that are dropped in training");
         key!(lora_targets, Fixed, "\"all-linear\", or names such as [\"q_proj\", \"v_proj\"]");
         key!(lora_rslora, Fixed, "multiply with alpha / sqrt(rank) instead");
+        key!(quantize, Fixed, "frozen weights in 4 or 8 bits, \"nf4\" or \"int8\": a quarter or half of the memory and of what is sent to GPUs; whole unless given");
         heading!("Saving and looking");
         key!(save_every, Free, "steps between checkpoints; a tenth of the run by default, at most 500");
         key!(keep, Free, "checkpoints that stay, besides the best");
