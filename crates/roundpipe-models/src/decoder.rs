@@ -39,7 +39,7 @@ use crate::error::{Error, Result};
 use crate::folder::QuantizedEntry;
 use crate::memory::host_memory;
 use crate::rope::RopeTables;
-pub(crate) use block::{Block, DOWN, GATE_UP, Unit, own_form};
+pub(crate) use block::{Block, DOWN, GATE_UP, Unit, is_router, own_form};
 use ends::{Embed, Head};
 pub(crate) use experts::Experts;
 pub(crate) use projection::{Adapter, Projection};

@@ -20,7 +20,7 @@ pub use files::parse_adapter_config;
 use roundpipe::nn::Init;
 use roundpipe::{Param, Params};
 
-use crate::decoder::{Adapter, DOWN, GATE_UP, Model, Projection, Weight};
+use crate::decoder::{Adapter, DOWN, GATE_UP, Model, Projection, Weight, is_router};
 use crate::error::{Error, Result};
 use crate::memory;
 
@@ -104,10 +104,6 @@ impl LoraTargets {
 fn ends_with(name: &str, wanted: &str) -> bool {
     name.strip_suffix(wanted)
         .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
-}
-
-fn is_router(name: &str) -> bool {
-    name.ends_with("mlp.gate") || name.ends_with("mlp.router")
 }
 
 fn is_stacked(name: &str) -> bool {

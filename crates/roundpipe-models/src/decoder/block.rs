@@ -303,6 +303,11 @@ impl Block {
     }
 }
 
+/// Whether a linear map of this name chooses experts.
+pub(crate) fn is_router(name: &str) -> bool {
+    name.ends_with("mlp.gate") || name.ends_with("mlp.router")
+}
+
 /// How a linear map is quantised here; `None` for routers and for sizes that the format does not
 /// take. Matrices are those that folders have: an expert's gate and up are two, except in GPT-OSS.
 pub(crate) fn own_form(
@@ -311,7 +316,7 @@ pub(crate) fn own_form(
     projection: &Projection,
     how: Quantization,
 ) -> Option<Form> {
-    if name.ends_with("mlp.gate") || name.ends_with("mlp.router") {
+    if is_router(name) {
         return None;
     }
     let (matrices, rows, columns) = match *projection.weight.shape().dims() {
