@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use golden::{Golden, Temp, cpus, folder, worker};
 use roundpipe::optim::AdamW;
+use roundpipe::quant::nf4_books;
 use roundpipe::{
     Bytes, Cpu, Cx, DType, Device, Grain, HostTensor, Inputs, Lag, Param, Params, RingOptions,
     RoundPipe, Rule, RunConfig, Update,
@@ -96,7 +97,17 @@ fn loading_quantises_as_bitsandbytes_does() {
     for (name, how) in [("nf4", Quantization::Nf4), ("int8", Quantization::Int8)] {
         let theirs = Model::load(fixture(name), Some(DType::F32)).unwrap();
         let ours = Model::load_quantized(fixture("whole"), Some(DType::F32), how).unwrap();
+        let book = &nf4_books()[16..];
         for ((name, have), (_, want)) in all_bytes(&ours).into_iter().zip(all_bytes(&theirs)) {
+            if how == Quantization::Nf4 && name.ends_with(".scales") {
+                // bitsandbytes' cpu kernel looks magnitudes up in a table that is coarse around
+                // their mean: there, and only there, it may take a neighbour.
+                for (have, want) in have.iter().zip(&want) {
+                    let [have, want] = [have, want].map(|code| book[usize::from(*code)]);
+                    assert!((have - want).abs() < 3e-5, "{name}: {have} and {want}");
+                }
+                continue;
+            }
             assert!(have == want, "{how}: {name} differs");
         }
     }

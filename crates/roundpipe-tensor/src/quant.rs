@@ -17,7 +17,9 @@
 //! [`ops`](crate::ops), kernels in the backends.
 //!
 //! # Invariants
-//! - Codes are those of bitsandbytes, bit for bit, given the same offset. The offset is the mean in
+//! - Codes are those of bitsandbytes' definition, bit for bit, given the same offset: the nearest
+//!   value of the book, the lower of two. (Its cpu kernel takes a neighbour for magnitudes very
+//!   close to the mean.) The offset is the mean in
 //!   f64, rounded once; bitsandbytes adds in f32, in an order that depends on its device, so that its
 //!   last bits may differ.
 //! - A block of zeros widens to zeros. A value that is not finite makes NaN of its row, or

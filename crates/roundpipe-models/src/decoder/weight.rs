@@ -224,15 +224,20 @@ impl QuantizedWeight {
         let whole = Param::zeros(self.dtype, self.shape.dims())?.frozen();
         let mut out = whole.data().write(0..whole.bytes())?;
         match self.dtype {
-            DType::BF16 => self.widen(out.as_mut_slice::<bf16>())?,
-            DType::F16 => self.widen(out.as_mut_slice::<f16>())?,
-            _ => self.widen(out.as_mut_slice::<f32>())?,
+            DType::BF16 => self.widen(out.as_mut_slice(), bf16::from_f32)?,
+            DType::F16 => self.widen(out.as_mut_slice(), f16::from_f32)?,
+            _ => self.widen(out.as_mut_slice(), |x: f32| x)?,
         }
         drop(out);
         Ok(whole)
     }
 
-    fn widen<T: Element>(&self, out: &mut [T]) -> TensorResult<()> {
+    /// `round` takes f32 to the nearest value: by way of f64 some would be rounded twice.
+    fn widen<T: Element>(
+        &self,
+        out: &mut [T],
+        round: impl Fn(f32) -> T + Sync,
+    ) -> TensorResult<()> {
         let codes = self.codes.data().read_all()?;
         let scales = self.scales.data().read_all()?;
         let Some(books) = &self.books else {
@@ -242,7 +247,7 @@ impl QuantizedWeight {
             let rows = rows.zip(out.par_chunks_mut(columns));
             rows.for_each(|((codes, factor), out)| {
                 for (w, code) in out.iter_mut().zip(codes) {
-                    *w = T::from_f64(f64::from(int8_value(*code, *factor)));
+                    *w = round(int8_value(*code, *factor));
                 }
             });
             return Ok(());
@@ -269,7 +274,7 @@ impl QuantizedWeight {
                 let magnitude = magnitude(block);
                 for (pair, code) in out.chunks_exact_mut(2).zip(codes) {
                     for (w, code) in pair.iter_mut().zip([code >> 4, code & 15]) {
-                        *w = T::from_f64(f64::from(books[usize::from(code)] * magnitude));
+                        *w = round(books[usize::from(code)] * magnitude);
                     }
                 }
             });
