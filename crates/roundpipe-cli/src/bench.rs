@@ -14,7 +14,7 @@ use roundpipe::optim::AdamW;
 use roundpipe::trace::{Lane, Span};
 use roundpipe::{
     Bytes, Device, DeviceKind, Grain, HostTensor, Inputs, Lag, LossReduction, Meta, Params,
-    PlanKind, RngSite, RoundPipe, Rule, RunConfig, Update,
+    PlanKind, Quantization, RngSite, RoundPipe, Rule, RunConfig, Update,
 };
 use roundpipe_models::memory::host_memory;
 use roundpipe_models::{LoraConfig, LoraTargets, Model, TrainMode, preset};
@@ -63,6 +63,9 @@ pub struct BenchCmd {
     /// Type of weights and activations
     #[arg(long, value_enum, default_value_t = open::TypeArg::Bf16)]
     dtype: open::TypeArg,
+    /// Frozen weights in 4 or 8 bits, for --mode lora
+    #[arg(long, value_enum)]
+    quantize: Option<open::QuantizeArg>,
     /// Let the GPU add gradients of attention in any order: faster, but not bit for bit the same
     /// every time
     #[arg(long)]
@@ -117,6 +120,10 @@ impl BenchCmd {
             self.clip.is_none_or(|clip| clip > 0.0 && clip.is_finite()),
             "--clip must be above 0"
         );
+        ensure!(
+            self.quantize.is_none() || self.mode == Mode::Lora,
+            "--quantize: quantized weights are not trained; add --mode lora"
+        );
         if self.dry_run {
             return self.predict(out);
         }
@@ -164,16 +171,26 @@ impl BenchCmd {
             Ok(config) => {
                 let config =
                     config.with(&serde_json::json!({ "max_position_embeddings": self.seq }))?;
-                let empty = Model::empty(config.clone(), self.dtype.into())?;
+                let (dtype, quantize) = (self.dtype.into(), self.quantize.map(Into::into));
+                let empty = match quantize {
+                    None => Model::empty(config.clone(), dtype)?,
+                    Some(how) => Model::empty_quantized(config.clone(), dtype, how)?,
+                };
                 if self.dry_run {
                     empty
                 } else {
                     self.check_host_memory(empty)?;
-                    Model::random(config, self.dtype.into(), 1)?
+                    match quantize {
+                        None => Model::random(config, dtype, 1)?,
+                        Some(how) => Model::random_quantized(config, dtype, 1, how)?,
+                    }
                 }
             }
             Err(unknown) if !open::looks_like_a_model(&self.model) => return Err(unknown.into()),
-            Err(_) => open::model(&self.model, Some(self.dtype.into()), &self.place)?.model,
+            Err(_) => {
+                let dtype = Some(self.dtype.into());
+                open::model_quantized(&self.model, dtype, &self.place, self.quantize)?.model
+            }
         };
         ensure!(
             self.seq <= model.config.max_positions,
@@ -194,10 +211,18 @@ impl BenchCmd {
             .iter()
             .map(|(_, p)| p.shape().numel())
             .sum();
-        let params = model.num_params();
+        // Codes are no parameters: two of them may share an element.
+        let params = match self.quantize {
+            None => model.num_params(),
+            Some(_) => model.config.num_params() as usize + trained,
+        };
+        let kept = match self.quantize.map(Quantization::from) {
+            None => String::new(),
+            Some(how) => format!(", linear layers in {how}"),
+        };
         writeln!(
             out,
-            "{params} parameters, {trained} of them trained, {}",
+            "{params} parameters, {trained} of them trained, {}{kept}",
             self.dtype.name()
         )?;
         Ok(model)
@@ -262,6 +287,7 @@ impl BenchCmd {
             "lag": self.lag,
             "grain": format!("{:?}", self.grain).to_lowercase(),
             "fast_attention": self.fast_attention,
+            "quantize": self.quantize.map(|how| Quantization::from(how).name()),
         });
         if let (Some(line), serde_json::Value::Object(found)) = (line.as_object_mut(), found) {
             line.extend(found);

@@ -55,6 +55,9 @@ pub struct GenerateCmd {
     /// Type of weights and activations [default: the model's]
     #[arg(long, value_enum)]
     dtype: Option<open::TypeArg>,
+    /// Keep linear layers in 4 or 8 bits: less memory, more noise
+    #[arg(long, value_enum)]
+    quantize: Option<open::QuantizeArg>,
     /// Time --max-tokens tokens instead, also of a preset with random weights; prints a line of JSON
     #[arg(long, conflicts_with_all = ["prompt", "system", "raw", "adapter"])]
     bench: bool,
@@ -90,7 +93,8 @@ impl GenerateCmd {
             Some(run) => (run.base, run.adapter),
             None => (self.model.clone(), None),
         };
-        let opened = open::model(&name, self.dtype.map(Into::into), &self.place)?;
+        let dtype = self.dtype.map(Into::into);
+        let opened = open::model_quantized(&name, dtype, &self.place, self.quantize)?;
         let mut model = opened.model;
         if let Some(adapter) = self.adapter.as_ref().or(trained.as_ref()) {
             model.load_adapter(adapter)?;

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
-use roundpipe::{Bytes, DType};
+use roundpipe::{Bytes, DType, Quantization};
 use roundpipe_models::{Model, hub};
 
 use crate::place::{PinArg, Place};
@@ -41,6 +41,24 @@ impl From<TypeArg> for DType {
     }
 }
 
+/// How frozen weights are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum QuantizeArg {
+    /// Four bits, as bitsandbytes' NF4.
+    Nf4,
+    /// Eight bits, a factor for each row.
+    Int8,
+}
+
+impl From<QuantizeArg> for Quantization {
+    fn from(arg: QuantizeArg) -> Self {
+        match arg {
+            QuantizeArg::Nf4 => Self::Nf4,
+            QuantizeArg::Int8 => Self::Int8,
+        }
+    }
+}
+
 /// A model and where it came from.
 pub struct Opened {
     pub model: Model,
@@ -50,6 +68,21 @@ pub struct Opened {
 /// Whether a name can be a folder or a hub id.
 pub fn looks_like_a_model(name: &str) -> bool {
     name.contains('/') || Path::new(name).exists()
+}
+
+/// [`model`], with its linear layers in 8 or 4 bits where asked; those are always in memory.
+pub fn model_quantized(
+    name: &str,
+    dtype: Option<DType>,
+    place: &Place,
+    quantize: Option<QuantizeArg>,
+) -> anyhow::Result<Opened> {
+    let Some(how) = quantize else {
+        return model(name, dtype, place);
+    };
+    let path = hub::resolve(name)?;
+    let model = Model::load_quantized(&path, dtype, how.into())?;
+    Ok(Opened { model, path })
 }
 
 /// Loads a model, in the type its config names unless another is given. Without pinned memory its

@@ -12,7 +12,7 @@ mod read;
 
 use roundpipe::kernel::Glu;
 use roundpipe::ops::RouteWeights;
-use roundpipe::{Bytes, DType};
+use roundpipe::{Bytes, DType, Quantization};
 use roundpipe_files::small;
 use serde_json::{Map, Value};
 
@@ -230,6 +230,13 @@ impl ModelConfig {
             raw.insert(key.to_owned(), dtype.into());
         }
         Value::Object(raw)
+    }
+
+    /// How a folder with this config has its linear maps quantised by bitsandbytes.
+    pub fn quantization(&self) -> Option<Quantization> {
+        let settings = self.raw.get("quantization_config")?;
+        let ours = settings["quant_method"] == "bitsandbytes";
+        ours.then(|| read::bitsandbytes(settings).ok()).flatten()
     }
 
     /// Number of parameters, tied ones once.

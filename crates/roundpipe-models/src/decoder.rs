@@ -23,25 +23,28 @@ mod inputs;
 mod names;
 mod padding;
 mod projection;
+mod weight;
 
 use std::collections::BTreeMap;
 
 use roundpipe::nn::Init;
 use roundpipe::wrap::{Run, Value, Values};
 use roundpipe::{
-    Composite, Cx, DType, Node, Param, ParamVisitor, Params, Result as EngineResult, Sequential,
-    Tensor, TensorError, TensorResult, Tree,
+    Composite, Cx, DType, Node, Param, ParamVisitor, Params, Quantization, Result as EngineResult,
+    Sequential, Tensor, TensorError, TensorResult, Tree,
 };
 
 use crate::config::ModelConfig;
 use crate::entry::Entry;
 use crate::error::{Error, Result};
+use crate::folder::QuantizedEntry;
 use crate::memory::host_memory;
 use crate::rope::RopeTables;
-pub(crate) use block::{Block, DOWN, GATE_UP, Unit};
+pub(crate) use block::{Block, DOWN, GATE_UP, Unit, is_router, own_form};
 use ends::{Embed, Head};
 pub(crate) use experts::Experts;
 pub(crate) use projection::{Adapter, Projection};
+pub(crate) use weight::{Form, QuantizedWeight, Weight};
 
 /// A model and its layers.
 ///
@@ -144,13 +147,38 @@ impl Model {
         config
             .fits(dtype, host_memory())
             .map_err(|what| Error::argument("config", what))?;
-        let model = Self::build(
-            config,
-            &mut Maker {
-                init: Init::new(seed, dtype),
-                contents: Contents::Random,
-            },
-        )?;
+        Self::random_with(config, dtype, seed, None)
+    }
+
+    /// [`Model::random`] with the linear maps of blocks, experts included, in 8 or 4 bits, as
+    /// [`Model::load_quantized`] has them. A block is whole while it is made, and no longer.
+    ///
+    /// # Errors
+    /// As [`Model::random`].
+    pub fn random_quantized(
+        config: ModelConfig,
+        dtype: DType,
+        seed: u64,
+        how: Quantization,
+    ) -> Result<Self> {
+        Self::empty_quantized(config.clone(), dtype, how)?
+            .fits(host_memory())
+            .map_err(|what| Error::argument("config", what))?;
+        Self::random_with(config, dtype, seed, Some(how))
+    }
+
+    fn random_with(
+        config: ModelConfig,
+        dtype: DType,
+        seed: u64,
+        quantize: Option<Quantization>,
+    ) -> Result<Self> {
+        let mut make = Maker {
+            init: Init::new(seed, dtype),
+            contents: Contents::Random,
+            quantize,
+        };
+        let model = Self::build(config, &mut make)?;
         model.fill_rope()?;
         Ok(model)
     }
@@ -168,6 +196,31 @@ impl Model {
         Ok(model)
     }
 
+    /// [`Model::empty`] with quantised linear maps, to learn what they will take.
+    ///
+    /// # Errors
+    /// As [`Model::empty`].
+    pub fn empty_quantized(config: ModelConfig, dtype: DType, how: Quantization) -> Result<Self> {
+        config
+            .tables_fit(host_memory())
+            .map_err(|what| Error::argument("config", what))?;
+        let mut make = Maker {
+            init: Init::new(0, dtype),
+            contents: Contents::Zero,
+            quantize: Some(how),
+        };
+        let model = Self::build(config, &mut make)?;
+        model.fill_rope()?;
+        Ok(model)
+    }
+
+    /// Whether the parameters fit into so much memory; names the sizes that do not.
+    pub(crate) fn fits(&self, limit: roundpipe::Bytes) -> Result<(), String> {
+        let params = self.named_params();
+        let bytes: u128 = params.iter().map(|(_, p)| p.bytes() as u128).sum();
+        crate::memory::fits(&[("the quantised weights", bytes)], limit)
+    }
+
     /// A model to be loaded, whose rotary tables are zeros until [`Model::fill_rope`].
     pub(crate) fn without_tables(
         config: ModelConfig,
@@ -179,6 +232,7 @@ impl Model {
             &mut Maker {
                 init: Init::new(0, dtype),
                 contents,
+                quantize: None,
             },
         )
     }
@@ -207,7 +261,13 @@ impl Model {
             noise: 0.0,
         };
         let blocks: TensorResult<Vec<_>> = (0..c.layers)
-            .map(|i| Block::new(c, i, make, &rope))
+            .map(|i| {
+                let mut block = Block::new(c, i, make, &rope)?;
+                if let Some(how) = make.quantize {
+                    block.quantize(c.family, how, make.contents)?;
+                }
+                Ok(block)
+            })
             .collect();
         let weight = match c.tied {
             true => embed.weight.clone(),
@@ -313,6 +373,43 @@ impl Model {
         names::entries(self)
     }
 
+    /// The same for quantised weights.
+    pub(crate) fn quantized_entries(&self) -> Vec<QuantizedEntry> {
+        names::quantized_entries(self)
+    }
+
+    /// The tensors of a folder that a linear map of a block is made of.
+    pub(crate) fn tensors_of(&self, block: usize, name: &str) -> Vec<String> {
+        names::tensors_of(self, block, name)
+    }
+
+    /// How linear maps are quantised, where they are.
+    pub fn quantization(&self) -> Option<Quantization> {
+        let all = self.blocks.iter().flat_map(Block::projections);
+        all.into_iter()
+            .find_map(|(_, projection)| match &projection.weight {
+                Weight::Quantized(weight) => Some(weight.form.how),
+                Weight::Whole(_) => None,
+            })
+    }
+
+    /// Turns quantised weights into whole ones, of the values that their codes stand for, in
+    /// memory. Engines made before keep the codes.
+    ///
+    /// # Errors
+    /// When the system has no memory, or while weights are written.
+    pub fn dequantize(&mut self) -> Result<()> {
+        for block in &mut self.blocks {
+            for (_, projection) in block.projections_mut() {
+                if let Weight::Quantized(weight) = &projection.weight {
+                    projection.weight = Weight::Whole(weight.widened()?);
+                }
+            }
+        }
+        self.assemble();
+        Ok(())
+    }
+
     /// Mean loss over the labels that are not -100; `ids` and `labels` are [B, S].
     ///
     /// # Errors
@@ -398,6 +495,8 @@ pub(crate) enum Contents {
 pub(crate) struct Maker {
     init: Init,
     contents: Contents,
+    /// How linear maps of blocks are kept, if not whole.
+    quantize: Option<Quantization>,
 }
 
 impl Maker {

@@ -9,12 +9,15 @@
 
 mod convert;
 mod load;
+mod quantized;
 mod save;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
+pub(crate) use load::load_all;
 pub use load::{LoadOptions, LoadReport, load};
+pub(crate) use quantized::{QuantizedEntry, stored_form};
 pub use save::{SaveOptions, save};
 
 use roundpipe_files::error::unreadable;

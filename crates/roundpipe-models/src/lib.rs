@@ -49,6 +49,7 @@ pub use hub::HubConfig;
 pub use lora::{LoraConfig, LoraTargets};
 pub use presets::preset;
 pub use pretrained::read_config;
+pub use roundpipe::Quantization;
 pub use roundpipe_files::{Tensors, View, Weights, read_tensors, weights, write_tensors};
 pub use sample::Sampler;
 

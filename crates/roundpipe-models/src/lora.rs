@@ -6,6 +6,9 @@
 //! read `adapter_config.json` and `adapter_model.safetensors`; [`Model::merge_lora`] adds the
 //! branches into the base.
 //!
+//! The base may be quantised ([`Model::load_quantized`]): branches, their files and their gradients
+//! are the same. Merging into codes is refused; [`Model::dequantize`] makes whole weights of them.
+//!
 //! Refused by name: targets that the model does not have, ranks and tensors that do not fit, and
 //! PEFT's variants (DoRA, biases, modules saved whole).
 
@@ -17,7 +20,7 @@ pub use files::parse_adapter_config;
 use roundpipe::nn::Init;
 use roundpipe::{Param, Params};
 
-use crate::decoder::{Adapter, DOWN, GATE_UP, Model, Projection};
+use crate::decoder::{Adapter, DOWN, GATE_UP, Model, Projection, Weight, is_router};
 use crate::error::{Error, Result};
 use crate::memory;
 
@@ -101,10 +104,6 @@ impl LoraTargets {
 fn ends_with(name: &str, wanted: &str) -> bool {
     name.strip_suffix(wanted)
         .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
-}
-
-fn is_router(name: &str) -> bool {
-    name.ends_with("mlp.gate") || name.ends_with("mlp.router")
 }
 
 fn is_stacked(name: &str) -> bool {
@@ -218,7 +217,7 @@ impl Model {
     }
 
     /// All linear maps of the blocks with their names in transformers.
-    fn projections(&self) -> impl Iterator<Item = (String, &Projection)> {
+    pub(crate) fn projections(&self) -> impl Iterator<Item = (String, &Projection)> {
         let named =
             |i: usize| move |(name, projection)| (format!("model.layers.{i}.{name}"), projection);
         self.blocks
@@ -227,7 +226,7 @@ impl Model {
             .flat_map(move |(i, block)| block.projections().into_iter().map(named(i)))
     }
 
-    fn projections_mut(&mut self) -> impl Iterator<Item = (String, &mut Projection)> {
+    pub(crate) fn projections_mut(&mut self) -> impl Iterator<Item = (String, &mut Projection)> {
         let named =
             |i: usize| move |(name, projection)| (format!("model.layers.{i}.{name}"), projection);
         let blocks = self.blocks.iter_mut().enumerate();
@@ -266,7 +265,7 @@ impl Model {
 }
 
 /// Shapes of A and B for a weight [.., out, in].
-fn branch_dims(weight: &Param, rank: usize) -> (Vec<usize>, Vec<usize>) {
+fn branch_dims(weight: &Weight, rank: usize) -> (Vec<usize>, Vec<usize>) {
     let dims = weight.shape().dims();
     let (lead, last) = dims.split_at(dims.len() - 2);
     (

@@ -2,13 +2,13 @@
 
 use std::path::Path;
 
-use roundpipe::{Bytes, DType};
+use roundpipe::{Bytes, DType, Quantization};
 use roundpipe_files::small;
 
 use crate::config::ModelConfig;
-use crate::decoder::{Contents, Model};
+use crate::decoder::{Contents, Form, Model, QuantizedWeight, Weight, own_form};
 use crate::error::{Error, Result};
-use crate::folder::{Folder, LoadOptions, SaveOptions, load, save};
+use crate::folder::{Folder, LoadOptions, SaveOptions, load_all, save, stored_form};
 use crate::limits;
 use crate::memory::host_memory;
 
@@ -25,7 +25,7 @@ pub fn read_config(dir: impl AsRef<Path>) -> Result<ModelConfig> {
 
 impl Model {
     /// Reads a folder into parameters of type `dtype`, or of the type that its config names (f32
-    /// where it names none).
+    /// where it names none). Weights that bitsandbytes saved in 8 or 4 bits stay so.
     ///
     /// # Errors
     /// [`Error::File`] naming the key, tensor or file that does not fit, or the keys that ask for
@@ -42,10 +42,48 @@ impl Model {
         let dir = dir.as_ref();
         let config = read_config(dir)?;
         let dtype = dtype.or(config.dtype).unwrap_or(DType::F32);
-        config
-            .fits(dtype, memory)
+        let fits = match config.quantization() {
+            None => config.fits(dtype, memory),
+            Some(how) => Self::empty_quantized(config.clone(), dtype, how)?.fits(memory),
+        };
+        fits.map_err(|what| Error::file(dir.join(CONFIG), what))?;
+        Self::fill(dir, config, dtype, Contents::Zero, None)
+    }
+
+    /// Like [`Model::load`], with the linear maps of blocks, experts included, quantised as they are
+    /// read: memory holds the quantised model and one tensor. Embedding, head, norms, routers and
+    /// biases stay in `dtype`, in which quantised weights compute too. They are frozen: train
+    /// adapters beside them ([`Model::add_lora`]). A folder that bitsandbytes quantised in the same
+    /// way is taken as it is.
+    ///
+    /// ```no_run
+    /// # use roundpipe_models::{LoraConfig, Model, Quantization};
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let mut model = Model::load_quantized("Qwen3-32B", None, Quantization::Nf4)?;
+    /// model.add_lora(&LoraConfig::default())?;
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Model::load`]; [`Error::File`] for a folder that is quantised in another way.
+    pub fn load_quantized(
+        dir: impl AsRef<Path>,
+        dtype: Option<DType>,
+        how: Quantization,
+    ) -> Result<Self> {
+        let dir = dir.as_ref();
+        let config = read_config(dir)?;
+        if let Some(stored) = config.quantization().filter(|stored| *stored != how) {
+            let what = format!(
+                "says that the weights are quantised as {stored}, not {how}; ask for {stored}, or load whole weights"
+            );
+            return Err(Error::file(dir.join(CONFIG), what));
+        }
+        let dtype = dtype.or(config.dtype).unwrap_or(DType::F32);
+        Self::empty_quantized(config.clone(), dtype, how)?
+            .fits(host_memory())
             .map_err(|what| Error::file(dir.join(CONFIG), what))?;
-        Self::fill(dir, config, dtype, Contents::Zero)
+        Self::fill(dir, config, dtype, Contents::Zero, Some(how))
     }
 
     /// Like [`Model::load`], but the weights stay in the folder's files, so that they may be larger
@@ -79,10 +117,16 @@ impl Model {
             .tables_fit(host_memory())
             .map_err(|what| Error::file(dir.join(CONFIG), what))?;
         let dtype = dtype.or(config.dtype).unwrap_or(DType::F32);
-        Self::fill(dir, config, dtype, Contents::Absent)
+        Self::fill(dir, config, dtype, Contents::Absent, None)
     }
 
-    fn fill(dir: &Path, config: ModelConfig, dtype: DType, contents: Contents) -> Result<Self> {
+    fn fill(
+        dir: &Path,
+        config: ModelConfig,
+        dtype: DType,
+        contents: Contents,
+        how: Option<Quantization>,
+    ) -> Result<Self> {
         let folder = Folder::open(dir)?;
         let mut options = LoadOptions {
             mapped: contents == Contents::Absent,
@@ -94,17 +138,78 @@ impl Model {
         }
         // Nothing is written until the files are found to be those of the config, the tables
         // included.
-        let model = Self::without_tables(config, dtype, contents)?;
-        load(&folder, &model.entries(), &options)?;
+        let mut model = Self::without_tables(config, dtype, contents)?;
+        model.take_forms(&folder, how)?;
+        load_all(
+            &folder,
+            &model.entries(),
+            &model.quantized_entries(),
+            &options,
+        )?;
         model.fill_rope()?;
         Ok(model)
+    }
+
+    /// Gives linear maps the form in which the folder has them, or `how`.
+    fn take_forms(&mut self, folder: &Folder, how: Option<Quantization>) -> Result<()> {
+        let family = self.config.family;
+        let mut forms = Vec::new();
+        for (block, of) in self.blocks.iter().enumerate() {
+            for (name, projection) in of.projections() {
+                let tensors = self.tensors_of(block, name);
+                let stored = tensors.iter().map(|tensor| stored_form(folder, tensor));
+                let stored: Vec<_> = stored.collect();
+                if stored.windows(2).any(|pair| pair[0] != pair[1]) {
+                    let what = format!(
+                        "the matrices of model.layers.{block}.{name} are quantised in different ways; quantise the model anew"
+                    );
+                    return Err(Error::file(folder.path(), what));
+                }
+                let stored = stored.first().copied().flatten();
+                let own = |how| own_form(family, name, projection, how);
+                let form = match stored {
+                    None => how.and_then(own),
+                    Some((how, double)) => {
+                        let refused = || {
+                            let what = format!(
+                                "model.layers.{block}.{name} is quantised as {how}, which is not supported for it; use whole weights"
+                            );
+                            Error::file(folder.path(), what)
+                        };
+                        Some(Form {
+                            double,
+                            ..own(how).ok_or_else(refused)?
+                        })
+                    }
+                };
+                forms.push(form);
+            }
+        }
+        let mut any = false;
+        for (form, (_, projection)) in forms.into_iter().zip(self.projections_mut()) {
+            if let (Some(form), Weight::Whole(whole)) = (form, &projection.weight) {
+                let weight = QuantizedWeight::zeros(form, *whole.shape(), whole.dtype())?;
+                projection.weight = Weight::Quantized(weight);
+                any = true;
+            }
+        }
+        if any {
+            self.assemble();
+        }
+        Ok(())
     }
 
     /// Writes a folder that transformers opens. Adapters are not part of it: merge or save them.
     ///
     /// # Errors
-    /// [`Error::File`] when it cannot be written.
+    /// [`Error::File`] when it cannot be written; [`Error::Argument`] when weights are quantised.
     pub fn save(&self, dir: impl AsRef<Path>, options: SaveOptions) -> Result<()> {
+        if let Some(how) = self.quantization() {
+            let why = format!(
+                "the weights are quantised ({how}) and not saved so; save the adapter, or call Model::dequantize first"
+            );
+            return Err(Error::argument("save", why));
+        }
         save(
             dir,
             &self.entries(),

@@ -20,6 +20,7 @@ mod loss;
 mod moe;
 mod norm;
 mod product;
+mod quantized;
 mod reduce;
 mod rope;
 pub(crate) mod simd;
@@ -270,6 +271,7 @@ impl CpuOps {
                 Family::Reduce => reduce::run(&call),
                 Family::Index => index::run(&call),
                 Family::Product => product::run(&call),
+                Family::Quantized => quantized::run(&call),
                 Family::Norm => norm::run(&call),
                 Family::Rope => rope::run(&call),
                 Family::Attention => attention::run(&call),

@@ -51,6 +51,7 @@ mod moe;
 mod norm;
 mod ops;
 mod product;
+mod quantized;
 mod reduce;
 mod rope;
 

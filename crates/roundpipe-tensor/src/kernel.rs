@@ -17,6 +17,7 @@ use std::sync::Arc;
 
 use crate::dtype::DType;
 use crate::error::Result;
+use crate::quant::Quantization;
 use crate::rng::RngKey;
 use crate::shape::{Layout, Shape};
 
@@ -438,6 +439,13 @@ pub enum Kernel {
         accumulate: bool,
     },
 
+    // ---- quantised weights; see `quant` ----
+    /// Int8: `[codes: u8 [.., n, k], factors: f32 [.., n]] -> [w: [.., n, k]]`; Nf4, a stack of p
+    /// matrices with b blocks each: `[codes: u8 [.., n, k/2], magnitudes: u8 [p, b] (or f32: as they
+    /// are), nested?: f32 [p, 1 + ceil(b/256)] (with u8), books: f32 [272]] -> [w: [.., n, k]]`. All
+    /// contiguous; computed in f32, rounded once to w's float type.
+    Dequantize(Quantization),
+
     // ---- normalisation; w, b: T; statistics and dw, db: Acc ----
     /// `[x: [.., c], w?: [c], residual?: [.., c]] -> [y, rstd: Acc [rows], sum?: [.., c]]`: with a
     /// residual, sum = x + residual (rounded to T) and y = norm(sum); all contiguous.
@@ -633,6 +641,7 @@ pub(crate) enum Family<'a> {
     Reduce,
     Index,
     Product,
+    Quantized,
     Norm,
     Rope,
     Attention,
@@ -672,6 +681,7 @@ impl Kernel {
             Self::MatMul { .. } | Self::GroupedMatMul | Self::GroupedMatMulGrad { .. } => {
                 Family::Product
             }
+            Self::Dequantize(_) => Family::Quantized,
             Self::RmsNorm { .. }
             | Self::RmsNormGrad { .. }
             | Self::LayerNorm { .. }
@@ -731,6 +741,7 @@ impl Kernel {
             Self::MatMul { .. } => "matmul",
             Self::GroupedMatMul => "grouped_matmul",
             Self::GroupedMatMulGrad { .. } => "grouped_matmul_grad",
+            Self::Dequantize(_) => "dequantize",
             Self::RmsNorm { .. } => "rms_norm",
             Self::RmsNormGrad { .. } => "rms_norm_grad",
             Self::LayerNorm { .. } => "layer_norm",

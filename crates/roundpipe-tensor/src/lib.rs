@@ -36,6 +36,8 @@ pub mod nvtx;
 pub mod pins;
 pub mod rng;
 
+pub mod quant;
+
 pub mod kernel;
 pub mod rates;
 
@@ -76,6 +78,7 @@ pub use host_tensor::{Hits, HostTensor};
 pub use meta::Meta;
 pub use param::{Keeper, Param, ParamId};
 pub use pins::Pins;
+pub use quant::Quantization;
 pub use rates::{AttentionRate, KernelRates};
 pub use rng::{RngKey, RngSite};
 pub use shape::Shape;

@@ -1,7 +1,8 @@
 //! The meta device states costs beforehand, and real devices meet them.
 
 use roundpipe_tensor::meta::{Given, measure, profile};
-use roundpipe_tensor::ops::{Attention, CrossEntropy};
+use roundpipe_tensor::ops::{Attention, CrossEntropy, Lora, Quantized};
+use roundpipe_tensor::quant::{NF4_BOOKS, nf4_nested};
 use roundpipe_tensor::{
     Bytes, CostModel, Cpu, Cuda, Cx, DType, DeviceKind, Meta, Param, Result, RngSite, Shape,
     Tensor, Worker,
@@ -122,6 +123,94 @@ fn the_peak_of_a_training_step_is_known_to_the_byte() {
                 Bytes(0),
                 "{case}: a failed step gives everything back"
             );
+        }
+    }
+}
+
+/// Two linear layers with LoRA on weights in 4 and 8 bits.
+struct QuantizedPair {
+    codes: [Param; 2],
+    scales: [Param; 4],
+    branches: [Param; 2],
+    width: usize,
+}
+
+impl QuantizedPair {
+    fn new(dtype: DType, width: usize) -> Result<Self> {
+        let blocks = width * width / 64;
+        let branch = |dims: &[usize]| Param::full(dtype, dims, 0.125);
+        Ok(Self {
+            codes: [
+                Param::full(DType::U8, &[width, width / 2], 0x3c.into())?,
+                Param::full(DType::U8, &[width, width], 200.0)?,
+            ],
+            scales: [
+                Param::full(DType::U8, &[1, blocks], 140.0)?,
+                Param::full(DType::F32, &[1, nf4_nested(blocks)], 0.25)?.frozen(),
+                Param::full(DType::F32, &[NF4_BOOKS], 0.5)?.frozen(),
+                Param::full(DType::F32, &[width], 0.01)?.frozen(),
+            ],
+            branches: [branch(&[4, width])?, branch(&[width, 4])?],
+            width,
+        })
+    }
+
+    fn step(&self, worker: &Worker, rows: usize, dtype: DType) -> Result<()> {
+        let mut cx = Cx::train(worker);
+        let mut x = cx.full(dtype, &[rows, self.width], 0.25)?;
+        let [nf4, int8] = [cx.get(&self.codes[0])?, cx.get(&self.codes[1])?];
+        let scales: Vec<Tensor> = self
+            .scales
+            .iter()
+            .map(|param| cx.get(param))
+            .collect::<Result<_>>()?;
+        let (a, b) = (cx.get(&self.branches[0])?, cx.get(&self.branches[1])?);
+        let lora = Lora {
+            a: &a,
+            b: &b,
+            scale: 2.0,
+            dropout: 0.0,
+        };
+        for weight in [
+            Quantized::Nf4 {
+                codes: &nf4,
+                magnitudes: &scales[0],
+                nested: Some(&scales[1]),
+                books: &scales[2],
+            },
+            Quantized::Int8 {
+                codes: &int8,
+                factors: &scales[3],
+            },
+        ] {
+            x = cx.linear_lora_quantized(&x, weight, None, lora)?;
+        }
+        let loss = cx.sum_all(&x)?;
+        drop(x);
+        cx.backward(&loss).map(drop)
+    }
+}
+
+/// The same for quantised weights: what is widened counts while it is there, and no longer.
+#[test]
+fn the_peak_with_quantised_weights_is_known_to_the_byte() {
+    for dtype in [DType::F32, DType::BF16] {
+        for (rows, width) in [(5, 64), (1, 192), (40, 128)] {
+            let pair = QuantizedPair::new(dtype, width).unwrap();
+            let ((), cost) = measure(DeviceKind::Cpu, |w| pair.step(w, rows, dtype)).unwrap();
+            let case = format!("{dtype} {rows}x{width}");
+            let tight = Worker::new(Cpu::new(Some(2)).unwrap(), Bytes(cost.peak)).unwrap();
+            for _ in 0..2 {
+                pair.step(&tight, rows, dtype).unwrap();
+            }
+            assert_eq!(tight.usage().high_water, Bytes(cost.peak), "{case}");
+            let short = Worker::new(Cpu::new(Some(1)).unwrap(), Bytes(cost.peak - 1)).unwrap();
+            assert!(pair.step(&short, rows, dtype).is_err(), "{case}");
+            assert_eq!(short.usage().used, Bytes(0), "{case}");
+            // One weight is wide at a time, beside a few rows.
+            let wide = (width * width * dtype.size()) as u64;
+            let rest = (rows * width * 12 * 4 + 3 * 4 * width * 8 + 8192) as u64;
+            assert!(cost.peak < wide + rest, "{case}: {} bytes", cost.peak);
         }
     }
 }

@@ -8,7 +8,7 @@
 use std::path::{Path, PathBuf};
 
 use roundpipe::{
-    Bytes, DType, HostBudget, Params, Rule,
+    Bytes, DType, HostBudget, Params, Quantization, Rule,
     optim::{Adafactor, Adam, AdamW, Lion, Muon, Sgd},
 };
 use roundpipe_models::tokenizer::Tokenizer;
@@ -117,11 +117,22 @@ impl Origin {
             config = config.with(&serde_json::json!({ "max_position_embeddings": seq }))?;
         }
         let type_now = dtype.or(config.dtype).unwrap_or(DType::F32);
+        if let Some(how) = config
+            .quantization()
+            .filter(|_| settings.method == Method::Full)
+        {
+            return Err(Error::Usage(format!(
+                "model: its weights are quantized ({how}) and are not trained; add --lora"
+            )));
+        }
         check_host(settings, &config, type_now)?;
-        let mut model = match &self.weights {
-            None => Model::random(config, type_now, settings.seed)?,
-            Some(path) if settings.pin == PinName::Off => Model::load_mapped(path, dtype)?,
-            Some(path) => Model::load(path, dtype)?,
+        let quantize = settings.quantize.map(Quantization::from);
+        let mut model = match (&self.weights, quantize) {
+            (None, None) => Model::random(config, type_now, settings.seed)?,
+            (None, Some(how)) => Model::random_quantized(config, type_now, settings.seed, how)?,
+            (Some(path), Some(how)) => Model::load_quantized(path, dtype, how)?,
+            (Some(path), None) if settings.pin == PinName::Off => Model::load_mapped(path, dtype)?,
+            (Some(path), None) => Model::load(path, dtype)?,
         };
         prepare(&mut model, settings, Model::add_lora)?;
         Ok(Trained {
@@ -200,7 +211,11 @@ fn adapt(model: &mut Model, settings: &Settings, add: AddLora) -> Result<()> {
 
 /// Compares what training takes with what the host has left, and with what the user allows.
 fn check_host(settings: &Settings, config: &ModelConfig, dtype: DType) -> Result<()> {
-    let mut model = Model::empty(config.clone(), dtype)?;
+    let quantize = settings.quantize.map(Quantization::from);
+    let mut model = match quantize.or(config.quantization()) {
+        None => Model::empty(config.clone(), dtype)?,
+        Some(how) => Model::empty_quantized(config.clone(), dtype, how)?,
+    };
     adapt(&mut model, settings, Model::add_empty_lora)?;
     let budget = host_budget(&model, settings);
     let fits = |limit: Bytes, what: &str| {

@@ -376,6 +376,9 @@ fn check(settings: &Settings, config: &ModelConfig) -> Result<()> {
     }
 
     let warmup = settings.warmup.unwrap_or(0);
+    if settings.quantize.is_some() && settings.method == Method::Full {
+        return refuse("quantize: quantized weights are not trained; add --lora".into());
+    }
     if warmup > steps {
         return refuse(format!(
             "warmup {warmup} is longer than the run of {steps} steps; choose fewer"

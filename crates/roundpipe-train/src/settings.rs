@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
 
-use roundpipe::{Bytes, DType, Grain, Pin};
+use roundpipe::{Bytes, DType, Grain, Pin, Quantization};
 use roundpipe_data::{BadRows, Format, Learn, TooLong};
 use toml::Value;
 
@@ -118,6 +118,16 @@ choice! {
     }
 }
 choice! {
+    /// How frozen weights are kept.
+    QuantizeName {
+        /// Four bits, as bitsandbytes' NF4.
+        #[default]
+        Nf4 = "nf4",
+        /// Eight bits, a factor for each row.
+        Int8 = "int8",
+    }
+}
+choice! {
     /// What is recomputed together before a backward.
     GrainName {
         /// A stage.
@@ -204,6 +214,15 @@ impl From<TypeName> for DType {
             TypeName::Bf16 => Self::BF16,
             TypeName::F16 => Self::F16,
             TypeName::F32 => Self::F32,
+        }
+    }
+}
+
+impl From<QuantizeName> for Quantization {
+    fn from(name: QuantizeName) -> Self {
+        match name {
+            QuantizeName::Nf4 => Self::Nf4,
+            QuantizeName::Int8 => Self::Int8,
         }
     }
 }
@@ -435,6 +454,7 @@ pub struct Settings {
     pub dpo_loss: DpoLossName,
     pub dpo_label_smoothing: f64,
     pub orpo_lambda: f64,
+    pub quantize: Option<QuantizeName>,
     pub save_every: Option<u64>,
     pub keep: usize,
     pub eval_every: Option<u64>,
@@ -503,6 +523,7 @@ impl Default for Settings {
             dpo_loss: DpoLossName::Sigmoid,
             dpo_label_smoothing: 0.0,
             orpo_lambda: 0.1,
+            quantize: None,
             save_every: None,
             keep: 2,
             eval_every: None,
@@ -599,6 +620,7 @@ impl Settings {
         key!(lora_dropout, Fixed, "share of a branch's inputs that are dropped in training");
         key!(lora_targets, Fixed, "\"all-linear\", or names such as [\"q_proj\", \"v_proj\"]");
         key!(lora_rslora, Fixed, "multiply with alpha / sqrt(rank) instead");
+        key!(quantize, Fixed, "frozen weights in 4 or 8 bits, \"nf4\" or \"int8\": a quarter or half of the memory and of what is sent to GPUs; whole unless given");
         heading!("Preference tuning");
         key!(dpo_beta, Fixed, "how close DPO stays to the model before training; less lets it go further");
         key!(dpo_loss, Fixed, "\"sigmoid\", or \"ipo\": squared, with means per token");

@@ -2,9 +2,9 @@
 
 use std::collections::HashSet;
 
-use roundpipe::DType;
 use roundpipe::kernel::Glu;
 use roundpipe::ops::RouteWeights;
+use roundpipe::{DType, Quantization};
 use serde_json::{Map, Value};
 
 use super::{Family, ModelConfig, MoeConfig, RopeConfig, RopeScaling};
@@ -106,6 +106,9 @@ impl<'a> Reader<'a> {
         let method = &quantization["quant_method"];
         if self.family == Family::GptOss && method == "mxfp4" {
             return Ok(());
+        }
+        if method == "bitsandbytes" {
+            return bitsandbytes(quantization).map(drop);
         }
         Err(format!(
             "quantization_config.quant_method = {method} is not supported; use the model's weights in bf16 or f32"
@@ -535,4 +538,18 @@ fn check(config: &ModelConfig) -> Read<()> {
         ));
     }
     Ok(())
+}
+
+/// How bitsandbytes quantised a model, by its `quantization_config`.
+pub(super) fn bitsandbytes(settings: &Value) -> Read<Quantization> {
+    if settings["load_in_8bit"] == true {
+        return Ok(Quantization::Int8);
+    }
+    let kind = &settings["bnb_4bit_quant_type"];
+    match settings["load_in_4bit"] == true && kind == "nf4" {
+        true => Ok(Quantization::Nf4),
+        false => Err(format!(
+            "quantization_config.bnb_4bit_quant_type = {kind} is not supported; use nf4, 8 bits, or weights in bf16"
+        )),
+    }
 }

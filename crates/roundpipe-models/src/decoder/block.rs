@@ -4,11 +4,14 @@ use roundpipe::kernel::RopeStyle;
 use roundpipe::nn::RmsNorm;
 use roundpipe::ops::{Attention, NewHeads};
 use roundpipe::{
-    Cx, DType, Layer, Module, Param, ParamVisitor, Params, Tensor, TensorResult, Tree,
+    Cx, DType, Layer, Module, Param, ParamVisitor, Params, Quantization, Tensor, TensorResult, Tree,
 };
 
-use super::{Experts, Flow, Maker, Projection, fields, get, optional, take};
-use crate::config::ModelConfig;
+use super::{
+    Contents, Experts, Flow, Form, Maker, Projection, QuantizedWeight, Weight, fields, get,
+    optional, take,
+};
+use crate::config::{Family, ModelConfig};
 use crate::rope::RopeTables;
 
 /// Names of the experts' matrices in a block.
@@ -175,6 +178,30 @@ impl Block {
         all
     }
 
+    /// Puts codes and scales in the place of whole weights, routers excepted, one weight after the
+    /// other. A weight that the format cannot take stays whole.
+    pub(crate) fn quantize(
+        &mut self,
+        family: Family,
+        how: Quantization,
+        contents: Contents,
+    ) -> TensorResult<()> {
+        for (name, projection) in self.projections_mut() {
+            let Some(form) = own_form(family, name, projection, how) else {
+                continue;
+            };
+            let Weight::Whole(whole) = &projection.weight else {
+                continue;
+            };
+            let weight = QuantizedWeight::zeros(form, *whole.shape(), whole.dtype())?;
+            if contents == Contents::Random {
+                weight.fill(whole)?;
+            }
+            projection.weight = Weight::Quantized(weight);
+        }
+        Ok(())
+    }
+
     /// A projection as heads [B, S, heads, D], turned by its positions.
     fn heads(
         &self,
@@ -301,7 +328,10 @@ impl Block {
             && [x.dims()[2], inner, self.heads * self.head_dim]
                 .into_iter()
                 .all(whole)
-            && self.projections().iter().all(|(_, p)| p.adapter.is_none())
+            && self
+                .projections()
+                .iter()
+                .all(|(_, p)| p.adapter.is_none() && matches!(p.weight, Weight::Whole(_)))
     }
 
     /// A step of decoding: as [`Layer::run`], in as few launches as there are.
@@ -462,6 +492,37 @@ impl Cache {
             cx.narrow(&self.v, 1, 0, seen)?,
         ))
     }
+}
+
+/// Whether a linear map of this name chooses experts.
+pub(crate) fn is_router(name: &str) -> bool {
+    name.ends_with("mlp.gate") || name.ends_with("mlp.router")
+}
+
+/// How a linear map is quantised here; `None` for routers and for sizes that the format does not
+/// take. Matrices are those that folders have: an expert's gate and up are two, except in GPT-OSS.
+pub(crate) fn own_form(
+    family: Family,
+    name: &str,
+    projection: &Projection,
+    how: Quantization,
+) -> Option<Form> {
+    if is_router(name) {
+        return None;
+    }
+    let (matrices, rows, columns) = match *projection.weight.shape().dims() {
+        [experts, out, inner] if name.ends_with(GATE_UP) && family != Family::GptOss => {
+            (2 * experts, out / 2, inner)
+        }
+        [experts, out, inner] => (experts, out, inner),
+        [out, inner] => (1, out, inner),
+        _ => return None,
+    };
+    how.takes(rows, columns).then_some(Form {
+        how,
+        double: how == Quantization::Nf4,
+        matrices,
+    })
 }
 
 impl Unit {

@@ -3,7 +3,7 @@
 use roundpipe::ops::Lora;
 use roundpipe::{Cx, Module, Param, ParamVisitor, Params, Tensor, TensorResult};
 
-use super::Maker;
+use super::{Maker, Weight};
 
 /// The trainable branch beside a frozen weight: y += scale · (dropout(x) Aᵀ) Bᵀ.
 #[derive(Debug, Clone)]
@@ -20,7 +20,7 @@ pub(crate) struct Adapter {
 #[derive(Debug, Clone)]
 pub(crate) struct Projection {
     /// [out, in], or [experts, out, in].
-    pub(crate) weight: Param,
+    pub(crate) weight: Weight,
     /// [out], or [experts, out].
     pub(crate) bias: Option<Param>,
     pub(crate) adapter: Option<Adapter>,
@@ -33,7 +33,7 @@ impl Projection {
         bias: bool,
         std: f64,
     ) -> TensorResult<Self> {
-        let weight = make.normal(dims, std)?;
+        let weight = Weight::Whole(make.normal(dims, std)?);
         let bias = if bias {
             Some(make.full(&dims[..dims.len() - 1], 0.0)?)
         } else {
@@ -49,7 +49,14 @@ impl Projection {
     /// Weight and bias on the worker.
     pub(crate) fn tensors(&self, cx: &mut Cx) -> TensorResult<(Tensor, Option<Tensor>)> {
         let bias = self.bias.as_ref().map(|bias| cx.get(bias)).transpose()?;
-        Ok((cx.get(&self.weight)?, bias))
+        let weight = match &self.weight {
+            Weight::Whole(weight) => cx.get(weight)?,
+            Weight::Quantized(weight) => {
+                let parts = weight.get(cx)?;
+                cx.dequantize(parts.parts(), self.weight.dtype())?
+            }
+        };
+        Ok((weight, bias))
     }
 
     /// Rows sorted by expert, `offsets` between them, times each expert's matrix.
@@ -59,9 +66,17 @@ impl Projection {
         rows: &Tensor,
         offsets: &Tensor,
     ) -> TensorResult<Tensor> {
-        let weight = cx.get(&self.weight)?;
         let bias = self.bias.as_ref().map(|bias| cx.get(bias)).transpose()?;
-        let base = cx.grouped_linear(rows, &weight, offsets, bias.as_ref())?;
+        let base = match &self.weight {
+            Weight::Whole(weight) => {
+                let weight = cx.get(weight)?;
+                cx.grouped_linear(rows, &weight, offsets, bias.as_ref())?
+            }
+            Weight::Quantized(weight) => {
+                let weight = weight.get(cx)?;
+                cx.grouped_linear_quantized(rows, weight.parts(), offsets, bias.as_ref())?
+            }
+        };
         let Some(adapter) = &self.adapter else {
             return Ok(base);
         };
@@ -78,7 +93,7 @@ impl Projection {
     /// Shows experts' matrices, which are parameters of one module in transformers: `name` and
     /// `name_bias`.
     pub(crate) fn visit_stacked(&self, visit: &mut ParamVisitor<'_>, name: &str) {
-        visit.param(name, &self.weight);
+        self.weight.visit(visit, name);
         visit.maybe(&format!("{name}_bias"), self.bias.as_ref());
         self.visit_adapter(visit, &format!("{name}."));
     }
@@ -93,7 +108,7 @@ impl Projection {
 
 impl Params for Projection {
     fn visit(&self, visit: &mut ParamVisitor<'_>) {
-        visit.param("weight", &self.weight);
+        self.weight.visit(visit, "weight");
         visit.maybe("bias", self.bias.as_ref());
         self.visit_adapter(visit, "");
     }
@@ -101,10 +116,17 @@ impl Params for Projection {
 
 impl Module for Projection {
     fn forward(&self, cx: &mut Cx, x: &Tensor) -> TensorResult<Tensor> {
-        let weight = cx.get(&self.weight)?;
         let bias = self.bias.as_ref().map(|bias| cx.get(bias)).transpose()?;
+        let bias = bias.as_ref();
+        let weight = match &self.weight {
+            Weight::Whole(weight) => Ok(cx.get(weight)?),
+            Weight::Quantized(weight) => Err(weight.get(cx)?),
+        };
         let Some(adapter) = &self.adapter else {
-            return cx.linear(x, &weight, bias.as_ref());
+            return match weight {
+                Ok(weight) => cx.linear(x, &weight, bias),
+                Err(weight) => cx.linear_quantized(x, weight.parts(), bias),
+            };
         };
         let (a, b) = (cx.get(&adapter.a)?, cx.get(&adapter.b)?);
         let lora = Lora {
@@ -113,6 +135,9 @@ impl Module for Projection {
             scale: adapter.scale,
             dropout: adapter.dropout,
         };
-        cx.linear_lora(x, &weight, bias.as_ref(), lora)
+        match weight {
+            Ok(weight) => cx.linear_lora(x, &weight, bias, lora),
+            Err(weight) => cx.linear_lora_quantized(x, weight.parts(), bias, lora),
+        }
     }
 }

@@ -20,6 +20,7 @@ use roundpipe_files::weights::{Stored, param_dtype};
 
 use super::Folder;
 use super::convert::{Float, copy_bytes, for_float, read_mxfp4, read_plain, read_transposed};
+use super::quantized::{QuantizedEntry, QuantizedJob, plan_quantized};
 use crate::entry::{Entry, Piece, PieceLayout};
 use crate::error::{Error, Result};
 use crate::mxfp4;
@@ -97,7 +98,22 @@ pub struct LoadReport {
 /// the model; [`Error::Argument`] for entries that contradict themselves; [`Error::Tensor`] while
 /// a parameter is in use. Nothing has been written then.
 pub fn load(folder: &Folder, entries: &[Entry], options: &LoadOptions) -> Result<LoadReport> {
+    load_all(folder, entries, &[], options)
+}
+
+/// [`load`] with quantised weights beside. They are always in memory, which then holds one more
+/// tensor while it is quantised.
+pub(crate) fn load_all(
+    folder: &Folder,
+    entries: &[Entry],
+    quantized: &[QuantizedEntry],
+    options: &LoadOptions,
+) -> Result<LoadReport> {
     check_entries(entries)?;
+    let mut coded = Vec::new();
+    for entry in quantized {
+        coded.extend(plan_quantized(folder, entry)?);
+    }
     let mut jobs = Vec::new();
     for entry in entries {
         let pieces = entry.pieces.iter();
@@ -108,9 +124,11 @@ pub fn load(folder: &Folder, entries: &[Entry], options: &LoadOptions) -> Result
         );
     }
     let mut report = LoadReport {
-        ignored: check_extra(folder, jobs.iter().flatten(), options)?,
+        ignored: check_extra(folder, jobs.iter().flatten(), &coded, options)?,
         ..Default::default()
     };
+    report.tensors += coded.len();
+    coded.sort_by_cached_key(|job| job.place(folder));
     jobs.iter().flatten().for_each(|job| report.count(job));
     if options.mapped {
         // Made before the first parameter moves: an error leaves all of them as they were.
@@ -119,6 +137,7 @@ pub fn load(folder: &Folder, entries: &[Entry], options: &LoadOptions) -> Result
         for (entry, home) in entries.iter().zip(homes) {
             entry.param.rehome(home)?;
         }
+        coded.iter().try_for_each(|job| job.run(folder))?;
         return Ok(report);
     }
     let mut jobs: Vec<(Job, HostMut)> = entries
@@ -136,6 +155,8 @@ pub fn load(folder: &Folder, entries: &[Entry], options: &LoadOptions) -> Result
     for (job, home) in &mut jobs {
         job.run(home)?;
     }
+    drop(jobs);
+    coded.iter().try_for_each(|job| job.run(folder))?;
     Ok(report)
 }
 
@@ -213,7 +234,7 @@ pub(super) fn check_entries(entries: &[Entry]) -> Result<()> {
 }
 
 /// One piece: where its bytes are in the files, and where they go.
-struct Job {
+pub(super) struct Job {
     path: PathBuf,
     /// In the file, for reading from front to back.
     first_byte: usize,
@@ -275,13 +296,13 @@ fn job(
     })
 }
 
-fn find<'a>(folder: &'a Folder, name: &str) -> Option<(&'a Weights, &'a Stored)> {
+pub(super) fn find<'a>(folder: &'a Folder, name: &str) -> Option<(&'a Weights, &'a Stored)> {
     let shard = folder.shard_of(name)?;
     Some((shard, shard.stored(name)?))
 }
 
 /// Finds a piece in the folder and checks its shape and type.
-fn plan(folder: &Folder, entry: &Entry, piece: &Piece) -> Result<Job> {
+pub(super) fn plan(folder: &Folder, entry: &Entry, piece: &Piece) -> Result<Job> {
     if piece.layout == PieceLayout::Mxfp4OrTransposed
         && let Some(job) = plan_mxfp4(folder, entry, piece)?
     {
@@ -371,8 +392,10 @@ fn check_dims(shard: &Weights, stored: &Stored, want: &[usize]) -> Result<()> {
 fn check_extra<'a>(
     folder: &Folder,
     jobs: impl Iterator<Item = &'a Job>,
+    coded: &[QuantizedJob<'_>],
     options: &LoadOptions,
 ) -> Result<Vec<String>> {
+    let coded: HashSet<String> = coded.iter().flat_map(|job| job.names(folder)).collect();
     let used: HashSet<&str> = jobs
         .flat_map(|job| [Some(&job.first), job.scales.as_ref()])
         .flatten()
@@ -380,7 +403,7 @@ fn check_extra<'a>(
         .collect();
     let (ignored, extra): (Vec<&str>, Vec<&str>) = folder
         .tensors()
-        .filter(|name| !used.contains(name))
+        .filter(|name| !used.contains(name) && !coded.contains(*name))
         .partition(|name| options.ignores(name));
     if let Some(first) = extra.first() {
         let more = if extra.len() > 1 {
@@ -405,7 +428,7 @@ impl Job {
     }
 
     /// Reads the piece into its home.
-    fn run(&self, home: &mut HostMut) -> TensorResult<()> {
+    pub(super) fn run(&self, home: &mut HostMut) -> TensorResult<()> {
         if self.is_copy() {
             return self.copy(home.bytes());
         }

@@ -17,7 +17,7 @@ use serde_json::{Map, Value, json};
 
 use super::{LoraConfig, LoraTargets, MOST_RANK, branch_dims, ends_with, is_stacked, scale};
 use crate::config::Family;
-use crate::decoder::{Adapter, DOWN, GATE_UP, Model, Projection};
+use crate::decoder::{Adapter, DOWN, GATE_UP, Model, Projection, Weight};
 use crate::error::{Error, Result};
 use crate::limits;
 
@@ -414,7 +414,7 @@ fn rank_of(adapter: &Adapter) -> usize {
 }
 
 /// Shapes of A and B in a file.
-fn file_dims(weight: &Param, rank: usize) -> (Vec<usize>, Vec<usize>) {
+fn file_dims(weight: &Weight, rank: usize) -> (Vec<usize>, Vec<usize>) {
     match *weight.shape().dims() {
         [experts, out, inner] => (vec![experts * rank, inner], vec![out, rank * experts]),
         _ => branch_dims(weight, rank),

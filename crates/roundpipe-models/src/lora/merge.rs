@@ -3,8 +3,8 @@
 use rayon::prelude::*;
 use roundpipe::{DType, Element, HostBuf, Param, TensorResult, bf16, f16};
 
-use crate::decoder::{Adapter, Model};
-use crate::error::Result;
+use crate::decoder::{Adapter, Model, Weight};
+use crate::error::{Error, Result};
 
 impl Model {
     /// Adds every branch to its weight and removes it. The base stays frozen; what a
@@ -12,7 +12,8 @@ impl Model {
     /// keep the branches and must not be used any more.
     ///
     /// # Errors
-    /// When the weights are read or written at the same time.
+    /// When the weights are read or written at the same time; [`Error::Argument`] when they are
+    /// quantised, which leaves everything as it is.
     pub fn merge_lora(&mut self) -> Result<()> {
         self.merge_each(|weight, adapter| {
             weight.leave_file()?;
@@ -49,9 +50,18 @@ impl Model {
     }
 
     fn merge_each(&mut self, merge: impl Fn(&Param, &Adapter) -> TensorResult<()>) -> Result<()> {
+        if let Some(how) = self.quantization() {
+            let why = format!(
+                "the base is quantised ({how}), so that merging would round it again; load it whole, or \
+                 call Model::dequantize, and merge there"
+            );
+            return Err(Error::argument("merge", why));
+        }
         for (_, projection) in self.projections_mut() {
-            if let Some(adapter) = &projection.adapter {
-                merge(&projection.weight, adapter)?;
+            if let (Some(adapter), Weight::Whole(weight)) =
+                (&projection.adapter, &projection.weight)
+            {
+                merge(weight, adapter)?;
                 projection.adapter = None;
             }
         }

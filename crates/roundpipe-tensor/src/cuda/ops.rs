@@ -11,7 +11,9 @@ use super::context::Gpu;
 use super::costs::MIN_GEMM_ROWS;
 use super::faults::ErrorWord;
 use super::lane::CudaLane;
-use super::{attention, decode, elementwise, image, index, loss, moe, norm, product, reduce, rope};
+use super::{
+    attention, decode, elementwise, image, index, loss, moe, norm, product, quantized, reduce, rope,
+};
 use crate::device::{Faults, Lane, Ops};
 use crate::error::{Error, Result};
 use crate::kernel::{Family, Kernel, View};
@@ -57,6 +59,7 @@ unsafe impl Ops for CudaOps {
                 Family::Elementwise => elementwise::run(&call),
                 Family::Reduce => reduce::run(&call),
                 Family::Product => product::run(&call),
+                Family::Quantized => quantized::run(&call),
                 Family::Norm => norm::run(&call),
                 Family::Rope => rope::run(&call),
                 Family::Attention if matches!(kernel, Kernel::CachedAttention(_)) => {
@@ -142,6 +145,7 @@ pub fn units() -> Vec<Unit> {
         reduce::units(),
         index::units(),
         product::units(),
+        quantized::units(),
         norm::units(),
         rope::units(),
         attention::units(),

@@ -197,7 +197,8 @@ impl Cx {
         bias: Option<&Tensor>,
     ) -> Result<Tensor> {
         const OP: &str = "grouped_linear";
-        check_grouped(OP, x, weight, offsets, bias)?;
+        same_dtype(OP, x, weight)?;
+        check_grouped(OP, x, weight.shape(), offsets, bias)?;
         let (rows, out) = (x.dims()[0], weight.dims()[1]);
         let dense = self.worker().contiguous(x)?.detach();
         let offsets = self.worker().contiguous(offsets)?.detach();
@@ -383,13 +384,13 @@ fn sort(worker: &Worker, op: &'static str, choice: &Tensor, experts: usize) -> R
 }
 
 /// `[e, n, c]` seen as `[e, c, n]`.
-fn transposed(weight: &Tensor) -> Tensor {
+pub(super) fn transposed(weight: &Tensor) -> Tensor {
     weight.relaid(weight.layout().permuted(&[0, 2, 1]))
 }
 
 /// Adds each group's row of `bias` to the group's rows of `y`: as a product with a column of ones,
 /// so that the host need not know which rows those are.
-fn add_bias(
+pub(super) fn add_bias(
     worker: &Worker,
     op: &'static str,
     y: &Tensor,
@@ -417,7 +418,7 @@ fn add_bias(
 }
 
 /// The gradient of input `i`, a weight `[e, n, c]` or a bias `[e, n]` that met a column of ones.
-fn grouped_gradient(
+pub(super) fn grouped_gradient(
     bx: &mut Back<'_>,
     i: usize,
     x: &Tensor,
@@ -437,27 +438,26 @@ fn grouped_gradient(
     bx.give_back(i, sink)
 }
 
-fn check_grouped(
+pub(super) fn check_grouped(
     op: &'static str,
     x: &Tensor,
-    weight: &Tensor,
+    weight: &Shape,
     offsets: &Tensor,
     bias: Option<&Tensor>,
 ) -> Result<()> {
     float(op, x)?;
-    same_dtype(op, x, weight)?;
-    if x.rank() != 2 || weight.rank() != 3 || weight.dims()[2] != x.dims()[1] {
+    if x.rank() != 2 || weight.rank() != 3 || weight[2] != x.dims()[1] {
         return Err(Error::Shape {
             op,
             left: *x.shape(),
-            right: *weight.shape(),
+            right: *weight,
         });
     }
     if let Some(bias) = bias {
         same_dtype(op, x, bias)?;
-        same_shape(op, bias, Shape::new(&weight.dims()[..2])?)?;
+        same_shape(op, bias, Shape::new(&weight[..2])?)?;
     }
-    same_shape(op, offsets, Shape::new(&[weight.dims()[0] + 1])?)?;
+    same_shape(op, offsets, Shape::new(&[weight[0] + 1])?)?;
     if offsets.dtype() == DType::I32 {
         return Ok(());
     }

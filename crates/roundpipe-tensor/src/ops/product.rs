@@ -126,7 +126,8 @@ impl Cx {
     /// When sizes or types do not fit.
     pub fn linear(&mut self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         const OP: &str = "linear";
-        let (rows, out) = check_linear(OP, x, weight, bias)?;
+        same_dtype(OP, x, weight)?;
+        let (rows, out) = check_linear(OP, x, weight.shape(), bias)?;
         let dense = self.contiguous(x)?;
         let flat = dense.relaid(Layout::contiguous(rows)).detach();
         let y = self
@@ -171,17 +172,20 @@ impl Cx {
         lora: Lora<'_>,
     ) -> Result<Tensor> {
         const OP: &str = "linear_lora";
-        check_linear(OP, x, weight, bias)?;
-        let (out, inner) = (weight.dims()[0], weight.dims()[1]);
-        let rank = lora.a.dims().first().copied().unwrap_or(0);
-        same_shape(OP, lora.a, Shape::new(&[rank, inner])?)?;
-        same_shape(OP, lora.b, Shape::new(&[out, rank])?)?;
+        same_dtype(OP, x, weight)?;
+        check_linear(OP, x, weight.shape(), bias)?;
+        check_lora(OP, weight.shape(), lora)?;
         let base = self.linear(x, weight, bias)?;
+        self.add_lora(x, &base, lora)
+    }
+
+    /// `base` and the branch beside it.
+    pub(super) fn add_lora(&mut self, x: &Tensor, base: &Tensor, lora: Lora<'_>) -> Result<Tensor> {
         let input = self.dropout(x, lora.dropout)?;
         let low = self.linear(&input, lora.a, None)?;
         let branch = self.linear(&low, lora.b, None)?;
         let branch = self.affine(&branch, lora.scale, 0.0)?;
-        self.add(&base, &branch)
+        self.add(base, &branch)
     }
 }
 
@@ -258,32 +262,38 @@ pub(crate) fn multiply_into(
 }
 
 /// Shapes of [`Cx::linear`]: x as rows, and the result.
-fn check_linear(
+pub(super) fn check_linear(
     op: &'static str,
     x: &Tensor,
-    weight: &Tensor,
+    weight: &Shape,
     bias: Option<&Tensor>,
 ) -> Result<(Shape, Shape)> {
     float(op, x)?;
-    same_dtype(op, x, weight)?;
-    if weight.rank() != 2 || x.rank() == 0 || x.dims()[x.rank() - 1] != weight.dims()[1] {
+    if weight.rank() != 2 || x.rank() == 0 || x.dims()[x.rank() - 1] != weight[1] {
         return Err(Error::Shape {
             op,
             left: *x.shape(),
-            right: *weight.shape(),
+            right: *weight,
         });
     }
     if let Some(bias) = bias {
         same_dtype(op, x, bias)?;
-        same_shape(op, bias, Shape::new(&[weight.dims()[0]])?)?;
+        same_shape(op, bias, Shape::new(&[weight[0]])?)?;
     }
     let mut out = x.dims().to_vec();
-    out[x.rank() - 1] = weight.dims()[0];
+    out[x.rank() - 1] = weight[0];
     Ok((rows_of(x)?, Shape::new(&out)?))
 }
 
+/// Whether a branch fits a weight [out, in].
+pub(super) fn check_lora(op: &'static str, weight: &Shape, lora: Lora<'_>) -> Result<()> {
+    let rank = lora.a.dims().first().copied().unwrap_or(0);
+    same_shape(op, lora.a, Shape::new(&[rank, weight[1]])?)?;
+    same_shape(op, lora.b, Shape::new(&[weight[0], rank])?)
+}
+
 /// y = x Wᵀ + bias on rows.
-fn affine(
+pub(super) fn affine(
     worker: &Worker,
     x: &Tensor,
     weight: &Tensor,

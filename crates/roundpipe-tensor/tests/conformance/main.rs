@@ -15,6 +15,7 @@ mod loss;
 mod moe;
 mod norm;
 mod product;
+mod quantized;
 mod random;
 mod reduce;
 mod rope;

@@ -1,0 +1,346 @@
+//! From a folder into quantised weights: whole tensors are quantised as they are read, one at a
+//! time; those that bitsandbytes saved are taken as they are.
+//!
+//! bitsandbytes' tensors beside a weight `w`: NF4 has `w.absmax`, `w.quant_map`, with double
+//! quantisation `w.nested_absmax` and `w.nested_quant_map`, and `w.quant_state.bitsandbytes__nf4`,
+//! bytes of JSON; 8 bits have `SCB`, 127 times our factors, and `weight_format` in the module.
+//!
+//! Refused by name: other block sizes, parts that are missing or of another size, code books that
+//! differ between the matrices of one weight.
+
+use roundpipe::quant::{NF4_BLOCK, NF4_NESTED, Quantization, nf4_nested};
+use roundpipe::{DType, Param};
+use roundpipe_files::Weights;
+use roundpipe_files::text::shown;
+use roundpipe_files::weights::{Stored, param_dtype};
+use safetensors::Dtype;
+use serde_json::Value;
+
+use super::Folder;
+use super::load::{Job, find, plan};
+use crate::decoder::QuantizedWeight;
+use crate::entry::{Entry, Piece};
+use crate::error::{Error, Result};
+
+/// Bytes of `quant_state` that are read.
+const MOST_STATE: usize = 4096;
+const AGAIN: &str = "download the model again";
+
+/// A quantised weight and where its values stand in a folder.
+pub(crate) struct QuantizedEntry {
+    /// Name inside the model, for messages.
+    pub(crate) name: String,
+    pub(crate) weight: QuantizedWeight,
+    /// In the order of their places; each has the same number of matrices.
+    pub(crate) pieces: Vec<Piece>,
+}
+
+/// How the folder keeps a tensor: `None` whole, else quantised, and whether magnitudes are too.
+pub(crate) fn stored_form(folder: &Folder, tensor: &str) -> Option<(Quantization, bool)> {
+    if find(folder, &state_name(tensor)).is_some() {
+        let double = find(folder, &format!("{tensor}.nested_absmax")).is_some();
+        return Some((Quantization::Nf4, double));
+    }
+    let eight = find(folder, tensor).is_some_and(|(_, stored)| stored.dtype == Dtype::I8);
+    eight.then_some((Quantization::Int8, false))
+}
+
+fn state_name(tensor: &str) -> String {
+    format!("{tensor}.quant_state.bitsandbytes__nf4")
+}
+
+/// One piece, found and checked.
+pub(super) struct QuantizedJob<'a> {
+    entry: &'a QuantizedEntry,
+    /// The matrices that the piece fills.
+    first: usize,
+    count: usize,
+    source: Source<'a>,
+}
+
+enum Source<'a> {
+    /// A whole tensor, read into memory of its own for the moment.
+    Whole { piece: &'a Piece },
+    /// NF4 of bitsandbytes.
+    Nf4 {
+        codes: Found<'a>,
+        magnitudes: Found<'a>,
+        nested: Option<(Found<'a>, f32)>,
+        books: Vec<f32>,
+        names: Vec<String>,
+    },
+    /// 8 bits of bitsandbytes.
+    Int8 { codes: Found<'a>, rows: Found<'a> },
+}
+
+type Found<'a> = (&'a Weights, &'a Stored);
+
+/// Finds the pieces of an entry in the folder and checks them.
+pub(super) fn plan_quantized<'a>(
+    folder: &'a Folder,
+    entry: &'a QuantizedEntry,
+) -> Result<Vec<QuantizedJob<'a>>> {
+    let count = entry.weight.form.matrices / entry.pieces.len();
+    let mut jobs = Vec::new();
+    for (i, piece) in entry.pieces.iter().enumerate() {
+        let source = match stored_form(folder, &piece.tensor) {
+            None => {
+                // Checks shape and type; nothing is read and no memory touched.
+                plan(folder, &wide_entry(folder, entry, piece)?, &whole(piece))?;
+                Source::Whole { piece }
+            }
+            Some((Quantization::Nf4, _)) => plan_nf4(folder, entry, piece)?,
+            Some((Quantization::Int8, _)) => plan_int8(folder, entry, piece)?,
+        };
+        jobs.push(QuantizedJob {
+            entry,
+            first: i * count,
+            count,
+            source,
+        });
+    }
+    let mut books = jobs.iter().filter_map(|job| match &job.source {
+        Source::Nf4 { books, .. } => Some(books),
+        _ => None,
+    });
+    if let Some(first) = books.next()
+        && books.any(|other| other != first)
+    {
+        let what = format!(
+            "the matrices of {} have different code books; quantise the model anew",
+            entry.name
+        );
+        return Err(Error::file(folder.path(), what));
+    }
+    Ok(jobs)
+}
+
+/// The piece as the whole of a parameter.
+fn whole(piece: &Piece) -> Piece {
+    Piece {
+        at: 0,
+        ..piece.clone()
+    }
+}
+
+/// A parameter of the piece alone, in the folder's own float type, without memory.
+fn wide_entry(folder: &Folder, entry: &QuantizedEntry, piece: &Piece) -> Result<Entry> {
+    let stored = find(folder, &piece.tensor).and_then(|(_, stored)| param_dtype(stored.dtype));
+    // MXFP4 is exact in bf16.
+    let dtype = stored.filter(|d| d.is_float()).unwrap_or(DType::BF16);
+    Ok(Entry {
+        name: entry.name.clone(),
+        param: Param::absent(dtype, &[piece.numel()])?,
+        pieces: vec![whole(piece)],
+    })
+}
+
+fn part<'a>(folder: &'a Folder, name: &str, dtype: Dtype, count: usize) -> Result<Found<'a>> {
+    let Some((shard, stored)) = find(folder, name) else {
+        let what = format!("has no tensor {}; {AGAIN}", shown(name));
+        return Err(Error::file(folder.path(), what));
+    };
+    let have = stored
+        .dims
+        .iter()
+        .try_fold(1usize, |n, d| n.checked_mul(*d));
+    if stored.dtype != dtype || have != Some(count) {
+        let what = format!(
+            "tensor {} is {} {:?}, the model needs {count} of {dtype}; check that config.json belongs to these weights",
+            shown(name),
+            stored.dtype,
+            stored.dims
+        );
+        return Err(Error::file(shard.path(), what));
+    }
+    Ok((shard, stored))
+}
+
+fn plan_nf4<'a>(
+    folder: &'a Folder,
+    entry: &QuantizedEntry,
+    piece: &'a Piece,
+) -> Result<Source<'a>> {
+    let tensor = &piece.tensor;
+    let name = |part: &str| format!("{tensor}.{part}");
+    let (values, blocks) = (piece.numel(), piece.numel() / NF4_BLOCK);
+    let double = entry.weight.form.double;
+    let state = state_name(tensor);
+    let (shard, stored) = find(folder, &state).expect("found: its name said that this is NF4");
+    let fail = |what: String| {
+        let what = format!("tensor {} {what}; {AGAIN}", shown(&state));
+        Error::file(shard.path(), what)
+    };
+    if stored.dtype != Dtype::U8 || stored.range.len() > MOST_STATE {
+        return Err(fail("is not the state of a quantised weight".into()));
+    }
+    let bytes = shard.mapped(stored)?.read_all()?;
+    let json: Value =
+        serde_json::from_slice(bytes.bytes()).map_err(|e| fail(format!("is no JSON ({e})")))?;
+    let wants = |key: &str, want: Value| match json[key] == want {
+        true => Ok(()),
+        false => Err(fail(format!(
+            "has {key} = {}; it must be {want}",
+            json[key]
+        ))),
+    };
+    wants("quant_type", "nf4".into())?;
+    wants("blocksize", NF4_BLOCK.into())?;
+    wants("shape", piece.dims.clone().into())?;
+    let codes = part(folder, tensor, Dtype::U8, values / 2)?;
+    let kind = if double { Dtype::U8 } else { Dtype::F32 };
+    let magnitudes = part(folder, &name("absmax"), kind, blocks)?;
+    let mut names = vec![state.clone(), name("quant_map")];
+    let mut books = floats(part(folder, &name("quant_map"), Dtype::F32, 16)?)?;
+    let nested = match double {
+        false => {
+            books.resize(roundpipe::quant::NF4_BOOKS, 0.0);
+            None
+        }
+        true => {
+            wants("nested_blocksize", NF4_NESTED.into())?;
+            let offset = json["nested_offset"].as_f64();
+            let offset = offset.ok_or_else(|| fail("has no nested_offset".into()))? as f32;
+            names.push(name("nested_quant_map"));
+            books.extend(floats(part(folder, &names[2], Dtype::F32, 256)?)?);
+            let factors = nf4_nested(blocks) - 1;
+            let factors = part(folder, &name("nested_absmax"), Dtype::F32, factors)?;
+            Some((factors, offset))
+        }
+    };
+    Ok(Source::Nf4 {
+        codes,
+        magnitudes,
+        nested,
+        books,
+        names,
+    })
+}
+
+fn plan_int8<'a>(
+    folder: &'a Folder,
+    entry: &QuantizedEntry,
+    piece: &'a Piece,
+) -> Result<Source<'a>> {
+    let module = piece.tensor.strip_suffix("weight").unwrap_or(&piece.tensor);
+    let shape = entry.weight.shape();
+    let rows = piece.numel() / shape[shape.rank() - 1];
+    Ok(Source::Int8 {
+        codes: part(folder, &piece.tensor, Dtype::I8, piece.numel())?,
+        rows: part(folder, &format!("{module}SCB"), Dtype::F32, rows)?,
+    })
+}
+
+/// A small tensor's values.
+fn floats((shard, stored): Found<'_>) -> Result<Vec<f32>> {
+    let bytes = shard.mapped(stored)?.read_all()?;
+    let words = bytes.bytes().chunks_exact(4);
+    Ok(words
+        .map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+        .collect())
+}
+
+impl QuantizedJob<'_> {
+    /// Names of all tensors that it reads.
+    pub(super) fn names(&self, folder: &Folder) -> Vec<String> {
+        let of = |found: &Found<'_>| found.1.name.clone();
+        match &self.source {
+            Source::Whole { piece } => {
+                let parts = ["", "_blocks", "_scales"];
+                let names = parts.map(|part| format!("{}{part}", piece.tensor));
+                let known = |name: &String| find(folder, name).is_some();
+                names.into_iter().filter(known).collect()
+            }
+            Source::Nf4 {
+                codes,
+                magnitudes,
+                nested,
+                names,
+                ..
+            } => {
+                let nested = nested.iter().map(|(found, _)| of(found));
+                let own = [of(codes), of(magnitudes)].into_iter();
+                own.chain(nested).chain(names.iter().cloned()).collect()
+            }
+            Source::Int8 { codes, rows } => {
+                let module = codes.1.name.strip_suffix("weight").unwrap_or_default();
+                vec![of(codes), of(rows), format!("{module}weight_format")]
+            }
+        }
+    }
+
+    /// Where reading begins, to go through files from front to back.
+    pub(super) fn place(&self, folder: &Folder) -> Option<(std::path::PathBuf, usize)> {
+        let name = self.names(folder).into_iter().next()?;
+        let (shard, stored) = find(folder, &name)?;
+        Some((shard.path().to_owned(), stored.range.start))
+    }
+
+    pub(super) fn run(&self, folder: &Folder) -> Result<()> {
+        let weight = &self.entry.weight;
+        match &self.source {
+            Source::Whole { piece } => self.quantize(folder, piece),
+            Source::Nf4 {
+                codes,
+                magnitudes,
+                nested,
+                books,
+                ..
+            } => {
+                self.copy(&weight.codes, *codes)?;
+                self.copy(&weight.scales, *magnitudes)?;
+                if let (Some(home), Some((factors, offset))) = (&weight.nested, nested) {
+                    let factors = floats(*factors)?;
+                    let stride = 1 + factors.len();
+                    let here = 4 * self.first * stride..4 * (self.first + 1) * stride;
+                    let mut home = home.data().write(here)?;
+                    let home = home.as_mut_slice::<f32>();
+                    home[0] = *offset;
+                    home[1..].copy_from_slice(&factors);
+                }
+                let home = weight.books.as_ref().expect("NF4 has books").data();
+                let mut home = home.write(0..home.len())?;
+                home.as_mut_slice::<f32>().copy_from_slice(books);
+                Ok(())
+            }
+            Source::Int8 { codes, rows } => {
+                self.copy(&weight.codes, *codes)?;
+                let rows = floats(*rows)?;
+                let bytes = 4 * rows.len();
+                let at = self.first / self.count * bytes;
+                let mut home = weight.scales.data().write(at..at + bytes)?;
+                for (factor, most) in home.as_mut_slice::<f32>().iter_mut().zip(rows) {
+                    *factor = most / 127.0;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Puts a tensor at the place of its piece.
+    fn copy(&self, home: &Param, (shard, stored): Found<'_>) -> Result<()> {
+        let from = shard.mapped(stored)?;
+        let at = self.first / self.count * from.len();
+        let mut home = home.data().write(at..at + from.len())?;
+        super::convert::copy_bytes(from.read_all()?.bytes(), home.bytes());
+        Ok(from.let_go(0..from.len())?)
+    }
+
+    /// Reads a whole tensor and quantises it.
+    fn quantize(&self, folder: &Folder, piece: &Piece) -> Result<()> {
+        let entry = wide_entry(folder, self.entry, piece)?;
+        let job: Job = plan(folder, &entry, &entry.pieces[0])?;
+        let wide = Param::zeros(entry.param.dtype(), &[piece.numel()])?;
+        job.run(&mut wide.data().write(0..wide.bytes())?)?;
+        let data = wide.data().read_all()?;
+        let weight = &self.entry.weight;
+        let each = weight.of_matrix();
+        for i in 0..self.count {
+            let (matrix, here) = (self.first + i, i * each..(i + 1) * each);
+            super::convert::for_float!(wide.dtype(), |T| weight
+                .fill_matrix(matrix, &data.as_slice::<T>()[here.clone()])?)
+            .expect("checked: a float type");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,383 @@
+//! Frozen weights in 8 and 4 bits: bitsandbytes' folders, the same bits wherever and however they
+//! are trained on, and what is refused.
+
+mod golden;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use golden::{Golden, Temp, cpus, folder, worker};
+use roundpipe::optim::AdamW;
+use roundpipe::quant::nf4_books;
+use roundpipe::{
+    Bytes, Cpu, Cx, DType, Device, Grain, HostTensor, Inputs, Lag, Param, Params, RingOptions,
+    RoundPipe, Rule, RunConfig, Update,
+};
+use roundpipe_models::{LoraConfig, Model, Quantization, SaveOptions, preset};
+use roundpipe_tensor::SimWorld;
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
+
+const BOTH: [Quantization; 2] = [Quantization::Nf4, Quantization::Int8];
+
+fn fixture(name: &str) -> PathBuf {
+    let root = [env!("CARGO_MANIFEST_DIR"), "../../fixtures/bnb", name];
+    root.iter().collect()
+}
+
+fn saved(model: &Model) -> Temp {
+    let dir = folder();
+    model.save(&dir, SaveOptions::default()).unwrap();
+    dir
+}
+
+fn bytes(param: &Param) -> Vec<u8> {
+    param.data().read_all().unwrap().bytes().to_vec()
+}
+
+/// Every parameter by name, as bytes.
+fn all_bytes(model: &Model) -> Vec<(String, Vec<u8>)> {
+    let params = model.named_params().into_iter();
+    params.map(|(name, param)| (name, bytes(&param))).collect()
+}
+
+fn floats(file: &SafeTensors<'_>, name: &str) -> Vec<f64> {
+    let data = file.tensor(name).unwrap();
+    let words = data.data().chunks_exact(4);
+    words
+        .map(|word| f64::from(f32::from_le_bytes(word.try_into().unwrap())))
+        .collect()
+}
+
+/// Folders that transformers saved with bitsandbytes: the weights widen to bitsandbytes' values bit
+/// for bit, and logits are transformers'.
+#[test]
+fn folders_of_bitsandbytes_load() {
+    let expected = std::fs::read(fixture("expected.safetensors")).unwrap();
+    let expected = SafeTensors::deserialize(&expected).unwrap();
+    let ids: Vec<i64> = (0..12).map(|i| i * 7 % 48).collect();
+    for (name, how) in [
+        ("nf4", Quantization::Nf4),
+        ("nf4_plain", Quantization::Nf4),
+        ("int8", Quantization::Int8),
+    ] {
+        for mut model in [
+            Model::load(fixture(name), None).unwrap(),
+            Model::load_mapped(fixture(name), None).unwrap(),
+            Model::load_quantized(fixture(name), None, how).unwrap(),
+        ] {
+            assert_eq!(model.quantization(), Some(how), "{name}");
+            let worker = worker();
+            let mut cx = Cx::infer(&worker);
+            let tokens = cx.tensor(&ids, &[1, 12]).unwrap();
+            let logits = model.logits(&mut cx, &tokens).unwrap();
+            let logits = logits.to_f64_vec().unwrap();
+            if name != "int8" {
+                golden::assert_close(name, &logits, &floats(&expected, name));
+            }
+            drop(cx);
+            model.dequantize().unwrap();
+            assert_eq!(model.quantization(), None);
+            let entries = model.entries();
+            let entry = entries.iter().find(|e| e.name.ends_with("q_proj.weight"));
+            let have = entry.unwrap().param.to_vec::<f32>().unwrap();
+            let have: Vec<f64> = have.into_iter().map(f64::from).collect();
+            assert_eq!(have, floats(&expected, &format!("{name}.q_proj")), "{name}");
+            let mut cx = Cx::infer(&worker);
+            let tokens = cx.tensor(&ids, &[1, 12]).unwrap();
+            let whole = model.logits(&mut cx, &tokens).unwrap();
+            assert_eq!(whole.to_f64_vec().unwrap(), logits, "{name}: widened");
+        }
+    }
+}
+
+/// What we quantise while loading is what bitsandbytes quantised.
+#[test]
+fn loading_quantises_as_bitsandbytes_does() {
+    for (name, how) in [("nf4", Quantization::Nf4), ("int8", Quantization::Int8)] {
+        let theirs = Model::load(fixture(name), Some(DType::F32)).unwrap();
+        let ours = Model::load_quantized(fixture("whole"), Some(DType::F32), how).unwrap();
+        let book = &nf4_books()[16..];
+        for ((name, have), (_, want)) in all_bytes(&ours).into_iter().zip(all_bytes(&theirs)) {
+            if how == Quantization::Nf4 && name.ends_with(".scales") {
+                // bitsandbytes' cpu kernel looks magnitudes up in a table that is coarse around
+                // their mean: there, and only there, it may take a neighbour.
+                for (have, want) in have.iter().zip(&want) {
+                    let [have, want] = [have, want].map(|code| book[usize::from(*code)]);
+                    assert!((have - want).abs() < 3e-5, "{name}: {have} and {want}");
+                }
+                continue;
+            }
+            assert!(have == want, "{how}: {name} differs");
+        }
+    }
+}
+
+/// Random weights that are quantised as they are made are those that a folder of the whole ones
+/// gives; they take a fraction of the memory.
+#[test]
+fn random_weights_are_quantised_as_they_are_made() {
+    for name in ["qwen3", "qwen3_moe", "gpt_oss"] {
+        let config = Golden::open(name).config();
+        let whole = Model::random(config.clone(), DType::BF16, 5).unwrap();
+        let dir = saved(&whole);
+        for how in BOTH {
+            let made = Model::random_quantized(config.clone(), DType::BF16, 5, how).unwrap();
+            let read = Model::load_quantized(&dir, None, how).unwrap();
+            assert!(all_bytes(&made) == all_bytes(&read), "{name} {how}");
+            let empty = Model::empty_quantized(config.clone(), DType::BF16, how).unwrap();
+            for ((a, have), (b, want)) in empty.named_params().iter().zip(made.named_params()) {
+                assert_eq!((a, have.bytes()), (&b, want.bytes()), "{name} {how}");
+            }
+        }
+    }
+    let config = preset("tiny").unwrap();
+    let size = |model: &Model| -> usize {
+        let blocks = model.named_params().into_iter();
+        let linear = blocks.filter(|(name, _)| name.contains("_proj"));
+        linear.map(|(_, param)| param.bytes()).sum()
+    };
+    let whole = size(&Model::empty(config.clone(), DType::BF16).unwrap());
+    for (how, most) in [(Quantization::Nf4, 0.30), (Quantization::Int8, 0.56)] {
+        let model = Model::empty_quantized(config.clone(), DType::BF16, how).unwrap();
+        let share = size(&model) as f64 / whole as f64;
+        assert!(share < most, "{how}: {share} of bf16");
+    }
+}
+
+/// Losses of two steps, and the adapters after them, as bits.
+fn train(
+    mut model: Model,
+    devices: Vec<Arc<dyn Device>>,
+    grain: Grain,
+    memory: Bytes,
+) -> (Vec<u64>, Vec<Vec<u8>>) {
+    let config = LoraConfig {
+        rank: 4,
+        ..LoraConfig::default()
+    };
+    model.add_lora(&config).unwrap();
+    let engine = RoundPipe::builder(model.layers.clone())
+        .optimizer(Rule::AdamW(AdamW::default()))
+        .run_config(
+            RunConfig::default()
+                .num_microbatch(2)
+                .recompute_grain(grain),
+        )
+        .devices(devices)
+        .optimizer_threads(1)
+        .ring_options(RingOptions {
+            memory: Some(memory),
+            ..RingOptions::default()
+        })
+        .build()
+        .unwrap();
+    let ids: Vec<i64> = (0..32).map(|i| i * 7 % 60).collect();
+    let ids = HostTensor::from_slice(&ids, &[2, 16]).unwrap();
+    let losses = (0..2).map(|_| {
+        let inputs = Inputs::new()
+            .named("ids", ids.clone())
+            .named("labels", ids.clone());
+        let loss = engine.train(inputs).run().unwrap().losses.total();
+        engine.update(&Update::new(1e-2), Lag::One).unwrap();
+        loss.to_bits()
+    });
+    let losses = losses.collect();
+    engine.synchronize().unwrap();
+    let params = model.named_params();
+    let adapters = params.iter().filter(|(_, p)| p.is_trainable());
+    let adapters: Vec<_> = adapters.map(|(_, p)| bytes(p)).collect();
+    assert!(!adapters.is_empty());
+    (losses, adapters)
+}
+
+fn processors(count: usize) -> Vec<Arc<dyn Device>> {
+    let all = Cpu::workers(count, Some(2)).unwrap().into_iter();
+    all.map(|worker| worker as Arc<dyn Device>).collect()
+}
+
+/// Training beside codes gives the bits of training beside the weights that they widen to, whatever
+/// the workers, the grain and the memory, on processors that read in place and on simulated devices
+/// that weights are sent to.
+#[test]
+fn adapters_learn_as_beside_the_widened_weights() {
+    for (name, dtype) in [
+        ("llama3", DType::F32),
+        ("qwen3", DType::BF16),
+        ("qwen3_moe", DType::BF16),
+        ("gpt_oss", DType::F32),
+    ] {
+        let dir = saved(&Golden::open(name).model(DType::F32));
+        for how in BOTH {
+            let load = || Model::load_quantized(&dir, Some(dtype), how).unwrap();
+            let mut whole = load();
+            whole.dequantize().unwrap();
+            let much = Bytes::mib(48);
+            let want = train(whole, cpus(), Grain::Stage, much);
+            let case = format!("{name} {dtype} {how}");
+            assert_eq!(train(load(), cpus(), Grain::Stage, much), want, "{case}");
+            for workers in [1, 2, 3] {
+                for grain in [Grain::Stage, Grain::Layer] {
+                    let got = train(load(), processors(workers), grain, much);
+                    assert_eq!(got, want, "{case}: {workers} workers, {grain:?}");
+                }
+            }
+            for (workers, memory) in [(1, much), (2, Bytes::mib(2)), (3, much)] {
+                let world = SimWorld::seeded(workers as u64).unwrap();
+                let sims = world.workers(workers).into_iter();
+                let sims = sims.map(|worker| worker as Arc<dyn Device>).collect();
+                let got = train(load(), sims, Grain::Layer, memory);
+                assert_eq!(got, want, "{case}: {workers} simulated workers");
+            }
+        }
+    }
+}
+
+/// Host memory that an engine holds is the codes', not the whole weights'.
+#[test]
+fn an_engine_holds_codes() {
+    let held = |model: &Model| {
+        let engine = RoundPipe::builder(model.layers.clone())
+            .inference(true)
+            .devices(cpus())
+            .ring_options(RingOptions {
+                memory: Some(Bytes::mib(64)),
+                ..RingOptions::default()
+            })
+            .build()
+            .unwrap();
+        engine.host_bytes().total()
+    };
+    let config = preset("tiny").unwrap();
+    let whole = Model::random(config.clone(), DType::BF16, 1).unwrap();
+    let nf4 = Model::random_quantized(config, DType::BF16, 1, Quantization::Nf4).unwrap();
+    let linear: usize = whole
+        .named_params()
+        .iter()
+        .filter(|(name, _)| name.contains("_proj"))
+        .map(|(_, param)| param.bytes())
+        .sum();
+    let saved = held(&whole).saturating_sub(held(&nf4));
+    assert!(saved > linear * 2 / 3, "{saved} of {linear} bytes saved");
+}
+
+/// Adapters of a quantised base go out and come in as ever, and apply to the whole one.
+#[test]
+fn adapters_are_files_as_ever() {
+    let dir = saved(&Golden::open("qwen3").model(DType::F32));
+    let mut model = Model::load_quantized(&dir, None, Quantization::Nf4).unwrap();
+    model.add_lora(&LoraConfig::default()).unwrap();
+    let out = folder();
+    model.save_adapter(&out).unwrap();
+    let mut whole = Model::load(&dir, None).unwrap();
+    whole.load_adapter(&out).unwrap();
+    let adapters = |model: &Model| -> Vec<(String, Vec<u8>)> {
+        let all = all_bytes(model).into_iter();
+        all.filter(|(name, _)| name.contains("lora_")).collect()
+    };
+    assert!(adapters(&whole) == adapters(&model));
+    whole.merge_lora().unwrap();
+    // Codes that became whole weights merge too.
+    model.dequantize().unwrap();
+    model.merge_lora().unwrap();
+}
+
+/// A copy of a fixture whose tensors are changed.
+fn changed(
+    name: &str,
+    change: impl Fn(&str, Dtype, Vec<usize>, Vec<u8>) -> Option<(Dtype, Vec<usize>, Vec<u8>)>,
+) -> Temp {
+    let dir = folder();
+    let path: &Path = dir.as_ref();
+    std::fs::copy(fixture(name).join("config.json"), path.join("config.json")).unwrap();
+    let bytes = std::fs::read(fixture(name).join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let tensors = file.tensors().into_iter().filter_map(|(name, view)| {
+        let (dtype, dims) = (view.dtype(), view.shape().to_vec());
+        Some((
+            name.clone(),
+            change(&name, dtype, dims, view.data().to_vec())?,
+        ))
+    });
+    let tensors: Vec<_> = tensors.collect();
+    let views = tensors.iter().map(|(name, (dtype, dims, data))| {
+        (name, TensorView::new(*dtype, dims.clone(), data).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, &path.join("model.safetensors")).unwrap();
+    dir
+}
+
+fn refused(dir: impl AsRef<Path>, parts: &[&str]) {
+    let text = Model::load(dir, None).err().expect("refused").to_string();
+    assert!(!text.contains('\n'), "{text}");
+    for part in parts {
+        assert!(text.contains(part), "{text}");
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused_by_name() {
+    let mut model = Model::load(fixture("nf4"), None).unwrap();
+    let text = model
+        .save(folder(), SaveOptions::default())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        text.contains("quantised (nf4)") && text.contains("adapter"),
+        "{text}"
+    );
+    model.add_lora(&LoraConfig::default()).unwrap();
+    let text = model.merge_lora().unwrap_err().to_string();
+    assert!(
+        text.contains("quantised (nf4)") && text.contains("dequantize"),
+        "{text}"
+    );
+    let other = Model::load_quantized(fixture("nf4"), None, Quantization::Int8);
+    let text = other.err().expect("another format").to_string();
+    assert!(text.contains("quantised as nf4, not int8"), "{text}");
+
+    let at = "model.layers.0.self_attn.k_proj.weight";
+    for part in ["absmax", "quant_map", "nested_quant_map"] {
+        let gone = format!("{at}.{part}");
+        let dir = changed("nf4", |name, dtype, dims, data| {
+            (name != gone).then_some((dtype, dims, data))
+        });
+        refused(dir, &[&gone]);
+    }
+    let state = format!("{at}.quant_state.bitsandbytes__nf4");
+    for (from, to) in [
+        ("\"blocksize\": 64", "\"blocksize\": 32"),
+        ("\"shape\": [32, 64]", "\"shape\": [64, 32]"),
+        ("\"nested_blocksize\": 256", "\"nested_blocksize\": 128"),
+        ("{", "<"),
+    ] {
+        let dir = changed("nf4", |name, dtype, dims, data| {
+            if name != state {
+                return Some((dtype, dims, data));
+            }
+            let text = String::from_utf8(data).unwrap().replacen(from, to, 1);
+            assert!(text.contains(to), "{text}");
+            Some((dtype, vec![text.len()], text.into_bytes()))
+        });
+        refused(dir, &["quant_state"]);
+    }
+    let codes = changed("nf4", |name, dtype, dims, mut data| {
+        let cut = name == at;
+        data.truncate(if cut { data.len() - 2 } else { data.len() });
+        let dims = if cut { vec![data.len()] } else { dims };
+        Some((dtype, dims, data))
+    });
+    refused(codes, &[at, "the model needs 1024"]);
+    let rows = changed("int8", |name, dtype, dims, data| {
+        (!name.ends_with("k_proj.SCB")).then_some((dtype, dims, data))
+    });
+    refused(rows, &["k_proj.SCB"]);
+    let dir = folder();
+    let config = std::fs::read_to_string(fixture("nf4").join("config.json")).unwrap();
+    let config = config.replace(
+        "\"bnb_4bit_quant_type\": \"nf4\"",
+        "\"bnb_4bit_quant_type\": \"fp4\"",
+    );
+    std::fs::write(dir.as_ref().join("config.json"), config).unwrap();
+    refused(dir, &["fp4", "not supported"]);
+}
