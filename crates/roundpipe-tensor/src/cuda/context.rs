@@ -95,6 +95,15 @@ impl fmt::Debug for Gpu {
 }
 
 impl Gpu {
+    /// Processors of the card, which run blocks at a time.
+    pub(crate) fn processors(&self) -> Result<usize> {
+        let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        // SAFETY: the device handle was given by the driver.
+        let count = unsafe { result::device::get_attribute(self.device, attribute) };
+        let count = count.map_err(|error| self.failed("ask the device", error))?;
+        Ok(usize::try_from(count).unwrap_or(1).max(1))
+    }
+
     pub(super) fn open(index: u32) -> Result<Arc<Self>> {
         let fail = |what: &'static str| move |e: result::DriverError| failed(index, what, e);
         let (device, capability) = find(index)?;

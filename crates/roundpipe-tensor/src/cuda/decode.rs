@@ -29,8 +29,11 @@ const TEXT: &str = concat!(
 const KEYS: usize = 64;
 /// Warps of a block of [`few_linear`], one column each.
 const WARPS: usize = 8;
-/// Bytes of a row that lie in shared memory at a time.
-const CHUNK_BYTES: usize = 8 * 32 * 16;
+/// Threads of a block of [`cached_attention`], and the most that share the places of a column.
+const THREADS: usize = 128;
+const MOST_SHARES: usize = 8;
+/// Bytes of rows that a block of [`few_linear`] holds in shared memory, at most.
+const ROW_BYTES: usize = 96 << 10;
 /// Query heads that share a key head: the numbers that are compiled ahead.
 const GROUPS: [usize; 5] = [1, 2, 4, 5, 8];
 
@@ -65,8 +68,14 @@ pub(super) fn units() -> Vec<Unit> {
         let wide = dtype != DType::F64;
         all.push(heads_unit(dtype));
         for group in GROUPS {
-            all.push(attention_unit(dtype, wide, group, "cached_partial"));
-            all.push(attention_unit(dtype, wide, group, "cached_combine"));
+            let shares = if wide { MOST_SHARES } else { 0 };
+            all.push(attention_unit(
+                dtype,
+                wide,
+                (group, shares),
+                "cached_partial",
+            ));
+            all.push(attention_unit(dtype, wide, (group, 0), "cached_combine"));
         }
         for rows in [1, 2, 4, 8, 16].into_iter().filter(|_| wide) {
             for (norm, glu) in [(true, false), (true, true), (false, false)] {
@@ -95,8 +104,25 @@ fn heads_unit(dtype: DType) -> Unit {
     unit(dtype, false, "decode_heads")
 }
 
-fn attention_unit(dtype: DType, wide: bool, group: usize, entry: &'static str) -> Unit {
-    unit(dtype, wide, entry).with("GROUP", group)
+fn attention_unit(
+    dtype: DType,
+    wide: bool,
+    (group, shares): (usize, usize),
+    entry: &'static str,
+) -> Unit {
+    unit(dtype, wide, entry)
+        .with("GROUP", group)
+        .with("SHARES", shares)
+}
+
+/// Among how many threads the places of a piece of a value are shared; 0 where values are read
+/// element by element.
+fn shares(v: &View, group: usize) -> usize {
+    let pieces = v.shape()[3] * v.dtype.size() / 16;
+    if !is_wide(v) || pieces == 0 || pieces > THREADS || group * v.dtype.size() > 16 {
+        return 0;
+    }
+    (THREADS / pieces).min(MOST_SHARES)
 }
 
 fn write_unit(bytes: usize) -> Unit {
@@ -194,10 +220,11 @@ unsafe fn cached_attention(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> 
         .f64(spec.scale)
         .ptr(call.alarm.device)
         .u32(call.alarm.code(call.kernel.name()));
-    let shared = (group * d * lse.dtype.size()) as u32;
     let wide = is_wide(k);
+    let shares = if wide { shares(v, group) } else { 0 };
+    let shared = (group * (d + shares * dv) * lse.dtype.size()) as u32;
     let grid = [chunks as u32, grid_heads, grid_rows];
-    let partial = attention_unit(q.dtype, wide, group, "cached_partial");
+    let partial = attention_unit(q.dtype, wide, (group, shares), "cached_partial");
     // SAFETY: the arguments are the kernel's; the scratch holds what `scratch` asked for, by the
     // same sizes; places are checked there.
     unsafe { call.launch(&partial, grid, [128, 1, 1], shared, &mut args)? };
@@ -213,7 +240,7 @@ unsafe fn cached_attention(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> 
         .size(capacity)
         .size(chunks)
         .size(window);
-    let combine = attention_unit(q.dtype, wide, group, "cached_combine");
+    let combine = attention_unit(q.dtype, wide, (group, 0), "cached_combine");
     let grid = [heads as u32, grid_rows, 1];
     // SAFETY: as above; the parts that are read are those that were written before.
     unsafe { call.launch(&combine, grid, [128, 1, 1], 0, &mut args) }
@@ -221,20 +248,49 @@ unsafe fn cached_attention(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> 
 
 unsafe fn few_linear(call: &Call<'_>, spec: &FewLinear) -> Result<()> {
     let x = call.src(0);
-    let (rows, k) = (x.shape()[0], x.shape()[1]);
-    let maps = call.dst.iter().flatten().count();
+    let (rows, row_bytes) = (x.shape()[0], x.shape()[1] * x.dtype.size());
+    // Two blocks share a processor's memory, of which the driver keeps a part.
+    let room = ROW_BYTES.min((call.gpu.shared_memory / 2).saturating_sub(2 << 10));
+    let most = (room / row_bytes).min(MAX_ROWS);
+    if most == 0 {
+        let what = format!("rows of {row_bytes} bytes are longer than {room}");
+        return Err(Error::invalid(call.kernel.name(), what));
+    }
+    // Rows that do not fit go by themselves: none depends on another.
+    let most = 1 << most.ilog2();
+    for first in (0..rows).step_by(most) {
+        // SAFETY: as for this function.
+        unsafe { linear_of_rows(call, spec, first, most.min(rows - first))? };
+    }
+    Ok(())
+}
+
+/// Rows `first` to `first + rows` of a call.
+unsafe fn linear_of_rows(
+    call: &Call<'_>,
+    spec: &FewLinear,
+    first: usize,
+    rows: usize,
+) -> Result<()> {
+    let x = call.src(0);
+    let (k, size) = (x.shape()[1], x.dtype.size());
     let columns = |i: usize| match call.maybe_src(3 + i) {
         Some(w) if !(spec.glu && i == 1) => w.shape()[0],
         _ => 0,
     };
+    let behind = |view: &View, width: usize| view.ptr + (first * width * size) as u64;
     let total = (0..3).map(columns).sum::<usize>();
-    let dst = |i: usize| call.maybe_dst(i);
-    let mut args = Args::new().ptr(x.ptr);
-    for i in 1..9 {
+    let residual = call.maybe_src(2).map_or(0, |view| behind(view, columns(0)));
+    let mut args = Args::new()
+        .ptr(behind(x, k))
+        .maybe(call.maybe_src(1))
+        .ptr(residual);
+    for i in 3..9 {
         args = args.maybe(call.maybe_src(i));
     }
     for i in 0..3 {
-        args = args.maybe(dst(i));
+        let y = call.maybe_dst(i).map_or(0, |view| behind(view, columns(i)));
+        args = args.ptr(y);
     }
     for i in 0..3 {
         args = args.size(columns(i));
@@ -243,14 +299,14 @@ unsafe fn few_linear(call: &Call<'_>, spec: &FewLinear) -> Result<()> {
         .size(k)
         .i32(rows as i32)
         .f64(spec.eps.unwrap_or_default());
-    debug_assert!(rows <= MAX_ROWS && maps > 0);
     let compiled = rows.next_power_of_two();
     let unit = linear_unit(x.dtype, compiled, spec.eps.is_some(), spec.glu);
-    let grid = [total.div_ceil(WARPS) as u32, 1, 1];
-    let shared = (compiled * CHUNK_BYTES) as u32;
+    let resident = if compiled <= 4 { 2 } else { 1 };
+    let blocks = total.div_ceil(WARPS).min(resident * call.gpu.processors()?);
+    let shared = (rows * k * size) as u32;
     // SAFETY: the arguments are the kernel's; the operation checked that matrices are dense, as wide
     // as x, and that rows are whole pieces of 16 bytes.
-    unsafe { call.launch(&unit, grid, [256, 1, 1], shared, &mut args) }
+    unsafe { call.launch(&unit, [blocks as u32, 1, 1], [256, 1, 1], shared, &mut args) }
 }
 
 unsafe fn decode_heads(call: &Call<'_>, eps: f64) -> Result<()> {

@@ -5,8 +5,8 @@
 // No sum depends on the number of rows or on which others stand beside a row.
 //
 //   few_linear:      y = [residual +] norm(x) w^T + b, of up to three matrices, or with GLU silu(gate) up of two.
-//                    One warp per column of y. A row of x lies in shared memory, CHUNK elements at a time. Values are
-//                    rounded to T wherever separate operations would round them.
+//                    A warp takes columns of y one after another; the rows of x lie in shared memory. Values are rounded
+//                    to T wherever separate operations would round them.
 //   decode_heads:    norm and rotary embedding of queries and keys; keys and values go to their places in the caches.
 //                    One warp per head.
 //   cached_partial:  softmax(q k^T) v over KEYS places of one key head, for all query heads that share it.
@@ -22,32 +22,55 @@ __device__ __forceinline__ float exp_of(float x) { return expf(x); }
 __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 
 #ifdef ROWS
-// Pieces of a chunk that one lane holds, of each matrix, and the elements of a chunk. Two blocks fit a processor.
+// Pieces that one lane holds of each matrix; as many are on their way. A chunk is what a warp holds.
 const int HELD = GLU ? 4 : 8;
 const int CHUNK = HELD * 32 * N;
 const int WARPS = 8;
 
-struct Map { const T* w; const T* b; T* y; i64 n; };
+// A column of y: its row of the matrix, and where it goes.
+struct Column { const T* w; const T* other; const T* bias; T* y; i64 n, at; };
+
+struct Maps { const T* w[3]; const T* b[3]; T* y[3]; i64 n[3]; };
+
+__device__ __forceinline__ Column find(const Maps& maps, i64 column, i64 k) {
+    Column c;
+    int map = 0;
+    if (!GLU && column >= maps.n[0]) {
+        column -= maps.n[0];
+        map = 1;
+        if (column >= maps.n[1]) { column -= maps.n[1]; map = 2; }
+    }
+    // Chosen, not indexed: an array would lie in local memory.
+    c.w = (map == 0 ? maps.w[0] : map == 1 ? maps.w[1] : maps.w[2]) + column * k;
+    c.other = GLU ? maps.w[1] + column * k : c.w;
+    c.bias = map == 0 ? maps.b[0] : map == 1 ? maps.b[1] : maps.b[2];
+    c.y = map == 0 ? maps.y[0] : map == 1 ? maps.y[1] : maps.y[2];
+    c.n = map == 0 ? maps.n[0] : map == 1 ? maps.n[1] : maps.n[2];
+    c.at = column;
+    return c;
+}
 
 __device__ __forceinline__ void load_chunk(Piece (&held)[HELD], const T* row, i64 from, i64 k, int lane) {
+    const T* mine = row + from + lane * N;
+    const int left = (int)(k - from) - lane * N;
     #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-        i64 at = from + (i64)(i * 32 + lane) * N;
-        if (at < k) held[i] = load_few<N>(row + at);
+        if (i * 32 * N < left) held[i] = load_few<N>(mine + i * 32 * N);
     }
 }
 
 __device__ __forceinline__ void multiply_chunk(
     A (&sum)[ROWS], const Piece (&held)[HELD], const T* xs, i64 from, i64 k, int lane, int rows
 ) {
+    const T* mine = xs + from + lane * N;
+    const int left = (int)(k - from) - lane * N, width = (int)k;
     #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-        int place = (i * 32 + lane) * N;
-        if (from + place >= k) continue;
+        if (i * 32 * N >= left) continue;
         #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             if (r >= rows) continue;
-            Piece x = load_few<N>(xs + r * CHUNK + place);
+            Piece x = load_few<N>(mine + r * width + i * 32 * N);
             #pragma unroll
             for (int j = 0; j < N; ++j) sum[r] += up(held[i].at[j]) * up(x.at[j]);
         }
@@ -66,75 +89,77 @@ extern "C" __global__ void __launch_bounds__(256, ROWS <= 4 ? 2 : 1) few_linear(
     T* xs = reinterpret_cast<T*>(room);
     __shared__ A slots[32];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const Maps maps = { { w0, w1, w2 }, { b0, b1, b2 }, { y0, y1, y2 }, { n0, n1, n2 } };
+    const i64 total = GLU ? n0 : n0 + n1 + n2, step = (i64)gridDim.x * WARPS;
     i64 column = (i64)blockIdx.x * WARPS + warp;
-    Map map = { w0, b0, y0, n0 };
-    const bool live = column < (GLU ? n0 : n0 + n1 + n2);
-    if (!GLU && live && column >= n0) {
-        column -= n0;
-        map.w = w1; map.b = b1; map.y = y1; map.n = n1;
-        if (column >= n1) { column -= n1; map.w = w2; map.b = b2; map.y = y2; map.n = n2; }
-    }
-    const T* row = map.w + column * k;
-    const T* other = GLU ? w1 + column * k : row;
-    Piece held[HELD], held_up[HELD];
+    Piece next[HELD], next_up[HELD];
     // The matrix is on its way while the rows are made ready.
-    if (live) load_chunk(held, row, 0, k, lane);
-    if (GLU) { if (live) load_chunk(held_up, other, 0, k, lane); }
-    A scale[ROWS];
-    if (NORM) {
-        #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            if (r >= rows) continue;
+    if (column < total) {
+        const Column here = find(maps, column, k);
+        load_chunk(next, here.w, 0, k, lane);
+        if (GLU) load_chunk(next_up, here.other, 0, k, lane);
+    }
+    #pragma unroll 1
+    for (int r = 0; r < rows; ++r) {
+        A scale = 1;
+        if (NORM) {
             A squares = 0;
             for (i64 at = (i64)threadIdx.x * N; at < k; at += 256 * N) {
                 Piece p = load_few<N>(x + r * k + at);
                 #pragma unroll
                 for (int j = 0; j < N; ++j) { A v = up(p.at[j]); squares += v * v; }
             }
-            scale[r] = A(1) / root_of(block_sum(squares, slots) / (A)k + (A)eps);
+            scale = A(1) / root_of(block_sum(squares, slots) / (A)k + (A)eps);
+        }
+        for (i64 at = (i64)threadIdx.x * N; at < k; at += 256 * N) {
+            Piece p = load_few<N>(x + r * k + at);
+            if (NORM) {
+                Piece w = load_few<N>(norm + at);
+                #pragma unroll
+                for (int j = 0; j < N; ++j) put(p.at[j], up(p.at[j]) * scale * up(w.at[j]));
+            }
+            *reinterpret_cast<Piece*>(xs + r * k + at) = p;
         }
     }
-    A sum[ROWS], sum_up[ROWS];
-    #pragma unroll
-    for (int r = 0; r < ROWS; ++r) sum[r] = sum_up[r] = 0;
+    __syncthreads();
     #pragma unroll 1
-    for (i64 from = 0; from < k; from += CHUNK) {
-        if (from > 0) __syncthreads();
+    for (; column < total; column += step) {
+        A sum[ROWS], sum_up[ROWS];
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r) sum[r] = sum_up[r] = 0;
+        #pragma unroll 1
+        for (i64 from = 0; from < k; from += CHUNK) {
+            Piece held[HELD], held_up[HELD];
+            #pragma unroll
+            for (int i = 0; i < HELD; ++i) { held[i] = next[i]; if (GLU) held_up[i] = next_up[i]; }
+            // The next chunk of this column, or the first of the next. Found anew each time, which takes fewer
+            // registers than to remember.
+            const bool ends = from + CHUNK >= k;
+            const i64 coming = ends ? column + step : column;
+            if (coming < total) {
+                const Column then = find(maps, coming, k);
+                load_chunk(next, then.w, ends ? 0 : from + CHUNK, k, lane);
+                if (GLU) load_chunk(next_up, then.other, ends ? 0 : from + CHUNK, k, lane);
+            }
+            multiply_chunk(sum, held, xs, from, k, lane, rows);
+            if (GLU) multiply_chunk(sum_up, held_up, xs, from, k, lane, rows);
+        }
+        const Column here = find(maps, column, k);
         #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             if (r >= rows) continue;
-            for (int place = threadIdx.x * N; place < CHUNK && from + place < k; place += 256 * N) {
-                Piece p = load_few<N>(x + r * k + from + place);
-                if (NORM) {
-                    Piece w = load_few<N>(norm + from + place);
-                    #pragma unroll
-                    for (int j = 0; j < N; ++j) put(p.at[j], up(p.at[j]) * scale[r] * up(w.at[j]));
-                }
-                *reinterpret_cast<Piece*>(xs + r * CHUNK + place) = p;
+            A value = warp_sum(sum[r]);
+            if (here.bias) value += up(here.bias[here.at]);
+            if (GLU) {
+                A gate = rounded(value), above = warp_sum(sum_up[r]);
+                if (b1) above += up(b1[here.at]);
+                value = gate * Recip<T>::of(A(1) + Exp<T>::of(-gate)) * rounded(above);
+            }
+            if (lane == 0) {
+                if (residual) value = rounded(value) + up(residual[r * here.n + here.at]);
+                put(here.y[r * here.n + here.at], value);
             }
         }
-        __syncthreads();
-        if (!live) continue;
-        multiply_chunk(sum, held, xs, from, k, lane, rows);
-        if (from + CHUNK < k) load_chunk(held, row, from + CHUNK, k, lane);
-        if (GLU) {
-            multiply_chunk(sum_up, held_up, xs, from, k, lane, rows);
-            if (from + CHUNK < k) load_chunk(held_up, other, from + CHUNK, k, lane);
-        }
-    }
-    if (!live) return;
-    #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-        if (r >= rows) continue;
-        A value = warp_sum(sum[r]);
-        if (map.b) value += up(map.b[column]);
-        if (GLU) {
-            A gate = rounded(value), above = warp_sum(sum_up[r]);
-            if (b1) above += up(b1[column]);
-            value = gate * Recip<T>::of(A(1) + Exp<T>::of(-gate)) * rounded(above);
-        }
-        if (residual) value = rounded(value) + up(residual[r * map.n + column]);
-        if (lane == 0) put(map.y[r * map.n + column], value);
     }
 }
 #endif
@@ -216,9 +241,10 @@ extern "C" __global__ void __launch_bounds__(128) cached_partial(
     const i64 start = (i64)blockIdx.x * KEYS;
     if (start >= end || start + KEYS <= first) return;
     const i64 head = blockIdx.y;
-    for (i64 i = threadIdx.x; i < GROUP * d; i += 128) {
-        i64 g = i / d, c = i - g * d;
-        query[i] = up(q[batch * qb + step * qs + (head * GROUP + g) * qh + c]) * (A)factor;
+    #pragma unroll
+    for (int g = 0; g < GROUP; ++g) {
+        const T* from = q + batch * qb + step * qs + (head * GROUP + g) * qh;
+        for (int c = threadIdx.x; c < (int)d; c += 128) query[g * d + c] = up(from[c]) * (A)factor;
     }
     __syncthreads();
     {
@@ -261,21 +287,46 @@ extern "C" __global__ void __launch_bounds__(128) cached_partial(
     __syncthreads();
     const int keys = (int)(end - start < KEYS ? end - start : KEYS);
     const int skip = first > start ? (int)(first - start) : 0;
-    for (i64 c = threadIdx.x; c < dv; c += 128) {
-        A out[GROUP];
+    // Threads share the places of a column among them, in SHARES lists that are added in order.
+    A* shares = query + GROUP * d;
+    const int pieces = (int)(dv / N), share = threadIdx.x / pieces, piece = threadIdx.x - share * pieces;
+    if (SHARES > 0 && share < SHARES) {
+        A out[GROUP][N];
         #pragma unroll
-        for (int g = 0; g < GROUP; ++g) out[g] = 0;
-        const T* column = v + batch * vb + start * vs + head * vh + c;
-        #pragma unroll 8
-        for (int key = skip; key < keys; ++key) {
-            A value = up(column[key * vs]);
+        for (int g = 0; g < GROUP; ++g) {
             #pragma unroll
-            for (int g = 0; g < GROUP; ++g) out[g] += scores[g][key] * value;
+            for (int j = 0; j < N; ++j) out[g][j] = 0;
+        }
+        const T* column = v + batch * vb + start * vs + head * vh + piece * N;
+        #pragma unroll 8
+        for (int key = share; key < KEYS; key += SHARES) {
+            if (key < skip || key >= keys) continue;
+            Piece value = load_few<N>(column + key * vs);
+            #pragma unroll
+            for (int g = 0; g < GROUP; ++g) {
+                #pragma unroll
+                for (int j = 0; j < N; ++j) out[g][j] += scores[g][key] * up(value.at[j]);
+            }
         }
         #pragma unroll
         for (int g = 0; g < GROUP; ++g) {
+            #pragma unroll
+            for (int j = 0; j < N; ++j) shares[(share * GROUP + g) * dv + piece * N + j] = out[g][j];
+        }
+    }
+    __syncthreads();
+    for (int c = threadIdx.x; c < (int)dv; c += 128) {
+        #pragma unroll
+        for (int g = 0; g < GROUP; ++g) {
+            A out = 0;
+            if (SHARES > 0) {
+                for (int other = 0; other < SHARES; ++other) out += shares[(other * GROUP + g) * dv + c];
+            } else {
+                const T* column = v + batch * vb + start * vs + head * vh + c;
+                for (int key = skip; key < keys; ++key) out += scores[g][key] * up(column[key * vs]);
+            }
             i64 part = ((i64)blockIdx.z * heads + head * GROUP + g) * chunks + blockIdx.x;
-            parts[part * (dv + 2) + c] = out[g];
+            parts[part * (dv + 2) + c] = out;
         }
     }
     if (threadIdx.x < GROUP) {
@@ -296,16 +347,23 @@ extern "C" __global__ void __launch_bounds__(128) cached_combine(
     seen(at, batch, step, window, first, end);
     const i64 from = first / KEYS, until = (end + KEYS - 1) / KEYS;
     const A* mine = parts + ((i64)blockIdx.y * heads + head) * chunks * (dv + 2);
-    A top = sinks ? up(sinks[head]) : A(-INFINITY_VALUE), sink = top;
-    for (i64 chunk = from; chunk < until; ++chunk) {
+    __shared__ A slots[32];
+    const A sink = sinks ? up(sinks[head]) : A(-INFINITY_VALUE);
+    // A thread takes the same chunks of a text whatever its length, so the order of the sum is fixed.
+    A top = sink, sum = 0;
+    for (i64 chunk = threadIdx.x; chunk < until; chunk += 128) {
+        if (chunk < from) continue;
         A other = mine[chunk * (dv + 2) + dv];
         top = top > other ? top : other;
     }
-    A sum = sinks ? exp_of(sink - top) : A(0);
-    for (i64 chunk = from; chunk < until; ++chunk)
-        sum += mine[chunk * (dv + 2) + dv + 1] * exp_of(mine[chunk * (dv + 2) + dv] - top);
-    for (i64 c = threadIdx.x; c < dv; c += 128) {
+    top = block_max(top, slots);
+    for (i64 chunk = threadIdx.x; chunk < until; chunk += 128)
+        if (chunk >= from) sum += mine[chunk * (dv + 2) + dv + 1] * exp_of(mine[chunk * (dv + 2) + dv] - top);
+    sum = block_sum(sum, slots);
+    if (sinks) sum += exp_of(sink - top);
+    for (int c = threadIdx.x; c < (int)dv; c += 128) {
         A out = 0;
+        #pragma unroll 8
         for (i64 chunk = from; chunk < until; ++chunk)
             out += mine[chunk * (dv + 2) + c] * exp_of(mine[chunk * (dv + 2) + dv] - top);
         put(o[((i64)blockIdx.y * heads + head) * dv + c], out / sum);
