@@ -107,6 +107,54 @@ impl Call<'_> {
         .map_err(fail)
     }
 
+    /// As [`Call::launch`], for a kernel that waits by itself (`wait_for_earlier` in `decode.cu`) for
+    /// those before it: it may start while the last of them ends, where the card can do that.
+    ///
+    /// # Safety
+    /// As for [`Call::launch`]; before it waits, the kernel touches nothing that a kernel writes.
+    pub unsafe fn launch_early(
+        &self,
+        unit: &Unit,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared: u32,
+        args: &mut Args,
+    ) -> Result<()> {
+        if self.gpu.capability.0 < 9 || shared > 32 << 10 || grid.contains(&0) {
+            // SAFETY: promised by the caller.
+            return unsafe { self.launch(unit, grid, block, shared, args) };
+        }
+        let function = self.gpu.function(unit)?;
+        // SAFETY: a union of plain numbers, for which zeros are valid.
+        let mut value: sys::CUlaunchAttributeValue = unsafe { std::mem::zeroed() };
+        value.programmaticStreamSerializationAllowed = 1;
+        let mut early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value,
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid[0],
+            gridDimY: grid[1],
+            gridDimZ: grid[2],
+            blockDimX: block[0],
+            blockDimY: block[1],
+            blockDimZ: block[2],
+            sharedMemBytes: shared,
+            hStream: self.stream,
+            attrs: &raw mut early,
+            numAttrs: 1,
+        };
+        let args = args.pointers().as_mut_ptr();
+        // SAFETY: promised by the caller; the configuration and the arguments live past the call,
+        // which copies them.
+        let queued =
+            unsafe { sys::cuLaunchKernelEx(&config, function.0, args, std::ptr::null_mut()) };
+        queued
+            .result()
+            .map_err(|e| self.gpu.failed(&format!("launch {}", unit.name()), e))
+    }
+
     /// One thread per element, in blocks of 256; as many as 2^31 blocks.
     pub fn blocks(elements: usize) -> [u32; 3] {
         [elements.div_ceil(256) as u32, 1, 1]

@@ -68,14 +68,14 @@ pub(super) fn units() -> Vec<Unit> {
         let wide = dtype != DType::F64;
         all.push(heads_unit(dtype));
         for group in GROUPS {
-            let shares = if wide { MOST_SHARES } else { 0 };
+            let (shares, pieces) = if wide { (MOST_SHARES, 8) } else { (0, 0) };
             all.push(attention_unit(
                 dtype,
                 wide,
-                (group, shares),
+                [group, shares, pieces],
                 "cached_partial",
             ));
-            all.push(attention_unit(dtype, wide, (group, 0), "cached_combine"));
+            all.push(attention_unit(dtype, wide, [group, 0, 0], "cached_combine"));
         }
         for rows in [1, 2, 4, 8, 16].into_iter().filter(|_| wide) {
             for (norm, glu) in [(true, false), (true, true), (false, false)] {
@@ -107,12 +107,13 @@ fn heads_unit(dtype: DType) -> Unit {
 fn attention_unit(
     dtype: DType,
     wide: bool,
-    (group, shares): (usize, usize),
+    [group, shares, pieces]: [usize; 3],
     entry: &'static str,
 ) -> Unit {
     unit(dtype, wide, entry)
         .with("GROUP", group)
         .with("SHARES", shares)
+        .with("PIECES", pieces)
 }
 
 /// Among how many threads the places of a piece of a value are shared; 0 where values are read
@@ -222,12 +223,17 @@ unsafe fn cached_attention(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> 
         .u32(call.alarm.code(call.kernel.name()));
     let wide = is_wide(k);
     let shares = if wide { shares(v, group) } else { 0 };
+    // Pieces of a key that each of its two threads holds; 0 where that is not even or too much.
+    let pieces = d * q.dtype.size() / 32;
+    let is_even =
+        wide && shares > 0 && KEYS.is_multiple_of(shares) && pieces * 32 == d * q.dtype.size();
+    let pieces = if is_even && pieces <= 8 { pieces } else { 0 };
     let shared = (group * (d + shares * dv) * lse.dtype.size()) as u32;
     let grid = [chunks as u32, grid_heads, grid_rows];
-    let partial = attention_unit(q.dtype, wide, (group, shares), "cached_partial");
+    let partial = attention_unit(q.dtype, wide, [group, shares, pieces], "cached_partial");
     // SAFETY: the arguments are the kernel's; the scratch holds what `scratch` asked for, by the
     // same sizes; places are checked there.
-    unsafe { call.launch(&partial, grid, [128, 1, 1], shared, &mut args)? };
+    unsafe { call.launch_early(&partial, grid, [128, 1, 1], shared, &mut args)? };
     let mut args = Args::new()
         .ptr(scratch)
         .maybe(call.maybe_src(3))
@@ -240,10 +246,10 @@ unsafe fn cached_attention(call: &Call<'_>, spec: &AttentionSpec) -> Result<()> 
         .size(capacity)
         .size(chunks)
         .size(window);
-    let combine = attention_unit(q.dtype, wide, (group, 0), "cached_combine");
+    let combine = attention_unit(q.dtype, wide, [group, 0, 0], "cached_combine");
     let grid = [heads as u32, grid_rows, 1];
     // SAFETY: as above; the parts that are read are those that were written before.
-    unsafe { call.launch(&combine, grid, [128, 1, 1], 0, &mut args) }
+    unsafe { call.launch_early(&combine, grid, [128, 1, 1], 0, &mut args) }
 }
 
 unsafe fn few_linear(call: &Call<'_>, spec: &FewLinear) -> Result<()> {
@@ -306,7 +312,7 @@ unsafe fn linear_of_rows(
     let shared = (rows * k * size) as u32;
     // SAFETY: the arguments are the kernel's; the operation checked that matrices are dense, as wide
     // as x, and that rows are whole pieces of 16 bytes.
-    unsafe { call.launch(&unit, [blocks as u32, 1, 1], [256, 1, 1], shared, &mut args) }
+    unsafe { call.launch_early(&unit, [blocks as u32, 1, 1], [256, 1, 1], shared, &mut args) }
 }
 
 unsafe fn decode_heads(call: &Call<'_>, eps: f64) -> Result<()> {
@@ -341,5 +347,5 @@ unsafe fn decode_heads(call: &Call<'_>, eps: f64) -> Result<()> {
         .u32(call.alarm.code(call.kernel.name()));
     let grid = [(hq + 2 * hk) as u32, (batch * steps) as u32, 1];
     // SAFETY: the arguments are the kernel's; all are dense, and places are checked there.
-    unsafe { call.launch(&heads_unit(q.dtype), grid, [32, 1, 1], 0, &mut args) }
+    unsafe { call.launch_early(&heads_unit(q.dtype), grid, [32, 1, 1], 0, &mut args) }
 }

@@ -387,7 +387,7 @@ unsafe fn join(
 
 /// Blocks of 256 threads, `threads` of which take one of `count` lines.
 fn team(count: usize, threads: usize) -> (u32, [u32; 3]) {
-    let lines = 256 / threads;
+    let lines = (256 / threads).max(1);
     (
         count.div_ceil(lines) as u32,
         [threads as u32, lines as u32, 1],
@@ -426,6 +426,8 @@ unsafe fn arg_reduce(call: &Call<'_>, largest: bool, dim: usize) -> Result<()> {
         0..=16 => 1,
         _ if stride != 1 && count >= 4096 => 1,
         17..=2048 => 32,
+        // The likeliest of a vocabulary: one line, on which the next step waits.
+        32_768.. if count <= 64 => 1024,
         _ => 256,
     };
     let mut args = Args::new()

@@ -1,6 +1,6 @@
 // y[line] = index along one dimension of the first largest (smallest) value, or of the first NaN.
 //
-// blockDim.x (1, 32 or 256) threads search one line, blockDim.y lines a block. "Comes first" is a total order of values
+// blockDim.x (1, 32, 256 or 1024) threads search one line, blockDim.y lines a block. "Comes first" is a total order of values
 // and their places, so any order of joining gives the same answer. X_T is x's type, LARGEST is 1 or 0.
 
 typedef X_T X;
@@ -14,10 +14,10 @@ __device__ __forceinline__ bool beats(S a, i64 i, S b, i64 j) {
 }
 
 // `lines` holds x's address and every dimension but the searched one, which has `size` elements `stride` apart.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(1024)
 arg_line(const __grid_constant__ View lines, i64* y, i64 count, i64 size, i64 stride) {
-    __shared__ S values[8];
-    __shared__ i64 places[8];
+    __shared__ S values[32];
+    __shared__ i64 places[32];
     i64 line = (i64)blockIdx.x * blockDim.y + threadIdx.y;
     S best = S(0);
     i64 place = 0;

@@ -18,6 +18,18 @@ typedef AccOf<T>::type A;
 const int N = WIDE ? 16 / sizeof(T) : 1;
 typedef Few<T, N> Piece;
 #define INFINITY_VALUE __int_as_float(0x7f800000)
+// Kernels that are launched early: this one goes on once those before it are done and what they wrote is there; the
+// next may be set up from now on.
+__device__ __forceinline__ void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_later_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 __device__ __forceinline__ float exp_of(float x) { return expf(x); }
 __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 
@@ -93,12 +105,14 @@ extern "C" __global__ void __launch_bounds__(256, ROWS <= 4 ? 2 : 1) few_linear(
     const i64 total = GLU ? n0 : n0 + n1 + n2, step = (i64)gridDim.x * WARPS;
     i64 column = (i64)blockIdx.x * WARPS + warp;
     Piece next[HELD], next_up[HELD];
-    // The matrix is on its way while the rows are made ready.
+    let_later_start();
+    // The matrix is on its way while the rows are made ready, and before they are there.
     if (column < total) {
         const Column here = find(maps, column, k);
         load_chunk(next, here.w, 0, k, lane);
         if (GLU) load_chunk(next_up, here.other, 0, k, lane);
     }
+    wait_for_earlier();
     #pragma unroll 1
     for (int r = 0; r < rows; ++r) {
         A scale = 1;
@@ -171,6 +185,8 @@ extern "C" __global__ void __launch_bounds__(32) decode_heads(
     const int* __restrict__ at, T* __restrict__ turned, T* __restrict__ keys, T* __restrict__ values,
     i64 steps, i64 hq, i64 hk, i64 width, i64 half, i64 table, i64 capacity, double eps, u32* alarm, u32 code
 ) {
+    let_later_start();
+    wait_for_earlier();
     const i64 place = blockIdx.y, batch = place / steps, step = place - batch * steps;
     i64 head = blockIdx.x;
     const int kind = head < hq ? 0 : head < hq + hk ? 1 : 2;
@@ -230,7 +246,32 @@ extern "C" __global__ void __launch_bounds__(128) cached_partial(
     A* query = reinterpret_cast<A*>(room);
     __shared__ A scores[GROUP][KEYS];
     __shared__ A tops[GROUP], sums[GROUP];
+    let_later_start();
+    wait_for_earlier();
     const i64 batch = blockIdx.z / steps, step = blockIdx.z - batch * steps, chunks = gridDim.x;
+    const int held_key = threadIdx.x >> 1, side = threadIdx.x & 1;
+    const int value_pieces = (int)(dv / N), share = threadIdx.x / value_pieces;
+    const int piece = threadIdx.x - share * value_pieces;
+    // All that comes from memory is on its way before the first of it is needed; places that are not filled yet are
+    // read, too, and left out below.
+    const int kept = PIECES > 0 ? PIECES : 1, shared_keys = PIECES > 0 ? KEYS / (SHARES > 0 ? SHARES : 1) : 1;
+    Piece key_held[kept], value_held[shared_keys];
+    if (PIECES > 0) {
+        const i64 chunk = (i64)blockIdx.x * KEYS;
+        if (chunk + held_key < capacity) {
+            const T* row = k + batch * kb + (chunk + held_key) * ks + (i64)blockIdx.y * kh + side * N;
+            #pragma unroll
+            for (int i = 0; i < kept; ++i) key_held[i] = load_few<N>(row + i * 2 * N);
+        }
+        if (share < SHARES) {
+            const T* column = v + batch * vb + chunk * vs + (i64)blockIdx.y * vh + piece * N;
+            #pragma unroll
+            for (int i = 0; i < shared_keys; ++i) {
+                const int key = share + i * SHARES;
+                if (chunk + key < capacity) value_held[i] = load_few<N>(column + key * vs);
+            }
+        }
+    }
     i64 first, end;
     seen(at, batch, step, window, first, end);
     if (at[batch] < 0 || at[batch] + steps > capacity) {
@@ -248,13 +289,22 @@ extern "C" __global__ void __launch_bounds__(128) cached_partial(
     }
     __syncthreads();
     {
-        const int key = threadIdx.x >> 1, side = threadIdx.x & 1;
+        const int key = held_key;
         const i64 place = start + key;
         const bool live = place >= first && place < end;
         A dot[GROUP];
         #pragma unroll
         for (int g = 0; g < GROUP; ++g) dot[g] = 0;
-        if (live) {
+        if (PIECES > 0 && live) {
+            #pragma unroll
+            for (int i = 0; i < kept; ++i) {
+                #pragma unroll
+                for (int g = 0; g < GROUP; ++g) {
+                    #pragma unroll
+                    for (int j = 0; j < N; ++j) dot[g] += up(key_held[i].at[j]) * query[g * d + (2 * i + side) * N + j];
+                }
+            }
+        } else if (live) {
             const T* row = k + batch * kb + place * ks + head * kh;
             #pragma unroll 8
             for (i64 c = side * N; c < d; c += 2 * N) {
@@ -289,7 +339,6 @@ extern "C" __global__ void __launch_bounds__(128) cached_partial(
     const int skip = first > start ? (int)(first - start) : 0;
     // Threads share the places of a column among them, in SHARES lists that are added in order.
     A* shares = query + GROUP * d;
-    const int pieces = (int)(dv / N), share = threadIdx.x / pieces, piece = threadIdx.x - share * pieces;
     if (SHARES > 0 && share < SHARES) {
         A out[GROUP][N];
         #pragma unroll
@@ -298,10 +347,11 @@ extern "C" __global__ void __launch_bounds__(128) cached_partial(
             for (int j = 0; j < N; ++j) out[g][j] = 0;
         }
         const T* column = v + batch * vb + start * vs + head * vh + piece * N;
-        #pragma unroll 8
-        for (int key = share; key < KEYS; key += SHARES) {
+        #pragma unroll
+        for (int i = 0; i < (KEYS + SHARES - 1) / (SHARES > 0 ? SHARES : 1); ++i) {
+            const int key = share + i * SHARES;
             if (key < skip || key >= keys) continue;
-            Piece value = load_few<N>(column + key * vs);
+            Piece value = PIECES > 0 ? value_held[PIECES > 0 ? i : 0] : load_few<N>(column + key * vs);
             #pragma unroll
             for (int g = 0; g < GROUP; ++g) {
                 #pragma unroll
@@ -341,6 +391,8 @@ extern "C" __global__ void __launch_bounds__(128) cached_combine(
     const A* __restrict__ parts, const T* __restrict__ sinks, const int* __restrict__ at, T* __restrict__ o,
     A* __restrict__ lse, i64 steps, i64 heads, i64 dv, i64 capacity, i64 chunks, i64 window
 ) {
+    let_later_start();
+    wait_for_earlier();
     const i64 batch = blockIdx.y / steps, step = blockIdx.y - batch * steps, head = blockIdx.x;
     if (at[batch] < 0 || at[batch] + steps > capacity) return;
     i64 first, end;
