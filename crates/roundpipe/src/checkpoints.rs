@@ -277,10 +277,15 @@ impl Shared {
         Ok(steps.into_iter().collect())
     }
 
-    /// Once, removes what crashes left.
+    /// Once, before the first save, removes what crashes left. A folder that is not there yet has
+    /// nothing of a crash, and what a later save would find in it may be a save under way.
     fn tidy(&self) -> Result<()> {
         let mut tidied = lock(&self.tidied);
-        if *tidied || !self.dir.exists() {
+        if *tidied {
+            return Ok(());
+        }
+        if !self.dir.exists() {
+            *tidied = true;
             return Ok(());
         }
         let names = folder::names(&self.dir)?;

@@ -302,8 +302,26 @@ fn every_operation_may_fail() {
     }
 }
 
-/// The same for a save over another: at its name, or where [`Checkpoint::open`] looks, there is
-/// always a complete one.
+/// In a new folder, the second save leaves alone what the first is still writing.
+#[test]
+fn a_save_leaves_the_one_under_way() {
+    let engine = engine();
+    let folder = Folder::new();
+    let run = checkpoints(&folder, &TestDisk::slow(Duration::from_millis(20)));
+    train(&engine, 1, Lag::Zero);
+    let first = run.save(&engine, 1, "first").unwrap();
+    while !folder.path("run").join(".step-00000001.partial").exists() {
+        assert!(!first.is_done(), "the disk is too fast for this test");
+        std::thread::yield_now();
+    }
+    let second = run.save(&engine, 2, "second").unwrap();
+    first.wait().unwrap();
+    second.wait().unwrap();
+    assert_eq!(run.steps().unwrap(), [1, 2]);
+}
+
+/// Whatever operation of a save over another fails: at its name, or where [`Checkpoint::open`] looks,
+/// there is always a complete one.
 #[test]
 fn replacing_may_fail_at_every_operation() {
     let engine = engine();
