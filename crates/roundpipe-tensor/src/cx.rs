@@ -11,6 +11,7 @@ use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
 use crate::param::{Param, ParamId};
+use crate::repeat::Watched;
 use crate::rng::{RngKey, RngSite};
 use crate::shape::Shape;
 use crate::tape::{Back, LeafGrads, NodeRef, Sink, Tape};
@@ -170,6 +171,12 @@ impl Cx {
     pub fn at(mut self, site: RngSite) -> Self {
         self.site = site;
         self
+    }
+
+    /// Ends the watch that the worker began with ([`Worker::watched`]): what follows, the walk back
+    /// among it, is not watched.
+    pub fn end_watch(&mut self) -> Option<Watched> {
+        self.worker.end_watch()
     }
 
     /// The worker that computes.

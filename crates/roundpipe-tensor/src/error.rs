@@ -143,6 +143,12 @@ pub enum Error {
         /// The operation.
         op: &'static str,
     },
+    /// A repeated forward did something else than the one that was studied ([`crate::repeat`]).
+    #[error("{op}: this forward differs from the one before it; run it without what was kept")]
+    Diverged {
+        /// The operation where they part.
+        op: &'static str,
+    },
     /// A tensor that another tape or another device made.
     #[error("{op}: {what}")]
     Foreign {

@@ -40,12 +40,15 @@ pub mod quant;
 
 pub mod kernel;
 pub mod rates;
+mod work;
 
 pub mod device;
 
 pub mod pool;
 
 pub mod tensor;
+
+pub mod repeat;
 pub mod worker;
 
 pub mod transfer;
@@ -80,6 +83,7 @@ pub use param::{Keeper, Param, ParamId};
 pub use pins::Pins;
 pub use quant::Quantization;
 pub use rates::{AttentionRate, KernelRates};
+pub use repeat::{KeepChoice, PassSteps, Watch, Watched};
 pub use rng::{RngKey, RngSite};
 pub use shape::Shape;
 pub use sim::SimWorld;

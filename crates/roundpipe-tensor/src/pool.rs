@@ -31,6 +31,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::bytes::Bytes;
 use crate::device::{Arena, Device, Event, LaneKind};
@@ -45,6 +46,8 @@ pub struct Pool {
     device: Arc<dyn Device>,
     arena: Arena,
     state: Mutex<PoolState>,
+    /// Launches and reads of values that no watch has seen ([`crate::repeat`]).
+    unseen: AtomicU64,
 }
 
 /// The two ends of an arena.
@@ -127,7 +130,19 @@ impl Pool {
             device,
             arena,
             state: Mutex::new(PoolState::default()),
+            unseen: AtomicU64::new(0),
         }))
+    }
+
+    /// Counts a use of values that no watch sees.
+    pub(crate) fn note_unseen(&self) {
+        // Compared by the thread that also launches, so no order is needed.
+        self.unseen.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Uses of values so far that no watch has seen.
+    pub(crate) fn unseen(&self) -> u64 {
+        self.unseen.load(Ordering::Relaxed)
     }
 
     /// The worker whose memory this is.

@@ -205,6 +205,10 @@ impl Tensor {
         self.storage.pool()
     }
 
+    pub(crate) fn storage(&self) -> &Arc<Storage> {
+        &self.storage
+    }
+
     /// Whether its memory lies where values stay while other tasks run.
     pub fn is_long(&self) -> bool {
         matches!(&*self.storage, Storage::Block(block) if block.is_long())
@@ -296,6 +300,7 @@ impl Tensor {
         if bytes == 0 {
             return Ok(());
         }
+        self.pool().note_unseen();
         let dense = Worker::of(self).contiguous(self)?;
         let copy = Copy {
             what: OP.to_owned(),

@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::host::HostBuf;
 use crate::kernel::{Kernel, View};
 use crate::pool::{Block, Pool, PoolUse};
+use crate::repeat::{ActiveWatch, Watch, Watched};
 use crate::shape::{Layout, Shape};
 use crate::sync::lock;
 use crate::tensor::Tensor;
@@ -24,6 +25,8 @@ pub struct Worker {
     faults: Option<Arc<Faults>>,
     /// What the kernels of a recording touch.
     held: Option<Arc<Mutex<Vec<Tensor>>>>,
+    /// Who notes memory and launches, and leaves some out.
+    watch: Option<ActiveWatch>,
 }
 
 /// Kernels that were launched once and can be launched again, see [`Worker::record`].
@@ -60,6 +63,7 @@ impl Worker {
             pool: Pool::reserve(device, bytes)?,
             faults: None,
             held: None,
+            watch: None,
         })
     }
 
@@ -69,7 +73,23 @@ impl Worker {
             pool: tensor.pool().clone(),
             faults: None,
             held: None,
+            watch: None,
         }
+    }
+
+    /// The same worker, watched while a layer runs through it; [`Worker::end_watch`] ends that.
+    #[must_use]
+    pub fn watched(&self, watch: Watch) -> Self {
+        Self {
+            watch: Some(ActiveWatch::begin(watch, &self.pool)),
+            ..self.clone()
+        }
+    }
+
+    /// Ends the watch and gives what it saw; `None` where there was none.
+    pub fn end_watch(&mut self) -> Option<Watched> {
+        let watch = self.watch.take()?;
+        Some(watch.end(&self.pool))
     }
 
     /// A place where the kernels of one piece of work report bad data; `None` where launches return
@@ -88,6 +108,7 @@ impl Worker {
             pool: self.pool.clone(),
             faults,
             held: self.held.clone(),
+            watch: self.watch.clone(),
         }
     }
 
@@ -106,6 +127,7 @@ impl Worker {
             pool: self.pool.clone(),
             faults: self.faults.clone(),
             held: Some(held.clone()),
+            watch: self.watch.clone(),
         };
         let (mut body, mut out) = (Some(body), None);
         let replay = self.device().capture(&mut || {
@@ -147,6 +169,14 @@ impl Worker {
 
     /// A dense tensor with undefined contents.
     pub(crate) fn alloc(&self, op: &'static str, dtype: DType, shape: Shape) -> Result<Tensor> {
+        let alloc = || self.alloc_unwatched(op, dtype, shape);
+        match &self.watch {
+            Some(watch) => watch.take(&self.pool, op, dtype, shape, alloc),
+            None => alloc(),
+        }
+    }
+
+    fn alloc_unwatched(&self, op: &'static str, dtype: DType, shape: Shape) -> Result<Tensor> {
         let block = self.pool.alloc(op, (shape.numel() * dtype.size()) as u64)?;
         Ok(Tensor::from_block(block, dtype, shape))
     }
@@ -184,6 +214,11 @@ impl Worker {
         if idle && !matches!(kernel, Kernel::Host(_)) {
             return Ok(());
         }
+        match &self.watch {
+            Some(watch) if !watch.launch(&**self.device(), kernel, src, dst)? => return Ok(()),
+            Some(_) => {}
+            None => self.pool.note_unseen(),
+        }
         let views =
             |all: &[Option<&Tensor>]| all.iter().map(|t| t.map(Tensor::view)).collect::<Vec<_>>();
         let (src_tensors, dst_tensors) = (src, dst);
@@ -195,7 +230,10 @@ impl Worker {
         let ops = self.device().ops();
         let scratch = match ops.scratch(kernel, &src, &dst) {
             0 => None,
-            bytes => Some(self.alloc(kernel.name(), DType::U8, Shape::new(&[bytes])?)?),
+            bytes => {
+                let shape = Shape::new(&[bytes])?;
+                Some(self.alloc_unwatched(kernel.name(), DType::U8, shape)?)
+            }
         };
         if let Some(held) = &self.held {
             let operands = src_tensors.iter().chain(dst_tensors).flatten();

@@ -170,6 +170,9 @@ pub struct WorkerBudget {
     pub largest_task: u64,
     /// Activations that stay on the worker instead of going to host memory.
     pub kept: u64,
+    /// Whether activations may also take what a call's stages leave. Not where the user chose
+    /// `kept`, nor in host memory, where nothing is spare.
+    pub takes_spare: bool,
     /// Values on their way to host memory.
     pub outbox: u64,
 }
@@ -209,6 +212,8 @@ pub struct CallNeeds {
     pub stages: Vec<StageNeeds>,
     /// Activations that may stay on a worker beside its largest stage.
     pub kept_bytes: u64,
+    /// Of these, what pieces of forwards may take, which save a recompute their time.
+    pub piece_bytes: u64,
     /// Activations that the call saves in host memory, if none stays.
     pub host_bytes: u64,
 }
@@ -218,6 +223,7 @@ impl WorkerBudget {
     /// `kept` is what the user chose for activations that stay, if anything.
     pub fn new(arena: u64, reads_host: bool, kept: Option<u64>) -> Self {
         let share = |tenths: u64| arena / 10 * tenths + arena % 10 * tenths / 10;
+        let takes_spare = kept.is_none() && !reads_host;
         let kept = match kept {
             Some(kept) => kept,
             None if reads_host => arena / 4,
@@ -233,15 +239,28 @@ impl WorkerBudget {
             },
             largest_task: arena / 10 * 8,
             kept,
+            takes_spare,
             outbox: arena / 16,
         }
     }
 
-    /// The part of `kept` bytes that only values for the next stage may use. They come and go with
-    /// every stage; without it, values that stay until the backward would push them out for a whole
-    /// step.
-    pub fn for_next_stage(kept: u64) -> u64 {
-        kept / 4
+    /// The part of the `kept` bytes of a call that only values for the next stage may use. They come
+    /// and go with every stage; without it, values that stay until the backward would push them out
+    /// for a whole step.
+    pub fn for_next_stage(&self, kept: u64) -> u64 {
+        // What is spare beside `self.kept` is not needed by these.
+        kept.min(self.kept) / 4
+    }
+
+    /// What may stay on a worker whose largest stage leaves `rest` bytes: the budget's share, or all
+    /// that is left beside the weights of the next stage and what comes early, if that is more.
+    fn kept_of(&self, rest: u64, next_weights: u64) -> u64 {
+        let share = rest.min(self.kept);
+        if !self.takes_spare {
+            return share;
+        }
+        let early = self.arena / 16;
+        share.max(rest.saturating_sub(next_weights).saturating_sub(early))
     }
 
     /// The smallest of several workers' budgets, for a plan that must fit all of them.
@@ -277,9 +296,11 @@ impl WorkerBudget {
         let largest = totals.enumerate().max_by_key(|(_, total)| *total);
         let (place, total) = largest.unwrap_or((0, 0));
         let rest = self.arena.checked_sub(total).ok_or(place)?;
+        let weights = stages.iter().map(|stage| stage.weights).max();
         Ok(CallNeeds {
+            kept_bytes: self.kept_of(rest, weights.unwrap_or(0)),
             stages,
-            kept_bytes: rest.min(self.kept),
+            piece_bytes: 0,
             host_bytes: 0,
         })
     }
@@ -294,7 +315,7 @@ impl fmt::Display for WorkerBudget {
             ("kept activations", self.kept),
             (
                 "  of these for the next stage",
-                Self::for_next_stage(self.kept),
+                self.for_next_stage(self.kept),
             ),
             ("outgoing copies", self.outbox),
             ("reserved in all", self.arena),
@@ -324,7 +345,7 @@ mod tests {
                 // Weights, a task and kept values exist at the same time.
                 assert!(weights + task + kept <= arena, "{budget}");
                 assert!(budget.largest_task <= arena && budget.outbox <= arena);
-                assert!(WorkerBudget::for_next_stage(budget.kept) <= budget.kept);
+                assert!(budget.for_next_stage(budget.kept) <= budget.kept);
             }
         }
     }

@@ -173,6 +173,15 @@ impl Error {
         }
     }
 
+    /// Whether a recompute differed from the one that was studied.
+    pub(crate) fn is_diverged(&self) -> bool {
+        match self {
+            Self::Task { cause, .. } => cause.is_diverged(),
+            Self::Tensor(cause) => matches!(cause, roundpipe_tensor::Error::Diverged { .. }),
+            _ => false,
+        }
+    }
+
     /// Shorthand for [`Error::Checkpoint`].
     pub(crate) fn checkpoint(path: impl AsRef<Path>, what: impl Into<String>) -> Self {
         Self::Checkpoint {

@@ -33,6 +33,7 @@ pub(crate) mod launcher;
 pub(crate) mod model;
 pub(crate) mod optimizer_thread;
 pub(crate) mod queue;
+pub(crate) mod repeats;
 pub mod ring;
 pub(crate) mod run_layer;
 pub(crate) mod stage_value;

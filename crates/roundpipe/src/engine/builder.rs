@@ -24,6 +24,7 @@ use crate::devices::Devices;
 use crate::error::{Error, Result};
 use crate::exec::hooks::{Hook, LayerGradient, LayerOutput};
 use crate::exec::model::Model;
+use crate::exec::repeats::Repeats;
 use crate::exec::ring::{Ring, RingOptions};
 use crate::groups::{self, ParamGroup};
 use crate::layer::Layer;
@@ -361,6 +362,7 @@ impl<M: Layer + 'static> Builder<M> {
             set_buffers: Mutex::default(),
             resident,
             inference,
+            repeats: Repeats::default(),
             hooks: Mutex::default(),
         };
         let watchdog = self

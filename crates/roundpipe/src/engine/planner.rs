@@ -249,7 +249,7 @@ impl Planner {
             return self.search(key, costs, state);
         };
         plan.check(key.kind, self.layers.len())?;
-        let needs = self.needs(key, plan, costs)?;
+        let needs = self.needs(key, plan, costs, state)?;
         Ok((plan.clone(), needs))
     }
 
@@ -309,7 +309,7 @@ impl Planner {
             if tried.as_ref() == Some(&plan) {
                 continue;
             }
-            match self.needs(key, &plan, costs) {
+            match self.needs(key, &plan, costs, state) {
                 Ok(needs) => return Ok((plan, needs)),
                 Err(error) => refused = Some(error),
             }
@@ -344,16 +344,32 @@ impl Planner {
     ///
     /// # Errors
     /// When a stage's weights and working memory do not fit together.
-    fn needs(&self, key: &PlanKey, plan: &ExecutePlan, costs: &LayerCosts) -> Result<CallNeeds> {
+    fn needs(
+        &self,
+        key: &PlanKey,
+        plan: &ExecutePlan,
+        costs: &LayerCosts,
+        state: &PlannerState,
+    ) -> Result<CallNeeds> {
         let budget = self.ring.least_budget();
         let stages = plan.stages(key.kind);
         let needs: Vec<StageNeeds> = stages
             .iter()
             .map(|stage| self.stage_needs(&budget, stage, key.grain, costs))
             .collect();
-        let checked = budget.call_needs(needs.clone()).map(|checked| CallNeeds {
-            host_bytes: saved_bytes(key, &stages, costs),
-            ..checked
+        let checked = budget.call_needs(needs.clone()).map(|checked| {
+            let saved = saved_bytes(key, &stages, costs);
+            let free = checked.kept_bytes - budget.for_next_stage(checked.kept_bytes);
+            // Where the link has no time for saved inputs, they stay first.
+            let first = match self.link_has_time(key, costs, state, saved) {
+                true => 0,
+                false => saved / self.ring.workers().len() as u64,
+            };
+            CallNeeds {
+                host_bytes: saved,
+                piece_bytes: free.saturating_sub(first),
+                ..checked
+            }
         });
         checked.map_err(|stage| {
             let needs = needs[stage];
@@ -370,6 +386,33 @@ impl Planner {
             );
             Error::config("memory", what)
         })
+    }
+
+    /// Whether weights, gradients and all saved inputs of a call travel well within the time that
+    /// its kernels take. In host memory nothing travels, and a value that stays saves a copy.
+    fn link_has_time(
+        &self,
+        key: &PlanKey,
+        costs: &LayerCosts,
+        state: &PlannerState,
+        saved: u64,
+    ) -> bool {
+        /// Of the time that kernels take. Rates are rough before they are measured.
+        const SHARE: f64 = 0.6;
+        if self.ring.is_host() {
+            return false;
+        }
+        let all = 0..self.layers.len();
+        let weights = costs.bytes(all.clone()) as f64;
+        let up = state
+            .rates
+            .bytes_per_ms(LaneKind::ParamUpload)
+            .unwrap_or(LINK);
+        let upload_ms = (2.0 * weights + saved as f64) / up;
+        let one_ms = costs.forward_ms(all.clone())
+            + costs.recompute_ms(all.clone())
+            + costs.backward_ms(all);
+        upload_ms <= SHARE * one_ms * key.microbatches as f64
     }
 
     fn stage_needs(
@@ -574,6 +617,7 @@ mod tests {
             needs: CallNeeds {
                 stages: Vec::new(),
                 kept_bytes: 0,
+                piece_bytes: 0,
                 host_bytes: 0,
             },
             costs: LayerCosts::default(),

@@ -33,8 +33,9 @@ use crate::error::{Error, Result};
 use crate::exec::call::{Call, CallSpec};
 use crate::exec::model::LossFn;
 use crate::exec::queue::StageJob;
+use crate::exec::repeats::{KeepPlan, LocalLayer};
 use crate::exec::stage_value::Seed;
-use crate::plan::{ExecutePlan, PlanKind};
+use crate::plan::{ExecutePlan, Pass, PlanKind, Stage};
 use crate::sync::lock;
 use crate::tree::Tree;
 use crate::version::ReadTicket;
@@ -97,6 +98,26 @@ pub(crate) struct PendingCall {
     pub input_leaves: Arc<[InputLeaves]>,
     /// The samples of each microbatch, where they are known.
     pub samples: Option<Arc<[usize]>>,
+}
+
+/// The layers that are recomputed on the worker that ran their forward.
+fn local_layers(stages: &[Stage], workers: &[usize]) -> Vec<LocalLayer> {
+    let placed = || stages.iter().zip(workers);
+    let forwards = placed().filter(|(stage, _)| stage.pass == Pass::Forward);
+    let layers = forwards.flat_map(|(stage, worker)| {
+        let layers = stage.layers.clone();
+        layers.map(|layer| LocalLayer {
+            layer,
+            worker: *worker,
+        })
+    });
+    let is_local = |local: &LocalLayer| {
+        placed().any(|(stage, worker)| {
+            let is_back = stage.pass == Pass::Backward && stage.layers.contains(&local.layer);
+            is_back && *worker == local.worker
+        })
+    };
+    layers.filter(is_local).collect()
 }
 
 /// The error of a call that was submitted while another failed.
@@ -313,19 +334,30 @@ impl Core {
             number: sequence.number,
             repeat: 0,
         });
+        // A call that is cancelled below has moved the ring on; placement changes no result.
+        let assigned = self.ring.assign(&stages);
+        let microbatches = prepared.inputs.sources.len();
+        let keep = match trains {
+            true => {
+                let local = local_layers(&stages, &assigned);
+                let repeats = &self.model.repeats;
+                repeats.choose(&local, microbatches, needs.piece_bytes)
+            }
+            false => KeepPlan::default(),
+        };
         let workers = self.ring.workers().iter();
         let spec = CallSpec {
             id: sequence.next_call,
             model: self.model.clone(),
             part: request.part,
             name: part.name.clone(),
-            // A call that is cancelled below has moved the ring on; placement changes no result.
-            workers: self.ring.assign(&stages),
+            workers: assigned,
             devices: workers.map(|worker| worker.device().id()).collect(),
             stages,
             forward_stages: plan.forward.len(),
             needs,
-            microbatches: prepared.inputs.sources.len(),
+            keep,
+            microbatches,
             grain: prepared.config.recompute_grain,
             training,
             trains,

@@ -8,10 +8,11 @@
 use std::ops::Range;
 
 use roundpipe_tensor::transfer::HostValue;
-use roundpipe_tensor::{Cx, Tensor};
+use roundpipe_tensor::{Cx, Tensor, Watch};
 
 use super::launcher::Launcher;
 use super::queue::StageJob;
+use super::repeats::PassKey;
 use super::run_layer::{Activation, LayerMode, LoadedLayer, Ran, Taped};
 use super::stage_value::{Grads, SavedForRecompute, Seed, SeedOf};
 use super::task::Task;
@@ -37,6 +38,9 @@ pub(super) struct Prefetched {
 struct ArrivingSaved {
     data: Vec<Incoming>,
     buffers: Vec<(usize, Incoming)>,
+    /// Pieces that the worker keeps if it can.
+    kept: Vec<(usize, HostValue)>,
+    signature: u64,
 }
 
 /// The gradients of a stage's outputs, on their way here.
@@ -79,8 +83,11 @@ impl Launcher {
             let mut tapes = Vec::new();
             for layer in group.clone() {
                 // `saved` came with the group's input and is its first layer's; the others wait for
-                // theirs.
-                let ran = self.recompute(job, loaded, task, layer, &value, saved.take())?;
+                // theirs. The output of the last is not needed.
+                let needs_output = layer + 1 < group.end;
+                let saved = saved.take();
+                let ran =
+                    self.recompute(job, loaded, task, (layer, needs_output), &value, saved)?;
                 tapes.extend(ran.tape);
                 value = ran.output;
             }
@@ -156,7 +163,7 @@ impl Launcher {
         job: &StageJob,
         loaded: &mut LoadedLayers,
         task: &Task<'_>,
-        layer: usize,
+        (layer, needs_output): (usize, bool),
         input: &Tree<Activation>,
         saved: Option<ArrivingSaved>,
     ) -> Result<Ran> {
@@ -177,18 +184,49 @@ impl Launcher {
         for (index, incoming) in saved.buffers {
             buffers.push((index, self.land_saved(task, layer, incoming)?));
         }
+        let pieces: Vec<(usize, Tensor)> = saved
+            .kept
+            .into_iter()
+            .filter_map(|(piece, host)| Some((piece, self.kept.take_piece(&host)?)))
+            .collect();
         let here = self.load_layer(job, loaded, task, layer)?;
         // The forward saw these buffers; the next microbatch brings its own.
         for (index, before) in buffers {
             here.params[index].1 = before;
         }
-        self.run_layer(
-            task,
-            here,
-            Category::Recompute,
-            LayerMode::Recompute(data),
-            input,
-        )
+        let spec = task.spec();
+        let kind = self.worker().device().id().kind;
+        let key = PassKey::new(layer, kind, spec.training, input);
+        let repeats = &spec.model.repeats;
+        let known = repeats.get(&key);
+        let watch = match &known {
+            Some(Some(known)) => {
+                let is_same = known.steps.signature() == saved.signature;
+                let pieces = pieces.into_iter().filter(|_| is_same);
+                Some(Watch::repeat(&known.steps, pieces, needs_output))
+            }
+            // It was studied, and must run whole.
+            Some(None) => None,
+            None => Some(Watch::study()),
+        };
+        let run = |here: &mut LoadedLayer, watch| {
+            let mode = LayerMode::Recompute {
+                saved: data.clone(),
+                watch,
+            };
+            self.run_layer(task, here, Category::Recompute, mode, input)
+        };
+        match run(here, watch) {
+            Err(error) if error.is_diverged() => {
+                repeats.distrust(key);
+                run(here, None)
+            }
+            Ok(mut ran) if known.is_none() => {
+                repeats.learn(key, ran.steps.take(), saved.signature);
+                Ok(ran)
+            }
+            ran => ran,
+        }
     }
 
     fn land_saved(&self, task: &Task<'_>, layer: usize, incoming: Incoming) -> Result<Tensor> {
@@ -272,7 +310,12 @@ impl Launcher {
         for (index, value) in &saved.buffers {
             buffers.push((*index, receive(value)?));
         }
-        Ok(ArrivingSaved { data, buffers })
+        Ok(ArrivingSaved {
+            data,
+            buffers,
+            kept: saved.kept.clone(),
+            signature: saved.signature,
+        })
     }
 
     // ---- gradients between stages ----

@@ -25,6 +25,7 @@ use super::data_check::DataCheck;
 use super::ending::{Ending, PartEnd};
 use super::hooks::Hooks;
 use super::model::{LossFn, Model};
+use super::repeats::KeepPlan;
 use super::stage_value::{Grads, SavedForRecompute, Seed, Source, StageValue};
 use crate::budget::CallNeeds;
 use crate::config::Grain;
@@ -60,6 +61,8 @@ pub(crate) struct CallSpec {
     pub forward_stages: usize,
     /// What it needs of every worker.
     pub needs: CallNeeds,
+    /// What forwards keep for their recompute.
+    pub keep: KeepPlan,
     /// The worker of each stage.
     pub workers: Vec<usize>,
     /// All workers.

@@ -1,11 +1,13 @@
 //! The forward of a stage, and the fused forward and backward of the last one.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use roundpipe_tensor::{Cx, Tensor};
+use roundpipe_tensor::{Cx, Tensor, Watch};
 
 use super::launcher::Launcher;
 use super::queue::StageJob;
+use super::repeats::PassKey;
 use super::run_layer::{self, Activation, LayerMode, LoadedLayer, Ran, Taped};
 use super::stage_value::{Leaf, SavedForRecompute, Source, StageValue};
 use super::task::Task;
@@ -38,14 +40,14 @@ impl Launcher {
                 task.call.save_input(layer, task.microbatch, saved);
             }
             let mode = if spec.trains {
-                LayerMode::Forward
+                LayerMode::Forward(self.watch_forward(task, layer, &value))
             } else {
                 LayerMode::Infer
             };
             let here = self.load_layer(job, loaded, task, layer)?;
-            let ran = self.run_layer(task, here, Category::Forward, mode, &value)?;
+            let mut ran = self.run_layer(task, here, Category::Forward, mode, &value)?;
             if spec.trains {
-                self.save_for_recompute(task, layer, &ran)?;
+                self.save_for_recompute(task, layer, &mut ran)?;
             }
             value = ran.output;
         }
@@ -293,8 +295,33 @@ impl Launcher {
         }
     }
 
-    /// Sends what a layer saved for its recompute to the host.
-    fn save_for_recompute(&self, task: &Task<'_>, layer: usize, ran: &Ran) -> Result<()> {
+    /// What the forward of a layer keeps for its recompute: the pieces that its call has chosen, as
+    /// far as there is room.
+    fn watch_forward(&self, task: &Task<'_>, layer: usize, input: &Tree<Activation>) -> Watch {
+        let spec = task.spec();
+        let device = self.worker().device();
+        let working = (!device.aliases_host()).then(|| self.next_working());
+        let count = spec.keep.choices.get(&layer).copied().unwrap_or(0);
+        if count == 0 {
+            return Watch::keep(Vec::new(), working);
+        }
+        let key = PassKey::new(layer, device.id().kind, spec.training, input);
+        let known = spec.model.repeats.get(&key).flatten();
+        let choices = known.map_or_else(|| Arc::from([]), |known| known.choices);
+        let mut room = self.kept.room_for_pieces();
+        let mut pieces = Vec::new();
+        for choice in choices.iter().take(count) {
+            let Some(left) = room.checked_sub(choice.bytes) else {
+                break;
+            };
+            room = left;
+            pieces.extend(&choice.pieces);
+        }
+        Watch::keep(pieces, working)
+    }
+
+    /// Sends what a layer saved for its recompute to the host; pieces stay here.
+    fn save_for_recompute(&mut self, task: &Task<'_>, layer: usize, ran: &mut Ran) -> Result<()> {
         let what = "saved for recompute";
         let mut saved = SavedForRecompute::default();
         for tensor in ran.saved.iter().flatten() {
@@ -303,6 +330,10 @@ impl Launcher {
         for (index, before) in &ran.buffers {
             let sent = self.send_value(task, layer, what, before)?;
             saved.buffers.push((*index, sent));
+        }
+        saved.signature = ran.signature;
+        for (piece, tensor) in ran.kept.drain(..) {
+            saved.kept.push((piece, self.keep_piece(&tensor)));
         }
         let call = task.call;
         call.save_for_recompute(layer, task.microbatch, saved);

@@ -148,7 +148,10 @@ impl Launcher {
         let spec = &call.spec;
         self.resident
             .retain(|weights| weights.are_current(&spec.model, spec.version));
-        self.kept.set_limit(spec.needs.kept_bytes);
+        let for_pieces = spec.keep.bytes.get(&self.index).copied().unwrap_or(0);
+        let for_next = self.budget.for_next_stage(spec.needs.kept_bytes);
+        self.kept
+            .set_limit(spec.needs.kept_bytes, for_next, for_pieces);
         self.call = Arc::downgrade(call);
     }
 
@@ -341,6 +344,13 @@ impl Launcher {
             Err(error) if error.is_device_full() => {}
             requested => return requested,
         }
+        // Pieces of forwards first: they cost a recompute, not a copy to the host and back.
+        self.kept.drop_pieces();
+        self.worker.pool().trim();
+        match self.request_weights(job, Some(working)) {
+            Err(error) if error.is_device_full() => {}
+            requested => return requested,
+        }
         // Nothing else is needed at this moment, and then the weights and the working memory of
         // the job fit: that was checked when the call was planned.
         let freed = self.free_optional();
@@ -361,6 +371,10 @@ impl Launcher {
         // The cheap way first: the compute lane waits for copies that are under way anyway.
         let drained = self.port.make_room(0);
         drained.map_err(|error| task.error(None, error))?;
+        if self.worker.pool().claim_working(bytes) {
+            return Ok(());
+        }
+        self.kept.drop_pieces();
         if self.worker.pool().claim_working(bytes) {
             return Ok(());
         }

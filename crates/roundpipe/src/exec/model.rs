@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use roundpipe_tensor::{Cx, ParamId, Result as TensorResult, Tensor};
 
 use super::hooks::Hooks;
+use super::repeats::Repeats;
 use crate::layer::Layer;
 use crate::store::Store;
 use crate::tree::Tree;
@@ -29,6 +30,8 @@ pub(crate) struct Model {
     pub resident: bool,
     /// Whether weights are only read.
     pub inference: bool,
+    /// What is known of its layers' recomputes.
+    pub repeats: Repeats,
     /// What is registered now; a call takes it as it is.
     pub hooks: Mutex<Arc<Hooks>>,
 }

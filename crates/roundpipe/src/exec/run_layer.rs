@@ -6,7 +6,9 @@
 //!
 //! Nothing here waits, sends or receives; [`super::launcher`] does.
 
-use roundpipe_tensor::{Cx, Param, Recompute, Result, RngSite, Tensor, Worker};
+use roundpipe_tensor::{
+    Cx, Error, Param, PassSteps, Recompute, Result, RngSite, Tensor, Watch, Watched, Worker,
+};
 
 use crate::layer::Layer;
 use crate::planted;
@@ -38,8 +40,8 @@ pub(crate) struct LoadedLayer {
 pub(crate) enum LayerMode {
     /// Nothing is kept, no backward follows.
     Infer,
-    /// Nothing is kept; a recompute follows.
-    Forward,
+    /// A recompute follows. What it need not compute again is kept as the watch says.
+    Forward(Watch),
     /// Recorded for the backward that follows in the same visit.
     Record {
         /// Of every output, where they are losses and it is known.
@@ -47,8 +49,11 @@ pub(crate) enum LayerMode {
         /// Whether new sums of gradients stay for later tasks.
         sums_stay: bool,
     },
-    /// As `Record`, repeating an earlier forward that saved these.
-    Recompute(Vec<Tensor>),
+    /// As `Record`, repeating an earlier forward that saved these. Without a watch it runs whole.
+    Recompute {
+        saved: Vec<Tensor>,
+        watch: Option<Watch>,
+    },
 }
 
 /// What a layer left behind for its backward.
@@ -64,6 +69,12 @@ pub(crate) struct Ran {
     pub tape: Option<Taped>,
     /// Saved for its recompute.
     pub saved: Option<Vec<Tensor>>,
+    /// Pieces of it that stay for its recompute, by number.
+    pub kept: Vec<(usize, Tensor)>,
+    /// Tells apart passes that take other memory; 0 where nothing was watched.
+    pub signature: u64,
+    /// What it did, where that was studied.
+    pub steps: Option<PassSteps>,
     /// Buffers it set, by place among the layer's parameters, with the value each had before.
     pub buffers: Vec<(usize, Tensor)>,
 }
@@ -78,10 +89,11 @@ impl LoadedLayer {
     ) -> Result<Cx> {
         let (cx, records) = match mode {
             LayerMode::Infer => (Cx::new(worker, false, training), false),
-            LayerMode::Forward => (
-                Cx::ahead(worker, training).with_recompute(Recompute::Later(None)),
-                false,
-            ),
+            LayerMode::Forward(watch) => {
+                let worker = worker.watched(watch);
+                let later = Recompute::Later(None);
+                (Cx::ahead(&worker, training).with_recompute(later), false)
+            }
             LayerMode::Record {
                 output_gradient,
                 sums_stay,
@@ -92,10 +104,12 @@ impl LoadedLayer {
                 }
                 (cx, true)
             }
-            LayerMode::Recompute(saved) => (
-                Cx::new(worker, true, training).with_recompute(Recompute::Now(saved)),
-                true,
-            ),
+            LayerMode::Recompute { saved, watch } => {
+                let watched = watch.map(|watch| worker.watched(watch));
+                let worker = watched.as_ref().unwrap_or(worker);
+                let now = Recompute::Now(saved);
+                (Cx::new(worker, true, training).with_recompute(now), true)
+            }
         };
         let mut cx = cx.at(site);
         for ((param, tensor), sum) in self.params.iter().zip(&mut self.sums) {
@@ -121,13 +135,25 @@ impl LoadedLayer {
         mode: LayerMode,
         input: &Tree<Activation>,
     ) -> Result<Ran> {
-        let repeats = matches!(mode, LayerMode::Recompute(_));
+        let repeats = matches!(mode, LayerMode::Recompute { .. });
         let trains = !matches!(mode, LayerMode::Infer);
         let mut cx = self.context(worker, training, site, mode)?;
         let given = as_inputs(&mut cx, input)?;
         // To recognise inputs that the layer passes on unchanged, and to ask for their gradients.
         let kept: Vec<Tensor> = given.leaves().into_iter().cloned().collect();
-        let output = layer.run(&mut cx, given)?;
+        let output = layer.run(&mut cx, given);
+        let mut watched = cx.end_watch();
+        if let Some(watched) = watched.as_ref().filter(|_| repeats) {
+            let leaves = output.as_ref().ok().map(Tree::leaves);
+            if !watched.is_sound(leaves.as_deref()) {
+                drop(output);
+                return Err(self.unfinished(cx)?);
+            }
+        }
+        let output = output?;
+        let steps = watched
+            .as_mut()
+            .and_then(|watched| watched.steps(&output.leaves()));
         if trains {
             self.check_used(&cx)?;
         }
@@ -162,12 +188,26 @@ impl LoadedLayer {
                 outputs,
             }
         });
+        let (kept, signature) = watched.map_or((Vec::new(), 0), Watched::into_kept);
         Ok(Ran {
             output: held,
             tape,
             saved,
+            kept,
+            signature,
+            steps,
             buffers,
         })
+    }
+
+    /// The error of a recompute that differs from the one that was studied. The sums that it was
+    /// given come back, so that it can be run again.
+    fn unfinished(&mut self, mut cx: Cx) -> Result<Error> {
+        let mut gradients = cx.backward_if_any(&[])?;
+        for ((param, _), sum) in self.params.iter().zip(&mut self.sums) {
+            *sum = sum.take().or(gradients.take_param(param));
+        }
+        Ok(Error::Diverged { op: "recompute" })
     }
 
     /// Refuses a layer that uses a trainable parameter which the engine does not know: it would

@@ -82,4 +82,8 @@ pub(crate) struct SavedForRecompute {
     pub data: Vec<HostValue>,
     /// Buffers by their index among the layer's parameters, as the forward saw them.
     pub buffers: Vec<(usize, HostValue)>,
+    /// Pieces that its worker keeps if it can, by number.
+    pub kept: Vec<(usize, HostValue)>,
+    /// Of the forward that kept them.
+    pub signature: u64,
 }

@@ -51,17 +51,26 @@ fn is_local(worker: usize, readers: &[usize]) -> bool {
 /// Bytes of values that may stay on a worker.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct KeepBudget {
+    /// All of it.
     pub limit: u64,
+    /// The part that only values for the next stage may use. They come and go with every stage;
+    /// without it, values that stay until the backward would push them out for a whole step.
+    pub for_next_stage: u64,
+    /// The part that only pieces of forwards use, which save a recompute their time.
+    pub for_pieces: u64,
+    /// Taken by stage values.
     pub used: u64,
+    /// Taken by pieces.
+    pub used_by_pieces: u64,
 }
 
 impl KeepBudget {
     fn has_room(&self, bytes: u64, until: Until) -> bool {
-        let limit = match until {
-            Until::NextStage => self.limit,
-            Until::Later => self.limit - WorkerBudget::for_next_stage(self.limit),
+        let reserved = match until {
+            Until::NextStage => self.for_pieces,
+            Until::Later => self.for_pieces + self.for_next_stage,
         };
-        self.used + bytes <= limit
+        self.used + bytes <= self.limit.saturating_sub(reserved)
     }
 }
 
@@ -73,6 +82,8 @@ struct Kept {
     call: Weak<Call>,
     /// Readers to come; `None` if it stays until the call ends.
     readers: Option<usize>,
+    /// Whether it is a piece of a forward, which a recompute can make again.
+    is_piece: bool,
 }
 
 /// Where a kept value is.
@@ -104,7 +115,10 @@ impl KeptValues {
         Self {
             budget: KeepBudget {
                 limit: budget.kept,
+                for_next_stage: budget.for_next_stage(budget.kept),
+                for_pieces: 0,
                 used: 0,
+                used_by_pieces: 0,
             },
             by_id: HashMap::new(),
         }
@@ -112,12 +126,21 @@ impl KeptValues {
 
     /// Bytes that may still stay.
     pub fn room(&self) -> u64 {
-        self.budget.limit.saturating_sub(self.budget.used)
+        let used = self.budget.used + self.budget.used_by_pieces;
+        self.budget.limit.saturating_sub(used)
     }
 
-    /// Values of a call may take so much.
-    pub fn set_limit(&mut self, limit: u64) {
+    /// Pieces that may still stay.
+    pub fn room_for_pieces(&self) -> u64 {
+        let of_pieces = self.budget.for_pieces;
+        of_pieces.saturating_sub(self.budget.used_by_pieces)
+    }
+
+    /// Values of a call may take so much, of which `for_pieces` is for pieces of its forwards.
+    pub fn set_limit(&mut self, limit: u64, for_next_stage: u64, for_pieces: u64) {
         self.budget.limit = limit;
+        self.budget.for_next_stage = for_next_stage;
+        self.budget.for_pieces = for_pieces;
     }
 
     fn insert(
@@ -134,8 +157,38 @@ impl KeptValues {
             _host: host.clone(),
             call: call.clone(),
             readers,
+            is_piece: false,
         };
         self.by_id.insert(host.id(), kept);
+    }
+
+    fn insert_piece(&mut self, host: &HostValue, tensor: &Tensor, call: &Weak<Call>) {
+        let place = KeptPlace::Worker(tensor.clone());
+        self.budget.used_by_pieces += place.bytes();
+        let kept = Kept {
+            place,
+            _host: host.clone(),
+            call: call.clone(),
+            readers: Some(1),
+            is_piece: true,
+        };
+        self.by_id.insert(host.id(), kept);
+    }
+
+    /// A piece of a forward, if it is still there.
+    pub fn take_piece(&mut self, host: &HostValue) -> Option<Tensor> {
+        let kept = self.by_id.remove(&host.id())?;
+        self.budget.used_by_pieces -= kept.place.bytes();
+        match kept.place {
+            KeptPlace::Worker(tensor) => Some(tensor),
+            KeptPlace::Host(_) => None,
+        }
+    }
+
+    /// Frees all pieces of forwards. Their recomputes make them again.
+    pub fn drop_pieces(&mut self) {
+        self.by_id.retain(|_, kept| !kept.is_piece);
+        self.budget.used_by_pieces = 0;
     }
 
     /// Where a value is, for one reader. The last reader takes it out.
@@ -152,11 +205,12 @@ impl KeptValues {
         Some(place)
     }
 
-    /// Sends all values to the host. Their readers bring them back.
+    /// Sends all values to the host. Their readers bring them back. Pieces are dropped.
     ///
     /// # Errors
     /// When the device fails or the host has no memory; the rest stays.
     pub fn spill(&mut self, port: &Port) -> roundpipe_tensor::Result<()> {
+        self.drop_pieces();
         for kept in self.by_id.values_mut() {
             if let KeptPlace::Worker(tensor) = &kept.place {
                 let sent = port.send("kept value", tensor)?;
@@ -173,7 +227,11 @@ impl KeptValues {
     pub fn retain(&mut self, keep: impl Fn(&Weak<Call>) -> bool) {
         self.by_id.retain(|_, kept| keep(&kept.call));
         // Counted anew: a spilled value takes nothing.
-        self.budget.used = self.by_id.values().map(|kept| kept.place.bytes()).sum();
+        let of = |is_piece: bool| {
+            let kept = self.by_id.values().filter(|kept| kept.is_piece == is_piece);
+            kept.map(|kept| kept.place.bytes()).sum()
+        };
+        (self.budget.used, self.budget.used_by_pieces) = (of(false), of(true));
     }
 }
 
@@ -234,6 +292,13 @@ impl Launcher {
         }
         let sent = self.port.send(what, tensor);
         sent.map_err(|error| task.error(None, error))
+    }
+
+    /// Keeps a piece of a forward for its recompute.
+    pub(super) fn keep_piece(&mut self, tensor: &Tensor) -> HostValue {
+        let value = HostValue::device_only(tensor);
+        self.kept.insert_piece(&value, tensor, &self.call);
+        value
     }
 
     /// A copy of a value that stays, away from the working memory: in the middle of it, it would cut
@@ -436,12 +501,19 @@ impl Launcher {
 mod tests {
     use super::*;
 
+    fn budget(used: u64, for_pieces: u64) -> KeepBudget {
+        KeepBudget {
+            limit: 100,
+            for_next_stage: 25,
+            for_pieces,
+            used,
+            used_by_pieces: 0,
+        }
+    }
+
     #[test]
     fn a_value_stays_only_where_all_its_readers_are() {
-        let budget = KeepBudget {
-            limit: 100,
-            used: 0,
-        };
+        let budget = budget(0, 0);
         let decide = |readers: &[usize]| stays(1, readers, 10, Until::NextStage, &budget);
         assert!(decide(&[1]) && decide(&[1, 1]));
         assert!(!decide(&[]), "without readers it is the host's");
@@ -450,14 +522,18 @@ mod tests {
 
     #[test]
     fn later_values_leave_a_part_of_the_budget_to_the_next_stage() {
-        let decide = |used, bytes, until| {
-            let budget = KeepBudget { limit: 100, used };
-            stays(0, &[0], bytes, until, &budget)
-        };
+        let decide = |used, bytes, until| stays(0, &[0], bytes, until, &budget(used, 0));
         assert!(decide(0, 75, Until::Later));
         assert!(!decide(0, 76, Until::Later));
         assert!(decide(75, 25, Until::NextStage));
         assert!(!decide(75, 26, Until::NextStage));
         assert!(decide(100, 0, Until::NextStage));
+    }
+
+    #[test]
+    fn stage_values_leave_pieces_their_part() {
+        let decide = |used, until| stays(0, &[0], 10, until, &budget(used, 40));
+        assert!(decide(50, Until::NextStage) && !decide(51, Until::NextStage));
+        assert!(decide(25, Until::Later) && !decide(26, Until::Later));
     }
 }
