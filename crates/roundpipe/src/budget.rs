@@ -370,10 +370,21 @@ mod tests {
             budget.call_needs(vec![stage])
         };
         let kept = |weights| call(weights).map(|needs| needs.kept_bytes);
-        assert_eq!(kept(100), Ok(160));
+        // All but the stage, the weights of the next one, and a sixteenth for what comes early.
+        assert_eq!(kept(100), Ok(1600 - 200 - 100 - 100));
+        assert_eq!(kept(600), Ok(1600 - 700 - 600 - 100));
+        // At least the budget's share, as far as there is room.
+        assert_eq!(kept(700), Ok(160));
         assert_eq!(kept(1400), Ok(100));
         assert_eq!(kept(1500), Ok(0));
         assert_eq!(kept(1501), Err(0), "it does not fit");
+        let chosen = WorkerBudget::new(1600, false, Some(50));
+        let stage = StageNeeds {
+            weights: 100,
+            task: 100,
+            sums: 30,
+        };
+        assert_eq!(chosen.call_needs(vec![stage]).unwrap().kept_bytes, 50);
     }
 
     #[test]

@@ -195,8 +195,7 @@ impl Launcher {
             here.params[index].1 = before;
         }
         let spec = task.spec();
-        let kind = self.worker().device().id().kind;
-        let key = PassKey::new(layer, kind, spec.training, input);
+        let key = PassKey::new(layer, self.index, spec.training, input);
         let repeats = &spec.model.repeats;
         let known = repeats.get(&key);
         let watch = match &known {

@@ -305,7 +305,7 @@ impl Launcher {
         if count == 0 {
             return Watch::keep(Vec::new(), working);
         }
-        let key = PassKey::new(layer, device.id().kind, spec.training, input);
+        let key = PassKey::new(layer, self.index, spec.training, input);
         let known = spec.model.repeats.get(&key).flatten();
         let choices = known.map_or_else(|| Arc::from([]), |known| known.choices);
         let mut room = self.kept.room_for_pieces();

@@ -15,7 +15,7 @@
 use std::collections::{BinaryHeap, HashMap};
 use std::sync::{Arc, Mutex};
 
-use roundpipe_tensor::{DType, DeviceKind, KeepChoice, PassSteps, Shape};
+use roundpipe_tensor::{DType, KeepChoice, PassSteps, Shape};
 
 use super::run_layer::Activation;
 use crate::sync::lock;
@@ -28,18 +28,19 @@ const MOST_PASSES: usize = 4096;
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct PassKey {
     layer: usize,
-    device: DeviceKind,
+    /// Kernels differ between kinds of devices.
+    worker: usize,
     training: bool,
     input: Vec<(DType, Shape, bool)>,
 }
 
 impl PassKey {
-    pub fn new(layer: usize, device: DeviceKind, training: bool, input: &Tree<Activation>) -> Self {
+    pub fn new(layer: usize, worker: usize, training: bool, input: &Tree<Activation>) -> Self {
         let leaves = input.leaves().into_iter();
         let input = leaves.map(|leaf| (leaf.tensor.dtype(), *leaf.tensor.shape(), leaf.grad));
         Self {
             layer,
-            device,
+            worker,
             training,
             input: input.collect(),
         }

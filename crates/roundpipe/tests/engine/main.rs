@@ -18,6 +18,7 @@ mod memory;
 mod misuse;
 mod models;
 mod modules;
+mod repeats;
 mod scaled;
 mod simulation;
 mod state;

@@ -1,0 +1,247 @@
+//! What recomputes leave out, and what forwards keep for them: fewer operations, the same bits.
+
+use std::sync::Arc;
+
+use roundpipe::nn::{Func, Init, Linear};
+use roundpipe::optim::{AdamW, Rule};
+use roundpipe::{
+    Bytes, Cx, DType, Device, ExecutePlan, Grain, HostTensor, Lag, PlanKind, RingOptions,
+    RoundPipe, RunConfig, Sequential, Tensor, Update,
+};
+use roundpipe::{Module, ParamVisitor, Params};
+use roundpipe_tensor::{DeviceKind, Meta};
+
+use crate::models;
+
+/// Two linear maps, the inner width four times the outer.
+struct Unit {
+    up: Linear,
+    down: Linear,
+}
+
+const WIDTH: usize = 16;
+
+impl Params for Unit {
+    fn visit(&self, visit: &mut ParamVisitor<'_>) {
+        visit.child("up", &self.up);
+        visit.child("down", &self.down);
+    }
+}
+
+impl Module for Unit {
+    fn forward(&self, cx: &mut Cx, x: &Tensor) -> roundpipe_tensor::Result<Tensor> {
+        let up = self.up.forward(cx, x)?;
+        let inner = cx.gelu(&up)?;
+        let inner = cx.dropout(&inner, 0.1)?;
+        let down = self.down.forward(cx, &inner)?;
+        cx.add(x, &down)
+    }
+}
+
+/// Six of them.
+fn units() -> Sequential {
+    let mut init = Init::new(9, DType::F32);
+    let mut linear = |from, to| Linear::new(&mut init, from, to, true).unwrap();
+    let units = (0..6).map(|_| Unit {
+        up: linear(WIDTH, 4 * WIDTH),
+        down: linear(4 * WIDTH, WIDTH),
+    });
+    units.fold(Sequential::new(), |model, unit| model.with(unit))
+}
+
+fn numbers(step: u64) -> HostTensor {
+    let values: Vec<f32> = (0..6 * WIDTH)
+        .map(|i| (i as f32 + step as f32 * 0.3).sin())
+        .collect();
+    HostTensor::from_slice(&values, &[6, WIDTH]).unwrap()
+}
+
+fn engine(model: &Sequential, devices: Vec<Arc<dyn Device>>, keep: Option<Bytes>) -> RoundPipe {
+    let plan = ExecutePlan::from_sizes(PlanKind::Fused, &[2, 3], &[1, 2, 3]);
+    RoundPipe::builder(model.clone())
+        .optimizer(Rule::AdamW(AdamW::default()))
+        .optimizer_threads(1)
+        .seed(models::SEED)
+        .devices(devices)
+        .run_config(RunConfig::default().num_microbatch(3).execute_plan(plan))
+        .ring_options(RingOptions {
+            memory: Some(Bytes::mib(32)),
+            activation_budget: keep,
+            ..RingOptions::default()
+        })
+        .build()
+        .unwrap()
+}
+
+/// The first step of a model studies its recomputes, the second leaves out what they do not need,
+/// and keeps what has room.
+#[test]
+fn later_steps_compute_less() {
+    let flops = |grain: Grain, keep: Option<Bytes>| {
+        let meta = Meta::like(DeviceKind::Sim);
+        let engine = engine(&units(), vec![meta.clone() as Arc<dyn Device>], keep);
+        let mut steps = Vec::new();
+        for step in 0..4 {
+            let before = meta.cost().flops;
+            let config = RunConfig::new().recompute_grain(grain);
+            let call = engine.train(numbers(step)).loss(weighted);
+            call.config(config).run().unwrap();
+            engine.update(&Update::new(0.01), Lag::Zero).unwrap();
+            engine.synchronize().unwrap();
+            steps.push(meta.cost().flops - before);
+        }
+        assert_eq!(steps[2], steps[3]);
+        steps
+    };
+    for grain in [Grain::Stage, Grain::Layer] {
+        let none = flops(grain, Some(Bytes(0)));
+        let some = flops(grain, Some(Bytes(12 << 10)));
+        let all = flops(grain, None);
+        assert!(none[2] < none[0], "{grain:?}: {none:?}");
+        assert!(some[2] < none[2], "{grain:?}: {some:?}");
+        assert!(all[2] < some[2], "{grain:?}: {some:?} {all:?}");
+    }
+}
+
+/// A layer that looks at its values and goes one of two ways runs whole, and right.
+#[test]
+fn a_layer_that_looks_at_values_is_run_whole() {
+    let model = || {
+        let mut init = Init::new(4, DType::F32);
+        let mut linear = || Linear::new(&mut init, 5, 5, true).unwrap();
+        let looks = |cx: &mut Cx, x: &Tensor| {
+            let y = cx.mul(x, x)?;
+            let sum = cx.sum_all(&y)?;
+            match sum.item()? > 10.0 {
+                true => cx.tanh(&y),
+                false => cx.exp(x),
+            }
+        };
+        let (a, b, c) = (linear(), linear(), linear());
+        Sequential::new()
+            .with(a)
+            .with(Func(looks))
+            .with(b)
+            .with(Func(looks))
+            .with(c)
+            .with(Func(|cx: &mut Cx, x: &Tensor| cx.tanh(x)))
+    };
+    same_as_plain(&model, |step| {
+        (models::numbers(step, 9, DType::F32).0, step)
+    });
+}
+
+/// A layer whose forward is another in every call: what was studied never holds.
+#[test]
+fn a_layer_that_changes_from_call_to_call_is_run_again() {
+    use std::sync::atomic::{AtomicU64, Ordering};
+    // Every microbatch runs it forward and again; the plain loop runs it once. So it goes by what
+    // the input says, not by how often it was called.
+    let model = || {
+        let mut init = Init::new(5, DType::F32);
+        let mut linear = || Linear::new(&mut init, 5, 5, true).unwrap();
+        let (a, b) = (linear(), linear());
+        let seen = AtomicU64::new(0);
+        let changes = move |cx: &mut Cx, x: &Tensor| {
+            seen.fetch_add(1, Ordering::Relaxed);
+            let mut y = cx.mul(x, x)?;
+            // Read through a copy that no watch sees as a read of `y`.
+            let first = roundpipe::Worker::of(x).copied(x, DType::F32)?;
+            if first.to_f64_vec()?[0] > 0.0 {
+                y = cx.sin(&y)?;
+            }
+            cx.tanh(&y)
+        };
+        Sequential::new()
+            .with(a)
+            .with(Func(changes))
+            .with(b)
+            .with(Func(|cx: &mut Cx, x: &Tensor| cx.tanh(x)))
+    };
+    same_as_plain(&model, |step| {
+        (models::numbers(step, 9, DType::F32).0, step)
+    });
+}
+
+/// Trains four steps under the engine, in stages of one layer and in one of all, and by a plain
+/// loop: the same bits.
+fn same_as_plain(model: &dyn Fn() -> Sequential, batch: impl Fn(u64) -> (HostTensor, u64)) {
+    let rule = Rule::AdamW(AdamW::default());
+    let batch = |step: u64| {
+        let (x, _) = batch(step);
+        let weights = models::numbers(step, x.dims()[0], DType::F32).1;
+        (roundpipe::HostInputs::from(x), weights)
+    };
+    let plain = model();
+    let trail = models::plain_loop(&plain, rule.clone(), 0.05, 4, &batch, 3, weighted);
+    for grain in [Grain::Stage, Grain::Layer] {
+        let model = model();
+        let layers = model.layers().count();
+        let plan = ExecutePlan::from_sizes(PlanKind::Fused, &[layers - 1], &[1, layers - 1]);
+        let engine = RoundPipe::builder(model.clone())
+            .optimizer(rule.clone())
+            .optimizer_threads(1)
+            .seed(models::SEED)
+            .devices(models::cpus(2))
+            .run_config(
+                RunConfig::new()
+                    .num_microbatch(3)
+                    .execute_plan(plan)
+                    .recompute_grain(grain),
+            )
+            .build()
+            .unwrap();
+        let mut losses = Vec::new();
+        for step in 0..4 {
+            let (x, weights) = batch(step);
+            let loss = engine.forward_backward(x, weights, weighted).unwrap();
+            losses.push(models::bits(&loss));
+            engine.update(&Update::new(0.05), Lag::Zero).unwrap();
+        }
+        engine.synchronize().unwrap();
+        assert_eq!(losses, trail.losses, "{grain:?}");
+        assert_eq!(models::params(&model), trail.params, "{grain:?}");
+    }
+}
+
+fn weighted(
+    cx: &mut Cx,
+    output: roundpipe::Tree,
+    _: roundpipe::Tree,
+) -> roundpipe_tensor::Result<Tensor> {
+    let y = output.tensor()?;
+    let y = cx.mul(&y, &y)?;
+    cx.sum_all(&y)
+}
+
+/// The same bits whatever is kept, in stages of any size and grain, on devices with memory of their
+/// own and without, with room for all, for some and for none.
+#[test]
+fn what_is_kept_changes_no_bit() {
+    let rule = Rule::AdamW(AdamW::default());
+    let batch = |step: u64| (roundpipe::HostInputs::from(numbers(step)), numbers(step));
+    let trail = models::plain_loop(&units(), rule, 0.01, 4, &batch, 3, weighted);
+    let devices: [&dyn Fn() -> Vec<Arc<dyn Device>>; 3] =
+        [&|| models::cpus(1), &|| models::cpus(3), &|| {
+            crate::api::sims(3, 1).1
+        }];
+    for devices in devices {
+        for grain in [Grain::Stage, Grain::Layer] {
+            for keep in [None, Some(Bytes(12 << 10)), Some(Bytes(0))] {
+                let model = units();
+                let engine = engine(&model, devices(), keep);
+                let mut losses = Vec::new();
+                for step in 0..4 {
+                    let config = RunConfig::new().recompute_grain(grain);
+                    let call = engine.train(numbers(step)).labels(numbers(step));
+                    let done = call.loss(weighted).config(config).run().unwrap();
+                    losses.push(models::bits(&done.losses));
+                    engine.update(&Update::new(0.01), Lag::Zero).unwrap();
+                }
+                engine.synchronize().unwrap();
+                assert_eq!(losses, trail.losses, "{grain:?} {keep:?}");
+                assert_eq!(models::params(&model), trail.params, "{grain:?} {keep:?}");
+            }
+        }
+    }
+}
