@@ -110,6 +110,11 @@ impl PassSteps {
         self.signature
     }
 
+    /// What the pass takes when nothing is left out, as far as that is known before it runs.
+    pub fn whole_seconds(&self) -> f64 {
+        self.launches.iter().map(|launch| launch.seconds).sum()
+    }
+
     /// What is worth keeping, the best first: each with what it saves if all before it are kept.
     pub fn choices(&self) -> Vec<KeepChoice> {
         let mut kept = vec![false; self.pieces.len()];
@@ -189,9 +194,10 @@ impl PassSteps {
 /// What is asked of a watched pass.
 #[derive(Debug)]
 enum Purpose {
-    /// A first run: these pieces stay, beside working memory of so many bytes.
+    /// A first run: some pieces stay, beside working memory of so many bytes, others leave.
     Keep {
-        chosen: Vec<usize>,
+        stay: Vec<usize>,
+        leave: Vec<usize>,
         working: Option<u64>,
     },
     /// A second run that is noted.
@@ -215,6 +221,7 @@ struct WatchState {
     memory: Vec<Weak<Storage>>,
     launches: Vec<Launch>,
     kept: Vec<(usize, Tensor)>,
+    leaving: Vec<(usize, Tensor)>,
     /// Launches and reads that bypassed the watch, before it began.
     unseen_before: u64,
     has_diverged: bool,
@@ -227,6 +234,8 @@ pub struct Watched {
     pub signature: u64,
     /// What a first run keeps.
     pub kept: Vec<(usize, Tensor)>,
+    /// What is to leave for host memory.
+    pub leaving: Vec<(usize, Tensor)>,
     /// Whether values went ways that were not watched.
     pub has_unseen: bool,
     /// Whether a second run differed from the one that was studied.
@@ -240,9 +249,13 @@ pub struct Watched {
 impl Watch {
     /// Of a first run, of which some pieces stay. On a device with memory of its own they go beside
     /// the working memory of tasks, for which `working` bytes or more stay; a piece that finds no
-    /// room there is not kept.
-    pub fn keep(chosen: Vec<usize>, working: Option<u64>) -> Self {
-        Self::of(Purpose::Keep { chosen, working })
+    /// room there is not kept. Pieces that `leave` are where they are, for the caller to send.
+    pub fn keep(stay: Vec<usize>, leave: Vec<usize>, working: Option<u64>) -> Self {
+        Self::of(Purpose::Keep {
+            stay,
+            leave,
+            working,
+        })
     }
 
     /// Of a second run, which is noted: see [`Watched::steps`].
@@ -275,6 +288,7 @@ impl Watch {
             memory: Vec::new(),
             launches: Vec::new(),
             kept: Vec::new(),
+            leaving: Vec::new(),
             unseen_before: 0,
             has_diverged: false,
         })
@@ -312,16 +326,25 @@ impl ActiveWatch {
         };
         let tensor = match &mut state.purpose {
             Purpose::Study => alloc()?,
-            Purpose::Keep { chosen, working } => match chosen.contains(&number) {
-                false => alloc()?,
-                true => {
+            Purpose::Keep {
+                stay,
+                leave,
+                working,
+            } => {
+                if stay.contains(&number) {
                     let (tensor, stays) = place(pool, &piece, *working, alloc)?;
                     if stays {
                         state.kept.push((number, tensor.clone()));
                     }
                     tensor
+                } else if leave.contains(&number) {
+                    let tensor = alloc()?;
+                    state.leaving.push((number, tensor.clone()));
+                    tensor
+                } else {
+                    alloc()?
                 }
-            },
+            }
             Purpose::Repeat {
                 steps,
                 kept,
@@ -388,6 +411,7 @@ impl ActiveWatch {
         let mut watched = Watched {
             signature: signature(&pieces),
             kept: std::mem::take(&mut state.kept),
+            leaving: std::mem::take(&mut state.leaving),
             has_unseen: pool.unseen() != state.unseen_before,
             has_diverged: state.has_diverged,
             is_complete: true,
@@ -438,11 +462,6 @@ impl Watched {
         let mut left_out =
             (0..memory.len()).filter(|piece| !is_computed[*piece] && is_written(*piece));
         self.is_complete && !left_out.any(|piece| holds(&memory[piece]))
-    }
-
-    /// What a first run keeps, and its signature.
-    pub fn into_kept(self) -> (Vec<(usize, Tensor)>, u64) {
-        (self.kept, self.signature)
     }
 
     /// What a second run did, while the tape holds what its backward needs. `None` where it was not

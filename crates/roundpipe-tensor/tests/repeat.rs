@@ -129,17 +129,17 @@ fn first_run(
     pieces: Vec<usize>,
     steps: &PassSteps,
 ) -> Vec<(usize, Tensor)> {
-    let worker = worker.watched(Watch::keep(pieces, None));
+    let worker = worker.watched(Watch::keep(pieces, Vec::new(), None));
     let mut cx = Cx::ahead(&worker, true).with_recompute(Recompute::Later(None));
     let x = cx.input(x).unwrap();
     block.run(&mut cx, &x).unwrap();
-    let (kept, signature) = cx.end_watch().unwrap().into_kept();
+    let watched = cx.end_watch().unwrap();
     assert_eq!(
-        signature,
+        watched.signature,
         steps.signature(),
         "both runs take the same memory"
     );
-    kept
+    watched.kept
 }
 
 #[test]

@@ -205,15 +205,26 @@ impl StageNeeds {
     }
 }
 
+/// What pieces of forwards may take.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct PieceRoom {
+    /// On each worker, of what may stay there.
+    pub worker_bytes: u64,
+    /// In host memory, for all workers.
+    pub host_bytes: u64,
+    /// What a byte in host memory must save at least, in seconds.
+    pub host_worth: f64,
+}
+
 /// What a call needs of every worker, and what it leaves.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct CallNeeds {
     /// By stage.
     pub stages: Vec<StageNeeds>,
     /// Activations that may stay on a worker beside its largest stage.
     pub kept_bytes: u64,
-    /// Of these, what pieces of forwards may take, which save a recompute their time.
-    pub piece_bytes: u64,
+    /// What pieces of forwards may take, which save a recompute their time.
+    pub pieces: PieceRoom,
     /// Activations that the call saves in host memory, if none stays.
     pub host_bytes: u64,
 }
@@ -300,7 +311,7 @@ impl WorkerBudget {
         Ok(CallNeeds {
             kept_bytes: self.kept_of(rest, weights.unwrap_or(0)),
             stages,
-            piece_bytes: 0,
+            pieces: PieceRoom::default(),
             host_bytes: 0,
         })
     }

@@ -9,9 +9,9 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use roundpipe_tensor::{Bytes, DType, HostTensor, LaneKind, Shape};
+use roundpipe_tensor::{Bytes, DType, HostTensor, LaneKind, Shape, host_memory};
 
-use crate::budget::{CallNeeds, StageNeeds, WorkerBudget};
+use crate::budget::{CallNeeds, PieceRoom, StageNeeds, WorkerBudget};
 use crate::config::{Grain, Resolved};
 use crate::cost::{
     CopyRates, LayerCosts, LayerTimes, MachineRates, Phase, Spec, WorkerSpeeds, model_costs,
@@ -34,6 +34,9 @@ const LOOK_EVERY: u64 = 8;
 const TIMED_CALLS: u64 = 4;
 /// Bytes per millisecond between host and device until copies are measured: a PCIe 4.0 link.
 const LINK: f64 = 20e6;
+/// What a byte in host memory saves by default, in times of its copy: nothing is sent there for small
+/// gains unless the user says so.
+const MUCH: f64 = 1.5;
 /// Shares of the usual limits that are tried until a plan fits: smaller ones give shorter stages.
 const SHARES: [f64; 5] = [1.0, 0.75, 0.5, 0.25, 0.0];
 
@@ -360,14 +363,24 @@ impl Planner {
         let checked = budget.call_needs(needs.clone()).map(|checked| {
             let saved = saved_bytes(key, &stages, costs);
             let free = checked.kept_bytes - budget.for_next_stage(checked.kept_bytes);
+            let link = self.link(key, costs, state);
+            let spare = link.spare_bytes(saved);
             // Where the link has no time for saved inputs, they stay first.
-            let first = match self.link_has_time(key, costs, state, saved) {
-                true => 0,
-                false => saved / self.ring.workers().len() as u64,
+            let first = match spare {
+                Some(_) => 0,
+                None => saved / self.ring.workers().len() as u64,
+            };
+            let (host_bytes, host_worth) = match self.ring.host_activations() {
+                Some(bytes) => (bytes.0, 0.0),
+                None => (self.usual_host_bytes(), MUCH / (1e3 * link.bytes_per_ms)),
             };
             CallNeeds {
                 host_bytes: saved,
-                piece_bytes: free.saturating_sub(first),
+                pieces: PieceRoom {
+                    worker_bytes: free.saturating_sub(first),
+                    host_bytes: spare.unwrap_or(0).min(host_bytes),
+                    host_worth,
+                },
                 ..checked
             }
         });
@@ -388,31 +401,29 @@ impl Planner {
         })
     }
 
-    /// Whether weights, gradients and all saved inputs of a call travel well within the time that
-    /// its kernels take. In host memory nothing travels, and a value that stays saves a copy.
-    fn link_has_time(
-        &self,
-        key: &PlanKey,
-        costs: &LayerCosts,
-        state: &PlannerState,
-        saved: u64,
-    ) -> bool {
-        /// Of the time that kernels take. Rates are rough before they are measured.
-        const SHARE: f64 = 0.6;
-        if self.ring.is_host() {
-            return false;
-        }
+    /// What the link to the devices has to do in a call.
+    fn link(&self, key: &PlanKey, costs: &LayerCosts, state: &PlannerState) -> Link {
         let all = 0..self.layers.len();
-        let weights = costs.bytes(all.clone()) as f64;
-        let up = state
-            .rates
-            .bytes_per_ms(LaneKind::ParamUpload)
-            .unwrap_or(LINK);
-        let upload_ms = (2.0 * weights + saved as f64) / up;
         let one_ms = costs.forward_ms(all.clone())
             + costs.recompute_ms(all.clone())
-            + costs.backward_ms(all);
-        upload_ms <= SHARE * one_ms * key.microbatches as f64
+            + costs.backward_ms(all.clone());
+        let rate = state.rates.bytes_per_ms(LaneKind::ParamUpload);
+        Link {
+            exists: !self.ring.is_host(),
+            // Up for the forward, and again for the backward.
+            weights: costs.bytes(all).saturating_mul(2),
+            kernels_ms: one_ms * key.microbatches as f64,
+            bytes_per_ms: rate.unwrap_or(LINK),
+        }
+    }
+
+    /// Host memory that pieces of forwards may take where the user has not said how much.
+    fn usual_host_bytes(&self) -> u64 {
+        let mut workers = self.ring.workers().iter();
+        if workers.all(|worker| !worker.device().moves_bytes()) {
+            return u64::MAX;
+        }
+        host_memory::available().map_or(0, |left| left.0 / 4)
     }
 
     fn stage_needs(
@@ -550,6 +561,30 @@ fn saved_bytes(key: &PlanKey, stages: &[Stage], costs: &LayerCosts) -> u64 {
     sum.saturating_mul(key.microbatches as u64)
 }
 
+/// The link between host and devices in a call.
+struct Link {
+    exists: bool,
+    /// That travel anyway.
+    weights: u64,
+    /// What all kernels take.
+    kernels_ms: f64,
+    bytes_per_ms: f64,
+}
+
+impl Link {
+    /// Of the time that kernels take, what copies beside them may take. Rates are rough before they
+    /// are measured, and copies come in bursts.
+    const SHARE: f64 = 0.6;
+
+    /// Bytes that may travel beside the weights and these, in each direction; `None` if there is no
+    /// time for these. In host memory nothing travels, and a value that stays saves a copy.
+    fn spare_bytes(&self, saved: u64) -> Option<u64> {
+        let busy = (self.weights as f64 + saved as f64) / self.bytes_per_ms;
+        let spare_ms = Self::SHARE * self.kernels_ms - busy;
+        (self.exists && spare_ms >= 0.0).then_some((spare_ms * self.bytes_per_ms) as u64)
+    }
+}
+
 /// What the largest layers of a model need.
 struct Largest {
     weights: u64,
@@ -617,7 +652,7 @@ mod tests {
             needs: CallNeeds {
                 stages: Vec::new(),
                 kept_bytes: 0,
-                piece_bytes: 0,
+                pieces: PieceRoom::default(),
                 host_bytes: 0,
             },
             costs: LayerCosts::default(),

@@ -28,12 +28,12 @@ use super::planner::Batch;
 use crate::batch::split_label;
 use crate::budget::{CallNeeds, HostBudget};
 use crate::config::{LossReduction, OutputDevice, Resolved, RunConfig};
-use crate::cost::LayerCosts;
+use crate::cost::{LayerCosts, Phase};
 use crate::error::{Error, Result};
 use crate::exec::call::{Call, CallSpec};
 use crate::exec::model::LossFn;
 use crate::exec::queue::StageJob;
-use crate::exec::repeats::{KeepPlan, LocalLayer};
+use crate::exec::repeats::{KeepPlan, RecomputedLayer};
 use crate::exec::stage_value::Seed;
 use crate::plan::{ExecutePlan, Pass, PlanKind, Stage};
 use crate::sync::lock;
@@ -100,24 +100,30 @@ pub(crate) struct PendingCall {
     pub samples: Option<Arc<[usize]>>,
 }
 
-/// The layers that are recomputed on the worker that ran their forward.
-fn local_layers(stages: &[Stage], workers: &[usize]) -> Vec<LocalLayer> {
+/// The layers that a call recomputes.
+fn recomputed_layers(
+    stages: &[Stage],
+    workers: &[usize],
+    forward_ms: &dyn Fn(usize) -> Option<f64>,
+) -> Vec<RecomputedLayer> {
+    let mut recomputed = Vec::new();
     let placed = || stages.iter().zip(workers);
-    let forwards = placed().filter(|(stage, _)| stage.pass == Pass::Forward);
-    let layers = forwards.flat_map(|(stage, worker)| {
-        let layers = stage.layers.clone();
-        layers.map(|layer| LocalLayer {
-            layer,
-            worker: *worker,
-        })
-    });
-    let is_local = |local: &LocalLayer| {
-        placed().any(|(stage, worker)| {
-            let is_back = stage.pass == Pass::Backward && stage.layers.contains(&local.layer);
-            is_back && *worker == local.worker
-        })
-    };
-    layers.filter(is_local).collect()
+    for (stage, worker) in placed().filter(|(stage, _)| stage.pass == Pass::Forward) {
+        for layer in stage.layers.clone() {
+            let is_back =
+                |stage: &Stage| stage.pass == Pass::Backward && stage.layers.contains(&layer);
+            let Some((_, back)) = placed().find(|(stage, _)| is_back(stage)) else {
+                continue;
+            };
+            recomputed.push(RecomputedLayer {
+                layer,
+                worker: *worker,
+                is_local: worker == back,
+                forward_ms: forward_ms(layer),
+            });
+        }
+    }
+    recomputed
 }
 
 /// The error of a call that was submitted while another failed.
@@ -339,9 +345,12 @@ impl Core {
         let microbatches = prepared.inputs.sources.len();
         let keep = match trains {
             true => {
-                let local = local_layers(&stages, &assigned);
+                let times = part.planner.times();
+                let recomputed = recomputed_layers(&stages, &assigned, &|layer| {
+                    times.average_ms(layer - part.layers.start, Phase::Forward)
+                });
                 let repeats = &self.model.repeats;
-                repeats.choose(&local, microbatches, needs.piece_bytes)
+                repeats.choose(&recomputed, microbatches, needs.pieces)
             }
             false => KeepPlan::default(),
         };

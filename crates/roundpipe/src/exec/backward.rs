@@ -38,9 +38,15 @@ pub(super) struct Prefetched {
 struct ArrivingSaved {
     data: Vec<Incoming>,
     buffers: Vec<(usize, Incoming)>,
-    /// Pieces that the worker keeps if it can.
-    kept: Vec<(usize, HostValue)>,
+    kept: Vec<(usize, ArrivingPiece)>,
     signature: u64,
+}
+
+/// A piece of a forward.
+enum ArrivingPiece {
+    /// On this worker, if it still has it.
+    Kept(HostValue),
+    Incoming(Incoming),
 }
 
 /// The gradients of a stage's outputs, on their way here.
@@ -184,11 +190,14 @@ impl Launcher {
         for (index, incoming) in saved.buffers {
             buffers.push((index, self.land_saved(task, layer, incoming)?));
         }
-        let pieces: Vec<(usize, Tensor)> = saved
-            .kept
-            .into_iter()
-            .filter_map(|(piece, host)| Some((piece, self.kept.take_piece(&host)?)))
-            .collect();
+        let mut pieces = Vec::with_capacity(saved.kept.len());
+        for (number, piece) in saved.kept {
+            let tensor = match piece {
+                ArrivingPiece::Kept(host) => self.kept.take_piece(&host),
+                ArrivingPiece::Incoming(coming) => Some(self.land_saved(task, layer, coming)?),
+            };
+            pieces.extend(tensor.map(|tensor| (number, tensor)));
+        }
         let here = self.load_layer(job, loaded, task, layer)?;
         // The forward saw these buffers; the next microbatch brings its own.
         for (index, before) in buffers {
@@ -309,10 +318,18 @@ impl Launcher {
         for (index, value) in &saved.buffers {
             buffers.push((*index, receive(value)?));
         }
+        let mut kept = Vec::with_capacity(saved.kept.len());
+        for (number, value) in &saved.kept {
+            let piece = match value.is_device_only() {
+                true => ArrivingPiece::Kept(value.clone()),
+                false => ArrivingPiece::Incoming(receive(value)?),
+            };
+            kept.push((*number, piece));
+        }
         Ok(ArrivingSaved {
             data,
             buffers,
-            kept: saved.kept.clone(),
+            kept,
             signature: saved.signature,
         })
     }

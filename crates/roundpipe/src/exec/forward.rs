@@ -18,6 +18,9 @@ use crate::plan::Pass;
 use crate::trace::Category;
 use crate::tree::Tree;
 
+/// How a trace names pieces of forwards that wait in host memory.
+const PIECE: &str = "piece of a forward";
+
 impl Launcher {
     /// Runs the layers of a stage; their inputs are saved where a recompute starts.
     pub(super) fn forward(
@@ -301,23 +304,23 @@ impl Launcher {
         let spec = task.spec();
         let device = self.worker().device();
         let working = (!device.aliases_host()).then(|| self.next_working());
-        let count = spec.keep.choices.get(&layer).copied().unwrap_or(0);
-        if count == 0 {
-            return Watch::keep(Vec::new(), working);
-        }
+        let (mut stay, mut leave) = (Vec::new(), Vec::new());
+        let Some(keep) = spec.keep.layers.get(&layer) else {
+            return Watch::keep(stay, leave, working);
+        };
         let key = PassKey::new(layer, self.index, spec.training, input);
         let known = spec.model.repeats.get(&key).flatten();
         let choices = known.map_or_else(|| Arc::from([]), |known| known.choices);
         let mut room = self.kept.room_for_pieces();
-        let mut pieces = Vec::new();
-        for choice in choices.iter().take(count) {
-            let Some(left) = room.checked_sub(choice.bytes) else {
-                break;
-            };
-            room = left;
-            pieces.extend(&choice.pieces);
+        for (place, choice) in choices.iter().enumerate().take(keep.stay + keep.leave) {
+            if place >= keep.stay {
+                leave.extend(&choice.pieces);
+            } else if let Some(left) = room.checked_sub(choice.bytes) {
+                room = left;
+                stay.extend(&choice.pieces);
+            }
         }
-        Watch::keep(pieces, working)
+        Watch::keep(stay, leave, working)
     }
 
     /// Sends what a layer saved for its recompute to the host; pieces stay here.
@@ -331,9 +334,15 @@ impl Launcher {
             let sent = self.send_value(task, layer, what, before)?;
             saved.buffers.push((*index, sent));
         }
-        saved.signature = ran.signature;
-        for (piece, tensor) in ran.kept.drain(..) {
-            saved.kept.push((piece, self.keep_piece(&tensor)));
+        if let Some(watched) = ran.watched.take() {
+            saved.signature = watched.signature;
+            for (piece, tensor) in watched.kept {
+                saved.kept.push((piece, self.keep_piece(&tensor)));
+            }
+            for (piece, tensor) in watched.leaving {
+                let sent = self.send_value(task, layer, PIECE, &tensor)?;
+                saved.kept.push((piece, sent));
+            }
         }
         let call = task.call;
         call.save_for_recompute(layer, task.microbatch, saved);

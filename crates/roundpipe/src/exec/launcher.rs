@@ -148,7 +148,12 @@ impl Launcher {
         let spec = &call.spec;
         self.resident
             .retain(|weights| weights.are_current(&spec.model, spec.version));
-        let for_pieces = spec.keep.bytes.get(&self.index).copied().unwrap_or(0);
+        let for_pieces = spec
+            .keep
+            .worker_bytes
+            .get(&self.index)
+            .copied()
+            .unwrap_or(0);
         let for_next = self.budget.for_next_stage(spec.needs.kept_bytes);
         self.kept
             .set_limit(spec.needs.kept_bytes, for_next, for_pieces);

@@ -2,7 +2,7 @@
 //!
 //! The first recompute of a layer is studied ([`roundpipe_tensor::repeat`]); later ones leave out
 //! what the backward does not need. From the second call on, forwards also keep pieces for their
-//! recompute on the worker, as many as have room there: a call's choice is made when it is submitted
+//! recompute, on the worker or in host memory: a call's choice is made when it is submitted
 //! ([`Repeats::choose`]), by seconds saved per byte.
 //!
 //! Refused: layers whose forward and recompute differ, or that look at values on the host. They are
@@ -10,14 +10,16 @@
 //!
 //! # Invariants
 //! - No choice changes a bit of any result.
-//! - What is kept can be dropped at any time; the recompute then computes it.
+//! - What a worker keeps can be dropped at any time; the recompute then computes it.
 
+use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::sync::{Arc, Mutex};
 
 use roundpipe_tensor::{DType, KeepChoice, PassSteps, Shape};
 
 use super::run_layer::Activation;
+use crate::budget::PieceRoom;
 use crate::sync::lock;
 use crate::tree::Tree;
 
@@ -53,25 +55,41 @@ pub(crate) struct KnownPass {
     pub steps: Arc<PassSteps>,
     /// What is worth keeping, the best first; empty where forward and recompute differ.
     pub choices: Arc<[KeepChoice]>,
+    /// What all of it takes, as far as that is known before it runs.
+    pub whole_seconds: f64,
 }
 
 /// What is known of a model's layers.
 #[derive(Debug, Default)]
 pub(crate) struct Repeats(Mutex<HashMap<PassKey, Option<KnownPass>>>);
 
-/// A layer whose forward and backward a worker both runs in a call.
-pub(crate) struct LocalLayer {
+/// A layer that a call recomputes.
+pub(crate) struct RecomputedLayer {
     pub layer: usize,
+    /// The worker of its forward.
     pub worker: usize,
+    /// Whether its recompute is on the same one.
+    pub is_local: bool,
+    /// What its forward takes, where that was measured.
+    pub forward_ms: Option<f64>,
+}
+
+/// How many of a layer's choices are kept, the best first: some on its worker, those behind them in
+/// host memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct LayerKeep {
+    pub stay: usize,
+    pub leave: usize,
 }
 
 /// How much of the layers of a call is kept.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct KeepPlan {
-    /// For each layer, how many of its choices.
-    pub choices: HashMap<usize, usize>,
-    /// For each worker, what they take when all microbatches are kept.
-    pub bytes: HashMap<usize, u64>,
+    pub layers: HashMap<usize, LayerKeep>,
+    /// For each worker, what stays there when all microbatches are kept.
+    pub worker_bytes: HashMap<usize, u64>,
+    /// What leaves for host memory.
+    pub host_bytes: u64,
 }
 
 impl Repeats {
@@ -89,6 +107,7 @@ impl Repeats {
                 false => Vec::new(),
             };
             KnownPass {
+                whole_seconds: steps.whole_seconds(),
                 steps: Arc::new(steps),
                 choices: choices.into(),
             }
@@ -105,59 +124,86 @@ impl Repeats {
         lock(&self.0).insert(key, None);
     }
 
-    /// What to keep of a call's layers: on each worker the best by seconds per byte, until `budget`
-    /// is full.
-    pub fn choose(&self, local: &[LocalLayer], microbatches: usize, budget: u64) -> KeepPlan {
+    /// What to keep of a call's layers: the best by seconds per byte, on the workers until they are
+    /// full, then in host memory.
+    pub fn choose(
+        &self,
+        recomputed: &[RecomputedLayer],
+        microbatches: usize,
+        room: PieceRoom,
+    ) -> KeepPlan {
         let mut plan = KeepPlan::default();
-        if budget == 0 || local.is_empty() {
+        if room.worker_bytes == 0 && room.host_bytes == 0 || recomputed.is_empty() {
             return plan;
         }
-        let largest = self.largest_choices();
-        let mut queue = BinaryHeap::new();
-        let next = |layer: &LocalLayer, taken: usize| {
-            let choice = largest.get(&layer.layer)?.get(taken)?;
-            Some((
-                Worth(choice.seconds_per_byte()),
-                std::cmp::Reverse(layer.layer),
-            ))
+        let largest = self.largest();
+        let worth = |layer: &RecomputedLayer, taken: usize| {
+            let known = largest.get(&layer.layer)?;
+            let choice = known.choices.get(taken)?;
+            Some(Worth(choice.seconds_per_byte()))
         };
-        for (place, layer) in local.iter().enumerate() {
-            queue.extend(next(layer, 0).map(|key| (key, place)));
+        let scale = measured_scale(recomputed, &largest);
+        let mut queue = BinaryHeap::new();
+        for (place, layer) in recomputed.iter().enumerate() {
+            queue.extend(worth(layer, 0).map(|worth| (worth, Reverse(place))));
         }
-        while let Some((_, place)) = queue.pop() {
-            let LocalLayer { layer, worker } = &local[place];
-            let taken = plan.choices.entry(*layer).or_default();
-            let choice = &largest[layer][*taken];
+        while let Some((Worth(seconds_per_byte), Reverse(place))) = queue.pop() {
+            let layer = &recomputed[place];
+            let keep = plan.layers.entry(layer.layer).or_default();
+            let choice = &largest[&layer.layer].choices[keep.stay + keep.leave];
             let bytes = choice.bytes.saturating_mul(microbatches as u64);
-            let used = plan.bytes.entry(*worker).or_default();
-            // The list of a layer counts on everything before, so it ends with what has no room.
-            if used.saturating_add(bytes) > budget {
+            let here = plan.worker_bytes.entry(layer.worker).or_default();
+            // In the order of the list: what leaves is behind what stays.
+            let can_stay = layer.is_local && keep.leave == 0;
+            if can_stay && here.saturating_add(bytes) <= room.worker_bytes {
+                *here += bytes;
+                keep.stay += 1;
+            } else if scale * seconds_per_byte >= room.host_worth
+                && plan.host_bytes.saturating_add(bytes) <= room.host_bytes
+            {
+                plan.host_bytes += bytes;
+                keep.leave += 1;
+            } else {
+                // The list of a layer counts on everything before, so it ends here.
                 continue;
             }
-            *used += bytes;
-            *taken += 1;
-            let taken = *taken;
-            queue.extend(next(&local[place], taken).map(|key| (key, place)));
+            let taken = keep.stay + keep.leave;
+            queue.extend(worth(layer, taken).map(|worth| (worth, Reverse(place))));
         }
         plan
     }
 
-    /// The choices of every layer, for the largest input that it has met.
-    fn largest_choices(&self) -> HashMap<usize, Arc<[KeepChoice]>> {
-        let mut largest: HashMap<usize, (u64, Arc<[KeepChoice]>)> = HashMap::new();
-        let bytes = |choices: &[KeepChoice]| choices.iter().map(|choice| choice.bytes).sum::<u64>();
+    /// What is known of every layer, for the largest input that it has met.
+    fn largest(&self) -> HashMap<usize, KnownPass> {
+        let mut largest: HashMap<usize, (u64, KnownPass)> = HashMap::new();
+        let bytes =
+            |known: &KnownPass| known.choices.iter().map(|choice| choice.bytes).sum::<u64>();
         for (key, known) in lock(&self.0).iter() {
             let Some(known) = known else { continue };
-            let new = (bytes(&known.choices), known.choices.clone());
-            let have = largest.entry(key.layer).or_insert_with(|| new.clone());
-            if new.0 > have.0 {
-                *have = new;
+            let size = bytes(known);
+            let have = largest.get(&key.layer).map(|(size, _)| *size);
+            if have.is_none_or(|have| size > have) {
+                largest.insert(key.layer, (size, known.clone()));
             }
         }
         let largest = largest.into_iter();
-        largest
-            .map(|(layer, (_, choices))| (layer, choices))
-            .collect()
+        largest.map(|(layer, (_, known))| (layer, known)).collect()
+    }
+}
+
+/// By how much times that are known before anything runs differ from those of forwards that were
+/// measured: one factor for all layers, so that noise does not change their order.
+fn measured_scale(recomputed: &[RecomputedLayer], known: &HashMap<usize, KnownPass>) -> f64 {
+    let (mut measured, mut expected) = (0.0, 0.0);
+    for layer in recomputed {
+        if let (Some(ms), Some(known)) = (layer.forward_ms, known.get(&layer.layer)) {
+            measured += 1e-3 * ms;
+            expected += known.whole_seconds;
+        }
+    }
+    match measured > 0.0 && expected > 0.0 {
+        true => measured / expected,
+        false => 1.0,
     }
 }
 

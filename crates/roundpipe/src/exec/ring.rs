@@ -46,6 +46,7 @@ struct Inner {
     workers: Vec<Worker>,
     /// By worker.
     budgets: Vec<WorkerBudget>,
+    host_activations: Option<Bytes>,
     ports: Vec<Arc<Port>>,
     /// Whose host memory is used.
     host_device: Arc<dyn Device>,
@@ -77,9 +78,14 @@ pub struct RingOptions {
     /// By default what the device has free when the ring is made, less a sixteenth or what a context
     /// takes; half of it where the device is the host. Workers on one device get equal parts.
     pub memory: Option<Bytes>,
-    /// Bytes of activations that may stay on a worker; by default a tenth of its memory, or a
-    /// quarter where weights are read in place.
+    /// Bytes of activations that may stay on a worker; by default a quarter of its memory where
+    /// weights are read in place, elsewhere a tenth or what the stages of a call leave, if that is
+    /// more. Beside the inputs of stages, results are kept that spare recomputes the most time.
     pub activation_budget: Option<Bytes>,
+    /// Bytes of host memory that such results may take where workers have no room for them. By
+    /// default up to a quarter of what is free, and only for results that spare much more time than
+    /// their copies take.
+    pub host_activations: Option<Bytes>,
     /// How host memory for activations is pinned.
     pub pin: Pin,
     /// One job after another on the caller's thread: slow, and the oracle of the threaded executor.
@@ -167,6 +173,7 @@ impl Ring {
         let schedule = RoundRobin::new(workers.len()).shares_cores(is_host(&workers));
         let threads = Mutex::new(threads);
         let inner = Inner {
+            host_activations: options.host_activations,
             budgets: workers.iter().map(budget).collect(),
             workers,
             ports,
@@ -205,6 +212,11 @@ impl Ring {
     /// How each worker's memory is divided.
     pub fn budgets(&self) -> &[WorkerBudget] {
         &self.0.budgets
+    }
+
+    /// Host memory for results that spare recomputes their time, where the user has said how much.
+    pub(crate) fn host_activations(&self) -> Option<Bytes> {
+        self.0.host_activations
     }
 
     /// The budget that a plan for all workers must fit.

@@ -69,10 +69,8 @@ pub(crate) struct Ran {
     pub tape: Option<Taped>,
     /// Saved for its recompute.
     pub saved: Option<Vec<Tensor>>,
-    /// Pieces of it that stay for its recompute, by number.
-    pub kept: Vec<(usize, Tensor)>,
-    /// Tells apart passes that take other memory; 0 where nothing was watched.
-    pub signature: u64,
+    /// What was seen of its memory and kernels, where it was watched.
+    pub watched: Option<Watched>,
     /// What it did, where that was studied.
     pub steps: Option<PassSteps>,
     /// Buffers it set, by place among the layer's parameters, with the value each had before.
@@ -188,13 +186,11 @@ impl LoadedLayer {
                 outputs,
             }
         });
-        let (kept, signature) = watched.map_or((Vec::new(), 0), Watched::into_kept);
         Ok(Ran {
             output: held,
             tape,
             saved,
-            kept,
-            signature,
+            watched,
             steps,
             buffers,
         })

@@ -82,7 +82,8 @@ pub(crate) struct SavedForRecompute {
     pub data: Vec<HostValue>,
     /// Buffers by their index among the layer's parameters, as the forward saw them.
     pub buffers: Vec<(usize, HostValue)>,
-    /// Pieces that its worker keeps if it can, by number.
+    /// Pieces of the forward by number: in host memory, or only on its worker, which keeps them if
+    /// it can.
     pub kept: Vec<(usize, HostValue)>,
     /// Of the forward that kept them.
     pub signature: u64,

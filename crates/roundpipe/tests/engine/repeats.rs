@@ -20,6 +20,7 @@ struct Unit {
 }
 
 const WIDTH: usize = 16;
+const ROWS: usize = 120;
 
 impl Params for Unit {
     fn visit(&self, visit: &mut ParamVisitor<'_>) {
@@ -50,13 +51,16 @@ fn units() -> Sequential {
 }
 
 fn numbers(step: u64) -> HostTensor {
-    let values: Vec<f32> = (0..6 * WIDTH)
+    let values: Vec<f32> = (0..ROWS * WIDTH)
         .map(|i| (i as f32 + step as f32 * 0.3).sin())
         .collect();
-    HostTensor::from_slice(&values, &[6, WIDTH]).unwrap()
+    HostTensor::from_slice(&values, &[ROWS, WIDTH]).unwrap()
 }
 
-fn engine(model: &Sequential, devices: Vec<Arc<dyn Device>>, keep: Option<Bytes>) -> RoundPipe {
+/// Bytes that may stay on a worker, and go to host memory.
+type Keep = (Option<Bytes>, Option<Bytes>);
+
+fn engine(model: &Sequential, devices: Vec<Arc<dyn Device>>, keep: Keep) -> RoundPipe {
     let plan = ExecutePlan::from_sizes(PlanKind::Fused, &[2, 3], &[1, 2, 3]);
     RoundPipe::builder(model.clone())
         .optimizer(Rule::AdamW(AdamW::default()))
@@ -66,7 +70,8 @@ fn engine(model: &Sequential, devices: Vec<Arc<dyn Device>>, keep: Option<Bytes>
         .run_config(RunConfig::default().num_microbatch(3).execute_plan(plan))
         .ring_options(RingOptions {
             memory: Some(Bytes::mib(32)),
-            activation_budget: keep,
+            activation_budget: keep.0,
+            host_activations: keep.1,
             ..RingOptions::default()
         })
         .build()
@@ -77,7 +82,7 @@ fn engine(model: &Sequential, devices: Vec<Arc<dyn Device>>, keep: Option<Bytes>
 /// and keeps what has room.
 #[test]
 fn later_steps_compute_less() {
-    let flops = |grain: Grain, keep: Option<Bytes>| {
+    let flops = |grain: Grain, keep: Keep| {
         let meta = Meta::like(DeviceKind::Sim);
         let engine = engine(&units(), vec![meta.clone() as Arc<dyn Device>], keep);
         let mut steps = Vec::new();
@@ -94,12 +99,15 @@ fn later_steps_compute_less() {
         steps
     };
     for grain in [Grain::Stage, Grain::Layer] {
-        let none = flops(grain, Some(Bytes(0)));
-        let some = flops(grain, Some(Bytes(12 << 10)));
-        let all = flops(grain, None);
+        let (no, few) = (Some(Bytes(0)), Some(Bytes(100 << 10)));
+        let none = flops(grain, (no, no));
         assert!(none[2] < none[0], "{grain:?}: {none:?}");
-        assert!(some[2] < none[2], "{grain:?}: {some:?}");
-        assert!(all[2] < some[2], "{grain:?}: {some:?} {all:?}");
+        for keep in [(few, no), (no, few)] {
+            let some = flops(grain, keep);
+            assert!(some[2] < none[2], "{grain:?}: {keep:?} {some:?}");
+            let all = flops(grain, (None, no));
+            assert!(all[2] < some[2], "{grain:?}: {keep:?} {some:?} {all:?}");
+        }
     }
 }
 
@@ -221,15 +229,24 @@ fn what_is_kept_changes_no_bit() {
     let rule = Rule::AdamW(AdamW::default());
     let batch = |step: u64| (roundpipe::HostInputs::from(numbers(step)), numbers(step));
     let trail = models::plain_loop(&units(), rule, 0.01, 4, &batch, 3, weighted);
-    let devices: [&dyn Fn() -> Vec<Arc<dyn Device>>; 3] =
-        [&|| models::cpus(1), &|| models::cpus(3), &|| {
-            crate::api::sims(3, 1).1
-        }];
-    for devices in devices {
+    let devices = |way: usize| match way {
+        0 => models::cpus(1),
+        1 => models::cpus(3),
+        2 => crate::api::sims(3, 1).1,
+        _ => crate::api::sims(4, 2).1,
+    };
+    for way in 0..4 {
         for grain in [Grain::Stage, Grain::Layer] {
-            for keep in [None, Some(Bytes(12 << 10)), Some(Bytes(0))] {
+            let (none, some) = (Some(Bytes(0)), Some(Bytes(100 << 10)));
+            for keep in [
+                (None, None),
+                (some, None),
+                (none, some),
+                (some, some),
+                (none, none),
+            ] {
                 let model = units();
-                let engine = engine(&model, devices(), keep);
+                let engine = engine(&model, devices(way), keep);
                 let mut losses = Vec::new();
                 for step in 0..4 {
                     let config = RunConfig::new().recompute_grain(grain);
@@ -239,8 +256,12 @@ fn what_is_kept_changes_no_bit() {
                     engine.update(&Update::new(0.01), Lag::Zero).unwrap();
                 }
                 engine.synchronize().unwrap();
-                assert_eq!(losses, trail.losses, "{grain:?} {keep:?}");
-                assert_eq!(models::params(&model), trail.params, "{grain:?} {keep:?}");
+                assert_eq!(losses, trail.losses, "{way} {grain:?} {keep:?}");
+                assert_eq!(
+                    models::params(&model),
+                    trail.params,
+                    "{way} {grain:?} {keep:?}"
+                );
             }
         }
     }
