@@ -13,15 +13,15 @@ use clap::ValueEnum;
 use roundpipe::optim::AdamW;
 use roundpipe::trace::{Lane, Span};
 use roundpipe::{
-    Bytes, Device, DeviceKind, Grain, HostTensor, Inputs, Lag, LossReduction, Meta, Params,
-    PlanKind, Quantization, RngSite, RoundPipe, Rule, RunConfig, Update,
+    Bytes, Device, DeviceKind, Grain, HostBudget, HostTensor, Inputs, Lag, LossReduction, Meta,
+    Params, PlanKind, Quantization, RingOptions, RngSite, RoundPipe, Rule, RunConfig, Update,
 };
 use roundpipe_models::memory::host_memory;
 use roundpipe_models::{LoraConfig, LoraTargets, Model, TrainMode, preset};
 
 use roundpipe_train::machine::{self, processors, product_rate};
 
-use crate::place::Place;
+use crate::place::{Place, size};
 use crate::{bounds, open};
 
 /// More would keep nothing but queues busy.
@@ -76,6 +76,10 @@ pub struct BenchCmd {
     /// Scale gradients down to this norm
     #[arg(long)]
     clip: Option<f64>,
+    /// The most that training may take of host memory: what weights and optimizer leave of it keeps
+    /// results of forwards, which spares recomputes [default: little for results]
+    #[arg(long, value_parser = size)]
+    host_memory: Option<Bytes>,
     /// Compute nothing: say how much memory of a GPU a step would take, on a machine without one
     /// too
     #[arg(long, conflicts_with_all = ["devices", "trace"], requires = "gpu_memory")]
@@ -247,9 +251,16 @@ impl BenchCmd {
             return Ok(());
         };
         self.adapt(&mut model)?;
+        let left = self.host_memory.into_iter().chain([left]).min();
+        Ok(self
+            .training_budget(&model)
+            .check(left.unwrap_or_default())?)
+    }
+
+    /// Host memory of weights and optimizer.
+    fn training_budget(&self, model: &Model) -> HostBudget {
         let rule = Rule::AdamW(AdamW::default());
-        let budget = machine::training_budget(&model.layers, &rule, self.lag() == Lag::One);
-        Ok(budget.check(left)?)
+        machine::training_budget(&model.layers, &rule, self.lag() == Lag::One)
     }
 
     fn engine(&self, model: &Model, workers: &[Arc<dyn Device>]) -> anyhow::Result<RoundPipe> {
@@ -261,7 +272,13 @@ impl BenchCmd {
             .optimizer(Rule::AdamW(AdamW::default()))
             .max_lag(self.lag())
             .devices(workers.to_vec())
-            .ring_options(self.place.ring())
+            .ring_options(RingOptions {
+                host_activations: self.host_memory.map(|limit| {
+                    let state = self.training_budget(model).total();
+                    Bytes(limit.0.saturating_sub(state))
+                }),
+                ..self.place.ring()
+            })
             .pin(self.place.pin.into())
             .run_config(config);
         let builder = match self.optimizer_threads {

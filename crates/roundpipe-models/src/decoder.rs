@@ -296,29 +296,6 @@ impl Model {
         self.layers = layers.named("lm_head", self.head.clone());
     }
 
-    /// Sequences of at least so many tokens (32,768 unless said) keep what attention gave, in host
-    /// memory, instead of computing it again before their backward. It changes no bit. Engines made
-    /// before do not see it.
-    pub fn keep_attention_from(&mut self, tokens: usize) {
-        self.blocks
-            .iter_mut()
-            .for_each(|block| block.keeps_from = tokens);
-        self.assemble();
-    }
-
-    /// Bytes that each block keeps of a microbatch of `tokens` for its recompute
-    /// ([`Model::keep_attention_from`]), in rows of `row_tokens`.
-    pub fn kept_attention_bytes(&self, row_tokens: usize, tokens: usize) -> u64 {
-        let keeps = |block: &Block| row_tokens >= block.keeps_from;
-        if !self.blocks.first().is_some_and(keeps) {
-            return 0;
-        }
-        let config = &self.config;
-        let output = config.heads * config.head_dim * self.dtype().size();
-        let sums = config.heads * size_of::<f32>();
-        tokens as u64 * (output + sums) as u64
-    }
-
     /// Lets GPUs add the gradients of attention in the order in which they come: a faster backward
     /// of long sequences, whose last bits are not the same every time. Off unless said. Engines
     /// made before do not see it.

@@ -1,13 +1,12 @@
-//! What a model keeps changes nothing: keys and values from token to token, attention for a
-//! recompute.
+//! What a model keeps changes nothing: keys and values from token to token, results for a recompute.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use roundpipe::optim::AdamW;
 use roundpipe::{
-    Bytes, Cpu, Cuda, Cx, DType, Device, ExecutePlan, HostTensor, Inputs, Lag, Params, PlanKind,
-    RingOptions, RoundPipe, Rule, RunConfig, Update, Worker,
+    ActivationUse, Bytes, Cpu, Cuda, Cx, DType, Device, ExecutePlan, HostTensor, Inputs, Lag,
+    Params, PlanKind, RingOptions, RoundPipe, Rule, RunConfig, Update, Worker,
 };
 use roundpipe_models::{
     Error, Finish, GenerateOptions, Generator, LoraConfig, Model, ModelConfig, Sampler, preset,
@@ -300,44 +299,53 @@ fn prompts_that_cannot_work_are_refused() {
     assert!(Generator::new(&model(qwen3()), &[], &memory(64 << 20)).is_err());
 }
 
-/// What attention gave may be kept instead of computed again: the same losses and gradients, bit
-/// for bit.
+/// What forwards keep for their recompute, on the worker, in host memory or not at all: the same
+/// losses and gradients, bit for bit.
 #[test]
-fn keeping_attention_changes_no_bit() {
-    let run = |from: usize| {
-        let mut model = model(qwen3());
-        model.keep_attention_from(from);
+fn keeping_for_the_recompute_changes_no_bit() {
+    let run = |on_worker: Option<Bytes>, in_host: Option<Bytes>| {
+        let model = model(qwen3());
         let world = SimWorld::seeded(6).unwrap();
         let plan = ExecutePlan::from_sizes(PlanKind::Fused, &[3], &[3, 3]);
         let engine = RoundPipe::builder(model.layers.clone())
             .devices(sim(&world))
-            .ring_options(memory(64 << 20))
+            .ring_options(RingOptions {
+                activation_budget: on_worker,
+                host_activations: in_host,
+                ..memory(64 << 20)
+            })
             .run_config(RunConfig::new().num_microbatch(2).execute_plan(plan))
             .build()
             .unwrap();
-        let ids: Vec<i64> = (0..40).map(|i| i * 17 % 61).collect();
-        let ids = HostTensor::from_slice(&ids, &[4, 10]).unwrap();
-        engine.trace().on();
-        let inputs = Inputs::new().named("ids", ids.clone()).named("labels", ids);
-        let loss = engine.train(inputs).run().unwrap().losses.total();
+        let ids: Vec<i64> = (0..1200).map(|i| i * 17 % 61).collect();
+        let ids = HostTensor::from_slice(&ids, &[4, 300]).unwrap();
+        let mut losses = Vec::new();
+        for _ in 0..2 {
+            let inputs = Inputs::new()
+                .named("ids", ids.clone())
+                .named("labels", ids.clone());
+            losses.push(engine.train(inputs).run().unwrap().losses.total().to_bits());
+        }
         engine.synchronize().unwrap();
         let grads = engine.gradients().unwrap();
         let grads: Vec<_> = grads
             .into_iter()
             .map(|(_, g)| g.unwrap().to_f64_vec().unwrap())
             .collect();
-        let kept = engine
-            .trace()
-            .spans()
-            .iter()
-            .filter(|s| s.name == "saved for recompute")
-            .count();
-        (loss, grads, kept)
+        (losses, grads, engine.activation_use().unwrap())
     };
-    let (short, long) = (run(usize::MAX), run(1));
-    assert_eq!(short.0.to_bits(), long.0.to_bits());
-    assert!(short.1 == long.1, "gradients differ");
-    assert!(short.2 == 0 && long.2 > 0, "{} {}", short.2, long.2);
+    let no = Some(Bytes(0));
+    let none = run(no, no);
+    let on_worker = run(None, no);
+    let in_host = run(no, Some(Bytes::gib(1)));
+    for kept in [&on_worker, &in_host] {
+        assert_eq!(kept.0, none.0);
+        assert!(kept.1 == none.1, "gradients differ");
+    }
+    let pieces = |used: &ActivationUse| (used.pieces_on_workers > 0, used.pieces_in_host > 0);
+    assert_eq!(pieces(&none.2), (false, false));
+    assert_eq!(pieces(&on_worker.2), (true, false));
+    assert_eq!(pieces(&in_host.2), (false, true));
 }
 
 /// What a model is told of attention reaches the GPU's kernels: their scratch is another.

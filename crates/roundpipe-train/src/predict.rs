@@ -469,7 +469,7 @@ impl Asked<'_> {
             .first()
             .map_or(0, |worker| worker.device().cost_model().context_bytes().0);
         Ok(DryRun {
-            activations: self.saved_bytes(&engine, &plan, &costs, &model),
+            activations: self.saved_bytes(&engine),
             plan,
             costs,
             gpu_peak: peaks.max().unwrap_or(0),
@@ -479,51 +479,17 @@ impl Asked<'_> {
         })
     }
 
-    /// Activations that a step saves in host memory: the inputs of what is recomputed and what long
-    /// attention keeps, less what stays on the card. Workers that only count hold no host memory, so
+    /// Activations that a step saves in host memory: the inputs of what is recomputed and what spares
+    /// recomputes time, less what stays on the card. Workers that only count hold no host memory, so
     /// this follows the rules of the engine's planner and budget.
-    fn saved_bytes(
-        &self,
-        engine: &RoundPipe,
-        plan: &ExecutePlan,
-        costs: &LayerCosts,
-        model: &Model,
-    ) -> u64 {
-        let is_layer = self.settings.grain == GrainName::Layer;
-        let rows = self.batch.rows.div_ceil(self.microbatches);
-        let seq = self.settings.seq.unwrap_or(1);
-        let row_tokens = if self.batch.lens.is_empty() {
-            seq
-        } else {
-            rows * seq
-        };
-        let attention = model.kept_attention_bytes(row_tokens, rows * seq);
-        let blocks = 1..costs.len().saturating_sub(1);
-        let (mut saved, mut largest) = (0, 0);
-        for stage in plan.stages(PlanKind::Fused) {
-            let needs = costs.bytes(stage.layers.clone()) + costs.task_bytes(&stage, is_layer);
-            largest = needs.max(largest);
-            if stage.pass != roundpipe::Pass::Backward {
-                continue;
-            }
-            let starts = match is_layer {
-                true => stage.layers.clone(),
-                false => stage.layers.start..stage.layers.start + 1,
-            };
-            let inputs = starts.filter_map(|layer| layer.checked_sub(1));
-            saved += inputs
-                .map(|layer| costs.layers[layer].activation_bytes)
-                .sum::<u64>();
-            let kept = stage.layers.filter(|layer| blocks.contains(layer)).count();
-            saved += attention * kept as u64;
-        }
-        let saved = saved * self.microbatches as u64;
+    fn saved_bytes(&self, engine: &RoundPipe) -> u64 {
+        let used = engine.activation_use().unwrap_or_default();
         // On a ring the next visit of a layer is on another card, so nothing stays.
-        let stays = match engine.ring().budgets() {
-            [only] => only.kept.min(only.arena.saturating_sub(largest)),
+        let stays = match engine.ring().workers().len() {
+            1 => used.may_stay,
             _ => 0,
         };
-        saved.saturating_sub(stays)
+        used.saved.saturating_sub(stays) + used.pieces_in_host
     }
 
     fn call(&self, layers: usize) -> Result<(roundpipe::Inputs, roundpipe::RunConfig)> {

@@ -23,7 +23,7 @@ use roundpipe_models::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
 use crate::folder::RunFolder;
 use crate::machine;
-use crate::model::{Origin, Trained, rule};
+use crate::model::{Origin, Trained, host_budget, rule};
 use crate::preference::{PairLoss, Reference};
 use crate::progress::{ShownRow, Watcher};
 use crate::resolve::{self, Lengths, Place};
@@ -397,6 +397,10 @@ pub(crate) fn build(
         .ring_options(RingOptions {
             memory: settings.gpu_memory,
             pin: settings.pin.into(),
+            // What weights and their optimizer leave of the memory that the user allows.
+            host_activations: settings
+                .host_memory
+                .map(|limit| Bytes(limit.0.saturating_sub(host_budget(model, settings).total()))),
             ..RingOptions::default()
         })
         .pin(settings.pin.into())

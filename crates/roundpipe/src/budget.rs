@@ -216,6 +216,19 @@ pub struct PieceRoom {
     pub host_worth: f64,
 }
 
+/// What the activations of a call that trains take.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ActivationUse {
+    /// Inputs of what is recomputed, for all microbatches.
+    pub saved: u64,
+    /// What of them may stay on each worker; the rest goes to host memory.
+    pub may_stay: u64,
+    /// Results of forwards that spare recomputes time, on all workers.
+    pub pieces_on_workers: u64,
+    /// The same in host memory.
+    pub pieces_in_host: u64,
+}
+
 /// What a call needs of every worker, and what it leaves.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CallNeeds {

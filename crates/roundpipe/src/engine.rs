@@ -82,6 +82,7 @@ pub use self::state::{ParamState, TrainingState};
 pub use self::steps::StepHandle;
 pub(crate) use self::submit::RandomPlace;
 pub use self::train::{IntoLosses, Losses, TrainCall, TrainOutput};
+use crate::budget::ActivationUse;
 pub use crate::config::Lag;
 use crate::cost::LayerTimes;
 use crate::error::{Error, Result};
@@ -147,6 +148,11 @@ impl<M> RoundPipe<M> {
     /// Host memory of weights, gradients and optimizer state; of all parts of a wrapped model.
     pub fn host_bytes(&self) -> StoreBytes {
         self.core.model.store.host_bytes()
+    }
+
+    /// What the activations of the last call that trains take, as planned; `None` before the first.
+    pub fn activation_use(&self) -> Option<ActivationUse> {
+        self.core.notes().activations
     }
 
     /// What every thread is doing or waiting for.

@@ -18,9 +18,6 @@ use crate::rope::RopeTables;
 pub(crate) const GATE_UP: &str = "mlp.experts.gate_up_proj";
 pub(crate) const DOWN: &str = "mlp.experts.down_proj";
 
-/// Sequences from this length on keep what attention gave for the recompute, unless told otherwise.
-const LONG_TOKENS: usize = 32_768;
-
 /// What stands behind the second norm.
 #[derive(Debug, Clone)]
 pub(crate) enum Unit {
@@ -50,7 +47,6 @@ pub(crate) struct Block {
     pub(crate) unit: Unit,
     pub(super) rope: RopeTables,
     window: Option<usize>,
-    pub(crate) keeps_from: usize,
     /// Gradients of attention may be added in any order.
     pub(crate) any_order: bool,
     index: usize,
@@ -111,7 +107,6 @@ impl Block {
             unit,
             rope: rope.clone(),
             window: c.windows[index],
-            keeps_from: LONG_TOKENS,
             any_order: false,
             index,
             heads: c.heads,
@@ -281,23 +276,9 @@ impl Block {
             any_order: self.any_order,
             ..self.attention(sinks.as_ref())
         };
-        // Attention grows with the square of the length, what it gives does not.
-        let keeps = x.dims()[1] >= self.keeps_from;
-        let known = match keeps && cx.doing_recompute() {
-            true => <[Tensor; 2]>::try_from(cx.recompute_data()?)
-                .ok()
-                .map(|[o, lse]| (o, lse)),
-            false => None,
-        };
         let mixed = match at {
             Some(at) => cx.cached_attention(&q, &k, &v, &at, &how)?,
-            None => {
-                let (mixed, lse) = cx.attention_known(&q, &k, &v, &how, known)?;
-                if keeps {
-                    cx.save_for_recompute(&[&mixed, &lse])?;
-                }
-                mixed
-            }
+            None => cx.attention(&q, &k, &v, &how)?,
         };
         drop((q, k, v));
         let width = (self.heads * self.head_dim) as isize;

@@ -30,6 +30,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use super::host_loss::HostWorker;
 use super::part::{EnginePart, PartSpec};
 use super::recorder::CallRecorder;
+use crate::budget::ActivationUse;
 use crate::config::Lag;
 use crate::error::{Error, Result};
 use crate::exec::call::{Call, CallList};
@@ -138,6 +139,8 @@ pub(super) struct Notes {
     /// Steps that were made and not finite, in all and since the last that was.
     pub nonfinite_steps: u64,
     pub nonfinite_in_a_row: u64,
+    /// Of the last call that trains.
+    pub activations: Option<ActivationUse>,
 }
 
 impl Notes {

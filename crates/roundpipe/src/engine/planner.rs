@@ -371,7 +371,7 @@ impl Planner {
                 None => saved / self.ring.workers().len() as u64,
             };
             let (host_bytes, host_worth) = match self.ring.host_activations() {
-                Some(bytes) => (bytes.0, 0.0),
+                Some(bytes) => (bytes.0.saturating_sub(saved), 0.0),
                 None => (self.usual_host_bytes(), MUCH / (1e3 * link.bytes_per_ms)),
             };
             CallNeeds {

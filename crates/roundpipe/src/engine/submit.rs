@@ -26,7 +26,7 @@ use super::mean_loss::{mean_loss, shares, with_shares};
 use super::outputs::InputLeaves;
 use super::planner::Batch;
 use crate::batch::split_label;
-use crate::budget::{CallNeeds, HostBudget};
+use crate::budget::{ActivationUse, CallNeeds, HostBudget};
 use crate::config::{LossReduction, OutputDevice, Resolved, RunConfig};
 use crate::cost::{LayerCosts, Phase};
 use crate::error::{Error, Result};
@@ -354,6 +354,16 @@ impl Core {
             }
             false => KeepPlan::default(),
         };
+        if trains {
+            let on_workers: u64 = keep.worker_bytes.values().sum();
+            let most = keep.worker_bytes.values().max().copied().unwrap_or(0);
+            self.notes().activations = Some(ActivationUse {
+                saved: needs.host_bytes,
+                may_stay: needs.kept_bytes.saturating_sub(most),
+                pieces_on_workers: on_workers,
+                pieces_in_host: keep.host_bytes,
+            });
+        }
         let workers = self.ring.workers().iter();
         let spec = CallSpec {
             id: sequence.next_call,

@@ -82,9 +82,9 @@ pub struct RingOptions {
     /// weights are read in place, elsewhere a tenth or what the stages of a call leave, if that is
     /// more. Beside the inputs of stages, results are kept that spare recomputes the most time.
     pub activation_budget: Option<Bytes>,
-    /// Bytes of host memory that such results may take where workers have no room for them. By
-    /// default up to a quarter of what is free, and only for results that spare much more time than
-    /// their copies take.
+    /// Bytes of host memory that activations may take: what inputs of stages do not need may hold
+    /// such results where workers have no room for them. By default up to a quarter of what is free,
+    /// and only for results that spare much more time than their copies take.
     pub host_activations: Option<Bytes>,
     /// How host memory for activations is pinned.
     pub pin: Pin,
