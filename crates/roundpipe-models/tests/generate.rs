@@ -318,7 +318,7 @@ fn keeping_for_the_recompute_changes_no_bit() {
             .build()
             .unwrap();
         let ids: Vec<i64> = (0..1200).map(|i| i * 17 % 61).collect();
-        let ids = HostTensor::from_slice(&ids, &[4, 300]).unwrap();
+        let ids = HostTensor::from_slice(&ids, &[24, 50]).unwrap();
         let mut losses = Vec::new();
         for _ in 0..2 {
             let inputs = Inputs::new()
