@@ -54,20 +54,22 @@ pub struct BenchCmd {
     /// Rank of the adapters
     #[arg(long, default_value_t = 32)]
     rank: usize,
-    /// 1: the update runs beside the next step; 0: every step sees the newest weights
+    /// 0: every step sees the newest weights; 1: updates run beside the next step
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(0..=1))]
     lag: u8,
     /// What is recomputed together
     #[arg(long, value_enum, default_value_t = GrainArg::Stage)]
     grain: GrainArg,
+    /// Keep no results of forwards; compute all again before a backward
+    #[arg(long)]
+    recompute_all: bool,
     /// Type of weights and activations
     #[arg(long, value_enum, default_value_t = open::TypeArg::Bf16)]
     dtype: open::TypeArg,
     /// Frozen weights in 4 or 8 bits, for --mode lora
     #[arg(long, value_enum)]
     quantize: Option<open::QuantizeArg>,
-    /// Let the GPU add gradients of attention in any order: faster, but not bit for bit the same
-    /// every time
+    /// Gradients of attention in any order on GPUs: faster, but the last bits vary
     #[arg(long)]
     fast_attention: bool,
     /// Threads of the optimizer [default: all cores]
@@ -76,12 +78,12 @@ pub struct BenchCmd {
     /// Scale gradients down to this norm
     #[arg(long)]
     clip: Option<f64>,
-    /// The most that training may take of host memory: what weights and optimizer leave of it keeps
-    /// results of forwards, which spares recomputes [default: little for results]
+    /// The most to take of host memory; what weights and optimizer leave keeps results
+    ///
+    /// Results of forwards that are kept need not be computed again before a backward.
     #[arg(long, value_parser = size)]
     host_memory: Option<Bytes>,
-    /// Compute nothing: say how much memory of a GPU a step would take, on a machine without one
-    /// too
+    /// Compute nothing: say how much GPU memory a step takes, without a GPU too
     #[arg(long, conflicts_with_all = ["devices", "trace"], requires = "gpu_memory")]
     dry_run: bool,
     /// Write a trace of two more steps for Perfetto, and print how fast their copies were
@@ -156,6 +158,8 @@ impl BenchCmd {
                 "seconds_per_step": round(seconds, 4),
                 "gpu_peak_gib": round(gpu_peak(&engine), 2),
                 "host_peak_gib": round(host_peak(&engine), 2),
+                "kept_on_gpu_gib": kept_gib(&engine).0,
+                "kept_in_host_gib": kept_gib(&engine).1,
                 "pinned_gib": round(pins.pinned.0 as f64 / f64::from(1 << 30), 2),
                 "pageable_gib": round(pins.pageable.0 as f64 / f64::from(1 << 30), 2),
                 "product_tflops": round(rate / 1e12, 2),
@@ -266,6 +270,7 @@ impl BenchCmd {
     fn engine(&self, model: &Model, workers: &[Arc<dyn Device>]) -> anyhow::Result<RoundPipe> {
         let mut config = RunConfig::new()
             .recompute_grain(self.grain.into())
+            .recompute_all(self.recompute_all)
             .loss_reduction(LossReduction::Mean);
         config.num_microbatch = self.microbatches;
         let builder = RoundPipe::builder(model.layers.clone())
@@ -303,6 +308,7 @@ impl BenchCmd {
             "microbatches": self.microbatches.unwrap_or(workers + 1),
             "lag": self.lag,
             "grain": format!("{:?}", self.grain).to_lowercase(),
+            "recompute_all": self.recompute_all,
             "fast_attention": self.fast_attention,
             "quantize": self.quantize.map(|how| Quantization::from(how).name()),
         });
@@ -372,7 +378,12 @@ impl BenchCmd {
         self.tell(
             out,
             1,
-            serde_json::json!({ "dry_run": true, "gpu_peak_gib": peak }),
+            serde_json::json!({
+                "dry_run": true,
+                "gpu_peak_gib": peak,
+                "kept_on_gpu_gib": kept_gib(&engine).0,
+                "kept_in_host_gib": kept_gib(&engine).1,
+            }),
         )
     }
 
@@ -484,6 +495,13 @@ impl From<GrainArg> for Grain {
 fn round(x: f64, digits: i32) -> f64 {
     let scale = 10f64.powi(digits);
     (x * scale).round() / scale
+}
+
+/// Results of forwards that are kept for recomputes, on GPUs and in host memory.
+fn kept_gib(engine: &RoundPipe) -> (f64, f64) {
+    let used = engine.activation_use().unwrap_or_default();
+    let gib = |bytes: u64| round(bytes as f64 / f64::from(1 << 30), 2);
+    (gib(used.pieces_on_workers), gib(used.pieces_in_host))
 }
 
 /// Most memory in use of any GPU's arena; 0 without one.

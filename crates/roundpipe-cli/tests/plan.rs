@@ -305,7 +305,8 @@ fn schedules_are_compared_for_cards() {
 }
 
 /// What a run on one H200 held to 24 GiB was, and what it took
-/// (benches/results/2026-11-15-h200-limits.md, -models.md and 2026-11-16-h200-engine-room.md).
+/// (benches/results/2026-11-15-h200-limits.md, -models.md and 2026-11-16-h200-engine-room.md). All of
+/// it was measured before results were kept for recomputes, so these runs keep none.
 struct Measured {
     settings: &'static str,
     tokens_per_s: f64,
@@ -329,10 +330,9 @@ const fn measured(
 }
 
 #[rustfmt::skip]
-const MEASURED: [Measured; 6] = [
+const MEASURED: [Measured; 5] = [
     measured("qwen3-1.7b batch=16 seq=4096 microbatches=4 lag=1", 33_830.0, 14.08, 30.0),
     measured("qwen3-1.7b batch=32 seq=4096 microbatches=8 lag=1 grain=layer", 33_521.0, 0.0, 41.07),
-    measured("qwen3-1.7b batch=2 seq=65536 microbatches=2 lag=1 grain=layer", 12_220.0, 0.0, 57.25),
     measured("qwen3-8b --lora lora_rank=32 batch=16 seq=4096 microbatches=4 lag=1", 10_104.0, 0.0, 23.64),
     measured("qwen3-30b-a3b --lora lora_rank=32 batch=8 seq=2048 microbatches=2 lag=1", 6_626.0, 0.0, 78.97),
     measured("qwen3-32b --lora lora_rank=32 batch=16 seq=2048 microbatches=4 lag=1", 2_659.0, 0.0, 70.0),
@@ -343,7 +343,15 @@ const MEASURED: [Measured; 6] = [
 fn predictions_are_near_what_was_measured() {
     let mut wrong = Vec::new();
     for case in &MEASURED {
-        let fixed = ["plan", "--gpus", "h200", "--gpu-memory", "24GiB", "--json"];
+        let fixed = [
+            "plan",
+            "--gpus",
+            "h200",
+            "--gpu-memory",
+            "24GiB",
+            "--json",
+            "recompute_all=true",
+        ];
         let args: Vec<&str> = fixed.into_iter().chain(case.settings.split(' ')).collect();
         let (status, answer) = json(&args);
         assert_eq!(status, Some(0), "{answer}");

@@ -473,6 +473,8 @@ pub struct Settings {
     pub state_dtype: TypeName,
     pub lag: u64,
     pub grain: GrainName,
+    /// Whether nothing is kept for recomputes.
+    pub recompute_all: bool,
     pub fast_attention: bool,
 }
 
@@ -542,6 +544,7 @@ impl Default for Settings {
             state_dtype: TypeName::F32,
             lag: 0,
             grain: GrainName::Stage,
+            recompute_all: false,
             fast_attention: false,
         }
     }
@@ -645,6 +648,7 @@ impl Settings {
         key!(dtype, Fixed, "bf16, f16 or f32; the model's own on GPUs, f32 on a processor");
         key!(state_dtype, Fixed, "of the optimizer: f32, or bf16 for half the memory");
         key!(lag, Fixed, "0: every step sees the newest weights; 1: the update runs beside the next step (2% faster, 2 bytes a weight more)");
+        key!(recompute_all, Free, "keep no results of forwards for their recompute (slower, less GPU memory)");
         key!(grain, Free, "recompute by \"stage\" or by \"layer\" (less GPU memory)");
         key!(fast_attention, Fixed, "faster attention on GPUs whose last bits vary from run to run");
         list

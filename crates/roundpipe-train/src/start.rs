@@ -404,7 +404,11 @@ pub(crate) fn build(
             ..RingOptions::default()
         })
         .pin(settings.pin.into())
-        .run_config(RunConfig::new().recompute_grain(settings.grain.into()))
+        .run_config(
+            RunConfig::new()
+                .recompute_grain(settings.grain.into())
+                .recompute_all(settings.recompute_all),
+        )
         .build()
         .map_err(usage)?;
     if engine.param_rules().iter().all(|rule| rule.frozen) {

@@ -70,6 +70,9 @@ pub struct RunConfig {
     pub output_device: Option<OutputDevice>,
     /// What is recomputed together; a stage by default.
     pub recompute_grain: Option<Grain>,
+    /// Whether forwards keep no results for their recompute, which computes all that it needs; off
+    /// by default.
+    pub recompute_all: Option<bool>,
     /// Into how many microbatches a batch is split; one more than there are devices by default.
     pub num_microbatch: Option<usize>,
     /// How inputs are split; automatic by default.
@@ -117,6 +120,8 @@ fields! {
     output_device: OutputDevice,
     /// Says what is recomputed together.
     recompute_grain: Grain,
+    /// Says whether forwards keep no results for their recompute.
+    recompute_all: bool,
     /// Says into how many microbatches a batch is split.
     num_microbatch: usize,
     /// Says how inputs are split.
@@ -170,6 +175,7 @@ impl RunConfig {
             input_grads: self.input_grads.unwrap_or(false),
             output_device,
             recompute_grain: self.recompute_grain.unwrap_or_default(),
+            recompute_all: self.recompute_all.unwrap_or(false),
             num_microbatch: self.num_microbatch.unwrap_or(devices + 1),
             split_input: self.split_input.clone().unwrap_or_default(),
             split_label: self.split_label.clone().unwrap_or_default(),
@@ -192,6 +198,8 @@ pub struct Resolved {
     pub output_device: OutputDevice,
     /// What is recomputed together.
     pub recompute_grain: Grain,
+    /// Whether forwards keep no results for their recompute.
+    pub recompute_all: bool,
     /// Into how many microbatches a batch is split; at least 1.
     pub num_microbatch: usize,
     /// How inputs are split.

@@ -69,6 +69,7 @@ struct PlannerState {
 struct PlanKey {
     kind: PlanKind,
     grain: Grain,
+    recompute_all: bool,
     microbatches: usize,
     input: Vec<(DType, Shape)>,
     /// The plan that the user gave, if any.
@@ -84,6 +85,7 @@ impl PlanKey {
         Self {
             kind,
             grain: config.recompute_grain,
+            recompute_all: config.recompute_all,
             microbatches: batch.microbatches,
             input: input.collect(),
             given: config.execute_plan.clone(),
@@ -362,13 +364,22 @@ impl Planner {
             .collect();
         let checked = budget.call_needs(needs.clone()).map(|checked| {
             let saved = saved_bytes(key, &stages, costs);
+            if key.recompute_all {
+                return CallNeeds {
+                    kept_bytes: checked.kept_bytes.min(budget.kept),
+                    host_bytes: saved,
+                    ..checked
+                };
+            }
             let free = checked.kept_bytes - budget.for_next_stage(checked.kept_bytes);
             let link = self.link(key, costs, state);
             let spare = link.spare_bytes(saved);
-            // Where the link has no time for saved inputs, they stay first.
+            // Saved inputs stay first: that saves host memory. Where there are too many of them,
+            // the link takes them, if it has time.
+            let inputs = saved / self.ring.workers().len() as u64;
             let first = match spare {
-                Some(_) => 0,
-                None => saved / self.ring.workers().len() as u64,
+                Some(_) => inputs.min(free / 3),
+                None => inputs,
             };
             let (host_bytes, host_worth) = match self.ring.host_activations() {
                 Some(bytes) => (bytes.0.saturating_sub(saved), 0.0),
@@ -642,6 +653,7 @@ mod tests {
         let key = PlanKey {
             kind: PlanKind::Fused,
             grain: Grain::Stage,
+            recompute_all: false,
             microbatches: 1,
             input: Vec::new(),
             given: None,
